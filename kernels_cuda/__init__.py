@@ -1,0 +1,1 @@
+"""CUTLASS kernels for Hopper."""

@@ -1,0 +1,1 @@
+"""Triton kernels for every GPU; neither torch nor jax is known here."""

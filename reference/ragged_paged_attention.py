@@ -1,0 +1,117 @@
+"""Ragged paged attention: prefill, chunked prefill, decode and any mix of them over a paged KV cache."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ragged_attention.reference.kv_layout import Float64, per_head, sequence_bounds, split_pages
+
+
+def visible(
+    q_len: int, kv_len: int, valid: NDArray[np.bool_], causal: bool, sliding_window: int | None
+) -> NDArray[np.bool_]:
+    """Which of a sequence's keys each of its queries sees, [q_len, kv_len]."""
+    position = (kv_len - q_len + np.arange(q_len))[:, None]
+    key = np.arange(kv_len)[None, :]
+    seen = np.broadcast_to(valid[None, :kv_len], (q_len, kv_len)).copy()
+    if causal:
+        seen &= key <= position
+    if sliding_window is not None:
+        seen &= key > position - sliding_window
+    return seen
+
+
+def attend(
+    q: Float64, k: Float64, v: Float64, seen: NDArray[np.bool_], scale: float, soft_cap: float | None, sink: float
+) -> tuple[Float64, Float64]:
+    """One head: q [q_len, D], k [kv_len, D], v [kv_len, D_v] -> out [q_len, D_v] and lse [q_len]."""
+    used = seen.any(axis=0)  # what no query sees takes no part at all, so that garbage there cannot leak
+    k, v, seen = k[used], v[used], seen[:, used]
+    logits = q @ k.T * scale
+    if soft_cap is not None:
+        logits = soft_cap * np.tanh(logits / soft_cap)
+    logits = np.where(seen, logits, -np.inf)
+    highest = logits.max(axis=1, initial=-np.inf)
+    some = highest != -np.inf
+    weights = np.exp(logits - np.where(some, highest, 0.0)[:, None])
+    total = weights.sum(axis=1)
+    with np.errstate(divide="ignore", over="ignore"):
+        lse = np.where(some, highest + np.log(total), -np.inf)
+        share = 1 / (1 + np.exp(sink - lse))  # what the sink leaves to the keys
+    share = np.where(some, share, 0.0)
+    return weights @ v / np.where(some, total, 1.0)[:, None] * share[:, None], lse
+
+
+def ragged_paged_attention(
+    q: ArrayLike,
+    kv_pages: Any,
+    kv_lens: ArrayLike,
+    page_indices: ArrayLike,
+    cu_q_lens: ArrayLike,
+    num_seqs: ArrayLike | None = None,
+    *,
+    sm_scale: float | None = None,
+    causal: bool = True,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
+    return_lse: bool = False,
+    cache_dtype: str | None = None,
+) -> Any:
+    """Out [T, H, D_v] in float64, and lse [T, H] with `return_lse`; the arguments are those of the record in calls.py.
+
+    `cache_dtype` names the format of a `kv_pages` given as the bits of 8-bit floats.
+    """
+    q, page_indices = np.asarray(q, np.float64), np.asarray(page_indices)
+    k_pages, v_pages = split_pages(kv_pages, cache_dtype)
+    num_pages, page_size, num_kv_heads, _ = k_pages.shape
+    num_tokens, num_q_heads, head_dim = q.shape
+    scale = head_dim**-0.5 if sm_scale is None else sm_scale
+    k_scale, v_scale = per_head(k_scale, num_kv_heads), per_head(v_scale, num_kv_heads)
+    out = np.zeros((num_tokens, num_q_heads, v_pages.shape[-1]))
+    lse = np.full((num_tokens, num_q_heads), -np.inf)
+    for seq, (start, stop) in enumerate(sequence_bounds(cu_q_lens, num_seqs, num_tokens)):
+        q_len = stop - start
+        kv_len = int(np.clip(np.asarray(kv_lens)[seq], 0, page_indices.shape[1] * page_size))
+        pages = page_indices[seq, : -(-kv_len // page_size)]
+        valid = np.repeat((pages >= 0) & (pages < num_pages), page_size)[:kv_len]
+        if q_len == 0 or not valid.any():
+            continue
+        pages = np.where((pages >= 0) & (pages < num_pages), pages, 0)
+        k = k_pages[pages].reshape(-1, *k_pages.shape[2:])[:kv_len]
+        v = v_pages[pages].reshape(-1, *v_pages.shape[2:])[:kv_len]
+        seen = visible(q_len, kv_len, valid, causal, sliding_window)
+        for head in range(num_q_heads):
+            kv_head = head // (num_q_heads // num_kv_heads)
+            sink = -np.inf if sinks is None else np.asarray(sinks, np.float64)[head]
+            out[start:stop, head], lse[start:stop, head] = attend(
+                q[start:stop, head], k[:, kv_head], v[:, kv_head], seen, scale * k_scale[kv_head], soft_cap, sink
+            )
+            out[start:stop, head] *= v_scale[kv_head]
+    return (out, lse) if return_lse else out
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """Nothing to tune."""
+
+
+def heuristic(call: Any) -> Tile:
+    del call
+    return Tile()
+
+
+def why_not(call: Any) -> str | None:
+    """The definition takes every lawful call."""
+    del call
+
+
+def run(call: Any, tile: Tile, launch: Any) -> Any:
+    del tile
+    outputs = [(call.out_shape, call.q.dtype), (call.q.shape[:2], "float32")]
+    out = launch.on_host(ragged_paged_attention, call, outputs[: 1 + call.return_lse], cache_dtype=call.cache_dtype)
+    return out if call.return_lse else out[0]

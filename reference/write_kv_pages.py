@@ -1,0 +1,88 @@
+"""This step's K and V, written (and quantised) into the pages of the cache."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ragged_attention.reference.kv_layout import encode, per_head, sequence_bounds
+
+
+def slots_from_tables(
+    page_indices: ArrayLike,
+    kv_lens: ArrayLike,
+    cu_q_lens: ArrayLike,
+    num_seqs: ArrayLike | None,
+    num_tokens: int,
+    num_pages: int,
+    page_size: int,
+) -> NDArray[np.int64]:
+    """The slot (page * G + offset) of each token, -1 for one that belongs nowhere.
+
+    Token i of a sequence stands at position `kv_len - q_len + i`: the step's tokens are the last ones of `kv_len`.
+    """
+    page_indices = np.asarray(page_indices)
+    slots = np.full(num_tokens, -1, np.int64)
+    for seq, (start, stop) in enumerate(sequence_bounds(cu_q_lens, num_seqs, num_tokens)):
+        kv_len = int(np.clip(np.asarray(kv_lens)[seq], 0, page_indices.shape[1] * page_size))
+        for token in range(start, stop):
+            position = kv_len - (stop - token)
+            if position >= 0 and 0 <= (page := int(page_indices[seq, position // page_size])) < num_pages:
+                slots[token] = page * page_size + position % page_size
+    return slots
+
+
+def write_kv_pages(
+    k: ArrayLike,
+    v: ArrayLike,
+    kv_pages: Any,
+    slot_mapping: ArrayLike | None = None,
+    *,
+    page_indices: Any = None,
+    kv_lens: Any = None,
+    cu_q_lens: Any = None,
+    num_seqs: ArrayLike | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
+    cache_dtype: str | None = None,
+) -> Any:
+    """The new pages, in the layout given. What is stored is `k / k_scale` in float32, encoded as `cache_dtype` says.
+
+    A slot outside [0, P*G) is skipped; of two tokens for one slot the later one stays.
+    """
+    combined = not isinstance(kv_pages, tuple | list)
+    arrays = [np.array(pages) for pages in ([kv_pages] if combined else kv_pages)]
+    new_k, new_v = (arrays[0][:, :, 0::2], arrays[0][:, :, 1::2]) if combined else arrays
+    num_pages, page_size, num_kv_heads, _ = new_k.shape
+    if slot_mapping is None:
+        slots = slots_from_tables(page_indices, kv_lens, cu_q_lens, num_seqs, len(np.asarray(k)), num_pages, page_size)
+    else:
+        slots = np.asarray(slot_mapping)
+    for pages, tokens, scale in ((new_k, k, k_scale), (new_v, v, v_scale)):
+        scaled = np.asarray(tokens, np.float32) / per_head(scale, num_kv_heads)[None, :, None]
+        stored = encode(scaled, cache_dtype)
+        for token, slot in enumerate(slots):
+            if 0 <= slot < num_pages * page_size:
+                pages[slot // page_size, slot % page_size] = stored[token]
+    return arrays[0] if combined else tuple(arrays)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """Nothing to tune."""
+
+
+def heuristic(call: Any) -> Tile:
+    del call
+    return Tile()
+
+
+def why_not(call: Any) -> str | None:
+    """The definition takes every lawful call."""
+    del call
+
+
+def run(call: Any, tile: Tile, launch: Any) -> Any:
+    del tile
+    return launch.on_host(write_kv_pages, call, "kv_pages", cache_dtype=call.cache_dtype)

@@ -1,0 +1,16 @@
+"""Ragged paged attention and multi-head latent attention for every device, from torch and from jax.
+
+The operations live in the front ends, `ragged_attention.torch` and `ragged_attention.jax`, which offer the same
+names. This module loads neither framework: it holds the choice of backend and the errors.
+"""
+
+from ragged_attention.config import Config as Config
+from ragged_attention.config import get_config as get_config
+from ragged_attention.config import use_backend as use_backend
+from ragged_attention.dispatch import backends as backends
+from ragged_attention.dispatch import explain as explain
+from ragged_attention.errors import BackendMissing as BackendMissing
+from ragged_attention.errors import InvalidInput as InvalidInput
+from ragged_attention.errors import Unsupported as Unsupported
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""Drop-in names and conventions of other projects, over the same operations."""

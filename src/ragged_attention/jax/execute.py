@@ -1,0 +1,73 @@
+"""From a call on jax arrays to jax operations, with the backend chosen per platform when the call is lowered."""
+
+import functools
+import json
+from typing import Any
+
+import jax
+import numpy as np
+
+from ragged_attention import config, dispatch
+from ragged_attention.calls import CALLS, Call
+from ragged_attention.errors import InvalidInput, Unsupported
+from ragged_attention.jax.launcher import PLATFORMS, Launcher, device_facts, join_arrays, split_arrays
+
+
+def run(operation: str, arguments: dict[str, Any], backend: Any, options: Any) -> Any:
+    """Check the call, choose its backend and run it; the wishes are read now, at trace time under `jit`."""
+    call = CALLS[operation](**arguments, device=device_facts(default_platform()))  # type: ignore[call-arg]
+    if config.validates_values():
+        _check_values(call)
+    arrays, rest = split_arrays(call.arguments())
+    names = config.requested(operation, backend)
+    tunables = json.dumps(dict(config.requested_options(operation, options)), sort_keys=True)
+    return _run(operation, arrays, tuple(rest.items()), names, tunables)
+
+
+def default_platform() -> str:
+    return jax.default_backend().replace("gpu", "cuda")
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2, 3, 4))
+def _run(operation: str, arrays: dict[str, Any], rest: tuple[Any, ...], names: Any, tunables: str) -> Any:
+    def on(platform: str) -> tuple[dispatch.Choice, Any]:
+        """What runs this call on a platform, and the function of its arrays that does."""
+        device = device_facts(platform)
+
+        def build(values: dict[str, Any]) -> Call:
+            return CALLS[operation](**join_arrays(values, dict(rest)), device=device)  # type: ignore[call-arg]
+
+        choice = dispatch.choose(build(arrays), backend=names or "auto", options=json.loads(tunables))
+        return choice, lambda values: choice.run(build(values), Launcher(device))
+
+    here = default_platform()
+    choices = {here: on(here)}  # what it refuses is the caller's to know
+    for platform in PLATFORMS:
+        if platform not in choices:
+            try:
+                choices[platform] = on(platform)
+            except (Unsupported, InvalidInput):
+                continue  # then the traced function cannot be lowered for it
+    portable = {platform for platform, (choice, _) in choices.items() if choice.backend in ("xla", "reference")}
+    if len(portable) == len(choices):
+        return choices[here][1](arrays)
+    return jax.lax.platform_dependent(arrays, **{platform: branch for platform, (_, branch) in choices.items()})
+
+
+def _check_values(call: Call) -> None:
+    """Check the index arrays' values, now where they are known, else when the compiled function runs."""
+    arrays, rest = split_arrays(call.arguments())
+    indices = {name: value for name, value in arrays.items() if str(value.dtype) in ("int32", "int64")}
+    others = {
+        name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in arrays.items() if name not in indices
+    }
+
+    def check(values: dict[str, Any]) -> None:
+        held = {name: np.asarray(value) for name, value in values.items()}
+        in_order = {name: held[name] if name in held else others[name] for name in arrays}
+        type(call)(**join_arrays(in_order, rest)).check_values()  # type: ignore[call-arg, attr-defined]
+
+    if any(isinstance(value, jax.core.Tracer) for value in indices.values()):
+        jax.debug.callback(check, indices)
+    else:
+        check(indices)

@@ -1,0 +1,248 @@
+"""How a room's work gets done on jax arrays: Triton kernels through jax-triton or the interpreter, NumPy on the host."""
+
+import functools
+import importlib
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ragged_attention.calls import Call, Device
+from ragged_attention.devices import shared_memory_of
+
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+
+
+@functools.cache
+def jax_triton() -> Any:
+    """The module jax_triton, or the exception that its import raised.
+
+    It empties TRITON_CACHE_DIR, which would disturb other users of Triton in this process; that is undone.
+    """
+    before = os.environ.get("TRITON_CACHE_DIR")
+    try:
+        return importlib.import_module("jax_triton")
+    except ImportError as error:
+        return error
+    finally:
+        os.environ.pop("TRITON_CACHE_DIR", None)
+        if before is not None:
+            os.environ["TRITON_CACHE_DIR"] = before
+
+
+def _why_no_triton(platform: str) -> str | None:
+    if platform not in ("cuda", "rocm") or os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    if isinstance(found := jax_triton(), ImportError):
+        return f"jax_triton cannot be imported: {type(found).__name__}: {str(found).splitlines()[0]}"
+    return None
+
+
+@functools.cache
+def device_facts(platform: str) -> Device:
+    """The static facts about a platform that backends are chosen by.
+
+    Where this process has no such device (lowering for another machine), `cuda` stands for an H100 or H200.
+    """
+    name, arch, count = "", "", 1
+    if platform == jax.default_backend().replace("gpu", "cuda"):
+        device = jax.devices()[0]
+        name = device.device_kind
+        capability = str(getattr(device, "compute_capability", ""))
+        arch = "sm_" + capability.replace(".", "") if platform == "cuda" else capability
+        count = getattr(device, "core_count", 1)
+    elif platform == "cuda":
+        arch, count = "sm_90", 132
+    return Device(
+        framework="jax",
+        platform=platform,
+        name=name,
+        arch=arch,
+        num_multiprocessors=count,
+        shared_memory=shared_memory_of(arch),
+        no_triton=_why_no_triton(platform),
+    )
+
+
+class HostArray:
+    """A NumPy array with the few tensor methods that Triton's interpreter calls; it never leaves the host."""
+
+    def __init__(self, array: Any = None) -> None:
+        self.array = array
+
+    @property
+    def dtype(self) -> Any:
+        return self.array.dtype
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+    def untyped_storage(self) -> "HostArray":
+        return self
+
+    def cpu(self) -> "HostArray":
+        return self
+
+    def copy_(self, other: Any) -> "HostArray":
+        del other
+        return self
+
+    def new_empty(self, *sizes: Any, **options: Any) -> "HostArray":
+        del sizes, options
+        return HostArray()
+
+    def set_(self, storage: Any, *layout: Any) -> None:
+        del layout
+        self.array = storage.array
+
+    def storage_offset(self) -> int:
+        return 0
+
+    def size(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    def stride(self) -> tuple[int, ...]:
+        return tuple(step // self.array.itemsize for step in self.array.strides)
+
+
+def is_bits(dtype: Any) -> bool:
+    """Whether a dtype is an 8-bit float, which kernels and NumPy take as its bits."""
+    return dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2)
+
+
+def to_numpy(array: Any) -> np.ndarray:
+    """Floats as float64, 8-bit floats as their bits, integers as they are."""
+    array = np.asarray(array)
+    if is_bits(array.dtype):
+        return array.view(np.uint8)
+    return array.astype(np.float64) if jnp.issubdtype(array.dtype, jnp.floating) else array
+
+
+def _from_numpy(array: Any, like: jax.ShapeDtypeStruct) -> np.ndarray:
+    array = np.asarray(array)
+    return array.view(like.dtype) if is_bits(like.dtype) else array.astype(like.dtype)
+
+
+class Launcher:
+    """Runs kernels for calls that hold jax arrays, traced or not."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def __call__(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        inputs: Sequence[Any],
+        outputs: Sequence[tuple[Sequence[int], Any]],
+        *,
+        inplace: Sequence[int] = (),
+        num_warps: int = 4,
+        num_stages: int = 2,
+        **arguments: Any,
+    ) -> list[Any]:
+        """`kernel[grid](*inputs, *outputs, **arguments)`; see the torch launcher, whose twin this is.
+
+        The inputs numbered in `inplace` come back as new arrays, in their old memory where that is donated.
+        """
+        shapes = [jax.ShapeDtypeStruct(tuple(shape), dtype) for shape, dtype in outputs]
+        aliases = {index: len(shapes) + place for place, index in enumerate(inplace)}
+        shapes += [jax.ShapeDtypeStruct(inputs[index].shape, inputs[index].dtype) for index in inplace]
+        if 0 in grid:
+            return [
+                *(jnp.zeros(shape.shape, shape.dtype) for shape in shapes[: len(outputs)]),
+                *(inputs[i] for i in inplace),
+            ]
+        if hasattr(kernel, "cache_key") and self.device.platform != "cpu":
+            return self._compiled(kernel, grid, inputs, shapes, aliases, arguments, num_warps, num_stages)
+
+        def host(*arrays: Any) -> list[np.ndarray]:
+            held = [np.array(array) for array in arrays]
+            results = [np.full(shape.shape, np.nan).astype(shape.dtype) for shape in shapes[: len(outputs)]]
+            results += [held[index] for index in inplace]
+            kernel[grid](*map(HostArray, held), *map(HostArray, results), **arguments)
+            return results
+
+        return list(jax.pure_callback(host, shapes, *inputs, vmap_method="sequential"))
+
+    def _compiled(
+        self,
+        kernel: Any,
+        grid: Any,
+        inputs: Any,
+        shapes: Any,
+        aliases: Any,
+        arguments: Any,
+        num_warps: int,
+        num_stages: int,
+    ) -> list[Any]:
+        capability = int(self.device.arch.removeprefix("sm_")) if self.device.platform == "cuda" else None
+
+        @jax.custom_batching.sequential_vmap
+        def call(*arrays: Any) -> Any:
+            return jax_triton().triton_call(
+                *arrays, kernel=kernel, out_shape=shapes, grid=grid, num_warps=num_warps, num_stages=num_stages,
+                compute_capability=capability, input_output_aliases=aliases, **arguments,
+            )  # fmt: skip
+
+        return list(call(*inputs))
+
+    def strides(self, array: Any) -> tuple[int, ...]:
+        return tuple(int(np.prod(array.shape[axis + 1 :])) for axis in range(len(array.shape)))
+
+    def bits(self, array: Any) -> Any:
+        """An 8-bit float array as uint8, anything else as it is."""
+        return jax.lax.bitcast_convert_type(array, jnp.uint8) if is_bits(array.dtype) else array
+
+    def packed(self, array: Any) -> Any:
+        return array
+
+    def on_host(
+        self,
+        function: Callable[..., Any],
+        call: Call,
+        outputs: str | Sequence[tuple[Sequence[int], Any]],
+        **extra: Any,
+    ) -> Any:
+        """Run a NumPy function on the call's arguments through a host callback; see the torch launcher."""
+        if isinstance(outputs, str):
+            given = getattr(call, outputs)
+            outputs = [(item.shape, item.dtype) for item in (given if isinstance(given, tuple | list) else (given,))]
+        shapes = [jax.ShapeDtypeStruct(tuple(shape), dtype) for shape, dtype in outputs]
+        names, arrays = zip(*split_arrays(call.arguments())[0].items(), strict=True)
+
+        def host(*values: Any) -> list[np.ndarray]:
+            results = function(
+                **join_arrays(dict(zip(names, map(to_numpy, values), strict=True)), split_arrays(call.arguments())[1]),
+                **extra,
+            )
+            results = results if isinstance(results, tuple) else (results,)
+            return [_from_numpy(result, shape) for result, shape in zip(results, shapes, strict=True)]
+
+        return list(jax.pure_callback(host, shapes, *arrays, vmap_method="sequential"))
+
+
+def split_arrays(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments as (arrays, everything else); the members of a pair of pages get a name each."""
+    arrays: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if isinstance(value, tuple | list):
+            arrays |= {f"{name}.{place}": item for place, item in enumerate(value)}
+        elif hasattr(value, "shape") and hasattr(value, "dtype"):
+            arrays[name] = value
+        else:
+            rest[name] = value
+    return arrays, rest
+
+
+def join_arrays(arrays: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `split_arrays`."""
+    arguments = dict(rest)
+    for name, value in arrays.items():
+        whole, dot, _ = name.partition(".")
+        arguments[whole] = (*arguments.get(whole, ()), value) if dot else value
+    return arguments

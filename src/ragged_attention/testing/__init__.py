@@ -1,0 +1,1 @@
+"""What holds a kernel to its definition: strategies, comparator, laws, guarded memory; for kernels of others too."""

@@ -1,0 +1,119 @@
+"""How a room's work gets done on torch tensors: Triton kernels on the current stream, NumPy functions on the host."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ragged_attention.calls import Call, Device
+from ragged_attention.devices import shared_memory_of
+
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int32": torch.int32,
+}
+
+
+@functools.cache
+def device_facts(device: torch.device) -> Device:
+    """The static facts about a torch device that backends are chosen by."""
+    if device.type != "cuda":
+        return Device(framework="torch", platform=device.type)
+    facts = torch.cuda.get_device_properties(device)
+    arch = facts.gcnArchName.split(":")[0] if torch.version.hip else f"sm_{facts.major}{facts.minor}"
+    return Device(
+        framework="torch",
+        platform="rocm" if torch.version.hip else "cuda",
+        name=facts.name,
+        arch=arch,
+        num_multiprocessors=facts.multi_processor_count,
+        shared_memory=shared_memory_of(arch),
+    )
+
+
+def is_bits(dtype: torch.dtype) -> bool:
+    """Whether a dtype is an 8-bit float, which kernels and NumPy take as its bits."""
+    return dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """Floats as float64, 8-bit floats as their bits, integers as they are."""
+    tensor = tensor.detach()
+    if is_bits(tensor.dtype):
+        return tensor.view(torch.uint8).cpu().numpy()
+    return (tensor.to(torch.float64) if tensor.dtype.is_floating_point else tensor).cpu().numpy()
+
+
+def _assign(tensor: torch.Tensor, values: np.ndarray) -> None:
+    tensor = tensor.view(torch.uint8) if is_bits(tensor.dtype) else tensor
+    tensor.copy_(torch.from_numpy(np.asarray(values)))
+
+
+class Launcher:
+    """Runs kernels for calls that hold torch tensors; without state, so one serves all."""
+
+    def __call__(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[tuple[Sequence[int], Any]],
+        *,
+        inplace: Sequence[int] = (),
+        num_warps: int = 4,
+        num_stages: int = 2,
+        **arguments: Any,
+    ) -> list[torch.Tensor]:
+        """Enqueue `kernel[grid](*inputs, *outputs, **arguments)` and return the outputs.
+
+        `outputs` are (shape, dtype) to allocate, uninitialised; behind them stand the inputs numbered in `inplace`,
+        once more, which the kernel may write.
+        """
+        device = inputs[0].device
+        new = [torch.empty(tuple(shape), dtype=DTYPES.get(dtype, dtype), device=device) for shape, dtype in outputs]
+        new += [inputs[index] for index in inplace]
+        if 0 not in grid:
+            with torch.cuda.device_of(inputs[0]):
+                kernel[grid](*inputs, *new, **arguments, num_warps=num_warps, num_stages=num_stages)
+        return new
+
+    def strides(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        return tensor.stride()
+
+    def bits(self, tensor: torch.Tensor) -> torch.Tensor:
+        """An 8-bit float array as uint8, anything else as it is."""
+        return tensor.view(torch.uint8) if is_bits(tensor.dtype) else tensor
+
+    def packed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, copied if its last dimension is strided."""
+        return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+    def on_host(
+        self,
+        function: Callable[..., Any],
+        call: Call,
+        outputs: str | Sequence[tuple[Sequence[int], Any]],
+        **extra: Any,
+    ) -> Any:
+        """Run a NumPy function on the call's arguments: floats as float64, 8-bit floats as bits.
+
+        `outputs` are (shape, dtype) of the results, or the name of the argument that takes them.
+        """
+        results = function(**call.map(to_numpy).arguments(), **extra)
+        results = results if isinstance(results, tuple) else (results,)
+        if isinstance(outputs, str):
+            given = getattr(call, outputs)
+            new = list(given) if isinstance(given, tuple | list) else [given]
+        else:
+            device = next(value for value in call.arguments().values() if isinstance(value, torch.Tensor)).device
+            new = [torch.empty(tuple(shape), dtype=DTYPES.get(dtype, dtype), device=device) for shape, dtype in outputs]
+        for tensor, values in zip(new, results, strict=True):
+            _assign(tensor, values)
+        return new
+
+
+LAUNCHER = Launcher()

@@ -1,0 +1,46 @@
+"""Tile sizes: explicit options, then a tuned file, then the room's own heuristic.
+
+A room may hold `tuned/<device>/<operation>.json`: `{key: {"tile": {...}, "us": ..., "date": ..., "commit": ...}}`,
+where key is what the operation's module returns from `tuning_key(call)`. Files are data, read once, on first use.
+"""
+
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any
+
+from ragged_attention.calls import Call
+from ragged_attention.errors import InvalidInput
+
+
+def device_slug(name: str) -> str:
+    """`"NVIDIA H200"` -> `"nvidia_h200"`: the folder of a device's tuned sizes."""
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+
+
+@functools.cache
+def tuned_table(room: str, device: str, operation: str) -> Mapping[str, Any]:
+    """A tuned file's contents, empty where there is none."""
+    path = resources.files(room) / "tuned" / device / f"{operation}.json"
+    return json.loads(path.read_text()) if device and path.is_file() else {}
+
+
+def options_of(tile_type: type) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(tile_type))
+
+
+def tile_for(module: Any, call: Call, options: Mapping[str, Any]) -> Any:
+    """The `Tile` that `module` will run `call` with; `options` override single fields of it."""
+    tile = module.heuristic(call)
+    if hasattr(module, "tuning_key") and call.device.name:
+        room, _, operation = module.__name__.rpartition(".")
+        entry = tuned_table(room, device_slug(call.device.name), operation).get(module.tuning_key(call))
+        tile = module.Tile(**entry["tile"]) if entry else tile
+    known = options_of(module.Tile)
+    for name in options:
+        if name not in known:
+            raise InvalidInput(f"expected options among {', '.join(known) or 'none'} for this backend, got {name!r}")
+    return dataclasses.replace(tile, **options) if options else tile
