@@ -29,7 +29,8 @@ def attend(
     """One head: q [q_len, D], k [kv_len, D], v [kv_len, D_v] -> out [q_len, D_v] and lse [q_len]."""
     used = seen.any(axis=0)  # what no query sees takes no part at all, so that garbage there cannot leak
     k, v, seen = k[used], v[used], seen[:, used]
-    logits = q @ k.T * scale
+    with np.errstate(invalid="ignore"):  # a query that sees nothing may hold infinities
+        logits = q @ k.T * scale
     if soft_cap is not None:
         logits = soft_cap * np.tanh(logits / soft_cap)
     logits = np.where(seen, logits, -np.inf)
@@ -37,7 +38,7 @@ def attend(
     some = highest != -np.inf
     weights = np.exp(logits - np.where(some, highest, 0.0)[:, None])
     total = weights.sum(axis=1)
-    with np.errstate(divide="ignore", over="ignore"):
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         lse = np.where(some, highest + np.log(total), -np.inf)
         share = 1 / (1 + np.exp(sink - lse))  # what the sink leaves to the keys
     share = np.where(some, share, 0.0)

@@ -1,0 +1,372 @@
+"""Pieces that the Triton kernels share: finding a sequence, walking its pages, online softmax, 8-bit formats.
+
+Notation in kernels: rows are (query token, head of the group) pairs, flattened token by token, so that one KV head's
+queries fill a tile's M dimension whatever the group. Logits are held in base 2 (`exp2` is the hardware's own).
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from ragged_attention.calls import dtype_name
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+PAGE_SCAN: tl.constexpr = tl.constexpr(256)
+
+
+# ---- host side
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def launchable(call: Any, kernel: Any) -> str | None:
+    """Why Triton kernels cannot run where the call is, None if they can."""
+    device = call.device
+    if device.no_triton:
+        return device.no_triton
+    if device.platform == "cpu":
+        if isinstance(kernel, triton.JITFunction):
+            return "a CPU runs Triton only by interpreter: set TRITON_INTERPRET=1 before triton is first imported"
+        return None
+    if device.platform not in ("cuda", "rocm"):
+        return f"expected a platform of cuda or rocm, got {device.platform}"
+    if device.platform == "cuda" and int(device.arch.removeprefix("sm_")) < 80:
+        return f"expected sm_80 or newer, got {device.arch}"
+    return None
+
+
+def cache_format(call: Any) -> str:
+    """How kernels are to read the cache: `plain`, or which 8-bit format, with e4m3 in hardware where there is that."""
+    kind = call.cache_dtype
+    if kind == "float8_e4m3fn":
+        arch = call.device.arch
+        hardware = arch.startswith("gfx9") and arch >= "gfx942" or arch.startswith("sm_") and int(arch[3:]) >= 89
+        return "e4m3" if hardware else "e4m3_bits"
+    return {"float8_e5m2": "e5m2", "int8": "int8"}.get(kind, "plain")
+
+
+def cache_views(call: Any, launch: Any) -> tuple[Any, Any, tuple[int, int, int], tuple[int, int, int], int]:
+    """K and V arrays, strides of (page, slot, head) of each, and where V begins in its array: one form of both layouts."""
+    if call.combined:
+        pages = launch.bits(call.kv_pages)
+        page, slot, head, _ = launch.strides(call.kv_pages)
+        return pages, pages, (page, slot, 2 * head), (page, slot, 2 * head), head
+    k_pages, v_pages = call.kv_pages
+    k_strides, v_strides = launch.strides(k_pages)[:3], launch.strides(v_pages)[:3]
+    return launch.bits(k_pages), launch.bits(v_pages), k_strides, v_strides, 0
+
+
+def scale_arguments(name: str, scale: Any, stand_in: Any) -> tuple[Any, dict[str, Any]]:
+    """A scale as (array, arguments): `<name>_factor` for a number, `<NAME>_STRIDE` (0 or 1) for an array, else -1."""
+    if scale is None or not hasattr(scale, "shape"):
+        factor = 1.0 if scale is None else float(scale)
+        return stand_in, {f"{name}_factor": factor, f"{name.upper()}_STRIDE": -1}
+    one = len(scale.shape) == 0 or scale.shape[0] == 1
+    return scale, {f"{name}_factor": 1.0, f"{name.upper()}_STRIDE": 0 if one else 1}
+
+
+def dot_precision(call: Any) -> str:
+    return "ieee" if item_size(call.q) == 4 else "tf32"
+
+
+def item_size(array: Any) -> int:
+    return {"float32": 4, "float16": 2, "bfloat16": 2}.get(dtype_name(array), 1)
+
+
+# ---- sequences
+
+
+@triton.jit
+def count_sequences(num_seqs_ptr, max_num_seqs, HAS_NUM_SEQS: tl.constexpr):
+    """The number of live sequences, held within the tables."""
+    count = max_num_seqs
+    if HAS_NUM_SEQS:
+        count = tl.minimum(tl.maximum(tl.load(num_seqs_ptr), 0), max_num_seqs)
+    return count
+
+
+# The interpreter's own arithmetic knows no bfloat16: it multiplies the bits and rounds towards zero.
+INTERPRETED: tl.constexpr = tl.constexpr(not isinstance(count_sequences, triton.JITFunction))
+
+
+@triton.jit
+def query_edge(cu_q_lens_ptr, index, num_tokens):
+    return tl.minimum(tl.maximum(tl.load(cu_q_lens_ptr + index), 0), num_tokens)
+
+
+@triton.jit
+def find_block_sequence(block, cu_q_lens_ptr, num_seqs, num_tokens, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """The sequence that a block of rows belongs to, `num_seqs` for padding.
+
+    Sequence i is given blocks from `start_i * GROUP // BLOCK + i` on: that leaves each enough of them, and needs no
+    count of the blocks of those before it, so the grid follows from shapes alone.
+    """
+    low = 0
+    high = num_seqs + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        first = query_edge(cu_q_lens_ptr, middle, num_tokens) * GROUP // BLOCK + middle
+        found = first <= block
+        low = tl.where(found, middle, low)
+        high = tl.where(found, high, middle)
+    return low
+
+
+@triton.jit
+def pages_are_valid(page_row_ptr, first_page, last_page, num_pages):
+    """Whether every page index in [first_page, last_page) names a page, as 1 or 0."""
+    valid = 1
+    for start in range(first_page, last_page, PAGE_SCAN):
+        slots = start + tl.arange(0, PAGE_SCAN)
+        pages = tl.load(page_row_ptr + slots, mask=slots < last_page, other=0)
+        good = (pages >= 0) & (pages < num_pages)
+        valid = tl.minimum(valid, tl.min(good.to(tl.int32), 0))
+    return valid
+
+
+# ---- elements
+
+
+@triton.jit
+def tanh(x):
+    """By its series where the closed form would cancel; relative error about 4e-7."""
+    square = x * x
+    series = x * (1 + square * (-0.33333334 + square * (0.13333334 + square * (-0.05396825 + square * 0.02186949))))
+    closed = 1 - 2 / (1 + tl.math.exp2(x * (2 * LOG2E)))
+    return tl.where(tl.abs(x) < 0.25, series, closed)
+
+
+@triton.jit
+def narrow(x, DTYPE: tl.constexpr):
+    """float32 to a float type of 16 or 32 bits, to nearest even."""
+    if INTERPRETED and DTYPE == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return tl.where(x == x, rounded, (bits >> 16) | 0x40).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def decode(stored, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """Elements of the cache as operands; exact for every format, scales excluded."""
+    if FORMAT == "plain":
+        return stored
+    if FORMAT == "int8":
+        return stored.to(tl.float32).to(DTYPE)
+    if FORMAT == "e4m3":
+        return stored.to(tl.float8e4nv, bitcast=True).to(DTYPE)
+    code = stored.to(tl.uint16)
+    if FORMAT == "e5m2":
+        return (code << 8).to(tl.float16, bitcast=True).to(DTYPE)
+    half = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
+    value = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    return tl.where((code & 0x7F) == 0x7F, float("nan"), value).to(DTYPE)
+
+
+@triton.jit
+def encode_float8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
+    """float32 to the bits of an 8-bit float: nearest even, saturating, sign of NaN kept. Integer work: same bits everywhere."""
+    bits = x.to(tl.uint32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    dropped: tl.constexpr = 23 - MANTISSA
+    rounded = magnitude + ((1 << (dropped - 1)) - 1) + ((magnitude >> dropped) & 1)
+    normal = (rounded >> dropped).to(tl.int32) - ((127 - BIAS) << MANTISSA)
+    # Adding a power of two whose last place is the format's smallest step rounds to that step.
+    step: tl.constexpr = 2.0 ** (23 + 1 - BIAS - MANTISSA)
+    small = (magnitude.to(tl.float32, bitcast=True) + step).to(tl.uint32, bitcast=True).to(tl.int32)
+    small = small - ((127 + 23 + 1 - BIAS - MANTISSA) << 23)
+    least_normal: tl.constexpr = (127 + 1 - BIAS) << 23
+    code = tl.where(magnitude < least_normal, small, tl.minimum(normal, LARGEST))
+    code = tl.where(magnitude > 0x7F800000, 0x7F, code)
+    return (code.to(tl.uint32) | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def encode(x, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """float32 values as elements of the cache."""
+    if FORMAT == "plain":
+        return narrow(x, DTYPE)
+    if FORMAT == "int8":
+        whole = tl.minimum(tl.maximum(tl.where(x == x, x, 0.0), -128.0), 127.0)
+        return ((whole + 12582912.0) - 12582912.0).to(tl.int8)
+    if FORMAT == "e5m2":
+        return encode_float8(x, 2, 15, 0x7B)
+    return encode_float8(x, 3, 7, 0x7E)
+
+
+# ---- attention over a range of keys
+
+
+@triton.jit
+def matmul(a, b, acc, PRECISION: tl.constexpr):
+    if INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def attend(
+    q, highest, total, acc,
+    k_ptr, v_ptr, page_row_ptr, start, stop, first, last, position, window, num_pages,
+    k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale, outer_scale,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    DV: tl.constexpr, DV_PAD: tl.constexpr, FORMAT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Online softmax of the rows of `q` over keys [start, stop), a multiple of BLOCK_KV at a time.
+
+    Unmasked, every row must see every key of the range and every page must be valid. Masked, only keys in
+    [first, last) on valid pages are read at all: what no row of the tile sees takes no part, NaN or not.
+    """
+    d = tl.arange(0, D_PAD)
+    dv = tl.arange(0, DV_PAD)
+    for block in range(start, stop, BLOCK_KV):
+        keys = block + tl.arange(0, BLOCK_KV)
+        if PAGE_SIZE % BLOCK_KV == 0:  # the whole block lies on one page
+            page = tl.load(page_row_ptr + block // PAGE_SIZE)
+            if MASKED:
+                known = (page >= 0) & (page < num_pages)
+                readable = (keys >= tl.where(known, first, last)) & (keys < last)
+            slot = (block % PAGE_SIZE + tl.arange(0, BLOCK_KV)).to(tl.int64)
+        else:
+            if MASKED:
+                inside = (keys >= first) & (keys < last)
+                page = tl.load(page_row_ptr + keys // PAGE_SIZE, mask=inside, other=-1)
+                readable = inside & (page >= 0) & (page < num_pages)
+            else:
+                page = tl.load(page_row_ptr + keys // PAGE_SIZE)
+            slot = (keys % PAGE_SIZE).to(tl.int64)
+        k_rows = k_ptr + page.to(tl.int64) * k_page_stride + slot * k_slot_stride
+        v_rows = v_ptr + page.to(tl.int64) * v_page_stride + slot * v_slot_stride
+        if MASKED:
+            k = tl.load(k_rows[:, None] + d[None, :], mask=readable[:, None] & (d < D)[None, :], other=0)
+        elif D == D_PAD:
+            k = tl.load(k_rows[:, None] + d[None, :])
+        else:
+            k = tl.load(k_rows[:, None] + d[None, :], mask=(d < D)[None, :], other=0)
+        logits = tl.zeros([q.shape[0], BLOCK_KV], tl.float32)
+        logits = matmul(q, tl.trans(decode(k, FORMAT, q.dtype)), logits, PRECISION)
+        if HAS_SOFT_CAP:
+            logits = tanh(logits * inner_scale)
+        if MASKED:
+            seen = readable[None, :]
+            if CAUSAL:
+                seen = seen & (keys[None, :] <= position[:, None])
+            if HAS_WINDOW:
+                seen = seen & (keys[None, :] > position[:, None] - window)
+            logits = tl.where(seen, logits, float("-inf"))
+        higher = tl.maximum(highest, tl.max(logits, 1) * outer_scale)
+        finite = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.math.exp2(logits * outer_scale - finite[:, None])
+        kept = tl.math.exp2(highest - finite)
+        total = total * kept + tl.sum(weights, 1)
+        highest = higher
+        if MASKED:
+            v = tl.load(v_rows[:, None] + dv[None, :], mask=readable[:, None] & (dv < DV)[None, :], other=0)
+        elif DV == DV_PAD:
+            v = tl.load(v_rows[:, None] + dv[None, :])
+        else:
+            v = tl.load(v_rows[:, None] + dv[None, :], mask=(dv < DV)[None, :], other=0)
+        acc = matmul(narrow(weights, q.dtype), decode(v, FORMAT, q.dtype), acc * kept[:, None], PRECISION)
+    return highest, total, acc
+
+
+@triton.jit
+def key_range(low, high, kv_len, window, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """The keys [first, last) that some query at a position in [low, high] sees."""
+    first = 0
+    if HAS_WINDOW:
+        first = tl.maximum(low - window + 1, 0)
+    last = kv_len
+    if CAUSAL:
+        last = tl.minimum(high + 1, kv_len)
+    return first, tl.maximum(last, first)
+
+
+@triton.jit
+def attend_range(
+    q, start, stop, first, last, low, high, kv_len,
+    k_ptr, v_ptr, page_row_ptr, position, window, num_pages,
+    k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale, outer_scale,
+    ROWS: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    DV: tl.constexpr, DV_PAD: tl.constexpr, FORMAT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attention over keys [start, stop) within [first, last) for queries at positions [low, high]; start is a block's.
+
+    Only the blocks at either end, which some query sees in part, pay for masks. A page index that names no page
+    makes all blocks of the range such ends.
+    """
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DV_PAD], tl.float32)
+    whole_start = start
+    if HAS_WINDOW:
+        whole_start = tl.maximum(high - window + 1, 0)
+        whole_start = tl.maximum((whole_start + BLOCK_KV - 1) // BLOCK_KV * BLOCK_KV, start)
+        whole_start = tl.minimum(whole_start, tl.maximum((stop + BLOCK_KV - 1) // BLOCK_KV * BLOCK_KV, start))
+        highest, total, acc = attend(
+            q, highest, total, acc, k_ptr, v_ptr, page_row_ptr, start, tl.minimum(whole_start, stop), first, last,
+            position, window, num_pages, k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale,
+            outer_scale, True, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, PAGE_SIZE, BLOCK_KV, D, D_PAD, DV, DV_PAD, FORMAT,
+            PRECISION,
+        )  # fmt: skip
+    whole_stop = tl.minimum(stop, kv_len)
+    if CAUSAL:
+        whole_stop = tl.minimum(whole_stop, low + 1)
+    whole_stop = tl.maximum(whole_stop // BLOCK_KV * BLOCK_KV, whole_start)
+    valid = pages_are_valid(page_row_ptr, whole_start // PAGE_SIZE, (whole_stop + PAGE_SIZE - 1) // PAGE_SIZE, num_pages)
+    whole_stop = tl.where(valid == 1, whole_stop, whole_start)
+    highest, total, acc = attend(
+        q, highest, total, acc, k_ptr, v_ptr, page_row_ptr, whole_start, whole_stop, first, last, position, window,
+        num_pages, k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale, outer_scale, False, CAUSAL,
+        HAS_WINDOW, HAS_SOFT_CAP, PAGE_SIZE, BLOCK_KV, D, D_PAD, DV, DV_PAD, FORMAT, PRECISION,
+    )  # fmt: skip
+    return attend(
+        q, highest, total, acc, k_ptr, v_ptr, page_row_ptr, whole_stop, stop, first, last, position, window,
+        num_pages, k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale, outer_scale, True, CAUSAL,
+        HAS_WINDOW, HAS_SOFT_CAP, PAGE_SIZE, BLOCK_KV, D, D_PAD, DV, DV_PAD, FORMAT, PRECISION,
+    )  # fmt: skip
+
+
+# ---- merging
+
+
+@triton.jit
+def merge_parts(
+    parts_ptr, lses_ptr, count, part_stride, lse_stride, LSE_UNIT: tl.constexpr,
+    PARTS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+):  # fmt: skip
+    """One row's `count` partial results into (acc [D_PAD], highest, total): acc / total is the result, base-2 logits.
+
+    `lses` times LSE_UNIT are in base 2. A part whose lse is -inf is not read.
+    """
+    highest = float("-inf")
+    for start in range(0, count, PARTS):
+        part = start + tl.arange(0, PARTS)
+        lse = tl.load(lses_ptr + part.to(tl.int64) * lse_stride, mask=part < count, other=float("-inf"))
+        highest = tl.maximum(highest, tl.max(lse * LSE_UNIT, 0))
+    finite = tl.where(highest == float("-inf"), 0.0, highest)
+    d = tl.arange(0, D_PAD)
+    acc = tl.zeros([D_PAD], tl.float32)
+    total = 0.0
+    for start in range(0, count, PARTS):
+        part = start + tl.arange(0, PARTS)
+        lse = tl.load(lses_ptr + part.to(tl.int64) * lse_stride, mask=part < count, other=float("-inf"))
+        weights = tl.math.exp2(lse * LSE_UNIT - finite)
+        # A NaN lse must reach the result, so read unless the lse is -inf rather than if it is above.
+        live = (part < count) & (lse != float("-inf"))
+        rows = parts_ptr + part.to(tl.int64) * part_stride
+        values = tl.load(rows[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0).to(tl.float32)
+        acc += tl.sum(weights[:, None] * values, 0)
+        total += tl.sum(weights, 0)
+    return acc, highest, total

@@ -1,0 +1,65 @@
+"""Merging partial attention results in Triton: one program a row."""
+
+import dataclasses
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from ragged_attention.errors import InvalidInput
+from ragged_attention.kernels_triton.blocks import LN2, LOG2E, launchable, merge_parts, narrow, next_power_of_2
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """What may be tuned."""
+
+    num_warps: int = 4
+
+    def __post_init__(self) -> None:
+        if self.num_warps not in (1, 2, 4, 8, 16):
+            raise InvalidInput(f"expected num_warps to be a power of two from 1 to 16, got {self.num_warps!r}")
+
+
+def why_not(call: Any) -> str | None:
+    return launchable(call, merge_kernel)
+
+
+def heuristic(call: Any) -> Tile:
+    return Tile(num_warps=1 if call.outs.shape[0] * call.outs.shape[3] <= 1024 else 4)
+
+
+@triton.jit
+def merge_kernel(outs_ptr, lses_ptr, out_ptr, lse_ptr, count, rows,
+                 PARTS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    unit: tl.constexpr = LOG2E
+    acc, highest, total = merge_parts(
+        outs_ptr + row * DV, lses_ptr + row, count, rows * DV, rows, unit, PARTS, DV, DV_PAD
+    )
+    empty = total == 0.0  # then acc is 0
+    total = tl.where(empty, 1.0, total)
+    out = acc / total
+    lse = tl.where(empty, float("-inf"), (highest + tl.math.log2(total)) * LN2)
+    dv = tl.arange(0, DV_PAD)
+    tl.store(out_ptr + row * DV + dv, narrow(out, out_ptr.dtype.element_ty), mask=dv < DV)
+    tl.store(lse_ptr + row, lse)
+
+
+def run(call: Any, tile: Tile, launch: Any) -> Any:
+    count, num_tokens, num_heads, width = call.outs.shape
+    outs, lses = (value.contiguous() if hasattr(value, "contiguous") else value for value in (call.outs, call.lses))
+    out, lse = launch(
+        merge_kernel,
+        (num_tokens * num_heads,),
+        (outs, lses),
+        [(call.outs.shape[1:], call.outs.dtype), (call.lses.shape[1:], "float32")],
+        num_warps=tile.num_warps,
+        num_stages=1,
+        count=count,
+        rows=num_tokens * num_heads,
+        PARTS=min(next_power_of_2(count), max(1, 8192 // next_power_of_2(width))),
+        DV=width,
+        DV_PAD=next_power_of_2(width),
+    )
+    return out, lse

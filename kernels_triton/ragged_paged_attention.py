@@ -1,0 +1,447 @@
+"""Ragged paged attention in Triton: two kernels over one plan, and a combine.
+
+Sequences whose rows (query tokens times heads of a group) fit one small tile (decode, speculative decode) go to the
+*split* kernel, which divides their keys among several programs, each sequence into as many as its own length
+deserves; the *combine* kernel merges those. All other sequences go to the *tile* kernel, as in FlashAttention. Both
+kernels are launched over upper bounds that follow from shapes; each program finds its sequence by binary search over
+`cu_q_lens` and leaves at once if there is nothing for it to do, so nothing is read back from the device.
+"""
+
+import dataclasses
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from ragged_attention.errors import InvalidInput
+from ragged_attention.kernels_triton.blocks import (
+    LN2,
+    LOG2E,
+    attend_range,
+    cache_format,
+    cache_views,
+    cdiv,
+    count_sequences,
+    dot_precision,
+    find_block_sequence,
+    item_size,
+    key_range,
+    launchable,
+    merge_parts,
+    narrow,
+    next_power_of_2,
+    query_edge,
+    scale_arguments,
+)
+
+SMALLEST_SCALE = 1e-30  # stands for a scale of 0, so that -inf times it stays -inf
+MIN_SPLIT = 256  # keys below which a split costs more than it saves
+MAX_SPLITS = 64
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """What may be tuned. Rows are query tokens times heads of a group."""
+
+    block_q: int = 64  # rows of a program of the tile kernel
+    block_kv: int = 64  # its keys a step
+    num_warps: int = 4
+    num_stages: int = 2
+    split_block_q: int = 16  # rows up to which a sequence goes to the split kernel
+    split_block_kv: int = 64
+    split_num_warps: int = 4
+    split_num_stages: int = 3
+    num_splits: int = 1  # programs that share one sequence's keys at most; 1 gives bits that depend on nothing else
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("block_q", 16, 256), ("block_kv", 16, 256), ("split_block_q", 16, 256), ("split_block_kv", 16, 256),
+            ("num_warps", 1, 16), ("split_num_warps", 1, 16),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if not isinstance(value, int) or value & (value - 1) or not low <= value <= high:
+                raise InvalidInput(f"expected {name} to be a power of two from {low} to {high}, got {value!r}")
+        for name, high in (("num_stages", 8), ("split_num_stages", 8), ("num_splits", 256)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not 1 <= value <= high:
+                raise InvalidInput(f"expected {name} from 1 to {high}, got {value!r}")
+
+
+def why_not(call: Any) -> str | None:
+    return launchable(call, tile_kernel)
+
+
+def tuning_key(call: Any) -> str:
+    """The bucket of static facts that a tuned file is keyed by."""
+    tokens = next_power_of_2(cdiv(call.num_tokens, max(call.max_num_seqs, 1)))
+    return (
+        f"heads={call.num_q_heads}/{call.num_kv_heads} head_dim={call.head_dim} cache={call.cache_dtype} "
+        f"page={call.page_size} seqs<={next_power_of_2(call.max_num_seqs)} tokens_per_seq<={tokens} "
+        f"kv<={next_power_of_2(call.capacity)}"
+    )
+
+
+def heuristic(call: Any) -> Tile:
+    """Tiles that fit the device's shared memory, wgmma-sized where there are rows for it, and splits that fill it."""
+    widths = next_power_of_2(call.head_dim) + next_power_of_2(call.v_head_dim)
+    size = item_size(call.q)
+    budget = call.device.shared_memory or 64 * 1024
+    split_block_q = split_rows(call)
+
+    def fit(rows: int, keys: int, stages: int) -> tuple[int, int]:
+        """Keys and stages whose K and V tiles, with Q and the weights, stay within the budget."""
+        while stages * keys * widths * size + rows * (widths // 2 + keys) * size > budget:
+            if stages > 2 or (stages > 1 and keys <= 32):
+                stages -= 1
+            elif keys > 16:
+                keys //= 2
+            else:
+                break
+        return keys, stages
+
+    wide = widths > 512
+    block_q = 64 if wide or size == 4 else 128
+    block_q = min(block_q, max(16, next_power_of_2(call.num_tokens * call.group)))
+    num_warps = 8 if block_q >= 128 or (wide and block_q >= 64) else 4
+    block_kv, num_stages = fit(block_q, 32 if size == 4 or wide else 64, 3)
+    split_block_kv, split_num_stages = fit(split_block_q, 32 if size == 4 else 64, 3)
+    return Tile(
+        block_q=block_q,
+        block_kv=block_kv,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        split_block_q=split_block_q,
+        split_block_kv=split_block_kv,
+        split_num_warps=4 if split_block_q * widths <= 64 * 512 else 8,
+        split_num_stages=split_num_stages,
+        num_splits=splits(call),
+    )
+
+
+def split_rows(call: Any) -> int:
+    """Rows up to which a sequence counts as decoding: all of a batch that is short on average, else four tokens' worth."""
+    tokens = cdiv(call.num_tokens, max(call.max_num_seqs, 1))
+    tokens = tokens if tokens <= 8 else 4
+    return min(max(16, next_power_of_2(call.group * tokens)), 64 if call.group <= 64 else 128)
+
+
+def splits(call: Any) -> int:
+    """Eight programs a multiprocessor, as far as the longest sequence that the tables can hold has keys for it."""
+    work = max(call.max_num_seqs * call.num_kv_heads, 1)
+    wanted = next_power_of_2(cdiv(8 * call.device.num_multiprocessors, work))
+    keys = call.capacity if call.sliding_window is None else min(call.capacity, call.sliding_window + 8)
+    return max(1, min(wanted, cdiv(keys, MIN_SPLIT), MAX_SPLITS))
+
+
+@triton.jit
+def load_rows(q_ptr, row, rows, start, kv_head, q_token_stride, q_head_stride, negative,
+              GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr):  # fmt: skip
+    """Query rows [ROWS, D_PAD] of a KV head's group, zero where there is none; negated for a negative scale."""
+    d = tl.arange(0, D_PAD)
+    token = (start + row // GROUP).to(tl.int64)
+    head = kv_head * GROUP + row % GROUP
+    place = token * q_token_stride + head * q_head_stride
+    q = tl.load(q_ptr + place[:, None] + d[None, :], mask=(row < rows)[:, None] & (d < D)[None, :], other=0)
+    wide = q.to(tl.float32)
+    return tl.where(negative, -wide, wide).to(q.dtype)
+
+
+@triton.jit
+def store_rows(out_ptr, lse_ptr, acc, highest, total, row, rows, start, kv_head, sinks_ptr, v_scale,
+               HAS_SINKS: tl.constexpr, GROUP: tl.constexpr, NUM_HEADS: tl.constexpr,
+               DV: tl.constexpr, DV_PAD: tl.constexpr):  # fmt: skip
+    """Finished rows: divide by the denominator, sink included, and write out and lse. No key seen: 0 and -inf."""
+    head = kv_head * GROUP + row % GROUP
+    empty = total == 0.0
+    highest = tl.where(empty, 0.0, highest)
+    total = tl.where(empty, 1.0, total)
+    denominator = total
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + head, mask=row < rows, other=float("-inf"))
+        denominator += tl.math.exp2(sink * LOG2E - highest)
+    out = tl.where(empty[:, None], 0.0, acc * (v_scale / denominator)[:, None])
+    lse = tl.where(empty, float("-inf"), (highest + tl.math.log2(total)) * LN2)
+    dv = tl.arange(0, DV_PAD)
+    place = (start + row // GROUP).to(tl.int64) * NUM_HEADS + head
+    mask = (row < rows)[:, None] & (dv < DV)[None, :]
+    tl.store(out_ptr + place[:, None] * DV + dv[None, :], narrow(out, out_ptr.dtype.element_ty), mask=mask)
+    tl.store(lse_ptr + place, lse, mask=row < rows)
+
+
+@triton.jit
+def load_scale(scale_ptr, kv_head, factor, STRIDE: tl.constexpr):
+    """A KV head's scale, from an array (STRIDE 0 or 1) or the number `factor` (STRIDE -1)."""
+    scale = factor
+    if STRIDE >= 0:
+        scale = tl.load(scale_ptr + kv_head * STRIDE).to(tl.float32)
+    return scale
+
+
+@triton.jit
+def logit_scales(k_scale_ptr, kv_head, k_scale_factor, sm_scale, soft_cap,
+                 K_SCALE_STRIDE: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, SMALLEST: tl.constexpr):  # fmt: skip
+    """(inner, outer, negative): what logits are multiplied by before and after the cap, as magnitudes, and the sign."""
+    scale = load_scale(k_scale_ptr, kv_head, k_scale_factor, K_SCALE_STRIDE) * sm_scale
+    magnitude = tl.maximum(tl.abs(scale), SMALLEST)
+    inner = magnitude
+    outer = magnitude * LOG2E
+    if HAS_SOFT_CAP:
+        inner = magnitude / soft_cap
+        outer = soft_cap * LOG2E
+    return inner, outer, scale < 0
+
+
+@triton.jit
+def tile_kernel(
+    q_ptr, k_ptr, v_ptr, kv_lens_ptr, page_indices_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
+    out_ptr, lse_ptr,
+    num_tokens, max_num_seqs, num_pages, pages_per_seq, capacity, window, v_offset, table_stride,
+    q_token_stride, q_head_stride, k_page_stride, k_slot_stride, k_head_stride,
+    v_page_stride, v_slot_stride, v_head_stride,
+    sm_scale, soft_cap, k_scale_factor, v_scale_factor,
+    K_SCALE_STRIDE: tl.constexpr, V_SCALE_STRIDE: tl.constexpr, HAS_NUM_SEQS: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, CAUSAL: tl.constexpr,
+    GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    DV: tl.constexpr, DV_PAD: tl.constexpr, FORMAT: tl.constexpr, PRECISION: tl.constexpr, SMALLEST: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, SPLIT_BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """One block of rows of one KV head, over all its keys; also writes the padding rows."""
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows see the most keys: begin with them
+    kv_head = tl.program_id(1)
+    num_seqs = count_sequences(num_seqs_ptr, max_num_seqs, HAS_NUM_SEQS)
+    seq = find_block_sequence(block, cu_q_lens_ptr, num_seqs, num_tokens, GROUP, BLOCK_Q)
+    start = query_edge(cu_q_lens_ptr, seq, num_tokens)
+    stop = num_tokens
+    if seq < num_seqs:
+        stop = tl.maximum(query_edge(cu_q_lens_ptr, seq + 1, num_tokens), start)
+    q_len = stop - start
+    rows = q_len * GROUP
+    first_row = (block - (start * GROUP // BLOCK_Q + seq)) * BLOCK_Q
+    if (first_row >= 0) & (first_row < rows) & ((seq == num_seqs) | (rows > SPLIT_BLOCK_Q)):
+        row = first_row + tl.arange(0, BLOCK_Q)
+        low = 0
+        high = 0
+        kv_len = 0
+        if seq < num_seqs:
+            kv_len = tl.minimum(tl.maximum(tl.load(kv_lens_ptr + seq), 0), capacity)
+            low = kv_len - q_len + first_row // GROUP
+            high = kv_len - q_len + tl.minimum((first_row + BLOCK_Q - 1) // GROUP, q_len - 1)
+        first, last = key_range(low, high, kv_len, window, CAUSAL, HAS_WINDOW)
+        inner_scale, outer_scale, negative = logit_scales(
+            k_scale_ptr, kv_head, k_scale_factor, sm_scale, soft_cap, K_SCALE_STRIDE, HAS_SOFT_CAP, SMALLEST
+        )
+        q = load_rows(q_ptr, row, rows, start, kv_head, q_token_stride, q_head_stride, negative, GROUP, D, D_PAD)
+        highest, total, acc = attend_range(
+            q, first // BLOCK_KV * BLOCK_KV, last, first, last, low, high, kv_len,
+            k_ptr + kv_head.to(tl.int64) * k_head_stride, v_ptr + v_offset + kv_head.to(tl.int64) * v_head_stride,
+            page_indices_ptr + seq.to(tl.int64) * table_stride, kv_len - q_len + row // GROUP, window, num_pages,
+            k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale, outer_scale,
+            BLOCK_Q, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, PAGE_SIZE, BLOCK_KV, D, D_PAD, DV, DV_PAD, FORMAT, PRECISION,
+        )  # fmt: skip
+        v_scale = load_scale(v_scale_ptr, kv_head, v_scale_factor, V_SCALE_STRIDE)
+        store_rows(out_ptr, lse_ptr, acc, highest, total, row, rows, start, kv_head, sinks_ptr, v_scale,
+                   HAS_SINKS, GROUP, NUM_HEADS, DV, DV_PAD)  # fmt: skip
+
+
+@triton.jit
+def split_bounds(first, last, MIN_KEYS: tl.constexpr, BLOCK_KV: tl.constexpr, NUM_SPLITS: tl.constexpr):
+    """(start, keys a split, splits used) of a sequence that sees keys [first, last): no more splits than it deserves."""
+    start = first // BLOCK_KV * BLOCK_KV
+    keys = (last - start + NUM_SPLITS - 1) // NUM_SPLITS
+    keys = tl.maximum((keys + BLOCK_KV - 1) // BLOCK_KV * BLOCK_KV, MIN_KEYS)
+    used = tl.where(last > first, (last - start + keys - 1) // keys, 0)
+    return start, keys, used
+
+
+@triton.jit
+def split_sequence(seq, cu_q_lens_ptr, kv_lens_ptr, num_seqs_ptr, num_tokens, max_num_seqs, capacity, window,
+                   HAS_NUM_SEQS: tl.constexpr, HAS_WINDOW: tl.constexpr, CAUSAL: tl.constexpr):  # fmt: skip
+    """(start, q_len, kv_len, first, last) of a sequence; q_len is 0 for one that is not live."""
+    num_seqs = count_sequences(num_seqs_ptr, max_num_seqs, HAS_NUM_SEQS)
+    start = query_edge(cu_q_lens_ptr, seq, num_tokens)
+    stop = tl.maximum(query_edge(cu_q_lens_ptr, seq + 1, num_tokens), start)
+    q_len = tl.where(seq < num_seqs, stop - start, 0)
+    kv_len = tl.minimum(tl.maximum(tl.load(kv_lens_ptr + seq), 0), capacity)
+    first, last = key_range(kv_len - q_len, kv_len - 1, kv_len, window, CAUSAL, HAS_WINDOW)
+    return start, q_len, kv_len, first, last
+
+
+@triton.jit
+def split_kernel(
+    q_ptr, k_ptr, v_ptr, kv_lens_ptr, page_indices_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
+    given_out_ptr, given_lse_ptr, out_ptr, lse_ptr,
+    num_tokens, max_num_seqs, num_pages, pages_per_seq, capacity, window, v_offset, table_stride,
+    q_token_stride, q_head_stride, k_page_stride, k_slot_stride, k_head_stride,
+    v_page_stride, v_slot_stride, v_head_stride,
+    sm_scale, soft_cap, k_scale_factor, v_scale_factor,
+    K_SCALE_STRIDE: tl.constexpr, V_SCALE_STRIDE: tl.constexpr, HAS_NUM_SEQS: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, CAUSAL: tl.constexpr,
+    GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    DV: tl.constexpr, DV_PAD: tl.constexpr, FORMAT: tl.constexpr, PRECISION: tl.constexpr, SMALLEST: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, NUM_SPLITS: tl.constexpr, MIN_KEYS: tl.constexpr,
+):  # fmt: skip
+    """One split of a short sequence's keys for one KV head. With one split it finishes the rows itself.
+
+    Otherwise out is [S, K, NUM_SPLITS, BLOCK_Q, DV] float32, each part normalised, and lse [S, K, NUM_SPLITS, BLOCK_Q]
+    in base 2.
+    """
+    split = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    seq = tl.program_id(2)
+    start, q_len, kv_len, first, last = split_sequence(
+        seq, cu_q_lens_ptr, kv_lens_ptr, num_seqs_ptr, num_tokens, max_num_seqs, capacity, window,
+        HAS_NUM_SEQS, HAS_WINDOW, CAUSAL,
+    )  # fmt: skip
+    rows = q_len * GROUP
+    begin, keys, used = split_bounds(first, last, MIN_KEYS, BLOCK_KV, NUM_SPLITS)
+    if (rows > 0) & (rows <= BLOCK_Q) & ((split < used) | (NUM_SPLITS == 1)):
+        row = tl.arange(0, BLOCK_Q)
+        inner_scale, outer_scale, negative = logit_scales(
+            k_scale_ptr, kv_head, k_scale_factor, sm_scale, soft_cap, K_SCALE_STRIDE, HAS_SOFT_CAP, SMALLEST
+        )
+        q = load_rows(q_ptr, row, rows, start, kv_head, q_token_stride, q_head_stride, negative, GROUP, D, D_PAD)
+        begin += split * keys
+        highest, total, acc = attend_range(
+            q, begin, tl.minimum(begin + keys, last), first, last, kv_len - q_len, kv_len - 1, kv_len,
+            k_ptr + kv_head.to(tl.int64) * k_head_stride, v_ptr + v_offset + kv_head.to(tl.int64) * v_head_stride,
+            page_indices_ptr + seq.to(tl.int64) * table_stride, kv_len - q_len + row // GROUP, window, num_pages,
+            k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale, outer_scale,
+            BLOCK_Q, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, PAGE_SIZE, BLOCK_KV, D, D_PAD, DV, DV_PAD, FORMAT, PRECISION,
+        )  # fmt: skip
+        if NUM_SPLITS == 1:
+            v_scale = load_scale(v_scale_ptr, kv_head, v_scale_factor, V_SCALE_STRIDE)
+            store_rows(out_ptr, lse_ptr, acc, highest, total, row, rows, start, kv_head, sinks_ptr, v_scale,
+                       HAS_SINKS, GROUP, NUM_HEADS, DV, DV_PAD)  # fmt: skip
+        else:
+            dv = tl.arange(0, DV_PAD)
+            place = ((seq.to(tl.int64) * (NUM_HEADS // GROUP) + kv_head) * NUM_SPLITS + split) * BLOCK_Q + row
+            empty = total == 0.0  # then acc is 0
+            total = tl.where(empty, 1.0, total)
+            acc = acc / total[:, None]
+            lse = tl.where(empty, float("-inf"), highest + tl.math.log2(total))
+            mask = (row < rows)[:, None] & (dv < DV)[None, :]
+            tl.store(out_ptr + place[:, None] * DV + dv[None, :], acc, mask=mask)
+            tl.store(lse_ptr + place, lse, mask=row < rows)
+
+
+@triton.jit
+def combine_kernel(
+    parts_ptr, part_lses_ptr, kv_lens_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr, v_scale_ptr,
+    given_out_ptr, given_lse_ptr, out_ptr, lse_ptr,
+    num_tokens, max_num_seqs, capacity, window, v_scale_factor,
+    V_SCALE_STRIDE: tl.constexpr, HAS_NUM_SEQS: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr, NUM_HEADS: tl.constexpr,
+    DV: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, MIN_KEYS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """One row of a short sequence: its splits, in order, into the result."""
+    row = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    seq = tl.program_id(2)
+    start, q_len, _, first, last = split_sequence(
+        seq, cu_q_lens_ptr, kv_lens_ptr, num_seqs_ptr, num_tokens, max_num_seqs, capacity, window,
+        HAS_NUM_SEQS, HAS_WINDOW, CAUSAL,
+    )  # fmt: skip
+    rows = q_len * GROUP
+    if (row < rows) & (rows <= BLOCK_Q):
+        _, _, used = split_bounds(first, last, MIN_KEYS, BLOCK_KV, NUM_SPLITS)
+        place = (seq.to(tl.int64) * (NUM_HEADS // GROUP) + kv_head) * NUM_SPLITS * BLOCK_Q + row
+        acc, highest, total = merge_parts(
+            parts_ptr + place * DV, part_lses_ptr + place, used, BLOCK_Q * DV, BLOCK_Q, 1.0, PARTS, DV, DV_PAD
+        )
+        v_scale = load_scale(v_scale_ptr, kv_head, v_scale_factor, V_SCALE_STRIDE)
+        one = row + tl.arange(0, 1)
+        store_rows(out_ptr, lse_ptr, acc[None, :], highest + tl.zeros([1], tl.float32), total + tl.zeros([1], tl.float32),
+                   one, rows, start, kv_head, sinks_ptr, v_scale, HAS_SINKS, GROUP, NUM_HEADS, DV, DV_PAD)  # fmt: skip
+
+
+def run(call: Any, tile: Tile, launch: Any) -> Any:
+    """Enqueue the kernels; see the module's docstring for the plan."""
+    q = launch.packed(call.q)
+    page_indices, cu_q_lens, kv_lens = map(launch.packed, (call.page_indices, call.cu_q_lens, call.kv_lens))
+    k, v, k_strides, v_strides, v_offset = cache_views(call, launch)
+    k_scale, k_arguments = scale_arguments("k_scale", call.k_scale, q)
+    v_scale, v_arguments = scale_arguments("v_scale", call.v_scale, q)
+    num_seqs = kv_lens if call.num_seqs is None else call.num_seqs
+    sinks = q if call.sinks is None else launch.packed(call.sinks)
+    shape = {
+        "num_tokens": call.num_tokens,
+        "max_num_seqs": call.max_num_seqs,
+        "capacity": call.capacity,
+        "window": call.sliding_window or 0,
+        "HAS_NUM_SEQS": call.num_seqs is not None,
+        "HAS_SINKS": call.sinks is not None,
+        "HAS_WINDOW": call.sliding_window is not None,
+        "CAUSAL": bool(call.causal),
+        "GROUP": call.group,
+        "NUM_HEADS": call.num_q_heads,
+        "DV": call.v_head_dim,
+        "DV_PAD": next_power_of_2(call.v_head_dim),
+        **v_arguments,
+    }
+    attention = shape | {
+        "num_pages": call.num_pages,
+        "pages_per_seq": call.page_indices.shape[1],
+        "v_offset": v_offset,
+        "table_stride": launch.strides(page_indices)[0],
+        **dict(zip(("q_token_stride", "q_head_stride"), launch.strides(q), strict=False)),
+        **dict(zip(("k_page_stride", "k_slot_stride", "k_head_stride"), k_strides, strict=True)),
+        **dict(zip(("v_page_stride", "v_slot_stride", "v_head_stride"), v_strides, strict=True)),
+        "sm_scale": call.scale,
+        "soft_cap": float(call.soft_cap or 1.0),
+        **k_arguments,
+        "HAS_SOFT_CAP": call.soft_cap is not None,
+        "PAGE_SIZE": call.page_size,
+        "D": call.head_dim,
+        "D_PAD": next_power_of_2(call.head_dim),
+        "FORMAT": cache_format(call),
+        "PRECISION": dot_precision(call),
+        "SMALLEST": SMALLEST_SCALE,
+    }
+    inputs = (q, k, v, kv_lens, page_indices, cu_q_lens, num_seqs, sinks, k_scale, v_scale)
+    out, lse = launch(
+        tile_kernel,
+        (call.num_tokens * call.group // tile.block_q + call.max_num_seqs + 1 if call.num_tokens else 0, call.num_kv_heads),
+        inputs,
+        [(call.out_shape, call.q.dtype), (call.q.shape[:2], "float32")],
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        BLOCK_Q=tile.block_q,
+        BLOCK_KV=tile.block_kv,
+        SPLIT_BLOCK_Q=tile.split_block_q,
+        **attention,
+    )
+    splitting = {
+        "BLOCK_Q": tile.split_block_q,
+        "BLOCK_KV": tile.split_block_kv,
+        "NUM_SPLITS": tile.num_splits,
+        "MIN_KEYS": cdiv(MIN_SPLIT, tile.split_block_kv) * tile.split_block_kv,
+    }
+    live_seqs = call.max_num_seqs if call.num_tokens else 0
+    parts = (call.max_num_seqs, call.num_kv_heads, tile.num_splits, tile.split_block_q)
+    whole = tile.num_splits == 1
+    first, second = launch(
+        split_kernel,
+        (tile.num_splits, call.num_kv_heads, live_seqs),
+        (*inputs, out, lse),
+        [] if whole else [((*parts, call.v_head_dim), "float32"), (parts, "float32")],
+        inplace=(len(inputs), len(inputs) + 1) if whole else (),
+        num_warps=tile.split_num_warps,
+        num_stages=tile.split_num_stages,
+        **splitting,
+        **attention,
+    )
+    if whole:
+        out, lse = first, second
+    else:
+        out, lse = launch(
+            combine_kernel,
+            (tile.split_block_q, call.num_kv_heads, live_seqs),
+            (first, second, kv_lens, cu_q_lens, num_seqs, sinks, v_scale, out, lse),
+            [],
+            inplace=(7, 8),
+            PARTS=min(next_power_of_2(tile.num_splits), max(1, 8192 // next_power_of_2(call.v_head_dim))),
+            **splitting,
+            **shape,
+        )
+    return (out, lse) if call.return_lse else out

@@ -1,0 +1,167 @@
+"""Writing this step's K and V into the pages, in Triton: one program for some tokens of one KV head."""
+
+import dataclasses
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from ragged_attention.errors import InvalidInput
+from ragged_attention.kernels_triton.blocks import (
+    cache_format,
+    cache_views,
+    cdiv,
+    count_sequences,
+    encode,
+    launchable,
+    next_power_of_2,
+    query_edge,
+    scale_arguments,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """What may be tuned."""
+
+    block_t: int = 16  # tokens of a program
+    num_warps: int = 4
+
+    def __post_init__(self) -> None:
+        for name, high in (("block_t", 256), ("num_warps", 16)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value & (value - 1) or not 1 <= value <= high:
+                raise InvalidInput(f"expected {name} to be a power of two from 1 to {high}, got {value!r}")
+
+
+def why_not(call: Any) -> str | None:
+    return launchable(call, write_kernel)
+
+
+def heuristic(call: Any) -> Tile:
+    """About four thousand elements a program."""
+    width = next_power_of_2(max(call.head_dim, call.v_head_dim))
+    return Tile(block_t=max(1, min(4096 // width, next_power_of_2(call.num_tokens), 64)))
+
+
+@triton.jit
+def slots_from_tables(token, page_indices_ptr, kv_lens_ptr, cu_q_lens_ptr, num_seqs, num_tokens, num_pages, capacity,
+                      table_stride, PAGE_SIZE: tl.constexpr, SEARCH_STEPS: tl.constexpr):  # fmt: skip
+    """Each token's slot, -1 for one that belongs to no sequence or no page."""
+    low = tl.zeros_like(token)
+    high = low + num_seqs + 1
+    for _ in range(SEARCH_STEPS):
+        middle = (low + high) // 2
+        found = (query_edge(cu_q_lens_ptr, middle, num_tokens) <= token) & (high - low > 1)
+        high = tl.where(found | (high - low <= 1), high, middle)
+        low = tl.where(found, middle, low)
+    live = (low < num_seqs) & (token < num_tokens)
+    seq = tl.where(live, low, 0)
+    start = query_edge(cu_q_lens_ptr, tl.where(live, seq, 0), num_tokens)
+    stop = query_edge(cu_q_lens_ptr, tl.where(live, seq + 1, 0), num_tokens)
+    kv_len = tl.minimum(tl.maximum(tl.load(kv_lens_ptr + seq, mask=live, other=0), 0), capacity)
+    position = kv_len - (stop - token)
+    live = live & (token >= start) & (token < stop) & (position >= 0)
+    place = page_indices_ptr + seq.to(tl.int64) * table_stride + position // PAGE_SIZE
+    page = tl.load(place, mask=live, other=-1)
+    live = live & (page >= 0) & (page < num_pages)
+    return tl.where(live, page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE, -1)
+
+
+@triton.jit
+def write_rows(new_ptr, pages_ptr, scale_ptr, factor, token, kv_head, live, slot, new_token_stride, new_head_stride,
+               page_stride, slot_stride, head_stride, SCALE_STRIDE: tl.constexpr, FORMAT: tl.constexpr,
+               PAGE_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr):  # fmt: skip
+    """Rows of K or of V of one KV head, scaled and encoded, to their slots."""
+    d = tl.arange(0, D_PAD)
+    mask = live[:, None] & (d < D)[None, :]
+    source = new_ptr + token.to(tl.int64) * new_token_stride + kv_head * new_head_stride
+    values = tl.load(source[:, None] + d[None, :], mask=mask, other=0).to(tl.float32)
+    scale = factor
+    if SCALE_STRIDE >= 0:
+        scale = tl.load(scale_ptr + kv_head * SCALE_STRIDE).to(tl.float32)
+    values = tl.div_rn(values, scale + tl.zeros_like(values))
+    target = pages_ptr + slot // PAGE_SIZE * page_stride + slot % PAGE_SIZE * slot_stride + kv_head * head_stride
+    stored = encode(values, FORMAT, pages_ptr.dtype.element_ty)
+    tl.store(target[:, None] + d[None, :], stored, mask=mask)
+
+
+@triton.jit
+def write_kernel(
+    k_ptr, v_ptr, slots_ptr, page_indices_ptr, kv_lens_ptr, cu_q_lens_ptr, num_seqs_ptr, k_scale_ptr, v_scale_ptr,
+    given_k_pages_ptr, given_v_pages_ptr, k_pages_ptr, v_pages_ptr,
+    num_tokens, max_num_seqs, num_pages, capacity, table_stride, v_offset, slots_stride,
+    k_token_stride, k_new_head_stride, v_token_stride, v_new_head_stride,
+    k_page_stride, k_slot_stride, k_head_stride, v_page_stride, v_slot_stride, v_head_stride,
+    k_scale_factor, v_scale_factor,
+    K_SCALE_STRIDE: tl.constexpr, V_SCALE_STRIDE: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_NUM_SEQS: tl.constexpr,
+    FORMAT: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    DV: tl.constexpr, DV_PAD: tl.constexpr, SEARCH_STEPS: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    kv_head = tl.program_id(1).to(tl.int64)
+    if HAS_SLOTS:
+        slot = tl.load(slots_ptr + token.to(tl.int64) * slots_stride, mask=token < num_tokens, other=-1).to(tl.int64)
+    else:
+        num_seqs = count_sequences(num_seqs_ptr, max_num_seqs, HAS_NUM_SEQS)
+        slot = slots_from_tables(token, page_indices_ptr, kv_lens_ptr, cu_q_lens_ptr, num_seqs, num_tokens, num_pages,
+                                 capacity, table_stride, PAGE_SIZE, SEARCH_STEPS)  # fmt: skip
+    live = (slot >= 0) & (slot < num_pages.to(tl.int64) * PAGE_SIZE) & (token < num_tokens)
+    slot = tl.where(live, slot, 0)
+    write_rows(k_ptr, k_pages_ptr, k_scale_ptr, k_scale_factor, token, kv_head, live, slot, k_token_stride,
+               k_new_head_stride, k_page_stride, k_slot_stride, k_head_stride, K_SCALE_STRIDE, FORMAT, PAGE_SIZE,
+               D, D_PAD)  # fmt: skip
+    write_rows(v_ptr, v_pages_ptr + v_offset, v_scale_ptr, v_scale_factor, token, kv_head, live, slot, v_token_stride,
+               v_new_head_stride, v_page_stride, v_slot_stride, v_head_stride, V_SCALE_STRIDE, FORMAT, PAGE_SIZE,
+               DV, DV_PAD)  # fmt: skip
+
+
+def run(call: Any, tile: Tile, launch: Any) -> Any:
+    """Enqueue the kernel; returns the page arrays."""
+    k, v = launch.packed(call.k), launch.packed(call.v)
+    k_pages, v_pages, k_strides, v_strides, v_offset = cache_views(call, launch)
+    k_scale, k_arguments = scale_arguments("k_scale", call.k_scale, k)
+    v_scale, v_arguments = scale_arguments("v_scale", call.v_scale, k)
+    by_slot = call.slot_mapping is not None
+    if by_slot:
+        slots = page_indices = kv_lens = cu_q_lens = call.slot_mapping
+        max_num_seqs, capacity = 0, 0
+    else:
+        page_indices, kv_lens, cu_q_lens = map(launch.packed, (call.page_indices, call.kv_lens, call.cu_q_lens))
+        slots = kv_lens
+        max_num_seqs = kv_lens.shape[0]
+        capacity = min(page_indices.shape[1] * call.page_size, 2**31 - 2**16)
+    inputs = [k, v, slots, page_indices, kv_lens, cu_q_lens, kv_lens if call.num_seqs is None else call.num_seqs]
+    pages = launch(
+        write_kernel,
+        (cdiv(call.num_tokens, tile.block_t), call.num_kv_heads),
+        (*inputs, k_scale, v_scale, k_pages, v_pages),
+        [],
+        inplace=(9, 10),
+        num_warps=tile.num_warps,
+        num_stages=1,
+        num_tokens=call.num_tokens,
+        max_num_seqs=max_num_seqs,
+        num_pages=call.num_pages,
+        capacity=capacity,
+        table_stride=launch.strides(page_indices)[0],
+        v_offset=v_offset,
+        slots_stride=launch.strides(slots)[0],
+        **dict(zip(("k_token_stride", "k_new_head_stride"), launch.strides(k), strict=False)),
+        **dict(zip(("v_token_stride", "v_new_head_stride"), launch.strides(v), strict=False)),
+        **dict(zip(("k_page_stride", "k_slot_stride", "k_head_stride"), k_strides, strict=True)),
+        **dict(zip(("v_page_stride", "v_slot_stride", "v_head_stride"), v_strides, strict=True)),
+        **k_arguments,
+        **v_arguments,
+        HAS_SLOTS=by_slot,
+        HAS_NUM_SEQS=call.num_seqs is not None,
+        FORMAT=cache_format(call),
+        PAGE_SIZE=call.page_size,
+        D=call.head_dim,
+        D_PAD=next_power_of_2(call.head_dim),
+        DV=call.v_head_dim,
+        DV_PAD=next_power_of_2(call.v_head_dim),
+        SEARCH_STEPS=(max_num_seqs + 1).bit_length() + 1,
+        BLOCK_T=tile.block_t,
+    )
+    return pages[:1] if call.combined else pages
