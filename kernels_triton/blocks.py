@@ -56,21 +56,20 @@ def cache_format(call: Any) -> str:
 def cache_views(call: Any, launch: Any) -> tuple[Any, Any, tuple[int, int, int], tuple[int, int, int], int]:
     """K and V arrays, strides of (page, slot, head) of each, and where V begins in its array: one form of both layouts."""
     if call.combined:
-        pages = launch.bits(call.kv_pages)
         page, slot, head, _ = launch.strides(call.kv_pages)
-        return pages, pages, (page, slot, 2 * head), (page, slot, 2 * head), head
+        return call.kv_pages, call.kv_pages, (page, slot, 2 * head), (page, slot, 2 * head), head
     k_pages, v_pages = call.kv_pages
     k_strides, v_strides = launch.strides(k_pages)[:3], launch.strides(v_pages)[:3]
-    return launch.bits(k_pages), launch.bits(v_pages), k_strides, v_strides, 0
+    return k_pages, v_pages, k_strides, v_strides, 0
 
 
-def scale_arguments(name: str, scale: Any, stand_in: Any) -> tuple[Any, dict[str, Any]]:
+def scale_arguments(name: str, scale: Any, stand_in: Any, launch: Any) -> tuple[Any, dict[str, Any]]:
     """A scale as (array, arguments): `<name>_factor` for a number, `<NAME>_STRIDE` (0 or 1) for an array, else -1."""
     if scale is None or not hasattr(scale, "shape"):
         factor = 1.0 if scale is None else float(scale)
         return stand_in, {f"{name}_factor": factor, f"{name.upper()}_STRIDE": -1}
     one = len(scale.shape) == 0 or scale.shape[0] == 1
-    return scale, {f"{name}_factor": 1.0, f"{name.upper()}_STRIDE": 0 if one else 1}
+    return launch.packed(scale), {f"{name}_factor": 1.0, f"{name.upper()}_STRIDE": 0 if one else 1}
 
 
 def dot_precision(call: Any) -> str:
@@ -140,8 +139,9 @@ def tanh(x):
     """By its series where the closed form would cancel; relative error about 4e-7."""
     square = x * x
     series = x * (1 + square * (-0.33333334 + square * (0.13333334 + square * (-0.05396825 + square * 0.02186949))))
-    closed = 1 - 2 / (1 + tl.math.exp2(x * (2 * LOG2E)))
-    return tl.where(tl.abs(x) < 0.25, series, closed)
+    small = tl.math.exp2(tl.abs(x) * (-2 * LOG2E))
+    closed = (1 - small) / (1 + small)
+    return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0, -closed, closed))
 
 
 @triton.jit
@@ -150,25 +150,29 @@ def narrow(x, DTYPE: tl.constexpr):
     if INTERPRETED and DTYPE == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        return tl.where(x == x, rounded, (bits >> 16) | 0x40).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    return x.to(DTYPE)
+        value = tl.where(x == x, rounded, (bits >> 16) | 0x40).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        value = x.to(DTYPE)
+    return value
 
 
 @triton.jit
 def decode(stored, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     """Elements of the cache as operands; exact for every format, scales excluded."""
     if FORMAT == "plain":
-        return stored
-    if FORMAT == "int8":
-        return stored.to(tl.float32).to(DTYPE)
-    if FORMAT == "e4m3":
-        return stored.to(tl.float8e4nv, bitcast=True).to(DTYPE)
-    code = stored.to(tl.uint16)
-    if FORMAT == "e5m2":
-        return (code << 8).to(tl.float16, bitcast=True).to(DTYPE)
-    half = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
-    value = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-    return tl.where((code & 0x7F) == 0x7F, float("nan"), value).to(DTYPE)
+        value = stored
+    elif FORMAT == "int8":
+        value = stored.to(tl.float32).to(DTYPE)
+    elif FORMAT == "e4m3":
+        value = stored.to(tl.float8e4nv, bitcast=True).to(DTYPE)
+    elif FORMAT == "e5m2":
+        value = (stored.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(DTYPE)
+    else:
+        code = stored.to(tl.uint16)
+        half = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
+        wide = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        value = tl.where((code & 0x7F) == 0x7F, float("nan"), wide).to(DTYPE)
+    return value
 
 
 @triton.jit
@@ -193,13 +197,15 @@ def encode_float8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.con
 def encode(x, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     """float32 values as elements of the cache."""
     if FORMAT == "plain":
-        return narrow(x, DTYPE)
-    if FORMAT == "int8":
-        whole = tl.minimum(tl.maximum(tl.where(x == x, x, 0.0), -128.0), 127.0)
-        return ((whole + 12582912.0) - 12582912.0).to(tl.int8)
-    if FORMAT == "e5m2":
-        return encode_float8(x, 2, 15, 0x7B)
-    return encode_float8(x, 3, 7, 0x7E)
+        stored = narrow(x, DTYPE)
+    elif FORMAT == "int8":
+        held = tl.minimum(tl.maximum(tl.where(x == x, x, 0.0), -128.0), 127.0)
+        stored = ((held + 12582912.0) - 12582912.0).to(tl.int8)  # adding 1.5 * 2^23 rounds to a whole number
+    elif FORMAT == "e5m2":
+        stored = encode_float8(x, 2, 15, 0x7B)
+    else:
+        stored = encode_float8(x, 3, 7, 0x7E)
+    return stored
 
 
 # ---- attention over a range of keys
@@ -216,20 +222,27 @@ def matmul(a, b, acc, PRECISION: tl.constexpr):
 @triton.jit
 def attend(
     q, highest, total, acc,
-    k_ptr, v_ptr, page_row_ptr, start, stop, first, last, position, window, num_pages,
+    k_ptr, v_ptr, page_row_ptr, left, left_blocks, right, num_blocks, first, last, position, window, num_pages,
     k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale, outer_scale,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    DV: tl.constexpr, DV_PAD: tl.constexpr, FORMAT: tl.constexpr, PRECISION: tl.constexpr,
+    DV: tl.constexpr, DV_PAD: tl.constexpr, FORMAT: tl.constexpr, PRECISION: tl.constexpr, WEIGHT_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax of the rows of `q` over keys [start, stop), a multiple of BLOCK_KV at a time.
+    """Online softmax of the rows of `q` over `num_blocks` blocks of keys: `left_blocks` from `left` on, the rest from
+    `right` on.
 
-    Unmasked, every row must see every key of the range and every page must be valid. Masked, only keys in
-    [first, last) on valid pages are read at all: what no row of the tile sees takes no part, NaN or not.
+    Unmasked, every row must see every key of them and every page must be valid. Masked, only keys in [first, last)
+    on valid pages are read at all: what no row of the tile sees takes no part, NaN or not.
+
+    Rounded to bfloat16, a weight is off by up to 2^-9 of itself, too much where few keys share the output; a second
+    dot of what the rounding lost (WEIGHT_PARTS 2) mends that.
     """
     d = tl.arange(0, D_PAD)
     dv = tl.arange(0, DV_PAD)
-    for block in range(start, stop, BLOCK_KV):
+    for index in range(0, num_blocks):
+        block = left + index * BLOCK_KV
+        if MASKED:
+            block = tl.where(index < left_blocks, block, right + (index - left_blocks) * BLOCK_KV)
         keys = block + tl.arange(0, BLOCK_KV)
         if PAGE_SIZE % BLOCK_KV == 0:  # the whole block lies on one page
             page = tl.load(page_row_ptr + block // PAGE_SIZE)
@@ -276,7 +289,11 @@ def attend(
             v = tl.load(v_rows[:, None] + dv[None, :])
         else:
             v = tl.load(v_rows[:, None] + dv[None, :], mask=(dv < DV)[None, :], other=0)
-        acc = matmul(narrow(weights, q.dtype), decode(v, FORMAT, q.dtype), acc * kept[:, None], PRECISION)
+        values = decode(v, FORMAT, q.dtype)
+        rounded = narrow(weights, q.dtype)
+        acc = matmul(rounded, values, acc * kept[:, None], PRECISION)
+        if WEIGHT_PARTS == 2:
+            acc = matmul(narrow(weights - rounded.to(tl.float32), q.dtype), values, acc, PRECISION)
     return highest, total, acc
 
 
@@ -299,7 +316,7 @@ def attend_range(
     k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale, outer_scale,
     ROWS: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    DV: tl.constexpr, DV_PAD: tl.constexpr, FORMAT: tl.constexpr, PRECISION: tl.constexpr,
+    DV: tl.constexpr, DV_PAD: tl.constexpr, FORMAT: tl.constexpr, PRECISION: tl.constexpr, WEIGHT_PARTS: tl.constexpr,
 ):  # fmt: skip
     """Attention over keys [start, stop) within [first, last) for queries at positions [low, high]; start is a block's.
 
@@ -309,32 +326,33 @@ def attend_range(
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DV_PAD], tl.float32)
+    end = tl.maximum((stop + BLOCK_KV - 1) // BLOCK_KV * BLOCK_KV, start)
     whole_start = start
     if HAS_WINDOW:
-        whole_start = tl.maximum(high - window + 1, 0)
-        whole_start = tl.maximum((whole_start + BLOCK_KV - 1) // BLOCK_KV * BLOCK_KV, start)
-        whole_start = tl.minimum(whole_start, tl.maximum((stop + BLOCK_KV - 1) // BLOCK_KV * BLOCK_KV, start))
-        highest, total, acc = attend(
-            q, highest, total, acc, k_ptr, v_ptr, page_row_ptr, start, tl.minimum(whole_start, stop), first, last,
-            position, window, num_pages, k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale,
-            outer_scale, True, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, PAGE_SIZE, BLOCK_KV, D, D_PAD, DV, DV_PAD, FORMAT,
-            PRECISION,
-        )  # fmt: skip
+        whole_start = tl.maximum(high - window + BLOCK_KV, start) // BLOCK_KV * BLOCK_KV
+        whole_start = tl.minimum(whole_start, end)
     whole_stop = tl.minimum(stop, kv_len)
     if CAUSAL:
         whole_stop = tl.minimum(whole_stop, low + 1)
     whole_stop = tl.maximum(whole_stop // BLOCK_KV * BLOCK_KV, whole_start)
-    valid = pages_are_valid(page_row_ptr, whole_start // PAGE_SIZE, (whole_stop + PAGE_SIZE - 1) // PAGE_SIZE, num_pages)
+    valid = pages_are_valid(
+        page_row_ptr, whole_start // PAGE_SIZE, (whole_stop + PAGE_SIZE - 1) // PAGE_SIZE, num_pages
+    )
     whole_stop = tl.where(valid == 1, whole_stop, whole_start)
+    whole_blocks = (whole_stop - whole_start) // BLOCK_KV
     highest, total, acc = attend(
-        q, highest, total, acc, k_ptr, v_ptr, page_row_ptr, whole_start, whole_stop, first, last, position, window,
-        num_pages, k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale, outer_scale, False, CAUSAL,
-        HAS_WINDOW, HAS_SOFT_CAP, PAGE_SIZE, BLOCK_KV, D, D_PAD, DV, DV_PAD, FORMAT, PRECISION,
+        q, highest, total, acc, k_ptr, v_ptr, page_row_ptr, whole_start, 0, 0, whole_blocks, first, last, position,
+        window, num_pages, k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale, outer_scale,
+        False, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, PAGE_SIZE, BLOCK_KV, D, D_PAD, DV, DV_PAD, FORMAT, PRECISION,
+        WEIGHT_PARTS,
     )  # fmt: skip
+    left_blocks = (whole_start - start) // BLOCK_KV
+    num_blocks = left_blocks + (end - whole_stop) // BLOCK_KV
     return attend(
-        q, highest, total, acc, k_ptr, v_ptr, page_row_ptr, whole_stop, stop, first, last, position, window,
-        num_pages, k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale, outer_scale, True, CAUSAL,
-        HAS_WINDOW, HAS_SOFT_CAP, PAGE_SIZE, BLOCK_KV, D, D_PAD, DV, DV_PAD, FORMAT, PRECISION,
+        q, highest, total, acc, k_ptr, v_ptr, page_row_ptr, start, left_blocks, whole_stop, num_blocks, first, last,
+        position, window, num_pages, k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale,
+        outer_scale, True, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, PAGE_SIZE, BLOCK_KV, D, D_PAD, DV, DV_PAD, FORMAT,
+        PRECISION, 2 if q.dtype == tl.bfloat16 else 1,
     )  # fmt: skip
 
 

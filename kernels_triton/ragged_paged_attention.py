@@ -13,6 +13,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from ragged_attention.calls import dtype_name
 from ragged_attention.errors import InvalidInput
 from ragged_attention.kernels_triton.blocks import (
     LN2,
@@ -37,6 +38,7 @@ from ragged_attention.kernels_triton.blocks import (
 SMALLEST_SCALE = 1e-30  # stands for a scale of 0, so that -inf times it stays -inf
 MIN_SPLIT = 256  # keys below which a split costs more than it saves
 MAX_SPLITS = 64
+SHORT = 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,7 @@ class Tile:
     block_kv: int = 64  # its keys a step
     num_warps: int = 4
     num_stages: int = 2
+    weight_parts: int = 1  # dots of weights and values a step, for blocks that all rows see whole; 2 adds accuracy
     split_block_q: int = 16  # rows up to which a sequence goes to the split kernel
     split_block_kv: int = 64
     split_num_warps: int = 4
@@ -61,7 +64,7 @@ class Tile:
             value = getattr(self, name)
             if not isinstance(value, int) or value & (value - 1) or not low <= value <= high:
                 raise InvalidInput(f"expected {name} to be a power of two from {low} to {high}, got {value!r}")
-        for name, high in (("num_stages", 8), ("split_num_stages", 8), ("num_splits", 256)):
+        for name, high in (("num_stages", 8), ("split_num_stages", 8), ("num_splits", 256), ("weight_parts", 2)):
             value = getattr(self, name)
             if not isinstance(value, int) or not 1 <= value <= high:
                 raise InvalidInput(f"expected {name} from 1 to {high}, got {value!r}")
@@ -99,6 +102,7 @@ def heuristic(call: Any) -> Tile:
                 break
         return keys, stages
 
+    short = call.capacity <= SHORT  # few keys: rounding errors of weights do not average out, and time is no matter
     wide = widths > 512
     block_q = 64 if wide or size == 4 else 128
     block_q = min(block_q, max(16, next_power_of_2(call.num_tokens * call.group)))
@@ -110,6 +114,7 @@ def heuristic(call: Any) -> Tile:
         block_kv=block_kv,
         num_warps=num_warps,
         num_stages=num_stages,
+        weight_parts=2 if short and dtype_name(call.q) == "bfloat16" else 1,
         split_block_q=split_block_q,
         split_block_kv=split_block_kv,
         split_num_warps=4 if split_block_q * widths <= 64 * 512 else 8,
@@ -203,7 +208,7 @@ def tile_kernel(
     HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, CAUSAL: tl.constexpr,
     GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     DV: tl.constexpr, DV_PAD: tl.constexpr, FORMAT: tl.constexpr, PRECISION: tl.constexpr, SMALLEST: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, SPLIT_BLOCK_Q: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, WEIGHT_PARTS: tl.constexpr, SPLIT_BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     """One block of rows of one KV head, over all its keys; also writes the padding rows."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows see the most keys: begin with them
@@ -237,6 +242,7 @@ def tile_kernel(
             page_indices_ptr + seq.to(tl.int64) * table_stride, kv_len - q_len + row // GROUP, window, num_pages,
             k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale, outer_scale,
             BLOCK_Q, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, PAGE_SIZE, BLOCK_KV, D, D_PAD, DV, DV_PAD, FORMAT, PRECISION,
+            WEIGHT_PARTS,
         )  # fmt: skip
         v_scale = load_scale(v_scale_ptr, kv_head, v_scale_factor, V_SCALE_STRIDE)
         store_rows(out_ptr, lse_ptr, acc, highest, total, row, rows, start, kv_head, sinks_ptr, v_scale,
@@ -278,7 +284,8 @@ def split_kernel(
     HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, CAUSAL: tl.constexpr,
     GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     DV: tl.constexpr, DV_PAD: tl.constexpr, FORMAT: tl.constexpr, PRECISION: tl.constexpr, SMALLEST: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, NUM_SPLITS: tl.constexpr, MIN_KEYS: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, WEIGHT_PARTS: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    MIN_KEYS: tl.constexpr,
 ):  # fmt: skip
     """One split of a short sequence's keys for one KV head. With one split it finishes the rows itself.
 
@@ -307,6 +314,7 @@ def split_kernel(
             page_indices_ptr + seq.to(tl.int64) * table_stride, kv_len - q_len + row // GROUP, window, num_pages,
             k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale, outer_scale,
             BLOCK_Q, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, PAGE_SIZE, BLOCK_KV, D, D_PAD, DV, DV_PAD, FORMAT, PRECISION,
+            WEIGHT_PARTS,
         )  # fmt: skip
         if NUM_SPLITS == 1:
             v_scale = load_scale(v_scale_ptr, kv_head, v_scale_factor, V_SCALE_STRIDE)
@@ -360,18 +368,20 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
     q = launch.packed(call.q)
     page_indices, cu_q_lens, kv_lens = map(launch.packed, (call.page_indices, call.cu_q_lens, call.kv_lens))
     k, v, k_strides, v_strides, v_offset = cache_views(call, launch)
-    k_scale, k_arguments = scale_arguments("k_scale", call.k_scale, q)
-    v_scale, v_arguments = scale_arguments("v_scale", call.v_scale, q)
+    k_scale, k_arguments = scale_arguments("k_scale", call.k_scale, q, launch)
+    v_scale, v_arguments = scale_arguments("v_scale", call.v_scale, q, launch)
     num_seqs = kv_lens if call.num_seqs is None else call.num_seqs
+    # A window as long as the longest sequence hides nothing.
+    window = call.sliding_window if call.sliding_window and call.sliding_window < call.capacity else None
     sinks = q if call.sinks is None else launch.packed(call.sinks)
     shape = {
         "num_tokens": call.num_tokens,
         "max_num_seqs": call.max_num_seqs,
         "capacity": call.capacity,
-        "window": call.sliding_window or 0,
+        "window": window or 0,
         "HAS_NUM_SEQS": call.num_seqs is not None,
         "HAS_SINKS": call.sinks is not None,
-        "HAS_WINDOW": call.sliding_window is not None,
+        "HAS_WINDOW": window is not None,
         "CAUSAL": bool(call.causal),
         "GROUP": call.group,
         "NUM_HEADS": call.num_q_heads,
@@ -401,13 +411,17 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
     inputs = (q, k, v, kv_lens, page_indices, cu_q_lens, num_seqs, sinks, k_scale, v_scale)
     out, lse = launch(
         tile_kernel,
-        (call.num_tokens * call.group // tile.block_q + call.max_num_seqs + 1 if call.num_tokens else 0, call.num_kv_heads),
+        (
+            call.num_tokens * call.group // tile.block_q + call.max_num_seqs + 1 if call.num_tokens else 0,
+            call.num_kv_heads,
+        ),
         inputs,
         [(call.out_shape, call.q.dtype), (call.q.shape[:2], "float32")],
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         BLOCK_Q=tile.block_q,
         BLOCK_KV=tile.block_kv,
+        WEIGHT_PARTS=tile.weight_parts,
         SPLIT_BLOCK_Q=tile.split_block_q,
         **attention,
     )
@@ -428,6 +442,7 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
         inplace=(len(inputs), len(inputs) + 1) if whole else (),
         num_warps=tile.split_num_warps,
         num_stages=tile.split_num_stages,
+        WEIGHT_PARTS=2 if dtype_name(q) == "bfloat16" else 1,
         **splitting,
         **attention,
     )

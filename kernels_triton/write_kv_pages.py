@@ -89,7 +89,7 @@ def write_rows(new_ptr, pages_ptr, scale_ptr, factor, token, kv_head, live, slot
 @triton.jit
 def write_kernel(
     k_ptr, v_ptr, slots_ptr, page_indices_ptr, kv_lens_ptr, cu_q_lens_ptr, num_seqs_ptr, k_scale_ptr, v_scale_ptr,
-    given_k_pages_ptr, given_v_pages_ptr, k_pages_ptr, v_pages_ptr,
+    given_pages_ptr, given_v_pages_ptr, k_pages_ptr, v_pages_ptr,
     num_tokens, max_num_seqs, num_pages, capacity, table_stride, v_offset, slots_stride,
     k_token_stride, k_new_head_stride, v_token_stride, v_new_head_stride,
     k_page_stride, k_slot_stride, k_head_stride, v_page_stride, v_slot_stride, v_head_stride,
@@ -98,6 +98,9 @@ def write_kernel(
     FORMAT: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     DV: tl.constexpr, DV_PAD: tl.constexpr, SEARCH_STEPS: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
+    """Some tokens of one KV head. Combined pages come as K's alone, and V's are None."""
+    if v_pages_ptr is None:
+        v_pages_ptr = k_pages_ptr
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     kv_head = tl.program_id(1).to(tl.int64)
     if HAS_SLOTS:
@@ -106,7 +109,7 @@ def write_kernel(
         num_seqs = count_sequences(num_seqs_ptr, max_num_seqs, HAS_NUM_SEQS)
         slot = slots_from_tables(token, page_indices_ptr, kv_lens_ptr, cu_q_lens_ptr, num_seqs, num_tokens, num_pages,
                                  capacity, table_stride, PAGE_SIZE, SEARCH_STEPS)  # fmt: skip
-    live = (slot >= 0) & (slot < num_pages.to(tl.int64) * PAGE_SIZE) & (token < num_tokens)
+    live = (slot >= 0) & (slot // PAGE_SIZE < num_pages) & (token < num_tokens)
     slot = tl.where(live, slot, 0)
     write_rows(k_ptr, k_pages_ptr, k_scale_ptr, k_scale_factor, token, kv_head, live, slot, k_token_stride,
                k_new_head_stride, k_page_stride, k_slot_stride, k_head_stride, K_SCALE_STRIDE, FORMAT, PAGE_SIZE,
@@ -120,8 +123,8 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernel; returns the page arrays."""
     k, v = launch.packed(call.k), launch.packed(call.v)
     k_pages, v_pages, k_strides, v_strides, v_offset = cache_views(call, launch)
-    k_scale, k_arguments = scale_arguments("k_scale", call.k_scale, k)
-    v_scale, v_arguments = scale_arguments("v_scale", call.v_scale, k)
+    k_scale, k_arguments = scale_arguments("k_scale", call.k_scale, k, launch)
+    v_scale, v_arguments = scale_arguments("v_scale", call.v_scale, k, launch)
     by_slot = call.slot_mapping is not None
     if by_slot:
         slots = page_indices = kv_lens = cu_q_lens = call.slot_mapping
@@ -135,9 +138,10 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
     pages = launch(
         write_kernel,
         (cdiv(call.num_tokens, tile.block_t), call.num_kv_heads),
-        (*inputs, k_scale, v_scale, k_pages, v_pages),
+        (*inputs, k_scale, v_scale, k_pages, k if call.combined else v_pages),
         [],
-        inplace=(9, 10),
+        inplace=(9,) if call.combined else (9, 10),
+        **({"v_pages_ptr": None} if call.combined else {}),
         num_warps=tile.num_warps,
         num_stages=1,
         num_tokens=call.num_tokens,
@@ -164,4 +168,4 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
         SEARCH_STEPS=(max_num_seqs + 1).bit_length() + 1,
         BLOCK_T=tile.block_t,
     )
-    return pages[:1] if call.combined else pages
+    return pages

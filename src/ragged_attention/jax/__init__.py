@@ -118,7 +118,7 @@ _FORMS = {
 def _brought(value: Any) -> Any:
     """NumPy arrays as jax arrays, NumPy numbers as Python's; anything else as it is, for the record to judge."""
     if isinstance(value, tuple | list):
-        return tuple(_brought(item) for item in value)
+        return type(value)(_brought(item) for item in value)
     if isinstance(value, np.ndarray):
         return jnp.asarray(value)
     if is_number(value) and isinstance(value, np.generic):

@@ -21,15 +21,16 @@ def run(operation: str, arguments: dict[str, Any], backend: Any, options: Any) -
     arrays, rest = split_arrays(call.arguments())
     names = config.requested(operation, backend)
     tunables = json.dumps(dict(config.requested_options(operation, options)), sort_keys=True)
-    return _run(operation, arrays, tuple(rest.items()), names, tunables)
+    traced = any(isinstance(value, jax.core.Tracer) for value in arrays.values())
+    return _run(operation, arrays, tuple(rest.items()), names, tunables, traced)
 
 
 def default_platform() -> str:
     return jax.default_backend().replace("gpu", "cuda")
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2, 3, 4))
-def _run(operation: str, arrays: dict[str, Any], rest: tuple[Any, ...], names: Any, tunables: str) -> Any:
+@functools.partial(jax.jit, static_argnums=(0, 2, 3, 4, 5))
+def _run(operation: str, arrays: dict[str, Any], rest: tuple[Any, ...], names: Any, tunables: str, traced: bool) -> Any:
     def on(platform: str) -> tuple[dispatch.Choice, Any]:
         """What runs this call on a platform, and the function of its arrays that does."""
         device = device_facts(platform)
@@ -41,15 +42,17 @@ def _run(operation: str, arrays: dict[str, Any], rest: tuple[Any, ...], names: A
         return choice, lambda values: choice.run(build(values), Launcher(device))
 
     here = default_platform()
-    choices = {here: on(here)}  # what it refuses is the caller's to know
-    for platform in PLATFORMS:
-        if platform not in choices:
-            try:
-                choices[platform] = on(platform)
-            except (Unsupported, InvalidInput):
-                continue  # then the traced function cannot be lowered for it
-    portable = {platform for platform, (choice, _) in choices.items() if choice.backend in ("xla", "reference")}
-    if len(portable) == len(choices):
+    choices: dict[str, Any] = {}
+    refusals: dict[str, Exception] = {}
+    for platform in (here, *(name for name in PLATFORMS if name != here)):
+        try:
+            choices[platform] = on(platform)
+        except (Unsupported, InvalidInput) as error:
+            refusals[platform] = error  # then the traced function cannot be lowered for it
+    # Traced by the caller, it may be meant for another machine; called plainly, it runs here and now.
+    if here in refusals and not (choices and traced):
+        raise refusals[here]
+    if all(choice.backend in ("xla", "reference") for choice, _ in choices.values()):
         return choices[here][1](arrays)
     return jax.lax.platform_dependent(arrays, **{platform: branch for platform, (_, branch) in choices.items()})
 

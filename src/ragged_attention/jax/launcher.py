@@ -121,6 +121,15 @@ def to_numpy(array: Any) -> np.ndarray:
     return array.astype(np.float64) if jnp.issubdtype(array.dtype, jnp.floating) else array
 
 
+def to_bits(array: Any) -> Any:
+    """An 8-bit float array as uint8, anything else as it is."""
+    return jax.lax.bitcast_convert_type(array, jnp.uint8) if is_bits(array.dtype) else array
+
+
+def _from_bits(array: Any, dtype: Any) -> Any:
+    return jax.lax.bitcast_convert_type(array, dtype) if is_bits(dtype) else array
+
+
 def _from_numpy(array: Any, like: jax.ShapeDtypeStruct) -> np.ndarray:
     array = np.asarray(array)
     return array.view(like.dtype) if is_bits(like.dtype) else array.astype(like.dtype)
@@ -148,6 +157,16 @@ class Launcher:
 
         The inputs numbered in `inplace` come back as new arrays, in their old memory where that is donated.
         """
+        given, inputs = inputs, [to_bits(array) for array in inputs]
+        results = self._launch(kernel, grid, inputs, outputs, inplace, num_warps, num_stages, arguments)
+        last = results[len(outputs) :]
+        last = [_from_bits(array, given[index].dtype) for array, index in zip(last, inplace, strict=True)]
+        return [*results[: len(outputs)], *last]
+
+    def _launch(
+        self, kernel: Any, grid: Any, inputs: Any, outputs: Any, inplace: Any, num_warps: int, num_stages: int,
+        arguments: dict[str, Any],
+    ) -> list[Any]:  # fmt: skip
         shapes = [jax.ShapeDtypeStruct(tuple(shape), dtype) for shape, dtype in outputs]
         aliases = {index: len(shapes) + place for place, index in enumerate(inplace)}
         shapes += [jax.ShapeDtypeStruct(inputs[index].shape, inputs[index].dtype) for index in inplace]
@@ -163,7 +182,8 @@ class Launcher:
             held = [np.array(array) for array in arrays]
             results = [np.full(shape.shape, np.nan).astype(shape.dtype) for shape in shapes[: len(outputs)]]
             results += [held[index] for index in inplace]
-            kernel[grid](*map(HostArray, held), *map(HostArray, results), **arguments)
+            with np.errstate(all="ignore"):  # NumPy would warn of infinities that a GPU makes in silence
+                kernel[grid](*map(HostArray, held), *map(HostArray, results), **arguments)
             return results
 
         return list(jax.pure_callback(host, shapes, *inputs, vmap_method="sequential"))
@@ -192,10 +212,6 @@ class Launcher:
 
     def strides(self, array: Any) -> tuple[int, ...]:
         return tuple(int(np.prod(array.shape[axis + 1 :])) for axis in range(len(array.shape)))
-
-    def bits(self, array: Any) -> Any:
-        """An 8-bit float array as uint8, anything else as it is."""
-        return jax.lax.bitcast_convert_type(array, jnp.uint8) if is_bits(array.dtype) else array
 
     def packed(self, array: Any) -> Any:
         return array

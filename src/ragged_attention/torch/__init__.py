@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ragged_attention import dispatch
-from ragged_attention.calls import documented, expect_bool, expect_num_seqs, expect_pages, is_number
+from ragged_attention.calls import documented, expect_bool, expect_num_seqs, expect_pages, expect_window, is_number
+from ragged_attention.config import parse_names
 from ragged_attention.torch import operators
 
 
@@ -94,6 +95,7 @@ def _attention_form(
     """The arguments in the order and form of the operator's schema."""
     expect_bool("causal", causal)  # a schema would take an int for it
     expect_bool("return_lse", return_lse)
+    expect_window(sliding_window)  # and a bool for an int
     kv_lens, page_indices, cu_q_lens, num_seqs = _live(kv_lens, page_indices, cu_q_lens, num_seqs)
     return (
         q, *_pair(kv_pages), kv_lens, page_indices, cu_q_lens, num_seqs, _number(sm_scale), causal, sliding_window,
@@ -128,7 +130,7 @@ _FORMS = {
 
 def _call(operation: str, arguments: tuple[Any, ...], backend: Any, options: Any) -> Any:
     operator = getattr(torch.ops.ragged_attention, operation)
-    names = backend if backend is None or isinstance(backend, str) else ",".join(backend)
+    names = None if backend is None else ",".join(parse_names(backend))
     try:
         return operator(*arguments, names, operators.encode_options(options))
     except (RuntimeError, TypeError):

@@ -40,17 +40,21 @@ def is_bits(dtype: torch.dtype) -> bool:
     return dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
+def to_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """An 8-bit float tensor as uint8, anything else as it is."""
+    return tensor.view(torch.uint8) if is_bits(tensor.dtype) else tensor
+
+
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     """Floats as float64, 8-bit floats as their bits, integers as they are."""
     tensor = tensor.detach()
-    if is_bits(tensor.dtype):
-        return tensor.view(torch.uint8).cpu().numpy()
-    return (tensor.to(torch.float64) if tensor.dtype.is_floating_point else tensor).cpu().numpy()
+    if tensor.dtype.is_floating_point and not is_bits(tensor.dtype):
+        tensor = tensor.to(torch.float64)
+    return to_bits(tensor).cpu().numpy()
 
 
 def _assign(tensor: torch.Tensor, values: np.ndarray) -> None:
-    tensor = tensor.view(torch.uint8) if is_bits(tensor.dtype) else tensor
-    tensor.copy_(torch.from_numpy(np.asarray(values)))
+    to_bits(tensor).copy_(torch.from_numpy(np.asarray(values)))
 
 
 class Launcher:
@@ -71,26 +75,25 @@ class Launcher:
         """Enqueue `kernel[grid](*inputs, *outputs, **arguments)` and return the outputs.
 
         `outputs` are (shape, dtype) to allocate, uninitialised; behind them stand the inputs numbered in `inplace`,
-        once more, which the kernel may write.
+        once more, which the kernel may write. 8-bit floats reach the kernel as uint8.
         """
         device = inputs[0].device
         new = [torch.empty(tuple(shape), dtype=DTYPES.get(dtype, dtype), device=device) for shape, dtype in outputs]
         new += [inputs[index] for index in inplace]
         if 0 not in grid:
-            with torch.cuda.device_of(inputs[0]):
-                kernel[grid](*inputs, *new, **arguments, num_warps=num_warps, num_stages=num_stages)
+            # Under the interpreter NumPy would warn of infinities that a GPU makes in silence.
+            with torch.cuda.device_of(inputs[0]) if device.type == "cuda" else np.errstate(all="ignore"):
+                kernel[grid](
+                    *map(to_bits, inputs), *map(to_bits, new), **arguments, num_warps=num_warps, num_stages=num_stages
+                )
         return new
 
     def strides(self, tensor: torch.Tensor) -> tuple[int, ...]:
         return tensor.stride()
 
-    def bits(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An 8-bit float array as uint8, anything else as it is."""
-        return tensor.view(torch.uint8) if is_bits(tensor.dtype) else tensor
-
     def packed(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, copied if its last dimension is strided."""
-        return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+        return tensor if tensor.dim() == 0 or tensor.shape[-1] == 1 or tensor.stride(-1) == 1 else tensor.contiguous()
 
     def on_host(
         self,

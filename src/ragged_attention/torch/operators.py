@@ -39,7 +39,7 @@ _library.define(
 
 def encode_options(options: Any) -> str | None:
     """The options mapping as the string that a schema can carry."""
-    return None if options is None else json.dumps(dict(options))
+    return None if options is None else json.dumps(dict(config.requested_options("*", options)))
 
 
 def _facts(tensor: Any) -> Device:
