@@ -39,6 +39,7 @@ SMALLEST_SCALE = 1e-30  # stands for a scale of 0, so that -inf times it stays -
 MIN_SPLIT = 256  # keys below which a split costs more than it saves
 MAX_SPLITS = 64
 SHORT = 1024
+SMALLEST_SHARED_MEMORY = 64 * 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,42 +86,53 @@ def tuning_key(call: Any) -> str:
 
 
 def heuristic(call: Any) -> Tile:
-    """Tiles that fit the device's shared memory, wgmma-sized where there are rows for it, and splits that fill it."""
-    widths = next_power_of_2(call.head_dim) + next_power_of_2(call.v_head_dim)
-    size = item_size(call.q)
-    budget = call.device.shared_memory or 64 * 1024
-    split_block_q = split_rows(call)
+    """Tiles that fit registers and shared memory, wgmma-sized where there are rows for it, and splits that fill the GPU.
 
-    def fit(rows: int, keys: int, stages: int) -> tuple[int, int]:
-        """Keys and stages whose K and V tiles, with Q and the weights, stay within the budget."""
-        while stages * keys * widths * size + rows * (widths // 2 + keys) * size > budget:
-            if stages > 2 or (stages > 1 and keys <= 32):
-                stages -= 1
-            elif keys > 16:
-                keys //= 2
-            else:
-                break
-        return keys, stages
-
+    The sizes are the largest that compile without spills for every architecture in docs/compile_matrix.md.
+    """
     short = call.capacity <= SHORT  # few keys: rounding errors of weights do not average out, and time is no matter
-    wide = widths > 512
-    block_q = 64 if wide or size == 4 else 128
-    block_q = min(block_q, max(16, next_power_of_2(call.num_tokens * call.group)))
-    num_warps = 8 if block_q >= 128 or (wide and block_q >= 64) else 4
-    block_kv, num_stages = fit(block_q, 32 if size == 4 or wide else 64, 3)
-    split_block_kv, split_num_stages = fit(split_block_q, 32 if size == 4 else 64, 3)
+    rows = max(16, next_power_of_2(call.num_tokens * call.group))
+    width = next_power_of_2(max(call.head_dim, call.v_head_dim))
+    split_block_q = split_rows(call)
+    if item_size(call.q) == 4 and call.device.platform != "cpu":  # no tensor cores: threads hold both operands
+        block_q, block_kv, num_warps, num_stages = 16, 16, 4 if width <= 128 else 8, 2
+        split_block_kv, split_num_warps, split_num_stages = 16, num_warps * max(1, split_block_q // 32), 2
+    elif width <= 128:
+        block_q, block_kv, num_warps, num_stages = 128, 64, 8, 3
+        split_block_kv, split_num_warps, split_num_stages = 64, 4, 3
+    else:
+        block_q, block_kv, num_warps, num_stages = 32, 32, 4 if width <= 256 else 8, 2
+        split_block_kv, split_num_warps, split_num_stages = 32, num_warps, 3 if width <= 256 else 2
+    block_q = min(block_q, rows)
+    block_kv, num_stages = fit(call, block_q, block_kv, num_stages)
+    split_block_kv, split_num_stages = fit(call, split_block_q, split_block_kv, split_num_stages)
     return Tile(
         block_q=block_q,
         block_kv=block_kv,
-        num_warps=num_warps,
+        num_warps=num_warps if block_q > 32 or width > 128 else 4,
         num_stages=num_stages,
         weight_parts=2 if short and dtype_name(call.q) == "bfloat16" else 1,
         split_block_q=split_block_q,
         split_block_kv=split_block_kv,
-        split_num_warps=4 if split_block_q * widths <= 64 * 512 else 8,
+        split_num_warps=split_num_warps,
         split_num_stages=split_num_stages,
         num_splits=splits(call),
     )
+
+
+def fit(call: Any, rows: int, keys: int, stages: int) -> tuple[int, int]:
+    """Keys and stages whose K and V tiles, with Q and the weights, stay within the device's shared memory."""
+    budget = call.device.shared_memory or SMALLEST_SHARED_MEMORY
+    width = next_power_of_2(call.head_dim)
+    both = width + next_power_of_2(call.v_head_dim)
+    while (stages * keys * both + rows * (width + keys)) * item_size(call.q) > budget:
+        if stages > 2 or (stages > 1 and keys <= 32):
+            stages -= 1
+        elif keys > 16:
+            keys //= 2
+        else:
+            break
+    return keys, stages
 
 
 def split_rows(call: Any) -> int:
