@@ -90,6 +90,15 @@ def expect_bool(name: str, value: object) -> None:
         raise TypeError(f"expected {name} to be a bool, got {type(value).__name__}")
 
 
+def expect_window(value: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        raise TypeError(f"expected sliding_window to be an int, got {type(value).__name__}")
+    if int(value) < 1:
+        raise InvalidInput(f"expected sliding_window >= 1, got {value}")
+
+
 def expect_num_seqs(value: object, max_num_seqs: int) -> None:
     if value is None:
         return
@@ -153,17 +162,23 @@ class Call:
         """The arguments by name, as the operation's definition in `reference/` takes them."""
         return {name: getattr(self, name) for name in self.argument_names()}
 
+    @classmethod
+    def unchecked(cls, **values: Any) -> Self:
+        """A record whose values are known to be lawful, every field given."""
+        record = object.__new__(cls)
+        for name, value in values.items():
+            object.__setattr__(record, name, value)
+        return record
+
     def map(self, change: Callable[[Any], Any]) -> Self:
         """The same call with every array changed; nothing is checked again, so only kind or storage may differ."""
-        copy = object.__new__(type(self))
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
+        values = self.arguments()
+        for name, value in values.items():
             if isinstance(value, tuple | list):
-                value = tuple(change(item) if is_array(item) else item for item in value)
+                values[name] = tuple(change(item) if is_array(item) else item for item in value)
             elif is_array(value):
-                value = change(value)
-            object.__setattr__(copy, field.name, value)
-        return copy
+                values[name] = change(value)
+        return self.unchecked(**values, device=self.device)
 
 
 class PagedCall(Call):
@@ -301,11 +316,7 @@ class RaggedPagedAttention(PagedCall):
         if self.sm_scale is not None:
             _expect_number("sm_scale", self.sm_scale)
         expect_bool("causal", self.causal)
-        if self.sliding_window is not None:
-            if not isinstance(self.sliding_window, numbers.Integral) or isinstance(self.sliding_window, bool):
-                raise TypeError(f"expected sliding_window to be an int, got {type(self.sliding_window).__name__}")
-            if self.sliding_window < 1:
-                raise InvalidInput(f"expected sliding_window >= 1, got {self.sliding_window}")
+        expect_window(self.sliding_window)
         if self.soft_cap is not None:
             _expect_number("soft_cap", self.soft_cap, positive=True)
         _expect_scale("k_scale", self.k_scale, self.num_kv_heads)

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ragged_attention.calls import CALLS
 from ragged_attention.errors import InvalidInput
 
 BACKEND_VARIABLE = "RAGGED_ATTENTION_BACKEND"
@@ -34,15 +35,22 @@ Names = tuple[str, ...]
 BackendWish = str | Sequence[str] | Mapping[str, str | Sequence[str]]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Config:
-    """One source's wishes. Keys of both mappings are operations, or "*" for all of them."""
+    """One source's wishes by operation; `backend` may have "*" for those it does not name."""
 
     backend: Mapping[str, Names] = dataclasses.field(default_factory=dict)
     options: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     validate: str | None = None
 
     def __post_init__(self) -> None:
+        for name, known in (("backend", (*CALLS, "*")), ("options", tuple(CALLS))):
+            for operation in getattr(self, name):
+                if operation not in known:
+                    raise InvalidInput(f"expected keys of {name} among {', '.join(known)}, got {operation!r}")
+        for operation, options in self.options.items():
+            if not isinstance(options, Mapping):
+                raise TypeError(f"expected options of {operation} to be a mapping, got {type(options).__name__}")
         if self.validate is not None and self.validate not in VALIDATION:
             raise InvalidInput(f"expected validate to be one of {', '.join(VALIDATION)}, got {self.validate!r}")
 
@@ -70,11 +78,17 @@ def _parse_wish(wish: BackendWish | None) -> dict[str, Names]:
     return {"*": parse_names(wish)}
 
 
+def expect_mapping(options: Any) -> Mapping[str, Any]:
+    if not isinstance(options, Mapping):
+        raise TypeError(f"expected options to be a mapping, got {type(options).__name__}")
+    return options
+
+
 _process: list[Config] = []
 _blocks: contextvars.ContextVar[tuple[Config, ...]] = contextvars.ContextVar("ragged_attention_blocks", default=())
 
 
-class use_backend:  # noqa: N801  (reads as a verb, like torch.no_grad)
+class use_backend:  # reads as a verb, like torch.no_grad
     """Choose backends for all later calls, or for a block.
 
     `use_backend("triton")`, an ordered wish `use_backend(["cuda", "triton"])`, or by operation
@@ -91,12 +105,13 @@ class use_backend:  # noqa: N801  (reads as a verb, like torch.no_grad)
         options: Mapping[str, Mapping[str, Any]] | None = None,
         validate: str | None = None,
     ) -> None:
-        self.config = Config(backend=_parse_wish(backend), options=dict(options or {}), validate=validate)
+        self.config = Config(backend=_parse_wish(backend), options=expect_mapping(options or {}), validate=validate)
         self._before = list(_process)
         _process[:] = [self.config]
 
     def __enter__(self) -> Config:
-        _process[:] = self._before
+        if _process and _process[0] is self.config:
+            _process[:] = self._before
         self._token = _blocks.set((*_blocks.get(), self.config))
         return self.config
 
@@ -126,11 +141,14 @@ def _read_file(named: str | None, directory: str) -> Config:
     for key in table:
         if key not in known:
             raise InvalidInput(f"expected keys {', '.join(sorted(known))} in {path}, got {key!r}")
-    return Config(
-        backend=_parse_wish(table.get("backend")),
-        options=table.get("options", {}),
-        validate=table.get("validate"),
-    )
+    try:
+        return Config(
+            backend=_parse_wish(table.get("backend")),
+            options=expect_mapping(table.get("options", {})),
+            validate=table.get("validate"),
+        )
+    except (InvalidInput, TypeError) as error:
+        raise type(error)(f"{path}: {error}") from None
 
 
 def _environment() -> Config:
@@ -151,6 +169,12 @@ def _sources() -> list[Config]:
     ]
 
 
+def state() -> tuple[object, ...]:
+    """A hashable stand-in for everything the sources say: while it is the same, so are the wishes."""
+    variables = (BACKEND_VARIABLE, CONFIG_VARIABLE, VALIDATE_VARIABLE)
+    return (_blocks.get(), *_process, os.getcwd(), *(os.environ.get(name) for name in variables))
+
+
 def requested(operation: str, backend: str | Sequence[str] | None = None) -> Names | None:
     """The ordered wish in force for a call of `operation`, or None where the platform's order decides."""
     if backend is not None:
@@ -163,9 +187,7 @@ def requested(operation: str, backend: str | Sequence[str] | None = None) -> Nam
 def requested_options(operation: str, options: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
     """The tunables in force for a call of `operation`: the strongest source that gives any."""
     if options is not None:
-        if not isinstance(options, Mapping):
-            raise TypeError(f"expected options to be a mapping, got {type(options).__name__}")
-        return options
+        return expect_mapping(options)
     return next((source.options[operation] for source in _sources() if operation in source.options), {})
 
 

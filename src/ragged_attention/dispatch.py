@@ -81,8 +81,10 @@ def backends() -> tuple[str, ...]:
 def _exists(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # a parent package is absent
-        return False
+    except ModuleNotFoundError as error:
+        if error.name and f"{module}.".startswith(f"{error.name}."):  # a parent package is absent
+            return False
+        raise  # it is there, and what it imports is not
 
 
 @functools.cache
@@ -93,6 +95,8 @@ def load(operation: str, backend: str) -> Any:
         raise BackendMissing(f"unknown backend {backend!r}; known are {', '.join(backends())}")
     if (needs := NEEDS.get(backend)) and needs not in sys.modules and not _exists(needs):
         raise BackendMissing(f"{needs} is not installed")
+    if backend not in ROOMS and not _exists(room):
+        raise BackendMissing(f"its package {room} cannot be found")
     if not _exists(f"{room}.{operation}"):
         raise BackendMissing(f"does not offer {operation}")
     return importlib.import_module(f"{room}.{operation}")
@@ -100,15 +104,14 @@ def load(operation: str, backend: str) -> Any:
 
 def candidates(operation: str, device: Device, backend: str | Sequence[str] | None = None) -> tuple[str, ...]:
     """The backends to ask, in order: the wish in force, else the platform's order."""
-    portable = PORTABLE[device.framework]
-    names = config.requested(operation, backend)
-    if names is None:
-        names = ORDER.get(device.platform, ORDER["*"])
-    names = tuple(portable if name == "portable" else name for name in names)
+    names: list[str] = []
+    for name in config.requested(operation, backend) or ("auto",):
+        names += ORDER.get(device.platform, ORDER["*"]) if name == "auto" else (name,)
+    names = [PORTABLE[device.framework] if name == "portable" else name for name in names]
     for name in names:
         if name not in ROOMS and name not in third_party_rooms():
             raise InvalidInput(f"expected backend to be one of {', '.join(('auto', *backends()))}, got {name!r}")
-    return names
+    return tuple(dict.fromkeys(names))
 
 
 def verdicts(call: Call, names: Sequence[str]) -> dict[str, str | None]:
@@ -156,16 +159,41 @@ def choose(
     raise kind(f"no backend asked for takes this {call.OPERATION} call from {where}:{lines}{fix}")
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Answer:
+    """What one backend says to a call."""
+
+    backend: str
+    chosen: bool
+    takes: bool
+    text: str
+
+
+def answers(call: Call, *, backend: str | Sequence[str] | None = None) -> list[Answer]:
+    """What every backend says to a call, those asked for first; an import that fails the call fails here as well."""
+    asked = candidates(call.OPERATION, call.device, backend)
+    found: list[Answer] = []
+    chosen = False
+    for name in dict.fromkeys((*asked, *backends())):
+        wanted = name in asked and not chosen
+        try:
+            reason = verdicts(call, [name])[name]
+        except Exception as error:
+            if wanted:
+                raise
+            reason = f"its import fails: {type(error).__name__}: {error}"
+        takes = reason is None
+        text = reason or ("chosen" if wanted else "could run" if name in asked else "could run, not asked for")
+        found.append(Answer(name, wanted and takes, takes, text))
+        chosen = chosen or found[-1].chosen
+    return found
+
+
 def explanation(call: Call, *, backend: str | Sequence[str] | None = None) -> str:
     """A table: each backend, whether it is the one chosen, and why the others would not run the call."""
-    asked = candidates(call.OPERATION, call.device, backend)
-    reasons = verdicts(call, [*asked, *(name for name in backends() if name not in asked)])
-    chosen = next((name for name in asked if reasons[name] is None), None)
     rows = [f"{call.OPERATION} from {call.device.framework} on {call.device.name or call.device.platform}"]
-    for name, reason in reasons.items():
-        mark = "*" if name == chosen else " "
-        text = reason or ("chosen" if name == chosen else "could run" if name in asked else "could run, not asked for")
-        rows.append(f"{mark} {name:10} {text}")
+    for answer in answers(call, backend=backend):
+        rows.append(f"{'*' if answer.chosen else ' '} {answer.backend:10} {answer.text}")
     return "\n".join(rows)
 
 

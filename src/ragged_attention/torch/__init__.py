@@ -11,7 +11,16 @@ from typing import Any
 import torch
 
 from ragged_attention import dispatch
-from ragged_attention.calls import documented, expect_bool, expect_num_seqs, expect_pages, expect_window, is_number
+from ragged_attention.calls import (
+    CALLS,
+    Call,
+    documented,
+    expect_bool,
+    expect_num_seqs,
+    expect_pages,
+    expect_window,
+    is_number,
+)
 from ragged_attention.config import parse_names
 from ragged_attention.torch import operators
 
@@ -83,8 +92,8 @@ def merge_attention_states(
 def explain(operation: str, *arguments: Any, backend: str | Sequence[str] | None = None, **keywords: Any) -> str:
     """`ragged_attention.explain` for calls on torch tensors."""
     keywords.pop("options", None)
-    build, bring = _FORMS[operation]
-    return dispatch.explanation(build(*bring(*arguments, **keywords)), backend=backend)
+    form = _FORMS[operation][1](*arguments, **keywords)
+    return dispatch.explanation(_checked(operation, form), backend=backend)
 
 
 def _attention_form(
@@ -122,10 +131,14 @@ def _merge_form(outs: Any, lses: Any) -> tuple[Any, ...]:
 
 
 _FORMS = {
-    "ragged_paged_attention": (operators.attention_call, _attention_form),
-    "write_kv_pages": (operators.write_call, _write_form),
-    "merge_attention_states": (operators.merge_call, _merge_form),
+    "ragged_paged_attention": (operators.attention_arguments, _attention_form),
+    "write_kv_pages": (operators.write_arguments, _write_form),
+    "merge_attention_states": (operators.merge_arguments, _merge_form),
 }
+
+
+def _checked(operation: str, form: tuple[Any, ...]) -> Call:
+    return operators.checked(CALLS[operation], _FORMS[operation][0](*form))
 
 
 def _call(operation: str, arguments: tuple[Any, ...], backend: Any, options: Any) -> Any:
@@ -135,13 +148,13 @@ def _call(operation: str, arguments: tuple[Any, ...], backend: Any, options: Any
         return operator(*arguments, names, operators.encode_options(options))
     except (RuntimeError, TypeError):
         # A schema's complaint does not name our argument; the record's does.
-        _FORMS[operation][0](*arguments)
+        _checked(operation, arguments)
         raise
 
 
 def _live(kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any) -> tuple[Any, Any, Any, Any]:
     """A Python count narrows the tables to the live sequences; a count on the device stays there."""
-    if not isinstance(num_seqs, int) or isinstance(num_seqs, bool):
+    if not isinstance(num_seqs, int) or isinstance(num_seqs, bool) or kv_lens is None:
         return kv_lens, page_indices, cu_q_lens, num_seqs
     expect_num_seqs(num_seqs, kv_lens.shape[0])
     return kv_lens[:num_seqs], page_indices[:num_seqs], cu_q_lens[: num_seqs + 1], None

@@ -91,6 +91,9 @@ class Launcher:
     def strides(self, tensor: torch.Tensor) -> tuple[int, ...]:
         return tensor.stride()
 
+    def bits(self, tensor: torch.Tensor) -> torch.Tensor:
+        return to_bits(tensor)
+
     def packed(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, copied if its last dimension is strided."""
         return tensor if tensor.dim() == 0 or tensor.shape[-1] == 1 or tensor.stride(-1) == 1 else tensor.contiguous()

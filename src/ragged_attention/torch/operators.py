@@ -4,7 +4,7 @@ The public functions only bring their arguments into a schema's form. Everything
 backend, launch) happens inside the operator, out of sight of `torch.compile`.
 """
 
-import json
+import ast
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 from ragged_attention import config, dispatch
 from ragged_attention.calls import NOWHERE, Call, Device, MergeAttentionStates, RaggedPagedAttention, WriteKvPages
+from ragged_attention.config import expect_mapping
 from ragged_attention.errors import InvalidInput
 from ragged_attention.torch.launcher import LAUNCHER, device_facts, to_numpy
 
@@ -38,12 +39,10 @@ _library.define(
 
 
 def encode_options(options: Any) -> str | None:
-    """The options mapping as the string that a schema can carry."""
-    return None if options is None else json.dumps(dict(config.requested_options("*", options)))
-
-
-def _facts(tensor: Any) -> Device:
-    return device_facts(tensor.device) if isinstance(tensor, torch.Tensor) else NOWHERE
+    """The options mapping as the string that a schema can carry, in a way that `torch.compile` can follow."""
+    if options is None:
+        return None
+    return "{" + ", ".join([f"{name!r}: {value!r}" for name, value in expect_mapping(options).items()]) + "}"
 
 
 def _check_tensors(call: Call, device: torch.device) -> None:
@@ -62,87 +61,134 @@ def _check_tensors(call: Call, device: torch.device) -> None:
                 raise InvalidInput(f"expected kv_pages with a last stride of 1, got {item.stride(-1)}")
 
 
-def _execute(call: Call, device: torch.device, backend: str | None, options: str | None) -> Any:
-    _check_tensors(call, device)
-    if config.validates_values():
+def _static(value: Any) -> Any:
+    """All of an argument that a plan may rest on: everything but a tensor's contents."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    return tuple(map(_static, value)) if isinstance(value, tuple) else value
+
+
+_plans: dict[Any, tuple[Device, dispatch.Choice, bool]] = {}  # and whether values are to be checked
+_MOST_PLANS = 4096
+
+
+def _execute(record: type[Call], arguments: dict[str, Any], backend: str | None, options: str | None) -> Any:
+    """Run a call: by the plan of an earlier one like it where there is one, else after checks and choice."""
+    key = (record, backend, options, config.state(), *map(_static, arguments.values()))
+    plan = _plans.get(key)
+    if plan is None or plan[1].module is not dispatch.load(record.OPERATION, plan[1].backend):
+        device = _device(arguments)
+        call = record(**arguments, device=device_facts(device))  # type: ignore[call-arg]
+        _check_tensors(call, device)
+        names = backend.split(",") if backend else None
+        choice = dispatch.choose(call, backend=names, options=ast.literal_eval(options) if options else None)
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        plan = _plans[key] = call.device, choice, config.validates_values()
+    else:
+        call = record.unchecked(**arguments, device=plan[0])
+    _, choice, validates = plan
+    if validates:
         call.map(to_numpy).check_values()  # type: ignore[attr-defined]
-    names = backend.split(",") if backend else None
-    choice = dispatch.choose(call, backend=names, options=json.loads(options) if options else None)
     return choice.run(call, LAUNCHER)
 
 
-def _pages(kv_pages: torch.Tensor, v_pages: torch.Tensor | None) -> Any:
+def _device(arguments: dict[str, Any]) -> torch.device:
+    return next(value for value in arguments.values() if isinstance(value, torch.Tensor)).device
+
+
+def checked(record: type[Call], arguments: dict[str, Any]) -> Any:
+    """The call's record, by which its static law is checked; for fake tensors and wrong kinds of values too."""
+    first = next((value for value in arguments.values() if isinstance(value, torch.Tensor)), None)
+    call = record(**arguments, device=NOWHERE if first is None else device_facts(first.device))  # type: ignore[call-arg]
+    _check_tensors(call, torch.device("cpu") if first is None else first.device)
+    return call
+
+
+def _pages(kv_pages: Any, v_pages: Any) -> Any:
     return kv_pages if v_pages is None else (kv_pages, v_pages)
 
 
-def attention_call(
-    q: torch.Tensor, kv_pages: torch.Tensor, v_pages: torch.Tensor | None, kv_lens: torch.Tensor,
-    page_indices: torch.Tensor, cu_q_lens: torch.Tensor, num_seqs: torch.Tensor | None, sm_scale: float | None,
-    causal: bool, sliding_window: int | None, soft_cap: float | None, sinks: torch.Tensor | None,
-    k_scale: torch.Tensor | None, k_factor: float | None, v_scale: torch.Tensor | None, v_factor: float | None,
-    return_lse: bool,
-) -> RaggedPagedAttention:  # fmt: skip
-    return RaggedPagedAttention(
-        q=q, kv_pages=_pages(kv_pages, v_pages), kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens,
-        num_seqs=num_seqs, sm_scale=sm_scale, causal=causal, sliding_window=sliding_window, soft_cap=soft_cap,
-        sinks=sinks, k_scale=k_factor if k_scale is None else k_scale, v_scale=v_factor if v_scale is None else v_scale,
-        return_lse=return_lse, device=_facts(q),
-    )  # fmt: skip
+def attention_arguments(
+    q: Any, kv_pages: Any, v_pages: Any, kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any, sm_scale: Any,
+    causal: Any, sliding_window: Any, soft_cap: Any, sinks: Any, k_scale: Any, k_factor: Any, v_scale: Any,
+    v_factor: Any, return_lse: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """The record's arguments from the schema's."""
+    return {
+        "q": q,
+        "kv_pages": _pages(kv_pages, v_pages),
+        "kv_lens": kv_lens,
+        "page_indices": page_indices,
+        "cu_q_lens": cu_q_lens,
+        "num_seqs": num_seqs,
+        "sm_scale": sm_scale,
+        "causal": causal,
+        "sliding_window": sliding_window,
+        "soft_cap": soft_cap,
+        "sinks": sinks,
+        "k_scale": k_factor if k_scale is None else k_scale,
+        "v_scale": v_factor if v_scale is None else v_scale,
+        "return_lse": return_lse,
+    }
 
 
-def _attention(*arguments: Any) -> list[torch.Tensor]:
-    *values, backend, options = arguments
-    call = attention_call(*values)
-    result = _execute(call, call.q.device, backend, options)
-    return list(result) if call.return_lse else [result]
+def _attention(*values: Any) -> list[torch.Tensor]:
+    *values, backend, options = values
+    arguments = attention_arguments(*values)
+    result = _execute(RaggedPagedAttention, arguments, backend, options)
+    return list(result) if arguments["return_lse"] else [result]
 
 
-def _attention_fake(*arguments: Any) -> list[torch.Tensor]:
-    *values, _, _ = arguments
-    call = attention_call(*values)
+def _attention_fake(*values: Any) -> list[torch.Tensor]:
+    call = checked(RaggedPagedAttention, attention_arguments(*values[:-2]))
     out = call.q.new_empty(call.out_shape)
     return [out, call.q.new_empty(call.q.shape[:2], dtype=torch.float32)] if call.return_lse else [out]
 
 
-def write_call(
-    k: torch.Tensor, v: torch.Tensor, kv_pages: torch.Tensor, v_pages: torch.Tensor | None,
-    slot_mapping: torch.Tensor | None, page_indices: torch.Tensor | None, kv_lens: torch.Tensor | None,
-    cu_q_lens: torch.Tensor | None, num_seqs: torch.Tensor | None, k_scale: torch.Tensor | None,
-    k_factor: float | None, v_scale: torch.Tensor | None, v_factor: float | None,
-) -> WriteKvPages:  # fmt: skip
-    return WriteKvPages(
-        k=k, v=v, kv_pages=_pages(kv_pages, v_pages), slot_mapping=slot_mapping, page_indices=page_indices,
-        kv_lens=kv_lens, cu_q_lens=cu_q_lens, num_seqs=num_seqs, k_scale=k_factor if k_scale is None else k_scale,
-        v_scale=v_factor if v_scale is None else v_scale, device=_facts(k),
-    )  # fmt: skip
+def write_arguments(
+    k: Any, v: Any, kv_pages: Any, v_pages: Any, slot_mapping: Any, page_indices: Any, kv_lens: Any, cu_q_lens: Any,
+    num_seqs: Any, k_scale: Any, k_factor: Any, v_scale: Any, v_factor: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """The record's arguments from the schema's."""
+    return {
+        "k": k,
+        "v": v,
+        "kv_pages": _pages(kv_pages, v_pages),
+        "slot_mapping": slot_mapping,
+        "page_indices": page_indices,
+        "kv_lens": kv_lens,
+        "cu_q_lens": cu_q_lens,
+        "num_seqs": num_seqs,
+        "k_scale": k_factor if k_scale is None else k_scale,
+        "v_scale": v_factor if v_scale is None else v_scale,
+    }
 
 
-def _write(*arguments: Any) -> None:
-    *values, backend, options = arguments
-    call = write_call(*values)
-    _execute(call, call.k.device, backend, options)
+def _write(*values: Any) -> None:
+    *values, backend, options = values
+    _execute(WriteKvPages, write_arguments(*values), backend, options)
 
 
-def _write_fake(*arguments: Any) -> None:
-    write_call(*arguments[:-2])
+def _write_fake(*values: Any) -> None:
+    checked(WriteKvPages, write_arguments(*values[:-2]))
 
 
-def merge_call(outs: torch.Tensor, lses: torch.Tensor) -> MergeAttentionStates:
-    return MergeAttentionStates(outs=outs, lses=lses, device=_facts(outs))
+def merge_arguments(outs: Any, lses: Any) -> dict[str, Any]:
+    return {"outs": outs, "lses": lses}
 
 
 def _merge(
     outs: torch.Tensor, lses: torch.Tensor, backend: str | None, options: str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    call = merge_call(outs, lses)
-    out, lse = _execute(call, outs.device, backend, options)
+    out, lse = _execute(MergeAttentionStates, merge_arguments(outs, lses), backend, options)
     return out, lse
 
 
 def _merge_fake(
     outs: torch.Tensor, lses: torch.Tensor, backend: str | None, options: str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    merge_call(outs, lses)
+    checked(MergeAttentionStates, merge_arguments(outs, lses))
     return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
 
 

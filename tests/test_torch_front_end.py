@@ -1,0 +1,178 @@
+"""The torch front end as torch itself sees it: operators, fake tensors, compilation, gradients, plans."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import ragged_attention as ra
+import ragged_attention.torch as rt
+from ragged_attention.torch import operators
+
+NUM_PAGES, PAGE_SIZE, NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 12, 4, 4, 2, 16
+
+
+def batch(dtype: torch.dtype = torch.float32, cache: torch.dtype | None = None) -> dict[str, Any]:
+    """Prefill, decode and one padding row."""
+    random = torch.Generator().manual_seed(0)
+    pages = torch.randn(NUM_PAGES, PAGE_SIZE, 2 * NUM_KV_HEADS, HEAD_DIM, generator=random)
+    return {
+        "q": torch.randn(6, NUM_Q_HEADS, HEAD_DIM, generator=random).to(dtype),
+        "kv_pages": pages.to(cache or dtype),
+        "kv_lens": torch.tensor([4, 9], dtype=torch.int32),
+        "page_indices": torch.randperm(NUM_PAGES, generator=random)[:6].reshape(2, 3).int(),
+        "cu_q_lens": torch.tensor([0, 4, 5], dtype=torch.int32),
+    }
+
+
+def schema_arguments(inputs: dict[str, Any], **keywords: Any) -> tuple[Any, ...]:
+    return (*rt._attention_form(**inputs, **keywords), "eager", None)
+
+
+@pytest.mark.parametrize("cache", [None, torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_attention_passes_opcheck(cache: torch.dtype | None, return_lse: bool) -> None:
+    arguments = schema_arguments(batch(cache=cache), return_lse=return_lse, sinks=torch.randn(NUM_Q_HEADS), k_scale=0.5)
+    checks = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if cache == torch.float8_e4m3fn:
+        checks.remove("test_schema")  # it does arithmetic on its inputs, which torch has not for this dtype
+    torch.library.opcheck(torch.ops.ragged_attention.ragged_paged_attention.default, arguments, test_utils=checks)
+
+
+@pytest.mark.parametrize("by_slot", [False, True])
+@pytest.mark.parametrize("pair", [False, True])
+def test_write_passes_opcheck(by_slot: bool, pair: bool) -> None:
+    inputs = batch()
+    k = torch.randn(6, NUM_KV_HEADS, HEAD_DIM)
+    tables = tuple(inputs[name] for name in ("page_indices", "kv_lens", "cu_q_lens"))
+    pages = inputs["kv_pages"]
+    if pair:
+        pages = (pages[:, :, 0::2].contiguous(), pages[:, :, 1::2].contiguous())
+    form = rt._write_form(k, k, pages, torch.arange(6, dtype=torch.int32) if by_slot else tables)
+    torch.library.opcheck(torch.ops.ragged_attention.write_kv_pages.default, (*form, "eager", None))
+
+
+def test_merge_passes_opcheck() -> None:
+    arguments = (torch.randn(3, 5, 2, 16), torch.randn(3, 5, 2), "eager", None)
+    torch.library.opcheck(torch.ops.ragged_attention.merge_attention_states.default, arguments)
+
+
+def engine_step(q: Any, k: Any, kv_pages: Any, kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any) -> Any:
+    rt.write_kv_pages(k, k, kv_pages, (page_indices, kv_lens, cu_q_lens), num_seqs=num_seqs, k_scale=0.5)
+    out, lse = rt.ragged_paged_attention(
+        q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs, sliding_window=7, soft_cap=3.0, k_scale=0.5,
+        return_lse=True, backend="eager", options={},
+    )  # fmt: skip
+    return rt.merge_attention_states([out, out * 2], [lse, lse + 1])
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("num_seqs", [None, 2, torch.tensor([2], dtype=torch.int32)], ids=["none", "int", "array"])
+def test_a_whole_step_compiles_into_one_graph(compiler: str, num_seqs: Any) -> None:
+    inputs = batch()
+    k = torch.randn(6, NUM_KV_HEADS, HEAD_DIM)
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of its own parts
+        compiled = torch.compile(engine_step, fullgraph=True, backend=compiler)
+        plain_pages, compiled_pages = inputs.pop("kv_pages").clone(), batch()["kv_pages"]
+        want = engine_step(
+            inputs["q"], k, plain_pages, *(inputs[n] for n in ("kv_lens", "page_indices", "cu_q_lens")), num_seqs
+        )
+        got = compiled(
+            inputs["q"], k, compiled_pages, *(inputs[n] for n in ("kv_lens", "page_indices", "cu_q_lens")), num_seqs
+        )
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+    assert torch.equal(compiled_pages, plain_pages)
+
+
+def attention(**arguments: Any) -> Any:
+    return rt.ragged_paged_attention(**arguments)
+
+
+def test_compiled_code_follows_changing_lengths() -> None:
+    inputs = batch()
+    torch._dynamo.reset()
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    for kv_lens in ([4, 9], [8, 2], [0, 12]):
+        inputs["kv_lens"] = torch.tensor(kv_lens, dtype=torch.int32)
+        torch.testing.assert_close(compiled(**inputs), rt.ragged_paged_attention(**inputs))
+
+
+def test_dynamic_token_counts_compile() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager", dynamic=True)
+    for extra in (0, 3, 7):
+        inputs = batch()
+        inputs["q"] = torch.cat([inputs["q"], torch.randn(extra, NUM_Q_HEADS, HEAD_DIM)])
+        torch.testing.assert_close(compiled(**inputs), rt.ragged_paged_attention(**inputs))
+
+
+def test_fake_tensors_get_shapes_and_static_checks() -> None:
+    with FakeTensorMode() as mode:
+        inputs = {name: mode.from_tensor(value) for name, value in batch(torch.bfloat16).items()}
+        out, lse = rt.ragged_paged_attention(**inputs, return_lse=True)
+        assert (out.shape, out.dtype, lse.shape, lse.dtype) == (
+            inputs["q"].shape,
+            torch.bfloat16,
+            (6, 4),
+            torch.float32,
+        )
+        with pytest.raises(ra.InvalidInput, match="expected cu_q_lens.shape to be"):
+            rt.ragged_paged_attention(**(inputs | {"cu_q_lens": inputs["cu_q_lens"][:-1]}))
+
+
+def test_there_is_no_gradient() -> None:
+    inputs = batch()
+    inputs["q"].requires_grad_()
+    out = rt.ragged_paged_attention(**inputs)
+    with pytest.raises(RuntimeError, match="ragged_paged_attention has no gradient"):
+        out.sum().backward()
+
+
+def test_tensors_on_different_devices_are_refused() -> None:
+    inputs = batch()
+    inputs["kv_lens"] = inputs["kv_lens"].to("meta")
+    with pytest.raises(ra.InvalidInput, match="expected kv_lens on the device of the others, cpu, got meta"):
+        rt.ragged_paged_attention(**inputs)
+
+
+def test_numpy_arrays_are_refused_by_name() -> None:
+    inputs = batch()
+    inputs["cu_q_lens"] = inputs["cu_q_lens"].numpy()
+    with pytest.raises(TypeError, match=r"expected cu_q_lens to be a torch.Tensor, got ndarray"):
+        rt.ragged_paged_attention(**inputs)
+
+
+def test_pages_with_a_strided_last_dimension_are_refused() -> None:
+    inputs = batch()
+    inputs["kv_pages"] = inputs["kv_pages"].repeat(1, 1, 1, 2)[..., ::2]
+    with pytest.raises(ra.InvalidInput, match="expected kv_pages with a last stride of 1, got 2"):
+        rt.ragged_paged_attention(**inputs)
+
+
+def test_a_plan_serves_calls_alike_and_no_others() -> None:
+    inputs = batch()
+    operators._plans.clear()
+    rt.ragged_paged_attention(**inputs)
+    rt.ragged_paged_attention(**(inputs | {"q": inputs["q"] * 2, "kv_lens": inputs["kv_lens"] - 1}))
+    assert len(operators._plans) == 1
+    rt.ragged_paged_attention(**inputs, causal=False)
+    with ra.use_backend("reference"):
+        rt.ragged_paged_attention(**inputs)
+    assert len(operators._plans) == 3
+    with pytest.raises(ra.InvalidInput, match="expected kv_lens.shape"), ra.use_backend("reference"):
+        rt.ragged_paged_attention(**(inputs | {"kv_lens": inputs["kv_lens"][:, None]}))
+    with ra.use_backend(validate="full"), pytest.raises(ra.InvalidInput, match=r"expected kv_lens\[0\] between 0"):
+        rt.ragged_paged_attention(**(inputs | {"kv_lens": inputs["kv_lens"] - 100}))
+
+
+def test_the_number_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators, "_MOST_PLANS", 3)
+    inputs = batch()
+    for window in range(1, 9):
+        rt.ragged_paged_attention(**inputs, sliding_window=window)
+    assert len(operators._plans) <= 3
