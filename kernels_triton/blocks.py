@@ -4,6 +4,10 @@ Notation in kernels: rows are (query token, head of the group) pairs, flattened 
 queries fill a tile's M dimension whatever the group. Logits are held in base 2 (`exp2` is the hardware's own).
 """
 
+# Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+
 from typing import Any
 
 import triton
@@ -48,13 +52,13 @@ def cache_format(call: Any) -> str:
     kind = call.cache_dtype
     if kind == "float8_e4m3fn":
         arch = call.device.arch
-        hardware = arch.startswith("gfx9") and arch >= "gfx942" or arch.startswith("sm_") and int(arch[3:]) >= 89
+        hardware = int(arch[3:]) >= 89 if arch.startswith("sm_") else arch in ("gfx942", "gfx950")
         return "e4m3" if hardware else "e4m3_bits"
     return {"float8_e5m2": "e5m2", "int8": "int8"}.get(kind, "plain")
 
 
 def cache_views(call: Any, launch: Any) -> tuple[Any, Any, tuple[int, int, int], tuple[int, int, int], int]:
-    """K and V arrays, strides of (page, slot, head) of each, and where V begins in its array: one form of both layouts."""
+    """Both layouts in one form: K and V arrays, strides of (page, slot, head) of each, where V begins in its array."""
     if call.combined:
         page, slot, head, _ = launch.strides(call.kv_pages)
         return call.kv_pages, call.kv_pages, (page, slot, 2 * head), (page, slot, 2 * head), head
@@ -70,10 +74,6 @@ def scale_arguments(name: str, scale: Any, stand_in: Any, launch: Any) -> tuple[
         return stand_in, {f"{name}_factor": factor, f"{name.upper()}_STRIDE": -1}
     one = len(scale.shape) == 0 or scale.shape[0] == 1
     return launch.packed(scale), {f"{name}_factor": 1.0, f"{name.upper()}_STRIDE": 0 if one else 1}
-
-
-def dot_precision(call: Any) -> str:
-    return "ieee" if item_size(call.q) == 4 else "tf32"
 
 
 def item_size(array: Any) -> int:
@@ -147,7 +147,7 @@ def tanh(x):
 @triton.jit
 def narrow(x, DTYPE: tl.constexpr):
     """float32 to a float type of 16 or 32 bits, to nearest even."""
-    if INTERPRETED and DTYPE == tl.bfloat16:
+    if INTERPRETED and tl.bfloat16 == DTYPE:
         bits = x.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         value = tl.where(x == x, rounded, (bits >> 16) | 0x40).to(tl.uint16).to(tl.bfloat16, bitcast=True)
@@ -177,7 +177,7 @@ def decode(stored, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def encode_float8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
-    """float32 to the bits of an 8-bit float: nearest even, saturating, sign of NaN kept. Integer work: same bits everywhere."""
+    """float32 to the bits of an 8-bit float: nearest even, saturating, sign of NaN kept; the same bits everywhere."""
     bits = x.to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     dropped: tl.constexpr = 23 - MANTISSA
@@ -212,11 +212,11 @@ def encode(x, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def matmul(a, b, acc, PRECISION: tl.constexpr):
+def matmul(a, b, acc):
     if INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision=PRECISION)
+    return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -226,7 +226,7 @@ def attend(
     k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale, outer_scale,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    DV: tl.constexpr, DV_PAD: tl.constexpr, FORMAT: tl.constexpr, PRECISION: tl.constexpr, WEIGHT_PARTS: tl.constexpr,
+    DV: tl.constexpr, DV_PAD: tl.constexpr, FORMAT: tl.constexpr, WEIGHT_PARTS: tl.constexpr,
 ):  # fmt: skip
     """Online softmax of the rows of `q` over `num_blocks` blocks of keys: `left_blocks` from `left` on, the rest from
     `right` on.
@@ -239,7 +239,7 @@ def attend(
     """
     d = tl.arange(0, D_PAD)
     dv = tl.arange(0, DV_PAD)
-    for index in range(0, num_blocks):
+    for index in range(num_blocks):
         block = left + index * BLOCK_KV
         if MASKED:
             block = tl.where(index < left_blocks, block, right + (index - left_blocks) * BLOCK_KV)
@@ -267,7 +267,7 @@ def attend(
         else:
             k = tl.load(k_rows[:, None] + d[None, :], mask=(d < D)[None, :], other=0)
         logits = tl.zeros([q.shape[0], BLOCK_KV], tl.float32)
-        logits = matmul(q, tl.trans(decode(k, FORMAT, q.dtype)), logits, PRECISION)
+        logits = matmul(q, tl.trans(decode(k, FORMAT, q.dtype)), logits)
         if HAS_SOFT_CAP:
             logits = tanh(logits * inner_scale)
         if MASKED:
@@ -291,9 +291,9 @@ def attend(
             v = tl.load(v_rows[:, None] + dv[None, :], mask=(dv < DV)[None, :], other=0)
         values = decode(v, FORMAT, q.dtype)
         rounded = narrow(weights, q.dtype)
-        acc = matmul(rounded, values, acc * kept[:, None], PRECISION)
+        acc = matmul(rounded, values, acc * kept[:, None])
         if WEIGHT_PARTS == 2:
-            acc = matmul(narrow(weights - rounded.to(tl.float32), q.dtype), values, acc, PRECISION)
+            acc = matmul(narrow(weights - rounded.to(tl.float32), q.dtype), values, acc)
     return highest, total, acc
 
 
@@ -316,7 +316,7 @@ def attend_range(
     k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale, outer_scale,
     ROWS: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    DV: tl.constexpr, DV_PAD: tl.constexpr, FORMAT: tl.constexpr, PRECISION: tl.constexpr, WEIGHT_PARTS: tl.constexpr,
+    DV: tl.constexpr, DV_PAD: tl.constexpr, FORMAT: tl.constexpr, WEIGHT_PARTS: tl.constexpr,
 ):  # fmt: skip
     """Attention over keys [start, stop) within [first, last) for queries at positions [low, high]; start is a block's.
 
@@ -343,7 +343,7 @@ def attend_range(
     highest, total, acc = attend(
         q, highest, total, acc, k_ptr, v_ptr, page_row_ptr, whole_start, 0, 0, whole_blocks, first, last, position,
         window, num_pages, k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale, outer_scale,
-        False, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, PAGE_SIZE, BLOCK_KV, D, D_PAD, DV, DV_PAD, FORMAT, PRECISION,
+        False, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, PAGE_SIZE, BLOCK_KV, D, D_PAD, DV, DV_PAD, FORMAT,
         WEIGHT_PARTS,
     )  # fmt: skip
     left_blocks = (whole_start - start) // BLOCK_KV
@@ -352,7 +352,7 @@ def attend_range(
         q, highest, total, acc, k_ptr, v_ptr, page_row_ptr, start, left_blocks, whole_stop, num_blocks, first, last,
         position, window, num_pages, k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale,
         outer_scale, True, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, PAGE_SIZE, BLOCK_KV, D, D_PAD, DV, DV_PAD, FORMAT,
-        PRECISION, 2 if q.dtype == tl.bfloat16 else 1,
+        2 if q.dtype == tl.bfloat16 else 1,
     )  # fmt: skip
 
 

@@ -7,6 +7,10 @@ kernels are launched over upper bounds that follow from shapes; each program fin
 `cu_q_lens` and leaves at once if there is nothing for it to do, so nothing is read back from the device.
 """
 
+# Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+
 import dataclasses
 from typing import Any
 
@@ -23,7 +27,6 @@ from ragged_attention.kernels_triton.blocks import (
     cache_views,
     cdiv,
     count_sequences,
-    dot_precision,
     find_block_sequence,
     item_size,
     key_range,
@@ -86,7 +89,7 @@ def tuning_key(call: Any) -> str:
 
 
 def heuristic(call: Any) -> Tile:
-    """Tiles that fit registers and shared memory, wgmma-sized where there are rows for it, and splits that fill the GPU.
+    """Tiles that fit registers and shared memory, wgmma-sized where there are rows for it; splits that fill the GPU.
 
     The sizes are the largest that compile without spills for every architecture in docs/compile_matrix.md.
     """
@@ -98,7 +101,9 @@ def heuristic(call: Any) -> Tile:
         block_q, block_kv, num_warps, num_stages = 16, 16, 4 if width <= 128 else 8, 2
         split_block_kv, split_num_warps, split_num_stages = 16, num_warps * max(1, split_block_q // 32), 2
     elif width <= 128:
-        block_q, block_kv, num_warps, num_stages = 128, 64, 8, 3
+        wgmma = call.device.arch in ("sm_90", "sm_100", "sm_103")  # operands of the matrix unit stay in shared memory
+        roomy = wgmma or not call.device.arch.startswith("sm_")
+        block_q, block_kv, num_warps, num_stages = (128, 64, 8, 3) if roomy else (64, 32, 4, 2)
         split_block_kv, split_num_warps, split_num_stages = 64, 4, 3
     else:
         block_q, block_kv, num_warps, num_stages = 32, 32, 4 if width <= 256 else 8, 2
@@ -136,7 +141,7 @@ def fit(call: Any, rows: int, keys: int, stages: int) -> tuple[int, int]:
 
 
 def split_rows(call: Any) -> int:
-    """Rows up to which a sequence counts as decoding: all of a batch that is short on average, else four tokens' worth."""
+    """Rows up to which a sequence counts as decoding: any in a batch of short ones, else four tokens' worth."""
     tokens = cdiv(call.num_tokens, max(call.max_num_seqs, 1))
     tokens = tokens if tokens <= 8 else 4
     return min(max(16, next_power_of_2(call.group * tokens)), 64 if call.group <= 64 else 128)
@@ -210,16 +215,17 @@ def logit_scales(k_scale_ptr, kv_head, k_scale_factor, sm_scale, soft_cap,
 
 @triton.jit
 def tile_kernel(
-    q_ptr, k_ptr, v_ptr, kv_lens_ptr, page_indices_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
+    q_ptr, k_ptr, v_ptr, kv_lens_ptr, page_indices_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr,
+    k_scale_ptr, v_scale_ptr,
     out_ptr, lse_ptr,
-    num_tokens, max_num_seqs, num_pages, pages_per_seq, capacity, window, v_offset, table_stride,
+    num_tokens, max_num_seqs, num_pages, capacity, window, v_offset, table_stride,
     q_token_stride, q_head_stride, k_page_stride, k_slot_stride, k_head_stride,
     v_page_stride, v_slot_stride, v_head_stride,
     sm_scale, soft_cap, k_scale_factor, v_scale_factor,
     K_SCALE_STRIDE: tl.constexpr, V_SCALE_STRIDE: tl.constexpr, HAS_NUM_SEQS: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, CAUSAL: tl.constexpr,
     GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    DV: tl.constexpr, DV_PAD: tl.constexpr, FORMAT: tl.constexpr, PRECISION: tl.constexpr, SMALLEST: tl.constexpr,
+    DV: tl.constexpr, DV_PAD: tl.constexpr, FORMAT: tl.constexpr, SMALLEST: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, WEIGHT_PARTS: tl.constexpr, SPLIT_BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     """One block of rows of one KV head, over all its keys; also writes the padding rows."""
@@ -253,7 +259,7 @@ def tile_kernel(
             k_ptr + kv_head.to(tl.int64) * k_head_stride, v_ptr + v_offset + kv_head.to(tl.int64) * v_head_stride,
             page_indices_ptr + seq.to(tl.int64) * table_stride, kv_len - q_len + row // GROUP, window, num_pages,
             k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale, outer_scale,
-            BLOCK_Q, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, PAGE_SIZE, BLOCK_KV, D, D_PAD, DV, DV_PAD, FORMAT, PRECISION,
+            BLOCK_Q, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, PAGE_SIZE, BLOCK_KV, D, D_PAD, DV, DV_PAD, FORMAT,
             WEIGHT_PARTS,
         )  # fmt: skip
         v_scale = load_scale(v_scale_ptr, kv_head, v_scale_factor, V_SCALE_STRIDE)
@@ -263,7 +269,7 @@ def tile_kernel(
 
 @triton.jit
 def split_bounds(first, last, MIN_KEYS: tl.constexpr, BLOCK_KV: tl.constexpr, NUM_SPLITS: tl.constexpr):
-    """(start, keys a split, splits used) of a sequence that sees keys [first, last): no more splits than it deserves."""
+    """(start, keys a split, splits used) for visible keys [first, last): no more splits than they deserve."""
     start = first // BLOCK_KV * BLOCK_KV
     keys = (last - start + NUM_SPLITS - 1) // NUM_SPLITS
     keys = tl.maximum((keys + BLOCK_KV - 1) // BLOCK_KV * BLOCK_KV, MIN_KEYS)
@@ -286,16 +292,17 @@ def split_sequence(seq, cu_q_lens_ptr, kv_lens_ptr, num_seqs_ptr, num_tokens, ma
 
 @triton.jit
 def split_kernel(
-    q_ptr, k_ptr, v_ptr, kv_lens_ptr, page_indices_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
+    q_ptr, k_ptr, v_ptr, kv_lens_ptr, page_indices_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr,
+    k_scale_ptr, v_scale_ptr,
     given_out_ptr, given_lse_ptr, out_ptr, lse_ptr,
-    num_tokens, max_num_seqs, num_pages, pages_per_seq, capacity, window, v_offset, table_stride,
+    num_tokens, max_num_seqs, num_pages, capacity, window, v_offset, table_stride,
     q_token_stride, q_head_stride, k_page_stride, k_slot_stride, k_head_stride,
     v_page_stride, v_slot_stride, v_head_stride,
     sm_scale, soft_cap, k_scale_factor, v_scale_factor,
     K_SCALE_STRIDE: tl.constexpr, V_SCALE_STRIDE: tl.constexpr, HAS_NUM_SEQS: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, CAUSAL: tl.constexpr,
     GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    DV: tl.constexpr, DV_PAD: tl.constexpr, FORMAT: tl.constexpr, PRECISION: tl.constexpr, SMALLEST: tl.constexpr,
+    DV: tl.constexpr, DV_PAD: tl.constexpr, FORMAT: tl.constexpr, SMALLEST: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, WEIGHT_PARTS: tl.constexpr, NUM_SPLITS: tl.constexpr,
     MIN_KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -325,7 +332,7 @@ def split_kernel(
             k_ptr + kv_head.to(tl.int64) * k_head_stride, v_ptr + v_offset + kv_head.to(tl.int64) * v_head_stride,
             page_indices_ptr + seq.to(tl.int64) * table_stride, kv_len - q_len + row // GROUP, window, num_pages,
             k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale, outer_scale,
-            BLOCK_Q, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, PAGE_SIZE, BLOCK_KV, D, D_PAD, DV, DV_PAD, FORMAT, PRECISION,
+            BLOCK_Q, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, PAGE_SIZE, BLOCK_KV, D, D_PAD, DV, DV_PAD, FORMAT,
             WEIGHT_PARTS,
         )  # fmt: skip
         if NUM_SPLITS == 1:
@@ -370,23 +377,15 @@ def combine_kernel(
             parts_ptr + place * DV, part_lses_ptr + place, used, BLOCK_Q * DV, BLOCK_Q, 1.0, PARTS, DV, DV_PAD
         )
         v_scale = load_scale(v_scale_ptr, kv_head, v_scale_factor, V_SCALE_STRIDE)
-        one = row + tl.arange(0, 1)
-        store_rows(out_ptr, lse_ptr, acc[None, :], highest + tl.zeros([1], tl.float32), total + tl.zeros([1], tl.float32),
-                   one, rows, start, kv_head, sinks_ptr, v_scale, HAS_SINKS, GROUP, NUM_HEADS, DV, DV_PAD)  # fmt: skip
+        zero = tl.zeros([1], tl.float32)
+        store_rows(out_ptr, lse_ptr, acc[None, :], highest + zero, total + zero, row + tl.arange(0, 1), rows, start, kv_head, sinks_ptr, v_scale, HAS_SINKS, GROUP, NUM_HEADS, DV, DV_PAD)  # fmt: skip
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
-    """Enqueue the kernels; see the module's docstring for the plan."""
-    q = launch.packed(call.q)
-    page_indices, cu_q_lens, kv_lens = map(launch.packed, (call.page_indices, call.cu_q_lens, call.kv_lens))
-    k, v, k_strides, v_strides, v_offset = cache_views(call, launch)
-    k_scale, k_arguments = scale_arguments("k_scale", call.k_scale, q, launch)
-    v_scale, v_arguments = scale_arguments("v_scale", call.v_scale, q, launch)
-    num_seqs = kv_lens if call.num_seqs is None else call.num_seqs
+def shared_arguments(call: Any, v_arguments: dict[str, Any]) -> dict[str, Any]:
+    """What all three kernels are told of a call."""
     # A window as long as the longest sequence hides nothing.
     window = call.sliding_window if call.sliding_window and call.sliding_window < call.capacity else None
-    sinks = q if call.sinks is None else launch.packed(call.sinks)
-    shape = {
+    return {
         "num_tokens": call.num_tokens,
         "max_num_seqs": call.max_num_seqs,
         "capacity": call.capacity,
@@ -401,32 +400,46 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
         "DV_PAD": next_power_of_2(call.v_head_dim),
         **v_arguments,
     }
-    attention = shape | {
+
+
+def attention_arguments(call: Any, views: tuple[Any, ...], q_strides: Any, table_stride: int) -> dict[str, Any]:
+    """What the two attention kernels are told besides; `views` as `cache_views` gives them."""
+    _, _, k_strides, v_strides, v_offset = views
+    return {
         "num_pages": call.num_pages,
-        "pages_per_seq": call.page_indices.shape[1],
         "v_offset": v_offset,
-        "table_stride": launch.strides(page_indices)[0],
-        **dict(zip(("q_token_stride", "q_head_stride"), launch.strides(q), strict=False)),
+        "table_stride": table_stride,
+        **dict(zip(("q_token_stride", "q_head_stride"), q_strides, strict=False)),
         **dict(zip(("k_page_stride", "k_slot_stride", "k_head_stride"), k_strides, strict=True)),
         **dict(zip(("v_page_stride", "v_slot_stride", "v_head_stride"), v_strides, strict=True)),
         "sm_scale": call.scale,
         "soft_cap": float(call.soft_cap or 1.0),
-        **k_arguments,
         "HAS_SOFT_CAP": call.soft_cap is not None,
         "PAGE_SIZE": call.page_size,
         "D": call.head_dim,
         "D_PAD": next_power_of_2(call.head_dim),
         "FORMAT": cache_format(call),
-        "PRECISION": dot_precision(call),
         "SMALLEST": SMALLEST_SCALE,
     }
-    inputs = (q, k, v, kv_lens, page_indices, cu_q_lens, num_seqs, sinks, k_scale, v_scale)
+
+
+def run(call: Any, tile: Tile, launch: Any) -> Any:
+    """Enqueue the kernels; see the module's docstring for the plan."""
+    q = launch.packed(call.q)
+    page_indices, cu_q_lens, kv_lens = map(launch.packed, (call.page_indices, call.cu_q_lens, call.kv_lens))
+    views = cache_views(call, launch)
+    k_scale, k_arguments = scale_arguments("k_scale", call.k_scale, q, launch)
+    v_scale, v_arguments = scale_arguments("v_scale", call.v_scale, q, launch)
+    num_seqs = kv_lens if call.num_seqs is None else call.num_seqs
+    sinks = q if call.sinks is None else launch.packed(call.sinks)
+    shared = shared_arguments(call, v_arguments)
+    table_stride = launch.strides(page_indices)[0]
+    attention = shared | k_arguments | attention_arguments(call, views, launch.strides(q), table_stride)
+    inputs = (q, *views[:2], kv_lens, page_indices, cu_q_lens, num_seqs, sinks, k_scale, v_scale)
+    blocks = call.num_tokens * call.group // tile.block_q + call.max_num_seqs + 1
     out, lse = launch(
         tile_kernel,
-        (
-            call.num_tokens * call.group // tile.block_q + call.max_num_seqs + 1 if call.num_tokens else 0,
-            call.num_kv_heads,
-        ),
+        (blocks if call.num_tokens else 0, call.num_kv_heads),
         inputs,
         [(call.out_shape, call.q.dtype), (call.q.shape[:2], "float32")],
         num_warps=tile.num_warps,
@@ -437,18 +450,19 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
         SPLIT_BLOCK_Q=tile.split_block_q,
         **attention,
     )
+    if not call.num_tokens or not call.max_num_seqs:
+        return (out, lse) if call.return_lse else out
     splitting = {
         "BLOCK_Q": tile.split_block_q,
         "BLOCK_KV": tile.split_block_kv,
         "NUM_SPLITS": tile.num_splits,
         "MIN_KEYS": cdiv(MIN_SPLIT, tile.split_block_kv) * tile.split_block_kv,
     }
-    live_seqs = call.max_num_seqs if call.num_tokens else 0
     parts = (call.max_num_seqs, call.num_kv_heads, tile.num_splits, tile.split_block_q)
     whole = tile.num_splits == 1
     first, second = launch(
         split_kernel,
-        (tile.num_splits, call.num_kv_heads, live_seqs),
+        (tile.num_splits, call.num_kv_heads, call.max_num_seqs),
         (*inputs, out, lse),
         [] if whole else [((*parts, call.v_head_dim), "float32"), (parts, "float32")],
         inplace=(len(inputs), len(inputs) + 1) if whole else (),
@@ -459,16 +473,15 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
         **attention,
     )
     if whole:
-        out, lse = first, second
-    else:
-        out, lse = launch(
-            combine_kernel,
-            (tile.split_block_q, call.num_kv_heads, live_seqs),
-            (first, second, kv_lens, cu_q_lens, num_seqs, sinks, v_scale, out, lse),
-            [],
-            inplace=(7, 8),
-            PARTS=min(next_power_of_2(tile.num_splits), max(1, 8192 // next_power_of_2(call.v_head_dim))),
-            **splitting,
-            **shape,
-        )
+        return (first, second) if call.return_lse else first
+    out, lse = launch(
+        combine_kernel,
+        (tile.split_block_q, call.num_kv_heads, call.max_num_seqs),
+        (first, second, kv_lens, cu_q_lens, num_seqs, sinks, v_scale, out, lse),
+        [],
+        inplace=(7, 8),
+        PARTS=min(next_power_of_2(tile.num_splits), max(1, 8192 // next_power_of_2(call.v_head_dim))),
+        **splitting,
+        **shared,
+    )
     return (out, lse) if call.return_lse else out

@@ -1,5 +1,9 @@
 """Writing this step's K and V into the pages, in Triton: one program for some tokens of one KV head."""
 
+# Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+
 import dataclasses
 from typing import Any
 

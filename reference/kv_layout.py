@@ -6,6 +6,8 @@ A page p holds the G positions p*G ... p*G + G-1 of whatever sequence lists it. 
 the format.
 """
 
+import itertools
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -77,4 +79,4 @@ def sequence_bounds(cu_q_lens: ArrayLike, num_seqs: ArrayLike | None, num_tokens
     max_num_seqs = len(cu_q_lens) - 1
     count = max_num_seqs if num_seqs is None else int(np.asarray(num_seqs).reshape(()))
     edges = np.clip(cu_q_lens[: min(max(count, 0), max_num_seqs) + 1], 0, num_tokens)
-    return [(int(start), int(max(start, stop))) for start, stop in zip(edges[:-1], edges[1:], strict=True)]
+    return [(int(start), int(max(start, stop))) for start, stop in itertools.pairwise(edges)]

@@ -90,7 +90,7 @@ def ragged_paged_attention(
             kv_head = head // (num_q_heads // num_kv_heads)
             sink = -np.inf if sinks is None else np.asarray(sinks, np.float64)[head]
             out[start:stop, head], lse[start:stop, head] = attend(
-                q[start:stop, head], k[:, kv_head], v[:, kv_head], seen, scale * k_scale[kv_head], soft_cap, sink
+                q[start:stop, head], k[:, kv_head], v[:, kv_head], seen, float(scale * k_scale[kv_head]), soft_cap, sink
             )
             out[start:stop, head] *= v_scale[kv_head]
     return (out, lse) if return_lse else out

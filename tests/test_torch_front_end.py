@@ -77,13 +77,10 @@ def test_a_whole_step_compiles_into_one_graph(compiler: str, num_seqs: Any) -> N
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, of its own parts
         compiled = torch.compile(engine_step, fullgraph=True, backend=compiler)
-        plain_pages, compiled_pages = inputs.pop("kv_pages").clone(), batch()["kv_pages"]
-        want = engine_step(
-            inputs["q"], k, plain_pages, *(inputs[n] for n in ("kv_lens", "page_indices", "cu_q_lens")), num_seqs
-        )
-        got = compiled(
-            inputs["q"], k, compiled_pages, *(inputs[n] for n in ("kv_lens", "page_indices", "cu_q_lens")), num_seqs
-        )
+        plain_pages, compiled_pages = inputs["kv_pages"].clone(), inputs["kv_pages"].clone()
+        tables = (inputs["kv_lens"], inputs["page_indices"], inputs["cu_q_lens"], num_seqs)
+        want = engine_step(inputs["q"], k, plain_pages, *tables)
+        got = compiled(inputs["q"], k, compiled_pages, *tables)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b)
     assert torch.equal(compiled_pages, plain_pages)
@@ -104,7 +101,7 @@ def test_compiled_code_follows_changing_lengths() -> None:
 
 def test_dynamic_token_counts_compile() -> None:
     torch._dynamo.reset()
-    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager", dynamic=True)
+    compiled: Any = torch.compile(attention, fullgraph=True, backend="aot_eager", dynamic=True)
     for extra in (0, 3, 7):
         inputs = batch()
         inputs["q"] = torch.cat([inputs["q"], torch.randn(extra, NUM_Q_HEADS, HEAD_DIM)])
@@ -113,7 +110,7 @@ def test_dynamic_token_counts_compile() -> None:
 
 def test_fake_tensors_get_shapes_and_static_checks() -> None:
     with FakeTensorMode() as mode:
-        inputs = {name: mode.from_tensor(value) for name, value in batch(torch.bfloat16).items()}
+        inputs: dict[str, Any] = {name: mode.from_tensor(value) for name, value in batch(torch.bfloat16).items()}
         out, lse = rt.ragged_paged_attention(**inputs, return_lse=True)
         assert (out.shape, out.dtype, lse.shape, lse.dtype) == (
             inputs["q"].shape,
@@ -128,7 +125,7 @@ def test_fake_tensors_get_shapes_and_static_checks() -> None:
 def test_there_is_no_gradient() -> None:
     inputs = batch()
     inputs["q"].requires_grad_()
-    out = rt.ragged_paged_attention(**inputs)
+    out: Any = rt.ragged_paged_attention(**inputs)
     with pytest.raises(RuntimeError, match="ragged_paged_attention has no gradient"):
         out.sum().backward()
 

@@ -54,15 +54,15 @@ def dtype_name(array: Array) -> str:
     return str(array.dtype).rpartition(".")[2]
 
 
-def is_array(value: object) -> bool:
+def is_array(value: Any) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
-def is_number(value: object) -> bool:
+def is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def _expect_array(name: str, value: object, shape: str, dtypes: tuple[str, ...], sizes: Mapping[str, int]) -> None:
+def _expect_array(name: str, value: Any, shape: str, dtypes: tuple[str, ...], sizes: Mapping[str, int]) -> None:
     """Check one array's kind, dtype and shape; `shape` is letters such as "S M", each a size or a new axis."""
     if not is_array(value):
         raise TypeError(f"expected {name} to be an array, got {type(value).__name__}")
@@ -76,21 +76,21 @@ def _expect_array(name: str, value: object, shape: str, dtypes: tuple[str, ...],
         raise InvalidInput(f"expected {name}.shape to be {named} = {wanted}, got {list(got)}")
 
 
-def _expect_number(name: str, value: object, *, positive: bool = False) -> None:
+def _expect_number(name: str, value: Any, *, positive: bool = False) -> None:
     if not is_number(value):
         raise TypeError(f"expected {name} to be a number, got {type(value).__name__}")
-    if not math.isfinite(value):  # type: ignore[arg-type]
+    if not math.isfinite(value):
         raise InvalidInput(f"expected {name} to be finite, got {value}")
-    if positive and not value > 0:  # type: ignore[operator]
+    if positive and not value > 0:
         raise InvalidInput(f"expected {name} > 0, got {value}")
 
 
-def expect_bool(name: str, value: object) -> None:
+def expect_bool(name: str, value: Any) -> None:
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"expected {name} to be a bool, got {type(value).__name__}")
 
 
-def expect_window(value: object) -> None:
+def expect_window(value: Any) -> None:
     if value is None:
         return
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
@@ -99,7 +99,7 @@ def expect_window(value: object) -> None:
         raise InvalidInput(f"expected sliding_window >= 1, got {value}")
 
 
-def expect_num_seqs(value: object, max_num_seqs: int) -> None:
+def expect_num_seqs(value: Any, max_num_seqs: int) -> None:
     if value is None:
         return
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
@@ -112,7 +112,7 @@ def expect_num_seqs(value: object, max_num_seqs: int) -> None:
         raise InvalidInput(f"expected num_seqs to be int32 of shape [1], got {dtype_name(value)}{list(value.shape)}")
 
 
-def _expect_scale(name: str, value: object, num_kv_heads: int) -> None:
+def _expect_scale(name: str, value: Any, num_kv_heads: int) -> None:
     if value is None or is_number(value):
         if value is not None:
             _expect_number(name, value)
@@ -126,12 +126,12 @@ def _expect_scale(name: str, value: object, num_kv_heads: int) -> None:
         )
 
 
-def expect_pages(kv_pages: object) -> None:
+def expect_pages(kv_pages: Any) -> None:
     """Check `kv_pages` by itself: combined `[P, G, 2K, D]`, or a `(k_pages, v_pages)` pair of `[P, G, K, D]`."""
     dtypes = (*FLOATS, *QUANTIZED)
     if not isinstance(kv_pages, tuple | list):
         _expect_array("kv_pages", kv_pages, "P G 2K D", dtypes, {})
-        if (combined := kv_pages.shape[2]) % 2 or combined == 0:  # type: ignore[union-attr]
+        if (combined := kv_pages.shape[2]) % 2 or combined == 0:
             raise InvalidInput(f"expected kv_pages.shape[2] to be 2 * num_kv_heads, an even number, got {combined}")
         return
     if len(kv_pages) != 2:

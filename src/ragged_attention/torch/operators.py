@@ -134,8 +134,8 @@ def attention_arguments(
 
 
 def _attention(*values: Any) -> list[torch.Tensor]:
-    *values, backend, options = values
-    arguments = attention_arguments(*values)
+    *form, backend, options = values
+    arguments = attention_arguments(*form)
     result = _execute(RaggedPagedAttention, arguments, backend, options)
     return list(result) if arguments["return_lse"] else [result]
 
@@ -166,8 +166,8 @@ def write_arguments(
 
 
 def _write(*values: Any) -> None:
-    *values, backend, options = values
-    _execute(WriteKvPages, write_arguments(*values), backend, options)
+    *form, backend, options = values
+    _execute(WriteKvPages, write_arguments(*form), backend, options)
 
 
 def _write_fake(*values: Any) -> None:

@@ -1,0 +1,53 @@
+# Every target works on a fresh machine: it makes .venv and installs what it needs. ARGS go to the command it runs.
+PYTHON ?= python3
+ARGS ?=
+BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
+
+.PHONY: demo test check conformance compile-matrix bench docs clean
+
+demo: .venv/demo
+	$(BIN)/ragged-attention demo $(ARGS)
+
+test: .venv/all
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+check: .venv/all
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+conformance: .venv/all
+	$(BIN)/ragged-attention conformance $(or $(ARGS),--backend triton)
+
+compile-matrix: .venv/all .triton36
+	$(BIN)/python -m benchmarks.compile_matrix $(ARGS)
+	PYTHONPATH=.triton36 $(BIN)/python -m benchmarks.compile_matrix $(ARGS)
+
+bench: .venv/all
+	$(BIN)/ragged-attention bench $(ARGS)
+
+docs: .venv/all
+	$(BIN)/python docs/support_table.py
+
+clean:
+	rm -rf .venv .triton36 build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
+
+.venv/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip --disable-pip-version-check install 'pip>=25.1'
+
+.venv/demo: pyproject.toml constraints.txt | .venv/bin/python
+	$(INSTALL) --editable '.[torch]'
+	touch $@
+
+# jax-triton wants the plugin to be importable, though not the 2 GB of CUDA libraries that it asks for.
+.venv/all: pyproject.toml constraints.txt | .venv/bin/python
+	$(INSTALL) --group dev --editable '.[torch,triton,jax,jax-gpu,testing]'
+	$(INSTALL) --no-deps jax-cuda13-plugin
+	touch $@
+
+# A second Triton, beside the one in .venv.
+.triton36:
+	$(BIN)/python -m pip --disable-pip-version-check install --no-deps --target $@ triton==3.6.0

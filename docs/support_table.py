@@ -1,0 +1,91 @@
+"""Write the README's support table from what the backends themselves answer (`why_not`).
+
+    python docs/support_table.py
+
+The backends of a platform are asked in its own order; those that take a call are listed, the first being the one that
+runs it. Nothing is run, and no device is needed.
+"""
+
+import dataclasses
+from pathlib import Path
+
+from ragged_attention import dispatch
+from ragged_attention.calls import FLOATS, QUANTIZED, Device
+from ragged_attention.samples import Sample, device_of
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+BEGIN, END = "<!-- support table: written by `make docs` -->\n", "<!-- end of support table -->\n"
+
+# Column: (framework, device) that is asked.
+COLUMNS = {
+    "NVIDIA Hopper and newer": (("torch", "sm_90"), ("torch", "sm_100"), ("torch", "sm_120")),
+    "NVIDIA Ampere, Ada": (("torch", "sm_80"), ("torch", "sm_86"), ("torch", "sm_89")),
+    "AMD CDNA 3, 4": (("torch", "gfx942"), ("torch", "gfx950")),
+    "TPU": (("jax", "tpu"),),
+    "CPU, MPS, XPU": (("torch", "cpu"), ("torch", "mps"), ("torch", "xpu"), ("jax", "cpu")),
+}
+DECODE = Sample()
+WIDE = dataclasses.replace(DECODE, num_tokens=512)
+# Row: the calls that must all be taken.
+ROWS = {
+    ("ragged_paged_attention", "f32, f16, bf16"): [
+        dataclasses.replace(sample, dtype=dtype) for dtype in FLOATS for sample in (DECODE, WIDE)
+    ],
+    ("ragged_paged_attention", "e4m3, e5m2, int8 cache"): [
+        dataclasses.replace(sample, cache_dtype=dtype) for dtype in QUANTIZED for sample in (DECODE, WIDE)
+    ],
+    ("ragged_paged_attention", "window, soft cap, sinks, lse"): [
+        dataclasses.replace(DECODE, **change)
+        for change in ({"sliding_window": 128}, {"soft_cap": 30.0}, {"sinks": True}, {"return_lse": True})
+    ],
+    ("ragged_paged_attention", "heads of 80, 96, 256, 512; ratio 7; pages of 24"): [
+        *(dataclasses.replace(DECODE, head_dim=head_dim) for head_dim in (80, 96, 256, 512)),
+        dataclasses.replace(DECODE, num_q_heads=28, num_kv_heads=4),
+        dataclasses.replace(DECODE, page_size=24),
+    ],
+    ("write_kv_pages", "f32, f16, bf16"): [dataclasses.replace(DECODE, dtype=dtype) for dtype in FLOATS],
+    ("write_kv_pages", "e4m3, e5m2, int8 cache"): [dataclasses.replace(DECODE, cache_dtype=name) for name in QUANTIZED],
+    ("merge_attention_states", "f32, f16, bf16"): [dataclasses.replace(DECODE, dtype=dtype) for dtype in FLOATS],
+}
+
+
+def takers(operation: str, samples: list[Sample], device: Device) -> list[str]:
+    """The backends that take every one of the calls, in the platform's order; fallbacks count as `portable`."""
+    names = dispatch.candidates(operation, device, "auto")
+    refusals = [dispatch.verdicts(sample.call(operation, device), names) for sample in samples]
+    taken = [name for name in names if all(reasons[name] is None for reasons in refusals)]
+    return ["portable" if name in dispatch.PORTABLE.values() else name for name in taken]
+
+
+def _device(framework: str, name: str) -> Device:
+    here = name in ("cpu", "mps", "xpu")
+    return Device(framework=framework, platform=name) if here else device_of(framework, name)
+
+
+def cell(operation: str, samples: list[Sample], devices: tuple[tuple[str, str], ...]) -> str:
+    """What all the devices of a column have in common, for torch and jax alike where both can be there."""
+    answers = [takers(operation, samples, _device(*device)) for device in devices]
+    if devices[0][1].startswith(("sm_", "gfx")):
+        answers += [takers(operation, samples, _device("jax", name)) for _, name in devices]
+    common = [name for name in answers[0] if all(name in answer for answer in answers)]
+    return ", ".join(common) or "none"
+
+
+def table() -> str:
+    """The table in Markdown."""
+    lines = ["| operation | call | " + " | ".join(COLUMNS) + " |", "|---" * (2 + len(COLUMNS)) + "|"]
+    for (operation, what), samples in ROWS.items():
+        cells = [cell(operation, samples, devices) for devices in COLUMNS.values()]
+        lines.append(f"| `{operation}` | {what} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def with_table(text: str) -> str:
+    """The README's text, its table written anew."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}{table()}{END}{after}"
+
+
+if __name__ == "__main__":
+    README.write_text(with_table(README.read_text()))

@@ -1,0 +1,152 @@
+"""The command line: `ragged-attention demo | doctor | explain | bench | conformance`.
+
+Each command is imported when it is called for, so that asking for help loads no framework. A user's mistake ends in
+one line and exit code 2.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import re
+import sys
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import ragged_attention
+from ragged_attention import config, dispatch
+from ragged_attention.calls import CALLS
+from ragged_attention.errors import InvalidInput, Unsupported
+from ragged_attention.samples import FRAMEWORKS, Sample, device_of
+
+# Commands that parse their own arguments: module with `main(argv)`, what the command does.
+ELSEWHERE = {
+    "demo": ("ragged_attention.demo", "serve a dozen prompts with a tiny model and check every token"),
+    "bench": ("benchmarks.run", "measure this machine (in a checkout of the repository)"),
+    "conformance": ("ragged_attention.testing.conformance", "judge a backend by the shipped suite"),
+}
+USER_ERRORS = (InvalidInput, Unsupported, TypeError)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if arguments and arguments[0] in ELSEWHERE:
+            return _elsewhere(arguments[0], arguments[1:])
+        parsed = _parser().parse_args(arguments)
+        return parsed.run(parsed)
+    except SystemExit as stop:  # argparse's way to say that it has printed help or a complaint
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except USER_ERRORS as error:
+        return _complain(str(error), 2)
+    except ImportError as error:
+        return _complain(f"{type(error).__name__}: {error}", 1)
+    except KeyboardInterrupt:
+        return _complain("interrupted", 130)
+
+
+def _complain(message: str, code: int) -> int:
+    Console(stderr=True, soft_wrap=True).print(f"[bold red]ragged-attention:[/] {escape(message)}", highlight=False)
+    return code
+
+
+def _elsewhere(command: str, arguments: Sequence[str]) -> int:
+    module, _ = ELSEWHERE[command]
+    if command == "bench" and not _found(module):
+        return _complain("bench needs the folder benchmarks/: run it in a checkout of the repository", 2)
+    return importlib.import_module(module).main(arguments) or 0
+
+
+def _found(module: str) -> bool:
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # a console script does not look into the working directory by itself
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ragged-attention", description="Ragged paged attention for every device.")
+    parser.add_argument("--version", action="version", version=ragged_attention.__version__)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, (_, purpose) in ELSEWHERE.items():
+        commands.add_parser(name, help=purpose, add_help=False)
+    doctor = commands.add_parser("doctor", help="versions, devices, backends, configuration, and what would be picked")
+    doctor.set_defaults(run=_doctor)
+    _add_explain(commands.add_parser("explain", help="what each backend says to a representative call"))
+    return parser
+
+
+def _add_explain(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    default = Sample()
+    add("operation", metavar="OPERATION", help=", ".join(CALLS))
+    add("--framework", choices=FRAMEWORKS, help="default: torch if it is installed, else jax")
+    add("--device", help="cpu, cuda:0, ...; tpu, sm_90, gfx942, ... need not be here (default: this machine's)")
+    add("--backend", help="a name, or an ordered list a,b,c (default: the configuration in force)")
+    add("--dtype", default=default.dtype, help="of the queries (default: %(default)s)")
+    add("--cache-dtype", help="of the pages: float8_e4m3fn, float8_e5m2, int8 (default: as --dtype)")
+    add("--heads", type=_heads, default=(32, 8), help="query heads / KV heads (default: 32/8)")
+    add("--head-dim", type=int, default=default.head_dim, help="default: %(default)s")
+    add("--page-size", type=int, default=default.page_size, help="default: %(default)s")
+    add("--num-tokens", type=int, default=default.num_tokens, help="query tokens of the batch (default: %(default)s)")
+    add("--max-num-seqs", type=int, default=default.max_num_seqs, help="sequences (default: %(default)s)")
+    add("--max-len", type=int, default=default.max_len, help="positions a sequence can have (default: %(default)s)")
+    add("--split-pages", action="store_true", help="k_pages and v_pages apart")
+    add("--sliding-window", type=int, help="default: none")
+    add("--soft-cap", type=float, help="default: none")
+    add("--sinks", action="store_true")
+    add("--return-lse", action="store_true")
+    parser.set_defaults(run=_explain)
+
+
+def _heads(text: str) -> tuple[int, int]:
+    if not (match := re.fullmatch(r"(\d+)(?:/(\d+))?", text)) or "0" in match.groups():
+        raise argparse.ArgumentTypeError(f"expected heads such as 32/8, got {text!r}")
+    return int(match[1]), int(match[2] or match[1])
+
+
+def _explain(parsed: argparse.Namespace) -> int:
+    framework = parsed.framework or next((name for name in FRAMEWORKS if importlib.util.find_spec(name)), "torch")
+    taken = ("dtype", "cache_dtype", "head_dim", "page_size", "num_tokens", "max_num_seqs", "max_len", "split_pages",
+             "sliding_window", "soft_cap", "sinks", "return_lse")  # fmt: skip
+    num_q_heads, num_kv_heads = parsed.heads
+    for name in ("page_size", "max_num_seqs", "max_len"):
+        if getattr(parsed, name) < 1:
+            raise InvalidInput(f"expected --{name.replace('_', '-')} >= 1, got {getattr(parsed, name)}")
+    sample = Sample(
+        num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, **{name: getattr(parsed, name) for name in taken}
+    )
+    call = sample.call(parsed.operation, device_of(framework, parsed.device))
+    answers = dispatch.answers(call, backend=parsed.backend)
+    where = call.device.name or call.device.arch or call.device.platform
+    table = Table(title=f"{call.OPERATION} from {framework} on {where}", title_justify="left")
+    for heading in ("", "backend", "answer"):
+        table.add_column(heading, overflow="fold")
+    for answer in answers:
+        style = "bold green" if answer.chosen else "" if answer.takes else "dim"
+        table.add_row("*" if answer.chosen else "", answer.backend, escape(answer.text), style=style)
+    console = Console()
+    console.print(table)
+    if not any(answer.chosen for answer in answers):
+        console.print("[red]no backend asked for takes this call[/]")
+        return 1
+    choice = dispatch.choose(call, backend=parsed.backend)
+    console.print(f"runs with {escape(str(choice.tile))}", highlight=False, soft_wrap=True)
+    if (wish := config.requested(parsed.operation, parsed.backend)) is not None:
+        console.print(f"asked for: {escape(', '.join(wish))}", highlight=False)
+    return 0
+
+
+def _doctor(parsed: argparse.Namespace) -> int:
+    del parsed
+    report: Callable[[Console], int] = importlib.import_module("ragged_attention.doctor").report
+    return report(Console())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""`ragged-attention doctor`: what is installed, which devices there are, and what would be picked.
+
+Nothing here hides a fault: where an import fails, the table shows the exception itself.
+"""
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import ragged_attention
+from ragged_attention import config, dispatch
+from ragged_attention.calls import CALLS
+from ragged_attention.errors import BackendMissing, Unsupported
+from ragged_attention.samples import FRAMEWORKS, Sample, device_of
+
+MODULES = ("numpy", "torch", "triton", "jax", "jax_triton")
+DISTRIBUTIONS = {"jax_triton": "jax-triton"}
+
+
+def report(console: Console) -> int:
+    """Print every section; 0, or 1 where something that is installed does not work."""
+    with console.status("looking round"):
+        found = {name: imported(name) for name in MODULES}
+        sections = [
+            _table("versions", ("what", "version"), versions(found)),
+            _table("devices", ("framework", "device"), devices(found)),
+            _table("backends", ("backend", "offers", "state"), rooms()),
+            _table("configuration", ("what", "value"), configuration()),
+            _table("tuned sizes", ("folder", "device", "operation", "entries"), tuned_files()),
+            _table("picked for a bfloat16 decode", ("operation", *FRAMEWORKS), picks(found)),
+        ]
+    for section in sections:
+        console.print(section)
+    broken = [name for name, module in found.items() if is_broken(module)]
+    return 1 if broken else 0
+
+
+def _table(title: str, headings: tuple[str, ...], rows: Any) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        table.add_row(*(escape(cell) for cell in row))
+    if not table.row_count:
+        table.add_row("none")
+    return table
+
+
+def imported(name: str) -> ModuleType | Exception:
+    """A module, or the exception that its import raised."""
+    try:
+        if name == "jax_triton":  # its import needs care, and the launcher takes it
+            found = importlib.import_module("ragged_attention.jax.launcher").jax_triton()
+            return found if isinstance(found, ModuleType) else absent_or(found, name)
+        return importlib.import_module(name)
+    except Exception as error:
+        return absent_or(error, name)
+
+
+def absent_or(error: Exception, name: str) -> Exception:
+    """`BackendMissing` where the module itself is not installed, else the error."""
+    missing = isinstance(error, ModuleNotFoundError) and error.name in (name, "jax")
+    return BackendMissing("not installed") if missing else error
+
+
+def is_broken(module: ModuleType | Exception) -> bool:
+    return isinstance(module, Exception) and not isinstance(module, BackendMissing)
+
+
+def told(error: BaseException) -> str:
+    """An exception in one line; its kind first, unless it is ours and says all by itself."""
+    lines = str(error).strip().splitlines() or [""]
+    return " ".join(lines) if isinstance(error, Unsupported) else f"{type(error).__name__}: {lines[0]}"
+
+
+def versions(found: dict[str, ModuleType | Exception]) -> Iterator[tuple[str, str]]:
+    yield "ragged_attention", f"{ragged_attention.__version__} in {Path(ragged_attention.__file__).parent}"
+    yield "python", f"{platform.python_version()} on {platform.platform()}"
+    for name, module in found.items():
+        if isinstance(module, Exception):
+            yield name, told(module)
+        else:
+            yield name, getattr(module, "__version__", None) or _version_of(DISTRIBUTIONS.get(name, name))
+    yield "CUDA toolchain", cuda_toolchain()
+
+
+def _version_of(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def cuda_toolchain() -> str:
+    """nvcc's release and place, or where it was looked for."""
+    home = os.environ.get("CUDA_HOME") or "/usr/local/cuda"
+    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path=str(Path(home, "bin")))
+    if nvcc is None:
+        return f"no nvcc on PATH or in {home}"
+    try:
+        told_version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"{nvcc} does not run: {told(error)}"
+    release = [line for line in told_version.stdout.splitlines() if "release" in line]
+    return f"{release[0].strip() if release else 'unknown release'} in {nvcc}"
+
+
+def devices(found: dict[str, ModuleType | Exception]) -> Iterator[tuple[str, str]]:
+    """What torch and jax can see, each device on a line."""
+    torch: Any = found["torch"]
+    if not isinstance(torch, Exception):
+        yield "torch", "cpu"
+        for index in range(torch.cuda.device_count()):
+            facts = device_of("torch", f"cuda:{index}")
+            yield "torch", f"cuda:{index} {facts.name}, {facts.arch}, {facts.num_multiprocessors} multiprocessors"
+        for name in ("mps", "xpu"):
+            if hasattr(torch, name) and getattr(torch, name).is_available():
+                yield "torch", name
+    jax: Any = found["jax"]
+    if not isinstance(jax, Exception):
+        try:
+            seen = [f"{device.platform}:{device.id} {device.device_kind}" for device in jax.devices()]
+        except RuntimeError as error:
+            seen = [told(error)]
+        yield from (("jax", device) for device in seen)
+
+
+def rooms() -> Iterator[tuple[str, str, str]]:
+    """Each backend, the operations it offers, and whether they can be imported."""
+    for backend in dispatch.backends():
+        offered, absent, faults = [], [], []
+        for operation in CALLS:
+            try:
+                dispatch.load(operation, backend)
+                offered.append(operation)
+            except BackendMissing as missing:
+                absent.append(str(missing).replace(operation, "any operation"))
+            except Exception as error:
+                faults.append(f"{operation}: {told(error)}")
+        state = "; ".join(faults) or ("present" if offered else f"absent: {', '.join(dict.fromkeys(absent))}")
+        yield backend, ", ".join(offered), state
+
+
+def configuration() -> Iterator[tuple[str, str]]:
+    try:
+        now = config.get_config()
+    except (ValueError, TypeError) as error:
+        yield "fault", told(error)
+        return
+    yield "backend", ", ".join(f"{key}: {', '.join(names)}" for key, names in now.backend.items()) or "auto"
+    yield "options", "; ".join(f"{key}: {dict(value)}" for key, value in now.options.items()) or "none"
+    yield "validate", str(now.validate)
+    for variable in (config.BACKEND_VARIABLE, config.CONFIG_VARIABLE, config.VALIDATE_VARIABLE, "TRITON_INTERPRET"):
+        yield variable, os.environ.get(variable, "not set")
+
+
+def tuned_files() -> Iterator[tuple[str, str, str, str]]:
+    """Every tuned file of every backend that can be found."""
+    for backend in dispatch.backends():
+        room = dispatch.ROOMS.get(backend) or dispatch.third_party_rooms()[backend]
+        try:
+            folder = resources.files(room) / "tuned"
+            files = sorted(Path(str(folder)).glob("*/*.json"))
+        except Exception:  # rooms() has told of it
+            continue
+        for path in files:
+            table = dispatch.tuning.tuned_table(room, path.parent.name, path.stem)
+            yield room, path.parent.name, path.stem, str(len(table))
+
+
+def picks(found: dict[str, ModuleType | Exception]) -> Iterator[tuple[str, ...]]:
+    """For each operation, what each framework would run on this machine's default device."""
+    for operation in CALLS:
+        yield operation, *(_pick(operation, framework, found[framework]) for framework in FRAMEWORKS)
+
+
+def _pick(operation: str, framework: str, module: ModuleType | Exception) -> str:
+    if isinstance(module, Exception):
+        return told(module)
+    try:
+        device = device_of(framework)
+        choice = dispatch.choose(Sample().call(operation, device))
+    except Exception as error:
+        return told(error)
+    return f"{choice.backend} on {device.name or device.platform}: {choice.tile}"
+
+
+if __name__ == "__main__":
+    sys.exit(report(Console()))

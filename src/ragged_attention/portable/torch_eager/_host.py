@@ -1,0 +1,42 @@
+"""The index arrays, read on the host and held within what the arrays can hold, whatever their values are."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Ints = NDArray[np.integer[Any]]
+
+
+def on_host(tensor: torch.Tensor) -> Ints:
+    """The tensor's values in NumPy; without a copy where it lies on a CPU."""
+    return tensor.detach().cpu().numpy()
+
+
+def sequence_bounds(call: Any) -> list[tuple[int, int]]:
+    """First and one-past-last query row of each live sequence."""
+    max_num_seqs = call.kv_lens.shape[0]
+    count = max_num_seqs if call.num_seqs is None else int(call.num_seqs)
+    count = min(max(count, 0), max_num_seqs)
+    edges = np.clip(on_host(call.cu_q_lens)[: count + 1], 0, call.num_tokens).tolist()
+    return [(start, max(start, stop)) for start, stop in itertools.pairwise(edges)]
+
+
+def held_kv_lens(call: Any, count: int) -> list[int]:
+    """The lengths of the first `count` sequences, each between 0 and what a row of `page_indices` can list."""
+    capacity = call.page_indices.shape[1] * call.page_size
+    return np.clip(on_host(call.kv_lens)[:count].astype(np.int64), 0, capacity).tolist()
+
+
+def framework_is_torch(call: Any) -> str | None:
+    """The reason to decline arrays that are not torch's."""
+    return None if call.device.framework == "torch" else f"expected torch tensors, got a {call.device.framework} call"
+
+
+def readable_on_host(call: Any) -> str | None:
+    """The reason to decline where index arrays cannot be read on the host."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return "expected a stream that is not being captured, since lengths are read on the host, got one that is"
+    return framework_is_torch(call)

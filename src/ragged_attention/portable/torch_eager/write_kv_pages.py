@@ -1,0 +1,90 @@
+"""This step's K and V written into the pages with plain torch operations, in place.
+
+The slots are worked out on the host where tables are given; the tokens themselves stay on their device.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+
+from ragged_attention.portable.torch_eager._host import held_kv_lens, on_host, readable_on_host, sequence_bounds
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """Nothing to tune."""
+
+
+def heuristic(call: Any) -> Tile:
+    del call
+    return Tile()
+
+
+def why_not(call: Any) -> str | None:
+    return readable_on_host(call)
+
+
+def _slots_from_tables(call: Any) -> torch.Tensor:
+    """The slot of each token, -1 for one that belongs nowhere."""
+    page_size, bounds = call.page_size, sequence_bounds(call)
+    tables = on_host(call.page_indices)
+    slots = np.full(call.num_tokens, -1, np.int64)
+    for seq, ((start, stop), kv_len) in enumerate(zip(bounds, held_kv_lens(call, len(bounds)), strict=True)):
+        positions = np.arange(kv_len - (stop - start), kv_len)
+        lost = int(np.count_nonzero(positions < 0))  # more queries than keys: the first ones have no position
+        positions = positions[lost:]
+        pages = tables[seq, positions // page_size].astype(np.int64)
+        valid = (pages >= 0) & (pages < call.num_pages)
+        slots[start + lost : stop] = np.where(valid, pages * page_size + positions % page_size, -1)
+    return torch.from_numpy(slots).to(call.k.device)
+
+
+def _last_writers(slots: torch.Tensor, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The slots to write, each once, and the last token listed for each."""
+    ordered, tokens = torch.sort(slots, stable=True)
+    keep = (ordered >= 0) & (ordered < num_slots)
+    keep[:-1] &= ordered[1:] != ordered[:-1]
+    return ordered[keep], tokens[keep]
+
+
+def encode(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Float32 values as they are stored: to nearest, ties to even; 8-bit formats saturate, and come as their bits."""
+    if dtype == torch.int8:
+        return torch.nan_to_num(values, nan=0.0).round_().clamp_(-128, 127).to(dtype)
+    if dtype not in FLOAT8:
+        return values.to(dtype)
+    largest = torch.finfo(dtype).max
+    bits = values.clamp(-largest, largest).to(dtype).view(torch.uint8)
+    nan = torch.where(torch.signbit(values), 0xFF, 0x7F).to(torch.uint8)
+    return torch.where(torch.isnan(values), nan, bits)
+
+
+def _stored(tokens: torch.Tensor, scale: Any, dtype: torch.dtype) -> torch.Tensor:
+    if scale is None and tokens.dtype == dtype:
+        return tokens
+    values = tokens.to(torch.float32)
+    if scale is not None:
+        # A tensor even for a number: some devices divide by a Python number through its reciprocal.
+        scale = torch.as_tensor(scale, dtype=torch.float32, device=tokens.device)
+        values = values / scale.reshape(1, -1, 1)
+    return encode(values, dtype)
+
+
+def run(call: Any, tile: Tile, launch: Any) -> list[torch.Tensor]:
+    del tile
+    arrays = [call.kv_pages] if call.combined else list(call.kv_pages)
+    dtype = arrays[0].dtype
+    slots = _slots_from_tables(call) if call.slot_mapping is None else call.slot_mapping.to(torch.int64)
+    slots, tokens = _last_writers(slots, call.num_pages * call.page_size)
+    if not len(slots):
+        return arrays
+    page, offset = slots // call.page_size, slots % call.page_size
+    bits = [pages.view(torch.uint8) if pages.element_size() == 1 else pages for pages in arrays]
+    k_pages, v_pages = (bits[0][:, :, 0::2], bits[0][:, :, 1::2]) if call.combined else bits
+    k_pages[page, offset] = _stored(call.k[tokens], call.k_scale, dtype).view(k_pages.dtype)
+    v_pages[page, offset] = _stored(call.v[tokens], call.v_scale, dtype).view(v_pages.dtype)
+    return arrays

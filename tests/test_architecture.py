@@ -1,0 +1,162 @@
+"""Who may import whom, read from the source; and the sizes that keep the code readable."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "ragged_attention"
+ROOMS = ("reference", "kernels_triton", "kernels_pallas", "kernels_cuda")
+STANDARD = {"torch", "jax", "jaxlib", "jax_triton", "triton", "numpy", "rich", "hypothesis", "pytest", "ml_dtypes"}
+
+# What of the packages above a folder may import.
+TOOLCHAINS = {
+    "reference": {"numpy"},
+    "kernels_triton": {"triton"},
+    "kernels_pallas": {"jax", "jaxlib", "numpy"},
+    "kernels_cuda": {"torch", "jax", "jaxlib", "numpy"},
+    "portable/torch_eager": {"torch", "numpy"},
+    "portable/xla": {"jax", "jaxlib", "numpy"},
+    "torch": {"torch", "numpy"},
+    "jax": {"jax", "jaxlib", "numpy"},
+}
+# Our own modules that a room may import beside itself.
+FOR_ROOMS = ("calls", "errors", "devices")
+# The modules that a bare `import ragged_attention` loads, and what they may import of the package.
+CORE = {
+    "errors": set(),
+    "devices": set(),
+    "calls": {"errors"},
+    "config": {"calls", "errors"},
+    "tuning": {"calls", "errors"},
+    "dispatch": {"calls", "config", "errors", "tuning"},
+}
+
+
+def folder_of(name: str) -> Path:
+    return ROOT / name if name in ROOMS else PACKAGE / name
+
+
+def sources(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*.py") if "__pycache__" not in path.parts)
+
+
+def installed_sources() -> list[Path]:
+    rooms = [path for room in ROOMS for path in sources(ROOT / room)]
+    return rooms + [path for path in sources(PACKAGE) if path.relative_to(PACKAGE).parts[0] not in ROOMS]
+
+
+def all_sources() -> list[Path]:
+    others = [path for name in ("tests", "benchmarks", "examples") for path in sources(ROOT / name)]
+    return installed_sources() + others
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """The dotted names that a piece of source imports; `from a import b` counts as `a.b`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"a relative import in line {node.lineno}"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def imports_of(path: Path) -> set[str]:
+    return set(imported(ast.parse(path.read_text())))
+
+
+def of_us(names: set[str]) -> set[str]:
+    """The modules or folders directly under ragged_attention among dotted names."""
+    return {name.split(".")[1] for name in names if name.startswith("ragged_attention.")}
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", all_sources(), ids=name_of)
+def test_imports_are_absolute(path):
+    imports_of(path)
+
+
+@pytest.mark.parametrize("folder", TOOLCHAINS)
+def test_a_folder_imports_its_own_toolchain_only(folder):
+    for path in sources(folder_of(folder)):
+        found = {name.partition(".")[0] for name in imports_of(path)} & STANDARD
+        assert found <= TOOLCHAINS[folder], f"{name_of(path)} imports {', '.join(found - TOOLCHAINS[folder])}"
+
+
+@pytest.mark.parametrize("room", [*ROOMS, "portable/torch_eager", "portable/xla"])
+def test_a_room_knows_the_records_the_errors_and_itself(room):
+    allowed = {*FOR_ROOMS, room.partition("/")[0]}
+    for path in sources(folder_of(room)):
+        found = of_us(imports_of(path))
+        assert found <= allowed, f"{name_of(path)} imports {', '.join(found - allowed)}"
+
+
+@pytest.mark.parametrize("module", CORE)
+def test_the_core_is_acyclic_and_loads_no_framework(module):
+    names = imports_of(PACKAGE / f"{module}.py")
+    assert of_us(names) <= CORE[module]
+    assert not {name.partition(".")[0] for name in names} & (STANDARD - {"numpy"})
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_front_end_knows_neither_rooms_nor_the_other(framework):
+    other = {"torch": "jax", "jax": "torch"}[framework]
+    for path in sources(PACKAGE / framework):
+        found = of_us(imports_of(path))
+        assert not found & {other, "portable", "compat", "testing", *ROOMS}, name_of(path)
+
+
+def test_nothing_but_the_tests_imports_the_test_kit():
+    for path in installed_sources():
+        if not path.is_relative_to(PACKAGE / "testing"):
+            assert "testing" not in of_us(imports_of(path)), name_of(path)
+
+
+@pytest.mark.parametrize("path", installed_sources(), ids=name_of)
+def test_modules_and_public_names_have_docstrings(path):
+    """Modules, and public classes and functions of more than a few lines; not kernels and a room's own names."""
+    tree = ast.parse(path.read_text())
+    assert ast.get_docstring(tree), f"{name_of(path)} has no docstring"
+    for node in tree.body:
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
+            continue
+        known = node.name in ("Tile", "heuristic", "why_not", "run", "tuning_key", "main") or is_kernel(node)
+        known = known or any("documented" in ast.unparse(decorator) for decorator in node.decorator_list)
+        short = (node.end_lineno or 0) - node.body[0].lineno < 12
+        assert known or short or ast.get_docstring(node), f"{name_of(path)}: {node.name} has no docstring"
+
+
+def is_kernel(node: ast.AST) -> bool:
+    """Whether a function is compiled by Triton, or traced by Pallas, by the look of it."""
+    decorators = getattr(node, "decorator_list", [])
+    return any("jit" in ast.unparse(decorator) and "triton" in ast.unparse(decorator) for decorator in decorators)
+
+
+@pytest.mark.parametrize("path", [p for p in all_sources() if p.parent.name != "tests"], ids=name_of)
+def test_functions_are_short(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        start = node.body[1].lineno if ast.get_docstring(node) and len(node.body) > 1 else node.lineno
+        lines = (node.end_lineno or 0) - start + 1
+        limit = 250 if is_kernel(node) else 65
+        assert lines <= limit, f"{name_of(path)}: {node.name} has {lines} lines, {limit} are allowed"
+
+
+def test_the_environment_is_read_in_few_places():
+    """One variable for the backend, one for the config, one for validation; the rest are other projects'."""
+    ours = set()
+    for path in all_sources():
+        if path.parent.name == "tests":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                name = node.value
+                if name.startswith("RAGGED_ATTENTION_") and name.isupper():
+                    ours.add(name)
+    assert ours == {f"RAGGED_ATTENTION_{name}" for name in ("BACKEND", "CONFIG", "VALIDATE")}

@@ -1,0 +1,256 @@
+"""The commands' output, their exit codes, and how they take a user's mistakes."""
+
+import re
+import subprocess
+import sys
+import textwrap
+import types
+
+import pytest
+
+import ragged_attention
+from ragged_attention import cli, config, dispatch
+from ragged_attention.calls import CALLS
+from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
+
+ATTENTION = "ragged_paged_attention"
+
+
+@pytest.fixture(autouse=True)
+def wide_and_unconfigured(monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "240")
+    for variable in (config.BACKEND_VARIABLE, config.CONFIG_VARIABLE, config.VALIDATE_VARIABLE):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.chdir(tmp_path)
+    yield
+    ragged_attention.use_backend()
+
+
+@pytest.fixture
+def told(capsys):
+    """Run a command in this process: exit code, what it said, what it complained of."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = cli.main(arguments)
+        output = capsys.readouterr()
+        return code, output.out, output.err
+
+    return run
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of all table rows in some output."""
+    return [[cell.strip() for cell in line.strip("│┃").split("│")] for line in text.splitlines() if "│" in line]
+
+
+def test_explain_marks_what_runs(told):
+    pytest.importorskip("torch")
+    code, out, err = told("explain", ATTENTION, "--framework", "torch", "--device", "cpu")
+    assert (code, err) == (0, "")
+    assert ["*", "eager", "chosen"] in rows(out)
+    assert {row[1] for row in rows(out)} == set(dispatch.backends())
+    assert "runs with Tile(" in out
+
+
+def test_explain_of_a_device_that_is_not_here(told):
+    pytest.importorskip("triton")
+    code, out, _ = told("explain", ATTENTION, "--framework", "jax", "--device", "sm_90")
+    assert code == 0
+    assert f"{ATTENTION} from jax on sm_90" in out
+    assert ["*", "triton", "chosen"] in rows(out)
+    assert re.search(r"runs with Tile\(.*block_kv=\d+", out)
+
+
+@pytest.mark.parametrize("operation", CALLS)
+def test_explain_knows_every_operation(told, operation):
+    code, out, _ = told("explain", operation, "--framework", "torch", "--backend", "reference")
+    assert code == 0
+    assert ["*", "reference", "chosen"] in rows(out)
+    assert "asked for: reference" in out
+
+
+def test_explain_takes_every_feature(told):
+    features = {
+        "dtype": "float16", "cache-dtype": "int8", "heads": "28/4", "head-dim": "80", "page-size": "24",
+        "num-tokens": "7", "max-num-seqs": "3", "max-len": "100", "sliding-window": "9", "soft-cap": "30",
+    }  # fmt: skip
+    options = [word for name, value in features.items() for word in (f"--{name}", value)]
+    options += ["--split-pages", "--sinks", "--return-lse"]
+    code, out, _ = told("explain", ATTENTION, "--backend", "reference", *options)
+    assert code == 0
+    assert ["*", "reference", "chosen"] in rows(out)
+
+
+def test_explain_follows_the_configuration(told, monkeypatch):
+    monkeypatch.setenv(config.BACKEND_VARIABLE, "pallas,reference")
+    code, out, _ = told("explain", "write_kv_pages", "--framework", "torch")
+    assert code == 0
+    assert rows(out)[0][1] == "pallas"
+    assert ["*", "reference", "chosen"] in rows(out)
+
+
+def test_explain_says_so_when_nobody_takes_the_call(told):
+    pytest.importorskip("torch")
+    code, out, _ = told("explain", ATTENTION, "--framework", "torch", "--device", "cpu", "--backend", "pallas")
+    assert code == 1
+    assert "no backend asked for takes this call" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["attention"], f"expected operation to be one of {', '.join(CALLS)}, got 'attention'"),
+        ([ATTENTION, "--backend", "tritom"], "expected backend to be one of auto, triton, .*, got 'tritom'"),
+        ([ATTENTION, "--heads", "30/8"], "expected num_q_heads to be a multiple of num_kv_heads=8, got 30"),
+        ([ATTENTION, "--heads", "many"], "expected heads such as 32/8, got 'many'"),
+        ([ATTENTION, "--heads", "8/0"], "expected heads such as 32/8, got '8/0'"),
+        ([ATTENTION, "--head-dim", "20"], "expected q.shape.2. to be a multiple of 8 from 16 to 512, got 20"),
+        ([ATTENTION, "--page-size", "0"], "expected --page-size >= 1, got 0"),
+        ([ATTENTION, "--dtype", "float64"], "expected q.dtype to be float32 or float16 or bfloat16, got float64"),
+        ([ATTENTION, "--sliding-window", "0"], "expected sliding_window >= 1, got 0"),
+        ([ATTENTION, "--device", "sm_1"], "expected device to be a torch device of this machine, .*, got 'sm_1'"),
+        ([ATTENTION, "--framework", "numpy"], "argument --framework: invalid choice: 'numpy'"),
+        ([], "the following arguments are required: OPERATION"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_code_2(told, arguments, complaint):
+    pytest.importorskip("torch")
+    code, out, err = told("explain", *arguments)
+    assert (code, out) == (2, "")
+    assert re.search(complaint, err)
+    assert "Traceback" not in err
+
+
+def test_a_wrong_device_of_jax_is_refused(told):
+    pytest.importorskip("jax")
+    code, _, err = told("explain", ATTENTION, "--framework", "jax", "--device", "abacus")
+    assert code == 2
+    assert re.search(r"expected device to be \w+ or one of tpu, sm_80, .*, got 'abacus'", err)
+
+
+def test_a_faulty_config_file_is_one_line_and_code_2(told, monkeypatch, tmp_path):
+    (tmp_path / "settings.toml").write_text("colour = 1")
+    monkeypatch.setenv(config.CONFIG_VARIABLE, "settings.toml")
+    code, _, err = told("explain", ATTENTION, "--framework", "torch")
+    assert code == 2
+    assert "settings.toml, got 'colour'" in err
+
+
+@pytest.mark.parametrize("arguments", [[], ["dance"], ["doctor", "--quick"]])
+def test_unknown_commands_and_arguments_are_code_2(told, arguments):
+    code, _, err = told(*arguments)
+    assert code == 2
+    assert "usage: ragged-attention" in err
+
+
+def test_help_lists_the_commands(told):
+    code, out, _ = told("--help")
+    assert code == 0
+    assert all(command in out for command in ("demo", "doctor", "explain", "bench", "conformance"))
+
+
+def test_version(told):
+    assert told("--version") == (0, f"{ragged_attention.__version__}\n", "")
+
+
+def test_help_loads_no_framework():
+    code = """
+        import sys
+        from ragged_attention import cli
+        assert cli.main(["--help"]) == 0
+        loaded = {"torch", "jax", "triton", "hypothesis", "pytest"} & set(sys.modules)
+        assert not loaded, loaded
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "complaint"),
+    [
+        (InvalidInput("expected steps >= 1, got 0"), 2, "ragged-attention: expected steps >= 1, got 0"),
+        (Unsupported("no backend [of those] takes it"), 2, "ragged-attention: no backend [of those] takes it"),
+        (BackendMissing("torch is not installed"), 2, "ragged-attention: torch is not installed"),
+        (ImportError("libfast.so"), 1, "ragged-attention: ImportError: libfast.so"),
+        (KeyboardInterrupt(), 130, "ragged-attention: interrupted"),
+        (SystemExit(3), 3, ""),
+        (SystemExit("no"), 1, ""),
+        (SystemExit(), 0, ""),
+    ],
+)
+def test_what_a_command_raises_becomes_a_line_and_a_code(told, monkeypatch, raised, code, complaint):
+    def main(arguments):
+        raise raised
+
+    monkeypatch.setitem(sys.modules, "a_demo", types.SimpleNamespace(main=main))  # type: ignore[arg-type]
+    monkeypatch.setitem(cli.ELSEWHERE, "demo", ("a_demo", ""))
+    assert told("demo") == (code, "", f"{complaint}\n" if complaint else "")
+
+
+def test_commands_elsewhere_get_their_arguments(told, monkeypatch):
+    seen = []
+    monkeypatch.setitem(sys.modules, "a_demo", types.SimpleNamespace(main=seen.append))  # type: ignore[arg-type]
+    monkeypatch.setitem(cli.ELSEWHERE, "demo", ("a_demo", ""))
+    assert told("demo", "--device", "cpu")[0] == 0
+    assert seen == [["--device", "cpu"]]
+
+
+@pytest.mark.parametrize("command", ["demo", "conformance"])
+def test_commands_elsewhere_have_help_of_their_own(told, command):
+    pytest.importorskip("hypothesis")
+    code, out, _ = told(command, "--help")
+    assert code == 0
+    assert "--backend" in out
+    assert f"ragged-attention {command}" in out
+
+
+def test_bench_outside_a_checkout_says_where_it_works(told, monkeypatch):
+    monkeypatch.setitem(cli.ELSEWHERE, "bench", ("benchmarks_that_are_not_here.run", ""))
+    code, _, err = told("bench")
+    assert code == 2
+    assert "run it in a checkout of the repository" in err
+
+
+def test_doctor_tells_of_everything(told):
+    pytest.importorskip("torch")
+    pytest.importorskip("jax")
+    code, out, _ = told("doctor")
+    assert code == 0
+    said = {row[0]: row[1:] for row in rows(out)}
+    assert said["ragged_attention"][0].startswith(ragged_attention.__version__)
+    assert {"python", "numpy", "torch", "triton", "jax", "jax_triton", "CUDA toolchain"} <= set(said)
+    assert {row[0] for row in rows(out)} >= {*dispatch.backends(), "RAGGED_ATTENTION_BACKEND", *CALLS}
+    assert said["reference"] == [", ".join(CALLS), "present"]
+
+
+def test_doctor_shows_why_an_import_fails(told, monkeypatch, tmp_path):
+    (tmp_path / "triton.py").write_text("raise OSError('libtriton.so: wrong ELF class')")
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    from ragged_attention import doctor
+
+    found = doctor.imported("triton")
+    assert isinstance(found, OSError)
+    assert doctor.is_broken(found)
+    assert doctor.told(found) == "OSError: libtriton.so: wrong ELF class"
+
+
+def test_doctor_tells_absent_from_broken():
+    from ragged_attention import doctor
+
+    found = doctor.imported("a_framework_nobody_has")
+    assert isinstance(found, BackendMissing)
+    assert not doctor.is_broken(found)
+    assert doctor.told(found) == "not installed"
+
+
+def test_doctor_shows_a_faulty_config_instead_of_failing(told, monkeypatch):
+    monkeypatch.setenv(config.BACKEND_VARIABLE, "tritom")
+    code, out, _ = told("doctor")
+    assert code == 0
+    assert "expected backend to be one of auto, triton" in out
+    assert ["backend", "*: tritom"] in rows(out)
+
+
+def test_no_colour_where_there_is_no_terminal(told):
+    _, out, err = told("explain", "write_kv_pages", "--framework", "torch", "--backend", "reference")
+    assert "\x1b" not in out + err

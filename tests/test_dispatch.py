@@ -1,0 +1,340 @@
+"""How one implementation is chosen, what the others are said to lack, and how packages of others join."""
+
+import inspect
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ragged_attention as ra
+from ragged_attention import config, dispatch
+from ragged_attention.calls import CALLS, Device
+from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
+from ragged_attention.samples import Sample, device_of
+
+ATTENTION, MERGE = "ragged_paged_attention", "merge_attention_states"
+CPU = Device(framework="torch", platform="cpu")
+
+MODULE = """
+import dataclasses
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    block: int = 7
+
+def heuristic(call):
+    return Tile()
+
+def why_not(call):
+    return {refusal!r}
+
+def run(call, tile, launch):
+    return call.outs[0] * 0 + tile.block, call.lses[0] * 0
+"""
+
+
+@pytest.fixture(autouse=True)
+def nothing_configured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.delenv(config.BACKEND_VARIABLE, raising=False)
+    monkeypatch.delenv(config.CONFIG_VARIABLE, raising=False)
+    monkeypatch.chdir(tmp_path)
+    forget()
+    yield
+    ra.use_backend()
+    monkeypatch.undo()
+    forget()
+
+
+def forget() -> None:
+    dispatch.third_party_rooms.cache_clear()
+    dispatch.load.cache_clear()
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Put a package that announces a backend where installed packages lie; returns the function that does."""
+    site = tmp_path / "site"
+    site.mkdir()
+    packages: list[str] = []
+    monkeypatch.syspath_prepend(str(site))
+
+    def put(name: str, refusal: str | None = None, *, package: str = "", module: str | None = None) -> None:
+        folder = site / f"{name}_attention"
+        folder.mkdir()
+        (folder / "__init__.py").write_text(package)
+        (folder / f"{MERGE}.py").write_text(MODULE.format(refusal=refusal) if module is None else module)
+        announce(name, f"{name}_attention")
+
+    def announce(name: str, package: str) -> None:
+        info = site / f"{name}_attention-1.0.dist-info"
+        info.mkdir()
+        packages.append(package)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}-attention\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[{dispatch.ENTRY_POINTS}]\n{name} = {package}\n")
+        forget()
+
+    put.announce = announce  # type: ignore[attr-defined]
+    yield put
+    for module in [module for module in sys.modules if module.partition(".")[0] in packages]:
+        del sys.modules[module]
+
+
+def sample(operation: str = MERGE, device: Device = CPU, **changes):
+    return Sample(**changes).call(operation, device)
+
+
+def merge_inputs() -> tuple[np.ndarray, np.ndarray]:
+    return np.ones((2, 3, 4, 16), np.float32), np.zeros((2, 3, 4), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("framework", "platform", "order"),
+    [
+        ("torch", "cuda", ("cuda", "triton", "eager")),
+        ("jax", "cuda", ("cuda", "triton", "xla")),
+        ("torch", "rocm", ("triton", "eager")),
+        ("jax", "tpu", ("pallas", "xla")),
+        ("torch", "cpu", ("eager",)),
+        ("torch", "mps", ("eager",)),
+        ("torch", "xpu", ("eager",)),
+        ("jax", "cpu", ("xla",)),
+    ],
+)
+def test_platform_order(framework, platform, order):
+    device = Device(framework=framework, platform=platform)
+    assert dispatch.candidates(ATTENTION, device) == order
+    assert dispatch.candidates(ATTENTION, device, "auto") == order
+
+
+def test_a_list_is_asked_in_order_and_may_end_in_auto():
+    device = Device(framework="torch", platform="rocm")
+    assert dispatch.candidates(ATTENTION, device, ["reference", "cuda"]) == ("reference", "cuda")
+    assert dispatch.candidates(ATTENTION, device, ["cuda", "auto"]) == ("cuda", "triton", "eager")
+    assert dispatch.candidates(ATTENTION, device, "portable") == ("eager",)
+
+
+def test_an_unknown_backend_lists_the_known_ones():
+    known = ", ".join(("auto", *dispatch.backends()))
+    for name in ("tritom", ["triton", "tritom"]):
+        with pytest.raises(InvalidInput, match=f"expected backend to be one of {known}, got 'tritom'"):
+            dispatch.choose(sample(), backend=name)
+
+
+def test_load_refuses_an_unknown_backend_too():
+    with pytest.raises(BackendMissing, match="unknown backend 'tritom'; known are triton, pallas"):
+        dispatch.load(ATTENTION, "tritom")
+
+
+def test_reference_only_when_named():
+    assert dispatch.choose(sample(), backend="reference").backend == "reference"
+    for framework, platform in (("torch", "cuda"), ("jax", "tpu"), ("torch", "cpu")):
+        assert "reference" not in dispatch.candidates(ATTENTION, Device(framework=framework, platform=platform))
+
+
+def test_the_first_that_takes_the_call_is_chosen(install):
+    install("busy", "block_q = 3 is odd")
+    install("ready")
+    choice = dispatch.choose(sample(), backend=["busy", "ready", "reference"])
+    assert (choice.backend, choice.tile.block) == ("ready", 7)
+
+
+def test_a_named_backend_is_never_replaced(install):
+    install("busy", "block_q = 3 is odd")
+    assert dispatch.choose(sample(), backend="auto").backend == "eager"
+    with pytest.raises(Unsupported, match=r"\n  busy: block_q = 3 is odd"):
+        dispatch.choose(sample(), backend="busy")
+    with ra.use_backend("busy"), pytest.raises(Unsupported, match=r"\n  busy: block_q = 3 is odd"):
+        dispatch.choose(sample())
+
+
+def test_unsupported_lists_every_candidate_and_the_nearest_that_would_do(install):
+    install("busy", "block_q = 3 is odd")
+    install("choosy", "head_dim = 24 is none of 64, 128")
+    with pytest.raises(Unsupported) as caught:
+        dispatch.choose(sample(), backend=["busy", "choosy"])
+    assert str(caught.value).splitlines() == [
+        "no backend asked for takes this merge_attention_states call from torch on cpu:",
+        "  busy: block_q = 3 is odd",
+        "  choosy: head_dim = 24 is none of 64, 128",
+        'nearest that does: backend="eager"',
+    ]
+    assert not isinstance(caught.value, BackendMissing)
+
+
+def test_what_is_not_offered_is_missing(install):
+    install("ready")
+    with pytest.raises(BackendMissing, match=r"\n  ready: does not offer ragged_paged_attention"):
+        dispatch.choose(sample(ATTENTION), backend="ready")
+
+
+def test_a_toolchain_that_is_not_installed_is_missing(monkeypatch):
+    monkeypatch.setitem(dispatch.NEEDS, "triton", "a_toolchain_nobody_has")
+    with pytest.raises(BackendMissing, match=r"\n  triton: a_toolchain_nobody_has is not installed"):
+        dispatch.choose(sample(), backend="triton")
+
+
+@pytest.mark.parametrize(
+    ("broken", "error"),
+    [
+        ({"module": "raise OSError('libfast.so: no such file')"}, OSError),
+        ({"package": "import a_toolchain_nobody_has"}, ModuleNotFoundError),
+        ({"module": "import a_toolchain_nobody_has"}, ModuleNotFoundError),
+        ({"module": "from ragged_attention import a_name_that_is_not_there"}, ImportError),
+    ],
+)
+def test_a_backend_whose_import_fails_shows_that_very_exception(install, broken, error):
+    install("faulty", **broken)
+    with pytest.raises(error, match=r"libfast.so: no such file|a_toolchain_nobody_has|a_name_that_is_not_there"):
+        dispatch.choose(sample(), backend="faulty")
+    with pytest.raises(error):
+        dispatch.choose(sample(), backend=["faulty", "reference"])
+    with pytest.raises(error):
+        dispatch.explanation(sample(), backend="faulty")
+    shown = dispatch.explanation(sample(), backend=["reference", "faulty"])
+    assert dispatch.choose(sample(), backend=["reference", "faulty"]).backend == "reference"
+    assert "* reference  chosen" in shown
+    shown = dispatch.explanation(sample())  # in nobody's way while it is not asked for
+    assert f"faulty     its import fails: {error.__name__}: " in shown
+
+
+def test_a_package_announced_but_gone(install):
+    install.announce("ghost", "ghost_attention")
+    with pytest.raises(BackendMissing, match=r"\n  ghost: its package ghost_attention cannot be found"):
+        dispatch.choose(sample(), backend="ghost")
+
+
+def test_a_backend_of_another_package_runs_from_torch(install):
+    torch = pytest.importorskip("torch")
+    from ragged_attention.torch import merge_attention_states
+
+    install("ready")
+    assert "ready" in ra.backends()
+    outs, lses = (torch.from_numpy(array) for array in merge_inputs())
+    out, _ = merge_attention_states(outs, lses, backend="ready", options={"block": 9})
+    assert out.shape == (3, 4, 16)
+    assert bool((out == 9).all())
+    with ra.use_backend({MERGE: "ready"}):
+        assert bool((merge_attention_states(outs, lses)[0] == 7).all())
+        assert "* ready      chosen" in ra.explain(MERGE, outs, lses)
+
+
+def test_a_backend_of_another_package_runs_from_jax(install):
+    jax = pytest.importorskip("jax")
+    from ragged_attention.jax import merge_attention_states
+
+    install("ready")
+    outs, lses = merge_inputs()
+    out, _ = jax.jit(lambda *arrays: merge_attention_states(*arrays, backend="ready"))(outs, lses)
+    assert out.shape == (3, 4, 16)
+    assert (np.asarray(out) == 7).all()
+    with ra.use_backend({MERGE: "ready"}):
+        assert "* ready      chosen" in ra.explain(MERGE, outs, lses)
+
+
+def test_explain_marks_the_chosen_and_gives_reasons(install):
+    install("busy", "block_q = 3 is odd")
+    lines = dispatch.explanation(sample(), backend=["busy", "auto", "reference"]).splitlines()
+    assert lines[:4] == [
+        "merge_attention_states from torch on cpu",
+        "  busy       block_q = 3 is odd",
+        "* eager      chosen",
+        "  reference  could run",
+    ]
+    assert {line[2:].split()[0] for line in lines[1:]} == set(dispatch.backends())
+
+
+def test_explain_takes_a_name_or_a_front_end_function():
+    torch = pytest.importorskip("torch")
+    from ragged_attention.torch import merge_attention_states
+
+    arrays = tuple(torch.from_numpy(array) for array in merge_inputs())
+    assert ra.explain(merge_attention_states, *arrays) == ra.explain(MERGE, *arrays)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match=rf"expected operation to be one of {ATTENTION}, .*, got 'attention'"):
+        ra.explain("attention", *arrays)
+    with pytest.raises(TypeError, match="expected a torch, jax or NumPy array among the arguments, got none"):
+        ra.explain(MERGE)
+
+
+def test_explain_builds_the_record_and_so_refuses_unlawful_calls():
+    torch = pytest.importorskip("torch")
+    with pytest.raises(InvalidInput, match=r"expected lses.shape to be"):
+        ra.explain(MERGE, torch.ones(2, 3, 4, 16), torch.ones(2, 3, 5))
+
+
+def test_options_of_another_backend_are_refused():
+    with pytest.raises(InvalidInput, match="expected options among none for this backend, got 'block'"):
+        dispatch.choose(sample(), backend="reference", options={"block": 1})
+
+
+def test_every_operation_is_offered_by_definition_and_fallback():
+    for operation in CALLS:
+        for backend in ("reference", "eager", "xla"):
+            pytest.importorskip({"eager": "torch", "xla": "jax"}.get(backend, "numpy"))
+            module = dispatch.load(operation, backend)
+            assert [name for name in ("Tile", "heuristic", "why_not", "run") if not hasattr(module, name)] == []
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("operation", CALLS)
+def test_front_ends_take_the_arguments_of_the_record(framework, operation):
+    """Names, order and defaults are the record's; then `backend` and `options`."""
+    pytest.importorskip(framework)
+    front_end = __import__(f"ragged_attention.{framework}", fromlist=[operation])
+    given = inspect.signature(getattr(front_end, operation)).parameters
+    fields = inspect.signature(CALLS[operation]).parameters
+    wanted = {name: fields[name].default for name in CALLS[operation].argument_names()}
+    assert {name: given[name].default for name in given} == wanted | {"backend": None, "options": None}
+    assert list(given) == [*wanted, "backend", "options"]
+
+
+@pytest.mark.parametrize("operation", CALLS)
+def test_both_front_ends_have_one_signature(operation):
+    pytest.importorskip("torch")
+    pytest.importorskip("jax")
+    import ragged_attention.jax
+    import ragged_attention.torch
+
+    both = [getattr(front_end, operation) for front_end in (ragged_attention.torch, ragged_attention.jax)]
+    kinds = [
+        [(name, value.kind, value.default) for name, value in inspect.signature(function).parameters.items()]
+        for function in both
+    ]
+    assert kinds[0] == kinds[1]
+    assert all(function.__doc__ == CALLS[operation].__doc__ for function in both)
+    for name in CALLS[operation].argument_names():
+        assert name in (CALLS[operation].__doc__ or ""), f"{operation} does not document {name}"
+
+
+def test_importing_the_package_loads_no_framework():
+    code = """
+        import sys
+        import numpy
+        import time
+        start = time.perf_counter()
+        import ragged_attention
+        seconds = time.perf_counter() - start
+        loaded = {"torch", "jax", "triton", "rich", "hypothesis", "pytest"} & set(sys.modules)
+        assert not loaded, loaded
+        assert seconds < 0.2, seconds
+    """
+    complaints = ""
+    for _ in range(3):  # a busy machine may need another try at being quick
+        done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+        complaints = done.stderr
+        if done.returncode == 0:
+            return
+    pytest.fail(complaints)
+
+
+def test_devices_that_are_not_here_can_be_asked_about():
+    assert device_of("torch", "sm_90").platform == "cuda"
+    assert device_of("jax", "gfx942").platform == "rocm"
+    assert device_of("jax", "tpu").platform == "tpu"
+    assert dispatch.candidates(ATTENTION, device_of("jax", "tpu")) == ("pallas", "xla")
+    with pytest.raises(InvalidInput, match="expected framework to be one of torch, jax, got 'numpy'"):
+        device_of("numpy")
+    with pytest.raises(InvalidInput, match="expected operation to be one of"):
+        Sample().call("attention", CPU)

@@ -1,0 +1,165 @@
+"""The papers: their code is run, their commands and files exist, and what is generated is current."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from ragged_attention import cli, config, dispatch
+from ragged_attention.calls import CALLS
+
+ROOT = Path(__file__).resolve().parent.parent
+PAPERS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted(ROOT.glob("*/README.md")),
+]
+MAKEFILE = (ROOT / "Makefile").read_text()
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def blocks(language: str) -> list:
+    """Every fenced block of a language, named by its file and number."""
+    return [
+        pytest.param(block, id=f"{path.relative_to(ROOT)}-{number}")
+        for path in PAPERS
+        for number, (found, block) in enumerate(FENCE.findall(path.read_text()))
+        if found == language
+    ]
+
+
+def run_python(code: str, folder: Path) -> str:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("RAGGED_", "TRITON_"))}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, cwd=folder, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("code", blocks("python"))
+def test_python_blocks_run(code, tmp_path):
+    pytest.importorskip("torch")
+    run_python(code, tmp_path)
+
+
+def test_the_readmes_first_block_prints_what_it_says(tmp_path):
+    pytest.importorskip("torch")
+    code = FENCE.findall((ROOT / "README.md").read_text())[0][1]
+    assert len(code.strip().splitlines()) <= 9  # eight lines and an empty one
+    out = run_python(code, tmp_path)
+    (promised,) = re.findall(r"# (torch.Size.*)$", code, re.MULTILINE)
+    assert out.splitlines()[0] == promised
+    assert "* eager      chosen" in out
+
+
+@pytest.mark.parametrize("text", blocks("toml"))
+def test_toml_blocks_are_config_files(text, tmp_path, monkeypatch):
+    path = tmp_path / "settings.toml"
+    path.write_text(text)
+    monkeypatch.setenv(config.CONFIG_VARIABLE, str(path))
+    assert tomllib.loads(text).keys() <= {"backend", "options", "validate"}
+    assert config.requested("write_kv_pages") == ("eager",)
+
+
+@pytest.mark.parametrize("path", PAPERS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_to_files(path):
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text()):
+        if "://" not in target:
+            assert (path.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("path", PAPERS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_exist(path):
+    """`make x` is a target, `ragged-attention x` a command, `python -m x` a module of ours."""
+    text = path.read_text()
+    quoted = "\n".join([*re.findall(r"`([^`\n]+)`", text), *re.findall(r"^    (.+)$", text, re.MULTILINE)])
+    targets = re.findall(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)[0].split()
+    for target in re.findall(r"^make ([\w-]+)", quoted, re.MULTILINE):
+        assert target in targets
+    for command in re.findall(r"^ragged-attention (\w+)", quoted, re.MULTILINE):
+        assert command in (*cli.ELSEWHERE, "doctor", "explain")
+    for module in re.findall(r"^python -m (benchmarks[\w.]*)", quoted, re.MULTILINE):
+        found = ROOT / module.replace(".", "/")
+        assert found.with_suffix(".py").is_file() or (found / "__main__.py").is_file(), module
+
+
+def test_extras_exist():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    quoted = re.findall(r"pip install '\.\[([\w,-]+)\]'", (ROOT / "README.md").read_text())
+    assert {extra for group in quoted for extra in group.split(",")} == set(extras)
+
+
+@pytest.mark.parametrize("path", PAPERS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_paths_exist(path):
+    """A quoted path of this repository is there; those with <placeholders> are shapes of paths."""
+    tops = r"(?:src|reference|kernels_\w+|tests|benchmarks|docs|examples|portable)/"
+    for quoted in re.findall(rf"`({tops}[\w./]*)`", path.read_text()):
+        bases = (ROOT, ROOT / "src/ragged_attention", path.parent)
+        assert any((base / quoted).exists() for base in bases), quoted
+
+
+def test_every_target_is_described_and_has_a_rule():
+    targets = re.findall(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)[0].split()
+    contributing = (ROOT / "CONTRIBUTING.md").read_text()
+    for target in targets:
+        assert re.search(rf"^{target}:", MAKEFILE, re.MULTILINE), target
+        assert f"`make {target}`" in contributing, target
+
+
+def test_continuous_integration_runs_the_readmes_commands():
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    for command in ("make demo", "make test", "make check", "make compile-matrix"):
+        assert f"step {command}" in script.read_text()
+
+
+def test_the_support_table_is_current():
+    for needed in ("torch", "jax", "triton"):
+        pytest.importorskip(needed)
+    spec = importlib.util.spec_from_file_location("support_table", ROOT / "docs" / "support_table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    readme = (ROOT / "README.md").read_text()
+    assert module.with_table(readme) == readme, "run `make docs`"
+    table = readme.partition(module.BEGIN)[2].partition(module.END)[0]
+    for operation in CALLS:
+        assert f"| `{operation}` |" in table
+
+
+def test_every_environment_variable_is_described():
+    text = (ROOT / "docs" / "configuration.md").read_text()
+    ours = {value for name, value in vars(config).items() if name.endswith("_VARIABLE")}
+    assert set(re.findall(r"RAGGED_ATTENTION_[A-Z]+", text)) == ours
+
+
+def test_every_backend_and_platform_order_is_described():
+    text = (ROOT / "docs" / "backends.md").read_text()
+    for backend in dispatch.ROOMS:
+        assert f"| `{backend}` |" in text
+    for platform, order in dispatch.ORDER.items():
+        names = ", ".join(f"`{name}`" for name in order)
+        where = f"(`{platform}`)" if platform != "*" else "CPU and all others"
+        assert re.search(rf"^\| [^|]*{re.escape(where)}[^|]* \| {names} \|$", text, re.MULTILINE), platform
+
+
+def test_status_tells_of_every_operation():
+    text = (ROOT / "docs" / "status.md").read_text()
+    for operation in CALLS:
+        assert f"| `{operation}` |" in text
+
+
+def test_pinned_versions_are_supported_ones():
+    """Every pin is of a package that pyproject asks for, directly or as a part of one."""
+    pins = dict(re.findall(r"^([\w-]+)==([\w.]+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    for name in pins.keys() - {"jaxlib", "jax-cuda13-plugin", "ml_dtypes", "scipy"}:
+        assert re.search(rf'"{name}[><=~]', pyproject), name
+    assert pins["jax"] == pins["jaxlib"] == pins["jax-cuda13-plugin"]

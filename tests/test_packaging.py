@@ -1,0 +1,190 @@
+"""What is built and installed: wheel, sdist and editable, from a copy of the tree, without a network."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = ROOT / "src" / "ragged_attention"
+ROOMS = ("reference", "kernels_triton", "kernels_pallas", "kernels_cuda")
+SHIPPED = ("src", *ROOMS, "pyproject.toml", "README.md", "LICENSE")
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
+
+
+def folders_with_code() -> set[str]:
+    """The dotted names of all folders that should be packages, the rooms under their installed names."""
+    found = set()
+    for top, name in ((SOURCE, "ragged_attention"), *((ROOT / room, f"ragged_attention.{room}") for room in ROOMS)):
+        for path in top.rglob("*.py"):
+            parts = path.relative_to(top).parent.parts
+            if not parts or parts[0] not in (*ROOMS, "__pycache__"):
+                found.add(".".join((name, *parts)))
+    return found
+
+
+def test_packages_are_the_folders():
+    assert set(SETUPTOOLS["packages"]) == folders_with_code()
+
+
+def test_rooms_are_mapped_and_linked():
+    mapped = {"ragged_attention": "src/ragged_attention"} | {f"ragged_attention.{room}": room for room in ROOMS}
+    assert SETUPTOOLS["package-dir"] == mapped
+    links = {path.name: os.readlink(path) for path in SOURCE.iterdir() if path.is_symlink()}
+    assert links == {room: f"../../{room}" for room in ROOMS}
+
+
+def test_every_package_has_an_init_file():
+    for package in SETUPTOOLS["packages"]:
+        parts = package.split(".")[1:]
+        folder = SOURCE.joinpath(*parts)
+        assert (folder / "__init__.py").is_file(), folder
+
+
+def test_data_files_ship():
+    """Every file beside the code that is no Python is matched by package-data, documents aside."""
+    for package in SETUPTOOLS["packages"]:
+        folder = SOURCE.joinpath(*package.split(".")[1:])
+        patterns = SETUPTOOLS["package-data"].get(package, [])
+        matched = {path for pattern in patterns for path in folder.glob(pattern)}
+        for path in folder.iterdir():
+            if path.is_file() and path.suffix not in (".py", ".md") and not path.name.startswith("."):
+                assert path in matched, f"{path.relative_to(ROOT)} is in no package-data"
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what is shipped, so that building leaves nothing in the tree."""
+    copy = tmp_path_factory.mktemp("tree")
+    for name in SHIPPED:
+        if (ROOT / name).is_dir():
+            ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
+            shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignore)
+        else:
+            shutil.copy(ROOT / name, copy / name)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def built(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A wheel straight from the tree, an sdist, and a wheel from that sdist."""
+    straight, through = tmp_path_factory.mktemp("straight"), tmp_path_factory.mktemp("through")
+    build = [sys.executable, "-m", "build", "--no-isolation"]
+    run([*build, "--wheel", "--outdir", straight, tree])
+    run([*build, "--outdir", through, tree])
+    return {
+        "wheel": next(straight.glob("*.whl")),
+        "sdist": next(through.glob("*.tar.gz")),
+        "wheel from sdist": next(through.glob("*.whl")),
+    }
+
+
+def run(command: list, **environment: str) -> str:
+    keep = {name: value for name, value in os.environ.items() if not name.startswith(("RAGGED_", "PYTHONPATH"))}
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, env=keep | environment, cwd=Path(sys.prefix)
+    )
+    assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    return done.stdout
+
+
+def members(wheel: Path) -> set[str]:
+    return set(zipfile.ZipFile(wheel).namelist())
+
+
+def expected_members(tree: Path) -> set[str]:
+    """Installed names of all Python files and data of the tree; documents inside packages stay behind."""
+    found = set()
+    for top, name in ((tree / "src/ragged_attention", "ragged_attention"), *(
+        (tree / room, f"ragged_attention/{room}") for room in ROOMS)):  # fmt: skip
+        for path in top.rglob("*"):
+            relative = path.relative_to(top)
+            if path.is_file() and relative.parts[0] not in ROOMS and path.suffix != ".md":
+                found.add(f"{name}/{relative}")
+    return found
+
+
+@pytest.mark.parametrize("kind", ["wheel", "wheel from sdist"])
+def test_wheel_holds_all_and_nothing_else(tree, built, kind):
+    found = members(built[kind])
+    tops = {name.partition("/")[0] for name in found}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"ragged_attention"}
+    assert {name for name in found if name.startswith("ragged_attention/")} == expected_members(tree)
+    assert any(name.endswith("licenses/LICENSE") for name in found)
+
+
+def test_sdist_mirrors_the_repository(built):
+    with tarfile.open(built["sdist"]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"README.md", "LICENSE", "pyproject.toml", "src/ragged_attention/calls.py"} <= names
+    assert {f"{room}/__init__.py" for room in ROOMS} <= names
+
+
+def fresh(folder: Path) -> Path:
+    """A new environment that holds nothing but sees, in folder/borrowed, what this one has, this project aside."""
+    venv.create(folder, with_pip=False)
+    borrowed = folder / "borrowed"
+    borrowed.mkdir()
+    for path in Path(sysconfig.get_paths()["purelib"]).iterdir():
+        if "ragged" not in path.name:
+            (borrowed / path.name).symlink_to(path)
+    return folder / "bin" / "python"
+
+
+def run_in(python: Path, command: list) -> str:
+    return run(command, PYTHONPATH=str(python.parent.parent / "borrowed"))
+
+
+def install(python: Path, *what: object) -> None:
+    pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "install"]
+    run_in(python, [*pip, "--no-deps", "--no-index", "--no-build-isolation", *what])
+
+
+IMPORTS = """
+import importlib, importlib.util
+import ragged_attention
+for name in {packages!r}:
+    if name.rpartition(".")[2] in ("reference", "kernels_triton", "kernels_pallas", "kernels_cuda"):
+        importlib.import_module(name)
+    assert importlib.util.find_spec(name), name
+for room in {rooms!r}:
+    assert importlib.util.find_spec(room) is None, room
+from ragged_attention.reference.merge_attention_states import merge_attention_states
+import numpy
+out, lse = merge_attention_states(numpy.ones((2, 1, 1, 16)), numpy.zeros((2, 1, 1)))
+assert (out == 1).all() and numpy.allclose(lse, numpy.log(2))
+print(ragged_attention.__file__)
+"""
+
+
+def imports_well(python: Path) -> str:
+    code = IMPORTS.format(packages=SETUPTOOLS["packages"], rooms=ROOMS)
+    return run_in(python, [python, "-c", code]).strip()
+
+
+def test_wheel_installs_into_a_fresh_environment(built, tmp_path):
+    python = fresh(tmp_path / "env")
+    install(python, built["wheel"])
+    assert Path(imports_well(python)).is_relative_to(tmp_path)
+    version = run_in(python, [python.parent / "ragged-attention", "--version"]).strip()
+    assert version in built["wheel"].name
+
+
+def test_editable_install_sees_a_new_file_at_once(tree, tmp_path):
+    copy = tmp_path / "tree"
+    shutil.copytree(tree, copy, symlinks=True)
+    python = fresh(tmp_path / "env")
+    install(python, "--editable", copy)
+    assert Path(imports_well(python)).is_relative_to(copy)
+    (copy / "kernels_triton" / "an_operation.py").write_text("HERE = True\n")
+    code = "from ragged_attention.kernels_triton.an_operation import HERE; print(HERE)"
+    assert run_in(python, [python, "-c", code]).strip() == "True"
