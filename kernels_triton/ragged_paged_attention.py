@@ -378,7 +378,8 @@ def combine_kernel(
         )
         v_scale = load_scale(v_scale_ptr, kv_head, v_scale_factor, V_SCALE_STRIDE)
         zero = tl.zeros([1], tl.float32)
-        store_rows(out_ptr, lse_ptr, acc[None, :], highest + zero, total + zero, row + tl.arange(0, 1), rows, start, kv_head, sinks_ptr, v_scale, HAS_SINKS, GROUP, NUM_HEADS, DV, DV_PAD)  # fmt: skip
+        store_rows(out_ptr, lse_ptr, acc[None, :], highest + zero, total + zero, row + tl.arange(0, 1), rows, start,
+                   kv_head, sinks_ptr, v_scale, HAS_SINKS, GROUP, NUM_HEADS, DV, DV_PAD)  # fmt: skip
 
 
 def shared_arguments(call: Any, v_arguments: dict[str, Any]) -> dict[str, Any]:
