@@ -220,6 +220,30 @@ def matmul(a, b, acc):
 
 
 @triton.jit
+def lost_to_rounding(exact, rounded):
+    return narrow(exact - rounded.to(tl.float32), rounded.dtype)
+
+
+@triton.jit
+def pages_of(page_row_ptr, block, keys, first, last, num_pages, MASKED: tl.constexpr, PAGE_SIZE: tl.constexpr,
+             BLOCK_KV: tl.constexpr):  # fmt: skip
+    """The pages of keys within a block, one for all where a block lies on one page, and which keys may be read."""
+    readable = keys < last
+    if PAGE_SIZE % BLOCK_KV == 0:
+        page = tl.load(page_row_ptr + block // PAGE_SIZE)
+        if MASKED:
+            known = (page >= 0) & (page < num_pages)
+            readable = (keys >= tl.where(known, first, last)) & readable
+    elif MASKED:
+        readable = (keys >= first) & readable
+        page = tl.load(page_row_ptr + keys // PAGE_SIZE, mask=readable, other=-1)
+        readable = readable & (page >= 0) & (page < num_pages)
+    else:
+        page = tl.load(page_row_ptr + keys // PAGE_SIZE)
+    return page, readable
+
+
+@triton.jit
 def attend(
     q, highest, total, acc,
     k_ptr, v_ptr, page_row_ptr, left, left_blocks, right, num_blocks, first, last, position, window, num_pages,
@@ -244,22 +268,8 @@ def attend(
         if MASKED:
             block = tl.where(index < left_blocks, block, right + (index - left_blocks) * BLOCK_KV)
         keys = block + tl.arange(0, BLOCK_KV)
-        if PAGE_SIZE % BLOCK_KV == 0:  # the whole block lies on one page
-            page = tl.load(page_row_ptr + block // PAGE_SIZE)
-            if MASKED:
-                known = (page >= 0) & (page < num_pages)
-                readable = (keys >= tl.where(known, first, last)) & (keys < last)
-            slot = (block % PAGE_SIZE + tl.arange(0, BLOCK_KV)).to(tl.int64)
-        else:
-            if MASKED:
-                inside = (keys >= first) & (keys < last)
-                page = tl.load(page_row_ptr + keys // PAGE_SIZE, mask=inside, other=-1)
-                readable = inside & (page >= 0) & (page < num_pages)
-            else:
-                page = tl.load(page_row_ptr + keys // PAGE_SIZE)
-            slot = (keys % PAGE_SIZE).to(tl.int64)
-        k_rows = k_ptr + page.to(tl.int64) * k_page_stride + slot * k_slot_stride
-        v_rows = v_ptr + page.to(tl.int64) * v_page_stride + slot * v_slot_stride
+        page, readable = pages_of(page_row_ptr, block, keys, first, last, num_pages, MASKED, PAGE_SIZE, BLOCK_KV)
+        k_rows = k_ptr + page.to(tl.int64) * k_page_stride + (keys % PAGE_SIZE).to(tl.int64) * k_slot_stride
         if MASKED:
             k = tl.load(k_rows[:, None] + d[None, :], mask=readable[:, None] & (d < D)[None, :], other=0)
         elif D == D_PAD:
@@ -283,6 +293,13 @@ def attend(
         kept = tl.math.exp2(highest - finite)
         total = total * kept + tl.sum(weights, 1)
         highest = higher
+        rounded = narrow(weights, q.dtype)
+        twice: tl.constexpr = WEIGHT_PARTS == 2 and q.shape[0] >= 64 and DV_PAD >= 256
+        if twice:  # as one dot, each key standing twice: chained dots of that size would copy the accumulator
+            rounded = tl.reshape(tl.join(rounded, lost_to_rounding(weights, rounded)), [q.shape[0], 2 * BLOCK_KV])
+            keys = block + tl.arange(0, 2 * BLOCK_KV) // 2
+            page, readable = pages_of(page_row_ptr, block, keys, first, last, num_pages, MASKED, PAGE_SIZE, BLOCK_KV)
+        v_rows = v_ptr + page.to(tl.int64) * v_page_stride + (keys % PAGE_SIZE).to(tl.int64) * v_slot_stride
         if MASKED:
             v = tl.load(v_rows[:, None] + dv[None, :], mask=readable[:, None] & (dv < DV)[None, :], other=0)
         elif DV == DV_PAD:
@@ -290,10 +307,9 @@ def attend(
         else:
             v = tl.load(v_rows[:, None] + dv[None, :], mask=(dv < DV)[None, :], other=0)
         values = decode(v, FORMAT, q.dtype)
-        rounded = narrow(weights, q.dtype)
         acc = matmul(rounded, values, acc * kept[:, None])
-        if WEIGHT_PARTS == 2:
-            acc = matmul(narrow(weights - rounded.to(tl.float32), q.dtype), values, acc)
+        if WEIGHT_PARTS == 2 and not twice:
+            acc = matmul(lost_to_rounding(weights, rounded), values, acc)
     return highest, total, acc
 
 

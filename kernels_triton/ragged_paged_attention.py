@@ -97,17 +97,21 @@ def heuristic(call: Any) -> Tile:
     rows = max(16, next_power_of_2(call.num_tokens * call.group))
     width = next_power_of_2(max(call.head_dim, call.v_head_dim))
     split_block_q = split_rows(call)
+    arch = call.device.arch
+    wgmma = arch in ("sm_90", "sm_100", "sm_103")  # the matrix unit takes its operands from shared memory
     if item_size(call.q) == 4 and call.device.platform != "cpu":  # no tensor cores: threads hold both operands
         block_q, block_kv, num_warps, num_stages = 16, 16, 4 if width <= 128 else 8, 2
         split_block_kv, split_num_warps, split_num_stages = 16, num_warps * max(1, split_block_q // 32), 2
     elif width <= 128:
-        wgmma = call.device.arch in ("sm_90", "sm_100", "sm_103")  # operands of the matrix unit stay in shared memory
-        roomy = wgmma or not call.device.arch.startswith("sm_")
+        roomy = wgmma or not arch.startswith("sm_")
         block_q, block_kv, num_warps, num_stages = (128, 64, 8, 3) if roomy else (64, 32, 4, 2)
         split_block_kv, split_num_warps, split_num_stages = 64, 4, 3
-    else:
-        block_q, block_kv, num_warps, num_stages = 32, 32, 4 if width <= 256 else 8, 2
-        split_block_kv, split_num_warps, split_num_stages = 32, num_warps, 3 if width <= 256 else 2
+    elif width <= 256:
+        block_q, block_kv, num_warps, num_stages = (64, 32, 8, 2) if wgmma else (32, 32, 4, 2)
+        split_block_kv, split_num_warps, split_num_stages = 32, 4, 3
+    else:  # 64 rows of 512 leave no registers for anything else, so no wgmma here
+        block_q, block_kv, num_warps, num_stages = 32, 32, 8, 2
+        split_block_kv, split_num_warps, split_num_stages = 32, 8, 2
     block_q = min(block_q, rows)
     block_kv, num_stages = fit(call, block_q, block_kv, num_stages)
     split_block_kv, split_num_stages = fit(call, split_block_q, split_block_kv, split_num_stages)

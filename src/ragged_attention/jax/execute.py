@@ -5,12 +5,15 @@ import json
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 
 from ragged_attention import config, dispatch
 from ragged_attention.calls import CALLS, Call
 from ragged_attention.errors import InvalidInput, Unsupported
 from ragged_attention.jax.launcher import PLATFORMS, Launcher, device_facts, join_arrays, split_arrays
+
+PORTABLE = ("xla", "reference")  # the same operations on every platform
 
 
 def run(operation: str, arguments: dict[str, Any], backend: Any, options: Any) -> Any:
@@ -52,9 +55,17 @@ def _run(operation: str, arrays: dict[str, Any], rest: tuple[Any, ...], names: A
     # Traced by the caller, it may be meant for another machine; called plainly, it runs here and now.
     if here in refusals and not (choices and traced):
         raise refusals[here]
-    if all(choice.backend in ("xla", "reference") for choice, _ in choices.values()):
+    if not traced:
         return choices[here][1](arrays)
-    return jax.lax.platform_dependent(arrays, **{platform: branch for platform, (_, branch) in choices.items()})
+    branches: dict[str, Any] = {}
+    portable: dict[Any, Any] = {}  # one branch for all platforms that share it, so that it is traced once
+    for platform, (choice, branch) in choices.items():
+        if choice.backend in PORTABLE:
+            branch = portable.setdefault((choice.backend, choice.tile), branch)
+        branches[platform] = branch
+    if len(portable) == len(set(map(id, branches.values()))) == 1:
+        return branches[next(iter(branches))](arrays)
+    return jax.lax.platform_dependent(arrays, **branches)
 
 
 def _check_values(call: Call) -> None:

@@ -1,4 +1,4 @@
-"""How a room's work gets done on jax arrays: Triton kernels through jax-triton or the interpreter, NumPy on the host."""
+"""How a room's work gets done on jax arrays: Triton by jax-triton or the interpreter, NumPy on the host."""
 
 import functools
 import importlib

@@ -1,1 +1,31 @@
-"""What holds a kernel to its definition: strategies, comparator, laws, guarded memory; for kernels of others too."""
+"""What holds a kernel to its definition: strategies, comparator, laws, guarded memory; for kernels of others too.
+
+`ragged-attention conformance --backend X` and `pytest --pyargs ragged_attention.testing --backend X` run all of it
+on a backend. The parts, for tests of one's own:
+
+    Spec, Batch, WriteBatch, MergeBatch    a batch's structure, and the NumPy arrays made from it
+    CORNERS                                a named batch for every edge of the definition
+    agrees                                 the one comparison, with the one set of bounds
+    LAWS                                   what holds without an oracle
+    runner_for                             a backend, called through the torch or the jax front end
+    guarded                                arrays that end where readable memory ends
+
+`ragged_attention.testing.strategies` has the Hypothesis strategies.
+"""
+
+from importlib.util import find_spec
+
+if missing := [name for name in ("hypothesis", "pytest") if find_spec(name) is None]:
+    raise ImportError(
+        f"ragged_attention.testing needs {' and '.join(missing)}: install the extra, ragged-attention[testing]"
+    )
+
+from ragged_attention.testing.batches import Batch as Batch
+from ragged_attention.testing.batches import MergeBatch as MergeBatch
+from ragged_attention.testing.batches import Spec as Spec
+from ragged_attention.testing.batches import WriteBatch as WriteBatch
+from ragged_attention.testing.compare import agrees as agrees
+from ragged_attention.testing.corners import CORNERS as CORNERS
+from ragged_attention.testing.guarded import guarded as guarded
+from ragged_attention.testing.laws import LAWS as LAWS
+from ragged_attention.testing.runners import runner_for as runner_for

@@ -1,0 +1,296 @@
+"""Every Triton kernel, at the tiles its heuristic returns for real shapes, compiled for every supported GPU.
+
+    python -m benchmarks.compile_matrix [--check] [--arch sm_90 ...] [--case NAME ...] [--jobs N]
+
+Needs neither a GPU nor torch nor jax, and must run without TRITON_INTERPRET. Works with whichever Triton is imported
+and writes that version's section of docs/compile_matrix.md; with `--check` it compares instead. It fails on a kernel
+that does not compile, spills, needs more shared memory than the device has, or, on sm_90, does a prefill without wgmma.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import multiprocessing
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks import cases, compiling
+from ragged_attention import dispatch
+from ragged_attention.calls import CALLS, Call
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "compile_matrix.md"
+
+# A case for each piece of code that the named shapes compile to; the others repeat it with other numbers.
+COVERING = (
+    "decode_64x4k", "decode_64x4k_page1", "decode_1x128k", "prefill_4k", "gpt_oss_window_64x4k", "gpt_oss_prefill_4k",
+    "gemma2_32x4k", "gemma2_prefill_4k", "gemma4_global_32x4k", "gemma4_global_prefill_4k", "fp8_64x4k",
+    *cases.COMPILED_ONLY,
+)  # fmt: skip
+# Writing and merging are plain copies, so fewer shapes cover them.
+COPYING = ("decode_64x4k", "gemma4_global_prefill_4k", "fp8_64x4k", *cases.COMPILED_ONLY)
+
+HEADER = """\
+# Compile matrix
+
+What the Triton kernels compile to, at the tiles their heuristics choose for the shapes of `benchmarks/cases.py`,
+for GPUs that need not be there. Written by `make compile-matrix`, which fails on a kernel that does not compile,
+spills, needs more shared memory than the device has, or does a prefill on sm_90 without wgmma; CI compares.
+
+Columns: block sizes of the tile; warps and stages of this launch; instructions in the code, as
+counts (wgmma: Hopper's matrix instructions, tcgen05: Blackwell's, mma: those of Ampere and later, mfma: AMD's,
+cp.async: asynchronous copies to shared memory); registers a thread (on AMD: vector registers); bytes a thread that do
+not fit the registers; shared memory in KiB, and the most one program can have.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One compilation: the launch numbered `launch` of the call numbered `call` of a case, for `arch`."""
+
+    case: str
+    arch: str
+    call: int
+    launch: int
+
+
+@dataclasses.dataclass
+class Row:
+    """One compiled kernel and every case that uses it."""
+
+    arch: str
+    kernel: str
+    blocks: str
+    num_warps: int
+    num_stages: int
+    cases: list[str]
+    facts: compiling.Facts = dataclasses.field(default_factory=compiling.Facts)
+
+    @property
+    def where(self) -> str:
+        return f"{self.arch} {self.kernel} ({self.cases[0]})"
+
+
+@functools.cache
+def calls_for(case: str, arch: str) -> tuple[Call, ...]:
+    """The case's calls, one an operation's form, that the Triton room has and takes."""
+    return tuple(call for call in _calls_of(case, arch) if declined(call) is None)
+
+
+def _calls_of(case: str, arch: str) -> list[Call]:
+    calls = cases.calls_of(cases.find(case), compiling.device_of(arch))
+    return [call for call in calls if call.OPERATION == "ragged_paged_attention" or case in COPYING]
+
+
+def declined(call: Call) -> str | None:
+    return dispatch.load(call.OPERATION, "triton").why_not(call)
+
+
+@functools.cache
+def launches_for(case: str, arch: str, call: int) -> tuple[compiling.Launch, ...]:
+    return tuple(compiling.record(calls_for(case, arch)[call]))
+
+
+def plan(names: Iterable[str], archs: Iterable[str]) -> dict[str, tuple[Job, Row]]:
+    """What to compile, each code once: identity -> the job and the row that its facts go to."""
+    found: dict[str, tuple[Job, Row]] = {}
+    for arch in archs:
+        for name in names:
+            for place in range(len(calls_for(name, arch))):
+                for number, launch in enumerate(launches_for(name, arch, place)):
+                    identity = compiling.identity(launch, arch)
+                    if identity in found:
+                        used = found[identity][1].cases
+                        used += [name] if name not in used else []
+                        continue
+                    row = Row(arch, launch.name, _blocks(launch), launch.num_warps, launch.num_stages, [name])
+                    found[identity] = (Job(name, arch, place, number), row)
+    return found
+
+
+def refusals(names: Iterable[str], archs: Iterable[str]) -> list[str]:
+    """The calls that the Triton room declines, with its reasons: said aloud, for nothing is compiled for them."""
+    names = list(names)
+    return [
+        f"{arch} {call.OPERATION} ({name}): {reason}"
+        for arch in archs
+        for name in names
+        for call in _calls_of(name, arch)
+        if (reason := declined(call))
+    ]
+
+
+def missing_operations() -> list[str]:
+    """Operations of the Triton room that no case calls."""
+    room = importlib.import_module(dispatch.ROOMS["triton"])
+    offered = {name for name in CALLS if importlib.util.find_spec(f"{room.__name__}.{name}")}
+    some = next(iter(cases.CASES.values()))
+    called = {call.OPERATION for call in cases.calls_of(some, compiling.device_of("sm_90"))}
+    return sorted(offered - called)
+
+
+def _blocks(launch: compiling.Launch) -> str:
+    """The block sizes among the launch's arguments."""
+    sizes = {name: value for name, value in launch.arguments.items() if name.startswith("BLOCK")}
+    return ", ".join(f"{name.removeprefix('BLOCK_').lower()} {value}" for name, value in sizes.items())
+
+
+def alike(rows: Sequence[Row]) -> list[Row]:
+    """Rows of which nothing but the cases differs, joined; the order of first appearance."""
+    joined: dict[Any, Row] = {}
+    for row in rows:
+        key = (row.arch, row.kernel, row.blocks, row.num_warps, row.num_stages, row.facts)
+        if key in joined:
+            joined[key].cases += [name for name in row.cases if name not in joined[key].cases]
+        else:
+            joined[key] = dataclasses.replace(row, cases=list(row.cases))
+    return list(joined.values())
+
+
+def _compile(job: Job) -> compiling.Facts:
+    return compiling.compile_launch(launches_for(job.case, job.arch, job.call)[job.launch], job.arch)
+
+
+def _start_worker(cache: str) -> None:
+    os.environ["TRITON_CACHE_DIR"] = cache
+
+
+def compile_all(planned: dict[str, tuple[Job, Row]], jobs: int, console: Console) -> list[Row]:
+    """Compile everything planned in `jobs` processes, from an empty cache; rows in a stable order."""
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    context = multiprocessing.get_context("spawn")
+    with (
+        tempfile.TemporaryDirectory() as cache,
+        concurrent.futures.ProcessPoolExecutor(jobs, context, _start_worker, (cache,)) as pool,
+        Progress(*columns, console=console) as progress,
+    ):
+        task = progress.add_task("compiling", total=len(planned))
+        waiting = {pool.submit(_compile, job): row for job, row in planned.values()}
+        for done in concurrent.futures.as_completed(waiting):
+            waiting[done].facts = done.result()
+            if reason := waiting[done].facts.failure:
+                progress.console.print(f"{waiting[done].where}: {reason}", style="red", markup=False, highlight=False)
+            progress.update(task, advance=1, description=waiting[done].where)
+    return sorted((row for _, row in planned.values()), key=_order)
+
+
+def _order(row: Row) -> tuple[Any, ...]:
+    return (
+        compiling.ARCHITECTURES.index(row.arch),
+        row.kernel,
+        row.cases[0],
+        row.blocks,
+        row.num_warps,
+        row.num_stages,
+    )
+
+
+def failures(rows: Sequence[Row]) -> list[str]:
+    """Everything that must not ship, one line each."""
+    found = [f"{row.where}: {reason}" for row in rows if (reason := row.facts.failure)]
+    for name in sorted({name for row in rows if row.arch == "sm_90" for name in row.cases}):
+        case = cases.find(name)
+        large = max(case.q_lens) * (case.num_q_heads // case.num_kv_heads) >= 64
+        if case.dtype == "float32" or not large or "speculative" in name:
+            continue
+        used = [row.facts for row in rows if row.arch == "sm_90" and name in row.cases]
+        if not any("wgmma" in dict(facts.instructions) for facts in used):
+            found.append(f"sm_90 ({name}): no launch uses wgmma")
+    return found
+
+
+def section(version: str, rows: Sequence[Row], refused: Sequence[str]) -> str:
+    """One Triton version's part of the document."""
+    lines = [f"## Triton {version}", ""]
+    wrong = failures(rows)
+    lines += [f"{len(rows)} compilations, {len(wrong) or 'no'} failure{'s' if len(wrong) != 1 else ''}.", ""]
+    lines += [f"- {text}" for text in wrong] + ([""] if wrong else [])
+    if refused:
+        lines += ["Declined by the kernels themselves, so not compiled:", "", *(f"- {text}" for text in refused), ""]
+    for arch in compiling.ARCHITECTURES:
+        if some := alike([row for row in rows if row.arch == arch]):
+            limit = max(row.facts.limit for row in some) // 1024
+            lines += [f"### {arch} on Triton {version}", "", f"Shared memory of one program: {limit} KiB.", ""]
+            lines += ["| kernel | cases | blocks | warps | stages | instructions | registers | spilled | shared |"]
+            lines += ["|---|---|---|---|---|---|---|---|---|", *map(_line, some), ""]
+    return "\n".join(lines)
+
+
+def _line(row: Row) -> str:
+    facts = row.facts
+    counts = ", ".join(f"{name} {count}" for name, count in facts.instructions) or "-"
+    spilled = f"**{facts.spilled} B**" if facts.spilled else "0"
+    shared = f"{facts.shared / 1024:.1f}"
+    cells = (row.kernel, ", ".join(row.cases), row.blocks, row.num_warps, row.num_stages)
+    if facts.error:
+        return "| " + " | ".join(map(str, (*cells, f"**{facts.error}**", "-", "-", "-"))) + " |"
+    shared = f"**{shared}**" if facts.shared > facts.limit else shared
+    return "| " + " | ".join(map(str, (*cells, counts, facts.registers, spilled, shared))) + " |"
+
+
+def merged(document: str, version: str, new: str) -> str:
+    """The document with this version's section replaced, newest version first."""
+    parts = re.split(r"^(?=## Triton )", document, flags=re.MULTILINE)[1:]
+    held = {part.split(maxsplit=3)[2]: part.rstrip() + "\n" for part in parts}
+    held[version] = new.rstrip() + "\n"
+    order = sorted(held, key=lambda text: [int(number) for number in re.findall(r"\d+", text)], reverse=True)
+    return "\n".join([HEADER, *(held[name] for name in order)])
+
+
+def _store(version: str, text: str, check: bool, console: Console) -> int:
+    old = DOCUMENT.read_text() if DOCUMENT.is_file() else ""
+    new = merged(old, version, text)
+    if not check:
+        DOCUMENT.parent.mkdir(exist_ok=True)
+        DOCUMENT.write_text(new)
+        return 0
+    if new == old:
+        return 0
+    changed = sorted(set(new.splitlines()) ^ set(old.splitlines()))
+    console.print(f"{DOCUMENT.name} differs from what Triton {version} compiles now; make compile-matrix rewrites it:")
+    for line in changed[:20]:
+        console.print(("+ " if line in new.splitlines() else "- ") + line, markup=False, highlight=False)
+    return 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.compile_matrix", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="compare with docs/compile_matrix.md instead of writing")
+    parser.add_argument("--arch", nargs="+", choices=compiling.ARCHITECTURES, help="only these; nothing is written")
+    parser.add_argument("--case", nargs="+", help="only these, or `all`; nothing is written")
+    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processes")
+    options = parser.parse_args(argv)
+    console = Console(stderr=True, soft_wrap=True)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        console.print("expected TRITON_INTERPRET to be unset, got 1: the interpreter compiles nothing")
+        return 2
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # its default, of which it would warn
+    names = [*cases.CASES, *cases.COMPILED_ONLY] if options.case == ["all"] else options.case or COVERING
+    archs = options.arch or compiling.ARCHITECTURES
+    version = importlib.import_module("triton").__version__
+    rows = compile_all(plan(names, archs), options.jobs, console)
+    text = section(version, rows, refusals(names, archs))
+    wrong = failures(rows) + [f"{name}: no case calls it" for name in missing_operations()]
+    if options.arch or options.case:
+        Console(width=400).print(text, markup=False, highlight=False)
+        differs = 0
+    else:
+        differs = _store(version, text, options.check, console)
+    for line in wrong:
+        console.print(line, style="red", markup=False, highlight=False)
+    console.print(f"Triton {version}: {len(rows)} compilations, {len(wrong)} failures")
+    return 1 if wrong or differs else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

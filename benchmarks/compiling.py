@@ -1,0 +1,272 @@
+"""Triton kernels compiled for GPUs that are not here, and what the result says about them.
+
+A room's `run` is given a launcher that records what would be launched. Each recorded launch is then compiled as the
+real launcher's call would be specialised, for any architecture, and read: which matrix instructions, how many
+registers, spills, how much shared memory.
+"""
+
+import dataclasses
+import importlib
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import ITEMSIZE, FakeArray
+from ragged_attention import dispatch
+from ragged_attention.calls import Call, Device, dtype_name
+from ragged_attention.devices import shared_memory_of
+
+# Multiprocessors of the part that stands for each: A100, RTX 3090, H200, B200, RTX PRO 6000, MI300X, MI355X.
+MULTIPROCESSORS = {"sm_80": 108, "sm_86": 82, "sm_90": 132, "sm_100": 148, "sm_120": 188, "gfx942": 304, "gfx950": 256}
+ARCHITECTURES = tuple(MULTIPROCESSORS)
+
+POINTERS = {
+    "float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "int8": "*i8", "uint8": "*u8", "int32": "*i32",
+    "int64": "*i64",
+}  # fmt: skip
+
+NVIDIA_COUNTS = {
+    "wgmma": r"wgmma\.mma_async",
+    "tcgen05": r"tcgen05\.mma",
+    "mma": r"mma\.sync",
+    "cp.async": r"cp\.async\.c[ag]",
+    "tma": r"cp\.async\.bulk\.tensor",
+}
+AMD_COUNTS = {"mfma": r"v_mfma_", "direct-to-lds": r"(?:buffer|global)_load_\S*lds|lds\s*$"}
+
+
+def device_of(arch: str) -> Device:
+    """The facts a front end would report on a machine with this architecture."""
+    return Device(
+        framework="torch",
+        platform="rocm" if arch.startswith("gfx") else "cuda",
+        arch=arch,
+        num_multiprocessors=MULTIPROCESSORS[arch],
+        shared_memory=shared_memory_of(arch),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One kernel launch: its operands in order, the rest of its arguments by name, its options."""
+
+    kernel: Any
+    operands: tuple[Any, ...]
+    arguments: Mapping[str, Any]
+    num_warps: int
+    num_stages: int
+
+    @property
+    def name(self) -> str:
+        return self.kernel.__name__
+
+
+class Recorder:
+    """A launcher that launches nothing and remembers everything; arrays are fake and contiguous."""
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] = []
+
+    def __call__(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        inputs: Sequence[Any],
+        outputs: Sequence[tuple[Sequence[int], Any]],
+        *,
+        inplace: Sequence[int] = (),
+        num_warps: int = 4,
+        num_stages: int = 2,
+        **arguments: Any,
+    ) -> list[Any]:
+        new = [FakeArray(tuple(shape), str(dtype).rpartition(".")[2]) for shape, dtype in outputs]
+        new += [inputs[index] for index in inplace]
+        if 0 not in grid:
+            operands = tuple(map(self.bits, (*inputs, *new)))
+            self.launches.append(Launch(kernel, operands, arguments, num_warps, num_stages))
+        return new
+
+    def strides(self, array: Any) -> tuple[int, ...]:
+        return tuple(math.prod(array.shape[axis + 1 :]) for axis in range(len(array.shape)))
+
+    def bits(self, array: Any) -> Any:
+        """8-bit floats reach a kernel as uint8, whichever the front end."""
+        return FakeArray(array.shape, "uint8") if dtype_name(array).startswith("float8") else array
+
+    def packed(self, array: Any) -> Any:
+        return array
+
+    def on_host(self, function: Any, call: Any, outputs: Any, **extra: Any) -> Any:
+        raise TypeError(f"expected only kernel launches, got the host function {function.__name__}")
+
+
+def record(call: Call, tile: Any = None) -> list[Launch]:
+    """What the Triton room launches for `call`, at the tile of its heuristic where none is given."""
+    module = dispatch.load(call.OPERATION, "triton")
+    recorder = Recorder()
+    module.run(call, module.heuristic(call) if tile is None else tile, recorder)
+    return recorder.launches
+
+
+def _scalar(value: Any) -> tuple[str, list[Any]]:
+    """A number's type and attributes, as Triton specialises it."""
+    if isinstance(value, bool):
+        return "u1", []
+    if isinstance(value, float):
+        return "fp32", []
+    return "i32" if -(2**31) <= value < 2**31 else "i64", [["tt.divisibility", 16]] if value % 16 == 0 else []
+
+
+def _operand(array: Any, amd: bool) -> tuple[str, list[Any]]:
+    """A pointer's type and attributes: aligned as allocators align, and small ones marked so on AMD."""
+    attributes: list[Any] = [["tt.divisibility", 16]]
+    size = ITEMSIZE.get(dtype_name(array), 8) * math.prod(array.shape)
+    if amd and size <= 2**31 - 1:
+        attributes.append(["tt.pointer_range", 32])
+    return POINTERS[dtype_name(array)], attributes
+
+
+def specialise(launch: Launch, amd: bool) -> tuple[dict[str, Any], dict[Any, Any], dict[Any, Any]]:
+    """Signature, constants and attributes of the launch: what a compiler wants in place of values."""
+    params = launch.kernel.params
+    values = {param.name: param.default for param in params if param.has_default}
+    values |= dict(zip((param.name for param in params), launch.operands, strict=False)) | dict(launch.arguments)
+    signature: dict[str, Any] = {}
+    constants: dict[Any, Any] = {}
+    attributes: dict[Any, Any] = {}
+    for place, param in enumerate(params):
+        value = values[param.name]
+        if hasattr(value, "shape"):
+            signature[param.name], found = _operand(value, amd)
+        elif param.is_constexpr or value is None or (value == 1 and type(value) is int and not param.do_not_specialize):
+            signature[param.name], found = "constexpr", []
+            constants[(place,)] = value
+        else:
+            signature[param.name], found = _scalar(value)
+            found = [] if param.do_not_specialize or param.do_not_specialize_on_alignment else found
+        if found:
+            attributes[(place,)] = found
+    return signature, constants, attributes
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What the compiled kernel is made of; `error` instead where it does not compile."""
+
+    instructions: tuple[tuple[str, int], ...] = ()
+    registers: int = 0
+    spilled: int = 0  # bytes of memory a thread needs beyond its registers
+    shared: int = 0
+    limit: int = 0
+    error: str = ""
+
+    @property
+    def failure(self) -> str | None:
+        """Why this must not ship, or None."""
+        if self.error:
+            return f"does not compile: {self.error}"
+        if self.spilled:
+            return f"spills {self.spilled} bytes a thread"
+        if self.shared > self.limit:
+            return f"needs {self.shared} bytes of shared memory, the device has {self.limit}"
+        return None
+
+
+def identity(launch: Launch, arch: str) -> str:
+    """Equal for launches that compile to the same code."""
+    parts = (launch.kernel.cache_key, *specialise(launch, arch.startswith("gfx")))
+    return f"{arch} {launch.num_warps} {launch.num_stages} {parts}"
+
+
+def compile_launch(launch: Launch, arch: str) -> Facts:
+    """Compile for `arch` and read the result. Nothing is cached between runs: the caller sets a fresh cache folder."""
+    triton = importlib.import_module("triton")
+    compiler = importlib.import_module("triton.compiler")
+    targets = importlib.import_module("triton.backends.compiler")
+    amd = arch.startswith("gfx")
+    signature, constants, attributes = specialise(launch, amd)
+    source = compiler.ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    target = targets.GPUTarget("hip", arch, 64) if amd else targets.GPUTarget("cuda", int(arch[3:]), 32)
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    with _silence() as said:
+        try:
+            compiled = triton.compile(source, target=target, options=options)
+        except Exception as error:  # compilers raise anything; what they say is the finding
+            return Facts(error=_first_words(error, said()))
+    facts = _read_amd(compiled) if amd else _read_nvidia(compiled)
+    return dataclasses.replace(facts, shared=compiled.metadata.shared, limit=shared_memory_of(arch))
+
+
+class _silence:
+    """Keep what compilers write to the file descriptors of this process away from the terminal."""
+
+    def __enter__(self) -> Any:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.file = tempfile.TemporaryFile()
+        self.saved = os.dup(1), os.dup(2)
+        os.dup2(self.file.fileno(), 1)
+        os.dup2(self.file.fileno(), 2)
+        return self._read
+
+    def _read(self) -> str:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.file.seek(0)
+        return self.file.read().decode(errors="replace")
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor, saved in zip((1, 2), self.saved, strict=True):
+            os.dup2(saved, descriptor)
+            os.close(saved)
+        self.file.close()
+
+
+def _first_words(error: Exception, said: str) -> str:
+    """The most telling line of a compiler's complaint, on one line."""
+    root: BaseException = error
+    while root.__cause__ or root.__context__:  # an error in an inlined function is reported once a level
+        root = root.__cause__ or root.__context__ or root
+    lines = [line.strip() for line in (str(root) + "\n" + said).splitlines() if line.strip()]
+    telling = [line for line in lines if re.search(r"error|fatal|assert|not supported|Error", line)]
+    text = telling[0] if telling else (lines or [type(root).__name__])[-1]
+    return re.sub(r"/\S*/", "", f"{type(error).__name__}: {text}")[:200].replace("|", "/")
+
+
+def _count(patterns: Mapping[str, str], text: str) -> tuple[tuple[str, int], ...]:
+    found = ((name, len(re.findall(pattern, text, re.MULTILINE))) for name, pattern in patterns.items())
+    return tuple((name, count) for name, count in found if count)
+
+
+def _read_nvidia(compiled: Any) -> Facts:
+    tool = Path(importlib.import_module("triton").__file__).parent / "backends/nvidia/bin/cuobjdump"  # type: ignore[arg-type]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        done = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    usage = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", done.stdout)}
+    return Facts(
+        instructions=_count(NVIDIA_COUNTS, compiled.asm["ptx"]),
+        registers=usage["REG"],
+        spilled=max(usage["STACK"], usage["LOCAL"]),
+    )
+
+
+def _read_amd(compiled: Any) -> Facts:
+    text = compiled.asm["amdgcn"]
+
+    def metadata(name: str) -> int:
+        found = re.search(rf"\.{name}:\s*(\d+)", text)
+        return int(found[1]) if found else 0
+
+    return Facts(
+        instructions=_count(AMD_COUNTS, text),
+        registers=metadata("vgpr_count"),
+        spilled=max(metadata("private_segment_fixed_size"), 4 * metadata("vgpr_spill_count")),
+    )

@@ -1,0 +1,327 @@
+"""All that a machine with a GPU is good for, in one command.
+
+    python -m benchmarks.device [--quick] [--out DIR] [--steps env,conformance,checks,memcheck,bench] [--minutes N]
+
+Steps: env (versions, device, measured ceilings), conformance (every backend, both front ends), checks (torch.compile,
+graph replay with changed lengths, streams, no synchronisation), memcheck (any index values under compute-sanitizer),
+bench (the cases W1 to W8 with the peers present). Results are written as they come, as JSON and Markdown, and a later
+command with the same folder, device and commit goes on where the last one stopped, so each can stay short.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks import peers
+from benchmarks.cases import CASES, Case, scaled_down
+from benchmarks.run import HEADS, Machine, Result, cells, default_backends, is_red, run_case, this_machine
+from ragged_attention.tuning import device_slug
+
+ROOT = Path(__file__).parent.parent
+STEPS = ("env", "conformance", "checks", "memcheck", "bench")
+PACKAGES = ("torch", "triton", "jax", "jaxlib", "jax-triton", "numpy", "flashinfer-python", "vllm")
+CHECKED = ("decode_64x4k", "mixed_2q2k_32q1s1k", "gpt_oss_window_64x4k", "fp8_64x4k", "speculative_64q4s4k")
+QUICK = ("decode_64x4k", "prefill_4k", "mixed_2q2k_32q1s1k", "gpt_oss_full_64x4k", "fp8_64x4k")
+
+
+@dataclasses.dataclass
+class Session:
+    """One command's run: where results go, how much time is left, what the device is."""
+
+    folder: Path
+    quick: bool
+    rehearse: bool
+    until: float
+    console: Console
+    report: dict[str, Any]
+
+    @property
+    def left(self) -> float:
+        return self.until - time.monotonic()
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.rehearse else "cuda"
+
+    def store(self) -> None:
+        """Write both forms; after every result, so that a command that is cut short loses nothing."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        stem = self.folder / self.report["name"]
+        stem.with_suffix(".json").write_text(json.dumps(self.report, indent=1) + "\n")
+        stem.with_suffix(".md").write_text(markdown(self.report))
+
+
+def commit() -> str:
+    """The commit of the checkout, with a mark where files differ from it; empty where git cannot say."""
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=ROOT, capture_output=True, text=True
+    )
+    return done.stdout.strip() if done.returncode == 0 else os.environ.get("RAGGED_ATTENTION_COMMIT", "")
+
+
+def begin(options: argparse.Namespace, console: Console) -> Session:
+    """A session that goes on with the report of this day, device and commit, if there is one."""
+    import torch
+
+    name = "rehearsal" if options.rehearse else torch.cuda.get_device_name()
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    head = {"name": f"{today}_{device_slug(name)}", "device": name, "date": today, "commit": commit()}
+    path = options.out / f"{head['name']}.json"
+    report = json.loads(path.read_text()) if path.is_file() else {}
+    if report.get("commit") != head["commit"]:
+        report = head
+    until = time.monotonic() + 60 * options.minutes
+    return Session(options.out, options.quick, options.rehearse, until, console, report)
+
+
+# ---- steps
+
+
+def environment(session: Session) -> bool:
+    """Versions, the device as its driver describes it, and the ceilings that floors are computed from."""
+    facts: dict[str, Any] = {"python": platform.python_version(), "machine": platform.machine()}
+    for package in PACKAGES:
+        try:
+            facts[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            facts[package] = "absent"
+    if shutil.which("nvidia-smi"):
+        query = "--query-gpu=name,driver_version,clocks.sm,clocks.mem,temperature.gpu,power.limit"
+        done = subprocess.run(["nvidia-smi", query, "--format=csv,noheader"], capture_output=True, text=True)
+        facts["nvidia-smi"] = done.stdout.strip()
+    if not session.rehearse:
+        from benchmarks import timing
+
+        facts["copy_bytes_per_second"] = timing.copy_bandwidth()
+        facts["bf16_flops_per_second"] = timing.matmul_rate()
+    facts["peers"] = {name: why or "present" for name, why in peers.presence().items()}
+    session.report["env"] = facts
+    return True
+
+
+def conformance(session: Session) -> bool:
+    """The shipped suite on every backend through both front ends, each in a process of its own."""
+    rows = session.report.setdefault("conformance", {})
+    backends = {"torch": ("triton", "eager"), "jax": ("triton", "xla")}
+    examples = 2 if session.quick else 25
+    for framework, names in backends.items():
+        for backend in names:
+            key = f"{framework}-{backend}"
+            if rows.get(key, {}).get("result") == "passed" or importlib.util.find_spec(framework) is None:
+                continue
+            arguments = ["--backend", backend, "--framework", framework, "--device", session.device]
+            arguments += ["--examples", str(examples)] + (["--only", "decode"] if session.rehearse else [])
+            code = f"import sys; from ragged_attention.testing.conformance import main; sys.exit(main({arguments!r}))"
+            rows[key] = _apart(session, [sys.executable, "-c", code], {0: "passed", 2: "cannot run"})
+            session.store()
+            if session.left < 60:
+                break
+    return all(row["result"] in ("passed", "cannot run") for row in rows.values())
+
+
+def _apart(session: Session, command: list[str], meaning: dict[int, str]) -> dict[str, Any]:
+    """Run a command in a process of its own; what it said last, and what its exit status means."""
+    began = time.monotonic()
+    paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=max(30.0, session.left - 20)
+        )
+        result, said = meaning.get(done.returncode, "FAILED"), done.stdout[-6000:] + done.stderr[-2000:]
+    except subprocess.TimeoutExpired as late:
+        result, said = "out of time", str(late.stdout or b"", errors="replace")[-2000:] if late.stdout else ""
+    return {"result": result, "seconds": round(time.monotonic() - began, 1), "said": said.splitlines()[-40:]}
+
+
+def checks(session: Session) -> bool:
+    from benchmarks import device_checks
+
+    cases = device_checks.small(CHECKED[:2] if session.rehearse else CHECKED, 48 if session.rehearse else 333)
+    backend = "eager" if session.rehearse else "triton"
+    timed = None if session.rehearse else CASES["decode_64x4k"]
+    found = device_checks.checks(cases, backend, session.device, timed=timed)
+    session.report["checks"] = [dataclasses.asdict(check) for check in found]
+    return all(check.passed for check in found)
+
+
+def memcheck(session: Session) -> bool:
+    """Calls with any index values, under the memory checker where there is one."""
+    tool = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+    if tool is None or session.rehearse:
+        session.report["memcheck"] = {"result": "cannot run", "said": ["compute-sanitizer is not here"]}
+        return True
+    code = f"from benchmarks.device_checks import poke; poke({4 if session.quick else 24})"
+    # PyTorch keeps freed memory, so a stray access could land in what it holds; without that each array stands alone.
+    os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    command = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-c", code]
+    try:
+        session.report["memcheck"] = _apart(session, command, {0: "passed", 9: "FAILED: stray accesses"})
+    finally:
+        del os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"]
+    return session.report["memcheck"]["result"] == "passed"
+
+
+def bench(session: Session) -> bool:
+    """Every case with every peer; those that this report already has are not timed again."""
+    done = session.report.setdefault("bench", {})
+    chosen = [case for case in CASES.values() if not session.quick or case.name in QUICK]
+    if session.rehearse:
+        chosen = [scaled_down(CASES[name], length=48) for name in QUICK[:2]]
+    machine = _machine(session)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=session.console) as progress:
+        task = progress.add_task("timing", total=len(chosen))
+        for case in chosen:
+            progress.update(task, advance=1, description=case.name)
+            if case.name in done or session.left < 30:
+                continue
+            done[case.name] = [result.as_json() for result in _one_case(case, machine, session)]
+            session.store()
+    session.report["bench_missing"] = [case.name for case in chosen if case.name not in done]
+    return not any(is_red(Result(**row)) for rows in done.values() for row in rows)
+
+
+def _machine(session: Session) -> Machine:
+    facts = session.report.get("env", {})
+    if session.rehearse:
+        return Machine("torch", False, "CPU")
+    if "copy_bytes_per_second" not in facts:
+        return this_machine("torch", ceilings=True)
+    return Machine(
+        "torch", True, session.report["device"], facts["copy_bytes_per_second"], facts["bf16_flops_per_second"]
+    )
+
+
+def _one_case(case: Case, machine: Machine, session: Session) -> list[Result]:
+    import torch
+
+    rounds = 3 if session.rehearse else 20 if session.quick else 50
+    backends = default_backends(machine)
+    if machine.gpu and case.num_tokens > 64:
+        backends = [name for name in backends if name != "eager"]  # minutes, and it answers no question there
+    results = run_case(case, machine, backends, with_peers=not session.rehearse, rounds=rounds)
+    if machine.gpu:
+        torch.cuda.empty_cache()
+    return results
+
+
+RUN: dict[str, Callable[[Session], bool]] = {
+    "env": environment,
+    "conformance": conformance,
+    "checks": checks,
+    "memcheck": memcheck,
+    "bench": bench,
+}
+
+
+# ---- the report
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The report as a page."""
+    lines = [f"# {report['device']}, {report['date']}", "", f"Commit {report['commit'] or 'unknown'}.", ""]
+    if facts := report.get("env"):
+        lines += ["## Environment", ""]
+        lines += [f"- {name}: {_told(name, value)}" for name, value in facts.items() if name != "peers"]
+        lines += ["", "Peers: " + "; ".join(f"{name}: {why}" for name, why in facts["peers"].items()) + ".", ""]
+    if rows := report.get("conformance"):
+        lines += ["## Conformance", "", "| backend | result | seconds |", "|---|---|---|"]
+        lines += [f"| {name} | {row['result']} | {row['seconds']} |" for name, row in rows.items()] + [""]
+        for name, row in rows.items():
+            lines += [] if row["result"] == "passed" else [f"{name}:", "", "```", *row["said"][-25:], "```", ""]
+    if found := report.get("checks"):
+        lines += ["## Checks", "", "| check | result |", "|---|---|"]
+        for check in found:
+            message = check["message"].replace("\n", " ").replace("|", "/")
+            lines.append(f"| {check['name']} | {'passed' if check['passed'] else 'FAILED: ' + message} |")
+        lines.append("")
+    if row := report.get("memcheck"):
+        lines += ["## Memory checker", "", f"{row['result']}. {' '.join(row['said'][-1:])}", ""]
+    return "\n".join(lines + _bench_lines(report))
+
+
+def _told(name: str, value: Any) -> str:
+    if name.endswith("bytes_per_second"):
+        return f"{value / 1e12:.2f} TB/s"
+    return f"{value / 1e12:.0f} TFLOP/s" if name.endswith("flops_per_second") else str(value)
+
+
+def _bench_lines(report: dict[str, Any]) -> list[str]:
+    rows = [Result(**row) for name, rows in report.get("bench", {}).items() for row in rows]
+    if not rows:
+        return []
+    lines = ["## Times", ""]
+    lines += [
+        "Kernel time, cold L2 cache, median. `time / ours`: above 1, ours is faster. `host us`: a call, ungraphed."
+    ]
+    lines += ["", "| | " + " | ".join(HEADS) + " |", "|---" * (1 + len(HEADS)) + "|"]
+    for row in sorted(rows, key=lambda row: row.workload):
+        lines.append(f"| {row.workload} | " + " | ".join(cell.replace("|", "/") for cell in cells(row)) + " |")
+    if missing := report.get("bench_missing"):
+        lines += ["", "Not reached in time: " + ", ".join(missing) + "."]
+    return [*lines, ""]
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="benchmarks.device", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="a minute or two: fewer cases, rounds and examples")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the results")
+    parser.add_argument("--steps", default=",".join(STEPS), help=f"some of {','.join(STEPS)}")
+    parser.add_argument("--minutes", type=float, default=9.0, help="begin nothing that this leaves no time for")
+    parser.add_argument("--allow-no-gpu", action="store_true", help="exit with 0 where there is no GPU")
+    parser.add_argument("--rehearse", action="store_true", help="run the steps' plumbing on the CPU, on tiny cases")
+    options = parser.parse_args(argv)
+    options.steps = options.steps.split(",")
+    if unknown := [step for step in options.steps if step not in STEPS]:
+        parser.error(f"expected steps among {', '.join(STEPS)}, got {', '.join(unknown)}")
+    return options
+
+
+def _has_gpu() -> bool:
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(argv)
+    console = Console(soft_wrap=True)
+    if not options.rehearse and not _has_gpu():
+        console.print("no GPU: nothing to do")
+        return 0 if options.allow_no_gpu else 2
+    session = begin(options, console)
+    failed = []
+    for step in options.steps:
+        if session.left < 30:
+            console.print(f"{step}: no time left")
+            failed.append(step)
+            continue
+        began = time.monotonic()
+        good = RUN[step](session)
+        session.store()
+        console.print(f"{step}: {'passed' if good else 'FAILED'} in {time.monotonic() - began:.0f} s")
+        failed += [] if good else [step]
+    console.print(markdown(session.report), markup=False, highlight=False)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""Right before fast: whether a backend's result on a case is what the definition says.
+
+At full size the definition would take hours, so some rows of some sequences are checked: their keys are gathered from
+the very inputs of the run and given to the definition in float64.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from benchmarks.cases import Case
+from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention as definition
+from ragged_attention.testing.compare import agrees
+
+ROWS = 4  # checked at a place
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Rows [start, stop) of the batch, of sequence `seq`, the last of which sees `kv_len` keys."""
+
+    seq: int
+    start: int
+    stop: int
+    kv_len: int
+
+
+def places(case: Case, sequences: int = 3) -> Iterator[Place]:
+    """The first, the last and some middle sequences; of each the first and the last rows."""
+    starts = np.concatenate([[0], np.cumsum(case.q_lens)])
+    count = len(case.q_lens)
+    for seq in sorted({*np.linspace(0, count - 1, min(sequences, count)).astype(int), int(np.argmax(case.q_lens))}):
+        q_len, kv_len = case.q_lens[seq], case.kv_lens[seq]
+        first = min(ROWS, q_len)
+        for begin in sorted({0, q_len - first}):
+            end = begin + first
+            yield Place(int(seq), int(starts[seq]) + begin, int(starts[seq]) + end, kv_len - q_len + end)
+
+
+def check(case: Case, inputs: dict[str, Any], out: Any, to_numpy: Any) -> None:
+    """Raise AssertionError where `out` is not what the definition gives. `to_numpy` brings arrays to the host: floats
+    as float64, 8-bit floats as their bits."""
+    page_indices = to_numpy(inputs["page_indices"])
+    for place in places(case):
+        pages = page_indices[place.seq, : -(-place.kv_len // case.page_size)].astype(np.int64)
+        want = definition(
+            to_numpy(inputs["q"][place.start : place.stop]),
+            _gathered(inputs["kv_pages"], pages, to_numpy),
+            [place.kv_len],
+            np.arange(len(pages), dtype=np.int32)[None],
+            [0, place.stop - place.start],
+            sinks=to_numpy(inputs["sinks"]) if case.sinks else None,
+            sliding_window=case.sliding_window,
+            soft_cap=case.soft_cap,
+            k_scale=case.scale,
+            v_scale=case.scale,
+            cache_dtype=case.stored,
+        )
+        got = to_numpy(out[place.start : place.stop])
+        agrees(got, want, case.dtype, f"{case.name}, sequence {place.seq}, rows {place.start} to {place.stop - 1}")
+
+
+def _gathered(kv_pages: Any, pages: np.ndarray, to_numpy: Any) -> Any:
+    def take(array: Any) -> np.ndarray:
+        return to_numpy(_index(array, pages))
+
+    return tuple(map(take, kv_pages)) if isinstance(kv_pages, tuple | list) else take(kv_pages)
+
+
+def _index(array: Any, pages: np.ndarray) -> Any:
+    """`array[pages]` in either framework; 8-bit floats as their bits, for not every device can index them."""
+    if type(array).__module__.partition(".")[0] != "torch":
+        return array[pages]
+    import torch
+
+    index = torch.from_numpy(pages).to(array.device)
+    if array.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        return array.view(torch.uint8)[index].view(array.dtype)
+    return array[index]

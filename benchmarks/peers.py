@@ -1,0 +1,448 @@
+"""Other implementations of the same job, used where they can be imported; each says why it is absent.
+
+A peer gets the very inputs of a case and returns a callable that does one call and returns out [T, H, D]. What it
+wants done beforehand (plans, masks, copies into its own cache layout) is done before, outside the timed region.
+
+Compiled peers and sources that are not installed lie in `peers/` at the repository's root, which git ignores:
+`_vllm_fa3_C.abi3.so` (or packed, `.xz`), and `triton_unified_attention.py` with the modules it imports from beside it.
+"""
+
+import dataclasses
+import enum
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import inspect
+import lzma
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import Case
+
+FOLDER = Path(__file__).parent.parent / "peers"
+Run = Callable[[], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """One other implementation."""
+
+    name: str
+    framework: str
+    about: str
+    absent: Callable[[], str | None]
+    declines: Callable[[Case], str | None]
+    prepare: Callable[[Case, dict[str, Any]], Run]
+
+
+def _needs(*modules: str, cuda: bool = False) -> Callable[[], str | None]:
+    def absent() -> str | None:
+        for module in modules:
+            if importlib.util.find_spec(module) is None:
+                return f"{module} is not installed"
+        return _no_cuda() if cuda else None
+
+    return absent
+
+
+def _no_cuda() -> str | None:
+    import torch
+
+    return None if torch.cuda.is_available() else "needs a CUDA device"
+
+
+def _refuses(*, window: bool = False, soft_cap: bool = False, sinks: bool = False, quantised: bool = True) -> Any:
+    """Which features a peer does not have."""
+
+    def declines(case: Case) -> str | None:
+        for missing, name, used in (
+            (window, "sliding_window", case.sliding_window),
+            (soft_cap, "soft_cap", case.soft_cap),
+            (sinks, "sinks", case.sinks),
+            (quantised, "a quantised cache", case.cache_dtype),
+        ):
+            if missing and used:
+                return f"has no {name}"
+        return None
+
+    return declines
+
+
+def split_pages(case: Case, kv_pages: Any) -> tuple[Any, Any]:
+    """K and V pages as contiguous arrays of their own, which is the layout most peers know."""
+    if not case.combined:
+        return kv_pages
+    return kv_pages[:, :, 0::2].contiguous(), kv_pages[:, :, 1::2].contiguous()
+
+
+# ---- torch itself
+
+
+def _torch_sdpa(case: Case, inputs: dict[str, Any]) -> Run:
+    """A loop over sequences: gather the sequence's pages, then `scaled_dot_product_attention`."""
+    import torch
+
+    k_pages, v_pages = split_pages(case, inputs["kv_pages"])
+    q, table = inputs["q"], inputs["page_indices"]
+    starts = [0]
+    for q_len in case.q_lens:
+        starts.append(starts[-1] + q_len)
+    masks = [
+        _mask(q_len, kv_len, case.sliding_window, q.device)
+        for q_len, kv_len in zip(case.q_lens, case.kv_lens, strict=True)
+    ]
+
+    def run() -> Any:
+        parts = []
+        for seq, kv_len in enumerate(case.kv_lens):
+            pages = table[seq, : case.pages_needed[seq]]
+            k, v = (array[pages].flatten(0, 1)[:kv_len].transpose(0, 1)[None] for array in (k_pages, v_pages))
+            rows = q[starts[seq] : starts[seq + 1]].transpose(0, 1)[None]
+            causal, mask = masks[seq]
+            out = torch.nn.functional.scaled_dot_product_attention(
+                rows, k, v, attn_mask=mask, is_causal=causal, enable_gqa=True
+            )
+            parts.append(out[0].transpose(0, 1))
+        return torch.cat(parts)
+
+    return run
+
+
+def _mask(q_len: int, kv_len: int, window: int | None, device: Any) -> tuple[bool, Any]:
+    """(is_causal, mask) for SDPA, the cheapest form that says the same."""
+    import torch
+
+    if not window or window >= kv_len:
+        if q_len == 1 or q_len == kv_len:
+            return q_len > 1, None
+        window = kv_len
+    position = torch.arange(kv_len - q_len, kv_len, device=device)[:, None]
+    key = torch.arange(kv_len, device=device)[None]
+    return False, (key <= position) & (key > position - window)
+
+
+def _flex_attention(case: Case, inputs: dict[str, Any]) -> Run:
+    """Compiled FlexAttention over all sequences packed; gathering and the block mask are done before."""
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    q = inputs["q"]
+    k_pages, v_pages = split_pages(case, inputs["kv_pages"])
+    rows = [inputs["page_indices"][seq, :count] for seq, count in enumerate(case.pages_needed)]
+    k, v = (
+        torch.cat([array[row].flatten(0, 1)[:n] for row, n in zip(rows, case.kv_lens, strict=True)])
+        for array in (k_pages, v_pages)
+    )
+    ids = torch.arange(len(case.q_lens), device=q.device)
+    q_lens, kv_lens = (torch.tensor(lens, device=q.device) for lens in (case.q_lens, case.kv_lens))
+    q_seq, kv_seq = ids.repeat_interleave(q_lens), ids.repeat_interleave(kv_lens)
+    q_place = torch.arange(len(q_seq), device=q.device) - (q_lens.cumsum(0) - kv_lens)[q_seq]
+    kv_place = torch.arange(len(kv_seq), device=q.device) - (kv_lens.cumsum(0) - kv_lens)[kv_seq]
+    window = case.sliding_window or max(case.kv_lens) + 1
+
+    def seen(batch: Any, head: Any, row: Any, key: Any) -> Any:
+        del batch, head
+        distance = q_place[row] - kv_place[key]
+        return (q_seq[row] == kv_seq[key]) & (distance >= 0) & (distance < window)
+
+    cap = case.soft_cap or 0.0
+
+    def capped(score: Any, *where: Any) -> Any:
+        del where
+        return cap * torch.tanh(score / cap)
+
+    blocks = create_block_mask(seen, None, None, len(q_seq), len(kv_seq), device=q.device, _compile=q.is_cuda)
+    compiled = torch.compile(flex_attention, dynamic=False)
+    q, k, v = (array.transpose(0, 1)[None] for array in (q, k, v))
+    score_mod = capped if cap else None
+
+    def run() -> Any:
+        out: Any = compiled(q, k, v, score_mod=score_mod, block_mask=blocks, enable_gqa=True)
+        return out[0].transpose(0, 1)
+
+    return run
+
+
+# ---- FlashInfer
+
+
+def _flashinfer(case: Case, inputs: dict[str, Any]) -> Run:
+    """The paged prefill wrapper, which also serves decodes on tensor cores; its plan is made before."""
+    import torch
+
+    flashinfer = importlib.import_module("flashinfer")
+    device = inputs["q"].device
+    counts = torch.tensor(case.pages_needed, dtype=torch.int32)
+    indptr = torch.cat([torch.zeros(1, dtype=torch.int32), counts.cumsum(0, dtype=torch.int32)])
+    indices = torch.cat([inputs["page_indices"][seq, :count] for seq, count in enumerate(case.pages_needed)])
+    last = torch.tensor(
+        [kv_len - (count - 1) * case.page_size for kv_len, count in zip(case.kv_lens, case.pages_needed, strict=True)],
+        dtype=torch.int32,
+    )
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+        torch.empty(256 * 2**20, dtype=torch.uint8, device=device), "NHD"
+    )
+    wrapper.plan(
+        inputs["cu_q_lens"], indptr.to(device), indices, last.to(device), case.num_q_heads, case.num_kv_heads,
+        case.head_dim, case.page_size, causal=True, window_left=(case.sliding_window or 0) - 1,
+        logits_soft_cap=case.soft_cap or 0.0, q_data_type=inputs["q"].dtype,
+    )  # fmt: skip
+    pages = split_pages(case, inputs["kv_pages"])
+    return lambda: wrapper.run(inputs["q"], pages)
+
+
+# ---- FlashAttention-3, as vLLM ships it
+
+
+def _fa3_absent() -> str | None:
+    if missing := _needs("torch", cuda=True)():
+        return missing
+    import torch
+
+    if torch.cuda.get_device_capability() != (9, 0):
+        return "its carried build is for sm_90"
+    return None if _fa3_files() else f"expected _vllm_fa3_C.abi3.so or .so.xz in {FOLDER.name}/"
+
+
+def _fa3_files() -> list[Path]:
+    return sorted(FOLDER.glob("**/_vllm_fa3_C.abi3.so*"))
+
+
+def _load_fa3() -> Any:
+    import torch
+
+    if not hasattr(torch.ops._vllm_fa3_C, "fwd"):
+        file = _fa3_files()[0]
+        if file.suffix == ".xz":
+            file.with_suffix("").write_bytes(lzma.decompress(file.read_bytes()))
+            file = file.with_suffix("")
+        torch.ops.load_library(str(file))
+    return torch.ops._vllm_fa3_C.fwd
+
+
+def _fa3(case: Case, inputs: dict[str, Any]) -> Run:
+    """Its forward operator; arguments are matched by the names in its schema, which grew over versions."""
+    forward = _load_fa3()
+    k_pages, v_pages = split_pages(case, inputs["kv_pages"])
+    given: dict[str, Any] = {
+        "q": inputs["q"], "k": k_pages, "v": v_pages, "cu_seqlens_q": inputs["cu_q_lens"],
+        "seqused_k": inputs["kv_lens"], "max_seqlen_q": max(case.q_lens), "max_seqlen_k": max(case.kv_lens),
+        "page_table": _clean_table(case, inputs), "softmax_scale": case.head_dim**-0.5, "is_causal": True,
+        "window_size_left": (case.sliding_window or 0) - 1, "window_size_right": 0 if case.sliding_window else -1,
+        "softcap": case.soft_cap or 0.0, "is_rotary_interleaved": True, "num_splits": 0, "sm_margin": 0,
+        "cp_world_size": 1, "cp_rank": 0,
+    }  # fmt: skip
+    if case.sinks:
+        given["s_aux"] = inputs["sinks"].to(inputs["q"].dtype)
+    names = [argument.name for argument in forward.default._schema.arguments]
+    if unknown := sorted(set(given) - set(names) - {"cp_world_size", "cp_rank"}):
+        raise TypeError(f"expected {', '.join(unknown)} in the operator's schema, got {', '.join(names)}")
+    arguments = [given.get(name) for name in names]
+    return lambda: forward(*arguments)[0]
+
+
+def _clean_table(case: Case, inputs: dict[str, Any]) -> Any:
+    """The page table without garbage behind the used pages, which some peers read."""
+    return inputs["page_indices"].clamp(0, case.num_pages - 1)
+
+
+# ---- vLLM's Triton kernel
+
+
+class _Quantisation(enum.IntEnum):
+    """Stands for the enumeration of the same values in the peer's package."""
+
+    NONE = 0
+    FP8_PER_TENSOR = 1
+    is_per_token_head = False
+
+
+class _Nothing:
+    """An object all of whose attributes and calls are false."""
+
+    def __getattr__(self, name: str) -> "_Nothing":
+        return self
+
+    def __call__(self, *arguments: Any, **options: Any) -> "_Nothing":
+        return self
+
+    def __bool__(self) -> bool:
+        return False
+
+
+class _Platform(_Nothing):
+    def fp8_dtype(self) -> Any:
+        import torch
+
+        return torch.float8_e4m3fn
+
+
+class _Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Modules of the package `vllm` that the carried sources import: files beside them, else stand-ins."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        del path, target
+        if name.partition(".")[0] != "vllm":
+            return None
+        if files := sorted(FOLDER.glob(f"**/{name.rpartition('.')[2]}.py")):
+            return importlib.util.spec_from_file_location(name, files[0])
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: Any) -> Any:
+        module = types.ModuleType(spec.name)
+        module.__getattr__ = lambda name: _Nothing()  # type: ignore[method-assign]
+        return module
+
+    def exec_module(self, module: Any) -> None:
+        module.__path__ = []
+        triton = importlib.import_module("triton")
+        language = importlib.import_module("triton.language")
+        module.__dict__.update(
+            triton=triton, tl=language, HAS_TRITON=True, current_platform=_Platform(), KVQuantMode=_Quantisation
+        )
+
+
+def _vllm_triton_absent() -> str | None:
+    if missing := _needs("torch", "triton", cuda=True)():
+        return missing
+    found = any(FOLDER.glob("**/triton_unified_attention.py")) or importlib.util.find_spec("vllm")
+    return None if found else f"expected triton_unified_attention.py in {FOLDER.name}/"
+
+
+def _vllm_triton(case: Case, inputs: dict[str, Any]) -> Run:
+    """`unified_attention` with the scratch for its split path, as its backend gives it."""
+    import torch
+
+    if importlib.util.find_spec("vllm") is None:
+        sys.meta_path.append(_Stubs())
+    function = importlib.import_module("vllm.v1.attention.ops.triton_unified_attention").unified_attention
+    k_pages, v_pages = split_pages(case, inputs["kv_pages"])
+    q = inputs["q"]
+    out = torch.empty_like(q)
+    segments, threshold = 16, max(1, 128 // case.num_kv_heads)
+    width = 1 << (case.head_dim - 1).bit_length()
+    scratch = torch.empty(threshold, case.num_q_heads, segments, width + 2, device=q.device)
+    scale = None if case.scale is None else torch.tensor([case.scale], device=q.device)
+    given = {
+        "q": q, "k": k_pages, "v": v_pages, "out": out, "cu_seqlens_q": inputs["cu_q_lens"],
+        "max_seqlen_q": max(case.q_lens), "seqused_k": inputs["kv_lens"], "max_seqlen_k": max(case.kv_lens),
+        "softmax_scale": case.head_dim**-0.5, "causal": True,
+        "window_size": ((case.sliding_window or 0) - 1, 0 if case.sliding_window else -1),
+        "block_table": _clean_table(case, inputs), "softcap": case.soft_cap or 0.0, "q_descale": None,
+        "k_descale": scale, "v_descale": scale, "seq_threshold_3D": threshold, "num_par_softmax_segments": segments,
+        "softmax_segm_output": scratch[..., :width].contiguous(), "softmax_segm_max": scratch[..., 0].contiguous(),
+        "softmax_segm_expsum": scratch[..., 1].contiguous(), "sinks": inputs.get("sinks"),
+        "kv_quant_mode": _Quantisation.FP8_PER_TENSOR if case.cache_dtype else _Quantisation.NONE,
+        "num_prefills": sum(q_len > 1 for q_len in case.q_lens), "split_launch": False,
+        "num_decodes": sum(q_len == 1 for q_len in case.q_lens),
+    }  # fmt: skip
+    known = inspect.signature(function).parameters
+    arguments = {name: value for name, value in given.items() if name in known}
+
+    def run() -> Any:
+        function(**arguments)
+        return out
+
+    return run
+
+
+def _vllm_declines(case: Case) -> str | None:
+    if case.page_size % 16:
+        return "page_size must be a multiple of 16"
+    return None
+
+
+# ---- jax
+
+
+def _jax_reference(case: Case, inputs: dict[str, Any]) -> Run:
+    """JAX's own reference under jit."""
+    import jax
+    import numpy as np
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
+
+    # It loops over lengths in Python, so they must be NumPy arrays, constants of the traced function.
+    lens = [np.asarray(inputs[name]) for name in ("kv_lens", "page_indices", "cu_q_lens")]
+    count = np.array([len(case.q_lens)], np.int32)
+
+    @jax.jit
+    def call(q: Any, kv_pages: Any) -> Any:
+        return ref_ragged_paged_attention(
+            q, kv_pages, *lens, count, sm_scale=case.head_dim**-0.5, sliding_window=case.sliding_window,
+            soft_cap=case.soft_cap, k_scale=case.scale, v_scale=case.scale,
+        )  # fmt: skip
+
+    return lambda: jax.block_until_ready(call(inputs["q"], inputs["kv_pages"]))
+
+
+def _jax_declines(case: Case) -> str | None:
+    return "has only the combined layout" if not case.combined else _refuses(sinks=True, quantised=False)(case)
+
+
+def _jax_cudnn(case: Case, inputs: dict[str, Any]) -> Run:
+    """cuDNN's paged attention through JAX; sequences of one query length."""
+    import jax
+
+    cudnn = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
+    q_len, seqs = case.q_lens[0], len(case.q_lens)
+    k_pages, v_pages = inputs["kv_pages"][:, :, 0::2], inputs["kv_pages"][:, :, 1::2]
+    table = inputs["page_indices"].clip(0, case.num_pages - 1)[:, None, :, None]
+    q = inputs["q"].reshape(seqs, q_len, case.num_q_heads, case.head_dim)
+    lens = jax.numpy.full((seqs,), q_len, jax.numpy.int32)
+    mask = cudnn.MaskType.PADDING if q_len == 1 else cudnn.MaskType.PADDING_CAUSAL
+    call = jax.jit(
+        lambda *arrays: cudnn.paged_attention(*arrays, scale=case.head_dim**-0.5, mask_type=mask, qkv_layout="BTNH")
+    )
+
+    def run() -> Any:
+        out = call(q, k_pages, v_pages, lens, inputs["kv_lens"], table, table)
+        return jax.block_until_ready(out).reshape(case.q_shape)
+
+    return run
+
+
+def _cudnn_absent() -> str | None:
+    if missing := _needs("jax")():
+        return missing
+    import jax
+
+    return None if jax.default_backend() == "gpu" else "needs a CUDA device"
+
+
+def _cudnn_declines(case: Case) -> str | None:
+    if len(set(case.q_lens)) > 1:
+        return "sequences must have one query length"
+    if 1 < case.q_lens[0] < max(case.kv_lens):
+        return "its causal mask is aligned to the first key"
+    return "reads combined pages here" if not case.combined else _refuses(window=True, soft_cap=True, sinks=True)(case)
+
+
+PEERS = (
+    Peer(
+        "sdpa", "torch", "torch's SDPA, a loop over gathered sequences", _needs("torch"),
+        _refuses(soft_cap=True, sinks=True), _torch_sdpa,
+    ),
+    Peer(
+        "flex", "torch", "torch's compiled FlexAttention; gathering and masks not timed", _needs("torch"),
+        _refuses(sinks=True), _flex_attention,
+    ),
+    Peer(
+        "flashinfer", "torch", "FlashInfer's paged prefill wrapper; its plan not timed",
+        _needs("torch", "flashinfer", cuda=True), _refuses(sinks=True), _flashinfer,
+    ),
+    Peer("fa3", "torch", "FlashAttention-3 as vLLM ships it", _fa3_absent, _refuses(), _fa3),
+    Peer(
+        "vllm-triton", "torch", "vLLM's Triton unified attention", _vllm_triton_absent, _vllm_declines, _vllm_triton
+    ),
+    Peer("jax-reference", "jax", "JAX's reference under jit", _needs("jax"), _jax_declines, _jax_reference),
+    Peer("jax-cudnn", "jax", "cuDNN's paged attention through JAX", _cudnn_absent, _cudnn_declines, _jax_cudnn),
+)  # fmt: skip
+
+
+def presence(framework: str | None = None) -> dict[str, str | None]:
+    """Each peer's name with None where it can be used, else why not."""
+    return {peer.name: peer.absent() for peer in PEERS if framework in (None, peer.framework)}

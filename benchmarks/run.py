@@ -1,0 +1,269 @@
+"""Times named cases on the device that is here.
+
+    ragged-attention bench [CASE ...] [--framework torch|jax] [--backend NAME ...] [--peers] [--rounds N] [--json FILE]
+
+Before a speed is printed, rows of the very result are held to the definition in float64; a backend that fails this
+gate has no speed. On a GPU torch's times are of kernels alone with a cold L2 cache; jax's, and all on a CPU, are by
+the clock. Without a GPU the cases are run scaled down.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from benchmarks import gate, peers, timing
+from benchmarks.cases import CASES, Case, find, jax_inputs, scaled_down, torch_inputs
+
+SMALL_LENGTH = 512  # of the longest sequence, where a CPU stands in
+
+
+@dataclasses.dataclass
+class Result:
+    """One backend or peer on one case."""
+
+    case: str
+    workload: str
+    who: str
+    seconds: float | None = None
+    spread: float = 0.0
+    share_of_floor: float | None = None
+    bound: str = ""
+    ratio: float | None = None  # of this one's time to the first backend's: above 1, ours is faster
+    host_seconds: float | None = None
+    graphed: bool = False
+    why: str = ""  # there is no time
+
+    def as_json(self) -> dict[str, Any]:
+        return {name: value for name, value in dataclasses.asdict(self).items() if value not in (None, "")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """The device in use, and its ceilings where they were measured."""
+
+    framework: str
+    gpu: bool
+    name: str
+    bytes_per_second: float | None = None
+    flops_per_second: float | None = None
+
+
+def this_machine(framework: str, *, ceilings: bool = False) -> Machine:
+    import torch
+
+    gpu = torch.cuda.is_available()
+    name = torch.cuda.get_device_name() if gpu else "CPU"
+    if framework == "jax":
+        import jax
+
+        gpu = jax.default_backend() == "gpu"
+        name = jax.devices()[0].device_kind
+    if not (ceilings and gpu):
+        return Machine(framework, gpu, name)
+    return Machine(framework, gpu, name, timing.copy_bandwidth(), timing.matmul_rate())
+
+
+def default_backends(machine: Machine) -> list[str]:
+    portable = "xla" if machine.framework == "jax" else "eager"
+    return ["triton", portable] if machine.gpu else [portable]
+
+
+def make_inputs(case: Case, machine: Machine, seed: int) -> dict[str, Any]:
+    if machine.framework == "jax":
+        return jax_inputs(case, seed)
+    return torch_inputs(case, seed, "cuda" if machine.gpu else "cpu")
+
+
+def to_numpy(array: Any) -> Any:
+    """On the host: floats as float64, 8-bit floats as their bits."""
+    name = "torch" if type(array).__module__.partition(".")[0] == "torch" else "jax"
+    if name == "torch":
+        from ragged_attention.torch import launcher
+    else:
+        from ragged_attention.jax import launcher
+    return launcher.to_numpy(array)
+
+
+def our_call(case: Case, inputs: dict[str, Any], machine: Machine, backend: str) -> Callable[[], Any]:
+    """One call of the operation by a named backend, returning out."""
+    if machine.framework == "torch":
+        from ragged_attention.torch import ragged_paged_attention
+
+        return functools.partial(ragged_paged_attention, **inputs, backend=backend)
+    import jax
+
+    from ragged_attention.jax import ragged_paged_attention as attention
+
+    arrays = {name: value for name, value in inputs.items() if hasattr(value, "shape") or isinstance(value, tuple)}
+    rest = {name: value for name, value in inputs.items() if name not in arrays}
+    call = jax.jit(lambda arrays: attention(**arrays, **rest, backend=backend))
+    return lambda: jax.block_until_ready(call(arrays))
+
+
+def _first(result: Any) -> Any:
+    return result[0] if isinstance(result, tuple) else result
+
+
+def run_case(
+    case: Case, machine: Machine, backends: Sequence[str], *, with_peers: bool, rounds: int, seed: int = 0
+) -> list[Result]:
+    """Check, then time, every backend and peer on one case."""
+    inputs = make_inputs(case, machine, seed)
+    results: list[Result] = []
+    calls: dict[str, Callable[[], Any]] = {}
+    for who, prepare in _contenders(case, inputs, machine, backends, with_peers, results):
+        result = Result(case.name, case.workload, who)
+        results.append(result)
+        try:
+            call = prepare()
+            out = _first(call())
+            calls[who] = call
+            gate.check(case, inputs, out, to_numpy)
+        except AssertionError as wrong:
+            result.why = _gate_note(wrong)
+            if who in backends:  # another's looser numbers are told beside its time; ours have no time
+                del calls[who]
+        except Exception as error:  # a contender that fails is a row of the table, not the end of it
+            result.why = f"{type(error).__name__}: {_reason(error)}"
+    _time(calls, {result.who: result for result in results}, case, machine, rounds)
+    return results
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return " ".join(line.strip() for line in lines[:3])[:160]
+
+
+def _gate_note(wrong: AssertionError) -> str:
+    beyond = re.search(r"([\d.e+]+) times the bound", str(wrong))
+    return f"gate: error {beyond[1]} times the bound" if beyond else f"gate: {_reason(wrong)}"
+
+
+def _contenders(
+    case: Case, inputs: Any, machine: Machine, backends: Sequence[str], with_peers: bool, results: list[Result]
+) -> list[tuple[str, Callable[[], Any]]]:
+    found = [(backend, functools.partial(our_call, case, inputs, machine, backend)) for backend in backends]
+    for peer in peers.PEERS if with_peers else ():
+        if peer.framework == machine.framework and peer.absent() is None:
+            if why := peer.declines(case):
+                results.append(Result(case.name, case.workload, peer.name, why=why))
+            else:
+                found.append((peer.name, functools.partial(peer.prepare, case, inputs)))
+    return found
+
+
+def _time(
+    calls: dict[str, Callable[[], Any]], results: dict[str, Result], case: Case, machine: Machine, rounds: int
+) -> None:
+    if not calls:
+        return
+    on_device = machine.gpu and machine.framework == "torch"
+    timed = dict(calls)
+    if on_device:
+        for who, call in calls.items():
+            try:
+                timed[who] = timing.captured(call)
+                results[who].graphed = True
+            except Exception:  # what cannot be captured is timed as it is called
+                timed[who] = call
+        times = timing.on_gpu(timed, rounds=rounds)
+    else:
+        times = timing.on_cpu(timed, rounds=rounds)
+    ours = next(iter(times))
+    for who, one in times.items():
+        result = results[who]
+        result.seconds, result.spread = one.median, one.spread
+        result.ratio = None if who == ours else timing.ratio(times[ours], one)
+        if machine.bytes_per_second and machine.flops_per_second:
+            floor, result.bound = case.floor_seconds(machine.bytes_per_second, machine.flops_per_second)
+            result.share_of_floor = floor / one.median
+        if on_device:
+            result.host_seconds = _host_seconds(calls[who])
+
+
+def _host_seconds(call: Callable[[], Any]) -> float:
+    import torch
+
+    return timing.host_seconds(call, calls=100, settle=torch.cuda.synchronize)
+
+
+def table_of(results: Sequence[Result], machine: Machine) -> Table:
+    table = Table(title=f"{machine.framework} on {machine.name}")
+    for name, justify in (("case", "left"), ("who", "left"), *((name, "right") for name in HEADS[2:])):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for result in results:
+        table.add_row(*cells(result))
+    return table
+
+
+HEADS = ("case", "who", "us", "spread", "% of floor", "time / ours", "host us", "note")
+
+
+def cells(result: Result) -> tuple[str, ...]:
+    """A result as text, in the order of `HEADS`."""
+
+    def number(value: float | None, factor: float = 1.0, places: int = 1) -> str:
+        return "" if value is None else f"{value * factor:.{places}f}"
+
+    note = result.why or (result.bound and f"{result.bound} bound") or ""
+    return (
+        result.case, result.who, number(result.seconds, 1e6), "" if result.seconds is None else f"{result.spread:.1%}",
+        number(result.share_of_floor, 100), number(result.ratio, places=2), number(result.host_seconds, 1e6), note,
+    )  # fmt: skip
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="ragged-attention bench", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"from {', '.join(CASES)}; default: W1 and W5's first")
+    parser.add_argument("--framework", choices=("torch", "jax"), default="torch")
+    parser.add_argument("--backend", nargs="+", help="default: what the device runs by itself, and the fallback")
+    parser.add_argument("--peers", action="store_true", help="time other implementations beside ours")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--length", type=int, default=SMALL_LENGTH, help="longest sequence where there is no GPU")
+    parser.add_argument("--json", type=Path, help="also write the results here")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(argv)
+    console = Console()
+    machine = this_machine(options.framework, ceilings=True)
+    try:
+        chosen = [find(name) for name in options.cases or ("decode_64x4k", "mixed_2q2k_32q1s1k")]
+    except KeyError as unknown:
+        Console(stderr=True).print(unknown.args[0], markup=False)
+        return 2
+    if not machine.gpu:
+        chosen = [scaled_down(case, length=options.length) for case in chosen]
+        console.print(f"no GPU: cases scaled down to {options.length} positions, timed by the clock")
+    results: list[Result] = []
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        for case in progress.track(chosen, description="timing"):
+            backends = options.backend or default_backends(machine)
+            results += run_case(case, machine, backends, with_peers=options.peers, rounds=options.rounds)
+    console.print(table_of(results, machine))
+    for name, why in peers.presence(machine.framework).items() if options.peers else ():
+        if why:
+            console.print(f"peer {name}: absent, {why}", markup=False)
+    if options.json:
+        options.json.write_text(json.dumps([result.as_json() for result in results], indent=1) + "\n")
+    return 1 if any(is_red(result) for result in results) else 0
+
+
+def is_red(result: Result) -> bool:
+    """Whether this is one of ours whose numbers are wrong."""
+    return result.seconds is None and result.why.startswith("gate:")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

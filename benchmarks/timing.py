@@ -1,0 +1,152 @@
+"""How long a call takes: on a GPU by events with a cold L2 cache, on a CPU by the clock; medians of many.
+
+Comparisons interleave: round after round each candidate runs once, so that a change of clock or load meets all alike,
+and a ratio is the median over rounds of the ratio within a round.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+FLUSH_BYTES = 256 * 2**20  # more than any L2 cache holds
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Seconds of each round."""
+
+    samples: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.samples)
+
+    @property
+    def spread(self) -> float:
+        """Half the distance between the quartiles, as a share of the median."""
+        if len(self.samples) < 4:
+            return 0.0
+        low, _, high = statistics.quantiles(self.samples, n=4)
+        return (high - low) / 2 / self.median
+
+
+def ratio(base: Timing, other: Timing) -> float:
+    """How many times as long `other` takes: above 1 means that `base` is the faster one."""
+    pairs = zip(other.samples, base.samples, strict=True)
+    return statistics.median(theirs / ours for theirs, ours in pairs)
+
+
+def on_cpu(candidates: Mapping[str, Callable[[], Any]], *, rounds: int = 15, warm_up: int = 2) -> dict[str, Timing]:
+    """Wall-clock times; a candidate must return only when its result is there."""
+    return _rounds(candidates, _wall_clock, rounds, warm_up)
+
+
+def on_gpu(
+    candidates: Mapping[str, Callable[[], Any]], *, rounds: int = 50, warm_up: int = 3, cold: bool = True
+) -> dict[str, Timing]:
+    """Device times between two events, by torch. With `cold` the L2 cache is flushed before each, which also keeps
+    the device busy while the host enqueues, so that launch costs stay out."""
+    import torch
+
+    flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda") if cold else None
+    events = {name: [] for name in candidates}
+
+    def measure(name: str, function: Callable[[], Any]) -> float:
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if flush is not None:
+            flush.zero_()
+        start.record()
+        function()
+        stop.record()
+        events[name].append((start, stop))
+        return 0.0
+
+    for name, function in candidates.items():
+        for _ in range(warm_up):
+            function()
+        events[name].clear()
+    torch.cuda.synchronize()
+    for _ in range(rounds):
+        for name, function in candidates.items():
+            measure(name, function)
+    torch.cuda.synchronize()
+    return {
+        name: Timing(tuple(start.elapsed_time(stop) / 1e3 for start, stop in pairs)) for name, pairs in events.items()
+    }
+
+
+def captured(function: Callable[[], Any]) -> Callable[[], Any]:
+    """`function` as a CUDA graph's replay: what its kernels take, without the host's share."""
+    import torch
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = function()
+
+    def replay() -> Any:
+        graph.replay()
+        return kept
+
+    return replay
+
+
+def host_seconds(function: Callable[[], Any], *, calls: int = 200, settle: Callable[[], Any] | None = None) -> float:
+    """What one call costs the host when the device never makes it wait: the median of many. `settle` waits for it."""
+    samples = []
+    for index in range(calls + 20):
+        if settle is not None and index % 20 == 0:
+            settle()
+        begin = time.perf_counter()
+        function()
+        samples.append(time.perf_counter() - begin)
+    if settle is not None:
+        settle()
+    return statistics.median(samples[20:])
+
+
+def _wall_clock(function: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    function()
+    return time.perf_counter() - begin
+
+
+def _rounds(
+    candidates: Mapping[str, Callable[[], Any]], measure: Callable[[Any], float], rounds: int, warm_up: int
+) -> dict[str, Timing]:
+    for function in candidates.values():
+        for _ in range(warm_up):
+            function()
+    samples: dict[str, list[float]] = {name: [] for name in candidates}
+    for _ in range(rounds):
+        for name, function in candidates.items():
+            samples[name].append(measure(function))
+    return {name: Timing(tuple(values)) for name, values in samples.items()}
+
+
+def copy_bandwidth(device: Any = "cuda", size: int = 2**31) -> float:
+    """Bytes read and written a second by a large copy within the device's memory."""
+    import torch
+
+    source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy = {"copy": lambda: target.copy_(source)}
+    timing = on_gpu(copy, rounds=20) if source.is_cuda else on_cpu(copy, rounds=5)
+    return 2 * size / timing["copy"].median
+
+
+def matmul_rate(device: Any = "cuda", size: int = 8192, dtype: str = "bfloat16") -> float:
+    """Operations a second of a large square matrix product on random values."""
+    import torch
+
+    left, right = (torch.randn(size, size, device=device, dtype=getattr(torch, dtype)) for _ in range(2))
+    product = {"matmul": lambda: left @ right}
+    timing = on_gpu(product, rounds=20) if left.is_cuda else on_cpu(product, rounds=3)
+    return 2 * size**3 / timing["matmul"].median

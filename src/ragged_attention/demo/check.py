@@ -1,0 +1,58 @@
+"""The judge: plain full attention over each whole text, with no cache, must choose the same tokens."""
+
+import dataclasses
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragged_attention.demo.engine import Sequence
+
+
+class FullModel(Protocol):
+    def full(self, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Logits [N, T, V] of whole sequences [N, T] by attention over all tokens at once."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mismatch:
+    """A token that full attention would not have chosen, and how far ahead it sees its own choice."""
+
+    sequence: int
+    place: int  # among the new tokens
+    served: int
+    expected: int
+    margin: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Verdict:
+    num_tokens: int
+    mismatches: tuple[Mismatch, ...]
+    largest_difference: float  # of any logit
+    closest_choice: float  # the least that a best logit is ahead of the second
+
+    @property
+    def agrees(self) -> bool:
+        return self.num_tokens > 0 and not self.mismatches
+
+
+def check(model: FullModel, sequences: list[Sequence]) -> Verdict:
+    """Compare every new token, each with all tokens served before it as its context."""
+    tokens = np.zeros((len(sequences), max(len(sequence.tokens) for sequence in sequences)), np.int32)
+    for row, sequence in zip(tokens, sequences, strict=True):
+        row[: len(sequence.tokens)] = sequence.tokens  # padding stands behind, where causal attention never looks
+    everything = model.full(tokens)
+    mismatches: list[Mismatch] = []
+    differences, margins = [0.0], [np.inf]
+    for logits, sequence in zip(everything, sequences, strict=True):
+        first = len(sequence.prompt) - 1
+        for place, (served, scores) in enumerate(zip(sequence.new_tokens, sequence.logits, strict=True)):
+            wanted = logits[first + place]
+            second, best = np.sort(wanted)[-2:]
+            differences.append(float(np.abs(wanted - scores).max()))
+            margins.append(float(best - second))
+            if (expected := int(wanted.argmax())) != served:
+                mismatches.append(Mismatch(sequence.number, place, served, expected, margins[-1]))
+    return Verdict(len(margins) - 1, tuple(mismatches), max(differences), min(margins))

@@ -1,0 +1,103 @@
+"""The command `ragged-attention demo`."""
+
+import argparse
+import importlib
+import importlib.util
+import os
+import sys
+import time
+from typing import Any
+
+from rich.console import Console
+
+from ragged_attention import config
+from ragged_attention.demo.check import check
+from ragged_attention.demo.engine import Engine, Limits, Sequence
+from ragged_attention.demo.model import load_weights
+from ragged_attention.demo.prompts import PROMPTS
+from ragged_attention.demo.view import View
+from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
+
+FRAMEWORKS = ("torch", "jax")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve the prompts and check every token; 1 if any differs. A user's mistake is raised."""
+    arguments = _parser().parse_args(argv)
+    if arguments.max_new_tokens < 1:
+        raise InvalidInput(f"expected max_new_tokens >= 1, got {arguments.max_new_tokens}")
+    framework = chosen_framework(arguments.framework)
+    limits = Limits()
+    model = build_model(framework, limits, arguments.device, arguments.backend)
+    sequences = [
+        Sequence(number, prompt.text.encode(), arguments.max_new_tokens) for number, prompt in enumerate(PROMPTS)
+    ]
+    engine = Engine(model, limits)
+    for sequence in sequences:
+        engine.expect_servable(sequence)
+    title = f"{framework} on {model.platform}: {len(sequences)} prompts, {limits.max_tokens} tokens a step at most"
+    with View(Console(), title, limits.num_pages, model.backends) as view:
+        began = time.perf_counter()
+        num_steps = serve(engine, sequences, view)
+        seconds = time.perf_counter() - began
+    view.texts(sequences)
+    view.line(f"\n{num_steps} steps in {seconds:.1f} s; {engine.pages.hits} pages shared instead of computed")
+    verdict = check(model, sequences)
+    view.verdict(verdict)
+    return 0 if verdict.agrees else 1
+
+
+def serve(engine: Engine, sequences: list[Sequence], view: View) -> int:
+    """Step until all prompts have come and all sequences have ended; the number of steps."""
+    arriving = sorted(zip([prompt.arrives for prompt in PROMPTS], sequences, strict=True), key=lambda pair: pair[0])
+    number = clock = 0
+    while arriving or engine.busy:
+        if not engine.busy:
+            clock = max(clock, arriving[0][0])  # nothing to do until then
+        while arriving and arriving[0][0] <= clock:
+            engine.submit(arriving.pop(0)[1])
+        view.step(number, engine.step(), sequences)
+        number, clock = number + 1, clock + 1
+    return number
+
+
+def chosen_framework(wish: str | None) -> str:
+    """The framework asked for, or the first one installed."""
+    found = [name for name in FRAMEWORKS if importlib.util.find_spec(name) is not None]
+    if wish in found:
+        return wish
+    if wish is not None:
+        raise BackendMissing(f"{wish} is not installed; it comes with the extra ragged-attention[{wish}]")
+    if not found:
+        extras = " or ".join(f"ragged-attention[{name}]" for name in FRAMEWORKS)
+        raise BackendMissing(f"the demo needs torch or jax, and neither is installed; each is an extra: {extras}")
+    return found[0]
+
+
+def build_model(framework: str, limits: Limits, device: str | None, backend: str | None) -> Any:
+    module = importlib.import_module(f"ragged_attention.demo.{framework}_model")
+    device = module.device_named(device)
+    if device == "cpu" and "triton" in (config.requested("ragged_paged_attention", backend) or ()):
+        interpret_triton()
+    return module.Model(load_weights(), limits, device=device, backend=backend)
+
+
+def interpret_triton() -> None:
+    """Have Triton's interpreter run the kernels; it looks at the environment when it is imported."""
+    if os.environ.get("TRITON_INTERPRET") != "1" and "triton" in sys.modules:
+        raise Unsupported("expected TRITON_INTERPRET=1 before triton is imported, got it imported without")
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ragged-attention demo",
+        description="Serve a dozen prompts with a tiny model by continuous batching, and check every token.",
+    )
+    parser.add_argument("--framework", choices=FRAMEWORKS, help="default: whichever is installed, torch first")
+    parser.add_argument("--backend", metavar="NAME", help="as in the calls' backend=; default: what the platform takes")
+    parser.add_argument("--device", help="cpu, cuda, ...; default: a GPU or TPU if the framework sees one")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=48, metavar="N", help="bytes to write a prompt (%(default)s)"
+    )
+    return parser

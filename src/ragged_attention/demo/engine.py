@@ -1,0 +1,263 @@
+"""Continuous batching in miniature: sequences join and leave between steps, and every step is one ragged batch.
+
+A sequence is its tokens and how many of them the cache holds. A step computes some tokens of each running sequence;
+where that reaches the last token, a new one is chosen. So a chunk of a prompt, a decode, and the recomputation of a
+sequence that had lost its pages are the same thing.
+"""
+
+import dataclasses
+from collections import deque
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragged_attention.demo.pages import PageAllocator, chained_digest
+from ragged_attention.errors import InvalidInput
+
+STOP = ord("\n")
+
+Int32 = NDArray[np.int32]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limits:
+    """The fixed sizes of a step, so that compiled functions see one shape only."""
+
+    max_tokens: int = 16
+    max_num_seqs: int = 8
+    num_pages: int = 40
+    page_size: int = 16
+    pages_per_seq: int = 16
+
+    def __post_init__(self) -> None:
+        # Then decodes alone cannot use a step up, and the oldest sequence always moves on.
+        if self.max_tokens < self.max_num_seqs:
+            raise InvalidInput(f"expected max_tokens >= max_num_seqs={self.max_num_seqs}, got {self.max_tokens}")
+
+    @property
+    def max_len(self) -> int:
+        """The most tokens that one sequence may come to."""
+        return min(self.pages_per_seq, self.num_pages) * self.page_size
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's input, padded to the limits. Page indices that mean nothing are -1."""
+
+    tokens: Int32  # [T]
+    positions: Int32  # [T]
+    last_rows: Int32  # [S] the row of each sequence's last token
+    kv_lens: Int32  # [S]
+    page_indices: Int32  # [S, M]
+    cu_q_lens: Int32  # [S + 1]
+    num_seqs: Int32  # [1]
+
+    @classmethod
+    def empty(cls, limits: Limits) -> "Batch":
+        tokens, seqs = limits.max_tokens, limits.max_num_seqs
+        return cls(
+            tokens=np.zeros(tokens, np.int32),
+            positions=np.zeros(tokens, np.int32),
+            last_rows=np.zeros(seqs, np.int32),
+            kv_lens=np.zeros(seqs, np.int32),
+            page_indices=np.full((seqs, limits.pages_per_seq), -1, np.int32),
+            cu_q_lens=np.zeros(seqs + 1, np.int32),
+            num_seqs=np.zeros(1, np.int32),
+        )
+
+
+class Model(Protocol):
+    """What a framework brings: one step over the paged cache."""
+
+    def step(self, batch: Batch) -> NDArray[np.float32]:
+        """Write the batch's keys and values, attend, and return the logits of each sequence's last token [S, V]."""
+        ...
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Sequence:
+    """One request and how far it has come."""
+
+    number: int
+    prompt: bytes
+    max_new_tokens: int
+    tokens: list[int] = dataclasses.field(init=False)
+    computed: int = 0  # so many tokens are in the cache
+    pages: list[int] = dataclasses.field(default_factory=list)
+    digests: list[bytes] = dataclasses.field(default_factory=list)  # of the full pages
+    logits: list[NDArray[np.float32]] = dataclasses.field(default_factory=list)  # one a new token
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+
+    @property
+    def new_tokens(self) -> list[int]:
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def pending(self) -> int:
+        return len(self.tokens) - self.computed
+
+    @property
+    def decoding(self) -> bool:
+        return self.pending == 1 and len(self.tokens) > len(self.prompt)
+
+    @property
+    def finished(self) -> bool:
+        new = self.new_tokens
+        return len(new) == self.max_new_tokens or new[-1:] == [STOP]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one step did."""
+
+    prefill_tokens: int
+    decode_tokens: int
+    running: int
+    waiting: int
+    pages_used: int
+    shared_hits: int  # pages found written already, by this step's newcomers
+    preempted: int
+
+
+class Engine:
+    """Admits, schedules and advances sequences; greedy, so that the result can be checked token by token."""
+
+    def __init__(self, model: Model, limits: Limits) -> None:
+        self.model = model
+        self.limits = limits
+        self.pages = PageAllocator(limits.num_pages)
+        self.running: list[Sequence] = []  # the oldest first
+        self.waiting: deque[Sequence] = deque()
+        self._preempted = 0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def expect_servable(self, sequence: Sequence) -> None:
+        """Raise `InvalidInput` for what could never be served, however long it waits."""
+        if not sequence.prompt:
+            raise InvalidInput(f"expected prompt {sequence.number} to have a byte at least, got none")
+        if (longest := len(sequence.prompt) + sequence.max_new_tokens) > (max_len := self.limits.max_len):
+            raise InvalidInput(f"expected prompt and new tokens to be at most {max_len=} together, got {longest}")
+
+    def submit(self, sequence: Sequence) -> None:
+        self.expect_servable(sequence)
+        self.waiting.append(sequence)
+
+    def step(self) -> StepReport:
+        """Schedule, run the model once, and give each sequence that has come to its end a new token."""
+        hits, self._preempted = self.pages.hits, 0
+        chunks = self._schedule()
+        decodes = sum(sequence.decoding for sequence in chunks)
+        report = StepReport(
+            prefill_tokens=sum(chunks.values()) - decodes,
+            decode_tokens=decodes,
+            running=len(self.running),
+            waiting=len(self.waiting),
+            pages_used=self.pages.num_used,
+            shared_hits=self.pages.hits - hits,
+            preempted=self._preempted,
+        )
+        logits = self.model.step(self._batch(chunks))
+        for (sequence, length), scores in zip(chunks.items(), logits, strict=False):
+            self._advance(sequence, length, scores)
+        return report
+
+    def _schedule(self) -> dict[Sequence, int]:
+        """How many tokens of each sequence this step computes: decodes, then started prompts, then newcomers."""
+        chunks: dict[Sequence, int] = {}
+        for sequence in sorted(self.running, key=lambda sequence: not sequence.decoding):
+            length = min(self.limits.max_tokens - sum(chunks.values()), sequence.pending)
+            if length and sequence in self.running and self._make_room(sequence, length, chunks):
+                chunks[sequence] = length
+        while self.waiting and len(self.running) < self.limits.max_num_seqs:
+            budget = self.limits.max_tokens - sum(chunks.values())
+            if not budget or self._preempted or not self._admit(self.waiting[0]):
+                break
+            sequence = self.waiting.popleft()
+            self.running.append(sequence)
+            chunks[sequence] = min(budget, sequence.pending)
+            self._grow(sequence, chunks[sequence])
+        return chunks
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Share what is in the cache of a waiting sequence; False where the rest of it has no room now."""
+        size = self.limits.page_size
+        digest = b""
+        # The last token is computed in any case, for its logits.
+        for start in range(0, (len(sequence.tokens) - 1) // size * size, size):
+            digest = chained_digest(digest, sequence.tokens[start : start + size])
+            if (page := self.pages.share(digest)) is None:
+                break
+            sequence.pages.append(page)
+            sequence.digests.append(digest)
+        sequence.computed = len(sequence.pages) * size
+        if -(-len(sequence.tokens) // size) - len(sequence.pages) <= self.pages.num_free:
+            return True
+        self.pages.hits -= len(sequence.pages)  # taken back: it will look again
+        self._release(sequence)
+        return False
+
+    def _grow(self, sequence: Sequence, length: int) -> bool:
+        """Take the pages that `length` more tokens need; False where there are too few."""
+        while len(sequence.pages) * self.limits.page_size < sequence.computed + length:
+            if (page := self.pages.take()) is None:
+                return False
+            sequence.pages.append(page)
+        return True
+
+    def _make_room(self, sequence: Sequence, length: int, chunks: dict[Sequence, int]) -> bool:
+        """Grow, at the expense of the youngest sequence if need be; False where that is `sequence` itself."""
+        while not self._grow(sequence, length):
+            youngest = self.running.pop()
+            self._release(youngest)
+            self.waiting.appendleft(youngest)
+            self._preempted += 1
+            chunks.pop(youngest, None)
+            if youngest is sequence:
+                return False
+        return True
+
+    def _release(self, sequence: Sequence) -> None:
+        for page in reversed(sequence.pages):  # so that a prefix's end is given out again before its beginning
+            self.pages.release(page)
+        sequence.pages.clear()
+        sequence.digests.clear()
+        sequence.computed = 0
+
+    def _batch(self, chunks: dict[Sequence, int]) -> Batch:
+        batch = Batch.empty(self.limits)
+        row = 0
+        for index, (sequence, length) in enumerate(chunks.items()):
+            end = sequence.computed + length
+            batch.tokens[row : row + length] = sequence.tokens[sequence.computed : end]
+            batch.positions[row : row + length] = np.arange(sequence.computed, end)
+            batch.page_indices[index, : len(sequence.pages)] = sequence.pages
+            batch.kv_lens[index] = end
+            row += length
+            batch.cu_q_lens[index + 1 :] = row
+            batch.last_rows[index] = row - 1
+        batch.num_seqs[0] = len(chunks)
+        return batch
+
+    def _advance(self, sequence: Sequence, length: int, scores: NDArray[np.float32]) -> None:
+        sequence.computed += length
+        self._publish(sequence)
+        if sequence.pending:
+            return
+        sequence.tokens.append(int(scores.argmax()))
+        sequence.logits.append(scores)
+        if sequence.finished:
+            self.running.remove(sequence)
+            self._release(sequence)
+
+    def _publish(self, sequence: Sequence) -> None:
+        size = self.limits.page_size
+        for index in range(len(sequence.digests), sequence.computed // size):
+            before = sequence.digests[-1] if sequence.digests else b""
+            sequence.digests.append(chained_digest(before, sequence.tokens[index * size : (index + 1) * size]))
+            self.pages.publish(sequence.pages[index], sequence.digests[-1])

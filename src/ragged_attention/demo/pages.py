@@ -1,0 +1,78 @@
+"""The pages of the cache: who holds which, and which can be shared because their content is known."""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def chained_digest(before: bytes, tokens: Sequence[int]) -> bytes:
+    """The name of a full page's content: its tokens and, through `before`, all tokens in front of them.
+
+    Keys and values depend on everything in front of a token, so equal tokens alone would not make equal pages.
+    """
+    return hashlib.blake2b(before + np.asarray(tokens, "<i4").tobytes(), digest_size=16).digest()
+
+
+class PageAllocator:
+    """Reference counts, a free list, and a directory of full pages by content.
+
+    A page that nobody holds keeps its content and its entry in the directory until it is given out again, the
+    longest unheld first; so a prompt may find pages of a sequence that has ended.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self.hits = 0
+        self._holders = [0] * num_pages
+        self._free = dict.fromkeys(range(num_pages))  # ordered: the longest unheld first
+        self._page_of: dict[bytes, int] = {}
+        self._digest_of: dict[int, bytes] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_pages - len(self._free)
+
+    def holders(self, page: int) -> int:
+        return self._holders[page]
+
+    def take(self) -> int | None:
+        """A page for new content, or None where every page is held."""
+        if not self._free:
+            return None
+        page = next(iter(self._free))
+        del self._free[page]
+        if (digest := self._digest_of.pop(page, None)) is not None:
+            del self._page_of[digest]
+        self._holders[page] = 1
+        return page
+
+    def publish(self, page: int, digest: bytes) -> None:
+        """Let later prompts find a page that is full and written; of equal pages the first one is kept for that."""
+        if not self._holders[page]:
+            raise ValueError(f"expected a page that somebody holds, got page {page}")
+        if digest not in self._page_of and page not in self._digest_of:
+            self._page_of[digest] = page
+            self._digest_of[page] = digest
+
+    def share(self, digest: bytes) -> int | None:
+        """The page with this content, held once more, or None where there is none."""
+        page = self._page_of.get(digest)
+        if page is None:
+            return None
+        self._free.pop(page, None)
+        self._holders[page] += 1
+        self.hits += 1
+        return page
+
+    def release(self, page: int) -> None:
+        """One holder less."""
+        if not self._holders[page]:
+            raise ValueError(f"expected a page that somebody holds, got page {page}")
+        self._holders[page] -= 1
+        if not self._holders[page]:
+            self._free[page] = None

@@ -1,0 +1,45 @@
+"""Reading blocks of keys and values out of the pages."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ragged_attention.portable.xla._ragged import at
+
+BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+
+
+def per_head(scale: Any, num_kv_heads: int) -> jax.Array:
+    """A scale in any of its forms (None, number, [], [1] or [K]) as one float32 a KV head."""
+    return jnp.broadcast_to(jnp.asarray(1.0 if scale is None else scale, jnp.float32), (num_kv_heads,))
+
+
+class KeyValueBlocks:
+    """Gathers the K and V of some positions of a sequence, heads first: K in `dtype`, V in float32."""
+
+    def __init__(self, kv_pages: Any, page_indices: jax.Array, dtype: Any) -> None:
+        self.arrays = tuple(kv_pages) if isinstance(kv_pages, tuple | list) else (kv_pages,)
+        self.page_indices = page_indices
+        self.dtype = dtype
+
+    def read(self, seq: jax.Array, key: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """K [K, N, D] and V [K, N, D_v] at positions `key` [N], and which of the `wanted` ones lie on a valid page.
+
+        V is zero where it is not wanted or not valid, for a weight of 0 does not silence a NaN.
+        """
+        num_pages, page_size = self.arrays[0].shape[:2]
+        column = jnp.minimum(key // page_size, self.page_indices.shape[1] - 1)
+        page = at(self.page_indices, seq, column)
+        valid = wanted & (page >= 0) & (page < num_pages)
+        # Without the barrier XLA moves the conversion of the values out of the caller's loop, onto the whole cache.
+        arrays, page, offset = lax.optimization_barrier((self.arrays, jnp.where(valid, page, 0), key % page_size))
+        rows = [at(lax.bitcast_convert_type(array, BITS[array.dtype.itemsize]), page, offset) for array in arrays]
+        if len(rows) == 1:  # K and V interleaved by head
+            both = rows[0].reshape(len(key), -1, 2, rows[0].shape[-1]).transpose(2, 1, 0, 3)
+            k, v = both[0], both[1]
+        else:
+            k, v = (array.swapaxes(0, 1) for array in rows)
+        k, v = (lax.bitcast_convert_type(array, arrays[0].dtype) for array in (k, v))
+        return k.astype(self.dtype), jnp.where(valid[:, None], v.astype(jnp.float32), 0.0), valid

@@ -1,0 +1,37 @@
+"""Partial attention results merged, on plain jax operations."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ragged_attention.calls import MergeAttentionStates
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tile:
+    """Nothing to tune."""
+
+
+def heuristic(call: MergeAttentionStates) -> Tile:
+    del call
+    return Tile()
+
+
+def why_not(call: MergeAttentionStates) -> str | None:
+    if call.device.framework != "jax":
+        return f"runs on jax arrays, got a call from {call.device.framework}"
+    return None
+
+
+def run(call: MergeAttentionStates, tile: Tile, launch: Any) -> tuple[jax.Array, jax.Array]:
+    del tile, launch
+    highest = call.lses.max(axis=0)
+    some = highest != -jnp.inf
+    weights = jnp.exp(call.lses - jnp.where(some, highest, 0.0))
+    total = jnp.where(some, weights.sum(axis=0), 1.0)
+    weights = weights[..., None]
+    parts = jnp.where(weights > 0, call.outs.astype(jnp.float32), 0.0)  # a weight of 0 does not silence a NaN
+    out = (weights * parts).sum(axis=0) / total[..., None]
+    return out.astype(call.outs.dtype), jnp.where(some, highest + jnp.log(total), -jnp.inf)

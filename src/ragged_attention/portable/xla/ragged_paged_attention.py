@@ -1,0 +1,189 @@
+"""Ragged paged attention on plain jax operations.
+
+The queries of a sequence are cut into tiles of tokens, and a tile walks over the keys it can see, a block at a time,
+with an online softmax. Both loops count at run time, so the cost follows the visible keys; never more than one block
+of K and V is gathered. Sequences of one query get tiles of one token: a decode does not pay for a prefill's rows.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ragged_attention.calls import RaggedPagedAttention
+from ragged_attention.errors import InvalidInput
+from ragged_attention.portable.xla._pages import BITS, KeyValueBlocks, per_head
+from ragged_attention.portable.xla._ragged import at, sequences
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tile:
+    """What can be tuned.
+
+    Attributes:
+        block_q: query tokens a tile of a long sequence holds; each brings the rows of all its heads.
+        block_kv: keys gathered at a time.
+    """
+
+    block_q: int = 64
+    block_kv: int = 512
+
+    def __post_init__(self) -> None:
+        for name, limit in (("block_q", 1024), ("block_kv", 8192)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"expected {name} to be an int, got {type(value).__name__}")
+            if not 1 <= value <= limit:
+                raise InvalidInput(f"expected {name} between 1 and {limit}, got {value}")
+
+
+def heuristic(call: RaggedPagedAttention) -> Tile:
+    """Tiles near the mean query length, up to 256 rows a KV head; blocks that stay in a core's cache."""
+    mean = -(-call.num_tokens // max(call.max_num_seqs, 1))
+    block_q = max(8, min(64, 256 // call.group, 1 << (mean - 1).bit_length() if mean else 1))
+    floats = call.num_kv_heads * (call.head_dim + call.v_head_dim)
+    block_kv = max(64, min(512 if block_q == 8 else 256, 2**20 // floats))
+    return Tile(block_q=block_q, block_kv=block_kv)
+
+
+def why_not(call: RaggedPagedAttention) -> str | None:
+    if call.device.framework != "jax":
+        return f"runs on jax arrays, got a call from {call.device.framework}"
+    return None
+
+
+def run(call: RaggedPagedAttention, tile: Tile, launch: Any) -> Any:
+    del launch  # XLA launches
+    # As bits: XLA's CPU compiler would convert all of a bfloat16 array to update a part of it.
+    out = jnp.zeros(call.out_shape, BITS[2] if call.q.dtype == jnp.bfloat16 else call.q.dtype)
+    lse = jnp.full(call.out_shape[:2], -jnp.inf, jnp.float32)
+    if 0 not in (call.num_tokens, call.max_num_seqs, call.num_pages, call.page_indices.shape[1]):
+        block_kv = min(tile.block_kv, call.capacity)
+        out, lse = _attend_in_tiles(call, 1, block_kv, (out, lse))
+        if call.num_tokens > 1:
+            out, lse = _attend_in_tiles(call, max(2, min(tile.block_q, call.num_tokens)), block_kv, (out, lse))
+    out = lax.bitcast_convert_type(out, call.q.dtype)
+    return (out, lse) if call.return_lse else out
+
+
+class Queries(NamedTuple):
+    """One tile: `size` consecutive rows of q, of which those from `first` to `stop` are its own."""
+
+    seq: jax.Array
+    first: jax.Array
+    stop: jax.Array  # where the tile's own rows end
+    row: jax.Array  # i32 [size]
+    position: jax.Array  # i32 [size], -1 for any row that stands before its sequence's first key
+
+    @property
+    def own(self) -> jax.Array:
+        return (self.row >= self.first) & (self.row < self.stop)
+
+
+def _attend_in_tiles(call: RaggedPagedAttention, size: int, block_kv: int, results: Any) -> Any:
+    """Fill in the rows of the sequences of one query (`size` 1), or of all longer ones, by tiles of `size` tokens."""
+    seqs = sequences(call.kv_lens, call.cu_q_lens, call.num_seqs, call.num_tokens, call.capacity)
+    lengths = seqs.stops - seqs.starts
+    taken = lengths == 1 if size == 1 else lengths > 1
+    tiles = jnp.where(taken, (lengths + (size - 1)) // size, 0)
+    ends = jnp.cumsum(tiles, dtype=jnp.int32)
+
+    def attend(index: jax.Array, results: Any) -> Any:
+        seq = jnp.sum(ends <= index, dtype=jnp.int32)
+        stop, kv_len = at(seqs.stops, seq), at(seqs.kv_lens, seq)
+        first = at(seqs.starts, seq) + (index - (at(ends, seq) - at(tiles, seq))) * size
+        row = jnp.minimum(first, call.num_tokens - size) + jnp.arange(size, dtype=jnp.int32)
+        position = jnp.maximum(kv_len - (stop - row), -1)
+        tile = Queries(seq, first, jnp.minimum(stop, first + size), row, position)
+        return _put(results, _attend(call, tile, kv_len, block_kv), tile)
+
+    return lax.fori_loop(jnp.int32(0), ends[-1], attend, results)
+
+
+def _put(results: Any, parts: Any, tile: Queries) -> Any:
+    """Write a tile's own rows into the results."""
+
+    def put(whole: jax.Array, part: jax.Array) -> jax.Array:
+        old = lax.dynamic_slice_in_dim(whole, tile.row[0], len(tile.row))
+        own = tile.own.reshape(-1, *(1,) * (part.ndim - 1))
+        new = jnp.where(own, lax.bitcast_convert_type(part, whole.dtype), old)
+        return lax.dynamic_update_slice_in_dim(whole, new, tile.row[0], 0)
+
+    return tuple(map(put, results, parts))
+
+
+def _visible_range(call: RaggedPagedAttention, tile: Queries, kv_len: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The first key that some row of the tile sees, and one past the last."""
+    start, stop = jnp.int32(0), kv_len
+    if call.causal:
+        stop = jnp.clip(tile.position[tile.stop - 1 - tile.row[0]] + 1, 0, kv_len)
+    if (window := _window(call)) is not None:
+        start = jnp.maximum(tile.position[tile.first - tile.row[0]] - (window - 1), 0)
+    return start, stop
+
+
+def _window(call: RaggedPagedAttention) -> int | None:
+    """The sliding window where it hides anything; a longer one could overflow positions."""
+    window = call.sliding_window
+    return None if window is None or window >= call.capacity else int(window)
+
+
+def _attend(call: RaggedPagedAttention, tile: Queries, kv_len: jax.Array, block_kv: int) -> tuple[jax.Array, jax.Array]:
+    """Out [size, H, D_v] and lse [size, H] of one tile."""
+    size, num_kv_heads, group = len(tile.row), call.num_kv_heads, call.group
+    q, row = lax.optimization_barrier((call.q, tile.row[0]))  # or all of q is converted ahead of the loop
+    q = lax.dynamic_slice_in_dim(lax.bitcast_convert_type(q, BITS[q.dtype.itemsize]), row, size)
+    q = lax.bitcast_convert_type(q, call.q.dtype).reshape(size, num_kv_heads, group, call.head_dim)
+    q = q.swapaxes(0, 1).reshape(num_kv_heads, -1, call.head_dim)
+    start, stop = _visible_range(call, tile, kv_len)
+    blocks = KeyValueBlocks(call.kv_pages, call.page_indices, call.q.dtype)
+    window, scale = _window(call), per_head(call.k_scale, num_kv_heads) * jnp.float32(call.scale)
+    dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32, precision="highest")
+
+    def step(block: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+        highest, total, mixture = state
+        key = start + block * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
+        k, v, seen = blocks.read(tile.seq, key, key < stop)
+        logits = dot("hrd,hkd->hrk", q, k) * scale[:, None, None]
+        if call.soft_cap is not None:
+            logits = call.soft_cap * jnp.tanh(logits / call.soft_cap)
+        seen = jnp.broadcast_to(seen, (size, block_kv))
+        if call.causal:
+            seen &= key <= tile.position[:, None]
+        if window is not None:
+            seen &= key > tile.position[:, None] - window
+        seen = jnp.broadcast_to(seen[:, None], (size, group, block_kv)).reshape(-1, block_kv)
+        logits = jnp.where(seen, logits, -jnp.inf)
+        higher = jnp.maximum(highest, logits.max(axis=-1))
+        base = jnp.where(higher == -jnp.inf, 0.0, higher)
+        weights, kept = jnp.exp(logits - base[..., None]), jnp.exp(highest - base)
+        mixture = kept[..., None] * mixture + dot("hrk,hkd->hrd", weights, v)
+        return higher, kept * total + weights.sum(axis=-1), mixture
+
+    rows = (num_kv_heads, size * group)
+    state = jnp.full(rows, -jnp.inf), jnp.zeros(rows), jnp.zeros((*rows, call.v_head_dim))
+    state = tuple(part.astype(jnp.float32) for part in state)
+    count = (jnp.maximum(stop - start, 0) + (block_kv - 1)) // block_kv
+    return _finish(call, size, *lax.fori_loop(jnp.int32(0), count, step, state))
+
+
+def _finish(
+    call: RaggedPagedAttention, size: int, highest: jax.Array, total: jax.Array, mixture: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Normalise a tile, give the sink its share, and turn [K, size * group] back into [size, H]."""
+    shape = (call.num_kv_heads, size, call.group)
+    some = highest != -jnp.inf
+    lse = jnp.where(some, highest + jnp.log(total), -jnp.inf).reshape(shape)
+    factor = jnp.where(some, 1.0 / jnp.where(some, total, 1.0), 0.0).reshape(shape)
+    if call.sinks is not None:
+        share = jax.nn.sigmoid(lse - call.sinks.reshape(call.num_kv_heads, 1, call.group))
+        factor *= jnp.where(some.reshape(shape), share, 0.0)
+    factor *= per_head(call.v_scale, call.num_kv_heads)[:, None, None]
+    out = mixture.reshape(*shape, -1) * factor[..., None]
+    return (
+        out.swapaxes(0, 1).reshape(size, call.num_q_heads, -1).astype(call.q.dtype),
+        lse.swapaxes(0, 1).reshape(size, call.num_q_heads),
+    )

@@ -1,0 +1,334 @@
+"""A batch's structure (`Spec`, what Hypothesis draws) and the NumPy arrays made from it (`Batch`).
+
+Structure and one seed are drawn, NumPy fills the data: so a failing batch shrinks to few sequences and features, and
+its `Spec(...)`, as printed, makes the same arrays again.
+"""
+
+import dataclasses
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragged_attention.reference.kv_layout import per_head, sequence_bounds
+from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention, visible
+from ragged_attention.testing import formats
+from ragged_attention.testing.formats import QUANTIZED
+
+Pages = NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]
+INT32 = np.iinfo(np.int32)
+
+
+def pages_of(kv_pages: Pages) -> list[NDArray[Any]]:
+    """The arrays that hold the cache, one or two."""
+    return list(kv_pages) if isinstance(kv_pages, tuple) else [kv_pages]
+
+
+def like_pages(kv_pages: Pages, arrays: list[NDArray[Any]]) -> Pages:
+    """`arrays` in the layout of `kv_pages`."""
+    return (arrays[0], arrays[1]) if isinstance(kv_pages, tuple) else arrays[0]
+
+
+def split(kv_pages: Pages) -> tuple[NDArray[Any], NDArray[Any]]:
+    """K and V as they are stored, each [P, G, K, D]; views of the given arrays."""
+    return kv_pages if isinstance(kv_pages, tuple) else (kv_pages[:, :, 0::2], kv_pages[:, :, 1::2])
+
+
+def garbage(rng: np.random.Generator, shape: int | tuple[int, ...], near: int) -> NDArray[np.int32]:
+    """Any int32: a third lies within [-near, near], the rest anywhere, the extremes often."""
+    kind = rng.integers(0, 6, shape)
+    wild = rng.integers(INT32.min, INT32.max, shape, np.int32, endpoint=True)
+    close = rng.integers(-near - 1, near + 2, shape).astype(np.int32)
+    return np.select([kind < 2, kind == 2, kind == 3], [close, INT32.max, INT32.min], wild).astype(np.int32)
+
+
+class Arrays:
+    """What the batches share."""
+
+    dtype: str
+    cache_dtype: str
+
+    def change(self, **fields: Any) -> Self:
+        return dataclasses.replace(self, **fields)  # type: ignore[type-var]
+
+    def arguments(self) -> dict[str, Any]:
+        """The call's arguments by name, floats as float32, 8-bit floats as bits."""
+        own = {"dtype", "cache_dtype", "strided"}
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in own}  # type: ignore[arg-type]
+
+    def dtype_of(self, name: str, array: NDArray[Any]) -> str:
+        """The dtype in which an argument goes to the front end."""
+        if name in ("q", "k", "v", "outs"):
+            return self.dtype
+        return self.cache_dtype if name == "kv_pages" else str(array.dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Batch(Arrays):
+    """The arguments of one `ragged_paged_attention` call in NumPy, and the dtypes they stand for."""
+
+    q: NDArray[np.float32]
+    kv_pages: Pages
+    kv_lens: NDArray[np.int32]
+    page_indices: NDArray[np.int32]
+    cu_q_lens: NDArray[np.int32]
+    num_seqs: int | NDArray[np.int32] | None = None
+    sm_scale: float | None = None
+    causal: bool = True
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    sinks: NDArray[np.float32] | None = None
+    k_scale: float | NDArray[np.float32] | None = None
+    v_scale: float | NDArray[np.float32] | None = None
+    dtype: str = "float32"
+    cache_dtype: str = "float32"
+    strided: bool = False  # in torch: every array a view with gaps of garbage
+
+    @property
+    def quantized(self) -> bool:
+        return self.cache_dtype in QUANTIZED
+
+    @property
+    def kind(self) -> str:
+        """Which bounds hold for the outputs: caches of 8 bits are held to those of bfloat16."""
+        return "bfloat16" if self.quantized else self.dtype
+
+    @property
+    def page_size(self) -> int:
+        return pages_of(self.kv_pages)[0].shape[1]
+
+    @property
+    def num_pages(self) -> int:
+        return pages_of(self.kv_pages)[0].shape[0]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return split(self.kv_pages)[0].shape[2]
+
+    @property
+    def group(self) -> int:
+        return self.q.shape[1] // self.num_kv_heads
+
+    def bounds(self) -> list[tuple[int, int]]:
+        """First and one-past-last query row of every live sequence."""
+        return sequence_bounds(self.cu_q_lens, self.num_seqs, len(self.q))
+
+    def kv_len(self, seq: int) -> int:
+        return int(np.clip(self.kv_lens[seq], 0, self.page_indices.shape[1] * self.page_size))
+
+    def seen(self, seq: int) -> NDArray[np.bool_]:
+        """Which keys each query of a sequence sees, [q_len, kv_len]."""
+        start, stop = self.bounds()[seq]
+        kv_len = self.kv_len(seq)
+        pages = self.page_indices[seq, : -(-kv_len // self.page_size)]
+        valid = np.repeat((pages >= 0) & (pages < self.num_pages), self.page_size)[:kv_len]
+        return visible(stop - start, kv_len, valid, self.causal, self.sliding_window)
+
+    def slots(self, seq: int) -> NDArray[np.int64]:
+        """The slot of each of a sequence's positions; meaningless where the page index is out of range."""
+        position = np.arange(self.kv_len(seq))
+        return self.page_indices[seq].astype(np.int64)[position // self.page_size] * self.page_size + (
+            position % self.page_size
+        )
+
+    def blind(self) -> NDArray[np.bool_]:
+        """The query rows that see no key, padding included, [T]."""
+        rows = np.ones(len(self.q), bool)
+        for seq, (start, stop) in enumerate(self.bounds()):
+            rows[start:stop] = ~self.seen(seq).any(axis=1)
+        return rows
+
+    def read_slots(self) -> NDArray[np.bool_]:
+        """The cache slots that some query sees, [P, G]."""
+        read = np.zeros(self.num_pages * self.page_size, bool)
+        for seq in range(len(self.bounds())):
+            read[self.slots(seq)[self.seen(seq).any(axis=0)]] = True
+        return read.reshape(self.num_pages, self.page_size)
+
+    def poisoned(self, kind: str, seed: int = 0) -> "Batch":
+        """NaN or infinity in every slot and every query row that takes no part."""
+        rng = np.random.default_rng(seed)
+        unread = ~self.read_slots()
+        arrays = [pages.copy() for pages in pages_of(self.kv_pages)]
+        for pages in arrays:
+            pages[unread] = formats.poison(kind, self.cache_dtype, pages[unread].shape, rng)
+        q = np.where(self.blind()[:, None, None], formats.poison(kind, "float32", self.q.shape, rng), self.q)
+        return self.change(q=q, kv_pages=like_pages(self.kv_pages, arrays))
+
+    def with_garbage_tails(self, seed: int = 0) -> "Batch":
+        """Garbage in every index entry that must not be read: any int32, or values that would pass for lawful ones."""
+        rng = np.random.default_rng(seed)
+        tempting = rng.random() < 0.5
+
+        def filling(shape: int | tuple[int, ...], limit: int) -> NDArray[np.int32]:
+            return rng.integers(0, limit + 1, shape, np.int32) if tempting else garbage(rng, shape, limit)
+
+        bounds, capacity = self.bounds(), self.page_indices.shape[1] * self.page_size
+        kv_lens, cu_q_lens = self.kv_lens.copy(), self.cu_q_lens.copy()
+        page_indices = filling(self.page_indices.shape, max(self.num_pages - 1, 0))
+        for seq, (start, stop) in enumerate(bounds):
+            if start == stop:
+                kv_lens[seq] = filling(1, capacity)[0]
+            else:
+                used = -(-self.kv_len(seq) // self.page_size)
+                page_indices[seq, :used] = self.page_indices[seq, :used]
+        kv_lens[len(bounds) :] = filling(len(kv_lens) - len(bounds), capacity)
+        cu_q_lens[len(bounds) + 1 :] = filling(len(cu_q_lens) - len(bounds) - 1, len(self.q))
+        return self.change(kv_lens=kv_lens, cu_q_lens=cu_q_lens, page_indices=page_indices)
+
+    def widened(self) -> "Batch":
+        """The same values in float32, a quantised cache dequantised into it."""
+        arrays = [formats.values_of(pages, self.cache_dtype) for pages in pages_of(self.kv_pages)]
+        if self.quantized:
+            scales = [per_head(scale, self.num_kv_heads) for scale in (self.k_scale, self.v_scale)]
+            if len(arrays) == 1:
+                scales = [np.stack(scales, axis=1).reshape(-1)]
+            arrays = [pages * scale[:, None] for pages, scale in zip(arrays, scales, strict=True)]
+        wide = like_pages(self.kv_pages, [pages.astype(np.float32) for pages in arrays])
+        scales = {"k_scale": None, "v_scale": None} if self.quantized else {}
+        return self.change(kv_pages=wide, dtype="float32", cache_dtype="float32", **scales)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class WriteBatch(Arrays):
+    """The arguments of one `write_kv_pages` call in NumPy."""
+
+    k: NDArray[np.float32]
+    v: NDArray[np.float32]
+    kv_pages: Pages
+    slot_mapping: NDArray[np.integer[Any]] | None = None
+    page_indices: NDArray[np.int32] | None = None
+    kv_lens: NDArray[np.int32] | None = None
+    cu_q_lens: NDArray[np.int32] | None = None
+    num_seqs: int | NDArray[np.int32] | None = None
+    k_scale: float | NDArray[np.float32] | None = None
+    v_scale: float | NDArray[np.float32] | None = None
+    dtype: str = "float32"
+    cache_dtype: str = "float32"
+    strided: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class MergeBatch(Arrays):
+    """The arguments of one `merge_attention_states` call in NumPy."""
+
+    outs: NDArray[np.float32]
+    lses: NDArray[np.float32]
+    dtype: str = "float32"
+    cache_dtype: str = "float32"
+    strided: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spec:
+    """A batch's structure: everything about it but the numbers."""
+
+    lens: tuple[tuple[int, int], ...]  # (q_len, kv_len) of each live sequence
+    page_size: int = 4
+    num_kv_heads: int = 1
+    group: int = 1
+    head_dim: int = 16
+    v_head_dim: int | None = None  # one of its own needs pages in a pair
+    combined: bool = True
+    dtype: str = "float32"
+    cache_dtype: str | None = None  # None: that of q
+    count: str = "none"  # how num_seqs is given: none, int, array
+    spare_seqs: int = 0  # rows of the tables past num_seqs
+    padding: int = 0  # query rows past the last sequence
+    spare_columns: int = 0  # entries of page_indices no sequence is long enough for
+    causal: bool = True
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    sm_scale: float | None = None
+    sinks: str | None = None  # normal, -inf, +inf, mixed
+    scales: str | None = None  # how k_scale and v_scale are given: float, array, heads
+    sharing: str | None = None  # prefix: sequences begin with the first one's pages; repeat: one page all over
+    invalid_pages: bool = False  # some page indices within the lengths are out of range
+    poison: str | None = None  # nan or inf in all that must not be read
+    garbage: bool = False  # in index entries that must not be read
+    strided: bool = False
+    magnitude: float = 1.0
+    seed: int = 0
+
+    def build(self) -> Batch:
+        rng = np.random.default_rng(self.seed)
+        cache_dtype = self.cache_dtype or self.dtype
+        page_indices, num_pages = self._tables(rng)
+        q_lens = [q_len for q_len, _ in self.lens]
+        spare = [sum(q_lens)] * self.spare_seqs if self.count != "none" else []
+        cu_q_lens = np.array([0, *np.cumsum(q_lens), *spare], np.int32)
+        heads = self.num_kv_heads * self.group
+        num_seqs = {"none": None, "int": len(self.lens), "array": np.array([len(self.lens)], np.int32)}[self.count]
+        q = rng.standard_normal((sum(q_lens) + self.padding, heads, self.head_dim)) * self.magnitude
+        batch = Batch(
+            q=formats.rounded(q, self.dtype),
+            kv_pages=self._pages(rng, num_pages, cache_dtype),
+            kv_lens=np.array([kv_len for _, kv_len in self.lens] + [0] * len(spare), np.int32),
+            page_indices=page_indices,
+            cu_q_lens=cu_q_lens,
+            num_seqs=num_seqs,
+            sm_scale=self.sm_scale,
+            causal=self.causal,
+            sliding_window=self.sliding_window,
+            soft_cap=self.soft_cap,
+            sinks=self._sinks(rng, heads),
+            k_scale=self._scale(rng, cache_dtype),
+            v_scale=self._scale(rng, cache_dtype),
+            dtype=self.dtype,
+            cache_dtype=cache_dtype,
+            strided=self.strided,
+        )
+        batch = batch.with_garbage_tails(self.seed) if self.garbage else batch
+        return batch.poisoned(self.poison, self.seed) if self.poison else batch
+
+    def _tables(self, rng: np.random.Generator) -> tuple[NDArray[np.int32], int]:
+        """Shuffled page tables, and the number of pages (a few of them in nobody's table)."""
+        used = [-(-kv_len // self.page_size) for _, kv_len in self.lens]
+        num_pages = sum(used) + 2
+        order = rng.permutation(num_pages)
+        rows = len(self.lens) + (self.spare_seqs if self.count != "none" else 0)
+        table = np.zeros((rows, max(used, default=0) + self.spare_columns), np.int32)
+        for seq, (count, start) in enumerate(zip(used, np.cumsum([0, *used]), strict=False)):
+            table[seq, :count] = order[start : start + count]
+            if self.sharing == "prefix":
+                common = min(count, used[0]) // 2 + 1
+                table[seq, : min(common, count, used[0])] = table[0, : min(common, count, used[0])]
+            elif self.sharing == "repeat" and count:
+                table[seq, :count] = table[seq, 0]
+        if self.invalid_pages:
+            beyond = np.array([-1, num_pages, INT32.min, INT32.max, -num_pages, 2**30], np.int64)
+            table = np.where(rng.random(table.shape) < 0.3, rng.choice(beyond, table.shape), table).astype(np.int32)
+        return table, num_pages
+
+    def _pages(self, rng: np.random.Generator, num_pages: int, cache_dtype: str) -> Pages:
+        v_head_dim = self.v_head_dim or self.head_dim
+        # int8 uses its whole range; the scale brings it back to size.
+        size = 40.0 if cache_dtype == "int8" else self.magnitude
+        shape = (num_pages, self.page_size, self.num_kv_heads)
+        k = formats.stored(rng.standard_normal((*shape, self.head_dim)) * size, cache_dtype)
+        v = formats.stored(rng.standard_normal((*shape, v_head_dim)) * size, cache_dtype)
+        if not self.combined or v_head_dim != self.head_dim:
+            return k, v
+        return np.stack([k, v], axis=3).reshape(num_pages, self.page_size, 2 * self.num_kv_heads, self.head_dim)
+
+    def _sinks(self, rng: np.random.Generator, heads: int) -> NDArray[np.float32] | None:
+        if self.sinks is None:
+            return None
+        normal = rng.standard_normal(heads).astype(np.float32)
+        if self.sinks == "mixed":
+            normal[rng.random(heads) < 0.4] = -np.inf
+            normal[rng.random(heads) < 0.2] = np.inf
+        return {"-inf": np.full_like(normal, -np.inf), "+inf": np.full_like(normal, np.inf)}.get(self.sinks, normal)
+
+    def _scale(self, rng: np.random.Generator, cache_dtype: str) -> Any:
+        size = 1 / 40 if cache_dtype == "int8" else 1.0
+        values = (rng.uniform(0.5, 1.5, self.num_kv_heads) * size).astype(np.float32)
+        if self.scales is None:
+            return size if cache_dtype == "int8" else None
+        return {"float": float(values[0]), "array": values[:1].reshape(()), "heads": values}[self.scales]
+
+
+def expected(batch: Batch) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Out and lse as the definition has them, in float64 on the inputs as rounded."""
+    cache_dtype = batch.cache_dtype if batch.quantized else None
+    return ragged_paged_attention(**batch.arguments(), return_lse=True, cache_dtype=cache_dtype)

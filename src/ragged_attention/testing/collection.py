@@ -1,0 +1,37 @@
+"""How pytest gets the suite's parameters: `from ragged_attention.testing.collection import *` in a conftest.py.
+
+A test that takes `runner` is run on every backend that is present, one that takes `examples` gets the profile's
+number of examples (HYPOTHESIS_PROFILE: dev, ci or nightly).
+"""
+
+import functools
+
+import pytest
+
+from ragged_attention.testing import environment
+from ragged_attention.testing.runners import Runner, runners
+from ragged_attention.testing.suite import examples_of
+
+__all__ = ["examples", "pytest_generate_tests"]
+
+
+@functools.cache
+def _runners(backend: str | None, framework: str | None, device: str) -> tuple[list[Runner], dict[str, str]]:
+    environment.prepare(device)
+    return runners(backend, framework, device)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "runner" not in metafunc.fixturenames:
+        return
+    backend, framework = metafunc.config.getoption("--backend"), metafunc.config.getoption("--framework")
+    present, absent = _runners(backend, framework, metafunc.config.getoption("--device"))
+    if backend and not present:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in absent.items())
+        raise pytest.UsageError(f"--backend {backend} cannot run here: {reasons}")
+    metafunc.parametrize("runner", present, ids=str)
+
+
+@pytest.fixture(scope="session")
+def examples() -> int:
+    return examples_of()

@@ -1,0 +1,82 @@
+"""The one comparison. No other module knows a tolerance.
+
+The bounds are those of the operation's definition: against the reference in float64 on the inputs as rounded.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+SIXTEEN_BITS = (8e-4, 2.01 / 128)
+# |got - want| <= first + second * |want|, by the dtype of the output; 8-bit caches are held to bfloat16's.
+BOUNDS = {
+    "float32": (2e-5, 2e-5),
+    "float16": SIXTEEN_BITS,
+    "bfloat16": SIXTEEN_BITS,
+    "lse float32": (2e-5, 2e-5),
+    "lse float16": (1e-5, 2e-4),
+    "lse bfloat16": (1e-5, 2e-4),
+}
+COSINE = 5e-6
+
+
+def agrees(got: ArrayLike, want: ArrayLike, kind: str, what: str = "out") -> bool:
+    """Whether `got` is `want` within the bounds of `kind`; raises AssertionError, naming the worst element, if not.
+
+    Places of NaN and infinity are compared first, then each element, then (for 16 bits) the cosine difference.
+    """
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    if got.shape != want.shape:
+        raise AssertionError(f"{what}: expected shape {want.shape}, got {got.shape}")
+    for name, where in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
+        _same_places(name, where(got), where(want), got, want, what)
+    finite = np.isfinite(want)
+    absolute, relative = BOUNDS[kind]
+    error = np.abs(np.where(finite, got, 0.0) - np.where(finite, want, 0.0))
+    excess = error / (absolute + relative * np.abs(np.where(finite, want, 0.0)))
+    if excess.size and excess.max() > 1:
+        place = _worst(excess)
+        raise AssertionError(
+            f"{what}{place}: expected {want[tuple(place)]:.8g} within {absolute:g} + {relative:.3g} * |value|, "
+            f"got {got[tuple(place)]:.8g}, {excess.max():.3g} times the bound; "
+            f"{int((excess > 1).sum())} of {excess.size} elements are beyond it"
+        )
+    if kind in ("float16", "bfloat16"):
+        _same_direction(got[finite], want[finite], what)
+    return True
+
+
+def identical(got: ArrayLike, want: ArrayLike, what: str = "out") -> bool:
+    """Whether two arrays are equal to the last bit (NaN equal to NaN); raises AssertionError if not."""
+    got, want = np.asarray(got), np.asarray(want)
+    if got.shape != want.shape:
+        raise AssertionError(f"{what}: expected shape {want.shape}, got {got.shape}")
+    differs = (got != want) & ~((got != got) & (want != want))
+    if differs.any():
+        place = _worst(differs)
+        raise AssertionError(
+            f"{what}{place}: expected exactly {want[tuple(place)]}, got {got[tuple(place)]}; "
+            f"{int(differs.sum())} of {differs.size} elements differ"
+        )
+    return True
+
+
+def _worst(excess: NDArray[Any]) -> list[int]:
+    return [int(index) for index in np.unravel_index(int(np.argmax(excess)), excess.shape)]
+
+
+def _same_places(name: str, got: Any, want: Any, got_values: Any, want_values: Any, what: str) -> None:
+    if (differs := got != want).any():
+        place = _worst(differs)
+        raise AssertionError(
+            f"{what}{place}: expected {want_values[tuple(place)]:.8g}, got {got_values[tuple(place)]:.8g}; "
+            f"{int(differs.sum())} of {differs.size} elements are {name} in one and not in the other"
+        )
+
+
+def _same_direction(got: NDArray[np.float64], want: NDArray[np.float64], what: str) -> None:
+    total = float((got * got + want * want).sum())
+    difference = 1 - 2 * float((got * want).sum()) / total if total > 0 else 0.0
+    if difference > COSINE:
+        raise AssertionError(f"{what}: expected a cosine difference <= {COSINE:g}, got {difference:.3g}")

@@ -1,0 +1,236 @@
+"""A named batch for every edge of the definition; the part of the suite that leaves nothing to chance."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ragged_attention.testing import formats
+from ragged_attention.testing.batches import INT32, Batch, MergeBatch, Spec, WriteBatch
+from ragged_attention.testing.strategies import merge_batch, write_batch
+
+MIXED = ((5, 5), (1, 37), (4, 21), (1, 9))  # prefill, decode, chunk, decode
+ALL_EDGES = ((0, 7), (3, 0), (4, 2), (1, 33), (0, 0), (6, 30))
+
+
+def _lens(batch: Batch, **values: Any) -> Batch:
+    """A batch with single entries of its index arrays replaced: `kv_lens={1: -5}`."""
+    fields = {}
+    for name, entries in values.items():
+        fields[name] = getattr(batch, name).copy()
+        for place, value in entries.items():
+            fields[name][place] = value
+    return batch.change(**fields)
+
+
+def _plain(**fields: Any) -> Spec:
+    return Spec(**{"lens": MIXED, **fields})
+
+
+_SPECS: dict[str, Spec] = {
+    # What a sequence may look like.
+    "one key": Spec(lens=((1, 1),)),
+    "decode": Spec(lens=((1, 40), (1, 1), (1, 16)), group=4),
+    "decode of a long sequence": Spec(lens=((1, 700), (1, 3)), page_size=16, num_kv_heads=2, group=3),
+    "prefill": Spec(lens=((7, 7), (16, 16), (1, 1)), group=2),
+    "prefill of more rows than a tile": Spec(lens=((100, 130),), page_size=16, group=2, dtype="bfloat16"),
+    "chunks": Spec(lens=((5, 40), (8, 9), (3, 17)), num_kv_heads=2),
+    "speculative": Spec(lens=((4, 60), (3, 35), (4, 4)), group=8, dtype="bfloat16"),
+    "mixed": _plain(num_kv_heads=2, group=3),
+    "many sequences": Spec(lens=tuple((n % 3, 3 * n % 17 + n % 3) for n in range(21))),
+    # Sequences with little or nothing to do.
+    "no queries": Spec(lens=((0, 9), (2, 11), (0, 0), (0, 3), (1, 4)), garbage=True),
+    "no query at all": Spec(lens=((0, 9), (0, 0)), garbage=True),
+    "no query but padding": Spec(lens=((0, 9), (0, 0)), padding=3, garbage=True, poison="nan"),
+    "no keys": Spec(lens=((1, 0), (3, 0), (2, 5))),
+    "no keys with sinks": Spec(lens=((1, 0), (3, 0), (2, 5)), sinks="normal"),
+    "more queries than keys": Spec(lens=((5, 2), (9, 8), (2, 1)), group=2),
+    "more queries than keys, not causal": Spec(lens=((5, 2), (9, 8), (2, 1)), causal=False, sliding_window=3),
+    "every edge at once": Spec(lens=ALL_EDGES, count="array", spare_seqs=2, padding=3, poison="nan", garbage=True),
+    # Padding and the count of sequences.
+    "padding rows": _plain(padding=5, poison="nan"),
+    "num_seqs an int below the maximum": _plain(count="int", spare_seqs=3, padding=2, poison="nan", garbage=True),
+    "num_seqs an array below the maximum": _plain(count="array", spare_seqs=3, padding=2, poison="nan", garbage=True),
+    "num_seqs an array at the maximum": _plain(count="array", padding=1),
+    "num_seqs 0": Spec(lens=(), count="array", spare_seqs=3, padding=4, garbage=True, poison="nan"),
+    "num_seqs 0 as an int": Spec(lens=(), count="int", spare_seqs=3, padding=4, garbage=True),
+    # Masks and logits.
+    "not causal": _plain(causal=False, group=2),
+    "window of 1": _plain(sliding_window=1, poison="nan", garbage=True),
+    "window of 1, not causal": _plain(sliding_window=1, causal=False, poison="nan"),
+    "window": _plain(sliding_window=7, group=3, poison="nan"),
+    "window of a page": _plain(sliding_window=8, page_size=8, poison="inf", garbage=True),
+    "window in a long sequence": Spec(lens=((1, 600), (6, 500)), page_size=16, sliding_window=100, poison="nan"),
+    "window longer than all": _plain(sliding_window=2**31 - 1),
+    "soft cap": _plain(soft_cap=2.0),
+    "small soft cap": _plain(soft_cap=0.01, dtype="bfloat16"),
+    "soft cap and window": _plain(soft_cap=5.0, sliding_window=6, sinks="normal", group=2),
+    "sm_scale": _plain(sm_scale=0.7),
+    "sm_scale 0": _plain(sm_scale=0.0),
+    "sm_scale negative": _plain(sm_scale=-0.2, sliding_window=9),
+    "large logits": _plain(magnitude=12.0, group=2),
+    "sinks": _plain(sinks="normal", group=4),
+    "sinks -inf": _plain(sinks="-inf", group=2),
+    "sinks +inf": _plain(sinks="+inf", group=2),
+    "sinks of all kinds": _plain(sinks="mixed", num_kv_heads=2, group=4, padding=2),
+    "sinks over a long sequence": Spec(lens=((1, 700),), page_size=32, sinks="normal", group=2),
+    # Shapes.
+    "page size 1": _plain(page_size=1, spare_columns=2, garbage=True, poison="nan"),
+    "page size 3": _plain(page_size=3, garbage=True, poison="nan"),
+    "page size 7": _plain(page_size=7, poison="nan"),
+    "page size 128": _plain(page_size=128, poison="nan"),
+    "GQA ratio 3": _plain(num_kv_heads=2, group=3, dtype="bfloat16"),
+    "GQA ratio 5": _plain(group=5, dtype="float16"),
+    "GQA ratio 24": Spec(lens=((2, 9), (1, 30)), group=24),
+    **{
+        f"head_dim {head_dim}": Spec(lens=((3, 9), (1, 21)), head_dim=head_dim, dtype=dtype, poison="nan")
+        for head_dim, dtype in (
+            (24, "float32"), (72, "float16"), (80, "bfloat16"), (96, "float32"), (112, "bfloat16"), (128, "bfloat16"),
+            (192, "bfloat16"), (256, "float16"), (512, "bfloat16"),
+        )
+    },
+    "a pair of pages": _plain(combined=False, num_kv_heads=2, group=2, poison="nan"),
+    "V wider than K": _plain(combined=False, head_dim=16, v_head_dim=64, poison="nan"),
+    "V narrower than K": _plain(combined=False, head_dim=192, v_head_dim=128, dtype="bfloat16", group=2),
+    "spare columns": _plain(spare_columns=4, garbage=True, poison="nan"),
+    # Dtypes.
+    "bfloat16": _plain(dtype="bfloat16", num_kv_heads=2, group=2),
+    "float16": _plain(dtype="float16", num_kv_heads=2, group=2, soft_cap=20.0),
+    **{
+        f"{cache_dtype} cache, {dtype} queries": _plain(
+            dtype=dtype, cache_dtype=cache_dtype, scales=scales, num_kv_heads=2, poison="nan", combined=combined
+        )
+        for cache_dtype, dtype, scales, combined in (
+            ("float8_e4m3fn", "bfloat16", "float", True), ("float8_e4m3fn", "float32", "heads", False),
+            ("float8_e5m2", "float16", "array", True), ("float8_e5m2", "bfloat16", "heads", False),
+            ("int8", "bfloat16", "heads", True), ("int8", "float16", "float", False),
+        )
+    },
+    "8-bit cache without scales": _plain(cache_dtype="float8_e4m3fn", dtype="bfloat16", sliding_window=5),
+    "8-bit cache of every code": _plain(cache_dtype="float8_e4m3fn", magnitude=120.0, sm_scale=1e-4),
+    # Pages.
+    "shared prefix": Spec(lens=((1, 30), (4, 25), (1, 18)), sharing="prefix", garbage=True),
+    "one page repeated": Spec(lens=((1, 30), (4, 25)), sharing="repeat"),
+    "invalid page indices": _plain(invalid_pages=True, poison="nan", garbage=True, page_size=2),
+    "invalid page indices with sinks": _plain(invalid_pages=True, sinks="normal", page_size=1, seed=1),
+    "infinity in all that is unread": _plain(poison="inf", padding=2, count="array", spare_seqs=1, sliding_window=4),
+    # Memory.
+    "strided": _plain(strided=True, num_kv_heads=2, group=2, sinks="normal", count="array", spare_seqs=1),
+    "strided pair": _plain(strided=True, combined=False, v_head_dim=24, num_kv_heads=2, dtype="bfloat16"),
+    "strided 8-bit cache": _plain(strided=True, cache_dtype="float8_e5m2", scales="heads", num_kv_heads=2),
+}  # fmt: skip
+
+
+def _empty_tables() -> Batch:
+    return _plain().build().change(page_indices=np.zeros((len(MIXED), 0), np.int32))
+
+
+def _no_pages() -> Batch:
+    return _plain().build().change(kv_pages=np.zeros((0, 4, 2, 16), np.float32))
+
+
+def _all_invalid() -> Batch:
+    batch = _plain(sinks="normal").build()
+    return batch.change(page_indices=np.full_like(batch.page_indices, INT32.max))
+
+
+def _no_room_for_sequences() -> Batch:
+    return Spec(lens=(), padding=3).build()
+
+
+# Index values against the law, whose meaning the definition gives all the same.
+_VALUES: dict[str, Callable[[], Batch]] = {
+    "kv_len over what the table holds": lambda: _lens(_plain().build(), kv_lens={0: INT32.max, 1: 1000}),
+    "kv_len negative": lambda: _lens(_plain().build(), kv_lens={1: -1, 2: INT32.min}),
+    "cu_q_lens over the tokens": lambda: _lens(_plain().build(), cu_q_lens={4: INT32.max}),
+    "num_seqs over the maximum": lambda: _plain().build().change(num_seqs=np.array([INT32.max], np.int32)),
+    "num_seqs negative": lambda: _plain(padding=1).build().change(num_seqs=np.array([-3], np.int32)),
+    "every page index invalid": _all_invalid,
+    "tables without columns": _empty_tables,
+    "a cache without pages": _no_pages,
+    "tables without rows": _no_room_for_sequences,
+}
+
+CORNERS: dict[str, Callable[[], Batch]] = {name: spec.build for name, spec in _SPECS.items()} | _VALUES
+
+
+def _with_special_values() -> WriteBatch:
+    """NaN, infinities, ties and values beyond the format's range."""
+    write = write_batch(Spec(lens=((6, 6),), cache_dtype="float8_e4m3fn"))
+    k = write.k.copy()
+    special = [np.nan, -np.nan, np.inf, -np.inf, 448.0, 464.0, 465.0, 1e30, 2.0**-10, 3 * 2.0**-10, 17.0, 19.0, -0.0]
+    k[:, 0, : len(special)] = special
+    return write.change(k=k, slot_mapping=np.arange(6, dtype=np.int32))
+
+
+def _special_int8() -> WriteBatch:
+    write = write_batch(Spec(lens=((2, 2),), cache_dtype="int8"))
+    k = write.k.copy()
+    k[:, 0, :10] = [0.5, 1.5, 2.5, -0.5, -1.5, 127.5, -128.5, 1e9, -np.inf, np.inf]
+    return write.change(k=k, k_scale=None, slot_mapping=np.array([3, 1], np.int64))
+
+
+def _extreme_slots() -> WriteBatch:
+    """Slots far outside, among them those whose low 32 bits would be inside."""
+    write = write_batch(Spec(lens=((9, 9),)))
+    slots = [-1, 0, 2**32, 2**32 + 1, -(2**63), 2**63 - 1, 2**31, -(2**32), 5]
+    return write.change(slot_mapping=np.array(slots, np.int64), k=np.nan_to_num(write.k), v=np.nan_to_num(write.v))
+
+
+_WRITES: dict[str, Spec] = {
+    "a step of every kind": _plain(num_kv_heads=2, group=2),
+    "into a pair": _plain(combined=False, v_head_dim=40, dtype="bfloat16"),
+    "page size 3": _plain(page_size=3, head_dim=24, dtype="float16"),
+    "float8_e4m3fn": _plain(cache_dtype="float8_e4m3fn", dtype="bfloat16", scales="heads", num_kv_heads=2),
+    "float8_e5m2": _plain(cache_dtype="float8_e5m2", scales="float", combined=False),
+    "int8": _plain(cache_dtype="int8", dtype="float16", scales="array"),
+    "scaled float32": _plain(scales="heads", num_kv_heads=2),
+    "every edge at once": Spec(lens=ALL_EDGES, count="array", spare_seqs=2, padding=3, garbage=True, poison="nan"),
+    "num_seqs an int": _plain(count="int", spare_seqs=2, padding=1, garbage=True),
+    "invalid page indices": _plain(invalid_pages=True, garbage=True, page_size=2),
+    "strided": _plain(strided=True, num_kv_heads=2, dtype="bfloat16"),
+    "strided pair": _plain(strided=True, combined=False, v_head_dim=24, cache_dtype="int8"),
+    "no tokens": Spec(lens=((0, 5), (0, 0))),
+}
+
+WRITE_CORNERS: dict[str, Callable[[], WriteBatch]] = {
+    **{f"by tables: {name}": lambda spec=spec: write_batch(spec, by_tables=True) for name, spec in _WRITES.items()},
+    **{f"by slots: {name}": lambda spec=spec: write_batch(spec) for name, spec in _WRITES.items()},
+    "by slots: int64": lambda: write_batch(_plain(), slot_dtype=np.int64),
+    "by slots: values beyond float8_e4m3fn": lambda: write_batch(_plain(cache_dtype="float8_e4m3fn"), reach=1e4),
+    "by slots: values beyond float8_e5m2": lambda: write_batch(_plain(cache_dtype="float8_e5m2"), reach=1e6),
+    "by slots: values beyond int8": lambda: write_batch(_plain(cache_dtype="int8"), reach=1e4),
+    "special values into float8_e4m3fn": _with_special_values,
+    "special values into float8_e5m2": lambda: _with_special_values().change(cache_dtype="float8_e5m2"),
+    "special values into int8": _special_int8,
+    "slots far outside": _extreme_slots,
+}
+
+
+def _one_part_empty() -> MergeBatch:
+    batch = merge_batch((3, 4, 2, 16))
+    lses, outs = batch.lses.copy(), batch.outs.copy()
+    lses[1], outs[1] = -np.inf, np.inf
+    return batch.change(lses=lses, outs=outs)
+
+
+MERGE_CORNERS: dict[str, Callable[[], MergeBatch]] = {
+    "one part": lambda: merge_batch((1, 3, 2, 16)),
+    "one part is empty": _one_part_empty,
+    "every part is empty": lambda: merge_batch((3, 4, 2, 16), empty=1.0),
+    "many parts": lambda: merge_batch((17, 3, 2, 40), empty=0.3),
+    "lses far apart": lambda: merge_batch((4, 5, 3, 64), spread=300.0),
+    "V of one": lambda: merge_batch((2, 3, 2, 1)),
+    "bfloat16": lambda: merge_batch((3, 5, 4, 80), dtype="bfloat16", empty=0.3),
+    "float16": lambda: merge_batch((3, 5, 4, 128), dtype="float16", empty=0.3),
+    "strided": lambda: merge_batch((3, 5, 4, 64), strided=True, empty=0.3),
+    "no tokens": lambda: merge_batch((3, 0, 4, 64)),
+    "values as they are": lambda: _equal_parts(),
+}
+
+
+def _equal_parts() -> MergeBatch:
+    """Parts that all say the same merge into it, their weights added."""
+    batch = merge_batch((4, 3, 2, 16), dtype="bfloat16")
+    outs = np.broadcast_to(formats.rounded(batch.outs[:1], "bfloat16"), batch.outs.shape).copy()
+    return batch.change(outs=outs)

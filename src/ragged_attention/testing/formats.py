@@ -1,0 +1,49 @@
+"""Rounding to the formats that kernels read, in NumPy alone.
+
+A float array is kept as float32 whose values the format can hold, an 8-bit float as its bits (uint8); so a batch
+needs neither torch nor jax, and the oracle sees exactly what a kernel sees.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragged_attention.calls import QUANTIZED as QUANTIZED
+from ragged_attention.reference.kv_layout import FORMATS, decode, encode
+
+NAN_CODES = {"float8_e4m3fn": (0x7F, 0xFF), "float8_e5m2": (0x7E, 0xFD)}
+INFINITY_CODES = {"float8_e4m3fn": (0x7E, 0xFE), "float8_e5m2": (0x7C, 0xFC)}  # e4m3fn has none: its largest value
+
+
+def rounded(values: Any, dtype: str) -> NDArray[np.float32]:
+    """Values to the nearest that float32, float16 or bfloat16 holds, ties to even."""
+    values = np.asarray(values, np.float32)
+    if dtype == "float16":
+        with np.errstate(over="ignore"):
+            return values.astype(np.float16).astype(np.float32)
+    if dtype == "bfloat16":
+        bits = np.ascontiguousarray(values).view(np.uint32).astype(np.uint64)
+        upper = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 << 16).astype(np.uint32).view(np.float32)
+        return np.where(np.isnan(values), np.float32(np.nan), upper)
+    return values
+
+
+def stored(values: Any, dtype: str) -> NDArray[Any]:
+    """Values as a cache of that dtype keeps them: rounded float32, the bits of an 8-bit float, or int8."""
+    return encode(values, dtype) if dtype in QUANTIZED else rounded(values, dtype)
+
+
+def values_of(array: NDArray[Any], dtype: str) -> NDArray[np.float64]:
+    return decode(array, dtype if dtype in FORMATS else None)
+
+
+def poison(kind: str, dtype: str, shape: tuple[int, ...], rng: np.random.Generator) -> NDArray[Any]:
+    """NaN ("nan") or infinities ("inf") of a format, or what comes nearest to them in it."""
+    if dtype == "int8":
+        return np.where(rng.random(shape) < 0.5, 127, -128).astype(np.int8)
+    if dtype in FORMATS:
+        return rng.choice(np.array((NAN_CODES if kind == "nan" else INFINITY_CODES)[dtype], np.uint8), shape)
+    if kind == "nan":
+        return np.full(shape, np.nan, np.float32)
+    return np.where(rng.random(shape) < 0.5, np.inf, -np.inf).astype(np.float32)

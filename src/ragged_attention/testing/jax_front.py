@@ -1,0 +1,60 @@
+"""NumPy batches through the jax front end and back."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+import ragged_attention.jax as operations  # noqa: F401  (what a runner calls)
+from ragged_attention.calls import Device
+from ragged_attention.jax.execute import default_platform
+from ragged_attention.jax.launcher import device_facts, is_bits
+
+INT32 = np.iinfo(np.int32)
+
+
+def facts(device: str | None) -> Device:
+    del device  # jax's own default decides where arrays lie
+    return device_facts(default_platform())
+
+
+def bring(name: str, array: NDArray[Any], dtype: str, *, strided: bool, place: Any, device: str | None) -> Any:
+    """One array as a jax array; jax knows neither strides nor where memory ends."""
+    del name, strided, place, device
+    if dtype in ("float8_e4m3fn", "float8_e5m2"):
+        return jnp.asarray(np.ascontiguousarray(array).view(jnp.dtype(dtype)))
+    if dtype == "int64":  # which jax has not by default; what is out of range stays so
+        return jnp.asarray(np.clip(array, INT32.min, INT32.max).astype(np.int32))
+    with np.errstate(over="ignore"):
+        return jnp.asarray(array.astype(jnp.dtype(dtype)))
+
+
+def take_back(array: jax.Array) -> NDArray[Any]:
+    """Floats as float32, 8-bit floats as bits, integers as they are."""
+    held = np.array(array)
+    if is_bits(held.dtype):
+        return held.view(np.uint8)
+    return held.astype(np.float32) if jnp.issubdtype(held.dtype, jnp.floating) else held
+
+
+@contextlib.contextmanager
+def careful() -> Iterator[None]:
+    """The launcher's outputs are NaN before a kernel writes them; nothing more to do."""
+    yield
+
+
+def write(function: Callable[..., Any], arguments: dict[str, Any]) -> list[NDArray[Any]]:
+    """Call `write_kv_pages`, and check that the pages given are as they were."""
+    given = arguments["kv_pages"]
+    given = list(given) if isinstance(given, tuple) else [given]
+    before = [take_back(pages) for pages in given]
+    result = function(**arguments)
+    for pages, old in zip(given, before, strict=True):
+        now = take_back(pages)
+        if not np.array_equal(now, old, equal_nan=old.dtype.kind == "f"):
+            raise AssertionError("write_kv_pages: expected the pages given to stay as they were, got other values")
+    return [take_back(pages) for pages in (result if isinstance(result, tuple) else (result,))]

@@ -1,0 +1,218 @@
+"""What holds for every backend without asking the definition: `LAWS`, by the sentence each one states.
+
+A law takes a runner and the spec of a clean batch (no poison, garbage or shared pages: a law brings those in itself)
+and raises AssertionError if the backend breaks it. They are the laws of `reference/README.md`, in its order.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from ragged_attention.reference.kv_layout import per_head
+from ragged_attention.testing import formats
+from ragged_attention.testing.batches import Batch, MergeBatch, Spec, WriteBatch, like_pages, pages_of, split
+from ragged_attention.testing.compare import agrees, identical
+from ragged_attention.testing.runners import Runner
+
+Law = Callable[[Runner, Spec], None]
+
+
+def same(runner: Runner, batch: Batch, other: Batch, kind: str | None = None) -> None:
+    """Two batches give the same out and the same lse."""
+    out, lse = runner.attention(batch)
+    other_out, other_lse = runner.attention(other)
+    agrees(out, other_out, kind or batch.kind)
+    agrees(lse, other_lse, f"lse {kind or batch.kind}", "lse")
+
+
+def blind_queries_give_nothing(runner: Runner, spec: Spec) -> None:
+    batch = spec.build()
+    for case in (batch, batch.change(kv_lens=np.zeros_like(batch.kv_lens)), _without_pages(batch)):
+        out, lse = runner.attention(case)
+        rows = case.blind()
+        identical(out[rows], np.zeros_like(out[rows]), "out of queries that see no key")
+        identical(lse[rows], np.full_like(lse[rows], -np.inf), "lse of queries that see no key")
+        if not np.isfinite(lse[~rows]).all():
+            raise AssertionError("lse of queries that see a key: expected finite values, got others")
+
+
+def _without_pages(batch: Batch) -> Batch:
+    return batch.change(page_indices=np.full_like(batch.page_indices, -1))
+
+
+def unseen_takes_no_part(runner: Runner, spec: Spec) -> None:
+    batch = spec.build()
+    same(runner, batch.poisoned("nan", spec.seed).with_garbage_tails(spec.seed), batch)
+    same(runner, batch.poisoned("inf", spec.seed), batch)
+
+
+def pages_may_move(runner: Runner, spec: Spec) -> None:
+    batch = spec.build()
+    order = np.random.default_rng(spec.seed).permutation(batch.num_pages)
+    moved = [pages[order] for pages in pages_of(batch.kv_pages)]
+    table = np.argsort(order)[batch.page_indices].astype(np.int32)
+    same(runner, batch.change(kv_pages=like_pages(batch.kv_pages, moved), page_indices=table), batch)
+
+
+def pages_may_be_shared(runner: Runner, spec: Spec) -> None:
+    """Sequences that share pages get what they get from copies of their own."""
+    shared = dataclasses.replace(spec, sharing="prefix").build()
+    if not shared.page_indices.size:
+        return
+    copies = [pages[shared.page_indices.reshape(-1)] for pages in pages_of(shared.kv_pages)]
+    own = np.arange(shared.page_indices.size, dtype=np.int32).reshape(shared.page_indices.shape)
+    same(runner, shared, shared.change(kv_pages=like_pages(shared.kv_pages, copies), page_indices=own))
+
+
+def sequences_do_not_mix(runner: Runner, spec: Spec) -> None:
+    """One call over a batch equals one call a sequence."""
+    batch = spec.build()
+    out, lse = runner.attention(batch)
+    for seq, (start, stop) in enumerate(batch.bounds()):
+        alone = batch.change(
+            q=batch.q[start:stop],
+            kv_lens=batch.kv_lens[seq : seq + 1],
+            page_indices=batch.page_indices[seq : seq + 1],
+            cu_q_lens=np.array([0, stop - start], np.int32),
+            num_seqs=None,
+        )
+        out_alone, lse_alone = runner.attention(alone)
+        agrees(out[start:stop], out_alone, batch.kind, f"out of sequence {seq}")
+        agrees(lse[start:stop], lse_alone, f"lse {batch.kind}", f"lse of sequence {seq}")
+
+
+def output_is_a_mixture(runner: Runner, spec: Spec) -> None:
+    """Constant values come back as themselves, times v_scale and what the sink leaves; others stay within bounds."""
+    batch = spec.build()
+    ones = [pages.copy() for pages in pages_of(batch.kv_pages)]
+    split(like_pages(batch.kv_pages, ones))[1][...] = formats.stored(np.float32(1), batch.cache_dtype)
+    out, lse = runner.attention(batch.change(kv_pages=like_pages(batch.kv_pages, ones)))
+    share = _share(batch, lse) * np.repeat(per_head(batch.v_scale, batch.num_kv_heads), batch.group)
+    agrees(out, np.broadcast_to(share[..., None], out.shape), batch.kind, "out of constant values")
+    values = formats.values_of(split(batch.kv_pages)[1], batch.cache_dtype)
+    highest = np.abs(values).max(initial=0) * np.abs(per_head(batch.v_scale, batch.num_kv_heads)).max()
+    out, _ = runner.attention(batch)
+    agrees(np.maximum(np.abs(out), highest), np.full_like(out, highest), batch.kind, "|out| over the largest |value|")
+
+
+def _share(batch: Batch, lse: np.ndarray) -> np.ndarray:
+    """What the sinks leave to the keys, [T, H]; 0 where there is no key."""
+    lse = lse.astype(np.float64)
+    sinks = np.full(lse.shape[1], -np.inf) if batch.sinks is None else batch.sinks.astype(np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.where(lse == -np.inf, 0.0, 1 / (1 + np.exp(sinks - lse)))
+
+
+def parts_merge(runner: Runner, spec: Spec) -> None:
+    """Results over disjoint ranges of keys merge into the result over all; here each part has every other page."""
+    batch = spec.build().widened().change(sinks=None)
+    odd = np.arange(batch.page_indices.shape[1])[None] % 2 == 1
+    parts = [
+        runner.attention(batch.change(page_indices=np.where(hidden, np.int32(-1), batch.page_indices)))
+        for hidden in (odd, ~odd)
+    ]
+    outs, lses = (np.stack(arrays) for arrays in zip(*parts, strict=True))
+    out, lse = runner.merge(MergeBatch(outs=outs, lses=lses))
+    whole_out, whole_lse = runner.attention(batch)
+    agrees(out, whole_out, batch.kind)
+    agrees(lse, whole_lse, f"lse {batch.kind}", "lse")
+
+
+def a_huge_window_is_none(runner: Runner, spec: Spec) -> None:
+    batch = spec.build().change(sliding_window=None)
+    longest = int(batch.kv_lens.max(initial=1)) + len(batch.q) + 1
+    same(runner, batch.change(sliding_window=longest), batch)
+    same(runner, batch.change(sliding_window=2**31 - 1), batch)
+
+
+def a_far_cap_is_nearly_none(runner: Runner, spec: Spec) -> None:
+    batch = spec.build().change(soft_cap=None)
+    reach = np.abs(formats.values_of(split(batch.kv_pages)[0], batch.cache_dtype)).max(initial=1)
+    reach *= np.abs(per_head(batch.k_scale, batch.num_kv_heads)).max() * np.abs(batch.q).max(initial=1)
+    scale = batch.q.shape[2] ** -0.5 if batch.sm_scale is None else batch.sm_scale
+    # So far above the logits that what it takes away is lost in 16 bits, and near enough to be computed in float32.
+    cap = 30.0 * float(reach) * max(1.0, scale * batch.q.shape[2] ** 0.5)
+    same(runner, batch.change(soft_cap=cap), batch, "bfloat16")
+
+
+def quantised_is_dequantised(runner: Runner, spec: Spec) -> None:
+    batch = spec.build()
+    same(runner, batch.change(dtype="float32"), batch.widened(), batch.kind)
+
+
+def sinks_take_their_share(runner: Runner, spec: Spec) -> None:
+    """A sink of -inf changes nothing, one of +inf makes out 0, none changes the lse; a finite one is exact."""
+    batch = spec.build().change(sinks=None)
+    out, lse = runner.attention(batch)
+    heads = batch.q.shape[1]
+    normal = np.random.default_rng(spec.seed).standard_normal(heads).astype(np.float32)
+    for sinks in (np.full(heads, -np.inf, np.float32), np.full(heads, np.inf, np.float32), normal):
+        sunk = batch.change(sinks=sinks)
+        out_sunk, lse_sunk = runner.attention(sunk)
+        agrees(lse_sunk, lse, f"lse {batch.kind}", "lse with sinks")
+        agrees(out_sunk, out * _share(sunk, lse)[..., None], batch.kind, f"out with sinks {sinks[0]}")
+
+
+def writing_is_having(runner: Runner, spec: Spec) -> None:
+    """Attending after a write equals attending over a cache that held the tokens already."""
+    batch = spec.build()
+    if not batch.quantized:  # then what a scale takes away is lost by rounding
+        batch = batch.change(k_scale=None, v_scale=None)
+    dtype = "float32" if batch.quantized else batch.dtype
+    arrays = [pages.copy() for pages in pages_of(batch.kv_pages)]
+    emptied = like_pages(batch.kv_pages, arrays)
+    tokens = [np.zeros((len(batch.q), *side.shape[2:]), np.float32) for side in split(emptied)]
+    scales = [per_head(scale, batch.num_kv_heads)[:, None] for scale in (batch.k_scale, batch.v_scale)]
+    for seq, (start, stop) in enumerate(batch.bounds()):
+        step = range(max(start, stop - batch.kv_len(seq)), stop)
+        slots = batch.slots(seq)[batch.kv_len(seq) - len(step) :]
+        for side, token, scale in zip(split(emptied), tokens, scales, strict=True):
+            rows = side.reshape(-1, *side.shape[2:])[slots]
+            token[step.start : step.stop] = formats.values_of(rows, batch.cache_dtype) * scale
+            side[slots // batch.page_size, slots % batch.page_size] = 0
+    tables = {name: getattr(batch, name) for name in ("page_indices", "kv_lens", "cu_q_lens", "num_seqs")}
+    written = runner.write(
+        WriteBatch(
+            k=formats.rounded(tokens[0], dtype), v=formats.rounded(tokens[1], dtype), kv_pages=emptied, **tables,
+            k_scale=batch.k_scale, v_scale=batch.v_scale, dtype=dtype, cache_dtype=batch.cache_dtype,
+        )
+    )  # fmt: skip
+    same(runner, batch.change(kv_pages=written), batch)
+
+
+def a_double_is_its_multiplicity(runner: Runner, spec: Spec) -> None:
+    """Each page listed twice leaves out as it is and adds log 2 to the lse."""
+    batch = spec.build()
+    whole_pages = (batch.kv_lens // batch.page_size * batch.page_size).astype(np.int32)
+    once = batch.change(causal=False, sliding_window=None, sinks=None, kv_lens=whole_pages)
+    twice = once.change(kv_lens=2 * whole_pages, page_indices=_doubled(once))
+    out, lse = runner.attention(once)
+    out_twice, lse_twice = runner.attention(twice)
+    agrees(out_twice, out, batch.kind)
+    agrees(lse_twice, lse.astype(np.float64) + np.log(2), f"lse {batch.kind}", "lse")
+
+
+def _doubled(batch: Batch) -> np.ndarray:
+    table = np.zeros((batch.page_indices.shape[0], 2 * batch.page_indices.shape[1]), np.int32)
+    for row, pages, kv_len in zip(table, batch.page_indices, batch.kv_lens, strict=True):
+        used = kv_len // batch.page_size
+        row[: 2 * used] = np.tile(pages[:used], 2)
+    return table
+
+
+LAWS: dict[str, Law] = {
+    "a query that sees no key gives 0 and -inf": blind_queries_give_nothing,
+    "what no query sees takes no part": unseen_takes_no_part,
+    "pages may move": pages_may_move,
+    "pages may be shared": pages_may_be_shared,
+    "sequences do not mix": sequences_do_not_mix,
+    "the output is a mixture of the values": output_is_a_mixture,
+    "parts merge through their lse": parts_merge,
+    "a huge window is none": a_huge_window_is_none,
+    "a far cap is nearly none": a_far_cap_is_nearly_none,
+    "a quantised cache is its dequantised values": quantised_is_dequantised,
+    "sinks take their share and leave the lse": sinks_take_their_share,
+    "writing is having": writing_is_having,
+    "a double is its multiplicity": a_double_is_its_multiplicity,
+}

@@ -1,0 +1,191 @@
+"""Garbage in every index array, buffers against unreadable pages: run in a process apart, for failure is its death.
+
+`python -m ragged_attention.testing.safety --backend triton --framework torch --examples 25`
+"""
+
+import argparse
+import ctypes
+import functools
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ragged_attention import dispatch
+from ragged_attention.testing.batches import Batch, Spec, WriteBatch, garbage
+from ragged_attention.testing.guarded import guarded, run_apart
+from ragged_attention.testing.runners import Declined, Runner
+from ragged_attention.testing.strategies import merge_batch, write_batch
+
+MODULE = "ragged_attention.testing.safety"
+DTYPES = ("float32", "bfloat16", "float16")
+CACHES = (None, "float8_e4m3fn", "float8_e5m2", "int8")
+
+
+def check_in_a_process_apart(runner: Runner, examples: int) -> int:
+    """Raise AssertionError if a process that feeds the backend garbage does not come to a good end."""
+    arguments = ["--backend", runner.backend, "--framework", runner.framework, "--examples", str(examples)]
+    ended = run_apart(MODULE, [*arguments, *(["--device", runner.device] if runner.device else [])])
+    if ended.returncode:
+        last = (ended.stdout.strip().splitlines() or ["no example was begun"])[-1]
+        told = f"exit status {ended.returncode} at: {last}\n{ended.stderr[-3000:]}"
+        raise AssertionError(f"expected to survive garbage indices, got {told}")
+    return examples
+
+
+def garbage_attention(seed: int) -> Batch:
+    """A lawful batch whose index arrays are then filled with any int32."""
+    rng = np.random.default_rng(seed)
+    lens = tuple((int(rng.integers(0, 5)), int(rng.integers(0, 30))) for _ in range(rng.integers(1, 4)))
+    batch = Spec(
+        lens=lens,
+        page_size=int(rng.choice([1, 2, 3, 8])),
+        num_kv_heads=int(rng.choice([1, 2])),
+        group=int(rng.choice([1, 3])),
+        head_dim=int(rng.choice([16, 24, 80])),
+        combined=bool(rng.random() < 0.5),
+        dtype=str(rng.choice(DTYPES)),
+        cache_dtype=CACHES[int(rng.integers(0, len(CACHES)))],
+        count=str(rng.choice(["none", "array"])),
+        padding=int(rng.integers(0, 3)),
+        causal=bool(rng.random() < 0.7),
+        sliding_window=[None, None, 1, 5, 2**31 - 1][int(rng.integers(0, 5))],
+        sinks=[None, "normal"][int(rng.integers(0, 2))],
+        strided=bool(rng.random() < 0.3),
+        seed=seed,
+    ).build()
+    wild = {
+        "kv_lens": garbage(rng, batch.kv_lens.shape, 40),
+        "page_indices": garbage(rng, batch.page_indices.shape, batch.num_pages),
+        "cu_q_lens": garbage(rng, batch.cu_q_lens.shape, len(batch.q)),
+        "num_seqs": garbage(rng, 1, len(lens)) if batch.num_seqs is not None else None,
+    }
+    lawful = [name for name in wild if rng.random() < 0.3]  # so that single arrays are tried against lawful others
+    return batch.change(**{name: value for name, value in wild.items() if name not in lawful})
+
+
+def garbage_write(seed: int) -> WriteBatch:
+    """The write that would come before `garbage_attention(seed)`, by tables or by slots of garbage."""
+    rng = np.random.default_rng(seed)
+    batch = garbage_attention(seed)
+    v_head_dim = 16
+    spec = Spec(
+        lens=((len(batch.q), len(batch.q)),), page_size=batch.page_size, num_kv_heads=batch.num_kv_heads,
+        v_head_dim=v_head_dim, combined=False, dtype=batch.dtype, cache_dtype=batch.cache_dtype, seed=seed,
+    )  # fmt: skip
+    write = write_batch(spec)
+    write = write.change(k=np.nan_to_num(write.k), v=np.nan_to_num(write.v), slot_mapping=None)
+    if rng.random() < 0.5:
+        tables = ("page_indices", "kv_lens", "cu_q_lens", "num_seqs")
+        return write.change(**{name: getattr(batch, name) for name in tables})
+    slots = garbage(rng, len(batch.q), batch.num_pages * batch.page_size)
+    return write.change(slot_mapping=slots.astype(np.int64) << 8 if rng.random() < 0.3 else slots)
+
+
+def ascends(batch: Batch) -> bool:
+    """Whether `cu_q_lens` does; if not, whose rows are whose is undefined."""
+    count = len(batch.bounds())
+    return bool((np.diff(batch.cu_q_lens[: count + 1].astype(np.int64)) >= 0).all())
+
+
+def one_example(runner: Runner, seed: int, options: Any) -> None:
+    batch = garbage_attention(seed)
+    out, lse = runner.attention(batch, options=options)
+    if ascends(batch) and (not np.isfinite(out).all() or np.isnan(lse).any()):
+        raise AssertionError(f"seed {seed}: expected finite outputs from finite inputs, got others")
+    runner.write(garbage_write(seed))
+    runner.merge(merge_batch((1 + seed % 3, seed % 4, 3, 16), dtype=batch.dtype, empty=0.3, seed=seed))
+
+
+class GuardedModule:
+    """A module whose `empty`, `array` and `full` give arrays in guarded memory; for what launchers allocate."""
+
+    def __init__(self, module: Any, side: str) -> None:
+        self._module, self._side = module, side
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def empty(self, shape: Sequence[int], *, dtype: Any, device: Any) -> Any:
+        """torch.empty on the CPU, filled with NaN."""
+        like = self._module.empty(tuple(shape), dtype=dtype, device=device)
+        if like.device.type != "cpu":
+            return like
+        raw = np.full(like.numel() * like.element_size(), 0xFF, np.uint8)
+        flat = self._module.from_numpy(guarded(raw, self._side))
+        return flat.view(dtype).view(tuple(shape)) if like.numel() else like
+
+    def array(self, values: Any) -> Any:
+        return guarded(np.asarray(values), self._side)
+
+    def full(self, shape: Sequence[int], value: float) -> Any:
+        return np.full(shape, value).view(functools.partial(_guarding, self._side)())
+
+
+def _guarding(side: str) -> type[np.ndarray]:
+    class Guarding(np.ndarray):
+        def astype(self, dtype: Any, *arguments: Any, **keywords: Any) -> Any:
+            return guarded(np.asarray(self).astype(dtype, *arguments, **keywords), side)
+
+    return Guarding
+
+
+def guard_the_launcher(framework: str, side: str) -> None:
+    """From now on, what this process's launcher allocates lies in guarded memory too."""
+    if framework == "torch":
+        import torch
+
+        from ragged_attention.torch import launcher
+
+        launcher.torch = GuardedModule(torch, side)  # type: ignore[assignment]
+    else:
+        from ragged_attention.jax import launcher
+
+        launcher.np = GuardedModule(np, side)  # type: ignore[assignment]
+
+
+def read_one_further(side: str) -> float:
+    """Read one element outside a guarded array, which must end the process."""
+    array = guarded(np.ones(8, np.float32), side)
+    beyond = np.lib.stride_tricks.as_strided(array, (1,), (0,))
+    step = 8 if side == "end" else -1
+    address = beyond.__array_interface__["data"][0] + step * array.itemsize
+    return ctypes.c_float.from_address(address).value
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog=MODULE, description=__doc__)
+    parser.add_argument("--backend", default="triton")
+    parser.add_argument("--framework", default="torch")
+    parser.add_argument("--device")
+    parser.add_argument("--examples", type=int, default=25)
+    parser.add_argument("--room", help="the package that holds the backend, if no installed one announces it")
+    parser.add_argument("--prove-guard", choices=["start", "end"], help="read one element too far, and die")
+    options = parser.parse_args(argv)
+    if options.prove_guard:
+        read_one_further(options.prove_guard)
+        return 0
+    from ragged_attention.testing.suite import paths
+
+    if options.room:
+        dispatch.third_party_rooms = lambda: {options.backend: options.room}
+    for side in ("end", "start"):
+        guard_the_launcher(options.framework, side)
+        runner = Runner(
+            framework=options.framework, backend=options.backend, device=options.device,
+            place=functools.partial(guarded, side=side),
+        )  # fmt: skip
+        for seed in range(0 if side == "end" else 1, options.examples, 2):
+            path = paths(runner)[seed % len(paths(runner))]
+            sys.stdout.write(f"seed {seed}, guarded at the {side}, options {dict(path)}\n")
+            sys.stdout.flush()
+            try:
+                one_example(runner, seed, path)
+            except Declined as refusal:
+                sys.stdout.write(f"declined: {refusal}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""Hypothesis strategies: they draw a batch's structure and a seed, so that failures shrink to few features."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from ragged_attention.testing import formats
+from ragged_attention.testing.batches import MergeBatch, Spec, WriteBatch, garbage
+
+PAGE_SIZES = (1, 2, 3, 4, 8, 16, 32)
+HEAD_DIMS = (16, 24, 40, 64, 80)
+HEADS = ((1, 1), (2, 1), (1, 3), (2, 2), (1, 5), (1, 8), (3, 2))  # KV heads, query heads for each
+SEEDS = st.integers(0, 2**32 - 1)
+
+# What one sequence may look like, as (q_len, kv_len).
+prefill = st.integers(1, 12).map(lambda n: (n, n))
+chunk = st.builds(lambda q, past: (q, q + past), st.integers(2, 9), st.integers(1, 40))
+decode = st.integers(1, 70).map(lambda kv: (1, kv))
+speculative = st.builds(lambda q, past: (q, q + past), st.integers(2, 4), st.integers(10, 60))
+odd = st.sampled_from([(0, 0), (0, 7), (1, 0), (3, 0), (4, 2), (9, 1)])  # nothing to do, or more queries than keys
+sequence = st.one_of(decode, prefill, chunk, speculative, odd)
+
+
+@st.composite
+def specs(draw: st.DrawFn, *, clean: bool = False, cache_dtypes: tuple[str | None, ...] | None = None) -> Spec:
+    """Any lawful batch. `clean` leaves out what a law brings in by itself: poison, garbage, invalid pages, sharing."""
+    lens = tuple(draw(st.lists(sequence, min_size=1, max_size=4)))
+    num_kv_heads, group = draw(st.sampled_from(HEADS))
+    combined = draw(st.booleans())
+    head_dim = draw(st.sampled_from(HEAD_DIMS))
+    cached = (None, None, *formats.QUANTIZED) if cache_dtypes is None else cache_dtypes
+    count = draw(st.sampled_from(["none", "int", "array", "array"]))
+    return Spec(
+        lens=lens,
+        page_size=draw(st.sampled_from(PAGE_SIZES)),
+        num_kv_heads=num_kv_heads,
+        group=group,
+        head_dim=head_dim,
+        v_head_dim=None if combined else draw(st.sampled_from([None, 16, 48])),
+        combined=combined,
+        dtype=draw(st.sampled_from(["float32", "bfloat16", "float16"])),
+        cache_dtype=draw(st.sampled_from(cached)),
+        count=count,
+        spare_seqs=0 if count == "none" else draw(st.integers(0, 3)),
+        padding=draw(st.sampled_from([0, 1, 5])),
+        spare_columns=draw(st.sampled_from([0, 0, 1, 3])),
+        causal=draw(st.sampled_from([True, True, False])),
+        sliding_window=draw(st.sampled_from([None, None, 1, 2, 5, 17, 1000])),
+        soft_cap=draw(st.sampled_from([None, None, 0.5, 30.0])),
+        sm_scale=draw(st.sampled_from([None, None, 0.3])),
+        sinks=draw(st.sampled_from([None, None, "normal", "mixed"])),
+        scales=draw(st.sampled_from([None, "float", "array", "heads"])),
+        sharing=None if clean else draw(st.sampled_from([None, None, "prefix", "repeat"])),
+        invalid_pages=False if clean else draw(st.sampled_from([False, False, True])),
+        poison=None if clean else draw(st.sampled_from([None, "nan", "inf"])),
+        garbage=False if clean else draw(st.sampled_from([True, True, False])),
+        strided=draw(st.booleans()),
+        seed=draw(SEEDS),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WriteSpec:
+    """The structure of a `write_kv_pages` call in which no two tokens go to one slot."""
+
+    spec: Spec
+    by_tables: bool = False
+    slots: str = "int32"
+    reach: float = 1.0  # 1000 goes beyond what an 8-bit float can hold
+
+    def build(self) -> WriteBatch:
+        return write_batch(self.spec, by_tables=self.by_tables, slot_dtype=np.dtype(self.slots), reach=self.reach)
+
+
+write_specs = st.builds(
+    WriteSpec,
+    spec=specs(),
+    by_tables=st.booleans(),
+    slots=st.sampled_from(["int32", "int64"]),
+    reach=st.sampled_from([1.0, 1000.0]),
+)
+
+
+def write_batch(spec: Spec, *, by_tables: bool = False, slot_dtype: Any = np.int32, reach: float = 1.0) -> WriteBatch:
+    """The write that comes before a spec's attention call, into pages that hold something already."""
+    batch = dataclasses.replace(spec, sharing=None, poison=None).build()
+    rng = np.random.default_rng(spec.seed + 1)
+    num_tokens = len(batch.q)
+    v_head_dim = spec.v_head_dim or spec.head_dim
+    k = rng.standard_normal((num_tokens, spec.num_kv_heads, spec.head_dim)) * spec.magnitude * reach
+    v = rng.standard_normal((num_tokens, spec.num_kv_heads, v_head_dim)) * spec.magnitude * reach
+    write = WriteBatch(
+        k=formats.rounded(k, spec.dtype),
+        v=formats.rounded(v, spec.dtype),
+        kv_pages=batch.kv_pages,
+        k_scale=batch.k_scale,
+        v_scale=batch.v_scale,
+        dtype=spec.dtype,
+        cache_dtype=batch.cache_dtype,
+        strided=spec.strided,
+    )
+    if by_tables:
+        tables = ("page_indices", "kv_lens", "cu_q_lens", "num_seqs")
+        return write.change(**{name: getattr(batch, name) for name in tables})
+    slots = rng.permutation(max(num_tokens, batch.num_pages * spec.page_size))[:num_tokens].astype(np.int64)
+    slots[slots >= batch.num_pages * spec.page_size] = -1
+    lost = rng.random(num_tokens) < 0.3
+    outside = garbage(rng, num_tokens, 3).astype(np.int64)
+    outside[(outside >= 0) & (outside < 2**30)] += batch.num_pages * spec.page_size
+    if slot_dtype == np.int64:
+        outside = np.where(rng.random(num_tokens) < 0.3, outside << 31, outside)
+        outside[(outside >= 0) & (outside < batch.num_pages * spec.page_size)] = -1
+    slots = np.where(lost, outside, slots)
+    k, v = write.k.copy(), write.v.copy()
+    k[lost], v[lost] = np.nan, np.nan
+    return write.change(k=k, v=v, slot_mapping=slots.astype(slot_dtype))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MergeSpec:
+    """The structure of a `merge_attention_states` call; some parts are empty, with NaN in their out."""
+
+    parts: int
+    tokens: int
+    heads: int
+    v_head_dim: int
+    dtype: str = "float32"
+    empty: float = 0.0
+    spread: float = 1.0
+    strided: bool = False
+    seed: int = 0
+
+    def build(self) -> MergeBatch:
+        shape = (self.parts, self.tokens, self.heads, self.v_head_dim)
+        return merge_batch(
+            shape, dtype=self.dtype, empty=self.empty, spread=self.spread, strided=self.strided, seed=self.seed
+        )
+
+
+merge_specs = st.builds(
+    MergeSpec,
+    parts=st.integers(1, 5),
+    tokens=st.integers(0, 5),
+    heads=st.sampled_from([1, 2, 3, 5, 8]),
+    v_head_dim=st.sampled_from([1, 8, 16, 40, 64, 80, 128]),
+    dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
+    empty=st.sampled_from([0.0, 0.3, 0.9, 1.0]),
+    spread=st.sampled_from([0.1, 1.0, 30.0, 300.0]),
+    strided=st.booleans(),
+    seed=SEEDS,
+)
+
+
+def merge_batch(
+    shape: tuple[int, int, int, int],
+    *,
+    dtype: str = "float32",
+    empty: float = 0.0,
+    spread: float = 1.0,
+    strided: bool = False,
+    seed: int = 0,
+) -> MergeBatch:
+    """Random parts of `shape` [N, T, H, D_v], a share of them `empty`, their lse `spread` apart."""
+    rng = np.random.default_rng(seed)
+    none = rng.random(shape[:3]) < empty
+    outs = formats.rounded(rng.standard_normal(shape), dtype)
+    lses = (rng.standard_normal(shape[:3]) * spread).astype(np.float32)
+    return MergeBatch(
+        outs=np.where(none[..., None], np.float32(np.nan), outs),
+        lses=np.where(none, np.float32(-np.inf), lses),
+        dtype=dtype,
+        strided=strided,
+    )

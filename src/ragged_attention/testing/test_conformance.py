@@ -1,0 +1,14 @@
+"""The suite under pytest: `pytest --pyargs ragged_attention.testing --backend X`."""
+
+import pytest
+
+from ragged_attention.testing.runners import Declined, Runner
+from ragged_attention.testing.suite import Check, checks
+
+
+@pytest.mark.parametrize("check", checks(), ids=str)
+def test_conformance(runner: Runner, check: Check, examples: int) -> None:
+    try:
+        check.run(runner, examples)
+    except Declined as refusal:
+        pytest.skip(str(refusal))

@@ -1,0 +1,114 @@
+"""NumPy batches through the torch front end and back."""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import ragged_attention.torch as operations  # noqa: F401  (what a runner calls)
+from ragged_attention.calls import Device
+from ragged_attention.testing import formats
+from ragged_attention.testing.compare import identical
+from ragged_attention.torch.launcher import device_facts, is_bits
+
+Place = Callable[[NDArray[Any]], NDArray[Any]]
+BITS = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
+
+
+def facts(device: str | None) -> Device:
+    return device_facts(torch.device(device or "cpu"))
+
+
+def raw(array: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """The array as its dtype's bytes, in a dtype that NumPy and torch both know."""
+    if dtype == "bfloat16":
+        return (np.ascontiguousarray(array, np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.int16)
+    if dtype == "float16":
+        with np.errstate(over="ignore"):
+            return array.astype(np.float16)
+    return array
+
+
+def with_gaps(array: NDArray[Any], dtype: str, pages: bool) -> tuple[NDArray[Any], tuple[slice, ...]]:
+    """A larger array full of garbage that holds `array` at the slices returned.
+
+    Pages keep a last stride of 1, as their law has it.
+    """
+    if array.ndim == 0:
+        return array, ()
+    *lead, last = array.shape
+    shape = [*lead, last + 8] if pages else [*lead, 2 * last + 1]
+    where = [slice(None)] * len(lead) + [slice(0, last) if pages else slice(1, None, 2)]
+    if array.ndim > 1:
+        shape[-2], where[-2] = 2 * shape[-2] + 1, slice(0, -1, 2)
+    filling = np.array(np.iinfo(array.dtype).max if array.dtype.kind == "i" else np.nan)
+    if dtype == "bfloat16" or dtype in formats.NAN_CODES:
+        filling = np.array(formats.NAN_CODES.get(dtype, (0x7FC0,))[0])
+    wide = np.full(shape, filling.astype(array.dtype), array.dtype)
+    wide[tuple(where)] = array
+    return wide, tuple(where)
+
+
+def bring(name: str, array: NDArray[Any], dtype: str, *, strided: bool, place: Place, device: str | None) -> Any:
+    """One array as a tensor, in memory that `place` lays out."""
+    array, where = raw(array, dtype), ()
+    if strided:
+        array, where = with_gaps(array, dtype, name == "kv_pages")
+    array = place(np.array(array))  # a copy, for tensors may be written
+    tensor = torch.from_numpy(array)
+    tensor = tensor.view(BITS[dtype]) if dtype in BITS else tensor
+    return tensor.to(device or "cpu")[where]
+
+
+def take_back(tensor: torch.Tensor) -> NDArray[Any]:
+    """Floats as float32, 8-bit floats as bits, integers as they are."""
+    tensor = tensor.detach().cpu()
+    if is_bits(tensor.dtype):
+        return tensor.view(torch.uint8).numpy()
+    return (tensor.to(torch.float32) if tensor.dtype.is_floating_point else tensor).numpy()
+
+
+@contextlib.contextmanager
+def careful() -> Iterator[None]:
+    """Fresh memory is NaN inside, so that an output left unwritten shows."""
+    before, only_warns = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*deterministic")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before, warn_only=only_warns)
+
+
+def write(function: Callable[..., Any], arguments: dict[str, Any]) -> list[NDArray[Any]]:
+    """Call `write_kv_pages`, which writes in place, and check that it wrote nothing beside the pages."""
+    given = arguments["kv_pages"]
+    tensors = list(given) if isinstance(given, tuple) else [given]
+    around = [_storage_of(tensor) for tensor in tensors]
+    before = [storage.clone() for storage in around]
+    result = function(**arguments)
+    results = list(result) if isinstance(result, tuple) else [result]
+    if [t.data_ptr() for t in results] != [t.data_ptr() for t in tensors]:
+        raise AssertionError("write_kv_pages: expected the tensors given, got new ones")
+    for tensor, storage, old in zip(tensors, around, before, strict=True):
+        old.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(_bits(tensor))
+        identical(storage.cpu().numpy(), old.cpu().numpy(), "the memory between the pages' rows")
+    return [take_back(tensor) for tensor in results]
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
+
+
+def _storage_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All of the memory that a tensor is a view of, as integers."""
+    bits = _bits(tensor)
+    return bits.as_strided((bits.untyped_storage().nbytes() // bits.element_size(),), (1,), 0)

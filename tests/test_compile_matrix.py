@@ -1,0 +1,109 @@
+"""Kernels compile for GPUs that are not here, and the checker that says so tells a bad kernel from a good one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import cases, compile_matrix, compiling
+
+ROOT = Path(__file__).parent.parent
+
+
+def apart(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Python in a process of its own, where Triton compiles instead of interpreting."""
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(Path(__file__).parent), environ.get("PYTHONPATH", "")])
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environ, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
+def test_a_decode_compiles(arch: str) -> None:
+    done = apart("-m", "benchmarks.compile_matrix", "--arch", arch, "--case", "one_of_everything", "--jobs", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "no failures" in done.stdout
+    for kernel in ("split_kernel", "write_kernel", "merge_kernel"):
+        assert kernel in done.stdout
+
+
+def test_a_prefill_uses_wgmma() -> None:
+    done = apart("-m", "benchmarks.compile_matrix", "--arch", "sm_90", "--case", "prefill_4k", "--jobs", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "wgmma" in done.stdout
+
+
+def test_planted_kernels_are_reported() -> None:
+    pytest.importorskip("triton")
+    done = apart("-m", "planted_kernels")
+    assert done.returncode == 0, done.stderr
+    said = dict(line.split(": ", 1) for line in done.stdout.splitlines())
+    assert said["good"] == "None"
+    assert said["spilling"].startswith("spills ")
+    assert "bytes of shared memory, the device has 101376" in said["too much shared memory"]
+    assert said["wrong"].startswith("does not compile: ")
+
+
+def row(**fields: object) -> compile_matrix.Row:
+    facts = {"instructions": (("wgmma", 4),), "registers": 64, "shared": 1024, "limit": 2048, "error": "", "spilled": 0}
+    facts |= fields
+    return compile_matrix.Row("sm_90", "some_kernel", "q 64", 4, 2, ["prefill_4k"], compiling.Facts(**facts))  # type: ignore[arg-type]
+
+
+def test_what_counts_as_a_failure() -> None:
+    assert compile_matrix.failures([row()]) == []
+    where = "sm_90 some_kernel (prefill_4k): "
+    assert compile_matrix.failures([row(spilled=8)]) == [where + "spills 8 bytes a thread"]
+    expected = where + "needs 4096 bytes of shared memory, the device has 2048"
+    assert compile_matrix.failures([row(shared=4096)]) == [expected]
+    assert compile_matrix.failures([row(error="X: no")])[0] == where + "does not compile: X: no"
+    assert compile_matrix.failures([row(instructions=())]) == ["sm_90 (prefill_4k): no launch uses wgmma"]
+
+
+def test_each_version_has_a_section_of_its_own() -> None:
+    old = compile_matrix.merged("", "3.6.0", compile_matrix.section("3.6.0", [row()], []))
+    both = compile_matrix.merged(old, "3.10.0", compile_matrix.section("3.10.0", [row(spilled=8)], ["sm_90 x: no"]))
+    assert both.index("## Triton 3.10.0") < both.index("## Triton 3.6.0")
+    assert "**8 B**" in both
+    assert compile_matrix.merged(both, "3.6.0", compile_matrix.section("3.6.0", [row()], [])) == both
+
+
+def test_check_tells_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rich.console import Console
+
+    monkeypatch.setattr(compile_matrix, "DOCUMENT", tmp_path / "matrix.md")
+    console = Console(record=True, width=200)
+    text = compile_matrix.section("3.9.0", [row()], [])
+    assert compile_matrix._store("3.9.0", text, True, console) == 1
+    assert compile_matrix._store("3.9.0", text, False, console) == 0
+    assert compile_matrix._store("3.9.0", text, True, console) == 0
+    assert compile_matrix._store("3.9.0", compile_matrix.section("3.9.0", [row(registers=65)], []), True, console) == 1
+    assert "| 65 |" in console.export_text()
+
+
+def test_interpreting_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert compile_matrix.main([]) == 2
+    assert "expected TRITON_INTERPRET to be unset, got 1" in capsys.readouterr().err
+
+
+def test_every_operation_of_the_room_is_covered() -> None:
+    pytest.importorskip("triton")
+    assert compile_matrix.missing_operations() == []
+
+
+def test_the_document_has_every_covering_case() -> None:
+    document = compile_matrix.DOCUMENT.read_text()
+    for version in ("3.9", "3.6"):
+        part = document.partition(f"## Triton {version}")[2].partition("\n## ")[0]
+        for arch in compiling.ARCHITECTURES:
+            rows = part.partition(f"### {arch} ")[2].partition("\n### ")[0]
+            for name in compile_matrix.COVERING:
+                assert name in rows, f"{name} on {arch}, Triton {version}"
+        assert "no failures" in part
+
+
+def test_names_of_the_covering_cases() -> None:
+    for name in (*compile_matrix.COVERING, *compile_matrix.COPYING):
+        assert cases.find(name).name == name

@@ -1,0 +1,375 @@
+"""The jax front end under jax's own machinery: transformations, export, donation, configuration, traced errors."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ragged_attention as ra
+from ragged_attention.errors import InvalidInput, Unsupported
+from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention as definition
+from ragged_attention.testing.compare import agrees, identical
+
+pytest.importorskip("jax")
+
+import jax
+import jax.export
+import jax.numpy as jnp
+
+import ragged_attention.jax as front
+
+ragged_paged_attention: Any = front.ragged_paged_attention
+write_kv_pages: Any = front.write_kv_pages
+merge_attention_states: Any = front.merge_attention_states
+
+Q_LENS, KV_LENS = (1, 6, 0, 4), (9, 6, 5, 14)
+PAGE_SIZE, NUM_PAGES, PAGES_PER_SEQ, NUM_KV_HEADS, GROUP, HEAD_DIM = 4, 12, 4, 2, 2, 16
+
+
+@pytest.fixture
+def batch() -> tuple[Any, ...]:
+    """Arguments of an attention call: a decode, a prefill, an empty query, a chunk, and two rows of padding."""
+    rng = np.random.default_rng(7)
+    q = rng.standard_normal((sum(Q_LENS) + 2, NUM_KV_HEADS * GROUP, HEAD_DIM), np.float32)
+    kv_pages = rng.standard_normal((NUM_PAGES, PAGE_SIZE, 2 * NUM_KV_HEADS, HEAD_DIM), np.float32)
+    page_indices = rng.integers(0, NUM_PAGES, (len(Q_LENS), PAGES_PER_SEQ), np.int32)
+    cu_q_lens = np.cumsum((0, *Q_LENS), dtype=np.int32)
+    return tuple(map(jnp.asarray, (q, kv_pages, np.array(KV_LENS, np.int32), page_indices, cu_q_lens)))
+
+
+@pytest.fixture
+def tokens() -> tuple[Any, ...]:
+    """Arguments of a write: k, v, pages and slots, of which some are to be skipped."""
+    rng = np.random.default_rng(8)
+    k, v = rng.standard_normal((2, 6, NUM_KV_HEADS, HEAD_DIM), np.float32)
+    kv_pages = rng.standard_normal((NUM_PAGES, PAGE_SIZE, 2 * NUM_KV_HEADS, HEAD_DIM), np.float32)
+    slots = np.array([5, -1, 47, 48, -(2**31), 0], np.int32)
+    return tuple(map(jnp.asarray, (k, v, kv_pages, slots)))
+
+
+def defined(batch: tuple[Any, ...], **options: Any) -> Any:
+    return definition(*map(np.asarray, batch), **options)
+
+
+@pytest.fixture
+def setting() -> Iterator[Callable[[str, Any], None]]:
+    """Sets a jax option for the test."""
+    before: dict[str, Any] = {}
+
+    def update(name: str, value: Any) -> None:
+        before.setdefault(name, getattr(jax.config, name))
+        jax.config.update(name, value)
+
+    yield update
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.mark.parametrize("backend", ["xla", "reference"])
+def test_jit_with_traced_lengths_compiles_once(batch, backend):
+    traces = []
+
+    @jax.jit
+    def attend(*arguments: Any) -> Any:
+        traces.append(1)
+        return ragged_paged_attention(*arguments, return_lse=True, backend=backend)
+
+    for count in (4, 3, 1, 0):
+        num_seqs = jnp.array([count], jnp.int32)
+        out, lse = attend(*batch, num_seqs)
+        want, want_lse = defined(batch, num_seqs=count, return_lse=True)
+        assert agrees(out, want, "float32")
+        assert agrees(lse, want_lse, "float32", "lse")
+    assert len(traces) == 1
+
+
+def test_a_plain_call_traces_once_for_equal_shapes(batch, monkeypatch):
+    from ragged_attention.portable.xla import ragged_paged_attention as room
+
+    count = []
+    run = room.run
+    monkeypatch.setattr(room, "run", lambda *arguments: count.append(1) or run(*arguments))
+    for factor in (1.0, 2.0, 3.0):
+        ragged_paged_attention(batch[0] * factor, *batch[1:], sm_scale=0.321)
+    assert len(count) == 1
+
+
+@pytest.mark.parametrize("backend", ["xla", "reference"])
+def test_vmap_over_queries(batch, backend):
+    q = jnp.stack([batch[0], 2 * batch[0], -batch[0]])
+    attend = jax.vmap(lambda q: ragged_paged_attention(q, *batch[1:], backend=backend))
+    for got, queries in zip(attend(q), q, strict=True):
+        assert agrees(got, defined((queries, *batch[1:])), "float32")
+
+
+def test_vmap_over_the_number_of_sequences(batch):
+    counts = jnp.array([[0], [2], [4]], jnp.int32)
+    attend = jax.vmap(lambda count: ragged_paged_attention(*batch, count, backend="xla"))
+    for got, count in zip(attend(counts), (0, 2, 4), strict=True):
+        assert agrees(got, defined(batch, num_seqs=count), "float32")
+
+
+def test_a_scan_over_layers_writes_and_attends(batch, tokens):
+    k, v, _, slots = tokens
+    layers = jnp.stack([batch[1], batch[1] + 1])
+
+    @jax.jit
+    def model(q: Any, layers: Any) -> Any:
+        def layer(q: Any, pages: Any) -> Any:
+            pages = write_kv_pages(k, v, pages, slots, backend="xla")
+            return ragged_paged_attention(q, pages, *batch[2:], backend="xla"), pages
+
+        return jax.lax.scan(layer, q, layers)
+
+    q, written = model(batch[0], layers)
+    want, pages = batch[0], layers[0]
+    for pages in layers:
+        pages = write_kv_pages(k, v, pages, slots, backend="reference")
+        want = ragged_paged_attention(want, pages, *batch[2:], backend="reference")
+    assert agrees(q, want, "float32")
+    assert identical(written[1], pages)
+
+
+@pytest.mark.parametrize("platforms", [["cpu"], ["tpu"], ["cpu", "tpu"]])
+def test_export(batch, platforms):
+    attend = jax.jit(lambda *arguments: ragged_paged_attention(*arguments, backend="xla"))
+    exported = jax.export.export(attend, platforms=platforms)(*batch)
+    if "cpu" not in platforms:
+        assert exported.platforms == tuple(platforms)
+        return
+    assert agrees(exported.call(*batch), defined(batch), "float32")
+
+
+CUDA_LOWERING = """
+import jax, jax.export, jax.numpy as jnp
+from ragged_attention.jax import ragged_paged_attention
+arguments = [jax.ShapeDtypeStruct(shape, jnp.float16) for shape in ((8, 4, 64), (6, 16, 4, 64))]
+arguments += [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((3,), (3, 2), (4,))]
+attend = jax.jit(lambda *arguments: ragged_paged_attention(*arguments))
+for_gpu = attend.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+for_cpu = attend.trace(*arguments).lower(lowering_platforms=("cpu",)).as_text()
+print(for_gpu.count("triton_kernel_call"), for_cpu.count("triton_kernel_call"))
+"""
+
+
+def test_one_function_lowers_to_triton_for_cuda_and_to_xla_for_a_cpu():
+    """Needs no GPU: the kernels are compiled into the lowered text."""
+    script = "import jax_triton\n" + CUDA_LOWERING
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], env=environment | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    if "import jax_triton" in done.stderr and "ImportError" in done.stderr:
+        pytest.skip("jax_triton cannot be imported: it needs a CUDA plugin of jax")
+    assert done.returncode == 0, done.stderr
+    on_gpu, on_cpu = map(int, done.stdout.split())
+    assert on_gpu > 0
+    assert on_cpu == 0
+
+
+def test_importing_the_front_end_loads_neither_torch_nor_triton():
+    script = "import sys, ragged_attention.jax; print({'torch', 'triton', 'jax_triton'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"])
+def test_a_donated_cache_is_written_in_place(tokens, dtype):
+    """The compiled write keeps no second cache, whatever the dtype."""
+    k, v, _, slots = tokens
+    if dtype in ("float16", "bfloat16"):
+        k, v = k.astype(dtype), v.astype(dtype)
+    pages = jnp.zeros((4096, PAGE_SIZE, 2 * NUM_KV_HEADS, HEAD_DIM), dtype)
+
+    def write(pages: Any, k: Any, v: Any, slots: Any) -> Any:
+        return write_kv_pages(k, v, pages, slots, k_scale=0.5, backend="xla")
+
+    compiled = jax.jit(write, donate_argnums=0).lower(pages, k, v, slots).compile()
+    memory: Any = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= pages.nbytes
+    assert memory.temp_size_in_bytes < pages.nbytes / 2
+    written = compiled(pages, k, v, slots)
+    assert pages.is_deleted()
+    changed = np.flatnonzero(np.asarray(written, np.float32).reshape(4096 * PAGE_SIZE, -1).any(axis=1))
+    assert changed.tolist() == [0, 5, 47, 48]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"])
+def test_attention_keeps_no_second_cache(dtype):
+    """Beyond its arguments a call holds a block of keys and values, not what the sequences have in the cache."""
+    q = jnp.zeros(
+        (4, 4, HEAD_DIM), "float32" if dtype == "float32" else "float16" if dtype == "float16" else "bfloat16"
+    )
+    pages = jnp.zeros((8192, 16, 4, HEAD_DIM), dtype)
+    table = jnp.zeros((4, 2048), jnp.int32)
+    lens, edges = jnp.full(4, 2048 * 16, jnp.int32), jnp.arange(5, dtype=jnp.int32)
+    attend = jax.jit(lambda *arguments: ragged_paged_attention(*arguments, backend="xla"))
+    memory: Any = attend.lower(q, pages, lens, table, edges).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < pages.nbytes / 4
+
+
+def test_the_result_is_updated_in_place():
+    """A tile of a long prefill writes its own rows only; bfloat16 results must not be converted back and forth."""
+    q, pages = jnp.zeros((4096, 8, 64), jnp.bfloat16), jnp.zeros((16, 16, 4, 64), jnp.bfloat16)
+    lens, table, edges = jnp.array([256]), jnp.arange(16, dtype=jnp.int32)[None], jnp.array([0, 4096])
+    attend = jax.jit(lambda *arguments: ragged_paged_attention(*arguments, backend="xla"))
+    text: Any = attend.lower(q, pages, lens, table, edges).compile().as_text()
+    assert "f32[4096,8,64]" not in text
+
+
+@pytest.mark.parametrize("scale", [0.3, "array"])
+@pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn", "float8_e5m2", "int8"])
+def test_written_bytes_are_those_of_the_definition(tokens, dtype, scale):
+    """A constant divisor must not become a product with its reciprocal, nor a NaN lose its sign."""
+    k, v, _, slots = tokens
+    k = k.at[0, 0, :4].set(jnp.array([np.nan, np.inf, -np.inf, -0.0]))
+    k = k.at[0, 1].multiply(jnp.logspace(-6, 3, HEAD_DIM))
+    pages = jnp.zeros((NUM_PAGES, PAGE_SIZE, 2 * NUM_KV_HEADS, HEAD_DIM), dtype)
+    scale = jnp.array([0.3, 7.1]) if scale == "array" else scale
+
+    def write(k: Any, backend: str) -> Any:
+        return write_kv_pages(k, v, pages, slots, k_scale=scale, backend=backend)
+
+    want = np.asarray(write(k, "reference")).tobytes()
+    for function in (write, jax.jit(write, static_argnums=1)):
+        assert np.asarray(function(k, "xla")).tobytes() == want
+
+
+def test_full_validation_outside_jit(batch):
+    lens = batch[2].at[1].set(99)
+    with (
+        ra.use_backend(validate="full"),
+        pytest.raises(InvalidInput, match=r"expected kv_lens\[1\] between 0 and .*16, got 99"),
+    ):
+        ragged_paged_attention(*batch[:2], lens, *batch[3:])
+
+
+def test_full_validation_inside_jit(batch):
+    with ra.use_backend(validate="full"):
+        attend = jax.jit(lambda *arguments: ragged_paged_attention(*arguments))
+        jax.block_until_ready(attend(*batch))
+        jax.effects_barrier()
+        lens = batch[2].at[1].set(99)
+
+        def finish() -> None:
+            jax.block_until_ready(attend(*batch[:2], lens, *batch[3:]))
+            jax.effects_barrier()
+
+        with pytest.raises(Exception, match=r"expected kv_lens\[1\] between 0 and .*16, got 99"):
+            finish()
+
+
+def test_wishes_are_read_when_a_function_is_traced(batch):
+    def attend(q: Any) -> Any:
+        return ragged_paged_attention(q, *batch[1:])
+
+    with ra.use_backend("triton"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ragged_attention.dispatch.load", lambda operation, backend: pytest.fail(backend))
+        with pytest.raises(pytest.fail.Exception, match="triton"):
+            jax.jit(attend)(batch[0])
+    with ra.use_backend("reference"):
+        traced = jax.jit(attend).trace(batch[0])
+    assert "while" not in str(traced.jaxpr)
+    assert "while" in str(jax.jit(lambda q: attend(q)).trace(batch[0]).jaxpr)  # xla's loop over tiles
+
+
+def test_a_named_backend_of_the_other_framework_is_refused(batch):
+    with pytest.raises(Unsupported, match=r"eager: .*torch"):
+        ragged_paged_attention(*batch, backend="eager")
+
+
+def test_with_64_bit_types(batch, tokens, setting):
+    setting("jax_enable_x64", True)
+    out, lse = ragged_paged_attention(
+        *batch, return_lse=True, soft_cap=5.0, sliding_window=3, k_scale=0.7, backend="xla"
+    )
+    assert (out.dtype, lse.dtype) == (jnp.float32, jnp.float32)
+    want, want_lse = defined(batch, return_lse=True, soft_cap=5.0, sliding_window=3, k_scale=0.7)
+    assert agrees(out, want, "float32")
+    assert agrees(lse, want_lse, "float32", "lse")
+    k, v, pages, slots = tokens
+    for kind in (jnp.int32, jnp.int64):
+        written = [write_kv_pages(k, v, pages, slots.astype(kind), backend=name) for name in ("xla", "reference")]
+        assert identical(*written)
+    far = jnp.array([2**40, -(2**40), 5, 2**62, 7, 6], jnp.int64)
+    written = [write_kv_pages(k, v, pages, far, v_scale=0.1, backend=name) for name in ("xla", "reference")]
+    assert identical(*written)
+
+
+def test_with_strict_promotion(batch, tokens, setting):
+    setting("jax_numpy_dtype_promotion", "strict")
+    scales = {"k_scale": 0.7, "v_scale": jnp.array([0.5, 2.0])}
+    options = {"soft_cap": 5.0, "sliding_window": 3, "sinks": jnp.zeros(4), **scales}
+    for dtype in (jnp.float32, jnp.bfloat16):
+        q, pages = batch[0].astype(dtype), batch[1].astype(dtype)
+        out = ragged_paged_attention(q, pages, *batch[2:], jnp.array([3], jnp.int32), backend="xla", **options)
+        want = defined((q, pages, *batch[2:]), num_seqs=3, **options)
+        assert agrees(out, want, jnp.dtype(dtype).name)
+    k, v, pages, slots = tokens
+    for dtype in ("float32", "float8_e4m3fn", "int8"):
+        write_kv_pages(k, v, pages.astype(dtype), slots, k_scale=0.7, backend="xla")
+    tables = {"page_indices": batch[3], "kv_lens": batch[2], "cu_q_lens": batch[4]}
+    k = v = jnp.ones((13, NUM_KV_HEADS, HEAD_DIM))
+    written = [write_kv_pages(k, v, pages, **tables, backend=name) for name in ("xla", "reference")]
+    assert identical(*written)
+    merge_attention_states(jnp.ones((2, 3, 4, 16), jnp.bfloat16), jnp.zeros((2, 3, 4)), backend="xla")
+
+
+def test_numpy_arguments_and_numbers(batch):
+    arguments = tuple(map(np.asarray, batch))
+    out = ragged_paged_attention(*arguments, np.int32(3), sm_scale=np.float32(0.25), sliding_window=np.int64(5))
+    want = defined(batch, num_seqs=3, sm_scale=0.25, sliding_window=5)
+    assert agrees(out, want, "float32")
+
+
+def test_merging_lists_equals_merging_arrays():
+    rng = np.random.default_rng(1)
+    outs, lses = rng.standard_normal((2, 3, 4, 16), np.float32), rng.standard_normal((2, 3, 4), np.float32)
+    lses[:, 1, 2] = -np.inf
+    outs[0, 0, 0], lses[0, 0, 0] = np.nan, -np.inf
+    whole = merge_attention_states(jnp.asarray(outs), jnp.asarray(lses), backend="xla")
+    listed = merge_attention_states([*jnp.asarray(outs)], [*jnp.asarray(lses)], backend="xla")
+    want = merge_attention_states(outs, lses, backend="reference")
+    for got, same, right in zip(whole, listed, want, strict=True):
+        assert identical(got, same)
+        assert agrees(got, right, "float32")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"block_q": 0}, InvalidInput, "expected block_q between 1 and 1024, got 0"),
+        ({"block_kv": 10000}, InvalidInput, "expected block_kv between 1 and 8192, got 10000"),
+        ({"block_q": 1.5}, TypeError, "expected block_q to be an int, got float"),
+        ({"blocks": 1}, InvalidInput, "expected options among block_q, block_kv for this backend, got 'blocks'"),
+    ],
+)
+def test_unlawful_options(batch, options, error, text):
+    with pytest.raises(error, match=text):
+        ragged_paged_attention(*batch, backend="xla", options=options)
+
+
+@pytest.mark.parametrize("options", [{"block_q": 1, "block_kv": 1}, {"block_q": 5, "block_kv": 7}, {"block_q": 1024}])
+def test_any_tile_gives_the_same_result(batch, options):
+    got = ragged_paged_attention(*batch, sliding_window=4, backend="xla", options=options)
+    assert agrees(got, defined(batch, sliding_window=4), "float32")
+
+
+@pytest.mark.parametrize("axis", ["tokens", "sequences", "pages", "columns"])
+def test_empty_arrays(batch, axis):
+    q, pages, lens, table, edges = batch
+    changed = {
+        "tokens": (q[:0], pages, lens, table, edges),
+        "sequences": (q, pages, lens[:0], table[:0], edges[:1]),
+        "pages": (q, pages[:0], lens, table, edges),
+        "columns": (q, pages, lens, table[:, :0], edges),
+    }[axis]
+    out, lse = ragged_paged_attention(*changed, return_lse=True, backend="xla")
+    want, want_lse = defined(changed, return_lse=True)
+    assert agrees(out, want, "float32")
+    assert agrees(lse, want_lse, "float32", "lse")

@@ -1,0 +1,76 @@
+"""No index value makes a kernel touch memory outside its arrays: garbage everywhere, unreadable pages around.
+
+Each backend runs in a process apart, for a step outside ends it.
+"""
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ragged_attention.testing import guarded
+from ragged_attention.testing.guarded import run_apart
+from ragged_attention.testing.runners import FRAMEWORKS, Runner
+from ragged_attention.testing.safety import MODULE
+from ragged_attention.testing.suite import Check, memory
+
+
+@pytest.mark.parametrize("check", list(memory()), ids=str)
+def test_garbage_indices(runner: Runner, check: Check, examples: int) -> None:
+    check.run(runner, 2 * examples if runner.framework == "torch" else examples)
+
+
+@pytest.mark.parametrize("side", ["start", "end"])
+def test_a_step_outside_a_guarded_array_ends_the_process(side: str) -> None:
+    assert run_apart(MODULE, ["--prove-guard", side]).returncode == -signal.SIGSEGV
+
+
+@pytest.mark.parametrize("side", ["start", "end"])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 5), (7000,)])
+def test_a_guarded_array_is_like_any_other(side: str, shape: tuple[int, ...]) -> None:
+    array = np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
+    copy = guarded(array, side)
+    assert np.array_equal(copy, array)
+    copy += 1
+    assert np.array_equal(copy, array + 1)
+
+
+STEPS_OUTSIDE = """
+import ctypes
+from ragged_attention.reference import ragged_paged_attention as honest
+from ragged_attention.reference.ragged_paged_attention import Tile, heuristic, why_not
+
+class Kernel:
+    def __getitem__(self, grid):
+        return self.launched
+    def launched(self, *arrays, **arguments):
+        reached = arrays[PLACE]
+        if hasattr(reached, "array"):
+            end = reached.data_ptr() + reached.array.nbytes
+        else:
+            end = reached.untyped_storage().data_ptr() + reached.untyped_storage().nbytes()
+        ctypes.c_char.from_address(end).value
+
+def run(call, tile, launch):
+    return launch(Kernel(), (1,), [call.page_indices, call.q], [(call.out_shape, call.q.dtype)])[0]
+"""
+
+
+@pytest.mark.parametrize("place", [0, -1], ids=["input", "output"])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_kernel_that_steps_outside_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, framework: str, place: int
+) -> None:
+    """The positive control: the run above ends a backend that goes one element too far, in or out."""
+    pytest.importorskip(framework)
+    (tmp_path / "trusting").mkdir()
+    (tmp_path / "trusting" / "__init__.py").touch()
+    room = STEPS_OUTSIDE.replace("PLACE", str(place))
+    (tmp_path / "trusting" / "ragged_paged_attention.py").write_text(room)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    arguments = ["--backend", "trusting", "--room", "trusting", "--framework", framework, "--examples", "2"]
+    ended = run_apart(MODULE, arguments)
+    assert ended.returncode == -signal.SIGSEGV, ended.stderr
+    assert ended.stdout == "seed 0, guarded at the end, options {}\n"

@@ -1,0 +1,279 @@
+"""The suite catches wrong kernels: each mutant below is the definition with one planted fault, and must fail.
+
+A mutant is a backend like one of another package, so this also shows that the suite judges those.
+"""
+
+import contextlib
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from importlib.machinery import ModuleSpec
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import Phase
+
+from ragged_attention import dispatch
+from ragged_attention.reference import merge_attention_states as merge
+from ragged_attention.reference import ragged_paged_attention as attention
+from ragged_attention.reference import write_kv_pages as write
+from ragged_attention.reference.kv_layout import encode
+from ragged_attention.testing import suite
+from ragged_attention.testing.runners import Runner, runner_for
+from ragged_attention.testing.suite import Check, agreement, corners, laws
+
+pytest.importorskip("torch", reason="the mutants run through the torch front end")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN where a mutant lets it through
+
+Function = Callable[..., Any]
+honest_attention, honest_visible, honest_attend = attention.ragged_paged_attention, attention.visible, attention.attend
+honest_write, honest_merge = write.write_kv_pages, merge.merge_attention_states
+
+
+def attention_with(**pieces: Function) -> Function:
+    """The definition with some of its functions replaced."""
+
+    def mutant(*arguments: Any, **keywords: Any) -> Any:
+        with contextlib.ExitStack() as patches:
+            for name, piece in pieces.items():
+                patches.enter_context(mock.patch.object(attention, name, piece))
+            return honest_attention(*arguments, **keywords)
+
+    return mutant
+
+
+def attention_given(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Function:
+    """The definition called with other arguments than it was given."""
+    return lambda **arguments: honest_attention(**(arguments | change(arguments)))
+
+
+def causal_mask_hides_the_own_key(q_len: int, kv_len: int, valid: Any, causal: bool, window: Any) -> Any:
+    seen = honest_visible(q_len, kv_len, valid, causal, window)
+    return seen & (np.arange(kv_len)[None] < (kv_len - q_len + np.arange(q_len))[:, None]) if causal else seen
+
+
+def causal_mask_from_the_top_left(q_len: int, kv_len: int, valid: Any, causal: bool, window: Any) -> Any:
+    seen = honest_visible(q_len, kv_len, valid, False, window)
+    return seen & (np.arange(kv_len)[None] <= np.arange(q_len)[:, None]) if causal else seen
+
+
+def window_one_too_wide(q_len: int, kv_len: int, valid: Any, causal: bool, window: int | None) -> Any:
+    return honest_visible(q_len, kv_len, valid, causal, window and window + 1)
+
+
+def invalid_pages_stay_visible(q_len: int, kv_len: int, valid: Any, causal: bool, window: Any) -> Any:
+    return honest_visible(q_len, kv_len, np.ones_like(valid), causal, window)
+
+
+def softmax_of_unscaled_logits(q: Any, k: Any, v: Any, seen: Any, scale: float, cap: Any, sink: float) -> Any:
+    return honest_attend(q, k, v, seen, 1.0, cap, sink)
+
+
+def cap_before_scale(q: Any, k: Any, v: Any, seen: Any, scale: float, cap: Any, sink: float) -> Any:
+    return honest_attend(q, k, v, seen, scale, cap and cap * scale, sink)
+
+
+def sink_once_for_each_of_two_splits(q: Any, k: Any, v: Any, seen: Any, scale: float, cap: Any, sink: float) -> Any:
+    return honest_attend(q, k, v, seen, scale, cap, sink + np.log(2))
+
+
+def sink_counted_in_the_lse(q: Any, k: Any, v: Any, seen: Any, scale: float, cap: Any, sink: float) -> Any:
+    out, lse = honest_attend(q, k, v, seen, scale, cap, sink)
+    return out, np.where(lse == -np.inf, lse, np.logaddexp(lse, sink))
+
+
+def lse_in_base_two(q: Any, k: Any, v: Any, seen: Any, scale: float, cap: Any, sink: float) -> Any:
+    out, lse = honest_attend(q, k, v, seen, scale, cap, sink)
+    return out, lse / np.log(2)
+
+
+def masked_keys_weigh_nothing_times_nan(q: Any, k: Any, v: Any, seen: Any, scale: float, cap: Any, sink: float) -> Any:
+    """0 * NaN is NaN, so that values nobody reads leak through P @ V."""
+    out, lse = honest_attend(q, k, v, seen, scale, cap, sink)
+    return out + np.zeros(seen.shape) @ v, lse
+
+
+def no_key_is_a_mean(q: Any, k: Any, v: Any, seen: Any, scale: float, cap: Any, sink: float) -> Any:
+    out, lse = honest_attend(q, k, v, seen, scale, cap, sink)
+    blind = ~seen.any(axis=1)
+    return np.where(blind[:, None], np.nan_to_num(v).mean(axis=0) if len(v) else out, out), lse
+
+
+def next_page_of_the_table(given: dict[str, Any]) -> dict[str, Any]:
+    return {"page_indices": np.roll(given["page_indices"], 1, axis=1)}
+
+
+def tail_keys_skipped(given: dict[str, Any]) -> dict[str, Any]:
+    """Keys past the last whole block of 8 are left out."""
+    lens = given["kv_lens"]
+    return {} if given["causal"] else {"kv_lens": np.where(lens > 8, lens // 8 * 8, lens).astype(np.int32)}
+
+
+def scale_of_v_forgotten(given: dict[str, Any]) -> dict[str, Any]:
+    return {"v_scale": None}
+
+
+def scale_of_k_is_the_first_heads(given: dict[str, Any]) -> dict[str, Any]:
+    return {"k_scale": None if given["k_scale"] is None else np.asarray(given["k_scale"]).reshape(-1)[0]}
+
+
+def num_seqs_ignored(given: dict[str, Any]) -> dict[str, Any]:
+    return {"num_seqs": None}
+
+
+def query_heads_interleaved(**given: Any) -> Any:
+    """Query head h reads KV head h % K instead of h // (H / K)."""
+    heads, pages = given["q"].shape[1], given["kv_pages"]
+    kv_heads = pages[0].shape[2] if isinstance(pages, tuple) else pages.shape[2] // 2
+    order = np.arange(heads).reshape(heads // kv_heads, kv_heads).T.reshape(-1)
+    sinks = None if given["sinks"] is None else given["sinks"][order]
+    result = honest_attention(**(given | {"q": given["q"][:, order], "sinks": sinks}))
+    back = np.argsort(order)
+    return tuple(part[:, back] for part in result) if given["return_lse"] else result[:, back]
+
+
+def negative_slots_wrap_around(*arguments: Any, **given: Any) -> Any:
+    if given.get("slot_mapping") is not None:
+        slots, pages = given["slot_mapping"], given["kv_pages"]
+        shape = (pages[0] if isinstance(pages, tuple) else pages).shape
+        given["slot_mapping"] = np.where(slots == -1, shape[0] * shape[1] - 1, slots)
+    return honest_write(*arguments, **given)
+
+
+def codes_are_truncated(**given: Any) -> Any:
+    """Quantising cuts off instead of rounding to the nearest."""
+    if given.get("cache_dtype") == "int8":
+        with mock.patch.object(write, "encode", lambda values, name: encode(np.trunc(np.nan_to_num(values)), name)):
+            return honest_write(**given)
+    return honest_write(**given)
+
+
+def written_from_the_start(**given: Any) -> Any:
+    """Token i goes to position i instead of kv_len - q_len + i."""
+    if given.get("kv_lens") is not None:
+        given["kv_lens"] = np.minimum(given["kv_lens"], np.diff(given["cu_q_lens"].astype(np.int64)))
+    return honest_write(**given)
+
+
+def parts_merge_unweighted(outs: Any, lses: Any) -> Any:
+    _, lse = honest_merge(outs, lses)
+    return np.nan_to_num(outs, posinf=0.0).mean(axis=0), lse
+
+
+def empty_parts_leak(outs: Any, lses: Any) -> Any:
+    out, lse = honest_merge(outs, lses)
+    return out + (0.0 * outs).sum(axis=0), lse
+
+
+ATTENTION: dict[str, Function] = {
+    mutant.__name__: attention_with(visible=mutant)
+    for mutant in (
+        causal_mask_hides_the_own_key, causal_mask_from_the_top_left, window_one_too_wide, invalid_pages_stay_visible,
+    )
+} | {
+    mutant.__name__: attention_with(attend=mutant)
+    for mutant in (
+        softmax_of_unscaled_logits, cap_before_scale, sink_once_for_each_of_two_splits, sink_counted_in_the_lse,
+        lse_in_base_two, masked_keys_weigh_nothing_times_nan, no_key_is_a_mean,
+    )
+} | {
+    mutant.__name__: attention_given(mutant)
+    for mutant in (
+        next_page_of_the_table, tail_keys_skipped, scale_of_v_forgotten, scale_of_k_is_the_first_heads,
+        num_seqs_ignored,
+    )
+} | {"query_heads_interleaved": query_heads_interleaved}  # fmt: skip
+WRITE = {m.__name__: m for m in (negative_slots_wrap_around, codes_are_truncated, written_from_the_start)}
+MERGE = {m.__name__: m for m in (parts_merge_unweighted, empty_parts_leak)}
+
+
+def _module(room: str, honest: types.ModuleType, function: Function) -> types.ModuleType:
+    """An implementation whose `run` is the honest one's, with the operation's function replaced."""
+    operation = honest.__name__.rpartition(".")[2]
+    module = types.ModuleType(f"{room}.{operation}")
+    module.__spec__ = ModuleSpec(module.__name__, None)
+
+    def run(call: Any, tile: Any, launch: Any) -> Any:
+        with mock.patch.object(honest, operation, function):
+            return honest.run(call, tile, launch)
+
+    vars(module).update(Tile=honest.Tile, heuristic=honest.heuristic, why_not=honest.why_not, run=run)
+    return module
+
+
+@pytest.fixture
+def plant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Runner]]:
+    """Plant functions in place of the honest ones as a backend, and give its runner."""
+
+    def planted(**functions: Function) -> Runner:
+        room = "mutant_room"
+        parent = types.ModuleType(room)
+        parent.__spec__ = ModuleSpec(room, None, is_package=True)
+        parent.__path__ = []  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, room, parent)
+        for honest in (attention, write, merge):
+            operation = honest.__name__.rpartition(".")[2]
+            module = _module(room, honest, functions.get(operation) or getattr(honest, operation))
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setattr(dispatch, "third_party_rooms", lambda: {"mutant": room})
+        dispatch.load.cache_clear()
+        return runner_for("mutant", "torch")
+
+    monkeypatch.setattr(suite, "PHASES", (Phase.generate,))  # a failure is wanted here, not a small one
+    yield planted
+    dispatch.load.cache_clear()
+
+
+def failures(runner: Runner, checks: Iterable[Check], examples: int) -> list[str]:
+    """The checks that a backend fails."""
+    failed = []
+    for check in checks:
+        try:
+            check.run(runner, examples)
+        except AssertionError:
+            failed.append(check.name)
+    return failed
+
+
+def test_the_honest_backend_passes(plant: Callable[..., Runner]) -> None:
+    """The positive control: planted without a fault, nothing fails."""
+    for checks in (corners, agreement, laws):
+        assert failures(plant(), checks(), 10) == []
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_a_wrong_attention_is_caught(plant: Callable[..., Runner], name: str) -> None:
+    runner = plant(ragged_paged_attention=ATTENTION[name])
+    assert failures(runner, corners(), 1), "no corner caught it"
+    assert failures(runner, agreement(), 200), "no drawn batch caught it"
+
+
+@pytest.mark.parametrize("name", WRITE)
+def test_a_wrong_write_is_caught(plant: Callable[..., Runner], name: str) -> None:
+    assert failures(plant(write_kv_pages=WRITE[name]), corners(), 1)
+
+
+@pytest.mark.parametrize("name", MERGE)
+def test_a_wrong_merge_is_caught(plant: Callable[..., Runner], name: str) -> None:
+    assert failures(plant(merge_attention_states=MERGE[name]), corners(), 1)
+
+
+# Mutants that a law, which asks no oracle, shows to be wrong; the law by the beginning of its name.
+NOTICED = {
+    "causal_mask_hides_the_own_key": "a query that sees no key",
+    "sink_once_for_each_of_two_splits": "sinks take their share",
+    "sink_counted_in_the_lse": "sinks take their share",
+    "lse_in_base_two": "a double is its multiplicity",
+    "masked_keys_weigh_nothing_times_nan": "what no query sees",
+    "no_key_is_a_mean": "a query that sees no key",
+    "scale_of_v_forgotten": "a quantised cache",
+    "invalid_pages_stay_visible": "parts merge",
+}
+
+
+@pytest.mark.parametrize("name", NOTICED)
+def test_a_law_notices_without_an_oracle(plant: Callable[..., Runner], name: str) -> None:
+    law = [check for check in laws() if check.name.startswith(NOTICED[name])]
+    assert failures(plant(ragged_paged_attention=ATTENTION[name]), law, 40)

@@ -1,0 +1,245 @@
+"""The shipped test tools are themselves held to what they say."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from ragged_attention.reference.kv_layout import FORMATS, format_values
+from ragged_attention.testing import CORNERS, Spec, agrees, conformance, formats
+from ragged_attention.testing.batches import expected, garbage, pages_of
+from ragged_attention.testing.compare import BOUNDS, identical
+from ragged_attention.testing.corners import MERGE_CORNERS, WRITE_CORNERS
+from ragged_attention.testing.runners import FRAMEWORKS, Declined, runner_for, runners
+from ragged_attention.testing.strategies import specs, write_batch
+from ragged_attention.testing.suite import checks, drawn, examples_of
+
+MIXED = Spec(lens=((5, 5), (1, 37), (4, 21)), num_kv_heads=2, group=2, padding=2)
+
+
+# The comparator.
+@pytest.mark.parametrize("kind", BOUNDS)
+def test_the_bound_is_the_contracts(kind: str) -> None:
+    absolute, relative = BOUNDS[kind]
+    want = np.linspace(-3, 3, 7)
+    inside, outside = (want + np.sign(want + 0.1) * (absolute + relative * np.abs(want)) * f for f in (0.99, 1.01))
+    if kind in ("float16", "bfloat16"):  # all elements off by that much would be off in direction too
+        inside, outside = (np.where(np.arange(7) == 3, changed, want) for changed in (inside, outside))
+    assert agrees(inside, want, kind)
+    with pytest.raises(AssertionError, match=r"out\[\d\]: expected .* within .*, got .*, 1.01 times the bound"):
+        agrees(outside, want, kind)
+
+
+def test_the_bounds_are_these_and_no_others() -> None:
+    assert BOUNDS == {
+        "float32": (2e-5, 2e-5),
+        "float16": (8e-4, 2.01 / 128),
+        "bfloat16": (8e-4, 2.01 / 128),
+        "lse float32": (2e-5, 2e-5),
+        "lse float16": (1e-5, 2e-4),
+        "lse bfloat16": (1e-5, 2e-4),
+    }
+
+
+@pytest.mark.parametrize(("got", "want", "name"), [
+    (np.nan, 1.0, "NaN"), (1.0, np.nan, "NaN"), (np.inf, 1.0, r"\+inf"), (-np.inf, np.inf, r"\+inf"),
+    (1.0, -np.inf, "-inf"),
+])  # fmt: skip
+def test_places_of_nan_and_infinity_come_first(got: float, want: float, name: str) -> None:
+    with pytest.raises(AssertionError, match=rf"lse\[1\]: expected .*; 1 of 2 elements are {name}"):
+        agrees([5.0, got], [9.0, want], "float32", "lse")
+
+
+def test_equal_nan_and_infinities_agree() -> None:
+    special = [np.nan, np.inf, -np.inf, 0.0]
+    assert agrees(special, special, "bfloat16")
+    assert identical(special, special)
+
+
+def test_a_common_tilt_is_caught_by_the_direction() -> None:
+    want = np.random.default_rng(0).standard_normal(1000)
+    tilted = want + np.random.default_rng(1).standard_normal(1000) * 4e-3
+    tilted = np.clip(tilted, want - 8e-4 - 0.015 * np.abs(want), want + 8e-4 + 0.015 * np.abs(want))
+    with pytest.raises(AssertionError, match="expected a cosine difference <= 5e-06, got"):
+        agrees(tilted, want, "bfloat16")
+
+
+def test_shapes_and_bits_are_compared_too() -> None:
+    with pytest.raises(AssertionError, match=r"expected shape \(2,\), got \(1, 2\)"):
+        agrees([[1, 2]], [1, 2], "float32")
+    with pytest.raises(AssertionError, match=r"expected shape \(2,\), got \(3,\)"):
+        identical([1, 2, 3], [1, 2])
+    with pytest.raises(AssertionError, match=r"pages\[1\]: expected exactly 3, got 2; 1 of 2 elements differ"):
+        identical([1, 2], [1, 3], "pages")
+    assert agrees(np.empty((0, 3)), np.empty((0, 3)), "bfloat16")
+
+
+# The batches.
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_rounding_is_the_frameworks(dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    special = [np.nan, np.inf, -np.inf, 0.0, -0.0, 65519.9, 1e-45]
+    bits = np.random.default_rng(0).integers(0, 2**32, 20000, np.uint64).astype(np.uint32)
+    numbers = np.concatenate([bits.view(np.float32), np.array(special, np.float32)])
+    numbers = np.concatenate([numbers, formats.rounded(numbers, dtype), (bits & 0xFFFF8000).view(np.float32)])
+    theirs = torch.from_numpy(numbers).to(getattr(torch, dtype)).to(torch.float32).numpy()
+    np.testing.assert_array_equal(formats.rounded(numbers, dtype), theirs)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("kind", ["nan", "inf"])
+def test_poison_is_poisonous(dtype: str, kind: str) -> None:
+    values = format_values(dtype)[formats.poison(kind, dtype, (50,), np.random.default_rng(0))]
+    if kind == "nan":
+        assert np.isnan(values).all()
+    else:
+        assert (np.abs(values) == (np.inf if dtype == "float8_e5m2" else 448)).all()
+
+
+@settings(max_examples=50, deadline=None, database=None, derandomize=True)
+@given(specs())
+def test_a_spec_makes_the_same_lawful_batch_again(spec: Spec) -> None:
+    batch, again = spec.build(), eval(repr(spec)).build()  # what a failure prints is a program
+    for name, value in batch.arguments().items():
+        parts = zip(pages_of(value), pages_of(again.arguments()[name]), strict=True) if name == "kv_pages" else ()
+        for one, other in parts or [(value, again.arguments()[name])]:
+            np.testing.assert_array_equal(one, other)
+    out, lse = expected(batch)
+    assert np.isfinite(out).all(), "what must not be read was read"
+    assert not np.isnan(lse).any()
+
+
+def test_poison_is_everywhere_but_where_it_is_read() -> None:
+    batch = MIXED.build()
+    poisoned = batch.poisoned("nan")
+    read = batch.read_slots()
+    assert read.sum() == 5 + 37 + 21
+    assert np.array_equal(np.isnan(poisoned.kv_pages).all(axis=(2, 3)), ~read)
+    assert np.array_equal(np.isnan(poisoned.kv_pages).any(axis=(2, 3)), ~read)
+    assert np.array_equal(np.isnan(poisoned.q).any(axis=(1, 2)), batch.blind())
+    assert batch.blind().sum() == 2
+
+
+def test_garbage_reaches_the_extremes() -> None:
+    values = garbage(np.random.default_rng(0), 1000, 5)
+    assert {np.iinfo(np.int32).min, np.iinfo(np.int32).max, 0, 5, 6, -6} <= set(values.tolist())
+
+
+def test_every_corner_can_be_built() -> None:
+    for build in (*CORNERS.values(), *WRITE_CORNERS.values(), *MERGE_CORNERS.values()):
+        build()
+    assert len(CORNERS) > 70
+
+
+@pytest.mark.parametrize("slot_dtype", [np.int32, np.int64])
+def test_slots_are_written_once_and_some_not_at_all(slot_dtype: type) -> None:
+    spec = Spec(lens=((40, 40),), seed=3)
+    batch = write_batch(spec, slot_dtype=slot_dtype)
+    slots = batch.slot_mapping
+    assert slots is not None
+    room = pages_of(batch.kv_pages)[0].shape[0] * spec.page_size
+    inside = slots[(slots >= 0) & (slots < room)]
+    assert len(set(inside.tolist())) == len(inside) > 10
+    assert len(inside) < len(slots)
+
+
+# The suite.
+def test_profiles_say_how_many_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [examples_of(name) for name in ("dev", "ci", "nightly")] == [25, 200, 2000]
+    monkeypatch.setenv("HYPOTHESIS_PROFILE", "ci")
+    assert examples_of() == 200
+
+
+def test_a_failure_shrinks_to_a_small_batch() -> None:
+    def refuses_windows(spec: Spec) -> None:
+        assert spec.sliding_window is None, "a window"
+
+    with pytest.raises(AssertionError, match="a window") as caught:
+        drawn(runner_for("reference", "torch"), specs(), refuses_windows, 50)
+    told = "".join(caught.value.__notes__)
+    assert "sliding_window=1" in told
+    assert "soft_cap=None" in told
+
+
+def test_a_backend_that_declines_everything_has_shown_nothing() -> None:
+    def decline(spec: Spec) -> None:
+        raise Declined("head_dim = 16, and I take 128 alone")
+
+    with pytest.raises(Declined, match="I take 128 alone"):
+        drawn(runner_for("reference", "torch"), specs(), decline, 5)
+
+
+def test_runners_know_what_is_absent() -> None:
+    present, absent = runners("pallas", None, "cpu")
+    assert present == []
+    assert set(absent) == {"torch-pallas", "jax-pallas"}
+    with pytest.raises(ValueError, match="expected framework to be one of torch, jax, got 'numpy'"):
+        runner_for("reference", "numpy")
+
+
+def test_check_names_are_unique() -> None:
+    names = [str(check) for check in checks()]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_command_judges_a_backend(capsys: pytest.CaptureFixture[str], framework: str) -> None:
+    pytest.importorskip(framework)
+    arguments = ["--backend", "reference", "--framework", framework, "--examples", "3", "--only", "pages"]
+    assert conformance.main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "law: pages may move" in printed
+    assert "0 FAILED" in printed
+
+
+def test_the_command_reports_failure(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from ragged_attention.reference import ragged_paged_attention as room
+
+    pytest.importorskip("torch")
+    honest = room.run
+    monkeypatch.setattr(room, "run", lambda *given: [2 * part for part in honest(*given)])
+    assert conformance.main(["--backend", "reference", "--framework", "torch", "--only", "attention, prefill"]) == 1
+    printed = capsys.readouterr().out
+    assert "corner: attention, prefill" in printed
+    assert "times the bound" in printed
+    assert "0 passed, 0 declined, 2 FAILED" in printed
+
+
+def test_the_command_says_what_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert conformance.main(["--backend", "pallas"]) == 2
+    assert "torch-pallas cannot run here:" in capsys.readouterr().out
+
+
+def run_pytest(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The shipped suite under pytest, from a directory of somebody else's."""
+    plugins = ["-p", "ragged_attention.pytest_plugin", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "--pyargs", "ragged_attention.testing", *plugins, "-q", *arguments]
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
+
+
+def test_pytest_runs_the_suite_by_name(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    ended = run_pytest(tmp_path, "--backend", "reference", "--framework", "torch", "-k", "sinks and corner")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert re.search(r"\d passed, \d+ deselected", ended.stdout)
+
+
+def test_pytest_fails_where_a_named_backend_is_absent(tmp_path: Path) -> None:
+    ended = run_pytest(tmp_path, "--backend", "nobody", "--framework", "torch")
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    assert "--backend nobody cannot run here: torch-nobody: unknown backend 'nobody'; known are" in ended.stdout
+
+
+@pytest.mark.parametrize("absent", ["hypothesis", "pytest"])
+def test_a_missing_tool_is_named(absent: str) -> None:
+    hide = (
+        "import importlib.util as u; find = u.find_spec\n"
+        f"u.find_spec = lambda name, *rest: None if name == {absent!r} else find(name, *rest)\n"
+        "import ragged_attention.testing"
+    )
+    ended = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True)
+    assert f"ImportError: ragged_attention.testing needs {absent}: install the extra" in ended.stderr
