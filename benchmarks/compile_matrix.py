@@ -33,19 +33,28 @@ DOCUMENT = Path(__file__).parent.parent / "docs" / "compile_matrix.md"
 
 # A case for each piece of code that the named shapes compile to; the others repeat it with other numbers.
 COVERING = (
-    "decode_64x4k", "decode_64x4k_page1", "decode_1x128k", "prefill_4k", "gpt_oss_window_64x4k", "gpt_oss_prefill_4k",
-    "gemma2_32x4k", "gemma2_prefill_4k", "gemma4_global_32x4k", "gemma4_global_prefill_4k", "fp8_64x4k",
-    *cases.COMPILED_ONLY,
+    "decode_64x4k", "decode_64x4k_page1", "prefill_4k", "gpt_oss_window_64x4k", "gemma2_prefill_4k",
+    "gemma4_global_prefill_4k", "fp8_64x4k", *cases.COMPILED_ONLY,
 )  # fmt: skip
+# Architectures that differ from one of the others in little but their shared memory get the shapes that fill it.
+FEWER = (
+    "decode_64x4k", "prefill_4k", "gemma2_prefill_4k", "gemma4_global_prefill_4k", "fp8_64x4k", "float32_mixed",
+    "int8_mixed", "ratio_7_page_24",
+)  # fmt: skip
+ALIKE = ("sm_86", "sm_100", "sm_120", "gfx950")
 # Writing and merging are plain copies, so fewer shapes cover them.
-COPYING = ("decode_64x4k", "gemma4_global_prefill_4k", "fp8_64x4k", *cases.COMPILED_ONLY)
+COPYING = ("decode_64x4k", "fp8_64x4k", "float32_mixed", "int8_mixed", "phi_head_80_mixed", "one_page_slot")
+
+# 64 rows of a wider output fill the registers of eight warps, so that whatever has wgmma there spills.
+LARGEST_WGMMA_HEAD = 256
 
 HEADER = """\
 # Compile matrix
 
 What the Triton kernels compile to, at the tiles their heuristics choose for the shapes of `benchmarks/cases.py`,
 for GPUs that need not be there. Written by `make compile-matrix`, which fails on a kernel that does not compile,
-spills, needs more shared memory than the device has, or does a prefill on sm_90 without wgmma; CI compares.
+spills, needs more shared memory than the device has, or does a prefill on sm_90 without wgmma (in 16 bits, up to head
+size 256); CI compares.
 
 Columns: block sizes of the tile; warps and stages of this launch; instructions in the code, as
 counts (wgmma: Hopper's matrix instructions, tcgen05: Blackwell's, mma: those of Ampere and later, mfma: AMD's,
@@ -101,11 +110,16 @@ def launches_for(case: str, arch: str, call: int) -> tuple[compiling.Launch, ...
     return tuple(compiling.record(calls_for(case, arch)[call]))
 
 
-def plan(names: Iterable[str], archs: Iterable[str]) -> dict[str, tuple[Job, Row]]:
+def covering(arch: str) -> tuple[str, ...]:
+    """The cases that are compiled for an architecture where none are named."""
+    return FEWER if arch in ALIKE else COVERING
+
+
+def plan(names: Sequence[str] | None, archs: Iterable[str]) -> dict[str, tuple[Job, Row]]:
     """What to compile, each code once: identity -> the job and the row that its facts go to."""
     found: dict[str, tuple[Job, Row]] = {}
     for arch in archs:
-        for name in names:
+        for name in names or covering(arch):
             for place in range(len(calls_for(name, arch))):
                 for number, launch in enumerate(launches_for(name, arch, place)):
                     identity = compiling.identity(launch, arch)
@@ -118,13 +132,12 @@ def plan(names: Iterable[str], archs: Iterable[str]) -> dict[str, tuple[Job, Row
     return found
 
 
-def refusals(names: Iterable[str], archs: Iterable[str]) -> list[str]:
+def refusals(names: Sequence[str] | None, archs: Iterable[str]) -> list[str]:
     """The calls that the Triton room declines, with its reasons: said aloud, for nothing is compiled for them."""
-    names = list(names)
     return [
         f"{arch} {call.OPERATION} ({name}): {reason}"
         for arch in archs
-        for name in names
+        for name in names or covering(arch)
         for call in _calls_of(name, arch)
         if (reason := declined(call))
     ]
@@ -201,7 +214,7 @@ def failures(rows: Sequence[Row]) -> list[str]:
     for name in sorted({name for row in rows if row.arch == "sm_90" for name in row.cases}):
         case = cases.find(name)
         large = max(case.q_lens) * (case.num_q_heads // case.num_kv_heads) >= 64
-        if case.dtype == "float32" or not large or "speculative" in name:
+        if case.dtype == "float32" or not large or "speculative" in name or case.head_dim > LARGEST_WGMMA_HEAD:
             continue
         used = [row.facts for row in rows if row.arch == "sm_90" and name in row.cases]
         if not any("wgmma" in dict(facts.instructions) for facts in used):
@@ -275,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print("expected TRITON_INTERPRET to be unset, got 1: the interpreter compiles nothing")
         return 2
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # its default, of which it would warn
-    names = [*cases.CASES, *cases.COMPILED_ONLY] if options.case == ["all"] else options.case or COVERING
+    names = [*cases.CASES, *cases.COMPILED_ONLY] if options.case == ["all"] else options.case
     archs = options.arch or compiling.ARCHITECTURES
     version = importlib.import_module("triton").__version__
     rows = compile_all(plan(names, archs), options.jobs, console)

@@ -99,6 +99,9 @@ class Recorder:
         """8-bit floats reach a kernel as uint8, whichever the front end."""
         return FakeArray(array.shape, "uint8") if dtype_name(array).startswith("float8") else array
 
+    def contiguous(self, array: Any) -> Any:
+        return array
+
     def packed(self, array: Any) -> Any:
         return array
 

@@ -66,7 +66,7 @@ def _refuses(*, window: bool = False, soft_cap: bool = False, sinks: bool = Fals
             (quantised, "a quantised cache", case.cache_dtype),
         ):
             if missing and used:
-                return f"has no {name}"
+                return f"does not take {name}"
         return None
 
     return declines
@@ -225,23 +225,21 @@ def _load_fa3() -> Any:
 
 
 def _fa3(case: Case, inputs: dict[str, Any]) -> Run:
-    """Its forward operator; arguments are matched by the names in its schema, which grew over versions."""
+    """Its forward operator, whose arguments are given by position; later versions have more of them at the end."""
     forward = _load_fa3()
     k_pages, v_pages = split_pages(case, inputs["kv_pages"])
-    given: dict[str, Any] = {
-        "q": inputs["q"], "k": k_pages, "v": v_pages, "cu_seqlens_q": inputs["cu_q_lens"],
-        "seqused_k": inputs["kv_lens"], "max_seqlen_q": max(case.q_lens), "max_seqlen_k": max(case.kv_lens),
-        "page_table": _clean_table(case, inputs), "softmax_scale": case.head_dim**-0.5, "is_causal": True,
-        "window_size_left": (case.sliding_window or 0) - 1, "window_size_right": 0 if case.sliding_window else -1,
-        "softcap": case.soft_cap or 0.0, "is_rotary_interleaved": True, "num_splits": 0, "sm_margin": 0,
-        "cp_world_size": 1, "cp_rank": 0,
-    }  # fmt: skip
-    if case.sinks:
-        given["s_aux"] = inputs["sinks"].to(inputs["q"].dtype)
-    names = [argument.name for argument in forward.default._schema.arguments]
-    if unknown := sorted(set(given) - set(names) - {"cp_world_size", "cp_rank"}):
-        raise TypeError(f"expected {', '.join(unknown)} in the operator's schema, got {', '.join(names)}")
-    arguments = [given.get(name) for name in names]
+    window = case.sliding_window
+    arguments = [
+        inputs["q"], k_pages, v_pages,
+        None, None, None, None,  # new k and v, q_v, out
+        inputs["cu_q_lens"], None, None, None, inputs["kv_lens"], max(case.q_lens), max(case.kv_lens),
+        _clean_table(case, inputs), None, None,  # batch index, left padding
+        None, None, None, None, None, None,  # rotary, scales
+        case.head_dim**-0.5, True, (window or 0) - 1, 0 if window else -1, case.soft_cap or 0.0,
+        True, None, 0, None, 0,  # interleaved, metadata, splits by itself, packing by itself, no margin
+        inputs["sinks"].to(inputs["q"].dtype) if case.sinks else None, 1, 0, None,
+    ]  # fmt: skip
+    arguments = arguments[: len(forward.default._schema.arguments)]
     return lambda: forward(*arguments)[0]
 
 
@@ -258,7 +256,10 @@ class _Quantisation(enum.IntEnum):
 
     NONE = 0
     FP8_PER_TENSOR = 1
-    is_per_token_head = False
+
+    @property
+    def is_per_token_head(self) -> bool:
+        return False
 
 
 class _Nothing:
@@ -372,7 +373,7 @@ def _jax_reference(case: Case, inputs: dict[str, Any]) -> Run:
     @jax.jit
     def call(q: Any, kv_pages: Any) -> Any:
         return ref_ragged_paged_attention(
-            q, kv_pages, *lens, count, sm_scale=case.head_dim**-0.5, sliding_window=case.sliding_window,
+            q, kv_pages, *lens, count, sm_scale=case.head_dim**-0.5, sliding_window=case.sliding_window,  # type: ignore[call-arg]
             soft_cap=case.soft_cap, k_scale=case.scale, v_scale=case.scale,
         )  # fmt: skip
 

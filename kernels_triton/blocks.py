@@ -102,17 +102,25 @@ def query_edge(cu_q_lens_ptr, index, num_tokens):
 
 
 @triton.jit
-def find_block_sequence(block, cu_q_lens_ptr, num_seqs, num_tokens, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """The sequence that a block of rows belongs to, `num_seqs` for padding.
+def segment_edge(cu_q_lens_ptr, segment, num_seqs, num_tokens):
+    """Where a segment of the query rows starts: 0 is what lies before the first sequence (nothing, in a lawful call),
+    then come the sequences, and `num_seqs + 1` is the padding behind them."""
+    edge = query_edge(cu_q_lens_ptr, tl.minimum(tl.maximum(segment - 1, 0), num_seqs), num_tokens)
+    return tl.where(segment == 0, 0, tl.where(segment > num_seqs + 1, num_tokens, edge))
 
-    Sequence i is given blocks from `start_i * GROUP // BLOCK + i` on: that leaves each enough of them, and needs no
+
+@triton.jit
+def find_segment(block, cu_q_lens_ptr, num_seqs, num_tokens, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """The segment that a block of rows belongs to.
+
+    Segment i is given blocks from `start_i * GROUP // BLOCK + i` on: that leaves each enough of them, and needs no
     count of the blocks of those before it, so the grid follows from shapes alone.
     """
     low = 0
-    high = num_seqs + 1
+    high = num_seqs + 2
     while high - low > 1:
         middle = (low + high) // 2
-        first = query_edge(cu_q_lens_ptr, middle, num_tokens) * GROUP // BLOCK + middle
+        first = segment_edge(cu_q_lens_ptr, middle, num_seqs, num_tokens) * GROUP // BLOCK + middle
         found = first <= block
         low = tl.where(found, middle, low)
         high = tl.where(found, high, middle)

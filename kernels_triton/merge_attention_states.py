@@ -52,7 +52,7 @@ def merge_kernel(outs_ptr, lses_ptr, out_ptr, lse_ptr, count, rows,
 
 def run(call: Any, tile: Tile, launch: Any) -> Any:
     count, num_tokens, num_heads, width = call.outs.shape
-    outs, lses = (value.contiguous() if hasattr(value, "contiguous") else value for value in (call.outs, call.lses))
+    outs, lses = launch.contiguous(call.outs), launch.contiguous(call.lses)
     out, lse = launch(
         merge_kernel,
         (num_tokens * num_heads,),

@@ -27,7 +27,7 @@ from ragged_attention.kernels_triton.blocks import (
     cache_views,
     cdiv,
     count_sequences,
-    find_block_sequence,
+    find_segment,
     item_size,
     key_range,
     launchable,
@@ -36,6 +36,7 @@ from ragged_attention.kernels_triton.blocks import (
     next_power_of_2,
     query_edge,
     scale_arguments,
+    segment_edge,
 )
 
 SMALLEST_SCALE = 1e-30  # stands for a scale of 0, so that -inf times it stays -inf
@@ -103,8 +104,12 @@ def heuristic(call: Any) -> Tile:
         block_q, block_kv, num_warps, num_stages = 16, 16, 4 if width <= 128 else 8, 2
         split_block_kv, split_num_warps, split_num_stages = 16, num_warps * max(1, split_block_q // 32), 2
     elif width <= 128:
-        roomy = wgmma or not arch.startswith("sm_")
-        block_q, block_kv, num_warps, num_stages = (128, 64, 8, 3) if roomy else (64, 32, 4, 2)
+        if arch in ("sm_100", "sm_103"):
+            block_q, block_kv, num_warps, num_stages = 128, 32, 8, 3
+        elif arch.startswith("sm_") and not wgmma:
+            block_q, block_kv, num_warps, num_stages = 64, 32, 4, 2
+        else:
+            block_q, block_kv, num_warps, num_stages = 128, 64, 8, 3
         split_block_kv, split_num_warps, split_num_stages = 64, 4, 3
     elif width <= 256:
         block_q, block_kv, num_warps, num_stages = (64, 32, 8, 2) if wgmma else (32, 32, 4, 2)
@@ -236,20 +241,20 @@ def tile_kernel(
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows see the most keys: begin with them
     kv_head = tl.program_id(1)
     num_seqs = count_sequences(num_seqs_ptr, max_num_seqs, HAS_NUM_SEQS)
-    seq = find_block_sequence(block, cu_q_lens_ptr, num_seqs, num_tokens, GROUP, BLOCK_Q)
-    start = query_edge(cu_q_lens_ptr, seq, num_tokens)
-    stop = num_tokens
-    if seq < num_seqs:
-        stop = tl.maximum(query_edge(cu_q_lens_ptr, seq + 1, num_tokens), start)
+    segment = find_segment(block, cu_q_lens_ptr, num_seqs, num_tokens, GROUP, BLOCK_Q)
+    seq = segment - 1
+    live = (seq >= 0) & (seq < num_seqs)
+    start = segment_edge(cu_q_lens_ptr, segment, num_seqs, num_tokens)
+    stop = tl.maximum(segment_edge(cu_q_lens_ptr, segment + 1, num_seqs, num_tokens), start)
     q_len = stop - start
     rows = q_len * GROUP
-    first_row = (block - (start * GROUP // BLOCK_Q + seq)) * BLOCK_Q
-    if (first_row >= 0) & (first_row < rows) & ((seq == num_seqs) | (rows > SPLIT_BLOCK_Q)):
+    first_row = (block - (start * GROUP // BLOCK_Q + segment)) * BLOCK_Q
+    if (first_row >= 0) & (first_row < rows) & ((rows > SPLIT_BLOCK_Q) | (live == 0)):
         row = first_row + tl.arange(0, BLOCK_Q)
         low = 0
         high = 0
         kv_len = 0
-        if seq < num_seqs:
+        if live:
             kv_len = tl.minimum(tl.maximum(tl.load(kv_lens_ptr + seq), 0), capacity)
             low = kv_len - q_len + first_row // GROUP
             high = kv_len - q_len + tl.minimum((first_row + BLOCK_Q - 1) // GROUP, q_len - 1)
@@ -315,9 +320,9 @@ def split_kernel(
     Otherwise out is [S, K, NUM_SPLITS, BLOCK_Q, DV] float32, each part normalised, and lse [S, K, NUM_SPLITS, BLOCK_Q]
     in base 2.
     """
-    split = tl.program_id(0)
+    seq = tl.program_id(0)
     kv_head = tl.program_id(1)
-    seq = tl.program_id(2)
+    split = tl.program_id(2)
     start, q_len, kv_len, first, last = split_sequence(
         seq, cu_q_lens_ptr, kv_lens_ptr, num_seqs_ptr, num_tokens, max_num_seqs, capacity, window,
         HAS_NUM_SEQS, HAS_WINDOW, CAUSAL,
@@ -366,9 +371,9 @@ def combine_kernel(
     NUM_SPLITS: tl.constexpr, MIN_KEYS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """One row of a short sequence: its splits, in order, into the result."""
-    row = tl.program_id(0)
+    seq = tl.program_id(0)  # the one axis without a small limit on some GPUs
     kv_head = tl.program_id(1)
-    seq = tl.program_id(2)
+    row = tl.program_id(2)
     start, q_len, _, first, last = split_sequence(
         seq, cu_q_lens_ptr, kv_lens_ptr, num_seqs_ptr, num_tokens, max_num_seqs, capacity, window,
         HAS_NUM_SEQS, HAS_WINDOW, CAUSAL,
@@ -441,7 +446,7 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
     table_stride = launch.strides(page_indices)[0]
     attention = shared | k_arguments | attention_arguments(call, views, launch.strides(q), table_stride)
     inputs = (q, *views[:2], kv_lens, page_indices, cu_q_lens, num_seqs, sinks, k_scale, v_scale)
-    blocks = call.num_tokens * call.group // tile.block_q + call.max_num_seqs + 1
+    blocks = call.num_tokens * call.group // tile.block_q + call.max_num_seqs + 2
     out, lse = launch(
         tile_kernel,
         (blocks if call.num_tokens else 0, call.num_kv_heads),
@@ -467,7 +472,7 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
     whole = tile.num_splits == 1
     first, second = launch(
         split_kernel,
-        (tile.num_splits, call.num_kv_heads, call.max_num_seqs),
+        (call.max_num_seqs, call.num_kv_heads, tile.num_splits),
         (*inputs, out, lse),
         [] if whole else [((*parts, call.v_head_dim), "float32"), (parts, "float32")],
         inplace=(len(inputs), len(inputs) + 1) if whole else (),
@@ -481,7 +486,7 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
         return (first, second) if call.return_lse else first
     out, lse = launch(
         combine_kernel,
-        (tile.split_block_q, call.num_kv_heads, call.max_num_seqs),
+        (call.max_num_seqs, call.num_kv_heads, tile.split_block_q),
         (first, second, kv_lens, cu_q_lens, num_seqs, sinks, v_scale, out, lse),
         [],
         inplace=(7, 8),

@@ -2,13 +2,16 @@
 
 import pytest
 
+from ragged_attention.pytest_plugin import add_options
 from ragged_attention.testing import environment
 
 environment.prepare("cpu")  # before any test module imports triton or jax
 
 from ragged_attention.testing.collection import *  # noqa: E402, F403
 
-pytest_plugins = ["ragged_attention.pytest_plugin"]
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    add_options(parser)
 
 
 @pytest.fixture(autouse=True)

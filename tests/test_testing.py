@@ -214,24 +214,37 @@ def test_the_command_says_what_cannot_run(capsys: pytest.CaptureFixture[str]) ->
     assert "torch-pallas cannot run here:" in capsys.readouterr().out
 
 
+SUITE = ("--pyargs", "ragged_attention.testing")
+
+
 def run_pytest(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The shipped suite under pytest, from a directory of somebody else's."""
-    plugins = ["-p", "ragged_attention.pytest_plugin", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", "--pyargs", "ragged_attention.testing", *plugins, "-q", *arguments]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", *arguments]
     return subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
 
 
 def test_pytest_runs_the_suite_by_name(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    ended = run_pytest(tmp_path, "--backend", "reference", "--framework", "torch", "-k", "sinks and corner")
+    ended = run_pytest(tmp_path, *SUITE, "--backend", "reference", "--framework", "torch", "-k", "sinks and corner")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert re.search(r"\d passed, \d+ deselected", ended.stdout)
 
 
 def test_pytest_fails_where_a_named_backend_is_absent(tmp_path: Path) -> None:
-    ended = run_pytest(tmp_path, "--backend", "nobody", "--framework", "torch")
+    ended = run_pytest(tmp_path, *SUITE, "--backend", "nobody", "--framework", "torch")
     assert ended.returncode == 2, ended.stdout + ended.stderr
     assert "--backend nobody cannot run here: torch-nobody: unknown backend 'nobody'; known are" in ended.stdout
+
+
+def test_other_users_of_pytest_keep_their_options(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(
+        "def pytest_addoption(parser): parser.addoption('--device', default='mine')\n"
+    )
+    (tmp_path / "test_mine.py").write_text(
+        "def test_it(pytestconfig): assert pytestconfig.getoption('device') == 'mine'\n"
+    )
+    ended = run_pytest(tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 @pytest.mark.parametrize("absent", ["hypothesis", "pytest"])

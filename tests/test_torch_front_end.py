@@ -118,7 +118,7 @@ def test_fake_tensors_get_shapes_and_static_checks() -> None:
             (6, 4),
             torch.float32,
         )
-        with pytest.raises(ra.InvalidInput, match="expected cu_q_lens.shape to be"):
+        with pytest.raises(ra.InvalidInput, match=r"expected cu_q_lens\.shape to be"):
             rt.ragged_paged_attention(**(inputs | {"cu_q_lens": inputs["cu_q_lens"][:-1]}))
 
 
@@ -161,7 +161,7 @@ def test_a_plan_serves_calls_alike_and_no_others() -> None:
     with ra.use_backend("reference"):
         rt.ragged_paged_attention(**inputs)
     assert len(operators._plans) == 3
-    with pytest.raises(ra.InvalidInput, match="expected kv_lens.shape"), ra.use_backend("reference"):
+    with pytest.raises(ra.InvalidInput, match=r"expected kv_lens\.shape"), ra.use_backend("reference"):
         rt.ragged_paged_attention(**(inputs | {"kv_lens": inputs["kv_lens"][:, None]}))
     with ra.use_backend(validate="full"), pytest.raises(ra.InvalidInput, match=r"expected kv_lens\[0\] between 0"):
         rt.ragged_paged_attention(**(inputs | {"kv_lens": inputs["kv_lens"] - 100}))

@@ -213,6 +213,9 @@ class Launcher:
     def strides(self, array: Any) -> tuple[int, ...]:
         return tuple(int(np.prod(array.shape[axis + 1 :])) for axis in range(len(array.shape)))
 
+    def contiguous(self, array: Any) -> Any:
+        return array
+
     def packed(self, array: Any) -> Any:
         return array
 

@@ -91,8 +91,8 @@ class Launcher:
     def strides(self, tensor: torch.Tensor) -> tuple[int, ...]:
         return tensor.stride()
 
-    def bits(self, tensor: torch.Tensor) -> torch.Tensor:
-        return to_bits(tensor)
+    def contiguous(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.contiguous()
 
     def packed(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, copied if its last dimension is strided."""

@@ -1,0 +1,100 @@
+"""The definition itself, where there is something outside it to hold it to."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragged_attention.reference.kv_layout import decode, encode, format_values
+from ragged_attention.reference.paged_attention import paged_attention, prefill_attention
+from ragged_attention.reference.write_kv_pages import slots_from_tables
+from ragged_attention.testing.compare import agrees, identical
+
+FORMATS = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2}
+NUM_KV_HEADS, GROUP, NUM_PAGES, PAGE_SIZE, HEAD_DIM = 2, 3, 7, 4, 16
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_code_means_what_the_format_says(name: str) -> None:
+    codes = np.arange(256, dtype=np.uint8)
+    np.testing.assert_array_equal(format_values(name), codes.view(FORMATS[name]).astype(np.float64))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(bits=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=64))
+def test_encoding_rounds_as_the_format_does_and_saturates(name: str, bits: list[int]) -> None:
+    values = np.array(bits, np.uint32).view(np.float32)
+    largest = float(ml_dtypes.finfo(FORMATS[name]).max)
+    with np.errstate(invalid="ignore"):
+        want = np.clip(values, -largest, largest).astype(FORMATS[name]).view(np.uint8)
+    got = np.asarray(encode(values, name))
+    nan = np.isnan(values)
+    np.testing.assert_array_equal(got[~nan], want[~nan])
+    assert np.isnan(decode(got, name)[nan]).all()
+    np.testing.assert_array_equal(got >> 7, np.signbit(values))
+
+
+def test_int8_rounds_half_to_even_and_saturates() -> None:
+    values = [0.5, 1.5, 2.5, -0.5, -1.5, 127.4, 127.6, 1e9, -128.4, -1e9, float("inf"), float("nan")]
+    assert encode(values, "int8").tolist() == [0, 2, 2, 0, -2, 127, 127, 127, -128, -128, 127, 0]
+
+
+def heads_first(seed: int) -> tuple[Any, ...]:
+    random = np.random.default_rng(seed)
+    pages = random.standard_normal((2, NUM_KV_HEADS, NUM_PAGES, PAGE_SIZE, HEAD_DIM))
+    return random, pages[0], pages[1], random.permutation(NUM_PAGES).astype(np.int32)
+
+
+def dense(q: np.ndarray, k_pages: np.ndarray, v_pages: np.ndarray, row: np.ndarray, seen: np.ndarray) -> np.ndarray:
+    """Plain attention, one head at a time, over the positions in order; `seen` is [queries, keys]."""
+    out = np.zeros(q.shape)
+    for head in range(q.shape[1]):
+        k, v = (pages[head // GROUP][row].reshape(-1, HEAD_DIM)[: seen.shape[1]] for pages in (k_pages, v_pages))
+        weights = np.exp(q[:, head] @ k.T * HEAD_DIM**-0.5) * seen
+        total = weights.sum(1, keepdims=True)
+        out[:, head] = np.divide(weights @ v, total, out=np.zeros((len(q), HEAD_DIM)), where=total > 0)
+    return out
+
+
+def test_paged_attention_is_attention_over_the_first_keys() -> None:
+    random, k_pages, v_pages, row = heads_first(0)
+    q = random.standard_normal((3, NUM_KV_HEADS * GROUP, HEAD_DIM))
+    lengths = np.array([1, 0, 22], np.int32)
+    got = paged_attention(q, k_pages, v_pages, lengths, np.stack([row] * 3))
+    for place, length in enumerate(lengths):
+        want = dense(q[place : place + 1], k_pages, v_pages, row, np.ones((1, length)))
+        agrees(got[place : place + 1].astype(np.float32), want, "float32")
+
+
+def test_quantised_heads_first_pages_are_weights_times_scales() -> None:
+    random, k_pages, v_pages, row = heads_first(1)
+    q = random.standard_normal((1, NUM_KV_HEADS * GROUP, HEAD_DIM))
+    scales = np.abs(random.standard_normal((NUM_KV_HEADS, NUM_PAGES, PAGE_SIZE, 1))) / 50
+    weight = random.integers(-128, 128, k_pages.shape).astype(np.int8)
+    arguments = (np.array([19], np.int32), row[None])
+    identical(
+        paged_attention(q, (weight, scales), v_pages, *arguments),
+        paged_attention(q, weight * scales, v_pages, *arguments),
+        "out",
+    )
+
+
+@pytest.mark.parametrize(("align", "length"), [("chunk", 5), ("chunk", 8), ("chunk", 13), ("end", 13), ("end", 5)])
+def test_prefill_attention_places_its_rows(align: str, length: int) -> None:
+    random, k_pages, v_pages, row = heads_first(2)
+    chunk = 8
+    q = random.standard_normal((chunk, NUM_KV_HEADS * GROUP, HEAD_DIM))
+    got = prefill_attention(q, k_pages, v_pages, length, row, sliding_window=6, align=align)
+    first = length - chunk if align == "end" else (length - 1) // chunk * chunk
+    position, key = first + np.arange(chunk)[:, None], np.arange(length)[None, :]
+    seen = (key <= position) & (key > position - 6) & (position < length)
+    agrees(got.astype(np.float32), dense(q, k_pages, v_pages, row, seen), "float32")
+
+
+def test_slots_follow_the_tables() -> None:
+    page_indices = np.array([[3, 1], [9, 2]], np.int32)  # page 9 does not exist
+    slots = slots_from_tables(page_indices, np.array([6, 5]), np.array([0, 3, 5]), None, 7, NUM_PAGES, PAGE_SIZE)
+    assert slots.tolist() == [3 * 4 + 3, 1 * 4 + 0, 1 * 4 + 1, -1, 2 * 4 + 0, -1, -1]
