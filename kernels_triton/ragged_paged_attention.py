@@ -100,17 +100,20 @@ def heuristic(call: Any) -> Tile:
     split_block_q = split_rows(call)
     arch = call.device.arch
     wgmma = arch in ("sm_90", "sm_100", "sm_103")  # the matrix unit takes its operands from shared memory
+    narrow = dtype_name(call.q) == "float16" and call.cache_dtype == "float16"  # one product, nothing to decode
     if item_size(call.q) == 4 and call.device.platform != "cpu":  # no tensor cores: threads hold both operands
-        block_q, block_kv, num_warps, num_stages = 16, 16, 4 if width <= 128 else 8, 2
-        split_block_kv, split_num_warps, split_num_stages = 16, num_warps * max(1, split_block_q // 32), 2
+        block_q, block_kv, num_warps, num_stages = 16, 16, 4 if arch in ("sm_80", "sm_86") else 8, 2
+        split_block_kv, split_num_warps, split_num_stages = 16, 4 * max(1, split_block_q // 32), 2
     elif width <= 128:
-        if arch in ("sm_100", "sm_103"):
-            block_q, block_kv, num_warps, num_stages = 128, 32, 8, 3
-        elif arch.startswith("sm_") and not wgmma:
-            block_q, block_kv, num_warps, num_stages = 64, 32, 4, 2
-        else:
+        if arch == "sm_90" or call.device.platform == "cpu":
             block_q, block_kv, num_warps, num_stages = 128, 64, 8, 3
-        split_block_kv, split_num_warps, split_num_stages = 64, 4, 3
+        elif wgmma:
+            block_q, block_kv, num_warps, num_stages = 128, 32, 8, 3
+        elif arch.startswith("sm_"):
+            block_q, block_kv, num_warps, num_stages = (64, 32, 4, 2) if narrow else (64, 64, 8, 2)
+        else:
+            block_q, block_kv, num_warps, num_stages = 128, 32, 4, 2
+        split_block_kv, split_num_warps, split_num_stages = 64, 4, 3 if wgmma and not short else 2
     elif width <= 256:
         block_q, block_kv, num_warps, num_stages = (64, 32, 8, 2) if wgmma else (32, 32, 4, 2)
         split_block_kv, split_num_warps, split_num_stages = 32, 4, 3
@@ -123,7 +126,7 @@ def heuristic(call: Any) -> Tile:
     return Tile(
         block_q=block_q,
         block_kv=block_kv,
-        num_warps=num_warps if block_q > 32 or width > 128 else 4,
+        num_warps=num_warps,
         num_stages=num_stages,
         weight_parts=2 if short and dtype_name(call.q) == "bfloat16" else 1,
         split_block_q=split_block_q,
@@ -490,7 +493,7 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
         (first, second, kv_lens, cu_q_lens, num_seqs, sinks, v_scale, out, lse),
         [],
         inplace=(7, 8),
-        PARTS=min(next_power_of_2(tile.num_splits), max(1, 8192 // next_power_of_2(call.v_head_dim))),
+        PARTS=min(next_power_of_2(tile.num_splits), max(1, 4096 // next_power_of_2(call.v_head_dim))),
         **splitting,
         **shared,
     )

@@ -7,6 +7,7 @@ the format.
 """
 
 import itertools
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -38,7 +39,7 @@ def decode(stored: ArrayLike, cache_dtype: str | None = None) -> Float64:
     return np.asarray(stored, np.float64)
 
 
-def encode(values: ArrayLike, cache_dtype: str | None = None) -> NDArray[np.generic]:
+def encode(values: ArrayLike, cache_dtype: str | None = None) -> NDArray[Any]:
     """Values as they are stored: to the nearest representable one, ties to even, saturating at the largest finite.
 
     8-bit floats keep the sign of a NaN; int8 stores 0 for it. Formats of 16 and 32 bits are left to the caller's cast.
