@@ -43,6 +43,7 @@ SMALLEST_SCALE = 1e-30  # stands for a scale of 0, so that -inf times it stays -
 MIN_SPLIT = 256  # keys below which a split costs more than it saves
 MAX_SPLITS = 64
 SHORT = 1024
+WGMMA = ("sm_90", "sm_100", "sm_103")  # where the matrix unit takes its operands from shared memory
 SMALLEST_SHARED_MEMORY = 64 * 1024
 
 
@@ -92,49 +93,71 @@ def tuning_key(call: Any) -> str:
 def heuristic(call: Any) -> Tile:
     """Tiles that fit registers and shared memory, wgmma-sized where there are rows for it; splits that fill the GPU.
 
-    The sizes are the largest that compile without spills for every architecture in docs/compile_matrix.md.
+    Every size is one that compiled without a spill for all of docs/compile_matrix.md.
     """
-    short = call.capacity <= SHORT  # few keys: rounding errors of weights do not average out, and time is no matter
-    rows = max(16, next_power_of_2(call.num_tokens * call.group))
-    width = next_power_of_2(max(call.head_dim, call.v_head_dim))
-    split_block_q = split_rows(call)
-    arch = call.device.arch
-    wgmma = arch in ("sm_90", "sm_100", "sm_103")  # the matrix unit takes its operands from shared memory
-    narrow = dtype_name(call.q) == "float16" and call.cache_dtype == "float16"  # one product, nothing to decode
-    if item_size(call.q) == 4 and call.device.platform != "cpu":  # no tensor cores: threads hold both operands
-        block_q, block_kv, num_warps, num_stages = 16, 16, 4 if arch in ("sm_80", "sm_86") else 8, 2
-        split_block_kv, split_num_warps, split_num_stages = 16, 4 * max(1, split_block_q // 32), 2
-    elif width <= 128:
-        if arch == "sm_90" or call.device.platform == "cpu":
-            block_q, block_kv, num_warps, num_stages = 128, 64, 8, 3
-        elif wgmma:
-            block_q, block_kv, num_warps, num_stages = 128, 32, 8, 3
-        elif arch.startswith("sm_"):
-            block_q, block_kv, num_warps, num_stages = (64, 32, 4, 2) if narrow else (64, 64, 8, 2)
-        else:
-            block_q, block_kv, num_warps, num_stages = 128, 32, 4, 2
-        split_block_kv, split_num_warps, split_num_stages = 64, 4, 3 if wgmma and not short else 2
-    elif width <= 256:
-        block_q, block_kv, num_warps, num_stages = (64, 32, 8, 2) if wgmma else (32, 32, 4, 2)
-        split_block_kv, split_num_warps, split_num_stages = 32, 4, 3
-    else:  # 64 rows of 512 leave no registers for anything else, so no wgmma here
-        block_q, block_kv, num_warps, num_stages = 32, 32, 8, 2
-        split_block_kv, split_num_warps, split_num_stages = 32, 8, 2
-    block_q = min(block_q, rows)
+    block_q, block_kv, num_warps, num_stages = tile_sizes(call)
+    block_q = min(block_q, max(16, next_power_of_2(call.num_tokens * call.group)))
     block_kv, num_stages = fit(call, block_q, block_kv, num_stages)
+    split_block_q = split_rows(call)
+    split_block_kv, split_num_warps, split_num_stages = split_sizes(call, split_block_q)
     split_block_kv, split_num_stages = fit(call, split_block_q, split_block_kv, split_num_stages)
     return Tile(
         block_q=block_q,
         block_kv=block_kv,
         num_warps=num_warps,
         num_stages=num_stages,
-        weight_parts=2 if short and dtype_name(call.q) == "bfloat16" else 1,
+        weight_parts=2 if is_short(call) and dtype_name(call.q) == "bfloat16" else 1,
         split_block_q=split_block_q,
         split_block_kv=split_block_kv,
         split_num_warps=split_num_warps,
         split_num_stages=split_num_stages,
         num_splits=splits(call),
     )
+
+
+def is_short(call: Any) -> bool:
+    """Whether there are so few keys that rounding errors of weights do not average out, and time is no matter."""
+    return call.capacity <= SHORT
+
+
+def padded_width(call: Any) -> int:
+    return next_power_of_2(max(call.head_dim, call.v_head_dim))
+
+
+def on_cuda_cores(call: Any) -> bool:
+    """Whether products are exact in float32, which no matrix unit is: each thread holds its part of both operands."""
+    return item_size(call.q) == 4 and call.device.platform != "cpu"
+
+
+def tile_sizes(call: Any) -> tuple[int, int, int, int]:
+    """Rows, keys, warps and stages of the tile kernel."""
+    arch, width = call.device.arch, padded_width(call)
+    if on_cuda_cores(call):
+        return 16, 16, 4 if arch in ("sm_80", "sm_86") else 8, 2
+    if width > 256:  # 64 rows of 512 leave no registers for anything else, so no wgmma here
+        return 32, 32, 8, 2
+    if width > 128:
+        return (64, 32, 8, 2) if arch in WGMMA else (32, 32, 4, 2)
+    if arch == "sm_90" or call.device.platform == "cpu":
+        return 128, 64, 8, 3
+    if arch in WGMMA:
+        return 128, 32, 8, 3
+    if not arch.startswith("sm_"):
+        return 128, 32, 4, 2
+    one_product = dtype_name(call.q) == call.cache_dtype == "float16"  # and nothing to decode
+    return (64, 32, 4, 2) if one_product else (64, 64, 8, 2)
+
+
+def split_sizes(call: Any, rows: int) -> tuple[int, int, int]:
+    """Keys, warps and stages of the split kernel."""
+    width = padded_width(call)
+    if on_cuda_cores(call):
+        return 16, 4 * max(1, rows // 32), 2
+    if width > 256:
+        return 32, 8, 2
+    if width > 128:
+        return 32, 4, 3
+    return 64, 4, 3 if call.device.arch in WGMMA and not is_short(call) else 2
 
 
 def fit(call: Any, rows: int, keys: int, stages: int) -> tuple[int, int]:
