@@ -2,6 +2,7 @@
 
 The backend is chosen for each platform when a function is lowered, so one traced function runs on a CPU, a GPU
 (through jax-triton) and a TPU. Wishes (`use_backend`, environment) are read when the function is traced.
+One export can serve several platforms, except that jax-triton refuses one for CUDA together with others.
 """
 
 from collections.abc import Mapping, Sequence
