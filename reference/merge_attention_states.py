@@ -1,12 +1,14 @@
 """Partial attention results over disjoint ranges of keys, merged through their log-sum-exps."""
 
-import dataclasses
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from ragged_attention.reference.kv_layout import Float64
+from ragged_attention.reference.untuned import Tile as Tile
+from ragged_attention.reference.untuned import heuristic as heuristic
+from ragged_attention.reference.untuned import why_not as why_not
 
 
 def merge_attention_states(outs: ArrayLike, lses: ArrayLike) -> tuple[Float64, Float64]:
@@ -23,21 +25,6 @@ def merge_attention_states(outs: ArrayLike, lses: ArrayLike) -> tuple[Float64, F
     with np.errstate(divide="ignore"):
         lse = np.where(some, highest + np.log(total), -np.inf)
     return (weights[..., None] * parts).sum(axis=0) / total[..., None], lse
-
-
-@dataclasses.dataclass(frozen=True)
-class Tile:
-    """Nothing to tune."""
-
-
-def heuristic(call: Any) -> Tile:
-    del call
-    return Tile()
-
-
-def why_not(call: Any) -> str | None:
-    """The definition takes every lawful call."""
-    del call
 
 
 def run(call: Any, tile: Tile, launch: Any) -> Any:

@@ -1,12 +1,14 @@
 """Ragged paged attention: prefill, chunked prefill, decode and any mix of them over a paged KV cache."""
 
-import dataclasses
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ragged_attention.reference.kv_layout import Float64, per_head, sequence_bounds, split_pages
+from ragged_attention.reference.untuned import Tile as Tile
+from ragged_attention.reference.untuned import heuristic as heuristic
+from ragged_attention.reference.untuned import why_not as why_not
 
 
 def visible(
@@ -94,21 +96,6 @@ def ragged_paged_attention(
             )
             out[start:stop, head] *= v_scale[kv_head]
     return (out, lse) if return_lse else out
-
-
-@dataclasses.dataclass(frozen=True)
-class Tile:
-    """Nothing to tune."""
-
-
-def heuristic(call: Any) -> Tile:
-    del call
-    return Tile()
-
-
-def why_not(call: Any) -> str | None:
-    """The definition takes every lawful call."""
-    del call
 
 
 def run(call: Any, tile: Tile, launch: Any) -> Any:

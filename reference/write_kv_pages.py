@@ -1,12 +1,14 @@
 """This step's K and V, written (and quantised) into the pages of the cache."""
 
-import dataclasses
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ragged_attention.reference.kv_layout import encode, per_head, sequence_bounds
+from ragged_attention.reference.untuned import Tile as Tile
+from ragged_attention.reference.untuned import heuristic as heuristic
+from ragged_attention.reference.untuned import why_not as why_not
 
 
 def slots_from_tables(
@@ -66,21 +68,6 @@ def write_kv_pages(
             if 0 <= slot < num_pages * page_size:
                 pages[slot // page_size, slot % page_size] = stored[token]
     return arrays[0] if combined else tuple(arrays)
-
-
-@dataclasses.dataclass(frozen=True)
-class Tile:
-    """Nothing to tune."""
-
-
-def heuristic(call: Any) -> Tile:
-    del call
-    return Tile()
-
-
-def why_not(call: Any) -> str | None:
-    """The definition takes every lawful call."""
-    del call
 
 
 def run(call: Any, tile: Tile, launch: Any) -> Any:

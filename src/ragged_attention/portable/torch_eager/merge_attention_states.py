@@ -1,21 +1,12 @@
 """Partial attention results over disjoint ranges of keys, merged with plain torch operations."""
 
-import dataclasses
 from typing import Any
 
 import torch
 
 from ragged_attention.portable.torch_eager._host import framework_is_torch
-
-
-@dataclasses.dataclass(frozen=True)
-class Tile:
-    """Nothing to tune."""
-
-
-def heuristic(call: Any) -> Tile:
-    del call
-    return Tile()
+from ragged_attention.portable.untuned import Tile as Tile
+from ragged_attention.portable.untuned import heuristic as heuristic
 
 
 def why_not(call: Any) -> str | None:

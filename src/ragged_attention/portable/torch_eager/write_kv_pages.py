@@ -3,25 +3,16 @@
 The slots are worked out on the host where tables are given; the tokens themselves stay on their device.
 """
 
-import dataclasses
 from typing import Any
 
 import numpy as np
 import torch
 
 from ragged_attention.portable.torch_eager._host import held_kv_lens, on_host, readable_on_host, sequence_bounds
+from ragged_attention.portable.untuned import Tile as Tile
+from ragged_attention.portable.untuned import heuristic as heuristic
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-@dataclasses.dataclass(frozen=True)
-class Tile:
-    """Nothing to tune."""
-
-
-def heuristic(call: Any) -> Tile:
-    del call
-    return Tile()
 
 
 def why_not(call: Any) -> str | None:

@@ -1,6 +1,5 @@
 """This step's K and V into the pages, on plain jax operations."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -8,19 +7,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from ragged_attention.calls import WriteKvPages
+from ragged_attention.portable.untuned import Tile as Tile
+from ragged_attention.portable.untuned import heuristic as heuristic
 from ragged_attention.portable.xla._pages import per_head
 from ragged_attention.portable.xla._quantize import stored_bits
 from ragged_attention.portable.xla._ragged import at, sequences
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Tile:
-    """Nothing to tune."""
-
-
-def heuristic(call: WriteKvPages) -> Tile:
-    del call
-    return Tile()
 
 
 def why_not(call: WriteKvPages) -> str | None:
