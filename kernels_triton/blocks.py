@@ -341,11 +341,13 @@ def attend_range(
     ROWS: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     DV: tl.constexpr, DV_PAD: tl.constexpr, FORMAT: tl.constexpr, WEIGHT_PARTS: tl.constexpr,
+    CAREFUL_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Attention over keys [start, stop) within [first, last) for queries at positions [low, high]; start is a block's.
 
     Only the blocks at either end, which some query sees in part, pay for masks. A page index that names no page
-    makes all blocks of the range such ends.
+    makes all blocks of the range such ends, and so does a query that sees fewer than CAREFUL_KEYS keys: there the
+    rounding of weights would not average out, and the masked loop takes care of it.
     """
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -362,7 +364,12 @@ def attend_range(
     valid = pages_are_valid(
         page_row_ptr, whole_start // PAGE_SIZE, (whole_stop + PAGE_SIZE - 1) // PAGE_SIZE, num_pages
     )
-    whole_stop = tl.where(valid == 1, whole_stop, whole_start)
+    fewest = kv_len
+    if CAUSAL:
+        fewest = tl.minimum(fewest, low + 1)
+    if HAS_WINDOW:
+        fewest = tl.minimum(fewest, window)
+    whole_stop = tl.where((valid == 1) & (fewest >= CAREFUL_KEYS), whole_stop, whole_start)
     whole_blocks = (whole_stop - whole_start) // BLOCK_KV
     highest, total, acc = attend(
         q, highest, total, acc, k_ptr, v_ptr, page_row_ptr, whole_start, 0, 0, whole_blocks, first, last, position,

@@ -42,7 +42,7 @@ from ragged_attention.kernels_triton.blocks import (
 SMALLEST_SCALE = 1e-30  # stands for a scale of 0, so that -inf times it stays -inf
 MIN_SPLIT = 256  # keys below which a split costs more than it saves
 MAX_SPLITS = 64
-SHORT = 1024
+SHORT = 1024  # keys that are not worth a deep prefetch
 WGMMA = ("sm_90", "sm_100", "sm_103")  # where the matrix unit takes its operands from shared memory
 SMALLEST_SHARED_MEMORY = 64 * 1024
 
@@ -55,7 +55,7 @@ class Tile:
     block_kv: int = 64  # its keys a step
     num_warps: int = 4
     num_stages: int = 2
-    weight_parts: int = 1  # dots of weights and values a step, for blocks that all rows see whole; 2 adds accuracy
+    careful_keys: int = 1024  # keys below which a bfloat16 row's weights are not just rounded; 0 is faster
     split_block_q: int = 16  # rows up to which a sequence goes to the split kernel
     split_block_kv: int = 64
     split_num_warps: int = 4
@@ -70,10 +70,12 @@ class Tile:
             value = getattr(self, name)
             if not isinstance(value, int) or value & (value - 1) or not low <= value <= high:
                 raise InvalidInput(f"expected {name} to be a power of two from {low} to {high}, got {value!r}")
-        for name, high in (("num_stages", 8), ("split_num_stages", 8), ("num_splits", 256), ("weight_parts", 2)):
+        for name, high in (("num_stages", 8), ("split_num_stages", 8), ("num_splits", 256)):
             value = getattr(self, name)
             if not isinstance(value, int) or not 1 <= value <= high:
                 raise InvalidInput(f"expected {name} from 1 to {high}, got {value!r}")
+        if not isinstance(self.careful_keys, int) or self.careful_keys < 0:
+            raise InvalidInput(f"expected careful_keys >= 0, got {self.careful_keys!r}")
 
 
 def why_not(call: Any) -> str | None:
@@ -106,18 +108,12 @@ def heuristic(call: Any) -> Tile:
         block_kv=block_kv,
         num_warps=num_warps,
         num_stages=num_stages,
-        weight_parts=2 if is_short(call) and dtype_name(call.q) == "bfloat16" else 1,
         split_block_q=split_block_q,
         split_block_kv=split_block_kv,
         split_num_warps=split_num_warps,
         split_num_stages=split_num_stages,
         num_splits=splits(call),
     )
-
-
-def is_short(call: Any) -> bool:
-    """Whether there are so few keys that rounding errors of weights do not average out, and time is no matter."""
-    return call.capacity <= SHORT
 
 
 def padded_width(call: Any) -> int:
@@ -135,7 +131,7 @@ def tile_sizes(call: Any) -> tuple[int, int, int, int]:
     if on_cuda_cores(call):
         return 16, 16, 4 if arch in ("sm_80", "sm_86") else 8, 2
     if width > 256:  # 64 rows of 512 leave no registers for anything else, so no wgmma here
-        return 32, 32, 8, 2
+        return 32, 32, 8, 2 if arch.startswith("sm_") else 1
     if width > 128:
         return (64, 32, 8, 2) if arch in WGMMA else (32, 32, 4, 2)
     if arch == "sm_90" or call.device.platform == "cpu":
@@ -145,7 +141,7 @@ def tile_sizes(call: Any) -> tuple[int, int, int, int]:
     if not arch.startswith("sm_"):
         return 128, 32, 4, 2
     one_product = dtype_name(call.q) == call.cache_dtype == "float16"  # and nothing to decode
-    return (64, 32, 4, 2) if one_product else (64, 64, 8, 2)
+    return (64, 32, 4, 2) if one_product else (64, 64, 8, 3 if arch == "sm_86" else 2)
 
 
 def split_sizes(call: Any, rows: int) -> tuple[int, int, int]:
@@ -154,10 +150,10 @@ def split_sizes(call: Any, rows: int) -> tuple[int, int, int]:
     if on_cuda_cores(call):
         return 16, 4 * max(1, rows // 32), 2
     if width > 256:
-        return 32, 8, 2
+        return 32, 8, 2 if call.device.arch.startswith("sm_") else 1
     if width > 128:
         return 32, 4, 3
-    return 64, 4, 3 if call.device.arch in WGMMA and not is_short(call) else 2
+    return 64, 4, 3 if call.device.arch in WGMMA and call.capacity > SHORT else 2
 
 
 def fit(call: Any, rows: int, keys: int, stages: int) -> tuple[int, int]:
@@ -165,7 +161,8 @@ def fit(call: Any, rows: int, keys: int, stages: int) -> tuple[int, int]:
     budget = call.device.shared_memory or SMALLEST_SHARED_MEMORY
     width = next_power_of_2(call.head_dim)
     both = width + next_power_of_2(call.v_head_dim)
-    while (stages * keys * both + rows * (width + keys)) * item_size(call.q) > budget:
+    # A pipeline of n stages keeps n - 1 blocks in shared memory.
+    while (max(stages - 1, 1) * keys * both + rows * (width + keys)) * item_size(call.q) > budget:
         if stages > 2 or (stages > 1 and keys <= 32):
             stages -= 1
         elif keys > 16:
@@ -261,7 +258,7 @@ def tile_kernel(
     HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, CAUSAL: tl.constexpr,
     GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     DV: tl.constexpr, DV_PAD: tl.constexpr, FORMAT: tl.constexpr, SMALLEST: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, WEIGHT_PARTS: tl.constexpr, SPLIT_BLOCK_Q: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, CAREFUL_KEYS: tl.constexpr, SPLIT_BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     """One block of rows of one KV head, over all its keys; also writes the padding rows."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows see the most keys: begin with them
@@ -295,7 +292,7 @@ def tile_kernel(
             page_indices_ptr + seq.to(tl.int64) * table_stride, kv_len - q_len + row // GROUP, window, num_pages,
             k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale, outer_scale,
             BLOCK_Q, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, PAGE_SIZE, BLOCK_KV, D, D_PAD, DV, DV_PAD, FORMAT,
-            WEIGHT_PARTS,
+            1, CAREFUL_KEYS,
         )  # fmt: skip
         v_scale = load_scale(v_scale_ptr, kv_head, v_scale_factor, V_SCALE_STRIDE)
         store_rows(out_ptr, lse_ptr, acc, highest, total, row, rows, start, kv_head, sinks_ptr, v_scale,
@@ -368,7 +365,7 @@ def split_kernel(
             page_indices_ptr + seq.to(tl.int64) * table_stride, kv_len - q_len + row // GROUP, window, num_pages,
             k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale, outer_scale,
             BLOCK_Q, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, PAGE_SIZE, BLOCK_KV, D, D_PAD, DV, DV_PAD, FORMAT,
-            WEIGHT_PARTS,
+            WEIGHT_PARTS, 0,
         )  # fmt: skip
         if NUM_SPLITS == 1:
             v_scale = load_scale(v_scale_ptr, kv_head, v_scale_factor, V_SCALE_STRIDE)
@@ -482,7 +479,7 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
         num_stages=tile.num_stages,
         BLOCK_Q=tile.block_q,
         BLOCK_KV=tile.block_kv,
-        WEIGHT_PARTS=tile.weight_parts,
+        CAREFUL_KEYS=tile.careful_keys if dtype_name(q) == "bfloat16" else 0,
         SPLIT_BLOCK_Q=tile.split_block_q,
         **attention,
     )

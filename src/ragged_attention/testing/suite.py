@@ -33,7 +33,7 @@ PATHS: tuple[Mapping[str, Any], ...] = (
     {"num_splits": 5, "split_block_kv": 16},
     {"split_block_q": 64},
     {"block_q": 16, "block_kv": 16},
-    {"weight_parts": 2},
+    {"careful_keys": 10**6},
 )
 ON_EVERY_PATH = (
     "decode of a long sequence",
