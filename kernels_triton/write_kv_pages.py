@@ -137,7 +137,7 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
         page_indices, kv_lens, cu_q_lens = map(launch.packed, (call.page_indices, call.kv_lens, call.cu_q_lens))
         slots = kv_lens
         max_num_seqs = kv_lens.shape[0]
-        capacity = min(page_indices.shape[1] * call.page_size, 2**31 - 2**16)
+        capacity = call.capacity
     inputs = [k, v, slots, page_indices, kv_lens, cu_q_lens, kv_lens if call.num_seqs is None else call.num_seqs]
     pages = launch(
         write_kernel,

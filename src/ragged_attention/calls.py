@@ -185,6 +185,7 @@ class PagedCall(Call):
     """What the records with `kv_pages` share: sizes, whichever of the two cache layouts is given."""
 
     kv_pages: Any
+    page_indices: Any
 
     @property
     def combined(self) -> bool:
@@ -206,6 +207,11 @@ class PagedCall(Call):
     @property
     def page_size(self) -> int:
         return self.k_pages_like.shape[1]
+
+    @property
+    def capacity(self) -> int:
+        """The most positions one sequence's row of `page_indices` can hold; longer lengths count as this."""
+        return min(self.page_indices.shape[1] * self.page_size, 2**31 - 2**16)
 
     @property
     def num_kv_heads(self) -> int:
@@ -343,11 +349,6 @@ class RaggedPagedAttention(PagedCall):
     @property
     def max_num_seqs(self) -> int:
         return self.kv_lens.shape[0]
-
-    @property
-    def capacity(self) -> int:
-        """The most positions one sequence's row of `page_indices` can hold; longer lengths count as this."""
-        return min(self.page_indices.shape[1] * self.page_size, 2**31 - 2**16)
 
     @property
     def scale(self) -> float:

@@ -77,9 +77,7 @@ def _execute(record: type[Call], arguments: dict[str, Any], backend: str | None,
     key = (record, backend, options, config.state(), *map(_static, arguments.values()))
     plan = _plans.get(key)
     if plan is None or plan[1].module is not dispatch.load(record.OPERATION, plan[1].backend):
-        device = _device(arguments)
-        call = record(**arguments, device=device_facts(device))  # type: ignore[call-arg]
-        _check_tensors(call, device)
+        call = checked(record, arguments)
         names = backend.split(",") if backend else None
         choice = dispatch.choose(call, backend=names, options=ast.literal_eval(options) if options else None)
         if len(_plans) >= _MOST_PLANS:
@@ -91,10 +89,6 @@ def _execute(record: type[Call], arguments: dict[str, Any], backend: str | None,
     if validates:
         call.map(to_numpy).check_values()  # type: ignore[attr-defined]
     return choice.run(call, LAUNCHER)
-
-
-def _device(arguments: dict[str, Any]) -> torch.device:
-    return next(value for value in arguments.values() if isinstance(value, torch.Tensor)).device
 
 
 def checked(record: type[Call], arguments: dict[str, Any]) -> Any:

@@ -26,8 +26,7 @@ def sequence_bounds(call: Any) -> list[tuple[int, int]]:
 
 def held_kv_lens(call: Any, count: int) -> list[int]:
     """The lengths of the first `count` sequences, each between 0 and what a row of `page_indices` can list."""
-    capacity = call.page_indices.shape[1] * call.page_size
-    return np.clip(on_host(call.kv_lens)[:count].astype(np.int64), 0, capacity).tolist()
+    return np.clip(on_host(call.kv_lens)[:count].astype(np.int64), 0, call.capacity).tolist()
 
 
 def framework_is_torch(call: Any) -> str | None:

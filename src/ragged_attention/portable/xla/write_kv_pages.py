@@ -45,15 +45,14 @@ def _places(call: WriteKvPages) -> tuple[jax.Array, jax.Array]:
     max_num_seqs, pages_per_seq = call.page_indices.shape
     if 0 in (max_num_seqs, pages_per_seq):
         return jnp.full(call.num_tokens, call.num_pages, jnp.int32), jnp.zeros(call.num_tokens, jnp.int32)
-    capacity = min(pages_per_seq * call.page_size, 2**31 - 2**16)
-    seqs = sequences(call.kv_lens, call.cu_q_lens, call.num_seqs, call.num_tokens, capacity)
+    seqs = sequences(call.kv_lens, call.cu_q_lens, call.num_seqs, call.num_tokens, call.capacity)
     token = jnp.arange(call.num_tokens, dtype=jnp.int32)
     seq = jnp.searchsorted(seqs.stops, token, side="right").astype(jnp.int32)
     owned = seq < max_num_seqs
     seq = jnp.minimum(seq, max_num_seqs - 1)
     position = at(seqs.kv_lens, seq) - (at(seqs.stops, seq) - token)
     owned &= (at(seqs.starts, seq) <= token) & (token < at(seqs.stops, seq)) & (position >= 0)
-    position = jnp.clip(position, 0, capacity - 1)
+    position = jnp.clip(position, 0, call.capacity - 1)
     page = at(call.page_indices, seq, position // call.page_size)
     valid = owned & (page >= 0) & (page < call.num_pages)
     return jnp.where(valid, page, call.num_pages), position % call.page_size
