@@ -16,19 +16,12 @@ import numpy as np
 
 from ragged_attention.calls import Call, Device, MergeAttentionStates, RaggedPagedAttention, WriteKvPages
 from ragged_attention.reference.kv_layout import FORMATS, encode
+from ragged_attention.samples import FakeArray
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
 
 # Random values are drawn once in a block and repeated; a prime length, so that no two pages or rows are alike.
 BLOCK = 4_194_301
-
-
-@dataclasses.dataclass(frozen=True)
-class FakeArray:
-    """A shape and a dtype's name, contiguous: all that a record, a heuristic or a compiler looks at."""
-
-    shape: tuple[int, ...]
-    dtype: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import cases, compiling
-from ragged_attention import dispatch
+from ragged_attention import dispatch, samples
 from ragged_attention.calls import CALLS, Call
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "compile_matrix.md"
@@ -97,7 +97,7 @@ def calls_for(case: str, arch: str) -> tuple[Call, ...]:
 
 
 def _calls_of(case: str, arch: str) -> list[Call]:
-    calls = cases.calls_of(cases.find(case), compiling.device_of(arch))
+    calls = cases.calls_of(cases.find(case), samples.device_of("torch", arch))
     return [call for call in calls if call.OPERATION == "ragged_paged_attention" or case in COPYING]
 
 
@@ -148,7 +148,7 @@ def missing_operations() -> list[str]:
     room = importlib.import_module(dispatch.ROOMS["triton"])
     offered = {name for name in CALLS if importlib.util.find_spec(f"{room.__name__}.{name}")}
     some = next(iter(cases.CASES.values()))
-    called = {call.OPERATION for call in cases.calls_of(some, compiling.device_of("sm_90"))}
+    called = {call.OPERATION for call in cases.calls_of(some, samples.device_of("torch", "sm_90"))}
     return sorted(offered - called)
 
 

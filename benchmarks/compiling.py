@@ -17,13 +17,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import ITEMSIZE, FakeArray
+from benchmarks.cases import ITEMSIZE
 from ragged_attention import dispatch
-from ragged_attention.calls import Call, Device, dtype_name
+from ragged_attention.calls import Call, dtype_name
 from ragged_attention.devices import shared_memory_of
+from ragged_attention.samples import MULTIPROCESSORS, FakeArray
 
-# Multiprocessors of the part that stands for each: A100, RTX 3090, H200, B200, RTX PRO 6000, MI300X, MI355X.
-MULTIPROCESSORS = {"sm_80": 108, "sm_86": 82, "sm_90": 132, "sm_100": 148, "sm_120": 188, "gfx942": 304, "gfx950": 256}
 ARCHITECTURES = tuple(MULTIPROCESSORS)
 
 POINTERS = {
@@ -39,17 +38,6 @@ NVIDIA_COUNTS = {
     "tma": r"cp\.async\.bulk\.tensor",
 }
 AMD_COUNTS = {"mfma": r"v_mfma_", "direct-to-lds": r"(?:buffer|global)_load_\S*lds|lds\s*$"}
-
-
-def device_of(arch: str) -> Device:
-    """The facts a front end would report on a machine with this architecture."""
-    return Device(
-        framework="torch",
-        platform="rocm" if arch.startswith("gfx") else "cuda",
-        arch=arch,
-        num_multiprocessors=MULTIPROCESSORS[arch],
-        shared_memory=shared_memory_of(arch),
-    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,29 +34,13 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as jax
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.portable_workloads import HEAD_DIM, NUM_KV_HEADS, NUM_Q_HEADS, PAGE_SIZE, RESULTS, WORKLOADS, Workload
 from ragged_attention.calls import RaggedPagedAttention
 from ragged_attention.jax import ragged_paged_attention
 from ragged_attention.portable.xla.ragged_paged_attention import heuristic
 
-RESULTS = Path(__file__).parent / "results"
-NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 16
 SCALE = HEAD_DIM**-0.5
 Peer = tuple[Any, tuple[Any, ...]]  # a jitted function and its arguments
-
-
-@dataclasses.dataclass(frozen=True)
-class Workload:
-    """Sequences as (q_len, kv_len)."""
-
-    name: str
-    sequences: tuple[tuple[int, int], ...]
-
-
-WORKLOADS = (
-    Workload("W1: 16 decodes at 1k", ((1, 1024),) * 16),
-    Workload("W4: prefill of 512", ((512, 512),)),
-    Workload("W5: prefill of 512 + 16 decodes at 512", ((512, 512), *((1, 512),) * 16)),
-)
 
 
 class Batch:

@@ -18,7 +18,6 @@ memory events; beside it stands the size of the result and of one gathered seque
 """
 
 import argparse
-import dataclasses
 import datetime
 import json
 import os
@@ -37,27 +36,11 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.portable_workloads import HEAD_DIM, NUM_KV_HEADS, NUM_Q_HEADS, PAGE_SIZE, RESULTS, WORKLOADS, Workload
 from ragged_attention.torch import ragged_paged_attention
 
-RESULTS = Path(__file__).parent / "results"
-NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 16
 GROUP = NUM_Q_HEADS // NUM_KV_HEADS
 Peer = Callable[["Batch"], torch.Tensor]
-
-
-@dataclasses.dataclass(frozen=True)
-class Workload:
-    """Sequences as (q_len, kv_len)."""
-
-    name: str
-    sequences: tuple[tuple[int, int], ...]
-
-
-WORKLOADS = (
-    Workload("W1: 16 decodes at 1k", ((1, 1024),) * 16),
-    Workload("W4: prefill of 512", ((512, 512),)),
-    Workload("W5: prefill of 512 + 16 decodes at 512", ((512, 512), *((1, 512),) * 16)),
-)
 
 
 class Batch:

@@ -5,8 +5,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from benchmarks.cases import FakeArray
 from benchmarks.compiling import Launch, compile_launch
+from ragged_attention.samples import FakeArray
 
 
 @triton.jit

@@ -9,8 +9,8 @@ from ragged_attention.devices import SHARED_MEMORY, shared_memory_of
 from ragged_attention.errors import InvalidInput
 
 FRAMEWORKS = ("torch", "jax")
-# Multiprocessors of a typical GPU of each architecture; heuristics count on them, and nothing else does.
-MULTIPROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_90": 132, "sm_100": 148, "sm_120": 170, "gfx942": 304, "gfx950": 256}
+# Multiprocessors of the part that stands for each: A100, RTX 3090, H200, B200, RTX PRO 6000, MI300X, MI355X.
+MULTIPROCESSORS = {"sm_80": 108, "sm_86": 82, "sm_90": 132, "sm_100": 148, "sm_120": 188, "gfx942": 304, "gfx950": 256}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
