@@ -1,93 +1,26 @@
-"""The operations' arguments: one frozen record each, the only place that lists them.
-
-A record is built from torch tensors, jax arrays or NumPy arrays alike: it looks at shapes and dtypes only, so it
-also stands for traced and fake arrays. Building one checks the static law and raises `InvalidInput` (or
-`TypeError` for a value of a wrong kind). `check_values` checks the contents of the index arrays, which reads the
-device back and is done only on request.
-
-Axes: T query tokens, S sequences, P pages, G page size, M pages per sequence, H query heads, K KV heads, D head size.
-"""
+"""The records of the operations over a paged KV cache of K and V heads."""
 
 import dataclasses
-import math
 import numbers
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Protocol, Self, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 
+from ragged_attention.calls.base import (
+    FLOATS,
+    NOWHERE,
+    QUANTIZED,
+    Array,
+    Call,
+    Device,
+    dtype_name,
+    expect_array,
+    expect_bool,
+    expect_number,
+    is_array,
+    is_number,
+)
 from ragged_attention.errors import InvalidInput
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-FLOATS = ("float32", "float16", "bfloat16")
-QUANTIZED = ("float8_e4m3fn", "float8_e5m2", "int8")
-
-
-class Array(Protocol):
-    """What torch tensors, jax arrays and NumPy arrays all offer."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> Any: ...
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
-    """Static facts about where a call runs; what `why_not` and `heuristic` may rest on."""
-
-    framework: str  # torch | jax
-    platform: str  # cuda | rocm | tpu | cpu | mps | xpu
-    name: str = ""
-    arch: str = ""  # sm_90, gfx942, ...
-    num_multiprocessors: int = 1
-    shared_memory: int = 0  # bytes one program can have
-    no_triton: str | None = None  # why the front end cannot launch Triton kernels here
-
-
-NOWHERE = Device(framework="numpy", platform="cpu")
-
-
-def dtype_name(array: Array) -> str:
-    """`"bfloat16"`, `"float8_e4m3fn"`, `"int32"`, ..., whichever framework the array is of."""
-    return str(array.dtype).rpartition(".")[2]
-
-
-def is_array(value: Any) -> bool:
-    return hasattr(value, "shape") and hasattr(value, "dtype")
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def _expect_array(name: str, value: Any, shape: str, dtypes: tuple[str, ...], sizes: Mapping[str, int]) -> None:
-    """Check one array's kind, dtype and shape; `shape` is letters such as "S M", each a size or a new axis."""
-    if not is_array(value):
-        raise TypeError(f"expected {name} to be an array, got {type(value).__name__}")
-    if dtype_name(value) not in dtypes:
-        raise InvalidInput(f"expected {name}.dtype to be {' or '.join(dtypes)}, got {dtype_name(value)}")
-    letters = shape.split()
-    wanted = "[" + ", ".join(str(sizes.get(letter, letter)) for letter in letters) + "]"
-    got = tuple(value.shape)
-    if len(got) != len(letters) or any(sizes.get(a, n) != n for a, n in zip(letters, got, strict=True)):
-        named = "[" + ", ".join(letters) + "]"
-        raise InvalidInput(f"expected {name}.shape to be {named} = {wanted}, got {list(got)}")
-
-
-def _expect_number(name: str, value: Any, *, positive: bool = False) -> None:
-    if not is_number(value):
-        raise TypeError(f"expected {name} to be a number, got {type(value).__name__}")
-    if not math.isfinite(value):
-        raise InvalidInput(f"expected {name} to be finite, got {value}")
-    if positive and not value > 0:
-        raise InvalidInput(f"expected {name} > 0, got {value}")
-
-
-def expect_bool(name: str, value: Any) -> None:
-    if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"expected {name} to be a bool, got {type(value).__name__}")
 
 
 def expect_window(value: Any) -> None:
@@ -115,7 +48,7 @@ def expect_num_seqs(value: Any, max_num_seqs: int) -> None:
 def _expect_scale(name: str, value: Any, num_kv_heads: int) -> None:
     if value is None or is_number(value):
         if value is not None:
-            _expect_number(name, value)
+            expect_number(name, value)
         return
     if not is_array(value):
         raise TypeError(f"expected {name} to be a number or an array, got {type(value).__name__}")
@@ -130,15 +63,15 @@ def expect_pages(kv_pages: Any) -> None:
     """Check `kv_pages` by itself: combined `[P, G, 2K, D]`, or a `(k_pages, v_pages)` pair of `[P, G, K, D]`."""
     dtypes = (*FLOATS, *QUANTIZED)
     if not isinstance(kv_pages, tuple | list):
-        _expect_array("kv_pages", kv_pages, "P G 2K D", dtypes, {})
+        expect_array("kv_pages", kv_pages, "P G 2K D", dtypes, {})
         if (combined := kv_pages.shape[2]) % 2 or combined == 0:
             raise InvalidInput(f"expected kv_pages.shape[2] to be 2 * num_kv_heads, an even number, got {combined}")
         return
     if len(kv_pages) != 2:
         raise TypeError(f"expected kv_pages to be an array or a pair (k_pages, v_pages), got {len(kv_pages)} values")
-    _expect_array("k_pages", kv_pages[0], "P G K D", dtypes, {})
+    expect_array("k_pages", kv_pages[0], "P G K D", dtypes, {})
     sizes = dict(zip("PGK", kv_pages[0].shape, strict=False))
-    _expect_array("v_pages", kv_pages[1], "P G K D_v", (dtype_name(kv_pages[0]),), sizes)
+    expect_array("v_pages", kv_pages[1], "P G K D_v", (dtype_name(kv_pages[0]),), sizes)
     if sizes["K"] == 0:
         raise InvalidInput("expected k_pages to have num_kv_heads >= 1, got 0")
 
@@ -146,39 +79,6 @@ def expect_pages(kv_pages: Any) -> None:
 def _expect_head_dim(name: str, head_dim: int) -> None:
     if head_dim % 8 or not 16 <= head_dim <= 512:
         raise InvalidInput(f"expected {name} to be a multiple of 8 from 16 to 512, got {head_dim}")
-
-
-class Call:
-    """What all records share."""
-
-    OPERATION: ClassVar[str]
-    device: Device
-
-    @classmethod
-    def argument_names(cls) -> tuple[str, ...]:
-        return tuple(field.name for field in dataclasses.fields(cls) if field.name != "device")  # type: ignore[arg-type]
-
-    def arguments(self) -> dict[str, Any]:
-        """The arguments by name, as the operation's definition in `reference/` takes them."""
-        return {name: getattr(self, name) for name in self.argument_names()}
-
-    @classmethod
-    def unchecked(cls, **values: Any) -> Self:
-        """A record whose values are known to be lawful, every field given."""
-        record = object.__new__(cls)
-        for name, value in values.items():
-            object.__setattr__(record, name, value)
-        return record
-
-    def map(self, change: Callable[[Any], Any]) -> Self:
-        """The same call with every array changed; nothing is checked again, so only kind or storage may differ."""
-        values = self.arguments()
-        for name, value in values.items():
-            if isinstance(value, tuple | list):
-                values[name] = tuple(change(item) if is_array(item) else item for item in value)
-            elif is_array(value):
-                values[name] = change(value)
-        return self.unchecked(**values, device=self.device)
 
 
 class PagedCall(Call):
@@ -287,7 +187,7 @@ class RaggedPagedAttention(PagedCall):
     device: Device = NOWHERE
 
     def __post_init__(self) -> None:
-        _expect_array("q", self.q, "T H D", FLOATS, {})
+        expect_array("q", self.q, "T H D", FLOATS, {})
         expect_pages(self.kv_pages)
         _, num_q_heads, head_dim = self.q.shape
         _expect_head_dim("q.shape[2]", head_dim)
@@ -310,21 +210,21 @@ class RaggedPagedAttention(PagedCall):
         self._check_options()
 
     def _check_indices(self) -> None:
-        _expect_array("kv_lens", self.kv_lens, "S", ("int32",), {})
+        expect_array("kv_lens", self.kv_lens, "S", ("int32",), {})
         sizes = {"S": self.kv_lens.shape[0], "S+1": self.kv_lens.shape[0] + 1, "H": self.q.shape[1]}
-        _expect_array("page_indices", self.page_indices, "S M", ("int32",), sizes)
-        _expect_array("cu_q_lens", self.cu_q_lens, "S+1", ("int32",), sizes)
+        expect_array("page_indices", self.page_indices, "S M", ("int32",), sizes)
+        expect_array("cu_q_lens", self.cu_q_lens, "S+1", ("int32",), sizes)
         expect_num_seqs(self.num_seqs, sizes["S"])
         if self.sinks is not None:
-            _expect_array("sinks", self.sinks, "H", ("float32",), sizes)
+            expect_array("sinks", self.sinks, "H", ("float32",), sizes)
 
     def _check_options(self) -> None:
         if self.sm_scale is not None:
-            _expect_number("sm_scale", self.sm_scale)
+            expect_number("sm_scale", self.sm_scale)
         expect_bool("causal", self.causal)
         expect_window(self.sliding_window)
         if self.soft_cap is not None:
-            _expect_number("soft_cap", self.soft_cap, positive=True)
+            expect_number("soft_cap", self.soft_cap, positive=True)
         _expect_scale("k_scale", self.k_scale, self.num_kv_heads)
         _expect_scale("v_scale", self.v_scale, self.num_kv_heads)
         expect_bool("return_lse", self.return_lse)
@@ -442,8 +342,8 @@ class WriteKvPages(PagedCall):
     def __post_init__(self) -> None:
         expect_pages(self.kv_pages)
         sizes = {"K": self.num_kv_heads, "D": self.k_pages_like.shape[3], "D_v": self.v_head_dim}
-        _expect_array("k", self.k, "T K D", FLOATS, sizes)
-        _expect_array("v", self.v, "T K D_v", (dtype_name(self.k),), sizes | {"T": self.k.shape[0]})
+        expect_array("k", self.k, "T K D", FLOATS, sizes)
+        expect_array("v", self.v, "T K D_v", (dtype_name(self.k),), sizes | {"T": self.k.shape[0]})
         if self.page_size < 1:
             raise InvalidInput(f"expected page_size >= 1, got {self.page_size}")
         if self.cache_dtype not in (dtype_name(self.k), *QUANTIZED):
@@ -462,14 +362,14 @@ class WriteKvPages(PagedCall):
             got = ", ".join(given + ["slot_mapping"] * (self.slot_mapping is not None)) or "neither"
             raise InvalidInput(f"expected slot_mapping, or page_indices with kv_lens and cu_q_lens, got {got}")
         if self.slot_mapping is not None:
-            _expect_array("slot_mapping", self.slot_mapping, "T", ("int32", "int64"), {"T": self.k.shape[0]})
+            expect_array("slot_mapping", self.slot_mapping, "T", ("int32", "int64"), {"T": self.k.shape[0]})
             if self.num_seqs is not None:
                 raise InvalidInput("expected num_seqs only with page_indices, got it with slot_mapping")
             return
-        _expect_array("kv_lens", self.kv_lens, "S", ("int32",), {})
+        expect_array("kv_lens", self.kv_lens, "S", ("int32",), {})
         sizes = {"S": self.kv_lens.shape[0], "S+1": self.kv_lens.shape[0] + 1}
-        _expect_array("page_indices", self.page_indices, "S M", ("int32",), sizes)
-        _expect_array("cu_q_lens", self.cu_q_lens, "S+1", ("int32",), sizes)
+        expect_array("page_indices", self.page_indices, "S M", ("int32",), sizes)
+        expect_array("cu_q_lens", self.cu_q_lens, "S+1", ("int32",), sizes)
         expect_num_seqs(self.num_seqs, sizes["S"])
 
     @property
@@ -520,21 +420,10 @@ class MergeAttentionStates(Call):
     device: Device = NOWHERE
 
     def __post_init__(self) -> None:
-        _expect_array("outs", self.outs, "N T H D_v", FLOATS, {})
-        _expect_array("lses", self.lses, "N T H", ("float32",), dict(zip("NTH", self.outs.shape, strict=False)))
+        expect_array("outs", self.outs, "N T H D_v", FLOATS, {})
+        expect_array("lses", self.lses, "N T H", ("float32",), dict(zip("NTH", self.outs.shape, strict=False)))
         if self.outs.shape[0] < 1:
             raise InvalidInput("expected outs to hold at least one part, got 0")
 
     def check_values(self) -> None:
         """No value is unlawful: a part whose lse is -inf weighs nothing."""
-
-
-CALLS: dict[str, type[Call]] = {
-    record.OPERATION: record for record in (RaggedPagedAttention, WriteKvPages, MergeAttentionStates)
-}
-
-
-def documented(function: Function) -> Function:
-    """Give a front end's function the docstring of its operation's record, the one place that describes it."""
-    function.__doc__ = CALLS[function.__name__].__doc__
-    return function

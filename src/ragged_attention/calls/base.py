@@ -1,0 +1,113 @@
+"""What every record shares: the wording of the static law's errors, facts of devices, the `Call` itself."""
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Protocol, Self
+
+import numpy as np
+
+from ragged_attention.errors import InvalidInput
+
+FLOATS = ("float32", "float16", "bfloat16")
+QUANTIZED = ("float8_e4m3fn", "float8_e5m2", "int8")
+
+
+class Array(Protocol):
+    """What torch tensors, jax arrays and NumPy arrays all offer."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> Any: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """Static facts about where a call runs; what `why_not` and `heuristic` may rest on."""
+
+    framework: str  # torch | jax
+    platform: str  # cuda | rocm | tpu | cpu | mps | xpu
+    name: str = ""
+    arch: str = ""  # sm_90, gfx942, ...
+    num_multiprocessors: int = 1
+    shared_memory: int = 0  # bytes one program can have
+    no_triton: str | None = None  # why the front end cannot launch Triton kernels here
+
+
+NOWHERE = Device(framework="numpy", platform="cpu")
+
+
+def dtype_name(array: Array) -> str:
+    """`"bfloat16"`, `"float8_e4m3fn"`, `"int32"`, ..., whichever framework the array is of."""
+    return str(array.dtype).rpartition(".")[2]
+
+
+def is_array(value: Any) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def expect_array(name: str, value: Any, shape: str, dtypes: tuple[str, ...], sizes: Mapping[str, int]) -> None:
+    """Check one array's kind, dtype and shape; `shape` is letters such as "S M", each a size or a new axis."""
+    if not is_array(value):
+        raise TypeError(f"expected {name} to be an array, got {type(value).__name__}")
+    if dtype_name(value) not in dtypes:
+        raise InvalidInput(f"expected {name}.dtype to be {' or '.join(dtypes)}, got {dtype_name(value)}")
+    letters = shape.split()
+    wanted = "[" + ", ".join(str(sizes.get(letter, letter)) for letter in letters) + "]"
+    got = tuple(value.shape)
+    if len(got) != len(letters) or any(sizes.get(a, n) != n for a, n in zip(letters, got, strict=True)):
+        named = "[" + ", ".join(letters) + "]"
+        raise InvalidInput(f"expected {name}.shape to be {named} = {wanted}, got {list(got)}")
+
+
+def expect_number(name: str, value: Any, *, positive: bool = False) -> None:
+    if not is_number(value):
+        raise TypeError(f"expected {name} to be a number, got {type(value).__name__}")
+    if not math.isfinite(value):
+        raise InvalidInput(f"expected {name} to be finite, got {value}")
+    if positive and not value > 0:
+        raise InvalidInput(f"expected {name} > 0, got {value}")
+
+
+def expect_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"expected {name} to be a bool, got {type(value).__name__}")
+
+
+class Call:
+    """What all records share."""
+
+    OPERATION: ClassVar[str]
+    device: Device
+
+    @classmethod
+    def argument_names(cls) -> tuple[str, ...]:
+        return tuple(field.name for field in dataclasses.fields(cls) if field.name != "device")  # type: ignore[arg-type]
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments by name, as the operation's definition in `reference/` takes them."""
+        return {name: getattr(self, name) for name in self.argument_names()}
+
+    @classmethod
+    def unchecked(cls, **values: Any) -> Self:
+        """A record whose values are known to be lawful, every field given."""
+        record = object.__new__(cls)
+        for name, value in values.items():
+            object.__setattr__(record, name, value)
+        return record
+
+    def map(self, change: Callable[[Any], Any]) -> Self:
+        """The same call with every array changed; nothing is checked again, so only kind or storage may differ."""
+        values = self.arguments()
+        for name, value in values.items():
+            if isinstance(value, tuple | list):
+                values[name] = tuple(change(item) if is_array(item) else item for item in value)
+            elif is_array(value):
+                values[name] = change(value)
+        return self.unchecked(**values, device=self.device)
