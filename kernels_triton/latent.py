@@ -1,0 +1,786 @@
+"""The attention over latent rows that `mla_decode` and `sparse_mla_prefill` share: one kernel, and a combine.
+
+A *job* is what shares a list of keys: in a dense call a sequence (its query tokens and heads are the rows), in a sparse
+call one query token (its heads are the rows), since every token has its own list. Sparse prefill is sparse decode of
+one token a sequence. A program computes BLOCK_H rows of a job over one split of its keys. Programs that share keys
+stand next to each other in the grid, so that the second finds them in the cache.
+
+A latent row is read once and serves as K and, transposed, as V. A plain or `fp8_v4` row becomes one operand of the
+value's columns and one of the rest; `fp8_v4` scales are powers of two, so its bfloat16 operand is exact. An `fp8_v32`
+row is never multiplied by its scales: its codes become float16 operands, exactly, and the scale of a group of 128
+columns goes into the logits of that group and into the weights of that group's values. Such weights are held near 1
+by a second running maximum, over logit plus log2 of the key's scale.
+
+Logits are held in base 2. Queries of float16 meet bfloat16 latents in two parts whose sum they are.
+"""
+
+# Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+
+import dataclasses
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from ragged_attention.calls import dtype_name
+from ragged_attention.errors import InvalidInput
+from ragged_attention.kernels_triton.blocks import (
+    LN2,
+    LOG2E,
+    cdiv,
+    decode,
+    item_size,
+    launchable,
+    lost_to_rounding,
+    matmul,
+    merge_parts,
+    narrow,
+    next_power_of_2,
+    pages_of,
+)
+
+MAX_SPLITS = 32
+MIN_SPLIT = 64  # keys below which a split is not worth its program
+START_COST = 128  # of a program, in keys
+MERGE_COST = 4  # of a split more to merge, in keys
+SMALLEST_SHARED_MEMORY = 64 * 1024
+LARGEST_INT = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """What may be tuned."""
+
+    block_h: int = 16  # rows of a program: heads, in a dense call times query tokens
+    block_kv: int = 32  # keys a step
+    num_warps: int = 4
+    num_stages: int = 2
+    num_splits: int = 1  # programs that share one job's keys at most; 1 gives bits that depend on nothing else
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("block_h", 16, 128), ("block_kv", 16, 128), ("num_warps", 1, 16)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value & (value - 1) or not low <= value <= high:
+                raise InvalidInput(f"expected {name} to be a power of two from {low} to {high}, got {value!r}")
+        for name, high in (("num_stages", 8), ("num_splits", 256)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not 1 <= value <= high:
+                raise InvalidInput(f"expected {name} from 1 to {high}, got {value!r}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Keys:
+    """A cache and the lists of keys into it."""
+
+    cache: Any  # [P, G, K, d_qk] or [P, G, 1, bytes], or packed rows [s_kv, K, d_qk]
+    lists: Any  # i32, packed: lists of slots, or the page table [S, M] of a dense call
+    list_strides: tuple[int, int, int]  # of sequence, query token, KV head
+    lens: Any  # i32 [S] or [S, Q], or None
+    longest: int  # keys a list can hold
+    page_size: int
+
+    def strides(self, launch: Any, cache: Any) -> tuple[int, int, int]:
+        """Of page, place in the page and KV head; `cache` is the array as the kernel gets it."""
+        if len(cache.shape) == 3:
+            row, head, _ = launch.strides(cache)
+            return row, 0, head
+        return launch.strides(cache)[:3]
+
+    @property
+    def num_slots(self) -> int:
+        return min(self.cache.shape[0] * self.page_size, LARGEST_INT)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One call in the kernel's terms."""
+
+    call: Any
+    q: Any  # packed
+    q_strides: tuple[int, int, int]  # of sequence, query token, head
+    lse_shape: tuple[int, ...]
+    num_seqs: int
+    num_q_tokens: int
+    num_kv_heads: int
+    sparse: bool
+    causal: bool
+    keys: Keys
+    extra: Keys | None
+    schedule: Any  # (parts, num_splits, ...) or None
+
+    @property
+    def group(self) -> int:
+        return self.call.num_q_heads // self.num_kv_heads
+
+    @property
+    def rows(self) -> int:
+        """Rows of a job for one KV head."""
+        return self.group if self.sparse else self.group * self.num_q_tokens
+
+    @property
+    def jobs_per_seq(self) -> int:
+        return self.num_q_tokens if self.sparse else 1
+
+
+# ---- choosing a tile
+
+
+def why_not(call: Any) -> str | None:
+    return launchable(call, latent_kernel)
+
+
+def columns(call: Any) -> tuple[int, int]:
+    """Columns of the operand that serves as V, and of the other one."""
+    if call.format == "plain":
+        return call.d_v, call.d_qk - call.d_v
+    return (512, 0) if call.format == "fp8_v4" else (512, 64)
+
+
+def operand_size(call: Any) -> int:
+    return 4 if item_size(call.q) == 4 else 2
+
+
+def tile_for(call: Any, rows: int, jobs: int, keys: int) -> Tile:
+    """Rows as few as do, wgmma-sized where there are 64; splits that fill the GPU.
+
+    `jobs` counts jobs times KV heads, `keys` is the longest list there can be. Tile sizes depend on neither, so that
+    with `num_splits` 1 a sequence's bits do not depend on its batch.
+    """
+    block_h, block_kv, num_warps, num_stages = sizes(call, min(max(16, next_power_of_2(rows)), 64))
+    block_kv, num_stages = fit(call, block_h, block_kv, num_stages)
+    slots = call.device.num_multiprocessors * (2 if block_h <= 16 else 1)
+    return Tile(
+        block_h=block_h,
+        block_kv=block_kv,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        num_splits=splits(jobs * cdiv(rows, block_h), slots, keys),
+    )
+
+
+def sizes(call: Any, rows: int) -> tuple[int, int, int, int]:
+    """Rows, keys, warps and stages."""
+    if operand_size(call) == 4 and call.device.platform != "cpu":  # no matrix unit is exact in float32
+        return 16, 16, 8, 1
+    if rows >= 64:
+        return 64, 32, 8, 2
+    return rows, 32, 4 if rows == 16 else 8, 2
+
+
+def fit(call: Any, rows: int, keys: int, stages: int) -> tuple[int, int]:
+    """Keys and stages whose tiles stay within the device's shared memory."""
+    budget = call.device.shared_memory or SMALLEST_SHARED_MEMORY
+    width = sum(next_power_of_2(n) for n in columns(call) if n)
+    while (max(stages - 1, 1) * keys * width + rows * (width + keys)) * operand_size(call) > budget:
+        if stages > 1:
+            stages -= 1
+        elif keys > 16:
+            keys //= 2
+        else:
+            break
+    return keys, stages
+
+
+def splits(work: int, slots: int, keys: int) -> int:
+    """Into how many splits the keys of a job are cut: what ends soonest, if all lists are as long as they can be."""
+    most = max(1, min(MAX_SPLITS, cdiv(keys, MIN_SPLIT)))
+    return min(
+        range(1, most + 1),
+        key=lambda n: cdiv(work * n, slots) * (cdiv(keys, n) + START_COST) + (n > 1) * n * MERGE_COST,
+    )
+
+
+# ---- finding the work
+
+
+@triton.jit
+def split_edge(num_splits_ptr, seq, num_entries):
+    return tl.minimum(tl.maximum(tl.load(num_splits_ptr + seq), 0), num_entries)
+
+
+@triton.jit
+def find_entry(entry, num_splits_ptr, num_seqs, num_entries, SCHEDULED: tl.constexpr, NUM_SPLITS: tl.constexpr):
+    """(sequence, split, splits) of an entry of the grid; the split may be none of them, then there is no work."""
+    if SCHEDULED:
+        seq = 0
+        high = num_seqs
+        while high - seq > 1:
+            middle = (seq + high) // 2
+            found = split_edge(num_splits_ptr, middle, num_entries) <= entry
+            seq = tl.where(found, middle, seq)
+            high = tl.where(found, high, middle)
+        first = split_edge(num_splits_ptr, seq, num_entries)
+        split = entry - first
+        count = split_edge(num_splits_ptr, seq + 1, num_entries) - first
+    else:
+        seq = entry // NUM_SPLITS
+        split = entry % NUM_SPLITS
+        count = NUM_SPLITS
+    return seq, split, count
+
+
+@triton.jit
+def list_length(lens_ptr, seq, token, longest, seq_stride, token_stride, HAS_LENS: tl.constexpr):
+    count = longest
+    if HAS_LENS:
+        place = seq.to(tl.int64) * seq_stride + token * token_stride
+        count = tl.minimum(tl.maximum(tl.load(lens_ptr + place), 0), longest)
+    return count
+
+
+@triton.jit
+def divide(blocks, count, SCHEDULED: tl.constexpr, MIN_BLOCKS: tl.constexpr):
+    """(blocks of a split, splits): a schedule's splits are kept, others are no more than they deserve."""
+    blocks_each = (blocks + tl.maximum(count, 1) - 1) // tl.maximum(count, 1)
+    used = count
+    if not SCHEDULED:
+        blocks_each = tl.maximum(blocks_each, MIN_BLOCKS)
+        used = tl.maximum((blocks + blocks_each - 1) // blocks_each, 1)
+    return blocks_each, used
+
+
+@triton.jit
+def keys_of(list_ptr, block, last, num_slots, SPARSE: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """A block of a list: (position, page, place in the page, whether it may be read)."""
+    position = block * BLOCK_KV + tl.arange(0, BLOCK_KV)
+    if SPARSE:
+        slot = tl.load(list_ptr + position, mask=position < last, other=-1)
+        readable = (slot >= 0) & (slot < num_slots)
+        slot = tl.where(readable, slot, 0)
+        page = slot // PAGE_SIZE
+        place = slot % PAGE_SIZE
+    else:
+        page, readable = pages_of(list_ptr, block * BLOCK_KV, position, 0, last, num_slots // PAGE_SIZE, True,
+                                  PAGE_SIZE, BLOCK_KV)  # fmt: skip
+        place = position % PAGE_SIZE
+    return position, page, place, readable
+
+
+# ---- latent rows as operands
+
+
+@triton.jit
+def whole_columns(rows, readable, first, COLUMNS: tl.constexpr, COLUMNS_PAD: tl.constexpr):
+    """Columns from `first` on of rows, zero where a row may not be read."""
+    column = tl.arange(0, COLUMNS_PAD)
+    mask = readable[:, None]
+    if COLUMNS != COLUMNS_PAD:
+        mask = mask & (column < COLUMNS)[None, :]
+    return tl.load(rows[:, None] + first + column[None, :], mask=mask, other=0)
+
+
+@triton.jit
+def rotary_columns(rows, readable, FIRST: tl.constexpr):
+    """The 64 bfloat16 columns that begin at byte FIRST of rows of bytes."""
+    place = (rows + FIRST).to(tl.pointer_type(tl.bfloat16))
+    return tl.load(place[:, None] + tl.arange(0, 64)[None, :], mask=readable[:, None], other=0)
+
+
+@triton.jit
+def v4_columns(pages, place, readable, PAGE_SIZE: tl.constexpr, CODES: tl.constexpr, DTYPE: tl.constexpr):
+    """The 512 columns of `fp8_v4` rows: seven groups of 64 codes with a power of two each, and a rotary group."""
+    group = tl.arange(0, 8)
+    column = tl.arange(0, 64)
+    quantised = readable[:, None] & (group < 7)[None, :]
+    rows = pages + place * 576
+    codes = tl.load(rows[:, None, None] + (group * 64)[None, :, None] + column[None, None, :],
+                    mask=quantised[:, :, None], other=0).to(tl.uint8, bitcast=True)  # fmt: skip
+    scales = pages + PAGE_SIZE * 576 + place * 8
+    power = tl.load(scales[:, None] + group[None, :], mask=quantised, other=127).to(tl.uint8, bitcast=True)
+    bits = power.to(tl.uint32) << 23
+    bits = tl.where(power == 0, 0x00400000, tl.where(power == 255, 0x7FC00000, bits))
+    values = decode(codes, CODES, tl.float32) * bits.to(tl.float32, bitcast=True)[:, :, None]
+    rotary = rotary_columns(rows, readable, 448).to(tl.float32)
+    values = tl.where((group == 7)[None, :, None], rotary[:, None, :], values)
+    return tl.reshape(narrow(values, DTYPE), [place.shape[0], 512])
+
+
+@triton.jit
+def query_times(q, q_lost, keys, logits, PARTS: tl.constexpr):
+    """logits + q . keys, with what a query's rounding lost as a second part."""
+    transposed = tl.trans(keys)
+    logits = matmul(q, transposed, logits)
+    if PARTS == 2:
+        logits = matmul(q_lost, transposed, logits)
+    return logits
+
+
+# ---- online softmax over a range of blocks
+
+
+@triton.jit
+def attend_rows(
+    q, q_lost, q_rest, highest, total, acc, cache_ptr, list_ptr, begin, end, last, limit, num_slots,
+    page_stride, slot_stride, logit_scale,
+    SPARSE: tl.constexpr, CAUSAL: tl.constexpr, FORMAT: tl.constexpr, CODES: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_KV: tl.constexpr, A: tl.constexpr, A_PAD: tl.constexpr, B: tl.constexpr, B_PAD: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """Blocks [begin, end) of a list of plain or `fp8_v4` rows."""
+    for block in range(begin, end):
+        position, page, place, readable = keys_of(list_ptr, block, last, num_slots, SPARSE, PAGE_SIZE, BLOCK_KV)
+        pages = cache_ptr + page.to(tl.int64) * page_stride
+        if FORMAT == "fp8_v4":
+            pages = pages + tl.zeros_like(place).to(tl.int64)
+            rows = pages
+            keys = v4_columns(pages, place, readable, PAGE_SIZE, CODES, q.dtype)
+        else:
+            rows = pages + place.to(tl.int64) * slot_stride
+            keys = whole_columns(rows, readable, 0, A, A_PAD)
+        logits = tl.zeros([q.shape[0], BLOCK_KV], tl.float32)
+        logits = query_times(q, q_lost, keys, logits, PARTS)
+        if B > 0:
+            logits = matmul(q_rest, tl.trans(whole_columns(rows, readable, A, B, B_PAD)), logits)
+        seen = readable[None, :]
+        if CAUSAL:
+            seen = seen & (position[None, :] < limit[:, None])
+        logits = tl.where(seen, logits * logit_scale, float("-inf"))
+        higher = tl.maximum(highest, tl.max(logits, 1))
+        finite = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.math.exp2(logits - finite[:, None])
+        kept = tl.math.exp2(highest - finite)
+        total = total * kept + tl.sum(weights, 1)
+        highest = higher
+        acc = matmul(narrow(weights, q.dtype), keys, acc * kept[:, None])
+    return highest, total, acc
+
+
+@triton.jit
+def attend_codes(
+    q0, q1, q2, q3, q_rest, q_lost, unit, highest, largest, total, acc0, acc1, acc2, acc3, acc_rest,
+    cache_ptr, list_ptr, begin, end, last, limit, num_slots, page_stride, slot_stride, logit_scale,
+    SPARSE: tl.constexpr, CAUSAL: tl.constexpr, CODES: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr,
+    PARTS: tl.constexpr, REST_IS_VALUE: tl.constexpr,
+):  # fmt: skip
+    """Blocks [begin, end) of a list of `fp8_v32` rows, scales folded into logits and weights.
+
+    acc0 to acc3 are relative to `largest`, a running maximum of logit plus log2 scale; all else to `highest`.
+    """
+    ROWS: tl.constexpr = q0.shape[0]
+    for block in range(begin, end):
+        position, page, place, readable = keys_of(list_ptr, block, last, num_slots, SPARSE, PAGE_SIZE, BLOCK_KV)
+        rows = cache_ptr + page.to(tl.int64) * page_stride + place.to(tl.int64) * slot_stride
+        scales = (rows + 512).to(tl.pointer_type(tl.float32))
+        scale0 = tl.load(scales, mask=readable, other=0)
+        scale1 = tl.load(scales + 1, mask=readable, other=0)
+        scale2 = tl.load(scales + 2, mask=readable, other=0)
+        scale3 = tl.load(scales + 3, mask=readable, other=0)
+        keys0 = decode(whole_columns(rows, readable, 0, 128, 128).to(tl.uint8, bitcast=True), CODES, q0.dtype)
+        keys1 = decode(whole_columns(rows, readable, 128, 128, 128).to(tl.uint8, bitcast=True), CODES, q0.dtype)
+        keys2 = decode(whole_columns(rows, readable, 256, 128, 128).to(tl.uint8, bitcast=True), CODES, q0.dtype)
+        keys3 = decode(whole_columns(rows, readable, 384, 128, 128).to(tl.uint8, bitcast=True), CODES, q0.dtype)
+        rest = rotary_columns(rows, readable, 528).to(q_rest.dtype)
+        zero = tl.zeros([ROWS, BLOCK_KV], tl.float32)
+        logits = matmul(q0, tl.trans(keys0), zero) * scale0[None, :]
+        logits += matmul(q1, tl.trans(keys1), zero) * scale1[None, :]
+        logits += matmul(q2, tl.trans(keys2), zero) * scale2[None, :]
+        logits += matmul(q3, tl.trans(keys3), zero) * scale3[None, :]
+        logits = query_times(q_rest, q_lost, rest, logits * unit[:, None], PARTS)
+        seen = readable[None, :]
+        if CAUSAL:
+            seen = seen & (position[None, :] < limit[:, None])
+        logits = tl.where(seen, logits * logit_scale, float("-inf"))
+        scale = tl.maximum(tl.maximum(tl.abs(scale0), tl.abs(scale1)), tl.maximum(tl.abs(scale2), tl.abs(scale3)))
+        exponent = (scale.to(tl.int32, bitcast=True) >> 23).to(tl.float32) - 127.0
+        # Scales under 2^-60 bring nothing that could be told from 0 beside a finite logit.
+        exponent = tl.maximum(exponent, -60.0)
+        higher = tl.maximum(highest, tl.max(logits, 1))
+        larger = tl.maximum(largest, tl.max(logits + exponent[None, :], 1))
+        finite = tl.where(higher == float("-inf"), 0.0, higher)
+        within = tl.where(larger == float("-inf"), 0.0, larger)
+        weights = tl.math.exp2(logits - finite[:, None])
+        kept = tl.math.exp2(highest - finite)
+        total = total * kept + tl.sum(weights, 1)
+        if REST_IS_VALUE:
+            acc_rest = matmul(narrow(weights, q_rest.dtype), rest, acc_rest * kept[:, None])
+        weights = weights * tl.math.exp2(finite - within)[:, None]
+        kept = tl.math.exp2(largest - within)[:, None]
+        highest = higher
+        largest = larger
+        acc0 = matmul(narrow(weights * scale0[None, :], q0.dtype), keys0, acc0 * kept)
+        acc1 = matmul(narrow(weights * scale1[None, :], q0.dtype), keys1, acc1 * kept)
+        acc2 = matmul(narrow(weights * scale2[None, :], q0.dtype), keys2, acc2 * kept)
+        acc3 = matmul(narrow(weights * scale3[None, :], q0.dtype), keys3, acc3 * kept)
+    return highest, largest, total, acc0, acc1, acc2, acc3, acc_rest
+
+
+@triton.jit
+def unit_of(q):
+    """The power of two by which a row of queries is divided to lie below 2^9."""
+    exponent = (tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) >> 23) - 127 - 8
+    exponent = tl.minimum(tl.maximum(exponent, -118), 119)
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def store_columns(target_ptr, place, acc, factor, valid, FIRST: tl.constexpr, DV: tl.constexpr):
+    """Columns [FIRST, FIRST + width) of finished rows, as far as they belong to the value."""
+    column = FIRST + tl.arange(0, acc.shape[1])
+    value = narrow(acc * factor[:, None], target_ptr.dtype.element_ty)
+    mask = valid[:, None] & (column < DV)[None, :]
+    tl.store(target_ptr + place[:, None] * DV + column[None, :], value, mask=mask)
+
+
+@triton.jit
+def finish(highest, total, sinks_ptr, head, valid, HAS_SINKS: tl.constexpr):
+    """(what the accumulator is multiplied by, the natural lse, the largest natural logit) of rows."""
+    empty = total == 0.0
+    level = tl.where(empty, 0.0, highest)
+    total = tl.where(empty, 1.0, total)
+    denominator = total
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + head, mask=valid, other=float("-inf"))
+        denominator += tl.math.exp2(sink * LOG2E - level)
+    factor = tl.where(empty, 0.0, 1.0 / denominator)
+    lse = tl.where(empty, float("-inf"), (level + tl.math.log2(total)) * LN2)
+    return factor, lse, highest * LN2
+
+
+# ---- kernels
+
+
+@triton.jit
+def latent_kernel(
+    q_ptr, cache_ptr, list_ptr, lens_ptr, extra_cache_ptr, extra_list_ptr, extra_lens_ptr, num_splits_ptr, sinks_ptr,
+    out_ptr, lse_ptr, max_ptr, parts_ptr, part_lses_ptr, part_max_ptr,
+    num_seqs, num_entries, q_seq_stride, q_token_stride, q_head_stride,
+    page_stride, slot_stride, head_stride, num_slots, longest,
+    list_seq_stride, list_token_stride, list_head_stride, lens_seq_stride, lens_token_stride,
+    extra_page_stride, extra_slot_stride, extra_num_slots, extra_longest,
+    extra_list_seq_stride, extra_list_token_stride, extra_lens_seq_stride, extra_lens_token_stride,
+    logit_scale,
+    SPARSE: tl.constexpr, CAUSAL: tl.constexpr, HAS_LENS: tl.constexpr, HAS_EXTRA: tl.constexpr,
+    HAS_EXTRA_LENS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_MAX: tl.constexpr, SCHEDULED: tl.constexpr,
+    FORMAT: tl.constexpr, CODES: tl.constexpr, PAGE_SIZE: tl.constexpr, EXTRA_PAGE_SIZE: tl.constexpr,
+    NUM_Q: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    DV: tl.constexpr, A: tl.constexpr, A_PAD: tl.constexpr, B: tl.constexpr, B_PAD: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_KV: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_H rows of one job for one KV head, over one split of its keys. A job in one split is finished here.
+
+    Otherwise the split's normalised result goes to parts [entries, jobs of a sequence, K, ROWS, DV], its base-2 lse
+    and largest logit to arrays of that shape without DV.
+    """
+    JOBS: tl.constexpr = NUM_Q if SPARSE else 1
+    ROW_BLOCKS: tl.constexpr = (ROWS + BLOCK_H - 1) // BLOCK_H
+    KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
+    kv_head = tl.program_id(1)
+    row = tl.program_id(0) % ROW_BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H)
+    job = tl.program_id(0) // ROW_BLOCKS % JOBS
+    entry = tl.program_id(0) // (ROW_BLOCKS * JOBS)
+    seq, split, count = find_entry(entry, num_splits_ptr, num_seqs, num_entries, SCHEDULED, NUM_SPLITS)
+    last = list_length(lens_ptr, seq, job, longest, lens_seq_stride, lens_token_stride, HAS_LENS)
+    blocks = (last + BLOCK_KV - 1) // BLOCK_KV
+    extra_last = 0
+    if HAS_EXTRA:
+        extra_last = list_length(extra_lens_ptr, seq, job, extra_longest, extra_lens_seq_stride,
+                                 extra_lens_token_stride, HAS_EXTRA_LENS)  # fmt: skip
+    all_blocks = blocks + (extra_last + BLOCK_KV - 1) // BLOCK_KV
+    blocks_each, used = divide(all_blocks, count, SCHEDULED, MIN_BLOCKS)
+    if split < used:
+        begin = tl.minimum(split * blocks_each, all_blocks)
+        end = tl.minimum(begin + blocks_each, all_blocks)
+        valid = row < ROWS
+        if SPARSE:
+            token = job + tl.zeros_like(row)
+            head = kv_head * GROUP + row
+        else:
+            token = row // GROUP
+            head = kv_head * GROUP + row % GROUP
+        seq = seq.to(tl.int64)
+        limit = last - (NUM_Q - 1) + token
+        if CAUSAL:  # keys that no row sees are not read
+            last_token = tl.minimum((tl.program_id(0) % ROW_BLOCKS * BLOCK_H + BLOCK_H - 1) // GROUP, NUM_Q - 1)
+            last = tl.maximum(last - (NUM_Q - 1) + last_token, 0)
+            end = tl.minimum(end, (last + BLOCK_KV - 1) // BLOCK_KV)
+        q_rows = q_ptr + seq * q_seq_stride + token.to(tl.int64) * q_token_stride + head.to(tl.int64) * q_head_stride
+        cache = cache_ptr + kv_head.to(tl.int64) * head_stride
+        list_row = list_ptr + seq * list_seq_stride + job * list_token_stride + kv_head * list_head_stride
+        extra_row = extra_list_ptr + seq * extra_list_seq_stride + job * extra_list_token_stride
+        first_extra = tl.maximum(begin - blocks, 0)
+        last_extra = tl.maximum(end - blocks, 0)
+        begin = tl.minimum(begin, blocks)
+        end = tl.minimum(end, blocks)
+        highest = tl.full([BLOCK_H], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_H], tl.float32)
+        if FORMAT == "fp8_v32":
+            HALF: tl.constexpr = tl.float32 if q_ptr.dtype.element_ty == tl.float32 else tl.float16
+            WHOLE: tl.constexpr = tl.float32 if q_ptr.dtype.element_ty == tl.float32 else tl.bfloat16
+            REST_IS_VALUE: tl.constexpr = DV > 512
+            wide = whole_columns(q_rows, valid, 0, 512, 512).to(tl.float32)
+            unit = unit_of(wide)
+            q0 = narrow(whole_columns(q_rows, valid, 0, 128, 128).to(tl.float32) / unit[:, None], HALF)
+            q1 = narrow(whole_columns(q_rows, valid, 128, 128, 128).to(tl.float32) / unit[:, None], HALF)
+            q2 = narrow(whole_columns(q_rows, valid, 256, 128, 128).to(tl.float32) / unit[:, None], HALF)
+            q3 = narrow(whole_columns(q_rows, valid, 384, 128, 128).to(tl.float32) / unit[:, None], HALF)
+            wide = whole_columns(q_rows, valid, 512, 64, 64).to(tl.float32)
+            q_rest = narrow(wide, WHOLE)
+            q_lost = lost_to_rounding(wide, q_rest)
+            largest = highest
+            acc0 = tl.zeros([BLOCK_H, 128], tl.float32)
+            acc1 = tl.zeros([BLOCK_H, 128], tl.float32)
+            acc2 = tl.zeros([BLOCK_H, 128], tl.float32)
+            acc3 = tl.zeros([BLOCK_H, 128], tl.float32)
+            acc_rest = tl.zeros([BLOCK_H, 64], tl.float32)
+            highest, largest, total, acc0, acc1, acc2, acc3, acc_rest = attend_codes(
+                q0, q1, q2, q3, q_rest, q_lost, unit, highest, largest, total, acc0, acc1, acc2, acc3, acc_rest,
+                cache, list_row, begin, end, last, limit, num_slots, page_stride, slot_stride, logit_scale,
+                SPARSE, CAUSAL, CODES, PAGE_SIZE, BLOCK_KV, PARTS, REST_IS_VALUE,
+            )  # fmt: skip
+            if HAS_EXTRA:
+                highest, largest, total, acc0, acc1, acc2, acc3, acc_rest = attend_codes(
+                    q0, q1, q2, q3, q_rest, q_lost, unit, highest, largest, total, acc0, acc1, acc2, acc3, acc_rest,
+                    extra_cache_ptr, extra_row, first_extra, last_extra, extra_last, limit, extra_num_slots,
+                    extra_page_stride, extra_slot_stride, logit_scale,
+                    SPARSE, CAUSAL, CODES, EXTRA_PAGE_SIZE, BLOCK_KV, PARTS, REST_IS_VALUE,
+                )  # fmt: skip
+            regain = tl.math.exp2(tl.where(total == 0.0, 0.0, largest - highest))
+        else:
+            OPERAND: tl.constexpr = q_ptr.dtype.element_ty if PARTS == 1 else tl.bfloat16
+            given = whole_columns(q_rows, valid, 0, A, A_PAD)
+            q = given
+            q_lost = given
+            q_rest = given
+            if PARTS == 2:
+                q = narrow(given.to(tl.float32), OPERAND)
+                q_lost = lost_to_rounding(given.to(tl.float32), q)
+            if B > 0:
+                q_rest = whole_columns(q_rows, valid, A, B, B_PAD)
+            acc = tl.zeros([BLOCK_H, A_PAD], tl.float32)
+            highest, total, acc = attend_rows(
+                q, q_lost, q_rest, highest, total, acc, cache, list_row, begin, end, last, limit, num_slots,
+                page_stride, slot_stride, logit_scale,
+                SPARSE, CAUSAL, FORMAT, CODES, PAGE_SIZE, BLOCK_KV, A, A_PAD, B, B_PAD, PARTS,
+            )  # fmt: skip
+            if HAS_EXTRA:
+                highest, total, acc = attend_rows(
+                    q, q_lost, q_rest, highest, total, acc, extra_cache_ptr, extra_row, first_extra, last_extra,
+                    extra_last, limit, extra_num_slots, extra_page_stride, extra_slot_stride, logit_scale,
+                    SPARSE, CAUSAL, FORMAT, CODES, EXTRA_PAGE_SIZE, BLOCK_KV, A, A_PAD, B, B_PAD, PARTS,
+                )  # fmt: skip
+        if (NUM_SPLITS == 1 and not SCHEDULED) or used == 1:
+            factor, lse, largest_logit = finish(highest, total, sinks_ptr, head, valid, HAS_SINKS)
+            place = (seq * NUM_Q + token) * NUM_HEADS + head
+            if FORMAT == "fp8_v32":
+                store_columns(out_ptr, place, acc0, factor * regain, valid, 0, DV)
+                store_columns(out_ptr, place, acc1, factor * regain, valid, 128, DV)
+                store_columns(out_ptr, place, acc2, factor * regain, valid, 256, DV)
+                store_columns(out_ptr, place, acc3, factor * regain, valid, 384, DV)
+                if DV > 512:
+                    store_columns(out_ptr, place, acc_rest, factor, valid, 512, DV)
+            else:
+                store_columns(out_ptr, place, acc, factor, valid, 0, DV)
+            place = (seq * NUM_HEADS + head) * NUM_Q + token
+            tl.store(lse_ptr + place, lse, mask=valid)
+            if HAS_MAX:
+                tl.store(max_ptr + place, largest_logit, mask=valid)
+        else:
+            factor = 1.0 / tl.where(total == 0.0, 1.0, total)
+            place = ((entry.to(tl.int64) * JOBS + job) * KV_HEADS + kv_head) * ROWS + row
+            if FORMAT == "fp8_v32":
+                store_columns(parts_ptr, place, acc0, factor * regain, valid, 0, DV)
+                store_columns(parts_ptr, place, acc1, factor * regain, valid, 128, DV)
+                store_columns(parts_ptr, place, acc2, factor * regain, valid, 256, DV)
+                store_columns(parts_ptr, place, acc3, factor * regain, valid, 384, DV)
+                if DV > 512:
+                    store_columns(parts_ptr, place, acc_rest, factor, valid, 512, DV)
+            else:
+                store_columns(parts_ptr, place, acc, factor, valid, 0, DV)
+            lse = tl.where(total == 0.0, float("-inf"), highest + tl.math.log2(tl.where(total == 0.0, 1.0, total)))
+            tl.store(part_lses_ptr + place, lse, mask=valid)
+            if HAS_MAX:
+                tl.store(part_max_ptr + place, highest, mask=valid)
+
+
+@triton.jit
+def combine_kernel(
+    parts_ptr, part_lses_ptr, part_max_ptr, lens_ptr, extra_lens_ptr, num_splits_ptr, sinks_ptr,
+    given_out_ptr, given_lse_ptr, given_max_ptr, out_ptr, lse_ptr, max_ptr,
+    num_entries, longest, lens_seq_stride, lens_token_stride,
+    extra_longest, extra_lens_seq_stride, extra_lens_token_stride,
+    SPARSE: tl.constexpr, HAS_LENS: tl.constexpr, HAS_EXTRA: tl.constexpr, HAS_EXTRA_LENS: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_MAX: tl.constexpr, SCHEDULED: tl.constexpr,
+    NUM_Q: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DV: tl.constexpr,
+    DV_PAD: tl.constexpr, BLOCK_KV: tl.constexpr, NUM_SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr,
+    MERGED: tl.constexpr,
+):  # fmt: skip
+    """One row of a job that was computed in several splits, merged in their order."""
+    JOBS: tl.constexpr = NUM_Q if SPARSE else 1
+    KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
+    kv_head = tl.program_id(1)
+    row = tl.program_id(0) % ROWS
+    job = tl.program_id(0) // ROWS % JOBS
+    seq = tl.program_id(0) // (ROWS * JOBS)
+    if SCHEDULED:
+        first = split_edge(num_splits_ptr, seq, num_entries)
+        used = split_edge(num_splits_ptr, seq + 1, num_entries) - first
+    else:
+        first = seq * NUM_SPLITS
+        last = list_length(lens_ptr, seq, job, longest, lens_seq_stride, lens_token_stride, HAS_LENS)
+        blocks = (last + BLOCK_KV - 1) // BLOCK_KV
+        if HAS_EXTRA:
+            last = list_length(extra_lens_ptr, seq, job, extra_longest, extra_lens_seq_stride,
+                               extra_lens_token_stride, HAS_EXTRA_LENS)  # fmt: skip
+            blocks += (last + BLOCK_KV - 1) // BLOCK_KV
+        _, used = divide(blocks, NUM_SPLITS, SCHEDULED, MIN_BLOCKS)
+    if used != 1:
+        step = JOBS * KV_HEADS * ROWS
+        place = ((first.to(tl.int64) * JOBS + job) * KV_HEADS + kv_head) * ROWS + row
+        acc, highest, total = merge_parts(
+            parts_ptr + place * DV, part_lses_ptr + place, used, step * DV, step, 1.0, MERGED, DV, DV_PAD
+        )
+        zero = tl.zeros([1], tl.float32)
+        token = row // GROUP
+        head = kv_head * GROUP + row % GROUP
+        if SPARSE:
+            token = job
+            head = kv_head * GROUP + row
+        valid = tl.full([1], 1, tl.int1)
+        heads = head + tl.zeros([1], tl.int32)
+        factor, lse, _ = finish(highest + zero, total + zero, sinks_ptr, heads, valid, HAS_SINKS)
+        out_place = ((seq.to(tl.int64) * NUM_Q + token) * NUM_HEADS + head) + tl.zeros([1], tl.int64)
+        store_columns(out_ptr, out_place, acc[None, :], factor, valid, 0, DV)
+        lse_place = ((seq.to(tl.int64) * NUM_HEADS + head) * NUM_Q + token) + tl.zeros([1], tl.int64)
+        tl.store(lse_ptr + lse_place, lse)
+        if HAS_MAX:
+            largest = float("-inf")
+            for start in range(0, used, MERGED):
+                part = start + tl.arange(0, MERGED)
+                maxima = tl.load(part_max_ptr + place + part.to(tl.int64) * step, mask=part < used,
+                                 other=float("-inf"))  # fmt: skip
+                largest = tl.maximum(largest, tl.max(maxima, 0))
+            tl.store(max_ptr + lse_place, largest * LN2 + zero)
+
+
+# ---- launching
+
+
+def codes_of(call: Any) -> str:
+    """How kernels are to read e4m3: in hardware where there is that."""
+    arch = call.device.arch
+    hardware = int(arch[3:]) >= 89 if arch.startswith("sm_") else arch in ("gfx942", "gfx950")
+    return "e4m3" if hardware else "e4m3_bits"
+
+
+def in_words(cache: Any, layout: str, launch: Any) -> Any:
+    """The cache, copied if kernels cannot read it where it lies: scales and rotary columns are read as words."""
+    if layout == "plain":
+        return launch.packed(cache)
+    return launch.words(cache, packed_rows=layout == "fp8_v4")
+
+
+def lens_strides(keys: Keys, launch: Any) -> tuple[int, int]:
+    """Of sequence and query token."""
+    if keys.lens is None:
+        return 0, 0
+    return (*launch.strides(keys.lens), 0)[:2]
+
+
+def run(work: Work, tile: Tile, launch: Any, *, max_logits: bool) -> Any:
+    """Enqueue the kernels; returns out, lse and, for what it is worth, max_logits."""
+    call, keys, extra, group = work.call, work.keys, work.extra, work.group
+    q = work.q
+    scheduled = work.schedule is not None
+    entries = work.num_seqs * tile.num_splits
+    if scheduled:
+        entries = work.num_seqs + work.schedule[0].shape[0]
+    whole = tile.num_splits == 1 and not scheduled
+    cache = in_words(keys.cache, call.format, launch)
+    extra_cache = cache if extra is None else in_words(extra.cache, call.format, launch)
+    strides = keys.strides(launch, cache)
+    extra_strides = (0, 0, 0) if extra is None else extra.strides(launch, extra_cache)
+    width, rest = columns(call)
+    lens = q if keys.lens is None else keys.lens
+    extra_lens = lens if extra is None or extra.lens is None else extra.lens
+    num_splits = launch.packed(work.schedule[1]) if scheduled else lens
+    sinks = q if call.sinks is None else launch.packed(call.sinks)
+    parts_shape = (entries, work.jobs_per_seq, work.num_kv_heads, work.rows)
+    none = ((1,), "float32")
+    shared = {
+        "num_entries": entries,
+        "longest": keys.longest,
+        **dict(zip(("lens_seq_stride", "lens_token_stride"), lens_strides(keys, launch), strict=True)),
+        "extra_longest": 0 if extra is None else extra.longest,
+        **dict(
+            zip(
+                ("extra_lens_seq_stride", "extra_lens_token_stride"),
+                (0, 0) if extra is None else lens_strides(extra, launch),
+                strict=True,
+            )
+        ),
+        "SPARSE": work.sparse,
+        "HAS_LENS": keys.lens is not None,
+        "HAS_EXTRA": extra is not None,
+        "HAS_EXTRA_LENS": extra is not None and extra.lens is not None,
+        "HAS_SINKS": call.sinks is not None,
+        "HAS_MAX": max_logits,
+        "SCHEDULED": scheduled,
+        "NUM_Q": work.num_q_tokens,
+        "NUM_HEADS": call.num_q_heads,
+        "GROUP": group,
+        "ROWS": work.rows,
+        "DV": call.d_v,
+        "BLOCK_KV": tile.block_kv,
+        "NUM_SPLITS": tile.num_splits,
+        "MIN_BLOCKS": cdiv(MIN_SPLIT, tile.block_kv),
+    }
+    out, lse, maxima, parts, part_lses, part_max = launch(
+        latent_kernel,
+        (entries * work.jobs_per_seq * cdiv(work.rows, tile.block_h), work.num_kv_heads),
+        (q, cache, keys.lists, lens, extra_cache, keys.lists if extra is None else extra.lists, extra_lens, num_splits,
+         sinks),
+        [
+            (call.out_shape, call.q.dtype),
+            (work.lse_shape, "float32"),
+            (work.lse_shape, "float32") if max_logits else none,
+            none if whole else ((*parts_shape, call.d_v), "float32"),
+            none if whole else (parts_shape, "float32"),
+            (parts_shape, "float32") if max_logits and not whole else none,
+        ],
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        num_seqs=work.num_seqs,
+        **dict(zip(("q_seq_stride", "q_token_stride", "q_head_stride"), work.q_strides, strict=True)),
+        **dict(zip(("page_stride", "slot_stride", "head_stride"), strides, strict=True)),
+        num_slots=keys.num_slots,
+        **dict(zip(("list_seq_stride", "list_token_stride", "list_head_stride"), keys.list_strides, strict=True)),
+        **dict(zip(("extra_page_stride", "extra_slot_stride"), extra_strides[:2], strict=True)),
+        extra_num_slots=0 if extra is None else extra.num_slots,
+        **dict(
+            zip(
+                ("extra_list_seq_stride", "extra_list_token_stride"),
+                (0, 0) if extra is None else extra.list_strides[:2],
+                strict=True,
+            )
+        ),
+        logit_scale=call.scale * LOG2E.value,
+        CAUSAL=work.causal,
+        FORMAT=call.format,
+        CODES=codes_of(call),
+        PAGE_SIZE=keys.page_size,
+        EXTRA_PAGE_SIZE=1 if extra is None else extra.page_size,
+        A=width,
+        A_PAD=next_power_of_2(width),
+        B=rest,
+        B_PAD=max(16, next_power_of_2(rest)),
+        PARTS=2 if call.format != "plain" and dtype_name(q) == "float16" else 1,
+        BLOCK_H=tile.block_h,
+        **shared,
+    )  # fmt: skip
+    if whole or not work.num_seqs:
+        return out, lse, maxima
+    return launch(
+        combine_kernel,
+        (work.num_seqs * work.jobs_per_seq * work.rows, work.num_kv_heads),
+        (parts, part_lses, part_max, lens, extra_lens, num_splits, sinks, out, lse, maxima),
+        [],
+        inplace=(7, 8, 9),
+        num_warps=4,
+        num_stages=1,
+        DV_PAD=next_power_of_2(call.d_v),
+        MERGED=min(next_power_of_2(tile.num_splits), max(1, 4096 // next_power_of_2(call.d_v))) if not scheduled else 8,
+        **shared,
+    )

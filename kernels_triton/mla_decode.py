@@ -1,0 +1,73 @@
+"""MLA decode in Triton, dense and sparse: the call in the terms of `latent`."""
+
+from typing import Any
+
+from ragged_attention.kernels_triton import latent
+from ragged_attention.kernels_triton.blocks import next_power_of_2
+from ragged_attention.kernels_triton.latent import Tile as Tile
+from ragged_attention.kernels_triton.latent import why_not as why_not
+
+
+def tuning_key(call: Any) -> str:
+    """The bucket of static facts that a tuned file is keyed by."""
+    keys = f"topk={call.topk}+{call.extra_topk}" if call.sparse else f"kv<={next_power_of_2(call.capacity)}"
+    return (
+        f"heads={call.num_q_heads}/{call.num_kv_heads} q={call.num_q_tokens} d={call.d_qk}/{call.d_v} "
+        f"cache={call.format} page={call.page_size} seqs<={next_power_of_2(call.num_seqs)} {keys}"
+    )
+
+
+def heuristic(call: Any) -> Tile:
+    group = call.num_q_heads // call.num_kv_heads
+    rows, jobs = (group, call.num_q_tokens) if call.sparse else (group * call.num_q_tokens, 1)
+    return latent.tile_for(call, rows, call.num_seqs * jobs * call.num_kv_heads, call.capacity)
+
+
+def run(call: Any, tile: Tile, launch: Any) -> Any:
+    """Enqueue the kernels; returns out and lse."""
+    extra = None
+    if not call.sparse:
+        table, lens = launch.packed(call.page_indices), call.kv_lens
+        keys = latent.Keys(
+            cache=call.kv_cache,
+            lists=table,
+            list_strides=(launch.strides(table)[0], 0, 0),
+            lens=lens,
+            longest=call.capacity,
+            page_size=call.page_size,
+        )
+    else:
+        keys = _selected(call.kv_cache, call.indices, call.topk_lens, launch)
+        if call.extra_indices is not None:
+            extra = _selected(call.extra_kv_cache, call.extra_indices, call.extra_topk_lens, launch)
+    q = launch.packed(call.q)
+    seq_stride, token_stride, head_stride = launch.strides(q)[:3]
+    work = latent.Work(
+        call=call,
+        q=q,
+        q_strides=(seq_stride, token_stride, head_stride),
+        lse_shape=call.lse_shape,
+        num_seqs=call.num_seqs,
+        num_q_tokens=call.num_q_tokens,
+        num_kv_heads=call.num_kv_heads,
+        sparse=call.sparse,
+        causal=bool(call.causal),
+        keys=keys,
+        extra=extra,
+        schedule=call.schedule,
+    )
+    out, lse, _ = latent.run(work, tile, launch, max_logits=False)
+    return out, lse
+
+
+def _selected(cache: Any, indices: Any, lens: Any, launch: Any) -> latent.Keys:
+    lists = launch.packed(indices)
+    seq_stride, token_stride, _ = launch.strides(lists)
+    return latent.Keys(
+        cache=cache,
+        lists=lists,
+        list_strides=(seq_stride, token_stride, 0),
+        lens=lens,
+        longest=indices.shape[2],
+        page_size=cache.shape[1],
+    )

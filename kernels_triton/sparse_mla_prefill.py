@@ -1,0 +1,52 @@
+"""Sparse MLA prefill in Triton: in the terms of `latent`, a decode of one query token a sequence."""
+
+from typing import Any
+
+from ragged_attention.kernels_triton import latent
+from ragged_attention.kernels_triton.blocks import next_power_of_2
+from ragged_attention.kernels_triton.latent import Tile as Tile
+from ragged_attention.kernels_triton.latent import why_not as why_not
+
+
+def tuning_key(call: Any) -> str:
+    """The bucket of static facts that a tuned file is keyed by."""
+    return (
+        f"heads={call.num_q_heads}/{call.num_kv_heads} d={call.d_qk}/{call.d_v} cache={call.format} "
+        f"page={call.page_size} tokens<={next_power_of_2(call.num_tokens)} topk={call.topk}"
+    )
+
+
+def heuristic(call: Any) -> Tile:
+    rows = call.num_q_heads // call.num_kv_heads
+    return latent.tile_for(call, rows, call.num_tokens * call.num_kv_heads, call.topk)
+
+
+def run(call: Any, tile: Tile, launch: Any) -> Any:
+    """Enqueue the kernels; returns out, max_logits and lse."""
+    lists = launch.packed(call.indices)
+    token_stride, head_stride, _ = launch.strides(lists)
+    q = launch.packed(call.q)
+    q_token_stride, q_head_stride, _ = launch.strides(q)
+    work = latent.Work(
+        call=call,
+        q=q,
+        q_strides=(q_token_stride, 0, q_head_stride),
+        lse_shape=(call.num_tokens, call.num_q_heads),
+        num_seqs=call.num_tokens,
+        num_q_tokens=1,
+        num_kv_heads=call.num_kv_heads,
+        sparse=True,
+        causal=False,
+        keys=latent.Keys(
+            cache=call.kv,
+            lists=lists,
+            list_strides=(token_stride, 0, head_stride),
+            lens=call.topk_lens,
+            longest=call.topk,
+            page_size=call.page_size,
+        ),
+        extra=None,
+        schedule=None,
+    )
+    out, lse, max_logits = latent.run(work, tile, launch, max_logits=True)
+    return out, max_logits, lse
