@@ -1,23 +1,30 @@
-"""How the paged KV cache lies in memory: the two page layouts and the 8-bit formats, exactly.
+"""How the paged KV cache lies in memory: the page layouts, the 8-bit formats and the latent formats, exactly.
 
 A page p holds the G positions p*G ... p*G + G-1 of whatever sequence lists it. *Combined* pages are one array
 [P, G, 2K, D] with K of head h at index 2h and V at 2h+1; *split* pages are a pair [P, G, K, D], [P, G, K, D_v].
+*Latent* pages hold one row a position that serves as K and, its first columns, as V: plain [P, G, K, d_qk], or bytes
+[P, G, 1, token_bytes] in one of `CACHE_FORMATS`.
 8-bit floats are kept as their bits (uint8) here, so that nothing depends on a NumPy extension; `cache_dtype` names
 the format.
 """
 
+import functools
 import itertools
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ragged_attention.calls import CACHE_FORMATS, CacheFormat
+
 Float64 = NDArray[np.float64]
+Bytes = NDArray[np.uint8]
 
 # Exponent bits, mantissa bits, exponent bias, code of the largest finite value.
 FORMATS = {"float8_e4m3fn": (4, 3, 7, 0x7E), "float8_e5m2": (5, 2, 15, 0x7B)}
 
 
+@functools.cache
 def format_values(cache_dtype: str) -> Float64:
     """The values of all 256 codes of an 8-bit float format (OCP 8-bit floating point specification)."""
     exponent_bits, mantissa_bits, bias, largest = FORMATS[cache_dtype]
@@ -81,3 +88,104 @@ def sequence_bounds(cu_q_lens: ArrayLike, num_seqs: ArrayLike | None, num_tokens
     count = max_num_seqs if num_seqs is None else int(np.asarray(num_seqs).reshape(()))
     edges = np.clip(cu_q_lens[: min(max(count, 0), max_num_seqs) + 1], 0, num_tokens)
     return [(int(start), int(max(start, stop))) for start, stop in itertools.pairwise(edges)]
+
+
+def latent_format(pages: NDArray[Any], cache_format: str | None = None) -> CacheFormat | None:
+    """The layout of latent pages, told by the size of an element and of a token; None is plain."""
+    if pages.dtype.itemsize > 1:
+        return None
+    layouts = [layout for layout in CACHE_FORMATS.values() if cache_format in (None, layout.name)]
+    return next(layout for layout in layouts if layout.token_bytes == pages.shape[-1])
+
+
+def planes(pages: NDArray[Any], layout: CacheFormat) -> tuple[Bytes, Bytes, Bytes]:
+    """The bytes of each token's values, scales and rotary columns, [P, G, ...] each: views of contiguous pages.
+
+    This is where the two formats differ: `fp8_v32` has all of a token in one place, `fp8_v4` has the scales of all
+    tokens of a page at its end.
+    """
+    num_pages, page_size, _, token_bytes = pages.shape
+    tokens = pages.view(np.uint8).reshape(num_pages, page_size, token_bytes)
+    rotary_bytes = 2 * layout.rotary
+    if layout.name == "fp8_v32":
+        return tokens[..., : layout.values], tokens[..., layout.values : -rotary_bytes], tokens[..., -rotary_bytes:]
+    row_bytes = layout.values + rotary_bytes
+    whole = tokens.reshape(num_pages, page_size * token_bytes)
+    rows = whole[:, : page_size * row_bytes].reshape(num_pages, page_size, row_bytes)
+    scales = whole[:, page_size * row_bytes :].reshape(num_pages, page_size, token_bytes - row_bytes)
+    return rows[..., : layout.values], scales, rows[..., layout.values :]
+
+
+def latent_rows(pages: ArrayLike, slots: NDArray[np.integer[Any]], cache_format: str | None = None) -> Float64:
+    """The rows [n, K, d_qk] at `slots` [n], which lie within the cache; nothing else is read."""
+    pages = np.asarray(pages)
+    layout = latent_format(pages, cache_format)
+    page, offset = np.divmod(slots, pages.shape[1])
+    if layout is None:
+        return np.asarray(pages[page, offset], np.float64)
+    codes, scales, rotary = (np.ascontiguousarray(plane[page, offset]) for plane in planes(pages, layout))
+    return dequantize_rows(codes, scales, rotary, layout)[:, None]
+
+
+def dequantize_rows(codes: Bytes, scales: Bytes, rotary: Bytes, layout: CacheFormat) -> Float64:
+    """What a token's bytes stand for: each fp8 value times its group's scale, then the rotary columns; [..., d_qk]."""
+    if layout.name == "fp8_v32":
+        factors = widened(scales.view("<f4"))
+    else:
+        factors = e8m0_values(scales[..., : layout.values // layout.group])
+    grouped = decode(codes, "float8_e4m3fn").reshape(*factors.shape, layout.group)
+    with np.errstate(invalid="ignore"):  # zero times an infinite scale is NaN
+        values = (grouped * factors[..., None]).reshape(codes.shape)
+    return np.concatenate([values, bfloat16_values(rotary.view("<u2"))], axis=-1)
+
+
+def quantize_rows(rows: ArrayLike, layout: CacheFormat, power_of_two_scales: bool) -> tuple[Bytes, Bytes, Bytes]:
+    """The bytes of rows [..., d_qk], as `planes` has them; all arithmetic is in float32.
+
+    A NaN among the quantised columns is stored as 0x7F whatever its sign, since hardware differs about the sign of one
+    that a division makes. The byte of padding is 0.
+    """
+    rows = np.asarray(rows, np.float32)
+    groups = rows[..., : layout.values].reshape(*rows.shape[:-1], layout.values // layout.group, layout.group)
+    scales = group_scales(groups, power_of_two_scales)
+    with np.errstate(invalid="ignore"):  # infinity over infinity is NaN
+        scaled = groups / scales[..., None]
+    codes = encode(np.where(np.isnan(scaled), np.float32(np.nan), scaled), "float8_e4m3fn")
+    if layout.name == "fp8_v32":
+        stored = scales.astype("<f4").view(np.uint8)
+    else:
+        exponents = (scales.view(np.uint32) >> 23).astype(np.uint8)  # 0xFF, e8m0's NaN, where not finite
+        stored = np.concatenate([exponents, np.zeros_like(exponents[..., :1])], axis=-1)
+    rotary = bfloat16_bits(rows[..., layout.values :]).astype("<u2").view(np.uint8)
+    return codes.reshape(*rows.shape[:-1], layout.values), stored, rotary
+
+
+def group_scales(groups: NDArray[np.float32], power_of_two: bool) -> NDArray[np.float32]:
+    """The scale of each group [..., group]: its largest magnitude over e4m3's, at least 1e-4, maybe rounded up."""
+    scales = np.maximum(np.abs(groups).max(axis=-1) / np.float32(448), np.float32(1e-4))
+    scales = np.where(np.isnan(scales), np.float32(np.nan), scales)
+    if power_of_two:
+        up = ((scales.view(np.uint32) + np.uint32(0x7FFFFF)) & np.uint32(0xFF800000)).view(np.float32)
+        scales = np.where(np.isfinite(scales), up, scales)
+    return scales
+
+
+def e8m0_values(codes: Bytes) -> Float64:
+    """Scales stored as an exponent alone: code b is 2 ** (b - 127), 0xFF is NaN."""
+    return np.where(codes == 0xFF, np.nan, np.ldexp(1.0, codes.astype(np.int64) - 127))
+
+
+def bfloat16_values(bits: NDArray[np.uint16]) -> Float64:
+    return widened((bits.astype(np.uint32) << 16).view(np.float32))
+
+
+def widened(values: NDArray[np.float32]) -> Float64:
+    with np.errstate(invalid="ignore"):  # a cache may hold NaNs of the signaling kind
+        return values.astype(np.float64)
+
+
+def bfloat16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """To nearest, ties to even; a NaN stays one of its sign."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    nearest = (bits + np.uint32(0x7FFF) + (bits >> 16 & 1)) >> 16
+    return np.where(np.isnan(values), bits >> 16 | 0x40, nearest).astype(np.uint16)

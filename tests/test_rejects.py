@@ -23,6 +23,15 @@ def ints(*values: Any) -> np.ndarray:
     return np.array(values, np.int32)
 
 
+def raw(*shape: int) -> np.ndarray:
+    """A cache of bytes."""
+    return np.zeros(shape, np.uint8)
+
+
+SCHEDULE = calls.DecodeSchedule(
+    parts=np.zeros((3, 8), np.int32), num_splits=ints(0, 1, 2), lens=ints(3, 8), made_for=(2, 1, 4, 1, 0, 0)
+)
+
 # One lawful call of each operation; a case below changes some of its arguments.
 LAWFUL: dict[str, dict[str, Any]] = {
     "ragged_paged_attention": {
@@ -39,12 +48,37 @@ LAWFUL: dict[str, dict[str, Any]] = {
         "slot_mapping": ints(0, 1, 2, -1),
     },
     "merge_attention_states": {"outs": ones(2, 3, 4, 16), "lses": ones(2, 3, 4)},
+    "sparse_mla_prefill": {
+        "q": ones(3, 4, 32),
+        "kv": ones(10, 1, 32),
+        "indices": ints([[0, 9]], [[3, -1]], [[77, 1]]),
+        "d_v": 16,
+    },
+    "mla_decode": {
+        "q": ones(2, 1, 4, 32),
+        "kv_cache": ones(6, 4, 1, 32),
+        "page_indices": ints([0, 1], [2, 3]),
+        "kv_lens": ints(3, 8),
+        "d_v": 16,
+        "schedule": SCHEDULE,
+    },
+    "make_decode_schedule": {"kv_lens": ints(3, 8), "batch_size": 2, "num_q_tokens": 1, "num_q_heads": 4},
+    "quantize_mla_cache": {"kv": ones(2, 3, 1, 576), "format": "fp8_v32"},
+    "dequantize_mla_cache": {"cache": raw(2, 3, 1, 656)},
+    "write_mla_cache": {"kv": ones(3, 1, 32), "cache": ones(2, 3, 1, 32), "slot_mapping": ints(0, -1, 5)},
+    "page_indices_to_slots": {"positions": ints([0, 5], [1, -1]), "page_indices": ints([0, 1], [2, 3]), "page_size": 4},
 }
 TABLES = {"slot_mapping": None, "kv_lens": ints(3, 8), "page_indices": ints([0, 1], [2, 3]), "cu_q_lens": ints(0, 2, 4)}
 FLOATS, CACHES = (
     "float32 or float16 or bfloat16",
     "float32 or float16 or bfloat16 or float8_e4m3fn or float8_e5m2 or int8",
 )
+BYTES = "uint8 or float8_e4m3fn or int8"
+# What makes the dense decode a sparse one, over one cache or two.
+LISTS = {"page_indices": None, "kv_lens": None, "schedule": None, "indices": ints([[0, 5, -1]], [[1, 23, 24]])}
+TWO = LISTS | {"extra_kv_cache": ones(3, 2, 1, 32), "extra_indices": ints([[0, 5]], [[-1, 7]])}
+# The same over bytes.
+BYTE_LISTS = LISTS | {"q": ones(2, 1, 4, 576), "kv_cache": raw(6, 4, 1, 656)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +99,39 @@ def write(error: type[Exception], text: str, **changes: Any) -> Case:
 
 def merge(error: type[Exception], text: str, **changes: Any) -> Case:
     return Case("merge_attention_states", changes, error, text)
+
+
+def prefill(error: type[Exception], text: str, **changes: Any) -> Case:
+    return Case("sparse_mla_prefill", changes, error, text)
+
+
+def decode(error: type[Exception], text: str, **changes: Any) -> Case:
+    return Case("mla_decode", changes, error, text)
+
+
+def schedule(error: type[Exception], text: str, **changes: Any) -> Case:
+    return Case("make_decode_schedule", changes, error, text)
+
+
+def quantize(error: type[Exception], text: str, **changes: Any) -> Case:
+    return Case("quantize_mla_cache", changes, error, text)
+
+
+def dequantize(error: type[Exception], text: str, **changes: Any) -> Case:
+    return Case("dequantize_mla_cache", changes, error, text)
+
+
+def write_latents(error: type[Exception], text: str, **changes: Any) -> Case:
+    return Case("write_mla_cache", changes, error, text)
+
+
+def slots(error: type[Exception], text: str, **changes: Any) -> Case:
+    return Case("page_indices_to_slots", changes, error, text)
+
+
+def scheduled(**changes: Any) -> dict[str, Any]:
+    """The dense decode with another schedule."""
+    return {"schedule": dataclasses.replace(SCHEDULE, **changes)}
 
 
 def values(text: str, **changes: Any) -> Case:
@@ -198,6 +265,208 @@ STATIC = [
           outs=ones(3, 4, 16)),
     merge(InvalidInput, "expected lses.shape to be [N, T, H] = [2, 3, 4], got [2, 4, 3]", lses=ones(2, 4, 3)),
     merge(InvalidInput, "expected outs to hold at least one part, got 0", outs=ones(0, 3, 4, 16), lses=ones(0, 3, 4)),
+    # Sparse prefill.
+    prefill(TypeError, "expected q to be an array, got NoneType", q=None),
+    prefill(TypeError, "expected kv to be an array, got str", kv="rows"),
+    prefill(TypeError, "expected indices to be an array, got list", indices=[[[0]]]),
+    prefill(TypeError, "expected d_v to be an int, got float", d_v=16.0),
+    prefill(TypeError, "expected sm_scale to be a number, got str", sm_scale="1"),
+    prefill(TypeError, "expected sinks to be an array, got float", sinks=1.0),
+    prefill(TypeError, "expected topk_lens to be an array, got int", topk_lens=2),
+    prefill(InvalidInput, f"expected q.dtype to be {FLOATS}, got int32", q=ones(3, 4, 32, dtype=np.int32)),
+    prefill(InvalidInput, f"expected kv.dtype to be {FLOATS}, got int8", kv=ones(10, 1, 32, dtype=np.int8)),
+    prefill(InvalidInput, f"expected kv.dtype to be {FLOATS} or {BYTES}, got int32",
+            kv=ones(2, 5, 1, 32, dtype=np.int32)),
+    prefill(InvalidInput, "expected kv.dtype to be that of q, float32, or bytes, got float16",
+            kv=ones(10, 1, 32, dtype=np.float16)),
+    prefill(InvalidInput, f"expected kv.dtype to be {BYTES} with cache_format='fp8_v32', got float32",
+            cache_format="fp8_v32"),
+    prefill(InvalidInput, f"expected kv.dtype to be {FLOATS} with cache_format='plain', got uint8",
+            kv=raw(2, 5, 1, 656), cache_format="plain"),
+    prefill(InvalidInput, "expected indices.dtype to be int32, got float32", indices=ones(3, 1, 2)),
+    prefill(InvalidInput, "expected sinks.dtype to be float32, got float16", sinks=ones(4, dtype=np.float16)),
+    prefill(InvalidInput, "expected topk_lens.dtype to be int32, got float32", topk_lens=ones(3)),
+    prefill(InvalidInput, "expected q.shape to be [T, H, D] = [T, H, D], got [3, 32]", q=ones(3, 32)),
+    prefill(InvalidInput, "expected q.shape[2] to be a multiple of 16 from 16 to 1024, got 40", q=ones(3, 4, 40)),
+    prefill(InvalidInput, "expected q.shape[2] to be a multiple of 16 from 16 to 1024, got 1040", q=ones(3, 4, 1040)),
+    prefill(InvalidInput, "expected q.shape[2] to be a multiple of 16 from 16 to 1024, got 0", q=ones(3, 4, 0)),
+    prefill(InvalidInput, "expected d_v to be a multiple of 16 from 16 to d_qk=32, got 48", d_v=48),
+    prefill(InvalidInput, "expected d_v to be a multiple of 16 from 16 to d_qk=32, got 24", d_v=24),
+    prefill(InvalidInput, "expected d_v to be a multiple of 16 from 16 to d_qk=32, got 0", d_v=0),
+    prefill(InvalidInput, "expected kv.shape to be [P, G, K, C] = [P, G, K, C], got [10, 32]", kv=ones(10, 32)),
+    prefill(InvalidInput, "expected kv.shape[2] = d_qk=32, got 48", kv=ones(10, 1, 48)),
+    prefill(InvalidInput, "expected kv.shape[3] = d_qk=32, got 48", kv=ones(2, 5, 1, 48)),
+    prefill(InvalidInput, "expected kv.shape[3] to be 656 (fp8_v32) or 584 (fp8_v4) for a cache of bytes, got 32",
+            kv=raw(2, 5, 1, 32)),
+    prefill(InvalidInput, "expected kv.shape[3] to be 584 (fp8_v4) for a cache of bytes, got 656",
+            kv=raw(2, 5, 1, 656), cache_format="fp8_v4"),
+    prefill(InvalidInput, "expected q's last dimension to be 576 with cache_format='fp8_v32', got 32",
+            kv=raw(2, 5, 1, 656)),
+    prefill(InvalidInput, "expected kv to have num_kv_heads >= 1, got 0", kv=ones(10, 0, 32)),
+    prefill(InvalidInput, "expected kv to have num_kv_heads >= 1, got 0", kv=ones(2, 5, 0, 32)),
+    prefill(InvalidInput, "expected kv to have num_kv_heads = 1 with cache_format='fp8_v4', got 2",
+            kv=raw(2, 5, 2, 584)),
+    prefill(InvalidInput, "expected kv to have page_size >= 1, got 0", kv=ones(2, 0, 1, 32)),
+    prefill(InvalidInput, "expected num_q_heads to be a multiple of num_kv_heads=3, got 4", kv=ones(10, 3, 32)),
+    prefill(InvalidInput, "expected num_q_heads to be a multiple of num_kv_heads=1, got 0", q=ones(3, 0, 32)),
+    prefill(InvalidInput, "expected indices.shape to be [T, K, N] = [3, 1, N], got [2, 1, 1]",
+            indices=ints([[0]], [[1]])),
+    prefill(InvalidInput, "expected indices.shape to be [T, K, N] = [3, 1, N], got [3, 2]",
+            indices=ints([0, 1], [2, 3], [4, 5])),
+    prefill(InvalidInput, "expected indices to list at least one key a query, got 0", indices=ints([[]], [[]], [[]])),
+    prefill(InvalidInput, "expected sinks.shape to be [H] = [4], got [3]", sinks=ones(3)),
+    prefill(InvalidInput, "expected topk_lens.shape to be [T] = [3], got [2]", topk_lens=ints(1, 2)),
+    prefill(InvalidInput, "expected sm_scale to be finite, got inf", sm_scale=float("inf")),
+    prefill(InvalidInput, "expected cache_format to be one of plain, fp8_v32, fp8_v4, got 'fp8'", cache_format="fp8"),
+    # Decode.
+    decode(TypeError, "expected q to be an array, got NoneType", q=None, schedule=None),
+    decode(TypeError, "expected kv_cache to be an array, got list", kv_cache=[1.0], schedule=None),
+    decode(TypeError, "expected causal to be a bool, got int", causal=1),
+    decode(TypeError, "expected topk_lens to be an array, got int", **LISTS, topk_lens=3),
+    decode(TypeError, "expected schedule to be a DecodeSchedule, got tuple", schedule=(1, 2)),
+    decode(InvalidInput, "expected q.shape to be [S, Q, H, D] = [S, Q, H, D], got [2, 4, 32]", q=ones(2, 4, 32),
+           schedule=None),
+    decode(InvalidInput, "expected q.shape[3] to be a multiple of 16 from 16 to 1024, got 8", q=ones(2, 1, 4, 8)),
+    decode(InvalidInput, "expected q to have at least one query token a sequence, got 0", q=ones(2, 0, 4, 32),
+           schedule=None),
+    decode(InvalidInput, f"expected kv_cache.dtype to be {FLOATS} or {BYTES}, got int32",
+           kv_cache=ones(6, 4, 1, 32, dtype=np.int32)),
+    decode(InvalidInput, "expected kv_cache.shape to be [P, G, K, C] = [P, G, K, C], got [24, 1, 32]",
+           kv_cache=ones(24, 1, 32), schedule=None),
+    decode(InvalidInput, "expected kv_cache.shape[3] = d_qk=32, got 16", kv_cache=ones(6, 4, 1, 16)),
+    decode(InvalidInput, "expected page_indices with a dense call (one without indices), got None", page_indices=None),
+    decode(InvalidInput, "expected kv_lens with a dense call (one without indices), got None", kv_lens=None),
+    decode(InvalidInput, "expected page_indices.shape to be [S, M] = [2, M], got [3, 1]",
+           page_indices=ints([0], [1], [2])),
+    decode(InvalidInput, "expected kv_lens.dtype to be int32, got float32", kv_lens=ones(2)),
+    decode(InvalidInput, "expected topk_lens only together with indices, got it without", topk_lens=ints(1, 2)),
+    decode(InvalidInput, "expected extra_kv_cache only together with indices, got it without",
+           extra_kv_cache=ones(3, 2, 1, 32)),
+    decode(InvalidInput, "expected extra_indices only together with indices, got it without",
+           extra_indices=TWO["extra_indices"], schedule=None),
+    decode(InvalidInput, "expected extra_topk_lens only together with indices, got it without",
+           extra_topk_lens=ints(1, 2)),
+    decode(InvalidInput, "expected kv_cache to have num_kv_heads = 1 with indices, got 2",
+           **LISTS | {"kv_cache": ones(6, 4, 2, 32)}),
+    decode(InvalidInput, "expected causal=False with indices, which select the keys themselves, got True",
+           **LISTS, causal=True),
+    decode(InvalidInput, "expected indices.shape to be [S, Q, N] = [2, 1, N], got [2, 2]",
+           **LISTS | {"indices": ints([0, 1], [2, 3])}),
+    decode(InvalidInput, "expected indices to list at least one key a query, got 0",
+           **LISTS | {"indices": ints([[]], [[]])}),
+    decode(InvalidInput, "expected topk_lens.shape to be [S] = [2], got [3]", **LISTS, topk_lens=ints(1, 2, 3)),
+    decode(InvalidInput, "expected topk_lens.shape to be [S, Q] = [2, 1], got [1, 2]", **LISTS, topk_lens=ints([1, 2])),
+    decode(InvalidInput, "expected extra_kv_cache and extra_indices together, got extra_indices=None",
+           **TWO | {"extra_indices": None}),
+    decode(InvalidInput, "expected extra_kv_cache and extra_indices together, got extra_kv_cache=None",
+           **TWO | {"extra_kv_cache": None}),
+    decode(InvalidInput, "expected extra_topk_lens only together with extra_indices, got it without",
+           **LISTS, extra_topk_lens=ints(1, 2)),
+    decode(InvalidInput, "expected extra_kv_cache in the format of kv_cache, plain, got fp8_v32",
+           **TWO | {"extra_kv_cache": raw(3, 2, 1, 656)}),
+    decode(InvalidInput, "expected extra_kv_cache in the format of kv_cache, fp8_v32, got fp8_v4",
+           **TWO | BYTE_LISTS | {"extra_kv_cache": raw(3, 2, 1, 584)}),
+    decode(InvalidInput, "expected extra_kv_cache.shape[3] = d_qk=32, got 48",
+           **TWO | {"extra_kv_cache": ones(3, 2, 1, 48)}),
+    decode(InvalidInput, "expected extra_kv_cache to have num_kv_heads = 1, got 2",
+           **TWO | {"extra_kv_cache": ones(3, 2, 2, 32)}),
+    decode(InvalidInput, "expected extra_indices.dtype to be int32, got float32",
+           **TWO | {"extra_indices": ones(2, 1, 2)}),
+    decode(InvalidInput, "expected extra_indices to list at least one key a query, got 0",
+           **TWO | {"extra_indices": ints([[]], [[]])}),
+    decode(InvalidInput, "expected extra_topk_lens.shape to be [S] = [2], got [1]", **TWO, extra_topk_lens=ints(1)),
+    decode(InvalidInput, "expected a schedule made for batch_size=2, got one made for batch_size=3",
+           **scheduled(made_for=(3, 1, 4, 1, 0, 0))),
+    decode(InvalidInput, "expected a schedule made for num_q_tokens=1, got one made for num_q_tokens=2",
+           **scheduled(made_for=(2, 2, 4, 1, 0, 0))),
+    decode(InvalidInput, "expected a schedule made for num_q_heads=4, got one made for num_q_heads=8",
+           **scheduled(made_for=(2, 1, 8, 1, 0, 0))),
+    decode(InvalidInput, "expected a schedule made for num_kv_heads=1, got one made for num_kv_heads=2",
+           **scheduled(made_for=(2, 1, 4, 2, 0, 0))),
+    decode(InvalidInput, "expected a schedule made for topk=3, got one made for topk=0",
+           **LISTS | {"schedule": SCHEDULE}),
+    decode(InvalidInput, "expected a schedule made for extra_topk=2, got one made for extra_topk=4",
+           **TWO | scheduled(made_for=(2, 1, 4, 1, 3, 4))),
+    decode(InvalidInput, "expected schedule.num_splits.shape to be [S+1] = [3], got [2]",
+           **scheduled(num_splits=ints(0, 1))),
+    decode(InvalidInput, "expected schedule.num_splits.dtype to be int32, got float32",
+           **scheduled(num_splits=ones(3))),
+    decode(InvalidInput, "expected schedule.parts.shape to be [R, 8] = [R, 8], got [3, 7]",
+           **scheduled(parts=np.zeros((3, 7), np.int32))),
+    # Schedules.
+    schedule(InvalidInput, "expected kv_lens.dtype to be int32, got float32", kv_lens=ones(2)),
+    schedule(InvalidInput, "expected kv_lens.shape to be [S] = [2], got [3]", kv_lens=ints(1, 2, 3)),
+    schedule(InvalidInput, "expected topk_lens.dtype to be int32, got float32", kv_lens=64, topk_lens=ones(2)),
+    schedule(InvalidInput, "expected kv_lens >= 1, got 0", kv_lens=0),
+    schedule(InvalidInput, "expected topk_lens only with a top-k in place of kv_lens, got it with kv_lens",
+             topk_lens=ints(1, 2)),
+    schedule(InvalidInput, "expected extra_topk only with a top-k in place of kv_lens, got it with kv_lens",
+             extra_topk=3),
+    schedule(InvalidInput, "expected num_kv_heads = 1 with a top-k in place of kv_lens, got 2",
+             kv_lens=64, num_kv_heads=2),
+    schedule(InvalidInput, "expected extra_topk_lens only together with extra_topk, got it without",
+             kv_lens=64, extra_topk_lens=ints(1, 2)),
+    schedule(TypeError, "expected extra_topk to be an int, got float", kv_lens=64, extra_topk=1.5),
+    schedule(InvalidInput, "expected extra_topk >= 1, got 0", kv_lens=64, extra_topk=0),
+    schedule(TypeError, "expected batch_size to be an int, got str", batch_size="2"),
+    schedule(InvalidInput, "expected batch_size >= 0, got -1", kv_lens=64, batch_size=-1),
+    schedule(InvalidInput, "expected num_q_tokens >= 1, got 0", num_q_tokens=0),
+    schedule(InvalidInput, "expected num_q_heads >= 1, got 0", num_q_heads=0),
+    schedule(InvalidInput, "expected num_kv_heads >= 1, got 0", num_kv_heads=0),
+    schedule(InvalidInput, "expected num_q_heads to be a multiple of num_kv_heads=3, got 4", num_kv_heads=3),
+    schedule(TypeError, "expected num_parts to be an int, got float", num_parts=2.5),
+    schedule(TypeError, "expected overhead to be an int, got str", overhead="5"),
+    schedule(InvalidInput, "expected num_parts >= 1, got 0", num_parts=0),
+    schedule(InvalidInput, "expected overhead >= 0, got -1", overhead=-1),
+    # Quantised caches.
+    quantize(TypeError, "expected kv to be an array, got NoneType", kv=None),
+    quantize(TypeError, "expected power_of_two_scales to be a bool, got int", power_of_two_scales=1),
+    quantize(InvalidInput, "expected format to be one of fp8_v32, fp8_v4, got 'plain'", format="plain"),
+    quantize(InvalidInput, f"expected kv.dtype to be {FLOATS}, got uint8", kv=raw(2, 3, 1, 576)),
+    quantize(InvalidInput, "expected kv.shape to be [P, G, 1, D] = [P, G, 1, 576], got [2, 3, 1, 512]",
+             kv=ones(2, 3, 1, 512)),
+    quantize(InvalidInput, "expected kv.shape to be [P, G, 1, D] = [P, G, 1, 512], got [2, 3, 2, 512]",
+             kv=ones(2, 3, 2, 512), format="fp8_v4"),
+    quantize(InvalidInput, "expected kv to have page_size >= 1, got 0", kv=ones(2, 0, 1, 576)),
+    quantize(InvalidInput, "expected power_of_two_scales=True with format='fp8_v4', got False",
+             kv=ones(2, 3, 1, 512), format="fp8_v4", power_of_two_scales=False),
+    dequantize(TypeError, "expected cache to be an array, got bytes", cache=b"cache"),
+    dequantize(InvalidInput, f"expected cache.dtype to be {BYTES}, got float32", cache=ones(2, 3, 1, 656)),
+    dequantize(InvalidInput, "expected cache.shape to be [P, G, 1, C] = [P, G, 1, C], got [2, 3, 656]",
+               cache=raw(2, 3, 656)),
+    dequantize(InvalidInput, "expected cache.shape[3] to be 656 (fp8_v32) or 584 (fp8_v4) for a cache of bytes, "
+               "got 600", cache=raw(2, 3, 1, 600)),
+    dequantize(InvalidInput, "expected cache.shape[3] to be 584 (fp8_v4) for a cache of bytes, got 656",
+               format="fp8_v4"),
+    dequantize(InvalidInput, "expected format to be one of fp8_v32, fp8_v4, got 'plain'", format="plain"),
+    dequantize(InvalidInput, "expected cache to have page_size >= 1, got 0", cache=raw(2, 0, 1, 656)),
+    dequantize(InvalidInput, f"expected dtype to be {FLOATS}, got 'int8'", dtype="int8"),
+    # Writes of latents.
+    write_latents(TypeError, "expected kv to be an array, got NoneType", kv=None),
+    write_latents(TypeError, "expected cache to be an array, got NoneType", cache=None),
+    write_latents(TypeError, "expected slot_mapping to be an array, got list", slot_mapping=[0, 1, 2]),
+    write_latents(TypeError, "expected power_of_two_scales to be a bool, got NoneType", power_of_two_scales=None),
+    write_latents(InvalidInput, "expected kv.dtype to be float32, got float16", kv=ones(3, 1, 32, dtype=np.float16)),
+    write_latents(InvalidInput, f"expected kv.dtype to be {FLOATS}, got int32",
+                  kv=ones(3, 1, 576, dtype=np.int32), cache=raw(2, 3, 1, 656)),
+    write_latents(InvalidInput, "expected kv.shape to be [T, K, D] = [T, 1, 32], got [3, 1, 48]", kv=ones(3, 1, 48)),
+    write_latents(InvalidInput, "expected kv.shape to be [T, K, D] = [T, 1, 512], got [3, 1, 576]",
+                  kv=ones(3, 1, 576), cache=raw(2, 3, 1, 584)),
+    write_latents(InvalidInput, "expected slot_mapping.dtype to be int32 or int64, got float32", slot_mapping=ones(3)),
+    write_latents(InvalidInput, "expected slot_mapping.shape to be [T] = [3], got [2]", slot_mapping=ints(0, 1)),
+    write_latents(InvalidInput, "expected cache_format to be one of plain, fp8_v32, fp8_v4, got 'v4'",
+                  cache_format="v4"),
+    write_latents(InvalidInput, "expected power_of_two_scales=True with cache_format='fp8_v4', got False",
+                  kv=ones(3, 1, 512), cache=raw(2, 3, 1, 584), power_of_two_scales=False),
+    # Slots.
+    slots(TypeError, "expected positions to be an array, got int", positions=3),
+    slots(TypeError, "expected page_indices to be an array, got NoneType", page_indices=None),
+    slots(TypeError, "expected page_size to be an int, got float", page_size=4.0),
+    slots(InvalidInput, "expected positions.dtype to be int32, got float32", positions=ones(2, 2)),
+    slots(InvalidInput, "expected positions.shape to be [S] = [S], got []", positions=np.array(3, np.int32)),
+    slots(InvalidInput, "expected page_indices.shape to be [S, M] = [2, M], got [3, 1]",
+          page_indices=ints([0], [1], [2])),
+    slots(InvalidInput, "expected page_size >= 1, got 0", page_size=0),
 ]  # fmt: skip
 
 VALUES = [
@@ -216,6 +485,24 @@ VALUES = [
           slot_mapping=ints(-2, 1, 2, 3)),
     write(InvalidInput, "expected page_indices[0, 0] between 0 and 5, got 8",
           **TABLES | {"page_indices": ints([8, 1], [2, 3])}),
+    decode(InvalidInput, "expected kv_lens[0] between 0 and pages_per_seq * page_size = 8, got 9",
+           kv_lens=ints(9, 8), schedule=None),
+    decode(InvalidInput, "expected page_indices[1, 1] between 0 and 5, got 6", page_indices=ints([0, 1], [2, 6])),
+    decode(InvalidInput, "expected schedule.num_splits to ascend from 0 to at most 5, got [0 3 2]",
+           **scheduled(num_splits=ints(0, 3, 2))),
+    decode(InvalidInput, "expected schedule.num_splits to ascend from 0 to at most 5, got [1 2 3]",
+           **scheduled(num_splits=ints(1, 2, 3))),
+    decode(InvalidInput, "expected schedule.num_splits to ascend from 0 to at most 5, got [0 1 6]",
+           **scheduled(num_splits=ints(0, 1, 6))),
+    decode(InvalidInput, "expected a schedule made for these kv_lens, got one made for 4 where kv_lens[1] = 8",
+           **scheduled(lens=ints(3, 4))),
+    decode(InvalidInput, "expected a schedule made for these topk_lens, got one made for 2 where topk_lens[0] = 3",
+           **LISTS | scheduled(lens=ints(2, 1), made_for=(2, 1, 4, 1, 3, 0)), topk_lens=ints([9], [1])),
+    decode(InvalidInput, "expected a schedule made for these extra_topk_lens, got one made for 1 where "
+           "extra_topk_lens[1] = 2",
+           **TWO | scheduled(lens=ints(3, 3), extra_lens=ints(2, 1), made_for=(2, 1, 4, 1, 3, 2))),
+    write_latents(InvalidInput, "expected slot_mapping[1] to be -1 or between 0 and 5, got 6",
+                  slot_mapping=ints(0, 6, -1)),
 ]  # fmt: skip
 
 
@@ -226,9 +513,12 @@ def refusal(case: Case, framework: str, **more: Any) -> Exception:
     def bring(value: Any) -> Any:
         if isinstance(value, tuple) and any(isinstance(item, np.ndarray) for item in value):
             return tuple(map(bring, value))
+        if isinstance(value, calls.DecodeSchedule):
+            arrays = {name: bring(getattr(value, name)) for name in ("parts", "num_splits", "lens", "extra_lens")}
+            return dataclasses.replace(value, **arrays)
         if not isinstance(value, np.ndarray):
             return value
-        return front.bring("", value, str(value.dtype), strided=False, place=lambda array: array, device=None)
+        return front.bring(value, str(value.dtype), layout="", place=lambda array: array, device=None)
 
     arguments = {name: bring(value) for name, value in (LAWFUL[case.operation] | case.changes | more).items()}
     try:
@@ -293,14 +583,22 @@ def test_an_operation_that_a_room_does_not_offer_is_missing(framework: str) -> N
 
 
 def test_every_raise_of_the_records_is_reached(framework: str) -> None:
-    """No error text without a case: each `raise` in calls.py is met by the tables above."""
-    path = Path(calls.__file__)
-    raises = {node.lineno for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Raise)}
+    """No error text without a case: each `raise` in the records' modules is met by the tables above."""
+    sources = {path: path.read_text() for path in Path(calls.__file__).parent.glob("*.py")}
+    raises = {
+        (path, node.lineno, node.end_lineno or node.lineno)
+        for path, source in sources.items()
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Raise)
+    }
     met = set()
     with ra.use_backend(validate="full"):
         for case in STATIC + VALUES:
             for frame, line in traceback.walk_tb(refusal(case, framework).__traceback__):
-                if Path(frame.f_code.co_filename) == path:
-                    met |= {number for number in raises if 0 <= line - number <= 4}
-    missed = {number: path.read_text().splitlines()[number - 1].strip() for number in raises - met}
+                met.add((Path(frame.f_code.co_filename), line))
+    missed = [
+        f"{path.name}:{first}: {sources[path].splitlines()[first - 1].strip()}"
+        for path, first, last in sorted(raises)
+        if not any((path, line) in met for line in range(first, last + 1))
+    ]
     assert not missed

@@ -56,7 +56,7 @@ def _expect_format(name: str, value: Any, plain: bool) -> None:
 
 
 def _format_of(name: str, cache: Any, given: str | None) -> str:
-    """The format of a cache whose kind and rank are known to be lawful: `plain` or a name in CACHE_FORMATS."""
+    """The format of a cache whose dtype and rank are known to be lawful: `plain` or a name in CACHE_FORMATS."""
     if given is not None:
         _expect_format("cache_format", given, plain=True)
     dtype, width = dtype_name(cache), cache.shape[-1]
@@ -66,8 +66,6 @@ def _format_of(name: str, cache: Any, given: str | None) -> str:
                 f"expected {name}.dtype to be {' or '.join(BYTES)} with cache_format={given!r}, got {dtype}"
             )
         return "plain"
-    if dtype not in BYTES:
-        raise InvalidInput(f"expected {name}.dtype to be {' or '.join((*FLOATS, *BYTES))}, got {dtype}")
     if given == "plain":
         raise InvalidInput(f"expected {name}.dtype to be {' or '.join(FLOATS)} with cache_format='plain', got {dtype}")
     for layout in CACHE_FORMATS.values():

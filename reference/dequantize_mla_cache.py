@@ -1,0 +1,29 @@
+"""The rows that a quantised latent cache holds; `kv_layout.dequantize_rows` has the arithmetic."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ragged_attention.reference.kv_layout import Float64, latent_rows
+from ragged_attention.reference.untuned import Tile as Tile
+from ragged_attention.reference.untuned import heuristic as heuristic
+from ragged_attention.reference.untuned import why_not as why_not
+
+
+def dequantize_mla_cache(cache: ArrayLike, format: str | None = None, dtype: str = "bfloat16") -> Float64:
+    """Bytes [P, G, 1, token_bytes] as rows [P, G, 1, d_qk], each product rounded to float32.
+
+    Rounding to `dtype` is left to the caller's cast.
+    """
+    del dtype
+    cache = np.asarray(cache)
+    num_pages, page_size = cache.shape[:2]
+    rows = latent_rows(cache, np.arange(num_pages * page_size), format)
+    with np.errstate(over="ignore"):
+        return rows.astype(np.float32).astype(np.float64).reshape(num_pages, page_size, 1, rows.shape[-1])
+
+
+def run(call: Any, tile: Tile, launch: Any) -> Any:
+    del tile
+    return launch.on_host(dequantize_mla_cache, call, [(call.out_shape, call.dtype)])[0]

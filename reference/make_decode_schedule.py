@@ -1,0 +1,66 @@
+"""The work of one decode step, divided among programs; FlashMLA's `get_mla_metadata` of September 2025."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ragged_attention.reference.untuned import Tile as Tile
+from ragged_attention.reference.untuned import heuristic as heuristic
+from ragged_attention.reference.untuned import why_not as why_not
+
+BLOCK = 64  # keys of a block
+
+
+def scheduled_blocks(lens: ArrayLike, extra_lens: ArrayLike | None, sparse: bool) -> tuple[Any, Any]:
+    """The cost of each sequence in blocks, at least one, and the end block it is given, which of no keys is 0.
+
+    A list has at least one entry; a second list begins at a new block.
+    """
+    keys = np.maximum(np.asarray(lens, np.int64), int(sparse))
+    if extra_lens is not None:
+        keys = -(-keys // BLOCK) * BLOCK + np.maximum(np.asarray(extra_lens, np.int64), 0)
+    ends = -(-keys // BLOCK)
+    return np.maximum(ends, 1), ends
+
+
+def make_decode_schedule(
+    lens: ArrayLike,
+    extra_lens: ArrayLike | None = None,
+    sparse: bool = False,
+    num_parts: int = 1,
+    overhead: int = 5,
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Parts [num_parts, 8] and num_splits [S + 1].
+
+    The sequences' blocks, laid end to end, are dealt to the parts in turn; each may spend `payload` blocks, and every
+    sequence it works on costs `overhead` on top. A part that cannot afford the rest of a sequence takes what it can,
+    and leaves the next split of it to the next part. A row of `parts` is: first sequence, first block in it, last
+    sequence, the block before which the part ends there, which split of the first sequence it begins with, 0, 0, 0.
+    A part that begins at sequence S is idle. Sequence s is computed in `num_splits[s + 1] - num_splits[s]` splits.
+    """
+    blocks, ends = scheduled_blocks(lens, extra_lens, sparse)
+    num_seqs = len(blocks)
+    payload = -(-int((blocks + overhead).sum()) // num_parts) + overhead
+    parts = np.zeros((num_parts, 8), np.int32)
+    num_splits = np.zeros(num_seqs + 1, np.int32)
+    seq = block = split = 0  # where the next part begins
+    for part in parts:
+        part[[0, 1, 4]] = seq, block, split
+        budget = payload
+        while seq < num_seqs and budget >= blocks[seq] - block + overhead:
+            budget -= blocks[seq] - block + overhead
+            num_splits[seq + 1] = num_splits[seq] + split + 1
+            seq, block, split = seq + 1, 0, 0
+        if seq < num_seqs and budget > overhead:
+            block, split = block + budget - overhead, split + 1
+        if block > 0:
+            part[2:4] = seq, block
+        else:
+            part[2:4] = seq - 1, ends[seq - 1] if seq > 0 else 0
+    return parts, num_splits
+
+
+def run(call: Any, tile: Tile, launch: Any) -> Any:
+    del tile
+    return launch.on_host(make_decode_schedule, call, [((call.num_parts, 8), "int32"), ((call.num_seqs + 1,), "int32")])

@@ -1,0 +1,29 @@
+"""Token positions of sequences as slots of the cache: what an indexer selects as what sparse attention takes."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ragged_attention.reference.untuned import Tile as Tile
+from ragged_attention.reference.untuned import heuristic as heuristic
+from ragged_attention.reference.untuned import why_not as why_not
+
+SLOTS = 2**31  # an int32 names no more
+
+
+def page_indices_to_slots(positions: ArrayLike, page_indices: ArrayLike, page_size: int) -> NDArray[np.int32]:
+    """`page * G + offset` of each position [S, ...]; -1 for a position outside the table or that names no slot."""
+    positions, page_indices = np.asarray(positions, np.int64), np.asarray(page_indices, np.int64)
+    page_size = min(page_size, SLOTS)  # a larger one makes the same slots
+    known = (positions >= 0) & (positions < page_indices.shape[1] * page_size)
+    seq = np.broadcast_to(np.arange(len(positions)).reshape(-1, *(1,) * (positions.ndim - 1)), positions.shape)
+    pages = page_indices[seq[known], positions[known] // page_size]
+    slots = np.full(positions.shape, -1)
+    slots[known] = np.where(pages < 0, -1, pages * page_size + positions[known] % page_size)
+    return np.where(slots < SLOTS, slots, -1).astype(np.int32)
+
+
+def run(call: Any, tile: Tile, launch: Any) -> Any:
+    del tile
+    return launch.on_host(page_indices_to_slots, call, [(call.positions.shape, "int32")])[0]

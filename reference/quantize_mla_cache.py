@@ -1,0 +1,26 @@
+"""A latent cache, quantised; `kv_layout.quantize_rows` has the arithmetic."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ragged_attention.calls import CACHE_FORMATS
+from ragged_attention.reference.kv_layout import Bytes, planes, quantize_rows
+from ragged_attention.reference.untuned import Tile as Tile
+from ragged_attention.reference.untuned import heuristic as heuristic
+from ragged_attention.reference.untuned import why_not as why_not
+
+
+def quantize_mla_cache(kv: ArrayLike, format: str, power_of_two_scales: bool = True) -> Bytes:
+    """Rows [P, G, 1, d_qk] as bytes [P, G, 1, token_bytes]."""
+    rows, layout = np.asarray(kv)[:, :, 0], CACHE_FORMATS[format]
+    cache = np.zeros((*rows.shape[:2], 1, layout.token_bytes), np.uint8)
+    for plane, stored in zip(planes(cache, layout), quantize_rows(rows, layout, power_of_two_scales), strict=True):
+        plane[...] = stored
+    return cache
+
+
+def run(call: Any, tile: Tile, launch: Any) -> Any:
+    del tile
+    return launch.on_host(quantize_mla_cache, call, [(call.out_shape, "uint8")])[0]

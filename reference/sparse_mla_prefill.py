@@ -1,0 +1,79 @@
+"""Attention of each query token over its own list of latent rows: DeepSeek sparse attention, prefill."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ragged_attention.reference.kv_layout import Float64, latent_rows
+from ragged_attention.reference.untuned import Tile as Tile
+from ragged_attention.reference.untuned import heuristic as heuristic
+from ragged_attention.reference.untuned import why_not as why_not
+
+
+def attend_latent(q: Float64, rows: Float64, d_v: int, scale: float) -> tuple[Float64, Float64, Float64]:
+    """Queries q [h, d_qk] that each see every row of `rows` [n, d_qk] -> out [h, d_v], max_logits [h], lse [h].
+
+    A row is the key, its first `d_v` columns are the value. Of no rows at all out is 0 and the others are -inf.
+    """
+    with np.errstate(invalid="ignore", divide="ignore"):  # selected rows may hold infinities
+        logits = q @ rows.T * scale
+        highest = logits.max(axis=1, initial=-np.inf)
+        some = highest != -np.inf
+        weights = np.exp(logits - np.where(some, highest, 0.0)[:, None])
+        total = weights.sum(axis=1)
+        lse = np.where(some, highest + np.log(total), -np.inf)
+        out = weights @ rows[:, :d_v] / np.where(some, total, 1.0)[:, None]
+    return out, highest, lse
+
+
+def left_by_sinks(lse: Float64, sinks: ArrayLike | None) -> Float64:
+    """What the sinks leave to the keys: sigmoid(lse - sink), 1 without sinks; `sinks` goes along `lse`'s last axis."""
+    if sinks is None:
+        return np.ones(lse.shape)
+    with np.errstate(over="ignore", invalid="ignore"):
+        left = 1 / (1 + np.exp(np.asarray(sinks, np.float64) - lse))
+    return np.where(lse == -np.inf, 0.0, left)
+
+
+def selected(indices: ArrayLike, topk_len: ArrayLike, num_slots: int) -> Any:
+    """The lawful ones among the first `topk_len` entries of one list, in its order and as often as it has them."""
+    indices = np.asarray(indices)
+    indices = indices[: max(int(topk_len), 0)]  # type: ignore[arg-type]
+    return indices[(indices >= 0) & (indices < num_slots)]
+
+
+def sparse_mla_prefill(
+    q: ArrayLike,
+    kv: ArrayLike,
+    indices: ArrayLike,
+    sm_scale: float | None = None,
+    d_v: int = 512,
+    sinks: ArrayLike | None = None,
+    topk_lens: ArrayLike | None = None,
+    cache_format: str | None = None,
+) -> tuple[Float64, Float64, Float64]:
+    """Out [T, H, d_v], max_logits [T, H] and lse [T, H] in float64; the arguments are those of the record."""
+    q, kv, indices = np.asarray(q, np.float64), np.asarray(kv), np.asarray(indices)
+    pages = kv[:, None] if kv.ndim == 3 else kv  # packed rows are pages of one position
+    num_tokens, num_q_heads, d_qk = q.shape
+    num_kv_heads, topk = indices.shape[1:]
+    num_slots, group = pages.shape[0] * pages.shape[1], num_q_heads // num_kv_heads
+    lens = np.broadcast_to(topk if topk_lens is None else np.asarray(topk_lens), (num_tokens,))
+    scale = d_qk**-0.5 if sm_scale is None else sm_scale
+    out = np.zeros((num_tokens, num_q_heads, d_v))
+    max_logits, lse = np.zeros((num_tokens, num_q_heads)), np.zeros((num_tokens, num_q_heads))
+    for token in range(num_tokens):
+        for kv_head in range(num_kv_heads):
+            rows = latent_rows(pages, selected(indices[token, kv_head], lens[token], num_slots), cache_format)
+            heads = slice(kv_head * group, (kv_head + 1) * group)
+            out[token, heads], max_logits[token, heads], lse[token, heads] = attend_latent(
+                q[token, heads], rows[:, kv_head], d_v, scale
+            )
+    return out * left_by_sinks(lse, sinks)[..., None], max_logits, lse
+
+
+def run(call: Any, tile: Tile, launch: Any) -> Any:
+    del tile
+    a_head = (call.q.shape[:2], "float32")
+    return launch.on_host(sparse_mla_prefill, call, [(call.out_shape, call.q.dtype), a_head, a_head])
