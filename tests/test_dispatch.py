@@ -278,7 +278,7 @@ def test_every_operation_is_offered_by_definition_and_fallback():
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-@pytest.mark.parametrize("operation", CALLS)
+@pytest.mark.parametrize("operation", [name for name in CALLS if name != "make_decode_schedule"])  # it makes them
 def test_front_ends_take_the_arguments_of_the_record(framework, operation):
     """Names, order and defaults are the record's; then `backend` and `options`."""
     pytest.importorskip(framework)
@@ -302,9 +302,11 @@ def test_both_front_ends_have_one_signature(operation):
         [(name, value.kind, value.default) for name, value in inspect.signature(function).parameters.items()]
         for function in both
     ]
+    if operation == "make_decode_schedule":  # only torch is told where an array made of nothing is to be
+        kinds[0] = [kind for kind in kinds[0] if kind[0] != "device"]
     assert kinds[0] == kinds[1]
     assert all(function.__doc__ == CALLS[operation].__doc__ for function in both)
-    for name in CALLS[operation].argument_names():
+    for name, _, _ in kinds[0]:
         assert name in (CALLS[operation].__doc__ or ""), f"{operation} does not document {name}"
 
 

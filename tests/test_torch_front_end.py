@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ragged_attention as ra
 import ragged_attention.torch as rt
-from ragged_attention.torch import operators
+from ragged_attention.torch import execute, paged
 
 NUM_PAGES, PAGE_SIZE, NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 12, 4, 4, 2, 16
 
@@ -28,7 +28,7 @@ def batch(dtype: torch.dtype = torch.float32, cache: torch.dtype | None = None) 
 
 
 def schema_arguments(inputs: dict[str, Any], **keywords: Any) -> tuple[Any, ...]:
-    return (*rt._attention_form(**inputs, **keywords), "eager", None)
+    return (*paged.attention_form(**inputs, **keywords), "eager", None)
 
 
 @pytest.mark.parametrize("cache", [None, torch.float8_e4m3fn, torch.int8])
@@ -50,7 +50,7 @@ def test_write_passes_opcheck(by_slot: bool, pair: bool) -> None:
     pages = inputs["kv_pages"]
     if pair:
         pages = (pages[:, :, 0::2].contiguous(), pages[:, :, 1::2].contiguous())
-    form = rt._write_form(k, k, pages, torch.arange(6, dtype=torch.int32) if by_slot else tables)
+    form = paged.write_form(k, k, pages, torch.arange(6, dtype=torch.int32) if by_slot else tables)
     torch.library.opcheck(torch.ops.ragged_attention.write_kv_pages.default, (*form, "eager", None))
 
 
@@ -153,14 +153,14 @@ def test_pages_with_a_strided_last_dimension_are_refused() -> None:
 
 def test_a_plan_serves_calls_alike_and_no_others() -> None:
     inputs = batch()
-    operators._plans.clear()
+    execute._plans.clear()
     rt.ragged_paged_attention(**inputs)
     rt.ragged_paged_attention(**(inputs | {"q": inputs["q"] * 2, "kv_lens": inputs["kv_lens"] - 1}))
-    assert len(operators._plans) == 1
+    assert len(execute._plans) == 1
     rt.ragged_paged_attention(**inputs, causal=False)
     with ra.use_backend("reference"):
         rt.ragged_paged_attention(**inputs)
-    assert len(operators._plans) == 3
+    assert len(execute._plans) == 3
     with pytest.raises(ra.InvalidInput, match=r"expected kv_lens\.shape"), ra.use_backend("reference"):
         rt.ragged_paged_attention(**(inputs | {"kv_lens": inputs["kv_lens"][:, None]}))
     with ra.use_backend(validate="full"), pytest.raises(ra.InvalidInput, match=r"expected kv_lens\[0\] between 0"):
@@ -168,8 +168,8 @@ def test_a_plan_serves_calls_alike_and_no_others() -> None:
 
 
 def test_the_number_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operators, "_MOST_PLANS", 3)
+    monkeypatch.setattr(execute, "_MOST_PLANS", 3)
     inputs = batch()
     for window in range(1, 9):
         rt.ragged_paged_attention(**inputs, sliding_window=window)
-    assert len(operators._plans) <= 3
+    assert len(execute._plans) <= 3

@@ -15,6 +15,7 @@ DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
     "int32": torch.int32,
+    "uint8": torch.uint8,
 }
 
 
@@ -51,6 +52,11 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     if tensor.dtype.is_floating_point and not is_bits(tensor.dtype):
         tensor = tensor.to(torch.float64)
     return to_bits(tensor).cpu().numpy()
+
+
+def indices_to_numpy(tensor: torch.Tensor) -> Any:
+    """Index arrays in NumPy, anything else as it is: all that a check of values looks into."""
+    return to_numpy(tensor) if tensor.dtype in (torch.int32, torch.int64) else tensor
 
 
 def _assign(tensor: torch.Tensor, values: np.ndarray) -> None:
@@ -97,6 +103,16 @@ class Launcher:
     def packed(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, copied if its last dimension is strided."""
         return tensor if tensor.dim() == 0 or tensor.shape[-1] == 1 or tensor.stride(-1) == 1 else tensor.contiguous()
+
+    def words(self, tensor: torch.Tensor, *, packed_rows: bool) -> torch.Tensor:
+        """A paged cache of bytes, copied if a page or row of it does not begin at a multiple of 4 bytes.
+
+        With `packed_rows` also if the rows of a page do not follow each other.
+        """
+        page, row, _, byte = tensor.stride()
+        apart = packed_rows and tensor.shape[1] > 1 and row != tensor.shape[3]
+        odd = page % 4 or row % 4 or tensor.data_ptr() % 4
+        return tensor.clone(memory_format=torch.contiguous_format) if apart or odd or byte != 1 else tensor
 
     def on_host(
         self,

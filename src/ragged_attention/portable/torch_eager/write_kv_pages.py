@@ -34,7 +34,7 @@ def _slots_from_tables(call: Any) -> torch.Tensor:
     return torch.from_numpy(slots).to(call.k.device)
 
 
-def _last_writers(slots: torch.Tensor, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+def last_writers(slots: torch.Tensor, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The slots to write, each once, and the last token listed for each."""
     ordered, tokens = torch.sort(slots, stable=True)
     keep = (ordered >= 0) & (ordered < num_slots)
@@ -70,7 +70,7 @@ def run(call: Any, tile: Tile, launch: Any) -> list[torch.Tensor]:
     arrays = [call.kv_pages] if call.combined else list(call.kv_pages)
     dtype = arrays[0].dtype
     slots = _slots_from_tables(call) if call.slot_mapping is None else call.slot_mapping.to(torch.int64)
-    slots, tokens = _last_writers(slots, call.num_pages * call.page_size)
+    slots, tokens = last_writers(slots, call.num_pages * call.page_size)
     if not len(slots):
         return arrays
     page, offset = slots // call.page_size, slots % call.page_size

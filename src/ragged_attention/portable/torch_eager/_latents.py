@@ -1,0 +1,165 @@
+"""The rows of a latent cache in all its formats: read by slot as float32, and written as bytes."""
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+
+from ragged_attention.calls import CACHE_FORMATS, CacheFormat
+from ragged_attention.errors import InvalidInput
+from ragged_attention.portable.torch_eager._cache import e4m3_to_float32
+from ragged_attention.portable.torch_eager.write_kv_pages import encode
+
+LARGEST = 448.0  # of float8_e4m3fn
+SMALLEST_SCALE = 1e-4
+CHUNK = 2048  # tokens whose rows are converted at a time
+
+
+def parts_of(cache: torch.Tensor, layout: CacheFormat) -> list[torch.Tensor]:
+    """A cache of bytes as views [P, G, bytes] of what each token has in one piece; `fp8_v4` keeps scales apart.
+
+    A page of `fp8_v4` is addressed by its bytes: the cache is copied where they do not follow each other, and must not
+    be written then.
+    """
+    bits = cache.view(torch.uint8)
+    if layout.name == "fp8_v32":
+        return [bits[:, :, 0]]
+    num_pages, page_size, _, token_bytes = bits.shape
+    if (page_size > 1 and bits.stride(1) != token_bytes) or bits.stride(3) != 1:
+        bits = bits.contiguous()
+    page_stride, start = bits.stride(0), bits.storage_offset()
+    row_bytes = layout.values + 2 * layout.rotary
+    scale_bytes = token_bytes - row_bytes
+    return [
+        bits.as_strided((num_pages, page_size, row_bytes), (page_stride, row_bytes, 1), start),
+        bits.as_strided(
+            (num_pages, page_size, scale_bytes), (page_stride, scale_bytes, 1), start + page_size * row_bytes
+        ),
+    ]
+
+
+def fields_of(parts: list[torch.Tensor], layout: CacheFormat) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The bytes of the values, of the scales and of the rotary columns, as views of the parts of some tokens."""
+    first, values, rotary_bytes = parts[0], layout.values, 2 * layout.rotary
+    scales = parts[1] if len(parts) == 2 else first[..., values:-rotary_bytes]
+    return first[..., :values], scales, first[..., -rotary_bytes:]
+
+
+def dequantized(parts: list[torch.Tensor], layout: CacheFormat) -> torch.Tensor:
+    """Rows float32 [..., d_qk] from the bytes of their parts: each fp8 value times its group's scale."""
+    codes, scales, rotary = fields_of(parts, layout)
+    count = layout.values // layout.group
+    if layout.name == "fp8_v32":
+        factors = _copy(scales).view(torch.float32)
+    else:
+        exponents = scales[..., :count].to(torch.int32)
+        bits = (exponents << 23).masked_fill_(exponents == 0, 0x00400000).masked_fill_(exponents == 0xFF, 0x7FC00000)
+        factors = bits.view(torch.float32)
+    values = e4m3_to_float32(codes.view(torch.int8))
+    values.unflatten(-1, (count, layout.group)).mul_(factors[..., None])
+    return torch.cat([values, _copy(rotary).view(torch.bfloat16).to(torch.float32)], dim=-1)
+
+
+def _copy(field: torch.Tensor) -> torch.Tensor:
+    """The bytes packed and aligned, so that they can be viewed as what they stand for; `contiguous` need not do it."""
+    return field.clone(memory_format=torch.contiguous_format)
+
+
+def quantized(
+    rows: torch.Tensor, layout: CacheFormat, power_of_two: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The bytes of rows [..., d_qk], as `fields_of` has them. Every NaN becomes the code 0x7F."""
+    groups = rows[..., : layout.values].to(torch.float32).unflatten(-1, (-1, layout.group))
+    # A tensor for a divisor, since some devices divide by a Python number through its reciprocal; filled where it is.
+    largest, smallest = (groups.new_full((), value) for value in (LARGEST, SMALLEST_SCALE))
+    scales = torch.maximum(groups.abs().amax(-1) / largest, smallest)
+    scales.masked_fill_(scales.isnan(), torch.nan)
+    if power_of_two:
+        up = ((scales.view(torch.int32) + 0x7FFFFF) & -0x800000).view(torch.float32)
+        scales = torch.where(scales.isfinite(), up, scales)
+    scaled = groups / scales[..., None]
+    codes = encode(scaled.masked_fill_(scaled.isnan(), torch.nan), torch.float8_e4m3fn).flatten(-2)
+    if layout.name == "fp8_v32":
+        stored = scales.view(torch.uint8)
+    else:
+        exponents = (scales.view(torch.int32) >> 23).to(torch.uint8)  # 0xFF where not finite
+        stored = torch.cat([exponents, torch.zeros_like(exponents[..., :1])], dim=-1)
+    rotary = rows[..., layout.values :].to(torch.bfloat16).contiguous().view(torch.uint8)
+    return codes, stored, rotary
+
+
+def chunks(array: torch.Tensor) -> list[tuple[slice, slice]]:
+    """An array [P, G, ...] as rectangles of at most CHUNK of its tokens: whole pages, or parts of one."""
+    num_pages, page_size = array.shape[0], array.shape[1]
+    pages, offsets = max(CHUNK // page_size, 1), min(page_size, CHUNK)
+    return [
+        (slice(page, page + pages), slice(offset, offset + offsets))
+        for page in range(0, num_pages, pages)
+        for offset in range(0, page_size, offsets)
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """What may be tuned.
+
+    Args:
+        block_kv: rows converted to float32 at a time.
+    """
+
+    block_kv: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.block_kv, int) or isinstance(self.block_kv, bool):
+            raise TypeError(f"expected block_kv to be an int, got {type(self.block_kv).__name__}")
+        if self.block_kv < 1:
+            raise InvalidInput(f"expected block_kv >= 1, got {self.block_kv}")
+
+
+def heuristic(call: Any) -> Tile:
+    """Rows and logits of about 3 MiB on a CPU, whose cache holds them, and of 64 MiB elsewhere."""
+    room = (3 if call.device.platform == "cpu" else 64) * 2**20
+    return Tile(block_kv=max(room // (8 * call.d_qk + 12 * call.num_q_heads), 64))
+
+
+class _Windows:
+    """Equal pieces of memory, one at each slot of an array [P, G, ...] of any page and row strides."""
+
+    def __init__(self, array: torch.Tensor) -> None:
+        num_pages, self.page_size, *inner = array.shape
+        page_stride = array.stride(0) if num_pages > 1 else 0
+        row_stride = array.stride(1) if self.page_size > 1 else 0
+        # Windows at every multiple of what divides both strides, most of which belong to no slot and overlap.
+        step = math.gcd(page_stride, row_stride) or 1
+        self.page_step, self.row_step = page_stride // step, row_stride // step
+        count = (num_pages - 1) * self.page_step + (self.page_size - 1) * self.row_step + 1
+        self.view = array.as_strided((count, *inner), (step, *array.stride()[2:]))
+
+    def at(self, slots: torch.Tensor) -> torch.Tensor:
+        """The pieces at slots i64 [n], which lie within the array, in new memory."""
+        if self.page_size == 1:
+            where = slots if self.page_step == 1 else slots * self.page_step
+        elif self.row_step == 1 and self.page_step in (0, self.page_size):
+            where = slots
+        else:
+            page = slots // self.page_size
+            where = page * self.page_step + (slots - page * self.page_size) * self.row_step
+        return self.view.index_select(0, where)
+
+
+class Rows:
+    """The rows of one cache, which are converted only when they are asked for."""
+
+    def __init__(self, cache: torch.Tensor, format: str) -> None:
+        """`cache` is [P, G, K, d_qk], or bytes [P, G, 1, token_bytes]; it has at least one slot."""
+        self.layout = CACHE_FORMATS.get(format)
+        parts = [cache] if self.layout is None else parts_of(cache, self.layout)
+        self.windows = [_Windows(part) for part in parts]
+
+    def at(self, slots: torch.Tensor) -> torch.Tensor:
+        """Float32 [n, K, d_qk] at slots i64 [n], which lie within the cache."""
+        parts = [windows.at(slots) for windows in self.windows]
+        if self.layout is None:
+            return parts[0].to(torch.float32)
+        return dequantized(parts, self.layout).unsqueeze(1)

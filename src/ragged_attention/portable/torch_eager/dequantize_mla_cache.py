@@ -1,0 +1,25 @@
+"""The rows that a quantised latent cache holds, with plain torch operations; nothing waits for the device."""
+
+from typing import Any
+
+import torch
+
+from ragged_attention.calls import CACHE_FORMATS
+from ragged_attention.portable.torch_eager._host import framework_is_torch
+from ragged_attention.portable.torch_eager._latents import chunks, dequantized, parts_of
+from ragged_attention.portable.untuned import Tile as Tile
+from ragged_attention.portable.untuned import heuristic as heuristic
+
+
+def why_not(call: Any) -> str | None:
+    return framework_is_torch(call)
+
+
+def run(call: Any, tile: Tile, launch: Any) -> torch.Tensor:
+    del tile, launch
+    layout = CACHE_FORMATS[call.found]
+    rows = torch.empty(call.out_shape, dtype=getattr(torch, call.dtype), device=call.cache.device)
+    parts = parts_of(call.cache, layout)
+    for where in chunks(call.cache):
+        rows[:, :, 0][where] = dequantized([part[where] for part in parts], layout)
+    return rows

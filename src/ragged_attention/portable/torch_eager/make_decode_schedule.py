@@ -1,0 +1,46 @@
+"""The work of one decode step, divided among programs: on the host, where it takes a loop over the sequences."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ragged_attention.portable.torch_eager._host import on_host, readable_on_host
+from ragged_attention.portable.untuned import Tile as Tile
+from ragged_attention.portable.untuned import heuristic as heuristic
+
+BLOCK = 64  # keys
+
+
+def why_not(call: Any) -> str | None:
+    return readable_on_host(call)
+
+
+def run(call: Any, tile: Tile, launch: Any) -> list[torch.Tensor]:
+    """Each part may spend `payload` blocks, and every sequence that it works on costs `overhead` of them."""
+    del tile, launch
+    ends = _blocks(call)
+    blocks = [max(end, 1) for end in ends]  # also a sequence without keys is somebody's work
+    payload = -(-(sum(blocks) + len(blocks) * call.overhead) // call.num_parts) + call.overhead
+    parts, num_splits = [], [0]
+    seq = done = split = 0  # where the next part begins
+    for _ in range(call.num_parts):
+        start, left = (seq, done, split), payload
+        while seq < len(blocks) and left >= blocks[seq] - done + call.overhead:
+            left -= blocks[seq] - done + call.overhead
+            num_splits.append(num_splits[-1] + split + 1)
+            seq, done, split = seq + 1, 0, 0
+        if seq < len(blocks) and left > call.overhead:
+            done, split = done + left - call.overhead, split + 1
+        last, end = (seq, done) if done else (seq - 1, ends[seq - 1] if seq else 0)
+        parts.append((*start[:2], last, end, start[2], 0, 0, 0))
+    device = call.lens.device
+    return [torch.tensor(table, dtype=torch.int32, device=device) for table in (parts, num_splits)]
+
+
+def _blocks(call: Any) -> list[int]:
+    """The number of blocks that each sequence's keys fill; those of a second cache begin a new one."""
+    keys = np.maximum(on_host(call.lens).astype(np.int64), int(call.sparse))
+    if call.extra_lens is not None:
+        keys = -(-keys // BLOCK) * BLOCK + np.maximum(on_host(call.extra_lens).astype(np.int64), 0)
+    return (-(-keys // BLOCK)).tolist()

@@ -1,0 +1,26 @@
+"""Token positions as slots of the cache, with plain torch operations; nothing waits for the device."""
+
+from typing import Any
+
+import torch
+
+from ragged_attention.portable.torch_eager._host import framework_is_torch
+from ragged_attention.portable.untuned import Tile as Tile
+from ragged_attention.portable.untuned import heuristic as heuristic
+
+
+def why_not(call: Any) -> str | None:
+    return framework_is_torch(call)
+
+
+def run(call: Any, tile: Tile, launch: Any) -> torch.Tensor:
+    del tile, launch
+    tables, positions, page_size = call.page_indices, call.positions.to(torch.int64), call.page_size
+    if positions.numel() == 0 or tables.shape[1] == 0:
+        return torch.full_like(call.positions, -1)
+    page = positions.flatten(1) if positions.dim() > 1 else positions[:, None]
+    page = page.div(page_size, rounding_mode="floor").clamp_(0, tables.shape[1] - 1)
+    base = tables.gather(1, page).view(positions.shape).to(torch.int64)
+    slots = base * page_size + positions % page_size
+    lawful = (positions >= 0) & (positions < tables.shape[1] * page_size) & (base >= 0) & (slots < 2**31)
+    return torch.where(lawful, slots, -1).to(torch.int32)

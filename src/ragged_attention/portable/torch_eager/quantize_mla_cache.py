@@ -1,0 +1,27 @@
+"""A latent cache, quantised with plain torch operations; nothing waits for the device."""
+
+from typing import Any
+
+import torch
+
+from ragged_attention.calls import CACHE_FORMATS
+from ragged_attention.portable.torch_eager._host import framework_is_torch
+from ragged_attention.portable.torch_eager._latents import chunks, fields_of, parts_of, quantized
+from ragged_attention.portable.untuned import Tile as Tile
+from ragged_attention.portable.untuned import heuristic as heuristic
+
+
+def why_not(call: Any) -> str | None:
+    return framework_is_torch(call)
+
+
+def run(call: Any, tile: Tile, launch: Any) -> torch.Tensor:
+    del tile, launch
+    layout = CACHE_FORMATS[call.format]
+    cache = torch.empty(call.out_shape, dtype=torch.uint8, device=call.kv.device)
+    fields = fields_of(parts_of(cache, layout), layout)
+    for where in chunks(call.kv):
+        stored = quantized(call.kv[:, :, 0][where], layout, call.power_of_two_scales)
+        for field, new in zip(fields, stored, strict=True):
+            field[where] = new
+    return cache

@@ -1,0 +1,29 @@
+"""This step's latent rows written into the pages of the cache with plain torch operations, in place."""
+
+from typing import Any
+
+import torch
+
+from ragged_attention.calls import CACHE_FORMATS
+from ragged_attention.portable.torch_eager._host import readable_on_host
+from ragged_attention.portable.torch_eager._latents import CHUNK, fields_of, parts_of, quantized
+from ragged_attention.portable.torch_eager.write_kv_pages import last_writers
+from ragged_attention.portable.untuned import Tile as Tile
+from ragged_attention.portable.untuned import heuristic as heuristic
+
+
+def why_not(call: Any) -> str | None:
+    return readable_on_host(call)
+
+
+def run(call: Any, tile: Tile, launch: Any) -> torch.Tensor:
+    del tile, launch
+    cache, layout = call.cache, CACHE_FORMATS.get(call.format)
+    fields = (cache,) if layout is None else fields_of(parts_of(cache, layout), layout)
+    slots, tokens = last_writers(call.slot_mapping.to(torch.int64), call.num_slots)
+    for some, rows in zip(slots.split(CHUNK), tokens.split(CHUNK), strict=True):
+        new = call.kv[rows]
+        stored = (new,) if layout is None else quantized(new[:, 0], layout, call.power_of_two_scales)
+        for field, values in zip(fields, stored, strict=True):
+            field[some // call.page_size, some % call.page_size] = values
+    return cache

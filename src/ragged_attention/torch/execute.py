@@ -1,0 +1,172 @@
+"""How a call of any operation runs: from a schema's arguments to the record, to the backend chosen, to its results.
+
+The public functions only bring their arguments into a schema's form. Everything else (static law, choice of
+backend, launch) happens inside the operator, out of sight of `torch.compile`.
+"""
+
+import ast
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ragged_attention import config, dispatch
+from ragged_attention.calls import CALLS, NOWHERE, Call, Device, is_number
+from ragged_attention.config import expect_mapping, parse_names
+from ragged_attention.errors import InvalidInput
+from ragged_attention.torch.launcher import LAUNCHER, device_facts, indices_to_numpy
+
+_library = torch.library.Library("ragged_attention", "DEF")
+
+CACHES = {  # the arguments whose rows must lie in one piece
+    "ragged_paged_attention": ("kv_pages",),
+    "write_kv_pages": ("kv_pages",),
+    "mla_decode": ("kv_cache", "extra_kv_cache"),
+    "dequantize_mla_cache": ("cache",),
+    "write_mla_cache": ("cache",),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Operation:
+    """What one operation is made of on this side."""
+
+    form: Callable[..., tuple[Any, ...]]  # the public function's arguments in the order and form of the schema
+    arguments: Callable[..., dict[str, Any]]  # the record's arguments from those
+
+
+OPERATIONS: dict[str, Operation] = {}
+
+
+def define(
+    name: str,
+    signature: str,
+    returns: str,
+    *,
+    form: Callable[..., tuple[Any, ...]],
+    arguments: Callable[..., dict[str, Any]],
+    results: Callable[[Any], Any],
+    fake: Callable[[Any], Any],
+) -> None:
+    """Define `torch.ops.ragged_attention.<name>`.
+
+    `results` makes what the schema returns from what a backend does, `fake` makes it from the record alone.
+    """
+    record = CALLS[name]
+
+    def implementation(*values: Any) -> Any:
+        return results(execute(record, arguments(*values[:-2]), *values[-2:]))
+
+    def fake_kernel(*values: Any) -> Any:
+        return fake(checked(record, arguments(*values[:-2])))
+
+    schema = f"{name}({signature}, str? backend, str? options) -> {returns}"
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ragged_attention::{name}", fake_kernel, lib=_library)
+    if returns != "()":
+        torch.library.register_autograd(f"ragged_attention::{name}", _not_differentiable(name), lib=_library)
+    OPERATIONS[name] = Operation(form, arguments)
+
+
+def _not_differentiable(name: str) -> Any:
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        del ctx, gradients
+        raise RuntimeError(f"{name} has no gradient: it works on a KV cache and is meant for inference")
+
+    return backward
+
+
+def invoke(operation: str, form: tuple[Any, ...], backend: Any, options: Any) -> Any:
+    """Run an operator on arguments that are in its schema's form."""
+    operator = getattr(torch.ops.ragged_attention, operation)
+    names = None if backend is None else ",".join(parse_names(backend))
+    try:
+        return operator(*form, names, encode_options(options))
+    except (RuntimeError, TypeError):
+        # A schema's complaint does not name our argument; the record's does.
+        record_of(operation, form)
+        raise
+
+
+def record_of(operation: str, form: tuple[Any, ...]) -> Any:
+    """The checked record of arguments that are in a schema's form."""
+    return checked(CALLS[operation], OPERATIONS[operation].arguments(*form))
+
+
+def encode_options(options: Any) -> str | None:
+    """The options mapping as the string that a schema can carry, in a way that `torch.compile` can follow."""
+    if options is None:
+        return None
+    return "{" + ", ".join([f"{name!r}: {value!r}" for name, value in expect_mapping(options).items()]) + "}"
+
+
+def number(value: Any) -> Any:
+    """Any kind of number as the float that a schema takes."""
+    return float(value) if is_number(value) else value
+
+
+def _static(value: Any) -> Any:
+    """All of an argument that a plan may rest on: everything but a tensor's contents."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    return tuple(map(_static, value)) if isinstance(value, tuple) else value
+
+
+_plans: dict[Any, tuple[Device, dispatch.Choice, bool]] = {}  # and whether values are to be checked
+_MOST_PLANS = 4096
+
+
+def execute(record: type[Call], arguments: dict[str, Any], backend: str | None, options: str | None) -> Any:
+    """Run a call: by the plan of an earlier one like it where there is one, else after checks and choice."""
+    key = (record, backend, options, config.state(), *map(_static, arguments.values()))
+    plan = _plans.get(key)
+    if plan is None or plan[1].module is not dispatch.load(record.OPERATION, plan[1].backend):
+        call = checked(record, arguments)
+        names = backend.split(",") if backend else None
+        choice = dispatch.choose(call, backend=names, options=ast.literal_eval(options) if options else None)
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        plan = _plans[key] = call.device, choice, config.validates_values()
+    else:
+        call = record.unchecked(**arguments, device=plan[0])
+    _, choice, validates = plan
+    if validates:
+        call.map(indices_to_numpy).check_values()  # type: ignore[attr-defined]
+    return choice.run(call, LAUNCHER)
+
+
+def checked(record: type[Call], arguments: Mapping[str, Any]) -> Any:
+    """The call's record, by which its static law is checked; for fake tensors and wrong kinds of values too."""
+    first = next((value for value in arguments.values() if isinstance(value, torch.Tensor)), None)
+    call = record(**arguments, device=NOWHERE if first is None else device_facts(first.device))  # type: ignore[call-arg]
+    _check_tensors(call, torch.device("cpu") if first is None else first.device)
+    return call
+
+
+def _check_tensors(call: Call, device: torch.device) -> None:
+    """Every array must be a torch tensor on the same device, and the caches' rows contiguous."""
+    for name, value in call.arguments().items():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if item is None or isinstance(item, bool | int | float | str):
+                continue
+            if not isinstance(item, torch.Tensor):
+                raise TypeError(f"expected {name} to be a torch.Tensor, got {type(item).__name__}")
+            if item.device != device:
+                raise InvalidInput(f"expected {name} on the device of the others, {device}, got {item.device}")
+    for name in CACHES.get(call.OPERATION, ()):
+        value = getattr(call, name)
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if item is not None and item.shape[-1] > 1 and item.stride(-1) != 1 and item.numel():
+                raise InvalidInput(f"expected {name} with a last stride of 1, got {item.stride(-1)}")
+    if call.OPERATION == "write_mla_cache":
+        _check_packed_pages(call)
+
+
+def _check_packed_pages(call: Any) -> None:
+    """A page of `fp8_v4` is addressed by its bytes, not by rows; what cannot be written in place is refused."""
+    cache = call.cache
+    if call.format == "fp8_v4" and cache.shape[1] > 1 and cache.stride(1) != cache.shape[3] and cache.numel():
+        wanted, got = cache.shape[3], cache.stride(1)
+        raise InvalidInput(f"expected cache with rows packed in each page (stride {wanted}) for 'fp8_v4', got {got}")
