@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from ragged_attention.calls import dtype_name
+from ragged_attention.errors import InvalidInput
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -29,6 +30,14 @@ def next_power_of_2(n: int) -> int:
 
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def expect_power_of_two(tile: Any, **bounds: tuple[int, int]) -> None:
+    """Check the fields of a tile that are named, each against its (low, high)."""
+    for name, (low, high) in bounds.items():
+        value = getattr(tile, name)
+        if not isinstance(value, int) or value & (value - 1) or not low <= value <= high:
+            raise InvalidInput(f"expected {name} to be a power of two from {low} to {high}, got {value!r}")
 
 
 def launchable(call: Any, kernel: Any) -> str | None:
@@ -214,6 +223,15 @@ def encode(x, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     else:
         stored = encode_float8(x, 3, 7, 0x7E)
     return stored
+
+
+@triton.jit
+def load_scale(scale_ptr, kv_head, factor, STRIDE: tl.constexpr):
+    """A KV head's scale, from an array (STRIDE 0 or 1) or the number `factor` (STRIDE -1)."""
+    scale = factor
+    if STRIDE >= 0:
+        scale = tl.load(scale_ptr + kv_head * STRIDE).to(tl.float32)
+    return scale
 
 
 # ---- attention over a range of keys

@@ -46,6 +46,8 @@ MIN_SPLIT = 64  # keys below which a split is not worth its program
 START_COST = 128  # of a program, in keys
 MERGE_COST = 4  # of a split more to merge, in keys
 SMALLEST_SHARED_MEMORY = 64 * 1024
+OLDER_COMPILER = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)  # needs 30 registers fewer than 3.9
+WGMMA = ("sm_90", "sm_100", "sm_103")  # where the matrix unit takes its operands from shared memory
 LARGEST_INT = 2**31 - 1
 
 
@@ -72,7 +74,7 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
-    """A cache and the lists of keys into it."""
+    """A cache as kernels can read it, and the lists of keys into it."""
 
     cache: Any  # [P, G, K, d_qk] or [P, G, 1, bytes], or packed rows [s_kv, K, d_qk]
     lists: Any  # i32, packed: lists of slots, or the page table [S, M] of a dense call
@@ -81,16 +83,33 @@ class Keys:
     longest: int  # keys a list can hold
     page_size: int
 
-    def strides(self, launch: Any, cache: Any) -> tuple[int, int, int]:
-        """Of page, place in the page and KV head; `cache` is the array as the kernel gets it."""
-        if len(cache.shape) == 3:
-            row, head, _ = launch.strides(cache)
-            return row, 0, head
-        return launch.strides(cache)[:3]
+    def lengths(self, launch: Any) -> dict[str, int]:
+        """What kernels are told of the lists' lengths."""
+        seq, token = (0, 0) if self.lens is None else (*launch.strides(self.lens), 0)[:2]
+        return {"longest": self.longest, "lens_seq_stride": seq, "lens_token_stride": token}
 
-    @property
-    def num_slots(self) -> int:
-        return min(self.cache.shape[0] * self.page_size, LARGEST_INT)
+    def places(self, launch: Any) -> dict[str, int]:
+        """What kernels are told of where rows and lists lie."""
+        if len(self.cache.shape) == 3:
+            page, head, _ = launch.strides(self.cache)
+            slot = 0
+        else:
+            page, slot, head, _ = launch.strides(self.cache)
+        return {
+            "page_stride": page,
+            "slot_stride": slot,
+            # What is never used must not spoil what compilers conclude about alignment.
+            "head_stride": head if self.cache.shape[-2] > 1 else 0,
+            "num_slots": min(self.cache.shape[0] * self.page_size, LARGEST_INT),
+            "list_seq_stride": self.list_strides[0],
+            "list_token_stride": self.list_strides[1],
+            "list_head_stride": self.list_strides[2],
+        }
+
+
+def readable(cache: Any, layout: str, launch: Any) -> Any:
+    """The cache, copied if kernels cannot read it where it lies: they read scales and rotary columns as words."""
+    return launch.packed(cache) if layout == "plain" else launch.words(cache, packed_rows=layout == "fp8_v4")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,13 +161,13 @@ def operand_size(call: Any) -> int:
     return 4 if item_size(call.q) == 4 else 2
 
 
-def tile_for(call: Any, rows: int, jobs: int, keys: int) -> Tile:
+def tile_for(call: Any, rows: int, jobs: int, keys: int, *, extra: bool) -> Tile:
     """Rows as few as do, wgmma-sized where there are 64; splits that fill the GPU.
 
     `jobs` counts jobs times KV heads, `keys` is the longest list there can be. Tile sizes depend on neither, so that
     with `num_splits` 1 a sequence's bits do not depend on its batch.
     """
-    block_h, block_kv, num_warps, num_stages = sizes(call, min(max(16, next_power_of_2(rows)), 64))
+    block_h, block_kv, num_warps, num_stages = sizes(call, min(max(16, next_power_of_2(rows)), 64), extra)
     block_kv, num_stages = fit(call, block_h, block_kv, num_stages)
     slots = call.device.num_multiprocessors * (2 if block_h <= 16 else 1)
     return Tile(
@@ -160,20 +179,26 @@ def tile_for(call: Any, rows: int, jobs: int, keys: int) -> Tile:
     )
 
 
-def sizes(call: Any, rows: int) -> tuple[int, int, int, int]:
-    """Rows, keys, warps and stages."""
-    if operand_size(call) == 4 and call.device.platform != "cpu":  # no matrix unit is exact in float32
-        return 16, 16, 8, 1
-    if rows >= 64:
-        return 64, 32, 8, 2
-    return rows, 32, 4 if rows == 16 else 8, 2
+def sizes(call: Any, rows: int, extra: bool) -> tuple[int, int, int, int]:
+    """Rows, keys, warps and stages; `extra` is whether there is a second cache, which needs registers of its own."""
+    arch, plain = call.device.arch, call.format == "plain"
+    if operand_size(call) == 4 and arch:  # no matrix unit is exact in float32
+        return 16, 16, 8 if arch.startswith("sm_") else 4, 1
+    if arch.startswith("gfx"):
+        return min(rows, 32), 32 if plain else 16, 4, 1
+    if rows <= 16:
+        return 16, 32, 8 if call.format == "fp8_v32" else 4, 2
+    if not plain:  # decoding takes registers, which 64 rows do not leave
+        return 32, 32 if call.format == "fp8_v4" else 16, 8, 2
+    if rows >= 64 and arch in WGMMA and not extra:
+        return 64, 32 if OLDER_COMPILER else 16, 8, 2
+    return 32, 32, 8, 2
 
 
 def fit(call: Any, rows: int, keys: int, stages: int) -> tuple[int, int]:
     """Keys and stages whose tiles stay within the device's shared memory."""
     budget = call.device.shared_memory or SMALLEST_SHARED_MEMORY
-    width = sum(next_power_of_2(n) for n in columns(call) if n)
-    while (max(stages - 1, 1) * keys * width + rows * (width + keys)) * operand_size(call) > budget:
+    while shared_bytes(call, rows, keys, stages) > budget:
         if stages > 1:
             stages -= 1
         elif keys > 16:
@@ -181,6 +206,15 @@ def fit(call: Any, rows: int, keys: int, stages: int) -> tuple[int, int]:
         else:
             break
     return keys, stages
+
+
+def shared_bytes(call: Any, rows: int, keys: int, stages: int) -> int:
+    """About what a program needs: queries, weights, the rows in flight and, once decoded, each twice as an operand."""
+    width = sum(next_power_of_2(n) for n in columns(call) if n)
+    in_flight = max(stages - 1, 1) * keys
+    if call.format == "plain":
+        return (in_flight * width + rows * (width + keys)) * operand_size(call)
+    return (2 * keys * width + rows * (width + keys)) * operand_size(call) + in_flight * call.d_qk
 
 
 def splits(work: int, slots: int, keys: int) -> int:
@@ -219,6 +253,18 @@ def find_entry(entry, num_splits_ptr, num_seqs, num_entries, SCHEDULED: tl.const
         split = entry % NUM_SPLITS
         count = NUM_SPLITS
     return seq, split, count
+
+
+@triton.jit
+def token_and_head(row, job, kv_head, GROUP: tl.constexpr, SPARSE: tl.constexpr):
+    """The query token and the head of rows of a job."""
+    if SPARSE:
+        token = job + tl.zeros_like(row)
+        head = kv_head * GROUP + row
+    else:
+        token = row // GROUP
+        head = kv_head * GROUP + row % GROUP
+    return token, head
 
 
 @triton.jit
@@ -266,7 +312,7 @@ def whole_columns(rows, readable, first, COLUMNS: tl.constexpr, COLUMNS_PAD: tl.
     """Columns from `first` on of rows, zero where a row may not be read."""
     column = tl.arange(0, COLUMNS_PAD)
     mask = readable[:, None]
-    if COLUMNS != COLUMNS_PAD:
+    if COLUMNS < COLUMNS_PAD:
         mask = mask & (column < COLUMNS)[None, :]
     return tl.load(rows[:, None] + first + column[None, :], mask=mask, other=0)
 
@@ -279,22 +325,53 @@ def rotary_columns(rows, readable, FIRST: tl.constexpr):
 
 
 @triton.jit
-def v4_columns(pages, place, readable, PAGE_SIZE: tl.constexpr, CODES: tl.constexpr, DTYPE: tl.constexpr):
-    """The 512 columns of `fp8_v4` rows: seven groups of 64 codes with a power of two each, and a rotary group."""
-    group = tl.arange(0, 8)
-    column = tl.arange(0, 64)
-    quantised = readable[:, None] & (group < 7)[None, :]
-    rows = pages + place * 576
-    codes = tl.load(rows[:, None, None] + (group * 64)[None, :, None] + column[None, None, :],
-                    mask=quantised[:, :, None], other=0).to(tl.uint8, bitcast=True)  # fmt: skip
-    scales = pages + PAGE_SIZE * 576 + place * 8
-    power = tl.load(scales[:, None] + group[None, :], mask=quantised, other=127).to(tl.uint8, bitcast=True)
+def power_of_two(scales, readable):
+    """e8m0 scales as float32; 255 is NaN."""
+    power = tl.load(scales, mask=readable, other=127).to(tl.uint8, bitcast=True)
     bits = power.to(tl.uint32) << 23
     bits = tl.where(power == 0, 0x00400000, tl.where(power == 255, 0x7FC00000, bits))
-    values = decode(codes, CODES, tl.float32) * bits.to(tl.float32, bitcast=True)[:, :, None]
-    rotary = rotary_columns(rows, readable, 448).to(tl.float32)
-    values = tl.where((group == 7)[None, :, None], rotary[:, None, :], values)
-    return tl.reshape(narrow(values, DTYPE), [place.shape[0], 512])
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def v4_columns(pages, place, readable, FIRST: tl.constexpr, PAGE_SIZE: tl.constexpr, CODES: tl.constexpr,
+               DTYPE: tl.constexpr):  # fmt: skip
+    """128 columns of `fp8_v4` rows: two groups of 64 codes with a power of two each; the very last group is rotary."""
+    column = tl.arange(0, 128)
+    first = (column < 64)[None, :]
+    rows = pages + place.to(tl.int64) * 576
+    scales = pages + PAGE_SIZE * 576 + place * 8 + FIRST // 64
+    codes = whole_columns(rows, readable, FIRST, 448 - FIRST, 128).to(tl.uint8, bitcast=True)
+    values = decode(codes, CODES, tl.float32)
+    scale = power_of_two(scales, readable)[:, None]
+    if FIRST < 384:
+        values = values * tl.where(first, scale, power_of_two(scales + 1, readable)[:, None])
+    else:
+        rotary = (rows + 448).to(tl.pointer_type(tl.bfloat16))[:, None] + (column - 64)[None, :]
+        rotary = tl.load(rotary, mask=readable[:, None] & (column >= 64)[None, :], other=0).to(tl.float32)
+        values = tl.where(first, values * scale, rotary)
+    return narrow(values, DTYPE)
+
+
+@triton.jit
+def key_columns(pages, rows, place, readable, FIRST: tl.constexpr, FORMAT: tl.constexpr, CODES: tl.constexpr,
+                PAGE_SIZE: tl.constexpr, A: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
+    """Columns [FIRST, FIRST + WIDTH) of rows as an operand; those of `fp8_v32` without their scale."""
+    if FORMAT == "fp8_v4":
+        keys = v4_columns(pages, place, readable, FIRST, PAGE_SIZE, CODES, DTYPE)
+    else:
+        keys = whole_columns(rows, readable, FIRST, A - FIRST, WIDTH)
+        if FORMAT == "fp8_v32":
+            keys = decode(keys.to(tl.uint8, bitcast=True), CODES, DTYPE)
+            # A factor of 1 keeps compilers from decoding again for each dot and warp, straight into registers.
+            keys = keys * tl.where(readable, 1.0, 0.0).to(DTYPE)[:, None]
+    return keys
+
+
+@triton.jit
+def group_scale(rows, readable, GROUP: tl.constexpr):
+    """The scale of a group of 128 columns of `fp8_v32` rows."""
+    return tl.load((rows + 512 + 4 * GROUP).to(tl.pointer_type(tl.float32)), mask=readable, other=0)
 
 
 @triton.jit
@@ -307,31 +384,67 @@ def query_times(q, q_lost, keys, logits, PARTS: tl.constexpr):
     return logits
 
 
+@triton.jit
+def group_logits(q, q_lost, keys, scale, logits, FOLDED: tl.constexpr, PARTS: tl.constexpr):
+    if FOLDED:
+        logits += matmul(q, tl.trans(keys), tl.zeros(logits.shape, tl.float32)) * scale[None, :]
+    else:
+        logits = query_times(q, q_lost, keys, logits, PARTS)
+    return logits
+
+
+@triton.jit
+def group_values(weights, scale, keys, acc, FOLDED: tl.constexpr):
+    if FOLDED:
+        weights = weights * scale[None, :]
+    return matmul(narrow(weights, keys.dtype), keys, acc)
+
+
 # ---- online softmax over a range of blocks
 
 
 @triton.jit
-def attend_rows(
-    q, q_lost, q_rest, highest, total, acc, cache_ptr, list_ptr, begin, end, last, limit, num_slots,
-    page_stride, slot_stride, logit_scale,
+def attend(
+    q0, q1, q2, q3, lost0, lost1, lost2, lost3, q_rest, lost_rest, unit,
+    highest, largest, total, acc0, acc1, acc2, acc3, acc_rest,
+    cache_ptr, list_ptr, begin, end, last, limit, num_slots, page_stride, slot_stride, logit_scale,
     SPARSE: tl.constexpr, CAUSAL: tl.constexpr, FORMAT: tl.constexpr, CODES: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_KV: tl.constexpr, A: tl.constexpr, A_PAD: tl.constexpr, B: tl.constexpr, B_PAD: tl.constexpr,
-    PARTS: tl.constexpr,
+    BLOCK_KV: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
+    B_PAD: tl.constexpr, PARTS: tl.constexpr, REST_IS_VALUE: tl.constexpr,
 ):  # fmt: skip
-    """Blocks [begin, end) of a list of plain or `fp8_v4` rows."""
+    """Blocks [begin, end) of a list of keys.
+
+    acc0 to acc3, a group of columns each, are relative to `largest`, a running maximum of logit plus log2 scale where
+    scales are folded; all else is relative to `highest`.
+    """
+    FOLDED: tl.constexpr = FORMAT == "fp8_v32"
     for block in range(begin, end):
         position, page, place, readable = keys_of(list_ptr, block, last, num_slots, SPARSE, PAGE_SIZE, BLOCK_KV)
-        pages = cache_ptr + page.to(tl.int64) * page_stride
-        if FORMAT == "fp8_v4":
-            pages = pages + tl.zeros_like(place).to(tl.int64)
-            rows = pages
-            keys = v4_columns(pages, place, readable, PAGE_SIZE, CODES, q.dtype)
-        else:
-            rows = pages + place.to(tl.int64) * slot_stride
-            keys = whole_columns(rows, readable, 0, A, A_PAD)
-        logits = tl.zeros([q.shape[0], BLOCK_KV], tl.float32)
-        logits = query_times(q, q_lost, keys, logits, PARTS)
-        if B > 0:
+        pages = cache_ptr + page.to(tl.int64) * page_stride + tl.zeros_like(place).to(tl.int64)
+        rows = pages + place.to(tl.int64) * slot_stride
+        logits = tl.zeros([q0.shape[0], BLOCK_KV], tl.float32)
+        scale0 = logit_scale
+        scale1 = logit_scale
+        scale2 = logit_scale
+        scale3 = logit_scale
+        if FOLDED:
+            scale0 = group_scale(rows, readable, 0)
+            scale1 = group_scale(rows, readable, 1)
+            scale2 = group_scale(rows, readable, 2)
+            scale3 = group_scale(rows, readable, 3)
+        keys0 = key_columns(pages, rows, place, readable, 0, FORMAT, CODES, PAGE_SIZE, A, WIDTH, q0.dtype)
+        logits = group_logits(q0, lost0, keys0, scale0, logits, FOLDED, PARTS)
+        if GROUPS == 4:
+            keys1 = key_columns(pages, rows, place, readable, WIDTH, FORMAT, CODES, PAGE_SIZE, A, WIDTH, q0.dtype)
+            keys2 = key_columns(pages, rows, place, readable, 2 * WIDTH, FORMAT, CODES, PAGE_SIZE, A, WIDTH, q0.dtype)
+            keys3 = key_columns(pages, rows, place, readable, 3 * WIDTH, FORMAT, CODES, PAGE_SIZE, A, WIDTH, q0.dtype)
+            logits = group_logits(q1, lost1, keys1, scale1, logits, FOLDED, PARTS)
+            logits = group_logits(q2, lost2, keys2, scale2, logits, FOLDED, PARTS)
+            logits = group_logits(q3, lost3, keys3, scale3, logits, FOLDED, PARTS)
+        if FOLDED:
+            rest = rotary_columns(rows, readable, 528).to(q_rest.dtype)
+            logits = query_times(q_rest, lost_rest, rest, logits * unit[:, None], PARTS)
+        elif B > 0:
             logits = matmul(q_rest, tl.trans(whole_columns(rows, readable, A, B, B_PAD)), logits)
         seen = readable[None, :]
         if CAUSAL:
@@ -343,66 +456,22 @@ def attend_rows(
         kept = tl.math.exp2(highest - finite)
         total = total * kept + tl.sum(weights, 1)
         highest = higher
-        acc = matmul(narrow(weights, q.dtype), keys, acc * kept[:, None])
-    return highest, total, acc
-
-
-@triton.jit
-def attend_codes(
-    q0, q1, q2, q3, q_rest, q_lost, unit, highest, largest, total, acc0, acc1, acc2, acc3, acc_rest,
-    cache_ptr, list_ptr, begin, end, last, limit, num_slots, page_stride, slot_stride, logit_scale,
-    SPARSE: tl.constexpr, CAUSAL: tl.constexpr, CODES: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr,
-    PARTS: tl.constexpr, REST_IS_VALUE: tl.constexpr,
-):  # fmt: skip
-    """Blocks [begin, end) of a list of `fp8_v32` rows, scales folded into logits and weights.
-
-    acc0 to acc3 are relative to `largest`, a running maximum of logit plus log2 scale; all else to `highest`.
-    """
-    ROWS: tl.constexpr = q0.shape[0]
-    for block in range(begin, end):
-        position, page, place, readable = keys_of(list_ptr, block, last, num_slots, SPARSE, PAGE_SIZE, BLOCK_KV)
-        rows = cache_ptr + page.to(tl.int64) * page_stride + place.to(tl.int64) * slot_stride
-        scales = (rows + 512).to(tl.pointer_type(tl.float32))
-        scale0 = tl.load(scales, mask=readable, other=0)
-        scale1 = tl.load(scales + 1, mask=readable, other=0)
-        scale2 = tl.load(scales + 2, mask=readable, other=0)
-        scale3 = tl.load(scales + 3, mask=readable, other=0)
-        keys0 = decode(whole_columns(rows, readable, 0, 128, 128).to(tl.uint8, bitcast=True), CODES, q0.dtype)
-        keys1 = decode(whole_columns(rows, readable, 128, 128, 128).to(tl.uint8, bitcast=True), CODES, q0.dtype)
-        keys2 = decode(whole_columns(rows, readable, 256, 128, 128).to(tl.uint8, bitcast=True), CODES, q0.dtype)
-        keys3 = decode(whole_columns(rows, readable, 384, 128, 128).to(tl.uint8, bitcast=True), CODES, q0.dtype)
-        rest = rotary_columns(rows, readable, 528).to(q_rest.dtype)
-        zero = tl.zeros([ROWS, BLOCK_KV], tl.float32)
-        logits = matmul(q0, tl.trans(keys0), zero) * scale0[None, :]
-        logits += matmul(q1, tl.trans(keys1), zero) * scale1[None, :]
-        logits += matmul(q2, tl.trans(keys2), zero) * scale2[None, :]
-        logits += matmul(q3, tl.trans(keys3), zero) * scale3[None, :]
-        logits = query_times(q_rest, q_lost, rest, logits * unit[:, None], PARTS)
-        seen = readable[None, :]
-        if CAUSAL:
-            seen = seen & (position[None, :] < limit[:, None])
-        logits = tl.where(seen, logits * logit_scale, float("-inf"))
-        scale = tl.maximum(tl.maximum(tl.abs(scale0), tl.abs(scale1)), tl.maximum(tl.abs(scale2), tl.abs(scale3)))
-        exponent = (scale.to(tl.int32, bitcast=True) >> 23).to(tl.float32) - 127.0
-        # Scales under 2^-60 bring nothing that could be told from 0 beside a finite logit.
-        exponent = tl.maximum(exponent, -60.0)
-        higher = tl.maximum(highest, tl.max(logits, 1))
-        larger = tl.maximum(largest, tl.max(logits + exponent[None, :], 1))
-        finite = tl.where(higher == float("-inf"), 0.0, higher)
-        within = tl.where(larger == float("-inf"), 0.0, larger)
-        weights = tl.math.exp2(logits - finite[:, None])
-        kept = tl.math.exp2(highest - finite)
-        total = total * kept + tl.sum(weights, 1)
-        if REST_IS_VALUE:
-            acc_rest = matmul(narrow(weights, q_rest.dtype), rest, acc_rest * kept[:, None])
-        weights = weights * tl.math.exp2(finite - within)[:, None]
-        kept = tl.math.exp2(largest - within)[:, None]
-        highest = higher
-        largest = larger
-        acc0 = matmul(narrow(weights * scale0[None, :], q0.dtype), keys0, acc0 * kept)
-        acc1 = matmul(narrow(weights * scale1[None, :], q0.dtype), keys1, acc1 * kept)
-        acc2 = matmul(narrow(weights * scale2[None, :], q0.dtype), keys2, acc2 * kept)
-        acc3 = matmul(narrow(weights * scale3[None, :], q0.dtype), keys3, acc3 * kept)
+        if FOLDED:
+            if REST_IS_VALUE:
+                acc_rest = matmul(narrow(weights, q_rest.dtype), rest, acc_rest * kept[:, None])
+            scale = tl.maximum(tl.maximum(tl.abs(scale0), tl.abs(scale1)), tl.maximum(tl.abs(scale2), tl.abs(scale3)))
+            exponent = (scale.to(tl.int32, bitcast=True) >> 23).to(tl.float32) - 127.0
+            # Scales under 2^-60 bring nothing that could be told from 0 beside a finite logit.
+            larger = tl.maximum(largest, tl.max(logits + tl.maximum(exponent, -60.0)[None, :], 1))
+            within = tl.where(larger == float("-inf"), 0.0, larger)
+            weights = weights * tl.math.exp2(finite - within)[:, None]
+            kept = tl.math.exp2(largest - within)
+            largest = larger
+        acc0 = group_values(weights, scale0, keys0, acc0 * kept[:, None], FOLDED)
+        if GROUPS == 4:
+            acc1 = group_values(weights, scale1, keys1, acc1 * kept[:, None], FOLDED)
+            acc2 = group_values(weights, scale2, keys2, acc2 * kept[:, None], FOLDED)
+            acc3 = group_values(weights, scale3, keys3, acc3 * kept[:, None], FOLDED)
     return highest, largest, total, acc0, acc1, acc2, acc3, acc_rest
 
 
@@ -415,12 +484,41 @@ def unit_of(q):
 
 
 @triton.jit
+def query_columns(rows, valid, unit, FIRST: tl.constexpr, LAST: tl.constexpr, WIDTH: tl.constexpr,
+                  FORMAT: tl.constexpr):  # fmt: skip
+    """Columns [FIRST, FIRST + WIDTH) of query rows as an operand for keys of a format, and what that lost."""
+    given = whole_columns(rows, valid, FIRST, LAST - FIRST, WIDTH)
+    q = given
+    lost = given
+    if FORMAT == "fp8_v32" and given.dtype != tl.float32:
+        q = narrow(given.to(tl.float32) / unit[:, None], tl.float16)
+    elif FORMAT == "fp8_v32":
+        q = given / unit[:, None]
+    elif FORMAT != "plain" and given.dtype == tl.float16:  # its keys are bfloat16
+        q = narrow(given.to(tl.float32), tl.bfloat16)
+        lost = lost_to_rounding(given.to(tl.float32), q)
+    return q, lost
+
+
+@triton.jit
 def store_columns(target_ptr, place, acc, factor, valid, FIRST: tl.constexpr, DV: tl.constexpr):
     """Columns [FIRST, FIRST + width) of finished rows, as far as they belong to the value."""
     column = FIRST + tl.arange(0, acc.shape[1])
     value = narrow(acc * factor[:, None], target_ptr.dtype.element_ty)
     mask = valid[:, None] & (column < DV)[None, :]
     tl.store(target_ptr + place[:, None] * DV + column[None, :], value, mask=mask)
+
+
+@triton.jit
+def store_groups(target_ptr, place, acc0, acc1, acc2, acc3, acc_rest, factor, rest_factor, valid, GROUPS: tl.constexpr,
+                 WIDTH: tl.constexpr, A: tl.constexpr, REST_IS_VALUE: tl.constexpr, DV: tl.constexpr):  # fmt: skip
+    store_columns(target_ptr, place, acc0, factor, valid, 0, DV)
+    if GROUPS == 4:
+        store_columns(target_ptr, place, acc1, factor, valid, WIDTH, DV)
+        store_columns(target_ptr, place, acc2, factor, valid, 2 * WIDTH, DV)
+        store_columns(target_ptr, place, acc3, factor, valid, 3 * WIDTH, DV)
+    if REST_IS_VALUE:
+        store_columns(target_ptr, place, acc_rest, rest_factor, valid, A, DV)
 
 
 @triton.jit
@@ -455,7 +553,7 @@ def latent_kernel(
     HAS_EXTRA_LENS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_MAX: tl.constexpr, SCHEDULED: tl.constexpr,
     FORMAT: tl.constexpr, CODES: tl.constexpr, PAGE_SIZE: tl.constexpr, EXTRA_PAGE_SIZE: tl.constexpr,
     NUM_Q: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    DV: tl.constexpr, A: tl.constexpr, A_PAD: tl.constexpr, B: tl.constexpr, B_PAD: tl.constexpr,
+    DV: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, A: tl.constexpr, B: tl.constexpr, B_PAD: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_KV: tl.constexpr, NUM_SPLITS: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -464,7 +562,7 @@ def latent_kernel(
     Otherwise the split's normalised result goes to parts [entries, jobs of a sequence, K, ROWS, DV], its base-2 lse
     and largest logit to arrays of that shape without DV.
     """
-    JOBS: tl.constexpr = NUM_Q if SPARSE else 1
+    JOBS: tl.constexpr = NUM_Q if SPARSE else 1  # pyright: ignore[reportAssignmentType]
     ROW_BLOCKS: tl.constexpr = (ROWS + BLOCK_H - 1) // BLOCK_H
     KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
     kv_head = tl.program_id(1)
@@ -484,111 +582,81 @@ def latent_kernel(
         begin = tl.minimum(split * blocks_each, all_blocks)
         end = tl.minimum(begin + blocks_each, all_blocks)
         valid = row < ROWS
-        if SPARSE:
-            token = job + tl.zeros_like(row)
-            head = kv_head * GROUP + row
-        else:
-            token = row // GROUP
-            head = kv_head * GROUP + row % GROUP
-        seq = seq.to(tl.int64)
+        token, head = token_and_head(row, job, kv_head, GROUP, SPARSE)
+        sequence = seq.to(tl.int64)
         limit = last - (NUM_Q - 1) + token
         if CAUSAL:  # keys that no row sees are not read
             last_token = tl.minimum((tl.program_id(0) % ROW_BLOCKS * BLOCK_H + BLOCK_H - 1) // GROUP, NUM_Q - 1)
             last = tl.maximum(last - (NUM_Q - 1) + last_token, 0)
             end = tl.minimum(end, (last + BLOCK_KV - 1) // BLOCK_KV)
-        q_rows = q_ptr + seq * q_seq_stride + token.to(tl.int64) * q_token_stride + head.to(tl.int64) * q_head_stride
+        q_rows = (
+            q_ptr + sequence * q_seq_stride + token.to(tl.int64) * q_token_stride + head.to(tl.int64) * q_head_stride
+        )
         cache = cache_ptr + kv_head.to(tl.int64) * head_stride
-        list_row = list_ptr + seq * list_seq_stride + job * list_token_stride + kv_head * list_head_stride
-        extra_row = extra_list_ptr + seq * extra_list_seq_stride + job * extra_list_token_stride
+        list_row = list_ptr + sequence * list_seq_stride + job * list_token_stride + kv_head * list_head_stride
+        extra_row = extra_list_ptr + sequence * extra_list_seq_stride + job * extra_list_token_stride
         first_extra = tl.maximum(begin - blocks, 0)
         last_extra = tl.maximum(end - blocks, 0)
         begin = tl.minimum(begin, blocks)
         end = tl.minimum(end, blocks)
         highest = tl.full([BLOCK_H], float("-inf"), tl.float32)
+        largest = highest
         total = tl.zeros([BLOCK_H], tl.float32)
+        unit = total + 1.0
+        REST_IS_VALUE: tl.constexpr = FORMAT == "fp8_v32" and DV > A
         if FORMAT == "fp8_v32":
-            HALF: tl.constexpr = tl.float32 if q_ptr.dtype.element_ty == tl.float32 else tl.float16
-            WHOLE: tl.constexpr = tl.float32 if q_ptr.dtype.element_ty == tl.float32 else tl.bfloat16
-            REST_IS_VALUE: tl.constexpr = DV > 512
-            wide = whole_columns(q_rows, valid, 0, 512, 512).to(tl.float32)
-            unit = unit_of(wide)
-            q0 = narrow(whole_columns(q_rows, valid, 0, 128, 128).to(tl.float32) / unit[:, None], HALF)
-            q1 = narrow(whole_columns(q_rows, valid, 128, 128, 128).to(tl.float32) / unit[:, None], HALF)
-            q2 = narrow(whole_columns(q_rows, valid, 256, 128, 128).to(tl.float32) / unit[:, None], HALF)
-            q3 = narrow(whole_columns(q_rows, valid, 384, 128, 128).to(tl.float32) / unit[:, None], HALF)
-            wide = whole_columns(q_rows, valid, 512, 64, 64).to(tl.float32)
-            q_rest = narrow(wide, WHOLE)
-            q_lost = lost_to_rounding(wide, q_rest)
-            largest = highest
-            acc0 = tl.zeros([BLOCK_H, 128], tl.float32)
-            acc1 = tl.zeros([BLOCK_H, 128], tl.float32)
-            acc2 = tl.zeros([BLOCK_H, 128], tl.float32)
-            acc3 = tl.zeros([BLOCK_H, 128], tl.float32)
-            acc_rest = tl.zeros([BLOCK_H, 64], tl.float32)
-            highest, largest, total, acc0, acc1, acc2, acc3, acc_rest = attend_codes(
-                q0, q1, q2, q3, q_rest, q_lost, unit, highest, largest, total, acc0, acc1, acc2, acc3, acc_rest,
-                cache, list_row, begin, end, last, limit, num_slots, page_stride, slot_stride, logit_scale,
-                SPARSE, CAUSAL, CODES, PAGE_SIZE, BLOCK_KV, PARTS, REST_IS_VALUE,
+            unit = unit_of(whole_columns(q_rows, valid, 0, A, 4 * WIDTH).to(tl.float32))
+        q0, lost0 = query_columns(q_rows, valid, unit, 0, A, WIDTH, FORMAT)
+        q1, lost1, q2, lost2, q3, lost3 = q0, lost0, q0, lost0, q0, lost0
+        q_rest, lost_rest = q0, lost0
+        acc0 = tl.zeros([BLOCK_H, WIDTH], tl.float32)
+        acc1, acc2, acc3 = acc0, acc0, acc0
+        acc_rest = tl.zeros([BLOCK_H, B_PAD], tl.float32)
+        if GROUPS == 4:
+            q1, lost1 = query_columns(q_rows, valid, unit, WIDTH, A, WIDTH, FORMAT)
+            q2, lost2 = query_columns(q_rows, valid, unit, 2 * WIDTH, A, WIDTH, FORMAT)
+            q3, lost3 = query_columns(q_rows, valid, unit, 3 * WIDTH, A, WIDTH, FORMAT)
+        if B > 0:
+            q_rest, lost_rest = query_columns(
+                q_rows, valid, unit, A, A + B, B_PAD, "rotary" if FORMAT == "fp8_v32" else FORMAT
+            )
+        highest, largest, total, acc0, acc1, acc2, acc3, acc_rest = attend(
+            q0, q1, q2, q3, lost0, lost1, lost2, lost3, q_rest, lost_rest, unit,
+            highest, largest, total, acc0, acc1, acc2, acc3, acc_rest,
+            cache, list_row, begin, end, last, limit, num_slots, page_stride, slot_stride, logit_scale,
+            SPARSE, CAUSAL, FORMAT, CODES, PAGE_SIZE, BLOCK_KV, GROUPS, WIDTH, A, B, B_PAD, PARTS, REST_IS_VALUE,
+        )  # fmt: skip
+        if HAS_EXTRA:
+            highest, largest, total, acc0, acc1, acc2, acc3, acc_rest = attend(
+                q0, q1, q2, q3, lost0, lost1, lost2, lost3, q_rest, lost_rest, unit,
+                highest, largest, total, acc0, acc1, acc2, acc3, acc_rest,
+                extra_cache_ptr, extra_row, first_extra, last_extra, extra_last, limit, extra_num_slots,
+                extra_page_stride, extra_slot_stride, logit_scale,
+                SPARSE, CAUSAL, FORMAT, CODES, EXTRA_PAGE_SIZE, BLOCK_KV, GROUPS, WIDTH, A, B, B_PAD, PARTS,
+                REST_IS_VALUE,
             )  # fmt: skip
-            if HAS_EXTRA:
-                highest, largest, total, acc0, acc1, acc2, acc3, acc_rest = attend_codes(
-                    q0, q1, q2, q3, q_rest, q_lost, unit, highest, largest, total, acc0, acc1, acc2, acc3, acc_rest,
-                    extra_cache_ptr, extra_row, first_extra, last_extra, extra_last, limit, extra_num_slots,
-                    extra_page_stride, extra_slot_stride, logit_scale,
-                    SPARSE, CAUSAL, CODES, EXTRA_PAGE_SIZE, BLOCK_KV, PARTS, REST_IS_VALUE,
-                )  # fmt: skip
+        regain = tl.full([BLOCK_H], 1.0, tl.float32)
+        if FORMAT == "fp8_v32":
             regain = tl.math.exp2(tl.where(total == 0.0, 0.0, largest - highest))
-        else:
-            OPERAND: tl.constexpr = q_ptr.dtype.element_ty if PARTS == 1 else tl.bfloat16
-            given = whole_columns(q_rows, valid, 0, A, A_PAD)
-            q = given
-            q_lost = given
-            q_rest = given
-            if PARTS == 2:
-                q = narrow(given.to(tl.float32), OPERAND)
-                q_lost = lost_to_rounding(given.to(tl.float32), q)
-            if B > 0:
-                q_rest = whole_columns(q_rows, valid, A, B, B_PAD)
-            acc = tl.zeros([BLOCK_H, A_PAD], tl.float32)
-            highest, total, acc = attend_rows(
-                q, q_lost, q_rest, highest, total, acc, cache, list_row, begin, end, last, limit, num_slots,
-                page_stride, slot_stride, logit_scale,
-                SPARSE, CAUSAL, FORMAT, CODES, PAGE_SIZE, BLOCK_KV, A, A_PAD, B, B_PAD, PARTS,
-            )  # fmt: skip
-            if HAS_EXTRA:
-                highest, total, acc = attend_rows(
-                    q, q_lost, q_rest, highest, total, acc, extra_cache_ptr, extra_row, first_extra, last_extra,
-                    extra_last, limit, extra_num_slots, extra_page_stride, extra_slot_stride, logit_scale,
-                    SPARSE, CAUSAL, FORMAT, CODES, EXTRA_PAGE_SIZE, BLOCK_KV, A, A_PAD, B, B_PAD, PARTS,
-                )  # fmt: skip
+        # Always 0, which no compiler knows: so places are computed now, not kept in registers through the loop.
+        late = (tl.min(total, 0) < 0).to(tl.int32)
+        row = tl.program_id(0) % ROW_BLOCKS * BLOCK_H + late + tl.arange(0, BLOCK_H)
+        valid = row < ROWS
+        token, head = token_and_head(row, job, kv_head, GROUP, SPARSE)
         if (NUM_SPLITS == 1 and not SCHEDULED) or used == 1:
             factor, lse, largest_logit = finish(highest, total, sinks_ptr, head, valid, HAS_SINKS)
-            place = (seq * NUM_Q + token) * NUM_HEADS + head
-            if FORMAT == "fp8_v32":
-                store_columns(out_ptr, place, acc0, factor * regain, valid, 0, DV)
-                store_columns(out_ptr, place, acc1, factor * regain, valid, 128, DV)
-                store_columns(out_ptr, place, acc2, factor * regain, valid, 256, DV)
-                store_columns(out_ptr, place, acc3, factor * regain, valid, 384, DV)
-                if DV > 512:
-                    store_columns(out_ptr, place, acc_rest, factor, valid, 512, DV)
-            else:
-                store_columns(out_ptr, place, acc, factor, valid, 0, DV)
-            place = (seq * NUM_HEADS + head) * NUM_Q + token
+            place = (sequence * NUM_Q + token) * NUM_HEADS + head
+            store_groups(out_ptr, place, acc0, acc1, acc2, acc3, acc_rest, factor * regain, factor, valid, GROUPS,
+                         WIDTH, A, REST_IS_VALUE, DV)  # fmt: skip
+            place = (sequence * NUM_HEADS + head) * NUM_Q + token
             tl.store(lse_ptr + place, lse, mask=valid)
             if HAS_MAX:
                 tl.store(max_ptr + place, largest_logit, mask=valid)
         else:
             factor = 1.0 / tl.where(total == 0.0, 1.0, total)
             place = ((entry.to(tl.int64) * JOBS + job) * KV_HEADS + kv_head) * ROWS + row
-            if FORMAT == "fp8_v32":
-                store_columns(parts_ptr, place, acc0, factor * regain, valid, 0, DV)
-                store_columns(parts_ptr, place, acc1, factor * regain, valid, 128, DV)
-                store_columns(parts_ptr, place, acc2, factor * regain, valid, 256, DV)
-                store_columns(parts_ptr, place, acc3, factor * regain, valid, 384, DV)
-                if DV > 512:
-                    store_columns(parts_ptr, place, acc_rest, factor, valid, 512, DV)
-            else:
-                store_columns(parts_ptr, place, acc, factor, valid, 0, DV)
+            store_groups(parts_ptr, place, acc0, acc1, acc2, acc3, acc_rest, factor * regain, factor, valid, GROUPS,
+                         WIDTH, A, REST_IS_VALUE, DV)  # fmt: skip
             lse = tl.where(total == 0.0, float("-inf"), highest + tl.math.log2(tl.where(total == 0.0, 1.0, total)))
             tl.store(part_lses_ptr + place, lse, mask=valid)
             if HAS_MAX:
@@ -608,7 +676,7 @@ def combine_kernel(
     MERGED: tl.constexpr,
 ):  # fmt: skip
     """One row of a job that was computed in several splits, merged in their order."""
-    JOBS: tl.constexpr = NUM_Q if SPARSE else 1
+    JOBS: tl.constexpr = NUM_Q if SPARSE else 1  # pyright: ignore[reportAssignmentType]
     KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
     kv_head = tl.program_id(1)
     row = tl.program_id(0) % ROWS
@@ -640,7 +708,7 @@ def combine_kernel(
             head = kv_head * GROUP + row
         valid = tl.full([1], 1, tl.int1)
         heads = head + tl.zeros([1], tl.int32)
-        factor, lse, _ = finish(highest + zero, total + zero, sinks_ptr, heads, valid, HAS_SINKS)
+        factor, lse, _highest = finish(highest + zero, total + zero, sinks_ptr, heads, valid, HAS_SINKS)
         out_place = ((seq.to(tl.int64) * NUM_Q + token) * NUM_HEADS + head) + tl.zeros([1], tl.int64)
         store_columns(out_ptr, out_place, acc[None, :], factor, valid, 0, DV)
         lse_place = ((seq.to(tl.int64) * NUM_HEADS + head) * NUM_Q + token) + tl.zeros([1], tl.int64)
@@ -665,122 +733,107 @@ def codes_of(call: Any) -> str:
     return "e4m3" if hardware else "e4m3_bits"
 
 
-def in_words(cache: Any, layout: str, launch: Any) -> Any:
-    """The cache, copied if kernels cannot read it where it lies: scales and rotary columns are read as words."""
-    if layout == "plain":
-        return launch.packed(cache)
-    return launch.words(cache, packed_rows=layout == "fp8_v4")
+def as_extra(arguments: dict[str, int]) -> dict[str, int]:
+    """Arguments about the second cache, which serves one KV head."""
+    return {f"extra_{name}": value for name, value in arguments.items() if "head" not in name}
 
 
-def lens_strides(keys: Keys, launch: Any) -> tuple[int, int]:
-    """Of sequence and query token."""
-    if keys.lens is None:
-        return 0, 0
-    return (*launch.strides(keys.lens), 0)[:2]
-
-
-def run(work: Work, tile: Tile, launch: Any, *, max_logits: bool) -> Any:
-    """Enqueue the kernels; returns out, lse and, for what it is worth, max_logits."""
-    call, keys, extra, group = work.call, work.keys, work.extra, work.group
-    q = work.q
-    scheduled = work.schedule is not None
-    entries = work.num_seqs * tile.num_splits
-    if scheduled:
-        entries = work.num_seqs + work.schedule[0].shape[0]
-    whole = tile.num_splits == 1 and not scheduled
-    cache = in_words(keys.cache, call.format, launch)
-    extra_cache = cache if extra is None else in_words(extra.cache, call.format, launch)
-    strides = keys.strides(launch, cache)
-    extra_strides = (0, 0, 0) if extra is None else extra.strides(launch, extra_cache)
-    width, rest = columns(call)
-    lens = q if keys.lens is None else keys.lens
-    extra_lens = lens if extra is None or extra.lens is None else extra.lens
-    num_splits = launch.packed(work.schedule[1]) if scheduled else lens
-    sinks = q if call.sinks is None else launch.packed(call.sinks)
-    parts_shape = (entries, work.jobs_per_seq, work.num_kv_heads, work.rows)
-    none = ((1,), "float32")
-    shared = {
+def shared_arguments(work: Work, tile: Tile, entries: int, max_logits: bool, launch: Any) -> dict[str, Any]:
+    """What both kernels are told of a call."""
+    keys, extra = work.keys, work.extra
+    return {
         "num_entries": entries,
-        "longest": keys.longest,
-        **dict(zip(("lens_seq_stride", "lens_token_stride"), lens_strides(keys, launch), strict=True)),
-        "extra_longest": 0 if extra is None else extra.longest,
-        **dict(
-            zip(
-                ("extra_lens_seq_stride", "extra_lens_token_stride"),
-                (0, 0) if extra is None else lens_strides(extra, launch),
-                strict=True,
-            )
-        ),
+        **keys.lengths(launch),
+        # Without a second cache these are not used.
+        **as_extra((extra or keys).lengths(launch)),
         "SPARSE": work.sparse,
         "HAS_LENS": keys.lens is not None,
         "HAS_EXTRA": extra is not None,
         "HAS_EXTRA_LENS": extra is not None and extra.lens is not None,
-        "HAS_SINKS": call.sinks is not None,
+        "HAS_SINKS": work.call.sinks is not None,
         "HAS_MAX": max_logits,
-        "SCHEDULED": scheduled,
+        "SCHEDULED": work.schedule is not None,
         "NUM_Q": work.num_q_tokens,
-        "NUM_HEADS": call.num_q_heads,
-        "GROUP": group,
+        "NUM_HEADS": work.call.num_q_heads,
+        "GROUP": work.group,
         "ROWS": work.rows,
-        "DV": call.d_v,
+        "DV": work.call.d_v,
         "BLOCK_KV": tile.block_kv,
-        "NUM_SPLITS": tile.num_splits,
+        "NUM_SPLITS": 1 if work.schedule is not None else tile.num_splits,
         "MIN_BLOCKS": cdiv(MIN_SPLIT, tile.block_kv),
     }
-    out, lse, maxima, parts, part_lses, part_max = launch(
+
+
+def attention_arguments(work: Work, tile: Tile, launch: Any) -> dict[str, Any]:
+    """What the attention kernel is told besides."""
+    call = work.call
+    width, rest = columns(call)
+    groups = 4 if width > 128 else 1
+    seq_stride, token_stride, head_stride = work.q_strides
+    return {
+        "num_seqs": work.num_seqs,
+        "q_seq_stride": seq_stride,
+        "q_token_stride": token_stride,
+        "q_head_stride": head_stride,
+        **work.keys.places(launch),
+        **as_extra((work.extra or work.keys).places(launch)),
+        "logit_scale": call.scale * LOG2E.value,
+        "CAUSAL": work.causal,
+        "FORMAT": call.format,
+        "CODES": codes_of(call),
+        "PAGE_SIZE": work.keys.page_size,
+        "EXTRA_PAGE_SIZE": (work.extra or work.keys).page_size,
+        "GROUPS": groups,
+        "WIDTH": max(16, next_power_of_2(cdiv(width, groups))),
+        "A": width,
+        "B": rest,
+        "B_PAD": max(16, next_power_of_2(rest)),
+        "PARTS": 2 if call.format != "plain" and dtype_name(call.q) == "float16" else 1,
+        "BLOCK_H": tile.block_h,
+    }
+
+
+def run(work: Work, tile: Tile, launch: Any, *, max_logits: bool) -> Any:
+    """Enqueue the kernels; returns out, lse and, if asked for, max_logits, else something in its place."""
+    call, keys, extra, scheduled = work.call, work.keys, work.extra or work.keys, work.schedule is not None
+    entries = work.num_seqs + work.schedule[0].shape[0] if scheduled else work.num_seqs * tile.num_splits
+    whole = tile.num_splits == 1 and not scheduled
+    absent = work.q  # stands for arrays that are not there
+    lens = absent if keys.lens is None else keys.lens
+    extra_lens = absent if extra.lens is None else extra.lens
+    num_splits = launch.packed(work.schedule[1]) if scheduled else absent
+    sinks = absent if call.sinks is None else launch.packed(call.sinks)
+    shared = shared_arguments(work, tile, entries, max_logits, launch)
+    parts = (entries, work.jobs_per_seq, work.num_kv_heads, work.rows)
+    nothing = ((1,), "float32")
+    out, lse, maxima, *partial = launch(
         latent_kernel,
         (entries * work.jobs_per_seq * cdiv(work.rows, tile.block_h), work.num_kv_heads),
-        (q, cache, keys.lists, lens, extra_cache, keys.lists if extra is None else extra.lists, extra_lens, num_splits,
-         sinks),
+        (work.q, keys.cache, keys.lists, lens, extra.cache, extra.lists, extra_lens, num_splits, sinks),
         [
             (call.out_shape, call.q.dtype),
             (work.lse_shape, "float32"),
-            (work.lse_shape, "float32") if max_logits else none,
-            none if whole else ((*parts_shape, call.d_v), "float32"),
-            none if whole else (parts_shape, "float32"),
-            (parts_shape, "float32") if max_logits and not whole else none,
+            (work.lse_shape, "float32") if max_logits else nothing,
+            nothing if whole else ((*parts, call.d_v), "float32"),
+            nothing if whole else (parts, "float32"),
+            (parts, "float32") if max_logits and not whole else nothing,
         ],
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        num_seqs=work.num_seqs,
-        **dict(zip(("q_seq_stride", "q_token_stride", "q_head_stride"), work.q_strides, strict=True)),
-        **dict(zip(("page_stride", "slot_stride", "head_stride"), strides, strict=True)),
-        num_slots=keys.num_slots,
-        **dict(zip(("list_seq_stride", "list_token_stride", "list_head_stride"), keys.list_strides, strict=True)),
-        **dict(zip(("extra_page_stride", "extra_slot_stride"), extra_strides[:2], strict=True)),
-        extra_num_slots=0 if extra is None else extra.num_slots,
-        **dict(
-            zip(
-                ("extra_list_seq_stride", "extra_list_token_stride"),
-                (0, 0) if extra is None else extra.list_strides[:2],
-                strict=True,
-            )
-        ),
-        logit_scale=call.scale * LOG2E.value,
-        CAUSAL=work.causal,
-        FORMAT=call.format,
-        CODES=codes_of(call),
-        PAGE_SIZE=keys.page_size,
-        EXTRA_PAGE_SIZE=1 if extra is None else extra.page_size,
-        A=width,
-        A_PAD=next_power_of_2(width),
-        B=rest,
-        B_PAD=max(16, next_power_of_2(rest)),
-        PARTS=2 if call.format != "plain" and dtype_name(q) == "float16" else 1,
-        BLOCK_H=tile.block_h,
         **shared,
-    )  # fmt: skip
+        **attention_arguments(work, tile, launch),
+    )
     if whole or not work.num_seqs:
         return out, lse, maxima
     return launch(
         combine_kernel,
         (work.num_seqs * work.jobs_per_seq * work.rows, work.num_kv_heads),
-        (parts, part_lses, part_max, lens, extra_lens, num_splits, sinks, out, lse, maxima),
+        (*partial, lens, extra_lens, num_splits, sinks, out, lse, maxima),
         [],
         inplace=(7, 8, 9),
         num_warps=4,
         num_stages=1,
         DV_PAD=next_power_of_2(call.d_v),
-        MERGED=min(next_power_of_2(tile.num_splits), max(1, 4096 // next_power_of_2(call.d_v))) if not scheduled else 8,
+        MERGED=min(next_power_of_2(tile.num_splits), max(1, 4096 // next_power_of_2(call.d_v))),
         **shared,
     )

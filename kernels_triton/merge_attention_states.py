@@ -10,8 +10,15 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ragged_attention.errors import InvalidInput
-from ragged_attention.kernels_triton.blocks import LN2, LOG2E, launchable, merge_parts, narrow, next_power_of_2
+from ragged_attention.kernels_triton.blocks import (
+    LN2,
+    LOG2E,
+    expect_power_of_two,
+    launchable,
+    merge_parts,
+    narrow,
+    next_power_of_2,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +28,7 @@ class Tile:
     num_warps: int = 4
 
     def __post_init__(self) -> None:
-        if self.num_warps not in (1, 2, 4, 8, 16):
-            raise InvalidInput(f"expected num_warps to be a power of two from 1 to 16, got {self.num_warps!r}")
+        expect_power_of_two(self, num_warps=(1, 16))
 
 
 def why_not(call: Any) -> str | None:

@@ -20,7 +20,9 @@ def tuning_key(call: Any) -> str:
 def heuristic(call: Any) -> Tile:
     group = call.num_q_heads // call.num_kv_heads
     rows, jobs = (group, call.num_q_tokens) if call.sparse else (group * call.num_q_tokens, 1)
-    return latent.tile_for(call, rows, call.num_seqs * jobs * call.num_kv_heads, call.capacity)
+    return latent.tile_for(
+        call, rows, call.num_seqs * jobs * call.num_kv_heads, call.capacity, extra=call.extra_topk > 0
+    )
 
 
 def run(call: Any, tile: Tile, launch: Any) -> Any:
@@ -29,7 +31,7 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
     if not call.sparse:
         table, lens = launch.packed(call.page_indices), call.kv_lens
         keys = latent.Keys(
-            cache=call.kv_cache,
+            cache=latent.readable(call.kv_cache, call.format, launch),
             lists=table,
             list_strides=(launch.strides(table)[0], 0, 0),
             lens=lens,
@@ -37,9 +39,9 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
             page_size=call.page_size,
         )
     else:
-        keys = _selected(call.kv_cache, call.indices, call.topk_lens, launch)
+        keys = _selected(call, call.kv_cache, call.indices, call.topk_lens, launch)
         if call.extra_indices is not None:
-            extra = _selected(call.extra_kv_cache, call.extra_indices, call.extra_topk_lens, launch)
+            extra = _selected(call, call.extra_kv_cache, call.extra_indices, call.extra_topk_lens, launch)
     q = launch.packed(call.q)
     seq_stride, token_stride, head_stride = launch.strides(q)[:3]
     work = latent.Work(
@@ -60,11 +62,11 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
     return out, lse
 
 
-def _selected(cache: Any, indices: Any, lens: Any, launch: Any) -> latent.Keys:
+def _selected(call: Any, cache: Any, indices: Any, lens: Any, launch: Any) -> latent.Keys:
     lists = launch.packed(indices)
     seq_stride, token_stride, _ = launch.strides(lists)
     return latent.Keys(
-        cache=cache,
+        cache=latent.readable(cache, call.format, launch),
         lists=lists,
         list_strides=(seq_stride, token_stride, 0),
         lens=lens,

@@ -27,10 +27,12 @@ from ragged_attention.kernels_triton.blocks import (
     cache_views,
     cdiv,
     count_sequences,
+    expect_power_of_two,
     find_segment,
     item_size,
     key_range,
     launchable,
+    load_scale,
     merge_parts,
     narrow,
     next_power_of_2,
@@ -63,13 +65,8 @@ class Tile:
     num_splits: int = 1  # programs that share one sequence's keys at most; 1 gives bits that depend on nothing else
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("block_q", 16, 256), ("block_kv", 16, 256), ("split_block_q", 16, 256), ("split_block_kv", 16, 256),
-            ("num_warps", 1, 16), ("split_num_warps", 1, 16),
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if not isinstance(value, int) or value & (value - 1) or not low <= value <= high:
-                raise InvalidInput(f"expected {name} to be a power of two from {low} to {high}, got {value!r}")
+        blocks = ("block_q", "block_kv", "split_block_q", "split_block_kv")
+        expect_power_of_two(self, **dict.fromkeys(blocks, (16, 256)), num_warps=(1, 16), split_num_warps=(1, 16))
         for name, high in (("num_stages", 8), ("split_num_stages", 8), ("num_splits", 256)):
             value = getattr(self, name)
             if not isinstance(value, int) or not 1 <= value <= high:
@@ -220,15 +217,6 @@ def store_rows(out_ptr, lse_ptr, acc, highest, total, row, rows, start, kv_head,
     mask = (row < rows)[:, None] & (dv < DV)[None, :]
     tl.store(out_ptr + place[:, None] * DV + dv[None, :], narrow(out, out_ptr.dtype.element_ty), mask=mask)
     tl.store(lse_ptr + place, lse, mask=row < rows)
-
-
-@triton.jit
-def load_scale(scale_ptr, kv_head, factor, STRIDE: tl.constexpr):
-    """A KV head's scale, from an array (STRIDE 0 or 1) or the number `factor` (STRIDE -1)."""
-    scale = factor
-    if STRIDE >= 0:
-        scale = tl.load(scale_ptr + kv_head * STRIDE).to(tl.float32)
-    return scale
 
 
 @triton.jit

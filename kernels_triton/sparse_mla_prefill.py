@@ -18,7 +18,7 @@ def tuning_key(call: Any) -> str:
 
 def heuristic(call: Any) -> Tile:
     rows = call.num_q_heads // call.num_kv_heads
-    return latent.tile_for(call, rows, call.num_tokens * call.num_kv_heads, call.topk)
+    return latent.tile_for(call, rows, call.num_tokens * call.num_kv_heads, call.topk, extra=False)
 
 
 def run(call: Any, tile: Tile, launch: Any) -> Any:
@@ -38,7 +38,7 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
         sparse=True,
         causal=False,
         keys=latent.Keys(
-            cache=call.kv,
+            cache=latent.readable(call.kv, call.format, launch),
             lists=lists,
             list_strides=(token_stride, 0, head_stride),
             lens=call.topk_lens,

@@ -10,14 +10,15 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ragged_attention.errors import InvalidInput
 from ragged_attention.kernels_triton.blocks import (
     cache_format,
     cache_views,
     cdiv,
     count_sequences,
     encode,
+    expect_power_of_two,
     launchable,
+    load_scale,
     next_power_of_2,
     query_edge,
     scale_arguments,
@@ -32,10 +33,7 @@ class Tile:
     num_warps: int = 4
 
     def __post_init__(self) -> None:
-        for name, high in (("block_t", 256), ("num_warps", 16)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value & (value - 1) or not 1 <= value <= high:
-                raise InvalidInput(f"expected {name} to be a power of two from 1 to {high}, got {value!r}")
+        expect_power_of_two(self, block_t=(1, 256), num_warps=(1, 16))
 
 
 def why_not(call: Any) -> str | None:
@@ -81,9 +79,7 @@ def write_rows(new_ptr, pages_ptr, scale_ptr, factor, token, kv_head, live, slot
     mask = live[:, None] & (d < D)[None, :]
     source = new_ptr + token.to(tl.int64) * new_token_stride + kv_head * new_head_stride
     values = tl.load(source[:, None] + d[None, :], mask=mask, other=0).to(tl.float32)
-    scale = factor
-    if SCALE_STRIDE >= 0:
-        scale = tl.load(scale_ptr + kv_head * SCALE_STRIDE).to(tl.float32)
+    scale = load_scale(scale_ptr, kv_head, factor, SCALE_STRIDE)
     values = tl.div_rn(values, scale + tl.zeros_like(values))
     target = pages_ptr + slot // PAGE_SIZE * page_stride + slot % PAGE_SIZE * slot_stride + kv_head * head_stride
     stored = encode(values, FORMAT, pages_ptr.dtype.element_ty)

@@ -1,0 +1,123 @@
+"""Dividing a decode step's work among programs, in Triton: one program walks over the sequences and the parts.
+
+Every step depends on the one before it: a sequence that straddles two parts costs its overhead in both. So this is a
+walk by one program, of as many steps as there are sequences and parts, and it is done once for all layers of a model.
+"""
+
+# Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+
+import dataclasses
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from ragged_attention.kernels_triton.blocks import expect_power_of_two, launchable
+
+BLOCK: tl.constexpr = tl.constexpr(64)  # keys that work is counted in
+SEQUENCES: tl.constexpr = tl.constexpr(128)  # whose work is added up at a time
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """What may be tuned."""
+
+    num_warps: int = 1
+
+    def __post_init__(self) -> None:
+        expect_power_of_two(self, num_warps=(1, 16))
+
+
+def why_not(call: Any) -> str | None:
+    return launchable(call, schedule_kernel)
+
+
+def heuristic(call: Any) -> Tile:
+    del call
+    return Tile()
+
+
+@triton.jit
+def length_of(seq, num_seqs, lens_ptr, extra_lens_ptr, SPARSE: tl.constexpr, HAS_EXTRA: tl.constexpr):
+    """The keys of a sequence as work counts them; of several where `seq` is several."""
+    length = tl.maximum(tl.load(lens_ptr + seq, mask=seq < num_seqs, other=0), 0).to(tl.int64)
+    if SPARSE:
+        length = tl.maximum(length, 1)
+    if HAS_EXTRA:
+        extra = tl.maximum(tl.load(extra_lens_ptr + seq, mask=seq < num_seqs, other=0), 0)
+        length = (length + BLOCK - 1) // BLOCK * BLOCK + extra
+    return length
+
+
+@triton.jit
+def blocks_of(length):
+    """Blocks that so many keys are; none count as one block too."""
+    return tl.maximum(length - 1, 0) // BLOCK + 1
+
+
+@triton.jit
+def schedule_kernel(
+    lens_ptr, extra_lens_ptr, parts_ptr, num_splits_ptr, num_seqs, num_parts, overhead,
+    SPARSE: tl.constexpr, HAS_EXTRA: tl.constexpr,
+):  # fmt: skip
+    """Cut the sequences' blocks, laid end to end, into parts of about equal cost."""
+    work = tl.zeros([SEQUENCES], tl.int64)
+    for start in range(0, num_seqs, SEQUENCES):
+        seq = start + tl.arange(0, SEQUENCES)
+        blocks = blocks_of(length_of(seq, num_seqs, lens_ptr, extra_lens_ptr, SPARSE, HAS_EXTRA))
+        work += tl.where(seq < num_seqs, blocks + overhead, 0)
+    budget = (tl.sum(work, 0) + num_parts - 1) // num_parts + overhead
+    tl.store(num_splits_ptr, 0)
+    seq = 0
+    block = budget * 0  # in the sequence at hand, as wide as its length
+    split = 0
+    splits = 0
+    for part in range(num_parts):
+        place = parts_ptr + part * 8
+        tl.store(place, seq)
+        tl.store(place + 1, block.to(tl.int32))
+        tl.store(place + 4, split)
+        left = budget
+        going = seq < num_seqs
+        while going:
+            length = length_of(seq, num_seqs, lens_ptr, extra_lens_ptr, SPARSE, HAS_EXTRA)
+            cost = blocks_of(length) - block + overhead
+            whole = left >= cost
+            some = (left > overhead) & (whole == 0)
+            splits += tl.where(whole, split + 1, 0)
+            tl.store(num_splits_ptr + seq + 1, splits, mask=whole)
+            block = tl.where(whole, 0, block + tl.where(some, left - overhead, 0))
+            split = tl.where(whole, 0, split + tl.where(some, 1, 0))
+            seq += tl.where(whole, 1, 0)
+            left -= tl.where(whole, cost, left)
+            going = whole & (seq < num_seqs)
+        cut = block > 0
+        last = tl.where(cut, seq, seq - 1)
+        tl.store(place + 2, last)
+        length = length_of(tl.maximum(last, 0), num_seqs, lens_ptr, extra_lens_ptr, SPARSE, HAS_EXTRA)
+        end = tl.where(cut, block, tl.where((last >= 0) & (length > 0), blocks_of(length), 0))
+        tl.store(place + 3, end.to(tl.int32))
+        unused = tl.arange(0, 4)
+        tl.store(place + 5 + unused, tl.zeros_like(unused), mask=unused < 3)
+
+
+def run(call: Any, tile: Tile, launch: Any) -> Any:
+    """Enqueue the kernel; returns parts and num_splits."""
+    lens = launch.packed(call.lens)
+    extra_lens = lens if call.extra_lens is None else launch.packed(call.extra_lens)
+    parts, num_splits = launch(
+        schedule_kernel,
+        (1,),
+        (lens, extra_lens),
+        [((call.num_parts, 8), "int32"), ((call.num_seqs + 1,), "int32")],
+        num_warps=tile.num_warps,
+        num_stages=1,
+        num_seqs=call.num_seqs,
+        num_parts=call.num_parts,
+        overhead=call.overhead,
+        SPARSE=call.sparse,
+        HAS_EXTRA=call.extra_lens is not None,
+    )
+    return parts, num_splits

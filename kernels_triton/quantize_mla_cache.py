@@ -1,0 +1,40 @@
+"""Quantising a latent cache in Triton: row i of what is given goes to slot i of a new cache of bytes."""
+
+from typing import Any
+
+from ragged_attention.kernels_triton import write_mla_cache
+from ragged_attention.kernels_triton.blocks import cdiv, launchable
+
+Tile = write_mla_cache.Tile
+
+
+def why_not(call: Any) -> str | None:
+    return launchable(call, write_mla_cache.write_rows_kernel)
+
+
+def heuristic(call: Any) -> Tile:
+    num_pages, page_size, _, width = call.kv.shape
+    return write_mla_cache.tile_for(call.format, num_pages * page_size, width)
+
+
+def run(call: Any, tile: Tile, launch: Any) -> Any:
+    """Enqueue the kernel; returns the new cache."""
+    kv = launch.packed(call.kv)
+    num_pages, page_size, _, _ = kv.shape
+    row = call.out_shape[3]
+    (cache,) = launch(
+        write_mla_cache.write_rows_kernel,
+        (cdiv(num_pages * page_size, tile.block_t), write_mla_cache.parts(call.format, 1)),
+        (kv, kv, kv),  # there are neither slots nor an older cache
+        [(call.out_shape, "uint8")],
+        num_tokens=num_pages * page_size,
+        slots_stride=0,
+        **dict(zip(("kv_page_stride", "kv_row_stride", "kv_head_stride"), launch.strides(kv), strict=False)),
+        page_stride=page_size * row,
+        row_stride=row,
+        head_stride=row,
+        HAS_SLOTS=False,
+        KV_PAGE=page_size,
+        **write_mla_cache.constants(call, num_pages * page_size, page_size, tile),
+    )
+    return cache

@@ -1,0 +1,199 @@
+"""Writing latent rows into a cache, quantised or not, in Triton; quantising a whole cache runs the same kernel.
+
+A program takes some rows and, of a plain cache, one KV head of them; of a quantised one a group of columns that share
+a scale, or the rotary columns. What is quantised is stored byte by byte, as 32-bit scales and 16-bit values may lie
+anywhere in a cache whose pages lie apart; where strides allow, the compiler joins the bytes again.
+"""
+
+# Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+
+import dataclasses
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from ragged_attention.calls import CACHE_FORMATS
+from ragged_attention.kernels_triton.blocks import (
+    cdiv,
+    encode_float8,
+    expect_power_of_two,
+    launchable,
+    narrow,
+    next_power_of_2,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """What may be tuned."""
+
+    block_t: int = 16  # tokens of a program
+    num_warps: int = 4
+
+    def __post_init__(self) -> None:
+        expect_power_of_two(self, block_t=(1, 256), num_warps=(1, 16))
+
+
+def why_not(call: Any) -> str | None:
+    return launchable(call, write_rows_kernel)
+
+
+def heuristic(call: Any) -> Tile:
+    """About two thousand elements a program."""
+    return tile_for(call.format, call.kv.shape[0], call.kv.shape[2])
+
+
+def tile_for(name: str, num_tokens: int, width: int) -> Tile:
+    """The tile for `num_tokens` rows of `width` columns into a cache of the format `name`."""
+    columns = next_power_of_2(width) if name == "plain" else CACHE_FORMATS[name].group
+    return Tile(block_t=max(1, min(2048 // columns, next_power_of_2(num_tokens))))
+
+
+@triton.jit
+def store_bytes(target, values, mask, COUNT: tl.constexpr):
+    """Unsigned integers [T, C] of COUNT bytes each to the bytes from `target` [T] on, whatever its alignment."""
+    rows: tl.constexpr = values.shape[0]
+    columns: tl.constexpr = values.shape[1] * COUNT
+    place = tl.arange(0, COUNT)
+    split = (values[:, :, None].to(tl.uint32) >> (place * 8)[None, None, :]) & 0xFF
+    split = tl.reshape(split, [rows, columns]).to(tl.uint8).to(target.dtype.element_ty, bitcast=True)
+    tl.store(target[:, None] + tl.arange(0, columns)[None, :], split, mask=mask[:, None])
+
+
+@triton.jit
+def group_scales(values, POWERS: tl.constexpr):
+    """The scale of each row of float32 values: the largest magnitude over 448, at least 1e-4, a power of two if asked
+    for; NaN and infinities stay."""
+    magnitude = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # in this order NaN is the largest
+    largest = tl.max(magnitude, 1)
+    finite = largest < 0x7F800000
+    scale = tl.div_rn(
+        tl.where(finite, largest, 0).to(tl.float32, bitcast=True), tl.full(largest.shape, 448.0, tl.float32)
+    )
+    bits = tl.maximum(scale, 1e-4).to(tl.int32, bitcast=True)
+    if POWERS:
+        bits = (bits + 0x7FFFFF) & 0x7F800000
+    bits = tl.where(finite, bits, tl.where(largest > 0x7F800000, 0x7FC00000, 0x7F800000))
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def write_group(source, target, scale_target, live, POWERS: tl.constexpr, E8M0: tl.constexpr, GROUP: tl.constexpr):
+    """One group of columns of some rows, quantised, and its scales."""
+    columns = tl.arange(0, GROUP)
+    values = tl.load(source[:, None] + columns[None, :], mask=live[:, None], other=0).to(tl.float32)
+    scale = group_scales(values, POWERS)
+    scaled = tl.div_rn(values, scale[:, None] + tl.zeros_like(values))
+    code = encode_float8(scaled, 3, 7, 0x7E)
+    code = tl.where(scaled == scaled, code, 0x7F).to(tl.uint8)  # machines differ about the sign of a NaN
+    store_bytes(target, code, live, 1)
+    bits = scale.to(tl.uint32, bitcast=True)
+    if E8M0:
+        store_bytes(scale_target, (bits >> 23)[:, None], live, 1)
+    else:
+        store_bytes(scale_target, bits[:, None], live, 4)
+
+
+@triton.jit
+def write_rotary(source, target, live, ROTARY: tl.constexpr):
+    """The columns that stay in bfloat16."""
+    columns = tl.arange(0, ROTARY)
+    values = tl.load(source[:, None] + columns[None, :], mask=live[:, None], other=0)
+    if values.dtype != tl.bfloat16:
+        values = narrow(values.to(tl.float32), tl.bfloat16)
+    store_bytes(target, values.to(tl.uint16, bitcast=True), live, 2)
+
+
+@triton.jit
+def write_rows_kernel(
+    kv_ptr, slots_ptr, given_cache_ptr, cache_ptr,
+    num_tokens, num_slots, slots_stride, kv_page_stride, kv_row_stride, kv_head_stride,
+    page_stride, row_stride, head_stride,
+    HAS_SLOTS: tl.constexpr, FORMAT: tl.constexpr, POWERS: tl.constexpr, KV_PAGE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, GROUP: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Rows of `kv`, which lie KV_PAGE to a page, to their slots; without slots row i goes to slot i."""
+    token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    part = tl.program_id(1)
+    slot = token
+    if HAS_SLOTS:
+        slot = tl.load(slots_ptr + token * slots_stride, mask=token < num_tokens, other=-1).to(tl.int64)
+    live = (slot >= 0) & (slot < num_slots) & (token < num_tokens)
+    slot = tl.where(live, slot, 0)
+    source = kv_ptr + token // KV_PAGE * kv_page_stride + token % KV_PAGE * kv_row_stride
+    page = cache_ptr + slot // PAGE_SIZE * page_stride
+    row = slot % PAGE_SIZE
+    if FORMAT == "plain":
+        columns = tl.arange(0, GROUP)
+        mask = live[:, None] & (columns < WIDTH)[None, :]
+        source += part.to(tl.int64) * kv_head_stride
+        target = page + row * row_stride + part.to(tl.int64) * head_stride
+        values = tl.load(source[:, None] + columns[None, :], mask=mask, other=0)
+        tl.store(target[:, None] + columns[None, :], values, mask=mask)
+    else:
+        planar: tl.constexpr = FORMAT == "fp8_v4"
+        rotary: tl.constexpr = WIDTH - VALUES
+        if planar:
+            target = page + row * (VALUES + 2 * rotary)
+            scales = page + PAGE_SIZE * (VALUES + 2 * rotary) + row * 8
+            rotary_target = target + VALUES
+        else:
+            target = page + row * row_stride
+            scales = target + VALUES
+            rotary_target = scales + VALUES // GROUP * 4
+        if part * GROUP < VALUES:
+            place = scales + (part if planar else part * 4)
+            write_group(source + part * GROUP, target + part * GROUP, place, live, POWERS, planar, GROUP)
+        else:
+            write_rotary(source + VALUES, rotary_target, live, rotary)
+            if planar:
+                store_bytes(scales + VALUES // GROUP, tl.zeros([BLOCK_T, 1], tl.uint8), live, 1)
+
+
+def parts(name: str, num_kv_heads: int) -> int:
+    """Programs that share a row."""
+    layout = CACHE_FORMATS.get(name)
+    return layout.values // layout.group + 1 if layout else num_kv_heads
+
+
+def constants(call: Any, num_slots: int, page_size: int, tile: Tile) -> dict[str, Any]:
+    """The arguments that writing and quantising have in common."""
+    layout, width = CACHE_FORMATS.get(call.format), call.kv.shape[-1]
+    return {
+        "num_warps": tile.num_warps,
+        "num_stages": 1,
+        "num_slots": num_slots,
+        "FORMAT": call.format,
+        "POWERS": call.power_of_two_scales,
+        "PAGE_SIZE": page_size,
+        "WIDTH": width,
+        "VALUES": layout.values if layout else 0,
+        "GROUP": layout.group if layout else next_power_of_2(width),
+        "BLOCK_T": tile.block_t,
+    }
+
+
+def run(call: Any, tile: Tile, launch: Any) -> Any:
+    """Enqueue the kernel; returns the cache."""
+    kv, slots, cache = launch.packed(call.kv), call.slot_mapping, call.cache
+    num_tokens, num_kv_heads, _ = kv.shape
+    (written,) = launch(
+        write_rows_kernel,
+        (cdiv(num_tokens, tile.block_t), parts(call.format, num_kv_heads)),
+        (kv, slots, cache),
+        [],
+        inplace=(2,),
+        num_tokens=num_tokens,
+        slots_stride=launch.strides(slots)[0],
+        kv_page_stride=launch.strides(kv)[0],
+        kv_row_stride=0,
+        kv_head_stride=launch.strides(kv)[1],
+        **dict(zip(("page_stride", "row_stride", "head_stride"), launch.strides(cache), strict=False)),
+        HAS_SLOTS=True,
+        KV_PAGE=1,
+        **constants(call, call.num_slots, call.page_size, tile),
+    )
+    return written
