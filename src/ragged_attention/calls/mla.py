@@ -279,8 +279,8 @@ class MlaDecode(LatentCall):
         schedule: from `make_decode_schedule`, how to divide the work. The result is the same without, up to
             rounding: then the keys of a sequence are divided among programs by shapes alone.
         cache_format: `plain`, `fp8_v32` or `fp8_v4`; default by the dtype and last dimension of `kv_cache`.
-        backend, options: as in `sparse_mla_prefill`. `options={"num_splits": 1}` gives bits that depend on nothing
-            but the sequence itself.
+        backend, options: as in `sparse_mla_prefill`. With the Triton kernels `options={"num_splits": 1}`, and no
+            schedule, gives bits that depend on nothing but the sequence itself.
 
     Returns:
         out [S, Q, H, d_v] of q's dtype, and lse [S, H, Q] float32, the natural log-sum-exp of the scaled logits;
@@ -496,9 +496,12 @@ def schedule_arrays(schedule: Any, q: Any, kv_cache: Any, indices: Any, extra_in
         return None
     if not isinstance(schedule, DecodeSchedule):
         raise TypeError(f"expected schedule to be a DecodeSchedule, got {type(schedule).__name__}")
-    counts = [0 if lists is None else lists.shape[-1] for lists in (indices, extra_indices)]
+    lists = [value for value in (indices, extra_indices) if value is not None]
+    if not all(is_array(value) and len(value.shape) > 2 for value in (q, kv_cache, *lists)):
+        return None  # which the record will say better
+    counts = [0 if value is None else value.shape[-1] for value in (indices, extra_indices)]
     wanted = (*q.shape[:3], kv_cache.shape[2], *counts)
-    for name, want, made in zip(SHAPES, wanted, schedule.made_for, strict=True):
+    for name, want, made in zip(SHAPES, wanted, schedule.made_for, strict=False):
         if want != made:
             raise InvalidInput(f"expected a schedule made for {name}={want}, got one made for {name}={made}")
     known = [schedule.parts, schedule.num_splits]
@@ -522,6 +525,7 @@ class MakeDecodeSchedule(Call):
         topk_lens: i32 [S] or [S, Q], as in `mla_decode`; only with a top-k.
         extra_topk, extra_topk_lens: the same of the second cache.
         num_parts: how many ranges; default what fills the device with blocks of 64 rows.
+        device: torch only, and only used with a top-k and no `topk_lens`: where the schedule is made.
         overhead: the cost of beginning a sequence, in blocks.
         backend, options: as in `mla_decode`.
 
@@ -575,7 +579,7 @@ class QuantizeMlaCache(Call):
     Returns:
         uint8 [P, G, 1, bytes]. The scale of a group is its largest magnitude over 448, in float32, at least 1e-4;
         what is stored is the value over the scale, in float32, to the nearest e4m3 with ties to even. Every backend
-        makes the same bytes. A group that holds NaN or an infinity has scale NaN or infinity (`fp8_v4`: 0xFF, NaN).
+        makes the same bytes. NaN becomes 0x7F. A group that holds NaN or an infinity has scale NaN or infinity (`fp8_v4`: 0xFF, NaN).
 
     Raises:
         InvalidInput, TypeError, Unsupported: as `mla_decode`.

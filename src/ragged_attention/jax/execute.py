@@ -6,17 +6,29 @@ from typing import Any
 
 import jax
 import jax.core
+import jax.numpy as jnp
 import numpy as np
 
 from ragged_attention import config, dispatch
-from ragged_attention.calls import CALLS, Call
+from ragged_attention.calls import CALLS, Call, is_number
 from ragged_attention.errors import InvalidInput, Unsupported
 from ragged_attention.jax.launcher import PLATFORMS, Launcher, device_facts, join_arrays, split_arrays
 
 PORTABLE = ("xla", "reference")  # the same operations on every platform
 
 
-def run(operation: str, arguments: dict[str, Any], backend: Any, options: Any) -> Any:
+def brought(value: Any) -> Any:
+    """NumPy arrays as jax arrays, NumPy numbers as Python's; anything else as it is, for the record to judge."""
+    if isinstance(value, tuple | list):
+        return type(value)(brought(item) for item in value)
+    if isinstance(value, np.ndarray):
+        return jnp.asarray(value)
+    if is_number(value) and isinstance(value, np.generic):
+        return value.item()
+    return value
+
+
+def run(operation: str, arguments: dict[str, Any], backend: Any, options: Any) -> tuple[jax.Array, ...]:
     """Check the call, choose its backend and run it; the wishes are read now, at trace time under `jit`."""
     call = CALLS[operation](**arguments, device=device_facts(default_platform()))  # type: ignore[call-arg]
     if config.validates_values():
@@ -42,7 +54,12 @@ def _run(operation: str, arrays: dict[str, Any], rest: tuple[Any, ...], names: A
             return CALLS[operation](**join_arrays(values, dict(rest)), device=device)  # type: ignore[call-arg]
 
         choice = dispatch.choose(build(arrays), backend=names or "auto", options=json.loads(tunables))
-        return choice, lambda values: choice.run(build(values), Launcher(device))
+
+        def compute(values: dict[str, Any]) -> tuple[Any, ...]:
+            results = choice.run(build(values), Launcher(device))
+            return tuple(results) if isinstance(results, tuple | list) else (results,)
+
+        return choice, compute
 
     here = default_platform()
     choices: dict[str, Any] = {}

@@ -132,7 +132,16 @@ def _from_bits(array: Any, dtype: Any) -> Any:
 
 def _from_numpy(array: Any, like: jax.ShapeDtypeStruct) -> np.ndarray:
     array = np.asarray(array)
-    return array.view(like.dtype) if is_bits(like.dtype) else array.astype(like.dtype)
+    if is_bits(like.dtype):
+        return array.view(like.dtype)
+    with np.errstate(over="ignore"):  # an infinity of the narrower dtype is what is wanted
+        return array.astype(like.dtype)
+
+
+def unwritten(like: jax.ShapeDtypeStruct) -> np.ndarray:
+    """Fresh memory in which an output that no kernel writes shows."""
+    floating = jnp.issubdtype(like.dtype, jnp.floating)
+    return np.full(like.shape, np.nan if floating else np.iinfo(like.dtype).max, like.dtype)
 
 
 class Launcher:
@@ -180,7 +189,7 @@ class Launcher:
 
         def host(*arrays: Any) -> list[np.ndarray]:
             held = [np.array(array) for array in arrays]
-            results = [np.full(shape.shape, np.nan).astype(shape.dtype) for shape in shapes[: len(outputs)]]
+            results = [unwritten(shape) for shape in shapes[: len(outputs)]]
             results += [held[index] for index in inplace]
             with np.errstate(all="ignore"):  # NumPy would warn of infinities that a GPU makes in silence
                 kernel[grid](*map(HostArray, held), *map(HostArray, results), **arguments)
@@ -217,6 +226,10 @@ class Launcher:
         return array
 
     def packed(self, array: Any) -> Any:
+        return array
+
+    def words(self, array: Any, *, packed_rows: bool) -> Any:
+        del packed_rows
         return array
 
     def on_host(

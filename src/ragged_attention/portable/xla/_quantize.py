@@ -19,28 +19,28 @@ def stored_bits(values: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.A
     It comes as unsigned integers: XLA may pass 8-bit floats through wider ones and lose the sign of a NaN.
     """
     if scale is not None:
-        values = _quotient(values.astype(jnp.float32), scale)
+        values = quotient(values.astype(jnp.float32), scale[:, None])
     name = jnp.dtype(dtype).name
     if name in FORMATS:
-        return _codes(values.astype(jnp.float32), *FORMATS[name])
+        return codes(values.astype(jnp.float32), *FORMATS[name])
     if name == "int8":
         values = values.astype(jnp.float32)
         values = jnp.clip(jnp.rint(jnp.where(jnp.isnan(values), 0.0, values)), -128, 127).astype(jnp.int8)
     return lax.bitcast_convert_type(values.astype(dtype), BITS[jnp.dtype(dtype).itemsize])
 
 
-def _quotient(values: jax.Array, scale: jax.Array) -> jax.Array:
-    """`values / scale`, rounded once.
+def quotient(values: jax.Array, divisor: jax.Array) -> jax.Array:
+    """`values / divisor` in float32, rounded once; the divisor is broadcast.
 
     XLA multiplies by the reciprocal of a divisor that is a constant or a broadcast, which rounds twice. So each
-    element gets its own divisor: the scale plus a zero that is known at run time only.
+    element gets its own divisor: the given one plus a zero that is known at run time only.
     """
     bits = lax.bitcast_convert_type(values, jnp.uint32)
-    divisor = lax.bitcast_convert_type(scale, jnp.uint32)[:, None] + (lax.population_count(bits) >> 6)
-    return values / lax.bitcast_convert_type(divisor, jnp.float32)
+    own = lax.bitcast_convert_type(divisor, jnp.uint32) + (lax.population_count(bits) >> 6)
+    return values / lax.bitcast_convert_type(own, jnp.float32)
 
 
-def _codes(values: jax.Array, mantissa_bits: int, bias: int, largest: float) -> jax.Array:
+def codes(values: jax.Array, mantissa_bits: int, bias: int, largest: float) -> jax.Array:
     """The codes of an 8-bit float format, in integer arithmetic: casts differ in how they saturate."""
     bits = lax.bitcast_convert_type(values, jnp.uint32)
     sign = ((bits >> 24) & 0x80).astype(jnp.uint8)

@@ -5,7 +5,6 @@ with an online softmax. Both loops count at run time, so the cost follows the vi
 of K and V is gathered. Sequences of one query get tiles of one token: a decode does not pay for a prefill's rows.
 """
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -14,30 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ragged_attention.calls import RaggedPagedAttention
-from ragged_attention.errors import InvalidInput
 from ragged_attention.portable.xla._pages import BITS, KeyValueBlocks, per_head
 from ragged_attention.portable.xla._ragged import at, sequences
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Tile:
-    """What can be tuned.
-
-    Attributes:
-        block_q: query tokens a tile of a long sequence holds; each brings the rows of all its heads.
-        block_kv: keys gathered at a time.
-    """
-
-    block_q: int = 64
-    block_kv: int = 512
-
-    def __post_init__(self) -> None:
-        for name, limit in (("block_q", 1024), ("block_kv", 8192)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"expected {name} to be an int, got {type(value).__name__}")
-            if not 1 <= value <= limit:
-                raise InvalidInput(f"expected {name} between 1 and {limit}, got {value}")
+from ragged_attention.portable.xla._tile import Tile as Tile
 
 
 def heuristic(call: RaggedPagedAttention) -> Tile:

@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from ragged_attention.calls import WriteKvPages
 from ragged_attention.portable.untuned import Tile as Tile
@@ -12,6 +11,7 @@ from ragged_attention.portable.untuned import heuristic as heuristic
 from ragged_attention.portable.xla._pages import per_head
 from ragged_attention.portable.xla._quantize import stored_bits
 from ragged_attention.portable.xla._ragged import at, sequences
+from ragged_attention.portable.xla._slots import places, put
 
 
 def why_not(call: WriteKvPages) -> str | None:
@@ -31,17 +31,13 @@ def run(call: WriteKvPages, tile: Tile, launch: Any) -> list[jax.Array]:
     k, v = (stored_bits(values, scale, dtype) for values, scale in zip((call.k, call.v), scales, strict=True))
     rows = [jnp.stack([k, v], axis=2).reshape(len(k), -1, k.shape[-1])] if call.combined else [k, v]
     page, offset = _places(call)
-    return [_put(pages, new, page, offset) for pages, new in zip(arrays, rows, strict=True)]
+    return [put(pages, new, page, offset) for pages, new in zip(arrays, rows, strict=True)]
 
 
 def _places(call: WriteKvPages) -> tuple[jax.Array, jax.Array]:
     """Page and offset of each token, i32 [T]; the page is `num_pages` for a token that belongs nowhere."""
     if call.slot_mapping is not None:
-        slot = call.slot_mapping
-        page, offset = slot // call.page_size, slot % call.page_size
-        valid = (slot >= 0) & (page < call.num_pages)
-        page, offset = (jnp.where(valid, part, 0).astype(jnp.int32) for part in (page, offset))
-        return jnp.where(valid, page, call.num_pages), offset
+        return places(call.slot_mapping, call.num_pages, call.page_size)
     max_num_seqs, pages_per_seq = call.page_indices.shape
     if 0 in (max_num_seqs, pages_per_seq):
         return jnp.full(call.num_tokens, call.num_pages, jnp.int32), jnp.zeros(call.num_tokens, jnp.int32)
@@ -56,28 +52,3 @@ def _places(call: WriteKvPages) -> tuple[jax.Array, jax.Array]:
     page = at(call.page_indices, seq, position // call.page_size)
     valid = owned & (page >= 0) & (page < call.num_pages)
     return jnp.where(valid, page, call.num_pages), position % call.page_size
-
-
-def _put(pages: jax.Array, bits: jax.Array, page: jax.Array, offset: jax.Array) -> jax.Array:
-    """`pages[page, offset] = bits`, where a page that does not exist is skipped."""
-    if pages.dtype.name in ("float32", "float16", "int8"):
-        return _scatter(pages, bits, page, offset)
-    return lax.platform_dependent(pages, bits, page, offset, cpu=_select, default=_scatter)
-
-
-def _scatter(pages: jax.Array, bits: jax.Array, page: jax.Array, offset: jax.Array) -> jax.Array:
-    return pages.at[page, offset].set(lax.bitcast_convert_type(bits, pages.dtype), mode="drop")
-
-
-def _select(pages: jax.Array, bits: jax.Array, page: jax.Array, offset: jax.Array) -> jax.Array:
-    """The same as a choice, slot by slot, between old and new bits.
-
-    XLA's CPU compiler has no scatter of bfloat16 and 8-bit floats: it would convert the whole cache to float32 and
-    back. This it compiles to one loop that touches, in place, only what changes.
-    """
-    tokens = jnp.full(pages.shape[:2], -1, jnp.int32)
-    tokens = tokens.at[page, offset].set(jnp.arange(len(bits), dtype=jnp.int32), mode="drop")
-    pages, bits, tokens = lax.optimization_barrier((pages, bits, tokens))
-    rows = at(bits, jnp.maximum(tokens, 0))
-    chosen = jnp.where((tokens >= 0)[..., None, None], rows, lax.bitcast_convert_type(pages, bits.dtype))
-    return lax.bitcast_convert_type(chosen, pages.dtype)

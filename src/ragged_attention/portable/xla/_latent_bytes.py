@@ -1,0 +1,53 @@
+"""Latent rows as the bytes of a quantised cache, to the bit as `reference/` encodes them.
+
+Where a rounding counts the arithmetic is on integers: XLA flushes what is smaller than a normal number.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ragged_attention.calls import CacheFormat
+from ragged_attention.portable.xla._latents import Stored, is_planar
+from ragged_attention.portable.xla._quantize import codes, quotient
+
+INFINITY, NAN = np.uint32(0x7F800000), np.uint32(0x7FC00000)
+LEAST_SCALE = np.float32(1e-4).view(np.uint32)
+
+
+def quantized(rows: jax.Array, layout: CacheFormat, power_of_two_scales: bool) -> Stored:
+    """The bytes of rows [..., d_qk]; scales come with their padding."""
+    shape = rows.shape[:-1]
+    groups = rows[..., : layout.values].astype(jnp.float32).reshape(*shape, -1, layout.group)
+    magnitudes = lax.bitcast_convert_type(groups, jnp.uint32) & 0x7FFFFFFF  # in order of size, NaN last
+    scales = _scales(magnitudes.max(axis=-1), power_of_two_scales)
+    scaled = quotient(groups, lax.bitcast_convert_type(scales, jnp.float32)[..., None])
+    scaled = jnp.where(jnp.isnan(scaled), jnp.float32(np.nan), scaled)  # the sign that a division gives one differs
+    values = codes(scaled, 3, 7, 448.0)
+    if is_planar(layout):
+        exponents = jnp.where(scales >= INFINITY, 255, scales >> 23).astype(jnp.uint8)
+        stored = jnp.pad(exponents, [(0, 0)] * len(shape) + [(0, 1)])
+    else:
+        stored = lax.bitcast_convert_type(scales, jnp.uint8).reshape(*shape, -1)
+    rotary = lax.bitcast_convert_type(_bfloat16_bits(rows[..., layout.values :]), jnp.uint8)
+    return Stored(values.reshape(*shape, -1), stored, rotary.reshape(*shape, -1))
+
+
+def _scales(largest: jax.Array, power_of_two: bool) -> jax.Array:
+    """The bits of the scales of groups whose largest magnitude has these bits."""
+    scale = quotient(lax.bitcast_convert_type(largest, jnp.float32), jnp.float32(448.0))
+    bits = jnp.where(largest >= INFINITY, largest, lax.bitcast_convert_type(scale, jnp.uint32))
+    bits = jnp.maximum(bits, LEAST_SCALE)
+    if power_of_two:
+        bits = jnp.where(bits < INFINITY, (bits + 0x7FFFFF) >> 23 << 23, bits)
+    return jnp.where(bits > INFINITY, NAN, bits)
+
+
+def _bfloat16_bits(values: jax.Array) -> jax.Array:
+    """Values to the nearest bfloat16, ties to even, as uint16."""
+    if values.dtype == jnp.bfloat16:
+        return lax.bitcast_convert_type(values, jnp.uint16)
+    bits = lax.bitcast_convert_type(values.astype(jnp.float32), jnp.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return jnp.where((bits & 0x7FFFFFFF) > INFINITY, (bits >> 16) | 0x40, rounded).astype(jnp.uint16)

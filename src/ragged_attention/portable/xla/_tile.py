@@ -1,0 +1,26 @@
+"""The `Tile` of the attentions."""
+
+import dataclasses
+
+from ragged_attention.errors import InvalidInput
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tile:
+    """What can be tuned.
+
+    Attributes:
+        block_q: query tokens computed together; each brings the rows of all its heads.
+        block_kv: keys gathered at a time.
+    """
+
+    block_q: int = 64
+    block_kv: int = 512
+
+    def __post_init__(self) -> None:
+        for name, limit in (("block_q", 1024), ("block_kv", 8192)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"expected {name} to be an int, got {type(value).__name__}")
+            if not 1 <= value <= limit:
+                raise InvalidInput(f"expected {name} between 1 and {limit}, got {value}")

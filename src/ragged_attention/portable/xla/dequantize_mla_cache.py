@@ -1,0 +1,25 @@
+"""The rows of a quantised latent cache, on plain jax operations."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ragged_attention.calls import CACHE_FORMATS, DequantizeMlaCache
+from ragged_attention.portable.untuned import Tile as Tile
+from ragged_attention.portable.untuned import heuristic as heuristic
+from ragged_attention.portable.xla._latents import all_rows, dequantized
+
+
+def why_not(call: DequantizeMlaCache) -> str | None:
+    if call.device.framework != "jax":
+        return f"runs on jax arrays, got a call from {call.device.framework}"
+    return None
+
+
+def run(call: DequantizeMlaCache, tile: Tile, launch: Any) -> jax.Array:
+    del tile, launch
+    if len(call.cache) == 0:
+        return jnp.zeros(call.out_shape, call.dtype)
+    layout = CACHE_FORMATS[call.found]
+    return dequantized(all_rows(call.cache, layout), layout).astype(call.dtype)

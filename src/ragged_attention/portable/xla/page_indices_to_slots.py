@@ -1,0 +1,31 @@
+"""Positions of sequences as slots, on plain jax operations."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ragged_attention.calls import PageIndicesToSlots
+from ragged_attention.portable.untuned import Tile as Tile
+from ragged_attention.portable.untuned import heuristic as heuristic
+from ragged_attention.portable.xla._ragged import at
+
+
+def why_not(call: PageIndicesToSlots) -> str | None:
+    if call.device.framework != "jax":
+        return f"runs on jax arrays, got a call from {call.device.framework}"
+    return None
+
+
+def run(call: PageIndicesToSlots, tile: Tile, launch: Any) -> jax.Array:
+    del tile, launch
+    positions, page_size = call.positions, min(call.page_size, 2**31 - 1)
+    num_seqs, pages_per_seq = call.page_indices.shape
+    if 0 in (num_seqs, pages_per_seq):
+        return jnp.full(positions.shape, -1, jnp.int32)
+    seq = jnp.arange(num_seqs, dtype=jnp.int32).reshape(-1, *(1,) * (positions.ndim - 1))
+    column, offset = positions // page_size, positions % page_size
+    listed = (positions >= 0) & (column < pages_per_seq)
+    page = at(call.page_indices, seq, jnp.where(listed, column, 0))
+    valid = listed & (page >= 0) & (page <= (2**31 - 1 - offset) // page_size)
+    return jnp.where(valid, page * page_size + offset, -1)

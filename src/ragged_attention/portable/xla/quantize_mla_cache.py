@@ -1,0 +1,31 @@
+"""A latent cache quantised, on plain jax operations."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ragged_attention.calls import CACHE_FORMATS, QuantizeMlaCache
+from ragged_attention.portable.untuned import Tile as Tile
+from ragged_attention.portable.untuned import heuristic as heuristic
+from ragged_attention.portable.xla._latent_bytes import quantized
+from ragged_attention.portable.xla._latents import is_planar
+
+
+def why_not(call: QuantizeMlaCache) -> str | None:
+    if call.device.framework != "jax":
+        return f"runs on jax arrays, got a call from {call.device.framework}"
+    return None
+
+
+def run(call: QuantizeMlaCache, tile: Tile, launch: Any) -> jax.Array:
+    del tile, launch
+    layout = CACHE_FORMATS[call.format]
+    num_pages = len(call.kv)
+    if num_pages == 0:
+        return jnp.zeros(call.out_shape, jnp.uint8)
+    stored = quantized(call.kv, layout, bool(call.power_of_two_scales))
+    if not is_planar(layout):
+        return jnp.concatenate([stored.values, stored.scales, stored.rotary], axis=-1)
+    data = jnp.concatenate([stored.values, stored.rotary], axis=-1).reshape(num_pages, -1)
+    return jnp.concatenate([data, stored.scales.reshape(num_pages, -1)], axis=-1).reshape(call.out_shape)
