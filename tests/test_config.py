@@ -201,7 +201,9 @@ def test_get_config_is_what_calls_follow(monkeypatch, tmp_path):
 
 def test_unknown_key_of_a_file_names_key_and_file(monkeypatch, tmp_path):
     path = named_file(monkeypatch, tmp_path, 'backends = "triton"')
-    with pytest.raises(InvalidInput, match=rf"expected keys backend, options, validate in {path}, got 'backends'"):
+    with pytest.raises(
+        InvalidInput, match=rf"expected keys backend, flash_mla_convention, options, validate in {path}, got 'backends'"
+    ):
         config.requested(ATTENTION)
 
 
@@ -282,6 +284,25 @@ def test_an_unknown_validation_is_refused(monkeypatch):
     monkeypatch.setenv(config.VALIDATE_VARIABLE, "all")
     with pytest.raises(InvalidInput, match="expected RAGGED_ATTENTION_VALIDATE to be one of static, full, got 'all'"):
         config.validates_values()
+
+
+def test_flash_mlas_convention_by_the_strongest_source_that_says(monkeypatch, tmp_path):
+    assert config.flash_mla_convention() == ra.get_config().flash_mla_convention == "base2"
+    named_file(monkeypatch, tmp_path, 'flash_mla_convention = "natural"')
+    assert config.flash_mla_convention() == ra.get_config().flash_mla_convention == "natural"
+    ra.use_backend(flash_mla_convention="base2")
+    assert config.flash_mla_convention() == "base2"
+    with ra.use_backend(flash_mla_convention="natural"), ra.use_backend("eager"):
+        assert config.flash_mla_convention() == "natural"
+
+
+def test_an_unknown_convention_is_refused(monkeypatch, tmp_path):
+    message = "expected flash_mla_convention to be one of base2, natural, got 'e'"
+    with pytest.raises(InvalidInput, match=message):
+        ra.use_backend(flash_mla_convention="e")
+    path = named_file(monkeypatch, tmp_path, 'flash_mla_convention = "e"')
+    with pytest.raises(InvalidInput, match=f"{path}: {message}"):
+        config.flash_mla_convention()
 
 
 def test_a_refused_wish_changes_nothing():

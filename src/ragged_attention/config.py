@@ -30,6 +30,7 @@ BACKEND_VARIABLE = "RAGGED_ATTENTION_BACKEND"
 CONFIG_VARIABLE = "RAGGED_ATTENTION_CONFIG"
 VALIDATE_VARIABLE = "RAGGED_ATTENTION_VALIDATE"
 VALIDATION = ("static", "full")
+FLASH_MLA_CONVENTIONS = ("base2", "natural")
 
 Names = tuple[str, ...]
 BackendWish = str | Sequence[str] | Mapping[str, str | Sequence[str]]
@@ -42,6 +43,7 @@ class Config:
     backend: Mapping[str, Names] = dataclasses.field(default_factory=dict)
     options: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     validate: str | None = None
+    flash_mla_convention: str | None = None  # of `compat.flash_mla`'s logarithms
 
     def __post_init__(self) -> None:
         for name, known in (("backend", (*CALLS, "*")), ("options", tuple(CALLS))):
@@ -53,10 +55,17 @@ class Config:
                 raise TypeError(f"expected options of {operation} to be a mapping, got {type(options).__name__}")
         if self.validate is not None and self.validate not in VALIDATION:
             raise InvalidInput(f"expected validate to be one of {', '.join(VALIDATION)}, got {self.validate!r}")
+        if self.flash_mla_convention is not None:
+            expect_flash_mla_convention("flash_mla_convention", self.flash_mla_convention)
 
     def names(self, operation: str) -> Names | None:
         """The ordered wish for `operation`, or None where this source has none."""
         return self.backend.get(operation, self.backend.get("*"))
+
+
+def expect_flash_mla_convention(name: str, value: Any) -> None:
+    if value not in FLASH_MLA_CONVENTIONS:
+        raise InvalidInput(f"expected {name} to be one of {', '.join(FLASH_MLA_CONVENTIONS)}, got {value!r}")
 
 
 def parse_names(wish: str | Sequence[str]) -> Names:
@@ -94,7 +103,8 @@ class use_backend:  # reads as a verb, like torch.no_grad
     `use_backend("triton")`, an ordered wish `use_backend(["cuda", "triton"])`, or by operation
     `use_backend({"write_kv_pages": "eager", "*": "triton"})`. Called plainly it holds process-wide until the next
     plain call; in a `with` statement it holds inside the block, for the current thread or task. `options` maps an
-    operation to its tunables, and `validate="full"` checks index values too (which reads the device back).
+    operation to its tunables, `validate="full"` checks index values too (which reads the device back), and
+    `flash_mla_convention` is the default of `compat.flash_mla.flash_mla_sparse_fwd`, "base2" or "natural".
     `"auto"` gives the choice back to the platform's order; `use_backend()` ends an earlier plain call.
     """
 
@@ -104,8 +114,14 @@ class use_backend:  # reads as a verb, like torch.no_grad
         *,
         options: Mapping[str, Mapping[str, Any]] | None = None,
         validate: str | None = None,
+        flash_mla_convention: str | None = None,
     ) -> None:
-        self.config = Config(backend=_parse_wish(backend), options=expect_mapping(options or {}), validate=validate)
+        self.config = Config(
+            backend=_parse_wish(backend),
+            options=expect_mapping(options or {}),
+            validate=validate,
+            flash_mla_convention=flash_mla_convention,
+        )
         self._before = list(_process)
         _process[:] = [self.config]
 
@@ -146,6 +162,7 @@ def _read_file(named: str | None, directory: str) -> Config:
             backend=_parse_wish(table.get("backend")),
             options=expect_mapping(table.get("options", {})),
             validate=table.get("validate"),
+            flash_mla_convention=table.get("flash_mla_convention"),
         )
     except (InvalidInput, TypeError) as error:
         raise type(error)(f"{path}: {error}") from None
@@ -196,6 +213,11 @@ def validates_values() -> bool:
     return next((source.validate for source in _sources() if source.validate), "static") == "full"
 
 
+def flash_mla_convention() -> str:
+    """The logarithms of `compat.flash_mla`'s prefill where a call does not say: by the strongest source that does."""
+    return next((source.flash_mla_convention for source in _sources() if source.flash_mla_convention), "base2")
+
+
 def get_config() -> Config:
     """All sources merged: what a call without `backend=` and `options=` will follow."""
     backend: dict[str, Names] = {}
@@ -205,4 +227,9 @@ def get_config() -> Config:
             backend = {}
         backend |= dict(source.backend)
         options |= dict(source.options)
-    return Config(backend=backend, options=options, validate="full" if validates_values() else "static")
+    return Config(
+        backend=backend,
+        options=options,
+        validate="full" if validates_values() else "static",
+        flash_mla_convention=flash_mla_convention(),
+    )

@@ -1,0 +1,299 @@
+"""The case lists of FlashMLA's own tests, regenerated from their parameters; no framework is needed to read them.
+
+`e0-decode` and `e0-prefill` are those of September 2025 (319 and 34 cases); `e2-dense`, `e2-sparse` and `e2-prefill`
+those of April 2026 (2352, 4748 and 617). Inputs and judgement are in `benchmarks.flash_mla_data`.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+D_V = 512
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Lists:
+    """Top-k lists into one cache."""
+
+    s_k: int
+    topk: int
+    page_size: int
+    lengths: bool = False  # topk_length
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeCase:
+    """One call of `flash_mla_with_kvcache`; dense where there is no top-k."""
+
+    form: str  # "e0" or "e2": whose rules the data follow, and how it is called
+    kind: str = "correctness"
+    b: int
+    s_q: int
+    s_k: int
+    h_q: int = 128
+    h_kv: int = 1
+    d_qk: int = 576
+    page_size: int = 64
+    varlen: bool = False
+    causal: bool = False
+    zero_lens: bool = False
+    topk: int | None = None
+    topk_lens: bool = False
+    all_invalid: bool = False
+    sinks: bool = False
+    extra: Lists | None = None
+    fp8: bool | None = None  # the cache; by default of sparse cases, as FlashMLA has it
+    seed: int = 0
+
+    @property
+    def quantized(self) -> bool:
+        return self.topk is not None if self.fp8 is None else self.fp8
+
+    @property
+    def lists(self) -> tuple[Lists, ...]:
+        """The lists of a sparse case, one for each cache."""
+        if self.topk is None:
+            return ()
+        own = Lists(s_k=self.s_k, topk=self.topk, page_size=self.page_size, lengths=self.topk_lens)
+        return (own,) if self.extra is None else (own, self.extra)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillCase:
+    """One call of `flash_mla_sparse_fwd`."""
+
+    form: str
+    kind: str = "correctness"
+    s_q: int
+    s_kv: int
+    topk: int
+    h_q: int = 128
+    d_qk: int = 576
+    sinks: bool = False
+    topk_lens: bool = False
+    all_invalid: bool = False  # of some queries
+    seed: int = 0
+
+
+Case = DecodeCase | PrefillCase
+SHAPES = (
+    (128, 128), (256, 256), (512, 512), (592, 128), (1840, 256), (1592, 384), (1521, 512), (95, 128), (153, 256),
+    (114, 384),
+)  # fmt: skip
+LONG = (4096, 8192, 16384, 32768)
+BOTH = (False, True)
+
+
+def e0_decode() -> Iterator[DecodeCase]:
+    """September 2025, `tests/test_flash_mla_decoding.py`: dense in bfloat16, sparse in fp8."""
+    modes: tuple[dict[str, Any], ...] = ({}, {"causal": True}, {"topk": 128}, {"topk": 2048})
+    for b, s_q, s_k, varlen, mode in itertools.product((1, 2, 6, 64), (1, 2, 4), (20, 140, 4096), BOTH, modes):
+        yield DecodeCase(form="e0", b=b, s_q=s_q, s_k=s_k, varlen=varlen, **mode)
+    corner: dict[str, Any] = {"form": "e0", "kind": "corner", "b": 128, "s_q": 2, "s_k": 4096, "varlen": True}
+    for topk in (128, 2048, 4096):
+        yield DecodeCase(**corner, topk=topk, all_invalid=True)
+    for mode in modes:
+        yield DecodeCase(**corner, zero_lens=True, **mode)
+    for mode, s_q, s_k in itertools.product((*modes[:2], modes[3]), (1, 2), LONG):
+        yield DecodeCase(form="e0", kind="performance", b=128, s_q=s_q, s_k=s_k, varlen=True, **mode)
+
+
+def e0_prefill() -> Iterator[PrefillCase]:
+    """September 2025, `tests/test_flash_mla_prefill.py`."""
+    for (s_kv, topk), s_q in itertools.product(SHAPES, (1, 62)):
+        yield PrefillCase(form="e0", s_q=s_q, s_kv=s_kv, topk=topk)
+    for (s_kv, topk), s_q in itertools.product(((32, 2048), (64, 8192)), (1, 1024)):
+        yield PrefillCase(form="e0", kind="corner", s_q=s_q, s_kv=s_kv, topk=topk)
+    for s_kv in (4096, 8192, 16384, 32768, 49152, 65536, 81920, 98304, 114688, 131072):
+        yield PrefillCase(form="e0", kind="performance", s_q=4096, s_kv=s_kv, topk=2048)
+
+
+def e2_dense() -> Iterator[DecodeCase]:
+    """April 2026, `tests/test_flash_mla_dense_decoding.py`."""
+    heads = [(h_q, h_kv) for h_q in (1, 3, 9, 63, 64, 126, 128) for h_kv in (1, 2, 3, 8) if h_q % h_kv == 0]
+    for b, s_q, s_k, (h_q, h_kv), varlen, causal in itertools.product(
+        (1, 2, 6, 64), (1, 2, 4), (20, 140, 4096), heads, BOTH, BOTH
+    ):
+        yield DecodeCase(form="e2", b=b, s_q=s_q, s_k=s_k, h_q=h_q, h_kv=h_kv, varlen=varlen, causal=causal)
+    for (h_q, h_kv), causal in itertools.product(heads, BOTH):
+        yield DecodeCase(
+            form="e2", kind="corner", b=128, s_q=2, s_k=4096, h_q=h_q, h_kv=h_kv, varlen=True, zero_lens=True,
+            causal=causal,
+        )  # fmt: skip
+    for causal, s_q, s_k in itertools.product(BOTH, (1, 2), LONG):
+        yield DecodeCase(form="e2", kind="performance", b=128, s_q=s_q, s_k=s_k, varlen=True, causal=causal)
+
+
+SPARSE_SHAPES = (
+    (512, 64, 2), (512, 64, 64), (512, 64, 69), (1024, 576, 2), (1024, 576, 61), (2046, 2048, 2), (2046, 2048, 64),
+    (2046, 2048, 576),
+)  # fmt: skip
+SPARSE_CORNERS = ((512, 64, 61), (650, 576, 53))
+
+
+def _sparse_models() -> Iterator[tuple[dict[str, Any], bool, bool]]:
+    """Width, lengths and heads; whether there is an extra cache; whether that has lengths."""
+    for d_qk in (576, 512):
+        for extra in BOTH if d_qk == 512 else (False,):
+            for extra_lens, lens in itertools.product(BOTH if extra else (False,), BOTH if d_qk == 512 else (False,)):
+                for h_q in (64, 128):
+                    yield {"form": "e2", "d_qk": d_qk, "h_q": h_q, "topk_lens": lens}, extra, extra_lens
+
+
+def _sparse_batches(
+    shapes: Sequence[tuple[int, int, int]], model: dict[str, Any], extra: bool, extra_lens: bool
+) -> Iterator[dict[str, Any]]:
+    """Caches and batch; equal lengths only in the middle batch, and only where no list has a length."""
+    seconds: list[Lists | None] = [None]
+    if extra:
+        seconds = [Lists(s_k=s_k, topk=topk, page_size=page, lengths=extra_lens) for s_k, topk, page in shapes]
+    for (s_k, topk, page), second, b in itertools.product(shapes, seconds, (4, 74, 321)):
+        for varlen in (True, False) if b == 74 and not model["topk_lens"] and not extra_lens else (True,):
+            batch = {"s_k": s_k, "topk": topk, "page_size": page, "extra": second, "b": b, "varlen": varlen}
+            yield model | batch
+
+
+def _sparse_performance() -> Iterator[dict[str, Any]]:
+    for b in (2, 64, 74, 128):
+        yield {"b": b, "s_k": 32768, "topk": 2048}
+    for h_q, topk, page_size, lengths in (
+        (64, 512, 64, False), (128, 1024, 64, False), (64, 1024, 2, True), (128, 1024, 2, True)
+    ):  # fmt: skip
+        extra = Lists(s_k=16384, topk=topk, page_size=page_size, lengths=lengths)
+        for b in (2, 64, 74, 128, 148, 256):
+            yield {"b": b, "s_k": 16384, "topk": 128, "page_size": 256, "h_q": h_q, "d_qk": 512, "extra": extra}
+    for h_q, d_qk in itertools.product((64, 128), (512, 576)):
+        yield {"b": 148, "s_k": 32768, "topk": 16384, "h_q": h_q, "d_qk": d_qk}
+
+
+def e2_sparse() -> Iterator[DecodeCase]:
+    """April 2026, `tests/test_flash_mla_sparse_decoding.py`; each case has a seed of its own."""
+    seeds = itertools.count()
+    for model, extra, extra_lens in _sparse_models():
+        for batch, s_q in itertools.product(_sparse_batches(SPARSE_SHAPES, model, extra, extra_lens), (1, 3)):
+            yield DecodeCase(**batch, s_q=s_q, sinks=True, seed=next(seeds))
+    for model, extra, extra_lens in _sparse_models():
+        for batch in _sparse_batches(SPARSE_CORNERS, model, extra, extra_lens):
+            for all_invalid, zero_lens, sinks in itertools.product((True, False), repeat=3):
+                if all_invalid or zero_lens or sinks:
+                    yield DecodeCase(
+                        **batch, kind="corner", s_q=3, all_invalid=all_invalid, zero_lens=zero_lens, sinks=sinks,
+                        seed=next(seeds),
+                    )  # fmt: skip
+    for batch in _sparse_performance():
+        yield DecodeCase(form="e2", kind="performance", s_q=2, varlen=True, sinks=True, **batch, seed=next(seeds))
+
+
+def e2_prefill() -> Iterator[PrefillCase]:
+    """April 2026, `tests/test_flash_mla_sparse_prefill.py`; each case has a seed of its own."""
+    seeds = itertools.count()
+    models = tuple(itertools.product((576, 512), (128, 64)))
+    for (d_qk, h_q), (s_kv, topk), s_q in itertools.product(models, SHAPES, (1, 62, 213)):
+        yield PrefillCase(form="e2", s_q=s_q, s_kv=s_kv, topk=topk, h_q=h_q, d_qk=d_qk, seed=next(seeds))
+    # The fourth factor names a feature that those tests never use; it doubles the cases with another seed.
+    for (d_qk, h_q), (s_kv, topk), s_q, _, sinks, lens in itertools.product(
+        models, SHAPES[3:], (62, 213), BOTH, BOTH, BOTH
+    ):
+        yield PrefillCase(
+            form="e2", kind="features", s_q=s_q, s_kv=s_kv, topk=topk, h_q=h_q, d_qk=d_qk, sinks=sinks,
+            topk_lens=lens, seed=next(seeds),
+        )  # fmt: skip
+    invalid = ((1, 128, 128), (1, 256, 256), (1234, 4321, 4096), (4096, 2048, 2048))
+    empty = ((1, 32, 2048), (1024, 32, 2048), (1, 64, 8192), (1024, 64, 8192))
+    for d_qk, h_q in models:
+        for s_q, s_kv, topk in (*invalid, *empty, (70000, 256, 256)):
+            hard = (s_q, s_kv, topk) in invalid
+            yield PrefillCase(
+                form="e2", kind="corner", s_q=s_q, s_kv=s_kv, topk=topk, h_q=h_q, d_qk=d_qk, sinks=hard,
+                topk_lens=hard, all_invalid=hard, seed=next(seeds),
+            )  # fmt: skip
+    for d_qk, h_q, topk, lengths in (
+        (576, 128, 2048, (8192, 32768, 65536, 98304, 131072)),
+        (512, 64, 512, (8192, 32768, 49152, 65536)),
+        (512, 128, 1024, (8192, 32768, 49152, 65536)),
+    ):
+        for s_kv in lengths:
+            yield PrefillCase(
+                form="e2", kind="performance", s_q=4096, s_kv=s_kv, topk=topk, h_q=h_q, d_qk=d_qk, sinks=True,
+                seed=next(seeds),
+            )  # fmt: skip
+
+
+LISTS: dict[str, tuple[Callable[[], Iterator[Case]], ...]] = {
+    "e0": (e0_decode, e0_prefill),
+    "e2-dense": (e2_dense,),
+    "e2-sparse": (e2_sparse,),
+    "e2-prefill": (e2_prefill,),
+}
+LISTS["all"] = tuple(itertools.chain.from_iterable(LISTS.values()))
+
+
+def cases_of(name: str) -> list[Case]:
+    """The cases of a list of `LISTS`."""
+    return [case for cases in LISTS[name] for case in cases()]
+
+
+def scaled_down(case: Case, *, heads: int | None = None, max_tokens: int | None = None) -> Case:
+    """The case with at most `heads` query heads (a multiple of its KV heads) and about `max_tokens` tokens.
+
+    Tokens are positions of the caches, or keys that the queries list, whichever are more. First the batch is halved,
+    down to 2 sequences (the query tokens of a prefill, down to 16), then the lengths, down to 20 (32 rows), and with
+    them the top-k, down to 64. Page sizes, query tokens of a sequence and features stay.
+    """
+    if heads is not None and case.h_q > heads:
+        h_kv = case.h_kv if isinstance(case, DecodeCase) else 1
+        case = dataclasses.replace(case, h_q=max(heads // h_kv, 1) * h_kv)
+    if max_tokens is None:
+        return case
+    return (_scaled_decode if isinstance(case, DecodeCase) else _scaled_prefill)(case, max_tokens)
+
+
+def _scaled_decode(case: Any, most: int) -> DecodeCase:
+    b, sizes = case.b, [(lists.s_k, lists.topk) for lists in case.lists] or [(case.s_k, 0)]
+
+    def tokens() -> int:
+        held, listed = map(sum, zip(*sizes, strict=True))
+        return b * max(held, case.s_q * listed)
+
+    while tokens() > most and b > 2:
+        b = max(b // 2, 2)
+    while tokens() > most and sizes != (shorter := [(_half(s_k, 20), _half(topk, 64)) for s_k, topk in sizes]):
+        sizes = shorter
+    (s_k, topk), *others = sizes
+    extra = case.extra and dataclasses.replace(case.extra, s_k=others[0][0], topk=others[0][1])
+    return dataclasses.replace(case, b=b, s_k=s_k, topk=case.topk and topk, extra=extra)
+
+
+def _scaled_prefill(case: Any, most: int) -> PrefillCase:
+    s_q, s_kv, topk = case.s_q, case.s_kv, case.topk
+    while max(s_kv, s_q * topk) > most and s_q > 16:
+        s_q = max(s_q // 2, 16)
+    while max(s_kv, s_q * topk) > most and (s_kv, topk) != (shorter := (_half(s_kv, 32), _half(topk, 64))):
+        s_kv, topk = shorter
+    return dataclasses.replace(case, s_q=s_q, s_kv=s_kv, topk=topk)
+
+
+def _half(length: int, least: int) -> int:
+    return max(length // 2, least) if length > least else length
+
+
+def covering(cases: Iterable[Case]) -> list[Case]:
+    """A small part of some cases in which every two values of two parameters that meet in them meet again."""
+    open_pairs: dict[Case, set[Any]] = {case: _pairs(case) for case in cases}
+    chosen = []
+    while open_pairs:
+        best = max(open_pairs, key=lambda case: len(open_pairs[case]))
+        covered = open_pairs.pop(best)
+        chosen.append(best)
+        for pairs in open_pairs.values():
+            pairs -= covered
+        open_pairs = {case: pairs for case, pairs in open_pairs.items() if pairs}
+    return chosen
+
+
+def _pairs(case: Case) -> set[Any]:
+    values = {field.name: getattr(case, field.name) for field in dataclasses.fields(case) if field.name != "seed"}
+    if extra := values.pop("extra", None):
+        values |= {f"extra {name}": value for name, value in dataclasses.asdict(extra).items()}
+    return set(itertools.combinations(values.items(), 2))

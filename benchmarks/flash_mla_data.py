@@ -1,0 +1,387 @@
+"""Inputs of FlashMLA's test cases by its rules, an oracle in float32 that shares no code with ours, and its comparator.
+
+The rules make memory hostile: what no query refers to is NaN, scales of quantised caches included, pages are shuffled,
+every array lies in a larger one, page-table entries past a length are garbage, and lists hold what is no index.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.flash_mla_cases import D_V, Case, DecodeCase, Lists, PrefillCase
+from ragged_attention.compat import flash_mla, quant
+from ragged_attention.torch import quantize_mla_cache
+
+GARBAGE = 2147480000
+NO_INDEX = (-(2**31), -123456, -1, 0, 114514, 1919810, GARBAGE, 2**31 - 1)  # 0 stands for s_kv
+CHUNK = 2**26  # elements worked on at a time
+BOUNDS = {
+    "decode out": (8e-4, 2.01 / 128, 5e-6),
+    "decode lse": (1e-6, 8.01 / 65536, 1e-7),
+    "prefill out": (8e-4, 2.01 / 128, 7e-6),
+    "prefill max_logits": (1e-6, 2.01 / 65536, 1e-7),
+    "prefill lse": (1e-6, 2.01 / 65536, 1e-7),
+}
+
+
+def close(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
+    """FlashMLA's comparison: places of infinities and NaN, each element, then the cosine difference of all."""
+    absolute, relative, cosine = BOUNDS[what]
+    if got.shape != want.shape or got.dtype != want.dtype:
+        raise AssertionError(f"{what}: expected {want.dtype} {list(want.shape)}, got {got.dtype} {list(got.shape)}")
+    got, want = got.double(), want.double()
+    for name, where in (("+inf", torch.isposinf), ("-inf", torch.isneginf), ("NaN", torch.isnan)):
+        if bool((differs := where(got) != where(want)).any()):
+            raise AssertionError(f"{what}: {int(differs.sum())} of {differs.numel()} are {name} in one alone")
+    got, want = (torch.where(torch.isfinite(values), values, 0.0) for values in (got, want))
+    error = (got - want).abs()
+    bad = (error >= absolute) & (error / (want.abs() + 1e-6) >= relative)
+    if bool(bad.any()):
+        worst = int(torch.where(bad, error, 0.0).argmax())
+        raise AssertionError(
+            f"{what}: expected {want.flatten()[worst]:.6g}, got {got.flatten()[worst]:.6g} at element {worst}; "
+            f"{int(bad.sum())} of {bad.numel()} elements are out of bounds"
+        )
+    total = float((got * got + want * want).sum())
+    difference = 1 - 2 * float((got * want).sum()) / total if total > 1e-12 else 0.0
+    if difference > cosine:
+        raise AssertionError(f"{what}: expected a cosine difference <= {cosine:g}, got {difference:.3g}")
+
+
+def check(case: Case, device: str = "cpu", *, form: str | None = None, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Run a case through `compat.flash_mla` in a call form (its own by default); AssertionError if it is wrong."""
+    if isinstance(case, PrefillCase):
+        _check_prefill(case, device, form or case.form, dtype)
+        return
+    arguments = decode_inputs(case, device, dtype)
+    out, lse = flash_mla.flash_mla_with_kvcache(**arguments, **metadata(case, arguments, form or case.form))
+    want_out, want_lse = decode_oracle(**arguments)
+    close(out, want_out, "decode out")
+    close(lse, want_lse, "decode lse")
+
+
+def _check_prefill(case: PrefillCase, device: str, form: str, dtype: torch.dtype) -> None:
+    arguments = prefill_inputs(case, device, dtype)
+    convention = {"e0": "base2", "e2": "natural"}[form]
+    results = flash_mla.flash_mla_sparse_fwd(**arguments, convention=convention)
+    wanted = prefill_oracle(**arguments, convention=convention)
+    assert results[0].dtype == dtype
+    for name, got, want in zip(("out", "max_logits", "lse"), results, wanted, strict=True):
+        close(got.float() if name == "out" else got, want, f"prefill {name}")
+
+
+def metadata(case: DecodeCase, arguments: dict[str, Any], form: str) -> dict[str, Any]:
+    """The arguments that `get_mla_metadata` makes, by a call in the form of one release or the other."""
+    if form == "e2":
+        return dict(zip(("tile_scheduler_metadata", "num_splits"), flash_mla.get_mla_metadata(), strict=True))
+    fp8 = arguments["is_fp8_kvcache"]
+    rows = case.s_q * case.h_q // case.h_kv
+    parts, num_splits = flash_mla.get_mla_metadata(
+        arguments["cache_seqlens"], rows, case.h_kv, case.h_q, fp8, case.topk
+    )
+    return {"tile_scheduler_metadata": parts, "num_splits": num_splits}
+
+
+def apart(values: torch.Tensor) -> torch.Tensor:
+    """The values in a larger array: every dimension but the last one longer by 1, that by 128."""
+    shape = [size + 1 for size in values.shape[:-1]] + [values.shape[-1] + 128]
+    filler = math.nan if values.is_floating_point() else GARBAGE
+    larger = values.new_full(shape, filler)[tuple(slice(size) for size in values.shape)]
+    return larger.copy_(values)
+
+
+def decode_inputs(case: DecodeCase, device: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    """The arguments of `flash_mla_with_kvcache` but for the schedule."""
+    generator = torch.Generator(device).manual_seed(case.seed)
+    maker = Maker(case, generator, dtype)
+    q = maker.normal(case.b, case.s_q, case.h_q, case.d_qk)
+    q = q.div_(10 if case.form == "e2" and not case.lists else 1).clamp_(-1, 1)
+    scopes = [maker.scope(lists) for lists in case.lists or (None,)]
+    own, extra = scopes[0], scopes[1] if len(scopes) > 1 else {}
+    return {
+        "q": apart(q),
+        "k_cache": own["cache"],
+        "block_table": own["table"],
+        "cache_seqlens": own["lens"],
+        "head_dim_v": D_V,
+        "softmax_scale": case.d_qk**-0.55 if case.form == "e2" and case.lists else None,
+        "causal": case.causal,
+        "is_fp8_kvcache": case.quantized,
+        "indices": own.get("indices"),
+        "attn_sink": maker.sinks(case.h_q) if case.sinks else None,
+        "extra_k_cache": extra.get("cache"),
+        "extra_indices_in_kvcache": extra.get("indices"),
+        "topk_length": own.get("topk_length"),
+        "extra_topk_length": extra.get("topk_length"),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Maker:
+    """The random parts of a decode case."""
+
+    case: DecodeCase
+    generator: torch.Generator
+    dtype: torch.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.generator.device
+
+    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator, device=self.device, dtype=dtype or self.dtype)
+
+    def uniform(self, *shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=self.generator, device=self.device)
+
+    def sinks(self, h_q: int) -> torch.Tensor:
+        return random_sinks(h_q, self.generator)
+
+    def scope(self, lists: Lists | None) -> dict[str, Any]:
+        """A cache with its page table and lengths, and for a sparse case the lists into it."""
+        case = self.case
+        page_size = lists.page_size if lists else case.page_size
+        lens = self.lens(lists.s_k if lists else case.s_k)
+        pages = max(-(-int(lens.max()) // (4 * page_size)) * 4, 4)
+        count = case.b * pages
+        table = torch.randperm(count, generator=self.generator, device=self.device).view(case.b, pages)
+        slots = (table[:, :, None] * page_size + torch.arange(page_size, device=self.device)).flatten(1)
+        cache = self.normal(count, page_size, case.h_kv, case.d_qk).div_(10).clamp_(-1, 1)
+        seen = torch.zeros(count * page_size, dtype=torch.bool, device=self.device)
+        found: dict[str, Any] = {"lens": lens.int()}
+        if lists is None:
+            positions = torch.arange(slots.shape[1], device=self.device)
+            seen[slots[positions < lens[:, None]]] = True
+            unused = torch.arange(pages, device=self.device) * page_size >= lens[:, None]
+            table = table.masked_fill(unused, GARBAGE)
+        else:
+            indices = self.indices(lens, slots, lists.topk)
+            listed = indices
+            if lists.lengths:
+                lengths = (self.uniform(case.b) * (lists.topk + 1)).int()
+                found["topk_length"] = lengths
+                behind = torch.arange(lists.topk, device=self.device) >= lengths[:, None, None]
+                listed = indices.masked_fill(behind, -1)
+            seen[listed[listed >= 0]] = True
+            found["indices"] = apart(indices.int())
+        cache.masked_fill_(~seen.view(count, page_size, 1, 1), math.nan)
+        found["cache"] = self.quantized(cache) if case.quantized else apart(cache)
+        found["table"] = apart(table.int())
+        return found
+
+    def lens(self, s_k: int) -> torch.Tensor:
+        case = self.case
+        lens = torch.full((case.b,), s_k, dtype=torch.int64, device=self.device)
+        if case.varlen:
+            drawn = self.normal(case.b, dtype=torch.float32) * (s_k / 2) + s_k
+            lens = drawn.long().clamp_(min=case.s_q)
+        if case.zero_lens:
+            lens = torch.where(self.uniform(case.b) < 0.5, 0, lens)
+        return lens
+
+    def indices(self, lens: torch.Tensor, slots: torch.Tensor, topk: int) -> torch.Tensor:
+        """Distinct positions in random order, then -1, as slots; shuffled by the older rules."""
+        case = self.case
+        shape = (case.b, case.s_q, topk)
+        indices = torch.full(shape, -1, dtype=torch.int64, device=self.device)
+        count = min(topk, slots.shape[1])
+        for seq in range(0 if not case.all_invalid else case.b, case.b):
+            order = self.uniform(case.s_q, slots.shape[1])
+            order.masked_fill_(torch.arange(slots.shape[1], device=self.device) >= lens[seq], 2.0)
+            order, positions = order.sort(-1)
+            indices[seq, :, :count] = torch.where(order < 2, slots[seq][positions], -1)[:, :count]
+            if case.form == "e0":
+                indices[seq] = indices[seq].gather(-1, self.uniform(case.s_q, topk).argsort(-1))
+        return indices
+
+    def quantized(self, cache: torch.Tensor) -> torch.Tensor:
+        """The cache's bytes, pages one row apart; scales are of any value by the older rules, else powers of two."""
+        width = cache.shape[-1]
+        at_once = max(CHUNK // (cache.shape[1] * width), 1)
+        older = self.case.form == "e0"
+        pieces = [
+            quant.quantize_k_cache(piece, D_V)
+            if older
+            else quantize_mla_cache(piece, {576: "fp8_v32", 512: "fp8_v4"}[width], backend="auto")
+            for piece in cache.split(at_once)
+        ]
+        count, page_size, _, size = (sum(len(piece) for piece in pieces), *pieces[0].shape[1:])
+        larger = torch.full((count, page_size + 1, 1, size), 0xFF, dtype=torch.uint8, device=self.device)
+        larger[:, :page_size] = torch.cat([piece.view(torch.uint8) for piece in pieces])
+        return larger.view(torch.float8_e4m3fn)[:, :page_size]
+
+
+def random_sinks(h_q: int, generator: torch.Generator) -> torch.Tensor:
+    """Normal, but about 31 % each -inf and +inf."""
+    sinks = torch.randn(h_q, generator=generator, device=generator.device)
+    draw = torch.randn(h_q, generator=generator, device=generator.device)
+    return sinks.masked_fill(draw < -0.5, -math.inf).masked_fill(draw > 0.5, math.inf)
+
+
+def prefill_inputs(case: PrefillCase, device: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    """The arguments of `flash_mla_sparse_fwd`."""
+    generator = torch.Generator(device).manual_seed(case.seed)
+
+    def uniform(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=generator, device=device)
+
+    def values(*shape: int) -> torch.Tensor:
+        offset = (float(uniform(1)) - 0.5) / 10 if case.form == "e2" else 0.0
+        drawn = torch.randn(shape, generator=generator, device=device, dtype=dtype)
+        return drawn.div_(10).add_(offset).clamp_(-10, 10)
+
+    q, kv = values(case.s_q, case.h_q, case.d_qk), values(case.s_kv, 1, case.d_qk)
+    indices = _prefill_lists(case, uniform)
+    lengths = None
+    if case.topk_lens:
+        lengths = (uniform(case.s_q) * max(case.topk + 1, 64)).int().clamp(max=case.topk)
+    listed = indices
+    if lengths is not None:
+        behind = torch.arange(case.topk, device=device) >= lengths[:, None]
+        listed = indices.masked_fill(behind, -1)
+    seen = torch.zeros(case.s_kv, dtype=torch.bool, device=device)
+    seen[listed[(listed >= 0) & (listed < case.s_kv)]] = True
+    kv.masked_fill_(~seen[:, None, None], math.nan)
+    return {
+        "q": apart(q),
+        "kv": apart(kv),
+        "indices": apart(indices.int()[:, None]),
+        "sm_scale": case.d_qk**-0.5 if case.form == "e0" else 0.5,
+        "attn_sink": random_sinks(case.h_q, generator) if case.sinks else None,
+        "topk_length": lengths,
+    }
+
+
+def _prefill_lists(case: PrefillCase, uniform: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """Distinct rows in random order, then what is no index; by the older rules mostly late rows, and shuffled."""
+    step, count = max(CHUNK // case.s_kv, 1), min(case.topk, case.s_kv)
+    rows = [min(step, case.s_q - first) for first in range(0, case.s_q, step)]
+    chosen = torch.cat([uniform(some, case.s_kv).argsort(-1)[:, :count] for some in rows])
+    no_index = torch.tensor(NO_INDEX, device=chosen.device)
+    no_index[NO_INDEX.index(0)] = case.s_kv
+
+    def invalid(*shape: int) -> torch.Tensor:
+        return no_index[(uniform(*shape) * len(NO_INDEX)).long().clamp(max=len(NO_INDEX) - 1)]
+
+    if case.form == "e0":
+        near = max(case.s_kv - 20000, 0)
+        late = (uniform(*chosen.shape) * (case.s_kv - near)).long().clamp(max=case.s_kv - near - 1) + near
+        chosen = torch.where(uniform(*chosen.shape) < 31 / 32, late, chosen)
+        tail = torch.full((case.s_q, case.topk - count), GARBAGE, device=chosen.device)
+        chosen = torch.cat([chosen, tail], -1)
+        return chosen.gather(-1, uniform(*chosen.shape).argsort(-1))
+    chosen = torch.cat([chosen, invalid(case.s_q, case.topk - count)], -1)
+    if case.all_invalid:
+        blind = uniform(case.s_q) < 0.023
+        chosen = torch.where(blind[:, None], invalid(case.s_q, 1), chosen)
+    return chosen
+
+
+def rows_of(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """float32 [..., h_kv, d_qk] of a cache's lawful slots, bytes decoded here: the oracle's own reader."""
+    page, offset = slots // cache.shape[1], slots % cache.shape[1]
+    if cache.element_size() > 1:
+        return cache[page, offset].float()
+    codes = cache.view(torch.uint8)
+    if cache.shape[-1] == 656:
+        rows = codes[page, offset, 0]
+        scales = rows[..., 512:528].contiguous().view(torch.float32).repeat_interleave(128, -1)
+        values, rotary = rows[..., :512], rows[..., 528:]
+    else:
+        pages = codes.as_strided((len(codes), codes[0].numel()), (codes.stride(0), 1))  # a page's rows are packed
+
+        def bytes_at(first: torch.Tensor, count: int) -> torch.Tensor:
+            return pages[page[..., None], first[..., None] + torch.arange(count, device=cache.device)]
+
+        rows, exponents = bytes_at(offset * 576, 576), bytes_at(cache.shape[1] * 576 + offset * 8, 7)
+        scales = torch.where(exponents == 255, math.nan, torch.exp2(exponents.float() - 127)).repeat_interleave(64, -1)
+        values, rotary = rows[..., :448], rows[..., 448:]
+    values = values.contiguous().view(torch.float8_e4m3fn).float() * scales
+    return torch.cat([values, rotary.contiguous().view(torch.bfloat16).float()], -1)[..., None, :]
+
+
+def attend(
+    q: torch.Tensor, keys: torch.Tensor, valid: torch.Tensor, scale: float, sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Softmax attention in float32: q [n, h_q, d] on keys [n or 1, k, h_kv, d] where valid [n, k].
+
+    Returns out [n, h_q, D_V], and the natural max_logits and lse [n, h_q], all -inf where nothing is valid.
+    """
+    n, h_q, d = q.shape
+    if keys.shape[1] == 0:
+        nothing = q.new_full((n, h_q), -math.inf, dtype=torch.float32)
+        return q.new_zeros(n, h_q, D_V, dtype=torch.float32), nothing, nothing
+    by_head = q.float().view(n, keys.shape[2], -1, d)
+    logits = torch.matmul(by_head, keys.permute(0, 2, 3, 1)).mul_(scale)
+    logits = logits.masked_fill_(~valid[:, None, None], -math.inf)
+    highest = logits.amax(-1)
+    lse = torch.logsumexp(logits, -1)
+    weights = torch.exp(logits - torch.where(lse == -math.inf, 0.0, lse)[..., None])
+    out = torch.matmul(weights, keys[..., :D_V].permute(0, 2, 1, 3)).reshape(n, h_q, D_V)
+    lse, highest = lse.view(n, h_q), highest.view(n, h_q)
+    if sinks is not None:
+        lonely = lse == -math.inf
+        out = out * torch.where(lonely, 0.0, torch.sigmoid(torch.where(lonely, 0.0, lse) - sinks))[..., None]
+    return out, highest, lse
+
+
+def decode_oracle(
+    *, q: torch.Tensor, k_cache: torch.Tensor, block_table: torch.Tensor, cache_seqlens: torch.Tensor,
+    head_dim_v: int, softmax_scale: float | None, causal: bool, indices: torch.Tensor | None,
+    attn_sink: torch.Tensor | None, extra_k_cache: torch.Tensor | None, topk_length: torch.Tensor | None,
+    extra_indices_in_kvcache: torch.Tensor | None, extra_topk_length: torch.Tensor | None, is_fp8_kvcache: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """What `flash_mla_with_kvcache` has to return, sequence by sequence."""
+    del is_fp8_kvcache, head_dim_v
+    _, s_q, _, d = q.shape
+    scale = d**-0.5 if softmax_scale is None else softmax_scale
+    outs, lses = [], []
+    for seq, length in enumerate(cache_seqlens.tolist()):
+        if indices is None:
+            positions = torch.arange(length, device=q.device)
+            page_size = k_cache.shape[1]
+            slots = block_table[seq].long()[positions // page_size] * page_size + positions % page_size
+            keys = rows_of(k_cache, slots)[None]
+            behind = torch.arange(s_q - 1, -1, -1, device=q.device) if causal else positions.new_zeros(s_q)
+            valid = positions < length - behind[:, None]
+        else:
+            chosen = [_selected(k_cache, indices[seq], topk_length, seq)]
+            if extra_k_cache is not None and extra_indices_in_kvcache is not None:
+                chosen.append(_selected(extra_k_cache, extra_indices_in_kvcache[seq], extra_topk_length, seq))
+            keys, valid = (torch.cat(parts, 1) for parts in zip(*chosen, strict=True))
+        out, _, lse = attend(q[seq], keys, valid, scale, attn_sink)
+        outs.append(out.to(q.dtype))
+        lses.append(torch.where(lse == -math.inf, math.inf, lse).T)
+    return torch.stack(outs), torch.stack(lses)
+
+
+def _selected(
+    cache: torch.Tensor, indices: torch.Tensor, lengths: torch.Tensor | None, seq: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys [s_q, topk, 1, d] that lists [s_q, topk] name, 0 where they name none, and where they do."""
+    valid = (indices >= 0) & (indices < cache.shape[0] * cache.shape[1])
+    if lengths is not None:
+        valid &= torch.arange(indices.shape[1], device=indices.device) < lengths[seq].reshape(-1, 1)
+    keys = rows_of(cache, torch.where(valid, indices, 0).long())
+    return keys.masked_fill_(~valid[..., None, None], 0.0), valid
+
+
+def prefill_oracle(
+    *, q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, sm_scale: float, attn_sink: torch.Tensor | None,
+    topk_length: torch.Tensor | None, convention: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """What `flash_mla_sparse_fwd` has to return in a convention, but `out` in float32; some queries at a time."""
+    step = max(CHUNK // (indices.shape[2] * q.shape[2]), 1)
+    parts = []
+    for first in range(0, q.shape[0], step):
+        some = indices[first : first + step, 0]
+        lengths = None if topk_length is None else topk_length[None, first : first + step]
+        keys, valid = _selected(kv[:, None], some, lengths, 0)
+        parts.append(attend(q[first : first + step], keys, valid, sm_scale, attn_sink))
+    out, highest, lse = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
+    if convention == "base2":
+        return out, highest / math.log(2), lse / math.log(2)
+    return out, highest, torch.where(lse == -math.inf, math.inf, lse)

@@ -1,0 +1,106 @@
+"""Run FlashMLA's own test cases through `compat.flash_mla`, each judged by an oracle in float32.
+
+On a GPU the lists run as they are; elsewhere `--heads` and `--max-tokens` bring the cases down to what fits.
+"""
+
+import argparse
+import collections
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+import ragged_attention as ra
+from benchmarks.flash_mla_cases import LISTS, Case, DecodeCase, cases_of, covering, scaled_down
+from benchmarks.flash_mla_data import check
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+MOST_SHOWN = 20  # failures
+
+Failure = tuple[Case, Exception]
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="flash_mla_matrix", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--list", choices=LISTS, default="all", help="which release's cases; default: all")
+    parser.add_argument("--backend", help="default: what the device runs by itself")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="a torch device")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--form", choices=("e0", "e2"), help="call form and convention; default: the list's own")
+    parser.add_argument("--heads", type=int, help="at most so many query heads")
+    parser.add_argument("--max-tokens", type=int, help="scale down batch, lengths and top-k to about so many tokens")
+    parser.add_argument("--covering", action="store_true", help="only a part that covers all pairs of parameters")
+    parser.add_argument("--stride", type=int, default=1, help="every so many cases")
+    parser.add_argument("--limit", type=int, help="stop after so many cases")
+    return parser.parse_args(argv)
+
+
+def chosen_cases(options: argparse.Namespace) -> list[Case]:
+    cases = cases_of(options.list)
+    if options.covering:
+        cases = covering(cases)
+    cases = cases[:: options.stride][: options.limit]
+    return [scaled_down(case, heads=options.heads, max_tokens=options.max_tokens) for case in cases]
+
+
+def group_of(case: Case) -> str:
+    """The row of the summary that a case counts in."""
+    if not isinstance(case, DecodeCase):
+        return f"{case.form} prefill, {case.kind}"
+    return f"{case.form} {'sparse' if case.lists else 'dense'} decode, {case.kind}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(argv)
+    console = Console()
+    cases = chosen_cases(options)
+    passed: collections.Counter[str] = collections.Counter()
+    failed: dict[str, list[Failure]] = collections.defaultdict(list)
+    seconds: dict[str, float] = collections.defaultdict(float)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress, ra.use_backend(options.backend):
+        task = progress.add_task("", total=len(cases))
+        for case in cases:
+            group, start = group_of(case), time.perf_counter()
+            try:
+                check(case, options.device, form=options.form, dtype=DTYPES[options.dtype])
+                passed[group] += 1
+            except Exception as error:  # a case that fails is a line of the summary, not the end of the run
+                failed[group].append((case, error))
+            seconds[group] += time.perf_counter() - start
+            wrong = sum(map(len, failed.values()))
+            progress.update(task, advance=1, description=f"{group}: {wrong} failed")
+    report(console, options, passed, failed, seconds)
+    return 1 if failed or not cases else 0
+
+
+def report(
+    console: Console,
+    options: argparse.Namespace,
+    passed: collections.Counter[str],
+    failed: dict[str, list[Failure]],
+    seconds: dict[str, float],
+) -> None:
+    backend = options.backend or "the backend the device runs by itself"
+    table = Table(title=f"FlashMLA's cases, {options.list}, by {backend} on {options.device}")
+    table.add_column("cases")
+    for name in ("passed", "failed", "seconds"):
+        table.add_column(name, justify="right")
+    for group, spent in seconds.items():
+        table.add_row(group, str(passed[group]), str(len(failed.get(group, ()))), f"{spent:.1f}")
+    wrong = [failure for group in failed.values() for failure in group]
+    table.add_section()
+    table.add_row("all", str(passed.total()), str(len(wrong)), f"{sum(seconds.values()):.1f}")
+    console.print(table)
+    for case, error in wrong[:MOST_SHOWN]:
+        console.print(f"{case}: {type(error).__name__}: {error}", markup=False, highlight=False)
+    if len(wrong) > MOST_SHOWN:
+        console.print(f"and {len(wrong) - MOST_SHOWN} more")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

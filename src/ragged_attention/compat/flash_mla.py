@@ -1,0 +1,413 @@
+"""FlashMLA's six functions, by its argument names, order and conventions, on every device.
+
+`import ragged_attention.compat.flash_mla as flash_mla` runs code written for the `flash_mla` package. Both of its call
+forms are taken, and may be mixed:
+
+- that of September 2025, where `get_mla_metadata` takes six arguments and returns two int32 tensors, which go into
+  `flash_mla_with_kvcache` as they are;
+- that of 2026, where it takes none and returns an empty object, filled by the first call that it goes into, and None.
+
+What differs from `ragged_attention.torch` is said here and nowhere else: the names, a lonely query's `lse` (one that
+sees no key), which is +inf in decode, and the base of prefill's logarithms. FlashMLA's limits on devices, head counts,
+page sizes, top-k and dtypes do not hold here.
+"""
+
+import math
+import re
+from typing import Any, NoReturn
+
+import torch
+
+from ragged_attention import config
+from ragged_attention.calls import DecodeSchedule, MlaDecode, dtype_name, is_array
+from ragged_attention.errors import InvalidInput, Unsupported
+from ragged_attention.torch import make_decode_schedule, mla_decode, sparse_mla_prefill
+from ragged_attention.torch.launcher import device_facts
+
+__all__ = [
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_mla_sparse_fwd",
+    "flash_mla_with_kvcache",
+    "get_mla_metadata",
+]
+
+LOG2_E = math.log2(math.e)
+BYTES = ("float8_e4m3fn", "int8", "uint8")
+
+# Our arguments' names and FlashMLA's, for messages.
+PREFILL_NAMES = {"sinks": "attn_sink", "topk_lens": "topk_length"}
+DECODE_NAMES = {
+    **PREFILL_NAMES,
+    "kv_cache": "k_cache",
+    "page_indices": "block_table",
+    "kv_lens": "cache_seqlens",
+    "d_v": "head_dim_v",
+    "sm_scale": "softmax_scale",
+    "extra_kv_cache": "extra_k_cache",
+    "extra_indices": "extra_indices_in_kvcache",
+    "extra_topk_lens": "extra_topk_length",
+}
+METADATA_NAMES = {"kv_lens": "cache_seqlens"}
+
+
+class FlashMLASchedMeta:
+    """How a decode step's work is divided; empty until the first `flash_mla_with_kvcache` it goes into fills it.
+
+    It serves every later call of the same shapes and lengths, such as those of the other layers. Another shape is
+    refused; other lengths only under `validate="full"`, but they cost speed alone. It belongs to one device.
+    """
+
+    def __init__(self) -> None:
+        self.have_initialized = False
+        self.config: dict[str, Any] = {}
+        self.schedule: DecodeSchedule | None = None
+
+    def fill(self, schedule: DecodeSchedule, made_for: dict[str, Any]) -> None:
+        self.schedule, self.config, self.have_initialized = schedule, made_for, True
+
+
+def get_mla_metadata(
+    cache_seqlens: torch.Tensor | None = None,
+    num_q_tokens_per_head_k: int | None = None,
+    num_heads_k: int | None = None,
+    num_heads_q: int | None = None,
+    is_fp8_kvcache: bool = False,
+    topk: int | None = None,
+) -> tuple[Any, Any]:
+    """How to divide the work of a decode step, to be reused over the layers of a model.
+
+    Without arguments: a `FlashMLASchedMeta` and None. With them, as in September 2025:
+
+    Args:
+        cache_seqlens: i32 [b].
+        num_q_tokens_per_head_k: query rows of one KV head, `s_q * h_q // h_kv`.
+        num_heads_k: h_kv.
+        num_heads_q: h_q; needed with `topk`.
+        is_fp8_kvcache: without effect, for the division does not depend on the format.
+        topk: keys that each query of a sparse call lists.
+
+    Returns:
+        tile_scheduler_metadata i32 [num_sm_parts, 8] and num_splits i32 [b + 1], to the bit the tables that FlashMLA
+        makes on a Hopper GPU with as many multiprocessors as this device.
+    """
+    del is_fp8_kvcache
+    if cache_seqlens is None:
+        return FlashMLASchedMeta(), None
+    if num_q_tokens_per_head_k is None or num_heads_k is None:
+        raise TypeError("expected num_q_tokens_per_head_k and num_heads_k with cache_seqlens, got None")
+    if topk is not None and num_heads_q is None:
+        raise InvalidInput("expected num_heads_q with topk, got None")
+    _expect_tensor("cache_seqlens", cache_seqlens, 1)
+    for name, value in (
+        ("num_q_tokens_per_head_k", num_q_tokens_per_head_k), ("num_heads_k", num_heads_k),
+        ("num_heads_q", 1 if num_heads_q is None else num_heads_q),
+    ):  # fmt: skip
+        if value < 1:
+            raise InvalidInput(f"expected {name} >= 1, got {value}")
+    multiprocessors = _multiprocessors(cache_seqlens.device)
+    if topk is None or num_heads_q is None:
+        num_parts = multiprocessors // num_heads_k // -(-num_q_tokens_per_head_k // 64)
+    else:
+        s_q = max(num_q_tokens_per_head_k * num_heads_k // num_heads_q, 1)
+        num_parts = multiprocessors // 2 // num_heads_k // (-(-num_heads_q // num_heads_k // 128) * s_q)
+    try:
+        schedule = make_decode_schedule(
+            cache_seqlens if topk is None else topk,
+            cache_seqlens.shape[0],
+            num_q_tokens_per_head_k,
+            num_heads_k,
+            num_heads_k,
+            num_parts=max(num_parts, 1),
+            device=cache_seqlens.device,
+        )
+    except (InvalidInput, TypeError) as error:
+        _say_in(METADATA_NAMES, error)
+    return schedule.parts, schedule.num_splits
+
+
+def flash_mla_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor | None,
+    cache_seqlens: torch.Tensor | None,
+    head_dim_v: int,
+    tile_scheduler_metadata: FlashMLASchedMeta | torch.Tensor,
+    num_splits: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool = False,
+    indices: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    extra_k_cache: torch.Tensor | None = None,
+    extra_indices_in_kvcache: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of a few query tokens a sequence over a paged latent cache, all of it or a top-k list.
+
+    Args:
+        q: [b, s_q, h_q, d_qk] bfloat16, float16 or float32.
+        k_cache: [num_blocks, page_block_size, h_kv, d_qk] of q's dtype; or, with `is_fp8_kvcache`, bytes
+            [num_blocks, page_block_size, 1, 656 or 584] of dtype float8_e4m3fn, int8 or uint8. Either serves dense and
+            sparse calls.
+        block_table, cache_seqlens: i32 [b, max_blocks], [b]; a sparse call ignores them.
+        head_dim_v: columns of a row that are its value.
+        tile_scheduler_metadata, num_splits: what `get_mla_metadata` returned.
+        softmax_scale: default `d_qk ** -0.5`.
+        causal: dense only; aligned at the end.
+        indices: i32 [b, s_q, topk], `block * page_block_size + offset`; makes the call sparse. Any that is not a slot
+            of the cache, such as -1, is masked wherever it stands.
+        attn_sink: f32 [h_q].
+        extra_k_cache, extra_indices_in_kvcache: a second cache and the lists into it.
+        topk_length, extra_topk_length: i32 [b], or [b, s_q].
+
+    Returns:
+        out [b, s_q, h_q, head_dim_v], and lse f32 [b, h_q, s_q], natural, +inf where a query sees no key.
+    """
+    _expect_tensor("q", q, 4)
+    _expect_tensor("k_cache", k_cache, 4)
+    if (dtype_name(k_cache) in BYTES) != is_fp8_kvcache:
+        wanted = " or ".join(BYTES) if is_fp8_kvcache else "that of q"
+        raise InvalidInput(f"expected k_cache.dtype to be {wanted} with {is_fp8_kvcache=}, got {dtype_name(k_cache)}")
+    call: dict[str, Any] = {
+        "q": q,
+        "kv_cache": k_cache,
+        "page_indices": block_table if indices is None else None,
+        "kv_lens": cache_seqlens if indices is None else None,
+        "indices": indices,
+        "d_v": head_dim_v,
+        "sm_scale": softmax_scale,
+        "causal": causal,
+        "sinks": attn_sink,
+        "topk_lens": topk_length,
+        "extra_kv_cache": extra_k_cache,
+        "extra_indices": extra_indices_in_kvcache,
+        "extra_topk_lens": extra_topk_length,
+    }
+    made_for = _shapes(call, is_fp8_kvcache)
+    try:
+        schedule = _schedule_of(tile_scheduler_metadata, num_splits, call, made_for)
+        out, lse = mla_decode(**call, schedule=schedule)
+    except (InvalidInput, TypeError) as error:
+        _say_in(DECODE_NAMES, error)
+    if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
+        tile_scheduler_metadata.fill(schedule, made_for)
+    return out, _lonely_at_infinity(lse)
+
+
+def flash_mla_sparse_fwd(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    attn_sink: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    *,
+    convention: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attention of each query token over its own list of latent rows.
+
+    Args:
+        q: [s_q, h_q, d_qk] bfloat16, float16 or float32.
+        kv: [s_kv, h_kv, d_qk] of q's dtype; or a paged cache, plain or quantised, whose slots `indices` name.
+        indices: i32 [s_q, h_kv, topk]; any outside [0, s_kv) is masked wherever it stands.
+        sm_scale: factor on q . k.
+        d_v: columns of a row that are its value.
+        attn_sink: f32 [h_q].
+        topk_length: i32 [s_q], entries of `indices` from there on are ignored.
+        convention: of the two last results. "base2", FlashMLA's of September 2025: base-2 logarithms, and an lse of
+            -inf where a query selects nothing. "natural", that of 2026: natural ones, and +inf there. Default: what
+            the configuration says (`flash_mla_convention`), else "base2".
+
+    Returns:
+        out [s_q, h_q, d_v], max_logits f32 [s_q, h_q], lse f32 [s_q, h_q].
+    """
+    if convention is None:
+        convention = _configured_convention()
+    config.expect_flash_mla_convention("convention", convention)
+    try:
+        out, max_logits, lse = sparse_mla_prefill(
+            q, kv, indices, sm_scale=sm_scale, d_v=d_v, sinks=attn_sink, topk_lens=topk_length
+        )
+    except (InvalidInput, TypeError) as error:
+        _say_in(PREFILL_NAMES, error)
+    if convention == "natural":
+        return out, max_logits, _lonely_at_infinity(lse)
+    return out, max_logits * LOG2_E, lse * LOG2_E
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_qo: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+    max_seqlen_qo: int,
+    max_seqlen_kv: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    deterministic: bool = False,
+    is_varlen: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dense multi-head attention over packed sequences: not there yet, raises `Unsupported`."""
+    _no_dense_attention("flash_attn_varlen_func")
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    head_dim_qk: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    deterministic: bool = False,
+    is_varlen: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`flash_attn_varlen_func` of q, k and v packed in one tensor: not there yet, raises `Unsupported`."""
+    _no_dense_attention("flash_attn_varlen_qkvpacked_func")
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_qo: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+    max_seqlen_qo: int,
+    max_seqlen_kv: int,
+    head_dim_qk: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    deterministic: bool = False,
+    is_varlen: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`flash_attn_varlen_func` of k and v packed in one tensor: not there yet, raises `Unsupported`."""
+    _no_dense_attention("flash_attn_varlen_kvpacked_func")
+
+
+def _no_dense_attention(name: str) -> NoReturn:
+    raise Unsupported(f"{name}: dense multi-head attention is not offered yet, only latent attention is")
+
+
+@torch.compiler.assume_constant_result
+def _multiprocessors(device: torch.device) -> int:
+    return device_facts(device).num_multiprocessors
+
+
+@torch.compiler.assume_constant_result
+def _configured_convention() -> str:
+    """The configuration is read when a function is traced, and is part of what was compiled."""
+    return config.flash_mla_convention()
+
+
+def _lonely_at_infinity(lse: torch.Tensor) -> torch.Tensor:
+    return torch.where(lse == -torch.inf, torch.inf, lse)
+
+
+def _expect_tensor(name: str, value: Any, rank: int) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"expected {name} to be a torch.Tensor, got {type(value).__name__}")
+    if value.dim() != rank:
+        raise InvalidInput(f"expected {name} to have {rank} dimensions, got {value.dim()}")
+
+
+def _shapes(call: dict[str, Any], is_fp8_kvcache: bool) -> dict[str, Any]:
+    """What a `FlashMLASchedMeta` is made for, by FlashMLA's names."""
+    counts, sizes = [], []
+    for lists, cache in (("indices", "kv_cache"), ("extra_indices", "extra_kv_cache")):
+        if call[lists] is not None:
+            _expect_tensor(DECODE_NAMES.get(lists, lists), call[lists], 3)
+        if call[cache] is not None:
+            _expect_tensor(DECODE_NAMES[cache], call[cache], 4)
+        counts.append(None if call[lists] is None else call[lists].shape[2])
+        sizes.append(None if call[cache] is None else call[cache].shape[1])
+    b, s_q, h_q, _ = call["q"].shape
+    return {
+        "b": b,
+        "s_q": s_q,
+        "h_q": h_q,
+        "h_k": call["kv_cache"].shape[2],
+        "page_block_size": sizes[0],
+        "causal": call["causal"],
+        "is_fp8_kvcache": is_fp8_kvcache,
+        "topk": counts[0],
+        "extra_page_block_size": sizes[1],
+        "extra_topk": counts[1],
+    }
+
+
+def _schedule_of(metadata: Any, num_splits: Any, call: dict[str, Any], made_for: dict[str, Any]) -> DecodeSchedule:
+    """The schedule that either form of `get_mla_metadata`'s results stands for."""
+    if isinstance(metadata, torch.Tensor):
+        return _schedule_of_tables(metadata, num_splits, made_for)
+    if not isinstance(metadata, FlashMLASchedMeta):
+        raise TypeError(
+            "expected tile_scheduler_metadata to be what get_mla_metadata returned, a tensor or a FlashMLASchedMeta, "
+            f"got {type(metadata).__name__}"
+        )
+    if num_splits is not None:
+        raise InvalidInput("expected num_splits=None with a FlashMLASchedMeta, got a value")
+    if metadata.schedule is None:
+        return _new_schedule(call, made_for)
+    for name, made in metadata.config.items():
+        if made_for[name] != made:
+            raise InvalidInput(
+                f"expected tile_scheduler_metadata made for {name}={made_for[name]}, got one made for {name}={made}"
+            )
+    return metadata.schedule
+
+
+def _schedule_of_tables(parts: torch.Tensor, num_splits: Any, made_for: dict[str, Any]) -> DecodeSchedule:
+    if not is_array(num_splits):
+        raise TypeError(
+            "expected num_splits to be the tensor that get_mla_metadata returned with tile_scheduler_metadata, "
+            f"got {type(num_splits).__name__}"
+        )
+    b = made_for["b"]
+    for name, table, wanted in (
+        ("tile_scheduler_metadata", parts, (parts.shape[0] if parts.dim() else 1, 8)),
+        ("num_splits", num_splits, (b + 1,)),
+    ):
+        if dtype_name(table) != "int32" or tuple(table.shape) != wanted:
+            got = f"{dtype_name(table)} {list(table.shape)}"
+            raise InvalidInput(f"expected {name} to be int32 {list(wanted)} with {b=}, got {got}")
+    return DecodeSchedule(parts=parts, num_splits=num_splits, made_for=_core_shapes(made_for))
+
+
+def _new_schedule(call: dict[str, Any], made_for: dict[str, Any]) -> DecodeSchedule:
+    topk = made_for["topk"]
+    try:
+        return make_decode_schedule(
+            call["kv_lens"] if topk is None else topk,
+            made_for["b"],
+            made_for["s_q"],
+            made_for["h_q"],
+            made_for["h_k"],
+            topk_lens=call["topk_lens"],
+            extra_topk=made_for["extra_topk"],
+            extra_topk_lens=call["extra_topk_lens"],
+            device=call["q"].device,
+        )
+    except (InvalidInput, TypeError):
+        MlaDecode(**call)  # what is wrong with the schedule's arguments is said best as what is wrong with the call
+        raise
+
+
+def _core_shapes(made_for: dict[str, Any]) -> tuple[int, ...]:
+    """`DecodeSchedule.made_for`, in its order."""
+    return (
+        *(made_for[name] for name in ("b", "s_q", "h_q", "h_k")),
+        made_for["topk"] or 0,
+        made_for["extra_topk"] or 0,
+    )
+
+
+def _say_in(names: dict[str, str], error: Exception) -> NoReturn:
+    """Raise an error again, its arguments called by FlashMLA's names."""
+    words = r"\b(" + "|".join(names) + r")\b"
+    raise type(error)(re.sub(words, lambda found: names[found[0]], str(error))) from None

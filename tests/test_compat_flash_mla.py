@@ -1,0 +1,709 @@
+"""`compat.flash_mla` and `compat.quant`: FlashMLA's own test cases, both call forms, its conventions and tables."""
+
+import dataclasses
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ragged_attention as ra
+from benchmarks import flash_mla_matrix
+from benchmarks.flash_mla_cases import (
+    LISTS,
+    Case,
+    DecodeCase,
+    Lists,
+    PrefillCase,
+    cases_of,
+    covering,
+    scaled_down,
+)
+from benchmarks.flash_mla_data import (
+    NO_INDEX,
+    check,
+    close,
+    decode_inputs,
+    decode_oracle,
+    metadata,
+    prefill_inputs,
+    prefill_oracle,
+)
+from ragged_attention import config
+from ragged_attention.compat import flash_mla, quant
+from ragged_attention.errors import InvalidInput, Unsupported
+from ragged_attention.reference.make_decode_schedule import make_decode_schedule
+
+BACKENDS = ("eager", "triton")
+DENSE = DecodeCase(form="e0", b=2, s_q=2, s_k=80, h_q=4, varlen=True, seed=5)
+SPARSE = DecodeCase(form="e0", b=2, s_q=2, s_k=100, h_q=4, topk=40, seed=6)
+SECOND = Lists(s_k=90, topk=33, page_size=7, lengths=True)
+V4 = DecodeCase(
+    form="e2", b=2, s_q=2, s_k=60, h_q=3, d_qk=512, page_size=5, varlen=True, topk=37, topk_lens=True, sinks=True,
+    extra=SECOND, seed=7,
+)  # fmt: skip
+PREFILL = PrefillCase(form="e2", s_q=5, s_kv=70, topk=50, h_q=4, sinks=True, topk_lens=True, seed=8)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tests run beside each other, and threads that wait for a processor cost more than they bring."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest):
+    if request.param == "triton":
+        pytest.importorskip("triton")
+    with ra.use_backend(request.param):
+        yield request.param
+
+
+def replace(case: Any, **changes: Any) -> Any:
+    return dataclasses.replace(case, **changes)
+
+
+def decode(case: DecodeCase, form: str = "e2", **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """A case with some arguments changed, judged; returns out and lse."""
+    arguments = decode_inputs(case, "cpu") | changes
+    out, lse = flash_mla.flash_mla_with_kvcache(**arguments, **metadata(case, arguments, form))
+    want_out, want_lse = decode_oracle(**arguments)
+    close(out, want_out, "decode out")
+    close(lse, want_lse, "decode lse")
+    return out, lse
+
+
+# FlashMLA's lists
+
+
+def test_the_lists_are_as_long_as_flash_mlas():
+    counts = {function.__name__: len(list(function())) for function in LISTS["all"]}
+    assert counts == {"e0_decode": 319, "e0_prefill": 34, "e2_dense": 2352, "e2_sparse": 4748, "e2_prefill": 617}
+    assert {name: len(functions) for name, functions in LISTS.items()}["all"] == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("e0", {"correctness": 308, "corner": 11, "performance": 34}),
+        ("e2-dense", {"correctness": 2304, "corner": 32, "performance": 16}),
+        ("e2-sparse", {"correctness": 3680, "corner": 1036, "performance": 32}),
+        ("e2-prefill", {"correctness": 120, "features": 448, "corner": 36, "performance": 13}),
+    ],
+)
+def test_each_list_has_its_kinds_and_no_case_twice(name, kinds):
+    cases = cases_of(name)
+    assert {kind: sum(case.kind == kind for case in cases) for kind in kinds} == kinds
+    assert len(set(cases)) == len(cases)
+
+
+PARTS = 8
+
+
+@functools.cache
+def whole_first_list() -> list[Case]:
+    return [scaled_down(case, heads=2, max_tokens=4096) for case in cases_of("e0")]
+
+
+@functools.cache
+def covering_part(name: str, heads: int, max_tokens: int) -> list[Case]:
+    functions = LISTS[name]
+    return [
+        case
+        for cases in functions
+        for case in covering([scaled_down(case, heads=heads, max_tokens=max_tokens) for case in cases()])
+    ]
+
+
+def tiny(case: Case) -> Case:
+    """What the interpreter can do in a moment."""
+    if isinstance(case, DecodeCase):
+        few, most = min(case.h_kv, 3), 1 if case.form == "e2" and case.lists else 2
+        return replace(
+            case,
+            b=min(case.b, most),
+            s_q=min(case.s_q, 2),
+            h_kv=few,
+            h_q=few if case.h_q == case.h_kv else case.h_q // few * few,
+        )
+    return replace(case, s_q=min(case.s_q, 3))
+
+
+def judge(cases: list[Case]) -> None:
+    for case in cases:
+        try:
+            check(case)
+        except Exception as error:
+            raise AssertionError(f"{case}: {error}") from error
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_the_whole_list_of_2025_on_eager(part):
+    with ra.use_backend("eager"):
+        judge(whole_first_list()[part::PARTS])
+
+
+@pytest.mark.parametrize("name", ["e2-dense", "e2-sparse", "e2-prefill"])
+def test_a_covering_part_of_2026_on_eager(name):
+    with ra.use_backend("eager"):
+        judge(covering_part(name, 4, 1000))
+
+
+@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("name", ["e0", "e2-dense", "e2-sparse", "e2-prefill"])
+def test_a_covering_part_on_the_interpreter(name, part):
+    pytest.importorskip("triton")
+    with ra.use_backend("triton"):
+        judge([tiny(case) for case in covering_part(name, 2, 150)][part::2])
+
+
+def test_a_covering_part_has_all_pairs_of_values():
+    cases = [Lists(s_k=s_k, topk=topk, page_size=page) for s_k in (1, 2, 3) for topk in (1, 2) for page in (1, 2)]
+    chosen = covering(cases)  # type: ignore[arg-type]
+    assert 6 <= len(chosen) < len(cases)
+    for names in (("s_k", "topk"), ("s_k", "page_size"), ("topk", "page_size")):
+        met = {tuple(getattr(case, name) for name in names) for case in chosen}
+        assert met == {tuple(getattr(case, name) for name in names) for case in cases}
+
+
+# The judge itself
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda out: out.masked_fill(out == out[0, 0, 0], math.inf), r"1 of 8 are \+inf in one alone"),
+        (lambda out: out.masked_fill(out == out[0, 0, 0], -math.inf), "1 of 8 are -inf in one alone"),
+        (lambda out: out.masked_fill(out == out[0, 0, 0], math.nan), "1 of 8 are NaN in one alone"),
+        (lambda out: out * 1.02, "8 of 8 elements are out of bounds"),
+        (lambda out: out * 1.003, None),
+        (lambda out: out * 1.015, "expected a cosine difference <= 7e-06, got 0.000111"),
+        (lambda out: out.half(), "expected torch.float32"),
+        (lambda out: out[:, :1], r"expected torch.float32 \[1, 2, 4\]"),
+    ],
+)
+def test_the_comparator_sees(wrong, message):
+    want = torch.arange(1.0, 9.0).view(1, 2, 4)
+    if message is None:
+        return close(wrong(want), want, "prefill out")
+    with pytest.raises(AssertionError, match=message):
+        close(wrong(want), want, "prefill out")
+
+
+def test_the_data_rules():
+    """Everything unreferenced is NaN, everything lies in a larger array, lists hold what is no index."""
+    for case in (DENSE, SPARSE, V4):
+        found = decode_inputs(case, "cpu")
+        for name in ("q", "k_cache", "block_table", "indices"):
+            assert found[name] is None or not found[name].is_contiguous()
+    dense = decode_inputs(DENSE, "cpu")
+    seen = ~dense["k_cache"].isnan().any(-1)
+    assert int(seen.sum()) == int(dense["cache_seqlens"].sum())
+    assert int((dense["block_table"] == 2147480000).sum()) > 0
+    shuffled = decode_inputs(replace(SPARSE, s_k=20), "cpu")["indices"]
+    assert bool((shuffled[..., :20] == -1).any())
+    lists = prefill_inputs(PrefillCase(form="e2", s_q=40, s_kv=32, topk=64), "cpu")["indices"]
+    assert set(lists[:, 0, 32:].flatten().tolist()) == {32 if value == 0 else value for value in NO_INDEX}
+
+
+def test_the_matrix_command_reports(monkeypatch, capsys):
+    arguments = ["--device", "cpu", "--backend", "eager", "--list", "e0", "--heads", "1", "--max-tokens", "100"]
+    arguments += ["--covering", "--stride", "9", "--limit", "5"]
+    assert flash_mla_matrix.main(arguments) == 0
+    assert "e0 prefill, correctness" in capsys.readouterr().out
+    right = flash_mla.mla_decode
+    monkeypatch.setattr(flash_mla, "mla_decode", lambda *values, **named: (right(*values, **named)[0] * 2, None))
+    assert flash_mla_matrix.main(arguments) == 1
+    assert "DecodeCase(" in capsys.readouterr().out
+
+
+# Call forms
+
+ARGUMENTS = {
+    "get_mla_metadata": "cache_seqlens num_q_tokens_per_head_k num_heads_k num_heads_q is_fp8_kvcache topk",
+    "flash_mla_with_kvcache": "q k_cache block_table cache_seqlens head_dim_v tile_scheduler_metadata num_splits "
+    "softmax_scale causal is_fp8_kvcache indices attn_sink extra_k_cache extra_indices_in_kvcache topk_length "
+    "extra_topk_length",
+    "flash_mla_sparse_fwd": "q kv indices sm_scale d_v attn_sink topk_length convention",
+    "flash_attn_varlen_func": "q k v cu_seqlens_qo cu_seqlens_kv max_seqlen_qo max_seqlen_kv dropout_p softmax_scale "
+    "causal deterministic is_varlen",
+    "flash_attn_varlen_qkvpacked_func": "qkv cu_seqlens max_seqlen head_dim_qk dropout_p softmax_scale causal "
+    "deterministic is_varlen",
+    "flash_attn_varlen_kvpacked_func": "q kv cu_seqlens_qo cu_seqlens_kv max_seqlen_qo max_seqlen_kv head_dim_qk "
+    "dropout_p softmax_scale causal deterministic is_varlen",
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_names_and_order_of_arguments(name):
+    assert " ".join(inspect.signature(getattr(flash_mla, name)).parameters) == ARGUMENTS[name]
+    assert sorted(ARGUMENTS) == sorted(flash_mla.__all__)
+
+
+@pytest.mark.parametrize("case", [DENSE, replace(DENSE, causal=True), SPARSE, V4], ids=["dense", "causal", "fp8", "v4"])
+def test_both_call_forms(case, backend):
+    """The older form takes the newer one's keywords too."""
+    out, lse = decode(case, "e0")
+    again, lse_again = decode(case, "e2")
+    close(out, again, "decode out")
+    close(lse, lse_again, "decode lse")
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A device of as many multiprocessors as an H100."""
+    facts = flash_mla.device_facts(torch.device("cpu"))
+    monkeypatch.setattr(flash_mla, "device_facts", lambda device: replace(facts, num_multiprocessors=132))
+
+
+LENS = torch.tensor([300, 0, 5000, 64, 65, 1, 20000], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("s_q", "h_q", "h_kv", "topk", "num_parts"),
+    [
+        (1, 128, 1, None, 66), (2, 128, 1, None, 33), (1, 64, 1, None, 132), (1, 16, 1, None, 132),
+        (4, 126, 3, None, 14), (2, 128, 8, None, 16), (99, 128, 1, None, 1),
+        (1, 128, 1, 2048, 66), (2, 128, 1, 2048, 33), (1, 64, 1, 128, 66), (3, 256, 1, 100, 11), (70, 128, 1, 64, 1),
+    ],
+)  # fmt: skip
+def test_tables_are_those_of_2025(hopper, s_q, h_q, h_kv, topk, num_parts):
+    parts, num_splits = flash_mla.get_mla_metadata(LENS, s_q * h_q // h_kv, h_kv, h_q, topk is not None, topk)
+    assert parts.dtype == num_splits.dtype == torch.int32
+    assert parts.shape == (num_parts, 8)
+    lens = LENS.numpy() if topk is None else np.full(len(LENS), topk, np.int32)
+    want_parts, want_splits = make_decode_schedule(lens, None, topk is not None, num_parts)
+    assert parts.tolist() == want_parts.tolist()
+    assert num_splits.tolist() == want_splits.tolist()
+
+
+def test_tables_worked_out_by_hand(hopper):
+    parts, num_splits = flash_mla.get_mla_metadata(torch.zeros(2, dtype=torch.int32), 128, 1, 128, True, 2048)
+    assert num_splits.tolist() == [0, 16, 32]  # 37 blocks each on 66 parts of 7, 5 of which begin a sequence
+    assert parts[:2].tolist() == [[0, 0, 0, 2, 0, 0, 0, 0], [0, 2, 0, 4, 1, 0, 0, 0]]
+    assert int((parts[:, 0] < 2).sum()) == 32
+    parts, num_splits = flash_mla.get_mla_metadata(torch.zeros(128, dtype=torch.int32), 256, 1, 128, True, 2048)
+    assert parts.shape == (33, 8)
+    assert num_splits.tolist() == list(range(129))
+
+
+def test_the_lazy_object_is_filled_once_and_serves_all_layers(backend):
+    meta, nothing = flash_mla.get_mla_metadata()
+    assert nothing is None
+    assert not meta.have_initialized
+    arguments = decode_inputs(V4, "cpu")
+    first = flash_mla.flash_mla_with_kvcache(**arguments, tile_scheduler_metadata=meta)
+    assert meta.have_initialized
+    schedule = meta.schedule
+    second = flash_mla.flash_mla_with_kvcache(**arguments, tile_scheduler_metadata=meta)
+    assert meta.schedule is schedule
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("b=1", {"b": 1}), ("s_q=3", {"s_q": 3}), ("h_q=5", {"h_q": 5}), ("page_block_size=6", {"page_size": 6}),
+        ("topk=38", {"topk": 38}), ("topk=None", {"topk": None, "extra": None, "topk_lens": False, "fp8": True}),
+        ("extra_page_block_size=None", {"extra": None}),
+        ("extra_page_block_size=8", {"extra": replace(SECOND, page_size=8)}),
+        ("extra_topk=34", {"extra": replace(SECOND, topk=34)}),
+        ("is_fp8_kvcache=False", {"fp8": False}),
+    ],
+)  # fmt: skip
+def test_the_lazy_object_is_for_one_shape(field, change):
+    meta, _ = flash_mla.get_mla_metadata()
+    flash_mla.flash_mla_with_kvcache(**decode_inputs(V4, "cpu"), tile_scheduler_metadata=meta)
+    with pytest.raises(InvalidInput, match=f"expected tile_scheduler_metadata made for {field}, got one made for "):
+        flash_mla.flash_mla_with_kvcache(**decode_inputs(replace(V4, **change), "cpu"), tile_scheduler_metadata=meta)
+
+
+def test_a_dense_object_tells_heads_and_causality_apart():
+    meta, _ = flash_mla.get_mla_metadata()
+    flash_mla.flash_mla_with_kvcache(**decode_inputs(DENSE, "cpu"), tile_scheduler_metadata=meta)
+    for field, change in (("h_k=2", {"h_kv": 2}), ("causal=True", {"causal": True})):
+        arguments = decode_inputs(replace(DENSE, **change), "cpu")
+        with pytest.raises(InvalidInput, match=f"tile_scheduler_metadata made for {field}"):
+            flash_mla.flash_mla_with_kvcache(**arguments, tile_scheduler_metadata=meta)
+
+
+def test_lengths_of_a_used_object_are_checked_on_request(backend):
+    """Without the check, other lengths cost speed and not the result."""
+    meta, _ = flash_mla.get_mla_metadata()
+    arguments: dict[str, Any] = decode_inputs(DENSE, "cpu")
+    flash_mla.flash_mla_with_kvcache(**arguments, tile_scheduler_metadata=meta)
+    arguments["cache_seqlens"] = arguments["cache_seqlens"] - 1
+    out, lse = flash_mla.flash_mla_with_kvcache(**arguments, tile_scheduler_metadata=meta)
+    want_out, want_lse = decode_oracle(**arguments)
+    close(out, want_out, "decode out")
+    close(lse, want_lse, "decode lse")
+    with (
+        ra.use_backend(backend, validate="full"),
+        pytest.raises(InvalidInput, match=r"expected a schedule made for these cache_seqlens, got one made for"),
+    ):
+        flash_mla.flash_mla_with_kvcache(**arguments, tile_scheduler_metadata=meta)
+
+
+def test_a_failed_call_leaves_the_object_empty():
+    meta, _ = flash_mla.get_mla_metadata()
+    arguments: dict[str, Any] = decode_inputs(DENSE, "cpu")
+    wrong: dict[str, Any] = arguments | {"head_dim_v": 500}
+    with pytest.raises(InvalidInput, match="expected head_dim_v to be a multiple of 16"):
+        flash_mla.flash_mla_with_kvcache(**wrong, tile_scheduler_metadata=meta)
+    assert not meta.have_initialized
+    flash_mla.flash_mla_with_kvcache(**arguments, tile_scheduler_metadata=meta)
+
+
+@pytest.mark.parametrize("form", ["e0", "e2"])
+def test_torch_compile_follows_both_forms(form):
+    arguments = decode_inputs(replace(DENSE, causal=True), "cpu")
+
+    def layer(arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        made = metadata(DENSE, arguments, form)
+        flash_mla.flash_mla_with_kvcache(**arguments, **made)
+        return flash_mla.flash_mla_with_kvcache(**arguments, **made)
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for got, want in zip(compiled(arguments), layer(arguments), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_torch_compile_follows_prefill():
+    arguments = prefill_inputs(PREFILL, "cpu")
+    compiled = torch.compile(flash_mla.flash_mla_sparse_fwd, fullgraph=True, backend="aot_eager")
+    for got, want in zip(compiled(**arguments), flash_mla.flash_mla_sparse_fwd(**arguments), strict=True):
+        assert torch.equal(got, want)
+
+
+# Conventions
+
+
+def test_a_lonely_query_of_decode_has_lse_plus_infinity(backend):
+    out, lse = decode(replace(DENSE, zero_lens=True, seed=1))
+    lonely = torch.isposinf(lse)
+    assert bool(lonely.any())
+    assert not bool(lonely.all())
+    assert float(out.transpose(1, 2)[lonely].abs().max()) == 0
+
+
+def prefill_pair(convention: str) -> tuple[Any, Any]:
+    """Arguments with a query that selects nothing, and what they give."""
+    arguments = prefill_inputs(PREFILL, "cpu")
+    arguments["indices"][1] = -1
+    return arguments, flash_mla.flash_mla_sparse_fwd(**arguments, convention=convention)
+
+
+@pytest.mark.parametrize("convention", config.FLASH_MLA_CONVENTIONS)
+def test_conventions_of_prefill(convention, backend):
+    arguments, results = prefill_pair(convention)
+    wanted = prefill_oracle(**arguments, convention=convention)
+    for name, got, want in zip(("out", "max_logits", "lse"), results, wanted, strict=True):
+        close(got.float(), want, f"prefill {name}")
+    assert bool(torch.isneginf(results[1]).any())
+    assert bool((torch.isposinf if convention == "natural" else torch.isneginf)(results[2]).any())
+
+
+def test_the_configuration_names_the_default_convention(monkeypatch, tmp_path):
+    arguments, base2 = prefill_pair("base2")
+    natural = flash_mla.flash_mla_sparse_fwd(**arguments, convention="natural")
+
+    def default_is(wanted: tuple[torch.Tensor, ...]) -> bool:
+        return all(map(torch.equal, flash_mla.flash_mla_sparse_fwd(**arguments), wanted))
+
+    assert default_is(base2)
+    with ra.use_backend(flash_mla_convention="natural"):
+        assert default_is(natural)
+    assert default_is(base2)
+    (tmp_path / "settings.toml").write_text('flash_mla_convention = "natural"')
+    monkeypatch.setenv(config.CONFIG_VARIABLE, str(tmp_path / "settings.toml"))
+    assert default_is(natural)
+    with ra.use_backend("eager"):
+        assert default_is(natural)
+    with ra.use_backend(flash_mla_convention="base2"):
+        assert default_is(base2)
+
+
+# What FlashMLA's own tests leave out
+
+
+@pytest.mark.parametrize("h_q", [1, 3, 7, 16, 128])
+def test_any_number_of_heads(h_q, backend):
+    decode(replace(DENSE, b=1, s_q=1, h_q=h_q))
+    decode(replace(SPARSE, b=1, s_q=1, h_q=h_q))
+    judge([replace(PREFILL, s_q=1, h_q=h_q)])
+
+
+@pytest.mark.parametrize("topk", [1, 3, 63, 65, 131])
+def test_any_top_k(topk, backend):
+    decode(replace(SPARSE, b=1, topk=topk))
+    decode(replace(V4, b=1, topk=topk))
+    judge([replace(PREFILL, s_q=2, topk=topk, form=form) for form in ("e0", "e2")])
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 61, 128])
+def test_any_page_size(page_size, backend):
+    for case in (DENSE, SPARSE, V4):
+        decode(replace(case, page_size=page_size, b=1))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_every_format_serves_dense_and_sparse(fp8, backend):
+    for case in (DENSE, SPARSE, V4, replace(DENSE, d_qk=512, form="e2")):
+        decode(replace(case, fp8=fp8, b=1))
+
+
+def test_duplicates_count_as_often_as_they_are_listed(backend):
+    indices = decode_inputs(SPARSE, "cpu")["indices"].clone()
+    indices[:, :, 1::2] = indices[:, :, ::2]
+    indices[:, :, -5:] = indices[:, :, :1]
+    decode(SPARSE, indices=indices)
+
+
+def test_no_index_anywhere_in_newer_lists(backend):
+    """-1 between indices, and every other value that names no slot."""
+    arguments = decode_inputs(replace(V4, topk_lens=False), "cpu")
+    for name in ("indices", "extra_indices_in_kvcache"):
+        lists = arguments[name].clone()
+        slots = arguments["k_cache" if name == "indices" else "extra_k_cache"].shape[:2].numel()
+        for place, value in enumerate((-1, -2, -(2**31), slots, slots + 1, 2147480000, 2**31 - 1)):
+            lists[:, :, place * 3 + 1] = value
+        arguments[name] = lists
+    decode(replace(V4, topk_lens=False), **arguments)
+
+
+@pytest.mark.parametrize("length", [-5, 0, 37, 10**9])
+def test_lengths_beyond_the_list(length, backend):
+    lengths = torch.tensor([length, 20], dtype=torch.int32)
+    decode(replace(V4, topk_lens=False), topk_length=lengths)
+    # ... and one for each query token
+    decode(replace(V4, topk_lens=False), topk_length=torch.stack([lengths, lengths.flip(0)]))
+
+
+def test_garbage_pages_behind_the_lengths_and_empty_caches(backend):
+    decode(replace(DENSE, zero_lens=True, b=4))
+    arguments = prefill_inputs(PREFILL, "cpu")
+    arguments |= {"kv": arguments["kv"][:0]}
+    out, highest, lse = flash_mla.flash_mla_sparse_fwd(**arguments)
+    assert float(out.abs().max()) == 0
+    assert bool(torch.isneginf(highest).all())
+    assert bool(torch.isneginf(lse).all())
+
+
+def test_float16(backend):
+    for case in (DENSE, SPARSE, replace(SPARSE, fp8=False), PREFILL):
+        check(case, dtype=torch.float16)
+
+
+def test_scales_of_any_value_in_the_newer_form(backend):
+    """The caches of 2025, whose scales are no powers of two, through the call of 2026, with sinks and lengths."""
+    lengths = torch.tensor([40, 11], dtype=torch.int32)
+    decode(replace(SPARSE, sinks=True), "e2", topk_length=lengths)
+
+
+def test_a_sequences_bits_depend_on_nothing_else(backend):
+    """With one split, whatever else is in the batch; and from run to run."""
+    arguments = decode_inputs(V4, "cpu")
+    options = {"mla_decode": {"num_splits": 1}} if backend == "triton" else {}
+
+    def run(arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        return flash_mla.flash_mla_with_kvcache(**arguments, tile_scheduler_metadata=flash_mla.get_mla_metadata()[0])
+
+    with ra.use_backend(backend, options=options):
+        both, again = run(arguments), run(arguments)
+        assert all(map(torch.equal, both, again))
+        by_sequence = ("q", "block_table", "cache_seqlens", "indices", "extra_indices_in_kvcache")
+        names = (*by_sequence, "topk_length", "extra_topk_length")
+        for seq in range(2):
+            alone = run(arguments | {name: arguments[name][seq : seq + 1] for name in names})
+            assert all(torch.equal(one[0], all_[seq]) for one, all_ in zip(alone, both, strict=True))
+
+
+# The cache helpers
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_quantize_k_cache_by_its_rule(dtype):
+    """Scales are the largest magnitude over 448 in the input's dtype; nothing is rounded to powers of two."""
+    cache = (torch.randn(3, 5, 1, 576, generator=torch.Generator().manual_seed(0)) / 10).to(dtype)
+    stored = quant.quantize_k_cache(cache, 512)
+    assert stored.shape == (3, 5, 1, 656)
+    assert stored.dtype == torch.float8_e4m3fn
+    codes = stored.view(torch.uint8)
+    scales = codes[..., 512:528].contiguous().view(torch.float32)
+    for tile in range(4):
+        values = cache[..., tile * 128 : (tile + 1) * 128]
+        want = (values.abs().amax(-1) / 448).float()
+        assert torch.equal(scales[..., tile], want)
+        values_stored = stored[..., tile * 128 : (tile + 1) * 128].float()
+        assert torch.equal(values_stored, (values.float() / want[..., None]).to(torch.float8_e4m3fn).float())
+    assert bool((scales.log2() % 1 != 0).any())
+    assert torch.equal(codes[..., 528:].contiguous().view(torch.bfloat16), cache[..., 512:].to(torch.bfloat16))
+
+
+def test_quantize_and_dequantize_agree_with_the_definition():
+    cache = torch.randn(2, 3, 1, 576, generator=torch.Generator().manual_seed(1), dtype=torch.bfloat16)
+    stored = quant.quantize_k_cache(cache, 512)
+    back = quant.dequantize_k_cache(stored)
+    assert back.dtype == torch.bfloat16
+    assert torch.equal(back, ra_dequantize(stored))
+    assert torch.equal(back[..., 512:], cache[..., 512:])
+    assert float(((back - cache).abs() - cache.abs() / 16).max()) < 0.01
+
+
+def ra_dequantize(stored: torch.Tensor) -> torch.Tensor:
+    from ragged_attention.torch import dequantize_mla_cache
+
+    return dequantize_mla_cache(stored)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_tile_without_a_scale_is_zero(dtype):
+    cache = torch.ones(1, 1, 1, 576, dtype=dtype)
+    cache[..., :128] = 0
+    cache[..., 128:256] = torch.finfo(dtype).smallest_normal / 2**8  # over 448 it is nothing, but in float32
+    back = quant.dequantize_k_cache(quant.quantize_k_cache(cache, 512)).flatten().float()
+    assert back[:128].abs().max() == 0
+    assert not back.isnan().any()
+    assert back[256:].tolist() == [1.0] * 320
+
+
+def test_other_widths_and_tiles():
+    cache = torch.randn(2, 3, 1, 96, generator=torch.Generator().manual_seed(2), dtype=torch.bfloat16)
+    stored = quant.quantize_k_cache(cache, 64, tile_size=32)
+    assert stored.shape == (2, 3, 1, 64 + 2 * 4 + 2 * 32)
+    back = quant.dequantize_k_cache(stored, dv=64, tile_size=32, d=96)
+    assert float((back - cache).abs().max()) < 0.15
+
+
+def test_not_a_number_stays_in_its_tile():
+    cache = torch.ones(1, 1, 1, 576)
+    cache[..., 5] = math.nan
+    back = quant.dequantize_k_cache(quant.quantize_k_cache(cache, 512)).flatten()
+    assert bool(back[:128].isnan().all())
+    assert back[128:].tolist() == [1.0] * 448
+
+
+CACHE = torch.zeros(1, 2, 1, 576)
+STORED = torch.zeros(1, 2, 1, 656, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: quant.quantize_k_cache([1], 512), TypeError, "expected input_k_cache to be a torch.Tensor, got list"),  # type: ignore[arg-type]
+        (lambda: quant.quantize_k_cache(CACHE[0], 512), InvalidInput, r"input_k_cache.shape to be \[num_blocks"),
+        (lambda: quant.quantize_k_cache(CACHE, 500), InvalidInput, "dv to be a positive multiple of tile_size=128, go"),
+        (lambda: quant.quantize_k_cache(CACHE.int(), 512), InvalidInput, "input_k_cache.dtype to be of 16 or 32 bits"),
+        (lambda: quant.quantize_k_cache(CACHE, 640), InvalidInput, r"input_k_cache.shape\[3\] >= dv=640, got 576"),
+        (lambda: quant.dequantize_k_cache(CACHE), InvalidInput, "quant_k_cache to have rows of 656 bytes with dv=512"),
+        (lambda: quant.dequantize_k_cache(STORED, d=512), InvalidInput, "rows of 528 bytes .* got 656 of torch.uint8"),
+        (lambda: quant.dequantize_k_cache(STORED[:, :, 0]), InvalidInput, r"quant_k_cache.shape to be \[num_blocks"),
+    ],
+)
+def test_quant_refuses(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+# Refusals
+
+META = flash_mla.FlashMLASchedMeta
+PARTS_OF_2, SPLITS_OF_2 = torch.zeros(4, 8, dtype=torch.int32), torch.arange(3, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "error", "message"),
+    [
+        (DENSE, {"q": [1]}, TypeError, "expected q to be a torch.Tensor, got list"),
+        (DENSE, {"q": torch.zeros(2, 3, 576)}, InvalidInput, "expected q to have 4 dimensions, got 3"),
+        (DENSE, {"k_cache": None}, TypeError, "expected k_cache to be a torch.Tensor, got NoneType"),
+        (DENSE, {"k_cache": torch.zeros(2, 3)}, InvalidInput, "expected k_cache to have 4 dimensions, got 2"),
+        (DENSE, {"is_fp8_kvcache": True}, InvalidInput, "k_cache.dtype to be float8_e4m3fn or .* is_fp8_kvcache=True"),
+        (SPARSE, {"is_fp8_kvcache": False}, InvalidInput, "k_cache.dtype to be that of q with is_fp8_kvcache=False"),
+        (SPARSE, {"k_cache": torch.zeros(2, 64, 1, 600, dtype=torch.uint8)}, InvalidInput, r"k_cache.shape\[3\] to be"),
+        (DENSE, {"k_cache": torch.zeros(2, 64, 1, 576)}, InvalidInput, "k_cache.dtype to be that of q, bfloat16"),
+        (DENSE, {"block_table": None}, InvalidInput, "expected block_table with a dense call"),
+        (DENSE, {"cache_seqlens": None}, InvalidInput, "expected cache_seqlens with a dense call"),
+        (DENSE, {"cache_seqlens": torch.zeros(2)}, InvalidInput, "expected cache_seqlens.dtype to be int32"),
+        (DENSE, {"tile_scheduler_metadata": None}, TypeError, "tile_scheduler_metadata to be what .* got NoneType"),
+        (DENSE, {"num_splits": SPLITS_OF_2}, InvalidInput, "expected num_splits=None with a FlashMLASchedMeta"),
+        (DENSE, {"tile_scheduler_metadata": PARTS_OF_2}, TypeError, "expected num_splits to be the tensor .* NoneType"),
+        (DENSE, {"tile_scheduler_metadata": PARTS_OF_2[0], "num_splits": SPLITS_OF_2}, InvalidInput,
+         r"expected tile_scheduler_metadata to be int32 \[8, 8\] with b=2, got int32 \[8\]"),
+        (DENSE, {"tile_scheduler_metadata": PARTS_OF_2, "num_splits": SPLITS_OF_2[1:]}, InvalidInput,
+         r"expected num_splits to be int32 \[3\] with b=2, got int32 \[2\]"),
+        (SPARSE, {"causal": True}, InvalidInput, "expected causal=False with indices"),
+        (SPARSE, {"indices": [1]}, TypeError, "expected indices to be a torch.Tensor, got list"),
+        (SPARSE, {"indices": torch.zeros(2, 2, dtype=torch.int32)}, InvalidInput, "indices to have 3 dimensions"),
+        (SPARSE, {"indices": torch.zeros(2, 2, 8)}, InvalidInput, "expected indices.dtype to be int32, got float32"),
+        (V4, {"extra_k_cache": None}, InvalidInput, "extra_k_cache and extra_indices_in_kvcache together, got extra"),
+        (V4, {"extra_indices_in_kvcache": None}, InvalidInput, "together, got extra_indices_in_kvcache=None"),
+        (V4, {"topk_length": torch.zeros(2)}, InvalidInput, "expected topk_length.dtype to be int32, got float32"),
+        (V4, {"extra_topk_length": torch.zeros(2)}, InvalidInput, "expected extra_topk_length.dtype to be int32"),
+        (V4, {"attn_sink": torch.zeros(9)}, InvalidInput, r"expected attn_sink.shape to be \[H\] = \[3\], got \[9\]"),
+        (V4, {"softmax_scale": "1"}, TypeError, "expected softmax_scale to be a number, got str"),
+    ],
+)  # fmt: skip
+def test_decode_refuses(case, changes, error, message):
+    arguments = decode_inputs(case, "cpu") | {"tile_scheduler_metadata": META()} | changes
+    with pytest.raises(error, match=message):
+        flash_mla.flash_mla_with_kvcache(**arguments)
+
+
+def test_more_than_one_kv_head_in_a_sparse_call():
+    arguments = decode_inputs(replace(SPARSE, fp8=False), "cpu")
+    arguments["k_cache"] = arguments["k_cache"].expand(-1, -1, 2, -1)
+    with pytest.raises(InvalidInput, match="expected k_cache to have num_kv_heads = 1 with indices, got 2"):
+        flash_mla.flash_mla_with_kvcache(**arguments, tile_scheduler_metadata=META())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((LENS,), TypeError, "expected num_q_tokens_per_head_k and num_heads_k with cache_seqlens, got None"),
+        ((LENS, 128, 1, None, True, 64), InvalidInput, "expected num_heads_q with topk, got None"),
+        (([1], 128, 1), TypeError, "expected cache_seqlens to be a torch.Tensor, got list"),
+        ((LENS[:, None], 128, 1), InvalidInput, "expected cache_seqlens to have 1 dimensions, got 2"),
+        ((LENS.long(), 128, 1), InvalidInput, "expected cache_seqlens.dtype to be int32, got int64"),
+        ((LENS, 0, 1), InvalidInput, "expected num_q_tokens_per_head_k >= 1, got 0"),
+        ((LENS, 128, 0), InvalidInput, "expected num_heads_k >= 1, got 0"),
+        ((LENS, 128, 1, 0), InvalidInput, "expected num_heads_q >= 1, got 0"),
+    ],
+)
+def test_metadata_refuses(arguments, error, message):
+    with pytest.raises(error, match=message):
+        flash_mla.get_mla_metadata(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"convention": "base10"}, InvalidInput, "expected convention to be one of base2, natural, got 'base10'"),
+        ({"attn_sink": torch.zeros(9)}, InvalidInput, r"expected attn_sink.shape to be \[H\] = \[4\], got \[9\]"),
+        ({"topk_length": torch.zeros(5)}, InvalidInput, "expected topk_length.dtype to be int32, got float32"),
+        ({"indices": torch.zeros(5, 1, 9)}, InvalidInput, "expected indices.dtype to be int32, got float32"),
+    ],
+)
+def test_prefill_refuses(changes, error, message):
+    with pytest.raises(error, match=message):
+        flash_mla.flash_mla_sparse_fwd(**prefill_inputs(PREFILL, "cpu") | changes)
+
+
+@pytest.mark.parametrize(
+    ("function", "count"),
+    [
+        (flash_mla.flash_attn_varlen_func, 7),
+        (flash_mla.flash_attn_varlen_qkvpacked_func, 4),
+        (flash_mla.flash_attn_varlen_kvpacked_func, 7),
+    ],
+)
+def test_dense_multi_head_attention_is_not_there_yet(function: Callable[..., Any], count: int):
+    with pytest.raises(Unsupported, match=f"{function.__name__}: dense multi-head attention is not offered yet"):
+        function(*[None] * count, causal=True)
