@@ -579,7 +579,8 @@ class QuantizeMlaCache(Call):
     Returns:
         uint8 [P, G, 1, bytes]. The scale of a group is its largest magnitude over 448, in float32, at least 1e-4;
         what is stored is the value over the scale, in float32, to the nearest e4m3 with ties to even. Every backend
-        makes the same bytes. NaN becomes 0x7F. A group that holds NaN or an infinity has scale NaN or infinity (`fp8_v4`: 0xFF, NaN).
+        makes the same bytes. NaN becomes 0x7F. A group that holds NaN or an infinity has scale NaN or infinity
+        (`fp8_v4`: 0xFF, NaN).
 
     Raises:
         InvalidInput, TypeError, Unsupported: as `mla_decode`.
