@@ -7,11 +7,32 @@ from ragged_attention.testing import environment
 
 environment.prepare("cpu")  # before any test module imports triton or jax
 
+from ragged_attention.testing import mla_suite  # noqa: E402
 from ragged_attention.testing.collection import *  # noqa: E402, F403
+from ragged_attention.testing.drawing import PROFILES, examples_of  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     add_options(parser)
+
+
+# Of the checks of latent caches these runners take every so many: each example is traced, compiled and launched
+# anew in jax, and what they run is run in full through torch, but for the room of xla, which takes the most.
+EVERY = {"jax-xla": 5, "jax-triton": 12, "jax-reference": 12}
+LATENT = [str(check) for group in (mla_suite.corners(), mla_suite.laws()) for check in group]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    spared = [item for item in items if _spared(item)] if examples_of() == PROFILES["dev"] else []
+    items[:] = [item for item in items if item not in spared]
+    config.hook.pytest_deselected(items=spared)
+
+
+def _spared(item: pytest.Item) -> bool:
+    params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    check = str(params.get("check"))
+    every = EVERY.get(str(params.get("runner")), 1)
+    return check in LATENT and LATENT.index(check) % every > 0
 
 
 @pytest.fixture(autouse=True)

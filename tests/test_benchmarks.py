@@ -3,17 +3,26 @@
 import dataclasses
 import json
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks import cases, device, gate, peers, run, timing
+from benchmarks import cases, catalogue, device, device_checks, gate, mla_cases, mla_peers, peers, run, timing
 from ragged_attention.calls import NOWHERE
+from ragged_attention.reference.mla_decode import mla_decode
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention as definition
+from ragged_attention.reference.sparse_mla_prefill import sparse_mla_prefill
 
 SMALL = ("mixed_2q2k_32q1s1k_small", "gpt_oss_window_64x4k_small", "fp8_64x4k_page64_small", "gemma2_prefill_4k_small")
+
+
+LATENT = (
+    "mla_dense_h128_128q2s4k_small", "mla_sparse_h16_b8_small", "mla_sparse_v4_h64_128q2_small",
+    "mla_prefill_h128_8k_small", "mla_prefill_fp8_h128_32k_small",
+)  # fmt: skip
 
 
 def tiny(**fields: Any) -> cases.Case:
@@ -58,17 +67,68 @@ def test_floors_of_the_named_workloads_on_an_h200() -> None:
 
 @pytest.mark.parametrize("name", [*cases.CASES, *cases.COMPILED_ONLY])
 def test_every_case_is_lawful_whole_and_scaled_down(name: str) -> None:
-    for case in (cases.find(name), cases.find(f"{name}_small")):
-        for call in cases.calls_of(case, NOWHERE):
+    whole, case = catalogue.find(name), catalogue.find(f"{name}_small")
+    for each in (whole, case):
+        for call in cases.calls_of(each, NOWHERE):
             assert call.argument_names()
-        assert all(0 < q_len <= kv_len for q_len, kv_len in zip(case.q_lens, case.kv_lens, strict=True))
+        assert all(0 < q_len <= kv_len for q_len, kv_len in zip(each.q_lens, each.kv_lens, strict=True))
     assert max(case.kv_lens) <= 77
-    assert case.num_q_heads // case.num_kv_heads == cases.find(name).num_q_heads // cases.find(name).num_kv_heads
+    assert (
+        case.num_q_heads // case.num_kv_heads == catalogue.find(name).num_q_heads // catalogue.find(name).num_kv_heads
+    )
+
+
+@pytest.mark.parametrize("name", [*mla_cases.CASES, *mla_cases.COMPILED_ONLY])
+def test_every_latent_case_is_lawful_whole_and_scaled_down(name: str) -> None:
+    for case in (catalogue.find(name), catalogue.find(f"{name}_small")):
+        operations = [call.OPERATION for call in catalogue.calls_of(case, NOWHERE)]
+        assert operations[0] == case.operation
+        assert "write_mla_cache" in operations
+        assert ("quantize_mla_cache" in operations) == (case.format != "plain")
+    assert case.kv_len <= 77
+
+
+def test_floors_of_latent_attention_on_an_h200() -> None:
+    wanted = {
+        "mla_dense_h128_128x4k": 209, "mla_dense_h128_128q2s4k": 417, "mla_dense_h64_128x4k": 144.6,
+        "mla_dense_h16_128x4k": 141.5, "mla_sparse_h128_128q2": 209, "mla_sparse_h8_b8": 2.5,
+        "mla_prefill_h128_32k": 3338,
+    }  # fmt: skip
+    for name, microseconds in wanted.items():
+        floor, _ = mla_cases.CASES[name].floor_seconds(4.3e12, 700e12)
+        assert floor * 1e6 == pytest.approx(microseconds, abs=0.6)
+
+
+def latents(**fields: Any) -> mla_cases.LatentCase:
+    plain = {"name": "tiny", "workload": "-", "num_seqs": 2, "num_q_tokens": 3, "kv_len": 10, "num_q_heads": 4}
+    return mla_cases.LatentCase(**(plain | {"d_qk": 32, "d_v": 16, "page_size": 4} | fields))  # type: ignore[arg-type]
+
+
+def test_needed_work_of_latents_is_counted_by_hand() -> None:
+    queries = 2 * 3 * 4 * (32 + 16) * 2
+    dense = latents(causal=True)
+    assert dense.needed_rows() == 2 * 10
+    assert dense.visible_pairs() == 2 * (8 + 9 + 10)
+    assert dense.flops() == 2 * 2 * (8 + 9 + 10) * 4 * (32 + 16)
+    assert dense.needed_bytes() == queries + 20 * 32 * 2 + 4 * 2 * (3 + 1)
+    sparse = latents(topk=2, extra_topk=5, format="fp8_v4", d_qk=512, d_v=512)
+    assert sparse.needed_rows() == 2 * (6 + 10)
+    assert sparse.visible_pairs() == 2 * 3 * 7
+    assert sparse.row_bytes == 584
+
+
+@pytest.mark.parametrize("topk", [2, 3, 4, 12])
+def test_lists_overlap_as_little_as_they_can(topk: int) -> None:
+    case = latents(topk=topk)
+    for lists in mla_cases.tables(case, 5)["indices"]:
+        chosen = lists[lists >= 0]
+        assert len(np.unique(chosen)) == min(case.kv_len, 3 * topk)
+        assert all(len(np.unique(one[one >= 0])) == min(topk, case.kv_len) for one in lists)
 
 
 def test_an_unknown_case_names_the_known_ones() -> None:
     with pytest.raises(KeyError, match=r"expected a case among decode_64x4k, .*got 'nothing'"):
-        cases.find("nothing")
+        catalogue.find("nothing")
 
 
 def test_tables_use_each_page_once_and_leave_garbage_behind() -> None:
@@ -85,15 +145,17 @@ def pages_of(value: Any) -> list[Any]:
     return list(value) if isinstance(value, tuple) else [value]
 
 
-@pytest.mark.parametrize("name", [*SMALL, "int8_mixed_small", "decode_64x4k_split_pages_small"])
+@pytest.mark.parametrize("name", [*SMALL, *LATENT, "int8_mixed_small", "decode_64x4k_split_pages_small"])
 def test_inputs_are_the_same_values_in_every_framework(name: str) -> None:
     torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
     del torch, jax
     from ragged_attention.jax.launcher import to_numpy as from_jax
     from ragged_attention.torch.launcher import to_numpy as from_torch
 
-    case = cases.find(name)
-    plain, ours, theirs = cases.numpy_inputs(case, 5), cases.torch_inputs(case, 5), cases.jax_inputs(case, 5)
+    case = catalogue.find(name)
+    plain, ours, theirs = (
+        make(case, 5) for make in (catalogue.numpy_inputs, catalogue.torch_inputs, catalogue.jax_inputs)
+    )
     assert plain.keys() == ours.keys() == theirs.keys()
     for key, value in plain.items():
         if isinstance(value, np.ndarray | tuple):
@@ -109,7 +171,7 @@ def test_inputs_are_the_same_values_in_every_framework(name: str) -> None:
 
 @pytest.mark.parametrize("name", SMALL)
 def test_the_gate_passes_the_definition_and_nothing_else(name: str) -> None:
-    case = dataclasses.replace(cases.find(name), dtype="float32")
+    case = dataclasses.replace(catalogue.find(name), dtype="float32")
     inputs = cases.numpy_inputs(case, 1)
     out = definition(**inputs, cache_dtype=case.stored).astype(np.float32)
     gate.check(case, inputs, out, np.asarray)
@@ -118,6 +180,20 @@ def test_the_gate_passes_the_definition_and_nothing_else(name: str) -> None:
     last = out.copy()
     last[-1, -1, -1] += 1
     with pytest.raises(AssertionError, match="rows"):
+        gate.check(case, inputs, last, np.asarray)
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_the_gate_passes_the_definition_of_latent_attention_and_nothing_else(name: str) -> None:
+    case = catalogue.find(name)
+    inputs = catalogue.numpy_inputs(case, 1)
+    out = (sparse_mla_prefill if case.prefill else mla_decode)(**inputs)[0]
+    gate.check(case, inputs, out, np.asarray)
+    with pytest.raises(AssertionError, match=case.name):
+        gate.check(case, inputs, out * 1.02, np.asarray)
+    last = out.copy()
+    last[..., -1, -1] += 1  # of every query's last head
+    with pytest.raises(AssertionError, match="query"):
         gate.check(case, inputs, last, np.asarray)
 
 
@@ -154,6 +230,25 @@ def test_bench_prints_times_of_a_backend_that_is_right(tmp_path: Path, capsys: p
     assert "peer fa3: absent, " in capsys.readouterr().out
 
 
+def test_bench_times_latent_attention_beside_its_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    file = tmp_path / "out.json"
+    status = run.main(["mla_sparse_h16_b8", "--rounds", "2", "--length", "40", "--peers", "--json", str(file)])
+    assert status == 0
+    rows = {row["who"]: row for row in json.loads(file.read_text())}
+    assert set(rows) == {"eager", "sdpa-mla"}
+    assert all(row["seconds"] > 0 for row in rows.values())
+    assert "peer flashmla: absent, needs a CUDA device" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["mla_dense_h16_128x4k", "mla_prefill_v4_h64_32k"])
+def test_bench_runs_latent_attention_from_jax(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("jax")
+    file = tmp_path / "out.json"
+    assert run.main([name, "--framework", "jax", "--rounds", "2", "--length", "40", "--json", str(file)]) == 0
+    assert json.loads(file.read_text())[0]["who"] == "xla"
+
+
 def test_bench_runs_from_jax(tmp_path: Path) -> None:
     pytest.importorskip("jax")
     file = tmp_path / "out.json"
@@ -167,7 +262,7 @@ def test_no_speed_on_a_red_gate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     right = run.our_call
     monkeypatch.setattr(run, "our_call", lambda *arguments: lambda: right(*arguments)() * 1.5)
     machine = run.Machine("torch", False, "CPU")
-    case = cases.find("decode_64x4k_small")
+    case = catalogue.find("decode_64x4k_small")
     (result,) = run.run_case(case, machine, ["eager"], with_peers=False, rounds=2)
     assert result.seconds is None
     assert result.why.startswith("gate: error ")
@@ -186,15 +281,124 @@ def test_an_unknown_case_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 def test_torchs_own_attention_is_a_fair_peer(name: str) -> None:
     """Peers get the case right, in float32, within the bounds that ours are held to."""
     pytest.importorskip("torch")
-    case = dataclasses.replace(cases.find(name), dtype="float32")
+    case = dataclasses.replace(catalogue.find(name), dtype="float32")
     inputs = cases.torch_inputs(case, 2)
     (sdpa,) = (peer for peer in peers.PEERS if peer.name == "sdpa")
     gate.check(case, inputs, sdpa.prepare(case, inputs)(), run.to_numpy)
 
 
+PEERS_OF_LATENTS = ("mla_dense_h128_128q2s4k_small", "mla_sparse_h16_b8_small", "mla_prefill_h128_8k_small")
+
+
+@pytest.mark.parametrize("name", PEERS_OF_LATENTS)
+def test_torchs_own_attention_over_latents_is_a_fair_peer(name: str) -> None:
+    pytest.importorskip("torch")
+    case = catalogue.find(name)
+    inputs = catalogue.torch_inputs(case, 2)
+    gate.check(case, inputs, mla_peers.sdpa(case, inputs)(), run.to_numpy)
+    assert mla_peers.sdpa_declines(dataclasses.replace(case, sinks=True)) == "does not take sinks"
+
+
+def test_a_second_cache_is_gathered_too() -> None:
+    pytest.importorskip("torch")
+    case = dataclasses.replace(catalogue.find("mla_sparse_v4_h64_128q2_small"), sinks=False)
+    inputs = catalogue.torch_inputs(case, 2)
+    gate.check(case, inputs, mla_peers.sdpa(case, inputs)(), run.to_numpy)
+
+
+class FlashMla:
+    """Stands for FlashMLA's functions: its arguments by position and its demands, with our arithmetic."""
+
+    def sparse_decode_fwd(self, *given: Any) -> Any:
+        from ragged_attention import torch as ra
+
+        q, cache, indices, lens, sinks, *schedule, extra, extra_indices, extra_lens, d_v, scale = given
+        assert schedule in ([None, None], ["metadata", "splits"])
+        assert q.shape[2] in (64, 128)
+        out, lse = ra.mla_decode(
+            q, cache, indices=indices, topk_lens=lens, sinks=sinks, extra_kv_cache=extra, d_v=d_v, sm_scale=scale,
+            extra_indices=extra_indices, extra_topk_lens=extra_lens,
+        )  # fmt: skip
+        return out, lse, "metadata", "splits"
+
+    def dense_decode_fwd(self, *given: Any) -> Any:
+        from ragged_attention import torch as ra
+
+        q, cache, d_v, lens, table, scale, causal, *schedule = given
+        assert schedule in ([None, None], ["metadata", "splits"])
+        out, lse = ra.mla_decode(q, cache, table, lens, d_v=d_v, sm_scale=scale, causal=causal)
+        return out, lse, "metadata", "splits"
+
+    def sparse_prefill_fwd(self, q: Any, kv: Any, indices: Any, scale: float, d_v: int, sinks: Any, lens: Any) -> Any:
+        from ragged_attention import torch as ra
+
+        assert q.shape[1] in (64, 128)
+        return ra.sparse_mla_prefill(q, kv, indices, sm_scale=scale, d_v=d_v, sinks=sinks, topk_lens=lens)
+
+
+@pytest.mark.parametrize("name", [*PEERS_OF_LATENTS, "mla_sparse_v4_h64_128q2_small"])
+def test_flash_mla_gets_its_arguments_by_position(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setattr(mla_peers, "_flash_mla_functions", lambda folder: FlashMla())
+    case = catalogue.find(name)
+    inputs = catalogue.torch_inputs(case, 2)
+    call = mla_peers.flash_mla(case, inputs, tmp_path)
+    for _ in range(2):  # the second time with the schedule that the first one made
+        gate.check(case, inputs, call(), run.to_numpy)
+
+
+def test_what_flash_mla_declines() -> None:
+    taken = [case.name for case in mla_cases.CASES.values() if mla_peers.flash_mla_declines(case) is None]
+    for name in ("mla_dense_h16_128x4k", "mla_sparse_h8_b1", "mla_sparse_v4_h64_128q2", "mla_prefill_h16_32k"):
+        assert name in taken
+    for name in ("mla_dense_fp8_h128_128x4k", "mla_sparse_bf16_h128_32q2", "mla_prefill_fp8_h128_32k"):
+        assert name not in taken
+    declined = [
+        mla_peers.flash_mla_declines(latents(**fields))
+        for fields in ({}, {"d_v": 512, "topk": 64, "num_q_heads": 200}, {"d_v": 512, "d_qk": 512})
+    ]
+    assert declined == [
+        "takes bfloat16 and values of 512",
+        "takes at most 128 heads over one KV head",
+        "takes dense calls over a plain cache of 576 columns in pages of 64 only",
+    ]
+
+
+def test_what_flash_attention_3_declines_of_latents() -> None:
+    assert mla_peers.fa3_declines(mla_cases.CASES["mla_sparse_h8_b1"]) is None
+    assert mla_peers.fa3_declines(latents()) == "takes values of 512 and 64 columns beside them"
+    wide = {"d_qk": 576, "d_v": 512}
+    assert mla_peers.fa3_declines(latents(**wide, topk=3, extra_topk=2)) == "takes one cache and one KV head"
+    assert mla_peers.fa3_declines(latents(**wide, dtype="float32")) == "has no float32"
+    assert mla_peers.sdpa_declines(latents(topk=3, num_kv_heads=2)) == "takes lists of one KV head here"
+
+
+@pytest.mark.parametrize("name", PEERS_OF_LATENTS)
+def test_flash_attention_3_gets_latents_in_two_parts(name: str) -> None:
+    torch = pytest.importorskip("torch")
+    case = catalogue.find(name)
+    inputs = catalogue.torch_inputs(case, 2)
+
+    def forward(*given: Any) -> Any:
+        q, k, v, _, _, q_v = given[:6]
+        lens, table, scale, causal = given[11], given[14], given[23], given[24]
+        keys, queries = torch.cat([v, k], 3), torch.cat([q_v, q], 2)
+        tokens = given[12]
+        assert given[7].tolist() == list(range(0, len(queries) + 1, tokens))
+        from ragged_attention.torch import mla_decode
+
+        queries = queries.view(-1, tokens, *queries.shape[1:])
+        out, _ = mla_decode(queries, keys, table, lens, sm_scale=scale, causal=causal)
+        return [out.flatten(0, 1)]
+
+    schema = types.SimpleNamespace(arguments=range(37))
+    forward.default = types.SimpleNamespace(_schema=schema)  # type: ignore[attr-defined]
+    gate.check(case, inputs, mla_peers.fa3(case, inputs, forward)(), run.to_numpy)
+
+
 def test_jaxs_reference_is_a_fair_peer() -> None:
     pytest.importorskip("jax")
-    case = dataclasses.replace(cases.find("mixed_2q2k_32q1s1k_small"), dtype="float32")
+    case = dataclasses.replace(catalogue.find("mixed_2q2k_32q1s1k_small"), dtype="float32")
     inputs = cases.jax_inputs(case, 2)
     (peer,) = (peer for peer in peers.PEERS if peer.name == "jax-reference")
     assert peer.absent() is None
@@ -210,7 +414,9 @@ def test_every_peer_says_why_it_is_absent() -> None:
     for name, why in peers.presence().items():
         assert why is None or len(why) > 10, name
     for peer in peers.PEERS:
-        for case in cases.CASES.values():
+        for case in catalogue.CASES.values():
+            if not isinstance(case, peer.kind):
+                continue
             assert peer.declines(case) is None or isinstance(peer.declines(case), str)
 
 
@@ -234,7 +440,7 @@ def test_a_carried_triton_peer_is_imported_without_its_package(tmp_path: Path, m
     )
     monkeypatch.setattr(peers, "FOLDER", tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    case = cases.find("gpt_oss_window_64x4k_small")
+    case = catalogue.find("gpt_oss_window_64x4k_small")
     inputs = cases.torch_inputs(case)
     try:
         out = peers._vllm_triton(case, inputs)()
@@ -262,7 +468,7 @@ def test_flash_attention_3_gets_its_arguments_by_position() -> None:
     library = torch.library.Library("_vllm_fa3_C", "FRAGMENT")
     library.define(f"fwd({schema}) -> Tensor[]")
     library.impl("fwd", forward, "CPU")
-    case = cases.find("gpt_oss_window_64x4k_small")
+    case = catalogue.find("gpt_oss_window_64x4k_small")
     inputs = cases.torch_inputs(case)
     assert torch.equal(peers._fa3(case, inputs)(), inputs["q"] * 2)
     names = [part.split()[-1] for part in schema.split(", ")]
@@ -314,12 +520,29 @@ def test_a_rehearsal_writes_both_reports_and_goes_on(tmp_path: Path, monkeypatch
     assert device.main([*common, "--steps", "checks,bench"]) == 0
     report = json.loads(file.read_text())
     assert report["env"]["torch"] != "absent"
-    assert [check["passed"] for check in report["checks"]] == [True, True]
+    assert [check["passed"] for check in report["checks"]] == [True] * len(device.REHEARSED)
+
+
+@pytest.mark.parametrize("name", ["decode_64x4k_small", *LATENT[:3]])
+def test_a_replay_is_checked_on_other_lengths_or_lists_and_then_on_its_own(name: str) -> None:
+    case = catalogue.find(name)
+    inputs = catalogue.numpy_inputs(case, 2)
+    (other, changed), (same, back) = device_checks._changes(case)
+    assert same == case
+    for now, tables in ((other, changed), (same, back)):
+        assert any(not np.array_equal(inputs[name], table) for name, table in tables.items())
+        for key, table in tables.items():
+            np.copyto(inputs[key], table)
+        if isinstance(case, mla_cases.LatentCase):
+            gate.check(now, inputs, mla_decode(**inputs)[0], np.asarray)
+        else:
+            gate.check(now, inputs, definition(**inputs, cache_dtype=case.stored), np.asarray)
+    assert all(np.array_equal(inputs[key], table) for key, table in catalogue.numpy_inputs(case, 2).items()
+               if key in back)  # fmt: skip
 
 
 def test_a_failing_check_fails_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
-    from benchmarks import device_checks
 
     def wrong(case: Any, backend: str, where: str) -> None:
         raise AssertionError("expected a | b, got c")

@@ -18,7 +18,7 @@ ATTENTION = "ragged_paged_attention"
 
 @pytest.fixture(autouse=True)
 def wide_and_unconfigured(monkeypatch, tmp_path):
-    monkeypatch.setenv("COLUMNS", "240")
+    monkeypatch.setenv("COLUMNS", "400")
     for variable in (config.BACKEND_VARIABLE, config.CONFIG_VARIABLE, config.VALIDATE_VARIABLE):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.chdir(tmp_path)
@@ -81,6 +81,29 @@ def test_explain_takes_every_feature(told):
     assert ["*", "reference", "chosen"] in rows(out)
 
 
+@pytest.mark.parametrize("operation", ["mla_decode", "sparse_mla_prefill", "write_mla_cache"])
+@pytest.mark.parametrize(
+    "features",
+    [
+        {"cache-format": "fp8_v4", "heads": "16/1"},
+        {"cache-format": "plain", "dtype": "float16", "heads": "7/1", "d-qk": "96", "d-v": "64", "topk": "3"},
+    ],
+)
+def test_explain_takes_every_feature_of_latents(told, operation, features):
+    sizes = {"page-size": "24", "num-tokens": "6", "max-num-seqs": "3", "max-len": "100"}
+    options = [word for name, value in (features | sizes).items() for word in (f"--{name}", value)]
+    code, out, _ = told("explain", operation, "--backend", "reference", "--sinks", *options)
+    assert code == 0
+    assert ["*", "reference", "chosen"] in rows(out)
+
+
+def test_a_dense_call_has_no_topk(told):
+    pytest.importorskip("torch")
+    code, out, _ = told("explain", "mla_decode", "--topk", "0", "--framework", "torch", "--device", "cpu")
+    assert code == 0
+    assert ["*", "eager", "chosen"] in rows(out)
+
+
 def test_explain_follows_the_configuration(told, monkeypatch):
     monkeypatch.setenv(config.BACKEND_VARIABLE, "pallas,reference")
     code, out, _ = told("explain", "write_kv_pages", "--framework", "torch")
@@ -108,6 +131,13 @@ def test_explain_says_so_when_nobody_takes_the_call(told):
         ([ATTENTION, "--page-size", "0"], "expected --page-size >= 1, got 0"),
         ([ATTENTION, "--dtype", "float64"], "expected q.dtype to be float32 or float16 or bfloat16, got float64"),
         ([ATTENTION, "--sliding-window", "0"], "expected sliding_window >= 1, got 0"),
+        ([ATTENTION, "--topk", "9"], "expected options of ragged_paged_attention to be among dtype, .*, got topk"),
+        (["mla_decode", "--soft-cap", "9"], "expected options of mla_decode to be among dtype, .*, got soft_cap"),
+        (["mla_decode", "--d-qk", "20"], "expected q.shape.3. to be a multiple of 16 from 16 to 1024, got 20"),
+        (
+            ["mla_decode", "--cache-format", "fp4"],
+            "expected cache_format to be one of plain, fp8_v32, fp8_v4, got 'fp4'",
+        ),
         ([ATTENTION, "--device", "sm_1"], "expected device to be a torch device of this machine, .*, got 'sm_1'"),
         ([ATTENTION, "--framework", "numpy"], "argument --framework: invalid choice: 'numpy'"),
         ([], "the following arguments are required: OPERATION"),

@@ -1,13 +1,16 @@
 """Kernels compile for GPUs that are not here, and the checker that says so tells a bad kernel from a good one."""
 
+import itertools
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks import cases, compile_matrix, compiling
+from benchmarks import catalogue, compile_matrix, compiling, mla_cases
+from ragged_attention import dispatch, samples
 
 ROOT = Path(__file__).parent.parent
 
@@ -32,6 +35,13 @@ def test_a_prefill_uses_wgmma() -> None:
     done = apart("-m", "benchmarks.compile_matrix", "--arch", "sm_90", "--case", "prefill_4k", "--jobs", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "wgmma" in done.stdout
+
+
+def test_writing_quantising_and_scheduling_compile() -> None:
+    done = apart("-m", "benchmarks.compile_matrix", "--arch", "sm_90", "--case", "mla_one_of_everything", "--jobs", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for kernel in ("latent_kernel", "write_rows_kernel", "schedule_kernel"):
+        assert kernel in done.stdout
 
 
 def test_planted_kernels_are_reported() -> None:
@@ -93,6 +103,35 @@ def test_every_operation_of_the_room_is_covered() -> None:
     assert compile_matrix.missing_operations() == []
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
+def test_every_tile_for_latents_is_compiled(arch: str) -> None:
+    """Whatever the heads, formats and kinds of call, the sizes that are chosen are among those of the matrix."""
+    pytest.importorskip("triton")
+    found = {tile_of(catalogue.find(name), arch) for name in compile_matrix.covering(arch) if name.startswith("mla_")}
+    chosen = set()
+    widths = {"plain": 576, "fp8_v32": 576, "fp8_v4": 512}
+    for heads, (form, d_qk), dtype, kind in itertools.product(
+        (8, 16, 32, 64, 128), widths.items(), ("bfloat16", "float16", "float32"), KINDS
+    ):
+        case = mla_cases.LatentCase(
+            name="any", workload="-", num_seqs=8, num_q_tokens=2, kv_len=4096, num_q_heads=heads, format=form,
+            dtype=dtype, d_qk=d_qk, **kind,
+        )  # fmt: skip
+        chosen.add(tile_of(case, arch))
+    assert chosen <= found
+
+
+KINDS: tuple[dict[str, Any], ...] = ({}, {"topk": 2048}, {"topk": 2048, "prefill": True})
+
+
+def tile_of(case: mla_cases.LatentCase, arch: str) -> tuple[Any, ...]:
+    """The sizes that a case is compiled at; splits are arguments of the kernel's."""
+    call = mla_cases.attention_call(case, samples.device_of("torch", arch))
+    tile = dispatch.load(call.OPERATION, "triton").heuristic(call)
+    sizes = (tile.block_h, tile.block_kv, tile.num_warps, tile.num_stages)
+    return case.format, "float32" if case.dtype == "float32" else "16 bits", *sizes
+
+
 def test_the_document_has_every_covering_case() -> None:
     document = compile_matrix.DOCUMENT.read_text()
     for version in ("3.9", "3.6"):
@@ -106,4 +145,4 @@ def test_the_document_has_every_covering_case() -> None:
 
 def test_names_of_the_covering_cases() -> None:
     for name in (*compile_matrix.COVERING, *compile_matrix.FEWER, *compile_matrix.COPYING):
-        assert cases.find(name).name == name
+        assert catalogue.find(name).name == name

@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 
 import ragged_attention as ra
+from ragged_attention import dispatch
+from ragged_attention.calls import MlaDecode
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention as definition
+from ragged_attention.samples import FakeArray, device_of
 from ragged_attention.testing.compare import agrees
 
 torch = pytest.importorskip("torch")
@@ -22,6 +25,12 @@ torch = pytest.importorskip("torch")
         ("ragged_paged_attention", {"careful_keys": -1}, "expected careful_keys >= 0, got -1"),
         ("write_kv_pages", {"block_t": 3}, "expected block_t to be a power of two from 1 to 256, got 3"),
         ("merge_attention_states", {"num_warps": 3}, "expected num_warps to be a power of two from 1 to 16, got 3"),
+        ("sparse_mla_prefill", {"block_h": 8}, "expected block_h to be a power of two from 16 to 128, got 8"),
+        ("mla_decode", {"block_kv": 48}, "expected block_kv to be a power of two from 16 to 128, got 48"),
+        ("mla_decode", {"num_splits": 0}, "expected num_splits from 1 to 256, got 0"),
+        ("quantize_mla_cache", {"block_t": 3}, "expected block_t to be a power of two from 1 to 256, got 3"),
+        ("write_mla_cache", {"num_warps": 5}, "expected num_warps to be a power of two from 1 to 16, got 5"),
+        ("make_decode_schedule", {"num_warps": 0}, "expected num_warps to be a power of two from 1 to 16, got 0"),
     ],
 )
 def test_tiles_have_limits(operation: str, fields: dict[str, int], text: str) -> None:
@@ -42,3 +51,32 @@ def test_few_keys_are_exact_enough_in_a_table_for_many() -> None:
     values = [tensor.double().numpy() for tensor in (q, kv_pages)]
     want = definition(*values, *(table.numpy() for table in tables), sm_scale=1.0)
     agrees(np.asarray(got.float()), want, "bfloat16")
+
+
+@pytest.mark.parametrize(("smallest", "largest", "reach"), [(-20, -2, 1.0), (-3, 20, 1e-3), (-40, 3, 30.0)])
+def test_scales_far_apart_are_honoured(smallest: int, largest: int, reach: float) -> None:
+    """A key of a small scale that is seen beside one of a large scale that is not keeps its digits."""
+    import ragged_attention.torch as rt
+
+    random = torch.Generator().manual_seed(1)
+    cache = rt.quantize_mla_cache(torch.randn(6, 5, 1, 576, generator=random), "fp8_v32", backend="reference")
+    exponents = torch.rand(6, 5, 4, generator=random) * (largest - smallest) + smallest - 9
+    scales = exponents.exp2()
+    scales[0, 0, 1] = 0
+    cache[:, :, 0, 512:528] = scales.view(torch.uint8)
+    q = (torch.randn(3, 2, 5, 576, generator=random) * reach).bfloat16()
+    indices = torch.randint(-2, 30, (3, 2, 40), dtype=torch.int32, generator=random)
+    call = {"indices": indices, "sm_scale": 0.5 / max(1, reach) / 2 ** max(0, largest)}
+    out, lse = rt.mla_decode(q, cache, backend="triton", **call)
+    want, want_lse = rt.mla_decode(q.float(), cache, backend="reference", **call)
+    assert float((out.double() - want).norm() / want.norm()) < 2**-9  # the output's own rounding
+    agrees(lse.numpy(), want_lse.numpy(), "decode lse", "lse")
+
+
+def test_rows_too_wide_for_the_shared_memory_are_declined() -> None:
+    q, cache = FakeArray((1, 1, 16, 1024), "float32"), FakeArray((4, 16, 1, 1024), "float32")
+    table, lens = FakeArray((1, 4), "int32"), FakeArray((1,), "int32")
+    call = MlaDecode(q=q, kv_cache=cache, page_indices=table, kv_lens=lens, device=device_of("torch", "sm_86"))
+    reason = dispatch.load("mla_decode", "triton").why_not(call)
+    wanted = "expected d_qk of which 16 queries and 16 keys fit the 101376 bytes of shared memory"
+    assert reason == f"{wanted}, got 1024 in float32"

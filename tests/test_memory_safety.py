@@ -11,15 +11,18 @@ import numpy as np
 import pytest
 
 from ragged_attention.testing import guarded
+from ragged_attention.testing.drawing import Check
 from ragged_attention.testing.guarded import run_apart
 from ragged_attention.testing.runners import FRAMEWORKS, Runner
 from ragged_attention.testing.safety import MODULE
-from ragged_attention.testing.suite import Check, memory
+from ragged_attention.testing.suite import memory
 
 
 @pytest.mark.parametrize("check", list(memory()), ids=str)
 def test_garbage_indices(runner: Runner, check: Check, examples: int) -> None:
-    check.run(runner, 2 * examples if runner.framework == "torch" else examples)
+    # XLA holds indices within the arrays by itself, and compiles every example anew.
+    share = {"jax-xla": 0.3}.get(str(runner), 2.0 if runner.framework == "torch" else 1.0)
+    check.run(runner, int(examples * share))
 
 
 @pytest.mark.parametrize("side", ["start", "end"])
@@ -73,4 +76,4 @@ def test_a_kernel_that_steps_outside_dies(
     arguments = ["--backend", "trusting", "--room", "trusting", "--framework", framework, "--examples", "2"]
     ended = run_apart(MODULE, arguments)
     assert ended.returncode == -signal.SIGSEGV, ended.stderr
-    assert ended.stdout == "seed 0, guarded at the end, options {}\n"
+    assert ended.stdout == "ragged_paged_attention, seed 0, guarded at the end, options {}\n"

@@ -125,7 +125,7 @@ def test_wheel_holds_all_and_nothing_else(tree, built, kind):
 def test_sdist_mirrors_the_repository(built):
     with tarfile.open(built["sdist"]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"README.md", "LICENSE", "pyproject.toml", "src/ragged_attention/calls.py"} <= names
+    assert {"README.md", "LICENSE", "pyproject.toml", "src/ragged_attention/calls/mla.py"} <= names
     assert {f"{room}/__init__.py" for room in ROOMS} <= names
 
 

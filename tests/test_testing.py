@@ -8,15 +8,33 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from ragged_attention.calls import CACHE_FORMATS
 from ragged_attention.reference.kv_layout import FORMATS, format_values
-from ragged_attention.testing import CORNERS, Spec, agrees, conformance, formats
+from ragged_attention.reference.mla_decode import mla_decode
+from ragged_attention.reference.sparse_mla_prefill import sparse_mla_prefill
+from ragged_attention.testing import (
+    CORNERS,
+    DecodeSpec,
+    PrefillSpec,
+    Spec,
+    agrees,
+    conformance,
+    formats,
+    latents,
+    mla_suite,
+)
 from ragged_attention.testing.batches import expected, garbage, pages_of
-from ragged_attention.testing.compare import BOUNDS, identical
+from ragged_attention.testing.compare import BOUNDS, EITHER, identical
 from ragged_attention.testing.corners import MERGE_CORNERS, WRITE_CORNERS
-from ragged_attention.testing.runners import FRAMEWORKS, Declined, runner_for, runners
+from ragged_attention.testing.drawing import drawn, examples_of
+from ragged_attention.testing.mla_cache_batches import SlotsSpec
+from ragged_attention.testing.mla_oracle import check_slots
+from ragged_attention.testing.mla_strategies import decode_specs, prefill_specs
+from ragged_attention.testing.runners import FRAMEWORKS, Absent, Declined, runner_for, runners
 from ragged_attention.testing.strategies import specs, write_batch
-from ragged_attention.testing.suite import checks, drawn, examples_of
+from ragged_attention.testing.suite import checks
 
 MIXED = Spec(lens=((5, 5), (1, 37), (4, 21)), num_kv_heads=2, group=2, padding=2)
 
@@ -78,6 +96,40 @@ def test_shapes_and_bits_are_compared_too() -> None:
     assert agrees(np.empty((0, 3)), np.empty((0, 3)), "bfloat16")
 
 
+@pytest.mark.parametrize("kind", EITHER)
+def test_latent_attention_is_held_to_one_bound_of_two(kind: str) -> None:
+    absolute, relative, _ = EITHER[kind]
+    want = np.array([3.0, 1e-9, 50.0] + [40.0] * 200)  # so many that one of them hardly turns the direction
+    for place, error in ((0, relative * 3), (1, absolute), (2, relative * 50)):
+        inside, outside = (want + np.where(np.arange(len(want)) == place, error * f, 0) for f in (0.99, 1.01))
+        assert agrees(inside, want, kind)
+        with pytest.raises(
+            AssertionError, match=rf"out\[{place}\]: expected .* or .* \* \|value\|, got .*, 1.01 times"
+        ):
+            agrees(outside, want, kind)
+
+
+@pytest.mark.parametrize("kind", EITHER)
+def test_latent_attention_is_held_to_a_direction(kind: str) -> None:
+    bound = EITHER[kind][2]
+    want = np.ones(1000)
+    near, far = (want + np.where(np.arange(1000) % 2, 1, -1) * np.sqrt(2 * bound * f) for f in (0.98, 1.05))
+    if np.sqrt(2 * bound) < EITHER[kind][1]:  # or the other bound is the tighter one
+        assert agrees(near, want, kind)
+        with pytest.raises(AssertionError, match=f"expected a cosine difference <= {bound:g}, got"):
+            agrees(far, want, kind)
+
+
+def test_the_latent_bounds_are_the_contracts() -> None:
+    assert EITHER == {
+        "decode out": (8e-4, 2.01 / 128, 5e-6),
+        "decode lse": (1e-6, 8.01 / 65536, 1e-7),
+        "prefill out": (8e-4, 2.01 / 128, 7e-6),
+        "prefill max_logits": (1e-6, 2.01 / 65536, 1e-7),
+        "prefill lse": (1e-6, 2.01 / 65536, 1e-7),
+    }
+
+
 # The batches.
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_rounding_is_the_frameworks(dtype: str) -> None:
@@ -124,15 +176,57 @@ def test_poison_is_everywhere_but_where_it_is_read() -> None:
     assert batch.blind().sum() == 2
 
 
+@settings(max_examples=40, deadline=None, database=None, derandomize=True)
+@given(st.one_of(prefill_specs(), decode_specs()))
+def test_a_latent_spec_makes_the_same_lawful_batch_again(spec: PrefillSpec | DecodeSpec) -> None:
+    batch, again = spec.build(), eval(repr(spec)).build()
+    for name, value in batch.arguments().items():
+        np.testing.assert_array_equal(value, again.arguments()[name])
+    definition = sparse_mla_prefill if isinstance(spec, PrefillSpec) else mla_decode
+    results, wide = definition(**batch.arguments()), definition(**batch.widened().arguments())
+    assert np.isfinite(results[0]).all(), "what must not be read was read"
+    for result, other in zip(results, wide, strict=True):
+        np.testing.assert_allclose(other, result, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", CACHE_FORMATS)
+def test_the_fields_of_a_cache_are_all_of_it(name: str) -> None:
+    cache = np.zeros((2, 5, 1, CACHE_FORMATS[name].token_bytes), np.uint8)
+    fields = latents.fields_of(cache, name)
+    for field in (fields.values, fields.scales, fields.rotary, fields.spare):
+        field += 1
+    assert (cache == 1).all()
+
+
+@pytest.mark.parametrize("name", [None, *CACHE_FORMATS])
+def test_latent_poison_is_everywhere_but_where_it_is_read(name: str | None) -> None:
+    batch = DecodeSpec(format=name or "plain", d_v=32, topk=5, page_size=3, kv_lens=(7, 4)).build()
+    (selection,) = batch.selections()
+    rows = latents.rows_of(batch.poisoned("nan").kv_cache, batch.format)
+    assert 0 < selection.unread.sum() < selection.num_slots
+    assert np.array_equal(np.isnan(rows).all(axis=(1, 2)), selection.unread)
+    assert np.array_equal(np.isnan(rows).any(axis=(1, 2)), selection.unread)
+
+
+@pytest.mark.parametrize("name", ["plain", *CACHE_FORMATS])
+def test_a_repaged_cache_has_the_same_rows(name: str) -> None:
+    cache = DecodeSpec(format=name, page_size=3, kv_lens=(7, 4)).build().kv_cache
+    order = np.random.default_rng(0).permutation(cache.shape[0] * 3)
+    again = latents.repaged(cache, name, order, 5)
+    np.testing.assert_array_equal(latents.rows_of(again, name)[: len(order)], latents.rows_of(cache, name)[order])
+
+
 def test_garbage_reaches_the_extremes() -> None:
     values = garbage(np.random.default_rng(0), 1000, 5)
     assert {np.iinfo(np.int32).min, np.iinfo(np.int32).max, 0, 5, 6, -6} <= set(values.tolist())
 
 
 def test_every_corner_can_be_built() -> None:
-    for build in (*CORNERS.values(), *WRITE_CORNERS.values(), *MERGE_CORNERS.values()):
+    latent = [build for _, _, builders in mla_suite.CORNERS for build in builders.values()]
+    for build in (*CORNERS.values(), *WRITE_CORNERS.values(), *MERGE_CORNERS.values(), *latent):
         build()
     assert len(CORNERS) > 70
+    assert len(latent) > 150
 
 
 @pytest.mark.parametrize("slot_dtype", [np.int32, np.int64])
@@ -171,6 +265,21 @@ def test_a_backend_that_declines_everything_has_shown_nothing() -> None:
 
     with pytest.raises(Declined, match="I take 128 alone"):
         drawn(runner_for("reference", "torch"), specs(), decline, 5)
+
+
+def test_an_operation_that_a_backend_has_not_is_absent() -> None:
+    batch = SlotsSpec().build()
+    with pytest.raises(Absent, match="does not offer page_indices_to_slots"):
+        runner_for("triton", "torch").slots(batch)
+    with pytest.raises(Absent, match="does not offer page_indices_to_slots"):
+        drawn(
+            runner_for("triton", "torch"),
+            st.just(batch),
+            lambda given: check_slots(runner_for("triton", "torch"), given),
+            2,
+        )
+    with pytest.raises(Absent, match="eager has no num_splits for mla_decode"):
+        mla_suite.check_invariance(runner_for("eager", "torch"), DecodeSpec())
 
 
 def test_runners_know_what_is_absent() -> None:

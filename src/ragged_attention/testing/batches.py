@@ -62,6 +62,10 @@ class Arrays:
             return self.dtype
         return self.cache_dtype if name == "kv_pages" else str(array.dtype)
 
+    def layout_of(self, name: str) -> str:
+        """How an argument may be strided: "rows" anyhow, "pages" but in their last dimension, "blocks" as a whole."""
+        return "pages" if name == "kv_pages" else "rows"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Batch(Arrays):

@@ -9,8 +9,8 @@ import functools
 import pytest
 
 from ragged_attention.testing import environment
+from ragged_attention.testing.drawing import examples_of
 from ragged_attention.testing.runners import Runner, runners
-from ragged_attention.testing.suite import examples_of
 
 __all__ = ["examples", "pytest_generate_tests"]
 

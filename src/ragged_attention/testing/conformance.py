@@ -51,8 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _judge(console: Console, runner: object, examples: int | None, only: str) -> list[Line]:
+    from ragged_attention.testing.drawing import examples_of
     from ragged_attention.testing.runners import Declined
-    from ragged_attention.testing.suite import checks, examples_of
+    from ragged_attention.testing.suite import checks
 
     chosen = [check for check in checks() if only in str(check)]
     lines: list[Line] = []

@@ -22,10 +22,10 @@ def facts(device: str | None) -> Device:
     return device_facts(default_platform())
 
 
-def bring(name: str, array: NDArray[Any], dtype: str, *, strided: bool, place: Any, device: str | None) -> Any:
+def bring(array: NDArray[Any], dtype: str, *, layout: str, place: Any, device: str | None) -> Any:
     """One array as a jax array; jax knows neither strides nor where memory ends."""
-    del name, strided, place, device
-    if dtype in ("float8_e4m3fn", "float8_e5m2"):
+    del layout, place, device
+    if dtype in ("float8_e4m3fn", "float8_e5m2", "int8"):
         return jnp.asarray(np.ascontiguousarray(array).view(jnp.dtype(dtype)))
     if dtype == "int64":  # which jax has not by default; what is out of range stays so
         return jnp.asarray(np.clip(array, INT32.min, INT32.max).astype(np.int32))
@@ -47,14 +47,14 @@ def careful() -> Iterator[None]:
     yield
 
 
-def write(function: Callable[..., Any], arguments: dict[str, Any]) -> list[NDArray[Any]]:
-    """Call `write_kv_pages`, and check that the pages given are as they were."""
-    given = arguments["kv_pages"]
+def write(function: Callable[..., Any], arguments: dict[str, Any], name: str) -> list[NDArray[Any]]:
+    """Call an operation that gives its argument `name` anew, and check that the one given is as it was."""
+    given = arguments[name]
     given = list(given) if isinstance(given, tuple) else [given]
     before = [take_back(pages) for pages in given]
     result = function(**arguments)
     for pages, old in zip(given, before, strict=True):
         now = take_back(pages)
         if not np.array_equal(now, old, equal_nan=old.dtype.kind == "f"):
-            raise AssertionError("write_kv_pages: expected the pages given to stay as they were, got other values")
+            raise AssertionError(f"{name}: expected the arrays given to stay as they were, got other values")
     return [take_back(pages) for pages in (result if isinstance(result, tuple) else (result,))]

@@ -10,15 +10,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragged_attention import dispatch
-from ragged_attention.calls import CALLS
+from ragged_attention.calls import CALLS, DecodeSchedule
 from ragged_attention.errors import BackendMissing, Unsupported
 from ragged_attention.testing.batches import Arrays, Batch, MergeBatch, Pages, Spec, WriteBatch, like_pages
+from ragged_attention.testing.mla_batches import DecodeBatch, DecodeSpec, PrefillBatch, PrefillSpec
+from ragged_attention.testing.mla_cache_batches import (
+    DequantizeBatch,
+    LatentWriteBatch,
+    QuantizeBatch,
+    ScheduleBatch,
+    SlotsBatch,
+)
 
 FRAMEWORKS = ("torch", "jax")
+WRITTEN = {"write_kv_pages": "kv_pages", "write_mla_cache": "cache"}  # the argument that an operation writes
+# A small call of each attention: a backend that takes one of them can run here.
+SAMPLES = {
+    "ragged_paged_attention": Spec(lens=((1, 1),)),
+    "sparse_mla_prefill": PrefillSpec(tokens=1),
+    "mla_decode": DecodeSpec(topk=0),
+}
 
 
 class Declined(Exception):
     """The backend does not take this batch, which is no error; the text is its reason."""
+
+
+class Absent(Declined):
+    """The backend has not this operation at all."""
 
 
 def as_given(array: NDArray[Any]) -> NDArray[Any]:
@@ -53,6 +72,42 @@ class Runner:
         """The pages after a write, as they are stored."""
         return like_pages(batch.kv_pages, self._call("write_kv_pages", batch, None))
 
+    def prefill(
+        self, batch: PrefillBatch, *, options: Mapping[str, Any] | None = None
+    ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """Out, max_logits and lse."""
+        out, max_logits, lse = self._call("sparse_mla_prefill", batch, options)
+        return self.front.take_back(out), self.front.take_back(max_logits), self.front.take_back(lse)
+
+    def decode(
+        self,
+        batch: DecodeBatch,
+        *,
+        options: Mapping[str, Any] | None = None,
+        schedule: DecodeSchedule | None = None,
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Out and lse, the latter [S, H, Q] as the operation gives it."""
+        out, lse = self._call("mla_decode", batch, options, schedule=schedule)
+        return self.front.take_back(out), self.front.take_back(lse)
+
+    def schedule(self, batch: ScheduleBatch) -> DecodeSchedule:
+        """A schedule as the front end makes it, which `decode` takes."""
+        where = {"device": self.device} if self.framework == "torch" else {}
+        return self._call("make_decode_schedule", batch, None, **where)
+
+    def quantize(self, batch: QuantizeBatch) -> NDArray[Any]:
+        return self.front.take_back(self._call("quantize_mla_cache", batch, None))
+
+    def dequantize(self, batch: DequantizeBatch) -> NDArray[Any]:
+        return self.front.take_back(self._call("dequantize_mla_cache", batch, None))
+
+    def write_latents(self, batch: LatentWriteBatch) -> NDArray[Any]:
+        """The cache after a write, as it is stored."""
+        return self._call("write_mla_cache", batch, None)[0].view(batch.cache.dtype)
+
+    def slots(self, batch: SlotsBatch) -> NDArray[Any]:
+        return self.front.take_back(self._call("page_indices_to_slots", batch, None))
+
     def merge(self, batch: MergeBatch) -> tuple[NDArray[Any], NDArray[Any]]:
         out, lse = self._call("merge_attention_states", batch, None)
         return self.front.take_back(out), self.front.take_back(lse)
@@ -66,7 +121,10 @@ class Runner:
 
         try:
             with self.front.careful():
-                return self.front.write(call, arguments) if operation == "write_kv_pages" else call(**arguments)
+                written = WRITTEN.get(operation)
+                return self.front.write(call, arguments, written) if written else call(**arguments)
+        except BackendMissing as missing:
+            raise Absent(str(missing)) from None
         except Unsupported as refusal:
             raise Declined(str(refusal)) from None
 
@@ -77,20 +135,27 @@ class Runner:
             return value
         dtype = batch.dtype_of(name, value)
         strided = batch.strided  # type: ignore[attr-defined]
-        return self.front.bring(name, value, dtype, strided=strided, place=self.place, device=self.device)
+        layout = batch.layout_of(name) if strided else ""
+        return self.front.bring(value, dtype, layout=layout, place=self.place, device=self.device)
 
     def tunables(self, operation: str) -> tuple[str, ...]:
-        """The options that the backend takes for an operation."""
-        return tuple(field.name for field in dataclasses.fields(dispatch.load(operation, self.backend).Tile))
+        """The options that the backend takes for an operation, none if it has not that."""
+        try:
+            return tuple(field.name for field in dataclasses.fields(dispatch.load(operation, self.backend).Tile))
+        except BackendMissing:
+            return ()
 
     def absent(self) -> str | None:
         """Why nothing can be run here, or None."""
         if importlib.util.find_spec(self.framework) is None:
             return f"{self.framework} is not installed"
-        batch = Spec(lens=((1, 1),)).build()
-        call = CALLS["ragged_paged_attention"](**batch.arguments(), device=self.front.facts(self.device))  # type: ignore[call-arg]
+        reasons = [self._refuses(operation, spec.build()) for operation, spec in SAMPLES.items()]
+        return None if None in reasons else reasons[0]
+
+    def _refuses(self, operation: str, batch: Arrays) -> str | None:
+        call = CALLS[operation](**batch.arguments(), device=self.front.facts(self.device))  # type: ignore[call-arg]
         try:
-            return dispatch.load("ragged_paged_attention", self.backend).why_not(call)
+            return dispatch.load(operation, self.backend).why_not(call)
         except BackendMissing as missing:
             return str(missing)
 

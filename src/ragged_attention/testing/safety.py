@@ -7,12 +7,13 @@ import argparse
 import ctypes
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ragged_attention import dispatch
+from ragged_attention.testing import mla_safety
 from ragged_attention.testing.batches import Batch, Spec, WriteBatch, garbage
 from ragged_attention.testing.guarded import guarded, run_apart
 from ragged_attention.testing.runners import Declined, Runner
@@ -89,13 +90,29 @@ def ascends(batch: Batch) -> bool:
     return bool((np.diff(batch.cu_q_lens[: count + 1].astype(np.int64)) >= 0).all())
 
 
-def one_example(runner: Runner, seed: int, options: Any) -> None:
+def _attention(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
     batch = garbage_attention(seed)
     out, lse = runner.attention(batch, options=options)
     if ascends(batch) and (not np.isfinite(out).all() or np.isnan(lse).any()):
-        raise AssertionError(f"seed {seed}: expected finite outputs from finite inputs, got others")
+        raise AssertionError("expected finite outputs from finite inputs, got others")
+
+
+def _write(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
+    del options
     runner.write(garbage_write(seed))
-    runner.merge(merge_batch((1 + seed % 3, seed % 4, 3, 16), dtype=batch.dtype, empty=0.3, seed=seed))
+
+
+def _merge(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
+    del options
+    dtype = DTYPES[seed % len(DTYPES)]
+    runner.merge(merge_batch((1 + seed % 3, seed % 4, 3, 16), dtype=dtype, empty=0.3, seed=seed))
+
+
+EXAMPLES: tuple[tuple[str, Callable[[Runner, int, Mapping[str, Any]], None]], ...] = (
+    ("ragged_paged_attention", _attention),
+    ("write_kv_pages", _write),
+    ("merge_attention_states", _merge),
+)
 
 
 class GuardedModule:
@@ -119,16 +136,8 @@ class GuardedModule:
     def array(self, values: Any) -> Any:
         return guarded(np.asarray(values), self._side)
 
-    def full(self, shape: Sequence[int], value: float) -> Any:
-        return np.full(shape, value).view(functools.partial(_guarding, self._side)())
-
-
-def _guarding(side: str) -> type[np.ndarray]:
-    class Guarding(np.ndarray):
-        def astype(self, dtype: Any, *arguments: Any, **keywords: Any) -> Any:
-            return guarded(np.asarray(self).astype(dtype, *arguments, **keywords), side)
-
-    return Guarding
+    def full(self, shape: Sequence[int], value: float, dtype: Any) -> Any:
+        return guarded(np.full(shape, value, dtype), self._side)
 
 
 def guard_the_launcher(framework: str, side: str) -> None:
@@ -166,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.prove_guard:
         read_one_further(options.prove_guard)
         return 0
-    from ragged_attention.testing.suite import paths
+    from ragged_attention.testing.drawing import paths
 
     if options.room:
         dispatch.third_party_rooms = lambda: {options.backend: options.room}
@@ -177,13 +186,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             place=functools.partial(guarded, side=side),
         )  # fmt: skip
         for seed in range(0 if side == "end" else 1, options.examples, 2):
-            path = paths(runner)[seed % len(paths(runner))]
-            sys.stdout.write(f"seed {seed}, guarded at the {side}, options {dict(path)}\n")
-            sys.stdout.flush()
-            try:
-                one_example(runner, seed, path)
-            except Declined as refusal:
-                sys.stdout.write(f"declined: {refusal}\n")
+            # The slower half of them with every second seed, by turns.
+            turns = [pair for number, pair in enumerate(mla_safety.EXAMPLES) if (seed // 2 + number) % 2 == 0]
+            for operation, example in (*EXAMPLES, *turns):
+                ways = paths(runner, operation)
+                path = ways[seed % len(ways)]
+                sys.stdout.write(f"{operation}, seed {seed}, guarded at the {side}, options {dict(path)}\n")
+                sys.stdout.flush()
+                try:
+                    example(runner, seed, path)
+                except Declined as refusal:
+                    sys.stdout.write(f"declined: {refusal}\n")
     return 0
 
 

@@ -2,8 +2,9 @@
 
 import pytest
 
+from ragged_attention.testing.drawing import Check
 from ragged_attention.testing.runners import Declined, Runner
-from ragged_attention.testing.suite import Check, checks
+from ragged_attention.testing.suite import checks
 
 
 @pytest.mark.parametrize("check", checks(), ids=str)

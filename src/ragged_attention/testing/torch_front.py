@@ -30,22 +30,25 @@ def raw(array: NDArray[Any], dtype: str) -> NDArray[Any]:
     if dtype == "float16":
         with np.errstate(over="ignore"):
             return array.astype(np.float16)
-    return array
+    return array.view(dtype) if array.dtype == np.uint8 and dtype == "int8" else array
 
 
-def with_gaps(array: NDArray[Any], dtype: str, pages: bool) -> tuple[NDArray[Any], tuple[slice, ...]]:
+def with_gaps(array: NDArray[Any], dtype: str, layout: str) -> tuple[NDArray[Any], tuple[slice, ...]]:
     """A larger array full of garbage that holds `array` at the slices returned.
 
-    Pages keep a last stride of 1, as their law has it.
+    Pages keep a last stride of 1, as their law has it; blocks are pages that lie apart, each of them whole.
     """
     if array.ndim == 0:
         return array, ()
     *lead, last = array.shape
-    shape = [*lead, last + 8] if pages else [*lead, 2 * last + 1]
-    where = [slice(None)] * len(lead) + [slice(0, last) if pages else slice(1, None, 2)]
-    if array.ndim > 1:
-        shape[-2], where[-2] = 2 * shape[-2] + 1, slice(0, -1, 2)
-    filling = np.array(np.iinfo(array.dtype).max if array.dtype.kind == "i" else np.nan)
+    shape, where = list(array.shape), [slice(None)] * array.ndim
+    if layout == "blocks":
+        shape[1], where[1] = shape[1] + 1, slice(0, -1)
+    else:
+        shape[-1], where[-1] = (last + 8, slice(0, last)) if layout == "pages" else (2 * last + 1, slice(1, None, 2))
+        if lead:
+            shape[-2], where[-2] = 2 * shape[-2] + 1, slice(0, -1, 2)
+    filling = np.array(np.iinfo(array.dtype).max if array.dtype.kind in "iu" else np.nan)
     if dtype == "bfloat16" or dtype in formats.NAN_CODES:
         filling = np.array(formats.NAN_CODES.get(dtype, (0x7FC0,))[0])
     wide = np.full(shape, filling.astype(array.dtype), array.dtype)
@@ -53,11 +56,11 @@ def with_gaps(array: NDArray[Any], dtype: str, pages: bool) -> tuple[NDArray[Any
     return wide, tuple(where)
 
 
-def bring(name: str, array: NDArray[Any], dtype: str, *, strided: bool, place: Place, device: str | None) -> Any:
-    """One array as a tensor, in memory that `place` lays out."""
+def bring(array: NDArray[Any], dtype: str, *, layout: str, place: Place, device: str | None) -> Any:
+    """One array as a tensor, in memory that `place` lays out; with gaps if there is a `layout` for them."""
     array, where = raw(array, dtype), ()
-    if strided:
-        array, where = with_gaps(array, dtype, name == "kv_pages")
+    if layout:
+        array, where = with_gaps(array, dtype, layout)
     array = place(np.array(array))  # a copy, for tensors may be written
     tensor = torch.from_numpy(array)
     tensor = tensor.view(BITS[dtype]) if dtype in BITS else tensor
@@ -88,16 +91,16 @@ def careful() -> Iterator[None]:
             torch.use_deterministic_algorithms(before, warn_only=only_warns)
 
 
-def write(function: Callable[..., Any], arguments: dict[str, Any]) -> list[NDArray[Any]]:
-    """Call `write_kv_pages`, which writes in place, and check that it wrote nothing beside the pages."""
-    given = arguments["kv_pages"]
+def write(function: Callable[..., Any], arguments: dict[str, Any], name: str) -> list[NDArray[Any]]:
+    """Call an operation that writes its argument `name` in place, and check that it wrote nothing beside it."""
+    given = arguments[name]
     tensors = list(given) if isinstance(given, tuple) else [given]
     around = [_storage_of(tensor) for tensor in tensors]
     before = [storage.clone() for storage in around]
     result = function(**arguments)
     results = list(result) if isinstance(result, tuple) else [result]
     if [t.data_ptr() for t in results] != [t.data_ptr() for t in tensors]:
-        raise AssertionError("write_kv_pages: expected the tensors given, got new ones")
+        raise AssertionError(f"{name}: expected the tensors given, got new ones")
     for tensor, storage, old in zip(tensors, around, before, strict=True):
         old.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(_bits(tensor))
         identical(storage.cpu().numpy(), old.cpu().numpy(), "the memory between the pages' rows")

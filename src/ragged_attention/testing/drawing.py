@@ -1,0 +1,113 @@
+"""A check of the suite, and how it is run: on a named batch, or on batches that Hypothesis draws and shrinks."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from ragged_attention.testing.runners import Declined, Runner
+
+PROFILES = {"dev": 25, "ci": 200, "nightly": 2000}
+PROFILE_VARIABLE = "HYPOTHESIS_PROFILE"
+PHASES = (Phase.explicit, Phase.generate, Phase.shrink)
+# Where a backend offers such tunables, the suite also asks for these, so that small batches take every path.
+PATHS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
+    "ragged_paged_attention": (
+        {"num_splits": 1},
+        {"num_splits": 3},
+        {"num_splits": 5, "split_block_kv": 16},
+        {"split_block_q": 64},
+        {"block_q": 16, "block_kv": 16},
+        {"careful_keys": 10**6},
+    ),
+    "sparse_mla_prefill": (
+        {"num_splits": 1},
+        {"num_splits": 3},
+        {"block_h": 16, "block_kv": 16},
+        {"block_h": 32, "block_kv": 32, "num_splits": 2},
+    ),
+    "mla_decode": (
+        {"num_splits": 1},
+        {"num_splits": 5, "block_kv": 16},
+        {"block_h": 32, "block_kv": 32, "num_splits": 2},
+    ),
+}
+
+
+def paths(runner: Runner, operation: str) -> list[Mapping[str, Any]]:
+    """The options under which a backend's operation is checked, none of them the first."""
+    known = runner.tunables(operation)
+    return [{}, *(options for options in PATHS.get(operation, ()) if set(options) <= set(known))]
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One line of the summary table."""
+
+    kind: str  # corner | agreement | law | memory
+    name: str
+    run: Callable[[Runner, int], int]
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.name}"
+
+
+def examples_of(profile: str | None = None) -> int:
+    """How many batches are drawn for each check, by the profile's name or that in HYPOTHESIS_PROFILE."""
+    return PROFILES[profile or os.environ.get(PROFILE_VARIABLE) or "dev"]
+
+
+def drawn(runner: Runner, strategy: st.SearchStrategy[Any], check: Callable[[Any], None], examples: int) -> int:
+    """Run a check on drawn batches, shrinking what fails; returns how many the backend took."""
+    taken, reasons = 0, []
+
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        # The same batches each time, so that a run says the same thing twice; nightly runs look further.
+        derandomize=examples < PROFILES["nightly"],
+        phases=PHASES,
+        report_multiple_bugs=False,
+        suppress_health_check=[*HealthCheck],  # type: ignore[list-item]
+        print_blob=False,
+    )
+    @given(strategy)
+    def run(drawn_batch: Any) -> None:
+        nonlocal taken
+        try:
+            check(drawn_batch)
+            taken += 1
+        except Declined as refusal:
+            reasons.append(refusal)
+
+    run()
+    if reasons and not taken:
+        raise type(reasons[0])(str(reasons[0]))
+    return taken
+
+
+def built(check: Callable[[Runner, Any], None]) -> Callable[[Runner, Any], None]:
+    """A check of batches as a check of what they are built from, which is what a failure then prints."""
+    return lambda runner, spec: check(runner, spec.build())
+
+
+def on_corner(check: Callable[[Runner, Any], None], build: Callable[[], Any]) -> Callable[[Runner, int], int]:
+    def run(runner: Runner, examples: int) -> int:
+        del examples
+        check(runner, build())
+        return 1
+
+    return run
+
+
+def on_drawn(
+    check: Callable[[Runner, Any], None], strategy: st.SearchStrategy[Any], share: float = 1.0
+) -> Callable[[Runner, int], int]:
+    def run(runner: Runner, examples: int) -> int:
+        return drawn(runner, strategy, lambda batch: check(runner, batch), max(1, int(examples * share)))
+
+    return run

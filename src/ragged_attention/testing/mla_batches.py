@@ -1,0 +1,386 @@
+"""Batches of latent attention and the structures they are made from: `PrefillSpec` and `DecodeSpec`.
+
+As with `Spec`, structure and one seed are drawn, and NumPy fills the data: queries within [-magnitude, magnitude],
+latents a tenth of normal, as is usual for these models.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragged_attention.testing import formats, latents
+from ragged_attention.testing.batches import INT32, Arrays, garbage
+from ragged_attention.testing.latents import Cache
+
+BYTES = ("uint8", "int8", "float8_e4m3fn")
+CACHES = ("kv", "kv_cache", "extra_kv_cache", "cache")
+ENTRIES = ("distinct", "any", "repeated", "none")
+WILD = (-1, -2, -123456, INT32.min, INT32.max, 114514, 2147480000)
+
+
+class LatentArrays(Arrays):
+    """What the batches over latent caches share."""
+
+    PAGES: ClassVar[tuple[str, ...]] = ()  # the arguments that are caches to be read
+
+    def layout_of(self, name: str) -> str:
+        return "pages" if name in self.PAGES else "rows"
+
+    def dtype_of(self, name: str, array: NDArray[Any]) -> str:
+        if name in CACHES and array.dtype == np.uint8:
+            return self.cache_dtype
+        return self.dtype if name == "q" or name in CACHES else str(array.dtype)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Selection:
+    """One cache of a call, and the lists into it."""
+
+    name: str
+    cache: Cache
+    format: str
+    indices: NDArray[np.int32]  # [..., N]
+    lens: NDArray[np.int32]  # the shape of `indices` but for its last dimension
+
+    @property
+    def num_slots(self) -> int:
+        return self.cache.shape[0] * self.cache.shape[1]
+
+    @property
+    def selects(self) -> NDArray[np.bool_]:
+        """Which entries select a slot."""
+        inside = (self.indices >= 0) & (self.indices < self.num_slots)
+        return inside & (np.arange(self.indices.shape[-1]) < self.lens[..., None])
+
+    @property
+    def unread(self) -> NDArray[np.bool_]:
+        """The slots that no entry selects."""
+        unread = np.ones(self.num_slots, bool)
+        unread[self.indices[self.selects]] = False
+        return unread
+
+    def poisoned(self, kind: str, seed: int) -> Cache:
+        return latents.poisoned(self.cache, self.format, self.unread, kind, np.random.default_rng(seed))
+
+    @property
+    def widened(self) -> Cache:
+        """The cache in float32, a quantised one dequantised into it."""
+        with np.errstate(all="ignore"):
+            rows = latents.rows_of(self.cache, self.format).astype(np.float32)
+        return rows.reshape(*self.cache.shape[:2], *rows.shape[1:])
+
+
+def _lens(given: NDArray[np.int32] | None, indices: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Lengths in any of their forms as one for each list."""
+    if given is None:
+        return np.full(indices.shape[:-1], indices.shape[-1], np.int32)
+    given = given.reshape(*given.shape, *(1,) * (indices.ndim - 1 - given.ndim))
+    return np.broadcast_to(given, indices.shape[:-1])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PrefillBatch(LatentArrays):
+    """The arguments of one `sparse_mla_prefill` call in NumPy, and the dtypes they stand for."""
+
+    PAGES: ClassVar[tuple[str, ...]] = ("kv",)
+
+    q: NDArray[np.float32]
+    kv: Cache  # [s_kv, K, d_qk], or pages
+    indices: NDArray[np.int32]
+    sm_scale: float | None = None
+    d_v: int = 512
+    sinks: NDArray[np.float32] | None = None
+    topk_lens: NDArray[np.int32] | None = None
+    cache_format: str | None = None
+    dtype: str = "float32"
+    cache_dtype: str = "uint8"
+    strided: bool = False
+
+    @property
+    def selection(self) -> Selection:
+        pages = self.kv[:, None] if self.kv.ndim == 3 else self.kv
+        lens = _lens(self.topk_lens, self.indices)
+        return Selection("kv", pages, latents.format_of(pages, self.cache_format), self.indices, lens)
+
+    def poisoned(self, kind: str, seed: int = 0) -> Self:
+        """NaN, or infinities and any bytes, in every row that no query selects."""
+        return self.change(kv=self.selection.poisoned(kind, seed).reshape(self.kv.shape))
+
+    def widened(self) -> Self:
+        """The same values in float32."""
+        wide = self.selection.widened
+        wide = wide[:, 0] if self.kv.ndim == 3 else wide
+        return self.change(kv=wide, dtype="float32", cache_format=None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class DecodeBatch(LatentArrays):
+    """The arguments of one `mla_decode` call in NumPy, and the dtypes they stand for."""
+
+    PAGES: ClassVar[tuple[str, ...]] = ("kv_cache", "extra_kv_cache")
+
+    q: NDArray[np.float32]
+    kv_cache: Cache
+    page_indices: NDArray[np.int32] | None = None
+    kv_lens: NDArray[np.int32] | None = None
+    indices: NDArray[np.int32] | None = None
+    d_v: int = 512
+    sm_scale: float | None = None
+    causal: bool = False
+    sinks: NDArray[np.float32] | None = None
+    topk_lens: NDArray[np.int32] | None = None
+    extra_kv_cache: Cache | None = None
+    extra_indices: NDArray[np.int32] | None = None
+    extra_topk_lens: NDArray[np.int32] | None = None
+    cache_format: str | None = None
+    dtype: str = "float32"
+    cache_dtype: str = "uint8"
+    strided: bool = False
+
+    @property
+    def sparse(self) -> bool:
+        return self.indices is not None
+
+    @property
+    def num_seqs(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def format(self) -> str:
+        return latents.format_of(self.kv_cache, self.cache_format)
+
+    def selections(self) -> Iterator[Selection]:
+        """The lists of the call with their caches; of a dense call what the page table and the lengths come to."""
+        if self.indices is None:
+            every = self.listed()
+            yield Selection("kv_cache", self.kv_cache, self.format, every, _lens(None, every))
+            return
+        yield Selection("kv_cache", self.kv_cache, self.format, self.indices, _lens(self.topk_lens, self.indices))
+        if self.extra_kv_cache is not None and self.extra_indices is not None:
+            lens = _lens(self.extra_topk_lens, self.extra_indices)
+            yield Selection("extra_kv_cache", self.extra_kv_cache, self.format, self.extra_indices, lens)
+
+    def listed(self) -> NDArray[np.int32]:
+        """Of a dense call: the slots that each query sees, [S, Q, longest], -1 where it sees none."""
+        assert self.page_indices is not None
+        assert self.kv_lens is not None
+        num_pages, page_size = self.kv_cache.shape[:2]
+        num_q_tokens = self.q.shape[1]
+        position = np.arange(self.page_indices.shape[1] * page_size)
+        pages = self.page_indices.astype(np.int64)[:, position // page_size]
+        slots = np.where((pages >= 0) & (pages < num_pages), pages * page_size + position % page_size, -1)
+        stop = np.clip(self.kv_lens, 0, len(position))[:, None]
+        stop = stop - (num_q_tokens - 1 - np.arange(num_q_tokens) if self.causal else np.zeros(num_q_tokens, int))
+        return np.where(position < stop[..., None], slots[:, None], -1).astype(np.int32)
+
+    def blind(self) -> NDArray[np.bool_]:
+        """The queries that see no key, [S, Q]."""
+        return ~np.any([selection.selects.any(axis=-1) for selection in self.selections()], axis=0)
+
+    def poisoned(self, kind: str, seed: int = 0) -> Self:
+        """NaN, or infinities and any bytes, in every slot that no query sees."""
+        return self.change(**{selection.name: selection.poisoned(kind, seed) for selection in self.selections()})
+
+    def widened(self) -> Self:
+        """The same values in float32."""
+        wide = {selection.name: selection.widened for selection in self.selections()}
+        return self.change(**wide, dtype="float32", cache_format=None)
+
+    def alone(self, seq: int) -> Self:
+        """The call of one of the sequences."""
+        of_sequences = ("q", "page_indices", "kv_lens", "indices", "topk_lens", "extra_indices", "extra_topk_lens")
+        given = {name: getattr(self, name) for name in of_sequences}
+        return self.change(**{name: value[seq : seq + 1] for name, value in given.items() if value is not None})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentSpec:
+    """What the structures of the two attentions have in common."""
+
+    heads: int = 1
+    kv_heads: int = 1
+    d_qk: int = 48  # a quantised cache has one of its own
+    d_v: int = 32
+    dtype: str = "float32"
+    format: str = "plain"
+    cache_dtype: str = "uint8"  # as which the bytes of a quantised cache are given
+    scales: str = "arbitrary"
+    topk: int = 8
+    entries: str = "any"
+    sm_scale: float | None = None
+    sinks: str | None = None  # normal, -inf, +inf, mixed
+    poison: str | None = None  # nan or inf in all that must not be read
+    strided: bool = False
+    magnitude: float = 1.0
+    seed: int = 0
+
+    @property
+    def width(self) -> int:
+        return self.d_qk if self.format == "plain" else latents.CACHE_FORMATS[self.format].width
+
+    def _queries(self, rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        q = np.clip(rng.standard_normal((*shape, self.heads, self.width)), -1, 1) * self.magnitude
+        return formats.rounded(q, self.dtype)
+
+    def _pages(self, rng: np.random.Generator, num_pages: int, page_size: int) -> Cache:
+        rows = rng.standard_normal((num_pages, page_size, self.kv_heads, self.width)) / 10
+        rows = formats.rounded(rows, self.dtype)
+        return rows if self.format == "plain" else latents.quantised(rows, self.format, self.scales, rng)
+
+    def _common(self, rng: np.random.Generator) -> dict[str, Any]:
+        return {
+            "d_v": self.d_v,
+            "sm_scale": self.sm_scale,
+            "sinks": sinks_of(rng, self.heads, self.sinks),
+            "dtype": self.dtype,
+            "cache_dtype": self.cache_dtype,
+            "strided": self.strided,
+        }
+
+
+def sinks_of(rng: np.random.Generator, heads: int, kind: str | None) -> NDArray[np.float32] | None:
+    if kind is None:
+        return None
+    normal = rng.standard_normal(heads).astype(np.float32)
+    if kind == "mixed":
+        normal = np.where(rng.random(heads) < 0.3, np.float32(-np.inf), normal)
+        normal = np.where(rng.random(heads) < 0.3, np.float32(np.inf), normal)
+    return {"-inf": np.full_like(normal, -np.inf), "+inf": np.full_like(normal, np.inf)}.get(kind, normal)
+
+
+def lists_of(
+    rng: np.random.Generator, pools: list[NDArray[np.int32]], topk: int, entries: str, num_slots: int
+) -> NDArray[np.int32]:
+    """A list of `topk` slots for each pool that it may draw from.
+
+    `entries`: "distinct" as far as the pool goes, then -1, all of it shuffled; "any": besides, some entries twice and
+    some that select nothing, anywhere; "repeated": one slot all over; "none" that selects any.
+    """
+    lists = np.full((len(pools), topk), -1, np.int64)
+    nothing = np.array([*WILD, num_slots, num_slots + 1], np.int64)
+    for row, pool in zip(lists, pools, strict=True):
+        count = 0 if entries == "none" else min(len(pool), topk)
+        row[:count] = rng.choice(pool, count, replace=False) if count else 0
+        if entries == "repeated" and count:
+            row[:] = rng.choice(pool)
+        elif entries == "any" and count:
+            twice = rng.random(topk) < 0.3
+            row[twice] = rng.choice(row[:count], twice.sum())
+    if entries in ("any", "none"):
+        spoilt = rng.random(lists.shape) < (0.3 if entries == "any" else 1.0)
+        kind = rng.choice(nothing, lists.shape)
+        lists = np.where(spoilt, np.where(rng.random(lists.shape) < 0.5, -1, kind), lists)
+    return rng.permuted(lists, axis=1).astype(np.int32)
+
+
+def lens_of(rng: np.random.Generator, shape: tuple[int, ...], topk: int, kind: str | None) -> NDArray[np.int32] | None:
+    """Lengths of lists: None, "inside" [0, topk], "zero", or "wild": negative and far too long ones too."""
+    if kind is None:
+        return None
+    inside = rng.integers(0, topk + 1, shape, np.int32)
+    if kind == "wild":
+        beyond = np.array([0, -1, -2, INT32.min, topk + 1, 10**6, INT32.max], np.int32)
+        return np.where(rng.random(shape) < 0.5, rng.choice(beyond, shape), inside)
+    return {"zero": np.zeros_like(inside)}.get(kind, inside)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefillSpec(LatentSpec):
+    """The structure of a `sparse_mla_prefill` call."""
+
+    tokens: int = 3
+    rows: int = 20  # s_kv, or the slots of the cache up to a whole page
+    page_size: int | None = None  # None: packed rows
+    lens: str | None = None  # of the lists: inside, zero, wild
+
+    def build(self) -> PrefillBatch:
+        rng = np.random.default_rng(self.seed)
+        page_size = self.page_size or 1
+        num_pages = -(-self.rows // page_size)
+        kv = self._pages(rng, num_pages, page_size)
+        kv = kv if self.page_size else kv[:, 0]
+        num_slots = num_pages * page_size
+        pools = [np.arange(num_slots, dtype=np.int32)] * (self.tokens * self.kv_heads)
+        indices = lists_of(rng, pools, self.topk, self.entries, num_slots)
+        batch = PrefillBatch(
+            q=self._queries(rng, (self.tokens,)),
+            kv=kv,
+            indices=indices.reshape(self.tokens, self.kv_heads, self.topk),
+            topk_lens=lens_of(rng, (self.tokens,), self.topk, self.lens),
+            **self._common(rng),
+        )
+        return batch.poisoned(self.poison, self.seed) if self.poison else batch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeSpec(LatentSpec):
+    """The structure of an `mla_decode` call; `topk` of 0 is a dense one."""
+
+    kv_lens: tuple[int, ...] = (17, 5)
+    q_tokens: int = 1
+    page_size: int = 4
+    causal: bool = False
+    spare_columns: int = 0  # entries of page_indices no sequence is long enough for
+    spare_pages: int = 2
+    invalid_pages: bool = False  # some page indices within the lengths are out of range
+    garbage: bool = False  # in the page indices past the last used one
+    lens: str | None = None  # of the lists: inside, zero, wild
+    lens_by_query: bool = False  # given as [S, Q], not [S]
+    extra_topk: int = 0
+    extra_slots: int = 10
+    extra_page_size: int = 3
+    extra_lens: str | None = None
+    extra_lens_by_query: bool = False
+
+    def build(self) -> DecodeBatch:
+        rng = np.random.default_rng(self.seed)
+        num_seqs = len(self.kv_lens)
+        used = [-(-kv_len // self.page_size) for kv_len in self.kv_lens]
+        num_pages = sum(used) + self.spare_pages
+        table = self._table(rng, used, num_pages)
+        batch = DecodeBatch(
+            q=self._queries(rng, (num_seqs, self.q_tokens)),
+            kv_cache=self._pages(rng, num_pages, self.page_size),
+            page_indices=table,
+            kv_lens=np.array(self.kv_lens, np.int32),
+            causal=self.causal,
+            **self._common(rng),
+        )
+        if self.topk:
+            batch = batch.change(**self._sparse(rng, batch), page_indices=None, kv_lens=None)
+        return batch.poisoned(self.poison, self.seed) if self.poison else batch
+
+    def _table(self, rng: np.random.Generator, used: list[int], num_pages: int) -> NDArray[np.int32]:
+        order = rng.permutation(num_pages)
+        shape = (len(used), max(used, default=0) + self.spare_columns)
+        table = garbage(rng, shape, num_pages) if self.garbage else np.zeros(shape, np.int32)
+        for row, count, start in zip(table, used, np.cumsum([0, *used]), strict=False):
+            row[:count] = order[start : start + count]
+        if self.invalid_pages:
+            beyond = np.array([-1, num_pages, INT32.min, INT32.max, 2147480000], np.int64)
+            table = np.where(rng.random(shape) < 0.3, rng.choice(beyond, shape), table).astype(np.int32)
+        return table
+
+    def _sparse(self, rng: np.random.Generator, dense: DecodeBatch) -> dict[str, Any]:
+        """The lists: each query's draws from the slots of its own sequence."""
+        own = [slots[slots >= 0] for seq in dense.listed() for slots in seq]
+        num_slots = dense.kv_cache.shape[0] * self.page_size
+        of_queries = dense.q.shape[:2]
+        sparse: dict[str, Any] = {
+            "indices": lists_of(rng, own, self.topk, self.entries, num_slots).reshape(*of_queries, self.topk),
+            "topk_lens": lens_of(rng, of_queries[: 1 + self.lens_by_query], self.topk, self.lens),
+        }
+        if self.extra_topk:
+            num_pages = -(-self.extra_slots // self.extra_page_size)
+            slots = np.arange(num_pages * self.extra_page_size, dtype=np.int32)
+            lists = lists_of(rng, [slots] * len(own), self.extra_topk, self.entries, len(slots))
+            counted = of_queries[: 1 + self.extra_lens_by_query]
+            sparse |= {
+                "extra_kv_cache": self._pages(rng, num_pages, self.extra_page_size),
+                "extra_indices": lists.reshape(*of_queries, self.extra_topk),
+                "extra_topk_lens": lens_of(rng, counted, self.extra_topk, self.extra_lens),
+            }
+        return sparse

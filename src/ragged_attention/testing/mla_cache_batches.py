@@ -1,0 +1,290 @@
+"""Batches of the operations around latent attention, and the structures they are made from.
+
+Caches quantised and dequantised, latents written, positions turned into slots, decode steps scheduled.
+"""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragged_attention.calls import CACHE_FORMATS
+from ragged_attention.testing import formats, latents
+from ragged_attention.testing.batches import INT32, garbage
+from ragged_attention.testing.latents import Cache
+from ragged_attention.testing.mla_batches import DecodeBatch, LatentArrays, lens_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class QuantizeBatch(LatentArrays):
+    """The arguments of one `quantize_mla_cache` call in NumPy."""
+
+    kv: NDArray[np.float32]
+    format: str
+    power_of_two_scales: bool = True
+    dtype: str = "float32"
+    cache_dtype: str = "uint8"
+    strided: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class DequantizeBatch(LatentArrays):
+    """The arguments of one `dequantize_mla_cache` call in NumPy; `dtype` is that of the result."""
+
+    PAGES: ClassVar[tuple[str, ...]] = ("cache",)
+
+    cache: latents.Bytes
+    format: str | None = None
+    dtype: str = "float32"
+    cache_dtype: str = "uint8"
+    strided: bool = False
+
+    def arguments(self) -> dict[str, Any]:
+        return super().arguments() | {"dtype": self.dtype}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class LatentWriteBatch(LatentArrays):
+    """The arguments of one `write_mla_cache` call in NumPy."""
+
+    kv: NDArray[np.float32]
+    cache: Cache
+    slot_mapping: NDArray[np.integer[Any]]
+    power_of_two_scales: bool = True
+    cache_format: str | None = None
+    dtype: str = "float32"
+    cache_dtype: str = "uint8"
+    strided: bool = False
+
+    @property
+    def format(self) -> str:
+        return latents.format_of(self.cache, self.cache_format)
+
+    def layout_of(self, name: str) -> str:
+        return "blocks" if name == "cache" else "rows"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class SlotsBatch(LatentArrays):
+    """The arguments of one `page_indices_to_slots` call in NumPy."""
+
+    positions: NDArray[np.int32]
+    page_indices: NDArray[np.int32]
+    page_size: int
+    dtype: str = "float32"
+    cache_dtype: str = "uint8"
+    strided: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ScheduleBatch(LatentArrays):
+    """The arguments of one `make_decode_schedule` call in NumPy."""
+
+    kv_lens: NDArray[np.int32] | int  # an int is the top-k of a sparse call
+    batch_size: int
+    num_q_tokens: int = 1
+    num_q_heads: int = 1
+    num_kv_heads: int = 1
+    topk_lens: NDArray[np.int32] | None = None
+    extra_topk: int | None = None
+    extra_topk_lens: NDArray[np.int32] | None = None
+    num_parts: int | None = None
+    overhead: int = 5
+    dtype: str = "float32"
+    cache_dtype: str = "uint8"
+    strided: bool = False
+
+
+def schedule_batch(batch: DecodeBatch, num_parts: int = 3, overhead: int = 5) -> ScheduleBatch:
+    """The schedule that a decode call would be given."""
+    _, num_q_tokens, num_q_heads, _ = batch.q.shape
+    lens: dict[str, Any] = {"kv_lens": batch.kv_lens}
+    if batch.indices is not None:
+        extra = None if batch.extra_indices is None else batch.extra_indices.shape[-1]
+        lens = {
+            "kv_lens": batch.indices.shape[-1],
+            "topk_lens": batch.topk_lens,
+            "extra_topk": extra,
+            "extra_topk_lens": batch.extra_topk_lens,
+        }
+    return ScheduleBatch(
+        batch_size=batch.num_seqs,
+        num_q_tokens=num_q_tokens,
+        num_q_heads=num_q_heads,
+        num_kv_heads=batch.kv_cache.shape[2],
+        num_parts=num_parts,
+        overhead=overhead,
+        **lens,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantizeSpec:
+    """The structure of a `quantize_mla_cache` call; some rows may hold values of every size, and special ones."""
+
+    format: str = "fp8_v32"
+    num_pages: int = 2
+    page_size: int = 3
+    power_of_two_scales: bool = True
+    reach: int = 0  # powers of ten between the largest and the smallest groups
+    special: bool = False
+    dtype: str = "float32"
+    strided: bool = False
+    seed: int = 0
+
+    def build(self) -> QuantizeBatch:
+        rng = np.random.default_rng(self.seed)
+        layout = CACHE_FORMATS[self.format]
+        shape = (self.num_pages, self.page_size, 1, layout.width)
+        groups = -(-layout.width // layout.group)
+        sizes = 10.0 ** rng.uniform(-self.reach, self.reach, (*shape[:3], groups))
+        rows = rng.standard_normal(shape) * np.repeat(sizes, layout.group, axis=-1)[..., : layout.width]
+        if self.special:
+            kinds = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 448.0, 3e38, -1e-40, 1e-4 * 448], np.float32)
+            rows = np.where(rng.random(shape) < 0.004, rng.choice(kinds, shape), rows)
+        return QuantizeBatch(
+            kv=formats.rounded(rows, self.dtype),
+            format=self.format,
+            power_of_two_scales=self.power_of_two_scales,
+            dtype=self.dtype,
+            strided=self.strided,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DequantizeSpec:
+    """The structure of a `dequantize_mla_cache` call: a cache as one has it, or `any` bytes at all."""
+
+    format: str = "fp8_v32"
+    num_pages: int = 2
+    page_size: int = 3
+    scales: str | None = "arbitrary"  # None: any bytes
+    dtype: str = "float32"
+    cache_dtype: str = "uint8"
+    strided: bool = False
+    seed: int = 0
+
+    def build(self) -> DequantizeBatch:
+        rng = np.random.default_rng(self.seed)
+        layout = CACHE_FORMATS[self.format]
+        shape = (self.num_pages, self.page_size, 1)
+        if self.scales is None:
+            cache = rng.integers(0, 256, (*shape, layout.token_bytes), np.uint8)
+            # But nothing so small that devices would take it, or a product with it, for zero.
+            fields = latents.fields_of(cache, self.format)
+            exponents = fields.scales[..., 3::4] if self.format == "fp8_v32" else fields.scales
+            exponents |= 0x20
+            fields.rotary[..., 1::2] |= 0x20
+        else:
+            rows = rng.standard_normal((*shape, layout.width)).astype(np.float32)
+            cache = latents.quantised(rows, self.format, self.scales, rng)
+        return DequantizeBatch(cache=cache, dtype=self.dtype, cache_dtype=self.cache_dtype, strided=self.strided)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentWriteSpec:
+    """The structure of a `write_mla_cache` call in which no two tokens go to one slot."""
+
+    format: str = "plain"
+    tokens: int = 5
+    num_pages: int = 3
+    page_size: int = 4
+    kv_heads: int = 1
+    d_qk: int = 48
+    power_of_two_scales: bool = True
+    slots: str = "int32"
+    dtype: str = "float32"
+    cache_dtype: str = "uint8"
+    strided: bool = False
+    seed: int = 0
+
+    def build(self) -> LatentWriteBatch:
+        rng = np.random.default_rng(self.seed)
+        plain = self.format == "plain"
+        width = self.d_qk if plain else CACHE_FORMATS[self.format].width
+        shape = (self.num_pages, self.page_size, self.kv_heads)
+        if plain:
+            cache = formats.rounded(rng.standard_normal((*shape, width)), self.dtype)
+        else:
+            cache = rng.integers(0, 256, (*shape, CACHE_FORMATS[self.format].token_bytes), np.uint8)
+        num_slots = self.num_pages * self.page_size
+        kv = formats.rounded(rng.standard_normal((self.tokens, self.kv_heads, width)), self.dtype)
+        slots = np.full(self.tokens, -1, np.int64)
+        count = min(self.tokens, num_slots)
+        slots[:count] = rng.permutation(num_slots)[:count]
+        beyond = np.array([-1, -2, num_slots, num_slots + 1, INT32.max, INT32.min])
+        if self.slots == "int64":
+            beyond = np.concatenate([beyond, [2**32, 2**32 + 1, -(2**63), 2**63 - 1]])
+        lost = (slots < 0) | (rng.random(self.tokens) < 0.3)
+        slots = rng.permutation(np.where(lost, rng.choice(beyond, self.tokens), slots))
+        kv[(slots < 0) | (slots >= num_slots)] = np.nan
+        return LatentWriteBatch(
+            kv=kv,
+            cache=cache,
+            slot_mapping=slots.astype(self.slots),
+            power_of_two_scales=self.power_of_two_scales,
+            dtype=self.dtype,
+            cache_dtype=self.cache_dtype,
+            strided=self.strided,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlotsSpec:
+    """The structure of a `page_indices_to_slots` call: any positions, and page indices of which some are wild."""
+
+    shape: tuple[int, ...] = (3, 7)
+    columns: int = 4
+    page_size: int = 3
+    wild: bool = True
+    strided: bool = False
+    seed: int = 0
+
+    def build(self) -> SlotsBatch:
+        rng = np.random.default_rng(self.seed)
+        limit = min(self.columns * self.page_size, INT32.max // 2)
+        table = rng.integers(0, 50, (self.shape[0], self.columns), np.int32)
+        wild = np.where(rng.random(table.shape) < 0.5, garbage(rng, table.shape, 50), -table)
+        inside = rng.integers(-1, limit + 2, self.shape, np.int32)
+        garbled = np.where(rng.random(self.shape) < 0.5, garbage(rng, self.shape, limit), inside)
+        return SlotsBatch(
+            positions=garbled if self.wild else inside,
+            page_indices=np.where(rng.random(table.shape) < 0.3 * self.wild, wild, table),
+            page_size=self.page_size,
+            strided=self.strided,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScheduleSpec:
+    """The structure of a `make_decode_schedule` call; `topk` of 0 is a dense one."""
+
+    seqs: int = 3
+    longest: int = 700
+    topk: int = 0
+    lens: str | None = None
+    lens_by_query: bool = False
+    extra_topk: int | None = None
+    extra_lens: str | None = None
+    q_tokens: int = 2
+    heads: int = 6
+    num_parts: int | None = 4
+    overhead: int = 5
+    seed: int = 0
+
+    def build(self) -> ScheduleBatch:
+        rng = np.random.default_rng(self.seed)
+        shape = (self.seqs, self.q_tokens)[: 1 + self.lens_by_query]
+        common = {"num_q_tokens": self.q_tokens, "num_q_heads": self.heads, "num_parts": self.num_parts}
+        extra_lens = lens_of(rng, shape, self.extra_topk or 0, self.extra_lens) if self.extra_topk else None
+        dense_lens = rng.integers(0, self.longest + 1, self.seqs, np.int32) * (rng.random(self.seqs) < 0.8)
+        return ScheduleBatch(
+            kv_lens=self.topk or dense_lens.astype(np.int32),
+            batch_size=self.seqs,
+            topk_lens=lens_of(rng, shape, self.topk, self.lens) if self.topk else None,
+            extra_topk=self.extra_topk,
+            extra_topk_lens=extra_lens,
+            overhead=self.overhead,
+            **common,
+        )

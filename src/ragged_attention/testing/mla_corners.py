@@ -1,0 +1,355 @@
+"""A named batch for every edge of the operations on latent caches."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ragged_attention.testing import formats, latents
+from ragged_attention.testing.batches import INT32
+from ragged_attention.testing.mla_batches import DecodeBatch, DecodeSpec, PrefillBatch, PrefillSpec
+from ragged_attention.testing.mla_cache_batches import (
+    DequantizeBatch,
+    DequantizeSpec,
+    LatentWriteBatch,
+    LatentWriteSpec,
+    QuantizeBatch,
+    QuantizeSpec,
+    ScheduleSpec,
+    SlotsBatch,
+    SlotsSpec,
+)
+
+V32 = {"format": "fp8_v32", "d_v": 512}
+V4 = {"format": "fp8_v4", "d_v": 512}
+
+_PREFILLS: dict[str, PrefillSpec] = {
+    # Lists.
+    "one key": PrefillSpec(tokens=1, rows=1, topk=1, entries="distinct"),
+    "odd top-k": PrefillSpec(topk=13, heads=3, poison="nan"),
+    "top-k longer than the rows": PrefillSpec(topk=40, rows=9, entries="distinct", poison="nan"),
+    "many blocks of keys": PrefillSpec(tokens=2, rows=300, topk=261, heads=2, dtype="bfloat16", poison="nan"),
+    "duplicates": PrefillSpec(topk=33, rows=5, entries="any", dtype="bfloat16", seed=3),
+    "one row over and over": PrefillSpec(topk=21, entries="repeated", poison="nan"),
+    "indices of all kinds anywhere": PrefillSpec(tokens=4, topk=24, seed=5, poison="inf"),
+    "no index valid": PrefillSpec(entries="none", topk=17, poison="nan"),
+    "no index valid, with sinks": PrefillSpec(entries="none", heads=5, sinks="mixed"),
+    "no rows": PrefillSpec(rows=0, sinks="normal"),
+    "no tokens": PrefillSpec(tokens=0),
+    "lengths": PrefillSpec(tokens=6, topk=12, lens="inside", poison="nan", dtype="bfloat16"),
+    "lengths over top-k and negative": PrefillSpec(tokens=8, topk=9, lens="wild", poison="nan", seed=1),
+    "lengths 0": PrefillSpec(lens="zero", sinks="normal", poison="nan"),
+    # Heads, widths, dtypes.
+    **{f"{heads} heads": PrefillSpec(heads=heads, topk=11, dtype="bfloat16") for heads in (3, 7, 16, 17)},
+    "128 heads": PrefillSpec(tokens=1, heads=128, topk=5, rows=8, dtype="bfloat16"),
+    "two KV heads": PrefillSpec(heads=6, kv_heads=2, topk=9, lens="inside", poison="nan"),
+    "V as wide as K": PrefillSpec(d_qk=64, d_v=64, heads=2),
+    "V of 16": PrefillSpec(d_qk=208, d_v=16, heads=2, poison="nan"),
+    "V wider than any tile of the rest": PrefillSpec(d_qk=112, d_v=96, dtype="float16"),
+    "576/512": PrefillSpec(d_qk=576, d_v=512, heads=16, dtype="bfloat16", topk=9, lens="wild", poison="nan"),
+    "512/512": PrefillSpec(d_qk=512, d_v=512, heads=4, dtype="float16", topk=5, sinks="mixed", poison="nan"),
+    "float16": PrefillSpec(dtype="float16", heads=2, topk=15, magnitude=3.0),
+    # Logits and sinks.
+    "sm_scale": PrefillSpec(sm_scale=0.5, heads=3, topk=19),
+    "sm_scale 0": PrefillSpec(sm_scale=0.0, topk=7),
+    "sm_scale negative": PrefillSpec(sm_scale=-0.7, topk=16, heads=2, magnitude=3.0),
+    "large logits": PrefillSpec(sm_scale=10.0, magnitude=5.0, topk=16),
+    "sinks": PrefillSpec(sinks="normal", heads=7, topk=10, dtype="bfloat16"),
+    "sinks -inf": PrefillSpec(sinks="-inf", heads=2),
+    "sinks +inf": PrefillSpec(sinks="+inf", heads=2),
+    "sinks of all kinds": PrefillSpec(sinks="mixed", heads=9, tokens=4, lens="wild", seed=2),
+    # Rows.
+    "pages of 1": PrefillSpec(page_size=1, poison="nan"),
+    "pages of 7": PrefillSpec(page_size=7, rows=30, topk=15, dtype="bfloat16", poison="nan"),
+    "pages of two KV heads": PrefillSpec(page_size=3, heads=4, kv_heads=2, poison="nan"),
+    "fp8_v32": PrefillSpec(**V32, page_size=3, heads=2, topk=9, dtype="bfloat16", poison="nan"),
+    "fp8_v4": PrefillSpec(**V4, page_size=5, heads=2, topk=9, dtype="bfloat16", poison="nan"),
+    "fp8_v4, garbage around": PrefillSpec(**V4, page_size=2, lens="wild", poison="inf", cache_dtype="int8"),
+    "fp8_v32, V of 64": PrefillSpec(format="fp8_v32", d_v=64, page_size=4, poison="nan", dtype="float16"),
+    "strided": PrefillSpec(strided=True, heads=3, sinks="normal", lens="inside", dtype="bfloat16"),
+    "strided pages": PrefillSpec(strided=True, page_size=3, heads=2),
+    "strided fp8_v4": PrefillSpec(**V4, strided=True, page_size=3, dtype="bfloat16"),
+}  # fmt: skip
+
+
+def _wild_everywhere() -> PrefillBatch:
+    """Each index value that could be mistaken for a row, among lawful ones."""
+    batch = PrefillSpec(tokens=1, rows=6, topk=16, entries="distinct").build()
+    indices = batch.indices.copy()
+    indices[0, 0] = [5, -1, 6, 7, INT32.max, INT32.min, -6, 0, 2**30, 2**16, 2**24, -(2**31) + 5, 5, 3, 2147480000, 1]
+    return batch.change(indices=indices)
+
+
+def _explicit_format() -> PrefillBatch:
+    batch = PrefillSpec(**V4, page_size=3, topk=5).build()
+    return batch.change(cache_format="fp8_v4", cache_dtype="float8_e4m3fn")
+
+
+PREFILL_CORNERS: dict[str, Callable[[], PrefillBatch]] = {
+    **{name: spec.build for name, spec in _PREFILLS.items()},
+    "indices next to the rows": _wild_everywhere,
+    "cache_format given": _explicit_format,
+}
+
+_DECODES: dict[str, DecodeSpec] = {
+    # Dense.
+    "dense": DecodeSpec(topk=0, kv_lens=(17, 1, 40), heads=3, poison="nan", garbage=True, spare_columns=2),
+    "dense, a long sequence": DecodeSpec(topk=0, kv_lens=(700, 3), page_size=16, heads=2, dtype="bfloat16"),
+    "dense, no keys": DecodeSpec(topk=0, kv_lens=(0, 9, 0), garbage=True, spare_columns=1, poison="nan"),
+    "dense, no keys with sinks": DecodeSpec(topk=0, kv_lens=(0, 9), heads=5, sinks="mixed"),
+    "dense, empty cache": DecodeSpec(topk=0, kv_lens=(0, 0), spare_pages=0, sinks="normal"),
+    "dense, more queries than keys": DecodeSpec(topk=0, kv_lens=(1, 2, 5), q_tokens=4, heads=2, causal=True),
+    "dense, causal": DecodeSpec(topk=0, kv_lens=(33, 20), q_tokens=3, heads=5, causal=True, dtype="bfloat16"),
+    "dense, not causal": DecodeSpec(topk=0, kv_lens=(33, 20), q_tokens=3, heads=5, poison="nan"),
+    "dense, many query tokens": DecodeSpec(topk=0, kv_lens=(30,), q_tokens=21, heads=1, causal=True, magnitude=3.0),
+    "dense, two KV heads": DecodeSpec(topk=0, heads=6, kv_heads=2, q_tokens=2, causal=True, poison="nan"),
+    "dense, pages of 1": DecodeSpec(topk=0, page_size=1, poison="nan", garbage=True, spare_columns=3),
+    "dense, pages of 61": DecodeSpec(topk=0, page_size=61, kv_lens=(130, 61), dtype="float16", poison="nan"),
+    "dense, invalid page indices": DecodeSpec(topk=0, invalid_pages=True, page_size=2, kv_lens=(30, 11), poison="nan"),
+    "dense, 128 heads": DecodeSpec(topk=0, heads=128, kv_lens=(7,), dtype="bfloat16"),
+    "dense, 576/512": DecodeSpec(
+        topk=0, heads=7, kv_lens=(20, 0), d_qk=576, d_v=512, dtype="bfloat16", q_tokens=2, causal=True, poison="nan"
+    ),
+    "dense, fp8_v32": DecodeSpec(**V32, topk=0, heads=3, kv_lens=(9, 21), dtype="bfloat16", poison="nan"),
+    "dense, fp8_v4": DecodeSpec(**V4, topk=0, heads=3, kv_lens=(9, 21), dtype="float16", poison="nan", causal=True),
+    "dense, strided": DecodeSpec(topk=0, strided=True, heads=2, q_tokens=2, sinks="normal", dtype="bfloat16"),
+    "dense, sinks of all kinds": DecodeSpec(topk=0, heads=9, sinks="mixed", q_tokens=2),
+    # Sparse.
+    "one key": DecodeSpec(kv_lens=(1,), topk=1, entries="distinct"),
+    "odd top-k": DecodeSpec(topk=13, heads=3, q_tokens=2, poison="nan"),
+    "many blocks of keys": DecodeSpec(topk=261, kv_lens=(300, 40), page_size=16, dtype="bfloat16", poison="nan"),
+    "duplicates": DecodeSpec(topk=33, kv_lens=(5, 3), dtype="bfloat16"),
+    "one slot over and over": DecodeSpec(topk=21, entries="repeated", poison="nan"),
+    "no index valid": DecodeSpec(topk=17, entries="none", sinks="mixed", heads=3, poison="nan"),
+    "empty cache": DecodeSpec(topk=5, kv_lens=(0, 0), spare_pages=0, sinks="normal"),
+    "lengths": DecodeSpec(topk=12, lens="inside", q_tokens=2, heads=2, poison="nan", dtype="bfloat16"),
+    "lengths of queries": DecodeSpec(topk=12, lens="inside", lens_by_query=True, q_tokens=3, heads=2, poison="nan"),
+    "lengths over top-k and negative": DecodeSpec(topk=9, lens="wild", kv_lens=(9,) * 6, poison="nan"),
+    "lengths of queries over top-k and negative": DecodeSpec(
+        topk=9, lens="wild", lens_by_query=True, q_tokens=4, poison="nan"
+    ),
+    "lengths 0": DecodeSpec(topk=9, lens="zero", sinks="normal", poison="nan"),
+    **{f"{heads} heads": DecodeSpec(topk=11, heads=heads, dtype="bfloat16") for heads in (7, 16, 17)},
+    "128 heads": DecodeSpec(topk=5, heads=128, kv_lens=(9,), dtype="bfloat16"),
+    "576/512": DecodeSpec(topk=9, heads=16, d_qk=576, d_v=512, dtype="bfloat16", q_tokens=2, poison="nan"),
+    "sm_scale": DecodeSpec(topk=19, sm_scale=0.5, magnitude=3.0),
+    "sm_scale negative": DecodeSpec(topk=19, sm_scale=-0.5, magnitude=3.0),
+    "sinks": DecodeSpec(topk=10, heads=7, sinks="normal", dtype="bfloat16"),
+    "sinks +inf": DecodeSpec(topk=10, heads=2, sinks="+inf"),
+    "sinks -inf": DecodeSpec(topk=10, heads=2, sinks="-inf"),
+    "strided": DecodeSpec(topk=9, strided=True, heads=2, q_tokens=2, lens="inside", dtype="float16"),
+    "fp8_v32": DecodeSpec(**V32, topk=9, heads=3, q_tokens=2, page_size=3, dtype="bfloat16", poison="nan"),
+    "fp8_v4": DecodeSpec(**V4, topk=9, heads=3, q_tokens=2, page_size=3, dtype="bfloat16", poison="nan"),
+    "fp8_v4, pages of 1": DecodeSpec(**V4, topk=9, page_size=1, lens="wild", poison="inf", dtype="float16"),
+    "fp8_v4, pages of 61": DecodeSpec(**V4, topk=7, page_size=61, kv_lens=(70,), poison="nan"),
+    **{
+        f"fp8_v32, scales {scales}": DecodeSpec(**V32, topk=16, kv_lens=(30,), scales=scales, heads=2, dtype=dtype)
+        for scales, dtype in (("powers", "float16"), ("far apart", "bfloat16"), ("any sign", "float32"))
+    },
+    "fp8_v4, scales far apart": DecodeSpec(**V4, topk=16, kv_lens=(30,), scales="far apart", dtype="bfloat16"),
+    "fp8_v32 as int8, strided": DecodeSpec(**V32, topk=9, cache_dtype="int8", strided=True, poison="nan"),
+    "fp8_v4 as float8, strided": DecodeSpec(**V4, topk=9, cache_dtype="float8_e4m3fn", strided=True, poison="nan"),
+    # A second cache.
+    "extra cache": DecodeSpec(topk=9, extra_topk=7, heads=3, q_tokens=2, poison="nan"),
+    "extra cache, pages of 1 and 61": DecodeSpec(
+        topk=9, page_size=61, kv_lens=(70, 20), extra_topk=17, extra_page_size=1, dtype="bfloat16", poison="nan"
+    ),
+    "extra cache with lengths": DecodeSpec(
+        topk=9, lens="inside", extra_topk=13, extra_lens="wild", extra_lens_by_query=True, q_tokens=3, poison="nan"
+    ),
+    "extra cache, lengths 0": DecodeSpec(topk=9, extra_topk=4, extra_lens="zero", poison="nan"),
+    "extra cache alone": DecodeSpec(topk=9, lens="zero", extra_topk=14, sinks="normal", poison="nan"),
+    "extra cache empty": DecodeSpec(topk=9, extra_topk=14, extra_slots=0),
+    "extra cache longer by blocks": DecodeSpec(topk=5, extra_topk=200, extra_slots=90, extra_page_size=16),
+    "extra cache fp8_v32": DecodeSpec(
+        **V32, topk=6, extra_topk=7, page_size=2, extra_page_size=5, heads=2, dtype="bfloat16", poison="nan"
+    ),
+    "extra cache fp8_v4": DecodeSpec(
+        **V4, topk=6, extra_topk=7, page_size=5, extra_page_size=2, heads=2, dtype="bfloat16", poison="nan"
+    ),
+}  # fmt: skip
+
+
+def _decode(**fields: Any) -> DecodeBatch:
+    return DecodeSpec(topk=0, **fields).build()
+
+
+def _changed(batch: DecodeBatch, name: str, entries: dict[Any, int]) -> DecodeBatch:
+    """A batch with single entries of one of its arrays replaced."""
+    array = getattr(batch, name).copy()
+    for place, value in entries.items():
+        array[place] = value
+    return batch.change(**{name: array})
+
+
+# Index values against the law, whose meaning the definition gives all the same.
+_VALUES: dict[str, Callable[[], DecodeBatch]] = {
+    "dense, kv_len over what the table holds": lambda: _changed(_decode(), "kv_lens", {0: INT32.max, 1: 1000}),
+    "dense, kv_len over the table, causal": lambda: _changed(
+        _decode(q_tokens=3, causal=True, spare_columns=1), "kv_lens", {0: 1000, 1: 26}
+    ),
+    "dense, kv_len negative": lambda: _changed(_decode(), "kv_lens", {0: -1, 1: INT32.min}),
+    "dense, tables without columns": lambda: _decode().change(page_indices=np.zeros((2, 0), np.int32)),
+    "dense, shared pages": lambda: _decode().change(page_indices=np.ones((2, 5), np.int32)),
+    "indices next to the slots": lambda: _changed(
+        DecodeSpec(topk=8, kv_lens=(6,), entries="distinct", spare_pages=0).build(),
+        "indices", {(0, 0, 1): 8, (0, 0, 2): 9, (0, 0, 5): -2, (0, 0, 7): INT32.min},
+    ),
+    "cache_format given": lambda: DecodeSpec(**V32, topk=5).build().change(cache_format="fp8_v32"),
+}  # fmt: skip
+
+DECODE_CORNERS: dict[str, Callable[[], DecodeBatch]] = {name: spec.build for name, spec in _DECODES.items()} | _VALUES
+# Taken with every option, and with a schedule.
+ON_EVERY_PATH = (
+    "dense, a long sequence",
+    "dense, more queries than keys",
+    "dense, sinks of all kinds",
+    "many blocks of keys",
+    "extra cache with lengths",
+    "extra cache fp8_v4",
+)
+PREFILLS_ON_EVERY_PATH = ("many blocks of keys", "lengths over top-k and negative", "two KV heads", "fp8_v32")
+
+
+def _special() -> dict[str, list[float]]:
+    """Groups of one kind each, spread over a row's first columns."""
+    return {
+        "nan": [np.nan, 1.0],
+        "infinity": [np.inf, -np.inf, 1.0],
+        "zeros": [0.0, -0.0],
+        "floor": [1e-9, 4.5e-2, -4.4799998e-2, 4.48e-2],
+        "ties": [448.0, 17.0, 19.0, 21.0, 2.0**-10, 3 * 2.0**-10, 5 * 2.0**-10, -464.0],
+        "largest": [3.4028235e38, 1.0],
+        "powers": [448.0, 447.99997, 448.00003, 224.0, 1e-30],
+    }
+
+
+def _special_groups(format: str, **fields: Any) -> QuantizeBatch:
+    kinds = list(_special().values())
+    layout = latents.CACHE_FORMATS[format]
+    kv = np.zeros((1, len(kinds), 1, layout.width), np.float32)
+    for token, values in enumerate(kinds):
+        # By column, so that every group and the rotary part have some of it; the first group has one at its end.
+        kv[0, token, 0, layout.group - 1 :: layout.group] = values[0]
+        for place, value in enumerate(values):
+            kv[0, token, 0, 64 * place + 3] = value
+    return QuantizeBatch(kv=kv, format=format, **fields)
+
+
+QUANTIZE_CORNERS: dict[str, Callable[[], QuantizeBatch]] = {
+    **{
+        f"{format}, {dtype}": QuantizeSpec(format=format, dtype=dtype).build
+        for format in latents.CACHE_FORMATS
+        for dtype in ("float32", "bfloat16", "float16")
+    },
+    "fp8_v32, scales as they come": QuantizeSpec(power_of_two_scales=False, reach=3).build,
+    "fp8_v32, bfloat16, scales as they come": QuantizeSpec(power_of_two_scales=False, dtype="bfloat16").build,
+    "fp8_v32, special values": lambda: _special_groups("fp8_v32"),
+    "fp8_v32, special values, scales as they come": lambda: _special_groups("fp8_v32", power_of_two_scales=False),
+    "fp8_v4, special values": lambda: _special_groups("fp8_v4"),
+    "fp8_v4, every size": QuantizeSpec(format="fp8_v4", reach=6).build,
+    "no pages": QuantizeSpec(num_pages=0).build,
+    "pages of 1": QuantizeSpec(format="fp8_v4", page_size=1).build,
+    "pages of 64": QuantizeSpec(format="fp8_v4", page_size=64, num_pages=1, dtype="bfloat16").build,
+    "strided": QuantizeSpec(strided=True, dtype="bfloat16").build,
+}
+
+
+def _every_code(format: str) -> DequantizeBatch:
+    """All 256 codes under scales that hold them all apart."""
+    batch = DequantizeSpec(format=format, scales="powers").build()
+    cache = batch.cache.copy()
+    fields = latents.fields_of(cache, format)
+    fields.values[...] = np.arange(fields.values.size, dtype=np.int64).reshape(fields.values.shape) % 256
+    return batch.change(cache=cache)
+
+
+def _every_power() -> DequantizeBatch:
+    """All scales of `fp8_v4` over all codes, but for the few so small that devices would take products for zero."""
+    batch = DequantizeSpec(format="fp8_v4", num_pages=1, page_size=256, scales="powers").build()
+    cache = batch.cache.copy()
+    fields = latents.fields_of(cache, "fp8_v4")
+    fields.scales[...] = np.arange(256, dtype=np.uint8).clip(12)[None, :, None]
+    return batch.change(cache=cache)
+
+
+DEQUANTIZE_CORNERS: dict[str, Callable[[], DequantizeBatch]] = {
+    **{
+        f"{format} to {dtype}": DequantizeSpec(format=format, dtype=dtype).build
+        for format in latents.CACHE_FORMATS
+        for dtype in ("float32", "bfloat16", "float16")
+    },
+    **{f"{format}, every code": lambda format=format: _every_code(format) for format in latents.CACHE_FORMATS},
+    "fp8_v4, every scale": _every_power,
+    "fp8_v32, any bytes": DequantizeSpec(scales=None).build,
+    "fp8_v32, scales of any sign": DequantizeSpec(scales="any sign", dtype="bfloat16").build,
+    "no pages": DequantizeSpec(num_pages=0).build,
+    "as float8": DequantizeSpec(format="fp8_v4", cache_dtype="float8_e4m3fn").build,
+    "as int8, strided": DequantizeSpec(cache_dtype="int8", strided=True).build,
+    "format given": lambda: DequantizeSpec(format="fp8_v4").build().change(format="fp8_v4"),
+}
+
+
+def _slots(spec: LatentWriteSpec, slots: list[int], dtype: str = "int32") -> LatentWriteBatch:
+    batch = dataclasses.replace(spec, tokens=len(slots)).build()
+    return batch.change(kv=formats.rounded(np.nan_to_num(batch.kv), spec.dtype), slot_mapping=np.array(slots, dtype))
+
+
+LATENT_WRITE_CORNERS: dict[str, Callable[[], LatentWriteBatch]] = {
+    **{
+        f"plain, {dtype}": LatentWriteSpec(dtype=dtype, d_qk=80, kv_heads=2).build
+        for dtype in ("float32", "bfloat16", "float16")
+    },
+    **{
+        f"{format}, {dtype}": LatentWriteSpec(format=format, dtype=dtype).build
+        for format in latents.CACHE_FORMATS
+        for dtype in ("float32", "bfloat16")
+    },
+    "fp8_v32, scales as they come": LatentWriteSpec(format="fp8_v32", power_of_two_scales=False).build,
+    "fp8_v4, pages of 1": LatentWriteSpec(format="fp8_v4", page_size=1, num_pages=9).build,
+    "fp8_v4, pages of 61": LatentWriteSpec(format="fp8_v4", page_size=61, tokens=9).build,
+    "no tokens": LatentWriteSpec(format="fp8_v4", tokens=0).build,
+    "a cache without pages": LatentWriteSpec(num_pages=0).build,
+    "first and last slot": lambda: _slots(LatentWriteSpec(format="fp8_v4"), [11, 0, 12, -1]),
+    "slots far outside": lambda: _slots(
+        LatentWriteSpec(), [-1, 0, 2**32, 2**32 + 1, -(2**63), 2**63 - 1, 2**31, -(2**32), 5], "int64"
+    ),
+    "strided": LatentWriteSpec(strided=True, dtype="bfloat16").build,
+    "strided fp8_v32": LatentWriteSpec(format="fp8_v32", strided=True, dtype="bfloat16").build,
+    "strided fp8_v4": LatentWriteSpec(format="fp8_v4", strided=True, cache_dtype="float8_e4m3fn").build,
+    "cache_format given": lambda: LatentWriteSpec(format="fp8_v4").build().change(cache_format="fp8_v4"),
+}
+
+
+def _large_slots() -> SlotsBatch:
+    """Slots on both sides of the largest int32."""
+    positions = np.array([[0, 1, 2**20 - 1, 2**20, 2**21 - 1, 2**22]], np.int32)
+    return SlotsBatch(positions=positions, page_indices=np.array([[2047, 2048, 1]], np.int32), page_size=2**20)
+
+
+SLOTS_CORNERS: dict[str, Callable[[], SlotsBatch]] = {
+    "positions of queries": SlotsSpec(shape=(2, 3, 9), wild=False).build,
+    "one position a sequence": SlotsSpec(shape=(5,), wild=False).build,
+    "positions of all kinds": SlotsSpec(shape=(3, 20)).build,
+    "pages of 1": SlotsSpec(page_size=1).build,
+    "tables without columns": SlotsSpec(columns=0).build,
+    "no sequences": SlotsSpec(shape=(0, 3)).build,
+    "slots beyond int32": _large_slots,
+    "pages as large as can be": SlotsSpec(page_size=2**31 - 1, columns=2).build,
+    "strided": SlotsSpec(strided=True).build,
+}
+
+SCHEDULES: dict[str, ScheduleSpec] = {
+    "dense": ScheduleSpec(),
+    "dense, long and short": ScheduleSpec(seqs=17, longest=5000, num_parts=33),
+    "dense, no keys": ScheduleSpec(longest=0),
+    "sparse": ScheduleSpec(topk=2048, num_parts=7),
+    "sparse, one part": ScheduleSpec(topk=2048, num_parts=1),
+    "sparse, more parts than blocks": ScheduleSpec(topk=100, num_parts=132, overhead=0),
+    "sparse, lengths": ScheduleSpec(topk=512, lens="wild", seqs=9),
+    "sparse, lengths of queries": ScheduleSpec(topk=512, lens="wild", lens_by_query=True),
+    "sparse, extra cache": ScheduleSpec(topk=100, extra_topk=128, seqs=5),
+    "sparse, extra cache with lengths": ScheduleSpec(topk=100, lens="zero", extra_topk=128, extra_lens="wild"),
+    "as many parts as the device has room for": ScheduleSpec(num_parts=None, heads=128),
+}

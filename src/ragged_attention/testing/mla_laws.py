@@ -1,0 +1,454 @@
+"""What holds for the operations on latent caches without asking the definition: `MLA_LAWS`, by its sentence.
+
+A law takes a runner and the spec of a clean batch (nothing poisoned, no garbage: a law brings those in itself), and
+raises AssertionError if the backend breaks it.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from ragged_attention.calls import CACHE_FORMATS
+from ragged_attention.testing import formats, latents
+from ragged_attention.testing.batches import MergeBatch
+from ragged_attention.testing.compare import agrees, identical
+from ragged_attention.testing.mla_batches import DecodeBatch, DecodeSpec, PrefillBatch, PrefillSpec, Selection
+from ragged_attention.testing.mla_cache_batches import (
+    DequantizeBatch,
+    LatentWriteBatch,
+    LatentWriteSpec,
+    QuantizeBatch,
+    QuantizeSpec,
+    SlotsBatch,
+    SlotsSpec,
+    schedule_batch,
+)
+from ragged_attention.testing.mla_oracle import canonical, decode_agrees, prefill_agrees
+from ragged_attention.testing.mla_strategies import (
+    decode_specs,
+    latent_write_specs,
+    prefill_specs,
+    quantize_specs,
+    slots_specs,
+)
+from ragged_attention.testing.runners import Runner
+
+LISTS = ("indices", "extra_indices")
+LENS = ("topk_lens", "extra_topk_lens")
+
+
+def same_decode(runner: Runner, batch: DecodeBatch, other: DecodeBatch) -> None:
+    decode_agrees(runner.decode(batch), runner.decode(other))
+
+
+def same_prefill(runner: Runner, batch: PrefillBatch, other: PrefillBatch) -> None:
+    prefill_agrees(runner.prefill(batch), runner.prefill(other))
+
+
+def _each(batch: DecodeBatch | PrefillBatch, names: tuple[str, ...], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """The arrays of those names that the batch has, changed."""
+    given = {name: getattr(batch, name, None) for name in names}
+    return {name: change(value) for name, value in given.items() if value is not None}
+
+
+def _cut(batch: DecodeBatch) -> DecodeBatch:
+    """The batch without lengths, -1 in its lists wherever nothing is selected."""
+    lists = {
+        name: np.where(part.selects, part.indices, np.int32(-1))
+        for name, part in zip(LISTS, batch.selections(), strict=False)
+    }
+    return batch.change(**lists, topk_lens=None, extra_topk_lens=None)
+
+
+def _cut_prefill(batch: PrefillBatch) -> PrefillBatch:
+    return batch.change(indices=np.where(batch.selection.selects, batch.indices, np.int32(-1)), topk_lens=None)
+
+
+def _empty(out: NDArray[Any], *logs: NDArray[Any]) -> None:
+    identical(out, np.zeros_like(out), "out of queries that see no key")
+    for log in logs:
+        identical(log, np.full_like(log, -np.inf), "the logarithm of queries that see no key")
+
+
+def blind_decode(runner: Runner, spec: DecodeSpec) -> None:
+    batch = spec.build()
+    nothing = _each(batch, (*LISTS, "page_indices"), lambda lists: np.full_like(lists, -1))
+    short = _each(batch, ("indices", "extra_indices", "kv_lens"), lambda given: np.zeros(given.shape[:1], np.int32))
+    short = {{"indices": "topk_lens", "extra_indices": "extra_topk_lens"}.get(n, n): v for n, v in short.items()}
+    for case in (batch.change(**nothing), batch.change(**short)):
+        _empty(*runner.decode(case))
+    out, lse = runner.decode(batch)
+    blind = batch.blind()
+    _empty(out[blind], np.swapaxes(lse, 1, 2)[blind])
+    if not np.isfinite(np.swapaxes(lse, 1, 2)[~blind]).all():
+        raise AssertionError("lse of queries that see a key: expected finite values, got others")
+
+
+def blind_prefill(runner: Runner, spec: PrefillSpec) -> None:
+    batch = spec.build()
+    _empty(*runner.prefill(batch.change(indices=np.full_like(batch.indices, -1))))
+    _empty(*runner.prefill(batch.change(topk_lens=np.zeros(len(batch.q), np.int32))))
+
+
+def unread_in_decode(runner: Runner, spec: DecodeSpec) -> None:
+    batch = spec.build()
+    for kind in ("nan", "inf"):
+        same_decode(runner, batch.poisoned(kind, spec.seed), batch)
+
+
+def unread_in_prefill(runner: Runner, spec: PrefillSpec) -> None:
+    batch = spec.build()
+    for kind in ("nan", "inf"):
+        same_prefill(runner, batch.poisoned(kind, spec.seed), batch)
+
+
+def pages_may_move(runner: Runner, spec: DecodeSpec) -> None:
+    """Every cache's pages in another order, tables and lists with them."""
+    batch = spec.build()
+    rng = np.random.default_rng(spec.seed)
+    moved: dict[str, Any] = {}
+    for selection in batch.selections():
+        num_pages, page_size = selection.cache.shape[:2]
+        order = rng.permutation(num_pages)
+        new_page = np.argsort(order)
+        moved[selection.name] = selection.cache[order]
+        if batch.page_indices is not None:
+            lawful = (batch.page_indices >= 0) & (batch.page_indices < num_pages)
+            moved["page_indices"] = batch.page_indices.copy()
+            moved["page_indices"][lawful] = new_page[batch.page_indices[lawful]]
+            continue
+        name = {"kv_cache": "indices", "extra_kv_cache": "extra_indices"}[selection.name]
+        inside = (selection.indices >= 0) & (selection.indices < selection.num_slots)
+        slots = selection.indices[inside]
+        moved[name] = selection.indices.copy()
+        moved[name][inside] = new_page[slots // page_size] * page_size + slots % page_size
+    same_decode(runner, batch.change(**moved), batch)
+
+
+def page_size_is_immaterial(runner: Runner, spec: DecodeSpec) -> None:
+    """The same slots in pages of another size."""
+    batch = spec.build()
+    caches = {
+        selection.name: latents.repaged(selection.cache, selection.format, np.arange(selection.num_slots), size)
+        for selection, size in zip(batch.selections(), (1 + spec.page_size % 5, 4), strict=False)
+    }
+    # The last page has room that the cache had not: what pointed there must point outside again.
+    lists = {
+        {"kv_cache": "indices", "extra_kv_cache": "extra_indices"}[selection.name]: _held(selection)
+        for selection in batch.selections()
+    }
+    same_decode(runner, batch.change(**caches, **lists), batch)
+
+
+def _held(selection: Selection) -> NDArray[np.int32]:
+    """The lists with every entry that lies outside the cache as -1."""
+    return np.where(selection.indices < selection.num_slots, selection.indices, np.int32(-1))
+
+
+def sequences_do_not_mix(runner: Runner, spec: DecodeSpec) -> None:
+    """One call over a batch equals one call a sequence."""
+    batch = spec.build()
+    out, lse = runner.decode(batch)
+    for seq in range(batch.num_seqs):
+        got = runner.decode(batch.alone(seq))
+        decode_agrees(got, (out[seq : seq + 1], lse[seq : seq + 1]), f" of sequence {seq}")
+
+
+def tokens_do_not_mix(runner: Runner, spec: PrefillSpec) -> None:
+    batch = spec.build()
+    whole = runner.prefill(batch)
+    for token in range(len(batch.q)):
+        own = slice(token, token + 1)
+        alone = batch.change(**_each(batch, ("q", "indices", "topk_lens"), lambda array, own=own: array[own]))
+        prefill_agrees(runner.prefill(alone), [part[own] for part in whole], f" of token {token}")
+
+
+def order_is_free(runner: Runner, spec: DecodeSpec) -> None:
+    batch = spec.build().change(topk_lens=None, extra_topk_lens=None)
+    rng = np.random.default_rng(spec.seed)
+    same_decode(runner, batch.change(**_each(batch, LISTS, lambda lists: rng.permuted(lists, axis=-1))), batch)
+
+
+def order_is_free_in_prefill(runner: Runner, spec: PrefillSpec) -> None:
+    batch = spec.build().change(topk_lens=None)
+    shuffled = np.random.default_rng(spec.seed).permuted(batch.indices, axis=-1)
+    same_prefill(runner, batch.change(indices=shuffled), batch)
+
+
+def all_keys_listed_is_dense(runner: Runner, spec: DecodeSpec) -> None:
+    """A top-k over all keys, in any order, equals the dense call, a causal one included."""
+    batch = spec.build()
+    listed = np.random.default_rng(spec.seed).permuted(batch.listed(), axis=-1)
+    if not listed.shape[-1] or batch.kv_cache.shape[2] > 1:
+        return
+    same_decode(runner, batch.change(indices=listed, page_indices=None, kv_lens=None, causal=False), batch)
+
+
+def prefill_is_decode(runner: Runner, spec: PrefillSpec) -> None:
+    """Tokens that prefill from a cache get what sequences of one query token get."""
+    batch = spec.build()
+    if batch.kv.ndim == 3 or batch.kv.shape[2] > 1:
+        return
+    decode = DecodeBatch(
+        q=batch.q[:, None], kv_cache=batch.kv, indices=batch.indices, topk_lens=batch.topk_lens, d_v=batch.d_v,
+        sm_scale=batch.sm_scale, sinks=batch.sinks, dtype=batch.dtype, cache_dtype=batch.cache_dtype,
+    )  # fmt: skip
+    out, _, lse = runner.prefill(batch)
+    decode_agrees(runner.decode(decode), (out[:, None], lse[..., None]))
+
+
+def extra_cache_is_a_longer_list(runner: Runner, spec: DecodeSpec) -> None:
+    """Two caches and two lists equal one of each, end to end."""
+    batch = spec.build()
+    if batch.extra_kv_cache is None:
+        return
+    first, second = batch.selections()
+    rows = [latents.repaged(part.cache, part.format, np.arange(part.num_slots), 1) for part in (first, second)]
+    lists = [np.where(part.selects, part.indices, -1) for part in (first, second)]
+    lists[1] = np.where(lists[1] >= 0, lists[1] + first.num_slots, -1)
+    joined = np.concatenate(rows)
+    one = batch.change(
+        kv_cache=latents.repaged(joined, first.format, np.arange(len(joined)), spec.page_size),
+        indices=np.concatenate(lists, axis=-1).astype(np.int32),
+        topk_lens=None, extra_kv_cache=None, extra_indices=None, extra_topk_lens=None,
+    )  # fmt: skip
+    same_decode(runner, batch, one)
+
+
+def quantised_is_dequantised(runner: Runner, spec: DecodeSpec) -> None:
+    batch = spec.build()
+    same_decode(runner, batch, batch.widened())
+
+
+def quantised_is_dequantised_in_prefill(runner: Runner, spec: PrefillSpec) -> None:
+    batch = spec.build()
+    same_prefill(runner, batch, batch.widened())
+
+
+def a_double_is_its_multiplicity(runner: Runner, spec: DecodeSpec) -> None:
+    """Lists that name each key twice leave out as it is and add log 2 to the lse."""
+    batch = _cut(spec.build().change(sinks=None))
+    out, lse = runner.decode(batch)
+    twice = batch.change(**_each(batch, LISTS, lambda lists: np.concatenate([lists, lists], axis=-1)))
+    decode_agrees(runner.decode(twice), (out, lse.astype(np.float64) + np.log(2)))
+
+
+def a_double_is_its_multiplicity_in_prefill(runner: Runner, spec: PrefillSpec) -> None:
+    batch = spec.build()
+    batch = _cut_prefill(batch.change(sinks=None))
+    out, max_logits, lse = runner.prefill(batch)
+    twice = batch.change(indices=np.concatenate([batch.indices, batch.indices], axis=-1))
+    prefill_agrees(runner.prefill(twice), (out, max_logits, lse.astype(np.float64) + np.log(2)))
+
+
+def lengths_cut_lists(runner: Runner, spec: DecodeSpec) -> None:
+    """A length equals the list cut there, and one given to a sequence equals it given to each query."""
+    batch = spec.build()
+    same_decode(runner, batch, _cut(batch))
+    by_query = {
+        name: np.ascontiguousarray(part.lens)
+        for name, part in zip(LENS, batch.selections(), strict=False)
+        if getattr(batch, name) is not None
+    }
+    same_decode(runner, batch, batch.change(**by_query))
+
+
+def lengths_cut_lists_in_prefill(runner: Runner, spec: PrefillSpec) -> None:
+    batch = spec.build()
+    same_prefill(runner, batch, _cut_prefill(batch))
+
+
+def parts_merge(runner: Runner, spec: DecodeSpec) -> None:
+    """Results over disjoint parts of the lists merge through their lse into the result over all."""
+    batch = spec.build().widened().change(sinks=None)
+    first = np.arange(max(batch.indices.shape[-1], spec.extra_topk)) % 2 == 0  # type: ignore[union-attr]
+    parts = []
+    for shown in (first, ~first):
+        lists = _each(batch, LISTS, lambda lists, shown=shown: np.where(shown[: lists.shape[-1]], lists, -1))
+        parts.append(runner.decode(batch.change(**lists)))
+    shape = batch.q.shape[:3]
+    outs = np.stack([out.reshape(-1, *out.shape[2:]) for out, _ in parts])
+    lses = np.stack([np.swapaxes(lse, 1, 2).reshape(-1, shape[2]) for _, lse in parts])
+    out, lse = runner.merge(MergeBatch(outs=outs, lses=lses))
+    whole_out, whole_lse = runner.decode(batch)
+    got = out.reshape(whole_out.shape), np.swapaxes(lse.reshape(shape), 1, 2)
+    decode_agrees(got, (whole_out, whole_lse))
+
+
+def _share(sinks: NDArray[np.float32] | None, lse: NDArray[Any]) -> NDArray[np.float64]:
+    """What the sinks leave to the keys; `sinks` goes along the last axis."""
+    lse = lse.astype(np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        left = 1 / (1 + np.exp((-np.inf if sinks is None else sinks.astype(np.float64)) - lse))
+    return np.where(lse == -np.inf, 0.0, left)
+
+
+def _sinks(spec: DecodeSpec | PrefillSpec) -> list[NDArray[np.float32]]:
+    normal = np.random.default_rng(spec.seed).standard_normal(spec.heads).astype(np.float32)
+    return [np.full_like(normal, -np.inf), np.full_like(normal, np.inf), normal]
+
+
+def sinks_take_their_share(runner: Runner, spec: DecodeSpec) -> None:
+    """A sink of -inf changes nothing, one of +inf makes out 0, none changes the lse; a finite one is exact."""
+    batch = spec.build().change(sinks=None)
+    out, lse = runner.decode(batch)
+    for sinks in _sinks(spec):
+        left = _share(sinks, np.swapaxes(lse, 1, 2))
+        decode_agrees(runner.decode(batch.change(sinks=sinks)), (out * left[..., None], lse), f" with sink {sinks[0]}")
+
+
+def sinks_take_their_share_in_prefill(runner: Runner, spec: PrefillSpec) -> None:
+    batch = spec.build().change(sinks=None)
+    out, max_logits, lse = runner.prefill(batch)
+    for sinks in _sinks(spec):
+        want = out * _share(sinks, lse)[..., None], max_logits, lse
+        prefill_agrees(runner.prefill(batch.change(sinks=sinks)), want, f" with sink {sinks[0]}")
+
+
+def output_is_a_mixture(runner: Runner, spec: DecodeSpec) -> None:
+    """Constant values come back as themselves, times what the sinks leave, whatever the keys' other columns say."""
+    batch = spec.build()
+    ones = {selection.name: _with_ones(selection, spec.d_v) for selection in batch.selections()}
+    out, lse = runner.decode(batch.change(**ones))
+    share = _share(batch.sinks, np.swapaxes(lse, 1, 2))
+    agrees(out, np.broadcast_to(share[..., None], out.shape), "decode out", "out of constant values")
+
+
+def _with_ones(selection: Selection, d_v: int) -> latents.Cache:
+    cache, name = selection.cache.copy(), selection.format
+    if name == "plain":
+        cache[..., :d_v] = 1
+        return cache
+    layout, fields = CACHE_FORMATS[name], latents.fields_of(cache, name)
+    fields.values[...] = formats.stored(np.float32(1), "float8_e4m3fn")
+    fields.scales[...] = np.full(layout.values // layout.group, 1, "<f4").view(np.uint8) if name == "fp8_v32" else 127
+    if d_v > layout.values:
+        fields.rotary[...] = latents.bits_of_bfloat16(np.ones(layout.rotary, np.float32))
+    return cache
+
+
+def a_schedule_changes_nothing(runner: Runner, spec: DecodeSpec) -> None:
+    """Neither one made for the call nor one made for other lengths."""
+    batch = spec.build()
+    want = runner.decode(batch)
+    for num_parts, made_for in ((1, batch), (5, batch), (7, _of_other_lengths(batch))):
+        schedule = runner.schedule(schedule_batch(made_for, num_parts, overhead=num_parts % 3))
+        decode_agrees(runner.decode(batch, schedule=schedule), want, f" by a schedule of {num_parts} parts")
+
+
+def _of_other_lengths(batch: DecodeBatch) -> DecodeBatch:
+    if batch.indices is None:
+        return batch.change(**_each(batch, ("kv_lens",), lambda lens: 1000 - np.clip(lens, 0, 999)))
+    return batch.change(topk_lens=np.arange(batch.num_seqs, dtype=np.int32))
+
+
+def writing_is_quantising(runner: Runner, spec: LatentWriteSpec) -> None:
+    """Rows written one by one into a quantised cache are the bytes of that cache quantised as a whole."""
+    batch = spec.build()
+    num_pages, page_size = batch.cache.shape[:2]
+    rng = np.random.default_rng(spec.seed)
+    slots = rng.permutation(num_pages * page_size)
+    rows = formats.rounded(rng.standard_normal((len(slots), 1, batch.kv.shape[2])), spec.dtype)
+    kv = np.zeros((num_pages, page_size, *rows.shape[1:]), np.float32)
+    kv[slots // page_size, slots % page_size] = rows
+    options = {"power_of_two_scales": spec.power_of_two_scales, "dtype": spec.dtype}
+    whole = runner.quantize(QuantizeBatch(kv=kv, format=spec.format, **options))
+    empty = np.zeros_like(batch.cache)
+    written = runner.write_latents(
+        LatentWriteBatch(kv=rows, cache=empty, slot_mapping=slots.astype(np.int32), **options)
+    )
+    identical(canonical(written, spec.format), canonical(whole, spec.format), "cache")
+
+
+def what_is_dequantised_can_be_quantised(runner: Runner, spec: QuantizeSpec) -> None:
+    """Quantising loses at most half a step, and a second time nothing."""
+    batch = spec.build()
+    name, layout = spec.format, CACHE_FORMATS[spec.format]
+
+    def around(kv: NDArray[np.float32], dtype: str) -> NDArray[Any]:
+        cache = runner.quantize(batch.change(kv=kv, dtype=dtype))
+        return runner.dequantize(DequantizeBatch(cache=cache))
+
+    once = around(batch.kv, batch.dtype)
+    groups = np.abs(
+        batch.kv[..., : layout.values].reshape(*once.shape[:3], layout.values // layout.group, layout.group)
+    )
+    scale = np.repeat(np.maximum(groups.max(axis=-1) / 448, 1e-4), layout.group, axis=-1).astype(np.float64)
+    scale *= 2 if batch.power_of_two_scales else 1
+    rows = batch.kv[..., : layout.values].astype(np.float64)
+    error = np.abs(once[..., : layout.values] - rows)
+    worst = (error / (np.abs(rows) / 16 * 1.0001 + scale * 2.0**-10)).max(initial=0)
+    if worst > 1:
+        raise AssertionError(f"expected a {name} cache within half a step, got {worst:.3g} times that")
+    identical(once[..., layout.values :], formats.rounded(batch.kv[..., layout.values :], "bfloat16"), "rotary columns")
+    if batch.power_of_two_scales:
+        identical(around(once, "float32"), once, "rows quantised again")
+
+
+def positions_become_slots(runner: Runner, spec: SlotsSpec) -> None:
+    """Where each sequence's pages follow one another, a slot is the position plus that of the first page."""
+    batch = spec.build()
+    num_seqs, columns = batch.page_indices.shape
+    page_size = min(spec.page_size, 1000)
+    table = np.arange(num_seqs * columns, dtype=np.int32).reshape(num_seqs, columns)
+    got = runner.slots(SlotsBatch(positions=batch.positions, page_indices=table, page_size=page_size))
+    first = (np.arange(num_seqs) * columns * page_size).reshape(-1, *(1,) * (batch.positions.ndim - 1))
+    inside = (batch.positions >= 0) & (batch.positions < columns * page_size)
+    identical(got, np.where(inside, batch.positions + first, -1), "slots")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Law:
+    """A law, and the batches that it is about."""
+
+    holds: Callable[[Runner, Any], None]
+    specs: st.SearchStrategy[Any]
+
+
+_ANY = decode_specs(clean=True)
+_DENSE = decode_specs(clean=True, sparse=False)
+_SPARSE = decode_specs(clean=True, sparse=True)
+_PREFILL = prefill_specs(clean=True)
+_QUANTISED = tuple(CACHE_FORMATS)
+_WRITES = latent_write_specs(formats=_QUANTISED)
+_QUANTISED_VALUES = quantize_specs(special=False)
+
+MLA_LAWS: dict[str, Law] = {
+    "decode, a query that sees no key gives 0 and -inf": Law(blind_decode, _ANY),
+    "prefill, a query that selects no row gives 0 and -inf": Law(blind_prefill, _PREFILL),
+    "decode, what no query sees takes no part": Law(unread_in_decode, _ANY),
+    "prefill, what no query selects takes no part": Law(unread_in_prefill, _PREFILL),
+    "decode, pages may move": Law(pages_may_move, _ANY),
+    "decode, the page size is immaterial": Law(page_size_is_immaterial, _SPARSE),
+    "decode, sequences do not mix": Law(sequences_do_not_mix, _ANY),
+    "prefill, tokens do not mix": Law(tokens_do_not_mix, _PREFILL),
+    "decode, the order of a list is free": Law(order_is_free, _SPARSE),
+    "prefill, the order of a list is free": Law(order_is_free_in_prefill, _PREFILL),
+    "decode, a list of all keys is the dense call": Law(all_keys_listed_is_dense, _DENSE),
+    "prefill from a cache is decode": Law(prefill_is_decode, _PREFILL),
+    "decode, a second cache is one longer list": Law(
+        extra_cache_is_a_longer_list, decode_specs(clean=True, extra=True)
+    ),
+    "decode, a quantised cache is its dequantised values": Law(
+        quantised_is_dequantised, decode_specs(clean=True, formats=_QUANTISED)
+    ),
+    "prefill, a quantised cache is its dequantised values": Law(
+        quantised_is_dequantised_in_prefill, prefill_specs(clean=True, formats=_QUANTISED)
+    ),
+    "decode, a double is its multiplicity": Law(a_double_is_its_multiplicity, _SPARSE),
+    "prefill, a double is its multiplicity": Law(a_double_is_its_multiplicity_in_prefill, _PREFILL),
+    "decode, lengths cut lists": Law(lengths_cut_lists, _SPARSE),
+    "prefill, lengths cut lists": Law(lengths_cut_lists_in_prefill, _PREFILL),
+    "decode, parts merge through their lse": Law(parts_merge, _SPARSE),
+    "decode, sinks take their share and leave the lse": Law(sinks_take_their_share, _ANY),
+    "prefill, sinks take their share and leave the lse": Law(sinks_take_their_share_in_prefill, _PREFILL),
+    "decode, the output is a mixture of the values": Law(output_is_a_mixture, _ANY),
+    "decode, a schedule changes nothing": Law(a_schedule_changes_nothing, _ANY),
+    "latents, writing is quantising": Law(writing_is_quantising, _WRITES),
+    "latents, quantising loses half a step, and once": Law(what_is_dequantised_can_be_quantised, _QUANTISED_VALUES),
+    "latents, positions become slots": Law(positions_become_slots, slots_specs),
+}

@@ -1,0 +1,105 @@
+"""What the operations on latent caches must give, by the definition."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ragged_attention.calls.mla import scheduled_lens
+from ragged_attention.reference.dequantize_mla_cache import dequantize_mla_cache
+from ragged_attention.reference.make_decode_schedule import make_decode_schedule
+from ragged_attention.reference.mla_decode import mla_decode
+from ragged_attention.reference.page_indices_to_slots import page_indices_to_slots
+from ragged_attention.reference.quantize_mla_cache import quantize_mla_cache
+from ragged_attention.reference.sparse_mla_prefill import sparse_mla_prefill
+from ragged_attention.reference.write_mla_cache import write_mla_cache
+from ragged_attention.testing import formats, latents
+from ragged_attention.testing.compare import agrees, identical
+from ragged_attention.testing.latents import Cache
+from ragged_attention.testing.mla_batches import DecodeBatch, PrefillBatch
+from ragged_attention.testing.mla_cache_batches import (
+    DequantizeBatch,
+    LatentWriteBatch,
+    QuantizeBatch,
+    ScheduleBatch,
+    SlotsBatch,
+    schedule_batch,
+)
+from ragged_attention.testing.runners import Runner
+
+
+def prefill_agrees(got: Any, want: Any, what: str = "") -> None:
+    """Out, max_logits and lse of one call are those of another, or the definition's."""
+    for name, mine, theirs in zip(("out", "max_logits", "lse"), got, want, strict=True):
+        agrees(mine, theirs, f"prefill {name}", f"{name}{what}")
+
+
+def decode_agrees(got: Any, want: Any, what: str = "") -> None:
+    for name, mine, theirs in zip(("out", "lse"), got, want, strict=True):
+        agrees(mine, theirs, f"decode {name}", f"{name}{what}")
+
+
+def check_prefill(runner: Runner, batch: PrefillBatch, options: Mapping[str, Any] | None = None) -> None:
+    prefill_agrees(runner.prefill(batch, options=options), sparse_mla_prefill(**batch.arguments()))
+
+
+def check_decode(runner: Runner, batch: DecodeBatch, options: Mapping[str, Any] | None = None) -> None:
+    decode_agrees(runner.decode(batch, options=options), mla_decode(**batch.arguments()))
+
+
+def check_decode_by_schedule(runner: Runner, batch: DecodeBatch) -> None:
+    schedule = runner.schedule(schedule_batch(batch))
+    decode_agrees(runner.decode(batch, schedule=schedule), mla_decode(**batch.arguments()))
+
+
+def check_schedule(runner: Runner, batch: ScheduleBatch) -> None:
+    """The schedule is FlashMLA's, number by number."""
+    sparse, extra_lens = isinstance(batch.kv_lens, int), None
+    lens: Any = batch.kv_lens
+    if isinstance(batch.kv_lens, int):
+        lens = np.broadcast_to(scheduled_lens(batch.topk_lens, batch.kv_lens), (batch.batch_size,))
+    if batch.extra_topk is not None:
+        extra_lens = np.broadcast_to(scheduled_lens(batch.extra_topk_lens, batch.extra_topk), (batch.batch_size,))
+    got = runner.schedule(batch)
+    parts = runner.front.take_back(got.parts)
+    want = make_decode_schedule(lens, extra_lens, sparse, len(parts), batch.overhead)
+    identical(parts, want[0], "parts")
+    identical(runner.front.take_back(got.num_splits), want[1], "num_splits")
+    if batch.num_parts not in (None, len(parts)):
+        raise AssertionError(f"expected {batch.num_parts} parts, got {len(parts)}")
+
+
+def canonical(cache: Cache, name: str) -> Cache:
+    """A cache in which every NaN has the same bits, for their payloads and signs are nobody's business."""
+    if name == "plain":
+        return cache
+    cache = cache.copy()
+    fields = latents.fields_of(cache, name)
+    fields.values[fields.values == 0xFF] = 0x7F
+    nan = np.isnan(latents.from_bfloat16(fields.rotary))
+    fields.rotary[np.repeat(nan, 2, axis=-1)] = 0xFF
+    if name == "fp8_v32":
+        fields.scales[np.repeat(np.isnan(latents.scales_of(fields.scales, name)), 4, axis=-1)] = 0xFF
+    return cache
+
+
+def check_quantize(runner: Runner, batch: QuantizeBatch) -> None:
+    """The bytes are the definition's."""
+    want = quantize_mla_cache(**batch.arguments())
+    identical(canonical(runner.quantize(batch), batch.format), canonical(want, batch.format), "bytes")
+
+
+def check_dequantize(runner: Runner, batch: DequantizeBatch) -> None:
+    """The values are the definition's, rounded once."""
+    want = dequantize_mla_cache(**batch.arguments())
+    identical(runner.dequantize(batch), formats.rounded(want, batch.dtype), "rows")
+
+
+def check_latent_write(runner: Runner, batch: LatentWriteBatch) -> None:
+    """The tokens are in their slots, to the last bit, and nothing else has changed."""
+    want = write_mla_cache(**batch.arguments())
+    identical(canonical(runner.write_latents(batch), batch.format), canonical(want, batch.format), "cache")
+
+
+def check_slots(runner: Runner, batch: SlotsBatch) -> None:
+    identical(runner.slots(batch), page_indices_to_slots(**batch.arguments()), "slots")

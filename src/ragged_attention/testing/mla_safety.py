@@ -1,0 +1,154 @@
+"""Garbage for the operations on latent caches: any int32 in every index array, lengths and schedules included."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ragged_attention.testing.batches import garbage
+from ragged_attention.testing.mla_batches import DecodeBatch, DecodeSpec, PrefillBatch, PrefillSpec
+from ragged_attention.testing.mla_cache_batches import (
+    LatentWriteBatch,
+    LatentWriteSpec,
+    QuantizeSpec,
+    ScheduleSpec,
+    SlotsSpec,
+    schedule_batch,
+)
+from ragged_attention.testing.runners import Runner
+
+DTYPES = ("float32", "bfloat16", "float16")
+FORMATS = ("plain", "plain", "fp8_v32", "fp8_v4")
+
+
+def _common(rng: np.random.Generator, seed: int) -> dict[str, Any]:
+    return {
+        "format": str(rng.choice(FORMATS)),
+        "heads": int(rng.choice([1, 3, 17])),
+        "d_qk": int(rng.choice([48, 80])),
+        "d_v": int(rng.choice([16, 48])),
+        "dtype": str(rng.choice(DTYPES)),
+        "topk": int(rng.choice([1, 5, 20])),
+        "sinks": [None, "normal"][int(rng.integers(0, 2))],
+        "strided": bool(rng.random() < 0.3),
+        "seed": seed,
+    }
+
+
+def _wild(rng: np.random.Generator, array: np.ndarray | None, near: int) -> np.ndarray | None:
+    """Garbage of an array's shape; now and then the array as it is, so that single ones are tried among lawful ones."""
+    return array if array is None or rng.random() < 0.2 else garbage(rng, array.shape, near)
+
+
+def garbage_prefill(seed: int) -> PrefillBatch:
+    rng = np.random.default_rng(seed)
+    common = _common(rng, seed)
+    paged = common["format"] != "plain" or rng.random() < 0.5
+    batch = PrefillSpec(
+        **common,
+        rows=int(rng.choice([0, 1, 9])),
+        page_size=int(rng.choice([1, 3, 4])) if paged else None,
+        lens="inside",
+    ).build()
+    slots = batch.selection.num_slots
+    return batch.change(
+        indices=garbage(rng, batch.indices.shape, slots), topk_lens=_wild(rng, batch.topk_lens, batch.indices.shape[2])
+    )
+
+
+def garbage_decode(seed: int) -> DecodeBatch:
+    rng = np.random.default_rng(seed)
+    common, sparse = _common(rng, seed), bool(rng.random() < 0.5)
+    extra = sparse and rng.random() < 0.5
+    batch = DecodeSpec(
+        **common | {"topk": common["topk"] * sparse},
+        kv_lens=tuple(rng.integers(0, 20, rng.integers(1, 4)).tolist()),
+        q_tokens=int(rng.integers(1, 4)),
+        page_size=int(rng.choice([1, 3, 4])),
+        causal=not sparse and bool(rng.random() < 0.5),
+        spare_pages=int(rng.choice([0, 1])),
+        lens="inside" if sparse else None,
+        lens_by_query=bool(rng.random() < 0.5),
+        extra_topk=7 * extra,
+        extra_slots=int(rng.choice([0, 5])),
+        extra_lens="inside" if extra else None,
+    ).build()
+    num_slots = batch.kv_cache.shape[0] * batch.kv_cache.shape[1]
+    near = {"page_indices": len(batch.kv_cache), "kv_lens": 40, "indices": num_slots, "extra_indices": 6}
+    near |= {"topk_lens": common["topk"], "extra_topk_lens": 7}
+    return batch.change(**{name: _wild(rng, getattr(batch, name), limit) for name, limit in near.items()})
+
+
+def garbage_write(seed: int) -> LatentWriteBatch:
+    rng = np.random.default_rng(seed)
+    spec = LatentWriteSpec(
+        format=str(rng.choice(FORMATS)), tokens=int(rng.integers(0, 7)), num_pages=int(rng.choice([0, 1, 3])),
+        page_size=int(rng.choice([1, 3])), dtype=str(rng.choice(DTYPES)), strided=bool(rng.random() < 0.3), seed=seed,
+    )  # fmt: skip
+    batch = spec.build()
+    slots = garbage(rng, batch.slot_mapping.shape, batch.cache.shape[0] * batch.cache.shape[1])
+    wild = slots.astype(np.int64) << 8 if rng.random() < 0.3 else slots
+    return batch.change(kv=np.nan_to_num(batch.kv), slot_mapping=wild)
+
+
+def _finite(*results: np.ndarray) -> None:
+    out, *logs = results
+    if not np.isfinite(out).all() or any(np.isnan(log).any() for log in logs):
+        raise AssertionError("expected finite outputs from finite inputs, got others")
+
+
+def _prefill(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
+    _finite(*runner.prefill(garbage_prefill(seed), options=options))
+
+
+def _decode(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
+    _finite(*runner.decode(garbage_decode(seed), options=options))
+
+
+def _decode_by_garbage(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
+    """A schedule of garbage may give any numbers, but nothing is touched outside."""
+    batch, rng = garbage_decode(seed), np.random.default_rng(seed)
+    made = runner.schedule(schedule_batch(batch))
+    wild = {
+        name: garbage(rng, tuple(getattr(made, name).shape), batch.num_seqs + 3) for name in ("parts", "num_splits")
+    }
+    brought = {
+        name: runner.front.bring(array, "int32", layout="", place=runner.place, device=runner.device)
+        for name, array in wild.items()
+    }
+    runner.decode(batch, options=options, schedule=dataclasses.replace(made, **brought))
+
+
+def _write(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
+    del options
+    runner.write_latents(garbage_write(seed))
+
+
+def _quantize(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
+    del options
+    runner.quantize(QuantizeSpec(format=("fp8_v32", "fp8_v4")[seed % 2], special=True, seed=seed).build())
+
+
+def _schedule(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
+    del options
+    rng = np.random.default_rng(seed)
+    batch = ScheduleSpec(seqs=int(rng.choice([1, 3, 17])), seed=seed).build()
+    runner.schedule(batch.change(kv_lens=garbage(rng, (batch.batch_size,), 300)))
+
+
+def _slots(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
+    del options
+    runner.slots(SlotsSpec(seed=seed).build())
+
+
+# What is fed garbage, by the operation whose options it takes.
+EXAMPLES: tuple[tuple[str, Callable[[Runner, int, Mapping[str, Any]], None]], ...] = (
+    ("sparse_mla_prefill", _prefill),
+    ("mla_decode", _decode),
+    ("mla_decode", _decode_by_garbage),
+    ("write_mla_cache", _write),
+    ("quantize_mla_cache", _quantize),
+    ("make_decode_schedule", _schedule),
+    ("page_indices_to_slots", _slots),
+)

@@ -1,0 +1,130 @@
+"""The checks of the operations on latent caches, as `suite` takes them up."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from hypothesis import strategies as st
+
+from ragged_attention.testing import mla_corners
+from ragged_attention.testing.compare import identical
+from ragged_attention.testing.drawing import Check, built, drawn, on_corner, on_drawn, paths
+from ragged_attention.testing.mla_batches import DecodeBatch, DecodeSpec, PrefillSpec
+from ragged_attention.testing.mla_laws import MLA_LAWS
+from ragged_attention.testing.mla_oracle import (
+    check_decode,
+    check_decode_by_schedule,
+    check_dequantize,
+    check_latent_write,
+    check_prefill,
+    check_quantize,
+    check_schedule,
+    check_slots,
+)
+from ragged_attention.testing.mla_strategies import (
+    decode_specs,
+    dequantize_specs,
+    latent_write_specs,
+    prefill_specs,
+    quantize_specs,
+    schedule_specs,
+    slots_specs,
+)
+from ragged_attention.testing.runners import Absent, Runner
+
+Corners = Mapping[str, Callable[[], Any]]
+CORNERS: tuple[tuple[str, Callable[[Runner, Any], None], Corners], ...] = (
+    ("sparse prefill", check_prefill, mla_corners.PREFILL_CORNERS),
+    ("latent decode", check_decode, mla_corners.DECODE_CORNERS),
+    ("decode schedule", check_schedule, {name: spec.build for name, spec in mla_corners.SCHEDULES.items()}),
+    ("quantize latents", check_quantize, mla_corners.QUANTIZE_CORNERS),
+    ("dequantize latents", check_dequantize, mla_corners.DEQUANTIZE_CORNERS),
+    ("write latents", check_latent_write, mla_corners.LATENT_WRITE_CORNERS),
+    ("slots", check_slots, mla_corners.SLOTS_CORNERS),
+)
+CHECKS_OF_PATHS = {"sparse_mla_prefill": check_prefill, "mla_decode": check_decode}
+INVARIANT = DecodeSpec(topk=0, kv_lens=(300, 3, 70), page_size=16, heads=3, dtype="bfloat16")
+
+
+def check_invariance(runner: Runner, spec: DecodeSpec) -> None:
+    """In one split the bits of a sequence are the same alone and in a batch."""
+    if "num_splits" not in runner.tunables("mla_decode"):
+        raise Absent(f"{runner.backend} has no num_splits for mla_decode")
+    batch, options = spec.build(), {"num_splits": 1}
+    out, lse = runner.decode(batch, options=options)
+    for seq in range(batch.num_seqs):
+        own_out, own_lse = runner.decode(batch.alone(seq), options=options)
+        identical(own_out[0], out[seq], f"out of sequence {seq}")
+        identical(own_lse[0], lse[seq], f"lse of sequence {seq}")
+
+
+def check_decode_determinism(runner: Runner, spec: DecodeSpec) -> None:
+    batch = spec.build()
+    for name, one, other in zip(("out", "lse"), runner.decode(batch), runner.decode(batch), strict=True):
+        identical(one, other, name)
+
+
+def check_prefill_determinism(runner: Runner, spec: PrefillSpec) -> None:
+    batch = spec.build()
+    names = ("out", "max_logits", "lse")
+    for name, one, other in zip(names, runner.prefill(batch), runner.prefill(batch), strict=True):
+        identical(one, other, name)
+
+
+def _on_drawn_paths(operation: str, strategy: st.SearchStrategy[Any]) -> Callable[[Runner, int], int]:
+    check = CHECKS_OF_PATHS[operation]
+
+    def run(runner: Runner, examples: int) -> int:
+        pairs = st.tuples(strategy, st.sampled_from(paths(runner, operation)))
+        return drawn(runner, pairs, lambda pair: check(runner, pair[0].build(), pair[1]), examples)
+
+    return run
+
+
+def _on_every_path(operation: str, build: Callable[[], Any]) -> Callable[[Runner, int], int]:
+    check = CHECKS_OF_PATHS[operation]
+
+    def run(runner: Runner, examples: int) -> int:
+        del examples
+        batch, others = build(), paths(runner, operation)[1:]
+        for options in others:
+            check(runner, batch, options)
+        if isinstance(batch, DecodeBatch):
+            check_decode_by_schedule(runner, batch)
+        return len(others)
+
+    return run
+
+
+def corners() -> Iterator[Check]:
+    for what, check, builders in CORNERS:
+        for name, build in builders.items():
+            yield Check("corner", f"{what}, {name}", on_corner(check, build))
+    for name in mla_corners.PREFILLS_ON_EVERY_PATH:
+        run = _on_every_path("sparse_mla_prefill", mla_corners.PREFILL_CORNERS[name])
+        yield Check("corner", f"sparse prefill on every path, {name}", run)
+    for name in mla_corners.ON_EVERY_PATH:
+        run = _on_every_path("mla_decode", mla_corners.DECODE_CORNERS[name])
+        yield Check("corner", f"latent decode on every path, {name}", run)
+    yield Check("corner", "latent decode, bits whatever the batch", on_corner(check_invariance, lambda: INVARIANT))
+
+
+def agreement() -> Iterator[Check]:
+    yield Check("agreement", "sparse prefill on drawn batches", _on_drawn_paths("sparse_mla_prefill", prefill_specs()))
+    yield Check("agreement", "latent decode on drawn batches", _on_drawn_paths("mla_decode", decode_specs()))
+    for name, check, strategy, share in (
+        ("latent decode by a schedule", built(check_decode_by_schedule), decode_specs(), 0.2),
+        ("sparse prefill, the same bits again", check_prefill_determinism, prefill_specs(), 0.1),
+        ("latent decode, the same bits again", check_decode_determinism, decode_specs(), 0.1),
+        ("latent decode, bits whatever the batch", check_invariance, decode_specs(), 0.2),
+        ("decode schedule on drawn batches", built(check_schedule), schedule_specs(), 1.0),
+        ("quantize latents on drawn batches", built(check_quantize), quantize_specs(), 0.5),
+        ("dequantize latents on drawn batches", built(check_dequantize), dequantize_specs, 0.5),
+        ("write latents on drawn batches", built(check_latent_write), latent_write_specs(), 0.5),
+        ("slots on drawn batches", built(check_slots), slots_specs, 0.5),
+    ):
+        yield Check("agreement", name, on_drawn(check, strategy, share))
+
+
+def laws() -> Iterator[Check]:
+    for name, law in MLA_LAWS.items():
+        yield Check("law", name, on_drawn(law.holds, law.specs, 0.5))
