@@ -47,6 +47,10 @@ class Case:
     spare_pages: int = 1  # that nobody uses
 
     @property
+    def operation(self) -> str:
+        return "ragged_paged_attention"
+
+    @property
     def stored(self) -> str:
         return self.cache_dtype or self.dtype
 
@@ -245,17 +249,28 @@ def numpy_inputs(case: Case, seed: int = 0) -> dict[str, Any]:
     return _arguments(case, arrays | tables(case, seed))
 
 
+def torch_array(block: np.ndarray, shape: tuple[int, ...], dtype: str, device: Any) -> Any:
+    """A tensor of `shape` that repeats the values of `block`."""
+    import torch
+
+    count = math.prod(shape)
+    values = torch.from_numpy(block).to(device).to(getattr(torch, dtype))
+    bits = values.view(torch.uint8) if dtype in FORMATS else values  # not every operation knows 8-bit floats
+    return bits.repeat(-(-count // len(block)))[:count].view(values.dtype).view(shape)
+
+
+def jax_array(block: np.ndarray, shape: tuple[int, ...], dtype: str) -> Any:
+    """A jax array of `shape` that repeats the values of `block`."""
+    import jax.numpy as jnp
+
+    return jnp.resize(jnp.asarray(block).astype(dtype), shape)
+
+
 def torch_inputs(case: Case, seed: int = 0, device: Any = "cpu") -> dict[str, Any]:
     """Arguments for the torch front end, on `device`."""
     import torch
 
-    def expand(block: np.ndarray, shape: tuple[int, ...], dtype: str) -> Any:
-        count = math.prod(shape)
-        values = torch.from_numpy(block).to(device).to(getattr(torch, dtype))
-        bits = values.view(torch.uint8) if dtype in FORMATS else values  # not every operation knows 8-bit floats
-        return bits.repeat(-(-count // len(block)))[:count].view(values.dtype).view(shape)
-
-    arrays = {name: expand(*value) for name, value in _random_values(case, seed).items()}
+    arrays = {name: torch_array(*value, device) for name, value in _random_values(case, seed).items()}
     arrays |= {name: torch.from_numpy(table).to(device) for name, table in tables(case, seed).items()}
     return _arguments(case, arrays)
 
@@ -264,10 +279,7 @@ def jax_inputs(case: Case, seed: int = 0) -> dict[str, Any]:
     """Arguments for the jax front end, on its default device."""
     import jax.numpy as jnp
 
-    arrays = {
-        name: jnp.resize(jnp.asarray(block).astype(dtype), shape)
-        for name, (block, shape, dtype) in _random_values(case, seed).items()
-    }
+    arrays = {name: jax_array(*value) for name, value in _random_values(case, seed).items()}
     return _arguments(case, arrays | {name: jnp.asarray(table) for name, table in tables(case, seed).items()})
 
 
@@ -346,13 +358,3 @@ _MORE = (
     _batch("one_page_slot", "-", [(1, 1)], (1, 1, 16), page_size=1, spare_pages=0, return_lse=True),
 )
 COMPILED_ONLY = {case.name: case for case in _MORE}
-
-
-def find(name: str) -> Case:
-    """A case by name; `<name>_small` is its scaled-down version."""
-    known = CASES | COMPILED_ONLY
-    if name in known:
-        return known[name]
-    if name.removesuffix("_small") in known:
-        return scaled_down(known[name.removesuffix("_small")])
-    raise KeyError(f"expected a case among {', '.join(known)}, got {name!r}")

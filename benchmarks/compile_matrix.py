@@ -4,7 +4,8 @@
 
 Needs neither a GPU nor torch nor jax, and must run without TRITON_INTERPRET. Works with whichever Triton is imported
 and writes that version's section of docs/compile_matrix.md; with `--check` it compares instead. It fails on a kernel
-that does not compile, spills, needs more shared memory than the device has, or, on sm_90, does a prefill without wgmma.
+that does not compile, spills, needs more shared memory than the device has, or on sm_90 does without wgmma where there
+are rows for it.
 """
 
 import argparse
@@ -25,7 +26,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks import cases, compiling
+from benchmarks import cases, catalogue, compiling, mla_cases
+from benchmarks.mla_cases import LatentCase
 from ragged_attention import dispatch, samples
 from ragged_attention.calls import CALLS, Call
 
@@ -35,15 +37,28 @@ DOCUMENT = Path(__file__).parent.parent / "docs" / "compile_matrix.md"
 COVERING = (
     "decode_64x4k", "decode_64x4k_page1", "prefill_4k", "gpt_oss_window_64x4k", "gemma2_prefill_4k",
     "gemma4_global_prefill_4k", "fp8_64x4k", *cases.COMPILED_ONLY,
+    "mla_dense_h16_128x4k", "mla_dense_h128_128q2s4k", "mla_dense_fp8_h128_128x4k",
+    "mla_sparse_bf16_h128_32q2", "mla_sparse_h16_b8", "mla_sparse_h32_b8", "mla_sparse_h128_128q2",
+    "mla_sparse_v4_h64_128q2", "mla_prefill_h128_32k", "mla_prefill_fp8_h128_32k", *mla_cases.COMPILED_ONLY,
 )  # fmt: skip
 # Architectures that differ from one of the others in little but their shared memory get the shapes that fill it.
 FEWER = (
     "decode_64x4k", "prefill_4k", "gemma2_prefill_4k", "gemma4_global_prefill_4k", "fp8_64x4k", "float32_mixed",
-    "int8_mixed", "ratio_7_page_24",
+    "int8_mixed", "ratio_7_page_24", "mla_dense_h128_128q2s4k", "mla_sparse_h16_b8", "mla_sparse_v4_h64_128q2",
 )  # fmt: skip
 ALIKE = ("sm_86", "sm_100", "sm_120", "gfx950")
-# Writing and merging are plain copies, so fewer shapes cover them.
-COPYING = ("decode_64x4k", "fp8_64x4k", "float32_mixed", "int8_mixed", "phi_head_80_mixed", "one_page_slot")
+# Latent attention takes long to compile: sm_90 gets all of its cases, the other architectures one for each tile.
+LATENT_TILES = (
+    "mla_dense_h16_128x4k", "mla_dense_h128_128q2s4k", "mla_sparse_v4_h16", "mla_sparse_v4_h64_128q2",
+    "mla_sparse_h16_b8", "mla_sparse_h128_128q2", "mla_float32_h16", "mla_float32_fp8_h16", "mla_float32_v4_h16",
+)  # fmt: skip
+ATTENTIONS = ("ragged_paged_attention", "mla_decode", "sparse_mla_prefill")
+# All else is plain copying, so fewer shapes cover it.
+COPYING = (
+    "decode_64x4k", "fp8_64x4k", "float32_mixed", "int8_mixed", "phi_head_80_mixed", "one_page_slot",
+    "mla_sparse_h16_b8", "mla_sparse_v4_h64_128q2", "mla_float16_h32", "mla_float16_fp8_h16", "mla_narrow_24_heads",
+    "mla_float32_fp8_h16", "mla_one_of_everything",
+)  # fmt: skip
 
 # 64 rows of a wider output fill the registers of eight warps, so that whatever has wgmma there spills.
 LARGEST_WGMMA_HEAD = 256
@@ -51,10 +66,10 @@ LARGEST_WGMMA_HEAD = 256
 HEADER = """\
 # Compile matrix
 
-What the Triton kernels compile to, at the tiles their heuristics choose for the shapes of `benchmarks/cases.py`,
+What the Triton kernels compile to, at the tiles their heuristics choose for the shapes of `benchmarks/catalogue.py`,
 for GPUs that need not be there. Written by `make compile-matrix`, which fails on a kernel that does not compile,
-spills, needs more shared memory than the device has, or does a prefill on sm_90 without wgmma (in 16 bits, up to head
-size 256); CI compares.
+spills, needs more shared memory than the device has, or on sm_90 does without wgmma where there are 64 rows for it
+(in 16 bits; of pages up to head size 256, of latents plain ones); CI compares.
 
 Columns: block sizes of the tile; warps and stages of this launch; instructions in the code, as
 counts (wgmma: Hopper's matrix instructions, tcgen05: Blackwell's, mma: those of Ampere and later, mfma: AMD's,
@@ -97,8 +112,8 @@ def calls_for(case: str, arch: str) -> tuple[Call, ...]:
 
 
 def _calls_of(case: str, arch: str) -> list[Call]:
-    calls = cases.calls_of(cases.find(case), samples.device_of("torch", arch))
-    return [call for call in calls if call.OPERATION == "ragged_paged_attention" or case in COPYING]
+    calls = catalogue.calls_of(catalogue.find(case), samples.device_of("torch", arch))
+    return [call for call in calls if call.OPERATION in ATTENTIONS or case in COPYING]
 
 
 def declined(call: Call) -> str | None:
@@ -112,7 +127,9 @@ def launches_for(case: str, arch: str, call: int) -> tuple[compiling.Launch, ...
 
 def covering(arch: str) -> tuple[str, ...]:
     """The cases that are compiled for an architecture where none are named."""
-    return FEWER if arch in ALIKE else COVERING
+    if arch in ALIKE:
+        return FEWER
+    return tuple(name for name in COVERING if arch == "sm_90" or name in LATENT_TILES or not name.startswith("mla_"))
 
 
 def plan(names: Sequence[str] | None, archs: Iterable[str]) -> dict[str, tuple[Job, Row]]:
@@ -147,8 +164,7 @@ def missing_operations() -> list[str]:
     """Operations of the Triton room that no case calls."""
     room = importlib.import_module(dispatch.ROOMS["triton"])
     offered = {name for name in CALLS if importlib.util.find_spec(f"{room.__name__}.{name}")}
-    some = next(iter(cases.CASES.values()))
-    called = {call.OPERATION for call in cases.calls_of(some, samples.device_of("torch", "sm_90"))}
+    called = {call.OPERATION for name in covering("sm_90") for call in _calls_of(name, "sm_90")}
     return sorted(offered - called)
 
 
@@ -212,14 +228,25 @@ def failures(rows: Sequence[Row]) -> list[str]:
     """Everything that must not ship, one line each."""
     found = [f"{row.where}: {reason}" for row in rows if (reason := row.facts.failure)]
     for name in sorted({name for row in rows if row.arch == "sm_90" for name in row.cases}):
-        case = cases.find(name)
-        large = max(case.q_lens) * (case.num_q_heads // case.num_kv_heads) >= 64
-        if case.dtype == "float32" or not large or "speculative" in name or case.head_dim > LARGEST_WGMMA_HEAD:
+        if not _wants_wgmma(catalogue.find(name)):
             continue
         used = [row.facts for row in rows if row.arch == "sm_90" and name in row.cases]
         if not any("wgmma" in dict(facts.instructions) for facts in used):
             found.append(f"sm_90 ({name}): no launch uses wgmma")
     return found
+
+
+def _wants_wgmma(case: catalogue.AnyCase) -> bool:
+    """Whether a case has rows enough for Hopper's matrix instructions, in a type that they take."""
+    if case.dtype == "float32":
+        return False
+    if isinstance(case, LatentCase):
+        if case.format != "plain":  # decoded in registers, in tiles of fewer rows
+            return False
+        tokens = 1 if case.topk else case.num_q_tokens
+        return case.num_q_heads // case.num_kv_heads * tokens >= 64
+    large = max(case.q_lens) * (case.num_q_heads // case.num_kv_heads) >= 64
+    return large and "speculative" not in case.name and case.head_dim <= LARGEST_WGMMA_HEAD
 
 
 def section(version: str, rows: Sequence[Row], refused: Sequence[str]) -> str:
@@ -288,7 +315,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print("expected TRITON_INTERPRET to be unset, got 1: the interpreter compiles nothing")
         return 2
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # its default, of which it would warn
-    names = [*cases.CASES, *cases.COMPILED_ONLY] if options.case == ["all"] else options.case
+    names = [*catalogue.CASES, *catalogue.COMPILED_ONLY] if options.case == ["all"] else options.case
     archs = options.arch or compiling.ARCHITECTURES
     version = importlib.import_module("triton").__version__
     rows = compile_all(plan(names, archs), options.jobs, console)

@@ -93,6 +93,10 @@ class Recorder:
     def packed(self, array: Any) -> Any:
         return array
 
+    def words(self, array: Any, *, packed_rows: bool) -> Any:
+        del packed_rows
+        return array
+
     def on_host(self, function: Any, call: Any, outputs: Any, **extra: Any) -> Any:
         raise TypeError(f"expected only kernel launches, got the host function {function.__name__}")
 

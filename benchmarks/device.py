@@ -4,7 +4,7 @@
 
 Steps: env (versions, device, measured ceilings), conformance (every backend, both front ends), checks (torch.compile,
 graph replay with changed lengths, streams, no synchronisation), memcheck (any index values under compute-sanitizer),
-bench (the cases W1 to W8 with the peers present). Results are written as they come, as JSON and Markdown, and a later
+bench (the cases W1 to W12 with the peers present). Results are written as they come, as JSON and Markdown, and a later
 command with the same folder, device and commit goes on where the last one stopped, so each can stay short.
 """
 
@@ -28,15 +28,22 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import peers
-from benchmarks.cases import CASES, Case, scaled_down
+from benchmarks.catalogue import CASES, AnyCase, scaled_down
 from benchmarks.run import HEADS, Machine, Result, cells, default_backends, is_red, run_case, this_machine
 from ragged_attention.tuning import device_slug
 
 ROOT = Path(__file__).parent.parent
 STEPS = ("env", "conformance", "checks", "memcheck", "bench")
 PACKAGES = ("torch", "triton", "jax", "jaxlib", "jax-triton", "numpy", "flashinfer-python", "vllm")
-CHECKED = ("decode_64x4k", "mixed_2q2k_32q1s1k", "gpt_oss_window_64x4k", "fp8_64x4k", "speculative_64q4s4k")
-QUICK = ("decode_64x4k", "prefill_4k", "mixed_2q2k_32q1s1k", "gpt_oss_full_64x4k", "fp8_64x4k")
+CHECKED = (
+    "decode_64x4k", "mixed_2q2k_32q1s1k", "gpt_oss_window_64x4k", "fp8_64x4k", "speculative_64q4s4k",
+    "mla_dense_h128_128q2s4k", "mla_sparse_h16_b8", "mla_sparse_v4_h64_128q2", "mla_prefill_fp8_h128_32k",
+)  # fmt: skip
+QUICK = (
+    "decode_64x4k", "prefill_4k", "mixed_2q2k_32q1s1k", "gpt_oss_full_64x4k", "fp8_64x4k",
+    "mla_dense_h16_128x4k", "mla_sparse_h128_128q2", "mla_sparse_h16_b8", "mla_prefill_h128_32k",
+)  # fmt: skip
+REHEARSED = ("decode_64x4k", "mixed_2q2k_32q1s1k", "mla_sparse_h16_b8")
 
 
 @dataclasses.dataclass
@@ -152,7 +159,7 @@ def _apart(session: Session, command: list[str], meaning: dict[int, str]) -> dic
 def checks(session: Session) -> bool:
     from benchmarks import device_checks
 
-    cases = device_checks.small(CHECKED[:2] if session.rehearse else CHECKED, 48 if session.rehearse else 333)
+    cases = device_checks.small(REHEARSED if session.rehearse else CHECKED, 48 if session.rehearse else 333)
     backend = "eager" if session.rehearse else "triton"
     timed = None if session.rehearse else CASES["decode_64x4k"]
     found = device_checks.checks(cases, backend, session.device, timed=timed)
@@ -182,7 +189,7 @@ def bench(session: Session) -> bool:
     done = session.report.setdefault("bench", {})
     chosen = [case for case in CASES.values() if not session.quick or case.name in QUICK]
     if session.rehearse:
-        chosen = [scaled_down(CASES[name], length=48) for name in QUICK[:2]]
+        chosen = [scaled_down(CASES[name], length=48) for name in REHEARSED]
     machine = _machine(session)
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=session.console) as progress:
@@ -208,7 +215,7 @@ def _machine(session: Session) -> Machine:
     )
 
 
-def _one_case(case: Case, machine: Machine, session: Session) -> list[Result]:
+def _one_case(case: AnyCase, machine: Machine, session: Session) -> list[Result]:
     import torch
 
     rounds = 3 if session.rehearse else 20 if session.quick else 50
@@ -271,7 +278,7 @@ def _bench_lines(report: dict[str, Any]) -> list[str]:
         "Kernel time, cold L2 cache, median. `time / ours`: above 1, ours is faster. `host us`: a call, ungraphed."
     ]
     lines += ["", "| | " + " | ".join(HEADS) + " |", "|---" * (1 + len(HEADS)) + "|"]
-    for row in sorted(rows, key=lambda row: row.workload):
+    for row in sorted(rows, key=lambda row: (len(row.workload), row.workload)):
         lines.append(f"| {row.workload} | " + " | ".join(cell.replace("|", "/") for cell in cells(row)) + " |")
     if missing := report.get("bench_missing"):
         lines += ["", "Not reached in time: " + ", ".join(missing) + "."]

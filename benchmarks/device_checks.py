@@ -1,11 +1,15 @@
 """What only a device can show: capture and replay, compilation around the operators, streams, stray accesses."""
 
 import dataclasses
+import importlib
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import gate
-from benchmarks.cases import Case, scaled_down, torch_inputs
+import numpy as np
+
+from benchmarks import gate, mla_cases
+from benchmarks.catalogue import AnyCase, find, scaled_down, torch_inputs
+from benchmarks.mla_cases import LatentCase
 from benchmarks.run import to_numpy
 from ragged_attention.testing.compare import identical
 
@@ -19,53 +23,71 @@ class Check:
     message: str = ""
 
 
-def _attention(inputs: dict[str, Any], backend: str) -> Any:
-    from ragged_attention.torch import ragged_paged_attention
-
-    return ragged_paged_attention(**inputs, backend=backend)
+def _operation(case: AnyCase) -> Callable[..., Any]:
+    return getattr(importlib.import_module("ragged_attention.torch"), case.operation)
 
 
-def _right(case: Case, inputs: dict[str, Any], out: Any) -> None:
+def _first(result: Any) -> Any:
+    return result[0] if isinstance(result, tuple | list) else result
+
+
+def _attention(case: AnyCase, inputs: dict[str, Any], backend: str) -> Any:
+    return _first(_operation(case)(**inputs, backend=backend))
+
+
+def _right(case: AnyCase, inputs: dict[str, Any], out: Any) -> None:
     gate.check(case, inputs, out, to_numpy)
 
 
-def compiled(case: Case, backend: str, device: str) -> None:
+def compiled(case: AnyCase, backend: str, device: str) -> None:
     """`torch.compile(fullgraph=True)` around the call gives the call's own bits."""
     import torch
 
     inputs = torch_inputs(case, 1, device)
+    operation = _operation(case)
     by = "inductor" if device == "cuda" else "aot_eager"
-    function = torch.compile(lambda inputs: _attention(inputs, backend) * 1, fullgraph=True, backend=by)
+    function = torch.compile(
+        lambda inputs: _first(operation(**inputs, backend=backend)) * 1, fullgraph=True, backend=by
+    )
     out = function(inputs)
-    identical(to_numpy(out), to_numpy(_attention(inputs, backend)))
+    identical(to_numpy(out), to_numpy(_attention(case, inputs, backend)))
     _right(case, inputs, out)
 
 
-def replayed(case: Case, backend: str, device: str) -> None:
+def _changes(case: AnyCase) -> list[tuple[AnyCase, dict[str, np.ndarray]]]:
+    """Other lengths for a case, or other lists, then its own again: cases and the arrays that index them."""
+    if isinstance(case, LatentCase):
+        other, seed = (case, 3) if case.topk else (dataclasses.replace(case, kv_len=case.kv_len // 2 + 1), 2)
+        lens = np.full(case.num_seqs, other.kv_len, np.int32)
+        shorter = mla_cases.tables(other, seed) if case.topk else {"kv_lens": lens}
+        return [(other, shorter), (case, mla_cases.tables(case, 2))]
+    kv_lens = tuple(
+        max(q_len, kv_len * (1 + seq % 3) // 4)
+        for seq, (q_len, kv_len) in enumerate(zip(case.q_lens, case.kv_lens, strict=True))
+    )
+    lens = [np.array(lengths, np.int32) for lengths in (kv_lens, case.kv_lens)]
+    return [(dataclasses.replace(case, kv_lens=kv_lens), {"kv_lens": lens[0]}), (case, {"kv_lens": lens[1]})]
+
+
+def replayed(case: AnyCase, backend: str, device: str) -> None:
     """A captured call, replayed after the lengths and queries have changed in place, is right for the new ones."""
     import torch
 
     from benchmarks import timing
 
     inputs = torch_inputs(case, 2, device)
-    replay = timing.captured(lambda: _attention(inputs, backend))
-    shorter = dataclasses.replace(
-        case,
-        kv_lens=tuple(
-            max(q_len, kv_len * (1 + seq % 3) // 4)
-            for seq, (q_len, kv_len) in enumerate(zip(case.q_lens, case.kv_lens, strict=True))
-        ),
-    )
-    for changed in (shorter, case):
-        inputs["kv_lens"].copy_(torch.tensor(changed.kv_lens, dtype=torch.int32))
+    replay = timing.captured(lambda: _attention(case, inputs, backend))
+    for changed, tables in _changes(case):
+        for name, table in tables.items():
+            inputs[name].copy_(torch.from_numpy(table))
         inputs["q"].copy_(torch.randn(case.q_shape, device=device))
         out = replay()
         torch.cuda.synchronize()
         _right(changed, inputs, out)
-        identical(to_numpy(out), to_numpy(_attention(inputs, backend)))
+        identical(to_numpy(out), to_numpy(_attention(case, inputs, backend)))
 
 
-def on_another_stream(case: Case, backend: str, device: str) -> None:
+def on_another_stream(case: AnyCase, backend: str, device: str) -> None:
     """On a stream of its own the call waits for that stream's work and for nothing else's."""
     import torch
 
@@ -76,35 +98,36 @@ def on_another_stream(case: Case, backend: str, device: str) -> None:
     with torch.cuda.stream(stream):
         torch.cuda._sleep(20_000_000)  # what runs too early sees the NaN
         inputs["q"].copy_(queries)
-        out = _attention(inputs, backend)
+        out = _attention(case, inputs, backend)
     stream.synchronize()
     _right(case, inputs, out)
 
 
-def without_waiting(case: Case, backend: str, device: str) -> None:
+def without_waiting(case: AnyCase, backend: str, device: str) -> None:
     """The call never makes the host wait for the device."""
     import torch
 
     inputs = torch_inputs(case, 4, device)
-    _attention(inputs, backend)
+    _attention(case, inputs, backend)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        _attention(inputs, backend)
+        _attention(case, inputs, backend)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def flat_in_padding(case: Case, backend: str, device: str) -> None:
+def flat_in_padding(case: AnyCase, backend: str, device: str) -> None:
     """Ten times longer page tables with the same lengths cost under 3 % more."""
     import torch
 
     from benchmarks import timing
 
     inputs = torch_inputs(case, 5, device)
-    longer = dict(inputs, page_indices=torch.nn.functional.pad(inputs["page_indices"], (0, 9 * max(case.pages_needed))))
+    table = inputs["page_indices"]
+    longer = dict(inputs, page_indices=torch.nn.functional.pad(table, (0, 9 * table.shape[1])))
     candidates = {
-        name: timing.captured(lambda given=given: _attention(given, backend))
+        name: timing.captured(lambda given=given: _attention(case, given, backend))
         for name, given in (("as is", inputs), ("longer", longer))
     }
     times = timing.on_gpu(candidates, rounds=50)
@@ -118,9 +141,9 @@ ON_A_GPU = (compiled, replayed, on_another_stream, without_waiting)
 TIMED = (flat_in_padding,)
 
 
-def checks(cases: list[Case], backend: str, device: str, *, timed: Case | None = None) -> list[Check]:
+def checks(cases: list[AnyCase], backend: str, device: str, *, timed: AnyCase | None = None) -> list[Check]:
     """Every check on every case that the device allows."""
-    chosen: list[tuple[Callable[..., None], Case]] = [
+    chosen: list[tuple[Callable[..., None], AnyCase]] = [
         (check, case) for case in cases for check in (ON_A_GPU if device == "cuda" else ANYWHERE)
     ]
     if timed is not None and device == "cuda":
@@ -138,19 +161,17 @@ def checks(cases: list[Case], backend: str, device: str, *, timed: Case | None =
 
 def poke(seeds: int, backend: str = "triton", device: str = "cuda") -> None:
     """Run calls whose index arrays hold any values at all: under a memory checker, which sees every stray access."""
-    from ragged_attention.testing import runner_for
+    from ragged_attention.testing import mla_safety, runner_for, safety
     from ragged_attention.testing.runners import Declined
-    from ragged_attention.testing.safety import one_example
 
     runner = runner_for(backend, "torch", device)
     for seed in range(seeds):
-        try:
-            one_example(runner, seed, None)
-        except Declined:
-            continue
+        for _, example in (*safety.EXAMPLES, *mla_safety.EXAMPLES):
+            try:
+                example(runner, seed, {})
+            except Declined:
+                continue
 
 
-def small(names: tuple[str, ...], length: int = 333) -> list[Case]:
-    from benchmarks.cases import find
-
+def small(names: tuple[str, ...], length: int = 333) -> list[AnyCase]:
     return [scaled_down(find(name), length=length, sequences=6) for name in names]

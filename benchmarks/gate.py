@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cases import Case
+from benchmarks.catalogue import AnyCase
+from benchmarks.mla_cases import LatentCase
+from ragged_attention.reference.mla_decode import mla_decode
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention as definition
 from ragged_attention.testing.compare import agrees
 
@@ -39,9 +42,16 @@ def places(case: Case, sequences: int = 3) -> Iterator[Place]:
             yield Place(int(seq), int(starts[seq]) + begin, int(starts[seq]) + end, kv_len - q_len + end)
 
 
-def check(case: Case, inputs: dict[str, Any], out: Any, to_numpy: Any) -> None:
+def check(case: AnyCase, inputs: dict[str, Any], out: Any, to_numpy: Any) -> None:
     """Raise AssertionError where `out` is not what the definition gives. `to_numpy` brings arrays to the host: floats
     as float64, 8-bit floats as their bits."""
+    if isinstance(case, LatentCase):
+        _check_latents(case, inputs, out, to_numpy)
+    else:
+        _check_pages(case, inputs, out, to_numpy)
+
+
+def _check_pages(case: Case, inputs: dict[str, Any], out: Any, to_numpy: Any) -> None:
     page_indices = to_numpy(inputs["page_indices"])
     for place in places(case):
         pages = page_indices[place.seq, : -(-place.kv_len // case.page_size)].astype(np.int64)
@@ -60,6 +70,56 @@ def check(case: Case, inputs: dict[str, Any], out: Any, to_numpy: Any) -> None:
         )
         got = to_numpy(out[place.start : place.stop])
         agrees(got, want, case.dtype, f"{case.name}, sequence {place.seq}, rows {place.start} to {place.stop - 1}")
+
+
+def latent_places(case: LatentCase) -> Iterator[tuple[int, int]]:
+    """(sequence, query token): the first, a middle and the last of both."""
+    for seq in sorted({0, case.num_seqs // 2, case.num_seqs - 1}):
+        for token in sorted({0, case.num_q_tokens // 2, case.num_q_tokens - 1}):
+            yield seq, token
+
+
+def _check_latents(case: LatentCase, inputs: dict[str, Any], out: Any, to_numpy: Any) -> None:
+    kind = f"{'prefill' if case.prefill else 'decode'} out" if case.dtype != "float32" else case.dtype
+    for seq, token in latent_places(case):
+        place = token if case.prefill else (seq, token)
+        caches = []
+        for prefix in ("", "extra_") if case.extra_topk else ("",):
+            cache = inputs["kv" if case.prefill else f"{prefix}kv_cache"]
+            slots = _seen_slots(case, inputs, prefix, seq, token, to_numpy)
+            caches.append(_gathered_rows(cache, slots, to_numpy))
+        (cache, slots), *extra = caches
+        second = {"extra_kv_cache": extra[0][0], "extra_indices": extra[0][1]} if extra else {}
+        want, _ = mla_decode(
+            to_numpy(inputs["q"][place])[None, None],
+            cache,
+            indices=slots,
+            d_v=case.d_v,
+            sinks=to_numpy(inputs["sinks"]) if case.sinks else None,
+            **second,
+        )
+        agrees(to_numpy(out[place]), want[0, 0], kind, f"{case.name}, sequence {seq}, query {token}")
+
+
+def _seen_slots(case: LatentCase, inputs: Any, prefix: str, seq: int, token: int, to_numpy: Any) -> np.ndarray:
+    """The slots of the keys that one query sees."""
+    if case.topk:
+        lists = inputs[f"{prefix}indices"]
+        slots = to_numpy(lists[token, 0] if case.prefill else lists[seq, token]).astype(np.int64)
+        return slots[slots >= 0]
+    positions = np.arange(case.kv_len - (case.num_q_tokens - 1 - token if case.causal else 0))
+    pages = to_numpy(inputs["page_indices"][seq]).astype(np.int64)
+    return pages[positions // case.page_size] * case.page_size + positions % case.page_size
+
+
+def _gathered_rows(cache: Any, slots: np.ndarray, to_numpy: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The pages that slots lie in, as a cache of their own, and a list of the slots in it."""
+    page_size = cache.shape[1] if len(cache.shape) == 4 else 1
+    pages, place = np.unique(slots // page_size, return_inverse=True)
+    gathered = to_numpy(_index(cache, pages))
+    if len(cache.shape) == 3:
+        gathered = gathered[:, None]
+    return gathered, (place * page_size + slots % page_size)[None, None].astype(np.int32)
 
 
 def _gathered(kv_pages: Any, pages: np.ndarray, to_numpy: Any) -> Any:

@@ -21,7 +21,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import mla_peers
 from benchmarks.cases import Case
+from benchmarks.mla_cases import LatentCase
 
 FOLDER = Path(__file__).parent.parent / "peers"
 Run = Callable[[], Any]
@@ -35,8 +37,9 @@ class Peer:
     framework: str
     about: str
     absent: Callable[[], str | None]
-    declines: Callable[[Case], str | None]
-    prepare: Callable[[Case, dict[str, Any]], Run]
+    declines: Callable[[Any], str | None]
+    prepare: Callable[[Any, dict[str, Any]], Run]
+    kind: type = Case  # of the cases that it is a peer for
 
 
 def _needs(*modules: str, cuda: bool = False) -> Callable[[], str | None]:
@@ -422,6 +425,21 @@ def _cudnn_declines(case: Case) -> str | None:
     return "reads combined pages here" if not case.combined else _refuses(window=True, soft_cap=True, sinks=True)(case)
 
 
+# ---- latent attention
+
+
+def _flash_mla_absent() -> str | None:
+    return _needs("torch")() or mla_peers.flash_mla_absent(FOLDER)
+
+
+def _flash_mla(case: LatentCase, inputs: dict[str, Any]) -> Run:
+    return mla_peers.flash_mla(case, inputs, FOLDER)
+
+
+def _fa3_latents(case: LatentCase, inputs: dict[str, Any]) -> Run:
+    return mla_peers.fa3(case, inputs, _load_fa3())
+
+
 PEERS = (
     Peer(
         "sdpa", "torch", "torch's SDPA, a loop over gathered sequences", _needs("torch"),
@@ -438,6 +456,18 @@ PEERS = (
     Peer("fa3", "torch", "FlashAttention-3 as vLLM ships it", _fa3_absent, _refuses(), _fa3),
     Peer(
         "vllm-triton", "torch", "vLLM's Triton unified attention", _vllm_triton_absent, _vllm_declines, _vllm_triton
+    ),
+    Peer(
+        "sdpa-mla", "torch", "torch's SDPA over gathered latents, heads as rows", _needs("torch"),
+        mla_peers.sdpa_declines, mla_peers.sdpa, LatentCase,
+    ),
+    Peer(
+        "flashmla", "torch", "FlashMLA, heads padded to 64 or 128 where it asks for that", _flash_mla_absent,
+        mla_peers.flash_mla_declines, _flash_mla, LatentCase,
+    ),
+    Peer(
+        "fa3-mla", "torch", "FlashAttention-3 as vLLM ships it; a quantised cache as a bfloat16 copy", _fa3_absent,
+        mla_peers.fa3_declines, _fa3_latents, LatentCase,
     ),
     Peer("jax-reference", "jax", "JAX's reference under jit", _needs("jax"), _jax_declines, _jax_reference),
     Peer("jax-cudnn", "jax", "cuDNN's paged attention through JAX", _cudnn_absent, _cudnn_declines, _jax_cudnn),

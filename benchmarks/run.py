@@ -10,6 +10,7 @@ the clock. Without a GPU the cases are run scaled down.
 import argparse
 import dataclasses
 import functools
+import importlib
 import json
 import re
 import sys
@@ -22,7 +23,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks import gate, peers, timing
-from benchmarks.cases import CASES, Case, find, jax_inputs, scaled_down, torch_inputs
+from benchmarks.catalogue import CASES, AnyCase, find, jax_inputs, scaled_down, torch_inputs
 
 SMALL_LENGTH = 512  # of the longest sequence, where a CPU stands in
 
@@ -78,7 +79,7 @@ def default_backends(machine: Machine) -> list[str]:
     return ["triton", portable] if machine.gpu else [portable]
 
 
-def make_inputs(case: Case, machine: Machine, seed: int) -> dict[str, Any]:
+def make_inputs(case: AnyCase, machine: Machine, seed: int) -> dict[str, Any]:
     if machine.framework == "jax":
         return jax_inputs(case, seed)
     return torch_inputs(case, seed, "cuda" if machine.gpu else "cpu")
@@ -94,15 +95,14 @@ def to_numpy(array: Any) -> Any:
     return launcher.to_numpy(array)
 
 
-def our_call(case: Case, inputs: dict[str, Any], machine: Machine, backend: str) -> Callable[[], Any]:
+def our_call(case: AnyCase, inputs: dict[str, Any], machine: Machine, backend: str) -> Callable[[], Any]:
     """One call of the operation by a named backend, returning out."""
     if machine.framework == "torch":
-        from ragged_attention.torch import ragged_paged_attention
-
-        return functools.partial(ragged_paged_attention, **inputs, backend=backend)
+        function = getattr(importlib.import_module("ragged_attention.torch"), case.operation)
+        return functools.partial(function, **inputs, backend=backend)
     import jax
 
-    from ragged_attention.jax import ragged_paged_attention as attention
+    attention = getattr(importlib.import_module("ragged_attention.jax"), case.operation)
 
     arrays = {name: value for name, value in inputs.items() if hasattr(value, "shape") or isinstance(value, tuple)}
     rest = {name: value for name, value in inputs.items() if name not in arrays}
@@ -115,7 +115,7 @@ def _first(result: Any) -> Any:
 
 
 def run_case(
-    case: Case, machine: Machine, backends: Sequence[str], *, with_peers: bool, rounds: int, seed: int = 0
+    case: AnyCase, machine: Machine, backends: Sequence[str], *, with_peers: bool, rounds: int, seed: int = 0
 ) -> list[Result]:
     """Check, then time, every backend and peer on one case."""
     inputs = make_inputs(case, machine, seed)
@@ -150,11 +150,11 @@ def _gate_note(wrong: AssertionError) -> str:
 
 
 def _contenders(
-    case: Case, inputs: Any, machine: Machine, backends: Sequence[str], with_peers: bool, results: list[Result]
+    case: AnyCase, inputs: Any, machine: Machine, backends: Sequence[str], with_peers: bool, results: list[Result]
 ) -> list[tuple[str, Callable[[], Any]]]:
     found = [(backend, functools.partial(our_call, case, inputs, machine, backend)) for backend in backends]
     for peer in peers.PEERS if with_peers else ():
-        if peer.framework == machine.framework and peer.absent() is None:
+        if (peer.framework, peer.kind) == (machine.framework, type(case)) and peer.absent() is None:
             if why := peer.declines(case):
                 results.append(Result(case.name, case.workload, peer.name, why=why))
             else:
@@ -163,7 +163,7 @@ def _contenders(
 
 
 def _time(
-    calls: dict[str, Callable[[], Any]], results: dict[str, Result], case: Case, machine: Machine, rounds: int
+    calls: dict[str, Callable[[], Any]], results: dict[str, Result], case: AnyCase, machine: Machine, rounds: int
 ) -> None:
     if not calls:
         return

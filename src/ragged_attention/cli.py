@@ -5,6 +5,7 @@ one line and exit code 2.
 """
 
 import argparse
+import dataclasses
 import importlib
 import importlib.util
 import re
@@ -19,7 +20,7 @@ import ragged_attention
 from ragged_attention import config, dispatch
 from ragged_attention.calls import CALLS
 from ragged_attention.errors import InvalidInput, Unsupported
-from ragged_attention.samples import FRAMEWORKS, Sample, device_of
+from ragged_attention.samples import FRAMEWORKS, LatentSample, Sample, device_of, sample_of
 
 # Commands that parse their own arguments: module with `main(argv)`, what the command does.
 ELSEWHERE = {
@@ -83,24 +84,35 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_explain(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    default = Sample()
+    paged, latent = Sample(), LatentSample()
+
+    def default(name: str) -> str:
+        found = [str(getattr(sample, name)) for sample in (paged, latent)]
+        return f"default: {' or, of latents, '.join(dict.fromkeys(found))}"
+
     add("operation", metavar="OPERATION", help=", ".join(CALLS))
     add("--framework", choices=FRAMEWORKS, help="default: torch if it is installed, else jax")
     add("--device", help="cpu, cuda:0, ...; tpu, sm_90, gfx942, ... need not be here (default: this machine's)")
     add("--backend", help="a name, or an ordered list a,b,c (default: the configuration in force)")
-    add("--dtype", default=default.dtype, help="of the queries (default: %(default)s)")
+    add("--dtype", help=f"of the queries ({default('dtype')})")
+    add("--heads", type=_heads, help="query heads / KV heads (default: 32/8 or, of latents, 128/1)")
+    add("--page-size", type=int, help=default("page_size"))
+    add("--num-tokens", type=int, help=f"query tokens of the batch ({default('num_tokens')})")
+    add("--max-num-seqs", type=int, help=f"sequences ({default('max_num_seqs')})")
+    add("--max-len", type=int, help=f"positions a sequence can have ({default('max_len')})")
+    add("--sinks", action="store_true", default=None)
+    add = parser.add_argument_group("of paged attention").add_argument
     add("--cache-dtype", help="of the pages: float8_e4m3fn, float8_e5m2, int8 (default: as --dtype)")
-    add("--heads", type=_heads, default=(32, 8), help="query heads / KV heads (default: 32/8)")
-    add("--head-dim", type=int, default=default.head_dim, help="default: %(default)s")
-    add("--page-size", type=int, default=default.page_size, help="default: %(default)s")
-    add("--num-tokens", type=int, default=default.num_tokens, help="query tokens of the batch (default: %(default)s)")
-    add("--max-num-seqs", type=int, default=default.max_num_seqs, help="sequences (default: %(default)s)")
-    add("--max-len", type=int, default=default.max_len, help="positions a sequence can have (default: %(default)s)")
-    add("--split-pages", action="store_true", help="k_pages and v_pages apart")
+    add("--head-dim", type=int, help=f"default: {paged.head_dim}")
+    add("--split-pages", action="store_true", default=None, help="k_pages and v_pages apart")
     add("--sliding-window", type=int, help="default: none")
     add("--soft-cap", type=float, help="default: none")
-    add("--sinks", action="store_true")
-    add("--return-lse", action="store_true")
+    add("--return-lse", action="store_true", default=None)
+    add = parser.add_argument_group("of latent attention").add_argument
+    add("--cache-format", help=f"plain, fp8_v32 or fp8_v4 (default: {latent.cache_format})")
+    add("--d-qk", type=int, help="default: 512 of fp8_v4, else 576")
+    add("--d-v", type=int, help=f"default: {latent.d_v}")
+    add("--topk", type=int, help=f"keys that a query lists, 0 for a dense call (default: {latent.topk})")
     parser.set_defaults(run=_explain)
 
 
@@ -112,15 +124,14 @@ def _heads(text: str) -> tuple[int, int]:
 
 def _explain(parsed: argparse.Namespace) -> int:
     framework = parsed.framework or next((name for name in FRAMEWORKS if importlib.util.find_spec(name)), "torch")
-    taken = ("dtype", "cache_dtype", "head_dim", "page_size", "num_tokens", "max_num_seqs", "max_len", "split_pages",
-             "sliding_window", "soft_cap", "sinks", "return_lse")  # fmt: skip
-    num_q_heads, num_kv_heads = parsed.heads
+    fields = {field.name for kind in (Sample, LatentSample) for field in dataclasses.fields(kind)}
+    given = {name: value for name, value in vars(parsed).items() if name in fields and value is not None}
+    if parsed.heads:
+        given |= dict(zip(("num_q_heads", "num_kv_heads"), parsed.heads, strict=True))
     for name in ("page_size", "max_num_seqs", "max_len"):
-        if getattr(parsed, name) < 1:
-            raise InvalidInput(f"expected --{name.replace('_', '-')} >= 1, got {getattr(parsed, name)}")
-    sample = Sample(
-        num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, **{name: getattr(parsed, name) for name in taken}
-    )
+        if given.get(name, 1) < 1:
+            raise InvalidInput(f"expected --{name.replace('_', '-')} >= 1, got {given[name]}")
+    sample = sample_of(parsed.operation, **given)
     call = sample.call(parsed.operation, device_of(framework, parsed.device))
     answers = dispatch.answers(call, backend=parsed.backend)
     where = call.device.name or call.device.arch or call.device.platform

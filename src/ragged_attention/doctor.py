@@ -24,7 +24,7 @@ import ragged_attention
 from ragged_attention import config, dispatch
 from ragged_attention.calls import CALLS
 from ragged_attention.errors import BackendMissing, Unsupported
-from ragged_attention.samples import FRAMEWORKS, Sample, device_of
+from ragged_attention.samples import FRAMEWORKS, device_of, sample_of
 
 MODULES = ("numpy", "torch", "triton", "jax", "jax_triton")
 DISTRIBUTIONS = {"jax_triton": "jax-triton"}
@@ -192,7 +192,7 @@ def _pick(operation: str, framework: str, module: ModuleType | Exception) -> str
         return told(module)
     try:
         device = device_of(framework)
-        choice = dispatch.choose(Sample().call(operation, device))
+        choice = dispatch.choose(sample_of(operation).call(operation, device))
     except Exception as error:
         return told(error)
     return f"{choice.backend} on {device.name or device.platform}: {choice.tile}"

@@ -4,7 +4,7 @@ import dataclasses
 import importlib
 from typing import Any
 
-from ragged_attention.calls import CALLS, Call, Device
+from ragged_attention.calls import CACHE_FORMATS, CALLS, Call, Device
 from ragged_attention.devices import SHARED_MEMORY, shared_memory_of
 from ragged_attention.errors import InvalidInput
 
@@ -21,9 +21,19 @@ class FakeArray:
     dtype: str
 
 
+class _Sample:
+    """What a representative call is made of."""
+
+    def call(self, operation: str, device: Device) -> Call:
+        """The record of `operation` over arrays of these shapes, as if it came from `device`."""
+        if operation not in CALLS:
+            raise InvalidInput(f"expected operation to be one of {', '.join(CALLS)}, got {operation!r}")
+        return CALLS[operation](**getattr(self, f"_{operation}")(), device=device)  # type: ignore[call-arg]
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """What a representative call is made of; the defaults are an 8B model's decode of 32 sequences of up to 4096."""
+class Sample(_Sample):
+    """Of paged attention; the defaults are an 8B model's decode of 32 sequences of up to 4096."""
 
     dtype: str = "bfloat16"
     cache_dtype: str | None = None  # None: as dtype
@@ -39,12 +49,6 @@ class Sample:
     soft_cap: float | None = None
     sinks: bool = False
     return_lse: bool = False
-
-    def call(self, operation: str, device: Device) -> Call:
-        """The record of `operation` over arrays of these shapes, as if it came from `device`."""
-        if operation not in CALLS:
-            raise InvalidInput(f"expected operation to be one of {', '.join(CALLS)}, got {operation!r}")
-        return CALLS[operation](**getattr(self, f"_{operation}")(), device=device)  # type: ignore[call-arg]
 
     def _pages(self) -> Any:
         heads = self.num_kv_heads * (1 if self.split_pages else 2)
@@ -77,6 +81,89 @@ class Sample:
     def _merge_attention_states(self) -> dict[str, Any]:
         outs = (2, self.num_tokens, self.num_q_heads, self.head_dim)
         return {"outs": FakeArray(outs, self.dtype), "lses": FakeArray(outs[:-1], "float32")}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSample(_Sample):
+    """Of latent attention; the defaults are DeepSeek-V3.2's sparse decode of 32 sequences of up to 4096."""
+
+    dtype: str = "bfloat16"
+    cache_format: str = "fp8_v32"
+    num_q_heads: int = 128
+    num_kv_heads: int = 1
+    d_qk: int | None = None  # None: as the format has it, 576 where it is plain
+    d_v: int = 512
+    page_size: int = 64
+    num_tokens: int = 32
+    max_num_seqs: int = 32
+    max_len: int = 4096
+    topk: int = 2048  # 0: dense
+    sinks: bool = False
+
+    @property
+    def _width(self) -> int:
+        layout = CACHE_FORMATS.get(self.cache_format)
+        return self.d_qk or (layout.width if layout else 576)
+
+    def _cache(self) -> FakeArray:
+        layout = CACHE_FORMATS.get(self.cache_format)
+        pages = self.max_num_seqs * -(-self.max_len // self.page_size)
+        row = layout.token_bytes if layout else self._width
+        return FakeArray((pages, self.page_size, self.num_kv_heads, row), "uint8" if layout else self.dtype)
+
+    def _attention(self, tokens: tuple[int, ...]) -> dict[str, Any]:
+        return {
+            "q": FakeArray((*tokens, self.num_q_heads, self._width), self.dtype),
+            "d_v": self.d_v,
+            "sinks": FakeArray((self.num_q_heads,), "float32") if self.sinks else None,
+            "cache_format": self.cache_format,
+        }
+
+    def _sparse_mla_prefill(self) -> dict[str, Any]:
+        lists = FakeArray((self.num_tokens, self.num_kv_heads, self.topk), "int32")
+        return self._attention((self.num_tokens,)) | {"kv": self._cache(), "indices": lists}
+
+    def _mla_decode(self) -> dict[str, Any]:
+        seqs = self.max_num_seqs
+        tokens = (seqs, max(1, self.num_tokens // seqs))
+        keys = {
+            "page_indices": FakeArray((seqs, -(-self.max_len // self.page_size)), "int32"),
+            "kv_lens": FakeArray((seqs,), "int32"),
+        }
+        if self.topk:
+            keys = {"indices": FakeArray((*tokens, self.topk), "int32")}
+        return self._attention(tokens) | keys | {"kv_cache": self._cache()}
+
+    def _make_decode_schedule(self) -> dict[str, Any]:
+        return {"lens": FakeArray((self.max_num_seqs,), "int32"), "sparse": self.topk > 0, "num_parts": 132}
+
+    def _quantize_mla_cache(self) -> dict[str, Any]:
+        kv = FakeArray((*self._cache().shape[:3], self._width), self.dtype)
+        return {"kv": kv, "format": self.cache_format}
+
+    def _dequantize_mla_cache(self) -> dict[str, Any]:
+        return {"cache": self._cache(), "format": self.cache_format, "dtype": self.dtype}
+
+    def _write_mla_cache(self) -> dict[str, Any]:
+        new = FakeArray((self.num_tokens, self.num_kv_heads, self._width), self.dtype)
+        slots = FakeArray((self.num_tokens,), "int64")
+        return {"kv": new, "cache": self._cache(), "slot_mapping": slots, "cache_format": self.cache_format}
+
+    def _page_indices_to_slots(self) -> dict[str, Any]:
+        seqs = self.max_num_seqs
+        table = FakeArray((seqs, -(-self.max_len // self.page_size)), "int32")
+        positions = FakeArray((seqs, max(1, self.num_tokens // seqs), self.topk), "int32")
+        return {"positions": positions, "page_indices": table, "page_size": self.page_size}
+
+
+def sample_of(operation: str, **options: Any) -> Sample | LatentSample:
+    """A representative sample for an operation, changed by `options`, which are fields of it."""
+    kind = Sample if hasattr(Sample, f"_{operation}") else LatentSample
+    known = [field.name for field in dataclasses.fields(kind)]
+    for name in options:
+        if name not in known:
+            raise InvalidInput(f"expected options of {operation} to be among {', '.join(known)}, got {name}")
+    return kind(**options)
 
 
 def device_of(framework: str, name: str | None = None) -> Device:

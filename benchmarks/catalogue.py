@@ -1,0 +1,52 @@
+"""All named shapes, of paged attention and of latent attention, and what is asked of either kind."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from benchmarks import cases, mla_cases
+from benchmarks.cases import Case
+from benchmarks.mla_cases import LatentCase
+from ragged_attention.calls import Call, Device
+
+AnyCase = Case | LatentCase
+CASES: dict[str, AnyCase] = {**cases.CASES, **mla_cases.CASES}
+COMPILED_ONLY: dict[str, AnyCase] = {**cases.COMPILED_ONLY, **mla_cases.COMPILED_ONLY}
+
+
+def _module(case: AnyCase) -> Any:
+    return mla_cases if isinstance(case, LatentCase) else cases
+
+
+def find(name: str) -> Any:
+    """A case by name; `<name>_small` is its scaled-down version."""
+    known = CASES | COMPILED_ONLY
+    if name in known:
+        return known[name]
+    if name.removesuffix("_small") in known:
+        return scaled_down(known[name.removesuffix("_small")])
+    raise KeyError(f"expected a case among {', '.join(known)}, got {name!r}")
+
+
+def scaled_down(case: AnyCase, **sizes: int) -> Any:
+    """The same kind of batch, small enough for any machine."""
+    return _module(case).scaled_down(case, **sizes)
+
+
+def calls_of(case: AnyCase, device: Device) -> Iterable[Call]:
+    """Every operation that a serving step with this case runs, as records over fake arrays."""
+    return _module(case).calls_of(case, device)
+
+
+def torch_inputs(case: AnyCase, seed: int = 0, device: Any = "cpu") -> dict[str, Any]:
+    """Arguments for the torch front end, on `device`."""
+    return _module(case).torch_inputs(case, seed, device)
+
+
+def jax_inputs(case: AnyCase, seed: int = 0) -> dict[str, Any]:
+    """Arguments for the jax front end, on its default device."""
+    return _module(case).jax_inputs(case, seed)
+
+
+def numpy_inputs(case: AnyCase, seed: int = 0) -> dict[str, Any]:
+    """Arguments for the definition in `reference/`."""
+    return _module(case).numpy_inputs(case, seed)
