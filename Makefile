@@ -4,7 +4,7 @@ ARGS ?=
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
 
-.PHONY: demo test check conformance compile-matrix bench docs clean
+.PHONY: demo test check conformance compile-matrix flash-mla-matrix bench docs clean
 
 demo: .venv/demo
 	$(BIN)/ragged-attention demo $(ARGS)
@@ -23,6 +23,9 @@ conformance: .venv/all
 compile-matrix: .venv/all .triton36
 	$(BIN)/python -m benchmarks.compile_matrix $(ARGS)
 	PYTHONPATH=.triton36 $(BIN)/python -m benchmarks.compile_matrix $(ARGS)
+
+flash-mla-matrix: .venv/all
+	$(BIN)/python -m benchmarks.flash_mla_matrix $(ARGS)
 
 bench: .venv/all
 	$(BIN)/ragged-attention bench $(ARGS)

@@ -10,8 +10,8 @@ import dataclasses
 from pathlib import Path
 
 from ragged_attention import dispatch
-from ragged_attention.calls import FLOATS, QUANTIZED, Device
-from ragged_attention.samples import Sample, device_of
+from ragged_attention.calls import CACHE_FORMATS, FLOATS, QUANTIZED, Device
+from ragged_attention.samples import LatentSample, Sample, device_of
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BEGIN, END = "<!-- support table: written by `make docs` -->\n", "<!-- end of support table -->\n"
@@ -26,6 +26,16 @@ COLUMNS = {
 }
 DECODE = Sample()
 WIDE = dataclasses.replace(DECODE, num_tokens=512)
+LATENT = LatentSample()
+PLAIN = [LatentSample(cache_format="plain", dtype=dtype) for dtype in FLOATS]
+FP8 = [LatentSample(cache_format=name, dtype=dtype) for name in CACHE_FORMATS for dtype in FLOATS]
+ODD = "1, 3, 7, 16 heads; top-k of 100; pages of 1; sinks"
+ODD_SHAPES = [
+    *(LatentSample(num_q_heads=heads) for heads in (1, 3, 7, 16)),
+    LatentSample(topk=100),
+    LatentSample(page_size=1),
+    LatentSample(sinks=True),
+]
 # Row: the calls that must all be taken.
 ROWS = {
     ("ragged_paged_attention", "f32, f16, bf16"): [
@@ -46,6 +56,20 @@ ROWS = {
     ("write_kv_pages", "f32, f16, bf16"): [dataclasses.replace(DECODE, dtype=dtype) for dtype in FLOATS],
     ("write_kv_pages", "e4m3, e5m2, int8 cache"): [dataclasses.replace(DECODE, cache_dtype=name) for name in QUANTIZED],
     ("merge_attention_states", "f32, f16, bf16"): [dataclasses.replace(DECODE, dtype=dtype) for dtype in FLOATS],
+    ("mla_decode", "dense; f32, f16, bf16"): [dataclasses.replace(sample, topk=0) for sample in PLAIN],
+    ("mla_decode", "dense; fp8_v32, fp8_v4 cache"): [dataclasses.replace(sample, topk=0) for sample in FP8],
+    ("mla_decode", "sparse; f32, f16, bf16"): PLAIN,
+    ("mla_decode", "sparse; fp8_v32, fp8_v4 cache"): FP8,
+    ("mla_decode", ODD): ODD_SHAPES,
+    ("sparse_mla_prefill", "f32, f16, bf16"): [dataclasses.replace(sample, num_tokens=512) for sample in PLAIN],
+    ("sparse_mla_prefill", "fp8_v32, fp8_v4 cache"): [dataclasses.replace(sample, num_tokens=512) for sample in FP8],
+    ("sparse_mla_prefill", ODD): ODD_SHAPES,
+    ("make_decode_schedule", "dense, sparse"): [dataclasses.replace(LATENT, topk=topk) for topk in (0, 2048)],
+    ("quantize_mla_cache", "fp8_v32, fp8_v4"): FP8,
+    ("dequantize_mla_cache", "fp8_v32, fp8_v4"): FP8,
+    ("write_mla_cache", "f32, f16, bf16"): PLAIN,
+    ("write_mla_cache", "fp8_v32, fp8_v4 cache"): FP8,
+    ("page_indices_to_slots", "any"): [LATENT],
 }
 
 

@@ -11,7 +11,8 @@ row is never multiplied by its scales: its codes become float16 operands, exactl
 columns goes into the logits of that group and into the weights of that group's values. Such weights are held near 1
 by a second running maximum, over logit plus log2 of the key's scale.
 
-Logits are held in base 2. Queries of float16 meet bfloat16 latents in two parts whose sum they are.
+Logits are held in base 2. Queries that an 8-bit cache's operands would round, those of float16 beside bfloat16 and of
+float32 beside either, come in two parts: what rounding leaves, and what it loses.
 """
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
@@ -19,6 +20,7 @@ Logits are held in base 2. Queries of float16 meet bfloat16 latents in two parts
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false
 
 import dataclasses
+import math
 from typing import Any
 
 import triton
@@ -31,6 +33,7 @@ from ragged_attention.kernels_triton.blocks import (
     LOG2E,
     cdiv,
     decode,
+    expect_power_of_two,
     item_size,
     launchable,
     lost_to_rounding,
@@ -47,7 +50,6 @@ START_COST = 128  # of a program, in keys
 MERGE_COST = 4  # of a split more to merge, in keys
 SMALLEST_SHARED_MEMORY = 64 * 1024
 OLDER_COMPILER = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)  # needs 30 registers fewer than 3.9
-WGMMA = ("sm_90", "sm_100", "sm_103")  # where the matrix unit takes its operands from shared memory
 LARGEST_INT = 2**31 - 1
 
 
@@ -62,10 +64,7 @@ class Tile:
     num_splits: int = 1  # programs that share one job's keys at most; 1 gives bits that depend on nothing else
 
     def __post_init__(self) -> None:
-        for name, low, high in (("block_h", 16, 128), ("block_kv", 16, 128), ("num_warps", 1, 16)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value & (value - 1) or not low <= value <= high:
-                raise InvalidInput(f"expected {name} to be a power of two from {low} to {high}, got {value!r}")
+        expect_power_of_two(self, block_h=(16, 128), block_kv=(16, 128), num_warps=(1, 16))
         for name, high in (("num_stages", 8), ("num_splits", 256)):
             value = getattr(self, name)
             if not isinstance(value, int) or not 1 <= value <= high:
@@ -95,8 +94,11 @@ class Keys:
             slot = 0
         else:
             page, slot, head, _ = launch.strides(self.cache)
+        # Compilers learn that a number is a multiple of 16 or nothing; pages may begin at a multiple of less.
+        unit = math.gcd(page, 16)
         return {
-            "page_stride": page,
+            "page_stride": page // unit,
+            "PAGE_UNIT": unit,
             "slot_stride": slot,
             # What is never used must not spoil what compilers conclude about alignment.
             "head_stride": head if self.cache.shape[-2] > 1 else 0,
@@ -147,7 +149,14 @@ class Work:
 
 
 def why_not(call: Any) -> str | None:
-    return launchable(call, latent_kernel)
+    """Why the call cannot run here, None if it can."""
+    if reason := launchable(call, latent_kernel):
+        return reason
+    needed, budget = shared_bytes(call, 16, 16, 1), call.device.shared_memory
+    if budget and needed > budget:
+        wanted = f"expected d_qk of which 16 queries and 16 keys fit the {budget} bytes of shared memory"
+        return f"{wanted}, got {call.d_qk} in {dtype_name(call.q)}"
+    return None
 
 
 def columns(call: Any) -> tuple[int, int]:
@@ -158,7 +167,7 @@ def columns(call: Any) -> tuple[int, int]:
 
 
 def operand_size(call: Any) -> int:
-    return 4 if item_size(call.q) == 4 else 2
+    return item_size(call.q) if call.format == "plain" else 2
 
 
 def tile_for(call: Any, rows: int, jobs: int, keys: int, *, extra: bool) -> Tile:
@@ -187,10 +196,10 @@ def sizes(call: Any, rows: int, extra: bool) -> tuple[int, int, int, int]:
     if arch.startswith("gfx"):
         return min(rows, 32), 32 if plain else 16, 4, 1
     if rows <= 16:
-        return 16, 32, 8 if call.format == "fp8_v32" else 4, 2
+        return {"plain": (16, 32, 4, 2), "fp8_v4": (16, 32, 8, 2), "fp8_v32": (16, 16, 8, 2)}[call.format]
     if not plain:  # decoding takes registers, which 64 rows do not leave
-        return 32, 32 if call.format == "fp8_v4" else 16, 8, 2
-    if rows >= 64 and arch in WGMMA and not extra:
+        return (32, 16, 8, 2) if call.format == "fp8_v4" else (32, 16, 8, 1)
+    if rows >= 64 and arch == "sm_90" and not extra:  # wgmma
         return 64, 32 if OLDER_COMPILER else 16, 8, 2
     return 32, 32, 8, 2
 
@@ -246,7 +255,7 @@ def find_entry(entry, num_splits_ptr, num_seqs, num_entries, SCHEDULED: tl.const
             seq = tl.where(found, middle, seq)
             high = tl.where(found, high, middle)
         first = split_edge(num_splits_ptr, seq, num_entries)
-        split = entry - first
+        split = tl.where(entry < first, num_entries, entry - first)  # before all of them there is no work either
         count = split_edge(num_splits_ptr, seq + 1, num_entries) - first
     else:
         seq = entry // NUM_SPLITS
@@ -387,7 +396,7 @@ def query_times(q, q_lost, keys, logits, PARTS: tl.constexpr):
 @triton.jit
 def group_logits(q, q_lost, keys, scale, logits, FOLDED: tl.constexpr, PARTS: tl.constexpr):
     if FOLDED:
-        logits += matmul(q, tl.trans(keys), tl.zeros(logits.shape, tl.float32)) * scale[None, :]
+        logits += query_times(q, q_lost, keys, tl.zeros(logits.shape, tl.float32), PARTS) * scale[None, :]
     else:
         logits = query_times(q, q_lost, keys, logits, PARTS)
     return logits
@@ -409,8 +418,9 @@ def attend(
     highest, largest, total, acc0, acc1, acc2, acc3, acc_rest,
     cache_ptr, list_ptr, begin, end, last, limit, num_slots, page_stride, slot_stride, logit_scale,
     SPARSE: tl.constexpr, CAUSAL: tl.constexpr, FORMAT: tl.constexpr, CODES: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_KV: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
-    B_PAD: tl.constexpr, PARTS: tl.constexpr, REST_IS_VALUE: tl.constexpr,
+    PAGE_UNIT: tl.constexpr, BLOCK_KV: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, A: tl.constexpr,
+    B: tl.constexpr, B_PAD: tl.constexpr, GROUP_PARTS: tl.constexpr, PARTS: tl.constexpr,
+    REST_IS_VALUE: tl.constexpr,
 ):  # fmt: skip
     """Blocks [begin, end) of a list of keys.
 
@@ -420,7 +430,7 @@ def attend(
     FOLDED: tl.constexpr = FORMAT == "fp8_v32"
     for block in range(begin, end):
         position, page, place, readable = keys_of(list_ptr, block, last, num_slots, SPARSE, PAGE_SIZE, BLOCK_KV)
-        pages = cache_ptr + page.to(tl.int64) * page_stride + tl.zeros_like(place).to(tl.int64)
+        pages = cache_ptr + page.to(tl.int64) * page_stride * PAGE_UNIT + tl.zeros_like(place).to(tl.int64)
         rows = pages + place.to(tl.int64) * slot_stride
         logits = tl.zeros([q0.shape[0], BLOCK_KV], tl.float32)
         scale0 = logit_scale
@@ -433,14 +443,14 @@ def attend(
             scale2 = group_scale(rows, readable, 2)
             scale3 = group_scale(rows, readable, 3)
         keys0 = key_columns(pages, rows, place, readable, 0, FORMAT, CODES, PAGE_SIZE, A, WIDTH, q0.dtype)
-        logits = group_logits(q0, lost0, keys0, scale0, logits, FOLDED, PARTS)
+        logits = group_logits(q0, lost0, keys0, scale0, logits, FOLDED, GROUP_PARTS)
         if GROUPS == 4:
             keys1 = key_columns(pages, rows, place, readable, WIDTH, FORMAT, CODES, PAGE_SIZE, A, WIDTH, q0.dtype)
             keys2 = key_columns(pages, rows, place, readable, 2 * WIDTH, FORMAT, CODES, PAGE_SIZE, A, WIDTH, q0.dtype)
             keys3 = key_columns(pages, rows, place, readable, 3 * WIDTH, FORMAT, CODES, PAGE_SIZE, A, WIDTH, q0.dtype)
-            logits = group_logits(q1, lost1, keys1, scale1, logits, FOLDED, PARTS)
-            logits = group_logits(q2, lost2, keys2, scale2, logits, FOLDED, PARTS)
-            logits = group_logits(q3, lost3, keys3, scale3, logits, FOLDED, PARTS)
+            logits = group_logits(q1, lost1, keys1, scale1, logits, FOLDED, GROUP_PARTS)
+            logits = group_logits(q2, lost2, keys2, scale2, logits, FOLDED, GROUP_PARTS)
+            logits = group_logits(q3, lost3, keys3, scale3, logits, FOLDED, GROUP_PARTS)
         if FOLDED:
             rest = rotary_columns(rows, readable, 528).to(q_rest.dtype)
             logits = query_times(q_rest, lost_rest, rest, logits * unit[:, None], PARTS)
@@ -490,11 +500,11 @@ def query_columns(rows, valid, unit, FIRST: tl.constexpr, LAST: tl.constexpr, WI
     given = whole_columns(rows, valid, FIRST, LAST - FIRST, WIDTH)
     q = given
     lost = given
-    if FORMAT == "fp8_v32" and given.dtype != tl.float32:
-        q = narrow(given.to(tl.float32) / unit[:, None], tl.float16)
-    elif FORMAT == "fp8_v32":
-        q = given / unit[:, None]
-    elif FORMAT != "plain" and given.dtype == tl.float16:  # its keys are bfloat16
+    if FORMAT == "fp8_v32":  # its keys are float16
+        wide = given.to(tl.float32) / unit[:, None]
+        q = narrow(wide, tl.float16)
+        lost = lost_to_rounding(wide, q)
+    elif FORMAT != "plain" and given.dtype != tl.bfloat16:  # its keys are bfloat16
         q = narrow(given.to(tl.float32), tl.bfloat16)
         lost = lost_to_rounding(given.to(tl.float32), q)
     return q, lost
@@ -552,10 +562,11 @@ def latent_kernel(
     SPARSE: tl.constexpr, CAUSAL: tl.constexpr, HAS_LENS: tl.constexpr, HAS_EXTRA: tl.constexpr,
     HAS_EXTRA_LENS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_MAX: tl.constexpr, SCHEDULED: tl.constexpr,
     FORMAT: tl.constexpr, CODES: tl.constexpr, PAGE_SIZE: tl.constexpr, EXTRA_PAGE_SIZE: tl.constexpr,
+    PAGE_UNIT: tl.constexpr, EXTRA_PAGE_UNIT: tl.constexpr,
     NUM_Q: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     DV: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, A: tl.constexpr, B: tl.constexpr, B_PAD: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_KV: tl.constexpr, NUM_SPLITS: tl.constexpr,
-    MIN_BLOCKS: tl.constexpr,
+    GROUP_PARTS: tl.constexpr, PARTS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_KV: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_H rows of one job for one KV head, over one split of its keys. A job in one split is finished here.
 
@@ -624,7 +635,8 @@ def latent_kernel(
             q0, q1, q2, q3, lost0, lost1, lost2, lost3, q_rest, lost_rest, unit,
             highest, largest, total, acc0, acc1, acc2, acc3, acc_rest,
             cache, list_row, begin, end, last, limit, num_slots, page_stride, slot_stride, logit_scale,
-            SPARSE, CAUSAL, FORMAT, CODES, PAGE_SIZE, BLOCK_KV, GROUPS, WIDTH, A, B, B_PAD, PARTS, REST_IS_VALUE,
+            SPARSE, CAUSAL, FORMAT, CODES, PAGE_SIZE, PAGE_UNIT, BLOCK_KV, GROUPS, WIDTH, A, B, B_PAD,
+            GROUP_PARTS, PARTS, REST_IS_VALUE,
         )  # fmt: skip
         if HAS_EXTRA:
             highest, largest, total, acc0, acc1, acc2, acc3, acc_rest = attend(
@@ -632,8 +644,8 @@ def latent_kernel(
                 highest, largest, total, acc0, acc1, acc2, acc3, acc_rest,
                 extra_cache_ptr, extra_row, first_extra, last_extra, extra_last, limit, extra_num_slots,
                 extra_page_stride, extra_slot_stride, logit_scale,
-                SPARSE, CAUSAL, FORMAT, CODES, EXTRA_PAGE_SIZE, BLOCK_KV, GROUPS, WIDTH, A, B, B_PAD, PARTS,
-                REST_IS_VALUE,
+                SPARSE, CAUSAL, FORMAT, CODES, EXTRA_PAGE_SIZE, EXTRA_PAGE_UNIT, BLOCK_KV, GROUPS, WIDTH, A,
+                B, B_PAD, GROUP_PARTS, PARTS, REST_IS_VALUE,
             )  # fmt: skip
         regain = tl.full([BLOCK_H], 1.0, tl.float32)
         if FORMAT == "fp8_v32":
@@ -735,7 +747,8 @@ def codes_of(call: Any) -> str:
 
 def as_extra(arguments: dict[str, int]) -> dict[str, int]:
     """Arguments about the second cache, which serves one KV head."""
-    return {f"extra_{name}": value for name, value in arguments.items() if "head" not in name}
+    prefix = {True: "EXTRA_", False: "extra_"}
+    return {prefix[name.isupper()] + name: value for name, value in arguments.items() if "head" not in name}
 
 
 def shared_arguments(work: Work, tile: Tile, entries: int, max_logits: bool, launch: Any) -> dict[str, Any]:
@@ -770,6 +783,7 @@ def attention_arguments(work: Work, tile: Tile, launch: Any) -> dict[str, Any]:
     width, rest = columns(call)
     groups = 4 if width > 128 else 1
     seq_stride, token_stride, head_stride = work.q_strides
+    parts = 1 if call.format == "plain" or dtype_name(call.q) == "bfloat16" else 2
     return {
         "num_seqs": work.num_seqs,
         "q_seq_stride": seq_stride,
@@ -788,7 +802,9 @@ def attention_arguments(work: Work, tile: Tile, launch: Any) -> dict[str, Any]:
         "A": width,
         "B": rest,
         "B_PAD": max(16, next_power_of_2(rest)),
-        "PARTS": 2 if call.format != "plain" and dtype_name(call.q) == "float16" else 1,
+        # The products that a query column takes: with float16 codes of `fp8_v32`, and with bfloat16 columns.
+        "GROUP_PARTS": parts if call.format == "fp8_v4" else 2 if parts == 2 and item_size(call.q) == 4 else 1,
+        "PARTS": parts,
         "BLOCK_H": tile.block_h,
     }
 
