@@ -149,14 +149,7 @@ class Work:
 
 
 def why_not(call: Any) -> str | None:
-    """Why the call cannot run here, None if it can."""
-    if reason := launchable(call, latent_kernel):
-        return reason
-    needed, budget = shared_bytes(call, 16, 16, 1), call.device.shared_memory
-    if budget and needed > budget:
-        wanted = f"expected d_qk of which 16 queries and 16 keys fit the {budget} bytes of shared memory"
-        return f"{wanted}, got {call.d_qk} in {dtype_name(call.q)}"
-    return None
+    return launchable(call, latent_kernel)
 
 
 def columns(call: Any) -> tuple[int, int]:
@@ -176,7 +169,9 @@ def tile_for(call: Any, rows: int, jobs: int, keys: int, *, extra: bool) -> Tile
     `jobs` counts jobs times KV heads, `keys` is the longest list there can be. Tile sizes depend on neither, so that
     with `num_splits` 1 a sequence's bits do not depend on its batch.
     """
-    block_h, block_kv, num_warps, num_stages = sizes(call, min(max(16, next_power_of_2(rows)), 64), extra)
+    block_h, block_kv, num_warps, num_stages = sizes(
+        call, min(max(16, next_power_of_2(rows)), 16 if item_size(call.q) == 4 else 64), extra
+    )
     block_kv, num_stages = fit(call, block_h, block_kv, num_stages)
     slots = call.device.num_multiprocessors * (2 if block_h <= 16 else 1)
     return Tile(

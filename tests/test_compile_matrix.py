@@ -92,6 +92,30 @@ def test_check_tells_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "| 65 |" in console.export_text()
 
 
+def test_the_same_code_is_checked_by_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    console = pytest.importorskip("rich.console").Console()
+    planned = {str(number): (compile_matrix.Job("any", "sm_80", 0, number), row()) for number in range(20)}
+    compiled: list[int] = []
+
+    def compile_all(some: dict[str, Any], jobs: int, shown: object) -> list[compile_matrix.Row]:
+        compiled.append(len(some))
+        return [row(registers=registers) for registers in registers_now]
+
+    monkeypatch.setattr(compile_matrix, "compile_all", compile_all)
+    text = compile_matrix.merged("", "3.9.0", compile_matrix.section("3.9.0", [row()], [], "0123"))
+    part = compile_matrix.recorded(text, "3.9.0")
+    assert "Code 0123." in part
+    registers_now = [64, 64]
+    assert compile_matrix.spot_check(planned, part, 1, console) == []
+    registers_now = [65]
+    (wrong,) = compile_matrix.spot_check(planned, part, 1, console)
+    assert "65 | 0 |" in wrong
+    assert wrong.endswith("is not in compile_matrix.md")
+    assert compiled == [3, 3]
+    assert compile_matrix.digest(planned) == compile_matrix.digest(reversed(planned))
+    assert compile_matrix.digest(planned) != compile_matrix.digest(["0"])
+
+
 def test_interpreting_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert compile_matrix.main([]) == 2

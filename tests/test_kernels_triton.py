@@ -7,10 +7,7 @@ import numpy as np
 import pytest
 
 import ragged_attention as ra
-from ragged_attention import dispatch
-from ragged_attention.calls import MlaDecode
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention as definition
-from ragged_attention.samples import FakeArray, device_of
 from ragged_attention.testing.compare import agrees
 
 torch = pytest.importorskip("torch")
@@ -71,12 +68,3 @@ def test_scales_far_apart_are_honoured(smallest: int, largest: int, reach: float
     want, want_lse = rt.mla_decode(q.float(), cache, backend="reference", **call)
     assert float((out.double() - want).norm() / want.norm()) < 2**-9  # the output's own rounding
     agrees(lse.numpy(), want_lse.numpy(), "decode lse", "lse")
-
-
-def test_rows_too_wide_for_the_shared_memory_are_declined() -> None:
-    q, cache = FakeArray((1, 1, 16, 1024), "float32"), FakeArray((4, 16, 1, 1024), "float32")
-    table, lens = FakeArray((1, 4), "int32"), FakeArray((1,), "int32")
-    call = MlaDecode(q=q, kv_cache=cache, page_indices=table, kv_lens=lens, device=device_of("torch", "sm_86"))
-    reason = dispatch.load("mla_decode", "triton").why_not(call)
-    wanted = "expected d_qk of which 16 queries and 16 keys fit the 101376 bytes of shared memory"
-    assert reason == f"{wanted}, got 1024 in float32"
