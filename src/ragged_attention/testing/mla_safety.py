@@ -42,6 +42,7 @@ def _wild(rng: np.random.Generator, array: np.ndarray | None, near: int) -> np.n
 
 
 def garbage_prefill(seed: int) -> PrefillBatch:
+    """A sparse prefill whose lists and lengths are any int32."""
     rng = np.random.default_rng(seed)
     common = _common(rng, seed)
     paged = common["format"] != "plain" or rng.random() < 0.5
@@ -58,6 +59,7 @@ def garbage_prefill(seed: int) -> PrefillBatch:
 
 
 def garbage_decode(seed: int) -> DecodeBatch:
+    """A decode, dense or sparse, whose tables, lists and lengths are any int32."""
     rng = np.random.default_rng(seed)
     common, sparse = _common(rng, seed), bool(rng.random() < 0.5)
     extra = sparse and rng.random() < 0.5
@@ -81,6 +83,7 @@ def garbage_decode(seed: int) -> DecodeBatch:
 
 
 def garbage_write(seed: int) -> LatentWriteBatch:
+    """A write whose slots are any integers."""
     rng = np.random.default_rng(seed)
     spec = LatentWriteSpec(
         format=str(rng.choice(FORMATS)), tokens=int(rng.integers(0, 7)), num_pages=int(rng.choice([0, 1, 3])),

@@ -135,6 +135,7 @@ dequantize_specs = st.builds(
 
 @st.composite
 def latent_write_specs(draw: st.DrawFn, *, formats: tuple[str, ...] = FORMATS) -> LatentWriteSpec:
+    """Any lawful write into a latent cache."""
     format = draw(st.sampled_from(formats))
     return LatentWriteSpec(
         format=format,
@@ -165,6 +166,7 @@ slots_specs = st.builds(
 
 @st.composite
 def schedule_specs(draw: st.DrawFn) -> ScheduleSpec:
+    """Any lawful request for a schedule, dense or sparse."""
     topk = draw(st.sampled_from([0, 0, 1, 64, 100, 2048]))
     extra_topk = draw(st.sampled_from([None, 1, 128])) if topk else None
     return ScheduleSpec(

@@ -96,6 +96,7 @@ def _on_every_path(operation: str, build: Callable[[], Any]) -> Callable[[Runner
 
 
 def corners() -> Iterator[Check]:
+    """Every named batch of latents, once, as the backend's own heuristic would run it; some on every path."""
     for what, check, builders in CORNERS:
         for name, build in builders.items():
             yield Check("corner", f"{what}, {name}", on_corner(check, build))
@@ -109,6 +110,7 @@ def corners() -> Iterator[Check]:
 
 
 def agreement() -> Iterator[Check]:
+    """Drawn batches against the definition, and what must not change a bit."""
     yield Check("agreement", "sparse prefill on drawn batches", _on_drawn_paths("sparse_mla_prefill", prefill_specs()))
     yield Check("agreement", "latent decode on drawn batches", _on_drawn_paths("mla_decode", decode_specs()))
     for name, check, strategy, share in (
@@ -126,5 +128,6 @@ def agreement() -> Iterator[Check]:
 
 
 def laws() -> Iterator[Check]:
+    """What holds of latent attention without an oracle."""
     for name, law in MLA_LAWS.items():
         yield Check("law", name, on_drawn(law.holds, law.specs, 0.5))
