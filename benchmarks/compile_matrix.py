@@ -3,9 +3,9 @@
     python -m benchmarks.compile_matrix [--check] [--arch sm_90 ...] [--case NAME ...] [--jobs N]
 
 Needs neither a GPU nor torch nor jax, and must run without TRITON_INTERPRET. Works with whichever Triton is imported
-and writes that version's section of docs/compile_matrix.md; with `--check` it compares instead, by sample where the code is that of the document. It fails on a kernel
-that does not compile, spills, needs more shared memory than the device has, or on sm_90 does without wgmma where there
-are rows for it.
+and writes that version's section of docs/compile_matrix.md; with `--check` it compares instead, by sample where the
+code is that of the document. It fails on a kernel that does not compile, spills, needs more shared memory than the
+device has, or on sm_90 does without wgmma where there are rows for it.
 """
 
 import argparse
@@ -61,7 +61,7 @@ COPYING = (
     "mla_float32_fp8_h16", "mla_one_of_everything",
 )  # fmt: skip
 
-SPOT_CHECK = 8  # of so many compilations one is done again where nothing has changed
+SPOT_CHECK = 16  # of so many compilations one is done again where nothing has changed
 
 # 64 rows of a wider output fill the registers of eight warps, so that whatever has wgmma there spills.
 LARGEST_WGMMA_HEAD = 256
@@ -73,7 +73,7 @@ What the Triton kernels compile to, at the tiles their heuristics choose for the
 for GPUs that need not be there. Written by `make compile-matrix`, which fails on a kernel that does not compile,
 spills, needs more shared memory than the device has, or on sm_90 does without wgmma where there are 64 rows for it
 (in 16 bits; of pages up to head size 256, of latents plain ones). CI compares: all of it where the code is not the one
-whose digest is given, else one compilation in eight.
+whose digest is given, else one compilation in sixteen.
 
 Columns: block sizes of the tile; warps and stages of this launch; instructions in the code, as
 counts (wgmma: Hopper's matrix instructions, tcgen05: Blackwell's, mma: those of Ampere and later, mfma: AMD's,

@@ -89,11 +89,12 @@ def output_is_a_mixture(runner: Runner, spec: Spec) -> None:
     split(like_pages(batch.kv_pages, ones))[1][...] = formats.stored(np.float32(1), batch.cache_dtype)
     out, lse = runner.attention(batch.change(kv_pages=like_pages(batch.kv_pages, ones)))
     share = _share(batch, lse) * np.repeat(per_head(batch.v_scale, batch.num_kv_heads), batch.group)
-    agrees(out, np.broadcast_to(share[..., None], out.shape), batch.kind, "out of constant values")
+    agrees(out, np.broadcast_to(share[..., None], out.shape), batch.kind, "out of constant values", constant=True)
     values = formats.values_of(split(batch.kv_pages)[1], batch.cache_dtype)
     highest = np.abs(values).max(initial=0) * np.abs(per_head(batch.v_scale, batch.num_kv_heads)).max()
     out, _ = runner.attention(batch)
-    agrees(np.maximum(np.abs(out), highest), np.full_like(out, highest), batch.kind, "|out| over the largest |value|")
+    what = "|out| over the largest |value|"
+    agrees(np.maximum(np.abs(out), highest), np.full_like(out, highest), batch.kind, what, constant=True)
 
 
 def _share(batch: Batch, lse: np.ndarray) -> np.ndarray:
