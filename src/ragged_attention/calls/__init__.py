@@ -20,6 +20,7 @@ from ragged_attention.calls.base import Call as Call
 from ragged_attention.calls.base import Device as Device
 from ragged_attention.calls.base import dtype_name as dtype_name
 from ragged_attention.calls.base import expect_bool as expect_bool
+from ragged_attention.calls.base import expect_count as expect_count
 from ragged_attention.calls.base import is_array as is_array
 from ragged_attention.calls.base import is_number as is_number
 from ragged_attention.calls.mla import CACHE_FORMATS as CACHE_FORMATS

@@ -75,6 +75,14 @@ def expect_number(name: str, value: Any, *, positive: bool = False) -> None:
         raise InvalidInput(f"expected {name} > 0, got {value}")
 
 
+def expect_count(name: str, value: Any, least: int) -> None:
+    """Check a plain integer of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"expected {name} to be an int, got {type(value).__name__}")
+    if value < least:
+        raise InvalidInput(f"expected {name} >= {least}, got {value}")
+
+
 def expect_bool(name: str, value: Any) -> None:
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"expected {name} to be a bool, got {type(value).__name__}")

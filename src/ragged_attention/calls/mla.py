@@ -13,6 +13,7 @@ from ragged_attention.calls.base import (
     dtype_name,
     expect_array,
     expect_bool,
+    expect_count,
     expect_number,
     is_array,
 )
@@ -551,12 +552,8 @@ class MakeDecodeSchedule(Call):
         expect_array("topk_lens" if self.sparse else "kv_lens", self.lens, "S", ("int32",), {})
         if self.extra_lens is not None:
             expect_array("extra_topk_lens", self.extra_lens, "S", ("int32",), {"S": self.lens.shape[0]})
-        for name, least in (("num_parts", 1), ("overhead", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"expected {name} to be an int, got {type(value).__name__}")
-            if value < least:
-                raise InvalidInput(f"expected {name} >= {least}, got {value}")
+        expect_count("num_parts", self.num_parts, 1)
+        expect_count("overhead", self.overhead, 0)
 
     @property
     def num_seqs(self) -> int:
@@ -753,10 +750,7 @@ class PageIndicesToSlots(Call):
         expect_array("positions", self.positions, letters, ("int32",), {})
         sizes = dict(zip("S", self.positions.shape, strict=False))
         expect_array("page_indices", self.page_indices, "S M", ("int32",), sizes)
-        if not isinstance(self.page_size, int) or isinstance(self.page_size, bool):
-            raise TypeError(f"expected page_size to be an int, got {type(self.page_size).__name__}")
-        if self.page_size < 1:
-            raise InvalidInput(f"expected page_size >= 1, got {self.page_size}")
+        expect_count("page_size", self.page_size, 1)
 
     def check_values(self) -> None:
         """No value is unlawful: what names no slot becomes -1."""

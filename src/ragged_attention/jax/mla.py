@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ragged_attention.calls import DecodeSchedule, documented, is_array, schedule_arrays
+from ragged_attention.calls import DecodeSchedule, documented, expect_count, is_array, schedule_arrays
 from ragged_attention.calls.base import expect_array
 from ragged_attention.errors import InvalidInput
 from ragged_attention.jax import execute
@@ -187,7 +187,7 @@ def _schedule_form(
     """The lengths as the record takes them, from those of a dense call or from a sparse one's top-k."""
     heads = _form(num_q_tokens=num_q_tokens, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads)
     for name, value in {"batch_size": brought(batch_size), **heads}.items():
-        _expect_count(name, value, 0 if name == "batch_size" else 1)
+        expect_count(name, value, 0 if name == "batch_size" else 1)
     if num_q_heads % num_kv_heads:
         raise InvalidInput(f"expected num_q_heads to be a multiple of {num_kv_heads=}, got {num_q_heads}")
     lists = _form(topk_lens=topk_lens, extra_topk=extra_topk, extra_topk_lens=extra_topk_lens)
@@ -225,20 +225,13 @@ def _sparse_lens(
 
 def _list_lens(name: str, most: Any, lens_name: str, lens: Any, shape: tuple[int, int]) -> jax.Array:
     """For each sequence the length of its longest list, held within what a list can hold."""
-    _expect_count(name, most, 1)
+    expect_count(name, most, 1)
     if lens is None:
         return jnp.full(shape[:1], most, jnp.int32)
     rank = len(lens.shape) if is_array(lens) else 1
     expect_array(lens_name, lens, "S Q" if rank == 2 else "S", ("int32",), dict(zip("SQ", shape, strict=True)))
     held = jnp.clip(lens, 0, most)
     return held.max(axis=1) if rank == 2 else held
-
-
-def _expect_count(name: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"expected {name} to be an int, got {type(value).__name__}")
-    if value < least:
-        raise InvalidInput(f"expected {name} >= {least}, got {value}")
 
 
 FORMS = {

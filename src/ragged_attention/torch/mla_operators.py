@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ragged_attention.calls import CALLS, expect_bool, schedule_arrays
+from ragged_attention.calls import CALLS, expect_bool, expect_count, schedule_arrays
 from ragged_attention.errors import InvalidInput
 from ragged_attention.torch.execute import define, number
 from ragged_attention.torch.launcher import DTYPES, device_facts
@@ -42,9 +42,9 @@ def schedule_form(
 
     That is `programs`: how many programs work side by side on one range of keys, one for each 64 rows of queries.
     """
-    _expect_int("batch_size", batch_size, 0)
+    expect_count("batch_size", batch_size, 0)
     for name, value in (("num_q_tokens", num_q_tokens), ("num_q_heads", num_q_heads), ("num_kv_heads", num_kv_heads)):
-        _expect_int(name, value, 1)
+        expect_count(name, value, 1)
     if num_q_heads % num_kv_heads:
         raise InvalidInput(f"expected num_q_heads to be a multiple of {num_kv_heads=}, got {num_q_heads}")
     if isinstance(kv_lens, torch.Tensor):
@@ -72,7 +72,7 @@ def schedule_form(
 
 def _list_lens(name: str, most: Any, lens_name: str, lens: Any, shape: tuple[int, int], device: Any) -> torch.Tensor:
     """For each sequence the length of its longest list, held within what a list can hold."""
-    _expect_int(name, most, 1)
+    expect_count(name, most, 1)
     if lens is None:
         return torch.full(shape[:1], most, dtype=torch.int32, device=device)
     if not isinstance(lens, torch.Tensor):
@@ -84,13 +84,6 @@ def _list_lens(name: str, most: Any, lens_name: str, lens: Any, shape: tuple[int
         raise InvalidInput(f"expected {lens_name}.shape to be {wanted}, got {list(lens.shape)}")
     held = lens.clamp(0, most)
     return held.amax(1) if held.dim() == 2 else held
-
-
-def _expect_int(name: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"expected {name} to be an int, got {type(value).__name__}")
-    if value < least:
-        raise InvalidInput(f"expected {name} >= {least}, got {value}")
 
 
 def quantize_form(kv: Any, format: Any, power_of_two_scales: Any = True) -> tuple[Any, ...]:
