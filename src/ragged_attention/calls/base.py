@@ -31,9 +31,11 @@ class Device:
     platform: str  # cuda | rocm | tpu | cpu | mps | xpu
     name: str = ""
     arch: str = ""  # sm_90, gfx942, ...
-    num_multiprocessors: int = 1
-    shared_memory: int = 0  # bytes one program can have
+    num_multiprocessors: int = 1  # of a TPU its cores
+    shared_memory: int = 0  # bytes one program can have; of a TPU a core's vector memory (VMEM)
+    scalar_memory: int = 0  # of a TPU a core's scalar memory (SMEM), bytes
     no_triton: str | None = None  # why the front end cannot launch Triton kernels here
+    no_pallas: str | None = None  # why it cannot launch Pallas TPU kernels here
 
 
 NOWHERE = Device(framework="numpy", platform="cpu")

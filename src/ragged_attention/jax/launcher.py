@@ -1,5 +1,6 @@
 """How a room's work gets done on jax arrays: Triton by jax-triton or the interpreter, NumPy on the host."""
 
+import dataclasses
 import functools
 import importlib
 import os
@@ -9,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src import config as jax_config  # has the TPU interpret mode in force, which jax shows nowhere else
 
 from ragged_attention.calls import Call, Device
 from ragged_attention.devices import shared_memory_of
@@ -41,12 +43,20 @@ def _why_no_triton(platform: str) -> str | None:
     return None
 
 
-@functools.cache
 def device_facts(platform: str) -> Device:
     """The static facts about a platform that backends are chosen by.
 
-    Where this process has no such device (lowering for another machine), `cuda` stands for an H100 or H200.
+    Where this process has no such device (lowering for another machine), `cuda` stands for an H100 or H200, and `tpu`
+    for the device of the mesh in force (`jax.sharding.use_abstract_mesh`).
     """
+    facts = _facts(platform)
+    if (reason := _why_no_pallas(platform)) is not None:
+        return dataclasses.replace(facts, no_pallas=reason)
+    return dataclasses.replace(facts, **_tpu_facts())
+
+
+@functools.cache
+def _facts(platform: str) -> Device:
     name, arch, count = "", "", 1
     if platform == jax.default_backend().replace("gpu", "cuda"):
         device = jax.devices()[0]
@@ -65,6 +75,44 @@ def device_facts(platform: str) -> Device:
         shared_memory=shared_memory_of(arch),
         no_triton=_why_no_triton(platform),
     )
+
+
+def interpreted_tpu() -> Any:
+    """The parameters of jax's TPU interpret mode where the caller is in it, else None."""
+    return jax_config.pallas_tpu_interpret_mode_context_manager.value
+
+
+def _mesh_device() -> Any:
+    """The device that the mesh in force stands for, or None."""
+    return getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+
+
+def _why_no_pallas(platform: str) -> str | None:
+    if platform == "cpu" and interpreted_tpu() is None:
+        return "runs on TPUs, on a CPU inside pltpu.force_tpu_interpret_mode() only"
+    if platform not in ("cpu", "tpu"):
+        return f"runs on TPUs, got a call from {platform}"
+    device = _mesh_device()
+    if platform == "tpu" and jax.default_backend() != "tpu" and getattr(device, "platform", None) != "tpu":
+        return "no TPU is here, nor is one the device of the mesh in force (jax.sharding.use_abstract_mesh)"
+    return None
+
+
+def _tpu_facts() -> dict[str, Any]:
+    """What jax knows of the TPU at hand; an interpreted one is a v5e unless the mesh in force says otherwise."""
+    pltpu = importlib.import_module("jax.experimental.pallas.tpu")
+    parameters, device = interpreted_tpu(), _mesh_device()
+    if jax.default_backend() == "tpu" or getattr(device, "platform", None) == "tpu":
+        info = pltpu.get_tpu_info()
+        name = device.device_kind if device is not None else jax.devices()[0].device_kind
+    else:
+        info, name = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion.TPU_V5E, 1), ""
+    return {
+        "name": name,
+        "num_multiprocessors": parameters.num_cores_or_threads if parameters is not None else info.num_cores,
+        "shared_memory": info.vmem_capacity_bytes,
+        "scalar_memory": info.smem_capacity_bytes,
+    }
 
 
 class HostArray:
