@@ -4,7 +4,7 @@ ARGS ?=
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
 
-.PHONY: demo test check conformance compile-matrix flash-mla-matrix bench docs clean
+.PHONY: demo test check conformance compile-matrix flash-mla-matrix tpu-compile bench docs clean
 
 demo: .venv/demo
 	$(BIN)/ragged-attention demo $(ARGS)
@@ -27,6 +27,10 @@ compile-matrix: .venv/all .triton36
 flash-mla-matrix: .venv/all
 	$(BIN)/python -m benchmarks.flash_mla_matrix $(ARGS)
 
+# Needs no TPU, but the closed-source TPU compiler, 684 MB: optional, in an environment of its own.
+tpu-compile: .venv-tpu/all
+	PYTHONPATH=src:. .venv-tpu/bin/python -m benchmarks.tpu_compile $(ARGS)
+
 bench: .venv/all
 	$(BIN)/ragged-attention bench $(ARGS)
 
@@ -34,7 +38,7 @@ docs: .venv/all
 	$(BIN)/python docs/support_table.py
 
 clean:
-	rm -rf .venv .triton36 build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
+	rm -rf .venv .venv-tpu .triton36 build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
 
 .venv/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
@@ -54,3 +58,8 @@ clean:
 # A second Triton, beside the one in .venv.
 .triton36:
 	$(BIN)/python -m pip --disable-pip-version-check install --no-deps --target $@ triton==3.6.0
+
+.venv-tpu/all: constraints.txt
+	$(PYTHON) -m venv .venv-tpu
+	.venv-tpu/bin/python -m pip --disable-pip-version-check install --constraint constraints.txt jax numpy rich 'libtpu==0.0.42.*'
+	touch $@

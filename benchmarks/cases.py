@@ -14,7 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from ragged_attention.calls import Call, Device, MergeAttentionStates, RaggedPagedAttention, WriteKvPages
+from ragged_attention.calls import (
+    QUANTIZED,
+    Call,
+    Device,
+    MergeAttentionStates,
+    PagedAttention,
+    PrefillAttention,
+    RaggedPagedAttention,
+    WriteKvPages,
+)
 from ragged_attention.reference.kv_layout import FORMATS, encode
 from ragged_attention.samples import FakeArray
 
@@ -179,12 +188,36 @@ def merge_call(case: Case, device: Device, *, parts: int = 2) -> MergeAttentionS
     )
 
 
+def heads_first_calls(case: Case, device: Device) -> Iterator[Call]:
+    """A decode of the case's sequences, and a chunk of all its queries, over heads-first pages of its sizes."""
+    shape = (case.num_kv_heads, case.num_pages, case.page_size)
+    pages: Any = FakeArray((*shape, case.head_dim), case.stored)
+    if case.stored in QUANTIZED:
+        pages = (pages, FakeArray((*shape, 1), "float32"))
+    shared: dict[str, Any] = {"k_pages": pages, "v_pages": pages, "soft_cap": case.soft_cap, "device": device}
+    seqs, pages_per_seq = len(case.kv_lens), max(case.pages_needed, default=0)
+    yield PagedAttention(
+        q=FakeArray((seqs, *case.q_shape[1:]), case.dtype),
+        lengths=FakeArray((seqs,), "int32"),
+        page_indices=FakeArray((seqs, pages_per_seq), "int32"),
+        **shared,
+    )
+    yield PrefillAttention(
+        q=FakeArray(case.q_shape, case.dtype),
+        length=FakeArray((1,), "int32"),
+        page_indices=FakeArray((pages_per_seq,), "int32"),
+        sliding_window=case.sliding_window,
+        **shared,
+    )
+
+
 def calls_of(case: Case, device: Device) -> Iterator[Call]:
-    """Every operation that a serving step with this case runs."""
+    """Every operation that a serving step with this case runs, in either layout of the pages."""
     yield attention_call(case, device)
     yield write_call(case, device)
     yield write_call(case, device, slots=True)
     yield merge_call(case, device)
+    yield from heads_first_calls(case, device)
 
 
 def tables(case: Case, seed: int = 0) -> dict[str, np.ndarray]:

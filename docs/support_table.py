@@ -28,7 +28,8 @@ DECODE = Sample()
 WIDE = dataclasses.replace(DECODE, num_tokens=512)
 LATENT = LatentSample()
 PLAIN = [LatentSample(cache_format="plain", dtype=dtype) for dtype in FLOATS]
-FP8 = [LatentSample(cache_format=name, dtype=dtype) for name in CACHE_FORMATS for dtype in FLOATS]
+FP8 = {name: [LatentSample(cache_format=name, dtype=dtype) for dtype in FLOATS] for name in CACHE_FORMATS}
+ANY_FP8 = [sample for samples in FP8.values() for sample in samples]
 ODD = "1, 3, 7, 16 heads; top-k of 100; pages of 1; sinks"
 ODD_SHAPES = [
     *(LatentSample(num_q_heads=heads) for heads in (1, 3, 7, 16)),
@@ -36,11 +37,25 @@ ODD_SHAPES = [
     LatentSample(page_size=1),
     LatentSample(sinks=True),
 ]
+ODD_HEADS = [
+    *(dataclasses.replace(DECODE, head_dim=head_dim) for head_dim in (80, 96, 256)),
+    dataclasses.replace(DECODE, num_q_heads=28, num_kv_heads=4),
+    dataclasses.replace(DECODE, page_size=24),
+]
+
+
+def of_floats(operation: str, *samples: Sample) -> dict[tuple[str, str], list[Sample]]:
+    """Rows for calls without quantisation; float16 by itself, for TPUs have none."""
+    kinds = {"f32, bf16": ("float32", "bfloat16"), "f16": ("float16",)}
+    return {
+        (operation, what): [dataclasses.replace(sample, dtype=dtype) for dtype in dtypes for sample in samples]
+        for what, dtypes in kinds.items()
+    }
+
+
 # Row: the calls that must all be taken.
 ROWS = {
-    ("ragged_paged_attention", "f32, f16, bf16"): [
-        dataclasses.replace(sample, dtype=dtype) for dtype in FLOATS for sample in (DECODE, WIDE)
-    ],
+    **of_floats("ragged_paged_attention", DECODE, WIDE),
     ("ragged_paged_attention", "e4m3, e5m2, int8 cache"): [
         dataclasses.replace(sample, cache_dtype=dtype) for dtype in QUANTIZED for sample in (DECODE, WIDE)
     ],
@@ -53,22 +68,43 @@ ROWS = {
         dataclasses.replace(DECODE, num_q_heads=28, num_kv_heads=4),
         dataclasses.replace(DECODE, page_size=24),
     ],
-    ("write_kv_pages", "f32, f16, bf16"): [dataclasses.replace(DECODE, dtype=dtype) for dtype in FLOATS],
+    **of_floats("write_kv_pages", DECODE),
     ("write_kv_pages", "e4m3, e5m2, int8 cache"): [dataclasses.replace(DECODE, cache_dtype=name) for name in QUANTIZED],
     ("merge_attention_states", "f32, f16, bf16"): [dataclasses.replace(DECODE, dtype=dtype) for dtype in FLOATS],
+    **of_floats("paged_attention", DECODE),
+    ("paged_attention", "e4m3, e5m2, int8 pages with scales"): [
+        dataclasses.replace(DECODE, cache_dtype=name) for name in QUANTIZED
+    ],
+    ("paged_attention", "soft cap; heads of 80, 96, 256; ratio 7; pages of 24"): [
+        dataclasses.replace(DECODE, soft_cap=30.0),
+        *ODD_HEADS,
+    ],
+    **of_floats("prefill_attention", WIDE),
+    ("prefill_attention", "e4m3, e5m2, int8 pages with scales"): [
+        dataclasses.replace(WIDE, cache_dtype=name) for name in QUANTIZED
+    ],
+    ("prefill_attention", "window, soft cap; heads of 80, 96, 256; ratio 7; pages of 24"): [
+        *(dataclasses.replace(WIDE, **change) for change in ({"sliding_window": 128}, {"soft_cap": 30.0})),
+        *(dataclasses.replace(sample, num_tokens=512) for sample in ODD_HEADS),
+    ],
     ("mla_decode", "dense; f32, f16, bf16"): [dataclasses.replace(sample, topk=0) for sample in PLAIN],
-    ("mla_decode", "dense; fp8_v32, fp8_v4 cache"): [dataclasses.replace(sample, topk=0) for sample in FP8],
+    ("mla_decode", "dense; fp8_v32 cache"): [dataclasses.replace(sample, topk=0) for sample in FP8["fp8_v32"]],
+    ("mla_decode", "dense; fp8_v4 cache"): [dataclasses.replace(sample, topk=0) for sample in FP8["fp8_v4"]],
     ("mla_decode", "sparse; f32, f16, bf16"): PLAIN,
-    ("mla_decode", "sparse; fp8_v32, fp8_v4 cache"): FP8,
+    ("mla_decode", "sparse; fp8_v32 cache"): FP8["fp8_v32"],
+    ("mla_decode", "sparse; fp8_v4 cache"): FP8["fp8_v4"],
     ("mla_decode", ODD): ODD_SHAPES,
     ("sparse_mla_prefill", "f32, f16, bf16"): [dataclasses.replace(sample, num_tokens=512) for sample in PLAIN],
-    ("sparse_mla_prefill", "fp8_v32, fp8_v4 cache"): [dataclasses.replace(sample, num_tokens=512) for sample in FP8],
+    **{
+        ("sparse_mla_prefill", f"{name} cache"): [dataclasses.replace(sample, num_tokens=512) for sample in samples]
+        for name, samples in FP8.items()
+    },
     ("sparse_mla_prefill", ODD): ODD_SHAPES,
     ("make_decode_schedule", "dense, sparse"): [dataclasses.replace(LATENT, topk=topk) for topk in (0, 2048)],
-    ("quantize_mla_cache", "fp8_v32, fp8_v4"): FP8,
-    ("dequantize_mla_cache", "fp8_v32, fp8_v4"): FP8,
+    ("quantize_mla_cache", "fp8_v32, fp8_v4"): ANY_FP8,
+    ("dequantize_mla_cache", "fp8_v32, fp8_v4"): ANY_FP8,
     ("write_mla_cache", "f32, f16, bf16"): PLAIN,
-    ("write_mla_cache", "fp8_v32, fp8_v4 cache"): FP8,
+    ("write_mla_cache", "fp8_v32, fp8_v4 cache"): ANY_FP8,
     ("page_indices_to_slots", "any"): [LATENT],
 }
 

@@ -63,12 +63,15 @@ def ragged_paged_attention(
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
     return_lse: bool = False,
+    new_kv: None = None,
     cache_dtype: str | None = None,
 ) -> Any:
     """Out [T, H, D_v] in float64, and lse [T, H] with `return_lse`; the arguments are those of the record in calls.py.
 
-    `cache_dtype` names the format of a `kv_pages` given as the bits of 8-bit floats.
+    `new_kv` is written by `write_kv_pages` before this is asked. `cache_dtype` names the format of a `kv_pages` given
+    as the bits of 8-bit floats.
     """
+    assert new_kv is None
     q, page_indices = np.asarray(q, np.float64), np.asarray(page_indices)
     k_pages, v_pages = split_pages(kv_pages, cache_dtype)
     num_pages, page_size, num_kv_heads, _ = k_pages.shape

@@ -7,7 +7,7 @@ from ragged_attention.testing import environment
 
 environment.prepare("cpu")  # before any test module imports triton or jax
 
-from ragged_attention.testing import mla_suite  # noqa: E402
+from ragged_attention.testing import heads_first_suite, mla_suite  # noqa: E402
 from ragged_attention.testing.collection import *  # noqa: E402, F403
 from ragged_attention.testing.drawing import PROFILES, examples_of  # noqa: E402
 
@@ -16,10 +16,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add_options(parser)
 
 
-# Of the checks of latent caches these runners take every so many: each example is traced, compiled and launched
-# anew in jax, and what they run is run in full through torch, but for the room of xla, which takes the most.
+# Of the checks of latent caches and of heads-first pages these runners take every so many: each example is traced,
+# compiled and launched anew in jax, and what they run is run in full through torch, but for the room of xla, which
+# takes the most.
 EVERY = {"jax-xla": 5, "jax-triton": 12, "jax-reference": 12}
-LATENT = [str(check) for group in (mla_suite.corners(), mla_suite.laws()) for check in group]
+SPARED = [
+    str(check) for suite in (mla_suite, heads_first_suite) for of in (suite.corners, suite.laws) for check in of()
+]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -32,7 +35,7 @@ def _spared(item: pytest.Item) -> bool:
     params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
     check = str(params.get("check"))
     every = EVERY.get(str(params.get("runner")), 1)
-    return check in LATENT and LATENT.index(check) % every > 0
+    return check in SPARED and SPARED.index(check) % every > 0
 
 
 @pytest.fixture(autouse=True)

@@ -34,7 +34,7 @@ def test_backends_have_all_operations_but_these(runner: Runner) -> None:
     lacking = {operation for operation in CALLS if not _has(runner.backend, operation)}
     assert lacking == ({"dequantize_mla_cache", "page_indices_to_slots"} if runner.backend == "triton" else set())
     splits = {operation for operation in CALLS if "num_splits" in runner.tunables(operation)}
-    attentions = {"ragged_paged_attention", "sparse_mla_prefill", "mla_decode"}
+    attentions = {name for name in CALLS if name.endswith("attention")} | {"sparse_mla_prefill", "mla_decode"}
     assert splits == (attentions if runner.backend == "triton" else set())
 
 

@@ -1,5 +1,6 @@
 """The commands' output, their exit codes, and how they take a user's mistakes."""
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 
 import ragged_attention
 from ragged_attention import cli, config, dispatch
-from ragged_attention.calls import CALLS
+from ragged_attention.calls import CALLS, Device
 from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
 
 ATTENTION = "ragged_paged_attention"
@@ -247,9 +248,22 @@ def test_doctor_tells_of_everything(told):
     assert code == 0
     said = {row[0]: row[1:] for row in rows(out)}
     assert said["ragged_attention"][0].startswith(ragged_attention.__version__)
-    assert {"python", "numpy", "torch", "triton", "jax", "jax_triton", "CUDA toolchain"} <= set(said)
+    assert {"python", "numpy", "torch", "triton", "jax", "jax_triton", "CUDA toolchain", "Pallas for TPU"} <= set(said)
     assert {row[0] for row in rows(out)} >= {*dispatch.backends(), "RAGGED_ATTENTION_BACKEND", *CALLS}
     assert said["reference"] == [", ".join(CALLS), "present"]
+
+
+def test_doctor_says_where_pallas_kernels_run_and_on_what():
+    pytest.importorskip("jax")
+    from ragged_attention import doctor
+
+    assert doctor.pallas(BackendMissing("not installed")) == "needs jax, not installed"
+    here = Device(framework="jax", platform="cpu", no_pallas="runs on TPUs")
+    assert doctor.tpu_facts(here) == "runs on TPUs"
+    there = Device(framework="jax", platform="tpu", name="TPU v9", num_multiprocessors=2)
+    there = dataclasses.replace(there, shared_memory=128 << 20, scalar_memory=1 << 20)
+    assert doctor.tpu_facts(there) == "TPU v9, cores: 2, 128 MiB of VMEM and 1024 KiB of SMEM a core"
+    assert doctor.tpu_facts(dataclasses.replace(there, name="")).startswith("an interpreted TPU, cores: 2, ")
 
 
 def test_doctor_shows_why_an_import_fails(told, monkeypatch, tmp_path):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from ragged_attention.testing.drawing import Check
+from ragged_attention.testing.heads_first_suite import HEADS_FIRST_LAWS
 from ragged_attention.testing.laws import LAWS
 from ragged_attention.testing.mla_laws import MLA_LAWS
 from ragged_attention.testing.runners import Absent, Runner
@@ -26,4 +27,4 @@ def test_law(runner: Runner, check: Check, examples: int) -> None:
 def test_every_law_of_the_definition_is_in_the_suite() -> None:
     numbered = re.findall(r"^(\d+)\. ", README.read_text().partition("## Laws")[2], re.MULTILINE)
     assert [int(number) for number in numbered] == list(range(1, len(numbered) + 1))
-    assert len(LAWS) + len(MLA_LAWS) >= len(numbered) >= 10
+    assert len(LAWS) + len(HEADS_FIRST_LAWS) + len(MLA_LAWS) >= len(numbered) >= 10

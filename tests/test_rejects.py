@@ -48,6 +48,20 @@ LAWFUL: dict[str, dict[str, Any]] = {
         "slot_mapping": ints(0, 1, 2, -1),
     },
     "merge_attention_states": {"outs": ones(2, 3, 4, 16), "lses": ones(2, 3, 4)},
+    "paged_attention": {
+        "q": ones(2, 4, 16),
+        "k_pages": ones(2, 6, 4, 16),
+        "v_pages": ones(2, 6, 4, 16),
+        "lengths": ints(3, 8),
+        "page_indices": ints([0, 1], [2, 3]),
+    },
+    "prefill_attention": {
+        "q": ones(4, 4, 16),
+        "k_pages": ones(2, 6, 4, 16),
+        "v_pages": ones(2, 6, 4, 16),
+        "length": ints(7),
+        "page_indices": ints(5, 0),
+    },
     "sparse_mla_prefill": {
         "q": ones(3, 4, 32),
         "kv": ones(10, 1, 32),
@@ -77,6 +91,8 @@ BYTES = "uint8 or float8_e4m3fn or int8"
 # What makes the dense decode a sparse one, over one cache or two.
 LISTS = {"page_indices": None, "kv_lens": None, "schedule": None, "indices": ints([[0, 5, -1]], [[1, 23, 24]])}
 TWO = LISTS | {"extra_kv_cache": ones(3, 2, 1, 32), "extra_indices": ints([[0, 5]], [[-1, 7]])}
+# Heads-first pages of 8 bits, with their scales.
+CODES, SCALES = ones(2, 6, 4, 16, dtype=np.int8), ones(2, 6, 4, 1)
 # The same over bytes.
 BYTE_LISTS = LISTS | {"q": ones(2, 1, 4, 576), "kv_cache": raw(6, 4, 1, 656)}
 
@@ -99,6 +115,14 @@ def write(error: type[Exception], text: str, **changes: Any) -> Case:
 
 def merge(error: type[Exception], text: str, **changes: Any) -> Case:
     return Case("merge_attention_states", changes, error, text)
+
+
+def paged(error: type[Exception], text: str, **changes: Any) -> Case:
+    return Case("paged_attention", changes, error, text)
+
+
+def chunk(error: type[Exception], text: str, **changes: Any) -> Case:
+    return Case("prefill_attention", changes, error, text)
 
 
 def prefill(error: type[Exception], text: str, **changes: Any) -> Case:
@@ -229,6 +253,68 @@ STATIC = [
     attention(InvalidInput, "expected backend to be one of auto, triton, pallas, cuda, eager, xla, reference, "
               "got 'tritom'", backend="tritom"),
     attention(InvalidInput, "expected backend to name at least one backend, got []", backend=[]),
+    # New keys and values.
+    attention(TypeError, "expected new_kv to be a pair (k, v), got float", new_kv=1.0),
+    attention(TypeError, "expected new_kv to be a pair (k, v), got 1 values", new_kv=(ones(4, 2, 16),)),
+    attention(InvalidInput, "expected new_kv[0].shape to be [T, K, D] = [4, 2, 16], got [3, 2, 16]",
+              new_kv=pair(ones(3, 2, 16), ones(4, 2, 16))),
+    attention(InvalidInput, "expected new_kv[1].shape to be [T, K, D_v] = [4, 2, 24], got [4, 2, 16]",
+              kv_pages=pair(ones(6, 4, 2, 16), ones(6, 4, 2, 24)), new_kv=pair(ones(4, 2, 16), ones(4, 2, 16))),
+    attention(InvalidInput, "expected new_kv[1].dtype to be float32, got float16",
+              new_kv=pair(ones(4, 2, 16), ones(4, 2, 16, dtype=np.float16))),
+    attention(InvalidInput, "expected options among none for this backend, got 'fused_update'",
+              new_kv=pair(ones(4, 2, 16), ones(4, 2, 16)), backend="reference", options={"fused_update": True}),
+    # Heads-first pages.
+    paged(TypeError, "expected q to be an array, got NoneType", q=None),
+    paged(TypeError, "expected k_pages to be an array, got str", k_pages="pages"),
+    paged(TypeError, "expected k_pages to be an array or a pair (weight, scales), got 1 values", k_pages=(CODES,)),
+    paged(TypeError, "expected v_pages to be an array or a pair (weight, scales), got 3 values",
+          k_pages=(CODES, SCALES), v_pages=(CODES, SCALES, SCALES)),
+    paged(TypeError, "expected v_pages to be an array as k_pages is, got a pair", v_pages=(CODES, SCALES)),
+    paged(TypeError, "expected v_pages to be a pair as k_pages is, got an array", k_pages=(CODES, SCALES)),
+    paged(TypeError, "expected lengths to be an array, got list", lengths=[3, 8]),
+    paged(TypeError, "expected page_indices to be an array, got NoneType", page_indices=None),
+    paged(TypeError, "expected sm_scale to be a number, got str", sm_scale="1"),
+    paged(InvalidInput, f"expected q.dtype to be {FLOATS}, got int32", q=ones(2, 4, 16, dtype=np.int32)),
+    paged(InvalidInput, "expected k_pages.dtype to be float32 or float8_e4m3fn or float8_e5m2 or int8, got float16",
+          k_pages=ones(2, 6, 4, 16, dtype=np.float16)),
+    paged(InvalidInput, "expected v_pages.dtype to be float32, got int8", v_pages=CODES),
+    paged(InvalidInput, "expected k_pages[0].dtype to be float8_e4m3fn or float8_e5m2 or int8, got float32",
+          k_pages=pair(ones(2, 6, 4, 16), SCALES), v_pages=pair(CODES, SCALES)),
+    paged(InvalidInput, "expected k_pages[1].dtype to be float32, got float16",
+          k_pages=pair(CODES, ones(2, 6, 4, 1, dtype=np.float16)), v_pages=pair(CODES, SCALES)),
+    paged(InvalidInput, "expected v_pages[1].shape to be [K, P, G, 1] = [2, 6, 4, 1], got [2, 6, 4, 16]",
+          k_pages=pair(CODES, SCALES), v_pages=pair(CODES, ones(2, 6, 4, 16))),
+    paged(InvalidInput, "expected q.shape to be [S, H, D] = [S, H, D], got [4, 16]", q=ones(4, 16)),
+    paged(InvalidInput, "expected q.shape[2] to be a multiple of 8 from 16 to 512, got 20", q=ones(2, 4, 20)),
+    paged(InvalidInput, "expected k_pages.shape to be [K, P, G, D] = [K, P, G, 16], got [2, 6, 4, 24]",
+          k_pages=ones(2, 6, 4, 24)),
+    paged(InvalidInput, "expected v_pages.shape to be [K, P, G, D] = [2, 6, 4, 16], got [2, 7, 4, 16]",
+          v_pages=ones(2, 7, 4, 16)),
+    paged(InvalidInput, "expected page_size >= 1, got 0", k_pages=ones(2, 6, 0, 16), v_pages=ones(2, 6, 0, 16)),
+    paged(InvalidInput, "expected k_pages to have num_kv_heads >= 1, got 0",
+          k_pages=ones(0, 6, 4, 16), v_pages=ones(0, 6, 4, 16)),
+    paged(InvalidInput, "expected num_q_heads to be a multiple of num_kv_heads=2, got 3", q=ones(2, 3, 16)),
+    paged(InvalidInput, "expected lengths.shape to be [S] = [2], got [3]", lengths=ints(1, 2, 3)),
+    paged(InvalidInput, "expected lengths.dtype to be int32, got float32", lengths=ones(2)),
+    paged(InvalidInput, "expected page_indices.shape to be [S, M] = [2, M], got [1, 2]", page_indices=ints([0, 1])),
+    paged(InvalidInput, "expected soft_cap > 0, got 0.0", soft_cap=0.0),
+    paged(InvalidInput, "expected options among none for this backend, got 'align'",
+          backend="reference", options={"align": "end"}),
+    chunk(TypeError, "expected length to be an int or an array, got float", length=7.0),
+    chunk(TypeError, "expected length to be an int or an array, got bool", length=True),
+    chunk(TypeError, "expected sliding_window to be an int, got float", sliding_window=2.0),
+    chunk(TypeError, "expected options to be a mapping, got str", options="end"),
+    chunk(InvalidInput, "expected length between 0 and 2147483647, got -1", length=-1),
+    chunk(InvalidInput, "expected length between 0 and 2147483647, got 2147483648", length=2**31),
+    chunk(InvalidInput, "expected length to be int32 of shape [1], got int32[2]", length=ints(1, 2)),
+    chunk(InvalidInput, "expected length to be int32 of shape [1], got float32[1]", length=ones(1)),
+    chunk(InvalidInput, "expected q.shape to be [T, H, D] = [T, H, D], got [4, 16]", q=ones(4, 16)),
+    chunk(InvalidInput, "expected page_indices.shape to be [M] = [M], got [1, 2]", page_indices=ints([0, 1])),
+    chunk(InvalidInput, "expected sliding_window >= 1, got 0", sliding_window=0),
+    chunk(InvalidInput, "expected align to be 'chunk' or 'end', got 'start'", options={"align": "start"}),
+    chunk(InvalidInput, "expected options among none for this backend, got 'block_q'",
+          backend="reference", options={"align": "end", "block_q": 16}),
     # Writes.
     write(TypeError, "expected k to be an array, got NoneType", k=None),
     write(TypeError, "expected slot_mapping to be an array, got str", slot_mapping="slots"),
@@ -485,6 +571,12 @@ VALUES = [
           slot_mapping=ints(-2, 1, 2, 3)),
     write(InvalidInput, "expected page_indices[0, 0] between 0 and 5, got 8",
           **TABLES | {"page_indices": ints([8, 1], [2, 3])}),
+    attention(InvalidInput, "expected page_indices[1, 1] between 0 and 5, got 6",
+              page_indices=ints([0, 1], [2, 6]), new_kv=pair(ones(4, 2, 16), ones(4, 2, 16))),
+    paged(InvalidInput, "expected lengths[1] between 0 and pages_per_seq * page_size = 8, got 9", lengths=ints(3, 9)),
+    paged(InvalidInput, "expected page_indices[1, 1] between 0 and 5, got 6", page_indices=ints([0, 7], [2, 6])),
+    chunk(InvalidInput, "expected length between 0 and pages_per_seq * page_size = 8, got 9", length=9),
+    chunk(InvalidInput, "expected page_indices[1] between 0 and 5, got -1", page_indices=ints(0, -1)),
     decode(InvalidInput, "expected kv_lens[0] between 0 and pages_per_seq * page_size = 8, got 9",
            kv_lens=ints(9, 8), schedule=None),
     decode(InvalidInput, "expected page_indices[1, 1] between 0 and 5, got 6", page_indices=ints([0, 1], [2, 6])),
@@ -577,7 +669,7 @@ def test_a_named_backend_is_never_replaced(operation: str, framework: str) -> No
 
 
 def test_an_operation_that_a_room_does_not_offer_is_missing(framework: str) -> None:
-    error = refusal(attention(BackendMissing, "", backend=["cuda", "pallas"]), framework)
+    error = refusal(attention(BackendMissing, "", backend=["cuda"]), framework)
     assert isinstance(error, BackendMissing)
     assert "cuda: does not offer ragged_paged_attention" in str(error)
 

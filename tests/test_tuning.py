@@ -1,21 +1,28 @@
 """Tile sizes: explicit options, then the tuned file, then the heuristic; and the files that are shipped."""
 
+import contextlib
+import dataclasses
 import importlib
-import importlib.util
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ragged_attention import dispatch, tuning
-from ragged_attention.calls import Device
-from ragged_attention.errors import InvalidInput
-from ragged_attention.samples import Sample
+from ragged_attention.calls import CALLS, Device
+from ragged_attention.errors import BackendMissing, InvalidInput
+from ragged_attention.samples import Sample, sample_of
 
+ROOT = Path(__file__).resolve().parent.parent
 MERGE = "merge_attention_states"
 DEVICE = Device(framework="torch", platform="cuda", name="NVIDIA H200")
 SHIPPED = ("triton", "pallas", "cuda")
+
+MEASURED = {"us": 12.5, "date": "2026-01-31", "commit": "0" * 40}
+TPUS = ("TPU v4", "TPU v5 lite", "TPU v5p", "TPU v6 lite", "TPU7x")
 
 MODULE = """
 import dataclasses
@@ -47,7 +54,7 @@ def room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     tuned.mkdir(parents=True)
     (folder / "__init__.py").write_text("")
     (folder / f"{MERGE}.py").write_text(MODULE)
-    entry = {"tile": {"block_q": 64, "block_kv": 128}, "us": 12.5, "date": "2026-01-31", "commit": "0" * 40}
+    entry = {"tile": {"block_q": 64, "block_kv": 128}, "case": {}, **MEASURED}
     (tuned / f"{MERGE}.json").write_text(json.dumps({"dtype=bfloat16": entry}))
     monkeypatch.syspath_prepend(str(tmp_path))
     tuning.tuned_table.cache_clear()
@@ -103,6 +110,15 @@ def test_device_slug(name, slug):
     assert tuning.device_slug(name) == slug
 
 
+def unreachable(module: Any, operation: str, table: Mapping[str, Any]) -> list[str]:
+    """The keys of a tuned file to which the call that was measured does not lead."""
+    return [
+        key
+        for key, entry in table.items()
+        if module.tuning_key(dataclasses.replace(sample_of(operation), **entry["case"]).call(operation, DEVICE)) != key
+    ]
+
+
 def test_every_shipped_tuned_file_parses_and_can_be_found():
     """An entry is a tile of its module with a measurement, in a folder that a device's name can lead to."""
     for backend in SHIPPED:
@@ -112,6 +128,58 @@ def test_every_shipped_tuned_file_parses_and_can_be_found():
             assert tuning.device_slug(path.parent.name) == path.parent.name
             module = dispatch.load(path.stem, backend)
             assert hasattr(module, "tuning_key"), f"{path} can never be looked up"
-            for key, entry in json.loads(path.read_text()).items():
+            table = json.loads(path.read_text())
+            for key, entry in table.items():
                 module.Tile(**entry["tile"])
-                assert set(entry) == {"tile", "us", "date", "commit"}, f"{path}, {key}"
+                assert set(entry) == {"tile", "case", *MEASURED}, f"{path}, {key}"
+            assert unreachable(module, path.stem, table) == [], path
+
+
+def tunable(backend: str) -> list[str]:
+    """The operations of a room that look into a tuned file."""
+    found = []
+    for operation in CALLS:
+        with contextlib.suppress(BackendMissing):
+            found += [operation] if hasattr(dispatch.load(operation, backend), "tuning_key") else []
+    return found
+
+
+def tpu(kind: str) -> Device:
+    """The facts of a TPU that is not here."""
+    sharding = pytest.importorskip("jax.sharding")
+    device = sharding.AbstractDevice(device_kind=kind, num_cores=1, platform="tpu")
+    with sharding.use_abstract_mesh(sharding.AbstractMesh((), (), abstract_device=device)):
+        return importlib.import_module("ragged_attention.jax.launcher").device_facts("tpu")
+
+
+@pytest.mark.parametrize("kind", TPUS)
+@pytest.mark.parametrize("operation", tunable("pallas"))
+def test_a_tuned_file_for_a_tpu_is_found_by_the_name_jax_has_for_it(operation, kind, monkeypatch):
+    """From the device's name to the folder, from the call to the key, from the entry to the tile; and no further."""
+    device, module = tpu(kind), dispatch.load(operation, "pallas")
+    call = sample_of(operation).call(operation, device)
+    tile = dataclasses.replace(module.heuristic(call), vmem_limit_bytes=3 << 20)
+    table = {module.tuning_key(call): {"tile": dataclasses.asdict(tile), "case": {}, **MEASURED}}
+    files = {(dispatch.ROOMS["pallas"], tuning.device_slug(kind), operation): table}
+    monkeypatch.setattr(tuning, "tuned_table", lambda *place: files.get(place, {}))
+    assert unreachable(module, operation, table) == []
+    assert tuning.tile_for(module, call, {}) == tile
+    assert tuning.tile_for(module, call, {"vmem_limit_bytes": 5 << 20}).vmem_limit_bytes == 5 << 20
+    others = (tpu(other) for other in TPUS if other != kind)
+    elsewhere = [tuning.tile_for(module, sample_of(operation).call(operation, other), {}) for other in others]
+    assert all(other != tile for other in elsewhere)
+
+
+@pytest.mark.parametrize("operation", tunable("pallas"))
+def test_a_key_that_no_call_leads_to_is_noticed(operation):
+    module = dispatch.load(operation, "pallas")
+    key = module.tuning_key(sample_of(operation).call(operation, DEVICE))
+    table = {key: {"case": {}}, f"{key} ": {"case": {}}}
+    assert unreachable(module, operation, table) == [f"{key} "]
+    elsewhere = {key: {"case": {"dtype": "float32", "num_tokens": 4096, "num_q_heads": 1, "num_kv_heads": 1}}}
+    assert unreachable(module, operation, elsewhere) == [key]
+
+
+def test_no_tuned_sizes_are_shipped_for_devices_that_nothing_was_run_on():
+    never_run = "| `pallas` | TPU (any) | never |" in (ROOT / "docs" / "status.md").read_text()
+    assert never_run == (list(ROOT.glob("kernels_pallas/tuned/*/*.json")) == [])

@@ -22,7 +22,7 @@ from rich.table import Table
 
 import ragged_attention
 from ragged_attention import config, dispatch
-from ragged_attention.calls import CALLS
+from ragged_attention.calls import CALLS, Device
 from ragged_attention.errors import BackendMissing, Unsupported
 from ragged_attention.samples import FRAMEWORKS, device_of, sample_of
 
@@ -95,6 +95,7 @@ def versions(found: dict[str, ModuleType | Exception]) -> Iterator[tuple[str, st
         else:
             yield name, getattr(module, "__version__", None) or _version_of(DISTRIBUTIONS.get(name, name))
     yield "CUDA toolchain", cuda_toolchain()
+    yield "Pallas for TPU", pallas(found["jax"])
 
 
 def _version_of(distribution: str) -> str:
@@ -116,6 +117,23 @@ def cuda_toolchain() -> str:
         return f"{nvcc} does not run: {told(error)}"
     release = [line for line in told_version.stdout.splitlines() if "release" in line]
     return f"{release[0].strip() if release else 'unknown release'} in {nvcc}"
+
+
+def pallas(jax: ModuleType | Exception) -> str:
+    """Whether Pallas TPU kernels can run on jax's default device, and what they know of it."""
+    if isinstance(jax, Exception):
+        return f"needs jax, {told(jax)}"
+    try:
+        return tpu_facts(device_of("jax"))
+    except Exception as error:
+        return told(error)
+
+
+def tpu_facts(device: Device) -> str:
+    if device.no_pallas is not None:
+        return device.no_pallas
+    memories = f"{device.shared_memory >> 20} MiB of VMEM and {device.scalar_memory >> 10} KiB of SMEM a core"
+    return f"{device.name or 'an interpreted TPU'}, cores: {device.num_multiprocessors}, {memories}"
 
 
 def devices(found: dict[str, ModuleType | Exception]) -> Iterator[tuple[str, str]]:

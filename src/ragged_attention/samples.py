@@ -2,9 +2,10 @@
 
 import dataclasses
 import importlib
+import importlib.util
 from typing import Any
 
-from ragged_attention.calls import CACHE_FORMATS, CALLS, Call, Device
+from ragged_attention.calls import CACHE_FORMATS, CALLS, QUANTIZED, Call, Device
 from ragged_attention.devices import SHARED_MEMORY, shared_memory_of
 from ragged_attention.errors import InvalidInput
 
@@ -77,6 +78,31 @@ class Sample(_Sample):
     def _write_kv_pages(self) -> dict[str, Any]:
         new = FakeArray((self.num_tokens, self.num_kv_heads, self.head_dim), self.dtype)
         return self._tables() | {"k": new, "v": new, "kv_pages": self._pages()}
+
+    def _heads_first(self) -> dict[str, Any]:
+        """What the operations over such pages share; an 8-bit cache has scales."""
+        per_seq = -(-self.max_len // self.page_size)
+        shape = (self.num_kv_heads, self.max_num_seqs * per_seq, self.page_size)
+        pages: Any = FakeArray((*shape, self.head_dim), self.cache_dtype or self.dtype)
+        if self.cache_dtype in QUANTIZED:
+            pages = (pages, FakeArray((*shape, 1), "float32"))
+        return {"k_pages": pages, "v_pages": pages, "soft_cap": self.soft_cap}
+
+    def _paged_attention(self) -> dict[str, Any]:
+        tables = self._tables()
+        return self._heads_first() | {
+            "q": FakeArray((self.max_num_seqs, self.num_q_heads, self.head_dim), self.dtype),
+            "lengths": tables["kv_lens"],
+            "page_indices": tables["page_indices"],
+        }
+
+    def _prefill_attention(self) -> dict[str, Any]:
+        return self._heads_first() | {
+            "q": FakeArray((self.num_tokens, self.num_q_heads, self.head_dim), self.dtype),
+            "length": FakeArray((1,), "int32"),
+            "page_indices": FakeArray((-(-self.max_len // self.page_size),), "int32"),
+            "sliding_window": self.sliding_window,
+        }
 
     def _merge_attention_states(self) -> dict[str, Any]:
         outs = (2, self.num_tokens, self.num_q_heads, self.head_dim)
@@ -183,7 +209,7 @@ def device_of(framework: str, name: str | None = None) -> Device:
             shared_memory=shared_memory_of(name),
         )
     if name == "tpu":
-        return Device(framework=framework, platform="tpu")
+        return Device(framework=framework, platform="tpu", **_tpu_facts(framework))
     launcher = importlib.import_module(f"ragged_attention.{framework}.launcher")
     if framework == "jax":
         here = importlib.import_module("ragged_attention.jax.execute").default_platform()
@@ -197,6 +223,13 @@ def device_of(framework: str, name: str | None = None) -> Device:
         choices = f"a torch device of this machine, tpu, or one of {', '.join(known)}"
         reason = str(error).strip().splitlines()[0]
         raise InvalidInput(f"expected device to be {choices}, got {name!r} ({reason})") from None
+
+
+def _tpu_facts(framework: str) -> dict[str, Any]:
+    """What jax knows of the TPU that stands for all, where jax is; from torch no kernel that asks for it is called."""
+    if framework != "jax" or importlib.util.find_spec("jax") is None:
+        return {}
+    return importlib.import_module("ragged_attention.jax.launcher").tpu_facts()
 
 
 def _default_torch_device(torch: Any) -> str:

@@ -1,7 +1,12 @@
 """Tile sizes: explicit options, then a tuned file, then the room's own heuristic.
 
-A room may hold `tuned/<device>/<operation>.json`: `{key: {"tile": {...}, "us": ..., "date": ..., "commit": ...}}`,
-where key is what the operation's module returns from `tuning_key(call)`. Files are data, read once, on first use.
+A room may hold `tuned/<device>/<operation>.json`:
+
+    {key: {"tile": {...}, "case": {...}, "us": ..., "date": ..., "commit": ...}}
+
+where key is what the operation's module returns from `tuning_key(call)`, and case has the fields of the sample (see
+`ragged_attention.samples`) that was measured, so that it can be seen that a call leads to the key. The folder is
+`device_slug` of what the framework calls the device. Files are data, read once, on first use.
 """
 
 import dataclasses

@@ -23,6 +23,16 @@ from ragged_attention.calls.base import expect_bool as expect_bool
 from ragged_attention.calls.base import expect_count as expect_count
 from ragged_attention.calls.base import is_array as is_array
 from ragged_attention.calls.base import is_number as is_number
+from ragged_attention.calls.heads_first import ALIGNMENTS as ALIGNMENTS
+from ragged_attention.calls.heads_first import JAX_LARGEST as JAX_LARGEST
+from ragged_attention.calls.heads_first import HeadsFirstCall as HeadsFirstCall
+from ragged_attention.calls.heads_first import PagedAttention as PagedAttention
+from ragged_attention.calls.heads_first import PrefillAttention as PrefillAttention
+from ragged_attention.calls.heads_first import RaggedHeadsFirst as RaggedHeadsFirst
+from ragged_attention.calls.heads_first import expect_heads_first as expect_heads_first
+from ragged_attention.calls.heads_first import expect_length as expect_length
+from ragged_attention.calls.heads_first import is_jax_quantized as is_jax_quantized
+from ragged_attention.calls.heads_first import taken_align as taken_align
 from ragged_attention.calls.mla import CACHE_FORMATS as CACHE_FORMATS
 from ragged_attention.calls.mla import CacheFormat as CacheFormat
 from ragged_attention.calls.mla import DecodeSchedule as DecodeSchedule
@@ -50,6 +60,8 @@ CALLS: dict[str, type[Call]] = {
         RaggedPagedAttention,
         WriteKvPages,
         MergeAttentionStates,
+        PagedAttention,
+        PrefillAttention,
         SparseMlaPrefill,
         MlaDecode,
         MakeDecodeSchedule,

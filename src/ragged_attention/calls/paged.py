@@ -76,7 +76,7 @@ def expect_pages(kv_pages: Any) -> None:
         raise InvalidInput("expected k_pages to have num_kv_heads >= 1, got 0")
 
 
-def _expect_head_dim(name: str, head_dim: int) -> None:
+def expect_head_dim(name: str, head_dim: int) -> None:
     if head_dim % 8 or not 16 <= head_dim <= 512:
         raise InvalidInput(f"expected {name} to be a multiple of 8 from 16 to 512, got {head_dim}")
 
@@ -149,12 +149,17 @@ class RaggedPagedAttention(PagedCall):
         sinks: f32 [H], a logit a head that joins the softmax's denominator and brings no value.
         k_scale, v_scale: a cached value times its scale is the true one: a float, or an array of [] or [K].
         return_lse: also return the log-sum-exp.
+        new_kv: this step's keys and values, a pair of [T, K, D] and [T, K, D_v] of q's dtype, one for each query. They
+            are written into the pages before anything is attended, as `write_kv_pages` does by `page_indices`,
+            `kv_lens` and `cu_q_lens`. With the option `fused_update` a backend that has it does both at once.
         backend: this call's backend, a name or an ordered list of them; see `ragged_attention.config`.
         options: this call's tunables, fields of the chosen backend's `Tile`.
 
     Returns:
         out [T, H, D_v] of q's dtype; with `return_lse` also lse [T, H] float32, the natural log-sum-exp of the
         visible logits, sinks not counted. A query that sees no key, and a padding row, gets out 0 and lse -inf.
+        With `new_kv` last of all the pages: in torch those given, written in place, in jax new ones, as from
+        `write_kv_pages`.
         No index value makes a kernel read outside the arrays: lengths are held within what the arrays can hold,
         and a page index outside [0, P) makes its positions invisible. Softmax and sums are in float32.
 
@@ -184,18 +189,19 @@ class RaggedPagedAttention(PagedCall):
     k_scale: Any = None  # float, [] or [K]
     v_scale: Any = None
     return_lse: bool = False
+    new_kv: Any = None  # a pair [T, K, D], [T, K, D_v], for a room to write
     device: Device = NOWHERE
 
     def __post_init__(self) -> None:
         expect_array("q", self.q, "T H D", FLOATS, {})
         expect_pages(self.kv_pages)
         _, num_q_heads, head_dim = self.q.shape
-        _expect_head_dim("q.shape[2]", head_dim)
+        expect_head_dim("q.shape[2]", head_dim)
         if (got := self.k_pages_like.shape[3]) != head_dim:
             raise InvalidInput(
                 f"expected {'kv_pages' if self.combined else 'k_pages'}.shape[3] = {head_dim=}, got {got}"
             )
-        _expect_head_dim("v_pages.shape[3]", self.v_head_dim)
+        expect_head_dim("v_pages.shape[3]", self.v_head_dim)
         if self.page_size < 1:
             raise InvalidInput(f"expected page_size >= 1, got {self.page_size}")
         if num_q_heads < 1 or num_q_heads % self.num_kv_heads:
@@ -208,6 +214,7 @@ class RaggedPagedAttention(PagedCall):
             )
         self._check_indices()
         self._check_options()
+        self._check_new()
 
     def _check_indices(self) -> None:
         expect_array("kv_lens", self.kv_lens, "S", ("int32",), {})
@@ -228,6 +235,17 @@ class RaggedPagedAttention(PagedCall):
         _expect_scale("k_scale", self.k_scale, self.num_kv_heads)
         _expect_scale("v_scale", self.v_scale, self.num_kv_heads)
         expect_bool("return_lse", self.return_lse)
+
+    def _check_new(self) -> None:
+        if self.new_kv is None:
+            return
+        if not isinstance(self.new_kv, tuple | list):
+            raise TypeError(f"expected new_kv to be a pair (k, v), got {type(self.new_kv).__name__}")
+        if len(self.new_kv) != 2:
+            raise TypeError(f"expected new_kv to be a pair (k, v), got {len(self.new_kv)} values")
+        sizes = {"T": self.num_tokens, "K": self.num_kv_heads, "D": self.head_dim, "D_v": self.v_head_dim}
+        for place, shape in enumerate(("T K D", "T K D_v")):
+            expect_array(f"new_kv[{place}]", self.new_kv[place], shape, (dtype_name(self.q),), sizes)
 
     @property
     def num_tokens(self) -> int:

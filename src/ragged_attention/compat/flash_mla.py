@@ -13,13 +13,13 @@ page sizes, top-k and dtypes do not hold here.
 """
 
 import math
-import re
 from typing import Any, NoReturn
 
 import torch
 
 from ragged_attention import config
 from ragged_attention.calls import DecodeSchedule, MlaDecode, dtype_name, is_array
+from ragged_attention.compat.names import say_in
 from ragged_attention.errors import InvalidInput, Unsupported
 from ragged_attention.torch import make_decode_schedule, mla_decode, sparse_mla_prefill
 from ragged_attention.torch.launcher import device_facts
@@ -123,7 +123,7 @@ def get_mla_metadata(
             device=cache_seqlens.device,
         )
     except (InvalidInput, TypeError) as error:
-        _say_in(METADATA_NAMES, error)
+        say_in(METADATA_NAMES, error)
     return schedule.parts, schedule.num_splits
 
 
@@ -191,7 +191,7 @@ def flash_mla_with_kvcache(
         schedule = _schedule_of(tile_scheduler_metadata, num_splits, call, made_for)
         out, lse = mla_decode(**call, schedule=schedule)
     except (InvalidInput, TypeError) as error:
-        _say_in(DECODE_NAMES, error)
+        say_in(DECODE_NAMES, error)
     if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
         tile_scheduler_metadata.fill(schedule, made_for)
     return out, _lonely_at_infinity(lse)
@@ -233,7 +233,7 @@ def flash_mla_sparse_fwd(
             q, kv, indices, sm_scale=sm_scale, d_v=d_v, sinks=attn_sink, topk_lens=topk_length
         )
     except (InvalidInput, TypeError) as error:
-        _say_in(PREFILL_NAMES, error)
+        say_in(PREFILL_NAMES, error)
     if convention == "natural":
         return out, max_logits, _lonely_at_infinity(lse)
     return out, max_logits * LOG2_E, lse * LOG2_E
@@ -405,9 +405,3 @@ def _core_shapes(made_for: dict[str, Any]) -> tuple[int, ...]:
         made_for["topk"] or 0,
         made_for["extra_topk"] or 0,
     )
-
-
-def _say_in(names: dict[str, str], error: Exception) -> NoReturn:
-    """Raise an error again, its arguments called by FlashMLA's names."""
-    words = r"\b(" + "|".join(names) + r")\b"
-    raise type(error)(re.sub(words, lambda found: names[found[0]], str(error))) from None

@@ -11,7 +11,9 @@ from typing import Any
 
 from ragged_attention import dispatch
 from ragged_attention.calls import CALLS
-from ragged_attention.jax import execute, mla, paged
+from ragged_attention.jax import execute, heads_first, mla, paged
+from ragged_attention.jax.heads_first import paged_attention as paged_attention
+from ragged_attention.jax.heads_first import prefill_attention as prefill_attention
 from ragged_attention.jax.launcher import device_facts
 from ragged_attention.jax.mla import dequantize_mla_cache as dequantize_mla_cache
 from ragged_attention.jax.mla import make_decode_schedule as make_decode_schedule
@@ -29,6 +31,8 @@ def explain(operation: str, *arguments: Any, backend: str | Sequence[str] | None
     """`ragged_attention.explain` for calls on jax or NumPy arrays."""
     keywords.pop("options", None)
     names = inspect.signature(globals()[operation]).parameters
-    form = (paged.FORMS | mla.FORMS)[operation](**dict(zip(names, arguments, strict=False)), **keywords)
+    form = (paged.FORMS | heads_first.FORMS | mla.FORMS)[operation](
+        **dict(zip(names, arguments, strict=False)), **keywords
+    )
     device = device_facts(execute.default_platform())
     return dispatch.explanation(CALLS[operation](**form, device=device), backend=backend)  # type: ignore[call-arg]

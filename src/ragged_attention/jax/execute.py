@@ -37,7 +37,8 @@ def run(operation: str, arguments: dict[str, Any], backend: Any, options: Any) -
     names = config.requested(operation, backend)
     tunables = json.dumps(dict(config.requested_options(operation, options)), sort_keys=True)
     traced = any(isinstance(value, jax.core.Tracer) for value in arrays.values())
-    return _run(operation, arrays, tuple(rest.items()), names, tunables, traced)
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):  # whatever the caller's own rules
+        return _run(operation, arrays, tuple(rest.items()), names, tunables, traced)
 
 
 def default_platform() -> str:

@@ -52,7 +52,7 @@ def device_facts(platform: str) -> Device:
     facts = _facts(platform)
     if (reason := _why_no_pallas(platform)) is not None:
         return dataclasses.replace(facts, no_pallas=reason)
-    return dataclasses.replace(facts, **_tpu_facts())
+    return dataclasses.replace(facts, **tpu_facts())
 
 
 @functools.cache
@@ -98,8 +98,8 @@ def _why_no_pallas(platform: str) -> str | None:
     return None
 
 
-def _tpu_facts() -> dict[str, Any]:
-    """What jax knows of the TPU at hand; an interpreted one is a v5e unless the mesh in force says otherwise."""
+def tpu_facts() -> dict[str, Any]:
+    """What jax knows of the TPU at hand; one that is not here is a v5e unless the mesh in force says otherwise."""
     pltpu = importlib.import_module("jax.experimental.pallas.tpu")
     parameters, device = interpreted_tpu(), _mesh_device()
     if jax.default_backend() == "tpu" or getattr(device, "platform", None) == "tpu":

@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ragged_attention.calls import documented, expect_num_seqs, is_array
+from ragged_attention import config
+from ragged_attention.calls import CALLS, documented, expect_num_seqs, is_array
 from ragged_attention.jax import execute
 from ragged_attention.jax.execute import brought
 
@@ -28,15 +29,22 @@ def ragged_paged_attention(
     k_scale: float | jax.Array | None = None,
     v_scale: float | jax.Array | None = None,
     return_lse: bool = False,
+    new_kv: tuple[jax.Array, jax.Array] | None = None,
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> Any:
     arguments = _attention_form(
         q=q, kv_pages=kv_pages, kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens, num_seqs=num_seqs,
         sm_scale=sm_scale, causal=causal, sliding_window=sliding_window, soft_cap=soft_cap, sinks=sinks,
-        k_scale=k_scale, v_scale=v_scale, return_lse=return_lse,
+        k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, new_kv=new_kv,
     )  # fmt: skip
+    if new_kv is not None and not _is_fused(options):
+        return _write_and_attend(arguments, backend, options)
     results = execute.run("ragged_paged_attention", arguments, backend, options)
+    parts = 1 + bool(return_lse)
+    if new_kv is not None:
+        pages = tuple(results[parts:]) if isinstance(kv_pages, tuple | list) else results[parts]
+        return *results[:parts], pages
     return (results[0], results[1]) if return_lse else results[0]
 
 
@@ -74,6 +82,24 @@ def merge_attention_states(
 ) -> tuple[jax.Array, jax.Array]:
     out, lse = execute.run("merge_attention_states", _merge_form(outs=outs, lses=lses), backend, options)
     return out, lse
+
+
+def _is_fused(options: Any) -> bool:
+    """Whether the room is to write the new keys and values itself."""
+    return bool(config.requested_options("ragged_paged_attention", options).get("fused_update"))
+
+
+def _write_and_attend(arguments: dict[str, Any], backend: Any, options: Any) -> Any:
+    """Two operations in the place of one, for the backends that have not the one."""
+    CALLS["ragged_paged_attention"](**arguments)  # type: ignore[call-arg]  # so that errors name `new_kv`
+    names = ("page_indices", "kv_lens", "cu_q_lens", "num_seqs", "k_scale", "v_scale")
+    shared = {name: arguments[name] for name in names}
+    k, v = arguments["new_kv"]
+    given = arguments["kv_pages"]
+    pages: Any = execute.run("write_kv_pages", {"k": k, "v": v, "kv_pages": given, **shared}, backend, None)
+    pages = tuple(pages) if isinstance(given, tuple | list) else pages[0]
+    arguments = arguments | {"kv_pages": pages, "new_kv": None}
+    return *execute.run("ragged_paged_attention", arguments, backend, options), pages
 
 
 def _attention_form(**arguments: Any) -> dict[str, Any]:

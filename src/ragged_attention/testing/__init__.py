@@ -4,14 +4,15 @@
 on a backend. The parts, for tests of one's own:
 
     Spec, Batch, WriteBatch, MergeBatch    a batch's structure, and the NumPy arrays made from it
+    PagedSpec, ChunkSpec                   the structures of batches over heads-first pages
     PrefillSpec, DecodeSpec                the structures of latent attention's batches
     CORNERS                                a named batch for every edge of the definition
     agrees                                 the one comparison, with the one set of bounds
-    LAWS, MLA_LAWS                         what holds without an oracle
+    LAWS, HEADS_FIRST_LAWS, MLA_LAWS       what holds without an oracle
     runner_for                             a backend, called through the torch or the jax front end
     guarded                                arrays that end where readable memory ends
 
-`ragged_attention.testing.strategies` and `.mla_strategies` have the Hypothesis strategies.
+`ragged_attention.testing.strategies`, `.heads_first_suite` and `.mla_strategies` have the Hypothesis strategies.
 """
 
 from importlib.util import find_spec
@@ -28,6 +29,9 @@ from ragged_attention.testing.batches import WriteBatch as WriteBatch
 from ragged_attention.testing.compare import agrees as agrees
 from ragged_attention.testing.corners import CORNERS as CORNERS
 from ragged_attention.testing.guarded import guarded as guarded
+from ragged_attention.testing.heads_first import ChunkSpec as ChunkSpec
+from ragged_attention.testing.heads_first import PagedSpec as PagedSpec
+from ragged_attention.testing.heads_first_suite import HEADS_FIRST_LAWS as HEADS_FIRST_LAWS
 from ragged_attention.testing.laws import LAWS as LAWS
 from ragged_attention.testing.mla_batches import DecodeSpec as DecodeSpec
 from ragged_attention.testing.mla_batches import PrefillSpec as PrefillSpec

@@ -1,26 +1,20 @@
-"""`ragged-attention conformance`: the suite on one backend, with a progress bar and a table at the end."""
+"""`ragged-attention conformance`: the suite on one backend, with a progress bar and a table at the end.
+
+On a CPU a backend of Pallas TPU kernels is judged by jax's interpreter of them, once in each of its modes.
+"""
 
 import argparse
-import dataclasses
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from ragged_attention.testing import environment
+from ragged_attention.testing.verdicts import Verdict
 
-
-@dataclasses.dataclass
-class Line:
-    """One line of the table."""
-
-    check: str
-    examples: int
-    result: str  # passed | declined | FAILED
-    seconds: float
-    message: str = ""
+INTERPRETED = "No TPU is used: jax's interpreter of TPU kernels runs them, in two modes that show different faults."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,10 +28,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     environment.prepare(options.device)
 
+    from ragged_attention.testing import tpu_interpreter
     from ragged_attention.testing.runners import runners
 
     console = Console()
     present, absent = runners(options.backend, options.framework, options.device)
+    if "jax" not in [runner.framework for runner in present] and options.framework != "torch":
+        interpreted = tpu_interpreter.runners(options.backend, options.device)
+        if interpreted:
+            console.print(INTERPRETED)
+        present += interpreted
     if not present:
         for name, reason in absent.items():
             console.print(f"[bold red]{name} cannot run here:[/] {reason}", highlight=False)
@@ -50,36 +50,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(failed)
 
 
-def _judge(console: Console, runner: object, examples: int | None, only: str) -> list[Line]:
-    from ragged_attention.testing.drawing import examples_of
-    from ragged_attention.testing.runners import Declined
+def _judge(console: Console, runner: object, examples: int | None, only: str) -> list[Verdict]:
     from ragged_attention.testing.suite import checks
 
     chosen = [check for check in checks() if only in str(check)]
-    lines: list[Line] = []
+    lines: list[Verdict] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(str(runner), total=len(chosen))
-        for check in chosen:
+
+        def begin(check: object) -> None:
             progress.update(task, description=f"{runner}  {str(check)[:60]:60}")
-            begun, taken, result, message = time.perf_counter(), 0, "passed", ""
-            try:
-                taken = check.run(runner, examples or examples_of())  # type: ignore[arg-type]
-            except Declined as refusal:
-                result, message = "declined", str(refusal)
-            except Exception as error:  # whatever a kernel of others may raise is a failure, and the next check goes on
-                result, message = "FAILED", _told(error)
-            lines.append(Line(str(check), taken, result, time.perf_counter() - begun, message))
+
+        begin(chosen[0] if chosen else "")
+        for place, line in enumerate(_verdicts(runner, chosen, examples), 1):
+            lines.append(line)
             progress.advance(task)
+            begin(chosen[place] if place < len(chosen) else "")
     return lines
 
 
-def _told(error: Exception) -> str:
-    """An error with the batch that Hypothesis shrank it to."""
-    return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+def _verdicts(runner: Any, chosen: Sequence[Any], examples: int | None) -> Iterator[Verdict]:
+    """What becomes of each check, in order."""
+    from ragged_attention.testing import tpu_interpreter, verdicts
+    from ragged_attention.testing.drawing import examples_of
+
+    if isinstance(runner, tpu_interpreter.InterpretedRunner):
+        names = [str(check) for check in chosen]
+        yield from tpu_interpreter.judged(runner.backend, names, mode=runner.mode, examples=examples)
+        return
+    for check in chosen:
+        yield verdicts.verdict_of(runner, check, examples or examples_of())
 
 
-def _report(console: Console, runner: str, device: str, lines: list[Line]) -> None:
+def _report(console: Console, runner: str, device: str, lines: list[Verdict]) -> None:
     for line in lines:
         if line.result == "FAILED":
             console.print(f"[bold red]{line.check}[/]", highlight=False)
@@ -90,17 +94,18 @@ def _report(console: Console, runner: str, device: str, lines: list[Line]) -> No
     colours = {"passed": "green", "declined": "yellow", "FAILED": "bold red"}
     for line in _folded(lines):
         result = f"[{colours[line.result]}]{line.result}[/]"
-        table.add_row(line.check, str(line.examples), f"{line.seconds:.1f}", result)
+        table.add_row(line.check, str(line.taken), f"{line.seconds:.1f}", result)
     console.print(table)
     counts = {result: sum(line.result == result for line in lines) for result in colours}
     console.print(", ".join(f"{count} {result}" for result, count in counts.items()), highlight=False)
 
 
-def _folded(lines: list[Line]) -> list[Line]:
+def _folded(lines: list[Verdict]) -> list[Verdict]:
     """The corners that passed as one line, everything else as it is."""
     passed = [line for line in lines if line.check.startswith("corner: ") and line.result == "passed"]
     rest = [line for line in lines if line not in passed]
     if not passed:
         return rest
-    total = Line(f"corner: {len(passed)} named batches", len(passed), "passed", sum(line.seconds for line in passed))
+    name = f"corner: {len(passed)} named batches"
+    total = Verdict(name, "passed", len(passed), sum(line.seconds for line in passed))
     return [total, *rest]

@@ -22,17 +22,35 @@ PATHS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
         {"split_block_q": 64},
         {"block_q": 16, "block_kv": 16},
         {"careful_keys": 10**6},
+        {"num_kv_pages_per_block": 1, "num_queries_per_block": 16},
+        {"num_kv_pages_per_block": 3, "num_queries_per_block": 16},
+    ),
+    "paged_attention": (
+        {"num_splits": 1},
+        {"num_splits": 3},
+        {"split_block_q": 32, "split_block_kv": 16},
+        {"pages_per_compute_block": 1},
+        {"inline_seq_dim": False},
+        {"inline_seq_dim": False, "pages_per_compute_block": 1},
+    ),
+    "prefill_attention": (
+        {"num_splits": 3},
+        {"block_q": 16, "block_kv": 16},
+        {"num_kv_pages_per_block": 1, "num_queries_per_block": 8},
+        {"num_kv_pages_per_block": 3},
     ),
     "sparse_mla_prefill": (
         {"num_splits": 1},
         {"num_splits": 3},
         {"block_h": 16, "block_kv": 16},
         {"block_h": 32, "block_kv": 32, "num_splits": 2},
+        {"num_keys_per_block": 16},
     ),
     "mla_decode": (
         {"num_splits": 1},
         {"num_splits": 5, "block_kv": 16},
         {"block_h": 32, "block_kv": 32, "num_splits": 2},
+        {"num_keys_per_block": 16, "num_queries_per_block": 2},
     ),
 }
 

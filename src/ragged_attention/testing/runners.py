@@ -22,6 +22,7 @@ from ragged_attention.testing.mla_cache_batches import (
     SlotsBatch,
 )
 
+HeadsFirstPages = NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]  # as they are stored, or with their scales
 FRAMEWORKS = ("torch", "jax")
 WRITTEN = {"write_kv_pages": "kv_pages", "write_mla_cache": "cache"}  # the argument that an operation writes
 # A small call of each attention: a backend that takes one of them can run here.
@@ -71,6 +72,24 @@ class Runner:
     def write(self, batch: WriteBatch) -> Pages:
         """The pages after a write, as they are stored."""
         return like_pages(batch.kv_pages, self._call("write_kv_pages", batch, None))
+
+    def update(
+        self, batch: Batch, new: WriteBatch, *, options: Mapping[str, Any] | None = None
+    ) -> tuple[NDArray[Any], NDArray[Any], Pages]:
+        """Out, lse and the pages of an attention that is given the new K and V, as `new` has them, to write."""
+        pair = tuple(self._bring(new, name, getattr(new, name)) for name in ("k", "v"))
+        out, lse, pages = self._call("ragged_paged_attention", batch, options, return_lse=True, new_kv=pair)
+        held = [self.front.take_back(array) for array in (pages if isinstance(pages, tuple) else (pages,))]
+        return self.front.take_back(out), self.front.take_back(lse), like_pages(batch.kv_pages, held)
+
+    def paged(self, batch: Arrays, *, options: Mapping[str, Any] | None = None) -> NDArray[Any]:
+        """Out of a decode over heads-first pages."""
+        return self.front.take_back(self._call("paged_attention", batch, options))
+
+    def chunk(self, batch: Any, *, options: Mapping[str, Any] | None = None) -> NDArray[Any]:
+        """Out of a chunk over heads-first pages."""
+        options = {"align": batch.align, **(options or {})}
+        return self.front.take_back(self._call("prefill_attention", batch, options))
 
     def prefill(
         self, batch: PrefillBatch, *, options: Mapping[str, Any] | None = None

@@ -10,7 +10,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from ragged_attention.testing import compare, formats, mla_suite
+from ragged_attention.testing import compare, formats, heads_first_suite, mla_suite, updates
 from ragged_attention.testing.batches import Batch, Spec, expected
 from ragged_attention.testing.corners import CORNERS, MERGE_CORNERS, WRITE_CORNERS
 from ragged_attention.testing.drawing import Check, built, drawn, on_corner, on_drawn, paths
@@ -77,6 +77,8 @@ def corners() -> Iterator[Check]:
         yield Check("corner", f"write, {name}", on_corner(check_write, build))
     for name, build in MERGE_CORNERS.items():
         yield Check("corner", f"merge, {name}", on_corner(check_merge, build))
+    yield from updates.corners()
+    yield from heads_first_suite.corners()
     yield from mla_suite.corners()
 
 
@@ -86,6 +88,8 @@ def agreement() -> Iterator[Check]:
     yield Check("agreement", "the same bits again", on_drawn(check_determinism, specs(), 0.1))
     yield Check("agreement", "write on drawn batches", on_drawn(built(check_write), write_specs))
     yield Check("agreement", "merge on drawn batches", on_drawn(built(check_merge), merge_specs))
+    yield from updates.agreement()
+    yield from heads_first_suite.agreement()
     yield from mla_suite.agreement()
 
 
@@ -93,6 +97,7 @@ def laws() -> Iterator[Check]:
     for name, law in LAWS.items():
         quantized = formats.QUANTIZED if law is quantised_is_dequantised else None
         yield Check("law", name, on_drawn(law, specs(clean=True, cache_dtypes=quantized), 0.5))
+    yield from heads_first_suite.laws()
     yield from mla_suite.laws()
 
 

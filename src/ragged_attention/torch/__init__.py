@@ -10,6 +10,8 @@ from typing import Any
 
 from ragged_attention import dispatch
 from ragged_attention.torch.execute import OPERATIONS, record_of
+from ragged_attention.torch.heads_first import paged_attention as paged_attention
+from ragged_attention.torch.heads_first import prefill_attention as prefill_attention
 from ragged_attention.torch.mla import dequantize_mla_cache as dequantize_mla_cache
 from ragged_attention.torch.mla import make_decode_schedule as make_decode_schedule
 from ragged_attention.torch.mla import mla_decode as mla_decode

@@ -22,6 +22,8 @@ _library = torch.library.Library("ragged_attention", "DEF")
 CACHES = {  # the arguments whose rows must lie in one piece
     "ragged_paged_attention": ("kv_pages",),
     "write_kv_pages": ("kv_pages",),
+    "paged_attention": ("k_pages", "v_pages"),
+    "prefill_attention": ("k_pages", "v_pages"),
     "mla_decode": ("kv_cache", "extra_kv_cache"),
     "dequantize_mla_cache": ("cache",),
     "write_mla_cache": ("cache",),
@@ -81,13 +83,16 @@ def _not_differentiable(name: str) -> Any:
 def invoke(operation: str, form: tuple[Any, ...], backend: Any, options: Any) -> Any:
     """Run an operator on arguments that are in its schema's form."""
     operator = getattr(torch.ops.ragged_attention, operation)
-    names = None if backend is None else ",".join(parse_names(backend))
     try:
-        return operator(*form, names, encode_options(options))
+        return operator(*form, _names(backend), encode_options(options))
     except (RuntimeError, TypeError):
         # A schema's complaint does not name our argument; the record's does.
         record_of(operation, form)
         raise
+
+
+def _names(backend: Any) -> str | None:
+    return None if backend is None else ",".join(parse_names(backend))
 
 
 def record_of(operation: str, form: tuple[Any, ...]) -> Any:
@@ -120,6 +125,16 @@ _MOST_PLANS = 4096
 
 def execute(record: type[Call], arguments: dict[str, Any], backend: str | None, options: str | None) -> Any:
     """Run a call: by the plan of an earlier one like it where there is one, else after checks and choice."""
+    device, choice, validates = _plan(record, arguments, backend, options)
+    call = record.unchecked(**arguments, device=device)
+    if validates:
+        call.map(indices_to_numpy).check_values()  # type: ignore[attr-defined]
+    return choice.run(call, LAUNCHER)
+
+
+def _plan(
+    record: type[Call], arguments: dict[str, Any], backend: str | None, options: str | None
+) -> tuple[Device, dispatch.Choice, bool]:
     key = (record, backend, options, config.state(), *map(_static, arguments.values()))
     plan = _plans.get(key)
     if plan is None or plan[1].module is not dispatch.load(record.OPERATION, plan[1].backend):
@@ -129,12 +144,13 @@ def execute(record: type[Call], arguments: dict[str, Any], backend: str | None, 
         if len(_plans) >= _MOST_PLANS:
             _plans.clear()
         plan = _plans[key] = call.device, choice, config.validates_values()
-    else:
-        call = record.unchecked(**arguments, device=plan[0])
-    _, choice, validates = plan
-    if validates:
-        call.map(indices_to_numpy).check_values()  # type: ignore[attr-defined]
-    return choice.run(call, LAUNCHER)
+    return plan
+
+
+def expect_runnable(operation: str, form: tuple[Any, ...], backend: Any, options: Any, **more: Any) -> None:
+    """Raise what running an operator would raise before anything is launched; `more` are further arguments."""
+    arguments = OPERATIONS[operation].arguments(*form) | more
+    _plan(CALLS[operation], arguments, _names(backend), encode_options(options))
 
 
 def checked(record: type[Call], arguments: Mapping[str, Any]) -> Any:

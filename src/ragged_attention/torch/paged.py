@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ragged_attention.calls import documented, expect_bool, expect_num_seqs, expect_pages, expect_window, is_number
-from ragged_attention.torch.execute import define, invoke, number
+from ragged_attention.torch.execute import define, expect_runnable, invoke, number
 
 
 @documented
@@ -26,16 +26,20 @@ def ragged_paged_attention(
     k_scale: float | torch.Tensor | None = None,
     v_scale: float | torch.Tensor | None = None,
     return_lse: bool = False,
+    new_kv: tuple[torch.Tensor, torch.Tensor] | None = None,
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Any:
     form = attention_form(
         q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs, sm_scale=sm_scale, causal=causal,
         sliding_window=sliding_window, soft_cap=soft_cap, sinks=sinks, k_scale=k_scale, v_scale=v_scale,
         return_lse=return_lse,
     )  # fmt: skip
+    if new_kv is not None:
+        _write_before(form, new_kv, kv_pages, backend, options)
     results = invoke("ragged_paged_attention", form, backend, options)
-    return (results[0], results[1]) if return_lse else results[0]
+    given = () if new_kv is None else (kv_pages,)
+    return (*results, *given) if return_lse or given else results[0]
 
 
 @documented
@@ -76,9 +80,10 @@ def merge_attention_states(
 def attention_form(
     q: Any, kv_pages: Any, kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any = None, *,
     sm_scale: Any = None, causal: Any = True, sliding_window: Any = None, soft_cap: Any = None, sinks: Any = None,
-    k_scale: Any = None, v_scale: Any = None, return_lse: Any = False,
+    k_scale: Any = None, v_scale: Any = None, return_lse: Any = False, new_kv: Any = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The arguments in the order and form of the operator's schema."""
+    """The arguments in the order and form of the operator's schema, which leaves `new_kv` to another."""
+    del new_kv
     expect_bool("causal", causal)  # a schema would take an int for it
     expect_bool("return_lse", return_lse)
     expect_window(sliding_window)  # and a bool for an int
@@ -87,6 +92,21 @@ def attention_form(
         q, *_pair(kv_pages), kv_lens, page_indices, cu_q_lens, num_seqs, number(sm_scale), causal, sliding_window,
         number(soft_cap), sinks, *_scale(k_scale), *_scale(v_scale), return_lse,
     )  # fmt: skip
+
+
+def _write_before(form: tuple[Any, ...], new_kv: Any, kv_pages: Any, backend: Any, options: Any) -> None:
+    """Write `new_kv` into the pages, as the attention's call whose form this is has it.
+
+    Nothing is written for a call that will be refused. Under `torch.compile` the static law is checked by the
+    operators' fake kernels, before anything runs.
+    """
+    if not torch.compiler.is_compiling():
+        pair = tuple(new_kv) if isinstance(new_kv, list) else new_kv
+        expect_runnable("ragged_paged_attention", form, backend, options, new_kv=pair)
+    kv_lens, page_indices, cu_q_lens, num_seqs = form[3:7]
+    scales = form[12:16]
+    write = (new_kv[0], new_kv[1], *_pair(kv_pages), None, page_indices, kv_lens, cu_q_lens, num_seqs, *scales)
+    invoke("write_kv_pages", write, backend, None)
 
 
 def _attention_arguments(
@@ -110,6 +130,7 @@ def _attention_arguments(
         "k_scale": k_factor if k_scale is None else k_scale,
         "v_scale": v_factor if v_scale is None else v_scale,
         "return_lse": return_lse,
+        "new_kv": None,  # written by another operator
     }
 
 

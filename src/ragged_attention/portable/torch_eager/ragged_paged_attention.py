@@ -146,11 +146,13 @@ class Attention:
         step, resident = self._heads_at_once(blocks, keys)
         for head in range(0, self.num_kv_heads, step):
             heads = slice(head, min(head + step, self.num_kv_heads))
-            readers = [
-                Reader(pages[:, :, heads], keys, self.tile.block_kv, resident) for pages in (self.k_pages, self.v_pages)
-            ]
+            k, v = (self.reader(pages, heads, keys, resident) for pages in (self.k_pages, self.v_pages))
             for block in blocks:
-                self.block(block, heads, *readers)
+                self.block(block, heads, k, v)
+
+    def reader(self, pages: torch.Tensor, heads: slice, keys: Keys, resident: bool) -> Reader:
+        """What reads K or V of some KV heads."""
+        return Reader(pages[:, :, heads], keys, self.tile.block_kv, resident)
 
     def _heads_at_once(self, blocks: list[Block], keys: Keys) -> tuple[int, bool]:
         """How many KV heads to take together, and whether their keys and values stay in float32 between blocks.

@@ -1,6 +1,6 @@
 """Reading blocks of keys and values out of the pages."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,29 @@ def per_head(scale: Any, num_kv_heads: int) -> jax.Array:
     return jnp.broadcast_to(jnp.asarray(1.0 if scale is None else scale, jnp.float32), (num_kv_heads,))
 
 
+def places_of(
+    page_indices: jax.Array, seq: jax.Array, key: jax.Array, wanted: jax.Array, num_pages: int, page_size: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Page and offset of the positions `key` [N], and which of the `wanted` ones lie on a valid page; others on 0."""
+    column = jnp.minimum(key // page_size, page_indices.shape[1] - 1)
+    page = at(page_indices, seq, column)
+    valid = wanted & (page >= 0) & (page < num_pages)
+    return jnp.where(valid, page, 0), key % page_size, valid
+
+
+class Blocks(Protocol):
+    """What gathers the K and V of some positions of a sequence, heads first."""
+
+    def read(self, seq: jax.Array, key: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """K [K, N, D] and V [K, N, D_v] at positions `key` [N], and which of the `wanted` ones lie on a valid page.
+
+        V is float32, and zero where it is not wanted or not valid, for a weight of 0 does not silence a NaN.
+        """
+        ...
+
+
 class KeyValueBlocks:
-    """Gathers the K and V of some positions of a sequence, heads first: K in `dtype`, V in float32."""
+    """Gathers from pages [P, G, ...]; K is in `dtype`."""
 
     def __init__(self, kv_pages: Any, page_indices: jax.Array, dtype: Any) -> None:
         self.arrays = tuple(kv_pages) if isinstance(kv_pages, tuple | list) else (kv_pages,)
@@ -25,16 +46,10 @@ class KeyValueBlocks:
         self.dtype = dtype
 
     def read(self, seq: jax.Array, key: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """K [K, N, D] and V [K, N, D_v] at positions `key` [N], and which of the `wanted` ones lie on a valid page.
-
-        V is zero where it is not wanted or not valid, for a weight of 0 does not silence a NaN.
-        """
         num_pages, page_size = self.arrays[0].shape[:2]
-        column = jnp.minimum(key // page_size, self.page_indices.shape[1] - 1)
-        page = at(self.page_indices, seq, column)
-        valid = wanted & (page >= 0) & (page < num_pages)
+        page, offset, valid = places_of(self.page_indices, seq, key, wanted, num_pages, page_size)
         # Without the barrier XLA moves the conversion of the values out of the caller's loop, onto the whole cache.
-        arrays, page, offset = lax.optimization_barrier((self.arrays, jnp.where(valid, page, 0), key % page_size))
+        arrays, page, offset = lax.optimization_barrier((self.arrays, page, offset))
         rows = [at(lax.bitcast_convert_type(array, BITS[array.dtype.itemsize]), page, offset) for array in arrays]
         if len(rows) == 1:  # K and V interleaved by head
             both = rows[0].reshape(len(key), -1, 2, rows[0].shape[-1]).transpose(2, 1, 0, 3)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ragged_attention.calls import RaggedPagedAttention
-from ragged_attention.portable.xla._pages import BITS, KeyValueBlocks, per_head
+from ragged_attention.portable.xla._pages import BITS, Blocks, KeyValueBlocks, per_head
 from ragged_attention.portable.xla._ragged import at, sequences
 from ragged_attention.portable.xla._tile import Tile as Tile
 
@@ -35,16 +35,22 @@ def why_not(call: RaggedPagedAttention) -> str | None:
 
 def run(call: RaggedPagedAttention, tile: Tile, launch: Any) -> Any:
     del launch  # XLA launches
+    out, lse = attention(call, tile, KeyValueBlocks(call.kv_pages, call.page_indices, call.q.dtype))
+    return (out, lse) if call.return_lse else out
+
+
+def attention(call: RaggedPagedAttention, tile: Tile, blocks: Blocks) -> tuple[jax.Array, jax.Array]:
+    """Out and lse of a call whose keys and values `blocks` reads."""
     # As bits: XLA's CPU compiler would convert all of a bfloat16 array to update a part of it.
     out = jnp.zeros(call.out_shape, BITS[2] if call.q.dtype == jnp.bfloat16 else call.q.dtype)
     lse = jnp.full(call.out_shape[:2], -jnp.inf, jnp.float32)
     if 0 not in (call.num_tokens, call.max_num_seqs, call.num_pages, call.page_indices.shape[1]):
         block_kv = min(tile.block_kv, call.capacity)
-        out, lse = _attend_in_tiles(call, 1, block_kv, (out, lse))
+        out, lse = _attend_in_tiles(call, blocks, 1, block_kv, (out, lse))
         if call.num_tokens > 1:
-            out, lse = _attend_in_tiles(call, max(2, min(tile.block_q, call.num_tokens)), block_kv, (out, lse))
-    out = lax.bitcast_convert_type(out, call.q.dtype)
-    return (out, lse) if call.return_lse else out
+            size = max(2, min(tile.block_q, call.num_tokens))
+            out, lse = _attend_in_tiles(call, blocks, size, block_kv, (out, lse))
+    return lax.bitcast_convert_type(out, call.q.dtype), lse
 
 
 class Queries(NamedTuple):
@@ -61,7 +67,7 @@ class Queries(NamedTuple):
         return (self.row >= self.first) & (self.row < self.stop)
 
 
-def _attend_in_tiles(call: RaggedPagedAttention, size: int, block_kv: int, results: Any) -> Any:
+def _attend_in_tiles(call: RaggedPagedAttention, blocks: Blocks, size: int, block_kv: int, results: Any) -> Any:
     """Fill in the rows of the sequences of one query (`size` 1), or of all longer ones, by tiles of `size` tokens."""
     seqs = sequences(call.kv_lens, call.cu_q_lens, call.num_seqs, call.num_tokens, call.capacity)
     lengths = seqs.stops - seqs.starts
@@ -76,7 +82,7 @@ def _attend_in_tiles(call: RaggedPagedAttention, size: int, block_kv: int, resul
         row = jnp.minimum(first, call.num_tokens - size) + jnp.arange(size, dtype=jnp.int32)
         position = jnp.maximum(kv_len - (stop - row), -1)
         tile = Queries(seq, first, jnp.minimum(stop, first + size), row, position)
-        return _put(results, _attend(call, tile, kv_len, block_kv), tile)
+        return _put(results, _attend(call, blocks, tile, kv_len, block_kv), tile)
 
     return lax.fori_loop(jnp.int32(0), ends[-1], attend, results)
 
@@ -109,7 +115,9 @@ def _window(call: RaggedPagedAttention) -> int | None:
     return None if window is None or window >= call.capacity else int(window)
 
 
-def _attend(call: RaggedPagedAttention, tile: Queries, kv_len: jax.Array, block_kv: int) -> tuple[jax.Array, jax.Array]:
+def _attend(
+    call: RaggedPagedAttention, blocks: Blocks, tile: Queries, kv_len: jax.Array, block_kv: int
+) -> tuple[jax.Array, jax.Array]:
     """Out [size, H, D_v] and lse [size, H] of one tile."""
     size, num_kv_heads, group = len(tile.row), call.num_kv_heads, call.group
     q, row = lax.optimization_barrier((call.q, tile.row[0]))  # or all of q is converted ahead of the loop
@@ -117,7 +125,6 @@ def _attend(call: RaggedPagedAttention, tile: Queries, kv_len: jax.Array, block_
     q = lax.bitcast_convert_type(q, call.q.dtype).reshape(size, num_kv_heads, group, call.head_dim)
     q = q.swapaxes(0, 1).reshape(num_kv_heads, -1, call.head_dim)
     start, stop = _visible_range(call, tile, kv_len)
-    blocks = KeyValueBlocks(call.kv_pages, call.page_indices, call.q.dtype)
     window, scale = _window(call), per_head(call.k_scale, num_kv_heads) * jnp.float32(call.scale)
     dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32, precision="highest")
 

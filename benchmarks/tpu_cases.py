@@ -1,0 +1,233 @@
+"""Shapes that the Pallas kernels are lowered and compiled for, for every kind of TPU; none has to be here.
+
+A case is a call over arrays that have no values, and the same case serves the lowering test and the compile table.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ragged_attention import dispatch, samples
+from ragged_attention.calls import CALLS, Call, Device
+from ragged_attention.errors import Unsupported
+
+# Kind of TPU -> what the compiler calls a machine of it, and the name that jax has for the device.
+TARGETS: Mapping[str, tuple[str, str]] = {
+    "v4": ("v4:2x2x1", "TPU v4"),
+    "v5e": ("v5e:2x2", "TPU v5 lite"),
+    "v5p": ("v5p:2x2x1", "TPU v5p"),
+    "v6e": ("v6e:2x2", "TPU v6 lite"),
+    "tpu7x": ("tpu7x:2x2x1", "TPU7x"),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TpuCase:
+    """A call of an operation: `sample` changes the representative call's shapes, `arguments` its other arguments."""
+
+    name: str
+    operation: str
+    sample: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the kernel; else its heuristic's
+    kernels: int = 1  # that the call consists of
+    refused: str = ""  # what the room says of it where it takes no such call
+
+    def call(self, device: Device) -> Call:
+        call = samples.sample_of(self.operation, **self.sample).call(self.operation, device)
+        return dataclasses.replace(call, **self.arguments) if self.arguments else call  # type: ignore[type-var]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Traceable:
+    """A function of arrays and the shapes to trace it with: name -> (shape, dtype)."""
+
+    function: Callable[..., Any]
+    arrays: Mapping[str, tuple[tuple[int, ...], str]]
+
+
+def refusal(case: TpuCase) -> str | None:
+    """Why the Pallas room does not take the case on the TPU of the mesh in force, or None."""
+    from ragged_attention.jax.launcher import device_facts
+
+    return dispatch.load(case.operation, "pallas").why_not(case.call(device_facts("tpu")))
+
+
+def traceable(case: TpuCase) -> Traceable:
+    """The case's call through the jax front end on the Pallas kernels."""
+    from ragged_attention.jax import execute
+    from ragged_attention.jax.launcher import join_arrays, split_arrays
+
+    arrays, rest = split_arrays(case.call(Device(framework="jax", platform="tpu")).arguments())
+
+    def run(**values: Any) -> Any:
+        if reason := refusal(case):
+            raise Unsupported(reason)
+        return execute.run(case.operation, join_arrays(values, rest), "pallas", dict(case.options))
+
+    return Traceable(run, {name: (tuple(array.shape), str(array.dtype)) for name, array in arrays.items()})
+
+
+BLOCKS = {"num_kv_pages_per_block": 8, "num_queries_per_block": 64}  # those at which JAX's kernel is compiled
+MIXED = {"num_tokens": 512, "max_num_seqs": 8, "max_len": 512}
+SCALES = {"k_scale": 0.25, "v_scale": 0.25}
+FP8, INT8 = "float8_e4m3fn", "int8"
+
+
+def _attention(name: str, heads: tuple[int, int] = (32, 8), head_dim: int = 128, **fields: Any) -> TpuCase:
+    """A mixed batch of ragged paged attention; `fields` are the sample's, or `arguments`, `options`, `kernels`."""
+    more: dict[str, Any] = {"kernels": 2}  # one for decodes, one for the others
+    more |= {key: fields.pop(key) for key in ("arguments", "options", "kernels") if key in fields}
+    sample = MIXED | {"num_q_heads": heads[0], "num_kv_heads": heads[1], "head_dim": head_dim} | fields
+    return TpuCase(name=f"rpa_{name}", operation="ragged_paged_attention", sample=sample, **more)
+
+
+def _fused(name: str, **fields: Any) -> TpuCase:
+    """A mixed batch whose new keys and values the attention writes."""
+    new = samples.FakeArray((512, 8, 128), "bfloat16")
+    arguments = {"new_kv": (new, new)} | fields.pop("arguments", {})
+    return _attention(name, arguments=arguments, options={"fused_update": True}, **fields)
+
+
+_RAGGED = (
+    _attention("32x8_d128_bf16", options=BLOCKS),
+    _attention("32x8_d128_f32", dtype="float32", options=BLOCKS),
+    _attention("32x8_d128_fp8", cache_dtype=FP8, arguments=SCALES, options=BLOCKS),
+    _attention("12x2_d128_bf16", (12, 2), options=BLOCKS),
+    _attention("32x8_d128_bf16_window_cap", sliding_window=128, soft_cap=30.0, options=BLOCKS),
+    _attention("16x8_d256_bf16", (16, 8), 256, options=BLOCKS),
+    _attention("32x8_d128_bf16_auto"),
+    _attention("32x8_d128_bf16_decode", num_tokens=32, max_num_seqs=32, max_len=4096),
+    _attention("32x8_d128_bf16_lse", return_lse=True),
+    _attention("32x8_d128_bf16_pair", split_pages=True),
+    _attention("32x8_d128_bf16_page64", page_size=64),
+    _attention("32x8_d128_bf16_page128", page_size=128),
+    _attention("32x8_d128_fp8_page256", page_size=256, cache_dtype=FP8, arguments=SCALES),
+    _attention("32x8_d128_e5m2", cache_dtype="float8_e5m2", arguments=SCALES),
+    _attention("32x8_d128_int8", cache_dtype=INT8, arguments=SCALES),
+    _attention("32x8_d128_table_of_8_mib", num_tokens=256, max_num_seqs=256, max_len=131072),
+    _attention("64x8_d64_sinks_window", (64, 8), 64, sinks=True, sliding_window=128),
+    _attention("8x1_d128_bf16", (8, 1)),
+    _attention("8x1_d128_fp8", (8, 1), cache_dtype=FP8, arguments=SCALES),
+    _attention("5x1_d128_bf16", (5, 1)),
+    _attention("64x8_d128_bf16", (64, 8)),
+    _attention("6x6_d128_bf16", (6, 6)),
+    _attention("32x32_d80_bf16", (32, 32), 80),
+    _attention("8x4_d96_bf16", (8, 4), 96),
+    _attention("8x4_d192_bf16", (8, 4), 192),
+    _attention("8x4_d256_f32", (8, 4), 256, dtype="float32"),
+    _attention("32x4_d256_fp8", (32, 4), 256, cache_dtype=FP8, arguments=SCALES),
+    _fused("32x8_d128_bf16_fused"),
+    _fused("32x8_d128_fp8_fused", cache_dtype=FP8, arguments=SCALES),
+)
+
+
+def _write(name: str, slots: bool = False, **sample: Any) -> TpuCase:
+    """Writing a mixed batch's new tokens, by its tables or by slots."""
+    tables: dict[str, Any] = {"page_indices": None, "kv_lens": None, "cu_q_lens": None}
+    arguments = tables | {"slot_mapping": samples.FakeArray((512,), "int32")} if slots else {}
+    arguments |= SCALES if sample.get("cache_dtype") else {}
+    return TpuCase(name=f"write_{name}", operation="write_kv_pages", sample=MIXED | sample, arguments=arguments)
+
+
+_WRITES = (
+    _write("bf16"),
+    _write("bf16_slots", slots=True),
+    _write("f32_pair_d64", dtype="float32", split_pages=True, head_dim=64),
+    _write("fp8", cache_dtype=FP8),
+    _write("int8_slots", slots=True, cache_dtype=INT8),
+    _write("bf16_one_head", num_q_heads=8, num_kv_heads=1),
+)
+
+
+DECODE = {"max_num_seqs": 32, "num_tokens": 32, "max_len": 4096}
+PREFILL = {"max_num_seqs": 1, "num_tokens": 512, "max_len": 4096}
+
+
+def _paged(name: str, options: Mapping[str, Any] | None = None, **sample: Any) -> TpuCase:
+    """A decode over pages with heads first."""
+    return TpuCase(
+        name=f"paged_{name}", operation="paged_attention", sample=DECODE | sample, options=dict(options or {})
+    )
+
+
+def _prefill(name: str, **sample: Any) -> TpuCase:
+    """A chunk of one sequence over pages with heads first."""
+    return TpuCase(name=f"prefill_{name}", operation="prefill_attention", sample=PREFILL | sample)
+
+
+MEGACORE = (("batch", False), ("kv_head", False), ("batch", True), ("kv_head", True))
+_HEADS_FIRST = (
+    _paged("32x8_d128_bf16"),
+    _paged("32x8_d128_bf16_grid", {"inline_seq_dim": False}),
+    *(
+        _paged(f"32x8_d128_bf16_{mode}{'' if inline else '_grid'}", {"megacore_mode": mode, "inline_seq_dim": inline})
+        for mode, inline in MEGACORE
+    ),
+    _paged("32x8_d128_f32_cap", dtype="float32", soft_cap=30.0),
+    _paged("32x8_d128_int8", cache_dtype=INT8),
+    _paged("32x8_d128_fp8", cache_dtype=FP8),
+    _paged("7x1_d64_bf16", num_q_heads=7, num_kv_heads=1, head_dim=64),
+    _paged("16x8_d256_bf16_page64", num_q_heads=16, head_dim=256, page_size=64),
+    _prefill("32x8_d128_bf16"),
+    _prefill("32x8_d128_f32_window_cap", dtype="float32", sliding_window=128, soft_cap=30.0),
+    _prefill("32x8_d128_int8", cache_dtype=INT8),
+    _prefill("7x1_d64_bf16", num_q_heads=7, num_kv_heads=1, head_dim=64),
+    _prefill("16x8_d256_bf16_page64", num_q_heads=16, head_dim=256, page_size=64),
+)
+
+
+def _latent(
+    name: str,
+    operation: str = "mla_decode",
+    arguments: Mapping[str, Any] | None = None,
+    refused: str = "",
+    **sample: Any,
+) -> TpuCase:
+    """Latent attention; the sample's defaults are DeepSeek-V3.2's sparse decode from an fp8_v32 cache."""
+    return TpuCase(
+        name=f"mla_{name}", operation=operation, sample=sample, arguments=dict(arguments or {}), refused=refused
+    )
+
+
+PLAIN: dict[str, Any] = {"cache_format": "plain"}
+EXTRA = {
+    "extra_kv_cache": samples.FakeArray((40, 16, 1, 656), "uint8"),
+    "extra_indices": samples.FakeArray((32, 1, 130), "int32"),
+}
+_LATENT = (
+    _latent("dense_h128_bf16", **PLAIN, topk=0),
+    _latent("dense_h16_bf16", **PLAIN, topk=0, num_q_heads=16),
+    _latent("dense_h128_fp8_v32", topk=0),
+    _latent("dense_h128_bf16_two_tokens", arguments={"causal": True}, **PLAIN, topk=0, sinks=True, num_tokens=64),
+    _latent("dense_h16_f32", **PLAIN, topk=0, num_q_heads=16, dtype="float32"),
+    _latent("dense_h16_f16", **PLAIN, topk=0, num_q_heads=16, dtype="float16"),
+    _latent("dense_h7_bf16_page16", **PLAIN, topk=0, num_q_heads=7, page_size=16),
+    _latent("dense_h16_bf16_page61", **PLAIN, topk=0, num_q_heads=16, page_size=61),
+    _latent("dense_h16x2_bf16", **PLAIN, topk=0, num_q_heads=16, num_kv_heads=2),
+    _latent("sparse_h128_bf16", **PLAIN),
+    _latent("sparse_h128_fp8_v32"),
+    _latent("sparse_h64_fp8_v32_extra", arguments=EXTRA, num_q_heads=64, sinks=True),
+    _latent("sparse_h16_fp8_v32_v576_f32", num_q_heads=16, d_v=576, dtype="float32"),
+    _latent("sparse_h16_f16", **PLAIN, num_q_heads=16, dtype="float16"),
+    _latent("sparse_h5_d80_top9", **PLAIN, num_q_heads=5, d_qk=80, d_v=48, topk=9),
+    _latent("sparse_h128_d512_top5000", **PLAIN, d_qk=512, topk=5000),
+    _latent("sparse_prefill_h128_bf16", "sparse_mla_prefill", **PLAIN, num_tokens=512),
+    _latent("sparse_prefill_h128_fp8_v32", "sparse_mla_prefill", num_tokens=512),
+    _latent("sparse_prefill_h8x2_d128", "sparse_mla_prefill", **PLAIN, num_q_heads=8, num_kv_heads=2, d_qk=128, d_v=64),
+    _latent("sparse_fp8_v4", refused="got 'fp8_v4'", cache_format="fp8_v4"),
+)
+
+CASES: tuple[TpuCase, ...] = (*_RAGGED, *_WRITES, *_HEADS_FIRST, *_LATENT)
+
+
+def find(name: str) -> TpuCase:
+    """A case by name."""
+    return next(case for case in CASES if case.name == name)
+
+
+def uncovered(room: Path) -> list[str]:
+    """Operations that a folder of kernels offers and that no case calls."""
+    offered = {path.stem for path in room.glob("*.py")} & set(CALLS)
+    return sorted(offered - {case.operation for case in CASES})

@@ -1,0 +1,278 @@
+"""Compiles every Pallas kernel for every kind of TPU, beside JAX's own kernels, and tables what the code costs.
+
+    python -m benchmarks.tpu_compile [--targets v6e ...] [--only NAME] [--options JSON] [--jobs N]
+
+Needs no TPU but the TPU compiler, the package libtpu, which is closed source and nothing here depends on:
+`make tpu-compile` gets it into a virtual environment of its own. Run on everything, it
+writes docs/tpu_compile.md. Fails if a kernel of ours does not compile.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import datetime
+import functools
+import importlib.metadata
+import importlib.util
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from benchmarks import tpu_cases, tpu_dump
+from benchmarks.tpu_cases import TARGETS, Traceable
+from benchmarks.tpu_peers import PEERS
+
+ROOT = Path(__file__).parent.parent
+DOCUMENT = ROOT / "docs" / "tpu_compile.md"
+COLUMNS = (
+    "case", "kernel", "bundles", "loop", "MXU", "VALU", "VLOAD", "VSTORE", "spills", "fills", "VMEM",
+)  # fmt: skip
+
+HEADER = """\
+# What the Pallas kernels compile to
+
+Compiled by the real TPU compiler (libtpu), for TPUs that need not be there, by `make tpu-compile`. Cases are those
+of `benchmarks/tpu_cases.py`; those that begin with `jax_` are JAX's own kernels
+(`jax.experimental.pallas.ops.tpu`), compiled in the same way.
+
+A TPU core issues one bundle a cycle, with a place in it for each of its units. **bundles** is the length of the
+whole kernel, **loop** that of the loop that has the matrix work (with what is nested in it): what one block of queries
+and keys costs if nothing waits for memory. MXU, VALU, VLOAD and VSTORE are the percentages of that loop in which the
+matrix unit, the vector unit and the ports of the vector memory are busy: the highest bounds it. **spills** and
+**fills** are stores and loads of vector registers for want of registers, in the whole kernel and (in the loop).
+**VMEM** is in KiB. At equal work the matrix unit has the same to do, so a higher percentage of it is a faster loop.
+These are schedules, not measurements: waits for copies are not in them.
+"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one case on one kind of TPU."""
+
+    case: str
+    target: str
+    kernels: tuple[tpu_dump.Kernel, ...] = ()
+    error: str = ""
+    seconds: float = 0.0
+
+
+def find(name: str, options: Mapping[str, Any]) -> Traceable:
+    """A case or one of JAX's kernels, by name; `options`, if there are any, in place of the case's own."""
+    if name in PEERS:
+        return PEERS[name][1]()
+    case = tpu_cases.find(name)
+    return tpu_cases.traceable(dataclasses.replace(case, options=options) if options else case)
+
+
+def names(only: str = "") -> list[str]:
+    """Cases of ours, then JAX's, whose name contains `only` or whose operation it is."""
+    every = {case.name: case.operation for case in tpu_cases.CASES}
+    every |= {name: operation for name, (operation, _) in PEERS.items()}
+    return [name for name, operation in every.items() if only in name or only == operation]
+
+
+def environment(dumps: str) -> dict[str, str]:
+    """What the compiler is told: that it need not look for TPUs, and where to dump."""
+    return {
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": "v6e-4",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={dumps} --xla_jf_dump_llo_text=true",
+    }
+
+
+@functools.cache
+def _mesh(target: str) -> Any:
+    """One device of a machine that is described and not there."""
+    import jax
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=TARGETS[target][0])
+    return jax.sharding.Mesh(topology.devices[:1], ("x",))  # type: ignore[arg-type]
+
+
+def compile_case(name: str, target: str, dumps: str, options: Mapping[str, Any]) -> Outcome:
+    """Compile one case; the dumps' folder is empty before and after."""
+    import jax
+
+    begun = time.perf_counter()
+    folder = Path(dumps)
+    try:
+        mesh = _mesh(target)
+        place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        for path in folder.iterdir():
+            path.unlink()
+        case = find(name, options)
+        shapes = {
+            key: jax.ShapeDtypeStruct(shape, dtype, sharding=place) for key, (shape, dtype) in case.arrays.items()
+        }
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            jax.jit(case.function).lower(**shapes).compile()
+        kernels, error = tuple(tpu_dump.read(folder)), ""
+        if not kernels:
+            error = "no kernel in what was compiled"
+    except Exception as failure:  # whatever the compiler objects to belongs in the table
+        kernels, error = (), first_words(failure)
+    for path in folder.iterdir():
+        path.unlink()
+    return Outcome(name, target, kernels, error, time.perf_counter() - begun)
+
+
+def first_words(failure: Exception) -> str:
+    words = " ".join(str(failure).split())
+    return f"{type(failure).__name__}: {words}"[:160].replace("|", "/")
+
+
+def _start_worker(settings: dict[str, str]) -> None:
+    os.environ.update(settings)
+
+
+def _pool(dumps: str) -> concurrent.futures.ProcessPoolExecutor:
+    """One process; should the compiler end it, the next case gets another."""
+    context = multiprocessing.get_context("spawn")
+    return concurrent.futures.ProcessPoolExecutor(1, context, _start_worker, (environment(dumps),))
+
+
+def compile_on(target: str, cases: Sequence[str], timeout: float, options: Mapping[str, Any]) -> Iterator[Outcome]:
+    """Compile cases one after another for one kind of TPU."""
+    dumps = tempfile.mkdtemp(prefix="tpu_dump_")
+    pool = _pool(dumps)
+    try:
+        for name in cases:
+            try:
+                yield pool.submit(compile_case, name, target, dumps, options).result(timeout)
+            except (BrokenProcessPool, TimeoutError) as failure:
+                what = "the compiler ended its process" if isinstance(failure, BrokenProcessPool) else "took too long"
+                _kill(pool)
+                pool = _pool(dumps)
+                yield Outcome(name, target, error=what)
+    finally:
+        _kill(pool)
+        shutil.rmtree(dumps, ignore_errors=True)
+
+
+def _kill(pool: concurrent.futures.ProcessPoolExecutor) -> None:
+    """End a pool at once: its process may be one that hangs."""
+    for process in (getattr(pool, "_processes", None) or {}).values():
+        process.kill()
+    pool.shutdown(wait=True, cancel_futures=True)
+
+
+def compile_all(
+    targets: Sequence[str],
+    cases: Sequence[str],
+    jobs: int,
+    timeout: float,
+    console: Console,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> list[Outcome]:
+    """Every case on every kind, `jobs` kinds at a time; in the order of the kinds and cases."""
+    outcomes: list[Outcome] = []
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console) as progress, concurrent.futures.ThreadPoolExecutor(jobs) as threads:
+        task = progress.add_task("compiling", total=len(targets) * len(cases))
+
+        def run(target: str) -> None:
+            for outcome in compile_on(target, cases, timeout, options):
+                outcomes.append(outcome)
+                progress.update(task, advance=1, description=f"{target} {outcome.case}")
+
+        for done in [threads.submit(run, target) for target in targets]:
+            done.result()
+    return sorted(outcomes, key=lambda one: (targets.index(one.target), cases.index(one.case)))
+
+
+def rows(outcome: Outcome) -> list[tuple[str, ...]]:
+    """The table's lines for one outcome, a line a kernel."""
+    if outcome.error:
+        return [(outcome.case, outcome.error, *("-" for _ in COLUMNS[2:]))]
+    found = []
+    for kernel in outcome.kernels:
+        busy = (f"{kernel.loop.percent(unit):.0f} %" for unit in tpu_dump.UNITS)
+        spilled = (f"{kernel.spills} ({kernel.loop_spills})", f"{kernel.fills} ({kernel.loop_fills})")
+        counts = (kernel.whole.bundles, kernel.loop.bundles, *busy, *spilled, kernel.vmem // 1024)
+        found.append((outcome.case, kernel.name, *map(str, counts)))
+    return found
+
+
+def failures(outcomes: Sequence[Outcome]) -> list[str]:
+    """The cases of ours that do not compile."""
+    return [f"{one.target} {one.case}: {one.error}" for one in outcomes if one.error and one.case not in PEERS]
+
+
+def document(outcomes: Sequence[Outcome], made: str) -> str:
+    """The page, from every outcome there is."""
+    lines = [HEADER, made, ""]
+    wrong = failures(outcomes)
+    lines += [
+        f"{len(outcomes)} compilations, {len(wrong) or 'no'} failure{'s' if len(wrong) != 1 else ''} of ours.",
+        "",
+    ]
+    for target in dict.fromkeys(one.target for one in outcomes):
+        lines += [f"## {target}", "", "| " + " | ".join(COLUMNS) + " |", "|---|---|" + "---:|" * (len(COLUMNS) - 2)]
+        some = [row for one in outcomes if one.target == target for row in rows(one)]
+        lines += ["| " + " | ".join(row) + " |" for row in some] + [""]
+    return "\n".join(lines)
+
+
+def provenance() -> str:
+    """When, of which code, and with which versions."""
+    git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "libtpu"))
+    return f"{datetime.date.today()}, commit {commit}, {versions}."
+
+
+def _show(console: Console, outcomes: Sequence[Outcome]) -> None:
+    table = Table("kind", *COLUMNS)
+    for outcome in outcomes:
+        for row in rows(outcome):
+            table.add_row(outcome.target, *row, style="red" if outcome.error else None)
+    console.print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tpu_compile", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--targets", nargs="+", choices=list(TARGETS), help="kinds of TPU (default: all)")
+    parser.add_argument("--only", default="", help="cases whose name or operation contains this")
+    parser.add_argument("--jobs", type=int, default=min(len(TARGETS), os.cpu_count() or 1), help="kinds at a time")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for one compilation")
+    parser.add_argument("--options", type=json.loads, default={}, help="a JSON object, in place of our cases' options")
+    options = parser.parse_args(arguments)
+    if importlib.util.find_spec("libtpu") is None:
+        print("expected the TPU compiler, the package libtpu, to be installed: see make tpu-compile", file=sys.stderr)
+        return 2
+    os.environ.update({name: value for name, value in environment("/dev/null").items() if name != "LIBTPU_INIT_ARGS"})
+    chosen = names(options.only)
+    if not chosen:
+        parser.error(f"expected --only to be in a case's name or operation, got {options.only!r}")
+    console = Console()
+    targets = options.targets or list(TARGETS)
+    outcomes = compile_all(targets, chosen, options.jobs, options.timeout, console, options.options)
+    _show(console, outcomes)
+    for line in failures(outcomes):
+        console.print(line, style="red", markup=False, highlight=False)
+    if not (options.targets or options.only or options.options):
+        DOCUMENT.write_text(document(outcomes, provenance()))
+        console.print(f"wrote {DOCUMENT.relative_to(ROOT)}")
+    return int(bool(failures(outcomes)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""What the Pallas kernels share: where they run, their limits, copies of a counted number of rows, layouts.
+
+Two things shape all of them. A copy between memories is started and waited for by the kernel, so each buffer that one
+fills has a semaphore of its own. And the kernels must also run in jax's TPU interpret mode, which knows plain
+indexing of references only: blocks are loaded whole, and it is their values that are reshaped or bitcast.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ragged_attention.calls import dtype_name, is_number
+from ragged_attention.errors import InvalidInput
+
+LANES = 128
+LOG2E = 1.4426950408889634
+LN2 = 0.6931471805599453
+MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # of a key that a query does not see; far below any finite logit
+NOWHERE = 2**31 - 1  # the position of a key that no query sees
+
+
+def cannot_run(call: Any) -> str | None:
+    """Why no Pallas kernel runs here."""
+    if call.device.framework != "jax":
+        return f"runs on jax arrays, got a call from {call.device.framework}"
+    return call.device.no_pallas
+
+
+def expect_sizes(tile: Any, **limits: tuple[int, int]) -> None:
+    """Check that fields of a tile are ints within their limits."""
+    for name, (low, high) in limits.items():
+        value = getattr(tile, name)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"expected {name} to be an int, got {type(value).__name__}")
+        if not low <= value <= high:
+            raise InvalidInput(f"expected {name} between {low} and {high}, got {value}")
+
+
+def cdiv(a: Any, b: Any) -> Any:
+    return (a + (b - 1)) // b
+
+
+def round_up(value: int, multiple: int) -> int:
+    return cdiv(value, multiple) * multiple
+
+
+def next_power_of_2(value: int) -> int:
+    return 1 << max(value - 1, 0).bit_length()
+
+
+def item_size(array: Any) -> int:
+    return jnp.dtype(dtype_name(array)).itemsize
+
+
+def is_vector_memory(scratch: Any) -> bool:
+    """Whether a scratch shape lies in VMEM."""
+    return getattr(scratch, "memory_space", None) == pltpu.VMEM
+
+
+def vector_bytes(shape: tuple[int, ...], dtype: Any) -> int:
+    """What an array takes in VMEM, where its last two dimensions are padded to whole tiles."""
+    size = jnp.dtype(dtype).itemsize
+    *rest, rows, lanes = shape
+    tile = min(32 // size, max(next_power_of_2(rows), 4 // size))
+    return math.prod(rest) * round_up(rows, tile) * round_up(lanes, LANES) * size
+
+
+def per_head(scale: Any, num_kv_heads: int) -> jax.Array:
+    """A scale in any of its forms (None, number, [], [1] or [K]) as one float32 a KV head."""
+    value = 1.0 if scale is None else scale
+    value = float(value) if is_number(value) else value
+    return jnp.broadcast_to(jnp.asarray(value, jnp.float32), (num_kv_heads,))
+
+
+def in_pieces(count: Any, most: int, do: Callable[[Any, int], None]) -> None:
+    """`do(offset, size)` for static sizes, powers of two, that add up to `count` (at most `most`)."""
+    piece = next_power_of_2(most + 1) >> 1 if most else 0
+    offset = jnp.int32(0)
+    while piece:
+        taken = (count & piece) != 0
+
+        @pl.when(taken)
+        def _(offset: Any = offset, piece: int = piece) -> None:
+            do(offset, piece)
+
+        offset = offset + jnp.where(taken, piece, 0)
+        piece >>= 1
+
+
+def compiler_params(vmem_limit_bytes: int, parallel: int = 0) -> Any:
+    """The parameters of a `pallas_call` whose grid has `parallel` dimensions that cores may share.
+
+    Without the compiler's bounds checks: kernels hold every index within its array before a copy, and checks take
+    most of the scalar instructions of one.
+    """
+    return pltpu.CompilerParams(
+        vmem_limit_bytes=vmem_limit_bytes or None,
+        dimension_semantics=("parallel",) * parallel or None,
+        disable_bounds_checks=True,
+    )

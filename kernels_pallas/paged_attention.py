@@ -1,0 +1,420 @@
+"""Paged decode for TPU over heads-first pages: one query a sequence.
+
+A step of the grid takes one sequence and several KV heads, with all of its keys, or with one block of them where
+`inline_seq_dim` is off. Pages that are missing from the pool are left out of a block, so the keys of one always come
+first in it, and a count is all the mask there is. Query heads of several KV heads share the eight rows of a register:
+each head's keys meet all eight, and a row keeps what is its own.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ragged_attention.calls import dtype_name
+from ragged_attention.errors import InvalidInput
+from ragged_attention.kernels_pallas.blocks import LANES, MASKED, cdiv, expect_sizes, next_power_of_2, round_up
+from ragged_attention.kernels_pallas.heads_first import (
+    BUDGET,
+    FEWEST_COLUMNS,
+    SUBLANES,
+    Operand,
+    block_rows,
+    buffers_of,
+    bytes_of,
+    expect_block,
+    fetch,
+    lane_sums,
+    mixture,
+    operands_of,
+    padded_page,
+    positions,
+    product,
+    refusal,
+    row_bytes,
+    scale_row,
+    spread,
+    table_bytes,
+    vmem_limit,
+    wait,
+)
+
+KEYS = 512  # of a block, where they fit: 2 MiB in flight at 8 heads of 128 in bfloat16
+HEADS = 8  # KV heads a step at most: their code is unrolled
+MEGACORE_MODES = (None, "batch", "kv_head")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """What may be tuned.
+
+    Attributes:
+        pages_per_compute_block: pages fetched and computed on together, a divisor of the pages a sequence can list;
+            0 leaves it to the kernel, which needs no divisor.
+        megacore_mode: what the cores of a TPU share, the batch or the KV heads, whose number theirs must divide.
+        inline_seq_dim: whether one step of the grid goes through all of a sequence, or each takes one block of it.
+        vmem_limit_bytes: vector memory that the compiler may use, 0 for its default.
+    """
+
+    pages_per_compute_block: int = 0
+    megacore_mode: str | None = None
+    inline_seq_dim: bool = True
+    vmem_limit_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        expect_sizes(self, pages_per_compute_block=(0, 2**20), vmem_limit_bytes=(0, 2**31 - 1))
+        if self.megacore_mode not in MEGACORE_MODES:
+            modes = ", ".join(map(repr, MEGACORE_MODES))
+            raise InvalidInput(f"expected megacore_mode to be one of {modes}, got {self.megacore_mode!r}")
+        if not isinstance(self.inline_seq_dim, bool):
+            raise TypeError(f"expected inline_seq_dim to be a bool, got {type(self.inline_seq_dim).__name__}")
+
+
+def tuning_key(call: Any) -> str:
+    """The bucket of static facts that a tuned file is keyed by."""
+    return (
+        f"heads={call.num_q_heads}/{call.num_kv_heads} head_dim={call.head_dim} q={dtype_name(call.q)} "
+        f"cache={call.cache_dtype} page={call.page_size} seqs<={next_power_of_2(call.max_num_seqs)} "
+        f"kv<={next_power_of_2(call.capacity)}"
+    )
+
+
+def heuristic(call: Any) -> Tile:
+    """All cores at work wherever sequences or heads can be shared among them."""
+    cores = call.device.num_multiprocessors
+    if cores > 1 and call.max_num_seqs % cores == 0:
+        return Tile(megacore_mode="batch")
+    return Tile(megacore_mode="kv_head" if cores > 1 and call.num_kv_heads % cores == 0 else None)
+
+
+def why_not(call: Any) -> str | None:
+    return refusal(call, fits(plan_of(call, heuristic(call)), call, BUDGET), rows=call.device.num_multiprocessors)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The static facts of one launch."""
+
+    scale: float
+    soft_cap: float | None
+    page_size: int
+    page_rows: int  # rows a page takes in a block, its padding included
+    pages_per_block: int
+    heads: int  # KV heads a step
+    per_tile: int  # KV heads whose query rows share a tile of registers
+    rows: int  # of such a tile
+    group: int
+    head_steps: int  # of one core
+    cores: int  # that share the batch or the heads
+    megacore_mode: str | None
+    inline_seq_dim: bool
+    quantized: bool
+
+    @property
+    def block(self) -> int:
+        """Positions a block."""
+        return self.pages_per_block * self.page_size
+
+    @property
+    def columns(self) -> int:
+        """Rows of a block, with padding."""
+        return self.pages_per_block * self.page_rows
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of query rows a step."""
+        return self.heads // self.per_tile
+
+    def place(self, core: Any, row: Any, head_step: Any) -> tuple[Any, Any]:
+        """The sequence and the step over the heads of all cores that a core's own stand for."""
+        if self.megacore_mode == "batch":
+            row = row * self.cores + core
+        return row, core * self.head_steps + head_step if self.megacore_mode == "kv_head" else head_step
+
+
+def plan_of(call: Any, tile: Tile) -> Plan:
+    """How a call is cut: the most heads and keys a step that fit."""
+    cores = call.device.num_multiprocessors if tile.megacore_mode is not None else 1
+    own_heads = max(1, call.num_kv_heads // cores if tile.megacore_mode == "kv_head" else call.num_kv_heads)
+    page_rows = padded_page(call.page_size, call.quantized)
+    pages = tile.pages_per_compute_block or max(1, min(KEYS // page_rows, call.pages_per_seq))
+    heads = max(n for n in range(1, HEADS + 1) if own_heads % n == 0)
+    budget = min(BUDGET, tile.vmem_limit_bytes * 3 // 4) if tile.vmem_limit_bytes else BUDGET
+
+    def plan() -> Plan:
+        fitting = [n for n in range(2, heads + 1) if heads % n == 0 and n * call.group <= SUBLANES]
+        per_tile = max(fitting, default=1)
+        return Plan(
+            scale=call.scale, soft_cap=None if call.soft_cap is None else float(call.soft_cap),
+            page_size=call.page_size, page_rows=page_rows, pages_per_block=pages, heads=heads, per_tile=per_tile,
+            rows=round_up(per_tile * call.group, SUBLANES), group=call.group, head_steps=own_heads // heads,
+            cores=cores, megacore_mode=tile.megacore_mode, inline_seq_dim=tile.inline_seq_dim,
+            quantized=call.quantized,
+        )  # fmt: skip
+
+    while not fits(plan(), call, budget):
+        may_shrink = pages > 1 and not tile.pages_per_compute_block
+        if may_shrink and (pages * page_rows > FEWEST_COLUMNS or heads == 1):
+            pages //= 2
+        elif heads > 1:
+            heads = max(n for n in range(1, heads) if own_heads % n == 0)
+        else:
+            break
+    return plan()
+
+
+def scratch_of(plan: Plan, call: Any) -> list[Any]:
+    """The vector memory that lasts over the steps of a launch: the buffers, and the state of each row."""
+    states = [(plan.tiles, plan.rows, width) for width in (LANES, LANES, call.head_dim)]
+    return [
+        *buffers_of(call, plan.heads, plan.pages_per_block),
+        *(pltpu.VMEM(state, jnp.float32) for state in states),
+    ]
+
+
+def used_memory(plan: Plan, call: Any) -> int:
+    """The vector memory of a launch: with that which lasts the queries, the results, and a head's rows in float32."""
+    tiles = [pltpu.VMEM((2 * plan.tiles, plan.rows, call.head_dim), jnp.dtype(dtype_name(call.q)))] * 2
+    rows = [pltpu.VMEM((2, plan.columns, call.head_dim), jnp.float32)]
+    return bytes_of([*scratch_of(plan, call), *tiles, *rows])
+
+
+def fits(plan: Plan, call: Any, budget: int) -> bool:
+    return used_memory(plan, call) <= budget
+
+
+def run(call: Any, tile: Tile, launch: Any) -> jax.Array:
+    del launch  # Pallas launches
+    check(call, tile)
+    plan = plan_of(call, tile)
+    if (asked := tile.pages_per_compute_block) != 0:
+        expect_block(call, "pages_per_compute_block", asked, used_memory(plan, call))
+    if 0 in call.out_shape or call.pages_per_seq == 0 or call.num_pages == 0:
+        return jnp.zeros(call.out_shape, call.q.dtype)
+    split = plan.cores if plan.megacore_mode == "batch" else 1
+    batch = call.max_num_seqs
+    at_once = max(1, table_bytes(call) // row_bytes(call) // split) * split
+    lengths = jnp.clip(call.lengths, 0, call.capacity)
+    operands = operands_of(call)
+    parts = [slice(start, min(start + at_once, batch)) for start in range(0, batch, at_once)]
+    outs = [decode(call.q[part], operands, lengths[part], call.page_indices[part], plan, call, tile) for part in parts]
+    return jnp.concatenate(outs) if len(outs) > 1 else outs[0]
+
+
+def check(call: Any, tile: Tile) -> None:
+    """Check options against the sizes of a call."""
+    cores, pages = call.device.num_multiprocessors, tile.pages_per_compute_block
+    if pages and call.pages_per_seq % pages:
+        raise InvalidInput(f"expected pages_per_compute_block to divide {call.pages_per_seq=}, got {pages}")
+    for mode, name in (("batch", "max_num_seqs"), ("kv_head", "num_kv_heads")):
+        if tile.megacore_mode == mode and (count := getattr(call, name)) % cores:
+            raise InvalidInput(f"expected {name} to be a multiple of {cores=} for megacore_mode={mode!r}, got {count}")
+
+
+def decode(
+    q: jax.Array, operands: list[jax.Array], lengths: jax.Array, page_indices: jax.Array, plan: Plan, call: Any,
+    tile: Tile,
+) -> jax.Array:  # fmt: skip
+    """One launch, over as many sequences as scalar memory holds the pages of."""
+    batch, _, width = q.shape
+    all_tiles, members = call.num_kv_heads // plan.per_tile, plan.per_tile * plan.group
+    tiled = q.reshape(batch, all_tiles, members, width)
+    if plan.rows != members:
+        tiled = jnp.pad(tiled, ((0, 0), (0, 0), (0, plan.rows - members), (0, 0)))
+    split = plan.cores if plan.megacore_mode == "batch" else 1
+    following, first = schedule(lengths, split)
+
+    def place(core: Any, row: Any, head_step: Any, *_: Any) -> tuple[Any, ...]:
+        return *plan.place(core, row, head_step), 0, 0
+
+    own = pl.BlockSpec((1, plan.tiles, plan.rows, width), place)
+    grid = (plan.cores, batch // split, plan.head_steps)
+    if not plan.inline_seq_dim:
+        grid = (*grid, cdiv(call.pages_per_seq, plan.pages_per_block))
+    out = pl.pallas_call(
+        functools.partial(kernel, plan=plan),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=4,
+            grid=grid,
+            in_specs=[own, *(pl.BlockSpec(memory_space=pl.ANY) for _ in operands)],
+            out_specs=own,
+            scratch_shapes=[
+                *scratch_of(plan, call),
+                pltpu.SMEM((5,), jnp.int32),
+                pltpu.SemaphoreType.DMA((len(operands), 2)),
+            ],
+        ),
+        out_shape=jax.ShapeDtypeStruct(tiled.shape, q.dtype),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary", "arbitrary")[: len(grid)],
+            vmem_limit_bytes=vmem_limit(call, tile.vmem_limit_bytes, used_memory(plan, call)),
+            disable_bounds_checks=True,  # each page is held against the pool before it is fetched
+        ),
+        name="ragged_attention_paged_attention",
+    )(lengths, page_indices.reshape(-1), following, jnp.broadcast_to(first, (plan.cores,)), tiled, *operands)
+    return out[:, :, :members].reshape(q.shape)
+
+
+def schedule(lengths: jax.Array, cores: int) -> tuple[jax.Array, jax.Array]:
+    """For each row the next one with keys among those of its core, each `cores`th; and each core's first. S is none."""
+    batch = lengths.shape[0]
+    row = jnp.arange(batch, dtype=jnp.int32)
+    with_keys = jnp.where(lengths > 0, row, batch).reshape(batch // cores, cores)
+    least = lax.cummin(with_keys, axis=0, reverse=True)
+    after = jnp.concatenate([least[1:], jnp.full((1, cores), batch, jnp.int32)])
+    return after.reshape(batch), least[0]
+
+
+class Refs(NamedTuple):
+    """What a kernel is given."""
+
+    lengths: Any
+    table: Any
+    following: Any
+    first: Any
+    q: Any
+    operands: list[Operand]
+    out: Any
+    highest: Any
+    total: Any
+    acc: Any
+    state: Any  # the slot in turn, and for each slot the pages that are under way and the keys that they hold
+
+    @classmethod
+    def of(cls, refs: tuple[Any, ...], plan: Plan) -> "Refs":
+        others, count = refs[5:], 4 if plan.quantized else 2
+        pages, out, buffers = others[:count], others[count], others[count + 1 : 2 * count + 1]
+        *states, semaphores = others[2 * count + 1 :]
+        operands = [Operand(pages[i], buffers[i], semaphores.at[i]) for i in range(count)]
+        return cls._make([*refs[:5], operands, out, *states])
+
+
+def kernel(*arguments: Any, plan: Plan) -> None:
+    """One step of the grid: a sequence's keys for some heads, or one block of them."""
+    refs = Refs.of(arguments, plan)
+    core = pl.program_id(0)
+    row, head_step = plan.place(core, pl.program_id(1), pl.program_id(2))
+    blocks = cdiv(refs.lengths[row], plan.block)
+
+    def begin() -> None:
+        refs.highest[...] = jnp.full_like(refs.highest, MASKED)
+        refs.total[...] = jnp.zeros_like(refs.total)
+        refs.acc[...] = jnp.zeros_like(refs.acc)
+
+    def finish() -> None:
+        weight = jnp.sum(refs.total[...], axis=2, keepdims=True)
+        refs.out[0] = (refs.acc[...] / jnp.where(weight == 0, 1.0, weight)).astype(refs.out.dtype)
+
+    if plan.inline_seq_dim:
+        begin()
+        lax.fori_loop(0, blocks, lambda block, _: visit(refs, plan, core, row, head_step, block), None)
+        finish()
+    else:
+        block = pl.program_id(3)
+        pl.when(block == 0)(begin)
+        pl.when(block < blocks)(lambda: visit(refs, plan, core, row, head_step, block))
+        pl.when(block == pl.num_programs(3) - 1)(finish)
+
+
+def visit(refs: Refs, plan: Plan, core: Any, row: Any, head_step: Any, block: Any) -> None:
+    """Compute on one block of a sequence, with the next block that there is under way."""
+    _, first_head = plan.place(core, 0, 0)
+    state = refs.state
+
+    @pl.when((row == refs.first[core]) & (head_step == first_head) & (block == 0))
+    def _() -> None:
+        state[0] = 0
+        start(refs, plan, row, head_step, block, 0)
+
+    slot = state[0]
+    more = (block + 1) * plan.block < refs.lengths[row]
+    same = head_step + 1 < first_head + plan.head_steps
+    next_row = jnp.where(more | same, row, refs.following[row])
+    next_head = jnp.where(more, head_step, jnp.where(same, head_step + 1, first_head))
+
+    @pl.when(next_row < refs.lengths.shape[0])
+    def _() -> None:
+        start(refs, plan, next_row, next_head, jnp.where(more, block + 1, 0), 1 - slot)
+
+    wait(state[1 + slot], slot, refs.operands)
+    state[0] = 1 - slot
+    clear_tail(refs.operands[1].buffer, slot, state[3 + slot], plan)
+    attend(refs, plan, slot, state[3 + slot])
+
+
+def start(refs: Refs, plan: Plan, row: Any, head_step: Any, block: Any, slot: Any) -> None:
+    """Begin to fetch a block into a slot, and note what it will hold."""
+    length, before = refs.lengths[row], block * plan.pages_per_block
+    used = jnp.minimum(plan.pages_per_block, cdiv(length, plan.page_size) - before)
+    at = row * (refs.table.shape[0] // refs.lengths.shape[0]) + before
+    heads = pl.ds(head_step * plan.heads, plan.heads)
+    found = fetch(refs.table, at, (0, used), heads, slot, refs.operands)
+    # All pages found are full but the sequence's last, if that is among them.
+    last = refs.table[at + used - 1]
+    there = (last >= 0) & (last < refs.operands[0].pages.shape[1])
+    lacking = jnp.maximum((before + used) * plan.page_size - length, 0)
+    refs.state[1 + slot] = found
+    refs.state[3 + slot] = found * plan.page_size - jnp.where(there, lacking, 0)
+
+
+def clear_tail(values: Any, slot: Any, keys: Any, plan: Plan) -> None:
+    """Zero what lies in a block of V from its `keys`th position on, whose weight is 0, but 0 * NaN is not."""
+    full = keys // plan.page_size
+
+    @pl.when(full < plan.pages_per_block)
+    def _() -> None:
+        page = values[slot, :, full]
+        offset = lax.broadcasted_iota(jnp.int32, page.shape, 1)
+        values[slot, :, full] = jnp.where(offset < keys - full * plan.page_size, page, jnp.zeros_like(page))
+
+        def zero(page: Any, _: None) -> None:
+            values[slot, :, page] = jnp.zeros(values.shape[1:2] + values.shape[3:], values.dtype)
+
+        lax.fori_loop(full + 1, plan.pages_per_block, zero, None)
+
+
+def attend(refs: Refs, plan: Plan, slot: Any, keys: Any) -> None:
+    """Add a block's keys to the running softmax of every tile of query rows."""
+    k_buffer, v_buffer, *scale_buffers = [operand.buffer for operand in refs.operands]
+    q, highest, total, acc = refs.q, refs.highest, refs.total, refs.acc
+    seen = positions(plan.columns, plan.page_size, plan.page_rows) < keys
+
+    def own(of_heads: list[jax.Array]) -> jax.Array:
+        """Of each head's rows of a tile those that are its own."""
+        whole = of_heads[0]
+        row = lax.broadcasted_iota(jnp.int32, whole.shape, 0)
+        for member, other in enumerate(of_heads[1:], start=1):
+            whole = jnp.where(row < member * plan.group, whole, other)
+        return whole
+
+    for tile in range(plan.tiles):
+        heads = range(tile * plan.per_tile, (tile + 1) * plan.per_tile)
+        logits = []
+        for head in heads:
+            k = block_rows(k_buffer[slot, head], plan.page_rows, q.dtype)
+            logits.append(product(q[0, tile], k, (1, 1)))
+            if scale_buffers:
+                logits[-1] *= scale_row(scale_buffers[0][slot, head], plan.page_rows)
+        s = own(logits) * plan.scale
+        if plan.soft_cap is not None:
+            s = plan.soft_cap * jnp.tanh(s / plan.soft_cap)
+        s = jnp.where(seen, s, -jnp.inf)
+        before = highest[tile]
+        after = jnp.maximum(before, jnp.max(s, axis=1, keepdims=True))
+        p = jnp.exp(s - spread(after, plan.columns))
+        shrink = jnp.exp(before - after)
+        highest[tile] = after
+        total[tile] = total[tile] * shrink + lane_sums(p)
+        mixed = []
+        for head in heads:
+            v = block_rows(v_buffer[slot, head], plan.page_rows, q.dtype)
+            weights = p
+            if scale_buffers:
+                weights = jnp.where(seen, p * scale_row(scale_buffers[1][slot, head], plan.page_rows), 0.0)
+            mixed.append(mixture(weights, v, careful=True))
+        acc[tile] = acc[tile] * spread(shrink, acc.shape[-1]) + own(mixed)

@@ -1,0 +1,414 @@
+"""Chunked prefill of one sequence for TPU over heads-first pages.
+
+A step of the grid takes one block of the chunk's rows for several KV heads, over all keys that these rows see: blocks
+of pages before their window or past their last position are not fetched. Blocks of keys that every row sees whole
+need no mask; the others are masked, and what no row sees in them is taken out of V, since garbage times 0 may be NaN.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ragged_attention.calls import dtype_name
+from ragged_attention.errors import InvalidInput
+from ragged_attention.kernels_pallas.blocks import LANES, MASKED, cdiv, expect_sizes, next_power_of_2
+from ragged_attention.kernels_pallas.heads_first import (
+    BUDGET,
+    FEWEST_COLUMNS,
+    SUBLANES,
+    Operand,
+    block_rows,
+    buffers_of,
+    bytes_of,
+    expect_block,
+    fetch,
+    lane_sums,
+    mixture,
+    operands_of,
+    padded_page,
+    positions,
+    product,
+    refusal,
+    scale_row,
+    spread,
+    vmem_limit,
+    wait,
+)
+
+KEYS = 512  # of a block, where they fit
+ROWS = 256  # of one KV head in a block of rows, so that a matrix unit has work for each load of keys
+HEADS = 8  # KV heads a step at most
+FARTHEST = jnp.iinfo(jnp.int32).max
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """What may be tuned.
+
+    Attributes:
+        num_kv_pages_per_block: pages fetched and computed on together; 0 leaves it to the kernel.
+        num_queries_per_block: rows of the chunk computed on together, a power of two from 8; 0 as above.
+        careful_keys: keys below which a bfloat16 row's weights are not just rounded; 0 is faster.
+        vmem_limit_bytes: vector memory that the compiler may use, 0 for its default.
+    """
+
+    num_kv_pages_per_block: int = 0
+    num_queries_per_block: int = 0
+    careful_keys: int = 1024
+    vmem_limit_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        expect_sizes(
+            self, num_kv_pages_per_block=(0, 2**20), num_queries_per_block=(0, 1024),
+            careful_keys=(0, 2**31 - 1), vmem_limit_bytes=(0, 2**31 - 1),
+        )  # fmt: skip
+        if (rows := self.num_queries_per_block) and (rows < SUBLANES or rows & (rows - 1)):
+            raise InvalidInput(f"expected num_queries_per_block to be a power of two from {SUBLANES}, got {rows}")
+
+
+def tuning_key(call: Any) -> str:
+    """The bucket of static facts that a tuned file is keyed by."""
+    return (
+        f"heads={call.num_q_heads}/{call.num_kv_heads} head_dim={call.head_dim} q={dtype_name(call.q)} "
+        f"cache={call.cache_dtype} page={call.page_size} chunk<={next_power_of_2(call.num_tokens)} "
+        f"kv<={next_power_of_2(call.capacity)}"
+    )
+
+
+def heuristic(call: Any) -> Tile:
+    del call  # what is 0 follows from the vector memory that the other sizes leave
+    return Tile()
+
+
+def why_not(call: Any) -> str | None:
+    return refusal(call, used_memory(plan_of(call, heuristic(call)), call) <= BUDGET, rows=1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The static facts of one launch."""
+
+    scale: float
+    soft_cap: float | None
+    window: int | None
+    page_size: int
+    page_rows: int  # rows a page takes in a block, its padding included
+    pages_per_block: int
+    heads: int  # KV heads a step
+    head_steps: int  # of a core
+    cores: int  # that share the heads
+    group: int
+    block_q: int
+    q_blocks: int
+    careful_keys: int
+    quantized: bool
+
+    @property
+    def block(self) -> int:
+        """Positions a block of pages."""
+        return self.pages_per_block * self.page_size
+
+    @property
+    def columns(self) -> int:
+        """Rows of a block of pages, with padding."""
+        return self.pages_per_block * self.page_rows
+
+    @property
+    def rows(self) -> int:
+        """Query rows of one KV head: those of each head of its group follow each other."""
+        return self.group * self.block_q
+
+
+def plan_of(call: Any, tile: Tile) -> Plan:
+    """How a call is cut: the most rows, heads and keys a step that fit."""
+    cores = call.device.num_multiprocessors
+    cores = cores if call.num_kv_heads % cores == 0 else 1
+    own_heads = call.num_kv_heads // cores
+    page_rows = padded_page(call.page_size, call.quantized)
+    pages = tile.num_kv_pages_per_block or max(1, min(KEYS // page_rows, call.pages_per_seq))
+    heads = max(n for n in range(1, HEADS + 1) if own_heads % n == 0)
+    most = next_power_of_2(ROWS // call.group + 1) // 2
+    block_q = tile.num_queries_per_block or max(SUBLANES, min(most, next_power_of_2(call.num_tokens)))
+    window = call.sliding_window
+    budget = min(BUDGET, tile.vmem_limit_bytes * 3 // 4) if tile.vmem_limit_bytes else BUDGET
+
+    def plan() -> Plan:
+        return Plan(
+            scale=call.scale, soft_cap=None if call.soft_cap is None else float(call.soft_cap),
+            window=None if window is None or window >= call.capacity else int(window), page_size=call.page_size,
+            page_rows=page_rows, pages_per_block=pages, heads=heads, head_steps=own_heads // heads, cores=cores,
+            group=call.group, block_q=block_q, q_blocks=cdiv(call.num_tokens, block_q),
+            careful_keys=tile.careful_keys, quantized=call.quantized,
+        )  # fmt: skip
+
+    while used_memory(plan(), call) > budget:
+        may_shrink = pages > 1 and not tile.num_kv_pages_per_block
+        if may_shrink and pages * page_rows > FEWEST_COLUMNS:
+            pages //= 2
+        elif heads > 1:
+            heads = max(n for n in range(1, heads) if own_heads % n == 0)
+        elif block_q > SUBLANES and not tile.num_queries_per_block:
+            block_q //= 2
+        elif may_shrink:
+            pages //= 2
+        else:
+            break
+    return plan()
+
+
+def scratch_of(plan: Plan, call: Any) -> list[Any]:
+    """The vector memory that lasts over the steps of a launch: the buffers, and the state of each row."""
+    states = [(plan.heads, plan.rows, width) for width in (LANES, LANES, call.head_dim)]
+    return [
+        *buffers_of(call, plan.heads, plan.pages_per_block),
+        *(pltpu.VMEM(state, jnp.float32) for state in states),
+    ]
+
+
+def used_memory(plan: Plan, call: Any) -> int:
+    """The vector memory of a launch: with that which lasts the queries, the results, and a head's logits and rows."""
+    rows = [pltpu.VMEM((2 * plan.heads, plan.rows, call.head_dim), jnp.dtype(dtype_name(call.q)))] * 2
+    logits = [pltpu.VMEM((plan.rows, plan.columns), jnp.float32)] * 3
+    keys = [pltpu.VMEM((2, plan.columns, call.head_dim), jnp.float32)]
+    return bytes_of([*scratch_of(plan, call), *rows, *logits, *keys])
+
+
+def run(call: Any, tile: Tile, launch: Any) -> jax.Array:
+    del launch  # Pallas launches
+    plan = plan_of(call, tile)
+    if (asked := tile.num_kv_pages_per_block) != 0:
+        expect_block(call, "num_kv_pages_per_block", asked, used_memory(plan, call))
+    if 0 in call.out_shape or call.pages_per_seq == 0 or call.num_pages == 0:
+        return jnp.zeros(call.out_shape, call.q.dtype)
+    chunk, _, width = call.q.shape
+    length = jnp.clip(call.length.reshape(()), 0, call.capacity)
+    base = length - chunk if call.align == "end" else (length - 1) // chunk * chunk
+    # Rows by KV head and block, and therein by head of the group: [K, blocks, group * rows, D].
+    split = (plan.q_blocks, plan.block_q, call.num_kv_heads, plan.group, width)
+    blocks = jnp.pad(call.q, ((0, plan.q_blocks * plan.block_q - chunk), (0, 0), (0, 0))).reshape(split)
+    blocks = blocks.transpose(2, 0, 3, 1, 4).reshape(call.num_kv_heads, plan.q_blocks, plan.rows, width)
+    out = prefill(blocks, operands_of(call), length, base, plan, call, tile)
+    out = out.reshape(call.num_kv_heads, plan.q_blocks, plan.group, plan.block_q, width).transpose(1, 3, 0, 2, 4)
+    return out.reshape(-1, *call.q.shape[1:])[:chunk]
+
+
+def prefill(
+    blocks: jax.Array, operands: list[jax.Array], length: jax.Array, base: jax.Array, plan: Plan, call: Any,
+    tile: Tile,
+) -> jax.Array:  # fmt: skip
+    """The launch; `base` is the position of the chunk's first row."""
+    lows, highs, following, first = ranges(length, base, plan)
+
+    def place(core: Any, head_step: Any, q_block: Any, *_: Any) -> tuple[Any, ...]:
+        return core * plan.head_steps + head_step, q_block, 0, 0
+
+    own = pl.BlockSpec((plan.heads, 1, plan.rows, call.head_dim), place)
+    return pl.pallas_call(
+        functools.partial(kernel, plan=plan),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=5,
+            grid=(plan.cores, plan.head_steps, plan.q_blocks),
+            in_specs=[own, *(pl.BlockSpec(memory_space=pl.ANY) for _ in operands)],
+            out_specs=own,
+            scratch_shapes=[
+                *scratch_of(plan, call),
+                pltpu.SMEM((3,), jnp.int32),
+                pltpu.SMEM((2, plan.pages_per_block), jnp.int32),
+                pltpu.SemaphoreType.DMA((len(operands), 2)),
+            ],
+        ),
+        out_shape=jax.ShapeDtypeStruct(blocks.shape, blocks.dtype),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
+            vmem_limit_bytes=vmem_limit(call, tile.vmem_limit_bytes, used_memory(plan, call)),
+            disable_bounds_checks=True,  # each page is held against the pool before it is fetched
+        ),
+        name="ragged_attention_prefill_attention",
+    )(lows, highs, following, jnp.stack([length, base, first]), call.page_indices, blocks, *operands)
+
+
+def ranges(length: jax.Array, base: jax.Array, plan: Plan) -> tuple[jax.Array, ...]:
+    """For each block of rows the positions it sees, from and to; the next block that sees any; and the first such."""
+    block = jnp.arange(plan.q_blocks, dtype=jnp.int32)
+    top = base + block * plan.block_q
+    highs = jnp.clip(top + plan.block_q, 0, length)
+    live = highs > jnp.maximum(top, 0)
+    lows = jnp.zeros_like(top) if plan.window is None else jnp.maximum(jnp.maximum(top, 0) - plan.window + 1, 0)
+    least = lax.cummin(jnp.where(live, block, plan.q_blocks), reverse=True)
+    return jnp.where(live, lows, highs), highs, jnp.append(least[1:], jnp.int32(plan.q_blocks)), least[0]
+
+
+class Refs(NamedTuple):
+    """What a kernel is given."""
+
+    lows: Any
+    highs: Any
+    following: Any
+    facts: Any  # the sequence's length, the position of the chunk's first row, the first block of rows with keys
+    table: Any
+    q: Any
+    operands: list[Operand]
+    out: Any
+    highest: Any
+    total: Any
+    acc: Any
+    state: Any  # the slot in turn, and for each slot the pages that are under way
+    present: Any  # for each slot which pages of its block there are
+
+    @classmethod
+    def of(cls, refs: tuple[Any, ...], plan: Plan) -> "Refs":
+        others, count = refs[6:], 4 if plan.quantized else 2
+        pages, out, buffers = others[:count], others[count], others[count + 1 : 2 * count + 1]
+        *states, semaphores = others[2 * count + 1 :]
+        operands = [Operand(pages[i], buffers[i], semaphores.at[i]) for i in range(count)]
+        return cls._make([*refs[:6], operands, out, *states])
+
+
+def kernel(*arguments: Any, plan: Plan) -> None:
+    """One step of the grid: one block of the chunk's rows, for some heads, over all keys that they see."""
+    refs = Refs.of(arguments, plan)
+    first_head = pl.program_id(0) * plan.head_steps
+    head_step, q_block = first_head + pl.program_id(1), pl.program_id(2)
+    low, high = refs.lows[q_block], refs.highs[q_block]
+    refs.highest[...] = jnp.full_like(refs.highest, MASKED)
+    refs.total[...] = jnp.zeros_like(refs.total)
+    refs.acc[...] = jnp.zeros_like(refs.acc)
+
+    @pl.when(low < high)
+    def _() -> None:
+        blocks = low // plan.block, cdiv(high, plan.block)
+        lax.fori_loop(*blocks, lambda block, _: visit(refs, plan, first_head, head_step, q_block, block), None)
+
+    weight = jnp.sum(refs.total[...], axis=2, keepdims=True)
+    position = refs.facts[1] + q_block * plan.block_q + row_tokens(weight.shape, 1, plan)
+    live = (weight != 0) & (position >= 0) & (position < refs.facts[0])
+    refs.out[:, 0] = jnp.where(live, refs.acc[...] / jnp.where(live, weight, 1.0), 0.0).astype(refs.out.dtype)
+
+
+def visit(refs: Refs, plan: Plan, first_head: Any, head_step: Any, q_block: Any, block: Any) -> None:
+    """Compute on one block of pages for a block of rows, with the next that there is under way."""
+    state, (length, base, first) = refs.state, (refs.facts[i] for i in range(3))
+    low, high, following = refs.lows[q_block], refs.highs[q_block], refs.following[q_block]
+
+    @pl.when((head_step == first_head) & (q_block == first) & (block == low // plan.block))
+    def _() -> None:
+        state[0] = 0
+        start(refs, plan, head_step, q_block, block, 0)
+
+    slot = state[0]
+    more = (block + 1) * plan.block < high
+    around = jnp.logical_not(more) & (following == plan.q_blocks)
+    next_head = jnp.where(around, head_step + 1, head_step)
+    next_q = jnp.where(more, q_block, jnp.where(around, first, following))
+
+    @pl.when(next_head < first_head + plan.head_steps)
+    def _() -> None:
+        next_block = jnp.where(more, block + 1, refs.lows[next_q] // plan.block)
+        start(refs, plan, next_head, next_q, next_block, 1 - slot)
+
+    found = state[1 + slot]
+    wait(found, slot, refs.operands)
+    state[0] = 1 - slot
+    # All rows see the whole block where its last position is seen by the first row, its first one by the last.
+    begins, top = block * plan.block, base + q_block * plan.block_q
+    whole = (found == plan.pages_per_block) & (begins + plan.block <= jnp.minimum(top + 1, length))
+    if plan.window is not None:
+        whole &= begins > top + plan.block_q - 1 - plan.window
+    if refs.q.dtype != jnp.float32:
+        whole &= high - low > plan.careful_keys
+
+    @pl.when(whole)
+    def _() -> None:
+        column = positions(plan.columns, plan.page_size, plan.page_rows)
+        attend(refs, plan, slot, None if plan.page_size == plan.page_rows else column < FARTHEST, False)
+
+    @pl.when(jnp.logical_not(whole))
+    def _() -> None:
+        seen = (low - begins, high - begins)
+        clear_unseen(refs, plan, slot, seen)
+        attend(refs, plan, slot, visible(refs, plan, slot, seen, top - begins), plan.careful_keys > 0)
+
+
+def start(refs: Refs, plan: Plan, head_step: Any, q_block: Any, block: Any, slot: Any) -> None:
+    """Begin to fetch a block into a slot: those of its pages that hold positions which the rows see."""
+    before = block * plan.pages_per_block
+    left = jnp.maximum(refs.lows[q_block] // plan.page_size - before, 0)
+    right = jnp.minimum(cdiv(refs.highs[q_block], plan.page_size) - before, plan.pages_per_block)
+    heads = pl.ds(head_step * plan.heads, plan.heads)
+    refs.state[1 + slot] = fetch(refs.table, before, (left, right), heads, slot, refs.operands, refs.present)
+
+
+def row_tokens(shape: tuple[int, ...], axis: int, plan: Plan) -> jax.Array:
+    """Which token of its block each row is."""
+    return lax.broadcasted_iota(jnp.int32, shape, axis) & (plan.block_q - 1)
+
+
+def clear_unseen(refs: Refs, plan: Plan, slot: Any, seen: tuple[Any, Any]) -> None:
+    """Zero what of a block of V no row sees, whose weight is 0, but 0 * NaN is not. `seen` is from and to."""
+    values = refs.operands[1].buffer
+
+    def clear(page: Any, _: None) -> None:
+        left, right = seen[0] - page * plan.page_size, seen[1] - page * plan.page_size
+        there = (right > 0) & (left < plan.page_size) & (refs.present[slot, page] != 0)
+
+        @pl.when(jnp.logical_not(there) | (left > 0) | (right < plan.page_size))
+        def _() -> None:
+            old = values[slot, :, page]
+            offset = lax.broadcasted_iota(jnp.int32, old.shape, 1)
+            kept = (offset >= left) & (offset < jnp.where(there, right, 0))
+            values[slot, :, page] = jnp.where(kept, old, jnp.zeros_like(old))
+
+    lax.fori_loop(0, plan.pages_per_block, clear, None)
+
+
+def visible(refs: Refs, plan: Plan, slot: Any, seen: tuple[Any, Any], top: Any) -> jax.Array:
+    """Which columns of a block each row sees [rows, columns]; `top` is the first row's position in the block."""
+    place = lax.broadcasted_iota(jnp.int32, (1, plan.columns), 1)
+
+    def hide(page: Any, column: jax.Array) -> jax.Array:
+        own = (place >= page * plan.page_rows) & (place < (page + 1) * plan.page_rows)
+        return jnp.where(own & (refs.present[slot, page] == 0), FARTHEST, column)
+
+    first = jnp.maximum(seen[0], 0) // plan.page_size
+    last = cdiv(jnp.minimum(seen[1], plan.block), plan.page_size)
+    column = lax.fori_loop(first, last, hide, positions(plan.columns, plan.page_size, plan.page_rows))
+    own = top + row_tokens((plan.rows, 1), 0, plan)
+    mask = column <= own
+    if plan.window is not None:
+        mask &= column > own - plan.window
+    return mask
+
+
+def attend(refs: Refs, plan: Plan, slot: Any, mask: jax.Array | None, careful: bool) -> None:
+    """Add a block's keys to the running softmax of every row, one head after another."""
+    k_buffer, v_buffer, *scale_buffers = [operand.buffer for operand in refs.operands]
+    q, highest, total, acc = refs.q, refs.highest, refs.total, refs.acc
+
+    def one_head(head: Any, _: None) -> None:
+        k = block_rows(k_buffer[slot, head], plan.page_rows, q.dtype)
+        s = product(q[head, 0], k, (1, 1)) * plan.scale
+        if scale_buffers:
+            s = s * scale_row(scale_buffers[0][slot, head], plan.page_rows)
+        if plan.soft_cap is not None:
+            s = plan.soft_cap * jnp.tanh(s / plan.soft_cap)
+        if mask is not None:
+            s = jnp.where(mask, s, -jnp.inf)
+        before = highest[head]
+        after = jnp.maximum(before, jnp.max(s, axis=1, keepdims=True))
+        p = jnp.exp(s - spread(after, plan.columns))
+        shrink = jnp.exp(before - after)
+        highest[head] = after
+        total[head] = total[head] * shrink + lane_sums(p)
+        if scale_buffers:
+            p = p * scale_row(scale_buffers[1][slot, head], plan.page_rows)
+            p = p if mask is None else jnp.where(mask, p, 0.0)
+        v = block_rows(v_buffer[slot, head], plan.page_rows, q.dtype)
+        acc[head] = acc[head] * spread(shrink, acc.shape[-1]) + mixture(p, v, careful)
+
+    lax.fori_loop(0, plan.heads, one_head, None)

@@ -1,0 +1,678 @@
+"""The kernel of ragged paged attention: a walk over steps, each a block of keys under a tile of queries.
+
+`Plan` holds what is known when the kernel is traced, `Refs` its memory; the functions follow the walk: where it
+stands, what it fetches for the next step, what it computes in this one, and what it sends off when a tile ends.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ragged_attention.kernels_pallas.blocks import LANES, LN2, LOG2E, MASKED, NOWHERE, cdiv, in_pieces, round_up
+
+CHUNK = 16  # tokens whose heads are turned at a time, so that they stay in registers
+UPDATES = 128  # new rows on their way at once
+WORDS, HEADS_FIRST = "words", "heads first"
+
+
+class Plan(NamedTuple):
+    """The static facts of one launch."""
+
+    block_q: int
+    rows: int  # of one KV head in a tile
+    pages: int  # in a block
+    block: int  # positions in a block
+    block_kv: int
+    num_blocks_kv: int  # in a block, the last one perhaps in part
+    page_size: int
+    num_pages: int
+    pages_per_seq: int
+    num_tokens: int
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    v_head_dim: int
+    combined: bool
+    causal: bool
+    window: int | None
+    soft_cap: float | None
+    has_sinks: bool
+    has_lse: bool
+    cores: int
+    careful_keys: int
+    num_updates: int | None  # new rows to write first
+    dtype: Any  # of the products' operands
+
+    @property
+    def num_q_heads(self) -> int:
+        return self.num_kv_heads * self.group
+
+    @property
+    def widths(self) -> list[tuple[int, int]]:
+        """Heads and head size of each array of pages."""
+        if self.combined:
+            return [(2 * self.num_kv_heads, self.head_dim)]
+        return [(self.num_kv_heads, self.head_dim), (self.num_kv_heads, self.v_head_dim)]
+
+    @property
+    def per_word(self) -> int:
+        """Operands in 32 bits."""
+        return 4 // self.dtype.itemsize
+
+    @property
+    def forms(self) -> list[str]:
+        """How heads are taken out of each array of pages: as words where words are not shared by tokens."""
+        return [WORDS if count % self.per_word == 0 else HEADS_FIRST for count, _ in self.widths]
+
+    def order(self, row: Any) -> Any:
+        """The place in a part of the key in each row of an operand; words hold keys of its two halves."""
+        if self.per_word == 1 or HEADS_FIRST in self.forms:
+            return row
+        return (row >> 1) + (row & 1) * (self.block_kv // 2)
+
+    @property
+    def in_columns(self) -> bool:
+        """Whether queries lie in columns of the logits, and keys in rows."""
+        return self.block_q > 1
+
+    @property
+    def columns(self) -> int:
+        """Queries of a KV head whose logits are computed at a time."""
+        if not self.in_columns:
+            return self.rows
+        return LANES if self.rows % (2 * LANES) else 2 * LANES
+
+    @property
+    def per_query(self) -> tuple[int, int]:
+        """The shape of one number a query."""
+        return (1, self.rows) if self.in_columns else (self.rows, 1)
+
+    @property
+    def per_key(self) -> tuple[int, int]:
+        return (self.block_kv, LANES) if self.in_columns else (1, self.block_kv)
+
+    @property
+    def of_mixture(self) -> tuple[int, int]:
+        return (self.v_head_dim, self.rows) if self.in_columns else (self.rows, self.v_head_dim)
+
+    @property
+    def precision(self) -> Any:
+        return lax.Precision.HIGHEST if self.dtype == jnp.float32 else lax.Precision.DEFAULT
+
+
+class Refs(NamedTuple):
+    """The kernel's memory: scalars, arrays in HBM, buffers."""
+
+    count: Any
+    order: Any
+    starts: Any
+    q_lens: Any
+    kv_lens: Any
+    table: Any
+    factor: Any
+    v_scale: Any
+    sinks: Any
+    slots: Any  # of the new rows
+    q: Any
+    new_rows: Any
+    pages: Any
+    out: Any
+    lse: Any
+    buffers: Any  # [2, positions, heads, D], one or a pair
+    position: Any  # i32 [2, num_blocks_kv, ...], of each key in a buffer
+    q_buffer: Any  # [2, block_q, H, D]
+    q_rows: Any  # [K, rows, D]
+    heads: Any  # [heads, block_kv, D], one or a pair
+    highest: Any  # f32 [K, ...], of each query
+    total: Any  # f32 [K, ...]
+    mixture: Any  # f32 [K, D_v, rows], or [K, rows, D_v]
+    by_head: Any  # [H, block_q, D_v]
+    out_buffer: Any  # [block_q, H, D_v]
+    lse_heads: Any  # f32 [H, block_q], padded
+    lse_buffer: Any  # f32 [block_q, 1, H]
+    written: Any  # i32 [1], rows on their way to HBM
+    missing: Any  # i32 [2], whether some page in a buffer does not exist
+    kv_arrived: Any  # semaphores [2, 1 or 2]
+    q_arrived: Any  # [2]
+    out_left: Any
+    lse_left: Any
+
+
+def scratch(plan: Plan, q: Any, pages: Any) -> list[Any]:
+    """The kernel's buffers and semaphores, in the order of `Refs`."""
+    positions = plan.num_blocks_kv * plan.block_kv
+    f32, rows = jnp.float32, (plan.num_kv_heads, plan.rows)
+    heads = plan.num_q_heads
+    return [
+        *(pltpu.VMEM((2, positions, *array.shape[2:]), array.dtype) for array in pages),
+        pltpu.VMEM((2, plan.num_blocks_kv, *plan.per_key), jnp.int32),
+        pltpu.VMEM((2, plan.block_q, heads, plan.head_dim), q.dtype),
+        pltpu.VMEM((*rows, plan.head_dim), plan.dtype),
+        *(heads_buffer(plan, which) for which in range(len(pages))),
+        pltpu.VMEM((plan.num_kv_heads, *plan.per_query), f32),
+        pltpu.VMEM((plan.num_kv_heads, *plan.per_query), f32),
+        pltpu.VMEM((plan.num_kv_heads, *plan.of_mixture), f32),
+        pltpu.VMEM((heads, plan.block_q, plan.v_head_dim), q.dtype),
+        pltpu.VMEM((plan.block_q, heads, plan.v_head_dim), q.dtype),
+        pltpu.VMEM((round_up(heads, 8), round_up(plan.block_q, LANES)), f32),
+        pltpu.VMEM((plan.block_q, 1, heads), f32),
+        pltpu.SMEM((1,), jnp.int32),
+        pltpu.SMEM((2,), jnp.int32),
+        pltpu.SemaphoreType.DMA((2, len(pages))),
+        pltpu.SemaphoreType.DMA((2,)),
+        pltpu.SemaphoreType.DMA,
+        pltpu.SemaphoreType.DMA,
+    ]
+
+
+def heads_buffer(plan: Plan, which: int) -> Any:
+    """Where a part of a block lies in the form from which single heads are taken."""
+    count, dim = plan.widths[which]
+    if plan.forms[which] == HEADS_FIRST:
+        return pltpu.VMEM((count, plan.block_kv, dim), plan.dtype)
+    dtype = plan.dtype if plan.per_word == 1 else jnp.uint32
+    return pltpu.VMEM((cdiv(dim, LANES), plan.block_kv * count // plan.per_word, LANES), dtype)
+
+
+def named(plan: Plan, refs: Any) -> Refs:
+    """The references in the order in which Pallas gives them, by name."""
+    refs = list(refs)
+
+    def take(count: int) -> list[Any]:
+        return [refs.pop(0) for _ in range(count)]
+
+    arrays, updates = len(plan.widths), plan.num_updates is not None
+    scalars = take(8)
+    (sinks,) = take(1) if plan.has_sinks else [None]
+    (slots,) = take(1) if updates else [None]
+    (q,), rows = take(1), take(arrays) if updates else []
+    pages = take(0 if updates else arrays)
+    take(1 + plan.has_lse + (arrays if updates else 0))  # the results as they begin, in the same memory
+    (out,), (lse,) = take(1), take(1) if plan.has_lse else [None]
+    pages = take(arrays) if updates else pages
+    buffers, (position, q_buffer, q_rows), heads = take(arrays), take(3), take(arrays)
+    given = [*scalars, sinks, slots, q, rows, pages, out, lse]
+    return Refs._make([*given, buffers, position, q_buffer, q_rows, heads, *refs])
+
+
+class Step(NamedTuple):
+    """Where the walk stands: the place in `order`, the tile in the sequence, the block under the tile."""
+
+    place: Any
+    tile: Any
+    block: Any
+    kv_slot: Any
+    q_slot: Any
+
+
+class Span(NamedTuple):
+    """A tile's queries and keys."""
+
+    seq: Any
+    source: Any  # the first row fetched
+    shift: Any  # rows fetched that are not its own
+    count: Any  # its own rows
+    position: Any  # of the first row fetched, were it the sequence's
+    low: Any  # the first key seen
+    high: Any  # one past the last
+    kv_len: Any
+
+
+def span_of(plan: Plan, refs: Refs, step: Step) -> Span:
+    """The tile that a step belongs to; of a step past the last one some tile, of which nothing is used."""
+    seq = refs.order[jnp.minimum(step.place, refs.count[0] - 1)]
+    start, q_len, kv_len = refs.starts[seq], refs.q_lens[seq], refs.kv_lens[seq]
+    first = step.tile * plan.block_q
+    count = jnp.clip(q_len - first, 0, plan.block_q)
+    source = jnp.clip(start + first, 0, plan.num_tokens - plan.block_q)
+    shift = start + first - source
+    position = kv_len - q_len + first - shift
+    low, high = jnp.int32(0), kv_len
+    if plan.causal:
+        high = jnp.clip(position + shift + count, 0, kv_len)
+    if plan.window is not None:
+        low = jnp.clip(position + shift - (plan.window - 1), 0, high)
+    return Span(seq, source, shift, count, position, low, high, kv_len)
+
+
+def kernel(plan: Plan, refs: Refs) -> None:
+    """One core's share of the sequences: every so many of them, in order."""
+    core = pl.program_id(0)
+    first = Step(core, jnp.int32(0), jnp.int32(0), jnp.int32(0), jnp.int32(0))
+    refs.written[0] = 0
+    if plan.num_updates is not None:
+        write_new_rows(plan, refs)
+
+    @pl.when(core < refs.count[0])
+    def _() -> None:
+        span = span_of(plan, refs, first)
+        begin = first._replace(block=span.low // plan.block)
+        fetch_queries(plan, refs, span, begin.q_slot)
+        fetch_pages(plan, refs, span, begin)
+        lax.while_loop(lambda step: step.place < refs.count[0], lambda step: advance(plan, refs, step), begin)
+        drain(plan, refs)
+
+
+def write_new_rows(plan: Plan, refs: Refs) -> None:
+    """Copy the new rows to their slots, UPDATES of them at a time."""
+
+    count: Any = plan.num_updates
+
+    def copies(token: Any, slot: Any) -> list[Any]:
+        page, offset = lax.div(slot, jnp.int32(plan.page_size)), lax.rem(slot, jnp.int32(plan.page_size))
+        return [
+            pltpu.make_async_copy(rows.at[token], pages.at[page, offset], refs.kv_arrived.at[0, which])
+            for which, (rows, pages) in enumerate(zip(refs.new_rows, refs.pages, strict=True))
+        ]
+
+    def each(first: Any, act: Callable[[Any], None]) -> None:
+        def one(token: Any, _: Any) -> None:
+            slot = refs.slots[token]
+
+            @pl.when(slot >= 0)
+            def _() -> None:
+                for copy in copies(token, slot):
+                    act(copy)
+
+        lax.fori_loop(first, jnp.minimum(first + UPDATES, count), one, None)
+
+    def some(place: Any, _: Any) -> None:
+        each(place * UPDATES, lambda copy: copy.start())
+        each(place * UPDATES, lambda copy: copy.wait())
+
+    lax.fori_loop(0, cdiv(count, UPDATES), some, None)
+
+
+def advance(plan: Plan, refs: Refs, step: Step) -> Step:
+    """Compute one step, while what the next one needs is fetched."""
+    span = span_of(plan, refs, step)
+    begins = step.block == span.low // plan.block
+    ends = (step.block + 1) * plan.block >= span.high
+    next_tile = ends & ((step.tile + 1) * plan.block_q < refs.q_lens[span.seq])
+    following = Step(
+        place=step.place + jnp.where(ends & ~next_tile, plan.cores, 0),
+        tile=jnp.where(ends, jnp.where(next_tile, step.tile + 1, 0), step.tile),
+        block=step.block + 1,
+        kv_slot=1 - step.kv_slot,
+        q_slot=jnp.where(ends, 1 - step.q_slot, step.q_slot),
+    )
+    coming = span_of(plan, refs, following)
+    following = following._replace(block=jnp.where(ends, coming.low // plan.block, following.block))
+
+    @pl.when(following.place < refs.count[0])
+    def _() -> None:
+        fetch_pages(plan, refs, coming, following)
+
+        @pl.when(ends)
+        def _() -> None:
+            fetch_queries(plan, refs, coming, following.q_slot)
+
+    @pl.when(begins)
+    def _() -> None:
+        begin_tile(plan, refs, span, step)
+
+    wait_pages(plan, refs, span, step)
+    compute(plan, refs, span, step)
+
+    @pl.when(ends)
+    def _() -> None:
+        end_tile(plan, refs, span)
+
+    return following
+
+
+def query_copy(plan: Plan, refs: Refs, span: Span, slot: Any) -> Any:
+    """The copy of a tile's queries; near the end of `q` it begins before the tile's own."""
+    return pltpu.make_async_copy(
+        refs.q.at[pl.ds(span.source, plan.block_q)], refs.q_buffer.at[slot], refs.q_arrived.at[slot]
+    )
+
+
+def fetch_queries(plan: Plan, refs: Refs, span: Span, slot: Any) -> None:
+    """Start the copy of a tile's queries."""
+    query_copy(plan, refs, span, slot).start()
+
+
+def page_range(plan: Plan, span: Span, step: Step) -> tuple[Any, Any]:
+    """The pages of a block, counted in it, that hold a key which the tile sees."""
+    first = step.block * plan.pages
+    low = jnp.maximum(span.low // plan.page_size - first, 0)
+    return low, jnp.clip(cdiv(span.high, plan.page_size) - first, low, plan.pages)
+
+
+def page_of(plan: Plan, refs: Refs, span: Span, step: Step, place: Any) -> Any:
+    """The index of a page of a block, any value."""
+    column = jnp.minimum(step.block * plan.pages + place, plan.pages_per_seq - 1)
+    return refs.table[span.seq * plan.pages_per_seq + column]
+
+
+def page_copies(plan: Plan, refs: Refs, page: Any, slot: Any, place: Any) -> list[Any]:
+    """The copies of a page to its place in a buffer, one for each array of pages."""
+    return [
+        pltpu.make_async_copy(
+            array.at[page],
+            buffer.at[slot, pl.ds(place * plan.page_size, plan.page_size)],
+            refs.kv_arrived.at[slot, which],
+        )
+        for which, (array, buffer) in enumerate(zip(refs.pages, refs.buffers, strict=True))
+    ]
+
+
+def fetch_pages(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
+    """Start the copies of a block's pages; a page that does not exist has its positions nowhere."""
+    slot = step.kv_slot
+    offset = plan.order(lax.broadcasted_iota(jnp.int32, plan.per_key, 0 if plan.in_columns else 1))
+    for part in range(plan.num_blocks_kv):
+        place = offset + part * plan.block_kv
+        seen = place + step.block * plan.block
+        refs.position[slot, part] = jnp.where(place < plan.block, seen, NOWHERE)
+
+    refs.missing[slot] = 0
+
+    def fetch(place: Any, _: Any) -> None:
+        page = page_of(plan, refs, span, step, place)
+        for copy in page_copies(plan, refs, jnp.clip(page, 0, plan.num_pages - 1), slot, place):
+            copy.start()
+
+        @pl.when((page < 0) | (page >= plan.num_pages))
+        def _() -> None:
+            refs.missing[slot] = 1
+            first = place * plan.page_size
+            for part in range(plan.num_blocks_kv):
+                own = offset + part * plan.block_kv
+                there = (own >= first) & (own < first + plan.page_size)
+                refs.position[slot, part] = jnp.where(there, NOWHERE, refs.position[slot, part])
+
+    low, high = page_range(plan, span, step)
+    lax.fori_loop(low, high, fetch, None)
+
+
+def wait_pages(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
+    """Wait for all copies of a block, then zero what came for pages that do not exist: waits know bytes, not pages."""
+    low, high = page_range(plan, span, step)
+
+    def wait(place: Any, _: Any) -> None:
+        for copy in page_copies(plan, refs, 0, step.kv_slot, place):
+            copy.wait()
+
+    def empty(token: Any, _: Any) -> None:
+        for buffer in refs.buffers:
+            buffer[step.kv_slot, token] = jnp.zeros(buffer.shape[2:], buffer.dtype)
+
+    def empty_if_missing(place: Any, _: Any) -> None:
+        page = page_of(plan, refs, span, step, place)
+
+        @pl.when((page < 0) | (page >= plan.num_pages))
+        def _() -> None:
+            lax.fori_loop(place * plan.page_size, (place + 1) * plan.page_size, empty, None)
+
+    lax.fori_loop(low, high, wait, None)
+
+    @pl.when(refs.missing[step.kv_slot] > 0)
+    def _() -> None:
+        lax.fori_loop(low, high, empty_if_missing, None)
+
+
+def begin_tile(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
+    """Turn the queries heads first, and empty the sums."""
+    query_copy(plan, refs, span, step.q_slot).wait()
+    group = plan.group
+    if plan.block_q == 1:
+        for head in range(plan.num_kv_heads):
+            rows = refs.q_buffer[step.q_slot, 0, pl.ds(head * group, group), :].astype(plan.dtype)
+            refs.q_rows[head, pl.ds(0, group), :] = rows
+    else:
+        for first in range(0, plan.block_q, CHUNK):
+            tokens = refs.q_buffer[step.q_slot, pl.ds(first, CHUNK)].astype(plan.dtype)
+            by_head = jnp.swapaxes(tokens, 0, 1)
+            for head in range(plan.num_q_heads):
+                row = head % group * plan.block_q + first
+                refs.q_rows[head // group, pl.ds(row, CHUNK), :] = by_head[head]
+    refs.highest[...] = jnp.full(refs.highest.shape, MASKED, jnp.float32)
+    refs.total[...] = jnp.zeros(refs.total.shape, jnp.float32)
+    refs.mixture[...] = jnp.zeros(refs.mixture.shape, jnp.float32)
+
+
+def compute(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
+    """Attend to the keys of one block."""
+    base = step.block * plan.block
+
+    def attend_part(careful: bool, part: Any) -> None:
+        turn_heads(plan, refs, step, part)
+        # The products of one group of queries are under way while the weights of another are computed.
+        groups = [(head, first) for head in range(plan.num_kv_heads) for first in range(0, plan.rows, plan.columns)]
+        logits = multiply_keys(plan, refs, *groups[0])
+        mix_last = functools.partial(lambda: None)
+        for group, after in zip(groups, [*groups[1:], groups[0]], strict=True):
+            coming = multiply_keys(plan, refs, *after) if after != groups[0] else None
+            seen = visible(plan, refs, span, step.kv_slot, part, group[1])
+            weights, kept = weigh(plan, refs, *group, logits, seen)
+            mix_last()
+            logits, mix_last = coming, functools.partial(mix_values, plan, refs, group, weights, kept, careful)
+        mix_last()
+
+    def attend_parts(careful: bool) -> None:
+        lax.fori_loop(low, high, lambda part, _: attend_part(careful, part), None)
+
+    low = jnp.maximum(span.low - base, 0) // plan.block_kv
+    high = jnp.minimum(cdiv(span.high - base, plan.block_kv), plan.num_blocks_kv)
+    blank(plan, refs, span, step, low, high)
+    if plan.dtype == jnp.float32 or not plan.careful_keys:
+        attend_parts(False)
+    elif not plan.in_columns:  # a few more rows cost nothing
+        attend_parts(True)
+    else:
+        few = span.high - span.low <= plan.careful_keys
+        pl.when(few)(lambda: attend_parts(True))
+        pl.when(~few)(lambda: attend_parts(False))
+
+
+def blank(plan: Plan, refs: Refs, span: Span, step: Step, low: Any, high: Any) -> None:
+    """Zero what the tile does not see in the parts of a block from `low` to `high`: a weight of 0 leaves NaN alone."""
+    base = step.block * plan.block
+    seen_low = jnp.maximum(span.low - base, 0)
+    seen_high = jnp.minimum(span.high - base, plan.block)
+
+    def blank_chunk(chunk: Any, _: Any) -> None:
+        for buffer in refs.buffers:
+            place = pl.ds(chunk * CHUNK, CHUNK)
+            tokens = buffer[step.kv_slot, place]
+            offset = chunk * CHUNK + lax.broadcasted_iota(jnp.int32, tokens.shape, 0)
+            seen = (offset >= seen_low) & (offset < seen_high)
+            buffer[step.kv_slot, place] = jnp.where(seen, tokens, jnp.zeros((), tokens.dtype))
+
+    chunks = plan.block_kv // CHUNK
+    lax.fori_loop(low * chunks, cdiv(seen_low, CHUNK), blank_chunk, None)
+    lax.fori_loop(seen_high // CHUNK, high * chunks, blank_chunk, None)
+
+
+def turn_heads(plan: Plan, refs: Refs, step: Step, part: Any) -> None:
+    """Bring one part of a block into the form from which `operand` takes single heads."""
+    for buffer, heads, form in zip(refs.buffers, refs.heads, plan.forms, strict=True):
+        for first in range(0, plan.block_kv, CHUNK):
+            tokens = buffer[step.kv_slot, pl.ds(part * plan.block_kv + first, CHUNK)].astype(plan.dtype)
+            count, dim = tokens.shape[1:]
+            if form == HEADS_FIRST:
+                heads[:, pl.ds(first, CHUNK), :] = jnp.swapaxes(tokens, 0, 1)
+                continue
+            words = tokens.reshape(CHUNK * count, dim)
+            if plan.per_word == 2:
+                words = pltpu.bitcast(words, jnp.uint32)
+            rows = len(words)
+            for lane in range(0, dim, LANES):
+                part_of_row = words[:, lane : lane + LANES]
+                place = (lane // LANES, pl.ds(first // CHUNK * rows, rows), pl.ds(0, part_of_row.shape[1]))
+                heads[place] = part_of_row
+
+
+def operand(plan: Plan, refs: Refs, which: int, head: int) -> Any:
+    """One head's keys or values of the part turned last, [block_kv, D] in `plan.order`."""
+    heads = refs.heads[which]
+    count, dim = plan.widths[which]
+    if plan.forms[which] == HEADS_FIRST:
+        return heads[head]
+    stride, lanes = count // plan.per_word, []
+    for lane in range(cdiv(dim, LANES)):
+        if plan.per_word == 1:
+            lanes.append(heads[lane, pl.ds(head, plan.block_kv, stride=stride), :])
+            continue
+        half = plan.block_kv // 2
+        first = heads[lane, pl.ds(head // 2, half, stride=stride), :]
+        second = heads[lane, pl.ds(head // 2 + half * stride, half, stride=stride), :]
+        low, high = jnp.uint32(0xFFFF), jnp.uint32(0xFFFF0000)
+        word = (first >> 16) | (second & high) if head % 2 else (first & low) | (second << 16)
+        lanes.append(pltpu.bitcast(word, plan.dtype))
+    return jnp.concatenate(lanes, axis=1)[:, :dim]
+
+
+def own_queries(plan: Plan, head: int, first: int) -> tuple[Any, ...]:
+    """Where the numbers of a group of queries stand."""
+    return (head, slice(None), pl.ds(first, plan.columns)) if plan.in_columns else (head,)
+
+
+def multiply_keys(plan: Plan, refs: Refs, head: int, first: int) -> Any:
+    """The products of some queries of a KV head and the keys of a part of a block.
+
+    Queries lie in columns (in rows where there is one a head): maximum and sum then run over whole registers, and
+    what is kept of each query is a row.
+    """
+    k = operand(plan, refs, 0, 2 * head if plan.combined else head)
+    q = refs.q_rows[head, pl.ds(first, plan.columns), :]
+    return product(plan, *((k, q) if plan.in_columns else (q, k)), 1, 1)
+
+
+def weigh(plan: Plan, refs: Refs, head: int, first: int, logits: Any, seen: Any) -> tuple[Any, Any]:
+    """One step of the online softmax: the weights of the keys, and the factor of what was summed before."""
+    keys, own = 0 if plan.in_columns else 1, own_queries(plan, head, first)
+    logits = logits * refs.factor[head]
+    if plan.soft_cap is not None:
+        logits = jnp.tanh(logits) * (plan.soft_cap * LOG2E)
+    logits = jnp.where(seen, logits, MASKED)
+    before = refs.highest[own]
+    highest = jnp.maximum(before, jnp.max(logits, axis=keys, keepdims=True))
+    weights = jnp.exp2(logits - highest)
+    kept = jnp.exp2(before - highest)
+    refs.highest[own] = highest
+    refs.total[own] = refs.total[own] * kept + jnp.sum(weights, axis=keys, keepdims=True)
+    return weights, kept
+
+
+def mix_values(plan: Plan, refs: Refs, group: tuple[int, int], weights: Any, kept: Any, careful: bool) -> None:
+    """Add the weighed values to the mixture."""
+    head, own = group[0], own_queries(plan, *group)
+    v = operand(plan, refs, 0, 2 * head + 1) if plan.combined else operand(plan, refs, 1, head)
+    mixture = jnp.float32(0)
+    for part in operands(plan, weights, careful):
+        mixture += product(plan, v, part, 0, 0) if plan.in_columns else product(plan, part, v, 1, 0)
+    refs.mixture[own] = refs.mixture[own] * kept + mixture
+
+
+def visible(plan: Plan, refs: Refs, span: Span, slot: Any, part: Any, first: int) -> Any:
+    """Which keys of a part of a block each query sees, in the shape of their logits."""
+    key = refs.position[slot, part]
+    if plan.in_columns:
+        key = jnp.concatenate([key] * (plan.columns // LANES), axis=1)
+    shape = (1, plan.columns) if plan.in_columns else (plan.rows, 1)
+    row = lax.broadcasted_iota(jnp.int32, shape, 1 if plan.in_columns else 0) + first
+    query = (row & (plan.block_q - 1)) + span.position
+    seen = key < span.kv_len
+    if plan.causal:
+        seen = key <= query
+    if plan.window is not None:
+        seen &= key > query - plan.window
+    return seen
+
+
+def operands(plan: Plan, weights: Any, careful: bool) -> list[Any]:
+    """The weights as operands, with what bfloat16 cuts off as a second one: errors of a few keys do not cancel."""
+    rounded = weights.astype(plan.dtype)
+    return [rounded, (weights - rounded.astype(jnp.float32)).astype(plan.dtype)] if careful else [rounded]
+
+
+def product(plan: Plan, left: Any, right: Any, left_axis: int, right_axis: int) -> Any:
+    """A matrix product over one axis of each, summed in float32."""
+    return lax.dot_general(
+        left, right, (((left_axis,), (right_axis,)), ((), ())),
+        precision=plan.precision, preferred_element_type=jnp.float32,
+    )  # fmt: skip
+
+
+def end_tile(plan: Plan, refs: Refs, span: Span) -> None:
+    """Normalise a tile and send its rows off."""
+    drain(plan, refs)
+    group, size = plan.group, plan.block_q
+    query = lax.broadcasted_iota(jnp.int32, plan.per_query, 1 if plan.in_columns else 0)
+    lses = []
+    for head in range(plan.num_kv_heads):
+        highest, total = refs.highest[head], refs.total[head]
+        some = highest > MASKED
+        total = jnp.where(some, total, 1.0)
+        lse = jnp.where(some, highest * LN2 + jnp.log(total), -jnp.inf)
+        share = jnp.where(some, refs.v_scale[head] / total, 0.0)
+        if plan.has_sinks:
+            sink = jnp.zeros(plan.per_query, jnp.float32)
+            for member in range(group):
+                own = (query >= member * size) & (query < (member + 1) * size)
+                sink = jnp.where(own, refs.sinks[head * group + member], sink)
+            share = jnp.where(some, share / (1.0 + jnp.exp(sink - lse)), 0.0)
+        mixture = jnp.where(some, refs.mixture[head] * share, 0.0)
+        mixture = mixture.astype(refs.out_buffer.dtype)
+        mixture = mixture.T if plan.in_columns else mixture
+        if plan.in_columns:
+            refs.by_head[pl.ds(head * group, group)] = mixture[: group * size].reshape(group, size, plan.v_head_dim)
+        else:
+            refs.out_buffer[0, pl.ds(head * group, group)] = mixture[:group]
+        lses.append(lse)
+    if plan.in_columns:
+        for first in range(0, size, CHUNK):
+            chunk = jnp.swapaxes(refs.by_head[:, pl.ds(first, CHUNK), :], 0, 1)
+            refs.out_buffer[pl.ds(first, CHUNK)] = chunk
+    if plan.has_lse:
+        store_lses(plan, refs, lses)
+    refs.written[0] = span.count
+    for copies in result_copies(plan, refs):
+        in_pieces(
+            span.count,
+            size,
+            lambda at, rows, copies=copies: copies(span.shift + at, span.source + span.shift + at, rows).start(),
+        )
+
+
+def store_lses(plan: Plan, refs: Refs, lses: list[Any]) -> None:
+    """Turn the lse of each KV head's queries into [block_q, 1, H]."""
+    size, group, heads = plan.block_q, plan.group, plan.num_q_heads
+    if not plan.in_columns:
+        column = lax.broadcasted_iota(jnp.int32, (1, heads), 1)
+        row = jnp.zeros((1, heads), jnp.float32)
+        for head in range(heads):
+            row = jnp.where(column == head, lses[head // group][head % group : head % group + 1], row)
+        refs.lse_buffer[0] = row
+        return
+    for head in range(heads):
+        first = head % group * size
+        refs.lse_heads[pl.ds(head, 1), pl.ds(0, size)] = lses[head // group][:, first : first + size]
+    refs.lse_buffer[:, 0, :] = refs.lse_heads[...].T[:size, :heads]
+
+
+def result_copies(plan: Plan, refs: Refs) -> list[Any]:
+    """For each result, what makes the copy of `size` rows of its buffer to their place."""
+
+    def copy(buffer: Any, array: Any, semaphore: Any) -> Any:
+        return lambda place, row, size: pltpu.make_async_copy(
+            buffer.at[pl.ds(place, size)], array.at[pl.ds(row, size)], semaphore
+        )
+
+    copies = [copy(refs.out_buffer, refs.out, refs.out_left)]
+    return [*copies, copy(refs.lse_buffer, refs.lse, refs.lse_left)] if plan.has_lse else copies
+
+
+def drain(plan: Plan, refs: Refs) -> None:
+    """Wait until the last tile's rows have left their buffers."""
+    for copies in result_copies(plan, refs):
+        in_pieces(refs.written[0], plan.block_q, lambda _, rows, copies=copies: copies(0, 0, rows).wait())
+    refs.written[0] = 0

@@ -1,0 +1,268 @@
+"""Ragged paged attention on a TPU: one kernel, launched once for the decoding sequences and once for all others.
+
+A launch walks over steps: a step is one block of keys under one tile of consecutive queries of one sequence. While a
+step computes, the pages of the next one (and its queries, if it begins a tile) are on their way into the other buffer,
+across tiles and sequences alike. Only pages that some query of the tile sees are fetched. Maximum, sum and mixture
+stay in float32 in vector memory until a tile ends, are normalised there once, and the tile's rows are copied to where
+they belong; all other rows keep the zeros that the result begins with.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ragged_attention.calls import dtype_name, expect_bool
+from ragged_attention.errors import InvalidInput
+from ragged_attention.kernels_pallas.blocks import (
+    LANES,
+    LOG2E,
+    cannot_run,
+    cdiv,
+    compiler_params,
+    expect_sizes,
+    is_vector_memory,
+    item_size,
+    next_power_of_2,
+    per_head,
+    round_up,
+    vector_bytes,
+)
+from ragged_attention.kernels_pallas.new_rows import new_rows, sent_once, slots_from_tables
+from ragged_attention.kernels_pallas.ragged_kernel import UPDATES, Plan, kernel, named, scratch
+
+SUBLANES = 16  # rows of a bfloat16 tile
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """What may be tuned.
+
+    Attributes:
+        num_kv_pages_per_block: pages fetched together into one of the two buffers.
+        num_queries_per_block: query tokens computed together, rounded up to a power of two from 16; sequences of
+            one query are computed by themselves.
+        block_kv: keys computed together, a multiple of 128.
+        decode_block_kv: the same for sequences of one query.
+        careful_keys: keys below which a bfloat16 row's weights are not just rounded; 0 is faster.
+        vmem_limit_bytes: vector memory that the compiler may use, 0 for its default.
+        fused_update: write `new_kv` in the attention's own kernel, not in one before it.
+    """
+
+    num_kv_pages_per_block: int = 16
+    num_queries_per_block: int = 64
+    block_kv: int = 128
+    decode_block_kv: int = 256
+    careful_keys: int = 1024
+    vmem_limit_bytes: int = 0
+    fused_update: bool = False
+
+    def __post_init__(self) -> None:
+        expect_sizes(
+            self, num_kv_pages_per_block=(1, 4096), num_queries_per_block=(1, 1024), block_kv=(128, 4096),
+            decode_block_kv=(128, 4096), careful_keys=(0, 2**31 - 1), vmem_limit_bytes=(0, 2**31 - 1),
+        )  # fmt: skip
+        for name in ("block_kv", "decode_block_kv"):
+            if (value := getattr(self, name)) % LANES:
+                raise InvalidInput(f"expected {name} to be a multiple of {LANES}, got {value}")
+        expect_bool("fused_update", self.fused_update)
+
+
+def tuning_key(call: Any) -> str:
+    """The bucket of static facts that a tuned file is keyed by."""
+    tokens = next_power_of_2(cdiv(call.num_tokens, max(call.max_num_seqs, 1)))
+    return (
+        f"heads={call.num_q_heads}/{call.num_kv_heads} head_dim={call.head_dim} q={dtype_name(call.q)} "
+        f"cache={call.cache_dtype} page={call.page_size} tokens_per_seq<={tokens} "
+        f"kv<={next_power_of_2(call.capacity)}"
+    )
+
+
+def heuristic(call: Any) -> Tile:
+    """About 256 rows a KV head, blocks of up to 1024 keys, and no more than half of the vector memory for all of it."""
+    most = max(512 // call.group * 2 // item_size(call.q) // 2, SUBLANES)
+    mean = next_power_of_2(cdiv(call.num_tokens, max(call.max_num_seqs, 1)))
+    block_q = min(max(mean, SUBLANES), next_power_of_2(most + 1) // 2)
+    pages = max(1, min(1024, max(call.capacity, 1)) // call.page_size)
+    tile = Tile(num_kv_pages_per_block=pages, num_queries_per_block=block_q)
+    while used_memory(call, tile) > call.device.shared_memory // 2:
+        if pages * call.page_size > 256 and pages > 1:
+            pages = cdiv(pages, 2)
+        elif block_q > SUBLANES:
+            block_q //= 2
+        elif pages > 1:
+            pages = cdiv(pages, 2)
+        else:
+            break
+        tile = Tile(num_kv_pages_per_block=pages, num_queries_per_block=block_q)
+    limit = max(used_memory(call, tile) * 3 // 2 + 2**22, 2**24)
+    return dataclasses.replace(tile, vmem_limit_bytes=min(limit, call.device.shared_memory * 15 // 16))
+
+
+def used_memory(call: Any, tile: Tile) -> int:
+    """Vector memory that the buffers of a launch take, bytes."""
+    pages = [call.kv_pages] if call.combined else list(call.kv_pages)
+    sizes = []
+    for block_q in (1, queries_per_tile(tile)):
+        shapes = scratch(plan_of(call, tile, block_q, call.num_tokens), call.q, pages)
+        sizes.append(sum(vector_bytes(item.shape, item.dtype) for item in shapes if is_vector_memory(item)))
+    return max(sizes)
+
+
+def why_not(call: Any) -> str | None:
+    if (reason := cannot_run(call)) is not None:
+        return reason
+    if "float16" in (dtype_name(call.q), call.cache_dtype):
+        return "TPUs have no float16"
+    if (needed := used_memory(call, heuristic(call))) > (most := call.device.shared_memory * 3 // 4):
+        return f"needs {needed} bytes of vector memory for pages of {call.page_size} positions, {most} are for them"
+    if (needed := call.page_indices.shape[1] * 4) > (most := table_bytes(call)):
+        return f"needs {needed} bytes of scalar memory for one row of page_indices, {most} are for them"
+    return None
+
+
+def table_bytes(call: Any) -> int:
+    """Scalar memory that is for a part of the page table."""
+    return call.device.scalar_memory // 2
+
+
+def queries_per_tile(tile: Tile) -> int:
+    return max(SUBLANES, next_power_of_2(tile.num_queries_per_block))
+
+
+def plan_of(call: Any, tile: Tile, block_q: int, num_tokens: int, num_updates: int | None = None) -> Plan:
+    """What a launch over tiles of `block_q` queries knows when it is traced; `num_tokens` with the padding of `q`."""
+    block = tile.num_kv_pages_per_block * call.page_size
+    block_kv = min(tile.block_kv if block_q > 1 else tile.decode_block_kv, round_up(block, LANES))
+    window = call.sliding_window
+    return Plan(
+        block_q=block_q,
+        rows=round_up(call.group * block_q, LANES if block_q > 1 else 8),
+        pages=tile.num_kv_pages_per_block,
+        block=block,
+        block_kv=block_kv,
+        num_blocks_kv=cdiv(block, block_kv),
+        page_size=call.page_size,
+        num_pages=call.num_pages,
+        pages_per_seq=call.page_indices.shape[1],
+        num_tokens=num_tokens,
+        num_kv_heads=call.num_kv_heads,
+        group=call.group,
+        head_dim=call.head_dim,
+        v_head_dim=call.v_head_dim,
+        combined=call.combined,
+        causal=call.causal,
+        window=None if window is None or window >= call.capacity else int(window),
+        soft_cap=None if call.soft_cap is None else float(call.soft_cap),
+        has_sinks=call.sinks is not None,
+        has_lse=call.return_lse,
+        cores=call.device.num_multiprocessors if num_updates is None else 1,  # cores cannot wait for each other
+        careful_keys=tile.careful_keys,
+        num_updates=num_updates,
+        dtype=jnp.dtype(dtype_name(call.q)),
+    )
+
+
+def run(call: Any, tile: Tile, launch: Any) -> Any:
+    """Launch after launch fills in rows of results that begin as 0 and -inf; the first may write new rows before."""
+    del launch  # Pallas launches
+    num_tokens, block_q = call.num_tokens, queries_per_tile(tile)
+    padded = max(num_tokens, block_q) if num_tokens > 1 else num_tokens
+    pages = [call.kv_pages] if call.combined else list(call.kv_pages)
+    out = jnp.zeros((padded, *call.out_shape[1:]), call.q.dtype)
+    lse = jnp.full((padded, 1, call.num_q_heads), -jnp.inf, jnp.float32)
+    if 0 not in (num_tokens, call.max_num_seqs, call.num_pages, call.page_indices.shape[1]):
+        q = jnp.pad(call.q, ((0, padded - num_tokens), (0, 0), (0, 0)))
+        seqs, update = sequences(call), None
+        if call.new_kv is not None:
+            update = Update(
+                new_rows(call, *call.new_kv), sent_once(slots_from_tables(call, num_tokens), UPDATES).reshape(-1)
+            )
+        together = max(table_bytes(call) // 4 // call.page_indices.shape[1], 1)
+        for first in range(0, call.max_num_seqs, together):
+            some = Sequences(*(array[first : first + together] for array in seqs))
+            for size in (1, block_q) if num_tokens > 1 else (1,):
+                plan = plan_of(call, tile, size, padded, None if update is None else num_tokens)
+                out, lse, pages = attend(call, tile, plan, q, pages, some, update, out, lse)
+                update = None
+    results = [out[:num_tokens], *([lse[:num_tokens, 0]] if call.return_lse else [])]
+    return [*results, *(pages if call.new_kv is not None else [])]
+
+
+class Update(NamedTuple):
+    """This step's keys and values as rows of the pages, and the slot of each."""
+
+    rows: list[Any]  # [T, heads, D], one or a pair
+    slots: Any  # i32 [T]
+
+
+class Sequences(NamedTuple):
+    """Rows, keys and pages of each sequence, i32 [S] and [S, M], lengths held within what the arrays can hold."""
+
+    starts: jax.Array
+    q_lens: jax.Array
+    kv_lens: jax.Array
+    pages: jax.Array
+
+
+def sequences(call: Any) -> Sequences:
+    """The index arrays of a call, whatever values they carry; a sequence from `num_seqs` on has no rows."""
+    edges = jnp.clip(call.cu_q_lens, 0, call.num_tokens)
+    lens = jnp.maximum(edges[1:] - edges[:-1], 0)
+    if call.num_seqs is not None:
+        live = jnp.arange(call.max_num_seqs) < jnp.reshape(jnp.asarray(call.num_seqs, jnp.int32), ())
+        lens = jnp.where(live, lens, 0)
+    return Sequences(edges[:-1], lens, jnp.clip(call.kv_lens, 0, call.capacity), call.page_indices)
+
+
+def attend(
+    call: Any,
+    tile: Tile,
+    plan: Plan,
+    q: Any,
+    pages: list[Any],
+    seqs: Sequences,
+    update: Update | None,
+    out: Any,
+    lse: Any,
+) -> tuple[Any, Any, list[Any]]:
+    """Fill in the rows of the sequences of one query, or of all with more; write an update's rows before."""
+    taken = ((seqs.q_lens > 1) if plan.in_columns else (seqs.q_lens == 1)) & (seqs.kv_lens > 0)
+    (order,) = jnp.nonzero(taken, size=len(taken), fill_value=0)
+    factor = per_head(call.k_scale, plan.num_kv_heads) * jnp.float32(call.scale)
+    factor = factor * (LOG2E if plan.soft_cap is None else 1.0 / plan.soft_cap)
+    scalars = (
+        jnp.sum(taken, dtype=jnp.int32)[None],
+        order.astype(jnp.int32),
+        *seqs[:3],
+        seqs.pages.reshape(-1),
+        factor,
+        per_head(call.v_scale, plan.num_kv_heads),
+        *([call.sinks] if plan.has_sinks else []),
+        *([] if update is None else [update.slots]),
+    )
+    inputs = [q, *([] if update is None else update.rows)]
+    changed = [out, *([lse] if plan.has_lse else []), *([] if update is None else pages)]
+    inputs += pages if update is None else []
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    given = len(scalars) + len(inputs)
+    filled = pl.pallas_call(
+        lambda *refs: kernel(plan, named(plan, refs)),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(plan.cores,),
+            in_specs=[anywhere] * (len(inputs) + len(changed)),
+            out_specs=[anywhere] * len(changed),
+            scratch_shapes=scratch(plan, q, pages),
+        ),
+        out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in changed],
+        input_output_aliases={given + place: place for place in range(len(changed))},
+        compiler_params=compiler_params(tile.vmem_limit_bytes, parallel=1),
+        name=f"ragged_paged_attention_{'tiles' if plan.in_columns else 'decode'}",
+    )(*scalars, *inputs, *changed)
+    filled = list(filled)
+    pages = pages if update is None else filled[-len(pages) :]
+    return filled[0], filled[1] if plan.has_lse else lse, pages

@@ -1,0 +1,39 @@
+"""Sparse MLA prefill on TPUs: each query token is a job, with a list of rows of its own for each KV head."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from ragged_attention.kernels_pallas import latent
+from ragged_attention.kernels_pallas.latent import Tile as Tile
+from ragged_attention.kernels_pallas.latent import why_not as why_not
+
+
+def tuning_key(call: Any) -> str:
+    """The bucket of static facts that a tuned file is keyed by."""
+    return f"heads={call.num_q_heads}/{call.num_kv_heads} d={call.d_qk}/{call.d_v} cache={call.format} topk={call.topk}"
+
+
+def heuristic(call: Any) -> Tile:
+    return Tile(num_keys_per_block=latent.keys_of_lists(call.topk))
+
+
+def run(call: Any, tile: Tile, launch: Any) -> tuple[Any, Any, Any]:
+    """Out, max_logits and lse."""
+    del launch  # pallas_call launches
+    rows = call.out_shape[:2]
+    if 0 in (call.num_tokens, call.num_slots):
+        nothing = jnp.full(rows, -jnp.inf, jnp.float32)
+        return jnp.zeros(call.out_shape, call.q.dtype), nothing, nothing
+    num_tokens, num_kv_heads = call.num_tokens, call.num_kv_heads
+    slots = latent.lawful(call.indices, call.topk_lens, call.num_slots)
+    heads = jnp.arange(num_kv_heads, dtype=jnp.int32)[:, None]
+    numbers = jnp.where(slots >= 0, slots * num_kv_heads + heads, -1)
+    work = latent.Work(
+        call=call,
+        q=call.q.reshape(num_tokens * num_kv_heads, -1, call.d_qk),
+        keys=latent.selected_rows(call.kv, numbers.reshape(-1, call.topk)),
+        sinks=None if call.sinks is None else call.sinks.reshape(num_kv_heads, -1),
+    )
+    out, max_logits, lse = latent.run(work, tile)
+    return out.reshape(call.out_shape), max_logits.reshape(rows), lse.reshape(rows)

@@ -1,0 +1,234 @@
+"""Attention over heads-first pages in Triton: the kernels of the ragged operation, told other strides.
+
+Pages whose slots have scales of their own go to a kernel of this file: it multiplies the logits of a key by its K
+scale and its weight by its V scale, so that the matrix units see the stored codes, which are exact in 16 bits. It
+does not split a sequence's keys among programs.
+"""
+
+# Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from ragged_attention.kernels_triton import ragged_paged_attention
+from ragged_attention.kernels_triton.blocks import (
+    cache_format,
+    cdiv,
+    decode,
+    key_range,
+    lost_to_rounding,
+    matmul,
+    narrow,
+    next_power_of_2,
+    tanh,
+)
+from ragged_attention.kernels_triton.ragged_paged_attention import (
+    SMALLEST_SCALE,
+    Tile,
+    load_rows,
+    logit_scales,
+    store_rows,
+)
+
+EDGES = 256  # numbers that one program writes
+
+
+class Turned:
+    """A launcher that gives the strides of heads-first pages in the order of the ragged operation's."""
+
+    def __init__(self, launch: Any) -> None:
+        self.launch = launch
+
+    def __call__(self, *arguments: Any, **options: Any) -> list[Any]:
+        return self.launch(*arguments, **options)
+
+    def strides(self, array: Any) -> tuple[int, ...]:
+        strides = self.launch.strides(array)
+        return (*strides[1:3], strides[0], strides[3]) if len(strides) == 4 else strides
+
+    def packed(self, array: Any) -> Any:
+        return self.launch.packed(array)
+
+
+@triton.jit
+def live_rows(length, num_tokens, ALIGN: tl.constexpr):
+    """How many rows of a chunk belong to a sequence of this length."""
+    live = num_tokens
+    if ALIGN == "chunk":
+        live = tl.where(length > 0, (length - 1) % tl.maximum(num_tokens, 1) + 1, 0)
+    return live
+
+
+@triton.jit
+def decode_edges_kernel(lengths_ptr, edges_ptr, count, BLOCK: tl.constexpr):
+    """`cu_q_lens` of one query a sequence."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(edges_ptr + place, place, mask=place < count)
+
+
+@triton.jit
+def chunk_edges_kernel(length_ptr, edges_ptr, num_tokens, capacity, ALIGN: tl.constexpr):
+    """`cu_q_lens` of the one sequence whose chunk this is."""
+    length = tl.minimum(tl.maximum(tl.load(length_ptr), 0), capacity)
+    tl.store(edges_ptr, 0)
+    tl.store(edges_ptr + 1, live_rows(length, num_tokens, ALIGN))
+
+
+@triton.jit
+def scaled_kernel(
+    q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, lengths_ptr, page_indices_ptr,
+    out_ptr, lse_ptr,
+    blocks, num_tokens, num_pages, capacity, window, table_stride, q_token_stride, q_head_stride,
+    k_head_stride, k_page_stride, k_slot_stride, v_head_stride, v_page_stride, v_slot_stride,
+    ks_head_stride, ks_page_stride, ks_slot_stride, vs_head_stride, vs_page_stride, vs_slot_stride,
+    sm_scale, soft_cap,
+    ALIGN: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, GROUP: tl.constexpr,
+    NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, FORMAT: tl.constexpr,
+    SMALLEST: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+):  # fmt: skip
+    """One block of rows of one KV head and one sequence, over all its keys; rows of none are written as 0."""
+    seq = tl.program_id(0) // blocks
+    kv_head = tl.program_id(1)
+    first_row = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_Q  # the last rows see the most keys
+    kv_len = tl.minimum(tl.maximum(tl.load(lengths_ptr + seq), 0), capacity)
+    if ALIGN == "decode":
+        tokens = 1
+        live = 1
+    else:
+        tokens = num_tokens
+        live = live_rows(kv_len, num_tokens, ALIGN)
+    row = first_row + tl.arange(0, BLOCK_Q)
+    position = kv_len - live + row // GROUP
+    first, last = key_range(
+        kv_len - live + first_row // GROUP, kv_len - live + (first_row + BLOCK_Q - 1) // GROUP, kv_len, window, True,
+        HAS_WINDOW,
+    )  # fmt: skip
+    last = tl.where(first_row < live * GROUP, last, first)
+    inner_scale, outer_scale, negative = logit_scales(q_ptr, 0, 1.0, sm_scale, soft_cap, -1, HAS_SOFT_CAP, SMALLEST)
+    q = load_rows(
+        q_ptr, row, live * GROUP, seq * tokens, kv_head, q_token_stride, q_head_stride, negative, GROUP, D, D_PAD
+    )
+    k_ptr += kv_head.to(tl.int64) * k_head_stride
+    v_ptr += kv_head.to(tl.int64) * v_head_stride
+    k_scales_ptr += kv_head.to(tl.int64) * ks_head_stride
+    v_scales_ptr += kv_head.to(tl.int64) * vs_head_stride
+    table_ptr = page_indices_ptr + seq.to(tl.int64) * table_stride
+    d = tl.arange(0, D_PAD)
+    highest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_Q], tl.float32)
+    acc = tl.zeros([BLOCK_Q, D_PAD], tl.float32)
+    for block in range(first // BLOCK_KV * BLOCK_KV, last, BLOCK_KV):
+        keys = block + tl.arange(0, BLOCK_KV)
+        readable = (keys >= first) & (keys < last)
+        page = tl.load(table_ptr + keys // PAGE_SIZE, mask=readable, other=-1)
+        readable = readable & (page >= 0) & (page < num_pages)
+        page = page.to(tl.int64)
+        slot = (keys % PAGE_SIZE).to(tl.int64)
+        mask = readable[:, None] & (d < D)[None, :]
+        k = tl.load(k_ptr + (page * k_page_stride + slot * k_slot_stride)[:, None] + d[None, :], mask=mask, other=0)
+        k_scale = tl.load(k_scales_ptr + page * ks_page_stride + slot * ks_slot_stride, mask=readable, other=0)
+        logits = matmul(q, tl.trans(decode(k, FORMAT, q.dtype)), tl.zeros([BLOCK_Q, BLOCK_KV], tl.float32))
+        logits = logits * k_scale[None, :]
+        if HAS_SOFT_CAP:
+            logits = tanh(logits * inner_scale)
+        seen = readable[None, :] & (keys[None, :] <= position[:, None]) & (row < live * GROUP)[:, None]
+        if HAS_WINDOW:
+            seen = seen & (keys[None, :] > position[:, None] - window)
+        logits = tl.where(seen, logits, float("-inf"))
+        higher = tl.maximum(highest, tl.max(logits, 1) * outer_scale)
+        finite = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.math.exp2(logits * outer_scale - finite[:, None])
+        kept = tl.math.exp2(highest - finite)
+        total = total * kept + tl.sum(weights, 1)
+        highest = higher
+        v = tl.load(v_ptr + (page * v_page_stride + slot * v_slot_stride)[:, None] + d[None, :], mask=mask, other=0)
+        v_scale = tl.load(v_scales_ptr + page * vs_page_stride + slot * vs_slot_stride, mask=readable, other=0)
+        weights = weights * v_scale[None, :]
+        rounded = narrow(weights, q.dtype)
+        values = decode(v, FORMAT, q.dtype)
+        acc = matmul(rounded, values, acc * kept[:, None])
+        if q.dtype == tl.bfloat16:  # what rounding the weights lost
+            acc = matmul(lost_to_rounding(weights, rounded), values, acc)
+    store_rows(out_ptr, lse_ptr, acc, highest, total, row, tokens * GROUP, seq * tokens, kv_head, q_ptr, 1.0,
+               False, GROUP, NUM_HEADS, D, D_PAD)  # fmt: skip
+
+
+def heuristic(call: Any) -> Tile:
+    return ragged_paged_attention.heuristic(call.as_ragged())
+
+
+def attend(call: Any, tile: Tile, launch: Any, lengths: Any, align: str) -> Any:
+    """Out of a heads-first call; `align` is "decode" for one query a sequence."""
+    if call.quantized:
+        return attend_scaled(call, tile, launch, lengths, align)
+    lengths = launch.packed(lengths)
+    edges = cumulative(call, launch, lengths, align)
+    ragged = call.as_ragged(kv_lens=lengths, cu_q_lens=edges)
+    return ragged_paged_attention.run(ragged, tile, Turned(launch))
+
+
+def cumulative(call: Any, launch: Any, lengths: Any, align: str) -> Any:
+    """The `cu_q_lens` that the call would have as a ragged one."""
+    if align != "decode":
+        sizes = {"num_tokens": call.num_tokens, "capacity": call.capacity}
+        return launch(chunk_edges_kernel, (1,), (lengths,), [((2,), "int32")], num_warps=1, ALIGN=align, **sizes)[0]
+    count = call.num_tokens + 1
+    outputs = [((count,), "int32")]
+    return launch(decode_edges_kernel, (cdiv(count, EDGES),), (lengths,), outputs, count=count, BLOCK=EDGES)[0]
+
+
+def attend_scaled(call: Any, tile: Tile, launch: Any, lengths: Any, align: str) -> Any:
+    """The same over pages whose slots have scales, by the kernel for those."""
+    decodes = align == "decode"
+    (k_pages, v_pages), (k_scales, v_scales) = call.arrays, call.scales
+    q, lengths, page_indices = map(launch.packed, (call.q, lengths, call.page_indices))
+    window = None if decodes else call.sliding_window
+    window = window if window and window < call.capacity else None
+    rows = call.group * (1 if decodes else call.num_tokens)
+    if decodes:
+        block_q, block_kv = tile.split_block_q, tile.split_block_kv
+        num_warps, num_stages = tile.split_num_warps, tile.split_num_stages
+    else:
+        block_q, block_kv = tile.block_q, tile.block_kv
+        num_warps, num_stages = tile.num_warps, tile.num_stages
+    blocks = cdiv(rows, block_q)
+    strides = {}
+    for name, array in {"k": k_pages, "v": v_pages, "ks": k_scales, "vs": v_scales}.items():
+        axes = zip(("head", "page", "slot"), launch.strides(array), strict=False)
+        strides |= {f"{name}_{axis}_stride": step for axis, step in axes}
+    q_token_stride, q_head_stride = launch.strides(q)[:2]
+    return launch(
+        scaled_kernel,
+        (blocks * (call.num_tokens if decodes else 1), call.num_kv_heads),
+        (q, k_pages, v_pages, k_scales, v_scales, lengths, page_indices),
+        [(call.out_shape, call.q.dtype), (call.q.shape[:2], "float32")],
+        num_warps=num_warps,
+        num_stages=num_stages,
+        blocks=blocks,
+        num_tokens=call.num_tokens,
+        num_pages=call.num_pages,
+        capacity=call.capacity,
+        window=window or 0,
+        table_stride=launch.strides(page_indices)[0],
+        q_token_stride=q_token_stride,
+        q_head_stride=q_head_stride,
+        **strides,
+        sm_scale=call.scale,
+        soft_cap=float(call.soft_cap or 1.0),
+        ALIGN=align,
+        HAS_WINDOW=window is not None,
+        HAS_SOFT_CAP=call.soft_cap is not None,
+        GROUP=call.group,
+        NUM_HEADS=call.num_q_heads,
+        PAGE_SIZE=call.page_size,
+        D=call.head_dim,
+        D_PAD=next_power_of_2(call.head_dim),
+        FORMAT=cache_format(call),
+        SMALLEST=SMALLEST_SCALE,
+        BLOCK_Q=block_q,
+        BLOCK_KV=block_kv,
+    )[0]

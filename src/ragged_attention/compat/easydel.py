@@ -1,0 +1,101 @@
+"""EasyDeL's decode and chunked prefill over heads-first pages, by its names and defaults, on every device.
+
+Its pages are those of `compat.jax_pallas.paged_attention`, and its `paged_attention` is that one with a scale.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ragged_attention import jax as operations
+from ragged_attention.calls import is_array, is_jax_quantized
+from ragged_attention.compat.jax_arguments import as_int32, widened
+from ragged_attention.compat.jax_pallas import DEFAULT_MASK_VALUE, decode
+from ragged_attention.jax.execute import brought
+
+__all__ = ["DEFAULT_MASK_VALUE", "paged_attention", "prefill_attention"]
+
+
+def paged_attention(
+    q: jax.Array,
+    k_pages: Any,
+    v_pages: Any,
+    lengths: jax.Array,
+    page_indices: jax.Array,
+    *,
+    sm_scale: float | None = 1,
+    mask_value: float = DEFAULT_MASK_VALUE,
+    attn_logits_soft_cap: float | None = None,
+    pages_per_compute_block: int,
+    megacore_mode: str | None = None,
+    inline_seq_dim: bool = True,
+    backend: str | Sequence[str] | None = None,
+) -> jax.Array:
+    """Decode over a paged cache: `compat.jax_pallas.paged_attention` with a scale.
+
+    Args:
+        q, k_pages, v_pages, lengths, page_indices: as there.
+        sm_scale: factor on q . k; None is `head_dim ** -0.5`.
+        mask_value, attn_logits_soft_cap: as there.
+        pages_per_compute_block, megacore_mode, inline_seq_dim: as there.
+        backend: a name or an ordered list of them, as everywhere in `ragged_attention`.
+    """
+    arguments = {
+        "q": q,
+        "k_pages": k_pages,
+        "v_pages": v_pages,
+        "lengths": lengths,
+        "page_indices": page_indices,
+        "sm_scale": sm_scale,
+        "soft_cap": attn_logits_soft_cap,
+    }
+    tunables = {
+        "pages_per_compute_block": pages_per_compute_block,
+        "megacore_mode": megacore_mode,
+        "inline_seq_dim": inline_seq_dim,
+    }
+    return decode(arguments, tunables, mask_value, backend)
+
+
+def prefill_attention(
+    q: jax.Array,
+    k_pages: Any,
+    v_pages: Any,
+    length: int | jax.Array,
+    page_indices: jax.Array,
+    sm_scale: float | None = None,
+    *,
+    backend: str | Sequence[str] | None = None,
+) -> jax.Array:
+    """One chunk of a sequence's queries over its pages, causally.
+
+    Chunks follow each other from position 0 on, each of q's size; this is the one that holds position `length - 1`.
+
+    Args:
+        q: [chunk_size, num_q_heads, head_dim].
+        k_pages, v_pages: [num_kv_heads, num_pages, page_size, head_dim], or JAX's `QuantizedTensor` of such. Any page
+            size will do, also one that does not divide the chunk.
+        length: positions of the sequence, those of this chunk included; an int or an array of one. A change of it
+            does not recompile.
+        page_indices: [pages] of any integer dtype.
+        sm_scale: factor on q . k; default `head_dim ** -0.5`.
+        backend: a name or an ordered list of them, as everywhere in `ragged_attention`.
+
+    Returns:
+        [chunk_size, num_q_heads * head_dim] of q's dtype; rows at or past `length` are 0.
+    """
+    q, length = brought((q, length))
+    k_pages, v_pages = (pages if is_jax_quantized(pages) else brought(pages) for pages in (k_pages, v_pages))
+    wide_q, k_pages, v_pages = widened(q, k_pages, v_pages)
+    out = operations.prefill_attention(
+        wide_q,
+        k_pages,
+        v_pages,
+        as_int32("length", length) if is_array(length) else length,
+        as_int32("page_indices", brought(page_indices)),
+        sm_scale=sm_scale,
+        backend=backend,
+    )
+    return jnp.reshape(out, (out.shape[0], -1)).astype(q.dtype)

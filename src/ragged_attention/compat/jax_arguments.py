@@ -1,0 +1,72 @@
+"""What the drop-ins on jax arrays share: dtypes that the operations do not mix, and tunables of some backends alone."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ragged_attention import dispatch, tuning
+from ragged_attention.calls import CALLS, FLOATS, dtype_name, is_array, is_number
+from ragged_attention.errors import BackendMissing, InvalidInput
+from ragged_attention.jax import execute
+from ragged_attention.jax.launcher import device_facts
+
+
+def as_int32(name: str, value: Any) -> jax.Array:
+    """An integer array of any width as int32; what does not fit stays as far out as int32 can say."""
+    if not is_array(value):
+        raise TypeError(f"expected {name} to be an array, got {type(value).__name__}")
+    if not jnp.issubdtype(value.dtype, jnp.integer):
+        raise InvalidInput(f"expected {name}.dtype to be an integer one, got {dtype_name(value)}")
+    value = jnp.asarray(value)
+    limits = jnp.iinfo(jnp.int32)
+    held = jnp.clip(value, limits.min, limits.max) if value.dtype.itemsize > 4 else value
+    return held.astype(jnp.int32)
+
+
+def even(soft_cap: Any) -> Any:
+    """A cap without its sign, which the other projects allow: `c * tanh(x / c)` is even in c."""
+    return abs(soft_cap) if is_number(soft_cap) else soft_cap
+
+
+def expect_number_or_none(name: str, value: Any) -> None:
+    if value is not None and not is_number(value):
+        raise TypeError(f"expected {name} to be a number or None, got {type(value).__name__}")
+
+
+def widened(q: Any, *pages: Any) -> tuple[Any, ...]:
+    """Queries and pages of several float dtypes, all as float32; of one dtype, or 8-bit pages, as they are.
+
+    The other projects multiply whatever dtypes meet. This is exact, but pages narrower than float32 are copied whole.
+    """
+    arrays = (q, *pages)
+    if not all(is_array(array) and dtype_name(array) in FLOATS for array in arrays):
+        return arrays
+    if len({dtype_name(array) for array in arrays}) == 1:
+        return arrays
+    return tuple(jnp.asarray(array).astype(jnp.float32) for array in arrays)
+
+
+def known_options(
+    operation: str,
+    arguments: Mapping[str, Any],
+    backend: str | Sequence[str] | None,
+    tunables: Mapping[str, Any],
+) -> dict[str, Any] | None:
+    """Of the tunables that are given, those that the backend of this call has; None where that is not one.
+
+    The backend is the one chosen for jax's default device, or, where none can run there, the first asked for.
+    """
+    given = {name: value for name, value in tunables.items() if value is not None}
+    if not given:
+        return None
+    call = CALLS[operation](**arguments, device=device_facts(execute.default_platform()))  # type: ignore[call-arg]
+    names = dispatch.candidates(operation, call.device, backend)
+    verdicts = dispatch.verdicts(call, names)
+    chosen = next((name for name in names if verdicts[name] is None), names[0])
+    try:
+        known = tuning.options_of(dispatch.load(operation, chosen).Tile)
+    except BackendMissing:
+        return None  # the call itself says so
+    return {name: value for name, value in given.items() if name in known} or None

@@ -1,0 +1,373 @@
+"""The attention functions of `jax.experimental.pallas.ops.tpu`, by JAX's names, order and defaults, on every device.
+
+`from ragged_attention.compat.jax_pallas import ragged_paged_attention` in place of JAX's own import, and the same for
+`paged_attention`, runs code written for a TPU on GPUs and CPUs as well. Calls that JAX's functions refuse by a
+`ValueError` or an assertion raise `InvalidInput`, a `ValueError`. What differs:
+
+- The result is defined where JAX's is not: padding rows and sequences without keys are 0, empty sequences may stand
+  anywhere, and nothing that no query sees, NaN included, reaches the result.
+- Logits that are not visible do not take part, whatever `mask_value` says.
+- `num_kv_pages_per_block` and the other tunables are checked as JAX checks them. They reach the kernel where the
+  backend that is chosen on jax's default device has them, and are ignored otherwise.
+- Keys, values and their scales are multiplied in float32; JAX rounds the products to the queries' dtype or to bfloat16.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ragged_attention import dispatch, tuning
+from ragged_attention import jax as operations
+from ragged_attention.calls import (
+    PagedAttention,
+    RaggedPagedAttention,
+    dtype_name,
+    expect_bool,
+    expect_count,
+    is_array,
+    is_number,
+)
+from ragged_attention.compat.jax_arguments import as_int32, even, expect_number_or_none, known_options, widened
+from ragged_attention.compat.names import say_in
+from ragged_attention.errors import InvalidInput
+from ragged_attention.jax import heads_first
+from ragged_attention.jax.execute import brought
+from ragged_attention.jax.launcher import device_facts
+
+__all__ = [
+    "DEFAULT_MASK_VALUE",
+    "dynamic_validate_inputs",
+    "get_tuned_block_sizes",
+    "paged_attention",
+    "ragged_paged_attention",
+    "ref_ragged_paged_attention",
+    "static_validate_inputs",
+]
+
+DEFAULT_MASK_VALUE = -0.7 * float(np.finfo(np.float32).max)
+
+
+def ragged_paged_attention(
+    q: jax.Array,
+    kv_pages: jax.Array,
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: jax.Array,
+    *,
+    sm_scale: float = 1.0,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    mask_value: float | None = DEFAULT_MASK_VALUE,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    num_kv_pages_per_block: int | None = None,
+    num_queries_per_block: int | None = None,
+    vmem_limit_bytes: int | None = None,
+    backend: str | Sequence[str] | None = None,
+) -> jax.Array:
+    """Causal attention of ragged queries over a paged cache: prefill, decode and any mix of them.
+
+    Args:
+        q: [max_tokens, num_q_heads, head_dim], the queries of all sequences, one after another, then padding.
+        kv_pages: [num_pages, page_size, 2 * num_kv_heads, head_dim], K of head h at 2h and V at 2h + 1.
+        kv_lens: i32 [max_num_seqs], the new tokens included.
+        page_indices: i32 [max_num_seqs, pages_per_seq].
+        cu_q_lens: i32 [max_num_seqs + 1]; entries past `num_seqs` are ignored, and may be 0.
+        num_seqs: [1] of any integer dtype; it may change without a recompilation.
+        sm_scale: factor on q . k, 1.0 by default.
+        sliding_window: number of keys that a query sees, itself included.
+        soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
+        mask_value: without effect: what a query may not see does not take part.
+        k_scale, v_scale: floats, a cached value times its scale is the true one.
+        num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes: tunables of the TPU kernel; checked, and
+            without effect on backends that have no such.
+        backend: a name or an ordered list of them, as everywhere in `ragged_attention`.
+
+    Returns:
+        [max_tokens, num_q_heads, head_dim] of q's dtype; padding rows are 0.
+
+    Raises:
+        InvalidInput: (a ValueError) what `static_validate_inputs` refuses.
+    """
+    expect_number_or_none("mask_value", mask_value)
+    if sm_scale is None:
+        raise TypeError("expected sm_scale to be a number, got NoneType")
+    tables = brought((kv_lens, page_indices, cu_q_lens, num_seqs))
+    q, kv_pages = brought((q, kv_pages))
+    tunables = {
+        "num_kv_pages_per_block": num_kv_pages_per_block,
+        "num_queries_per_block": num_queries_per_block,
+        "vmem_limit_bytes": vmem_limit_bytes,
+    }
+    settings = {"sliding_window": sliding_window, "soft_cap": soft_cap, "k_scale": k_scale, "v_scale": v_scale}
+    static_validate_inputs(q, kv_pages, *tables, sm_scale=sm_scale, **settings, **tunables)
+    arguments = _core_arguments(q, kv_pages, *tables, sm_scale=sm_scale, **settings)
+    options = known_options("ragged_paged_attention", arguments, backend, tunables)
+    out = operations.ragged_paged_attention(**arguments, backend=backend, options=options)
+    return out.astype(q.dtype)  # type: ignore[union-attr]
+
+
+def ref_ragged_paged_attention(
+    queries: jax.Array,
+    kv_pages: jax.Array,
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: jax.Array,
+    *,
+    sm_scale: float = 1.0,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    mask_value: float | None = DEFAULT_MASK_VALUE,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+) -> jax.Array:
+    """The definition of `ragged_paged_attention`, in float64 on the host, without the padding rows.
+
+    Its arguments are those of `ragged_paged_attention`. As with JAX's, the lengths must be known: not for `jit`.
+    """
+    out = ragged_paged_attention(
+        queries, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs, sm_scale=sm_scale,
+        sliding_window=sliding_window, soft_cap=soft_cap, mask_value=mask_value, k_scale=k_scale, v_scale=v_scale,
+        backend="reference",
+    )  # fmt: skip
+    return out[int(cu_q_lens[0]) : int(cu_q_lens[int(num_seqs[0])])]
+
+
+def static_validate_inputs(
+    q: jax.Array,
+    kv_pages: jax.Array,
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: jax.Array,
+    *,
+    sm_scale: float | None = None,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    mask_value: float | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    num_kv_pages_per_block: int | None = None,
+    num_queries_per_block: int | None = None,
+    vmem_limit_bytes: int | None = None,
+) -> None:
+    """Raise `InvalidInput` for what `ragged_paged_attention` refuses by shapes, dtypes and options alone.
+
+    It looks at no values, so that it also takes traced arrays and `jax.ShapeDtypeStruct`.
+    """
+    del mask_value  # no constraints
+    _expect_num_seqs(num_seqs)
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if not isinstance(scale, float | None):
+            raise InvalidInput(f"expected {name} to be a float or None, got {type(scale).__name__}")
+    if is_number(sliding_window) and sliding_window <= 0:  # type: ignore[operator]
+        raise InvalidInput(f"sliding_window must be positive: expected sliding_window >= 1, got {sliding_window}")
+    if is_number(soft_cap) and soft_cap == 0:
+        raise InvalidInput(f"soft_cap must not be 0.0: expected None or another number, got {soft_cap}")
+    RaggedPagedAttention(
+        **_stand_ins(q, kv_pages), kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens, sm_scale=sm_scale,
+        sliding_window=sliding_window, soft_cap=even(soft_cap), k_scale=k_scale, v_scale=v_scale,
+    )  # fmt: skip
+    pages_per_seq = page_indices.shape[1]
+    if num_kv_pages_per_block is not None and not 0 < num_kv_pages_per_block <= pages_per_seq:
+        raise InvalidInput(
+            f"expected num_kv_pages_per_block between 1 and {pages_per_seq=}, got {num_kv_pages_per_block}"
+        )
+    for name, value in (("num_queries_per_block", num_queries_per_block), ("vmem_limit_bytes", vmem_limit_bytes)):
+        if value is not None and value <= 0:
+            raise InvalidInput(f"{name} must be positive: expected {name} >= 1, got {value}")
+
+
+def dynamic_validate_inputs(
+    q: jax.Array,
+    kv_pages: jax.Array,
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: jax.Array,
+    *,
+    sm_scale: float | None = None,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    mask_value: float | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    num_kv_pages_per_block: int | None = None,
+    num_queries_per_block: int | None = None,
+    vmem_limit_bytes: int | None = None,
+) -> None:
+    """`static_validate_inputs`, and the values of the index arrays, which must be known: not for `jit`.
+
+    Beside what JAX refuses (too many sequences or tokens, more keys than the table has pages for, more queries than
+    keys) also what it leaves to chance: lengths that are negative, or pages of a live sequence that do not exist.
+    """
+    static_validate_inputs(
+        q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs, sm_scale=sm_scale, sliding_window=sliding_window,
+        soft_cap=soft_cap, mask_value=mask_value, k_scale=k_scale, v_scale=v_scale,
+        num_kv_pages_per_block=num_kv_pages_per_block, num_queries_per_block=num_queries_per_block,
+        vmem_limit_bytes=vmem_limit_bytes,
+    )  # fmt: skip
+    lens, table = np.asarray(kv_lens), np.asarray(page_indices)
+    RaggedPagedAttention(
+        **_stand_ins(q, kv_pages), kv_lens=lens, page_indices=table, cu_q_lens=np.asarray(cu_q_lens),
+        num_seqs=np.asarray(num_seqs).astype(np.int32),
+    ).check_values()  # fmt: skip
+    longest = table.shape[1] * kv_pages.shape[1]
+    over = np.flatnonzero(lens > longest)  # as in JAX, in the padding too
+    if over.size:
+        raise InvalidInput(f"expected kv_lens[{over[0]}] <= pages_per_seq * page_size = {longest}, got {lens[over[0]]}")
+
+
+def get_tuned_block_sizes(
+    q_dtype: Any,
+    kv_dtype: Any,
+    num_q_heads_per_blk: int,
+    num_kv_heads_per_blk: int,
+    head_dim: int,
+    page_size: int,
+    max_num_batched_tokens: int,
+    pages_per_seq: int,
+) -> tuple[int, int]:
+    """The `num_kv_pages_per_block` and `num_queries_per_block` that our TPU kernel takes where none are given.
+
+    They are those of the TPU here, or of one that stands for all where there is none; JAX then raises an error. Our
+    kernel works on all heads at once, so that the numbers of heads are those of the whole call.
+    """
+
+    def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+    call = RaggedPagedAttention(
+        q=array(q_dtype, max_num_batched_tokens, num_q_heads_per_blk, head_dim),
+        kv_pages=array(kv_dtype, 1, page_size, 2 * num_kv_heads_per_blk, head_dim),
+        kv_lens=array(jnp.int32, 1), page_indices=array(jnp.int32, 1, pages_per_seq), cu_q_lens=array(jnp.int32, 2),
+        device=device_facts("tpu"),
+    )  # fmt: skip
+    tile = tuning.tile_for(dispatch.load("ragged_paged_attention", "pallas"), call, {})
+    return min(pages_per_seq, tile.num_kv_pages_per_block), min(max_num_batched_tokens, tile.num_queries_per_block)
+
+
+def paged_attention(
+    q: jax.Array,
+    k_pages: Any,
+    v_pages: Any,
+    lengths: jax.Array,
+    page_indices: jax.Array,
+    *,
+    mask_value: float = DEFAULT_MASK_VALUE,
+    attn_logits_soft_cap: float | None = None,
+    pages_per_compute_block: int,
+    megacore_mode: str | None = None,
+    inline_seq_dim: bool = True,
+    backend: str | Sequence[str] | None = None,
+) -> jax.Array:
+    """Decode over a paged cache with heads first; the caller has scaled `q`.
+
+    Args:
+        q: [batch_size, num_q_heads, head_dim], one query a sequence.
+        k_pages, v_pages: [num_kv_heads, num_pages, page_size, head_dim], or JAX's `QuantizedTensor` of such.
+        lengths: i32 [batch_size]; of a length of 0 the result is 0.
+        page_indices: [batch_size, pages_per_sequence] of any integer dtype; entries past the last used page are free.
+        mask_value: without effect: what a query may not see does not take part.
+        attn_logits_soft_cap: logits become `cap * tanh(logits / cap)`.
+        pages_per_compute_block, megacore_mode, inline_seq_dim: tunables of the TPU kernel; checked, and without effect
+            on backends that have no such.
+        backend: a name or an ordered list of them, as everywhere in `ragged_attention`.
+
+    Returns:
+        [batch_size, num_q_heads, head_dim] of q's dtype.
+
+    Raises:
+        InvalidInput: (a ValueError) shapes, dtypes or tunables that do not go together.
+    """
+    arguments = {
+        "q": q,
+        "k_pages": k_pages,
+        "v_pages": v_pages,
+        "lengths": lengths,
+        "page_indices": page_indices,
+        "sm_scale": 1.0,
+        "soft_cap": attn_logits_soft_cap,
+    }
+    tunables = {
+        "pages_per_compute_block": pages_per_compute_block,
+        "megacore_mode": megacore_mode,
+        "inline_seq_dim": inline_seq_dim,
+    }
+    return decode(arguments, tunables, mask_value, backend)
+
+
+def decode(
+    arguments: dict[str, Any], tunables: dict[str, Any], mask_value: float | None, backend: str | Sequence[str] | None
+) -> jax.Array:
+    """`ragged_attention.jax.paged_attention` of a call by JAX's rules; its tunables are JAX's."""
+    expect_number_or_none("mask_value", mask_value)
+    arguments = heads_first.FORMS["paged_attention"](**arguments)
+    tunables = {name: brought(value) for name, value in tunables.items()}
+    q = arguments["q"]
+    pages = ("q", "k_pages", "v_pages")
+    arguments |= dict(zip(pages, widened(*(arguments[name] for name in pages)), strict=True))
+    arguments["page_indices"] = as_int32("page_indices", arguments["page_indices"])
+    arguments["soft_cap"] = even(arguments["soft_cap"])
+    try:
+        _expect_tunables(PagedAttention(**arguments), **tunables)
+        options = known_options("paged_attention", arguments, backend, tunables)
+        out = operations.paged_attention(**arguments, backend=backend, options=options)
+    except (InvalidInput, TypeError) as error:
+        say_in({"soft_cap": "attn_logits_soft_cap"}, error)
+    return out.astype(q.dtype)
+
+
+def _expect_tunables(
+    call: PagedAttention, pages_per_compute_block: Any, megacore_mode: Any, inline_seq_dim: Any
+) -> None:
+    expect_count("pages_per_compute_block", pages_per_compute_block, 1)
+    if (pages_per_seq := call.pages_per_seq) % pages_per_compute_block:
+        raise InvalidInput(
+            f"expected pages_per_compute_block to divide {pages_per_seq=} of page_indices, "
+            f"got {pages_per_compute_block}"
+        )
+    expect_bool("inline_seq_dim", inline_seq_dim)
+    divided = {None: 2, "kv_head": call.num_kv_heads, "batch": call.num_tokens}
+    if megacore_mode not in divided:
+        raise InvalidInput(f"expected megacore_mode to be 'kv_head', 'batch' or None, got {megacore_mode!r}")
+    if (count := divided[megacore_mode]) % 2:
+        what = "the number of KV heads" if megacore_mode == "kv_head" else "the batch size"
+        raise InvalidInput(f"expected {what} to be even with {megacore_mode=}, got {count}")
+
+
+def _core_arguments(
+    q: Any, kv_pages: Any, kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any, **settings: Any
+) -> dict[str, Any]:
+    """The arguments of our own function, of checked ones."""
+    q, kv_pages = widened(q, kv_pages)
+    settings["soft_cap"] = even(settings["soft_cap"])
+    return {
+        "q": q,
+        "kv_pages": kv_pages,
+        "kv_lens": kv_lens,
+        "page_indices": page_indices,
+        "cu_q_lens": cu_q_lens,
+        "num_seqs": as_int32("num_seqs", num_seqs),
+        **settings,
+    }
+
+
+def _stand_ins(q: Any, kv_pages: Any) -> dict[str, Any]:
+    """Shapes and dtypes of the queries and pages that the operation will be given."""
+    if is_array(q) and is_array(kv_pages):
+        q, kv_pages = jax.eval_shape(widened, q, kv_pages)
+    return {"q": q, "kv_pages": kv_pages}
+
+
+def _expect_num_seqs(num_seqs: Any) -> None:
+    if not is_array(num_seqs):
+        raise TypeError(f"expected num_seqs to be an array, got {type(num_seqs).__name__}")
+    if tuple(num_seqs.shape) != (1,) or not jnp.issubdtype(num_seqs.dtype, jnp.integer):
+        got = f"{dtype_name(num_seqs)}{list(num_seqs.shape)}"
+        raise InvalidInput(f"expected num_seqs to be an integer array of shape [1], got {got}")

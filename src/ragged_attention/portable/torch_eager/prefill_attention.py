@@ -1,0 +1,32 @@
+"""Chunked prefill over heads-first pages with plain torch operations: ragged paged attention of one sequence."""
+
+from typing import Any
+
+import torch
+
+from ragged_attention.calls import PrefillAttention
+from ragged_attention.portable.torch_eager import _heads_first, ragged_paged_attention
+from ragged_attention.portable.torch_eager._host import readable_on_host
+from ragged_attention.portable.torch_eager.ragged_paged_attention import Tile as Tile
+
+
+def heuristic(call: PrefillAttention) -> Tile:
+    return ragged_paged_attention.heuristic(call.as_ragged())
+
+
+def why_not(call: PrefillAttention) -> str | None:
+    return readable_on_host(call)
+
+
+def run(call: PrefillAttention, tile: Tile, launch: Any) -> torch.Tensor:
+    del launch
+    length, live = min(max(int(call.length), 0), call.capacity), call.num_tokens
+    if call.align == "chunk" and live:
+        live = (length - 1) % live + 1 if length else 0
+    return _heads_first.attend(
+        call,
+        tile,
+        kv_lens=torch.tensor([length], dtype=torch.int32),
+        page_indices=call.page_indices[None],
+        cu_q_lens=torch.tensor([0, live], dtype=torch.int32),
+    )

@@ -1,0 +1,45 @@
+"""Attention over heads-first pages [K, P, G, D]: that of ragged batches, with another way to read the blocks."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ragged_attention.calls import HeadsFirstCall
+from ragged_attention.portable.xla._pages import BITS, places_of
+from ragged_attention.portable.xla._tile import Tile
+from ragged_attention.portable.xla.ragged_paged_attention import attention
+
+
+class HeadsFirstBlocks:
+    """Gathers from pages [K, P, G, ...], which lie as the attention wants them; nothing else of the cache is copied."""
+
+    def __init__(self, call: HeadsFirstCall, page_indices: jax.Array) -> None:
+        self.call = call
+        self.page_indices = page_indices
+
+    def read(self, seq: jax.Array, key: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        call = self.call
+        page, offset, valid = places_of(self.page_indices, seq, key, wanted, call.num_pages, call.page_size)
+        # As in `KeyValueBlocks.read`: or the whole cache would be converted.
+        arrays, scales, page, offset = lax.optimization_barrier((call.arrays, call.scales, page, offset))
+        k, v = (_rows(array, page, offset) for array in arrays)
+        if call.quantized:
+            k_scales, v_scales = (_rows(array, page, offset) for array in scales)
+            k, v = k.astype(jnp.float32) * k_scales, v.astype(jnp.float32) * v_scales
+        else:
+            k = k.astype(call.q.dtype)
+        return k, jnp.where(valid[:, None], v.astype(jnp.float32), 0.0), valid
+
+
+def _rows(array: jax.Array, page: jax.Array, offset: jax.Array) -> jax.Array:
+    """Positions of pages [K, P, G, D] as [K, N, D]."""
+    bits = lax.bitcast_convert_type(array, BITS[array.dtype.itemsize])
+    return lax.bitcast_convert_type(bits.at[:, page, offset].get(mode="promise_in_bounds"), array.dtype)
+
+
+def attend(call: HeadsFirstCall, tile: Tile, page_indices: jax.Array, **indices: Any) -> jax.Array:
+    """Out of a heads-first call; the other arguments are the index arrays it has as a ragged one."""
+    ragged = call.as_ragged(page_indices=page_indices, **indices)
+    return attention(ragged, tile, HeadsFirstBlocks(call, page_indices))[0]

@@ -1,0 +1,26 @@
+"""Paged decode over heads-first pages on plain jax operations: ragged paged attention, one query a sequence."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ragged_attention.calls import PagedAttention
+from ragged_attention.portable.xla import _heads_first, ragged_paged_attention
+from ragged_attention.portable.xla._tile import Tile as Tile
+
+
+def heuristic(call: PagedAttention) -> Tile:
+    return ragged_paged_attention.heuristic(call.as_ragged())
+
+
+def why_not(call: PagedAttention) -> str | None:
+    if call.device.framework != "jax":
+        return f"runs on jax arrays, got a call from {call.device.framework}"
+    return None
+
+
+def run(call: PagedAttention, tile: Tile, launch: Any) -> jax.Array:
+    del launch
+    edges = jnp.arange(call.num_tokens + 1, dtype=jnp.int32)
+    return _heads_first.attend(call, tile, call.page_indices, kv_lens=call.lengths, cu_q_lens=edges)

@@ -1,0 +1,31 @@
+"""Chunked prefill over heads-first pages on plain jax operations: ragged paged attention of one sequence."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ragged_attention.calls import PrefillAttention
+from ragged_attention.portable.xla import _heads_first, ragged_paged_attention
+from ragged_attention.portable.xla._tile import Tile as Tile
+
+
+def heuristic(call: PrefillAttention) -> Tile:
+    return ragged_paged_attention.heuristic(call.as_ragged())
+
+
+def why_not(call: PrefillAttention) -> str | None:
+    if call.device.framework != "jax":
+        return f"runs on jax arrays, got a call from {call.device.framework}"
+    return None
+
+
+def run(call: PrefillAttention, tile: Tile, launch: Any) -> jax.Array:
+    del launch
+    chunk = call.num_tokens
+    length = jnp.clip(call.length.reshape(1), 0, call.capacity)
+    live = jnp.full(1, chunk, jnp.int32)
+    if call.align == "chunk" and chunk:
+        live = jnp.where(length > 0, (length - 1) % chunk + 1, 0)
+    edges = jnp.concatenate([jnp.zeros(1, jnp.int32), live])
+    return _heads_first.attend(call, tile, call.page_indices[None], kv_lens=length, cu_q_lens=edges)

@@ -1,0 +1,177 @@
+"""Batches over heads-first pages: made from those of ragged attention, of which they are special cases."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragged_attention.reference.paged_attention import paged_attention, values_of
+from ragged_attention.reference.prefill_attention import prefill_attention, rows_of_the_last_chunk
+from ragged_attention.testing import compare
+from ragged_attention.testing.batches import Arrays, Batch, Spec, split
+from ragged_attention.testing.formats import QUANTIZED
+from ragged_attention.testing.runners import HeadsFirstPages, Runner
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class HeadsFirstArrays(Arrays):
+    """What both operations' arguments share."""
+
+    q: NDArray[np.float32]
+    k_pages: HeadsFirstPages
+    v_pages: HeadsFirstPages
+    page_indices: NDArray[np.int32]
+    sm_scale: float | None = None
+    soft_cap: float | None = None
+    dtype: str = "float32"
+    cache_dtype: str = "float32"
+    strided: bool = False
+
+    @property
+    def quantized(self) -> bool:
+        return self.cache_dtype in QUANTIZED
+
+    @property
+    def kind(self) -> str:
+        """Which bounds hold for the output: caches of 8 bits are held to those of bfloat16."""
+        return "bfloat16" if self.quantized else self.dtype
+
+    def dtype_of(self, name: str, array: NDArray[Any]) -> str:
+        if name in ("k_pages", "v_pages"):
+            return "float32" if array.shape[-1] == 1 else self.cache_dtype  # scales, or what they belong to
+        return super().dtype_of(name, array)
+
+    def layout_of(self, name: str) -> str:
+        return "pages" if name in ("k_pages", "v_pages") else "rows"
+
+    def changed_pages(self, change: Any) -> Self:
+        """The same batch with every array of the cache changed."""
+        new = {}
+        for name in ("k_pages", "v_pages"):
+            pages = getattr(self, name)
+            new[name] = tuple(map(change, pages)) if isinstance(pages, tuple) else change(pages)
+        return self.change(**new)
+
+    def widened(self) -> Self:
+        """The same values in float32, a quantised cache dequantised into it."""
+        cache_dtype = self.cache_dtype if self.quantized else None
+        pages = {
+            name: np.moveaxis(values_of(getattr(self, name), cache_dtype), 2, 0).astype(np.float32)
+            for name in ("k_pages", "v_pages")
+        }
+        return self.change(**pages, dtype="float32", cache_dtype="float32")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PagedBatch(HeadsFirstArrays):
+    """The arguments of one `paged_attention` call in NumPy."""
+
+    lengths: NDArray[np.int32]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ChunkBatch(HeadsFirstArrays):
+    """The arguments of one `prefill_attention` call in NumPy."""
+
+    length: int | NDArray[np.int32]
+    sliding_window: int | None = None
+    align: str = "chunk"
+
+    def arguments(self) -> dict[str, Any]:
+        """All but `align`, which is an option."""
+        return {name: value for name, value in super().arguments().items() if name != "align"}
+
+    @property
+    def live(self) -> int:
+        """How many rows belong to the sequence."""
+        return rows_of_the_last_chunk(int(np.asarray(self.length).reshape(())), len(self.q))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PagedSpec:
+    """The structure of a `paged_attention` call: that of a ragged one with one query a sequence."""
+
+    spec: Spec
+    scaled: bool = True  # whether pages of 8 bits come with scales
+
+    def ragged(self) -> Batch:
+        """The ragged batch with the same numbers, but for the pages' scales."""
+        lens = tuple((1, kv_len) for _, kv_len in self.spec.lens)
+        return _plain(self.spec, lens=lens, padding=0, sliding_window=None).build()
+
+    def build(self) -> PagedBatch:
+        batch = self.ragged()
+        return PagedBatch(**_common(batch, self.spec, self.scaled), lengths=batch.kv_lens)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChunkSpec:
+    """The structure of a `prefill_attention` call; of `spec`'s sequences and queries nothing is taken."""
+
+    spec: Spec
+    length: int
+    chunk: int
+    align: str = "chunk"
+    given: str = "array"  # how the length is: int, array, scalar
+    scaled: bool = True
+
+    def ragged(self) -> Batch:
+        """The ragged batch with the same numbers, but for the pages' scales."""
+        live = self.chunk if self.align == "end" else rows_of_the_last_chunk(self.length, self.chunk)
+        return _plain(self.spec, lens=((live, self.length),), padding=self.chunk - live).build()
+
+    def build(self) -> ChunkBatch:
+        batch = self.ragged()
+        length = {"int": self.length, "array": np.array([self.length], np.int32)}
+        common = _common(batch, self.spec, self.scaled)
+        return ChunkBatch(
+            **common | {"page_indices": batch.page_indices[0]},
+            length=length.get(self.given, np.array(self.length, np.int32)),
+            sliding_window=batch.sliding_window,
+            align=self.align,
+        )
+
+
+def _plain(spec: Spec, **changes: Any) -> Spec:
+    """The spec without what these operations have not."""
+    none = {"count": "none", "causal": True, "sinks": None, "scales": None, "v_head_dim": None, "combined": False}
+    return dataclasses.replace(spec, **none | changes)
+
+
+def _common(batch: Batch, spec: Spec, scaled: bool) -> dict[str, Any]:
+    """What a heads-first batch has of a ragged one."""
+    rng = np.random.default_rng(spec.seed + 1)
+    k_pages, v_pages = (np.ascontiguousarray(np.moveaxis(pages, 2, 0)) for pages in split(batch.kv_pages))
+    pages: dict[str, Any] = {"k_pages": k_pages, "v_pages": v_pages}
+    if scaled and batch.quantized:
+        size = 1 / 40 if batch.cache_dtype == "int8" else 1.0  # int8 uses its whole range
+        unread = ~batch.read_slots()[None, :, :, None]
+        poison = {"nan": np.nan, "inf": np.inf}.get(spec.poison or "", 1.0)
+        for name, array in pages.items():
+            scales = (rng.uniform(0.5, 1.5, (*array.shape[:3], 1)) * size).astype(np.float32)
+            pages[name] = (array, np.where(unread, np.float32(poison) * scales, scales))
+    names = ("q", "page_indices", "sm_scale", "soft_cap", "dtype", "cache_dtype", "strided")
+    return pages | {name: getattr(batch, name) for name in names}
+
+
+def expected_paged(batch: PagedBatch) -> NDArray[np.float64]:
+    """Out as the definition has it."""
+    return paged_attention(**batch.arguments(), cache_dtype=batch.cache_dtype if batch.quantized else None)
+
+
+def expected_chunk(batch: ChunkBatch) -> NDArray[np.float64]:
+    """Out as the definition has it."""
+    cache_dtype = batch.cache_dtype if batch.quantized else None
+    return prefill_attention(**batch.arguments(), align=batch.align, cache_dtype=cache_dtype)
+
+
+def check_paged(runner: Runner, batch: PagedBatch, options: Mapping[str, Any] | None = None) -> None:
+    """A batch's out agrees with the definition."""
+    compare.agrees(runner.paged(batch, options=options), expected_paged(batch), batch.kind)
+
+
+def check_chunk(runner: Runner, batch: ChunkBatch, options: Mapping[str, Any] | None = None) -> None:
+    """A batch's out agrees with the definition."""
+    compare.agrees(runner.chunk(batch, options=options), expected_chunk(batch), batch.kind)

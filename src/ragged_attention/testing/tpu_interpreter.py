@@ -1,0 +1,275 @@
+"""The suite on Pallas TPU kernels where there is no TPU: by jax's interpreter of them, in processes of their own.
+
+The interpreter simulates a TPU core's memories, copies and semaphores. Fresh memory is NaN, a read outside an array
+raises, and each batch is judged in two modes that show different faults: `on_wait`, in which a copy arrives only when
+it is waited for and races are looked for, and `eager`, in which it arrives at once and a copy nobody waits for leaves
+its semaphore non-zero. A wait that nothing satisfies hangs, deaf to signals: hence processes that can be ended.
+
+    for verdict in judged("pallas", [str(check) for check in checks()], mode="on_wait"): ...
+
+`ragged-attention conformance --backend pallas` does this on a CPU, in both modes.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import io
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO, Any
+from unittest import mock
+
+from ragged_attention.testing import environment, mla_safety, safety
+from ragged_attention.testing.drawing import PATHS, Check, examples_of, paths
+from ragged_attention.testing.runners import Absent, Declined, Runner
+from ragged_attention.testing.suite import checks as suite_checks
+from ragged_attention.testing.verdicts import Verdict, verdict_of
+
+MODULE = "ragged_attention.testing.tpu_interpreter"
+MODES: Mapping[str, Mapping[str, Any]] = {
+    "on_wait": {"dma_execution_mode": "on_wait", "detect_races": True},
+    "eager": {"dma_execution_mode": "eager"},
+}
+# What the interpreter prints where it does not raise.
+COMPLAINTS = ("RACE DETECTED", "non-zero count")
+TIMEOUT = 300.0
+SLOWER = 5  # so many times fewer batches are drawn than elsewhere, unless a number is asked for
+READY = "ready\n"
+
+
+def _no_step_back(ranges: tuple[Any, ...], shape: tuple[int, ...], *, clip: Any) -> Any:
+    """The interpreter's own bounds check lets negative indices wrap around, which no TPU does."""
+    if any((index.start if isinstance(index, slice) else index) < 0 for index in ranges):
+        raise IndexError(f"Out-of-bounds access: {ranges} of a buffer of shape {shape}")
+    return clip(ranges, shape)
+
+
+@contextlib.contextmanager
+def interpreting(mode: str, cores: int = 1) -> Iterator[None]:
+    """Pallas TPU kernels that are called in here run in the interpreter, negative indices refused."""
+    tpu = importlib.import_module("jax.experimental.pallas.tpu")
+    utils = importlib.import_module("jax._src.pallas.mosaic.interpret.utils")
+    clip = functools.partial(_no_step_back, clip=utils.clip_range_to_shape)
+    parameters = tpu.InterpretParams(num_cores_or_threads=cores, **MODES[mode])
+    with mock.patch.object(utils, "clip_range_to_shape", clip), tpu.force_tpu_interpret_mode(parameters):
+        yield
+
+
+@contextlib.contextmanager
+def watched(mode: str, cores: int = 1) -> Iterator[None]:
+    """As `interpreting`; at the end raises AssertionError for a race, a leaked semaphore or whatever was raised."""
+    jax = importlib.import_module("jax")
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), interpreting(mode, cores):
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            raise AssertionError(f"expected the kernel to run, got {_cause(error)}") from None
+        finally:
+            importlib.import_module("jax.experimental.pallas.tpu").reset_tpu_interpret_mode_state()
+    printed = said.getvalue()
+    if any(complaint in printed for complaint in COMPLAINTS):
+        raise AssertionError(f"expected no race and every copy waited for once, got {printed.strip()[:1000]}")
+
+
+def _cause(error: Exception) -> str:
+    """The last line of what a callback raised, which jax hands on as text."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return next((line for line in reversed(lines) if "Error: " in line), lines[-1] if lines else "an error")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InterpretedRunner(Runner):
+    """A Pallas backend in the interpreter, in this very process."""
+
+    framework: str = "jax"
+    mode: str = "on_wait"
+    cores: int = 1
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, interpreted, {self.mode}"
+
+    def _call(self, operation: str, batch: Any, options: Any, **extra: Any) -> Any:
+        jax = importlib.import_module("jax")
+        with watched(self.mode, self.cores):
+            return jax.block_until_ready(super()._call(operation, batch, options, **extra))
+
+    def absent(self) -> str | None:
+        if importlib.util.find_spec("jax") is None:
+            return "jax is not installed"
+        with interpreting(self.mode, self.cores):
+            return super().absent()
+
+
+def runners(backend: str, device: str | None) -> list[InterpretedRunner]:
+    """A runner for each mode, if the backend can run in the interpreter here."""
+    found = [InterpretedRunner(backend=backend, mode=mode) for mode in MODES] if device in (None, "cpu") else []
+    return [runner for runner in found if runner.absent() is None]
+
+
+def _survives_garbage(runner: Runner, examples: int) -> int:
+    """In the interpreter a step outside an array raises, so that no process need die of it."""
+    turns = [(*safety.EXAMPLES, *mla_safety.EXAMPLES)[seed::examples] for seed in range(examples)]
+    taken, refusals = 0, []
+    for seed in range(examples):
+        for operation, example in (*safety.EXAMPLES, *mla_safety.EXAMPLES) if examples > 12 else turns[seed]:
+            ways = paths(runner, operation)
+            try:
+                example(runner, seed, ways[seed % len(ways)])
+                taken += 1
+            except Declined as refusal:
+                refusals.append(refusal)
+    if refusals and not taken:
+        raise refusals[0]
+    return taken
+
+
+def checks() -> list[Check]:
+    """The suite's checks, the one of memory safety in the form that the interpreter makes possible."""
+    return [
+        dataclasses.replace(check, run=_survives_garbage) if check.kind == "memory" else check
+        for check in suite_checks()
+    ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Asked(Runner):
+    """No backend: notes which operation a check begins with."""
+
+    asked: list[str] = dataclasses.field(default_factory=list)
+
+    def _call(self, operation: str, batch: Any, options: Any, **extra: Any) -> Any:
+        self.asked.append(operation)
+        raise Absent("only asked")
+
+    def tunables(self, operation: str) -> tuple[str, ...]:
+        return tuple({name for options in PATHS.get(operation, ()) for name in options})
+
+
+def operation_of(check: Check) -> str | None:
+    """The operation that a check calls first."""
+    runner = _Asked(framework="jax", backend="pallas")
+    with contextlib.suppress(Declined):
+        check.run(runner, 1)
+    return runner.asked[0] if runner.asked else None
+
+
+def judged(
+    backend: str,
+    names: Sequence[str],
+    *,
+    mode: str,
+    cores: int = 1,
+    examples: int | None = None,
+    timeout: float = TIMEOUT,
+    command: Sequence[str] = (sys.executable, "-m", MODULE),
+) -> Iterator[Verdict]:
+    """Run the checks of these names in a process apart; one that hangs is ended, and the next go on in another.
+
+    `timeout` is for each check. `command` starts the process, given this module's arguments.
+    """
+    arguments = ["--backend", backend, "--mode", mode, "--cores", str(cores)]
+    arguments += ["--examples", str(examples or max(1, examples_of() // SLOWER))]
+    waiting = list(names)
+    while waiting:
+        with _Process([*command, *arguments], waiting) as process:
+            for name in tuple(waiting):
+                verdict = process.verdict(name, timeout)
+                waiting.remove(name)
+                yield verdict
+                if process.ended:
+                    break
+
+
+class _Process:
+    """A process that runs checks one after another and prints a line of JSON for each."""
+
+    def __init__(self, command: Sequence[str], names: Sequence[str]) -> None:
+        self.ended = False
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed by __exit__)
+        environ = os.environ | {"JAX_PLATFORMS": "cpu"}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=environ
+        )
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n".join(names) + "\n")
+        self._process.stdin.close()
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        self._begun = False
+
+    def _read(self) -> None:
+        for line in self._process.stdout or ():
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def verdict(self, name: str, timeout: float) -> Verdict:
+        """What becomes of the next check."""
+        if not self._begun:  # the time that imports take is no check's
+            self._begun = self._lines.get() == READY
+        begun = time.perf_counter()
+        try:
+            line = self._lines.get(timeout=timeout) if self._begun else None
+        except queue.Empty:
+            line, hung, message = None, True, f"no end after {timeout:.0f} s: a wait that nothing satisfies?"
+        else:
+            hung, message = False, "the process ended"
+        if line is not None:
+            return Verdict(**json.loads(line))
+        self.ended = True
+        self._process.kill()
+        self._process.wait()
+        self._errors.seek(0)
+        told = f"{message}\n{self._errors.read()[-2000:]}".strip()
+        return Verdict(name, "FAILED", seconds=time.perf_counter() - begun, message=told, hung=hung)
+
+    def __enter__(self) -> "_Process":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        if self._process.stdout:
+            self._process.stdout.close()
+        self._errors.close()
+
+
+def run_checks(runner: Runner, names: Sequence[str], examples: int, out: IO[str]) -> None:
+    """Run the checks of these names here, and write a line of JSON for each."""
+    known = {str(check): check for check in checks()}
+    for name in names:
+        out.write(json.dumps(dataclasses.asdict(verdict_of(runner, known[name], examples))) + "\n")
+        out.flush()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Judge the checks named on standard input; what `judged` starts."""
+    parser = argparse.ArgumentParser(prog=MODULE, description=__doc__)
+    parser.add_argument("--backend", default="pallas")
+    parser.add_argument("--mode", choices=list(MODES), default="on_wait")
+    parser.add_argument("--cores", type=int, default=1)
+    parser.add_argument("--examples", type=int, default=25)
+    options = parser.parse_args(argv)
+    environment.prepare("cpu")
+    names = sys.stdin.read().splitlines()
+    importlib.import_module("ragged_attention.testing.jax_front")
+    sys.stdout.write(READY)
+    out, sys.stdout = sys.stdout, sys.stderr  # the answers alone go to standard output
+    out.flush()
+    runner = InterpretedRunner(backend=options.backend, mode=options.mode, cores=options.cores)
+    run_checks(runner, names, options.examples, out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""What becomes of a check: the one place where a failure, a refusal and a success are told apart."""
+
+import dataclasses
+import time
+
+from ragged_attention.testing.drawing import Check
+from ragged_attention.testing.runners import Declined, Runner
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What became of one check."""
+
+    check: str
+    result: str  # passed | declined | FAILED
+    taken: int = 0  # batches that the backend took
+    seconds: float = 0.0
+    message: str = ""
+    hung: bool = False
+
+
+def verdict_of(runner: Runner, check: Check, examples: int) -> Verdict:
+    """Run a check on a backend."""
+    begun, taken, result, message = time.perf_counter(), 0, "passed", ""
+    try:
+        taken = check.run(runner, examples)
+    except Declined as refusal:
+        result, message = "declined", str(refusal)
+    except Exception as error:  # whatever a kernel of others may raise is a failure, and the next check goes on
+        result, message = "FAILED", _told(error)
+    return Verdict(str(check), result, taken, time.perf_counter() - begun, message)
+
+
+def _told(error: Exception) -> str:
+    """An error with the batch that Hypothesis shrank it to."""
+    return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])

@@ -1,0 +1,91 @@
+"""Our own Pallas kernels with one planted fault each, for the suite to catch.
+
+As a script it judges one of them: `python -m tests.pallas_mutants NAME <arguments of the interpreter's module>`.
+"""
+
+import dataclasses
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+
+ROOM = "ragged_attention.kernels_pallas"
+SOURCES = Path(__file__).parent.parent / "kernels_pallas"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """A module of the room, the text in it that is replaced wherever it stands, and the checks one of which fails."""
+
+    module: str
+    honest: str
+    faulty: str
+    mode: str
+    checks: tuple[str, ...]
+
+    def source(self) -> str:
+        text = (SOURCES / f"{self.module}.py").read_text()
+        if self.honest not in text:
+            raise ValueError(f"expected kernels_pallas/{self.module}.py to have the text {self.honest!r}")
+        return text.replace(self.honest, self.faulty)
+
+
+RAGGED, PAGED = "corner: attention, ", "corner: paged decode, "
+CHUNK, LATENT, WRITE = "corner: chunked prefill, ", "corner: latent decode, dense, ", "corner: write, "
+MUTANTS = {
+    "pages are not waited for": Mutant(
+        "ragged_kernel", "            copy.wait()\n", "            del copy\n", "on_wait", (f"{RAGGED}speculative",)
+    ),
+    "both buffers have one semaphore": Mutant(
+        "ragged_kernel", "refs.kv_arrived.at[slot, which]", "refs.kv_arrived.at[0, which]", "on_wait",
+        (f"{RAGGED}decode of a long sequence",),
+    ),
+    "the window is one key wider": Mutant(
+        "ragged_kernel", "key > query - plan.window", "key >= query - plan.window", "eager", (f"{RAGGED}window of 1",)
+    ),
+    "the tail is not masked": Mutant(
+        "ragged_kernel", "seen = key < span.kv_len", "seen = key >= 0", "eager", (f"{RAGGED}not causal",)
+    ),
+    "page indices are not clamped": Mutant(
+        "ragged_kernel", "jnp.clip(page, 0, plan.num_pages - 1)", "page", "eager", (f"{RAGGED}invalid page indices",)
+    ),
+    "pages with heads first are not waited for": Mutant(
+        "heads_first", ").wait()", ")", "eager", (f"{PAGED}lengths of every kind",)
+    ),
+    "unseen keys of a decode are not masked": Mutant(
+        "paged_attention", "s = jnp.where(seen, s, -jnp.inf)", "s = s", "eager", (f"{PAGED}lengths of every kind",)
+    ),
+    "the window of a chunk is one key wider": Mutant(
+        "prefill_attention", "column > own - plan.window", "column >= own - plan.window", "eager", (f"{CHUNK}window",)
+    ),
+    "both buffers of latents have one semaphore": Mutant(
+        "latent", "arrived.at[slot]", "arrived.at[0]", "on_wait", (f"{LATENT}a long sequence",)
+    ),
+    "a latent that is not seen weighs": Mutant(
+        "latent", "jnp.where(seen, sum(products[1:], products[0]) * plan.scale, -jnp.inf)",
+        "sum(products[1:], products[0]) * plan.scale", "eager", (f"{LATENT}causal",),
+    ),
+    "written rows are not waited for": Mutant(
+        "write_kv_pages", "semaphores.at[i]).wait()", "semaphores.at[i])", "on_wait", (f"{WRITE}by slots: int8",)
+    ),
+}  # fmt: skip
+
+
+def plant(mutant: Mutant) -> None:
+    """Put the faulty module in the place of the honest one, before anything imports that."""
+    name = f"{ROOM}.{mutant.module}"
+    room = importlib.import_module(ROOM)
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    exec(compile(mutant.source(), f"{mutant.module}.py", "exec"), vars(module))
+    setattr(room, mutant.module, module)
+
+
+if __name__ == "__main__":
+    from ragged_attention.testing import environment, tpu_interpreter
+
+    environment.prepare("cpu")
+    plant(MUTANTS[sys.argv[1]])
+    sys.exit(tpu_interpreter.main(sys.argv[2:]))

@@ -1,0 +1,63 @@
+"""Attention with its heads sharded over eight simulated devices, beside the unsharded; run as a script.
+
+`python -m tests.sharded xla`, or the mode of the interpreter that is to run the Pallas kernel. Prints whether the
+results are the same bits, and the largest difference. The interpreter wants a thread for each device at once.
+"""
+
+import contextlib
+import json
+import os
+import sys
+from typing import Any
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["PJRT_NPROC"] = "32"
+
+from ragged_attention.testing import environment
+
+environment.prepare("cpu")
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+from jax.sharding import Mesh, PartitionSpec  # noqa: E402
+
+import ragged_attention.jax as ra  # noqa: E402
+from ragged_attention.testing import Spec, jax_front, tpu_interpreter  # noqa: E402
+
+NAMES = ("q", "kv_pages", "kv_lens", "page_indices", "cu_q_lens")
+
+
+def inputs() -> list[Any]:
+    """A mixed batch with eight KV heads."""
+    batch = Spec(lens=((3, 11), (1, 13), (0, 2)), num_kv_heads=8, group=2, head_dim=16, page_size=4, seed=3).build()
+    given = batch.arguments()
+    return [
+        jax_front.bring(given[name], batch.dtype_of(name, given[name]), layout="", place=None, device=None)
+        for name in NAMES
+    ]
+
+
+def main(how: str) -> None:
+    backend = "xla" if how == "xla" else "pallas"
+
+    def attention(*arrays: Any) -> Any:
+        return ra.ragged_paged_attention(*arrays, return_lse=True, backend=backend)
+
+    heads = PartitionSpec(None, "heads")
+    mesh = Mesh(np.array(jax.devices()), ("heads",))
+    sharded = jax.shard_map(
+        attention, mesh=mesh, in_specs=(heads, PartitionSpec(None, None, "heads"), *[PartitionSpec()] * 3),
+        out_specs=(heads, heads), check_vma=False,
+    )  # fmt: skip
+    results = []
+    for function in (attention, jax.jit(sharded)):
+        with contextlib.nullcontext() if backend == "xla" else tpu_interpreter.watched(how):
+            results.append([np.asarray(part) for part in jax.block_until_ready(function(*inputs()))])
+    whole, parts = results
+    difference = max(float(np.abs(a - b)[np.isfinite(a)].max()) for a, b in zip(whole, parts, strict=True))
+    same = all(a.tobytes() == b.tobytes() for a, b in zip(whole, parts, strict=True))
+    sys.stdout.write(json.dumps({"devices": len(jax.devices()), "same": same, "difference": difference}) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

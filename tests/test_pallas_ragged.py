@@ -1,0 +1,96 @@
+"""Ragged paged attention on TPUs: tiles' limits, what is refused, tables that are taken in pieces."""
+
+import dataclasses
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import ragged_attention as ra
+from ragged_attention.calls import Device
+from ragged_attention.samples import sample_of
+
+jax = pytest.importorskip("jax")
+
+from jax.experimental.pallas import tpu as pltpu  # noqa: E402
+
+from ragged_attention.kernels_pallas import ragged_paged_attention as room  # noqa: E402
+
+TPU = Device(framework="jax", platform="tpu", shared_memory=128 << 20, scalar_memory=1 << 20)
+
+
+def _call(device: Device = TPU, **sample: Any) -> Any:
+    return sample_of("ragged_paged_attention", **sample).call("ragged_paged_attention", device)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "text"),
+    [
+        ({"num_kv_pages_per_block": 0}, ra.InvalidInput, "expected num_kv_pages_per_block between 1 and 4096, got 0"),
+        ({"num_kv_pages_per_block": 2.0}, TypeError, "expected num_kv_pages_per_block to be an int, got float"),
+        ({"num_queries_per_block": 1025}, ra.InvalidInput, "expected num_queries_per_block between 1 and 1024"),
+        ({"block_kv": 200}, ra.InvalidInput, "expected block_kv to be a multiple of 128, got 200"),
+        ({"decode_block_kv": 130}, ra.InvalidInput, "expected decode_block_kv to be a multiple of 128, got 130"),
+        ({"careful_keys": -1}, ra.InvalidInput, "expected careful_keys between 0 and"),
+        ({"vmem_limit_bytes": True}, TypeError, "expected vmem_limit_bytes to be an int, got bool"),
+        ({"fused_update": 1}, TypeError, "expected fused_update to be a bool, got int"),
+    ],
+)
+def test_tiles_have_limits(fields: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=f"^{text}"):
+        room.Tile(**fields)
+
+
+def test_what_is_refused_and_why() -> None:
+    assert room.why_not(_call()) is None
+    assert room.why_not(_call(dtype="float16")) == "TPUs have no float16"
+    torch = Device(framework="torch", platform="cpu")
+    assert room.why_not(_call(device=torch)) == "runs on jax arrays, got a call from torch"
+    elsewhere = dataclasses.replace(TPU, no_pallas="runs on TPUs")
+    assert room.why_not(_call(device=elsewhere)) == "runs on TPUs"
+    small = dataclasses.replace(TPU, shared_memory=1 << 16)
+    assert "bytes of vector memory for pages of 16 positions, 49152 are for them" in str(room.why_not(_call(device=small)))
+    narrow = dataclasses.replace(TPU, scalar_memory=8)
+    assert "bytes of scalar memory for one row of page_indices" in str(room.why_not(_call(device=narrow)))
+
+
+@pytest.mark.parametrize("version", ["TPU_V4", "TPU_V5E", "TPU_V5P", "TPU_V6E", "TPU_7X"])
+@pytest.mark.parametrize("heads", [(32, 8), (8, 1), (12, 2), (5, 1), (64, 8)])
+@pytest.mark.parametrize("page_size", [16, 128, 256])
+def test_the_heuristic_keeps_to_the_vector_memory(version: str, heads: tuple[int, int], page_size: int) -> None:
+    info = pltpu.get_tpu_info_for_chip(getattr(pltpu.ChipVersion, version), 1)
+    device = dataclasses.replace(TPU, shared_memory=info.vmem_capacity_bytes, scalar_memory=info.smem_capacity_bytes)
+    for head_dim in (64, 128, 256):
+        call = _call(device, num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, page_size=page_size)
+        tile = room.heuristic(call)
+        assert room.used_memory(call, tile) <= device.shared_memory * 5 // 8
+        assert room.used_memory(call, tile) < tile.vmem_limit_bytes <= device.shared_memory
+
+
+PIECES = """
+import numpy as np
+from jax.experimental.pallas import tpu as pltpu
+from ragged_attention.kernels_pallas import ragged_paged_attention as room
+from ragged_attention.testing import compare
+from ragged_attention.testing.batches import Spec, expected
+from ragged_attention.testing.runners import runner_for
+
+spec = Spec(lens=((1, 9), (5, 18), (1, 40), (0, 3), (3, 3)), page_size=4, num_kv_heads=1, group=2, count="array",
+            spare_seqs=2)
+batch = spec.build()
+launches = []
+attend = room.attend
+room.attend = lambda *arguments: launches.append(1) or attend(*arguments)
+room.table_bytes = lambda call: 3 * 4 * call.page_indices.shape[1]  # three sequences at a time
+with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
+    out, lse = runner_for("pallas", "jax").attention(batch)
+assert len(launches) == 6, launches
+compare.agrees(out, expected(batch)[0], batch.kind)
+compare.agrees(lse, expected(batch)[1], f"lse {batch.kind}", "lse")
+"""
+
+
+def test_a_table_beyond_scalar_memory_is_taken_in_pieces() -> None:
+    done = subprocess.run([sys.executable, "-c", PIECES], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]

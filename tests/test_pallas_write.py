@@ -1,0 +1,116 @@
+"""Writing into the pages on a TPU: what is copied together, what is not copied at all, and that nothing else moves."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from ragged_attention.calls import Device, WriteKvPages
+from ragged_attention.samples import Sample
+
+jax = pytest.importorskip("jax")
+
+from ragged_attention.kernels_pallas import write_kv_pages as kernels  # noqa: E402
+
+TPU = Device(framework="jax", platform="tpu", shared_memory=128 << 20)
+# Runs of every length, slots that come twice near and far, slots that are none; blocks of several sizes, two cores.
+INTERPRETED = """
+import sys
+import jax, numpy as np
+from ragged_attention.jax import write_kv_pages
+from ragged_attention.testing.tpu_interpreter import watched
+
+rng = np.random.default_rng(0)
+for block, cores in ((1, 1), (5, 1), (16, 1), (64, 2)):
+    k, v = (rng.standard_normal((61, 2, 16)).astype(np.float32) for _ in "kv")
+    pages = rng.standard_normal((6, 8, 4, 16)).astype(np.float32)
+    slots = np.concatenate([np.arange(n) + rng.integers(48 - n) for n in (1, 9, 3, 17, 8, 7, 16)]).astype(np.int32)
+    slots[rng.random(61) < 0.05] = -1
+    with watched(sys.argv[1], cores):
+        got = write_kv_pages(k, v, pages, slots, backend="pallas", options={"num_tokens_per_block": block})
+        got = np.asarray(got)
+    expected = np.asarray(write_kv_pages(k, v, pages, slots, backend="reference"))
+    np.testing.assert_array_equal(got, expected)  # of two tokens for a slot the last stays, as in the reference
+"""
+
+
+@pytest.mark.parametrize("mode", ["on_wait", "eager"])
+def test_runs_and_slots_that_come_twice_are_written_without_a_race(mode):
+    command = [sys.executable, "-W", "error", "-c", INTERPRETED, mode]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("block", [1, 4, 7, 32])
+@pytest.mark.parametrize("run", [1, 3, 8])
+def test_codes_send_each_slot_of_a_block_once(block, run):
+    """What the kernel does with the codes, done here one by one, is what the slots ask for."""
+    run = min(run, block)
+    rng = np.random.default_rng(block)
+    slots = rng.integers(-1, 40, 50).astype(np.int32)
+    slots[10:30] = np.arange(20) + 3
+    codes = np.asarray(kernels.codes_of(jax.numpy.asarray(slots), block, run))[:, 0]
+    assert codes.shape == (-(-50 // block), block)
+    sent, copies = {}, 0
+    for number, line in enumerate(codes.tolist()):
+        token, used = 0, set()
+        while token < block:
+            whole = line[token] <= kernels.FIRST_RUN
+            first = kernels.FIRST_RUN - line[token] if whole else line[token]
+            size = run if whole else 1
+            for i in range(size if first != kernels.NOWHERE else 0):
+                assert first + i not in used
+                used.add(first + i)
+                sent[first + i] = number * block + token + i
+            copies += first != kernels.NOWHERE
+            token += size
+        assert token == block  # no run crosses the end of a block
+    assert sent == {slot: token for token, slot in enumerate(slots.tolist()) if slot >= 0}
+    if run == 8 and block == 32:
+        assert copies < len(sent) - 7
+
+
+@pytest.mark.parametrize(
+    ("sample", "reason"),
+    [
+        (Sample(dtype="float16"), "TPUs have no float16, got kv_pages of it"),
+        (Sample(max_num_seqs=2**20), r"expected num_pages * page_size < 2**31 - 1, got 4294967296"),
+        (Sample(dtype="float16", cache_dtype="int8"), None),
+    ],
+)
+def test_what_the_kernel_takes(sample, reason):
+    assert kernels.why_not(sample.call("write_kv_pages", TPU)) == reason
+
+
+@pytest.mark.parametrize(
+    ("sample", "tokens"),
+    [
+        (Sample(num_tokens=1), 8),
+        (Sample(num_tokens=48), 64),
+        (Sample(num_tokens=8192), 1024),
+        (Sample(num_tokens=8192, dtype="float32", num_kv_heads=32), 128),
+        (Sample(num_tokens=8192, dtype="float32", num_kv_heads=1024, head_dim=512, num_q_heads=1024), 1),
+    ],
+)
+def test_a_block_of_tokens_fits_vector_memory(sample, tokens):
+    assert kernels.heuristic(sample.call("write_kv_pages", TPU)).num_tokens_per_block == tokens
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_pages_are_written_where_they_lie(split):
+    """The lowered call gives its pages' memory to its results; that XLA adds no copy is seen in `make tpu-compile`."""
+    sharding, shape = jax.sharding, jax.ShapeDtypeStruct
+    new, slots = shape((64, 8, 128), "bfloat16"), shape((64,), "int32")
+    pages = [shape((100, 16, 8 if split else 16, 128), "bfloat16")] * (2 if split else 1)
+
+    def write(k, v, slots, *pages):
+        call = WriteKvPages(k=k, v=v, kv_pages=pages if split else pages[0], slot_mapping=slots, device=TPU)
+        return kernels.run(call, kernels.heuristic(call), None)
+
+    device = sharding.AbstractDevice(device_kind="TPU v6 lite", num_cores=1, platform="tpu")
+    donated = jax.jit(write, donate_argnums=tuple(range(3, 3 + len(pages))))
+    with sharding.use_abstract_mesh(sharding.AbstractMesh((), (), abstract_device=device)):
+        module = jax.export.export(donated, platforms=["tpu"])(new, new, slots, *pages).mlir_module()
+    assert module.count("stablehlo.output_operand_alias<") == len(pages)
+    assert module.count("tf.aliasing_output") == len(pages)

@@ -1,0 +1,49 @@
+"""What several cores do together: a chip of two of them, simulated, and heads sharded over eight simulated devices."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ragged_attention.testing.drawing import PROFILES, examples_of
+
+pytest.importorskip("jax")
+
+from ragged_attention.testing import tpu_interpreter as interpreter
+from tests import two_cores
+
+# Of each operation whose kernels share their work between cores, a batch that has enough of it.
+SHARED = (
+    "corner: attention, speculative",
+    "corner: attention, every edge at once",
+    "corner: chunked prefill, a partial chunk",
+    "corner: paged decode, lengths of every kind",
+    "corner: latent decode, dense, two KV heads",
+)
+ALL = examples_of() > PROFILES["dev"]
+
+
+@pytest.mark.parametrize("mode", interpreter.MODES)
+def test_two_cores_share_a_decode_in_every_way(mode: str) -> None:
+    names = [str(check) for check in two_cores.CHECKS]
+    command = (sys.executable, "-m", "tests.two_cores")
+    verdicts = list(interpreter.judged("pallas", names, mode=mode, cores=2, command=command))
+    assert [verdict for verdict in verdicts if verdict.result != "passed"] == []
+
+
+@pytest.mark.parametrize("mode", interpreter.MODES if ALL else ["on_wait"])
+def test_two_cores_agree_with_the_definition(mode: str) -> None:
+    verdicts = list(interpreter.judged("pallas", SHARED, mode=mode, cores=2))
+    assert [verdict for verdict in verdicts if verdict.result != "passed"] == []
+
+
+@pytest.mark.parametrize("how", ["xla", *(interpreter.MODES if ALL else ["on_wait"])])
+def test_sharded_heads_give_the_unsharded_result(how: str) -> None:
+    command = [sys.executable, "-m", "tests.sharded", how]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    found = json.loads(ended.stdout.splitlines()[-1])
+    assert found["devices"] == 8
+    assert found["difference"] <= 2e-6
+    assert found["same"] or how == "xla"  # which may choose other loops for other numbers of heads

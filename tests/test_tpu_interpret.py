@@ -1,0 +1,136 @@
+"""The Pallas kernels against the definition, in the interpreter, in both of its modes, in processes of their own.
+
+In the default profile each operation gets some of its checks, evenly spread and others in each mode; in the larger
+ones all of them. What the judge itself is worth is shown on planted kernels.
+"""
+
+import collections
+import functools
+import sys
+from pathlib import Path
+
+import pytest
+
+from ragged_attention import dispatch
+from ragged_attention.testing.drawing import PROFILES, examples_of
+
+pytest.importorskip("jax")
+
+from ragged_attention.testing import conformance
+from ragged_attention.testing import tpu_interpreter as interpreter
+from ragged_attention.testing.drawing import Check
+from tests import planted_pallas as planting
+
+ROOM = Path(__file__).parent.parent / "kernels_pallas"
+OPERATIONS = sorted({path.stem for path in ROOM.glob("*.py")} & set(dispatch.CALLS))
+SAMPLE = {"corner": 5, "agreement": 1, "law": 1, "memory": 1}  # of an operation's checks, in the default profile
+EXAMPLES = 3 if examples_of() == PROFILES["dev"] else examples_of() // 20
+
+
+@functools.cache
+def checks_of(operation: str) -> dict[str, list[Check]]:
+    """An operation's checks by kind."""
+    found: dict[str, list[Check]] = collections.defaultdict(list)
+    for check in interpreter.checks():
+        if interpreter.operation_of(check) == operation:
+            found[check.kind].append(check)
+    return found
+
+
+def chosen(operation: str, mode: str) -> list[str]:
+    """Names of the checks that the profile asks for."""
+    names: list[str] = []
+    for kind, group in checks_of(operation).items():
+        count = len(group) if examples_of() > PROFILES["dev"] else min(SAMPLE[kind], len(group))
+        shift = {"on_wait": 0.25, "eager": 0.75}[mode]
+        names += [str(group[int((place + shift) * len(group) / count)]) for place in range(count)]
+    return names
+
+
+@pytest.mark.parametrize("mode", interpreter.MODES)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_the_kernels_agree_with_the_definition(operation: str, mode: str) -> None:
+    wrong, taken = [], 0
+    for verdict in interpreter.judged("pallas", chosen(operation, mode), mode=mode, examples=EXAMPLES):
+        taken += verdict.taken
+        if verdict.result == "FAILED":
+            wrong.append(f"{verdict.check}: {verdict.message}")
+        if verdict.hung:  # so may the others be
+            break
+    assert not wrong, "\n".join(wrong)
+    assert taken, "every batch was declined"
+
+
+def test_every_operation_of_the_room_is_judged() -> None:
+    for operation in OPERATIONS:
+        assert {"corner", "agreement"} <= set(checks_of(operation)), operation
+
+
+def of_planted() -> list[Check]:
+    return checks_of(planting.OPERATION)["corner"]
+
+
+@pytest.mark.parametrize("mode", interpreter.MODES)
+def test_an_honest_kernel_passes(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    planting.plant(monkeypatch, "none")
+    runner = interpreter.InterpretedRunner(backend=planting.BACKEND, mode=mode)
+    assert [check.run(runner, 1) for check in of_planted()[:3]] == [1, 1, 1]
+
+
+CAUGHT = {
+    "no wait": ("on_wait", "got nan"),
+    "a wait too few": ("eager", "non-zero count"),
+    "one semaphore for both slots": ("on_wait", "got nan"),
+    "a read of what is on its way": ("on_wait", "RACE DETECTED"),
+    "a part too far": ("eager", "Out-of-bounds"),
+    "a part too early": ("eager", "Out-of-bounds"),
+    "wrong": ("eager", "times the bound"),
+}
+
+
+@pytest.mark.parametrize("fault", CAUGHT)
+def test_a_faulty_kernel_fails(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    planting.plant(monkeypatch, fault)
+    mode, told = CAUGHT[fault]
+    runner = interpreter.InterpretedRunner(backend=planting.BACKEND, mode=mode)
+    said = []
+    for check in of_planted():
+        try:
+            check.run(runner, 1)
+        except AssertionError as error:
+            said.append(str(error))
+            break
+    assert any(told in text for text in said), said
+
+
+def test_a_kernel_that_hangs_is_ended_and_named() -> None:
+    """The check that hangs, then the next one in another process."""
+    names = [str(check) for check in of_planted()[:2]]
+    command = (sys.executable, "-m", "tests.planted_pallas", "a wait too many")
+    verdicts = list(interpreter.judged(planting.BACKEND, names, mode="eager", timeout=5, command=command))
+    assert [verdict.check for verdict in verdicts] == names
+    assert all(verdict.hung and "no end after 5 s" in verdict.message for verdict in verdicts)
+
+
+def test_a_process_that_dies_is_told() -> None:
+    command = (sys.executable, "-c", "import sys; sys.exit('no such luck')")
+    (verdict,) = interpreter.judged("pallas", ["corner: any"], mode="eager", command=command)
+    assert verdict.result == "FAILED"
+    assert not verdict.hung
+    assert "the process ended" in verdict.message
+    assert "no such luck" in verdict.message
+
+
+def test_the_command_judges_pallas_kernels_in_both_modes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert conformance.main(["--backend", "pallas", "--only", "write, by slots: int8"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "No TPU is used: jax's interpreter of TPU kernels runs them" in printed
+    for mode in interpreter.MODES:
+        assert f"jax-pallas, interpreted, {mode} on cpu" in printed
+    assert printed.count("1 passed, 0 declined, 0 FAILED") == 2
+
+
+def test_faults_are_complete() -> None:
+    assert {*CAUGHT, "none", "a wait too many"} == set(planting.FAULTS)
+    with pytest.raises(ValueError, match=r"expected a fault among none, .*, got 'other'"):
+        planting.plant(pytest.MonkeyPatch(), "other")

@@ -1,0 +1,40 @@
+"""The suite catches faults in our own Pallas kernels: each has one planted, and must fail."""
+
+import sys
+
+import pytest
+
+from ragged_attention.testing.drawing import PROFILES, examples_of
+from tests.pallas_mutants import MUTANTS, Mutant
+
+pytest.importorskip("jax")
+
+from ragged_attention.testing import tpu_interpreter as interpreter
+
+# In the default profile one in two; the texts that the others replace are looked for all the same.
+JUDGED = list(MUTANTS)[:: 1 if examples_of() > PROFILES["dev"] else 2]
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_a_planted_fault_is_caught(name: str) -> None:
+    mutant = MUTANTS[name]
+    command = (sys.executable, "-m", "tests.pallas_mutants", name)
+    verdicts = list(interpreter.judged("pallas", mutant.checks, mode=mutant.mode, timeout=120, command=command))
+    assert "FAILED" in [verdict.result for verdict in verdicts]
+    for verdict in verdicts:
+        assert verdict.result != "FAILED" or "AssertionError" in verdict.message, verdict.message
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_fault_has_a_place(name: str) -> None:
+    compile(MUTANTS[name].source(), name, "exec")
+
+
+def test_a_fault_without_a_place_is_told() -> None:
+    with pytest.raises(ValueError, match=r"expected kernels_pallas/blocks.py to have the text 'no such text'"):
+        Mutant("blocks", "no such text", "", "eager", ()).source()
+
+
+def test_checks_of_mutants_exist() -> None:
+    known = {str(check) for check in interpreter.checks()}
+    assert {check for mutant in MUTANTS.values() for check in mutant.checks} <= known
