@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import ragged_attention as ra
-from ragged_attention.reference.paged_attention import paged_attention as decode_defined
-from ragged_attention.reference.prefill_attention import prefill_attention as chunk_defined
+from ragged_attention.reference import paged_attention as decode
+from ragged_attention.reference import prefill_attention as prefill
 from ragged_attention.testing.compare import agrees, identical
 
 pytest.importorskip("jax")
@@ -22,6 +22,9 @@ import ragged_attention.jax as front
 paged_attention: Any = front.paged_attention
 prefill_attention: Any = front.prefill_attention
 ragged_paged_attention: Any = front.ragged_paged_attention
+write_kv_pages: Any = front.write_kv_pages
+decode_defined: Any = decode.paged_attention
+chunk_defined: Any = prefill.prefill_attention
 K, P, G, D, H = 2, 8, 4, 16, 4
 RANDOM = np.random.default_rng(3)
 PAGES = RANDOM.standard_normal((2, K, P, G, D), np.float32)
@@ -140,7 +143,7 @@ def test_new_keys_are_written_and_then_seen(pair: bool, jitted: bool) -> None:
 
     out, lse, pages = (jax.jit(step) if jitted else step)(pages_of(pair), NEW)
     tables = {name: STEP[name] for name in ("kv_lens", "page_indices", "cu_q_lens")}
-    written: Any = front.write_kv_pages(*map(jnp.asarray, NEW), pages_of(pair), **tables, v_scale=0.5)
+    written = write_kv_pages(*map(jnp.asarray, NEW), pages_of(pair), **tables, v_scale=0.5)
     assert isinstance(pages, tuple) == pair
     for got, want in zip(jax.tree.leaves(pages), jax.tree.leaves(written), strict=True):
         assert identical(got, want, "pages")
@@ -154,7 +157,7 @@ def test_donated_pages_are_written_in_place() -> None:
         return ragged_paged_attention(**STEP, kv_pages=pages, new_kv=NEW, backend="xla")
 
     donating = jax.jit(step, donate_argnums=0)
-    compiled = donating.lower(pages_of(pair=False)).compile()
+    compiled: Any = donating.lower(pages_of(pair=False)).compile()
     assert "input_output_alias" in compiled.as_text()
     assert identical(donating(pages_of(pair=False))[1], step(pages_of(pair=False))[1])
 

@@ -49,7 +49,8 @@ def test_both_pass_opcheck(quantized: bool) -> None:
 
 
 def both(inputs: dict[str, Any], chunk: dict[str, Any], length: int, align: str) -> Any:
-    return rt.paged_attention(**inputs), rt.prefill_attention(**chunk | {"length": length}, options={"align": align})
+    chunk = {**chunk, "length": length}
+    return rt.paged_attention(**inputs), rt.prefill_attention(**chunk, options={"align": align})
 
 
 @pytest.mark.parametrize("quantized", [False, True])
