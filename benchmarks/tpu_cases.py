@@ -31,7 +31,7 @@ class TpuCase:
     sample: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the kernel; else its heuristic's
-    kernels: int = 1  # that the call consists of
+    kernels: int | None = 1  # that the call consists of; None: more the less scalar memory there is
     refused: str = ""  # what the room says of it where it takes no such call
 
     def call(self, device: Device) -> Call:
@@ -69,7 +69,8 @@ def traceable(case: TpuCase) -> Traceable:
     return Traceable(run, {name: (tuple(array.shape), str(array.dtype)) for name, array in arrays.items()})
 
 
-BLOCKS = {"num_kv_pages_per_block": 8, "num_queries_per_block": 64}  # those at which JAX's kernel is compiled
+# The blocks at which JAX's kernel is compiled; and weights are rounded, as there.
+BLOCKS = {"num_kv_pages_per_block": 8, "num_queries_per_block": 64, "careful_keys": 0}
 MIXED = {"num_tokens": 512, "max_num_seqs": 8, "max_len": 512}
 SCALES = {"k_scale": 0.25, "v_scale": 0.25}
 FP8, INT8 = "float8_e4m3fn", "int8"
@@ -106,7 +107,14 @@ _RAGGED = (
     _attention("32x8_d128_fp8_page256", page_size=256, cache_dtype=FP8, arguments=SCALES),
     _attention("32x8_d128_e5m2", cache_dtype="float8_e5m2", arguments=SCALES),
     _attention("32x8_d128_int8", cache_dtype=INT8, arguments=SCALES),
-    _attention("32x8_d128_table_of_8_mib", num_tokens=256, max_num_seqs=256, max_len=131072),
+    _attention(
+        "32x8_d128_table_of_2_mib",
+        num_tokens=64,
+        max_num_seqs=64,
+        max_len=131072,
+        kernels=None,
+        arguments={"kv_pages": samples.FakeArray((4096, 16, 16, 128), "bfloat16")},
+    ),
     _attention("64x8_d64_sinks_window", (64, 8), 64, sinks=True, sliding_window=128),
     _attention("8x1_d128_bf16", (8, 1)),
     _attention("8x1_d128_fp8", (8, 1), cache_dtype=FP8, arguments=SCALES),
@@ -220,6 +228,19 @@ _LATENT = (
 )
 
 CASES: tuple[TpuCase, ...] = (*_RAGGED, *_WRITES, *_HEADS_FIRST, *_LATENT)
+
+# What the page of compilations shows: the first for every kind of TPU, the others for one of them.
+EVERYWHERE = (
+    "rpa_32x8_d128_bf16", "rpa_32x8_d128_fp8", "write_bf16", "paged_32x8_d128_bf16", "prefill_32x8_d128_bf16",
+    "mla_dense_h128_bf16", "mla_sparse_h128_fp8_v32", "mla_sparse_prefill_h128_bf16",
+)  # fmt: skip
+FURTHER = (
+    "rpa_32x8_d128_f32", "rpa_12x2_d128_bf16", "rpa_32x8_d128_bf16_window_cap", "rpa_16x8_d256_bf16",
+    "rpa_32x8_d128_bf16_auto", "rpa_32x8_d128_int8", "rpa_64x8_d64_sinks_window", "rpa_8x1_d128_bf16",
+    "rpa_32x8_d128_bf16_fused", "rpa_32x8_d128_table_of_2_mib", "write_fp8", "paged_32x8_d128_bf16_grid",
+    "paged_32x8_d128_bf16_batch", "paged_32x8_d128_int8", "prefill_32x8_d128_int8", "mla_dense_h128_fp8_v32",
+)  # fmt: skip
+MOST = "v6e"
 
 
 def find(name: str) -> TpuCase:

@@ -39,7 +39,7 @@ from benchmarks.tpu_peers import PEERS
 ROOT = Path(__file__).parent.parent
 DOCUMENT = ROOT / "docs" / "tpu_compile.md"
 COLUMNS = (
-    "case", "kernel", "bundles", "loop", "MXU", "VALU", "VLOAD", "VSTORE", "spills", "fills", "VMEM",
+    "case", "kernel", "bundles", "loop", "MXU", "VALU", "VLOAD", "VSTORE", "spills", "fills", "VMEM", "HBM",
 )  # fmt: skip
 
 HEADER = """\
@@ -54,7 +54,9 @@ whole kernel, **loop** that of the loop that has the matrix work (with what is n
 and keys costs if nothing waits for memory. MXU, VALU, VLOAD and VSTORE are the percentages of that loop in which the
 matrix unit, the vector unit and the ports of the vector memory are busy: the highest bounds it. **spills** and
 **fills** are stores and loads of vector registers for want of registers, in the whole kernel and (in the loop).
-**VMEM** is in KiB. At equal work the matrix unit has the same to do, so a higher percentage of it is a faster loop.
+**VMEM** is in KiB; so is **HBM**, what the whole call takes of main memory besides its arrays. At equal work the
+matrix unit has the same to do, so a higher percentage of it is a faster loop. One kind is shown more cases than the
+others; `--only` compiles any other of `benchmarks/tpu_cases.py`.
 These are schedules, not measurements: waits for copies are not in them.
 """
 
@@ -67,6 +69,7 @@ class Outcome:
     target: str
     kernels: tuple[tpu_dump.Kernel, ...] = ()
     error: str = ""
+    temporary: int = 0  # bytes of main memory that the call takes besides its arrays
     seconds: float = 0.0
 
 
@@ -78,11 +81,14 @@ def find(name: str, options: Mapping[str, Any]) -> Traceable:
     return tpu_cases.traceable(dataclasses.replace(case, options=options) if options else case)
 
 
-def names(only: str = "") -> list[str]:
-    """Cases of ours, then JAX's, whose name contains `only` or whose operation it is."""
+def names(target: str, only: str = "") -> list[str]:
+    """Cases of ours, then JAX's: by name or operation with `only`, else those that the page shows."""
     every = {case.name: case.operation for case in tpu_cases.CASES}
     every |= {name: operation for name, (operation, _) in PEERS.items()}
-    return [name for name, operation in every.items() if only in name or only == operation]
+    if only:
+        return [name for name, operation in every.items() if only in name or only == operation]
+    shown = {*tpu_cases.EVERYWHERE, *(tpu_cases.FURTHER if target == tpu_cases.MOST else ())}
+    return [name for name in every if name.removeprefix("jax_") in shown]
 
 
 def environment(dumps: str) -> dict[str, str]:
@@ -123,15 +129,16 @@ def compile_case(name: str, target: str, dumps: str, options: Mapping[str, Any])
             key: jax.ShapeDtypeStruct(shape, dtype, sharding=place) for key, (shape, dtype) in case.arrays.items()
         }
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            jax.jit(case.function).lower(**shapes).compile()
+            compiled = jax.jit(case.function).lower(**shapes).compile()
         kernels, error = tuple(tpu_dump.read(folder)), ""
+        temporary = int(getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0))
         if not kernels:
             error = "no kernel in what was compiled"
     except Exception as failure:  # whatever the compiler objects to belongs in the table
-        kernels, error = (), first_words(failure)
+        kernels, error, temporary = (), first_words(failure), 0
     for path in folder.iterdir():
         path.unlink()
-    return Outcome(name, target, kernels, error, time.perf_counter() - begun)
+    return Outcome(name, target, kernels, error, temporary, time.perf_counter() - begun)
 
 
 def first_words(failure: Exception) -> str:
@@ -176,26 +183,29 @@ def _kill(pool: concurrent.futures.ProcessPoolExecutor) -> None:
 
 def compile_all(
     targets: Sequence[str],
-    cases: Sequence[str],
+    cases: Mapping[str, Sequence[str]],
     jobs: int,
     timeout: float,
     console: Console,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Outcome]:
-    """Every case on every kind, `jobs` kinds at a time; in the order of the kinds and cases."""
+    """Each kind's cases, `jobs` kinds at a time; in the order of the kinds and cases."""
     outcomes: list[Outcome] = []
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console) as progress, concurrent.futures.ThreadPoolExecutor(jobs) as threads:
-        task = progress.add_task("compiling", total=len(targets) * len(cases))
+        task = progress.add_task("compiling", total=sum(len(cases[target]) for target in targets))
 
         def run(target: str) -> None:
-            for outcome in compile_on(target, cases, timeout, options):
+            for outcome in compile_on(target, cases[target], timeout, options):
                 outcomes.append(outcome)
                 progress.update(task, advance=1, description=f"{target} {outcome.case}")
+                if not console.is_terminal or outcome.error:
+                    told = outcome.error or f"{outcome.seconds:.1f} s"
+                    console.print(f"{target} {outcome.case}: {told}", markup=False, highlight=False)
 
         for done in [threads.submit(run, target) for target in targets]:
             done.result()
-    return sorted(outcomes, key=lambda one: (targets.index(one.target), cases.index(one.case)))
+    return sorted(outcomes, key=lambda one: (targets.index(one.target), cases[one.target].index(one.case)))
 
 
 def rows(outcome: Outcome) -> list[tuple[str, ...]]:
@@ -206,7 +216,14 @@ def rows(outcome: Outcome) -> list[tuple[str, ...]]:
     for kernel in outcome.kernels:
         busy = (f"{kernel.loop.percent(unit):.0f} %" for unit in tpu_dump.UNITS)
         spilled = (f"{kernel.spills} ({kernel.loop_spills})", f"{kernel.fills} ({kernel.loop_fills})")
-        counts = (kernel.whole.bundles, kernel.loop.bundles, *busy, *spilled, kernel.vmem // 1024)
+        counts = (
+            kernel.whole.bundles,
+            kernel.loop.bundles,
+            *busy,
+            *spilled,
+            kernel.vmem // 1024,
+            outcome.temporary // 1024,
+        )
         found.append((outcome.case, kernel.name, *map(str, counts)))
     return found
 
@@ -259,11 +276,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("expected the TPU compiler, the package libtpu, to be installed: see make tpu-compile", file=sys.stderr)
         return 2
     os.environ.update({name: value for name, value in environment("/dev/null").items() if name != "LIBTPU_INIT_ARGS"})
-    chosen = names(options.only)
-    if not chosen:
+    targets = options.targets or list(TARGETS)
+    chosen = {target: names(target, options.only) for target in targets}
+    if not any(chosen.values()):
         parser.error(f"expected --only to be in a case's name or operation, got {options.only!r}")
     console = Console()
-    targets = options.targets or list(TARGETS)
     outcomes = compile_all(targets, chosen, options.jobs, options.timeout, console, options.options)
     _show(console, outcomes)
     for line in failures(outcomes):

@@ -19,7 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 # Of the checks of latent caches and of heads-first pages these runners take every so many: each example is traced,
 # compiled and launched anew in jax, and what they run is run in full through torch, but for the room of xla, which
 # takes the most.
-EVERY = {"jax-xla": 5, "jax-triton": 12, "jax-reference": 12}
+EVERY = {"jax-xla": 10, "jax-triton": 24, "jax-reference": 24}
 SPARED = [
     str(check) for suite in (mla_suite, heads_first_suite) for of in (suite.corners, suite.laws) for check in of()
 ]

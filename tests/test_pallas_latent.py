@@ -17,6 +17,7 @@ import jax.numpy as jnp  # noqa: E402
 from jax.experimental import pallas as pl  # noqa: E402
 
 from ragged_attention.kernels_pallas import latent, mla_decode, sparse_mla_prefill  # noqa: E402
+from ragged_attention.testing.drawing import PROFILES, examples_of  # noqa: E402
 from ragged_attention.testing.tpu_interpreter import watched  # noqa: E402
 
 TPU = Device(framework="jax", platform="tpu", shared_memory=128 << 20)
@@ -129,7 +130,11 @@ check_decode(runner, DecodeSpec(topk=0, **fp8).build(), options)
 """
 
 
-@pytest.mark.parametrize("mode", ["on_wait", "eager"])
+# The mode in which races are looked for, and both in the larger profiles.
+MODES = ["on_wait", "eager"][: 2 if examples_of() > PROFILES["dev"] else 1]
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_lists_of_many_chunks(mode: str) -> None:
     command = [sys.executable, "-W", "error", "-c", INTERPRETED, mode]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)

@@ -50,7 +50,9 @@ def test_what_is_refused_and_why() -> None:
     elsewhere = dataclasses.replace(TPU, no_pallas="runs on TPUs")
     assert room.why_not(_call(device=elsewhere)) == "runs on TPUs"
     small = dataclasses.replace(TPU, shared_memory=1 << 16)
-    assert "bytes of vector memory for pages of 16 positions, 49152 are for them" in str(room.why_not(_call(device=small)))
+    assert "bytes of vector memory for pages of 16 positions, 49152 are for them" in str(
+        room.why_not(_call(device=small))
+    )
     narrow = dataclasses.replace(TPU, scalar_memory=8)
     assert "bytes of scalar memory for one row of page_indices" in str(room.why_not(_call(device=narrow)))
 

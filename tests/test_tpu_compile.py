@@ -87,12 +87,12 @@ def test_loops_nest() -> None:
 def outcome(**fields: object) -> tpu_compile.Outcome:
     part = tpu_dump.Part(10, (("MXU", 25.0), ("VALU", 50.0), ("VLOAD", 5.0), ("VSTORE", 4.6)))
     kernel = tpu_dump.Kernel("some_kernel", part, part, 4, 3, 2, 1, 2048)
-    return tpu_compile.Outcome(**({"case": "rpa", "target": "v6e", "kernels": (kernel,)} | fields))  # type: ignore[arg-type]
+    return tpu_compile.Outcome(**({"case": "rpa", "target": "v6e", "kernels": (kernel,), "temporary": 3072} | fields))  # type: ignore[arg-type]
 
 
 def test_the_page_has_a_line_for_each_kernel() -> None:
     text = tpu_compile.document([outcome(), outcome(target="v4", kernels=(), error="X: no")], "2026-11-21.")
-    assert "| rpa | some_kernel | 10 | 10 | 25 % | 50 % | 5 % | 5 % | 4 (3) | 2 (1) | 2 |" in text
+    assert "| rpa | some_kernel | 10 | 10 | 25 % | 50 % | 5 % | 5 % | 4 (3) | 2 (1) | 2 | 3 |" in text
     assert "| rpa | X: no | - |" in text
     assert "2 compilations, 1 failure of ours." in text
 
@@ -104,12 +104,21 @@ def test_what_counts_as_a_failure() -> None:
 
 
 def test_cases_are_chosen_by_name_or_operation() -> None:
-    chosen = tpu_compile.names("ragged_paged_attention")
+    chosen = tpu_compile.names("v4", "ragged_paged_attention")
     assert "rpa_32x8_d128_bf16" in chosen
     assert "jax_rpa_32x8_d128_bf16" in chosen
     assert not [name for name in chosen if "paged_32x8" in name]
-    assert tpu_compile.names("paged_32x8_d128_f32") == ["paged_32x8_d128_f32_cap"]
-    assert len(tpu_compile.names()) == len(tpu_cases.CASES) + len(PEERS)
+    assert tpu_compile.names("v4", "paged_32x8_d128_f32") == ["paged_32x8_d128_f32_cap"]
+    shown = {*tpu_cases.EVERYWHERE, *tpu_cases.FURTHER}
+    assert {*tpu_compile.names(tpu_cases.MOST)} == shown | {*PEERS}
+    assert {*tpu_compile.names("v4")} == {*tpu_cases.EVERYWHERE} | {
+        name for name in PEERS if name.removeprefix("jax_") in tpu_cases.EVERYWHERE
+    }
+
+
+def test_every_operation_is_compiled_for_every_kind() -> None:
+    operations = {tpu_cases.find(name).operation for name in tpu_cases.EVERYWHERE}
+    assert operations == {case.operation for case in tpu_cases.CASES}
 
 
 def test_without_the_compiler_it_says_what_to_do(
@@ -136,5 +145,5 @@ def test_the_page_is_complete() -> None:
     assert "no failures of ours" in text
     for target in TARGETS:
         part = text.partition(f"\n## {target}\n")[2].partition("\n## ")[0]
-        for name in tpu_compile.names():
+        for name in tpu_compile.names(target):
             assert f"| {name} |" in part, f"{name} on {target}"

@@ -41,8 +41,9 @@ def test_a_case_lowers(case: TpuCase) -> None:
         if case.refused:
             with pytest.raises(Unsupported, match=case.refused):
                 lowered(case, kind)
-        else:
-            assert lowered(case, kind).count("@tpu_custom_call") == case.kernels, kind
+            continue
+        count = lowered(case, kind).count("@tpu_custom_call")
+        assert count > 1 if case.kernels is None else count == case.kernels, kind
 
 
 def test_every_operation_of_the_room_has_a_case() -> None:
