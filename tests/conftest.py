@@ -16,10 +16,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add_options(parser)
 
 
-# Of the checks of latent caches and of heads-first pages these runners take every so many: each example is traced,
-# compiled and launched anew in jax, and what they run is run in full through torch, but for the room of xla, which
-# takes the most.
-EVERY = {"jax-xla": 10, "jax-triton": 24, "jax-reference": 24}
+# Of the checks of latent caches and of heads-first pages these runners take every so many by default, and all in the
+# larger profiles: each example is traced, compiled and launched anew in jax, and interpreted line by line in Triton.
+EVERY = {"jax-xla": 10, "jax-triton": 24, "jax-reference": 24, "torch-triton": 2}
 SPARED = [
     str(check) for suite in (mla_suite, heads_first_suite) for of in (suite.corners, suite.laws) for check in of()
 ]
