@@ -1,0 +1,74 @@
+"""The C ABI of csrc/api.h as ctypes sees it, field by field; the header says what each field means."""
+
+import ctypes
+
+from ragged_attention.errors import BackendMissing
+
+VERSION = 1
+# Codes of api.h that a binding tells apart; a positive code is CUDA's own.
+WRONG_DEVICE, NO_KERNEL, DEADLOCK = -1, -2, -3
+DTYPES = {"bfloat16": 0, "float16": 1}
+FORMATS = {"plain": 0, "fp8_v32": 1}
+
+
+class Latent(ctypes.Structure):
+    """`RaLatent`: attention over latent rows, dense or of lists."""
+
+    OPERANDS = ("q", "kv", "lists", "lens", "sinks", "parts")
+    RESULTS = ("out", "lse", "max_logits", "partial_out", "partial_lse", "partial_max")
+    NUMBERS = (
+        "num_seqs", "num_q_tokens", "num_q_heads", "num_kv_heads", "d_qk",
+        "dtype", "format", "sparse", "causal",
+        "q_seq_stride", "q_token_stride", "q_head_stride",
+        "num_pages", "page_size", "page_stride", "slot_stride", "head_stride",
+        "list_seq_stride", "list_token_stride", "list_head_stride", "list_length",
+        "lens_seq_stride", "lens_token_stride",
+        "num_parts", "num_splits", "num_partials",
+    )  # fmt: skip
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in (*OPERANDS, *RESULTS)),
+        *((name, ctypes.c_int64) for name in NUMBERS),
+        ("sm_scale", ctypes.c_double),
+    )
+
+
+class Schedule(ctypes.Structure):
+    """`RaSchedule`: the dealing of the sequences' blocks of keys to parts."""
+
+    OPERANDS = ("lens", "extra_lens")
+    RESULTS = ("parts", "num_splits")
+    NUMBERS = ("num_seqs", "num_parts", "overhead", "sparse")
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in (*OPERANDS, *RESULTS)),
+        *((name, ctypes.c_int64) for name in NUMBERS),
+    )
+
+
+# Every launcher takes the record of its call and the stream, and returns a code.
+LAUNCHERS = {
+    "ra_mla_decode_dense": Latent,
+    "ra_sparse_mla_prefill": Latent,
+    "ra_mla_decode_sparse_fp8": Latent,
+    "ra_make_decode_schedule": Schedule,
+}
+
+
+def bind(library: ctypes.CDLL) -> ctypes.CDLL:
+    """The library with the types of its functions set; one of another ABI is refused before it can be called."""
+    version = library.ra_abi_version()
+    if version != VERSION:
+        raise BackendMissing(f"expected CUDA kernels of ABI version {VERSION}, got {version}")
+    for name, record in (("ra_size_of_latent", Latent), ("ra_size_of_schedule", Schedule)):
+        function = getattr(library, name)
+        function.argtypes, function.restype = (), ctypes.c_int64
+        if function() != ctypes.sizeof(record):
+            raise BackendMissing(f"expected {name}() == {ctypes.sizeof(record)} of the CUDA kernels, got {function()}")
+    number = ctypes.POINTER(ctypes.c_int)
+    library.ra_status.argtypes = (ctypes.c_int, number, number, number)
+    library.ra_status.restype = ctypes.c_int
+    library.ra_error_string.argtypes = (ctypes.c_int,)
+    library.ra_error_string.restype = ctypes.c_char_p
+    for name, record in LAUNCHERS.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = (ctypes.POINTER(record), ctypes.c_void_p), ctypes.c_int
+    return library

@@ -1,0 +1,78 @@
+// The C ABI of the kernels: what ctypes (torch) and the XLA FFI library (jax) call, and what the emulation offers too.
+//
+// Nothing here allocates, synchronises, prints or ends the process. A launcher enqueues on the given stream and returns
+// 0, a cudaError_t, or one of the RA_ codes below; `ra_error_string` says what a code means.
+#pragma once
+#include <stdint.h>
+
+#define RA_API __attribute__((visibility("default")))
+#define RA_ABI_VERSION 1
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum {
+  RA_WRONG_DEVICE = -1,  // a device is here, but not of the architecture that the kernels are made for
+  RA_NO_KERNEL = -2,     // arguments that no kernel was compiled for
+  RA_DEADLOCK = -3,      // the emulation's: every thread waits
+};
+
+enum { RA_BFLOAT16 = 0, RA_FLOAT16 = 1 };              // RaLatent::dtype, of q, out and a plain cache
+enum { RA_PLAIN = 0, RA_FP8_V32 = 1 };                 // RaLatent::format of the cache
+
+// Attention over latent rows. Dense: `lists` is the page table [S, M] and `lens` the sequences' lengths [S]. Sparse:
+// `lists` has slots (page * page_size + place) [S, Q, K, N], `lens` their lengths [S, Q] or null. Any value in either
+// is safe. Arrays first, in the order in which the FFI library takes its operands and results, then numbers.
+// Strides count elements of the array's dtype (bytes of a quantised cache); a row's elements are adjacent.
+typedef struct RaLatent {
+  // operands; null where the call has none
+  const void* q;              // [S, Q, H, d_qk]
+  const void* kv;             // [P, G, K, d_qk] or bytes; rows begin at multiples of 16 bytes
+  const int32_t* lists;
+  const int32_t* lens;
+  const float* sinks;         // [H]
+  const int32_t* parts;       // a schedule's [num_parts, 8]
+  // results, packed; null where not wanted
+  void* out;                  // [S, Q, H, d_v]
+  float* lse;                 // [S, H, Q]
+  float* max_logits;          // [S, H, Q]
+  float* partial_out;         // scratch [num_partials, Q, H, d_v]; null exactly if no sequence is ever split
+  float* partial_lse;         // scratch [num_partials, Q, H], to base 2
+  float* partial_max;         // scratch [num_partials, Q, H]; null with max_logits
+  // numbers
+  int64_t num_seqs, num_q_tokens, num_q_heads, num_kv_heads, d_qk;
+  int64_t dtype, format, sparse, causal;
+  int64_t q_seq_stride, q_token_stride, q_head_stride;
+  int64_t num_pages, page_size, page_stride, slot_stride, head_stride;
+  int64_t list_seq_stride, list_token_stride, list_head_stride, list_length;  // length: M of a table, N of lists
+  int64_t lens_seq_stride, lens_token_stride;
+  int64_t num_parts;          // of the schedule, or S * num_splits without one
+  int64_t num_splits;         // without a schedule: the most parts that a sequence is cut into
+  int64_t num_partials;       // 0, S * num_splits, or 2 * num_parts with a schedule
+  double sm_scale;
+} RaLatent;
+
+// How the sequences' blocks of 64 keys are dealt to parts; see reference/make_decode_schedule.py.
+typedef struct RaSchedule {
+  const int32_t* lens;        // [S]
+  const int32_t* extra_lens;  // [S] or null
+  int32_t* parts;             // [num_parts, 8]
+  int32_t* num_splits;        // [S + 1]
+  int64_t num_seqs, num_parts, overhead, sparse;
+} RaSchedule;
+
+RA_API int ra_abi_version(void);
+RA_API int64_t ra_size_of_latent(void);    // sizeof(RaLatent), for bindings to compare with their own
+RA_API int64_t ra_size_of_schedule(void);
+RA_API int ra_status(int device, int* major, int* minor, int* num_multiprocessors);
+RA_API const char* ra_error_string(int code);
+
+RA_API int ra_mla_decode_dense(const RaLatent* call, void* stream);        // plain cache
+RA_API int ra_sparse_mla_prefill(const RaLatent* call, void* stream);      // plain cache, bfloat16; decode of lists too
+RA_API int ra_mla_decode_sparse_fp8(const RaLatent* call, void* stream);   // fp8_v32 cache, bfloat16 queries
+RA_API int ra_make_decode_schedule(const RaSchedule* call, void* stream);
+
+#ifdef __cplusplus
+}
+#endif

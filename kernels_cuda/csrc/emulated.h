@@ -1,0 +1,458 @@
+// The machine layer on a CPU; see ops.h for what it offers and machine.h for who runs when.
+//
+// What the hardware leaves undefined is made visible rather than kind: shared memory starts as NaN, and there are two
+// of it. wgmma reads the async proxy's, in which ordinary writes (`store`, `copy16`) appear only when a proxy fence
+// covers them: by the writer after the write has landed, or by a thread that a barrier let know of it. Products are
+// those of one warp, computed when its last lane asks for them or when it waits for them, and each lane gets the
+// elements of the accumulator that CuTe's own layout says are its.
+#pragma once
+#include <math.h>
+
+#include "api.h"
+#include "machine.h"
+
+#define RA_DEV inline
+#define RA_HD inline
+
+namespace emu {
+
+template <class T>
+float widened(uint16_t bits) {
+  uint32_t word;
+  float value;
+  if constexpr (std::is_same_v<T, bf16>) {
+    word = uint32_t(bits) << 16;
+    memcpy(&value, &word, 4);
+    return value;
+  }
+  static_assert(std::is_same_v<T, bf16> || std::is_same_v<T, f16>, "operands are bfloat16 or float16");
+  word = uint32_t(bits & 0x7fff) << 13;  // as float32 too small by 2^112
+  memcpy(&value, &word, 4);
+  value *= 0x1p112f;
+  if ((bits & 0x7c00) == 0x7c00) value = (bits & 0x3ff) != 0 ? NAN : INFINITY;
+  return (bits & 0x8000) != 0 ? -value : value;
+}
+
+// Where a tensor's elements lie, in elements from the first: what its layout and swizzle make of (row, column), columns
+// slow. The same for all tensors of a type that begin at the same place of a swizzle's period.
+template <class Tensor>
+std::vector<int> const& places(Tensor const& tensor) {
+  static std::vector<int> found;
+  static uintptr_t phase;
+  constexpr int rows = decltype(cute::size<0>(tensor))::value, columns = decltype(cute::size<1>(tensor))::value;
+  auto const* const first = &tensor(0, 0);
+  uintptr_t const here = reinterpret_cast<uintptr_t>(first) % kSwizzle;
+  if (!found.empty() && phase == here) return found;
+  phase = here;
+  found.clear();
+  for (int column = 0; column < columns; ++column)
+    for (int row = 0; row < rows; ++row) found.push_back(&tensor(row, column) - first);
+  return found;
+}
+
+// A tensor's first element for the async proxy.
+template <class Tensor>
+auto* seen_by_async(Tensor const& tensor) {
+  auto* const first = &tensor(0, 0);
+  if (!machine.is_shared(first, sizeof *first)) machine.fault("expected an operand in shared memory");
+  return reinterpret_cast<decltype(first)>(reinterpret_cast<uintptr_t>(first) + machine.apart);
+}
+
+// Elements [from, from + rows) of each column, widened, one column after the other.
+template <class Tensor>
+void gather(Tensor const& tensor, int from, int rows, std::vector<float>& wide) {
+  using T = std::remove_const_t<typename Tensor::value_type>;
+  auto const* const first = reinterpret_cast<uint16_t const*>(seen_by_async(tensor));
+  std::vector<int> const& places = emu::places(tensor);
+  constexpr int all = decltype(cute::size<0>(tensor))::value, columns = decltype(cute::size<1>(tensor))::value;
+  wide.resize(size_t(rows) * columns);
+  int const* place = places.data() + from;
+  float* to = wide.data();
+  for (int column = 0; column < columns; ++column, place += all, to += rows) {
+    for (int row = 0; row < rows; ++row) to[row] = widened<T>(first[place[row]]);
+    watch::reads(first, place, rows);
+  }
+}
+
+// sums[16][n] += left[k][16]^T right[k][n]
+inline void multiply(float const* left, float const* right, float* sums, int n, int depth) {
+  typedef float Four __attribute__((vector_size(16)));
+  for (int row = 0; row < 16; row += 4)
+    for (int column = 0; column < n; column += 8) {
+      Four sum[4][2];
+      for (int i = 0; i < 4; ++i) memcpy(sum[i], sums + (row + i) * n + column, sizeof sum[i]);
+      for (int k = 0; k < depth; ++k) {
+        Four part[2];
+        memcpy(part, right + size_t(k) * n + column, sizeof part);
+        for (int i = 0; i < 4; ++i) {
+          float const factor = left[k * 16 + row + i];
+          sum[i][0] += factor * part[0];
+          sum[i][1] += factor * part[1];
+        }
+      }
+      for (int i = 0; i < 4; ++i) memcpy(sums + (row + i) * n + column, sum[i], sizeof sum[i]);
+    }
+}
+
+// For each lane of a warp, where its elements of a 16 x n accumulator or a 16 x depth left operand lie in that, and in
+// its own registers.
+struct Share {
+  std::vector<int> in_tile[kWarp], in_registers;
+};
+template <class Fragment, class Partition>
+Share share_of(Fragment const& fragment, Partition partition, int row_stride, int column_stride) {
+  using namespace cute;
+  Share share;
+  for (int i = 0; i < size(fragment); ++i) share.in_registers.push_back(&fragment(i) - &fragment(0));
+  for (int thread = 0; thread < 4 * kWarp; ++thread) {
+    auto const coordinates = partition(thread);
+    static_assert(decltype(size(coordinates))::value == decltype(size(fragment))::value);
+    for (int i = 0; i < size(fragment); ++i) {
+      int const row = get<0>(coordinates(i)), column = get<1>(coordinates(i)), warp = thread / kWarp;
+      int const place = (row - 16 * warp) * row_stride + column * column_stride;
+      std::vector<int>& lane = share.in_tile[thread % kWarp];
+      if (row / 16 != warp || (warp > 0 && lane[i] != place)) machine.fault("expected 16 rows to each warp");
+      if (warp == 0) lane.push_back(place);
+    }
+  }
+  return share;
+}
+template <class Mma, int N, class Acc>
+Share const& share_of_sums(Acc const& acc) {
+  using namespace cute;
+  static Share const share = share_of(
+      acc, [](int t) { return Mma{}.get_thread_slice(t).partition_C(make_identity_tensor(Shape<_64, Int<N>>{})); }, N,
+      1);
+  return share;
+}
+template <class Mma, int Depth, class Left>
+Share const& share_of_left(Left const& left) {
+  using namespace cute;
+  static Share const share = share_of(
+      left, [](int t) { return Mma{}.get_thread_slice(t).partition_A(make_identity_tensor(Shape<_64, Int<Depth>>{})); },
+      1, 16);
+  return share;
+}
+
+// The product whole: with the left operand that `left_of` finds and what the accumulators hold, or zero.
+template <class SB, class LeftOf>
+void compute(Product& product, Share const& share, SB const& b, bool zero, LeftOf left_of) {
+  constexpr int n = decltype(cute::size<0>(b))::value, depth = decltype(cute::size<1>(b))::value;
+  static std::vector<float> right;
+  float sums[16 * n];
+  gather(b, 0, n, right);
+  std::vector<float> const& left = left_of();
+  size_t const count = share.in_registers.size();
+  memset(sums, 0, sizeof sums);
+  for (int lane = 0; lane < kWarp && !zero; ++lane)
+    for (size_t i = 0; i < count; ++i) sums[share.in_tile[lane][i]] = product.sums[lane][share.in_registers[i]];
+  multiply(left.data(), right.data(), sums, n, depth);
+  for (int lane = 0; lane < kWarp; ++lane)
+    for (size_t i = 0; i < count; ++i) product.sums[lane][share.in_registers[i]] = sums[share.in_tile[lane][i]];
+}
+
+inline void finish(Product& product) {
+  int const warp = machine.current / kWarp;
+  machine.multipliers[warp].run(&machine.warps[warp].begun, &machine.warps[warp].ended, [&] {
+    watch::Unseen unseen;
+    product.multiply(product);
+  });
+  product.done = true;
+}
+
+// This lane's share of its warp's next product.
+template <class SB, class Acc>
+Product& enlist(int t, SB const& b, Acc& acc) {
+  Warp& warp = machine.warps[machine.current / kWarp];
+  int const lane = machine.current % kWarp;
+  if (t != machine.current % 128) machine.fault("expected the thread's place in its warpgroup, got %d", t);
+  uint64_t const number = warp.issued[lane]++ - warp.settled;
+  if (number == warp.products.size()) warp.products.emplace_back();
+  Product& product = warp.products[number];
+  if (product.lanes > 0 && product.operand != &b(0, 0)) machine.fault("expected one product of all lanes of a warp");
+  product.operand = &b(0, 0);
+  product.sums[lane] = &acc(0);
+  watch::release(&warp.begun);
+  return product;
+}
+inline void enlisted(Product& product) {
+  if (++product.lanes == kWarp && machine.mode == kEager) finish(product);
+}
+
+// Until at most so many of the warp's products are still under way.
+inline void settle(size_t most) {
+  Warp& warp = machine.warps[machine.current / kWarp];
+  uint64_t const issued = warp.issued[machine.current % kWarp];
+  machine.meet(3, false, "warp %ld at wgmma_wait", [&] {
+    for (; warp.settled + most < issued; ++warp.settled, warp.products.pop_front())
+      if (!warp.products.front().done) finish(warp.products.front());
+  });
+  watch::acquire(&warp.ended);
+}
+
+// A box of TMA, as both proxies see it. What lies outside of the source is 0.
+template <class Source, class Target>
+void fill(Source const& source, int row_tile, int column_tile, int head, int page, Target const& target) {
+  using namespace cute;
+  using T = typename Target::value_type;
+  constexpr int rows = decltype(size<0>(target))::value, columns = decltype(size<1>(target))::value;
+  static_assert(rows == 64 && columns == 64);
+  T* const generic = &target(0, 0);
+  T* const async = seen_by_async(target);
+  std::vector<int> const& places = emu::places(target);
+  bool const inside = head >= 0 && head < size<2, 0>(source) && page >= 0 && page < size<2, 1>(source);
+  for (int column = 0; column < columns; ++column)
+    for (int row = 0; row < rows; ++row) {
+      int const from_row = row_tile * rows + row, from_column = column_tile * columns + column;
+      bool const held = inside && from_row >= 0 && from_row < size<0>(source) && from_column < size<1>(source);
+      int const place = places[column * rows + row];
+      generic[place] = async[place] = held ? T(source(from_row, from_column, make_coord(head, page))) : T(0);
+      watch::writes(reinterpret_cast<unsigned char*>(generic + place), sizeof(T));
+      watch::writes(reinterpret_cast<unsigned char*>(async + place), sizeof(T));
+    }
+}
+
+}  // namespace emu
+
+namespace op {
+
+using emu::machine;
+
+inline int tid() { return machine.current; }
+inline int fresh_tid() { return machine.current; }
+inline int bid() { return machine.block; }
+inline void syncthreads() {
+  emu::watch::Unseen unseen;
+  machine.sync(0, machine.threads);
+}
+inline void syncwarp() {
+  emu::watch::Unseen unseen;
+  machine.meet(1, true, "warp %ld at syncwarp", [] {});
+}
+inline float shfl_xor(float value, int mask) {
+  emu::watch::Unseen unseen;
+  emu::Warp& warp = machine.warps[machine.current / emu::kWarp];
+  int const lane = machine.current % emu::kWarp;
+  warp.lanes[warp.turn & 1][lane] = value;
+  unsigned const turn = machine.meet(2, false, "warp %ld at a shuffle", [] {});
+  return warp.lanes[turn & 1][lane ^ mask];
+}
+// The first eight hardware barriers are CUTLASS's own.
+inline void named_sync(int id, int threads) {
+  emu::watch::Unseen unseen;
+  machine.stir();
+  machine.sync(8 + id, threads);
+}
+inline void named_arrive(int id, int threads) {
+  emu::watch::Unseen unseen;
+  machine.arrive(8 + id, threads);
+  machine.stir();
+}
+
+// The registers that warpgroups give back are those that others wait for.
+template <int N>
+void reg_dealloc() {
+  emu::watch::Unseen unseen;
+  int& held = machine.fibers[machine.current].registers;
+  if (N % 8 != 0 || N > held) machine.fault("expected at most %d registers to keep, got %d", held, N);
+  machine.free_registers += held - N;
+  held = N;
+  machine.wake(machine.for_registers);
+}
+template <int N>
+void reg_alloc() {
+  emu::watch::Unseen unseen;
+  int& held = machine.fibers[machine.current].registers;
+  if (N % 8 != 0 || N < held) machine.fault("expected at least %d registers to want, got %d", held, N);
+  while (machine.free_registers < N - held) machine.wait(machine.for_registers, {"%ld registers", N, 0});
+  machine.free_registers -= N - held;
+  held = N;
+}
+
+struct MBar {
+  uint64_t state;  // a mark, and which of the machine's this is
+
+  void init(int arrivals) {
+    emu::watch::Unseen unseen;
+    machine.counted.emplace_back();
+    machine.loaders.resize(std::max(machine.loaders.size(), machine.counted.size()));
+    machine.make(machine.counted.back(), arrivals);
+    state = kMark << 32 | (machine.counted.size() - 1);
+    emu::watch::writes(reinterpret_cast<unsigned char*>(&state), sizeof state);
+  }
+  void arrive() {
+    emu::CountedBarrier& bar = made();
+    emu::watch::Unseen unseen;
+    machine.give(bar);
+    machine.complete(bar, 1, 0);
+    machine.stir();
+  }
+  void arrive_expect(uint32_t bytes) {
+    emu::CountedBarrier& bar = made();
+    emu::watch::Unseen unseen;
+    machine.give(bar);
+    machine.complete(bar, 1, -int64_t(bytes));
+    machine.stir();
+  }
+  void wait(uint32_t parity) {
+    emu::CountedBarrier& bar = made();
+    emu::watch::Unseen unseen;
+    machine.wait_for(bar, parity, reinterpret_cast<unsigned char*>(this) - machine.shared);
+  }
+  emu::CountedBarrier& made() {
+    uint64_t const which = state;
+    emu::watch::Unseen unseen;
+    if (which >> 32 != kMark || uint32_t(which) >= machine.counted.size())
+      machine.fault("expected an mbarrier that was made, got none at byte %ld",
+                    long(reinterpret_cast<unsigned char*>(this) - machine.shared));
+    emu::CountedBarrier& bar = machine.counted[uint32_t(which)];
+    machine.check_known(bar);
+    return bar;
+  }
+  static constexpr uint64_t kMark = 0x6d626172;
+};
+
+inline void fence_barrier_init() {
+  emu::watch::Unseen unseen;
+  for (emu::CountedBarrier& bar : machine.counted)
+    if (bar.made_by == machine.current) bar.fenced = true;
+}
+inline void fence_async_shared() {
+  emu::watch::Unseen unseen;
+  machine.fence();
+  machine.stir();
+}
+
+inline void copy16(void* shared, void const* global, bool valid) {
+  emu::watch::Unseen unseen;
+  if (!machine.is_shared(shared, 16) || reinterpret_cast<uintptr_t>(shared) % 16 != 0)
+    machine.fault("expected a copy to 16 aligned bytes of shared memory");
+  if (valid && reinterpret_cast<uintptr_t>(global) % 16 != 0) machine.fault("expected a copy from 16 aligned bytes");
+  auto const offset = uint32_t(static_cast<unsigned char*>(shared) - machine.shared);
+  uint32_t const epoch = machine.fibers[machine.current].clock[machine.current];
+  emu::Copy const copy{offset, epoch, valid ? global : nullptr, nullptr, nullptr};
+  if (machine.mode == emu::kEager) machine.land(machine.current, copy);
+  else machine.begin(copy);
+}
+inline void arrive_after_copies(MBar& bar) {
+  if (machine.mode == emu::kEager) return bar.arrive();
+  emu::CountedBarrier& made = bar.made();
+  emu::watch::Unseen unseen;
+  emu::Clock& clock = machine.fibers[machine.current].clock;
+  machine.begin({0, 0, nullptr, &made, std::make_shared<emu::Clock>(clock)});
+  ++clock[machine.current];
+  machine.stir();
+}
+template <class T>
+void store(T* shared, T value) {
+  emu::watch::Unseen unseen;
+  if (!machine.is_shared(shared, sizeof(T))) machine.fault("expected a store to shared memory");
+  auto const offset = uint32_t(reinterpret_cast<unsigned char*>(shared) - machine.shared);
+  emu::Fiber& self = machine.fibers[machine.current];
+  machine.write(self.stored, machine.current, offset, self.clock[machine.current], &value, sizeof(T));
+}
+
+template <class Tensor, class Layout>
+Tensor make_tma(Tensor const& global, Layout const&) {
+  return global;
+}
+template <class Source, class Target>
+void tma_load(Source const& source, int row_tile, int column_tile, int head, int page, MBar& mbar, Target&& target) {
+  using namespace cute;
+  emu::CountedBarrier& bar = mbar.made();
+  int const number = int(uint32_t(mbar.state));
+  emu::watch::Unseen unseen;
+  if (!bar.fenced) machine.fault("expected fence_barrier_init before a load that arrives at an mbarrier");
+  auto const fill = [source, row_tile, column_tile, head, page, target] {
+    emu::fill(source, row_tile, column_tile, head, page, target);
+  };
+  constexpr int64_t bytes = sizeof(target(0, 0)) * decltype(size(target))::value;
+  if (machine.mode == emu::kEager) {
+    fill();
+    emu::watch::release(&bar.tags[bar.turn & 1]);
+    return machine.complete(bar, 0, bytes);
+  }
+  emu::watch::release(&bar.loads);
+  machine.loads.push_back([fill, &bar, number] {
+    machine.loaders[number].run(&bar.loads, &bar.tags[bar.turn & 1], [&] {
+      emu::watch::Unseen unseen;
+      fill();
+    });
+    machine.complete(bar, 0, bytes);
+  });
+  machine.stir();
+}
+
+// Both of these take `t`, the thread's place in its warpgroup, and only begin a product.
+template <class Mma, class SA, class SB, class Acc>
+void wgmma_ss(Mma, int t, SA const& a, SB const& b, Acc& acc, bool zero) {
+  emu::watch::Unseen unseen;
+  emu::Product& product = emu::enlist(t, b, acc);
+  emu::Share const& share = emu::share_of_sums<Mma, decltype(cute::size<0>(b))::value>(acc);
+  int const row = t / emu::kWarp * 16;
+  if (product.lanes == 0)
+    product.multiply = [&share, a, b, zero, row](emu::Product& whole) {
+      emu::compute(whole, share, b, zero, [&]() -> std::vector<float> const& {
+        emu::gather(a, row, 16, whole.left);
+        return whole.left;
+      });
+    };
+  emu::enlisted(product);
+}
+template <class Mma, class RA, class SB, class Acc>
+void wgmma_rs(Mma, int t, RA const& a, SB const& b, Acc& acc, bool zero = false) {
+  emu::watch::Unseen unseen;
+  emu::Product& product = emu::enlist(t, b, acc);
+  constexpr int depth = decltype(cute::size<1>(b))::value;
+  emu::Share const& share = emu::share_of_sums<Mma, decltype(cute::size<0>(b))::value>(acc);
+  emu::Share const& left = emu::share_of_left<Mma, depth>(a);
+  product.left.resize(16 * depth);
+  std::vector<int> const& place = left.in_tile[t % emu::kWarp];
+  for (size_t i = 0; i < place.size(); ++i) product.left[place[i]] = float(a(int(i)));
+  if (product.lanes == 0)
+    product.multiply = [&share, b, zero](emu::Product& whole) {
+      emu::compute(whole, share, b, zero, [&]() -> std::vector<float> const& { return whole.left; });
+    };
+  emu::enlisted(product);
+}
+template <int N, class... Acc>
+void wgmma_wait(Acc&...) {
+  emu::watch::Unseen unseen;
+  emu::settle(N);
+}
+
+// As the hardware's, but for its rounding.
+inline float exp2(float x) { return std::exp2(x); }
+inline float log2(float x) { return std::log2(x); }
+template <class T>
+uint32_t pack(float low, float high) {
+  return uint32_t(T(low).storage) | uint32_t(T(high).storage) << 16;
+}
+// Two e4m3 codes, the first in the low byte, as two float16.
+inline uint32_t half_pair(uint16_t codes) {
+  uint32_t word = 0;
+  for (int i = 0; i < 2; ++i) {
+    uint32_t const code = codes >> 8 * i & 0xff, magnitude = code & 0x7f;
+    uint32_t const bits = magnitude == 0x7f ? 0x7fff : f16(float(f16::bitcast(magnitude << 7)) * 256.0f).raw();
+    word |= (bits | (magnitude == 0x7f ? 0 : (code & 0x80) << 8)) << 16 * i;
+  }
+  return word;
+}
+inline float low_half(uint32_t word) { return emu::widened<f16>(uint16_t(word)); }
+inline float high_half(uint32_t word) { return emu::widened<f16>(uint16_t(word >> 16)); }
+
+// Runs the whole grid before it returns.
+template <class Body, class Params>
+int launch(int64_t grid, int shared_bytes, void*, Params const& params) {
+  static_assert(Body::kThreads % emu::kWarp == 0 && Body::kThreads <= emu::kMostThreads);
+  std::lock_guard<std::mutex> const alone(machine.busy);
+  if (shared_bytes > emu::kMostShared) return RA_NO_KERNEL;
+  machine.prepare(Body::kThreads, shared_bytes);
+  machine.params = &params;
+  machine.body = [](void const* params, void* shared) {
+    Body::run(*static_cast<Params const*>(params), *static_cast<typename Body::Smem*>(shared));
+  };
+  return machine.run(grid) ? 0 : RA_DEADLOCK;
+}
+
+}  // namespace op

@@ -1,0 +1,18 @@
+// What the emulation offers beside the ABI of the kernels: how it runs, and what became of it.
+#include "api.h"
+#include "ops.h"
+
+extern "C" {
+
+// From here on: asynchronous operations happen at once (mode 0) or as late as can be (mode 1), and threads run in turn
+// (seed 0) or in an order drawn from the seed.
+RA_API void ra_emulate(int mode, uint64_t seed) {
+  std::lock_guard<std::mutex> const alone(emu::machine.busy);
+  emu::machine.mode = emu::Mode(mode);
+  emu::machine.seed = seed;
+}
+
+// Of the last launch that returned RA_DEADLOCK: who waits for what, or what the hardware does not define.
+RA_API char const* ra_emulation_report(void) { return emu::machine.report.c_str(); }
+
+}  // extern "C"

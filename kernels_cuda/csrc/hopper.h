@@ -1,0 +1,156 @@
+// The machine layer on sm_90a; see ops.h.
+#pragma once
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cute/arch/cluster_sm90.hpp>
+#include <cute/atom/copy_traits_sm90_tma.hpp>
+#include <cute/tensor.hpp>
+#include <cutlass/arch/barrier.h>
+#include <cutlass/arch/reg_reconfig.h>
+
+#define RA_DEV __device__ __forceinline__
+#define RA_HD __host__ __device__ __forceinline__
+
+namespace op {
+
+RA_DEV int tid() { return threadIdx.x; }
+// The same, which no compiler takes for the same.
+RA_DEV int fresh_tid() {
+  int t;
+  asm volatile("mov.u32 %0, %%tid.x;\n" : "=r"(t));
+  return t;
+}
+RA_DEV int bid() { return blockIdx.x; }
+RA_DEV void syncthreads() { __syncthreads(); }
+RA_DEV void syncwarp() { __syncwarp(); }
+template <int N>
+RA_DEV void reg_alloc() { cutlass::arch::warpgroup_reg_alloc<N>(); }
+template <int N>
+RA_DEV void reg_dealloc() { cutlass::arch::warpgroup_reg_dealloc<N>(); }
+// The first eight hardware barriers are CUTLASS's own.
+RA_DEV void named_sync(int id, int threads) { cutlass::arch::NamedBarrier::sync(threads, id); }
+RA_DEV void named_arrive(int id, int threads) { cutlass::arch::NamedBarrier::arrive(threads, id); }
+RA_DEV float shfl_xor(float value, int mask) { return __shfl_xor_sync(~0u, value, mask); }
+RA_DEV void fence_async_shared() { cutlass::arch::fence_view_async_shared(); }
+RA_DEV void fence_barrier_init() { cutlass::arch::fence_barrier_init(); }
+
+struct MBar {
+  uint64_t state;
+  using Barrier = cutlass::arch::ClusterTransactionBarrier;
+  RA_DEV void init(int arrivals) { reinterpret_cast<Barrier*>(&state)->init(arrivals); }
+  RA_DEV void arrive() { reinterpret_cast<Barrier*>(&state)->arrive(); }
+  RA_DEV void arrive_expect(uint32_t bytes) { reinterpret_cast<Barrier*>(&state)->arrive_and_expect_tx(bytes); }
+  RA_DEV void wait(uint32_t parity) { reinterpret_cast<Barrier*>(&state)->wait(parity); }
+};
+
+RA_DEV void copy16(void* shared, void const* global, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(cute::cast_smem_ptr_to_uint(shared)),
+               "l"(global), "r"(valid ? 16 : 0)
+               : "memory");
+}
+RA_DEV void arrive_after_copies(MBar& bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(
+                   cute::cast_smem_ptr_to_uint(&bar.state))
+               : "memory");
+}
+
+template <class Copy, class Shape>
+struct Tma {
+  Copy copy;
+  Shape shape;
+};
+template <class Tensor, class Layout>
+auto make_tma(Tensor const& global, Layout const& shared) {
+  auto copy = cute::make_tma_copy(cute::SM90_TMA_LOAD{}, global, shared);
+  return Tma<decltype(copy), std::decay_t<decltype(global.shape())>>{copy, global.shape()};
+}
+template <class Tma, class Target>
+RA_DEV void tma_load(Tma const& tma, int row_tile, int column_tile, int head, int page, MBar& bar, Target&& target) {
+  using namespace cute;
+  auto source = local_tile(tma.copy.get_tma_tensor(tma.shape)(_, _, make_coord(head, page)), Shape<_64, _64>{},
+                           make_coord(row_tile, column_tile));
+  auto slice = tma.copy.get_slice(_0{});
+  copy(tma.copy.with(bar.state), slice.partition_S(source), slice.partition_D(target));
+}
+
+template <class T>
+RA_DEV void store(T* shared, T value) { *shared = value; }
+
+template <class Mma, class SA, class SB, class Acc>
+RA_DEV void wgmma_ss(Mma mma, int t, SA const& a, SB const& b, Acc& acc, bool zero) {
+  using namespace cute;
+  auto thread = mma.get_thread_slice(t);
+  auto fa = thread.partition_fragment_A(a);
+  auto fb = thread.partition_fragment_B(b);
+  mma.accumulate_ = zero ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
+  warpgroup_fence_operand(acc);
+  warpgroup_arrive();
+  CUTE_UNROLL
+  for (int k = 0; k < size<2>(fa); ++k) {
+    gemm(mma, fa(_, _, k), fb(_, _, k), acc);
+    mma.accumulate_ = GMMA::ScaleOut::One;
+  }
+  warpgroup_commit_batch();
+}
+template <class Mma, class RA, class SB, class Acc>
+RA_DEV void wgmma_rs(Mma mma, int t, RA& a, SB const& b, Acc& acc) {
+  using namespace cute;
+  auto fb = mma.get_thread_slice(t).partition_fragment_B(b);
+  warpgroup_fence_operand(a);
+  warpgroup_fence_operand(acc);
+  warpgroup_arrive();
+  CUTE_UNROLL
+  for (int k = 0; k < size<2>(a); ++k) gemm(mma, a(_, _, k), fb(_, _, k), acc);
+  warpgroup_commit_batch();
+}
+template <int N, class... Acc>
+RA_DEV void wgmma_wait(Acc&... acc) {
+  cute::warpgroup_wait<N>();
+  (cute::warpgroup_fence_operand(acc), ...);
+}
+
+RA_DEV float exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+  return y;
+}
+RA_DEV float log2(float x) { return __log2f(x); }
+template <class T>
+RA_DEV uint32_t pack(float low, float high) {
+  uint32_t word;
+  if constexpr (std::is_same_v<T, bf16>)
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(word) : "f"(high), "f"(low));
+  else
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+}
+// Two e4m3 codes, the first in the low byte, as two float16.
+RA_DEV uint32_t half_pair(uint16_t codes) {
+  uint32_t word;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;\n" : "=r"(word) : "h"(codes));
+  return word;
+}
+
+// The two float16 of a word.
+RA_DEV float low_half(uint32_t word) { return __half2float(__ushort_as_half(uint16_t(word))); }
+RA_DEV float high_half(uint32_t word) { return __half2float(__ushort_as_half(uint16_t(word >> 16))); }
+
+template <class Body, class Params>
+__global__ void __launch_bounds__(Body::kThreads, 1) kernel(__grid_constant__ Params const params) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) unsigned char shared[];
+  Body::run(params, *reinterpret_cast<typename Body::Smem*>(shared));
+#endif
+}
+
+template <class Body, class Params>
+int launch(int64_t grid, int shared_bytes, void* stream, Params const& params) {
+  auto function = kernel<Body, Params>;
+  if (cudaError_t error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes))
+    return error;
+  function<<<static_cast<unsigned>(grid), Body::kThreads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(params);
+  return cudaGetLastError();
+}
+
+}  // namespace op

@@ -1,0 +1,47 @@
+// From a call to the grid that computes it.
+#pragma once
+#include "combine.h"
+#include "latent.h"
+
+// Pages that are whole numbers of blocks can be fetched block by block.
+inline bool pages_by_tma(RaLatent const& call) { return call.page_size % kBlock == 0 && call.num_pages > 0; }
+
+// The cache as (rows of a page, columns, (KV heads, pages)); where TMA does not serve, something that it could.
+template <class Kernel>
+auto pages_of(RaLatent const& call) {
+  bool const serves = pages_by_tma(call);
+  // A stride that nobody walks along may be anything, which a descriptor does not allow.
+  int64_t const head_stride = serves && call.num_kv_heads > 1 ? call.head_stride : call.d_qk;
+  int64_t const page_stride = serves && call.num_pages > 1 ? call.page_stride : call.d_qk;
+  return cute::make_tensor(
+      cute::make_gmem_ptr(static_cast<typename Kernel::Element const*>(serves ? call.kv : call.q)),
+      cute::make_shape(serves ? int(call.page_size) : kBlock, cute::Int<Kernel::kColumns>{},
+                       cute::make_shape(serves ? int(call.num_kv_heads) : 1, serves ? int(call.num_pages) : 1)),
+      cute::make_stride(serves ? call.slot_stride : call.d_qk, cute::_1{}, cute::make_stride(head_stride, page_stride)));
+}
+
+template <class Kernel>
+int launch_latent(RaLatent const& call, void* stream) {
+  Plan const plan = plan_of(call);
+  int64_t const jobs = num_jobs(plan), rows = call.num_seqs * call.num_q_tokens * call.num_q_heads;
+  if (jobs <= 0) return 0;
+  bool const splits = call.parts != nullptr || call.num_splits > 1;
+  if (jobs > INT32_MAX || (splits && call.partial_out == nullptr)) return RA_NO_KERNEL;
+  int code;
+  if constexpr (Kernel::kLists) {
+    code = op::launch<Kernel>(jobs, sizeof(typename Kernel::Smem), stream, typename Kernel::template Params<char>{plan, 0, false});
+  } else {
+    auto const tma = op::make_tma(pages_of<Kernel>(call), typename Kernel::template Rows<64>{});
+    typename Kernel::template Params<std::decay_t<decltype(tma)>> const params{plan, tma, pages_by_tma(call)};
+    code = op::launch<Kernel>(jobs, sizeof(typename Kernel::Smem), stream, params);
+  }
+  if (code) return code;
+  if (!splits) return 0;
+  using Merge = Combine<typename Kernel::Out>;
+  int64_t const blocks = (rows + Merge::kThreads / 32 - 1) / (Merge::kThreads / 32);
+  return op::launch<Merge>(blocks, 0, stream, typename Merge::Params{plan});
+}
+
+inline bool takes(RaLatent const& call, int format, bool sparse) {
+  return call.format == format && (call.sparse != 0) == sparse;
+}

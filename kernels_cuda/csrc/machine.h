@@ -1,0 +1,541 @@
+// A block of threads on one CPU thread, for emulated.h: each is a fiber that runs until it has to wait.
+//
+// Who runs next, and when what is asynchronous happens, is for the machine to decide, as it is for the hardware: by
+// mode (eager: at once; late: copies when nothing else can run, products when they are waited for) and by seed (0: in
+// turn; otherwise at random, the same each time). When nobody can run and nothing is under way, it says so.
+//
+// Two things follow who knows of whose doings: vector clocks here, which tell whether a proxy fence covers a write, and
+// ThreadSanitizer where it is compiled in, to which each fiber, and each engine that copies or multiplies, is a thread
+// and only what orders memory on the hardware is synchronisation. (A shuffle is not.)
+#pragma once
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <array>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#ifdef __SANITIZE_THREAD__
+extern "C" {
+void* __tsan_get_current_fiber(void);
+void* __tsan_create_fiber(unsigned flags);
+void __tsan_switch_to_fiber(void* fiber, unsigned flags);
+void __tsan_acquire(void* tag);
+void __tsan_release(void* tag);
+void AnnotateIgnoreReadsBegin(char const* file, int line);
+void AnnotateIgnoreReadsEnd(char const* file, int line);
+void AnnotateIgnoreWritesBegin(char const* file, int line);
+void AnnotateIgnoreWritesEnd(char const* file, int line);
+}
+#endif
+
+namespace emu {
+
+// ThreadSanitizer, or nothing.
+namespace watch {
+#ifdef __SANITIZE_THREAD__
+inline void acquire(void* tag) { __tsan_acquire(tag); }
+inline void release(void* tag) { __tsan_release(tag); }
+inline void* self() { return __tsan_get_current_fiber(); }
+inline void become(void* who) { __tsan_switch_to_fiber(who, 1); }  // 1: which orders nothing
+inline void* create() { return __tsan_create_fiber(0); }
+inline void hide() { AnnotateIgnoreReadsBegin(__FILE__, __LINE__), AnnotateIgnoreWritesBegin(__FILE__, __LINE__); }
+inline void show() { AnnotateIgnoreReadsEnd(__FILE__, __LINE__), AnnotateIgnoreWritesEnd(__FILE__, __LINE__); }
+constexpr bool kOn = true;
+#else
+inline void acquire(void*) {}
+inline void release(void*) {}
+inline void* self() { return nullptr; }
+inline void become(void*) {}
+inline void* create() { return nullptr; }
+inline void hide() {}
+inline void show() {}
+constexpr bool kOn = false;
+#endif
+
+// The emulator's own books, which are no memory of the kernel's.
+struct Unseen {
+  Unseen() { hide(); }
+  ~Unseen() { show(); }
+};
+// Within `Unseen`, what counts as an access of the kernel after all.
+template <class T>
+void reads(T const* values, int const* places, int count) {
+  if (!kOn) return;
+  show();
+  for (int i = 0; i < count; ++i) (void)*const_cast<T const volatile*>(values + places[i]);
+  hide();
+}
+inline void writes(unsigned char volatile* bytes, uint32_t size) {
+  if (!kOn) return;
+  show();
+  for (uint32_t i = 0; i < size; ++i) bytes[i] = bytes[i];
+  hide();
+}
+
+// One of the block's threads, in one block after the other.
+struct Thread {
+  void* who = create();
+  bool hidden = false;
+};
+
+// An engine beside the threads: what it does is ordered after `begin` and before `end`, and after nothing else.
+struct Engine {
+  void* who = nullptr;
+  template <class Work>
+  void run(void* begin, void* end, Work work) {
+    if (who == nullptr) who = create();
+    void* const caller = self();
+    become(who);
+    acquire(begin);
+    work();
+    release(end);
+    become(caller);
+  }
+};
+}  // namespace watch
+
+constexpr int kMostThreads = 1024, kNobody = -1, kWarp = 32;
+constexpr size_t kStack = 256 << 10, kPage = 4096, kSwizzle = 1024;
+constexpr int kMostShared = 232448;  // bytes of a block on sm_90
+constexpr int kRegisters = 65536;    // of a multiprocessor
+
+enum Mode { kEager = 0, kLate = 1 };
+
+// How much of each thread's doings somebody knows of.
+using Clock = std::array<uint32_t, kMostThreads>;
+
+// A write of the generic proxy that no proxy fence has covered yet.
+struct Write {
+  uint32_t offset, epoch, size;
+  unsigned char bytes[16];
+};
+
+// Threads that wait for the same thing.
+using Line = std::vector<int>;
+
+// What arriving threads give and threads let through take, one turn after the other.
+struct Passage {
+  Clock given{}, taken{};
+  unsigned turn = 0;
+  char tags[2];
+  Line line;
+};
+
+struct NamedBarrier : Passage {
+  int count = 0, of = 0;
+};
+
+struct CountedBarrier : Passage {  // an mbarrier
+  int of = 0, pending = 0, made_by = 0;
+  int64_t bytes = 0;
+  uint32_t made_at = 0;
+  bool fenced = false;
+  char loads;  // a tag
+};
+
+// An asynchronous copy of a thread, or its arrival once those before it have landed.
+struct Copy {
+  uint32_t offset, epoch;
+  void const* source;  // null: zeros
+  CountedBarrier* bar;           // null: no arrival
+  std::shared_ptr<Clock> clock;  // of the thread, when it asked for the arrival
+};
+
+// What a thread waits for, for the report of a deadlock.
+struct Reason {
+  char const* what = nullptr;  // with two %ld
+  long first, second;
+};
+
+struct Fiber {
+  ucontext_t context;
+  void* seen = nullptr;
+  Clock clock;
+  int registers;
+  Reason waits_for;
+  std::deque<Copy> copies;
+  std::vector<Write> stored, landed;  // each in the order of its epochs
+  char copied;                        // a tag
+};
+
+// A product of a warp: each of its lanes adds its share, the last makes it whole.
+struct Product {
+  int lanes = 0;
+  bool done = false;
+  std::array<float*, kWarp> sums{};
+  void const* operand = nullptr;
+  std::vector<float> left;  // where the left operand is in registers
+  std::function<void(Product&)> multiply;
+};
+
+struct Warp : Passage {
+  int kind = 0, count = 0;
+  float lanes[2][kWarp];
+  std::deque<Product> products;
+  uint64_t settled = 0;                   // products that are no longer in the list
+  std::array<uint64_t, kWarp> issued{};
+  char begun, ended;                      // tags
+};
+
+struct Machine {
+  Mode mode = kEager;
+  uint64_t seed = 0;
+  std::string report;
+
+  int current = kNobody, threads = 0, block = 0, done = 0;
+  bool failed = false;
+  unsigned char* shared = nullptr;  // as the generic proxy sees it; `apart` bytes behind it, as the async proxy does
+  size_t shared_bytes = 0, apart = 0;
+  int free_registers = 0;
+  Line for_registers;
+  std::vector<Fiber> fibers;
+  std::vector<Warp> warps;
+  std::array<NamedBarrier, 16> named;
+  std::deque<CountedBarrier> counted;
+  std::deque<std::function<void()>> loads;  // of TMA, under way
+  std::vector<int> copying;                 // threads with copies under way
+  std::vector<int> unfenced;                // threads with writes that no fence has covered
+
+  // -------------------------------------------------------------------------------------------------- who runs
+  uint64_t random_state = 0;
+  uint32_t random(size_t below) {
+    random_state = random_state * 6364136223846793005u + 1442695040888963407u;
+    return static_cast<uint32_t>((random_state >> 33) % below);
+  }
+
+  std::deque<int> ready;
+  ucontext_t caller;
+  void* caller_seen = nullptr;
+
+  int next() {
+    while (ready.empty())
+      if (!land()) return kNobody;
+    if (seed != 0) std::swap(ready.front(), ready[random(ready.size())]);
+    int const chosen = ready.front();
+    ready.pop_front();
+    return chosen;
+  }
+  void resume(int chosen) {
+    int const from = current;
+    if (chosen == from) return;
+    current = chosen;
+    watch::become(chosen == kNobody ? caller_seen : fibers[chosen].seen);
+    swapcontext(from == kNobody ? &caller : &fibers[from].context,
+                chosen == kNobody ? &caller : &fibers[chosen].context);
+  }
+  void wait(Line& line, Reason reason) {
+    fibers[current].waits_for = reason;
+    line.push_back(current);
+    resume(next());
+    fibers[current].waits_for = {};
+  }
+  void wake(Line& line) {
+    for (int thread : line) ready.push_back(thread);
+    line.clear();
+  }
+  // Where another order of things is as good, take it now and then.
+  void stir() {
+    if (seed == 0 || random(8) != 0) return;
+    ready.push_back(current);
+    resume(next());
+  }
+  // What the hardware does not define: the block ends here.
+  void fault(char const* what, ...) __attribute__((format(printf, 2, 3))) {
+    char text[400];
+    va_list rest;
+    va_start(rest, what);
+    vsnprintf(text, sizeof text, what, rest);
+    va_end(rest);
+    char where[80];
+    snprintf(where, sizeof where, "block %d, thread %d: ", block, current);
+    report = std::string(where) + text;
+    failed = true;
+    resume(kNobody);
+  }
+
+  // -------------------------------------------------------------------------------------------------- who knows what
+  void join(Clock& into, Clock const& from) const {
+    for (int i = 0; i < threads; ++i) into[i] = std::max(into[i], from[i]);
+  }
+  void give(Passage& passage) {
+    Fiber& self = fibers[current];
+    join(passage.given, self.clock);
+    ++self.clock[current];
+    watch::release(&passage.tags[passage.turn & 1]);
+  }
+  void take(Passage& passage, unsigned turn) {
+    join(fibers[current].clock, passage.taken);
+    watch::acquire(&passage.tags[turn & 1]);
+  }
+  void turn_over(Passage& passage, bool orders_memory = true) {
+    if (orders_memory) {
+      std::copy_n(passage.given.begin(), threads, passage.taken.begin());
+      std::fill_n(passage.given.begin(), threads, 0);
+    }
+    ++passage.turn;
+    wake(passage.line);
+  }
+
+  // -------------------------------------------------------------------------------------------------- barriers
+  void arrive(int id, int count) {
+    if (id < 0 || id >= int(named.size())) fault("expected a barrier of 0 to 15, got %d", id);
+    NamedBarrier& barrier = named[id];
+    if (count % kWarp != 0 || count > threads) fault("expected whole warps at barrier %d, got %d", id, count);
+    if (barrier.count > 0 && barrier.of != count)
+      fault("expected %d threads at barrier %d as before, got %d", barrier.of, id, count);
+    barrier.of = count;
+    give(barrier);
+    if (++barrier.count < count) return;
+    barrier.count = 0;
+    turn_over(barrier);
+  }
+  void sync(int id, int count) {
+    unsigned const turn = named.at(id & 15).turn;
+    arrive(id, count);
+    while (named[id].turn == turn) wait(named[id].line, {"barrier %ld of %ld threads", id, count});
+    take(named[id], turn);
+  }
+  // Every lane of the warp comes here, to the same instruction. Returns the turn.
+  template <class Last>
+  unsigned meet(int kind, bool orders_memory, char const* what, Last last) {
+    Warp& warp = warps[current / kWarp];
+    if (warp.count > 0 && warp.kind != kind) fault("expected the warp to stay together, got another instruction");
+    warp.kind = kind;
+    unsigned const turn = warp.turn;
+    if (orders_memory) give(warp);
+    if (++warp.count == kWarp) {
+      warp.count = 0;
+      last();
+      turn_over(warp, orders_memory);
+    }
+    while (warp.turn == turn) wait(warp.line, {what, current / kWarp, 0});
+    if (orders_memory) take(warp, turn);
+    return turn;
+  }
+
+  void make(CountedBarrier& bar, int arrivals) {
+    bar.of = bar.pending = arrivals;
+    bar.made_by = current;
+    bar.made_at = fibers[current].clock[current];
+  }
+  void check_known(CountedBarrier const& bar) {
+    bool const known = fibers[current].clock[bar.made_by] >= bar.made_at;
+    if (!known) fault("expected the mbarrier's making to be known, got none that orders it before");
+  }
+  void complete(CountedBarrier& bar, int arrivals, int64_t bytes) {
+    bar.pending -= arrivals;
+    bar.bytes -= bytes;
+    if (bar.pending < 0) fault("expected %d arrivals in a phase of an mbarrier, got more", bar.of);
+    if (bar.pending > 0 || bar.bytes != 0) return;
+    bar.pending = bar.of;
+    turn_over(bar);
+  }
+  void wait_for(CountedBarrier& bar, uint32_t parity, long offset) {
+    check_known(bar);
+    while ((bar.turn & 1) == parity)
+      wait(bar.line, {"the mbarrier at byte %ld to end a phase of parity %ld", offset, long(parity)});
+    take(bar, parity);
+  }
+
+  // -------------------------------------------------------------------------------------------------- both proxies
+  bool is_shared(void const* pointer, size_t size) const {
+    auto const* const byte = static_cast<unsigned char const*>(pointer);
+    return byte >= shared && byte + size <= shared + shared_bytes;
+  }
+  // Write for the generic proxy, and keep in mind what the async proxy has yet to see.
+  void write(std::vector<Write>& list, int thread, uint32_t offset, uint32_t epoch, void const* bytes, uint32_t size) {
+    Write record{offset, epoch, size, {}};
+    memcpy(record.bytes, bytes, size);
+    if (fibers[thread].stored.empty() && fibers[thread].landed.empty()) unfenced.push_back(thread);
+    list.push_back(record);
+    memcpy(shared + offset, record.bytes, size);
+    watch::writes(shared + offset, size);
+    watch::writes(shared + apart + offset, size);  // written now, by whoever writes, not when somebody fences
+  }
+  void flush(std::vector<Write>& list, uint32_t known) {
+    size_t covered = 0;
+    for (; covered < list.size() && list[covered].epoch <= known; ++covered)
+      memcpy(shared + apart + list[covered].offset, list[covered].bytes, list[covered].size);
+    list.erase(list.begin(), list.begin() + covered);
+  }
+  void fence() {
+    size_t kept = 0;
+    for (int thread : unfenced) {
+      Fiber& writer = fibers[thread];
+      uint32_t const known = fibers[current].clock[thread];
+      flush(writer.stored, known);
+      flush(writer.landed, known);
+      if (!writer.stored.empty() || !writer.landed.empty()) unfenced[kept++] = thread;
+    }
+    unfenced.resize(kept);
+  }
+
+  // -------------------------------------------------------------------------------------------------- under way
+  void begin(Copy const& copy) {
+    Fiber& self = fibers[current];
+    watch::release(&self.copied);
+    if (self.copies.empty()) copying.push_back(current);
+    self.copies.push_back(copy);
+  }
+  void land(int thread, Copy const& copy) {
+    static constexpr unsigned char kZeros[16] = {};
+    unsigned char bytes[16];
+    if (copy.source != nullptr) memcpy(bytes, copy.source, sizeof bytes);
+    write(fibers[thread].landed, thread, copy.offset, copy.epoch, copy.source ? bytes : kZeros, 16);
+  }
+  // Let one asynchronous operation happen: a load, or a thread's copies up to its next arrival.
+  bool land() {
+    size_t const under_way = loads.size() + copying.size();
+    if (under_way == 0) return false;
+    size_t chosen = seed == 0 ? 0 : random(under_way);
+    if (chosen < loads.size()) {
+      std::swap(loads.front(), loads[chosen]);
+      auto const load = std::move(loads.front());
+      loads.pop_front();
+      load();
+      return true;
+    }
+    std::swap(copying[chosen - loads.size()], copying.back());
+    int const thread = copying.back();
+    Fiber& fiber = fibers[thread];
+    CountedBarrier* bar = nullptr;
+    char nowhere;
+    while (!fiber.copies.empty() && bar == nullptr) {
+      Copy const copy = fiber.copies.front();
+      fiber.copies.pop_front();
+      bar = copy.bar;
+      void* const end = bar ? &bar->tags[bar->turn & 1] : &nowhere;
+      copiers[thread].run(&fiber.copied, end, [&] {
+        watch::Unseen unseen;
+        if (bar == nullptr) land(thread, copy);
+      });
+      if (bar != nullptr) join(bar->given, *copy.clock);
+    }
+    if (fiber.copies.empty()) copying.pop_back();
+    if (bar != nullptr) complete(*bar, 1, 0);
+    return true;
+  }
+
+  // -------------------------------------------------------------------------------------------------- a launch
+  void (*body)(void const* params, void* shared) = nullptr;
+  void const* params = nullptr;
+  char started, ended;  // tags
+  unsigned char* stacks = nullptr;
+  std::vector<unsigned char> memory;
+  std::vector<watch::Thread> sanitized;
+  std::deque<watch::Engine> copiers, multipliers, loaders;  // by thread, warp and mbarrier
+  std::mutex busy;
+
+  static void enter();
+
+  void prepare(int count, size_t bytes) {
+    if (stacks == nullptr) {
+      void* const found = mmap(nullptr, kMostThreads * kStack, PROT_READ | PROT_WRITE,
+                               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+      stacks = static_cast<unsigned char*>(found);
+      for (int i = 0; i < kMostThreads; ++i) mprotect(stacks + i * kStack, kPage, PROT_NONE);
+    }
+    while (sanitized.size() < size_t(count)) sanitized.emplace_back();
+    copiers.resize(std::max(copiers.size(), size_t(count)));
+    multipliers.resize(std::max(multipliers.size(), size_t(count)));
+    threads = count;
+    shared_bytes = bytes;
+    apart = (bytes + kSwizzle - 1) / kSwizzle * kSwizzle;
+    memory.resize(2 * apart + kSwizzle);
+    auto const start = reinterpret_cast<uintptr_t>(memory.data());
+    shared = memory.data() + (kSwizzle - start % kSwizzle) % kSwizzle;
+  }
+  // A block's threads, memory and barriers, as they are at its start: memory full of NaN.
+  void reset() {
+    memset(shared, 0xff, 2 * apart);
+    fibers.clear();
+    fibers.resize(threads);
+    warps.clear();
+    warps.resize(threads / kWarp);
+    named = {};
+    counted.clear();
+    loads.clear();
+    copying.clear();
+    unfenced.clear();
+    ready.clear();
+    for_registers.clear();
+    done = 0;
+    failed = false;
+    free_registers = 0;
+    int const registers = kRegisters / threads / 8 * 8;
+    for (int i = 0; i < threads; ++i) {
+      Fiber& fiber = fibers[i];
+      fiber.seen = sanitized[i].who;
+      fiber.clock.fill(0);
+      fiber.clock[i] = 1;
+      fiber.registers = registers;
+      getcontext(&fiber.context);
+      fiber.context.uc_stack.ss_sp = stacks + i * kStack + kPage;
+      fiber.context.uc_stack.ss_size = kStack - kPage;
+      makecontext(&fiber.context, enter, 0);
+      ready.push_back(i);
+    }
+  }
+  std::string who_waits() const {
+    std::map<std::string, int> waiting;
+    for (Fiber const& fiber : fibers) {
+      char text[160];
+      if (fiber.waits_for.what == nullptr) continue;
+      snprintf(text, sizeof text, fiber.waits_for.what, fiber.waits_for.first, fiber.waits_for.second);
+      ++waiting[text];
+    }
+    std::string text = "block " + std::to_string(block) + ": every thread waits";
+    for (auto const& [what, count] : waiting) text += "; " + std::to_string(count) + " for " + what;
+    return text;
+  }
+  // Returns whether every block came to its end.
+  bool run(int64_t grid) {
+    watch::Unseen unseen;
+    caller_seen = watch::self();
+    random_state = seed;
+    report.clear();
+    for (block = 0; block < grid; ++block) {
+      reset();
+      watch::release(&started);
+      resume(next());
+      if (!failed && done < threads) report = who_waits();
+      if (failed || done < threads) {
+        sanitized.clear();  // since these stopped anywhere
+        return false;
+      }
+      while (land()) {}
+      watch::acquire(&ended);
+    }
+    return true;
+  }
+};
+
+inline Machine machine;
+
+// A thread's whole life. It ends hidden, since nobody comes back to it.
+inline void Machine::enter() {
+  watch::hide();
+  watch::Thread& self = machine.sanitized[machine.current];
+  if (self.hidden) watch::show();
+  self.hidden = true;
+  watch::acquire(&machine.started);
+  watch::show();
+  machine.body(machine.params, machine.shared);
+  watch::hide();
+  watch::release(&machine.ended);
+  ++machine.done;
+  machine.resume(machine.next());
+}
+
+}  // namespace emu

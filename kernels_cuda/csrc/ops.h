@@ -1,0 +1,31 @@
+// The machine layer: a kernel body is written once, in terms of `op`, and compiled twice.
+//
+//   nvcc                     hopper.h: the instructions of sm_90a
+//   g++ -DRA_EMULATE         emulated.h: the same on CPU threads, with what the hardware leaves open made visible
+//
+// Both offer
+//   tid, fresh_tid, bid                         thread in the block (fresh: recomputed), block in a one-dimensional grid
+//   reg_alloc<N>, reg_dealloc<N>                registers a thread of this warpgroup, from here on
+//   syncthreads, syncwarp, named_sync, named_arrive, shfl_xor
+//   MBar: init, arrive, arrive_expect, wait     a barrier of arrivals and bytes, with a phase bit
+//   fence_barrier_init, fence_async_shared      the latter between ordinary writes and wgmma's or TMA's view of them
+//   copy16, arrive_after_copies                 asynchronous copies of 16 bytes, zeros where there is nothing to copy
+//   make_tma, tma_load                          tiles of 64 x 64 of a (rows, columns, (heads, pages)) tensor
+//   store                                       an ordinary write of what wgmma will read
+//   wgmma_ss, wgmma_rs, wgmma_wait<N>           asynchronous products; the wait names the accumulators it settles
+//   exp2, log2, pack<T>                         2^x, the base-2 logarithm, two floats as one word of T
+//   half_pair, low_half, high_half              two e4m3 codes as a word of float16, and its two as float
+//   launch                                      a grid of blocks that run Body::run(params, shared memory)
+#pragma once
+#include <cute/tensor.hpp>
+#include <cutlass/bfloat16.h>
+#include <cutlass/half.h>
+
+using bf16 = cutlass::bfloat16_t;
+using f16 = cutlass::half_t;
+
+#ifdef RA_EMULATE
+#include "emulated.h"
+#else
+#include "hopper.h"
+#endif

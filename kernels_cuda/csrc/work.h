@@ -1,0 +1,151 @@
+// Who computes what: pure functions of a call and of what its index arrays hold, whatever that is.
+#pragma once
+#include <string.h>
+
+#include "api.h"
+#include "ops.h"
+
+constexpr int kBlock = 64;                                     // keys
+constexpr int kMostKeys = 2147483647 - 65535;                  // of one list, so that positions stay within 32 bits
+constexpr int kWhole = -1, kAbsent = -2;                       // in place of a partial result's number
+
+RA_HD int held(int64_t value, int64_t low, int64_t high) {
+  return static_cast<int>(value < low ? low : value > high ? high : value);
+}
+RA_HD int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// A call with what is derived from it, in numbers that fit registers.
+struct Plan {
+  RaLatent call;
+  int num_seqs, num_q_tokens, num_q_heads, num_kv_heads, group, page_size, num_pages, num_parts, num_splits;
+  int longest;   // keys of any list
+  int rows;      // that share a list: the tokens and heads of a KV head, in sparse calls the heads of one token
+  int tiles;     // of 64 rows
+  int tokens;    // with lists of their own
+  float scale;   // of logits to base 2
+};
+inline Plan plan_of(RaLatent const& call) {
+  Plan plan{call};
+  plan.num_seqs = int(call.num_seqs);
+  plan.num_q_tokens = int(call.num_q_tokens);
+  plan.num_q_heads = int(call.num_q_heads);
+  plan.num_kv_heads = int(call.num_kv_heads);
+  plan.group = int(call.num_q_heads / call.num_kv_heads);
+  plan.page_size = int(call.page_size);
+  plan.num_pages = int(call.num_pages);
+  plan.num_parts = int(call.num_parts);
+  plan.num_splits = int(call.num_splits);
+  plan.longest = held(call.sparse ? call.list_length : call.list_length * call.page_size, 0, kMostKeys);
+  plan.rows = call.sparse ? plan.group : plan.group * plan.num_q_tokens;
+  plan.tiles = ceil_div(plan.rows, 64);
+  plan.tokens = call.sparse ? plan.num_q_tokens : 1;
+  plan.scale = float(call.sm_scale * 1.4426950408889634);
+  return plan;
+}
+
+// Keys of a sequence, in sparse calls of the list of one of its query tokens.
+RA_HD int length_of(Plan const& plan, int seq, int token) {
+  if (plan.call.lens == nullptr) return plan.longest;
+  return held(plan.call.lens[seq * plan.call.lens_seq_stride + token * plan.call.lens_token_stride], 0, plan.longest);
+}
+
+// Where a part begins: a sequence, and a block of it. Each part ends where the next begins, so that whatever lengths a
+// schedule was made for, together they are the whole.
+struct Start {
+  int seq, block;
+};
+RA_HD Start start_of(Plan const& plan, int part) {
+  if (part >= plan.num_parts) return {plan.num_seqs, 0};
+  int const* row = plan.call.parts + int64_t(8) * part;
+  return {held(row[0], 0, plan.num_seqs), held(row[1], 0, kMostKeys)};
+}
+
+// The sequences that a part works on, first to last.
+struct Seqs {
+  int first, last;
+};
+RA_HD Seqs seqs_of(Plan const& plan, int part) {
+  if (plan.call.parts == nullptr) return {part / plan.num_splits, part / plan.num_splits};
+  Start const begin = start_of(plan, part), end = start_of(plan, part + 1);
+  return {begin.seq, end.block > 0 && end.seq < plan.num_seqs ? end.seq : end.seq - 1};
+}
+
+// The blocks that a part computes of a sequence that has so many, and where the result goes: to the output (kWhole),
+// nowhere since there is nothing left for it (kAbsent), or to a partial result.
+struct Range {
+  int begin, end, slot;
+};
+RA_HD Range range_of(Plan const& plan, int part, int seq, int blocks) {
+  int begin, end, slot;
+  if (plan.call.parts == nullptr) {
+    int const each = ceil_div(blocks > 0 ? blocks : 1, plan.num_splits);
+    int64_t const from = int64_t(part % plan.num_splits) * each;
+    begin = held(from, 0, kMostKeys);
+    end = held(from + each, 0, blocks);
+    slot = part;
+  } else {
+    Start const from = start_of(plan, part), to = start_of(plan, part + 1);
+    begin = from.seq == seq ? from.block : 0;
+    end = to.seq == seq ? held(to.block, 0, blocks) : blocks;
+    slot = 2 * part + (from.seq != seq);
+  }
+  if (begin == 0 && end >= blocks) return {0, blocks, kWhole};
+  if (begin >= end) return {0, 0, kAbsent};
+  return {begin, end, slot};
+}
+
+// The part that computes a sequence's first block.
+RA_HD int first_part_of(Plan const& plan, int seq) {
+  if (plan.call.parts == nullptr) return seq * plan.num_splits;
+  int low = 0, high = plan.num_parts - 1;
+  while (low < high) {
+    int const middle = low + (high - low + 1) / 2;
+    Start const start = start_of(plan, middle);
+    if (start.seq < seq || (start.seq == seq && start.block == 0)) low = middle;
+    else high = middle - 1;
+  }
+  return low;
+}
+// Whether a part later than a sequence's first goes on with it.
+RA_HD bool goes_on(Plan const& plan, int part, int seq) {
+  if (part >= plan.num_parts) return false;
+  return plan.call.parts == nullptr ? part / plan.num_splits == seq : start_of(plan, part).seq == seq;
+}
+
+// What a thread block computes: 64 of the rows that share a list, over a part's blocks. Thread blocks that share keys
+// are neighbours, so that the second finds them in the cache.
+struct Job {
+  int part, token, kv_head, tile;
+};
+RA_HD Job job_of(Plan const& plan, int block) {
+  return {block / (plan.tiles * plan.num_kv_heads * plan.tokens), block / (plan.tiles * plan.num_kv_heads) % plan.tokens,
+          block / plan.tiles % plan.num_kv_heads, block % plan.tiles};
+}
+inline int64_t num_jobs(Plan const& plan) {
+  return int64_t(plan.num_parts) * plan.tokens * plan.num_kv_heads * plan.tiles;
+}
+
+struct Query {
+  int token, head;
+};
+RA_HD Query query_of(Plan const& plan, Job const& job, int row, bool sparse) {
+  if (sparse) return {job.token, job.kv_head * plan.group + row};
+  return {row / plan.group, job.kv_head * plan.group + row % plan.group};
+}
+
+// The power of two by which a row of queries with this largest magnitude is divided to lie below 2^9, as its exponent.
+RA_HD int unit_exponent(uint32_t largest_bits) { return held(int(largest_bits >> 23) - 127 - 8, -118, 119); }
+// The exponent that a key's scales are taken relative to: that of the largest. Below 2^-60 they bring nothing that
+// could be told from 0 beside a finite logit, and 2^-127 would be no normal number.
+RA_HD int scale_exponent(uint32_t largest_bits) { return held(int(largest_bits >> 23) - 127, -60, 126); }
+RA_HD uint32_t bits_of(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+RA_HD float float_of(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+RA_HD float power_of_two(int exponent) { return float_of(uint32_t(exponent + 127) << 23); }

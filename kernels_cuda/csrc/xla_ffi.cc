@@ -1,0 +1,306 @@
+// The C ABI as XLA calls it: operands, results and numbers in the order of the records in api.h.
+//
+// Every array is packed. One that a call does not have comes with no entries and is handed on as null. `numbers` is
+// one array of the record's integers in their order, `sm_scale` an attribute of its own. Nothing is taken on trust:
+// a handler can be called by anyone who knows its name, so counts, types and sizes are compared with the numbers first.
+//
+// With RA_EMULATE the handlers are for XLA's CPU platform, which has no stream, and fill results with NaN before the
+// call, so that what no kernel writes shows.
+#include <stdint.h>
+#include <string.h>
+
+#include <initializer_list>
+#include <string>
+
+#include "api.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+constexpr int64_t kDv = 512, kFp8Row = 656;
+
+// An array as XLA hands it over.
+struct Array {
+  ffi::AnyBuffer buffer;
+  const char* name;
+  int64_t count() const { return int64_t(buffer.element_count()); }
+  void* data() const { return count() ? buffer.untyped_data() : nullptr; }
+};
+
+// -1, which is no array's number of entries, where that would be too many to count.
+int64_t product(std::initializer_list<int64_t> sizes) {
+  int64_t all = 1;
+  bool countable = true;
+  for (int64_t size : sizes) countable &= size >= 0 && !__builtin_mul_overflow(all, size, &all);
+  return countable ? all : -1;
+}
+
+std::string text_of(ffi::AnyBuffer::Dimensions dims) {
+  std::string text = "[";
+  for (int64_t n : dims) text += (text.size() > 1 ? ", " : "") + std::to_string(n);
+  return text + "]";
+}
+
+const char* name_of(ffi::DataType type) {
+  switch (type) {
+    case ffi::BF16: return "bfloat16";
+    case ffi::F16: return "float16";
+    case ffi::F32: return "float32";
+    case ffi::S32: return "int32";
+    case ffi::U8: return "uint8";
+    default: return "another type";
+  }
+}
+
+// Collects the first thing that is wrong with a call.
+class Check {
+ public:
+  explicit Check(const char* function) : function_(function) {}
+
+  bool failed() const { return !complaint_.empty(); }
+  ffi::Error error() const { return ffi::Error::InvalidArgument(std::string(function_) + ": " + complaint_); }
+
+  void that(bool holds, std::string const& expected, std::string const& got) {
+    if (!failed() && !holds) complaint_ = "expected " + expected + ", got " + got;
+  }
+  void count(const char* what, size_t wanted, size_t got) {
+    that(wanted == got, std::to_string(wanted) + " " + what, std::to_string(got));
+  }
+  void type(Array const& array, ffi::DataType wanted) {
+    if (!array.count()) return;
+    ffi::DataType const got = array.buffer.element_type();
+    bool const byte = wanted == ffi::U8 && (got == ffi::S8 || got == ffi::F8E4M3FN);
+    that(got == wanted || byte, std::string(array.name) + " of " + name_of(wanted), name_of(got));
+  }
+  // So many entries; none is lawful too where an array may be absent.
+  void entries(Array const& array, int64_t wanted, bool optional = false) {
+    that(array.count() == wanted || (optional && !array.count()),
+         std::string(array.name) + " of " + (wanted < 0 ? "too many" : std::to_string(wanted)) + " entries", text_of(array.buffer.dimensions()));
+  }
+  // What is addressed by these sizes and strides, and a row at the end, must lie within the array.
+  void within(Array const& array, std::initializer_list<int64_t> sizes, std::initializer_list<int64_t> strides,
+              int64_t row) {
+    int64_t last = row;
+    auto stride = strides.begin();
+    if (!array.count()) return;
+    for (int64_t size : sizes) {
+      that(*stride >= 0 && *stride <= array.count(), std::string("strides of ") + array.name + " from 0 to its entries",
+           std::to_string(*stride));
+      last = failed() ? 0 : last + (size - 1) * *stride++;
+    }
+    that(last <= array.count(), std::string("strides of ") + array.name + " that end within it",
+         std::to_string(last) + " entries of " + std::to_string(array.count()));
+  }
+  void aligned(Array const& array) {
+    that(reinterpret_cast<uintptr_t>(array.data()) % 16 == 0, std::string(array.name) + " at a multiple of 16 bytes",
+         "another address");
+  }
+
+ private:
+  const char* function_;
+  std::string complaint_;
+};
+
+// The arrays of a call, once they are known to be as many as they should be.
+template <size_t kOperands, size_t kResults>
+struct Arrays {
+  const char* const (&names)[kOperands + kResults];
+  ffi::RemainingArgs operands;
+  ffi::RemainingRets results;
+
+  bool complete(Check& check) const {
+    check.count("operands", kOperands, operands.size());
+    check.count("results", kResults, results.size());
+    return !check.failed();
+  }
+  Array operator[](size_t place) const {
+    if (place < kOperands) return {*operands.get<ffi::AnyBuffer>(place), names[place]};
+    return {**results.get<ffi::AnyBuffer>(place - kOperands), names[place]};
+  }
+  void poison() const {
+#ifdef RA_EMULATE
+    for (size_t place = kOperands; place < kOperands + kResults; ++place) {
+      Array const array = (*this)[place];
+      if (array.count()) memset(array.data(), 0xff, array.buffer.size_bytes());
+    }
+#endif
+  }
+  ffi::Error outcome(const char* function, int code) const {
+    if (!code) return ffi::Error::Success();
+    std::string text = std::string(function) + " failed with code " + std::to_string(code) + ", " +
+                       ra_error_string(code) + ":";
+    for (size_t place = 0; place < kOperands + kResults; ++place) {
+      Array const array = (*this)[place];
+      if (!array.count()) continue;
+      text += (text.back() == ':' ? " " : ", ") + std::string(array.name) + " " + text_of(array.buffer.dimensions());
+    }
+    return ffi::Error::Internal(text);
+  }
+};
+
+enum { kQ, kKv, kLists, kLens, kSinks, kParts, kOut, kLse, kMaxLogits, kPartialOut, kPartialLse, kPartialMax };
+constexpr const char* kLatentNames[] = {"q",   "kv",  "lists",      "lens",        "sinks",       "parts",
+                                        "out", "lse", "max_logits", "partial_out", "partial_lse", "partial_max"};
+using LatentArrays = Arrays<6, 6>;
+constexpr size_t kLatentNumbers = (offsetof(RaLatent, sm_scale) - offsetof(RaLatent, num_seqs)) / sizeof(int64_t);
+
+void check_types(Check& check, LatentArrays const& arrays, RaLatent const& call) {
+  check.that(call.dtype == RA_BFLOAT16 || call.dtype == RA_FLOAT16, "dtype 0 or 1", std::to_string(call.dtype));
+  check.that(call.format == RA_PLAIN || call.format == RA_FP8_V32, "format 0 or 1", std::to_string(call.format));
+  ffi::DataType const type = call.dtype == RA_BFLOAT16 ? ffi::BF16 : ffi::F16;
+  check.type(arrays[kQ], type);
+  check.type(arrays[kKv], call.format == RA_PLAIN ? type : ffi::U8);
+  for (size_t place : {kLists, kLens, kParts}) check.type(arrays[place], ffi::S32);
+  check.type(arrays[kSinks], ffi::F32);
+  check.type(arrays[kOut], type);
+  for (size_t place : {kLse, kMaxLogits, kPartialOut, kPartialLse, kPartialMax}) check.type(arrays[place], ffi::F32);
+}
+
+void check_sizes(Check& check, LatentArrays const& arrays, RaLatent const& call) {
+  int64_t const width = call.format == RA_PLAIN ? call.d_qk : kFp8Row;
+  int64_t const rows = product({call.num_seqs, call.num_q_tokens, call.num_q_heads});
+  int64_t const lists = call.sparse ? call.num_q_tokens * call.num_kv_heads : 1;
+  int64_t const partial_rows = product({call.num_partials, call.num_q_tokens, call.num_q_heads});
+  check.entries(arrays[kQ], product({rows, call.d_qk}));
+  check.entries(arrays[kKv], product({call.num_pages, call.page_size, call.num_kv_heads, width}));
+  check.entries(arrays[kLists], product({call.num_seqs, lists, call.list_length}));
+  check.entries(arrays[kLens], product({call.num_seqs, call.lens_token_stride ? call.num_q_tokens : 1}), true);
+  check.entries(arrays[kSinks], call.num_q_heads, true);
+  check.entries(arrays[kParts], call.num_parts * 8, true);
+  check.entries(arrays[kOut], product({rows, kDv}));
+  check.entries(arrays[kLse], rows);
+  check.entries(arrays[kMaxLogits], rows, true);
+  check.entries(arrays[kPartialOut], product({partial_rows, kDv}));
+  check.entries(arrays[kPartialLse], partial_rows);
+  check.entries(arrays[kPartialMax], arrays[kMaxLogits].count() ? partial_rows : 0);
+  check.that(call.num_splits >= 1, "num_splits of at least 1", std::to_string(call.num_splits));
+  int64_t const parts = product({call.num_seqs, call.num_splits}), scheduled = arrays[kParts].count();
+  check.that(scheduled || call.num_parts == parts, std::to_string(parts) + " parts", std::to_string(call.num_parts));
+  int64_t const partials = scheduled ? 2 * call.num_parts : call.num_splits == 1 ? 0 : parts;
+  check.that(call.num_partials >= partials, "at least " + std::to_string(partials) + " partial results",
+             std::to_string(call.num_partials));
+}
+
+void check_places(Check& check, LatentArrays const& arrays, RaLatent const& call) {
+  int64_t const width = call.format == RA_PLAIN ? call.d_qk : kFp8Row;
+  check.within(arrays[kQ], {call.num_seqs, call.num_q_tokens, call.num_q_heads},
+               {call.q_seq_stride, call.q_token_stride, call.q_head_stride}, call.d_qk);
+  check.within(arrays[kKv], {call.num_pages, call.page_size, call.num_kv_heads},
+               {call.page_stride, call.slot_stride, call.head_stride}, width);
+  check.within(arrays[kLists], {call.num_seqs, call.num_q_tokens, call.num_kv_heads},
+               {call.list_seq_stride, call.list_token_stride, call.list_head_stride}, call.list_length);
+  if (arrays[kLens].count())
+    check.within(arrays[kLens], {call.num_seqs, call.num_q_tokens}, {call.lens_seq_stride, call.lens_token_stride}, 1);
+  check.aligned(arrays[kQ]);
+  check.aligned(arrays[kKv]);
+}
+
+void check_numbers(Check& check, RaLatent const& call) {
+  for (int64_t size : {call.num_seqs, call.num_pages, call.list_length, call.num_parts, call.num_partials})
+    check.that(size >= 0 && size < (int64_t(1) << 31), "sizes below 2^31", std::to_string(size));
+  for (int64_t size : {call.num_q_tokens, call.num_q_heads, call.num_kv_heads, call.d_qk, call.page_size})
+    check.that(size >= 1 && size < (int64_t(1) << 31), "sizes from 1 to 2^31", std::to_string(size));
+}
+
+ffi::Error latent(const char* function, int (*launch)(const RaLatent*, void*), void* stream,
+                  ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Span<const int64_t> numbers,
+                  double sm_scale) {
+  LatentArrays const arrays{kLatentNames, operands, results};
+  Check check(function);
+  check.count("numbers", kLatentNumbers, numbers.size());
+  if (!arrays.complete(check)) return check.error();
+  RaLatent call = {};
+  memcpy(&call.num_seqs, numbers.begin(), sizeof(int64_t) * kLatentNumbers);
+  call.sm_scale = sm_scale;
+  check_numbers(check, call);
+  if (check.failed()) return check.error();
+  check_types(check, arrays, call);
+  check_sizes(check, arrays, call);
+  check_places(check, arrays, call);
+  if (check.failed()) return check.error();
+  call.q = arrays[kQ].data();
+  call.kv = arrays[kKv].data();
+  call.lists = static_cast<const int32_t*>(arrays[kLists].data());
+  call.lens = static_cast<const int32_t*>(arrays[kLens].data());
+  call.sinks = static_cast<const float*>(arrays[kSinks].data());
+  call.parts = static_cast<const int32_t*>(arrays[kParts].data());
+  call.out = arrays[kOut].data();
+  call.lse = static_cast<float*>(arrays[kLse].data());
+  call.max_logits = static_cast<float*>(arrays[kMaxLogits].data());
+  call.partial_out = static_cast<float*>(arrays[kPartialOut].data());
+  call.partial_lse = static_cast<float*>(arrays[kPartialLse].data());
+  call.partial_max = static_cast<float*>(arrays[kPartialMax].data());
+  arrays.poison();
+  return arrays.outcome(function, launch(&call, stream));
+}
+
+enum { kSeqLens, kExtraLens, kDealt, kNumSplits };
+constexpr const char* kScheduleNames[] = {"lens", "extra_lens", "parts", "num_splits"};
+constexpr size_t kScheduleNumbers = (sizeof(RaSchedule) - offsetof(RaSchedule, num_seqs)) / sizeof(int64_t);
+
+ffi::Error schedule(const char* function, int (*launch)(const RaSchedule*, void*), void* stream,
+                    ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Span<const int64_t> numbers) {
+  Arrays<2, 2> const arrays{kScheduleNames, operands, results};
+  Check check(function);
+  check.count("numbers", kScheduleNumbers, numbers.size());
+  if (!arrays.complete(check)) return check.error();
+  RaSchedule call = {};
+  memcpy(&call.num_seqs, numbers.begin(), sizeof(int64_t) * kScheduleNumbers);
+  check.that(call.num_parts >= 1, "num_parts of at least 1", std::to_string(call.num_parts));
+  for (size_t place : {kSeqLens, kExtraLens, kDealt, kNumSplits}) check.type(arrays[place], ffi::S32);
+  check.entries(arrays[kSeqLens], call.num_seqs);
+  check.entries(arrays[kExtraLens], call.num_seqs, true);
+  check.entries(arrays[kDealt], call.num_parts * 8);
+  check.entries(arrays[kNumSplits], call.num_seqs + 1);
+  if (check.failed()) return check.error();
+  call.lens = static_cast<const int32_t*>(arrays[kSeqLens].data());
+  call.extra_lens = static_cast<const int32_t*>(arrays[kExtraLens].data());
+  call.parts = static_cast<int32_t*>(arrays[kDealt].data());
+  call.num_splits = static_cast<int32_t*>(arrays[kNumSplits].data());
+  arrays.poison();
+  return arrays.outcome(function, launch(&call, stream));
+}
+
+auto bind() {
+#ifdef RA_EMULATE
+  return ffi::Ffi::Bind();
+#else
+  return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>();
+#endif
+}
+
+}  // namespace
+
+#ifdef RA_EMULATE
+#define RA_STREAM_PARAMETER
+#define RA_STREAM nullptr
+#else
+#define RA_STREAM_PARAMETER void *stream,
+#define RA_STREAM stream
+#endif
+
+// Nothing but the stream is touched, so a call may become part of a CUDA graph.
+#define RA_LATENT_HANDLER(name)                                                                                \
+  extern "C" RA_API XLA_FFI_Error* name##_ffi(XLA_FFI_CallFrame* frame);                                       \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                                               \
+      name##_ffi,                                                                                              \
+      [](RA_STREAM_PARAMETER ffi::RemainingArgs operands, ffi::RemainingRets results,                          \
+         ffi::Span<const int64_t> numbers,                                                                     \
+         double sm_scale) { return latent(#name, name, RA_STREAM, operands, results, numbers, sm_scale); },    \
+      bind().RemainingArgs().RemainingRets().Attr<ffi::Span<const int64_t>>("numbers").Attr<double>("sm_scale"), \
+      {ffi::Traits::kCmdBufferCompatible});
+
+RA_LATENT_HANDLER(ra_mla_decode_dense)
+RA_LATENT_HANDLER(ra_sparse_mla_prefill)
+RA_LATENT_HANDLER(ra_mla_decode_sparse_fp8)
+
+extern "C" RA_API XLA_FFI_Error* ra_make_decode_schedule_ffi(XLA_FFI_CallFrame* frame);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    ra_make_decode_schedule_ffi,
+    [](RA_STREAM_PARAMETER ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Span<const int64_t> numbers) {
+      return schedule("ra_make_decode_schedule", ra_make_decode_schedule, RA_STREAM, operands, results, numbers);
+    },
+    bind().RemainingArgs().RemainingRets().Attr<ffi::Span<const int64_t>>("numbers"),
+    {ffi::Traits::kCmdBufferCompatible});

@@ -1,0 +1,202 @@
+"""Attention over latent rows on Hopper, as `mla_decode` and `sparse_mla_prefill` share it: limits, splits, the call.
+
+One kernel body serves three functions of the C ABI, told apart by how keys are found and stored. Sparse prefill is
+sparse decode of one token a sequence, and packed rows are pages of one. A *job* is what shares a list of keys: in a
+dense call the query tokens and heads of a KV head of a sequence, in a sparse call the heads of one query token. A
+thread block computes 64 rows of a job over one split of its keys, and has a multiprocessor to itself.
+"""
+
+import dataclasses
+from typing import Any
+
+from ragged_attention.calls import dtype_name
+from ragged_attention.errors import InvalidInput
+from ragged_attention.kernels_cuda import abi, compile
+from ragged_attention.kernels_cuda.native import NOT_EMULATING, Native
+
+ROWS = 64  # of a thread block
+BLOCK = 64  # keys of a step
+MAX_SPLITS = 128
+START_COST = 5  # of a thread block, in blocks of keys; what a decode schedule counts for a sequence
+MERGE_COST = 3  # of the kernel that merges splits, in blocks
+SPLITS_A_BLOCK = 16  # that it merges in the time of one more
+ARCH = "sm_90"
+D_QK, D_V = (576, 512), 512
+UNASKED = "not yet measured to beat Triton's kernel, so taken only where it is asked for by name"
+
+DENSE = Native("ra_mla_decode_dense")
+LISTS = Native("ra_sparse_mla_prefill")
+FP8_LISTS = Native("ra_mla_decode_sparse_fp8")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """What may be tuned."""
+
+    num_splits: int = 1  # thread blocks that share one job's keys at most; 1 gives bits that depend on nothing else
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.num_splits, int) or not 1 <= self.num_splits <= 256:
+            raise InvalidInput(f"expected num_splits from 1 to 256, got {self.num_splits!r}")
+
+
+# ---- what is taken
+
+
+def cannot_run(call: Any) -> str | None:
+    """Why no kernel of this room runs where the call is."""
+    device = call.device
+    if device.platform == "cpu":
+        return NOT_EMULATING if compile.emulated() is None else None
+    if device.platform != "cuda" or device.arch != ARCH:
+        return f"runs on {ARCH} GPUs, got a call from {device.arch or device.platform}"
+    return compile.why_not()
+
+
+def why_not_unasked(call: Any) -> str | None:
+    """Why a call that names no backend goes elsewhere."""
+    del call
+    return UNASKED
+
+
+def cannot_take(call: Any, *, sparse: bool) -> str | None:
+    """Why the kernels do not take such a call, wherever it is."""
+    dtype, dense = dtype_name(call.q), "a dense call"
+    if call.format not in abi.FORMATS:
+        return f"takes cache_format {' or '.join(map(repr, abi.FORMATS))}, got {call.format!r}"
+    if call.format != "plain" and not sparse:
+        return f"takes cache_format 'plain' in {dense} (one without indices), got {call.format!r}"
+    allowed = ("bfloat16",) if sparse else tuple(abi.DTYPES)
+    if dtype not in allowed:
+        return f"takes q.dtype {' or '.join(allowed)} in {'a sparse call' if sparse else dense}, got {dtype}"
+    if call.d_qk not in D_QK:
+        return f"takes d_qk {' or '.join(map(str, D_QK))}, got {call.d_qk}"
+    if call.d_v != D_V:
+        return f"takes d_v {D_V}, got {call.d_v}"
+    return None
+
+
+# ---- choosing splits
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def power_of_2(n: int) -> int:
+    """The smallest power of two that is not smaller."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def splits(call: Any, jobs: int, rows: int, keys: int) -> int:
+    """Into how many splits the keys of a job are cut: what ends soonest, if all lists are as long as they can be."""
+    work, blocks = jobs * cdiv(rows, ROWS), max(1, cdiv(keys, BLOCK))
+    slots = call.device.num_multiprocessors
+    return min(
+        range(1, min(MAX_SPLITS, blocks) + 1),
+        key=lambda n: (
+            cdiv(work * n, slots) * (cdiv(blocks, n) + START_COST) + (n > 1) * (MERGE_COST + n / SPLITS_A_BLOCK)
+        ),
+    )
+
+
+# ---- the call
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Work:
+    """One call in the terms of the C ABI."""
+
+    function: Native
+    q: Any  # rows begin at multiples of 16 bytes, as those of the cache do
+    q_shape: tuple[int, int, int, int]  # sequences, query tokens of each, heads, d_qk
+    q_strides: tuple[int, ...]  # of the first three
+    lse_shape: tuple[int, ...]
+    cache: Any  # [P, G, K, d_qk] or [P, G, 1, bytes], or packed rows [s_kv, K, d_qk]
+    lists: Any  # i32, packed: lists of slots, or the page table of a dense call
+    list_strides: tuple[int, int, int]  # of sequence, query token, KV head
+    lens: Any  # i32 [S] or [S, Q], or None
+    causal: bool = False
+    schedule: Any = None  # (parts, ...) or None
+
+
+def function_of(call: Any) -> Native:
+    """What runs a call over lists."""
+    return LISTS if call.format == "plain" else FP8_LISTS
+
+
+def strides_of(array: Any, launch: Any) -> tuple[int, ...]:
+    """Strides, where an axis of one entry has that of a packed row: what is never stepped over may be anything."""
+    shape, strides = array.shape, launch.strides(array)
+    if 1 not in shape:
+        return strides
+    return tuple([shape[-1] if size == 1 else step for size, step in zip(shape, strides, strict=True)])
+
+
+def _numbers(work: Work, scale: float, num_splits: int, launch: Any) -> dict[str, int | float]:
+    num_seqs, num_q_tokens, num_q_heads, d_qk = work.q_shape
+    num_pages, *page_size, num_kv_heads, width = work.cache.shape
+    page_stride, *slot_stride, head_stride, _ = strides_of(work.cache, launch)
+    lens_strides = () if work.lens is None else launch.strides(work.lens)
+    parts = work.schedule[0].shape[0] if work.schedule else num_seqs * num_splits
+    return {
+        "num_seqs": num_seqs,
+        "num_q_tokens": num_q_tokens,
+        "num_q_heads": num_q_heads,
+        "num_kv_heads": num_kv_heads,
+        "d_qk": d_qk,
+        "dtype": abi.DTYPES[dtype_name(work.q)],
+        "format": work.function is FP8_LISTS,
+        "sparse": work.function is not DENSE,
+        "causal": work.causal,
+        "q_seq_stride": work.q_strides[0],
+        "q_token_stride": work.q_strides[1],
+        "q_head_stride": work.q_strides[2],
+        "num_pages": num_pages,
+        "page_size": page_size[0] if page_size else 1,
+        "page_stride": page_stride,
+        "slot_stride": slot_stride[0] if slot_stride else width,
+        "head_stride": head_stride,
+        "list_seq_stride": work.list_strides[0],
+        "list_token_stride": work.list_strides[1],
+        "list_head_stride": work.list_strides[2],
+        "list_length": work.lists.shape[-1],
+        "lens_seq_stride": lens_strides[0] if lens_strides else 0,
+        "lens_token_stride": lens_strides[1] if len(lens_strides) > 1 else 0,
+        "num_parts": parts,
+        "num_splits": num_splits,
+        "num_partials": 2 * parts if work.schedule else 0 if num_splits == 1 else parts,
+        "sm_scale": scale,
+    }
+
+
+def run(call: Any, work: Work, tile: Tile, launch: Any, *, max_logits: bool = False) -> dict[str, Any]:
+    """Enqueue the kernels; returns results by name."""
+    num_seqs, num_q_tokens, num_q_heads, _ = work.q_shape
+    if work.schedule and not (num_seqs and work.schedule[0].shape[0]):  # divides nothing, or among nobody
+        work.schedule = None
+    schedule = work.schedule
+    numbers = _numbers(work, call.scale, 1 if schedule else tile.num_splits, launch)
+    partials = (numbers["num_partials"], num_q_tokens, num_q_heads)
+    lse, partial = (work.lse_shape, "float32"), (partials, "float32")
+    split = partials[0] > 0
+    return launch.native(
+        work.function,
+        {
+            "q": work.q,
+            "kv": work.cache,
+            "lists": work.lists,
+            "lens": work.lens,
+            "sinks": None if call.sinks is None else launch.packed(call.sinks),
+            "parts": launch.contiguous(schedule[0]) if schedule else None,
+        },
+        {
+            "out": (call.out_shape, call.q.dtype),
+            "lse": lse,
+            "max_logits": lse if max_logits else None,
+            "partial_out": ((*partials, D_V), "float32") if split else None,
+            "partial_lse": partial if split else None,
+            "partial_max": partial if split and max_logits else None,
+        },
+        numbers,
+    )

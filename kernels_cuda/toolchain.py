@@ -1,0 +1,160 @@
+"""Where the compilers and headers are that the kernels are built with. Looks, never builds and never raises.
+
+nvcc is searched for in this order: $CUDACXX, $CUDA_HOME, the compiler from PyPI (extra `cuda-toolchain`), PATH,
+/usr/local/cuda. CUTLASS is headers only, and they lie in the wheel `nvidia-cutlass` (extra `cuda`).
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+USUAL_HOME = Path("/usr/local/cuda")
+PYPI_HOME = "nvidia.cu13"  # the namespace package that holds the compiler's wheels as one CUDA home
+
+NO_NVCC = (
+    "no nvcc in CUDACXX, CUDA_HOME, nvidia.cu13, PATH or /usr/local/cuda: set CUDA_HOME to a CUDA toolkit, or install "
+    "ragged-attention[cuda-toolchain]"
+)
+NO_CUTLASS = "no CUTLASS headers: install ragged-attention[cuda] or nvidia-cutlass"
+NO_GXX = "no g++ on PATH"
+NO_HEADERS = "no CUDA headers (cuda_runtime.h) beside nvcc or in nvidia.cu13"
+
+
+@dataclasses.dataclass(frozen=True)
+class Nvcc:
+    """An nvcc and what it says of itself: its release, where its headers lie, where the linker finds its libraries."""
+
+    path: str
+    release: str
+    includes: tuple[str, ...]
+    libraries: tuple[str, ...]
+
+
+def missing_to_compile() -> str | None:
+    """What the kernels cannot be compiled for want of, in a sentence; None if everything is here."""
+    if reason := _wrong_platform():
+        return reason
+    wanted = os.environ.get("CUDACXX")
+    if wanted and not shutil.which(wanted):
+        return f"expected CUDACXX to name a compiler, got {wanted!r}"
+    if nvcc_path() is None:
+        return NO_NVCC
+    return NO_GXX if gxx() is None else NO_CUTLASS if cutlass() is None else None
+
+
+def missing_to_emulate() -> str | None:
+    """What the emulation cannot be compiled for want of."""
+    if reason := _wrong_platform():
+        return reason
+    if gxx() is None:
+        return NO_GXX
+    return NO_CUTLASS if cutlass() is None else None if cuda_headers() else NO_HEADERS
+
+
+def _wrong_platform() -> str | None:
+    return None if sys.platform == "linux" else f"the CUDA kernels are built on Linux, this is {sys.platform}"
+
+
+def nvcc_places() -> Iterator[tuple[str, str | None]]:
+    """Each place that is looked into, in order, with the nvcc that is there."""
+    environ = os.environ
+    yield "CUDACXX", _program(environ.get("CUDACXX"))
+    yield "CUDA_HOME", _program(environ.get("CUDA_HOME"), "bin", "nvcc")
+    yield PYPI_HOME, _program(pypi_home(), "bin", "nvcc")
+    yield "PATH", shutil.which("nvcc")
+    yield str(USUAL_HOME), _program(USUAL_HOME, "bin", "nvcc")
+
+
+def _program(*parts: str | Path | None) -> str | None:
+    return shutil.which(str(Path(*(part for part in parts if part)))) if parts[0] else None
+
+
+def nvcc_path() -> str | None:
+    """The first nvcc that is found."""
+    return next((path for _, path in nvcc_places() if path), None)
+
+
+def nvcc() -> Nvcc | None:
+    """The nvcc in use, asked for its release and its folders; None where there is none or it does not run."""
+    path = nvcc_path()
+    return _asked(path) if path else None
+
+
+@functools.cache
+def _asked(path: str) -> Nvcc | None:
+    try:
+        release = _say([path, "--version"])
+        plan = _say([path, "-dryrun", "-c", "-x", "cu", os.devnull, "-o", os.devnull])
+    except (OSError, subprocess.SubprocessError):
+        return None
+    folders = " ".join(re.findall(r"^#\$ (?:SYSTEM_)?INCLUDES=(.*)", plan, re.MULTILINE))
+    includes = [os.path.normpath(name) for name in re.findall(r'"(?:-I)?([^"]*/[^"]*)"', folders)]
+    top = re.search(r"^#\$ TOP=(.*)", plan, re.MULTILINE)
+    # In wheels the libraries lie in lib/, where nvcc's own profile does not look.
+    libraries = [str(Path(top[1].strip(), "lib").resolve())] if top else []
+    libraries = [folder for folder in libraries if Path(folder, "libcudart_static.a").is_file()]
+    told = re.search(r"release .*", release)
+    return Nvcc(path, told[0] if told else "unknown release", tuple(includes), tuple(libraries))
+
+
+def _say(command: list[str]) -> str:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=True)
+    return done.stdout
+
+
+def gxx() -> str | None:
+    return shutil.which("g++")
+
+
+@functools.cache
+def gxx_release(path: str) -> str:
+    """The first line that g++ says of its version."""
+    return _say([path, "--version"]).partition("\n")[0]
+
+
+def pypi_home() -> Path | None:
+    """The folder that the wheels of NVIDIA's compiler are unpacked into."""
+    try:
+        found = importlib.util.find_spec(PYPI_HOME)
+    except (ImportError, ValueError):
+        return None
+    folders = list(found.submodule_search_locations or ()) if found else []
+    return Path(folders[0]) if folders else None
+
+
+def cuda_headers() -> tuple[str, ...]:
+    """Folders to include from that have cuda_runtime.h: nvcc's, or those of the wheels."""
+    told = nvcc()
+    folders = list(told.includes) if told else []
+    if home := pypi_home():
+        folders += [str(home / "include"), str(home / "include" / "cccl")]
+    if not any(Path(folder, "cuda_runtime.h").is_file() for folder in folders):
+        return ()
+    beside = [str(Path(folder, "cccl")) for folder in folders if Path(folder, "cccl").is_dir()]
+    return tuple(dict.fromkeys(folders + beside))
+
+
+def cutlass() -> Path | None:
+    """The folder of the CUTLASS headers. The wheel's Python side is not imported: it is slow and wants much."""
+    try:
+        found = importlib.util.find_spec("cutlass_library")
+    except (ImportError, ValueError):
+        return None
+    for folder in (found.submodule_search_locations or ()) if found else ():
+        include = Path(folder, "source", "include")
+        if (include / "cute" / "tensor.hpp").is_file():
+            return include
+    return None
+
+
+def cutlass_release(include: Path) -> str:
+    """`4.2.0`, read from the headers themselves."""
+    text = (include / "cutlass" / "version.h").read_text()
+    return ".".join(re.findall(r"#define CUTLASS_(?:MAJOR|MINOR|PATCH) (\d+)", text))
