@@ -220,6 +220,7 @@ using emu::machine;
 
 inline int tid() { return machine.current; }
 inline int fresh_tid() { return machine.current; }
+inline int fresh_bid() { return machine.block; }
 inline int bid() { return machine.block; }
 inline void syncthreads() {
   emu::watch::Unseen unseen;

@@ -12,7 +12,7 @@ RA_API void ra_emulate(int mode, uint64_t seed) {
   emu::machine.seed = seed;
 }
 
-// Of the last launch that returned RA_DEADLOCK: who waits for what, or what the hardware does not define.
+// Of the last launch that returned RA_DEADLOCK: who waits for what, or what it did that the hardware does not define.
 RA_API char const* ra_emulation_report(void) { return emu::machine.report.c_str(); }
 
 }  // extern "C"

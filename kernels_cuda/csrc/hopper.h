@@ -22,6 +22,11 @@ RA_DEV int fresh_tid() {
   return t;
 }
 RA_DEV int bid() { return blockIdx.x; }
+RA_DEV int fresh_bid() {
+  int b;
+  asm volatile("mov.u32 %0, %%ctaid.x;\n" : "=r"(b));
+  return b;
+}
 RA_DEV void syncthreads() { __syncthreads(); }
 RA_DEV void syncwarp() { __syncwarp(); }
 template <int N>

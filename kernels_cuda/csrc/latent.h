@@ -48,16 +48,17 @@ struct Latent {
       while (seq <= last) {
         int const length = length_of(plan, seq, job.token);
         Range const range = range_of(plan, job.part, seq, ceil_div(length, kBlock));
-        int const seen = limit_of(plan, (job.tile < plan.tiles - 1 ? job.tile * 64 + 64 : plan.rows) - 1, length);
+        int const seen = limit_of(plan, job, (job.tile < plan.tiles - 1 ? job.tile * 64 + 64 : plan.rows) - 1, length);
         int const stop = ceil_div(seen > 0 ? seen : 0, kBlock);
         segment = {seq, length, range.begin, range.end < stop ? range.end : stop, range.slot};
         ++seq;
         if (range.slot != kAbsent) return true;
       }
+      segment = {0, 0, 0, 0, kAbsent};
       return false;
     }
     // Positions from here on a row does not see.
-    RA_DEV int limit_of(Plan const& plan, int row, int length) const {
+    RA_DEV static int limit_of(Plan const& plan, Job const& job, int row, int length) {
       if (kSparse || !plan.call.causal) return length;
       return length - (plan.num_q_tokens - 1 - query_of(plan, job, row, kSparse).token);
     }
@@ -76,8 +77,7 @@ struct Latent {
     float exponent[2][64], power[2][64];  // power: 2^exponent
     float unit[64];                  // what rows of q were divided by
     uint8_t seen[2][64];
-    Walk walk[8];                    // a consumer warp's place in its part, and the segment it is at: they have no
-    Segment segment[8];              // registers to spare
+    Segment segments[2];             // that the producer is at, and that consumers may still be finishing
     op::MBar q_full, q_empty, full[2][2], empty[2][2];
   };
   static_assert(sizeof(Smem) <= 232448, "more than a block of sm_90 can have");
@@ -116,29 +116,25 @@ struct Latent {
 
   // ---- producer
 
-  // Its threads stand eight to a row and sixteen rows apart four times: these are a thread's rows of a block.
+  // Its threads stand eight to a row and sixteen rows apart four times: these are a thread's rows of a block, as what
+  // lies before them in the cache, in units of 16 bytes.
+  static constexpr uint32_t kUnseen = ~0u;
   struct Block {
-    char const* at[4];
-    bool seen[4];
+    uint32_t at[4];
     int page, tile;  // where TMA finds it; page -1: it does not
   };
 
-  RA_DEV static void locate_row(Plan const& plan, Walk const& walk, Segment const& segment, int position,
-                                char const*& at, bool& seen) {
+  RA_DEV static uint32_t locate_row(Plan const& plan, Walk const& walk, Segment const& segment, int position) {
     RaLatent const& call = plan.call;
-    int const bytes = kQuantised ? 1 : 2;
-    at = static_cast<char const*>(call.kv);
-    seen = false;
-    if (position >= segment.length) return;
+    if (position >= segment.length) return kUnseen;
     int const* list = call.lists + segment.seq * call.list_seq_stride;
     if (kSparse) list += walk.job.token * call.list_token_stride + walk.job.kv_head * call.list_head_stride;
     int const entry = kSparse ? list[position] : list[position / plan.page_size];
-    if (entry < 0) return;
-    int const page = kSparse ? entry / plan.page_size : entry;
-    if (page >= plan.num_pages) return;
+    int const page = kSparse && entry >= 0 ? entry / plan.page_size : entry;
+    if (page < 0 || page >= plan.num_pages) return kUnseen;
     int const inside = (kSparse ? entry : position) % plan.page_size;
-    at += bytes * (page * call.page_stride + inside * call.slot_stride + walk.job.kv_head * call.head_stride);
-    seen = true;
+    int64_t const offset = page * call.page_stride + inside * call.slot_stride + walk.job.kv_head * call.head_stride;
+    return uint32_t(offset * (kQuantised ? 1 : 2) >> 4);
   }
 
   template <class Tma>
@@ -154,14 +150,16 @@ struct Latent {
           found.page = page;
           found.tile = first % page_size / kBlock;
           CUTE_UNROLL
-          for (int i = 0; i < 4; ++i) found.seen[i] = true;
+          for (int i = 0; i < 4; ++i) found.at[i] = 0;
           return;
         }
       }
     }
     CUTE_UNROLL
-    for (int i = 0; i < 4; ++i)
-      locate_row(params.plan, walk, segment, block * kBlock + t / 8 + 16 * i, found.at[i], found.seen[i]);
+    for (int i = 0; i < 4; ++i) found.at[i] = locate_row(params.plan, walk, segment, block * kBlock + t / 8 + 16 * i);
+  }
+  RA_DEV static char const* row_at(RaLatent const& call, uint32_t at) {
+    return static_cast<char const*>(call.kv) + (at == kUnseen ? 0 : int64_t(at) * 16);
   }
 
   template <int S, int H>
@@ -169,19 +167,21 @@ struct Latent {
   template <int S, int H>
   RA_HD static constexpr int slab_of(int i) { return i < kHalf ? H * kHalf + i : 8; }
 
-  // The half of a stage that its own warpgroup reads first also brings which keys are there at all.
+  // The half of a stage that its own warpgroup reads first also brings which keys are there at all. Their writers
+  // arrive once more than others: the arrival that asynchronous copies bring about speaks of these alone.
+  static constexpr int kWriters = 16;
   RA_DEV static void tell_seen(Smem& s, Block const& block, int stage, int t) {
-    if (t % 8 == 0) {
-      CUTE_UNROLL
-      for (int i = 0; i < 4; ++i) s.seen[stage][t / 8 + 16 * i] = block.seen[i];
-    }
+    if (t % 8) return;
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) s.seen[stage][t / 8 + 16 * i] = block.at[i] != kUnseen;
+    s.full[stage][stage].arrive();
   }
 
   // Fill half H of stage S when its reader is done with what was there.
   template <int S, int H, class Tma>
   RA_DEV static void fill(Params<Tma> const& params, Walk const& walk, Block const& block, int turn, Smem& s, int t) {
     if constexpr (kQuantised) {
-      fill_codes<S, H>(block, turn, s, t);
+      fill_codes<S, H>(params.plan.call, block, turn, s, t);
     } else {
       s.empty[S][H].wait((turn & 1) ^ 1);
       if (S == H) tell_seen(s, block, S, t);
@@ -191,11 +191,12 @@ struct Latent {
       int const chunk = t % 8;
       CUTE_UNROLL
       for (int i = 0; i < 4; ++i) {
+        char const* const row = row_at(params.plan.call, block.at[i]);
         CUTE_UNROLL
         for (int j = 0; j < kFilled<S, H>; ++j) {
           int const slab = slab_of<S, H>(j);
-          op::copy16(s.keys[S][slab] + place(t / 8 + 16 * i, chunk), block.at[i] + (slab * 64 + chunk * 8) * 2,
-                     block.seen[i]);
+          op::copy16(s.keys[S][slab] + place(t / 8 + 16 * i, chunk), row + (slab * 64 + chunk * 8) * 2,
+                     block.at[i] != kUnseen);
         }
       }
       op::arrive_after_copies(s.full[S][H]);
@@ -257,15 +258,16 @@ struct Latent {
 
   // The same from rows of bytes: 512 codes, four float32 scales, 64 bfloat16.
   template <int S, int H>
-  RA_DEV static void fill_codes(Block const& block, int turn, Smem& s, int t) {
+  RA_DEV static void fill_codes(RaLatent const& call, Block const& block, int turn, Smem& s, int t) {
     int const row = t / 8, chunk = t % 8;
     uint4 codes[4][2], rest[4];
     float4 scales{0.f, 0.f, 0.f, 0.f};
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) {
       CUTE_UNROLL
-      for (int j = 0; j < 2; ++j) codes[i][j] = load16(block.at[i] + H * 256 + j * 128 + chunk * 16, block.seen[i]);
-      if (chunk == i && block.seen[i]) scales = *reinterpret_cast<float4 const*>(block.at[i] + 512);
+      for (int j = 0; j < 2; ++j) codes[i][j] = load16(row_at(call, block.at[i]) + H * 256 + j * 128 + chunk * 16, block.at[i] != kUnseen);
+      if (chunk == i && block.at[i] != kUnseen)
+        scales = *reinterpret_cast<float4 const*>(row_at(call, block.at[i]) + 512);
     }
     s.empty[S][H].wait((turn & 1) ^ 1);
     if (S == H) tell_seen(s, block, S, t);
@@ -276,7 +278,7 @@ struct Latent {
       for (int j = 0; j < 2; ++j)
         decode(codes[i][j], s.keys[S][H * kHalf + 2 * j + chunk / 4], row + 16 * i, chunk % 4, chunk >= 4);
       // Now that there are registers for it.
-      if (kFilled<S, H> > kHalf) rest[i] = load16(block.at[i] + 528 + chunk * 16, block.seen[i]);
+      if (kFilled<S, H> > kHalf) rest[i] = load16(row_at(call, block.at[i]) + 528 + chunk * 16, block.at[i] != kUnseen);
     }
     if (kFilled<S, H> > kHalf) {
       CUTE_UNROLL
@@ -294,9 +296,8 @@ struct Latent {
            2 * (seq * call.q_seq_stride + query.token * call.q_token_stride + query.head * call.q_head_stride);
   }
 
-  RA_DEV static void fill_queries(Plan const& plan, Walk const& walk, int seq, int turn, Smem& s, int t) {
+  RA_DEV static void fill_queries(Plan const& plan, Walk const& walk, int seq, Smem& s, int t) {
     int const rows = plan.rows, chunk = t % 8;
-    s.q_empty.wait((turn & 1) ^ 1);
     for (int i = 0; i < 4; ++i) {
       int const inside = t / 8 + 16 * i, row = walk.job.tile * 64 + inside;
       bool const valid = row < rows;
@@ -309,12 +310,7 @@ struct Latent {
         fill_halves(at, valid, inside, chunk, s);
       }
     }
-    if constexpr (kQuantised) {
-      op::fence_async_shared();
-      s.q_full.arrive();
-    } else {
-      op::arrive_after_copies(s.q_full);
-    }
+    if (kQuantised) op::fence_async_shared();
   }
 
   // A row of queries as float16, divided by a power of two that brings its largest below 2^9; the rest as it is.
@@ -350,13 +346,20 @@ struct Latent {
   RA_DEV static void produce(Params<Tma> const& params, Smem& s) {
     op::reg_dealloc<72>();
     int const t = op::tid() % 128;
-    int turns[2] = {0, 0}, jobs = 0;
+    int turns[2] = {0, 0}, turn = 0;
     Walk walk = Walk::begin(params.plan);
     Segment segment;
-    while (walk.next(params.plan, segment)) {
-      if (segment.begin >= segment.end) continue;
-      fill_queries(params.plan, walk, segment.seq, jobs++, s, t);
-      for (int index = segment.begin; index < segment.end; index += 2) {
+    for (bool more = true; more; ++turn) {
+      more = walk.next(params.plan, segment);
+      s.q_empty.wait((turn & 1) ^ 1);
+      if (more && segment.begin < segment.end) fill_queries(params.plan, walk, segment.seq, s, t);
+      if (t == 0) {
+        s.segments[turn & 1] = segment;
+        s.q_full.arrive();
+      }
+      if (kQuantised) s.q_full.arrive();
+      else op::arrive_after_copies(s.q_full);
+      for (int index = segment.begin; more && index < segment.end; index += 2) {
         bool const two = index + 1 < segment.end;
         Block first, second;
         locate(params, walk, segment, index, t, first);
@@ -380,8 +383,9 @@ struct Latent {
   struct Consumer {
     Smem& s;
     Plan const& plan;
-    int const t = op::tid() % 128, lane = t % 32, quad = lane % 4, row0 = t / 32 * 16 + lane / 4;
-    int turns[2] = {0, 0};
+    // This thread's first row, and which two of 8 columns it has.
+    int const row0 = op::tid() % 128 / 32 * 16 + op::tid() % 32 / 4, quad = op::tid() % 4;
+    uint32_t phases = 0;  // bit S: of the barriers of stage S; bit 2: of the queries'
     float maximum[2], level[2], sum[2];
     decltype(cute::partition_fragment_C(MmaValuesS<256>{}, cute::Shape<cute::_64, cute::_256>{})) out;
     decltype(cute::partition_fragment_C(MmaLogits<Element>{}, cute::Shape<cute::_64, cute::_64>{})) block;
@@ -389,13 +393,14 @@ struct Latent {
     RA_DEV Consumer(Smem& s, Plan const& plan) : s(s), plan(plan) {}
 
     RA_DEV void wait_full(int stage, int half) {
-      s.full[stage][half].wait(turns[stage] & 1);
+      s.full[stage][half].wait(phases >> stage & 1);
       if (!kQuantised) op::fence_async_shared();  // copies are ordinary writes
     }
     RA_DEV void hand_back(op::MBar& bar) {
       op::syncwarp();  // each warp's own products are done, so each says so
-      if (lane == 0) bar.arrive();
+      if (is_first_lane()) bar.arrive();
     }
+    RA_DEV bool is_first_lane() const { return quad == 0 && row0 % 8 == 0; }
     RA_DEV void both_arrive(int id) { op::named_arrive(id, 256); }
     RA_DEV void both_sync(int id) { op::named_sync(id, 256); }
 
@@ -413,7 +418,7 @@ struct Latent {
         for (int i = 0; i < kGroups; ++i) {
           if (i == 2) wait_full(W, 1 - W);
           int const group = (i + 2 * W) % kGroups;
-          op::wgmma_ss(MmaLogits<Element>{}, t, shared<Rows<128>>(s.q[2 * group]),
+          op::wgmma_ss(MmaLogits<Element>{}, op::tid() % 128, shared<Rows<128>>(s.q[2 * group]),
                        shared<Rows<128>>(s.keys[W][2 * group]), block, i == 0);
           op::wgmma_wait<0>(block);
           CUTE_UNROLL
@@ -426,14 +431,14 @@ struct Latent {
                 block(at(c, r, j)) *= i < kGroups - 1 ? step : step * s.unit[row0 + 8 * r];
             }
         }
-        op::wgmma_ss(MmaLogits<bf16>{}, t, shared<Rows<64, bf16>>(reinterpret_cast<bf16*>(s.q[8])),
+        op::wgmma_ss(MmaLogits<bf16>{}, op::tid() % 128, shared<Rows<64, bf16>>(reinterpret_cast<bf16*>(s.q[8])),
                      shared<Rows<64, bf16>>(reinterpret_cast<bf16*>(s.keys[W][8])), block, false);
         op::wgmma_wait<0>(block);
       }
     }
     template <int kSlabs>
     RA_DEV void add_logits(int slab, bool zero) {
-      op::wgmma_ss(MmaLogits<Element>{}, t, shared<Rows<64 * kSlabs>>(s.q[slab]),
+      op::wgmma_ss(MmaLogits<Element>{}, op::tid() % 128, shared<Rows<64 * kSlabs>>(s.q[slab]),
                    shared<Rows<64 * kSlabs>>(s.keys[W][slab]), block, zero);
     }
 
@@ -519,7 +524,7 @@ struct Latent {
     RA_DEV void add_own() {
       if constexpr (!kQuantised) {
         auto a = operand([&](int r, int j) { return op::pack<Element>(block(at(0, r, j)), block(at(1, r, j))); });
-        op::wgmma_rs(MmaValuesR<256>{}, t, a, shared<Values<256>>(s.keys[W][W * kHalf]), out);
+        op::wgmma_rs(MmaValuesR<256>{}, op::tid() % 128, a, shared<Values<256>>(s.keys[W][W * kHalf]), out);
       } else {
         constexpr float kOne[2] = {1.f, 1.f};
         add_groups<W>(kOne);
@@ -529,7 +534,7 @@ struct Latent {
     // pass through registers.
     RA_DEV void add_other(float const (&factor)[2]) {
       if constexpr (!kQuantised)
-        op::wgmma_ss(MmaValuesS<256>{}, t, shared<Rows<64>>(s.keys[1 - W][8]),
+        op::wgmma_ss(MmaValuesS<256>{}, op::tid() % 128, shared<Rows<64>>(s.keys[1 - W][8]),
                      shared<Values<256>>(s.keys[1 - W][W * kHalf]), out, false);
       else
         add_groups<1 - W>(factor);
@@ -548,7 +553,7 @@ struct Latent {
         });
         auto columns = cute::make_tensor(out.data() + 64 * i, cute::make_layout(cute::partition_shape_C(
                                                                   MmaValuesR<128>{}, cute::Shape<cute::_64, cute::_128>{})));
-        op::wgmma_rs(MmaValuesR<128>{}, t, a, shared<Values<128>>(s.keys[S][2 * group]), columns);
+        op::wgmma_rs(MmaValuesR<128>{}, op::tid() % 128, a, shared<Values<128>>(s.keys[S][2 * group]), columns);
       }
     }
 
@@ -670,17 +675,16 @@ struct Latent {
         op::wgmma_wait<0>(out);
         hand_back(s.empty[0][1]);
       }
-      ++turns[0];
-      turns[1] += two;
+      phases ^= two ? 3 : 1;
     }
 
     RA_DEV void run() {
       op::reg_alloc<216>();
-      if (lane == 0) s.walk[op::tid() / 32] = Walk::begin(plan);
-      op::syncwarp();
-      int jobs = 0;
-      while (next(op::fresh_tid() / 32)) {
-        int const warp = op::fresh_tid() / 32;
+      for (;; phases ^= 4) {
+        s.q_full.wait(phases >> 2);
+        if (!kQuantised) op::fence_async_shared();
+        Segment const& segment = s.segments[phases >> 2];
+        if (segment.slot == kAbsent) return;
         cute::clear(out);
         int limit[2];
         CUTE_UNROLL
@@ -688,31 +692,17 @@ struct Latent {
           maximum[r] = -INFINITY;
           if constexpr (kQuantised) level[r] = -INFINITY;
           sum[r] = 0.f;
-          limit[r] = s.walk[warp].limit_of(plan, s.walk[warp].job.tile * 64 + row0 + 8 * r, s.segment[warp].length);
+          Job const job = job_of(plan, op::bid());
+          limit[r] = Walk::limit_of(plan, job, job.tile * 64 + row0 + 8 * r, segment.length);
         }
-        int index = s.segment[warp].begin, end = s.segment[warp].end;
-        if (index < end) {
-          s.q_full.wait(jobs & 1);
-          if (!kQuantised) op::fence_async_shared();
-          for (; index < end; index += 2) pair(index * kBlock, index + 1 < end, limit);
-          hand_back(s.q_empty);
-          add_sums(jobs++ & 1);
-        }
-        int const again = op::fresh_tid() / 32;
-        finish(s.walk[again], s.segment[again]);
+        int index = segment.begin, end = segment.end;
+        bool const some = index < end;
+        for (; index < end; index += 2) pair(index * kBlock, index + 1 < end, limit);
+        hand_back(s.q_empty);
+        if (some) add_sums(phases >> 2);
+        finish_row<0>(op::fresh_tid());
+        finish_row<1>(op::fresh_tid());
       }
-    }
-    RA_DEV bool next(int warp) {
-      Walk walk = s.walk[warp];
-      Segment segment;
-      op::syncwarp();
-      bool const more = walk.next(plan, segment);
-      if (lane == 0) {
-        s.walk[warp] = walk;
-        s.segment[warp] = segment;
-      }
-      op::syncwarp();
-      return more;
     }
 
     // The row's sum is that of both warpgroups. Two buffers, since one may be a segment ahead of the other.
@@ -728,41 +718,43 @@ struct Latent {
       for (int r = 0; r < 2; ++r) sum[r] += s.sums[buffer][1 - W][row0 + 8 * r];
     }
 
-    RA_DEV void finish(Walk const& walk, Segment const& segment) {
-      // Places are computed anew, not kept in registers through the loop.
-      int const t = op::fresh_tid() % 128, quad = t % 4, row0 = t / 32 * 16 + t % 32 / 4;
-      RaLatent const& call = plan.call;
+    // Places are computed anew from the thread's number, not kept in registers through the loop.
+    template <int R>
+    RA_DEV void finish_row(int thread) {
+      Segment const segment = s.segments[phases >> 2];
+      Job const job = job_of(plan, op::fresh_bid());
       bool const whole = segment.slot == kWhole;
-      CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) {
-        int const row = walk.job.tile * 64 + row0 + 8 * r;
-        if (row >= plan.rows) continue;
-        Query const query = query_of(plan, walk.job, row, kSparse);
-        bool const empty = sum[r] == 0.f;
-        float const lse = empty ? -INFINITY : maximum[r] + op::log2(sum[r]);
-        float denominator = sum[r];
-        if (whole && call.sinks && !empty) denominator += op::exp2(call.sinks[query.head] * kLog2e - maximum[r]);
-        float factor = empty ? 0.f : 1.f / denominator;
-        if (kQuantised && !empty) factor *= op::exp2(level[r] - maximum[r]);
-        int64_t const place =
-            ((whole ? segment.seq : segment.slot) * call.num_q_tokens + query.token) * call.num_q_heads + query.head;
-        int64_t const column = place * kValue + W * 256 + 2 * quad;
+      RaLatent const& call = plan.call;
+      int const row = job.tile * 64 + thread % 128 / 32 * 16 + thread % 32 / 4 + 8 * R, pair = thread % 4;
+      if (row >= plan.rows) return;
+      Query const query = query_of(plan, job, row, kSparse);
+      int64_t const place =
+          ((whole ? segment.seq : segment.slot) * call.num_q_tokens + query.token) * call.num_q_heads + query.head;
+      bool const empty = sum[R] == 0.f;
+      float denominator = sum[R];
+      if (whole && call.sinks && !empty) denominator += op::exp2(call.sinks[query.head] * kLog2e - maximum[R]);
+      float factor = empty ? 0.f : 1.f / denominator;
+      if (kQuantised && !empty) factor *= op::exp2(level[R] - maximum[R]);
+      int64_t const column = place * kValue + W * 256 + 2 * pair;
+      if (whole) {
+        Out* const to = static_cast<Out*>(call.out) + column;
         CUTE_UNROLL
-        for (int j = 0; j < 32; ++j) {
-          float const low = out(at(0, r, j)) * factor, high = out(at(1, r, j)) * factor;
-          if (whole)
-            *reinterpret_cast<uint32_t*>(static_cast<Out*>(call.out) + column + 8 * j) = op::pack<Out>(low, high);
-          else
-            *reinterpret_cast<float2*>(call.partial_out + column + 8 * j) = float2{low, high};
-        }
-        if (W == 0 && quad == 0) {
-          int64_t const finished = (segment.seq * call.num_q_heads + query.head) * call.num_q_tokens + query.token;
-          if (whole) call.lse[finished] = lse * kLn2;
-          else call.partial_lse[place] = lse;
-          if (call.max_logits) {
-            if (whole) call.max_logits[finished] = maximum[r] * kLn2;
-            else call.partial_max[place] = maximum[r];
-          }
+        for (int j = 0; j < 32; ++j)
+          *reinterpret_cast<uint32_t*>(to + 8 * j) = op::pack<Out>(out(at(0, R, j)) * factor, out(at(1, R, j)) * factor);
+      } else {
+        float* const to = call.partial_out + column;
+        CUTE_UNROLL
+        for (int j = 0; j < 32; ++j)
+          *reinterpret_cast<float2*>(to + 8 * j) = float2{out(at(0, R, j)) * factor, out(at(1, R, j)) * factor};
+      }
+      if (W == 0 && pair == 0) {
+        float const lse = empty ? -INFINITY : maximum[R] + op::log2(sum[R]);
+        int64_t const finished = (segment.seq * call.num_q_heads + query.head) * call.num_q_tokens + query.token;
+        if (whole) call.lse[finished] = lse * kLn2;
+        else call.partial_lse[place] = lse;
+        if (call.max_logits) {
+          if (whole) call.max_logits[finished] = maximum[R] * kLn2;
+          else call.partial_max[place] = maximum[R];
         }
       }
     }
@@ -771,10 +763,10 @@ struct Latent {
   template <class Tma>
   RA_DEV static void run(Params<Tma> const& params, Smem& s) {
     if (op::tid() == 0) {
-      s.q_full.init(128);
+      s.q_full.init(128 + 1);
       s.q_empty.init(8);
       for (int i = 0; i < 4; ++i) {
-        s.full[i / 2][i % 2].init(128);
+        s.full[i / 2][i % 2].init(128 + (i / 2 == i % 2 ? kWriters : 0));
         s.empty[i / 2][i % 2].init(4);
       }
       op::fence_barrier_init();

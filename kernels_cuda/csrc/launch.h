@@ -3,6 +3,13 @@
 #include "combine.h"
 #include "latent.h"
 
+// Rows are told apart by what lies before them, in 32 bits of 16 bytes.
+constexpr int64_t kMostBytes = (int64_t(1) << 36) - 16;
+inline int64_t cache_bytes(RaLatent const& call) {
+  return (call.num_pages * call.page_stride + call.page_size * call.slot_stride + call.num_kv_heads * call.head_stride) *
+         (call.format == RA_PLAIN ? 2 : 1);
+}
+
 // Pages that are whole numbers of blocks can be fetched block by block.
 inline bool pages_by_tma(RaLatent const& call) { return call.page_size % kBlock == 0 && call.num_pages > 0; }
 
@@ -26,7 +33,7 @@ int launch_latent(RaLatent const& call, void* stream) {
   int64_t const jobs = num_jobs(plan), rows = call.num_seqs * call.num_q_tokens * call.num_q_heads;
   if (jobs <= 0) return 0;
   bool const splits = call.parts != nullptr || call.num_splits > 1;
-  if (jobs > INT32_MAX || (splits && call.partial_out == nullptr)) return RA_NO_KERNEL;
+  if (jobs > INT32_MAX || cache_bytes(call) > kMostBytes || (splits && call.partial_out == nullptr)) return RA_NO_KERNEL;
   int code;
   if constexpr (Kernel::kLists) {
     code = op::launch<Kernel>(jobs, sizeof(typename Kernel::Smem), stream, typename Kernel::template Params<char>{plan, 0, false});

@@ -499,6 +499,15 @@ struct Machine {
     for (auto const& [what, count] : waiting) text += "; " + std::to_string(count) + " for " + what;
     return text;
   }
+  // These stopped anywhere, and are not gone on with.
+  void abandon() {
+    for (Fiber const& fiber : fibers) {
+      watch::become(fiber.seen);
+      watch::release(&ended);
+    }
+    watch::become(caller_seen);
+    sanitized.clear();
+  }
   // Returns whether every block came to its end.
   bool run(int64_t grid) {
     watch::Unseen unseen;
@@ -510,12 +519,11 @@ struct Machine {
       watch::release(&started);
       resume(next());
       if (!failed && done < threads) report = who_waits();
-      if (failed || done < threads) {
-        sanitized.clear();  // since these stopped anywhere
-        return false;
-      }
-      while (land()) {}
+      bool const whole = !failed && done == threads;
+      if (!whole) abandon();
+      while (whole && land()) {}
       watch::acquire(&ended);
+      if (!whole) return false;
     }
     return true;
   }

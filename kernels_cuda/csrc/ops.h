@@ -4,7 +4,7 @@
 //   g++ -DRA_EMULATE         emulated.h: the same on CPU threads, with what the hardware leaves open made visible
 //
 // Both offer
-//   tid, fresh_tid, bid                         thread in the block (fresh: recomputed), block in a one-dimensional grid
+//   tid, bid, fresh_tid, fresh_bid              thread in the block, block in a one-dimensional grid; fresh: read again
 //   reg_alloc<N>, reg_dealloc<N>                registers a thread of this warpgroup, from here on
 //   syncthreads, syncwarp, named_sync, named_arrive, shfl_xor
 //   MBar: init, arrive, arrive_expect, wait     a barrier of arrivals and bytes, with a phase bit

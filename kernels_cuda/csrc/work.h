@@ -25,7 +25,8 @@ struct Plan {
   float scale;   // of logits to base 2
 };
 inline Plan plan_of(RaLatent const& call) {
-  Plan plan{call};
+  Plan plan{};
+  plan.call = call;
   plan.num_seqs = int(call.num_seqs);
   plan.num_q_tokens = int(call.num_q_tokens);
   plan.num_q_heads = int(call.num_q_heads);
