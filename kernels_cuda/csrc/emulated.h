@@ -424,6 +424,7 @@ void wgmma_wait(Acc&...) {
 
 // As the hardware's, but for its rounding.
 inline float exp2(float x) { return std::exp2(x); }
+inline float reciprocal(float x) { return 1.f / x; }
 inline float log2(float x) { return std::log2(x); }
 template <class T>
 uint32_t pack(float low, float high) {

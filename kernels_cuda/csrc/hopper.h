@@ -120,6 +120,11 @@ RA_DEV float exp2(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
   return y;
 }
+RA_DEV float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+  return y;
+}
 RA_DEV float log2(float x) { return __log2f(x); }
 template <class T>
 RA_DEV uint32_t pack(float low, float high) {

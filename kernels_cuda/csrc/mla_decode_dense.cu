@@ -3,9 +3,9 @@
 
 extern "C" int ra_mla_decode_dense(RaLatent const* call, void* stream) {
   if (!takes(*call, RA_PLAIN, false)) return RA_NO_KERNEL;
-  if (call->dtype == RA_BFLOAT16 && call->d_qk == 576) return launch_latent<Latent<bf16, 576, false, false>>(*call, stream);
-  if (call->dtype == RA_BFLOAT16 && call->d_qk == 512) return launch_latent<Latent<bf16, 512, false, false>>(*call, stream);
-  if (call->dtype == RA_FLOAT16 && call->d_qk == 576) return launch_latent<Latent<f16, 576, false, false>>(*call, stream);
-  if (call->dtype == RA_FLOAT16 && call->d_qk == 512) return launch_latent<Latent<f16, 512, false, false>>(*call, stream);
+  if (call->dtype == RA_BFLOAT16 && call->d_qk == 576) return launch_latent<Seesaw<bf16, 576, false>>(*call, stream);
+  if (call->dtype == RA_BFLOAT16 && call->d_qk == 512) return launch_latent<Seesaw<bf16, 512, false>>(*call, stream);
+  if (call->dtype == RA_FLOAT16 && call->d_qk == 576) return launch_latent<Seesaw<f16, 576, false>>(*call, stream);
+  if (call->dtype == RA_FLOAT16 && call->d_qk == 512) return launch_latent<Seesaw<f16, 512, false>>(*call, stream);
   return RA_NO_KERNEL;
 }

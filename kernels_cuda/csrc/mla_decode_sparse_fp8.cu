@@ -3,5 +3,5 @@
 
 extern "C" int ra_mla_decode_sparse_fp8(RaLatent const* call, void* stream) {
   if (!takes(*call, RA_FP8_V32, true) || call->dtype != RA_BFLOAT16 || call->d_qk != 576) return RA_NO_KERNEL;
-  return launch_latent<Latent<f16, 576, true, true>>(*call, stream);
+  return launch_latent<Folded>(*call, stream);
 }

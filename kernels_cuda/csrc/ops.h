@@ -13,7 +13,7 @@
 //   make_tma, tma_load                          tiles of 64 x 64 of a (rows, columns, (heads, pages)) tensor
 //   store                                       an ordinary write of what wgmma will read
 //   wgmma_ss, wgmma_rs, wgmma_wait<N>           asynchronous products; the wait names the accumulators it settles
-//   exp2, log2, pack<T>                         2^x, the base-2 logarithm, two floats as one word of T
+//   exp2, log2, reciprocal, pack<T>             2^x, the base-2 logarithm, 1/x, two floats as one word of T
 //   half_pair, low_half, high_half              two e4m3 codes as a word of float16, and its two as float
 //   launch                                      a grid of blocks that run Body::run(params, shared memory)
 #pragma once

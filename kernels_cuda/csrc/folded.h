@@ -1,0 +1,405 @@
+// Attention by lists over rows of an `fp8_v32` cache: 512 e4m3 codes, four float32 scales, 64 bfloat16 columns.
+//
+// A code becomes a float16 operand, exactly, and is never multiplied: the scale of a group of 128 columns is folded into
+// its share of the logits and into the weights of its values. Such weights are held near 1 by a second running maximum,
+// `level`, of logit plus exponent of the key's largest scale. Queries become float16 as well, divided by a power of two
+// a row; the 64 columns behind the value stay bfloat16.
+//
+// A producer warpgroup decodes rows into two stages. Warpgroup 0, the leader, computes logits and weights and holds the
+// left half of the output; warpgroup 1, the follower, holds the right half. Both read the weights from shared memory,
+// where they take the place of the block's last 64 columns, whose logits are done by then. While the leader is at its
+// exponentials, the follower's product of the block before has the tensor cores.
+#pragma once
+#include "latent.h"
+
+struct Folded : LatentBase<f16, bf16, true, 1> {
+  using Base = LatentBase<f16, bf16, true, 1>;
+  static constexpr int kColumns = 576, kGroups = 4;
+  static constexpr float kSmallestRatio = 8.67361737988403547e-19f;  // 2^-60, in place of a scale of 0 in logits
+
+  enum { kWeights, kSums = 2 };  // named barriers: the weights of a block, one for each stage; the rows' sums
+
+  struct alignas(1024) Smem {
+    f16 q[9][kSlab];                  // slab 8: bfloat16
+    f16 keys[2][9][kSlab];            // slab 8: the rest in bfloat16, then the block's weights
+    float ratio[2][kGroups][64];      // a group's scale over 2^exponent
+    float step[2][kGroups][64];       // what logits are multiplied by after each group
+    float exponent[2][64], power[2][64];  // power: 2^exponent
+    float unit[64];                   // what rows of q were divided by
+    float factor[2][64];              // what the output of the blocks before is multiplied by
+    float maximum[2][64], level[2][64], sums[2][64];
+    uint8_t seen[2][64];
+    Segment segments[2];              // that the producer is at, and that consumers may still be finishing
+    op::MBar q_full, q_empty, full[2][2], empty[2][2];
+  };
+  static_assert(sizeof(Smem) <= 232448, "more than a block of sm_90 can have");
+
+  template <class Tma>
+  struct Params {
+    Plan plan;
+    Tma tma;
+    bool use_tma;
+  };
+
+  // ---- producer
+
+  RA_DEV static uint4 load16(char const* at, bool seen) {
+    return seen ? *reinterpret_cast<uint4 const*>(at) : uint4{0, 0, 0, 0};
+  }
+
+  // A thread's share of half H of a block: of each of its rows 16 codes of either group, and with the right half 16
+  // bytes of the rest; a row's scales are read by one of its first four threads.
+  struct Share {
+    uint4 codes[4][2], rest[4];
+    float4 scales;
+  };
+  template <int H>
+  RA_DEV static void load(RaLatent const& call, Block const& block, Share& share, int chunk) {
+    share.scales = {0.f, 0.f, 0.f, 0.f};
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      char const* const row = row_at(call, block.at[i]);
+      bool const seen = block.at[i] != kUnseen;
+      CUTE_UNROLL
+      for (int j = 0; j < 2; ++j) share.codes[i][j] = load16(row + H * 256 + j * 128 + chunk * 16, seen);
+      if (H) share.rest[i] = load16(row + 528 + chunk * 16, seen);
+      if (!H && chunk == i && seen) share.scales = *reinterpret_cast<float4 const*>(row + 512);
+    }
+  }
+
+  // 16 codes of a row become 32 bytes of float16; the order of the two stores spreads a row's eight threads over banks.
+  RA_DEV static void decode(uint4 const& codes, f16* slab, int row, int chunk_pair, bool high_first) {
+    uint32_t const words[4] = {codes.x, codes.y, codes.z, codes.w};
+    uint32_t halves[8];
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      halves[2 * i] = op::half_pair(words[i] & 0xffff);
+      halves[2 * i + 1] = op::half_pair(words[i] >> 16);
+    }
+    uint4 const low = {halves[0], halves[1], halves[2], halves[3]}, high = {halves[4], halves[5], halves[6], halves[7]};
+    int const first = 2 * chunk_pair + high_first;
+    op::store(reinterpret_cast<uint4*>(slab + place(row, first)), high_first ? high : low);
+    op::store(reinterpret_cast<uint4*>(slab + place(row, first ^ 1)), high_first ? low : high);
+  }
+
+  // Logits gain a group at a time, and after each are multiplied to what suits the next (Horner's scheme), so that one
+  // accumulator does: after the last group by its own ratio and the power that all ratios are relative to.
+  RA_DEV static void tell_scales(float4 const& scales, int stage, int row, Smem& s) {
+    float ratio[kGroups] = {scales.x, scales.y, scales.z, scales.w}, divisor[kGroups];
+    float largest = 0.f;
+    CUTE_UNROLL
+    for (int i = 0; i < kGroups; ++i) largest = fmaxf(largest, fabsf(ratio[i]));
+    int const exponent = scale_exponent(bits_of(largest));
+    CUTE_UNROLL
+    for (int i = 0; i < kGroups; ++i) {
+      ratio[i] *= power_of_two(-exponent);
+      s.ratio[stage][i][row] = ratio[i];
+      divisor[i] = fabsf(ratio[i]) < kSmallestRatio ? kSmallestRatio : ratio[i];
+    }
+    s.exponent[stage][row] = float(exponent);
+    s.power[stage][row] = power_of_two(exponent);
+    CUTE_UNROLL
+    for (int i = 0; i < kGroups - 1; ++i) s.step[stage][i][row] = divisor[i] * op::reciprocal(divisor[i + 1]);
+    s.step[stage][kGroups - 1][row] = divisor[kGroups - 1] * power_of_two(exponent);
+  }
+
+  // Write half H of a stage when its readers are done with what was there.
+  template <int H>
+  RA_DEV static void fill(Block const& block, Share const& share, int turn, Smem& s, int t) {
+    int const stage = turn & 1, row = t / 8, chunk = t % 8;
+    s.empty[stage][H].wait((turn >> 1 & 1) ^ 1);
+    if (H == 0) {
+      // Scales and what is seen are read by the follower too, to the end of the block.
+      s.empty[stage][1].wait((turn >> 1 & 1) ^ 1);
+      tell_seen(s.seen[stage], block, t, s.full[stage][0]);
+      if (chunk < 4) tell_scales(share.scales, stage, row + 16 * chunk, s);
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      CUTE_UNROLL
+      for (int j = 0; j < 2; ++j)
+        decode(share.codes[i][j], s.keys[stage][H * kHalf + 2 * j + chunk / 4], row + 16 * i, chunk % 4, chunk >= 4);
+      if (H) op::store(reinterpret_cast<uint4*>(s.keys[stage][8] + place(row + 16 * i, chunk)), share.rest[i]);
+    }
+    op::fence_async_shared();
+    s.full[stage][H].arrive();
+  }
+
+  // A row of queries as float16, divided by a power of two that brings its largest below 2^9; the rest as it is.
+  RA_DEV static void fill_query(char const* at, bool valid, int row, int chunk, Smem& s) {
+    uint4 given[8];
+    float largest = 0.f;
+    CUTE_UNROLL
+    for (int slab = 0; slab < 8; ++slab) {
+      given[slab] = load16(at + (slab * 64 + chunk * 8) * 2, valid);
+      uint32_t const words[4] = {given[slab].x, given[slab].y, given[slab].z, given[slab].w};
+      CUTE_UNROLL
+      for (int i = 0; i < 4; ++i) largest = fmaxf(largest, fmaxf(fabsf(low_of(words[i])), fabsf(high_of(words[i]))));
+    }
+    CUTE_UNROLL
+    for (int mask = 1; mask < 8; mask *= 2) largest = fmaxf(largest, op::shfl_xor(largest, mask));
+    int const exponent = unit_exponent(bits_of(largest));
+    if (chunk == 0) s.unit[row] = power_of_two(exponent);
+    float const factor = power_of_two(-exponent);
+    CUTE_UNROLL
+    for (int slab = 0; slab < 8; ++slab) {
+      uint32_t words[4] = {given[slab].x, given[slab].y, given[slab].z, given[slab].w};
+      CUTE_UNROLL
+      for (int i = 0; i < 4; ++i) words[i] = op::pack<f16>(low_of(words[i]) * factor, high_of(words[i]) * factor);
+      op::store(reinterpret_cast<uint4*>(s.q[slab] + place(row, chunk)), uint4{words[0], words[1], words[2], words[3]});
+    }
+    op::store(reinterpret_cast<uint4*>(s.q[8] + place(row, chunk)), load16(at + 1024 + chunk * 16, valid));
+  }
+  // The two bfloat16 of a word.
+  RA_HD static float low_of(uint32_t word) { return float_of(word << 16); }
+  RA_HD static float high_of(uint32_t word) { return float_of(word & 0xffff0000u); }
+
+  RA_DEV static void produce(Plan const& plan, Smem& s) {
+    op::reg_dealloc<144>();
+    int const t = op::tid() % 128, chunk = t % 8;
+    int turn = 0, segment_turn = 0, seq = 0;
+    for (bool more = true; more; ++segment_turn) {
+      Segment const segment = next_segment(plan, seq);
+      more = segment.slot != kAbsent;
+      s.q_empty.wait((segment_turn & 1) ^ 1);
+      if (segment.begin < segment.end) {
+        Job const job = Base::job(plan);
+        CUTE_NO_UNROLL
+        for (int inside = t / 8; inside < 64; inside += 16) {
+          int const row = job.tile * 64 + inside;
+          fill_query(query_at(plan, job, segment.seq, row < plan.rows ? row : 0), row < plan.rows, inside, chunk, s);
+        }
+      }
+      if (t == 0) {
+        s.segments[segment_turn & 1] = segment;
+        s.q_full.arrive();
+      }
+      op::fence_async_shared();
+      s.q_full.arrive();
+      // What is loaded is decoded one half later, so that there is always something under way.
+      List const list = list_of(plan, segment);
+      Share left, right;
+      Block block = locate(plan, list, segment.begin, t);
+      load<0>(plan.call, block, left, chunk);
+      for (int index = segment.begin, end = segment.end; index < end; ++index, ++turn) {
+        load<1>(plan.call, block, right, chunk);
+        fill<0>(block, left, turn, s, t);
+        Block const next = locate(plan, list, index + 1, t);
+        load<0>(plan.call, next, left, chunk);
+        fill<1>(block, right, turn, s, t);
+        block = next;
+      }
+    }
+  }
+
+  // ---- consumers
+
+  struct Consumer : Base::Consumer {
+    using Rows_ = Base::Consumer;
+    Smem& s;
+    uint32_t turn = 0, segment_turn = 0;
+
+    RA_DEV Consumer(Smem& s, Plan const& plan) : Base::Consumer(plan), s(s) {}
+
+    // out += the weights in shared memory x half W of the stage's values, by groups of columns with a scale of their own.
+    template <int W>
+    RA_DEV void add_values(int stage) {
+      CUTE_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        int const group = 2 * W + i;
+        auto a = operand([&](int r, int j) {
+          uint32_t const word = *weight_word(s.keys[stage][8], row0 + 8 * r, j, pair);
+          float const* const ratio = &s.ratio[stage][group][8 * j + 2 * pair];
+          return op::pack<f16>(op::low_half(word) * ratio[0], op::high_half(word) * ratio[1]);
+        });
+        auto columns = cute::make_tensor(
+            out.data() + 64 * i, cute::make_layout(cute::partition_shape_C(MmaValuesR<128>{}, cute::Shape<cute::_64, cute::_128>{})));
+        op::wgmma_rs(MmaValuesR<128>{}, thread(), a, shared<Values<128>>(s.keys[stage][2 * group]), columns);
+      }
+    }
+    // Wait for the next segment; whether there is one.
+    RA_DEV bool begin() {
+      s.q_full.wait(segment_turn & 1);
+      cute::clear(out);
+      return segment().slot != kAbsent;
+    }
+    RA_DEV Segment const& segment() const { return s.segments[segment_turn & 1]; }
+    RA_DEV float regain(int r, float const (&level)[2]) const {
+      return sum[r] == 0.f ? 0.f : op::exp2(level[r] - maximum[r]);
+    }
+  };
+
+  struct Leader : Consumer {
+    float level[2];
+    Logits block;
+    RA_DEV Leader(Smem& s, Plan const& plan) : Consumer(s, plan) {}
+
+    // block = q . keys.
+    RA_DEV void logits(int stage) {
+      s.full[stage][0].wait(turn >> 1 & 1);
+      CUTE_UNROLL
+      for (int group = 0; group < kGroups; ++group) {
+        if (group == 2) s.full[stage][1].wait(turn >> 1 & 1);
+        op::wgmma_ss(MmaLogits<f16>{}, thread(), shared<Rows<128>>(s.q[2 * group]),
+                     shared<Rows<128>>(s.keys[stage][2 * group]), block, group == 0);
+        op::wgmma_wait<0>(block);
+        CUTE_UNROLL
+        for (int j = 0; j < 8; ++j)
+          CUTE_UNROLL
+          for (int c = 0; c < 2; ++c) {
+            float const step = s.step[stage][group][8 * j + 2 * pair + c];
+            CUTE_UNROLL
+            for (int r = 0; r < 2; ++r)
+              block(at(c, r, j)) *= group < kGroups - 1 ? step : step * s.unit[row0 + 8 * r];
+          }
+      }
+      op::wgmma_ss(MmaLogits<bf16>{}, thread(), shared<Rows<64, bf16>>(reinterpret_cast<bf16*>(s.q[8])),
+                   shared<Rows<64, bf16>>(reinterpret_cast<bf16*>(s.keys[stage][8])), block, false);
+      op::wgmma_wait<0>(block);
+    }
+
+    // Scale and mask the logits; the rows' new maxima and levels.
+    RA_DEV void mask(int stage, float (&highest)[2], float (&reached)[2]) {
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) highest[r] = reached[r] = -INFINITY;
+      CUTE_UNROLL
+      for (int j = 0; j < 8; ++j)
+        CUTE_UNROLL
+        for (int c = 0; c < 2; ++c) {
+          int const column = 8 * j + 2 * pair + c;
+          bool const seen = s.seen[stage][column];
+          CUTE_UNROLL
+          for (int r = 0; r < 2; ++r) {
+            float& logit = block(at(c, r, j));
+            logit = seen ? logit * plan.scale : -INFINITY;
+            highest[r] = fmaxf(highest[r], logit);
+            reached[r] = fmaxf(reached[r], logit + s.exponent[stage][column]);
+          }
+        }
+      raise_in_row(highest);
+      raise_in_row(reached);
+      raise(highest, maximum);
+      raise(reached, level);
+    }
+
+    // The logits become weights relative to `reached`, in shared memory; the rows' sums are relative to `highest`.
+    RA_DEV void weigh(int stage, float const (&highest)[2], float const (&reached)[2]) {
+      float factor[2];
+      factors(maximum, highest, factor);
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        float const reference = finite(highest[r]), shift = op::exp2(reference - finite(reached[r]));
+        sum[r] *= factor[r];
+        CUTE_UNROLL
+        for (int j = 0; j < 8; ++j) {
+          float weight[2];
+          CUTE_UNROLL
+          for (int c = 0; c < 2; ++c) {
+            weight[c] = op::exp2(block(at(c, r, j)) - reference);
+            sum[r] += weight[c];
+            weight[c] *= shift * s.power[stage][8 * j + 2 * pair + c];
+          }
+          op::store(weight_word(s.keys[stage][8], row0 + 8 * r, j, pair), op::pack<f16>(weight[0], weight[1]));
+        }
+        maximum[r] = highest[r];
+      }
+    }
+
+    RA_DEV void attend() {
+      int const stage = turn & 1;
+      float highest[2], reached[2], factor[2];
+      logits(stage);
+      mask(stage, highest, reached);
+      weigh(stage, highest, reached);
+      factors(level, reached, factor);
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        level[r] = reached[r];
+        if (pair == 0) s.factor[stage][row0 + 8 * r] = factor[r];
+      }
+      op::named_arrive(kWeights + stage, 256);
+      rescale(factor);
+      add_values<0>(stage);
+      op::wgmma_wait<0>(out);
+      hand_back(s.empty[stage][0]);
+      ++turn;
+    }
+
+    RA_DEV void run() {
+      op::reg_alloc<208>();
+      for (; begin(); ++segment_turn) {
+        CUTE_UNROLL
+        for (int r = 0; r < 2; ++r) {
+          maximum[r] = level[r] = -INFINITY;
+          sum[r] = 0.f;
+        }
+        for (int index = segment().begin, end = segment().end; index < end; ++index) attend();
+        add_in_row();
+        CUTE_UNROLL
+        for (int r = 0; r < 2; ++r) {
+          if (pair) continue;
+          s.sums[segment_turn & 1][row0 + 8 * r] = sum[r];
+          s.maximum[segment_turn & 1][row0 + 8 * r] = maximum[r];
+          s.level[segment_turn & 1][row0 + 8 * r] = level[r];
+        }
+        hand_back(s.q_empty);
+        op::named_sync(kSums, 256);
+        this->template finish<0, 0>(segment(), regain(0, level), op::fresh_tid());
+        this->template finish<0, 1>(segment(), regain(1, level), op::fresh_tid());
+      }
+    }
+  };
+
+  struct Follower : Consumer {
+    RA_DEV Follower(Smem& s, Plan const& plan) : Consumer(s, plan) {}
+
+    RA_DEV void attend() {
+      int const stage = turn & 1;
+      op::named_sync(kWeights + stage, 256);
+      s.full[stage][1].wait(turn >> 1 & 1);
+      float const factor[2] = {s.factor[stage][row0], s.factor[stage][row0 + 8]};
+      rescale(factor);
+      add_values<1>(stage);
+      op::wgmma_wait<0>(out);
+      hand_back(s.empty[stage][1]);
+      ++turn;
+    }
+
+    RA_DEV void run() {
+      op::reg_dealloc<152>();
+      for (; begin(); ++segment_turn) {
+        for (int index = segment().begin, end = segment().end; index < end; ++index) attend();
+        hand_back(s.q_empty);
+        op::named_sync(kSums, 256);
+        float level[2];
+        CUTE_UNROLL
+        for (int r = 0; r < 2; ++r) {
+          sum[r] = s.sums[segment_turn & 1][row0 + 8 * r];
+          maximum[r] = s.maximum[segment_turn & 1][row0 + 8 * r];
+          level[r] = s.level[segment_turn & 1][row0 + 8 * r];
+        }
+        this->template finish<1, 0>(segment(), regain(0, level), op::fresh_tid());
+        this->template finish<1, 1>(segment(), regain(1, level), op::fresh_tid());
+      }
+    }
+  };
+
+  template <class Tma>
+  RA_DEV static void run(Params<Tma> const& params, Smem& s) {
+    if (op::tid() == 0) {
+      s.q_full.init(128 + 1);
+      s.q_empty.init(8);
+      for (int stage = 0; stage < 2; ++stage)
+        for (int half = 0; half < 2; ++half) {
+          s.full[stage][half].init(128 + (half ? 0 : kWriters));
+          s.empty[stage][half].init(4);
+        }
+      op::fence_barrier_init();
+    }
+    op::syncthreads();
+    int const warpgroup = op::tid() / 128;
+    if (warpgroup == 0) Leader(s, params.plan).run();
+    else if (warpgroup == 1) Follower(s, params.plan).run();
+    else produce(params.plan, s);
+  }
+};

@@ -1,0 +1,366 @@
+// Attention over plain rows, dense or by lists: two consumer warpgroups that take turns on pairs of blocks.
+//
+// Warpgroup W computes the logits and weights of block W of the pair, multiplies them with its own half of that block's
+// values, then multiplies the other warpgroup's weights, from shared memory, with its half of the other block's values.
+// While one is at its exponentials the other has the tensor cores ("seesaw"). A producer warpgroup fills the two stages
+// in halves of columns; half H of either stage is last read by warpgroup H, which alone hands it back, so that a half is
+// filled again as soon as its reader is done. Slab 8 has the last 64 columns of 576, which are key and not value; once
+// its logits are computed, the block's weights take that slab's place.
+#pragma once
+#include "latent.h"
+
+template <class Element, int kWidth, bool kSparse>
+struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
+  using Base = LatentBase<Element, Element, kSparse, 2>;
+  using Base::kHalf, Base::kSlab, Base::kWriters;
+  template <int kColumns>
+  using Rows = typename Base::template Rows<kColumns>;
+  template <int kColumns>
+  using Values = typename Base::template Values<kColumns>;
+  static constexpr int kColumns = kWidth;
+  static constexpr bool kRest = kWidth == 576;  // columns behind the value
+  static_assert(kWidth == 512 || kWidth == 576);
+
+  // Named barriers, one warpgroup's word to the other: the maximum of block 0; that of block 1 with its weights; the
+  // weights of block 0; and, of both, the sums.
+  enum { kFirstMaximum, kSecondWeights, kFirstWeights, kSums };
+
+  struct alignas(1024) Smem {
+    Element q[kWidth / 64][kSlab];
+    Element keys[2][9][kSlab];           // slab 8: the rest, then the block's weights
+    float maximum[2][64], sums[2][2][64];
+    uint8_t seen[2][64];
+    Segment segments[2];                 // that the producer is at, and that consumers may still be finishing
+    op::MBar q_full, q_empty, full[2][2], empty[2][2];
+  };
+  static_assert(sizeof(Smem) <= 232448, "more than a block of sm_90 can have");
+
+  template <class Tma>
+  struct Params {
+    Plan plan;
+    Tma tma;
+    bool use_tma;  // pages are whole numbers of blocks
+  };
+
+  // ---- producer
+
+  template <int S, int H>
+  static constexpr int kFilled = kHalf + (kRest && H != S);  // slabs of a half; the rest comes with that read last
+  template <int S, int H>
+  RA_HD static constexpr int slab_of(int i) {
+    return i < kHalf ? H * kHalf + i : 8;
+  }
+
+  template <class Tma>
+  RA_DEV static Block locate(Params<Tma> const& params, List const& list, int block, int t) {
+    if constexpr (!kSparse) {
+      int const first = block * kBlock;
+      if (params.use_tma && first + kBlock <= list.length) {
+        int const page = list.entries[first / params.plan.page_size];
+        if (page >= 0 && page < params.plan.num_pages)
+          return {{0, 0, 0, 0}, page, first % params.plan.page_size / kBlock};
+      }
+    }
+    return Base::locate(params.plan, list, block, t);
+  }
+
+  // Fill half H of stage S when its reader is done with what was there.
+  template <int S, int H, class Tma>
+  RA_DEV static void fill(Params<Tma> const& params, Block const& block, int turn, Smem& s, int t) {
+    s.empty[S][H].wait((turn & 1) ^ 1);
+    if (S == H) Base::tell_seen(s.seen[S], block, t, s.full[S][H]);
+    if constexpr (!kSparse) {
+      if (block.page >= 0) return fetch<S, H>(params, block, s, t);
+    }
+    int const chunk = t % 8;
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      char const* const row = Base::row_at(params.plan.call, block.at[i]);
+      CUTE_UNROLL
+      for (int j = 0; j < kFilled<S, H>; ++j) {
+        int const slab = slab_of<S, H>(j);
+        op::copy16(s.keys[S][slab] + Base::place(t / 8 + 16 * i, chunk), row + (slab * 64 + chunk * 8) * 2,
+                   block.at[i] != kUnseen);
+      }
+    }
+    op::arrive_after_copies(s.full[S][H]);
+  }
+  template <int S, int H, class Tma>
+  RA_DEV static void fetch(Params<Tma> const& params, Block const& block, Smem& s, int t) {
+    if (t) return s.full[S][H].arrive();
+    int const head = Base::job(params.plan).kv_head;
+    s.full[S][H].arrive_expect(kFilled<S, H> * kSlab * sizeof(Element));
+    for (int i = 0; i < kFilled<S, H>; ++i)
+      op::tma_load(params.tma, block.tile, slab_of<S, H>(i), head, block.page, s.full[S][H],
+                   Base::template shared<Rows<64>>(s.keys[S][slab_of<S, H>(i)]));
+  }
+
+  RA_DEV static void fill_queries(Plan const& plan, int seq, Smem& s, int t) {
+    Job const job = Base::job(plan);
+    int const chunk = t % 8;
+    CUTE_NO_UNROLL
+    for (int inside = t / 8; inside < 64; inside += 16) {
+      int const row = job.tile * 64 + inside;
+      char const* const at = Base::query_at(plan, job, seq, row < plan.rows ? row : 0);
+      CUTE_UNROLL
+      for (int slab = 0; slab < kWidth / 64; ++slab)
+        op::copy16(s.q[slab] + Base::place(inside, chunk), at + (slab * 64 + chunk * 8) * 2, row < plan.rows);
+    }
+  }
+
+  template <class Tma>
+  RA_DEV static void produce(Params<Tma> const& params, Smem& s) {
+    op::reg_dealloc<72>();
+    int const t = op::tid() % 128;
+    int turns[2] = {0, 0}, turn = 0, seq = 0;
+    for (bool more = true; more; ++turn) {
+      Segment const segment = Base::next_segment(params.plan, seq);
+      more = segment.slot != kAbsent;
+      s.q_empty.wait((turn & 1) ^ 1);
+      if (segment.begin < segment.end) fill_queries(params.plan, segment.seq, s, t);
+      if (t == 0) {
+        s.segments[turn & 1] = segment;
+        s.q_full.arrive();
+      }
+      op::arrive_after_copies(s.q_full);
+      List const list = Base::list_of(params.plan, segment);
+      for (int index = segment.begin, end = segment.end; index < end; index += 2) {
+        bool const two = index + 1 < end;
+        Block const first = locate(params, list, index, t), second = locate(params, list, index + two, t);
+        fill<0, 0>(params, first, turns[0], s, t);
+        if (two) fill<1, 1>(params, second, turns[1], s, t);
+        fill<0, 1>(params, first, turns[0]++, s, t);
+        if (two) fill<1, 0>(params, second, turns[1]++, s, t);
+      }
+    }
+  }
+
+  // ---- consumers
+
+  template <int W>
+  struct Consumer : Base::Consumer {
+    using Rows_ = typename Base::Consumer;
+    using Rows_::out, Rows_::maximum, Rows_::sum, Rows_::row0, Rows_::plan, Rows_::hand_back, Rows_::thread;
+    Smem& s;
+    uint32_t phases = 0;  // bit S: of the barriers of stage S; bit 2: of the queries'
+    typename Base::Logits block;
+
+    RA_DEV Consumer(Smem& s, Plan const& plan) : Base::Consumer(plan), s(s) {}
+
+    RA_DEV void wait_full(int stage, int half) {
+      s.full[stage][half].wait(phases >> stage & 1);
+      op::fence_async_shared();  // copies are ordinary writes
+    }
+    RA_DEV static void both_arrive(int id) { op::named_arrive(id, 256); }
+    RA_DEV static void both_sync(int id) { op::named_sync(id, 256); }
+
+    // block = q . keys of stage W, its own half first.
+    RA_DEV void logits() {
+      wait_full(W, W);
+      add_logits<kHalf>(W * kHalf, true);
+      wait_full(W, 1 - W);
+      add_logits<kHalf>((1 - W) * kHalf, false);
+      if constexpr (kRest) add_logits<1>(8, false);
+      op::wgmma_wait<0>(block);
+    }
+    template <int kSlabs>
+    RA_DEV void add_logits(int slab, bool zero) {
+      op::wgmma_ss(typename Base::template MmaLogits<Element>{}, thread(),
+                   Base::template shared<Rows<64 * kSlabs>>(s.q[slab]),
+                   Base::template shared<Rows<64 * kSlabs>>(s.keys[W][slab]), block, zero);
+    }
+
+    // Scale and mask the logits; the rows' maxima over this block.
+    RA_DEV void mask(int first, int const (&limit)[2], float (&highest)[2]) {
+      highest[0] = highest[1] = -INFINITY;
+      CUTE_UNROLL
+      for (int j = 0; j < 8; ++j)
+        CUTE_UNROLL
+        for (int c = 0; c < 2; ++c) {
+          int const column = 8 * j + 2 * this->pair + c;
+          bool const seen = s.seen[W][column];
+          CUTE_UNROLL
+          for (int r = 0; r < 2; ++r) {
+            float& logit = block(Base::at(c, r, j));
+            logit = seen && (kSparse || first + column < limit[r]) ? logit * plan.scale : -INFINITY;
+            highest[r] = fmaxf(highest[r], logit);
+          }
+        }
+      Rows_::raise_in_row(highest);
+    }
+    // The logits become weights relative to `highest`; each row's sum of them.
+    RA_DEV void weigh(float const (&highest)[2], float (&total)[2]) {
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        float const reference = Rows_::finite(highest[r]);
+        total[r] = 0.f;
+        CUTE_UNROLL
+        for (int j = 0; j < 8; ++j)
+          CUTE_UNROLL
+          for (int c = 0; c < 2; ++c) {
+            float& weight = block(Base::at(c, r, j));
+            weight = op::exp2(weight - reference);
+            total[r] += weight;
+          }
+      }
+    }
+    RA_DEV void share_weights(float const (&factor)[2]) {
+      CUTE_UNROLL
+      for (int j = 0; j < 8; ++j)
+        CUTE_UNROLL
+        for (int r = 0; r < 2; ++r)
+          op::store(Base::weight_word(s.keys[W][8], row0 + 8 * r, j, this->pair),
+                    op::template pack<Element>(block(Base::at(0, r, j)) * factor[r], block(Base::at(1, r, j)) * factor[r]));
+      op::fence_async_shared();
+    }
+    RA_DEV void tell(float const (&highest)[2]) {
+      if (this->pair) return;
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) s.maximum[W][row0 + 8 * r] = highest[r];
+    }
+    RA_DEV void hear(float (&highest)[2]) {
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) highest[r] = s.maximum[1 - W][row0 + 8 * r];
+    }
+
+    // out += this warpgroup's weights x its half of the values of stage W.
+    RA_DEV void add_own() {
+      auto a = Base::operand([&](int r, int j) {
+        return op::template pack<Element>(block(Base::at(0, r, j)), block(Base::at(1, r, j)));
+      });
+      op::wgmma_rs(typename Base::template MmaValuesR<256>{}, thread(), a,
+                   Base::template shared<Values<256>>(s.keys[W][W * kHalf]), out);
+    }
+    // out += the other warpgroup's weights x this one's half of the values of its stage.
+    RA_DEV void add_other() {
+      wait_full(1 - W, W);
+      op::wgmma_ss(typename Base::template MmaValuesS<256>{}, thread(), Base::template shared<Rows<64>>(s.keys[1 - W][8]),
+                   Base::template shared<Values<256>>(s.keys[1 - W][W * kHalf]), out, false);
+    }
+
+    // Move to a new maximum; `total` is what the row's sum gains.
+    RA_DEV void move(float const (&highest)[2], float const (&total)[2]) {
+      float factor[2];
+      Rows_::factors(maximum, highest, factor);
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        sum[r] = sum[r] * factor[r] + total[r];
+        maximum[r] = highest[r];
+      }
+      Rows_::rescale(factor);
+    }
+
+    // A pair of blocks, of which the second may be missing.
+    RA_DEV void attend(int first, bool two, int const (&limit)[2]) {
+      constexpr float kOne[2] = {1.f, 1.f}, kNone[2] = {0.f, 0.f};
+      float highest[2], total[2], others[2], factor[2] = {1.f, 1.f};
+      if constexpr (W == 0) {
+        logits();
+        mask(first, limit, highest);
+        Rows_::raise(highest, maximum);
+        weigh(highest, total);
+        tell(highest);
+        both_arrive(kFirstMaximum);
+        move(highest, total);
+        add_own();
+        if (two) {
+          both_sync(kSecondWeights);
+          hear(others);
+          Rows_::factors(maximum, others, factor);
+        }
+        share_weights(factor);
+        both_arrive(kFirstWeights);
+        op::wgmma_wait<0>(out);
+        hand_back(s.empty[0][0]);
+        if (two) {
+          move(others, kNone);
+          add_other();
+          op::wgmma_wait<0>(out);
+          hand_back(s.empty[1][0]);
+        }
+      } else {
+        if (two) {
+          logits();
+          mask(first + kBlock, limit, highest);
+        }
+        both_sync(kFirstMaximum);
+        hear(others);
+        if (two) {
+          Rows_::raise(highest, others);
+          weigh(highest, total);
+          tell(highest);
+          share_weights(kOne);
+          both_arrive(kSecondWeights);
+          move(highest, total);
+          add_own();
+        } else {
+          move(others, kNone);
+        }
+        both_sync(kFirstWeights);
+        add_other();
+        if (two) {
+          op::wgmma_wait<1>();
+          hand_back(s.empty[1][1]);
+        }
+        op::wgmma_wait<0>(out);
+        hand_back(s.empty[0][1]);
+      }
+      phases ^= two ? 3 : 1;
+    }
+
+    RA_DEV void run() {
+      op::reg_alloc<216>();
+      for (;; phases ^= 4) {
+        s.q_full.wait(phases >> 2);
+        op::fence_async_shared();
+        Segment const& segment = s.segments[phases >> 2];
+        if (segment.slot == kAbsent) return;
+        cute::clear(out);
+        int limit[2];
+        CUTE_UNROLL
+        for (int r = 0; r < 2; ++r) {
+          maximum[r] = -INFINITY;
+          sum[r] = 0.f;
+          Job const job = Base::job(plan);
+          limit[r] = Base::limit_of(plan, job, job.tile * 64 + row0 + 8 * r, segment.length);
+        }
+        int index = segment.begin, end = segment.end;
+        bool const some = index < end;
+        for (; index < end; index += 2) attend(index * kBlock, index + 1 < end, limit);
+        hand_back(s.q_empty);
+        if (some) add_sums(phases >> 2);
+        this->template finish<W, 0>(s.segments[phases >> 2], 1.f, op::fresh_tid());
+        this->template finish<W, 1>(s.segments[phases >> 2], 1.f, op::fresh_tid());
+      }
+    }
+
+    // A row's sum is that of both warpgroups. Two buffers, since one may be a segment ahead of the other.
+    RA_DEV void add_sums(int buffer) {
+      Rows_::add_in_row();
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r)
+        if (this->pair == 0) s.sums[buffer][W][row0 + 8 * r] = sum[r];
+      both_sync(kSums);
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) sum[r] += s.sums[buffer][1 - W][row0 + 8 * r];
+    }
+  };
+
+  template <class Tma>
+  RA_DEV static void run(Params<Tma> const& params, Smem& s) {
+    if (op::tid() == 0) {
+      s.q_full.init(128 + 1);
+      s.q_empty.init(8);
+      for (int i = 0; i < 4; ++i) {
+        s.full[i / 2][i % 2].init(128 + (i / 2 == i % 2 ? kWriters : 0));
+        s.empty[i / 2][i % 2].init(4);
+      }
+      op::fence_barrier_init();
+    }
+    op::syncthreads();
+    int const warpgroup = op::tid() / 128;
+    if (warpgroup == 0) Consumer<0>(s, params.plan).run();
+    else if (warpgroup == 1) Consumer<1>(s, params.plan).run();
+    else produce(params, s);
+  }
+};
