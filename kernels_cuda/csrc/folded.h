@@ -17,7 +17,7 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
   static constexpr int kColumns = 576, kGroups = 4;
   static constexpr float kSmallestRatio = 8.67361737988403547e-19f;  // 2^-60, in place of a scale of 0 in logits
 
-  enum { kWeights, kSums = 2 };  // named barriers: the weights of a block, one for each stage; the rows' sums
+  enum { kWeights, kSums = 2 };  // named barriers: the weights of a block, one for each stage; and the rows' sums
 
   struct alignas(1024) Smem {
     f16 q[9][kSlab];                  // slab 8: bfloat16
@@ -47,24 +47,27 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
     return seen ? *reinterpret_cast<uint4 const*>(at) : uint4{0, 0, 0, 0};
   }
 
-  // A thread's share of half H of a block: of each of its rows 16 codes of either group, and with the right half 16
-  // bytes of the rest; a row's scales are read by one of its first four threads.
-  struct Share {
-    uint4 codes[4][2], rest[4];
-    float4 scales;
+  // A thread's share of half H of a block: of each of its rows 16 codes of either group.
+  struct Codes {
+    uint4 of[4][2];
   };
   template <int H>
-  RA_DEV static void load(RaLatent const& call, Block const& block, Share& share, int chunk) {
-    share.scales = {0.f, 0.f, 0.f, 0.f};
+  RA_DEV static void load(RaLatent const& call, Block const& block, Codes& codes, int chunk) {
     CUTE_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      char const* const row = row_at(call, block.at[i]);
-      bool const seen = block.at[i] != kUnseen;
+    for (int i = 0; i < 4; ++i)
       CUTE_UNROLL
-      for (int j = 0; j < 2; ++j) share.codes[i][j] = load16(row + H * 256 + j * 128 + chunk * 16, seen);
-      if (H) share.rest[i] = load16(row + 528 + chunk * 16, seen);
-      if (!H && chunk == i && seen) share.scales = *reinterpret_cast<float4 const*>(row + 512);
-    }
+      for (int j = 0; j < 2; ++j)
+        codes.of[i][j] =
+            load16(row_at(call, block.at[i]) + H * 256 + j * 128 + chunk * 16, block.at[i] != kUnseen);
+  }
+  // A row's scales are read by one of its first four threads.
+  RA_DEV static float4 load_scales(RaLatent const& call, Block const& block, int chunk) {
+    float4 scales = {0.f, 0.f, 0.f, 0.f};
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i)
+      if (chunk == i && block.at[i] != kUnseen)
+        scales = *reinterpret_cast<float4 const*>(row_at(call, block.at[i]) + 512);
+    return scales;
   }
 
   // 16 codes of a row become 32 bytes of float16; the order of the two stores spreads a row's eight threads over banks.
@@ -103,24 +106,26 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
     s.step[stage][kGroups - 1][row] = divisor[kGroups - 1] * power_of_two(exponent);
   }
 
-  // Write half H of a stage when its readers are done with what was there.
-  template <int H>
-  RA_DEV static void fill(Block const& block, Share const& share, int turn, Smem& s, int t) {
+  // What belongs to neither half, once both are free: scales, which keys there are, and the rest, copied as it is.
+  RA_DEV static void begin(RaLatent const& call, Block const& block, float4 const& scales, int turn, Smem& s, int t) {
     int const stage = turn & 1, row = t / 8, chunk = t % 8;
-    s.empty[stage][H].wait((turn >> 1 & 1) ^ 1);
-    if (H == 0) {
-      // Scales and what is seen are read by the follower too, to the end of the block.
-      s.empty[stage][1].wait((turn >> 1 & 1) ^ 1);
-      tell_seen(s.seen[stage], block, t, s.full[stage][0]);
-      if (chunk < 4) tell_scales(share.scales, stage, row + 16 * chunk, s);
-    }
+    for (int half = 0; half < 2; ++half) s.empty[stage][half].wait((turn >> 1 & 1) ^ 1);
     CUTE_UNROLL
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < 4; ++i)
+      op::copy16(s.keys[stage][8] + place(row + 16 * i, chunk), row_at(call, block.at[i]) + 528 + chunk * 16,
+                 block.at[i] != kUnseen);
+    op::arrive_after_copies(s.full[stage][1]);
+    tell_seen(s.seen[stage], block, t, s.full[stage][0]);
+    if (chunk < 4) tell_scales(scales, stage, row + 16 * chunk, s);
+  }
+  template <int H>
+  RA_DEV static void fill(Codes const& codes, int turn, Smem& s, int t) {
+    int const stage = turn & 1, row = t / 8, chunk = t % 8;
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i)
       CUTE_UNROLL
       for (int j = 0; j < 2; ++j)
-        decode(share.codes[i][j], s.keys[stage][H * kHalf + 2 * j + chunk / 4], row + 16 * i, chunk % 4, chunk >= 4);
-      if (H) op::store(reinterpret_cast<uint4*>(s.keys[stage][8] + place(row + 16 * i, chunk)), share.rest[i]);
-    }
+        decode(codes.of[i][j], s.keys[stage][H * kHalf + 2 * j + chunk / 4], row + 16 * i, chunk % 4, chunk >= 4);
     op::fence_async_shared();
     s.full[stage][H].arrive();
   }
@@ -155,7 +160,7 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
   RA_HD static float high_of(uint32_t word) { return float_of(word & 0xffff0000u); }
 
   RA_DEV static void produce(Plan const& plan, Smem& s) {
-    op::reg_dealloc<144>();
+    op::reg_dealloc<112>();
     int const t = op::tid() % 128, chunk = t % 8;
     int turn = 0, segment_turn = 0, seq = 0;
     for (bool more = true; more; ++segment_turn) {
@@ -178,16 +183,17 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
       s.q_full.arrive();
       // What is loaded is decoded one half later, so that there is always something under way.
       List const list = list_of(plan, segment);
-      Share left, right;
+      Codes left, right;
       Block block = locate(plan, list, segment.begin, t);
       load<0>(plan.call, block, left, chunk);
       for (int index = segment.begin, end = segment.end; index < end; ++index, ++turn) {
+        float4 const scales = load_scales(plan.call, block, chunk);
         load<1>(plan.call, block, right, chunk);
-        fill<0>(block, left, turn, s, t);
-        Block const next = locate(plan, list, index + 1, t);
-        load<0>(plan.call, next, left, chunk);
-        fill<1>(block, right, turn, s, t);
-        block = next;
+        begin(plan.call, block, scales, turn, s, t);
+        fill<0>(left, turn, s, t);
+        block = locate(plan, list, index + 1, t);
+        load<0>(plan.call, block, left, chunk);
+        fill<1>(right, turn, s, t);
       }
     }
   }
@@ -197,13 +203,14 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
   struct Consumer : Base::Consumer {
     using Rows_ = Base::Consumer;
     Smem& s;
-    uint32_t turn = 0, segment_turn = 0;
+    uint32_t turn = 0, segment_turn = 0;  // of blocks, whose stages alternate, and of segments
 
     RA_DEV Consumer(Smem& s, Plan const& plan) : Base::Consumer(plan), s(s) {}
 
     // out += the weights in shared memory x half W of the stage's values, by groups of columns with a scale of their own.
     template <int W>
     RA_DEV void add_values(int stage) {
+      int const t = op::fresh_tid() % 128, row0 = t / 32 * 16 + t % 32 / 4, pair = t % 4;  // places are computed anew
       CUTE_UNROLL
       for (int i = 0; i < 2; ++i) {
         int const group = 2 * W + i;
@@ -253,6 +260,7 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
               block(at(c, r, j)) *= group < kGroups - 1 ? step : step * s.unit[row0 + 8 * r];
           }
       }
+      op::fence_async_shared();  // the rest was copied by ordinary writes
       op::wgmma_ss(MmaLogits<bf16>{}, thread(), shared<Rows<64, bf16>>(reinterpret_cast<bf16*>(s.q[8])),
                    shared<Rows<64, bf16>>(reinterpret_cast<bf16*>(s.keys[stage][8])), block, false);
       op::wgmma_wait<0>(block);
@@ -319,14 +327,14 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
       }
       op::named_arrive(kWeights + stage, 256);
       rescale(factor);
-      add_values<0>(stage);
+      this->template add_values<0>(stage);
       op::wgmma_wait<0>(out);
       hand_back(s.empty[stage][0]);
       ++turn;
     }
 
     RA_DEV void run() {
-      op::reg_alloc<208>();
+      op::reg_alloc<200>();
       for (; begin(); ++segment_turn) {
         CUTE_UNROLL
         for (int r = 0; r < 2; ++r) {
@@ -359,14 +367,14 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
       s.full[stage][1].wait(turn >> 1 & 1);
       float const factor[2] = {s.factor[stage][row0], s.factor[stage][row0 + 8]};
       rescale(factor);
-      add_values<1>(stage);
+      this->template add_values<1>(stage);
       op::wgmma_wait<0>(out);
       hand_back(s.empty[stage][1]);
       ++turn;
     }
 
     RA_DEV void run() {
-      op::reg_dealloc<152>();
+      op::reg_alloc<192>();
       for (; begin(); ++segment_turn) {
         for (int index = segment().begin, end = segment().end; index < end; ++index) attend();
         hand_back(s.q_empty);
@@ -391,7 +399,7 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
       s.q_empty.init(8);
       for (int stage = 0; stage < 2; ++stage)
         for (int half = 0; half < 2; ++half) {
-          s.full[stage][half].init(128 + (half ? 0 : kWriters));
+          s.full[stage][half].init(128 + (half ? 128 : kWriters));  // with the right half, for the rest
           s.empty[stage][half].init(4);
         }
       op::fence_barrier_init();
