@@ -24,11 +24,10 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
     f16 keys[2][9][kSlab];            // slab 8: the rest in bfloat16, then the block's weights
     float ratio[2][kGroups][64];      // a group's scale over 2^exponent
     float step[2][kGroups][64];       // what logits are multiplied by after each group
-    float exponent[2][64], power[2][64];  // power: 2^exponent
+    float exponent[2][64], power[2][64];  // power: 2^exponent; of a key that is not there -inf and 0
     float unit[64];                   // what rows of q were divided by
     float factor[2][64];              // what the output of the blocks before is multiplied by
     float maximum[2][64], level[2][64], sums[2][64];
-    uint8_t seen[2][64];
     Segment segments[2];              // that the producer is at, and that consumers may still be finishing
     op::MBar q_full, q_empty, full[2][2], empty[2][2];
   };
@@ -87,7 +86,7 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
 
   // Logits gain a group at a time, and after each are multiplied to what suits the next (Horner's scheme), so that one
   // accumulator does: after the last group by its own ratio and the power that all ratios are relative to.
-  RA_DEV static void tell_scales(float4 const& scales, int stage, int row, Smem& s) {
+  RA_DEV static void tell_scales(float4 const& scales, bool seen, int stage, int row, Smem& s) {
     float ratio[kGroups] = {scales.x, scales.y, scales.z, scales.w}, divisor[kGroups];
     float largest = 0.f;
     CUTE_UNROLL
@@ -99,8 +98,8 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
       s.ratio[stage][i][row] = ratio[i];
       divisor[i] = fabsf(ratio[i]) < kSmallestRatio ? kSmallestRatio : ratio[i];
     }
-    s.exponent[stage][row] = float(exponent);
-    s.power[stage][row] = power_of_two(exponent);
+    s.exponent[stage][row] = seen ? float(exponent) : -INFINITY;
+    s.power[stage][row] = seen ? power_of_two(exponent) : 0.f;
     CUTE_UNROLL
     for (int i = 0; i < kGroups - 1; ++i) s.step[stage][i][row] = divisor[i] * op::reciprocal(divisor[i + 1]);
     s.step[stage][kGroups - 1][row] = divisor[kGroups - 1] * power_of_two(exponent);
@@ -115,8 +114,9 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
       op::copy16(s.keys[stage][8] + place(row + 16 * i, chunk), row_at(call, block.at[i]) + 528 + chunk * 16,
                  block.at[i] != kUnseen);
     op::arrive_after_copies(s.full[stage][1]);
-    tell_seen(s.seen[stage], block, t, s.full[stage][0]);
-    if (chunk < 4) tell_scales(scales, stage, row + 16 * chunk, s);
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i)
+      if (chunk == i) tell_scales(scales, block.at[i] != kUnseen, stage, row + 16 * i, s);
   }
   template <int H>
   RA_DEV static void fill(Codes const& codes, int turn, Smem& s, int t) {
@@ -160,7 +160,7 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
   RA_HD static float high_of(uint32_t word) { return float_of(word & 0xffff0000u); }
 
   RA_DEV static void produce(Plan const& plan, Smem& s) {
-    op::reg_dealloc<112>();
+    op::reg_dealloc<128>();
     int const t = op::tid() % 128, chunk = t % 8;
     int turn = 0, segment_turn = 0, seq = 0;
     for (bool more = true; more; ++segment_turn) {
@@ -203,34 +203,50 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
   struct Consumer : Base::Consumer {
     using Rows_ = Base::Consumer;
     Smem& s;
-    uint32_t turn = 0, segment_turn = 0;  // of blocks, whose stages alternate, and of segments
+    uint32_t phases = 0;  // bit 0: the stage; bit 1: of its barriers; bit 2: of the queries'
 
     RA_DEV Consumer(Smem& s, Plan const& plan) : Base::Consumer(plan), s(s) {}
 
-    // out += the weights in shared memory x half W of the stage's values, by groups of columns with a scale of their own.
+    // out += the weights in shared memory x half W of the stage's values, 16 keys at a time, by the two groups of
+    // columns with scales of their own.
     template <int W>
     RA_DEV void add_values(int stage) {
       int const t = op::fresh_tid() % 128, row0 = t / 32 * 16 + t % 32 / 4, pair = t % 4;  // places are computed anew
       CUTE_UNROLL
-      for (int i = 0; i < 2; ++i) {
-        int const group = 2 * W + i;
-        auto a = operand([&](int r, int j) {
-          uint32_t const word = *weight_word(s.keys[stage][8], row0 + 8 * r, j, pair);
-          float const* const ratio = &s.ratio[stage][group][8 * j + 2 * pair];
-          return op::pack<f16>(op::low_half(word) * ratio[0], op::high_half(word) * ratio[1]);
-        });
-        auto columns = cute::make_tensor(
-            out.data() + 64 * i, cute::make_layout(cute::partition_shape_C(MmaValuesR<128>{}, cute::Shape<cute::_64, cute::_128>{})));
-        op::wgmma_rs(MmaValuesR<128>{}, thread(), a, shared<Values<128>>(s.keys[stage][2 * group]), columns);
+      for (int keys = 0; keys < 4; ++keys) {
+        auto first = cute::make_tensor<f16>(Left{}), second = cute::make_tensor<f16>(Left{});
+        auto words = cute::recast<uint32_t>(cute::make_tensor(first.data(), cute::Layout<cute::_4>{}));
+        auto others = cute::recast<uint32_t>(cute::make_tensor(second.data(), cute::Layout<cute::_4>{}));
+        CUTE_UNROLL
+        for (int i = 0; i < 4; ++i) {
+          int const j = 2 * keys + i / 2, column = 8 * j + 2 * pair;
+          uint32_t const word = *weight_word(s.keys[stage][8], row0 + i % 2 * 8, j, pair);
+          float const low = op::low_half(word), high = op::high_half(word);
+          float const* const ratio = &s.ratio[stage][2 * W][column];
+          words(i) = op::pack<f16>(low * ratio[0], high * ratio[1]);
+          others(i) = op::pack<f16>(low * ratio[64], high * ratio[65]);
+        }
+        add_columns<W, 0>(stage, keys, first);
+        add_columns<W, 1>(stage, keys, second);
       }
+    }
+    using Left = cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::_1>>;
+    template <int W, int I, class Weights>
+    RA_DEV void add_columns(int stage, int keys, Weights& weights) {
+      auto columns = cute::make_tensor(
+          out.data() + 64 * I,
+          cute::make_layout(cute::partition_shape_C(MmaValuesR<128>{}, cute::Shape<cute::_64, cute::_128>{})));
+      auto const values = cute::local_tile(shared<Values<128>>(s.keys[stage][2 * (2 * W + I)]),
+                                           cute::Shape<cute::_128, cute::_16>{}, cute::make_coord(0, keys));
+      op::wgmma_rs(MmaValuesR<128>{}, thread(), weights, values, columns);
     }
     // Wait for the next segment; whether there is one.
     RA_DEV bool begin() {
-      s.q_full.wait(segment_turn & 1);
+      s.q_full.wait(phases >> 2);
       cute::clear(out);
       return segment().slot != kAbsent;
     }
-    RA_DEV Segment const& segment() const { return s.segments[segment_turn & 1]; }
+    RA_DEV Segment const& segment() const { return s.segments[phases >> 2]; }
     RA_DEV float regain(int r, float const (&level)[2]) const {
       return sum[r] == 0.f ? 0.f : op::exp2(level[r] - maximum[r]);
     }
@@ -243,10 +259,10 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
 
     // block = q . keys.
     RA_DEV void logits(int stage) {
-      s.full[stage][0].wait(turn >> 1 & 1);
+      s.full[stage][0].wait(phases >> 1 & 1);
       CUTE_UNROLL
       for (int group = 0; group < kGroups; ++group) {
-        if (group == 2) s.full[stage][1].wait(turn >> 1 & 1);
+        if (group == 2) s.full[stage][1].wait(phases >> 1 & 1);
         op::wgmma_ss(MmaLogits<f16>{}, thread(), shared<Rows<128>>(s.q[2 * group]),
                      shared<Rows<128>>(s.keys[stage][2 * group]), block, group == 0);
         op::wgmma_wait<0>(block);
@@ -275,13 +291,13 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
         CUTE_UNROLL
         for (int c = 0; c < 2; ++c) {
           int const column = 8 * j + 2 * pair + c;
-          bool const seen = s.seen[stage][column];
+          float const exponent = s.exponent[stage][column];
           CUTE_UNROLL
           for (int r = 0; r < 2; ++r) {
             float& logit = block(at(c, r, j));
-            logit = seen ? logit * plan.scale : -INFINITY;
+            logit = exponent == -INFINITY ? -INFINITY : logit * plan.scale;
             highest[r] = fmaxf(highest[r], logit);
-            reached[r] = fmaxf(reached[r], logit + s.exponent[stage][column]);
+            reached[r] = fmaxf(reached[r], logit + exponent);
           }
         }
       raise_in_row(highest);
@@ -314,7 +330,7 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
     }
 
     RA_DEV void attend() {
-      int const stage = turn & 1;
+      int const stage = phases & 1;
       float highest[2], reached[2], factor[2];
       logits(stage);
       mask(stage, highest, reached);
@@ -330,25 +346,25 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
       this->template add_values<0>(stage);
       op::wgmma_wait<0>(out);
       hand_back(s.empty[stage][0]);
-      ++turn;
+      phases = (phases & 4) | ((phases + 1) & 3);
     }
 
     RA_DEV void run() {
-      op::reg_alloc<200>();
-      for (; begin(); ++segment_turn) {
+      op::reg_alloc<208>();
+      for (; begin(); phases ^= 4) {
         CUTE_UNROLL
         for (int r = 0; r < 2; ++r) {
           maximum[r] = level[r] = -INFINITY;
           sum[r] = 0.f;
         }
-        for (int index = segment().begin, end = segment().end; index < end; ++index) attend();
+        for (int blocks = segment().end - segment().begin; blocks > 0; --blocks) attend();
         add_in_row();
         CUTE_UNROLL
         for (int r = 0; r < 2; ++r) {
           if (pair) continue;
-          s.sums[segment_turn & 1][row0 + 8 * r] = sum[r];
-          s.maximum[segment_turn & 1][row0 + 8 * r] = maximum[r];
-          s.level[segment_turn & 1][row0 + 8 * r] = level[r];
+          s.sums[phases >> 2][row0 + 8 * r] = sum[r];
+          s.maximum[phases >> 2][row0 + 8 * r] = maximum[r];
+          s.level[phases >> 2][row0 + 8 * r] = level[r];
         }
         hand_back(s.q_empty);
         op::named_sync(kSums, 256);
@@ -362,29 +378,29 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
     RA_DEV Follower(Smem& s, Plan const& plan) : Consumer(s, plan) {}
 
     RA_DEV void attend() {
-      int const stage = turn & 1;
+      int const stage = phases & 1;
       op::named_sync(kWeights + stage, 256);
-      s.full[stage][1].wait(turn >> 1 & 1);
+      s.full[stage][1].wait(phases >> 1 & 1);
       float const factor[2] = {s.factor[stage][row0], s.factor[stage][row0 + 8]};
       rescale(factor);
       this->template add_values<1>(stage);
       op::wgmma_wait<0>(out);
       hand_back(s.empty[stage][1]);
-      ++turn;
+      phases = (phases & 4) | ((phases + 1) & 3);
     }
 
     RA_DEV void run() {
-      op::reg_alloc<192>();
-      for (; begin(); ++segment_turn) {
-        for (int index = segment().begin, end = segment().end; index < end; ++index) attend();
+      op::reg_dealloc<168>();
+      for (; begin(); phases ^= 4) {
+        for (int blocks = segment().end - segment().begin; blocks > 0; --blocks) attend();
         hand_back(s.q_empty);
         op::named_sync(kSums, 256);
         float level[2];
         CUTE_UNROLL
         for (int r = 0; r < 2; ++r) {
-          sum[r] = s.sums[segment_turn & 1][row0 + 8 * r];
-          maximum[r] = s.maximum[segment_turn & 1][row0 + 8 * r];
-          level[r] = s.level[segment_turn & 1][row0 + 8 * r];
+          sum[r] = s.sums[phases >> 2][row0 + 8 * r];
+          maximum[r] = s.maximum[phases >> 2][row0 + 8 * r];
+          level[r] = s.level[phases >> 2][row0 + 8 * r];
         }
         this->template finish<1, 0>(segment(), regain(0, level), op::fresh_tid());
         this->template finish<1, 1>(segment(), regain(1, level), op::fresh_tid());
@@ -399,7 +415,7 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
       s.q_empty.init(8);
       for (int stage = 0; stage < 2; ++stage)
         for (int half = 0; half < 2; ++half) {
-          s.full[stage][half].init(128 + (half ? 128 : kWriters));  // with the right half, for the rest
+          s.full[stage][half].init(half ? 256 : 128);  // with the right half comes the rest, by itself
           s.empty[stage][half].init(4);
         }
       op::fence_barrier_init();

@@ -134,8 +134,9 @@ struct LatentBase {
     for (int i = 0; i < 4; ++i) found.at[i] = locate_row(plan, list, block * kBlock + t / 8 + 16 * i);
     return found;
   }
+  // A row that is not there is not read, but its place should be one that is: a cache may have none.
   RA_DEV static char const* row_at(RaLatent const& call, uint32_t at) {
-    return static_cast<char const*>(call.kv) + (at == kUnseen ? 0 : int64_t(at) * 16);
+    return at == kUnseen ? static_cast<char const*>(call.q) : static_cast<char const*>(call.kv) + int64_t(at) * 16;
   }
   RA_DEV static char const* query_at(Plan const& plan, Job const& job, int seq, int row) {
     RaLatent const& call = plan.call;
