@@ -17,7 +17,7 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
   static constexpr int kColumns = 576, kGroups = 4;
   static constexpr float kSmallestRatio = 8.67361737988403547e-19f;  // 2^-60, in place of a scale of 0 in logits
 
-  enum { kWeights, kSums = 2 };  // named barriers: the weights of a block, one for each stage; and the rows' sums
+  enum { kWeights, kSums = 2, kRestRead };  // named barriers: the weights of a block, one for each stage; and the rows' sums
 
   struct alignas(1024) Smem {
     f16 q[9][kSlab];                  // slab 8: bfloat16
@@ -160,7 +160,7 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
   RA_HD static float high_of(uint32_t word) { return float_of(word & 0xffff0000u); }
 
   RA_DEV static void produce(Plan const& plan, Smem& s) {
-    op::reg_dealloc<128>();
+    op::reg_dealloc<120>();
     int const t = op::tid() % 128, chunk = t % 8;
     int turn = 0, segment_turn = 0, seq = 0;
     for (bool more = true; more; ++segment_turn) {
@@ -214,6 +214,7 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
       int const t = op::fresh_tid() % 128, row0 = t / 32 * 16 + t % 32 / 4, pair = t % 4;  // places are computed anew
       CUTE_UNROLL
       for (int keys = 0; keys < 4; ++keys) {
+        if (keys >= 2) op::wgmma_wait<2>();  // registers for so many weights, no more
         auto first = cute::make_tensor<f16>(Left{}), second = cute::make_tensor<f16>(Left{});
         auto words = cute::recast<uint32_t>(cute::make_tensor(first.data(), cute::Layout<cute::_4>{}));
         auto others = cute::recast<uint32_t>(cute::make_tensor(second.data(), cute::Layout<cute::_4>{}));
@@ -334,6 +335,7 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
       float highest[2], reached[2], factor[2];
       logits(stage);
       mask(stage, highest, reached);
+      op::named_sync(kRestRead, 128);  // other warps may still multiply the rest, whose place the weights take
       weigh(stage, highest, reached);
       factors(level, reached, factor);
       CUTE_UNROLL
@@ -390,7 +392,7 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
     }
 
     RA_DEV void run() {
-      op::reg_dealloc<168>();
+      op::reg_alloc<176>();
       for (; begin(); phases ^= 4) {
         for (int blocks = segment().end - segment().begin; blocks > 0; --blocks) attend();
         hand_back(s.q_empty);

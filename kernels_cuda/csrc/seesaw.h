@@ -23,7 +23,7 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
 
   // Named barriers, one warpgroup's word to the other: the maximum of block 0; that of block 1 with its weights; the
   // weights of block 0; and, of both, the sums.
-  enum { kFirstMaximum, kSecondWeights, kFirstWeights, kSums };
+  enum { kFirstMaximum, kSecondWeights, kFirstWeights, kSums, kRestRead };
 
   struct alignas(1024) Smem {
     Element q[kWidth / 64][kSlab];
@@ -267,6 +267,8 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
           both_sync(kSecondWeights);
           hear(others);
           Rows_::factors(maximum, others, factor);
+        } else if constexpr (kRest) {
+          op::named_sync(kRestRead, 128);  // other warps may still multiply the rest, whose place the weights take
         }
         share_weights(factor);
         both_arrive(kFirstWeights);
