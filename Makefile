@@ -4,7 +4,7 @@ ARGS ?=
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
 
-.PHONY: demo test check conformance compile-matrix flash-mla-matrix tpu-compile bench docs clean
+.PHONY: demo test check conformance compile-matrix cuda-compile flash-mla-matrix tpu-compile bench docs clean
 
 demo: .venv/demo
 	$(BIN)/ragged-attention demo $(ARGS)
@@ -23,6 +23,10 @@ conformance: .venv/all
 compile-matrix: .venv/all .triton36
 	$(BIN)/python -m benchmarks.compile_matrix $(ARGS)
 	PYTHONPATH=.triton36 $(BIN)/python -m benchmarks.compile_matrix $(ARGS)
+
+# Needs no GPU: nvcc comes from PyPI.
+cuda-compile: .venv/all
+	$(BIN)/python -m benchmarks.cuda_sass $(ARGS)
 
 flash-mla-matrix: .venv/all
 	$(BIN)/python -m benchmarks.flash_mla_matrix $(ARGS)
@@ -49,10 +53,11 @@ clean:
 	$(INSTALL) --editable '.[torch]'
 	touch $@
 
-# jax-triton wants the plugin to be importable, though not the 2 GB of CUDA libraries that it asks for.
+# jax-triton wants the plugin to be importable, though not the 2 GB of CUDA libraries that it asks for; of CUTLASS the
+# headers are wanted, not what its Python side asks for.
 .venv/all: pyproject.toml constraints.txt | .venv/bin/python
-	$(INSTALL) --group dev --editable '.[torch,triton,jax,jax-gpu,testing]'
-	$(INSTALL) --no-deps jax-cuda13-plugin
+	$(INSTALL) --group dev --editable '.[torch,triton,jax,jax-gpu,testing,cuda-toolchain]'
+	$(INSTALL) --no-deps jax-cuda13-plugin nvidia-cutlass
 	touch $@
 
 # A second Triton, beside the one in .venv.

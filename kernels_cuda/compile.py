@@ -56,6 +56,8 @@ class Recipe:
     what: str
     name: str
     digest: str
+    texts: tuple[Path, ...]  # that the digest is of
+    as_read: str  # their own digest, by which a change in the meantime is seen
     units: tuple[Path, ...]
     compiler: tuple[str, ...]
     linker: tuple[str, ...]
@@ -96,11 +98,14 @@ def kernels_recipe() -> Recipe:
     nvcc, include = toolchain.nvcc(), toolchain.cutlass()
     if (reason := toolchain.missing_to_compile()) or nvcc is None or include is None:
         raise BackendMissing(reason or f"{toolchain.nvcc_path()} does not run")
-    name = _kernels_name()
+    texts = _kernel_texts()
+    name = _kernels_name(texts)
     return Recipe(
         what="CUDA kernels",
         name=name,
         digest=digest_of(name, nvcc.release, toolchain.cutlass_release(include)),
+        texts=texts,
+        as_read=digest_of(*texts),
         units=tuple(SOURCES / f"{unit}.cu" for unit in UNITS),
         compiler=(nvcc.path, *NVCC_FLAGS, f"-I{include}"),
         linker=(
@@ -110,10 +115,13 @@ def kernels_recipe() -> Recipe:
     )  # fmt: skip
 
 
-def _kernels_name() -> str:
+def _kernels_name(texts: Sequence[Path]) -> str:
     """The kernels' file name: a library of the same sources and flags is the same library, whoever compiled it."""
-    texts = [path for path in _texts(SOURCES) if path.name != "emulated.h"]
     return f"libragged_attention_cuda-{digest_of(*NVCC_FLAGS, *texts)}.so"
+
+
+def _kernel_texts() -> tuple[Path, ...]:
+    return tuple(path for path in _texts(SOURCES) if path.name not in ("emulated.h", "machine.h"))
 
 
 def _texts(sources: Path) -> list[Path]:
@@ -127,7 +135,7 @@ def emulation_recipe(extra_flags: Sequence[str] = (), sources: Path = SOURCES) -
         raise BackendMissing(reason or toolchain.NO_GXX)
     headers = toolchain.cuda_headers()
     flags = (*EMULATION_FLAGS, *extra_flags)
-    texts = [*_texts(sources), sources / "emulation.cc"]
+    texts = (*_texts(sources), sources / "emulation.cc")
     digest = digest_of(*flags, *texts, toolchain.gxx_release(gxx), toolchain.cutlass_release(include), *headers)
     name = f"libragged_attention_emulated-{digest}.so"
     includes = (f"-I{include}", *(f"-I{folder}" for folder in headers))
@@ -135,6 +143,8 @@ def emulation_recipe(extra_flags: Sequence[str] = (), sources: Path = SOURCES) -
         what="emulation of the CUDA kernels",
         name=name,
         digest=digest,
+        texts=texts,
+        as_read=digest_of(*texts),
         units=(*(sources / f"{unit}.cu" for unit in UNITS), sources / "emulation.cc"),
         compiler=(gxx, *flags, *includes, "-x", "c++"),
         linker=(gxx, "-shared", *flags, "-pthread", f"-Wl,-soname,{name}"),
@@ -158,6 +168,8 @@ def ffi_recipe(jax_include: str, kernels: Path, emulated: bool = False) -> Recip
         what="XLA FFI library of the CUDA kernels",
         name=f"libragged_attention_ffi-{digest}.so",
         digest=digest,
+        texts=texts,
+        as_read=digest_of(*texts),
         units=(SOURCES / "xla_ffi.cc",),
         compiler=(gxx, *flags, *includes),
         linker=(gxx, "-shared", f"-Wl,-rpath,$ORIGIN:{kernels.parent}"),
@@ -214,6 +226,8 @@ def _make(recipe: Recipe, progress: Progress | None) -> None:
                 raise
         linked = Path(folder, recipe.name)
         _call(recipe, (*recipe.linker, "-o", str(linked), *map(str, objects), *recipe.libraries))
+        if digest_of(*recipe.texts) != recipe.as_read:
+            raise BackendMissing(f"the sources of the {recipe.what} changed while they were compiled")
         os.replace(linked, recipe.path)
     told(steps, recipe.name)
     logger.info("built the %s in %.0f s: %s", recipe.what, time.perf_counter() - start, recipe.path)
@@ -260,7 +274,7 @@ def _once(
 
 def prebuilt() -> Path | None:
     """The library built ahead of time of these very sources, if there is one."""
-    path = PREBUILT / _kernels_name()
+    path = PREBUILT / _kernels_name(_kernel_texts())
     return path if path.is_file() else None
 
 
@@ -289,6 +303,7 @@ def emulation(extra_flags: Sequence[str] = (), sources: Path = SOURCES) -> ctype
     def opened(path: Path) -> ctypes.CDLL:
         found = _bound(path)
         found.ra_emulate.argtypes, found.ra_emulate.restype = (ctypes.c_int, ctypes.c_uint64), None
+        found.ra_emulation_report.argtypes, found.ra_emulation_report.restype = (), ctypes.c_char_p
         return found
 
     return _once(("emulation", tuple(extra_flags), sources), lambda: emulation_recipe(extra_flags, sources), opened)

@@ -9,7 +9,7 @@ thread block computes 64 rows of a job over one split of its keys, and has a mul
 import dataclasses
 from typing import Any
 
-from ragged_attention.calls import dtype_name
+from ragged_attention.calls import CACHE_FORMATS, dtype_name
 from ragged_attention.errors import InvalidInput
 from ragged_attention.kernels_cuda import abi, compile
 from ragged_attention.kernels_cuda.native import NOT_EMULATING, Native
@@ -22,6 +22,7 @@ MERGE_COST = 3  # of the kernel that merges splits, in blocks
 SPLITS_A_BLOCK = 16  # that it merges in the time of one more
 ARCH = "sm_90"
 D_QK, D_V = (576, 512), 512
+MOST_BYTES = 2**36 - 16  # of a cache: kernels count 16 bytes in 32 bits
 UNASKED = "not yet measured to beat Triton's kernel, so taken only where it is asked for by name"
 
 DENSE = Native("ra_mla_decode_dense")
@@ -73,7 +74,15 @@ def cannot_take(call: Any, *, sparse: bool) -> str | None:
         return f"takes d_qk {' or '.join(map(str, D_QK))}, got {call.d_qk}"
     if call.d_v != D_V:
         return f"takes d_v {D_V}, got {call.d_v}"
+    if (size := cache_bytes(call)) > MOST_BYTES:
+        return f"takes a cache of at most {MOST_BYTES} bytes, got {size}"
     return None
+
+
+def cache_bytes(call: Any) -> int:
+    """Of a cache whose pages lie next to each other; the library itself refuses one that strides take further."""
+    row = call.d_qk * 2 if call.format == "plain" else CACHE_FORMATS[call.format].token_bytes
+    return call.num_slots * call.num_kv_heads * row
 
 
 # ---- choosing splits

@@ -6,6 +6,7 @@ nvcc is searched for in this order: $CUDACXX, $CUDA_HOME, the compiler from PyPI
 
 import dataclasses
 import functools
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -24,7 +25,11 @@ NO_NVCC = (
 )
 NO_CUTLASS = "no CUTLASS headers: install ragged-attention[cuda] or nvidia-cutlass"
 NO_GXX = "no g++ on PATH"
-NO_HEADERS = "no CUDA headers (cuda_runtime.h) beside nvcc or in nvidia.cu13"
+NO_HEADERS = "no CUDA headers (cuda_runtime.h and cuda/std) beside nvcc or in nvidia.cu13"
+
+# jax for CUDA brings the first of these wheels for its assembler alone, and pip picks any release of the others.
+WHEELS = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt")
+PARTS = ("nvvm/bin/cicc", "include/crt", "include/cccl", "include/cuda_runtime.h", "lib/libcudart_static.a")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,13 +72,28 @@ def nvcc_places() -> Iterator[tuple[str, str | None]]:
     environ = os.environ
     yield "CUDACXX", _program(environ.get("CUDACXX"))
     yield "CUDA_HOME", _program(environ.get("CUDA_HOME"), "bin", "nvcc")
-    yield PYPI_HOME, _program(pypi_home(), "bin", "nvcc")
+    yield PYPI_HOME, _program(_whole(pypi_home()), "bin", "nvcc")
     yield "PATH", shutil.which("nvcc")
     yield str(USUAL_HOME), _program(USUAL_HOME, "bin", "nvcc")
 
 
 def _program(*parts: str | Path | None) -> str | None:
     return shutil.which(str(Path(*(part for part in parts if part)))) if parts[0] else None
+
+
+def _whole(home: Path | None) -> Path | None:
+    """The folder of the wheels if all parts of a compiler are in it, of one release."""
+    if home is None or not all((home / part).exists() for part in PARTS):
+        return None
+    return home if len({_minor_release(wheel) for wheel in WHEELS}) == 1 else None
+
+
+@functools.cache
+def _minor_release(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution).rpartition(".")[0]
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def nvcc_path() -> str | None:
@@ -130,15 +150,14 @@ def pypi_home() -> Path | None:
 
 
 def cuda_headers() -> tuple[str, ...]:
-    """Folders to include from that have cuda_runtime.h: nvcc's, or those of the wheels."""
-    told = nvcc()
-    folders = list(told.includes) if told else []
-    if home := pypi_home():
-        folders += [str(home / "include"), str(home / "include" / "cccl")]
-    if not any(Path(folder, "cuda_runtime.h").is_file() for folder in folders):
-        return ()
-    beside = [str(Path(folder, "cccl")) for folder in folders if Path(folder, "cccl").is_dir()]
-    return tuple(dict.fromkeys(folders + beside))
+    """Folders to include from that have CUDA's own headers and those of its C++ library: nvcc's, or the wheels'."""
+    told, home = nvcc(), pypi_home()
+    for folders in (told.includes if told else (), (str(home / "include"),) if home else ()):
+        beside = (str(Path(folder, "cccl")) for folder in folders if Path(folder, "cccl").is_dir())
+        every = tuple(dict.fromkeys((*folders, *beside)))
+        if all(any(Path(folder, name).exists() for folder in every) for name in ("cuda_runtime.h", "cuda/std")):
+            return every
+    return ()
 
 
 def cutlass() -> Path | None:

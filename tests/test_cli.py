@@ -177,7 +177,7 @@ def test_unknown_commands_and_arguments_are_code_2(told, arguments):
 def test_help_lists_the_commands(told):
     code, out, _ = told("--help")
     assert code == 0
-    assert all(command in out for command in ("demo", "doctor", "explain", "bench", "conformance"))
+    assert all(command in out for command in ("demo", "doctor", "explain", "bench", "conformance", "build-cuda"))
 
 
 def test_version(told):
@@ -248,7 +248,8 @@ def test_doctor_tells_of_everything(told):
     assert code == 0
     said = {row[0]: row[1:] for row in rows(out)}
     assert said["ragged_attention"][0].startswith(ragged_attention.__version__)
-    assert {"python", "numpy", "torch", "triton", "jax", "jax_triton", "CUDA toolchain", "Pallas for TPU"} <= set(said)
+    assert {"python", "numpy", "torch", "triton", "jax", "jax_triton", "Pallas for TPU"} <= set(said)
+    assert {"CUDA toolchain", "CUTLASS", "CUDA kernels"} <= set(said)
     assert {row[0] for row in rows(out)} >= {*dispatch.backends(), "RAGGED_ATTENTION_BACKEND", *CALLS}
     assert said["reference"] == [", ".join(CALLS), "present"]
 

@@ -1,9 +1,11 @@
 """`compat.flash_mla` and `compat.quant`: FlashMLA's own test cases, both call forms, its conventions and tables."""
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -222,6 +224,24 @@ def test_the_matrix_command_reports(monkeypatch, capsys):
     monkeypatch.setattr(flash_mla, "mla_decode", lambda *values, **named: (right(*values, **named)[0] * 2, None))
     assert flash_mla_matrix.main(arguments) == 1
     assert "DecodeCase(" in capsys.readouterr().out
+
+
+def test_what_a_backend_for_some_calls_declines_is_told_and_no_failure(monkeypatch, capsys):
+    def check(case, *arguments, **named):
+        if isinstance(case, PrefillCase):
+            raise Unsupported("no backend takes it\n  cuda: takes d_v 512, got 64")
+
+    monkeypatch.setattr(flash_mla_matrix, "check", check)
+    monkeypatch.setattr(flash_mla_matrix, "emulation", lambda options: contextlib.nullcontext())
+    arguments = ["--device", "cpu", "--list", "e0", "--covering", "--backend"]
+    assert flash_mla_matrix.main([*arguments, "cuda"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"declined \d+: cuda: takes d_v 512, got 64", said)
+    assert flash_mla_matrix.main([*arguments, "eager"]) == 1
+    monkeypatch.setattr(flash_mla_matrix, "check", lambda case, *arguments, **named: check(PREFILL))
+    assert flash_mla_matrix.main([*arguments, "cuda"]) == 1  # none is taken
+    assert flash_mla_matrix.wish("eager") == "eager"
+    assert flash_mla_matrix.wish("cuda") == {"mla_decode": "cuda", "sparse_mla_prefill": "cuda", "*": "auto"}
 
 
 # Call forms

@@ -150,6 +150,35 @@ def test_a_named_backend_is_never_replaced(install):
         dispatch.choose(sample())
 
 
+SHY = f"""
+{MODULE.format(refusal=None)}
+def why_not_unasked(call):
+    return "not yet measured"
+"""
+
+
+def test_a_backend_may_run_only_where_it_is_asked_for_by_name(install, monkeypatch):
+    install("shy", module=SHY)
+    monkeypatch.setitem(dispatch.ORDER, "cpu", ("shy", "portable"))  # type: ignore[arg-type]
+    assert dispatch.choose(sample()).backend == "eager"
+    assert dispatch.choose(sample(), backend="auto").backend == "eager"
+    for wish in ("shy", ["shy", "auto"]):
+        assert dispatch.choose(sample(), backend=wish).backend == "shy"
+    with ra.use_backend({MERGE: "shy"}):
+        assert dispatch.choose(sample()).backend == "shy"
+        assert dispatch.choose(sample(), backend="auto").backend == "eager"
+    with pytest.raises(Unsupported, match=r'nearest that does: backend="eager"$'):
+        dispatch.choose(sample(), backend="xla")
+    assert dispatch.explanation(sample()).splitlines()[1:3] == [
+        "  shy        not yet measured",
+        "* eager      chosen",
+    ]
+    assert "* shy        chosen" in dispatch.explanation(sample(), backend="shy")
+    assert "  shy        could run, not asked for" in dispatch.explanation(sample(), backend="eager")
+    assert dispatch.verdicts(sample(), ["shy"]) == {"shy": None}
+    assert dispatch.verdicts(sample(), ["shy"], unasked=["shy"]) == {"shy": "not yet measured"}
+
+
 def test_unsupported_lists_every_candidate_and_the_nearest_that_would_do(install):
     install("busy", "block_q = 3 is odd")
     install("choosy", "head_dim = 24 is none of 64, 128")

@@ -674,6 +674,27 @@ def test_an_operation_that_a_room_does_not_offer_is_missing(framework: str) -> N
     assert "cuda: does not offer ragged_paged_attention" in str(error)
 
 
+@pytest.mark.parametrize("operation", ["mla_decode", "sparse_mla_prefill", "make_decode_schedule"])
+def test_hopper_kernels_are_refused_on_a_cpu(operation: str, framework: str) -> None:
+    wide = {"q": ones(2, 1, 4, 576), "kv_cache": ones(6, 4, 1, 576), "d_v": 512, "schedule": None}
+    if operation == "sparse_mla_prefill":
+        wide = {"q": ones(3, 4, 576), "kv": ones(10, 1, 576), "d_v": 512}
+    changes = {} if operation == "make_decode_schedule" else wide
+    error = refusal(Case(operation, {**changes, "backend": "cuda"}, Unsupported, ""), framework)
+    assert isinstance(error, Unsupported)
+    reason = "runs on sm_90 GPUs, on a CPU inside ragged_attention.kernels_cuda.compile.emulating() only"
+    if changes:
+        form = "a dense call" if operation == "mla_decode" else "a sparse call"
+        dtypes = "bfloat16 or float16" if operation == "mla_decode" else "bfloat16"
+        reason = f"takes q.dtype {dtypes} in {form}, got float32"
+    nearest = {"torch": "eager", "jax": "xla"}[framework]
+    assert str(error).splitlines() == [
+        f"no backend asked for takes this {operation} call from {framework} on cpu:",
+        f"  cuda: {reason}",
+        f'nearest that does: backend="{nearest}"',
+    ]
+
+
 def test_every_raise_of_the_records_is_reached(framework: str) -> None:
     """No error text without a case: each `raise` in the records' modules is met by the tables above."""
     sources = {path: path.read_text() for path in Path(calls.__file__).parent.glob("*.py")}

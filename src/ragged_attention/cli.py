@@ -1,4 +1,4 @@
-"""The command line: `ragged-attention demo | doctor | explain | bench | conformance`.
+"""The command line: `ragged-attention demo | doctor | explain | bench | conformance | build-cuda`.
 
 Each command is imported when it is called for, so that asking for help loads no framework. A user's mistake ends in
 one line and exit code 2.
@@ -27,6 +27,7 @@ ELSEWHERE = {
     "demo": ("ragged_attention.demo", "serve a dozen prompts with a tiny model and check every token"),
     "bench": ("benchmarks.run", "measure this machine (in a checkout of the repository)"),
     "conformance": ("ragged_attention.testing.conformance", "judge a backend by the shipped suite"),
+    "build-cuda": ("ragged_attention.build_cuda", "build the CUDA kernels for Hopper ahead of time"),
 }
 USER_ERRORS = (InvalidInput, Unsupported, TypeError)
 

@@ -8,6 +8,11 @@ registered by hand, and a room is imported only when a call first asks for it. E
     why_not(call)            None, or one sentence: argument, value, limit
     run(call, tile, launch)  the kernel; assumes that why_not returned None
 
+and may offer
+
+    why_not_unasked(call)    the same as why_not, asked besides where the call does not name the backend but comes to
+                             it in its platform's order: for kernels that no measurement speaks for yet
+
 `launch` is the calling front end's `Launcher`. Rooms of other packages join through the entry-point group
 `ragged_attention.backends`: backend name -> a package that holds such modules.
 """
@@ -18,7 +23,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from ragged_attention import config, tuning
@@ -114,12 +119,33 @@ def candidates(operation: str, device: Device, backend: str | Sequence[str] | No
     return tuple(dict.fromkeys(names))
 
 
-def verdicts(call: Call, names: Sequence[str]) -> dict[str, str | None]:
-    """For each backend: None if it takes the call, else why not."""
+def state() -> str | None:
+    """What rooms' answers rest on beside the call: the emulation that CUDA kernels run in here, if they do."""
+    room: Any = sys.modules.get(f"{ROOMS['cuda']}.compile")
+    return None if room is None or room.emulated() is None else room.emulation()._name
+
+
+def unasked(operation: str, device: Device, backend: str | Sequence[str] | None = None) -> frozenset[str]:
+    """Those of the candidates that stand there by the platform's order alone."""
+    wishes = config.requested(operation, backend) or ("auto",)
+    order = ORDER.get(device.platform, ORDER["*"]) if "auto" in wishes else ()
+    return frozenset(order) - frozenset(wishes)
+
+
+def refusal(module: Any, call: Call, *, asked: bool = True) -> str | None:
+    """Why an implementation does not run a call; one not asked for by name may have more to say."""
+    reason = module.why_not(call)
+    if reason is None and not asked and hasattr(module, "why_not_unasked"):
+        return module.why_not_unasked(call)
+    return reason
+
+
+def verdicts(call: Call, names: Sequence[str], unasked: Collection[str] = ()) -> dict[str, str | None]:
+    """For each backend: None if it takes the call, else why not; `unasked` are those that nobody named."""
     reasons: dict[str, str | None] = {}
     for name in names:
         try:
-            reasons[name] = load(call.OPERATION, name).why_not(call)
+            reasons[name] = refusal(load(call.OPERATION, name), call, asked=name not in unasked)
         except BackendMissing as missing:
             reasons[name] = str(missing)
     return reasons
@@ -133,6 +159,7 @@ def choose(
     Raises `Unsupported` (`BackendMissing` where not one of them is installed) with every candidate's reason.
     """
     names = candidates(call.OPERATION, call.device, backend)
+    by_order = unasked(call.OPERATION, call.device, backend)
     reasons: dict[str, str | None] = {}
     missing = True
     for name in names:
@@ -142,16 +169,14 @@ def choose(
             reasons[name] = str(error)
             continue
         missing = False
-        reasons[name] = module.why_not(call)
+        reasons[name] = refusal(module, call, asked=name not in by_order)
         if reasons[name] is None:
             return Choice(
                 name, module, tuning.tile_for(module, call, config.requested_options(call.OPERATION, options))
             )
     lines = "".join(f"\n  {name}: {reason}" for name, reason in reasons.items())
-    others = verdicts(
-        call, [name for name in (*ORDER["*"], *ORDER.get(call.device.platform, ())) if name != "portable"]
-    )
-    others |= verdicts(call, [PORTABLE[call.device.framework]])
+    rest = [name for name in (*ORDER["*"], *ORDER.get(call.device.platform, ())) if name != "portable"]
+    others = verdicts(call, [*rest, PORTABLE[call.device.framework]], unasked=rest)
     nearest = next((name for name, reason in others.items() if reason is None and name not in names), None)
     fix = f'\nnearest that does: backend="{nearest}"' if nearest else ""
     kind = BackendMissing if missing else Unsupported
@@ -172,12 +197,13 @@ class Answer:
 def answers(call: Call, *, backend: str | Sequence[str] | None = None) -> list[Answer]:
     """What every backend says to a call, those asked for first; an import that fails the call fails here as well."""
     asked = candidates(call.OPERATION, call.device, backend)
+    by_order = unasked(call.OPERATION, call.device, backend)
     found: list[Answer] = []
     chosen = False
     for name in dict.fromkeys((*asked, *backends())):
         wanted = name in asked and not chosen
         try:
-            reason = verdicts(call, [name])[name]
+            reason = verdicts(call, [name], unasked=by_order)[name]
         except Exception as error:
             if wanted:
                 raise

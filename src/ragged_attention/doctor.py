@@ -7,8 +7,6 @@ import importlib
 import importlib.metadata
 import os
 import platform
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import resources
@@ -24,6 +22,8 @@ import ragged_attention
 from ragged_attention import config, dispatch
 from ragged_attention.calls import CALLS, Device
 from ragged_attention.errors import BackendMissing, Unsupported
+from ragged_attention.kernels_cuda import compile as kernels
+from ragged_attention.kernels_cuda import toolchain
 from ragged_attention.samples import FRAMEWORKS, device_of, sample_of
 
 MODULES = ("numpy", "torch", "triton", "jax", "jax_triton")
@@ -95,6 +95,8 @@ def versions(found: dict[str, ModuleType | Exception]) -> Iterator[tuple[str, st
         else:
             yield name, getattr(module, "__version__", None) or _version_of(DISTRIBUTIONS.get(name, name))
     yield "CUDA toolchain", cuda_toolchain()
+    yield "CUTLASS", cutlass()
+    yield "CUDA kernels", cuda_kernels()
     yield "Pallas for TPU", pallas(found["jax"])
 
 
@@ -106,17 +108,31 @@ def _version_of(distribution: str) -> str:
 
 
 def cuda_toolchain() -> str:
-    """nvcc's release and place, or where it was looked for."""
-    home = os.environ.get("CUDA_HOME") or "/usr/local/cuda"
-    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path=str(Path(home, "bin")))
-    if nvcc is None:
-        return f"no nvcc on PATH or in {home}"
+    """nvcc's release and place, or what is missing to compile with it."""
+    compiler = toolchain.nvcc()
+    missing = toolchain.missing_to_compile()
+    if compiler is None:
+        return missing or f"{toolchain.nvcc_path()} does not run"
+    return f"{compiler.release} in {compiler.path}{f'; {missing}' if missing else ''}"
+
+
+def cutlass() -> str:
+    """The release of the CUTLASS headers and their place."""
+    include = toolchain.cutlass()
+    return f"{toolchain.cutlass_release(include)} in {include}" if include else toolchain.NO_CUTLASS
+
+
+def cuda_kernels() -> str:
+    """Whether the CUDA kernels are built, and what they say of the first device."""
+    path = kernels.built()
+    if path is None:
+        return kernels.why_not() or "not built: the first call does it, or `ragged-attention build-cuda`"
     try:
-        told_version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"{nvcc} does not run: {told(error)}"
-    release = [line for line in told_version.stdout.splitlines() if "release" in line]
-    return f"{release[0].strip() if release else 'unknown release'} in {nvcc}"
+        status = kernels.status()
+    except BackendMissing as error:
+        return f"{path}: {told(error)}"
+    arch = f"sm_{status.major}{status.minor}, {status.num_multiprocessors} multiprocessors"
+    return f"{path}; device 0: {status.text if status.code else arch}"
 
 
 def pallas(jax: ModuleType | Exception) -> str:

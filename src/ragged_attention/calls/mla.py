@@ -280,8 +280,8 @@ class MlaDecode(LatentCall):
         schedule: from `make_decode_schedule`, how to divide the work. The result is the same without, up to
             rounding: then the keys of a sequence are divided among programs by shapes alone.
         cache_format: `plain`, `fp8_v32` or `fp8_v4`; default by the dtype and last dimension of `kv_cache`.
-        backend, options: as in `sparse_mla_prefill`. With the Triton kernels `options={"num_splits": 1}`, and no
-            schedule, gives bits that depend on nothing but the sequence itself.
+        backend, options: as in `sparse_mla_prefill`. With the kernels of `triton` and `cuda`
+            `options={"num_splits": 1}`, and no schedule, gives bits that depend on nothing but the sequence itself.
 
     Returns:
         out [S, Q, H, d_v] of q's dtype, and lse [S, H, Q] float32, the natural log-sum-exp of the scaled logits;

@@ -38,15 +38,25 @@ def run(operation: str, arguments: dict[str, Any], backend: Any, options: Any) -
     tunables = json.dumps(dict(config.requested_options(operation, options)), sort_keys=True)
     traced = any(isinstance(value, jax.core.Tracer) for value in arrays.values())
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):  # whatever the caller's own rules
-        return _run(operation, arrays, tuple(rest.items()), names, tunables, traced)
+        return _run(operation, arrays, tuple(rest.items()), names, tunables, traced, dispatch.state())
 
 
 def default_platform() -> str:
     return jax.default_backend().replace("gpu", "cuda")
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2, 3, 4, 5))
-def _run(operation: str, arrays: dict[str, Any], rest: tuple[Any, ...], names: Any, tunables: str, traced: bool) -> Any:
+@functools.partial(jax.jit, static_argnums=(0, 2, 3, 4, 5, 6))
+def _run(
+    operation: str,
+    arrays: dict[str, Any],
+    rest: tuple[Any, ...],
+    names: Any,
+    tunables: str,
+    traced: bool,
+    state: str | None,
+) -> Any:
+    del state  # only to be traced anew where it is another
+
     def on(platform: str) -> tuple[dispatch.Choice, Any]:
         """What runs this call on a platform, and the function of its arrays that does."""
         device = device_facts(platform)

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import importlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -192,6 +192,20 @@ def unwritten(like: jax.ShapeDtypeStruct) -> np.ndarray:
     return np.full(like.shape, np.nan if floating else np.iinfo(like.dtype).max, like.dtype)
 
 
+_registered: set[str] = set()
+
+
+def _target(function: Any, platform: str) -> str:
+    """The name that XLA calls a room's compiled function by, registered unless it is lowered for another machine."""
+    if platform != "cpu" and jax.default_backend() != "gpu":
+        return function.name
+    name, handler = function.handler(platform, jax.ffi.include_dir())
+    if name not in _registered:
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform=platform.replace("cuda", "CUDA"))
+        _registered.add(name)
+    return name
+
+
 class Launcher:
     """Runs kernels for calls that hold jax arrays, traced or not."""
 
@@ -267,6 +281,32 @@ class Launcher:
 
         return list(call(*inputs))
 
+    def native(
+        self,
+        function: Any,
+        operands: Mapping[str, Any],
+        outputs: Mapping[str, tuple[Sequence[int], Any] | None],
+        numbers: Mapping[str, int | float],
+    ) -> dict[str, Any]:
+        """Call a compiled function through XLA's FFI; see the torch launcher, whose twin this is.
+
+        Arrays left out are arrays without entries to XLA, integers one attribute, other numbers one each.
+        """
+        record, nothing = function.record, jnp.zeros(0, jnp.int32)
+        shapes = [
+            jax.ShapeDtypeStruct((0,), jnp.int32) if given is None else jax.ShapeDtypeStruct(tuple(given[0]), given[1])
+            for given in map(outputs.__getitem__, record.RESULTS)
+        ]
+        arrays = [nothing if array is None else array for array in map(operands.__getitem__, record.OPERANDS)]
+        call = jax.ffi.ffi_call(_target(function, self.device.platform), shapes, vmap_method="sequential")
+        results = call(
+            *arrays,
+            numbers=np.array([numbers[name] for name in record.NUMBERS], np.int64),
+            **{name: float(value) for name, value in numbers.items() if name not in record.NUMBERS},
+        )
+        named = zip(record.RESULTS, results, strict=True)
+        return {name: None if outputs[name] is None else array for name, array in named}
+
     def strides(self, array: Any) -> tuple[int, ...]:
         return tuple(int(np.prod(array.shape[axis + 1 :])) for axis in range(len(array.shape)))
 
@@ -274,6 +314,10 @@ class Launcher:
         return array
 
     def packed(self, array: Any) -> Any:
+        return array
+
+    def aligned(self, array: Any, bytes: int = 16) -> Any:
+        del bytes  # XLA's arrays are packed, and begin at multiples of more
         return array
 
     def words(self, array: Any, *, packed_rows: bool) -> Any:

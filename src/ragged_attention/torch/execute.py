@@ -135,7 +135,7 @@ def execute(record: type[Call], arguments: dict[str, Any], backend: str | None, 
 def _plan(
     record: type[Call], arguments: dict[str, Any], backend: str | None, options: str | None
 ) -> tuple[Device, dispatch.Choice, bool]:
-    key = (record, backend, options, config.state(), *map(_static, arguments.values()))
+    key = (record, backend, options, config.state(), dispatch.state(), *map(_static, arguments.values()))
     plan = _plans.get(key)
     if plan is None or plan[1].module is not dispatch.load(record.OPERATION, plan[1].backend):
         call = checked(record, arguments)

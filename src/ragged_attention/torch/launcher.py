@@ -1,7 +1,8 @@
 """How a room's work gets done on torch tensors: Triton kernels on the current stream, NumPy functions on the host."""
 
+import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,39 @@ class Launcher:
                 )
         return new
 
+    def native(
+        self,
+        function: Any,
+        operands: Mapping[str, torch.Tensor | None],
+        outputs: Mapping[str, tuple[Sequence[int], Any] | None],
+        numbers: Mapping[str, int | float],
+    ) -> dict[str, torch.Tensor | None]:
+        """Call a compiled function on the current stream and return its results by name; None is an array left out.
+
+        `function` is a room's: `record` is the ctypes structure that it takes, `on(platform)` the function itself. It
+        reads the record before it returns, so nothing has to outlive the call; results are uninitialised memory.
+        """
+        device = next(tensor.device for tensor in operands.values() if tensor is not None)
+        results = {
+            name: None if given is None else torch.empty(given[0], dtype=DTYPES.get(given[1], given[1]), device=device)
+            for name, given in outputs.items()
+        }
+        record = function.record(**numbers)
+        for arrays in (operands, results):
+            for name, tensor in arrays.items():
+                if tensor is not None:
+                    setattr(record, name, tensor.data_ptr())
+        launch = function.on(device.type)
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                code = launch(ctypes.byref(record), torch.cuda.current_stream(device).cuda_stream)
+        else:
+            code = launch(ctypes.byref(record), None)
+        if code:
+            shapes = {name: tensor.shape for name, tensor in {**operands, **results}.items() if tensor is not None}
+            raise RuntimeError(function.complaint(code, device.type, shapes))
+        return results
+
     def strides(self, tensor: torch.Tensor) -> tuple[int, ...]:
         return tensor.stride()
 
@@ -103,6 +137,17 @@ class Launcher:
     def packed(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, copied if its last dimension is strided."""
         return tensor if tensor.dim() == 0 or tensor.shape[-1] == 1 or tensor.stride(-1) == 1 else tensor.contiguous()
+
+    def aligned(self, tensor: torch.Tensor, bytes: int = 16) -> torch.Tensor:
+        """The tensor, copied if one of its rows is strided or does not begin at a multiple of so many bytes."""
+        if tensor.data_ptr() % bytes == 0:
+            if tensor.is_contiguous():
+                return tensor
+            used = [step for step, count in zip(tensor.stride()[:-1], tensor.shape, strict=False) if count > 1]
+            rows = tensor.shape[-1] == 1 or tensor.stride(-1) == 1
+            if rows and not any(step * tensor.element_size() % bytes for step in used):
+                return tensor
+        return tensor.clone(memory_format=torch.contiguous_format)
 
     def words(self, tensor: torch.Tensor, *, packed_rows: bool) -> torch.Tensor:
         """A paged cache of bytes, copied if a page or row of it does not begin at a multiple of 4 bytes.

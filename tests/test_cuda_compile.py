@@ -1,0 +1,565 @@
+"""Building the CUDA kernels: which compiler, what is kept and for how long, what a failure says, what is loaded.
+
+Most of it is tried with a stand-in for nvcc that hands on to g++, so that it takes no time and is tried everywhere; the
+real library is built once and shared with the other tests by the cache.
+"""
+
+import contextlib
+import ctypes
+import logging
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import threading
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ragged_attention import cli, doctor
+from ragged_attention.errors import BackendMissing, InvalidInput
+from ragged_attention.kernels_cuda import abi, compile, toolchain
+
+ROOT = Path(__file__).parent.parent
+HEADER = (ROOT / "kernels_cuda" / "csrc" / "api.h").read_text()
+
+STAND_IN = """\
+#!{python}
+import os, subprocess, sys, time
+arguments = sys.argv[1:]
+if "--version" in arguments:
+    print("Cuda compilation tools, release {release}, V{release}.1")
+elif "-dryrun" in arguments:
+    print("#$ TOP={home}/bin/..", '#$ INCLUDES="-I{home}/bin/../include"  ', sep="\\n")
+    print('#$ SYSTEM_INCLUDES="-isystem" "{home}/include/cccl"  ')
+else:
+    with open("{home}/log", "a") as log:
+        log.write(" ".join(arguments) + "\\n")
+    time.sleep({seconds})
+    known = [word for word in arguments if word in ("-shared", "-c", "-o") or word.endswith((".cu", ".o", ".so"))]
+    keep = [word for word in known if "soname" not in word]
+    sys.exit(subprocess.call(["g++", "-fPIC", "-x", "c++", *keep] if "-c" in keep else ["g++", *keep]))
+"""
+
+SOURCE = """\
+#include "api.h"
+int ra_abi_version(void) { return RA_ABI_VERSION; }
+int64_t ra_size_of_latent(void) { return sizeof(RaLatent); }
+int64_t ra_size_of_schedule(void) { return sizeof(RaSchedule); }
+int ra_status(int, int* major, int* minor, int* count) { *major = 9, *minor = 0, *count = 132; return 0; }
+const char* ra_error_string(int) { return "all is well"; }
+int ra_mla_decode_dense(const RaLatent*, void*) { return 1; }
+int ra_sparse_mla_prefill(const RaLatent*, void*) { return 2; }
+int ra_mla_decode_sparse_fp8(const RaLatent*, void*) { return 3; }
+int ra_make_decode_schedule(const RaSchedule*, void*) { return 4; }
+"""
+
+# In place of the handlers: whether the library above is what they call.
+THROUGH = """\
+#include "api.h"
+extern "C" RA_API int through(void) { return ra_mla_decode_sparse_fp8(nullptr, nullptr); }
+"""
+
+
+def stand_in(home: Path, release: str = "99.0", seconds: float = 0) -> Path:
+    """A CUDA home whose nvcc is a script that logs its calls to `log`."""
+    (home / "bin").mkdir(parents=True)
+    for folder in ("nvvm/bin", "include/crt", "include/cccl/cuda/std", "lib"):
+        (home / folder).mkdir(parents=True)
+    for part in ("nvvm/bin/cicc", "include/cuda_runtime.h", "lib/libcudart_static.a"):
+        (home / part).touch()
+    program = home / "bin" / "nvcc"
+    program.write_text(STAND_IN.format(python=sys.executable, home=home, release=release, seconds=seconds))
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    return program
+
+
+@pytest.fixture
+def afresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Nothing found, built, loaded or failed yet, and an empty cache."""
+    for name in ("CUDACXX", "CUDA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(toolchain, "PYPI_HOME", "nvidia.nothing_of_the_kind")
+    monkeypatch.setattr(toolchain, "USUAL_HOME", tmp_path / "nowhere")
+    monkeypatch.setattr(compile, "PREBUILT", tmp_path / "prebuilt")
+    monkeypatch.setattr(compile, "_loaded", {})
+    monkeypatch.setattr(compile, "_failed", {})
+    toolchain._asked.cache_clear()
+    yield
+    toolchain._asked.cache_clear()
+
+
+@pytest.fixture
+def small(afresh: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A stand-in compiler as CUDA_HOME, and a source that it can compile; returns the home."""
+    if toolchain.gxx() is None or toolchain.cutlass() is None:
+        pytest.skip("needs g++ and the CUTLASS headers")
+    sources = tmp_path / "csrc"
+    sources.mkdir()
+    (sources / "api.h").write_text(HEADER)
+    (sources / "common.cu").write_text(SOURCE)
+    (sources / "xla_ffi.cc").write_text(THROUGH)
+    monkeypatch.setattr(compile, "SOURCES", sources)
+    monkeypatch.setattr(compile, "UNITS", ("common",))
+    stand_in(tmp_path / "home")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def calls(home: Path) -> list[str]:
+    """The command lines that a stand-in has compiled or linked."""
+    return (home / "log").read_text().splitlines() if (home / "log").exists() else []
+
+
+# ---- finding
+
+
+def test_the_order_in_which_nvcc_is_looked_for(afresh, monkeypatch, tmp_path):
+    for name in ("named", "home", "nvidia/wheels", "path", "usual"):
+        stand_in(tmp_path / name)
+    monkeypatch.setattr(toolchain, "USUAL_HOME", tmp_path / "usual")
+    monkeypatch.setenv("PATH", str(tmp_path / "path" / "bin"))
+    monkeypatch.setattr(toolchain, "pypi_home", lambda: tmp_path / "nvidia" / "wheels")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("CUDACXX", str(tmp_path / "named" / "bin" / "nvcc"))
+    for name in ("named", "home", "nvidia/wheels", "path", "usual"):
+        assert toolchain.nvcc_path() == str(tmp_path / name / "bin" / "nvcc")
+        (tmp_path / name / "bin" / "nvcc").unlink()
+    assert toolchain.nvcc_path() is None
+    assert toolchain.nvcc() is None
+
+
+def test_the_wheels_of_nvcc_are_found_as_one_home(monkeypatch, tmp_path):
+    stand_in(tmp_path / "wheelhouse" / "cu13")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(toolchain, "PYPI_HOME", "wheelhouse.cu13")
+    assert toolchain.pypi_home() == tmp_path / "wheelhouse" / "cu13"
+    monkeypatch.setattr(toolchain, "PYPI_HOME", "wheelhouse.cu12")
+    assert toolchain.pypi_home() is None
+
+
+def test_wheels_that_are_no_whole_compiler_are_passed_over(afresh, monkeypatch, tmp_path):
+    """jax for CUDA brings nvcc's wheel for its assembler, without what compiling takes."""
+    stand_in(tmp_path / "wheels")
+    stand_in(tmp_path / "path")
+    monkeypatch.setattr(toolchain, "pypi_home", lambda: tmp_path / "wheels")
+    monkeypatch.setenv("PATH", str(tmp_path / "path" / "bin"))
+    releases = {"nvidia-cuda-nvcc": "13.0", "nvidia-nvvm": "13.0", "nvidia-cuda-crt": "13.0"}
+    monkeypatch.setattr(toolchain, "_minor_release", releases.get)
+    assert toolchain.nvcc_path() == str(tmp_path / "wheels" / "bin" / "nvcc")
+    releases["nvidia-nvvm"] = "13.5"
+    assert toolchain.nvcc_path() == str(tmp_path / "path" / "bin" / "nvcc")
+    releases["nvidia-nvvm"] = "13.0"
+    (tmp_path / "wheels" / "lib" / "libcudart_static.a").unlink()
+    assert toolchain.nvcc_path() == str(tmp_path / "path" / "bin" / "nvcc")
+
+
+def test_what_nvcc_says_of_itself(small):
+    found = toolchain.nvcc()
+    assert found is not None
+    assert found.release == "release 99.0, V99.0.1"
+    assert found.includes == (str(small / "include"), str(small / "include" / "cccl"))
+    assert found.libraries == (str(small / "lib"),)
+    assert f"-L{small / 'lib'}" in compile.kernels_recipe().linker
+    assert toolchain.cuda_headers() == found.includes
+
+
+def test_an_nvcc_that_does_not_run(small):
+    (small / "bin" / "nvcc").write_text("#!/bin/sh\nexit 1\n")
+    assert toolchain.nvcc() is None
+    assert doctor.cuda_toolchain() == f"{small}/bin/nvcc does not run"
+    with pytest.raises(BackendMissing, match=f"{small}/bin/nvcc does not run"):
+        compile.library()
+
+
+def test_what_is_missing_is_said_in_a_sentence(afresh, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert compile.why_not() == toolchain.NO_NVCC
+    assert doctor.cuda_toolchain() == doctor.cuda_kernels() == toolchain.NO_NVCC
+    with pytest.raises(BackendMissing, match=r"no nvcc in CUDACXX, CUDA_HOME, .* or install ragged-attention"):
+        compile.library()
+    monkeypatch.setenv("CUDACXX", "nvcc-13")
+    assert compile.why_not() == "expected CUDACXX to name a compiler, got 'nvcc-13'"
+
+
+def test_missing_parts_beside_nvcc(small, monkeypatch):
+    assert compile.why_not() is None
+    monkeypatch.setattr(toolchain, "cutlass", lambda: None)
+    assert compile.why_not() == "no CUTLASS headers: install ragged-attention[cuda] or nvidia-cutlass"
+    assert doctor.cutlass() == compile.why_not()
+    assert doctor.cuda_toolchain() == f"release 99.0, V99.0.1 in {small}/bin/nvcc; {compile.why_not()}"
+    monkeypatch.setattr(toolchain, "gxx", lambda: None)
+    assert compile.why_not() == toolchain.missing_to_emulate() == "no g++ on PATH"
+    with pytest.raises(BackendMissing, match=r"no g\+\+ on PATH"):
+        compile.ffi_recipe("", Path("kernels.so"))
+    with pytest.raises(BackendMissing, match=r"no g\+\+ on PATH"):
+        compile.emulation()
+
+
+def test_the_emulation_wants_headers_rather_than_nvcc(small, monkeypatch):
+    (small / "bin" / "nvcc").unlink()
+    monkeypatch.setattr(toolchain, "nvcc_path", lambda: None)
+    assert toolchain.missing_to_emulate() == toolchain.NO_HEADERS
+    monkeypatch.setattr(toolchain, "pypi_home", lambda: small)
+    assert toolchain.missing_to_emulate() is None
+    assert toolchain.cuda_headers() == (str(small / "include"), str(small / "include" / "cccl"))
+
+
+def test_elsewhere_than_on_linux_nothing_is_built(small, monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert compile.why_not() == toolchain.missing_to_emulate() == "the CUDA kernels are built on Linux, this is win32"
+
+
+def test_cutlass_is_found_without_importing_it(monkeypatch, tmp_path):
+    include = tmp_path / "cutlass_library" / "source" / "include"
+    (include / "cute").mkdir(parents=True)
+    (tmp_path / "cutlass_library" / "__init__.py").write_text("raise AssertionError")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "cutlass_library", raising=False)
+    assert toolchain.cutlass() is None
+    (include / "cute" / "tensor.hpp").touch()
+    assert toolchain.cutlass() == include
+    monkeypatch.setitem(sys.modules, "cutlass_library", SimpleNamespace(__spec__=None))  # type: ignore[arg-type]
+    assert toolchain.cutlass() is None
+
+
+def test_the_toolchain_from_pypi_is_of_one_release():
+    """Parts of other releases are refused by each other: an older ptxas does not read a newer nvvm's code."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    pins = dict(re.findall(r"([\w-]+)==([\d.]+); sys_platform == 'linux'", " / ".join(extras["cuda-toolchain"])))
+    assert set(pins) == {f"nvidia-{name}" for name in ("cuda-nvcc", "nvvm", "cuda-crt", "cuda-cccl", "cuda-runtime")}
+    assert len({pins[f"nvidia-{name}"] for name in ("cuda-nvcc", "nvvm", "cuda-crt")}) == 1
+    assert {version.rpartition(".")[0] for version in pins.values()} == {"13.0"}
+
+
+# ---- building and keeping
+
+
+def test_a_library_is_built_once(small, monkeypatch, caplog, capfd):
+    caplog.set_level(logging.INFO, "ragged_attention")
+    assert compile.built() is None
+    assert "not built" in doctor.cuda_kernels()
+    steps = []
+    library = compile.library(lambda *step: steps.append(step))
+    assert library.ra_sparse_mla_prefill(None, None) == 2
+    assert compile.library() is library
+    path = compile.built()
+    assert path is not None
+    assert path.is_relative_to(small.parent / "cache" / "ragged_attention")
+    assert sorted(file.name for file in path.parent.iterdir()) == [path.name, "lock"]
+    assert steps == [(0, 2, "common.cu"), (1, 2, "common.cu"), (2, 2, path.name)]
+    assert len(calls(small)) == 2
+    assert [record.message.split(" of ")[0].split(" in ")[0] for record in caplog.records] == [
+        f"building the CUDA kernels with {small}/bin/nvcc", "built the CUDA kernels",
+    ]  # fmt: skip
+    monkeypatch.setattr(compile, "_loaded", {})  # another process
+    compile.library()
+    assert len(calls(small)) == 2
+    assert doctor.cuda_kernels() == f"{path}; device 0: sm_90, 132 multiprocessors"
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_flags_that_the_kernels_rest_on(small):
+    compile.library()
+    compiled, linked = calls(small)
+    for flag in ("-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-DNDEBUG", f"-I{toolchain.cutlass()}"):
+        assert flag in compiled.split()
+    assert "-Xlinker --exclude-libs,ALL,-soname,libragged_attention_cuda-" in linked
+    assert "-cudart static" in linked
+
+
+def test_what_a_kept_library_is_known_by(small, monkeypatch):
+    sources = compile.SOURCES
+    seen = {compile.kernels_recipe().digest}
+
+    def is_new() -> bool:
+        digest = compile.kernels_recipe().digest
+        return digest not in seen and not seen.add(digest)
+
+    (sources / "emulated.h").write_text("// for g++ alone")
+    (sources / "machine.h").write_text("// likewise")
+    assert not is_new()
+    (sources / "api.h").write_text(HEADER + "// more")
+    assert is_new()
+    (sources / "more.h").write_text("")
+    assert is_new()
+    monkeypatch.setattr(compile, "NVCC_FLAGS", (*compile.NVCC_FLAGS, "-O1"))
+    assert is_new()
+    monkeypatch.setattr(toolchain, "cutlass_release", lambda include: "4.3.0")
+    assert is_new()
+    monkeypatch.setenv("CUDA_HOME", str(stand_in(small.parent / "newer", release="99.1").parent.parent))
+    assert is_new()
+    monkeypatch.setenv("CUDA_HOME", str(stand_in(small.parent / "same", release="99.1").parent.parent))
+    assert not is_new()
+
+
+def test_two_processes_build_a_library_once(small, monkeypatch):
+    shutil.rmtree(small)
+    stand_in(small, seconds=0.5)
+    code = f"""
+from pathlib import Path
+from ragged_attention.kernels_cuda import compile
+compile.SOURCES, compile.UNITS = Path({str(compile.SOURCES)!r}), ("common",)
+print(compile.library()._name)
+"""
+    command = [sys.executable, "-c", code]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = {process.communicate(timeout=120)[0] for process in started}
+    assert [process.returncode for process in started] == [0, 0]
+    assert len(said) == 1
+    assert len(calls(small)) == 2
+
+
+def test_two_threads_load_a_library_once(small):
+    found: list[ctypes.CDLL] = []
+    threads = [threading.Thread(target=lambda: found.append(compile.library())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(map(id, found))) == 1
+    assert len(calls(small)) == 2
+
+
+def test_a_file_system_without_locks_will_do(small, monkeypatch):
+    import fcntl
+
+    def flock(file: object, operation: int) -> None:
+        raise OSError("no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert compile.library().ra_abi_version() == 1
+
+
+def test_a_failed_build_shows_the_command_and_the_compilers_last_words(small, capfd):
+    (compile.SOURCES / "common.cu").write_text('#include "api.h"\n' + "int wrong = nothing_of_that_name;\n")
+    with pytest.raises(BackendMissing) as caught:
+        compile.library()
+    said = str(caught.value).splitlines()
+    assert said[0] == "building the CUDA kernels failed with exit code 1:"
+    assert said[1].startswith(f"{small}/bin/nvcc -std=c++17 -O3 ")
+    assert " -c " in said[1]
+    assert any("nothing_of_that_name" in line for line in said[2:])
+    assert len(said) <= 2 + compile.TOLD_LINES
+    assert capfd.readouterr() == ("", "")
+    assert not list((small.parent / "cache").rglob("*.so"))
+    # Nothing is tried twice in a process, and the reason is not forgotten.
+    with pytest.raises(BackendMissing, match="nothing_of_that_name"):
+        compile.library()
+    assert len(calls(small)) == 1
+    reason = compile.why_not()
+    assert reason is not None
+    assert reason == f"the CUDA kernels could not be built in this process: {said[-1]}"
+
+
+def test_what_changes_while_it_is_compiled_is_not_kept(small, monkeypatch):
+    def told(done: int, total: int, text: str) -> None:
+        (compile.SOURCES / "api.h").write_text(HEADER + "// edited")
+
+    with pytest.raises(BackendMissing, match="the sources of the CUDA kernels changed while they were compiled"):
+        compile.library(told)
+    assert not list((small.parent / "cache").rglob("*.so"))
+
+
+def test_one_bad_unit_ends_the_build(small, monkeypatch):
+    monkeypatch.setattr(compile, "UNITS", ("common", *(f"wrong{number}" for number in range(40))))
+    for unit in compile.UNITS[1:]:
+        (compile.SOURCES / f"{unit}.cu").write_text("#error this one")
+    with pytest.raises(BackendMissing, match="this one"):
+        compile.library()
+    assert len(calls(small)) < 40
+
+
+def test_a_cache_that_cannot_be_written(small, monkeypatch):
+    (small / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(small / "file"))
+    with pytest.raises(
+        BackendMissing, match=r"the CUDA kernels cannot be kept in .*/file/ragged_attention: .*directory"
+    ):
+        compile.library()
+
+
+def test_the_cache_is_where_caches_are(monkeypatch, tmp_path):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert compile.cache_folder() == tmp_path / ".cache" / "ragged_attention"
+
+
+def test_a_library_made_ahead_of_time_needs_no_compiler(small, monkeypatch, tmp_path):
+    assert cli.main(["build-cuda", "--out", str(compile.PREBUILT)]) == 0
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_HOME")
+    monkeypatch.setattr(compile, "_loaded", {})
+    assert compile.why_not() is None
+    assert compile.built() == compile.prebuilt()
+    assert Path(compile.library()._name).parent == compile.PREBUILT
+    # One of other sources is not this one.
+    monkeypatch.setattr(compile, "_loaded", {})
+    (compile.SOURCES / "api.h").write_text(HEADER + "// newer")
+    assert compile.prebuilt() is None
+    assert compile.why_not() == toolchain.NO_NVCC
+
+
+def test_the_library_for_xla_calls_the_kernels(small, tmp_path):
+    interface = tmp_path / "jaxlib" / "xla" / "ffi" / "api"
+    interface.mkdir(parents=True)
+    (interface / "c_api.h").write_text("#define XLA_FFI_API_MINOR 3")
+    library = compile.ffi_library(str(tmp_path / "jaxlib"))
+    assert library.through() == 3
+    assert compile.ffi_library(str(tmp_path / "jaxlib")) is library
+    # Another jaxlib is another library, for a newer one's handlers would break an older one altogether.
+    recipe = compile.ffi_recipe(str(tmp_path / "jaxlib"), Path(compile.library()._name))
+    assert recipe.path == Path(library._name)
+    (interface / "c_api.h").write_text("#define XLA_FFI_API_MINOR 4")
+    assert compile.ffi_recipe(str(tmp_path / "jaxlib"), Path(compile.library()._name)).path != recipe.path
+
+
+def test_building_ahead_of_time(small, capsys, monkeypatch):
+    assert cli.main(["build-cuda"]) == 0
+    said = capsys.readouterr().out
+    assert f"nvcc: {small}/bin/nvcc, release 99.0" in said
+    assert f"kernels: {compile.built()}\n" in said
+    assert re.search(r"for jax: (/\S+/libragged_attention_ffi-\w+\.so|not built, for jax is not installed)\n", said)
+    assert len(calls(small)) == 2
+
+
+def test_building_ahead_of_time_without_a_compiler(afresh, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert cli.main(["build-cuda"]) == 2
+    assert f"ragged-attention: {toolchain.NO_NVCC}" in " ".join(capsys.readouterr().err.split())
+
+
+# ---- the ABI
+
+
+def fields_of(name: str) -> list[str]:
+    """The names of a record's fields in the header, in order."""
+    body = re.search(rf"typedef struct {name} {{(.*?)}} {name};", HEADER, re.DOTALL)
+    assert body is not None
+    lines = re.sub(r"//.*", "", body[1])
+    return re.findall(r"(\w+)\s*[,;]", lines)
+
+
+@pytest.mark.parametrize(("name", "record"), [("RaLatent", abi.Latent), ("RaSchedule", abi.Schedule)])
+def test_records_mirror_the_header(name: str, record: type[Any]):
+    assert [field for field, _ in record._fields_] == fields_of(name)
+    assert (*record.OPERANDS, *record.RESULTS, *record.NUMBERS) == tuple(fields_of(name))[: len(record._fields_)] or (
+        record is abi.Latent and fields_of(name)[-1] == "sm_scale"
+    )
+
+
+def test_codes_mirror_the_header():
+    codes = {name: int(value) for name, value in re.findall(r"(RA_\w+) = (-?\d+)", HEADER)}
+    assert codes == {
+        "RA_WRONG_DEVICE": abi.WRONG_DEVICE, "RA_NO_KERNEL": abi.NO_KERNEL, "RA_DEADLOCK": abi.DEADLOCK,
+        **{f"RA_{name.upper()}": code for name, code in (abi.DTYPES | abi.FORMATS).items()},
+    }  # fmt: skip
+    assert f"#define RA_ABI_VERSION {abi.VERSION}\n" in HEADER
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "complaint"),
+    [
+        ("return RA_ABI_VERSION", "return 7", "expected CUDA kernels of ABI version 1, got 7"),
+        ("sizeof(RaLatent)", "8", r"expected ra_size_of_latent\(\) == \d+ of the CUDA kernels, got 8"),
+        ("sizeof(RaSchedule)", "9", r"expected ra_size_of_schedule\(\) == \d+ of the CUDA kernels, got 9"),
+    ],
+)
+def test_a_library_of_another_abi_is_refused(small, was, now, complaint):
+    (compile.SOURCES / "common.cu").write_text(SOURCE.replace(was, now))
+    with pytest.raises(BackendMissing, match=complaint):
+        compile.library()
+    assert re.search(complaint, compile.why_not() or "")
+
+
+def test_a_library_that_does_not_load(small):
+    path = compile.build(compile.kernels_recipe())
+    path.write_text("no library")
+    with pytest.raises(BackendMissing, match=r"invalid ELF header|file too short"):
+        compile.library()
+    assert "could not be built in this process" in (compile.why_not() or "")
+    assert str(path) in doctor.cuda_kernels()
+
+
+# ---- the emulation's switch
+
+
+def test_emulating_is_a_state_of_the_block(monkeypatch):
+    told = []
+    fake = SimpleNamespace(ra_emulate=lambda *arguments: told.append(arguments))
+    monkeypatch.setattr(compile, "emulation", lambda: fake)
+    assert compile.emulated() is None
+    with compile.emulating("late", 7):
+        assert compile.emulated() == ("late", 7)
+        with contextlib.suppress(ZeroDivisionError), compile.emulating(seed=3):
+            assert compile.emulated() == ("eager", 3)
+            raise ZeroDivisionError
+        assert compile.emulated() == ("late", 7)
+    assert compile.emulated() is None
+    assert told == [(1, 7), (0, 3), (1, 7), (0, 0)]
+    with (
+        pytest.raises(InvalidInput, match="expected mode to be one of eager, late, got 'lazy'"),
+        compile.emulating("lazy"),
+    ):
+        pass
+
+
+# ---- the real thing
+
+
+@pytest.fixture(scope="module")
+def kernels() -> ctypes.CDLL:
+    if reason := compile.why_not():
+        pytest.skip(reason)
+    return compile.library()
+
+
+def test_the_kernels_load_and_tell_without_a_driver(kernels):
+    status = compile.status()
+    assert status.text
+    if status.code:
+        assert status[2:] == (0, 0, 0)
+        assert re.search("driver|device", status.text)
+    else:
+        assert status.major == 9
+
+
+def test_no_device_is_a_code_too(kernels):
+    assert compile.status(device=4096).code != 0
+
+
+def test_the_kernels_export_their_abi_alone(kernels):
+    names = set(re.findall(r"(\w+)\(", re.sub(r"//.*", "", HEADER))) - {"__attribute__", "visibility"}
+    said = subprocess.run(["nm", "-D", "--defined-only", kernels._name], capture_output=True, text=True, check=True)
+    exported = {line.split()[-1] for line in said.stdout.splitlines() if line.split()[1] == "T"}
+    assert exported == {name for name in names if name.startswith("ra_")}
+
+
+def test_the_kernels_depend_on_no_cuda_library(kernels):
+    said = subprocess.run(["readelf", "-d", kernels._name], capture_output=True, text=True, check=True).stdout
+    needed = re.findall(r"NEEDED.*\[(.*)\]", said)
+    assert all(name.startswith(("libstdc++", "libgcc_s", "libm.", "libc.", "ld-linux")) for name in needed), needed
+    assert f"[{Path(kernels._name).name}]" in re.sub(r"\s+", " ", said)
+
+
+def test_the_emulation_has_the_same_functions(kernels):
+    if reason := toolchain.missing_to_emulate():
+        pytest.skip(reason)
+    emulation = compile.emulation()
+    assert emulation.ra_size_of_latent() == ctypes.sizeof(abi.Latent) == kernels.ra_size_of_latent()
+    assert emulation.ra_size_of_schedule() == ctypes.sizeof(abi.Schedule) == kernels.ra_size_of_schedule()
+    assert all(hasattr(emulation, name) for name in abi.LAUNCHERS)
+
+
+def test_a_build_of_a_clean_process_says_nothing(kernels):
+    code = "from ragged_attention.kernels_cuda import compile; compile.library(); print(compile.status().code)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.fullmatch(r"\d+\n", done.stdout)
