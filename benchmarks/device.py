@@ -1,20 +1,21 @@
 """All that a machine with a GPU is good for, in one command.
 
-    python -m benchmarks.device [--quick] [--out DIR] [--steps env,conformance,checks,memcheck,bench] [--minutes N]
+    python -m benchmarks.device [--quick] [--out DIR] [--steps env,build,...] [--minutes N]
 
-Steps: env (versions, device, measured ceilings), conformance (every backend, both front ends), checks (torch.compile,
-graph replay with changed lengths, streams, no synchronisation), memcheck (any index values under compute-sanitizer),
-bench (the cases W1 to W12 with the peers present). Results are written as they come, as JSON and Markdown, and a later
-command with the same folder, device and commit goes on where the last one stopped, so each can stay short.
+Steps: env (versions, device, measured ceilings), build (the CUDA kernels, timed), conformance (every backend, both
+front ends), checks (torch.compile, graph replay with changed lengths, streams, no synchronisation), memcheck (any index
+values under compute-sanitizer), sanitizers (its three checkers on the CUDA kernels), flashmla (FlashMLA's own cases by
+them), bench (the cases W1 to W12 with the peers present). Results are written as they come, as JSON and Markdown, and a
+later command with the same folder, device and commit goes on where the last one stopped, so each can stay short.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
 import importlib.util
 import json
-import os
 import platform
 import shutil
 import subprocess
@@ -27,14 +28,14 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks import peers
+from benchmarks import device_cuda, peers
 from benchmarks.catalogue import CASES, AnyCase, scaled_down
+from benchmarks.device_session import ROOT, Session, apart
 from benchmarks.run import HEADS, Machine, Result, cells, default_backends, is_red, run_case, this_machine
 from ragged_attention.tuning import device_slug
 
-ROOT = Path(__file__).parent.parent
-STEPS = ("env", "conformance", "checks", "memcheck", "bench")
-PACKAGES = ("torch", "triton", "jax", "jaxlib", "jax-triton", "numpy", "flashinfer-python", "vllm")
+STEPS = ("env", "build", "conformance", "checks", "memcheck", "sanitizers", "flashmla", "bench")
+PACKAGES = ("torch", "triton", "jax", "jaxlib", "jax-triton", "numpy", "nvidia-cutlass", "flashinfer-python", "vllm")
 CHECKED = (
     "decode_64x4k", "mixed_2q2k_32q1s1k", "gpt_oss_window_64x4k", "fp8_64x4k", "speculative_64q4s4k",
     "mla_dense_h128_128q2s4k", "mla_sparse_h16_b8", "mla_sparse_v4_h64_128q2", "mla_prefill_fp8_h128_32k",
@@ -44,33 +45,11 @@ QUICK = (
     "mla_dense_h16_128x4k", "mla_sparse_h128_128q2", "mla_sparse_h16_b8", "mla_prefill_h128_32k",
 )  # fmt: skip
 REHEARSED = ("decode_64x4k", "mixed_2q2k_32q1s1k", "mla_sparse_h16_b8")
-
-
-@dataclasses.dataclass
-class Session:
-    """One command's run: where results go, how much time is left, what the device is."""
-
-    folder: Path
-    quick: bool
-    rehearse: bool
-    until: float
-    console: Console
-    report: dict[str, Any]
-
-    @property
-    def left(self) -> float:
-        return self.until - time.monotonic()
-
-    @property
-    def device(self) -> str:
-        return "cpu" if self.rehearse else "cuda"
-
-    def store(self) -> None:
-        """Write both forms; after every result, so that a command that is cut short loses nothing."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        stem = self.folder / self.report["name"]
-        stem.with_suffix(".json").write_text(json.dumps(self.report, indent=1) + "\n")
-        stem.with_suffix(".md").write_text(markdown(self.report))
+CHECKED_CUDA = (
+    "mla_dense_h128_128q2s4k", "mla_sparse_bf16_h128_32q2", "mla_sparse_h16_b8", "mla_prefill_h128_32k",
+    "mla_prefill_fp8_h128_32k",
+)  # fmt: skip
+REHEARSED_CUDA = ("mla_sparse_h16_b8",)
 
 
 def commit() -> str:
@@ -93,7 +72,7 @@ def begin(options: argparse.Namespace, console: Console) -> Session:
     if report.get("commit") != head["commit"]:
         report = head
     until = time.monotonic() + 60 * options.minutes
-    return Session(options.out, options.quick, options.rehearse, until, console, report)
+    return Session(options.out, options.quick, options.rehearse, until, console, report, markdown)
 
 
 # ---- steps
@@ -124,7 +103,8 @@ def environment(session: Session) -> bool:
 def conformance(session: Session) -> bool:
     """The shipped suite on every backend through both front ends, each in a process of its own."""
     rows = session.report.setdefault("conformance", {})
-    backends = {"torch": ("triton", "eager"), "jax": ("triton", "xla")}
+    cuda = () if device_cuda.absent(session) else ("cuda",)
+    backends = {"torch": ("triton", "eager", *cuda), "jax": ("triton", "xla", *cuda)}
     examples = 2 if session.quick else 25
     for framework, names in backends.items():
         for backend in names:
@@ -134,26 +114,11 @@ def conformance(session: Session) -> bool:
             arguments = ["--backend", backend, "--framework", framework, "--device", session.device]
             arguments += ["--examples", str(examples)] + (["--only", "decode"] if session.rehearse else [])
             code = f"import sys; from ragged_attention.testing.conformance import main; sys.exit(main({arguments!r}))"
-            rows[key] = _apart(session, [sys.executable, "-c", code], {0: "passed", 2: "cannot run"})
+            rows[key] = apart(session, [sys.executable, "-c", code], {0: "passed", 2: "cannot run"})
             session.store()
             if session.left < 60:
                 break
     return all(row["result"] in ("passed", "cannot run") for row in rows.values())
-
-
-def _apart(session: Session, command: list[str], meaning: dict[int, str]) -> dict[str, Any]:
-    """Run a command in a process of its own; what it said last, and what its exit status means."""
-    began = time.monotonic()
-    paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=max(30.0, session.left - 20)
-        )
-        result, said = meaning.get(done.returncode, "FAILED"), done.stdout[-6000:] + done.stderr[-2000:]
-    except subprocess.TimeoutExpired as late:
-        result, said = "out of time", str(late.stdout or b"", errors="replace")[-2000:] if late.stdout else ""
-    return {"result": result, "seconds": round(time.monotonic() - began, 1), "said": said.splitlines()[-40:]}
 
 
 def checks(session: Session) -> bool:
@@ -163,6 +128,12 @@ def checks(session: Session) -> bool:
     backend = "eager" if session.rehearse else "triton"
     timed = None if session.rehearse else CASES["decode_64x4k"]
     found = device_checks.checks(cases, backend, session.device, timed=timed)
+    if not device_cuda.absent(session):
+        length = 48 if session.rehearse else 333
+        cases = device_checks.small(REHEARSED_CUDA if session.rehearse else CHECKED_CUDA, length)
+        timed = None if session.rehearse else CASES["mla_dense_h128_128x4k"]
+        with device_cuda.in_place(session):
+            found += device_checks.checks(cases, "cuda", session.device, timed=timed)
     session.report["checks"] = [dataclasses.asdict(check) for check in found]
     return all(check.passed for check in found)
 
@@ -174,13 +145,11 @@ def memcheck(session: Session) -> bool:
         session.report["memcheck"] = {"result": "cannot run", "said": ["compute-sanitizer is not here"]}
         return True
     code = f"from benchmarks.device_checks import poke; poke({4 if session.quick else 24})"
-    # PyTorch keeps freed memory, so a stray access could land in what it holds; without that each array stands alone.
-    os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     command = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-c", code]
-    try:
-        session.report["memcheck"] = _apart(session, command, {0: "passed", 9: "FAILED: stray accesses"})
-    finally:
-        del os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"]
+    # PyTorch keeps freed memory, so a stray access could land in what it holds; without that each array stands alone.
+    session.report["memcheck"] = apart(
+        session, command, {0: "passed", 9: "FAILED: stray accesses"}, PYTORCH_NO_CUDA_MEMORY_CACHING="1"
+    )
     return session.report["memcheck"]["result"] == "passed"
 
 
@@ -220,9 +189,14 @@ def _one_case(case: AnyCase, machine: Machine, session: Session) -> list[Result]
 
     rounds = 3 if session.rehearse else 20 if session.quick else 50
     backends = default_backends(machine)
+    if not device_cuda.absent(session):
+        with device_cuda.in_place(session):
+            if device_cuda.takes(case, "torch", session.device):
+                backends.insert(0, "cuda")  # what the others are compared with
     if machine.gpu and case.num_tokens > 64:
         backends = [name for name in backends if name != "eager"]  # minutes, and it answers no question there
-    results = run_case(case, machine, backends, with_peers=not session.rehearse, rounds=rounds)
+    with device_cuda.in_place(session) if "cuda" in backends else contextlib.nullcontext():
+        results = run_case(case, machine, backends, with_peers=not session.rehearse, rounds=rounds)
     if machine.gpu:
         torch.cuda.empty_cache()
     return results
@@ -230,9 +204,12 @@ def _one_case(case: AnyCase, machine: Machine, session: Session) -> list[Result]
 
 RUN: dict[str, Callable[[Session], bool]] = {
     "env": environment,
+    "build": device_cuda.build,
     "conformance": conformance,
     "checks": checks,
     "memcheck": memcheck,
+    "sanitizers": device_cuda.sanitizers,
+    "flashmla": device_cuda.flash_mla,
     "bench": bench,
 }
 
@@ -260,7 +237,7 @@ def markdown(report: dict[str, Any]) -> str:
         lines.append("")
     if row := report.get("memcheck"):
         lines += ["## Memory checker", "", f"{row['result']}. {' '.join(row['said'][-1:])}", ""]
-    return "\n".join(lines + _bench_lines(report))
+    return "\n".join(lines + device_cuda.markdown(report) + _bench_lines(report))
 
 
 def _told(name: str, value: Any) -> str:

@@ -43,7 +43,7 @@ EMULATION_FLAGS = (
     "-std=c++20", "-O2", "-fno-strict-aliasing", "-fPIC", "-fvisibility=hidden", "-w", "-DRA_EMULATE", "-DNDEBUG",
 )  # fmt: skip
 FFI_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden")
-MODES = ("eager", "late")
+MODES = ("eager", "late", "crossed")
 TOLD_LINES = 30  # of a failed compiler's output
 
 Progress = Callable[[int, int, str], None]  # steps done, steps in all, what was done or is next
@@ -333,8 +333,8 @@ _emulated: contextvars.ContextVar[Emulation | None] = contextvars.ContextVar("em
 def emulating(mode: str = "eager", seed: int = 0) -> Iterator[None]:
     """Inside, calls with backend="cuda" on CPU arrays run the kernels' own code on threads of the CPU.
 
-    `mode` is when copies land: "eager" at once, "late" no sooner than somebody waits for them. `seed` shuffles the
-    order in which threads run.
+    `mode` is when copies land and products are computed: "eager" at once, "late" no sooner than somebody waits for
+    them, "crossed" copies at once and products late. `seed` shuffles the order in which threads run, but for the last.
     """
     if mode not in MODES:
         raise InvalidInput(f"expected mode to be one of {', '.join(MODES)}, got {mode!r}")

@@ -2,16 +2,35 @@
 
 import dataclasses
 import json
+import os
 import sys
+import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks import cases, catalogue, device, device_checks, gate, mla_cases, mla_peers, peers, run, timing
+from benchmarks import (
+    cases,
+    catalogue,
+    device,
+    device_checks,
+    device_cuda,
+    device_session,
+    gate,
+    mla_cases,
+    mla_peers,
+    peers,
+    run,
+    timing,
+)
+from ragged_attention import dispatch, samples
 from ragged_attention.calls import NOWHERE
+from ragged_attention.errors import BackendMissing
+from ragged_attention.kernels_cuda import compile, toolchain
 from ragged_attention.reference.mla_decode import mla_decode
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention as definition
 from ragged_attention.reference.sparse_mla_prefill import sparse_mla_prefill
@@ -497,11 +516,12 @@ def test_without_a_gpu_there_is_nothing_to_do(capsys: pytest.CaptureFixture[str]
 def test_an_unknown_step_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         device.main(["--steps", "env,nothing"])
-    assert "expected steps among env, conformance, checks, memcheck, bench, got nothing" in capsys.readouterr().err
+    assert f"expected steps among {', '.join(device.STEPS)}, got nothing" in capsys.readouterr().err
 
 
 def test_a_rehearsal_writes_both_reports_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
+    monkeypatch.setattr(device_cuda, "absent", lambda session: "not here")
     common = ["--rehearse", "--out", str(tmp_path)]
     assert device.main([*common, "--steps", "env,memcheck,bench"]) == 0
     (file,) = tmp_path.glob("*.json")
@@ -548,6 +568,87 @@ def test_a_failing_check_fails_the_command(tmp_path: Path, monkeypatch: pytest.M
         raise AssertionError("expected a | b, got c")
 
     monkeypatch.setattr(device_checks, "ANYWHERE", (wrong,))
+    monkeypatch.setattr(device_cuda, "absent", lambda session: "not here")
     assert device.main(["--rehearse", "--out", str(tmp_path), "--steps", "checks"]) == 1
     page = next(tmp_path.glob("*.md")).read_text()
     assert "FAILED: AssertionError: expected a / b, got c" in page
+
+
+# ---- the CUDA kernels on a device
+
+
+@pytest.fixture
+def rehearsed(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
+    """Rehearse some steps, which must pass; the report."""
+    pytest.importorskip("torch")
+
+    def run(steps: str) -> dict[str, Any]:
+        assert device.main(["--rehearse", "--quick", "--out", str(tmp_path), "--steps", steps]) == 0
+        (file,) = tmp_path.glob("*.json")
+        return json.loads(file.read_text()) | {"page": file.with_suffix(".md").read_text()}
+
+    return run
+
+
+@pytest.mark.parametrize("case", device_cuda.SMALL, ids=lambda case: case.name)
+def test_the_kernels_take_what_the_checkers_exercise(case: mla_cases.LatentCase) -> None:
+    """On a Hopper GPU, so far as is known without one."""
+    call = mla_cases.attention_call(case, samples.device_of("torch", "sm_90"))
+    declined = dispatch.load(case.operation, "cuda").why_not(call)
+    assert declined is None or declined == compile.why_not()
+
+
+def test_the_steps_of_the_kernels_are_rehearsed(rehearsed: Callable[[str], dict[str, Any]]) -> None:
+    if reason := toolchain.missing_to_emulate():
+        pytest.skip(reason)
+    report = rehearsed("build,checks,sanitizers,flashmla,bench")
+    assert set(report["cuda_build"]) == {"nvcc", "CUTLASS", "emulation"}
+    checked = [check["name"] for check in report["checks"]]
+    assert "compiled, mla_sparse_h16_b8_small, cuda" in checked
+    assert report["sanitizers"]["memcheck"]["result"] == "passed", report["sanitizers"]["memcheck"]["said"]
+    assert report["flash_mla"]["result"] == "passed", report["flash_mla"]["said"]
+    timed = {(row["case"], row["who"]): row.get("why") for rows in report["bench"].values() for row in rows}
+    assert timed["mla_sparse_h16_b8_small", "cuda"] is None
+    assert ("decode_64x4k_small", "cuda") not in timed
+    for heading in ("## CUDA kernels", "## Checkers on the CUDA kernels", "## FlashMLA's cases by the CUDA kernels"):
+        assert heading in report["page"]
+
+
+def test_without_the_kernels_their_steps_say_why(
+    rehearsed: Callable[[str], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(toolchain, "missing_to_emulate", lambda: "no g++ on PATH")
+    report = rehearsed("sanitizers,flashmla")
+    for row in (report["flash_mla"], *report["sanitizers"].values()):
+        assert (row["result"], row["said"]) == ("cannot run", ["no g++ on PATH"])
+
+
+def test_a_build_that_fails_is_a_row_and_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(recipe: compile.Recipe) -> Path:
+        raise BackendMissing("building it failed:\nthis command\nthat error")
+
+    monkeypatch.setattr(compile, "build", wrong)
+    monkeypatch.setattr(compile, "emulation_recipe", lambda: compile.Recipe("it", "it.so", "0", (), "", (), (), ()))
+    assert device.main(["--rehearse", "--out", str(tmp_path), "--steps", "build"]) == 1
+    assert "- failed: building it failed: ... that error" in next(tmp_path.glob("*.md")).read_text()
+
+
+def test_every_checker_is_run_on_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stand-in for compute-sanitizer that finds something in one of its three modes."""
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text('#!/bin/sh\necho "$@" >> "$0.log"\ntest "$2" != racecheck || exit 9\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(device_cuda, "absent", lambda session: None)
+    console = pytest.importorskip("rich.console").Console()
+    session = device_session.Session(
+        tmp_path, True, False, time.monotonic() + 600, console, {"name": "x"}, lambda report: ""
+    )
+    assert not device_cuda.sanitizers(session)
+    results = {name: row["result"] for name, row in session.report["sanitizers"].items()}
+    assert results == {"memcheck": "passed", "racecheck": "FAILED: something was found", "synccheck": "passed"}
+    called = (tmp_path / "compute-sanitizer.log").read_text().splitlines()
+    assert [line.split()[1] for line in called] == list(device_cuda.TOOLS)
+    assert all("--error-exitcode 9" in line and "exercise(1)" in line for line in called)
+    assert not device_cuda.sanitizers(session)  # what has passed is not run again
+    assert len((tmp_path / "compute-sanitizer.log").read_text().splitlines()) == 4

@@ -505,7 +505,7 @@ def test_emulating_is_a_state_of_the_block(monkeypatch):
     assert compile.emulated() is None
     assert told == [(1, 7), (0, 3), (1, 7), (0, 0)]
     with (
-        pytest.raises(InvalidInput, match="expected mode to be one of eager, late, got 'lazy'"),
+        pytest.raises(InvalidInput, match="expected mode to be one of eager, late, crossed, got 'lazy'"),
         compile.emulating("lazy"),
     ):
         pass

@@ -176,7 +176,7 @@ Product& enlist(int t, SB const& b, Acc& acc) {
   return product;
 }
 inline void enlisted(Product& product) {
-  if (++product.lanes == kWarp && machine.mode == kEager) finish(product);
+  if (++product.lanes == kWarp && machine.products_at_once()) finish(product);
 }
 
 // Until at most so many of the warp's products are still under way.
@@ -332,11 +332,11 @@ inline void copy16(void* shared, void const* global, bool valid) {
   auto const offset = uint32_t(static_cast<unsigned char*>(shared) - machine.shared);
   uint32_t const epoch = machine.fibers[machine.current].clock[machine.current];
   emu::Copy const copy{offset, epoch, valid ? global : nullptr, nullptr, nullptr};
-  if (machine.mode == emu::kEager) machine.land(machine.current, copy);
+  if (machine.copies_at_once()) machine.land(machine.current, copy);
   else machine.begin(copy);
 }
 inline void arrive_after_copies(MBar& bar) {
-  if (machine.mode == emu::kEager) return bar.arrive();
+  if (machine.copies_at_once()) return bar.arrive();
   emu::CountedBarrier& made = bar.made();
   emu::watch::Unseen unseen;
   emu::Clock& clock = machine.fibers[machine.current].clock;
@@ -368,7 +368,7 @@ void tma_load(Source const& source, int row_tile, int column_tile, int head, int
     emu::fill(source, row_tile, column_tile, head, page, target);
   };
   constexpr int64_t bytes = sizeof(target(0, 0)) * decltype(size(target))::value;
-  if (machine.mode == emu::kEager) {
+  if (machine.copies_at_once()) {
     fill();
     emu::watch::release(&bar.tags[bar.turn & 1]);
     return machine.complete(bar, 0, bytes);

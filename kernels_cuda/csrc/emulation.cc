@@ -4,8 +4,7 @@
 
 extern "C" {
 
-// From here on: asynchronous operations happen at once (mode 0) or as late as can be (mode 1), and threads run in turn
-// (seed 0) or in an order drawn from the seed.
+// From here on, run in this mode (eager, late, crossed: 0, 1, 2) and from this seed; see machine.h.
 RA_API void ra_emulate(int mode, uint64_t seed) {
   std::lock_guard<std::mutex> const alone(emu::machine.busy);
   emu::machine.mode = emu::Mode(mode);

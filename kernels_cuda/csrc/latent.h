@@ -122,9 +122,10 @@ struct LatentBase {
   RA_DEV static uint32_t locate_row(Plan const& plan, List const& list, int position) {
     if (position >= list.length) return kUnseen;
     int const entry = list.entries[kSparse ? position : position / plan.page_size];
-    int const page = kSparse && entry >= 0 ? entry / plan.page_size : entry;
+    bool const rows = kSparse && plan.page_size == 1;
+    int const page = !kSparse || rows || entry < 0 ? entry : entry / plan.page_size;
     if (page < 0 || page >= plan.num_pages) return kUnseen;
-    int const inside = (kSparse ? entry : position) % plan.page_size;
+    int const inside = rows ? 0 : (kSparse ? entry : position) % plan.page_size;
     return units(page * plan.call.page_stride + inside * plan.call.slot_stride) + list.head;
   }
   RA_DEV static Block locate(Plan const& plan, List const& list, int block, int t) {

@@ -1,8 +1,10 @@
 // A block of threads on one CPU thread, for emulated.h: each is a fiber that runs until it has to wait.
 //
-// Who runs next, and when what is asynchronous happens, is for the machine to decide, as it is for the hardware: by
-// mode (eager: at once; late: copies when nothing else can run, products when they are waited for) and by seed (0: in
-// turn; otherwise at random, the same each time). When nobody can run and nothing is under way, it says so.
+// Who runs next, and when what is asynchronous happens, is for the machine to decide, as it is for the hardware. By
+// mode: eager, at once; late, copies when nothing else can run, products when they are waited for; crossed, copies at
+// once and products late, and the thread of the highest number first, which is bad for who gives memory back too early.
+// By seed, but for the last: 0, threads run in turn; otherwise at random, the same each time. When nobody can run and
+// nothing is under way, it says so.
 //
 // Two things follow who knows of whose doings: vector clocks here, which tell whether a proxy fence covers a write, and
 // ThreadSanitizer where it is compiled in, to which each fiber, and each engine that copies or multiplies, is a thread
@@ -110,7 +112,7 @@ constexpr size_t kStack = 256 << 10, kPage = 4096, kSwizzle = 1024;
 constexpr int kMostShared = 232448;  // bytes of a block on sm_90
 constexpr int kRegisters = 65536;    // of a multiprocessor
 
-enum Mode { kEager = 0, kLate = 1 };
+enum Mode { kEager = 0, kLate = 1, kCrossed = 2 };
 
 // How much of each thread's doings somebody knows of.
 using Clock = std::array<uint32_t, kMostThreads>;
@@ -221,7 +223,8 @@ struct Machine {
   int next() {
     while (ready.empty())
       if (!land()) return kNobody;
-    if (seed != 0) std::swap(ready.front(), ready[random(ready.size())]);
+    if (mode == kCrossed) std::iter_swap(ready.begin(), std::max_element(ready.begin(), ready.end()));
+    else if (seed != 0) std::swap(ready.front(), ready[random(ready.size())]);
     int const chosen = ready.front();
     ready.pop_front();
     return chosen;
@@ -244,9 +247,11 @@ struct Machine {
     for (int thread : line) ready.push_back(thread);
     line.clear();
   }
+  bool copies_at_once() const { return mode != kLate; }
+  bool products_at_once() const { return mode == kEager; }
   // Where another order of things is as good, take it now and then.
   void stir() {
-    if (seed == 0 || random(8) != 0) return;
+    if (mode != kCrossed && (seed == 0 || random(8) != 0)) return;
     ready.push_back(current);
     resume(next());
   }

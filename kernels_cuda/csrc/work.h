@@ -41,6 +41,12 @@ inline Plan plan_of(RaLatent const& call) {
   plan.tiles = ceil_div(plan.rows, 64);
   plan.tokens = call.sparse ? plan.num_q_tokens : 1;
   plan.scale = float(call.sm_scale * 1.4426950408889634);
+  // Slots of pages that follow each other are rows of pages of one, which are found without a division.
+  if (call.sparse && call.page_stride == call.page_size * call.slot_stride) {
+    plan.num_pages = held(call.num_pages * call.page_size, 0, INT32_MAX);
+    plan.page_size = 1;
+    plan.call.page_stride = call.slot_stride;
+  }
   return plan;
 }
 

@@ -1,0 +1,234 @@
+"""The CUDA kernels as compiled for Hopper: registers, memory, instructions, and what each turn of their loops costs.
+
+    python -m benchmarks.cuda_sass [--check]
+
+Needs nvcc, g++ and the CUTLASS headers, but no GPU. Writes docs/cuda_compile.md; with `--check` it compares instead.
+It fails on a kernel that uses local memory, lacks the matrix or copy instructions that it is built on, takes other
+registers than planned, or needs more shared memory than a thread block can have.
+"""
+
+import argparse
+import difflib
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks import sass
+from ragged_attention.devices import shared_memory_of
+from ragged_attention.errors import BackendMissing
+from ragged_attention.kernels_cuda import compile as kernels
+from ragged_attention.kernels_cuda import toolchain
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "cuda_compile.md"
+
+# The plan of the attention kernels: 384 threads begin with 168 registers each, which is all that a multiprocessor has;
+# then two warpgroups take what the third, which only copies, gives back.
+REGISTERS = 168
+CONSUMERS, REGISTER_FILE = 2, 65536 // 128
+AROUND = ("Combine<", "Deal")  # the other kernels: merging of splits, the schedule
+DENSE = ", false>"  # how the bodies end that find keys by pages and so fetch them by TMA
+RESERVED = 1024  # bytes of a block's shared memory that are the system's
+
+HEADER = """\
+# What the CUDA kernels compile to
+
+Read from the machine code of the library for sm_90a, which takes no GPU. Written by `make cuda-compile`, which fails on
+a kernel that uses local memory, lacks the matrix (HGMMA) or copy (UTMALDG, LDGSTS) instructions that it rests on, waits
+for its products one by one, has other registers than planned, or needs more shared memory than a thread block's
+{limit} KiB; CI compares.
+
+A kernel's name is that of its body: `Seesaw<operands, width of a row, lists>` of plain caches, `Folded` of quantised
+ones, `Combine<results>` which merges splits, `Deal` which makes a schedule.
+"""
+KERNELS = """\
+## Kernels
+
+Registers a thread at launch, and what warpgroups change them to; bytes of stack that are set aside, and loads and
+stores of local memory; shared memory in bytes, asked for at launch; products by shape; TMA loads, asynchronous copies
+of 16 bytes; instructions in all.
+
+| kernel | registers | changed to | stack | local | shared | products | TMA | copies | instructions |
+|---|---|---|---|---|---|---|---|---|---|
+"""
+LOOPS = """\
+## Inner loops
+
+The loops in which products are computed or keys are fetched, one turn of each: two blocks of 64 keys in `Seesaw`, one
+in `Folded`. Products by shape, and how often their end is waited for; TMA loads and asynchronous copies; exponentials;
+other arithmetic in float; loads and stores of shared memory; those of local memory; waits for memory barriers; words
+between warpgroups.
+
+| kernel | loop | instructions | products | settled | copies | ex2 | float | LDS | STS | local | waits | barriers |
+|---|---|---|---|---|---|---|---|---|---|---|---|---|
+"""
+
+SIZES = """\
+#include "launch.h"
+#include "schedule.h"
+template <class T, class Smem = typename T::Smem> constexpr size_t size_of(int) {{ return sizeof(Smem); }}
+template <class T> constexpr size_t size_of(long) {{ return 0; }}
+{lines}
+"""
+
+
+def shared_memory(found: Sequence[sass.Kernel]) -> dict[str, int]:
+    """Bytes of shared memory that each kernel's launch asks for: the size of its body's `Smem`, as g++ computes it."""
+    bodies = sorted({kernel.type for kernel in found})
+    recipe = kernels.emulation_recipe()
+    lines = "\n".join(f"char size_{place}[1 + size_of<{body}>(0)];" for place, body in enumerate(bodies))
+    with tempfile.TemporaryDirectory() as folder:
+        source, made = Path(folder, "sizes.cc"), Path(folder, "sizes.o")
+        source.write_text(SIZES.format(lines=lines))
+        command = (*recipe.compiler, "-O0", f"-I{kernels.SOURCES}", "-c", str(source), "-o", str(made))
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise BackendMissing(f"the sizes of shared memory do not compile:\n{done.stderr[-2000:]}")
+        said = subprocess.run(["nm", "-S", made], check=True, capture_output=True, text=True).stdout
+    sizes = {int(place): int(size, 16) - 1 for size, place in re.findall(r"^\w+ (\w+) \w size_(\d+)$", said, re.M)}
+    return {body: sizes[place] if sizes[place] > 1 else 0 for place, body in enumerate(bodies)}  # 1: an empty struct
+
+
+def failures(found: Sequence[sass.Kernel], shared: Mapping[str, int]) -> list[str]:
+    """Everything that must not ship, one line each."""
+    wrong = []
+    for kernel in found:
+        counts, limit = kernel.counts, shared_memory_of("sm_90")
+
+        def complain(text: str, name: str = kernel.name) -> None:
+            wrong.append(f"{name}: {text}")
+
+        if counts["LDL"] or counts["STL"] or kernel.local:
+            complain(f"{counts['LDL']} loads and {counts['STL']} stores of local memory")
+        if (needed := shared.get(kernel.type, 0) + kernel.static_shared - RESERVED) > limit:
+            complain(f"needs {needed} bytes of shared memory, a thread block has {limit}")
+        if kernel.type.startswith(AROUND):
+            continue
+        for kind in ("HGMMA", "LDGSTS"):
+            if not counts[kind]:
+                complain(f"no {kind}")
+        if bool(counts["UTMALDG"]) != kernel.type.endswith(DENSE):
+            complain(f"{counts['UTMALDG']} UTMALDG, TMA is for pages of dense calls")
+        if kernel.registers != REGISTERS:
+            complain(f"{kernel.registers} registers, {REGISTERS} are planned")
+        if (held := held_registers(kernel)) is None or held > REGISTER_FILE:
+            asked = ", ".join(map(str, kernel.set_registers)) or "nothing"
+            complain(f"registers are changed to {asked}, {REGISTER_FILE} are to be had")
+        if sum(bool(loop["HGMMA"]) for loop in kernel.loops) != CONSUMERS:
+            complain(f"{len(kernel.loops)} inner loops, one a consumer is planned, and the producer's")
+        for loop in kernel.loops:
+            if 2 * loop["settled"] > loop["HGMMA"]:  # what ptxas does where it cannot prove them independent
+                complain(f"{loop['settled']} waits for {loop['HGMMA']} products, which should run one behind another")
+    if all(kernel.type.startswith(AROUND) for kernel in found):
+        wrong.append("no attention kernel is in the library")
+    return wrong
+
+
+def held_registers(kernel: sass.Kernel) -> int | None:
+    """Registers of a thread of each warpgroup together: the producer asks for the fewest, the consumers may differ."""
+    if len(kernel.set_registers) not in (2, 1 + CONSUMERS):
+        return None
+    producer, *consumers = kernel.set_registers
+    return producer + (sum(consumers) if len(consumers) == CONSUMERS else CONSUMERS * consumers[0])
+
+
+def document(found: Sequence[sass.Kernel], shared: Mapping[str, int], compiler: str) -> str:
+    """The page."""
+    wrong = failures(found, shared)
+    lines = [HEADER.format(limit=shared_memory_of("sm_90") // 1024), compiler, ""]
+    lines += [f"{len(found)} kernels, {len(wrong) or 'no'} failure{'s' if len(wrong) != 1 else ''}.", ""]
+    lines += [f"- {text}" for text in wrong] + ([""] if wrong else [])
+    # What two units have both, the merging of splits, is one line.
+    table = KERNELS + "".join(dict.fromkeys(_kernel_line(kernel, shared) for kernel in found))
+    attention = [kernel for kernel in found if kernel.counts["HGMMA"]]
+    loops = LOOPS + "".join(_loop_line(kernel, loop) for kernel in attention for loop in kernel.loops)
+    return "\n".join([*lines, table, loops])
+
+
+def _kernel_line(kernel: sass.Kernel, shared: Mapping[str, int]) -> str:
+    counts = kernel.counts
+    local = counts["LDL"] + counts["STL"]
+    cells = (
+        f"`{kernel.name}`", kernel.registers, ", ".join(map(str, kernel.set_registers)) or "-", kernel.stack,
+        f"**{local}**" if local else 0, shared.get(kernel.type, 0), _products(counts), counts["UTMALDG"],
+        counts["LDGSTS"], counts.instructions,
+    )  # fmt: skip
+    return _line(cells)
+
+
+def _loop_line(kernel: sass.Kernel, loop: sass.Counts) -> str:
+    kind = "consumer" if loop["HGMMA"] else "producer"
+    kind += " by TMA" if loop["UTMALDG"] else " by copies" if loop["LDGSTS"] else " by loads" if loop["LDG"] else ""
+    cells = (
+        f"`{kernel.name}`", kind, loop.instructions, _products(loop), loop["settled"],
+        loop["UTMALDG"] + loop["LDGSTS"], loop["EX2"],
+        loop["float"], loop["LDS"], loop["STS"], loop["LDL"] + loop["STL"], loop["mbarrier"], loop["barrier"],
+    )  # fmt: skip
+    return _line(cells)
+
+
+def _line(cells: Sequence[object]) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |\n"
+
+
+def _products(counts: sass.Counts) -> str:
+    return ", ".join(f"{number} of {shape}" for shape, number in counts.products) or "-"
+
+
+def built(console: Console) -> Path:
+    """The library's path, after a build with a progress bar if need be."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("compiling", total=None)
+        return kernels.build(
+            kernels.kernels_recipe(),
+            lambda done, total, text: bar.update(task, completed=done, total=total, description=text),
+        )
+
+
+def compiler() -> str:
+    """What the facts rest on, sources aside."""
+    nvcc, include = toolchain.nvcc(), toolchain.cutlass()
+    if nvcc is None or include is None:
+        raise BackendMissing(toolchain.missing_to_compile() or "nvcc does not run")
+    return f"nvcc {nvcc.release}, CUTLASS {toolchain.cutlass_release(include)}."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 if all is well, 1 if a kernel is not as planned or the page is not of this code, 2 if nothing can be built."""
+    parser = argparse.ArgumentParser(prog="cuda_sass", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="compare with docs/cuda_compile.md, write nothing")
+    options = parser.parse_args(arguments)
+    console = Console(stderr=True, soft_wrap=True)
+    try:
+        found = sass.read(built(console))
+        shared, with_what = shared_memory(found), compiler()
+    except BackendMissing as error:
+        console.print(str(error), style="red", markup=False)
+        return 2
+    wrong, text = failures(found, shared), document(found, shared, with_what)
+    for line in wrong:
+        console.print(line, style="red", markup=False, highlight=False)
+    if options.check:
+        before = DOCUMENT.read_text() if DOCUMENT.is_file() else ""
+        if before and with_what not in before:
+            console.print(f"not compared, for {DOCUMENT.name} is of another compiler than {with_what}", highlight=False)
+            return int(bool(wrong))
+        changed = list(difflib.unified_diff(before.splitlines(), text.splitlines(), DOCUMENT.name, "now", lineterm=""))
+        for line in changed:
+            console.print(line, markup=False, highlight=False)
+        if not changed:
+            console.print(f"{DOCUMENT.name} is that of this code: {len(found)} kernels")
+        return int(bool(wrong or changed))
+    DOCUMENT.write_text(text)
+    console.print(f"wrote {DOCUMENT}: {len(found)} kernels")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

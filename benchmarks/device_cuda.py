@@ -1,0 +1,222 @@
+"""What a machine with a Hopper GPU is asked of the CUDA kernels, as steps of `benchmarks.device`.
+
+build: compiles them and times it. sanitizers: small calls under compute-sanitizer's checkers of memory, of races in
+shared memory and of barriers. flashmla: FlashMLA's own cases. Rehearsed on a CPU, all three use the emulation.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from benchmarks import gate
+from benchmarks.device_session import Session, apart
+from benchmarks.mla_cases import LatentCase, numpy_inputs, torch_inputs
+from benchmarks.run import to_numpy
+from ragged_attention.errors import BackendMissing
+from ragged_attention.kernels_cuda import compile as kernels
+from ragged_attention.kernels_cuda import toolchain
+from ragged_attention.testing.batches import garbage
+
+TOOLS = ("memcheck", "racecheck", "synccheck")
+FOUND = 9  # the exit status by which a checker says that it found something
+
+
+def _small(name: str, heads: int, **fields: Any) -> LatentCase:
+    shape: dict[str, Any] = {"num_seqs": 3, "num_q_tokens": 1, "kv_len": 150, "num_q_heads": heads}
+    return LatentCase(name=name, workload="-", **(shape | fields))
+
+
+# A case for each kernel and each way in which it finds its rows: a checker slows a kernel down a hundredfold.
+SMALL = (
+    _small("dense", 128, num_q_tokens=2, causal=True),
+    _small("dense_odd_pages", 16, page_size=24, dtype="float16"),
+    _small("dense_512", 8, d_qk=512, num_kv_heads=2),
+    _small("lists", 64, topk=130),
+    _small("lists_512", 128, topk=70, d_qk=512, page_size=1),
+    _small("lists_fp8", 128, topk=130, num_q_tokens=2, format="fp8_v32"),
+    _small("prefill", 128, num_seqs=1, num_q_tokens=3, topk=130, prefill=True, sinks=True),
+    _small("prefill_fp8", 16, num_seqs=1, num_q_tokens=3, topk=90, prefill=True, format="fp8_v32"),
+)
+
+
+def exercise(seeds: int, device: str = "cuda", cases: tuple[LatentCase, ...] = SMALL) -> None:
+    """Every kind of call, in one split and several, by lawful tables and by any numbers in their place."""
+    for seed in range(seeds):
+        for case in cases:
+            _lawful(case, seed, device)
+            _unlawful(case, seed, device)
+
+
+def _lawful(case: LatentCase, seed: int, device: str) -> None:
+    """Right whatever the splits; a decode also by a schedule."""
+    import ragged_attention.torch as front
+
+    inputs = torch_inputs(case, seed, device)
+    operation = getattr(front, case.operation)
+    for num_splits in (1, 2):
+        out = operation(**inputs, backend="cuda", options={"num_splits": num_splits})[0]
+        gate.check(case, inputs, out, to_numpy)
+    if not case.prefill:
+        lens = case.topk or inputs["kv_lens"]
+        schedule = front.make_decode_schedule(
+            lens, case.num_seqs, case.num_q_tokens, case.num_q_heads, case.num_kv_heads, num_parts=4, device=device,
+            backend="cuda",
+        )  # fmt: skip
+        gate.check(case, inputs, operation(**inputs, backend="cuda", schedule=schedule)[0], to_numpy)
+
+
+def _unlawful(case: LatentCase, seed: int, device: str) -> None:
+    """Finite, and nothing outside the arrays is touched, which the checkers see."""
+    import torch
+
+    import ragged_attention.torch as front
+
+    generator, inputs = np.random.default_rng(seed), torch_inputs(case, seed, device)
+    for name, table in numpy_inputs(case, seed).items():
+        if name in ("page_indices", "kv_lens", "indices"):
+            near = case.num_seqs * case.kv_len
+            inputs[name] = torch.from_numpy(garbage(generator, table.shape, near)).to(device)
+    out = getattr(front, case.operation)(**inputs, backend="cuda", options={"num_splits": 2})[0]
+    if not bool(out.isfinite().all()):
+        raise AssertionError(f"expected finite results of {case.name} from finite inputs, got others")
+
+
+# ---- where the kernels can run
+
+
+@contextlib.contextmanager
+def in_place(session: Session) -> Iterator[None]:
+    """Where backend `cuda` runs: on the device, or in the emulation of a rehearsal."""
+    with kernels.emulating() if session.rehearse else contextlib.nullcontext():
+        yield
+
+
+def absent(session: Session) -> str | None:
+    """Why backend `cuda` does not run here."""
+    if session.rehearse:
+        return toolchain.missing_to_emulate()
+    try:
+        status = kernels.status()
+    except BackendMissing as missing:
+        return str(missing)
+    return status.text if status.code else None
+
+
+def takes(case: Any, framework: str, device: str) -> bool:
+    """Whether the CUDA kernels take a case as it comes from the device."""
+    from benchmarks.mla_cases import attention_call
+    from ragged_attention import dispatch
+    from ragged_attention.samples import device_of
+
+    if not isinstance(case, LatentCase):
+        return False
+    call = attention_call(case, device_of(framework, device))
+    return dispatch.load(case.operation, "cuda").why_not(call) is None
+
+
+# ---- steps
+
+
+def build(session: Session) -> bool:
+    """The library, and the one for jax where it is installed; what each took, unless it was there already."""
+    rows: dict[str, Any] = session.report.setdefault("cuda_build", {})
+    nvcc, include = toolchain.nvcc(), toolchain.cutlass()
+    rows["nvcc"] = nvcc.release if nvcc else "absent"
+    rows["CUTLASS"] = toolchain.cutlass_release(include) if include else "absent"
+    try:
+        if session.rehearse:
+            _timed(rows, "emulation", kernels.emulation_recipe())
+        else:
+            path = _timed(rows, "kernels", kernels.kernels_recipe())
+            if importlib.util.find_spec("jax"):
+                _timed(rows, "for jax", kernels.ffi_recipe(importlib.import_module("jax.ffi").include_dir(), path))
+            status = kernels.status()
+            rows["device"] = status.text if status.code else f"sm_{status.major}{status.minor}"
+    except BackendMissing as missing:
+        rows["failed"] = str(missing)
+        return False
+    rows.pop("failed", None)
+    return absent(session) is None
+
+
+def _timed(rows: dict[str, Any], what: str, recipe: kernels.Recipe) -> Any:
+    """Build by a recipe; a library that was there already keeps the time that an earlier command saw."""
+    if recipe.path.is_file():
+        rows.setdefault(what, "was built already")
+        return recipe.path
+    began = time.monotonic()
+    path = kernels.build(recipe)
+    rows[what] = f"built in {time.monotonic() - began:.0f} s"
+    return path
+
+
+def sanitizers(session: Session) -> bool:
+    """The small calls under each checker, or, in a rehearsal, under none."""
+    rows = session.report.setdefault("sanitizers", {})
+    tool = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+    reason = absent(session) or (None if tool or session.rehearse else "compute-sanitizer is not here")
+    for name in TOOLS[:1] if session.rehearse else TOOLS:
+        if reason or rows.get(name, {}).get("result") == "passed":
+            rows.setdefault(name, {"result": "cannot run", "seconds": 0.0, "said": [reason]})
+            continue
+        code = f"from benchmarks.device_cuda import exercise; exercise({1 if session.quick else 3})"
+        checker = [tool, "--tool", name, "--error-exitcode", str(FOUND)] if tool else []
+        if session.rehearse:
+            code = (
+                "from benchmarks import device_cuda as d\n"
+                "with d.kernels.emulating(): d.exercise(1, 'cpu', d.SMALL[3:4])"
+            )
+            checker = []
+        # PyTorch keeps freed memory, so a stray access could land in what it holds; without, each array stands alone.
+        rows[name] = apart(
+            session, [*checker, sys.executable, "-c", code], {0: "passed", FOUND: "FAILED: something was found"},
+            PYTORCH_NO_CUDA_MEMORY_CACHING="1",
+        )  # fmt: skip
+        session.store()
+    return all(row["result"] in ("passed", "cannot run") for row in rows.values())
+
+
+def flash_mla(session: Session) -> bool:
+    """FlashMLA's cases by backend `cuda`."""
+    if reason := absent(session):
+        session.report["flash_mla"] = {"result": "cannot run", "seconds": 0.0, "said": [reason]}
+        return True
+    arguments = ["--backend", "cuda", "--device", session.device]
+    if session.rehearse:
+        arguments += ["--list", "e0", "--heads", "2", "--max-tokens", "60", "--covering", "--limit", "3"]
+    elif session.quick:
+        arguments += ["--covering"]
+    command = [sys.executable, "-m", "benchmarks.flash_mla_matrix", *arguments]
+    session.report["flash_mla"] = apart(session, command, {0: "passed"}, COLUMNS="160")
+    return session.report["flash_mla"]["result"] == "passed"
+
+
+# ---- the report
+
+
+def markdown(report: dict[str, Any]) -> list[str]:
+    """These steps' part of the page."""
+    lines: list[str] = []
+    if rows := report.get("cuda_build"):
+        lines += ["## CUDA kernels", "", *(f"- {name}: {_one_line(text)}" for name, text in rows.items()), ""]
+    if rows := report.get("sanitizers"):
+        lines += ["## Checkers on the CUDA kernels", "", "| checker | result | seconds |", "|---|---|---|"]
+        lines += [f"| {name} | {row['result']} | {row['seconds']} |" for name, row in rows.items()] + [""]
+        for name, row in rows.items():
+            lines += [] if row["result"] == "passed" else [f"{name}:", "", "```", *row["said"][-25:], "```", ""]
+    if row := report.get("flash_mla"):
+        lines += ["## FlashMLA's cases by the CUDA kernels", "", f"{row['result']} in {row['seconds']} s.", ""]
+        lines += ["```", *row["said"], "```", ""]
+    return lines
+
+
+def _one_line(text: Any) -> str:
+    lines = str(text).splitlines()
+    return lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"

@@ -1,0 +1,242 @@
+"""What a compiled CUDA library says of its kernels: registers, memory, instructions, and those of the inner loops.
+
+Read from the machine code by the disassembler that comes with triton (or that on PATH), on any machine.
+"""
+
+import collections
+import dataclasses
+import importlib.util
+import itertools
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+# Instructions that tell what a kernel does; a count each. HGMMA is counted by shape beside this.
+KINDS = {
+    "HGMMA": r"HGMMA\.",
+    "UTMALDG": r"UTMALDG",
+    "LDGSTS": r"LDGSTS",
+    "LDG": r"LDG\.",
+    "USETMAXREG": r"USETMAXREG",
+    "LDL": r"LDL",
+    "STL": r"STL",
+    "LDS": r"LDSM?\b",
+    "STS": r"STSM?\b",
+    "EX2": r"MUFU\.EX2",
+    "float": r"(?:FMUL|FADD|FFMA|FMNMX|F2FP|HMUL2|HADD2|HFMA2)",
+    "settled": r"WARPGROUP\.DEPBAR",
+    "mbarrier": r"SYNCS\.PHASECHK",
+    "barrier": r"BAR\.(?:SYNC|ARV)",
+}
+LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);", re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One of a kernel's: its address, its name with modifiers, its operands, and whether it is always carried out."""
+
+    address: int
+    name: str
+    operands: str
+    predicated: bool
+
+    @property
+    def target(self) -> int | None:
+        """Where a branch goes."""
+        found = re.search(r"0x([0-9a-f]+)\s*$", self.operands) if self.name.startswith("BRA") else None
+        return int(found[1], 16) if found else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """Instructions of some stretch of code: all of them, the matrix products by shape, the others by kind."""
+
+    instructions: int
+    products: tuple[tuple[str, int], ...]
+    kinds: Mapping[str, int]
+
+    def __getitem__(self, kind: str) -> int:
+        return self.kinds.get(kind, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What is known of one kernel of a library."""
+
+    symbol: str
+    type: str  # C++'s name of the body, such as `Combine<cutlass::half_t>`
+    registers: int
+    stack: int
+    local: int
+    static_shared: int
+    set_registers: tuple[int, ...]  # what warpgroups ask for at run time
+    counts: Counts
+    loops: tuple[Counts, ...]  # those in which the work is done
+
+    @property
+    def name(self) -> str:
+        return self.type.replace("cutlass::bfloat16_t", "bf16").replace("cutlass::half_t", "f16")
+
+
+def tool(name: str) -> str:
+    """cuobjdump, from triton or PATH."""
+    found = importlib.util.find_spec("triton")
+    folders = (
+        [str(Path(folder, "backends/nvidia/bin")) for folder in (found.submodule_search_locations or ())]
+        if found
+        else []
+    )
+    path = next((path for folder in (*folders, None) if (path := shutil.which(name, path=folder))), None)
+    if path is None:
+        raise FileNotFoundError(f"no {name} in triton or on PATH")
+    return path
+
+
+def read(library: Path) -> list[Kernel]:
+    """The kernels of a library, by name."""
+    said = {flag: _say(tool("cuobjdump"), flag, library) for flag in ("-sass", "-res-usage")}
+    return kernels_of(said["-sass"], said["-res-usage"])
+
+
+def _say(program: str, flag: str, path: Path) -> str:
+    environ = {"PATH": f"{Path(program).parent}:/usr/bin:/bin"}  # where cuobjdump looks for nvdisasm
+    return subprocess.run([program, flag, path], capture_output=True, text=True, check=True, env=environ).stdout
+
+
+def kernels_of(sass: str, usage: str) -> list[Kernel]:
+    """The kernels in cuobjdump's listings of machine code and of resources."""
+    resources = {
+        symbol: {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", text)}
+        for symbol, text in re.findall(r"Function (\S+):\n(.*)", usage)
+    }
+    parts = re.split(r"^\s*Function : (\S+)\s*$", sass, flags=re.MULTILINE)[1:]
+    found = []
+    for symbol, body in zip(parts[::2], parts[1::2], strict=True):
+        used, code = resources[symbol], instructions_of(body)
+        wanted = {
+            int(match[1], 16)
+            for line in code
+            if line.name.startswith("USETMAXREG") and (match := re.search(r"0x([0-9a-f]+)", line.operands))
+        }
+        found.append(
+            Kernel(
+                symbol, body_type(demangled(symbol)), used["REG"], used["STACK"], used["LOCAL"], used["SHARED"],
+                tuple(sorted(wanted)), count(code), tuple(map(count, working_loops(code))),
+            )
+        )  # fmt: skip
+    return sorted(found, key=lambda kernel: kernel.name)
+
+
+def instructions_of(body: str) -> list[Instruction]:
+    return [
+        Instruction(int(match[1], 16), match[2], match[3].strip(), "@" in match[0].partition(match[2])[0])
+        for match in LINE.finditer(body)
+    ]
+
+
+def demangled(symbol: str) -> str:
+    return subprocess.run(["c++filt", symbol], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def body_type(signature: str) -> str:
+    """`Body<...>` of `void op::kernel<Body<...>, ...>(...)`: the first argument of the outermost template."""
+    _, opened, inside = signature.partition("<")
+    depth = 0
+    for place, letter in enumerate(inside):
+        if depth == 0 and letter in ",>":
+            return inside[:place].strip()
+        depth += (letter == "<") - (letter == ">")
+    return signature.partition("(")[0] if not opened else signature
+
+
+def count(code: Sequence[Instruction]) -> Counts:
+    """What there is in a stretch of code."""
+    names = collections.Counter(line.name for line in code)
+    products: collections.Counter[str] = collections.Counter()
+    for name, number in names.items():
+        if match := re.match(r"HGMMA\.(\d+x\d+x\d+)", name):
+            products[match[1]] += number
+    kinds = {
+        kind: sum(number for name, number in names.items() if re.match(pattern, name))
+        for kind, pattern in KINDS.items()
+    }
+    # What stands behind the end of a kernel only fills its last line of instructions.
+    real = len(code) - names["NOP"]
+    return Counts(real, tuple(sorted(products.items(), key=lambda item: item[0], reverse=True)), kinds)
+
+
+# ---- loops
+
+
+def working_loops(code: Sequence[Instruction]) -> list[list[Instruction]]:
+    """The innermost loops that compute products or fill shared memory in step with others, in order of addresses."""
+    blocks = _blocks(code)
+    loops = _natural_loops({start: successors for start, (_, successors) in blocks.items()})
+    bodies = [frozenset(loop) for loop in loops]
+
+    def lines(loop: Iterable[int]) -> list[Instruction]:
+        return [line for start in sorted(loop) for line in blocks[start][0]]
+
+    working = [loop for loop in bodies if _works(count(lines(loop)))]
+    inner = [loop for loop in working if not any(other < loop for other in working)]
+    return [lines(loop) for loop in sorted(inner, key=min)]
+
+
+def _works(counts: Counts) -> bool:
+    """Whether this does the kernel's main work; what nobody waits for happens once, before or after it."""
+    copies = counts["UTMALDG"] or counts["LDGSTS"] or (counts["LDG"] and counts["STS"])
+    return bool(counts["mbarrier"] and (counts["HGMMA"] or copies))
+
+
+def _blocks(code: Sequence[Instruction]) -> dict[int, tuple[list[Instruction], list[int]]]:
+    """Stretches without a branch inside, by their first address: their instructions and where they lead."""
+    targets = {line.target for line in code}
+    starts = {code[0].address} if code else set()
+    for line, following in itertools.pairwise(code):
+        if following.address in targets or line.name.startswith(("BRA", "EXIT", "RET")):
+            starts.add(following.address)
+    blocks: dict[int, tuple[list[Instruction], list[int]]] = {}
+    edges = sorted(starts)
+    for first, end in zip(edges, [*edges[1:], None], strict=True):
+        inside = [line for line in code if line.address >= first and (end is None or line.address < end)]
+        last = inside[-1]
+        leads = [last.target] if last.target is not None else []
+        if end is not None and (_conditional(last) or not last.name.startswith(("BRA", "EXIT", "RET"))):
+            leads.append(end)
+        blocks[first] = (inside, leads)
+    return blocks
+
+
+def _conditional(line: Instruction) -> bool:
+    """Whether what follows can be reached past a branch: `@P0 BRA there`, `BRA P0, there`, `BRA.DIV UR4, there`."""
+    return line.predicated or "," in line.operands
+
+
+def _natural_loops(edges: Mapping[int, Sequence[int]]) -> list[set[int]]:
+    """The loops of a flow graph: a block that leads back to one that every way to it passes, and all between."""
+    order = sorted(edges)
+    before: dict[int, set[int]] = {block: set() for block in order}
+    for block, leads in edges.items():
+        for target in leads:
+            before[target].add(block)
+    every = set(order)
+    passed = {block: every if block != order[0] else {block} for block in order}
+    changed = True
+    while changed:
+        changed = False
+        for block in order[1:]:
+            ways = [passed[previous] for previous in before[block]]
+            now = (set.intersection(*ways) if ways else set()) | {block}
+            if now != passed[block]:
+                passed[block], changed = now, True
+    loops: dict[int, set[int]] = {}
+    for block in order:
+        for head in set(edges[block]) & passed[block]:
+            loop, waiting = loops.setdefault(head, {head}), [block]
+            while waiting:
+                if (inside := waiting.pop()) not in loop:
+                    loop.add(inside)
+                    waiting.extend(before[inside])
+    return list(loops.values())
