@@ -111,6 +111,7 @@ constexpr int kMostThreads = 1024, kNobody = -1, kWarp = 32;
 constexpr size_t kStack = 256 << 10, kPage = 4096, kSwizzle = 1024;
 constexpr int kMostShared = 232448;  // bytes of a block on sm_90
 constexpr int kRegisters = 65536;    // of a multiprocessor
+constexpr int kMostRegisters = 255;  // of a thread
 
 enum Mode { kEager = 0, kLate = 1, kCrossed = 2 };
 
@@ -478,7 +479,7 @@ struct Machine {
     done = 0;
     failed = false;
     free_registers = 0;
-    int const registers = kRegisters / threads / 8 * 8;
+    int const registers = std::min(kRegisters / threads, kMostRegisters) / 8 * 8;
     for (int i = 0; i < threads; ++i) {
       Fiber& fiber = fibers[i];
       fiber.seen = sanitized[i].who;

@@ -1,6 +1,7 @@
 """`ragged-attention conformance`: the suite on one backend, with a progress bar and a table at the end.
 
-On a CPU a backend of Pallas TPU kernels is judged by jax's interpreter of them, once in each of its modes.
+On a CPU a backend of Pallas TPU kernels is judged by jax's interpreter of them, and the CUDA kernels by an emulation of
+the GPU, once in each of their modes.
 """
 
 import argparse
@@ -15,6 +16,9 @@ from ragged_attention.testing import environment
 from ragged_attention.testing.verdicts import Verdict
 
 INTERPRETED = "No TPU is used: jax's interpreter of TPU kernels runs them, in two modes that show different faults."
+EMULATED = (
+    "No GPU is used: an emulation of sm_90 runs the kernels' own code, in three modes that show different faults."
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     environment.prepare(options.device)
 
-    from ragged_attention.testing import tpu_interpreter
+    from ragged_attention.testing import cuda_emulator, tpu_interpreter
     from ragged_attention.testing.runners import runners
 
     console = Console()
@@ -38,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if interpreted:
             console.print(INTERPRETED)
         present += interpreted
+    if emulated := cuda_emulator.runners(options.backend, options.framework, options.device):
+        console.print(EMULATED)
+        present += emulated
     if not present:
         for name, reason in absent.items():
             console.print(f"[bold red]{name} cannot run here:[/] {reason}", highlight=False)

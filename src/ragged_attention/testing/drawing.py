@@ -48,6 +48,7 @@ PATHS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     ),
     "mla_decode": (
         {"num_splits": 1},
+        {"num_splits": 3},
         {"num_splits": 5, "block_kv": 16},
         {"block_h": 32, "block_kv": 32, "num_splits": 2},
         {"num_keys_per_block": 16, "num_queries_per_block": 2},

@@ -4,8 +4,10 @@ As with `Spec`, structure and one seed are drawn, and NumPy fills the data: quer
 latents a tenth of normal, as is usual for these models.
 """
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -241,6 +243,43 @@ class LatentSpec:
         }
 
 
+Fit = Callable[[Any], Any]  # of a structure: what is built in its place
+
+
+def as_it_is(spec: LatentSpec) -> LatentSpec:
+    return spec
+
+
+def at_tuned_widths(spec: LatentSpec) -> LatentSpec:
+    """The same structure as kernels take it that are made for the widths and dtypes of real models alone.
+
+    One of the page sizes becomes the usual one, which such kernels have a way of their own for.
+    """
+    dense = isinstance(spec, DecodeSpec) and not spec.topk
+    paged = isinstance(spec, DecodeSpec) and spec.page_size == 5
+    changes: dict[str, Any] = {"page_size": 64} if dense and paged else {}
+    return dataclasses.replace(
+        spec,
+        d_qk=512 if spec.d_qk == spec.d_v else 576,
+        d_v=512,
+        dtype="float16" if dense and spec.dtype == "float16" else "bfloat16",
+        **changes,
+    )
+
+
+_fit: contextvars.ContextVar[Fit] = contextvars.ContextVar("fit", default=as_it_is)
+
+
+@contextlib.contextmanager
+def fitting(fit: Fit) -> Iterator[None]:
+    """Inside, structures are built as `fit` makes them."""
+    token = _fit.set(fit)
+    try:
+        yield
+    finally:
+        _fit.reset(token)
+
+
 def sinks_of(rng: np.random.Generator, heads: int, kind: str | None) -> NDArray[np.float32] | None:
     if kind is None:
         return None
@@ -297,6 +336,9 @@ class PrefillSpec(LatentSpec):
     lens: str | None = None  # of the lists: inside, zero, wild
 
     def build(self) -> PrefillBatch:
+        return _fit.get()(self)._built()
+
+    def _built(self) -> PrefillBatch:
         rng = np.random.default_rng(self.seed)
         page_size = self.page_size or 1
         num_pages = -(-self.rows // page_size)
@@ -336,6 +378,9 @@ class DecodeSpec(LatentSpec):
     extra_lens_by_query: bool = False
 
     def build(self) -> DecodeBatch:
+        return _fit.get()(self)._built()
+
+    def _built(self) -> DecodeBatch:
         rng = np.random.default_rng(self.seed)
         num_seqs = len(self.kv_lens)
         used = [-(-kv_len // self.page_size) for kv_len in self.kv_lens]

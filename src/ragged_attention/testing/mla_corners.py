@@ -106,6 +106,12 @@ _DECODES: dict[str, DecodeSpec] = {
     "dense, two KV heads": DecodeSpec(topk=0, heads=6, kv_heads=2, q_tokens=2, causal=True, poison="nan"),
     "dense, pages of 1": DecodeSpec(topk=0, page_size=1, poison="nan", garbage=True, spare_columns=3),
     "dense, pages of 61": DecodeSpec(topk=0, page_size=61, kv_lens=(130, 61), dtype="float16", poison="nan"),
+    "dense, pages of 64": DecodeSpec(
+        topk=0, page_size=64, kv_lens=(200, 64, 1, 129), heads=3, causal=True, dtype="bfloat16", poison="nan"
+    ),
+    "dense, pages of 128 with two KV heads": DecodeSpec(
+        topk=0, page_size=128, kv_lens=(300, 130), heads=4, kv_heads=2, dtype="bfloat16", invalid_pages=True
+    ),
     "dense, invalid page indices": DecodeSpec(topk=0, invalid_pages=True, page_size=2, kv_lens=(30, 11), poison="nan"),
     "dense, 128 heads": DecodeSpec(topk=0, heads=128, kv_lens=(7,), dtype="bfloat16"),
     "dense, 576/512": DecodeSpec(
@@ -140,6 +146,9 @@ _DECODES: dict[str, DecodeSpec] = {
     "sinks -inf": DecodeSpec(topk=10, heads=2, sinks="-inf"),
     "strided": DecodeSpec(topk=9, strided=True, heads=2, q_tokens=2, lens="inside", dtype="float16"),
     "fp8_v32": DecodeSpec(**V32, topk=9, heads=3, q_tokens=2, page_size=3, dtype="bfloat16", poison="nan"),
+    "fp8_v32, many blocks of keys": DecodeSpec(
+        **V32, topk=261, kv_lens=(300, 40), page_size=16, heads=2, dtype="bfloat16", lens="inside", poison="nan"
+    ),
     "fp8_v4": DecodeSpec(**V4, topk=9, heads=3, q_tokens=2, page_size=3, dtype="bfloat16", poison="nan"),
     "fp8_v4, pages of 1": DecodeSpec(**V4, topk=9, page_size=1, lens="wild", poison="inf", dtype="float16"),
     "fp8_v4, pages of 61": DecodeSpec(**V4, topk=7, page_size=61, kv_lens=(70,), poison="nan"),
@@ -203,9 +212,11 @@ DECODE_CORNERS: dict[str, Callable[[], DecodeBatch]] = {name: spec.build for nam
 # Taken with every option, and with a schedule.
 ON_EVERY_PATH = (
     "dense, a long sequence",
+    "dense, pages of 128 with two KV heads",
     "dense, more queries than keys",
     "dense, sinks of all kinds",
     "many blocks of keys",
+    "fp8_v32, many blocks of keys",
     "extra cache with lengths",
     "extra cache fp8_v4",
 )

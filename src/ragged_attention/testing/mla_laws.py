@@ -312,7 +312,7 @@ def sinks_take_their_share_in_prefill(runner: Runner, spec: PrefillSpec) -> None
 def output_is_a_mixture(runner: Runner, spec: DecodeSpec) -> None:
     """Constant values come back as themselves, times what the sinks leave, whatever the keys' other columns say."""
     batch = spec.build()
-    ones = {selection.name: _with_ones(selection, spec.d_v) for selection in batch.selections()}
+    ones = {selection.name: _with_ones(selection, batch.d_v) for selection in batch.selections()}
     out, lse = runner.decode(batch.change(**ones))
     share = _share(batch.sinks, np.swapaxes(lse, 1, 2))
     agrees(out, np.broadcast_to(share[..., None], out.shape), "decode out", "out of constant values")

@@ -1,9 +1,11 @@
 """A backend as the suite sees it: called through a front end, NumPy in and NumPy out."""
 
+import contextlib
 import dataclasses
+import functools
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,15 @@ from ragged_attention import dispatch
 from ragged_attention.calls import CALLS, DecodeSchedule
 from ragged_attention.errors import BackendMissing, Unsupported
 from ragged_attention.testing.batches import Arrays, Batch, MergeBatch, Pages, Spec, WriteBatch, like_pages
-from ragged_attention.testing.mla_batches import DecodeBatch, DecodeSpec, PrefillBatch, PrefillSpec
+from ragged_attention.testing.mla_batches import (
+    DecodeBatch,
+    DecodeSpec,
+    PrefillBatch,
+    PrefillSpec,
+    as_it_is,
+    at_tuned_widths,
+    fitting,
+)
 from ragged_attention.testing.mla_cache_batches import (
     DequantizeBatch,
     LatentWriteBatch,
@@ -168,11 +178,35 @@ class Runner:
         """Why nothing can be run here, or None."""
         if importlib.util.find_spec(self.framework) is None:
             return f"{self.framework} is not installed"
-        reasons = [self._refuses(operation, spec.build()) for operation, spec in SAMPLES.items()]
-        return None if None in reasons else reasons[0]
+        with self.around():
+            reasons = [self._refuses(operation) for operation in SAMPLES]
+        if None in reasons:
+            return None
+        return next((text for text in reasons if text and "does not offer" not in text), reasons[0])
 
-    def _refuses(self, operation: str, batch: Arrays) -> str | None:
-        call = CALLS[operation](**batch.arguments(), device=self.front.facts(self.device))  # type: ignore[call-arg]
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        """What checks are run inside: latents are as wide as the backend takes them."""
+        with fitting(at_tuned_widths if self._narrow else as_it_is):
+            yield
+
+    @functools.cached_property
+    def _narrow(self) -> bool:
+        """Whether the backend takes latents of the widths of real models only."""
+        if self._refuses("mla_decode") is None:
+            return False
+        with fitting(at_tuned_widths):
+            return self._refuses("mla_decode") is None
+
+    def apart(self) -> Sequence[str]:
+        """The arguments that name this runner to a process of its own."""
+        device = ["--device", self.device] if self.device else []
+        return ["--backend", self.backend, "--framework", self.framework, *device]
+
+    def _refuses(self, operation: str) -> str | None:
+        on_host, batch = dataclasses.replace(self, device=None), SAMPLES[operation].build()
+        arguments = {name: on_host._bring(batch, name, value) for name, value in batch.arguments().items()}
+        call = CALLS[operation](**arguments, device=self.front.facts(self.device))  # type: ignore[call-arg]
         try:
             return dispatch.load(operation, self.backend).why_not(call)
         except BackendMissing as missing:

@@ -26,8 +26,7 @@ CACHES = (None, "float8_e4m3fn", "float8_e5m2", "int8")
 
 def check_in_a_process_apart(runner: Runner, examples: int) -> int:
     """Raise AssertionError if a process that feeds the backend garbage does not come to a good end."""
-    arguments = ["--backend", runner.backend, "--framework", runner.framework, "--examples", str(examples)]
-    ended = run_apart(MODULE, [*arguments, *(["--device", runner.device] if runner.device else [])])
+    ended = run_apart(MODULE, [*runner.apart(), "--examples", str(examples)])
     if ended.returncode:
         last = (ended.stdout.strip().splitlines() or ["no example was begun"])[-1]
         told = f"exit status {ended.returncode} at: {last}\n{ended.stderr[-3000:]}"
@@ -133,8 +132,8 @@ class GuardedModule:
         flat = self._module.from_numpy(guarded(raw, self._side))
         return flat.view(dtype).view(tuple(shape)) if like.numel() else like
 
-    def array(self, values: Any) -> Any:
-        return guarded(np.asarray(values), self._side)
+    def array(self, values: Any, dtype: Any = None) -> Any:
+        return guarded(np.asarray(values, dtype), self._side)
 
     def full(self, shape: Sequence[int], value: float, dtype: Any) -> Any:
         return guarded(np.full(shape, value, dtype), self._side)
@@ -169,12 +168,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--framework", default="torch")
     parser.add_argument("--device")
     parser.add_argument("--examples", type=int, default=25)
+    parser.add_argument("--emulated", metavar="MODE", help="run CUDA kernels on a CPU, in this mode of the emulation")
     parser.add_argument("--room", help="the package that holds the backend, if no installed one announces it")
     parser.add_argument("--prove-guard", choices=["start", "end"], help="read one element too far, and die")
     options = parser.parse_args(argv)
     if options.prove_guard:
         read_one_further(options.prove_guard)
         return 0
+    from ragged_attention.testing.cuda_emulator import emulated
     from ragged_attention.testing.drawing import paths
 
     if options.room:
@@ -185,6 +186,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             framework=options.framework, backend=options.backend, device=options.device,
             place=functools.partial(guarded, side=side),
         )  # fmt: skip
+        if options.emulated:
+            runner = emulated(runner, options.emulated)
         for seed in range(0 if side == "end" else 1, options.examples, 2):
             # The slower half of them with every second seed, by turns.
             slower = (*mla_safety.EXAMPLES, *heads_first_suite.GARBAGE)
@@ -195,7 +198,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 sys.stdout.write(f"{operation}, seed {seed}, guarded at the {side}, options {dict(path)}\n")
                 sys.stdout.flush()
                 try:
-                    example(runner, seed, path)
+                    with runner.around():
+                        example(runner, seed, path)
                 except Declined as refusal:
                     sys.stdout.write(f"declined: {refusal}\n")
     return 0

@@ -23,7 +23,8 @@ def verdict_of(runner: Runner, check: Check, examples: int) -> Verdict:
     """Run a check on a backend."""
     begun, taken, result, message = time.perf_counter(), 0, "passed", ""
     try:
-        taken = check.run(runner, examples)
+        with runner.around():
+            taken = check.run(runner, examples)
     except Declined as refusal:
         result, message = "declined", str(refusal)
     except Exception as error:  # whatever a kernel of others may raise is a failure, and the next check goes on

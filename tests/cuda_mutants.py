@@ -1,0 +1,168 @@
+"""Our own CUDA kernels with one planted fault each, for the emulation and the suite to catch.
+
+As a script: `python -m tests.cuda_mutants build NAME FOLDER` builds one of them there, and with `judge` in the place of
+`build` it prints which check failed, nothing if none did; `--sanitized` adds ThreadSanitizer. Only the kernel that has
+the fault is built, for the width that shows it.
+"""
+
+import dataclasses
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ragged_attention.kernels_cuda import compile
+from ragged_attention.testing import environment, verdicts
+from ragged_attention.testing.cuda_emulator import EmulatedRunner
+from ragged_attention.testing.suite import checks
+
+SOURCES = Path(__file__).parent.parent / "kernels_cuda" / "csrc"
+# One kernel of each kind, and the checks that it is judged by.
+UNITS = {
+    "dense": ("mla_decode_dense", "launch_latent<Seesaw<bf16, 576, false>>(*call, stream)"),
+    "lists": ("sparse_mla_prefill", "launch_latent<Seesaw<bf16, 576, true>>(*call, stream)"),
+    "fp8": ("mla_decode_sparse_fp8", "launch_latent<Folded>(*call, stream)"),
+}
+CHECKS = {
+    "dense": (
+        "corner: latent decode, dense, pages of 64",
+        "corner: latent decode, dense, 576/512",
+        "corner: latent decode, dense, sinks of all kinds",
+        "corner: latent decode on every path, dense, a long sequence",
+        "corner: latent decode on every path, dense, pages of 128 with two KV heads",
+    ),
+    "lists": (
+        "corner: sparse prefill, lengths",
+        "corner: sparse prefill on every path, many blocks of keys",
+        "corner: sparse prefill, two KV heads",
+    ),
+    "fp8": (
+        "corner: latent decode, fp8_v32",
+        "corner: latent decode, fp8_v32, scales far apart",
+        "corner: sparse prefill on every path, fp8_v32",
+        "corner: latent decode on every path, fp8_v32, many blocks of keys",
+    ),
+}
+# What is kept of the library: one kernel, the schedule and what a caller may ask, in one file, which compiles soonest.
+WHOLE = """
+#include "launch.h"
+extern "C" int ra_{unit}(RaLatent const* call, void* stream) {{ return {launch}; }}
+#include "common.cu"
+#include "emulation.cc"
+"""
+NONE = '#include "api.h"\nextern "C" int ra_{unit}(RaLatent const*, void*) {{ return RA_NO_KERNEL; }}\n'
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """A header, the text in it that is replaced wherever it stands, and the kind of kernel that is built with it."""
+
+    file: str
+    honest: str
+    faulty: str
+    kind: str = "dense"
+    mode: str = "late"
+
+    def source(self) -> str:
+        text = (SOURCES / self.file).read_text()
+        if self.honest not in text:
+            raise ValueError(f"expected kernels_cuda/csrc/{self.file} to have the text {self.honest!r}")
+        return text.replace(self.honest, self.faulty)
+
+
+HONEST = {f"honest {kind}": Mutant("api.h", "#pragma once", "#pragma once", kind) for kind in UNITS}
+MUTANTS = {
+    # Barriers, phases, bytes.
+    "a stage is filled a turn early": Mutant(
+        "seesaw.h", "s.empty[S][H].wait((turn & 1) ^ 1);", "s.empty[S][H].wait(turn & 1);"
+    ),
+    "a stage is not waited for": Mutant("seesaw.h", "    s.empty[S][H].wait((turn & 1) ^ 1);\n", ""),
+    "a load tells too many bytes": Mutant("seesaw.h", "kFilled<S, H> * kSlab * sizeof", "9 * kSlab * sizeof"),
+    "the first maximum is not waited for": Mutant("seesaw.h", "both_sync(kFirstMaximum)", "both_arrive(kFirstMaximum)"),
+    "a stage is handed back while it is read": Mutant(
+        "seesaw.h", "op::wgmma_wait<1>()", "op::wgmma_wait<2>()", mode="crossed"
+    ),
+    "all but one thread hand a stage back unasked": Mutant(
+        "latent.h", "if (pair == 0 && row0 % 8 == 0) bar.arrive();", "bar.arrive();"
+    ),
+    "queries are not waited for": Mutant("seesaw.h", "        s.q_full.wait(phases >> 2);\n", ""),
+    # What each proxy sees.
+    "copies are not fenced": Mutant(
+        "seesaw.h", "      op::fence_async_shared();  // copies are ordinary writes\n", "", "lists"
+    ),
+    "codes are not fenced": Mutant(
+        "folded.h", "    op::fence_async_shared();\n    s.full[stage][H]", "    s.full[stage][H]", "fp8"
+    ),
+    "products are not waited for": Mutant("seesaw.h", "      op::wgmma_wait<0>(block);\n", ""),
+    # Arithmetic.
+    "one key too many": Mutant("seesaw.h", "first + column < limit[r]", "first + column <= limit[r]"),
+    "the output is not rescaled": Mutant("seesaw.h", "      Rows_::rescale(factor);\n", ""),
+    "the wrong half of the values": Mutant("seesaw.h", "s.keys[1 - W][W * kHalf]", "s.keys[1 - W][(1 - W) * kHalf]"),
+    "keys that are not there weigh": Mutant(
+        "latent.h", "seen[t / 8 + 16 * i] = block.at[i] != kUnseen", "seen[t / 8 + 16 * i] = true", "lists"
+    ),
+    "a row that is not there is read": Mutant(
+        "latent.h", "if (page < 0 || page >= plan.num_pages) return kUnseen;", "if (page < 0) return kUnseen;", "lists"
+    ),
+    "a part's result goes to its neighbour's place": Mutant("work.h", "    slot = part;\n", "    slot = part + 1;\n"),
+    "a part begins a block late": Mutant("work.h", "begin = held(from, 0", "begin = held(from + (from > 0), 0"),
+    "parts have the same weight": Mutant("combine.h", "op::exp2(lse - top)", "1.f"),
+    "the scale of another group": Mutant(
+        "folded.h", "s.ratio[stage][2 * W][column]", "s.ratio[stage][2 - 2 * W][column]", "fp8"
+    ),
+    "the level is the maximum": Mutant("folded.h", "regain(0, level)", "regain(0, maximum)", "fp8"),
+    "sinks weigh before the maximum is taken off": Mutant("latent.h", " * kLog2e - maximum[R])", " * kLog2e)"),
+}  # fmt: skip
+# What no result tells, since here the threads of a block come by luck in a good order: ThreadSanitizer does.
+RACES = {
+    "the sums are not waited for": Mutant("seesaw.h", "both_sync(kSums);", "both_arrive(kSums);"),
+    "weights take the place of what others read": Mutant(
+        "seesaw.h", "          op::named_sync(kRestRead, 128);", "          ;"
+    ),
+}  # fmt: skip
+
+
+def plant(mutant: Mutant, folder: Path) -> None:
+    """Put the sources with the fault, and with one kernel only, into a folder."""
+    shutil.copytree(SOURCES, folder)
+    (folder / mutant.file).write_text(mutant.source())
+    if mutant.kind != "fp8":  # which takes long to compile
+        (folder / "folded.h").write_text("#pragma once\n")
+    (folder / "emulation.cc").rename(folder / "emulation.inc")
+    (folder / "common.cu").rename(folder / "common.inc")
+    for kind, (unit, launch) in UNITS.items():
+        text = WHOLE.replace(".cu", ".inc").replace(".cc", ".inc") if kind == mutant.kind else NONE
+        (folder / f"{unit}.cu").write_text(text.format(unit=unit, launch=launch))
+    (folder / "emulation.cc").touch()
+    (folder / "common.cu").touch()
+
+
+def build(mutant: Mutant, folder: Path, flags: tuple[str, ...]) -> None:
+    """Put a library with the fault into the cache, its sources into `folder`."""
+    plant(mutant, folder)
+    compile.build(compile.emulation_recipe(flags, folder))
+
+
+def judge(mutant: Mutant, folder: Path, flags: tuple[str, ...], modes: Sequence[str]) -> str:
+    """The first check of a library that is built, in whichever mode, that fails, and how."""
+    built = compile.emulation(flags, folder)
+    compile.emulation = lambda *_: built
+    known = {str(check): check for check in checks()}
+    for mode in modes:
+        for name in CHECKS[mutant.kind]:
+            verdict = verdicts.verdict_of(EmulatedRunner(framework="torch", mode=mode), known[name], 10)
+            if verdict.result == "FAILED":
+                return f"{verdict.check}: {verdict.message}"
+    return ""
+
+
+if __name__ == "__main__":
+    environment.prepare("cpu")
+    what, name, folder, *sanitized = sys.argv[1:]
+    mutant = {**HONEST, **MUTANTS, **RACES}[name]
+    flags = ("-O1", "-fsanitize=thread", "-g1") if sanitized else ("-O1",)
+    if what == "build":
+        build(mutant, Path(folder), flags)
+    else:
+        modes = ["eager", "late"] if sanitized else [mutant.mode]
+        sys.stdout.write(judge(mutant, Path(folder), flags, modes))

@@ -1,0 +1,76 @@
+"""The CUDA kernels' own code against the definition, by the emulation of a GPU, in each of its modes.
+
+What torch gives is judged by every check of latent attention; what jax gives by some of them in the default profile,
+evenly spread and others in each mode, and by all in the larger ones. What the judge is worth is shown on mutants.
+"""
+
+import itertools
+
+import pytest
+
+from ragged_attention.testing import conformance, cuda_emulator, mla_suite, verdicts
+from ragged_attention.testing.cuda_emulator import EmulatedRunner
+from ragged_attention.testing.drawing import PROFILES, Check, examples_of
+from ragged_attention.testing.suite import memory
+
+if reason := cuda_emulator.missing():
+    pytest.skip(f"the emulation cannot be built: {reason}", allow_module_level=True)
+
+RUNNERS = cuda_emulator.runners("cuda", None, "cpu")
+DEV = examples_of() == PROFILES["dev"]
+EXAMPLES = {"torch": examples_of() // 5, "jax": 1 if DEV else examples_of() // 20}
+EVERY = {"torch": 1, "jax": 6 if DEV else 1}  # of the checks, so many-th
+OTHERS = ("quantize", "dequantize", "write latents", "latents,", "slots")  # operations that the kernels are not of
+CHECKS = [
+    check
+    for check in itertools.chain(mla_suite.corners(), mla_suite.agreement(), mla_suite.laws())
+    if not check.name.startswith(OTHERS)
+]
+
+
+def judged(runner: EmulatedRunner, checks: list[Check]) -> int:
+    """How many batches the kernels took, all of them rightly."""
+    found = [verdicts.verdict_of(runner, check, EXAMPLES[runner.framework]) for check in checks]
+    wrong = [f"{verdict.check}: {verdict.message}" for verdict in found if verdict.result == "FAILED"]
+    assert not wrong, "\n".join(wrong)
+    return sum(verdict.taken for verdict in found)
+
+
+@pytest.mark.parametrize("kind", ["corner", "agreement", "law"])
+@pytest.mark.parametrize("emulated", RUNNERS, ids=str)
+def test_the_kernels_agree_with_the_definition(emulated: EmulatedRunner, kind: str) -> None:
+    of_kind = [check for check in CHECKS if check.kind == kind]
+    every = EVERY[emulated.framework]
+    first = list(cuda_emulator.MODES).index(emulated.mode) if every > 1 else 0
+    assert judged(emulated, of_kind[first::every])
+
+
+@pytest.mark.parametrize(
+    "some", ["prefill, 576", "prefill, fp8_v32", "dense, 576", "decode, fp8_v32", "decode schedule"]
+)
+def test_every_operation_is_judged(some: str) -> None:
+    """None of them passes because it declines all."""
+    assert judged(EmulatedRunner(framework="torch"), [check for check in CHECKS if some in check.name])
+
+
+@pytest.mark.parametrize("emulated", RUNNERS[:: 2 if DEV else 1], ids=str)
+def test_no_index_makes_them_touch_what_is_not_theirs(emulated: EmulatedRunner) -> None:
+    (check,) = memory()
+    assert check.run(emulated, EXAMPLES[emulated.framework])
+
+
+def test_the_command_judges_cuda_kernels_in_every_mode(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--backend", "cuda", "--framework", "torch", "--only", "latent decode, dense, 576/512"]
+    assert conformance.main(arguments) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "No GPU is used: an emulation of sm_90 runs the kernels' own code" in printed
+    for mode in cuda_emulator.MODES:
+        assert f"torch-cuda, emulated, {mode} on cpu" in printed
+    assert printed.count("1 passed, 0 declined, 0 FAILED") == 3
+
+
+def test_only_cuda_on_a_cpu_is_emulated() -> None:
+    assert cuda_emulator.runners("triton", None, "cpu") == []
+    assert cuda_emulator.runners("cuda", None, "cuda") == []
+    names = [str(runner) for runner in cuda_emulator.runners("cuda", "jax", None)]
+    assert names == [f"jax-cuda, emulated, {mode}" for mode in ("eager", "late", "crossed")]

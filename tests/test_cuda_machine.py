@@ -1,0 +1,111 @@
+"""The emulated machine says what a kernel may not do, and does what the hardware does where that is defined."""
+
+import ctypes
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ragged_attention.kernels_cuda import compile
+from ragged_attention.testing import cuda_emulator, formats
+
+if reason := cuda_emulator.missing():
+    pytest.skip(f"the emulation cannot be built: {reason}", allow_module_level=True)
+
+DEADLOCK, NO_KERNEL = -3, -2
+# In the order of `Deed` in cuda_machine.cc.
+REPORTS = (
+    "every thread waits; 32 for barrier 9 of 64 threads",
+    "block 0, thread 0: expected 64 threads at barrier 9 as before, got 96",
+    "expected whole warps at barrier 9, got 33",
+    "expected a barrier of 0 to 15, got 16",
+    "expected the warp to stay together, got another instruction",
+    "expected an mbarrier that was made, got none at byte 16384",
+    "block 0, thread 32: expected the mbarrier's making to be known, got none that orders it before",
+    "expected 1 arrivals in a phase of an mbarrier, got more",
+    "expected a copy to 16 aligned bytes of shared memory",
+    "expected a copy from 16 aligned bytes",
+    "expected a store to shared memory",
+    "every thread waits; 384 for 216 registers",
+    "expected at most 168 registers to keep, got 200",
+    "expected at least 168 registers to want, got 40",
+    "expected fence_barrier_init before a load that arrives at an mbarrier",
+    "block 0, thread 5: expected the thread's place in its warpgroup, got 6",
+    "expected one product of all lanes of a warp",
+    "expected an operand in shared memory",
+)
+UNFENCED, FENCED = len(REPORTS), len(REPORTS) + 1
+MODES = range(len(compile.MODES))
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    recipe, library = compile.emulation_recipe(), tmp_path_factory.mktemp("machine") / "machine.so"
+    source = Path(__file__).parent / "cuda_machine.cc"
+    command = [*recipe.compiler, str(source), f"-I{compile.SOURCES}", "-O1", "-shared", "-o", str(library)]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr[-3000:]
+    found = ctypes.CDLL(str(library))
+    found.judge.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+    found.ra_emulate.argtypes = (ctypes.c_int, ctypes.c_uint64)
+    found.ra_emulation_report.restype = ctypes.c_char_p
+    found.low_half.restype = ctypes.c_float
+    found.half_pair.restype = ctypes.c_uint32
+    for name in ("pack_halves", "pack_bfloats"):
+        function = getattr(found, name)
+        function.argtypes, function.restype = (ctypes.c_float, ctypes.c_float), ctypes.c_uint32
+    return found
+
+
+def judged(machine: ctypes.CDLL, deed: int, mode: int = 0) -> tuple[int, str, np.ndarray]:
+    """The code of a deed, the report, and the sums that it left."""
+    memory, sums = np.zeros(8192 + 16, np.uint8), np.zeros((64, 64), np.float32)
+    address = memory.ctypes.data + -memory.ctypes.data % 16
+    machine.ra_emulate(mode, 0)
+    code = machine.judge(deed, address, sums.ctypes.data)
+    return code, machine.ra_emulation_report().decode(), sums
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("deed", range(len(REPORTS)), ids=lambda deed: REPORTS[deed][-40:])
+def test_what_is_not_defined_is_told(machine: ctypes.CDLL, deed: int, mode: int) -> None:
+    code, report, _ = judged(machine, deed, mode)
+    assert code == DEADLOCK
+    told = REPORTS[deed].partition(": ")[2] if mode == 2 and ", thread" in REPORTS[deed] else REPORTS[deed]
+    assert told in report  # in the last mode another thread may be the first
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_products_see_what_a_fence_covers(machine: ctypes.CDLL, mode: int) -> None:
+    code, report, sums = judged(machine, FENCED, mode)
+    assert (code, report) == (0, "")
+    assert (sums == 64).all()
+    code, _, sums = judged(machine, UNFENCED, mode)
+    assert code == 0
+    assert np.isnan(sums).all()
+
+
+def test_a_block_has_only_so_much_memory(machine: ctypes.CDLL) -> None:
+    assert machine.most_shared(232448) == 0
+    assert machine.most_shared(232449) == NO_KERNEL
+
+
+def test_codes_become_halves(machine: ctypes.CDLL) -> None:
+    codes = np.arange(256, dtype=np.uint8)
+    words = np.array([machine.half_pair(int(code) | int(255 - code) << 8) for code in codes], np.uint32)
+    halves = words.view(np.uint16).view(np.float16).reshape(256, 2).astype(np.float32)
+    want = formats.decoded(codes, "float8_e4m3fn")
+    np.testing.assert_array_equal(halves, np.stack([want, want[::-1]], axis=1))
+
+
+def test_floats_are_packed_to_the_nearest(machine: ctypes.CDLL) -> None:
+    rng = np.random.default_rng(0)
+    ties = [1 + 2.0**-11, 1 + 3 * 2.0**-11, 1 + 2.0**-8, 1 + 3 * 2.0**-8, 2.0**-24, 65519.0, -0.0]
+    values = np.concatenate([ties, rng.standard_normal(200), np.exp(rng.uniform(-16, 10, 200))]).astype(np.float32)
+    for low, high in zip(values[:-1], values[1:], strict=True):
+        halves = np.array([machine.pack_halves(low, high)], np.uint32).view(np.float16)
+        np.testing.assert_array_equal(halves, np.array([low, high], np.float16))
+        assert machine.low_half(int(halves.view(np.uint32)[0])) == halves[0]
+        wide = np.array([machine.pack_bfloats(low, high)], np.uint32).view(np.uint16).astype(np.uint32) << 16
+        np.testing.assert_array_equal(wide.view(np.float32), formats.rounded(np.array([low, high]), "bfloat16"))

@@ -1,0 +1,102 @@
+"""The emulation and the suite catch faults in our own CUDA kernels: each has one planted, and must fail."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from ragged_attention.kernels_cuda import toolchain
+from ragged_attention.testing import cuda_emulator
+from ragged_attention.testing.drawing import PROFILES, examples_of
+from ragged_attention.testing.suite import checks
+from tests.cuda_mutants import CHECKS, HONEST, MUTANTS, RACES, Mutant
+
+pytest.importorskip("torch")
+
+needs_emulation = pytest.mark.skipif(cuda_emulator.missing() is not None, reason=str(cuda_emulator.missing()))
+DEV = examples_of() == PROFILES["dev"]
+# In the default profile one in eight, and for the sanitizer a kernel of each schedule; the texts that the faults
+# replace are looked for all the same.
+JUDGED = list(MUTANTS)[1 :: 8 if DEV else 1]
+CLEAN = ["honest dense", "honest fp8"] if DEV else list(HONEST)
+RACY = list(RACES)[:1] if DEV else list(RACES)
+
+
+def run(folder: Path, what: str, name: str, *flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """A step with a mutant, in a process apart: what is faulty may end it. Nothing is left in the user's cache."""
+    command = [sys.executable, "-m", "tests.cuda_mutants", what, name, str(folder / "csrc"), *flags]
+    surroundings: Mapping[str, str] = os.environ | {"XDG_CACHE_HOME": str(folder / "cache")} | environ
+    return subprocess.run(command, capture_output=True, text=True, env=surroundings, timeout=600, check=False)
+
+
+def built(folder: Path, name: str, *flags: str) -> None:
+    ended = run(folder, "build", name, *flags)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+
+
+@needs_emulation
+@pytest.mark.parametrize("name", JUDGED)
+def test_a_planted_fault_is_caught(tmp_path: Path, name: str) -> None:
+    built(tmp_path, name)
+    ended = run(tmp_path, "judge", name)
+    assert ended.returncode < 0 or ended.stdout, f"no check fails: {ended.stderr[-2000:]}"
+
+
+@needs_emulation
+@pytest.mark.parametrize("name", list(HONEST)[:: 3 if DEV else 1])
+def test_an_honest_kernel_passes(tmp_path: Path, name: str) -> None:
+    built(tmp_path, name)
+    ended = run(tmp_path, "judge", name)
+    assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr[-2000:]
+
+
+@pytest.fixture(scope="module")
+def sanitizer() -> Mapping[str, str]:
+    """The environment in which Python can load a library with ThreadSanitizer."""
+    compiler = toolchain.gxx() or ""
+    asked = subprocess.run([compiler, "-print-file-name=libtsan.so"], capture_output=True, text=True, check=True)
+    library = Path(asked.stdout.strip())
+    if not library.is_absolute():
+        pytest.skip(f"{compiler} comes without libtsan")
+    # Fibers that are gone when a process ends are no leaked threads.
+    environ = {"LD_PRELOAD": str(library), "TSAN_OPTIONS": "halt_on_error=1 report_thread_leaks=0"}
+    command = [sys.executable, "-c", ""]
+    started = subprocess.run(command, env=os.environ | environ, capture_output=True, text=True, check=False)
+    if started.returncode:
+        pytest.skip(f"ThreadSanitizer does not start here: {started.stderr[-300:]}")
+    return environ
+
+
+@needs_emulation
+@pytest.mark.parametrize("name", CLEAN)
+def test_no_data_race(tmp_path: Path, sanitizer: Mapping[str, str], name: str) -> None:
+    built(tmp_path, name, "--sanitized")
+    ended = run(tmp_path, "judge", name, "--sanitized", **sanitizer)
+    assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr[:4000]
+
+
+@needs_emulation
+@pytest.mark.parametrize("name", RACY)
+def test_a_planted_race_is_told(tmp_path: Path, sanitizer: Mapping[str, str], name: str) -> None:
+    built(tmp_path, name, "--sanitized")
+    ended = run(tmp_path, "judge", name, "--sanitized", **sanitizer)
+    assert ended.returncode, ended.stdout
+    assert "WARNING: ThreadSanitizer: data race" in ended.stderr
+
+
+@pytest.mark.parametrize("name", MUTANTS | RACES)
+def test_a_fault_has_a_place(name: str) -> None:
+    mutant = (MUTANTS | RACES)[name]
+    assert mutant.source() != HONEST["honest dense"].source()
+
+
+def test_a_fault_without_a_place_is_told() -> None:
+    with pytest.raises(ValueError, match=r"expected kernels_cuda/csrc/api.h to have the text 'no such text'"):
+        Mutant("api.h", "no such text", "").source()
+
+
+def test_checks_of_mutants_exist() -> None:
+    assert {name for names in CHECKS.values() for name in names} <= {str(check) for check in checks()}
