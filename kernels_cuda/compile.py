@@ -334,7 +334,7 @@ def emulating(mode: str = "eager", seed: int = 0) -> Iterator[None]:
     """Inside, calls with backend="cuda" on CPU arrays run the kernels' own code on threads of the CPU.
 
     `mode` is when copies land and products are computed: "eager" at once, "late" no sooner than somebody waits for
-    them, "crossed" copies at once and products late. `seed` shuffles the order in which threads run, but for the last.
+    them, "crossed" copies at once and products late. `seed` shuffles the order in which threads run.
     """
     if mode not in MODES:
         raise InvalidInput(f"expected mode to be one of {', '.join(MODES)}, got {mode!r}")

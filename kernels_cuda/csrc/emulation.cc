@@ -8,7 +8,7 @@ extern "C" {
 RA_API void ra_emulate(int mode, uint64_t seed) {
   std::lock_guard<std::mutex> const alone(emu::machine.busy);
   emu::machine.mode = emu::Mode(mode);
-  emu::machine.seed = seed;
+  emu::machine.seed = emu::machine.random_state = seed;
 }
 
 // Of the last launch that returned RA_DEADLOCK: who waits for what, or what it did that the hardware does not define.

@@ -2,9 +2,10 @@
 //
 // Who runs next, and when what is asynchronous happens, is for the machine to decide, as it is for the hardware. By
 // mode: eager, at once; late, copies when nothing else can run, products when they are waited for; crossed, copies at
-// once and products late, and the thread of the highest number first, which is bad for who gives memory back too early.
-// By seed, but for the last: 0, threads run in turn; otherwise at random, the same each time. When nobody can run and
-// nothing is under way, it says so.
+// once and products late, and a warpgroup runs only while none before it can, which is bad for who gives memory back too
+// early. By seed: 0, threads run in turn, in the last mode the last warpgroup first; otherwise at random, in the last mode
+// the warpgroups in an order drawn for each block; the same each time. When nobody can run and nothing is under way, it
+// says so.
 //
 // Two things follow who knows of whose doings: vector clocks here, which tell whether a proxy fence covers a write, and
 // ThreadSanitizer where it is compiled in, to which each fiber, and each engine that copies or multiplies, is a thread
@@ -107,7 +108,7 @@ struct Engine {
 };
 }  // namespace watch
 
-constexpr int kMostThreads = 1024, kNobody = -1, kWarp = 32;
+constexpr int kMostThreads = 1024, kNobody = -1, kWarp = 32, kGroup = 128;
 constexpr size_t kStack = 256 << 10, kPage = 4096, kSwizzle = 1024;
 constexpr int kMostShared = 232448;  // bytes of a block on sm_90
 constexpr int kRegisters = 65536;    // of a multiprocessor
@@ -218,13 +219,15 @@ struct Machine {
   }
 
   std::deque<int> ready;
+  std::array<int, kMostThreads / kGroup> rank;  // of the warpgroups
   ucontext_t caller;
   void* caller_seen = nullptr;
 
   int next() {
     while (ready.empty())
       if (!land()) return kNobody;
-    if (mode == kCrossed) std::iter_swap(ready.begin(), std::max_element(ready.begin(), ready.end()));
+    auto const behind = [this](int a, int b) { return rank[a / kGroup] < rank[b / kGroup]; };
+    if (mode == kCrossed) std::iter_swap(ready.begin(), std::max_element(ready.begin(), ready.end(), behind));
     else if (seed != 0) std::swap(ready.front(), ready[random(ready.size())]);
     int const chosen = ready.front();
     ready.pop_front();
@@ -479,6 +482,10 @@ struct Machine {
     done = 0;
     failed = false;
     free_registers = 0;
+    for (int i = 0; i < int(rank.size()); ++i) {
+      rank[i] = i;
+      std::swap(rank[i], rank[seed == 0 ? i : random(i + 1)]);
+    }
     int const registers = std::min(kRegisters / threads, kMostRegisters) / 8 * 8;
     for (int i = 0; i < threads; ++i) {
       Fiber& fiber = fibers[i];
@@ -518,7 +525,6 @@ struct Machine {
   bool run(int64_t grid) {
     watch::Unseen unseen;
     caller_seen = watch::self();
-    random_state = seed;
     report.clear();
     for (block = 0; block < grid; ++block) {
       reset();
