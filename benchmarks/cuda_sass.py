@@ -69,8 +69,10 @@ between warpgroups.
 """
 
 SIZES = """\
-#include "launch.h"
+#include "combine.h"
+#include "folded.h"
 #include "schedule.h"
+#include "seesaw.h"
 template <class T, class Smem = typename T::Smem> constexpr size_t size_of(int) {{ return sizeof(Smem); }}
 template <class T> constexpr size_t size_of(long) {{ return 0; }}
 {lines}

@@ -7,7 +7,7 @@ from ragged_attention.testing import environment
 
 environment.prepare("cpu")  # before any test module imports triton or jax
 
-from ragged_attention.testing import heads_first_suite, mla_suite  # noqa: E402
+from ragged_attention.testing import heads_first_suite, mla_suite, suite  # noqa: E402
 from ragged_attention.testing.collection import *  # noqa: E402, F403
 from ragged_attention.testing.drawing import PROFILES, examples_of  # noqa: E402
 
@@ -16,12 +16,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add_options(parser)
 
 
-# Of the checks of latent caches and of heads-first pages these runners take every so many by default, and all in the
-# larger profiles: each example is traced, compiled and launched anew in jax, and interpreted line by line in Triton.
-EVERY = {"jax-xla": 10, "jax-triton": 24, "jax-reference": 24, "torch-triton": 2}
-SPARED = [
-    str(check) for suite in (mla_suite, heads_first_suite) for of in (suite.corners, suite.laws) for check in of()
-]
+# Of the corners and laws these runners take every so many by default, and all in the larger profiles: each example is
+# traced, compiled and launched anew in jax, and interpreted line by line in Triton. Of latent caches and of heads-first
+# pages, whose kernels have much in common with each other, they take fewer.
+EVERY = {"jax-xla": 2, "jax-triton": 4, "torch-triton": 2}
+EVERY_YOUNGER = {"jax-xla": 12, "jax-triton": 30, "jax-reference": 24, "torch-triton": 3}
+CHECKS = [str(check) for of in (suite.corners, suite.laws) for check in of()]
+YOUNGER = {
+    str(check) for younger in (mla_suite, heads_first_suite) for of in (younger.corners, younger.laws) for check in of()
+}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -33,8 +36,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _spared(item: pytest.Item) -> bool:
     params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
     check = str(params.get("check"))
-    every = EVERY.get(str(params.get("runner")), 1)
-    return check in SPARED and SPARED.index(check) % every > 0
+    every = (EVERY_YOUNGER if check in YOUNGER else EVERY).get(str(params.get("runner")), 1)
+    return check in CHECKS and CHECKS.index(check) % every > 0
 
 
 @pytest.fixture(autouse=True)

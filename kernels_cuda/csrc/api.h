@@ -15,7 +15,7 @@ extern "C" {
 enum {
   RA_WRONG_DEVICE = -1,  // a device is here, but not of the architecture that the kernels are made for
   RA_NO_KERNEL = -2,     // arguments that no kernel was compiled for
-  RA_DEADLOCK = -3,      // the emulation's: every thread waits
+  RA_DEADLOCK = -3,      // the emulation's: every thread waits, or does what the hardware does not define
 };
 
 enum { RA_BFLOAT16 = 0, RA_FLOAT16 = 1 };              // RaLatent::dtype, of q, out and a plain cache

@@ -20,7 +20,7 @@ int ra_status(int, int* major, int* minor, int* num_multiprocessors) {
   *num_multiprocessors = 132;
   return 0;
 }
-static char const* told(int) { return "no error"; }
+static char const* told(int code) { return code == RA_DEADLOCK ? emu::machine.report.c_str() : "no error"; }
 
 #else
 
@@ -38,7 +38,6 @@ static char const* told(int code) { return cudaGetErrorString(static_cast<cudaEr
 char const* ra_error_string(int code) {
   if (code == RA_WRONG_DEVICE) return "the device is not of architecture sm_90";
   if (code == RA_NO_KERNEL) return "no kernel was compiled for these arguments";
-  if (code == RA_DEADLOCK) return "every thread waits";
   return told(code);
 }
 

@@ -1,8 +1,6 @@
 // From a call to the grid that computes it.
 #pragma once
 #include "combine.h"
-#include "folded.h"
-#include "seesaw.h"
 
 // Rows are told apart by what lies before them, in 32 bits of 16 bytes.
 constexpr int64_t kMostBytes = (int64_t(1) << 36) - 16;

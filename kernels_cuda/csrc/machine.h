@@ -2,10 +2,10 @@
 //
 // Who runs next, and when what is asynchronous happens, is for the machine to decide, as it is for the hardware. By
 // mode: eager, at once; late, copies when nothing else can run, products when they are waited for; crossed, copies at
-// once and products late, and a warpgroup runs only while none before it can, which is bad for who gives memory back too
-// early. By seed: 0, threads run in turn, in the last mode the last warpgroup first; otherwise at random, in the last mode
-// the warpgroups in an order drawn for each block; the same each time. When nobody can run and nothing is under way, it
-// says so.
+// once and products late, and a warpgroup runs only while none before it can, which is bad for who gives memory back
+// too early. By seed: 0, threads run in turn, in the last mode the last warpgroup first; otherwise at random, in the
+// last mode the warpgroups in an order drawn for each block; the same each time. When nobody can run and nothing is
+// under way, it says so.
 //
 // Two things follow who knows of whose doings: vector clocks here, which tell whether a proxy fence covers a write, and
 // ThreadSanitizer where it is compiled in, to which each fiber, and each engine that copies or multiplies, is a thread

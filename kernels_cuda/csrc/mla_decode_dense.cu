@@ -1,5 +1,6 @@
 // Dense decode over a paged cache of bfloat16 or float16 rows.
 #include "launch.h"
+#include "seesaw.h"
 
 extern "C" int ra_mla_decode_dense(RaLatent const* call, void* stream) {
   if (!takes(*call, RA_PLAIN, false)) return RA_NO_KERNEL;

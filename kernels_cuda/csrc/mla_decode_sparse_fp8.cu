@@ -1,4 +1,5 @@
 // Attention of each query token over its own list of rows of an `fp8_v32` cache.
+#include "folded.h"
 #include "launch.h"
 
 extern "C" int ra_mla_decode_sparse_fp8(RaLatent const* call, void* stream) {

@@ -1,5 +1,6 @@
 // Attention of each query token over its own list of bfloat16 rows, packed or paged.
 #include "launch.h"
+#include "seesaw.h"
 
 extern "C" int ra_sparse_mla_prefill(RaLatent const* call, void* stream) {
   if (!takes(*call, RA_PLAIN, true) || call->dtype != RA_BFLOAT16) return RA_NO_KERNEL;
