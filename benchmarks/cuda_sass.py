@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import sass
+from ragged_attention import build_cuda
 from ragged_attention.devices import shared_memory_of
 from ragged_attention.errors import BackendMissing
 from ragged_attention.kernels_cuda import compile as kernels
@@ -182,17 +182,6 @@ def _products(counts: sass.Counts) -> str:
     return ", ".join(f"{number} of {shape}" for shape, number in counts.products) or "-"
 
 
-def built(console: Console) -> Path:
-    """The library's path, after a build with a progress bar if need be."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("compiling", total=None)
-        return kernels.build(
-            kernels.kernels_recipe(),
-            lambda done, total, text: bar.update(task, completed=done, total=total, description=text),
-        )
-
-
 def compiler() -> str:
     """What the facts rest on, sources aside."""
     nvcc, include = toolchain.nvcc(), toolchain.cutlass()
@@ -208,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     console = Console(stderr=True, soft_wrap=True)
     try:
-        found = sass.read(built(console))
+        found = sass.read(build_cuda.shown(kernels.kernels_recipe(), console))
         shared, with_what = shared_memory(found), compiler()
     except BackendMissing as error:
         console.print(str(error), style="red", markup=False)

@@ -30,7 +30,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks import device_cuda, peers
 from benchmarks.catalogue import CASES, AnyCase, scaled_down
-from benchmarks.device_session import ROOT, Session, apart
+from benchmarks.device_session import ROOT, Session, apart, apart_checked, compute_sanitizer, outcomes
 from benchmarks.run import HEADS, Machine, Result, cells, default_backends, is_red, run_case, this_machine
 from ragged_attention.tuning import device_slug
 
@@ -140,16 +140,12 @@ def checks(session: Session) -> bool:
 
 def memcheck(session: Session) -> bool:
     """Calls with any index values, under the memory checker where there is one."""
-    tool = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+    tool = compute_sanitizer()
     if tool is None or session.rehearse:
         session.report["memcheck"] = {"result": "cannot run", "said": ["compute-sanitizer is not here"]}
         return True
     code = f"from benchmarks.device_checks import poke; poke({4 if session.quick else 24})"
-    command = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-c", code]
-    # PyTorch keeps freed memory, so a stray access could land in what it holds; without that each array stands alone.
-    session.report["memcheck"] = apart(
-        session, command, {0: "passed", 9: "FAILED: stray accesses"}, PYTORCH_NO_CUDA_MEMORY_CACHING="1"
-    )
+    session.report["memcheck"] = apart_checked(session, tool, "memcheck", code, "stray accesses")
     return session.report["memcheck"]["result"] == "passed"
 
 
@@ -225,10 +221,7 @@ def markdown(report: dict[str, Any]) -> str:
         lines += [f"- {name}: {_told(name, value)}" for name, value in facts.items() if name != "peers"]
         lines += ["", "Peers: " + "; ".join(f"{name}: {why}" for name, why in facts["peers"].items()) + ".", ""]
     if rows := report.get("conformance"):
-        lines += ["## Conformance", "", "| backend | result | seconds |", "|---|---|---|"]
-        lines += [f"| {name} | {row['result']} | {row['seconds']} |" for name, row in rows.items()] + [""]
-        for name, row in rows.items():
-            lines += [] if row["result"] == "passed" else [f"{name}:", "", "```", *row["said"][-25:], "```", ""]
+        lines += outcomes("Conformance", "backend", rows)
     if found := report.get("checks"):
         lines += ["## Checks", "", "| check | result |", "|---|---|"]
         for check in found:

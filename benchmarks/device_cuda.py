@@ -7,7 +7,6 @@ shared memory and of barriers. flashmla: FlashMLA's own cases. Rehearsed on a CP
 import contextlib
 import importlib
 import importlib.util
-import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import gate
-from benchmarks.device_session import Session, apart
+from benchmarks.device_session import Session, apart, apart_checked, compute_sanitizer, outcomes
 from benchmarks.mla_cases import LatentCase, numpy_inputs, torch_inputs
 from benchmarks.run import to_numpy
 from ragged_attention.errors import BackendMissing
@@ -25,7 +24,6 @@ from ragged_attention.kernels_cuda import toolchain
 from ragged_attention.testing.batches import garbage
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
-FOUND = 9  # the exit status by which a checker says that it found something
 
 
 def _small(name: str, heads: int, **fields: Any) -> LatentCase:
@@ -160,25 +158,19 @@ def _timed(rows: dict[str, Any], what: str, recipe: kernels.Recipe) -> Any:
 def sanitizers(session: Session) -> bool:
     """The small calls under each checker, or, in a rehearsal, under none."""
     rows = session.report.setdefault("sanitizers", {})
-    tool = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+    tool = None if session.rehearse else compute_sanitizer()
     reason = absent(session) or (None if tool or session.rehearse else "compute-sanitizer is not here")
     for name in TOOLS[:1] if session.rehearse else TOOLS:
         if reason or rows.get(name, {}).get("result") == "passed":
             rows.setdefault(name, {"result": "cannot run", "seconds": 0.0, "said": [reason]})
             continue
         code = f"from benchmarks.device_cuda import exercise; exercise({1 if session.quick else 3})"
-        checker = [tool, "--tool", name, "--error-exitcode", str(FOUND)] if tool else []
         if session.rehearse:
             code = (
                 "from benchmarks import device_cuda as d\n"
                 "with d.kernels.emulating(): d.exercise(1, 'cpu', d.SMALL[3:4])"
             )
-            checker = []
-        # PyTorch keeps freed memory, so a stray access could land in what it holds; without, each array stands alone.
-        rows[name] = apart(
-            session, [*checker, sys.executable, "-c", code], {0: "passed", FOUND: "FAILED: something was found"},
-            PYTORCH_NO_CUDA_MEMORY_CACHING="1",
-        )  # fmt: skip
+        rows[name] = apart_checked(session, tool, name, code, "something was found")
         session.store()
     return all(row["result"] in ("passed", "cannot run") for row in rows.values())
 
@@ -207,10 +199,7 @@ def markdown(report: dict[str, Any]) -> list[str]:
     if rows := report.get("cuda_build"):
         lines += ["## CUDA kernels", "", *(f"- {name}: {_one_line(text)}" for name, text in rows.items()), ""]
     if rows := report.get("sanitizers"):
-        lines += ["## Checkers on the CUDA kernels", "", "| checker | result | seconds |", "|---|---|---|"]
-        lines += [f"| {name} | {row['result']} | {row['seconds']} |" for name, row in rows.items()] + [""]
-        for name, row in rows.items():
-            lines += [] if row["result"] == "passed" else [f"{name}:", "", "```", *row["said"][-25:], "```", ""]
+        lines += outcomes("Checkers on the CUDA kernels", "checker", rows)
     if row := report.get("flash_mla"):
         lines += ["## FlashMLA's cases by the CUDA kernels", "", f"{row['result']} in {row['seconds']} s.", ""]
         lines += ["```", *row["said"], "```", ""]

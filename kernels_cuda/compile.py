@@ -303,7 +303,6 @@ def emulation(extra_flags: Sequence[str] = (), sources: Path = SOURCES) -> ctype
     def opened(path: Path) -> ctypes.CDLL:
         found = _bound(path)
         found.ra_emulate.argtypes, found.ra_emulate.restype = (ctypes.c_int, ctypes.c_uint64), None
-        found.ra_emulation_report.argtypes, found.ra_emulation_report.restype = (), ctypes.c_char_p
         return found
 
     return _once(("emulation", tuple(extra_flags), sources), lambda: emulation_recipe(extra_flags, sources), opened)

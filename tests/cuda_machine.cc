@@ -1,5 +1,5 @@
 // Small bodies for the emulated machine to judge: each but the last two does what the hardware does not define, or
-// waits for what never comes. `judge` returns the code of the launch, and leaves the report to `ra_emulation_report`.
+// waits for what never comes. `judge` returns the code of the launch, and leaves the report to `ra_error_string`.
 #include "ops.h"
 
 namespace {
@@ -104,4 +104,5 @@ RA_API uint32_t pack_halves(float low, float high) { return op::pack<f16>(low, h
 RA_API uint32_t pack_bfloats(float low, float high) { return op::pack<bf16>(low, high); }
 }
 
+#include "common.cu"
 #include "emulation.cc"

@@ -97,10 +97,10 @@ MUTANTS = {
     "products are not waited for": Mutant("seesaw.h", "      op::wgmma_wait<0>(block);\n", ""),
     # Arithmetic.
     "one key too many": Mutant("seesaw.h", "first + column < limit[r]", "first + column <= limit[r]"),
-    "the output is not rescaled": Mutant("seesaw.h", "      Rows_::rescale(factor);\n", ""),
+    "the output is not rescaled": Mutant("seesaw.h", "      Parent::rescale(factor);\n", ""),
     "the wrong half of the values": Mutant("seesaw.h", "s.keys[1 - W][W * kHalf]", "s.keys[1 - W][(1 - W) * kHalf]"),
     "keys that are not there weigh": Mutant(
-        "latent.h", "seen[t / 8 + 16 * i] = block.at[i] != kUnseen", "seen[t / 8 + 16 * i] = true", "lists"
+        "seesaw.h", "seen[t / 8 + 16 * i] = block.at[i] != kUnseen", "seen[t / 8 + 16 * i] = true", "lists"
     ),
     "a row that is not there is read": Mutant(
         "latent.h", "if (page < 0 || page >= plan.num_pages) return kUnseen;", "if (page < 0) return kUnseen;", "lists"
@@ -111,8 +111,10 @@ MUTANTS = {
     "the scale of another group": Mutant(
         "folded.h", "s.ratio[stage][2 * W][column]", "s.ratio[stage][2 - 2 * W][column]", "fp8"
     ),
-    "the level is the maximum": Mutant("folded.h", "regain(0, level)", "regain(0, maximum)", "fp8"),
-    "sinks weigh before the maximum is taken off": Mutant("latent.h", " * kLog2e - maximum[R])", " * kLog2e)"),
+    "the level is the maximum": Mutant("folded.h", "op::exp2(level[r] - maximum[r])", "1.f", "fp8"),
+    "sinks weigh before the maximum is taken off": Mutant(
+        "latent.h", " * float(kLog2e) - maximum[R])", " * float(kLog2e))"
+    ),
 }  # fmt: skip
 # What no result tells, since here the threads of a block come by luck in a good order: ThreadSanitizer does.
 RACES = {

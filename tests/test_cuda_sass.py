@@ -151,7 +151,7 @@ def test_check_compares_with_the_page(
 ) -> None:
     kernels = [planned()]
     monkeypatch.setattr(cuda_sass, "DOCUMENT", tmp_path / "page.md")
-    monkeypatch.setattr(cuda_sass, "built", lambda console: tmp_path)
+    monkeypatch.setattr(cuda_sass.build_cuda, "shown", lambda recipe, console: tmp_path)
     monkeypatch.setattr(cuda_sass.sass, "read", lambda path: kernels)
     monkeypatch.setattr(cuda_sass, "shared_memory", lambda found: {planned().type: 229376})
     monkeypatch.setattr(cuda_sass, "compiler", lambda: "nvcc 1.")

@@ -50,7 +50,7 @@ struct Combine {
     }
     bool const empty = top == -INFINITY;
     float denominator = total;
-    if (call.sinks && !empty) denominator += op::exp2(call.sinks[head] * kLog2e - top);
+    if (call.sinks && !empty) denominator += op::exp2(call.sinks[head] * float(kLog2e) - top);
     float const factor = empty ? 0.f : 1.f / denominator;
     Out* const out = static_cast<Out*>(call.out) + row * kValue;
     CUTE_UNROLL

@@ -20,6 +20,7 @@ int ra_status(int, int* major, int* minor, int* num_multiprocessors) {
   *num_multiprocessors = 132;
   return 0;
 }
+// Of the last launch that returned RA_DEADLOCK: who waits for what, or what it did that the hardware does not define.
 static char const* told(int code) { return code == RA_DEADLOCK ? emu::machine.report.c_str() : "no error"; }
 
 #else

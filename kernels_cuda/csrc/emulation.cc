@@ -1,4 +1,4 @@
-// What the emulation offers beside the ABI of the kernels: how it runs, and what became of it.
+// What the emulation offers beside the ABI of the kernels: how it runs.
 #include "api.h"
 #include "ops.h"
 
@@ -10,8 +10,5 @@ RA_API void ra_emulate(int mode, uint64_t seed) {
   emu::machine.mode = emu::Mode(mode);
   emu::machine.seed = emu::machine.random_state = seed;
 }
-
-// Of the last launch that returned RA_DEADLOCK: who waits for what, or what it did that the hardware does not define.
-RA_API char const* ra_emulation_report(void) { return emu::machine.report.c_str(); }
 
 }  // extern "C"

@@ -17,7 +17,9 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
   static constexpr int kColumns = 576, kGroups = 4;
   static constexpr float kSmallestRatio = 8.67361737988403547e-19f;  // 2^-60, in place of a scale of 0 in logits
 
-  enum { kWeights, kSums = 2, kRestRead };  // named barriers: the weights of a block, one for each stage; and the rows' sums
+  // Named barriers: the weights of a block, one for each stage; the rows' sums; and, of the leader alone, that the rest
+  // is no longer read.
+  enum { kWeights, kSums = 2, kRestRead };
 
   struct alignas(1024) Smem {
     f16 q[9][kSlab];                  // slab 8: bfloat16
@@ -34,11 +36,7 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
   static_assert(sizeof(Smem) <= 232448, "more than a block of sm_90 can have");
 
   template <class Tma>
-  struct Params {
-    Plan plan;
-    Tma tma;
-    bool use_tma;
-  };
+  using Params = LatentParams<Tma>;
 
   // ---- producer
 
@@ -201,7 +199,6 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
   // ---- consumers
 
   struct Consumer : Base::Consumer {
-    using Rows_ = Base::Consumer;
     Smem& s;
     uint32_t phases = 0;  // bit 0: the stage; bit 1: of its barriers; bit 2: of the queries'
 
@@ -241,6 +238,7 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
                                            cute::Shape<cute::_128, cute::_16>{}, cute::make_coord(0, keys));
       op::wgmma_rs(MmaValuesR<128>{}, thread(), weights, values, columns);
     }
+    RA_DEV void next_block() { phases = (phases & 4) | ((phases + 1) & 3); }
     // Wait for the next segment; whether there is one.
     RA_DEV bool begin() {
       s.q_full.wait(phases >> 2);
@@ -248,8 +246,13 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
       return segment().slot != kAbsent;
     }
     RA_DEV Segment const& segment() const { return s.segments[phases >> 2]; }
-    RA_DEV float regain(int r, float const (&level)[2]) const {
-      return sum[r] == 0.f ? 0.f : op::exp2(level[r] - maximum[r]);
+    // The output is relative to `level`, the sum to `maximum`.
+    template <int W>
+    RA_DEV void finish_rows(float const (&level)[2]) {
+      float regain[2];
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) regain[r] = sum[r] == 0.f ? 0.f : op::exp2(level[r] - maximum[r]);
+      Base::Consumer::template finish_rows<W>(segment(), regain[0], regain[1]);
     }
   };
 
@@ -345,10 +348,10 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
       }
       op::named_arrive(kWeights + stage, 256);
       rescale(factor);
-      this->template add_values<0>(stage);
+      add_values<0>(stage);
       op::wgmma_wait<0>(out);
       hand_back(s.empty[stage][0]);
-      phases = (phases & 4) | ((phases + 1) & 3);
+      next_block();
     }
 
     RA_DEV void run() {
@@ -370,8 +373,7 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
         }
         hand_back(s.q_empty);
         op::named_sync(kSums, 256);
-        this->template finish<0, 0>(segment(), regain(0, level), op::fresh_tid());
-        this->template finish<0, 1>(segment(), regain(1, level), op::fresh_tid());
+        finish_rows<0>(level);
       }
     }
   };
@@ -385,10 +387,10 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
       s.full[stage][1].wait(phases >> 1 & 1);
       float const factor[2] = {s.factor[stage][row0], s.factor[stage][row0 + 8]};
       rescale(factor);
-      this->template add_values<1>(stage);
+      add_values<1>(stage);
       op::wgmma_wait<0>(out);
       hand_back(s.empty[stage][1]);
-      phases = (phases & 4) | ((phases + 1) & 3);
+      next_block();
     }
 
     RA_DEV void run() {
@@ -404,8 +406,7 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
           maximum[r] = s.maximum[phases >> 2][row0 + 8 * r];
           level[r] = s.level[phases >> 2][row0 + 8 * r];
         }
-        this->template finish<1, 0>(segment(), regain(0, level), op::fresh_tid());
-        this->template finish<1, 1>(segment(), regain(1, level), op::fresh_tid());
+        finish_rows<1>(level);
       }
     }
   };

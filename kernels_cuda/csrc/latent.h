@@ -8,7 +8,7 @@
 #include "ops.h"
 #include "work.h"
 
-constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+constexpr float kLn2 = 0.6931471805599453f;
 
 // What a part has to do of one sequence: blocks [begin, end) of a list of so many keys.
 struct Segment {
@@ -28,6 +28,14 @@ struct List {
   int const* entries;
   int length;
   uint32_t head;  // what lies before a row's KV head
+};
+
+// What a kernel is given: the call, and where pages are whole numbers of blocks the tensor map to fetch them by.
+template <class Tma>
+struct LatentParams {
+  Plan plan;
+  Tma tma;
+  bool use_tma;
 };
 
 template <class Element_, class Out_, bool kSparse, int kElementBytes>
@@ -62,9 +70,6 @@ struct LatentBase {
   using Logits = decltype(cute::partition_fragment_C(MmaLogits<Element>{}, cute::Shape<cute::_64, cute::_64>{}));
   using Output = decltype(cute::partition_fragment_C(MmaValuesS<256>{}, cute::Shape<cute::_64, cute::_256>{}));
   RA_HD static constexpr int at(int c, int r, int j) { return c + 2 * r + 4 * j; }
-  // The same elements of 64 x 64 weights as a left operand.
-  using WeightsA = cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::_4>,
-                                cute::Stride<cute::Stride<cute::_1, cute::_2, cute::_4>, cute::_0, cute::_8>>;
 
   template <class Layout, class T>
   RA_DEV static auto shared(T* pointer) {
@@ -75,16 +80,6 @@ struct LatentBase {
   // The word of weights (row, 8 j + 2 pair) in a slab.
   RA_DEV static uint32_t* weight_word(Element* slab, int row, int j, int pair) {
     return reinterpret_cast<uint32_t*>(slab + place(row, j)) + pair;
-  }
-  template <class Word>
-  RA_DEV static auto operand(Word&& word) {
-    auto a = cute::make_tensor<Element>(WeightsA{});
-    auto words = cute::recast<uint32_t>(cute::make_tensor(a.data(), cute::Layout<cute::_32>{}));
-    CUTE_UNROLL
-    for (int j = 0; j < 8; ++j)
-      CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) words(r + 2 * j) = word(r, j);
-    return a;
   }
 
   // ---- what a thread block has to do
@@ -146,16 +141,6 @@ struct LatentBase {
            2 * (seq * call.q_seq_stride + query.token * call.q_token_stride + query.head * call.q_head_stride);
   }
 
-  // Which keys of a block are there at all. Its sixteen writers arrive once more than others, since the arrival that
-  // asynchronous copies bring about speaks of these alone.
-  static constexpr int kWriters = 16;
-  RA_DEV static void tell_seen(uint8_t (&seen)[64], Block const& block, int t, op::MBar& bar) {
-    if (t % 8) return;
-    CUTE_UNROLL
-    for (int i = 0; i < 4; ++i) seen[t / 8 + 16 * i] = block.at[i] != kUnseen;
-    bar.arrive();
-  }
-
   // ---- rows of the consumers
 
   struct Consumer {
@@ -200,6 +185,11 @@ struct LatentBase {
         for (int mask = 1; mask < 4; mask *= 2) sum[r] += op::shfl_xor(sum[r], mask);
     }
 
+    template <int W>
+    RA_DEV void finish_rows(Segment const& segment, float first_regain, float second_regain) {
+      finish<W, 0>(segment, first_regain, op::fresh_tid());
+      finish<W, 1>(segment, second_regain, op::fresh_tid());
+    }
     // Write half W of row R, whose output is yet to be multiplied by `regain`. Places are computed anew from the
     // thread's number, not kept in registers through the loop.
     template <int W, int R>
@@ -214,7 +204,7 @@ struct LatentBase {
           ((whole ? segment.seq : segment.slot) * call.num_q_tokens + query.token) * call.num_q_heads + query.head;
       bool const empty = sum[R] == 0.f;
       float denominator = sum[R];
-      if (whole && call.sinks && !empty) denominator += op::exp2(call.sinks[query.head] * kLog2e - maximum[R]);
+      if (whole && call.sinks && !empty) denominator += op::exp2(call.sinks[query.head] * float(kLog2e) - maximum[R]);
       float const factor = empty ? 0.f : regain / denominator;
       int64_t const column = place * kValue + W * 256 + 2 * (thread % 4);
       if (whole) {

@@ -35,10 +35,10 @@ int launch_latent(RaLatent const& call, void* stream) {
   if (jobs > INT32_MAX || cache_bytes(call) > kMostBytes || (splits && call.partial_out == nullptr)) return RA_NO_KERNEL;
   int code;
   if constexpr (Kernel::kLists) {
-    code = op::launch<Kernel>(jobs, sizeof(typename Kernel::Smem), stream, typename Kernel::template Params<char>{plan, 0, false});
+    code = op::launch<Kernel>(jobs, sizeof(typename Kernel::Smem), stream, LatentParams<char>{plan, 0, false});
   } else {
     auto const tma = op::make_tma(pages_of<Kernel>(call), typename Kernel::template Rows<64>{});
-    typename Kernel::template Params<std::decay_t<decltype(tma)>> const params{plan, tma, pages_by_tma(call)};
+    LatentParams<std::decay_t<decltype(tma)>> const params{plan, tma, pages_by_tma(call)};
     code = op::launch<Kernel>(jobs, sizeof(typename Kernel::Smem), stream, params);
   }
   if (code) return code;

@@ -12,7 +12,7 @@
 template <class Element, int kWidth, bool kSparse>
 struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
   using Base = LatentBase<Element, Element, kSparse, 2>;
-  using Base::kHalf, Base::kSlab, Base::kWriters;
+  using Base::kHalf, Base::kSlab;
   template <int kColumns>
   using Rows = typename Base::template Rows<kColumns>;
   template <int kColumns>
@@ -22,7 +22,7 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
   static_assert(kWidth == 512 || kWidth == 576);
 
   // Named barriers, one warpgroup's word to the other: the maximum of block 0; that of block 1 with its weights; the
-  // weights of block 0; and, of both, the sums.
+  // weights of block 0; and, of both, the sums. The last is of one warpgroup: the rest is no longer read.
   enum { kFirstMaximum, kSecondWeights, kFirstWeights, kSums, kRestRead };
 
   struct alignas(1024) Smem {
@@ -36,11 +36,7 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
   static_assert(sizeof(Smem) <= 232448, "more than a block of sm_90 can have");
 
   template <class Tma>
-  struct Params {
-    Plan plan;
-    Tma tma;
-    bool use_tma;  // pages are whole numbers of blocks
-  };
+  using Params = LatentParams<Tma>;
 
   // ---- producer
 
@@ -64,11 +60,21 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
     return Base::locate(params.plan, list, block, t);
   }
 
+  // Which keys of a block are there at all. Its sixteen writers arrive once more than others, since the arrival that
+  // asynchronous copies bring about speaks of these alone.
+  static constexpr int kWriters = 16;
+  RA_DEV static void tell_seen(uint8_t (&seen)[64], Block const& block, int t, op::MBar& bar) {
+    if (t % 8) return;
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) seen[t / 8 + 16 * i] = block.at[i] != kUnseen;
+    bar.arrive();
+  }
+
   // Fill half H of stage S when its reader is done with what was there.
   template <int S, int H, class Tma>
   RA_DEV static void fill(Params<Tma> const& params, Block const& block, int turn, Smem& s, int t) {
     s.empty[S][H].wait((turn & 1) ^ 1);
-    if (S == H) Base::tell_seen(s.seen[S], block, t, s.full[S][H]);
+    if (S == H) tell_seen(s.seen[S], block, t, s.full[S][H]);
     if constexpr (!kSparse) {
       if (block.page >= 0) return fetch<S, H>(params, block, s, t);
     }
@@ -137,10 +143,14 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
 
   // ---- consumers
 
+  // The elements that a thread has of 64 x 64 weights, as it has them of a left operand.
+  using WeightsA = cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::_4>,
+                                cute::Stride<cute::Stride<cute::_1, cute::_2, cute::_4>, cute::_0, cute::_8>>;
+
   template <int W>
   struct Consumer : Base::Consumer {
-    using Rows_ = typename Base::Consumer;
-    using Rows_::out, Rows_::maximum, Rows_::sum, Rows_::row0, Rows_::plan, Rows_::hand_back, Rows_::thread;
+    using Parent = typename Base::Consumer;
+    using Parent::out, Parent::maximum, Parent::sum, Parent::row0, Parent::plan, Parent::hand_back, Parent::thread;
     Smem& s;
     uint32_t phases = 0;  // bit S: of the barriers of stage S; bit 2: of the queries'
     typename Base::Logits block;
@@ -186,13 +196,13 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
             highest[r] = fmaxf(highest[r], logit);
           }
         }
-      Rows_::raise_in_row(highest);
+      Parent::raise_in_row(highest);
     }
     // The logits become weights relative to `highest`; each row's sum of them.
     RA_DEV void weigh(float const (&highest)[2], float (&total)[2]) {
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
-        float const reference = Rows_::finite(highest[r]);
+        float const reference = Parent::finite(highest[r]);
         total[r] = 0.f;
         CUTE_UNROLL
         for (int j = 0; j < 8; ++j)
@@ -225,9 +235,13 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
 
     // out += this warpgroup's weights x its half of the values of stage W.
     RA_DEV void add_own() {
-      auto a = Base::operand([&](int r, int j) {
-        return op::template pack<Element>(block(Base::at(0, r, j)), block(Base::at(1, r, j)));
-      });
+      auto a = cute::make_tensor<Element>(WeightsA{});
+      auto words = cute::recast<uint32_t>(cute::make_tensor(a.data(), cute::Layout<cute::_32>{}));
+      CUTE_UNROLL
+      for (int j = 0; j < 8; ++j)
+        CUTE_UNROLL
+        for (int r = 0; r < 2; ++r)
+          words(r + 2 * j) = op::template pack<Element>(block(Base::at(0, r, j)), block(Base::at(1, r, j)));
       op::wgmma_rs(typename Base::template MmaValuesR<256>{}, thread(), a,
                    Base::template shared<Values<256>>(s.keys[W][W * kHalf]), out);
     }
@@ -241,13 +255,13 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
     // Move to a new maximum; `total` is what the row's sum gains.
     RA_DEV void move(float const (&highest)[2], float const (&total)[2]) {
       float factor[2];
-      Rows_::factors(maximum, highest, factor);
+      Parent::factors(maximum, highest, factor);
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
         sum[r] = sum[r] * factor[r] + total[r];
         maximum[r] = highest[r];
       }
-      Rows_::rescale(factor);
+      Parent::rescale(factor);
     }
 
     // A pair of blocks, of which the second may be missing.
@@ -257,7 +271,7 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
       if constexpr (W == 0) {
         logits();
         mask(first, limit, highest);
-        Rows_::raise(highest, maximum);
+        Parent::raise(highest, maximum);
         weigh(highest, total);
         tell(highest);
         both_arrive(kFirstMaximum);
@@ -266,7 +280,7 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
         if (two) {
           both_sync(kSecondWeights);
           hear(others);
-          Rows_::factors(maximum, others, factor);
+          Parent::factors(maximum, others, factor);
         } else if constexpr (kRest) {
           op::named_sync(kRestRead, 128);  // other warps may still multiply the rest, whose place the weights take
         }
@@ -288,7 +302,7 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
         both_sync(kFirstMaximum);
         hear(others);
         if (two) {
-          Rows_::raise(highest, others);
+          Parent::raise(highest, others);
           weigh(highest, total);
           tell(highest);
           share_weights(kOne);
@@ -331,14 +345,13 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
         for (; index < end; index += 2) attend(index * kBlock, index + 1 < end, limit);
         hand_back(s.q_empty);
         if (some) add_sums(phases >> 2);
-        this->template finish<W, 0>(s.segments[phases >> 2], 1.f, op::fresh_tid());
-        this->template finish<W, 1>(s.segments[phases >> 2], 1.f, op::fresh_tid());
+        this->template finish_rows<W>(s.segments[phases >> 2], 1.f, 1.f);
       }
     }
 
     // A row's sum is that of both warpgroups. Two buffers, since one may be a segment ahead of the other.
     RA_DEV void add_sums(int buffer) {
-      Rows_::add_in_row();
+      Parent::add_in_row();
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r)
         if (this->pair == 0) s.sums[buffer][W][row0 + 8 * r] = sum[r];

@@ -5,6 +5,7 @@
 #include "api.h"
 #include "ops.h"
 
+constexpr double kLog2e = 1.4426950408889634;
 constexpr int kBlock = 64;                                     // keys
 constexpr int kMostKeys = 2147483647 - 65535;                  // of one list, so that positions stay within 32 bits
 constexpr int kWhole = -1, kAbsent = -2;                       // in place of a partial result's number
@@ -40,7 +41,7 @@ inline Plan plan_of(RaLatent const& call) {
   plan.rows = call.sparse ? plan.group : plan.group * plan.num_q_tokens;
   plan.tiles = ceil_div(plan.rows, 64);
   plan.tokens = call.sparse ? plan.num_q_tokens : 1;
-  plan.scale = float(call.sm_scale * 1.4426950408889634);
+  plan.scale = float(call.sm_scale * kLog2e);
   // Slots of pages that follow each other are rows of pages of one, which are found without a division.
   if (call.sparse && call.page_stride == call.page_size * call.slot_stride) {
     plan.num_pages = held(call.num_pages * call.page_size, 0, INT32_MAX);

@@ -8,7 +8,7 @@ import argparse
 import importlib
 import importlib.util
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +28,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="copy the kernels' library here too; in kernels_cuda/prebuilt of a checkout it becomes part of wheels",
     )  # fmt: skip
     options = parser.parse_args(argv)
-    console = Console(soft_wrap=True)
+    console, bar = Console(soft_wrap=True), Console(stderr=True)
     compiler = toolchain.nvcc()
     if compiler is not None:
         console.print(f"nvcc: {escape(compiler.path)}, {escape(compiler.release)}", highlight=False)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        path = kernels.build(kernels.kernels_recipe(), _shown(bar))
-        for_jax = None
-        if importlib.util.find_spec("jax") is not None:
-            include: Any = importlib.import_module("jax.ffi").include_dir()
-            for_jax = kernels.build(kernels.ffi_recipe(include, path), _shown(bar))
+    path, for_jax = shown(kernels.kernels_recipe(), bar), None
+    if importlib.util.find_spec("jax") is not None:
+        include: Any = importlib.import_module("jax.ffi").include_dir()
+        for_jax = shown(kernels.ffi_recipe(include, path), bar)
     console.print(f"kernels: {escape(str(path))}", highlight=False)
     console.print(f"for jax: {escape(str(for_jax or 'not built, for jax is not installed'))}", highlight=False)
     if options.out is not None:
@@ -46,13 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _shown(bar: Progress) -> Callable[[int, int, str], None]:
-    task = bar.add_task("compiling", total=None)
-
-    def progress(done: int, total: int, text: str) -> None:
-        bar.update(task, completed=done, total=total, description=text)
-
-    return progress
+def shown(recipe: kernels.Recipe, console: Console) -> Path:
+    """Build by a recipe, with a progress bar while it takes."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("compiling", total=None)
+        return kernels.build(
+            recipe, lambda done, total, text: bar.update(task, completed=done, total=total, description=text)
+        )
 
 
 def _copied(path: Path, folder: Path) -> Path:
