@@ -83,6 +83,8 @@ def why_not(call: Any) -> str | None:
     """Why the kernel does not take a call, or None."""
     if reason := cannot_run(call):
         return reason
+    if dtype_name(call.q) == "float64":
+        return "takes q.dtype of at most 32 bits, got float64"
     if call.format == "fp8_v4":
         return "takes cache_format 'plain' and 'fp8_v32', got 'fp8_v4', whose pages no copy can cut into rows"
     if call.num_slots * call.num_kv_heads > LARGEST_INT:

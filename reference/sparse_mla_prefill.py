@@ -52,8 +52,10 @@ def sparse_mla_prefill(
     sinks: ArrayLike | None = None,
     topk_lens: ArrayLike | None = None,
     cache_format: str | None = None,
+    deterministic: bool = False,
 ) -> tuple[Float64, Float64, Float64]:
     """Out [T, H, d_v], max_logits [T, H] and lse [T, H] in float64; the arguments are those of the record."""
+    del deterministic  # which is about the gradient
     q, kv, indices = np.asarray(q, np.float64), np.asarray(kv), np.asarray(indices)
     pages = kv[:, None] if kv.ndim == 3 else kv  # packed rows are pages of one position
     num_tokens, num_q_heads, d_qk = q.shape
@@ -75,5 +77,5 @@ def sparse_mla_prefill(
 
 def run(call: Any, tile: Tile, launch: Any) -> Any:
     del tile
-    a_head = (call.q.shape[:2], "float32")
+    a_head = (call.q.shape[:2], call.lse_dtype)
     return launch.on_host(sparse_mla_prefill, call, [(call.out_shape, call.q.dtype), a_head, a_head])

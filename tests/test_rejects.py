@@ -68,6 +68,32 @@ LAWFUL: dict[str, dict[str, Any]] = {
         "indices": ints([[0, 9]], [[3, -1]], [[77, 1]]),
         "d_v": 16,
     },
+    "sparse_mla_prefill_backward": {
+        "d_out": ones(3, 4, 16),
+        "q": ones(3, 4, 32),
+        "kv": ones(10, 1, 32),
+        "indices": ints([[0, 9]], [[3, -1]], [[77, 1]]),
+        "out": ones(3, 4, 16),
+        "lse": ones(3, 4),
+        "d_v": 16,
+    },
+    "varlen_attention": {
+        "q": ones(6, 4, 16),
+        "k": ones(7, 2, 16),
+        "v": ones(7, 2, 8),
+        "cu_q_lens": ints(0, 2, 6),
+        "cu_kv_lens": ints(0, 3, 7),
+    },
+    "varlen_attention_backward": {
+        "d_out": ones(6, 4, 8),
+        "q": ones(6, 4, 16),
+        "k": ones(7, 2, 16),
+        "v": ones(7, 2, 8),
+        "out": ones(6, 4, 8),
+        "lse": ones(6, 4),
+        "cu_q_lens": ints(0, 2, 6),
+        "cu_kv_lens": ints(0, 3, 7),
+    },
     "mla_decode": {
         "q": ones(2, 1, 4, 32),
         "kv_cache": ones(6, 4, 1, 32),
@@ -129,6 +155,18 @@ def prefill(error: type[Exception], text: str, **changes: Any) -> Case:
     return Case("sparse_mla_prefill", changes, error, text)
 
 
+def prefill_backward(error: type[Exception], text: str, **changes: Any) -> Case:
+    return Case("sparse_mla_prefill_backward", changes, error, text)
+
+
+def varlen(error: type[Exception], text: str, **changes: Any) -> Case:
+    return Case("varlen_attention", changes, error, text)
+
+
+def varlen_backward(error: type[Exception], text: str, **changes: Any) -> Case:
+    return Case("varlen_attention_backward", changes, error, text)
+
+
 def decode(error: type[Exception], text: str, **changes: Any) -> Case:
     return Case("mla_decode", changes, error, text)
 
@@ -167,7 +205,61 @@ def pair(k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return k, v
 
 
+OTHER_DTYPE = ones(7, 2, 16, dtype=np.float16)
+PACKED = [
+    varlen(TypeError, "expected q to be an array, got list", q=[[[1.0] * 16]]),
+    varlen(InvalidInput, f"expected q.dtype to be {FLOATS} or float64, got int32", q=ones(6, 4, 16, dtype=np.int32)),
+    varlen(InvalidInput, "expected q.shape to be [T_q, H, D] = [T_q, H, D], got [6, 64]", q=ones(6, 64)),
+    varlen(InvalidInput, "expected k.dtype to be float32, got float16", k=OTHER_DTYPE),
+    varlen(InvalidInput, "expected k.shape to be [T_k, K, D] = [T_k, K, 16], got [7, 2, 8]", k=ones(7, 2, 8)),
+    varlen(InvalidInput, "expected k to have num_kv_heads >= 1, got 0", k=ones(7, 0, 16)),
+    varlen(InvalidInput, "expected v.shape to be [T_k, K, D_v] = [7, 2, D_v], got [8, 2, 8]", v=ones(8, 2, 8)),
+    varlen(InvalidInput, "expected v.dtype to be float32, got float16", v=OTHER_DTYPE),
+    varlen(InvalidInput, "expected q.shape[2] from 1 to 256, got 257", q=ones(6, 4, 257), k=ones(7, 2, 257)),
+    varlen(InvalidInput, "expected v.shape[2] from 1 to 256, got 0", v=ones(7, 2, 0)),
+    varlen(InvalidInput, "expected num_q_heads to be a multiple of num_kv_heads=3, got 4", k=ones(7, 3, 16),
+           v=ones(7, 3, 8)),
+    varlen(InvalidInput, "expected cu_q_lens.dtype to be int32, got float32", cu_q_lens=ones(3)),
+    varlen(InvalidInput, "expected cu_q_lens to have at least one entry, got 0", cu_q_lens=ints()),
+    varlen(InvalidInput, "expected cu_kv_lens.shape to be [S+1] = [3], got [2]", cu_kv_lens=ints(0, 7)),
+    varlen(TypeError, "expected max_q_len to be an int, got float", max_q_len=2.0),
+    varlen(TypeError, "expected max_kv_len to be an int, got bool", max_kv_len=True),
+    varlen(InvalidInput, "expected max_kv_len >= 0, got -1", max_kv_len=-1),
+    varlen(InvalidInput, "expected sm_scale to be finite, got inf", sm_scale=float("inf")),
+    varlen(TypeError, "expected causal to be a bool, got int", causal=1),
+    varlen(InvalidInput, "expected sliding_window >= 1, got 0", sliding_window=0),
+    varlen(InvalidInput, "expected soft_cap > 0, got 0.0", soft_cap=0.0),
+    varlen(InvalidInput, "expected sinks.dtype to be float32, got float16", sinks=ones(4, dtype=np.float16)),
+    varlen(InvalidInput, "expected sinks.shape to be [H] = [4], got [2]", sinks=ones(2)),
+    varlen(TypeError, "expected return_lse to be a bool, got int", return_lse=1),
+    varlen(TypeError, "expected deterministic to be a bool, got int", deterministic=1),
+    varlen_backward(InvalidInput, "expected d_out.shape to be [T_q, H, D_v] = [6, 4, 8], got [6, 4, 16]",
+                    d_out=ones(6, 4, 16)),
+    varlen_backward(InvalidInput, "expected d_out.dtype to be float32, got float16",
+                    d_out=ones(6, 4, 8, dtype=np.float16)),
+    varlen_backward(InvalidInput, "expected out.shape to be [T_q, H, D_v] = [6, 4, 8], got [6, 2, 8]",
+                    out=ones(6, 2, 8)),
+    varlen_backward(InvalidInput, "expected lse.shape to be [T_q, H] = [6, 4], got [4, 6]", lse=ones(4, 6)),
+    varlen_backward(InvalidInput, "expected d_lse.dtype to be float32, got float16",
+                    d_lse=ones(6, 4, dtype=np.float16)),
+    varlen_backward(TypeError, "expected lse to be an array, got NoneType", lse=None),
+    prefill(TypeError, "expected deterministic to be a bool, got NoneType", deterministic=None),
+    prefill_backward(InvalidInput, "expected kv.dtype to be float32, got uint8",
+                     q=ones(3, 4, 576), kv=raw(2, 5, 1, 656)),
+    prefill_backward(InvalidInput, "expected kv.dtype to be float32, got float16",
+                     kv=ones(10, 1, 32, dtype=np.float16)),
+    prefill_backward(InvalidInput, "expected kv to have num_kv_heads >= 1, got 0", kv=ones(10, 0, 32)),
+    prefill_backward(InvalidInput, "expected kv to have page_size >= 1, got 0", kv=ones(2, 0, 1, 32)),
+    prefill_backward(TypeError, "expected kv to be an array, got NoneType", kv=None),
+    prefill_backward(InvalidInput, "expected d_out.shape to be [T, H, d_v] = [3, 4, 16], got [3, 4, 32]",
+                     d_out=ones(3, 4, 32)),
+    prefill_backward(InvalidInput, "expected lse.shape to be [T, H] = [3, 4], got [3, 1]", lse=ones(3, 1)),
+    prefill_backward(InvalidInput, "expected d_lse.shape to be [T, H] = [3, 4], got [3]", d_lse=ones(3)),
+    prefill_backward(TypeError, "expected deterministic to be a bool, got int", deterministic=0),
+]  # fmt: skip
+
 STATIC = [
+    *PACKED,
     # Kinds.
     attention(TypeError, "expected q to be an array, got list", q=[[[1.0] * 16]]),
     attention(TypeError, "expected kv_pages to be an array, got str", kv_pages="pages"),
@@ -359,9 +451,9 @@ STATIC = [
     prefill(TypeError, "expected sm_scale to be a number, got str", sm_scale="1"),
     prefill(TypeError, "expected sinks to be an array, got float", sinks=1.0),
     prefill(TypeError, "expected topk_lens to be an array, got int", topk_lens=2),
-    prefill(InvalidInput, f"expected q.dtype to be {FLOATS}, got int32", q=ones(3, 4, 32, dtype=np.int32)),
-    prefill(InvalidInput, f"expected kv.dtype to be {FLOATS}, got int8", kv=ones(10, 1, 32, dtype=np.int8)),
-    prefill(InvalidInput, f"expected kv.dtype to be {FLOATS} or {BYTES}, got int32",
+    prefill(InvalidInput, f"expected q.dtype to be {FLOATS} or float64, got int32", q=ones(3, 4, 32, dtype=np.int32)),
+    prefill(InvalidInput, f"expected kv.dtype to be {FLOATS} or float64, got int8", kv=ones(10, 1, 32, dtype=np.int8)),
+    prefill(InvalidInput, f"expected kv.dtype to be {FLOATS} or float64 or {BYTES}, got int32",
             kv=ones(2, 5, 1, 32, dtype=np.int32)),
     prefill(InvalidInput, "expected kv.dtype to be that of q, float32, or bytes, got float16",
             kv=ones(10, 1, 32, dtype=np.float16)),
@@ -556,6 +648,11 @@ STATIC = [
 ]  # fmt: skip
 
 VALUES = [
+    varlen(InvalidInput, "expected cu_q_lens[0] = 0, got 1", cu_q_lens=ints(1, 2, 6)),
+    varlen(InvalidInput, "expected cu_kv_lens to ascend, got 9, 7 at sequence 1", cu_kv_lens=ints(0, 9, 7),
+           k=ones(9, 2, 16), v=ones(9, 2, 8)),
+    varlen(InvalidInput, "expected cu_q_lens[2] <= num_tokens=6, got 7", cu_q_lens=ints(0, 2, 7)),
+    varlen(InvalidInput, "expected no sequence longer than max_kv_len=3, got 4 at 1", max_kv_len=3),
     values("expected num_seqs between 0 and max_num_seqs=2, got 7", num_seqs=ints(7)),
     values("expected cu_q_lens[0] = 0, got 1", cu_q_lens=ints(1, 2, 4)),
     values("expected cu_q_lens to ascend, got 3, 2 at sequence 1", cu_q_lens=ints(0, 3, 2)),

@@ -107,6 +107,16 @@ def load(operation: str, backend: str) -> Any:
     return importlib.import_module(f"{room}.{operation}")
 
 
+def offering(operation: str, names: str | None) -> str | None:
+    """Those of a call's backends, joined by commas, that offer another operation as well, which goes with the call.
+
+    None if there is none: then that operation follows the configuration.
+    """
+    rooms = {name: ROOMS.get(name) or third_party_rooms().get(name) for name in (names or "").split(",") if name}
+    offer = [name for name, room in rooms.items() if room is None or _exists(f"{room}.{operation}")]
+    return ",".join(offer) or None
+
+
 def candidates(operation: str, device: Device, backend: str | Sequence[str] | None = None) -> tuple[str, ...]:
     """The backends to ask, in order: the wish in force, else the platform's order."""
     names: list[str] = []

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from ragged_attention.calls.base import FLOATS as FLOATS
 from ragged_attention.calls.base import NOWHERE as NOWHERE
 from ragged_attention.calls.base import QUANTIZED as QUANTIZED
+from ragged_attention.calls.base import WIDE_FLOATS as WIDE_FLOATS
 from ragged_attention.calls.base import Array as Array
 from ragged_attention.calls.base import Call as Call
 from ragged_attention.calls.base import Device as Device
@@ -23,6 +24,7 @@ from ragged_attention.calls.base import expect_bool as expect_bool
 from ragged_attention.calls.base import expect_count as expect_count
 from ragged_attention.calls.base import is_array as is_array
 from ragged_attention.calls.base import is_number as is_number
+from ragged_attention.calls.base import wide_dtype as wide_dtype
 from ragged_attention.calls.heads_first import ALIGNMENTS as ALIGNMENTS
 from ragged_attention.calls.heads_first import JAX_LARGEST as JAX_LARGEST
 from ragged_attention.calls.heads_first import HeadsFirstCall as HeadsFirstCall
@@ -42,6 +44,7 @@ from ragged_attention.calls.mla import MlaDecode as MlaDecode
 from ragged_attention.calls.mla import PageIndicesToSlots as PageIndicesToSlots
 from ragged_attention.calls.mla import QuantizeMlaCache as QuantizeMlaCache
 from ragged_attention.calls.mla import SparseMlaPrefill as SparseMlaPrefill
+from ragged_attention.calls.mla import SparseMlaPrefillBackward as SparseMlaPrefillBackward
 from ragged_attention.calls.mla import WriteMlaCache as WriteMlaCache
 from ragged_attention.calls.mla import schedule_arrays as schedule_arrays
 from ragged_attention.calls.paged import MergeAttentionStates as MergeAttentionStates
@@ -51,6 +54,9 @@ from ragged_attention.calls.paged import WriteKvPages as WriteKvPages
 from ragged_attention.calls.paged import expect_num_seqs as expect_num_seqs
 from ragged_attention.calls.paged import expect_pages as expect_pages
 from ragged_attention.calls.paged import expect_window as expect_window
+from ragged_attention.calls.varlen import VarlenAttention as VarlenAttention
+from ragged_attention.calls.varlen import VarlenAttentionBackward as VarlenAttentionBackward
+from ragged_attention.calls.varlen import VarlenCall as VarlenCall
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -62,7 +68,10 @@ CALLS: dict[str, type[Call]] = {
         MergeAttentionStates,
         PagedAttention,
         PrefillAttention,
+        VarlenAttention,
+        VarlenAttentionBackward,
         SparseMlaPrefill,
+        SparseMlaPrefillBackward,
         MlaDecode,
         MakeDecodeSchedule,
         QuantizeMlaCache,

@@ -11,6 +11,7 @@ import numpy as np
 from ragged_attention.errors import InvalidInput
 
 FLOATS = ("float32", "float16", "bfloat16")
+WIDE_FLOATS = (*FLOATS, "float64")  # where gradients are checked by finite differences, which need it
 QUANTIZED = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 
@@ -44,6 +45,11 @@ NOWHERE = Device(framework="numpy", platform="cpu")
 def dtype_name(array: Array) -> str:
     """`"bfloat16"`, `"float8_e4m3fn"`, `"int32"`, ..., whichever framework the array is of."""
     return str(array.dtype).rpartition(".")[2]
+
+
+def wide_dtype(array: Any) -> str:
+    """The dtype of logits, of their log-sum-exp and of sinks beside queries of a dtype."""
+    return "float64" if dtype_name(array) == "float64" else "float32"
 
 
 def is_array(value: Any) -> bool:

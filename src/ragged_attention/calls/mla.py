@@ -8,6 +8,7 @@ import numpy as np
 from ragged_attention.calls.base import (
     FLOATS,
     NOWHERE,
+    WIDE_FLOATS,
     Call,
     Device,
     dtype_name,
@@ -16,6 +17,7 @@ from ragged_attention.calls.base import (
     expect_count,
     expect_number,
     is_array,
+    wide_dtype,
 )
 from ragged_attention.errors import InvalidInput
 
@@ -61,7 +63,7 @@ def _format_of(name: str, cache: Any, given: str | None) -> str:
     if given is not None:
         _expect_format("cache_format", given, plain=True)
     dtype, width = dtype_name(cache), cache.shape[-1]
-    if dtype in FLOATS:
+    if dtype in WIDE_FLOATS:
         if given not in (None, "plain"):
             raise InvalidInput(
                 f"expected {name}.dtype to be {' or '.join(BYTES)} with cache_format={given!r}, got {dtype}"
@@ -78,9 +80,9 @@ def _format_of(name: str, cache: Any, given: str | None) -> str:
     raise InvalidInput(f"expected {name}.shape[3] to be {' or '.join(wanted)} for a cache of bytes, got {width}")
 
 
-def _expect_cache(name: str, cache: Any, given: str | None) -> str:
+def _expect_cache(name: str, cache: Any, given: str | None, floats: tuple[str, ...] = FLOATS) -> str:
     """Check a paged cache by itself; returns its format."""
-    expect_array(name, cache, "P G K C", (*FLOATS, *BYTES), {})
+    expect_array(name, cache, "P G K C", (*floats, *BYTES), {})
     found = _format_of(name, cache, given)
     _, page_size, num_kv_heads, _ = cache.shape
     if page_size < 1:
@@ -104,8 +106,8 @@ class LatentCall(Call):
     sm_scale: Any
     sinks: Any
 
-    def _check_queries(self, letters: str) -> None:
-        expect_array("q", self.q, letters, FLOATS, {})
+    def _check_queries(self, letters: str, dtypes: tuple[str, ...] = FLOATS) -> None:
+        expect_array("q", self.q, letters, dtypes, {})
         _expect_width(f"q.shape[{len(letters.split()) - 1}]", self.d_qk)
         if not isinstance(self.d_v, int) or isinstance(self.d_v, bool):
             raise TypeError(f"expected d_v to be an int, got {type(self.d_v).__name__}")
@@ -115,7 +117,7 @@ class LatentCall(Call):
         if self.sm_scale is not None:
             expect_number("sm_scale", self.sm_scale)
         if self.sinks is not None:
-            expect_array("sinks", self.sinks, "H", ("float32",), {"H": self.num_q_heads})
+            expect_array("sinks", self.sinks, "H", (self.lse_dtype,), {"H": self.num_q_heads})
 
     def _check_rows(self, name: str, cache: Any, found: str) -> None:
         """The rows of a cache against the queries."""
@@ -145,21 +147,71 @@ class LatentCall(Call):
     def scale(self) -> float:
         return self.d_qk**-0.5 if self.sm_scale is None else float(self.sm_scale)
 
+    @property
+    def lse_dtype(self) -> str:
+        return wide_dtype(self.q)
+
 
 def _expect_topk(name: str, indices: Any) -> None:
     if indices.shape[-1] < 1:
         raise InvalidInput(f"expected {name} to list at least one key a query, got 0")
 
 
+class SparsePrefillCall(LatentCall):
+    """What sparse prefill and its gradient share."""
+
+    kv: Any
+    indices: Any
+    topk_lens: Any
+    deterministic: Any
+
+    def _check_lists(self) -> None:
+        sizes = {"T": self.num_tokens, "K": self.num_kv_heads}
+        expect_array("indices", self.indices, "T K N", ("int32",), sizes)
+        _expect_topk("indices", self.indices)
+        if self.topk_lens is not None:
+            expect_array("topk_lens", self.topk_lens, "T", ("int32",), sizes)
+        expect_bool("deterministic", self.deterministic)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.kv.shape[-2]
+
+    @property
+    def topk(self) -> int:
+        return self.indices.shape[2]
+
+    @property
+    def page_size(self) -> int:
+        """Rows of a page; of packed rows each is one."""
+        return 1 if len(self.kv.shape) == 3 else self.kv.shape[1]
+
+    @property
+    def num_slots(self) -> int:
+        return self.kv.shape[0] * self.page_size
+
+    @property
+    def out_shape(self) -> tuple[int, int, int]:
+        return (self.num_tokens, self.num_q_heads, self.d_v)
+
+    def check_values(self) -> None:
+        """No value is unlawful: an index out of range selects nothing, lengths are held within the list."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SparseMlaPrefill(LatentCall):
+class SparseMlaPrefill(SparsePrefillCall):
     """Attention of each query token over its own list of latent rows: DeepSeek sparse attention, prefill.
 
     Shapes in letters: T query tokens, H query heads, K KV heads (K divides H; 1 in every published model), N selected
     keys, P pages of G positions.
 
     Args:
-        q: [T, H, d_qk] bfloat16, float16 or float32; d_qk a multiple of 16 up to 1024.
+        q: [T, H, d_qk] bfloat16, float16 or float32, on the portable backends also float64 (for checking gradients);
+            d_qk a multiple of 16 up to 1024.
         kv: the latent rows, [s_kv, K, d_qk] of q's dtype, packed; or a paged cache [P, G, K, d_qk], or a quantised
             one [P, G, 1, bytes], as `mla_decode` takes them. A row is the key; its first `d_v` columns are the value.
         indices: i32 [T, K, N], rows of `kv`, or slots `page * G + offset` of a paged cache. Their order is free. One
@@ -167,17 +219,26 @@ class SparseMlaPrefill(LatentCall):
             row; one that is listed twice counts twice.
         sm_scale: factor on q . k; default `d_qk ** -0.5`.
         d_v: columns of the value, a multiple of 16 up to d_qk.
-        sinks: f32 [H], a logit a head that joins the softmax's denominator and brings no value.
+        sinks: f32 [H] (f64 beside float64 queries), a logit a head that joins the softmax's denominator and brings no
+            value.
         topk_lens: i32 [T]; entries of `indices` from there on are ignored. Held within [0, N].
         cache_format: `plain`, `fp8_v32` or `fp8_v4`; default by `kv`'s dtype and last dimension.
-        backend: this call's backend, a name or an ordered list of them; see `ragged_attention.config`.
-        options: this call's tunables, fields of the chosen backend's `Tile`.
+        deterministic: the gradient has the same bits in every run: contributions to a row are added in the order of
+            the queries that select it, by way of an index, where otherwise GPUs add them as they come.
+        backend: this call's backend, a name or an ordered list of them; see `ragged_attention.config`. The gradient
+            runs on it too if it offers `sparse_mla_prefill_backward`.
+        options: this call's tunables, fields of the chosen backend's `Tile`; those of the gradient are the
+            configuration's for `sparse_mla_prefill_backward`.
 
     Returns:
         out [T, H, d_v] of q's dtype; max_logits [T, H] float32, the largest scaled logit; lse [T, H] float32, the
-        natural log-sum-exp of the logits. Sinks multiply out by `sigmoid(lse - sink)` and change neither of the
-        others. A query that selects nothing gets out 0, max_logits -inf and lse -inf. Rows that are not selected may
-        hold NaN. Softmax and sums are in float32; a quantised value is its fp8 value times its scale.
+        natural log-sum-exp of the logits (both float64 of float64 queries). Sinks multiply out by
+        `sigmoid(lse - sink)` and change neither of the others. A query that selects nothing gets out 0, max_logits
+        -inf and lse -inf. Rows that are not selected may hold NaN. Softmax and sums are in float32; a quantised value
+        is its fp8 value times its scale.
+
+        Differentiable with respect to q, a plain kv and sinks, through out and through lse (max_logits counts as a
+        constant), by reverse mode, once. Rows that are not selected get a gradient of 0.
 
     Raises:
         InvalidInput: (a ValueError) shapes, dtypes or options that contradict the above.
@@ -198,57 +259,83 @@ class SparseMlaPrefill(LatentCall):
     sinks: Any = None  # f32 [H]
     topk_lens: Any = None  # i32 [T]
     cache_format: str | None = None
+    deterministic: bool = False
     device: Device = NOWHERE
 
     def __post_init__(self) -> None:
-        self._check_queries("T H D")
+        self._check_queries("T H D", WIDE_FLOATS)
         if not is_array(self.kv):
             raise TypeError(f"expected kv to be an array, got {type(self.kv).__name__}")
         if len(self.kv.shape) == 3:
-            expect_array("kv", self.kv, "s_kv K D", FLOATS, {})
+            expect_array("kv", self.kv, "s_kv K D", WIDE_FLOATS, {})
             if self.kv.shape[1] < 1:
                 raise InvalidInput("expected kv to have num_kv_heads >= 1, got 0")
             found = _format_of("kv", self.kv, self.cache_format)
         else:
-            found = _expect_cache("kv", self.kv, self.cache_format)
+            found = _expect_cache("kv", self.kv, self.cache_format, WIDE_FLOATS)
         self._check_rows("kv", self.kv, found)
-        sizes = {"T": self.num_tokens, "K": self.num_kv_heads}
-        expect_array("indices", self.indices, "T K N", ("int32",), sizes)
-        _expect_topk("indices", self.indices)
-        if self.topk_lens is not None:
-            expect_array("topk_lens", self.topk_lens, "T", ("int32",), sizes)
-
-    @property
-    def num_tokens(self) -> int:
-        return self.q.shape[0]
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.kv.shape[-2]
-
-    @property
-    def topk(self) -> int:
-        return self.indices.shape[2]
+        self._check_lists()
 
     @property
     def format(self) -> str:
         return _format_of("kv", self.kv, self.cache_format)
 
-    @property
-    def page_size(self) -> int:
-        """Rows of a page; of packed rows each is one."""
-        return 1 if len(self.kv.shape) == 3 else self.kv.shape[1]
 
-    @property
-    def num_slots(self) -> int:
-        return self.kv.shape[0] * self.page_size
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SparseMlaPrefillBackward(SparsePrefillCall):
+    """The gradient of `sparse_mla_prefill`: what automatic differentiation of it calls, and kernels are swapped by.
 
-    @property
-    def out_shape(self) -> tuple[int, int, int]:
-        return (self.num_tokens, self.num_q_heads, self.d_v)
+    Letters as in `sparse_mla_prefill`.
 
-    def check_values(self) -> None:
-        """No value is unlawful: an index out of range selects nothing, lengths are held within the list."""
+    Args:
+        d_out: [T, H, d_v] of q's dtype, the gradient of a scalar with respect to `out`.
+        kv: [s_kv, K, d_qk] or pages [P, G, K, d_qk], of q's dtype; a quantised cache has no gradient.
+        q, indices, sm_scale, d_v, sinks, topk_lens, deterministic: as `sparse_mla_prefill` was given them.
+        out, lse: what `sparse_mla_prefill` returned: [T, H, d_v] of q's dtype, [T, H] float32.
+        d_lse: [T, H] like `lse`, the gradient with respect to it; None is 0. Where `lse` is -inf it is ignored.
+        backend, options: as everywhere; see `sparse_mla_prefill`.
+
+    Returns:
+        dq and dkv of the shapes and dtypes of q and kv, and d_sinks like `sinks`, None without sinks. The formulas are
+        those of `varlen_attention_backward`; a row's gradient as key and, in its first `d_v` columns, as value are
+        added, over all entries of all lists that name it, each as often as it is listed. A row that none names gets
+        0, be it NaN. Sums are in float32.
+
+    Raises:
+        InvalidInput, TypeError, Unsupported: as `sparse_mla_prefill`.
+    """
+
+    OPERATION: ClassVar[str] = "sparse_mla_prefill_backward"
+
+    d_out: Any  # [T, H, d_v]
+    q: Any  # [T, H, d_qk]
+    kv: Any  # [s_kv, K, d_qk] or [P, G, K, d_qk]
+    indices: Any  # i32 [T, K, N]
+    out: Any  # [T, H, d_v]
+    lse: Any  # f32 [T, H]
+    d_lse: Any = None  # f32 [T, H]
+    sm_scale: float | None = None
+    d_v: int = 512
+    sinks: Any = None  # f32 [H]
+    topk_lens: Any = None  # i32 [T]
+    deterministic: bool = False
+    device: Device = NOWHERE
+
+    def __post_init__(self) -> None:
+        self._check_queries("T H D", WIDE_FLOATS)
+        pages = is_array(self.kv) and len(self.kv.shape) == 4
+        expect_array("kv", self.kv, "P G K D" if pages else "s_kv K D", (dtype_name(self.q),), {})
+        for name, size in (("num_kv_heads", self.num_kv_heads), ("page_size", self.page_size)):
+            if size < 1:
+                raise InvalidInput(f"expected kv to have {name} >= 1, got 0")
+        self._check_rows("kv", self.kv, "plain")
+        self._check_lists()
+        sizes = {"T": self.num_tokens, "H": self.num_q_heads, "d_v": self.d_v}
+        for name in ("d_out", "out"):
+            expect_array(name, getattr(self, name), "T H d_v", (dtype_name(self.q),), sizes)
+        for name in ("lse", "d_lse"):
+            if name == "lse" or self.d_lse is not None:
+                expect_array(name, getattr(self, name), "T H", (self.lse_dtype,), sizes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -11,7 +11,7 @@ from typing import Any
 
 from ragged_attention import dispatch
 from ragged_attention.calls import CALLS
-from ragged_attention.jax import execute, heads_first, mla, paged
+from ragged_attention.jax import execute, heads_first, mla, paged, varlen
 from ragged_attention.jax.heads_first import paged_attention as paged_attention
 from ragged_attention.jax.heads_first import prefill_attention as prefill_attention
 from ragged_attention.jax.launcher import device_facts
@@ -21,17 +21,20 @@ from ragged_attention.jax.mla import mla_decode as mla_decode
 from ragged_attention.jax.mla import page_indices_to_slots as page_indices_to_slots
 from ragged_attention.jax.mla import quantize_mla_cache as quantize_mla_cache
 from ragged_attention.jax.mla import sparse_mla_prefill as sparse_mla_prefill
+from ragged_attention.jax.mla import sparse_mla_prefill_backward as sparse_mla_prefill_backward
 from ragged_attention.jax.mla import write_mla_cache as write_mla_cache
 from ragged_attention.jax.paged import merge_attention_states as merge_attention_states
 from ragged_attention.jax.paged import ragged_paged_attention as ragged_paged_attention
 from ragged_attention.jax.paged import write_kv_pages as write_kv_pages
+from ragged_attention.jax.varlen import varlen_attention as varlen_attention
+from ragged_attention.jax.varlen import varlen_attention_backward as varlen_attention_backward
 
 
 def explain(operation: str, *arguments: Any, backend: str | Sequence[str] | None = None, **keywords: Any) -> str:
     """`ragged_attention.explain` for calls on jax or NumPy arrays."""
     keywords.pop("options", None)
     names = inspect.signature(globals()[operation]).parameters
-    form = (paged.FORMS | heads_first.FORMS | mla.FORMS)[operation](
+    form = (paged.FORMS | heads_first.FORMS | mla.FORMS | varlen.FORMS)[operation](
         **dict(zip(names, arguments, strict=False)), **keywords
     )
     device = device_facts(execute.default_platform())

@@ -2,12 +2,14 @@
 
 import functools
 import json
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 
 from ragged_attention import config, dispatch
 from ragged_attention.calls import CALLS, Call, is_number
@@ -39,6 +41,57 @@ def run(operation: str, arguments: dict[str, Any], backend: Any, options: Any) -
     traced = any(isinstance(value, jax.core.Tracer) for value in arrays.values())
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):  # whatever the caller's own rules
         return _run(operation, arrays, tuple(rest.items()), names, tunables, traced, dispatch.state())
+
+
+# From a call's arguments, results and their gradients, and the backends asked for, to the arguments' gradients by name.
+Gradients = Callable[[dict[str, Any], Any, Any, str | None], Mapping[str, Any]]
+
+
+def run_differentiable(
+    operation: str, arguments: dict[str, Any], backend: Any, options: Any, gradients: Gradients
+) -> tuple[jax.Array, ...]:
+    """`run`, in a way that reverse-mode differentiation gets the arguments' gradients from `gradients`."""
+    arrays, rest = _lawful(operation, arguments)
+    names = None if backend is None else ",".join(config.parse_names(backend))
+
+    @jax.custom_vjp
+    def compute(arrays: dict[str, Any]) -> tuple[jax.Array, ...]:
+        return run(operation, join_arrays(arrays, rest), backend, options)
+
+    def save(given: dict[str, Any]) -> Any:
+        arrays = {name: primal.value for name, primal in given.items()}
+        results = compute(arrays)
+        return results, (arrays, results)
+
+    def differentiate(saved: Any, cotangents: Any) -> Any:
+        arrays, results = saved
+        # Of results that nobody uses there is no gradient, but of the first.
+        cotangents = [None if isinstance(each, SymbolicZero) else each for each in cotangents]
+        cotangents[0] = jnp.zeros_like(results[0]) if cotangents[0] is None else cotangents[0]
+        wish = dispatch.offering(f"{operation}_backward", names)
+        found = gradients(join_arrays(arrays, rest), results, cotangents, wish)
+        return ({name: found.get(name) for name in arrays},)
+
+    compute.defvjp(save, differentiate, symbolic_zeros=True)
+    return compute(arrays)
+
+
+def run_gradient(operation: str, arguments: dict[str, Any], backend: Any, options: Any = None) -> tuple[jax.Array, ...]:
+    """`run` of an operation that is a gradient itself, which says so where it is differentiated."""
+
+    def refuse(*values: Any) -> Any:
+        raise RuntimeError(f"{operation} has no gradient: it is a gradient itself")
+
+    arrays, rest = _lawful(operation, arguments)
+    compute = jax.custom_vjp(lambda arrays: run(operation, join_arrays(arrays, rest), backend, options))
+    compute.defvjp(lambda arrays: (compute(arrays), None), refuse)
+    return compute(arrays)
+
+
+def _lawful(operation: str, arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments as (arrays, everything else), after the static law has had its say about them as they came."""
+    CALLS[operation](**arguments)  # type: ignore[call-arg]
+    return split_arrays(arguments)
 
 
 def default_platform() -> str:

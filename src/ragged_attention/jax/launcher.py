@@ -307,6 +307,12 @@ class Launcher:
         named = zip(record.RESULTS, results, strict=True)
         return {name: None if outputs[name] is None else array for name, array in named}
 
+    def sorted(self, numbers: Any) -> tuple[Any, Any]:
+        """Numbers [N] in ascending order, and where they stood; see the torch launcher."""
+        places = jax.lax.iota(jnp.int32, numbers.shape[0])
+        values, order = jax.lax.sort((numbers, places), num_keys=1, is_stable=True)
+        return values, order
+
     def strides(self, array: Any) -> tuple[int, ...]:
         return tuple(int(np.prod(array.shape[axis + 1 :])) for axis in range(len(array.shape)))
 

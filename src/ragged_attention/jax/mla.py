@@ -30,15 +30,55 @@ def sparse_mla_prefill(
     sinks: jax.Array | None = None,
     topk_lens: jax.Array | None = None,
     cache_format: str | None = None,
+    deterministic: bool = False,
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     arguments = _form(
         q=q, kv=kv, indices=indices, sm_scale=sm_scale, d_v=d_v, sinks=sinks, topk_lens=topk_lens,
-        cache_format=cache_format,
+        cache_format=cache_format, deterministic=deterministic,
     )  # fmt: skip
-    out, max_logits, lse = execute.run("sparse_mla_prefill", arguments, backend, options)
+    out, max_logits, lse = execute.run_differentiable(
+        "sparse_mla_prefill", arguments, backend, options, _prefill_gradients
+    )
     return out, max_logits, lse
+
+
+@documented
+def sparse_mla_prefill_backward(
+    d_out: jax.Array,
+    q: jax.Array,
+    kv: jax.Array,
+    indices: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    *,
+    d_lse: jax.Array | None = None,
+    sm_scale: float | None = None,
+    d_v: int = 512,
+    sinks: jax.Array | None = None,
+    topk_lens: jax.Array | None = None,
+    deterministic: bool = False,
+    backend: str | Sequence[str] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    arguments = _form(
+        d_out=d_out, q=q, kv=kv, indices=indices, out=out, lse=lse, d_lse=d_lse, sm_scale=sm_scale, d_v=d_v,
+        sinks=sinks, topk_lens=topk_lens, deterministic=deterministic,
+    )  # fmt: skip
+    dq, dkv, *d_sinks = execute.run_gradient("sparse_mla_prefill_backward", arguments, backend, options)
+    return dq, dkv, d_sinks[0] if d_sinks else None
+
+
+def _prefill_gradients(
+    arguments: dict[str, Any], results: Any, cotangents: Any, backend: str | None
+) -> dict[str, jax.Array | None]:
+    (out, _, lse), (d_out, _, d_lse) = results, cotangents
+    given = {name: value for name, value in arguments.items() if name != "cache_format"}
+    found = execute.run_gradient(
+        "sparse_mla_prefill_backward", given | {"d_out": d_out, "out": out, "lse": lse, "d_lse": d_lse}, backend
+    )
+    return dict(zip(("q", "kv", "sinks"), found, strict=False))
 
 
 @documented
@@ -236,6 +276,7 @@ def _list_lens(name: str, most: Any, lens_name: str, lens: Any, shape: tuple[int
 
 FORMS = {
     "sparse_mla_prefill": _form,
+    "sparse_mla_prefill_backward": _form,
     "mla_decode": _decode_form,
     "make_decode_schedule": _schedule_form,
     "quantize_mla_cache": _form,

@@ -18,10 +18,13 @@ from ragged_attention.torch.mla import mla_decode as mla_decode
 from ragged_attention.torch.mla import page_indices_to_slots as page_indices_to_slots
 from ragged_attention.torch.mla import quantize_mla_cache as quantize_mla_cache
 from ragged_attention.torch.mla import sparse_mla_prefill as sparse_mla_prefill
+from ragged_attention.torch.mla import sparse_mla_prefill_backward as sparse_mla_prefill_backward
 from ragged_attention.torch.mla import write_mla_cache as write_mla_cache
 from ragged_attention.torch.paged import merge_attention_states as merge_attention_states
 from ragged_attention.torch.paged import ragged_paged_attention as ragged_paged_attention
 from ragged_attention.torch.paged import write_kv_pages as write_kv_pages
+from ragged_attention.torch.varlen import varlen_attention as varlen_attention
+from ragged_attention.torch.varlen import varlen_attention_backward as varlen_attention_backward
 
 
 def explain(operation: str, *arguments: Any, backend: str | Sequence[str] | None = None, **keywords: Any) -> str:

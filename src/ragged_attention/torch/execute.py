@@ -50,10 +50,12 @@ def define(
     arguments: Callable[..., dict[str, Any]],
     results: Callable[[Any], Any],
     fake: Callable[[Any], Any],
+    gradient: tuple[Callable[..., Any], Callable[..., None]] | None = None,
 ) -> None:
     """Define `torch.ops.ragged_attention.<name>`.
 
-    `results` makes what the schema returns from what a backend does, `fake` makes it from the record alone.
+    `results` makes what the schema returns from what a backend does, `fake` makes it from the record alone. `gradient`
+    is the backward function and what saves for it, as `torch.library.register_autograd` takes them.
     """
     record = CALLS[name]
 
@@ -67,15 +69,17 @@ def define(
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"ragged_attention::{name}", fake_kernel, lib=_library)
+    backward, save = gradient or (_not_differentiable(name), None)
     if returns != "()":
-        torch.library.register_autograd(f"ragged_attention::{name}", _not_differentiable(name), lib=_library)
+        torch.library.register_autograd(f"ragged_attention::{name}", backward, setup_context=save, lib=_library)
     OPERATIONS[name] = Operation(form, arguments)
 
 
 def _not_differentiable(name: str) -> Any:
     def backward(ctx: Any, *gradients: Any) -> Any:
         del ctx, gradients
-        raise RuntimeError(f"{name} has no gradient: it works on a KV cache and is meant for inference")
+        reason = "it is a gradient itself" if name.endswith("_backward") else "it works on a KV cache, for inference"
+        raise RuntimeError(f"{name} has no gradient: {reason}")
 
     return backward
 

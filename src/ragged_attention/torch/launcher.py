@@ -12,6 +12,7 @@ from ragged_attention.calls import Call, Device
 from ragged_attention.devices import shared_memory_of
 
 DTYPES = {
+    "float64": torch.float64,
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
@@ -127,6 +128,11 @@ class Launcher:
             shapes = {name: tensor.shape for name, tensor in {**operands, **results}.items() if tensor is not None}
             raise RuntimeError(function.complaint(code, device.type, shapes))
         return results
+
+    def sorted(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Numbers [N] in ascending order, and the i32 places where they stood; equal ones keep their order."""
+        values, places = torch.sort(numbers, stable=True)
+        return values, places.to(torch.int32)
 
     def strides(self, tensor: torch.Tensor) -> tuple[int, ...]:
         return tensor.stride()

@@ -21,13 +21,41 @@ def sparse_mla_prefill(
     sinks: torch.Tensor | None = None,
     topk_lens: torch.Tensor | None = None,
     cache_format: str | None = None,
+    deterministic: bool = False,
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     form = forms.prefill_form(
-        q, kv, indices, sm_scale=sm_scale, d_v=d_v, sinks=sinks, topk_lens=topk_lens, cache_format=cache_format
-    )
+        q, kv, indices, sm_scale=sm_scale, d_v=d_v, sinks=sinks, topk_lens=topk_lens, cache_format=cache_format,
+        deterministic=deterministic,
+    )  # fmt: skip
     return invoke("sparse_mla_prefill", form, backend, options)
+
+
+@documented
+def sparse_mla_prefill_backward(
+    d_out: torch.Tensor,
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    d_lse: torch.Tensor | None = None,
+    sm_scale: float | None = None,
+    d_v: int = 512,
+    sinks: torch.Tensor | None = None,
+    topk_lens: torch.Tensor | None = None,
+    deterministic: bool = False,
+    backend: str | Sequence[str] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    form = forms.backward_form(
+        d_out, q, kv, indices, out, lse, d_lse=d_lse, sm_scale=sm_scale, d_v=d_v, sinks=sinks, topk_lens=topk_lens,
+        deterministic=deterministic,
+    )  # fmt: skip
+    dq, dkv, d_sinks = invoke("sparse_mla_prefill_backward", form, backend, options)
+    return dq, dkv, None if sinks is None else d_sinks
 
 
 @documented

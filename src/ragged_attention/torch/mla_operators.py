@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from ragged_attention import dispatch
 from ragged_attention.calls import CALLS, expect_bool, expect_count, schedule_arrays
 from ragged_attention.errors import InvalidInput
 from ragged_attention.torch.execute import define, number
@@ -14,10 +15,20 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 def prefill_form(
     q: Any, kv: Any, indices: Any, *, sm_scale: Any = None, d_v: Any = 512, sinks: Any = None, topk_lens: Any = None,
-    cache_format: Any = None,
+    cache_format: Any = None, deterministic: Any = False,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The arguments in the order and form of the operator's schema."""
-    return q, kv, indices, number(sm_scale), d_v, sinks, topk_lens, cache_format
+    expect_bool("deterministic", deterministic)  # a schema would take an int for it
+    return q, kv, indices, number(sm_scale), d_v, sinks, topk_lens, cache_format, deterministic
+
+
+def backward_form(
+    d_out: Any, q: Any, kv: Any, indices: Any, out: Any, lse: Any, *, d_lse: Any = None, sm_scale: Any = None,
+    d_v: Any = 512, sinks: Any = None, topk_lens: Any = None, deterministic: Any = False,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The arguments in the order and form of the operator's schema."""
+    expect_bool("deterministic", deterministic)
+    return d_out, q, kv, indices, out, lse, d_lse, number(sm_scale), d_v, sinks, topk_lens, deterministic
 
 
 def decode_form(
@@ -139,7 +150,36 @@ def _schedule_arguments(
 
 def _prefill_fake(call: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     out = call.q.new_empty(call.out_shape)
-    return out, *(out.new_empty(call.out_shape[:2], dtype=torch.float32) for _ in range(2))
+    return out, *(out.new_empty(call.out_shape[:2], dtype=DTYPES[call.lse_dtype]) for _ in range(2))
+
+
+def _prefill_backward_fake(call: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dq, dkv = (array.new_empty(array.shape) for array in (call.q, call.kv))
+    return dq, dkv, call.q.new_empty(0) if call.sinks is None else call.sinks.new_empty(call.sinks.shape)
+
+
+def _prefill_backward_results(found: Any) -> tuple[torch.Tensor, ...]:
+    """A schema has no tensor that may be missing among its results: without sinks the last one is empty."""
+    return tuple(found) if len(found) == 3 else (*found, found[0].new_empty(0))
+
+
+def _save_prefill(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    q, kv, indices, sm_scale, d_v, sinks, topk_lens, _, deterministic, backend, _ = inputs
+    out, max_logits, lse = output
+    ctx.mark_non_differentiable(max_logits)
+    ctx.set_materialize_grads(False)  # of a log-sum-exp that nobody uses there is no gradient
+    ctx.save_for_backward(q, kv, indices, out, lse, sinks, topk_lens)
+    ctx.numbers, ctx.deterministic = (sm_scale, d_v), deterministic
+    ctx.backend = dispatch.offering("sparse_mla_prefill_backward", backend)
+
+
+def _differentiate_prefill(ctx: Any, d_out: torch.Tensor | None, _: Any, d_lse: torch.Tensor | None) -> tuple[Any, ...]:
+    q, kv, indices, out, lse, sinks, topk_lens = ctx.saved_tensors
+    d_out = torch.zeros_like(out) if d_out is None else d_out
+    dq, dkv, d_sinks = torch.ops.ragged_attention.sparse_mla_prefill_backward(
+        d_out, q, kv, indices, out, lse, d_lse, *ctx.numbers, sinks, topk_lens, ctx.deterministic, ctx.backend, None
+    )
+    return dq, dkv, None, None, None, None if sinks is None else d_sinks, *(None,) * 5
 
 
 def _decode_fake(call: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -157,12 +197,23 @@ def _only(results: Any) -> torch.Tensor:
 define(
     "sparse_mla_prefill",
     "Tensor q, Tensor kv, Tensor indices, float? sm_scale, int d_v, Tensor? sinks, Tensor? topk_lens, "
-    "str? cache_format",
+    "str? cache_format, bool deterministic",
     "(Tensor, Tensor, Tensor)",
     form=prefill_form,
     arguments=_by_name("sparse_mla_prefill"),
     results=tuple,
     fake=_prefill_fake,
+    gradient=(_differentiate_prefill, _save_prefill),
+)
+define(
+    "sparse_mla_prefill_backward",
+    "Tensor d_out, Tensor q, Tensor kv, Tensor indices, Tensor out, Tensor lse, Tensor? d_lse, float? sm_scale, "
+    "int d_v, Tensor? sinks, Tensor? topk_lens, bool deterministic",
+    "(Tensor, Tensor, Tensor)",
+    form=backward_form,
+    arguments=_by_name("sparse_mla_prefill_backward"),
+    results=_prefill_backward_results,
+    fake=_prefill_backward_fake,
 )
 define(
     "mla_decode",

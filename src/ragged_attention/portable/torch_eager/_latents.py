@@ -9,6 +9,7 @@ import torch
 from ragged_attention.calls import CACHE_FORMATS, CacheFormat
 from ragged_attention.errors import InvalidInput
 from ragged_attention.portable.torch_eager._cache import e4m3_to_float32
+from ragged_attention.portable.torch_eager._softmax import wide
 from ragged_attention.portable.torch_eager.write_kv_pages import encode
 
 LARGEST = 448.0  # of float8_e4m3fn
@@ -158,8 +159,8 @@ class Rows:
         self.windows = [_Windows(part) for part in parts]
 
     def at(self, slots: torch.Tensor) -> torch.Tensor:
-        """Float32 [n, K, d_qk] at slots i64 [n], which lie within the cache."""
+        """Float32 [n, K, d_qk], float64 of a cache of that, at slots i64 [n], which lie within the cache."""
         parts = [windows.at(slots) for windows in self.windows]
         if self.layout is None:
-            return parts[0].to(torch.float32)
+            return parts[0].to(wide(parts[0]))
         return dequantized(parts, self.layout).unsqueeze(1)

@@ -1,14 +1,22 @@
-"""Attention of query rows over keys that come piece by piece."""
+"""Attention of query rows over keys that come piece by piece, and what its gradient needs of each row."""
 
 import torch
 
 
+def wide(tensor: torch.Tensor) -> torch.dtype:
+    """What is computed in: 16-bit weights would miss the error bound, and float64 is asked for to be exact."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
 class Softmax:
-    """A batch of query rows, and what they have seen of their keys so far: online softmax, all in float32."""
+    """A batch of query rows, and what they have seen of their keys so far: online softmax, all in the keys' dtype.
+
+    Known to torch's automatic differentiation, for which the highest logit is a constant: it changes no result.
+    """
 
     def __init__(self, q: torch.Tensor, scale: float, d_v: int) -> None:
         """`q` is [B, R, d_qk] of any float dtype."""
-        self.q = q.to(torch.float32) * scale
+        self.q = q.to(wide(q)) * scale
         self.d_v = d_v
         self.highest: torch.Tensor | None = None  # [B, R]
         self.total = self.out = self.q  # set with it: [B, R] and [B, R, d_v]
@@ -22,7 +30,7 @@ class Softmax:
         scores = torch.bmm(self.q, rows.transpose(1, 2))
         if hidden is not None:
             scores.masked_fill_(hidden, -torch.inf)
-        found = scores.amax(-1)
+        found = scores.detach().amax(-1)
         blind = found == -torch.inf
         highest = found if self.highest is None else torch.maximum(self.highest, found)
         base = highest.masked_fill(highest == -torch.inf, 0.0)
@@ -40,11 +48,44 @@ class Softmax:
     def finish(self, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Out [B, R, d_v], the highest logit [B, R] and the log-sum-exp [B, R]; `sinks` goes along R."""
         if self.highest is None:
-            none = torch.full(self.q.shape[:2], -torch.inf, dtype=torch.float32, device=self.q.device)
+            none = torch.full(self.q.shape[:2], -torch.inf, dtype=self.q.dtype, device=self.q.device)
             return self.q.new_zeros((*self.q.shape[:2], self.d_v)), none, none.clone()
         lonely = self.highest == -torch.inf
         lse = self.highest + torch.log(self.total.masked_fill(lonely, 1.0))
         out = self.out.div_(self.total.masked_fill(lonely, 1.0)[..., None])
         if sinks is not None:
-            out.mul_(torch.sigmoid(lse - sinks)[..., None])
+            out.mul_(torch.sigmoid((lse - sinks).masked_fill_(lonely, 0.0))[..., None])
         return out.masked_fill_(lonely[..., None], 0.0), self.highest, lse
+
+
+class RowTerms:
+    """Of a batch of query rows [B, R] all that the gradient needs besides the logits.
+
+    A row whose log-sum-exp is -inf saw no key, and takes no part.
+    """
+
+    def __init__(
+        self, d_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, d_lse: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        """d_out, out [B, R, d_v] and lse, d_lse [B, R] of one wide dtype; `sinks` broadcasts against the latter."""
+        lonely = lse == -torch.inf
+        delta = (out * d_out).sum(-1).masked_fill_(lonely, 0.0)
+        self.lse = lse.masked_fill(lonely, torch.inf)[..., None]
+        self.d_out = d_out
+        self.d_sinks = offset = -delta
+        if sinks is not None:
+            share = torch.sigmoid(lse - sinks).masked_fill_(lonely, 0.0)  # which of -inf and -inf would be NaN
+            self.d_out, offset = d_out * share[..., None], share * offset
+            self.d_sinks = torch.sigmoid(sinks - lse).mul_(self.d_sinks).masked_fill_(lonely, 0.0)  # [B, R]
+        if d_lse is not None:
+            offset = offset + d_lse.masked_fill(lonely, 0.0)
+        self.offset = offset[..., None]
+
+    def weights(self, scores: torch.Tensor) -> torch.Tensor:
+        """Logits [B, R, n], -inf where hidden, as weights; in place."""
+        return scores.sub_(self.lse).exp_()
+
+    def d_logits(self, weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """The gradient with respect to the logits, given their weights [B, R, n] and values [B, n, d_v]."""
+        return torch.bmm(self.d_out, values.transpose(1, 2)).add_(self.offset).mul_(weights)

@@ -1,6 +1,7 @@
 """Attention of each query token over its own list of latent rows, with plain torch operations.
 
-A few tokens at a time, whose rows are gathered and only then brought to float32. Nothing waits for the device.
+A few tokens at a time, whose rows are gathered and only then brought to float32. Nothing waits for the device. All
+that is done is known to torch's own automatic differentiation, by which the gradient's formulas can be checked.
 """
 
 from typing import Any
@@ -11,6 +12,7 @@ from ragged_attention.portable.torch_eager._host import framework_is_torch
 from ragged_attention.portable.torch_eager._latents import Tile as Tile
 from ragged_attention.portable.torch_eager._latents import heuristic as heuristic
 from ragged_attention.portable.torch_eager._lists import attend, lists_of
+from ragged_attention.portable.torch_eager._softmax import wide
 
 
 def why_not(call: Any) -> str | None:
@@ -21,7 +23,7 @@ def run(call: Any, tile: Tile, launch: Any) -> list[torch.Tensor]:
     del launch
     q, cache = call.q, call.kv.unsqueeze(1) if call.kv.dim() == 3 else call.kv
     out = q.new_empty(call.out_shape)
-    highest, lse = (q.new_empty(call.out_shape[:2], dtype=torch.float32) for _ in range(2))
+    highest, lse = (q.new_empty(call.out_shape[:2], dtype=wide(q)) for _ in range(2))
     group = call.num_q_heads // call.num_kv_heads
     for kv_head in range(call.num_kv_heads):
         heads = slice(kv_head * group, (kv_head + 1) * group)

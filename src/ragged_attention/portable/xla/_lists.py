@@ -13,7 +13,7 @@ from jax import lax
 from ragged_attention.portable.xla._latents import Latents
 from ragged_attention.portable.xla._pages import BITS
 from ragged_attention.portable.xla._ragged import at
-from ragged_attention.portable.xla._softmax import Softmax
+from ragged_attention.portable.xla._softmax import Softmax, wide
 from ragged_attention.portable.xla._tile import Tile
 
 
@@ -54,7 +54,7 @@ def attend(
         queries, row = lax.optimization_barrier((q, row))  # or all of q is converted ahead of the loop
         queries = at(lax.bitcast_convert_type(queries, BITS[q.dtype.itemsize]), row)
         queries = lax.bitcast_convert_type(queries, q.dtype)
-        state = Softmax.of_no_keys(size, group, d_v=d_v)
+        state = Softmax.of_no_keys(size, group, d_v=d_v, dtype=wide(q.dtype))
         for lists in all_lists:
             state = _over(lists, state, queries, row, head, scale, tile.block_kv)
         out, lse = state.finished(None if sinks is None else at(sinks, head))

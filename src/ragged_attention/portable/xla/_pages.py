@@ -8,7 +8,7 @@ from jax import lax
 
 from ragged_attention.portable.xla._ragged import at
 
-BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 
 def per_head(scale: Any, num_kv_heads: int) -> jax.Array:

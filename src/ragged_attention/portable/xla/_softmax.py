@@ -1,41 +1,88 @@
-"""Softmax over keys that come a block at a time, and the mixture of their values."""
+"""Softmax over keys that come a block at a time, the mixture of their values, and what the gradient needs of rows."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32, precision="highest")
+
+def wide(dtype: Any) -> Any:
+    """What arrays of a dtype are computed in: float64 is asked for to be exact."""
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
+
+
+def dot(letters: str, left: jax.Array, right: jax.Array) -> jax.Array:
+    return jnp.einsum(letters, left, right, preferred_element_type=wide(left.dtype), precision="highest")
 
 
 class Softmax(NamedTuple):
     """Of some rows of queries: the largest logit, the sum of the weights relative to it, and their mixture."""
 
-    highest: jax.Array  # f32 [..., R]
-    total: jax.Array  # f32 [..., R]
-    mixture: jax.Array  # f32 [..., R, d_v]
+    highest: jax.Array  # [..., R], all three in what is computed in
+    total: jax.Array  # [..., R]
+    mixture: jax.Array  # [..., R, d_v]
 
     @classmethod
-    def of_no_keys(cls, *rows: int, d_v: int) -> "Softmax":
-        zeros = functools.partial(jnp.zeros, dtype=jnp.float32)
-        return cls(jnp.full(rows, -jnp.inf, jnp.float32), zeros(rows), zeros((*rows, d_v)))
+    def of_no_keys(cls, *rows: int, d_v: int, dtype: Any = jnp.float32) -> "Softmax":
+        zeros = functools.partial(jnp.zeros, dtype=dtype)
+        return cls(jnp.full(rows, -jnp.inf, dtype), zeros(rows), zeros((*rows, d_v)))
 
     def extended(self, q: jax.Array, keys: jax.Array, seen: jax.Array, scale: float) -> "Softmax":
         """With the keys [..., N, D], whose first columns are their values, as far as they are `seen` [..., R, N]."""
-        logits = jnp.where(seen, dot("...rd,...nd->...rn", q, keys) * jnp.float32(scale), -jnp.inf)
+        logits = jnp.where(seen, dot("...rd,...nd->...rn", q, keys) * scale, -jnp.inf)
+        return self.mixed(logits, keys[..., : self.mixture.shape[-1]].astype(logits.dtype))
+
+    def mixed(self, logits: jax.Array, values: jax.Array) -> "Softmax":
+        """With keys of these logits [..., R, N], -inf where hidden, and their values [..., N, d_v]."""
         highest = jnp.maximum(self.highest, logits.max(axis=-1))
         base = jnp.where(highest == -jnp.inf, 0.0, highest)
         weights, kept = jnp.exp(logits - base[..., None]), jnp.exp(self.highest - base)
-        values = keys[..., : self.mixture.shape[-1]].astype(jnp.float32)
         mixture = kept[..., None] * self.mixture + dot("...rn,...nd->...rd", weights, values)
         return Softmax(highest, kept * self.total + weights.sum(axis=-1), mixture)
 
     def finished(self, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """Out [..., R, d_v] and lse [..., R], both float32, with each row's sink."""
+        """Out [..., R, d_v] and lse [..., R] in what is computed in, with each row's sink."""
         some = self.highest != -jnp.inf
         lse = jnp.where(some, self.highest + jnp.log(self.total), -jnp.inf)
         factor = jnp.where(some, 1.0 / jnp.where(some, self.total, 1.0), 0.0)
         if sinks is not None:
             factor *= jnp.where(some, jax.nn.sigmoid(lse - sinks), 0.0)
         return self.mixture * factor[..., None], lse
+
+
+class RowTerms(NamedTuple):
+    """Of rows of queries all that the gradient needs besides the logits.
+
+    A row whose log-sum-exp is -inf saw no key, and takes no part.
+    """
+
+    lse: jax.Array  # [..., R], +inf of a row that takes no part, so that its weights are 0
+    d_out: jax.Array  # [..., R, d_v] times what the sinks leave to the keys
+    offset: jax.Array  # [..., R]
+    d_sinks: jax.Array  # [..., R]
+
+    @classmethod
+    def of(
+        cls, d_out: jax.Array, out: jax.Array, lse: jax.Array, d_lse: jax.Array | None, sinks: jax.Array | None,
+        live: jax.Array,
+    ) -> "RowTerms":  # fmt: skip
+        """Rows that are not `live` [..., R] may hold anything; `sinks` broadcasts against `lse`."""
+        d_out = jnp.where(live[..., None], d_out, 0)
+        delta = jnp.where(live, (out * d_out).sum(axis=-1), 0)
+        offset, d_sinks = -delta, jnp.zeros_like(delta)
+        if sinks is not None:
+            share = jnp.where(live, jax.nn.sigmoid(lse - sinks), 0)
+            d_sinks = jnp.where(live, jax.nn.sigmoid(sinks - lse), 0) * -delta
+            d_out, offset = d_out * share[..., None], offset * share
+        if d_lse is not None:
+            offset += jnp.where(live, d_lse, 0)
+        return cls(jnp.where(live, lse, jnp.inf), d_out, offset, d_sinks)
+
+    def weights(self, logits: jax.Array) -> jax.Array:
+        """Of logits [..., R, N], -inf where hidden."""
+        return jnp.exp(logits - self.lse[..., None])
+
+    def d_logits(self, weights: jax.Array, values: jax.Array) -> jax.Array:
+        """The gradient with respect to the logits, given their weights [..., R, N] and values [..., N, d_v]."""
+        return weights * (dot("...rd,...nd->...rn", self.d_out, values) + self.offset[..., None])

@@ -26,7 +26,7 @@ def run(call: SparseMlaPrefill, tile: Tile, launch: Any) -> tuple[jax.Array, jax
     del launch  # XLA launches
     rows = call.out_shape[:2]
     if 0 in (call.num_tokens, call.num_slots):
-        nothing = jnp.full(rows, -jnp.inf, jnp.float32)
+        nothing = jnp.full(rows, -jnp.inf, call.lse_dtype)
         return jnp.zeros(call.out_shape, call.q.dtype), nothing, nothing
     num_tokens, num_kv_heads = call.num_tokens, call.num_kv_heads
     q = call.q.reshape(num_tokens * num_kv_heads, -1, call.d_qk)

@@ -1,0 +1,63 @@
+"""The gradient of sparse MLA prefill."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ragged_attention.reference.kv_layout import Float64
+from ragged_attention.reference.sparse_mla_prefill import selected
+from ragged_attention.reference.untuned import Tile as Tile
+from ragged_attention.reference.untuned import heuristic as heuristic
+from ragged_attention.reference.untuned import why_not as why_not
+from ragged_attention.reference.varlen_attention_backward import attend_backward, row_terms
+
+
+def sparse_mla_prefill_backward(
+    d_out: ArrayLike,
+    q: ArrayLike,
+    kv: ArrayLike,
+    indices: ArrayLike,
+    out: ArrayLike,
+    lse: ArrayLike,
+    d_lse: ArrayLike | None = None,
+    sm_scale: float | None = None,
+    d_v: int = 512,
+    sinks: ArrayLike | None = None,
+    topk_lens: ArrayLike | None = None,
+    deterministic: bool = False,
+) -> tuple[Float64, Float64, Float64 | None]:
+    """dq, dkv and d_sinks in float64, of the shapes of what they are gradients of; the record has the formulas."""
+    del deterministic  # every sum here has one order
+    q, kv, d_out = (np.asarray(array, np.float64) for array in (q, kv, d_out))
+    indices, lse = np.asarray(indices), np.asarray(lse, np.float64)
+    num_tokens, num_q_heads, d_qk = q.shape
+    num_kv_heads, topk = indices.shape[1:]
+    rows = kv.reshape(-1, num_kv_heads, d_qk)  # packed rows, or pages one after another
+    group = num_q_heads // num_kv_heads
+    lens = np.broadcast_to(topk if topk_lens is None else np.asarray(topk_lens), (num_tokens,))
+    scale = d_qk**-0.5 if sm_scale is None else sm_scale
+    share, delta, d_lse, d_sinks = row_terms(d_out, out, lse, d_lse, sinks)
+    dq, d_rows = np.zeros(q.shape), np.zeros(rows.shape)
+    for token in range(num_tokens):
+        for kv_head in range(num_kv_heads):
+            slots = selected(indices[token, kv_head], lens[token], len(rows))
+            heads = slice(kv_head * group, (kv_head + 1) * group)
+            keys = rows[slots, kv_head]
+            dq[token, heads], dk, dv = attend_backward(
+                d_out[token, heads], q[token, heads], keys, keys[:, :d_v], np.ones((group, len(slots)), bool),
+                lse[token, heads], share[token, heads], delta[token, heads], d_lse[token, heads], scale, None,
+            )  # fmt: skip
+            dk[:, :d_v] += dv
+            np.add.at(d_rows[:, kv_head], slots, dk)
+    return dq, d_rows.reshape(kv.shape), d_sinks
+
+
+def run(call: Any, tile: Tile, launch: Any) -> Any:
+    del tile
+    outputs = [(array.shape, array.dtype) for array in (call.q, call.kv, call.sinks) if array is not None]
+
+    def gradients(**arguments: Any) -> tuple[Float64, ...]:
+        return tuple(array for array in sparse_mla_prefill_backward(**arguments) if array is not None)
+
+    return launch.on_host(gradients, call, outputs)

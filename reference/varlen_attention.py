@@ -1,0 +1,65 @@
+"""Attention of packed sequences to packed sequences, without a cache."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ragged_attention.reference.kv_layout import Float64, sequence_bounds
+from ragged_attention.reference.ragged_paged_attention import attend, visible
+from ragged_attention.reference.untuned import Tile as Tile
+from ragged_attention.reference.untuned import heuristic as heuristic
+from ragged_attention.reference.untuned import why_not as why_not
+
+
+def sequences(
+    cu_q_lens: ArrayLike, cu_kv_lens: ArrayLike, num_q_tokens: int, num_kv_tokens: int,
+    causal: bool, sliding_window: int | None,
+) -> Iterator[tuple[slice, slice, NDArray[np.bool_]]]:  # fmt: skip
+    """For each sequence its queries, its keys, and which of them each query sees, [q_len, kv_len]."""
+    queries = sequence_bounds(cu_q_lens, None, num_q_tokens)
+    keys = sequence_bounds(cu_kv_lens, None, num_kv_tokens)
+    for (q_start, q_stop), (kv_start, kv_stop) in zip(queries, keys, strict=True):
+        kv_len = kv_stop - kv_start
+        seen = visible(q_stop - q_start, kv_len, np.ones(kv_len, bool), causal, sliding_window)
+        yield slice(q_start, q_stop), slice(kv_start, kv_stop), seen
+
+
+def varlen_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    cu_q_lens: ArrayLike,
+    cu_kv_lens: ArrayLike,
+    max_q_len: int | None = None,
+    max_kv_len: int | None = None,
+    sm_scale: float | None = None,
+    causal: bool = False,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
+    deterministic: bool = False,
+) -> tuple[Float64, Float64]:
+    """Out [T_q, H, D_v] and lse [T_q, H] in float64; the arguments are those of the record."""
+    del max_q_len, max_kv_len, deterministic  # which are no part of what is computed
+    q, k, v = (np.asarray(array, np.float64) for array in (q, k, v))
+    num_q_tokens, num_q_heads, head_dim = q.shape
+    num_kv_tokens, num_kv_heads, _ = k.shape
+    scale = head_dim**-0.5 if sm_scale is None else sm_scale
+    out = np.zeros((num_q_tokens, num_q_heads, v.shape[2]))
+    lse = np.full((num_q_tokens, num_q_heads), -np.inf)
+    for rows, keys, seen in sequences(cu_q_lens, cu_kv_lens, num_q_tokens, num_kv_tokens, causal, sliding_window):
+        for head in range(num_q_heads):
+            kv_head = head // (num_q_heads // num_kv_heads)
+            sink = -np.inf if sinks is None else float(np.asarray(sinks, np.float64)[head])
+            out[rows, head], lse[rows, head] = attend(
+                q[rows, head], k[keys, kv_head], v[keys, kv_head], seen, scale, soft_cap, sink
+            )
+    return out, lse
+
+
+def run(call: Any, tile: Tile, launch: Any) -> Any:
+    del tile
+    outputs = [(call.out_shape, call.q.dtype), (call.q.shape[:2], call.lse_dtype)]
+    return launch.on_host(varlen_attention, call, outputs)

@@ -1,0 +1,102 @@
+"""The gradient of attention over packed sequences."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ragged_attention.reference.kv_layout import Float64
+from ragged_attention.reference.sparse_mla_prefill import left_by_sinks
+from ragged_attention.reference.untuned import Tile as Tile
+from ragged_attention.reference.untuned import heuristic as heuristic
+from ragged_attention.reference.untuned import why_not as why_not
+from ragged_attention.reference.varlen_attention import sequences
+
+
+def attend_backward(
+    d_out: Float64, q: Float64, k: Float64, v: Float64, seen: NDArray[np.bool_], lse: Float64,
+    share: Float64, delta: Float64, d_lse: Float64, scale: float, soft_cap: float | None,
+) -> tuple[Float64, Float64, Float64]:  # fmt: skip
+    """One head: the gradients dq, dk and dv of rows q [n, D] over k [m, D] and v [m, D_v].
+
+    Of each row [n]: its log-sum-exp, the share that its sink leaves to the keys, delta = out . d_out and d_lse.
+    """
+    dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
+    rows, keys = seen.any(axis=1), seen.any(axis=0)  # the others take no part, so that garbage there cannot leak
+    d_out, q, k, v, seen = d_out[rows], q[rows], k[keys], v[keys], seen[rows][:, keys]
+    lse, share, delta, d_lse = (each[rows, None] for each in (lse, share, delta, d_lse))
+    with np.errstate(invalid="ignore", over="ignore"):
+        logits = q @ k.T * scale
+        slope = scale * np.ones_like(logits)
+        if soft_cap is not None:
+            slope = scale * (1 - np.tanh(logits / soft_cap) ** 2)
+            logits = soft_cap * np.tanh(logits / soft_cap)
+        weights = np.exp(np.where(seen, logits, -np.inf) - lse)
+        d_products = np.where(seen, slope * weights * (share * (d_out @ v.T - delta) + d_lse), 0.0)
+        dq[rows], dk[keys], dv[keys] = d_products @ k, d_products.T @ q, (share * weights).T @ d_out
+    return dq, dk, dv
+
+
+def row_terms(
+    d_out: ArrayLike, out: ArrayLike, lse: ArrayLike, d_lse: ArrayLike | None, sinks: ArrayLike | None
+) -> tuple[Float64, Float64, Float64, Float64 | None]:
+    """Of each row and head [T, H]: share, delta and d_lse, each 0 where lse is -inf; and d_sinks [H], if any."""
+    lse = np.asarray(lse, np.float64)
+    some = lse != -np.inf
+    share = np.where(some, left_by_sinks(lse, sinks), 0.0)
+    products = np.asarray(out, np.float64) * np.where(some[..., None], np.asarray(d_out, np.float64), 0.0)
+    delta = products.sum(axis=-1)
+    d_lse = np.where(some, 0.0 if d_lse is None else np.asarray(d_lse, np.float64), 0.0)
+    d_sinks = None if sinks is None else np.where(some, (share - 1) * delta, 0.0).sum(axis=0)
+    return share, delta, d_lse, d_sinks
+
+
+def varlen_attention_backward(
+    d_out: ArrayLike,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    out: ArrayLike,
+    lse: ArrayLike,
+    cu_q_lens: ArrayLike,
+    cu_kv_lens: ArrayLike,
+    d_lse: ArrayLike | None = None,
+    max_q_len: int | None = None,
+    max_kv_len: int | None = None,
+    sm_scale: float | None = None,
+    causal: bool = False,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
+    deterministic: bool = False,
+) -> tuple[Float64, Float64, Float64, Float64 | None]:
+    """dq, dk, dv and d_sinks in float64, of the shapes of what they are gradients of; the record has the formulas."""
+    del max_q_len, max_kv_len, deterministic  # which are no part of what is computed
+    q, k, v, d_out = (np.asarray(array, np.float64) for array in (q, k, v, d_out))
+    lse = np.asarray(lse, np.float64)
+    num_q_tokens, num_q_heads, head_dim = q.shape
+    num_kv_tokens, num_kv_heads, _ = k.shape
+    scale = head_dim**-0.5 if sm_scale is None else sm_scale
+    share, delta, d_lse, d_sinks = row_terms(d_out, out, lse, d_lse, sinks)
+    dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
+    for rows, keys, seen in sequences(cu_q_lens, cu_kv_lens, num_q_tokens, num_kv_tokens, causal, sliding_window):
+        for head in range(num_q_heads):
+            kv_head = head // (num_q_heads // num_kv_heads)
+            dq[rows, head], more_dk, more_dv = attend_backward(
+                d_out[rows, head], q[rows, head], k[keys, kv_head], v[keys, kv_head], seen,
+                lse[rows, head], share[rows, head], delta[rows, head], d_lse[rows, head], scale, soft_cap,
+            )  # fmt: skip
+            dk[keys, kv_head] += more_dk
+            dv[keys, kv_head] += more_dv
+    return dq, dk, dv, d_sinks
+
+
+def run(call: Any, tile: Tile, launch: Any) -> Any:
+    del tile
+    given = [call.q, call.k, call.v, call.sinks]
+    outputs = [(array.shape, array.dtype) for array in given if array is not None]
+
+    def gradients(**arguments: Any) -> tuple[Float64, ...]:
+        return tuple(array for array in varlen_attention_backward(**arguments) if array is not None)
+
+    return launch.on_host(gradients, call, outputs)

@@ -1,0 +1,55 @@
+"""Attention of packed sequences to packed sequences with plain torch operations, on any device torch has.
+
+The lengths are read on the host, so a call waits for its device. Everything is computed in float32, 16-bit inputs
+included, and in float64 where the inputs are. All that is done is known to torch's own automatic differentiation, by
+which the gradient's formulas can be checked.
+"""
+
+from typing import Any
+
+import torch
+
+from ragged_attention.portable.torch_eager._host import readable_on_host
+from ragged_attention.portable.torch_eager._softmax import wide
+from ragged_attention.portable.torch_eager._varlen import Block, by_kv_head, by_token, hide, sequences
+from ragged_attention.portable.torch_eager._varlen import Tile as Tile
+from ragged_attention.portable.torch_eager._varlen import heuristic as heuristic
+
+
+def why_not(call: Any) -> str | None:
+    return readable_on_host(call)
+
+
+def run(call: Any, tile: Tile, launch: Any) -> list[torch.Tensor]:
+    del launch
+    dtype, group = wide(call.q), call.group
+    out = call.q.new_zeros(call.out_shape)
+    lse = call.q.new_full(call.out_shape[:2], -torch.inf, dtype=dtype)
+    for seq in sequences(call, tile):
+        for heads in seq.heads:
+            k, v = (array[seq.keys, heads].transpose(0, 1).to(dtype) for array in (call.k, call.v))
+            q_heads = slice(heads.start * group, heads.stop * group)
+            for block in seq.blocks:
+                found, found_lse = _attend(call, block, heads, k, v)
+                out[block.rows, q_heads] = by_token(found, group).to(out.dtype)
+                lse[block.rows, q_heads] = by_token(found_lse, group)
+    return [out, lse]
+
+
+def _attend(
+    call: Any, block: Block, heads: slice, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Out [heads, rows * group, D_v] and lse [heads, rows * group] of a block over k, v [heads, keys, ...]."""
+    group = call.group
+    q = by_kv_head(call.q[block.rows], heads, group).to(k.dtype) * (call.scale / (call.soft_cap or 1.0))
+    scores = torch.bmm(q, k[:, block.keys].transpose(1, 2))
+    if call.soft_cap is not None:
+        scores = torch.tanh(scores) * call.soft_cap
+    weights = torch.softmax(hide(scores, block, group), -1)
+    # The highest logit has the weight exp(highest - lse): two cheap reductions instead of a pass of exponentials.
+    lse = scores.amax(-1) - torch.log(weights.amax(-1))
+    out = torch.bmm(weights, v[:, block.keys])
+    if call.sinks is not None:
+        sinks = by_kv_head(call.sinks.expand(q.shape[1] // group, -1), heads, group)
+        out = out * torch.sigmoid(lse - sinks)[..., None]
+    return out, lse

@@ -1,0 +1,69 @@
+"""The gradient of attention over packed sequences with plain torch operations.
+
+Blocks of queries meet the keys they see once more, and the weights come from the log-sum-exp without another softmax.
+Blocks follow one another, so the order of every sum is fixed.
+"""
+
+from typing import Any
+
+import torch
+
+from ragged_attention.portable.torch_eager._host import readable_on_host
+from ragged_attention.portable.torch_eager._softmax import RowTerms, wide
+from ragged_attention.portable.torch_eager._varlen import Block, by_kv_head, by_token, hide, sequences
+from ragged_attention.portable.torch_eager._varlen import Tile as Tile
+from ragged_attention.portable.torch_eager._varlen import heuristic as heuristic
+
+
+def why_not(call: Any) -> str | None:
+    return readable_on_host(call)
+
+
+def run(call: Any, tile: Tile, launch: Any) -> list[torch.Tensor]:
+    del launch
+    dtype, group = wide(call.q), call.group
+    dq, dk, dv = (torch.zeros_like(array, memory_format=torch.contiguous_format) for array in (call.q, call.k, call.v))
+    d_sinks = None if call.sinks is None else torch.zeros_like(call.sinks)
+    for seq in sequences(call, tile):
+        for heads in seq.heads:
+            k, v = (array[seq.keys, heads].transpose(0, 1).to(dtype) for array in (call.k, call.v))
+            more_dk, more_dv = (torch.zeros_like(array, memory_format=torch.contiguous_format) for array in (k, v))
+            q_heads = slice(heads.start * group, heads.stop * group)
+            for block in seq.blocks:
+                found = _block(call, block, heads, k, v, more_dk, more_dv, d_sinks)
+                dq[block.rows, q_heads] = by_token(found, group).to(dq.dtype)
+            dk[seq.keys, heads], dv[seq.keys, heads] = more_dk.transpose(0, 1), more_dv.transpose(0, 1)
+    return [dq, dk, dv] if d_sinks is None else [dq, dk, dv, d_sinks]
+
+
+def _block(
+    call: Any, block: Block, heads: slice, k: torch.Tensor, v: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor,
+    d_sinks: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """dq [heads, rows * group, D] of a block; its part is added to dk, dv [heads, keys, ...] and to d_sinks."""
+    group = call.group
+
+    def of_rows(array: torch.Tensor) -> torch.Tensor:
+        return by_kv_head(array, heads, group).to(k.dtype)
+
+    q, d_out, out, lse = (of_rows(array[block.rows]) for array in (call.q, call.d_out, call.out, call.lse))
+    d_lse = None if call.d_lse is None else of_rows(call.d_lse[block.rows])
+    sinks = None if call.sinks is None else of_rows(call.sinks.expand(q.shape[1] // group, -1))
+    terms = RowTerms(d_out, out, lse, d_lse, sinks)
+    k, v, dk, dv = (array[:, block.keys] for array in (k, v, dk, dv))
+    scores = torch.bmm(q * (call.scale / (call.soft_cap or 1.0)), k.transpose(1, 2))
+    slope = None
+    if call.soft_cap is not None:
+        scores.tanh_()
+        slope = 1 - scores * scores
+        scores.mul_(call.soft_cap)
+    weights = terms.weights(hide(scores, block, group))
+    dv.baddbmm_(weights.transpose(1, 2), terms.d_out)
+    d_scores = terms.d_logits(weights, v)
+    if slope is not None:
+        d_scores.mul_(slope)
+    dk.baddbmm_(d_scores.transpose(1, 2), q, alpha=call.scale)
+    if d_sinks is not None:
+        of_heads = d_sinks.view(call.num_kv_heads, group)[heads]
+        of_heads += terms.d_sinks.unflatten(1, (-1, group)).sum(1)
+    return torch.bmm(d_scores, k).mul_(call.scale)

@@ -1,0 +1,150 @@
+"""Packed sequences in tiles of queries, each of which walks over the keys that it can see, a block at a time.
+
+Both loops count at run time, so the cost follows the visible keys, whatever the shapes allow; memory beside the arrays
+themselves is that of one tile and one block. Arrays lie heads first, in what is computed in, and the query heads of one
+KV head are rows of one matrix, so keys and values are never repeated.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ragged_attention.calls import VarlenCall
+from ragged_attention.portable.xla._ragged import at
+from ragged_attention.portable.xla._tile import Tile
+
+
+def heuristic(call: VarlenCall) -> Tile:
+    """Tiles near the mean query length, up to 256 rows a KV head; blocks that stay in a core's cache."""
+    mean, longest = -(-call.num_q_tokens // max(call.num_seqs, 1)), call.num_kv_tokens
+    if call.max_q_len is not None:
+        mean = min(mean, call.max_q_len)
+    if call.max_kv_len is not None:
+        longest = min(longest, call.max_kv_len)
+    block_q = max(8, min(64, 256 // call.group, 1 << max(mean - 1, 0).bit_length()))
+    floats = call.num_kv_heads * (call.head_dim + call.v_head_dim)
+    block_kv = max(64, min(256, 2**20 // floats))
+    return Tile(block_q=block_q, block_kv=max(1, min(block_kv, longest)))
+
+
+def why_not(call: VarlenCall) -> str | None:
+    if call.device.framework != "jax":
+        return f"runs on jax arrays, got a call from {call.device.framework}"
+    return None
+
+
+def heads_first(array: jax.Array, num_kv_heads: int, dtype: Any) -> jax.Array:
+    """[T, K * G, ...] as [K, T, G, ...]."""
+    num_tokens, num_heads, *rest = array.shape
+    return array.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, *rest).swapaxes(0, 1).astype(dtype)
+
+
+def tokens_first(array: jax.Array, dtype: Any) -> jax.Array:
+    """The inverse of `heads_first`."""
+    num_kv_heads, num_tokens, group, *rest = array.shape
+    return array.swapaxes(0, 1).reshape(num_tokens, num_kv_heads * group, *rest).astype(dtype)
+
+
+class Queries(NamedTuple):
+    """One tile: `size` consecutive rows of q, some of which are its own, and the keys [start, stop) that these see."""
+
+    row: jax.Array  # i32 [size]
+    own: jax.Array  # bool [size]
+    last: jax.Array  # i32 [size], the last key that a row may see, as a row of k
+    start: jax.Array
+    stop: jax.Array
+
+    def rows(self, array: jax.Array) -> jax.Array:
+        """Its rows [K, size * G, ...] of an array [K, T, G, ...]."""
+        found = lax.dynamic_slice_in_dim(array, self.row[0], len(self.row), axis=1)
+        return found.reshape(found.shape[0], -1, *found.shape[3:])
+
+    def put(self, whole: jax.Array, part: jax.Array) -> jax.Array:
+        """An array [K, T, G, ...] with the tile's own rows taken from `part` [K, size * G, ...]."""
+        old = lax.dynamic_slice_in_dim(whole, self.row[0], len(self.row), axis=1)
+        own = self.own.reshape(-1, *(1,) * (whole.ndim - 2))
+        new = jnp.where(own, part.reshape(old.shape), old)
+        return lax.dynamic_update_slice_in_dim(whole, new, self.row[0], axis=1)
+
+
+class Keys(NamedTuple):
+    """One block: consecutive rows of k and v, and which of them each row of a tile sees."""
+
+    first: jax.Array
+    size: int
+    seen: jax.Array  # bool [size of the tile * G, size]
+    any_seen: jax.Array  # bool [size, 1]
+
+    def rows(self, array: jax.Array) -> jax.Array:
+        """Its rows [K, size, ...] of an array [K, T, ...], 0 where no row sees them: they may hold NaN."""
+        return jnp.where(self.any_seen, lax.dynamic_slice_in_dim(array, self.first, self.size, axis=1), 0)
+
+    def add(self, whole: jax.Array, part: jax.Array) -> jax.Array:
+        """An array [K, T, ...] with `part` [K, size, ...] added to the block's rows."""
+        old = lax.dynamic_slice_in_dim(whole, self.first, self.size, axis=1)
+        return lax.dynamic_update_slice_in_dim(whole, old + part, self.first, axis=1)
+
+
+def over_tiles(call: VarlenCall, tile: Tile, step: Callable[[Queries, Any], Any], state: Any) -> Any:
+    """`state` after `step(queries, state)` for each tile of each sequence, one after the other."""
+    if 0 in (call.num_q_tokens, call.num_kv_tokens, call.num_seqs):
+        return state
+    size = min(tile.block_q, call.num_q_tokens)
+    q_starts, q_stops = _edges(call.cu_q_lens, call.num_q_tokens)
+    kv_starts, kv_stops = _edges(call.cu_kv_lens, call.num_kv_tokens)
+    tiles = jnp.where(kv_stops > kv_starts, (q_stops - q_starts + (size - 1)) // size, 0)
+    ends = jnp.cumsum(tiles, dtype=jnp.int32)
+
+    def one(index: jax.Array, state: Any) -> Any:
+        seq = jnp.sum(ends <= index, dtype=jnp.int32)
+        stop, kv_start, kv_stop = at(q_stops, seq), at(kv_starts, seq), at(kv_stops, seq)
+        first = at(q_starts, seq) + (index - (at(ends, seq) - at(tiles, seq))) * size
+        last_row = jnp.minimum(first + size, stop) - 1
+        row = jnp.minimum(first, call.num_q_tokens - size) + jnp.arange(size, dtype=jnp.int32)
+        last = kv_stop - (stop - row)  # for a row that is aligned at the end
+        start, end = kv_start, kv_stop
+        if call.causal:
+            end = jnp.clip(kv_stop - (stop - last_row) + 1, kv_start, kv_stop)
+        if (window := _window(call)) is not None:
+            start = jnp.maximum(kv_stop - (stop - first) - (window - 1), kv_start)
+        return step(Queries(row, (row >= first) & (row <= last_row), last, start, end), state)
+
+    return lax.fori_loop(jnp.int32(0), ends[-1], one, state)
+
+
+def over_keys(call: VarlenCall, tile: Tile, queries: Queries, step: Callable[[Keys, Any], Any], state: Any) -> Any:
+    """`state` after `step(keys, state)` for each block of the keys that a tile sees."""
+    size, window = min(tile.block_kv, call.num_kv_tokens), _window(call)
+
+    def one(block: jax.Array, state: Any) -> Any:
+        wanted = queries.start + block * size
+        first = jnp.minimum(wanted, call.num_kv_tokens - size)
+        key = first + jnp.arange(size, dtype=jnp.int32)
+        seen = queries.own[:, None] & (key >= wanted) & (key < queries.stop)
+        if call.causal:
+            seen &= key <= queries.last[:, None]
+        if window is not None:
+            seen &= key > queries.last[:, None] - window
+        by_row = jnp.repeat(seen, call.group, axis=0)
+        return step(Keys(first, size, by_row, seen.any(axis=0)[:, None]), state)
+
+    count = (jnp.maximum(queries.stop - queries.start, 0) + (size - 1)) // size
+    return lax.fori_loop(jnp.int32(0), count, one, state)
+
+
+def _edges(cu_lens: Any, num_tokens: int) -> tuple[jax.Array, jax.Array]:
+    edges = jnp.clip(cu_lens, 0, num_tokens)
+    return edges[:-1], jnp.maximum(edges[:-1], edges[1:])
+
+
+def _window(call: VarlenCall) -> int | None:
+    """The sliding window where it hides anything; a longer one could overflow positions."""
+    window = call.sliding_window
+    return None if window is None or window >= call.num_kv_tokens else int(window)
+
+
+def soft_capped(logits: jax.Array, soft_cap: float | None) -> jax.Array:
+    return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)

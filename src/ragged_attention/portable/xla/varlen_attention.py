@@ -1,0 +1,47 @@
+"""Attention of packed sequences to packed sequences on plain jax operations."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ragged_attention.calls import VarlenAttention
+from ragged_attention.portable.xla._softmax import Softmax, dot, wide
+from ragged_attention.portable.xla._tile import Tile as Tile
+from ragged_attention.portable.xla._varlen import (
+    Keys,
+    Queries,
+    heads_first,
+    over_keys,
+    over_tiles,
+    soft_capped,
+    tokens_first,
+)
+from ragged_attention.portable.xla._varlen import heuristic as heuristic
+from ragged_attention.portable.xla._varlen import why_not as why_not
+
+
+def run(call: VarlenAttention, tile: Tile, launch: Any) -> tuple[jax.Array, jax.Array]:
+    del launch  # XLA launches
+    num_kv_heads, dtype = call.num_kv_heads, wide(call.q.dtype)
+    q, k, v = (heads_first(array, num_kv_heads, dtype) for array in (call.q, call.k, call.v))
+    k, v = k[:, :, 0], v[:, :, 0]
+    sinks = None if call.sinks is None else call.sinks.reshape(num_kv_heads, call.group)
+
+    def on_tile(queries: Queries, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        rows = queries.rows(q)
+
+        def on_keys(keys: Keys, state: Softmax) -> Softmax:
+            logits = soft_capped(dot("hrd,hnd->hrn", rows, keys.rows(k)) * call.scale, call.soft_cap)
+            return state.mixed(jnp.where(keys.seen, logits, -jnp.inf), keys.rows(v))
+
+        state = Softmax.of_no_keys(*rows.shape[:2], d_v=call.v_head_dim, dtype=dtype)
+        state = over_keys(call, tile, queries, on_keys, state)
+        found = state.finished(None if sinks is None else jnp.tile(sinks, len(queries.row)))
+        out, lse = (queries.put(whole, part) for whole, part in zip(results, found, strict=True))
+        return out, lse
+
+    shape = (num_kv_heads, call.num_q_tokens, call.group)
+    nothing = jnp.zeros((*shape, call.v_head_dim), dtype), jnp.full(shape, -jnp.inf, dtype)
+    out, lse = over_tiles(call, tile, on_tile, nothing)
+    return tokens_first(out, call.q.dtype), tokens_first(lse, dtype)

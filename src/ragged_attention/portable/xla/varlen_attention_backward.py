@@ -1,0 +1,71 @@
+"""The gradient of attention over packed sequences, on plain jax operations.
+
+Tiles of queries meet the keys they see once more, one after the other, so the order of every sum is fixed.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ragged_attention.calls import VarlenAttentionBackward
+from ragged_attention.portable.xla._softmax import RowTerms, dot, wide
+from ragged_attention.portable.xla._tile import Tile as Tile
+from ragged_attention.portable.xla._varlen import (
+    Keys,
+    Queries,
+    heads_first,
+    over_keys,
+    over_tiles,
+    soft_capped,
+    tokens_first,
+)
+from ragged_attention.portable.xla._varlen import heuristic as heuristic
+from ragged_attention.portable.xla._varlen import why_not as why_not
+
+Arrays = tuple[jax.Array, ...]
+
+
+def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> Arrays:
+    del launch  # XLA launches
+    num_kv_heads, group, dtype = call.num_kv_heads, call.group, wide(call.q.dtype)
+
+    def of_heads(array: jax.Array) -> jax.Array:
+        return heads_first(array, num_kv_heads, dtype)
+
+    q, k, v = map(of_heads, (call.q, call.k, call.v))
+    d_out, out, lse = map(of_heads, (call.d_out, call.out, call.lse))
+    d_lse = None if call.d_lse is None else of_heads(call.d_lse)
+    k, v = k[:, :, 0], v[:, :, 0]
+    sinks = None if call.sinks is None else call.sinks.reshape(num_kv_heads, group)
+
+    def on_tile(queries: Queries, results: Arrays) -> Arrays:
+        dq, dk, dv, d_sinks = results
+        lse_of_rows = queries.rows(lse)
+        live = jnp.repeat(queries.own, group) & (lse_of_rows != -jnp.inf)
+        rows = jnp.where(live[..., None], queries.rows(q), 0)  # or a NaN of theirs would reach dk
+        terms = RowTerms.of(
+            queries.rows(d_out), queries.rows(out), lse_of_rows, None if d_lse is None else queries.rows(d_lse),
+            None if sinks is None else jnp.tile(sinks, len(queries.row)), live,
+        )  # fmt: skip
+
+        def on_keys(keys: Keys, state: Arrays) -> Arrays:
+            dq, dk, dv = state
+            some_k, some_v = keys.rows(k), keys.rows(v)
+            logits = soft_capped(dot("hrd,hnd->hrn", rows, some_k) * call.scale, call.soft_cap)
+            weights = terms.weights(jnp.where(keys.seen, logits, -jnp.inf))
+            d_products = terms.d_logits(weights, some_v) * call.scale
+            if call.soft_cap is not None:
+                d_products *= 1 - jnp.square(logits / call.soft_cap)
+            dv = keys.add(dv, dot("hrn,hrd->hnd", weights, terms.d_out))
+            dk = keys.add(dk, dot("hrn,hrd->hnd", d_products, rows))
+            return dq + dot("hrn,hnd->hrd", d_products, some_k), dk, dv
+
+        of_rows, dk, dv = over_keys(call, tile, queries, on_keys, (jnp.zeros_like(rows), dk, dv))
+        more = terms.d_sinks.reshape(num_kv_heads, -1, group).sum(axis=1)
+        return queries.put(dq, of_rows), dk, dv, d_sinks + more
+
+    nothing = (*map(jnp.zeros_like, (q, k, v)), jnp.zeros((num_kv_heads, group), dtype))
+    dq, dk, dv, d_sinks = over_tiles(call, tile, on_tile, nothing)
+    gradients = tuple(tokens_first(array, call.q.dtype) for array in (dq, dk[:, :, None], dv[:, :, None]))
+    return gradients if call.sinks is None else (*gradients, d_sinks.reshape(-1))

@@ -1,0 +1,208 @@
+"""Gradients as jax itself sees them: under jit, grad, vmap and export, by finite differences, what has none."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+
+import jax.numpy as jnp  # noqa: E402
+from jax import export  # noqa: E402
+from jax.experimental.pallas import tpu as pltpu  # noqa: E402
+from jax.test_util import check_grads  # noqa: E402
+
+import ragged_attention.jax as rj  # noqa: E402
+from ragged_attention.errors import InvalidInput, Unsupported  # noqa: E402
+
+PORTABLE = ("reference", "xla")
+EDGES = (jnp.array([0, 3, 3, 5, 9, 10], jnp.int32), jnp.array([0, 4, 6, 6, 8, 9], jnp.int32))
+LISTS = jnp.asarray(np.random.default_rng(4).integers(-2, 8, (4, 2, 6)), jnp.int32)
+LENS = jnp.array([6, 4, 0, 9], jnp.int32)
+
+
+def normal(*shape: int, seed: int, dtype: Any = jnp.float32) -> Any:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def packed(dtype: Any = jnp.float32) -> tuple[Any, ...]:
+    """q, k, v and sinks."""
+    shapes = (11, 4, 3), (10, 2, 3), (10, 2, 5), (4,)
+    return tuple(normal(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes))
+
+
+def latents(dtype: Any = jnp.float32) -> tuple[Any, ...]:
+    """q, kv and sinks."""
+    return tuple(normal(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(((4, 4, 32), (6, 2, 32), (4,))))
+
+
+def weighted(*results: Any) -> Any:
+    """A sum that weights every element differently and leaves out what rows without keys have."""
+    total = jnp.zeros((), results[0].dtype)
+    for result in results:
+        weights = normal(*result.shape, seed=7, dtype=result.dtype)
+        total += jnp.where(jnp.isfinite(result), result * weights, 0).sum()
+    return total
+
+
+def attend(q: Any, k: Any, v: Any, sinks: Any, **options: Any) -> Any:
+    return weighted(*rj.varlen_attention(q, k, v, *EDGES, sinks=sinks, return_lse=True, **options))
+
+
+def select(q: Any, kv: Any, sinks: Any, **options: Any) -> Any:
+    out, _, lse = rj.sparse_mla_prefill(q, kv, LISTS, d_v=16, sinks=sinks, topk_lens=LENS, **options)
+    return weighted(out, lse)
+
+
+BOTH = [(attend, packed), (select, latents)]
+both = pytest.mark.parametrize(("function", "arguments"), BOTH, ids=["packed attention", "sparse prefill"])
+
+
+def gradients(function: Any, arguments: tuple[Any, ...], **options: Any) -> Any:
+    return jax.grad(lambda *given: function(*given, **options), tuple(range(len(arguments))))(*arguments)
+
+
+def assert_close(got: Any, want: Any, tolerance: float = 2e-5) -> None:
+    for mine, theirs in zip(got, want, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.fixture
+def double_precision() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+@both
+@pytest.mark.parametrize("backend", PORTABLE)
+@pytest.mark.usefixtures("double_precision")
+def test_finite_differences_agree(function: Any, arguments: Any, backend: str) -> None:
+    options = {"causal": True, "soft_cap": 1.5, "sliding_window": 3} if function is attend else {}
+    check_grads(
+        lambda *given: function(*given, backend=backend, **options), arguments(jnp.float64), order=1, modes=["rev"]
+    )
+
+
+@both
+@pytest.mark.parametrize("backend", ["xla", "triton"])
+def test_jit_and_grad_in_either_order(function: Any, arguments: Any, backend: str) -> None:
+    given = arguments()
+    want = gradients(function, given, backend="reference")
+    assert_close(jax.jit(lambda *given: gradients(function, given, backend=backend))(*given), want)
+    if backend == "triton":  # interpreted line by line; the other orders are none of a backend's business
+        return
+    assert_close(gradients(function, given, backend=backend), want)
+    whole = jax.jit(lambda *given: function(*given, backend=backend))
+    assert_close(jax.grad(whole, tuple(range(len(given))))(*given), want)
+
+
+@pytest.mark.parametrize("backend", ["xla", "triton"])
+def test_a_deterministic_gradient_is_the_same(backend: str) -> None:
+    want = gradients(select, latents(), backend="reference")
+    assert_close(gradients(select, latents(), backend=backend, deterministic=True), want)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "backend"), [(attend, packed, "reference"), (select, latents, "xla")]
+)
+def test_a_batch_of_calls(function: Any, arguments: Any, backend: str) -> None:
+    one, other = arguments(), tuple(2 * array for array in arguments())
+    stacked = tuple(map(jnp.stack, zip(one, other, strict=True)))
+    each = jax.vmap(lambda *given: gradients(function, given, backend=backend))(*stacked)
+    for place, given in enumerate((one, other)):
+        assert_close([array[place] for array in each], gradients(function, given, backend=backend))
+
+
+@both
+def test_only_what_is_asked_for(function: Any, arguments: Any) -> None:
+    given = arguments()
+    for place, want in enumerate(gradients(function, given)):
+        (got,) = (jax.grad(lambda *given: function(*given), place)(*given),)
+        assert_close([got], [want])
+
+
+def test_checkpoints_give_the_same() -> None:
+    again = jax.checkpoint(lambda *given: attend(*given, backend="reference"))
+    assert_close(gradients(again, packed()), gradients(attend, packed(), backend="reference"))
+
+
+@both
+def test_a_gradient_has_no_gradient(function: Any, arguments: Any) -> None:
+    given = arguments()
+
+    def first(q: Any) -> Any:
+        return jax.grad(function)(q, *given[1:]).sum()
+
+    with pytest.raises(RuntimeError, match="_backward has no gradient: it is a gradient itself"):
+        jax.grad(first)(given[0])
+
+
+def test_a_quantised_cache_has_no_gradient() -> None:
+    kv = rj.quantize_mla_cache(normal(2, 3, 1, 576, seed=0), "fp8_v32")
+    q = normal(4, 3, 576, seed=1)
+
+    def total(q: Any) -> Any:
+        return rj.sparse_mla_prefill(q, kv, LISTS[:, :1])[0].sum()
+
+    total(q)
+    with pytest.raises(InvalidInput, match=r"expected kv\.dtype to be float32, got uint8"):
+        jax.grad(total)(q)
+
+
+def test_a_gradient_can_be_exported() -> None:
+    given = packed()
+    step = jax.jit(lambda *given: gradients(attend, given))
+    exported = export.export(step, platforms=["cpu", "tpu"])(*given)
+    assert_close(exported.call(*given), step(*given), 0)
+
+
+@both
+@pytest.mark.usefixtures("double_precision")
+def test_double_precision_is_for_the_portable_backends(function: Any, arguments: Any) -> None:
+    given = arguments(jnp.float64)
+    for backend in ("triton", "pallas", "cuda"):
+        with pytest.raises(Unsupported):
+            function(*given, backend=backend)
+    with pltpu.force_tpu_interpret_mode(), pytest.raises(Unsupported):
+        function(*given, backend="pallas")
+
+
+CUDA_LOWERING = """
+import jax, jax.numpy as jnp
+from ragged_attention.jax import sparse_mla_prefill, varlen_attention
+def array(dtype, *shape):
+    return jax.ShapeDtypeStruct(shape, dtype)
+def step(q, k, v, edges, latent_q, kv, lists):
+    def loss(q, k, v, latent_q, kv):
+        out = varlen_attention(q, k, v, edges, edges, causal=True, sliding_window=64, soft_cap=30)
+        as_it_comes, _, _ = sparse_mla_prefill(latent_q, kv, lists)
+        in_order, _, _ = sparse_mla_prefill(latent_q, kv, lists, deterministic=True)
+        return sum(result.astype("float32").sum() for result in (out, as_it_comes, in_order))
+    return jax.grad(loss, (0, 1, 2, 3, 4))(q, k, v, latent_q, kv)
+arguments = [array("bfloat16", 256, 8, 128), array("bfloat16", 256, 2, 128), array("bfloat16", 256, 2, 128)]
+arguments += [array("int32", 3), array("bfloat16", 4, 16, 576), array("bfloat16", 256, 1, 576)]
+arguments += [array("int32", 4, 1, 64)]
+def count(platform):
+    return jax.jit(step).trace(*arguments).lower(lowering_platforms=(platform,)).as_text().count("triton_kernel_call")
+print(count("cuda"), count("cpu"))
+"""
+
+
+def test_gradients_lower_to_triton_for_cuda_and_to_xla_for_a_cpu() -> None:
+    """Needs no GPU: the kernels are compiled into the lowered text."""
+    script = "import jax_triton\n" + CUDA_LOWERING
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], env=environment | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    if "import jax_triton" in done.stderr and "ImportError" in done.stderr:
+        pytest.skip("jax_triton cannot be imported: it needs a CUDA plugin of jax")
+    assert done.returncode == 0, done.stderr
+    on_gpu, on_cpu = map(int, done.stdout.split())
+    assert on_gpu >= 10  # three attentions, at least three kernels of the one's gradient and two of each of the others'
+    assert on_cpu == 0

@@ -1,0 +1,305 @@
+"""Gradients as torch itself sees them: operators, finite differences, compilation, checkpoints, what has none."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import ragged_attention as ra
+import ragged_attention.torch as rt
+from ragged_attention import calls, dispatch
+from ragged_attention.errors import InvalidInput, Unsupported
+from ragged_attention.torch import mla_operators as forms
+from ragged_attention.torch import varlen as varlen_forms
+from ragged_attention.torch.launcher import LAUNCHER, device_facts
+
+Tensor = torch.Tensor
+PORTABLE = ("reference", "eager")
+FORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal in a window": {"causal": True, "sliding_window": 2},
+    "everything at once": {"causal": True, "sliding_window": 3, "soft_cap": 1.5, "sm_scale": -0.8},
+}
+Function = Callable[..., Any]
+
+
+def ints(*values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64, grad: bool = True) -> Tensor:
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=random, dtype=dtype).requires_grad_(grad)
+
+
+# Sequences without queries, without keys, with more queries than keys, and padding behind the last on both sides.
+EDGES = (ints(0, 3, 3, 5, 9, 10), ints(0, 4, 6, 6, 8, 9))
+
+
+def packed(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    return {
+        "q": normal(11, 4, 3, dtype=dtype),
+        "k": normal(10, 2, 3, seed=1, dtype=dtype),
+        "v": normal(10, 2, 5, seed=2, dtype=dtype),
+        "sinks": normal(4, seed=3, dtype=torch.promote_types(dtype, torch.float32)),
+    }
+
+
+def sparse(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """With `LISTS`, whose first entries are one row twice, and which has entries that name nothing."""
+    return {
+        "q": normal(4, 4, 32, dtype=dtype),
+        "kv": normal(6, 2, 32, seed=1, dtype=dtype),
+        "sinks": normal(4, seed=3, dtype=torch.promote_types(dtype, torch.float32)),
+    }
+
+
+LISTS = torch.randint(-2, 8, (4, 2, 6), generator=torch.Generator().manual_seed(4), dtype=torch.int32)
+LISTS[1, 0, :2] = 5
+LENS = ints(6, 4, 0, 9)
+
+
+def attend(tensors: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
+    q, k, v, sinks = (tensors[name] for name in ("q", "k", "v", "sinks"))
+    return rt.varlen_attention(q, k, v, *EDGES, sinks=sinks, return_lse=True, **options)
+
+
+def select(tensors: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
+    q, kv, sinks = (tensors[name] for name in ("q", "kv", "sinks"))
+    out, _, lse = rt.sparse_mla_prefill(q, kv, LISTS, d_v=16, sinks=sinks, topk_lens=LENS, **options)
+    return out, lse
+
+
+def finite(results: Sequence[Tensor]) -> list[Tensor]:
+    """Results without the -inf of rows that see nothing, of which no finite difference can be had."""
+    return [torch.where(torch.isfinite(result), result, 0.0) for result in results]
+
+
+def weighted(results: Sequence[Tensor]) -> Tensor:
+    weights = [normal(*result.shape, seed=7, grad=False).to(result.dtype) for result in results]
+    products = [(result * weight).sum() for result, weight in zip(finite(results), weights, strict=True)]
+    return torch.stack([product.to(products[0].dtype) for product in products]).sum()
+
+
+def gradients(results: Sequence[Tensor], tensors: dict[str, Tensor]) -> list[Tensor]:
+    """Of a sum that weights every element of the results differently."""
+    return list(torch.autograd.grad(weighted(results), list(tensors.values())))
+
+
+def assert_close(got: Sequence[Tensor], want: Sequence[Tensor], tolerance: float = 1e-10) -> None:
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("backend", PORTABLE)
+@pytest.mark.parametrize("form", FORMS)
+def test_packed_attention_passes_gradcheck(form: str, backend: str) -> None:
+    tensors = packed()
+
+    def function(*values: Tensor) -> list[Tensor]:
+        return finite(attend(dict(zip(tensors, values, strict=True)), backend=backend, **FORMS[form]))
+
+    assert torch.autograd.gradcheck(function, tuple(tensors.values()), fast_mode=True)
+
+
+@pytest.mark.parametrize("backend", PORTABLE)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_sparse_prefill_passes_gradcheck(backend: str, deterministic: bool) -> None:
+    tensors = sparse()
+
+    def function(*values: Tensor) -> list[Tensor]:
+        return finite(select(dict(zip(tensors, values, strict=True)), backend=backend, deterministic=deterministic))
+
+    assert torch.autograd.gradcheck(function, tuple(tensors.values()), fast_mode=True)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_fallback_of_packed_attention_differentiates_itself_to_the_same(form: str) -> None:
+    """What autograd makes of the plain operations that the fallback is written in is the gradient that is given."""
+    tensors = packed()
+    arguments = tensors | {"cu_q_lens": EDGES[0], "cu_kv_lens": EDGES[1], "device": device_facts(torch.device("cpu"))}
+    assert_close(*_twice("varlen_attention", arguments | FORMS[form], attend(tensors, **FORMS[form]), tensors))
+
+
+def test_the_fallback_of_sparse_prefill_differentiates_itself_to_the_same() -> None:
+    tensors = sparse()
+    arguments = {"indices": LISTS, "topk_lens": LENS, "d_v": 16, "device": device_facts(torch.device("cpu"))}
+    assert_close(*_twice("sparse_mla_prefill", tensors | arguments, select(tensors), tensors))
+
+
+def _twice(
+    operation: str, arguments: dict[str, Any], ours: Sequence[Tensor], tensors: dict[str, Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The gradients by our operator, and by autograd through the fallback's own operations."""
+    module = dispatch.load(operation, "eager")
+    call = calls.CALLS[operation](**arguments)
+    results = module.run(call, module.heuristic(call), LAUNCHER)
+    return gradients(ours, tensors), gradients((results[0], results[-1]), tensors)
+
+
+def test_operators_pass_opcheck() -> None:
+    tensors, latents = packed(torch.float32), sparse(torch.float32)
+    out, lse = (result.detach() for result in attend(tensors))
+    selected = [result.detach() for result in select(latents)]
+    forward = varlen_forms.varlen_form(**_packed_arguments(tensors), soft_cap=2)
+    backward = varlen_forms.backward_form(out, **_packed_arguments(tensors, detach=True), out=out, lse=lse)
+    lists = {"indices": LISTS, "d_v": 16, "topk_lens": LENS}
+    held = {name: tensor.detach() for name, tensor in latents.items()}
+    for operation, form in (
+        ("varlen_attention", forward),
+        ("varlen_attention_backward", backward),
+        ("sparse_mla_prefill", forms.prefill_form(**latents, **lists)),
+        (
+            "sparse_mla_prefill_backward",
+            forms.backward_form(selected[0], **held, **lists, out=selected[0], lse=selected[1]),
+        ),
+    ):
+        torch.library.opcheck(getattr(torch.ops.ragged_attention, operation).default, (*form, "eager", None))
+
+
+def _packed_arguments(tensors: dict[str, Tensor], *, detach: bool = False) -> dict[str, Tensor]:
+    held = {name: tensor.detach() if detach else tensor for name, tensor in tensors.items()}
+    return held | {"cu_q_lens": EDGES[0], "cu_kv_lens": EDGES[1]}
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_a_step_with_its_gradient_compiles_into_one_graph(compiler: str) -> None:
+    tensors, latents = packed(torch.float32), sparse(torch.float32)
+
+    def step(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, latent_q: Tensor, kv: Tensor) -> Tensor:
+        out, lse = rt.varlen_attention(q * 2, k, v, *EDGES, max_q_len=len(k), causal=True, sinks=sinks, return_lse=True)
+        selected, _, _ = rt.sparse_mla_prefill(latent_q, kv, LISTS, d_v=16)
+        return out.square().sum() + lse[:2].sum() + selected.square().sum()
+
+    inputs = [*tensors.values(), latents["q"], latents["kv"]]
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of its own parts
+        compiled = torch.compile(step, fullgraph=True, backend=compiler)
+        got, want = (torch.autograd.grad(function(*inputs), inputs) for function in (compiled, step))
+    assert_close(got, want, 1e-5)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_give_the_same(reentrant: bool) -> None:
+    tensors, latents = packed(), sparse()
+    for function, given in ((attend, tensors), (select, latents)):
+
+        def segment(*values: Tensor, function: Function = function, given: dict[str, Tensor] = given) -> Any:
+            return tuple(finite(function(dict(zip(given, values, strict=True)))))
+
+        again = checkpoint(segment, *given.values(), use_reentrant=reentrant)
+        if reentrant:  # which cannot be differentiated by torch.autograd.grad
+            weighted(again).backward()
+            got: list[Any] = [tensor.grad for tensor in given.values()]
+        else:
+            got = gradients(again, given)
+        assert_close(got, gradients(function(given), given))
+
+
+@pytest.mark.parametrize("backend", PORTABLE)
+def test_each_result_and_each_argument_by_itself(backend: str) -> None:
+    """Only some of the arguments want a gradient, or only one of the results is used."""
+    for function, given in ((attend, packed()), (select, sparse())):
+        whole = function(given, backend=backend)
+        for name, tensor in given.items():
+            alone = {other: value.detach() for other, value in given.items()} | {name: tensor}
+            for place in (0, 1):
+                results = function(alone, backend=backend)
+                if name in ("v", "sinks") and place == 1:
+                    total = finite(results)[place].sum()
+                    (got,) = torch.autograd.grad(total, tensor, allow_unused=True, materialize_grads=True)
+                    assert not got.any()  # the log-sum-exp knows neither
+                    continue
+                (got,) = torch.autograd.grad(finite(results)[place].sum(), tensor)
+                (want,) = torch.autograd.grad(finite(whole)[place].sum(), tensor, retain_graph=True)
+                assert_close([got], [want])
+
+
+def test_the_largest_logit_is_a_constant() -> None:
+    q, kv, _ = sparse().values()
+    out, max_logits, lse = rt.sparse_mla_prefill(q, kv, LISTS, d_v=16)
+    assert [result.requires_grad for result in (out, max_logits, lse)] == [True, False, True]
+
+
+def test_a_gradient_has_no_gradient() -> None:
+    for function, given, name in ((attend, packed(), "varlen_attention"), (select, sparse(), "sparse_mla_prefill")):
+        q = given["q"]
+        (first,) = torch.autograd.grad(function(given)[0].sum(), q, create_graph=True)
+        with pytest.raises(RuntimeError, match=f"{name}_backward has no gradient: it is a gradient itself"):
+            torch.autograd.grad(first.sum(), q)
+
+
+def test_a_quantised_cache_has_no_gradient() -> None:
+    kv = rt.quantize_mla_cache(normal(2, 3, 1, 576, dtype=torch.float32, grad=False), "fp8_v32")
+    q = normal(4, 3, 576, dtype=torch.float32)
+    out, _, _ = rt.sparse_mla_prefill(q, kv, LISTS[:, :1])  # which works, for inference does not always say so
+    with pytest.raises(InvalidInput, match=r"expected kv\.dtype to be float32, got uint8"):
+        out.sum().backward()
+
+
+def test_the_gradient_runs_where_the_call_runs_if_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[str] = []
+    choose = dispatch.choose
+
+    def spy(call: Any, **keywords: Any) -> Any:
+        choice = choose(call, **keywords)
+        chosen.append(f"{call.OPERATION}: {choice.backend}")
+        return choice
+
+    monkeypatch.setattr(dispatch, "choose", spy)
+    tensors = packed(torch.float32)
+
+    def ran(backend: Any) -> str:
+        chosen.clear()
+        gradients(attend(tensors, backend=backend, soft_cap=1 + len(str(backend))), tensors)
+        return chosen[-1]
+
+    assert ran("reference") == "varlen_attention_backward: reference"
+    assert ran(["cuda", "triton"]) == "varlen_attention_backward: triton"  # the first of them has no such operation
+    with ra.use_backend({"varlen_attention_backward": "reference"}):
+        assert ran(None) == "varlen_attention_backward: reference"
+        assert chosen[0] == "varlen_attention: eager"
+    assert dispatch.offering("varlen_attention_backward", "cuda,pallas") is None
+    assert dispatch.offering("varlen_attention_backward", "auto") == "auto"
+
+
+@pytest.mark.parametrize("function", [attend, select])
+def test_a_result_that_nobody_uses_costs_nothing(function: Function, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    choose = dispatch.choose
+    monkeypatch.setattr(dispatch, "choose", lambda call, **keywords: seen.append(call) or choose(call, **keywords))
+    given = {attend: packed, select: sparse}[function](torch.float32)
+    out, lse = function(given, sm_scale=0.123)
+    torch.autograd.grad(out.sum(), list(given.values()), retain_graph=True)
+    assert seen[-1].d_lse is None
+    torch.autograd.grad(finite([lse])[0].sum(), list(given.values()), allow_unused=True)
+    assert seen[-1].d_lse is not None
+
+
+def test_a_configured_backend_without_the_gradient_is_told() -> None:
+    tensors = packed(torch.float32)
+    out, _ = attend(tensors)
+    with ra.use_backend("cuda"), pytest.raises(Unsupported, match="cuda: does not offer varlen_attention_backward"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_the_gradient_of_a_sum_may_be_one_number_seen_everywhere(backend: str) -> None:
+    """`out.sum().backward()` hands on a gradient with strides of 0."""
+    for function, given in ((attend, packed(torch.float32)), (select, sparse(torch.float32))):
+        out, _ = function(given, backend=backend)
+        d_out = torch.ones_like(out)
+        got = torch.autograd.grad(out.sum(), list(given.values()), retain_graph=True)
+        assert_close(got, torch.autograd.grad(out, list(given.values()), d_out), 1e-6)
+
+
+@pytest.mark.parametrize("operation", ["varlen_attention", "sparse_mla_prefill"])
+@pytest.mark.parametrize("backend", ["triton", "pallas", "cuda"])
+def test_double_precision_is_for_the_portable_backends(operation: str, backend: str) -> None:
+    function, given = {"varlen_attention": (attend, packed()), "sparse_mla_prefill": (select, sparse())}[operation]
+    with pytest.raises(Unsupported):
+        function(given, backend=backend)
