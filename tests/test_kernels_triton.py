@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 import ragged_attention as ra
+from ragged_attention.calls import SparseMlaPrefillBackward
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention as definition
+from ragged_attention.samples import FakeArray, device_of
 from ragged_attention.testing.compare import agrees
 
 torch = pytest.importorskip("torch")
@@ -27,6 +29,20 @@ torch = pytest.importorskip("torch")
         ("mla_decode", {"num_splits": 0}, "expected num_splits from 1 to 256, got 0"),
         ("quantize_mla_cache", {"block_t": 3}, "expected block_t to be a power of two from 1 to 256, got 3"),
         ("write_mla_cache", {"num_warps": 5}, "expected num_warps to be a power of two from 1 to 16, got 5"),
+        (
+            "sparse_mla_prefill_backward",
+            {"block_h": 128},
+            "expected block_h to be a power of two from 16 to 64, got 128",
+        ),
+        ("sparse_mla_prefill_backward", {"chunk_tokens": 0}, "expected chunk_tokens from 1 to 2147483647, got 0"),
+        ("varlen_attention", {"block_q": 48}, "expected block_q to be a power of two from 16 to 256, got 48"),
+        ("varlen_attention", {"num_stages": 9}, "expected num_stages from 1 to 8, got 9"),
+        (
+            "varlen_attention_backward",
+            {"dq_block_kv": 8},
+            "expected dq_block_kv to be a power of two from 16 to 256, got 8",
+        ),
+        ("varlen_attention_backward", {"dq_num_stages": 0}, "expected dq_num_stages from 1 to 8, got 0"),
         ("make_decode_schedule", {"num_warps": 0}, "expected num_warps to be a power of two from 1 to 16, got 0"),
     ],
 )
@@ -34,6 +50,39 @@ def test_tiles_have_limits(operation: str, fields: dict[str, int], text: str) ->
     module = importlib.import_module(f"ragged_attention.kernels_triton.{operation}")
     with pytest.raises(ra.InvalidInput, match=f"^{text}$"):
         module.Tile(**fields)
+
+
+@pytest.mark.parametrize(
+    ("arch", "shape", "dtype", "reason"),
+    [
+        ("sm_90", (64, 1, 576), "float32", None),
+        ("sm_86", (64, 1, 576), "bfloat16", None),
+        (
+            "sm_86",
+            (64, 1, 576),
+            "float32",
+            "expected rows that fit 101376 bytes of shared memory, 16 at a time, got 576 columns of 4 bytes",
+        ),
+        (
+            "sm_90",
+            (2**30, 2, 576),
+            "bfloat16",
+            "expected fewer than 2**31 - 1 rows of kv for deterministic=True, got 1073741824 slots",
+        ),
+    ],
+)
+def test_the_gradient_of_sparse_prefill_says_what_it_cannot(
+    arch: str, shape: tuple[int, ...], dtype: str, reason: str | None
+) -> None:
+    def array(*shape: int, dtype: str = dtype) -> FakeArray:
+        return FakeArray(shape, dtype)
+
+    call = SparseMlaPrefillBackward(
+        d_out=array(4, 16, 512), q=array(4, 16, 576), kv=array(*shape), indices=array(4, shape[1], 64, dtype="int32"),
+        out=array(4, 16, 512), lse=array(4, 16, dtype="float32"), deterministic=True, device=device_of("torch", arch),
+    )  # fmt: skip
+    module = importlib.import_module("ragged_attention.kernels_triton.sparse_mla_prefill_backward")
+    assert module.why_not(call) == reason
 
 
 def test_few_keys_are_exact_enough_in_a_table_for_many() -> None:

@@ -1,0 +1,487 @@
+"""The gradient of sparse MLA prefill in Triton.
+
+A program has BLOCK_H heads of one query token and walks the token's list: from its queries, its output's gradient and
+the rows in turn it computes the logits again, adds to the queries' gradient, which it keeps, and gives each row's
+gradient away. Rows are selected by many queries, in no order, so this is where the work is:
+
+* as it comes: float32 atomics onto the rows' gradients;
+* deterministic: every entry of a list writes a row of its own, for some tokens at a time; the entries' rows, sorted
+  stably by the slot that they name, are the inverted index, by which one program a slot adds what belongs to it, in the
+  order of the lists.
+
+With p = exp(logit - lse), share = sigmoid(lse - sink) and delta = out . d_out a head has
+
+    d_logit = p * (share * (d_out . value) + d_lse - share * delta)     d_sink = sum of (share - 1) * delta
+    dq = sum of d_logit * row     d_row = d_logit * q, and in the value's columns + share * p * d_out
+"""
+
+# Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+
+import dataclasses
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from ragged_attention.errors import InvalidInput
+from ragged_attention.kernels_triton import varlen
+from ragged_attention.kernels_triton.blocks import (
+    LOG2E,
+    cdiv,
+    expect_power_of_two,
+    item_size,
+    matmul,
+    narrow,
+    next_power_of_2,
+)
+from ragged_attention.kernels_triton.latent import (
+    LARGEST_INT,
+    SMALLEST_SHARED_MEMORY,
+    keys_of,
+    list_length,
+    whole_columns,
+)
+
+PARTS_BYTES = 2**30  # of entries' rows at a time
+FLAT = 1024  # elements of a program that goes over an array without regard to its shape
+MARGIN = 12 * 2**10  # bytes of shared memory beside what `shared_bytes` counts
+ABREAST = 8  # entries of a slot that are added at once
+NOBODY: tl.constexpr = tl.constexpr(LARGEST_INT)  # stands for the row of an entry that names none
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """What may be tuned."""
+
+    block_h: int = 16  # heads of a program
+    block_kv: int = 16  # keys a step
+    num_warps: int = 4
+    num_stages: int = 1
+    chunk_tokens: int = 16  # tokens whose entries' rows are kept at a time, where the result is deterministic
+
+    def __post_init__(self) -> None:
+        expect_power_of_two(self, block_h=(16, 64), block_kv=(16, 64), num_warps=(1, 16))
+        for name, high in (("num_stages", 4), ("chunk_tokens", LARGEST_INT)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not 1 <= value <= high:
+                raise InvalidInput(f"expected {name} from 1 to {high}, got {value!r}")
+
+
+def why_not(call: Any) -> str | None:
+    if call.deterministic and call.num_slots * call.num_kv_heads >= LARGEST_INT:
+        return f"expected fewer than 2**31 - 1 rows of kv for deterministic=True, got {call.num_slots} slots"
+    if call.device.platform == "cuda" and shared_bytes(call, 16, 16) > shared_memory(call):
+        limit = f"{shared_memory(call)} bytes of shared memory"
+        return f"expected rows that fit {limit}, 16 at a time, got {call.d_qk} columns of {item_size(call.q)} bytes"
+    return varlen.why_not(call, gradient_kernel)
+
+
+def tuning_key(call: Any) -> str:
+    """The bucket of static facts that a tuned file is keyed by."""
+    return (
+        f"heads={call.num_q_heads}/{call.num_kv_heads} d={call.d_qk}/{call.d_v} "
+        f"tokens<={next_power_of_2(call.num_tokens)} topk={call.topk} deterministic={call.deterministic}"
+    )
+
+
+def heuristic(call: Any) -> Tile:
+    block_h, block_kv, num_warps, num_stages = sizes(call)
+    blocks = cdiv(call.num_q_heads // call.num_kv_heads, block_h)
+    a_token = call.num_kv_heads * call.topk * blocks * call.d_qk * 4
+    return Tile(
+        block_h=block_h,
+        block_kv=block_kv,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        chunk_tokens=min(max(PARTS_BYTES // a_token, 1), max(call.num_tokens, 1)),
+    )
+
+
+def sizes(call: Any) -> tuple[int, int, int, int]:
+    """Heads, keys, warps and stages: as many heads as registers hold, since each block of them reads all rows.
+
+    More keys a step would leave no registers for loading the next ones meanwhile.
+    """
+    if item_size(call.q) == 4:
+        return 16, 16, 8, 1
+    if call.device.arch.startswith("gfx"):
+        return 16, 16, 4, 1
+    rows = max(16, next_power_of_2(call.num_q_heads // call.num_kv_heads))
+    for heads, keys in ((32, 16), (16, 32), (16, 16)):
+        if heads <= rows and shared_bytes(call, heads, keys) + MARGIN <= shared_memory(call):
+            return heads, keys, 8, 2
+    return 16, 16, 8, 1
+
+
+def shared_memory(call: Any) -> int:
+    return call.device.shared_memory or SMALLEST_SHARED_MEMORY
+
+
+def shared_bytes(call: Any, heads: int, keys: int) -> int:
+    """About what a program needs: queries and their output's gradients for good, rows in passing."""
+    value, rest = (next_power_of_2(width) if width else 0 for width in (call.d_v, call.d_qk - call.d_v))
+    return (heads * (2 * value + rest) + keys * (value + rest)) * item_size(call.q)
+
+
+# ---- kernels
+
+
+@triton.jit
+def zero_kernel(like_ptr, rows_ptr, dq_ptr, terms_ptr, count, FLAT: tl.constexpr):
+    """Zeros for the rows' gradients; the other two are memory for the programs to come."""
+    place = tl.program_id(0).to(tl.int64) * FLAT + tl.arange(0, FLAT)
+    tl.store(rows_ptr + place, tl.zeros([FLAT], tl.float32), mask=place < count)
+
+
+@triton.jit
+def narrow_kernel(wide_ptr, out_ptr, count, FLAT: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * FLAT + tl.arange(0, FLAT)
+    wide = tl.load(wide_ptr + place, mask=place < count, other=0)
+    tl.store(out_ptr + place, narrow(wide, out_ptr.dtype.element_ty), mask=place < count)
+
+
+@triton.jit
+def sum_kernel(terms_ptr, sums_ptr, num_rows, num_columns, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
+    """The sums of the columns of an array [rows, columns], always in the same order."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    acc = tl.zeros([BLOCK, COLUMNS], tl.float32)
+    for start in range(0, num_rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        mask = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+        acc += tl.load(terms_ptr + row.to(tl.int64)[:, None] * num_columns + column[None, :], mask=mask, other=0)
+    tl.store(sums_ptr + column, tl.sum(acc, 0), mask=column < num_columns)
+
+
+@triton.jit
+def rows_kernel(
+    list_ptr, lens_ptr, rows_ptr, first_token, list_token_stride, list_head_stride, lens_stride, num_slots,
+    TOPK: tl.constexpr, KV_HEADS: tl.constexpr, HAS_LENS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The row of the gradient that each entry of a chunk of tokens names, NOBODY where it names none."""
+    job = tl.program_id(0)
+    token = first_token + job // KV_HEADS
+    kv_head = job % KV_HEADS
+    last = list_length(lens_ptr, token, 0, TOPK, lens_stride, 0, HAS_LENS)
+    position = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    entries = list_ptr + token.to(tl.int64) * list_token_stride + kv_head * list_head_stride
+    slot = tl.load(entries + position, mask=position < last, other=-1)
+    row = tl.where((slot >= 0) & (slot < num_slots), slot * KV_HEADS + kv_head, NOBODY)
+    tl.store(rows_ptr + job.to(tl.int64) * TOPK + position, row, mask=position < TOPK)
+
+
+@triton.jit
+def gather_kernel(
+    parts_ptr, rows_ptr, order_ptr, given_ptr, sums_ptr, count,
+    BLOCKS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, ABREAST: tl.constexpr,
+):  # fmt: skip
+    """Add to one row what all entries that name it have for it: those that `order` puts from this program's place on.
+
+    Of the programs only those act that stand where a row first appears.
+    """
+    place = tl.program_id(0)
+    row = tl.load(rows_ptr + place)
+    before = tl.load(rows_ptr + tl.maximum(place - 1, 0))
+    if (row != NOBODY) & ((place == 0) | (before != row)):
+        column = tl.arange(0, WIDTH_PAD)
+        inside = column < WIDTH
+        sums = tl.load(given_ptr + row.to(tl.int64) * WIDTH + column, mask=inside, other=0)
+        more = place < count
+        while more:
+            each = place + tl.arange(0, ABREAST)
+            mine = tl.load(rows_ptr + each, mask=each < count, other=NOBODY) == row
+            entry = tl.load(order_ptr + each, mask=mine, other=0).to(tl.int64)
+            for block in range(BLOCKS):
+                parts = parts_ptr + (entry * BLOCKS + block) * WIDTH
+                found = tl.load(parts[:, None] + column[None, :], mask=mine[:, None] & inside[None, :], other=0)
+                sums += tl.sum(found, 0)
+            place += ABREAST
+            more = tl.min(mine.to(tl.int32), 0) == 1
+        tl.store(sums_ptr + row.to(tl.int64) * WIDTH + column, sums, mask=inside)
+
+
+@triton.jit
+def give_columns(place, readable, dlogits, weights, q, d_out, scale, FIRST: tl.constexpr, LAST: tl.constexpr,
+                 IS_VALUE: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    """Columns from FIRST on of a block of rows' gradients: to where they are summed, or to each entry's own row."""
+    columns: tl.constexpr = q.shape[1]
+    found = matmul(tl.trans(dlogits), q, tl.zeros([dlogits.shape[1], columns], tl.float32)) * scale
+    if IS_VALUE:
+        found = matmul(tl.trans(weights), d_out, found)
+    column = FIRST + tl.arange(0, columns)
+    mask = readable[:, None] & (column < LAST)[None, :]
+    if PARTS:
+        tl.store(place[:, None] + column[None, :], found, mask=mask)
+    else:
+        tl.atomic_add(place[:, None] + column[None, :], found, mask=mask, sem="relaxed")
+
+
+@triton.jit
+def row_products(rows, other, readable, first, COLUMNS: tl.constexpr, COLUMNS_PAD: tl.constexpr):
+    """Columns from `first` on of rows, times others, summed row by row."""
+    columns = whole_columns(rows, readable, first, COLUMNS, COLUMNS_PAD)
+    return tl.sum(columns.to(tl.float32) * other.to(tl.float32), 1)
+
+
+@triton.jit
+def gradient_kernel(
+    d_out_ptr, q_ptr, kv_ptr, list_ptr, lens_ptr, out_ptr, lse_ptr, d_lse_ptr, sinks_ptr,
+    given_rows_ptr, given_dq_ptr, given_terms_ptr, parts_ptr, rows_ptr, dq_ptr, terms_ptr,
+    first_token, d_out_token_stride, d_out_head_stride, q_token_stride, q_head_stride, out_token_stride,
+    out_head_stride, list_token_stride, list_head_stride, lens_stride, page_stride, slot_stride, head_stride,
+    num_slots, scale,
+    HAS_LENS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_D_LSE: tl.constexpr, PARTS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, TOPK: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, A: tl.constexpr, B: tl.constexpr, B_PAD: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_KV: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_H heads of one token; the columns are GROUPS groups of the value's, and the rest."""
+    BLOCKS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
+    D: tl.constexpr = A + B
+    NUM_HEADS: tl.constexpr = KV_HEADS * GROUP
+    job = tl.program_id(0) // BLOCKS
+    block_of_heads = tl.program_id(0) % BLOCKS
+    token = first_token + job // KV_HEADS
+    kv_head = job % KV_HEADS
+    row = block_of_heads * BLOCK_H + tl.arange(0, BLOCK_H)
+    valid = row < GROUP
+    head = kv_head * GROUP + row
+    wide_token = token.to(tl.int64)
+    at = wide_token * NUM_HEADS + head
+    lse = tl.load(lse_ptr + at, mask=valid, other=float("-inf"))
+    some = lse != float("-inf")
+    level = tl.where(some, lse * LOG2E, float("inf"))  # so that the weights of a row without keys are 0
+
+    q_rows = q_ptr + wide_token * q_token_stride + head.to(tl.int64) * q_head_stride
+    d_out_rows = d_out_ptr + wide_token * d_out_token_stride + head.to(tl.int64) * d_out_head_stride
+    out_rows = out_ptr + wide_token * out_token_stride + head.to(tl.int64) * out_head_stride
+    q0 = whole_columns(q_rows, some, 0, A, WIDTH)
+    d_out0 = whole_columns(d_out_rows, some, 0, A, WIDTH)
+    q1, q2, q3, q_rest = q0, q0, q0, q0
+    d_out1, d_out2, d_out3 = d_out0, d_out0, d_out0
+    dq0 = tl.zeros([BLOCK_H, WIDTH], tl.float32)
+    dq1, dq2, dq3 = dq0, dq0, dq0
+    dq_rest = tl.zeros([BLOCK_H, B_PAD], tl.float32)
+    delta = row_products(out_rows, d_out0, some, 0, A, WIDTH)
+    if GROUPS == 4:
+        q1 = whole_columns(q_rows, some, WIDTH, A - WIDTH, WIDTH)
+        q2 = whole_columns(q_rows, some, 2 * WIDTH, A - 2 * WIDTH, WIDTH)
+        q3 = whole_columns(q_rows, some, 3 * WIDTH, A - 3 * WIDTH, WIDTH)
+        d_out1 = whole_columns(d_out_rows, some, WIDTH, A - WIDTH, WIDTH)
+        d_out2 = whole_columns(d_out_rows, some, 2 * WIDTH, A - 2 * WIDTH, WIDTH)
+        d_out3 = whole_columns(d_out_rows, some, 3 * WIDTH, A - 3 * WIDTH, WIDTH)
+        delta += row_products(out_rows, d_out1, some, WIDTH, A - WIDTH, WIDTH)
+        delta += row_products(out_rows, d_out2, some, 2 * WIDTH, A - 2 * WIDTH, WIDTH)
+        delta += row_products(out_rows, d_out3, some, 3 * WIDTH, A - 3 * WIDTH, WIDTH)
+    if B > 0:
+        q_rest = whole_columns(q_rows, some, A, B, B_PAD)
+
+    share = tl.full([BLOCK_H], 1.0, tl.float32)
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + head, mask=valid, other=float("-inf"))
+        share = tl.where(some, 1 / (1 + tl.math.exp2((sink - lse) * LOG2E)), 1.0)
+        tl.store(terms_ptr + at, tl.where(some, (share - 1) * delta, 0.0), mask=valid)
+    offset = -share * delta
+    if HAS_D_LSE:
+        offset += tl.load(d_lse_ptr + at, mask=valid & some, other=0)
+
+    last = list_length(lens_ptr, token, 0, TOPK, lens_stride, 0, HAS_LENS)
+    entries = list_ptr + wide_token * list_token_stride + kv_head * list_head_stride
+    for block in range((last + BLOCK_KV - 1) // BLOCK_KV):
+        position, page, place, readable = keys_of(entries, block, last, num_slots, True, PAGE_SIZE, BLOCK_KV)
+        rows = kv_ptr + page.to(tl.int64) * page_stride + place.to(tl.int64) * slot_stride + kv_head * head_stride
+        if PARTS:
+            target = (job.to(tl.int64) * TOPK + position) * BLOCKS + block_of_heads
+            given = parts_ptr + target * D
+        else:
+            slot = page.to(tl.int64) * PAGE_SIZE + place
+            given = rows_ptr + (slot * KV_HEADS + kv_head) * D
+        zero = tl.zeros([BLOCK_H, BLOCK_KV], tl.float32)
+        keys0 = whole_columns(rows, readable, 0, A, WIDTH)
+        logits = matmul(q0, tl.trans(keys0), zero)
+        products = matmul(d_out0, tl.trans(keys0), zero)
+        if GROUPS == 4:
+            keys1 = whole_columns(rows, readable, WIDTH, A - WIDTH, WIDTH)
+            keys2 = whole_columns(rows, readable, 2 * WIDTH, A - 2 * WIDTH, WIDTH)
+            keys3 = whole_columns(rows, readable, 3 * WIDTH, A - 3 * WIDTH, WIDTH)
+            logits = matmul(q1, tl.trans(keys1), logits)
+            logits = matmul(q2, tl.trans(keys2), logits)
+            logits = matmul(q3, tl.trans(keys3), logits)
+            products = matmul(d_out1, tl.trans(keys1), products)
+            products = matmul(d_out2, tl.trans(keys2), products)
+            products = matmul(d_out3, tl.trans(keys3), products)
+        if B > 0:
+            keys_rest = whole_columns(rows, readable, A, B, B_PAD)
+            logits = matmul(q_rest, tl.trans(keys_rest), logits)
+        weights = tl.math.exp2(logits * (scale * LOG2E) - level[:, None])
+        weights = tl.where(readable[None, :], weights, 0.0)
+        shared = weights * share[:, None]
+        dlogits = narrow(shared * products + weights * offset[:, None], q0.dtype)
+        shared = narrow(shared, q0.dtype)
+        dq0 = matmul(dlogits, keys0, dq0)
+        give_columns(given, readable, dlogits, shared, q0, d_out0, scale, 0, A, True, PARTS)
+        if GROUPS == 4:
+            dq1 = matmul(dlogits, keys1, dq1)
+            dq2 = matmul(dlogits, keys2, dq2)
+            dq3 = matmul(dlogits, keys3, dq3)
+            give_columns(given, readable, dlogits, shared, q1, d_out1, scale, WIDTH, A, True, PARTS)
+            give_columns(given, readable, dlogits, shared, q2, d_out2, scale, 2 * WIDTH, A, True, PARTS)
+            give_columns(given, readable, dlogits, shared, q3, d_out3, scale, 3 * WIDTH, A, True, PARTS)
+        if B > 0:
+            dq_rest = matmul(dlogits, keys_rest, dq_rest)
+            give_columns(given, readable, dlogits, shared, q_rest, d_out0, scale, A, D, False, PARTS)
+    factor = tl.full([BLOCK_H], 1.0, tl.float32) * scale
+    store_span(dq_ptr, at, dq0, factor, valid, 0, A, D)
+    if GROUPS == 4:
+        store_span(dq_ptr, at, dq1, factor, valid, WIDTH, A, D)
+        store_span(dq_ptr, at, dq2, factor, valid, 2 * WIDTH, A, D)
+        store_span(dq_ptr, at, dq3, factor, valid, 3 * WIDTH, A, D)
+    if B > 0:
+        store_span(dq_ptr, at, dq_rest, factor, valid, A, D, D)
+
+
+@triton.jit
+def store_span(target_ptr, place, acc, factor, valid, FIRST: tl.constexpr, LAST: tl.constexpr, D: tl.constexpr):
+    """Columns [FIRST, FIRST + width) of rows of D, as far as they lie before LAST."""
+    column = FIRST + tl.arange(0, acc.shape[1])
+    value = narrow(acc * factor[:, None], target_ptr.dtype.element_ty)
+    tl.store(target_ptr + place[:, None] * D + column[None, :], value, mask=valid[:, None] & (column < LAST)[None, :])
+
+
+# ---- launching
+
+
+def places(call: Any, launch: Any) -> tuple[Any, dict[str, int]]:
+    """The rows as kernels can read them, and where they lie."""
+    kv = launch.packed(call.kv)
+    *page_and_slot, head, _ = launch.strides(kv)
+    page, slot = (*page_and_slot, 0)[:2]
+    return kv, {"page_stride": page, "slot_stride": slot, "head_stride": head if call.num_kv_heads > 1 else 0}
+
+
+def lists_of(call: Any, launch: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """The lists and their lengths, and what kernels are told of them."""
+    lists = launch.packed(call.indices)
+    token_stride, head_stride, _ = launch.strides(lists)
+    lens = lists if call.topk_lens is None else call.topk_lens
+    return lists, lens, {
+        "list_token_stride": token_stride,
+        "list_head_stride": head_stride,
+        "lens_stride": launch.strides(lens)[0],
+        "num_slots": min(call.num_slots, LARGEST_INT),
+        "TOPK": call.topk,
+        "KV_HEADS": call.num_kv_heads,
+        "HAS_LENS": call.topk_lens is not None,
+    }  # fmt: skip
+
+
+def give(call: Any, tile: Tile, launch: Any, first: int, tokens: int, held: Any) -> Any:
+    """Enqueue the gradients of some tokens; returns the entries' rows, if they are asked for, and what was held."""
+    group = call.num_q_heads // call.num_kv_heads
+    q, d_out, out = launch.packed(call.q), launch.packed(call.d_out), launch.packed(call.out)
+    kv, kv_places = places(call, launch)
+    lists, lens, of_lists = lists_of(call, launch)
+    lse = launch.contiguous(call.lse)
+    blocks, groups = cdiv(group, tile.block_h), 4 if call.d_v > 128 else 1
+    parts = (tokens * call.num_kv_heads * call.topk, blocks, call.d_qk) if call.deterministic else (1,)
+    strides = {
+        f"{name}_{axis}_stride": step
+        for name, array in (("d_out", d_out), ("q", q), ("out", out))
+        for axis, step in zip(("token", "head"), launch.strides(array), strict=False)
+    }
+    return launch(
+        gradient_kernel,
+        (tokens * call.num_kv_heads * blocks,),
+        (
+            d_out, q, kv, lists, lens, out, lse, lse if call.d_lse is None else launch.contiguous(call.d_lse),
+            lse if call.sinks is None else launch.packed(call.sinks), *held,
+        ),
+        [(parts, "float32")],
+        inplace=(9, 10, 11),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        first_token=first,
+        scale=call.scale,
+        **strides,
+        **kv_places,
+        **of_lists,
+        HAS_SINKS=call.sinks is not None,
+        HAS_D_LSE=call.d_lse is not None,
+        PARTS=call.deterministic,
+        PAGE_SIZE=call.page_size,
+        GROUP=group,
+        GROUPS=groups,
+        WIDTH=max(16, next_power_of_2(cdiv(call.d_v, groups))),
+        A=call.d_v,
+        B=call.d_qk - call.d_v,
+        B_PAD=max(16, next_power_of_2(call.d_qk - call.d_v)),
+        BLOCK_H=tile.block_h,
+        BLOCK_KV=tile.block_kv,
+    )  # fmt: skip
+
+
+def gather(call: Any, launch: Any, first: int, tokens: int, parts: Any, sums: Any) -> Any:
+    """Enqueue the addition of entries' rows to the sums, in an order that rests on the lists alone."""
+    lists, lens, of_lists = lists_of(call, launch)
+    count, block = tokens * call.num_kv_heads * call.topk, min(max(16, next_power_of_2(call.topk)), FLAT)
+    (rows,) = launch(
+        rows_kernel,
+        (tokens * call.num_kv_heads, cdiv(call.topk, block)),
+        (lists, lens),
+        [((count,), "int32")],
+        first_token=first,
+        **of_lists,
+        BLOCK=block,
+    )
+    rows, order = launch.sorted(rows)
+    (sums,) = launch(
+        gather_kernel,
+        (count,),
+        (parts, rows, order, sums),
+        [],
+        inplace=(3,),
+        num_warps=4,
+        count=count,
+        BLOCKS=parts.shape[1],
+        WIDTH=call.d_qk,
+        WIDTH_PAD=next_power_of_2(call.d_qk),
+        ABREAST=ABREAST,
+    )
+    return sums
+
+
+def run(call: Any, tile: Tile, launch: Any) -> Any:
+    """Enqueue the kernels; returns dq, dkv and, with sinks, d_sinks."""
+    count = call.num_slots * call.num_kv_heads * call.d_qk
+    sums, dq, terms = launch(
+        zero_kernel,
+        (max(cdiv(count, FLAT), 1),),
+        (call.q,),
+        [(call.kv.shape, "float32"), (call.q.shape, call.q.dtype), (call.q.shape[:2], "float32")],
+        count=count,
+        FLAT=FLAT,
+    )
+    step = tile.chunk_tokens if call.deterministic else max(call.num_tokens, 1)
+    for first in range(0, call.num_tokens, step):
+        tokens = min(step, call.num_tokens - first)
+        parts, sums, dq, terms = give(call, tile, launch, first, tokens, (sums, dq, terms))
+        if call.deterministic:
+            sums = gather(call, launch, first, tokens, parts, sums)
+    dkv = sums
+    if item_size(call.kv) < 4:
+        form = [(call.kv.shape, call.kv.dtype)]
+        (dkv,) = launch(narrow_kernel, (cdiv(count, FLAT),), (sums,), form, count=count, FLAT=FLAT)
+    if call.sinks is None:
+        return dq, dkv
+    (d_sinks,) = launch(
+        sum_kernel,
+        (cdiv(call.num_q_heads, 16),),
+        (terms,),
+        [(call.sinks.shape, "float32")],
+        num_rows=call.num_tokens,
+        num_columns=call.num_q_heads,
+        BLOCK=64,
+        COLUMNS=16,
+    )
+    return dq, dkv, d_sinks

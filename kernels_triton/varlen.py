@@ -1,0 +1,317 @@
+"""What the kernels of attention over packed sequences and of its gradient share.
+
+Rows are (query token, head of the group) pairs, token by token, so that a program serves all query heads of a KV head.
+A head size that is no power of two is held in two parts where that is narrower: 192 as 128 + 64, 80 as 64 + 16.
+"""
+
+# Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from ragged_attention.calls import dtype_name
+from ragged_attention.kernels_triton.blocks import (
+    LOG2E,
+    cdiv,
+    find_segment,
+    item_size,
+    key_range,
+    launchable,
+    matmul,
+    narrow,
+    next_power_of_2,
+    query_edge,
+    segment_edge,
+)
+
+WGMMA = ("sm_90", "sm_100", "sm_103")  # where the matrix unit takes its operands from shared memory
+SMALLEST_SHARED_MEMORY = 64 * 1024
+NARROWEST = 16  # columns that a matrix product takes at least
+LARGEST_TOKEN_STRIDE = 2**22  # times the 256 rows of the largest block it is 2^30
+# Stands for a scale of 0, so that -inf times it stays -inf and one can divide by it.
+SMALLEST_SCALE: tl.constexpr = tl.constexpr(1e-30)
+
+
+# ---- host side
+
+
+def why_not(call: Any, kernel: Any) -> str | None:
+    if dtype_name(call.q) == "float64":
+        return "expected q.dtype to be bfloat16, float16 or float32, got float64"
+    return launchable(call, kernel)
+
+
+def near(array: Any, rows: int, launch: Any) -> Any:
+    """An array [tokens, heads, width] with packed rows, `rows` of them a token, so that a block's are near each other.
+
+    It is copied if not: kernels count with 32 bits within a block.
+    """
+    array = launch.packed(array)
+    token, head, _ = launch.strides(array)
+    return array if token <= LARGEST_TOKEN_STRIDE and head * rows <= 2**30 else launch.contiguous(array)
+
+
+def parts(width: int, split: bool = True) -> tuple[int, int]:
+    """Columns of the two parts that a head size is held in, powers of two; the second is 0 where one part is best."""
+    whole = max(NARROWEST, next_power_of_2(width))
+    half = whole // 2
+    rest = max(NARROWEST, next_power_of_2(width - half)) if width > half >= NARROWEST else half
+    return (half, rest) if split and rest < half else (whole, 0)
+
+
+def widths(call: Any) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The parts of queries and keys, and those of values.
+
+    The gradient has one part on GPUs whose matrix unit takes its operands from registers: two would not fit them.
+    """
+    arch = call.device.arch
+    split = not call.OPERATION.endswith("backward") or arch in WGMMA or not arch.startswith("sm_")
+    return parts(call.head_dim, split), parts(call.v_head_dim, split)
+
+
+def tuning_key(call: Any) -> str:
+    """The bucket of static facts that a tuned file is keyed by."""
+    tokens = next_power_of_2(cdiv(call.num_kv_tokens, max(call.num_seqs, 1)))
+    return (
+        f"heads={call.num_q_heads}/{call.num_kv_heads} d={call.head_dim}/{call.v_head_dim} dtype={dtype_name(call.q)} "
+        f"causal={bool(call.causal)} tokens_per_seq<={tokens}"
+    )
+
+
+def columns(call: Any) -> int:
+    """Columns of a key and its value together, or of a query and its output's gradient."""
+    return sum(map(sum, widths(call)))
+
+
+def on_cuda_cores(call: Any) -> bool:
+    """Whether products are exact in float32, which no matrix unit is: each thread holds its part of both operands."""
+    return item_size(call.q) == 4 and call.device.platform != "cpu"
+
+
+def rows_at_most(call: Any, rows: int) -> int:
+    """Rows of a block, no more than a small batch has."""
+    return min(rows, max(16, next_power_of_2(call.num_q_tokens * call.group)))
+
+
+def fit(call: Any, kept: int, step: int, stages: int) -> tuple[int, int]:
+    """Rows a step and stages with which blocks of two arrays, beside `kept` elements, fit the shared memory."""
+    budget = (call.device.shared_memory or SMALLEST_SHARED_MEMORY) // item_size(call.q)
+    while kept + stages * step * columns(call) > budget and (stages > 1 or step > 16):
+        if stages > 2 or step <= 16:
+            stages -= 1
+        else:
+            step //= 2
+    return step, stages
+
+
+def shared_arguments(call: Any) -> dict[str, Any]:
+    """What every kernel that visits keys or rows is told of a call."""
+    # A window as long as the longest sequence hides nothing.
+    window = call.sliding_window if call.sliding_window and call.sliding_window < call.num_kv_tokens else None
+    (d_main, d_rest), (dv_main, dv_rest) = widths(call)
+    return {
+        "num_q_tokens": call.num_q_tokens,
+        "num_kv_tokens": call.num_kv_tokens,
+        "num_seqs": call.num_seqs,
+        "window": window or 0,
+        "sm_scale": call.scale,
+        "soft_cap": float(call.soft_cap or 1.0),
+        "HAS_WINDOW": window is not None,
+        "HAS_SOFT_CAP": call.soft_cap is not None,
+        "CAUSAL": bool(call.causal),
+        "GROUP": call.group,
+        "NUM_HEADS": call.num_q_heads,
+        "D": call.head_dim,
+        "D_MAIN": d_main,
+        "D_REST": d_rest,
+        "DV": call.v_head_dim,
+        "DV_MAIN": dv_main,
+        "DV_REST": dv_rest,
+    }
+
+
+def stride_arguments(launch: Any, **arrays: Any) -> dict[str, int]:
+    """`<name>_token_stride` and `<name>_head_stride` of arrays [tokens, heads, width]."""
+    found = {}
+    for name, array in arrays.items():
+        found[f"{name}_token_stride"], found[f"{name}_head_stride"] = launch.strides(array)[:2]
+    return found
+
+
+# ---- where a program works
+
+
+@triton.jit
+def find_block(block, own_edges_ptr, other_edges_ptr, num_seqs, num_own, num_other, GROUP: tl.constexpr,
+               BLOCK: tl.constexpr):  # fmt: skip
+    """The sequence that a block of rows belongs to: (start, length, first row of the block in it) on the rows' own
+    side, and (start, length) on the other, of length 0 for rows that are no sequence's.
+
+    There is nothing to do if the first row is not in [0, length * GROUP).
+    """
+    segment = find_segment(block, own_edges_ptr, num_seqs, num_own, GROUP, BLOCK)
+    start = segment_edge(own_edges_ptr, segment, num_seqs, num_own)
+    stop = tl.maximum(segment_edge(own_edges_ptr, segment + 1, num_seqs, num_own), start)
+    first_row = (block - (start * GROUP // BLOCK + segment)) * BLOCK
+    other_start = 0
+    other_len = 0
+    if (segment > 0) & (segment <= num_seqs):
+        other_start = query_edge(other_edges_ptr, segment - 1, num_other)
+        other_len = tl.maximum(query_edge(other_edges_ptr, segment, num_other) - other_start, 0)
+    return start, stop - start, first_row, other_start, other_len
+
+
+@triton.jit
+def key_blocks(low, high, kv_len, window, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """Which keys queries at positions [low, high] see: (first, last, start, whole_start, whole_stop, end).
+
+    Some query sees a key in [first, last), in blocks from `start` to `end`; every one sees all keys of the blocks from
+    `whole_start` to `whole_stop`.
+    """
+    first, last = key_range(low, high, kv_len, window, CAUSAL, HAS_WINDOW)
+    start = first // BLOCK_KV * BLOCK_KV
+    end = tl.maximum((last + BLOCK_KV - 1) // BLOCK_KV * BLOCK_KV, start)
+    whole_start = start
+    if HAS_WINDOW:
+        whole_start = tl.minimum(tl.maximum(high - window + BLOCK_KV, start) // BLOCK_KV * BLOCK_KV, end)
+    whole_stop = kv_len
+    if CAUSAL:
+        whole_stop = tl.minimum(kv_len, low + 1)
+    whole_stop = tl.maximum(tl.maximum(whole_stop, 0) // BLOCK_KV * BLOCK_KV, whole_start)
+    return first, last, start, whole_start, whole_stop, end
+
+
+@triton.jit
+def load_columns(ptr, places, readable, MASKED: tl.constexpr, WIDTH: tl.constexpr, FROM: tl.constexpr,
+                 PAD: tl.constexpr):  # fmt: skip
+    """Columns [FROM, FROM + PAD) of the rows at `places`: 0 from WIDTH on and, if MASKED, in rows not readable."""
+    d = FROM + tl.arange(0, PAD)
+    pointers = ptr + (places[:, None] + d[None, :])
+    if MASKED and FROM + PAD > WIDTH:
+        values = tl.load(pointers, mask=readable[:, None] & (d < WIDTH)[None, :], other=0)
+    elif MASKED:
+        values = tl.load(pointers, mask=readable[:, None], other=0)
+    elif FROM + PAD > WIDTH:
+        values = tl.load(pointers, mask=(d < WIDTH)[None, :], other=0)
+    else:
+        values = tl.load(pointers)
+    return values
+
+
+@triton.jit
+def store_columns(ptr, places, values, writable, WIDTH: tl.constexpr, FROM: tl.constexpr, PAD: tl.constexpr):
+    """What `load_columns` reads."""
+    d = FROM + tl.arange(0, PAD)
+    mask = writable[:, None] & (d < WIDTH)[None, :]
+    tl.store(ptr + (places[:, None] + d[None, :]), narrow(values, ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def row_places(ptr, first, token_stride, head_stride, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the rows [first, first + BLOCK) lie, `first` being a multiple of BLOCK, if the rows of a sequence and KV
+    head begin at `ptr`: a pointer, and how far each is from there.
+
+    What differs between blocks is a scalar of 64 bits; the rest is of 32, as `near` has seen to, and where GROUP
+    divides BLOCK the same in each.
+    """
+    inner = tl.arange(0, BLOCK)
+    if BLOCK % GROUP != 0:
+        inner += first % GROUP
+    ptr += tl.cast(first // GROUP, tl.int64) * token_stride
+    return ptr, (inner // GROUP) * token_stride + (inner % GROUP) * head_stride
+
+
+@triton.jit
+def load_rows(
+    ptr, first, readable, token_stride, head_stride, MASKED: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    """Both parts of the rows [first, first + BLOCK), zero where not readable; see `row_places`."""
+    ptr, places = row_places(ptr, first, token_stride, head_stride, GROUP, BLOCK)
+    main = load_columns(ptr, places, readable, MASKED, WIDTH, 0, MAIN)
+    rest = main
+    if REST:
+        rest = load_columns(ptr, places, readable, MASKED, WIDTH, MAIN, REST)
+    return main, rest
+
+
+@triton.jit
+def store_rows(
+    ptr, first, main, rest, writable, token_stride, GROUP: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    MAIN: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    """Both parts of the rows [first, first + BLOCK) of an array whose heads follow each other; see `row_places`."""
+    ptr, places = row_places(ptr, first, token_stride, WIDTH, GROUP, BLOCK)
+    store_columns(ptr, places, main, writable, WIDTH, 0, MAIN)
+    if REST:
+        store_columns(ptr, places, rest, writable, WIDTH, MAIN, REST)
+
+
+@triton.jit
+def head_start(ptr, start, kv_head, token_stride, head_stride, GROUP: tl.constexpr):
+    """Where the rows of a sequence and KV head begin."""
+    return ptr + start.to(tl.int64) * token_stride + kv_head.to(tl.int64) * GROUP * head_stride
+
+
+@triton.jit
+def zeros(ROWS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr):
+    """Accumulators of both parts."""
+    main = tl.zeros([ROWS, MAIN], tl.float32)
+    rest = main
+    if REST:
+        rest = tl.zeros([ROWS, REST], tl.float32)
+    return main, rest
+
+
+# ---- products
+
+
+@triton.jit
+def product(a, a_rest, b, b_rest, REST: tl.constexpr):
+    """a @ b.T over rows of two parts, in float32."""
+    products = tl.zeros([a.shape[0], b.shape[0]], tl.float32)
+    products = matmul(a, tl.trans(b), products)
+    if REST:
+        products = matmul(a_rest, tl.trans(b_rest), products)
+    return products
+
+
+@triton.jit
+def accumulate(weights, values, values_rest, acc, acc_rest, REST: tl.constexpr):
+    """acc + weights @ values, of two parts."""
+    acc = matmul(weights, values, acc)
+    if REST:
+        acc_rest = matmul(weights, values_rest, acc_rest)
+    return acc, acc_rest
+
+
+@triton.jit
+def sees(position, key, kv_len, window, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """Whether the query at a position sees a key, in as few comparisons as will do.
+
+    Of a row that is none, behind the last of its sequence, it says False for the keys that no row of the sequence sees.
+    """
+    if CAUSAL and HAS_WINDOW:
+        seen = (position - key).to(tl.uint32, bitcast=True) < tl.cast(window, tl.uint32, bitcast=True)
+    elif CAUSAL:
+        seen = key <= position
+    elif HAS_WINDOW:
+        seen = (key > position - window) & (key < kv_len)
+    else:
+        seen = key < kv_len
+    return seen
+
+
+@triton.jit
+def logit_scales(sm_scale, soft_cap, HAS_SOFT_CAP: tl.constexpr):
+    """What logits are multiplied by before and after the cap, so that they are in base 2; neither is 0."""
+    inner = tl.where(tl.abs(sm_scale) < SMALLEST_SCALE, SMALLEST_SCALE, sm_scale)
+    outer = inner * LOG2E
+    if HAS_SOFT_CAP:
+        inner = inner / soft_cap
+        outer = soft_cap * LOG2E
+    return inner, outer

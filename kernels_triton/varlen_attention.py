@@ -1,0 +1,222 @@
+"""Attention over packed sequences in Triton: one kernel, online softmax over blocks of keys as in FlashAttention.
+
+A program has a block of rows of one KV head and one sequence; it finds the sequence by binary search, so the grid
+follows from shapes alone. Only the blocks of keys at either end, which some row sees in part, pay for masks.
+"""
+
+# Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+
+import dataclasses
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from ragged_attention.errors import InvalidInput
+from ragged_attention.kernels_triton import varlen
+from ragged_attention.kernels_triton.blocks import (
+    LN2,
+    LOG2E,
+    expect_power_of_two,
+    narrow,
+    tanh,
+)
+from ragged_attention.kernels_triton.varlen import (
+    accumulate,
+    find_block,
+    head_start,
+    key_blocks,
+    load_rows,
+    logit_scales,
+    product,
+    sees,
+    store_rows,
+    zeros,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """What may be tuned. Rows are query tokens times heads of a group."""
+
+    block_q: int = 64  # rows of a program
+    block_kv: int = 64  # its keys a step
+    num_warps: int = 4
+    num_stages: int = 2
+
+    def __post_init__(self) -> None:
+        expect_power_of_two(self, block_q=(16, 256), block_kv=(16, 256), num_warps=(1, 16))
+        if not isinstance(self.num_stages, int) or not 1 <= self.num_stages <= 8:
+            raise InvalidInput(f"expected num_stages from 1 to 8, got {self.num_stages!r}")
+
+
+def why_not(call: Any) -> str | None:
+    return varlen.why_not(call, forward_kernel)
+
+
+def tuning_key(call: Any) -> str:
+    return varlen.tuning_key(call)
+
+
+def heuristic(call: Any) -> Tile:
+    """Tiles that fit registers and shared memory; see docs/compile_matrix.md."""
+    block_q, block_kv, num_warps, num_stages = sizes(call)
+    block_q = varlen.rows_at_most(call, block_q)
+    block_kv, num_stages = varlen.fit(call, block_q * sum(varlen.widths(call)[0]), block_kv, num_stages)
+    return Tile(block_q=block_q, block_kv=block_kv, num_warps=num_warps, num_stages=num_stages)
+
+
+def sizes(call: Any) -> tuple[int, int, int, int]:
+    """Rows, keys, warps and stages."""
+    arch, columns = call.device.arch, varlen.columns(call)
+    if call.device.platform == "cpu":
+        return 64, 64, 4, 2
+    if varlen.on_cuda_cores(call):
+        return 16, 16, 4, 2
+    if not arch.startswith("sm_"):
+        return (128, 32, 4, 2) if columns <= 320 else (64, 32, 4, 1)
+    if arch in varlen.WGMMA:
+        return (128, 64, 8, 3) if columns <= 320 else (128, 32, 8, 3)
+    return (128, 64, 8, 2) if columns <= 256 else (128, 32, 8, 2) if columns <= 320 else (64, 32, 8, 2)
+
+
+@triton.jit
+def attend(
+    q, q_rest, highest, total, acc, acc_rest,
+    k_ptr, v_ptr, left, left_blocks, right, num_blocks, first, last, position, kv_len, window,
+    k_token_stride, v_token_stride, inner, outer,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
+    BLOCK_KV: tl.constexpr, D: tl.constexpr, D_MAIN: tl.constexpr, D_REST: tl.constexpr,
+    DV: tl.constexpr, DV_MAIN: tl.constexpr, DV_REST: tl.constexpr,
+):  # fmt: skip
+    """Online softmax of the rows of `q` over `num_blocks` blocks of keys: `left_blocks` from `left` on, the rest from
+    `right` on.
+
+    Unmasked, every row must see every key of them. Masked, only keys in [first, last) are read at all: what no row of
+    the tile sees takes no part, NaN or not.
+    """
+    for index in range(num_blocks):
+        block = left + index * BLOCK_KV
+        if MASKED:
+            block = tl.where(index < left_blocks, block, right + (index - left_blocks) * BLOCK_KV)
+        key = block + tl.arange(0, BLOCK_KV)
+        readable = (key >= first) & (key < last)
+        k, k_rest = load_rows(
+            k_ptr, block, readable, k_token_stride, 0, MASKED, 1, BLOCK_KV, D, D_MAIN, D_REST
+        )  # fmt: skip
+        logits = product(q, q_rest, k, k_rest, D_REST)
+        if HAS_SOFT_CAP:
+            logits = tanh(logits * inner)
+        if MASKED:
+            seen = sees(position[:, None], key[None, :], kv_len, window, CAUSAL, HAS_WINDOW)
+            logits = tl.where(seen, logits, float("-inf"))
+        higher = tl.maximum(highest, tl.max(logits, 1) * outer)
+        finite = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.math.exp2(logits * outer - finite[:, None])
+        kept = tl.math.exp2(highest - finite)
+        total = total * kept + tl.sum(weights, 1)
+        highest = higher
+        rounded = narrow(weights, q.dtype)
+        v, v_rest = load_rows(
+            v_ptr, block, readable, v_token_stride, 0, MASKED, 1, BLOCK_KV, DV, DV_MAIN, DV_REST
+        )  # fmt: skip
+        acc, acc_rest = accumulate(rounded, v, v_rest, acc * kept[:, None], acc_rest * kept[:, None], DV_REST)
+    return highest, total, acc, acc_rest
+
+
+@triton.jit
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, cu_q_lens_ptr, cu_kv_lens_ptr, sinks_ptr,
+    out_ptr, lse_ptr,
+    num_q_tokens, num_kv_tokens, num_seqs, window,
+    q_head_stride, k_head_stride, v_head_stride,
+    sm_scale, soft_cap,
+    q_token_stride: tl.constexpr, k_token_stride: tl.constexpr, v_token_stride: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, CAUSAL: tl.constexpr,
+    GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, D: tl.constexpr, D_MAIN: tl.constexpr, D_REST: tl.constexpr,
+    DV: tl.constexpr, DV_MAIN: tl.constexpr, DV_REST: tl.constexpr, NEGATIVE: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+):  # fmt: skip
+    """One block of rows of one KV head over all keys that they see; padding rows are blocks that see none."""
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows see the most keys: begin with them
+    kv_head = tl.program_id(1)
+    start, q_len, first_row, kv_start, kv_len = find_block(
+        block, cu_q_lens_ptr, cu_kv_lens_ptr, num_seqs, num_q_tokens, num_kv_tokens, GROUP, BLOCK_Q
+    )
+    rows = q_len * GROUP
+    if (first_row >= 0) & (first_row < rows):
+        # Not by comparing `row`, which would be kept in registers until it is needed again at the end.
+        readable = tl.arange(0, BLOCK_Q) < rows - first_row
+        q_ptr = head_start(q_ptr, start, kv_head, q_token_stride, q_head_stride, GROUP)
+        k_ptr = head_start(k_ptr, kv_start, kv_head, k_token_stride, k_head_stride, 1)
+        v_ptr = head_start(v_ptr, kv_start, kv_head, v_token_stride, v_head_stride, 1)
+        inner, outer = logit_scales(tl.abs(sm_scale), soft_cap, HAS_SOFT_CAP)
+        q, q_rest = load_rows(
+            q_ptr, first_row, readable, q_token_stride, q_head_stride, True, GROUP, BLOCK_Q, D, D_MAIN, D_REST
+        )  # fmt: skip
+        if NEGATIVE:  # the softmax's maximum needs a positive factor
+            q = (-q.to(tl.float32)).to(q.dtype)
+            q_rest = (-q_rest.to(tl.float32)).to(q.dtype)
+        low = kv_len - q_len + first_row // GROUP
+        high = kv_len - q_len + tl.minimum((first_row + BLOCK_Q - 1) // GROUP, q_len - 1)
+        position = kv_len - q_len + (first_row + tl.arange(0, BLOCK_Q)) // GROUP
+        first, last, begin, whole_start, whole_stop, end = key_blocks(
+            low, high, kv_len, window, CAUSAL, HAS_WINDOW, BLOCK_KV
+        )
+        highest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_Q], tl.float32)
+        acc, acc_rest = zeros(BLOCK_Q, DV_MAIN, DV_REST)
+        highest, total, acc, acc_rest = attend(
+            q, q_rest, highest, total, acc, acc_rest, k_ptr, v_ptr,
+            whole_start, 0, 0, (whole_stop - whole_start) // BLOCK_KV, first, last, position, kv_len, window,
+            k_token_stride, v_token_stride, inner, outer, False, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP,
+            BLOCK_KV, D, D_MAIN, D_REST, DV, DV_MAIN, DV_REST,
+        )  # fmt: skip
+        left_blocks = (whole_start - begin) // BLOCK_KV
+        num_blocks = left_blocks + (end - whole_stop) // BLOCK_KV
+        highest, total, acc, acc_rest = attend(
+            q, q_rest, highest, total, acc, acc_rest, k_ptr, v_ptr,
+            begin, left_blocks, whole_stop, num_blocks, first, last, position, kv_len, window,
+            k_token_stride, v_token_stride, inner, outer, True, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP,
+            BLOCK_KV, D, D_MAIN, D_REST, DV, DV_MAIN, DV_REST,
+        )  # fmt: skip
+
+        row = first_row + tl.arange(0, BLOCK_Q)
+        head = kv_head * GROUP + row % GROUP
+        empty = total == 0.0  # no key seen
+        highest = tl.where(empty, 0.0, highest)
+        total = tl.where(empty, 1.0, total)
+        denominator = total
+        if HAS_SINKS:
+            sink = tl.load(sinks_ptr + head, mask=row < rows, other=float("-inf"))
+            denominator += tl.math.exp2(sink * LOG2E - highest)
+        share = tl.where(empty, 0.0, 1.0 / denominator)[:, None]
+        lse = tl.where(empty, float("-inf"), (highest + tl.math.log2(total)) * LN2)
+        tl.store(lse_ptr + (start + row // GROUP).to(tl.int64) * NUM_HEADS + head, lse, mask=row < rows)
+        out_ptr = head_start(out_ptr, start, kv_head, NUM_HEADS * DV, DV, GROUP)
+        store_rows(out_ptr, first_row, acc * share, acc_rest * share, row < rows, NUM_HEADS * DV, GROUP, BLOCK_Q,
+                   DV, DV_MAIN, DV_REST)  # fmt: skip
+
+
+def run(call: Any, tile: Tile, launch: Any) -> Any:
+    """Enqueue the kernel; returns out and lse."""
+    q = varlen.near(call.q, call.group, launch)
+    k, v = (varlen.near(array, 1, launch) for array in (call.k, call.v))
+    cu_q_lens, cu_kv_lens = map(launch.packed, (call.cu_q_lens, call.cu_kv_lens))
+    blocks = call.num_q_tokens * call.group // tile.block_q + call.num_seqs + 2
+    return launch(
+        forward_kernel,
+        (blocks if call.num_q_tokens else 0, call.num_kv_heads),
+        (q, k, v, cu_q_lens, cu_kv_lens, cu_q_lens if call.sinks is None else launch.packed(call.sinks)),
+        [(call.out_shape, call.q.dtype), (call.q.shape[:2], "float32")],
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        HAS_SINKS=call.sinks is not None,
+        NEGATIVE=call.scale < 0,
+        BLOCK_Q=tile.block_q,
+        BLOCK_KV=tile.block_kv,
+        **varlen.shared_arguments(call),
+        **varlen.stride_arguments(launch, q=q, k=k, v=v),
+    )

@@ -1,0 +1,111 @@
+"""What is particular to the Triton kernels of attention without a cache: parts of a head, far strides, small blocks."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ragged_attention.reference.varlen_attention import varlen_attention as definition
+from ragged_attention.reference.varlen_attention_backward import varlen_attention_backward as gradient
+from ragged_attention.samples import VarlenSample, device_of
+from ragged_attention.testing.compare import agrees
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from ragged_attention.kernels_triton import varlen, varlen_attention, varlen_attention_backward  # noqa: E402
+from ragged_attention.torch.launcher import LAUNCHER  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    ("width", "expected"),
+    [
+        (1, (16, 0)), (16, (16, 0)), (24, (32, 0)), (64, (64, 0)), (72, (64, 16)), (80, (64, 16)), (96, (64, 32)),
+        (128, (128, 0)), (160, (128, 32)), (192, (128, 64)), (200, (256, 0)), (256, (256, 0)),
+    ],
+)  # fmt: skip
+def test_a_head_is_held_in_the_narrowest_two_parts(width: int, expected: tuple[int, int]) -> None:
+    assert varlen.parts(width) == expected
+    assert varlen.parts(width, split=False) == (max(16, 1 << (width - 1).bit_length()), 0)
+    assert width <= sum(expected) < 2 * max(width, 16)
+
+
+@pytest.mark.parametrize("operation", ["varlen_attention", "varlen_attention_backward"])
+def test_float64_is_for_others(operation: str) -> None:
+    module = {"varlen_attention": varlen_attention, "varlen_attention_backward": varlen_attention_backward}[operation]
+    call = VarlenSample(dtype="float64").call(operation, device_of("torch", "sm_90"))
+    assert module.why_not(call) == "expected q.dtype to be bfloat16, float16 or float32, got float64"
+    assert module.why_not(VarlenSample().call(operation, device_of("torch", "sm_90"))) is None
+
+
+@pytest.mark.parametrize(("strides", "copied"), [((64, 16, 1), False), ((2**23, 16, 1), True), ((16, 2**29, 1), True)])
+def test_rows_too_far_apart_are_copied(strides: tuple[int, int, int], copied: bool) -> None:
+    array = torch.empty_strided((5, 4, 16), strides, device="meta")
+    assert (varlen.near(array, 4, LAUNCHER) is not array) == copied
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950"])
+@pytest.mark.parametrize(
+    ("dtype", "widths"), [*itertools.product(("bfloat16", "float32"), ((128, 128), (256, 256), (1, 7)))]
+)
+def test_blocks_fit_the_shared_memory(arch: str, dtype: str, widths: tuple[int, int]) -> None:
+    sample = VarlenSample(dtype=dtype, head_dim=widths[0], d_v=widths[1])
+    call = sample.call("varlen_attention_backward", device_of("torch", arch))
+    tile = varlen_attention_backward.heuristic(call)
+    size = 4 if dtype == "float32" else 2
+    row = size * varlen.columns(call)
+    for kept, step, stages in (
+        (tile.block_kv, tile.block_q, tile.num_stages),
+        (tile.dq_block_q, tile.dq_block_kv, tile.dq_num_stages),
+    ):
+        assert (kept + stages * step) * row <= call.device.shared_memory
+
+
+SMALL: dict[str, Any] = {"block_q": 16, "block_kv": 16}
+# Lengths with whole blocks, with blocks that are masked at either end, with rows that see nothing, and with neither.
+LENGTHS = ((5, 0, 34, 2), (2, 3, 37, 18))
+
+
+@pytest.mark.parametrize(
+    ("heads", "widths", "options"),
+    [
+        ((2, 1), (24, 16), {"causal": True}),
+        ((3, 1), (72, 40), {"causal": True, "sliding_window": 21, "sinks": True, "d_lse": True}),
+        ((1, 1), (16, 80), {"sliding_window": 4, "soft_cap": 1.5, "sm_scale": -0.3, "d_lse": True}),
+        ((2, 1), (16, 16), {"sm_scale": 0.0, "sinks": True}),
+    ],
+)
+def test_small_blocks_give_what_the_definition_says(
+    heads: tuple[int, int], widths: tuple[int, int], options: dict[str, Any]
+) -> None:
+    import ragged_attention.torch as rt
+
+    generator = np.random.default_rng(3)
+    edges = [np.concatenate([[0], np.cumsum(lens)]).astype(np.int32) for lens in LENGTHS]
+    tokens, keys = edges[0][-1] + 2, edges[1][-1] + 3
+
+    def normal(*shape: int) -> np.ndarray:
+        return generator.standard_normal(shape).astype(np.float32)
+
+    arrays = {"q": normal(tokens, heads[0], widths[0]), "k": normal(keys, heads[1], widths[0])}
+    arrays |= {"v": normal(keys, heads[1], widths[1]), "cu_q_lens": edges[0], "cu_kv_lens": edges[1]}
+    options = dict(options)
+    extra = {"d_lse": normal(tokens, heads[0])} if options.pop("d_lse", False) else {}
+    arrays |= {"sinks": normal(heads[0])} if options.pop("sinks", False) else {}
+    given = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    out, lse = rt.varlen_attention(**given, **options, return_lse=True, backend="triton", options=SMALL)
+    for got, want, name in zip((out, lse), definition(**arrays, **options), ("out", "lse"), strict=True):
+        agrees(got.numpy(), want, "float32", name)
+
+    extra |= {"d_out": normal(tokens, heads[0], widths[1])}
+    more = {name: torch.from_numpy(array) for name, array in extra.items()}
+    tile = SMALL | {f"dq_{name}": size for name, size in SMALL.items()}
+    found = rt.varlen_attention_backward(
+        **given, **more, out=out, lse=lse, **options, backend="triton", options=tile
+    )  # fmt: skip
+    wanted = gradient(**arrays, **extra, out=out.numpy(), lse=lse.numpy(), **options)
+    for got, want, name in zip(found, wanted, ("dq", "dk", "dv", "d_sinks"), strict=True):
+        assert (got is None) == (want is None)
+        if got is not None and want is not None:
+            agrees(got.numpy(), want, "float32", name)
