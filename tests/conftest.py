@@ -7,7 +7,7 @@ from ragged_attention.testing import environment
 
 environment.prepare("cpu")  # before any test module imports triton or jax
 
-from ragged_attention.testing import heads_first_suite, mla_suite, suite  # noqa: E402
+from ragged_attention.testing import heads_first_suite, mla_suite, suite, varlen_suite  # noqa: E402
 from ragged_attention.testing.collection import *  # noqa: E402, F403
 from ragged_attention.testing.drawing import PROFILES, examples_of  # noqa: E402
 
@@ -18,12 +18,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 # Of the corners and laws these runners take every so many by default, and all in the larger profiles: each example is
 # traced, compiled and launched anew in jax, and interpreted line by line in Triton. Of latent caches and of heads-first
-# pages, whose kernels have much in common with each other, they take fewer.
+# pages, whose kernels have much in common with each other, they take fewer; and of packed sequences and gradients,
+# where each is a forward and a backward.
 EVERY = {"jax-xla": 2, "jax-triton": 4, "torch-triton": 2}
 EVERY_YOUNGER = {"jax-xla": 12, "jax-triton": 30, "jax-reference": 24, "torch-triton": 3}
+EVERY_GRADIENT = {"jax-xla": 12, "jax-triton": 30, "jax-reference": 24, "torch-triton": 7}
 CHECKS = [str(check) for of in (suite.corners, suite.laws) for check in of()]
-YOUNGER = {
-    str(check) for younger in (mla_suite, heads_first_suite) for of in (younger.corners, younger.laws) for check in of()
+EVERY_OF = {
+    str(check): every
+    for every, suites in ((EVERY_YOUNGER, (mla_suite, heads_first_suite)), (EVERY_GRADIENT, (varlen_suite,)))
+    for younger in suites
+    for of in (younger.corners, younger.laws)
+    for check in of()
 }
 
 
@@ -36,7 +42,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _spared(item: pytest.Item) -> bool:
     params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
     check = str(params.get("check"))
-    every = (EVERY_YOUNGER if check in YOUNGER else EVERY).get(str(params.get("runner")), 1)
+    every = EVERY_OF.get(check, EVERY).get(str(params.get("runner")), 1)
     return check in CHECKS and CHECKS.index(check) % every > 0
 
 

@@ -11,6 +11,7 @@ from ragged_attention.testing.laws import LAWS
 from ragged_attention.testing.mla_laws import MLA_LAWS
 from ragged_attention.testing.runners import Absent, Runner
 from ragged_attention.testing.suite import laws
+from ragged_attention.testing.varlen_laws import SPARSE_GRADIENT_LAWS, VARLEN_LAWS
 
 README = Path(__file__).parents[1] / "reference" / "README.md"
 PACE = {"torch-reference": 0.6, "torch-eager": 0.6, "torch-triton": 0.12}
@@ -27,4 +28,5 @@ def test_law(runner: Runner, check: Check, examples: int) -> None:
 def test_every_law_of_the_definition_is_in_the_suite() -> None:
     numbered = re.findall(r"^(\d+)\. ", README.read_text().partition("## Laws")[2], re.MULTILINE)
     assert [int(number) for number in numbered] == list(range(1, len(numbered) + 1))
-    assert len(LAWS) + len(HEADS_FIRST_LAWS) + len(MLA_LAWS) >= len(numbered) >= 10
+    tested = [*LAWS, *HEADS_FIRST_LAWS, *MLA_LAWS, *VARLEN_LAWS, *SPARSE_GRADIENT_LAWS]
+    assert len(tested) >= len(numbered) >= 10

@@ -16,7 +16,7 @@ from ragged_attention.reference import merge_attention_states as merge
 from ragged_attention.reference import ragged_paged_attention as attention
 from ragged_attention.reference import write_kv_pages as write
 from ragged_attention.reference.kv_layout import encode
-from ragged_attention.testing import mla_suite
+from ragged_attention.testing import mla_suite, varlen_suite
 from ragged_attention.testing.drawing import Check
 from ragged_attention.testing.runners import Runner
 from ragged_attention.testing.suite import agreement, corners, laws
@@ -195,7 +195,12 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Runner]]:
 
 def paged(checks: Iterable[Check]) -> list[Check]:
     """Those of the checks that are about paged attention, writes and merges."""
-    others = {check.name for group in (mla_suite.corners(), mla_suite.agreement(), mla_suite.laws()) for check in group}
+    others = {
+        check.name
+        for of in (mla_suite, varlen_suite)
+        for group in (of.corners, of.agreement, of.laws)
+        for check in group()
+    }
     return [check for check in checks if check.name not in others]
 
 

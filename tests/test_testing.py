@@ -1,15 +1,18 @@
 """The shipped test tools are themselves held to what they say."""
 
+import dataclasses
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ragged_attention import dispatch
 from ragged_attention.calls import CACHE_FORMATS
 from ragged_attention.reference.kv_layout import FORMATS, format_values
 from ragged_attention.reference.mla_decode import mla_decode
@@ -17,24 +20,34 @@ from ragged_attention.reference.sparse_mla_prefill import sparse_mla_prefill
 from ragged_attention.testing import (
     CORNERS,
     DecodeSpec,
+    GradientSpec,
     PrefillSpec,
     Spec,
+    VarlenSpec,
     agrees,
     conformance,
     formats,
     latents,
     mla_suite,
+    varlen_corners,
+    varlen_laws,
+    varlen_safety,
 )
 from ragged_attention.testing.batches import expected, garbage, pages_of
-from ragged_attention.testing.compare import BOUNDS, EITHER, identical
+from ragged_attention.testing.compare import BOUNDS, EITHER, MANY, OF_FEW, identical
 from ragged_attention.testing.corners import MERGE_CORNERS, WRITE_CORNERS
 from ragged_attention.testing.drawing import drawn, examples_of
+from ragged_attention.testing.gradients import GradientBatch, Gradients
+from ragged_attention.testing.gradients import expected as expected_gradients
 from ragged_attention.testing.mla_cache_batches import SlotsSpec
 from ragged_attention.testing.mla_oracle import check_slots
 from ragged_attention.testing.mla_strategies import decode_specs, prefill_specs
-from ragged_attention.testing.runners import FRAMEWORKS, Absent, Declined, runner_for, runners
+from ragged_attention.testing.runners import FRAMEWORKS, Absent, Declined, Runner, runner_for, runners
 from ragged_attention.testing.strategies import specs, write_batch
 from ragged_attention.testing.suite import checks
+from ragged_attention.testing.varlen_batches import VarlenBatch
+from ragged_attention.testing.varlen_oracle import gradients_agree, rows_without_gradient
+from ragged_attention.testing.varlen_strategies import sparse_gradient_specs, varlen_gradient_specs
 
 MIXED = Spec(lens=((5, 5), (1, 37), (4, 21)), num_kv_heads=2, group=2, padding=2)
 
@@ -99,7 +112,7 @@ def test_shapes_and_bits_are_compared_too() -> None:
 @pytest.mark.parametrize("kind", EITHER)
 def test_latent_attention_is_held_to_one_bound_of_two(kind: str) -> None:
     absolute, relative, _ = EITHER[kind]
-    want = np.array([3.0, 1e-9, 50.0] + [40.0] * 200)  # so many that one of them hardly turns the direction
+    want = np.array([3.0, 1e-9, 50.0] + [40.0] * 1000)  # so many that one of them hardly turns the direction
     for place, error in ((0, relative * 3), (1, absolute), (2, relative * 50)):
         inside, outside = (want + np.where(np.arange(len(want)) == place, error * f, 0) for f in (0.99, 1.01))
         assert agrees(inside, want, kind)
@@ -127,7 +140,33 @@ def test_the_latent_bounds_are_the_contracts() -> None:
         "prefill out": (8e-4, 2.01 / 128, 7e-6),
         "prefill max_logits": (1e-6, 2.01 / 65536, 1e-7),
         "prefill lse": (1e-6, 2.01 / 65536, 1e-7),
+        "varlen out": (1e-3, 8.01 / 128, 7e-6),
+        "varlen lse": (1e-6, 2.01 / 65536, 1e-7),
+        "gradient": (1e-3, 8.01 / 128, 7e-6),
     }
+
+
+@pytest.mark.parametrize("kind", OF_FEW)
+def test_few_rows_may_have_roundings_of_one_sign(kind: str) -> None:
+    """And no more: 2^-7 of a vector's length, of as many rows as are not 0."""
+    for rows, bound in ((MANY - 1, 2.0**-15), (MANY, 7e-6)):
+        want = np.zeros((rows + 5, 2, 3))
+        want[:rows, 1] = 1
+        for share in (0.98, 1.05):
+            got = want * (1 + np.sqrt(2 * bound * share) * np.where(np.arange(len(want)) % 2, 1, -1)[:, None, None])
+            if share < 1:
+                assert agrees(got, want, kind)
+                continue
+            with pytest.raises(AssertionError, match=f"expected a cosine difference <= {bound:g}, got"):
+                agrees(got, want, kind)
+
+
+def test_a_gradient_that_has_cancelled_has_no_direction() -> None:
+    assert agrees(np.full(100, -9e-5), np.full(100, 9e-5), "gradient")
+    with pytest.raises(AssertionError, match="expected a cosine difference <= 7e-06, got"):
+        agrees(np.full(100, -1e-4), np.full(100, 1e-4), "gradient")
+    with pytest.raises(AssertionError, match="expected a cosine difference <= 7e-06, got"):
+        agrees(np.full(100, -9e-5), np.full(100, 9e-5), "varlen out")
 
 
 # The batches.
@@ -223,10 +262,12 @@ def test_garbage_reaches_the_extremes() -> None:
 
 def test_every_corner_can_be_built() -> None:
     latent = [build for _, _, builders in mla_suite.CORNERS for build in builders.values()]
-    for build in (*CORNERS.values(), *WRITE_CORNERS.values(), *MERGE_CORNERS.values(), *latent):
+    gradients = [*varlen_corners.DENSE_GRADIENTS.values(), *varlen_corners.SPARSE_GRADIENTS.values()]
+    for build in (*CORNERS.values(), *WRITE_CORNERS.values(), *MERGE_CORNERS.values(), *latent, *gradients):
         build()
     assert len(CORNERS) > 70
     assert len(latent) > 150
+    assert len(gradients) > 50
 
 
 @pytest.mark.parametrize("slot_dtype", [np.int32, np.int64])
@@ -280,6 +321,77 @@ def test_an_operation_that_a_backend_has_not_is_absent() -> None:
         )
     with pytest.raises(Absent, match="eager has no num_splits for mla_decode"):
         mla_suite.check_invariance(runner_for("eager", "torch"), DecodeSpec())
+
+
+def test_a_gradient_of_another_backend_is_not_taken_for_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = dispatch.load
+
+    def load(operation: str, backend: str) -> object:
+        return honest(operation, "pallas" if operation.endswith("_backward") else backend)
+
+    monkeypatch.setattr(dispatch, "load", load)
+    with pytest.raises(Absent, match="does not offer varlen_attention_backward"):
+        runner_for("reference", "torch").gradients(GradientSpec(of=VarlenSpec()).build())
+
+
+# Packed sequences and gradients.
+@settings(deadline=None, derandomize=True)
+@given(varlen_gradient_specs() | sparse_gradient_specs())
+def test_poison_is_where_the_definition_does_not_read(spec: GradientSpec) -> None:
+    batch = spec.build()
+    out, lse = batch.results()
+    poisoned = dataclasses.replace(batch, forward=batch.forward.poisoned("nan")).poisoned("nan")
+    for name, want in expected_gradients(batch.backward(out, lse)).items():
+        np.testing.assert_array_equal(expected_gradients(poisoned.backward(out, lse))[name], want)
+        assert np.isfinite(want).all()
+        if name in (where := rows_without_gradient(poisoned)):
+            assert np.isnan(getattr(poisoned.forward, name)[where[name]]).all() or name == "q"
+            assert (want[where[name]] == 0).all()
+
+
+def test_the_parts_of_a_varlen_batch_are_its_sequences() -> None:
+    batch = VarlenSpec(lens=((2, 3), (0, 4), (5, 0)), q_padding=1, kv_padding=2).build()
+    last_first = batch.of([2, 0])
+    assert last_first.cu_q_lens.tolist() == [0, 5, 7]
+    assert last_first.cu_kv_lens.tolist() == [0, 0, 3]
+    np.testing.assert_array_equal(last_first.q, batch.q[[2, 3, 4, 5, 6, 0, 1]])
+    np.testing.assert_array_equal(last_first.v, batch.v[:3])
+    assert batch.blind().tolist() == [False] * 2 + [True] * 6
+    assert batch.unseen().tolist() == [False] * 3 + [True] * 6
+
+
+def test_gradients_are_compared_by_name() -> None:
+    with pytest.raises(AssertionError, match="expected gradients of q, k, got q"):
+        gradients_agree({"q": np.zeros(2)}, {"q": np.zeros(2), "k": np.zeros(2)}, "float32")
+
+
+def test_a_slope_that_is_not_the_gradients_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, spec = runner_for("reference", "torch"), GradientSpec(of=VarlenSpec())
+    honest = type(runner).gradients
+
+    def doubled(runner: Runner, batch: GradientBatch) -> Gradients:
+        found = honest(runner, batch)
+        return dataclasses.replace(found, of={name: 2 * array for name, array in found.of.items()})
+
+    varlen_laws.gradients_are_slopes(runner, spec)
+    monkeypatch.setattr(type(runner), "gradients", doubled)
+    with pytest.raises(AssertionError, match=r"expected a slope of [\d.]+ from the gradients, got [\d.]+ from the res"):
+        varlen_laws.gradients_are_slopes(runner, spec)
+
+
+def _ascends(seed: int) -> bool:
+    batch = varlen_safety.garbage_varlen(seed).forward
+    return isinstance(batch, VarlenBatch) and varlen_safety.ascends(batch)
+
+
+@pytest.mark.parametrize("example", [example for _, example in varlen_safety.EXAMPLES])
+def test_garbage_must_not_make_numbers_that_are_none(monkeypatch: pytest.MonkeyPatch, example: Any) -> None:
+    nothing = {"q": np.full(3, np.nan)}
+    monkeypatch.setattr(Runner, "backward", lambda *_, **__: nothing)
+    monkeypatch.setattr(Runner, "varlen", lambda *_, **__: (nothing["q"], np.zeros(3)))
+    ascending = next(seed for seed in range(1, 100) if seed % 3 and _ascends(seed))
+    with pytest.raises(AssertionError, match=r"expected finite (q|out) from finite inputs, got others"):
+        example(runner_for("reference", "torch"), ascending, {})
 
 
 def test_runners_know_what_is_absent() -> None:

@@ -6,13 +6,16 @@ on a backend. The parts, for tests of one's own:
     Spec, Batch, WriteBatch, MergeBatch    a batch's structure, and the NumPy arrays made from it
     PagedSpec, ChunkSpec                   the structures of batches over heads-first pages
     PrefillSpec, DecodeSpec                the structures of latent attention's batches
+    VarlenSpec, GradientSpec               the structures of batches of packed sequences, and of gradients
     CORNERS                                a named batch for every edge of the definition
     agrees                                 the one comparison, with the one set of bounds
     LAWS, HEADS_FIRST_LAWS, MLA_LAWS       what holds without an oracle
+    VARLEN_LAWS, SPARSE_GRADIENT_LAWS      the same of packed sequences and of gradients
     runner_for                             a backend, called through the torch or the jax front end
     guarded                                arrays that end where readable memory ends
 
-`ragged_attention.testing.strategies`, `.heads_first_suite` and `.mla_strategies` have the Hypothesis strategies.
+`ragged_attention.testing.strategies`, `.heads_first_suite`, `.mla_strategies` and `.varlen_strategies` have the
+Hypothesis strategies.
 """
 
 from importlib.util import find_spec
@@ -28,6 +31,7 @@ from ragged_attention.testing.batches import Spec as Spec
 from ragged_attention.testing.batches import WriteBatch as WriteBatch
 from ragged_attention.testing.compare import agrees as agrees
 from ragged_attention.testing.corners import CORNERS as CORNERS
+from ragged_attention.testing.gradients import GradientSpec as GradientSpec
 from ragged_attention.testing.guarded import guarded as guarded
 from ragged_attention.testing.heads_first import ChunkSpec as ChunkSpec
 from ragged_attention.testing.heads_first import PagedSpec as PagedSpec
@@ -37,3 +41,6 @@ from ragged_attention.testing.mla_batches import DecodeSpec as DecodeSpec
 from ragged_attention.testing.mla_batches import PrefillSpec as PrefillSpec
 from ragged_attention.testing.mla_laws import MLA_LAWS as MLA_LAWS
 from ragged_attention.testing.runners import runner_for as runner_for
+from ragged_attention.testing.varlen_batches import VarlenSpec as VarlenSpec
+from ragged_attention.testing.varlen_laws import SPARSE_GRADIENT_LAWS as SPARSE_GRADIENT_LAWS
+from ragged_attention.testing.varlen_laws import VARLEN_LAWS as VARLEN_LAWS

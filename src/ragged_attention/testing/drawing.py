@@ -53,6 +53,21 @@ PATHS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
         {"block_h": 32, "block_kv": 32, "num_splits": 2},
         {"num_keys_per_block": 16, "num_queries_per_block": 2},
     ),
+    "varlen_attention": (
+        {"block_q": 16},
+        {"block_q": 16, "block_kv": 16},
+        {"block_q": 32, "block_kv": 128},
+    ),
+    "varlen_attention_backward": (
+        {"block_q": 16},
+        {"block_q": 16, "block_kv": 16, "dq_block_q": 16, "dq_block_kv": 16},
+        {"block_q": 16, "block_kv": 128, "dq_block_q": 128, "dq_block_kv": 32},
+    ),
+    "sparse_mla_prefill_backward": (
+        {"block_kv": 16},
+        {"block_h": 16, "block_kv": 16, "chunk_tokens": 1},
+        {"block_h": 32, "block_kv": 32, "chunk_tokens": 3},
+    ),
 }
 
 

@@ -1,7 +1,7 @@
 """NumPy batches through the jax front end and back."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -45,6 +45,22 @@ def take_back(array: jax.Array) -> NDArray[Any]:
 def careful() -> Iterator[None]:
     """The launcher's outputs are NaN before a kernel writes them; nothing more to do."""
     yield
+
+
+def differentiate(
+    function: Callable[..., Any], arguments: dict[str, Any], names: Sequence[str], d_out: Any, d_lse: Any
+) -> tuple[Any, list[jax.Array]]:
+    """What a function returns, and the gradients with respect to arguments; of its results those of out and lse."""
+
+    def of(*given: jax.Array) -> Any:
+        return function(**arguments | dict(zip(names, given, strict=True)))
+
+    results, transposed = jax.vjp(of, *(arguments[name] for name in names))
+    if not isinstance(results, tuple):
+        return results, list(transposed(d_out))
+    towards = [d_out, *(jnp.zeros_like(result) for result in results[1:])]
+    towards[-1] = towards[-1] if d_lse is None else d_lse
+    return results, list(transposed(tuple(towards)))
 
 
 def write(function: Callable[..., Any], arguments: dict[str, Any], name: str) -> list[NDArray[Any]]:

@@ -87,6 +87,7 @@ def _lens(given: NDArray[np.int32] | None, indices: NDArray[np.int32]) -> NDArra
 class PrefillBatch(LatentArrays):
     """The arguments of one `sparse_mla_prefill` call in NumPy, and the dtypes they stand for."""
 
+    OPERATION: ClassVar[str] = "sparse_mla_prefill"
     PAGES: ClassVar[tuple[str, ...]] = ("kv",)
 
     q: NDArray[np.float32]
@@ -97,6 +98,7 @@ class PrefillBatch(LatentArrays):
     sinks: NDArray[np.float32] | None = None
     topk_lens: NDArray[np.int32] | None = None
     cache_format: str | None = None
+    deterministic: bool = False
     dtype: str = "float32"
     cache_dtype: str = "uint8"
     strided: bool = False
@@ -106,6 +108,14 @@ class PrefillBatch(LatentArrays):
         pages = self.kv[:, None] if self.kv.ndim == 3 else self.kv
         lens = _lens(self.topk_lens, self.indices)
         return Selection("kv", pages, latents.format_of(pages, self.cache_format), self.indices, lens)
+
+    @property
+    def group(self) -> int:
+        return self.q.shape[1] // self.kv.shape[-2]
+
+    def blind_heads(self) -> NDArray[np.bool_]:
+        """The heads of the queries that select no row, [T, H]."""
+        return np.repeat(~self.selection.selects.any(axis=-1), self.group, axis=1)
 
     def poisoned(self, kind: str, seed: int = 0) -> Self:
         """NaN, or infinities and any bytes, in every row that no query selects."""
@@ -217,6 +227,7 @@ class LatentSpec:
     poison: str | None = None  # nan or inf in all that must not be read
     strided: bool = False
     magnitude: float = 1.0
+    shrink: float = 10.0  # by which rows are smaller than normal
     seed: int = 0
 
     @property
@@ -228,7 +239,7 @@ class LatentSpec:
         return formats.rounded(q, self.dtype)
 
     def _pages(self, rng: np.random.Generator, num_pages: int, page_size: int) -> Cache:
-        rows = rng.standard_normal((num_pages, page_size, self.kv_heads, self.width)) / 10
+        rows = rng.standard_normal((num_pages, page_size, self.kv_heads, self.width)) / self.shrink
         rows = formats.rounded(rows, self.dtype)
         return rows if self.format == "plain" else latents.quantised(rows, self.format, self.scales, rng)
 
@@ -334,6 +345,7 @@ class PrefillSpec(LatentSpec):
     rows: int = 20  # s_kv, or the slots of the cache up to a whole page
     page_size: int | None = None  # None: packed rows
     lens: str | None = None  # of the lists: inside, zero, wild
+    deterministic: bool = False
 
     def build(self) -> PrefillBatch:
         return _fit.get()(self)._built()
@@ -352,6 +364,7 @@ class PrefillSpec(LatentSpec):
             kv=kv,
             indices=indices.reshape(self.tokens, self.kv_heads, self.topk),
             topk_lens=lens_of(rng, (self.tokens,), self.topk, self.lens),
+            deterministic=self.deterministic,
             **self._common(rng),
         )
         return batch.poisoned(self.poison, self.seed) if self.poison else batch

@@ -15,6 +15,7 @@ from ragged_attention import dispatch
 from ragged_attention.calls import CALLS, DecodeSchedule
 from ragged_attention.errors import BackendMissing, Unsupported
 from ragged_attention.testing.batches import Arrays, Batch, MergeBatch, Pages, Spec, WriteBatch, like_pages
+from ragged_attention.testing.gradients import DIFFERENTIABLE, BackwardBatch, GradientBatch, Gradients
 from ragged_attention.testing.mla_batches import (
     DecodeBatch,
     DecodeSpec,
@@ -31,6 +32,7 @@ from ragged_attention.testing.mla_cache_batches import (
     ScheduleBatch,
     SlotsBatch,
 )
+from ragged_attention.testing.varlen_batches import VarlenBatch, VarlenSpec
 
 HeadsFirstPages = NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]  # as they are stored, or with their scales
 FRAMEWORKS = ("torch", "jax")
@@ -40,6 +42,7 @@ SAMPLES = {
     "ragged_paged_attention": Spec(lens=((1, 1),)),
     "sparse_mla_prefill": PrefillSpec(tokens=1),
     "mla_decode": DecodeSpec(topk=0),
+    "varlen_attention": VarlenSpec(lens=((1, 1),)),
 }
 
 
@@ -101,6 +104,40 @@ class Runner:
         options = {"align": batch.align, **(options or {})}
         return self.front.take_back(self._call("prefill_attention", batch, options))
 
+    def varlen(
+        self, batch: VarlenBatch, *, options: Mapping[str, Any] | None = None, return_lse: bool = True
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Out and lse of packed sequences; without `return_lse` the second is empty."""
+        result = self._call("varlen_attention", batch, options, return_lse=return_lse)
+        out, lse = result if return_lse else (result, None)
+        return self.front.take_back(out), np.empty(0) if lse is None else self.front.take_back(lse)
+
+    def gradients(self, batch: GradientBatch) -> Gradients:
+        """What a call returns and its gradients, by the framework's automatic differentiation."""
+        forward, names = batch.forward, batch.differentiated
+        self._expect_offered(f"{batch.operation}_backward")
+        whole = batch.backward(np.empty(0), np.empty(0))
+        towards = {name: self._bring(whole, f"d_{name}", getattr(batch, f"d_{name}")) for name in ("out", "lse")}
+
+        def differentiate(call: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+            return self.front.differentiate(call, arguments, names, towards["out"], towards["lse"])
+
+        # Where nothing is asked of lse, the attention that has a choice is called as one that does not return it.
+        asked = batch.d_lse is not None
+        extra = {"return_lse": asked} if batch.operation == "varlen_attention" else {}
+        results, found = self._call(batch.operation, forward, None, through=differentiate, **extra)
+        if extra and not asked:
+            results = results, self._call(batch.operation, forward, None, return_lse=True)[1]
+        out, lse = (self.front.take_back(results[place]) for place in (0, -1))
+        return Gradients(out, lse, dict(zip(names, map(self.front.take_back, found), strict=True)))
+
+    def backward(self, batch: BackwardBatch, *, options: Mapping[str, Any] | None = None) -> dict[str, NDArray[Any]]:
+        """The gradients by the names of the arguments, by the operation that is the gradient."""
+        found = self._call(f"{batch.forward.OPERATION}_backward", batch, options)
+        given = batch.forward.arguments()
+        names = [name for name in DIFFERENTIABLE if given.get(name) is not None]
+        return dict(zip(names, [self.front.take_back(array) for array in found if array is not None], strict=True))
+
     def prefill(
         self, batch: PrefillBatch, *, options: Mapping[str, Any] | None = None
     ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
@@ -121,7 +158,7 @@ class Runner:
 
     def schedule(self, batch: ScheduleBatch) -> DecodeSchedule:
         """A schedule as the front end makes it, which `decode` takes."""
-        where = {"device": self.device} if self.framework == "torch" else {}
+        where: dict[str, Any] = {"device": self.device} if self.framework == "torch" else {}
         return self._call("make_decode_schedule", batch, None, **where)
 
     def quantize(self, batch: QuantizeBatch) -> NDArray[Any]:
@@ -141,7 +178,10 @@ class Runner:
         out, lse = self._call("merge_attention_states", batch, None)
         return self.front.take_back(out), self.front.take_back(lse)
 
-    def _call(self, operation: str, batch: Arrays, options: Any, **extra: Any) -> Any:
+    def _call(
+        self, operation: str, batch: Arrays, options: Any, *, through: Callable[..., Any] | None = None, **extra: Any
+    ) -> Any:
+        """`through` is what calls it, given the call and its arguments."""
         arguments = {name: self._bring(batch, name, value) for name, value in batch.arguments().items()}
         function = getattr(self.front.operations, operation)
 
@@ -150,12 +190,21 @@ class Runner:
 
         try:
             with self.front.careful():
+                if through is not None:
+                    return through(call, arguments)
                 written = WRITTEN.get(operation)
                 return self.front.write(call, arguments, written) if written else call(**arguments)
         except BackendMissing as missing:
             raise Absent(str(missing)) from None
         except Unsupported as refusal:
             raise Declined(str(refusal)) from None
+
+    def _expect_offered(self, operation: str) -> None:
+        """Raise `Absent` if the backend lacks an operation that another would then stand in for."""
+        try:
+            dispatch.load(operation, self.backend)
+        except BackendMissing as missing:
+            raise Absent(str(missing)) from None
 
     def _bring(self, batch: Arrays, name: str, value: Any) -> Any:
         if isinstance(value, tuple):

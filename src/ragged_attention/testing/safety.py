@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ragged_attention import dispatch
-from ragged_attention.testing import heads_first_suite, mla_safety
+from ragged_attention.testing import heads_first_suite, mla_safety, varlen_safety
 from ragged_attention.testing.batches import Batch, Spec, WriteBatch, garbage
 from ragged_attention.testing.guarded import guarded, run_apart
 from ragged_attention.testing.runners import Declined, Runner
@@ -190,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             runner = emulated(runner, options.emulated)
         for seed in range(0 if side == "end" else 1, options.examples, 2):
             # The slower half of them with every second seed, by turns.
-            slower = (*mla_safety.EXAMPLES, *heads_first_suite.GARBAGE)
+            slower = (*mla_safety.EXAMPLES, *heads_first_suite.GARBAGE, *varlen_safety.EXAMPLES)
             turns = [pair for number, pair in enumerate(slower) if (seed // 2 + number) % 2 == 0]
             for operation, example in (*EXAMPLES, *turns):
                 ways = paths(runner, operation)

@@ -10,7 +10,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from ragged_attention.testing import compare, formats, heads_first_suite, mla_suite, updates
+from ragged_attention.testing import compare, formats, heads_first_suite, mla_suite, updates, varlen_suite
 from ragged_attention.testing.batches import Batch, Spec, expected
 from ragged_attention.testing.corners import CORNERS, MERGE_CORNERS, WRITE_CORNERS
 from ragged_attention.testing.drawing import Check, built, drawn, on_corner, on_drawn, paths
@@ -80,6 +80,7 @@ def corners() -> Iterator[Check]:
     yield from updates.corners()
     yield from heads_first_suite.corners()
     yield from mla_suite.corners()
+    yield from varlen_suite.corners()
 
 
 def agreement() -> Iterator[Check]:
@@ -91,6 +92,7 @@ def agreement() -> Iterator[Check]:
     yield from updates.agreement()
     yield from heads_first_suite.agreement()
     yield from mla_suite.agreement()
+    yield from varlen_suite.agreement()
 
 
 def laws() -> Iterator[Check]:
@@ -99,6 +101,7 @@ def laws() -> Iterator[Check]:
         yield Check("law", name, on_drawn(law, specs(clean=True, cache_dtypes=quantized), 0.5))
     yield from heads_first_suite.laws()
     yield from mla_suite.laws()
+    yield from varlen_suite.laws()
 
 
 def memory() -> Iterator[Check]:

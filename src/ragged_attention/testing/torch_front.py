@@ -2,7 +2,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -89,6 +89,17 @@ def careful() -> Iterator[None]:
             yield
         finally:
             torch.use_deterministic_algorithms(before, warn_only=only_warns)
+
+
+def differentiate(
+    function: Callable[..., Any], arguments: dict[str, Any], names: Sequence[str], d_out: Any, d_lse: Any
+) -> tuple[Any, list[torch.Tensor]]:
+    """What a function returns, and the gradients with respect to arguments; of its results those of out and lse."""
+    given = [arguments[name].detach().requires_grad_() for name in names]
+    results = function(**arguments | dict(zip(names, given, strict=True)))
+    out, lse = (results[0], results[-1]) if isinstance(results, tuple) else (results, None)
+    asked = [out] if d_lse is None else [out, lse]
+    return results, list(torch.autograd.grad(asked, given, [d_out, d_lse][: len(asked)]))
 
 
 def write(function: Callable[..., Any], arguments: dict[str, Any], name: str) -> list[NDArray[Any]]:

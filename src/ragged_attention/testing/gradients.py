@@ -1,0 +1,137 @@
+"""Batches of gradients: a call, and the gradient of a scalar with respect to what it returns.
+
+The gradients with respect to `out` and `lse` are normal numbers made smaller: as the sums over many rows of weights
+rounded to 16 bits would else be beyond the bounds where they come out near 0.
+"""
+
+import dataclasses
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragged_attention.reference.sparse_mla_prefill import sparse_mla_prefill
+from ragged_attention.reference.sparse_mla_prefill_backward import sparse_mla_prefill_backward
+from ragged_attention.reference.varlen_attention import varlen_attention
+from ragged_attention.reference.varlen_attention_backward import varlen_attention_backward
+from ragged_attention.testing import formats
+from ragged_attention.testing.batches import Arrays
+from ragged_attention.testing.mla_batches import PrefillBatch, PrefillSpec
+from ragged_attention.testing.varlen_batches import VarlenBatch, VarlenSpec
+
+Forward = VarlenBatch | PrefillBatch
+DEFINITIONS = {
+    "varlen_attention": (varlen_attention, varlen_attention_backward),
+    "sparse_mla_prefill": (sparse_mla_prefill, sparse_mla_prefill_backward),
+}
+DIFFERENTIABLE = ("q", "k", "v", "kv", "sinks")
+NOT_OF_THE_GRADIENT = ("cache_format",)  # arguments of the forward that the gradient's record has not
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gradients:
+    """Out and lse of a call, and the gradients with respect to its arguments, by their names."""
+
+    out: NDArray[Any]
+    lse: NDArray[Any]
+    of: dict[str, NDArray[Any]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class BackwardBatch(Arrays):
+    """The arguments of one `varlen_attention_backward` or `sparse_mla_prefill_backward` call in NumPy."""
+
+    forward: Forward
+    d_out: NDArray[np.float32]
+    out: NDArray[np.float32]
+    lse: NDArray[np.float32]
+    d_lse: NDArray[np.float32] | None
+
+    @property
+    def strided(self) -> bool:
+        return self.forward.strided
+
+    def arguments(self) -> dict[str, Any]:
+        own = {"d_out": self.d_out, "out": self.out, "lse": self.lse, "d_lse": self.d_lse}
+        given = self.forward.arguments()
+        return own | {name: value for name, value in given.items() if name not in NOT_OF_THE_GRADIENT}
+
+    def dtype_of(self, name: str, array: NDArray[Any]) -> str:
+        return self.forward.dtype if name in ("d_out", "out") else self.forward.dtype_of(name, array)
+
+    def layout_of(self, name: str) -> str:
+        return self.forward.layout_of(name)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class GradientBatch:
+    """A call, and the gradients with respect to its out and lse."""
+
+    forward: Forward
+    d_out: NDArray[np.float32]
+    d_lse: NDArray[np.float32] | None = None
+
+    @property
+    def operation(self) -> str:
+        return self.forward.OPERATION
+
+    @property
+    def differentiated(self) -> list[str]:
+        """The arguments that there are gradients of."""
+        given = self.forward.arguments()
+        return [name for name in DIFFERENTIABLE if given.get(name) is not None]
+
+    def change(self, **fields: Any) -> Self:
+        """Other fields of this batch, or of its call."""
+        own = {name: fields.pop(name) for name in ("d_out", "d_lse") if name in fields}
+        return dataclasses.replace(self, **own, forward=self.forward.change(**fields))
+
+    def poisoned(self, kind: str, seed: int = 0) -> Self:
+        """NaN or infinities in all that takes no part, in the gradients of rows that see no key too."""
+        rng, blind = np.random.default_rng(seed), self.forward.blind_heads()
+        poison = formats.poison(kind, "float32", self.d_out.shape, rng)
+        d_lse = None if self.d_lse is None else np.where(blind, poison[..., 0], self.d_lse)
+        d_out = np.where(blind[..., None], poison, self.d_out)
+        return dataclasses.replace(self, forward=self.forward.poisoned(kind, seed), d_out=d_out, d_lse=d_lse)
+
+    def results(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Out and lse by the definition, rounded as the operation returns them."""
+        definition, _ = DEFINITIONS[self.operation]
+        results = definition(**self.forward.arguments())
+        return formats.rounded(results[0], self.forward.dtype), np.asarray(results[-1], np.float32)
+
+    def backward(self, out: NDArray[Any], lse: NDArray[Any]) -> BackwardBatch:
+        """The call of the gradient by itself."""
+        return BackwardBatch(forward=self.forward, d_out=self.d_out, out=out, lse=lse, d_lse=self.d_lse)
+
+
+def expected(batch: BackwardBatch) -> dict[str, NDArray[np.float64]]:
+    """The gradients by the definition, by the names of the arguments."""
+    forward = batch.forward
+    _, definition = DEFINITIONS[forward.OPERATION]
+    gradients = [array for array in definition(**batch.arguments()) if array is not None]
+    names = [name for name in DIFFERENTIABLE if forward.arguments().get(name) is not None]
+    return dict(zip(names, gradients, strict=True))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GradientSpec:
+    """The structure of a gradient: that of the call, and what is asked of it."""
+
+    SIZES: ClassVar[dict[str, float]] = {"float32": 0.3, "float16": 0.03, "bfloat16": 0.03}
+
+    of: VarlenSpec | PrefillSpec
+    d_lse: bool = False  # also with respect to lse
+
+    def build(self) -> GradientBatch:
+        clean = dataclasses.replace(self.of, poison=None).build()
+        rng = np.random.default_rng(self.of.seed + 1)
+        heads = clean.q.shape[:2]
+        size = self.SIZES[clean.dtype]
+        width = clean.v.shape[2] if isinstance(clean, VarlenBatch) else clean.d_v
+        batch = GradientBatch(
+            forward=clean,
+            d_out=formats.rounded(rng.standard_normal((*heads, width)) * size, clean.dtype),
+            d_lse=(rng.standard_normal(heads) * size).astype(np.float32) if self.d_lse else None,
+        )
+        return batch.poisoned(self.of.poison, self.of.seed) if self.of.poison else batch

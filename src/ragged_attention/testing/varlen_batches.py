@@ -1,0 +1,155 @@
+"""Batches of attention over packed sequences and the structures they are made from: `VarlenSpec`.
+
+As with `Spec`, structure and one seed are drawn, and NumPy fills the data: keys are normal, queries normal times
+`magnitude`, values a quarter of normal. For larger ones the bounds of 16 bits leave no room for weights rounded to
+them.
+"""
+
+import dataclasses
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragged_attention.reference.varlen_attention import sequences
+from ragged_attention.testing import formats
+from ragged_attention.testing.batches import Arrays
+from ragged_attention.testing.mla_batches import sinks_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class VarlenBatch(Arrays):
+    """The arguments of one `varlen_attention` call in NumPy, and the dtype they stand for."""
+
+    OPERATION: ClassVar[str] = "varlen_attention"
+
+    q: NDArray[np.float32]
+    k: NDArray[np.float32]
+    v: NDArray[np.float32]
+    cu_q_lens: NDArray[np.int32]
+    cu_kv_lens: NDArray[np.int32]
+    max_q_len: int | None = None
+    max_kv_len: int | None = None
+    sm_scale: float | None = None
+    causal: bool = False
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    sinks: NDArray[np.float32] | None = None
+    deterministic: bool = False
+    dtype: str = "float32"
+    strided: bool = False  # in torch: every array a view with gaps of garbage
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.cu_q_lens) - 1
+
+    @property
+    def group(self) -> int:
+        return self.q.shape[1] // self.k.shape[1]
+
+    @property
+    def scale(self) -> float:
+        return self.q.shape[2] ** -0.5 if self.sm_scale is None else self.sm_scale
+
+    def parts(self) -> list[tuple[slice, slice, NDArray[np.bool_]]]:
+        """The queries and the keys of each sequence, and which of them each query sees."""
+        edges = self.cu_q_lens, self.cu_kv_lens
+        return list(sequences(*edges, len(self.q), len(self.k), self.causal, self.sliding_window))
+
+    def blind(self) -> NDArray[np.bool_]:
+        """The query rows that see no key, padding included, [T_q]."""
+        blind = np.ones(len(self.q), bool)
+        for rows, _, seen in self.parts():
+            blind[rows] = ~seen.any(axis=1)
+        return blind
+
+    def blind_heads(self) -> NDArray[np.bool_]:
+        """The same for each head, [T_q, H]."""
+        return np.repeat(self.blind()[:, None], self.q.shape[1], axis=1)
+
+    def unseen(self) -> NDArray[np.bool_]:
+        """The keys that no query sees, padding included, [T_k]."""
+        unseen = np.ones(len(self.k), bool)
+        for _, keys, seen in self.parts():
+            unseen[keys] = ~seen.any(axis=0)
+        return unseen
+
+    def poisoned(self, kind: str, seed: int = 0) -> Self:
+        """NaN or infinities in every key, value and query that takes no part."""
+        rng = np.random.default_rng(seed)
+        spoilt = {
+            name: np.where(rows[:, None, None], formats.poison(kind, "float32", array.shape, rng), array)
+            for name, array, rows in (
+                ("q", self.q, self.blind()),
+                ("k", self.k, self.unseen()),
+                ("v", self.v, self.unseen()),
+            )
+        }
+        return self.change(**spoilt)
+
+    def of(self, order: list[int] | NDArray[np.integer[Any]]) -> Self:
+        """The batch of some of the sequences in another order, padding left out."""
+        parts = self.parts()
+        rows = [np.arange(len(self.q))[parts[seq][0]] for seq in order]
+        keys = [np.arange(len(self.k))[parts[seq][1]] for seq in order]
+        q_rows, kv_rows = (np.concatenate([np.empty(0, int), *each]) for each in (rows, keys))
+        edges = [np.cumsum([0, *map(len, each)], dtype=np.int32) for each in (rows, keys)]
+        return self.change(
+            q=self.q[q_rows], k=self.k[kv_rows], v=self.v[kv_rows], cu_q_lens=edges[0], cu_kv_lens=edges[1]
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VarlenSpec:
+    """The structure of a `varlen_attention` call."""
+
+    lens: tuple[tuple[int, int], ...] = ((5, 9), (3, 3))  # (q_len, kv_len) of each sequence
+    kv_heads: int = 1
+    group: int = 1
+    d: int = 16
+    d_v: int = 16
+    dtype: str = "float32"
+    q_padding: int = 0  # rows behind the last edge
+    kv_padding: int = 0
+    limits: str | None = None  # how max_q_len and max_kv_len are given: exact, loose
+    causal: bool = False
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    sm_scale: float | None = None
+    sinks: str | None = None  # normal, -inf, +inf, mixed
+    deterministic: bool = False
+    poison: str | None = None  # nan or inf in all that takes no part
+    strided: bool = False
+    magnitude: float = 1.0
+    seed: int = 0
+
+    @property
+    def heads(self) -> int:
+        return self.kv_heads * self.group
+
+    def build(self) -> VarlenBatch:
+        rng = np.random.default_rng(self.seed)
+        edges = [np.cumsum([0, *(pair[side] for pair in self.lens)], dtype=np.int32) for side in (0, 1)]
+        tokens, keys = int(edges[0][-1]) + self.q_padding, int(edges[1][-1]) + self.kv_padding
+        batch = VarlenBatch(
+            q=formats.rounded(rng.standard_normal((tokens, self.heads, self.d)) * self.magnitude, self.dtype),
+            k=formats.rounded(rng.standard_normal((keys, self.kv_heads, self.d)), self.dtype),
+            v=formats.rounded(rng.standard_normal((keys, self.kv_heads, self.d_v)) / 4, self.dtype),
+            cu_q_lens=edges[0],
+            cu_kv_lens=edges[1],
+            max_q_len=self._limit(0),
+            max_kv_len=self._limit(1),
+            sm_scale=self.sm_scale,
+            causal=self.causal,
+            sliding_window=self.sliding_window,
+            soft_cap=self.soft_cap,
+            sinks=sinks_of(rng, self.heads, self.sinks),
+            deterministic=self.deterministic,
+            dtype=self.dtype,
+            strided=self.strided,
+        )
+        return batch.poisoned(self.poison, self.seed) if self.poison else batch
+
+    def _limit(self, side: int) -> int | None:
+        longest = max((pair[side] for pair in self.lens), default=0)
+        return {None: None, "exact": longest, "loose": 2 * longest + 3}[self.limits]

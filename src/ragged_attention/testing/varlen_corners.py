@@ -1,0 +1,109 @@
+"""A named batch for every edge of attention over packed sequences, and of the gradients of it and of sparse lists."""
+
+import dataclasses
+from collections.abc import Callable
+
+from ragged_attention.testing.gradients import GradientBatch, GradientSpec
+from ragged_attention.testing.mla_batches import PrefillSpec
+from ragged_attention.testing.mla_corners import PREFILL_CORNERS
+from ragged_attention.testing.varlen_batches import VarlenSpec
+
+LONG = ((70, 150), (130, 130), (1, 65))
+SHORTER_KEYS = ((9, 4), (6, 6), (3, 0))
+
+VARLENS: dict[str, VarlenSpec] = {
+    # Lengths.
+    "one key": VarlenSpec(lens=((1, 1),)),
+    "causal": VarlenSpec(causal=True, poison="nan"),
+    "not causal": VarlenSpec(poison="nan"),
+    "more queries than keys, causal": VarlenSpec(lens=SHORTER_KEYS, causal=True, poison="nan", dtype="bfloat16"),
+    "more queries than keys": VarlenSpec(lens=SHORTER_KEYS, poison="inf", sinks="mixed", group=2),
+    "empty on either side": VarlenSpec(lens=((0, 3), (4, 0), (2, 5), (0, 0), (3, 1)), causal=True, poison="nan"),
+    "no sequences": VarlenSpec(lens=(), q_padding=3, kv_padding=2, poison="nan", sinks="normal"),
+    "no queries": VarlenSpec(lens=((0, 7),)),
+    "no keys": VarlenSpec(lens=((5, 0),), sinks="mixed", group=3),
+    "padding": VarlenSpec(q_padding=20, kv_padding=70, causal=True, poison="nan", dtype="bfloat16"),
+    "several blocks": VarlenSpec(lens=LONG, causal=True, dtype="bfloat16", poison="nan"),
+    "several blocks, not causal": VarlenSpec(lens=LONG, group=2, d=32, d_v=32, poison="nan"),
+    "lengths given": VarlenSpec(lens=((5, 9), (20, 70)), limits="exact", causal=True, poison="nan"),
+    "more than the lengths given": VarlenSpec(limits="loose", q_padding=2, kv_padding=1, poison="nan"),
+    # Masks and logits.
+    "window of one": VarlenSpec(lens=((9, 9), (5, 9)), causal=True, sliding_window=1, poison="nan"),
+    "window": VarlenSpec(lens=((20, 40), (30, 20)), causal=True, sliding_window=7, poison="nan", dtype="bfloat16"),
+    "window, not causal": VarlenSpec(lens=((30, 40), (40, 9)), sliding_window=5, poison="nan"),
+    "window over blocks": VarlenSpec(lens=((140, 200),), causal=True, sliding_window=67, poison="nan"),
+    "soft cap": VarlenSpec(soft_cap=1.5, magnitude=2.0, causal=True),
+    "soft cap with sinks and a window": VarlenSpec(
+        lens=((20, 33),), soft_cap=2.0, sinks="normal", sliding_window=9, group=3, dtype="float16", poison="nan"
+    ),
+    "sm_scale 0": VarlenSpec(sm_scale=0.0, causal=True),
+    "sm_scale negative": VarlenSpec(sm_scale=-0.2, magnitude=2.0),
+    "large logits": VarlenSpec(lens=((12, 20),), sm_scale=2.0, magnitude=3.0),
+    "sinks": VarlenSpec(sinks="normal", group=5, causal=True, dtype="bfloat16"),
+    "sinks -inf": VarlenSpec(sinks="-inf", group=2),
+    "sinks +inf": VarlenSpec(sinks="+inf", group=2, kv_heads=2),
+    # Heads, widths, dtypes.
+    "grouped heads": VarlenSpec(lens=((17, 40), (3, 9)), kv_heads=2, group=3, causal=True, poison="nan"),
+    "16 heads of one": VarlenSpec(group=16, dtype="bfloat16", causal=True),
+    "128/128": VarlenSpec(d=128, d_v=128, kv_heads=2, causal=True, dtype="bfloat16", poison="nan"),
+    "192/128": VarlenSpec(d=192, d_v=128, group=2, causal=True, dtype="bfloat16", poison="nan"),
+    "256/256": VarlenSpec(d=256, d_v=256, dtype="float16"),
+    "33/7": VarlenSpec(lens=((20, 70),), d=33, d_v=7, causal=True, poison="nan"),
+    "7/255": VarlenSpec(d=7, d_v=255, dtype="bfloat16"),
+    "1/1": VarlenSpec(d=1, d_v=1),
+    "float16": VarlenSpec(lens=((20, 40),), dtype="float16", magnitude=2.0, causal=True),
+    "strided": VarlenSpec(
+        lens=((5, 9), (20, 33)), strided=True, group=3, sinks="normal", q_padding=2, dtype="bfloat16", poison="nan"
+    ),
+}  # fmt: skip
+_SPARSE = PrefillSpec(shrink=4.0, heads=2, topk=9)
+
+
+def _sparse(**fields: object) -> PrefillSpec:
+    return dataclasses.replace(_SPARSE, **fields)  # type: ignore[arg-type]
+
+
+SPARSES: dict[str, PrefillSpec] = {
+    "odd top-k": _sparse(topk=13, heads=3, poison="nan"),
+    "many rows, few of them listed": _sparse(rows=300, topk=70, dtype="bfloat16", poison="nan"),
+    "duplicates": _sparse(topk=33, rows=5, seed=3, dtype="bfloat16"),
+    "duplicates in a fixed order": _sparse(topk=33, rows=5, seed=3, deterministic=True, tokens=6),
+    "one row over and over": _sparse(topk=21, entries="repeated", poison="nan", deterministic=True),
+    "indices of all kinds anywhere": _sparse(tokens=4, topk=24, seed=5, poison="inf"),
+    "no index valid, with sinks": _sparse(entries="none", heads=5, sinks="mixed", poison="nan"),
+    "no rows": _sparse(rows=0, sinks="normal", deterministic=True),
+    "no tokens": _sparse(tokens=0),
+    "lengths over top-k and negative": _sparse(tokens=8, lens="wild", poison="nan", seed=1, deterministic=True),
+    "sinks of all kinds": _sparse(sinks="mixed", heads=9, tokens=4, lens="wild", seed=2, poison="nan"),
+    "17 heads": _sparse(heads=17, topk=11, dtype="bfloat16"),
+    "two KV heads": _sparse(heads=6, kv_heads=2, lens="inside", poison="nan", deterministic=True),
+    "V as wide as K": _sparse(d_qk=64, d_v=64),
+    "V of 16": _sparse(d_qk=208, d_v=16, poison="nan"),
+    "576/512": _sparse(d_qk=576, d_v=512, heads=16, dtype="bfloat16", lens="wild", poison="nan"),
+    "512/512": _sparse(d_qk=512, d_v=512, heads=4, dtype="float16", sinks="normal", deterministic=True),
+    "sm_scale negative": _sparse(sm_scale=-0.2),
+    "pages of 7": _sparse(page_size=7, rows=30, topk=15, dtype="bfloat16", poison="nan"),
+    "strided pages of two KV heads": _sparse(strided=True, page_size=3, heads=4, kv_heads=2, poison="nan"),
+}  # fmt: skip
+
+
+def _next_to_the_rows() -> GradientBatch:
+    """Each index value that could be mistaken for a row, among lawful ones."""
+    batch = GradientSpec(of=_sparse(tokens=1, rows=6, topk=16, d_qk=48), d_lse=True).build()
+    return batch.change(indices=PREFILL_CORNERS["indices next to the rows"]().indices)
+
+
+# Every second one also asks for the gradient with respect to lse.
+DENSE_GRADIENTS: dict[str, Callable[[], GradientBatch]] = {
+    name: GradientSpec(of=spec, d_lse=place % 2 == 0).build for place, (name, spec) in enumerate(VARLENS.items())
+}
+SPARSE_GRADIENTS: dict[str, Callable[[], GradientBatch]] = {
+    **{name: GradientSpec(of=spec, d_lse=place % 2 == 0).build for place, (name, spec) in enumerate(SPARSES.items())},
+    "indices next to the rows": _next_to_the_rows,
+}
+ON_EVERY_PATH = ("grouped heads", "window")
+SPARSES_ON_EVERY_PATH = ("duplicates in a fixed order", "two KV heads", "indices of all kinds anywhere")
+SAME_BITS = {
+    "dense": GradientSpec(of=VarlenSpec(lens=((40, 70), (9, 3)), group=2, causal=True, sinks="normal"), d_lse=True),
+    "sparse": GradientSpec(of=_sparse(tokens=12, rows=6, topk=17, heads=1, sinks="normal"), d_lse=True),
+}

@@ -1,0 +1,364 @@
+"""What holds for attention over packed sequences and for gradients without asking the definition.
+
+`VARLEN_LAWS` are those of `varlen_attention` and its gradient, `SPARSE_GRADIENT_LAWS` those of the gradient of
+`sparse_mla_prefill`. A law takes a runner and the spec of a clean batch (nothing poisoned: a law brings that in itself)
+and raises AssertionError if the backend breaks it.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from ragged_attention.testing.batches import Batch
+from ragged_attention.testing.compare import agrees, identical
+from ragged_attention.testing.gradients import GradientBatch, Gradients, GradientSpec
+from ragged_attention.testing.mla_batches import PrefillBatch
+from ragged_attention.testing.mla_laws import Law
+from ragged_attention.testing.runners import Runner
+from ragged_attention.testing.varlen_batches import VarlenBatch, VarlenSpec
+from ragged_attention.testing.varlen_oracle import gradients_agree, rows_without_gradient, varlen_agrees
+from ragged_attention.testing.varlen_strategies import sparse_gradient_specs, varlen_gradient_specs, varlen_specs
+
+OF_QUERIES = ("q", "indices", "topk_lens", "d_out", "d_lse")
+
+
+def built(spec: GradientSpec) -> Any:
+    """The batch in float32, for laws that tell what is added up differently."""
+    return dataclasses.replace(spec, of=dataclasses.replace(spec.of, dtype="float32")).build()
+
+
+def same(got: Gradients, want: Gradients, batch: GradientBatch, what: str = "") -> None:
+    """Two calls give the same results and the same gradients."""
+    dtype = batch.forward.dtype
+    if isinstance(batch.forward, VarlenBatch):
+        varlen_agrees((got.out, got.lse), (want.out, want.lse), dtype, what)
+    else:
+        agrees(got.out, want.out, "prefill out", f"out{what}")
+        agrees(got.lse, want.lse, "prefill lse", f"lse{what}")
+    gradients_agree(got.of, want.of, dtype, what)
+
+
+def _same_batches(runner: Runner, batch: GradientBatch, other: GradientBatch, what: str = "") -> None:
+    same(runner.gradients(batch), runner.gradients(other), batch, what)
+
+
+def _share(lse: NDArray[Any], sinks: NDArray[Any] | None) -> NDArray[Any]:
+    """What the sinks leave to the keys of each row and head; 0 where there is none."""
+    lse = lse.astype(np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        share = 1 / (1 + np.exp((-np.inf if sinks is None else sinks.astype(np.float64)) - lse))
+    return np.where(lse == -np.inf, 0.0, share)
+
+
+# ---- both
+
+
+def nothing_comes_from_nothing(runner: Runner, spec: GradientSpec) -> None:
+    """What no query sees, and a query that sees nothing: NaN there changes nothing, and gradients there are 0."""
+    batch = spec.build()
+    want = runner.gradients(batch)
+    for kind in ("nan", "inf"):
+        got = runner.gradients(batch.poisoned(kind, spec.of.seed))
+        same(got, want, batch, f" with {kind} in what takes no part")
+        for name, rows in rows_without_gradient(batch).items():
+            identical(got.of[name][rows], np.zeros_like(got.of[name][rows]), f"d{name} of what takes no part")
+        blind = batch.forward.blind_heads()
+        identical(got.out[blind], np.zeros_like(got.out[blind]), "out of queries that see no key")
+        identical(got.lse[blind], np.full_like(got.lse[blind], -np.inf), "lse of queries that see no key")
+
+
+def sinks_take_their_share(runner: Runner, spec: GradientSpec) -> None:
+    """A sink of -inf changes nothing; one of +inf leaves the gradients with respect to lse alone."""
+    batch = built(spec).change(sinks=None)
+    plain = runner.gradients(batch)
+    of_lse = runner.gradients(batch.change(d_out=np.zeros_like(batch.d_out)))
+    none = np.zeros(spec.of.heads, np.float32)
+    for sink, want in ((-np.inf, plain), (np.inf, dataclasses.replace(of_lse, out=0 * plain.out))):
+        sunk = runner.gradients(batch.change(sinks=none + np.float32(sink)))
+        same(sunk, dataclasses.replace(want, of=want.of | {"sinks": none}), batch, f" with sinks {sink}")
+
+
+def sinks_lose_what_they_take(runner: Runner, spec: GradientSpec) -> None:
+    """A sink's gradient is minus the part it takes of every `out . d_out`, summed."""
+    normal = np.random.default_rng(spec.of.seed).standard_normal(spec.of.heads).astype(np.float32)
+    batch = built(spec).change(sinks=normal)
+    got = runner.gradients(batch)
+    delta = (got.out.astype(np.float64) * batch.d_out).sum(axis=-1)
+    taken = np.where(got.lse == -np.inf, 0.0, (_share(got.lse, normal) - 1) * delta)
+    agrees(got.of["sinks"], taken.sum(axis=0), "float32", "dsinks")
+
+
+def _asked(batch: GradientBatch, out: NDArray[Any], lse: NDArray[Any]) -> NDArray[Any]:
+    """The terms of the scalar that the gradients are those of."""
+    lse = np.where(np.isfinite(lse), lse, 0.0).astype(np.float64)
+    of_lse = np.zeros(0) if batch.d_lse is None else lse * batch.d_lse
+    return np.concatenate([(out.astype(np.float64) * batch.d_out).ravel(), of_lse.ravel()])
+
+
+def gradients_are_slopes(runner: Runner, spec: GradientSpec) -> None:
+    """The gradient along a direction is how the backend's own results change along it."""
+    batch = built(spec)
+    got, forward = runner.gradients(batch), batch.forward
+    if not forward.q.size:
+        return
+    rng = np.random.default_rng(spec.of.seed)
+    step: dict[str, NDArray[np.float64]] = {}
+    for name, gradient in got.of.items():
+        size = max(float(np.sqrt((gradient.astype(np.float64) ** 2).mean())) if gradient.size else 0.0, 1e-30)
+        along = gradient / size * rng.uniform(0.5, 1.5, gradient.shape)
+        step[name] = np.clip(along, -4, 4) + rng.standard_normal(gradient.shape)
+
+    def height(far: float) -> float:
+        moved = {name: (getattr(forward, name) + far * way).astype(np.float32) for name, way in step.items()}
+        other = forward.change(**moved)
+        results = runner.varlen(other) if isinstance(other, VarlenBatch) else runner.prefill(other)
+        return _asked(batch, results[0], results[-1]).sum()
+
+    width = forward.q.shape[2]
+    # The whole step along the gradient moves a logit by a few hundredths.
+    far = 0.01 / (1 + width * abs(width**-0.5 if forward.sm_scale is None else forward.sm_scale))
+    near, wide = ((height(times * far) - height(-times * far)) / (2 * times * far) for times in (1, 2))
+    slope = (4 * near - wide) / 3
+    terms = np.concatenate([(got.of[name] * way).ravel() for name, way in step.items()])
+    rounding = 2e-7 * np.abs(_asked(batch, got.out, got.lse)).sum() / far
+    if abs(slope - terms.sum()) > 5e-3 * np.abs(terms).sum() + rounding:
+        want = terms.sum()
+        raise AssertionError(f"expected a slope of {want:.6g} from the gradients, got {slope:.6g} from the results")
+
+
+# ---- packed sequences
+
+
+def _part(batch: GradientBatch, order: Any) -> tuple[GradientBatch, NDArray[Any], NDArray[Any]]:
+    """Some sequences of a batch in an order, and the query rows and keys that they are in it."""
+    forward: Any = batch.forward
+    parts = forward.parts()
+    queries = [np.arange(len(forward.q))[parts[seq][0]] for seq in order]
+    keys = [np.arange(len(forward.k))[parts[seq][1]] for seq in order]
+    rows, columns = (np.concatenate([np.empty(0, int), *each]) for each in (queries, keys))
+    d_lse = None if batch.d_lse is None else batch.d_lse[rows]
+    part = dataclasses.replace(batch, forward=forward.of(order), d_out=batch.d_out[rows], d_lse=d_lse)
+    return part, rows, columns
+
+
+def _at(whole: Gradients, rows: NDArray[Any], keys: NDArray[Any]) -> Gradients:
+    """The gradients of some queries and keys; those of sinks belong to all."""
+    places = {"q": rows, "k": keys, "v": keys}
+    of = {name: whole.of[name][places[name]] for name in whole.of if name in places}
+    return Gradients(whole.out[rows], whole.lse[rows], of)
+
+
+def _without_sinks(found: Gradients) -> Gradients:
+    return dataclasses.replace(found, of={name: array for name, array in found.of.items() if name != "sinks"})
+
+
+def sequences_in_any_order(runner: Runner, spec: GradientSpec) -> None:
+    batch = spec.build()
+    order = np.random.default_rng(spec.of.seed).permutation(batch.forward.num_seqs)  # type: ignore[union-attr]
+    part, rows, keys = _part(batch, order)
+    whole, got = runner.gradients(batch), runner.gradients(part)
+    same(_without_sinks(got), _at(whole, rows, keys), batch)
+    if "sinks" in got.of:
+        gradients_agree({"sinks": got.of["sinks"]}, {"sinks": whole.of["sinks"]}, batch.forward.dtype)
+
+
+def sequences_do_not_mix(runner: Runner, spec: GradientSpec) -> None:
+    """One call over a batch equals one call a sequence; the gradients of the sinks are summed."""
+    batch = spec.build()
+    whole = runner.gradients(batch)
+    d_sinks = np.zeros(spec.of.heads)
+    for seq in range(batch.forward.num_seqs):  # type: ignore[union-attr]
+        part, rows, keys = _part(batch, [seq])
+        got = runner.gradients(part)
+        same(_without_sinks(got), _at(whole, rows, keys), batch, f" of sequence {seq}")
+        d_sinks += got.of.get("sinks", 0.0)
+    if "sinks" in whole.of:
+        gradients_agree({"sinks": whole.of["sinks"]}, {"sinks": d_sinks}, batch.forward.dtype, " of all sequences")
+
+
+def hints_change_nothing(runner: Runner, spec: GradientSpec) -> None:
+    """Nor does a window as long as any sequence, nor asking for the same bits again."""
+    batch: Any = spec.build().change(sliding_window=None, max_q_len=None, max_kv_len=None)
+    given = {"max_q_len": 71, "max_kv_len": 71, "deterministic": not spec.of.deterministic}
+    _same_batches(runner, batch, batch.change(**given, sliding_window=2**31 - 1))
+
+
+def packed_is_paged(runner: Runner, spec: VarlenSpec) -> None:
+    """Packed keys give what the same keys in pages give."""
+    widths = {name: max(16, -(-getattr(spec, name) // 8) * 8) for name in ("d", "d_v")}  # which pages can have
+    batch = dataclasses.replace(spec, **widths, dtype="float32", limits=None).build()
+    size = 4
+    lens = np.diff(batch.cu_kv_lens)
+    columns = -(-int(max(lens, default=0)) // size)
+    table = np.arange(len(lens) * columns, dtype=np.int32).reshape(len(lens), columns)
+    pages = [np.zeros((len(lens) * columns, size, *array.shape[1:]), np.float32) for array in (batch.k, batch.v)]
+    for seq, (_, keys, _) in enumerate(batch.parts()):
+        for held, array in zip(pages, (batch.k, batch.v), strict=True):
+            held.reshape(len(lens), columns * size, *array.shape[1:])[seq, : lens[seq]] = array[keys]
+    options = ("sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "strided")
+    paged = Batch(
+        q=batch.q, kv_pages=(pages[0], pages[1]), kv_lens=lens.astype(np.int32), page_indices=table,
+        cu_q_lens=batch.cu_q_lens, **{name: getattr(batch, name) for name in options},
+    )  # fmt: skip
+    varlen_agrees(runner.varlen(batch), runner.attention(paged), "float32")
+
+
+def groups_share_a_head(runner: Runner, spec: GradientSpec) -> None:
+    """Heads that share a KV head get what they get from copies of it, whose gradients are summed."""
+    batch: Any = built(spec)
+    copies = {name: np.repeat(getattr(batch.forward, name), spec.of.group, axis=1) for name in ("k", "v")}  # type: ignore[union-attr]
+    apart = runner.gradients(batch.change(**copies))
+    shape = len(batch.forward.k), spec.of.kv_heads, batch.forward.group
+    summed = {name: apart.of[name].reshape(*shape, apart.of[name].shape[-1]).sum(axis=2) for name in copies}
+    same(runner.gradients(batch), dataclasses.replace(apart, of=apart.of | summed), batch)
+
+
+def gradients_have_sums(runner: Runner, spec: GradientSpec) -> None:
+    """Summed over the keys of a sequence, those of values are what its rows ask for of what their sinks leave.
+
+    Moving all keys by a vector moves a row's logits by as much as its query says, which out sees through the sinks
+    alone; and scaling queries up and keys down changes nothing. These two hold without a soft cap.
+    """
+    batch = built(spec)
+    got, forward, capped = runner.gradients(batch), batch.forward, spec.of.soft_cap is not None  # type: ignore[union-attr]
+    share = _share(got.lse, forward.sinks)
+    delta = (got.out.astype(np.float64) * batch.d_out).sum(axis=-1)
+    blind = got.lse == -np.inf
+    pull = np.where(blind, 0.0, (1 - share) * delta + (0.0 if batch.d_lse is None else batch.d_lse))
+    q, wide = forward.q.astype(np.float64), {name: array.astype(np.float64) for name, array in got.of.items()}
+    asked, moved = share[..., None] * batch.d_out, forward.scale * pull[..., None] * q  # type: ignore[union-attr]
+    for seq, (rows, keys, _) in enumerate(forward.parts()):  # type: ignore[union-attr]
+        for head in range(spec.of.kv_heads):
+            group = slice(head * forward.group, (head + 1) * forward.group)
+            where = f", summed, of sequence {seq} and head {head}"
+            agrees(wide["v"][keys, head].sum(axis=0), asked[rows, group].sum(axis=(0, 1)), "float32", f"dv{where}")
+            if capped:
+                continue
+            agrees(wide["k"][keys, head].sum(axis=0), moved[rows, group].sum(axis=(0, 1)), "float32", f"dk{where}")
+            products = (wide["k"][keys, head] * forward.k[keys, head]).sum()  # type: ignore[union-attr]
+            agrees((wide["q"][rows, group] * q[rows, group]).sum(), products, "float32", f"q . dq{where}")
+
+
+# ---- lists of rows
+
+
+def order_is_free(runner: Runner, spec: GradientSpec) -> None:
+    batch: Any = spec.build().change(topk_lens=None)
+    shuffled = np.random.default_rng(spec.of.seed).permuted(batch.forward.indices, axis=-1)
+    _same_batches(runner, batch.change(indices=shuffled), batch)
+
+
+def _cut(batch: GradientBatch) -> Any:
+    """The batch without lengths, -1 in its lists wherever nothing is selected."""
+    forward: Any = batch.forward
+    indices = np.where(forward.selection.selects, forward.indices, np.int32(-1))
+    return batch.change(indices=indices, topk_lens=None)
+
+
+def lengths_cut_lists(runner: Runner, spec: GradientSpec) -> None:
+    """A length equals the list cut there, and asking for a fixed order of sums changes no value."""
+    batch: Any = spec.build()
+    _same_batches(runner, batch, _cut(batch).change(deterministic=not batch.forward.deterministic))
+
+
+def tokens_add_up(runner: Runner, spec: GradientSpec) -> None:
+    """The tokens in two calls: each row gets the sum of what it gets from either, and so does a sink."""
+    batch = built(spec)
+    whole, middle = runner.gradients(batch), len(batch.d_out) // 2
+    halves = []
+    for own in (slice(0, middle), slice(middle, None)):
+        given = {name: getattr(batch, name, getattr(batch.forward, name, None)) for name in OF_QUERIES}
+        part = batch.change(**{name: array[own] for name, array in given.items() if array is not None})
+        halves.append(runner.gradients(part))
+    first, second = halves
+    joined = {
+        name: np.concatenate([array, second.of[name]]) if name == "q" else array.astype(np.float64) + second.of[name]
+        for name, array in first.of.items()
+    }
+    out, lse = (np.concatenate([getattr(half, name) for half in halves]) for name in ("out", "lse"))
+    same(whole, Gradients(out, lse, joined), batch)
+
+
+def a_double_is_two_rows(runner: Runner, spec: GradientSpec) -> None:
+    """A row that is listed twice gets what two rows of the same values get together."""
+    batch = _cut(built(spec))
+    forward = batch.forward
+    beyond = np.where(forward.indices >= 0, forward.indices + forward.selection.num_slots, np.int32(-1))
+    double = {"kv": np.concatenate([forward.kv, forward.kv])}
+    apart = runner.gradients(
+        batch.change(**double, indices=np.concatenate([forward.indices, beyond], -1, dtype=np.int32))
+    )
+    twice = runner.gradients(batch.change(indices=np.concatenate([forward.indices, forward.indices], -1)))
+    summed = apart.of["kv"].astype(np.float64).reshape(2, *forward.kv.shape).sum(axis=0)
+    same(twice, dataclasses.replace(apart, of=apart.of | {"kv": summed}), batch)
+
+
+def pages_are_rows(runner: Runner, spec: GradientSpec) -> None:
+    """The gradient of a cache in pages is, slot by slot, that of packed rows."""
+    batch: Any = built(spec)
+    rows = batch.forward.kv.reshape(-1, *batch.forward.kv.shape[-2:])
+    if batch.forward.kv.ndim == 3:
+        return
+    packed, paged = runner.gradients(batch.change(kv=rows)), runner.gradients(batch)
+    same(packed, dataclasses.replace(paged, of=paged.of | {"kv": paged.of["kv"].reshape(rows.shape)}), batch)
+
+
+def all_rows_listed_is_dense(runner: Runner, spec: GradientSpec) -> None:
+    """Lists of all rows, or of as many as a causal query sees, give what dense attention over the rows gives.
+
+    A row's gradient is then that of it as key, to which that of it as value is added.
+    """
+    batch: Any = built(spec)
+    forward: PrefillBatch = batch.forward
+    tokens, kv_heads = forward.q.shape[0], forward.kv.shape[-2]
+    rows = forward.kv.reshape(-1, kv_heads, forward.kv.shape[-1])
+    if not len(rows) or rows.shape[-1] > 256:
+        return
+    causal, rng = bool(spec.of.seed % 2), np.random.default_rng(spec.of.seed)
+    every = np.broadcast_to(np.arange(len(rows), dtype=np.int32), (tokens, kv_heads, len(rows)))
+    listed = {
+        "kv": rows,
+        "indices": np.array(every) if causal else rng.permuted(every, axis=-1),
+        "topk_lens": np.arange(len(rows) - tokens + 1, len(rows) + 1, dtype=np.int32) if causal else None,
+    }
+    dense = VarlenBatch(
+        q=forward.q, k=rows, v=rows[..., : forward.d_v], cu_q_lens=np.array([0, tokens], np.int32),
+        cu_kv_lens=np.array([0, len(rows)], np.int32), sm_scale=forward.sm_scale, causal=causal, sinks=forward.sinks,
+    )  # fmt: skip
+    got, want = runner.gradients(batch.change(**listed)), runner.gradients(dataclasses.replace(batch, forward=dense))
+    as_key = want.of.pop("k").astype(np.float64)
+    as_key[..., : forward.d_v] += want.of.pop("v")
+    same(got, dataclasses.replace(want, of=want.of | {"kv": as_key}), batch)
+
+
+_DENSE = varlen_gradient_specs(clean=True)
+_SPARSE = sparse_gradient_specs(clean=True)
+_PAGED: st.SearchStrategy[Any] = _SPARSE.filter(lambda spec: spec.of.page_size is not None)  # type: ignore[union-attr]
+
+VARLEN_LAWS: dict[str, Law] = {
+    "packed, sequences may stand in any order": Law(sequences_in_any_order, _DENSE),
+    "packed, sequences do not mix": Law(sequences_do_not_mix, _DENSE),
+    "packed, nothing comes from nothing": Law(nothing_comes_from_nothing, _DENSE),
+    "packed, sinks take their share, of gradients too": Law(sinks_take_their_share, _DENSE),
+    "packed, sinks lose what they take": Law(sinks_lose_what_they_take, _DENSE),
+    "packed, a huge window and hints change nothing": Law(hints_change_nothing, _DENSE),
+    "packed keys are keys in pages": Law(packed_is_paged, varlen_specs(clean=True)),
+    "packed, groups share a head": Law(groups_share_a_head, _DENSE),
+    "packed, gradients have their sums": Law(gradients_have_sums, _DENSE),
+    "packed, gradients are slopes": Law(gradients_are_slopes, _DENSE),
+}
+SPARSE_GRADIENT_LAWS: dict[str, Law] = {
+    "sparse gradient, nothing comes from nothing": Law(nothing_comes_from_nothing, _SPARSE),
+    "sparse gradient, sinks take their share": Law(sinks_take_their_share, _SPARSE),
+    "sparse gradient, sinks lose what they take": Law(sinks_lose_what_they_take, _SPARSE),
+    "sparse gradient, the order of a list is free": Law(order_is_free, _SPARSE),
+    "sparse gradient, lengths cut lists": Law(lengths_cut_lists, _SPARSE),
+    "sparse gradient, tokens add up": Law(tokens_add_up, _SPARSE),
+    "sparse gradient, a double is two rows": Law(a_double_is_two_rows, _SPARSE),
+    "sparse gradient, pages are rows": Law(pages_are_rows, _PAGED),
+    "sparse gradient, all rows listed is dense": Law(all_rows_listed_is_dense, _SPARSE),
+    "sparse gradient, gradients are slopes": Law(gradients_are_slopes, _SPARSE),
+}

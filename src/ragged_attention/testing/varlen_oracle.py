@@ -1,0 +1,90 @@
+"""What attention over packed sequences and the gradients must give, by the definition."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ragged_attention.reference.sparse_mla_prefill import sparse_mla_prefill
+from ragged_attention.reference.varlen_attention import varlen_attention
+from ragged_attention.testing.compare import agrees, identical
+from ragged_attention.testing.gradients import BackwardBatch, GradientBatch, Gradients, expected
+from ragged_attention.testing.runners import Runner
+from ragged_attention.testing.varlen_batches import VarlenBatch
+
+RUNS = 5  # that give the same bits
+DETERMINISTIC = ("triton", "eager", "reference")  # whose dense gradients have the same bits unasked
+
+
+def varlen_agrees(got: Any, want: Any, dtype: str, what: str = "") -> None:
+    """Out and lse of one call are those of another, or the definition's.
+
+    Where 32 bits are given nothing is rounded but products and sums: the bounds are those of other attention in them.
+    """
+    kinds = ("float32", "lse float32") if dtype == "float32" else ("varlen out", "varlen lse")
+    for name, mine, theirs, kind in zip(("out", "lse"), got, want, kinds, strict=True):
+        agrees(mine, theirs, kind, f"{name}{what}")
+
+
+def gradients_agree(got: Mapping[str, Any], want: Mapping[str, Any], dtype: str, what: str = "") -> None:
+    """Gradients by the arguments' names are those of another call, or the definition's.
+
+    A gradient is a sum over few rows and keys of what is less than one in size, as `out` is: the same bounds will do.
+    """
+    if got.keys() != want.keys():
+        raise AssertionError(f"expected gradients of {', '.join(want)}, got {', '.join(got)}")
+    for name, array in want.items():
+        agrees(got[name], array, "float32" if dtype == "float32" else "gradient", f"d{name}{what}")
+
+
+def check_varlen(runner: Runner, batch: VarlenBatch, options: Mapping[str, Any] | None = None) -> None:
+    varlen_agrees(runner.varlen(batch, options=options), varlen_attention(**batch.arguments()), batch.dtype)
+
+
+def check_varlen_without_lse(runner: Runner, batch: VarlenBatch) -> None:
+    out, lse = varlen_attention(**batch.arguments())
+    varlen_agrees((runner.varlen(batch, return_lse=False)[0], lse), (out, lse), batch.dtype)
+
+
+def _results_agree(got: Gradients, batch: GradientBatch) -> None:
+    forward = batch.forward
+    if isinstance(forward, VarlenBatch):
+        varlen_agrees((got.out, got.lse), varlen_attention(**forward.arguments()), forward.dtype)
+        return
+    out, _, lse = sparse_mla_prefill(**forward.arguments())
+    agrees(got.out, out, "prefill out")
+    agrees(got.lse, lse, "prefill lse", "lse")
+
+
+def check_gradients(runner: Runner, batch: GradientBatch, options: Mapping[str, Any] | None = None) -> None:
+    """By automatic differentiation, or, with options for it, by the operation that is the gradient.
+
+    A gradient is defined at the out and lse that the operation returned, whose rounding to 16 bits it amplifies where
+    one key has nearly all the weight. They themselves are held to the definition first.
+    """
+    if options:
+        call = batch.backward(*batch.results())
+        gradients_agree(runner.backward(call, options=options), expected(call), batch.forward.dtype)
+        return
+    got = runner.gradients(batch)
+    _results_agree(got, batch)
+    gradients_agree(got.of, expected(batch.backward(got.out, got.lse)), batch.forward.dtype)
+
+
+def check_same_bits(runner: Runner, batch: GradientBatch) -> None:
+    """Gradients have the same bits in every run: the dense ones of our kernels always, others where that is asked."""
+    always = batch.operation == "varlen_attention" and runner.backend in DETERMINISTIC
+    call: BackwardBatch = batch.change(deterministic=not always).backward(*batch.results())
+    first = runner.backward(call)
+    for _ in range(RUNS - 1):
+        for name, array in runner.backward(call).items():
+            identical(array, first[name], f"d{name}")
+
+
+def rows_without_gradient(batch: GradientBatch) -> dict[str, np.ndarray]:
+    """Of each argument the places whose gradient is 0 because they take no part."""
+    forward = batch.forward
+    if isinstance(forward, VarlenBatch):
+        unseen = forward.unseen()
+        return {"q": forward.blind_heads(), "k": unseen, "v": unseen}
+    return {"q": forward.blind_heads(), "kv": forward.selection.unread.reshape(forward.kv.shape[:-2])}
