@@ -1,7 +1,8 @@
 """The case lists of FlashMLA's own tests, regenerated from their parameters; no framework is needed to read them.
 
 `e0-decode` and `e0-prefill` are those of September 2025 (319 and 34 cases); `e2-dense`, `e2-sparse` and `e2-prefill`
-those of April 2026 (2352, 4748 and 617). Inputs and judgement are in `benchmarks.flash_mla_data`.
+those of April 2026 (2352, 4748 and 617); `mha`, dense multi-head attention, is the same in both (32). Inputs and
+judgement are in `benchmarks.flash_mla_data`.
 """
 
 import dataclasses
@@ -76,7 +77,24 @@ class PrefillCase:
     seed: int = 0
 
 
-Case = DecodeCase | PrefillCase
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MhaCase:
+    """One call of `flash_attn_varlen_func`, and of its gradient."""
+
+    kind: str = "correctness"
+    b: int = 2
+    s_q: int
+    s_k: int
+    h_q: int
+    h_kv: int
+    d_qk: int
+    d_v: int
+    varlen: bool = False
+    causal: bool = False
+    seed: int = 0
+
+
+Case = DecodeCase | PrefillCase | MhaCase
 SHAPES = (
     (128, 128), (256, 256), (512, 512), (592, 128), (1840, 256), (1592, 384), (1521, 512), (95, 128), (153, 256),
     (114, 384),
@@ -220,11 +238,19 @@ def e2_prefill() -> Iterator[PrefillCase]:
             )  # fmt: skip
 
 
+def mha() -> Iterator[MhaCase]:
+    """`tests/test_fmha_sm100.py`, but that gradients are asked of grouped heads too."""
+    heads, widths = ((128, 128), (32, 4)), ((128, 128), (192, 128))
+    for s, varlen, (h_q, h_kv), (d_qk, d_v), causal in itertools.product((4096, 8192), BOTH, heads, widths, BOTH):
+        yield MhaCase(s_q=s, s_k=s, h_q=h_q, h_kv=h_kv, d_qk=d_qk, d_v=d_v, varlen=varlen, causal=causal)
+
+
 LISTS: dict[str, tuple[Callable[[], Iterator[Case]], ...]] = {
     "e0": (e0_decode, e0_prefill),
     "e2-dense": (e2_dense,),
     "e2-sparse": (e2_sparse,),
     "e2-prefill": (e2_prefill,),
+    "mha": (mha,),
 }
 LISTS["all"] = tuple(itertools.chain.from_iterable(LISTS.values()))
 
@@ -239,8 +265,11 @@ def scaled_down(case: Case, *, heads: int | None = None, max_tokens: int | None 
 
     Tokens are positions of the caches, or keys that the queries list, whichever are more. First the batch is halved,
     down to 2 sequences (the query tokens of a prefill, down to 16), then the lengths, down to 20 (32 rows), and with
-    them the top-k, down to 64. Page sizes, query tokens of a sequence and features stay.
+    them the top-k, down to 64. Page sizes, query tokens of a sequence and features stay. Of dense multi-head attention
+    KV heads become fewer with the query heads, and queries with the keys.
     """
+    if isinstance(case, MhaCase):
+        return _scaled_mha(case, heads, max_tokens)
     if heads is not None and case.h_q > heads:
         h_kv = case.h_kv if isinstance(case, DecodeCase) else 1
         case = dataclasses.replace(case, h_q=max(heads // h_kv, 1) * h_kv)
@@ -272,6 +301,15 @@ def _scaled_prefill(case: Any, most: int) -> PrefillCase:
     while max(s_kv, s_q * topk) > most and (s_kv, topk) != (shorter := (_half(s_kv, 32), _half(topk, 64))):
         s_kv, topk = shorter
     return dataclasses.replace(case, s_q=s_q, s_kv=s_kv, topk=topk)
+
+
+def _scaled_mha(case: MhaCase, heads: int | None, most: int | None) -> MhaCase:
+    if heads is not None and case.h_q > heads:
+        h_kv = max(heads * case.h_kv // case.h_q, 1)
+        case = dataclasses.replace(case, h_q=max(heads // h_kv, 1) * h_kv, h_kv=h_kv)
+    while most is not None and case.b * case.s_k > most and case.s_k > 20:
+        case = dataclasses.replace(case, s_q=_half(case.s_q, 20), s_k=_half(case.s_k, 20))
+    return case
 
 
 def _half(length: int, least: int) -> int:

@@ -5,13 +5,14 @@ every array lies in a larger one, page-table entries past a length are garbage, 
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from benchmarks.flash_mla_cases import D_V, Case, DecodeCase, Lists, PrefillCase
+from benchmarks.flash_mla_cases import D_V, Case, DecodeCase, Lists, MhaCase, PrefillCase
 from ragged_attention.compat import flash_mla, quant
 from ragged_attention.torch import quantize_mla_cache
 
@@ -24,7 +25,10 @@ BOUNDS = {
     "prefill out": (8e-4, 2.01 / 128, 7e-6),
     "prefill max_logits": (1e-6, 2.01 / 65536, 1e-7),
     "prefill lse": (1e-6, 2.01 / 65536, 1e-7),
+    "mha": (1e-3, 8.01 / 128, 7e-6),  # out and gradients
+    "mha lse": (1e-6, 2.01 / 65536, 1e-7),
 }
+REPEATS = 5  # of dense multi-head attention and its gradient, whose bits must not change
 
 
 def close(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
@@ -53,6 +57,9 @@ def close(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
 
 def check(case: Case, device: str = "cpu", *, form: str | None = None, dtype: torch.dtype = torch.bfloat16) -> None:
     """Run a case through `compat.flash_mla` in a call form (its own by default); AssertionError if it is wrong."""
+    if isinstance(case, MhaCase):
+        _check_mha(case, device, dtype)
+        return
     if isinstance(case, PrefillCase):
         _check_prefill(case, device, form or case.form, dtype)
         return
@@ -71,6 +78,27 @@ def _check_prefill(case: PrefillCase, device: str, form: str, dtype: torch.dtype
     assert results[0].dtype == dtype
     for name, got, want in zip(("out", "max_logits", "lse"), results, wanted, strict=True):
         close(got.float() if name == "out" else got, want, f"prefill {name}")
+
+
+def _check_mha(case: MhaCase, device: str, dtype: torch.dtype) -> None:
+    arguments, d_out = mha_inputs(case, device, dtype)
+    found = mha_results(arguments, d_out)
+    for _ in range(REPEATS):
+        for name, one, other in zip(MHA_RESULTS, found, mha_results(arguments, d_out), strict=True):
+            if not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
+                raise AssertionError(f"mha {name}: expected the same bits in every run")
+    for name, got, want in zip(MHA_RESULTS, found, mha_oracle(**arguments, d_out=d_out), strict=True):
+        close(got.float(), want, "mha lse" if name == "lse" else "mha")
+
+
+MHA_RESULTS = ("out", "lse", "dq", "dk", "dv")
+
+
+def mha_results(arguments: dict[str, Any], d_out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What `flash_attn_varlen_func` returns, and the gradients that follow from that of `out`."""
+    leaves = [arguments[name].detach().requires_grad_() for name in "qkv"]
+    out, lse = flash_mla.flash_attn_varlen_func(**{**arguments, **dict(zip("qkv", leaves, strict=True))})
+    return out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, d_out)
 
 
 def metadata(case: DecodeCase, arguments: dict[str, Any], form: str) -> dict[str, Any]:
@@ -385,3 +413,61 @@ def prefill_oracle(
     if convention == "base2":
         return out, highest / math.log(2), lse / math.log(2)
     return out, highest, torch.where(lse == -math.inf, math.inf, lse)
+
+
+def mha_inputs(case: MhaCase, device: str, dtype: torch.dtype) -> tuple[dict[str, Any], torch.Tensor]:
+    """The arguments of `flash_attn_varlen_func`, and the gradient of `out`."""
+    generator = torch.Generator(device).manual_seed(case.seed)
+
+    def values(*shape: int) -> torch.Tensor:
+        return apart(torch.randn(shape, generator=generator, device=device, dtype=dtype).div_(10))
+
+    def lens(mean: int) -> torch.Tensor:
+        drawn = torch.randn(case.b, generator=generator, device=device) * (mean / 2) + mean
+        return drawn.int().clamp(min=1) if case.varlen else torch.full_like(drawn, mean, dtype=torch.int32)
+
+    def edges(lengths: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+
+    q_lens = lens(case.s_q)
+    kv_lens = torch.maximum(lens(case.s_k), q_lens)
+    total_q, total_kv = int(q_lens.sum()), int(kv_lens.sum())
+    arguments: dict[str, Any] = {
+        "q": values(total_q, case.h_q, case.d_qk),
+        "k": values(total_kv, case.h_kv, case.d_qk),
+        "v": values(total_kv, case.h_kv, case.d_v),
+        "cu_seqlens_qo": edges(q_lens),
+        "cu_seqlens_kv": edges(kv_lens),
+        "max_seqlen_qo": int(q_lens.max()),
+        "max_seqlen_kv": int(kv_lens.max()),
+        "softmax_scale": (case.d_qk + 100) ** -0.5,
+        "causal": case.causal,
+        "is_varlen": case.varlen,
+    }
+    return arguments, values(total_q, case.h_q, case.d_v)
+
+
+def mha_oracle(
+    *, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_qo: torch.Tensor, cu_seqlens_kv: torch.Tensor,
+    softmax_scale: float, causal: bool, d_out: torch.Tensor, **lengths: Any,
+) -> list[torch.Tensor]:  # fmt: skip
+    """`MHA_RESULTS` in float32 by torch's own differentiation, a head of a sequence at a time."""
+    del lengths
+    out, lse, *grads = (torch.zeros(array.shape, device=q.device) for array in (d_out, d_out[..., 0], q, k, v))
+    edges = (itertools.pairwise(cu_lens.tolist()) for cu_lens in (cu_seqlens_qo, cu_seqlens_kv))
+    for (q_start, q_stop), (kv_start, kv_stop) in zip(*edges, strict=True):
+        rows, keys = slice(q_start, q_stop), slice(kv_start, kv_stop)
+        seen = torch.ones(q_stop - q_start, kv_stop - kv_start, dtype=torch.bool, device=q.device)
+        seen = seen.tril((kv_stop - kv_start) - (q_stop - q_start)) if causal else seen
+        for head in range(q.shape[1]):
+            kv_head = head * k.shape[1] // q.shape[1]
+            places = ((rows, head), (keys, kv_head), (keys, kv_head))
+            leaves = [array[place].float().requires_grad_() for array, place in zip((q, k, v), places, strict=True)]
+            logits = (leaves[0] @ leaves[1].T * softmax_scale).masked_fill(~seen, -math.inf)
+            found = torch.softmax(logits, -1) @ leaves[2]
+            out[rows, head], lse[rows, head] = found.detach(), torch.logsumexp(logits.detach(), -1)
+            for total, place, part in zip(
+                grads, places, torch.autograd.grad(found, leaves, d_out[rows, head].float()), strict=True
+            ):
+                total[place] += part
+    return [out, lse, *grads]

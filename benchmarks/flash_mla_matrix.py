@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import ragged_attention as ra
-from benchmarks.flash_mla_cases import LISTS, Case, DecodeCase, cases_of, covering, scaled_down
+from benchmarks.flash_mla_cases import LISTS, Case, DecodeCase, MhaCase, cases_of, covering, scaled_down
 from benchmarks.flash_mla_data import check
 from ragged_attention.errors import Unsupported
 
@@ -45,6 +45,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def chosen_cases(options: argparse.Namespace) -> list[Case]:
     cases = cases_of(options.list)
+    if options.backend in PARTIAL:
+        cases = [case for case in cases if not isinstance(case, MhaCase)]  # it has no dense attention
     if options.covering:
         cases = covering(cases)
     cases = cases[:: options.stride][: options.limit]
@@ -53,6 +55,8 @@ def chosen_cases(options: argparse.Namespace) -> list[Case]:
 
 def group_of(case: Case) -> str:
     """The row of the summary that a case counts in."""
+    if isinstance(case, MhaCase):
+        return f"multi-head attention, {case.kind}"
     if not isinstance(case, DecodeCase):
         return f"{case.form} prefill, {case.kind}"
     return f"{case.form} {'sparse' if case.lists else 'dense'} decode, {case.kind}"

@@ -14,12 +14,13 @@ import pytest
 import torch
 
 import ragged_attention as ra
-from benchmarks import flash_mla_matrix
+from benchmarks import flash_mla_data, flash_mla_matrix
 from benchmarks.flash_mla_cases import (
     LISTS,
     Case,
     DecodeCase,
     Lists,
+    MhaCase,
     PrefillCase,
     cases_of,
     covering,
@@ -32,6 +33,8 @@ from benchmarks.flash_mla_data import (
     decode_inputs,
     decode_oracle,
     metadata,
+    mha_inputs,
+    mha_oracle,
     prefill_inputs,
     prefill_oracle,
 )
@@ -49,6 +52,7 @@ V4 = DecodeCase(
     extra=SECOND, seed=7,
 )  # fmt: skip
 PREFILL = PrefillCase(form="e2", s_q=5, s_kv=70, topk=50, h_q=4, sinks=True, topk_lens=True, seed=8)
+MHA = MhaCase(s_q=12, s_k=15, h_q=4, h_kv=2, d_qk=24, d_v=16, varlen=True, causal=True, seed=9)
 
 
 @pytest.fixture(autouse=True)
@@ -87,8 +91,9 @@ def decode(case: DecodeCase, form: str = "e2", **changes: Any) -> tuple[torch.Te
 
 def test_the_lists_are_as_long_as_flash_mlas():
     counts = {function.__name__: len(list(function())) for function in LISTS["all"]}
-    assert counts == {"e0_decode": 319, "e0_prefill": 34, "e2_dense": 2352, "e2_sparse": 4748, "e2_prefill": 617}
-    assert {name: len(functions) for name, functions in LISTS.items()}["all"] == 5
+    later = {"e2_dense": 2352, "e2_sparse": 4748, "e2_prefill": 617}
+    assert counts == {"e0_decode": 319, "e0_prefill": 34, **later, "mha": 32}
+    assert {name: len(functions) for name, functions in LISTS.items()}["all"] == 6
 
 
 @pytest.mark.parametrize(
@@ -98,6 +103,7 @@ def test_the_lists_are_as_long_as_flash_mlas():
         ("e2-dense", {"correctness": 2304, "corner": 32, "performance": 16}),
         ("e2-sparse", {"correctness": 3680, "corner": 1036, "performance": 32}),
         ("e2-prefill", {"correctness": 120, "features": 448, "corner": 36, "performance": 13}),
+        ("mha", {"correctness": 32}),
     ],
 )
 def test_each_list_has_its_kinds_and_no_case_twice(name, kinds):
@@ -126,6 +132,8 @@ def covering_part(name: str, heads: int, max_tokens: int) -> list[Case]:
 
 def tiny(case: Case) -> Case:
     """What the interpreter can do in a moment."""
+    if isinstance(case, MhaCase):
+        return replace(case, s_q=20, s_k=20)
     if isinstance(case, DecodeCase):
         few, most = min(case.h_kv, 3), 1 if case.form == "e2" and case.lists else 2
         return replace(
@@ -152,16 +160,17 @@ def test_the_whole_list_of_2025_on_eager(part):
         judge(whole_first_list()[part::PARTS])
 
 
-@pytest.mark.parametrize("name", ["e2-dense", "e2-sparse", "e2-prefill"])
+@pytest.mark.parametrize("name", ["e2-dense", "e2-sparse", "e2-prefill", "mha"])
 def test_a_covering_part_of_2026_on_eager(name):
     with ra.use_backend("eager"):
         judge(covering_part(name, 4, 1000))
 
 
 @pytest.mark.parametrize("part", range(2))
-@pytest.mark.parametrize("name", ["e0", "e2-dense", "e2-sparse", "e2-prefill"])
-def test_a_covering_part_on_the_interpreter(name, part):
+@pytest.mark.parametrize("name", ["e0", "e2-dense", "e2-sparse", "e2-prefill", "mha"])
+def test_a_covering_part_on_the_interpreter(name, part, monkeypatch):
     pytest.importorskip("triton")
+    monkeypatch.setattr(flash_mla_data, "REPEATS", 0)
     with ra.use_backend("triton"):
         judge([tiny(case) for case in covering_part(name, 2, 150)][part::2])
 
@@ -241,7 +250,20 @@ def test_what_a_backend_for_some_calls_declines_is_told_and_no_failure(monkeypat
     monkeypatch.setattr(flash_mla_matrix, "check", lambda case, *arguments, **named: check(PREFILL))
     assert flash_mla_matrix.main([*arguments, "cuda"]) == 1  # none is taken
     assert flash_mla_matrix.wish("eager") == "eager"
+    assert not flash_mla_matrix.chosen_cases(flash_mla_matrix.parse(["--list", "mha", "--backend", "cuda"]))
     assert flash_mla_matrix.wish("cuda") == {"mla_decode": "cuda", "sparse_mla_prefill": "cuda", "*": "auto"}
+
+
+def test_bits_that_change_are_seen(monkeypatch):
+    right, count = flash_mla.varlen_attention, iter(range(100))
+
+    def wrong(*values: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = right(*values, **named)
+        return out * (1 + 0.01 * (next(count) == 3)), lse
+
+    monkeypatch.setattr(flash_mla, "varlen_attention", wrong)
+    with pytest.raises(AssertionError, match="mha out: expected the same bits in every run"):
+        check(MHA)
 
 
 # Call forms
@@ -716,14 +738,174 @@ def test_prefill_refuses(changes, error, message):
         flash_mla.flash_mla_sparse_fwd(**prefill_inputs(PREFILL, "cpu") | changes)
 
 
+DENSE_FORMS: dict[str, Callable[..., Any]] = {
+    "q, k, v": flash_mla.flash_attn_varlen_func,
+    "q, kv": flash_mla.flash_attn_varlen_kvpacked_func,
+    "qkv": flash_mla.flash_attn_varlen_qkvpacked_func,
+}
+
+
+def dense_call(form: str, **changes: Any) -> tuple[Callable[..., Any], list[torch.Tensor]]:
+    """A call of one of the three functions on two sequences, 5 and 7 long, and the tensors it has gradients of."""
+    generator = torch.Generator().manual_seed(3)
+    widths = ((4, 24), (4 if form == "qkv" else 2, 24), (4 if form == "qkv" else 2, 10))
+    given = [torch.randn(12, *width, generator=generator) for width in widths]
+    if form == "q, kv":
+        given = [given[0], torch.cat(given[1:], -1)]
+    if form == "qkv":
+        given = [torch.cat(given, -1)]
+    names = [name.strip() for name in form.split(",")]
+    arguments: dict[str, Any] = dict(zip(names, given, strict=True))
+    edges = torch.tensor([0, 5, 12], dtype=torch.int32)
+    if form == "qkv":
+        arguments |= {"cu_seqlens": edges, "max_seqlen": 7}
+    else:
+        arguments |= {"cu_seqlens_qo": edges, "cu_seqlens_kv": edges, "max_seqlen_qo": 7, "max_seqlen_kv": 7}
+    if form != "q, k, v":
+        arguments["head_dim_qk"] = 24
+    arguments |= changes
+    leaves = [arguments[name].clone().requires_grad_() for name in names]
+    call = functools.partial(DENSE_FORMS[form], **arguments | dict(zip(names, leaves, strict=True)))
+    return call, leaves
+
+
+@pytest.mark.parametrize(("form", "causal"), [("q, k, v", True), ("q, kv", False), ("qkv", True)])
+def test_dense_attention_in_three_forms(form, causal, backend):
+    """Values, and gradients through packed tensors, grouped heads and the log-sum-exp, by torch's own."""
+    call, leaves = dense_call(form, causal=causal, softmax_scale=0.3)
+    packed = torch.cat(leaves if form == "qkv" else leaves[1:], -1)
+    q, k, v = packed.split((24, 24, 10), -1) if form == "qkv" else (leaves[0], *packed.split((24, 10), -1))
+    wanted = []
+    for rows in (slice(0, 5), slice(5, 12)):
+        some_k, some_v = (array[rows].repeat_interleave(4 // array.shape[1], 1) for array in (k, v))
+        logits = torch.einsum("qhd,khd->hqk", q[rows], some_k) * 0.3
+        if causal:
+            logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), -torch.inf)
+        wanted.append((torch.einsum("hqk,khd->qhd", logits.softmax(-1), some_v), logits.logsumexp(-1).T))
+    want = [torch.cat(parts) for parts in zip(*wanted, strict=True)]
+    got = call()
+    asked = [torch.randn(result.shape, generator=torch.Generator().manual_seed(4)) for result in want]
+    grads = (torch.autograd.grad(results, leaves, asked) for results in (got, want))
+    for one, other in zip((*got, *next(grads)), (*want, *next(grads)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    assert got[1].shape == (12, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_other_dtypes_of_dense_attention(dtype, backend, monkeypatch):
+    monkeypatch.setattr(flash_mla_data, "REPEATS", 1)
+    check(replace(MHA, h_q=2, h_kv=1, s_q=8, s_k=10), dtype=dtype)
+
+
+def test_the_rules_of_dense_data():
+    """Longer keys than queries, everything in a larger array; the oracle is causal from the end."""
+    arguments, d_out = mha_inputs(MHA, "cpu", torch.float32)
+    q_lens, kv_lens = (arguments[f"cu_seqlens_{name}"].diff() for name in ("qo", "kv"))
+    assert bool((kv_lens >= q_lens).all())
+    assert not any(arguments[name].is_contiguous() for name in "qkv")
+    first, offset = 0, int(kv_lens[0] - q_lens[0])
+    out, lse, *_ = mha_oracle(**arguments, d_out=d_out)
+    logits = arguments["q"][first, 0] @ arguments["k"][: offset + 1, 0].T * arguments["softmax_scale"]
+    torch.testing.assert_close(out[first, 0], logits.softmax(-1) @ arguments["v"][: offset + 1, 0])
+    torch.testing.assert_close(lse[first, 0], logits.logsumexp(-1))
+
+
+@pytest.mark.parametrize("form", DENSE_FORMS)
+def test_equal_lengths_need_no_edges(form):
+    """What the edges hold is not looked at, only how many they are."""
+    edges, garbage = torch.tensor([0, 6, 12], dtype=torch.int32), torch.full((3,), 99, dtype=torch.int32)
+    names = [name for name in dense_call(form)[0].keywords if name.startswith("cu_seqlens")]  # type: ignore[attr-defined]
+    want = dense_call(form, **dict.fromkeys(names, edges))[0]()
+    got = dense_call(form, **dict.fromkeys(names, garbage), is_varlen=False)[0]()
+    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+
+
+def test_a_lonely_query_of_dense_attention(backend):
+    """One that stands before the first key, where there are fewer keys than queries."""
+    edges = torch.tensor([0, 2, 2], dtype=torch.int32)
+    call, leaves = dense_call("q, k, v", cu_seqlens_kv=edges, causal=True)
+    out, lse = call()
+    lonely = torch.ones(12, dtype=torch.bool)
+    lonely[3:5] = False
+    assert torch.equal(lse == -torch.inf, lonely[:, None].expand(12, 4))
+    grads = torch.autograd.grad((out.sum() + lse[3:5].sum()), leaves)
+    assert not out[lonely].any()
+    assert not grads[0][lonely].any()
+    assert not any(grad[2:].any() for grad in grads[1:])
+
+
+def test_deterministic_gradients_are_offered():
+    call, leaves = dense_call("qkv", deterministic=True)
+    first, second = (torch.autograd.grad(call()[0].sum(), leaves) for _ in range(2))
+    assert torch.equal(first[0], second[0])
+
+
+def test_torch_compile_follows_dense_attention():
+    def loss(qkv: torch.Tensor, is_varlen: bool) -> torch.Tensor:
+        edges = torch.tensor([0, 6, 12], dtype=torch.int32)
+        out, lse = flash_mla.flash_attn_varlen_qkvpacked_func(qkv, edges, 6, 24, causal=True, is_varlen=is_varlen)
+        return out.sum() + lse.sum()
+
+    for is_varlen in (True, False):
+        qkv = dense_call("qkv")[1][0]
+        compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")(qkv, is_varlen)
+        (got,), (want,) = (torch.autograd.grad(value, qkv) for value in (compiled, loss(qkv, is_varlen)))
+        torch.testing.assert_close(got, want)
+
+
+def test_sparse_prefill_is_differentiable(backend):
+    """Through out and through lse of either base; upstream's has no gradient."""
+    arguments = prefill_inputs(replace(PREFILL, h_q=2, d_qk=32, topk=20), "cpu", torch.float32)
+    arguments["d_v"] = 32
+    grads = []
+    for convention in ("natural", "base2"):
+        leaves = [arguments[name].detach().requires_grad_() for name in ("q", "kv")]
+        found = arguments | dict(zip(("q", "kv"), leaves, strict=True))
+        out, _, lse = flash_mla.flash_mla_sparse_fwd(**found, convention=convention)
+        seen = lse[lse.isfinite()].sum() / (math.log2(math.e) if convention == "base2" else 1)
+        grads.append(torch.autograd.grad(out.sum() + seen, leaves))
+    for one, other in zip(*grads, strict=True):
+        assert bool(one.isfinite().all())
+        assert bool(one.any())
+        torch.testing.assert_close(one, other)
+
+
+EDGES = torch.tensor([0, 5, 12], dtype=torch.int32)
+
+
 @pytest.mark.parametrize(
-    ("function", "count"),
+    ("form", "changes", "error", "message"),
     [
-        (flash_mla.flash_attn_varlen_func, 7),
-        (flash_mla.flash_attn_varlen_qkvpacked_func, 4),
-        (flash_mla.flash_attn_varlen_kvpacked_func, 7),
+        ("q, k, v", {"dropout_p": 0.1}, InvalidInput, "expected dropout_p=0, got 0.1"),
+        ("q, k, v", {"softmax_scale": "1"}, TypeError, "expected softmax_scale to be a number, got str"),
+        ("q, k, v", {"cu_seqlens_qo": EDGES.long()}, InvalidInput, "expected cu_seqlens_qo.dtype to be int32"),
+        ("q, k, v", {"cu_seqlens_kv": EDGES[:2]}, InvalidInput, r"expected cu_seqlens_kv.shape to be .* got \[2\]"),
+        ("q, k, v", {"max_seqlen_qo": -1}, InvalidInput, "expected max_seqlen_qo >= 0, got -1"),
+        ("q, k, v", {"max_seqlen_kv": "7"}, TypeError, "expected max_seqlen_kv to be an int, got str"),
+        ("q, k, v", {"causal": 1}, TypeError, "expected causal to be a bool, got int"),
+        ("q, k, v", {"v": torch.zeros(12, 2, 300)}, InvalidInput, r"expected v.shape\[2\] from 1 to 256, got 300"),
+        ("q, k, v", {"is_varlen": False, "cu_seqlens_kv": EDGES[:1]}, InvalidInput,
+         r"expected k.shape\[0\] to be a multiple of b=0 with is_varlen=False, got 12"),
+        ("q, k, v", {"is_varlen": False, "cu_seqlens_qo": torch.zeros(6)}, InvalidInput,
+         r"expected q.shape\[0\] to be a multiple of b=5 with is_varlen=False, got 12"),
+        ("q, kv", {"is_varlen": False, "cu_seqlens_qo": [0, 5]}, TypeError, "cu_seqlens_qo to be a torch.Tensor"),
+        ("q, kv", {"kv": torch.zeros(12, 2)}, InvalidInput, "expected kv to have 3 dimensions, got 2"),
+        ("q, kv", {"kv": torch.zeros(12, 3, 30)}, InvalidInput, "num_q_heads to be a multiple of num_kv_heads=3"),
+        ("q, kv", {"kv": torch.zeros(12, 2, 300)}, InvalidInput,
+         r"expected kv\[..., head_dim_qk:\].shape\[2\] from 1 to 256, got 276"),
+        ("q, kv", {"head_dim_qk": 34}, InvalidInput,
+         r"expected kv.shape\[2\] > 1 \* head_dim_qk >= 1, got width=34, head_dim_qk=34"),
+        ("q, kv", {"head_dim_qk": 10}, InvalidInput,
+         r"expected kv\[..., :head_dim_qk\].shape to be .* 24\], got \[12, 2, 10\]"),
+        ("qkv", {"head_dim_qk": 0}, InvalidInput, r"expected qkv.shape\[2\] > 2 \* head_dim_qk >= 2, got width=58"),
+        ("qkv", {"head_dim_qk": 29}, InvalidInput, "got width=58, head_dim_qk=29"),
+        ("qkv", {"head_dim_qk": 24.0}, TypeError, "expected head_dim_qk to be an int, got float"),
+        ("qkv", {"cu_seqlens": EDGES.long()}, InvalidInput, "expected cu_seqlens.dtype to be int32, got int64"),
+        ("qkv", {"qkv": torch.zeros(12, 4, 58, dtype=torch.int32)}, InvalidInput,
+         r"expected qkv\[..., :head_dim_qk\].dtype to be"),
     ],
-)
-def test_dense_multi_head_attention_is_not_there_yet(function: Callable[..., Any], count: int):
-    with pytest.raises(Unsupported, match=f"{function.__name__}: dense multi-head attention is not offered yet"):
-        function(*[None] * count, causal=True)
+)  # fmt: skip
+def test_dense_attention_refuses(form, changes, error, message):
+    arguments = dense_call(form)[0].keywords | changes  # type: ignore[attr-defined]
+    with pytest.raises(error, match=message):
+        DENSE_FORMS[form](**arguments)

@@ -8,20 +8,21 @@ forms are taken, and may be mixed:
 - that of 2026, where it takes none and returns an empty object, filled by the first call that it goes into, and None.
 
 What differs from `ragged_attention.torch` is said here and nowhere else: the names, a lonely query's `lse` (one that
-sees no key), which is +inf in decode, and the base of prefill's logarithms. FlashMLA's limits on devices, head counts,
-page sizes, top-k and dtypes do not hold here.
+sees no key), which is +inf in decode, the base of prefill's logarithms, and packed tensors. FlashMLA's limits on
+devices, head counts, head sizes, page sizes, top-k, dtypes and gradients do not hold here.
 """
 
 import math
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from ragged_attention import config
 from ragged_attention.calls import DecodeSchedule, MlaDecode, dtype_name, is_array
 from ragged_attention.compat.names import say_in
-from ragged_attention.errors import InvalidInput, Unsupported
-from ragged_attention.torch import make_decode_schedule, mla_decode, sparse_mla_prefill
+from ragged_attention.errors import InvalidInput
+from ragged_attention.torch import make_decode_schedule, mla_decode, sparse_mla_prefill, varlen_attention
 from ragged_attention.torch.launcher import device_facts
 
 __all__ = [
@@ -50,6 +51,24 @@ DECODE_NAMES = {
     "extra_topk_lens": "extra_topk_length",
 }
 METADATA_NAMES = {"kv_lens": "cache_seqlens"}
+VARLEN_NAMES = {
+    "cu_q_lens": "cu_seqlens_qo",
+    "cu_kv_lens": "cu_seqlens_kv",
+    "max_q_len": "max_seqlen_qo",
+    "max_kv_len": "max_seqlen_kv",
+    "sm_scale": "softmax_scale",
+}
+KV_PACKED_NAMES = {**VARLEN_NAMES, "k": "kv[..., :head_dim_qk]", "v": "kv[..., head_dim_qk:]"}
+QKV_PACKED_NAMES = {
+    "q": "qkv[..., :head_dim_qk]",
+    "k": "qkv[..., head_dim_qk:2 * head_dim_qk]",
+    "v": "qkv[..., 2 * head_dim_qk:]",
+    "cu_q_lens": "cu_seqlens",
+    "cu_kv_lens": "cu_seqlens",
+    "max_q_len": "max_seqlen",
+    "max_kv_len": "max_seqlen",
+    "sm_scale": "softmax_scale",
+}
 
 
 class FlashMLASchedMeta:
@@ -253,8 +272,28 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     is_varlen: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dense multi-head attention over packed sequences: not there yet, raises `Unsupported`."""
-    _no_dense_attention("flash_attn_varlen_func")
+    """Dense multi-head attention over packed sequences, differentiable.
+
+    Args:
+        q: [total_q, h, d] bfloat16, float16 or float32, the queries of all sequences, one after another.
+        k, v: [total_kv, h_k, d] and [total_kv, h_k, d_v] of q's dtype; h a multiple of h_k, also for gradients; d and
+            d_v up to 256.
+        cu_seqlens_qo, cu_seqlens_kv: i32 [b + 1], where the sequences begin and end.
+        max_seqlen_qo, max_seqlen_kv: lengths that no sequence exceeds.
+        dropout_p: 0.
+        softmax_scale: default `d ** -0.5`.
+        causal: aligned at the end.
+        deterministic: gradients have the same bits in every run.
+        is_varlen: False says that all sequences are equally long; then the values of `cu_seqlens_*` are not looked at.
+
+    Returns:
+        out [total_q, h, d_v], and lse f32 [total_q, h], natural, -inf where a query sees no key. Gradients flow through
+        both; FlashMLA drops that of lse.
+    """
+    return _varlen(
+        VARLEN_NAMES, q, k, v, cu_seqlens_qo, cu_seqlens_kv, max_seqlen_qo, max_seqlen_kv, dropout_p, softmax_scale,
+        causal, deterministic, is_varlen,
+    )  # fmt: skip
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -268,8 +307,12 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     is_varlen: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`flash_attn_varlen_func` of q, k and v packed in one tensor: not there yet, raises `Unsupported`."""
-    _no_dense_attention("flash_attn_varlen_qkvpacked_func")
+    """`flash_attn_varlen_func` of q, k and v packed in one tensor [total, h, 2 * head_dim_qk + d_v], in this order."""
+    q, k, v = _unpacked("qkv", qkv, head_dim_qk, 2)
+    return _varlen(
+        QKV_PACKED_NAMES, q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale,
+        causal, deterministic, is_varlen,
+    )  # fmt: skip
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -286,12 +329,54 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     is_varlen: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`flash_attn_varlen_func` of k and v packed in one tensor: not there yet, raises `Unsupported`."""
-    _no_dense_attention("flash_attn_varlen_kvpacked_func")
+    """`flash_attn_varlen_func` of k and v packed in one tensor [total_kv, h_k, head_dim_qk + d_v], in this order."""
+    k, v = _unpacked("kv", kv, head_dim_qk, 1)
+    return _varlen(
+        KV_PACKED_NAMES, q, k, v, cu_seqlens_qo, cu_seqlens_kv, max_seqlen_qo, max_seqlen_kv, dropout_p,
+        softmax_scale, causal, deterministic, is_varlen,
+    )  # fmt: skip
 
 
-def _no_dense_attention(name: str) -> NoReturn:
-    raise Unsupported(f"{name}: dense multi-head attention is not offered yet, only latent attention is")
+def _unpacked(name: str, packed: Any, head_dim_qk: Any, count: int) -> tuple[torch.Tensor, ...]:
+    """Views of `count` parts of head_dim_qk columns each, and of what is left, which is v."""
+    _expect_tensor(name, packed, 3)
+    if not isinstance(head_dim_qk, int) or isinstance(head_dim_qk, bool):
+        raise TypeError(f"expected head_dim_qk to be an int, got {type(head_dim_qk).__name__}")
+    width = packed.shape[2]
+    if not 1 <= head_dim_qk < -(-width // count):
+        raise InvalidInput(f"expected {name}.shape[2] > {count} * head_dim_qk >= {count}, got {width=}, {head_dim_qk=}")
+    return packed.split((*(head_dim_qk,) * count, width - count * head_dim_qk), dim=2)
+
+
+def _varlen(
+    names: Mapping[str, str], q: Any, k: Any, v: Any, cu_q_lens: Any, cu_kv_lens: Any, max_q_len: Any,
+    max_kv_len: Any, dropout_p: float, softmax_scale: float | None, causal: bool, deterministic: bool, is_varlen: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The attention in our names, whose errors are in those of `names`."""
+    if dropout_p != 0:
+        raise InvalidInput(f"expected dropout_p=0, got {dropout_p}")
+    if not is_varlen:
+        cu_q_lens, max_q_len = _equal_lengths("cu_q_lens", cu_q_lens, names.get("q", "q"), q, names)
+        cu_kv_lens, max_kv_len = _equal_lengths("cu_kv_lens", cu_kv_lens, names.get("k", "k"), k, names)
+    try:
+        return varlen_attention(
+            q, k, v, cu_q_lens, cu_kv_lens, max_q_len=max_q_len, max_kv_len=max_kv_len, sm_scale=softmax_scale,
+            causal=causal, return_lse=True, deterministic=deterministic,
+        )  # fmt: skip
+    except (InvalidInput, TypeError) as error:
+        say_in(names, error)
+
+
+def _equal_lengths(
+    name: str, cu_lens: Any, rows_name: str, rows: Any, names: Mapping[str, str]
+) -> tuple[torch.Tensor, int]:
+    """The edges of as many sequences as there are, all equally long, and their length."""
+    _expect_tensor(names[name], cu_lens, 1)
+    _expect_tensor(rows_name, rows, 3)
+    b, total = cu_lens.shape[0] - 1, rows.shape[0]
+    if b < 1 or total % b:
+        raise InvalidInput(f"expected {rows_name}.shape[0] to be a multiple of {b=} with is_varlen=False, got {total}")
+    return torch.arange(b + 1, dtype=torch.int32, device=rows.device) * (total // b), total // b
 
 
 @torch.compiler.assume_constant_result
