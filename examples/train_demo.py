@@ -123,11 +123,24 @@ def learning_rate(step: int, arguments: argparse.Namespace) -> float:
     return arguments.rate * warmed * (0.02 + 0.98 * (1 + math.cos(math.pi * step / arguments.steps)) / 2)
 
 
+def optimizer_of(weights: dict[str, torch.Tensor], arguments: argparse.Namespace) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(weights.values(), lr=arguments.rate, betas=(0.9, 0.98), weight_decay=0.0)
+
+
+def descend(optimizer: torch.optim.Optimizer, loss: torch.Tensor, rate: float) -> None:
+    (group,) = optimizer.param_groups
+    group["lr"] = rate
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(group["params"], 1.0)
+    optimizer.step()
+
+
 def train(paragraphs: list[str], arguments: argparse.Namespace, console: Console) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(arguments.seed)
     text = Text(paragraphs, generator)
     weights = initial_weights(generator)
-    optimizer = torch.optim.AdamW(weights.values(), lr=arguments.rate, betas=(0.9, 0.98), weight_decay=0.0)
+    optimizer = optimizer_of(weights, arguments)
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("training", total=arguments.steps)
@@ -135,11 +148,7 @@ def train(paragraphs: list[str], arguments: argparse.Namespace, console: Console
             if step % SHUFFLE_EVERY == 0:
                 text.shuffle()
             loss = loss_on(weights, text.pieces(arguments.batch, arguments.length))
-            optimizer.param_groups[0]["lr"] = learning_rate(step, arguments)
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)
-            optimizer.step()
+            descend(optimizer, loss, learning_rate(step, arguments))
             progress.advance(task)
             if step % 50 == 0 or step == arguments.steps - 1:
                 console.print(f"step {step:5}  loss {loss.item():.3f} nats a byte", highlight=False)

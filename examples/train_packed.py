@@ -1,0 +1,170 @@
+"""Train the demo's transformer on documents packed one after another, and once more on the same ones padded.
+
+    python examples/train_packed.py
+
+takes one or two minutes on one core. Packed, the documents of a step lie in one row, and `varlen_attention` keeps them
+apart by where each begins; padded, each has a row as long as the longest one, and torch's own attention is used. The
+weights begin alike, so the losses have to be the same but for rounding. `--plot` draws both.
+"""
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from train_demo import attend, corpus, descend, initial_weights, learning_rate, optimizer_of
+
+from ragged_attention.demo.torch_model import device_named, forward, one_thread
+from ragged_attention.torch import varlen_attention
+
+Weights = dict[str, torch.Tensor]
+Documents = list[torch.Tensor]  # of a step, each the bytes of one
+
+
+def batches(paragraphs: list[str], arguments: argparse.Namespace, device: str) -> Iterator[Documents]:
+    """Documents of one step after another, together at least `tokens` bytes, in an order that the seed decides."""
+    generator = torch.Generator().manual_seed(arguments.seed)
+    documents: Documents = []
+    while True:
+        for index in torch.randperm(len(paragraphs), generator=generator).tolist():
+            encoded = bytearray(paragraphs[index].encode()[: arguments.length + 1])
+            documents.append(torch.frombuffer(encoded, dtype=torch.uint8).long().to(device))
+            if sum(map(len, documents)) >= arguments.tokens:
+                yield documents
+                documents = []
+
+
+def packed_loss(weights: Weights, documents: Documents, backend: str | None = None) -> torch.Tensor:
+    """Nats a byte on documents in one row [T], of which each sees itself alone."""
+    lengths = [len(document) - 1 for document in documents]
+    tokens, targets = (torch.cat([document[part] for document in documents]) for part in (slice(-1), slice(1, None)))
+    positions = torch.cat([torch.arange(length, device=tokens.device) for length in lengths])
+    edges = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(tokens.device, torch.int32)
+
+    def attend_packed(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        del layer
+        longest = max(lengths)
+        return varlen_attention(
+            q, k, v, edges, edges, max_q_len=longest, max_kv_len=longest, causal=True, backend=backend
+        )
+
+    hidden = forward(weights, tokens, positions, attend_packed)
+    return F.cross_entropy(hidden @ weights["embed"].T, targets)
+
+
+def padded_loss(weights: Weights, documents: Documents) -> torch.Tensor:
+    """Nats a byte on documents in a row each [N, T], by torch's attention; what is behind a document does not count."""
+    tokens = torch.nn.utils.rnn.pad_sequence([document[:-1] for document in documents], batch_first=True)
+    targets = torch.nn.utils.rnn.pad_sequence([document[1:] for document in documents], True, padding_value=-100)
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    hidden = forward(weights, tokens, positions, attend)
+    return F.cross_entropy((hidden @ weights["embed"].T).flatten(0, 1), targets.flatten())
+
+
+@dataclasses.dataclass
+class Run:
+    """One of the two trainings."""
+
+    loss_of: Callable[[Weights, Documents], torch.Tensor]
+    weights: Weights
+    optimizer: torch.optim.Optimizer
+    losses: list[float] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0
+
+    def step(self, documents: Documents, rate: float) -> None:
+        start = time.perf_counter()
+        loss = self.loss_of(self.weights, documents)
+        descend(self.optimizer, loss, rate)
+        self.losses.append(loss.item())
+        self.seconds += time.perf_counter() - start
+
+
+def run_of(loss_of: Callable[[Weights, Documents], torch.Tensor], arguments: argparse.Namespace, device: str) -> Run:
+    drawn = initial_weights(torch.Generator().manual_seed(arguments.seed))
+    weights = {name: weight.detach().to(device).requires_grad_() for name, weight in drawn.items()}
+    return Run(loss_of, weights, optimizer_of(weights, arguments))
+
+
+def train(paragraphs: list[str], arguments: argparse.Namespace, console: Console) -> dict[str, Run]:
+    device = device_named(arguments.device)
+
+    def packed(weights: Weights, documents: Documents) -> torch.Tensor:
+        return packed_loss(weights, documents, arguments.backend)
+
+    runs = {"packed": run_of(packed, arguments, device), "padded": run_of(padded_loss, arguments, device)}
+    for step, documents in zip(range(arguments.steps), batches(paragraphs, arguments, device), strict=False):
+        for run in runs.values():
+            run.step(documents, learning_rate(step, arguments))
+        if step % 25 == 0 or step == arguments.steps - 1:
+            lengths = [len(document) - 1 for document in documents]
+            both = "  ".join(f"{name} {run.losses[-1]:.4f}" for name, run in runs.items())
+            console.print(f"step {step:4}  {both}  ({sum(lengths)} bytes in {len(lengths)} documents)", highlight=False)
+    return runs
+
+
+WIDTH, HEIGHT, LEFT, TOP = 640, 360, 56, 44  # of the picture, and where its axes begin
+STROKES = (("#9cc4e4", 7), ("#1b3a57", 1.5))  # the first curve shows on both sides of the second
+
+
+def picture(curves: dict[str, list[float]], title: str) -> str:
+    """Curves of losses over the steps as SVG."""
+    steps, highest = max(map(len, curves.values())), max(map(max, curves.values()))
+    right, bottom = WIDTH - 16, HEIGHT - 40
+
+    def x(step: float) -> float:
+        return LEFT + (right - LEFT) * step / max(steps - 1, 1)
+
+    def y(loss: float) -> float:
+        return bottom - (bottom - TOP) * loss / highest
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
+        f'font-size="12" fill="#222">',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>',
+        f'<text x="{LEFT}" y="24" font-size="15">{title}</text>',
+        f'<text x="{(LEFT + right) / 2:.0f}" y="{HEIGHT - 8}" text-anchor="middle">step</text>',
+    ]
+    for loss in range(int(highest) + 1):
+        parts.append(f'<path d="M{LEFT} {y(loss):.1f}H{right}" stroke="#ddd"/>')
+        parts.append(f'<text x="{LEFT - 8}" y="{y(loss) + 4:.1f}" text-anchor="end">{loss}</text>')
+    for step in range(0, steps, max(steps // 6 // 5 * 5, 1)):
+        parts.append(f'<text x="{x(step):.1f}" y="{bottom + 18}" text-anchor="middle">{step}</text>')
+    for (name, losses), (color, width), row in zip(curves.items(), STROKES, (0, 1), strict=True):
+        points = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in enumerate(losses))
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="{width}"/>')
+        middle = TOP + 16 + 20 * row
+        parts.append(f'<path d="M{right - 210} {middle}h28" stroke="{color}" stroke-width="{width}"/>')
+        parts.append(f'<text x="{right - 174}" y="{middle + 4}">{name}</text>')
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--tokens", type=int, default=800, help="bytes of a step, at least")
+    parser.add_argument("--length", type=int, default=384, help="longest document; what is behind is cut off")
+    parser.add_argument("--rate", type=float, default=4e-3, help="highest learning rate")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", help="default: a GPU if there is one")
+    parser.add_argument("--backend", help="of varlen_attention; default: what the device runs by itself")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the losses, as SVG")
+    arguments = parser.parse_args(argv)
+    console = Console()
+    with one_thread():
+        runs = train(corpus(), arguments, console)
+    packed, padded = runs.values()
+    largest = max(abs(one - other) for one, other in zip(packed.losses, padded.losses, strict=True))
+    console.print(f"largest difference of the losses of a step: {largest:.2g} nats a byte", highlight=False)
+    console.print(f"packed {packed.seconds:.1f} s, padded {padded.seconds:.1f} s", highlight=False)
+    if arguments.plot:
+        curves = {"packed, varlen_attention": packed.losses, "padded, torch's attention": padded.losses}
+        arguments.plot.write_text(picture(curves, "Loss of the demo's transformer, nats a byte"))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
