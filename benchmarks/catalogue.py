@@ -1,20 +1,26 @@
-"""All named shapes, of paged attention and of latent attention, and what is asked of either kind."""
+"""All named shapes, of paged, of latent and of uncached attention, and what is asked of each kind."""
 
 from collections.abc import Iterable
 from typing import Any
 
-from benchmarks import cases, mla_cases
+from benchmarks import cases, mla_cases, varlen_cases
 from benchmarks.cases import Case
 from benchmarks.mla_cases import LatentCase
+from benchmarks.varlen_cases import VarlenCase
 from ragged_attention.calls import Call, Device
 
-AnyCase = Case | LatentCase
-CASES: dict[str, AnyCase] = {**cases.CASES, **mla_cases.CASES}
-COMPILED_ONLY: dict[str, AnyCase] = {**cases.COMPILED_ONLY, **mla_cases.COMPILED_ONLY}
+AnyCase = Case | LatentCase | VarlenCase
+CASES: dict[str, AnyCase] = {**cases.CASES, **mla_cases.CASES, **varlen_cases.CASES}
+COMPILED_ONLY: dict[str, AnyCase] = {
+    **cases.COMPILED_ONLY,
+    **mla_cases.COMPILED_ONLY,
+    **varlen_cases.COMPILED_ONLY,
+}
+MODULES: dict[type, Any] = {Case: cases, LatentCase: mla_cases, VarlenCase: varlen_cases}
 
 
 def _module(case: AnyCase) -> Any:
-    return mla_cases if isinstance(case, LatentCase) else cases
+    return MODULES[type(case)]
 
 
 def find(name: str) -> Any:
@@ -35,6 +41,13 @@ def scaled_down(case: AnyCase, **sizes: int) -> Any:
 def calls_of(case: AnyCase, device: Device) -> Iterable[Call]:
     """Every operation that a serving step with this case runs, as records over fake arrays."""
     return _module(case).calls_of(case, device)
+
+
+def judged(case: AnyCase, result: Any) -> Any:
+    """What of a call's result the gate looks at: out, or a list of the gradients."""
+    if isinstance(case, VarlenCase) and case.backward:
+        return [array for array in result if array is not None]
+    return result[0] if isinstance(result, tuple | list) else result
 
 
 def torch_inputs(case: AnyCase, seed: int = 0, device: Any = "cpu") -> dict[str, Any]:

@@ -27,8 +27,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks import cases, catalogue, compiling, mla_cases
+from benchmarks import cases, catalogue, compiling, mla_cases, varlen_cases
 from benchmarks.mla_cases import LatentCase
+from benchmarks.varlen_cases import VarlenCase
 from ragged_attention import dispatch, samples
 from ragged_attention.calls import CALLS, Call
 
@@ -41,19 +42,26 @@ COVERING = (
     "mla_dense_h16_128x4k", "mla_dense_h128_128q2s4k", "mla_dense_fp8_h128_128x4k",
     "mla_sparse_bf16_h128_32q2", "mla_sparse_h16_b8", "mla_sparse_h32_b8", "mla_sparse_h128_128q2",
     "mla_sparse_v4_h64_128q2", "mla_prefill_h128_32k", "mla_prefill_fp8_h128_32k", *mla_cases.COMPILED_ONLY,
+    "mha_128_4k", "mha_128_4k_backward", "mha_192_4k", "mha_192_4k_backward", *varlen_cases.COMPILED_ONLY,
 )  # fmt: skip
 # Architectures that differ from one of the others in little but their shared memory get the shapes that fill it.
 FEWER = (
     "decode_64x4k", "prefill_4k", "gemma2_prefill_4k", "gemma4_global_prefill_4k", "fp8_64x4k", "float32_mixed",
     "int8_mixed", "ratio_7_page_24", "mla_dense_h128_128q2s4k", "mla_sparse_h16_b8", "mla_sparse_v4_h64_128q2",
+    "mla_prefill_h16_2k", "mha_192_4k", "mha_192_4k_backward", "mha_gemma_256", "mha_gemma_256_backward",
+    "mha_float32_80_backward",
 )  # fmt: skip
 ALIKE = ("sm_86", "sm_100", "sm_120", "gfx950")
 # Latent attention takes long to compile: sm_90 gets all of its cases, the other architectures one for each tile.
 LATENT_TILES = (
     "mla_dense_h16_128x4k", "mla_dense_h128_128q2s4k", "mla_sparse_v4_h16", "mla_sparse_v4_h64_128q2",
     "mla_sparse_h16_b8", "mla_sparse_h128_128q2", "mla_float32_h16", "mla_float32_fp8_h16", "mla_float32_v4_h16",
+    "mla_prefill_h16_2k", "mla_prefill_float32_h16",
 )  # fmt: skip
-ATTENTIONS = ("ragged_paged_attention", "mla_decode", "sparse_mla_prefill")
+ATTENTIONS = (
+    "ragged_paged_attention", "mla_decode", "sparse_mla_prefill", "sparse_mla_prefill_backward", "varlen_attention",
+    "varlen_attention_backward",
+)  # fmt: skip
 # All else is plain copying, so fewer shapes cover it.
 COPYING = (
     "decode_64x4k", "fp8_64x4k", "float32_mixed", "int8_mixed", "phi_head_80_mixed", "one_page_slot",
@@ -244,6 +252,8 @@ def _wants_wgmma(case: catalogue.AnyCase) -> bool:
     """Whether a case has rows enough for Hopper's matrix instructions, in a type that they take."""
     if case.dtype == "float32":
         return False
+    if isinstance(case, VarlenCase):
+        return max(case.q_lens) * case.num_q_heads // case.num_kv_heads >= 64
     if isinstance(case, LatentCase):
         if case.format != "plain":  # decoded in registers, in tiles of fewer rows
             return False

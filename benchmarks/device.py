@@ -5,7 +5,7 @@
 Steps: env (versions, device, measured ceilings), build (the CUDA kernels, timed), conformance (every backend, both
 front ends), checks (torch.compile, graph replay with changed lengths, streams, no synchronisation), memcheck (any index
 values under compute-sanitizer), sanitizers (its three checkers on the CUDA kernels), flashmla (FlashMLA's own cases by
-them), bench (the cases W1 to W12 with the peers present). Results are written as they come, as JSON and Markdown, and a
+them), bench (the cases W1 to W13 with the peers present). Results are written as they come, as JSON and Markdown, and a
 later command with the same folder, device and commit goes on where the last one stopped, so each can stay short.
 """
 
@@ -39,12 +39,14 @@ PACKAGES = ("torch", "triton", "jax", "jaxlib", "jax-triton", "numpy", "nvidia-c
 CHECKED = (
     "decode_64x4k", "mixed_2q2k_32q1s1k", "gpt_oss_window_64x4k", "fp8_64x4k", "speculative_64q4s4k",
     "mla_dense_h128_128q2s4k", "mla_sparse_h16_b8", "mla_sparse_v4_h64_128q2", "mla_prefill_fp8_h128_32k",
+    "mha_gqa_8x2k", "mha_gqa_8x2k_backward",
 )  # fmt: skip
 QUICK = (
     "decode_64x4k", "prefill_4k", "mixed_2q2k_32q1s1k", "gpt_oss_full_64x4k", "fp8_64x4k",
     "mla_dense_h16_128x4k", "mla_sparse_h128_128q2", "mla_sparse_h16_b8", "mla_prefill_h128_32k",
+    "mha_128_4k", "mha_128_4k_backward", "mha_192_4k", "mha_192_4k_backward",
 )  # fmt: skip
-REHEARSED = ("decode_64x4k", "mixed_2q2k_32q1s1k", "mla_sparse_h16_b8")
+REHEARSED = ("decode_64x4k", "mixed_2q2k_32q1s1k", "mla_sparse_h16_b8", "mha_gqa_8x2k_backward")
 CHECKED_CUDA = (
     "mla_dense_h128_128q2s4k", "mla_sparse_bf16_h128_32q2", "mla_sparse_h16_b8", "mla_prefill_h128_32k",
     "mla_prefill_fp8_h128_32k",

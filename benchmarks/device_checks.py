@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import gate, mla_cases
-from benchmarks.catalogue import AnyCase, find, scaled_down, torch_inputs
+from benchmarks import gate, mla_cases, varlen_cases
+from benchmarks.catalogue import AnyCase, find, judged, scaled_down, torch_inputs
 from benchmarks.mla_cases import LatentCase
 from benchmarks.run import to_numpy
+from benchmarks.varlen_cases import VarlenCase
 from ragged_attention.testing.compare import identical
 
 
@@ -27,12 +28,18 @@ def _operation(case: AnyCase) -> Callable[..., Any]:
     return getattr(importlib.import_module("ragged_attention.torch"), case.operation)
 
 
-def _first(result: Any) -> Any:
-    return result[0] if isinstance(result, tuple | list) else result
-
-
 def _attention(case: AnyCase, inputs: dict[str, Any], backend: str) -> Any:
-    return _first(_operation(case)(**inputs, backend=backend))
+    return judged(case, _operation(case)(**inputs, backend=backend))
+
+
+def _listed(out: Any) -> list[Any]:
+    return out if isinstance(out, list) else [out]
+
+
+def _same_bits(case: AnyCase, inputs: dict[str, Any], out: Any, backend: str) -> None:
+    """Whether another call gives the same."""
+    for got, want in zip(_listed(out), _listed(_attention(case, inputs, backend)), strict=True):
+        identical(to_numpy(got), to_numpy(want))
 
 
 def _right(case: AnyCase, inputs: dict[str, Any], out: Any) -> None:
@@ -46,11 +53,14 @@ def compiled(case: AnyCase, backend: str, device: str) -> None:
     inputs = torch_inputs(case, 1, device)
     operation = _operation(case)
     by = "inductor" if device == "cuda" else "aot_eager"
-    function = torch.compile(
-        lambda inputs: _first(operation(**inputs, backend=backend)) * 1, fullgraph=True, backend=by
-    )
-    out = function(inputs)
-    identical(to_numpy(out), to_numpy(_attention(case, inputs, backend)))
+
+    def together(inputs: dict[str, Any]) -> list[Any]:
+        return [array * 1 for array in _listed(judged(case, operation(**inputs, backend=backend)))]
+
+    function = torch.compile(together, fullgraph=True, backend=by)
+    results = function(inputs)
+    out = results if isinstance(case, VarlenCase) and case.backward else results[0]
+    _same_bits(case, inputs, out, backend)
     _right(case, inputs, out)
 
 
@@ -61,6 +71,10 @@ def _changes(case: AnyCase) -> list[tuple[AnyCase, dict[str, np.ndarray]]]:
         lens = np.full(case.num_seqs, other.kv_len, np.int32)
         shorter = mla_cases.tables(other, seed) if case.topk else {"kv_lens": lens}
         return [(other, shorter), (case, mla_cases.tables(case, 2))]
+    if isinstance(case, VarlenCase):
+        lens = {"q_lens": (*case.q_lens[1:], 0), "kv_lens": (*case.kv_lens[1:], 0)}
+        other = dataclasses.replace(case, **lens)
+        return [(other, varlen_cases.tables(other)), (case, varlen_cases.tables(case))]
     kv_lens = tuple(
         max(q_len, kv_len * (1 + seq % 3) // 4)
         for seq, (q_len, kv_len) in enumerate(zip(case.q_lens, case.kv_lens, strict=True))
@@ -84,7 +98,7 @@ def replayed(case: AnyCase, backend: str, device: str) -> None:
         out = replay()
         torch.cuda.synchronize()
         _right(changed, inputs, out)
-        identical(to_numpy(out), to_numpy(_attention(case, inputs, backend)))
+        _same_bits(case, inputs, out, backend)
 
 
 def on_another_stream(case: AnyCase, backend: str, device: str) -> None:
@@ -139,12 +153,17 @@ def flat_in_padding(case: AnyCase, backend: str, device: str) -> None:
 ANYWHERE = (compiled,)
 ON_A_GPU = (compiled, replayed, on_another_stream, without_waiting)
 TIMED = (flat_in_padding,)
+GRADIENTS = ("varlen_attention_backward",)
+NEW_QUERIES = (replayed, on_another_stream)  # for which a gradient's other arguments would be no forward pass's
 
 
 def checks(cases: list[AnyCase], backend: str, device: str, *, timed: AnyCase | None = None) -> list[Check]:
     """Every check on every case that the device allows."""
     chosen: list[tuple[Callable[..., None], AnyCase]] = [
-        (check, case) for case in cases for check in (ON_A_GPU if device == "cuda" else ANYWHERE)
+        (check, case)
+        for case in cases
+        for check in (ON_A_GPU if device == "cuda" else ANYWHERE)
+        if not (case.operation in GRADIENTS and check in NEW_QUERIES)
     ]
     if timed is not None and device == "cuda":
         chosen += [(check, timed) for check in TIMED]
@@ -161,12 +180,12 @@ def checks(cases: list[AnyCase], backend: str, device: str, *, timed: AnyCase | 
 
 def poke(seeds: int, backend: str = "triton", device: str = "cuda") -> None:
     """Run calls whose index arrays hold any values at all: under a memory checker, which sees every stray access."""
-    from ragged_attention.testing import mla_safety, runner_for, safety
+    from ragged_attention.testing import mla_safety, runner_for, safety, varlen_safety
     from ragged_attention.testing.runners import Declined
 
     runner = runner_for(backend, "torch", device)
     for seed in range(seeds):
-        for _, example in (*safety.EXAMPLES, *mla_safety.EXAMPLES):
+        for _, example in (*safety.EXAMPLES, *mla_safety.EXAMPLES, *varlen_safety.EXAMPLES):
             try:
                 example(runner, seed, {})
             except Declined:

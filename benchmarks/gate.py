@@ -13,8 +13,12 @@ import numpy as np
 from benchmarks.cases import Case
 from benchmarks.catalogue import AnyCase
 from benchmarks.mla_cases import LatentCase
+from benchmarks.varlen_cases import VarlenCase
 from ragged_attention.reference.mla_decode import mla_decode
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention as definition
+from ragged_attention.reference.ragged_paged_attention import visible
+from ragged_attention.reference.varlen_attention import varlen_attention
+from ragged_attention.reference.varlen_attention_backward import attend_backward, row_terms
 from ragged_attention.testing.compare import agrees
 
 ROWS = 4  # checked at a place
@@ -30,7 +34,7 @@ class Place:
     kv_len: int
 
 
-def places(case: Case, sequences: int = 3) -> Iterator[Place]:
+def places(case: Case | VarlenCase, sequences: int = 3) -> Iterator[Place]:
     """The first, the last and some middle sequences; of each the first and the last rows."""
     starts = np.concatenate([[0], np.cumsum(case.q_lens)])
     count = len(case.q_lens)
@@ -43,9 +47,14 @@ def places(case: Case, sequences: int = 3) -> Iterator[Place]:
 
 
 def check(case: AnyCase, inputs: dict[str, Any], out: Any, to_numpy: Any) -> None:
-    """Raise AssertionError where `out` is not what the definition gives. `to_numpy` brings arrays to the host: floats
-    as float64, 8-bit floats as their bits."""
-    if isinstance(case, LatentCase):
+    """Raise AssertionError where `out`, of a gradient's case the gradients, is not what the definition gives.
+
+    `to_numpy` brings arrays to the host: floats as float64, 8-bit floats as their bits.
+    """
+    if isinstance(case, VarlenCase):
+        check_some = _check_gradients if case.backward else _check_varlen
+        check_some(case, inputs, out, to_numpy)
+    elif isinstance(case, LatentCase):
         _check_latents(case, inputs, out, to_numpy)
     else:
         _check_pages(case, inputs, out, to_numpy)
@@ -70,6 +79,75 @@ def _check_pages(case: Case, inputs: dict[str, Any], out: Any, to_numpy: Any) ->
         )
         got = to_numpy(out[place.start : place.stop])
         agrees(got, want, case.dtype, f"{case.name}, sequence {place.seq}, rows {place.start} to {place.stop - 1}")
+
+
+def _sequence(case: VarlenCase, seq: int) -> tuple[slice, slice]:
+    """The query tokens and the keys of a sequence."""
+    rows, keys = (slice(sum(lens[:seq]), sum(lens[: seq + 1])) for lens in (case.q_lens, case.kv_lens))
+    return rows, keys
+
+
+def _check_varlen(case: VarlenCase, inputs: dict[str, Any], out: Any, to_numpy: Any) -> None:
+    for place in places(case):
+        rows, (_, keys) = slice(place.start, place.stop), _sequence(case, place.seq)
+        if case.causal:
+            keys = slice(keys.start, keys.start + max(place.kv_len, 0))
+        elif case.sliding_window:  # which counts from a query's position, so that all must be there
+            rows, _ = _sequence(case, place.seq)
+        arrays = {name: to_numpy(inputs[name][keys]) for name in ("k", "v")}
+        want, _ = varlen_attention(
+            to_numpy(inputs["q"][rows]),
+            **arrays,
+            cu_q_lens=[0, rows.stop - rows.start],
+            cu_kv_lens=[0, keys.stop - keys.start],
+            sinks=to_numpy(inputs["sinks"]) if case.sinks else None,
+            **case.options(),
+        )
+        kind = case.dtype if case.dtype == "float32" else "varlen out"
+        what = f"{case.name}, sequence {place.seq}, rows {rows.start} to {rows.stop - 1}"
+        agrees(to_numpy(out[rows]), want, kind, what)
+
+
+def _check_gradients(case: VarlenCase, inputs: dict[str, Any], out: Any, to_numpy: Any) -> None:
+    """dq of some rows of a sequence's first and last head, and dk and dv of some keys that these see."""
+    kind = case.dtype if case.dtype == "float32" else "gradient"
+    for seq in sorted({0, len(case.q_lens) - 1, int(np.argmax(case.q_lens))}):
+        for kv_head in sorted({0, case.num_kv_heads - 1}):
+            for name, got, want in _some_gradients(case, inputs, out, seq, kv_head, to_numpy):
+                agrees(got, want, kind, f"{case.name}, {name} of sequence {seq}, KV head {kv_head}")
+
+
+def _some_gradients(
+    case: VarlenCase, inputs: dict[str, Any], out: Any, seq: int, kv_head: int, to_numpy: Any
+) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """(name, what is there, what the definition gives) of the ends of a sequence, for one KV head's group."""
+    rows, keys = _sequence(case, seq)
+    q_len, kv_len = case.q_lens[seq], case.kv_lens[seq]
+    group = case.num_q_heads // case.num_kv_heads
+    seen = visible(q_len, kv_len, np.ones(kv_len, bool), case.causal, case.sliding_window)
+    k, v = (to_numpy(inputs[name][keys, kv_head]) for name in ("k", "v"))
+    some_rows, some_keys = (sorted({*range(min(ROWS, n)), *range(max(0, n - ROWS), n)}) for n in (q_len, kv_len))
+    dk, dv = np.zeros((len(some_keys), case.head_dim)), np.zeros((len(some_keys), case.d_v))
+    for head in range(kv_head * group, (kv_head + 1) * group):
+        one = slice(head, head + 1)
+        arrays = {name: to_numpy(inputs[name][rows, one]) for name in ("d_out", "q", "out", "lse")}
+        d_lse = to_numpy(inputs["d_lse"][rows, one]) if case.d_lse else None
+        sinks = to_numpy(inputs["sinks"][one]) if case.sinks else None
+        terms = row_terms(arrays["d_out"], arrays["out"], arrays["lse"], d_lse, sinks)[:3]
+        share, delta, d_lse = (term[:, 0] for term in terms)
+        d_out, q, lse = (arrays[name][:, 0] for name in ("d_out", "q", "lse"))
+        options = (case.head_dim**-0.5, case.soft_cap)
+        want = attend_backward(
+            d_out[some_rows], q[some_rows], k, v, seen[some_rows], lse[some_rows], share[some_rows],
+            delta[some_rows], d_lse[some_rows], *options,
+        )[0]  # fmt: skip
+        yield f"dq of head {head}", to_numpy(out[0][rows, head])[some_rows], want
+        _, more_dk, more_dv = attend_backward(
+            d_out, q, k[some_keys], v[some_keys], seen[:, some_keys], lse, share, delta, d_lse, *options
+        )
+        dk, dv = dk + more_dk, dv + more_dv
+    for name, got, want in (("dk", out[1], dk), ("dv", out[2], dv)):
+        yield name, to_numpy(got[keys, kv_head])[some_keys], want
 
 
 def latent_places(case: LatentCase) -> Iterator[tuple[int, int]]:

@@ -22,6 +22,7 @@ from ragged_attention.calls import (
     MlaDecode,
     QuantizeMlaCache,
     SparseMlaPrefill,
+    SparseMlaPrefillBackward,
     WriteMlaCache,
 )
 from ragged_attention.reference.quantize_mla_cache import quantize_mla_cache
@@ -182,6 +183,17 @@ def write_call(case: LatentCase, device: Device) -> WriteMlaCache:
     return WriteMlaCache(kv=FakeArray(rows, case.dtype), cache=cache, slot_mapping=slots, device=device)
 
 
+def gradient_calls(case: LatentCase, device: Device) -> Iterator[SparseMlaPrefillBackward]:
+    """The gradient of a prefill over plain rows, as it comes and in one order."""
+    arrays: dict[str, Any] = {
+        name: FakeArray(shape, dtype) for name, (shape, dtype) in {**_floats(case), **_integers(case)}.items()
+    }
+    out = FakeArray((*case.q_shape[:-1], case.d_v), case.dtype)
+    arrays |= {"d_out": out, "out": out, "lse": FakeArray(case.q_shape[:-1], "float32")}
+    for deterministic in (False, True):
+        yield SparseMlaPrefillBackward(**arrays, d_v=case.d_v, deterministic=deterministic, device=device)
+
+
 def quantize_call(case: LatentCase, device: Device) -> QuantizeMlaCache:
     """Quantising a whole cache of the case's shape."""
     shape = case.cache_shape(case.page_size)
@@ -199,13 +211,15 @@ def schedule_call(case: LatentCase, device: Device) -> MakeDecodeSchedule:
 
 
 def calls_of(case: LatentCase, device: Device) -> Iterator[Call]:
-    """Every operation that a serving step with this case runs."""
+    """Every operation that a serving step with this case runs, and the gradient of a prefill."""
     yield attention_call(case, device)
     yield write_call(case, device)
     if case.format != "plain":
         yield quantize_call(case, device)
     if not case.prefill:
         yield schedule_call(case, device)
+    elif case.format == "plain":
+        yield from gradient_calls(case, device)
 
 
 # ---- inputs
@@ -307,8 +321,10 @@ def _sparse(name: str, workload: str, num_seqs: int, heads: int, **options: Any)
 
 
 def _prefill(name: str, kv_len: int, **options: Any) -> LatentCase:
-    shape: dict[str, Any] = {"num_seqs": 1, "num_q_tokens": 4 * K, "num_q_heads": 128, "topk": 2 * K}
-    return LatentCase(name=name, workload="W12", kv_len=kv_len, prefill=True, **(shape | options))
+    shape: dict[str, Any] = {
+        "workload": "W12", "num_seqs": 1, "num_q_tokens": 4 * K, "num_q_heads": 128, "topk": 2 * K,
+    }  # fmt: skip
+    return LatentCase(name=name, kv_len=kv_len, prefill=True, **(shape | options))
 
 
 V4: dict[str, Any] = {"format": "fp8_v4", "d_qk": 512}
@@ -350,6 +366,17 @@ _MORE = (
     _sparse("mla_float32_fp8_h16", "-", 8, 16, dtype="float32", topk=200),
     _sparse("mla_float32_v4_h16", "-", 8, 16, **V4, dtype="float32", topk=200),
     _dense("mla_narrow_24_heads", 8, 1 * K, 24, num_kv_heads=2, d_qk=144, d_v=80, page_size=24, dtype="float16"),
+    _prefill("mla_prefill_h16_2k", 2 * K, workload="-", num_q_tokens=512, topk=200, num_q_heads=16, sinks=True),
+    _prefill(
+        "mla_prefill_float32_h16",
+        2 * K,
+        workload="-",
+        num_q_tokens=512,
+        num_q_heads=16,
+        d_qk=192,
+        d_v=128,
+        dtype="float32",
+    ),
     _sparse("mla_one_of_everything", "-", 1, 1, format="plain", kv_len=1, topk=1, page_size=1),
 )
 COMPILED_ONLY = {case.name: case for case in _MORE}

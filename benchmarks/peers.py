@@ -1,6 +1,7 @@
 """Other implementations of the same job, used where they can be imported; each says why it is absent.
 
-A peer gets the very inputs of a case and returns a callable that does one call and returns out [T, H, D]. What it
+A peer gets the very inputs of a case and returns a callable that does one call and returns out [T, H, D], or
+the gradients. What it
 wants done beforehand (plans, masks, copies into its own cache layout) is done before, outside the timed region.
 
 Compiled peers and sources that are not installed lie in `peers/` at the repository's root, which git ignores:
@@ -21,9 +22,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import mla_peers
+from benchmarks import mla_peers, varlen_peers
 from benchmarks.cases import Case
 from benchmarks.mla_cases import LatentCase
+from benchmarks.varlen_cases import VarlenCase
 
 FOLDER = Path(__file__).parent.parent / "peers"
 Run = Callable[[], Any]
@@ -440,6 +442,17 @@ def _fa3_latents(case: LatentCase, inputs: dict[str, Any]) -> Run:
     return mla_peers.fa3(case, inputs, _load_fa3())
 
 
+# ---- attention without a cache
+
+
+def _fa3_varlen(case: VarlenCase, inputs: dict[str, Any]) -> Run:
+    return varlen_peers.fa3(case, inputs, _load_fa3())
+
+
+def _by(function: Callable[..., Run], *rest: Any) -> Callable[[Any, dict[str, Any]], Run]:
+    return lambda case, inputs: function(case, inputs, *rest)
+
+
 PEERS = (
     Peer(
         "sdpa", "torch", "torch's SDPA, a loop over gathered sequences", _needs("torch"),
@@ -468,6 +481,26 @@ PEERS = (
     Peer(
         "fa3-mla", "torch", "FlashAttention-3 as vLLM ships it; a quantised cache as a bfloat16 copy", _fa3_absent,
         mla_peers.fa3_declines, _fa3_latents, LatentCase,
+    ),
+    Peer(
+        "sdpa-flash", "torch", "torch's SDPA by its FlashAttention", _needs("torch", cuda=True),
+        varlen_peers.sdpa_declines, _by(varlen_peers.sdpa, "FLASH_ATTENTION"), VarlenCase,
+    ),
+    Peer(
+        "sdpa-cudnn", "torch", "torch's SDPA by cuDNN", _needs("torch", cuda=True),
+        varlen_peers.sdpa_declines, _by(varlen_peers.sdpa, "CUDNN_ATTENTION"), VarlenCase,
+    ),
+    Peer(
+        "fa2", "torch", "FlashAttention-2, its own package", _needs("torch", "flash_attn", cuda=True),
+        varlen_peers.refuses(), _by(varlen_peers.flash_attention, "flash_attn"), VarlenCase,
+    ),
+    Peer(
+        "fa3-train", "torch", "FlashAttention-3, its own package", _needs("torch", "flash_attn_interface", cuda=True),
+        varlen_peers.refuses(), _by(varlen_peers.flash_attention, "flash_attn_interface"), VarlenCase,
+    ),
+    Peer(
+        "fa3-varlen", "torch", "FlashAttention-3 as vLLM ships it", _fa3_absent,
+        varlen_peers.fa3_declines, _fa3_varlen, VarlenCase,
     ),
     Peer("jax-reference", "jax", "JAX's reference under jit", _needs("jax"), _jax_declines, _jax_reference),
     Peer("jax-cudnn", "jax", "cuDNN's paged attention through JAX", _cudnn_absent, _cudnn_declines, _jax_cudnn),

@@ -23,7 +23,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks import gate, peers, timing
-from benchmarks.catalogue import CASES, AnyCase, find, jax_inputs, scaled_down, torch_inputs
+from benchmarks.catalogue import CASES, AnyCase, find, jax_inputs, judged, scaled_down, torch_inputs
 
 SMALL_LENGTH = 512  # of the longest sequence, where a CPU stands in
 
@@ -96,7 +96,7 @@ def to_numpy(array: Any) -> Any:
 
 
 def our_call(case: AnyCase, inputs: dict[str, Any], machine: Machine, backend: str) -> Callable[[], Any]:
-    """One call of the operation by a named backend, returning out."""
+    """One call of the operation by a named backend."""
     if machine.framework == "torch":
         function = getattr(importlib.import_module("ragged_attention.torch"), case.operation)
         return functools.partial(function, **inputs, backend=backend)
@@ -108,10 +108,6 @@ def our_call(case: AnyCase, inputs: dict[str, Any], machine: Machine, backend: s
     rest = {name: value for name, value in inputs.items() if name not in arrays}
     call = jax.jit(lambda arrays: attention(**arrays, **rest, backend=backend))
     return lambda: jax.block_until_ready(call(arrays))
-
-
-def _first(result: Any) -> Any:
-    return result[0] if isinstance(result, tuple) else result
 
 
 def run_case(
@@ -126,7 +122,7 @@ def run_case(
         results.append(result)
         try:
             call = prepare()
-            out = _first(call())
+            out = judged(case, call())
             calls[who] = call
             gate.check(case, inputs, out, to_numpy)
         except AssertionError as wrong:

@@ -37,6 +37,14 @@ def test_a_prefill_uses_wgmma() -> None:
     assert "wgmma" in done.stdout
 
 
+def test_attention_without_a_cache_and_its_gradient_compile() -> None:
+    names = ["mha_one_of_everything", "mha_one_of_everything_backward"]
+    done = apart("-m", "benchmarks.compile_matrix", "--arch", "sm_90", "--case", *names, "--jobs", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for kernel in ("forward_kernel", "prepare_kernel", "dkv_kernel", "dq_kernel"):
+        assert kernel in done.stdout
+
+
 def test_writing_quantising_and_scheduling_compile() -> None:
     done = apart("-m", "benchmarks.compile_matrix", "--arch", "sm_90", "--case", "mla_one_of_everything", "--jobs", "1")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -20,7 +20,7 @@ import ragged_attention
 from ragged_attention import config, dispatch
 from ragged_attention.calls import CALLS
 from ragged_attention.errors import InvalidInput, Unsupported
-from ragged_attention.samples import FRAMEWORKS, LatentSample, Sample, device_of, sample_of
+from ragged_attention.samples import FRAMEWORKS, KINDS, LatentSample, Sample, VarlenSample, device_of, sample_of
 
 # Commands that parse their own arguments: module with `main(argv)`, what the command does.
 ELSEWHERE = {
@@ -85,11 +85,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_explain(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    paged, latent = Sample(), LatentSample()
+    paged, latent, varlen = Sample(), LatentSample(), VarlenSample()
 
     def default(name: str) -> str:
-        found = [str(getattr(sample, name)) for sample in (paged, latent)]
-        return f"default: {' or, of latents, '.join(dict.fromkeys(found))}"
+        found = {str(getattr(paged, name)): ""}
+        for kind, sample in (("of latents", latent), ("without a cache", varlen)):
+            found.setdefault(str(getattr(sample, name, getattr(paged, name))), f"{kind}, ")
+        return f"default: {' or, '.join(kind + value for value, kind in found.items())}"
 
     add("operation", metavar="OPERATION", help=", ".join(CALLS))
     add("--framework", choices=FRAMEWORKS, help="default: torch if it is installed, else jax")
@@ -112,7 +114,7 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("of latent attention").add_argument
     add("--cache-format", help=f"plain, fp8_v32 or fp8_v4 (default: {latent.cache_format})")
     add("--d-qk", type=int, help="default: 512 of fp8_v4, else 576")
-    add("--d-v", type=int, help=f"default: {latent.d_v}")
+    add("--d-v", type=int, help=f"default: {latent.d_v} or, without a cache, as --head-dim")
     add("--topk", type=int, help=f"keys that a query lists, 0 for a dense call (default: {latent.topk})")
     parser.set_defaults(run=_explain)
 
@@ -125,7 +127,7 @@ def _heads(text: str) -> tuple[int, int]:
 
 def _explain(parsed: argparse.Namespace) -> int:
     framework = parsed.framework or next((name for name in FRAMEWORKS if importlib.util.find_spec(name)), "torch")
-    fields = {field.name for kind in (Sample, LatentSample) for field in dataclasses.fields(kind)}
+    fields = {field.name for kind in KINDS for field in dataclasses.fields(kind)}
     given = {name: value for name, value in vars(parsed).items() if name in fields and value is not None}
     if parsed.heads:
         given |= dict(zip(("num_q_heads", "num_kv_heads"), parsed.heads, strict=True))

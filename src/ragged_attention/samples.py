@@ -6,6 +6,7 @@ import importlib.util
 from typing import Any
 
 from ragged_attention.calls import CACHE_FORMATS, CALLS, QUANTIZED, Call, Device
+from ragged_attention.calls.base import wide_dtype
 from ragged_attention.devices import SHARED_MEMORY, shared_memory_of
 from ragged_attention.errors import InvalidInput
 
@@ -149,6 +150,15 @@ class LatentSample(_Sample):
         lists = FakeArray((self.num_tokens, self.num_kv_heads, self.topk), "int32")
         return self._attention((self.num_tokens,)) | {"kv": self._cache(), "indices": lists}
 
+    def _sparse_mla_prefill_backward(self) -> dict[str, Any]:
+        """Of plain rows, whatever the format: bytes have no gradient."""
+        given = self._sparse_mla_prefill()
+        del given["cache_format"]
+        outs = FakeArray((self.num_tokens, self.num_q_heads, self.d_v), self.dtype)
+        rows = (*self._cache().shape[:3], self._width)
+        lse = FakeArray((self.num_tokens, self.num_q_heads), "float32")
+        return given | {"kv": FakeArray(rows, self.dtype), "d_out": outs, "out": outs, "lse": lse}
+
     def _mla_decode(self) -> dict[str, Any]:
         seqs = self.max_num_seqs
         tokens = (seqs, max(1, self.num_tokens // seqs))
@@ -182,9 +192,50 @@ class LatentSample(_Sample):
         return {"positions": positions, "page_indices": table, "page_size": self.page_size}
 
 
-def sample_of(operation: str, **options: Any) -> Sample | LatentSample:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class VarlenSample(_Sample):
+    """Of attention without a cache; the defaults are a training step of an 8B model on 4 sequences of 4096."""
+
+    dtype: str = "bfloat16"
+    num_q_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    d_v: int | None = None  # None: as head_dim
+    num_tokens: int = 4 * 4096
+    max_num_seqs: int = 4
+    causal: bool = True
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+
+    def _varlen_attention(self) -> dict[str, Any]:
+        d_v = self.head_dim if self.d_v is None else self.d_v
+        edges = FakeArray((self.max_num_seqs + 1,), "int32")
+        return {
+            "q": FakeArray((self.num_tokens, self.num_q_heads, self.head_dim), self.dtype),
+            "k": FakeArray((self.num_tokens, self.num_kv_heads, self.head_dim), self.dtype),
+            "v": FakeArray((self.num_tokens, self.num_kv_heads, d_v), self.dtype),
+            "cu_q_lens": edges,
+            "cu_kv_lens": edges,
+            "causal": self.causal,
+            "sliding_window": self.sliding_window,
+            "soft_cap": self.soft_cap,
+            "sinks": FakeArray((self.num_q_heads,), wide_dtype(self)) if self.sinks else None,
+        }
+
+    def _varlen_attention_backward(self) -> dict[str, Any]:
+        given = self._varlen_attention()
+        outs = FakeArray((self.num_tokens, self.num_q_heads, given["v"].shape[2]), self.dtype)
+        lse = FakeArray(outs.shape[:2], wide_dtype(self))
+        return given | {"d_out": outs, "out": outs, "lse": lse}
+
+
+KINDS = (Sample, LatentSample, VarlenSample)
+
+
+def sample_of(operation: str, **options: Any) -> Sample | LatentSample | VarlenSample:
     """A representative sample for an operation, changed by `options`, which are fields of it."""
-    kind = Sample if hasattr(Sample, f"_{operation}") else LatentSample
+    kind = next((kind for kind in KINDS if hasattr(kind, f"_{operation}")), LatentSample)
     known = [field.name for field in dataclasses.fields(kind)]
     for name in options:
         if name not in known:
