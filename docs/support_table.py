@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ragged_attention import dispatch
 from ragged_attention.calls import CACHE_FORMATS, FLOATS, QUANTIZED, Device
-from ragged_attention.samples import LatentSample, Sample, device_of
+from ragged_attention.samples import LatentSample, Sample, VarlenSample, device_of
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BEGIN, END = "<!-- support table: written by `make docs` -->\n", "<!-- end of support table -->\n"
@@ -36,6 +36,13 @@ ODD_SHAPES = [
     LatentSample(topk=100),
     LatentSample(page_size=1),
     LatentSample(sinks=True),
+]
+VARLEN = [VarlenSample(dtype=dtype) for dtype in FLOATS]
+ODD_VARLEN = [
+    *(VarlenSample(**change) for change in ({"sliding_window": 128}, {"soft_cap": 30.0}, {"sinks": True})),
+    *(VarlenSample(head_dim=head_dim) for head_dim in (40, 80, 256)),
+    VarlenSample(head_dim=192, d_v=128),
+    VarlenSample(num_q_heads=28, num_kv_heads=4),
 ]
 ODD_HEADS = [
     *(dataclasses.replace(DECODE, head_dim=head_dim) for head_dim in (80, 96, 256)),
@@ -100,6 +107,19 @@ ROWS = {
         for name, samples in FP8.items()
     },
     ("sparse_mla_prefill", ODD): ODD_SHAPES,
+    ("sparse_mla_prefill_backward", "f16, bf16; f32 of 192 columns"): [
+        *(dataclasses.replace(sample, num_tokens=512) for sample in PLAIN[1:]),
+        # Rows of 576 float32 do not fit every GPU's shared memory.
+        LatentSample(cache_format="plain", dtype="float32", num_tokens=512, d_qk=192, d_v=128),
+    ],
+    **{
+        (operation, what): samples
+        for operation in ("varlen_attention", "varlen_attention_backward")
+        for what, samples in {
+            "f32, f16, bf16": VARLEN,
+            "window, soft cap, sinks; heads of 40, 80, 256, 192/128; ratio 7": ODD_VARLEN,
+        }.items()
+    },
     ("make_decode_schedule", "dense, sparse"): [dataclasses.replace(LATENT, topk=topk) for topk in (0, 2048)],
     ("quantize_mla_cache", "fp8_v32, fp8_v4"): ANY_FP8,
     ("dequantize_mla_cache", "fp8_v32, fp8_v4"): ANY_FP8,
