@@ -69,7 +69,7 @@ COPYING = (
     "mla_float32_fp8_h16", "mla_one_of_everything",
 )  # fmt: skip
 
-SPOT_CHECK = 16  # of so many compilations one is done again where nothing has changed
+SPOT_CHECK = 24  # of so many compilations one is done again where nothing has changed
 
 # 64 rows of a wider output fill the registers of eight warps, so that whatever has wgmma there spills.
 LARGEST_WGMMA_HEAD = 256
