@@ -81,7 +81,7 @@ What the Triton kernels compile to, at the tiles their heuristics choose for the
 for GPUs that need not be there. Written by `make compile-matrix`, which fails on a kernel that does not compile,
 spills, needs more shared memory than the device has, or on sm_90 does without wgmma where there are 64 rows for it
 (in 16 bits; of pages up to head size 256, of latents plain ones). CI compares: all of it where the code is not the one
-whose digest is given, else one compilation in sixteen.
+whose digest is given, else one compilation in twenty-four.
 
 Columns: block sizes of the tile; warps and stages of this launch; instructions in the code, as
 counts (wgmma: Hopper's matrix instructions, tcgen05: Blackwell's, mma: those of Ampere and later, mfma: AMD's,
