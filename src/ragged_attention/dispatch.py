@@ -92,10 +92,14 @@ def _exists(module: str) -> bool:
         raise  # it is there, and what it imports is not
 
 
+def _room(backend: str) -> str | None:
+    return ROOMS.get(backend) or third_party_rooms().get(backend)
+
+
 @functools.cache
 def load(operation: str, backend: str) -> Any:
     """Import one implementation. Absence raises `BackendMissing`; once found, an import error is itself."""
-    room = ROOMS.get(backend) or third_party_rooms().get(backend)
+    room = _room(backend)
     if room is None:
         raise BackendMissing(f"unknown backend {backend!r}; known are {', '.join(backends())}")
     if (needs := NEEDS.get(backend)) and needs not in sys.modules and not _exists(needs):
@@ -112,7 +116,7 @@ def offering(operation: str, names: str | None) -> str | None:
 
     None if there is none: then that operation follows the configuration.
     """
-    rooms = {name: ROOMS.get(name) or third_party_rooms().get(name) for name in (names or "").split(",") if name}
+    rooms = {name: _room(name) for name in names.split(",")} if names else {}
     offer = [name for name, room in rooms.items() if room is None or _exists(f"{room}.{operation}")]
     return ",".join(offer) or None
 

@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -43,14 +43,14 @@ def run(operation: str, arguments: dict[str, Any], backend: Any, options: Any) -
         return _run(operation, arrays, tuple(rest.items()), names, tunables, traced, dispatch.state())
 
 
-# From a call's arguments, results and their gradients, and the backends asked for, to the arguments' gradients by name.
-Gradients = Callable[[dict[str, Any], Any, Any, str | None], Mapping[str, Any]]
-
-
 def run_differentiable(
-    operation: str, arguments: dict[str, Any], backend: Any, options: Any, gradients: Gradients
+    operation: str, arguments: dict[str, Any], backend: Any, options: Any, of: Sequence[str]
 ) -> tuple[jax.Array, ...]:
-    """`run`, in a way that reverse-mode differentiation gets the arguments' gradients from `gradients`."""
+    """`run`, in a way that reverse-mode differentiation gets its gradients from the operation `<operation>_backward`.
+
+    The first and the last of the results, out and lse, have gradients; `of` names the arguments that the gradients are
+    of, in the order in which that operation returns them.
+    """
     arrays, rest = _lawful(operation, arguments)
     names = None if backend is None else ",".join(config.parse_names(backend))
 
@@ -61,16 +61,19 @@ def run_differentiable(
     def save(given: dict[str, Any]) -> Any:
         arrays = {name: primal.value for name, primal in given.items()}
         results = compute(arrays)
-        return results, (arrays, results)
+        return results, (arrays, results[0], results[-1])
 
     def differentiate(saved: Any, cotangents: Any) -> Any:
-        arrays, results = saved
-        # Of results that nobody uses there is no gradient, but of the first.
-        cotangents = [None if isinstance(each, SymbolicZero) else each for each in cotangents]
-        cotangents[0] = jnp.zeros_like(results[0]) if cotangents[0] is None else cotangents[0]
-        wish = dispatch.offering(f"{operation}_backward", names)
-        found = gradients(join_arrays(arrays, rest), results, cotangents, wish)
-        return ({name: found.get(name) for name in arrays},)
+        arrays, out, lse = saved
+        # A result that nobody uses has no gradient.
+        d_out, d_lse = (None if isinstance(each, SymbolicZero) else each for each in (cotangents[0], cotangents[-1]))
+        known = join_arrays(arrays, rest) | {"out": out, "lse": lse, "d_lse": d_lse}
+        known["d_out"] = jnp.zeros_like(out) if d_out is None else d_out
+        gradient = f"{operation}_backward"
+        taken = {name: known[name] for name in CALLS[gradient].argument_names()}
+        found = run_gradient(gradient, taken, dispatch.offering(gradient, names))
+        gradients = dict(zip(of, found, strict=False))  # without sinks there is none of theirs
+        return ({name: gradients.get(name) for name in arrays},)
 
     compute.defvjp(save, differentiate, symbolic_zeros=True)
     return compute(arrays)

@@ -39,7 +39,7 @@ def sparse_mla_prefill(
         cache_format=cache_format, deterministic=deterministic,
     )  # fmt: skip
     out, max_logits, lse = execute.run_differentiable(
-        "sparse_mla_prefill", arguments, backend, options, _prefill_gradients
+        "sparse_mla_prefill", arguments, backend, options, of=("q", "kv", "sinks")
     )
     return out, max_logits, lse
 
@@ -68,17 +68,6 @@ def sparse_mla_prefill_backward(
     )  # fmt: skip
     dq, dkv, *d_sinks = execute.run_gradient("sparse_mla_prefill_backward", arguments, backend, options)
     return dq, dkv, d_sinks[0] if d_sinks else None
-
-
-def _prefill_gradients(
-    arguments: dict[str, Any], results: Any, cotangents: Any, backend: str | None
-) -> dict[str, jax.Array | None]:
-    (out, _, lse), (d_out, _, d_lse) = results, cotangents
-    given = {name: value for name, value in arguments.items() if name != "cache_format"}
-    found = execute.run_gradient(
-        "sparse_mla_prefill_backward", given | {"d_out": d_out, "out": out, "lse": lse, "d_lse": d_lse}, backend
-    )
-    return dict(zip(("q", "kv", "sinks"), found, strict=False))
 
 
 @documented

@@ -35,7 +35,7 @@ def varlen_attention(
         sm_scale=sm_scale, causal=causal, sliding_window=sliding_window, soft_cap=soft_cap, sinks=sinks,
         return_lse=return_lse, deterministic=deterministic,
     )  # fmt: skip
-    out, lse = execute.run_differentiable("varlen_attention", arguments, backend, options, _gradients)
+    out, lse = execute.run_differentiable("varlen_attention", arguments, backend, options, of=("q", "k", "v", "sinks"))
     return (out, lse) if return_lse else out
 
 
@@ -74,16 +74,6 @@ def varlen_attention_backward(
 def _form(*, return_lse: Any = False, **arguments: Any) -> dict[str, Any]:
     expect_bool("return_lse", return_lse)
     return {name: brought(value) for name, value in arguments.items()}
-
-
-def _gradients(
-    arguments: dict[str, Any], results: Any, cotangents: Any, backend: str | None
-) -> dict[str, jax.Array | None]:
-    (out, lse), (d_out, d_lse) = results, cotangents
-    found = execute.run_gradient(
-        "varlen_attention_backward", arguments | {"d_out": d_out, "out": out, "lse": lse, "d_lse": d_lse}, backend
-    )
-    return dict(zip(("q", "k", "v", "sinks"), found, strict=False))
 
 
 FORMS = {"varlen_attention": _form, "varlen_attention_backward": _form}

@@ -6,7 +6,7 @@ backend, launch) happens inside the operator, out of sight of `torch.compile`.
 
 import ast
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -82,6 +82,17 @@ def _not_differentiable(name: str) -> Any:
         raise RuntimeError(f"{name} has no gradient: {reason}")
 
     return backward
+
+
+def gradient_results(found: Any, of: Sequence[str]) -> tuple[torch.Tensor, ...]:
+    """A schema has no tensor that may be missing among its results: without sinks, the last of `of`, it is empty."""
+    return tuple(found) if len(found) == len(of) else (*found, found[0].new_empty(0))
+
+
+def gradient_fake(call: Any, of: Sequence[str]) -> tuple[torch.Tensor, ...]:
+    """Tensors like the arguments `of` that there are gradients of."""
+    given = (getattr(call, name) for name in of)
+    return tuple(call.q.new_empty(0) if array is None else array.new_empty(array.shape) for array in given)
 
 
 def invoke(operation: str, form: tuple[Any, ...], backend: Any, options: Any) -> Any:

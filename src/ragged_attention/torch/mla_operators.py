@@ -7,10 +7,11 @@ import torch
 from ragged_attention import dispatch
 from ragged_attention.calls import CALLS, expect_bool, expect_count, schedule_arrays
 from ragged_attention.errors import InvalidInput
-from ragged_attention.torch.execute import define, number
+from ragged_attention.torch.execute import define, gradient_fake, gradient_results, number
 from ragged_attention.torch.launcher import DTYPES, device_facts
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+PREFILL_GRADIENTS = ("q", "kv", "sinks")
 
 
 def prefill_form(
@@ -153,16 +154,6 @@ def _prefill_fake(call: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return out, *(out.new_empty(call.out_shape[:2], dtype=DTYPES[call.lse_dtype]) for _ in range(2))
 
 
-def _prefill_backward_fake(call: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dq, dkv = (array.new_empty(array.shape) for array in (call.q, call.kv))
-    return dq, dkv, call.q.new_empty(0) if call.sinks is None else call.sinks.new_empty(call.sinks.shape)
-
-
-def _prefill_backward_results(found: Any) -> tuple[torch.Tensor, ...]:
-    """A schema has no tensor that may be missing among its results: without sinks the last one is empty."""
-    return tuple(found) if len(found) == 3 else (*found, found[0].new_empty(0))
-
-
 def _save_prefill(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     q, kv, indices, sm_scale, d_v, sinks, topk_lens, _, deterministic, backend, _ = inputs
     out, max_logits, lse = output
@@ -212,8 +203,8 @@ define(
     "(Tensor, Tensor, Tensor)",
     form=backward_form,
     arguments=_by_name("sparse_mla_prefill_backward"),
-    results=_prefill_backward_results,
-    fake=_prefill_backward_fake,
+    results=lambda found: gradient_results(found, PREFILL_GRADIENTS),
+    fake=lambda call: gradient_fake(call, PREFILL_GRADIENTS),
 )
 define(
     "mla_decode",

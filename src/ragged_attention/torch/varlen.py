@@ -7,7 +7,7 @@ import torch
 
 from ragged_attention import dispatch
 from ragged_attention.calls import CALLS, documented, expect_bool, expect_count, expect_window
-from ragged_attention.torch.execute import define, invoke, number
+from ragged_attention.torch.execute import define, gradient_fake, gradient_results, invoke, number
 from ragged_attention.torch.launcher import DTYPES
 
 
@@ -117,16 +117,6 @@ def _fake(call: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return call.q.new_empty(call.out_shape), call.q.new_empty(call.q.shape[:2], dtype=DTYPES[call.lse_dtype])
 
 
-def _backward_results(found: Any) -> tuple[torch.Tensor, ...]:
-    """A schema has no tensor that may be missing among its results: without sinks the last one is empty."""
-    return tuple(found) if len(found) == 4 else (*found, found[0].new_empty(0))
-
-
-def _backward_fake(call: Any) -> tuple[torch.Tensor, ...]:
-    given = [array.new_empty(array.shape) for array in (call.q, call.k, call.v)]
-    return *given, call.q.new_empty(0) if call.sinks is None else call.sinks.new_empty(call.sinks.shape)
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     q, k, v, cu_q_lens, cu_kv_lens, *keywords, sinks, deterministic, backend, _ = inputs
     ctx.set_materialize_grads(False)  # of a log-sum-exp that nobody uses there is no gradient
@@ -146,6 +136,7 @@ def _differentiate(ctx: Any, d_out: torch.Tensor | None, d_lse: torch.Tensor | N
     return dq, dk, dv, *without, None if sinks is None else d_sinks, None, None, None
 
 
+GRADIENTS = ("q", "k", "v", "sinks")
 KEYWORDS = (
     "SymInt? max_q_len, SymInt? max_kv_len, float? sm_scale, bool causal, SymInt? sliding_window, float? soft_cap, "
     "Tensor? sinks, bool deterministic"
@@ -168,6 +159,6 @@ define(
     "(Tensor, Tensor, Tensor, Tensor)",
     form=backward_form,
     arguments=_arguments("varlen_attention_backward"),
-    results=_backward_results,
-    fake=_backward_fake,
+    results=lambda found: gradient_results(found, GRADIENTS),
+    fake=lambda call: gradient_fake(call, GRADIENTS),
 )
