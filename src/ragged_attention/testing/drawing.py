@@ -145,3 +145,30 @@ def on_drawn(
         return drawn(runner, strategy, lambda batch: check(runner, batch), max(1, int(examples * share)))
 
     return run
+
+
+def on_every_path(
+    operation: str, check: Callable[[Runner, Any, Mapping[str, Any]], None], build: Callable[[], Any]
+) -> Callable[[Runner, int], int]:
+    """One batch under each of an operation's options but none at all."""
+
+    def run(runner: Runner, examples: int) -> int:
+        del examples
+        batch, others = build(), paths(runner, operation)[1:]
+        for options in others:
+            check(runner, batch, options)
+        return len(others)
+
+    return run
+
+
+def on_drawn_paths(
+    operation: str, check: Callable[[Runner, Any, Mapping[str, Any]], None], strategy: st.SearchStrategy[Any]
+) -> Callable[[Runner, int], int]:
+    """Drawn structures, each built and checked under options drawn with it."""
+
+    def run(runner: Runner, examples: int) -> int:
+        pairs = st.tuples(strategy, st.sampled_from(paths(runner, operation)))
+        return drawn(runner, pairs, lambda pair: check(runner, pair[0].build(), pair[1]), examples)
+
+    return run

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ragged_attention.testing import formats
 from ragged_attention.testing.batches import INT32, Spec, garbage
 from ragged_attention.testing.compare import agrees, identical
-from ragged_attention.testing.drawing import Check, drawn, on_corner, on_drawn, paths
+from ragged_attention.testing.drawing import Check, on_corner, on_drawn, on_drawn_paths, on_every_path
 from ragged_attention.testing.heads_first import (
     ChunkBatch,
     ChunkSpec,
@@ -258,27 +258,6 @@ GARBAGE: tuple[tuple[str, Callable[[Runner, int, Mapping[str, Any]], None]], ...
 
 # ---- the checks
 
-_CHECKS: dict[str, Any] = {"paged_attention": check_paged, "prefill_attention": check_chunk}
-
-
-def _on_every_path(operation: str, build: Callable[[], Any]) -> Callable[[Runner, int], int]:
-    def run(runner: Runner, examples: int) -> int:
-        del examples
-        batch, others = build(), paths(runner, operation)[1:]
-        for options in others:
-            _CHECKS[operation](runner, batch, options)
-        return len(others)
-
-    return run
-
-
-def _on_drawn_paths(operation: str, strategy: st.SearchStrategy[Any]) -> Callable[[Runner, int], int]:
-    def run(runner: Runner, examples: int) -> int:
-        pairs = st.tuples(strategy, st.sampled_from(paths(runner, operation)))
-        return drawn(runner, pairs, lambda pair: _CHECKS[operation](runner, pair[0].build(), pair[1]), examples)
-
-    return run
-
 
 def corners() -> Iterator[Check]:
     """Every named batch, once, as the backend's own heuristic would run it; some on every path."""
@@ -287,17 +266,21 @@ def corners() -> Iterator[Check]:
     for name, build in CHUNK_CORNERS.items():
         yield Check("corner", f"chunked prefill, {name}", on_corner(check_chunk, build))
     for name in PATHS_OF_PAGED:
-        run = _on_every_path("paged_attention", PAGED_CORNERS[name])
+        run = on_every_path("paged_attention", check_paged, PAGED_CORNERS[name])
         yield Check("corner", f"paged decode on every path, {name}", run)
     for name in PATHS_OF_CHUNKS:
-        run = _on_every_path("prefill_attention", CHUNK_CORNERS[name])
+        run = on_every_path("prefill_attention", check_chunk, CHUNK_CORNERS[name])
         yield Check("corner", f"chunked prefill on every path, {name}", run)
 
 
 def agreement() -> Iterator[Check]:
     """Drawn batches against the definition."""
-    yield Check("agreement", "paged decode on drawn batches", _on_drawn_paths("paged_attention", paged_specs()))
-    yield Check("agreement", "chunked prefill on drawn batches", _on_drawn_paths("prefill_attention", chunk_specs()))
+    yield Check(
+        "agreement", "paged decode on drawn batches", on_drawn_paths("paged_attention", check_paged, paged_specs())
+    )
+    yield Check(
+        "agreement", "chunked prefill on drawn batches", on_drawn_paths("prefill_attention", check_chunk, chunk_specs())
+    )
 
 
 def laws() -> Iterator[Check]:

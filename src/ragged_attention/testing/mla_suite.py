@@ -3,11 +3,9 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from hypothesis import strategies as st
-
 from ragged_attention.testing import mla_corners
 from ragged_attention.testing.compare import identical
-from ragged_attention.testing.drawing import Check, built, drawn, on_corner, on_drawn, paths
+from ragged_attention.testing.drawing import Check, built, on_corner, on_drawn, on_drawn_paths, on_every_path
 from ragged_attention.testing.mla_batches import DecodeBatch, DecodeSpec, PrefillSpec
 from ragged_attention.testing.mla_laws import MLA_LAWS
 from ragged_attention.testing.mla_oracle import (
@@ -41,7 +39,6 @@ CORNERS: tuple[tuple[str, Callable[[Runner, Any], None], Corners], ...] = (
     ("write latents", check_latent_write, mla_corners.LATENT_WRITE_CORNERS),
     ("slots", check_slots, mla_corners.SLOTS_CORNERS),
 )
-CHECKS_OF_PATHS = {"sparse_mla_prefill": check_prefill, "mla_decode": check_decode}
 INVARIANT = DecodeSpec(topk=0, kv_lens=(300, 3, 70), page_size=16, heads=3, dtype="bfloat16")
 
 
@@ -70,29 +67,16 @@ def check_prefill_determinism(runner: Runner, spec: PrefillSpec) -> None:
         identical(one, other, name)
 
 
-def _on_drawn_paths(operation: str, strategy: st.SearchStrategy[Any]) -> Callable[[Runner, int], int]:
-    check = CHECKS_OF_PATHS[operation]
+def _decode_on_every_path(build: Callable[[], DecodeBatch]) -> Callable[[Runner, int], int]:
+    """By a schedule too, which is no option."""
+    run = on_every_path("mla_decode", check_decode, build)
 
-    def run(runner: Runner, examples: int) -> int:
-        pairs = st.tuples(strategy, st.sampled_from(paths(runner, operation)))
-        return drawn(runner, pairs, lambda pair: check(runner, pair[0].build(), pair[1]), examples)
+    def with_schedule(runner: Runner, examples: int) -> int:
+        taken = run(runner, examples)
+        check_decode_by_schedule(runner, build())
+        return taken
 
-    return run
-
-
-def _on_every_path(operation: str, build: Callable[[], Any]) -> Callable[[Runner, int], int]:
-    check = CHECKS_OF_PATHS[operation]
-
-    def run(runner: Runner, examples: int) -> int:
-        del examples
-        batch, others = build(), paths(runner, operation)[1:]
-        for options in others:
-            check(runner, batch, options)
-        if isinstance(batch, DecodeBatch):
-            check_decode_by_schedule(runner, batch)
-        return len(others)
-
-    return run
+    return with_schedule
 
 
 def corners() -> Iterator[Check]:
@@ -101,18 +85,24 @@ def corners() -> Iterator[Check]:
         for name, build in builders.items():
             yield Check("corner", f"{what}, {name}", on_corner(check, build))
     for name in mla_corners.PREFILLS_ON_EVERY_PATH:
-        run = _on_every_path("sparse_mla_prefill", mla_corners.PREFILL_CORNERS[name])
+        run = on_every_path("sparse_mla_prefill", check_prefill, mla_corners.PREFILL_CORNERS[name])
         yield Check("corner", f"sparse prefill on every path, {name}", run)
     for name in mla_corners.ON_EVERY_PATH:
-        run = _on_every_path("mla_decode", mla_corners.DECODE_CORNERS[name])
+        run = _decode_on_every_path(mla_corners.DECODE_CORNERS[name])
         yield Check("corner", f"latent decode on every path, {name}", run)
     yield Check("corner", "latent decode, bits whatever the batch", on_corner(check_invariance, lambda: INVARIANT))
 
 
 def agreement() -> Iterator[Check]:
     """Drawn batches against the definition, and what must not change a bit."""
-    yield Check("agreement", "sparse prefill on drawn batches", _on_drawn_paths("sparse_mla_prefill", prefill_specs()))
-    yield Check("agreement", "latent decode on drawn batches", _on_drawn_paths("mla_decode", decode_specs()))
+    yield Check(
+        "agreement",
+        "sparse prefill on drawn batches",
+        on_drawn_paths("sparse_mla_prefill", check_prefill, prefill_specs()),
+    )
+    yield Check(
+        "agreement", "latent decode on drawn batches", on_drawn_paths("mla_decode", check_decode, decode_specs())
+    )
     for name, check, strategy, share in (
         ("latent decode by a schedule", built(check_decode_by_schedule), decode_specs(), 0.2),
         ("sparse prefill, the same bits again", check_prefill_determinism, prefill_specs(), 0.1),

@@ -5,15 +5,13 @@ many examples the backend took. A backend that declines a batch (`why_not`) is n
 has shown nothing, which is a `Declined` check.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
-
-from hypothesis import strategies as st
 
 from ragged_attention.testing import compare, formats, heads_first_suite, mla_suite, updates, varlen_suite
 from ragged_attention.testing.batches import Batch, Spec, expected
 from ragged_attention.testing.corners import CORNERS, MERGE_CORNERS, WRITE_CORNERS
-from ragged_attention.testing.drawing import Check, built, drawn, on_corner, on_drawn, paths
+from ragged_attention.testing.drawing import Check, built, on_corner, on_drawn, on_drawn_paths, on_every_path
 from ragged_attention.testing.laws import LAWS, quantised_is_dequantised
 from ragged_attention.testing.oracle import check_merge, check_write
 from ragged_attention.testing.runners import Runner
@@ -51,28 +49,16 @@ def check_determinism(runner: Runner, spec: Spec) -> None:
     compare.identical(first[1], again[1], "lse")
 
 
-def _on_drawn_paths(runner: Runner, examples: int) -> int:
-    strategy = st.tuples(specs(), st.sampled_from(paths(runner, "ragged_paged_attention")))
-    return drawn(runner, strategy, lambda pair: check_attention(runner, pair[0].build(), pair[1]), examples)
-
-
-def _on_every_path(build: Callable[[], Batch]) -> Callable[[Runner, int], int]:
-    def run(runner: Runner, examples: int) -> int:
-        del examples
-        batch, others = build(), paths(runner, "ragged_paged_attention")[1:]
-        for options in others:
-            check_attention(runner, batch, options)
-        return len(others)
-
-    return run
-
-
 def corners() -> Iterator[Check]:
     """Every named batch, once, as the backend's own heuristic would run it."""
     for name, build in CORNERS.items():
         yield Check("corner", f"attention, {name}", on_corner(check_attention, build))
     for name in ON_EVERY_PATH:
-        yield Check("corner", f"attention on every path, {name}", _on_every_path(CORNERS[name]))
+        yield Check(
+            "corner",
+            f"attention on every path, {name}",
+            on_every_path("ragged_paged_attention", check_attention, CORNERS[name]),
+        )
     for name, build in WRITE_CORNERS.items():
         yield Check("corner", f"write, {name}", on_corner(check_write, build))
     for name, build in MERGE_CORNERS.items():
@@ -84,7 +70,9 @@ def corners() -> Iterator[Check]:
 
 
 def agreement() -> Iterator[Check]:
-    yield Check("agreement", "attention on drawn batches", _on_drawn_paths)
+    yield Check(
+        "agreement", "attention on drawn batches", on_drawn_paths("ragged_paged_attention", check_attention, specs())
+    )
     yield Check("agreement", "attention without lse", on_drawn(check_without_lse, specs(), 0.2))
     yield Check("agreement", "the same bits again", on_drawn(check_determinism, specs(), 0.1))
     yield Check("agreement", "write on drawn batches", on_drawn(built(check_write), write_specs))
