@@ -38,6 +38,11 @@ def scaled_down(case: AnyCase, **sizes: int) -> Any:
     return _module(case).scaled_down(case, **sizes)
 
 
+def attention_call(case: AnyCase, device: Device) -> Call:
+    """The case's own operation as a record over fake arrays."""
+    return _module(case).attention_call(case, device)
+
+
 def calls_of(case: AnyCase, device: Device) -> Iterable[Call]:
     """Every operation that a serving step with this case runs, as records over fake arrays."""
     return _module(case).calls_of(case, device)

@@ -1,0 +1,361 @@
+"""What a plan costs beyond what its call needs, known before anything runs.
+
+`compiling.record` says what the Triton room launches: tiles, splits, grids. With the lengths of a case that tells which
+keys each program visits, so how much it multiplies and how many bytes it asks for. Three things make that more than
+the call needs: tiles that masks and padding fill, keys that several programs read, results that are put together from
+parts. The CUDA kernels' plan is known from their heuristic and the size of their tiles.
+
+A GPU can multiply, ask its memory and ask its second-level cache for only so much in a second; whichever takes longest
+is the least time that a step of the plan can take. Beside the floor of the case, where each needed byte comes once and
+no operation is in vain, the sum over the steps is the plan's waste. Latency, exponentials and the decoding of 8-bit
+formats are not in it: a plan without waste may still be slow, but one with waste cannot be fast.
+"""
+
+import argparse
+import dataclasses
+import importlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from benchmarks import catalogue, compiling
+from benchmarks.cases import ITEMSIZE, Case
+from benchmarks.mla_cases import LatentCase
+from ragged_attention import dispatch
+from ragged_attention.calls import Device
+from ragged_attention.samples import device_of
+
+AnyCase = Case | LatentCase
+Told = Mapping[str, Any]  # what a kernel is told besides arrays
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Machine:
+    """What a GPU can do in a second."""
+
+    memory: float  # bytes
+    cache: float  # bytes that its second-level cache hands to the multiprocessors
+    cache_size: int  # bytes
+    multiplying: float  # multiplications and additions of bfloat16 matrices
+
+
+# Memory and matrices as measured on one. The cache is not: FlashAttention-3 at its fastest (740 TFLOP/s, 128 rows a
+# program) must have had 5.8e12 bytes from an H100's, and what it does beside that is taken to be a tenth.
+H200 = Machine(memory=4.3e12, cache=6.4e12, cache_size=50 * 10**6, multiplying=7.9e14)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Work:
+    """What programs do."""
+
+    flops: int = 0  # given to the matrix units, with all rows, columns and keys of the tiles
+    keys: int = 0  # bytes of keys and values asked for, wherever they come from
+    rows: int = 0  # bytes of queries, results and parts of results, read and written
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(self.flops + other.flops, self.keys + other.keys, self.rows + other.rows)
+
+    def __mul__(self, times: int) -> "Work":
+        return Work(self.flops * times, self.keys * times, self.rows * times)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """What the programs of a kernel do, with what must come from memory for it, and what the case needs of it."""
+
+    name: str
+    work: Work
+    fetched: float = 0  # bytes
+    floor: float = 0  # seconds
+
+    def times(self, machine: Machine) -> dict[str, float]:
+        """Seconds by what takes them."""
+        return {
+            "memory": self.fetched / machine.memory,
+            "cache": (self.work.keys + self.work.rows) / machine.cache,
+            "arithmetic": self.work.flops / machine.multiplying,
+        }
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+# ---- ragged paged attention
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rows:
+    """A program's rows, as far as it matters which keys they see."""
+
+    low: int  # the positions of the first and the last query
+    high: int
+    kv_len: int
+    window: int  # 0: none
+
+    @property
+    def first(self) -> int:
+        return max(self.low - self.window + 1, 0) if self.window else 0
+
+    @property
+    def last(self) -> int:
+        return min(self.high + 1, self.kv_len)
+
+    def whole(self, start: int, stop: int, block: int, careful_keys: int) -> tuple[int, int]:
+        """The blocks of keys from `start` to `stop` that every query sees, none if one sees too few to be careless."""
+        begin = start
+        if self.window:
+            begin = min(max(self.high - self.window + block, start) // block * block, cdiv(stop, block) * block)
+        end = max(min(stop, self.low + 1) // block * block, begin)
+        return begin, end if min(self.low + 1, self.window or self.kv_len) >= careful_keys else begin
+
+
+def visit(case: Case, told: Told, rows: Rows, start: int, stop: int) -> Work:
+    """What a program of one KV head does with keys [start, stop), the first of which begins a block.
+
+    The weights of bfloat16 rows are multiplied in two parts where there are masks, and in a split everywhere; in a
+    large tile by reading each value twice.
+    """
+    block, count, d, dv = (told[name] for name in ("BLOCK_KV", "BLOCK_Q", "D_PAD", "DV_PAD"))
+    begin, end = rows.whole(start, stop, block, told.get("CAREFUL_KEYS", 0))
+    both = cdiv(stop, block) * block - start
+    careless = 0 if told.get("WEIGHT_PARTS") == 2 else end - begin
+    again = both - careless if case.dtype == "bfloat16" else 0
+    seen = min(rows.last, stop) - max(rows.first, start)
+    values = seen + (seen - careless if again and count >= 64 and dv >= 256 else 0)
+    return Work(
+        flops=2 * count * (both * (d + dv) + again * dv),
+        keys=(seen * told["D"] + values * told["DV"]) * ITEMSIZE[case.stored],
+    )
+
+
+def tiled(case: Case, told: Told) -> Work:
+    """What the tile kernel does: blocks of rows of sequences, over all keys that they see."""
+    total, group = Work(), told["GROUP"]
+    for q_len, kv_len in zip(case.q_lens, case.kv_lens, strict=True):
+        ahead = kv_len - q_len
+        for row in range(0, q_len * group, told["BLOCK_Q"]):
+            high = min((row + told["BLOCK_Q"] - 1) // group, q_len - 1)
+            rows = Rows(ahead + row // group, ahead + high, kv_len, told["window"])
+            total += visit(case, told, rows, rows.first // told["BLOCK_KV"] * told["BLOCK_KV"], rows.last)
+        total += Work(rows=q_len * group * (told["D"] + told["DV"]) * ITEMSIZE[case.dtype])
+    return total * case.num_kv_heads
+
+
+def split(case: Case, told: Told) -> tuple[Work, Work]:
+    """What the split kernel does, a sequence's keys cut in several parts, and what the kernel that combines them."""
+    total, combined = Work(), Work()
+    block, item, dv = told["BLOCK_KV"], ITEMSIZE[case.dtype], told["DV"]
+    for q_len, kv_len in zip(case.q_lens, case.kv_lens, strict=True):
+        rows, count = Rows(kv_len - q_len, kv_len - 1, kv_len, told["window"]), q_len * told["GROUP"]
+        start = rows.first // block * block
+        step = max(cdiv(cdiv(rows.last - start, told["NUM_SPLITS"]), block) * block, told["MIN_KEYS"])
+        parts = range(start, rows.last, step if told["NUM_SPLITS"] > 1 else rows.last)
+        for begin in parts:
+            total += visit(case, told, rows, begin, min(begin + parts.step, rows.last))
+        total += Work(rows=len(parts) * count * told["D"] * item)
+        if told["NUM_SPLITS"] == 1:
+            total += Work(rows=count * dv * item)
+        else:
+            total += Work(rows=len(parts) * count * dv * 4)
+            combined += Work(rows=len(parts) * count * dv * 4 + count * dv * item)
+    return total * case.num_kv_heads, combined * case.num_kv_heads
+
+
+def paged_steps(case: Case, device: Device, machine: Machine, tile: Any) -> Iterator[Step]:
+    """The kernels run one after another: the floor of a mixed batch is that of its prefills and that of its decodes."""
+    launches = compiling.record(catalogue.attention_call(case, device), tile)
+    told = {launch.name: launch.arguments for launch in launches}
+    short = told["tile_kernel"]["SPLIT_BLOCK_Q"] // told["tile_kernel"]["GROUP"]
+    lengths = list(zip(case.q_lens, case.kv_lens, strict=True))
+    for name, found in (
+        ("tile_kernel", [pair for pair in lengths if pair[0] > short]),
+        ("split_kernel", [pair for pair in lengths if pair[0] <= short]),
+    ):
+        if not found:
+            continue
+        q_lens, kv_lens = zip(*found, strict=True)
+        some = dataclasses.replace(case, q_lens=q_lens, kv_lens=kv_lens)
+        floor, _ = some.floor_seconds(machine.memory, machine.multiplying)
+        if name == "tile_kernel":
+            yield Step(name, tiled(some, told[name]), some.needed_bytes(), floor)
+        else:
+            work, combined = split(some, told[name])
+            yield Step(name, work, some.needed_bytes(), floor)
+            if combined.rows:
+                yield Step("combine_kernel", combined)
+
+
+# ---- latent attention
+
+LATENT_BYTES = {"fp8_v32": 512 + 4 * 4 + 2 * 64, "fp8_v4": 448 + 7 + 2 * 64}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tiles:
+    """How a kernel cuts the rows and keys of a job, and what it multiplies of each pair of a row and a key."""
+
+    rows: int
+    keys: int
+    num_splits: int
+    least_blocks: int  # of a split
+    columns: int
+    query_bytes: int  # read of each row
+
+
+def triton_tiles(case: LatentCase, told: Told) -> Tiles:
+    a, b = told["A"], told["B"]
+    values = told["WIDTH"] * told["GROUPS"]
+    rest = told["B_PAD"] if b else 0
+    folded = case.format == "fp8_v32"
+    return Tiles(
+        rows=told["BLOCK_H"],
+        keys=told["BLOCK_KV"],
+        num_splits=told["NUM_SPLITS"],
+        least_blocks=told["MIN_BLOCKS"],
+        columns=values * told["GROUP_PARTS"] + rest * told["PARTS"] + values + (rest if folded and case.d_v > a else 0),
+        query_bytes=(a + b + (a if folded else 0)) * ITEMSIZE[case.dtype],
+    )
+
+
+def cuda_tiles(case: LatentCase, tile: Any) -> Tiles:
+    """Of the sources in csrc: blocks of 64 rows and 64 keys."""
+    return Tiles(
+        rows=64,
+        keys=64,
+        num_splits=tile.num_splits,
+        least_blocks=1,
+        columns=case.d_qk + case.d_v,
+        query_bytes=case.d_qk * ITEMSIZE[case.dtype],
+    )
+
+
+def attended(case: LatentCase, tiles: Tiles) -> tuple[Work, Work]:
+    """What the attention kernel does, and what the one that combines its parts."""
+    tokens = 1 if case.topk else case.num_q_tokens  # of a job
+    group = case.num_q_heads // case.num_kv_heads
+    jobs, rows = case.num_tokens // tokens * case.num_kv_heads, group * tokens
+    lengths = [length for length in (case.topk, case.extra_topk) if length] or [case.kv_len]
+    each = case.d_qk * ITEMSIZE[case.dtype] if case.format == "plain" else LATENT_BYTES[case.format]
+    blocks = sum(cdiv(length, tiles.keys) for length in lengths)
+    parts = cdiv(blocks, max(cdiv(blocks, tiles.num_splits), tiles.least_blocks))
+    job = Work()
+    for row in range(0, rows, tiles.rows):
+        keys, count = sum(lengths), blocks
+        if case.causal:
+            keys -= max(tokens - 1 - (row + tiles.rows - 1) // group, 0)
+            count = cdiv(keys, tiles.keys)
+        job += Work(2 * tiles.rows * tiles.keys * count * tiles.columns, keys * each)
+    out, part = case.d_v * ITEMSIZE[case.dtype], 4 * case.d_v
+    job += Work(rows=rows * (parts * (tiles.query_bytes + part) if parts > 1 else tiles.query_bytes + out))
+    combined = Work(rows=rows * (parts * part + out)) if parts > 1 else Work()
+    return job * jobs, combined * jobs
+
+
+def fetched(case: LatentCase, work: Work, row_blocks: int, machine: Machine) -> float:
+    """Bytes that come from memory: of rows that many lists name, those that the cache has lost meanwhile come again.
+
+    Programs that read the same list or the same sequence stand side by side and read it once.
+    """
+    needed = case.needed_rows() * case.row_bytes
+    again = max(work.keys / row_blocks - needed, 0) * max(0, 1 - machine.cache_size / needed)
+    return case.needed_bytes() + again
+
+
+def latent_steps(case: LatentCase, machine: Machine, tiles: Tiles) -> Iterator[Step]:
+    """A list's rows must come from the cache, at least, for every query that names them."""
+    floor, _ = case.floor_seconds(machine.memory, machine.multiplying)
+    if case.topk:
+        floor = max(floor, case.visible_pairs() * case.row_bytes / machine.cache)
+    work, combined = attended(case, tiles)
+    rows = case.num_q_heads // case.num_kv_heads * (1 if case.topk else case.num_q_tokens)
+    yield Step("latent_kernel", work, fetched(case, work, cdiv(rows, tiles.rows), machine), floor)
+    if combined.rows:
+        yield Step("combine_kernel", combined)
+
+
+# ---- plans
+
+
+def steps(case: AnyCase, backend: str, device: Device, machine: Machine = H200, tile: Any = None) -> list[Step]:
+    """What a backend's kernels do for a case, at the tile of the heuristic where none is given."""
+    if isinstance(case, Case):
+        return list(paged_steps(case, device, machine, tile))
+    call = catalogue.attention_call(case, device)
+    if backend == "cuda":
+        tile = tile or dispatch.load(case.operation, "cuda").heuristic(call)
+        return list(latent_steps(case, machine, cuda_tiles(case, tile)))
+    told = compiling.record(call, tile)[0].arguments
+    return list(latent_steps(case, machine, triton_tiles(case, told)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """A case on a backend: its floor and the least time of its plan, in seconds, and what takes that."""
+
+    case: AnyCase
+    backend: str
+    floor: float
+    least: float
+    bound: str
+    flops: float  # times what the case needs
+    asked: float  # times the bytes that it needs
+
+    @property
+    def waste(self) -> float:
+        return self.least / self.floor - 1
+
+
+def plan_of(case: AnyCase, backend: str, device: Device, machine: Machine = H200) -> Plan:
+    found = steps(case, backend, device, machine)
+    times = [step.times(machine) for step in found]
+    work = sum((step.work for step in found), Work())
+    return Plan(
+        case=case,
+        backend=backend,
+        floor=sum(step.floor for step in found),
+        least=sum(max(each.values()) for each in times),
+        bound=max(times[0], key=times[0].__getitem__),
+        flops=work.flops / case.flops(),
+        asked=(work.keys + work.rows) / case.needed_bytes(),
+    )
+
+
+def plans(device: Device, machine: Machine = H200) -> Iterator[Plan]:
+    """Every case of paged and latent attention on every backend that has kernels for it."""
+    for case in catalogue.CASES.values():
+        if isinstance(case, Case | LatentCase):
+            yield plan_of(case, "triton", device, machine)
+            if isinstance(case, LatentCase) and cuda_takes(case, device):
+                yield plan_of(case, "cuda", device, machine)
+
+
+def cuda_takes(case: LatentCase, device: Device) -> bool:
+    """Whether the room has a kernel for the case, built or not."""
+    if case.extra_topk:
+        return False
+    latent = importlib.import_module("ragged_attention.kernels_cuda.latent")
+    return latent.cannot_take(catalogue.attention_call(case, device), sparse=case.topk > 0) is None
+
+
+HEAD = "| | case | backend | floor, us | plan, us | bound by | waste | x FLOP | x bytes |\n" + "|---" * 9 + "|\n"
+
+
+def table(found: Sequence[Plan]) -> str:
+    lines = [
+        f"| {plan.case.workload} | {plan.case.name} | {plan.backend} | {plan.floor * 1e6:.1f} | {plan.least * 1e6:.1f} "
+        f"| {plan.bound} | {plan.waste:.0%} | {plan.flops:.2f} | {plan.asked:.2f} |\n"
+        for plan in found
+    ]
+    return HEAD + "".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.waste", description=__doc__)
+    parser.parse_args(argv)
+    print(table(list(plans(device_of("torch", "sm_90")))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""What plans are said to do is what the kernels do: loads, stores and products counted while Triton interprets them."""
+
+import collections
+import dataclasses
+import importlib
+from typing import Any
+
+import pytest
+
+from benchmarks import catalogue, waste
+from benchmarks.cases import Case, K
+from benchmarks.waste import H200, Machine, Work
+from ragged_attention import dispatch
+from ragged_attention.samples import device_of
+
+torch = pytest.importorskip("torch")
+interpreter = pytest.importorskip("triton.runtime.interpreter")
+
+HOPPER = device_of("torch", "sm_90")
+KEYS = ("k_ptr", "v_ptr", "cache_ptr", "extra_cache_ptr")
+ROWS = ("q_ptr", "out_ptr", "parts_ptr")
+
+
+class Counter:
+    """Bytes and operations by kernel."""
+
+    def __init__(self) -> None:
+        self.kernel = ""
+        self.arrays: list[tuple[int, int, str]] = []
+        self.work: dict[str, Work] = collections.defaultdict(Work)
+
+    def launched(self, kernel: str, arguments: dict[str, Any]) -> None:
+        self.kernel = kernel
+        tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+        self.arrays = [(array.data_ptr(), array.nbytes, name) for name, array in tensors.items()]
+
+    def touched(self, pointers: Any, mask: Any) -> None:
+        addresses = pointers.data[mask.data]
+        if addresses.size == 0:
+            return
+        place, size = int(addresses.flat[0]), pointers.get_element_ty().primitive_bitwidth // 8
+        names = {name for start, nbytes, name in self.arrays if start <= place < start + nbytes}
+        if names & set(KEYS):
+            self.work[self.kernel] += Work(keys=addresses.size * size)
+        elif names & set(ROWS):
+            self.work[self.kernel] += Work(rows=addresses.size * size)
+
+    def multiplied(self, a: Any, b: Any) -> None:
+        (rows, inner), columns = a.data.shape, b.data.shape[1]
+        self.work[self.kernel] += Work(flops=2 * rows * inner * columns)
+
+
+@pytest.fixture
+def counter(monkeypatch: pytest.MonkeyPatch) -> Counter:
+    counter = Counter()
+    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+    load, store, dot, run = (
+        builder.create_masked_load, builder.create_masked_store, builder.create_dot, executor.__call__,
+    )  # fmt: skip
+
+    def counted_load(self: Any, pointers: Any, mask: Any, *rest: Any, **more: Any) -> Any:
+        counter.touched(pointers, mask)
+        return load(self, pointers, mask, *rest, **more)
+
+    def counted_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        counter.touched(pointers, mask)
+        return store(self, pointers, value, mask, *rest)
+
+    def counted_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        counter.multiplied(a, b)
+        return dot(self, a, b, *rest)
+
+    def counted_run(self: Any, *arguments: Any, **more: Any) -> Any:
+        counter.launched(self.fn.__name__, dict(zip(self.arg_names, arguments, strict=False)) | more)
+        return run(self, *arguments, **more)
+
+    monkeypatch.setattr(builder, "create_masked_load", counted_load)
+    monkeypatch.setattr(builder, "create_masked_store", counted_store)
+    monkeypatch.setattr(builder, "create_dot", counted_dot)
+    monkeypatch.setattr(executor, "__call__", counted_run)
+    return counter
+
+
+def of_model(case: Any, tile: Any) -> dict[str, Work]:
+    return {step.name: step.work for step in waste.steps(case, "triton", HOPPER, H200, tile)}
+
+
+# Small versions, at the tiles that the whole case has on a Hopper GPU but for what is changed.
+SMALL: list[tuple[str, int, dict[str, int]]] = [
+    ("decode_64x4k", 600, {"num_splits": 4}),
+    ("gpt_oss_window_64x4k", 600, {}),
+    ("gpt_oss_prefill_4k", 300, {"careful_keys": 5}),
+    ("mixed_2q2k_32q1s1k", 200, {"careful_keys": 100}),
+    ("gemma2_prefill_4k", 150, {"careful_keys": 70}),
+    ("fp8_prefill_4k", 100, {}),
+    ("phi_head_80_mixed", 100, {}),
+    ("mla_dense_h128_128q2s4k", 150, {}),
+    ("mla_dense_h16_1x32k", 600, {}),
+    ("mla_dense_fp8_h128_128x4k", 100, {}),
+    ("mla_sparse_h16_b8", 700, {}),
+    ("mla_sparse_v4_h64_128q2", 200, {}),
+    ("mla_prefill_h16_32k", 200, {}),
+]
+
+
+@pytest.mark.parametrize(("name", "length", "changed"), SMALL, ids=[name for name, _, _ in SMALL])
+def test_the_model_counts_what_the_kernels_do(
+    counter: Counter, name: str, length: int, changed: dict[str, int]
+) -> None:
+    whole = catalogue.find(name)
+    call = catalogue.attention_call(whole, HOPPER)
+    tile = dataclasses.replace(dispatch.load(call.OPERATION, "triton").heuristic(call), **changed)
+    case = catalogue.scaled_down(whole, length=length, sequences=2)
+    run = getattr(importlib.import_module("ragged_attention.torch"), case.operation)
+    run(**catalogue.torch_inputs(case), backend="triton", options=dataclasses.asdict(tile))
+    want = {step.name: step.work for step in waste.steps(case, "triton", HOPPER, tile=tile)}
+    assert {name: counter.work[name] for name in want} == want
+    assert [name for name, work in counter.work.items() if work != Work() and name not in want] == []
+
+
+def test_a_plan_by_hand() -> None:
+    """Two decodes over 300 keys, blocks of 64: 16 rows where 4 are needed, and weights in two parts."""
+    case = Case(name="-", workload="-", q_lens=(1, 1), kv_lens=(300, 300), num_q_heads=8, num_kv_heads=2, head_dim=64)
+    tile = dispatch.load(case.operation, "triton").Tile(num_splits=2)
+    split, combined = waste.steps(case, "triton", HOPPER, tile=tile)
+    assert split.work.flops == 2 * 2 * 2 * 16 * 320 * (64 + 2 * 64)
+    assert split.work.keys == 2 * 2 * 300 * 2 * 64 * 2
+    assert split.work.rows == 2 * 2 * 4 * (2 * 64 * 2 + 2 * 64 * 4)
+    assert combined.work == Work(rows=2 * 2 * 4 * (2 * 64 * 4 + 64 * 2))
+    times = split.times(Machine(memory=1.0, cache=2.0, cache_size=0, multiplying=4.0))
+    assert times["memory"] == case.needed_bytes()
+    assert times["cache"] == (split.work.keys + split.work.rows) / 2
+    assert times["arithmetic"] == split.work.flops / 4
+
+
+def test_rows_that_the_cache_has_lost_come_again() -> None:
+    case = catalogue.find("mla_prefill_h128_128k")
+    (step,) = waste.steps(case, "cuda", HOPPER)
+    rows = 128 * K * 1152
+    read = 4 * K * 2 * K * 1152  # by one of the two programs of each token
+    assert step.work.keys == 2 * read
+    assert step.fetched == pytest.approx(case.needed_bytes() + (read - rows) * (1 - H200.cache_size / rows))
+    (step,) = waste.steps(catalogue.find("mla_prefill_h128_8k"), "cuda", HOPPER)
+    assert step.fetched == catalogue.find("mla_prefill_h128_8k").needed_bytes()
+
+
+def test_the_table_has_every_case(capsys: pytest.CaptureFixture[str]) -> None:
+    assert waste.main([]) == 0
+    lines = [line.split(" | ") for line in capsys.readouterr().out.strip().splitlines()[2:]]
+    told = {(line[1], line[2]) for line in lines}
+    paged, latent = catalogue.cases.CASES, catalogue.mla_cases.CASES
+    assert told >= {(name, "triton") for name in paged | latent}
+    assert ("mla_sparse_h128_128q2", "cuda") in told
+    assert ("mla_sparse_v4_h64_128q2", "cuda") not in told  # two caches
+    assert all(float(least) >= float(floor) for _, _, _, floor, least, *_ in lines)
