@@ -7,8 +7,9 @@ parts. The CUDA kernels' plan is known from their heuristic and the size of thei
 
 A GPU can multiply, ask its memory and ask its second-level cache for only so much in a second; whichever takes longest
 is the least time that a step of the plan can take. Beside the floor of the case, where each needed byte comes once and
-no operation is in vain, the sum over the steps is the plan's waste. Latency, exponentials and the decoding of 8-bit
-formats are not in it: a plan without waste may still be slow, but one with waste cannot be fast.
+no operation is in vain, the sum over the steps is the plan's waste. What is multiplied in a second part, because
+rounding to 16 bits would lose it, is no waste but the price of exactness, and told by itself. Latency, exponentials and
+the decoding of 8-bit formats are in neither: a plan without waste may still be slow, but one with waste cannot be fast.
 """
 
 import argparse
@@ -49,14 +50,16 @@ class Work:
     """What programs do."""
 
     flops: int = 0  # given to the matrix units, with all rows, columns and keys of the tiles
+    again: int = 0  # beside these: products of what rounding took from operands
     keys: int = 0  # bytes of keys and values asked for, wherever they come from
     rows: int = 0  # bytes of queries, results and parts of results, read and written
 
     def __add__(self, other: "Work") -> "Work":
-        return Work(self.flops + other.flops, self.keys + other.keys, self.rows + other.rows)
+        both = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return Work(*(mine + others for mine, others in both))
 
     def __mul__(self, times: int) -> "Work":
-        return Work(self.flops * times, self.keys * times, self.rows * times)
+        return Work(*(number * times for number in dataclasses.astuple(self)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,12 +71,12 @@ class Step:
     fetched: float = 0  # bytes
     floor: float = 0  # seconds
 
-    def times(self, machine: Machine) -> dict[str, float]:
-        """Seconds by what takes them."""
+    def times(self, machine: Machine, *, exact: bool) -> dict[str, float]:
+        """Seconds by what takes them; `exact`: with what is multiplied again."""
         return {
             "memory": self.fetched / machine.memory,
             "cache": (self.work.keys + self.work.rows) / machine.cache,
-            "arithmetic": self.work.flops / machine.multiplying,
+            "arithmetic": (self.work.flops + exact * self.work.again) / machine.multiplying,
         }
 
 
@@ -124,7 +127,8 @@ def visit(case: Case, told: Told, rows: Rows, start: int, stop: int) -> Work:
     seen = min(rows.last, stop) - max(rows.first, start)
     values = seen + (seen - careless if again and count >= 64 and dv >= 256 else 0)
     return Work(
-        flops=2 * count * (both * (d + dv) + again * dv),
+        flops=2 * count * both * (d + dv),
+        again=2 * count * again * dv,
         keys=(seen * told["D"] + values * told["DV"]) * ITEMSIZE[case.stored],
     )
 
@@ -200,6 +204,7 @@ class Tiles:
     num_splits: int
     least_blocks: int  # of a split
     columns: int
+    columns_again: int
     query_bytes: int  # read of each row
 
 
@@ -213,7 +218,8 @@ def triton_tiles(case: LatentCase, told: Told) -> Tiles:
         keys=told["BLOCK_KV"],
         num_splits=told["NUM_SPLITS"],
         least_blocks=told["MIN_BLOCKS"],
-        columns=values * told["GROUP_PARTS"] + rest * told["PARTS"] + values + (rest if folded and case.d_v > a else 0),
+        columns=2 * values + rest + (rest if folded and case.d_v > a else 0),
+        columns_again=values * (told["GROUP_PARTS"] - 1) + rest * (told["PARTS"] - 1),
         query_bytes=(a + b + (a if folded else 0)) * ITEMSIZE[case.dtype],
     )
 
@@ -226,6 +232,7 @@ def cuda_tiles(case: LatentCase, tile: Any) -> Tiles:
         num_splits=tile.num_splits,
         least_blocks=1,
         columns=case.d_qk + case.d_v,
+        columns_again=0,
         query_bytes=case.d_qk * ITEMSIZE[case.dtype],
     )
 
@@ -245,7 +252,8 @@ def attended(case: LatentCase, tiles: Tiles) -> tuple[Work, Work]:
         if case.causal:
             keys -= max(tokens - 1 - (row + tiles.rows - 1) // group, 0)
             count = cdiv(keys, tiles.keys)
-        job += Work(2 * tiles.rows * tiles.keys * count * tiles.columns, keys * each)
+        pairs = 2 * tiles.rows * tiles.keys * count
+        job += Work(flops=pairs * tiles.columns, again=pairs * tiles.columns_again, keys=keys * each)
     out, part = case.d_v * ITEMSIZE[case.dtype], 4 * case.d_v
     job += Work(rows=rows * (parts * (tiles.query_bytes + part) if parts > 1 else tiles.query_bytes + out))
     combined = Work(rows=rows * (parts * part + out)) if parts > 1 else Work()
@@ -296,7 +304,8 @@ class Plan:
     case: AnyCase
     backend: str
     floor: float
-    least: float
+    least: float  # without what is multiplied again
+    exact: float  # with it
     bound: str
     flops: float  # times what the case needs
     asked: float  # times the bytes that it needs
@@ -308,15 +317,16 @@ class Plan:
 
 def plan_of(case: AnyCase, backend: str, device: Device, machine: Machine = H200) -> Plan:
     found = steps(case, backend, device, machine)
-    times = [step.times(machine) for step in found]
+    least, exact = ([step.times(machine, exact=exact) for step in found] for exact in (False, True))
     work = sum((step.work for step in found), Work())
     return Plan(
         case=case,
         backend=backend,
         floor=sum(step.floor for step in found),
-        least=sum(max(each.values()) for each in times),
-        bound=max(times[0], key=times[0].__getitem__),
-        flops=work.flops / case.flops(),
+        least=sum(max(times.values()) for times in least),
+        exact=sum(max(times.values()) for times in exact),
+        bound=max(exact[0], key=exact[0].__getitem__),
+        flops=(work.flops + work.again) / case.flops(),
         asked=(work.keys + work.rows) / case.needed_bytes(),
     )
 
@@ -338,16 +348,17 @@ def cuda_takes(case: LatentCase, device: Device) -> bool:
     return latent.cannot_take(catalogue.attention_call(case, device), sparse=case.topk > 0) is None
 
 
-HEAD = "| | case | backend | floor, us | plan, us | bound by | waste | x FLOP | x bytes |\n" + "|---" * 9 + "|\n"
+HEAD = "| | case | backend | floor, us | plan, us | bound by | waste | exactness | x FLOP | x bytes |\n"
 
 
 def table(found: Sequence[Plan]) -> str:
     lines = [
-        f"| {plan.case.workload} | {plan.case.name} | {plan.backend} | {plan.floor * 1e6:.1f} | {plan.least * 1e6:.1f} "
-        f"| {plan.bound} | {plan.waste:.0%} | {plan.flops:.2f} | {plan.asked:.2f} |\n"
+        f"| {plan.case.workload} | {plan.case.name} | {plan.backend} "
+        f"| {plan.floor * 1e6:.1f} | {plan.exact * 1e6:.1f} | {plan.bound} "
+        f"| {plan.waste:.0%} | {plan.exact / plan.least - 1:.0%} | {plan.flops:.2f} | {plan.asked:.2f} |\n"
         for plan in found
     ]
-    return HEAD + "".join(lines)
+    return HEAD + "|---" * HEAD.count(" |") + "|\n" + "".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
