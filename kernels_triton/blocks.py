@@ -40,6 +40,14 @@ def expect_power_of_two(tile: Any, **bounds: tuple[int, int]) -> None:
             raise InvalidInput(f"expected {name} to be a power of two from {low} to {high}, got {value!r}")
 
 
+def expect_between(tile: Any, **bounds: tuple[int, int]) -> None:
+    """Check the fields of a tile that are named, each against its (low, high)."""
+    for name, (low, high) in bounds.items():
+        value = getattr(tile, name)
+        if not isinstance(value, int) or not low <= value <= high:
+            raise InvalidInput(f"expected {name} from {low} to {high}, got {value!r}")
+
+
 def launchable(call: Any, kernel: Any) -> str | None:
     """Why Triton kernels cannot run where the call is, None if they can."""
     device = call.device
@@ -54,6 +62,13 @@ def launchable(call: Any, kernel: Any) -> str | None:
     if device.platform == "cuda" and int(device.arch.removeprefix("sm_")) < 80:
         return f"expected sm_80 or newer, got {device.arch}"
     return None
+
+
+def launchable_in_float32(call: Any, kernel: Any) -> str | None:
+    """`launchable`, of operations that take float64 elsewhere."""
+    if dtype_name(call.q) == "float64":
+        return "expected q.dtype to be bfloat16, float16 or float32, got float64"
+    return launchable(call, kernel)
 
 
 def cache_format(call: Any) -> str:
@@ -437,3 +452,33 @@ def merge_parts(
         acc += tl.sum(weights[:, None] * values, 0)
         total += tl.sum(weights, 0)
     return acc, highest, total
+
+
+# ---- gradients of sinks
+
+
+@triton.jit
+def sum_kernel(terms_ptr, sums_ptr, num_rows, num_columns, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    acc = tl.zeros([BLOCK, COLUMNS], tl.float32)
+    for start in range(0, num_rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        mask = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+        acc += tl.load(terms_ptr + row.to(tl.int64)[:, None] * num_columns + column[None, :], mask=mask, other=0)
+    tl.store(sums_ptr + column, tl.sum(acc, 0), mask=column < num_columns)
+
+
+def column_sums(terms: Any, launch: Any) -> Any:
+    """Enqueue the sums of the columns of a float32 array [rows, columns], always in the same order."""
+    num_rows, num_columns = terms.shape
+    (sums,) = launch(
+        sum_kernel,
+        (cdiv(num_columns, 16),),
+        (terms,),
+        [((num_columns,), "float32")],
+        num_rows=num_rows,
+        num_columns=num_columns,
+        BLOCK=64,
+        COLUMNS=16,
+    )
+    return sums

@@ -27,12 +27,12 @@ import triton
 import triton.language as tl
 
 from ragged_attention.calls import dtype_name
-from ragged_attention.errors import InvalidInput
 from ragged_attention.kernels_triton.blocks import (
     LN2,
     LOG2E,
     cdiv,
     decode,
+    expect_between,
     expect_power_of_two,
     item_size,
     launchable,
@@ -65,10 +65,7 @@ class Tile:
 
     def __post_init__(self) -> None:
         expect_power_of_two(self, block_h=(16, 128), block_kv=(16, 128), num_warps=(1, 16))
-        for name, high in (("num_stages", 8), ("num_splits", 256)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or not 1 <= value <= high:
-                raise InvalidInput(f"expected {name} from 1 to {high}, got {value!r}")
+        expect_between(self, num_stages=(1, 8), num_splits=(1, 256))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -506,24 +503,26 @@ def query_columns(rows, valid, unit, FIRST: tl.constexpr, LAST: tl.constexpr, WI
 
 
 @triton.jit
-def store_columns(target_ptr, place, acc, factor, valid, FIRST: tl.constexpr, DV: tl.constexpr):
-    """Columns [FIRST, FIRST + width) of finished rows, as far as they belong to the value."""
+def store_columns(target_ptr, place, acc, factor, valid, FIRST: tl.constexpr, LAST: tl.constexpr, D: tl.constexpr):
+    """Columns [FIRST, FIRST + width) of finished rows of D, as far as they lie before LAST."""
     column = FIRST + tl.arange(0, acc.shape[1])
     value = narrow(acc * factor[:, None], target_ptr.dtype.element_ty)
-    mask = valid[:, None] & (column < DV)[None, :]
-    tl.store(target_ptr + place[:, None] * DV + column[None, :], value, mask=mask)
+    mask = valid[:, None] & (column < LAST)[None, :]
+    tl.store(target_ptr + place[:, None] * D + column[None, :], value, mask=mask)
 
 
 @triton.jit
 def store_groups(target_ptr, place, acc0, acc1, acc2, acc3, acc_rest, factor, rest_factor, valid, GROUPS: tl.constexpr,
-                 WIDTH: tl.constexpr, A: tl.constexpr, REST_IS_VALUE: tl.constexpr, DV: tl.constexpr):  # fmt: skip
-    store_columns(target_ptr, place, acc0, factor, valid, 0, DV)
+                 WIDTH: tl.constexpr, A: tl.constexpr, HAS_REST: tl.constexpr, D: tl.constexpr):  # fmt: skip
+    """Finished rows of D columns: those before A are in groups of WIDTH, the others in `acc_rest`."""
+    LAST: tl.constexpr = A if A < D else D  # pyright: ignore[reportAssignmentType]
+    store_columns(target_ptr, place, acc0, factor, valid, 0, LAST, D)
     if GROUPS == 4:
-        store_columns(target_ptr, place, acc1, factor, valid, WIDTH, DV)
-        store_columns(target_ptr, place, acc2, factor, valid, 2 * WIDTH, DV)
-        store_columns(target_ptr, place, acc3, factor, valid, 3 * WIDTH, DV)
-    if REST_IS_VALUE:
-        store_columns(target_ptr, place, acc_rest, rest_factor, valid, A, DV)
+        store_columns(target_ptr, place, acc1, factor, valid, WIDTH, LAST, D)
+        store_columns(target_ptr, place, acc2, factor, valid, 2 * WIDTH, LAST, D)
+        store_columns(target_ptr, place, acc3, factor, valid, 3 * WIDTH, LAST, D)
+    if HAS_REST:
+        store_columns(target_ptr, place, acc_rest, rest_factor, valid, A, D, D)
 
 
 @triton.jit
@@ -717,7 +716,7 @@ def combine_kernel(
         heads = head + tl.zeros([1], tl.int32)
         factor, lse, _highest = finish(highest + zero, total + zero, sinks_ptr, heads, valid, HAS_SINKS)
         out_place = ((seq.to(tl.int64) * NUM_Q + token) * NUM_HEADS + head) + tl.zeros([1], tl.int64)
-        store_columns(out_ptr, out_place, acc[None, :], factor, valid, 0, DV)
+        store_columns(out_ptr, out_place, acc[None, :], factor, valid, 0, DV, DV)
         lse_place = ((seq.to(tl.int64) * NUM_HEADS + head) * NUM_Q + token) + tl.zeros([1], tl.int64)
         tl.store(lse_ptr + lse_place, lse)
         if HAS_MAX:

@@ -27,6 +27,7 @@ from ragged_attention.kernels_triton.blocks import (
     cache_views,
     cdiv,
     count_sequences,
+    expect_between,
     expect_power_of_two,
     find_segment,
     item_size,
@@ -67,10 +68,7 @@ class Tile:
     def __post_init__(self) -> None:
         blocks = ("block_q", "block_kv", "split_block_q", "split_block_kv")
         expect_power_of_two(self, **dict.fromkeys(blocks, (16, 256)), num_warps=(1, 16), split_num_warps=(1, 16))
-        for name, high in (("num_stages", 8), ("split_num_stages", 8), ("num_splits", 256)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or not 1 <= value <= high:
-                raise InvalidInput(f"expected {name} from 1 to {high}, got {value!r}")
+        expect_between(self, num_stages=(1, 8), split_num_stages=(1, 8), num_splits=(1, 256))
         if not isinstance(self.careful_keys, int) or self.careful_keys < 0:
             raise InvalidInput(f"expected careful_keys >= 0, got {self.careful_keys!r}")
 

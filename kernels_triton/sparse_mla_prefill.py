@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from ragged_attention.kernels_triton import latent, varlen
-from ragged_attention.kernels_triton.blocks import next_power_of_2
+from ragged_attention.kernels_triton import latent
+from ragged_attention.kernels_triton.blocks import launchable_in_float32, next_power_of_2
 from ragged_attention.kernels_triton.latent import Tile as Tile
 
 
 def why_not(call: Any) -> str | None:
-    return varlen.why_not(call, latent.latent_kernel)
+    return launchable_in_float32(call, latent.latent_kernel)
 
 
 def tuning_key(call: Any) -> str:

@@ -25,13 +25,14 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ragged_attention.errors import InvalidInput
-from ragged_attention.kernels_triton import varlen
 from ragged_attention.kernels_triton.blocks import (
     LOG2E,
     cdiv,
+    column_sums,
+    expect_between,
     expect_power_of_two,
     item_size,
+    launchable_in_float32,
     matmul,
     narrow,
     next_power_of_2,
@@ -41,6 +42,7 @@ from ragged_attention.kernels_triton.latent import (
     SMALLEST_SHARED_MEMORY,
     keys_of,
     list_length,
+    store_groups,
     whole_columns,
 )
 
@@ -63,10 +65,7 @@ class Tile:
 
     def __post_init__(self) -> None:
         expect_power_of_two(self, block_h=(16, 64), block_kv=(16, 64), num_warps=(1, 16))
-        for name, high in (("num_stages", 4), ("chunk_tokens", LARGEST_INT)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or not 1 <= value <= high:
-                raise InvalidInput(f"expected {name} from 1 to {high}, got {value!r}")
+        expect_between(self, num_stages=(1, 4), chunk_tokens=(1, LARGEST_INT))
 
 
 def why_not(call: Any) -> str | None:
@@ -75,7 +74,7 @@ def why_not(call: Any) -> str | None:
     if call.device.platform == "cuda" and shared_bytes(call, 16, 16) > shared_memory(call):
         limit = f"{shared_memory(call)} bytes of shared memory"
         return f"expected rows that fit {limit}, 16 at a time, got {call.d_qk} columns of {item_size(call.q)} bytes"
-    return varlen.why_not(call, gradient_kernel)
+    return launchable_in_float32(call, gradient_kernel)
 
 
 def tuning_key(call: Any) -> str:
@@ -140,18 +139,6 @@ def narrow_kernel(wide_ptr, out_ptr, count, FLAT: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * FLAT + tl.arange(0, FLAT)
     wide = tl.load(wide_ptr + place, mask=place < count, other=0)
     tl.store(out_ptr + place, narrow(wide, out_ptr.dtype.element_ty), mask=place < count)
-
-
-@triton.jit
-def sum_kernel(terms_ptr, sums_ptr, num_rows, num_columns, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
-    """The sums of the columns of an array [rows, columns], always in the same order."""
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    acc = tl.zeros([BLOCK, COLUMNS], tl.float32)
-    for start in range(0, num_rows, BLOCK):
-        row = start + tl.arange(0, BLOCK)
-        mask = (row < num_rows)[:, None] & (column < num_columns)[None, :]
-        acc += tl.load(terms_ptr + row.to(tl.int64)[:, None] * num_columns + column[None, :], mask=mask, other=0)
-    tl.store(sums_ptr + column, tl.sum(acc, 0), mask=column < num_columns)
 
 
 @triton.jit
@@ -332,21 +319,7 @@ def gradient_kernel(
             dq_rest = matmul(dlogits, keys_rest, dq_rest)
             give_columns(given, readable, dlogits, shared, q_rest, d_out0, scale, A, D, False, PARTS)
     factor = tl.full([BLOCK_H], 1.0, tl.float32) * scale
-    store_span(dq_ptr, at, dq0, factor, valid, 0, A, D)
-    if GROUPS == 4:
-        store_span(dq_ptr, at, dq1, factor, valid, WIDTH, A, D)
-        store_span(dq_ptr, at, dq2, factor, valid, 2 * WIDTH, A, D)
-        store_span(dq_ptr, at, dq3, factor, valid, 3 * WIDTH, A, D)
-    if B > 0:
-        store_span(dq_ptr, at, dq_rest, factor, valid, A, D, D)
-
-
-@triton.jit
-def store_span(target_ptr, place, acc, factor, valid, FIRST: tl.constexpr, LAST: tl.constexpr, D: tl.constexpr):
-    """Columns [FIRST, FIRST + width) of rows of D, as far as they lie before LAST."""
-    column = FIRST + tl.arange(0, acc.shape[1])
-    value = narrow(acc * factor[:, None], target_ptr.dtype.element_ty)
-    tl.store(target_ptr + place[:, None] * D + column[None, :], value, mask=valid[:, None] & (column < LAST)[None, :])
+    store_groups(dq_ptr, at, dq0, dq1, dq2, dq3, dq_rest, factor, factor, valid, GROUPS, WIDTH, A, B > 0, D)
 
 
 # ---- launching
@@ -472,16 +445,4 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
     if item_size(call.kv) < 4:
         form = [(call.kv.shape, call.kv.dtype)]
         (dkv,) = launch(narrow_kernel, (cdiv(count, FLAT),), (sums,), form, count=count, FLAT=FLAT)
-    if call.sinks is None:
-        return dq, dkv
-    (d_sinks,) = launch(
-        sum_kernel,
-        (cdiv(call.num_q_heads, 16),),
-        (terms,),
-        [(call.sinks.shape, "float32")],
-        num_rows=call.num_tokens,
-        num_columns=call.num_q_heads,
-        BLOCK=64,
-        COLUMNS=16,
-    )
-    return dq, dkv, d_sinks
+    return (dq, dkv) if call.sinks is None else (dq, dkv, column_sums(terms, launch))

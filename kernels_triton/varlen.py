@@ -20,7 +20,6 @@ from ragged_attention.kernels_triton.blocks import (
     find_segment,
     item_size,
     key_range,
-    launchable,
     matmul,
     narrow,
     next_power_of_2,
@@ -37,12 +36,6 @@ SMALLEST_SCALE: tl.constexpr = tl.constexpr(1e-30)
 
 
 # ---- host side
-
-
-def why_not(call: Any, kernel: Any) -> str | None:
-    if dtype_name(call.q) == "float64":
-        return "expected q.dtype to be bfloat16, float16 or float32, got float64"
-    return launchable(call, kernel)
 
 
 def near(array: Any, rows: int, launch: Any) -> Any:

@@ -14,12 +14,13 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ragged_attention.errors import InvalidInput
 from ragged_attention.kernels_triton import varlen
 from ragged_attention.kernels_triton.blocks import (
     LN2,
     LOG2E,
+    expect_between,
     expect_power_of_two,
+    launchable_in_float32,
     narrow,
     tanh,
 )
@@ -48,12 +49,11 @@ class Tile:
 
     def __post_init__(self) -> None:
         expect_power_of_two(self, block_q=(16, 256), block_kv=(16, 256), num_warps=(1, 16))
-        if not isinstance(self.num_stages, int) or not 1 <= self.num_stages <= 8:
-            raise InvalidInput(f"expected num_stages from 1 to 8, got {self.num_stages!r}")
+        expect_between(self, num_stages=(1, 8))
 
 
 def why_not(call: Any) -> str | None:
-    return varlen.why_not(call, forward_kernel)
+    return launchable_in_float32(call, forward_kernel)
 
 
 def tuning_key(call: Any) -> str:

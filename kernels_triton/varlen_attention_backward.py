@@ -19,9 +19,18 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ragged_attention.errors import InvalidInput
 from ragged_attention.kernels_triton import varlen
-from ragged_attention.kernels_triton.blocks import LOG2E, cdiv, expect_power_of_two, narrow, next_power_of_2, tanh
+from ragged_attention.kernels_triton.blocks import (
+    LOG2E,
+    cdiv,
+    column_sums,
+    expect_between,
+    expect_power_of_two,
+    launchable_in_float32,
+    narrow,
+    next_power_of_2,
+    tanh,
+)
 from ragged_attention.kernels_triton.varlen import (
     accumulate,
     find_block,
@@ -41,7 +50,6 @@ PREPARED = 2048  # elements of `out` that one program of the first kernel reads
 # every thread that needs them.
 TERMS: tl.constexpr = tl.constexpr(4)
 EARLY = triton.__version__.startswith("3.6")  # needs fewer registers for masks than its successors
-SUMMED = 1024  # parts of d_sinks added at a time
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,14 +68,11 @@ class Tile:
     def __post_init__(self) -> None:
         blocks = ("block_q", "block_kv", "dq_block_q", "dq_block_kv")
         expect_power_of_two(self, **dict.fromkeys(blocks, (16, 256)), num_warps=(1, 16), dq_num_warps=(1, 16))
-        for name in ("num_stages", "dq_num_stages"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or not 1 <= value <= 8:
-                raise InvalidInput(f"expected {name} from 1 to 8, got {value!r}")
+        expect_between(self, num_stages=(1, 8), dq_num_stages=(1, 8))
 
 
 def why_not(call: Any) -> str | None:
-    return varlen.why_not(call, dkv_kernel)
+    return launchable_in_float32(call, dkv_kernel)
 
 
 def tuning_key(call: Any) -> str:
@@ -181,17 +186,6 @@ def prepare_kernel(
     place = terms_ptr + (((head // GROUP).to(tl.int64) * num_tokens + token) * GROUP + head % GROUP) * TERMS
     terms = tl.join(tl.join(norm, share), tl.join(offset, share))
     tl.store(place[:, None] + tl.arange(0, TERMS)[None, :], tl.reshape(terms, [BLOCK, TERMS]), mask=inside[:, None])
-
-
-@triton.jit
-def sum_kernel(parts_ptr, sums_ptr, count, NUM_HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    """d_sink of one head, its parts added in their order."""
-    head = tl.program_id(0)
-    total = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, count, BLOCK):
-        part = start + tl.arange(0, BLOCK)
-        total += tl.load(parts_ptr + part.to(tl.int64) * NUM_HEADS + head, mask=part < count, other=0.0)
-    tl.store(sums_ptr + head, tl.sum(total, 0))
 
 
 @triton.jit
@@ -525,15 +519,4 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
         BLOCK_KV=tile.block_kv,
         **shared,
     )
-    if parts is None:
-        return dq, dk, dv
-    [d_sinks] = launch(
-        sum_kernel,
-        (call.num_q_heads,),
-        (parts,),
-        [((call.num_q_heads,), "float32")],
-        count=parts.shape[0],
-        NUM_HEADS=call.num_q_heads,
-        BLOCK=SUMMED,
-    )
-    return dq, dk, dv, d_sinks
+    return (dq, dk, dv) if parts is None else (dq, dk, dv, column_sums(parts, launch))
