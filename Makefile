@@ -10,7 +10,7 @@ demo: .venv/demo
 	$(BIN)/ragged-attention demo $(ARGS)
 
 test: .venv/all
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 check: .venv/all
 	$(BIN)/ruff format --check .
