@@ -21,7 +21,7 @@ from ragged_attention.testing.suite import memory
 @pytest.mark.parametrize("check", list(memory()), ids=str)
 def test_garbage_indices(runner: Runner, check: Check, examples: int) -> None:
     # XLA holds indices within the arrays by itself, and compiles every example anew.
-    share = {"jax-xla": 0.06, "jax-triton": 0.1, "jax-reference": 0.3, "torch-triton": 0.2}.get(
+    share = {"jax-xla": 0.04, "jax-triton": 0.06, "jax-reference": 0.2, "torch-triton": 0.12}.get(
         str(runner), 2.0 if runner.framework == "torch" else 1.0
     )
     check.run(runner, int(examples * share))

@@ -1,7 +1,7 @@
 """The Pallas kernels against the definition, in the interpreter, in both of its modes, in processes of their own.
 
 In the default profile each operation gets one of each kind of its checks in the mode in which races are looked for,
-and another of every second kind in the other; in the larger ones all of them. What the judge itself is worth is shown
+and another of every third kind in the other; in the larger ones all of them. What the judge itself is worth is shown
 on planted kernels.
 """
 
@@ -24,7 +24,7 @@ from tests import planted_pallas as planting
 
 ROOM = Path(__file__).parent.parent / "kernels_pallas"
 OPERATIONS = sorted({path.stem for path in ROOM.glob("*.py")} & set(dispatch.CALLS))
-EXAMPLES = 3 if examples_of() == PROFILES["dev"] else examples_of() // 20
+EXAMPLES = 2 if examples_of() == PROFILES["dev"] else examples_of() // 20
 
 
 @functools.cache
@@ -41,7 +41,7 @@ def chosen(operation: str, mode: str) -> list[str]:
     """Names of the checks that the profile asks for."""
     names: list[str] = []
     whole = examples_of() > PROFILES["dev"]
-    for group in list(checks_of(operation).values())[:: 1 if whole or mode == "on_wait" else 2]:
+    for group in list(checks_of(operation).values())[:: 1 if whole or mode == "on_wait" else 3]:
         count = len(group) if whole else 1
         shift = {"on_wait": 0.25, "eager": 0.75}[mode]
         names += [str(group[int((place + shift) * len(group) / count)]) for place in range(count)]

@@ -57,12 +57,20 @@ def _no_step_back(ranges: tuple[Any, ...], shape: tuple[int, ...], *, clip: Any)
 @contextlib.contextmanager
 def interpreting(mode: str, cores: int = 1) -> Iterator[None]:
     """Pallas TPU kernels that are called in here run in the interpreter, negative indices refused."""
+    jax = importlib.import_module("jax")
     tpu = importlib.import_module("jax.experimental.pallas.tpu")
     utils = importlib.import_module("jax._src.pallas.mosaic.interpret.utils")
     clip = functools.partial(_no_step_back, clip=utils.clip_range_to_shape)
     parameters = tpu.InterpretParams(num_cores_or_threads=cores, **MODES[mode])
-    with mock.patch.object(utils, "clip_range_to_shape", clip), tpu.force_tpu_interpret_mode(parameters):
-        yield
+    # What is judged is a kernel, not the program that interprets it, which is compiled anew for each.
+    unoptimised = "jax_disable_most_optimizations"
+    before = jax.config.read(unoptimised)
+    jax.config.update(unoptimised, True)
+    try:
+        with mock.patch.object(utils, "clip_range_to_shape", clip), tpu.force_tpu_interpret_mode(parameters):
+            yield
+    finally:
+        jax.config.update(unoptimised, before)
 
 
 @contextlib.contextmanager
@@ -197,8 +205,7 @@ class _Process:
     def __init__(self, command: Sequence[str], names: Sequence[str]) -> None:
         self.ended = False
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed by __exit__)
-        # Each example is compiled anew, and what is judged is a kernel, not the program that interprets it.
-        environ = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+        environ = os.environ | {"JAX_PLATFORMS": "cpu"}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=environ
         )
