@@ -10,7 +10,7 @@ from ragged_attention.reference.sparse_mla_prefill import selected
 from ragged_attention.reference.untuned import Tile as Tile
 from ragged_attention.reference.untuned import heuristic as heuristic
 from ragged_attention.reference.untuned import why_not as why_not
-from ragged_attention.reference.varlen_attention_backward import attend_backward, row_terms
+from ragged_attention.reference.varlen_attention_backward import attend_backward, row_terms, run_gradient
 
 
 def sparse_mla_prefill_backward(
@@ -55,9 +55,4 @@ def sparse_mla_prefill_backward(
 
 def run(call: Any, tile: Tile, launch: Any) -> Any:
     del tile
-    outputs = [(array.shape, array.dtype) for array in (call.q, call.kv, call.sinks) if array is not None]
-
-    def gradients(**arguments: Any) -> tuple[Float64, ...]:
-        return tuple(array for array in sparse_mla_prefill_backward(**arguments) if array is not None)
-
-    return launch.on_host(gradients, call, outputs)
+    return run_gradient(sparse_mla_prefill_backward, call, (call.q, call.kv, call.sinks), launch)

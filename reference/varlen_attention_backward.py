@@ -1,5 +1,6 @@
 """The gradient of attention over packed sequences."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -91,12 +92,16 @@ def varlen_attention_backward(
     return dq, dk, dv, d_sinks
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
-    del tile
-    given = [call.q, call.k, call.v, call.sinks]
-    outputs = [(array.shape, array.dtype) for array in given if array is not None]
+def run_gradient(definition: Callable[..., Any], call: Any, of: Sequence[Any], launch: Any) -> Any:
+    """The gradients of the arrays `of`, by a definition that has None for those that are None."""
+    outputs = [(array.shape, array.dtype) for array in of if array is not None]
 
     def gradients(**arguments: Any) -> tuple[Float64, ...]:
-        return tuple(array for array in varlen_attention_backward(**arguments) if array is not None)
+        return tuple(array for array in definition(**arguments) if array is not None)
 
     return launch.on_host(gradients, call, outputs)
+
+
+def run(call: Any, tile: Tile, launch: Any) -> Any:
+    del tile
+    return run_gradient(varlen_attention_backward, call, (call.q, call.k, call.v, call.sinks), launch)

@@ -1,13 +1,12 @@
 """Gradients as jax itself sees them: under jit, grad, vmap and export, by finite differences, what has none."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+
+from tests.lowering import kernels_in
 
 jax = pytest.importorskip("jax")
 
@@ -193,16 +192,6 @@ print(count("cuda"), count("cpu"))
 
 
 def test_gradients_lower_to_triton_for_cuda_and_to_xla_for_a_cpu() -> None:
-    """Needs no GPU: the kernels are compiled into the lowered text."""
-    script = "import jax_triton\n" + CUDA_LOWERING
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], env=environment | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    if "import jax_triton" in done.stderr and "ImportError" in done.stderr:
-        pytest.skip("jax_triton cannot be imported: it needs a CUDA plugin of jax")
-    assert done.returncode == 0, done.stderr
-    on_gpu, on_cpu = map(int, done.stdout.split())
+    on_gpu, on_cpu = kernels_in(CUDA_LOWERING)
     assert on_gpu >= 10  # three attentions, at least three kernels of the one's gradient and two of each of the others'
     assert on_cpu == 0

@@ -1,6 +1,5 @@
 """The jax front end under jax's own machinery: transformations, export, donation, configuration, traced errors."""
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ import ragged_attention as ra
 from ragged_attention.errors import InvalidInput, Unsupported
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention as definition
 from ragged_attention.testing.compare import agrees, identical
+from tests.lowering import kernels_in
 
 pytest.importorskip("jax")
 
@@ -157,17 +157,7 @@ print(for_gpu.count("triton_kernel_call"), for_cpu.count("triton_kernel_call"))
 
 
 def test_one_function_lowers_to_triton_for_cuda_and_to_xla_for_a_cpu():
-    """Needs no GPU: the kernels are compiled into the lowered text."""
-    script = "import jax_triton\n" + CUDA_LOWERING
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], env=environment | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    if "import jax_triton" in done.stderr and "ImportError" in done.stderr:
-        pytest.skip("jax_triton cannot be imported: it needs a CUDA plugin of jax")
-    assert done.returncode == 0, done.stderr
-    on_gpu, on_cpu = map(int, done.stdout.split())
+    on_gpu, on_cpu = kernels_in(CUDA_LOWERING)
     assert on_gpu > 0
     assert on_cpu == 0
 

@@ -1,8 +1,5 @@
 """Latent attention, its schedule and its caches through the jax front end, under jax's own machinery."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +10,7 @@ import ragged_attention as ra
 from ragged_attention.calls import CACHE_FORMATS
 from ragged_attention.errors import InvalidInput
 from ragged_attention.testing.compare import agrees, identical
+from tests.lowering import kernels_in
 
 pytest.importorskip("jax")
 
@@ -291,17 +289,7 @@ print(count("cuda"), count("cpu"))
 
 
 def test_one_function_lowers_to_triton_for_cuda_and_to_xla_for_a_cpu():
-    """Needs no GPU: the kernels are compiled into the lowered text."""
-    script = "import jax_triton\n" + CUDA_LOWERING
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], env=environment | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    if "import jax_triton" in done.stderr and "ImportError" in done.stderr:
-        pytest.skip("jax_triton cannot be imported: it needs a CUDA plugin of jax")
-    assert done.returncode == 0, done.stderr
-    on_gpu, on_cpu = map(int, done.stdout.split())
+    on_gpu, on_cpu = kernels_in(CUDA_LOWERING)
     assert on_gpu >= 5  # at least one for each call
     assert on_cpu == 0
 

@@ -1,5 +1,6 @@
 """What every record shares: the wording of the static law's errors, facts of devices, the `Call` itself."""
 
+import abc
 import dataclasses
 import math
 import numbers
@@ -96,6 +97,21 @@ def expect_bool(name: str, value: Any) -> None:
         raise TypeError(f"expected {name} to be a bool, got {type(value).__name__}")
 
 
+def expect_groups(num_q_heads: int, num_kv_heads: int) -> None:
+    """Check that every KV head serves as many query heads."""
+    if num_q_heads < 1 or num_q_heads % num_kv_heads:
+        raise InvalidInput(f"expected num_q_heads to be a multiple of {num_kv_heads=}, got {num_q_heads}")
+
+
+def expect_results(call: Any, shape: str, sizes: Mapping[str, int]) -> None:
+    """Check what a gradient is told of results: `d_out` and `out` of this shape, `lse` and `d_lse` without its end."""
+    for name in ("d_out", "out"):
+        expect_array(name, getattr(call, name), shape, (dtype_name(call.q),), sizes)
+    for name in ("lse", "d_lse"):
+        if name == "lse" or call.d_lse is not None:
+            expect_array(name, getattr(call, name), shape.rpartition(" ")[0], (call.lse_dtype,), sizes)
+
+
 class Call:
     """What all records share."""
 
@@ -127,3 +143,31 @@ class Call:
             elif is_array(value):
                 values[name] = change(value)
         return self.unchecked(**values, device=self.device)
+
+
+class GroupedCall(Call):
+    """What the records share in which queries [T, H, D] attend to keys of fewer heads."""
+
+    q: Any
+    sm_scale: Any
+
+    @property
+    @abc.abstractmethod
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def num_q_heads(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5 if self.sm_scale is None else float(self.sm_scale)

@@ -13,10 +13,11 @@ from ragged_attention.calls.base import (
     NOWHERE,
     QUANTIZED,
     Array,
-    Call,
     Device,
+    GroupedCall,
     dtype_name,
     expect_array,
+    expect_groups,
     expect_number,
     is_array,
 )
@@ -96,7 +97,7 @@ class HeadsFirstSizes:
         return min(self.pages_per_seq * self.page_size, 2**31 - 2**16)
 
 
-class HeadsFirstCall(HeadsFirstSizes, Call):
+class HeadsFirstCall(HeadsFirstSizes, GroupedCall):
     """What the records with heads-first pages share."""
 
     q: Any
@@ -129,23 +130,6 @@ class HeadsFirstCall(HeadsFirstSizes, Call):
         return self.q.shape[0]
 
     @property
-    def num_q_heads(self) -> int:
-        return self.q.shape[1]
-
-    @property
-    def head_dim(self) -> int:
-        return self.q.shape[2]
-
-    @property
-    def group(self) -> int:
-        """Query heads that share one KV head."""
-        return self.num_q_heads // self.num_kv_heads
-
-    @property
-    def scale(self) -> float:
-        return self.head_dim**-0.5 if self.sm_scale is None else float(self.sm_scale)
-
-    @property
     def out_shape(self) -> tuple[int, int, int]:
         return tuple(self.q.shape)  # type: ignore[return-value]
 
@@ -164,8 +148,7 @@ class HeadsFirstCall(HeadsFirstSizes, Call):
             raise InvalidInput(f"expected page_size >= 1, got {self.page_size}")
         if (num_kv_heads := self.num_kv_heads) < 1:
             raise InvalidInput(f"expected k_pages to have num_kv_heads >= 1, got {num_kv_heads}")
-        if self.num_q_heads < 1 or self.num_q_heads % num_kv_heads:
-            raise InvalidInput(f"expected num_q_heads to be a multiple of {num_kv_heads=}, got {self.num_q_heads}")
+        expect_groups(self.num_q_heads, num_kv_heads)
         if self.sm_scale is not None:
             expect_number("sm_scale", self.sm_scale)
         if self.soft_cap is not None:

@@ -15,7 +15,9 @@ from ragged_attention.calls.base import (
     expect_array,
     expect_bool,
     expect_count,
+    expect_groups,
     expect_number,
+    expect_results,
     is_array,
     wide_dtype,
 )
@@ -131,9 +133,7 @@ class LatentCall(Call):
             raise InvalidInput(
                 f"expected {name}.dtype to be that of q, {dtype_name(self.q)}, or bytes, got {dtype_name(cache)}"
             )
-        num_kv_heads = cache.shape[-2]
-        if self.num_q_heads < 1 or self.num_q_heads % num_kv_heads:
-            raise InvalidInput(f"expected num_q_heads to be a multiple of {num_kv_heads=}, got {self.num_q_heads}")
+        expect_groups(self.num_q_heads, cache.shape[-2])
 
     @property
     def num_q_heads(self) -> int:
@@ -331,11 +331,7 @@ class SparseMlaPrefillBackward(SparsePrefillCall):
         self._check_rows("kv", self.kv, "plain")
         self._check_lists()
         sizes = {"T": self.num_tokens, "H": self.num_q_heads, "d_v": self.d_v}
-        for name in ("d_out", "out"):
-            expect_array(name, getattr(self, name), "T H d_v", (dtype_name(self.q),), sizes)
-        for name in ("lse", "d_lse"):
-            if name == "lse" or self.d_lse is not None:
-                expect_array(name, getattr(self, name), "T H", (self.lse_dtype,), sizes)
+        expect_results(self, "T H d_v", sizes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -13,9 +13,11 @@ from ragged_attention.calls.base import (
     Array,
     Call,
     Device,
+    GroupedCall,
     dtype_name,
     expect_array,
     expect_bool,
+    expect_groups,
     expect_number,
     is_array,
     is_number,
@@ -123,7 +125,7 @@ class PagedCall(Call):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RaggedPagedAttention(PagedCall):
+class RaggedPagedAttention(PagedCall, GroupedCall):
     """Attention of ragged queries over a paged KV cache: prefill, chunked prefill, decode and any mix of them.
 
     Shapes in letters: T query tokens, H query heads, D head size, P pages of G positions, K KV heads (K divides H),
@@ -204,9 +206,7 @@ class RaggedPagedAttention(PagedCall):
         expect_head_dim("v_pages.shape[3]", self.v_head_dim)
         if self.page_size < 1:
             raise InvalidInput(f"expected page_size >= 1, got {self.page_size}")
-        if num_q_heads < 1 or num_q_heads % self.num_kv_heads:
-            num_kv_heads = self.num_kv_heads
-            raise InvalidInput(f"expected num_q_heads to be a multiple of {num_kv_heads=}, got {num_q_heads}")
+        expect_groups(num_q_heads, self.num_kv_heads)
         if self.cache_dtype not in (dtype_name(self.q), *QUANTIZED):
             raise InvalidInput(
                 f"expected kv_pages.dtype to be that of q, {dtype_name(self.q)}, or {' or '.join(QUANTIZED)}, "
@@ -252,25 +252,8 @@ class RaggedPagedAttention(PagedCall):
         return self.q.shape[0]
 
     @property
-    def num_q_heads(self) -> int:
-        return self.q.shape[1]
-
-    @property
-    def head_dim(self) -> int:
-        return self.q.shape[2]
-
-    @property
-    def group(self) -> int:
-        """Query heads that share one KV head."""
-        return self.num_q_heads // self.num_kv_heads
-
-    @property
     def max_num_seqs(self) -> int:
         return self.kv_lens.shape[0]
-
-    @property
-    def scale(self) -> float:
-        return self.head_dim**-0.5 if self.sm_scale is None else float(self.sm_scale)
 
     @property
     def out_shape(self) -> tuple[int, int, int]:

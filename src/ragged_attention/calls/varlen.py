@@ -8,13 +8,15 @@ import numpy as np
 from ragged_attention.calls.base import (
     NOWHERE,
     WIDE_FLOATS,
-    Call,
     Device,
+    GroupedCall,
     dtype_name,
     expect_array,
     expect_bool,
     expect_count,
+    expect_groups,
     expect_number,
+    expect_results,
     wide_dtype,
 )
 from ragged_attention.calls.paged import expect_window
@@ -23,17 +25,15 @@ from ragged_attention.errors import InvalidInput
 MAX_HEAD_DIM = 256
 
 
-class VarlenCall(Call):
+class VarlenCall(GroupedCall):
     """What the attention over packed sequences and its gradient share."""
 
-    q: Any
     k: Any
     v: Any
     cu_q_lens: Any
     cu_kv_lens: Any
     max_q_len: Any
     max_kv_len: Any
-    sm_scale: Any
     causal: Any
     sliding_window: Any
     soft_cap: Any
@@ -50,9 +50,7 @@ class VarlenCall(Call):
         for name, width in (("q.shape[2]", self.head_dim), ("v.shape[2]", self.v_head_dim)):
             if not 1 <= width <= MAX_HEAD_DIM:
                 raise InvalidInput(f"expected {name} from 1 to {MAX_HEAD_DIM}, got {width}")
-        if self.num_q_heads < 1 or self.num_q_heads % self.num_kv_heads:
-            num_kv_heads = self.num_kv_heads
-            raise InvalidInput(f"expected num_q_heads to be a multiple of {num_kv_heads=}, got {self.num_q_heads}")
+        expect_groups(self.num_q_heads, self.num_kv_heads)
         expect_array("cu_q_lens", self.cu_q_lens, "S+1", ("int32",), {})
         if self.cu_q_lens.shape[0] < 1:
             raise InvalidInput("expected cu_q_lens to have at least one entry, got 0")
@@ -82,21 +80,8 @@ class VarlenCall(Call):
         return self.k.shape[0]
 
     @property
-    def num_q_heads(self) -> int:
-        return self.q.shape[1]
-
-    @property
     def num_kv_heads(self) -> int:
         return self.k.shape[1]
-
-    @property
-    def group(self) -> int:
-        """Query heads that share one KV head."""
-        return self.num_q_heads // self.num_kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.q.shape[2]
 
     @property
     def v_head_dim(self) -> int:
@@ -105,10 +90,6 @@ class VarlenCall(Call):
     @property
     def num_seqs(self) -> int:
         return self.cu_q_lens.shape[0] - 1
-
-    @property
-    def scale(self) -> float:
-        return self.head_dim**-0.5 if self.sm_scale is None else float(self.sm_scale)
 
     @property
     def out_shape(self) -> tuple[int, int, int]:
@@ -261,8 +242,4 @@ class VarlenAttentionBackward(VarlenCall):
     def __post_init__(self) -> None:
         self._check()
         sizes = {"T_q": self.num_q_tokens, "H": self.num_q_heads, "D_v": self.v_head_dim}
-        for name in ("d_out", "out"):
-            expect_array(name, getattr(self, name), "T_q H D_v", (dtype_name(self.q),), sizes)
-        for name in ("lse", "d_lse"):
-            if name == "lse" or self.d_lse is not None:
-                expect_array(name, getattr(self, name), "T_q H", (self.lse_dtype,), sizes)
+        expect_results(self, "T_q H D_v", sizes)

@@ -89,6 +89,12 @@ def gradient_results(found: Any, of: Sequence[str]) -> tuple[torch.Tensor, ...]:
     return tuple(found) if len(found) == len(of) else (*found, found[0].new_empty(0))
 
 
+def by_name(operation: str) -> Callable[..., dict[str, Any]]:
+    """The record's arguments where the schema has them one by one and in the record's order."""
+    names = CALLS[operation].argument_names()
+    return lambda *values: dict(zip(names, values, strict=True))
+
+
 def gradient_fake(call: Any, of: Sequence[str]) -> tuple[torch.Tensor, ...]:
     """Tensors like the arguments `of` that there are gradients of."""
     given = (getattr(call, name) for name in of)

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 
 from ragged_attention import dispatch
-from ragged_attention.calls import CALLS, expect_bool, expect_count, schedule_arrays
+from ragged_attention.calls import expect_bool, expect_count, schedule_arrays
 from ragged_attention.errors import InvalidInput
-from ragged_attention.torch.execute import define, gradient_fake, gradient_results, number
+from ragged_attention.torch.execute import by_name, define, gradient_fake, gradient_results, number
 from ragged_attention.torch.launcher import DTYPES, device_facts
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -120,19 +120,13 @@ def slots_form(positions: Any, page_indices: Any, page_size: Any) -> tuple[Any, 
     return positions, page_indices, page_size
 
 
-def _by_name(operation: str) -> Any:
-    """The record's arguments where the schema has them one by one and in the record's order."""
-    names = CALLS[operation].argument_names()
-    return lambda *values: dict(zip(names, values, strict=True))
-
-
 def _decode_arguments(*values: Any) -> dict[str, Any]:
     arguments = _decode_names(*values)
     arguments["schedule"] = tuple(arguments["schedule"]) or None
     return arguments
 
 
-_decode_names = _by_name("mla_decode")
+_decode_names = by_name("mla_decode")
 
 
 def _schedule_arguments(
@@ -191,7 +185,7 @@ define(
     "str? cache_format, bool deterministic",
     "(Tensor, Tensor, Tensor)",
     form=prefill_form,
-    arguments=_by_name("sparse_mla_prefill"),
+    arguments=by_name("sparse_mla_prefill"),
     results=tuple,
     fake=_prefill_fake,
     gradient=(_differentiate_prefill, _save_prefill),
@@ -202,7 +196,7 @@ define(
     "int d_v, Tensor? sinks, Tensor? topk_lens, bool deterministic",
     "(Tensor, Tensor, Tensor)",
     form=backward_form,
-    arguments=_by_name("sparse_mla_prefill_backward"),
+    arguments=by_name("sparse_mla_prefill_backward"),
     results=lambda found: gradient_results(found, PREFILL_GRADIENTS),
     fake=lambda call: gradient_fake(call, PREFILL_GRADIENTS),
 )
@@ -231,7 +225,7 @@ define(
     "Tensor kv, str format, bool power_of_two_scales",
     "Tensor",
     form=quantize_form,
-    arguments=_by_name("quantize_mla_cache"),
+    arguments=by_name("quantize_mla_cache"),
     results=_only,
     fake=lambda call: call.kv.new_empty(call.out_shape, dtype=torch.uint8),
 )
@@ -240,7 +234,7 @@ define(
     "Tensor cache, str? format, str dtype",
     "Tensor",
     form=dequantize_form,
-    arguments=_by_name("dequantize_mla_cache"),
+    arguments=by_name("dequantize_mla_cache"),
     results=_only,
     fake=lambda call: call.cache.new_empty(call.out_shape, dtype=DTYPES[call.dtype]),
 )
@@ -249,7 +243,7 @@ define(
     "Tensor kv, Tensor(a!) cache, Tensor slot_mapping, bool power_of_two_scales, str? cache_format",
     "()",
     form=write_form,
-    arguments=_by_name("write_mla_cache"),
+    arguments=by_name("write_mla_cache"),
     results=lambda cache: None,
     fake=lambda call: None,
 )
@@ -258,7 +252,7 @@ define(
     "Tensor positions, Tensor page_indices, int page_size",
     "Tensor",
     form=slots_form,
-    arguments=_by_name("page_indices_to_slots"),
+    arguments=by_name("page_indices_to_slots"),
     results=_only,
     fake=lambda call: call.positions.new_empty(call.positions.shape),
 )

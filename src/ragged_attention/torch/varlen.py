@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from ragged_attention import dispatch
-from ragged_attention.calls import CALLS, documented, expect_bool, expect_count, expect_window
-from ragged_attention.torch.execute import define, gradient_fake, gradient_results, invoke, number
+from ragged_attention.calls import documented, expect_bool, expect_count, expect_window
+from ragged_attention.torch.execute import by_name, define, gradient_fake, gradient_results, invoke, number
 from ragged_attention.torch.launcher import DTYPES
 
 
@@ -103,14 +103,8 @@ def _keywords(
 
 def _arguments(operation: str) -> Any:
     """The record's arguments from the schema's; a length that is not known while tracing is no hint."""
-    names = CALLS[operation].argument_names()
-
-    def arguments(*values: Any) -> dict[str, Any]:
-        return {
-            name: None if isinstance(value, torch.SymInt) else value for name, value in zip(names, values, strict=True)
-        }
-
-    return arguments
+    named = by_name(operation)
+    return lambda *values: named(*(None if isinstance(value, torch.SymInt) else value for value in values))
 
 
 def _fake(call: Any) -> tuple[torch.Tensor, torch.Tensor]:

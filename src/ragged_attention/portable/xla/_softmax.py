@@ -86,3 +86,7 @@ class RowTerms(NamedTuple):
     def d_logits(self, weights: jax.Array, values: jax.Array) -> jax.Array:
         """The gradient with respect to the logits, given their weights [..., R, N] and values [..., N, d_v]."""
         return weights * (dot("...rd,...nd->...rn", self.d_out, values) + self.offset[..., None])
+
+
+def soft_capped(logits: jax.Array, soft_cap: float | None) -> jax.Array:
+    return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ragged_attention.calls import VarlenCall
+from ragged_attention.portable.xla._framework import why_not as why_not
 from ragged_attention.portable.xla._ragged import at
 from ragged_attention.portable.xla._tile import Tile
 
@@ -28,12 +29,6 @@ def heuristic(call: VarlenCall) -> Tile:
     floats = call.num_kv_heads * (call.head_dim + call.v_head_dim)
     block_kv = max(64, min(256, 2**20 // floats))
     return Tile(block_q=block_q, block_kv=max(1, min(block_kv, longest)))
-
-
-def why_not(call: VarlenCall) -> str | None:
-    if call.device.framework != "jax":
-        return f"runs on jax arrays, got a call from {call.device.framework}"
-    return None
 
 
 def heads_first(array: jax.Array, num_kv_heads: int, dtype: Any) -> jax.Array:
@@ -144,7 +139,3 @@ def _window(call: VarlenCall) -> int | None:
     """The sliding window where it hides anything; a longer one could overflow positions."""
     window = call.sliding_window
     return None if window is None or window >= call.num_kv_tokens else int(window)
-
-
-def soft_capped(logits: jax.Array, soft_cap: float | None) -> jax.Array:
-    return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)

@@ -9,6 +9,7 @@ from jax import lax
 from ragged_attention.calls import MakeDecodeSchedule
 from ragged_attention.portable.untuned import Tile as Tile
 from ragged_attention.portable.untuned import heuristic as heuristic
+from ragged_attention.portable.xla._framework import why_not as why_not
 from ragged_attention.portable.xla._ragged import at
 
 BLOCK = 64  # keys
@@ -22,12 +23,6 @@ class Place(NamedTuple):
     block: jax.Array
     split: jax.Array
     num_splits: jax.Array  # i32 [S + 1]
-
-
-def why_not(call: MakeDecodeSchedule) -> str | None:
-    if call.device.framework != "jax":
-        return f"runs on jax arrays, got a call from {call.device.framework}"
-    return None
 
 
 def run(call: MakeDecodeSchedule, tile: Tile, launch: Any) -> tuple[jax.Array, jax.Array]:

@@ -8,12 +8,7 @@ import jax.numpy as jnp
 from ragged_attention.calls import MergeAttentionStates
 from ragged_attention.portable.untuned import Tile as Tile
 from ragged_attention.portable.untuned import heuristic as heuristic
-
-
-def why_not(call: MergeAttentionStates) -> str | None:
-    if call.device.framework != "jax":
-        return f"runs on jax arrays, got a call from {call.device.framework}"
-    return None
+from ragged_attention.portable.xla._framework import why_not as why_not
 
 
 def run(call: MergeAttentionStates, tile: Tile, launch: Any) -> tuple[jax.Array, jax.Array]:

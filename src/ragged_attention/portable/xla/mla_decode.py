@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ragged_attention.calls import MlaDecode
+from ragged_attention.portable.xla._framework import why_not as why_not
 from ragged_attention.portable.xla._latents import Latents
 from ragged_attention.portable.xla._lists import Lists, attend, lens_within, tile_for
 from ragged_attention.portable.xla._pages import BITS
@@ -25,12 +26,6 @@ def heuristic(call: MlaDecode) -> Tile:
         return tile_for(call.num_seqs * call.num_q_tokens, max(call.topk, call.extra_topk), call.d_qk)
     block_q = max(1, min(64, 256 * call.num_kv_heads // call.num_q_heads))
     return Tile(block_q=block_q, block_kv=max(64, min(512, 2**19 // (call.num_kv_heads * call.d_qk))))
-
-
-def why_not(call: MlaDecode) -> str | None:
-    if call.device.framework != "jax":
-        return f"runs on jax arrays, got a call from {call.device.framework}"
-    return None
 
 
 def run(call: MlaDecode, tile: Tile, launch: Any) -> tuple[jax.Array, jax.Array]:

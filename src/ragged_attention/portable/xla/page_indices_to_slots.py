@@ -8,13 +8,8 @@ import jax.numpy as jnp
 from ragged_attention.calls import PageIndicesToSlots
 from ragged_attention.portable.untuned import Tile as Tile
 from ragged_attention.portable.untuned import heuristic as heuristic
+from ragged_attention.portable.xla._framework import why_not as why_not
 from ragged_attention.portable.xla._ragged import at
-
-
-def why_not(call: PageIndicesToSlots) -> str | None:
-    if call.device.framework != "jax":
-        return f"runs on jax arrays, got a call from {call.device.framework}"
-    return None
 
 
 def run(call: PageIndicesToSlots, tile: Tile, launch: Any) -> jax.Array:

@@ -7,17 +7,12 @@ import jax.numpy as jnp
 
 from ragged_attention.calls import PrefillAttention
 from ragged_attention.portable.xla import _heads_first, ragged_paged_attention
+from ragged_attention.portable.xla._framework import why_not as why_not
 from ragged_attention.portable.xla._tile import Tile as Tile
 
 
 def heuristic(call: PrefillAttention) -> Tile:
     return ragged_paged_attention.heuristic(call.as_ragged())
-
-
-def why_not(call: PrefillAttention) -> str | None:
-    if call.device.framework != "jax":
-        return f"runs on jax arrays, got a call from {call.device.framework}"
-    return None
 
 
 def run(call: PrefillAttention, tile: Tile, launch: Any) -> jax.Array:

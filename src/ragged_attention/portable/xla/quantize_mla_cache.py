@@ -8,14 +8,9 @@ import jax.numpy as jnp
 from ragged_attention.calls import CACHE_FORMATS, QuantizeMlaCache
 from ragged_attention.portable.untuned import Tile as Tile
 from ragged_attention.portable.untuned import heuristic as heuristic
+from ragged_attention.portable.xla._framework import why_not as why_not
 from ragged_attention.portable.xla._latent_bytes import quantized
 from ragged_attention.portable.xla._latents import is_planar
-
-
-def why_not(call: QuantizeMlaCache) -> str | None:
-    if call.device.framework != "jax":
-        return f"runs on jax arrays, got a call from {call.device.framework}"
-    return None
 
 
 def run(call: QuantizeMlaCache, tile: Tile, launch: Any) -> jax.Array:

@@ -13,8 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from ragged_attention.calls import RaggedPagedAttention
+from ragged_attention.portable.xla._framework import why_not as why_not
 from ragged_attention.portable.xla._pages import BITS, Blocks, KeyValueBlocks, per_head
 from ragged_attention.portable.xla._ragged import at, sequences
+from ragged_attention.portable.xla._softmax import soft_capped
 from ragged_attention.portable.xla._tile import Tile as Tile
 
 
@@ -25,12 +27,6 @@ def heuristic(call: RaggedPagedAttention) -> Tile:
     floats = call.num_kv_heads * (call.head_dim + call.v_head_dim)
     block_kv = max(64, min(512 if block_q == 8 else 256, 2**20 // floats))
     return Tile(block_q=block_q, block_kv=block_kv)
-
-
-def why_not(call: RaggedPagedAttention) -> str | None:
-    if call.device.framework != "jax":
-        return f"runs on jax arrays, got a call from {call.device.framework}"
-    return None
 
 
 def run(call: RaggedPagedAttention, tile: Tile, launch: Any) -> Any:
@@ -132,9 +128,7 @@ def _attend(
         highest, total, mixture = state
         key = start + block * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
         k, v, seen = blocks.read(tile.seq, key, key < stop)
-        logits = dot("hrd,hkd->hrk", q, k) * scale[:, None, None]
-        if call.soft_cap is not None:
-            logits = call.soft_cap * jnp.tanh(logits / call.soft_cap)
+        logits = soft_capped(dot("hrd,hkd->hrk", q, k) * scale[:, None, None], call.soft_cap)
         seen = jnp.broadcast_to(seen, (size, block_kv))
         if call.causal:
             seen &= key <= tile.position[:, None]

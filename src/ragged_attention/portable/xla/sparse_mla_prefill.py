@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ragged_attention.calls import SparseMlaPrefill
+from ragged_attention.portable.xla._framework import why_not as why_not
 from ragged_attention.portable.xla._latents import Latents
 from ragged_attention.portable.xla._lists import Lists, attend, lens_within, tile_for
 from ragged_attention.portable.xla._tile import Tile as Tile
@@ -13,12 +14,6 @@ from ragged_attention.portable.xla._tile import Tile as Tile
 
 def heuristic(call: SparseMlaPrefill) -> Tile:
     return tile_for(call.num_tokens * call.num_kv_heads, call.topk, call.d_qk)
-
-
-def why_not(call: SparseMlaPrefill) -> str | None:
-    if call.device.framework != "jax":
-        return f"runs on jax arrays, got a call from {call.device.framework}"
-    return None
 
 
 def run(call: SparseMlaPrefill, tile: Tile, launch: Any) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ragged_attention.calls import SparseMlaPrefillBackward
+from ragged_attention.portable.xla._framework import why_not as why_not
 from ragged_attention.portable.xla._latents import Latents
 from ragged_attention.portable.xla._lists import lens_within, tile_for
 from ragged_attention.portable.xla._ragged import at
@@ -22,12 +23,6 @@ Arrays = tuple[jax.Array, ...]
 
 def heuristic(call: SparseMlaPrefillBackward) -> Tile:
     return tile_for(call.num_tokens * call.num_kv_heads, call.topk, call.d_qk)
-
-
-def why_not(call: SparseMlaPrefillBackward) -> str | None:
-    if call.device.framework != "jax":
-        return f"runs on jax arrays, got a call from {call.device.framework}"
-    return None
 
 
 def run(call: SparseMlaPrefillBackward, tile: Tile, launch: Any) -> Arrays:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ragged_attention.calls import VarlenAttention
-from ragged_attention.portable.xla._softmax import Softmax, dot, wide
+from ragged_attention.portable.xla._softmax import Softmax, dot, soft_capped, wide
 from ragged_attention.portable.xla._tile import Tile as Tile
 from ragged_attention.portable.xla._varlen import (
     Keys,
@@ -14,7 +14,6 @@ from ragged_attention.portable.xla._varlen import (
     heads_first,
     over_keys,
     over_tiles,
-    soft_capped,
     tokens_first,
 )
 from ragged_attention.portable.xla._varlen import heuristic as heuristic

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ragged_attention.calls import VarlenAttentionBackward
-from ragged_attention.portable.xla._softmax import RowTerms, dot, wide
+from ragged_attention.portable.xla._softmax import RowTerms, dot, soft_capped, wide
 from ragged_attention.portable.xla._tile import Tile as Tile
 from ragged_attention.portable.xla._varlen import (
     Keys,
@@ -17,7 +17,6 @@ from ragged_attention.portable.xla._varlen import (
     heads_first,
     over_keys,
     over_tiles,
-    soft_capped,
     tokens_first,
 )
 from ragged_attention.portable.xla._varlen import heuristic as heuristic

@@ -8,16 +8,11 @@ import jax.numpy as jnp
 from ragged_attention.calls import WriteKvPages
 from ragged_attention.portable.untuned import Tile as Tile
 from ragged_attention.portable.untuned import heuristic as heuristic
+from ragged_attention.portable.xla._framework import why_not as why_not
 from ragged_attention.portable.xla._pages import per_head
 from ragged_attention.portable.xla._quantize import stored_bits
 from ragged_attention.portable.xla._ragged import at, sequences
 from ragged_attention.portable.xla._slots import places, put
-
-
-def why_not(call: WriteKvPages) -> str | None:
-    if call.device.framework != "jax":
-        return f"runs on jax arrays, got a call from {call.device.framework}"
-    return None
 
 
 def run(call: WriteKvPages, tile: Tile, launch: Any) -> list[jax.Array]:

@@ -10,17 +10,12 @@ from jax import lax
 from ragged_attention.calls import CACHE_FORMATS, WriteMlaCache
 from ragged_attention.portable.untuned import Tile as Tile
 from ragged_attention.portable.untuned import heuristic as heuristic
+from ragged_attention.portable.xla._framework import why_not as why_not
 from ragged_attention.portable.xla._latent_bytes import quantized
 from ragged_attention.portable.xla._latents import UNIT, is_planar
 from ragged_attention.portable.xla._pages import BITS
 from ragged_attention.portable.xla._ragged import at
 from ragged_attention.portable.xla._slots import places, put
-
-
-def why_not(call: WriteMlaCache) -> str | None:
-    if call.device.framework != "jax":
-        return f"runs on jax arrays, got a call from {call.device.framework}"
-    return None
 
 
 def run(call: WriteMlaCache, tile: Tile, launch: Any) -> jax.Array:
