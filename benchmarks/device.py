@@ -20,6 +20,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,7 +35,7 @@ from benchmarks.device_session import ROOT, Session, apart, apart_checked, compu
 from benchmarks.run import HEADS, Machine, Result, cells, default_backends, is_red, run_case, this_machine
 from ragged_attention.tuning import device_slug
 
-STEPS = ("env", "build", "conformance", "checks", "memcheck", "sanitizers", "flashmla", "bench")
+STEPS = ("env", "build", "conformance", "checks", "overhead", "memcheck", "sanitizers", "flashmla", "bench")
 PACKAGES = ("torch", "triton", "jax", "jaxlib", "jax-triton", "numpy", "nvidia-cutlass", "flashinfer-python", "vllm")
 CHECKED = (
     "decode_64x4k", "mixed_2q2k_32q1s1k", "gpt_oss_window_64x4k", "fp8_64x4k", "speculative_64q4s4k",
@@ -140,6 +141,17 @@ def checks(session: Session) -> bool:
     return all(check.passed for check in found)
 
 
+def overhead(session: Session) -> bool:
+    """What calls cost the host, in a process where Triton compiles."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "overhead.json")
+        cases = [REHEARSED[0]] if session.rehearse else []
+        command = [sys.executable, "-m", "benchmarks.overhead", *cases, "--json", str(file)]
+        done = apart(session, command, {0: "passed"}, TRITON_INTERPRET="0")
+        session.report["overhead"] = done | {"calls": json.loads(file.read_text()) if file.is_file() else []}
+    return done["result"] == "passed"
+
+
 def memcheck(session: Session) -> bool:
     """Calls with any index values, under the memory checker where there is one."""
     tool = compute_sanitizer()
@@ -205,6 +217,7 @@ RUN: dict[str, Callable[[Session], bool]] = {
     "build": device_cuda.build,
     "conformance": conformance,
     "checks": checks,
+    "overhead": overhead,
     "memcheck": memcheck,
     "sanitizers": device_cuda.sanitizers,
     "flashmla": device_cuda.flash_mla,
@@ -230,9 +243,17 @@ def markdown(report: dict[str, Any]) -> str:
             message = check["message"].replace("\n", " ").replace("|", "/")
             lines.append(f"| {check['name']} | {'passed' if check['passed'] else 'FAILED: ' + message} |")
         lines.append("")
+    if row := report.get("overhead"):
+        lines += ["## Microseconds of the host a call", ""]
+        lines += _overhead_lines(row["calls"]) if row["calls"] else ["```", *row["said"][-25:], "```", ""]
     if row := report.get("memcheck"):
         lines += ["## Memory checker", "", f"{row['result']}. {' '.join(row['said'][-1:])}", ""]
     return "\n".join(lines + device_cuda.markdown(report) + _bench_lines(report))
+
+
+def _overhead_lines(calls: Sequence[dict[str, Any]]) -> list[str]:
+    rows = [[f"{value:.1f}" if isinstance(value, float) else str(value) for value in call.values()] for call in calls]
+    return [f"| {' | '.join(row)} |" for row in (list(calls[0]), ["---"] * len(calls[0]), *rows)] + [""]
 
 
 def _told(name: str, value: Any) -> str:

@@ -614,6 +614,13 @@ def test_the_steps_of_the_kernels_are_rehearsed(rehearsed: Callable[[str], dict[
         assert heading in report["page"]
 
 
+def test_what_calls_cost_the_host_is_reported(rehearsed: Callable[[str], dict[str, Any]]) -> None:
+    report = rehearsed("overhead")
+    (call,) = report["overhead"]["calls"]
+    assert call["call"] > call["launch"] > 0
+    assert f"| {call['case']} | {call['operation']} | {call['launches']} |" in report["page"]
+
+
 def test_without_the_kernels_their_steps_say_why(
     rehearsed: Callable[[str], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

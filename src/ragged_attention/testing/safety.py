@@ -140,13 +140,13 @@ class GuardedModule:
 
 
 def guard_the_launcher(framework: str, side: str) -> None:
-    """From now on, what this process's launcher allocates lies in guarded memory too."""
+    """From now on, what this process's launcher and its tapes allocate lies in guarded memory too."""
     if framework == "torch":
         import torch
 
-        from ragged_attention.torch import launcher
+        from ragged_attention.torch import launcher, tape
 
-        launcher.torch = GuardedModule(torch, side)  # type: ignore[assignment]
+        launcher.torch = tape.torch = GuardedModule(torch, side)  # type: ignore[assignment]
     else:
         from ragged_attention.jax import launcher
 

@@ -15,7 +15,9 @@ from ragged_attention import config, dispatch
 from ragged_attention.calls import CALLS, NOWHERE, Call, Device, is_number
 from ragged_attention.config import expect_mapping, parse_names
 from ragged_attention.errors import InvalidInput
+from ragged_attention.torch import tape as tapes
 from ragged_attention.torch.launcher import LAUNCHER, device_facts, indices_to_numpy
+from ragged_attention.torch.tape import Tape, alignments
 
 _library = torch.library.Library("ragged_attention", "DEF")
 
@@ -105,11 +107,21 @@ def invoke(operation: str, form: tuple[Any, ...], backend: Any, options: Any) ->
     """Run an operator on arguments that are in its schema's form."""
     operator = getattr(torch.ops.ragged_attention, operation)
     try:
-        return operator(*form, _names(backend), encode_options(options))
+        if _may_differentiate(form):
+            return operator(*form, _names(backend), encode_options(options))
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*form, _names(backend), encode_options(options))
     except (RuntimeError, TypeError):
         # A schema's complaint does not name our argument; the record's does.
         record_of(operation, form)
         raise
+
+
+def _may_differentiate(form: tuple[Any, ...]) -> bool:
+    """Whether autograd may have to do with a call; it would find out for itself, at the price of a second dispatch."""
+    if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:  # type: ignore[attr-defined]
+        return True
+    return torch.is_grad_enabled() and torch._C._any_requires_grad(*form)
 
 
 def _names(backend: Any) -> str | None:
@@ -133,39 +145,71 @@ def number(value: Any) -> Any:
     return float(value) if is_number(value) else value
 
 
-def _static(value: Any) -> Any:
-    """All of an argument that a plan may rest on: everything but a tensor's contents."""
+def _static(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """All of an argument that a plan may rest on, everything but a tensor's contents; adds its tensors to a list."""
     if isinstance(value, torch.Tensor):
+        tensors.append(value)
         return value.shape, value.stride(), value.dtype, value.device
-    return tuple(map(_static, value)) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return tuple([_static(item, tensors) for item in value])
+    return repr(value) if type(value) is float and not value else value  # -0.0 is equal to 0.0 and not the same
 
 
-_plans: dict[Any, tuple[Device, dispatch.Choice, bool]] = {}  # and whether values are to be checked
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """What calls alike share: the choice, and what it launches by how the tensors lie in memory."""
+
+    device: Device
+    choice: dispatch.Choice
+    validates: bool  # whether values are to be checked
+    tapes: dict[tuple[int, ...], Tape | None] = dataclasses.field(default_factory=dict)
+
+
+_NONE_YET: Any = object()
+_plans: dict[Any, Plan] = {}
 _MOST_PLANS = 4096
+_MOST_TAPES = 64  # of a plan
+RECORDED = ("triton",)  # the rooms known to do nothing but launch kernels
 
 
 def execute(record: type[Call], arguments: dict[str, Any], backend: str | None, options: str | None) -> Any:
     """Run a call: by the plan of an earlier one like it where there is one, else after checks and choice."""
-    device, choice, validates = _plan(record, arguments, backend, options)
-    call = record.unchecked(**arguments, device=device)
-    if validates:
-        call.map(indices_to_numpy).check_values()  # type: ignore[attr-defined]
-    return choice.run(call, LAUNCHER)
+    plan, tensors = _plan(record, arguments, backend, options)
+    if plan.validates:
+        _call(record, arguments, plan).map(indices_to_numpy).check_values()  # type: ignore[attr-defined]
+    if plan.choice.backend in RECORDED:
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        key = alignments(tensors, addresses)
+        tape = plan.tapes.get(key, _NONE_YET)
+        if tape is _NONE_YET:
+            if len(plan.tapes) >= _MOST_TAPES:
+                plan.tapes.clear()
+            tape = plan.tapes[key] = tapes.record(_call(record, arguments, plan), plan.choice.run)
+        if tape is not None:
+            return tape.play(tensors, addresses)
+    return plan.choice.run(_call(record, arguments, plan), LAUNCHER)
+
+
+def _call(record: type[Call], arguments: Mapping[str, Any], plan: Plan) -> Call:
+    return record.unchecked(**arguments, device=plan.device)
 
 
 def _plan(
     record: type[Call], arguments: dict[str, Any], backend: str | None, options: str | None
-) -> tuple[Device, dispatch.Choice, bool]:
-    key = (record, backend, options, config.state(), dispatch.state(), *map(_static, arguments.values()))
+) -> tuple[Plan, list[torch.Tensor]]:
+    """The plan of a call, and its tensors in the order of its arguments."""
+    tensors: list[torch.Tensor] = []
+    statics = [_static(value, tensors) for value in arguments.values()]
+    key = (record, backend, options, config.state(), dispatch.state(), *statics)
     plan = _plans.get(key)
-    if plan is None or plan[1].module is not dispatch.load(record.OPERATION, plan[1].backend):
+    if plan is None or plan.choice.module is not dispatch.load(record.OPERATION, plan.choice.backend):
         call = checked(record, arguments)
         names = backend.split(",") if backend else None
         choice = dispatch.choose(call, backend=names, options=ast.literal_eval(options) if options else None)
         if len(_plans) >= _MOST_PLANS:
             _plans.clear()
-        plan = _plans[key] = call.device, choice, config.validates_values()
-    return plan
+        plan = _plans[key] = Plan(call.device, choice, config.validates_values())
+    return plan, tensors
 
 
 def expect_runnable(operation: str, form: tuple[Any, ...], backend: Any, options: Any, **more: Any) -> None:

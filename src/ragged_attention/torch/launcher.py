@@ -1,5 +1,6 @@
 """How a room's work gets done on torch tensors: Triton kernels on the current stream, NumPy functions on the host."""
 
+import contextlib
 import ctypes
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -65,6 +66,18 @@ def _assign(tensor: torch.Tensor, values: np.ndarray) -> None:
     to_bits(tensor).copy_(torch.from_numpy(np.asarray(values)))
 
 
+OPTIONS = {"num_warps": 4, "num_stages": 2}  # of a launch that does not say otherwise
+_HERE = contextlib.nullcontext()
+
+
+def on(device: torch.device, *, interpreted: bool = True) -> contextlib.AbstractContextManager[Any]:
+    """Where a tensor's kernels are launched: on its device, which need not be the current one."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        return torch.cuda.device(device)
+    # Under the interpreter NumPy would warn of infinities that a GPU makes in silence.
+    return np.errstate(all="ignore") if device.type == "cpu" and interpreted else _HERE
+
+
 class Launcher:
     """Runs kernels for calls that hold torch tensors; without state, so one serves all."""
 
@@ -76,24 +89,20 @@ class Launcher:
         outputs: Sequence[tuple[Sequence[int], Any]],
         *,
         inplace: Sequence[int] = (),
-        num_warps: int = 4,
-        num_stages: int = 2,
         **arguments: Any,
     ) -> list[torch.Tensor]:
         """Enqueue `kernel[grid](*inputs, *outputs, **arguments)` and return the outputs.
 
         `outputs` are (shape, dtype) to allocate, uninitialised; behind them stand the inputs numbered in `inplace`,
-        once more, which the kernel may write. 8-bit floats reach the kernel as uint8.
+        once more, which the kernel may write. 8-bit floats reach the kernel as uint8. `num_warps` and `num_stages`
+        are among the arguments where they are not as in OPTIONS.
         """
         device = inputs[0].device
         new = [torch.empty(tuple(shape), dtype=DTYPES.get(dtype, dtype), device=device) for shape, dtype in outputs]
         new += [inputs[index] for index in inplace]
         if 0 not in grid:
-            # Under the interpreter NumPy would warn of infinities that a GPU makes in silence.
-            with torch.cuda.device_of(inputs[0]) if device.type == "cuda" else np.errstate(all="ignore"):
-                kernel[grid](
-                    *map(to_bits, inputs), *map(to_bits, new), **arguments, num_warps=num_warps, num_stages=num_stages
-                )
+            with on(device):
+                kernel[grid](*map(to_bits, inputs), *map(to_bits, new), **OPTIONS | arguments)
         return new
 
     def native(

@@ -1,0 +1,196 @@
+"""What a call costs the host: microseconds of Python before all kernels are enqueued, without waiting for them.
+
+    python -m benchmarks.overhead [CASE ...] [--json FILE]
+
+On a GPU the calls are real. Without one a stand-in takes the place of Triton's driver: kernels are compiled for Hopper
+and launched into nothing, so all but the driver's own share of a launch is there.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import importlib
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import timing
+from benchmarks.catalogue import CASES, AnyCase, attention_call, scaled_down
+from ragged_attention.samples import device_of
+from ragged_attention.testing import environment
+
+CHOSEN = ("decode_64x4k", "mla_sparse_h16_b8", "mla_prefill_h128_32k")
+ARCH = "sm_90"
+ROUNDS, CALLS = 30, 50
+MOST_TOKENS = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Overhead:
+    """Microseconds of the host by case."""
+
+    case: str
+    operation: str
+    launches: int
+    call: float  # the public function
+    dispatch: float  # of the call: bringing arguments into form, torch's dispatcher
+    plan: float  # of the call: recognising a call like an earlier one
+    launch: float  # of the call: allocating results, enqueuing kernels
+    untaped: float  # what `launch` would be if the room ran anew and Triton itself launched
+
+
+class StandInDriver:
+    """A driver of Triton's without a device: kernels are compiled for `arch`, and launches are noted or forgotten."""
+
+    def __init__(self, arch: str = ARCH, note: Callable[..., Any] | None = None) -> None:
+        self.arch, self.note = arch, note or (lambda *launch: None)
+        self.device, self.stream = 0, 0
+        facts = {"max_shared_mem": device_of("torch", arch).shared_memory}
+        self.utils = SimpleNamespace(
+            load_binary=lambda name, *rest: (name, name, 0, 0, 1024),  # module, function, registers, spills, threads
+            unload_module=lambda module: None,
+            get_device_properties=lambda device: facts,
+        )
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., Any]:
+        return self.note
+
+    def get_current_target(self) -> Any:
+        targets = importlib.import_module("triton.backends.compiler")
+        if self.arch.startswith("sm_"):
+            return targets.GPUTarget("cuda", int(self.arch[3:]), 32)
+        return targets.GPUTarget("hip", self.arch, 64)
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int) -> int:
+        return self.stream
+
+
+@contextlib.contextmanager
+def standing_in(driver: StandInDriver) -> Iterator[StandInDriver]:
+    """Let torch's front end take the CPU for the driver's GPU."""
+    triton = importlib.import_module("triton")
+    names = ("launcher", "execute", "mla_operators")
+    modules = [importlib.import_module(f"ragged_attention.torch.{name}") for name in names]
+    facts = device_of("torch", driver.arch)
+    triton.runtime.driver.set_active(driver)
+
+    def device_facts(device: Any) -> Any:
+        return facts
+
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(mock.patch.object(module, "device_facts", device_facts))
+        modules[1]._plans.clear()
+        yield driver
+        modules[1]._plans.clear()
+
+
+def inputs_of(case: AnyCase, device: str) -> dict[str, Any]:
+    """Arguments of the case's shapes; what is in the arrays costs the host nothing, so on a CPU they are empty."""
+    torch = importlib.import_module("torch")
+
+    def tensor(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(tensor, value))
+        if not hasattr(value, "shape"):
+            return value
+        make = torch.empty if device == "cpu" else torch.zeros
+        return make(value.shape, dtype=getattr(torch, value.dtype), device=device)
+
+    arguments = attention_call(case, device_of("torch", ARCH)).arguments()
+    return {name: tensor(value) for name, value in arguments.items() if value is not None}
+
+
+def microseconds(candidates: Mapping[str, Callable[[], Any]], settle: Callable[[], Any] | None) -> dict[str, float]:
+    """The least of each one's medians in rounds that all take part in: whatever else the machine does only adds."""
+    least = dict.fromkeys(candidates, math.inf)
+    for _ in range(ROUNDS):
+        for name, function in candidates.items():
+            least[name] = min(least[name], 1e6 * timing.host_seconds(function, calls=CALLS, settle=settle))
+    return least
+
+
+def measure(case: AnyCase, device: str) -> Overhead:
+    """Time one case's call, and the parts of it that can be called by themselves."""
+    torch = importlib.import_module("torch")
+    execute = importlib.import_module("ragged_attention.torch.execute")
+    launcher, tapes = (importlib.import_module(f"ragged_attention.torch.{name}") for name in ("launcher", "tape"))
+    function = getattr(importlib.import_module("ragged_attention.torch"), case.operation)
+    call = functools.partial(function, **inputs_of(case, device), backend="triton")
+    with mock.patch.object(execute, "execute", wraps=execute.execute) as inside:
+        call()
+    values = inside.call_args.args
+    plan, tensors = execute._plan(*values)
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    tape = plan.tapes[tapes.alignments(tensors, addresses)]
+    record = execute._call(values[0], values[1], plan)
+    candidates = {
+        "call": call,
+        "within": lambda: execute.execute(*values),
+        "launch": lambda: tape.play(tensors, addresses),
+        "untaped": lambda: plan.choice.run(record, launcher.LAUNCHER),
+    }
+    found = microseconds(candidates, torch.cuda.synchronize if device == "cuda" else None)
+    within = found.pop("within")
+    return Overhead(
+        case=case.name,
+        operation=case.operation,
+        launches=len(tape.steps),
+        dispatch=found["call"] - within,
+        plan=within - found["launch"],
+        **found,
+    )
+
+
+def table_of(found: Sequence[Overhead], where: str) -> Table:
+    table = Table(title=f"microseconds of the host a call, {where}")
+    for field in dataclasses.fields(Overhead):
+        table.add_column(field.name, justify="left" if field.type in ("str", str) else "right")
+    for one in found:
+        values = dataclasses.asdict(one).values()
+        table.add_row(*(f"{value:.1f}" if isinstance(value, float) else str(value) for value in values))
+    return table
+
+
+def measured(names: Sequence[str], device: str) -> list[Overhead]:
+    """What the named cases cost on the GPU that is here, or on the CPU in its place."""
+    if device == "cuda":
+        return [measure(CASES[name], device) for name in names]
+    # A CPU's allocator takes its time for large results, of which a GPU's only changes the bookkeeping.
+    cases = [CASES[name] if CASES[name].num_tokens <= MOST_TOKENS else scaled_down(CASES[name]) for name in names]
+    with standing_in(StandInDriver()):
+        return [measure(case, device) for case in cases]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"names of cases; default {', '.join(CHOSEN)}")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args(argv)
+    environment.prepare("cuda")  # where a GPU is absent too, Triton compiles
+    torch = importlib.import_module("torch")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if importlib.import_module("triton").knobs.runtime.interpret:
+        parser.error("expected TRITON_INTERPRET to be unset, since the interpreter launches nothing")
+    found = measured(options.cases or CHOSEN, device)
+    where = torch.cuda.get_device_name() if device == "cuda" else "no GPU, launches into nothing"
+    Console(width=140).print(table_of(found, where))
+    if options.json:
+        options.json.write_text(json.dumps([dataclasses.asdict(one) for one in found], indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,270 @@
+"""What a room launches, noted once and played again on the tensors of each call like the first.
+
+What a room launches rests on static facts alone, so it is told once: a room runs on stand-ins, a `Tape` keeps what it
+launched, and each call like it plays that again on its own tensors. A kernel that was launched once through Triton is
+from then on enqueued as it was compiled, without asking Triton again what the arguments' types and values call for.
+"""
+
+import dataclasses
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ragged_attention.calls import Call
+from ragged_attention.torch.launcher import DTYPES, OPTIONS, Launcher, on, to_bits
+
+
+class Unrecorded(Exception):
+    """A room asks for what a tape cannot hold."""
+
+
+class StandIn:
+    """In place of a tensor while a tape is recorded: a room sees its shape and dtype, and only the recorder more."""
+
+    def __init__(self, place: int, tensor: torch.Tensor) -> None:
+        self.place, self.tensor = place, tensor
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Compiled:
+    """What Triton compiled for one step of a tape, ready to be enqueued on other operands."""
+
+    kernel: Any
+    run: Any
+    function: Any
+    metadata: Any
+    grid: tuple[int, ...]
+    rest: tuple[Any, ...]  # the arguments behind the operands
+
+    def __call__(self, operands: Sequence[int], stream: Any, hooks: tuple[Any, Any]) -> None:
+        """What `kernel[grid](...)` does once it knows which kernel that is; operands are addresses."""
+        facts = None if hooks is NO_HOOKS else self.kernel.launch_metadata(self.grid, stream, *operands, *self.rest)
+        self.run(*self.grid, stream, self.function, self.metadata, facts, *hooks, *operands, *self.rest)
+
+
+NO_HOOKS = (None, None)
+
+
+def _triton() -> Any:
+    """Triton where a room has imported it, as one has whose kernels are launched."""
+    return sys.modules["triton"]
+
+
+def _is_jitted(kernel: Any) -> bool:
+    """Whether it is a kernel as it is, neither interpreted nor tuned at its first call."""
+    return "triton" in sys.modules and type(kernel) is _triton().JITFunction
+
+
+def _driver() -> Any:
+    """Triton's driver; None where someone is to see or change how kernels are compiled."""
+    knobs = _triton().knobs
+    if knobs.runtime.debug or knobs.compilation.instrumentation_mode or knobs.runtime.add_stages_inspection_hook:
+        return None
+    return _triton().runtime.driver.active
+
+
+def _hooks() -> tuple[Any, Any]:
+    """What a profiler wants called around each launch; Triton's chains of them are mostly empty."""
+    knobs = _triton().knobs.runtime
+    hooks = knobs.launch_enter_hook, knobs.launch_exit_hook
+    return hooks if any(getattr(hook, "calls", hook) for hook in hooks) else NO_HOOKS
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """One launch: its operands by their places on the tape, all else as it was given."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    places: tuple[int, ...]
+    arguments: Mapping[str, Any]
+    compiled: dict[Any, Compiled] = dataclasses.field(default_factory=dict)  # by Triton's current device
+
+    def through_triton(self, tensors: Sequence[torch.Tensor], device: Any) -> None:
+        """Launch by Triton's own way, and keep what it compiled for later calls on the device, if one is named."""
+        kernel = self.kernel[self.grid](*(to_bits(tensors[place]) for place in self.places), **self.arguments)
+        # A kernel that tells tools about its arguments has to be asked each time.
+        if device is not None and type(kernel) is _triton().compiler.CompiledKernel and not self.kernel.launch_metadata:
+            self.compiled[device] = Compiled(
+                kernel=kernel,
+                run=kernel.run,
+                function=kernel.function,
+                metadata=kernel.packed_metadata,
+                grid=(*self.grid, 1, 1)[:3],
+                rest=tuple(self.arguments.get(p.name, p.default) for p in self.kernel.params[len(self.places) :]),
+            )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class New:
+    """A tensor that a room asks for, and where it lies: in which allocation of its tape and at which byte."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    allocation: int
+    offset: int = 0
+
+    def within(self, allocations: Sequence[torch.Tensor]) -> torch.Tensor:
+        found = allocations[self.allocation]
+        if found.shape == self.shape and found.dtype == self.dtype:
+            return found
+        size = math.prod(self.shape) * self.dtype.itemsize
+        return found[self.offset : self.offset + size].view(self.dtype).view(self.shape)
+
+
+class Tape:
+    """What a room launches for any call of the same static facts and `alignments`.
+
+    Its places are first a call's tensors in the order of its arguments, then the new ones in the order of `asked`.
+    """
+
+    def __init__(
+        self, inputs: int, asked: Sequence[tuple[tuple[int, ...], torch.dtype]], steps: Sequence[Step], results: Any
+    ) -> None:
+        self.steps = [step for step in steps if 0 not in step.grid]
+        self.jitted = bool(self.steps) and all(_is_jitted(step.kernel) for step in self.steps)
+        whole = [index for index in range(len(asked)) if inputs + index in _flat(results) or not self.jitted]
+        self.allocations = [asked[index] for index in whole]
+        self.new: list[New] = []
+        end = 0  # of what only kernels see, which lies in one piece
+        for index, (shape, dtype) in enumerate(asked):
+            if index in whole:
+                self.new.append(New(shape, dtype, whole.index(index)))
+            else:
+                self.new.append(New(shape, dtype, len(whole), end))
+                end += -(-math.prod(shape) * dtype.itemsize // ROOM) * ROOM
+        if len(whole) < len(asked):
+            self.allocations.append(((end,), torch.uint8))
+        places = [*range(inputs), *[inputs + new.allocation for new in self.new]]
+        self.results = _renamed(results, places.__getitem__)
+
+    def play(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> Any:
+        """Launch it all for a call's tensors; returns what the room would."""
+        device = tensors[0].device
+        with on(device, interpreted=not self.jitted):
+            made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.allocations]
+            starts = [tensor.data_ptr() for tensor in made]
+            addresses = [*addresses, *[starts[new.allocation] + new.offset for new in self.new]]
+            current, stream, hooks = self._current(starts)
+            for step in self.steps:
+                compiled = step.compiled.get(current)
+                if compiled is None or step.kernel.pre_run_hooks:
+                    step.through_triton([*tensors, *[new.within(made) for new in self.new]], current)
+                else:
+                    compiled([addresses[place] for place in step.places], stream, hooks)
+        return _renamed(self.results, [*tensors, *made].__getitem__)
+
+    def _current(self, starts: Sequence[int]) -> tuple[Any, Any, tuple[Any, Any]]:
+        """Triton's current device, its stream and what is called around launches; None where all is Triton's to do.
+
+        Kernels are compiled for tensors aligned as allocators align them, so others go Triton's own way.
+        """
+        driver = _driver() if self.jitted and not any(start % ALIGNMENT for start in starts) else None
+        if driver is None:
+            return None, None, NO_HOOKS
+        device = driver.get_current_device()
+        return device, driver.get_current_stream(device), _hooks()
+
+
+def _flat(results: Any) -> list[int]:
+    return [results] if isinstance(results, int) else [place for result in results for place in _flat(result)]
+
+
+def _renamed(results: Any, name: Callable[[Any], Any]) -> Any:
+    """Results, however they are nested in tuples, each under another name."""
+    return tuple([_renamed(result, name) for result in results]) if isinstance(results, tuple) else name(results)
+
+
+ROOM = 256  # bytes at whose multiples tensors begin that share an allocation
+ALIGNMENT = 16  # bytes: what Triton asks of an address
+
+
+def alignments(tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> tuple[int, ...]:
+    """What of tensors' places in memory the launches of a call rest on.
+
+    That is how an address is aligned, which `words` asks too, and on AMD whether the memory is larger than an offset
+    of 32 bits reaches.
+    """
+    found = tuple(address % ALIGNMENT for address in addresses)
+    if torch.version.hip:
+        found += tuple(tensor.untyped_storage().nbytes() < 2**31 for tensor in tensors)
+    return found
+
+
+class Recorder(Launcher):
+    """A launcher that launches nothing and notes on a tape what is to be launched, for rooms run on stand-ins."""
+
+    def __init__(self) -> None:
+        self.inputs = 0
+        self.asked: list[tuple[tuple[int, ...], torch.dtype]] = []
+        self.steps: list[Step] = []
+
+    def stand_in(self, tensor: torch.Tensor) -> Any:
+        """For the next tensor of the call; all of them come before anything is launched."""
+        self.inputs += 1
+        return StandIn(self.inputs - 1, tensor)
+
+    def _ask(self, shape: Sequence[int], dtype: Any) -> Any:
+        tensor = torch.empty(tuple(shape), dtype=DTYPES.get(dtype, dtype), device="meta")
+        self.asked.append((tuple(shape), tensor.dtype))
+        return StandIn(self.inputs + len(self.asked) - 1, tensor)
+
+    def __call__(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        inputs: Sequence[Any],
+        outputs: Sequence[tuple[Sequence[int], Any]],
+        *,
+        inplace: Sequence[int] = (),
+        **arguments: Any,
+    ) -> list[Any]:
+        new = [self._ask(*output) for output in outputs] + [inputs[index] for index in inplace]
+        places = tuple(array.place for array in (*inputs, *new))
+        self.steps.append(Step(kernel, grid, places, OPTIONS | arguments))
+        return new
+
+    def strides(self, tensor: Any) -> tuple[int, ...]:
+        return super().strides(tensor.tensor)
+
+    def contiguous(self, tensor: Any) -> Any:
+        return self._as_it_is(tensor, super().contiguous(tensor.tensor))
+
+    def packed(self, tensor: Any) -> Any:
+        return self._as_it_is(tensor, super().packed(tensor.tensor))
+
+    def words(self, tensor: Any, *, packed_rows: bool) -> Any:
+        return self._as_it_is(tensor, super().words(tensor.tensor, packed_rows=packed_rows))
+
+    def _as_it_is(self, array: Any, found: torch.Tensor) -> Any:
+        """A copy is no launch; a call that needs one is not recorded, for the copy costs more than the launch."""
+        if found is not array.tensor:
+            raise Unrecorded
+        return array
+
+    def _refused(self, *given: Any, **options: Any) -> Any:
+        raise Unrecorded
+
+    sorted = aligned = native = on_host = _refused  # type: ignore[assignment]
+
+
+def record(call: Call, run: Callable[[Any, Any], Any]) -> Tape | None:
+    """The tape of a call by a room's `run`; None where that does more than to launch kernels."""
+    recorder = Recorder()
+    try:
+        results = _places(run(call.map(recorder.stand_in), recorder))
+    except Unrecorded:
+        return None
+    return Tape(recorder.inputs, recorder.asked, recorder.steps, results)
+
+
+def _places(results: Any) -> Any:
+    if isinstance(results, tuple | list):
+        return tuple(map(_places, results))
+    if not isinstance(results, StandIn):
+        raise Unrecorded
+    return results.place

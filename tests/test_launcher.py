@@ -1,0 +1,606 @@
+"""What a call costs less: tapes of what a room launches, and kernels enqueued as they were compiled.
+
+Whatever a tape enqueues has to be what Triton itself would launch for the very call. That is judged in a process of its
+own, where Triton compiles instead of interpreting and a stand-in takes the place of its driver, by noting what both
+ways launch. There this file is a script, which runs its functions `check_...`.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import importlib
+import itertools
+import math
+import os
+import subprocess
+import sys
+import traceback
+import types
+import weakref
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any, ClassVar
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+triton = pytest.importorskip("triton")
+torch = pytest.importorskip("torch")
+
+import triton.language as tl  # noqa: E402
+
+from benchmarks import overhead  # noqa: E402
+from ragged_attention.calls import CALLS, NOWHERE, Call, Device  # noqa: E402
+from ragged_attention.torch import execute, launcher, tape  # noqa: E402
+
+rt: Any = importlib.import_module("ragged_attention.torch")
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = 300
+
+
+# ---- an operation of which every argument matters to its kernel
+
+
+@triton.jit
+def toy_kernel(a_ptr, b_ptr, c_ptr, d_ptr, n, step, factor, FLAG: tl.constexpr, WIDTH: tl.constexpr = 4):  # type: ignore[assignment]
+    tl.store(c_ptr, (tl.load(a_ptr) + tl.load(b_ptr) + n * step + factor + WIDTH).to(c_ptr.dtype.element_ty))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Toy(Call):
+    OPERATION: ClassVar[str] = "toy"
+    x: Any
+    y: Any
+    n: int = 32
+    factor: float = 2.0
+    flag: Any = False
+    warps: int = 4
+    device: Device = NOWHERE
+
+
+def run_toy(call: Any, tile: Any, launch: Any) -> Any:
+    """Two launches: the second reads what the first leaves in memory that nobody else sees, and writes its result."""
+    x, y = launch.packed(call.x), launch.packed(call.y)
+    numbers = {"n": call.n, "step": launch.strides(x)[0], "factor": call.factor, "num_warps": call.warps}
+    outputs = [((3, call.n % 7), "float32"), (call.x.shape, call.x.dtype)]
+    part, out = launch(toy_kernel, (2, 3), (x, y), outputs, FLAG=call.flag, **numbers)
+    (out,) = launch(toy_kernel, (call.y.shape[0],), (part, y, out), [], inplace=(2,), FLAG="again", **numbers)
+    return out, (call.x, out)
+
+
+@contextlib.contextmanager
+def toy_room() -> Iterator[types.ModuleType]:
+    """The Triton room with the toy in it."""
+    module = types.ModuleType("ragged_attention.kernels_triton.toy")
+    module.__spec__ = ModuleSpec(module.__name__, None)
+    tile = dataclasses.make_dataclass("Tile", [], frozen=True)
+    vars(module).update(Tile=tile, heuristic=lambda call: tile(), why_not=lambda call: None, run=run_toy)
+    with mock.patch.dict(CALLS, toy=Toy), mock.patch.dict(sys.modules, {module.__name__: module}):
+        yield module
+
+
+def rows(dtype: Any = None, *, count: int = 4, step: int = 16, offset: int = 0, last: int = 1, storage: int = 0) -> Any:
+    """Rows of 3, `step` elements apart, the first of which begins `offset` elements behind an aligned address."""
+    return torch.empty(storage or 1024, dtype=dtype).as_strided((count, 3), (step, last), offset)
+
+
+def toy(**changes: Any) -> dict[str, Any]:
+    given = {"x": rows(), "y": rows(torch.bfloat16, step=8)} | changes
+    return {field.name: given.get(field.name, field.default) for field in dataclasses.fields(Toy)[:-1]}
+
+
+# ---- both ways of launching
+
+
+class Noting(overhead.StandInDriver):
+    """A driver that notes launches, as Triton's own calls the hooks around each."""
+
+    def __init__(self, arch: str = overhead.ARCH) -> None:
+        super().__init__(arch, self._launch)
+        self.launches: list[tuple[Any, ...]] = []
+
+    def _launch(self, x: int, y: int, z: int, stream: int, function: Any, options: Any, facts: Any, enter: Any,
+                leave: Any, *values: Any) -> None:  # fmt: skip
+        for hook in (enter, leave):
+            if hook is not None:
+                hook(facts)
+        self.launches.append(((x, y, z), self.device, stream, function, options, values))
+
+    def take(self) -> list[tuple[Any, ...]]:
+        found, self.launches = self.launches, []
+        return found
+
+
+def compile_nothing(self: Any, key: Any, signature: Any, device: int, constants: Any, options: Any, *rest: Any) -> Any:
+    """In place of Triton's compilation: a kernel for each of the keys that Triton would compile one for."""
+    kernel = object.__new__(triton.compiler.CompiledKernel)
+    name = f"{self.__name__} {next(NUMBERS)}"
+    vars(kernel).update(module=name, function=name, name=name, src=None, _module_pid=None, hash=name)
+    vars(kernel).update(metadata_group={}, packed_metadata=(options.num_warps, options.num_stages))
+    kernel._run = triton.runtime.driver.active.note
+    self.device_caches[device][0][key] = kernel
+    return kernel
+
+
+NUMBERS = itertools.count()
+
+
+def forget_kernels() -> None:
+    """Forget what was compiled, or was not really, for another driver."""
+    rooms = [module for name, module in list(sys.modules.items()) if ".kernels_triton" in name]
+    for value in (toy_kernel, *(value for room in rooms for value in vars(room).values())):
+        if isinstance(value, triton.JITFunction):
+            value.device_caches.clear()
+
+
+@contextlib.contextmanager
+def noting(arch: str = overhead.ARCH) -> Iterator[Noting]:
+    """A noting driver, to which Triton gives kernels that are not really compiled."""
+    forget_kernels()
+    compiling = mock.patch.object(triton.JITFunction, "_do_compile", compile_nothing)
+    hip = mock.patch.object(torch.version, "hip", None if arch.startswith("sm_") else "7.0")
+    with toy_room(), compiling, hip, overhead.standing_in(Noting(arch)) as driver:
+        yield driver  # type: ignore[misc]
+
+
+def address(value: Any) -> int:
+    return value if isinstance(value, int) else value.data_ptr()
+
+
+def alike(launch: tuple[Any, ...], operands: int, given: set[int]) -> tuple[Any, ...]:
+    """A launch as it is compared: of tensors that are the launcher's only the alignment, numbers with their type."""
+    *rest, values = launch
+    places = [address(value) for value in values[:operands]]
+    return *rest, [place if place in given else place % 16 for place in places], list(map(repr, values[operands:]))
+
+
+def by_tape(arguments: dict[str, Any], record: Any = Toy) -> Any:
+    return execute.execute(record, arguments, "triton", None)
+
+
+def by_triton(arguments: dict[str, Any], record: Any = Toy) -> Any:
+    plan, _ = execute._plan(record, arguments, "triton", None)
+    return plan.choice.run(execute._call(record, arguments, plan), launcher.LAUNCHER)
+
+
+def compare(driver: Noting, arguments: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """Launch a toy both ways, twice by its tape, and hold the tape to Triton; returns what Triton launched."""
+    given = {arguments["x"].data_ptr(), arguments["y"].data_ptr()}
+    out, _ = by_triton(arguments)
+    wanted = [alike(launch, 4, given) for launch in driver.take()]
+    for _ in range(2):
+        result, (x, again) = by_tape(arguments)
+        found = driver.take()
+        assert [alike(launch, 4, given) for launch in found] == wanted
+        assert result is again
+        assert x is arguments["x"]
+        assert (result.shape, result.dtype, result.stride()) == (out.shape, out.dtype, out.stride())
+        for launch in found:
+            assert address(launch[-1][3]) == result.data_ptr()
+    return wanted
+
+
+def compiled_for(launches: list[tuple[Any, ...]]) -> list[Any]:
+    return [launch[3] for launch in launches]
+
+
+@contextlib.contextmanager
+def asked() -> Iterator[list[Any]]:
+    """The kernels that are launched through Triton meanwhile."""
+    found: list[Any] = []
+    run = triton.JITFunction.run
+
+    def spy(self: Any, *arguments: Any, **options: Any) -> Any:
+        found.append(self)
+        return run(self, *arguments, **options)
+
+    with mock.patch.object(triton.JITFunction, "run", spy):
+        yield found
+
+
+# ---- checks, for a process that compiles
+
+OTHERS = {
+    "an unaligned pointer": lambda: {"x": rows(offset=1)},
+    "another unaligned pointer": lambda: {"y": rows(torch.bfloat16, step=8, offset=4)},
+    "an int of 1": lambda: {"n": 1},
+    "an int that is no multiple of 16": lambda: {"n": 25},
+    "an int of 33 bits": lambda: {"n": 2**32},
+    "an int of 64 bits": lambda: {"n": 2**63 + 16},
+    "a stride of 1": lambda: {"x": rows(step=1)},
+    "a stride that is no multiple of 16": lambda: {"x": rows(step=17)},
+    "another dtype": lambda: {"x": rows(torch.float16)},
+    "a dtype of 8 bits": lambda: {"y": rows(torch.float8_e4m3fn, step=8)},
+    "another constant": lambda: {"flag": "said"},
+    "other warps": lambda: {"warps": 8},
+}
+SAME = {
+    "other tensors": dict,
+    "another float": lambda: {"factor": 3.0},
+    "a float of 0": lambda: {"factor": 0.0},
+    "a float of -0": lambda: {"factor": -0.0},
+    "an int alike": lambda: {"n": 48},
+    "more rows": lambda: {"x": rows(count=5)},
+    "no rows": lambda: {"y": rows(torch.bfloat16, step=8, count=0)},
+    "one row, whose stride says nothing": lambda: {"x": rows(count=1, step=32)},
+}
+
+
+def check_every_change_is_met_by_the_kernel_that_triton_picks() -> None:
+    with noting() as driver:
+        base = compiled_for(compare(driver, toy()))
+        for what, change in (OTHERS | SAME).items():
+            found = compiled_for(compare(driver, toy(**change())))
+            assert (base[: len(found)] != found) == (what in OTHERS), what
+            assert compiled_for(compare(driver, toy())) == base
+
+
+def check_an_address_decides_on_its_own() -> None:
+    """Calls of one plan, whose tensors differ in nothing but where they lie."""
+    with noting() as driver:
+        found = set()
+        for x, y in itertools.product(range(4), repeat=2):
+            found.add(compiled_for(compare(driver, toy(x=rows(offset=x), y=rows(step=8, offset=y))))[0])
+        assert len(execute._plans) == 1
+        assert len(found) == 4
+
+
+def check_memory_beyond_32_bits_on_amd() -> None:
+    with noting("gfx942") as driver:
+        found = set()
+        for size in (2**31 - 1, 2**31, 64):
+            found.add(compiled_for(compare(driver, toy(x=rows(torch.uint8, storage=size))))[0])
+        assert len(execute._plans) == 1
+        assert len(found) == 2
+
+
+def check_unaligned_results_are_left_to_triton() -> None:
+    def empty(shape: Any, *, dtype: Any, device: Any) -> Any:
+        return torch.empty(1024, dtype=torch.uint8, device=device)[8:800].view(dtype)[: math.prod(shape)].view(shape)
+
+    class Elsewhere:
+        def __getattr__(self, name: str) -> Any:
+            return empty if name == "empty" else getattr(torch, name)
+
+    with noting() as driver:
+        aligned = compare(driver, toy())
+        by_tape(toy())
+        driver.take()
+        with mock.patch.object(tape, "torch", Elsewhere()), asked() as kernels:
+            by_tape(toy())
+            assert len(kernels) == 2
+            found = driver.take()
+        assert all(address(launch[-1][3]) % 16 == 8 for launch in found)
+        assert not set(compiled_for(found)) & set(compiled_for(aligned))
+        assert compiled_for(compare(driver, toy())) == compiled_for(aligned)
+
+
+def check_devices_and_streams() -> None:
+    with noting() as driver:
+        found = []
+        for device, stream in ((0, 5), (1, 5), (0, 6), (1, 7)):
+            driver.device, driver.stream = device, stream
+            launches = compare(driver, toy())
+            assert all(launch[1:3] == (device, stream) for launch in launches)
+            found.append(compiled_for(launches))
+        assert found[0] == found[2] != found[1] == found[3]
+
+
+def check_triton_is_asked_once() -> None:
+    with noting() as driver, asked() as kernels:
+        by_tape(toy())
+        assert len(kernels) == 2
+        by_tape(toy())
+        by_tape(toy())
+        assert len(kernels) == 2
+        assert len(driver.take()) == 6
+
+
+def check_what_watches_launches_sees_them() -> None:
+    knobs = triton.knobs.runtime
+    with noting() as driver, asked() as kernels:
+        by_tape(toy())
+        seen: list[Any] = []
+        enter, leave = (lambda facts: seen.append(facts.get())), (lambda facts: seen.append(facts.get()))
+        knobs.launch_enter_hook.add(enter)
+        by_tape(toy())
+        names = [launch[3] for launch in driver.take()[2:]]
+        assert [facts["name"] for facts in seen] == names
+        knobs.launch_enter_hook.remove(enter)
+        knobs.launch_exit_hook.add(leave)
+        by_tape(toy())
+        assert [facts["name"] for facts in seen] == 2 * names
+        knobs.launch_exit_hook.remove(leave)
+        by_tape(toy())
+        assert len(seen) == 4
+        with mock.patch.object(knobs, "launch_enter_hook", enter), mock.patch.object(knobs, "launch_exit_hook", None):
+            by_tape(toy())
+        assert len(seen) == 6
+        assert len(kernels) == 2
+
+
+def check_what_changes_compilation_goes_through_triton() -> None:
+    knobs = triton.knobs
+    with noting(), asked() as kernels:
+        by_tape(toy())
+        by_tape(toy())
+        assert len(kernels) == 2
+        with mock.patch.object(knobs.runtime, "debug", True):
+            by_tape(toy())
+        assert len(kernels) == 4
+        with mock.patch.object(knobs.compilation, "instrumentation_mode", "consan"):
+            by_tape(toy())
+        assert len(kernels) == 6
+        with mock.patch.object(knobs.runtime, "add_stages_inspection_hook", mock.Mock(return_value=("", ""))):
+            by_tape(toy())
+        assert len(kernels) == 8
+        hooked: list[Any] = []
+        with mock.patch.object(toy_kernel, "pre_run_hooks", [lambda *given, **options: hooked.append(given)]):
+            by_tape(toy())
+        assert len(kernels) == 10
+        assert len(hooked) == 2
+        with mock.patch.object(toy_kernel, "launch_metadata", mock.Mock(return_value={})):
+            by_tape(toy(flag="new"))
+            by_tape(toy(flag="new"))
+        assert len(kernels) == 14
+        by_tape(toy())
+        assert len(kernels) == 14
+
+
+def check_kernels_that_tune_themselves_are_left_to_triton() -> None:
+    tuned = triton.heuristics({"WIDTH": lambda values: 8})(toy_kernel)
+    with noting() as driver, asked() as kernels, mock.patch.dict(globals(), toy_kernel=tuned):
+        for _ in range(2):
+            by_tape(toy())
+            assert [launch[-1][-1] for launch in driver.take()] == [8, 8]
+        assert len(kernels) == 4
+
+
+def check_copies_are_left_to_the_room() -> None:
+    with noting() as driver:
+        arguments = toy(x=rows(last=2))
+        for _ in range(2):
+            by_tape(arguments)
+            first, _ = driver.take()
+            assert not {address(value) for value in first[-1][:1]} & {arguments["x"].data_ptr()}
+        (plan,) = execute._plans.values()
+        assert list(plan.tapes.values()) == [None]
+
+
+def check_what_only_kernels_see_shares_memory_without_overlap() -> None:
+    shapes = [((3, 5), "float32"), ((7,), "uint8"), ((0, 4), "float32"), ((65,), "int32"), ((2, 2), torch.bfloat16)]
+
+    def work(call: Any, launch: Any) -> Any:
+        new = launch(toy_kernel, (1,), (call.x,), shapes, n=1)
+        return (new[1], call.x), new[4]
+
+    with noting():
+        noted = tape.record(Toy.unchecked(**toy(), device=NOWHERE), work)
+    assert noted is not None
+    assert noted.results == ((2, 0), 3)
+    made = [torch.empty(shape, dtype=dtype) for shape, dtype in noted.allocations]
+    assert [tensor.dtype for tensor in made] == [torch.uint8, torch.bfloat16, torch.uint8]
+    tensors = [new.within(made) for new in noted.new]
+    assert tensors[1] is made[0]
+    assert tensors[4] is made[1]
+    for tensor, new, (shape, dtype) in zip(tensors, noted.new, shapes, strict=True):
+        assert (tuple(tensor.shape), tensor.dtype) == (shape, launcher.DTYPES.get(dtype, dtype))
+        assert not tensor.numel() or tensor.data_ptr() == made[new.allocation].data_ptr() + new.offset
+    for number, tensor in enumerate(tensors):
+        tensor.fill_(number)
+    assert all((tensor == number).all() for number, tensor in enumerate(tensors))
+
+
+def check_a_kernel_that_triton_compiles() -> None:
+    """One real operation, really compiled."""
+    forget_kernels()
+    driver = Noting()
+    outs, lses = torch.zeros(2, 5, 3, 64, dtype=torch.bfloat16), torch.zeros(2, 5, 3)
+    with overhead.standing_in(driver), asked() as kernels:
+        for _ in range(3):
+            rt.merge_attention_states(outs, lses, backend="triton")
+        first, *others = [alike(launch, 4, {outs.data_ptr(), lses.data_ptr()}) for launch in driver.take()]
+        assert others == [first, first]
+        assert len(kernels) == 1
+
+
+def operands_of(launch: tuple[Any, ...]) -> int:
+    return sum(hasattr(value, "data_ptr") for value in launch[-1])
+
+
+def check_operations() -> None:
+    """Real operations of all kinds: what they launch from a tape and by Triton."""
+    with noting() as driver:
+        for name in CASES:
+            case = overhead.CASES[name]
+            inputs = overhead.inputs_of(overhead.scaled_down(case), "cpu")
+            call = functools.partial(getattr(rt, case.operation), **inputs, backend="triton")
+            with mock.patch.object(execute, "execute", wraps=execute.execute) as inside:
+                call()
+            record, arguments, *_ = inside.call_args.args
+            given = {tensor.data_ptr() for tensor in execute._plan(*inside.call_args.args)[1]}
+            driver.take()
+            by_triton(arguments, record)
+            launches = driver.take()
+            with asked() as kernels:
+                call()
+            pairs = list(zip(driver.take(), launches, strict=True))
+            assert pairs, name
+            assert not kernels, name
+            for found, wanted in pairs:
+                assert alike(found, operands_of(wanted), given) == alike(wanted, operands_of(wanted), given), name
+
+
+CASES = (
+    "decode_64x4k", "mixed_2q2k_32q1s1k", "gpt_oss_window_64x4k", "fp8_64x4k", "mla_dense_h16_128x4k",
+    "mla_sparse_h16_b8", "mla_sparse_v4_h64_128q2", "mla_prefill_fp8_h128_32k", "mha_gqa_8x2k", "mha_gqa_8x2k_backward",
+)  # fmt: skip
+
+
+@st.composite
+def toys(draw: Any) -> dict[str, Any]:
+    """Arguments in which anything may be as it was in an earlier example, or not."""
+
+    def tensor() -> Any:
+        dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e5m2]))
+        step = draw(st.sampled_from([16, 17, 1, 0, 32]))
+        last = draw(st.sampled_from([1, 1, 1, 2]))
+        return rows(dtype, count=draw(st.integers(0, 4)), step=step, offset=draw(st.sampled_from([0, 1, 4])), last=last)
+
+    number = st.sampled_from([0, 1, 2, 8, 16, 17, 2**31 - 16, 2**31, 2**32, 2**63, -1, -16, -(2**31), -(2**31) - 16])
+    return toy(
+        x=tensor(),
+        y=tensor(),
+        n=draw(number),
+        factor=draw(st.sampled_from([0.0, -0.0, 1.0, 0.5, 1e300])),
+        flag=draw(st.sampled_from([True, False, "said", None])),
+        warps=draw(st.sampled_from([4, 8])),
+    )
+
+
+def check_any_arguments() -> None:
+    with noting() as driver:
+
+        @settings(max_examples=EXAMPLES, deadline=None, database=None, derandomize=True)
+        @given(toys(), st.integers(0, 1))
+        def drawn(arguments: dict[str, Any], device: int) -> None:
+            driver.device = device
+            tensors = arguments["x"], arguments["y"]
+            if all(launcher.LAUNCHER.packed(tensor) is tensor for tensor in tensors):
+                compare(driver, arguments)
+            else:
+                by_tape(arguments)
+                driver.take()
+
+        drawn()
+
+
+def check_the_benchmark_adds_up() -> None:
+    with noting(), mock.patch.object(overhead, "ROUNDS", 1):
+        found = overhead.measure(overhead.CASES["mla_sparse_h16_b8"], "cpu")
+    assert found.launches == 2
+    assert abs(found.call - found.dispatch - found.plan - found.launch) < 1e-6
+    assert overhead.table_of([found], "here").row_count == 1
+
+
+def check_there_is_an_end_to_tapes() -> None:
+    with noting() as driver, mock.patch.object(execute, "_MOST_TAPES", 3):
+        for x, y in itertools.product(range(4), repeat=2):
+            compare(driver, toy(x=rows(offset=x), y=rows(step=8, offset=y)))
+            (plan,) = execute._plans.values()
+            assert len(plan.tapes) <= 3
+
+
+def main() -> int:
+    failed = 0
+    for name, check in list(globals().items()):
+        if name.startswith("check_") and (len(sys.argv) == 1 or name in sys.argv[1:]):
+            try:
+                check()
+            except Exception:
+                failed += 1
+                sys.stderr.write(f"---- {name}\n{traceback.format_exc()}\n")
+    return failed
+
+
+# ---- tests
+
+
+def test_all_checks_in_a_process_that_compiles(tmp_path: Path) -> None:
+    variables = {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
+    done = subprocess.run(
+        [sys.executable, __file__], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def states(offset: int = 0, seed: int = 0) -> tuple[Any, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    flat = torch.randn(2 * 5 * 3 * 16 + offset, generator=generator)
+    return flat[offset:].view(2, 5, 3, 16), torch.randn(2, 5, 3, generator=generator)
+
+
+def test_a_tape_of_interpreted_kernels_is_played_on_new_tensors() -> None:
+    execute._plans.clear()
+    for seed in range(3):
+        found = rt.merge_attention_states(*states(seed=seed), backend="triton")
+        wanted = rt.merge_attention_states(*states(seed=seed), backend="reference")
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, wanted, strict=True))
+    plans = [plan for plan in execute._plans.values() if plan.choice.backend == "triton"]
+    (played,) = plans[0].tapes.values()
+    assert len(plans) == 1
+    assert played is not None
+    assert not played.jitted
+    assert not any(step.compiled for step in played.steps)
+
+
+def test_nothing_of_a_call_is_kept() -> None:
+    outs, lses = states()
+    kept = [weakref.ref(tensor) for tensor in (outs, lses, *rt.merge_attention_states(outs, lses, backend="triton"))]
+    del outs, lses
+    gc.collect()
+    assert [reference() for reference in kept] == [None] * 4
+
+
+def test_other_rooms_have_no_tapes() -> None:
+    execute._plans.clear()
+    rt.merge_attention_states(*states(), backend="eager")
+    assert [plan.tapes for plan in execute._plans.values()] == [{}]
+
+
+def test_a_room_that_does_more_than_to_launch_is_not_recorded() -> None:
+    device = Device(framework="torch", platform="cpu")
+    call = Toy(x=torch.zeros(3, 3), y=torch.zeros(3, 3).t(), device=device)
+    works = (
+        lambda call, launch: launch.sorted(call.x),
+        lambda call, launch: launch.native(None, {"x": call.x}, {}, {}),
+        lambda call, launch: launch.on_host(None, call, "x"),
+        lambda call, launch: launch.aligned(call.x, bytes=4),
+        lambda call, launch: launch.packed(call.y),
+        lambda call, launch: (call.x, None),
+    )
+    assert [tape.record(call, work) for work in works] == [None] * 6
+    assert tape.record(call, lambda call, launch: launch.packed(call.x)) is not None
+
+
+def test_another_device_is_made_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: f"on {device}")
+    assert launcher.on(torch.device("cuda", 0)) == "on cuda:0"
+    assert isinstance(launcher.on(torch.device("cuda", 1)), contextlib.nullcontext)
+
+
+def test_autograd_is_left_out_only_where_it_has_nothing_to_do() -> None:
+    x = torch.zeros(2)
+    y = torch.zeros(2, requires_grad=True)
+    assert not execute._may_differentiate((x, None, 1.0, [x]))
+    assert execute._may_differentiate((x, y))
+    assert execute._may_differentiate((x, [y]))
+    with torch.no_grad():
+        assert not execute._may_differentiate((x, y))
+    seen = []
+    torch.func.vmap(lambda row: seen.append(execute._may_differentiate((x,))) or row)(x)
+    assert seen == [True]
+
+
+def test_dispatch_modes_see_the_operator() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Seeing(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    seen: list[str] = []
+    with Seeing():
+        rt.merge_attention_states(*states(), backend="triton")
+    assert seen.count("ragged_attention.merge_attention_states.default") == 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
