@@ -5,7 +5,8 @@
 Needs neither a GPU nor torch nor jax, and must run without TRITON_INTERPRET. Works with whichever Triton is imported
 and writes that version's section of docs/compile_matrix.md; with `--check` it compares instead, by sample where the
 code is that of the document. It fails on a kernel that does not compile, spills, needs more shared memory than the
-device has, or on sm_90 does without wgmma where there are rows for it.
+device has, on sm_90 does without wgmma where there are rows for it, or in its inner loops uses local memory or, in a
+workload's case, loads less at a time than it should.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks import cases, catalogue, compiling, mla_cases, varlen_cases
+from benchmarks import cases, catalogue, compiling, mla_cases, sass, varlen_cases
 from benchmarks.mla_cases import LatentCase
 from benchmarks.varlen_cases import VarlenCase
 from ragged_attention import dispatch, samples
@@ -43,6 +44,14 @@ COVERING = (
     "mla_sparse_bf16_h128_32q2", "mla_sparse_h16_b8", "mla_sparse_h32_b8", "mla_sparse_h128_128q2",
     "mla_sparse_v4_h64_128q2", "mla_prefill_h128_32k", "mla_prefill_fp8_h128_32k", *mla_cases.COMPILED_ONLY,
     "mha_128_4k", "mha_128_4k_backward", "mha_192_4k", "mha_192_4k_backward", *varlen_cases.COMPILED_ONLY,
+)  # fmt: skip
+# With these, sm_90 has every code that the workloads' cases launch there, plain numbers apart.
+TARGETS = (
+    "decode_32x1k", "decode_1x32k", "decode_8x32k", "decode_64x4k_page64", "prefill_2k", "mixed_128_decodes_1_prefill",
+    "gpt_oss_full_64x4k", "gpt_oss_prefill_4k", "gemma2_32x4k", "gemma3_32x4k", "gemma4_global_32x4k",
+    "fp8_64x4k_page64", "mla_dense_h128_128x4k", "mla_dense_h16_1x32k", "mla_sparse_h8_b64", "mla_sparse_h32_b64",
+    "mla_prefill_h16_32k", "mla_prefill_v4_h64_32k", "mha_128_4k_full", "mha_128_4k_full_backward", "mha_192_4k_full",
+    "mha_192_4k_full_backward", "mha_gqa_8x2k", "mha_gqa_8x2k_backward",
 )  # fmt: skip
 # Architectures that differ from one of the others in little but their shared memory get the shapes that fill it.
 FEWER = (
@@ -74,20 +83,73 @@ SPOT_CHECK = 24  # of so many compilations one is done again where nothing has c
 # 64 rows of a wider output fill the registers of eight warps, so that whatever has wgmma there spills.
 LARGEST_WGMMA_HEAD = 256
 
+# The kernels that multiply, whose inner loops are judged in workloads' cases. Of what such a loop loads, no less than
+# this share must come 16 bytes at a time.
+MULTIPLYING = (
+    "tile_kernel", "split_kernel", "latent_kernel", "forward_kernel", "dkv_kernel", "dq_kernel", "gradient_kernel",
+)  # fmt: skip
+LEAST_WIDE = 0.9
+# Where it is less, the least that it is and why: by kernel, what its case's keys are (see `_kind`), and matrix unit;
+# then where an older Triton does worse.
+Exceptions = dict[tuple[str, str, str], tuple[float, str]]
+ROTARY = "of 16 keys the 64 rotary columns are 8 bytes for each of 256 threads"
+EIGHT_BITS = "without e4m3, values go from shared memory straight into a product's operand, which takes them by 8 bytes"
+CODES = "of 16 keys 128 codes are 8 bytes for each of 256 threads"
+SCALES = "scales are words or bytes of their own"
+PLACES = "masked loops read a page number for each key that a thread masks"
+BY_TWO = "the list's slots come by twos"
+NARROW: Exceptions = {
+    ("split_kernel", "8 bits", "mma"): (0.47, EIGHT_BITS),
+    ("tile_kernel", "8 bits", "mma"): (0.44, EIGHT_BITS),
+    ("gradient_kernel", "plain", "mma"): (0.88, ROTARY),
+    ("latent_kernel", "fp8_v4", "mma"): (0.89, SCALES),
+    ("latent_kernel", "fp8_v4", "wgmma"): (0.29, CODES),
+}
+OLDER = "3.6"
+NARROW_ON_OLDER: Exceptions = {
+    ("tile_kernel", "plain", "mma"): (0.53, PLACES),
+    ("tile_kernel", "plain", "wgmma"): (0.53, PLACES),
+    ("tile_kernel", "plain", "tcgen05"): (0.53, PLACES),
+    ("tile_kernel", "8 bits", "wgmma"): (0.53, PLACES),
+    ("tile_kernel", "8 bits", "tcgen05"): (0.34, PLACES),
+    ("tile_kernel", "8 bits", "mma"): (0.40, EIGHT_BITS),
+    ("split_kernel", "8 bits", "mma"): (0.44, EIGHT_BITS),
+    ("latent_kernel", "plain", "wgmma"): (0.64, BY_TWO),
+    ("latent_kernel", "fp8_v32", "mma"): (0.77, f"{SCALES}, {BY_TWO}"),
+    ("latent_kernel", "fp8_v4", "mma"): (0.86, f"{SCALES}, {BY_TWO}"),
+    ("gradient_kernel", "plain", "mma"): (0.80, f"{ROTARY}, {BY_TWO}"),
+}
+# Which of a kernel's block sizes is the rows of its products; 64 of them make a wgmma.
+ROWS = {"dkv_kernel": "kv", "latent_kernel": "h", "gradient_kernel": "h"}
+WGMMA_ROWS = 64
+
 HEADER = """\
 # Compile matrix
 
 What the Triton kernels compile to, at the tiles their heuristics choose for the shapes of `benchmarks/catalogue.py`,
 for GPUs that need not be there. Written by `make compile-matrix`, which fails on a kernel that does not compile,
 spills, needs more shared memory than the device has, or on sm_90 does without wgmma where there are 64 rows for it
-(in 16 bits; of pages up to head size 256, of latents plain ones). CI compares: all of it where the code is not the one
-whose digest is given, else one compilation in twenty-four.
+(in 16 bits; of pages up to head size 256, of latents plain ones); and on an inner loop that uses local memory, that has
+64 rows on sm_90 and other products than wgmma, or that loads too little 16 bytes at a time (see below). CI compares:
+all of it where the code is not the one whose digest is given, else one compilation in twenty-four.
 
 Columns: block sizes of the tile; warps and stages of this launch; instructions in the code, as
 counts (wgmma: Hopper's matrix instructions, tcgen05: Blackwell's, mma: those of Ampere and later, mfma: AMD's,
 cp.async: asynchronous copies to shared memory); registers a thread (on AMD: vector registers); bytes a thread that do
-not fit the registers; shared memory in KiB, and the most one program can have.
+not fit the registers; shared memory in KiB, and the most one program can have; loads, read from NVIDIA's machine code:
+of the bytes that a thread asks of global memory in a turn of an innermost loop of products, how many come 16, 8, 4, 2
+or 1 at a time (a kernel's loops in order, those that are alike once; - where there is none or it is not read).
+
+In the workloads' cases, of what such a loop loads {least} must come 16 bytes at a time, one word for each longer
+load apart, a row's page number or slot. Known exceptions, with the share that they may not fall below:
+
+| kernel | keys | products | share | why |
+|---|---|---|---|---|
+{exceptions}
 """
+COLUMNS = (
+    "kernel", "cases", "blocks", "warps", "stages", "instructions", "registers", "spilled", "shared", "loads",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +203,9 @@ def covering(arch: str) -> tuple[str, ...]:
     """The cases that are compiled for an architecture where none are named."""
     if arch in ALIKE:
         return FEWER
-    return tuple(name for name in COVERING if arch == "sm_90" or name in LATENT_TILES or not name.startswith("mla_"))
+    if arch == "sm_90":
+        return (*COVERING, *TARGETS)
+    return tuple(name for name in COVERING if name in LATENT_TILES or not name.startswith("mla_"))
 
 
 def plan(names: Sequence[str] | None, archs: Iterable[str]) -> dict[str, tuple[Job, Row]]:
@@ -236,9 +300,9 @@ def _order(row: Row) -> tuple[Any, ...]:
     )
 
 
-def failures(rows: Sequence[Row]) -> list[str]:
-    """Everything that must not ship, one line each."""
-    found = [f"{row.where}: {reason}" for row in rows if (reason := row.facts.failure)]
+def failures(rows: Sequence[Row], version: str = "") -> list[str]:
+    """Everything that must not ship, one line each; `version` is Triton's, the newest where none is given."""
+    found = _failures_by_row(rows, version)
     for name in sorted({name for row in rows if row.arch == "sm_90" for name in row.cases}):
         if not _wants_wgmma(catalogue.find(name)):
             continue
@@ -246,6 +310,42 @@ def failures(rows: Sequence[Row]) -> list[str]:
         if not any("wgmma" in dict(facts.instructions) for facts in used):
             found.append(f"sm_90 ({name}): no launch uses wgmma")
     return found
+
+
+def _failures_by_row(rows: Iterable[Row], version: str) -> list[str]:
+    reasons = ((row, reason) for row in rows for reason in (row.facts.failure, loop_failure(row, version)))
+    return [f"{row.where}: {reason}" for row, reason in reasons if reason]
+
+
+def loop_failure(row: Row, version: str = "") -> str | None:
+    """What is wrong with the inner loops of a kernel that multiplies, by NVIDIA's machine code."""
+    named = [name for name in row.cases if name in catalogue.CASES]
+    if row.facts.error or not named or row.kernel not in MULTIPLYING or not row.arch.startswith("sm_"):
+        return None
+    if not row.facts.loops and not set(sass.MATRIX.values()).isdisjoint(dict(row.facts.instructions)):
+        return "no inner loop of products was found"
+    case = catalogue.find(named[0])
+    narrow = NARROW | (NARROW_ON_OLDER if version.startswith(f"{OLDER}.") else {})
+    for loop in row.facts.loops:
+        least, _ = narrow.get((row.kernel, _kind(case), loop.matrix), (LEAST_WIDE, ""))
+        if loop.wide < least:
+            return f"of what an inner loop loads {loop.wide:.0%} comes 16 bytes at a time, expected {least:.0%}"
+        rows = _product_rows(row)
+        if row.arch == "sm_90" and case.dtype != "float32" and rows >= WGMMA_ROWS and loop.matrix != "wgmma":
+            return f"an inner loop of {rows} rows uses {loop.matrix or 'no matrix unit'}, expected wgmma"
+    return None
+
+
+def _kind(case: catalogue.AnyCase) -> str:
+    """What decides how a kernel's keys are loaded, beside its tile."""
+    if isinstance(case, LatentCase):
+        return case.format
+    return "8 bits" if isinstance(case, cases.Case) and cases.ITEMSIZE[case.stored] == 1 else "plain"
+
+
+def _product_rows(row: Row) -> int:
+    sizes = dict(block.split() for block in row.blocks.split(", "))
+    return int(sizes[ROWS.get(row.kernel, "q")])
 
 
 def _wants_wgmma(case: catalogue.AnyCase) -> bool:
@@ -273,7 +373,7 @@ def section(version: str, rows: Sequence[Row], refused: Sequence[str], code: str
     lines = [f"## Triton {version}", ""]
     if code:
         lines += [f"Code {code}.", ""]
-    wrong = failures(rows)
+    wrong = failures(rows, version)
     lines += [f"{len(rows)} compilations, {len(wrong) or 'no'} failure{'s' if len(wrong) != 1 else ''}.", ""]
     lines += [f"- {text}" for text in wrong] + ([""] if wrong else [])
     if refused:
@@ -282,8 +382,7 @@ def section(version: str, rows: Sequence[Row], refused: Sequence[str], code: str
         if some := alike([row for row in rows if row.arch == arch]):
             limit = max(row.facts.limit for row in some) // 1024
             lines += [f"### {arch} on Triton {version}", "", f"Shared memory of one program: {limit} KiB.", ""]
-            lines += ["| kernel | cases | blocks | warps | stages | instructions | registers | spilled | shared |"]
-            lines += ["|---|---|---|---|---|---|---|---|---|", *map(_line, some), ""]
+            lines += [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS), *map(_line, some), ""]
     return "\n".join(lines)
 
 
@@ -291,12 +390,13 @@ def _facts(row: Row) -> str:
     """The last columns of a row's line."""
     facts = row.facts
     if facts.error:
-        return f"**{facts.error}** | - | - | - |"
+        return f"**{facts.error}** | - | - | - | - |"
     counts = ", ".join(f"{name} {count}" for name, count in facts.instructions) or "-"
     spilled = f"**{facts.spilled} B**" if facts.spilled else "0"
     shared = f"{facts.shared / 1024:.1f}"
     shared = f"**{shared}**" if facts.shared > facts.limit else shared
-    return f"{counts} | {facts.registers} | {spilled} | {shared} |"
+    loads = " / ".join(dict.fromkeys(map(str, facts.loops))) or "-"
+    return f"{counts} | {facts.registers} | {spilled} | {shared} | {loads} |"
 
 
 def _line(row: Row) -> str:
@@ -310,7 +410,17 @@ def merged(document: str, version: str, new: str) -> str:
     held = {part.split(maxsplit=3)[2]: part.rstrip() + "\n" for part in parts}
     held[version] = new.rstrip() + "\n"
     order = sorted(held, key=lambda text: [int(number) for number in re.findall(r"\d+", text)], reverse=True)
-    return "\n".join([HEADER, *(held[name] for name in order)])
+    return "\n".join([_header(), *(held[name] for name in order)])
+
+
+def _header() -> str:
+    tables = (("", NARROW), (f" (Triton {OLDER})", NARROW_ON_OLDER))
+    lines = [
+        f"| {' | '.join(where)}{which} | {least:.0%} | {why} |"
+        for which, table in tables
+        for where, (least, why) in table.items()
+    ]
+    return HEADER.format(least=f"{LEAST_WIDE:.0%}", exceptions="\n".join(lines))
 
 
 def recorded(document: str, version: str) -> str:
@@ -318,11 +428,13 @@ def recorded(document: str, version: str) -> str:
     return document.partition(f"## Triton {version}\n")[2].partition("\n## ")[0]
 
 
-def spot_check(planned: dict[str, tuple[Job, Row]], part: str, jobs: int, console: Console) -> list[str]:
+def spot_check(
+    planned: dict[str, tuple[Job, Row]], part: str, jobs: int, console: Console, version: str = ""
+) -> list[str]:
     """Compile some of what a version's part of the document, made of this very code, has; says what is not in it."""
     some = sorted(planned, key=lambda identity: hashlib.sha256(identity.encode()).digest())[::SPOT_CHECK]
     rows = compile_all({identity: planned[identity] for identity in some}, jobs, console)
-    wrong = [f"{row.where}: {row.facts.failure}" for row in rows if row.facts.failure]
+    wrong = _failures_by_row(rows, version)
     for row in rows:
         place = part.partition(f"### {row.arch} ")[2].partition("\n### ")[0]
         if _facts(row) not in place:
@@ -366,7 +478,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     code = digest(planned)
     part = recorded(DOCUMENT.read_text(), version) if options.check and DOCUMENT.is_file() else ""
     if f"Code {code}." in part:
-        return _report(version, "spot check", spot_check(planned, part, options.jobs, console) + missing, console)
+        wrong = spot_check(planned, part, options.jobs, console, version)
+        return _report(version, "spot check", wrong + missing, console)
     rows = compile_all(planned, options.jobs, console)
     text = section(version, rows, refusals(names, archs), code)
     if options.arch or options.case:
@@ -374,7 +487,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         differs = 0
     else:
         differs = _store(version, text, options.check, console)
-    said = _report(version, f"{len(rows)} compilations", failures(rows) + missing, console)
+    said = _report(version, f"{len(rows)} compilations", failures(rows, version) + missing, console)
     return said or differs
 
 

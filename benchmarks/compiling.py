@@ -2,7 +2,7 @@
 
 A room's `run` is given a launcher that records what would be launched. Each recorded launch is then compiled as the
 real launcher's call would be specialised, for any architecture, and read: which matrix instructions, how many
-registers, spills, how much shared memory.
+registers, spills, how much shared memory; on NVIDIA also what its inner loops load and by how much at a time.
 """
 
 import dataclasses
@@ -10,13 +10,13 @@ import importlib
 import math
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import sass
 from benchmarks.cases import ITEMSIZE
 from ragged_attention import dispatch
 from ragged_attention.calls import Call, dtype_name
@@ -154,6 +154,34 @@ def specialise(launch: Launch, amd: bool) -> tuple[dict[str, Any], dict[Any, Any
 
 
 @dataclasses.dataclass(frozen=True)
+class Loop:
+    """One turn of an innermost loop of products, as NVIDIA's machine code has it."""
+
+    loads: tuple[tuple[int, int], ...]  # from global memory: bytes a thread gets at a time, and in all that way
+    local: int = 0  # loads and stores of local memory
+    matrix: str = ""  # `wgmma`, `mma`, `tcgen05`, or several; none: numbers are multiplied singly
+    # On Hopper, of a multiprocessor, by what is busy; what the compile matrix says of a kernel does not rest on it.
+    cycles: tuple[tuple[str, float], ...] = dataclasses.field(default=(), compare=False)
+
+    @property
+    def wide(self) -> float:
+        """The share that comes 16 bytes at a time of what it loads, places apart.
+
+        A row's place, its page number or slot, is one word; so a word for each longer load does not count.
+        """
+        sizes = dict(self.loads)
+        longer = sum(size // width for width, size in self.loads if width > 4)
+        sizes[4] = max(sizes.get(4, 0) - 4 * longer, 0)
+        every = sum(sizes.values())
+        return sum(size for width, size in sizes.items() if width >= 16) / every if every else 1.0
+
+    def __str__(self) -> str:
+        every = sum(size for _, size in self.loads)
+        text = ", ".join(f"{width} B {size / every:.0%}" for width, size in self.loads) or "none"
+        return text + (f", **local {self.local}**" if self.local else "")
+
+
+@dataclasses.dataclass(frozen=True)
 class Facts:
     """What the compiled kernel is made of; `error` instead where it does not compile."""
 
@@ -163,6 +191,7 @@ class Facts:
     shared: int = 0
     limit: int = 0
     error: str = ""
+    loops: tuple[Loop, ...] = ()  # in order of addresses; not read on AMD
 
     @property
     def failure(self) -> str | None:
@@ -173,6 +202,8 @@ class Facts:
             return f"spills {self.spilled} bytes a thread"
         if self.shared > self.limit:
             return f"needs {self.shared} bytes of shared memory, the device has {self.limit}"
+        if local := max((loop.local for loop in self.loops), default=0):
+            return f"{local} loads and stores of local memory in an inner loop"
         return None
 
 
@@ -197,7 +228,7 @@ def compile_launch(launch: Launch, arch: str) -> Facts:
             compiled = triton.compile(source, target=target, options=options)
         except Exception as error:  # compilers raise anything; what they say is the finding
             return Facts(error=_first_words(error, said()))
-    facts = _read_amd(compiled) if amd else _read_nvidia(compiled)
+    facts = _read_amd(compiled) if amd else _read_nvidia(compiled, launch.num_warps)
     return dataclasses.replace(facts, shared=compiled.metadata.shared, limit=shared_memory_of(arch))
 
 
@@ -242,18 +273,34 @@ def _count(patterns: Mapping[str, str], text: str) -> tuple[tuple[str, int], ...
     return tuple((name, count) for name, count in found if count)
 
 
-def _read_nvidia(compiled: Any) -> Facts:
-    tool = Path(importlib.import_module("triton").__file__).parent / "backends/nvidia/bin/cuobjdump"  # type: ignore[arg-type]
+def _read_nvidia(compiled: Any, num_warps: int) -> Facts:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        done = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
-    usage = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", done.stdout)}
+        code, resources = (sass.listing(flag, Path(file.name)) for flag in ("-sass", "-res-usage"))
+    usage = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", resources)}
     return Facts(
         instructions=_count(NVIDIA_COUNTS, compiled.asm["ptx"]),
         registers=usage["REG"],
         spilled=max(usage["STACK"], usage["LOCAL"]),
+        loops=inner_loops(code, num_warps),
     )
+
+
+def inner_loops(code: str, num_warps: int) -> tuple[Loop, ...]:
+    """The innermost loops of products in cuobjdump's listing of one kernel."""
+    found = []
+    for lines in sass.multiplying_loops(sass.instructions_of(code)):
+        loop = sass.count(lines)
+        found.append(
+            Loop(
+                loads=tuple((width, width * number) for width, number in loop.loads),
+                local=loop["LDL"] + loop["STL"],
+                matrix=" ".join(name for kind, name in sass.MATRIX.items() if loop[kind]),
+                cycles=tuple(sass.cycles(lines, num_warps).items()),
+            )
+        )
+    return tuple(found)
 
 
 def _read_amd(compiled: Any) -> Facts:

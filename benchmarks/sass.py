@@ -1,4 +1,4 @@
-"""What a compiled CUDA library says of its kernels: registers, memory, instructions, and those of the inner loops.
+"""What compiled code for NVIDIA says of its kernels: registers, memory, instructions, and those of the inner loops.
 
 Read from the machine code by the disassembler that comes with triton (or that on PATH), on any machine.
 """
@@ -10,12 +10,15 @@ import itertools
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-# Instructions that tell what a kernel does; a count each. HGMMA is counted by shape beside this.
+# Instructions that tell what a kernel does; a count each. Products are counted by shape beside this, global loads by
+# width.
 KINDS = {
     "HGMMA": r"HGMMA\.",
+    "HMMA": r"[HIDQO]MMA\.",
+    "UTCMMA": r"UTC\w*MMA",
     "UTMALDG": r"UTMALDG",
     "LDGSTS": r"LDGSTS",
     "LDG": r"LDG\.",
@@ -25,11 +28,13 @@ KINDS = {
     "LDS": r"LDSM?\b",
     "STS": r"STSM?\b",
     "EX2": r"MUFU\.EX2",
+    "FFMA": r"FFMA",
     "float": r"(?:FMUL|FADD|FFMA|FMNMX|F2FP|HMUL2|HADD2|HFMA2)",
     "settled": r"WARPGROUP\.DEPBAR",
     "mbarrier": r"SYNCS\.PHASECHK",
     "barrier": r"BAR\.(?:SYNC|ARV)",
 }
+MATRIX = {"HGMMA": "wgmma", "HMMA": "mma", "UTCMMA": "tcgen05"}  # those that are matrix products, and PTX's names
 LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);", re.MULTILINE)
 
 
@@ -56,6 +61,7 @@ class Counts:
     instructions: int
     products: tuple[tuple[str, int], ...]
     kinds: Mapping[str, int]
+    loads: tuple[tuple[int, int], ...] = ()  # from global memory: bytes a thread gets at a time, and how often
 
     def __getitem__(self, kind: str) -> int:
         return self.kinds.get(kind, 0)
@@ -96,11 +102,12 @@ def tool(name: str) -> str:
 
 def read(library: Path) -> list[Kernel]:
     """The kernels of a library, by name."""
-    said = {flag: _say(tool("cuobjdump"), flag, library) for flag in ("-sass", "-res-usage")}
-    return kernels_of(said["-sass"], said["-res-usage"])
+    return kernels_of(listing("-sass", library), listing("-res-usage", library))
 
 
-def _say(program: str, flag: str, path: Path) -> str:
+def listing(flag: str, path: Path) -> str:
+    """What cuobjdump says of a file: `-sass`, its machine code, or `-res-usage`, what that needs."""
+    program = tool("cuobjdump")
     environ = {"PATH": f"{Path(program).parent}:/usr/bin:/bin"}  # where cuobjdump looks for nvdisasm
     return subprocess.run([program, flag, path], capture_output=True, text=True, check=True, env=environ).stdout
 
@@ -130,8 +137,15 @@ def kernels_of(sass: str, usage: str) -> list[Kernel]:
 
 
 def instructions_of(body: str) -> list[Instruction]:
+    """The instructions of a listing; what some disassemblers add of how one is scheduled, ` &req={2} ?trans1`, is not
+    among its operands."""
     return [
-        Instruction(int(match[1], 16), match[2], match[3].strip(), "@" in match[0].partition(match[2])[0])
+        Instruction(
+            int(match[1], 16),
+            match[2],
+            re.split(r"\s[&?]", match[3])[0].strip(),
+            "@" in match[0].partition(match[2])[0],
+        )
         for match in LINE.finditer(body)
     ]
 
@@ -156,15 +170,68 @@ def count(code: Sequence[Instruction]) -> Counts:
     names = collections.Counter(line.name for line in code)
     products: collections.Counter[str] = collections.Counter()
     for name, number in names.items():
-        if match := re.match(r"HGMMA\.(\d+x\d+x\d+)", name):
+        if match := re.match(r"(?:HG|[HIDQO])MMA\.([\dx]+)", name):
             products[match[1]] += number
     kinds = {
         kind: sum(number for name, number in names.items() if re.match(pattern, name))
         for kind, pattern in KINDS.items()
     }
+    loads: collections.Counter[int] = collections.Counter()
+    for name, number in names.items():
+        if re.match(r"LDG(?:STS)?\b", name):
+            loads[load_width(name)] += number
     # What stands behind the end of a kernel only fills its last line of instructions.
     real = len(code) - names["NOP"]
-    return Counts(real, tuple(sorted(products.items(), key=lambda item: item[0], reverse=True)), kinds)
+    by_shape = tuple(sorted(products.items(), key=lambda item: item[0], reverse=True))
+    return Counts(real, by_shape, kinds, tuple(sorted(loads.items(), reverse=True)))
+
+
+def load_width(name: str) -> int:
+    """Bytes that a load gets a thread: 4 where its modifiers say nothing."""
+    modifiers = name.split(".")[1:]
+    bits = next((word for word in modifiers if re.fullmatch(r"64|128|256|[US](?:8|16)", word)), "32")
+    return int(bits.strip("US")) // 8
+
+
+# ---- costs
+
+# What a multiprocessor of Hopper does in a cycle.
+PRODUCTS = 2048  # multiplications with additions of 16-bit matrices by HGMMA
+WARPWISE = 0.63  # of that, what HMMA reaches; not from a datasheet, but from what kernels without HGMMA get at best
+HMMA_SIZES = {"16816": 16 * 8 * 16, "1688": 16 * 8 * 8}
+SHARED = 128  # bytes to or from shared memory
+ISSUED = 4  # instructions of a warp
+SPECIAL = 16  # exponentials and the like
+
+
+def cycles(lines: Sequence[Instruction], num_warps: int) -> dict[str, float]:
+    """How long a multiprocessor of Hopper is busy with instructions that so many warps carry out, by what is busy.
+
+    Whichever is longest bounds the code from below; waiting is in none.
+    """
+    products, read, special = 0.0, 0, 0
+    for line in lines:
+        kind, *modifiers = line.name.split(".")
+        if kind == "HGMMA":
+            m, n, k = map(int, modifiers[0].split("x"))
+            from_shared = line.operands.split(",")[1].strip().startswith("gdesc")
+            products += m * n * k * num_warps / 4
+            read += 2 * k * (n + m * from_shared) * num_warps // 4
+        elif kind == "HMMA":
+            products += HMMA_SIZES.get(modifiers[0], 0) * num_warps / WARPWISE
+        elif kind in ("LDSM", "STSM"):
+            tiles = int(modifiers[-1]) if modifiers[-1].isdigit() else 1
+            read += 128 * tiles * num_warps
+        elif kind in ("LDS", "STS", "LDGSTS"):
+            read += 32 * load_width(line.name) * num_warps
+        special += 32 * (kind == "MUFU") * num_warps
+    issued = sum(line.name != "NOP" for line in lines) * num_warps
+    return {
+        "matrices": products / PRODUCTS,
+        "shared memory": read / SHARED,
+        "instructions": issued / ISSUED,
+        "special functions": special / SPECIAL,
+    }
 
 
 # ---- loops
@@ -172,6 +239,16 @@ def count(code: Sequence[Instruction]) -> Counts:
 
 def working_loops(code: Sequence[Instruction]) -> list[list[Instruction]]:
     """The innermost loops that compute products or fill shared memory in step with others, in order of addresses."""
+    return _innermost(code, _works)
+
+
+def multiplying_loops(code: Sequence[Instruction]) -> list[list[Instruction]]:
+    """The innermost loops of matrix products, in order of addresses; of plain ones in a kernel without any."""
+    matrices = any(count(code)[kind] for kind in MATRIX)
+    return _innermost(code, _multiplies_matrices if matrices else _multiplies)
+
+
+def _innermost(code: Sequence[Instruction], works: Callable[[Counts], object]) -> list[list[Instruction]]:
     blocks = _blocks(code)
     loops = _natural_loops({start: successors for start, (_, successors) in blocks.items()})
     bodies = [frozenset(loop) for loop in loops]
@@ -179,7 +256,7 @@ def working_loops(code: Sequence[Instruction]) -> list[list[Instruction]]:
     def lines(loop: Iterable[int]) -> list[Instruction]:
         return [line for start in sorted(loop) for line in blocks[start][0]]
 
-    working = [loop for loop in bodies if _works(count(lines(loop)))]
+    working = [loop for loop in bodies if works(count(lines(loop)))]
     inner = [loop for loop in working if not any(other < loop for other in working)]
     return [lines(loop) for loop in sorted(inner, key=min)]
 
@@ -188,6 +265,15 @@ def _works(counts: Counts) -> bool:
     """Whether this does the kernel's main work; what nobody waits for happens once, before or after it."""
     copies = counts["UTMALDG"] or counts["LDGSTS"] or (counts["LDG"] and counts["STS"])
     return bool(counts["mbarrier"] and (counts["HGMMA"] or copies))
+
+
+def _multiplies_matrices(counts: Counts) -> bool:
+    return any(counts[kind] for kind in MATRIX)
+
+
+def _multiplies(counts: Counts) -> bool:
+    """Whether this is made of products of single numbers, beside which other loops have a few."""
+    return 4 * counts["FFMA"] > counts.instructions
 
 
 def _blocks(code: Sequence[Instruction]) -> dict[int, tuple[list[Instruction], list[int]]]:

@@ -104,24 +104,25 @@ class Rows:
     def last(self) -> int:
         return min(self.high + 1, self.kv_len)
 
-    def whole(self, start: int, stop: int, block: int, careful_keys: int) -> tuple[int, int]:
+    def whole(self, start: int, stop: int, block: int, edge: int, careful_keys: int) -> tuple[int, int]:
         """The blocks of keys from `start` to `stop` that every query sees, none if one sees too few to be careless."""
         begin = start
         if self.window:
-            begin = min(max(self.high - self.window + block, start) // block * block, cdiv(stop, block) * block)
+            begin = min(cdiv(max(self.high - self.window + 1, start), block) * block, cdiv(stop, edge) * edge)
         end = max(min(stop, self.low + 1) // block * block, begin)
         return begin, end if min(self.low + 1, self.window or self.kv_len) >= careful_keys else begin
 
 
 def visit(case: Case, told: Told, rows: Rows, start: int, stop: int) -> Work:
-    """What a program of one KV head does with keys [start, stop), the first of which begins a block.
+    """What a program of one KV head does with keys [start, stop), the first of which begins a block at an edge.
 
     The weights of bfloat16 rows are multiplied in two parts where there are masks, and in a split everywhere; in a
     large tile by reading each value twice.
     """
     block, count, d, dv = (told[name] for name in ("BLOCK_KV", "BLOCK_Q", "D_PAD", "DV_PAD"))
-    begin, end = rows.whole(start, stop, block, told.get("CAREFUL_KEYS", 0))
-    both = cdiv(stop, block) * block - start
+    edge = told.get("EDGE_KV", block)
+    begin, end = rows.whole(start, stop, block, edge, told.get("CAREFUL_KEYS", 0))
+    both = cdiv(stop, edge) * edge - start
     careless = 0 if told.get("WEIGHT_PARTS") == 2 else end - begin
     again = both - careless if case.dtype == "bfloat16" else 0
     seen = min(rows.last, stop) - max(rows.first, start)
@@ -141,7 +142,7 @@ def tiled(case: Case, told: Told) -> Work:
         for row in range(0, q_len * group, told["BLOCK_Q"]):
             high = min((row + told["BLOCK_Q"] - 1) // group, q_len - 1)
             rows = Rows(ahead + row // group, ahead + high, kv_len, told["window"])
-            total += visit(case, told, rows, rows.first // told["BLOCK_KV"] * told["BLOCK_KV"], rows.last)
+            total += visit(case, told, rows, rows.first // told["EDGE_KV"] * told["EDGE_KV"], rows.last)
         total += Work(rows=q_len * group * (told["D"] + told["DV"]) * ITEMSIZE[case.dtype])
     return total * case.num_kv_heads
 

@@ -348,6 +348,9 @@ def attend(
         else:
             v = tl.load(v_rows[:, None] + dv[None, :], mask=(dv < DV)[None, :], other=0)
         values = decode(v, FORMAT, q.dtype)
+        if FORMAT != "plain" and FORMAT != "e4m3_bits" and q.shape[0] < 128:
+            # A factor of 1 has compilers decode before the values are laid out for the product, not byte by byte after.
+            values = values * tl.where(readable, 1.0, 0.0).to(q.dtype)[:, None]
         acc = matmul(rounded, values, acc * kept[:, None])
         if WEIGHT_PARTS == 2 and not twice:
             acc = matmul(lost_to_rounding(weights, rounded), values, acc)
@@ -372,23 +375,23 @@ def attend_range(
     k_ptr, v_ptr, page_row_ptr, position, window, num_pages,
     k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale, outer_scale,
     ROWS: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr, EDGE_KV: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     DV: tl.constexpr, DV_PAD: tl.constexpr, FORMAT: tl.constexpr, WEIGHT_PARTS: tl.constexpr,
     CAREFUL_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Attention over keys [start, stop) within [first, last) for queries at positions [low, high]; start is a block's.
 
-    Only the blocks at either end, which some query sees in part, pay for masks. A page index that names no page
-    makes all blocks of the range such ends, and so does a query that sees fewer than CAREFUL_KEYS keys: there the
-    rounding of weights would not average out, and the masked loop takes care of it.
+    Only the blocks at either end, of EDGE_KV keys, which some query sees in part, pay for masks. A page index that
+    names no page makes all blocks of the range such ends, and so does a query that sees fewer than CAREFUL_KEYS keys:
+    there the rounding of weights would not average out, and the masked loop takes care of it.
     """
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DV_PAD], tl.float32)
-    end = tl.maximum((stop + BLOCK_KV - 1) // BLOCK_KV * BLOCK_KV, start)
+    end = tl.maximum((stop + EDGE_KV - 1) // EDGE_KV * EDGE_KV, start)
     whole_start = start
     if HAS_WINDOW:
-        whole_start = tl.maximum(high - window + BLOCK_KV, start) // BLOCK_KV * BLOCK_KV
+        whole_start = (tl.maximum(high - window + 1, start) + BLOCK_KV - 1) // BLOCK_KV * BLOCK_KV
         whole_start = tl.minimum(whole_start, end)
     whole_stop = tl.minimum(stop, kv_len)
     if CAUSAL:
@@ -410,12 +413,12 @@ def attend_range(
         False, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, PAGE_SIZE, BLOCK_KV, D, D_PAD, DV, DV_PAD, FORMAT,
         WEIGHT_PARTS,
     )  # fmt: skip
-    left_blocks = (whole_start - start) // BLOCK_KV
-    num_blocks = left_blocks + (end - whole_stop) // BLOCK_KV
+    left_blocks = (whole_start - start) // EDGE_KV
+    num_blocks = left_blocks + (end - whole_stop) // EDGE_KV
     return attend(
         q, highest, total, acc, k_ptr, v_ptr, page_row_ptr, start, left_blocks, whole_stop, num_blocks, first, last,
         position, window, num_pages, k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale,
-        outer_scale, True, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, PAGE_SIZE, BLOCK_KV, D, D_PAD, DV, DV_PAD, FORMAT,
+        outer_scale, True, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, PAGE_SIZE, EDGE_KV, D, D_PAD, DV, DV_PAD, FORMAT,
         2 if q.dtype == tl.bfloat16 else 1,
     )  # fmt: skip
 

@@ -88,7 +88,7 @@ def scaled_kernel(
     sm_scale, soft_cap,
     ALIGN: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, GROUP: tl.constexpr,
     NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, FORMAT: tl.constexpr,
-    SMALLEST: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    SMALLEST: tl.constexpr, SIGNED: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
     """One block of rows of one KV head and one sequence, over all its keys; rows of none are written as 0."""
     seq = tl.program_id(0) // blocks
@@ -110,8 +110,9 @@ def scaled_kernel(
     last = tl.where(first_row < live * GROUP, last, first)
     inner_scale, outer_scale, negative = logit_scales(q_ptr, 0, 1.0, sm_scale, soft_cap, -1, HAS_SOFT_CAP, SMALLEST)
     q = load_rows(
-        q_ptr, row, live * GROUP, seq * tokens, kv_head, q_token_stride, q_head_stride, negative, GROUP, D, D_PAD
-    )
+        q_ptr, row, live * GROUP, seq * tokens, kv_head, q_token_stride, q_head_stride, negative, SIGNED,
+        GROUP, D, D_PAD,
+    )  # fmt: skip
     k_ptr += kv_head.to(tl.int64) * k_head_stride
     v_ptr += kv_head.to(tl.int64) * v_head_stride
     k_scales_ptr += kv_head.to(tl.int64) * ks_head_stride
@@ -193,7 +194,7 @@ def attend_scaled(call: Any, tile: Tile, launch: Any, lengths: Any, align: str) 
         block_q, block_kv = tile.split_block_q, tile.split_block_kv
         num_warps, num_stages = tile.split_num_warps, tile.split_num_stages
     else:
-        block_q, block_kv = tile.block_q, tile.block_kv
+        block_q, block_kv = tile.block_q, min(tile.block_kv, tile.edge_kv)  # there are masks for all keys
         num_warps, num_stages = tile.num_warps, tile.num_stages
     blocks = cdiv(rows, block_q)
     strides = {}
@@ -229,6 +230,7 @@ def attend_scaled(call: Any, tile: Tile, launch: Any, lengths: Any, align: str) 
         D_PAD=next_power_of_2(call.head_dim),
         FORMAT=cache_format(call),
         SMALLEST=SMALLEST_SCALE,
+        SIGNED=call.scale < 0,
         BLOCK_Q=block_q,
         BLOCK_KV=block_kv,
     )[0]

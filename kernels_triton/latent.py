@@ -49,8 +49,14 @@ MIN_SPLIT = 64  # keys below which a split is not worth its program
 START_COST = 128  # of a program, in keys
 MERGE_COST = 4  # of a split more to merge, in keys
 SMALLEST_SHARED_MEMORY = 64 * 1024
+DECODED_SHARED_MEMORY = 128 * 1024  # what 32 rows and as many decoded keys need
 OLDER_COMPILER = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)  # needs 30 registers fewer than 3.9
 LARGEST_INT = 2**31 - 1
+# Rows from which on eight warps share each row. Where the result of a product leads to another product, compilers give
+# every warp rows of its own instead, and let half of the warps repeat what the others do. So the products of queries
+# and keys stand apart, in a branch that is always taken, and each is scaled before they are added, which would make one
+# chain of them.
+APART = tl.constexpr(64)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,23 +190,33 @@ def sizes(call: Any, rows: int, extra: bool) -> tuple[int, int, int, int]:
     """Rows, keys, warps and stages; `extra` is whether there is a second cache, which needs registers of its own."""
     arch, plain = call.device.arch, call.format == "plain"
     if operand_size(call) == 4 and arch:  # no matrix unit is exact in float32
-        return 16, 16, 8 if arch.startswith("sm_") else 4, 1
+        return (16, 16, 8, 2 if OLDER_COMPILER else 1) if arch.startswith("sm_") else (16, 16, 4, 1)
     if arch.startswith("gfx"):
         return min(rows, 32), 32 if plain else 16, 4, 1
-    if rows <= 16:
-        return {"plain": (16, 32, 4, 2), "fp8_v4": (16, 32, 8, 2), "fp8_v32": (16, 16, 8, 2)}[call.format]
-    if not plain:  # decoding takes registers, which 64 rows do not leave
-        return (32, 16, 8, 2) if call.format == "fp8_v4" else (32, 16, 8, 1)
-    if rows >= 64 and arch == "sm_90" and not extra:  # wgmma
-        return 64, 32 if OLDER_COMPILER else 16, 8, 2
-    return 32, 32, 8, 2
+    budget = call.device.shared_memory or SMALLEST_SHARED_MEMORY
+    if not plain and item_size(call.q) == 4:  # products in three parts
+        return 16, 32 if call.format == "fp8_v4" else 16, 8, 2
+    if rows <= 16 or (not plain and budget < DECODED_SHARED_MEMORY):
+        return 16, 32, 4, 2
+    wgmma = rows >= 64 and arch == "sm_90"
+    if plain:
+        if wgmma and not extra:
+            return 64, 32, 8, 3
+        return 32, 32, 4 if arch.startswith("sm_8") else 8, 2
+    if OLDER_COMPILER:
+        return 32, 32, 8, 2
+    if call.format == "fp8_v4":
+        return (64, 16, 8, 2) if wgmma else (32, 32, 8, 2)
+    return 32, 64, 8, 2
 
 
 def fit(call: Any, rows: int, keys: int, stages: int) -> tuple[int, int]:
     """Keys and stages whose tiles stay within the device's shared memory."""
     budget = call.device.shared_memory or SMALLEST_SHARED_MEMORY
     while shared_bytes(call, rows, keys, stages) > budget:
-        if stages > 1:
+        if keys > 32:
+            keys //= 2
+        elif stages > 1:
             stages -= 1
         elif keys > 16:
             keys //= 2
@@ -211,11 +227,12 @@ def fit(call: Any, rows: int, keys: int, stages: int) -> tuple[int, int]:
 
 def shared_bytes(call: Any, rows: int, keys: int, stages: int) -> int:
     """About what a program needs: queries, weights, the rows in flight and, once decoded, each twice as an operand."""
-    width = sum(next_power_of_2(n) for n in columns(call) if n)
-    in_flight = max(stages - 1, 1) * keys
+    values, rest = (next_power_of_2(n) if n else 0 for n in columns(call))
+    own = rows * (values + rest + keys)
     if call.format == "plain":
-        return (in_flight * width + rows * (width + keys)) * operand_size(call)
-    return (2 * keys * width + rows * (width + keys)) * operand_size(call) + in_flight * call.d_qk
+        return (max(stages - 1, 1) * keys * (values + rest) + own) * operand_size(call)
+    staged = 128 if call.format == "fp8_v4" else 0
+    return (keys * (2 * values + rest + staged) + own) * operand_size(call) + (stages - 1) * keys * call.d_qk
 
 
 def splits(work: int, slots: int, keys: int) -> int:
@@ -389,8 +406,37 @@ def query_times(q, q_lost, keys, logits, PARTS: tl.constexpr):
 def group_logits(q, q_lost, keys, scale, logits, FOLDED: tl.constexpr, PARTS: tl.constexpr):
     if FOLDED:
         logits += query_times(q, q_lost, keys, tl.zeros(logits.shape, tl.float32), PARTS) * scale[None, :]
+    elif q.shape[0] >= APART:
+        logits += query_times(q, q_lost, keys, tl.zeros(logits.shape, tl.float32), PARTS) * scale
     else:
         logits = query_times(q, q_lost, keys, logits, PARTS)
+    return logits
+
+
+@triton.jit
+def block_logits(
+    q0, q1, q2, q3, lost0, lost1, lost2, lost3, q_rest, lost_rest, unit, keys0, keys1, keys2, keys3, rest,
+    scale0, scale1, scale2, scale3, logit_scale,
+    FOLDED: tl.constexpr, GROUPS: tl.constexpr, B: tl.constexpr, GROUP_PARTS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Logits, in base 2, of rows and a block of keys; for APART see there."""
+    none = tl.zeros([q0.shape[0], keys0.shape[0]], tl.float32)
+    logits = group_logits(q0, lost0, keys0, scale0, none, FOLDED, GROUP_PARTS)
+    if GROUPS == 4:
+        logits = group_logits(q1, lost1, keys1, scale1, logits, FOLDED, GROUP_PARTS)
+        logits = group_logits(q2, lost2, keys2, scale2, logits, FOLDED, GROUP_PARTS)
+        logits = group_logits(q3, lost3, keys3, scale3, logits, FOLDED, GROUP_PARTS)
+    if q0.shape[0] < APART:
+        if FOLDED:
+            logits = logits * unit[:, None]
+        if B > 0:
+            logits = query_times(q_rest, lost_rest, rest, logits, PARTS)
+        logits = logits * logit_scale
+    else:
+        if FOLDED:
+            logits = logits * (unit * logit_scale)[:, None]
+        if B > 0:
+            logits += query_times(q_rest, lost_rest, rest, none, PARTS) * logit_scale
     return logits
 
 
@@ -424,7 +470,6 @@ def attend(
         position, page, place, readable = keys_of(list_ptr, block, last, num_slots, SPARSE, PAGE_SIZE, BLOCK_KV)
         pages = cache_ptr + page.to(tl.int64) * page_stride * PAGE_UNIT + tl.zeros_like(place).to(tl.int64)
         rows = pages + place.to(tl.int64) * slot_stride
-        logits = tl.zeros([q0.shape[0], BLOCK_KV], tl.float32)
         scale0 = logit_scale
         scale1 = logit_scale
         scale2 = logit_scale
@@ -435,23 +480,25 @@ def attend(
             scale2 = group_scale(rows, readable, 2)
             scale3 = group_scale(rows, readable, 3)
         keys0 = key_columns(pages, rows, place, readable, 0, FORMAT, CODES, PAGE_SIZE, A, WIDTH, q0.dtype)
-        logits = group_logits(q0, lost0, keys0, scale0, logits, FOLDED, GROUP_PARTS)
+        keys1, keys2, keys3, rest = keys0, keys0, keys0, keys0
         if GROUPS == 4:
             keys1 = key_columns(pages, rows, place, readable, WIDTH, FORMAT, CODES, PAGE_SIZE, A, WIDTH, q0.dtype)
             keys2 = key_columns(pages, rows, place, readable, 2 * WIDTH, FORMAT, CODES, PAGE_SIZE, A, WIDTH, q0.dtype)
             keys3 = key_columns(pages, rows, place, readable, 3 * WIDTH, FORMAT, CODES, PAGE_SIZE, A, WIDTH, q0.dtype)
-            logits = group_logits(q1, lost1, keys1, scale1, logits, FOLDED, GROUP_PARTS)
-            logits = group_logits(q2, lost2, keys2, scale2, logits, FOLDED, GROUP_PARTS)
-            logits = group_logits(q3, lost3, keys3, scale3, logits, FOLDED, GROUP_PARTS)
         if FOLDED:
             rest = rotary_columns(rows, readable, 528).to(q_rest.dtype)
-            logits = query_times(q_rest, lost_rest, rest, logits * unit[:, None], PARTS)
         elif B > 0:
-            logits = matmul(q_rest, tl.trans(whole_columns(rows, readable, A, B, B_PAD)), logits)
+            rest = whole_columns(rows, readable, A, B, B_PAD)
+        logits = tl.zeros([q0.shape[0], BLOCK_KV], tl.float32)
+        if q0.shape[0] < APART or block >= begin:
+            logits = block_logits(
+                q0, q1, q2, q3, lost0, lost1, lost2, lost3, q_rest, lost_rest, unit, keys0, keys1, keys2, keys3, rest,
+                scale0, scale1, scale2, scale3, logit_scale, FOLDED, GROUPS, B, GROUP_PARTS, PARTS,
+            )  # fmt: skip
         seen = readable[None, :]
         if CAUSAL:
             seen = seen & (position[None, :] < limit[:, None])
-        logits = tl.where(seen, logits * logit_scale, float("-inf"))
+        logits = tl.where(seen, logits, float("-inf"))
         higher = tl.maximum(highest, tl.max(logits, 1))
         finite = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.math.exp2(logits - finite[:, None])
@@ -775,7 +822,7 @@ def attention_arguments(work: Work, tile: Tile, launch: Any) -> dict[str, Any]:
     """What the attention kernel is told besides."""
     call = work.call
     width, rest = columns(call)
-    groups = 4 if width > 128 else 1
+    groups = 4 if width > 128 and (call.format != "plain" or tile.block_h < APART.value) else 1
     seq_stride, token_stride, head_stride = work.q_strides
     parts = 1 if call.format == "plain" or dtype_name(call.q) == "bfloat16" else 2
     return {

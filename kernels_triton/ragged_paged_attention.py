@@ -12,6 +12,7 @@ kernels are launched over upper bounds that follow from shapes; each program fin
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import triton
@@ -56,6 +57,7 @@ class Tile:
 
     block_q: int = 64  # rows of a program of the tile kernel
     block_kv: int = 64  # its keys a step
+    edge_kv: int = 64  # the same where some row does not see all of them, no more than block_kv
     num_warps: int = 4
     num_stages: int = 2
     careful_keys: int = 1024  # keys below which a bfloat16 row's weights are not just rounded; 0 is faster
@@ -66,7 +68,7 @@ class Tile:
     num_splits: int = 1  # programs that share one sequence's keys at most; 1 gives bits that depend on nothing else
 
     def __post_init__(self) -> None:
-        blocks = ("block_q", "block_kv", "split_block_q", "split_block_kv")
+        blocks = ("block_q", "block_kv", "edge_kv", "split_block_q", "split_block_kv")
         expect_power_of_two(self, **dict.fromkeys(blocks, (16, 256)), num_warps=(1, 16), split_num_warps=(1, 16))
         expect_between(self, num_stages=(1, 8), split_num_stages=(1, 8), num_splits=(1, 256))
         if not isinstance(self.careful_keys, int) or self.careful_keys < 0:
@@ -92,7 +94,7 @@ def heuristic(call: Any) -> Tile:
 
     Every size is one that compiled without a spill for all of docs/compile_matrix.md.
     """
-    block_q, block_kv, num_warps, num_stages = tile_sizes(call)
+    block_q, block_kv, edge_kv, num_warps, num_stages = tile_sizes(call)
     block_q = min(block_q, max(16, next_power_of_2(call.num_tokens * call.group)))
     block_kv, num_stages = fit(call, block_q, block_kv, num_stages)
     split_block_q = split_rows(call)
@@ -101,6 +103,7 @@ def heuristic(call: Any) -> Tile:
     return Tile(
         block_q=block_q,
         block_kv=block_kv,
+        edge_kv=edge_kv,
         num_warps=num_warps,
         num_stages=num_stages,
         split_block_q=split_block_q,
@@ -120,23 +123,32 @@ def on_cuda_cores(call: Any) -> bool:
     return item_size(call.q) == 4 and call.device.platform != "cpu"
 
 
-def tile_sizes(call: Any) -> tuple[int, int, int, int]:
-    """Rows, keys, warps and stages of the tile kernel."""
+def tile_sizes(call: Any) -> tuple[int, int, int, int, int]:
+    """Rows, keys, keys at the edges, warps and stages of the tile kernel."""
     arch, width = call.device.arch, padded_width(call)
     if on_cuda_cores(call):
-        return 16, 16, 4 if arch in ("sm_80", "sm_86") else 8, 2
+        return 16, 16, 16, 4 if arch in ("sm_80", "sm_86") else 8, 2
     if width > 256:  # 64 rows of 512 leave no registers for anything else, so no wgmma here
-        return 32, 32, 8, 2 if arch.startswith("sm_") else 1
+        return (32, 64, 32, 8, 2) if arch == "sm_90" else (32, 32, 32, 8, 2 if arch.startswith("sm_") else 1)
     if width > 128:
-        return (64, 32, 8, 2) if arch in WGMMA else (32, 32, 4, 2)
-    if arch == "sm_90" or call.device.platform == "cpu":
-        return 128, 64, 8, 3
+        if arch == "sm_90":
+            return 128, 32, 16, 8, 2
+        return (64, 32, 32, 8, 2) if arch in WGMMA else (32, 32, 32, 4, 2)
+    if arch == "sm_90":
+        powers = all(n & (n - 1) == 0 for n in (call.group, call.page_size))
+        if cache_format(call) != "plain" or not powers:  # decoding and dividing take registers
+            return 128, 64, 64, 8, 3
+        keys = 64 if call.page_size in (32, 64) else 128
+        return (256, 64, 32, 8, 3) if width <= 64 else (128, keys, 64, 8, 3)
+    if call.device.platform == "cpu":
+        return 128, 64, 32, 8, 3
     if arch in WGMMA:
-        return 128, 32, 8, 3
+        return 128, 32, 32, 8, 3
     if not arch.startswith("sm_"):
-        return 128, 32, 4, 2
+        return 128, 32, 32, 4, 2
     one_product = dtype_name(call.q) == call.cache_dtype == "float16"  # and nothing to decode
-    return (64, 32, 4, 2) if one_product else (64, 64, 8, 3 if arch == "sm_86" else 2)
+    edge = 64 if cache_format(call) == "plain" else 32  # decoding takes registers
+    return (64, 32, 32, 4, 2) if one_product else (64, 64, edge, 8, 3 if arch == "sm_86" else 2)
 
 
 def split_sizes(call: Any, rows: int) -> tuple[int, int, int]:
@@ -184,15 +196,21 @@ def splits(call: Any) -> int:
 
 @triton.jit
 def load_rows(q_ptr, row, rows, start, kv_head, q_token_stride, q_head_stride, negative,
-              GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr):  # fmt: skip
-    """Query rows [ROWS, D_PAD] of a KV head's group, zero where there is none; negated for a negative scale."""
+              SIGNED: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr):  # fmt: skip
+    """Query rows [ROWS, D_PAD] of a KV head's group, zero where there is none.
+
+    They are negated for a negative scale, if it may be one (SIGNED). Operands that were only loaded stay in shared
+    memory, where Hopper's matrix units read them; computed ones take registers.
+    """
     d = tl.arange(0, D_PAD)
     token = (start + row // GROUP).to(tl.int64)
     head = kv_head * GROUP + row % GROUP
     place = token * q_token_stride + head * q_head_stride
     q = tl.load(q_ptr + place[:, None] + d[None, :], mask=(row < rows)[:, None] & (d < D)[None, :], other=0)
-    wide = q.to(tl.float32)
-    return tl.where(negative, -wide, wide).to(q.dtype)
+    if SIGNED:
+        wide = q.to(tl.float32)
+        q = tl.where(negative, -wide, wide).to(q.dtype)
+    return q
 
 
 @triton.jit
@@ -241,10 +259,11 @@ def tile_kernel(
     v_page_stride, v_slot_stride, v_head_stride,
     sm_scale, soft_cap, k_scale_factor, v_scale_factor,
     K_SCALE_STRIDE: tl.constexpr, V_SCALE_STRIDE: tl.constexpr, HAS_NUM_SEQS: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, CAUSAL: tl.constexpr, SIGNED: tl.constexpr,
     GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     DV: tl.constexpr, DV_PAD: tl.constexpr, FORMAT: tl.constexpr, SMALLEST: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, CAREFUL_KEYS: tl.constexpr, SPLIT_BLOCK_Q: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, EDGE_KV: tl.constexpr, CAREFUL_KEYS: tl.constexpr,
+    SPLIT_BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     """One block of rows of one KV head, over all its keys; also writes the padding rows."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows see the most keys: begin with them
@@ -271,13 +290,14 @@ def tile_kernel(
         inner_scale, outer_scale, negative = logit_scales(
             k_scale_ptr, kv_head, k_scale_factor, sm_scale, soft_cap, K_SCALE_STRIDE, HAS_SOFT_CAP, SMALLEST
         )
-        q = load_rows(q_ptr, row, rows, start, kv_head, q_token_stride, q_head_stride, negative, GROUP, D, D_PAD)
+        q = load_rows(q_ptr, row, rows, start, kv_head, q_token_stride, q_head_stride, negative, SIGNED, GROUP, D,
+                      D_PAD)  # fmt: skip
         highest, total, acc = attend_range(
-            q, first // BLOCK_KV * BLOCK_KV, last, first, last, low, high, kv_len,
+            q, first // EDGE_KV * EDGE_KV, last, first, last, low, high, kv_len,
             k_ptr + kv_head.to(tl.int64) * k_head_stride, v_ptr + v_offset + kv_head.to(tl.int64) * v_head_stride,
             page_indices_ptr + seq.to(tl.int64) * table_stride, kv_len - q_len + row // GROUP, window, num_pages,
             k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale, outer_scale,
-            BLOCK_Q, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, PAGE_SIZE, BLOCK_KV, D, D_PAD, DV, DV_PAD, FORMAT,
+            BLOCK_Q, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, PAGE_SIZE, BLOCK_KV, EDGE_KV, D, D_PAD, DV, DV_PAD, FORMAT,
             1, CAREFUL_KEYS,
         )  # fmt: skip
         v_scale = load_scale(v_scale_ptr, kv_head, v_scale_factor, V_SCALE_STRIDE)
@@ -318,7 +338,7 @@ def split_kernel(
     v_page_stride, v_slot_stride, v_head_stride,
     sm_scale, soft_cap, k_scale_factor, v_scale_factor,
     K_SCALE_STRIDE: tl.constexpr, V_SCALE_STRIDE: tl.constexpr, HAS_NUM_SEQS: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, CAUSAL: tl.constexpr, SIGNED: tl.constexpr,
     GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     DV: tl.constexpr, DV_PAD: tl.constexpr, FORMAT: tl.constexpr, SMALLEST: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, WEIGHT_PARTS: tl.constexpr, NUM_SPLITS: tl.constexpr,
@@ -343,14 +363,15 @@ def split_kernel(
         inner_scale, outer_scale, negative = logit_scales(
             k_scale_ptr, kv_head, k_scale_factor, sm_scale, soft_cap, K_SCALE_STRIDE, HAS_SOFT_CAP, SMALLEST
         )
-        q = load_rows(q_ptr, row, rows, start, kv_head, q_token_stride, q_head_stride, negative, GROUP, D, D_PAD)
+        q = load_rows(q_ptr, row, rows, start, kv_head, q_token_stride, q_head_stride, negative, SIGNED, GROUP, D,
+                      D_PAD)  # fmt: skip
         begin += split * keys
         highest, total, acc = attend_range(
             q, begin, tl.minimum(begin + keys, last), first, last, kv_len - q_len, kv_len - 1, kv_len,
             k_ptr + kv_head.to(tl.int64) * k_head_stride, v_ptr + v_offset + kv_head.to(tl.int64) * v_head_stride,
             page_indices_ptr + seq.to(tl.int64) * table_stride, kv_len - q_len + row // GROUP, window, num_pages,
             k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale, outer_scale,
-            BLOCK_Q, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, PAGE_SIZE, BLOCK_KV, D, D_PAD, DV, DV_PAD, FORMAT,
+            BLOCK_Q, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, PAGE_SIZE, BLOCK_KV, BLOCK_KV, D, D_PAD, DV, DV_PAD, FORMAT,
             WEIGHT_PARTS, 0,
         )  # fmt: skip
         if NUM_SPLITS == 1:
@@ -421,8 +442,10 @@ def shared_arguments(call: Any, v_arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def attention_arguments(call: Any, views: tuple[Any, ...], q_strides: Any, table_stride: int) -> dict[str, Any]:
-    """What the two attention kernels are told besides; `views` as `cache_views` gives them."""
+def attention_arguments(
+    call: Any, views: tuple[Any, ...], k_scale: Mapping[str, Any], q_strides: Any, table_stride: int
+) -> dict[str, Any]:
+    """What the two attention kernels are told besides; `views` and `k_scale` as the functions of `blocks` give them."""
     _, _, k_strides, v_strides, v_offset = views
     return {
         "num_pages": call.num_pages,
@@ -432,6 +455,8 @@ def attention_arguments(call: Any, views: tuple[Any, ...], q_strides: Any, table
         **dict(zip(("k_page_stride", "k_slot_stride", "k_head_stride"), k_strides, strict=True)),
         **dict(zip(("v_page_stride", "v_slot_stride", "v_head_stride"), v_strides, strict=True)),
         "sm_scale": call.scale,
+        **k_scale,
+        "SIGNED": k_scale["K_SCALE_STRIDE"] >= 0 or call.scale * k_scale["k_scale_factor"] < 0,
         "soft_cap": float(call.soft_cap or 1.0),
         "HAS_SOFT_CAP": call.soft_cap is not None,
         "PAGE_SIZE": call.page_size,
@@ -453,7 +478,7 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
     sinks = q if call.sinks is None else launch.packed(call.sinks)
     shared = shared_arguments(call, v_arguments)
     table_stride = launch.strides(page_indices)[0]
-    attention = shared | k_arguments | attention_arguments(call, views, launch.strides(q), table_stride)
+    attention = shared | attention_arguments(call, views, k_arguments, launch.strides(q), table_stride)
     inputs = (q, *views[:2], kv_lens, page_indices, cu_q_lens, num_seqs, sinks, k_scale, v_scale)
     blocks = call.num_tokens * call.group // tile.block_q + call.max_num_seqs + 2
     out, lse = launch(
@@ -465,6 +490,7 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
         num_stages=tile.num_stages,
         BLOCK_Q=tile.block_q,
         BLOCK_KV=tile.block_kv,
+        EDGE_KV=min(tile.edge_kv, tile.block_kv),
         CAREFUL_KEYS=tile.careful_keys if dtype_name(q) == "bfloat16" else 0,
         SPLIT_BLOCK_Q=tile.split_block_q,
         **attention,

@@ -77,6 +77,9 @@ def sizes(call: Any) -> tuple[int, int, int, int]:
         return 16, 16, 4, 2
     if not arch.startswith("sm_"):
         return (128, 32, 4, 2) if columns <= 320 else (64, 32, 4, 1)
+    whole = not any(rest for _, rest in varlen.widths(call))
+    if arch == "sm_90" and columns <= 256 and whole and call.soft_cap is None:
+        return 128, 128, 8, 2
     if arch in varlen.WGMMA:
         return (128, 64, 8, 3) if columns <= 320 else (128, 32, 8, 3)
     return (128, 64, 8, 2) if columns <= 256 else (128, 32, 8, 2) if columns <= 320 else (64, 32, 8, 2)

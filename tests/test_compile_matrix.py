@@ -1,5 +1,6 @@
 """Kernels compile for GPUs that are not here, and the checker that says so tells a bad kernel from a good one."""
 
+import dataclasses
 import itertools
 import os
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 
 from benchmarks import catalogue, compile_matrix, compiling, mla_cases
 from ragged_attention import dispatch, samples
+from ragged_attention.calls import dtype_name
 
 ROOT = Path(__file__).parent.parent
 
@@ -35,6 +37,8 @@ def test_a_prefill_uses_wgmma() -> None:
     done = apart("-m", "benchmarks.compile_matrix", "--arch", "sm_90", "--case", "prefill_4k", "--jobs", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "wgmma" in done.stdout
+    (tile,) = (line for line in done.stdout.splitlines() if "| tile_kernel |" in line)
+    assert " | 16 B 9" in tile
 
 
 def test_attention_without_a_cache_and_its_gradient_compile() -> None:
@@ -63,10 +67,14 @@ def test_planted_kernels_are_reported() -> None:
     assert said["wrong"].startswith("does not compile: ")
 
 
-def row(**fields: object) -> compile_matrix.Row:
+def row(kernel: str = "some_kernel", case: str = "prefill_4k", **fields: object) -> compile_matrix.Row:
     facts = {"instructions": (("wgmma", 4),), "registers": 64, "shared": 1024, "limit": 2048, "error": "", "spilled": 0}
     facts |= fields
-    return compile_matrix.Row("sm_90", "some_kernel", "q 64", 4, 2, ["prefill_4k"], compiling.Facts(**facts))  # type: ignore[arg-type]
+    return compile_matrix.Row("sm_90", kernel, "q 64, kv 32", 4, 2, [case], compiling.Facts(**facts))  # type: ignore[arg-type]
+
+
+def loop(loads: dict[int, int], local: int = 0, matrix: str = "wgmma") -> compiling.Loop:
+    return compiling.Loop(tuple((width, width * number) for width, number in loads.items()), local, matrix)
 
 
 def test_what_counts_as_a_failure() -> None:
@@ -77,6 +85,88 @@ def test_what_counts_as_a_failure() -> None:
     assert compile_matrix.failures([row(shared=4096)]) == [expected]
     assert compile_matrix.failures([row(error="X: no")])[0] == where + "does not compile: X: no"
     assert compile_matrix.failures([row(instructions=())]) == ["sm_90 (prefill_4k): no launch uses wgmma"]
+
+
+GOOD = loop({16: 8, 4: 2})
+
+
+def test_local_memory_in_an_inner_loop_is_a_failure() -> None:
+    assert compile_matrix.failures([row(loops=(GOOD, GOOD))]) == []
+    (wrong,) = compile_matrix.failures([row(loops=(GOOD, loop({16: 8}, local=3)))])
+    assert wrong == "sm_90 some_kernel (prefill_4k): 3 loads and stores of local memory in an inner loop"
+
+
+@pytest.mark.parametrize(
+    ("loads", "share"),
+    [({16: 8}, 1), ({16: 8, 4: 8}, 1), ({}, 1), ({32: 1, 16: 1}, 1), ({4: 1}, 0),
+     ({16: 9, 8: 2}, 0.9), ({16: 8, 4: 24}, 2 / 3), ({8: 8, 2: 1}, 0), ({16: 4, 1: 16}, 0.8)],
+)  # fmt: skip
+def test_what_comes_sixteen_bytes_at_a_time(loads: dict[int, int], share: float) -> None:
+    """A word for each longer load, its row's page number or slot, does not count."""
+    assert loop(loads).wide == pytest.approx(share)
+
+
+def test_narrow_loads_of_workloads_are_a_failure() -> None:
+    narrow = loop({16: 4, 8: 8})
+    (wrong,) = compile_matrix.failures([row("tile_kernel", loops=(GOOD, narrow))])
+    assert wrong == (
+        "sm_90 tile_kernel (prefill_4k): of what an inner loop loads 50% comes 16 bytes at a time, expected 90%"
+    )
+    assert compile_matrix.failures([row("tile_kernel", loops=(GOOD, loop({16: 9, 8: 2})))]) == []
+    # Neither what only shows that something compiles nor what does not multiply is judged.
+    assert compile_matrix.failures([row("tile_kernel", "int8_mixed", loops=(narrow,))]) == []
+    assert compile_matrix.failures([row("combine_kernel", loops=(narrow,))]) == []
+
+
+def test_exceptions_of_narrow_loads_have_a_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_matrix, "NARROW", {("tile_kernel", "8 bits", "wgmma"): (0.5, "a reason")})
+    half, less = loop({16: 4, 8: 8}), loop({16: 4, 8: 9})
+    assert compile_matrix.loop_failure(row("tile_kernel", "fp8_prefill_4k", loops=(half,))) is None
+    for unlike in (
+        row("tile_kernel", "fp8_prefill_4k", loops=(less,)),
+        row("tile_kernel", "prefill_4k", loops=(half,)),
+        row("split_kernel", "fp8_prefill_4k", loops=(half,)),
+        row("tile_kernel", "fp8_prefill_4k", loops=(dataclasses.replace(half, matrix="mma"),)),
+    ):
+        assert "comes 16 bytes at a time" in (compile_matrix.loop_failure(unlike) or "")
+    assert "| tile_kernel | 8 bits | wgmma | 50% | a reason |" in compile_matrix.merged("", "3.9.0", "")
+
+
+def test_an_older_compiler_has_exceptions_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_matrix, "NARROW_ON_OLDER", {("tile_kernel", "plain", "wgmma"): (0.5, "a reason")})
+    half = row("tile_kernel", loops=(loop({16: 4, 8: 8}),))
+    assert compile_matrix.failures([half], "3.6.0") == []
+    assert len(compile_matrix.failures([half], "3.9.0")) == len(compile_matrix.failures([half])) == 1
+    assert "no failures" in compile_matrix.section("3.6.0", [half], [])
+    assert "1 failure." in compile_matrix.section("3.9.0", [half], [])
+    assert "| tile_kernel | plain | wgmma (Triton 3.6) | 50% | a reason |" in compile_matrix.merged("", "3.9.0", "")
+
+
+def test_a_loop_of_many_rows_wants_wgmma() -> None:
+    plain = dataclasses.replace(GOOD, matrix="mma")
+    wanted = "an inner loop of 64 rows uses mma, expected wgmma"
+    assert compile_matrix.loop_failure(row("tile_kernel", loops=(GOOD, plain))) == wanted
+    assert compile_matrix.loop_failure(row("dkv_kernel", loops=(plain,))) is None  # whose rows are its keys
+    older = dataclasses.replace(row("tile_kernel", loops=(plain,)), arch="sm_80")
+    assert compile_matrix.loop_failure(older) is None
+
+
+def test_a_kernel_whose_loops_are_not_found_is_a_failure() -> None:
+    lost = row("tile_kernel")
+    assert compile_matrix.loop_failure(lost) == "no inner loop of products was found"
+    assert compile_matrix.loop_failure(dataclasses.replace(lost, arch="gfx942")) is None
+    assert compile_matrix.loop_failure(row("tile_kernel", error="X: no")) is None
+    # Of a batch of one token the compiler sees that this kernel has nothing to do.
+    assert compile_matrix.loop_failure(row("tile_kernel", instructions=())) is None
+
+
+def test_loads_are_shown_once_each() -> None:
+    shown = compile_matrix._facts(row(loops=(GOOD, GOOD, loop({8: 1}, local=2))))
+    assert shown.endswith(" | 16 B 94%, 4 B 6% / 8 B 100%, **local 2** |")
+    assert compile_matrix._facts(row()).endswith(" | - |")
+    headings, line = len(compile_matrix.COLUMNS), compile_matrix._line(row(loops=(GOOD,)))
+    assert line.count(" | ") == headings - 1
+    assert compile_matrix._line(row(error="X: no")).count(" | ") == headings - 1
 
 
 def test_each_version_has_a_section_of_its_own() -> None:
@@ -165,6 +255,48 @@ def tile_of(case: mla_cases.LatentCase, arch: str) -> tuple[Any, ...]:
     return case.format, "float32" if case.dtype == "float32" else "16 bits", *sizes
 
 
+# A kernel's constants that change numbers in its code, not what is computed how; and those of which it matters only
+# whether they are 1.
+NUMBERS = {"NUM_HEADS", "SPLIT_BLOCK_Q", "ROWS", "TOPK", "KV_HEADS", "MIN_KEYS", "MIN_BLOCKS"}
+ONE_OR_MORE = {"GROUP", "NUM_SPLITS", "NUM_Q"}
+
+
+def shape_of(launch: compiling.Launch) -> tuple[Any, ...]:
+    """Equal for launches whose code differs in numbers only: tile, types and features, warps and stages."""
+    found: list[Any] = [launch.name, launch.num_warps, launch.num_stages, *map(dtype_name, launch.operands)]
+    for name, value in sorted(launch.arguments.items()):
+        if not name.isupper() or name in NUMBERS:  # lower case are sizes and strides
+            continue
+        if name in ONE_OR_MORE:
+            value = value > 1
+        if name.endswith("PAGE_SIZE"):  # a block of keys lies on one page, or each key on one of its own, or neither
+            value = 1 if value == 1 else "whole" if value % launch.arguments.get("BLOCK_KV", 1) == 0 else "parts"
+        found.append((name, value))
+    return tuple(found)
+
+
+def shapes_of(case: str) -> dict[tuple[Any, ...], str]:
+    places = range(len(compile_matrix.calls_for(case, "sm_90")))
+    launches = (launch for place in places for launch in compile_matrix.launches_for(case, "sm_90", place))
+    return {shape_of(launch): f"{case}: {launch.name}" for launch in launches}
+
+
+def test_whatever_the_workloads_launch_is_compiled() -> None:
+    """On sm_90, every kernel of every case that is reported, at its tile and with its features."""
+    pytest.importorskip("triton")
+    compiled = {shape for case in compile_matrix.covering("sm_90") for shape in shapes_of(case)}
+    missing = [name for case in catalogue.CASES for shape, name in shapes_of(case).items() if shape not in compiled]
+    assert missing == []
+
+
+def test_no_target_is_compiled_for_nothing() -> None:
+    pytest.importorskip("triton")
+    shapes = {case: set(shapes_of(case)) for case in compile_matrix.covering("sm_90")}
+    for target in compile_matrix.TARGETS:
+        others = set().union(*(shapes[case] for case in shapes if case != target))
+        assert shapes[target] - others, target
+
+
 def test_the_document_has_every_covering_case() -> None:
     document = compile_matrix.DOCUMENT.read_text()
     for version in ("3.9", "3.6"):
@@ -177,5 +309,5 @@ def test_the_document_has_every_covering_case() -> None:
 
 
 def test_names_of_the_covering_cases() -> None:
-    for name in (*compile_matrix.COVERING, *compile_matrix.FEWER, *compile_matrix.COPYING):
+    for name in (*compile_matrix.COVERING, *compile_matrix.TARGETS, *compile_matrix.FEWER, *compile_matrix.COPYING):
         assert catalogue.find(name).name == name

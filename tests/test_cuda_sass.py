@@ -84,6 +84,52 @@ def test_of_nested_loops_the_inner_one_is_meant() -> None:
     assert loops({0: [1, 2], 1: [2], 2: [1, 3], 3: []}) == []  # entered in two places: no loop of anybody's
 
 
+# A loop over blocks of keys as Triton makes it, one over pages, and one of plain products.
+LOOPS = """\
+        /*0000*/                   LDG.E R2, desc[UR4][R2.64] ;
+        /*0010*/               @P1 BRA 0x0 ;
+        /*0020*/                   LDGSTS.E.BYPASS.LTC128B.128 [R4], desc[UR4][R2.64], P0 ;
+        /*0030*/               @P3 LDGSTS.E.64 [R4], desc[UR4][R2.64] ;
+        /*0040*/                   LDG.E.U8 R2, desc[UR4][R2.64] ;
+        /*0050*/                   LDG.E.128.CONSTANT R8, desc[UR4][R2.64] ;
+        /*0060*/                   {} ;
+        /*0070*/                   LDL.LU R8, [R1] ;
+        /*0080*/                   BRA.U UP0, 0x20   &req={{1}}   ?trans5;   /* 0x0000000000007918 */
+        /*0090*/                   FFMA R2, R2, R2, R2 ;
+        /*00a0*/                   FFMA R2, R2, R2, R2 ;
+        /*00b0*/                   LDG.E R2, desc[UR4][R2.64] ;
+        /*00c0*/               @P1 BRA 0x90 ;
+        /*00d0*/                   EXIT ;
+"""
+
+
+@pytest.mark.parametrize(
+    ("product", "shape", "kind"),
+    [("HGMMA.64x8x16.F32 R2, gdesc[UR4], R2", "64x8x16", "HGMMA"), ("HMMA.16816.F32 R2, R2, R2, R2", "16816", "HMMA"),
+     ("UTCHMMA gdesc[UR4], gdesc[UR6], tmem[UR8]", None, "UTCMMA")],
+)  # fmt: skip
+def test_loops_of_matrix_products_are_found(product: str, shape: str | None, kind: str) -> None:
+    (found,) = map(sass.count, sass.multiplying_loops(sass.instructions_of(LOOPS.format(product))))
+    assert found.products == (((shape, 1),) if shape else ())
+    assert [name for name in sass.MATRIX if found[name]] == [kind]
+    assert found.loads == ((16, 2), (8, 1), (1, 1))
+    assert (found.instructions, found["LDL"]) == (7, 1)
+
+
+def test_without_a_matrix_product_loops_of_plain_ones_are_found() -> None:
+    (found,) = map(sass.count, sass.multiplying_loops(sass.instructions_of(LOOPS.format("FADD R2, R2, R2"))))
+    assert (found["FFMA"], found.loads) == (2, ((4, 1),))
+
+
+@pytest.mark.parametrize(
+    ("name", "width"),
+    [("LDG.E", 4), ("LDG.E.64", 8), ("LDG.E.ENL2.256", 32), ("LDG.E.S8", 1), ("LDG.E.U16.CONSTANT", 2),
+     ("LDGSTS.E.BYPASS.LTC128B.128", 16), ("LDGSTS.E.LTC128B", 4)],
+)  # fmt: skip
+def test_the_width_of_a_load(name: str, width: int) -> None:
+    assert sass.load_width(name) == width
+
+
 @pytest.mark.parametrize(
     ("signature", "body"),
     [

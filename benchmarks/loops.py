@@ -1,0 +1,134 @@
+"""What plans must take with the code that they are run by, known before anything runs.
+
+    python -m benchmarks.loops [--case NAME ...]
+
+`waste.py` says what a plan multiplies and reads. How long that takes rests on machine code too: a loop may fetch its
+operands from shared memory more often than its matrix units can use them, or take more instructions than there are
+cycles. So every attention kernel of the Triton room is compiled for Hopper, the cycles that a turn of its inner loops
+keeps a multiprocessor's units busy are counted (`sass.cycles`), and multiplied by the turns of the plan. The longest of
+these times and of the plan's own is a bound that only other code or another plan can get below; what programs wait for
+comes on top. Writes docs/predictions.md; with `--case` only prints.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from benchmarks import catalogue, compiling, waste
+from benchmarks.cases import Case
+from benchmarks.mla_cases import LatentCase
+from ragged_attention.samples import device_of
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "predictions.md"
+ARCH = "sm_90"
+CLOCK = 1.75e9  # cycles in a second, of an H200 at work; not measured
+MULTIPROCESSORS = 132
+HERE, END = "<!-- table -->\n", "<!-- end -->\n"  # between what the document says of it
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prediction:
+    """A case: its plan, and the seconds that its kernels' loops keep each kind of unit busy."""
+
+    plan: waste.Plan
+    busy: dict[str, float]
+
+    @property
+    def bound(self) -> str:
+        """What the loops keep busy longest."""
+        return max(self.busy, key=self.busy.__getitem__)
+
+    @property
+    def least(self) -> float:
+        return max(self.plan.exact, self.busy[self.bound])
+
+
+def turns(step: waste.Step, launch: compiling.Launch, case: Case | LatentCase) -> list[float]:
+    """How often a step's programs turn in each loop of their kernel: the one without masks, if there are two, first."""
+    told = launch.arguments
+    if isinstance(case, LatentCase):
+        tiles = waste.triton_tiles(case, told)
+        return [step.work.flops / (2 * tiles.rows * tiles.keys * tiles.columns)]
+    count, d, dv, block = (told[name] for name in ("BLOCK_Q", "D_PAD", "DV_PAD", "BLOCK_KV"))
+    keys = step.work.flops / (2 * count * (d + dv))
+    if step.name == "split_kernel":  # all its keys but the last few of a part
+        return [keys / block, 0.0]
+    masked = step.work.again / (2 * count * dv)
+    return [(keys - masked) / block, masked / told["EDGE_KV"]]
+
+
+def predicted(name: str) -> Prediction:
+    """A case of the catalogue on the Triton room's kernels."""
+    case = catalogue.find(name)
+    device = device_of("torch", ARCH)
+    launches = {launch.name: launch for launch in compiling.record(catalogue.attention_call(case, device))}
+    busy: dict[str, float] = {}
+    for step in waste.steps(case, "triton", device):
+        if step.name == "combine_kernel":
+            continue
+        loops = compiling.compile_launch(launches[step.name], ARCH).loops
+        # A list that comes in two caches is walked by two loops of the same code.
+        for loop, number in zip(loops, turns(step, launches[step.name], case), strict=False):
+            for unit, cycles in loop.cycles:
+                busy[unit] = busy.get(unit, 0.0) + cycles * number / (MULTIPROCESSORS * CLOCK)
+    return Prediction(waste.plan_of(case, "triton", device), busy)
+
+
+def names() -> list[str]:
+    """The cases that there are plans of."""
+    return [name for name, case in catalogue.CASES.items() if isinstance(case, Case | LatentCase)]
+
+
+HEAD = "| | case | floor, us | plan, us | loops, us | of these | bound, us | of the floor |\n"
+
+
+def table(found: Iterable[Prediction]) -> str:
+    lines = []
+    for one in found:
+        plan, floor = one.plan, one.plan.floor
+        lines.append(
+            f"| {plan.case.workload} | {plan.case.name} | {floor * 1e6:.1f} | {plan.exact * 1e6:.1f} "
+            f"| {one.busy[one.bound] * 1e6:.1f} | {one.bound} | {one.least * 1e6:.1f} | {one.least / floor:.2f} |\n"
+        )
+    return HEAD + "|---" * HEAD.count(" |") + "|\n" + "".join(lines)
+
+
+def written(document: str, new: str) -> str:
+    """The document with its table replaced."""
+    before, _, rest = document.partition(HERE)
+    return before + HERE + "\n" + new + "\n" + END + rest.partition(END)[2]
+
+
+def _start_worker(cache: str) -> None:
+    os.environ["TRITON_CACHE_DIR"] = cache
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.loops", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--case", nargs="+", help="only these; nothing is written")
+    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processes")
+    options = parser.parse_args(argv)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        print("expected TRITON_INTERPRET to be unset, got 1: the interpreter compiles nothing", file=sys.stderr)
+        return 2
+    context = multiprocessing.get_context("spawn")
+    with (
+        tempfile.TemporaryDirectory() as cache,
+        concurrent.futures.ProcessPoolExecutor(options.jobs, context, _start_worker, (cache,)) as pool,
+    ):
+        text = table(pool.map(predicted, options.case or names()))
+    if options.case:
+        print(text)
+    else:
+        DOCUMENT.write_text(written(DOCUMENT.read_text(), text))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""What loops are said to take: counted by hand, compiled once, and as the document has it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import catalogue, compiling, loops, waste
+from benchmarks.sass import WARPWISE, cycles, instructions_of
+from ragged_attention.samples import device_of
+
+ROOT = Path(__file__).parent.parent
+HOPPER = device_of("torch", "sm_90")
+
+CODE = """
+        /*0000*/  HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24, !UPT ;
+        /*0010*/  HGMMA.64x64x16.F32.BF16 R88, R4, gdesc[UR12], R88 ;
+        /*0020*/  HMMA.16816.F32.BF16 R12, R4, R8, R12 ;
+        /*0030*/  LDSM.16.M88.4 R4, [R0] ;
+        /*0040*/  LDSM.16.M88 R4, [R0] ;
+        /*0050*/  STS.128 [R0], R4 ;
+        /*0060*/  LDGSTS.E.BYPASS.128 [R0], [R2.64] ;
+        /*0070*/  LDS R4, [R0] ;
+        /*0080*/  MUFU.EX2 R4, R4 ;
+        /*0090*/  FMUL R4, R4, R5 ;
+        /*00a0*/  NOP ;
+"""
+
+
+def test_cycles_by_hand() -> None:
+    got = cycles(instructions_of(CODE), num_warps=8)
+    products = 2 * (64 * 128 * 16 + 64 * 64 * 16) + 8 * 16 * 8 * 16 / WARPWISE
+    assert got["matrices"] == pytest.approx(products / 2048)
+    # Two warpgroups' operands, of the first product both from shared memory; then what each of eight warps moves.
+    assert got["shared memory"] == pytest.approx((2 * 2 * 16 * 256 + 8 * (512 + 128 + 512 + 512 + 128)) / 128)
+    assert got["instructions"] == 10 * 8 / 4
+    assert got["special functions"] == 8 * 32 / 16
+
+
+def test_turns_by_hand() -> None:
+    """A decode turns once a block of keys; of a prefill the blocks at edges are counted by themselves."""
+    case = catalogue.find("decode_64x4k")
+    launches = {launch.name: launch for launch in compiling.record(catalogue.attention_call(case, HOPPER))}
+    step = waste.steps(case, "triton", HOPPER)[0]
+    assert loops.turns(step, launches["split_kernel"], case) == [64 * 8 * 4096 / 64, 0.0]
+    case = catalogue.find("prefill_8k")
+    (step,) = waste.steps(case, "triton", HOPPER)
+    launch = compiling.record(catalogue.attention_call(case, HOPPER))[0]
+    whole, masked = loops.turns(step, launch, case)
+    rows, careful = 8 * 1024 // 32, 1024 // 32  # blocks of 32 tokens, and those of them that see too few keys
+    edge = sum(-(-(32 * block + 32) // 64) for block in range(careful))
+    edge += sum(-(-(32 * block + 32 - (32 * block + 1) // 128 * 128) // 64) for block in range(careful, rows))
+    assert masked == pytest.approx(8 * edge)
+    assert whole == pytest.approx(8 * sum((32 * block + 1) // 128 for block in range(careful, rows)))
+
+
+def test_a_prediction_is_made() -> None:
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "benchmarks.loops", "--jobs", "1", "--case", "mla_sparse_h16_b64"]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (line,) = [line.split(" | ") for line in done.stdout.splitlines() if "mla_sparse_h16_b64" in line]
+    assert line in [text.split(" | ") for text in loops.DOCUMENT.read_text().splitlines()]
+    assert float(line[6]) >= float(line[3]) >= float(line[2])
+
+
+def test_the_document_has_the_plans_of_today() -> None:
+    table = loops.DOCUMENT.read_text().partition(loops.HERE)[2].partition(loops.END)[0]
+    written = [line.split(" | ")[1:4] for line in table.splitlines() if line.startswith("| W")]
+    plans = [plan for plan in waste.plans(HOPPER) if plan.backend == "triton"]
+    assert written == [[plan.case.name, f"{plan.floor * 1e6:.1f}", f"{plan.exact * 1e6:.1f}"] for plan in plans]

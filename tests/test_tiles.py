@@ -1,0 +1,56 @@
+"""The tiles that GPUs get, which heuristics do not choose on a CPU, give the same results, as interpreted here."""
+
+import dataclasses
+import importlib
+from typing import Any
+
+import pytest
+
+from benchmarks import catalogue, gate
+from ragged_attention import dispatch
+from ragged_attention.samples import device_of
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+HALF = {"dtype": "float16"}  # so that no weight is multiplied twice, and no tile is all edge
+# Cases, what they are changed to, how many keys of theirs take each loop of a kernel some turns, and for which GPU.
+CASES: list[tuple[str, dict[str, Any], int, str]] = [
+    ("prefill_4k", HALF, 300, "sm_90"),
+    ("prefill_4k", {}, 200, "sm_90"),
+    ("gpt_oss_prefill_4k", HALF, 300, "sm_90"),
+    ("gemma2_prefill_4k", HALF | {"sliding_window": 100}, 200, "sm_90"),
+    ("gemma4_global_prefill_4k", HALF, 130, "sm_90"),
+    ("fp8_prefill_4k", {}, 150, "sm_90"),
+    ("mha_128_4k", HALF, 300, "sm_90"),
+    ("mla_dense_h128_128q2s4k", {}, 200, "sm_90"),
+    ("mla_dense_h128_128q2s4k", {}, 200, "sm_80"),
+    ("mla_dense_fp8_h128_128x4k", {}, 200, "sm_90"),
+    ("mla_dense_fp8_h128_128x4k", {}, 200, "sm_86"),
+    ("mla_sparse_h16_b8", {}, 300, "sm_90"),
+    ("mla_sparse_h32_b8", {}, 300, "sm_90"),
+    ("mla_sparse_v4_h64_128q2", {}, 200, "sm_90"),
+    ("mla_sparse_v4_h64_128q2", {}, 200, "sm_80"),
+    ("mla_sparse_v4_h16", {}, 200, "sm_90"),
+    ("mla_float16_fp8_h16", {}, 200, "sm_90"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "length", "arch"),
+    CASES,
+    ids=["-".join([name, *map(str, changed.values()), arch]) for name, changed, _, arch in CASES],
+)
+def test_the_tiles_of_gpus_agree_with_the_definition(
+    name: str, changed: dict[str, Any], length: int, arch: str
+) -> None:
+    whole = catalogue.find(name)
+    call = catalogue.attention_call(whole, device_of("torch", arch))
+    fields = dataclasses.asdict(dispatch.load(call.OPERATION, "triton").heuristic(call))
+    if "careful_keys" in fields:
+        fields["careful_keys"] = min(fields["careful_keys"], 120)
+    case = catalogue.scaled_down(dataclasses.replace(whole, **changed), length=length, sequences=2)
+    inputs = catalogue.torch_inputs(case)
+    run = getattr(importlib.import_module("ragged_attention.torch"), case.operation)
+    out = catalogue.judged(case, run(**inputs, backend="triton", options=fields))
+    gate.check(case, inputs, out, importlib.import_module("ragged_attention.torch.launcher").to_numpy)
