@@ -47,8 +47,9 @@ COVERING = (
 )  # fmt: skip
 # With these, sm_90 has every code that the workloads' cases launch there, plain numbers apart.
 TARGETS = (
-    "decode_32x1k", "decode_1x32k", "decode_8x32k", "decode_64x4k_page64", "prefill_2k", "mixed_128_decodes_1_prefill",
-    "gpt_oss_full_64x4k", "gpt_oss_prefill_4k", "gemma2_32x4k", "gemma3_32x4k", "gemma4_global_32x4k",
+    "decode_32x1k", "decode_1x32k", "decode_8x32k", "decode_64x4k_page64", "decode_64x4k_page256", "prefill_2k",
+    "mixed_128_decodes_1_prefill", "gpt_oss_full_64x4k", "gpt_oss_prefill_4k", "gemma2_32x4k", "gemma3_32x4k",
+    "gemma4_global_32x4k",
     "fp8_64x4k_page64", "mla_dense_h128_128x4k", "mla_dense_h16_1x32k", "mla_sparse_h8_b64", "mla_sparse_h32_b64",
     "mla_prefill_h16_32k", "mla_prefill_v4_h64_32k", "mha_128_4k_full", "mha_128_4k_full_backward", "mha_192_4k_full",
     "mha_192_4k_full_backward", "mha_gqa_8x2k", "mha_gqa_8x2k_backward",
