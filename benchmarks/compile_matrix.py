@@ -16,11 +16,9 @@ import functools
 import hashlib
 import importlib
 import importlib.util
-import multiprocessing
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -267,19 +265,10 @@ def _compile(job: Job) -> compiling.Facts:
     return compiling.compile_launch(launches_for(job.case, job.arch, job.call)[job.launch], job.arch)
 
 
-def _start_worker(cache: str) -> None:
-    os.environ["TRITON_CACHE_DIR"] = cache
-
-
 def compile_all(planned: dict[str, tuple[Job, Row]], jobs: int, console: Console) -> list[Row]:
     """Compile everything planned in `jobs` processes, from an empty cache; rows in a stable order."""
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    context = multiprocessing.get_context("spawn")
-    with (
-        tempfile.TemporaryDirectory() as cache,
-        concurrent.futures.ProcessPoolExecutor(jobs, context, _start_worker, (cache,)) as pool,
-        Progress(*columns, console=console) as progress,
-    ):
+    with compiling.processes(jobs) as pool, Progress(*columns, console=console) as progress:
         task = progress.add_task("compiling", total=len(planned))
         waiting = {pool.submit(_compile, job): row for job, row in planned.values()}
         for done in concurrent.futures.as_completed(waiting):
@@ -467,8 +456,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processes")
     options = parser.parse_args(argv)
     console = Console(stderr=True, soft_wrap=True)
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        console.print("expected TRITON_INTERPRET to be unset, got 1: the interpreter compiles nothing")
+    if reason := compiling.why_not():
+        console.print(reason)
         return 2
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # its default, of which it would warn
     names = [*catalogue.CASES, *catalogue.COMPILED_ONLY] if options.case == ["all"] else options.case

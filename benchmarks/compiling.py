@@ -5,14 +5,17 @@ real launcher's call would be specialised, for any architecture, and read: which
 registers, spills, how much shared memory; on NVIDIA also what its inner loops load and by how much at a time.
 """
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import importlib
 import math
+import multiprocessing
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +233,28 @@ def compile_launch(launch: Launch, arch: str) -> Facts:
             return Facts(error=_first_words(error, said()))
     facts = _read_amd(compiled) if amd else _read_nvidia(compiled, launch.num_warps)
     return dataclasses.replace(facts, shared=compiled.metadata.shared, limit=shared_memory_of(arch))
+
+
+def why_not() -> str | None:
+    """Why nothing can be compiled in this process, if that is so."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "expected TRITON_INTERPRET to be unset, got 1: the interpreter compiles nothing"
+    return None
+
+
+@contextlib.contextmanager
+def processes(jobs: int) -> Iterator[concurrent.futures.Executor]:
+    """So many processes that compile, from an empty cache."""
+    context = multiprocessing.get_context("spawn")
+    with (
+        tempfile.TemporaryDirectory() as cache,
+        concurrent.futures.ProcessPoolExecutor(jobs, context, _start_worker, (cache,)) as pool,
+    ):
+        yield pool
+
+
+def _start_worker(cache: str) -> None:
+    os.environ["TRITON_CACHE_DIR"] = cache
 
 
 class _silence:

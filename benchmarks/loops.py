@@ -11,12 +11,9 @@ comes on top. Writes docs/predictions.md; with `--case` only prints.
 """
 
 import argparse
-import concurrent.futures
 import dataclasses
-import multiprocessing
 import os
 import sys
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -50,7 +47,10 @@ class Prediction:
 
 
 def turns(step: waste.Step, launch: compiling.Launch, case: Case | LatentCase) -> list[float]:
-    """How often a step's programs turn in each loop of their kernel: the one without masks, if there are two, first."""
+    """How often a step's programs turn in each loop of their kernel: the one without masks, if there are two, first.
+
+    Of a tile kernel the masked keys are those whose weights are multiplied twice, so this is for bfloat16 queries.
+    """
     told = launch.arguments
     if isinstance(case, LatentCase):
         tiles = waste.triton_tiles(case, told)
@@ -105,23 +105,15 @@ def written(document: str, new: str) -> str:
     return before + HERE + "\n" + new + "\n" + END + rest.partition(END)[2]
 
 
-def _start_worker(cache: str) -> None:
-    os.environ["TRITON_CACHE_DIR"] = cache
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.loops", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--case", nargs="+", help="only these; nothing is written")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processes")
     options = parser.parse_args(argv)
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        print("expected TRITON_INTERPRET to be unset, got 1: the interpreter compiles nothing", file=sys.stderr)
+    if reason := compiling.why_not():
+        print(reason, file=sys.stderr)
         return 2
-    context = multiprocessing.get_context("spawn")
-    with (
-        tempfile.TemporaryDirectory() as cache,
-        concurrent.futures.ProcessPoolExecutor(options.jobs, context, _start_worker, (cache,)) as pool,
-    ):
+    with compiling.processes(options.jobs) as pool:
         text = table(pool.map(predicted, options.case or names()))
     if options.case:
         print(text)
