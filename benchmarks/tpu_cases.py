@@ -49,15 +49,15 @@ class Traceable:
 
 def refusal(case: TpuCase) -> str | None:
     """Why the Pallas room does not take the case on the TPU of the mesh in force, or None."""
-    from ragged_attention.jax.launcher import device_facts
+    from ragged_attention.jax._launcher import device_facts
 
     return dispatch.load(case.operation, "pallas").why_not(case.call(device_facts("tpu")))
 
 
 def traceable(case: TpuCase) -> Traceable:
     """The case's call through the jax front end on the Pallas kernels."""
-    from ragged_attention.jax import execute
-    from ragged_attention.jax.launcher import join_arrays, split_arrays
+    from ragged_attention.jax import _lower
+    from ragged_attention.jax._launcher import join_arrays, split_arrays
 
     arrays, rest = split_arrays(case.call(Device(framework="jax", platform="tpu")).arguments())
 

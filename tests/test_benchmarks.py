@@ -168,8 +168,8 @@ def pages_of(value: Any) -> list[Any]:
 def test_inputs_are_the_same_values_in_every_framework(name: str) -> None:
     torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
     del torch, jax
-    from ragged_attention.jax.launcher import to_numpy as from_jax
-    from ragged_attention.torch.launcher import to_numpy as from_torch
+    from ragged_attention.jax._launcher import to_numpy as from_jax
+    from ragged_attention.torch._launcher import to_numpy as from_torch
 
     case = catalogue.find(name)
     plain, ours, theirs = (

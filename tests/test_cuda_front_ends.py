@@ -384,7 +384,7 @@ def test_a_launcher_refuses_a_cpu_too(plain: ctypes.CDLL) -> None:
 
 def test_rows_are_copied_only_where_they_must_be() -> None:
     torch = pytest.importorskip("torch")
-    from ragged_attention.torch.launcher import LAUNCHER
+    from ragged_attention.torch._launcher import LAUNCHER
 
     base = torch.zeros(6, 4, 2, 576 + 8, dtype=torch.bfloat16)
     kept = [
@@ -439,7 +439,7 @@ def test_what_is_strided_is_read_where_it_lies() -> None:
 def test_a_gpu_gets_its_own_device_and_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is done on a GPU, with a stand-in for one."""
     torch = pytest.importorskip("torch")
-    from ragged_attention.torch.launcher import LAUNCHER
+    from ragged_attention.torch._launcher import LAUNCHER
 
     seen: list[Any] = []
 
@@ -573,7 +573,7 @@ NUMBERS = {
 def called(function: str = "ra_mla_decode_dense", drop: str = "", numbers: Any = None, **changes: Any) -> Any:
     """An FFI call like the launcher's, some of it changed."""
     jax = pytest.importorskip("jax")
-    from ragged_attention.jax.launcher import _target
+    from ragged_attention.jax._launcher import _target
 
     name = _target(dataclasses.replace(latent.DENSE, name=function), "cpu")
     arrays = {name: changes.get(name, given) for name, given in SHAPES.items() if name != drop}
@@ -658,7 +658,7 @@ def test_the_ffi_library_refuses_schedules_that_do_not_fit(
     lens: Any, extra: Any, parts: Any, splits: Any, numbers: list[int], text: str
 ) -> None:
     jax = pytest.importorskip("jax")
-    from ragged_attention.jax.launcher import _target
+    from ragged_attention.jax._launcher import _target
 
     results = [jax.ShapeDtypeStruct(shape, "int32") for shape in (parts, splits)]
     call = jax.ffi.ffi_call(_target(make_decode_schedule.SCHEDULE, "cpu"), results)

@@ -14,7 +14,7 @@ from ragged_attention import calls, dispatch
 from ragged_attention.errors import InvalidInput, Unsupported
 from ragged_attention.torch import mla_operators as forms
 from ragged_attention.torch import varlen as varlen_forms
-from ragged_attention.torch.launcher import LAUNCHER, device_facts
+from ragged_attention.torch._launcher import LAUNCHER, device_facts
 
 Tensor = torch.Tensor
 PORTABLE = ("reference", "eager")

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from ragged_attention.kernels_triton import varlen, varlen_attention, varlen_attention_backward  # noqa: E402
-from ragged_attention.torch.launcher import LAUNCHER  # noqa: E402
+from ragged_attention.torch._launcher import LAUNCHER  # noqa: E402
 
 
 @pytest.mark.parametrize(

@@ -53,4 +53,4 @@ def test_the_tiles_of_gpus_agree_with_the_definition(
     inputs = catalogue.torch_inputs(case)
     run = getattr(importlib.import_module("ragged_attention.torch"), case.operation)
     out = catalogue.judged(case, run(**inputs, backend="triton", options=fields))
-    gate.check(case, inputs, out, importlib.import_module("ragged_attention.torch.launcher").to_numpy)
+    gate.check(case, inputs, out, importlib.import_module("ragged_attention.torch._launcher").to_numpy)

@@ -149,7 +149,7 @@ def tpu(kind: str) -> Device:
     sharding = pytest.importorskip("jax.sharding")
     device = sharding.AbstractDevice(device_kind=kind, num_cores=1, platform="tpu")
     with sharding.use_abstract_mesh(sharding.AbstractMesh((), (), abstract_device=device)):
-        return importlib.import_module("ragged_attention.jax.launcher").device_facts("tpu")
+        return importlib.import_module("ragged_attention.jax._launcher").device_facts("tpu")
 
 
 @pytest.mark.parametrize("kind", TPUS)

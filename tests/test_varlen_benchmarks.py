@@ -60,8 +60,8 @@ def test_floors_on_an_h200() -> None:
 def test_inputs_are_the_same_values_in_every_framework(name: str) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("jax")
-    from ragged_attention.jax.launcher import to_numpy as from_jax
-    from ragged_attention.torch.launcher import to_numpy as from_torch
+    from ragged_attention.jax._launcher import to_numpy as from_jax
+    from ragged_attention.torch._launcher import to_numpy as from_torch
 
     case = small(name)
     plain, ours, theirs = (

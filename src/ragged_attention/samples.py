@@ -263,7 +263,7 @@ def device_of(framework: str, name: str | None = None) -> Device:
         return Device(framework=framework, platform="tpu", **_tpu_facts(framework))
     launcher = importlib.import_module(f"ragged_attention.{framework}.launcher")
     if framework == "jax":
-        here = importlib.import_module("ragged_attention.jax.execute").default_platform()
+        here = importlib.import_module("ragged_attention.jax._lower").default_platform()
         if name not in (None, here):
             raise InvalidInput(f"expected device to be {here} or one of tpu, {', '.join(known)}, got {name!r}")
         return launcher.device_facts(here)
@@ -280,7 +280,7 @@ def _tpu_facts(framework: str) -> dict[str, Any]:
     """What jax knows of the TPU that stands for all, where jax is; from torch no kernel that asks for it is called."""
     if framework != "jax" or importlib.util.find_spec("jax") is None:
         return {}
-    return importlib.import_module("ragged_attention.jax.launcher").tpu_facts()
+    return importlib.import_module("ragged_attention.jax._launcher").tpu_facts()
 
 
 def _default_torch_device(torch: Any) -> str:

@@ -1,28 +1,12 @@
-"""What every record shares: the wording of the static law's errors, facts of devices, the `Call` itself."""
+"""What every record shares: its fields' kinds and what follows from them, facts of devices, groups of heads."""
 
 import abc
 import dataclasses
-import math
-import numbers
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Protocol, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
 
-import numpy as np
-
+from ragged_attention.calls.fields import Arrays, Kind, Sizes, field, is_array
 from ragged_attention.errors import InvalidInput
-
-FLOATS = ("float32", "float16", "bfloat16")
-WIDE_FLOATS = (*FLOATS, "float64")  # where gradients are checked by finite differences, which need it
-QUANTIZED = ("float8_e4m3fn", "float8_e5m2", "int8")
-
-
-class Array(Protocol):
-    """What torch tensors, jax arrays and NumPy arrays all offer."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,92 +27,119 @@ class Device:
 NOWHERE = Device(framework="numpy", platform="cpu")
 
 
-def dtype_name(array: Array) -> str:
-    """`"bfloat16"`, `"float8_e4m3fn"`, `"int32"`, ..., whichever framework the array is of."""
-    return str(array.dtype).rpartition(".")[2]
-
-
-def wide_dtype(array: Any) -> str:
-    """The dtype of logits, of their log-sum-exp and of sinks beside queries of a dtype."""
-    return "float64" if dtype_name(array) == "float64" else "float32"
-
-
-def is_array(value: Any) -> bool:
-    return hasattr(value, "shape") and hasattr(value, "dtype")
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def expect_array(name: str, value: Any, shape: str, dtypes: tuple[str, ...], sizes: Mapping[str, int]) -> None:
-    """Check one array's kind, dtype and shape; `shape` is letters such as "S M", each a size or a new axis."""
-    if not is_array(value):
-        raise TypeError(f"expected {name} to be an array, got {type(value).__name__}")
-    if dtype_name(value) not in dtypes:
-        raise InvalidInput(f"expected {name}.dtype to be {' or '.join(dtypes)}, got {dtype_name(value)}")
-    letters = shape.split()
-    wanted = "[" + ", ".join(str(sizes.get(letter, letter)) for letter in letters) + "]"
-    got = tuple(value.shape)
-    if len(got) != len(letters) or any(sizes.get(a, n) != n for a, n in zip(letters, got, strict=True)):
-        named = "[" + ", ".join(letters) + "]"
-        raise InvalidInput(f"expected {name}.shape to be {named} = {wanted}, got {list(got)}")
-
-
-def expect_number(name: str, value: Any, *, positive: bool = False) -> None:
-    if not is_number(value):
-        raise TypeError(f"expected {name} to be a number, got {type(value).__name__}")
-    if not math.isfinite(value):
-        raise InvalidInput(f"expected {name} to be finite, got {value}")
-    if positive and not value > 0:
-        raise InvalidInput(f"expected {name} > 0, got {value}")
-
-
-def expect_count(name: str, value: Any, least: int) -> None:
-    """Check a plain integer of at least `least`."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"expected {name} to be an int, got {type(value).__name__}")
-    if value < least:
-        raise InvalidInput(f"expected {name} >= {least}, got {value}")
-
-
-def expect_bool(name: str, value: Any) -> None:
-    if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"expected {name} to be a bool, got {type(value).__name__}")
-
-
 def expect_groups(num_q_heads: int, num_kv_heads: int) -> None:
     """Check that every KV head serves as many query heads."""
     if num_q_heads < 1 or num_q_heads % num_kv_heads:
         raise InvalidInput(f"expected num_q_heads to be a multiple of {num_kv_heads=}, got {num_q_heads}")
 
 
-def expect_results(call: Any, shape: str, sizes: Mapping[str, int]) -> None:
-    """Check what a gradient is told of results: `d_out` and `out` of this shape, `lse` and `d_lse` without its end."""
-    for name in ("d_out", "out"):
-        expect_array(name, getattr(call, name), shape, (dtype_name(call.q),), sizes)
-    for name in ("lse", "d_lse"):
-        if name == "lse" or call.d_lse is not None:
-            expect_array(name, getattr(call, name), shape.rpartition(" ")[0], (call.lse_dtype,), sizes)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result:
+    """Shape and dtype of one result."""
+
+    shape: tuple[int, ...]
+    dtype: Any  # a name, or a framework's own
 
 
-class Call:
-    """What all records share."""
+Record = TypeVar("Record", bound="Call")
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, eq_default=False, field_specifiers=(field,))
+def record(cls: type[Record]) -> type[Record]:
+    """Make a class a record: a frozen dataclass whose fields are `fields.field(kind, default)`."""
+    cls = dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls)
+    fields = [each for each in dataclasses.fields(cls) if each.metadata]  # type: ignore[arg-type]
+    cls.KINDS = {each.name: each.metadata["kind"] for each in fields}
+    cls.DEFAULTS = {each.name: each.default for each in fields if each.default is not dataclasses.MISSING}
+    cls.RANGES = dict(_ranges(cls.KINDS))
+    return cls
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Call(abc.ABC):
+    """What all records share. Building one checks each field by its kind, in their order, then how they go together."""
 
     OPERATION: ClassVar[str]
-    device: Device
+    KINDS: ClassVar[Mapping[str, Kind]]  # of the fields
+    DEFAULTS: ClassVar[Mapping[str, Any]]  # of the optional ones
+    RANGES: ClassVar[Mapping[str, tuple[int, int]]]  # where each lies among the flat arguments
+    NUM_RESULTS: ClassVar[int | None] = 1  # None where it depends on the arguments; 0 where an argument is written
+    DIFFERENTIABLE: ClassVar[tuple[str, ...]] = ()  # arguments that `<operation>_backward` gives the gradients of
+
+    device: Device = NOWHERE
+
+    def __post_init__(self) -> None:
+        sizes = Sizes()
+        for last in (False, True):
+            for name, kind in self.KINDS.items():
+                value = getattr(self, name)
+                if kind.checked_last is last and not (value is None and kind.optional):
+                    kind.check(name, value, self, sizes)
+            if not last:
+                self._check(sizes)
+
+    def _check(self, sizes: Sizes) -> None:
+        """Raise unless the fields, each of which is valid by itself, go together."""
+        del sizes
+
+    def check_strides(self, strides: Callable[[Any], tuple[int, ...]]) -> None:
+        """Raise where the arrays lie in memory as the operation cannot have them; `strides` gives those of one."""
+        del strides
+
+    @abc.abstractmethod
+    def results(self) -> tuple[Result, ...]:
+        """What the operation returns."""
+
+    @abc.abstractmethod
+    def check_values(self) -> None:
+        """Raise `InvalidInput` naming the first invalid value in an index array. Expects NumPy arrays."""
 
     @classmethod
     def argument_names(cls) -> tuple[str, ...]:
-        return tuple(field.name for field in dataclasses.fields(cls) if field.name != "device")  # type: ignore[arg-type]
+        return tuple(cls.KINDS)
+
+    @classmethod
+    def prepare(cls, arguments: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
+        """The record's arguments from those of the public function, which may be more convenient ones."""
+        return {name: kind.prepare(name, arguments[name], arrays) for name, kind in cls.KINDS.items()}
+
+    @classmethod
+    def schema(cls) -> str:
+        """The flat arguments as a torch operator declares them."""
+        declared = [text for name, kind in cls.KINDS.items() for text in kind.schema(name)]
+        marks = (f"({letter}!)" for letter in "abcdefgh")
+        return ", ".join(text.format(next(marks)) if "{}" in text else text for text in declared)
+
+    @classmethod
+    def flatten(cls, arguments: Mapping[str, Any]) -> list[Any]:
+        """Arguments in the order and form of `schema`."""
+        flat: list[Any] = []
+        for name, kind in cls.KINDS.items():
+            flat += kind.flatten(name, arguments[name])
+        return flat
+
+    @classmethod
+    def unflatten(cls, flat: Sequence[Any]) -> dict[str, Any]:
+        """The inverse of `flatten`."""
+        ranges = cls.RANGES
+        return {name: kind.unflatten(flat[slice(*ranges[name])]) for name, kind in cls.KINDS.items()}
 
     def arguments(self) -> dict[str, Any]:
         """The arguments by name, as the operation's definition in `reference/` takes them."""
         return {name: getattr(self, name) for name in self.argument_names()}
 
+    def changed(self) -> list[str]:
+        """The optional arguments that are not at their defaults."""
+        return [name for name, default in self.DEFAULTS.items() if not _is(getattr(self, name), default)]
+
+    def written(self) -> tuple[Any, ...]:
+        """The arrays that the operation writes."""
+        values = [getattr(self, name) for name, kind in self.KINDS.items() if kind.written]
+        return tuple(array for value in values for array in (value if isinstance(value, tuple | list) else (value,)))
+
     @classmethod
     def unchecked(cls, **values: Any) -> Self:
-        """A record whose values are known to be lawful, every field given."""
+        """A record whose values are known to be valid, every field given."""
         record = object.__new__(cls)
         for name, value in values.items():
             object.__setattr__(record, name, value)
@@ -143,6 +154,17 @@ class Call:
             elif is_array(value):
                 values[name] = change(value)
         return self.unchecked(**values, device=self.device)
+
+
+def _ranges(kinds: Mapping[str, Kind]) -> Iterator[tuple[str, tuple[int, int]]]:
+    stop = 0
+    for name, kind in kinds.items():
+        first, stop = stop, stop + len(kind.schema(name))
+        yield name, (first, stop)
+
+
+def _is(value: Any, default: Any) -> bool:
+    return value is default or (not is_array(value) and not isinstance(value, tuple | list) and value == default)
 
 
 class GroupedCall(Call):
@@ -171,3 +193,9 @@ class GroupedCall(Call):
     @property
     def scale(self) -> float:
         return self.head_dim**-0.5 if self.sm_scale is None else float(self.sm_scale)
+
+
+def gradients_of(call: Call, forward: type[Call]) -> tuple[Result, ...]:
+    """What a gradient returns: an array like each differentiable argument, an empty one in place of an absent one."""
+    given = [getattr(call, name) for name in forward.DIFFERENTIABLE]
+    return tuple(Result((0,), "float32") if array is None else Result(array.shape, array.dtype) for array in given)

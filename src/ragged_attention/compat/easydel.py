@@ -13,7 +13,7 @@ from ragged_attention import jax as operations
 from ragged_attention.calls import is_array, is_jax_quantized
 from ragged_attention.compat.jax_arguments import as_int32, widened
 from ragged_attention.compat.jax_pallas import DEFAULT_MASK_VALUE, decode
-from ragged_attention.jax.execute import brought
+from ragged_attention.jax._lower import to_jax
 
 __all__ = ["DEFAULT_MASK_VALUE", "paged_attention", "prefill_attention"]
 
@@ -86,15 +86,15 @@ def prefill_attention(
     Returns:
         [chunk_size, num_q_heads * head_dim] of q's dtype; rows at or past `length` are 0.
     """
-    q, length = brought((q, length))
-    k_pages, v_pages = (pages if is_jax_quantized(pages) else brought(pages) for pages in (k_pages, v_pages))
+    q, length = to_jax((q, length))
+    k_pages, v_pages = (pages if is_jax_quantized(pages) else to_jax(pages) for pages in (k_pages, v_pages))
     wide_q, k_pages, v_pages = widened(q, k_pages, v_pages)
     out = operations.prefill_attention(
         wide_q,
         k_pages,
         v_pages,
         as_int32("length", length) if is_array(length) else length,
-        as_int32("page_indices", brought(page_indices)),
+        as_int32("page_indices", to_jax(page_indices)),
         sm_scale=sm_scale,
         backend=backend,
     )

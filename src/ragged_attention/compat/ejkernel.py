@@ -15,7 +15,7 @@ from ragged_attention.calls import dtype_name, expect_count, expect_num_seqs, is
 from ragged_attention.compat.jax_arguments import as_int32, even, expect_number_or_none, known_options, widened
 from ragged_attention.compat.names import say_in
 from ragged_attention.errors import InvalidInput
-from ragged_attention.jax.execute import brought
+from ragged_attention.jax._lower import to_jax
 
 __all__ = ["ragged_page_attention_v2"]
 
@@ -89,10 +89,10 @@ def ragged_page_attention_v2(
     for name, value in tunables.items():
         if value is not None:
             expect_count(name, value, 1)
-    q, kv_pages, softmax_aux = brought((queries, kv_pages, softmax_aux))
+    q, kv_pages, softmax_aux = to_jax((queries, kv_pages, softmax_aux))
     wide_q, kv_pages = widened(q, kv_pages)
     tables = {"context_lens": context_lens, "block_tables": block_tables, "query_start_loc": query_start_loc}
-    kv_lens, page_indices, cu_q_lens = (as_int32(name, brought(table)) for name, table in tables.items())
+    kv_lens, page_indices, cu_q_lens = (as_int32(name, to_jax(table)) for name, table in tables.items())
     try:
         arguments = {
             "q": wide_q,
@@ -115,7 +115,7 @@ def ragged_page_attention_v2(
 
 def _count(num_seqs: Any, kv_lens: Any) -> jax.Array:
     """The number of sequences as an array, so that another number is not another program."""
-    if is_array(num_seqs := brought(num_seqs)):
+    if is_array(num_seqs := to_jax(num_seqs)):
         return as_int32("num_seqs", num_seqs)
     if num_seqs is None:
         raise TypeError("expected num_seqs to be an int or an array, got NoneType")

@@ -23,7 +23,7 @@ from ragged_attention.calls import DecodeSchedule, MlaDecode, dtype_name, is_arr
 from ragged_attention.compat.names import say_in
 from ragged_attention.errors import InvalidInput
 from ragged_attention.torch import make_decode_schedule, mla_decode, sparse_mla_prefill, varlen_attention
-from ragged_attention.torch.launcher import device_facts
+from ragged_attention.torch._launcher import device_facts
 
 __all__ = [
     "flash_attn_varlen_func",

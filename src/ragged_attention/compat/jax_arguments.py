@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from ragged_attention import dispatch, tuning
 from ragged_attention.calls import CALLS, FLOATS, dtype_name, is_array, is_number
 from ragged_attention.errors import BackendMissing, InvalidInput
-from ragged_attention.jax import execute
-from ragged_attention.jax.launcher import device_facts
+from ragged_attention.jax import _lower
+from ragged_attention.jax._launcher import device_facts
 
 
 def as_int32(name: str, value: Any) -> jax.Array:
@@ -61,7 +61,7 @@ def known_options(
     given = {name: value for name, value in tunables.items() if value is not None}
     if not given:
         return None
-    call = CALLS[operation](**arguments, device=device_facts(execute.default_platform()))  # type: ignore[call-arg]
+    call = CALLS[operation](**arguments, device=device_facts(_lower.default_platform()))  # type: ignore[call-arg]
     names = dispatch.candidates(operation, call.device, backend)
     verdicts = dispatch.verdicts(call, names, dispatch.unasked(operation, call.device, backend))
     chosen = next((name for name in names if verdicts[name] is None), names[0])

@@ -34,8 +34,8 @@ from ragged_attention.compat.jax_arguments import as_int32, even, expect_number_
 from ragged_attention.compat.names import say_in
 from ragged_attention.errors import InvalidInput
 from ragged_attention.jax import heads_first
-from ragged_attention.jax.execute import brought
-from ragged_attention.jax.launcher import device_facts
+from ragged_attention.jax._lower import to_jax
+from ragged_attention.jax._launcher import device_facts
 
 __all__ = [
     "DEFAULT_MASK_VALUE",
@@ -96,8 +96,8 @@ def ragged_paged_attention(
     expect_number_or_none("mask_value", mask_value)
     if sm_scale is None:
         raise TypeError("expected sm_scale to be a number, got NoneType")
-    tables = brought((kv_lens, page_indices, cu_q_lens, num_seqs))
-    q, kv_pages = brought((q, kv_pages))
+    tables = to_jax((kv_lens, page_indices, cu_q_lens, num_seqs))
+    q, kv_pages = to_jax((q, kv_pages))
     tunables = {
         "num_kv_pages_per_block": num_kv_pages_per_block,
         "num_queries_per_block": num_queries_per_block,
@@ -308,7 +308,7 @@ def decode(
     """`ragged_attention.jax.paged_attention` of a call by JAX's rules; its tunables are JAX's."""
     expect_number_or_none("mask_value", mask_value)
     arguments = heads_first.FORMS["paged_attention"](**arguments)
-    tunables = {name: brought(value) for name, value in tunables.items()}
+    tunables = {name: to_jax(value) for name, value in tunables.items()}
     q = arguments["q"]
     pages = ("q", "k_pages", "v_pages")
     arguments |= dict(zip(pages, widened(*(arguments[name] for name in pages)), strict=True))

@@ -12,7 +12,7 @@ from ragged_attention.demo.engine import Batch, Limits
 from ragged_attention.demo.model import NORM_EPSILON, STEP_TABLES, Weights, chosen_backends, rope_frequencies
 from ragged_attention.errors import InvalidInput
 from ragged_attention.torch import ragged_paged_attention, write_kv_pages
-from ragged_attention.torch.launcher import device_facts
+from ragged_attention.torch._launcher import device_facts
 
 Tensor = torch.Tensor
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]

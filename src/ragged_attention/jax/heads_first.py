@@ -4,16 +4,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from ragged_attention.calls import JAX_LARGEST, documented, expect_length, is_jax_quantized, taken_align
-from ragged_attention.jax import execute
-from ragged_attention.jax.execute import brought
+from ragged_attention.calls import PagedAttention, PrefillAttention
+from ragged_attention.jax._lower import run
 
 Pages = jax.Array | tuple[jax.Array, jax.Array]
 
 
-@documented
 def paged_attention(
     q: jax.Array,
     k_pages: Pages,
@@ -26,14 +23,33 @@ def paged_attention(
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> jax.Array:
-    arguments = _form(
-        q=q, k_pages=k_pages, v_pages=v_pages, lengths=lengths, page_indices=page_indices, sm_scale=sm_scale,
-        soft_cap=soft_cap,
-    )  # fmt: skip
-    return execute.run("paged_attention", arguments, backend, options)[0]
+    """Decode over a paged cache with heads first: one query per sequence, which sees all of its keys.
+
+    Shapes in letters: S sequences, H query heads, D head size, K KV heads (K divides H), P pages of G positions, M
+    pages a sequence can list.
+
+    Args:
+        q: [S, H, D] float32, float16 or bfloat16. D is a multiple of 8 from 16 to 512.
+        k_pages, v_pages: [K, P, G, D] each, of q's dtype, or float8_e4m3fn, float8_e5m2 or int8; or, quantised, a pair
+            `(weight, scales)` each, of such an 8-bit array and f32 [K, P, G, 1], whose values are weight * scales.
+            jax's `QuantizedTensor`, of which they are weight * scales / 127.5, is taken as well. From torch any
+            strides will do, as long as the last one is 1.
+        lengths: i32 [S], positions of each sequence in the cache.
+        page_indices: i32 [S, M], page p of the row holds positions p * G and on; entries past the last used page are
+            never read as pages.
+        sm_scale: factor on q . k; default `D ** -0.5`.
+        soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, after scaling.
+        backend, options: as in `ragged_paged_attention`.
+
+    Returns:
+        out [S, H, D] of q's dtype; 0 for a sequence without keys, its pages missing included.
+
+    Raises:
+        InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
+    """
+    return run(PagedAttention, locals())[0]
 
 
-@documented
 def prefill_attention(
     q: jax.Array,
     k_pages: Pages,
@@ -44,30 +60,34 @@ def prefill_attention(
     sm_scale: float | None = None,
     soft_cap: float | None = None,
     sliding_window: int | None = None,
+    align: str = "chunk",
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> jax.Array:
-    align, options = taken_align(options)
-    arguments = _form(
-        q=q, k_pages=k_pages, v_pages=v_pages, length=length, page_indices=page_indices, sm_scale=sm_scale,
-        soft_cap=soft_cap, sliding_window=sliding_window, align=align,
-    )  # fmt: skip
-    return execute.run("prefill_attention", arguments, backend, options)[0]
+    """One chunk of one sequence's queries over its pages, heads first, causally.
 
+    Shapes in letters: T rows of the chunk, H query heads, D head size, K KV heads (K divides H), P pages of G
+    positions, M pages that the sequence can list.
 
-def _form(**arguments: Any) -> dict[str, Any]:
-    """The record's arguments: quantised pages as pairs, and a length that is a number as an array."""
-    for name in ("k_pages", "v_pages"):
-        arguments[name] = _pages(arguments.get(name))
-    if expect_length(arguments.get("length")):
-        arguments["length"] = jnp.full(1, arguments["length"], jnp.int32)
-    return {name: brought(value) for name, value in arguments.items()}
+    Args:
+        q: [T, H, D] float32, float16 or bfloat16. D is a multiple of 8 from 16 to 512.
+        k_pages, v_pages: as in `paged_attention`.
+        length: positions of the sequence in the cache, those of this chunk included: an int, or an i32 array of one.
+        page_indices: i32 [M], page p of it holds positions p * G and on; entries past the last used page are never
+            read as pages.
+        sm_scale: factor on q . k; default `D ** -0.5`.
+        soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, after scaling and before masking.
+        sliding_window: a row sees only positions > its own - sliding_window (1 is itself alone).
+        align: where the chunk's rows stand. With "chunk" chunks follow each other from position 0 on, and this is the
+            one that holds position `length - 1`: row r stands at `(length - 1) // T * T + r`. With "end" the chunk is
+            the last T positions: row r stands at `length - T + r`.
+        backend, options: as in `ragged_paged_attention`.
 
+    Returns:
+        out [T, H, D] of q's dtype; 0 for a row that stands before position 0 or from `length` on, and for one
+        that sees no key, its pages being missing.
 
-def _pages(pages: Any) -> Any:
-    if is_jax_quantized(pages):
-        return pages.weight, jnp.asarray(pages.scales, jnp.float32) / JAX_LARGEST
-    return tuple(pages) if isinstance(pages, list) else pages
-
-
-FORMS = {"paged_attention": _form, "prefill_attention": _form}
+    Raises:
+        InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
+    """
+    return run(PrefillAttention, locals())[0]

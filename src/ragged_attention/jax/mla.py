@@ -1,25 +1,29 @@
-"""Multi-head latent attention, its schedule and its caches, on jax arrays."""
+"""Multi-head latent attention on jax arrays: the attentions, the schedule of a decode step, the quantised cache."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from ragged_attention.calls import DecodeSchedule, documented, expect_count, is_array, schedule_arrays
-from ragged_attention.calls.base import expect_array
-from ragged_attention.errors import InvalidInput
-from ragged_attention.jax import execute
-from ragged_attention.jax.execute import brought
-from ragged_attention.jax.launcher import device_facts
+from ragged_attention.calls import (
+    DecodeSchedule,
+    DequantizeMlaCache,
+    MakeDecodeSchedule,
+    MlaDecode,
+    PageIndicesToSlots,
+    QuantizeMlaCache,
+    SparseMlaPrefill,
+    SparseMlaPrefillBackward,
+    WriteMlaCache,
+)
+from ragged_attention.calls.mla_schedule import schedule_for
+from ragged_attention.jax._lower import prepare, run, run_prepared
 
 jax.tree_util.register_dataclass(
     DecodeSchedule, data_fields=["parts", "num_splits", "lens", "extra_lens"], meta_fields=["made_for"]
 )
 
 
-@documented
 def sparse_mla_prefill(
     q: jax.Array,
     kv: jax.Array,
@@ -34,17 +38,53 @@ def sparse_mla_prefill(
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    arguments = _form(
-        q=q, kv=kv, indices=indices, sm_scale=sm_scale, d_v=d_v, sinks=sinks, topk_lens=topk_lens,
-        cache_format=cache_format, deterministic=deterministic,
-    )  # fmt: skip
-    out, max_logits, lse = execute.run_differentiable(
-        "sparse_mla_prefill", arguments, backend, options, of=("q", "kv", "sinks")
-    )
+    """Attention of each query token over its own list of latent rows: DeepSeek sparse attention, prefill.
+
+    Shapes in letters: T query tokens, H query heads, K KV heads (K divides H; 1 in every published model), N selected
+    keys, P pages of G positions.
+
+    Args:
+        q: [T, H, d_qk] bfloat16, float16 or float32, on the portable backends also float64 (for checking gradients);
+            d_qk a multiple of 16 up to 1024.
+        kv: the latent rows, [s_kv, K, d_qk] of q's dtype, packed; or a paged cache [P, G, K, d_qk], or a quantised
+            one [P, G, 1, bytes], as `mla_decode` takes them. A row is the key; its first `d_v` columns are the value.
+        indices: i32 [T, K, N], rows of `kv`, or slots `page * G + offset` of a paged cache. Their order is free. One
+            outside [0, s_kv) (or [0, P * G)), such as -1, selects nothing wherever it stands and is never read as a
+            row; one that is listed twice counts twice.
+        sm_scale: factor on q . k; default `d_qk ** -0.5`.
+        d_v: columns of the value, a multiple of 16 up to d_qk.
+        sinks: f32 [H] (f64 beside float64 queries), one logit per head that joins the softmax's denominator only.
+        topk_lens: i32 [T]; entries of `indices` from there on are ignored. Clamped to [0, N].
+        cache_format: `plain`, `fp8_v32` or `fp8_v4`; default by `kv`'s dtype and last dimension.
+        deterministic: the gradient has the same bits in every run: contributions to a row are added in the order of
+            the queries that select it, by way of an index, where otherwise GPUs add them as they come.
+        backend: this call's backend, a name or an ordered list of them; see `ragged_attention.config`. The gradient
+            runs on it too if it offers `sparse_mla_prefill_backward`.
+        options: this call's tunables, fields of the chosen backend's `Tile`; those of the gradient are the
+            configuration's for `sparse_mla_prefill_backward`.
+
+    Returns:
+        out [T, H, d_v] of q's dtype; max_logits [T, H] float32, the largest scaled logit; lse [T, H] float32, the
+        natural log-sum-exp of the logits (both float64 of float64 queries). Sinks multiply out by
+        `sigmoid(lse - sink)` and change neither of the others. A query that selects nothing gets out 0, max_logits
+        -inf and lse -inf. Rows that are not selected may hold NaN. Softmax and sums are in float32; a quantised value
+        is its fp8 value times its scale.
+
+        Differentiable with respect to q, a plain kv and sinks, through out and through lse (max_logits counts as a
+        constant), by reverse mode, once. Rows that are not selected get a gradient of 0.
+
+    Raises:
+        InvalidInput: (a ValueError) shapes, dtypes or options that contradict the above.
+        TypeError: a value of a wrong kind.
+        Unsupported: no backend asked for takes the call; the message has each one's reason.
+
+    The operation is FlashMLA's `flash_mla_sparse_fwd` (DeepSeek-V3.2), made general; `compat.flash_mla` has its own
+    conventions (base-2 logits).
+    """
+    out, max_logits, lse = run(SparseMlaPrefill, locals())
     return out, max_logits, lse
 
 
-@documented
 def sparse_mla_prefill_backward(
     d_out: jax.Array,
     q: jax.Array,
@@ -62,15 +102,31 @@ def sparse_mla_prefill_backward(
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    arguments = _form(
-        d_out=d_out, q=q, kv=kv, indices=indices, out=out, lse=lse, d_lse=d_lse, sm_scale=sm_scale, d_v=d_v,
-        sinks=sinks, topk_lens=topk_lens, deterministic=deterministic,
-    )  # fmt: skip
-    dq, dkv, *d_sinks = execute.run_gradient("sparse_mla_prefill_backward", arguments, backend, options)
-    return dq, dkv, d_sinks[0] if d_sinks else None
+    """The gradient of `sparse_mla_prefill`: what automatic differentiation of it calls, and kernels are swapped by.
+
+    Letters as in `sparse_mla_prefill`.
+
+    Args:
+        d_out: [T, H, d_v] of q's dtype, the gradient of a scalar with respect to `out`.
+        kv: [s_kv, K, d_qk] or pages [P, G, K, d_qk], of q's dtype; a quantised cache has no gradient.
+        q, indices, sm_scale, d_v, sinks, topk_lens, deterministic: as `sparse_mla_prefill` was given them.
+        out, lse: what `sparse_mla_prefill` returned: [T, H, d_v] of q's dtype, [T, H] float32.
+        d_lse: [T, H] like `lse`, the gradient with respect to it; None is 0. Where `lse` is -inf it is ignored.
+        backend, options: as everywhere; see `sparse_mla_prefill`.
+
+    Returns:
+        dq and dkv of the shapes and dtypes of q and kv, and d_sinks like `sinks`, None without sinks. The formulas are
+        those of `varlen_attention_backward`; a row's gradient as key and, in its first `d_v` columns, as value are
+        added, over all entries of all lists that name it, each as often as it is listed. A row that no list names gets
+        0, even if it holds NaN. Sums are in float32.
+
+    Raises:
+        InvalidInput, TypeError, Unsupported: as `sparse_mla_prefill`.
+    """
+    dq, dkv, d_sinks = run(SparseMlaPrefillBackward, locals())
+    return dq, dkv, None if sinks is None else d_sinks
 
 
-@documented
 def mla_decode(
     q: jax.Array,
     kv_cache: jax.Array,
@@ -91,23 +147,62 @@ def mla_decode(
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    arguments = _decode_form(
-        q=q, kv_cache=kv_cache, page_indices=page_indices, kv_lens=kv_lens, indices=indices, d_v=d_v,
-        sm_scale=sm_scale, causal=causal, sinks=sinks, topk_lens=topk_lens, extra_kv_cache=extra_kv_cache,
-        extra_indices=extra_indices, extra_topk_lens=extra_topk_lens, schedule=schedule, cache_format=cache_format,
-    )  # fmt: skip
-    out, lse = execute.run("mla_decode", arguments, backend, options)
+    """Attention of a few query tokens per sequence over a paged latent cache: over all of it, or over a top-k list.
+
+    Shapes in letters: S sequences, Q query tokens of each, H query heads, K KV heads (K divides H), P pages of G
+    positions, M pages that a sequence can list, N selected keys.
+
+    Args:
+        q: [S, Q, H, d_qk] bfloat16, float16 or float32; d_qk a multiple of 16 up to 1024.
+        kv_cache: the latents. Plain: [P, G, K, d_qk] of q's dtype. Quantised: bytes (uint8, int8 or float8_e4m3fn)
+            [P, G, 1, 656] in the format `fp8_v32` (d_qk 576), or [P, G, 1, 584] in `fp8_v4` (d_qk 512); see
+            `quantize_mla_cache`. Any G. From torch pages may lie apart. The first `d_v` columns are the value.
+        page_indices: i32 [S, M], page p of a row holds positions p * G and on; entries past the last used page are
+            never read as pages, one outside [0, P) makes its positions invisible. Only for dense calls.
+        kv_lens: i32 [S], positions of each sequence in the cache. Only for dense calls, which are those without
+            `indices`; calls with them ignore both.
+        indices: i32 [S, Q, N], makes the call sparse (K must be 1): slots `page * G + offset` of the cache for each
+            query token. Order is free; one outside [0, P * G), such as -1, selects nothing wherever it stands; one
+            listed twice counts twice.
+        d_v: columns of the value, a multiple of 16 up to d_qk.
+        sm_scale: factor on q . k; default `d_qk ** -0.5`.
+        causal: dense only. Aligned at the end: query j of a sequence sees positions < kv_len - (Q - 1 - j).
+        sinks: f32 [H], one logit per head that joins the softmax's denominator only.
+        topk_lens: i32 [S] or [S, Q]; entries of `indices` from there on are ignored. Clamped to [0, N].
+        extra_kv_cache, extra_indices, extra_topk_lens: a second cache, of the same format and its own number and
+            size of pages, with its own lists i32 [S, Q, N'] and lengths: each query attends to both selections.
+        schedule: from `make_decode_schedule`, how to divide the work. The result is the same without, up to
+            rounding: then the keys of a sequence are divided among programs by shapes alone.
+        cache_format: `plain`, `fp8_v32` or `fp8_v4`; default by the dtype and last dimension of `kv_cache`.
+        backend, options: as in `sparse_mla_prefill`. With the kernels of `triton` and `cuda`
+            `options={"num_splits": 1}`, and no schedule, gives bits that depend on nothing but the sequence itself.
+
+    Returns:
+        out [S, Q, H, d_v] of q's dtype, and lse [S, H, Q] float32, the natural log-sum-exp of the scaled logits;
+        sinks multiply out by `sigmoid(lse - sink)` and leave lse as it is. A query that sees no key gets out 0 and
+        lse -inf. No index value makes a kernel read outside the arrays: lengths are clamped to what the arrays can
+        hold. What no query sees may be NaN.
+
+    Raises:
+        InvalidInput: (a ValueError) shapes, dtypes or options that contradict the above; values of the index arrays,
+            and a schedule made for other lengths, only under `validate="full"`.
+        TypeError, Unsupported: as `sparse_mla_prefill`.
+
+    The operation is FlashMLA's `flash_mla_with_kvcache` made general (any heads, pages, formats, top-k);
+    `compat.flash_mla` has its own conventions (lse +inf for a query that sees no key).
+    """
+    out, lse = run(MlaDecode, locals())
     return out, lse
 
 
-@documented
 def make_decode_schedule(
-    kv_lens: jax.Array | int,
+    kv_lens: jax.Array | None,
     batch_size: int,
     num_q_tokens: int,
     num_q_heads: int,
     num_kv_heads: int = 1,
     *,
+    topk: int | None = None,
     topk_lens: jax.Array | None = None,
     extra_topk: int | None = None,
     extra_topk_lens: jax.Array | None = None,
@@ -116,18 +211,38 @@ def make_decode_schedule(
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> DecodeSchedule:
-    arguments = _schedule_form(
-        kv_lens, batch_size, num_q_tokens, num_q_heads, num_kv_heads, topk_lens=topk_lens, extra_topk=extra_topk,
-        extra_topk_lens=extra_topk_lens, num_parts=num_parts, overhead=overhead,
-    )  # fmt: skip
-    parts, num_splits = execute.run("make_decode_schedule", arguments, backend, options)
-    topk = kv_lens if arguments["sparse"] else 0
-    made_for = tuple(map(brought, (batch_size, num_q_tokens, num_q_heads, num_kv_heads, topk, extra_topk or 0)))
-    lens, extra_lens = arguments["lens"], arguments["extra_lens"]
-    return DecodeSchedule(parts=parts, num_splits=num_splits, lens=lens, extra_lens=extra_lens, made_for=made_for)
+    """Divide the work of one decode step among programs, once for all layers; the result goes to `mla_decode`.
+
+    The sequences' keys, in blocks of 64, are laid end to end and cut into `num_parts` ranges of about equal cost; a
+    sequence that straddles a cut is computed in several splits. Runs on the device, reads nothing back, and has
+    shapes that depend on the batch size only, so it can be captured in a CUDA graph.
+
+    Args:
+        kv_lens: i32 [S], the lengths of a dense call; None for a sparse one.
+        batch_size: S.
+        num_q_tokens: query tokens of each sequence.
+        num_q_heads, num_kv_heads: heads.
+        topk: entries in each list of a sparse call; None for a dense one.
+        topk_lens: i32 [S] or [S, Q], as in `mla_decode`; only with `topk`.
+        extra_topk, extra_topk_lens: the same of the second cache.
+        num_parts: how many ranges; default what fills the device with blocks of 64 rows.
+        device: torch only, and only used with `topk` and no `topk_lens`: where the schedule is made.
+        overhead: the cost of beginning a sequence, in blocks.
+        backend, options: as in `mla_decode`.
+
+    Returns:
+        a `DecodeSchedule`.
+
+    Raises:
+        InvalidInput, TypeError, Unsupported: as `mla_decode`.
+
+    The algorithm and the order of the fields of `parts` are those of FlashMLA's `get_mla_metadata` of September 2025.
+    """
+    arguments = locals()
+    prepared = prepare(MakeDecodeSchedule, arguments)
+    return schedule_for(arguments, prepared, run_prepared(MakeDecodeSchedule, prepared, backend, options))
 
 
-@documented
 def quantize_mla_cache(
     kv: jax.Array,
     format: str,
@@ -136,11 +251,26 @@ def quantize_mla_cache(
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> jax.Array:
-    arguments = _form(kv=kv, format=format, power_of_two_scales=power_of_two_scales)
-    return execute.run("quantize_mla_cache", arguments, backend, options)[0]
+    """Quantise a latent cache: e4m3 values with one scale per group of columns, the rotary columns in bfloat16.
+
+    Args:
+        kv: [P, G, 1, d_qk] bfloat16, float16 or float32; d_qk is 576 for `fp8_v32` and 512 for `fp8_v4`.
+        format: `fp8_v32` (656 bytes per token) or `fp8_v4` (584 bytes); `CacheFormat` describes the bytes.
+        power_of_two_scales: round scales up to a power of two; `fp8_v4` can store no others.
+        backend, options: as in `mla_decode`.
+
+    Returns:
+        uint8 [P, G, 1, bytes]. The scale of a group is its largest magnitude over 448, in float32, at least 1e-4;
+        what is stored is the value over the scale, in float32, to the nearest e4m3 with ties to even. Every backend
+        makes the same bytes. NaN becomes 0x7F. A group that holds NaN or an infinity has scale NaN or infinity
+        (`fp8_v4`: 0xFF, NaN).
+
+    Raises:
+        InvalidInput, TypeError, Unsupported: as `mla_decode`.
+    """
+    return run(QuantizeMlaCache, locals())[0]
 
 
-@documented
 def dequantize_mla_cache(
     cache: jax.Array,
     format: str | None = None,
@@ -149,11 +279,23 @@ def dequantize_mla_cache(
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> jax.Array:
-    arguments = _dequantize_form(cache=cache, format=format, dtype=dtype)
-    return execute.run("dequantize_mla_cache", arguments, backend, options)[0]
+    """The rows that a quantised latent cache holds.
+
+    Args:
+        cache: bytes (uint8, int8 or float8_e4m3fn) [P, G, 1, 656 or 584].
+        format: `fp8_v32` or `fp8_v4`; default by the last dimension.
+        dtype: of the result, "bfloat16", "float16" or "float32", or the framework's own dtype of that name.
+        backend, options: as in `mla_decode`.
+
+    Returns:
+        [P, G, 1, d_qk] of `dtype`: fp8 value times scale in float32, then rounded once.
+
+    Raises:
+        InvalidInput, TypeError, Unsupported: as `mla_decode`.
+    """
+    return run(DequantizeMlaCache, locals())[0]
 
 
-@documented
 def write_mla_cache(
     kv: jax.Array,
     cache: jax.Array,
@@ -164,14 +306,29 @@ def write_mla_cache(
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> jax.Array:
-    arguments = _write_form(
-        kv=kv, cache=cache, slot_mapping=slot_mapping, power_of_two_scales=power_of_two_scales,
-        cache_format=cache_format,
-    )  # fmt: skip
-    return execute.run("write_mla_cache", arguments, backend, options)[0]
+    """Write this step's latent rows into a paged cache, quantising where it is quantised.
+
+    Args:
+        kv: [T, K, d_qk], or [T, d_qk] for one KV head; float32, float16 or bfloat16.
+        cache: as `mla_decode` takes it, plain (of kv's dtype) or quantised.
+        slot_mapping: i32 or i64 [T], the slot `page * G + offset` of each token; -1, and anything else outside
+            [0, P * G), is skipped.
+        power_of_two_scales: as in `quantize_mla_cache`.
+        cache_format: as in `mla_decode`.
+        backend, options: as in `mla_decode`.
+
+    Returns:
+        The cache. In torch it is written in place and is the tensor given; in jax it is a new array, in the memory of
+        the given one if that is donated. Nothing but the tokens' slots is touched. Of two tokens for one slot either
+        may remain.
+
+    Raises:
+        InvalidInput, TypeError, Unsupported: as `mla_decode`; slots out of range, but for -1, only under
+            `validate="full"`.
+    """
+    return run(WriteMlaCache, locals())[0]
 
 
-@documented
 def page_indices_to_slots(
     positions: jax.Array,
     page_indices: jax.Array,
@@ -180,96 +337,19 @@ def page_indices_to_slots(
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> jax.Array:
-    arguments = _form(positions=positions, page_indices=page_indices, page_size=page_size)
-    return execute.run("page_indices_to_slots", arguments, backend, options)[0]
+    """Token positions of sequences as slots of the cache: what an indexer selects as what sparse attention takes.
 
+    Args:
+        positions: i32 [S, ...], positions in each sequence, such as the [S, Q, N] of a top-k indexer; -1 is none.
+        page_indices: i32 [S, M], the page table.
+        page_size: G.
+        backend, options: as in `mla_decode`.
 
-def _form(**arguments: Any) -> dict[str, Any]:
-    return {name: brought(value) for name, value in arguments.items()}
+    Returns:
+        i32 of the shape of `positions`: `page_indices[s, position // G] * G + position % G`; -1 for a position outside
+        [0, M * G), for a negative page index, and for a slot beyond int32.
 
-
-def _decode_form(
-    *, q: Any, kv_cache: Any, indices: Any = None, extra_indices: Any = None, schedule: Any = None, **others: Any
-) -> dict[str, Any]:
-    schedule = schedule_arrays(schedule, q, kv_cache, indices, extra_indices)
-    return _form(
-        q=q, kv_cache=kv_cache, indices=indices, extra_indices=extra_indices, schedule=schedule, **others
-    )  # fmt: skip
-
-
-def _dequantize_form(*, cache: Any, format: Any = None, dtype: Any = "bfloat16") -> dict[str, Any]:
-    return _form(cache=cache, format=format, dtype=dtype if isinstance(dtype, str) else jnp.dtype(dtype).name)
-
-
-def _write_form(*, kv: Any, **others: Any) -> dict[str, Any]:
-    kv = brought(kv)
-    if is_array(kv) and len(kv.shape) == 2:
-        kv = kv[:, None]
-    return _form(kv=kv, **others)
-
-
-def _schedule_form(
-    kv_lens: Any, batch_size: Any, num_q_tokens: Any, num_q_heads: Any, num_kv_heads: Any = 1, *,
-    topk_lens: Any = None, extra_topk: Any = None, extra_topk_lens: Any = None, num_parts: Any = None,
-    overhead: Any = 5,
-) -> dict[str, Any]:  # fmt: skip
-    """The lengths as the record takes them, from those of a dense call or from a sparse one's top-k."""
-    heads = _form(num_q_tokens=num_q_tokens, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads)
-    for name, value in {"batch_size": brought(batch_size), **heads}.items():
-        expect_count(name, value, 0 if name == "batch_size" else 1)
-    if num_q_heads % num_kv_heads:
-        raise InvalidInput(f"expected num_q_heads to be a multiple of {num_kv_heads=}, got {num_q_heads}")
-    lists = _form(topk_lens=topk_lens, extra_topk=extra_topk, extra_topk_lens=extra_topk_lens)
-    shape = batch_size, num_q_tokens
-    if sparse := not is_array(kv_lens) or isinstance(kv_lens, np.generic):
-        lens, extra_lens = _sparse_lens(brought(kv_lens), num_kv_heads, shape, **lists)
-        programs = num_q_tokens * -(-num_q_heads // 64)
-    else:
-        lens, extra_lens = brought(kv_lens), None
-        programs = num_kv_heads * -(-num_q_tokens * (num_q_heads // num_kv_heads) // 64)
-        for name, value in lists.items():
-            if value is not None:
-                raise InvalidInput(f"expected {name} only with a top-k in place of kv_lens, got it with kv_lens")
-        if lens.shape != (batch_size,):
-            raise InvalidInput(f"expected kv_lens.shape to be [S] = [{batch_size}], got {list(lens.shape)}")
-    if num_parts is None:
-        num_parts = max(device_facts(execute.default_platform()).num_multiprocessors // programs, 1)
-    return _form(lens=lens, extra_lens=extra_lens, sparse=sparse, num_parts=num_parts, overhead=overhead)
-
-
-def _sparse_lens(
-    topk: Any, num_kv_heads: int, shape: tuple[int, int], topk_lens: Any, extra_topk: Any, extra_topk_lens: Any
-) -> tuple[jax.Array, jax.Array | None]:
-    if not isinstance(topk, int) or isinstance(topk, bool):
-        raise TypeError(f"expected kv_lens to be an array or an int, a top-k, got {type(topk).__name__}")
-    if num_kv_heads != 1:
-        raise InvalidInput(f"expected num_kv_heads = 1 with a top-k in place of kv_lens, got {num_kv_heads}")
-    if extra_topk is None and extra_topk_lens is not None:
-        raise InvalidInput("expected extra_topk_lens only together with extra_topk, got it without")
-    lens = _list_lens("kv_lens", topk, "topk_lens", topk_lens, shape)
-    if extra_topk is None:
-        return lens, None
-    return lens, _list_lens("extra_topk", extra_topk, "extra_topk_lens", extra_topk_lens, shape)
-
-
-def _list_lens(name: str, most: Any, lens_name: str, lens: Any, shape: tuple[int, int]) -> jax.Array:
-    """For each sequence the length of its longest list, held within what a list can hold."""
-    expect_count(name, most, 1)
-    if lens is None:
-        return jnp.full(shape[:1], most, jnp.int32)
-    rank = len(lens.shape) if is_array(lens) else 1
-    expect_array(lens_name, lens, "S Q" if rank == 2 else "S", ("int32",), dict(zip("SQ", shape, strict=True)))
-    held = jnp.clip(lens, 0, most)
-    return held.max(axis=1) if rank == 2 else held
-
-
-FORMS = {
-    "sparse_mla_prefill": _form,
-    "sparse_mla_prefill_backward": _form,
-    "mla_decode": _decode_form,
-    "make_decode_schedule": _schedule_form,
-    "quantize_mla_cache": _form,
-    "dequantize_mla_cache": _dequantize_form,
-    "write_mla_cache": _write_form,
-    "page_indices_to_slots": _form,
-}
+    Raises:
+        InvalidInput, TypeError, Unsupported: as `mla_decode`.
+    """
+    return run(PageIndicesToSlots, locals())[0]

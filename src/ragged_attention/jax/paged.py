@@ -1,21 +1,85 @@
-"""Attention over a paged cache of keys and values, writing it, and merging partial results, on jax arrays."""
+"""Attention over a paged KV cache, writing it, and merging partial results, on jax arrays."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
-import jax.numpy as jnp
 
-from ragged_attention import config
-from ragged_attention.calls import CALLS, documented, expect_num_seqs, is_array
-from ragged_attention.jax import execute
-from ragged_attention.jax.execute import brought
+from ragged_attention.calls import MergeAttentionStates, RaggedPagedAttention, WriteKvPages
+from ragged_attention.jax._lower import run
+
+Pages = jax.Array | tuple[jax.Array, jax.Array]
 
 
-@documented
+class AttentionKeywords(TypedDict, total=False):
+    """The keyword arguments of `ragged_paged_attention` that its results' number does not depend on."""
+
+    sm_scale: float | None
+    causal: bool
+    sliding_window: int | None
+    soft_cap: float | None
+    sinks: jax.Array | None
+    k_scale: float | jax.Array | None
+    v_scale: float | jax.Array | None
+    backend: str | Sequence[str] | None
+    options: Mapping[str, Any] | None
+
+
+@overload
 def ragged_paged_attention(
     q: jax.Array,
-    kv_pages: jax.Array | tuple[jax.Array, jax.Array],
+    kv_pages: Pages,
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: int | jax.Array | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    new_kv: None = None,
+    **keywords: Unpack[AttentionKeywords],
+) -> jax.Array: ...
+@overload
+def ragged_paged_attention(
+    q: jax.Array,
+    kv_pages: Pages,
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: int | jax.Array | None = None,
+    *,
+    return_lse: Literal[True],
+    new_kv: None = None,
+    **keywords: Unpack[AttentionKeywords],
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def ragged_paged_attention(
+    q: jax.Array,
+    kv_pages: Pages,
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: int | jax.Array | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    new_kv: tuple[jax.Array, jax.Array],
+    **keywords: Unpack[AttentionKeywords],
+) -> tuple[jax.Array, Pages]: ...
+@overload
+def ragged_paged_attention(
+    q: jax.Array,
+    kv_pages: Pages,
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: int | jax.Array | None = None,
+    *,
+    return_lse: Literal[True],
+    new_kv: tuple[jax.Array, jax.Array],
+    **keywords: Unpack[AttentionKeywords],
+) -> tuple[jax.Array, jax.Array, Pages]: ...
+def ragged_paged_attention(
+    q: jax.Array,
+    kv_pages: Pages,
     kv_lens: jax.Array,
     page_indices: jax.Array,
     cu_q_lens: jax.Array,
@@ -32,27 +96,67 @@ def ragged_paged_attention(
     new_kv: tuple[jax.Array, jax.Array] | None = None,
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
-) -> Any:
-    arguments = _attention_form(
-        q=q, kv_pages=kv_pages, kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens, num_seqs=num_seqs,
-        sm_scale=sm_scale, causal=causal, sliding_window=sliding_window, soft_cap=soft_cap, sinks=sinks,
-        k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, new_kv=new_kv,
-    )  # fmt: skip
-    if new_kv is not None and not _is_fused(options):
-        return _write_and_attend(arguments, backend, options)
-    results = execute.run("ragged_paged_attention", arguments, backend, options)
-    parts = 1 + bool(return_lse)
-    if new_kv is not None:
-        pages = tuple(results[parts:]) if isinstance(kv_pages, tuple | list) else results[parts]
-        return *results[:parts], pages
-    return (results[0], results[1]) if return_lse else results[0]
+) -> jax.Array | tuple[Pages, ...]:
+    """Attention of ragged queries over a paged KV cache: prefill, chunked prefill, decode and any mix of them.
+
+    Shapes in letters: T query tokens, H query heads, D head size, P pages of G positions, K KV heads (K divides H),
+    S sequences, M pages that a sequence can list.
+
+    Args:
+        q: [T, H, D] float32, float16 or bfloat16; the queries of all sequences, one after another. Rows from
+            `cu_q_lens[num_seqs]` on are padding. D is a multiple of 8 from 16 to 512.
+        kv_pages: the cache, [P, G, 2K, D] with K of head h at 2h and V at 2h + 1, or a pair `(k_pages, v_pages)` of
+            [P, G, K, D] and [P, G, K, D_v]. Its dtype is that of `q`, or float8_e4m3fn, float8_e5m2 or int8. From
+            torch any strides will do, the last one being 1. Sequences may share pages.
+        kv_lens: i32 [S], positions of each sequence in the cache, those of this step included.
+        page_indices: i32 [S, M], page p of the row holds positions p * G and on; entries past the last used page are
+            never read as pages.
+        cu_q_lens: i32 [S + 1], prefix sums of the query lengths; entries past `num_seqs` are never read.
+        num_seqs: how many sequences are live, an int or an i32 array of one (which stays on its device); None is S.
+        sm_scale: factor on q . k; default `D ** -0.5`.
+        causal: query i of a sequence stands at position `kv_len - q_len + i` and sees positions up to its own;
+            otherwise it sees all of `kv_len`.
+        sliding_window: it sees only positions > its own - sliding_window (1 is itself alone). With `causal=False`
+            this bounds the left side only.
+        soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, after scaling and before masking.
+        sinks: f32 [H], one logit per head that joins the softmax's denominator only.
+        k_scale, v_scale: a cached value times its scale is the true one: a float, or an array of [] or [K].
+        return_lse: also return the log-sum-exp.
+        new_kv: this step's keys and values, a pair of [T, K, D] and [T, K, D_v] of q's dtype, one per query. They
+            are written into the pages before anything is attended, as `write_kv_pages` does by `page_indices`,
+            `kv_lens` and `cu_q_lens`. A backend may do both at once.
+        backend: this call's backend, a name or an ordered list of them; see `ragged_attention.config`.
+        options: this call's tunables, fields of the chosen backend's `Tile`.
+
+    Returns:
+        out [T, H, D_v] of q's dtype; with `return_lse` also lse [T, H] float32, the natural log-sum-exp of the
+        visible logits, sinks not counted. A query that sees no key, and a padding row, gets out 0 and lse -inf.
+        With `new_kv` last of all the pages: in torch those given, written in place, in jax new ones, as from
+        `write_kv_pages`.
+        No index value makes a kernel read outside the arrays: lengths are clamped to what the arrays can hold,
+        and a page index outside [0, P) makes its positions invisible. Softmax and sums are in float32.
+
+    Raises:
+        InvalidInput: (a ValueError) shapes, dtypes or options that contradict the above; values of the index arrays
+            are checked only under `validate="full"`.
+        TypeError: a value of a wrong kind.
+        Unsupported: no backend asked for takes the call; the message has each one's reason.
+
+    The operation is JAX's `ragged_paged_attention` joined with ejKernel's version of it (sinks); online softmax after
+    Milakov and Gimelshein (2018) and FlashAttention, splits of the keys after Flash-Decoding.
+    """
+    results = run(RaggedPagedAttention, locals())
+    if new_kv is None:
+        return (results[0], results[1]) if return_lse else results[0]
+    last = 2 if isinstance(kv_pages, tuple | list) else 1
+    pages = tuple(results[-2:]) if last == 2 else results[-1]
+    return *results[:-last], pages
 
 
-@documented
 def write_kv_pages(
     k: jax.Array,
     v: jax.Array,
-    kv_pages: jax.Array | tuple[jax.Array, jax.Array],
+    kv_pages: Pages,
     slot_mapping: jax.Array | tuple[jax.Array, jax.Array, jax.Array] | None = None,
     *,
     page_indices: jax.Array | None = None,
@@ -63,16 +167,34 @@ def write_kv_pages(
     v_scale: float | jax.Array | None = None,
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
-    arguments = _write_form(
-        k=k, v=v, kv_pages=kv_pages, slot_mapping=slot_mapping, page_indices=page_indices, kv_lens=kv_lens,
-        cu_q_lens=cu_q_lens, num_seqs=num_seqs, k_scale=k_scale, v_scale=v_scale,
-    )  # fmt: skip
-    pages = execute.run("write_kv_pages", arguments, backend, options)
+) -> Pages:
+    """Write this step's K and V into the pages of the cache, quantising where the pages are 8-bit.
+
+    Letters as in `ragged_paged_attention`.
+
+    Args:
+        k, v: [T, K, D] and [T, K, D_v], float32, float16 or bfloat16.
+        kv_pages: combined pages or a pair, as `ragged_paged_attention` takes them.
+        slot_mapping: i32 or i64 [T], the slot `page * G + offset` of each token; -1, and anything else outside
+            [0, P * G), is skipped. A tuple `(page_indices, kv_lens, cu_q_lens)` is taken as those three.
+        page_indices, kv_lens, cu_q_lens, num_seqs: the tables of the attention call instead of slots: token i of a
+            sequence goes to position `kv_len - q_len + i`. A page index outside [0, P) is skipped.
+        k_scale, v_scale: what is stored is `k / k_scale`, in float32, rounded to nearest even and saturating at the
+            format's largest finite value; a float, or an array of [] or [K].
+        backend, options: as in `ragged_paged_attention`.
+
+    Returns:
+        The pages. In torch they are written in place and are the tensors given; in jax they are new arrays, whose
+        memory is that of the given ones if those are donated. Nothing but the tokens' slots is touched. Of two
+        tokens for one slot either may remain.
+
+    Raises:
+        InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
+    """
+    pages = run(WriteKvPages, locals())
     return (pages[0], pages[1]) if isinstance(kv_pages, tuple | list) else pages[0]
 
 
-@documented
 def merge_attention_states(
     outs: jax.Array | Sequence[jax.Array],
     lses: jax.Array | Sequence[jax.Array],
@@ -80,62 +202,20 @@ def merge_attention_states(
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    out, lse = execute.run("merge_attention_states", _merge_form(outs=outs, lses=lses), backend, options)
+    """Merge partial attention results over disjoint ranges of keys: split KV, shared prefixes, context parallel.
+
+    Args:
+        outs: [N, T, H, D_v] float32, float16 or bfloat16, or a sequence of N arrays [T, H, D_v].
+        lses: f32 [N, T, H], natural log-sum-exps as `ragged_paged_attention` returns them, or a sequence.
+        backend, options: as in `ragged_paged_attention`.
+
+    Returns:
+        out [T, H, D_v] of the dtype of `outs`, and lse [T, H] float32. A part whose lse is -inf weighs nothing,
+        whatever its out holds; where all are -inf, out is 0 and lse -inf. Sinks are for the merged result:
+        multiply out by `sigmoid(lse - sink)`.
+
+    Raises:
+        InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
+    """
+    out, lse = run(MergeAttentionStates, locals())
     return out, lse
-
-
-def _is_fused(options: Any) -> bool:
-    """Whether the room is to write the new keys and values itself."""
-    return bool(config.requested_options("ragged_paged_attention", options).get("fused_update"))
-
-
-def _write_and_attend(arguments: dict[str, Any], backend: Any, options: Any) -> Any:
-    """Two operations in the place of one, for the backends that have not the one."""
-    CALLS["ragged_paged_attention"](**arguments)  # type: ignore[call-arg]  # so that errors name `new_kv`
-    names = ("page_indices", "kv_lens", "cu_q_lens", "num_seqs", "k_scale", "v_scale")
-    shared = {name: arguments[name] for name in names}
-    k, v = arguments["new_kv"]
-    given = arguments["kv_pages"]
-    pages: Any = execute.run("write_kv_pages", {"k": k, "v": v, "kv_pages": given, **shared}, backend, None)
-    pages = tuple(pages) if isinstance(given, tuple | list) else pages[0]
-    arguments = arguments | {"kv_pages": pages, "new_kv": None}
-    return *execute.run("ragged_paged_attention", arguments, backend, options), pages
-
-
-def _attention_form(**arguments: Any) -> dict[str, Any]:
-    return _live({name: brought(value) for name, value in arguments.items()})
-
-
-def _write_form(**arguments: Any) -> dict[str, Any]:
-    if isinstance(tables := arguments.get("slot_mapping"), tuple | list):
-        names = ("page_indices", "kv_lens", "cu_q_lens")
-        arguments = arguments | {"slot_mapping": None} | dict(zip(names, tables, strict=True))
-    return _live({name: brought(value) for name, value in arguments.items()})
-
-
-def _merge_form(**arguments: Any) -> dict[str, Any]:
-    return {
-        name: jnp.stack(list(parts)) if isinstance(parts, tuple | list) else brought(parts)
-        for name, parts in arguments.items()
-    }
-
-
-FORMS = {
-    "ragged_paged_attention": _attention_form,
-    "write_kv_pages": _write_form,
-    "merge_attention_states": _merge_form,
-}
-
-
-def _live(arguments: dict[str, Any]) -> dict[str, Any]:
-    """A Python count narrows the tables to the live sequences; a count in an array stays there."""
-    count = arguments.get("num_seqs")
-    if not isinstance(count, int) or isinstance(count, bool) or not is_array(arguments.get("kv_lens")):
-        return arguments
-    expect_num_seqs(count, arguments["kv_lens"].shape[0])
-    return arguments | {
-        "kv_lens": arguments["kv_lens"][:count],
-        "page_indices": arguments["page_indices"][:count],
-        "cu_q_lens": arguments["cu_q_lens"][: count + 1],
-        "num_seqs": None,
-    }

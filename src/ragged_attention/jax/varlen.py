@@ -1,16 +1,51 @@
 """Attention over packed sequences, and its gradient, on jax arrays."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 
-from ragged_attention.calls import documented, expect_bool
-from ragged_attention.jax import execute
-from ragged_attention.jax.execute import brought
+from ragged_attention.calls import VarlenAttention, VarlenAttentionBackward, expect_bool
+from ragged_attention.jax._lower import run
 
 
-@documented
+class VarlenKeywords(TypedDict, total=False):
+    """The keyword arguments of `varlen_attention` that its results' number does not depend on."""
+
+    max_q_len: int | None
+    max_kv_len: int | None
+    sm_scale: float | None
+    causal: bool
+    sliding_window: int | None
+    soft_cap: float | None
+    sinks: jax.Array | None
+    deterministic: bool
+    backend: str | Sequence[str] | None
+    options: Mapping[str, Any] | None
+
+
+@overload
+def varlen_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cu_q_lens: jax.Array,
+    cu_kv_lens: jax.Array,
+    *,
+    return_lse: Literal[False] = False,
+    **keywords: Unpack[VarlenKeywords],
+) -> jax.Array: ...
+@overload
+def varlen_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cu_q_lens: jax.Array,
+    cu_kv_lens: jax.Array,
+    *,
+    return_lse: Literal[True],
+    **keywords: Unpack[VarlenKeywords],
+) -> tuple[jax.Array, jax.Array]: ...
 def varlen_attention(
     q: jax.Array,
     k: jax.Array,
@@ -29,17 +64,60 @@ def varlen_attention(
     deterministic: bool = False,
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
-) -> Any:
-    arguments = _form(
-        q=q, k=k, v=v, cu_q_lens=cu_q_lens, cu_kv_lens=cu_kv_lens, max_q_len=max_q_len, max_kv_len=max_kv_len,
-        sm_scale=sm_scale, causal=causal, sliding_window=sliding_window, soft_cap=soft_cap, sinks=sinks,
-        return_lse=return_lse, deterministic=deterministic,
-    )  # fmt: skip
-    out, lse = execute.run_differentiable("varlen_attention", arguments, backend, options, of=("q", "k", "v", "sinks"))
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attention of packed sequences to packed sequences, without a cache: training, and prefill of whole prompts.
+
+    Shapes in letters: S sequences, T_q query tokens and T_k keys of all of them, H query heads, K KV heads (K divides
+    H), D head size of queries and keys, D_v that of values.
+
+    Args:
+        q: [T_q, H, D] bfloat16, float16 or float32, on the portable backends also float64 (for checking gradients);
+            the queries of all sequences, one after another. D and D_v from 1 to 256.
+        k, v: [T_k, K, D] and [T_k, K, D_v] of q's dtype.
+        cu_q_lens, cu_kv_lens: i32 [S + 1] each, prefix sums of the lengths: sequence s has the queries
+            [cu_q_lens[s], cu_q_lens[s + 1]) and the keys [cu_kv_lens[s], cu_kv_lens[s + 1]). Empty sequences are
+            allowed. Rows from the last entry on are padding. Entries are clamped to [0, T_q] and [0, T_k].
+        max_q_len, max_kv_len: lengths that no sequence exceeds, a hint by which tiles are chosen. Results do not depend
+            on them.
+        sm_scale: factor on q . k; default `D ** -0.5`.
+        causal: aligned at the end: query i of a sequence stands at position `kv_len - q_len + i` and sees the keys up
+            to its own position, which is none where that is negative; otherwise it sees all keys of its sequence.
+        sliding_window: it sees only keys at positions > its own - sliding_window (1 is itself alone). With
+            `causal=False` this bounds the left side only.
+        soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, after scaling and before masking.
+        sinks: f32 [H] (f64 beside float64 queries), one logit per head that joins the softmax's denominator only.
+        return_lse: also return the log-sum-exp.
+        deterministic: the gradients have the same bits in every run. The kernels of `triton`, `eager` and
+            `reference` are so whether this is set or not.
+        backend: this call's backend, a name or an ordered list of them; see `ragged_attention.config`. The gradient
+            runs on it too if it offers `varlen_attention_backward`.
+        options: this call's tunables, fields of the chosen backend's `Tile`; those of the gradient are the
+            configuration's for `varlen_attention_backward`.
+
+    Returns:
+        out [T_q, H, D_v] of q's dtype; with `return_lse` also lse [T_q, H] float32 (float64 of float64 queries), the
+        natural log-sum-exp of the visible logits, sinks not counted. A query that sees no key, and a padding row,
+        gets out 0 and lse -inf. Softmax and sums are in float32. No value of the prefix sums makes a kernel read
+        outside the arrays. What no query sees may be NaN.
+
+        Differentiable with respect to q, k, v and sinks, through out and through lse, by reverse mode, once. What no
+        query sees gets a gradient of 0, as does a query that sees nothing.
+
+    Raises:
+        InvalidInput: (a ValueError) shapes, dtypes or options that contradict the above; values of the prefix sums
+            only under `validate="full"`.
+        TypeError: a value of a wrong kind.
+        Unsupported: no backend asked for takes the call; the message has each one's reason.
+
+    The operation is FlashMLA's and FlashAttention's `flash_attn_varlen_func`; online softmax after Milakov and
+    Gimelshein (2018), the recomputing gradient after Dao et al. (FlashAttention, 2022).
+    """
+    arguments = locals()
+    expect_bool("return_lse", return_lse)
+    out, lse = run(VarlenAttention, arguments)
     return (out, lse) if return_lse else out
 
 
-@documented
 def varlen_attention_backward(
     d_out: jax.Array,
     q: jax.Array,
@@ -62,18 +140,31 @@ def varlen_attention_backward(
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    arguments = _form(
-        d_out=d_out, q=q, k=k, v=v, out=out, lse=lse, cu_q_lens=cu_q_lens, cu_kv_lens=cu_kv_lens, d_lse=d_lse,
-        max_q_len=max_q_len, max_kv_len=max_kv_len, sm_scale=sm_scale, causal=causal, sliding_window=sliding_window,
-        soft_cap=soft_cap, sinks=sinks, deterministic=deterministic,
-    )  # fmt: skip
-    dq, dk, dv, *d_sinks = execute.run_gradient("varlen_attention_backward", arguments, backend, options)
-    return dq, dk, dv, d_sinks[0] if d_sinks else None
+    """The gradient of `varlen_attention`: what automatic differentiation of it calls, and kernels are swapped by.
 
+    Letters as in `varlen_attention`.
 
-def _form(*, return_lse: Any = False, **arguments: Any) -> dict[str, Any]:
-    expect_bool("return_lse", return_lse)
-    return {name: brought(value) for name, value in arguments.items()}
+    Args:
+        d_out: [T_q, H, D_v] of q's dtype, the gradient of a scalar with respect to `out`.
+        q, k, v, cu_q_lens, cu_kv_lens, max_q_len, max_kv_len, sm_scale, causal, sliding_window, soft_cap, sinks,
+            deterministic: as `varlen_attention` was given them.
+        out, lse: what `varlen_attention` returned: [T_q, H, D_v] of q's dtype, [T_q, H] float32.
+        d_lse: [T_q, H] like `lse`, the gradient with respect to it; None is 0. Where `lse` is -inf it is ignored.
+        backend, options: as everywhere; see `varlen_attention`.
 
+    Returns:
+        dq, dk, dv of the shapes and dtypes of q, k, v, and d_sinks like `sinks`, None without sinks. With
+        p[j] = exp(logit[j] - lse), share = sigmoid(lse - sink), 1 without sinks, and delta = out . d_out:
 
-FORMS = {"varlen_attention": _form, "varlen_attention_backward": _form}
+            dv[j] = sum over rows of share * p[j] * d_out
+            d_logit[j] = p[j] * (share * (d_out . v[j] - delta) + d_lse)
+            d_sink = sum over rows of (share - 1) * delta
+
+        from which dq and dk follow by the product rule, through the soft cap's `1 - tanh^2`. A row or key that takes
+        no part gets 0. Sums are in float32.
+
+    Raises:
+        InvalidInput, TypeError, Unsupported: as `varlen_attention`.
+    """
+    dq, dk, dv, d_sinks = run(VarlenAttentionBackward, locals())
+    return dq, dk, dv, None if sinks is None else d_sinks

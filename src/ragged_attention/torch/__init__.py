@@ -5,11 +5,11 @@ Each function is a `torch.library` operator underneath (`torch.ops.ragged_attent
 or `reference`, or `validate="full"`, is in force.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from ragged_attention import dispatch
-from ragged_attention.torch.execute import OPERATIONS, record_of
+from ragged_attention.calls import CALLS, Call
+from ragged_attention.torch import _operators, _plan
 from ragged_attention.torch.heads_first import paged_attention as paged_attention
 from ragged_attention.torch.heads_first import prefill_attention as prefill_attention
 from ragged_attention.torch.mla import dequantize_mla_cache as dequantize_mla_cache
@@ -27,8 +27,7 @@ from ragged_attention.torch.varlen import varlen_attention as varlen_attention
 from ragged_attention.torch.varlen import varlen_attention_backward as varlen_attention_backward
 
 
-def explain(operation: str, *arguments: Any, backend: str | Sequence[str] | None = None, **keywords: Any) -> str:
-    """`ragged_attention.explain` for calls on torch tensors."""
-    keywords.pop("options", None)
-    form = OPERATIONS[operation].form(*arguments, **keywords)
-    return dispatch.explanation(record_of(operation, form), backend=backend)
+def call_of(operation: str, arguments: Mapping[str, Any]) -> Call:
+    """The checked record of a call by the public function's arguments, every one given by name."""
+    record = CALLS[operation]
+    return _plan.checked(record, _operators.prepare(record, arguments))

@@ -5,21 +5,12 @@ from typing import Any
 
 import torch
 
-from ragged_attention.calls import (
-    JAX_LARGEST,
-    documented,
-    expect_heads_first,
-    expect_length,
-    expect_window,
-    is_jax_quantized,
-    taken_align,
-)
-from ragged_attention.torch.execute import define, invoke, number
+from ragged_attention.calls import PagedAttention, PrefillAttention
+from ragged_attention.torch._operators import run
 
 Pages = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
-@documented
 def paged_attention(
     q: torch.Tensor,
     k_pages: Pages,
@@ -32,11 +23,33 @@ def paged_attention(
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> torch.Tensor:
-    form = decode_form(q, k_pages, v_pages, lengths, page_indices, sm_scale=sm_scale, soft_cap=soft_cap)
-    return invoke("paged_attention", form, backend, options)
+    """Decode over a paged cache with heads first: one query per sequence, which sees all of its keys.
+
+    Shapes in letters: S sequences, H query heads, D head size, K KV heads (K divides H), P pages of G positions, M
+    pages a sequence can list.
+
+    Args:
+        q: [S, H, D] float32, float16 or bfloat16. D is a multiple of 8 from 16 to 512.
+        k_pages, v_pages: [K, P, G, D] each, of q's dtype, or float8_e4m3fn, float8_e5m2 or int8; or, quantised, a pair
+            `(weight, scales)` each, of such an 8-bit array and f32 [K, P, G, 1], whose values are weight * scales.
+            jax's `QuantizedTensor`, of which they are weight * scales / 127.5, is taken as well. From torch any
+            strides will do, as long as the last one is 1.
+        lengths: i32 [S], positions of each sequence in the cache.
+        page_indices: i32 [S, M], page p of the row holds positions p * G and on; entries past the last used page are
+            never read as pages.
+        sm_scale: factor on q . k; default `D ** -0.5`.
+        soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, after scaling.
+        backend, options: as in `ragged_paged_attention`.
+
+    Returns:
+        out [S, H, D] of q's dtype; 0 for a sequence without keys, its pages missing included.
+
+    Raises:
+        InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
+    """
+    return run(PagedAttention, locals())
 
 
-@documented
 def prefill_attention(
     q: torch.Tensor,
     k_pages: Pages,
@@ -47,110 +60,34 @@ def prefill_attention(
     sm_scale: float | None = None,
     soft_cap: float | None = None,
     sliding_window: int | None = None,
+    align: str = "chunk",
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> torch.Tensor:
-    align, options = taken_align(options)
-    form = prefill_form(
-        q, k_pages, v_pages, length, page_indices, sm_scale=sm_scale, soft_cap=soft_cap, sliding_window=sliding_window,
-        align=align,
-    )  # fmt: skip
-    return invoke("prefill_attention", form, backend, options)
+    """One chunk of one sequence's queries over its pages, heads first, causally.
 
+    Shapes in letters: T rows of the chunk, H query heads, D head size, K KV heads (K divides H), P pages of G
+    positions, M pages that the sequence can list.
 
-def decode_form(
-    q: Any, k_pages: Any, v_pages: Any, lengths: Any, page_indices: Any, *, sm_scale: Any = None, soft_cap: Any = None
-) -> tuple[Any, ...]:
-    """The arguments in the order and form of the operator's schema."""
-    pages = _pages("k_pages", k_pages), _pages("v_pages", v_pages)
-    return q, *pages, lengths, page_indices, number(sm_scale), number(soft_cap)
+    Args:
+        q: [T, H, D] float32, float16 or bfloat16. D is a multiple of 8 from 16 to 512.
+        k_pages, v_pages: as in `paged_attention`.
+        length: positions of the sequence in the cache, those of this chunk included: an int, or an i32 array of one.
+        page_indices: i32 [M], page p of it holds positions p * G and on; entries past the last used page are never
+            read as pages.
+        sm_scale: factor on q . k; default `D ** -0.5`.
+        soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, after scaling and before masking.
+        sliding_window: a row sees only positions > its own - sliding_window (1 is itself alone).
+        align: where the chunk's rows stand. With "chunk" chunks follow each other from position 0 on, and this is the
+            one that holds position `length - 1`: row r stands at `(length - 1) // T * T + r`. With "end" the chunk is
+            the last T positions: row r stands at `length - T + r`.
+        backend, options: as in `ragged_paged_attention`.
 
+    Returns:
+        out [T, H, D] of q's dtype; 0 for a row that stands before position 0 or from `length` on, and for one
+        that sees no key, its pages being missing.
 
-def prefill_form(
-    q: Any, k_pages: Any, v_pages: Any, length: Any, page_indices: Any, *, sm_scale: Any = None, soft_cap: Any = None,
-    sliding_window: Any = None, align: Any = "chunk",
-) -> tuple[Any, ...]:  # fmt: skip
-    """The arguments in the order and form of the operator's schema."""
-    expect_window(sliding_window)  # a schema would take a bool for an int
-    if expect_length(length):
-        length = torch.full((1,), length, dtype=torch.int32, device=getattr(q, "device", None))
-    pages = _pages("k_pages", k_pages), _pages("v_pages", v_pages)
-    return q, *pages, length, page_indices, number(sm_scale), number(soft_cap), sliding_window, align
-
-
-def _pages(name: str, pages: Any) -> Any:
-    """Pages as the list that the schema takes: the array, and behind it its scales where it has such."""
-    if is_jax_quantized(pages):
-        return [pages.weight, pages.scales.to(torch.float32) / JAX_LARGEST]
-    if not isinstance(pages, tuple | list):
-        return [pages]
-    if len(pages) != 2:
-        expect_heads_first(name, pages, (), {})
-    return list(pages)
-
-
-def _given(pages: Any) -> Any:
-    return pages[0] if len(pages) == 1 else tuple(pages)
-
-
-def _decode_arguments(
-    q: Any, k_pages: Any, v_pages: Any, lengths: Any, page_indices: Any, sm_scale: Any, soft_cap: Any
-) -> dict[str, Any]:
-    """The record's arguments from the schema's."""
-    return {
-        "q": q,
-        "k_pages": _given(k_pages),
-        "v_pages": _given(v_pages),
-        "lengths": lengths,
-        "page_indices": page_indices,
-        "sm_scale": sm_scale,
-        "soft_cap": soft_cap,
-    }
-
-
-def _prefill_arguments(
-    q: Any, k_pages: Any, v_pages: Any, length: Any, page_indices: Any, sm_scale: Any, soft_cap: Any,
-    sliding_window: Any, align: Any,
-) -> dict[str, Any]:  # fmt: skip
-    """The record's arguments from the schema's."""
-    return {
-        "q": q,
-        "k_pages": _given(k_pages),
-        "v_pages": _given(v_pages),
-        "length": length,
-        "page_indices": page_indices,
-        "sm_scale": sm_scale,
-        "soft_cap": soft_cap,
-        "sliding_window": sliding_window,
-        "align": align,
-    }
-
-
-def _only(results: Any) -> torch.Tensor:
-    return results[0] if isinstance(results, tuple | list) else results
-
-
-def _fake(call: Any) -> torch.Tensor:
-    return call.q.new_empty(call.out_shape)
-
-
-define(
-    "paged_attention",
-    "Tensor q, Tensor[] k_pages, Tensor[] v_pages, Tensor lengths, Tensor page_indices, float? sm_scale, "
-    "float? soft_cap",
-    "Tensor",
-    form=decode_form,
-    arguments=_decode_arguments,
-    results=_only,
-    fake=_fake,
-)
-define(
-    "prefill_attention",
-    "Tensor q, Tensor[] k_pages, Tensor[] v_pages, Tensor length, Tensor page_indices, float? sm_scale, "
-    "float? soft_cap, int? sliding_window, str align",
-    "Tensor",
-    form=prefill_form,
-    arguments=_prefill_arguments,
-    results=_only,
-    fake=_fake,
-)
+    Raises:
+        InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
+    """
+    return run(PrefillAttention, locals())

@@ -1,18 +1,85 @@
-"""Attention over a paged KV cache, its writing, and the merging of partial results, on torch tensors."""
+"""Attention over a paged KV cache, writing it, and merging partial results, on torch tensors."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 
-from ragged_attention.calls import documented, expect_bool, expect_num_seqs, expect_pages, expect_window, is_number
-from ragged_attention.torch.execute import define, expect_runnable, invoke, number
+from ragged_attention.calls import MergeAttentionStates, RaggedPagedAttention, WriteKvPages
+from ragged_attention.torch._operators import run, run_with_write
+
+Pages = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
-@documented
+class AttentionKeywords(TypedDict, total=False):
+    """The keyword arguments of `ragged_paged_attention` that its results' number does not depend on."""
+
+    sm_scale: float | None
+    causal: bool
+    sliding_window: int | None
+    soft_cap: float | None
+    sinks: torch.Tensor | None
+    k_scale: float | torch.Tensor | None
+    v_scale: float | torch.Tensor | None
+    backend: str | Sequence[str] | None
+    options: Mapping[str, Any] | None
+
+
+@overload
 def ragged_paged_attention(
     q: torch.Tensor,
-    kv_pages: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    kv_pages: Pages,
+    kv_lens: torch.Tensor,
+    page_indices: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    num_seqs: int | torch.Tensor | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    new_kv: None = None,
+    **keywords: Unpack[AttentionKeywords],
+) -> torch.Tensor: ...
+@overload
+def ragged_paged_attention(
+    q: torch.Tensor,
+    kv_pages: Pages,
+    kv_lens: torch.Tensor,
+    page_indices: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    num_seqs: int | torch.Tensor | None = None,
+    *,
+    return_lse: Literal[True],
+    new_kv: None = None,
+    **keywords: Unpack[AttentionKeywords],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def ragged_paged_attention(
+    q: torch.Tensor,
+    kv_pages: Pages,
+    kv_lens: torch.Tensor,
+    page_indices: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    num_seqs: int | torch.Tensor | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    new_kv: tuple[torch.Tensor, torch.Tensor],
+    **keywords: Unpack[AttentionKeywords],
+) -> tuple[torch.Tensor, Pages]: ...
+@overload
+def ragged_paged_attention(
+    q: torch.Tensor,
+    kv_pages: Pages,
+    kv_lens: torch.Tensor,
+    page_indices: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    num_seqs: int | torch.Tensor | None = None,
+    *,
+    return_lse: Literal[True],
+    new_kv: tuple[torch.Tensor, torch.Tensor],
+    **keywords: Unpack[AttentionKeywords],
+) -> tuple[torch.Tensor, torch.Tensor, Pages]: ...
+def ragged_paged_attention(
+    q: torch.Tensor,
+    kv_pages: Pages,
     kv_lens: torch.Tensor,
     page_indices: torch.Tensor,
     cu_q_lens: torch.Tensor,
@@ -29,24 +96,66 @@ def ragged_paged_attention(
     new_kv: tuple[torch.Tensor, torch.Tensor] | None = None,
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
-) -> Any:
-    form = attention_form(
-        q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs, sm_scale=sm_scale, causal=causal,
-        sliding_window=sliding_window, soft_cap=soft_cap, sinks=sinks, k_scale=k_scale, v_scale=v_scale,
-        return_lse=return_lse,
-    )  # fmt: skip
+) -> torch.Tensor | tuple[Pages, ...]:
+    """Attention of ragged queries over a paged KV cache: prefill, chunked prefill, decode and any mix of them.
+
+    Shapes in letters: T query tokens, H query heads, D head size, P pages of G positions, K KV heads (K divides H),
+    S sequences, M pages that a sequence can list.
+
+    Args:
+        q: [T, H, D] float32, float16 or bfloat16; the queries of all sequences, one after another. Rows from
+            `cu_q_lens[num_seqs]` on are padding. D is a multiple of 8 from 16 to 512.
+        kv_pages: the cache, [P, G, 2K, D] with K of head h at 2h and V at 2h + 1, or a pair `(k_pages, v_pages)` of
+            [P, G, K, D] and [P, G, K, D_v]. Its dtype is that of `q`, or float8_e4m3fn, float8_e5m2 or int8. From
+            torch any strides will do, the last one being 1. Sequences may share pages.
+        kv_lens: i32 [S], positions of each sequence in the cache, those of this step included.
+        page_indices: i32 [S, M], page p of the row holds positions p * G and on; entries past the last used page are
+            never read as pages.
+        cu_q_lens: i32 [S + 1], prefix sums of the query lengths; entries past `num_seqs` are never read.
+        num_seqs: how many sequences are live, an int or an i32 array of one (which stays on its device); None is S.
+        sm_scale: factor on q . k; default `D ** -0.5`.
+        causal: query i of a sequence stands at position `kv_len - q_len + i` and sees positions up to its own;
+            otherwise it sees all of `kv_len`.
+        sliding_window: it sees only positions > its own - sliding_window (1 is itself alone). With `causal=False`
+            this bounds the left side only.
+        soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, after scaling and before masking.
+        sinks: f32 [H], one logit per head that joins the softmax's denominator only.
+        k_scale, v_scale: a cached value times its scale is the true one: a float, or an array of [] or [K].
+        return_lse: also return the log-sum-exp.
+        new_kv: this step's keys and values, a pair of [T, K, D] and [T, K, D_v] of q's dtype, one per query. They
+            are written into the pages before anything is attended, as `write_kv_pages` does by `page_indices`,
+            `kv_lens` and `cu_q_lens`. A backend may do both at once.
+        backend: this call's backend, a name or an ordered list of them; see `ragged_attention.config`.
+        options: this call's tunables, fields of the chosen backend's `Tile`.
+
+    Returns:
+        out [T, H, D_v] of q's dtype; with `return_lse` also lse [T, H] float32, the natural log-sum-exp of the
+        visible logits, sinks not counted. A query that sees no key, and a padding row, gets out 0 and lse -inf.
+        With `new_kv` last of all the pages: in torch those given, written in place, in jax new ones, as from
+        `write_kv_pages`.
+        No index value makes a kernel read outside the arrays: lengths are clamped to what the arrays can hold,
+        and a page index outside [0, P) makes its positions invisible. Softmax and sums are in float32.
+
+    Raises:
+        InvalidInput: (a ValueError) shapes, dtypes or options that contradict the above; values of the index arrays
+            are checked only under `validate="full"`.
+        TypeError: a value of a wrong kind.
+        Unsupported: no backend asked for takes the call; the message has each one's reason.
+
+    The operation is JAX's `ragged_paged_attention` joined with ejKernel's version of it (sinks); online softmax after
+    Milakov and Gimelshein (2018) and FlashAttention, splits of the keys after Flash-Decoding.
+    """
+    arguments = locals()
     if new_kv is not None:
-        _write_before(form, new_kv, kv_pages, backend, options)
-    results = invoke("ragged_paged_attention", form, backend, options)
-    given = () if new_kv is None else (kv_pages,)
-    return (*results, *given) if return_lse or given else results[0]
+        return *run_with_write(RaggedPagedAttention, arguments), kv_pages
+    results = run(RaggedPagedAttention, arguments)
+    return (results[0], results[1]) if return_lse else results[0]
 
 
-@documented
 def write_kv_pages(
     k: torch.Tensor,
     v: torch.Tensor,
-    kv_pages: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    kv_pages: Pages,
     slot_mapping: torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     *,
     page_indices: torch.Tensor | None = None,
@@ -57,16 +166,34 @@ def write_kv_pages(
     v_scale: float | torch.Tensor | None = None,
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    form = write_form(
-        k, v, kv_pages, slot_mapping, page_indices=page_indices, kv_lens=kv_lens, cu_q_lens=cu_q_lens,
-        num_seqs=num_seqs, k_scale=k_scale, v_scale=v_scale,
-    )  # fmt: skip
-    invoke("write_kv_pages", form, backend, options)
+) -> Pages:
+    """Write this step's K and V into the pages of the cache, quantising where the pages are 8-bit.
+
+    Letters as in `ragged_paged_attention`.
+
+    Args:
+        k, v: [T, K, D] and [T, K, D_v], float32, float16 or bfloat16.
+        kv_pages: combined pages or a pair, as `ragged_paged_attention` takes them.
+        slot_mapping: i32 or i64 [T], the slot `page * G + offset` of each token; -1, and anything else outside
+            [0, P * G), is skipped. A tuple `(page_indices, kv_lens, cu_q_lens)` is taken as those three.
+        page_indices, kv_lens, cu_q_lens, num_seqs: the tables of the attention call instead of slots: token i of a
+            sequence goes to position `kv_len - q_len + i`. A page index outside [0, P) is skipped.
+        k_scale, v_scale: what is stored is `k / k_scale`, in float32, rounded to nearest even and saturating at the
+            format's largest finite value; a float, or an array of [] or [K].
+        backend, options: as in `ragged_paged_attention`.
+
+    Returns:
+        The pages. In torch they are written in place and are the tensors given; in jax they are new arrays, whose
+        memory is that of the given ones if those are donated. Nothing but the tokens' slots is touched. Of two
+        tokens for one slot either may remain.
+
+    Raises:
+        InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
+    """
+    run(WriteKvPages, locals())
     return kv_pages
 
 
-@documented
 def merge_attention_states(
     outs: torch.Tensor | Sequence[torch.Tensor],
     lses: torch.Tensor | Sequence[torch.Tensor],
@@ -74,171 +201,20 @@ def merge_attention_states(
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return invoke("merge_attention_states", merge_form(outs, lses), backend, options)
+    """Merge partial attention results over disjoint ranges of keys: split KV, shared prefixes, context parallel.
 
+    Args:
+        outs: [N, T, H, D_v] float32, float16 or bfloat16, or a sequence of N arrays [T, H, D_v].
+        lses: f32 [N, T, H], natural log-sum-exps as `ragged_paged_attention` returns them, or a sequence.
+        backend, options: as in `ragged_paged_attention`.
 
-def attention_form(
-    q: Any, kv_pages: Any, kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any = None, *,
-    sm_scale: Any = None, causal: Any = True, sliding_window: Any = None, soft_cap: Any = None, sinks: Any = None,
-    k_scale: Any = None, v_scale: Any = None, return_lse: Any = False, new_kv: Any = None,
-) -> tuple[Any, ...]:  # fmt: skip
-    """The arguments in the order and form of the operator's schema, which leaves `new_kv` to another."""
-    del new_kv
-    expect_bool("causal", causal)  # a schema would take an int for it
-    expect_bool("return_lse", return_lse)
-    expect_window(sliding_window)  # and a bool for an int
-    kv_lens, page_indices, cu_q_lens, num_seqs = _live(kv_lens, page_indices, cu_q_lens, num_seqs)
-    return (
-        q, *_pair(kv_pages), kv_lens, page_indices, cu_q_lens, num_seqs, number(sm_scale), causal, sliding_window,
-        number(soft_cap), sinks, *_scale(k_scale), *_scale(v_scale), return_lse,
-    )  # fmt: skip
+    Returns:
+        out [T, H, D_v] of the dtype of `outs`, and lse [T, H] float32. A part whose lse is -inf weighs nothing,
+        whatever its out holds; where all are -inf, out is 0 and lse -inf. Sinks are for the merged result:
+        multiply out by `sigmoid(lse - sink)`.
 
-
-def _write_before(form: tuple[Any, ...], new_kv: Any, kv_pages: Any, backend: Any, options: Any) -> None:
-    """Write `new_kv` into the pages, as the attention's call whose form this is has it.
-
-    Nothing is written for a call that will be refused. Under `torch.compile` the static law is checked by the
-    operators' fake kernels, before anything runs.
+    Raises:
+        InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
     """
-    if not torch.compiler.is_compiling():
-        pair = tuple(new_kv) if isinstance(new_kv, list) else new_kv
-        expect_runnable("ragged_paged_attention", form, backend, options, new_kv=pair)
-    kv_lens, page_indices, cu_q_lens, num_seqs = form[3:7]
-    scales = form[12:16]
-    write = (new_kv[0], new_kv[1], *_pair(kv_pages), None, page_indices, kv_lens, cu_q_lens, num_seqs, *scales)
-    invoke("write_kv_pages", write, backend, None)
-
-
-def _attention_arguments(
-    q: Any, kv_pages: Any, v_pages: Any, kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any, sm_scale: Any,
-    causal: Any, sliding_window: Any, soft_cap: Any, sinks: Any, k_scale: Any, k_factor: Any, v_scale: Any,
-    v_factor: Any, return_lse: Any,
-) -> dict[str, Any]:  # fmt: skip
-    """The record's arguments from the schema's."""
-    return {
-        "q": q,
-        "kv_pages": _pages(kv_pages, v_pages),
-        "kv_lens": kv_lens,
-        "page_indices": page_indices,
-        "cu_q_lens": cu_q_lens,
-        "num_seqs": num_seqs,
-        "sm_scale": sm_scale,
-        "causal": causal,
-        "sliding_window": sliding_window,
-        "soft_cap": soft_cap,
-        "sinks": sinks,
-        "k_scale": k_factor if k_scale is None else k_scale,
-        "v_scale": v_factor if v_scale is None else v_scale,
-        "return_lse": return_lse,
-        "new_kv": None,  # written by another operator
-    }
-
-
-def _attention_fake(call: Any) -> list[torch.Tensor]:
-    out = call.q.new_empty(call.out_shape)
-    return [out, call.q.new_empty(call.q.shape[:2], dtype=torch.float32)] if call.return_lse else [out]
-
-
-def write_form(
-    k: Any, v: Any, kv_pages: Any, slot_mapping: Any = None, *, page_indices: Any = None, kv_lens: Any = None,
-    cu_q_lens: Any = None, num_seqs: Any = None, k_scale: Any = None, v_scale: Any = None,
-) -> tuple[Any, ...]:  # fmt: skip
-    """The arguments in the order and form of the operator's schema."""
-    if isinstance(slot_mapping, tuple | list):
-        page_indices, kv_lens, cu_q_lens = slot_mapping
-        slot_mapping = None
-    kv_lens, page_indices, cu_q_lens, num_seqs = _live(kv_lens, page_indices, cu_q_lens, num_seqs)
-    return (
-        k, v, *_pair(kv_pages), slot_mapping, page_indices, kv_lens, cu_q_lens, num_seqs,
-        *_scale(k_scale), *_scale(v_scale),
-    )  # fmt: skip
-
-
-def _write_arguments(
-    k: Any, v: Any, kv_pages: Any, v_pages: Any, slot_mapping: Any, page_indices: Any, kv_lens: Any, cu_q_lens: Any,
-    num_seqs: Any, k_scale: Any, k_factor: Any, v_scale: Any, v_factor: Any,
-) -> dict[str, Any]:  # fmt: skip
-    """The record's arguments from the schema's."""
-    return {
-        "k": k,
-        "v": v,
-        "kv_pages": _pages(kv_pages, v_pages),
-        "slot_mapping": slot_mapping,
-        "page_indices": page_indices,
-        "kv_lens": kv_lens,
-        "cu_q_lens": cu_q_lens,
-        "num_seqs": num_seqs,
-        "k_scale": k_factor if k_scale is None else k_scale,
-        "v_scale": v_factor if v_scale is None else v_scale,
-    }
-
-
-def merge_form(outs: Any, lses: Any) -> tuple[Any, ...]:
-    """The arguments in the form of the operator's schema."""
-    return tuple(torch.stack(list(parts)) if isinstance(parts, tuple | list) else parts for parts in (outs, lses))
-
-
-def _merge_arguments(outs: Any, lses: Any) -> dict[str, Any]:
-    return {"outs": outs, "lses": lses}
-
-
-def _merge_fake(call: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return call.outs.new_empty(call.outs.shape[1:]), call.lses.new_empty(call.lses.shape[1:])
-
-
-def _live(kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any) -> tuple[Any, Any, Any, Any]:
-    """A Python count narrows the tables to the live sequences; a count on the device stays there."""
-    if not isinstance(num_seqs, int) or isinstance(num_seqs, bool) or kv_lens is None:
-        return kv_lens, page_indices, cu_q_lens, num_seqs
-    expect_num_seqs(num_seqs, kv_lens.shape[0])
-    return kv_lens[:num_seqs], page_indices[:num_seqs], cu_q_lens[: num_seqs + 1], None
-
-
-def _pair(kv_pages: Any) -> tuple[Any, Any]:
-    if isinstance(kv_pages, tuple | list):
-        if len(kv_pages) != 2:
-            expect_pages(kv_pages)
-        return kv_pages[0], kv_pages[1]
-    return kv_pages, None
-
-
-def _pages(kv_pages: Any, v_pages: Any) -> Any:
-    return kv_pages if v_pages is None else (kv_pages, v_pages)
-
-
-def _scale(scale: Any) -> tuple[Any, Any]:
-    """A scale as (array, number), one of them None."""
-    return (None, float(scale)) if is_number(scale) else (scale, None)
-
-
-define(
-    "ragged_paged_attention",
-    "Tensor q, Tensor kv_pages, Tensor? v_pages, Tensor kv_lens, Tensor page_indices, Tensor cu_q_lens, "
-    "Tensor? num_seqs, float? sm_scale, bool causal, int? sliding_window, float? soft_cap, Tensor? sinks, "
-    "Tensor? k_scale, float? k_factor, Tensor? v_scale, float? v_factor, bool return_lse",
-    "Tensor[]",
-    form=attention_form,
-    arguments=_attention_arguments,
-    results=lambda found: list(found) if isinstance(found, tuple | list) else [found],
-    fake=_attention_fake,
-)
-define(
-    "write_kv_pages",
-    "Tensor k, Tensor v, Tensor(a!) kv_pages, Tensor(b!)? v_pages, Tensor? slot_mapping, Tensor? page_indices, "
-    "Tensor? kv_lens, Tensor? cu_q_lens, Tensor? num_seqs, Tensor? k_scale, float? k_factor, Tensor? v_scale, "
-    "float? v_factor",
-    "()",
-    form=write_form,
-    arguments=_write_arguments,
-    results=lambda pages: None,
-    fake=lambda call: None,
-)
-define(
-    "merge_attention_states",
-    "Tensor outs, Tensor lses",
-    "(Tensor, Tensor)",
-    form=merge_form,
-    arguments=_merge_arguments,
-    results=tuple,
-    fake=_merge_fake,
-)
+    out, lse = run(MergeAttentionStates, locals())
+    return out, lse

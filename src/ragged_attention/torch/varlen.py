@@ -1,17 +1,51 @@
 """Attention over packed sequences, and its gradient, on torch tensors."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 
-from ragged_attention import dispatch
-from ragged_attention.calls import documented, expect_bool, expect_count, expect_window
-from ragged_attention.torch.execute import by_name, define, gradient_fake, gradient_results, invoke, number
-from ragged_attention.torch.launcher import DTYPES
+from ragged_attention.calls import VarlenAttention, VarlenAttentionBackward, expect_bool
+from ragged_attention.torch._operators import run
 
 
-@documented
+class VarlenKeywords(TypedDict, total=False):
+    """The keyword arguments of `varlen_attention` that its results' number does not depend on."""
+
+    max_q_len: int | None
+    max_kv_len: int | None
+    sm_scale: float | None
+    causal: bool
+    sliding_window: int | None
+    soft_cap: float | None
+    sinks: torch.Tensor | None
+    deterministic: bool
+    backend: str | Sequence[str] | None
+    options: Mapping[str, Any] | None
+
+
+@overload
+def varlen_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    cu_kv_lens: torch.Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **keywords: Unpack[VarlenKeywords],
+) -> torch.Tensor: ...
+@overload
+def varlen_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    cu_kv_lens: torch.Tensor,
+    *,
+    return_lse: Literal[True],
+    **keywords: Unpack[VarlenKeywords],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 def varlen_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -30,17 +64,60 @@ def varlen_attention(
     deterministic: bool = False,
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
-) -> Any:
-    form = varlen_form(
-        q, k, v, cu_q_lens, cu_kv_lens, max_q_len=max_q_len, max_kv_len=max_kv_len, sm_scale=sm_scale, causal=causal,
-        sliding_window=sliding_window, soft_cap=soft_cap, sinks=sinks, return_lse=return_lse,
-        deterministic=deterministic,
-    )  # fmt: skip
-    out, lse = invoke("varlen_attention", form, backend, options)
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of packed sequences to packed sequences, without a cache: training, and prefill of whole prompts.
+
+    Shapes in letters: S sequences, T_q query tokens and T_k keys of all of them, H query heads, K KV heads (K divides
+    H), D head size of queries and keys, D_v that of values.
+
+    Args:
+        q: [T_q, H, D] bfloat16, float16 or float32, on the portable backends also float64 (for checking gradients);
+            the queries of all sequences, one after another. D and D_v from 1 to 256.
+        k, v: [T_k, K, D] and [T_k, K, D_v] of q's dtype.
+        cu_q_lens, cu_kv_lens: i32 [S + 1] each, prefix sums of the lengths: sequence s has the queries
+            [cu_q_lens[s], cu_q_lens[s + 1]) and the keys [cu_kv_lens[s], cu_kv_lens[s + 1]). Empty sequences are
+            allowed. Rows from the last entry on are padding. Entries are clamped to [0, T_q] and [0, T_k].
+        max_q_len, max_kv_len: lengths that no sequence exceeds, a hint by which tiles are chosen. Results do not depend
+            on them.
+        sm_scale: factor on q . k; default `D ** -0.5`.
+        causal: aligned at the end: query i of a sequence stands at position `kv_len - q_len + i` and sees the keys up
+            to its own position, which is none where that is negative; otherwise it sees all keys of its sequence.
+        sliding_window: it sees only keys at positions > its own - sliding_window (1 is itself alone). With
+            `causal=False` this bounds the left side only.
+        soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, after scaling and before masking.
+        sinks: f32 [H] (f64 beside float64 queries), one logit per head that joins the softmax's denominator only.
+        return_lse: also return the log-sum-exp.
+        deterministic: the gradients have the same bits in every run. The kernels of `triton`, `eager` and
+            `reference` are so whether this is set or not.
+        backend: this call's backend, a name or an ordered list of them; see `ragged_attention.config`. The gradient
+            runs on it too if it offers `varlen_attention_backward`.
+        options: this call's tunables, fields of the chosen backend's `Tile`; those of the gradient are the
+            configuration's for `varlen_attention_backward`.
+
+    Returns:
+        out [T_q, H, D_v] of q's dtype; with `return_lse` also lse [T_q, H] float32 (float64 of float64 queries), the
+        natural log-sum-exp of the visible logits, sinks not counted. A query that sees no key, and a padding row,
+        gets out 0 and lse -inf. Softmax and sums are in float32. No value of the prefix sums makes a kernel read
+        outside the arrays. What no query sees may be NaN.
+
+        Differentiable with respect to q, k, v and sinks, through out and through lse, by reverse mode, once. What no
+        query sees gets a gradient of 0, as does a query that sees nothing.
+
+    Raises:
+        InvalidInput: (a ValueError) shapes, dtypes or options that contradict the above; values of the prefix sums
+            only under `validate="full"`.
+        TypeError: a value of a wrong kind.
+        Unsupported: no backend asked for takes the call; the message has each one's reason.
+
+    The operation is FlashMLA's and FlashAttention's `flash_attn_varlen_func`; online softmax after Milakov and
+    Gimelshein (2018), the recomputing gradient after Dao et al. (FlashAttention, 2022).
+    """
+    arguments = locals()
+    expect_bool("return_lse", return_lse)
+    out, lse = run(VarlenAttention, arguments)
     return (out, lse) if return_lse else out
 
 
-@documented
 def varlen_attention_backward(
     d_out: torch.Tensor,
     q: torch.Tensor,
@@ -63,96 +140,31 @@ def varlen_attention_backward(
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    form = backward_form(
-        d_out, q, k, v, out, lse, cu_q_lens, cu_kv_lens, d_lse=d_lse, max_q_len=max_q_len, max_kv_len=max_kv_len,
-        sm_scale=sm_scale, causal=causal, sliding_window=sliding_window, soft_cap=soft_cap, sinks=sinks,
-        deterministic=deterministic,
-    )  # fmt: skip
-    dq, dk, dv, d_sinks = invoke("varlen_attention_backward", form, backend, options)
+    """The gradient of `varlen_attention`: what automatic differentiation of it calls, and kernels are swapped by.
+
+    Letters as in `varlen_attention`.
+
+    Args:
+        d_out: [T_q, H, D_v] of q's dtype, the gradient of a scalar with respect to `out`.
+        q, k, v, cu_q_lens, cu_kv_lens, max_q_len, max_kv_len, sm_scale, causal, sliding_window, soft_cap, sinks,
+            deterministic: as `varlen_attention` was given them.
+        out, lse: what `varlen_attention` returned: [T_q, H, D_v] of q's dtype, [T_q, H] float32.
+        d_lse: [T_q, H] like `lse`, the gradient with respect to it; None is 0. Where `lse` is -inf it is ignored.
+        backend, options: as everywhere; see `varlen_attention`.
+
+    Returns:
+        dq, dk, dv of the shapes and dtypes of q, k, v, and d_sinks like `sinks`, None without sinks. With
+        p[j] = exp(logit[j] - lse), share = sigmoid(lse - sink), 1 without sinks, and delta = out . d_out:
+
+            dv[j] = sum over rows of share * p[j] * d_out
+            d_logit[j] = p[j] * (share * (d_out . v[j] - delta) + d_lse)
+            d_sink = sum over rows of (share - 1) * delta
+
+        from which dq and dk follow by the product rule, through the soft cap's `1 - tanh^2`. A row or key that takes
+        no part gets 0. Sums are in float32.
+
+    Raises:
+        InvalidInput, TypeError, Unsupported: as `varlen_attention`.
+    """
+    dq, dk, dv, d_sinks = run(VarlenAttentionBackward, locals())
     return dq, dk, dv, None if sinks is None else d_sinks
-
-
-def varlen_form(
-    q: Any, k: Any, v: Any, cu_q_lens: Any, cu_kv_lens: Any, *, return_lse: Any = False, **keywords: Any
-) -> tuple[Any, ...]:
-    """The arguments in the order and form of the operator's schema."""
-    expect_bool("return_lse", return_lse)
-    return q, k, v, cu_q_lens, cu_kv_lens, *_keywords(**keywords)
-
-
-def backward_form(
-    d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, cu_q_lens: Any, cu_kv_lens: Any, *, d_lse: Any = None,
-    **keywords: Any,
-) -> tuple[Any, ...]:  # fmt: skip
-    """The arguments in the order and form of the operator's schema."""
-    return d_out, q, k, v, out, lse, cu_q_lens, cu_kv_lens, d_lse, *_keywords(**keywords)
-
-
-def _keywords(
-    *, max_q_len: Any = None, max_kv_len: Any = None, sm_scale: Any = None, causal: Any = False,
-    sliding_window: Any = None, soft_cap: Any = None, sinks: Any = None, deterministic: Any = False,
-) -> tuple[Any, ...]:  # fmt: skip
-    for name, value in (("max_q_len", max_q_len), ("max_kv_len", max_kv_len)):
-        if value is not None:
-            expect_count(name, value, 0)
-    expect_bool("causal", causal)  # a schema would take an int for it, and a bool for an int
-    expect_bool("deterministic", deterministic)
-    expect_window(sliding_window)
-    return max_q_len, max_kv_len, number(sm_scale), causal, sliding_window, number(soft_cap), sinks, deterministic
-
-
-def _arguments(operation: str) -> Any:
-    """The record's arguments from the schema's; a length that is not known while tracing is no hint."""
-    named = by_name(operation)
-    return lambda *values: named(*(None if isinstance(value, torch.SymInt) else value for value in values))
-
-
-def _fake(call: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return call.q.new_empty(call.out_shape), call.q.new_empty(call.q.shape[:2], dtype=DTYPES[call.lse_dtype])
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, cu_q_lens, cu_kv_lens, *keywords, sinks, deterministic, backend, _ = inputs
-    ctx.set_materialize_grads(False)  # of a log-sum-exp that nobody uses there is no gradient
-    ctx.save_for_backward(q, k, v, *output, cu_q_lens, cu_kv_lens, sinks)
-    ctx.keywords, ctx.deterministic = keywords, deterministic
-    ctx.backend = dispatch.offering("varlen_attention_backward", backend)
-
-
-def _differentiate(ctx: Any, d_out: torch.Tensor | None, d_lse: torch.Tensor | None) -> tuple[Any, ...]:
-    q, k, v, out, lse, cu_q_lens, cu_kv_lens, sinks = ctx.saved_tensors
-    d_out = torch.zeros_like(out) if d_out is None else d_out
-    dq, dk, dv, d_sinks = torch.ops.ragged_attention.varlen_attention_backward(
-        d_out, q, k, v, out, lse, cu_q_lens, cu_kv_lens, d_lse, *ctx.keywords, sinks, ctx.deterministic, ctx.backend,
-        None,
-    )  # fmt: skip
-    without = (None,) * (2 + len(ctx.keywords))
-    return dq, dk, dv, *without, None if sinks is None else d_sinks, None, None, None
-
-
-GRADIENTS = ("q", "k", "v", "sinks")
-KEYWORDS = (
-    "SymInt? max_q_len, SymInt? max_kv_len, float? sm_scale, bool causal, SymInt? sliding_window, float? soft_cap, "
-    "Tensor? sinks, bool deterministic"
-)
-
-define(
-    "varlen_attention",
-    f"Tensor q, Tensor k, Tensor v, Tensor cu_q_lens, Tensor cu_kv_lens, {KEYWORDS}",
-    "(Tensor, Tensor)",
-    form=varlen_form,
-    arguments=_arguments("varlen_attention"),
-    results=tuple,
-    fake=_fake,
-    gradient=(_differentiate, _save),
-)
-define(
-    "varlen_attention_backward",
-    "Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_q_lens, Tensor cu_kv_lens, "
-    f"Tensor? d_lse, {KEYWORDS}",
-    "(Tensor, Tensor, Tensor, Tensor)",
-    form=backward_form,
-    arguments=_arguments("varlen_attention_backward"),
-    results=lambda found: gradient_results(found, GRADIENTS),
-    fake=lambda call: gradient_fake(call, GRADIENTS),
-)

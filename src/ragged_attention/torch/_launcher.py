@@ -1,4 +1,4 @@
-"""How a room's work gets done on torch tensors: Triton kernels on the current stream, NumPy functions on the host."""
+"""How a backend's work gets done on torch tensors: Triton kernels on the current stream, NumPy functions on the host."""
 
 import contextlib
 import ctypes
@@ -114,7 +114,7 @@ class Launcher:
     ) -> dict[str, torch.Tensor | None]:
         """Call a compiled function on the current stream and return its results by name; None is an array left out.
 
-        `function` is a room's: `record` is the ctypes structure that it takes, `on(platform)` the function itself. It
+        `function` is a backend's: `record` is the ctypes structure that it takes, `on(platform)` the function itself. It
         reads the record before it returns, so nothing has to outlive the call; results are uninitialised memory.
         """
         device = next(tensor.device for tensor in operands.values() if tensor is not None)
@@ -135,7 +135,7 @@ class Launcher:
             code = launch(ctypes.byref(record), None)
         if code:
             shapes = {name: tensor.shape for name, tensor in {**operands, **results}.items() if tensor is not None}
-            raise RuntimeError(function.complaint(code, device.type, shapes))
+            raise RuntimeError(function.error_message(code, device.type, shapes))
         return results
 
     def sorted(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

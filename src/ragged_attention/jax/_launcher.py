@@ -1,4 +1,4 @@
-"""How a room's work gets done on jax arrays: Triton by jax-triton or the interpreter, NumPy on the host."""
+"""How a backend's work gets done on jax arrays: Triton by jax-triton or the interpreter, NumPy on the host."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src import config as jax_config  # has the TPU interpret mode in force, which jax shows nowhere else
 
-from ragged_attention.calls import Call, Device
+from ragged_attention.calls import Call, Device, is_array
 from ragged_attention.devices import shared_memory_of
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
@@ -196,7 +196,7 @@ _registered: set[str] = set()
 
 
 def _target(function: Any, platform: str) -> str:
-    """The name that XLA calls a room's compiled function by, registered unless it is lowered for another machine."""
+    """The name that XLA calls a backend's compiled function by, registered unless it is lowered for another machine."""
     if platform != "cpu" and jax.default_backend() != "gpu":
         return function.name
     name, handler = function.handler(platform, jax.ffi.include_dir())
@@ -239,7 +239,7 @@ class Launcher:
         arguments: dict[str, Any],
     ) -> list[Any]:  # fmt: skip
         shapes = [jax.ShapeDtypeStruct(tuple(shape), dtype) for shape, dtype in outputs]
-        aliases = {index: len(shapes) + place for place, index in enumerate(inplace)}
+        aliases = {index: len(shapes) + output for output, index in enumerate(inplace)}
         shapes += [jax.ShapeDtypeStruct(inputs[index].shape, inputs[index].dtype) for index in inplace]
         if 0 in grid:
             return [
@@ -309,8 +309,8 @@ class Launcher:
 
     def sorted(self, numbers: Any) -> tuple[Any, Any]:
         """Numbers [N] in ascending order, and where they stood; see the torch launcher."""
-        places = jax.lax.iota(jnp.int32, numbers.shape[0])
-        values, order = jax.lax.sort((numbers, places), num_keys=1, is_stable=True)
+        indices = jax.lax.iota(jnp.int32, numbers.shape[0])
+        values, order = jax.lax.sort((numbers, indices), num_keys=1, is_stable=True)
         return values, order
 
     def strides(self, array: Any) -> tuple[int, ...]:
@@ -342,37 +342,28 @@ class Launcher:
             given = getattr(call, outputs)
             outputs = [(item.shape, item.dtype) for item in (given if isinstance(given, tuple | list) else (given,))]
         shapes = [jax.ShapeDtypeStruct(tuple(shape), dtype) for shape, dtype in outputs]
-        names, arrays = zip(*split_arrays(call.arguments())[0].items(), strict=True)
+        arrays, statics = split(call.flatten(call.arguments()))
+        leaves, structure = jax.tree.flatten(arrays)
 
         def host(*values: Any) -> list[np.ndarray]:
-            results = function(
-                **join_arrays(dict(zip(names, map(to_numpy, values), strict=True)), split_arrays(call.arguments())[1]),
-                **extra,
-            )
+            given = join(type(call), jax.tree.unflatten(structure, list(map(to_numpy, values))), statics)
+            results = function(**given, **extra)
             results = results if isinstance(results, tuple) else (results,)
             return [_from_numpy(result, shape) for result, shape in zip(results, shapes, strict=True)]
 
-        return list(jax.pure_callback(host, shapes, *arrays, vmap_method="sequential"))
+        return list(jax.pure_callback(host, shapes, *leaves, vmap_method="sequential"))
 
 
-def split_arrays(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments as (arrays, everything else); the members of a pair of pages get a name each."""
-    arrays: dict[str, Any] = {}
-    rest: dict[str, Any] = {}
-    for name, value in arguments.items():
-        if isinstance(value, tuple | list):
-            arrays |= {f"{name}.{place}": item for place, item in enumerate(value)}
-        elif hasattr(value, "shape") and hasattr(value, "dtype"):
-            arrays[name] = value
-        else:
-            rest[name] = value
-    return arrays, rest
+Statics = tuple[tuple[int, Any], ...]
 
 
-def join_arrays(arrays: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `split_arrays`."""
-    arguments = dict(rest)
-    for name, value in arrays.items():
-        whole, dot, _ = name.partition(".")
-        arguments[whole] = (*arguments.get(whole, ()), value) if dot else value
-    return arguments
+def split(flat: list[Any]) -> tuple[dict[int, Any], Statics]:
+    """Flat arguments as (arrays, everything else), each by its index; a list of arrays is among the arrays."""
+    arrays = {index: value for index, value in enumerate(flat) if is_array(value) or isinstance(value, list)}
+    return arrays, tuple((index, value) for index, value in enumerate(flat) if index not in arrays)
+
+
+def join(record: type[Call], arrays: Mapping[int, Any], statics: Statics) -> dict[str, Any]:
+    """The record's arguments from what `split` made of them."""
+    flat = dict(statics) | dict(arrays)
+    return record.unflatten([flat[index] for index in range(len(flat))])

@@ -1,7 +1,7 @@
-"""What a room launches, noted once and played again on the tensors of each call like the first.
+"""What a backend launches, recorded once and replayed on the tensors of each call like the first.
 
-What a room launches rests on static facts alone, so it is told once: a room runs on stand-ins, a `Tape` keeps what it
-launched, and each call like it plays that again on its own tensors. A kernel that was launched once through Triton is
+What a backend launches rests on static facts alone, so it is recorded once: a backend runs on
+stand-ins, a `LaunchRecording` keeps what it launched, and each call like it replays that on its own tensors. A kernel that was launched once through Triton is
 from then on enqueued as it was compiled, without asking Triton again what the arguments' types and values call for.
 """
 
@@ -14,24 +14,24 @@ from typing import Any
 import torch
 
 from ragged_attention.calls import Call
-from ragged_attention.torch.launcher import DTYPES, OPTIONS, Launcher, on, to_bits
+from ragged_attention.torch._launcher import DTYPES, OPTIONS, Launcher, on, to_bits
 
 
 class Unrecorded(Exception):
-    """A room asks for what a tape cannot hold."""
+    """A backend asks for what a recording cannot hold."""
 
 
 class StandIn:
-    """In place of a tensor while a tape is recorded: a room sees its shape and dtype, and only the recorder more."""
+    """In place of a tensor while launches are recorded: a backend sees its shape and dtype, and only the recorder more."""
 
-    def __init__(self, place: int, tensor: torch.Tensor) -> None:
-        self.place, self.tensor = place, tensor
+    def __init__(self, index: int, tensor: torch.Tensor) -> None:
+        self.index, self.tensor = index, tensor
         self.shape, self.dtype = tensor.shape, tensor.dtype
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Compiled:
-    """What Triton compiled for one step of a tape, ready to be enqueued on other operands."""
+    """What Triton compiled for one step of a recording, ready to be enqueued on other operands."""
 
     kernel: Any
     run: Any
@@ -50,7 +50,7 @@ NO_HOOKS = (None, None)
 
 
 def _triton() -> Any:
-    """Triton where a room has imported it, as one has whose kernels are launched."""
+    """Triton where a backend has imported it, as one has whose kernels are launched."""
     return sys.modules["triton"]
 
 
@@ -76,17 +76,17 @@ def _hooks() -> tuple[Any, Any]:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """One launch: its operands by their places on the tape, all else as it was given."""
+    """One launch: its operands by their indices in the recording, all else as it was given."""
 
     kernel: Any
     grid: tuple[int, ...]
-    places: tuple[int, ...]
+    indices: tuple[int, ...]
     arguments: Mapping[str, Any]
     compiled: dict[Any, Compiled] = dataclasses.field(default_factory=dict)  # by Triton's current device
 
     def through_triton(self, tensors: Sequence[torch.Tensor], device: Any) -> None:
         """Launch by Triton's own way, and keep what it compiled for later calls on the device, if one is named."""
-        kernel = self.kernel[self.grid](*(to_bits(tensors[place]) for place in self.places), **self.arguments)
+        kernel = self.kernel[self.grid](*(to_bits(tensors[index]) for index in self.indices), **self.arguments)
         # A kernel that tells tools about its arguments has to be asked each time.
         if device is not None and type(kernel) is _triton().compiler.CompiledKernel and not self.kernel.launch_metadata:
             self.compiled[device] = Compiled(
@@ -95,13 +95,13 @@ class Step:
                 function=kernel.function,
                 metadata=kernel.packed_metadata,
                 grid=(*self.grid, 1, 1)[:3],
-                rest=tuple(self.arguments.get(p.name, p.default) for p in self.kernel.params[len(self.places) :]),
+                rest=tuple(self.arguments.get(p.name, p.default) for p in self.kernel.params[len(self.indices) :]),
             )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class New:
-    """A tensor that a room asks for, and where it lies: in which allocation of its tape and at which byte."""
+    """A tensor that a backend asks for, and where it lies: in which allocation of its recording and at which byte."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -116,10 +116,10 @@ class New:
         return found[self.offset : self.offset + size].view(self.dtype).view(self.shape)
 
 
-class Tape:
-    """What a room launches for any call of the same static facts and `alignments`.
+class LaunchRecording:
+    """What a backend launches for any call of the same static facts and `alignments`.
 
-    Its places are first a call's tensors in the order of its arguments, then the new ones in the order of `asked`.
+    Its indices are first a call's tensors in the order of its arguments, then the new ones in the order of `asked`.
     """
 
     def __init__(
@@ -136,14 +136,14 @@ class Tape:
                 self.new.append(New(shape, dtype, whole.index(index)))
             else:
                 self.new.append(New(shape, dtype, len(whole), end))
-                end += -(-math.prod(shape) * dtype.itemsize // ROOM) * ROOM
+                end += -(-math.prod(shape) * dtype.itemsize // GRANULE) * GRANULE
         if len(whole) < len(asked):
             self.allocations.append(((end,), torch.uint8))
-        places = [*range(inputs), *[inputs + new.allocation for new in self.new]]
-        self.results = _renamed(results, places.__getitem__)
+        indices = [*range(inputs), *[inputs + new.allocation for new in self.new]]
+        self.results = _renamed(results, indices.__getitem__)
 
-    def play(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> Any:
-        """Launch it all for a call's tensors; returns what the room would."""
+    def replay(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> Any:
+        """Launch it all for a call's tensors; returns what the backend would."""
         device = tensors[0].device
         with on(device, interpreted=not self.jitted):
             made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.allocations]
@@ -155,11 +155,11 @@ class Tape:
                 if compiled is None or step.kernel.pre_run_hooks:
                     step.through_triton([*tensors, *[new.within(made) for new in self.new]], current)
                 else:
-                    compiled([addresses[place] for place in step.places], stream, hooks)
+                    compiled([addresses[index] for index in step.indices], stream, hooks)
         return _renamed(self.results, [*tensors, *made].__getitem__)
 
     def _current(self, starts: Sequence[int]) -> tuple[Any, Any, tuple[Any, Any]]:
-        """Triton's current device, its stream and what is called around launches; None where all is Triton's to do.
+        """Triton's current device, its stream and what is called around launches; None where all is left to Triton.
 
         Kernels are compiled for tensors aligned as allocators align them, so others go Triton's own way.
         """
@@ -171,7 +171,7 @@ class Tape:
 
 
 def _flat(results: Any) -> list[int]:
-    return [results] if isinstance(results, int) else [place for result in results for place in _flat(result)]
+    return [results] if isinstance(results, int) else [index for result in results for index in _flat(result)]
 
 
 def _renamed(results: Any, name: Callable[[Any], Any]) -> Any:
@@ -179,12 +179,12 @@ def _renamed(results: Any, name: Callable[[Any], Any]) -> Any:
     return tuple([_renamed(result, name) for result in results]) if isinstance(results, tuple) else name(results)
 
 
-ROOM = 256  # bytes at whose multiples tensors begin that share an allocation
+GRANULE = 256  # bytes at whose multiples tensors begin that share an allocation
 ALIGNMENT = 16  # bytes: what Triton asks of an address
 
 
 def alignments(tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> tuple[int, ...]:
-    """What of tensors' places in memory the launches of a call rest on.
+    """What of how tensors lie in memory the launches of a call rest on.
 
     That is how an address is aligned, which `words` asks too, and on AMD whether the memory is larger than an offset
     of 32 bits reaches.
@@ -196,7 +196,7 @@ def alignments(tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> tup
 
 
 class Recorder(Launcher):
-    """A launcher that launches nothing and notes on a tape what is to be launched, for rooms run on stand-ins."""
+    """A launcher that launches nothing and records what is to be launched, for backends run on stand-ins."""
 
     def __init__(self) -> None:
         self.inputs = 0
@@ -224,8 +224,8 @@ class Recorder(Launcher):
         **arguments: Any,
     ) -> list[Any]:
         new = [self._ask(*output) for output in outputs] + [inputs[index] for index in inplace]
-        places = tuple(array.place for array in (*inputs, *new))
-        self.steps.append(Step(kernel, grid, places, OPTIONS | arguments))
+        indices = tuple(array.index for array in (*inputs, *new))
+        self.steps.append(Step(kernel, grid, indices, OPTIONS | arguments))
         return new
 
     def strides(self, tensor: Any) -> tuple[int, ...]:
@@ -252,19 +252,19 @@ class Recorder(Launcher):
     sorted = aligned = native = on_host = _refused  # type: ignore[assignment]
 
 
-def record(call: Call, run: Callable[[Any, Any], Any]) -> Tape | None:
-    """The tape of a call by a room's `run`; None where that does more than to launch kernels."""
+def record(call: Call, run: Callable[[Any, Any], Any]) -> LaunchRecording | None:
+    """The recording of a call by a backend's `run`; None where that does more than to launch kernels."""
     recorder = Recorder()
     try:
-        results = _places(run(call.map(recorder.stand_in), recorder))
+        results = _indices(run(call.map(recorder.stand_in), recorder))
     except Unrecorded:
         return None
-    return Tape(recorder.inputs, recorder.asked, recorder.steps, results)
+    return LaunchRecording(recorder.inputs, recorder.asked, recorder.steps, results)
 
 
-def _places(results: Any) -> Any:
+def _indices(results: Any) -> Any:
     if isinstance(results, tuple | list):
-        return tuple(map(_places, results))
+        return tuple(map(_indices, results))
     if not isinstance(results, StandIn):
         raise Unrecorded
-    return results.place
+    return results.index

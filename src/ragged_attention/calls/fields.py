@@ -1,0 +1,419 @@
+"""Kinds of arguments: what a field of a record may hold, how it is checked, and how it travels.
+
+A record's field says its kind once. The kind carries the check with the wording of its errors, what the value becomes
+as arguments of a torch operator (tensors, numbers and strings in a fixed order) and how it is had back from those.
+Both front ends travel by that flat form: torch through its operators, jax through its transformations, where the
+arrays among the flat values are leaves and all else is static.
+"""
+
+import abc
+import dataclasses
+import math
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from ragged_attention.errors import InvalidInput
+
+FLOATS = ("float32", "float16", "bfloat16")
+WIDE_FLOATS = (*FLOATS, "float64")  # where gradients are checked by finite differences, which need it
+QUANTIZED = ("float8_e4m3fn", "float8_e5m2", "int8")
+SMALLEST_FLOAT32 = float(np.finfo(np.float32).tiny)
+LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+LARGEST_INT32 = int(np.iinfo(np.int32).max)
+
+Dtypes = tuple[str, ...] | Callable[[Any], tuple[str, ...]]  # of a record, where they depend on another field
+
+
+class Array(Protocol):
+    """What torch tensors, jax arrays and NumPy arrays all offer."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> Any: ...
+
+
+class Arrays(Protocol):
+    """How a front end brings an argument into the form that records take."""
+
+    def array(self, value: Any) -> Any:
+        """What the front end takes for arrays and numbers, as its own; anything else as it is."""
+        ...
+
+    def int32(self, shape: tuple[int, ...], value: int) -> Any:
+        """A new array that holds one number everywhere, on the device of the call's arrays."""
+        ...
+
+    def float32(self, array: Any) -> Any: ...
+
+    def stack(self, parts: list[Any]) -> Any: ...
+
+    def copy(self, array: Any) -> Any:
+        """The array as it is now, whatever its owner writes into it later."""
+        ...
+
+    def largest_of_rows(self, array: Any) -> Any: ...
+
+
+# ---- checks
+
+
+def dtype_name(array: Array) -> str:
+    """`"bfloat16"`, `"float8_e4m3fn"`, `"int32"`, ..., whichever framework the array is of."""
+    return str(array.dtype).rpartition(".")[2]
+
+
+def wide_dtype(array: Any) -> str:
+    """The dtype of logits, of their log-sum-exp and of sinks beside queries of a dtype."""
+    return "float64" if dtype_name(array) == "float64" else "float32"
+
+
+def is_array(value: Any) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def is_integer(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def expect_array(name: str, value: Any, shape: str, dtypes: tuple[str, ...], sizes: Mapping[str, int]) -> None:
+    """Check one array's kind, dtype and shape; `shape` is letters such as "S M", each a size or a new axis."""
+    if not is_array(value):
+        raise TypeError(f"expected {name} to be an array, got {type(value).__name__}")
+    if dtype_name(value) not in dtypes:
+        raise InvalidInput(f"expected {name}.dtype to be {' or '.join(dtypes)}, got {dtype_name(value)}")
+    letters = shape.split()
+    got = tuple(value.shape)
+    if len(got) != len(letters) or any(sizes.get(a, n) != n for a, n in zip(letters, got, strict=True)):
+        named, expected = ", ".join(letters), ", ".join(str(sizes.get(letter, letter)) for letter in letters)
+        raise InvalidInput(f"expected {name}.shape to be [{named}] = [{expected}], got {list(got)}")
+
+
+def expect_number(name: str, value: Any, *, positive: bool = False) -> None:
+    """Check a number that float32 can hold; a positive one without losing digits."""
+    if not is_number(value):
+        raise TypeError(f"expected {name} to be a number, got {type(value).__name__}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InvalidInput(f"expected {name} to be finite, got {value}")
+    if not abs(value) <= LARGEST_FLOAT32:
+        raise InvalidInput(f"expected {name} within the range of float32, got a larger one")
+    if positive and not value > 0:
+        raise InvalidInput(f"expected {name} > 0, got {value}")
+    if positive and value < SMALLEST_FLOAT32:
+        raise InvalidInput(f"expected {name} >= {SMALLEST_FLOAT32}, the smallest normal float32, got {value}")
+
+
+def expect_count(name: str, value: Any, least: int) -> None:
+    """Check a plain integer from `least` to what int32 can hold."""
+    if not is_integer(value):
+        raise TypeError(f"expected {name} to be an int, got {type(value).__name__}")
+    if value < least:
+        raise InvalidInput(f"expected {name} >= {least}, got {value}")
+    if value > LARGEST_INT32:
+        raise InvalidInput(f"expected {name} <= {LARGEST_INT32}, got {value}")
+
+
+def expect_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"expected {name} to be a bool, got {type(value).__name__}")
+
+
+# ---- kinds
+
+
+def field(kind: "Kind", default: Any = dataclasses.MISSING) -> Any:
+    """A record's field of a kind; a default of None makes it optional."""
+    kind = dataclasses.replace(kind, optional=default is None)
+    metadata = {"kind": kind}
+    if default is dataclasses.MISSING:
+        return dataclasses.field(metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+class Sizes(dict[str, int]):
+    """The axes of a call by their letters, as its arrays bind them one after another; S also binds S+1."""
+
+    def bind(self, shape: str, value: Array) -> None:
+        for letter, size in zip(shape.split(), value.shape, strict=True):
+            self.setdefault(letter, size)
+            self.setdefault(f"{letter}+1", size + 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kind(abc.ABC):
+    """What a field may hold. The flat form of most is the value itself, under the field's own name."""
+
+    optional: bool = False  # whether None will do
+    checked_last: bool = False  # after the fields behind it, whose sizes it must have
+    hint: bool = False  # whether results do not depend on it
+    unit_stride: bool = False  # whether rows must lie in one piece: torch's last stride has to be 1
+    written: bool = False  # whether the operation writes it: in torch in place, in jax into a new array
+
+    schema_type = "Tensor"  # torch's, without the mark of an optional one
+
+    def prepare(self, name: str, value: Any, arrays: Arrays) -> Any:
+        """A public function's argument as the record takes it."""
+        del name
+        return arrays.array(value)
+
+    @abc.abstractmethod
+    def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
+        """Raise `InvalidInput` or `TypeError` unless the value will do; it is not None where that is allowed."""
+
+    def schema(self, name: str) -> tuple[str, ...]:
+        """The flat arguments as torch declares them; `{}` stands where a written one is marked."""
+        return (f"{self.schema_type}{'{}' if self.written else ''}{'?' if self.optional else ''} {name}",)
+
+    def flatten(self, name: str, value: Any) -> tuple[Any, ...]:
+        """The flat arguments of a value; raises for what a schema would take for something else."""
+        del name
+        return (value,)
+
+    def unflatten(self, values: Sequence[Any]) -> Any:
+        return values[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayKind(Kind):
+    """An array of a shape in letters; without a shape the record checks it."""
+
+    shape: str | None = None
+    dtypes: Dtypes = ()
+
+    def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
+        if self.shape is None:
+            return
+        dtypes = self.dtypes(call) if callable(self.dtypes) else self.dtypes
+        expect_array(name, value, self.shape, dtypes, sizes)
+        sizes.bind(self.shape, value)
+
+
+class _Scalar(Kind):
+    """A value that is no array."""
+
+    def prepare(self, name: str, value: Any, arrays: Arrays) -> Any:
+        del name, arrays
+        return value.item() if isinstance(value, np.generic) else value
+
+    def flatten(self, name: str, value: Any) -> tuple[Any, ...]:
+        if value is not None or not self.optional:
+            self.check(name, value, None, Sizes())
+        return (value,)
+
+
+@dataclasses.dataclass(frozen=True)
+class Number(_Scalar):
+    """A finite number."""
+
+    positive: bool = False
+    schema_type = "float"
+
+    def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
+        del call, sizes
+        expect_number(name, value, positive=self.positive)
+
+    def flatten(self, name: str, value: Any) -> tuple[Any, ...]:
+        _Scalar.flatten(self, name, value)
+        return (value if value is None else float(value),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Integer(_Scalar):
+    """An integer of at least `least`."""
+
+    least: int = 0
+    symbolic: bool = False  # whether torch.compile may leave it open; as long as it is, it counts as None
+
+    @property
+    def schema_type(self) -> str:  # type: ignore[override]
+        return "SymInt" if self.symbolic else "int"
+
+    def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
+        del call, sizes
+        expect_count(name, value, self.least)
+
+    def flatten(self, name: str, value: Any) -> tuple[Any, ...]:
+        if self.symbolic and type(value).__name__ == "SymInt":
+            return (value,)
+        return _Scalar.flatten(self, name, value)
+
+    def unflatten(self, values: Sequence[Any]) -> Any:
+        (value,) = values
+        return value if isinstance(value, int) else None
+
+
+class Flag(_Scalar):
+    """True or False."""
+
+    schema_type = "bool"
+
+    def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
+        del call, sizes
+        expect_bool(name, value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Text(_Scalar):
+    """A string, one of `choices` unless the record judges it."""
+
+    choices: tuple[str, ...] = ()
+    schema_type = "str"
+
+    def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
+        del call, sizes
+        if self.choices and value not in self.choices:
+            raise InvalidInput(f"expected {name} to be {' or '.join(map(repr, self.choices))}, got {value!r}")
+
+    def flatten(self, name: str, value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, str) and not (value is None and self.optional):
+            raise TypeError(f"expected {name} to be a str, got {type(value).__name__}")
+        return _Scalar.flatten(self, name, value)
+
+
+class Dtype(Text):
+    """The name of a float dtype; a framework's own dtype stands for its name."""
+
+    def prepare(self, name: str, value: Any, arrays: Arrays) -> Any:
+        if value is None or isinstance(value, str):
+            return value
+        said = str(value)
+        return said.removeprefix("torch.") if said.startswith("torch.") else np.dtype(value).name
+
+
+class Count(Kind):
+    """How many sequences are live: an int, an i32 array of one that stays on its device, or None for all."""
+
+    def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
+        del call
+        if is_integer(value):
+            expect_num_seqs(value, sizes["S"])
+        else:
+            _expect_one_int32(name, value)
+
+
+def expect_num_seqs(value: int, max_num_seqs: int) -> None:
+    if not 0 <= value <= max_num_seqs:
+        raise InvalidInput(f"expected num_seqs between 0 and {max_num_seqs=}, got {value}")
+
+
+class Length(Kind):
+    """One length: an int, of which an array is made, or an i32 array of one."""
+
+    def prepare(self, name: str, value: Any, arrays: Arrays) -> Any:
+        if not is_integer(value):
+            return arrays.array(value)
+        if not 0 <= value <= LARGEST_INT32:
+            raise InvalidInput(f"expected {name} between 0 and {LARGEST_INT32}, got {value}")
+        return arrays.int32((1,), int(value))
+
+    def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
+        del call, sizes
+        _expect_one_int32(name, value)
+
+
+def _expect_one_int32(name: str, value: Any) -> None:
+    if not is_array(value):
+        raise TypeError(f"expected {name} to be an int or an array, got {type(value).__name__}")
+    if dtype_name(value) != "int32" or tuple(value.shape) not in ((), (1,)):
+        raise InvalidInput(f"expected {name} to be int32 of shape [1], got {dtype_name(value)}{list(value.shape)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale(Kind):
+    """What cached values are multiplied by: a number, an array of one or of one per KV head, or None for 1."""
+
+    def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
+        del sizes
+        if is_number(value):
+            expect_number(name, value)
+            return
+        if not is_array(value):
+            raise TypeError(f"expected {name} to be a number or an array, got {type(value).__name__}")
+        num_kv_heads = call.num_kv_heads
+        if dtype_name(value) not in FLOATS or tuple(value.shape) not in ((), (1,), (num_kv_heads,)):
+            raise InvalidInput(
+                f"expected {name} to be a float array of shape [] or [{num_kv_heads=}], "
+                f"got {dtype_name(value)}{list(value.shape)}"
+            )
+
+    def schema(self, name: str) -> tuple[str, ...]:
+        return f"Tensor? {name}", f"float? {name}_number"
+
+    def flatten(self, name: str, value: Any) -> tuple[Any, ...]:
+        if is_number(value):
+            expect_number(name, value)
+            return None, float(value)
+        return value, None
+
+    def unflatten(self, values: Sequence[Any]) -> Any:
+        array, number = values
+        return number if array is None else array
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair(Kind):
+    """One array or a pair of them, as a function of the record's family has it."""
+
+    names: tuple[str, str]  # of the flat arguments
+    expect: Callable[[str, Any, Any, Sizes], None]  # of the name, the value, the record and its sizes
+
+    def prepare(self, name: str, value: Any, arrays: Arrays) -> Any:
+        if isinstance(value, tuple | list):
+            return tuple(map(arrays.array, value))
+        return arrays.array(value)
+
+    def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
+        self.expect(name, value, call, sizes)
+
+    def schema(self, name: str) -> tuple[str, ...]:
+        first, second = self.names
+        tensor = "Tensor{}" if self.written else "Tensor"
+        return f"{tensor}{'?' if self.optional else ''} {first}", f"{tensor}? {second}"
+
+    def flatten(self, name: str, value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, tuple | list):
+            return value, None
+        if len(value) != 2:
+            self.expect(name, value, None, Sizes())
+        return tuple(value)
+
+    def unflatten(self, values: Sequence[Any]) -> Any:
+        first, second = values
+        return first if second is None else (first, second)
+
+
+class Stack(ArrayKind):
+    """An array, or a sequence of arrays that are stacked."""
+
+    def prepare(self, name: str, value: Any, arrays: Arrays) -> Any:
+        if not isinstance(value, tuple | list):
+            return arrays.array(value)
+        if not value:
+            raise InvalidInput(f"expected {name} to hold at least one part, got 0")
+        return arrays.stack([arrays.array(part) for part in value])
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayTuple(Kind):
+    """A tuple of arrays, of any number; the record checks them."""
+
+    schema_type = "Tensor[]"
+
+    def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
+        """The record checks it."""
+
+    def schema(self, name: str) -> tuple[str, ...]:
+        return (f"Tensor[] {name}",)
+
+    def flatten(self, name: str, value: Any) -> tuple[Any, ...]:
+        return (list(value or ()),)
+
+    def unflatten(self, values: Sequence[Any]) -> Any:
+        return tuple(values[0]) or None

@@ -1,0 +1,256 @@
+"""The records of the operations on a latent cache: its quantised formats, writing, reading, the slots of positions."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ragged_attention.calls.base import Call, Result, record
+from ragged_attention.calls.fields import (
+    FLOATS,
+    WIDE_FLOATS,
+    ArrayKind,
+    Arrays,
+    Dtype,
+    Flag,
+    Integer,
+    Kind,
+    Sizes,
+    Text,
+    dtype_name,
+    expect_array,
+    field,
+    is_array,
+)
+from ragged_attention.errors import InvalidInput
+
+BYTES = ("uint8", "float8_e4m3fn", "int8")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CacheFormat:
+    """A quantised latent cache: what the bytes of one token hold.
+
+    `fp8_v32`: token after token, each 512 e4m3 values, 4 float32 scales, 64 bfloat16 rotary values.
+    `fp8_v4`: a page of G tokens holds G rows of 448 e4m3 values and 64 bfloat16 rotary values, then G rows of 7 e8m0
+    scales and a byte of padding; so token t's values begin at byte 576 t of its page, its scales at 576 G + 8 t.
+    """
+
+    name: str
+    values: int  # quantised columns, the first ones
+    rotary: int  # bfloat16 columns behind them
+    group: int  # quantised columns that share a scale
+    token_bytes: int
+
+    @property
+    def width(self) -> int:
+        """Columns of a row, `d_qk`."""
+        return self.values + self.rotary
+
+
+CACHE_FORMATS = {
+    "fp8_v32": CacheFormat("fp8_v32", 512, 64, 128, 656),
+    "fp8_v4": CacheFormat("fp8_v4", 448, 64, 64, 584),
+}
+
+
+def expect_format(name: str, value: Any, plain: bool) -> None:
+    known = ("plain",) * plain + tuple(CACHE_FORMATS)
+    if value not in known:
+        raise InvalidInput(f"expected {name} to be one of {', '.join(known)}, got {value!r}")
+
+
+def format_of(name: str, cache: Any, given: str | None) -> str:
+    """The format of a cache whose dtype and rank are known to be valid: `plain` or a name in CACHE_FORMATS."""
+    if given is not None:
+        expect_format("cache_format", given, plain=True)
+    dtype, width = dtype_name(cache), cache.shape[-1]
+    if dtype in WIDE_FLOATS:
+        if given not in (None, "plain"):
+            raise InvalidInput(
+                f"expected {name}.dtype to be {' or '.join(BYTES)} with cache_format={given!r}, got {dtype}"
+            )
+        return "plain"
+    if given == "plain":
+        raise InvalidInput(f"expected {name}.dtype to be {' or '.join(FLOATS)} with cache_format='plain', got {dtype}")
+    for layout in CACHE_FORMATS.values():
+        if given in (None, layout.name) and layout.token_bytes == width:
+            return layout.name
+    wanted = [
+        f"{layout.token_bytes} ({layout.name})" for layout in CACHE_FORMATS.values() if given in (None, layout.name)
+    ]
+    raise InvalidInput(f"expected {name}.shape[3] to be {' or '.join(wanted)} for a cache of bytes, got {width}")
+
+
+def expect_cache(name: str, cache: Any, given: str | None, floats: tuple[str, ...] = FLOATS) -> str:
+    """Check a paged cache by itself; returns its format."""
+    expect_array(name, cache, "P G K C", (*floats, *BYTES), {})
+    found = format_of(name, cache, given)
+    _, page_size, num_kv_heads, _ = cache.shape
+    if page_size < 1:
+        raise InvalidInput(f"expected {name} to have page_size >= 1, got {page_size}")
+    if num_kv_heads < 1 or (found != "plain" and num_kv_heads != 1):
+        condition = "num_kv_heads >= 1" if found == "plain" else f"num_kv_heads = 1 with cache_format={found!r}"
+        raise InvalidInput(f"expected {name} to have {condition}, got {num_kv_heads}")
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheKind(Kind):
+    """A paged latent cache, plain or quantised; its format is the call's, or told by its dtype and width."""
+
+    floats: tuple[str, ...] = FLOATS
+
+    def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
+        expect_cache(name, value, call.given_format, self.floats)
+        sizes.setdefault("K", value.shape[2])
+
+
+@record
+class QuantizeMlaCache(Call):
+    """The arguments of `quantize_mla_cache`, which says what they mean."""
+
+    OPERATION: ClassVar[str] = "quantize_mla_cache"
+
+    kv: Any = field(ArrayKind())
+    format: str = field(Text())
+    power_of_two_scales: bool = field(Flag(), True)
+
+    def _check(self, sizes: Sizes) -> None:
+        expect_format("format", self.format, plain=False)
+        expect_array("kv", self.kv, "P G 1 D", FLOATS, {"1": 1, "D": CACHE_FORMATS[self.format].width})
+        if self.kv.shape[1] < 1:
+            raise InvalidInput(f"expected kv to have page_size >= 1, got {self.kv.shape[1]}")
+        _expect_powers("format", self.format, self.power_of_two_scales)
+
+    def results(self) -> tuple[Result, ...]:
+        return (Result(self.out_shape, "uint8"),)
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        return (*self.kv.shape[:3], CACHE_FORMATS[self.format].token_bytes)
+
+    def check_values(self) -> None:
+        """No value is invalid."""
+
+
+def _expect_powers(name: str, value: str, power_of_two_scales: Any) -> None:
+    if value == "fp8_v4" and not power_of_two_scales:
+        raise InvalidInput(f"expected power_of_two_scales=True with {name}='fp8_v4', got False")
+
+
+@record
+class DequantizeMlaCache(Call):
+    """The arguments of `dequantize_mla_cache`, which says what they mean."""
+
+    OPERATION: ClassVar[str] = "dequantize_mla_cache"
+
+    cache: Any = field(ArrayKind(unit_stride=True))
+    format: str | None = field(Text(), None)
+    dtype: str = field(Dtype(choices=FLOATS), "bfloat16")
+
+    def _check(self, sizes: Sizes) -> None:
+        if self.format is not None:
+            expect_format("format", self.format, plain=False)
+        expect_array("cache", self.cache, "P G 1 C", BYTES, {"1": 1})
+        expect_cache("cache", self.cache, self.format)
+
+    def results(self) -> tuple[Result, ...]:
+        return (Result(self.out_shape, self.dtype),)
+
+    @property
+    def found(self) -> str:
+        """The format's name."""
+        return format_of("cache", self.cache, self.format)
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        return (*self.cache.shape[:3], CACHE_FORMATS[self.found].width)
+
+    def check_values(self) -> None:
+        """No value is invalid."""
+
+
+@record
+class WriteMlaCache(Call):
+    """The arguments of `write_mla_cache`, which says what they mean."""
+
+    OPERATION: ClassVar[str] = "write_mla_cache"
+    NUM_RESULTS: ClassVar[int | None] = 0
+
+    kv: Any = field(ArrayKind())
+    cache: Any = field(CacheKind(unit_stride=True, written=True))
+    slot_mapping: Any = field(ArrayKind("T", ("int32", "int64"), checked_last=True))
+    power_of_two_scales: bool = field(Flag(), True)
+    cache_format: str | None = field(Text(), None)
+
+    def _check(self, sizes: Sizes) -> None:
+        found = self.format
+        width = self.cache.shape[3] if found == "plain" else CACHE_FORMATS[found].width
+        dtypes = (dtype_name(self.cache),) if found == "plain" else FLOATS
+        expect_array("kv", self.kv, "T K D", dtypes, {"K": sizes["K"], "D": width})
+        sizes.bind("T K D", self.kv)
+        _expect_powers("cache_format", found, self.power_of_two_scales)
+
+    @classmethod
+    def prepare(cls, arguments: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
+        prepared = super().prepare(arguments, arrays)
+        kv = prepared["kv"]
+        return prepared | {"kv": kv[:, None] if is_array(kv) and len(kv.shape) == 2 else kv}
+
+    def results(self) -> tuple[Result, ...]:
+        return (Result(self.cache.shape, self.cache.dtype),)
+
+    @property
+    def given_format(self) -> str | None:
+        return self.cache_format
+
+    @property
+    def format(self) -> str:
+        return format_of("cache", self.cache, self.cache_format)
+
+    @property
+    def page_size(self) -> int:
+        return self.cache.shape[1]
+
+    @property
+    def num_slots(self) -> int:
+        return self.cache.shape[0] * self.page_size
+
+    def check_strides(self, strides: Callable[[Any], tuple[int, ...]]) -> None:
+        """Refuse what cannot be written in place: a page of `fp8_v4` is addressed by its bytes, not by rows."""
+        row, got = self.cache.shape[3], strides(self.cache)[1]
+        if self.format == "fp8_v4" and self.page_size > 1 and 0 not in self.cache.shape and got != row:
+            raise InvalidInput(f"expected cache with rows packed in each page (stride {row}) for 'fp8_v4', got {got}")
+
+    def check_values(self) -> None:
+        """Raise `InvalidInput` naming the first slot outside the cache. Expects NumPy arrays."""
+        slots = self.num_slots
+        bad = np.flatnonzero((self.slot_mapping < -1) | (self.slot_mapping >= slots))
+        if bad.size:
+            got = self.slot_mapping[bad[0]]
+            raise InvalidInput(f"expected slot_mapping[{bad[0]}] to be -1 or between 0 and {slots - 1}, got {got}")
+
+
+@record
+class PageIndicesToSlots(Call):
+    """The arguments of `page_indices_to_slots`, which says what they mean."""
+
+    OPERATION: ClassVar[str] = "page_indices_to_slots"
+
+    positions: Any = field(ArrayKind())
+    page_indices: Any = field(ArrayKind())
+    page_size: int = field(Integer(least=1))
+
+    def _check(self, sizes: Sizes) -> None:
+        rank = len(self.positions.shape) if is_array(self.positions) else 1
+        letters = " ".join(("S", *(f"N{axis}" for axis in range(1, rank))))
+        expect_array("positions", self.positions, letters, ("int32",), {})
+        expect_array("page_indices", self.page_indices, "S M", ("int32",), {"S": self.positions.shape[0]})
+
+    def results(self) -> tuple[Result, ...]:
+        return (Result(self.positions.shape, "int32"),)
+
+    def check_values(self) -> None:
+        """No value is invalid: what names no slot becomes -1."""

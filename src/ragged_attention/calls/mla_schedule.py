@@ -1,0 +1,168 @@
+"""The schedule of a decode step over latents, and the record of the operation that makes it."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ragged_attention.calls.base import Call, Result, expect_groups, record
+from ragged_attention.calls.fields import (
+    ArrayKind,
+    Arrays,
+    Flag,
+    Integer,
+    expect_array,
+    expect_count,
+    field,
+    is_array,
+)
+from ragged_attention.errors import InvalidInput
+
+BLOCK_ROWS = 64  # rows of queries that one program works on
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class DecodeSchedule:
+    """How `mla_decode` divides its work, for reuse over the layers of a model; made by `make_decode_schedule`.
+
+    Valid for calls of the shapes it was made for, which is checked, as long as lengths are the same, which is checked
+    under `validate="full"` only. With other lengths results stay right, but the work is divided badly.
+    """
+
+    parts: (
+        Any  # i32 [programs, 8]: first sequence, first block in it, last sequence, end block in it, first split, 0 0 0
+    )
+    num_splits: Any  # i32 [S + 1], prefix sums of the number of splits of each sequence
+    lens: Any = None  # i32 [S], the lengths it was made for; None is unknown
+    extra_lens: Any = None  # i32 [S], those of the lists into the second cache
+    made_for: tuple[int, ...] = ()  # sequences, query tokens of each, query heads, KV heads, top-k, extra top-k
+
+
+SHAPES = ("batch_size", "num_q_tokens", "num_q_heads", "num_kv_heads", "topk", "extra_topk")
+
+
+def schedule_arrays(schedule: Any, q: Any, kv_cache: Any, indices: Any, extra_indices: Any) -> tuple[Any, ...] | None:
+    """The argument `schedule` of `mla_decode` as the record's, once it is known to be made for calls of such shapes."""
+    if schedule is None:
+        return None
+    if not isinstance(schedule, DecodeSchedule):
+        raise TypeError(f"expected schedule to be a DecodeSchedule, got {type(schedule).__name__}")
+    lists = [value for value in (indices, extra_indices) if value is not None]
+    if not all(is_array(value) and len(value.shape) > 2 for value in (q, kv_cache, *lists)):
+        return None  # which the record will say better
+    counts = [0 if value is None else value.shape[-1] for value in (indices, extra_indices)]
+    needed = (*q.shape[:3], kv_cache.shape[2], *counts)
+    for name, need, made in zip(SHAPES, needed, schedule.made_for, strict=False):
+        if need != made:
+            raise InvalidInput(f"expected a schedule made for {name}={need}, got one made for {name}={made}")
+    known = [schedule.parts, schedule.num_splits]
+    known += [lens for lens in (schedule.lens, schedule.extra_lens) if lens is not None]
+    return tuple(known)
+
+
+def scheduled_lens(lens: Any, most: int) -> Any:
+    """What a schedule takes as the lengths of a sequence's lists: the longest, held within [0, most]. NumPy."""
+    if lens is None:
+        return np.int32(most)
+    lens = np.clip(lens, 0, most)
+    return lens.max(axis=1) if lens.ndim == 2 else lens
+
+
+@record
+class MakeDecodeSchedule(Call):
+    """The arguments of `make_decode_schedule` as lengths of what each sequence reads.
+
+    That function describes a decode call, by `kv_lens` or by top-k lists; `prepare` says how one becomes the other.
+    """
+
+    OPERATION: ClassVar[str] = "make_decode_schedule"
+    NUM_RESULTS: ClassVar[int | None] = 2
+
+    lens: Any = field(ArrayKind("S", ("int32",)))  # positions of each sequence, or of its longest list
+    extra_lens: Any = field(ArrayKind("S", ("int32",)), None)  # of the longest list into the second cache
+    sparse: bool = field(Flag(), False)
+    num_parts: int | None = field(Integer(least=1), None)
+    overhead: int = field(Integer(), 5)
+    programs: int = field(Integer(least=1), 1)  # that work side by side on one range of keys
+
+    @classmethod
+    def prepare(cls, arguments: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
+        given = {name: arrays.array(value) for name, value in arguments.items()}
+        for name, least in SHAPE_ARGUMENTS.items():
+            expect_count(name, given[name], least)
+        batch_size, num_q_tokens, num_q_heads, num_kv_heads = (given[name] for name in SHAPE_ARGUMENTS)
+        expect_groups(num_q_heads, num_kv_heads)
+        kv_lens, topk = given["kv_lens"], given["topk"]
+        if (kv_lens is None) == (topk is None):
+            got = "neither" if topk is None else "both"
+            raise InvalidInput(f"expected kv_lens for a dense call or topk for a sparse one, got {got}")
+        if topk is None:
+            for name in ("topk_lens", "extra_topk", "extra_topk_lens"):
+                if given[name] is not None:
+                    raise InvalidInput(f"expected {name} only together with topk, got it with kv_lens")
+            expect_array("kv_lens", kv_lens, "S", ("int32",), {"S": batch_size})
+            lens, extra_lens = arrays.copy(kv_lens), None
+            rows, side_by_side = num_q_tokens * (num_q_heads // num_kv_heads), num_kv_heads
+        else:
+            if num_kv_heads != 1:
+                raise InvalidInput(f"expected num_kv_heads = 1 with topk, got {num_kv_heads}")
+            if given["extra_topk"] is None and given["extra_topk_lens"] is not None:
+                raise InvalidInput("expected extra_topk_lens only together with extra_topk, got it without")
+            lens, extra_lens = (_list_lens(name, given, arrays) for name in ("topk", "extra_topk"))
+            rows, side_by_side = num_q_heads, num_q_tokens
+        return {
+            "lens": lens,
+            "extra_lens": extra_lens,
+            "sparse": topk is not None,
+            "num_parts": given["num_parts"],
+            "overhead": given["overhead"],
+            "programs": side_by_side * -(-rows // BLOCK_ROWS),
+        }
+
+    def results(self) -> tuple[Result, ...]:
+        return Result((self.num_ranges, 8), "int32"), Result((self.num_seqs + 1,), "int32")
+
+    @property
+    def num_ranges(self) -> int:
+        """Into how many ranges the work is cut: as many as asked for, or as fill the device."""
+        return self.num_parts or max(self.device.num_multiprocessors // self.programs, 1)
+
+    @property
+    def num_seqs(self) -> int:
+        return self.lens.shape[0]
+
+    def check_values(self) -> None:
+        """No value is invalid: a negative length counts as 0."""
+
+
+SHAPE_ARGUMENTS = {"batch_size": 0, "num_q_tokens": 1, "num_q_heads": 1, "num_kv_heads": 1}  # and the least of each
+
+
+def _list_lens(name: str, given: Mapping[str, Any], arrays: Arrays) -> Any:
+    """For each sequence the length of its longest list, no more than the list can hold; None without such lists."""
+    topk, lens = given[name], given[f"{name}_lens"]
+    if topk is None:
+        return None
+    expect_count(name, topk, 1)
+    batch_size, num_q_tokens = given["batch_size"], given["num_q_tokens"]
+    if lens is None:
+        return arrays.int32((batch_size,), topk)
+    rank = len(lens.shape) if is_array(lens) else 1
+    expect_array(f"{name}_lens", lens, "S Q" if rank == 2 else "S", ("int32",), {"S": batch_size, "Q": num_q_tokens})
+    held = lens.clip(0, topk)
+    return arrays.largest_of_rows(held) if rank == 2 else held
+
+
+def schedule_for(arguments: Mapping[str, Any], prepared: Mapping[str, Any], results: Any) -> DecodeSchedule:
+    """The schedule that the operation's results make, beside what it was made for."""
+    parts, num_splits = results
+    shapes = tuple(int(arguments[name]) for name in SHAPE_ARGUMENTS)
+    topks = tuple(int(arguments[name] or 0) for name in ("topk", "extra_topk"))
+    return DecodeSchedule(
+        parts=parts,
+        num_splits=num_splits,
+        lens=prepared["lens"],
+        extra_lens=prepared["extra_lens"],
+        made_for=(*shapes, *topks),
+    )

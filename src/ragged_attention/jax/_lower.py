@@ -1,0 +1,226 @@
+"""From a call on jax arrays to jax operations, with the backend chosen per platform when the call is lowered."""
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+from ragged_attention import config, dispatch
+from ragged_attention.calls import CALLS, Call
+from ragged_attention.errors import InvalidInput, Unsupported
+from ragged_attention.jax._launcher import PLATFORMS, Launcher, Statics, device_facts, join, split
+
+PORTABLE = ("xla", "reference")  # the same operations on every platform
+
+
+class JaxArrays:
+    """How public arguments become the records' on jax arrays."""
+
+    def array(self, value: Any) -> Any:
+        return to_jax(value)
+
+    def int32(self, shape: tuple[int, ...], value: int) -> jax.Array:
+        return jnp.full(shape, value, jnp.int32)
+
+    def float32(self, array: Any) -> jax.Array:
+        return jnp.asarray(array, jnp.float32)
+
+    def stack(self, parts: list[Any]) -> jax.Array:
+        return jnp.stack(parts)
+
+    def copy(self, array: jax.Array) -> jax.Array:
+        return array
+
+    def largest_of_rows(self, array: jax.Array) -> jax.Array:
+        return array.max(axis=1)
+
+
+ARRAYS = JaxArrays()
+
+
+def to_jax(value: Any) -> Any:
+    """NumPy arrays as jax arrays, NumPy numbers as Python's; anything else as it is, for the record to judge."""
+    if isinstance(value, tuple | list):
+        return type(value)(to_jax(item) for item in value)
+    if isinstance(value, np.ndarray):
+        return jnp.asarray(value)
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def prepare(record: type[Call], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The record's arguments from a public function's, by name."""
+    return record.prepare(arguments, ARRAYS)
+
+
+def run(record: type[Call], arguments: Mapping[str, Any]) -> tuple[jax.Array, ...]:
+    """Run a public function's call: its arguments by name, `backend` and `options` among them."""
+    return run_prepared(record, prepare(record, arguments), arguments["backend"], arguments["options"])
+
+
+def run_prepared(record: type[Call], prepared: Mapping[str, Any], backend: Any, options: Any) -> tuple[jax.Array, ...]:
+    """Check the call, choose its backend and run it; requests are read now, at trace time under `jit`."""
+    call = record(**prepared, device=device_facts(default_platform()))
+    if config.validates_values():
+        _check_values(call)
+    request = Request.of(record.OPERATION, backend, options)
+    gradient = None
+    if record.DIFFERENTIABLE:
+        name = f"{record.OPERATION}_backward"
+        named = dispatch.backends_offering(name, None if backend is None else ",".join(config.parse_names(backend)))
+        gradient = Request.of(name, named, None)
+    arrays, statics = split(record.flatten(prepared))
+    traced = any(isinstance(value, jax.core.Tracer) for value in arrays.values())
+    with _own_rules():
+        return _run(record, arrays, statics, request, gradient, traced, dispatch.state())
+
+
+@contextlib.contextmanager
+def _own_rules() -> Iterator[None]:
+    """Within which arrays are promoted as this package's code expects, whatever the caller's rules."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+class Request(tuple[Any, Any]):
+    """What a call asks for, hashable: the ordered names of backends, or None, and the options."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, operation: str, backend: Any, options: Any) -> "Request":
+        tunables = config.requested_options(operation, options)
+        return cls((config.requested(operation, backend), tuple(sorted(tunables.items()))))
+
+    def choose(self, call: Call) -> dispatch.Choice:
+        names, options = self
+        return dispatch.choose(call, backend=names or "auto", options=dict(options))
+
+
+def default_platform() -> str:
+    return jax.default_backend().replace("gpu", "cuda")
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2, 3, 4, 5, 6))
+def _run(
+    record: type[Call],
+    arrays: dict[int, Any],
+    statics: Statics,
+    request: Request,
+    gradient: Request | None,
+    traced: bool,
+    state: Any,
+) -> tuple[jax.Array, ...]:
+    """The operation as one that jax can differentiate, or refuses to with our own words."""
+
+    @jax.custom_vjp
+    def compute(arrays: dict[int, Any]) -> tuple[jax.Array, ...]:
+        return _on_the_platform(record, arrays, statics, request, traced)
+
+    def save(given: dict[int, Any]) -> Any:
+        arrays = jax.tree.map(lambda primal: primal.value, given, is_leaf=lambda leaf: hasattr(leaf, "perturbed"))
+        results = compute(arrays)
+        return results, (arrays, results[0], results[-1])
+
+    def differentiate(saved: Any, cotangents: Any) -> Any:
+        if gradient is None:
+            raise RuntimeError(no_gradient(record.OPERATION))
+        arrays, out, lse = saved
+        # A result that nobody uses has no gradient.
+        d_out, d_lse = (None if isinstance(each, SymbolicZero) else each for each in (cotangents[0], cotangents[-1]))
+        known = join(record, arrays, statics) | {"out": out, "lse": lse, "d_lse": d_lse}
+        known["d_out"] = jnp.zeros_like(out) if d_out is None else d_out
+        backward = CALLS[f"{record.OPERATION}_backward"]
+        taken = {name: known[name] for name in backward.KINDS}
+        backward(**taken)  # so that an error names an argument
+        given, others = split(backward.flatten(taken))
+        with _own_rules():
+            found = _run(backward, given, others, gradient, None, traced, state)
+        by_index = {record.RANGES[name][0]: value for name, value in zip(record.DIFFERENTIABLE, found, strict=False)}
+        return ({index: by_index.get(index) for index in arrays},)
+
+    compute.defvjp(save, differentiate, symbolic_zeros=True)
+    return compute(arrays)
+
+
+def no_gradient(operation: str) -> str:
+    reason = "it is a gradient itself" if operation.endswith("_backward") else "it works on a KV cache, for inference"
+    return f"{operation} has no gradient: {reason}"
+
+
+def _on_the_platform(
+    record: type[Call], arrays: dict[int, Any], statics: Statics, request: Request, traced: bool
+) -> tuple[jax.Array, ...]:
+    """The operation by the backend that is chosen for each platform it may be lowered for."""
+
+    def on(platform: str) -> tuple[dispatch.Choice, Any]:
+        """What runs this call on a platform, and the function of its arrays that does."""
+        device = device_facts(platform)
+
+        def build(values: dict[int, Any]) -> Call:
+            return record(**join(record, values, statics), device=device)
+
+        choice = request.choose(build(arrays))
+        return choice, lambda values: _results(choice, build(values), request, Launcher(device))
+
+    here = default_platform()
+    choices: dict[str, Any] = {}
+    refusals: dict[str, Exception] = {}
+    for platform in (here, *(name for name in PLATFORMS if name != here)):
+        try:
+            choices[platform] = on(platform)
+        except (Unsupported, InvalidInput) as error:
+            refusals[platform] = error  # then the traced function cannot be lowered for it
+    # Traced by the caller, it may be meant for another machine; called plainly, it runs here and now.
+    if here in refusals and not (choices and traced):
+        raise refusals[here]
+    if not traced:
+        return choices[here][1](arrays)
+    branches: dict[str, Any] = {}
+    portable: dict[Any, Any] = {}  # one branch for all platforms that share it, so that it is traced once
+    for platform, (choice, branch) in choices.items():
+        if choice.backend in PORTABLE:
+            branch = portable.setdefault((choice.backend, choice.tile), branch)
+        branches[platform] = branch
+    if len(portable) == len(set(map(id, branches.values()))) == 1:
+        return branches[next(iter(branches))](arrays)
+    return jax.lax.platform_dependent(arrays, **branches)
+
+
+def _results(choice: dispatch.Choice, call: Any, request: Request, launch: Launcher) -> tuple[jax.Array, ...]:
+    """A backend's results; what it leaves to another operation, writing `new_kv`, is done before."""
+    written: tuple[Any, ...] = ()
+    if choice.writes_before:
+        write = call.write_of_new_kv()
+        written = _tuple(dispatch.choose(write, backend=request[0] or "auto").run(write, launch))
+        call = call.after_write(written if len(written) > 1 else written[0])
+    return *_tuple(choice.run(call, launch)), *written
+
+
+def _tuple(results: Any) -> tuple[Any, ...]:
+    return tuple(results) if isinstance(results, tuple | list) else (results,)
+
+
+def _check_values(call: Call) -> None:
+    """Check the index arrays' values, now where they are known, else when the compiled function runs."""
+    record = type(call)
+    arrays, statics = split(record.flatten(call.arguments()))
+    leaves, structure = jax.tree.flatten(arrays)
+    known = [str(leaf.dtype) in ("int32", "int64") for leaf in leaves]
+    indices = [leaf for leaf, wanted in zip(leaves, known, strict=True) if wanted]
+    shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+
+    def check(values: list[Any]) -> None:
+        rest = iter(values)
+        held = [np.asarray(next(rest)) if wanted else shape for shape, wanted in zip(shapes, known, strict=True)]
+        record(**join(record, jax.tree.unflatten(structure, held), statics)).check_values()
+
+    if any(isinstance(value, jax.core.Tracer) for value in indices):
+        jax.debug.callback(check, indices)
+    else:
+        check(indices)

@@ -1,0 +1,261 @@
+"""The operators `torch.ops.ragged_attention.*`, derived from the records, and how a public function calls one.
+
+A public function hands its arguments over by name; the record says how they become those of its operator. Everything
+else (checks, choice of backend, launch) happens inside the operator, out of sight of `torch.compile`.
+"""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.autograd import forward_ad
+
+from ragged_attention import config, dispatch
+from ragged_attention.calls import CALLS, Call, Result
+from ragged_attention.config import expect_mapping, parse_names
+from ragged_attention.torch import _plan
+from ragged_attention.torch._launcher import DTYPES
+
+_library = torch.library.Library("ragged_attention", "DEF")
+
+
+class TorchArrays:
+    """How public arguments become the records' on torch tensors."""
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self.arguments = arguments
+
+    def array(self, value: Any) -> Any:
+        return value.item() if isinstance(value, np.generic) else value
+
+    def int32(self, shape: tuple[int, ...], value: int) -> torch.Tensor:
+        tensors = [given for given in self.arguments.values() if isinstance(given, torch.Tensor)]
+        device = tensors[0].device if tensors else self.arguments.get("device")
+        return torch.full(shape, value, dtype=torch.int32, device=device)
+
+    def float32(self, array: torch.Tensor) -> torch.Tensor:
+        return array.to(torch.float32)
+
+    def stack(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(parts)
+
+    def copy(self, array: torch.Tensor) -> torch.Tensor:
+        return array.clone()
+
+    def largest_of_rows(self, array: torch.Tensor) -> torch.Tensor:
+        return array.amax(1)
+
+
+# ---- calling an operator
+
+
+def prepare(record: type[Call], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The record's arguments from a public function's, by name."""
+    return record.prepare(arguments, TorchArrays(arguments))
+
+
+def run(record: type[Call], arguments: Mapping[str, Any]) -> Any:
+    """Run a public function's call: its arguments by name, `backend` and `options` among them."""
+    return run_prepared(record, prepare(record, arguments), arguments["backend"], arguments["options"])
+
+
+def run_prepared(record: type[Call], prepared: Mapping[str, Any], backend: Any, options: Any) -> Any:
+    """Run an operator on the record's arguments."""
+    flat = record.flatten(prepared)
+    operator = getattr(torch.ops.ragged_attention, record.OPERATION)
+    compiling = torch.compiler.is_compiling()
+    if not compiling and forward_ad._current_level >= 0:
+        _refuse_tangents(record.OPERATION, flat)
+    try:
+        if compiling or _may_differentiate(flat):
+            return operator(*flat, _names(backend), encode_options(options))
+        with torch._C._AutoDispatchBelowAutograd():  # which would find as much, at the price of a second dispatch
+            return operator(*flat, _names(backend), encode_options(options))
+    except (RuntimeError, TypeError):
+        _plan.checked(record, prepared)  # a schema's complaint does not name our argument; the record's does
+        raise
+
+
+def run_with_write(record: Any, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Run an attention whose `new_kv` another operator writes before, in place.
+
+    Nothing is written for a call that will be refused. Under `torch.compile` all checks but those of the backend are
+    made by the operators' fake kernels, before anything runs.
+    """
+    backend, options = arguments["backend"], arguments["options"]
+    prepared = prepare(record, arguments)
+    if not torch.compiler.is_compiling():
+        _plan.expect_runnable(record, prepared, _names(backend), encode_options(options))
+    (k, v), write = prepared["new_kv"], CALLS["write_kv_pages"]
+    given = prepared | {"k": k, "v": v, "slot_mapping": None}
+    run_prepared(write, {name: given[name] for name in write.KINDS}, backend, None)
+    return run_prepared(record, prepared | {"new_kv": None}, backend, options)
+
+
+def _may_differentiate(flat: list[Any]) -> bool:
+    """Whether autograd may have to do with a call."""
+    if torch._C._functorch.maybe_current_level() is not None:  # type: ignore[attr-defined]
+        return True
+    return torch.is_grad_enabled() and torch._C._any_requires_grad(*flat)
+
+
+def _refuse_tangents(operation: str, flat: list[Any]) -> None:
+    """Forward-mode differentiation, which torch would let pass with tangents of zero."""
+    for value in flat:
+        if isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None:
+            raise RuntimeError(f"{operation} has no forward-mode derivative (jvp); use reverse mode where it has that")
+
+
+def _names(backend: Any) -> str | None:
+    return None if backend is None else ",".join(parse_names(backend))
+
+
+def encode_options(options: Any) -> str | None:
+    """The options mapping as the string that a schema can carry, in a way that `torch.compile` can follow."""
+    if options is None:
+        return None
+    return "{" + ", ".join([f"{name!r}: {value!r}" for name, value in expect_mapping(options).items()]) + "}"
+
+
+# ---- what an operator does
+
+
+def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Where autocast, which would change dtypes within an operation, is off."""
+    if not torch._C._is_any_autocast_enabled():  # type: ignore[attr-defined]
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+def _mark_written(operation: str, name: str, tensor: torch.Tensor) -> None:
+    """What torch does of itself for its own operations in place: refuse what cannot be written, count versions."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(f"{operation} writes {name} in place, and that has no gradient: expected it without one")
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
+    elif not torch.is_inference_mode_enabled():
+        raise RuntimeError(f"{operation} writes {name}, an inference tensor, in place outside torch.inference_mode()")
+
+
+def _implementation(record: type[Call]) -> Callable[..., Any]:
+    written = [name for name, kind in record.KINDS.items() if kind.written]
+
+    def implementation(*values: Any) -> Any:
+        arguments = record.unflatten(values[:-2])
+        for name in written:
+            given = arguments[name]
+            for tensor in given if isinstance(given, tuple) else (given,):
+                _mark_written(record.OPERATION, name, tensor)
+        first = next(value for value in values if isinstance(value, torch.Tensor))
+        with _without_autocast(first.device):
+            found = _plan.execute(record, arguments, *values[-2:])
+        return _as_declared(record, found, first)
+
+    return implementation
+
+
+def _as_declared(record: type[Call], found: Any, like: torch.Tensor) -> Any:
+    """A backend's results as the schema has them: an empty tensor in place of a gradient that there is none of."""
+    if record.NUM_RESULTS == 0:
+        return None
+    found = list(found) if isinstance(found, tuple | list) else [found]
+    if record.NUM_RESULTS is None:
+        return found
+    found += [like.new_empty(0, dtype=torch.float32) for _ in range(record.NUM_RESULTS - len(found))]
+    return found[0] if record.NUM_RESULTS == 1 else tuple(found)
+
+
+def _fake(record: type[Call]) -> Callable[..., Any]:
+    def fake(*values: Any) -> Any:
+        call = _plan.checked(record, record.unflatten(values[:-2]))
+        first = next(value for value in values if isinstance(value, torch.Tensor))
+
+        def empty(result: Result) -> torch.Tensor:
+            return first.new_empty(result.shape, dtype=DTYPES.get(result.dtype, result.dtype))
+
+        return _as_declared(record, [empty(result) for result in call.results()], first)
+
+    return fake
+
+
+# ---- gradients
+
+
+def _gradient(record: type[Call]) -> tuple[Callable[..., Any], Callable[..., None]]:
+    """The backward function, and what saves for it, as `torch.library.register_autograd` takes them.
+
+    The gradient is the operation `<operation>_backward`. Of a call's results the first, out, and the last, lse, have
+    gradients; its own arguments are those of the forward by name. The backend is chosen as at the time of the forward.
+    """
+    gradient = CALLS[f"{record.OPERATION}_backward"]
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        ctx.set_materialize_grads(False)  # of a log-sum-exp that nobody uses there is no gradient
+        ctx.mark_non_differentiable(*output[1:-1])
+        ctx.places = [place for place, value in enumerate(inputs) if isinstance(value, torch.Tensor)]
+        ctx.save_for_backward(*(inputs[place] for place in ctx.places), output[0], output[-1])
+        ctx.others = [None if isinstance(value, torch.Tensor) else value for value in inputs]
+        ctx.request = _request(gradient.OPERATION, inputs[-2])
+
+    def differentiate(ctx: Any, d_out: torch.Tensor | None, *others: torch.Tensor | None) -> tuple[Any, ...]:
+        *tensors, out, lse = ctx.saved_tensors
+        inputs = list(ctx.others)
+        for place, tensor in zip(ctx.places, tensors, strict=True):
+            inputs[place] = tensor
+        known = record.unflatten(inputs[:-2])
+        known |= {"out": out, "lse": lse, "d_out": torch.zeros_like(out) if d_out is None else d_out, "d_lse": others[-1]}
+        found = getattr(torch.ops.ragged_attention, gradient.OPERATION)(
+            *gradient.flatten({name: known[name] for name in gradient.KINDS}), *ctx.request
+        )
+        gradients: list[Any] = [None] * len(inputs)
+        for name, value in zip(record.DIFFERENTIABLE, found, strict=True):
+            if known[name] is not None:
+                gradients[record.RANGES[name][0]] = value
+        return tuple(gradients)
+
+    return differentiate, save
+
+
+def _request(operation: str, backend: str | None) -> tuple[str | None, str | None]:
+    """The backend and options that the gradient of a call will run with, which are those in force now.
+
+    Autograd's own threads are outside any `with use_backend(...)`. A compiled function asks when it runs.
+    """
+    named = dispatch.backends_offering(operation, backend)
+    if torch.compiler.is_compiling():
+        return named, None
+    names = config.requested(operation, named)
+    return None if names is None else ",".join(names), encode_options(config.requested_options(operation)) or None
+
+
+def _not_differentiable(operation: str) -> Callable[..., Any]:
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        del ctx, gradients
+        raise RuntimeError(no_gradient(operation))
+
+    return backward
+
+
+def no_gradient(operation: str) -> str:
+    reason = "it is a gradient itself" if operation.endswith("_backward") else "it works on a KV cache, for inference"
+    return f"{operation} has no gradient: {reason}"
+
+
+def _define(record: type[Call]) -> None:
+    name, count = record.OPERATION, record.NUM_RESULTS
+    tensors = ", ".join(["Tensor"] * (count or 0))
+    returns = "Tensor[]" if count is None else tensors if count == 1 else f"({tensors})"
+    _library.define(
+        f"{name}({record.schema()}, str? backend, str? options) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,)
+    )
+    _library.impl(name, _implementation(record), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ragged_attention::{name}", _fake(record), lib=_library)
+    if count != 0:
+        backward, save = _gradient(record) if record.DIFFERENTIABLE else (_not_differentiable(name), None)
+        torch.library.register_autograd(f"ragged_attention::{name}", backward, setup_context=save, lib=_library)
+
+
+for _record in CALLS.values():
+    _define(_record)
