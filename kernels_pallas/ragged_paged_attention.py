@@ -35,6 +35,10 @@ from ragged_attention.kernels_pallas.new_rows import new_rows, sent_once, slots_
 from ragged_attention.kernels_pallas.ragged_kernel import UPDATES, Plan, kernel, named, scratch
 
 SUBLANES = 16  # rows of a bfloat16 tile
+FEATURES = frozenset({
+    "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "k_scale", "v_scale", "return_lse",
+    "new_kv",
+})  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

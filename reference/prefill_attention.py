@@ -12,6 +12,8 @@ from ragged_attention.reference.untuned import Tile as Tile
 from ragged_attention.reference.untuned import heuristic as heuristic
 from ragged_attention.reference.untuned import why_not as why_not
 
+FEATURES = frozenset({"sm_scale", "soft_cap", "sliding_window", "align"})
+
 
 def prefill_attention(
     q: ArrayLike,

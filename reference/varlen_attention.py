@@ -12,6 +12,10 @@ from ragged_attention.reference.untuned import Tile as Tile
 from ragged_attention.reference.untuned import heuristic as heuristic
 from ragged_attention.reference.untuned import why_not as why_not
 
+FEATURES = frozenset({
+    "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "deterministic",
+})  # fmt: skip
+
 
 def sequences(
     cu_q_lens: ArrayLike, cu_kv_lens: ArrayLike, num_q_tokens: int, num_kv_tokens: int,

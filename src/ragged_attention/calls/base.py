@@ -20,8 +20,10 @@ class Device:
     num_multiprocessors: int = 1  # of a TPU its cores
     shared_memory: int = 0  # bytes one program can have; of a TPU a core's vector memory (VMEM)
     scalar_memory: int = 0  # of a TPU a core's scalar memory (SMEM), bytes
-    no_triton: str | None = None  # why the front end cannot launch Triton kernels here
-    no_pallas: str | None = None  # why it cannot launch Pallas TPU kernels here
+    unavailable: tuple[tuple[str, str], ...] = ()  # backends that the front end cannot launch here, each with a reason
+
+    def why_unavailable(self, backend: str) -> str | None:
+        return dict(self.unavailable).get(backend)
 
 
 NOWHERE = Device(framework="numpy", platform="cpu")

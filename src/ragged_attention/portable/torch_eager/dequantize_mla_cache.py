@@ -10,6 +10,8 @@ from ragged_attention.portable.torch_eager._latents import chunks, dequantized, 
 from ragged_attention.portable.untuned import Tile as Tile
 from ragged_attention.portable.untuned import heuristic as heuristic
 
+FEATURES = frozenset({"format", "dtype"})
+
 
 def why_not(call: Any) -> str | None:
     return framework_is_torch(call)

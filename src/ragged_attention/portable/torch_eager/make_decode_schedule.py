@@ -10,6 +10,7 @@ from ragged_attention.portable.untuned import Tile as Tile
 from ragged_attention.portable.untuned import heuristic as heuristic
 
 BLOCK = 64  # keys
+FEATURES = frozenset({"extra_lens", "sparse", "num_parts", "overhead"})
 
 
 def why_not(call: Any) -> str | None:

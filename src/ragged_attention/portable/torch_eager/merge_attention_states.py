@@ -8,6 +8,8 @@ from ragged_attention.portable.torch_eager._host import framework_is_torch
 from ragged_attention.portable.untuned import Tile as Tile
 from ragged_attention.portable.untuned import heuristic as heuristic
 
+FEATURES: frozenset[str] = frozenset()
+
 
 def why_not(call: Any) -> str | None:
     return framework_is_torch(call)

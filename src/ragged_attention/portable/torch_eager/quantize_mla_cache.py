@@ -10,6 +10,8 @@ from ragged_attention.portable.torch_eager._latents import chunks, fields_of, pa
 from ragged_attention.portable.untuned import Tile as Tile
 from ragged_attention.portable.untuned import heuristic as heuristic
 
+FEATURES = frozenset({"power_of_two_scales"})
+
 
 def why_not(call: Any) -> str | None:
     return framework_is_torch(call)

@@ -13,6 +13,7 @@ from ragged_attention.portable.untuned import Tile as Tile
 from ragged_attention.portable.untuned import heuristic as heuristic
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FEATURES = frozenset({"slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "k_scale", "v_scale"})
 
 
 def why_not(call: Any) -> str | None:

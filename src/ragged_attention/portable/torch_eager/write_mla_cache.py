@@ -11,6 +11,8 @@ from ragged_attention.portable.torch_eager.write_kv_pages import last_writers
 from ragged_attention.portable.untuned import Tile as Tile
 from ragged_attention.portable.untuned import heuristic as heuristic
 
+FEATURES = frozenset({"power_of_two_scales", "cache_format"})
+
 
 def why_not(call: Any) -> str | None:
     return readable_on_host(call)
