@@ -30,10 +30,10 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
             "lens": launch.packed(call.lens),
             "extra_lens": None if call.extra_lens is None else launch.packed(call.extra_lens),
         },
-        {"parts": ((call.num_parts, 8), "int32"), "num_splits": ((call.num_seqs + 1,), "int32")},
+        {"parts": ((call.num_ranges, 8), "int32"), "num_splits": ((call.num_seqs + 1,), "int32")},
         {
             "num_seqs": call.num_seqs,
-            "num_parts": call.num_parts,
+            "num_parts": call.num_ranges,
             "overhead": call.overhead,
             "sparse": int(bool(call.sparse)),
         },

@@ -17,6 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ragged_attention.calls import dtype_name, expect_bool
 from ragged_attention.errors import InvalidInput
+from ragged_attention.kernels_pallas import write_kv_pages
 from ragged_attention.kernels_pallas.blocks import (
     LANES,
     LOG2E,
@@ -125,7 +126,7 @@ def why_not(call: Any) -> str | None:
         return f"needs {needed} bytes of vector memory for pages of {call.page_size} positions, {most} are for them"
     if (needed := call.page_indices.shape[1] * 4) > (most := table_bytes(call)):
         return f"needs {needed} bytes of scalar memory for one row of page_indices, {most} are for them"
-    return None
+    return None if call.new_kv is None else write_kv_pages.why_not(call.write_of_new_kv())
 
 
 def table_bytes(call: Any) -> int:
@@ -172,7 +173,10 @@ def plan_of(call: Any, tile: Tile, block_q: int, num_tokens: int, num_updates: i
 
 def run(call: Any, tile: Tile, launch: Any) -> Any:
     """Launch after launch fills in rows of results that begin as 0 and -inf; the first may write new rows before."""
-    del launch  # Pallas launches
+    if call.new_kv is not None and not tile.fused_update:
+        write = call.write_of_new_kv()
+        pages = write_kv_pages.run(write, write_kv_pages.heuristic(write), launch)
+        return [*run(call.after_write(pages[0] if call.combined else tuple(pages)), tile, launch), *pages]
     num_tokens, block_q = call.num_tokens, queries_per_tile(tile)
     padded = max(num_tokens, block_q) if num_tokens > 1 else num_tokens
     pages = [call.kv_pages] if call.combined else list(call.kv_pages)

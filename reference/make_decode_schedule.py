@@ -64,4 +64,8 @@ def make_decode_schedule(
 
 def run(call: Any, tile: Tile, launch: Any) -> Any:
     del tile
-    return launch.on_host(make_decode_schedule, call, [((call.num_parts, 8), "int32"), ((call.num_seqs + 1,), "int32")])
+    def define(*, num_parts: int | None, programs: int, **arguments: Any) -> tuple[Any, Any]:
+        del num_parts, programs  # by which the record says into how many ranges
+        return make_decode_schedule(**arguments, num_parts=call.num_ranges)
+
+    return launch.on_host(define, call, [((call.num_ranges, 8), "int32"), ((call.num_seqs + 1,), "int32")])

@@ -16,8 +16,6 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from ragged_attention import config, tuning
 from ragged_attention.calls import Call, Device
 from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
@@ -50,6 +48,10 @@ class Choice:
     backend: str
     module: Implementation
     tile: Any
+
+    def leaves(self, call: Call) -> list[str]:
+        """What of a call another operation has to do before this one runs."""
+        return [name for name in call.changed() if name in call.SEPARABLE - self.module.FEATURES]
 
     def run(self, call: Call, launch: Launcher) -> Any:
         return self.module.run(call, self.tile, launch)
@@ -141,15 +143,10 @@ def refusal(backend: str, call: Call, *, named: bool = True) -> str | None:
 
 def _not_honoured(module: Implementation, call: Call) -> str | None:
     """The reason to refuse a call that sets an optional field which the module does not list in its FEATURES."""
-    features = getattr(module, "FEATURES", frozenset())
-    for name, default in call.optional_fields().items():
-        if name not in features and not _is_default(getattr(call, name), default):
+    for name in call.changed():
+        if name not in getattr(module, "FEATURES", ()) and name not in call.SEPARABLE and not call.KINDS[name].hint:
             return f"does not honour {name}"
     return None
-
-
-def _is_default(value: Any, default: Any) -> bool:
-    return value is default or (isinstance(value, bool | int | float | str | np.generic) and bool(value == default))
 
 
 def verdicts(call: Call, names: Sequence[str], by_default: Collection[str] = ()) -> dict[str, str | None]:

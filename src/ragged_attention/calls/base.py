@@ -68,6 +68,8 @@ class Call(abc.ABC):
     NUM_RESULTS: ClassVar[int | None] = 1  # None where it depends on the arguments; 0 where an argument is written
     DIFFERENTIABLE: ClassVar[tuple[str, ...]] = ()  # arguments that `<operation>_backward` gives the gradients of
 
+    SEPARABLE: ClassVar[frozenset[str]] = frozenset()  # arguments that ask for what another operation can do before
+
     device: Device = NOWHERE
 
     def __post_init__(self) -> None:

@@ -141,7 +141,7 @@ class SparseMlaPrefill(SparsePrefillCall):
     sinks: Any = field(SINKS, None)
     topk_lens: Any = field(ArrayKind("T", INT32), None)
     cache_format: str | None = field(Text(), None)
-    deterministic: bool = field(Flag(hint=True), False)
+    deterministic: bool = field(Flag(), False)
 
     def _check(self, sizes: Sizes) -> None:
         self._check_queries()
@@ -185,7 +185,7 @@ class SparseMlaPrefillBackward(SparsePrefillCall):
     d_v: int = field(Integer(), 512)
     sinks: Any = field(SINKS, None)
     topk_lens: Any = field(ArrayKind("T", INT32), None)
-    deterministic: bool = field(Flag(hint=True), False)
+    deterministic: bool = field(Flag(), False)
 
     def _check(self, sizes: Sizes) -> None:
         self._check_queries()

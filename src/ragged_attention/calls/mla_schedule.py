@@ -84,7 +84,7 @@ class MakeDecodeSchedule(Call):
     sparse: bool = field(Flag(), False)
     num_parts: int | None = field(Integer(least=1), None)
     overhead: int = field(Integer(), 5)
-    programs: int = field(Integer(least=1), 1)  # that work side by side on one range of keys
+    programs: int = field(Integer(least=1, hint=True), 1)  # that work side by side on one range of keys
 
     @classmethod
     def prepare(cls, arguments: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:

@@ -144,6 +144,7 @@ class RaggedPagedAttention(PagedCall, GroupedCall):
 
     OPERATION: ClassVar[str] = "ragged_paged_attention"
     NUM_RESULTS: ClassVar[int | None] = None
+    SEPARABLE: ClassVar[frozenset[str]] = frozenset({"new_kv"})
 
     q: Any = field(ArrayKind("T H D", FLOATS))
     kv_pages: Any = field(Pair(("kv_pages", "v_pages"), expect_pages, unit_stride=True))

@@ -125,7 +125,7 @@ class VarlenAttention(VarlenCall):
     sliding_window: int | None = field(WINDOW, None)
     soft_cap: float | None = field(Number(positive=True), None)
     sinks: Any = field(SINKS, None)
-    deterministic: bool = field(Flag(hint=True), False)
+    deterministic: bool = field(Flag(), False)
 
     def results(self) -> tuple[Result, ...]:
         return Result(self.out_shape, self.q.dtype), Result(self.out_shape[:2], self.lse_dtype)
@@ -154,7 +154,7 @@ class VarlenAttentionBackward(VarlenCall):
     sliding_window: int | None = field(WINDOW, None)
     soft_cap: float | None = field(Number(positive=True), None)
     sinks: Any = field(SINKS, None)
-    deterministic: bool = field(Flag(hint=True), False)
+    deterministic: bool = field(Flag(), False)
 
     def results(self) -> tuple[Result, ...]:
         return gradients_of(self, VarlenAttention)

@@ -34,8 +34,8 @@ from ragged_attention.compat.jax_arguments import as_int32, even, expect_number_
 from ragged_attention.compat.names import say_in
 from ragged_attention.errors import InvalidInput
 from ragged_attention.jax import heads_first
-from ragged_attention.jax._lower import to_jax
 from ragged_attention.jax._launcher import device_facts
+from ragged_attention.jax._lower import to_jax
 
 __all__ = [
     "DEFAULT_MASK_VALUE",

@@ -12,8 +12,8 @@ from ragged_attention.demo.engine import Batch, Limits
 from ragged_attention.demo.model import NORM_EPSILON, STEP_TABLES, Weights, chosen_backends, rope_frequencies
 from ragged_attention.errors import InvalidInput
 from ragged_attention.jax import ragged_paged_attention, write_kv_pages
-from ragged_attention.jax._lower import default_platform
 from ragged_attention.jax._launcher import device_facts
+from ragged_attention.jax._lower import default_platform
 
 Arrays = dict[str, jax.Array]
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]

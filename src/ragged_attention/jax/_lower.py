@@ -195,7 +195,7 @@ def _on_the_platform(
 def _results(choice: dispatch.Choice, call: Any, request: Request, launch: Launcher) -> tuple[jax.Array, ...]:
     """A backend's results; what it leaves to another operation, writing `new_kv`, is done before."""
     written: tuple[Any, ...] = ()
-    if choice.writes_before:
+    if choice.leaves(call):
         write = call.write_of_new_kv()
         written = _tuple(dispatch.choose(write, backend=request[0] or "auto").run(write, launch))
         call = call.after_write(written if len(written) > 1 else written[0])

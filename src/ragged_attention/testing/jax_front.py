@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 import ragged_attention.jax as operations  # noqa: F401  (what a runner calls)
 from ragged_attention.calls import Device
-from ragged_attention.jax._lower import default_platform
 from ragged_attention.jax._launcher import device_facts, is_bits
+from ragged_attention.jax._lower import default_platform
 
 INT32 = np.iinfo(np.int32)
 

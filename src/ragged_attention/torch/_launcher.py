@@ -1,4 +1,4 @@
-"""How a backend's work gets done on torch tensors: Triton kernels on the current stream, NumPy functions on the host."""
+"""How a backend's work gets done on torch tensors: Triton kernels on the current stream, NumPy on the host."""
 
 import contextlib
 import ctypes
@@ -114,8 +114,8 @@ class Launcher:
     ) -> dict[str, torch.Tensor | None]:
         """Call a compiled function on the current stream and return its results by name; None is an array left out.
 
-        `function` is a backend's: `record` is the ctypes structure that it takes, `on(platform)` the function itself. It
-        reads the record before it returns, so nothing has to outlive the call; results are uninitialised memory.
+        `function` is a backend's: `record` is the ctypes structure that it takes, `on(platform)` the function itself.
+        It reads the record before it returns, so nothing has to outlive the call; results are uninitialised memory.
         """
         device = next(tensor.device for tensor in operands.values() if tensor is not None)
         results = {

@@ -5,7 +5,7 @@ else (checks, choice of backend, launch) happens inside the operator, out of sig
 """
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -194,18 +194,23 @@ def _gradient(record: type[Call]) -> tuple[Callable[..., Any], Callable[..., Non
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         ctx.set_materialize_grads(False)  # of a log-sum-exp that nobody uses there is no gradient
         ctx.mark_non_differentiable(*output[1:-1])
-        ctx.places = [place for place, value in enumerate(inputs) if isinstance(value, torch.Tensor)]
-        ctx.save_for_backward(*(inputs[place] for place in ctx.places), output[0], output[-1])
+        ctx.indices = [index for index, value in enumerate(inputs) if isinstance(value, torch.Tensor)]
+        ctx.save_for_backward(*(inputs[index] for index in ctx.indices), output[0], output[-1])
         ctx.others = [None if isinstance(value, torch.Tensor) else value for value in inputs]
         ctx.request = _request(gradient.OPERATION, inputs[-2])
 
     def differentiate(ctx: Any, d_out: torch.Tensor | None, *others: torch.Tensor | None) -> tuple[Any, ...]:
         *tensors, out, lse = ctx.saved_tensors
         inputs = list(ctx.others)
-        for place, tensor in zip(ctx.places, tensors, strict=True):
-            inputs[place] = tensor
+        for index, tensor in zip(ctx.indices, tensors, strict=True):
+            inputs[index] = tensor
         known = record.unflatten(inputs[:-2])
-        known |= {"out": out, "lse": lse, "d_out": torch.zeros_like(out) if d_out is None else d_out, "d_lse": others[-1]}
+        known |= {
+            "out": out,
+            "lse": lse,
+            "d_out": torch.zeros_like(out) if d_out is None else d_out,
+            "d_lse": others[-1],
+        }
         found = getattr(torch.ops.ragged_attention, gradient.OPERATION)(
             *gradient.flatten({name: known[name] for name in gradient.KINDS}), *ctx.request
         )

@@ -119,7 +119,7 @@ def checked(record: type[Call], arguments: Mapping[str, Any]) -> Any:
 
 
 def _check_tensors(call: Call, device: torch.device) -> None:
-    """Every array must be a torch tensor on the same device, rows of caches contiguous, what is written not expanded."""
+    """Arrays must be torch tensors on one device, rows of caches contiguous, what is written not expanded."""
     for name, kind in call.KINDS.items():
         value = getattr(call, name)
         for item in value if isinstance(value, tuple | list) else (value,):
@@ -134,5 +134,5 @@ def _check_tensors(call: Call, device: torch.device) -> None:
             if kind.written and any(
                 step == 0 and size > 1 for step, size in zip(item.stride(), item.shape, strict=True)
             ):
-                raise InvalidInput(f"expected {name} to be written without overlapping memory, got strides {item.stride()}")
+                raise InvalidInput(f"expected {name} without overlapping memory, got strides {item.stride()}")
     call.check_strides(lambda tensor: tensor.stride())

@@ -1,8 +1,9 @@
 """What a backend launches, recorded once and replayed on the tensors of each call like the first.
 
-What a backend launches rests on static facts alone, so it is recorded once: a backend runs on
-stand-ins, a `LaunchRecording` keeps what it launched, and each call like it replays that on its own tensors. A kernel that was launched once through Triton is
-from then on enqueued as it was compiled, without asking Triton again what the arguments' types and values call for.
+What a backend launches rests on static facts alone, so it is recorded once: a backend runs on stand-ins, a
+`LaunchRecording` keeps what it launched, and each call like it replays that on its own tensors. A kernel that was
+launched once through Triton is from then on enqueued as it was compiled, without asking Triton again what the
+arguments' types and values call for.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ class Unrecorded(Exception):
 
 
 class StandIn:
-    """In place of a tensor while launches are recorded: a backend sees its shape and dtype, and only the recorder more."""
+    """In place of a tensor while launches are recorded: a backend sees shape and dtype, only the recorder more."""
 
     def __init__(self, index: int, tensor: torch.Tensor) -> None:
         self.index, self.tensor = index, tensor

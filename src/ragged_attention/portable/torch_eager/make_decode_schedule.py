@@ -22,10 +22,10 @@ def run(call: Any, tile: Tile, launch: Any) -> list[torch.Tensor]:
     del tile, launch
     ends = _blocks(call)
     blocks = [max(end, 1) for end in ends]  # also a sequence without keys is somebody's work
-    payload = -(-(sum(blocks) + len(blocks) * call.overhead) // call.num_parts) + call.overhead
+    payload = -(-(sum(blocks) + len(blocks) * call.overhead) // call.num_ranges) + call.overhead
     parts, num_splits = [], [0]
     seq = done = split = 0  # where the next part begins
-    for _ in range(call.num_parts):
+    for _ in range(call.num_ranges):
         start, left = (seq, done, split), payload
         while seq < len(blocks) and left >= blocks[seq] - done + call.overhead:
             left -= blocks[seq] - done + call.overhead

@@ -30,14 +30,14 @@ def run(call: MakeDecodeSchedule, tile: Tile, launch: Any) -> tuple[jax.Array, j
     del tile, launch
     num_seqs, overhead = call.num_seqs, min(call.overhead, LARGEST)
     if num_seqs == 0:
-        return jnp.zeros((call.num_parts, 8), jnp.int32).at[:, 2].set(-1), jnp.zeros(1, jnp.int32)
+        return jnp.zeros((call.num_ranges, 8), jnp.int32).at[:, 2].set(-1), jnp.zeros(1, jnp.int32)
     ends = _blocks(jnp.maximum(call.lens, int(call.sparse)))
     if call.extra_lens is not None:
         ends += _blocks(jnp.maximum(call.extra_lens, 0))
     # There are no wider integers: a sequence too long for the sums counts as one that they can hold.
     overhead = min(overhead, LARGEST // (num_seqs + 1) - 1)
     blocks = jnp.clip(ends, 1, LARGEST // (num_seqs + 1) - overhead)
-    payload = (jnp.sum(blocks + overhead, dtype=jnp.int32) - 1) // min(call.num_parts, LARGEST) + 1 + overhead
+    payload = (jnp.sum(blocks + overhead, dtype=jnp.int32) - 1) // min(call.num_ranges, LARGEST) + 1 + overhead
 
     def affords(state: tuple[Place, jax.Array]) -> jax.Array:
         place, budget = state
@@ -64,7 +64,7 @@ def run(call: MakeDecodeSchedule, tile: Tile, launch: Any) -> tuple[jax.Array, j
 
     zero = jnp.int32(0)
     begin = Place(zero, zero, zero, jnp.zeros(num_seqs + 1, jnp.int32))
-    end, parts = lax.scan(deal, begin, None, length=call.num_parts)
+    end, parts = lax.scan(deal, begin, None, length=call.num_ranges)
     return parts, end.num_splits
 
 
