@@ -268,13 +268,10 @@ class Text(_Scalar):
 
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
         del call, sizes
+        if not isinstance(value, str):
+            raise TypeError(f"expected {name} to be a str, got {type(value).__name__}")
         if self.choices and value not in self.choices:
             raise InvalidInput(f"expected {name} to be {' or '.join(map(repr, self.choices))}, got {value!r}")
-
-    def flatten(self, name: str, value: Any) -> tuple[Any, ...]:
-        if not isinstance(value, str) and not (value is None and self.optional):
-            raise TypeError(f"expected {name} to be a str, got {type(value).__name__}")
-        return _Scalar.flatten(self, name, value)
 
 
 class Dtype(Text):

@@ -81,9 +81,13 @@ class LatentCall(Call):
         return wide_dtype(self.q)
 
 
-def _expect_topk(name: str, indices: Any) -> None:
-    if indices.shape[-1] < 1:
-        raise InvalidInput(f"expected {name} to list at least one key per query, got 0")
+class Lists(ArrayKind):
+    """Lists of keys, none of them of no length."""
+
+    def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
+        super().check(name, value, call, sizes)
+        if value.shape[-1] < 1:
+            raise InvalidInput(f"expected {name} to list at least one key per query, got 0")
 
 
 class SparsePrefillCall(LatentCall):
@@ -122,7 +126,7 @@ class SparsePrefillCall(LatentCall):
 
 
 Q_PACKED = ArrayKind("T H D", WIDE_FLOATS)
-LISTS = ArrayKind("T K N", INT32, checked_last=True)
+LISTS = Lists("T K N", INT32, checked_last=True)
 
 
 @record
@@ -156,7 +160,6 @@ class SparseMlaPrefill(SparsePrefillCall):
             found = expect_cache("kv", self.kv, self.cache_format, WIDE_FLOATS)
         self._check_rows("kv", self.kv, found)
         sizes["K"] = self.num_kv_heads
-        _expect_topk("indices", self.indices)
 
     def results(self) -> tuple[Result, ...]:
         max_logits = lse = Result(self.out_shape[:2], self.lse_dtype)
@@ -196,7 +199,6 @@ class SparseMlaPrefillBackward(SparsePrefillCall):
                 raise InvalidInput(f"expected kv to have {name} >= 1, got 0")
         self._check_rows("kv", self.kv, "plain")
         sizes |= {"K": self.num_kv_heads, "d_v": self.d_v}
-        _expect_topk("indices", self.indices)
 
     def results(self) -> tuple[Result, ...]:
         return gradients_of(self, SparseMlaPrefill)
@@ -213,14 +215,14 @@ class MlaDecode(LatentCall):
     kv_cache: Any = field(CacheKind(unit_stride=True))
     page_indices: Any = field(ArrayKind(), None)
     kv_lens: Any = field(ArrayKind(), None)
-    indices: Any = field(ArrayKind("S Q N", INT32), None)
+    indices: Any = field(Lists("S Q N", INT32), None)
     d_v: int = field(Integer(), 512)
     sm_scale: float | None = field(Number(), None)
     causal: bool = field(Flag(), False)
     sinks: Any = field(SINKS, None)
     topk_lens: Any = field(ArrayKind(), None)  # [S] or [S, Q]
     extra_kv_cache: Any = field(ArrayKind(unit_stride=True), None)
-    extra_indices: Any = field(ArrayKind("S Q N'", INT32), None)
+    extra_indices: Any = field(Lists("S Q N'", INT32), None)
     extra_topk_lens: Any = field(ArrayKind(), None)  # [S] or [S, Q]
     schedule: Any = field(ArrayTuple(hint=True), None)  # parts, num_splits, and the lengths it was made for if known
     cache_format: str | None = field(Text(), None)
@@ -254,7 +256,6 @@ class MlaDecode(LatentCall):
             raise InvalidInput(f"expected kv_cache to have num_kv_heads = 1 with indices, got {self.num_kv_heads}")
         if self.causal:
             raise InvalidInput("expected causal=False with indices, which select the keys themselves, got True")
-        _expect_topk("indices", self.indices)
         _expect_lens("topk_lens", self.topk_lens, sizes)
         if (self.extra_kv_cache is None) != (self.extra_indices is None):
             absent = "extra_kv_cache" if self.extra_kv_cache is None else "extra_indices"
@@ -269,7 +270,6 @@ class MlaDecode(LatentCall):
         self._check_rows("extra_kv_cache", self.extra_kv_cache, extra)
         if (got := self.extra_kv_cache.shape[2]) != 1:
             raise InvalidInput(f"expected extra_kv_cache to have num_kv_heads = 1, got {got}")
-        _expect_topk("extra_indices", self.extra_indices)
         _expect_lens("extra_topk_lens", self.extra_topk_lens, sizes)
 
     @classmethod

@@ -251,7 +251,7 @@ class WriteKvPages(PagedCall):
     OPERATION: ClassVar[str] = "write_kv_pages"
     NUM_RESULTS: ClassVar[int | None] = 0
 
-    k: Any = field(ArrayKind("T K D", FLOATS, checked_last=True))
+    k: Any = field(ArrayKind())  # [T, K, D], checked when the pages have said K and D
     v: Any = field(ArrayKind("T K D_v", lambda call: (dtype_name(call.k),), checked_last=True))
     kv_pages: Any = field(Pair(("kv_pages", "v_pages"), expect_pages, unit_stride=True, written=True))
     slot_mapping: Any = field(ArrayKind("T", ("int32", "int64"), checked_last=True), None)
@@ -269,8 +269,9 @@ class WriteKvPages(PagedCall):
             raise InvalidInput(f"expected slot_mapping, or page_indices with kv_lens and cu_q_lens, got {got}")
         if self.slot_mapping is not None and self.num_seqs is not None:
             raise InvalidInput("expected num_seqs only with page_indices, got it with slot_mapping")
-        if is_array(self.k):
-            self._expect_cache("k", self.k)
+        expect_array("k", self.k, "T K D", FLOATS, sizes)
+        sizes.bind("T K D", self.k)
+        self._expect_cache("k", self.k)
 
     @classmethod
     def prepare(cls, arguments: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:

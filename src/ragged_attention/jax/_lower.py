@@ -199,7 +199,9 @@ def _results(choice: dispatch.Choice, call: Any, request: Request, launch: Launc
         write = call.write_of_new_kv()
         written = _tuple(dispatch.choose(write, backend=request[0] or "auto").run(write, launch))
         call = call.after_write(written if len(written) > 1 else written[0])
-    return *_tuple(choice.run(call, launch)), *written
+    found = _tuple(choice.run(call, launch))
+    missing = (call.NUM_RESULTS or len(found)) - len(found)  # a gradient that there is none of, as in torch
+    return *found, *[jnp.zeros(0, jnp.float32)] * missing, *written
 
 
 def _tuple(results: Any) -> tuple[Any, ...]:

@@ -131,6 +131,8 @@ def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager
 
 def _mark_written(operation: str, name: str, tensor: torch.Tensor) -> None:
     """What torch does of itself for its own operations in place: refuse what cannot be written, count versions."""
+    if tensor is None:
+        return  # which the record will refuse
     if tensor.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(f"{operation} writes {name} in place, and that has no gradient: expected it without one")
     if not tensor.is_inference():
@@ -144,11 +146,13 @@ def _implementation(record: type[Call]) -> Callable[..., Any]:
 
     def implementation(*values: Any) -> Any:
         arguments = record.unflatten(values[:-2])
+        first = next((value for value in values if isinstance(value, torch.Tensor)), None)
+        if first is None:  # a schema takes None for a tensor
+            _plan.checked(record, arguments)
         for name in written:
             given = arguments[name]
             for tensor in given if isinstance(given, tuple) else (given,):
                 _mark_written(record.OPERATION, name, tensor)
-        first = next(value for value in values if isinstance(value, torch.Tensor))
         with _without_autocast(first.device):
             found = _plan.execute(record, arguments, *values[-2:])
         return _as_declared(record, found, first)
