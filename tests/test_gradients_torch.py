@@ -12,9 +12,8 @@ import ragged_attention as ra
 import ragged_attention.torch as rt
 from ragged_attention import calls, dispatch
 from ragged_attention.errors import InvalidInput, Unsupported
-from ragged_attention.torch import mla_operators as forms
-from ragged_attention.torch import varlen as varlen_forms
 from ragged_attention.torch._launcher import LAUNCHER, device_facts
+from tests.operators import operator_arguments
 
 Tensor = torch.Tensor
 PORTABLE = ("reference", "eager")
@@ -144,20 +143,20 @@ def test_operators_pass_opcheck() -> None:
     tensors, latents = packed(torch.float32), sparse(torch.float32)
     out, lse = (result.detach() for result in attend(tensors))
     selected = [result.detach() for result in select(latents)]
-    forward = varlen_forms.varlen_form(**_packed_arguments(tensors), soft_cap=2)
-    backward = varlen_forms.backward_form(out, **_packed_arguments(tensors, detach=True), out=out, lse=lse)
-    lists = {"indices": LISTS, "d_v": 16, "topk_lens": LENS}
+    backward = {"d_out": out, **_packed_arguments(tensors, detach=True), "out": out, "lse": lse}
+    lists: dict[str, Any] = {"indices": LISTS, "d_v": 16, "topk_lens": LENS}
     held = {name: tensor.detach() for name, tensor in latents.items()}
-    for operation, form in (
-        ("varlen_attention", forward),
+    for operation, arguments in (
+        ("varlen_attention", {**_packed_arguments(tensors), "soft_cap": 2}),
         ("varlen_attention_backward", backward),
-        ("sparse_mla_prefill", forms.prefill_form(**latents, **lists)),
+        ("sparse_mla_prefill", latents | lists),
         (
             "sparse_mla_prefill_backward",
-            forms.backward_form(selected[0], **held, **lists, out=selected[0], lse=selected[1]),
+            {"d_out": selected[0], **held, **lists, "out": selected[0], "lse": selected[1]},
         ),
     ):
-        torch.library.opcheck(getattr(torch.ops.ragged_attention, operation).default, (*form, "eager", None))
+        operator = getattr(torch.ops.ragged_attention, operation).default
+        torch.library.opcheck(operator, operator_arguments(operation, **arguments))
 
 
 def _packed_arguments(tensors: dict[str, Tensor], *, detach: bool = False) -> dict[str, Tensor]:

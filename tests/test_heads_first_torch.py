@@ -9,7 +9,7 @@ import torch
 
 import ragged_attention as ra
 import ragged_attention.torch as rt
-from ragged_attention.torch import heads_first
+from tests.operators import operator_arguments
 
 K, P, G, D, H = 2, 8, 4, 16, 4
 Quantized = collections.namedtuple("Quantized", ["weight", "scales"])
@@ -42,15 +42,15 @@ def chunk_inputs(quantized: bool = False) -> dict[str, Any]:
 @pytest.mark.parametrize("quantized", [False, True])
 def test_both_pass_opcheck(quantized: bool) -> None:
     operators = torch.ops.ragged_attention
-    decode = heads_first.decode_form(**decode_inputs(quantized), soft_cap=3)
-    torch.library.opcheck(operators.paged_attention.default, (*decode, "eager", None))
-    chunk = heads_first.prefill_form(**chunk_inputs(quantized), sliding_window=3, align="end")
-    torch.library.opcheck(operators.prefill_attention.default, (*chunk, "eager", None))
+    decode = operator_arguments("paged_attention", **decode_inputs(quantized), soft_cap=3)
+    torch.library.opcheck(operators.paged_attention.default, decode)
+    chunk = operator_arguments("prefill_attention", **chunk_inputs(quantized), sliding_window=3, align="end")
+    torch.library.opcheck(operators.prefill_attention.default, chunk)
 
 
 def both(inputs: dict[str, Any], chunk: dict[str, Any], length: int, align: str) -> Any:
     chunk = {**chunk, "length": length}
-    return rt.paged_attention(**inputs), rt.prefill_attention(**chunk, options={"align": align})
+    return rt.paged_attention(**inputs), rt.prefill_attention(**chunk, align=align)
 
 
 @pytest.mark.parametrize("quantized", [False, True])
@@ -86,7 +86,7 @@ def test_pages_with_a_strided_last_dimension_are_refused() -> None:
 
 def test_both_are_explained() -> None:
     assert "* eager" in ra.explain("paged_attention", **decode_inputs())
-    assert "* eager" in ra.explain("prefill_attention", **chunk_inputs(), options={"align": "end"})
+    assert "* eager" in ra.explain("prefill_attention", **chunk_inputs(), align="end")
 
 
 def test_there_is_no_gradient() -> None:

@@ -1,8 +1,8 @@
-"""What a call costs less: tapes of what a room launches, and kernels enqueued as they were compiled.
+"""What a call costs less: recordings of what a backend launches, and kernels enqueued as they were compiled.
 
-Whatever a tape enqueues has to be what Triton itself would launch for the very call. That is judged in a process of its
-own, where Triton compiles instead of interpreting and a stand-in takes the place of its driver, by noting what both
-ways launch. There this file is a script, which runs its functions `check_...`.
+Whatever a replay enqueues has to be what Triton itself would launch for the very call. That is judged in a process of
+its own, where Triton compiles instead of interpreting and a stand-in takes the place of its driver, by noting what
+both ways launch. There this file is a script, which runs its functions `check_...`.
 """
 
 import contextlib
@@ -34,8 +34,10 @@ torch = pytest.importorskip("torch")
 import triton.language as tl  # noqa: E402
 
 from benchmarks import overhead  # noqa: E402
-from ragged_attention.calls import CALLS, NOWHERE, Call, Device  # noqa: E402
-from ragged_attention.torch import execute, launcher, tape  # noqa: E402
+from ragged_attention.calls import CALLS, NOWHERE, Call  # noqa: E402
+from ragged_attention.calls.base import record  # noqa: E402
+from ragged_attention.calls.fields import ArrayKind, Kind, field  # noqa: E402
+from ragged_attention.torch import _launcher, _operators, _plan, _replay  # noqa: E402
 
 rt: Any = importlib.import_module("ragged_attention.torch")
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,16 +52,29 @@ def toy_kernel(a_ptr, b_ptr, c_ptr, d_ptr, n, step, factor, FLAG: tl.constexpr, 
     tl.store(c_ptr, (tl.load(a_ptr) + tl.load(b_ptr) + n * step + factor + WIDTH).to(c_ptr.dtype.element_ty))
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Anything(Kind):
+    """Whatever a kernel may be given."""
+
+    def check(self, name: str, value: Any, call: Any, sizes: Any) -> None:
+        """All will do."""
+
+
+@record
 class Toy(Call):
     OPERATION: ClassVar[str] = "toy"
-    x: Any
-    y: Any
-    n: int = 32
-    factor: float = 2.0
-    flag: Any = False
-    warps: int = 4
-    device: Device = NOWHERE
+
+    x: Any = field(ArrayKind())
+    y: Any = field(ArrayKind())
+    n: int = field(Anything(), 32)
+    factor: float = field(Anything(), 2.0)
+    flag: Any = field(Anything(), False)
+    warps: int = field(Anything(), 4)
+
+    def results(self) -> Any:
+        raise NotImplementedError
+
+    def check_values(self) -> None:
+        raise NotImplementedError
 
 
 def run_toy(call: Any, tile: Any, launch: Any) -> Any:
@@ -78,7 +93,7 @@ def toy_room() -> Iterator[types.ModuleType]:
     module = types.ModuleType("ragged_attention.kernels_triton.toy")
     module.__spec__ = ModuleSpec(module.__name__, None)
     tile = dataclasses.make_dataclass("Tile", [], frozen=True)
-    vars(module).update(FEATURES=frozenset(Toy.optional_fields()))
+    vars(module).update(FEATURES=frozenset(Toy.DEFAULTS))
     vars(module).update(Tile=tile, heuristic=lambda call: tile(), why_not=lambda call: None, run=run_toy)
     with mock.patch.dict(CALLS, toy=Toy), mock.patch.dict(sys.modules, {module.__name__: module}):
         yield module
@@ -91,7 +106,7 @@ def rows(dtype: Any = None, *, count: int = 4, step: int = 16, offset: int = 0, 
 
 def toy(**changes: Any) -> dict[str, Any]:
     given = {"x": rows(), "y": rows(torch.bfloat16, step=8)} | changes
-    return {field.name: given.get(field.name, field.default) for field in dataclasses.fields(Toy)[:-1]}
+    return Toy.DEFAULTS | given
 
 
 # ---- both ways of launching
@@ -159,22 +174,22 @@ def alike(launch: tuple[Any, ...], operands: int, given: set[int]) -> tuple[Any,
     return *rest, [place if place in given else place % 16 for place in places], list(map(repr, values[operands:]))
 
 
-def by_tape(arguments: dict[str, Any], record: Any = Toy) -> Any:
-    return execute.execute(record, arguments, "triton", None)
+def by_replay(arguments: dict[str, Any], record: Any = Toy) -> Any:
+    return _plan.execute(record, arguments, "triton", None)
 
 
 def by_triton(arguments: dict[str, Any], record: Any = Toy) -> Any:
-    plan, _ = execute._plan(record, arguments, "triton", None)
-    return plan.choice.run(execute._call(record, arguments, plan), launcher.LAUNCHER)
+    plan, _ = _plan._plan(record, arguments, "triton", None)
+    return plan.choice.run(_plan._call(record, arguments, plan), _launcher.LAUNCHER)
 
 
 def compare(driver: Noting, arguments: dict[str, Any]) -> list[tuple[Any, ...]]:
-    """Launch a toy both ways, twice by its tape, and hold the tape to Triton; returns what Triton launched."""
+    """Launch a toy both ways, twice by replay, and hold that to Triton; returns what Triton launched."""
     given = {arguments["x"].data_ptr(), arguments["y"].data_ptr()}
     out, _ = by_triton(arguments)
     wanted = [alike(launch, 4, given) for launch in driver.take()]
     for _ in range(2):
-        result, (x, again) = by_tape(arguments)
+        result, (x, again) = by_replay(arguments)
         found = driver.take()
         assert [alike(launch, 4, given) for launch in found] == wanted
         assert result is again
@@ -246,7 +261,7 @@ def check_an_address_decides_on_its_own() -> None:
         found = set()
         for x, y in itertools.product(range(4), repeat=2):
             found.add(compiled_for(compare(driver, toy(x=rows(offset=x), y=rows(step=8, offset=y))))[0])
-        assert len(execute._plans) == 1
+        assert len(_plan._plans) == 1
         assert len(found) == 4
 
 
@@ -255,7 +270,7 @@ def check_memory_beyond_32_bits_on_amd() -> None:
         found = set()
         for size in (2**31 - 1, 2**31, 64):
             found.add(compiled_for(compare(driver, toy(x=rows(torch.uint8, storage=size))))[0])
-        assert len(execute._plans) == 1
+        assert len(_plan._plans) == 1
         assert len(found) == 2
 
 
@@ -269,10 +284,10 @@ def check_unaligned_results_are_left_to_triton() -> None:
 
     with noting() as driver:
         aligned = compare(driver, toy())
-        by_tape(toy())
+        by_replay(toy())
         driver.take()
-        with mock.patch.object(tape, "torch", Elsewhere()), asked() as kernels:
-            by_tape(toy())
+        with mock.patch.object(_replay, "torch", Elsewhere()), asked() as kernels:
+            by_replay(toy())
             assert len(kernels) == 2
             found = driver.take()
         assert all(address(launch[-1][3]) % 16 == 8 for launch in found)
@@ -293,10 +308,10 @@ def check_devices_and_streams() -> None:
 
 def check_triton_is_asked_once() -> None:
     with noting() as driver, asked() as kernels:
-        by_tape(toy())
+        by_replay(toy())
         assert len(kernels) == 2
-        by_tape(toy())
-        by_tape(toy())
+        by_replay(toy())
+        by_replay(toy())
         assert len(kernels) == 2
         assert len(driver.take()) == 6
 
@@ -304,22 +319,22 @@ def check_triton_is_asked_once() -> None:
 def check_what_watches_launches_sees_them() -> None:
     knobs = triton.knobs.runtime
     with noting() as driver, asked() as kernels:
-        by_tape(toy())
+        by_replay(toy())
         seen: list[Any] = []
         enter, leave = (lambda facts: seen.append(facts.get())), (lambda facts: seen.append(facts.get()))
         knobs.launch_enter_hook.add(enter)
-        by_tape(toy())
+        by_replay(toy())
         names = [launch[3] for launch in driver.take()[2:]]
         assert [facts["name"] for facts in seen] == names
         knobs.launch_enter_hook.remove(enter)
         knobs.launch_exit_hook.add(leave)
-        by_tape(toy())
+        by_replay(toy())
         assert [facts["name"] for facts in seen] == 2 * names
         knobs.launch_exit_hook.remove(leave)
-        by_tape(toy())
+        by_replay(toy())
         assert len(seen) == 4
         with mock.patch.object(knobs, "launch_enter_hook", enter), mock.patch.object(knobs, "launch_exit_hook", None):
-            by_tape(toy())
+            by_replay(toy())
         assert len(seen) == 6
         assert len(kernels) == 2
 
@@ -327,28 +342,28 @@ def check_what_watches_launches_sees_them() -> None:
 def check_what_changes_compilation_goes_through_triton() -> None:
     knobs = triton.knobs
     with noting(), asked() as kernels:
-        by_tape(toy())
-        by_tape(toy())
+        by_replay(toy())
+        by_replay(toy())
         assert len(kernels) == 2
         with mock.patch.object(knobs.runtime, "debug", True):
-            by_tape(toy())
+            by_replay(toy())
         assert len(kernels) == 4
         with mock.patch.object(knobs.compilation, "instrumentation_mode", "consan"):
-            by_tape(toy())
+            by_replay(toy())
         assert len(kernels) == 6
         with mock.patch.object(knobs.runtime, "add_stages_inspection_hook", mock.Mock(return_value=("", ""))):
-            by_tape(toy())
+            by_replay(toy())
         assert len(kernels) == 8
         hooked: list[Any] = []
         with mock.patch.object(toy_kernel, "pre_run_hooks", [lambda *given, **options: hooked.append(given)]):
-            by_tape(toy())
+            by_replay(toy())
         assert len(kernels) == 10
         assert len(hooked) == 2
         with mock.patch.object(toy_kernel, "launch_metadata", mock.Mock(return_value={})):
-            by_tape(toy(flag="new"))
-            by_tape(toy(flag="new"))
+            by_replay(toy(flag="new"))
+            by_replay(toy(flag="new"))
         assert len(kernels) == 14
-        by_tape(toy())
+        by_replay(toy())
         assert len(kernels) == 14
 
 
@@ -356,7 +371,7 @@ def check_kernels_that_tune_themselves_are_left_to_triton() -> None:
     tuned = triton.heuristics({"WIDTH": lambda values: 8})(toy_kernel)
     with noting() as driver, asked() as kernels, mock.patch.dict(globals(), toy_kernel=tuned):
         for _ in range(2):
-            by_tape(toy())
+            by_replay(toy())
             assert [launch[-1][-1] for launch in driver.take()] == [8, 8]
         assert len(kernels) == 4
 
@@ -365,11 +380,11 @@ def check_copies_are_left_to_the_room() -> None:
     with noting() as driver:
         arguments = toy(x=rows(last=2))
         for _ in range(2):
-            by_tape(arguments)
+            by_replay(arguments)
             first, _ = driver.take()
             assert not {address(value) for value in first[-1][:1]} & {arguments["x"].data_ptr()}
-        (plan,) = execute._plans.values()
-        assert list(plan.tapes.values()) == [None]
+        (plan,) = _plan._plans.values()
+        assert list(plan.recordings.values()) == [None]
 
 
 def check_what_only_kernels_see_shares_memory_without_overlap() -> None:
@@ -380,7 +395,7 @@ def check_what_only_kernels_see_shares_memory_without_overlap() -> None:
         return (new[1], call.x), new[4]
 
     with noting():
-        noted = tape.record(Toy.unchecked(**toy(), device=NOWHERE), work)
+        noted = _replay.record(Toy.unchecked(**toy(), device=NOWHERE), work)
     assert noted is not None
     assert noted.results == ((2, 0), 3)
     made = [torch.empty(shape, dtype=dtype) for shape, dtype in noted.allocations]
@@ -389,7 +404,7 @@ def check_what_only_kernels_see_shares_memory_without_overlap() -> None:
     assert tensors[1] is made[0]
     assert tensors[4] is made[1]
     for tensor, new, (shape, dtype) in zip(tensors, noted.new, shapes, strict=True):
-        assert (tuple(tensor.shape), tensor.dtype) == (shape, launcher.DTYPES.get(dtype, dtype))
+        assert (tuple(tensor.shape), tensor.dtype) == (shape, _launcher.DTYPES.get(dtype, dtype))
         assert not tensor.numel() or tensor.data_ptr() == made[new.allocation].data_ptr() + new.offset
     for number, tensor in enumerate(tensors):
         tensor.fill_(number)
@@ -414,16 +429,16 @@ def operands_of(launch: tuple[Any, ...]) -> int:
 
 
 def check_operations() -> None:
-    """Real operations of all kinds: what they launch from a tape and by Triton."""
+    """Real operations of all kinds: what they launch by replay and by Triton."""
     with noting() as driver:
         for name in CASES:
             case = overhead.CASES[name]
             inputs = overhead.inputs_of(overhead.scaled_down(case), "cpu")
             call = functools.partial(getattr(rt, case.operation), **inputs, backend="triton")
-            with mock.patch.object(execute, "execute", wraps=execute.execute) as inside:
+            with mock.patch.object(_plan, "execute", wraps=_plan.execute) as inside:
                 call()
             record, arguments, *_ = inside.call_args.args
-            given = {tensor.data_ptr() for tensor in execute._plan(*inside.call_args.args)[1]}
+            given = {tensor.data_ptr() for tensor in _plan._plan(*inside.call_args.args)[1]}
             driver.take()
             by_triton(arguments, record)
             launches = driver.take()
@@ -471,10 +486,10 @@ def check_any_arguments() -> None:
         def drawn(arguments: dict[str, Any], device: int) -> None:
             driver.device = device
             tensors = arguments["x"], arguments["y"]
-            if all(launcher.LAUNCHER.packed(tensor) is tensor for tensor in tensors):
+            if all(_launcher.LAUNCHER.packed(tensor) is tensor for tensor in tensors):
                 compare(driver, arguments)
             else:
-                by_tape(arguments)
+                by_replay(arguments)
                 driver.take()
 
         drawn()
@@ -488,12 +503,12 @@ def check_the_benchmark_adds_up() -> None:
     assert overhead.table_of([found], "here").row_count == 1
 
 
-def check_there_is_an_end_to_tapes() -> None:
-    with noting() as driver, mock.patch.object(execute, "_MOST_TAPES", 3):
+def check_there_is_an_end_to_recordings() -> None:
+    with noting() as driver, mock.patch.object(_plan, "_MOST_RECORDINGS", 3):
         for x, y in itertools.product(range(4), repeat=2):
             compare(driver, toy(x=rows(offset=x), y=rows(step=8, offset=y)))
-            (plan,) = execute._plans.values()
-            assert len(plan.tapes) <= 3
+            (plan,) = _plan._plans.values()
+            assert len(plan.recordings) <= 3
 
 
 def main() -> int:
@@ -526,14 +541,14 @@ def states(offset: int = 0, seed: int = 0) -> tuple[Any, Any]:
     return flat[offset:].view(2, 5, 3, 16), torch.randn(2, 5, 3, generator=generator)
 
 
-def test_a_tape_of_interpreted_kernels_is_played_on_new_tensors() -> None:
-    execute._plans.clear()
+def test_a_recording_of_interpreted_kernels_is_replayed_on_new_tensors() -> None:
+    _plan._plans.clear()
     for seed in range(3):
         found = rt.merge_attention_states(*states(seed=seed), backend="triton")
         wanted = rt.merge_attention_states(*states(seed=seed), backend="reference")
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, wanted, strict=True))
-    plans = [plan for plan in execute._plans.values() if plan.choice.backend == "triton"]
-    (played,) = plans[0].tapes.values()
+    plans = [plan for plan in _plan._plans.values() if plan.choice.backend == "triton"]
+    (played,) = plans[0].recordings.values()
     assert len(plans) == 1
     assert played is not None
     assert not played.jitted
@@ -548,10 +563,10 @@ def test_nothing_of_a_call_is_kept() -> None:
     assert [reference() for reference in kept] == [None] * 4
 
 
-def test_other_rooms_have_no_tapes() -> None:
-    execute._plans.clear()
+def test_other_backends_have_no_recordings() -> None:
+    _plan._plans.clear()
     rt.merge_attention_states(*states(), backend="eager")
-    assert [plan.tapes for plan in execute._plans.values()] == [{}]
+    assert [plan.recordings for plan in _plan._plans.values()] == [{}]
 
 
 def test_a_room_that_does_more_than_to_launch_is_not_recorded() -> None:
@@ -565,27 +580,27 @@ def test_a_room_that_does_more_than_to_launch_is_not_recorded() -> None:
         lambda call, launch: launch.packed(call.y),
         lambda call, launch: (call.x, None),
     )
-    assert [tape.record(call, work) for work in works] == [None] * 6
-    assert tape.record(call, lambda call, launch: launch.packed(call.x)) is not None
+    assert [_replay.record(call, work) for work in works] == [None] * 6
+    assert _replay.record(call, lambda call, launch: launch.packed(call.x)) is not None
 
 
 def test_another_device_is_made_current(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "device", lambda device: f"on {device}")
-    assert launcher.on(torch.device("cuda", 0)) == "on cuda:0"
-    assert isinstance(launcher.on(torch.device("cuda", 1)), contextlib.nullcontext)
+    assert _launcher.on(torch.device("cuda", 0)) == "on cuda:0"
+    assert isinstance(_launcher.on(torch.device("cuda", 1)), contextlib.nullcontext)
 
 
 def test_autograd_is_left_out_only_where_it_has_nothing_to_do() -> None:
     x = torch.zeros(2)
     y = torch.zeros(2, requires_grad=True)
-    assert not execute._may_differentiate((x, None, 1.0, [x]))
-    assert execute._may_differentiate((x, y))
-    assert execute._may_differentiate((x, [y]))
+    assert not _operators._may_differentiate((x, None, 1.0, [x]))
+    assert _operators._may_differentiate((x, y))
+    assert _operators._may_differentiate((x, [y]))
     with torch.no_grad():
-        assert not execute._may_differentiate((x, y))
+        assert not _operators._may_differentiate((x, y))
     seen = []
-    torch.func.vmap(lambda row: seen.append(execute._may_differentiate((x,))) or row)(x)
+    torch.func.vmap(lambda row: seen.append(_operators._may_differentiate((x,))) or row)(x)
     assert seen == [True]
 
 

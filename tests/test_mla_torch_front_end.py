@@ -13,8 +13,8 @@ import ragged_attention.torch as rt
 from ragged_attention import dispatch
 from ragged_attention.calls import CALLS, Device
 from ragged_attention.portable.torch_eager import _latents, write_mla_cache
-from ragged_attention.torch import execute
-from ragged_attention.torch import mla_operators as forms
+from ragged_attention.torch import _plan
+from tests.operators import operator_arguments
 
 WIDTHS = {"plain": 48, "fp8_v32": 576, "fp8_v4": 512}
 NUM_PAGES, PAGE_SIZE, NUM_HEADS, NUM_SEQS, NUM_Q_TOKENS = 6, 4, 3, 2, 2
@@ -75,37 +75,37 @@ def prefill(format: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     }
 
 
-def check_operator(operation: str, form: tuple[Any, ...], backend: str = "eager") -> None:
+def check_operator(operation: str, *arguments: Any, **keywords: Any) -> None:
     operator = getattr(torch.ops.ragged_attention, operation).default
-    torch.library.opcheck(operator, (*form, backend, None))
+    torch.library.opcheck(operator, operator_arguments(operation, *arguments, **keywords))
 
 
 @FORMATS
 def test_attentions_pass_opcheck(format: str) -> None:
     schedule = rt.make_decode_schedule(dense(format)["kv_lens"], NUM_SEQS, NUM_Q_TOKENS, NUM_HEADS)
     sinks = normal(NUM_HEADS)
-    check_operator("mla_decode", forms.decode_form(**dense(format), schedule=schedule, causal=True))
-    check_operator("mla_decode", forms.decode_form(**with_extra(sparse(format)), sinks=sinks, sm_scale=1))
-    check_operator("sparse_mla_prefill", forms.prefill_form(**prefill(format), sinks=sinks))
+    check_operator("mla_decode", **dense(format), schedule=schedule, causal=True)
+    check_operator("mla_decode", **with_extra(sparse(format)), sinks=sinks, sm_scale=1)
+    check_operator("sparse_mla_prefill", **prefill(format), sinks=sinks)
 
 
 @FORMATS
 def test_writing_passes_opcheck(format: str) -> None:
     new = normal(3, WIDTHS[format])
-    check_operator("write_mla_cache", forms.write_form(new, latent_cache(format), torch.tensor([1, -1, 5])))
+    check_operator("write_mla_cache", new, latent_cache(format), torch.tensor([1, -1, 5]))
 
 
 @pytest.mark.parametrize("format", ["fp8_v32", "fp8_v4"])
 def test_quantising_passes_opcheck(format: str) -> None:
-    check_operator("quantize_mla_cache", forms.quantize_form(normal(2, 3, 1, WIDTHS[format]), format))
-    check_operator("dequantize_mla_cache", forms.dequantize_form(latent_cache(format), dtype=torch.float16))
+    check_operator("quantize_mla_cache", normal(2, 3, 1, WIDTHS[format]), format)
+    check_operator("dequantize_mla_cache", latent_cache(format), dtype=torch.float16)
 
 
 def test_schedules_and_slots_pass_opcheck() -> None:
-    check_operator("make_decode_schedule", forms.schedule_form(ints(9, 6), 2, 2, 3))
-    check_operator("make_decode_schedule", forms.schedule_form(128, 2, 2, 3, extra_topk=64, num_parts=7))
+    check_operator("make_decode_schedule", ints(9, 6), 2, 2, 3)
+    check_operator("make_decode_schedule", None, 2, 2, 3, topk=128, extra_topk=64, num_parts=7)
     tables = dense("plain")["page_indices"]
-    check_operator("page_indices_to_slots", forms.slots_form(ints([[0, 5], [-1, 11]], [[2, 2], [3, 99]]), tables, 4))
+    check_operator("page_indices_to_slots", ints([[0, 5], [-1, 11]], [[2, 2], [3, 99]]), tables, 4)
 
 
 def engine_step(q: Any, new: Any, cache: Any, slots: Any, page_indices: Any, kv_lens: Any, positions: Any) -> Any:
@@ -116,7 +116,9 @@ def engine_step(q: Any, new: Any, cache: Any, slots: Any, page_indices: Any, kv_
     over_all = rt.mla_decode(q, cache, page_indices, kv_lens, causal=True, schedule=schedule)
     indices = rt.page_indices_to_slots(positions, page_indices, cache.shape[1])
     topk = indices.shape[-1]
-    lists = rt.make_decode_schedule(topk, num_seqs, num_q_tokens, num_q_heads, topk_lens=kv_lens, extra_topk=topk)
+    lists = rt.make_decode_schedule(
+        None, num_seqs, num_q_tokens, num_q_heads, topk=topk, topk_lens=kv_lens, extra_topk=topk
+    )
     over_lists = rt.mla_decode(
         q, cache, indices=indices, topk_lens=kv_lens, extra_kv_cache=cache, extra_indices=indices, schedule=lists,
         backend="eager", options={"block_kv": 3},
@@ -356,34 +358,34 @@ def test_a_schedule_knows_what_it_was_made_for() -> None:
     assert schedule.lens.tolist() == [300, 0, 5000]  # not the tensor given, which a step changes in place
     assert schedule.extra_lens is None
 
-    schedule = rt.make_decode_schedule(64, 2, 3, 16, topk_lens=ints([1, 99, 0], [-5, 2, 3]), extra_topk=32)
+    schedule = rt.make_decode_schedule(None, 2, 3, 16, topk=64, topk_lens=ints([1, 99, 0], [-5, 2, 3]), extra_topk=32)
     assert schedule.made_for == (2, 3, 16, 1, 64, 32)
     assert (schedule.lens.tolist(), schedule.extra_lens.tolist()) == ([64, 3], [32, 32])
-    schedule = rt.make_decode_schedule(64, 2, 3, 16, extra_topk=32, extra_topk_lens=ints(40, 4))
+    schedule = rt.make_decode_schedule(None, 2, 3, 16, topk=64, extra_topk=32, extra_topk_lens=ints(40, 4))
     assert (schedule.lens.tolist(), schedule.extra_lens.tolist()) == ([64, 64], [32, 4])
 
 
 def test_parts_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(framework="torch", platform="cpu", num_multiprocessors=132)
-    for module in (forms, execute):
-        monkeypatch.setattr(module, "device_facts", lambda _: device)
+    monkeypatch.setattr(_plan, "device_facts", lambda _: device)
+    monkeypatch.setattr(_plan, "_plans", {})
     lens = ints(9, 9)
     assert len(rt.make_decode_schedule(lens, 2, 1, 128).parts) == 132 // 2
     assert len(rt.make_decode_schedule(lens, 2, 2, 128, 2).parts) == 132 // 2 // 2
     assert len(rt.make_decode_schedule(lens, 2, 1, 8).parts) == 132
     assert len(rt.make_decode_schedule(lens, 2, 999, 128).parts) == 1
-    assert len(rt.make_decode_schedule(2048, 2, 2, 128).parts) == 132 // (2 * 2)
-    assert len(rt.make_decode_schedule(2048, 2, 3, 8).parts) == 132 // 3
+    assert len(rt.make_decode_schedule(None, 2, 2, 128, topk=2048).parts) == 132 // (2 * 2)
+    assert len(rt.make_decode_schedule(None, 2, 3, 8, topk=2048).parts) == 132 // 3
 
 
 def test_a_top_k_is_scheduled_on_the_device_named() -> None:
-    assert rt.make_decode_schedule(64, 2, 1, 16).parts.device.type == "cpu"
-    assert rt.make_decode_schedule(64, 2, 1, 16, device="meta").parts.device.type == "meta"
+    assert rt.make_decode_schedule(None, 2, 1, 16, topk=64).parts.device.type == "cpu"
+    assert rt.make_decode_schedule(None, 2, 1, 16, topk=64, device="meta").parts.device.type == "meta"
     with torch.device("meta"):
-        assert rt.make_decode_schedule(64, 2, 1, 16).parts.device.type == "meta"
+        assert rt.make_decode_schedule(None, 2, 1, 16, topk=64).parts.device.type == "meta"
         assert (
             rt.make_decode_schedule(
-                64, 2, 1, 16, topk_lens=torch.zeros(2, dtype=torch.int32, device="cpu")
+                None, 2, 1, 16, topk=64, topk_lens=torch.zeros(2, dtype=torch.int32, device="cpu")
             ).lens.device.type
             == "cpu"
         )
@@ -395,27 +397,35 @@ SCHEDULE_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"num_q_tokens": 0}, ra.InvalidInput, "expected num_q_tokens >= 1, got 0"),
     ({"num_q_heads": True}, TypeError, "expected num_q_heads to be an int, got bool"),
     ({"num_kv_heads": 2}, ra.InvalidInput, "expected num_q_heads to be a multiple of num_kv_heads=2, got 3"),
-    ({"topk_lens": ints(1, 2)}, ra.InvalidInput, "expected topk_lens only with a top-k in place of kv_lens"),
-    ({"extra_topk": 4}, ra.InvalidInput, "expected extra_topk only with a top-k in place of kv_lens"),
-    ({"extra_topk_lens": ints(1)}, ra.InvalidInput, "expected extra_topk_lens only with a top-k in place of kv_lens"),
+    ({"topk_lens": ints(1, 2)}, ra.InvalidInput, "expected topk_lens only together with topk"),
+    ({"extra_topk": 4}, ra.InvalidInput, "expected extra_topk only together with topk"),
+    ({"extra_topk_lens": ints(1)}, ra.InvalidInput, "expected extra_topk_lens only together with topk"),
     ({"batch_size": 3}, ra.InvalidInput, r"expected kv_lens.shape to be \[S\] = \[3\], got \[2\]"),
     ({"kv_lens": ints(1, 2).long()}, ra.InvalidInput, "expected kv_lens.dtype to be int32, got int64"),
-    ({"kv_lens": np.zeros(2, np.int32)}, TypeError, "expected kv_lens to be a torch.Tensor or an int, a top-k, got nd"),
-    ({"kv_lens": 8, "num_q_heads": 4, "num_kv_heads": 2}, ra.InvalidInput, "expected num_kv_heads = 1 with a top-k"),
-    ({"kv_lens": 0}, ra.InvalidInput, "expected kv_lens >= 1, got 0"),
-    ({"kv_lens": 8, "extra_topk": 0}, ra.InvalidInput, "expected extra_topk >= 1, got 0"),
-    ({"kv_lens": 8, "extra_topk": 1.5}, TypeError, "expected extra_topk to be an int, got float"),
-    ({"kv_lens": 8, "extra_topk_lens": ints(1, 1)}, ra.InvalidInput, "expected extra_topk_lens only together with"),
-    ({"kv_lens": 8, "topk_lens": [1, 2]}, TypeError, "expected topk_lens to be a torch.Tensor, got list"),
+    ({"kv_lens": np.zeros(2, np.int32)}, TypeError, "expected lens to be a torch.Tensor, got ndarray"),
     (
-        {"kv_lens": 8, "topk_lens": ints(1, 2).long()},
+        {"kv_lens": None, "topk": 8, "num_q_heads": 4, "num_kv_heads": 2},
         ra.InvalidInput,
-        "expected topk_lens.dtype to be int32, got torch.int64",
+        "expected num_kv_heads = 1 with topk, got 2",
+    ),
+    ({"kv_lens": None, "topk": 0}, ra.InvalidInput, "expected topk >= 1, got 0"),
+    ({"kv_lens": None, "topk": 8, "extra_topk": 0}, ra.InvalidInput, "expected extra_topk >= 1, got 0"),
+    ({"kv_lens": None, "topk": 8, "extra_topk": 1.5}, TypeError, "expected extra_topk to be an int, got float"),
+    (
+        {"kv_lens": None, "topk": 8, "extra_topk_lens": ints(1, 1)},
+        ra.InvalidInput,
+        "expected extra_topk_lens only together with",
+    ),
+    ({"kv_lens": None, "topk": 8, "topk_lens": [1, 2]}, TypeError, "expected topk_lens to be an array, got list"),
+    (
+        {"kv_lens": None, "topk": 8, "topk_lens": ints(1, 2).long()},
+        ra.InvalidInput,
+        "expected topk_lens.dtype to be int32, got int64",
     ),
     (
-        {"kv_lens": 8, "topk_lens": ints(1, 2, 3)},
+        {"kv_lens": None, "topk": 8, "topk_lens": ints(1, 2, 3)},
         ra.InvalidInput,
-        r"expected topk_lens.shape to be \[S\] = \[2\] or \[S, Q\] = \[2, 2\], got \[3\]",
+        r"expected topk_lens.shape to be \[S\] = \[2\], got \[3\]",
     ),
     ({"num_parts": 0}, ra.InvalidInput, "expected num_parts >= 1, got 0"),
     ({"num_parts": 1.5}, TypeError, "expected num_parts to be an int, got float"),
@@ -461,10 +471,10 @@ def test_schedules_alike_share_a_plan() -> None:
         rt.make_decode_schedule(inputs["kv_lens"] + more, NUM_SEQS, NUM_Q_TOKENS, NUM_HEADS, num_parts=parts)
         for more, parts in ((0, 4), (3, 4), (0, 5))
     ]
-    execute._plans.clear()
+    _plan._plans.clear()
     for schedule, plans in zip((*schedules, None), (1, 1, 2, 3), strict=True):
         rt.mla_decode(**inputs, schedule=schedule)
-        assert len(execute._plans) == plans
+        assert len(_plan._plans) == plans
 
 
 # ---- choosing a backend
@@ -485,7 +495,7 @@ def test_explain_takes_what_the_call_takes() -> None:
         "write_mla_cache": ((normal(2, 48), inputs["kv_cache"], ints(0, 1)), {}),
         "page_indices_to_slots": ((ints([0], [1]), inputs["page_indices"], 4), {}),
     }
-    assert set(calls) == {name for name in CALLS if CALLS[name].__module__.endswith(".mla")}
+    assert set(calls) == {name for name in CALLS if CALLS[name].__module__.rpartition(".")[2].startswith("mla")}
     for operation, (arguments, keywords) in calls.items():
         table = ra.explain(operation, *arguments, **keywords)
         assert table.startswith(f"{operation} from torch on cpu\n")
@@ -515,7 +525,7 @@ def test_only_dense_decoding_reads_lengths_on_the_host(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     rt.mla_decode(**sparse("plain"))
     rt.sparse_mla_prefill(**prefill("plain"))
-    execute._plans.clear()
+    _plan._plans.clear()
     with pytest.raises(ra.Unsupported, match="expected a stream that is not being captured, since lengths are read"):
         rt.mla_decode(**dense("plain"))
 

@@ -9,7 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ragged_attention as ra
 import ragged_attention.torch as rt
-from ragged_attention.torch import execute, paged
+from ragged_attention.torch import _plan
+from tests.operators import operator_arguments
 
 NUM_PAGES, PAGE_SIZE, NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 12, 4, 4, 2, 16
 
@@ -27,14 +28,11 @@ def batch(dtype: torch.dtype = torch.float32, cache: torch.dtype | None = None) 
     }
 
 
-def schema_arguments(inputs: dict[str, Any], **keywords: Any) -> tuple[Any, ...]:
-    return (*paged.attention_form(**inputs, **keywords), "eager", None)
-
-
 @pytest.mark.parametrize("cache", [None, torch.float8_e4m3fn, torch.int8])
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_attention_passes_opcheck(cache: torch.dtype | None, return_lse: bool) -> None:
-    arguments = schema_arguments(batch(cache=cache), return_lse=return_lse, sinks=torch.randn(NUM_Q_HEADS), k_scale=0.5)
+    given = {"return_lse": return_lse, "sinks": torch.randn(NUM_Q_HEADS), "k_scale": 0.5}
+    arguments = operator_arguments("ragged_paged_attention", **batch(cache=cache), **given)
     checks = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     if cache == torch.float8_e4m3fn:
         checks.remove("test_schema")  # it does arithmetic on its inputs, which torch has not for this dtype
@@ -50,8 +48,9 @@ def test_write_passes_opcheck(by_slot: bool, pair: bool) -> None:
     pages = inputs["kv_pages"]
     if pair:
         pages = (pages[:, :, 0::2].contiguous(), pages[:, :, 1::2].contiguous())
-    form = paged.write_form(k, k, pages, torch.arange(6, dtype=torch.int32) if by_slot else tables)
-    torch.library.opcheck(torch.ops.ragged_attention.write_kv_pages.default, (*form, "eager", None))
+    slots = torch.arange(6, dtype=torch.int32) if by_slot else tables
+    arguments = operator_arguments("write_kv_pages", k=k, v=k, kv_pages=pages, slot_mapping=slots)
+    torch.library.opcheck(torch.ops.ragged_attention.write_kv_pages.default, arguments)
 
 
 def test_merge_passes_opcheck() -> None:
@@ -153,14 +152,14 @@ def test_pages_with_a_strided_last_dimension_are_refused() -> None:
 
 def test_a_plan_serves_calls_alike_and_no_others() -> None:
     inputs = batch()
-    execute._plans.clear()
+    _plan._plans.clear()
     rt.ragged_paged_attention(**inputs)
     rt.ragged_paged_attention(**(inputs | {"q": inputs["q"] * 2, "kv_lens": inputs["kv_lens"] - 1}))
-    assert len(execute._plans) == 1
+    assert len(_plan._plans) == 1
     rt.ragged_paged_attention(**inputs, causal=False)
     with ra.use_backend("reference"):
         rt.ragged_paged_attention(**inputs)
-    assert len(execute._plans) == 3
+    assert len(_plan._plans) == 3
     with pytest.raises(ra.InvalidInput, match=r"expected kv_lens\.shape"), ra.use_backend("reference"):
         rt.ragged_paged_attention(**(inputs | {"kv_lens": inputs["kv_lens"][:, None]}))
     with ra.use_backend(validate="full"), pytest.raises(ra.InvalidInput, match=r"expected kv_lens\[0\] between 0"):
@@ -168,8 +167,8 @@ def test_a_plan_serves_calls_alike_and_no_others() -> None:
 
 
 def test_the_number_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execute, "_MOST_PLANS", 3)
+    monkeypatch.setattr(_plan, "_MOST_PLANS", 3)
     inputs = batch()
     for window in range(1, 9):
         rt.ragged_paged_attention(**inputs, sliding_window=window)
-    assert len(execute._plans) <= 3
+    assert len(_plan._plans) <= 3

@@ -281,7 +281,9 @@ class Dtype(Text):
         if value is None or isinstance(value, str):
             return value
         said = str(value)
-        return said.removeprefix("torch.") if said.startswith("torch.") else np.dtype(value).name
+        if said.startswith("torch."):
+            return said.removeprefix("torch.")
+        return np.dtype(value).name if isinstance(value, np.dtype | type) or hasattr(value, "dtype") else value
 
 
 class Count(Kind):

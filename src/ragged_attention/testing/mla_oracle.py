@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ragged_attention.calls.mla import scheduled_lens
+from ragged_attention.calls.mla_schedule import scheduled_lens
 from ragged_attention.reference.dequantize_mla_cache import dequantize_mla_cache
 from ragged_attention.reference.make_decode_schedule import make_decode_schedule
 from ragged_attention.reference.mla_decode import mla_decode

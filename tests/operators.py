@@ -1,0 +1,16 @@
+"""The arguments of torch's operators, for tests of them."""
+
+import inspect
+from typing import Any
+
+import ragged_attention.torch as rt
+from ragged_attention.calls import CALLS
+from ragged_attention.torch import _operators
+
+
+def operator_arguments(operation: str, *arguments: Any, **keywords: Any) -> tuple[Any, ...]:
+    """What `torch.ops.ragged_attention.<operation>` takes for a call of the public function, on the backend `eager`."""
+    given = inspect.signature(getattr(rt, operation)).bind(*arguments, **keywords)
+    given.apply_defaults()
+    record = CALLS[operation]
+    return (*record.flatten(_operators.prepare(record, given.arguments)), "eager", None)
