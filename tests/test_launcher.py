@@ -34,7 +34,7 @@ torch = pytest.importorskip("torch")
 import triton.language as tl  # noqa: E402
 
 from benchmarks import overhead  # noqa: E402
-from ragged_attention.calls import CALLS, NOWHERE, Call  # noqa: E402
+from ragged_attention.calls import CALLS, NOWHERE, Call, Device  # noqa: E402
 from ragged_attention.calls.base import record  # noqa: E402
 from ragged_attention.calls.fields import ArrayKind, Kind, field  # noqa: E402
 from ragged_attention.torch import _launcher, _operators, _plan, _replay  # noqa: E402
