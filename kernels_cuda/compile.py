@@ -17,6 +17,9 @@ import hashlib
 import logging
 import os
 import shlex
+import shutil
+import signal
+import struct
 import subprocess
 import tempfile
 import threading
@@ -44,7 +47,9 @@ EMULATION_FLAGS = (
 )  # fmt: skip
 FFI_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden")
 MODES = ("eager", "late", "crossed")
-TOLD_LINES = 30  # of a failed compiler's output
+SHOWN_LINES = 30  # of a failed compiler's output
+NO_CACHE = "no folder to keep the CUDA kernels in: set HOME or XDG_CACHE_HOME"
+UNFINISHED = "building-"  # how the names of folders begin that a build works in
 
 Progress = Callable[[int, int, str], None]  # steps done, steps in all, what was done or is next
 
@@ -80,8 +85,21 @@ class Status(NamedTuple):
 
 def cache_folder() -> Path:
     """Where built libraries are kept."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path("~", ".cache").expanduser()
-    return Path(base, "ragged_attention")
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base, "ragged_attention")
+    try:
+        return Path.home() / ".cache" / "ragged_attention"
+    except RuntimeError as error:
+        raise BackendMissing(NO_CACHE) from error
+
+
+def missing_to_keep() -> str | None:
+    """Why a library that is built could not be kept, as far as names tell."""
+    try:
+        cache_folder()
+    except BackendMissing as error:
+        return str(error)
+    return None
 
 
 def digest_of(*parts: object) -> str:
@@ -128,15 +146,24 @@ def _texts(sources: Path) -> list[Path]:
     return sorted([*sources.glob("*.h"), *sources.glob("*.cu")])
 
 
+def _gxx() -> tuple[str, str]:
+    """g++ and its release."""
+    path = toolchain.gxx()
+    release = toolchain.gxx_release(path) if path else None
+    if path is None or release is None:
+        raise BackendMissing(f"{path} does not run" if path else toolchain.NO_GXX)
+    return path, release
+
+
 def emulation_recipe(extra_flags: Sequence[str] = (), sources: Path = SOURCES) -> Recipe:
     """The same sources, by g++, over threads of the CPU."""
-    gxx, include = toolchain.gxx(), toolchain.cutlass()
-    if (reason := toolchain.missing_to_emulate()) or gxx is None or include is None:
-        raise BackendMissing(reason or toolchain.NO_GXX)
+    (gxx, release), include = _gxx(), toolchain.cutlass()
+    if (reason := toolchain.missing_to_emulate()) or include is None:
+        raise BackendMissing(reason or toolchain.NO_CUTLASS)
     headers = toolchain.cuda_headers()
     flags = (*EMULATION_FLAGS, *extra_flags)
     texts = (*_texts(sources), sources / "emulation.cc")
-    digest = digest_of(*flags, *texts, toolchain.gxx_release(gxx), toolchain.cutlass_release(include), *headers)
+    digest = digest_of(*flags, *texts, release, toolchain.cutlass_release(include), *headers)
     name = f"libragged_attention_emulated-{digest}.so"
     includes = (f"-I{include}", *(f"-I{folder}" for folder in headers))
     return Recipe(
@@ -156,13 +183,11 @@ def ffi_recipe(jax_include: str, kernels: Path, emulated: bool = False) -> Recip
 
     Its needing `kernels` is met by name, so those must be loaded first.
     """
-    gxx = toolchain.gxx()
-    if gxx is None:
-        raise BackendMissing(toolchain.NO_GXX)
+    gxx, release = _gxx()
     interface = sorted(Path(jax_include, "xla", "ffi", "api").glob("*.h"))
     texts = (SOURCES / "api.h", SOURCES / "xla_ffi.cc", *interface)
     flags = (*FFI_FLAGS, *(("-DRA_EMULATE",) if emulated else ()))
-    digest = digest_of(*flags, kernels.name, toolchain.gxx_release(gxx), *texts)
+    digest = digest_of(*flags, kernels.name, release, *texts)
     includes = (f"-I{jax_include}", *(f"-isystem{folder}" for folder in toolchain.cuda_headers()))
     return Recipe(
         what="XLA FFI library of the CUDA kernels",
@@ -177,12 +202,29 @@ def ffi_recipe(jax_include: str, kernels: Path, emulated: bool = False) -> Recip
     )
 
 
+def is_whole(path: Path) -> bool:
+    """Whether there is a library that ends where its header says: one cut short would end the process that loads it."""
+    try:
+        with open(path, "rb") as file:
+            header, size = file.read(64), os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        return False
+    if len(header) < 64 or not header.startswith(b"\x7fELF"):
+        return False
+    (sections,), (entry, count) = struct.unpack_from("=Q", header, 40), struct.unpack_from("=2H", header, 58)
+    return size >= sections + entry * count
+
+
 def build(recipe: Recipe, progress: Progress | None = None) -> Path:
     """The recipe's library, from the cache or made now. A failure raises `BackendMissing` with the compiler's words."""
     try:
+        if is_whole(recipe.path):  # perhaps in a cache that others fill, where we may not even lock
+            return recipe.path
         recipe.path.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(recipe.path.parent):
-            if not recipe.path.is_file():
+        with _alone(recipe.path.parent) as alone:
+            if not is_whole(recipe.path):
+                if alone:
+                    _clear(recipe.path.parent)
                 _make(recipe, progress)
     except OSError as error:
         raise BackendMissing(f"the {recipe.what} cannot be kept in {cache_folder()}: {error}") from error
@@ -190,14 +232,27 @@ def build(recipe: Recipe, progress: Progress | None = None) -> Path:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Another process that wants the same library waits here, rather than make it again."""
+def _alone(folder: Path) -> Iterator[bool]:
+    """Another process that wants the same library waits here, rather than make it again. False: it does not wait."""
     import fcntl  # not on Windows, where nothing is built
 
-    with open(folder / "lock", "w") as file:
-        with contextlib.suppress(OSError):  # file systems without locks: the work is done twice, the result is one
+    # A lock takes no right to write, and the file may be another user's.
+    file = os.open(folder / "lock", os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        try:
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        except OSError:  # file systems without locks: the work is done twice, the result is one
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(file)
+
+
+def _clear(folder: Path) -> None:
+    """Remove what builds left that were killed."""
+    for path in folder.glob(f"{UNFINISHED}*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _make(recipe: Recipe, progress: Progress | None) -> None:
@@ -205,43 +260,72 @@ def _make(recipe: Recipe, progress: Progress | None) -> None:
     logger.info("building the %s with %s", recipe.what, recipe.compiler[0])
     start, steps = time.perf_counter(), len(recipe.units) + 1
 
-    def told(done: int, text: str) -> None:
+    def tell(done: int, text: str) -> None:
         if progress is not None:
             progress(done, steps, text)
 
-    with tempfile.TemporaryDirectory(dir=recipe.path.parent) as folder:
+    with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=recipe.path.parent) as folder, _Compilers(recipe) as run:
         objects = [Path(folder, f"{unit.stem}.o") for unit in recipe.units]
-        told(0, recipe.units[0].name)
-        with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            waiting = {
-                pool.submit(_call, recipe, (*recipe.compiler, "-c", str(unit), "-o", str(made))): unit
-                for unit, made in zip(recipe.units, objects, strict=True)
-            }
-            try:
-                for done, future in enumerate(concurrent.futures.as_completed(waiting), 1):
-                    future.result()
-                    told(done, waiting[future].name)
-            except BackendMissing:
-                pool.shutdown(cancel_futures=True)
-                raise
+        tell(0, recipe.units[0].name)
+        started = {
+            run.later((*recipe.compiler, "-c", str(unit), "-o", str(made))): unit
+            for unit, made in zip(recipe.units, objects, strict=True)
+        }
+        for done, future in enumerate(concurrent.futures.as_completed(started), 1):
+            future.result()
+            tell(done, started[future].name)
         linked = Path(folder, recipe.name)
-        _call(recipe, (*recipe.linker, "-o", str(linked), *map(str, objects), *recipe.libraries))
+        run.later((*recipe.linker, "-o", str(linked), *map(str, objects), *recipe.libraries)).result()
         if digest_of(*recipe.texts) != recipe.as_read:
             raise BackendMissing(f"the sources of the {recipe.what} changed while they were compiled")
         os.replace(linked, recipe.path)
-    told(steps, recipe.name)
+    tell(steps, recipe.name)
     logger.info("built the %s in %.0f s: %s", recipe.what, time.perf_counter() - start, recipe.path)
 
 
-def _call(recipe: Recipe, command: Sequence[str]) -> None:
-    done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    )
-    if done.returncode:
-        said = "\n".join(done.stdout.strip().splitlines()[-TOLD_LINES:])
-        raise BackendMissing(
-            f"building the {recipe.what} failed with exit code {done.returncode}:\n{shlex.join(command)}\n{said}"
-        )
+class _Compilers:
+    """Commands of a recipe, one for each core at a time; leaving by an exception, Ctrl-C too, ends them all."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._what = recipe.what
+        self._pool = concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+        self._running: set[subprocess.Popen[str]] = set()
+        self._lock, self._ended = threading.Lock(), False
+
+    def __enter__(self) -> "_Compilers":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is not None:
+            with self._lock:
+                self._ended = True
+                for process in self._running:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGTERM)  # nvcc and the programs that it has started
+        self._pool.shutdown(cancel_futures=True)
+
+    def later(self, command: Sequence[str]) -> concurrent.futures.Future[None]:
+        """The future of a command, which fails with the last of what it has printed."""
+        return self._pool.submit(self._call, command)
+
+    def _call(self, command: Sequence[str]) -> None:
+        with self._lock:
+            if self._ended:
+                return
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                errors="replace", process_group=0,
+            )  # fmt: skip
+            self._running.add(process)
+        with process:
+            printed, _ = process.communicate()
+        with self._lock:
+            self._running.discard(process)
+        if process.returncode:
+            last = "\n".join(printed.strip().splitlines()[-SHOWN_LINES:])
+            raise BackendMissing(
+                f"building the {self._what} failed with exit code {process.returncode}:\n{shlex.join(command)}\n{last}"
+            )
 
 
 KERNELS = ("kernels",)
@@ -268,24 +352,24 @@ def _once(
                 _loaded[key] = opened(found if isinstance(found, Path) else build(found, progress))
             except (BackendMissing, OSError) as error:
                 _failed[key] = str(error)
-                raise BackendMissing(str(error)) from error
+                raise BackendMissing(_failed[key]) from error
         return _loaded[key]
 
 
 def prebuilt() -> Path | None:
     """The library built ahead of time of these very sources, if there is one."""
     path = PREBUILT / _kernels_name(_kernel_texts())
-    return path if path.is_file() else None
+    return path if is_whole(path) else None
 
 
 def built() -> Path | None:
     """The kernels' library if it is built already."""
     if path := prebuilt():
         return path
-    if toolchain.missing_to_compile() or toolchain.nvcc() is None:
+    if toolchain.missing_to_compile() or missing_to_keep() or toolchain.nvcc() is None:
         return None
     path = kernels_recipe().path
-    return path if path.is_file() else None
+    return path if is_whole(path) else None
 
 
 def library(progress: Progress | None = None) -> ctypes.CDLL:
@@ -359,7 +443,7 @@ def why_not() -> str | None:
         return None
     if KERNELS in _failed:
         return f"the CUDA kernels could not be built in this process: {_failed[KERNELS].splitlines()[-1]}"
-    return None if prebuilt() else toolchain.missing_to_compile()
+    return None if prebuilt() else toolchain.missing_to_compile() or missing_to_keep()
 
 
 def status(device: int = 0) -> Status:

@@ -134,9 +134,12 @@ def gxx() -> str | None:
 
 
 @functools.cache
-def gxx_release(path: str) -> str:
-    """The first line that g++ says of its version."""
-    return _say([path, "--version"]).partition("\n")[0]
+def gxx_release(path: str) -> str | None:
+    """The first line that g++ says of its version; None where it does not run."""
+    try:
+        return _say([path, "--version"]).partition("\n")[0]
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def pypi_home() -> Path | None:
