@@ -3,9 +3,9 @@
 import dataclasses
 from typing import Any
 
-from ragged_attention.kernels_cuda.latent import cannot_run as why_not  # noqa: F401
-from ragged_attention.kernels_cuda.latent import why_not_unasked as why_not_unasked
-from ragged_attention.kernels_cuda.native import Native
+from ragged_attention.kernels_cuda._latent import cannot_run as why_not  # noqa: F401
+from ragged_attention.kernels_cuda._latent import why_not_by_default as why_not_by_default
+from ragged_attention.kernels_cuda._native import Native
 
 SCHEDULE = Native("ra_make_decode_schedule")
 

@@ -1,31 +1,31 @@
-"""MLA decode on Hopper, dense and sparse: the call in the terms of `latent`."""
+"""MLA decode on Hopper, dense and sparse: the call in the terms of `_latent`."""
 
 from typing import Any
 
-from ragged_attention.kernels_cuda import latent
-from ragged_attention.kernels_cuda.latent import Tile as Tile
-from ragged_attention.kernels_cuda.latent import why_not_unasked as why_not_unasked
+from ragged_attention.kernels_cuda import _latent
+from ragged_attention.kernels_cuda._latent import Tile as Tile
+from ragged_attention.kernels_cuda._latent import why_not_by_default as why_not_by_default
 
 
 def tuning_key(call: Any) -> str:
     """The bucket of static facts that a tuned file is keyed by."""
-    keys = f"topk={call.topk}" if call.sparse else f"blocks<={latent.power_of_2(latent.cdiv(call.capacity, 64))}"
+    keys = f"topk={call.topk}" if call.sparse else f"blocks<={_latent.power_of_2(_latent.cdiv(call.capacity, 64))}"
     return (
         f"heads={call.num_q_heads}/{call.num_kv_heads} q={call.num_q_tokens} d={call.d_qk} cache={call.format} "
-        f"seqs<={latent.power_of_2(call.num_seqs)} {keys}"
+        f"seqs<={_latent.power_of_2(call.num_seqs)} {keys}"
     )
 
 
 def why_not(call: Any) -> str | None:
     if call.extra_indices is not None:
         return f"takes one cache, got extra_kv_cache and extra_indices of {call.extra_topk} entries"
-    return latent.cannot_take(call, sparse=call.sparse) or latent.cannot_run(call)
+    return _latent.cannot_take(call, sparse=call.sparse) or _latent.cannot_run(call)
 
 
 def heuristic(call: Any) -> Tile:
     group = call.num_q_heads // call.num_kv_heads
     rows, jobs = (group, call.num_q_tokens) if call.sparse else (group * call.num_q_tokens, call.num_kv_heads)
-    return Tile(num_splits=latent.splits(call, call.num_seqs * jobs, rows, call.capacity))
+    return Tile(num_splits=_latent.splits(call, call.num_seqs * jobs, rows, call.capacity))
 
 
 def run(call: Any, tile: Tile, launch: Any) -> Any:
@@ -33,11 +33,11 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
     sparse, q, cache = call.sparse, launch.aligned(call.q), launch.aligned(call.kv_cache)
     lists = launch.packed(call.indices if sparse else call.page_indices)
     steps = launch.strides(lists)
-    work = latent.Work(
-        function=latent.function_of(call) if sparse else latent.DENSE,
+    work = _latent.Work(
+        function=_latent.function_of(call) if sparse else _latent.DENSE,
         q=q,
         q_shape=q.shape,
-        q_strides=latent.strides_of(q, launch)[:3],
+        q_strides=_latent.strides_of(q, launch)[:3],
         lse_shape=call.lse_shape,
         cache=cache,
         lists=lists,
@@ -46,5 +46,5 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
         causal=bool(call.causal),
         schedule=call.schedule,
     )
-    results = latent.run(call, work, tile, launch)
+    results = _latent.run(call, work, tile, launch)
     return results["out"], results["lse"]

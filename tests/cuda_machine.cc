@@ -105,4 +105,4 @@ RA_API uint32_t pack_bfloats(float low, float high) { return op::pack<bf16>(low,
 }
 
 #include "common.cu"
-#include "emulation.cc"
+#include "emulator/emulation.cc"

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ragged_attention.kernels_cuda import compile
+from ragged_attention.kernels_cuda import _native
+from ragged_attention.kernels_cuda._build import compile
 from ragged_attention.testing import cuda_emulator, formats
 
 if reason := cuda_emulator.missing():
@@ -37,7 +38,7 @@ REPORTS = (
     "expected an operand in shared memory",
 )
 UNFENCED, FENCED = len(REPORTS), len(REPORTS) + 1
-MODES = range(len(compile.MODES))
+MODES = range(len(_native.MODES))
 LAST, UNKNOWN = MODES[-1], 6  # in the last mode an mbarrier that is not known yet is not made yet either
 CASES = [(deed, mode) for deed in range(len(REPORTS)) for mode in MODES if (deed, mode) != (UNKNOWN, LAST)]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ragged_attention.kernels_cuda import toolchain
+from ragged_attention.kernels_cuda._build import toolchain
 from ragged_attention.testing import cuda_emulator
 from ragged_attention.testing.drawing import PROFILES, examples_of
 from ragged_attention.testing.suite import checks

@@ -152,7 +152,7 @@ def test_a_named_backend_is_never_replaced(install):
 
 SHY = f"""
 {MODULE.format(refusal=None)}
-def why_not_unasked(call):
+def why_not_by_default(call):
     return "not yet measured"
 """
 

@@ -10,7 +10,7 @@ registered by hand, and a room is imported only when a call first asks for it. E
 
 and may offer
 
-    why_not_unasked(call)    the same as why_not, asked besides where the call does not name the backend but comes to
+    why_not_by_default(call)    the same as why_not, asked besides where the call does not name the backend but comes to
                              it in its platform's order: for kernels that no measurement speaks for yet
 
 `launch` is the calling front end's `Launcher`. Rooms of other packages join through the entry-point group
@@ -133,10 +133,10 @@ def candidates(operation: str, device: Device, backend: str | Sequence[str] | No
     return tuple(dict.fromkeys(names))
 
 
-def state() -> str | None:
-    """What rooms' answers rest on beside the call: the emulation that CUDA kernels run in here, if they do."""
-    room: Any = sys.modules.get(f"{ROOMS['cuda']}.compile")
-    return None if room is None or room.emulated() is None else room.emulation()._name
+def state() -> tuple[Any, ...]:
+    """What answers rest on beside the call and the configuration, by the `state` hooks of the packages loaded."""
+    packages = [sys.modules.get(room) for room in ROOMS.values()]
+    return tuple([package.state() for package in packages if callable(getattr(package, "state", None))])
 
 
 def unasked(operation: str, device: Device, backend: str | Sequence[str] | None = None) -> frozenset[str]:
@@ -149,8 +149,8 @@ def unasked(operation: str, device: Device, backend: str | Sequence[str] | None 
 def refusal(module: Any, call: Call, *, asked: bool = True) -> str | None:
     """Why an implementation does not run a call; one not asked for by name may have more to say."""
     reason = module.why_not(call)
-    if reason is None and not asked and hasattr(module, "why_not_unasked"):
-        return module.why_not_unasked(call)
+    if reason is None and not asked and hasattr(module, "why_not_by_default"):
+        return module.why_not_by_default(call)
     return reason
 
 

@@ -135,7 +135,7 @@ class Launcher:
             code = launch(ctypes.byref(record), None)
         if code:
             shapes = {name: tensor.shape for name, tensor in {**operands, **results}.items() if tensor is not None}
-            raise RuntimeError(function.complaint(code, device.type, shapes))
+            raise RuntimeError(function.error_message(code, device.type, shapes))
         return results
 
     def sorted(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

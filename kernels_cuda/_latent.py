@@ -11,8 +11,8 @@ from typing import Any
 
 from ragged_attention.calls import CACHE_FORMATS, dtype_name
 from ragged_attention.errors import InvalidInput
-from ragged_attention.kernels_cuda import abi, compile
-from ragged_attention.kernels_cuda.native import NOT_EMULATING, Native
+from ragged_attention.kernels_cuda import _abi, _native
+from ragged_attention.kernels_cuda._native import NOT_EMULATING, Native
 
 ROWS = 64  # of a thread block
 BLOCK = 64  # keys of a step
@@ -23,7 +23,7 @@ SPLITS_A_BLOCK = 16  # that it merges in the time of one more
 ARCH = "sm_90"
 D_QK, D_V = (576, 512), 512
 MOST_BYTES = 2**36 - 16  # of a cache: kernels count 16 bytes in 32 bits
-UNASKED = "not yet measured to beat Triton's kernel, so taken only where it is asked for by name"
+NOT_BY_DEFAULT = "not yet measured to beat Triton's kernel, so taken only where it is asked for by name"
 
 DENSE = Native("ra_mla_decode_dense")
 LISTS = Native("ra_sparse_mla_prefill")
@@ -48,26 +48,26 @@ def cannot_run(call: Any) -> str | None:
     """Why no kernel of this room runs where the call is."""
     device = call.device
     if device.platform == "cpu":
-        return NOT_EMULATING if compile.emulated() is None else None
+        return NOT_EMULATING if _native.emulated() is None else None
     if device.platform != "cuda" or device.arch != ARCH:
         return f"runs on {ARCH} GPUs, got a call from {device.arch or device.platform}"
-    return compile.why_not()
+    return _native.why_not()
 
 
-def why_not_unasked(call: Any) -> str | None:
+def why_not_by_default(call: Any) -> str | None:
     """Why a call that names no backend goes elsewhere."""
     del call
-    return UNASKED
+    return NOT_BY_DEFAULT
 
 
 def cannot_take(call: Any, *, sparse: bool) -> str | None:
     """Why the kernels do not take such a call, wherever it is."""
     dtype, dense = dtype_name(call.q), "a dense call"
-    if call.format not in abi.FORMATS:
-        return f"takes cache_format {' or '.join(map(repr, abi.FORMATS))}, got {call.format!r}"
+    if call.format not in _abi.FORMATS:
+        return f"takes cache_format {' or '.join(map(repr, _abi.FORMATS))}, got {call.format!r}"
     if call.format != "plain" and not sparse:
         return f"takes cache_format 'plain' in {dense} (one without indices), got {call.format!r}"
-    allowed = ("bfloat16",) if sparse else tuple(abi.DTYPES)
+    allowed = ("bfloat16",) if sparse else tuple(_abi.DTYPES)
     if dtype not in allowed:
         return f"takes q.dtype {' or '.join(allowed)} in {'a sparse call' if sparse else dense}, got {dtype}"
     if call.d_qk not in D_QK:
@@ -154,7 +154,7 @@ def _numbers(work: Work, scale: float, num_splits: int, launch: Any) -> dict[str
         "num_q_heads": num_q_heads,
         "num_kv_heads": num_kv_heads,
         "d_qk": d_qk,
-        "dtype": abi.DTYPES[dtype_name(work.q)],
+        "dtype": _abi.DTYPES[dtype_name(work.q)],
         "format": work.function is FP8_LISTS,
         "sparse": work.function is not DENSE,
         "causal": work.causal,

@@ -1,17 +1,12 @@
-"""Builds the kernels on first use, keeps them by content, loads them by ctypes; the emulation of them likewise.
+"""Builds the kernels, the emulation of them and the library for XLA, and keeps them by content.
 
-A library is kept in ~/.cache/ragged_attention under a digest of all that it is made of: sources, flags, architecture,
-the compiler's release, the release of CUTLASS. One built ahead of time may lie in `prebuilt/` beside this file: its
-name carries the digest of sources and flags, so one of other sources is never taken.
-
-    library()                    the kernels, for a GPU; loads on a machine without one too, where `status` tells
-    with emulating(): ...        inside, calls on a CPU run the same sources, compiled for its threads: `emulation()`
+A library is kept in ~/.cache/ragged_attention under a digest of everything it is made of: sources, flags, architecture,
+the compiler's release, the release of CUTLASS. One built ahead of time may be in `kernels_cuda/prebuilt/`: its name
+carries the digest of sources and flags, so one of other sources is never taken.
 """
 
 import concurrent.futures
 import contextlib
-import contextvars
-import ctypes
 import dataclasses
 import hashlib
 import logging
@@ -26,17 +21,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-from ragged_attention.errors import BackendMissing, InvalidInput
-from ragged_attention.kernels_cuda import abi, toolchain
+from ragged_attention.errors import BackendMissing
+from ragged_attention.kernels_cuda._build import toolchain
 
 logger = logging.getLogger("ragged_attention")
 
-SOURCES = Path(__file__).parent / "csrc"
-PREBUILT = Path(__file__).parent / "prebuilt"
-UNITS = ("mla_decode_dense", "sparse_mla_prefill", "mla_decode_sparse_fp8", "common")
-ARCHITECTURE = "sm_90a"
+PACKAGE = Path(__file__).parent.parent
+SOURCES = PACKAGE / "csrc"
+PREBUILT = PACKAGE / "prebuilt"
+UNITS = ("sm90/mla_decode_dense", "sm90/sparse_mla_prefill", "sm90/mla_decode_sparse_fp8", "common")
+EMULATOR = "emulator"  # the folder that is for g++ alone
 NVCC_FLAGS = (
     "-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "--expt-relaxed-constexpr",
     "--expt-extended-lambda", "-Xcompiler=-fPIC,-fvisibility=hidden", "-DNDEBUG", "-lineinfo", "-cudart", "static",
@@ -46,7 +41,6 @@ EMULATION_FLAGS = (
     "-std=c++20", "-O2", "-fno-strict-aliasing", "-fPIC", "-fvisibility=hidden", "-w", "-DRA_EMULATE", "-DNDEBUG",
 )  # fmt: skip
 FFI_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden")
-MODES = ("eager", "late", "crossed")
 SHOWN_LINES = 30  # of a failed compiler's output
 NO_CACHE = "no folder to keep the CUDA kernels in: set HOME or XDG_CACHE_HOME"
 UNFINISHED = "building-"  # how the names of folders begin that a build works in
@@ -71,16 +65,6 @@ class Recipe:
     @property
     def path(self) -> Path:
         return cache_folder() / self.digest / self.name
-
-
-class Status(NamedTuple):
-    """What the library says of a device: a code, 0 if the kernels run there, and the code in words."""
-
-    code: int
-    text: str
-    major: int
-    minor: int
-    num_multiprocessors: int
 
 
 def cache_folder() -> Path:
@@ -125,7 +109,7 @@ def kernels_recipe() -> Recipe:
         texts=texts,
         as_read=digest_of(*texts),
         units=tuple(SOURCES / f"{unit}.cu" for unit in UNITS),
-        compiler=(nvcc.path, *NVCC_FLAGS, f"-I{include}"),
+        compiler=(nvcc.path, *NVCC_FLAGS, f"-I{SOURCES}", f"-I{include}"),
         linker=(
             nvcc.path, "-shared", *NVCC_FLAGS, "-Xlinker", f"--exclude-libs,ALL,-soname,{name}",
             *(f"-L{folder}" for folder in nvcc.libraries),
@@ -139,11 +123,11 @@ def _kernels_name(texts: Sequence[Path]) -> str:
 
 
 def _kernel_texts() -> tuple[Path, ...]:
-    return tuple(path for path in _texts(SOURCES) if path.name not in ("emulated.h", "machine.h"))
+    return tuple(path for path in _texts(SOURCES) if path.parent.name != EMULATOR)
 
 
 def _texts(sources: Path) -> list[Path]:
-    return sorted([*sources.glob("*.h"), *sources.glob("*.cu")])
+    return sorted([*sources.rglob("*.h"), *sources.rglob("*.cu")])
 
 
 def _gxx() -> tuple[str, str]:
@@ -162,17 +146,18 @@ def emulation_recipe(extra_flags: Sequence[str] = (), sources: Path = SOURCES) -
         raise BackendMissing(reason or toolchain.NO_CUTLASS)
     headers = toolchain.cuda_headers()
     flags = (*EMULATION_FLAGS, *extra_flags)
-    texts = (*_texts(sources), sources / "emulation.cc")
+    entry = sources / EMULATOR / "emulation.cc"
+    texts = (*_texts(sources), entry)
     digest = digest_of(*flags, *texts, release, toolchain.cutlass_release(include), *headers)
     name = f"libragged_attention_emulated-{digest}.so"
-    includes = (f"-I{include}", *(f"-I{folder}" for folder in headers))
+    includes = (f"-I{folder}" for folder in (sources, include, *headers))
     return Recipe(
         what="emulation of the CUDA kernels",
         name=name,
         digest=digest,
         texts=texts,
         as_read=digest_of(*texts),
-        units=(*(sources / f"{unit}.cu" for unit in UNITS), sources / "emulation.cc"),
+        units=(*(sources / f"{unit}.cu" for unit in UNITS), entry),
         compiler=(gxx, *flags, *includes, "-x", "c++"),
         linker=(gxx, "-shared", *flags, "-pthread", f"-Wl,-soname,{name}"),
     )
@@ -328,34 +313,6 @@ class _Compilers:
             )
 
 
-KERNELS = ("kernels",)
-_lock = threading.RLock()
-_loaded: dict[tuple, ctypes.CDLL] = {}
-_failed: dict[tuple, str] = {}
-
-
-def _once(
-    key: tuple,
-    source: Callable[[], Recipe | Path],
-    opened: Callable[[Path], ctypes.CDLL],
-    progress: Progress | None = None,
-) -> ctypes.CDLL:
-    """The library of `source`, built and opened once a process; a failure too is remembered, for it takes long."""
-    if key in _loaded:
-        return _loaded[key]
-    with _lock:
-        if key in _failed:
-            raise BackendMissing(_failed[key])
-        if key not in _loaded:
-            found = source()
-            try:
-                _loaded[key] = opened(found if isinstance(found, Path) else build(found, progress))
-            except (BackendMissing, OSError) as error:
-                _failed[key] = str(error)
-                raise BackendMissing(_failed[key]) from error
-        return _loaded[key]
-
-
 def prebuilt() -> Path | None:
     """The library built ahead of time of these very sources, if there is one."""
     path = PREBUILT / _kernels_name(_kernel_texts())
@@ -370,86 +327,3 @@ def built() -> Path | None:
         return None
     path = kernels_recipe().path
     return path if is_whole(path) else None
-
-
-def library(progress: Progress | None = None) -> ctypes.CDLL:
-    """The kernels, built if need be. Loads without a driver; ask `status` before calling anything."""
-    return _once(KERNELS, lambda: prebuilt() or kernels_recipe(), _bound, progress)
-
-
-def _bound(path: Path) -> ctypes.CDLL:
-    return abi.bind(ctypes.CDLL(str(path)))
-
-
-def emulation(extra_flags: Sequence[str] = (), sources: Path = SOURCES) -> ctypes.CDLL:
-    """The kernels for the CPU's threads: the same functions, given host pointers; `extra_flags` go to g++."""
-
-    def opened(path: Path) -> ctypes.CDLL:
-        found = _bound(path)
-        found.ra_emulate.argtypes, found.ra_emulate.restype = (ctypes.c_int, ctypes.c_uint64), None
-        return found
-
-    return _once(("emulation", tuple(extra_flags), sources), lambda: emulation_recipe(extra_flags, sources), opened)
-
-
-def ffi_library(jax_include: str, emulated: bool = False) -> ctypes.CDLL:
-    """The XLA FFI handlers over the kernels or the emulation, for the jaxlib whose headers are in `jax_include`."""
-
-    def source() -> Recipe:
-        kernels = emulation() if emulated else library()
-        return ffi_recipe(jax_include, Path(kernels._name), emulated)
-
-    return _once(("ffi", jax_include, emulated), source, lambda path: ctypes.CDLL(str(path)))
-
-
-class Emulation(NamedTuple):
-    """How calls inside `emulating` run."""
-
-    mode: str
-    seed: int
-
-
-_emulated: contextvars.ContextVar[Emulation | None] = contextvars.ContextVar("emulated", default=None)
-
-
-@contextlib.contextmanager
-def emulating(mode: str = "eager", seed: int = 0) -> Iterator[None]:
-    """Inside, calls with backend="cuda" on CPU arrays run the kernels' own code on threads of the CPU.
-
-    `mode` is when copies land and products are computed: "eager" at once, "late" no sooner than somebody waits for
-    them, "crossed" copies at once and products late. `seed` shuffles the order in which threads run.
-    """
-    if mode not in MODES:
-        raise InvalidInput(f"expected mode to be one of {', '.join(MODES)}, got {mode!r}")
-    found, before = emulation(), _emulated.get()
-    token = _emulated.set(Emulation(mode, seed))
-    try:
-        found.ra_emulate(MODES.index(mode), seed)
-        yield
-    finally:
-        _emulated.reset(token)
-        outer = before or Emulation(MODES[0], 0)
-        found.ra_emulate(MODES.index(outer.mode), outer.seed)
-
-
-def emulated() -> Emulation | None:
-    """How calls are emulated here and now; None outside `emulating`."""
-    return _emulated.get()
-
-
-def why_not() -> str | None:
-    """What is missing here to have `library()`, in a sentence; None if nothing is known to. Never builds or raises."""
-    if KERNELS in _loaded:
-        return None
-    if KERNELS in _failed:
-        return f"the CUDA kernels could not be built in this process: {_failed[KERNELS].splitlines()[-1]}"
-    return None if prebuilt() else toolchain.missing_to_compile() or missing_to_keep()
-
-
-def status(device: int = 0) -> Status:
-    """What the kernels say of a CUDA device; without a driver that is an error's code and text, never a crash."""
-    found = library()
-    major, minor, processors = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
-    code = found.ra_status(device, major, minor, processors)
-    text = (found.ra_error_string(code) or b"").decode(errors="replace")
-    return Status(code, text, major.value, minor.value, processors.value)

@@ -12,7 +12,7 @@
 #pragma once
 #include "latent.h"
 
-struct Folded : LatentBase<f16, bf16, true, 1> {
+struct Fp8Decode : LatentBase<f16, bf16, true, 1> {
   using Base = LatentBase<f16, bf16, true, 1>;
   static constexpr int kColumns = 576, kGroups = 4;
   static constexpr float kSmallestRatio = 8.67361737988403547e-19f;  // 2^-60, in place of a scale of 0 in logits
