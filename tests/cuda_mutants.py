@@ -111,8 +111,8 @@ MUTANTS = {
         "sm90/latent.h", "if (page < 0 || page >= plan.num_pages) return", "if (page < 0) return", "lists"
     ),
     "a part's result goes to its neighbour's place": Mutant("work.h", "    slot = part;\n", "    slot = part + 1;\n"),
-    "a part begins a block late": Mutant("work.h", "begin = held(from, 0", "begin = held(from + (from > 0), 0"),
-    "parts have the same weight": Mutant("sm90/combine.h", "op::exp2(lse - top)", "1.f"),
+    "a part begins a block late": Mutant("work.h", "begin = clamped(from, 0", "begin = clamped(from + (from > 0), 0"),
+    "parts have the same weight": Mutant("sm90/combine.h", "op::exp2(lse - m_i)", "1.f"),
     "the scale of another group": Mutant(
         "sm90/fp8_decode.h", "s.ratio[stage][2 * W][column]", "s.ratio[stage][2 - 2 * W][column]", "fp8"
     ),

@@ -33,7 +33,7 @@ REPORTS = (
     "expected at most 168 registers to keep, got 200",
     "expected at least 168 registers to want, got 40",
     "expected fence_barrier_init before a load that arrives at an mbarrier",
-    "block 0, thread 5: expected the thread's place in its warpgroup, got 6",
+    "block 0, thread 5: expected the thread's index in its warpgroup, got 6",
     "expected one product of all lanes of a warp",
     "expected an operand in shared memory",
 )

@@ -135,7 +135,7 @@ def candidates(operation: str, device: Device, backend: str | Sequence[str] | No
 
 def state() -> tuple[Any, ...]:
     """What answers rest on beside the call and the configuration, by the `state` hooks of the packages loaded."""
-    packages = [sys.modules.get(room) for room in ROOMS.values()]
+    packages: list[Any] = [sys.modules.get(room) for room in ROOMS.values()]
     return tuple([package.state() for package in packages if callable(getattr(package, "state", None))])
 
 

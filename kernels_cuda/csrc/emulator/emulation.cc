@@ -11,4 +11,10 @@ RA_API void ra_emulate(int mode, uint64_t seed) {
   emu::machine.seed = emu::machine.random_state = seed;
 }
 
+// From here on, run no more of a grid's blocks than so many, its last ones: for results that are too large to compute.
+RA_API void ra_emulate_last(int64_t blocks) {
+  std::lock_guard<std::mutex> const alone(emu::machine.busy);
+  emu::machine.most_blocks = blocks;
+}
+
 }  // extern "C"
