@@ -46,7 +46,7 @@ def _once(
     opened: Callable[[Path], ctypes.CDLL],
     progress: Progress | None = None,
 ) -> ctypes.CDLL:
-    """The library of `source`, built and opened once a process; a failure too is remembered, for it takes long."""
+    """The library of `source`, built and opened once per process; a failure is remembered too: building is slow."""
     if key in _loaded:
         return _loaded[key]
     with _lock:
@@ -129,7 +129,7 @@ def emulated() -> Emulation | None:
 
 
 def why_not() -> str | None:
-    """What is missing here to have `library()`, in a sentence; None if nothing is known to. Never builds or raises."""
+    """What `library()` lacks here, in a sentence; None if nothing is known to be missing. Never builds or raises."""
     if KERNELS in _loaded:
         return None
     if KERNELS in _failed:
@@ -150,7 +150,7 @@ def status(device: int = 0) -> Status:
 
 
 def _library_for(platform: str) -> ctypes.CDLL:
-    """What works on a platform's arrays; refuses a CPU's outside `emulating`."""
+    """The library for a platform's arrays; refuses a CPU's outside `emulating`."""
     if platform != "cpu":
         return library()
     if emulated() is None:
@@ -160,7 +160,7 @@ def _library_for(platform: str) -> ctypes.CDLL:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Native:
-    """A function of the C ABI, with the names of what it takes and in which order."""
+    """A function of the C ABI, with the record that it takes."""
 
     name: str
 
@@ -174,13 +174,13 @@ class Native:
         return getattr(_library_for(platform), self.name)
 
     def handler(self, platform: str, include: str) -> tuple[str, Any]:
-        """The same for XLA, compiled with the FFI headers in `include`, and a name that no other function has."""
+        """The same for XLA, compiled with the FFI headers in `include`, under a name that no other function has."""
         emulated = platform == "cpu"
         name = f"{self.name}.{_library_for(platform)._name}" if emulated else self.name
         return name, getattr(ffi_library(include, emulated=emulated), f"{self.name}_ffi")
 
     def error_message(self, code: int, platform: str, shapes: Mapping[str, Any]) -> str:
-        """What is to be said of a code that is not 0, and of the call that gave it."""
+        """The message for a code that is not 0, with the arrays of the call that returned it."""
         said = _library_for(platform).ra_error_string(code).decode()
         arrays = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
         return f"{self.name} failed with code {code}, {said}: {arrays}"

@@ -1,13 +1,14 @@
-"""MLA decode on Hopper, dense and sparse: the call in the terms of `_latent`."""
+"""MLA decode on Hopper, dense and sparse: the call as `_latent` describes work."""
 
 from typing import Any
 
+from ragged_attention.calls import MlaDecode
 from ragged_attention.kernels_cuda import _latent
 from ragged_attention.kernels_cuda._latent import Tile as Tile
 from ragged_attention.kernels_cuda._latent import why_not_by_default as why_not_by_default
 
 
-def tuning_key(call: Any) -> str:
+def tuning_key(call: MlaDecode) -> str:
     """The bucket of static facts that a tuned file is keyed by."""
     keys = f"topk={call.topk}" if call.sparse else f"blocks<={_latent.power_of_2(_latent.cdiv(call.capacity, 64))}"
     return (
@@ -16,19 +17,19 @@ def tuning_key(call: Any) -> str:
     )
 
 
-def why_not(call: Any) -> str | None:
+def why_not(call: MlaDecode) -> str | None:
     if call.extra_indices is not None:
         return f"takes one cache, got extra_kv_cache and extra_indices of {call.extra_topk} entries"
     return _latent.cannot_take(call, sparse=call.sparse) or _latent.cannot_run(call)
 
 
-def heuristic(call: Any) -> Tile:
+def heuristic(call: MlaDecode) -> Tile:
     group = call.num_q_heads // call.num_kv_heads
     rows, jobs = (group, call.num_q_tokens) if call.sparse else (group * call.num_q_tokens, call.num_kv_heads)
     return Tile(num_splits=_latent.splits(call, call.num_seqs * jobs, rows, call.capacity))
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
+def run(call: MlaDecode, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernels; returns out and lse."""
     sparse, q, cache = call.sparse, launch.aligned(call.q), launch.aligned(call.kv_cache)
     lists = launch.packed(call.indices if sparse else call.page_indices)

@@ -1,13 +1,14 @@
-"""Sparse MLA prefill on Hopper: in the terms of `_latent`, a decode of one query token a sequence."""
+"""Sparse MLA prefill on Hopper: to `_latent`, a decode with one query token per sequence."""
 
 from typing import Any
 
+from ragged_attention.calls import SparseMlaPrefill
 from ragged_attention.kernels_cuda import _latent
 from ragged_attention.kernels_cuda._latent import Tile as Tile
 from ragged_attention.kernels_cuda._latent import why_not_by_default as why_not_by_default
 
 
-def tuning_key(call: Any) -> str:
+def tuning_key(call: SparseMlaPrefill) -> str:
     """The bucket of static facts that a tuned file is keyed by."""
     return (
         f"heads={call.num_q_heads}/{call.num_kv_heads} d={call.d_qk} cache={call.format} "
@@ -15,16 +16,16 @@ def tuning_key(call: Any) -> str:
     )
 
 
-def why_not(call: Any) -> str | None:
+def why_not(call: SparseMlaPrefill) -> str | None:
     return _latent.cannot_take(call, sparse=True) or _latent.cannot_run(call)
 
 
-def heuristic(call: Any) -> Tile:
+def heuristic(call: SparseMlaPrefill) -> Tile:
     rows = call.num_q_heads // call.num_kv_heads
     return Tile(num_splits=_latent.splits(call, call.num_tokens * call.num_kv_heads, rows, call.topk))
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
+def run(call: SparseMlaPrefill, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernels; returns out, max_logits and lse."""
     q, lists = launch.aligned(call.q), launch.packed(call.indices)
     num_tokens, num_q_heads, d_qk = q.shape

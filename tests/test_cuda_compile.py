@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from ragged_attention import cli
+from ragged_attention import cli, dispatch, kernels_cuda
 from ragged_attention.errors import BackendMissing, InvalidInput
 from ragged_attention.kernels_cuda import _abi, _native, _report
 from ragged_attention.kernels_cuda._build import compile, toolchain
@@ -552,6 +552,50 @@ def test_building_ahead_of_time_without_a_compiler(afresh, capsys, monkeypatch, 
     monkeypatch.setenv("PATH", str(tmp_path))
     assert cli.main(["build-cuda"]) == 2
     assert f"ragged-attention: {toolchain.NO_NVCC}" in " ".join(capsys.readouterr().err.split())
+
+
+# ---- what the package offers
+
+
+def test_the_package_is_cheap_to_import():
+    code = """
+import sys
+from ragged_attention import kernels_cuda
+assert kernels_cuda.state() is None
+heavy = {"torch", "jax", "numpy", "ctypes", "subprocess", "ragged_attention.kernels_cuda._native"}
+print(*sorted(heavy & set(sys.modules)))
+"""
+    without = "import sys, ragged_attention; print(*sorted({'numpy', 'ctypes', 'subprocess'} & set(sys.modules)))"
+    said = [subprocess.run([sys.executable, "-c", text], capture_output=True, text=True) for text in (code, without)]
+    assert said[0].stdout == said[1].stdout, said[0].stderr
+
+
+def test_the_state_is_the_emulation_in_force(monkeypatch):
+    fake = SimpleNamespace(ra_emulate=lambda *arguments: None, _name="emulated.so")
+    monkeypatch.setattr(_native, "emulation", lambda: fake)
+    assert kernels_cuda.state() is None
+    with kernels_cuda.emulating():
+        assert kernels_cuda.state() == "emulated.so"
+        assert dispatch.state() != before_and_after()
+    assert kernels_cuda.state() is None
+
+
+def before_and_after() -> object:
+    """The state outside of the emulation, as another thread has it."""
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.append(dispatch.state()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_the_report_has_a_row_for_each_part(small):
+    compile.build(compile.kernels_recipe())
+    assert dict(kernels_cuda.report()) == {
+        "CUDA toolchain": f"release 99.0, V99.0.1 in {small}/bin/nvcc",
+        "CUTLASS": _report.cutlass(),
+        "CUDA kernels": f"{compile.built()}; device 0: sm_90, 132 multiprocessors",
+    }
 
 
 # ---- the ABI

@@ -50,13 +50,13 @@ Progress = Callable[[int, int, str], None]  # steps done, steps in all, what was
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How one shared library is made: each unit by `compiler` and `-c`, all of them together by `linker`."""
+    """How one shared library is made: each unit by `compiler` with `-c`, then all of them together by `linker`."""
 
     what: str
     name: str
     digest: str
-    texts: tuple[Path, ...]  # that the digest is of
-    as_read: str  # their own digest, by which a change in the meantime is seen
+    texts: tuple[Path, ...]  # the sources that the digest covers
+    as_read: str  # their digest alone, which shows a change made in the meantime
     units: tuple[Path, ...]
     compiler: tuple[str, ...]
     linker: tuple[str, ...]
@@ -96,7 +96,7 @@ def digest_of(*parts: object) -> str:
 
 
 def kernels_recipe() -> Recipe:
-    """The kernels, by nvcc. Raises `BackendMissing` where the tools are not here."""
+    """The kernels, by nvcc. Raises `BackendMissing` where a tool is missing."""
     nvcc, include = toolchain.nvcc(), toolchain.cutlass()
     if (reason := toolchain.missing_to_compile()) or nvcc is None or include is None:
         raise BackendMissing(reason or f"{toolchain.nvcc_path()} does not run")
@@ -140,7 +140,7 @@ def _gxx() -> tuple[str, str]:
 
 
 def emulation_recipe(extra_flags: Sequence[str] = (), sources: Path = SOURCES) -> Recipe:
-    """The same sources, by g++, over threads of the CPU."""
+    """The same sources, by g++, for the CPU."""
     (gxx, release), include = _gxx(), toolchain.cutlass()
     if (reason := toolchain.missing_to_emulate()) or include is None:
         raise BackendMissing(reason or toolchain.NO_CUTLASS)
@@ -166,7 +166,7 @@ def emulation_recipe(extra_flags: Sequence[str] = (), sources: Path = SOURCES) -
 def ffi_recipe(jax_include: str, kernels: Path, emulated: bool = False) -> Recipe:
     """The XLA FFI library over `kernels`, against the headers of one jaxlib: a newer FFI would break an older jaxlib.
 
-    Its needing `kernels` is met by name, so those must be loaded first.
+    It finds `kernels` by name, so those must be loaded first.
     """
     gxx, release = _gxx()
     interface = sorted(Path(jax_include, "xla", "ffi", "api").glob("*.h"))
@@ -218,7 +218,7 @@ def build(recipe: Recipe, progress: Progress | None = None) -> Path:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[bool]:
-    """Another process that wants the same library waits here, rather than make it again. False: it does not wait."""
+    """Another process that wants the same library waits here rather than make it again. False: nobody waits."""
     import fcntl  # not on Windows, where nothing is built
 
     # A lock takes no right to write, and the file may be another user's.
@@ -241,7 +241,7 @@ def _clear(folder: Path) -> None:
 
 
 def _make(recipe: Recipe, progress: Progress | None) -> None:
-    """Compile the units side by side, link them, and put the result into place in one step."""
+    """Compile the units side by side, link them, and move the result to its path in one step."""
     logger.info("building the %s with %s", recipe.what, recipe.compiler[0])
     start, steps = time.perf_counter(), len(recipe.units) + 1
 
