@@ -1,8 +1,8 @@
 """Our own CUDA kernels with one planted fault each, for the emulation and the suite to catch.
 
-As a script: `python -m tests.cuda_mutants build NAME FOLDER` builds one of them there, and with `judge` in the place of
-`build` it prints which check failed, nothing if none did; `--sanitized` adds ThreadSanitizer. Only the kernel that has
-the fault is built, for the width that shows it.
+`build` puts one of them into a folder and the cache. As a script, `python -m tests.cuda_mutants NAME FOLDER` judges it
+there and prints which check failed, nothing if none did; `--sanitized`: it was built with ThreadSanitizer. Only the
+kernel that has the fault is built, for the width that shows it.
 """
 
 import dataclasses
@@ -49,7 +49,6 @@ WHOLE = """
 #include "sm90/launch.h"
 #include "sm90/{body}.h"
 extern "C" int ra_{unit}(RaLatent const* call, void* stream) {{ return launch_latent<{kernel}>(*call, stream); }}
-#include "common.cu"
 #include "emulator/emulation.cc"
 """
 NONE = '#include "api.h"\nextern "C" int ra_{unit}(RaLatent const*, void*) {{ return RA_NO_KERNEL; }}\n'
@@ -135,18 +134,20 @@ def plant(mutant: Mutant, folder: Path) -> None:
     shutil.copytree(SOURCES, folder)
     (folder / mutant.file).write_text(mutant.source())
     (folder / "emulator" / "emulation.cc").rename(folder / "emulator" / "emulation.inc")
-    (folder / "common.cu").rename(folder / "common.inc")
     for kind, (unit, body, kernel) in UNITS.items():
-        text = WHOLE.replace(".cu", ".inc").replace(".cc", ".inc") if kind == mutant.kind else NONE
+        text = WHOLE.replace(".cc", ".inc") if kind == mutant.kind else NONE
         (folder / "sm90" / f"{unit}.cu").write_text(text.format(unit=unit, body=body, kernel=kernel))
     (folder / "emulator" / "emulation.cc").touch()
-    (folder / "common.cu").touch()
 
 
-def build(mutant: Mutant, folder: Path, flags: tuple[str, ...]) -> None:
+def flags_of(sanitized: bool) -> tuple[str, ...]:
+    return ("-O1", "-fsanitize=thread", "-g1") if sanitized else ("-O1",)
+
+
+def build(mutant: Mutant, folder: Path, sanitized: bool) -> None:
     """Put a library with the fault into the cache, its sources into `folder`."""
     plant(mutant, folder)
-    compile.build(compile.emulation_recipe(flags, folder))
+    compile.build(compile.emulation_recipe(flags_of(sanitized), folder))
 
 
 def judge(mutant: Mutant, folder: Path, flags: tuple[str, ...], modes: Sequence[str], most: int) -> str:
@@ -164,12 +165,9 @@ def judge(mutant: Mutant, folder: Path, flags: tuple[str, ...], modes: Sequence[
 
 if __name__ == "__main__":
     environment.prepare("cpu")
-    what, name, folder, *sanitized = sys.argv[1:]
+    name, folder, *sanitized = sys.argv[1:]
     mutant = {**HONEST, **MUTANTS, **RACES}[name]
-    flags = ("-O1", "-fsanitize=thread", "-g1") if sanitized else ("-O1",)
-    if what == "build":
-        build(mutant, Path(folder), flags)
-    else:
-        modes = ["eager", "late"] if sanitized else [mutant.mode]
-        # The sanitizer is slow, and more of the same shows no other race.
-        sys.stdout.write(judge(mutant, Path(folder), flags, modes, 2 if sanitized else len(CHECKS[mutant.kind])))
+    modes = ["eager", "late"] if sanitized else [mutant.mode]
+    # The sanitizer is slow, and more of the same shows no other race.
+    most = 2 if sanitized else len(CHECKS[mutant.kind])
+    sys.stdout.write(judge(mutant, Path(folder), flags_of(bool(sanitized)), modes, most))

@@ -157,7 +157,7 @@ def emulation_recipe(extra_flags: Sequence[str] = (), sources: Path = SOURCES) -
         digest=digest,
         texts=texts,
         as_read=digest_of(*texts),
-        units=(*(sources / f"{unit}.cu" for unit in UNITS), entry),
+        units=(*(sources / f"{unit}.cu" for unit in UNITS if unit != "common"), entry),  # which includes common.cu
         compiler=(gxx, *flags, *includes, "-x", "c++"),
         linker=(gxx, "-shared", *flags, "-pthread", f"-Wl,-soname,{name}"),
     )

@@ -1,6 +1,6 @@
-// What the emulation offers beside the ABI of the kernels: how it runs.
-#include "api.h"
-#include "ops.h"
+// What the emulation offers beside the ABI of the kernels: how it runs. Of one piece with what is no kernel of attention,
+// since most of the time goes into reading the headers.
+#include "common.cu"
 
 extern "C" {
 
