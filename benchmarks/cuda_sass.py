@@ -22,8 +22,8 @@ from benchmarks import sass
 from ragged_attention import build_cuda
 from ragged_attention.devices import shared_memory_of
 from ragged_attention.errors import BackendMissing
-from ragged_attention.kernels_cuda import compile as kernels
-from ragged_attention.kernels_cuda import toolchain
+from ragged_attention.kernels_cuda._build import compile as kernels
+from ragged_attention.kernels_cuda._build import toolchain
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "cuda_compile.md"
 
@@ -43,7 +43,7 @@ a kernel that uses local memory, lacks the matrix (HGMMA) or copy (UTMALDG, LDGS
 for its products one by one, has other registers than planned, or needs more shared memory than a thread block's
 {limit} KiB; CI compares.
 
-A kernel's name is that of its body: `Seesaw<operands, width of a row, lists>` of plain caches, `Folded` of quantised
+A kernel's name is that of its body: `Seesaw<operands, width of a row, lists>` of plain caches, `Fp8Decode` of quantised
 ones, `Combine<results>` which merges splits, `Deal` which makes a schedule.
 """
 KERNELS = """\
@@ -60,19 +60,19 @@ LOOPS = """\
 ## Inner loops
 
 The loops in which products are computed or keys are fetched, one turn of each: two blocks of 64 keys in `Seesaw`, one
-in `Folded`. Products by shape, and how often their end is waited for; TMA loads and asynchronous copies; exponentials;
-other arithmetic in float; loads and stores of shared memory; those of local memory; waits for memory barriers; words
-between warpgroups.
+in `Fp8Decode`. Products by shape, and how often their end is waited for; TMA loads and asynchronous copies;
+exponentials; other arithmetic in float; loads and stores of shared memory; those of local memory; waits for memory
+barriers; words between warpgroups.
 
 | kernel | loop | instructions | products | settled | copies | ex2 | float | LDS | STS | local | waits | barriers |
 |---|---|---|---|---|---|---|---|---|---|---|---|---|
 """
 
 SIZES = """\
-#include "combine.h"
-#include "folded.h"
 #include "schedule.h"
-#include "seesaw.h"
+#include "sm90/combine.h"
+#include "sm90/fp8_decode.h"
+#include "sm90/seesaw.h"
 template <class T, class Smem = typename T::Smem> constexpr size_t size_of(int) {{ return sizeof(Smem); }}
 template <class T> constexpr size_t size_of(long) {{ return 0; }}
 {lines}
@@ -197,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     console = Console(stderr=True, soft_wrap=True)
     try:
-        found = sass.read(build_cuda.shown(kernels.kernels_recipe(), console))
+        found = sass.read(build_cuda.shown(lambda progress: kernels.build(kernels.kernels_recipe(), progress), console))
         shared, with_what = shared_memory(found), compiler()
     except BackendMissing as error:
         console.print(str(error), style="red", markup=False)

@@ -18,9 +18,11 @@ from benchmarks import gate
 from benchmarks.device_session import Session, apart, apart_checked, compute_sanitizer, outcomes
 from benchmarks.mla_cases import LatentCase, numpy_inputs, torch_inputs
 from benchmarks.run import to_numpy
+from ragged_attention import kernels_cuda
 from ragged_attention.errors import BackendMissing
-from ragged_attention.kernels_cuda import compile as kernels
-from ragged_attention.kernels_cuda import toolchain
+from ragged_attention.kernels_cuda import _native
+from ragged_attention.kernels_cuda._build import compile as kernels
+from ragged_attention.kernels_cuda._build import toolchain
 from ragged_attention.testing.batches import garbage
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
@@ -92,7 +94,7 @@ def _unlawful(case: LatentCase, seed: int, device: str) -> None:
 @contextlib.contextmanager
 def in_place(session: Session) -> Iterator[None]:
     """Where backend `cuda` runs: on the device, or in the emulation of a rehearsal."""
-    with kernels.emulating() if session.rehearse else contextlib.nullcontext():
+    with kernels_cuda.emulating() if session.rehearse else contextlib.nullcontext():
         yield
 
 
@@ -101,7 +103,7 @@ def absent(session: Session) -> str | None:
     if session.rehearse:
         return toolchain.missing_to_emulate()
     try:
-        status = kernels.status()
+        status = _native.status()
     except BackendMissing as missing:
         return str(missing)
     return status.text if status.code else None
@@ -135,7 +137,7 @@ def build(session: Session) -> bool:
             path = _timed(rows, "kernels", kernels.kernels_recipe())
             if importlib.util.find_spec("jax"):
                 _timed(rows, "for jax", kernels.ffi_recipe(importlib.import_module("jax.ffi").include_dir(), path))
-            status = kernels.status()
+            status = _native.status()
             rows["device"] = status.text if status.code else f"sm_{status.major}{status.minor}"
     except BackendMissing as missing:
         rows["failed"] = str(missing)
@@ -168,7 +170,7 @@ def sanitizers(session: Session) -> bool:
         if session.rehearse:
             code = (
                 "from benchmarks import device_cuda as d\n"
-                "with d.kernels.emulating(): d.exercise(1, 'cpu', d.SMALL[3:4])"
+                "with d.kernels_cuda.emulating(): d.exercise(1, 'cpu', d.SMALL[3:4])"
             )
         rows[name] = apart_checked(session, tool, name, code, "something was found")
         session.store()

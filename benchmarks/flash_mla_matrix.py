@@ -104,7 +104,7 @@ def emulation(options: argparse.Namespace) -> contextlib.AbstractContextManager[
     """Where the CUDA kernels run if the device is no GPU."""
     if options.backend != "cuda" or options.device != "cpu":
         return contextlib.nullcontext()
-    return importlib.import_module("ragged_attention.kernels_cuda.compile").emulating()
+    return importlib.import_module("ragged_attention.kernels_cuda").emulating()
 
 
 def report(

@@ -56,7 +56,6 @@ def refusal(case: TpuCase) -> str | None:
 
 def traceable(case: TpuCase) -> Traceable:
     """The case's call through the jax front end on the Pallas kernels."""
-    from ragged_attention.jax import _lower
     from ragged_attention.jax._launcher import join_arrays, split_arrays
 
     arrays, rest = split_arrays(case.call(Device(framework="jax", platform="tpu")).arguments())

@@ -345,7 +345,7 @@ def cuda_takes(case: LatentCase, device: Device) -> bool:
     """Whether the room has a kernel for the case, built or not."""
     if case.extra_topk:
         return False
-    latent = importlib.import_module("ragged_attention.kernels_cuda.latent")
+    latent = importlib.import_module("ragged_attention.kernels_cuda._latent")
     return latent.cannot_take(catalogue.attention_call(case, device), sparse=case.topk > 0) is None
 
 

@@ -1,8 +1,41 @@
-"""CUTLASS kernels for Hopper."""
+"""CUTLASS kernels for Hopper. Beside its operations the package offers what others ask of it without looking inside."""
 
-from ragged_attention.kernels_cuda import compile
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Any
+
+_NATIVE = "ragged_attention.kernels_cuda._native"
 
 
-def state() -> str | None:
-    """What answers rest on beside a call: the library of the emulation in force here, None where there is none."""
-    return None if compile.emulated() is None else compile.emulation()._name
+def emulating(mode: str = "eager", seed: int = 0) -> contextlib.AbstractContextManager[None]:
+    """Inside, calls with backend="cuda" on CPU arrays run the kernels' own code on the CPU.
+
+    `mode` is when copies land and products are computed: "eager" at once, "late" no sooner than somebody waits for
+    them, "crossed" copies at once and products late. `seed` shuffles the order in which threads run. The emulation is
+    compiled on first use, which takes g++, the CUTLASS headers and about a minute.
+    """
+    return importlib.import_module(_NATIVE).emulating(mode, seed)
+
+
+def state() -> Hashable:
+    """What answers rest on beside the call: the emulation that calls run in here and now, None outside of one."""
+    native: Any = sys.modules.get(_NATIVE)
+    return None if native is None or native.emulated() is None else native.emulation()._name
+
+
+def report() -> list[tuple[str, str]]:
+    """Rows for `ragged-attention doctor`: the tools that are found, and whether the kernels are built."""
+    return importlib.import_module("ragged_attention.kernels_cuda._report").rows()
+
+
+def build(
+    progress: Callable[[int, int, str], None] | None = None, copy_to: Path | None = None
+) -> list[tuple[str, str]]:
+    """Build the libraries ahead of time, for `ragged-attention build-cuda`; returns rows that say where they are.
+
+    Where jax is installed, the library that hands its arrays to the kernels is built too, against the installed jaxlib.
+    """
+    return importlib.import_module("ragged_attention.kernels_cuda._report").build(progress, copy_to)

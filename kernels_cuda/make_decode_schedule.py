@@ -1,14 +1,15 @@
-"""Dividing a decode step's work among programs, on Hopper; the definition is in `reference`."""
+"""Dividing the work of a decode step among thread blocks on Hopper; the definition is in `reference`."""
 
 import dataclasses
 from typing import Any
 
-from ragged_attention.kernels_cuda.latent import cannot_run as why_not  # noqa: F401
-from ragged_attention.kernels_cuda.latent import why_not_by_default as why_not_by_default
-from ragged_attention.kernels_cuda.native import Native
+from ragged_attention.calls import MakeDecodeSchedule
+from ragged_attention.kernels_cuda import _latent
+from ragged_attention.kernels_cuda._latent import why_not_by_default as why_not_by_default
+from ragged_attention.kernels_cuda._native import Native
 
-SCHEDULE = Native("ra_make_decode_schedule")
 FEATURES = frozenset({"extra_lens", "sparse", "num_parts", "overhead"})
+SCHEDULE = Native("ra_make_decode_schedule")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,12 +17,16 @@ class Tile:
     """Nothing may be tuned."""
 
 
-def heuristic(call: Any) -> Tile:
+def why_not(call: MakeDecodeSchedule) -> str | None:
+    return _latent.cannot_run(call)
+
+
+def heuristic(call: MakeDecodeSchedule) -> Tile:
     del call
     return Tile()
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
+def run(call: MakeDecodeSchedule, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernel; returns parts and num_splits."""
     del tile
     results = launch.native(

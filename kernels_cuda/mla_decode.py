@@ -1,10 +1,11 @@
-"""MLA decode on Hopper, dense and sparse: the call in the terms of `latent`."""
+"""MLA decode on Hopper, dense and sparse: the call as `_latent` describes work."""
 
 from typing import Any
 
-from ragged_attention.kernels_cuda import latent
-from ragged_attention.kernels_cuda.latent import Tile as Tile
-from ragged_attention.kernels_cuda.latent import why_not_by_default as why_not_by_default
+from ragged_attention.calls import MlaDecode
+from ragged_attention.kernels_cuda import _latent
+from ragged_attention.kernels_cuda._latent import Tile as Tile
+from ragged_attention.kernels_cuda._latent import why_not_by_default as why_not_by_default
 
 FEATURES = frozenset({
     "page_indices", "kv_lens", "indices", "d_v", "sm_scale", "causal", "sinks", "topk_lens", "schedule",
@@ -12,35 +13,35 @@ FEATURES = frozenset({
 })  # fmt: skip
 
 
-def tuning_key(call: Any) -> str:
+def tuning_key(call: MlaDecode) -> str:
     """The bucket of static facts that a tuned file is keyed by."""
-    keys = f"topk={call.topk}" if call.sparse else f"blocks<={latent.power_of_2(latent.cdiv(call.capacity, 64))}"
+    keys = f"topk={call.topk}" if call.sparse else f"blocks<={_latent.power_of_2(_latent.cdiv(call.capacity, 64))}"
     return (
         f"heads={call.num_q_heads}/{call.num_kv_heads} q={call.num_q_tokens} d={call.d_qk} cache={call.format} "
-        f"seqs<={latent.power_of_2(call.num_seqs)} {keys}"
+        f"seqs<={_latent.power_of_2(call.num_seqs)} {keys}"
     )
 
 
-def why_not(call: Any) -> str | None:
-    return latent.cannot_take(call, sparse=call.sparse) or latent.cannot_run(call)
+def why_not(call: MlaDecode) -> str | None:
+    return _latent.cannot_take(call, sparse=call.sparse) or _latent.cannot_run(call)
 
 
-def heuristic(call: Any) -> Tile:
+def heuristic(call: MlaDecode) -> Tile:
     group = call.num_q_heads // call.num_kv_heads
     rows, jobs = (group, call.num_q_tokens) if call.sparse else (group * call.num_q_tokens, call.num_kv_heads)
-    return Tile(num_splits=latent.splits(call, call.num_seqs * jobs, rows, call.capacity))
+    return Tile(num_splits=_latent.splits(call, call.num_seqs * jobs, rows, call.capacity))
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
+def run(call: MlaDecode, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernels; returns out and lse."""
     sparse, q, cache = call.sparse, launch.aligned(call.q), launch.aligned(call.kv_cache)
     lists = launch.packed(call.indices if sparse else call.page_indices)
     steps = launch.strides(lists)
-    work = latent.Work(
-        function=latent.function_of(call) if sparse else latent.DENSE,
+    work = _latent.Work(
+        function=_latent.function_of(call) if sparse else _latent.DENSE,
         q=q,
         q_shape=q.shape,
-        q_strides=latent.strides_of(q, launch)[:3],
+        q_strides=_latent.strides_of(q, launch)[:3],
         lse_shape=call.lse_shape,
         cache=cache,
         lists=lists,
@@ -49,5 +50,5 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
         causal=bool(call.causal),
         schedule=call.schedule,
     )
-    results = latent.run(call, work, tile, launch)
+    results = _latent.run(call, work, tile, launch)
     return results["out"], results["lse"]

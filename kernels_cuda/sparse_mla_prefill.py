@@ -1,39 +1,40 @@
-"""Sparse MLA prefill on Hopper: in the terms of `latent`, a decode of one query token a sequence."""
+"""Sparse MLA prefill on Hopper: to `_latent`, a decode with one query token per sequence."""
 
 from typing import Any
 
-from ragged_attention.kernels_cuda import latent
-from ragged_attention.kernels_cuda.latent import Tile as Tile
-from ragged_attention.kernels_cuda.latent import why_not_by_default as why_not_by_default
+from ragged_attention.calls import SparseMlaPrefill
+from ragged_attention.kernels_cuda import _latent
+from ragged_attention.kernels_cuda._latent import Tile as Tile
+from ragged_attention.kernels_cuda._latent import why_not_by_default as why_not_by_default
 
 FEATURES = frozenset({"sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "deterministic"})
 
 
-def tuning_key(call: Any) -> str:
+def tuning_key(call: SparseMlaPrefill) -> str:
     """The bucket of static facts that a tuned file is keyed by."""
     return (
         f"heads={call.num_q_heads}/{call.num_kv_heads} d={call.d_qk} cache={call.format} "
-        f"tokens<={latent.power_of_2(call.num_tokens)} topk={call.topk}"
+        f"tokens<={_latent.power_of_2(call.num_tokens)} topk={call.topk}"
     )
 
 
-def why_not(call: Any) -> str | None:
-    return latent.cannot_take(call, sparse=True) or latent.cannot_run(call)
+def why_not(call: SparseMlaPrefill) -> str | None:
+    return _latent.cannot_take(call, sparse=True) or _latent.cannot_run(call)
 
 
-def heuristic(call: Any) -> Tile:
+def heuristic(call: SparseMlaPrefill) -> Tile:
     rows = call.num_q_heads // call.num_kv_heads
-    return Tile(num_splits=latent.splits(call, call.num_tokens * call.num_kv_heads, rows, call.topk))
+    return Tile(num_splits=_latent.splits(call, call.num_tokens * call.num_kv_heads, rows, call.topk))
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
+def run(call: SparseMlaPrefill, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernels; returns out, max_logits and lse."""
     q, lists = launch.aligned(call.q), launch.packed(call.indices)
     num_tokens, num_q_heads, d_qk = q.shape
-    token_stride, head_stride, _ = latent.strides_of(q, launch)
+    token_stride, head_stride, _ = _latent.strides_of(q, launch)
     list_token_stride, list_head_stride, _ = launch.strides(lists)
-    work = latent.Work(
-        function=latent.function_of(call),
+    work = _latent.Work(
+        function=_latent.function_of(call),
         q=q,
         q_shape=(num_tokens, 1, num_q_heads, d_qk),
         q_strides=(token_stride, d_qk, head_stride),
@@ -43,5 +44,5 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
         list_strides=(list_token_stride, 0, list_head_stride),
         lens=call.topk_lens,
     )
-    results = latent.run(call, work, tile, launch, max_logits=True)
+    results = _latent.run(call, work, tile, launch, max_logits=True)
     return results["out"], results["max_logits"], results["lse"]

@@ -104,5 +104,4 @@ RA_API uint32_t pack_halves(float low, float high) { return op::pack<f16>(low, h
 RA_API uint32_t pack_bfloats(float low, float high) { return op::pack<bf16>(low, high); }
 }
 
-#include "common.cu"
-#include "emulation.cc"
+#include "emulator/emulation.cc"

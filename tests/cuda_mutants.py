@@ -1,8 +1,8 @@
 """Our own CUDA kernels with one planted fault each, for the emulation and the suite to catch.
 
-As a script: `python -m tests.cuda_mutants build NAME FOLDER` builds one of them there, and with `judge` in the place of
-`build` it prints which check failed, nothing if none did; `--sanitized` adds ThreadSanitizer. Only the kernel that has
-the fault is built, for the width that shows it.
+`build` puts one of them into a folder and the cache. As a script, `python -m tests.cuda_mutants NAME FOLDER` judges it
+there and prints which check failed, nothing if none did; `--sanitized`: it was built with ThreadSanitizer. Only the
+kernel that has the fault is built, for the width that shows it.
 """
 
 import dataclasses
@@ -11,7 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ragged_attention.kernels_cuda import compile
+from ragged_attention.kernels_cuda import _native
+from ragged_attention.kernels_cuda._build import compile
 from ragged_attention.testing import environment, verdicts
 from ragged_attention.testing.cuda_emulator import EmulatedRunner
 from ragged_attention.testing.suite import checks
@@ -21,7 +22,7 @@ SOURCES = Path(__file__).parent.parent / "kernels_cuda" / "csrc"
 UNITS = {
     "dense": ("mla_decode_dense", "seesaw", "Seesaw<bf16, 576, false>"),
     "lists": ("sparse_mla_prefill", "seesaw", "Seesaw<bf16, 576, true>"),
-    "fp8": ("mla_decode_sparse_fp8", "folded", "Folded"),
+    "fp8": ("mla_decode_sparse_fp8", "fp8_decode", "Fp8Decode"),
 }
 CHECKS = {
     "dense": (
@@ -45,11 +46,10 @@ CHECKS = {
 }
 # What is kept of the library: one kernel, the schedule and what a caller may ask, in one file, which compiles soonest.
 WHOLE = """
-#include "launch.h"
-#include "{body}.h"
+#include "sm90/launch.h"
+#include "sm90/{body}.h"
 extern "C" int ra_{unit}(RaLatent const* call, void* stream) {{ return launch_latent<{kernel}>(*call, stream); }}
-#include "common.cu"
-#include "emulation.cc"
+#include "emulator/emulation.cc"
 """
 NONE = '#include "api.h"\nextern "C" int ra_{unit}(RaLatent const*, void*) {{ return RA_NO_KERNEL; }}\n'
 
@@ -75,52 +75,56 @@ HONEST = {f"honest {kind}": Mutant("api.h", "#pragma once", "#pragma once", kind
 MUTANTS = {
     # Barriers, phases, bytes.
     "a stage is filled a turn early": Mutant(
-        "seesaw.h", "s.empty[S][H].wait((turn & 1) ^ 1);", "s.empty[S][H].wait(turn & 1);"
+        "sm90/seesaw.h", "s.empty[S][H].wait((turn & 1) ^ 1);", "s.empty[S][H].wait(turn & 1);"
     ),
-    "a stage is not waited for": Mutant("seesaw.h", "    s.empty[S][H].wait((turn & 1) ^ 1);\n", ""),
-    "a load tells too many bytes": Mutant("seesaw.h", "kFilled<S, H> * kSlab * sizeof", "9 * kSlab * sizeof"),
-    "the first maximum is not waited for": Mutant("seesaw.h", "both_sync(kFirstMaximum)", "both_arrive(kFirstMaximum)"),
+    "a stage is not waited for": Mutant("sm90/seesaw.h", "    s.empty[S][H].wait((turn & 1) ^ 1);\n", ""),
+    "a load tells too many bytes": Mutant("sm90/seesaw.h", "kFilled<S, H> * kSlab * sizeof", "9 * kSlab * sizeof"),
+    "the first maximum is not waited for": Mutant(
+        "sm90/seesaw.h", "both_sync(kFirstMaximum)", "both_arrive(kFirstMaximum)"
+    ),
     "a stage is handed back while it is read": Mutant(
-        "seesaw.h", "op::wgmma_wait<1>()", "op::wgmma_wait<2>()", mode="crossed"
+        "sm90/seesaw.h", "op::wgmma_wait<1>()", "op::wgmma_wait<2>()", mode="crossed"
     ),
     "all but one thread hand a stage back unasked": Mutant(
-        "latent.h", "if (pair == 0 && row0 % 8 == 0) bar.arrive();", "bar.arrive();"
+        "sm90/latent.h", "if (pair == 0 && row0 % 8 == 0) bar.arrive();", "bar.arrive();"
     ),
-    "queries are not waited for": Mutant("seesaw.h", "        s.q_full.wait(phases >> 2);\n", ""),
+    "queries are not waited for": Mutant("sm90/seesaw.h", "        s.q_full.wait(phases >> 2);\n", ""),
     # What each proxy sees.
     "copies are not fenced": Mutant(
-        "seesaw.h", "      op::fence_async_shared();  // copies are ordinary writes\n", "", "lists"
+        "sm90/seesaw.h", "      op::fence_async_shared();  // copies are ordinary writes\n", "", "lists"
     ),
     "codes are not fenced": Mutant(
-        "folded.h", "    op::fence_async_shared();\n    s.full[stage][H]", "    s.full[stage][H]", "fp8"
+        "sm90/fp8_decode.h", "    op::fence_async_shared();\n    s.full[stage][H]", "    s.full[stage][H]", "fp8"
     ),
-    "products are not waited for": Mutant("seesaw.h", "      op::wgmma_wait<0>(block);\n", ""),
+    "products are not waited for": Mutant("sm90/seesaw.h", "      op::wgmma_wait<0>(block);\n", ""),
     # Arithmetic.
-    "one key too many": Mutant("seesaw.h", "first + column < limit[r]", "first + column <= limit[r]"),
-    "the output is not rescaled": Mutant("seesaw.h", "      Parent::rescale(factor);\n", ""),
-    "the wrong half of the values": Mutant("seesaw.h", "s.keys[1 - W][W * kHalf]", "s.keys[1 - W][(1 - W) * kHalf]"),
+    "one key too many": Mutant("sm90/seesaw.h", "first + column < limit[r]", "first + column <= limit[r]"),
+    "the output is not rescaled": Mutant("sm90/seesaw.h", "      Parent::rescale(factor);\n", ""),
+    "the wrong half of the values": Mutant(
+        "sm90/seesaw.h", "s.keys[1 - W][W * kHalf]", "s.keys[1 - W][(1 - W) * kHalf]"
+    ),
     "keys that are not there weigh": Mutant(
-        "seesaw.h", "seen[t / 8 + 16 * i] = block.at[i] != kUnseen", "seen[t / 8 + 16 * i] = true", "lists"
+        "sm90/seesaw.h", "seen[t / 8 + 16 * i] = block.at[i] != kUnseen", "seen[t / 8 + 16 * i] = true", "lists"
     ),
     "a row that is not there is read": Mutant(
-        "latent.h", "if (page < 0 || page >= plan.num_pages) return kUnseen;", "if (page < 0) return kUnseen;", "lists"
+        "sm90/latent.h", "if (page < 0 || page >= plan.num_pages) return", "if (page < 0) return", "lists"
     ),
     "a part's result goes to its neighbour's place": Mutant("work.h", "    slot = part;\n", "    slot = part + 1;\n"),
-    "a part begins a block late": Mutant("work.h", "begin = held(from, 0", "begin = held(from + (from > 0), 0"),
-    "parts have the same weight": Mutant("combine.h", "op::exp2(lse - top)", "1.f"),
+    "a part begins a block late": Mutant("work.h", "begin = clamped(from, 0", "begin = clamped(from + (from > 0), 0"),
+    "parts have the same weight": Mutant("sm90/combine.h", "op::exp2(lse - m_i)", "1.f"),
     "the scale of another group": Mutant(
-        "folded.h", "s.ratio[stage][2 * W][column]", "s.ratio[stage][2 - 2 * W][column]", "fp8"
+        "sm90/fp8_decode.h", "s.ratio[stage][2 * W][column]", "s.ratio[stage][2 - 2 * W][column]", "fp8"
     ),
-    "the level is the maximum": Mutant("folded.h", "op::exp2(level[r] - maximum[r])", "1.f", "fp8"),
+    "the level is the maximum": Mutant("sm90/fp8_decode.h", "op::exp2(level[r] - maximum[r])", "1.f", "fp8"),
     "sinks weigh before the maximum is taken off": Mutant(
-        "latent.h", " * float(kLog2e) - maximum[R])", " * float(kLog2e))"
+        "sm90/latent.h", " * float(kLog2e) - maximum[R])", " * float(kLog2e))"
     ),
 }  # fmt: skip
 # What no result tells, since here the threads of a block come by luck in a good order: ThreadSanitizer does.
 RACES = {
-    "the sums are not waited for": Mutant("seesaw.h", "both_sync(kSums);", "both_arrive(kSums);"),
+    "the sums are not waited for": Mutant("sm90/seesaw.h", "both_sync(kSums);", "both_arrive(kSums);"),
     "weights take the place of what others read": Mutant(
-        "seesaw.h", "          op::named_sync(kRestRead, 128);", "          ;"
+        "sm90/seesaw.h", "          op::named_sync(kRestRead, 128);", "          ;"
     ),
 }  # fmt: skip
 
@@ -129,25 +133,27 @@ def plant(mutant: Mutant, folder: Path) -> None:
     """Put the sources with the fault, and with one kernel only, into a folder."""
     shutil.copytree(SOURCES, folder)
     (folder / mutant.file).write_text(mutant.source())
-    (folder / "emulation.cc").rename(folder / "emulation.inc")
-    (folder / "common.cu").rename(folder / "common.inc")
+    (folder / "emulator" / "emulation.cc").rename(folder / "emulator" / "emulation.inc")
     for kind, (unit, body, kernel) in UNITS.items():
-        text = WHOLE.replace(".cu", ".inc").replace(".cc", ".inc") if kind == mutant.kind else NONE
-        (folder / f"{unit}.cu").write_text(text.format(unit=unit, body=body, kernel=kernel))
-    (folder / "emulation.cc").touch()
-    (folder / "common.cu").touch()
+        text = WHOLE.replace(".cc", ".inc") if kind == mutant.kind else NONE
+        (folder / "sm90" / f"{unit}.cu").write_text(text.format(unit=unit, body=body, kernel=kernel))
+    (folder / "emulator" / "emulation.cc").touch()
 
 
-def build(mutant: Mutant, folder: Path, flags: tuple[str, ...]) -> None:
+def flags_of(sanitized: bool) -> tuple[str, ...]:
+    return ("-O1", "-fsanitize=thread", "-g1") if sanitized else ("-O1",)
+
+
+def build(mutant: Mutant, folder: Path, sanitized: bool) -> None:
     """Put a library with the fault into the cache, its sources into `folder`."""
     plant(mutant, folder)
-    compile.build(compile.emulation_recipe(flags, folder))
+    compile.build(compile.emulation_recipe(flags_of(sanitized), folder))
 
 
 def judge(mutant: Mutant, folder: Path, flags: tuple[str, ...], modes: Sequence[str], most: int) -> str:
     """The first of so many checks of a library that is built, in whichever mode, that fails, and how."""
-    built = compile.emulation(flags, folder)
-    compile.emulation = lambda *_: built
+    built = _native.emulation(flags, folder)
+    _native.emulation = lambda *_: built
     known = {str(check): check for check in checks()}
     for mode in modes:
         for name in CHECKS[mutant.kind][:most]:
@@ -159,12 +165,9 @@ def judge(mutant: Mutant, folder: Path, flags: tuple[str, ...], modes: Sequence[
 
 if __name__ == "__main__":
     environment.prepare("cpu")
-    what, name, folder, *sanitized = sys.argv[1:]
+    name, folder, *sanitized = sys.argv[1:]
     mutant = {**HONEST, **MUTANTS, **RACES}[name]
-    flags = ("-O1", "-fsanitize=thread", "-g1") if sanitized else ("-O1",)
-    if what == "build":
-        build(mutant, Path(folder), flags)
-    else:
-        modes = ["eager", "late"] if sanitized else [mutant.mode]
-        # The sanitizer is slow, and more of the same shows no other race.
-        sys.stdout.write(judge(mutant, Path(folder), flags, modes, 2 if sanitized else len(CHECKS[mutant.kind])))
+    modes = ["eager", "late"] if sanitized else [mutant.mode]
+    # The sanitizer is slow, and more of the same shows no other race.
+    most = 2 if sanitized else len(CHECKS[mutant.kind])
+    sys.stdout.write(judge(mutant, Path(folder), flags_of(bool(sanitized)), modes, most))

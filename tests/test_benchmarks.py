@@ -30,7 +30,8 @@ from benchmarks import (
 from ragged_attention import dispatch, samples
 from ragged_attention.calls import NOWHERE
 from ragged_attention.errors import BackendMissing
-from ragged_attention.kernels_cuda import compile, toolchain
+from ragged_attention.kernels_cuda import _native
+from ragged_attention.kernels_cuda._build import compile, toolchain
 from ragged_attention.reference.mla_decode import mla_decode
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention as definition
 from ragged_attention.reference.sparse_mla_prefill import sparse_mla_prefill
@@ -595,7 +596,7 @@ def test_the_kernels_take_what_the_checkers_exercise(case: mla_cases.LatentCase)
     """On a Hopper GPU, so far as is known without one."""
     call = mla_cases.attention_call(case, samples.device_of("torch", "sm_90"))
     declined = dispatch.load(case.operation, "cuda").why_not(call)
-    assert declined is None or declined == compile.why_not()
+    assert declined is None or declined == _native.why_not()
 
 
 def test_the_steps_of_the_kernels_are_rehearsed(rehearsed: Callable[[str], dict[str, Any]]) -> None:

@@ -10,10 +10,12 @@ import logging
 import os
 import re
 import shutil
+import signal
 import stat
 import subprocess
 import sys
 import threading
+import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,9 +24,10 @@ from typing import Any
 
 import pytest
 
-from ragged_attention import cli, doctor
+from ragged_attention import cli, dispatch, kernels_cuda
 from ragged_attention.errors import BackendMissing, InvalidInput
-from ragged_attention.kernels_cuda import abi, compile, toolchain
+from ragged_attention.kernels_cuda import _abi, _native, _report
+from ragged_attention.kernels_cuda._build import compile, toolchain
 
 ROOT = Path(__file__).parent.parent
 HEADER = (ROOT / "kernels_cuda" / "csrc" / "api.h").read_text()
@@ -89,8 +92,8 @@ def afresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setattr(toolchain, "PYPI_HOME", "nvidia.nothing_of_the_kind")
     monkeypatch.setattr(toolchain, "USUAL_HOME", tmp_path / "nowhere")
     monkeypatch.setattr(compile, "PREBUILT", tmp_path / "prebuilt")
-    monkeypatch.setattr(compile, "_loaded", {})
-    monkeypatch.setattr(compile, "_failed", {})
+    monkeypatch.setattr(_native, "_loaded", {})
+    monkeypatch.setattr(_native, "_failed", {})
     toolchain._asked.cache_clear()
     yield
     toolchain._asked.cache_clear()
@@ -174,33 +177,33 @@ def test_what_nvcc_says_of_itself(small):
 def test_an_nvcc_that_does_not_run(small):
     (small / "bin" / "nvcc").write_text("#!/bin/sh\nexit 1\n")
     assert toolchain.nvcc() is None
-    assert doctor.cuda_toolchain() == f"{small}/bin/nvcc does not run"
+    assert _report.tools() == f"{small}/bin/nvcc does not run"
     with pytest.raises(BackendMissing, match=f"{small}/bin/nvcc does not run"):
-        compile.library()
+        _native.library()
 
 
 def test_what_is_missing_is_said_in_a_sentence(afresh, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert compile.why_not() == toolchain.NO_NVCC
-    assert doctor.cuda_toolchain() == doctor.cuda_kernels() == toolchain.NO_NVCC
+    assert _native.why_not() == toolchain.NO_NVCC
+    assert _report.tools() == _report.kernels() == toolchain.NO_NVCC
     with pytest.raises(BackendMissing, match=r"no nvcc in CUDACXX, CUDA_HOME, .* or install ragged-attention"):
-        compile.library()
+        _native.library()
     monkeypatch.setenv("CUDACXX", "nvcc-13")
-    assert compile.why_not() == "expected CUDACXX to name a compiler, got 'nvcc-13'"
+    assert _native.why_not() == "expected CUDACXX to name a compiler, got 'nvcc-13'"
 
 
 def test_missing_parts_beside_nvcc(small, monkeypatch):
-    assert compile.why_not() is None
+    assert _native.why_not() is None
     monkeypatch.setattr(toolchain, "cutlass", lambda: None)
-    assert compile.why_not() == "no CUTLASS headers: install ragged-attention[cuda] or nvidia-cutlass"
-    assert doctor.cutlass() == compile.why_not()
-    assert doctor.cuda_toolchain() == f"release 99.0, V99.0.1 in {small}/bin/nvcc; {compile.why_not()}"
+    assert _native.why_not() == "no CUTLASS headers: install ragged-attention[cuda] or nvidia-cutlass"
+    assert _report.cutlass() == _native.why_not()
+    assert _report.tools() == f"release 99.0, V99.0.1 in {small}/bin/nvcc; {_native.why_not()}"
     monkeypatch.setattr(toolchain, "gxx", lambda: None)
-    assert compile.why_not() == toolchain.missing_to_emulate() == "no g++ on PATH"
+    assert _native.why_not() == toolchain.missing_to_emulate() == "no g++ on PATH"
     with pytest.raises(BackendMissing, match=r"no g\+\+ on PATH"):
         compile.ffi_recipe("", Path("kernels.so"))
     with pytest.raises(BackendMissing, match=r"no g\+\+ on PATH"):
-        compile.emulation()
+        _native.emulation()
 
 
 def test_the_emulation_wants_headers_rather_than_nvcc(small, monkeypatch):
@@ -214,7 +217,7 @@ def test_the_emulation_wants_headers_rather_than_nvcc(small, monkeypatch):
 
 def test_elsewhere_than_on_linux_nothing_is_built(small, monkeypatch):
     monkeypatch.setattr(sys, "platform", "win32")
-    assert compile.why_not() == toolchain.missing_to_emulate() == "the CUDA kernels are built on Linux, this is win32"
+    assert _native.why_not() == toolchain.missing_to_emulate() == "the CUDA kernels are built on Linux, this is win32"
 
 
 def test_cutlass_is_found_without_importing_it(monkeypatch, tmp_path):
@@ -245,11 +248,11 @@ def test_the_toolchain_from_pypi_is_of_one_release():
 def test_a_library_is_built_once(small, monkeypatch, caplog, capfd):
     caplog.set_level(logging.INFO, "ragged_attention")
     assert compile.built() is None
-    assert "not built" in doctor.cuda_kernels()
+    assert "not built" in _report.kernels()
     steps = []
-    library = compile.library(lambda *step: steps.append(step))
+    library = _native.library(lambda *step: steps.append(step))
     assert library.ra_sparse_mla_prefill(None, None) == 2
-    assert compile.library() is library
+    assert _native.library() is library
     path = compile.built()
     assert path is not None
     assert path.is_relative_to(small.parent / "cache" / "ragged_attention")
@@ -259,15 +262,15 @@ def test_a_library_is_built_once(small, monkeypatch, caplog, capfd):
     assert [record.message.split(" of ")[0].split(" in ")[0] for record in caplog.records] == [
         f"building the CUDA kernels with {small}/bin/nvcc", "built the CUDA kernels",
     ]  # fmt: skip
-    monkeypatch.setattr(compile, "_loaded", {})  # another process
-    compile.library()
+    monkeypatch.setattr(_native, "_loaded", {})  # another process
+    _native.library()
     assert len(calls(small)) == 2
-    assert doctor.cuda_kernels() == f"{path}; device 0: sm_90, 132 multiprocessors"
+    assert _report.kernels() == f"{path}; device 0: sm_90, 132 multiprocessors"
     assert capfd.readouterr() == ("", "")
 
 
 def test_the_flags_that_the_kernels_rest_on(small):
-    compile.library()
+    _native.library()
     compiled, linked = calls(small)
     for flag in ("-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-DNDEBUG", f"-I{toolchain.cutlass()}"):
         assert flag in compiled.split()
@@ -283,12 +286,13 @@ def test_what_a_kept_library_is_known_by(small, monkeypatch):
         digest = compile.kernels_recipe().digest
         return digest not in seen and not seen.add(digest)
 
-    (sources / "emulated.h").write_text("// for g++ alone")
-    (sources / "machine.h").write_text("// likewise")
+    (sources / "emulator").mkdir()
+    (sources / "emulator" / "machine.h").write_text("// for g++ alone")
     assert not is_new()
     (sources / "api.h").write_text(HEADER + "// more")
     assert is_new()
-    (sources / "more.h").write_text("")
+    (sources / "sm90").mkdir()
+    (sources / "sm90" / "more.h").write_text("")
     assert is_new()
     monkeypatch.setattr(compile, "NVCC_FLAGS", (*compile.NVCC_FLAGS, "-O1"))
     assert is_new()
@@ -305,9 +309,10 @@ def test_two_processes_build_a_library_once(small, monkeypatch):
     stand_in(small, seconds=0.5)
     code = f"""
 from pathlib import Path
-from ragged_attention.kernels_cuda import compile
+from ragged_attention.kernels_cuda import _native
+from ragged_attention.kernels_cuda._build import compile
 compile.SOURCES, compile.UNITS = Path({str(compile.SOURCES)!r}), ("common",)
-print(compile.library()._name)
+print(_native.library()._name)
 """
     command = [sys.executable, "-c", code]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
@@ -319,7 +324,7 @@ print(compile.library()._name)
 
 def test_two_threads_load_a_library_once(small):
     found: list[ctypes.CDLL] = []
-    threads = [threading.Thread(target=lambda: found.append(compile.library())) for _ in range(3)]
+    threads = [threading.Thread(target=lambda: found.append(_native.library())) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -335,26 +340,26 @@ def test_a_file_system_without_locks_will_do(small, monkeypatch):
         raise OSError("no locks available")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    assert compile.library().ra_abi_version() == 1
+    assert _native.library().ra_abi_version() == 1
 
 
 def test_a_failed_build_shows_the_command_and_the_compilers_last_words(small, capfd):
     (compile.SOURCES / "common.cu").write_text('#include "api.h"\n' + "int wrong = nothing_of_that_name;\n")
     with pytest.raises(BackendMissing) as caught:
-        compile.library()
+        _native.library()
     said = str(caught.value).splitlines()
     assert said[0] == "building the CUDA kernels failed with exit code 1:"
     assert said[1].startswith(f"{small}/bin/nvcc -std=c++17 -O3 ")
     assert " -c " in said[1]
     assert any("nothing_of_that_name" in line for line in said[2:])
-    assert len(said) <= 2 + compile.TOLD_LINES
+    assert len(said) <= 2 + compile.SHOWN_LINES
     assert capfd.readouterr() == ("", "")
     assert not list((small.parent / "cache").rglob("*.so"))
     # Nothing is tried twice in a process, and the reason is not forgotten.
     with pytest.raises(BackendMissing, match="nothing_of_that_name"):
-        compile.library()
+        _native.library()
     assert len(calls(small)) == 1
-    reason = compile.why_not()
+    reason = _native.why_not()
     assert reason is not None
     assert reason == f"the CUDA kernels could not be built in this process: {said[-1]}"
 
@@ -364,7 +369,7 @@ def test_what_changes_while_it_is_compiled_is_not_kept(small, monkeypatch):
         (compile.SOURCES / "api.h").write_text(HEADER + "// edited")
 
     with pytest.raises(BackendMissing, match="the sources of the CUDA kernels changed while they were compiled"):
-        compile.library(told)
+        _native.library(told)
     assert not list((small.parent / "cache").rglob("*.so"))
 
 
@@ -373,7 +378,7 @@ def test_one_bad_unit_ends_the_build(small, monkeypatch):
     for unit in compile.UNITS[1:]:
         (compile.SOURCES / f"{unit}.cu").write_text("#error this one")
     with pytest.raises(BackendMissing, match="this one"):
-        compile.library()
+        _native.library()
     assert len(calls(small)) < 40
 
 
@@ -383,7 +388,120 @@ def test_a_cache_that_cannot_be_written(small, monkeypatch):
     with pytest.raises(
         BackendMissing, match=r"the CUDA kernels cannot be kept in .*/file/ragged_attention: .*directory"
     ):
-        compile.library()
+        _native.library()
+
+
+def test_a_library_in_a_cache_that_is_not_ours_is_found(small, monkeypatch):
+    """Built by somebody else: neither the folder nor the lock in it can be written."""
+    path = compile.build(compile.kernels_recipe())
+    (path.parent / "lock").unlink()
+    (path.parent / "lock").mkdir()  # which nobody can open, not even root
+    assert compile.built() == path
+    assert _native.library()._name == str(path)
+    assert len(calls(small)) == 2
+
+
+def test_a_lock_that_another_user_made_is_waited_for(small, monkeypatch):
+    asked, real = [], os.open
+
+    def opened(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+        if str(path).endswith("lock"):
+            asked.append(flags)
+        return real(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", opened)
+    compile.build(compile.kernels_recipe())
+    assert [flags & os.O_ACCMODE for flags in asked] == [os.O_RDONLY]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.999])
+def test_a_library_that_was_cut_short_is_built_again(small, share):
+    path = compile.build(compile.kernels_recipe())
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(len(whole) * share)])
+    assert compile.built() is None
+    assert _native.library().ra_abi_version() == 1
+    assert path.stat().st_size == len(whole)
+    assert len(calls(small)) == 4
+
+
+def test_what_is_cut_short_ahead_of_time_is_passed_over(small):
+    path = compile.PREBUILT / compile._kernels_name(compile._kernel_texts())
+    path.parent.mkdir()
+    path.write_bytes(b"\x7fELF")
+    assert compile.prebuilt() is None
+    assert _native.library()._name != str(path)
+
+
+def test_what_a_killed_build_leaves_is_removed(small):
+    code = f"""
+from pathlib import Path
+from ragged_attention.kernels_cuda import _native
+from ragged_attention.kernels_cuda._build import compile
+compile.SOURCES, compile.UNITS = Path({str(compile.SOURCES)!r}), ("common",)
+_native.library(lambda done, *_: done and os.kill(os.getpid(), signal.SIGKILL))
+"""
+    killed = subprocess.run([sys.executable, "-c", "import os, signal" + code], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    folder = compile.kernels_recipe().path.parent
+    assert [path.name.startswith("building-") for path in folder.iterdir() if path.is_dir()] == [True]
+    _native.library()
+    assert not [path for path in folder.iterdir() if path.is_dir()]
+
+
+@pytest.fixture
+def long_build(small: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Many units, each of which takes long; returns the home of the compiler."""
+    shutil.rmtree(small)
+    stand_in(small, seconds=20)
+    monkeypatch.setattr(compile, "UNITS", tuple(f"unit{number}" for number in range(40)))
+    for unit in compile.UNITS:
+        (compile.SOURCES / f"{unit}.cu").touch()
+    return small
+
+
+def test_ctrl_c_ends_a_build_and_what_it_runs(long_build):
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def interrupt() -> None:
+        while not calls(long_build):
+            time.sleep(0.05)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        _native.library()
+    assert time.monotonic() - began < 15
+    assert 0 < len(calls(long_build)) <= len(os.sched_getaffinity(0))
+    assert not list((long_build.parent / "cache").rglob("building-*"))
+    assert _native.why_not() is None  # and the next call tries again
+
+
+def test_no_home_is_no_place_to_keep_a_library(small, monkeypatch):
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", home)
+    monkeypatch.setattr(Path, "expanduser", lambda path: home())
+    assert _native.why_not() == compile.NO_CACHE == _report.kernels()
+    assert compile.built() is None
+    for load in (_native.library, _native.emulation):
+        with pytest.raises(BackendMissing, match="no folder to keep the CUDA kernels in: set HOME or XDG_CACHE_HOME"):
+            load()
+
+
+def test_a_gxx_that_does_not_run(small, monkeypatch, tmp_path):
+    broken = tmp_path / "broken" / "g++"
+    broken.parent.mkdir()
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{broken.parent}:{os.environ['PATH']}")
+    for recipe in (compile.emulation_recipe, lambda: compile.ffi_recipe("", Path("kernels.so"))):
+        with pytest.raises(BackendMissing, match=f"^{re.escape(str(broken))} does not run$"):
+            recipe()
 
 
 def test_the_cache_is_where_caches_are(monkeypatch, tmp_path):
@@ -396,35 +514,35 @@ def test_a_library_made_ahead_of_time_needs_no_compiler(small, monkeypatch, tmp_
     assert cli.main(["build-cuda", "--out", str(compile.PREBUILT)]) == 0
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_HOME")
-    monkeypatch.setattr(compile, "_loaded", {})
-    assert compile.why_not() is None
+    monkeypatch.setattr(_native, "_loaded", {})
+    assert _native.why_not() is None
     assert compile.built() == compile.prebuilt()
-    assert Path(compile.library()._name).parent == compile.PREBUILT
+    assert Path(_native.library()._name).parent == compile.PREBUILT
     # One of other sources is not this one.
-    monkeypatch.setattr(compile, "_loaded", {})
+    monkeypatch.setattr(_native, "_loaded", {})
     (compile.SOURCES / "api.h").write_text(HEADER + "// newer")
     assert compile.prebuilt() is None
-    assert compile.why_not() == toolchain.NO_NVCC
+    assert _native.why_not() == toolchain.NO_NVCC
 
 
 def test_the_library_for_xla_calls_the_kernels(small, tmp_path):
     interface = tmp_path / "jaxlib" / "xla" / "ffi" / "api"
     interface.mkdir(parents=True)
     (interface / "c_api.h").write_text("#define XLA_FFI_API_MINOR 3")
-    library = compile.ffi_library(str(tmp_path / "jaxlib"))
+    library = _native.ffi_library(str(tmp_path / "jaxlib"))
     assert library.through() == 3
-    assert compile.ffi_library(str(tmp_path / "jaxlib")) is library
+    assert _native.ffi_library(str(tmp_path / "jaxlib")) is library
     # Another jaxlib is another library, for a newer one's handlers would break an older one altogether.
-    recipe = compile.ffi_recipe(str(tmp_path / "jaxlib"), Path(compile.library()._name))
+    recipe = compile.ffi_recipe(str(tmp_path / "jaxlib"), Path(_native.library()._name))
     assert recipe.path == Path(library._name)
     (interface / "c_api.h").write_text("#define XLA_FFI_API_MINOR 4")
-    assert compile.ffi_recipe(str(tmp_path / "jaxlib"), Path(compile.library()._name)).path != recipe.path
+    assert compile.ffi_recipe(str(tmp_path / "jaxlib"), Path(_native.library()._name)).path != recipe.path
 
 
 def test_building_ahead_of_time(small, capsys, monkeypatch):
     assert cli.main(["build-cuda"]) == 0
     said = capsys.readouterr().out
-    assert f"nvcc: {small}/bin/nvcc, release 99.0" in said
+    assert f"nvcc: release 99.0, V99.0.1 in {small}/bin/nvcc\n" in said
     assert f"kernels: {compile.built()}\n" in said
     assert re.search(r"for jax: (/\S+/libragged_attention_ffi-\w+\.so|not built, for jax is not installed)\n", said)
     assert len(calls(small)) == 2
@@ -434,6 +552,50 @@ def test_building_ahead_of_time_without_a_compiler(afresh, capsys, monkeypatch, 
     monkeypatch.setenv("PATH", str(tmp_path))
     assert cli.main(["build-cuda"]) == 2
     assert f"ragged-attention: {toolchain.NO_NVCC}" in " ".join(capsys.readouterr().err.split())
+
+
+# ---- what the package offers
+
+
+def test_the_package_is_cheap_to_import():
+    code = """
+import sys
+from ragged_attention import kernels_cuda
+assert kernels_cuda.state() is None
+heavy = {"torch", "jax", "numpy", "ctypes", "subprocess", "ragged_attention.kernels_cuda._native"}
+print(*sorted(heavy & set(sys.modules)))
+"""
+    without = "import sys, ragged_attention; print(*sorted({'numpy', 'ctypes', 'subprocess'} & set(sys.modules)))"
+    said = [subprocess.run([sys.executable, "-c", text], capture_output=True, text=True) for text in (code, without)]
+    assert said[0].stdout == said[1].stdout, said[0].stderr
+
+
+def test_the_state_is_the_emulation_in_force(monkeypatch):
+    fake = SimpleNamespace(ra_emulate=lambda *arguments: None, _name="emulated.so")
+    monkeypatch.setattr(_native, "emulation", lambda: fake)
+    assert kernels_cuda.state() is None
+    with kernels_cuda.emulating():
+        assert kernels_cuda.state() == "emulated.so"
+        assert dispatch.state() != before_and_after()
+    assert kernels_cuda.state() is None
+
+
+def before_and_after() -> object:
+    """The state outside of the emulation, as another thread has it."""
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.append(dispatch.state()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_the_report_has_a_row_for_each_part(small):
+    compile.build(compile.kernels_recipe())
+    assert dict(kernels_cuda.report()) == {
+        "CUDA toolchain": f"release 99.0, V99.0.1 in {small}/bin/nvcc",
+        "CUTLASS": _report.cutlass(),
+        "CUDA kernels": f"{compile.built()}; device 0: sm_90, 132 multiprocessors",
+    }
 
 
 # ---- the ABI
@@ -447,21 +609,21 @@ def fields_of(name: str) -> list[str]:
     return re.findall(r"(\w+)\s*[,;]", lines)
 
 
-@pytest.mark.parametrize(("name", "record"), [("RaLatent", abi.Latent), ("RaSchedule", abi.Schedule)])
+@pytest.mark.parametrize(("name", "record"), [("RaLatent", _abi.Latent), ("RaSchedule", _abi.Schedule)])
 def test_records_mirror_the_header(name: str, record: type[Any]):
     assert [field for field, _ in record._fields_] == fields_of(name)
     assert (*record.OPERANDS, *record.RESULTS, *record.NUMBERS) == tuple(fields_of(name))[: len(record._fields_)] or (
-        record is abi.Latent and fields_of(name)[-1] == "sm_scale"
+        record is _abi.Latent and fields_of(name)[-1] == "sm_scale"
     )
 
 
 def test_codes_mirror_the_header():
     codes = {name: int(value) for name, value in re.findall(r"(RA_\w+) = (-?\d+)", HEADER)}
     assert codes == {
-        "RA_WRONG_DEVICE": abi.WRONG_DEVICE, "RA_NO_KERNEL": abi.NO_KERNEL, "RA_DEADLOCK": abi.DEADLOCK,
-        **{f"RA_{name.upper()}": code for name, code in (abi.DTYPES | abi.FORMATS).items()},
+        "RA_WRONG_DEVICE": _abi.WRONG_DEVICE, "RA_NO_KERNEL": _abi.NO_KERNEL, "RA_DEADLOCK": _abi.DEADLOCK,
+        **{f"RA_{name.upper()}": code for name, code in (_abi.DTYPES | _abi.FORMATS).items()},
     }  # fmt: skip
-    assert f"#define RA_ABI_VERSION {abi.VERSION}\n" in HEADER
+    assert f"#define RA_ABI_VERSION {_abi.VERSION}\n" in HEADER
 
 
 @pytest.mark.parametrize(
@@ -475,17 +637,17 @@ def test_codes_mirror_the_header():
 def test_a_library_of_another_abi_is_refused(small, was, now, complaint):
     (compile.SOURCES / "common.cu").write_text(SOURCE.replace(was, now))
     with pytest.raises(BackendMissing, match=complaint):
-        compile.library()
-    assert re.search(complaint, compile.why_not() or "")
+        _native.library()
+    assert re.search(complaint, _native.why_not() or "")
 
 
 def test_a_library_that_does_not_load(small):
+    (compile.SOURCES / "common.cu").write_text(SOURCE + "int nobody(); RA_API int somebody() { return nobody(); }")
     path = compile.build(compile.kernels_recipe())
-    path.write_text("no library")
-    with pytest.raises(BackendMissing, match=r"invalid ELF header|file too short"):
-        compile.library()
-    assert "could not be built in this process" in (compile.why_not() or "")
-    assert str(path) in doctor.cuda_kernels()
+    with pytest.raises(BackendMissing, match=r"undefined symbol: .*nobody"):
+        _native.library()
+    assert "could not be built in this process" in (_native.why_not() or "")
+    assert str(path) in _report.kernels()
 
 
 # ---- the emulation's switch
@@ -494,19 +656,19 @@ def test_a_library_that_does_not_load(small):
 def test_emulating_is_a_state_of_the_block(monkeypatch):
     told = []
     fake = SimpleNamespace(ra_emulate=lambda *arguments: told.append(arguments))
-    monkeypatch.setattr(compile, "emulation", lambda: fake)
-    assert compile.emulated() is None
-    with compile.emulating("late", 7):
-        assert compile.emulated() == ("late", 7)
-        with contextlib.suppress(ZeroDivisionError), compile.emulating(seed=3):
-            assert compile.emulated() == ("eager", 3)
+    monkeypatch.setattr(_native, "emulation", lambda: fake)
+    assert _native.emulated() is None
+    with _native.emulating("late", 7):
+        assert _native.emulated() == ("late", 7)
+        with contextlib.suppress(ZeroDivisionError), _native.emulating(seed=3):
+            assert _native.emulated() == ("eager", 3)
             raise ZeroDivisionError
-        assert compile.emulated() == ("late", 7)
-    assert compile.emulated() is None
+        assert _native.emulated() == ("late", 7)
+    assert _native.emulated() is None
     assert told == [(1, 7), (0, 3), (1, 7), (0, 0)]
     with (
         pytest.raises(InvalidInput, match="expected mode to be one of eager, late, crossed, got 'lazy'"),
-        compile.emulating("lazy"),
+        _native.emulating("lazy"),
     ):
         pass
 
@@ -516,13 +678,13 @@ def test_emulating_is_a_state_of_the_block(monkeypatch):
 
 @pytest.fixture(scope="module")
 def kernels() -> ctypes.CDLL:
-    if reason := compile.why_not():
+    if reason := _native.why_not():
         pytest.skip(reason)
-    return compile.library()
+    return _native.library()
 
 
 def test_the_kernels_load_and_tell_without_a_driver(kernels):
-    status = compile.status()
+    status = _native.status()
     assert status.text
     if status.code:
         assert status[2:] == (0, 0, 0)
@@ -532,7 +694,7 @@ def test_the_kernels_load_and_tell_without_a_driver(kernels):
 
 
 def test_no_device_is_a_code_too(kernels):
-    assert compile.status(device=4096).code != 0
+    assert _native.status(device=4096).code != 0
 
 
 def test_the_kernels_export_their_abi_alone(kernels):
@@ -552,14 +714,14 @@ def test_the_kernels_depend_on_no_cuda_library(kernels):
 def test_the_emulation_has_the_same_functions(kernels):
     if reason := toolchain.missing_to_emulate():
         pytest.skip(reason)
-    emulation = compile.emulation()
-    assert emulation.ra_size_of_latent() == ctypes.sizeof(abi.Latent) == kernels.ra_size_of_latent()
-    assert emulation.ra_size_of_schedule() == ctypes.sizeof(abi.Schedule) == kernels.ra_size_of_schedule()
-    assert all(hasattr(emulation, name) for name in abi.LAUNCHERS)
+    emulation = _native.emulation()
+    assert emulation.ra_size_of_latent() == ctypes.sizeof(_abi.Latent) == kernels.ra_size_of_latent()
+    assert emulation.ra_size_of_schedule() == ctypes.sizeof(_abi.Schedule) == kernels.ra_size_of_schedule()
+    assert all(hasattr(emulation, name) for name in _abi.LAUNCHERS)
 
 
 def test_a_build_of_a_clean_process_says_nothing(kernels):
-    code = "from ragged_attention.kernels_cuda import compile; compile.library(); print(compile.status().code)"
+    code = "from ragged_attention.kernels_cuda import _native; _native.library(); print(_native.status().code)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ)
     assert (done.returncode, done.stderr) == (0, "")
     assert re.fullmatch(r"\d+\n", done.stdout)

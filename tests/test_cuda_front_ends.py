@@ -23,14 +23,14 @@ from ragged_attention.calls import CALLS, Device, MlaDecode
 from ragged_attention.errors import InvalidInput, Unsupported
 from ragged_attention.explain import explanation
 from ragged_attention.kernels_cuda import (
-    abi,
-    compile,
-    latent,
+    _abi,
+    _latent,
+    _native,
     make_decode_schedule,
     mla_decode,
     sparse_mla_prefill,
-    toolchain,
 )
+from ragged_attention.kernels_cuda._build import compile, toolchain
 from ragged_attention.reference.mla_decode import mla_decode as reference
 from ragged_attention.samples import FakeArray, LatentSample, device_of
 from ragged_attention.testing.compare import agrees
@@ -79,16 +79,16 @@ def loaded() -> dict[Any, Any]:
 @pytest.fixture
 def plain(plain_library: Path, loaded: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
     """In place of the emulation, with the FFI library over it."""
-    library = abi.bind(ctypes.CDLL(str(plain_library)))
-    monkeypatch.setattr(compile, "emulation", lambda: library)
+    library = _abi.bind(ctypes.CDLL(str(plain_library)))
+    monkeypatch.setattr(_native, "emulation", lambda: library)
     monkeypatch.setattr(compile, "cache_folder", lambda: plain_library.parent)
-    monkeypatch.setattr(compile, "_loaded", loaded)
+    monkeypatch.setattr(_native, "_loaded", loaded)
     return library
 
 
 @pytest.fixture
 def emulating(plain: ctypes.CDLL) -> Iterator[None]:
-    with compile.emulating():
+    with _native.emulating():
         yield
 
 
@@ -108,7 +108,7 @@ def refusal(operation: str, device: Device = HOPPER, **sample: Any) -> str | Non
 @pytest.fixture
 def nothing_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the kernels can be built."""
-    monkeypatch.setattr(compile, "why_not", lambda: None)
+    monkeypatch.setattr(_native, "why_not", lambda: None)
 
 
 @pytest.mark.usefixtures("nothing_missing")
@@ -129,7 +129,7 @@ def test_what_is_taken(operation: str, sample: dict[str, Any]) -> None:
     if sample.get("topk") == 0:
         sample["cache_format"] = "plain"
     assert refusal(operation, **sample) is None
-    assert ROOMS[operation].why_not_by_default(None) == latent.UNASKED
+    assert ROOMS[operation].why_not_by_default(None) == _latent.NOT_BY_DEFAULT
 
 
 @pytest.mark.usefixtures("nothing_missing")
@@ -212,26 +212,26 @@ def test_a_second_cache_is_refused() -> None:
 @pytest.mark.parametrize("operation", ROOMS)
 def test_where_the_kernels_run(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sample: dict[str, Any] = {"cache_format": "plain"}
-    monkeypatch.setattr(compile, "why_not", lambda: "no nvcc in CUDACXX")
+    monkeypatch.setattr(_native, "why_not", lambda: "no nvcc in CUDACXX")
     assert refusal(operation, **sample) == "no nvcc in CUDACXX"
     assert refusal(operation, device_of("torch", "sm_100"), **sample) == "runs on sm_90 GPUs, got a call from sm_100"
     assert refusal(operation, device_of("torch", "gfx942"), **sample) == "runs on sm_90 GPUs, got a call from gfx942"
     elsewhere = Device(framework="torch", platform="mps")
     assert refusal(operation, elsewhere, **sample) == "runs on sm_90 GPUs, got a call from mps"
     here = Device(framework="torch", platform="cpu")
-    inside = "on a CPU inside ragged_attention.kernels_cuda.compile.emulating() only"
+    inside = "on a CPU inside ragged_attention.kernels_cuda.emulating() only"
     assert refusal(operation, here, **sample) == f"runs on sm_90 GPUs, {inside}"
 
 
 def test_only_by_name_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile, "why_not", lambda: None)
+    monkeypatch.setattr(_native, "why_not", lambda: None)
     for operation in ROOMS:
         call = LatentSample(cache_format="plain").call(operation, HOPPER)
         assert dispatch.choose(call).backend == "triton"
         assert dispatch.choose(call, backend="cuda").backend == "cuda"
         assert dispatch.choose(call, backend=["cuda", "auto"]).backend == "cuda"
         lines = explanation(call).splitlines()
-        assert lines[1] == f"  cuda       {latent.UNASKED}"
+        assert lines[1] == f"  cuda       {_latent.NOT_BY_DEFAULT}"
         assert "* triton     chosen" in lines
 
 
@@ -257,7 +257,9 @@ def test_splits_fill_the_multiprocessors_and_no_more() -> None:
     assert splits_of("mla_decode", **dense, max_len=8192) == 2
     assert splits_of("sparse_mla_prefill", cache_format="plain", num_tokens=4096, topk=2048) == 1
     assert splits_of("sparse_mla_prefill", cache_format="plain", num_tokens=4, topk=2048) > 1
-    assert isinstance(make_decode_schedule.heuristic(None), make_decode_schedule.Tile)
+    assert isinstance(
+        make_decode_schedule.heuristic(LatentSample().call("make_decode_schedule", HOPPER)), make_decode_schedule.Tile
+    )
 
 
 def test_tuning_keys_are_of_static_facts() -> None:
@@ -369,15 +371,15 @@ def test_outside_the_emulation_a_cpu_is_refused_again(plain: ctypes.CDLL, front:
     for _ in range(2):
         with pytest.raises(Unsupported, match=r"cuda: runs on sm_90 GPUs, on a CPU inside .*emulating\(\) only"):
             call()
-        with compile.emulating():
+        with _native.emulating():
             call()
 
 
 def test_a_launcher_refuses_a_cpu_too(plain: ctypes.CDLL) -> None:
     with pytest.raises(Unsupported, match=r"^runs on sm_90 GPUs, on a CPU inside .*emulating\(\) only$"):
-        latent.DENSE.on("cpu")
-    with compile.emulating():
-        assert latent.DENSE.on("cpu").__name__ == plain.ra_mla_decode_dense.__name__
+        _latent.DENSE.on("cpu")
+    with _native.emulating():
+        assert _latent.DENSE.on("cpu").__name__ == plain.ra_mla_decode_dense.__name__
 
 
 # ---- torch's side
@@ -451,7 +453,7 @@ def test_a_gpu_gets_its_own_device_and_stream(monkeypatch: pytest.MonkeyPatch) -
         seen.append("left")
 
     def launch(record: Any, stream: Any) -> int:
-        found = ctypes.cast(record, ctypes.POINTER(abi.Schedule)).contents
+        found = ctypes.cast(record, ctypes.POINTER(_abi.Schedule)).contents
         seen.append((found.lens, found.extra_lens, found.parts, found.num_parts, stream))
         return 0
 
@@ -460,7 +462,7 @@ def test_a_gpu_gets_its_own_device_and_stream(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "device", guard)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=77 + device.index))
     monkeypatch.setattr(torch, "empty", lambda shape, dtype, device: result)
-    function = SimpleNamespace(record=abi.Schedule, on={"cuda": launch}.__getitem__)
+    function = SimpleNamespace(record=_abi.Schedule, on={"cuda": launch}.__getitem__)
     outputs = {"parts": ((4, 8), "int32"), "num_splits": None}
     found = LAUNCHER.native(function, {"lens": lens, "extra_lens": None}, outputs, {"num_parts": 4})  # type: ignore[dict-item]
     assert found == {"parts": result, "num_splits": None}
@@ -521,14 +523,14 @@ def test_lowering_for_a_gpu_needs_none() -> None:
     arguments = (q, kv, cache, table, lens, lists)
     text = lowered(step, *arguments)
     calls = re.findall(r"custom_call @(\w+)\(([^)]*)\)", text)
-    counts = {name: [len(operands.split(",")) for found, operands in calls if found == name] for name in abi.LAUNCHERS}
+    counts = {name: [len(operands.split(",")) for found, operands in calls if found == name] for name in _abi.LAUNCHERS}
     assert counts == {
         "ra_mla_decode_dense": [6],
         "ra_sparse_mla_prefill": [6, 6],
         "ra_mla_decode_sparse_fp8": [6],
         "ra_make_decode_schedule": [2],
     }
-    checks = [export.DisabledSafetyCheck.custom_call(name) for name in abi.LAUNCHERS]
+    checks = [export.DisabledSafetyCheck.custom_call(name) for name in _abi.LAUNCHERS]
     exported = export.export(jax.jit(step), platforms=["cuda"], disabled_checks=checks)(*arguments)
     assert exported.platforms == ("cuda",)
 
@@ -537,7 +539,7 @@ def test_lowering_without_a_toolchain_says_what_is_missing(monkeypatch: pytest.M
     pytest.importorskip("jax")
     from ragged_attention.jax import mla_decode as attend
 
-    monkeypatch.setattr(compile, "why_not", lambda: "no CUTLASS headers: install them")
+    monkeypatch.setattr(_native, "why_not", lambda: "no CUTLASS headers: install them")
     q, kv, table, lens = jax_case()
     with pytest.raises(Unsupported, match=r"\n  cuda: runs on sm_90 GPUs, on a CPU inside"):
         lowered(lambda *arrays: attend(*arrays, sm_scale=0.123, backend="cuda"), q, kv, table, lens)
@@ -548,7 +550,7 @@ def test_lowering_without_a_toolchain_says_what_is_missing(monkeypatch: pytest.M
 
 # ---- what the FFI library refuses
 
-OPERANDS, RESULTS = abi.Latent.OPERANDS, abi.Latent.RESULTS
+OPERANDS, RESULTS = _abi.Latent.OPERANDS, _abi.Latent.RESULTS
 SHAPES = {
     "q": ((2, 3, 4, 576), "bfloat16"),
     "kv": ((5, 16, 1, 576), "bfloat16"),
@@ -576,12 +578,12 @@ def called(function: str = "ra_mla_decode_dense", drop: str = "", numbers: Any =
     jax = pytest.importorskip("jax")
     from ragged_attention.jax._launcher import _target
 
-    name = _target(dataclasses.replace(latent.DENSE, name=function), "cpu")
+    name = _target(dataclasses.replace(_latent.DENSE, name=function), "cpu")
     arrays = {name: changes.get(name, given) for name, given in SHAPES.items() if name != drop}
     operands = [jax.numpy.zeros(*arrays[name]) for name in OPERANDS if name in arrays]
     results = [jax.ShapeDtypeStruct(*arrays[name]) for name in RESULTS if name in arrays]
     if numbers is None:
-        given = {name: changes.get(name, NUMBERS.get(name, 0)) for name in abi.Latent.NUMBERS}
+        given = {name: changes.get(name, NUMBERS.get(name, 0)) for name in _abi.Latent.NUMBERS}
         numbers = list(given.values())
     return jax.ffi.ffi_call(name, results)(*operands, numbers=np.array(numbers, np.int64), sm_scale=0.5)
 
@@ -696,7 +698,7 @@ def emulation() -> Iterator[None]:
     """The kernels' own code on the CPU's threads."""
     if reason := toolchain.missing_to_emulate():
         pytest.skip(reason)
-    with compile.emulating():
+    with _native.emulating():
         yield
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ragged_attention.kernels_cuda import compile
+from ragged_attention.kernels_cuda import _native
+from ragged_attention.kernels_cuda._build import compile
 from ragged_attention.testing import cuda_emulator, formats
 
 if reason := cuda_emulator.missing():
@@ -32,12 +33,12 @@ REPORTS = (
     "expected at most 168 registers to keep, got 200",
     "expected at least 168 registers to want, got 40",
     "expected fence_barrier_init before a load that arrives at an mbarrier",
-    "block 0, thread 5: expected the thread's place in its warpgroup, got 6",
+    "block 0, thread 5: expected the thread's index in its warpgroup, got 6",
     "expected one product of all lanes of a warp",
     "expected an operand in shared memory",
 )
 UNFENCED, FENCED = len(REPORTS), len(REPORTS) + 1
-MODES = range(len(compile.MODES))
+MODES = range(len(_native.MODES))
 LAST, UNKNOWN = MODES[-1], 6  # in the last mode an mbarrier that is not known yet is not made yet either
 CASES = [(deed, mode) for deed in range(len(REPORTS)) for mode in MODES if (deed, mode) != (UNKNOWN, LAST)]
 

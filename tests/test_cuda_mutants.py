@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from ragged_attention.kernels_cuda import toolchain
+from ragged_attention.kernels_cuda._build import toolchain
 from ragged_attention.testing import cuda_emulator
 from ragged_attention.testing.drawing import PROFILES, examples_of
 from ragged_attention.testing.suite import checks
-from tests.cuda_mutants import CHECKS, HONEST, MUTANTS, RACES, Mutant
+from tests.cuda_mutants import CHECKS, HONEST, MUTANTS, RACES, Mutant, build
 
 pytest.importorskip("torch")
 
@@ -26,23 +26,25 @@ PASSING = ["honest lists"] if DEV else list(HONEST)
 RACY = list(RACES)[:1] if DEV else list(RACES)
 
 
-def run(folder: Path, what: str, name: str, *flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """A step with a mutant, in a process apart: what is faulty may end it. Nothing is left in the user's cache."""
-    command = [sys.executable, "-m", "tests.cuda_mutants", what, name, str(folder / "csrc"), *flags]
+def built(folder: Path, name: str, *, sanitized: bool = False) -> None:
+    """A library with a fault, its cache beside it so that nothing is left in the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        build({**HONEST, **MUTANTS, **RACES}[name], folder / "csrc", sanitized)
+
+
+def judged(folder: Path, name: str, *flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """The verdict on a mutant, from a process of its own: what is faulty may end it."""
+    command = [sys.executable, "-m", "tests.cuda_mutants", name, str(folder / "csrc"), *flags]
     surroundings: Mapping[str, str] = os.environ | {"XDG_CACHE_HOME": str(folder / "cache")} | environ
     return subprocess.run(command, capture_output=True, text=True, env=surroundings, timeout=600, check=False)
-
-
-def built(folder: Path, name: str, *flags: str) -> None:
-    ended = run(folder, "build", name, *flags)
-    assert ended.returncode == 0, ended.stderr[-3000:]
 
 
 @needs_emulation
 @pytest.mark.parametrize("name", JUDGED)
 def test_a_planted_fault_is_caught(tmp_path: Path, name: str) -> None:
     built(tmp_path, name)
-    ended = run(tmp_path, "judge", name)
+    ended = judged(tmp_path, name)
     assert ended.returncode < 0 or ended.stdout, f"no check fails: {ended.stderr[-2000:]}"
 
 
@@ -50,7 +52,7 @@ def test_a_planted_fault_is_caught(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", PASSING)
 def test_an_honest_kernel_passes(tmp_path: Path, name: str) -> None:
     built(tmp_path, name)
-    ended = run(tmp_path, "judge", name)
+    ended = judged(tmp_path, name)
     assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr[-2000:]
 
 
@@ -74,16 +76,16 @@ def sanitizer() -> Mapping[str, str]:
 @needs_emulation
 @pytest.mark.parametrize("name", CLEAN)
 def test_no_data_race(tmp_path: Path, sanitizer: Mapping[str, str], name: str) -> None:
-    built(tmp_path, name, "--sanitized")
-    ended = run(tmp_path, "judge", name, "--sanitized", **sanitizer)
+    built(tmp_path, name, sanitized=True)
+    ended = judged(tmp_path, name, "--sanitized", **sanitizer)
     assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr[:4000]
 
 
 @needs_emulation
 @pytest.mark.parametrize("name", RACY)
 def test_a_planted_race_is_told(tmp_path: Path, sanitizer: Mapping[str, str], name: str) -> None:
-    built(tmp_path, name, "--sanitized")
-    ended = run(tmp_path, "judge", name, "--sanitized", **sanitizer)
+    built(tmp_path, name, sanitized=True)
+    ended = judged(tmp_path, name, "--sanitized", **sanitizer)
     assert ended.returncode, ended.stdout
     assert "WARNING: ThreadSanitizer: data race" in ended.stderr
 

@@ -7,7 +7,8 @@ import pytest
 
 from benchmarks import cuda_sass, sass
 from ragged_attention.errors import BackendMissing
-from ragged_attention.kernels_cuda import compile, toolchain
+from ragged_attention.kernels_cuda import _native
+from ragged_attention.kernels_cuda._build import compile, toolchain
 
 # A loop over blocks with a wait inside, whose slow path lies behind the end, and a loop that does no work.
 CODE = """\
@@ -230,9 +231,9 @@ def test_without_a_compiler_there_is_nothing_to_read(
 @pytest.fixture(scope="module")
 def kernels() -> list[sass.Kernel]:
     pytest.importorskip("triton")  # has the disassembler
-    if reason := compile.why_not():
+    if reason := _native.why_not():
         pytest.skip(reason)
-    return sass.read(Path(compile.library()._name))
+    return sass.read(Path(_native.library()._name))
 
 
 def test_the_kernels_are_as_planned(kernels: list[sass.Kernel]) -> None:

@@ -791,7 +791,7 @@ def test_hopper_kernels_are_refused_on_a_cpu(operation: str, framework: str) -> 
     changes = {} if operation == "make_decode_schedule" else wide
     error = refusal(Case(operation, {**changes, "backend": "cuda"}, Unsupported, ""), framework)
     assert isinstance(error, Unsupported)
-    reason = "runs on sm_90 GPUs, on a CPU inside ragged_attention.kernels_cuda.compile.emulating() only"
+    reason = "runs on sm_90 GPUs, on a CPU inside ragged_attention.kernels_cuda.emulating() only"
     if changes:
         form = "a dense call" if operation == "mla_decode" else "a sparse call"
         dtypes = "bfloat16 or float16" if operation == "mla_decode" else "bfloat16"

@@ -22,7 +22,7 @@ enum { RA_BFLOAT16 = 0, RA_FLOAT16 = 1 };              // RaLatent::dtype, of q,
 enum { RA_PLAIN = 0, RA_FP8_V32 = 1 };                 // RaLatent::format of the cache
 
 // Attention over latent rows. Dense: `lists` is the page table [S, M] and `lens` the sequences' lengths [S]. Sparse:
-// `lists` has slots (page * page_size + place) [S, Q, K, N], `lens` their lengths [S, Q] or null. Any value in either
+// `lists` has slots (page * page_size + offset) [S, Q, K, N], `lens` their lengths [S, Q] or null. Any value in either
 // is safe. Arrays first, in the order in which the FFI library takes its operands and results, then numbers.
 // Strides count elements of the array's dtype (bytes of a quantised cache); a row's elements are adjacent.
 typedef struct RaLatent {

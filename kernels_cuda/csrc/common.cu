@@ -5,6 +5,7 @@ extern "C" {
 
 int ra_make_decode_schedule(RaSchedule const* call, void* stream) {
   if (call->num_parts < 1 || call->num_seqs > kMostKeys || call->num_parts > kMostKeys) return RA_NO_KERNEL;
+  if (call->overhead < 0 || call->overhead > kMostKeys) return RA_NO_KERNEL;
   return op::launch<Deal>(1, sizeof(Deal::Smem), stream, *call);
 }
 
@@ -21,7 +22,7 @@ int ra_status(int, int* major, int* minor, int* num_multiprocessors) {
   return 0;
 }
 // Of the last launch that returned RA_DEADLOCK: who waits for what, or what it did that the hardware does not define.
-static char const* told(int code) { return code == RA_DEADLOCK ? emu::machine.report.c_str() : "no error"; }
+static char const* text_of(int code) { return code == RA_DEADLOCK ? emu::machine.report.c_str() : "no error"; }
 
 #else
 
@@ -32,14 +33,14 @@ int ra_status(int device, int* major, int* minor, int* num_multiprocessors) {
   if (int error = cudaDeviceGetAttribute(num_multiprocessors, cudaDevAttrMultiProcessorCount, device)) return error;
   return *major == 9 && *minor == 0 ? 0 : RA_WRONG_DEVICE;
 }
-static char const* told(int code) { return cudaGetErrorString(static_cast<cudaError_t>(code)); }
+static char const* text_of(int code) { return cudaGetErrorString(static_cast<cudaError_t>(code)); }
 
 #endif
 
 char const* ra_error_string(int code) {
   if (code == RA_WRONG_DEVICE) return "the device is not of architecture sm_90";
   if (code == RA_NO_KERNEL) return "no kernel was compiled for these arguments";
-  return told(code);
+  return text_of(code);
 }
 
 }  // extern "C"

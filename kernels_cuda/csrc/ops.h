@@ -1,7 +1,7 @@
 // The machine layer: a kernel body is written once, in terms of `op`, and compiled twice.
 //
-//   nvcc                     hopper.h: the instructions of sm_90a
-//   g++ -DRA_EMULATE         emulated.h: the same on CPU threads, with what the hardware leaves open made visible
+//   nvcc                     sm90/hopper.h: the instructions of sm_90a
+//   g++ -DRA_EMULATE         emulator/emulated.h: the same on CPU threads, with what the hardware leaves open made visible
 //
 // Both offer
 //   tid, bid, fresh_tid, fresh_bid              thread in the block, block in a one-dimensional grid; fresh: read again
@@ -25,7 +25,7 @@ using bf16 = cutlass::bfloat16_t;
 using f16 = cutlass::half_t;
 
 #ifdef RA_EMULATE
-#include "emulated.h"
+#include "emulator/emulated.h"
 #else
-#include "hopper.h"
+#include "sm90/hopper.h"
 #endif

@@ -9,9 +9,9 @@ RA_HD int blocks_of(RaSchedule const& call, int64_t seq) {
   if (call.sparse && keys < 1) keys = 1;
   if (call.extra_lens) {
     int64_t const extra = call.extra_lens[seq];
-    keys = held((keys + kBlock - 1) / kBlock * kBlock, 0, kMostKeys) + (extra > 0 ? extra : 0);
+    keys = clamped((keys + kBlock - 1) / kBlock * kBlock, 0, kMostKeys) + (extra > 0 ? extra : 0);
   }
-  return held((held(keys, 0, kMostKeys) + int64_t(kBlock) - 1) / kBlock, 0, kMostKeys);
+  return clamped((clamped(keys, 0, kMostKeys) + int64_t(kBlock) - 1) / kBlock, 0, kMostKeys);
 }
 RA_HD int cost_of(int blocks) { return blocks > 1 ? blocks : 1; }
 

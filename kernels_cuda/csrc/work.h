@@ -8,9 +8,10 @@
 constexpr double kLog2e = 1.4426950408889634;
 constexpr int kBlock = 64;                                     // keys
 constexpr int kMostKeys = 2147483647 - 65535;                  // of one list, so that positions stay within 32 bits
+constexpr int kMostSplits = 65535;                             // of one list
 constexpr int kWhole = -1, kAbsent = -2;                       // in place of a partial result's number
 
-RA_HD int held(int64_t value, int64_t low, int64_t high) {
+RA_HD int clamped(int64_t value, int64_t low, int64_t high) {
   return static_cast<int>(value < low ? low : value > high ? high : value);
 }
 RA_HD int ceil_div(int a, int b) { return (a + b - 1) / b; }
@@ -37,24 +38,35 @@ inline Plan plan_of(RaLatent const& call) {
   plan.num_pages = int(call.num_pages);
   plan.num_parts = int(call.num_parts);
   plan.num_splits = int(call.num_splits);
-  plan.longest = held(call.sparse ? call.list_length : call.list_length * call.page_size, 0, kMostKeys);
+  plan.longest = clamped(call.sparse ? call.list_length : call.list_length * call.page_size, 0, kMostKeys);
   plan.rows = call.sparse ? plan.group : plan.group * plan.num_q_tokens;
   plan.tiles = ceil_div(plan.rows, 64);
   plan.tokens = call.sparse ? plan.num_q_tokens : 1;
   plan.scale = float(call.sm_scale * kLog2e);
   // Slots of pages that follow each other are rows of pages of one, which are found without a division.
   if (call.sparse && call.page_stride == call.page_size * call.slot_stride) {
-    plan.num_pages = held(call.num_pages * call.page_size, 0, INT32_MAX);
+    plan.num_pages = clamped(call.num_pages * call.page_size, 0, INT32_MAX);
     plan.page_size = 1;
     plan.call.page_stride = call.slot_stride;
   }
   return plan;
 }
 
+// Whether sizes fit the 32 bits in which kernels count rows, keys and parts. What a stride multiplies has 64 bits.
+inline bool sizes_fit(RaLatent const& call) {
+  auto const fits = [](int64_t size, int64_t least) { return size >= least && size <= kMostKeys; };
+  for (int64_t size : {call.num_seqs, call.num_q_tokens, call.num_q_heads, call.num_pages, call.list_length})
+    if (!fits(size, 0)) return false;
+  if (!fits(call.num_kv_heads, 1) || !fits(call.page_size, 1) || !fits(call.num_q_tokens * call.num_q_heads, 0)) return false;
+  if (call.parts) return fits(call.num_parts, 1) && fits(2 * call.num_parts, 0);
+  return call.num_splits >= 1 && call.num_splits <= kMostSplits && call.num_parts == call.num_seqs * call.num_splits &&
+         fits(call.num_parts, 0);
+}
+
 // Keys of a sequence, in sparse calls of the list of one of its query tokens.
 RA_HD int length_of(Plan const& plan, int seq, int token) {
   if (plan.call.lens == nullptr) return plan.longest;
-  return held(plan.call.lens[seq * plan.call.lens_seq_stride + token * plan.call.lens_token_stride], 0, plan.longest);
+  return clamped(plan.call.lens[seq * plan.call.lens_seq_stride + token * plan.call.lens_token_stride], 0, plan.longest);
 }
 
 // Where a part begins: a sequence, and a block of it. Each part ends where the next begins, so that whatever lengths a
@@ -65,7 +77,7 @@ struct Start {
 RA_HD Start start_of(Plan const& plan, int part) {
   if (part >= plan.num_parts) return {plan.num_seqs, 0};
   int const* row = plan.call.parts + int64_t(8) * part;
-  return {held(row[0], 0, plan.num_seqs), held(row[1], 0, kMostKeys)};
+  return {clamped(row[0], 0, plan.num_seqs), clamped(row[1], 0, kMostKeys)};
 }
 
 // The sequences that a part works on, first to last.
@@ -88,13 +100,13 @@ RA_HD Range range_of(Plan const& plan, int part, int seq, int blocks) {
   if (plan.call.parts == nullptr) {
     int const each = ceil_div(blocks > 0 ? blocks : 1, plan.num_splits);
     int64_t const from = int64_t(part % plan.num_splits) * each;
-    begin = held(from, 0, kMostKeys);
-    end = held(from + each, 0, blocks);
+    begin = clamped(from, 0, kMostKeys);
+    end = clamped(from + each, 0, blocks);
     slot = part;
   } else {
     Start const from = start_of(plan, part), to = start_of(plan, part + 1);
     begin = from.seq == seq ? from.block : 0;
-    end = to.seq == seq ? held(to.block, 0, blocks) : blocks;
+    end = to.seq == seq ? clamped(to.block, 0, blocks) : blocks;
     slot = 2 * part + (from.seq != seq);
   }
   if (begin == 0 && end >= blocks) return {0, blocks, kWhole};
@@ -142,10 +154,10 @@ RA_HD Query query_of(Plan const& plan, Job const& job, int row, bool sparse) {
 }
 
 // The power of two by which a row of queries with this largest magnitude is divided to lie below 2^9, as its exponent.
-RA_HD int unit_exponent(uint32_t largest_bits) { return held(int(largest_bits >> 23) - 127 - 8, -118, 119); }
+RA_HD int unit_exponent(uint32_t largest_bits) { return clamped(int(largest_bits >> 23) - 127 - 8, -118, 119); }
 // The exponent that a key's scales are taken relative to: that of the largest. Below 2^-60 they bring nothing that
 // could be told from 0 beside a finite logit, and 2^-127 would be no normal number.
-RA_HD int scale_exponent(uint32_t largest_bits) { return held(int(largest_bits >> 23) - 127, -60, 126); }
+RA_HD int scale_exponent(uint32_t largest_bits) { return clamped(int(largest_bits >> 23) - 127, -60, 126); }
 RA_HD uint32_t bits_of(float x) {
   uint32_t bits;
   memcpy(&bits, &x, sizeof bits);

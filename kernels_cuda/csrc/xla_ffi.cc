@@ -59,11 +59,11 @@ class Check {
  public:
   explicit Check(const char* function) : function_(function) {}
 
-  bool failed() const { return !complaint_.empty(); }
-  ffi::Error error() const { return ffi::Error::InvalidArgument(std::string(function_) + ": " + complaint_); }
+  bool failed() const { return !error_message_.empty(); }
+  ffi::Error error() const { return ffi::Error::InvalidArgument(std::string(function_) + ": " + error_message_); }
 
   void that(bool holds, std::string const& expected, std::string const& got) {
-    if (!failed() && !holds) complaint_ = "expected " + expected + ", got " + got;
+    if (!failed() && !holds) error_message_ = "expected " + expected + ", got " + got;
   }
   void count(const char* what, size_t wanted, size_t got) {
     that(wanted == got, std::to_string(wanted) + " " + what, std::to_string(got));
@@ -74,7 +74,7 @@ class Check {
     bool const byte = wanted == ffi::U8 && (got == ffi::S8 || got == ffi::F8E4M3FN);
     that(got == wanted || byte, std::string(array.name) + " of " + name_of(wanted), name_of(got));
   }
-  // So many entries; none is lawful too where an array may be absent.
+  // So many entries; none is valid too where an array may be absent.
   void entries(Array const& array, int64_t wanted, bool optional = false) {
     that(array.count() == wanted || (optional && !array.count()),
          std::string(array.name) + " of " + (wanted < 0 ? "too many" : std::to_string(wanted)) + " entries", text_of(array.buffer.dimensions()));
@@ -88,7 +88,8 @@ class Check {
     for (int64_t size : sizes) {
       that(*stride >= 0 && *stride <= array.count(), std::string("strides of ") + array.name + " from 0 to its entries",
            std::to_string(*stride));
-      last = failed() ? 0 : last + (size - 1) * *stride++;
+      int64_t const far = product({size - 1, *stride++});
+      last = failed() ? 0 : far < 0 || __builtin_add_overflow(last, far, &last) ? INT64_MAX : last;
     }
     that(last <= array.count(), std::string("strides of ") + array.name + " that end within it",
          std::to_string(last) + " entries of " + std::to_string(array.count()));
@@ -100,7 +101,7 @@ class Check {
 
  private:
   const char* function_;
-  std::string complaint_;
+  std::string error_message_;
 };
 
 // The arrays of a call, once they are known to be as many as they should be.
@@ -115,14 +116,14 @@ struct Arrays {
     check.count("results", kResults, results.size());
     return !check.failed();
   }
-  Array operator[](size_t place) const {
-    if (place < kOperands) return {*operands.get<ffi::AnyBuffer>(place), names[place]};
-    return {**results.get<ffi::AnyBuffer>(place - kOperands), names[place]};
+  Array operator[](size_t index) const {
+    if (index < kOperands) return {*operands.get<ffi::AnyBuffer>(index), names[index]};
+    return {**results.get<ffi::AnyBuffer>(index - kOperands), names[index]};
   }
   void poison() const {
 #ifdef RA_EMULATE
-    for (size_t place = kOperands; place < kOperands + kResults; ++place) {
-      Array const array = (*this)[place];
+    for (size_t index = kOperands; index < kOperands + kResults; ++index) {
+      Array const array = (*this)[index];
       if (array.count()) memset(array.data(), 0xff, array.buffer.size_bytes());
     }
 #endif
@@ -131,8 +132,8 @@ struct Arrays {
     if (!code) return ffi::Error::Success();
     std::string text = std::string(function) + " failed with code " + std::to_string(code) + ", " +
                        ra_error_string(code) + ":";
-    for (size_t place = 0; place < kOperands + kResults; ++place) {
-      Array const array = (*this)[place];
+    for (size_t index = 0; index < kOperands + kResults; ++index) {
+      Array const array = (*this)[index];
       if (!array.count()) continue;
       text += (text.back() == ':' ? " " : ", ") + std::string(array.name) + " " + text_of(array.buffer.dimensions());
     }
@@ -152,10 +153,10 @@ void check_types(Check& check, LatentArrays const& arrays, RaLatent const& call)
   ffi::DataType const type = call.dtype == RA_BFLOAT16 ? ffi::BF16 : ffi::F16;
   check.type(arrays[kQ], type);
   check.type(arrays[kKv], call.format == RA_PLAIN ? type : ffi::U8);
-  for (size_t place : {kLists, kLens, kParts}) check.type(arrays[place], ffi::S32);
+  for (size_t index : {kLists, kLens, kParts}) check.type(arrays[index], ffi::S32);
   check.type(arrays[kSinks], ffi::F32);
   check.type(arrays[kOut], type);
-  for (size_t place : {kLse, kMaxLogits, kPartialOut, kPartialLse, kPartialMax}) check.type(arrays[place], ffi::F32);
+  for (size_t index : {kLse, kMaxLogits, kPartialOut, kPartialLse, kPartialMax}) check.type(arrays[index], ffi::F32);
 }
 
 void check_sizes(Check& check, LatentArrays const& arrays, RaLatent const& call) {
@@ -168,7 +169,7 @@ void check_sizes(Check& check, LatentArrays const& arrays, RaLatent const& call)
   check.entries(arrays[kLists], product({call.num_seqs, lists, call.list_length}));
   check.entries(arrays[kLens], product({call.num_seqs, call.lens_token_stride ? call.num_q_tokens : 1}), true);
   check.entries(arrays[kSinks], call.num_q_heads, true);
-  check.entries(arrays[kParts], call.num_parts * 8, true);
+  check.entries(arrays[kParts], product({call.num_parts, 8}), true);
   check.entries(arrays[kOut], product({rows, kDv}));
   check.entries(arrays[kLse], rows);
   check.entries(arrays[kMaxLogits], rows, true);
@@ -183,7 +184,7 @@ void check_sizes(Check& check, LatentArrays const& arrays, RaLatent const& call)
              std::to_string(call.num_partials));
 }
 
-void check_places(Check& check, LatentArrays const& arrays, RaLatent const& call) {
+void check_strides(Check& check, LatentArrays const& arrays, RaLatent const& call) {
   int64_t const width = call.format == RA_PLAIN ? call.d_qk : kFp8Row;
   check.within(arrays[kQ], {call.num_seqs, call.num_q_tokens, call.num_q_heads},
                {call.q_seq_stride, call.q_token_stride, call.q_head_stride}, call.d_qk);
@@ -218,7 +219,7 @@ ffi::Error latent(const char* function, int (*launch)(const RaLatent*, void*), v
   if (check.failed()) return check.error();
   check_types(check, arrays, call);
   check_sizes(check, arrays, call);
-  check_places(check, arrays, call);
+  check_strides(check, arrays, call);
   if (check.failed()) return check.error();
   call.q = arrays[kQ].data();
   call.kv = arrays[kKv].data();
@@ -249,11 +250,11 @@ ffi::Error schedule(const char* function, int (*launch)(const RaSchedule*, void*
   RaSchedule call = {};
   memcpy(&call.num_seqs, numbers.begin(), sizeof(int64_t) * kScheduleNumbers);
   check.that(call.num_parts >= 1, "num_parts of at least 1", std::to_string(call.num_parts));
-  for (size_t place : {kSeqLens, kExtraLens, kDealt, kNumSplits}) check.type(arrays[place], ffi::S32);
+  for (size_t index : {kSeqLens, kExtraLens, kDealt, kNumSplits}) check.type(arrays[index], ffi::S32);
   check.entries(arrays[kSeqLens], call.num_seqs);
   check.entries(arrays[kExtraLens], call.num_seqs, true);
-  check.entries(arrays[kDealt], call.num_parts * 8);
-  check.entries(arrays[kNumSplits], call.num_seqs + 1);
+  check.entries(arrays[kDealt], product({call.num_parts, 8}));
+  check.entries(arrays[kNumSplits], product({call.num_seqs}) + 1);
   if (check.failed()) return check.error();
   call.lens = static_cast<const int32_t*>(arrays[kSeqLens].data());
   call.extra_lens = static_cast<const int32_t*>(arrays[kExtraLens].data());

@@ -19,11 +19,9 @@ from rich.markup import escape
 from rich.table import Table
 
 import ragged_attention
-from ragged_attention import config, dispatch
+from ragged_attention import config, dispatch, kernels_cuda
 from ragged_attention.calls import CALLS, Device
 from ragged_attention.errors import BackendMissing, Unsupported
-from ragged_attention.kernels_cuda import compile as kernels
-from ragged_attention.kernels_cuda import toolchain
 from ragged_attention.samples import FRAMEWORKS, device_of, sample_of
 
 MODULES = ("numpy", "torch", "triton", "jax", "jax_triton")
@@ -94,9 +92,7 @@ def versions(found: dict[str, ModuleType | Exception]) -> Iterator[tuple[str, st
             yield name, told(module)
         else:
             yield name, getattr(module, "__version__", None) or _version_of(DISTRIBUTIONS.get(name, name))
-    yield "CUDA toolchain", cuda_toolchain()
-    yield "CUTLASS", cutlass()
-    yield "CUDA kernels", cuda_kernels()
+    yield from kernels_cuda.report()
     yield "Pallas for TPU", pallas(found["jax"])
 
 
@@ -105,34 +101,6 @@ def _version_of(distribution: str) -> str:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return "unknown"
-
-
-def cuda_toolchain() -> str:
-    """nvcc's release and place, or what is missing to compile with it."""
-    compiler = toolchain.nvcc()
-    missing = toolchain.missing_to_compile()
-    if compiler is None:
-        return missing or f"{toolchain.nvcc_path()} does not run"
-    return f"{compiler.release} in {compiler.path}{f'; {missing}' if missing else ''}"
-
-
-def cutlass() -> str:
-    """The release of the CUTLASS headers and their place."""
-    include = toolchain.cutlass()
-    return f"{toolchain.cutlass_release(include)} in {include}" if include else toolchain.NO_CUTLASS
-
-
-def cuda_kernels() -> str:
-    """Whether the CUDA kernels are built, and what they say of the first device."""
-    path = kernels.built()
-    if path is None:
-        return kernels.why_not() or "not built: the first call does it, or `ragged-attention build-cuda`"
-    try:
-        status = kernels.status()
-    except BackendMissing as error:
-        return f"{path}: {told(error)}"
-    arch = f"sm_{status.major}{status.minor}, {status.num_multiprocessors} multiprocessors"
-    return f"{path}; device 0: {status.text if status.code else arch}"
 
 
 def pallas(jax: ModuleType | Exception) -> str:

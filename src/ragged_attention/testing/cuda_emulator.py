@@ -16,7 +16,8 @@ import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ragged_attention.kernels_cuda import compile, toolchain
+from ragged_attention import kernels_cuda
+from ragged_attention.kernels_cuda._build import compile, toolchain
 from ragged_attention.testing.runners import FRAMEWORKS, Runner
 
 BACKEND = "cuda"
@@ -41,7 +42,7 @@ class EmulatedRunner(Runner):
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
-        with compile.emulating(self.mode, MODES[self.mode]), super().around():
+        with kernels_cuda.emulating(self.mode, MODES[self.mode]), super().around():
             yield
 
     def apart(self) -> Sequence[str]:
@@ -55,7 +56,7 @@ def emulated(runner: Runner, mode: str) -> EmulatedRunner:
 
 def missing() -> str | None:
     """Why the emulation cannot be built here."""
-    return toolchain.missing_to_emulate()
+    return toolchain.missing_to_emulate() or compile.missing_to_keep()
 
 
 def runners(backend: str, framework: str | None, device: str | None) -> list[EmulatedRunner]:

@@ -21,24 +21,24 @@ struct Combine {
     int const seq = int(row / (call.num_q_heads * call.num_q_tokens));
     int const blocks = (length_of(plan, seq, token) + kBlock - 1) / kBlock, first = first_part_of(plan, seq);
     if (range_of(plan, first, seq, blocks).slot == kWhole) return;
-    float top = -INFINITY, maximum = -INFINITY, total = 0.f;
+    float m_i = -INFINITY, maximum = -INFINITY, l_i = 0.f;
     float4 acc[4] = {};
     for (int part = first; part == first || goes_on(plan, part, seq); ++part) {
       Range const range = range_of(plan, part, seq, blocks);
       if (range.slot < 0) continue;
-      int64_t const place = (range.slot * call.num_q_tokens + token) * call.num_q_heads + head;
-      top = fmaxf(top, call.partial_lse[place]);
-      if (call.max_logits) maximum = fmaxf(maximum, call.partial_max[place]);
+      int64_t const index = (range.slot * call.num_q_tokens + token) * call.num_q_heads + head;
+      m_i = fmaxf(m_i, call.partial_lse[index]);
+      if (call.max_logits) maximum = fmaxf(maximum, call.partial_max[index]);
     }
     for (int part = first; part == first || goes_on(plan, part, seq); ++part) {
       Range const range = range_of(plan, part, seq, blocks);
       if (range.slot < 0) continue;
-      int64_t const place = (range.slot * call.num_q_tokens + token) * call.num_q_heads + head;
-      float const lse = call.partial_lse[place];
+      int64_t const index = (range.slot * call.num_q_tokens + token) * call.num_q_heads + head;
+      float const lse = call.partial_lse[index];
       if (lse == -INFINITY) continue;
-      float const weight = op::exp2(lse - top);
-      total += weight;
-      float4 const* const given = reinterpret_cast<float4 const*>(call.partial_out + place * kValue);
+      float const weight = op::exp2(lse - m_i);
+      l_i += weight;
+      float4 const* const given = reinterpret_cast<float4 const*>(call.partial_out + index * kValue);
       CUTE_UNROLL
       for (int i = 0; i < 4; ++i) {
         float4 const part_out = given[lane + 32 * i];
@@ -48,10 +48,10 @@ struct Combine {
         acc[i].w += weight * part_out.w;
       }
     }
-    bool const empty = top == -INFINITY;
-    float denominator = total;
-    if (call.sinks && !empty) denominator += op::exp2(call.sinks[head] * float(kLog2e) - top);
-    float const factor = empty ? 0.f : 1.f / denominator;
+    bool const fully_masked = m_i == -INFINITY;
+    float denominator = l_i;
+    if (call.sinks && !fully_masked) denominator += op::exp2(call.sinks[head] * float(kLog2e) - m_i);
+    float const factor = fully_masked ? 0.f : 1.f / denominator;
     Out* const out = static_cast<Out*>(call.out) + row * kValue;
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) {
@@ -61,7 +61,7 @@ struct Combine {
     }
     if (lane == 0) {
       int64_t const finished = (int64_t(seq) * call.num_q_heads + head) * call.num_q_tokens + token;
-      call.lse[finished] = empty ? -INFINITY : (top + op::log2(total)) * kLn2;
+      call.lse[finished] = fully_masked ? -INFINITY : (m_i + op::log2(l_i)) * kLn2;
       if (call.max_logits) call.max_logits[finished] = maximum * kLn2;
     }
   }

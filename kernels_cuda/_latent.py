@@ -2,28 +2,30 @@
 
 One kernel body serves three functions of the C ABI, told apart by how keys are found and stored. Sparse prefill is
 sparse decode of one token a sequence, and packed rows are pages of one. A *job* is what shares a list of keys: in a
-dense call the query tokens and heads of a KV head of a sequence, in a sparse call the heads of one query token. A
+dense call the query tokens and heads of one KV head of a sequence, in a sparse call the heads of one query token. A
 thread block computes 64 rows of a job over one split of its keys, and has a multiprocessor to itself.
 """
 
 import dataclasses
 from typing import Any
 
-from ragged_attention.calls import CACHE_FORMATS, dtype_name
+from ragged_attention.calls import CACHE_FORMATS, Call, MlaDecode, SparseMlaPrefill, dtype_name
 from ragged_attention.errors import InvalidInput
-from ragged_attention.kernels_cuda import abi, compile
-from ragged_attention.kernels_cuda.native import NOT_EMULATING, Native
+from ragged_attention.kernels_cuda import _abi, _native
+from ragged_attention.kernels_cuda._native import NOT_EMULATING, Native
 
 ROWS = 64  # of a thread block
 BLOCK = 64  # keys of a step
 MAX_SPLITS = 128
 START_COST = 5  # of a thread block, in blocks of keys; what a decode schedule counts for a sequence
 MERGE_COST = 3  # of the kernel that merges splits, in blocks
-SPLITS_A_BLOCK = 16  # that it merges in the time of one more
+SPLITS_PER_BLOCK = 16  # that it merges in the time of one more
 ARCH = "sm_90"
 D_QK, D_V = (576, 512), 512
-MOST_BYTES = 2**36 - 16  # of a cache: kernels count 16 bytes in 32 bits
-UNASKED = "not yet measured to beat Triton's kernel, so taken only where it is asked for by name"
+MOST_BYTES = 2**36 - 16  # of a cache: kernels count units of 16 bytes in 32 bits
+NOT_BY_DEFAULT = "not yet measured to beat Triton's kernel, so taken only where it is asked for by name"
+
+Attention = MlaDecode | SparseMlaPrefill
 
 DENSE = Native("ra_mla_decode_dense")
 LISTS = Native("ra_sparse_mla_prefill")
@@ -44,30 +46,30 @@ class Tile:
 # ---- what is taken
 
 
-def cannot_run(call: Any) -> str | None:
-    """Why no kernel of this room runs where the call is."""
+def cannot_run(call: Call) -> str | None:
+    """Why none of these kernels runs where the call is."""
     device = call.device
     if device.platform == "cpu":
-        return NOT_EMULATING if compile.emulated() is None else None
+        return NOT_EMULATING if _native.emulated() is None else None
     if device.platform != "cuda" or device.arch != ARCH:
         return f"runs on {ARCH} GPUs, got a call from {device.arch or device.platform}"
-    return compile.why_not()
+    return _native.why_not()
 
 
-def why_not_by_default(call: Any) -> str | None:
+def why_not_by_default(call: Call) -> str | None:
     """Why a call that names no backend goes elsewhere."""
     del call
-    return UNASKED
+    return NOT_BY_DEFAULT
 
 
-def cannot_take(call: Any, *, sparse: bool) -> str | None:
+def cannot_take(call: Attention, *, sparse: bool) -> str | None:
     """Why the kernels do not take such a call, wherever it is."""
     dtype, dense = dtype_name(call.q), "a dense call"
-    if call.format not in abi.FORMATS:
-        return f"takes cache_format {' or '.join(map(repr, abi.FORMATS))}, got {call.format!r}"
+    if call.format not in _abi.FORMATS:
+        return f"takes cache_format {' or '.join(map(repr, _abi.FORMATS))}, got {call.format!r}"
     if call.format != "plain" and not sparse:
         return f"takes cache_format 'plain' in {dense} (one without indices), got {call.format!r}"
-    allowed = ("bfloat16",) if sparse else tuple(abi.DTYPES)
+    allowed = ("bfloat16",) if sparse else tuple(_abi.DTYPES)
     if dtype not in allowed:
         return f"takes q.dtype {' or '.join(allowed)} in {'a sparse call' if sparse else dense}, got {dtype}"
     if call.d_qk not in D_QK:
@@ -79,8 +81,8 @@ def cannot_take(call: Any, *, sparse: bool) -> str | None:
     return None
 
 
-def cache_bytes(call: Any) -> int:
-    """Of a cache whose pages lie next to each other; the library itself refuses one that strides take further."""
+def cache_bytes(call: Attention) -> int:
+    """The size of a cache whose pages follow each other; the library itself refuses one that strides make larger."""
     row = call.d_qk * 2 if call.format == "plain" else CACHE_FORMATS[call.format].token_bytes
     return call.num_slots * call.num_kv_heads * row
 
@@ -97,14 +99,14 @@ def power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def splits(call: Any, jobs: int, rows: int, keys: int) -> int:
-    """Into how many splits the keys of a job are cut: what ends soonest, if all lists are as long as they can be."""
+def splits(call: Attention, jobs: int, rows: int, keys: int) -> int:
+    """Into how many splits the keys of a job are cut: what ends soonest if every list is as long as it can be."""
     work, blocks = jobs * cdiv(rows, ROWS), max(1, cdiv(keys, BLOCK))
     slots = call.device.num_multiprocessors
     return min(
         range(1, min(MAX_SPLITS, blocks) + 1),
         key=lambda n: (
-            cdiv(work * n, slots) * (cdiv(blocks, n) + START_COST) + (n > 1) * (MERGE_COST + n / SPLITS_A_BLOCK)
+            cdiv(work * n, slots) * (cdiv(blocks, n) + START_COST) + (n > 1) * (MERGE_COST + n / SPLITS_PER_BLOCK)
         ),
     )
 
@@ -129,13 +131,13 @@ class Work:
     schedule: Any = None  # (parts, ...) or None
 
 
-def function_of(call: Any) -> Native:
-    """What runs a call over lists."""
+def function_of(call: Attention) -> Native:
+    """The function that runs a call over lists."""
     return LISTS if call.format == "plain" else FP8_LISTS
 
 
 def strides_of(array: Any, launch: Any) -> tuple[int, ...]:
-    """Strides, where an axis of one entry has that of a packed row: what is never stepped over may be anything."""
+    """The strides of an array; an axis of one entry gets that of a packed row, for its own may be anything."""
     shape, strides = array.shape, launch.strides(array)
     if 1 not in shape:
         return strides
@@ -154,7 +156,7 @@ def _numbers(work: Work, scale: float, num_splits: int, launch: Any) -> dict[str
         "num_q_heads": num_q_heads,
         "num_kv_heads": num_kv_heads,
         "d_qk": d_qk,
-        "dtype": abi.DTYPES[dtype_name(work.q)],
+        "dtype": _abi.DTYPES[dtype_name(work.q)],
         "format": work.function is FP8_LISTS,
         "sparse": work.function is not DENSE,
         "causal": work.causal,
@@ -179,10 +181,12 @@ def _numbers(work: Work, scale: float, num_splits: int, launch: Any) -> dict[str
     }
 
 
-def run(call: Any, work: Work, tile: Tile, launch: Any, *, max_logits: bool = False) -> dict[str, Any]:
-    """Enqueue the kernels; returns results by name."""
+def run(call: Attention, work: Work, tile: Tile, launch: Any, *, max_logits: bool = False) -> dict[str, Any]:
+    """Enqueue the kernels; returns the results by name."""
     num_seqs, num_q_tokens, num_q_heads, _ = work.q_shape
-    if work.schedule and not (num_seqs and work.schedule[0].shape[0]):  # divides nothing, or among nobody
+    if work.schedule and not (
+        num_seqs and work.schedule[0].shape[0]
+    ):  # there is nothing to divide, or no part to take it
         work.schedule = None
     schedule = work.schedule
     numbers = _numbers(work, call.scale, 1 if schedule else tile.num_splits, launch)

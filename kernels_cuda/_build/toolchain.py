@@ -1,4 +1,4 @@
-"""Where the compilers and headers are that the kernels are built with. Looks, never builds and never raises.
+"""Finds the compilers and headers that the kernels are built with. It looks, and never builds or raises.
 
 nvcc is searched for in this order: $CUDACXX, $CUDA_HOME, the compiler from PyPI (extra `cuda-toolchain`), PATH,
 /usr/local/cuda. CUTLASS is headers only, and they lie in the wheel `nvidia-cutlass` (extra `cuda`).
@@ -43,7 +43,7 @@ class Nvcc:
 
 
 def missing_to_compile() -> str | None:
-    """What the kernels cannot be compiled for want of, in a sentence; None if everything is here."""
+    """What is missing to compile the kernels, in a sentence; None if everything is here."""
     if reason := _wrong_platform():
         return reason
     wanted = os.environ.get("CUDACXX")
@@ -55,7 +55,7 @@ def missing_to_compile() -> str | None:
 
 
 def missing_to_emulate() -> str | None:
-    """What the emulation cannot be compiled for want of."""
+    """What is missing to compile the emulation."""
     if reason := _wrong_platform():
         return reason
     if gxx() is None:
@@ -67,8 +67,8 @@ def _wrong_platform() -> str | None:
     return None if sys.platform == "linux" else f"the CUDA kernels are built on Linux, this is {sys.platform}"
 
 
-def nvcc_places() -> Iterator[tuple[str, str | None]]:
-    """Each place that is looked into, in order, with the nvcc that is there."""
+def nvcc_candidates() -> Iterator[tuple[str, str | None]]:
+    """Each source that is searched, in order, with the nvcc that it has."""
     environ = os.environ
     yield "CUDACXX", _program(environ.get("CUDACXX"))
     yield "CUDA_HOME", _program(environ.get("CUDA_HOME"), "bin", "nvcc")
@@ -82,7 +82,7 @@ def _program(*parts: str | Path | None) -> str | None:
 
 
 def _whole(home: Path | None) -> Path | None:
-    """The folder of the wheels if all parts of a compiler are in it, of one release."""
+    """The folder of the wheels if it holds all parts of a compiler, of one release."""
     if home is None or not all((home / part).exists() for part in PARTS):
         return None
     return home if len({_minor_release(wheel) for wheel in WHEELS}) == 1 else None
@@ -98,11 +98,11 @@ def _minor_release(distribution: str) -> str | None:
 
 def nvcc_path() -> str | None:
     """The first nvcc that is found."""
-    return next((path for _, path in nvcc_places() if path), None)
+    return next((path for _, path in nvcc_candidates() if path), None)
 
 
 def nvcc() -> Nvcc | None:
-    """The nvcc in use, asked for its release and its folders; None where there is none or it does not run."""
+    """The nvcc in use with its release and folders; None where there is none or it does not run."""
     path = nvcc_path()
     return _asked(path) if path else None
 
@@ -120,8 +120,8 @@ def _asked(path: str) -> Nvcc | None:
     # In wheels the libraries lie in lib/, where nvcc's own profile does not look.
     libraries = [str(Path(top[1].strip(), "lib").resolve())] if top else []
     libraries = [folder for folder in libraries if Path(folder, "libcudart_static.a").is_file()]
-    told = re.search(r"release .*", release)
-    return Nvcc(path, told[0] if told else "unknown release", tuple(includes), tuple(libraries))
+    found = re.search(r"release .*", release)
+    return Nvcc(path, found[0] if found else "unknown release", tuple(includes), tuple(libraries))
 
 
 def _say(command: list[str]) -> str:
@@ -134,9 +134,12 @@ def gxx() -> str | None:
 
 
 @functools.cache
-def gxx_release(path: str) -> str:
-    """The first line that g++ says of its version."""
-    return _say([path, "--version"]).partition("\n")[0]
+def gxx_release(path: str) -> str | None:
+    """The first line that g++ says of its version; None where it does not run."""
+    try:
+        return _say([path, "--version"]).partition("\n")[0]
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def pypi_home() -> Path | None:
@@ -150,18 +153,18 @@ def pypi_home() -> Path | None:
 
 
 def cuda_headers() -> tuple[str, ...]:
-    """Folders to include from that have CUDA's own headers and those of its C++ library: nvcc's, or the wheels'."""
-    told, home = nvcc(), pypi_home()
-    for folders in (told.includes if told else (), (str(home / "include"),) if home else ()):
+    """Include folders that have CUDA's own headers and those of its C++ library: nvcc's, or the wheels'."""
+    compiler, home = nvcc(), pypi_home()
+    for folders in (compiler.includes if compiler else (), (str(home / "include"),) if home else ()):
         beside = (str(Path(folder, "cccl")) for folder in folders if Path(folder, "cccl").is_dir())
-        every = tuple(dict.fromkeys((*folders, *beside)))
-        if all(any(Path(folder, name).exists() for folder in every) for name in ("cuda_runtime.h", "cuda/std")):
-            return every
+        searched = tuple(dict.fromkeys((*folders, *beside)))
+        if all(any(Path(folder, name).exists() for folder in searched) for name in ("cuda_runtime.h", "cuda/std")):
+            return searched
     return ()
 
 
 def cutlass() -> Path | None:
-    """The folder of the CUTLASS headers. The wheel's Python side is not imported: it is slow and wants much."""
+    """The folder of the CUTLASS headers. The wheel's Python side is not imported: it is slow and has many dependencies."""
     try:
         found = importlib.util.find_spec("cutlass_library")
     except (ImportError, ValueError):

@@ -75,11 +75,11 @@ struct LatentBase {
   RA_DEV static auto shared(T* pointer) {
     return cute::make_tensor(cute::make_smem_ptr(pointer), Layout{});
   }
-  // Where in a slab 8 columns of a row begin.
-  RA_HD static int place(int row, int chunk) { return row * 64 + ((chunk ^ (row & 7)) * 8); }
+  // The offset in a slab at which 8 columns of a row begin.
+  RA_HD static int offset_of(int row, int chunk) { return row * 64 + ((chunk ^ (row & 7)) * 8); }
   // The word of weights (row, 8 j + 2 pair) in a slab.
   RA_DEV static uint32_t* weight_word(Element* slab, int row, int j, int pair) {
-    return reinterpret_cast<uint32_t*>(slab + place(row, j)) + pair;
+    return reinterpret_cast<uint32_t*>(slab + offset_of(row, j)) + pair;
   }
 
   // ---- what a thread block has to do
@@ -130,7 +130,7 @@ struct LatentBase {
     for (int i = 0; i < 4; ++i) found.at[i] = locate_row(plan, list, block * kBlock + t / 8 + 16 * i);
     return found;
   }
-  // A row that is not there is not read, but its place should be one that is: a cache may have none.
+  // A row that is not there is not read, but its address should be valid all the same: a cache may have no rows.
   RA_DEV static char const* row_at(RaLatent const& call, uint32_t at) {
     return at == kUnseen ? static_cast<char const*>(call.q) : static_cast<char const*>(call.kv) + int64_t(at) * 16;
   }
@@ -153,7 +153,7 @@ struct LatentBase {
     RA_DEV explicit Consumer(Plan const& plan) : plan(plan) {}
 
     RA_DEV static int thread() { return op::tid() % 128; }
-    RA_DEV void hand_back(op::MBar& bar) const {
+    RA_DEV void release(op::MBar& bar) const {
       op::syncwarp();  // each warp's own products are done, so each says so
       if (pair == 0 && row0 % 8 == 0) bar.arrive();
     }
@@ -190,8 +190,8 @@ struct LatentBase {
       finish<W, 0>(segment, first_regain, op::fresh_tid());
       finish<W, 1>(segment, second_regain, op::fresh_tid());
     }
-    // Write half W of row R, whose output is yet to be multiplied by `regain`. Places are computed anew from the
-    // thread's number, not kept in registers through the loop.
+    // Write half W of row R, whose output is yet to be multiplied by `regain`. Offsets are computed anew from the
+    // thread's number rather than kept in registers through the loop.
     template <int W, int R>
     RA_DEV void finish(Segment const& segment, float regain, int thread) {
       Job const job = LatentBase::job(plan);
@@ -200,13 +200,13 @@ struct LatentBase {
       int const row = job.tile * 64 + thread % 128 / 32 * 16 + thread % 32 / 4 + 8 * R;
       if (row >= plan.rows) return;
       Query const query = query_of(plan, job, row, kSparse);
-      int64_t const place =
+      int64_t const index =
           ((whole ? segment.seq : segment.slot) * call.num_q_tokens + query.token) * call.num_q_heads + query.head;
-      bool const empty = sum[R] == 0.f;
+      bool const fully_masked = sum[R] == 0.f;
       float denominator = sum[R];
-      if (whole && call.sinks && !empty) denominator += op::exp2(call.sinks[query.head] * float(kLog2e) - maximum[R]);
-      float const factor = empty ? 0.f : regain / denominator;
-      int64_t const column = place * kValue + W * 256 + 2 * (thread % 4);
+      if (whole && call.sinks && !fully_masked) denominator += op::exp2(call.sinks[query.head] * float(kLog2e) - maximum[R]);
+      float const factor = fully_masked ? 0.f : regain / denominator;
+      int64_t const column = index * kValue + W * 256 + 2 * (thread % 4);
       if (whole) {
         Out* const to = static_cast<Out*>(call.out) + column;
         CUTE_UNROLL
@@ -219,13 +219,13 @@ struct LatentBase {
           *reinterpret_cast<float2*>(to + 8 * j) = float2{out(at(0, R, j)) * factor, out(at(1, R, j)) * factor};
       }
       if (W == 0 && thread % 4 == 0) {
-        float const lse = empty ? -INFINITY : maximum[R] + op::log2(sum[R]);
+        float const lse = fully_masked ? -INFINITY : maximum[R] + op::log2(sum[R]);
         int64_t const finished = (segment.seq * call.num_q_heads + query.head) * call.num_q_tokens + query.token;
         if (whole) call.lse[finished] = lse * kLn2;
-        else call.partial_lse[place] = lse;
+        else call.partial_lse[index] = lse;
         if (call.max_logits) {
           if (whole) call.max_logits[finished] = maximum[R] * kLn2;
-          else call.partial_max[place] = maximum[R];
+          else call.partial_max[index] = maximum[R];
         }
       }
     }

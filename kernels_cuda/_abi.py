@@ -5,7 +5,7 @@ import ctypes
 from ragged_attention.errors import BackendMissing
 
 VERSION = 1
-# Codes of api.h that a binding tells apart; a positive code is CUDA's own.
+# The codes of api.h; a positive code is CUDA's own.
 WRONG_DEVICE, NO_KERNEL, DEADLOCK = -1, -2, -3
 DTYPES = {"bfloat16": 0, "float16": 1}
 FORMATS = {"plain": 0, "fp8_v32": 1}
@@ -33,7 +33,7 @@ class Latent(ctypes.Structure):
 
 
 class Schedule(ctypes.Structure):
-    """`RaSchedule`: the dealing of the sequences' blocks of keys to parts."""
+    """`RaSchedule`: how the sequences' blocks of keys are dealt to parts."""
 
     OPERANDS = ("lens", "extra_lens")
     RESULTS = ("parts", "num_splits")
@@ -54,7 +54,7 @@ LAUNCHERS = {
 
 
 def bind(library: ctypes.CDLL) -> ctypes.CDLL:
-    """The library with the types of its functions set; one of another ABI is refused before it can be called."""
+    """Set the types of the library's functions; a library of another ABI is refused before anything is called."""
     version = library.ra_abi_version()
     if version != VERSION:
         raise BackendMissing(f"expected CUDA kernels of ABI version {VERSION}, got {version}")

@@ -63,7 +63,7 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
   // Which keys of a block are there at all. Its sixteen writers arrive once more than others, since the arrival that
   // asynchronous copies bring about speaks of these alone.
   static constexpr int kWriters = 16;
-  RA_DEV static void tell_seen(uint8_t (&seen)[64], Block const& block, int t, op::MBar& bar) {
+  RA_DEV static void store_seen(uint8_t (&seen)[64], Block const& block, int t, op::MBar& bar) {
     if (t % 8) return;
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) seen[t / 8 + 16 * i] = block.at[i] != kUnseen;
@@ -74,7 +74,7 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
   template <int S, int H, class Tma>
   RA_DEV static void fill(Params<Tma> const& params, Block const& block, int turn, Smem& s, int t) {
     s.empty[S][H].wait((turn & 1) ^ 1);
-    if (S == H) tell_seen(s.seen[S], block, t, s.full[S][H]);
+    if (S == H) store_seen(s.seen[S], block, t, s.full[S][H]);
     if constexpr (!kSparse) {
       if (block.page >= 0) return fetch<S, H>(params, block, s, t);
     }
@@ -85,7 +85,7 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
       CUTE_UNROLL
       for (int j = 0; j < kFilled<S, H>; ++j) {
         int const slab = slab_of<S, H>(j);
-        op::copy16(s.keys[S][slab] + Base::place(t / 8 + 16 * i, chunk), row + (slab * 64 + chunk * 8) * 2,
+        op::copy16(s.keys[S][slab] + Base::offset_of(t / 8 + 16 * i, chunk), row + (slab * 64 + chunk * 8) * 2,
                    block.at[i] != kUnseen);
       }
     }
@@ -110,7 +110,7 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
       char const* const at = Base::query_at(plan, job, seq, row < plan.rows ? row : 0);
       CUTE_UNROLL
       for (int slab = 0; slab < kWidth / 64; ++slab)
-        op::copy16(s.q[slab] + Base::place(inside, chunk), at + (slab * 64 + chunk * 8) * 2, row < plan.rows);
+        op::copy16(s.q[slab] + Base::offset_of(inside, chunk), at + (slab * 64 + chunk * 8) * 2, row < plan.rows);
     }
   }
 
@@ -150,7 +150,7 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
   template <int W>
   struct Consumer : Base::Consumer {
     using Parent = typename Base::Consumer;
-    using Parent::out, Parent::maximum, Parent::sum, Parent::row0, Parent::plan, Parent::hand_back, Parent::thread;
+    using Parent::out, Parent::maximum, Parent::sum, Parent::row0, Parent::plan, Parent::release, Parent::thread;
     Smem& s;
     uint32_t phases = 0;  // bit S: of the barriers of stage S; bit 2: of the queries'
     typename Base::Logits block;
@@ -181,8 +181,8 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
     }
 
     // Scale and mask the logits; the rows' maxima over this block.
-    RA_DEV void mask(int first, int const (&limit)[2], float (&highest)[2]) {
-      highest[0] = highest[1] = -INFINITY;
+    RA_DEV void mask(int first, int const (&limit)[2], float (&m_new)[2]) {
+      m_new[0] = m_new[1] = -INFINITY;
       CUTE_UNROLL
       for (int j = 0; j < 8; ++j)
         CUTE_UNROLL
@@ -193,24 +193,24 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
           for (int r = 0; r < 2; ++r) {
             float& logit = block(Base::at(c, r, j));
             logit = seen && (kSparse || first + column < limit[r]) ? logit * plan.scale : -INFINITY;
-            highest[r] = fmaxf(highest[r], logit);
+            m_new[r] = fmaxf(m_new[r], logit);
           }
         }
-      Parent::raise_in_row(highest);
+      Parent::raise_in_row(m_new);
     }
-    // The logits become weights relative to `highest`; each row's sum of them.
-    RA_DEV void weigh(float const (&highest)[2], float (&total)[2]) {
+    // The logits become weights relative to `m_new`; each row's sum of them.
+    RA_DEV void weigh(float const (&m_new)[2], float (&l_new)[2]) {
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
-        float const reference = Parent::finite(highest[r]);
-        total[r] = 0.f;
+        float const reference = Parent::finite(m_new[r]);
+        l_new[r] = 0.f;
         CUTE_UNROLL
         for (int j = 0; j < 8; ++j)
           CUTE_UNROLL
           for (int c = 0; c < 2; ++c) {
             float& weight = block(Base::at(c, r, j));
             weight = op::exp2(weight - reference);
-            total[r] += weight;
+            l_new[r] += weight;
           }
       }
     }
@@ -223,14 +223,14 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
                     op::template pack<Element>(block(Base::at(0, r, j)) * factor[r], block(Base::at(1, r, j)) * factor[r]));
       op::fence_async_shared();
     }
-    RA_DEV void tell(float const (&highest)[2]) {
+    RA_DEV void share_maximum(float const (&m_new)[2]) {
       if (this->pair) return;
       CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) s.maximum[W][row0 + 8 * r] = highest[r];
+      for (int r = 0; r < 2; ++r) s.maximum[W][row0 + 8 * r] = m_new[r];
     }
-    RA_DEV void hear(float (&highest)[2]) {
+    RA_DEV void read_maximum(float (&m_new)[2]) {
       CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) highest[r] = s.maximum[1 - W][row0 + 8 * r];
+      for (int r = 0; r < 2; ++r) m_new[r] = s.maximum[1 - W][row0 + 8 * r];
     }
 
     // out += this warpgroup's weights x its half of the values of stage W.
@@ -252,14 +252,14 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
                    Base::template shared<Values<256>>(s.keys[1 - W][W * kHalf]), out, false);
     }
 
-    // Move to a new maximum; `total` is what the row's sum gains.
-    RA_DEV void move(float const (&highest)[2], float const (&total)[2]) {
+    // Move to a new maximum; `l_new` is what the row's sum gains.
+    RA_DEV void move(float const (&m_new)[2], float const (&l_new)[2]) {
       float factor[2];
-      Parent::factors(maximum, highest, factor);
+      Parent::factors(maximum, m_new, factor);
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
-        sum[r] = sum[r] * factor[r] + total[r];
-        maximum[r] = highest[r];
+        sum[r] = sum[r] * factor[r] + l_new[r];
+        maximum[r] = m_new[r];
       }
       Parent::rescale(factor);
     }
@@ -267,19 +267,19 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
     // A pair of blocks, of which the second may be missing.
     RA_DEV void attend(int first, bool two, int const (&limit)[2]) {
       constexpr float kOne[2] = {1.f, 1.f}, kNone[2] = {0.f, 0.f};
-      float highest[2], total[2], others[2], factor[2] = {1.f, 1.f};
+      float m_new[2], l_new[2], others[2], factor[2] = {1.f, 1.f};
       if constexpr (W == 0) {
         logits();
-        mask(first, limit, highest);
-        Parent::raise(highest, maximum);
-        weigh(highest, total);
-        tell(highest);
+        mask(first, limit, m_new);
+        Parent::raise(m_new, maximum);
+        weigh(m_new, l_new);
+        share_maximum(m_new);
         both_arrive(kFirstMaximum);
-        move(highest, total);
+        move(m_new, l_new);
         add_own();
         if (two) {
           both_sync(kSecondWeights);
-          hear(others);
+          read_maximum(others);
           Parent::factors(maximum, others, factor);
         } else if constexpr (kRest) {
           op::named_sync(kRestRead, 128);  // other warps may still multiply the rest, whose place the weights take
@@ -287,27 +287,27 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
         share_weights(factor);
         both_arrive(kFirstWeights);
         op::wgmma_wait<0>(out);
-        hand_back(s.empty[0][0]);
+        release(s.empty[0][0]);
         if (two) {
           move(others, kNone);
           add_other();
           op::wgmma_wait<0>(out);
-          hand_back(s.empty[1][0]);
+          release(s.empty[1][0]);
         }
       } else {
         if (two) {
           logits();
-          mask(first + kBlock, limit, highest);
+          mask(first + kBlock, limit, m_new);
         }
         both_sync(kFirstMaximum);
-        hear(others);
+        read_maximum(others);
         if (two) {
-          Parent::raise(highest, others);
-          weigh(highest, total);
-          tell(highest);
+          Parent::raise(m_new, others);
+          weigh(m_new, l_new);
+          share_maximum(m_new);
           share_weights(kOne);
           both_arrive(kSecondWeights);
-          move(highest, total);
+          move(m_new, l_new);
           add_own();
         } else {
           move(others, kNone);
@@ -316,10 +316,10 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
         add_other();
         if (two) {
           op::wgmma_wait<1>();
-          hand_back(s.empty[1][1]);
+          release(s.empty[1][1]);
         }
         op::wgmma_wait<0>(out);
-        hand_back(s.empty[0][1]);
+        release(s.empty[0][1]);
       }
       phases ^= two ? 3 : 1;
     }
@@ -343,7 +343,7 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
         int index = segment.begin, end = segment.end;
         bool const some = index < end;
         for (; index < end; index += 2) attend(index * kBlock, index + 1 < end, limit);
-        hand_back(s.q_empty);
+        release(s.q_empty);
         if (some) add_sums(phases >> 2);
         this->template finish_rows<W>(s.segments[phases >> 2], 1.f, 1.f);
       }

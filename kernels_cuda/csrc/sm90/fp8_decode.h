@@ -12,7 +12,7 @@
 #pragma once
 #include "latent.h"
 
-struct Folded : LatentBase<f16, bf16, true, 1> {
+struct Fp8Decode : LatentBase<f16, bf16, true, 1> {
   using Base = LatentBase<f16, bf16, true, 1>;
   static constexpr int kColumns = 576, kGroups = 4;
   static constexpr float kSmallestRatio = 8.67361737988403547e-19f;  // 2^-60, in place of a scale of 0 in logits
@@ -78,13 +78,13 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
     }
     uint4 const low = {halves[0], halves[1], halves[2], halves[3]}, high = {halves[4], halves[5], halves[6], halves[7]};
     int const first = 2 * chunk_pair + high_first;
-    op::store(reinterpret_cast<uint4*>(slab + place(row, first)), high_first ? high : low);
-    op::store(reinterpret_cast<uint4*>(slab + place(row, first ^ 1)), high_first ? low : high);
+    op::store(reinterpret_cast<uint4*>(slab + offset_of(row, first)), high_first ? high : low);
+    op::store(reinterpret_cast<uint4*>(slab + offset_of(row, first ^ 1)), high_first ? low : high);
   }
 
-  // Logits gain a group at a time, and after each are multiplied to what suits the next (Horner's scheme), so that one
-  // accumulator does: after the last group by its own ratio and the power that all ratios are relative to.
-  RA_DEV static void tell_scales(float4 const& scales, bool seen, int stage, int row, Smem& s) {
+  // Logits grow group by group; after each group they are multiplied by what suits the next (Horner's scheme), so that
+  // one accumulator is enough: after the last group by its own ratio and the power that all ratios are relative to.
+  RA_DEV static void store_scales(float4 const& scales, bool seen, int stage, int row, Smem& s) {
     float ratio[kGroups] = {scales.x, scales.y, scales.z, scales.w}, divisor[kGroups];
     float largest = 0.f;
     CUTE_UNROLL
@@ -109,12 +109,12 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
     for (int half = 0; half < 2; ++half) s.empty[stage][half].wait((turn >> 1 & 1) ^ 1);
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i)
-      op::copy16(s.keys[stage][8] + place(row + 16 * i, chunk), row_at(call, block.at[i]) + 528 + chunk * 16,
+      op::copy16(s.keys[stage][8] + offset_of(row + 16 * i, chunk), row_at(call, block.at[i]) + 528 + chunk * 16,
                  block.at[i] != kUnseen);
     op::arrive_after_copies(s.full[stage][1]);
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i)
-      if (chunk == i) tell_scales(scales, block.at[i] != kUnseen, stage, row + 16 * i, s);
+      if (chunk == i) store_scales(scales, block.at[i] != kUnseen, stage, row + 16 * i, s);
   }
   template <int H>
   RA_DEV static void fill(Codes const& codes, int turn, Smem& s, int t) {
@@ -149,9 +149,9 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
       uint32_t words[4] = {given[slab].x, given[slab].y, given[slab].z, given[slab].w};
       CUTE_UNROLL
       for (int i = 0; i < 4; ++i) words[i] = op::pack<f16>(low_of(words[i]) * factor, high_of(words[i]) * factor);
-      op::store(reinterpret_cast<uint4*>(s.q[slab] + place(row, chunk)), uint4{words[0], words[1], words[2], words[3]});
+      op::store(reinterpret_cast<uint4*>(s.q[slab] + offset_of(row, chunk)), uint4{words[0], words[1], words[2], words[3]});
     }
-    op::store(reinterpret_cast<uint4*>(s.q[8] + place(row, chunk)), load16(at + 1024 + chunk * 16, valid));
+    op::store(reinterpret_cast<uint4*>(s.q[8] + offset_of(row, chunk)), load16(at + 1024 + chunk * 16, valid));
   }
   // The two bfloat16 of a word.
   RA_HD static float low_of(uint32_t word) { return float_of(word << 16); }
@@ -208,7 +208,7 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
     // columns with scales of their own.
     template <int W>
     RA_DEV void add_values(int stage) {
-      int const t = op::fresh_tid() % 128, row0 = t / 32 * 16 + t % 32 / 4, pair = t % 4;  // places are computed anew
+      int const t = op::fresh_tid() % 128, row0 = t / 32 * 16 + t % 32 / 4, pair = t % 4;  // offsets are computed anew
       CUTE_UNROLL
       for (int keys = 0; keys < 4; ++keys) {
         if (keys >= 2) op::wgmma_wait<2>();  // registers for so many weights, no more
@@ -287,9 +287,9 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
     }
 
     // Scale and mask the logits; the rows' new maxima and levels.
-    RA_DEV void mask(int stage, float (&highest)[2], float (&reached)[2]) {
+    RA_DEV void mask(int stage, float (&m_new)[2], float (&reached)[2]) {
       CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) highest[r] = reached[r] = -INFINITY;
+      for (int r = 0; r < 2; ++r) m_new[r] = reached[r] = -INFINITY;
       CUTE_UNROLL
       for (int j = 0; j < 8; ++j)
         CUTE_UNROLL
@@ -300,23 +300,23 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
           for (int r = 0; r < 2; ++r) {
             float& logit = block(at(c, r, j));
             logit = exponent == -INFINITY ? -INFINITY : logit * plan.scale;
-            highest[r] = fmaxf(highest[r], logit);
+            m_new[r] = fmaxf(m_new[r], logit);
             reached[r] = fmaxf(reached[r], logit + exponent);
           }
         }
-      raise_in_row(highest);
+      raise_in_row(m_new);
       raise_in_row(reached);
-      raise(highest, maximum);
+      raise(m_new, maximum);
       raise(reached, level);
     }
 
-    // The logits become weights relative to `reached`, in shared memory; the rows' sums are relative to `highest`.
-    RA_DEV void weigh(int stage, float const (&highest)[2], float const (&reached)[2]) {
+    // The logits become weights relative to `reached`, in shared memory; the rows' sums are relative to `m_new`.
+    RA_DEV void weigh(int stage, float const (&m_new)[2], float const (&reached)[2]) {
       float factor[2];
-      factors(maximum, highest, factor);
+      factors(maximum, m_new, factor);
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
-        float const reference = finite(highest[r]), shift = op::exp2(reference - finite(reached[r]));
+        float const reference = finite(m_new[r]), shift = op::exp2(reference - finite(reached[r]));
         sum[r] *= factor[r];
         CUTE_UNROLL
         for (int j = 0; j < 8; ++j) {
@@ -329,17 +329,17 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
           }
           op::store(weight_word(s.keys[stage][8], row0 + 8 * r, j, pair), op::pack<f16>(weight[0], weight[1]));
         }
-        maximum[r] = highest[r];
+        maximum[r] = m_new[r];
       }
     }
 
     RA_DEV void attend() {
       int const stage = phases & 1;
-      float highest[2], reached[2], factor[2];
+      float m_new[2], reached[2], factor[2];
       logits(stage);
-      mask(stage, highest, reached);
+      mask(stage, m_new, reached);
       op::named_sync(kRestRead, 128);  // other warps may still multiply the rest, whose place the weights take
-      weigh(stage, highest, reached);
+      weigh(stage, m_new, reached);
       factors(level, reached, factor);
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
@@ -350,7 +350,7 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
       rescale(factor);
       add_values<0>(stage);
       op::wgmma_wait<0>(out);
-      hand_back(s.empty[stage][0]);
+      release(s.empty[stage][0]);
       next_block();
     }
 
@@ -371,7 +371,7 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
           s.maximum[phases >> 2][row0 + 8 * r] = maximum[r];
           s.level[phases >> 2][row0 + 8 * r] = level[r];
         }
-        hand_back(s.q_empty);
+        release(s.q_empty);
         op::named_sync(kSums, 256);
         finish_rows<0>(level);
       }
@@ -389,7 +389,7 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
       rescale(factor);
       add_values<1>(stage);
       op::wgmma_wait<0>(out);
-      hand_back(s.empty[stage][1]);
+      release(s.empty[stage][1]);
       next_block();
     }
 
@@ -397,7 +397,7 @@ struct Folded : LatentBase<f16, bf16, true, 1> {
       op::reg_alloc<176>();
       for (; begin(); phases ^= 4) {
         for (int blocks = segment().end - segment().begin; blocks > 0; --blocks) attend();
-        hand_back(s.q_empty);
+        release(s.q_empty);
         op::named_sync(kSums, 256);
         float level[2];
         CUTE_UNROLL

@@ -33,10 +33,10 @@ float widened(uint16_t bits) {
   return (bits & 0x8000) != 0 ? -value : value;
 }
 
-// Where a tensor's elements lie, in elements from the first: what its layout and swizzle make of (row, column), columns
-// slow. The same for all tensors of a type that begin at the same place of a swizzle's period.
+// The offsets of a tensor's elements from the first, in elements: what its layout and swizzle make of (row, column), columns
+// slow. The same for all tensors of a type that begin at the same offset in a swizzle's period.
 template <class Tensor>
-std::vector<int> const& places(Tensor const& tensor) {
+std::vector<int> const& offsets_of(Tensor const& tensor) {
   static std::vector<int> found;
   static uintptr_t phase;
   constexpr int rows = decltype(cute::size<0>(tensor))::value, columns = decltype(cute::size<1>(tensor))::value;
@@ -63,14 +63,14 @@ template <class Tensor>
 void gather(Tensor const& tensor, int from, int rows, std::vector<float>& wide) {
   using T = std::remove_const_t<typename Tensor::value_type>;
   auto const* const first = reinterpret_cast<uint16_t const*>(seen_by_async(tensor));
-  std::vector<int> const& places = emu::places(tensor);
+  std::vector<int> const& offsets = emu::offsets_of(tensor);
   constexpr int all = decltype(cute::size<0>(tensor))::value, columns = decltype(cute::size<1>(tensor))::value;
   wide.resize(size_t(rows) * columns);
-  int const* place = places.data() + from;
+  int const* offset = offsets.data() + from;
   float* to = wide.data();
-  for (int column = 0; column < columns; ++column, place += all, to += rows) {
-    for (int row = 0; row < rows; ++row) to[row] = widened<T>(first[place[row]]);
-    watch::reads(first, place, rows);
+  for (int column = 0; column < columns; ++column, offset += all, to += rows) {
+    for (int row = 0; row < rows; ++row) to[row] = widened<T>(first[offset[row]]);
+    watch::reads(first, offset, rows);
   }
 }
 
@@ -109,10 +109,10 @@ Share share_of(Fragment const& fragment, Partition partition, int row_stride, in
     static_assert(decltype(size(coordinates))::value == decltype(size(fragment))::value);
     for (int i = 0; i < size(fragment); ++i) {
       int const row = get<0>(coordinates(i)), column = get<1>(coordinates(i)), warp = thread / kWarp;
-      int const place = (row - 16 * warp) * row_stride + column * column_stride;
+      int const offset = (row - 16 * warp) * row_stride + column * column_stride;
       std::vector<int>& lane = share.in_tile[thread % kWarp];
-      if (row / 16 != warp || (warp > 0 && lane[i] != place)) machine.fault("expected 16 rows to each warp");
-      if (warp == 0) lane.push_back(place);
+      if (row / 16 != warp || (warp > 0 && lane[i] != offset)) machine.fault("expected 16 rows to each warp");
+      if (warp == 0) lane.push_back(offset);
     }
   }
   return share;
@@ -165,7 +165,7 @@ template <class SB, class Acc>
 Product& enlist(int t, SB const& b, Acc& acc) {
   Warp& warp = machine.warps[machine.current / kWarp];
   int const lane = machine.current % kWarp;
-  if (t != machine.current % 128) machine.fault("expected the thread's place in its warpgroup, got %d", t);
+  if (t != machine.current % 128) machine.fault("expected the thread's index in its warpgroup, got %d", t);
   uint64_t const number = warp.issued[lane]++ - warp.settled;
   if (number == warp.products.size()) warp.products.emplace_back();
   Product& product = warp.products[number];
@@ -199,16 +199,16 @@ void fill(Source const& source, int row_tile, int column_tile, int head, int pag
   static_assert(rows == 64 && columns == 64);
   T* const generic = &target(0, 0);
   T* const async = seen_by_async(target);
-  std::vector<int> const& places = emu::places(target);
+  std::vector<int> const& offsets = emu::offsets_of(target);
   bool const inside = head >= 0 && head < size<2, 0>(source) && page >= 0 && page < size<2, 1>(source);
   for (int column = 0; column < columns; ++column)
     for (int row = 0; row < rows; ++row) {
       int const from_row = row_tile * rows + row, from_column = column_tile * columns + column;
-      bool const held = inside && from_row >= 0 && from_row < size<0>(source) && from_column < size<1>(source);
-      int const place = places[column * rows + row];
-      generic[place] = async[place] = held ? T(source(from_row, from_column, make_coord(head, page))) : T(0);
-      watch::writes(reinterpret_cast<unsigned char*>(generic + place), sizeof(T));
-      watch::writes(reinterpret_cast<unsigned char*>(async + place), sizeof(T));
+      bool const exists = inside && from_row >= 0 && from_row < size<0>(source) && from_column < size<1>(source);
+      int const offset = offsets[column * rows + row];
+      generic[offset] = async[offset] = exists ? T(source(from_row, from_column, make_coord(head, page))) : T(0);
+      watch::writes(reinterpret_cast<unsigned char*>(generic + offset), sizeof(T));
+      watch::writes(reinterpret_cast<unsigned char*>(async + offset), sizeof(T));
     }
 }
 
@@ -384,7 +384,7 @@ void tma_load(Source const& source, int row_tile, int column_tile, int head, int
   machine.stir();
 }
 
-// Both of these take `t`, the thread's place in its warpgroup, and only begin a product.
+// Both of these take `t`, the thread's index in its warpgroup, and only begin a product.
 template <class Mma, class SA, class SB, class Acc>
 void wgmma_ss(Mma, int t, SA const& a, SB const& b, Acc& acc, bool zero) {
   emu::watch::Unseen unseen;
@@ -408,8 +408,8 @@ void wgmma_rs(Mma, int t, RA const& a, SB const& b, Acc& acc, bool zero = false)
   emu::Share const& share = emu::share_of_sums<Mma, decltype(cute::size<0>(b))::value>(acc);
   emu::Share const& left = emu::share_of_left<Mma, depth>(a);
   product.left.resize(16 * depth);
-  std::vector<int> const& place = left.in_tile[t % emu::kWarp];
-  for (size_t i = 0; i < place.size(); ++i) product.left[place[i]] = float(a(int(i)));
+  std::vector<int> const& offsets = left.in_tile[t % emu::kWarp];
+  for (size_t i = 0; i < offsets.size(); ++i) product.left[offsets[i]] = float(a(int(i)));
   if (product.lanes == 0)
     product.multiply = [&share, b, zero](emu::Product& whole) {
       emu::compute(whole, share, b, zero, [&]() -> std::vector<float> const& { return whole.left; });

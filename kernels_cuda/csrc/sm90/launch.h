@@ -2,7 +2,7 @@
 #pragma once
 #include "combine.h"
 
-// Rows are told apart by what lies before them, in 32 bits of 16 bytes.
+// A row is addressed by what lies before it, counted in units of 16 bytes in 32 bits.
 constexpr int64_t kMostBytes = (int64_t(1) << 36) - 16;
 inline int64_t cache_bytes(RaLatent const& call) {
   return (call.num_pages * call.page_stride + call.page_size * call.slot_stride + call.num_kv_heads * call.head_stride) *
@@ -28,11 +28,15 @@ auto pages_of(RaLatent const& call) {
 
 template <class Kernel>
 int launch_latent(RaLatent const& call, void* stream) {
+  using Merge = Combine<typename Kernel::Out>;
+  if (!sizes_fit(call)) return RA_NO_KERNEL;
   Plan const plan = plan_of(call);
   int64_t const jobs = num_jobs(plan), rows = call.num_seqs * call.num_q_tokens * call.num_q_heads;
+  constexpr int64_t kMostRows = int64_t(INT32_MAX) * (Merge::kThreads / 32);  // of the grid that merges splits
   if (jobs <= 0) return 0;
   bool const splits = call.parts != nullptr || call.num_splits > 1;
-  if (jobs > INT32_MAX || cache_bytes(call) > kMostBytes || (splits && call.partial_out == nullptr)) return RA_NO_KERNEL;
+  if (jobs > INT32_MAX || cache_bytes(call) > kMostBytes) return RA_NO_KERNEL;
+  if (splits && (call.partial_out == nullptr || rows > kMostRows)) return RA_NO_KERNEL;
   int code;
   if constexpr (Kernel::kLists) {
     code = op::launch<Kernel>(jobs, sizeof(typename Kernel::Smem), stream, LatentParams<char>{plan, 0, false});
@@ -43,7 +47,6 @@ int launch_latent(RaLatent const& call, void* stream) {
   }
   if (code) return code;
   if (!splits) return 0;
-  using Merge = Combine<typename Kernel::Out>;
   int64_t const blocks = (rows + Merge::kThreads / 32 - 1) / (Merge::kThreads / 32);
   return op::launch<Merge>(blocks, 0, stream, typename Merge::Params{plan});
 }

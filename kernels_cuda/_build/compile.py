@@ -1,0 +1,329 @@
+"""Builds the kernels, the emulation of them and the library for XLA, and keeps them by content.
+
+A library is kept in ~/.cache/ragged_attention under a digest of everything it is made of: sources, flags, architecture,
+the compiler's release, the release of CUTLASS. One built ahead of time may be in `kernels_cuda/prebuilt/`: its name
+carries the digest of sources and flags, so one of other sources is never taken.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import hashlib
+import logging
+import os
+import shlex
+import shutil
+import signal
+import struct
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from ragged_attention.errors import BackendMissing
+from ragged_attention.kernels_cuda._build import toolchain
+
+logger = logging.getLogger("ragged_attention")
+
+PACKAGE = Path(__file__).parent.parent
+SOURCES = PACKAGE / "csrc"
+PREBUILT = PACKAGE / "prebuilt"
+UNITS = ("sm90/mla_decode_dense", "sm90/sparse_mla_prefill", "sm90/mla_decode_sparse_fp8", "common")
+EMULATOR = "emulator"  # the folder that is for g++ alone
+NVCC_FLAGS = (
+    "-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "--expt-relaxed-constexpr",
+    "--expt-extended-lambda", "-Xcompiler=-fPIC,-fvisibility=hidden", "-DNDEBUG", "-lineinfo", "-cudart", "static",
+)  # fmt: skip
+# CuTe views fragments of registers through other types, which strict aliasing would turn into zeros.
+EMULATION_FLAGS = (
+    "-std=c++20", "-O2", "-fno-strict-aliasing", "-fPIC", "-fvisibility=hidden", "-w", "-DRA_EMULATE", "-DNDEBUG",
+)  # fmt: skip
+FFI_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden")
+SHOWN_LINES = 30  # of a failed compiler's output
+NO_CACHE = "no folder to keep the CUDA kernels in: set HOME or XDG_CACHE_HOME"
+UNFINISHED = "building-"  # how the names of folders begin that a build works in
+
+Progress = Callable[[int, int, str], None]  # steps done, steps in all, what was done or is next
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How one shared library is made: each unit by `compiler` with `-c`, then all of them together by `linker`."""
+
+    what: str
+    name: str
+    digest: str
+    texts: tuple[Path, ...]  # the sources that the digest covers
+    as_read: str  # their digest alone, which shows a change made in the meantime
+    units: tuple[Path, ...]
+    compiler: tuple[str, ...]
+    linker: tuple[str, ...]
+    libraries: tuple[str, ...] = ()
+
+    @property
+    def path(self) -> Path:
+        return cache_folder() / self.digest / self.name
+
+
+def cache_folder() -> Path:
+    """Where built libraries are kept."""
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base, "ragged_attention")
+    try:
+        return Path.home() / ".cache" / "ragged_attention"
+    except RuntimeError as error:
+        raise BackendMissing(NO_CACHE) from error
+
+
+def missing_to_keep() -> str | None:
+    """Why a library that is built could not be kept, as far as names tell."""
+    try:
+        cache_folder()
+    except BackendMissing as error:
+        return str(error)
+    return None
+
+
+def digest_of(*parts: object) -> str:
+    """A short name for all of `parts`; a path stands for the file's name and content."""
+    found = hashlib.sha256()
+    for part in parts:
+        text = part.name.encode() + b"\0" + part.read_bytes() if isinstance(part, Path) else str(part).encode()
+        found.update(len(text).to_bytes(8, "little") + text)
+    return found.hexdigest()[:20]
+
+
+def kernels_recipe() -> Recipe:
+    """The kernels, by nvcc. Raises `BackendMissing` where a tool is missing."""
+    nvcc, include = toolchain.nvcc(), toolchain.cutlass()
+    if (reason := toolchain.missing_to_compile()) or nvcc is None or include is None:
+        raise BackendMissing(reason or f"{toolchain.nvcc_path()} does not run")
+    texts = _kernel_texts()
+    name = _kernels_name(texts)
+    return Recipe(
+        what="CUDA kernels",
+        name=name,
+        digest=digest_of(name, nvcc.release, toolchain.cutlass_release(include)),
+        texts=texts,
+        as_read=digest_of(*texts),
+        units=tuple(SOURCES / f"{unit}.cu" for unit in UNITS),
+        compiler=(nvcc.path, *NVCC_FLAGS, f"-I{SOURCES}", f"-I{include}"),
+        linker=(
+            nvcc.path, "-shared", *NVCC_FLAGS, "-Xlinker", f"--exclude-libs,ALL,-soname,{name}",
+            *(f"-L{folder}" for folder in nvcc.libraries),
+        ),
+    )  # fmt: skip
+
+
+def _kernels_name(texts: Sequence[Path]) -> str:
+    """The kernels' file name: a library of the same sources and flags is the same library, whoever compiled it."""
+    return f"libragged_attention_cuda-{digest_of(*NVCC_FLAGS, *texts)}.so"
+
+
+def _kernel_texts() -> tuple[Path, ...]:
+    return tuple(path for path in _texts(SOURCES) if path.parent.name != EMULATOR)
+
+
+def _texts(sources: Path) -> list[Path]:
+    return sorted([*sources.rglob("*.h"), *sources.rglob("*.cu")])
+
+
+def _gxx() -> tuple[str, str]:
+    """g++ and its release."""
+    path = toolchain.gxx()
+    release = toolchain.gxx_release(path) if path else None
+    if path is None or release is None:
+        raise BackendMissing(f"{path} does not run" if path else toolchain.NO_GXX)
+    return path, release
+
+
+def emulation_recipe(extra_flags: Sequence[str] = (), sources: Path = SOURCES) -> Recipe:
+    """The same sources, by g++, for the CPU."""
+    (gxx, release), include = _gxx(), toolchain.cutlass()
+    if (reason := toolchain.missing_to_emulate()) or include is None:
+        raise BackendMissing(reason or toolchain.NO_CUTLASS)
+    headers = toolchain.cuda_headers()
+    flags = (*EMULATION_FLAGS, *extra_flags)
+    entry = sources / EMULATOR / "emulation.cc"
+    texts = (*_texts(sources), entry)
+    digest = digest_of(*flags, *texts, release, toolchain.cutlass_release(include), *headers)
+    name = f"libragged_attention_emulated-{digest}.so"
+    includes = (f"-I{folder}" for folder in (sources, include, *headers))
+    return Recipe(
+        what="emulation of the CUDA kernels",
+        name=name,
+        digest=digest,
+        texts=texts,
+        as_read=digest_of(*texts),
+        units=(*(sources / f"{unit}.cu" for unit in UNITS if unit != "common"), entry),  # which includes common.cu
+        compiler=(gxx, *flags, *includes, "-x", "c++"),
+        linker=(gxx, "-shared", *flags, "-pthread", f"-Wl,-soname,{name}"),
+    )
+
+
+def ffi_recipe(jax_include: str, kernels: Path, emulated: bool = False) -> Recipe:
+    """The XLA FFI library over `kernels`, against the headers of one jaxlib: a newer FFI would break an older jaxlib.
+
+    It finds `kernels` by name, so those must be loaded first.
+    """
+    gxx, release = _gxx()
+    interface = sorted(Path(jax_include, "xla", "ffi", "api").glob("*.h"))
+    texts = (SOURCES / "api.h", SOURCES / "xla_ffi.cc", *interface)
+    flags = (*FFI_FLAGS, *(("-DRA_EMULATE",) if emulated else ()))
+    digest = digest_of(*flags, kernels.name, release, *texts)
+    includes = (f"-I{jax_include}", *(f"-isystem{folder}" for folder in toolchain.cuda_headers()))
+    return Recipe(
+        what="XLA FFI library of the CUDA kernels",
+        name=f"libragged_attention_ffi-{digest}.so",
+        digest=digest,
+        texts=texts,
+        as_read=digest_of(*texts),
+        units=(SOURCES / "xla_ffi.cc",),
+        compiler=(gxx, *flags, *includes),
+        linker=(gxx, "-shared", f"-Wl,-rpath,$ORIGIN:{kernels.parent}"),
+        libraries=(str(kernels),),
+    )
+
+
+def is_whole(path: Path) -> bool:
+    """Whether there is a library that ends where its header says: one cut short would end the process that loads it."""
+    try:
+        with open(path, "rb") as file:
+            header, size = file.read(64), os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        return False
+    if len(header) < 64 or not header.startswith(b"\x7fELF"):
+        return False
+    (sections,), (entry, count) = struct.unpack_from("=Q", header, 40), struct.unpack_from("=2H", header, 58)
+    return size >= sections + entry * count
+
+
+def build(recipe: Recipe, progress: Progress | None = None) -> Path:
+    """The recipe's library, from the cache or made now. A failure raises `BackendMissing` with the compiler's words."""
+    try:
+        if is_whole(recipe.path):  # perhaps in a cache that others fill, where we may not even lock
+            return recipe.path
+        recipe.path.parent.mkdir(parents=True, exist_ok=True)
+        with _alone(recipe.path.parent) as alone:
+            if not is_whole(recipe.path):
+                if alone:
+                    _clear(recipe.path.parent)
+                _make(recipe, progress)
+    except OSError as error:
+        raise BackendMissing(f"the {recipe.what} cannot be kept in {cache_folder()}: {error}") from error
+    return recipe.path
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[bool]:
+    """Another process that wants the same library waits here rather than make it again. False: nobody waits."""
+    import fcntl  # not on Windows, where nothing is built
+
+    # A lock takes no right to write, and the file may be another user's.
+    file = os.open(folder / "lock", os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:  # file systems without locks: the work is done twice, the result is one
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(file)
+
+
+def _clear(folder: Path) -> None:
+    """Remove what builds left that were killed."""
+    for path in folder.glob(f"{UNFINISHED}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _make(recipe: Recipe, progress: Progress | None) -> None:
+    """Compile the units side by side, link them, and move the result to its path in one step."""
+    logger.info("building the %s with %s", recipe.what, recipe.compiler[0])
+    start, steps = time.perf_counter(), len(recipe.units) + 1
+
+    def tell(done: int, text: str) -> None:
+        if progress is not None:
+            progress(done, steps, text)
+
+    with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=recipe.path.parent) as folder, _Compilers(recipe) as run:
+        objects = [Path(folder, f"{unit.stem}.o") for unit in recipe.units]
+        tell(0, recipe.units[0].name)
+        started = {
+            run.later((*recipe.compiler, "-c", str(unit), "-o", str(made))): unit
+            for unit, made in zip(recipe.units, objects, strict=True)
+        }
+        for done, future in enumerate(concurrent.futures.as_completed(started), 1):
+            future.result()
+            tell(done, started[future].name)
+        linked = Path(folder, recipe.name)
+        run.later((*recipe.linker, "-o", str(linked), *map(str, objects), *recipe.libraries)).result()
+        if digest_of(*recipe.texts) != recipe.as_read:
+            raise BackendMissing(f"the sources of the {recipe.what} changed while they were compiled")
+        os.replace(linked, recipe.path)
+    tell(steps, recipe.name)
+    logger.info("built the %s in %.0f s: %s", recipe.what, time.perf_counter() - start, recipe.path)
+
+
+class _Compilers:
+    """Commands of a recipe, one for each core at a time; leaving by an exception, Ctrl-C too, ends them all."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._what = recipe.what
+        self._pool = concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+        self._running: set[subprocess.Popen[str]] = set()
+        self._lock, self._ended = threading.Lock(), False
+
+    def __enter__(self) -> "_Compilers":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is not None:
+            with self._lock:
+                self._ended = True
+                for process in self._running:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGTERM)  # nvcc and the programs that it has started
+        self._pool.shutdown(cancel_futures=True)
+
+    def later(self, command: Sequence[str]) -> concurrent.futures.Future[None]:
+        """The future of a command, which fails with the last of what it has printed."""
+        return self._pool.submit(self._call, command)
+
+    def _call(self, command: Sequence[str]) -> None:
+        with self._lock:
+            if self._ended:
+                return
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                errors="replace", process_group=0,
+            )  # fmt: skip
+            self._running.add(process)
+        with process:
+            printed, _ = process.communicate()
+        with self._lock:
+            self._running.discard(process)
+        if process.returncode:
+            last = "\n".join(printed.strip().splitlines()[-SHOWN_LINES:])
+            raise BackendMissing(
+                f"building the {self._what} failed with exit code {process.returncode}:\n{shlex.join(command)}\n{last}"
+            )
+
+
+def prebuilt() -> Path | None:
+    """The library built ahead of time of these very sources, if there is one."""
+    path = PREBUILT / _kernels_name(_kernel_texts())
+    return path if is_whole(path) else None
+
+
+def built() -> Path | None:
+    """The kernels' library if it is built already."""
+    if path := prebuilt():
+        return path
+    if toolchain.missing_to_compile() or missing_to_keep() or toolchain.nvcc() is None:
+        return None
+    path = kernels_recipe().path
+    return path if is_whole(path) else None

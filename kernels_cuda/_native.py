@@ -1,0 +1,186 @@
+"""The compiled kernels as this process has loaded them, and how a backend's `run` hands them to a front end's launcher.
+
+library()                    the kernels, for a GPU; loads on a machine without one too, where `status` says so
+with emulating(): ...        inside, calls on a CPU run the same sources, compiled for its threads: `emulation()`
+"""
+
+import contextlib
+import contextvars
+import ctypes
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
+from ragged_attention.kernels_cuda import _abi
+from ragged_attention.kernels_cuda._build import compile, toolchain
+from ragged_attention.kernels_cuda._build.compile import Progress, Recipe
+
+MODES = ("eager", "late", "crossed")
+NOT_EMULATING = "runs on sm_90 GPUs, on a CPU inside ragged_attention.kernels_cuda.emulating() only"
+
+
+class Status(NamedTuple):
+    """What the library says of a device: a code, 0 if the kernels run there, and the code in words."""
+
+    code: int
+    text: str
+    major: int
+    minor: int
+    num_multiprocessors: int
+
+
+# ---- loading
+
+KERNELS = ("kernels",)
+_lock = threading.RLock()
+_loaded: dict[tuple, ctypes.CDLL] = {}
+_failed: dict[tuple, str] = {}
+
+
+def _once(
+    key: tuple,
+    source: Callable[[], Recipe | Path],
+    opened: Callable[[Path], ctypes.CDLL],
+    progress: Progress | None = None,
+) -> ctypes.CDLL:
+    """The library of `source`, built and opened once per process; a failure is remembered too: building is slow."""
+    if key in _loaded:
+        return _loaded[key]
+    with _lock:
+        if key in _failed:
+            raise BackendMissing(_failed[key])
+        if key not in _loaded:
+            found = source()
+            try:
+                _loaded[key] = opened(found if isinstance(found, Path) else compile.build(found, progress))
+            except (BackendMissing, OSError) as error:
+                _failed[key] = str(error)
+                raise BackendMissing(_failed[key]) from error
+        return _loaded[key]
+
+
+def library(progress: Progress | None = None) -> ctypes.CDLL:
+    """The kernels, built if need be. Loads without a driver; ask `status` before calling anything."""
+    return _once(KERNELS, lambda: compile.prebuilt() or compile.kernels_recipe(), _bound, progress)
+
+
+def _bound(path: Path) -> ctypes.CDLL:
+    return _abi.bind(ctypes.CDLL(str(path)))
+
+
+def emulation(extra_flags: Sequence[str] = (), sources: Path = compile.SOURCES) -> ctypes.CDLL:
+    """The kernels for the CPU's threads: the same functions, given host pointers; `extra_flags` go to g++."""
+
+    def opened(path: Path) -> ctypes.CDLL:
+        found = _bound(path)
+        found.ra_emulate.argtypes, found.ra_emulate.restype = (ctypes.c_int, ctypes.c_uint64), None
+        return found
+
+    key = ("emulation", tuple(extra_flags), sources)
+    return _once(key, lambda: compile.emulation_recipe(extra_flags, sources), opened)
+
+
+def ffi_library(jax_include: str, emulated: bool = False) -> ctypes.CDLL:
+    """The XLA FFI handlers over the kernels or the emulation, for the jaxlib whose headers are in `jax_include`."""
+
+    def source() -> Recipe:
+        kernels = emulation() if emulated else library()
+        return compile.ffi_recipe(jax_include, Path(kernels._name), emulated)
+
+    return _once(("ffi", jax_include, emulated), source, lambda path: ctypes.CDLL(str(path)))
+
+
+class Emulation(NamedTuple):
+    """How calls inside `emulating` run."""
+
+    mode: str
+    seed: int
+
+
+_emulated: contextvars.ContextVar[Emulation | None] = contextvars.ContextVar("emulated", default=None)
+
+
+@contextlib.contextmanager
+def emulating(mode: str = "eager", seed: int = 0) -> Iterator[None]:
+    """Inside, calls with backend="cuda" on CPU arrays run the kernels' own code on threads of the CPU.
+
+    `mode` is when copies land and products are computed: "eager" at once, "late" no sooner than somebody waits for
+    them, "crossed" copies at once and products late. `seed` shuffles the order in which threads run.
+    """
+    if mode not in MODES:
+        raise InvalidInput(f"expected mode to be one of {', '.join(MODES)}, got {mode!r}")
+    found, before = emulation(), _emulated.get()
+    token = _emulated.set(Emulation(mode, seed))
+    try:
+        found.ra_emulate(MODES.index(mode), seed)
+        yield
+    finally:
+        _emulated.reset(token)
+        outer = before or Emulation(MODES[0], 0)
+        found.ra_emulate(MODES.index(outer.mode), outer.seed)
+
+
+def emulated() -> Emulation | None:
+    """How calls are emulated here and now; None outside `emulating`."""
+    return _emulated.get()
+
+
+def why_not() -> str | None:
+    """What `library()` lacks here, in a sentence; None if nothing is known to be missing. Never builds or raises."""
+    if KERNELS in _loaded:
+        return None
+    if KERNELS in _failed:
+        return f"the CUDA kernels could not be built in this process: {_failed[KERNELS].splitlines()[-1]}"
+    return None if compile.prebuilt() else toolchain.missing_to_compile() or compile.missing_to_keep()
+
+
+def status(device: int = 0) -> Status:
+    """What the kernels say of a CUDA device; without a driver that is an error's code and text, never a crash."""
+    found = library()
+    major, minor, processors = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    code = found.ra_status(device, major, minor, processors)
+    text = (found.ra_error_string(code) or b"").decode(errors="replace")
+    return Status(code, text, major.value, minor.value, processors.value)
+
+
+# ---- what a launcher gets
+
+
+def _library_for(platform: str) -> ctypes.CDLL:
+    """The library for a platform's arrays; refuses a CPU's outside `emulating`."""
+    if platform != "cpu":
+        return library()
+    if emulated() is None:
+        raise Unsupported(NOT_EMULATING)
+    return emulation()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Native:
+    """A function of the C ABI, with the record that it takes."""
+
+    name: str
+
+    @property
+    def record(self) -> type[Any]:
+        """The record of a call: a ctypes structure that lists OPERANDS, RESULTS and NUMBERS."""
+        return _abi.LAUNCHERS[self.name]
+
+    def on(self, platform: str) -> Any:
+        """The function itself, which takes a record and a stream and returns a code."""
+        return getattr(_library_for(platform), self.name)
+
+    def handler(self, platform: str, include: str) -> tuple[str, Any]:
+        """The same for XLA, compiled with the FFI headers in `include`, under a name that no other function has."""
+        emulated = platform == "cpu"
+        name = f"{self.name}.{_library_for(platform)._name}" if emulated else self.name
+        return name, getattr(ffi_library(include, emulated=emulated), f"{self.name}_ffi")
+
+    def error_message(self, code: int, platform: str, shapes: Mapping[str, Any]) -> str:
+        """The message for a code that is not 0, with the arrays of the call that returned it."""
+        said = _library_for(platform).ra_error_string(code).decode()
+        arrays = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+        return f"{self.name} failed with code {code}, {said}: {arrays}"

@@ -1,0 +1,56 @@
+"""What people are shown of the CUDA backend: its tools, its libraries, and building these ahead of time."""
+
+import importlib
+import importlib.util
+import shutil
+from pathlib import Path
+from typing import Any
+
+from ragged_attention.errors import BackendMissing
+from ragged_attention.kernels_cuda import _native
+from ragged_attention.kernels_cuda._build import compile, toolchain
+
+
+def rows() -> list[tuple[str, str]]:
+    """For each part what it is and what can be said of it."""
+    return [("CUDA toolchain", tools()), ("CUTLASS", cutlass()), ("CUDA kernels", kernels())]
+
+
+def tools() -> str:
+    """nvcc's release and path, or what is missing to compile with it."""
+    compiler, missing = toolchain.nvcc(), toolchain.missing_to_compile()
+    if compiler is None:
+        return missing or f"{toolchain.nvcc_path()} does not run"
+    return f"{compiler.release} in {compiler.path}{f'; {missing}' if missing else ''}"
+
+
+def cutlass() -> str:
+    """The release of the CUTLASS headers and their folder."""
+    include = toolchain.cutlass()
+    return f"{toolchain.cutlass_release(include)} in {include}" if include else toolchain.NO_CUTLASS
+
+
+def kernels() -> str:
+    """Whether the kernels are built, and what they say of the first device."""
+    path = compile.built()
+    if path is None:
+        return _native.why_not() or "not built: the first call does it, or `ragged-attention build-cuda`"
+    try:
+        status = _native.status()
+    except BackendMissing as error:
+        return f"{path}: {' '.join(str(error).split())}"
+    arch = f"sm_{status.major}{status.minor}, {status.num_multiprocessors} multiprocessors"
+    return f"{path}; device 0: {status.text if status.code else arch}"
+
+
+def build(progress: compile.Progress | None, copy_to: Path | None) -> list[tuple[str, str]]:
+    """Build every library; returns rows of what was built with what, and where it is."""
+    path, for_jax = compile.build(compile.kernels_recipe(), progress), None
+    if importlib.util.find_spec("jax") is not None:
+        include: Any = importlib.import_module("jax.ffi").include_dir()
+        for_jax = compile.build(compile.ffi_recipe(include, path), progress)
+    built = [("nvcc", tools()), ("kernels", str(path)), ("for jax", str(for_jax or "not built, jax is not installed"))]
+    if copy_to is not None:
+        copy_to.mkdir(parents=True, exist_ok=True)
+        built.append(("copy", str(shutil.copy2(path, copy_to))))
+    return built
