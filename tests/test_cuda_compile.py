@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from ragged_attention import cli, doctor
+from ragged_attention import cli, kernels_cuda
 from ragged_attention.errors import BackendMissing, InvalidInput
 from ragged_attention.kernels_cuda import abi, compile, toolchain
 
@@ -113,6 +113,10 @@ def small(afresh: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path
     return tmp_path / "home"
 
 
+def reported(what: str) -> str:
+    return dict(kernels_cuda.report())[what]
+
+
 def calls(home: Path) -> list[str]:
     """The command lines that a stand-in has compiled or linked."""
     return (home / "log").read_text().splitlines() if (home / "log").exists() else []
@@ -174,7 +178,7 @@ def test_what_nvcc_says_of_itself(small):
 def test_an_nvcc_that_does_not_run(small):
     (small / "bin" / "nvcc").write_text("#!/bin/sh\nexit 1\n")
     assert toolchain.nvcc() is None
-    assert doctor.cuda_toolchain() == f"{small}/bin/nvcc does not run"
+    assert reported("CUDA toolchain") == f"{small}/bin/nvcc does not run"
     with pytest.raises(BackendMissing, match=f"{small}/bin/nvcc does not run"):
         compile.library()
 
@@ -182,7 +186,7 @@ def test_an_nvcc_that_does_not_run(small):
 def test_what_is_missing_is_said_in_a_sentence(afresh, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert compile.why_not() == toolchain.NO_NVCC
-    assert doctor.cuda_toolchain() == doctor.cuda_kernels() == toolchain.NO_NVCC
+    assert reported("CUDA toolchain") == reported("CUDA kernels") == toolchain.NO_NVCC
     with pytest.raises(BackendMissing, match=r"no nvcc in CUDACXX, CUDA_HOME, .* or install ragged-attention"):
         compile.library()
     monkeypatch.setenv("CUDACXX", "nvcc-13")
@@ -193,8 +197,8 @@ def test_missing_parts_beside_nvcc(small, monkeypatch):
     assert compile.why_not() is None
     monkeypatch.setattr(toolchain, "cutlass", lambda: None)
     assert compile.why_not() == "no CUTLASS headers: install ragged-attention[cuda] or nvidia-cutlass"
-    assert doctor.cutlass() == compile.why_not()
-    assert doctor.cuda_toolchain() == f"release 99.0, V99.0.1 in {small}/bin/nvcc; {compile.why_not()}"
+    assert reported("CUTLASS") == compile.why_not()
+    assert reported("CUDA toolchain") == f"release 99.0, V99.0.1 in {small}/bin/nvcc; {compile.why_not()}"
     monkeypatch.setattr(toolchain, "gxx", lambda: None)
     assert compile.why_not() == toolchain.missing_to_emulate() == "no g++ on PATH"
     with pytest.raises(BackendMissing, match=r"no g\+\+ on PATH"):
@@ -245,7 +249,7 @@ def test_the_toolchain_from_pypi_is_of_one_release():
 def test_a_library_is_built_once(small, monkeypatch, caplog, capfd):
     caplog.set_level(logging.INFO, "ragged_attention")
     assert compile.built() is None
-    assert "not built" in doctor.cuda_kernels()
+    assert "not built" in reported("CUDA kernels")
     steps = []
     library = compile.library(lambda *step: steps.append(step))
     assert library.ra_sparse_mla_prefill(None, None) == 2
@@ -262,7 +266,7 @@ def test_a_library_is_built_once(small, monkeypatch, caplog, capfd):
     monkeypatch.setattr(compile, "_loaded", {})  # another process
     compile.library()
     assert len(calls(small)) == 2
-    assert doctor.cuda_kernels() == f"{path}; device 0: sm_90, 132 multiprocessors"
+    assert reported("CUDA kernels") == f"{path}; device 0: sm_90, 132 multiprocessors"
     assert capfd.readouterr() == ("", "")
 
 
@@ -485,7 +489,7 @@ def test_a_library_that_does_not_load(small):
     with pytest.raises(BackendMissing, match=r"invalid ELF header|file too short"):
         compile.library()
     assert "could not be built in this process" in (compile.why_not() or "")
-    assert str(path) in doctor.cuda_kernels()
+    assert str(path) in reported("CUDA kernels")
 
 
 # ---- the emulation's switch

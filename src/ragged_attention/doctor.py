@@ -22,8 +22,6 @@ import ragged_attention
 from ragged_attention import config, dispatch
 from ragged_attention.calls import CALLS, Device
 from ragged_attention.errors import BackendMissing, Unsupported
-from ragged_attention.kernels_cuda import compile as kernels
-from ragged_attention.kernels_cuda import toolchain
 from ragged_attention.samples import FRAMEWORKS, device_of, sample_of
 
 MODULES = ("numpy", "torch", "triton", "jax", "jax_triton")
@@ -37,7 +35,7 @@ def report(console: Console) -> int:
         sections = [
             _table("versions", ("what", "version"), versions(found)),
             _table("devices", ("framework", "device"), devices(found)),
-            _table("backends", ("backend", "offers", "state"), rooms()),
+            _table("backends", ("backend", "offers", "state"), backends()),
             _table("configuration", ("what", "value"), configuration()),
             _table("tuned sizes", ("folder", "device", "operation", "entries"), tuned_files()),
             _table("picked for a bfloat16 decode", ("operation", *FRAMEWORKS), picks(found)),
@@ -94,9 +92,7 @@ def versions(found: dict[str, ModuleType | Exception]) -> Iterator[tuple[str, st
             yield name, told(module)
         else:
             yield name, getattr(module, "__version__", None) or _version_of(DISTRIBUTIONS.get(name, name))
-    yield "CUDA toolchain", cuda_toolchain()
-    yield "CUTLASS", cutlass()
-    yield "CUDA kernels", cuda_kernels()
+    yield from reports()
     yield "Pallas for TPU", pallas(found["jax"])
 
 
@@ -107,32 +103,17 @@ def _version_of(distribution: str) -> str:
         return "unknown"
 
 
-def cuda_toolchain() -> str:
-    """nvcc's release and place, or what is missing to compile with it."""
-    compiler = toolchain.nvcc()
-    missing = toolchain.missing_to_compile()
-    if compiler is None:
-        return missing or f"{toolchain.nvcc_path()} does not run"
-    return f"{compiler.release} in {compiler.path}{f'; {missing}' if missing else ''}"
-
-
-def cutlass() -> str:
-    """The release of the CUTLASS headers and their place."""
-    include = toolchain.cutlass()
-    return f"{toolchain.cutlass_release(include)} in {include}" if include else toolchain.NO_CUTLASS
-
-
-def cuda_kernels() -> str:
-    """Whether the CUDA kernels are built, and what they say of the first device."""
-    path = kernels.built()
-    if path is None:
-        return kernels.why_not() or "not built: the first call does it, or `ragged-attention build-cuda`"
-    try:
-        status = kernels.status()
-    except BackendMissing as error:
-        return f"{path}: {told(error)}"
-    arch = f"sm_{status.major}{status.minor}, {status.num_multiprocessors} multiprocessors"
-    return f"{path}; device 0: {status.text if status.code else arch}"
+def reports() -> Iterator[tuple[str, str]]:
+    """What the backends that are here say of themselves, by the `report` hooks of their packages."""
+    for backend in dispatch.backends():
+        package = dispatch.package_of(backend) or ""
+        try:
+            with dispatch.importing(package):
+                found: Any = importlib.import_module(package)
+        except Exception:  # backends() shows it
+            continue
+        if hasattr(found, "report"):
+            yield from found.report()
 
 
 def pallas(jax: ModuleType | Exception) -> str:
@@ -172,7 +153,7 @@ def devices(found: dict[str, ModuleType | Exception]) -> Iterator[tuple[str, str
         yield from (("jax", device) for device in seen)
 
 
-def rooms() -> Iterator[tuple[str, str, str]]:
+def backends() -> Iterator[tuple[str, str, str]]:
     """Each backend, the operations it offers, and whether they can be imported."""
     for backend in dispatch.backends():
         offered, absent, faults = [], [], []
@@ -186,6 +167,8 @@ def rooms() -> Iterator[tuple[str, str, str]]:
                 faults.append(f"{operation}: {told(error)}")
         state = "; ".join(faults) or ("present" if offered else f"absent: {', '.join(dict.fromkeys(absent))}")
         yield backend, ", ".join(offered), state
+    for name in dispatch.shadowed():
+        yield name, "", dispatch.why_shadowed(name)
 
 
 def configuration() -> Iterator[tuple[str, str]]:
@@ -204,15 +187,16 @@ def configuration() -> Iterator[tuple[str, str]]:
 def tuned_files() -> Iterator[tuple[str, str, str, str]]:
     """Every tuned file of every backend that can be found."""
     for backend in dispatch.backends():
-        room = dispatch.ROOMS.get(backend) or dispatch.third_party_rooms()[backend]
+        package = dispatch.package_of(backend) or ""
         try:
-            folder = resources.files(room) / "tuned"
+            with dispatch.importing(package):
+                folder = resources.files(package) / "tuned"
             files = sorted(Path(str(folder)).glob("*/*.json"))
-        except Exception:  # rooms() has told of it
+        except Exception:  # backends() shows it
             continue
         for path in files:
-            table = dispatch.tuning.tuned_table(room, path.parent.name, path.stem)
-            yield room, path.parent.name, path.stem, str(len(table))
+            table = dispatch.tuning.tuned_table(package, path.parent.name, path.stem)
+            yield package, path.parent.name, path.stem, str(len(table))
 
 
 def picks(found: dict[str, ModuleType | Exception]) -> Iterator[tuple[str, ...]]:
