@@ -107,6 +107,7 @@ def test_a_dense_call_has_no_topk(told):
 
 def test_explain_follows_the_configuration(told, monkeypatch):
     monkeypatch.setenv(config.BACKEND_VARIABLE, "pallas,reference")
+    ragged_attention.reload_config()
     code, out, _ = told("explain", "write_kv_pages", "--framework", "torch")
     assert code == 0
     assert rows(out)[0][1] == "pallas"
@@ -162,6 +163,7 @@ def test_a_wrong_device_of_jax_is_refused(told):
 def test_a_faulty_config_file_is_one_line_and_code_2(told, monkeypatch, tmp_path):
     (tmp_path / "settings.toml").write_text("colour = 1")
     monkeypatch.setenv(config.CONFIG_VARIABLE, "settings.toml")
+    ragged_attention.reload_config()
     code, _, err = told("explain", ATTENTION, "--framework", "torch")
     assert code == 2
     assert "settings.toml, got 'colour'" in err
@@ -290,6 +292,7 @@ def test_doctor_tells_absent_from_broken():
 
 def test_doctor_shows_a_faulty_config_instead_of_failing(told, monkeypatch):
     monkeypatch.setenv(config.BACKEND_VARIABLE, "tritom")
+    ragged_attention.reload_config()
     code, out, _ = told("doctor")
     assert code == 0
     assert "expected backend to be one of auto, triton" in out

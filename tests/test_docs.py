@@ -107,7 +107,8 @@ def test_toml_blocks_are_config_files(text, tmp_path, monkeypatch):
     path = tmp_path / "settings.toml"
     path.write_text(text)
     monkeypatch.setenv(config.CONFIG_VARIABLE, str(path))
-    assert tomllib.loads(text).keys() <= {"backend", "options", "validate", "flash_mla_convention"}
+    config.reload_config()
+    assert tomllib.loads(text).keys() <= {"backend", "options", "validate"}
     assert config.requested("write_kv_pages") == ("eager",)
 
 

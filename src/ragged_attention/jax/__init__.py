@@ -34,4 +34,7 @@ def call_of(operation: str, *arguments: Any, **keywords: Any) -> Call:
     form = (paged.FORMS | heads_first.FORMS | mla.FORMS | varlen.FORMS)[operation](
         **dict(zip(names, arguments, strict=False)), **keywords
     )
-    return CALLS[operation](**form, device=device_facts(execute.default_platform()))  # type: ignore[call-arg]
+    call = CALLS[operation](**form, device=device_facts(execute.default_platform()))  # type: ignore[call-arg]
+    if "new_kv" not in form:
+        return call
+    return call.unchecked(**call.arguments() | {"new_kv": None}, device=call.device)  # which another operation writes

@@ -13,7 +13,7 @@ import torch
 
 from ragged_attention import config, dispatch
 from ragged_attention.calls import CALLS, NOWHERE, Call, Device, is_number
-from ragged_attention.config import expect_mapping, parse_names
+from ragged_attention.config import expect_options, parse_names
 from ragged_attention.errors import InvalidInput
 from ragged_attention.torch import tape as tapes
 from ragged_attention.torch.launcher import LAUNCHER, device_facts, indices_to_numpy
@@ -137,7 +137,7 @@ def encode_options(options: Any) -> str | None:
     """The options mapping as the string that a schema can carry, in a way that `torch.compile` can follow."""
     if options is None:
         return None
-    return "{" + ", ".join([f"{name!r}: {value!r}" for name, value in expect_mapping(options).items()]) + "}"
+    return "{" + ", ".join([f"{name!r}: {value!r}" for name, value in expect_options(options).items()]) + "}"
 
 
 def number(value: Any) -> Any:
@@ -213,8 +213,12 @@ def _plan(
 
 
 def expect_runnable(operation: str, form: tuple[Any, ...], backend: Any, options: Any, **more: Any) -> None:
-    """Raise what running an operator would raise before anything is launched; `more` are further arguments."""
-    arguments = OPERATIONS[operation].arguments(*form) | more
+    """Raise what running an operator would raise before anything is launched.
+
+    `more` are further arguments, which are checked here and which another operator will take care of.
+    """
+    arguments = OPERATIONS[operation].arguments(*form)
+    checked(CALLS[operation], arguments | more)
     _plan(CALLS[operation], arguments, _names(backend), encode_options(options))
 
 
