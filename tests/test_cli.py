@@ -1,6 +1,7 @@
 """The commands' output, their exit codes, and how they take a user's mistakes."""
 
 import dataclasses
+import importlib.util
 import re
 import subprocess
 import sys
@@ -180,6 +181,24 @@ def test_help_lists_the_commands(told):
     code, out, _ = told("--help")
     assert code == 0
     assert all(command in out for command in ("demo", "doctor", "explain", "bench", "conformance", "build-cuda"))
+
+
+def test_explain_without_a_framework_says_what_to_install(told, monkeypatch):
+    find = importlib.util.find_spec
+    absent = {"torch", "jax"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name in absent else find(name, *more))
+    for arguments, what, extra in (
+        ([], "neither torch nor jax is", "torch"),
+        (["--framework", "jax"], "jax is not", "jax"),
+    ):
+        code, out, err = told("explain", ATTENTION, *arguments)
+        assert (code, out) == (2, "")
+        assert err == f"ragged-attention: {what} installed: install ragged-attention[{extra}]\n"
+
+
+def test_the_package_runs_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "ragged_attention", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"{ragged_attention.__version__}\n")
 
 
 def test_version(told):
