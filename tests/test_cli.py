@@ -11,9 +11,10 @@ import types
 import pytest
 
 import ragged_attention
-from ragged_attention import cli, config, dispatch
+from ragged_attention import config, dispatch
 from ragged_attention.calls import CALLS, Device
 from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
+from ragged_attention.tools import cli
 
 ATTENTION = "ragged_paged_attention"
 
@@ -208,7 +209,7 @@ def test_version(told):
 def test_help_loads_no_framework():
     code = """
         import sys
-        from ragged_attention import cli
+        from ragged_attention.tools import cli
         assert cli.main(["--help"]) == 0
         loaded = {"torch", "jax", "triton", "hypothesis", "pytest"} & set(sys.modules)
         assert not loaded, loaded
@@ -277,7 +278,7 @@ def test_doctor_tells_of_everything(told):
 
 def test_doctor_says_where_pallas_kernels_run_and_on_what():
     pytest.importorskip("jax")
-    from ragged_attention import doctor
+    from ragged_attention.tools import doctor
 
     assert doctor.pallas(BackendMissing("not installed")) == "needs jax, not installed"
     here = Device(framework="jax", platform="cpu", unavailable=(("pallas", "runs on TPUs"),))
@@ -292,7 +293,7 @@ def test_doctor_shows_why_an_import_fails(told, monkeypatch, tmp_path):
     (tmp_path / "triton.py").write_text("raise OSError('libtriton.so: wrong ELF class')")
     monkeypatch.delitem(sys.modules, "triton", raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
-    from ragged_attention import doctor
+    from ragged_attention.tools import doctor
 
     found = doctor.imported("triton")
     assert isinstance(found, OSError)
@@ -301,7 +302,7 @@ def test_doctor_shows_why_an_import_fails(told, monkeypatch, tmp_path):
 
 
 def test_doctor_tells_absent_from_broken():
-    from ragged_attention import doctor
+    from ragged_attention.tools import doctor
 
     found = doctor.imported("a_framework_nobody_has")
     assert isinstance(found, BackendMissing)

@@ -22,9 +22,10 @@ from typing import Any
 
 import pytest
 
-from ragged_attention import cli, kernels_cuda
+from ragged_attention import kernels_cuda
 from ragged_attention.errors import BackendMissing, InvalidInput
 from ragged_attention.kernels_cuda import abi, compile, toolchain
+from ragged_attention.tools import cli
 
 ROOT = Path(__file__).parent.parent
 HEADER = (ROOT / "kernels_cuda" / "csrc" / "api.h").read_text()

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 import ragged_attention as ra
-from ragged_attention import config, dispatch, doctor
+from ragged_attention import config, dispatch
 from ragged_attention.calls import CALLS, Device
 from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
 from ragged_attention.explain import explanation
 from ragged_attention.samples import Sample, device_of, sample_of
+from ragged_attention.tools import doctor
 
 ATTENTION, MERGE = "ragged_paged_attention", "merge_attention_states"
 CPU = Device(framework="torch", platform="cpu")

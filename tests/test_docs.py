@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from ragged_attention import cli, config, dispatch
+from ragged_attention import config, dispatch
 from ragged_attention.calls import CALLS
+from ragged_attention.tools import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 PAPERS = [

@@ -2,7 +2,7 @@
 
 import sys
 
-from ragged_attention.cli import main
+from ragged_attention.tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

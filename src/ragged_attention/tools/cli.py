@@ -162,7 +162,7 @@ def _explain(parsed: argparse.Namespace) -> int:
 
 def _doctor(parsed: argparse.Namespace) -> int:
     del parsed
-    report: Callable[[Console], int] = importlib.import_module("ragged_attention.doctor").report
+    report: Callable[[Console], int] = importlib.import_module("ragged_attention.tools.doctor").report
     return report(Console())
 
 
