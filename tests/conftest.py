@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from ragged_attention import reload_config
 from ragged_attention.pytest_plugin import add_options
 from ragged_attention.testing import environment
 
@@ -81,7 +82,8 @@ def _unsampled(items: list[pytest.Item]) -> Iterator[pytest.Item]:
 
 
 @pytest.fixture(autouse=True)
-def no_wishes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests start without the wishes of whoever runs them."""
+def no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests start without the requests of whoever runs them."""
     for name in ("RAGGED_ATTENTION_BACKEND", "RAGGED_ATTENTION_CONFIG", "RAGGED_ATTENTION_VALIDATE"):
         monkeypatch.delenv(name, raising=False)
+    reload_config()

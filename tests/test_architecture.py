@@ -1,7 +1,9 @@
 """Who may import whom, read from the source; and the sizes that keep the code readable."""
 
 import ast
-from collections.abc import Iterator
+import graphlib
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -31,7 +33,9 @@ CORE = {
     "calls": {"errors"},
     "config": {"calls", "errors"},
     "tuning": {"calls", "errors"},
-    "dispatch": {"calls", "config", "errors", "tuning"},
+    "protocols": {"calls"},
+    "dispatch": {"calls", "config", "errors", "protocols", "tuning"},
+    "explain": {"calls", "dispatch", "errors"},
 }
 
 
@@ -65,6 +69,30 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 def imports_of(path: Path) -> set[str]:
     return set(imported(ast.parse(path.read_text())))
+
+
+def module_of(path: Path) -> str:
+    """The dotted name that a file of the package is imported by."""
+    inside = path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else ROOT).with_suffix("")
+    return ".".join(["ragged_attention", *(part for part in inside.parts if part != "__init__")])
+
+
+def needed(path: Path, modules: Mapping[str, Path]) -> set[str]:
+    """The modules of the package that a file imports, inside functions and by name too.
+
+    A string that names another package stands for all of its modules, an f-string for all that its pattern fits.
+    """
+    tree, own = ast.parse(path.read_text()), module_of(path)
+    found = {name if name in modules else name.rpartition(".")[0] for name in imported(tree)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in modules:
+            inside = {name for name in modules if f"{name}.".startswith(f"{node.value}.")}
+            found |= inside if own not in inside else set()  # a module may name the package it lies in
+        elif isinstance(node, ast.JoinedStr):
+            parts = [re.escape(str(v.value)) if isinstance(v, ast.Constant) else r"\w+" for v in node.values]
+            if parts[0].startswith("ragged_attention"):
+                found |= {name for name in modules if re.fullmatch("".join(parts), name)}
+    return (found & modules.keys()) - {own}
 
 
 def of_us(names: set[str]) -> set[str]:
@@ -102,6 +130,14 @@ def test_the_core_is_acyclic_and_loads_no_framework(module):
     names = set().union(*map(imports_of, sources(package) if package.is_dir() else [PACKAGE / f"{module}.py"]))
     assert of_us(names) - {module} <= CORE[module]
     assert not {name.partition(".")[0] for name in names} & (STANDARD - {"numpy"})
+
+
+def test_no_module_needs_itself_in_the_end():
+    modules = {module_of(path): path for path in installed_sources()}
+    assert modules["ragged_attention.kernels_triton.mla_decode"].is_file()
+    graph = {name: needed(path, modules) for name, path in modules.items()}
+    assert "ragged_attention.torch" in graph["ragged_attention.explain"]
+    graphlib.TopologicalSorter(graph).prepare()  # a CycleError shows the circle
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])

@@ -1,6 +1,7 @@
 """The commands' output, their exit codes, and how they take a user's mistakes."""
 
 import dataclasses
+import importlib.util
 import re
 import subprocess
 import sys
@@ -10,9 +11,10 @@ import types
 import pytest
 
 import ragged_attention
-from ragged_attention import cli, config, dispatch
+from ragged_attention import config, dispatch
 from ragged_attention.calls import CALLS, Device
 from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
+from ragged_attention.tools import cli
 
 ATTENTION = "ragged_paged_attention"
 
@@ -107,6 +109,7 @@ def test_a_dense_call_has_no_topk(told):
 
 def test_explain_follows_the_configuration(told, monkeypatch):
     monkeypatch.setenv(config.BACKEND_VARIABLE, "pallas,reference")
+    ragged_attention.reload_config()
     code, out, _ = told("explain", "write_kv_pages", "--framework", "torch")
     assert code == 0
     assert rows(out)[0][1] == "pallas"
@@ -162,6 +165,7 @@ def test_a_wrong_device_of_jax_is_refused(told):
 def test_a_faulty_config_file_is_one_line_and_code_2(told, monkeypatch, tmp_path):
     (tmp_path / "settings.toml").write_text("colour = 1")
     monkeypatch.setenv(config.CONFIG_VARIABLE, "settings.toml")
+    ragged_attention.reload_config()
     code, _, err = told("explain", ATTENTION, "--framework", "torch")
     assert code == 2
     assert "settings.toml, got 'colour'" in err
@@ -180,6 +184,24 @@ def test_help_lists_the_commands(told):
     assert all(command in out for command in ("demo", "doctor", "explain", "bench", "conformance", "build-cuda"))
 
 
+def test_explain_without_a_framework_says_what_to_install(told, monkeypatch):
+    find = importlib.util.find_spec
+    absent = {"torch", "jax"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name in absent else find(name, *more))
+    for arguments, what, extra in (
+        ([], "neither torch nor jax is", "torch"),
+        (["--framework", "jax"], "jax is not", "jax"),
+    ):
+        code, out, err = told("explain", ATTENTION, *arguments)
+        assert (code, out) == (2, "")
+        assert err == f"ragged-attention: {what} installed: install ragged-attention[{extra}]\n"
+
+
+def test_the_package_runs_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "ragged_attention", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"{ragged_attention.__version__}\n")
+
+
 def test_version(told):
     assert told("--version") == (0, f"{ragged_attention.__version__}\n", "")
 
@@ -187,7 +209,7 @@ def test_version(told):
 def test_help_loads_no_framework():
     code = """
         import sys
-        from ragged_attention import cli
+        from ragged_attention.tools import cli
         assert cli.main(["--help"]) == 0
         loaded = {"torch", "jax", "triton", "hypothesis", "pytest"} & set(sys.modules)
         assert not loaded, loaded
@@ -256,7 +278,7 @@ def test_doctor_tells_of_everything(told):
 
 def test_doctor_says_where_pallas_kernels_run_and_on_what():
     pytest.importorskip("jax")
-    from ragged_attention import doctor
+    from ragged_attention.tools import doctor
 
     assert doctor.pallas(BackendMissing("not installed")) == "needs jax, not installed"
     here = Device(framework="jax", platform="cpu", unavailable=(("pallas", "runs on TPUs"),))
@@ -271,7 +293,7 @@ def test_doctor_shows_why_an_import_fails(told, monkeypatch, tmp_path):
     (tmp_path / "triton.py").write_text("raise OSError('libtriton.so: wrong ELF class')")
     monkeypatch.delitem(sys.modules, "triton", raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
-    from ragged_attention import doctor
+    from ragged_attention.tools import doctor
 
     found = doctor.imported("triton")
     assert isinstance(found, OSError)
@@ -280,7 +302,7 @@ def test_doctor_shows_why_an_import_fails(told, monkeypatch, tmp_path):
 
 
 def test_doctor_tells_absent_from_broken():
-    from ragged_attention import doctor
+    from ragged_attention.tools import doctor
 
     found = doctor.imported("a_framework_nobody_has")
     assert isinstance(found, BackendMissing)
@@ -290,6 +312,7 @@ def test_doctor_tells_absent_from_broken():
 
 def test_doctor_shows_a_faulty_config_instead_of_failing(told, monkeypatch):
     monkeypatch.setenv(config.BACKEND_VARIABLE, "tritom")
+    ragged_attention.reload_config()
     code, out, _ = told("doctor")
     assert code == 0
     assert "expected backend to be one of auto, triton" in out

@@ -6,6 +6,7 @@ import functools
 import inspect
 import math
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +39,6 @@ from benchmarks.flash_mla_data import (
     prefill_inputs,
     prefill_oracle,
 )
-from ragged_attention import config
 from ragged_attention.compat import flash_mla, quant
 from ragged_attention.errors import InvalidInput, Unsupported
 from ragged_attention.reference.make_decode_schedule import make_decode_schedule
@@ -444,7 +444,7 @@ def prefill_pair(convention: str) -> tuple[Any, Any]:
     return arguments, flash_mla.flash_mla_sparse_fwd(**arguments, convention=convention)
 
 
-@pytest.mark.parametrize("convention", config.FLASH_MLA_CONVENTIONS)
+@pytest.mark.parametrize("convention", flash_mla.CONVENTIONS)
 def test_conventions_of_prefill(convention, backend):
     arguments, results = prefill_pair(convention)
     wanted = prefill_oracle(**arguments, convention=convention)
@@ -454,7 +454,8 @@ def test_conventions_of_prefill(convention, backend):
     assert bool((torch.isposinf if convention == "natural" else torch.isneginf)(results[2]).any())
 
 
-def test_the_configuration_names_the_default_convention(monkeypatch, tmp_path):
+def test_the_default_convention_is_chosen_process_wide_or_for_a_block(request):
+    request.addfinalizer(lambda: flash_mla.use_convention("base2"))
     arguments, base2 = prefill_pair("base2")
     natural = flash_mla.flash_mla_sparse_fwd(**arguments, convention="natural")
 
@@ -462,16 +463,22 @@ def test_the_configuration_names_the_default_convention(monkeypatch, tmp_path):
         return all(map(torch.equal, flash_mla.flash_mla_sparse_fwd(**arguments), wanted))
 
     assert default_is(base2)
-    with ra.use_backend(flash_mla_convention="natural"):
+    with flash_mla.use_convention("natural"):
         assert default_is(natural)
+        with flash_mla.use_convention("base2"), flash_mla.use_convention("natural"):
+            assert default_is(natural)
+        seen: list[bool] = []
+        thread = threading.Thread(target=lambda: seen.append(default_is(base2)))
+        thread.start()
+        thread.join()
+        assert seen == [True]
     assert default_is(base2)
-    (tmp_path / "settings.toml").write_text('flash_mla_convention = "natural"')
-    monkeypatch.setenv(config.CONFIG_VARIABLE, str(tmp_path / "settings.toml"))
+    flash_mla.use_convention("natural")
     assert default_is(natural)
-    with ra.use_backend("eager"):
-        assert default_is(natural)
-    with ra.use_backend(flash_mla_convention="base2"):
+    with flash_mla.use_convention("base2"):
         assert default_is(base2)
+    with pytest.raises(InvalidInput, match="expected convention to be one of base2, natural, got 'e'"):
+        flash_mla.use_convention("e")
 
 
 # What FlashMLA's own tests leave out

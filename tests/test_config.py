@@ -1,8 +1,13 @@
 """The precedence of configuration, rule by rule, and what it refuses."""
 
+import contextlib
+import os
+import sys
 import threading
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import ragged_attention as ra
@@ -14,7 +19,7 @@ ATTENTION, WRITE = "ragged_paged_attention", "write_kv_pages"
 
 @pytest.fixture(autouse=True)
 def nothing_configured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Each test starts in an empty folder without wishes, and leaves none."""
+    """Each test starts in an empty folder without requests, and leaves none."""
     for variable in (config.BACKEND_VARIABLE, config.CONFIG_VARIABLE, config.VALIDATE_VARIABLE):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.chdir(tmp_path)
@@ -22,30 +27,38 @@ def nothing_configured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     ra.use_backend()
 
 
+def setenv(monkeypatch: pytest.MonkeyPatch, variable: str, value: str | None) -> None:
+    if value is None:
+        monkeypatch.delenv(variable)
+    else:
+        monkeypatch.setenv(variable, value)
+    ra.reload_config()
+
+
 def named_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> Path:
     path = tmp_path / "settings.toml"
     path.write_text(text)
-    monkeypatch.setenv(config.CONFIG_VARIABLE, str(path))
+    setenv(monkeypatch, config.CONFIG_VARIABLE, str(path))
     return path
 
 
-def test_without_any_wish_the_platform_decides():
+def test_without_a_request_the_platform_decides():
     assert config.requested(ATTENTION) is None
 
 
 def test_environment_over_platform(monkeypatch):
-    monkeypatch.setenv(config.BACKEND_VARIABLE, "triton, eager")
+    setenv(monkeypatch, config.BACKEND_VARIABLE, "triton, eager")
     assert config.requested(ATTENTION) == ("triton", "eager")
 
 
 def test_named_file_over_environment(monkeypatch, tmp_path):
-    monkeypatch.setenv(config.BACKEND_VARIABLE, "triton")
+    setenv(monkeypatch, config.BACKEND_VARIABLE, "triton")
     named_file(monkeypatch, tmp_path, 'backend = "xla"')
     assert config.requested(ATTENTION) == ("xla",)
 
 
 def test_pyproject_over_environment(monkeypatch, tmp_path):
-    monkeypatch.setenv(config.BACKEND_VARIABLE, "triton")
+    setenv(monkeypatch, config.BACKEND_VARIABLE, "triton")
     Path(tmp_path, "pyproject.toml").write_text('[tool.ragged_attention]\nbackend = ["eager", "xla"]')
     assert config.requested(ATTENTION) == ("eager", "xla")
 
@@ -92,7 +105,7 @@ def test_call_over_innermost_block():
 
 def test_the_whole_order_at_once(monkeypatch, tmp_path):
     """Each source in turn is taken away, and the next one shows."""
-    monkeypatch.setenv(config.BACKEND_VARIABLE, "environment")
+    setenv(monkeypatch, config.BACKEND_VARIABLE, "environment")
     named_file(monkeypatch, tmp_path, 'backend = "file"')
     ra.use_backend("process")
     with ra.use_backend("outer"):
@@ -103,21 +116,21 @@ def test_the_whole_order_at_once(monkeypatch, tmp_path):
     assert config.requested(ATTENTION) == ("process",)
     ra.use_backend()
     assert config.requested(ATTENTION) == ("file",)
-    monkeypatch.delenv(config.CONFIG_VARIABLE)
+    setenv(monkeypatch, config.CONFIG_VARIABLE, None)
     assert config.requested(ATTENTION) == ("environment",)
-    monkeypatch.delenv(config.BACKEND_VARIABLE)
+    setenv(monkeypatch, config.BACKEND_VARIABLE, None)
     assert config.requested(ATTENTION) is None
 
 
 def test_auto_gives_the_choice_back_to_the_platform(monkeypatch):
-    monkeypatch.setenv(config.BACKEND_VARIABLE, "triton")
+    setenv(monkeypatch, config.BACKEND_VARIABLE, "triton")
     with ra.use_backend("cuda"):
         assert config.requested(ATTENTION, "auto") is None
         with ra.use_backend("auto"):
             assert config.requested(ATTENTION) is None
 
 
-def test_wishes_by_operation():
+def test_requests_by_operation():
     with ra.use_backend({WRITE: "eager", "*": ["cuda", "triton"]}):
         assert config.requested(WRITE) == ("eager",)
         assert config.requested(ATTENTION) == ("cuda", "triton")
@@ -129,7 +142,7 @@ def test_a_source_that_does_not_name_the_operation_is_passed_over():
         assert config.requested(ATTENTION) == ("triton",)
 
 
-def test_wishes_by_operation_in_a_file(monkeypatch, tmp_path):
+def test_requests_by_operation_in_a_file(monkeypatch, tmp_path):
     named_file(monkeypatch, tmp_path, f'[backend]\n{WRITE} = "eager"\n"*" = ["triton", "eager"]')
     assert config.requested(WRITE) == ("eager",)
     assert config.requested(ATTENTION) == ("triton", "eager")
@@ -176,7 +189,7 @@ def test_options_follow_the_same_order(monkeypatch, tmp_path):
 
 def test_validate_follows_the_same_order(monkeypatch, tmp_path):
     assert not config.validates_values()
-    monkeypatch.setenv(config.VALIDATE_VARIABLE, "full")
+    setenv(monkeypatch, config.VALIDATE_VARIABLE, "full")
     assert config.validates_values()
     named_file(monkeypatch, tmp_path, 'validate = "static"')
     assert not config.validates_values()
@@ -189,21 +202,19 @@ def test_validate_follows_the_same_order(monkeypatch, tmp_path):
 
 
 def test_get_config_is_what_calls_follow(monkeypatch, tmp_path):
-    monkeypatch.setenv(config.BACKEND_VARIABLE, "triton")
+    setenv(monkeypatch, config.BACKEND_VARIABLE, "triton")
     named_file(monkeypatch, tmp_path, f'[backend]\n{WRITE} = "xla"\n[options.{ATTENTION}]\nblock_q = 16')
     now = ra.get_config()
     assert {name: now.names(name) for name in (ATTENTION, WRITE)} == {ATTENTION: ("triton",), WRITE: ("xla",)}
     assert now.options == {ATTENTION: {"block_q": 16}}
     assert now.validate == "static"
-    with ra.use_backend("eager"):  # a wish for all hides weaker ones by operation
+    with ra.use_backend("eager"):  # a request for all hides weaker ones by operation
         assert ra.get_config().names(WRITE) == config.requested(WRITE) == ("eager",)
 
 
 def test_unknown_key_of_a_file_names_key_and_file(monkeypatch, tmp_path):
     path = named_file(monkeypatch, tmp_path, 'backends = "triton"')
-    with pytest.raises(
-        InvalidInput, match=rf"expected keys backend, flash_mla_convention, options, validate in {path}, got 'backends'"
-    ):
+    with pytest.raises(InvalidInput, match=rf"expected keys backend, options, validate in {path}, got 'backends'"):
         config.requested(ATTENTION)
 
 
@@ -237,7 +248,7 @@ def test_a_file_with_a_wrong_value_is_named(monkeypatch, tmp_path, text, error, 
 
 
 def test_a_named_file_must_exist(monkeypatch, tmp_path):
-    monkeypatch.setenv(config.CONFIG_VARIABLE, str(tmp_path / "nowhere.toml"))
+    setenv(monkeypatch, config.CONFIG_VARIABLE, str(tmp_path / "nowhere.toml"))
     with pytest.raises(InvalidInput, match=r"expected RAGGED_ATTENTION_CONFIG to name a file, got '.*nowhere.toml'"):
         config.requested(ATTENTION)
 
@@ -252,16 +263,16 @@ def test_a_broken_pyproject_is_no_concern_of_ours(tmp_path):
     assert config.requested(ATTENTION) is None
 
 
-@pytest.mark.parametrize("wish", ["", "triton,", [], ["triton", ""]])
-def test_an_empty_name_is_refused(wish):
+@pytest.mark.parametrize("names", ["", "triton,", [], ["triton", ""]])
+def test_an_empty_name_is_refused(names):
     with pytest.raises(InvalidInput, match="expected backend to name at least one backend, got"):
-        ra.use_backend(wish)
+        ra.use_backend(names)
 
 
-@pytest.mark.parametrize("wish", [3, ["triton", 3], {WRITE: 3}])
-def test_a_name_of_a_wrong_kind_is_refused(wish):
+@pytest.mark.parametrize("names", [3, ["triton", 3], {WRITE: 3}])
+def test_a_name_of_a_wrong_kind_is_refused(names):
     with pytest.raises(TypeError, match="expected backend to be a name or a list of names, got"):
-        ra.use_backend(wish)
+        ra.use_backend(names)
 
 
 def test_unknown_operations_are_refused():
@@ -281,32 +292,219 @@ def test_options_must_be_mappings():
 def test_an_unknown_validation_is_refused(monkeypatch):
     with pytest.raises(InvalidInput, match="expected validate to be one of static, full, got 'all'"):
         ra.use_backend(validate="all")
-    monkeypatch.setenv(config.VALIDATE_VARIABLE, "all")
+    setenv(monkeypatch, config.VALIDATE_VARIABLE, "all")
     with pytest.raises(InvalidInput, match="expected RAGGED_ATTENTION_VALIDATE to be one of static, full, got 'all'"):
         config.validates_values()
 
 
-def test_flash_mlas_convention_by_the_strongest_source_that_says(monkeypatch, tmp_path):
-    assert config.flash_mla_convention() == ra.get_config().flash_mla_convention == "base2"
-    named_file(monkeypatch, tmp_path, 'flash_mla_convention = "natural"')
-    assert config.flash_mla_convention() == ra.get_config().flash_mla_convention == "natural"
-    ra.use_backend(flash_mla_convention="base2")
-    assert config.flash_mla_convention() == "base2"
-    with ra.use_backend(flash_mla_convention="natural"), ra.use_backend("eager"):
-        assert config.flash_mla_convention() == "natural"
-
-
-def test_an_unknown_convention_is_refused(monkeypatch, tmp_path):
-    message = "expected flash_mla_convention to be one of base2, natural, got 'e'"
-    with pytest.raises(InvalidInput, match=message):
-        ra.use_backend(flash_mla_convention="e")
-    path = named_file(monkeypatch, tmp_path, 'flash_mla_convention = "e"')
-    with pytest.raises(InvalidInput, match=f"{path}: {message}"):
-        config.flash_mla_convention()
-
-
-def test_a_refused_wish_changes_nothing():
+def test_a_refused_request_changes_nothing():
     ra.use_backend("triton")
     with pytest.raises(InvalidInput):
         ra.use_backend("eager", validate="all")
     assert config.requested(ATTENTION) == ("triton",)
+
+
+def test_the_environment_and_the_file_are_read_once_and_again_on_request(monkeypatch, tmp_path):
+    monkeypatch.setenv(config.BACKEND_VARIABLE, "triton")
+    assert config.requested(ATTENTION) == ("triton",)
+    before = config.state()
+    monkeypatch.setenv(config.BACKEND_VARIABLE, "eager")
+    path = tmp_path / "pyproject.toml"
+    path.write_text('[tool.ragged_attention.backend]\nwrite_kv_pages = "xla"')
+    for module in (os, Path):  # nothing is asked for again
+        monkeypatch.setattr(module, "getcwd" if module is os else "read_bytes", lambda *given: pytest.fail("read"))
+    assert (config.requested(ATTENTION), config.requested(WRITE)) == (("triton",), ("triton",))
+    assert config.state() == before
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(config.BACKEND_VARIABLE, "eager")
+    ra.reload_config()
+    assert (config.requested(ATTENTION), config.requested(WRITE)) == (("eager",), ("xla",))
+    assert config.state() != before
+
+
+def test_equal_requests_are_one_state():
+    """Plans are kept by it: a block made anew for each call must find them."""
+    plain = config.state()
+    states = []
+    for _ in range(2):
+        with ra.use_backend(["cuda", "eager"], options={WRITE: {"block": 1}, ATTENTION: {"a": 1, "b": 2}}):
+            states.append(config.state())
+        with ra.use_backend("cuda,eager", options={ATTENTION: {"b": 2, "a": 1}, WRITE: {"block": np.int32(1)}}):
+            states.append(config.state())
+        assert config.state() == plain
+    assert len(set(states)) == 1
+    others: list[dict[str, Any]] = [{"block": True}, {"block": 1.0}, {"block": "1"}, {"block": 2}, {"blocks": 1}, {}]
+    for options in others:
+        with ra.use_backend(["cuda", "eager"], options={WRITE: options, ATTENTION: {"a": 1, "b": 2}}):
+            assert config.state() not in states
+    with ra.use_backend("cuda"), ra.use_backend("eager"):
+        outer = config.state()
+    with ra.use_backend("eager"), ra.use_backend("cuda"):
+        assert config.state() != outer
+
+
+def test_blocks_made_before_each_other_leave_nothing_behind():
+    a, b = ra.use_backend("reference"), ra.use_backend("eager")
+    with a:
+        assert config.requested(ATTENTION) == ("reference",)
+        with b:
+            assert config.requested(ATTENTION) == ("eager",)
+        assert config.requested(ATTENTION) == ("reference",)
+    assert config.requested(ATTENTION) is None
+    ra.use_backend("cuda")
+    a, b = ra.use_backend("reference"), ra.use_backend("eager")
+    with b:
+        assert config.requested(ATTENTION) == ("eager",)
+    assert config.requested(ATTENTION) == ("reference",)  # called plainly so far
+    with a, b:
+        pass
+    assert config.requested(ATTENTION) == ("cuda",)
+
+
+def test_threads_that_enter_blocks_leave_nothing_behind_and_see_their_own():
+    barrier, faults = threading.Barrier(8), []
+
+    def work(name: str) -> None:
+        barrier.wait()
+        for _ in range(300):
+            with ra.use_backend(name) as _, ra.use_backend(options={WRITE: {name: 1}}):
+                if config.requested(ATTENTION) != (name,) or config.requested_options(WRITE) != {name: 1}:
+                    faults.append(name)
+
+    ra.use_backend("cuda")
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work, args=(f"backend{index}",)) for index in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not faults
+    assert config.requested(ATTENTION) == ("cuda",)
+    assert config.requested_options(WRITE) == {}
+
+
+def test_plain_calls_do_not_pile_up():
+    for _ in range(100):
+        ra.use_backend("triton")
+    assert len(config._scope._installed) <= 2
+
+
+def test_a_block_may_be_entered_again_within_itself():
+    block = ra.use_backend("eager")
+    for _ in range(2):
+        with block, block:
+            assert config.requested(ATTENTION) == ("eager",)
+            with ra.use_backend("cuda"), block:
+                assert config.requested(ATTENTION) == ("eager",)
+            assert config.requested(ATTENTION) == ("eager",)
+        assert config.requested(ATTENTION) is None
+
+
+def test_blocks_that_end_out_of_order_end_their_own():
+    a, b = ra.use_backend("eager"), ra.use_backend("cuda")
+    a.__enter__()
+    b.__enter__()
+    a.__exit__(None, None, None)
+    assert config.requested(ATTENTION) == ("cuda",)
+    b.__exit__(None, None, None)
+    assert config.requested(ATTENTION) is None
+
+
+def test_what_was_captured_is_in_force_in_another_thread(monkeypatch):
+    setenv(monkeypatch, config.BACKEND_VARIABLE, "xla")
+    with ra.use_backend("triton", validate="full"), ra.use_backend(options={WRITE: {"block": 3}}):
+        token = config.captured()
+    ra.use_backend("cuda")
+    seen: list[Any] = []
+
+    def work() -> None:
+        with ra.use_backend("pallas"), config.using(token):
+            seen.append((config.requested(ATTENTION), config.requested_options(WRITE), config.validates_values()))
+            seen.append(config.captured() == token == config.state())
+            with ra.use_backend("eager"):
+                seen.append(config.requested(ATTENTION))
+            seen.append(config.requested(ATTENTION))
+        seen.append(config.requested(ATTENTION))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [(("triton",), {"block": 3}, True), True, ("eager",), ("triton",), ("cuda",)]
+    with contextlib.suppress(KeyError), config.using(token):
+        raise KeyError
+    assert config.requested(ATTENTION) == ("cuda",)
+
+
+def test_a_working_directory_that_is_gone_has_no_pyproject(monkeypatch, tmp_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    ra.reload_config()
+    assert config.requested(ATTENTION) is None
+    setenv(monkeypatch, config.CONFIG_VARIABLE, "settings.toml")
+    with pytest.raises(InvalidInput, match=r"expected RAGGED_ATTENTION_CONFIG to name a file, got 'settings.toml'"):
+        config.requested(ATTENTION)
+
+
+def refuse(path: Path) -> bytes:
+    raise PermissionError(13, "Permission denied")
+
+
+def test_a_file_that_cannot_be_read_counts_only_if_it_is_named(monkeypatch, tmp_path):
+    Path(tmp_path, "pyproject.toml").write_text('[tool.ragged_attention]\nbackend = "eager"')
+    path = named_file(monkeypatch, tmp_path, 'backend = "eager"')
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(InvalidInput, match=f"expected {path} to be readable, got: .*Permission denied"):
+        config.requested(ATTENTION)
+    setenv(monkeypatch, config.CONFIG_VARIABLE, None)
+    assert config.requested(ATTENTION) is None
+
+
+def test_files_are_utf_8_whatever_the_locale_is(monkeypatch, tmp_path):
+    monkeypatch.setattr("locale.getpreferredencoding", lambda *given: "latin-1")
+    Path(tmp_path, "pyproject.toml").write_bytes(
+        '[project]\nname = "über"\n[tool.ragged_attention]\nbackend = "eager"'.encode()
+    )
+    assert config.requested(ATTENTION) == ("eager",)
+    Path(tmp_path, "pyproject.toml").write_bytes('[project]\nname = "über"'.encode("latin-1"))
+    ra.reload_config()
+    assert config.requested(ATTENTION) is None
+    path = named_file(monkeypatch, tmp_path, "")
+    path.write_bytes('# über\nbackend = "eager"'.encode("latin-1"))
+    with pytest.raises(InvalidInput, match=f"expected {path} to be TOML, got: .*codec can't decode"):
+        config.requested(ATTENTION)
+
+
+@pytest.mark.parametrize("text", ["tool = 1", "[[tool]]", "[tool]\nragged = 1"])
+def test_a_pyproject_with_other_ideas_of_tool_is_no_concern_of_ours(tmp_path, text):
+    Path(tmp_path, "pyproject.toml").write_text(text)
+    assert config.requested(ATTENTION) is None
+
+
+def test_our_own_table_must_be_one(tmp_path):
+    path = Path(tmp_path, "pyproject.toml")
+    path.write_text("[tool]\nragged_attention = 1")
+    with pytest.raises(InvalidInput, match=f"expected tool.ragged_attention in {path} to be a table, got 1"):
+        config.requested(ATTENTION)
+
+
+def test_options_are_plain_values_or_errors_that_name_them():
+    given = {"a": np.int64(64), "b": np.float32(0.5), "c": np.bool_(True), "d": "x", "e": None, "f": False}
+    found = config.expect_options(given)
+    assert found == {"a": 64, "b": 0.5, "c": True, "d": "x", "e": None, "f": False}
+    assert [type(value) for value in found.values()] == [int, float, bool, str, type(None), bool]
+    for value in (np.inf, -np.inf, np.nan, np.float32("nan")):
+        with pytest.raises(InvalidInput, match=f"expected option block_kv to be finite, got {float(value)}"):
+            config.requested_options(WRITE, {"block_kv": value})
+    for value, kind in (((1, 2), "tuple"), (np.ones(2), "ndarray"), (1j, "complex")):
+        text = f"expected option block_kv to be a number, a string, a bool or None, got {kind}"
+        with pytest.raises(TypeError, match=text):
+            ra.use_backend(options={WRITE: {"block_kv": value}})
+    with pytest.raises(TypeError, match="expected options to have strings for names, got 3"):
+        config.expect_options({3: 1})

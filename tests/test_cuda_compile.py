@@ -24,10 +24,11 @@ from typing import Any
 
 import pytest
 
-from ragged_attention import cli, dispatch, kernels_cuda
+from ragged_attention import dispatch, kernels_cuda
 from ragged_attention.errors import BackendMissing, InvalidInput
 from ragged_attention.kernels_cuda import _abi, _native, _report
 from ragged_attention.kernels_cuda._build import compile, toolchain
+from ragged_attention.tools import cli
 
 ROOT = Path(__file__).parent.parent
 HEADER = (ROOT / "kernels_cuda" / "csrc" / "api.h").read_text()
@@ -114,6 +115,10 @@ def small(afresh: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path
     stand_in(tmp_path / "home")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
+
+
+def reported(what: str) -> str:
+    return dict(kernels_cuda.report())[what]
 
 
 def calls(home: Path) -> list[str]:

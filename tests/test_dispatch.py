@@ -16,6 +16,7 @@ from ragged_attention.calls import CALLS, Device
 from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
 from ragged_attention.explain import explanation
 from ragged_attention.samples import Sample, device_of, sample_of
+from ragged_attention.tools import doctor
 
 ATTENTION, MERGE = "ragged_paged_attention", "merge_attention_states"
 CPU = Device(framework="torch", platform="cpu")
@@ -52,6 +53,7 @@ def nothing_configured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 def forget() -> None:
     dispatch.third_party_rooms.cache_clear()
+    dispatch._announced.cache_clear()
     dispatch.load.cache_clear()
 
 
@@ -242,6 +244,28 @@ def test_a_backend_whose_import_fails_shows_that_very_exception(install, broken,
     assert "* reference  chosen" in shown
     shown = explanation(sample())  # in nobody's way while it is not asked for
     assert f"faulty     its import fails: {error.__name__}: " in shown
+
+
+@pytest.mark.parametrize("broken", [{"package": "import sys; sys.exit(3)"}, {"module": "raise SystemExit(3)"}])
+def test_a_backend_that_ends_the_program_when_imported_is_a_failing_import(install, broken):
+    install("quitter", **broken)
+    with pytest.raises(ImportError, match=r"quitter_attention.* ended the program when .* imported: SystemExit\(3\)"):
+        dispatch.choose(sample(), backend="quitter")
+    assert "quitter    its import fails: ImportError: quitter_attention" in explanation(sample())
+    shown = {row[0]: row[2] for row in doctor.backends()}
+    assert "ended the program when it was imported" in shown["quitter"]
+    assert list(doctor.reports())
+    assert list(doctor.tuned_files()) == []
+
+
+@pytest.mark.parametrize("name", ["auto", "portable", "triton"])
+def test_a_backend_announced_under_a_name_that_is_taken_is_shown_as_such(install, name):
+    install(name)
+    assert dispatch.backends() == tuple(dispatch.ROOMS)
+    text = f"cannot be reached: {name}_attention is announced under a name that has another meaning here; rename it"
+    assert explanation(sample()).splitlines()[-1] == f"  {name:10} {text}"
+    assert (name, "", text) in list(doctor.backends())
+    assert dispatch.choose(sample(), backend="auto").backend == "eager"
 
 
 def test_a_package_announced_but_gone(install):

@@ -751,6 +751,7 @@ def test_unlawful_values_are_refused_on_request(case: Case, framework: str, monk
         error = refusal(case, framework)
     assert (type(error), str(error)) == (case.error, case.text)
     monkeypatch.setenv("RAGGED_ATTENTION_VALIDATE", "full")
+    ra.reload_config()
     error = refusal(case, framework)
     assert (type(error), str(error)) == (case.error, case.text)
 

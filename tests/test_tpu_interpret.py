@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ragged_attention import dispatch
+from ragged_attention.calls import CALLS
 from ragged_attention.testing.drawing import PROFILES, examples_of
 
 pytest.importorskip("jax")
@@ -23,7 +23,7 @@ from ragged_attention.testing.drawing import Check
 from tests import planted_pallas as planting
 
 ROOM = Path(__file__).parent.parent / "kernels_pallas"
-OPERATIONS = sorted({path.stem for path in ROOM.glob("*.py")} & set(dispatch.CALLS))
+OPERATIONS = sorted({path.stem for path in ROOM.glob("*.py")} & set(CALLS))
 EXAMPLES = 2 if examples_of() == PROFILES["dev"] else examples_of() // 20
 
 

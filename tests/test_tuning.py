@@ -156,7 +156,8 @@ def tpu(kind: str) -> Device:
 @pytest.mark.parametrize("operation", tunable("pallas"))
 def test_a_tuned_file_for_a_tpu_is_found_by_the_name_jax_has_for_it(operation, kind, monkeypatch):
     """From the device's name to the folder, from the call to the key, from the entry to the tile; and no further."""
-    device, module = tpu(kind), dispatch.load(operation, "pallas")
+    device = tpu(kind)
+    module: Any = dispatch.load(operation, "pallas")
     call = sample_of(operation).call(operation, device)
     tile = dataclasses.replace(module.heuristic(call), vmem_limit_bytes=3 << 20)
     table = {module.tuning_key(call): {"tile": dataclasses.asdict(tile), "case": {}, **MEASURED}}
@@ -172,7 +173,7 @@ def test_a_tuned_file_for_a_tpu_is_found_by_the_name_jax_has_for_it(operation, k
 
 @pytest.mark.parametrize("operation", tunable("pallas"))
 def test_a_key_that_no_call_leads_to_is_noticed(operation):
-    module = dispatch.load(operation, "pallas")
+    module: Any = dispatch.load(operation, "pallas")
     key = module.tuning_key(sample_of(operation).call(operation, DEVICE))
     table = {key: {"case": {}}, f"{key} ": {"case": {}}}
     assert unreachable(module, operation, table) == [f"{key} "]

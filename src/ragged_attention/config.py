@@ -1,4 +1,4 @@
-"""Which backend runs a call: where wishes come from, and which of them wins.
+"""Which backend runs a call: where requests come from, and which of them wins.
 
 The first of these that names a backend for the operation decides:
 
@@ -10,18 +10,24 @@ The first of these that names a backend for the operation decides:
 5. the environment variable RAGGED_ATTENTION_BACKEND
 6. the platform's own order, `ragged_attention.dispatch.ORDER`
 
-`options` follow the same way from 1 to 4, operation by operation.
+`options` follow the same way from 1 to 4, operation by operation. The file and the environment are read once, when a
+call first needs them, and again after `reload_config()`.
 """
 
+import contextlib
 import contextvars
 import dataclasses
-import functools
+import math
 import os
+import threading
 import tomllib
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+import numpy as np
 
 from ragged_attention.calls import CALLS
 from ragged_attention.errors import InvalidInput
@@ -30,139 +36,207 @@ BACKEND_VARIABLE = "RAGGED_ATTENTION_BACKEND"
 CONFIG_VARIABLE = "RAGGED_ATTENTION_CONFIG"
 VALIDATE_VARIABLE = "RAGGED_ATTENTION_VALIDATE"
 VALIDATION = ("static", "full")
-FLASH_MLA_CONVENTIONS = ("base2", "natural")
 
 Names = tuple[str, ...]
-BackendWish = str | Sequence[str] | Mapping[str, str | Sequence[str]]
+Option = int | float | str | bool | None
+BackendRequest = str | Sequence[str] | Mapping[str, str | Sequence[str]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Config:
-    """One source's wishes by operation; `backend` may have "*" for those it does not name."""
+    """One source's requests by operation; `backend` may have "*" for those it does not name.
+
+    Sources that say the same are equal, whatever made them.
+    """
 
     backend: Mapping[str, Names] = dataclasses.field(default_factory=dict)
-    options: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    options: Mapping[str, Mapping[str, Option]] = dataclasses.field(default_factory=dict)
     validate: str | None = None
-    flash_mla_convention: str | None = None  # of `compat.flash_mla`'s logarithms
+    _key: Any = dataclasses.field(init=False, repr=False)
+    _hash: int = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, known in (("backend", (*CALLS, "*")), ("options", tuple(CALLS))):
             for operation in getattr(self, name):
                 if operation not in known:
                     raise InvalidInput(f"expected keys of {name} among {', '.join(known)}, got {operation!r}")
-        for operation, options in self.options.items():
-            if not isinstance(options, Mapping):
-                raise TypeError(f"expected options of {operation} to be a mapping, got {type(options).__name__}")
+        options = {operation: expect_options(given, operation) for operation, given in self.options.items()}
         if self.validate is not None and self.validate not in VALIDATION:
             raise InvalidInput(f"expected validate to be one of {', '.join(VALIDATION)}, got {self.validate!r}")
-        if self.flash_mla_convention is not None:
-            expect_flash_mla_convention("flash_mla_convention", self.flash_mla_convention)
+        # By their representation, since 1, 1.0 and True are equal and not the same.
+        said = frozenset(
+            (operation, name, repr(value)) for operation in options for name, value in options[operation].items()
+        )
+        key = (frozenset(self.backend.items()), frozenset(options), said, self.validate)
+        for name, value in {"options": options, "_key": key, "_hash": hash(key)}.items():
+            object.__setattr__(self, name, value)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Config) and self._key == other._key)
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def names(self, operation: str) -> Names | None:
-        """The ordered wish for `operation`, or None where this source has none."""
+        """The ordered request for `operation`, or None where this source has none."""
         return self.backend.get(operation, self.backend.get("*"))
 
 
-def expect_flash_mla_convention(name: str, value: Any) -> None:
-    if value not in FLASH_MLA_CONVENTIONS:
-        raise InvalidInput(f"expected {name} to be one of {', '.join(FLASH_MLA_CONVENTIONS)}, got {value!r}")
+def parse_names(request: str | Sequence[str]) -> Names:
+    """`"triton"`, `"triton,eager"` or a list of names, as an ordered request."""
+    if isinstance(request, str):
+        request = [name.strip() for name in request.split(",")]
+    if not isinstance(request, Sequence) or not all(isinstance(name, str) for name in request):
+        raise TypeError(f"expected backend to be a name or a list of names, got {request!r}")
+    if not request or not all(request):
+        raise InvalidInput(f"expected backend to name at least one backend, got {request!r}")
+    return tuple(request)
 
 
-def parse_names(wish: str | Sequence[str]) -> Names:
-    """`"triton"`, `"triton,eager"` or a list of names, as an ordered wish."""
-    if isinstance(wish, str):
-        wish = [name.strip() for name in wish.split(",")]
-    if not isinstance(wish, Sequence) or not all(isinstance(name, str) for name in wish):
-        raise TypeError(f"expected backend to be a name or a list of names, got {wish!r}")
-    if not wish or not all(wish):
-        raise InvalidInput(f"expected backend to name at least one backend, got {wish!r}")
-    return tuple(wish)
-
-
-def _parse_wish(wish: BackendWish | None) -> dict[str, Names]:
-    if wish is None:
+def _parse_request(request: BackendRequest | None) -> dict[str, Names]:
+    if request is None:
         return {}
-    if isinstance(wish, Mapping):
-        return {operation: parse_names(names) for operation, names in wish.items()}
-    return {"*": parse_names(wish)}
+    if isinstance(request, Mapping):
+        return {operation: parse_names(names) for operation, names in request.items()}
+    return {"*": parse_names(request)}
 
 
-def expect_mapping(options: Any) -> Mapping[str, Any]:
+def expect_mapping(options: Any, of: str | None = None) -> Mapping[str, Any]:
     if not isinstance(options, Mapping):
-        raise TypeError(f"expected options to be a mapping, got {type(options).__name__}")
+        where = f"options of {of}" if of else "options"
+        raise TypeError(f"expected {where} to be a mapping, got {type(options).__name__}")
     return options
 
 
-_process: list[Config] = []
-_blocks: contextvars.ContextVar[tuple[Config, ...]] = contextvars.ContextVar("ragged_attention_blocks", default=())
+def expect_options(options: Any, of: str | None = None) -> dict[str, Option]:
+    """Tunables by name as plain Python values, NumPy's numbers as the ones that they are; `of` is their operation."""
+    found: dict[str, Option] = {}
+    for name, value in expect_mapping(options, of).items():
+        if not isinstance(name, str):
+            raise TypeError(f"expected options to have strings for names, got {name!r}")
+        if isinstance(value, np.generic):
+            value = value.item()
+        if value is not None and not isinstance(value, int | float | str):
+            raise TypeError(
+                f"expected option {name} to be a number, a string, a bool or None, got {type(value).__name__}"
+            )
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InvalidInput(f"expected option {name} to be finite, got {value}")
+        found[name] = value
+    return found
+
+
+T = TypeVar("T")
+
+
+class Scope(Generic[T]):
+    """Where values hold that are chosen as by `use_backend`: process-wide, or in a block of one thread or task.
+
+    An object that chooses is its value's `owner`. It does not know whether it is called plainly or made for a `with`
+    statement, so making it installs the value process-wide, and entering the block withdraws that and nothing else.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.blocks: contextvars.ContextVar[tuple[T, ...]] = contextvars.ContextVar(name, default=())  # innermost first
+        self.process_wide: tuple[T, ...] = ()  # the last value installed, if there is any
+        self._installed: list[tuple[weakref.ref[Any], T]] = []
+        self._lock = threading.Lock()
+
+    def install(self, owner: Any, value: T) -> None:
+        with self._lock:
+            self._set([*self._installed, (weakref.ref(owner), value)])
+
+    def enter(self, owner: Any, value: T) -> None:
+        with self._lock:
+            self._set([entry for entry in self._installed if entry[0]() is not owner])
+        self.blocks.set((value, *self.blocks.get()))
+
+    def exit(self, value: T) -> None:
+        """End the innermost block of a value, be others of it open or not."""
+        blocks = self.blocks.get()
+        index = next((index for index, other in enumerate(blocks) if other is value), len(blocks))
+        self.blocks.set(blocks[:index] + blocks[index + 1 :])
+
+    def _set(self, installed: list[tuple[weakref.ref[Any], T]]) -> None:
+        # An owner that is gone can no longer enter a block, so what was installed before it will not count again.
+        last = max((index for index, (owner, _) in enumerate(installed) if owner() is None), default=0)
+        self._installed = installed[last:]
+        self.process_wide = tuple(value for _, value in installed[-1:])
+
+
+_scope: Scope[Config] = Scope("ragged_attention_blocks")
+_instead: contextvars.ContextVar[tuple[Config, ...] | None] = contextvars.ContextVar("ragged_attention", default=None)
+_outside: tuple[Config, Config] | None = None  # what the file and the environment say, once read
 
 
 class use_backend:  # reads as a verb, like torch.no_grad
     """Choose backends for all later calls, or for a block.
 
-    `use_backend("triton")`, an ordered wish `use_backend(["cuda", "triton"])`, or by operation
+    `use_backend("triton")`, an ordered request `use_backend(["cuda", "triton"])`, or by operation
     `use_backend({"write_kv_pages": "eager", "*": "triton"})`. Called plainly it holds process-wide until the next
-    plain call; in a `with` statement it holds inside the block, for the current thread or task. `options` maps an
-    operation to its tunables, `validate="full"` checks index values too (which reads the device back), and
-    `flash_mla_convention` is the default of `compat.flash_mla.flash_mla_sparse_fwd`, "base2" or "natural".
-    `"auto"` gives the choice back to the platform's order; `use_backend()` ends an earlier plain call.
+    plain call; in a `with` statement it holds inside the block, for the current thread or task, and blocks may be
+    entered again, also within themselves. `options` maps an operation to its tunables, and `validate="full"` checks
+    index values too (which reads the device back). `"auto"` gives the choice back to the platform's order;
+    `use_backend()` ends an earlier plain call.
     """
 
     def __init__(
         self,
-        backend: BackendWish | None = None,
+        backend: BackendRequest | None = None,
         *,
         options: Mapping[str, Mapping[str, Any]] | None = None,
         validate: str | None = None,
-        flash_mla_convention: str | None = None,
     ) -> None:
-        self.config = Config(
-            backend=_parse_wish(backend),
-            options=expect_mapping(options or {}),
-            validate=validate,
-            flash_mla_convention=flash_mla_convention,
-        )
-        self._before = list(_process)
-        _process[:] = [self.config]
+        self.config = Config(backend=_parse_request(backend), options=expect_mapping(options or {}), validate=validate)
+        _scope.install(self, self.config)
 
     def __enter__(self) -> Config:
-        if _process and _process[0] is self.config:
-            _process[:] = self._before
-        self._token = _blocks.set((*_blocks.get(), self.config))
+        _scope.enter(self, self.config)
         return self.config
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _blocks.reset(self._token)
+        _scope.exit(self.config)
 
 
-@functools.lru_cache(maxsize=16)
-def _read_file(named: str | None, directory: str) -> Config:
-    """The config file's wishes; an unknown key is refused with the key and the file."""
-    path = Path(directory, named) if named else Path(directory, "pyproject.toml")
-    if named and not path.is_file():
-        raise InvalidInput(f"expected {CONFIG_VARIABLE} to name a file, got {named!r}")
-    if not path.is_file():
-        return Config()
+def reload_config() -> None:
+    """Forget what the config file and the environment said; the next call reads both again."""
+    global _outside
+    _outside = None
+
+
+def _read_file(named: str | None) -> Config:
+    """The config file's requests; an unknown key is refused with the key and the file.
+
+    What is wrong with a file that nobody named is no concern of ours, unless it is in our own table.
+    """
+    path = Path(named or "pyproject.toml")
     try:
-        table = tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as error:
+        path = path.absolute()
+        table: Any = tomllib.loads(path.read_bytes().decode())
+    except (OSError, ValueError) as error:
         if not named:
-            return Config()  # somebody else's broken pyproject is not ours to report
-        raise InvalidInput(f"expected {path} to be TOML, got: {error}") from None
+            return Config()
+        if isinstance(error, ValueError):
+            raise InvalidInput(f"expected {path} to be TOML, got: {error}") from None
+        if isinstance(error, FileNotFoundError | IsADirectoryError):
+            raise InvalidInput(f"expected {CONFIG_VARIABLE} to name a file, got {named!r}") from None
+        raise InvalidInput(f"expected {path} to be readable, got: {error}") from None
     if not named:
-        table = table.get("tool", {}).get("ragged_attention", {})
-    known = {field.name for field in dataclasses.fields(Config)}
+        tools = table.get("tool")
+        table = tools.get("ragged_attention", {}) if isinstance(tools, dict) else {}
+        if not isinstance(table, dict):
+            raise InvalidInput(f"expected tool.ragged_attention in {path} to be a table, got {table!r}")
+    known = ("backend", "options", "validate")
     for key in table:
         if key not in known:
-            raise InvalidInput(f"expected keys {', '.join(sorted(known))} in {path}, got {key!r}")
+            raise InvalidInput(f"expected keys {', '.join(known)} in {path}, got {key!r}")
     try:
         return Config(
-            backend=_parse_wish(table.get("backend")),
+            backend=_parse_request(table.get("backend")),
             options=expect_mapping(table.get("options", {})),
             validate=table.get("validate"),
-            flash_mla_convention=table.get("flash_mla_convention"),
         )
     except (InvalidInput, TypeError) as error:
         raise type(error)(f"{path}: {error}") from None
@@ -176,24 +250,41 @@ def _environment() -> Config:
     return Config(backend={"*": parse_names(names)} if names else {}, validate=validate)
 
 
-def _sources() -> list[Config]:
+def captured() -> tuple[tuple[Config, ...], ...]:
+    """What is in force here and now, for `using`, or as a key: equal where all calls follow the same requests."""
+    global _outside
+    base = _instead.get()
+    if base is None:
+        outside = _outside
+        if outside is None:
+            outside = _outside = (_read_file(os.environ.get(CONFIG_VARIABLE) or None), _environment())
+        base = _scope.process_wide + outside
+    return _scope.blocks.get(), base
+
+
+state = captured  # as a key
+
+
+@contextlib.contextmanager
+def using(token: tuple[tuple[Config, ...], ...]) -> Iterator[None]:
+    """Put in force what was when `captured` returned the token, in whichever thread, and nothing else."""
+    blocks, base = token
+    before = _scope.blocks.set(blocks), _instead.set(base)
+    try:
+        yield
+    finally:
+        _scope.blocks.reset(before[0])
+        _instead.reset(before[1])
+
+
+def _sources() -> tuple[Config, ...]:
     """Every source but the call itself, strongest first."""
-    return [
-        *reversed(_blocks.get()),
-        *_process,
-        _read_file(os.environ.get(CONFIG_VARIABLE) or None, os.getcwd()),
-        _environment(),
-    ]
-
-
-def state() -> tuple[object, ...]:
-    """A hashable stand-in for everything the sources say: while it is the same, so are the wishes."""
-    variables = (BACKEND_VARIABLE, CONFIG_VARIABLE, VALIDATE_VARIABLE)
-    return (_blocks.get(), *_process, os.getcwd(), *(os.environ.get(name) for name in variables))
+    blocks, base = captured()
+    return blocks + base
 
 
 def requested(operation: str, backend: str | Sequence[str] | None = None) -> Names | None:
-    """The ordered wish in force for a call of `operation`, or None where the platform's order decides."""
+    """The ordered request in force for a call of `operation`, or None where the platform's order decides."""
     if backend is not None:
         names = parse_names(backend)
     else:
@@ -201,21 +292,16 @@ def requested(operation: str, backend: str | Sequence[str] | None = None) -> Nam
     return None if names == ("auto",) else names
 
 
-def requested_options(operation: str, options: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+def requested_options(operation: str, options: Mapping[str, Any] | None = None) -> Mapping[str, Option]:
     """The tunables in force for a call of `operation`: the strongest source that gives any."""
     if options is not None:
-        return expect_mapping(options)
+        return expect_options(options)
     return next((source.options[operation] for source in _sources() if operation in source.options), {})
 
 
 def validates_values() -> bool:
     """Whether index values are checked too: `validate="full"` in the strongest source that says."""
     return next((source.validate for source in _sources() if source.validate), "static") == "full"
-
-
-def flash_mla_convention() -> str:
-    """The logarithms of `compat.flash_mla`'s prefill where a call does not say: by the strongest source that does."""
-    return next((source.flash_mla_convention for source in _sources() if source.flash_mla_convention), "base2")
 
 
 def get_config() -> Config:
@@ -227,9 +313,4 @@ def get_config() -> Config:
             backend = {}
         backend |= dict(source.backend)
         options |= dict(source.options)
-    return Config(
-        backend=backend,
-        options=options,
-        validate="full" if validates_values() else "static",
-        flash_mla_convention=flash_mla_convention(),
-    )
+    return Config(backend=backend, options=options, validate="full" if validates_values() else "static")

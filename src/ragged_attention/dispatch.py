@@ -7,13 +7,14 @@ Its package may offer two hooks: `state()`, what its answers rest on beside the 
 -> a package that holds such modules.
 """
 
+import contextlib
 import dataclasses
 import functools
 import importlib
 import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from ragged_attention import config, tuning
@@ -31,6 +32,7 @@ ROOMS = {
     "xla": "ragged_attention.portable.xla",
     "reference": "ragged_attention.reference",
 }
+TAKEN = (*ROOMS, "auto", "portable")  # names that no other package's backend can have
 NEEDS = {"triton": "triton", "pallas": "jax", "eager": "torch", "xla": "jax"}
 PORTABLE = {"torch": "eager", "jax": "xla", "numpy": "reference"}
 ORDER: Mapping[str, tuple[str, ...]] = {
@@ -58,9 +60,19 @@ class Choice:
 
 
 @functools.cache
-def third_party_rooms() -> dict[str, str]:
-    """Backend name -> package, as installed packages announce them."""
+def _announced() -> dict[str, str]:
     return {point.name: point.value for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+
+
+@functools.cache
+def third_party_rooms() -> dict[str, str]:
+    """Backend name -> package, as installed packages announce them; not under a name that means something else."""
+    return {name: package for name, package in _announced().items() if name not in TAKEN}
+
+
+def shadowed() -> dict[str, str]:
+    """Name -> package of those announced under a name that is taken, so that no call reaches them."""
+    return {name: package for name, package in _announced().items() if name in TAKEN}
 
 
 def backends() -> tuple[str, ...]:
@@ -68,23 +80,38 @@ def backends() -> tuple[str, ...]:
     return (*ROOMS, *third_party_rooms())
 
 
+def why_shadowed(name: str) -> str:
+    return f"cannot be reached: {shadowed()[name]} is announced under a name that has another meaning here; rename it"
+
+
+@contextlib.contextmanager
+def importing(module: str) -> Iterator[None]:
+    """Around an import of somebody's package: it may fail, it may not end the process."""
+    try:
+        yield
+    except SystemExit as stop:
+        raise ImportError(f"{module} ended the program when it was imported: SystemExit({stop.code!r})") from stop
+
+
 def _exists(module: str) -> bool:
     try:
-        return importlib.util.find_spec(module) is not None
+        with importing(module):
+            return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError as error:
         if error.name and f"{module}.".startswith(f"{error.name}."):  # a parent package is absent
             return False
         raise  # it is there, and what it imports is not
 
 
-def _room(backend: str) -> str | None:
+def package_of(backend: str) -> str | None:
+    """The package of a backend's modules, None where there is no such backend."""
     return ROOMS.get(backend) or third_party_rooms().get(backend)
 
 
 @functools.cache
 def load(operation: str, backend: str) -> Implementation:
     """Import one implementation. Absence raises `BackendMissing`; once found, an import error is itself."""
-    room = _room(backend)
+    room = package_of(backend)
     if room is None:
         raise BackendMissing(f"unknown backend {backend!r}; known are {', '.join(backends())}")
     if (needs := NEEDS.get(backend)) and needs not in sys.modules and not _exists(needs):
@@ -93,7 +120,8 @@ def load(operation: str, backend: str) -> Implementation:
         raise BackendMissing(f"its package {room} cannot be found")
     if not _exists(f"{room}.{operation}"):
         raise BackendMissing(f"does not offer {operation}")
-    module: Any = importlib.import_module(f"{room}.{operation}")
+    with importing(f"{room}.{operation}"):
+        module: Any = importlib.import_module(f"{room}.{operation}")
     return module
 
 
@@ -102,7 +130,7 @@ def backends_offering(operation: str, names: str | None) -> str | None:
 
     None if none of them does: then that operation follows the configuration.
     """
-    rooms = {name: _room(name) for name in names.split(",")} if names else {}
+    rooms = {name: package_of(name) for name in names.split(",")} if names else {}
     offer = [name for name, room in rooms.items() if room is None or _exists(f"{room}.{operation}")]
     return ",".join(offer) or None
 
@@ -121,7 +149,7 @@ def candidates(operation: str, device: Device, backend: str | Sequence[str] | No
 
 def state() -> tuple[Any, ...]:
     """What answers rest on beside the call and the configuration, by the `state` hooks of the packages loaded."""
-    packages = (sys.modules.get(room) for room in (*ROOMS.values(), *third_party_rooms().values()))
+    packages: Any = (sys.modules.get(room) for room in (*ROOMS.values(), *third_party_rooms().values()))
     return tuple([package.state() for package in packages if callable(getattr(package, "state", None))])
 
 

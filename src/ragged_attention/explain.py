@@ -43,6 +43,7 @@ def answers(call: Call, *, backend: str | Sequence[str] | None = None) -> list[A
         text = reason or ("chosen" if wanted else "could run" if name in asked else "could run, not asked for")
         found.append(Answer(name, wanted and takes, takes, text))
         chosen = chosen or found[-1].chosen
+    found += [Answer(name, False, False, dispatch.why_shadowed(name)) for name in dispatch.shadowed()]
     return found
 
 

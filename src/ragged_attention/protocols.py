@@ -17,7 +17,7 @@ class Implementation(Protocol):
     """
 
     @property
-    def Tile(self) -> Callable[..., Any]:
+    def Tile(self) -> type[Any]:
         """A frozen dataclass of what may be tuned, its constraints checked."""
         ...
 

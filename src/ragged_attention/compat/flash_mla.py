@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from ragged_attention import config
 from ragged_attention.calls import DecodeSchedule, MlaDecode, dtype_name, is_array
 from ragged_attention.compat.names import say_in
+from ragged_attention.config import Scope
 from ragged_attention.errors import InvalidInput
 from ragged_attention.torch import make_decode_schedule, mla_decode, sparse_mla_prefill, varlen_attention
 from ragged_attention.torch._launcher import device_facts
@@ -32,8 +32,10 @@ __all__ = [
     "flash_mla_sparse_fwd",
     "flash_mla_with_kvcache",
     "get_mla_metadata",
+    "use_convention",
 ]
 
+CONVENTIONS = ("base2", "natural")  # the first is the default
 LOG2_E = math.log2(math.e)
 BYTES = ("float8_e4m3fn", "int8", "uint8")
 
@@ -69,6 +71,28 @@ QKV_PACKED_NAMES = {
     "max_kv_len": "max_seqlen",
     "sm_scale": "softmax_scale",
 }
+
+_conventions: Scope[str] = Scope("ragged_attention_flash_mla_convention")
+
+
+class use_convention:  # reads as a verb, like `ragged_attention.use_backend`
+    """Choose the default `convention` of `flash_mla_sparse_fwd`: process-wide, or in a `with` for a block."""
+
+    def __init__(self, convention: str) -> None:
+        _expect_convention(convention)
+        self.convention = convention
+        _conventions.install(self, convention)
+
+    def __enter__(self) -> None:
+        _conventions.enter(self, self.convention)
+
+    def __exit__(self, *error: object) -> None:
+        _conventions.exit(self.convention)
+
+
+def _expect_convention(convention: Any) -> None:
+    if convention not in CONVENTIONS:
+        raise InvalidInput(f"expected convention to be one of {', '.join(CONVENTIONS)}, got {convention!r}")
 
 
 class FlashMLASchedMeta:
@@ -239,14 +263,14 @@ def flash_mla_sparse_fwd(
         topk_length: i32 [s_q], entries of `indices` from there on are ignored.
         convention: of the two last results. "base2", FlashMLA's of September 2025: base-2 logarithms, and an lse of
             -inf where a query selects nothing. "natural", that of 2026: natural ones, and +inf there. Default: what
-            the configuration says (`flash_mla_convention`), else "base2".
+            `use_convention` says, else "base2".
 
     Returns:
         out [s_q, h_q, d_v], max_logits f32 [s_q, h_q], lse f32 [s_q, h_q].
     """
     if convention is None:
-        convention = _configured_convention()
-    config.expect_flash_mla_convention("convention", convention)
+        convention = _default_convention()
+    _expect_convention(convention)
     try:
         out, max_logits, lse = sparse_mla_prefill(
             q, kv, indices, sm_scale=sm_scale, d_v=d_v, sinks=attn_sink, topk_lens=topk_length
@@ -385,9 +409,9 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 @torch.compiler.assume_constant_result
-def _configured_convention() -> str:
-    """The configuration is read when a function is traced, and is part of what was compiled."""
-    return config.flash_mla_convention()
+def _default_convention() -> str:
+    """It is read when a function is traced, and is part of what was compiled."""
+    return next(iter((*_conventions.blocks.get(), *_conventions.process_wide)), CONVENTIONS[0])
 
 
 def _lonely_at_infinity(lse: torch.Tensor) -> torch.Tensor:

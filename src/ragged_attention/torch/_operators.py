@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from ragged_attention import config, dispatch
 from ragged_attention.calls import CALLS, Call, Result
-from ragged_attention.config import expect_mapping, parse_names
+from ragged_attention.config import expect_options, parse_names
 from ragged_attention.torch import _plan
 from ragged_attention.torch._launcher import DTYPES
 
@@ -116,7 +116,7 @@ def encode_options(options: Any) -> str | None:
     """The options mapping as the string that a schema can carry, in a way that `torch.compile` can follow."""
     if options is None:
         return None
-    return "{" + ", ".join([f"{name!r}: {value!r}" for name, value in expect_mapping(options).items()]) + "}"
+    return "{" + ", ".join([f"{name!r}: {value!r}" for name, value in expect_options(options).items()]) + "}"
 
 
 # ---- what an operator does

@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import ragged_attention
-from ragged_attention import config, dispatch, kernels_cuda
+from ragged_attention import config, dispatch
 from ragged_attention.calls import CALLS, Device
 from ragged_attention.errors import BackendMissing, Unsupported
 from ragged_attention.samples import FRAMEWORKS, device_of, sample_of
@@ -35,7 +35,7 @@ def report(console: Console) -> int:
         sections = [
             _table("versions", ("what", "version"), versions(found)),
             _table("devices", ("framework", "device"), devices(found)),
-            _table("backends", ("backend", "offers", "state"), rooms()),
+            _table("backends", ("backend", "offers", "state"), backends()),
             _table("configuration", ("what", "value"), configuration()),
             _table("tuned sizes", ("folder", "device", "operation", "entries"), tuned_files()),
             _table("picked for a bfloat16 decode", ("operation", *FRAMEWORKS), picks(found)),
@@ -92,7 +92,7 @@ def versions(found: dict[str, ModuleType | Exception]) -> Iterator[tuple[str, st
             yield name, told(module)
         else:
             yield name, getattr(module, "__version__", None) or _version_of(DISTRIBUTIONS.get(name, name))
-    yield from kernels_cuda.report()
+    yield from reports()
     yield "Pallas for TPU", pallas(found["jax"])
 
 
@@ -101,6 +101,19 @@ def _version_of(distribution: str) -> str:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return "unknown"
+
+
+def reports() -> Iterator[tuple[str, str]]:
+    """What the backends that are here say of themselves, by the `report` hooks of their packages."""
+    for backend in dispatch.backends():
+        package = dispatch.package_of(backend) or ""
+        try:
+            with dispatch.importing(package):
+                found: Any = importlib.import_module(package)
+        except Exception:  # backends() shows it
+            continue
+        if hasattr(found, "report"):
+            yield from found.report()
 
 
 def pallas(jax: ModuleType | Exception) -> str:
@@ -140,7 +153,7 @@ def devices(found: dict[str, ModuleType | Exception]) -> Iterator[tuple[str, str
         yield from (("jax", device) for device in seen)
 
 
-def rooms() -> Iterator[tuple[str, str, str]]:
+def backends() -> Iterator[tuple[str, str, str]]:
     """Each backend, the operations it offers, and whether they can be imported."""
     for backend in dispatch.backends():
         offered, absent, faults = [], [], []
@@ -154,6 +167,8 @@ def rooms() -> Iterator[tuple[str, str, str]]:
                 faults.append(f"{operation}: {told(error)}")
         state = "; ".join(faults) or ("present" if offered else f"absent: {', '.join(dict.fromkeys(absent))}")
         yield backend, ", ".join(offered), state
+    for name in dispatch.shadowed():
+        yield name, "", dispatch.why_shadowed(name)
 
 
 def configuration() -> Iterator[tuple[str, str]]:
@@ -172,15 +187,16 @@ def configuration() -> Iterator[tuple[str, str]]:
 def tuned_files() -> Iterator[tuple[str, str, str, str]]:
     """Every tuned file of every backend that can be found."""
     for backend in dispatch.backends():
-        room = dispatch.ROOMS.get(backend) or dispatch.third_party_rooms()[backend]
+        package = dispatch.package_of(backend) or ""
         try:
-            folder = resources.files(room) / "tuned"
+            with dispatch.importing(package):
+                folder = resources.files(package) / "tuned"
             files = sorted(Path(str(folder)).glob("*/*.json"))
-        except Exception:  # rooms() has told of it
+        except Exception:  # backends() shows it
             continue
         for path in files:
-            table = dispatch.tuning.tuned_table(room, path.parent.name, path.stem)
-            yield room, path.parent.name, path.stem, str(len(table))
+            table = dispatch.tuning.tuned_table(package, path.parent.name, path.stem)
+            yield package, path.parent.name, path.stem, str(len(table))
 
 
 def picks(found: dict[str, ModuleType | Exception]) -> Iterator[tuple[str, ...]]:

@@ -19,7 +19,7 @@ from rich.table import Table
 import ragged_attention
 from ragged_attention import config, dispatch
 from ragged_attention.calls import CALLS
-from ragged_attention.errors import InvalidInput, Unsupported
+from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
 from ragged_attention.explain import answers
 from ragged_attention.samples import FRAMEWORKS, KINDS, LatentSample, Sample, VarlenSample, device_of, sample_of
 
@@ -128,6 +128,9 @@ def _heads(text: str) -> tuple[int, int]:
 
 def _explain(parsed: argparse.Namespace) -> int:
     framework = parsed.framework or next((name for name in FRAMEWORKS if importlib.util.find_spec(name)), "torch")
+    if importlib.util.find_spec(framework) is None:
+        what = f"{framework} is not" if parsed.framework else "neither torch nor jax is"
+        raise BackendMissing(f"{what} installed: install ragged-attention[{framework}]")
     fields = {field.name for kind in KINDS for field in dataclasses.fields(kind)}
     given = {name: value for name, value in vars(parsed).items() if name in fields and value is not None}
     if parsed.heads:
@@ -152,14 +155,14 @@ def _explain(parsed: argparse.Namespace) -> int:
         return 1
     choice = dispatch.choose(call, backend=parsed.backend)
     console.print(f"runs with {escape(str(choice.tile))}", highlight=False, soft_wrap=True)
-    if (wish := config.requested(parsed.operation, parsed.backend)) is not None:
-        console.print(f"asked for: {escape(', '.join(wish))}", highlight=False)
+    if (request := config.requested(parsed.operation, parsed.backend)) is not None:
+        console.print(f"asked for: {escape(', '.join(request))}", highlight=False)
     return 0
 
 
 def _doctor(parsed: argparse.Namespace) -> int:
     del parsed
-    report: Callable[[Console], int] = importlib.import_module("ragged_attention.doctor").report
+    report: Callable[[Console], int] = importlib.import_module("ragged_attention.tools.doctor").report
     return report(Console())
 
 

@@ -1,0 +1,251 @@
+"""FEATURES: an optional argument that a backend does not list is refused by name, and one that it lists is honoured.
+
+`CALLS_WITH` has, for each operation, calls that set its optional arguments, on NumPy arrays: every optional argument
+stands in one of them, and a new one belongs there too.
+"""
+
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ragged_attention import dispatch
+from ragged_attention.calls import CALLS, Call, Device
+from ragged_attention.errors import BackendMissing, InvalidInput
+from ragged_attention.reference.make_decode_schedule import make_decode_schedule
+from ragged_attention.reference.quantize_mla_cache import quantize_mla_cache
+from ragged_attention.samples import device_of, sample_of
+
+RNG = np.random.default_rng(0)
+HINTS = {"max_q_len", "max_kv_len", "deterministic", "schedule", "cache_format", "format"}  # results are the same
+
+
+def floats(*shape: int) -> Any:
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+def ints(*values: Any) -> Any:
+    return np.array(values, np.int32)
+
+
+# Two sequences with 3 and 2 queries, 4 query heads over 2 KV heads of 16, pages of 4.
+TABLES: dict[str, Any] = {"page_indices": ints([1, 3, 0], [2, 5, 4]), "kv_lens": ints(9, 7), "cu_q_lens": ints(0, 3, 5)}
+SCALES = {"k_scale": 0.5, "v_scale": 2.0}
+SHARED = {"sm_scale": 0.3, "soft_cap": 1.5}
+PAGES = {"q": floats(5, 4, 16), "k_pages": floats(2, 6, 4, 16), "v_pages": floats(2, 6, 4, 16)}
+VARLEN = {
+    "q": floats(5, 4, 16), "k": floats(8, 2, 16), "v": floats(8, 2, 16), "cu_q_lens": ints(0, 3, 5),
+    "cu_kv_lens": ints(0, 5, 8), "max_q_len": 3, "max_kv_len": 5, "causal": True, "sliding_window": 2,
+    "sinks": floats(4), "deterministic": True,
+}  # fmt: skip
+OUT = {"d_out": floats(5, 4, 16), "out": floats(5, 4, 16), "lse": floats(5, 4) + 2, "d_lse": floats(5, 4)}
+# Latent rows of the default width, for which d_v is 512 unless something else is said.
+LATENT = {"sm_scale": 0.05, "sinks": floats(4), "d_v": 256}
+SPARSE = {
+    "q": floats(3, 4, 576), "kv": floats(3, 4, 1, 576), "indices": ints([[0, 5, 7]], [[1, 9, 2]], [[4, -1, 3]]),
+    "topk_lens": ints(1, 3, 2), "deterministic": True,
+}  # fmt: skip
+DECODE = {"q": floats(2, 2, 4, 576), "kv_cache": floats(4, 4, 1, 576), "cache_format": "plain"}
+SECOND = {"extra_kv_cache": floats(2, 4, 1, 576), "extra_indices": ints([[1, 6], [2, 3]], [[7, 0], [5, 4]])}
+LISTS = {"indices": ints([[0, 5, 7], [1, 9, 2]], [[4, 11, 3], [8, 1, 6]]), "topk_lens": ints(2, 3)}
+SCHEDULE = tuple(make_decode_schedule(ints(2, 3), sparse=True, num_parts=1))
+BYTES = quantize_mla_cache(floats(2, 3, 1, 576), "fp8_v32", power_of_two_scales=False)
+
+CALLS_WITH: dict[str, list[dict[str, Any]]] = {
+    "ragged_paged_attention": [
+        TABLES | SHARED | SCALES | {
+            "q": floats(5, 4, 16), "kv_pages": floats(6, 4, 4, 16), "num_seqs": ints(1), "causal": False,
+            "sliding_window": 4, "sinks": floats(4), "return_lse": True,
+            "new_kv": (floats(5, 2, 16), floats(5, 2, 16)),
+        },
+    ],
+    "write_kv_pages": [
+        TABLES | SCALES | {
+            "k": floats(5, 2, 16), "v": floats(5, 2, 16), "kv_pages": floats(6, 4, 4, 16), "num_seqs": ints(1),
+        },
+        SCALES | {
+            "k": floats(5, 2, 16), "v": floats(5, 2, 16), "kv_pages": floats(6, 4, 4, 16),
+            "slot_mapping": ints(3, -1, 7, 0, 21),
+        },
+    ],
+    "merge_attention_states": [{"outs": floats(2, 3, 4, 16), "lses": floats(2, 3, 4)}],
+    "paged_attention": [PAGES | SHARED | {"q": floats(2, 4, 16), "lengths": ints(9, 7), **TABLES}],
+    "prefill_attention": [
+        PAGES | SHARED | {"length": ints(8), "page_indices": ints(1, 3, 0), "sliding_window": 2, "align": "end"},
+    ],
+    "varlen_attention": [VARLEN | SHARED],
+    "varlen_attention_backward": [VARLEN | SHARED | OUT],
+    "sparse_mla_prefill": [SPARSE | LATENT | {"cache_format": "plain"}],
+    "sparse_mla_prefill_backward": [
+        SPARSE | LATENT | {
+            "d_out": floats(3, 4, 256), "out": floats(3, 4, 256), "lse": floats(3, 4) + 2, "d_lse": floats(3, 4),
+        },
+    ],
+    "mla_decode": [
+        DECODE | LISTS | SECOND | LATENT | {"extra_topk_lens": ints(1, 2), "schedule": SCHEDULE},
+        DECODE | LATENT | {"page_indices": ints([2, 0], [1, 3]), "kv_lens": ints(7, 5), "causal": True},
+    ],
+    "make_decode_schedule": [
+        {"lens": ints(100, 0, 900), "extra_lens": ints(70, 1, 200), "sparse": True, "num_parts": 3, "overhead": 2},
+    ],
+    "quantize_mla_cache": [{"kv": floats(2, 3, 1, 576), "format": "fp8_v32", "power_of_two_scales": False}],
+    "dequantize_mla_cache": [{"cache": BYTES, "format": "fp8_v32", "dtype": "float32"}],
+    "write_mla_cache": [
+        {
+            "kv": floats(3, 1, 576), "cache": BYTES, "slot_mapping": ints(4, -1, 1), "power_of_two_scales": False,
+            "cache_format": "fp8_v32",
+        },
+    ],
+    "page_indices_to_slots": [{"positions": ints(3, 9), "page_indices": TABLES["page_indices"], "page_size": 4}],
+}  # fmt: skip
+EACH = [(operation, index) for operation, calls in CALLS_WITH.items() for index in range(len(calls))]
+PLACES = {
+    "cuda": [device_of("torch", "sm_90"), device_of("jax", "sm_90")],
+    "rocm": [device_of("torch", "gfx942")],
+    "tpu": [Device(framework="jax", platform="tpu", shared_memory=2**27, scalar_memory=2**20)],
+    "cpu": [Device(framework=name, platform="cpu") for name in ("torch", "jax")],
+}
+
+
+def arguments_of(operation: str, index: int) -> dict[str, Any]:
+    names = CALLS[operation].argument_names()
+    return {name: value for name, value in CALLS_WITH[operation][index].items() if name in names}
+
+
+def modules(operation: str) -> dict[str, Any]:
+    """The module of each backend that can be imported here and offers the operation."""
+    found = {}
+    for backend in dispatch.ROOMS:
+        try:
+            found[backend] = dispatch.load(operation, backend)
+        except BackendMissing:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("operation", CALLS)
+def test_every_optional_argument_has_a_value_here(operation):
+    given = set().union(*CALLS_WITH.get(operation, []))
+    missing = ", ".join(set(CALLS[operation].DEFAULTS) - given)
+    assert not missing, f"give {missing} of {operation} a value in CALLS_WITH of {__file__}"
+
+
+@pytest.mark.parametrize("operation", CALLS)
+def test_features_are_optional_arguments(operation):
+    for backend, module in modules(operation).items():
+        unknown = module.FEATURES - CALLS[operation].DEFAULTS.keys()
+        assert not unknown, f"{backend} lists {', '.join(unknown)} for {operation}"
+
+
+@pytest.mark.parametrize(("operation", "index"), EACH)
+def test_what_is_not_listed_is_refused_by_name(operation, index, monkeypatch):
+    """Whatever argument a backend lacks in its list, and before it is asked itself; without a list it has none."""
+    record, arguments = CALLS[operation], arguments_of(operation, index)
+    fields = record.DEFAULTS
+    given = [name for name in fields if name in arguments]
+    module = types.SimpleNamespace(why_not=lambda call: "asked")
+    monkeypatch.setattr(dispatch, "load", lambda operation, backend: module)
+    call = record(**arguments)  # type: ignore[call-arg]
+    assert dispatch.refusal("other", call) == (f"does not honour {given[0]}" if given else "asked")
+    for name in given:
+        module.FEATURES = frozenset(fields) - {name}
+        assert dispatch.refusal("other", call) == f"does not honour {name}"
+    module.FEATURES = frozenset(fields)
+    assert dispatch.refusal("other", call) == "asked"
+
+
+@pytest.mark.parametrize("operation", CALLS)
+def test_defaults_are_never_refused(operation, monkeypatch):
+    fields = CALLS[operation].DEFAULTS
+    module = types.SimpleNamespace(FEATURES=frozenset(), why_not=lambda call: "asked")
+    monkeypatch.setattr(dispatch, "load", lambda operation, backend: module)
+    same = {name: np.bool_(value) if isinstance(value, bool) else value for name, value in fields.items()}
+    required = dict.fromkeys(CALLS[operation].argument_names())
+    call = CALLS[operation].unchecked(**required | same, device=Device(framework="torch", platform="cpu"))
+    assert dispatch.refusal("other", call) == "asked"
+
+
+@pytest.mark.parametrize("platform", PLACES)
+@pytest.mark.parametrize(("operation", "index"), EACH)
+def test_each_backend_is_asked_by_its_own_list(operation, index, platform):
+    arguments = arguments_of(operation, index)
+    given = [name for name in CALLS[operation].DEFAULTS if name in arguments]
+    for device in PLACES[platform]:
+        call = CALLS[operation](**arguments, device=device)  # type: ignore[call-arg]
+        for backend, module in modules(operation).items():
+            reason = dispatch.refusal(backend, call)
+            lacking = [name for name in given if name not in module.FEATURES]
+            if lacking:
+                assert reason == f"does not honour {lacking[0]}"
+            else:
+                assert "does not honour" not in (reason or ""), backend
+
+
+def results_of(backend: str, operation: str, arguments: dict[str, Any]) -> list[np.ndarray]:
+    """What a backend computes, its dtypes kept."""
+    framework = "jax" if backend == "xla" else "torch"
+    pytest.importorskip(framework)
+    record, device = CALLS[operation], Device(framework=framework, platform="cpu")
+    if framework == "jax":
+        import jax
+
+        def run(values: dict[str, Any]) -> Any:
+            call = record(**arguments | values, device=device)  # type: ignore[call-arg]
+            choice = dispatch.choose(call, backend=backend)
+            return choice.run(call, None)  # type: ignore[arg-type]  # which nothing there looks at
+
+        results = jax.jit(run)({name: value for name, value in arguments.items() if is_data(value)})
+    else:
+        import torch
+
+        from ragged_attention.torch.launcher import LAUNCHER
+
+        call: Call = record(**arguments, device=device).map(lambda array: torch.from_numpy(array.copy()))  # type: ignore[call-arg]
+        results = dispatch.choose(call, backend=backend).run(call, LAUNCHER)
+    flat = results if isinstance(results, tuple | list) else [results]
+    return [np.asarray(array) if str(array.dtype) != "torch.bfloat16" else array.float().numpy() for array in flat]
+
+
+def is_data(value: Any) -> bool:
+    return isinstance(value, np.ndarray | tuple)
+
+
+def agree(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
+    if len(one) != len(other) or any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip(one, other, strict=True)):
+        return False
+    return all(np.allclose(a, b, 1e-3, 1e-3, equal_nan=True) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(("operation", "index"), EACH)
+def test_what_is_listed_counts(operation, index):
+    """Each value here changes what the definition computes, or the call is none without it; backends say the same."""
+    fields = CALLS[operation].DEFAULTS
+    here = {backend: module for backend, module in modules(operation).items() if backend not in ("pallas", "cuda")}
+    arguments = arguments_of(operation, index)
+    for name in set(arguments) & set(fields) - here["reference"].FEATURES:
+        assert all(name not in module.FEATURES for module in here.values())  # else it is to be compared below
+        del arguments[name]
+    wanted = results_of("reference", operation, arguments)
+    for name in set(arguments) & set(fields) - HINTS:
+        try:
+            without = results_of("reference", operation, {k: v for k, v in arguments.items() if k != name})
+        except InvalidInput:
+            continue
+        assert not agree(wanted, without), f"{name} changes nothing"
+    for backend in here:
+        reason = dispatch.refusal(backend, CALLS[operation](**arguments, device=here_of(backend)))  # type: ignore[call-arg]
+        assert reason is None or reason.startswith("does not honour")
+        if reason is None:
+            assert agree(results_of(backend, operation, arguments), wanted), backend
+
+
+def here_of(backend: str) -> Device:
+    return Device(framework="jax" if backend == "xla" else "torch", platform="cpu")
+
+
+def test_a_representative_call_is_taken_somewhere():
+    """No sample of what `explain` shows needs more than some backend honours."""
+    for operation in CALLS:
+        for device in (place for places in PLACES.values() for place in places):
+            assert dispatch.choose(sample_of(operation).call(operation, device)).backend in dispatch.backends()
