@@ -96,11 +96,8 @@ def slots_from_tables(call: Any, num_tokens: int) -> jax.Array:
     if 0 in (max_num_seqs, pages_per_seq):
         return jnp.full(num_tokens, -1, jnp.int32)
     token = jnp.arange(num_tokens, dtype=jnp.int32)
-    edges = jnp.clip(call.cu_q_lens, 0, num_tokens)
+    edges = live_edges(call, num_tokens)
     stops = jnp.maximum(edges[:-1], edges[1:])
-    if call.num_seqs is not None:
-        live = jnp.arange(max_num_seqs) < jnp.reshape(jnp.asarray(call.num_seqs, jnp.int32), ())
-        stops = jnp.where(live, stops, edges[:-1])
     seq = jnp.searchsorted(stops, token, side="right").astype(jnp.int32)
     there = seq < max_num_seqs
     seq = jnp.minimum(seq, max_num_seqs - 1)
@@ -110,3 +107,15 @@ def slots_from_tables(call: Any, num_tokens: int) -> jax.Array:
     page = call.page_indices[seq, position // call.page_size]
     there &= (page >= 0) & (page < call.num_pages)
     return jnp.where(there, page * call.page_size + position % call.page_size, -1)
+
+
+def live_edges(call: Any, num_tokens: int) -> jax.Array:
+    """`cu_q_lens` within [0, num_tokens], where entries past `num_seqs` repeat the last live one.
+
+    So whatever those entries hold, sequences past `num_seqs` are empty, and the edges ascend as far as live ones do.
+    """
+    edges = jnp.clip(call.cu_q_lens, 0, num_tokens)
+    if call.num_seqs is None:
+        return edges
+    last = jnp.clip(jnp.reshape(jnp.asarray(call.num_seqs, jnp.int32), ()), 0, len(edges) - 1)
+    return edges[jnp.minimum(jnp.arange(len(edges)), last)]

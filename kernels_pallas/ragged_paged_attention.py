@@ -31,7 +31,7 @@ from ragged_attention.kernels_pallas.blocks import (
     round_up,
     vector_bytes,
 )
-from ragged_attention.kernels_pallas.new_rows import new_rows, sent_once, slots_from_tables
+from ragged_attention.kernels_pallas.new_rows import live_edges, new_rows, sent_once, slots_from_tables
 from ragged_attention.kernels_pallas.ragged_kernel import UPDATES, Plan, kernel, named, scratch
 
 SUBLANES = 16  # rows of a bfloat16 tile
@@ -210,11 +210,8 @@ class Sequences(NamedTuple):
 
 def sequences(call: Any) -> Sequences:
     """The index arrays of a call, whatever values they carry; a sequence from `num_seqs` on has no rows."""
-    edges = jnp.clip(call.cu_q_lens, 0, call.num_tokens)
+    edges = live_edges(call, call.num_tokens)
     lens = jnp.maximum(edges[1:] - edges[:-1], 0)
-    if call.num_seqs is not None:
-        live = jnp.arange(call.max_num_seqs) < jnp.reshape(jnp.asarray(call.num_seqs, jnp.int32), ())
-        lens = jnp.where(live, lens, 0)
     return Sequences(edges[:-1], lens, jnp.clip(call.kv_lens, 0, call.capacity), call.page_indices)
 
 
