@@ -34,6 +34,7 @@ from ragged_attention.kernels_pallas.blocks import (
 from ragged_attention.kernels_pallas.new_rows import live_edges, new_rows, sent_once, slots_from_tables
 from ragged_attention.kernels_pallas.ragged_kernel import UPDATES, Plan, kernel, named, scratch
 
+LARGEST_FLOAT = float(jnp.finfo(jnp.float32).max)
 SUBLANES = 16  # rows of a bfloat16 tile
 
 
@@ -230,7 +231,10 @@ def attend(
     taken = ((seqs.q_lens > 1) if plan.in_columns else (seqs.q_lens == 1)) & (seqs.kv_lens > 0)
     (order,) = jnp.nonzero(taken, size=len(taken), fill_value=0)
     factor = per_head(call.k_scale, plan.num_kv_heads) * jnp.float32(call.scale)
-    factor = factor * (LOG2E if plan.soft_cap is None else 1.0 / plan.soft_cap)
+    if plan.soft_cap is None:
+        factor = factor * LOG2E
+    else:  # finite, or a logit of 0 would be NaN
+        factor = jnp.clip(factor / plan.soft_cap, -LARGEST_FLOAT, LARGEST_FLOAT)
     scalars = (
         jnp.sum(taken, dtype=jnp.int32)[None],
         order.astype(jnp.int32),

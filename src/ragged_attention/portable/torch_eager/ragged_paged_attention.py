@@ -82,7 +82,7 @@ class Attention:
         device = call.q.device
         pages = call.kv_pages
         self.k_pages, self.v_pages = (pages[:, :, 0::2], pages[:, :, 1::2]) if call.combined else pages
-        self.query_factor = self._per_head(call.k_scale) * (call.scale / (call.soft_cap or 1.0))
+        self.query_factor = self._per_head(call.k_scale) * call.scale
         self.out_factor = None if call.v_scale is None else self._per_head(call.v_scale)
         self.sinks = None if call.sinks is None else call.sinks.view(call.num_kv_heads, 1, call.group)
         self.out = call.q.new_zeros(call.out_shape)
@@ -201,7 +201,8 @@ class Attention:
             for start, stop in pieces:
                 scores[..., start - low : stop - low] = torch.bmm(q, k.read(start, stop).transpose(1, 2))
         if self.call.soft_cap is not None:
-            scores.tanh_().mul_(self.call.soft_cap)
+            # Not by queries that are divided by the cap: under a tiny one their products are infinity minus infinity.
+            scores.div_(self.call.soft_cap).tanh_().mul_(self.call.soft_cap)
         by_row = scores.view(q.shape[0], block.last - block.first, self.group, -1)
         if block.left is not None:
             by_row[..., : block.left.shape[1]].masked_fill_(block.left[:, None], -torch.inf)
