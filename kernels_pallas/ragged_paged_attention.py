@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ragged_attention.calls import dtype_name, expect_bool
 from ragged_attention.errors import InvalidInput
-from ragged_attention.kernels_pallas.blocks import (
+from ragged_attention.kernels_pallas._blocks import (
     LANES,
     LOG2E,
     cannot_run,
@@ -31,8 +31,8 @@ from ragged_attention.kernels_pallas.blocks import (
     round_up,
     vector_bytes,
 )
-from ragged_attention.kernels_pallas.new_rows import live_edges, new_rows, sent_once, slots_from_tables
-from ragged_attention.kernels_pallas.ragged_kernel import UPDATES, Plan, kernel, named, scratch
+from ragged_attention.kernels_pallas._new_rows import live_edges, new_rows, sent_once, slots_from_tables
+from ragged_attention.kernels_pallas._ragged_kernel import UPDATES, Plan, kernel, named, scratch
 
 LARGEST_FLOAT = float(jnp.finfo(jnp.float32).max)
 SUBLANES = 16  # rows of a bfloat16 tile

@@ -15,8 +15,8 @@ from ragged_attention.testing.drawing import PROFILES, examples_of
 pytest.importorskip("jax")
 
 from ragged_attention.kernels_pallas import paged_attention, prefill_attention
-from ragged_attention.kernels_pallas.blocks import next_power_of_2
-from ragged_attention.kernels_pallas.heads_first import padded_page
+from ragged_attention.kernels_pallas._blocks import next_power_of_2
+from ragged_attention.kernels_pallas._heads_first import padded_page
 
 TPU = Device(framework="jax", platform="tpu", shared_memory=16 << 20, scalar_memory=1 << 20)
 MEGACORE = dataclasses.replace(TPU, num_multiprocessors=2)

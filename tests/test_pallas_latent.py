@@ -16,7 +16,7 @@ jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 from jax.experimental import pallas as pl  # noqa: E402
 
-from ragged_attention.kernels_pallas import latent, mla_decode, sparse_mla_prefill  # noqa: E402
+from ragged_attention.kernels_pallas import _latent, mla_decode, sparse_mla_prefill  # noqa: E402
 from ragged_attention.testing.drawing import PROFILES, examples_of  # noqa: E402
 from ragged_attention.testing.tpu_interpreter import watched  # noqa: E402
 
@@ -74,17 +74,17 @@ def test_more_rows_than_int32_counts_are_refused() -> None:
 
 def test_pages_are_fetched_in_pieces_that_are_whole_words() -> None:
     sizes = (1, 2, 4, 48, 61, 64, 1024)
-    assert [latent.unit_of(size, jnp.bfloat16) for size in sizes] == [None, 2, 4, 16, None, 64, 256]
-    assert [latent.unit_of(size, jnp.uint8) for size in sizes] == [None, None, 4, 16, None, 64, 256]
-    assert [latent.unit_of(size, jnp.float32) for size in sizes] == [1, 2, 4, 16, 1, 64, 256]
+    assert [_latent.unit_of(size, jnp.bfloat16) for size in sizes] == [None, 2, 4, 16, None, 64, 256]
+    assert [_latent.unit_of(size, jnp.uint8) for size in sizes] == [None, None, 4, 16, None, 64, 256]
+    assert [_latent.unit_of(size, jnp.float32) for size in sizes] == [1, 2, 4, 16, 1, 64, 256]
 
 
 def test_layouts_are_those_of_rows_that_share_words() -> None:
-    assert latent.row_layout(jnp.bfloat16).tiling == ((2, 128), (2, 1))
-    assert latent.row_layout(jnp.uint8).tiling == ((4, 128), (4, 1))
-    assert latent.row_layout(jnp.float32).tiling == ((1, 128),)
-    assert latent.row_layout(jnp.uint8).major_to_minor == (0, 2, 1, 3)
-    assert latent.row_layout(jnp.bfloat16, rank=3).major_to_minor == (1, 0, 2)
+    assert _latent.row_layout(jnp.bfloat16).tiling == ((2, 128), (2, 1))
+    assert _latent.row_layout(jnp.uint8).tiling == ((4, 128), (4, 1))
+    assert _latent.row_layout(jnp.float32).tiling == ((1, 128),)
+    assert _latent.row_layout(jnp.uint8).major_to_minor == (0, 2, 1, 3)
+    assert _latent.row_layout(jnp.bfloat16, rank=3).major_to_minor == (1, 0, 2)
 
 
 @pytest.mark.parametrize(("dtype", "exponent"), [("float8_e4m3fn", 4), ("float16", 5)])
@@ -94,7 +94,7 @@ def test_every_small_float_is_decoded_exactly(dtype: str, exponent: int) -> None
     codes = np.arange(2**bits, dtype=np.int32).reshape(-1, 128)
 
     def kernel(given: Any, decoded: Any) -> None:
-        decoded[...] = latent._from_bits(given[...], exponent=exponent, mantissa=bits - 1 - exponent)
+        decoded[...] = _latent._from_bits(given[...], exponent=exponent, mantissa=bits - 1 - exponent)
 
     with watched("eager"):
         got = pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(codes.shape, jnp.float32))(codes)
@@ -108,13 +108,13 @@ def test_every_small_float_is_decoded_exactly(dtype: str, exponent: int) -> None
 # Lists of many chunks, on two cores, as they are with thousands of keys; more heads than go together.
 INTERPRETED = """
 import sys
-from ragged_attention.kernels_pallas import latent
+from ragged_attention.kernels_pallas import _latent
 from ragged_attention.testing import mla_corners
 from ragged_attention.testing.mla_batches import DecodeSpec, PrefillSpec
 from ragged_attention.testing.mla_oracle import check_decode, check_prefill
 from ragged_attention.testing.tpu_interpreter import InterpretedRunner
 
-latent.LONGEST_CHUNK = 32
+_latent.LONGEST_CHUNK = 32
 runner = InterpretedRunner(backend="pallas", mode=sys.argv[1], cores=2)
 options = {"num_keys_per_block": 16}
 check_prefill(runner, PrefillSpec(tokens=2, rows=90, topk=110, lens="wild", poison="nan").build(), options)

@@ -1,4 +1,4 @@
-"""Values as the cache stores them, to the bit as `reference/kv_layout.py` encodes them."""
+"""Values as the cache stores them, to the bit as `reference/_kv_layout.py` encodes them."""
 
 from typing import Any
 

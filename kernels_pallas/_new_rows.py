@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ragged_attention.kernels_pallas.blocks import per_head
+from ragged_attention.kernels_pallas._blocks import per_head
 
 # Mantissa bits, exponent bias, largest finite value.
 FORMATS = {"float8_e4m3fn": (3, 7, 448.0), "float8_e5m2": (2, 15, 57344.0)}

@@ -31,7 +31,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ragged_attention.calls import CACHE_FORMATS, dtype_name
 from ragged_attention.errors import InvalidInput
-from ragged_attention.kernels_pallas.blocks import LANES, cannot_run, cdiv, expect_sizes, round_up
+from ragged_attention.kernels_pallas._blocks import LANES, cannot_run, cdiv, expect_sizes, round_up
 
 MOST_KEYS = 2048  # of a block
 MOST_ROWS = 512  # of queries at once, half as many of 32 bits
