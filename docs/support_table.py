@@ -132,8 +132,8 @@ ROWS = {
 def takers(operation: str, samples: list[Sample], device: Device) -> list[str]:
     """The backends that take every one of the calls, in the platform's order; fallbacks count as `portable`."""
     names = dispatch.candidates(operation, device, "auto")
-    unasked = dispatch.unasked(operation, device, "auto")
-    refusals = [dispatch.verdicts(sample.call(operation, device), names, unasked) for sample in samples]
+    by_default = dispatch.by_default(operation, device, "auto")
+    refusals = [dispatch.verdicts(sample.call(operation, device), names, by_default) for sample in samples]
     taken = [name for name in names if all(reasons[name] is None for reasons in refusals)]
     return ["portable" if name in dispatch.PORTABLE.values() else name for name in taken]
 

@@ -54,7 +54,7 @@ def cannot_run(call: Any) -> str | None:
     return compile.why_not()
 
 
-def why_not_unasked(call: Any) -> str | None:
+def why_not_by_default(call: Any) -> str | None:
     """Why a call that names no backend goes elsewhere."""
     del call
     return UNASKED

@@ -4,10 +4,11 @@ import dataclasses
 from typing import Any
 
 from ragged_attention.kernels_cuda.latent import cannot_run as why_not  # noqa: F401
-from ragged_attention.kernels_cuda.latent import why_not_unasked as why_not_unasked
+from ragged_attention.kernels_cuda.latent import why_not_by_default as why_not_by_default
 from ragged_attention.kernels_cuda.native import Native
 
 SCHEDULE = Native("ra_make_decode_schedule")
+FEATURES = frozenset({"extra_lens", "sparse", "num_parts", "overhead"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,12 @@ from typing import Any
 
 from ragged_attention.kernels_cuda import latent
 from ragged_attention.kernels_cuda.latent import Tile as Tile
-from ragged_attention.kernels_cuda.latent import why_not_unasked as why_not_unasked
+from ragged_attention.kernels_cuda.latent import why_not_by_default as why_not_by_default
+
+FEATURES = frozenset({
+    "page_indices", "kv_lens", "indices", "d_v", "sm_scale", "causal", "sinks", "topk_lens", "schedule",
+    "cache_format",
+})  # fmt: skip
 
 
 def tuning_key(call: Any) -> str:
@@ -17,8 +22,6 @@ def tuning_key(call: Any) -> str:
 
 
 def why_not(call: Any) -> str | None:
-    if call.extra_indices is not None:
-        return f"takes one cache, got extra_kv_cache and extra_indices of {call.extra_topk} entries"
     return latent.cannot_take(call, sparse=call.sparse) or latent.cannot_run(call)
 
 

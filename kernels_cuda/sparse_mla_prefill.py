@@ -4,7 +4,9 @@ from typing import Any
 
 from ragged_attention.kernels_cuda import latent
 from ragged_attention.kernels_cuda.latent import Tile as Tile
-from ragged_attention.kernels_cuda.latent import why_not_unasked as why_not_unasked
+from ragged_attention.kernels_cuda.latent import why_not_by_default as why_not_by_default
+
+FEATURES = frozenset({"sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "deterministic"})
 
 
 def tuning_key(call: Any) -> str:

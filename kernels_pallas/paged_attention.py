@@ -47,6 +47,7 @@ from ragged_attention.kernels_pallas._heads_first import (
 KEYS = 512  # of a block, where they fit: 2 MiB in flight at 8 heads of 128 in bfloat16
 HEADS = 8  # KV heads a step at most: their code is unrolled
 MEGACORE_MODES = (None, "batch", "kv_head")
+FEATURES = frozenset({"sm_scale", "soft_cap"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,6 +45,7 @@ KEYS = 512  # of a block, where they fit
 ROWS = 256  # of one KV head in a block of rows, so that a matrix unit has work for each load of keys
 HEADS = 8  # KV heads a step at most
 FARTHEST = jnp.iinfo(jnp.int32).max
+FEATURES = frozenset({"sm_scale", "soft_cap", "sliding_window", "align"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

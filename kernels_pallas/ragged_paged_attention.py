@@ -36,6 +36,10 @@ from ragged_attention.kernels_pallas._ragged_kernel import UPDATES, Plan, kernel
 
 LARGEST_FLOAT = float(jnp.finfo(jnp.float32).max)
 SUBLANES = 16  # rows of a bfloat16 tile
+FEATURES = frozenset({
+    "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "k_scale", "v_scale", "return_lse",
+    "new_kv",
+})  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ from ragged_attention.kernels_pallas._new_rows import new_rows, sent_once, slots
 
 RUN = 8  # tokens that may share a copy
 NOWHERE, FIRST_RUN = -1, -2  # codes: a token to skip; those from FIRST_RUN down are runs, see `codes_of`
+FEATURES = frozenset({"slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "k_scale", "v_scale"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

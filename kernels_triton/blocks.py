@@ -51,8 +51,6 @@ def expect_between(tile: Any, **bounds: tuple[int, int]) -> None:
 def launchable(call: Any, kernel: Any) -> str | None:
     """Why Triton kernels cannot run where the call is, None if they can."""
     device = call.device
-    if device.no_triton:
-        return device.no_triton
     if device.platform == "cpu":
         if isinstance(kernel, triton.JITFunction):
             return "a CPU runs Triton only by interpreter: set TRITON_INTERPRET=1 before triton is first imported"

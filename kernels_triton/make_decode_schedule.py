@@ -18,6 +18,7 @@ from ragged_attention.kernels_triton.blocks import expect_power_of_two, launchab
 
 BLOCK: tl.constexpr = tl.constexpr(64)  # keys that work is counted in
 SEQUENCES: tl.constexpr = tl.constexpr(128)  # whose work is added up at a time
+FEATURES = frozenset({"extra_lens", "sparse", "num_parts", "overhead"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

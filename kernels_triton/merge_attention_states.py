@@ -20,6 +20,8 @@ from ragged_attention.kernels_triton.blocks import (
     next_power_of_2,
 )
 
+FEATURES: frozenset[str] = frozenset()
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:

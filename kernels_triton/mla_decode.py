@@ -7,6 +7,11 @@ from ragged_attention.kernels_triton.blocks import next_power_of_2
 from ragged_attention.kernels_triton.latent import Tile as Tile
 from ragged_attention.kernels_triton.latent import why_not as why_not
 
+FEATURES = frozenset({
+    "page_indices", "kv_lens", "indices", "d_v", "sm_scale", "causal", "sinks", "topk_lens", "extra_kv_cache",
+    "extra_indices", "extra_topk_lens", "schedule", "cache_format",
+})  # fmt: skip
+
 
 def tuning_key(call: Any) -> str:
     """The bucket of static facts that a tuned file is keyed by."""

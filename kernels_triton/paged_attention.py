@@ -7,6 +7,8 @@ from ragged_attention.kernels_triton.blocks import launchable
 from ragged_attention.kernels_triton.heads_first import heuristic as heuristic
 from ragged_attention.kernels_triton.ragged_paged_attention import Tile as Tile
 
+FEATURES = frozenset({"sm_scale", "soft_cap"})
+
 
 def why_not(call: Any) -> str | None:
     return launchable(call, heads_first.scaled_kernel)

@@ -6,6 +6,7 @@ from ragged_attention.kernels_triton import write_mla_cache
 from ragged_attention.kernels_triton.blocks import cdiv, launchable
 
 Tile = write_mla_cache.Tile
+FEATURES = frozenset({"power_of_two_scales"})
 
 
 def why_not(call: Any) -> str | None:

@@ -49,6 +49,9 @@ MAX_SPLITS = 64
 SHORT = 1024  # keys that are not worth a deep prefetch
 WGMMA = ("sm_90", "sm_100", "sm_103")  # where the matrix unit takes its operands from shared memory
 SMALLEST_SHARED_MEMORY = 64 * 1024
+FEATURES = frozenset({
+    "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "k_scale", "v_scale", "return_lse",
+})  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

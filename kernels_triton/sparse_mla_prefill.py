@@ -6,6 +6,8 @@ from ragged_attention.kernels_triton import latent
 from ragged_attention.kernels_triton.blocks import launchable_in_float32, next_power_of_2
 from ragged_attention.kernels_triton.latent import Tile as Tile
 
+FEATURES = frozenset({"sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "deterministic"})
+
 
 def why_not(call: Any) -> str | None:
     return launchable_in_float32(call, latent.latent_kernel)

@@ -51,6 +51,7 @@ FLAT = 1024  # elements of a program that goes over an array without regard to i
 MARGIN = 12 * 2**10  # bytes of shared memory beside what `shared_bytes` counts
 ABREAST = 8  # entries of a slot that are added at once
 NOBODY: tl.constexpr = tl.constexpr(LARGEST_INT)  # stands for the row of an entry that names none
+FEATURES = frozenset({"d_lse", "sm_scale", "d_v", "sinks", "topk_lens", "deterministic"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,10 @@ from ragged_attention.kernels_triton.varlen import (
     zeros,
 )
 
+FEATURES = frozenset({
+    "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "deterministic",
+})  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:

@@ -50,6 +50,9 @@ PREPARED = 2048  # elements of `out` that one program of the first kernel reads
 # every thread that needs them.
 TERMS: tl.constexpr = tl.constexpr(4)
 EARLY = triton.__version__.startswith("3.6")  # needs fewer registers for masks than its successors
+FEATURES = frozenset({
+    "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "deterministic",
+})  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

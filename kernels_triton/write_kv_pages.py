@@ -24,6 +24,8 @@ from ragged_attention.kernels_triton.blocks import (
     scale_arguments,
 )
 
+FEATURES = frozenset({"slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "k_scale", "v_scale"})
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:

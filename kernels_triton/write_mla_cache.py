@@ -25,6 +25,8 @@ from ragged_attention.kernels_triton.blocks import (
     next_power_of_2,
 )
 
+FEATURES = frozenset({"power_of_two_scales", "cache_format"})
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:

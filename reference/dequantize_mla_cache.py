@@ -10,6 +10,8 @@ from ragged_attention.reference._no_tuning import Tile as Tile
 from ragged_attention.reference._no_tuning import heuristic as heuristic
 from ragged_attention.reference._no_tuning import why_not as why_not
 
+FEATURES = frozenset({"format", "dtype"})
+
 
 def dequantize_mla_cache(cache: ArrayLike, format: str | None = None, dtype: str = "bfloat16") -> Float64:
     """Bytes [P, G, 1, token_bytes] as rows [P, G, 1, d_qk], each product rounded to float32.

@@ -10,6 +10,7 @@ from ragged_attention.reference._no_tuning import heuristic as heuristic
 from ragged_attention.reference._no_tuning import why_not as why_not
 
 BLOCK = 64  # keys of a block
+FEATURES = frozenset({"extra_lens", "sparse", "num_parts", "overhead"})
 
 
 def scheduled_blocks(lens: ArrayLike, extra_lens: ArrayLike | None, sparse: bool) -> tuple[Any, Any]:

@@ -10,6 +10,8 @@ from ragged_attention.reference._no_tuning import Tile as Tile
 from ragged_attention.reference._no_tuning import heuristic as heuristic
 from ragged_attention.reference._no_tuning import why_not as why_not
 
+FEATURES: frozenset[str] = frozenset()
+
 
 def merge_attention_states(outs: ArrayLike, lses: ArrayLike) -> tuple[Float64, Float64]:
     """Parts `outs` [N, T, H, D_v] with `lses` [N, T, H] into out [T, H, D_v] and lse [T, H].

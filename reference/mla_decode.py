@@ -13,6 +13,11 @@ from ragged_attention.reference._no_tuning import why_not as why_not
 from ragged_attention.reference.merge_attention_states import merge_attention_states
 from ragged_attention.reference.sparse_mla_prefill import attend_latent, left_by_sinks, selected
 
+FEATURES = frozenset({
+    "page_indices", "kv_lens", "indices", "d_v", "sm_scale", "causal", "sinks", "topk_lens", "extra_kv_cache",
+    "extra_indices", "extra_topk_lens", "schedule", "cache_format",
+})  # fmt: skip
+
 
 def attend_in_splits(q: Float64, rows: Float64, d_v: int, scale: float, num_splits: int) -> tuple[Float64, Float64]:
     """Attention of q [h, d_qk] over `rows` [n, d_qk], cut into ranges as even as may be and merged through their lse.

@@ -10,6 +10,7 @@ from ragged_attention.reference._no_tuning import heuristic as heuristic
 from ragged_attention.reference._no_tuning import why_not as why_not
 
 SLOTS = 2**31  # an int32 names no more
+FEATURES: frozenset[str] = frozenset()
 
 
 def page_indices_to_slots(positions: ArrayLike, page_indices: ArrayLike, page_size: int) -> NDArray[np.int32]:

@@ -14,6 +14,8 @@ from ragged_attention.reference._no_tuning import heuristic as heuristic
 from ragged_attention.reference._no_tuning import why_not as why_not
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention
 
+FEATURES = frozenset({"sm_scale", "soft_cap"})
+
 
 def values_of(pages: Any, cache_dtype: str | None = None) -> Float64:
     """Heads-first pages [K, P, G, D], or a pair of those and their scales [K, P, G, 1], as values [P, G, K, D]."""

@@ -12,6 +12,8 @@ from ragged_attention.reference._no_tuning import why_not as why_not
 from ragged_attention.reference.paged_attention import values_of
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention
 
+FEATURES = frozenset({"sm_scale", "soft_cap", "sliding_window", "align"})
+
 
 def prefill_attention(
     q: ArrayLike,

@@ -11,6 +11,8 @@ from ragged_attention.reference._no_tuning import Tile as Tile
 from ragged_attention.reference._no_tuning import heuristic as heuristic
 from ragged_attention.reference._no_tuning import why_not as why_not
 
+FEATURES = frozenset({"power_of_two_scales"})
+
 
 def quantize_mla_cache(kv: ArrayLike, format: str, power_of_two_scales: bool = True) -> Bytes:
     """Rows [P, G, 1, d_qk] as bytes [P, G, 1, token_bytes]."""

@@ -10,6 +10,10 @@ from ragged_attention.reference._no_tuning import Tile as Tile
 from ragged_attention.reference._no_tuning import heuristic as heuristic
 from ragged_attention.reference._no_tuning import why_not as why_not
 
+FEATURES = frozenset({
+    "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "k_scale", "v_scale", "return_lse",
+})  # fmt: skip
+
 
 def visible(
     q_len: int, kv_len: int, valid: NDArray[np.bool_], causal: bool, sliding_window: int | None

@@ -10,6 +10,8 @@ from ragged_attention.reference._no_tuning import Tile as Tile
 from ragged_attention.reference._no_tuning import heuristic as heuristic
 from ragged_attention.reference._no_tuning import why_not as why_not
 
+FEATURES = frozenset({"sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "deterministic"})
+
 
 def attend_latent(q: Float64, rows: Float64, d_v: int, scale: float) -> tuple[Float64, Float64, Float64]:
     """Queries q [h, d_qk] that each see every row of `rows` [n, d_qk] -> out [h, d_v], max_logits [h], lse [h].

@@ -12,6 +12,8 @@ from ragged_attention.reference._no_tuning import why_not as why_not
 from ragged_attention.reference.sparse_mla_prefill import selected
 from ragged_attention.reference.varlen_attention_backward import attend_backward, row_terms, run_gradient
 
+FEATURES = frozenset({"d_lse", "sm_scale", "d_v", "sinks", "topk_lens", "deterministic"})
+
 
 def sparse_mla_prefill_backward(
     d_out: ArrayLike,

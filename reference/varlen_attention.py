@@ -12,6 +12,10 @@ from ragged_attention.reference._no_tuning import heuristic as heuristic
 from ragged_attention.reference._no_tuning import why_not as why_not
 from ragged_attention.reference.ragged_paged_attention import attend, visible
 
+FEATURES = frozenset({
+    "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "deterministic",
+})  # fmt: skip
+
 
 def sequences(
     cu_q_lens: ArrayLike, cu_kv_lens: ArrayLike, num_q_tokens: int, num_kv_tokens: int,

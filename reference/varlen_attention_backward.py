@@ -13,6 +13,10 @@ from ragged_attention.reference._no_tuning import why_not as why_not
 from ragged_attention.reference.sparse_mla_prefill import left_by_sinks
 from ragged_attention.reference.varlen_attention import sequences
 
+FEATURES = frozenset({
+    "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "deterministic",
+})  # fmt: skip
+
 
 def attend_backward(
     d_out: Float64, q: Float64, k: Float64, v: Float64, seen: NDArray[np.bool_], lse: Float64,

@@ -10,6 +10,8 @@ from ragged_attention.reference._no_tuning import Tile as Tile
 from ragged_attention.reference._no_tuning import heuristic as heuristic
 from ragged_attention.reference._no_tuning import why_not as why_not
 
+FEATURES = frozenset({"power_of_two_scales", "cache_format"})
+
 
 def write_mla_cache(
     kv: ArrayLike,

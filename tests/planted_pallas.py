@@ -84,7 +84,10 @@ def plant(patch: pytest.MonkeyPatch, fault: str) -> None:
         del tile, launch
         return list(merge(call.outs, call.lses, fault))
 
-    vars(module).update(Tile=Tile, heuristic=heuristic, why_not=lambda call: call.device.no_pallas, run=run)
+    vars(module).update(
+        Tile=Tile, FEATURES=frozenset(), heuristic=heuristic,
+        why_not=lambda call: call.device.why_unavailable("pallas"), run=run,
+    )  # fmt: skip
     jax.clear_caches()
     patch.setitem(sys.modules, ROOM, parent)
     patch.setitem(sys.modules, module.__name__, module)

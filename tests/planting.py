@@ -31,7 +31,8 @@ def _module(honest: types.ModuleType, function: Function) -> types.ModuleType:
         with mock.patch.object(honest, operation, function):
             return honest.run(call, tile, launch)
 
-    vars(module).update(Tile=honest.Tile, heuristic=honest.heuristic, why_not=honest.why_not, run=run)
+    same = {name: getattr(honest, name) for name in ("Tile", "FEATURES", "heuristic", "why_not")}
+    vars(module).update(same, run=run)
     return module
 
 

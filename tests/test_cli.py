@@ -259,7 +259,7 @@ def test_doctor_says_where_pallas_kernels_run_and_on_what():
     from ragged_attention import doctor
 
     assert doctor.pallas(BackendMissing("not installed")) == "needs jax, not installed"
-    here = Device(framework="jax", platform="cpu", no_pallas="runs on TPUs")
+    here = Device(framework="jax", platform="cpu", unavailable=(("pallas", "runs on TPUs"),))
     assert doctor.tpu_facts(here) == "runs on TPUs"
     there = Device(framework="jax", platform="tpu", name="TPU v9", num_multiprocessors=2)
     there = dataclasses.replace(there, shared_memory=128 << 20, scalar_memory=1 << 20)

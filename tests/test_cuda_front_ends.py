@@ -21,6 +21,7 @@ import ragged_attention as ra
 from ragged_attention import dispatch
 from ragged_attention.calls import CALLS, Device, MlaDecode
 from ragged_attention.errors import InvalidInput, Unsupported
+from ragged_attention.explain import explanation
 from ragged_attention.kernels_cuda import (
     abi,
     compile,
@@ -128,7 +129,7 @@ def test_what_is_taken(operation: str, sample: dict[str, Any]) -> None:
     if sample.get("topk") == 0:
         sample["cache_format"] = "plain"
     assert refusal(operation, **sample) is None
-    assert ROOMS[operation].why_not_unasked(None) == latent.UNASKED
+    assert ROOMS[operation].why_not_by_default(None) == latent.UNASKED
 
 
 @pytest.mark.usefixtures("nothing_missing")
@@ -205,7 +206,7 @@ def test_a_second_cache_is_refused() -> None:
         q=FakeArray((2, 1, 4, 576), "bfloat16"), kv_cache=cache, indices=lists, extra_kv_cache=cache,
         extra_indices=FakeArray((2, 1, 8), "int32"), device=HOPPER,
     )  # fmt: skip
-    assert mla_decode.why_not(call) == "takes one cache, got extra_kv_cache and extra_indices of 8 entries"
+    assert dispatch.refusal("cuda", call) == "does not honour extra_kv_cache"
 
 
 @pytest.mark.parametrize("operation", ROOMS)
@@ -229,7 +230,7 @@ def test_only_by_name_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert dispatch.choose(call).backend == "triton"
         assert dispatch.choose(call, backend="cuda").backend == "cuda"
         assert dispatch.choose(call, backend=["cuda", "auto"]).backend == "cuda"
-        lines = dispatch.explanation(call).splitlines()
+        lines = explanation(call).splitlines()
         assert lines[1] == f"  cuda       {latent.UNASKED}"
         assert "* triton     chosen" in lines
 

@@ -1,5 +1,6 @@
 """How one implementation is chosen, what the others are said to lack, and how packages of others join."""
 
+import dataclasses
 import inspect
 import subprocess
 import sys
@@ -13,7 +14,8 @@ import ragged_attention as ra
 from ragged_attention import config, dispatch
 from ragged_attention.calls import CALLS, Device
 from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
-from ragged_attention.samples import Sample, device_of
+from ragged_attention.explain import explanation
+from ragged_attention.samples import Sample, device_of, sample_of
 
 ATTENTION, MERGE = "ragged_paged_attention", "merge_attention_states"
 CPU = Device(framework="torch", platform="cpu")
@@ -152,7 +154,7 @@ def test_a_named_backend_is_never_replaced(install):
 
 SHY = f"""
 {MODULE.format(refusal=None)}
-def why_not_unasked(call):
+def why_not_by_default(call):
     return "not yet measured"
 """
 
@@ -169,14 +171,27 @@ def test_a_backend_may_run_only_where_it_is_asked_for_by_name(install, monkeypat
         assert dispatch.choose(sample(), backend="auto").backend == "eager"
     with pytest.raises(Unsupported, match=r'nearest that does: backend="eager"$'):
         dispatch.choose(sample(), backend="xla")
-    assert dispatch.explanation(sample()).splitlines()[1:3] == [
+    assert explanation(sample()).splitlines()[1:3] == [
         "  shy        not yet measured",
         "* eager      chosen",
     ]
-    assert "* shy        chosen" in dispatch.explanation(sample(), backend="shy")
-    assert "  shy        could run, not asked for" in dispatch.explanation(sample(), backend="eager")
+    assert "* shy        chosen" in explanation(sample(), backend="shy")
+    assert "  shy        could run, not asked for" in explanation(sample(), backend="eager")
     assert dispatch.verdicts(sample(), ["shy"]) == {"shy": None}
-    assert dispatch.verdicts(sample(), ["shy"], unasked=["shy"]) == {"shy": "not yet measured"}
+    assert dispatch.verdicts(sample(), ["shy"], by_default=["shy"]) == {"shy": "not yet measured"}
+
+
+@pytest.mark.parametrize("operation", ["ragged_paged_attention", "mla_decode"])
+def test_a_backend_that_the_front_end_cannot_launch_is_refused_with_the_reason(operation):
+    pytest.importorskip("jax")
+    device = dataclasses.replace(
+        device_of("jax", "tpu"), unavailable=(("pallas", "no TPU is here"), ("xla", "nor XLA"))
+    )
+    call = sample_of(operation).call(operation, device)
+    assert dispatch.verdicts(call, ["pallas", "xla", "reference"]) == {
+        "pallas": "no TPU is here", "xla": "nor XLA", "reference": None,
+    }  # fmt: skip
+    assert hash(device) == hash(dataclasses.replace(device))
 
 
 def test_unsupported_lists_every_candidate_and_the_nearest_that_would_do(install):
@@ -221,11 +236,11 @@ def test_a_backend_whose_import_fails_shows_that_very_exception(install, broken,
     with pytest.raises(error):
         dispatch.choose(sample(), backend=["faulty", "reference"])
     with pytest.raises(error):
-        dispatch.explanation(sample(), backend="faulty")
-    shown = dispatch.explanation(sample(), backend=["reference", "faulty"])
+        explanation(sample(), backend="faulty")
+    shown = explanation(sample(), backend=["reference", "faulty"])
     assert dispatch.choose(sample(), backend=["reference", "faulty"]).backend == "reference"
     assert "* reference  chosen" in shown
-    shown = dispatch.explanation(sample())  # in nobody's way while it is not asked for
+    shown = explanation(sample())  # in nobody's way while it is not asked for
     assert f"faulty     its import fails: {error.__name__}: " in shown
 
 
@@ -265,7 +280,7 @@ def test_a_backend_of_another_package_runs_from_jax(install):
 
 def test_explain_marks_the_chosen_and_gives_reasons(install):
     install("busy", "block_q = 3 is odd")
-    lines = dispatch.explanation(sample(), backend=["busy", "auto", "reference"]).splitlines()
+    lines = explanation(sample(), backend=["busy", "auto", "reference"]).splitlines()
     assert lines[:4] == [
         "merge_attention_states from torch on cpu",
         "  busy       block_q = 3 is odd",

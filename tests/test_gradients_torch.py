@@ -263,8 +263,8 @@ def test_the_gradient_runs_where_the_call_runs_if_it_can(monkeypatch: pytest.Mon
     with ra.use_backend({"varlen_attention_backward": "reference"}):
         assert ran(None) == "varlen_attention_backward: reference"
         assert chosen[0] == "varlen_attention: eager"
-    assert dispatch.offering("varlen_attention_backward", "cuda,pallas") is None
-    assert dispatch.offering("varlen_attention_backward", "auto") == "auto"
+    assert dispatch.backends_offering("varlen_attention_backward", "cuda,pallas") is None
+    assert dispatch.backends_offering("varlen_attention_backward", "auto") == "auto"
 
 
 @pytest.mark.parametrize("function", [attend, select])

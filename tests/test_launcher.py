@@ -78,6 +78,7 @@ def toy_room() -> Iterator[types.ModuleType]:
     module = types.ModuleType("ragged_attention.kernels_triton.toy")
     module.__spec__ = ModuleSpec(module.__name__, None)
     tile = dataclasses.make_dataclass("Tile", [], frozen=True)
+    vars(module).update(FEATURES=frozenset(Toy.optional_fields()))
     vars(module).update(Tile=tile, heuristic=lambda call: tile(), why_not=lambda call: None, run=run_toy)
     with mock.patch.dict(CALLS, toy=Toy), mock.patch.dict(sys.modules, {module.__name__: module}):
         yield module

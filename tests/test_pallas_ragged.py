@@ -47,8 +47,6 @@ def test_what_is_refused_and_why() -> None:
     assert room.why_not(_call(dtype="float16")) == "TPUs have no float16"
     torch = Device(framework="torch", platform="cpu")
     assert room.why_not(_call(device=torch)) == "runs on jax arrays, got a call from torch"
-    elsewhere = dataclasses.replace(TPU, no_pallas="runs on TPUs")
-    assert room.why_not(_call(device=elsewhere)) == "runs on TPUs"
     small = dataclasses.replace(TPU, shared_memory=1 << 16)
     assert "bytes of vector memory for pages of 16 positions, 49152 are for them" in str(
         room.why_not(_call(device=small))

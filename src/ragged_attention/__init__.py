@@ -8,9 +8,9 @@ from ragged_attention.config import Config as Config
 from ragged_attention.config import get_config as get_config
 from ragged_attention.config import use_backend as use_backend
 from ragged_attention.dispatch import backends as backends
-from ragged_attention.dispatch import explain as explain
 from ragged_attention.errors import BackendMissing as BackendMissing
 from ragged_attention.errors import InvalidInput as InvalidInput
 from ragged_attention.errors import Unsupported as Unsupported
+from ragged_attention.explain import explain as explain
 
 __version__ = "0.1.0"

@@ -20,6 +20,7 @@ import ragged_attention
 from ragged_attention import config, dispatch
 from ragged_attention.calls import CALLS
 from ragged_attention.errors import InvalidInput, Unsupported
+from ragged_attention.explain import answers
 from ragged_attention.samples import FRAMEWORKS, KINDS, LatentSample, Sample, VarlenSample, device_of, sample_of
 
 # Commands that parse their own arguments: module with `main(argv)`, what the command does.
@@ -136,17 +137,17 @@ def _explain(parsed: argparse.Namespace) -> int:
             raise InvalidInput(f"expected --{name.replace('_', '-')} >= 1, got {given[name]}")
     sample = sample_of(parsed.operation, **given)
     call = sample.call(parsed.operation, device_of(framework, parsed.device))
-    answers = dispatch.answers(call, backend=parsed.backend)
+    found = answers(call, backend=parsed.backend)
     where = call.device.name or call.device.arch or call.device.platform
     table = Table(title=f"{call.OPERATION} from {framework} on {where}", title_justify="left")
     for heading in ("", "backend", "answer"):
         table.add_column(heading, overflow="fold")
-    for answer in answers:
+    for answer in found:
         style = "bold green" if answer.chosen else "" if answer.takes else "dim"
         table.add_row("*" if answer.chosen else "", answer.backend, escape(answer.text), style=style)
     console = Console()
     console.print(table)
-    if not any(answer.chosen for answer in answers):
+    if not any(answer.chosen for answer in found):
         console.print("[red]no backend asked for takes this call[/]")
         return 1
     choice = dispatch.choose(call, backend=parsed.backend)

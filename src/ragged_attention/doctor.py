@@ -146,8 +146,8 @@ def pallas(jax: ModuleType | Exception) -> str:
 
 
 def tpu_facts(device: Device) -> str:
-    if device.no_pallas is not None:
-        return device.no_pallas
+    if (reason := device.why_unavailable("pallas")) is not None:
+        return reason
     memories = f"{device.shared_memory >> 20} MiB of VMEM and {device.scalar_memory >> 10} KiB of SMEM a core"
     return f"{device.name or 'an interpreted TPU'}, cores: {device.num_multiprocessors}, {memories}"
 

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import functools
 import math
 import numbers
 from collections.abc import Callable, Mapping
@@ -36,8 +37,10 @@ class Device:
     num_multiprocessors: int = 1  # of a TPU its cores
     shared_memory: int = 0  # bytes one program can have; of a TPU a core's vector memory (VMEM)
     scalar_memory: int = 0  # of a TPU a core's scalar memory (SMEM), bytes
-    no_triton: str | None = None  # why the front end cannot launch Triton kernels here
-    no_pallas: str | None = None  # why it cannot launch Pallas TPU kernels here
+    unavailable: tuple[tuple[str, str], ...] = ()  # backends that the front end cannot launch here, each with a reason
+
+    def why_unavailable(self, backend: str) -> str | None:
+        return dict(self.unavailable).get(backend)
 
 
 NOWHERE = Device(framework="numpy", platform="cpu")
@@ -121,6 +124,13 @@ class Call:
     @classmethod
     def argument_names(cls) -> tuple[str, ...]:
         return tuple(field.name for field in dataclasses.fields(cls) if field.name != "device")  # type: ignore[arg-type]
+
+    @classmethod
+    @functools.cache
+    def optional_fields(cls) -> Mapping[str, Any]:
+        """The arguments that may be left out, with their defaults: what a backend's FEATURES are about."""
+        given = dataclasses.fields(cls)  # type: ignore[arg-type]
+        return {f.name: f.default for f in given if f.name != "device" and f.default is not dataclasses.MISSING}
 
     def arguments(self) -> dict[str, Any]:
         """The arguments by name, as the operation's definition in `reference/` takes them."""

@@ -63,7 +63,7 @@ def known_options(
         return None
     call = CALLS[operation](**arguments, device=device_facts(execute.default_platform()))  # type: ignore[call-arg]
     names = dispatch.candidates(operation, call.device, backend)
-    verdicts = dispatch.verdicts(call, names, dispatch.unasked(operation, call.device, backend))
+    verdicts = dispatch.verdicts(call, names, dispatch.by_default(operation, call.device, backend))
     chosen = next((name for name in names if verdicts[name] is None), names[0])
     try:
         known = tuning.options_of(dispatch.load(operation, chosen).Tile)

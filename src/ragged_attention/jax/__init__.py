@@ -1,16 +1,14 @@
 """The jax front end: every operation on jax arrays, under `jit`, `vmap`, `lax.scan` and `jax.export`.
 
 The backend is chosen for each platform when a function is lowered, so one traced function runs on a CPU, a GPU
-(through jax-triton) and a TPU. Wishes (`use_backend`, environment) are read when the function is traced.
+(through jax-triton) and a TPU. Requests (`use_backend`, environment) are read when the function is traced.
 One export can serve several platforms, except that jax-triton refuses one for CUDA together with others.
 """
 
 import inspect
-from collections.abc import Sequence
 from typing import Any
 
-from ragged_attention import dispatch
-from ragged_attention.calls import CALLS
+from ragged_attention.calls import CALLS, Call
 from ragged_attention.jax import execute, heads_first, mla, paged, varlen
 from ragged_attention.jax.heads_first import paged_attention as paged_attention
 from ragged_attention.jax.heads_first import prefill_attention as prefill_attention
@@ -30,12 +28,10 @@ from ragged_attention.jax.varlen import varlen_attention as varlen_attention
 from ragged_attention.jax.varlen import varlen_attention_backward as varlen_attention_backward
 
 
-def explain(operation: str, *arguments: Any, backend: str | Sequence[str] | None = None, **keywords: Any) -> str:
-    """`ragged_attention.explain` for calls on jax or NumPy arrays."""
-    keywords.pop("options", None)
+def call_of(operation: str, *arguments: Any, **keywords: Any) -> Call:
+    """The record of the call `operation(*arguments, **keywords)`."""
     names = inspect.signature(globals()[operation]).parameters
     form = (paged.FORMS | heads_first.FORMS | mla.FORMS | varlen.FORMS)[operation](
         **dict(zip(names, arguments, strict=False)), **keywords
     )
-    device = device_facts(execute.default_platform())
-    return dispatch.explanation(CALLS[operation](**form, device=device), backend=backend)  # type: ignore[call-arg]
+    return CALLS[operation](**form, device=device_facts(execute.default_platform()))  # type: ignore[call-arg]

@@ -71,7 +71,7 @@ def run_differentiable(
         known["d_out"] = jnp.zeros_like(out) if d_out is None else d_out
         gradient = f"{operation}_backward"
         taken = {name: known[name] for name in CALLS[gradient].argument_names()}
-        found = run_gradient(gradient, taken, dispatch.offering(gradient, names))
+        found = run_gradient(gradient, taken, dispatch.backends_offering(gradient, names))
         gradients = dict(zip(of, found, strict=False))  # without sinks there is none of theirs
         return ({name: gradients.get(name) for name in arrays},)
 
@@ -109,7 +109,7 @@ def _run(
     names: Any,
     tunables: str,
     traced: bool,
-    state: str | None,
+    state: tuple[Any, ...],
 ) -> Any:
     del state  # only to be traced anew where it is another
 

@@ -51,7 +51,7 @@ def device_facts(platform: str) -> Device:
     """
     facts = _facts(platform)
     if (reason := _why_no_pallas(platform)) is not None:
-        return dataclasses.replace(facts, no_pallas=reason)
+        return dataclasses.replace(facts, unavailable=(*facts.unavailable, ("pallas", reason)))
     return dataclasses.replace(facts, **tpu_facts())
 
 
@@ -73,7 +73,7 @@ def _facts(platform: str) -> Device:
         arch=arch,
         num_multiprocessors=count,
         shared_memory=shared_memory_of(arch),
-        no_triton=_why_no_triton(platform),
+        unavailable=() if (reason := _why_no_triton(platform)) is None else (("triton", reason),),
     )
 
 

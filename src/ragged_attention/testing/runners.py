@@ -257,7 +257,7 @@ class Runner:
         arguments = {name: on_host._bring(batch, name, value) for name, value in batch.arguments().items()}
         call = CALLS[operation](**arguments, device=self.front.facts(self.device))  # type: ignore[call-arg]
         try:
-            return dispatch.load(operation, self.backend).why_not(call)
+            return dispatch.refusal(self.backend, call)
         except BackendMissing as missing:
             return str(missing)
 

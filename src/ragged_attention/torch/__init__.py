@@ -5,10 +5,9 @@ Each function is a `torch.library` operator underneath (`torch.ops.ragged_attent
 or `reference`, or `validate="full"`, is in force.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
-from ragged_attention import dispatch
+from ragged_attention.calls import Call
 from ragged_attention.torch.execute import OPERATIONS, record_of
 from ragged_attention.torch.heads_first import paged_attention as paged_attention
 from ragged_attention.torch.heads_first import prefill_attention as prefill_attention
@@ -27,8 +26,6 @@ from ragged_attention.torch.varlen import varlen_attention as varlen_attention
 from ragged_attention.torch.varlen import varlen_attention_backward as varlen_attention_backward
 
 
-def explain(operation: str, *arguments: Any, backend: str | Sequence[str] | None = None, **keywords: Any) -> str:
-    """`ragged_attention.explain` for calls on torch tensors."""
-    keywords.pop("options", None)
-    form = OPERATIONS[operation].form(*arguments, **keywords)
-    return dispatch.explanation(record_of(operation, form), backend=backend)
+def call_of(operation: str, *arguments: Any, **keywords: Any) -> Call:
+    """The record of the call `operation(*arguments, **keywords)`."""
+    return record_of(operation, OPERATIONS[operation].form(*arguments, **keywords))

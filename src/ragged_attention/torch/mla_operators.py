@@ -155,7 +155,7 @@ def _save_prefill(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor,
     ctx.set_materialize_grads(False)  # of a log-sum-exp that nobody uses there is no gradient
     ctx.save_for_backward(q, kv, indices, out, lse, sinks, topk_lens)
     ctx.numbers, ctx.deterministic = (sm_scale, d_v), deterministic
-    ctx.backend = dispatch.offering("sparse_mla_prefill_backward", backend)
+    ctx.backend = dispatch.backends_offering("sparse_mla_prefill_backward", backend)
 
 
 def _differentiate_prefill(ctx: Any, d_out: torch.Tensor | None, _: Any, d_lse: torch.Tensor | None) -> tuple[Any, ...]:

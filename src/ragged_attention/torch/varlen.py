@@ -116,7 +116,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
     ctx.set_materialize_grads(False)  # of a log-sum-exp that nobody uses there is no gradient
     ctx.save_for_backward(q, k, v, *output, cu_q_lens, cu_kv_lens, sinks)
     ctx.keywords, ctx.deterministic = keywords, deterministic
-    ctx.backend = dispatch.offering("varlen_attention_backward", backend)
+    ctx.backend = dispatch.backends_offering("varlen_attention_backward", backend)
 
 
 def _differentiate(ctx: Any, d_out: torch.Tensor | None, d_lse: torch.Tensor | None) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.torch_eager._host import on_host, readable_on_host
 
 BLOCK = 64  # keys
+FEATURES = frozenset({"extra_lens", "sparse", "num_parts", "overhead"})
 
 
 def why_not(call: Any) -> str | None:

@@ -8,6 +8,8 @@ from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.torch_eager._host import framework_is_torch
 
+FEATURES: frozenset[str] = frozenset()
+
 
 def why_not(call: Any) -> str | None:
     return framework_is_torch(call)

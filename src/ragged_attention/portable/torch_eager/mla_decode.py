@@ -24,6 +24,10 @@ from ragged_attention.portable.torch_eager._lists import attend, lists_of
 from ragged_attention.portable.torch_eager._softmax import Softmax
 
 QUERY_ROWS = 1024  # of one KV head that meet the keys together
+FEATURES = frozenset({
+    "page_indices", "kv_lens", "indices", "d_v", "sm_scale", "causal", "sinks", "topk_lens", "extra_kv_cache",
+    "extra_indices", "extra_topk_lens", "schedule", "cache_format",
+})  # fmt: skip
 
 
 def why_not(call: Any) -> str | None:

@@ -9,6 +9,8 @@ from ragged_attention.portable.torch_eager import _heads_first, ragged_paged_att
 from ragged_attention.portable.torch_eager._host import readable_on_host
 from ragged_attention.portable.torch_eager.ragged_paged_attention import Tile as Tile
 
+FEATURES = frozenset({"sm_scale", "soft_cap", "sliding_window", "align"})
+
 
 def heuristic(call: PrefillAttention) -> Tile:
     return ragged_paged_attention.heuristic(call.as_ragged())

@@ -10,6 +10,8 @@ from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.torch_eager._host import framework_is_torch
 from ragged_attention.portable.torch_eager._latents import chunks, fields_of, parts_of, quantized
 
+FEATURES = frozenset({"power_of_two_scales"})
+
 
 def why_not(call: Any) -> str | None:
     return framework_is_torch(call)

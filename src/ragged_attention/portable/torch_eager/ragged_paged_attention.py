@@ -27,6 +27,9 @@ from ragged_attention.portable.torch_eager._host import (
 
 SMALL = 2 * 2**20  # bytes of working memory that are always allowed
 SCORES = 2 * 2**20  # bytes of scores that stay in a CPU's cache
+FEATURES = frozenset({
+    "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "k_scale", "v_scale", "return_lse",
+})  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,8 @@ from ragged_attention.portable.torch_eager._latents import heuristic as heuristi
 from ragged_attention.portable.torch_eager._lists import attend, lists_of
 from ragged_attention.portable.torch_eager._softmax import wide
 
+FEATURES = frozenset({"sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "deterministic"})
+
 
 def why_not(call: Any) -> str | None:
     return framework_is_torch(call)

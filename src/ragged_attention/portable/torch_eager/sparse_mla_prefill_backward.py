@@ -15,6 +15,7 @@ from ragged_attention.portable.torch_eager._lists import Lists, lists_of
 from ragged_attention.portable.torch_eager._softmax import RowTerms, wide
 
 ORDERED = ("cpu", "cuda", "rocm")  # platforms on which torch has a sum by index whose order is fixed
+FEATURES = frozenset({"d_lse", "sm_scale", "d_v", "sinks", "topk_lens", "deterministic"})
 
 
 def why_not(call: Any) -> str | None:

@@ -14,6 +14,10 @@ from ragged_attention.portable.torch_eager._varlen import Block, by_kv_head, by_
 from ragged_attention.portable.torch_eager._varlen import Tile as Tile
 from ragged_attention.portable.torch_eager._varlen import heuristic as heuristic
 
+FEATURES = frozenset({
+    "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "deterministic",
+})  # fmt: skip
+
 
 def why_not(call: Any) -> str | None:
     return readable_on_host(call)

@@ -13,6 +13,7 @@ from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.torch_eager._host import held_kv_lens, on_host, readable_on_host, sequence_bounds
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FEATURES = frozenset({"slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "k_scale", "v_scale"})
 
 
 def why_not(call: Any) -> str | None:

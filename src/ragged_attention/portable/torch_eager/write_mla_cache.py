@@ -11,6 +11,8 @@ from ragged_attention.portable.torch_eager._host import readable_on_host
 from ragged_attention.portable.torch_eager._latents import CHUNK, fields_of, parts_of, quantized
 from ragged_attention.portable.torch_eager.write_kv_pages import last_writers
 
+FEATURES = frozenset({"power_of_two_scales", "cache_format"})
+
 
 def why_not(call: Any) -> str | None:
     return readable_on_host(call)

@@ -11,6 +11,8 @@ from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.xla._framework import why_not as why_not
 from ragged_attention.portable.xla._latents import all_rows, dequantized
 
+FEATURES = frozenset({"format", "dtype"})
+
 
 def run(call: DequantizeMlaCache, tile: Tile, launch: Any) -> jax.Array:
     del tile, launch

@@ -14,6 +14,7 @@ from ragged_attention.portable.xla._ragged import at
 
 BLOCK = 64  # keys
 LARGEST = 2**31 - 1
+FEATURES = frozenset({"extra_lens", "sparse", "num_parts", "overhead"})
 
 
 class Place(NamedTuple):

@@ -10,6 +10,8 @@ from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.xla._framework import why_not as why_not
 
+FEATURES: frozenset[str] = frozenset()
+
 
 def run(call: MergeAttentionStates, tile: Tile, launch: Any) -> tuple[jax.Array, jax.Array]:
     del tile, launch

@@ -19,6 +19,11 @@ from ragged_attention.portable.xla._ragged import at
 from ragged_attention.portable.xla._softmax import Softmax
 from ragged_attention.portable.xla._tile import Tile as Tile
 
+FEATURES = frozenset({
+    "page_indices", "kv_lens", "indices", "d_v", "sm_scale", "causal", "sinks", "topk_lens", "extra_kv_cache",
+    "extra_indices", "extra_topk_lens", "schedule", "cache_format",
+})  # fmt: skip
+
 
 def heuristic(call: MlaDecode) -> Tile:
     """Up to 256 rows a KV head; blocks that stay in a core's cache."""

@@ -10,6 +10,8 @@ from ragged_attention.portable.xla import _heads_first, ragged_paged_attention
 from ragged_attention.portable.xla._framework import why_not as why_not
 from ragged_attention.portable.xla._tile import Tile as Tile
 
+FEATURES = frozenset({"sm_scale", "soft_cap", "sliding_window", "align"})
+
 
 def heuristic(call: PrefillAttention) -> Tile:
     return ragged_paged_attention.heuristic(call.as_ragged())

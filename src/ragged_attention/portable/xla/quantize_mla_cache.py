@@ -12,6 +12,8 @@ from ragged_attention.portable.xla._framework import why_not as why_not
 from ragged_attention.portable.xla._latent_bytes import quantized
 from ragged_attention.portable.xla._latents import is_planar
 
+FEATURES = frozenset({"power_of_two_scales"})
+
 
 def run(call: QuantizeMlaCache, tile: Tile, launch: Any) -> jax.Array:
     del tile, launch

@@ -19,6 +19,10 @@ from ragged_attention.portable.xla._ragged import at, sequences
 from ragged_attention.portable.xla._softmax import logits_of
 from ragged_attention.portable.xla._tile import Tile as Tile
 
+FEATURES = frozenset({
+    "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "k_scale", "v_scale", "return_lse",
+})  # fmt: skip
+
 
 def heuristic(call: RaggedPagedAttention) -> Tile:
     """Tiles near the mean query length, up to 256 rows a KV head; blocks that stay in a core's cache."""

@@ -11,6 +11,8 @@ from ragged_attention.portable.xla._latents import Latents
 from ragged_attention.portable.xla._lists import Lists, attend, lens_within, tile_for
 from ragged_attention.portable.xla._tile import Tile as Tile
 
+FEATURES = frozenset({"sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "deterministic"})
+
 
 def heuristic(call: SparseMlaPrefill) -> Tile:
     return tile_for(call.num_tokens * call.num_kv_heads, call.topk, call.d_qk)

@@ -19,6 +19,7 @@ from ragged_attention.portable.xla._softmax import RowTerms, dot, wide
 from ragged_attention.portable.xla._tile import Tile as Tile
 
 Arrays = tuple[jax.Array, ...]
+FEATURES = frozenset({"d_lse", "sm_scale", "d_v", "sinks", "topk_lens", "deterministic"})
 
 
 def heuristic(call: SparseMlaPrefillBackward) -> Tile:

@@ -19,6 +19,10 @@ from ragged_attention.portable.xla._varlen import (
 from ragged_attention.portable.xla._varlen import heuristic as heuristic
 from ragged_attention.portable.xla._varlen import why_not as why_not
 
+FEATURES = frozenset({
+    "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "deterministic",
+})  # fmt: skip
+
 
 def run(call: VarlenAttention, tile: Tile, launch: Any) -> tuple[jax.Array, jax.Array]:
     del launch  # XLA launches

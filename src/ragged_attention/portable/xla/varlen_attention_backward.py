@@ -23,6 +23,9 @@ from ragged_attention.portable.xla._varlen import heuristic as heuristic
 from ragged_attention.portable.xla._varlen import why_not as why_not
 
 Arrays = tuple[jax.Array, ...]
+FEATURES = frozenset({
+    "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "deterministic",
+})  # fmt: skip
 
 
 def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> Arrays:

@@ -14,6 +14,8 @@ from ragged_attention.portable.xla._quantize import stored_bits
 from ragged_attention.portable.xla._ragged import at, sequences
 from ragged_attention.portable.xla._slots import places, put
 
+FEATURES = frozenset({"slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "k_scale", "v_scale"})
+
 
 def run(call: WriteKvPages, tile: Tile, launch: Any) -> list[jax.Array]:
     """The new pages, in the old ones' memory where those are donated."""

@@ -17,6 +17,8 @@ from ragged_attention.portable.xla._pages import BITS
 from ragged_attention.portable.xla._ragged import at
 from ragged_attention.portable.xla._slots import places, put
 
+FEATURES = frozenset({"power_of_two_scales", "cache_format"})
+
 
 def run(call: WriteMlaCache, tile: Tile, launch: Any) -> jax.Array:
     """The new cache, in the old one's memory where that is donated."""

@@ -1,0 +1,94 @@
+"""The two seams, typed: what a backend's module offers to the dispatch, and what a front end offers to a backend."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from ragged_attention.calls import Call
+
+Shaped = tuple[Sequence[int], Any]  # the shape of a result to allocate, and its dtype or that dtype's name
+
+
+class Implementation(Protocol):
+    """What each module `<backend's package>.<operation>` offers.
+
+    It may offer two things besides. `why_not_by_default(call)` is asked after `why_not` where a call does not name the
+    backend but comes to it in its platform's order: for kernels that no measurement speaks for yet.
+    `tuning_key(call)` names the bucket of static facts that a tuned file is keyed by.
+    """
+
+    @property
+    def Tile(self) -> Callable[..., Any]:
+        """A frozen dataclass of what may be tuned, its constraints checked."""
+        ...
+
+    @property
+    def FEATURES(self) -> frozenset[str]:
+        """The optional fields of the record that are honoured; a call with any other set is refused unasked."""
+        ...
+
+    def heuristic(self, call: Any, /) -> Any:
+        """A sound `Tile` for a call, without a table."""
+        ...
+
+    def why_not(self, call: Any, /) -> str | None:
+        """None if it takes the call, else one sentence: argument, value, limit. Rests on static facts alone."""
+        ...
+
+    def run(self, call: Any, tile: Any, launch: Any, /) -> Any:
+        """The operation's results; may assume that `why_not` returned None."""
+        ...
+
+
+class Launcher(Protocol):
+    """How the work of a backend gets done on the arrays of the front end that was called.
+
+    Arrays are those of the call's record, or of earlier results; `dtype` is the framework's, or a dtype's name.
+    """
+
+    def __call__(
+        self, kernel: Any, grid: tuple[int, ...], inputs: Sequence[Any], outputs: Sequence[Shaped], *,
+        inplace: Sequence[int] = (), **arguments: Any,
+    ) -> list[Any]:  # fmt: skip
+        """Enqueue the Triton kernel `kernel[grid](*inputs, *outputs, **arguments)` and return the outputs.
+
+        Behind the new outputs stand the inputs numbered in `inplace` once more, which the kernel may write.
+        """
+        ...
+
+    def native(
+        self, function: Any, operands: Mapping[str, Any], outputs: Mapping[str, Shaped | None],
+        numbers: Mapping[str, int | float],
+    ) -> dict[str, Any]:  # fmt: skip
+        """Call a compiled function and return its results by name; None is an array left out."""
+        ...
+
+    def on_host(self, function: Callable[..., Any], call: Call, outputs: str | Sequence[Shaped], **extra: Any) -> Any:
+        """Run a NumPy function on the call's arguments: floats as float64, 8-bit floats as bits.
+
+        `outputs` are its results, or the name of the argument that takes them.
+        """
+        ...
+
+    def sorted(self, numbers: Any, /) -> tuple[Any, Any]:
+        """Numbers [N] in ascending order, and their i32 indices before; equal ones keep their order."""
+        ...
+
+    def strides(self, array: Any, /) -> tuple[int, ...]:
+        """An array's strides, in elements."""
+        ...
+
+    def contiguous(self, array: Any, /) -> Any:
+        """The array, copied if it is not contiguous."""
+        ...
+
+    def packed(self, array: Any, /) -> Any:
+        """The array, copied if its last dimension is strided."""
+        ...
+
+    def aligned(self, array: Any, /, bytes: int = 16) -> Any:
+        """The array, copied if a row of it is strided or does not begin at a multiple of so many bytes."""
+        ...
+
+    def words(self, array: Any, /, *, packed_rows: bool) -> Any:
+        """A paged cache of bytes, copied if a page or row of it does not begin at a multiple of 4 bytes."""
+        ...
