@@ -87,8 +87,10 @@ def why_not(call: Any) -> str | None:
         return "takes q.dtype of at most 32 bits, got float64"
     if call.format == "fp8_v4":
         return "takes cache_format 'plain' and 'fp8_v32', got 'fp8_v4', whose pages no copy can cut into rows"
-    if call.num_slots * call.num_kv_heads > LARGEST_INT:
-        return f"numbers rows in int32, got {call.num_slots} slots of {call.num_kv_heads} KV heads"
+    for cache in (getattr(call, "kv", None), getattr(call, "kv_cache", None), getattr(call, "extra_kv_cache", None)):
+        rows = 0 if cache is None else math.prod(cache.shape[:-1])
+        if rows > LARGEST_INT:
+            return f"numbers rows in int32, got {rows // call.num_kv_heads} slots of {call.num_kv_heads} KV heads"
     return None
 
 
@@ -149,7 +151,7 @@ def whole_pages(cache: Any, page_indices: Any, kv_lens: Any, unit: int) -> Keys:
     first = jnp.where((page_indices >= 0) & (page_indices < num_pages), page_indices * units, -1)
     pieces = first[..., None] + jnp.arange(units, dtype=jnp.int32)
     pieces = jnp.where(first[..., None] >= 0, pieces, -1).reshape(len(page_indices), -1)
-    there = jnp.arange(pieces.shape[1], dtype=jnp.int32) * unit < kv_lens[:, None]
+    there = jnp.arange(pieces.shape[1], dtype=jnp.int32) < cdiv(kv_lens, unit)[:, None]
     cache = cache.reshape(-1, unit // packing, packing, width)
     return Keys(cache=cache, pieces=jnp.where(there, pieces, -1), lens=kv_lens)
 

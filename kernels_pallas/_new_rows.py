@@ -68,6 +68,13 @@ def _codes(values: jax.Array, mantissa_bits: int, bias: int, largest: float) -> 
     return (code | ((bits >> 24) & 0x80)).astype(jnp.uint8)
 
 
+def too_many_slots(call: Any) -> str | None:
+    """Why the slots of `call`'s pages cannot be numbered in int32."""
+    if (num_slots := call.num_pages * call.page_size) >= 2**31 - 1:
+        return f"expected num_pages * page_size < 2**31 - 1, got {num_slots}"
+    return None
+
+
 def sent_once(slots: jax.Array, block: int) -> jax.Array:
     """Slots by blocks of tokens, [blocks, block]; -1 where a later token of the block is for the same one.
 

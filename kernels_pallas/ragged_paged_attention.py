@@ -31,7 +31,7 @@ from ragged_attention.kernels_pallas._blocks import (
     round_up,
     vector_bytes,
 )
-from ragged_attention.kernels_pallas._new_rows import live_edges, new_rows, sent_once, slots_from_tables
+from ragged_attention.kernels_pallas._new_rows import live_edges, new_rows, sent_once, slots_from_tables, too_many_slots
 from ragged_attention.kernels_pallas._ragged_kernel import UPDATES, Plan, kernel, named, scratch
 
 LARGEST_FLOAT = float(jnp.finfo(jnp.float32).max)
@@ -126,7 +126,7 @@ def why_not(call: Any) -> str | None:
         return f"needs {needed} bytes of vector memory for pages of {call.page_size} positions, {most} are for them"
     if (needed := call.page_indices.shape[1] * 4) > (most := table_bytes(call)):
         return f"needs {needed} bytes of scalar memory for one row of page_indices, {most} are for them"
-    return None
+    return None if call.new_kv is None else too_many_slots(call)
 
 
 def table_bytes(call: Any) -> int:

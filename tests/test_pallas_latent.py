@@ -1,5 +1,6 @@
 """Latent attention on TPUs: tiles' limits, what is refused, how small floats are decoded, lists of several chunks."""
 
+import dataclasses
 import subprocess
 import sys
 from typing import Any
@@ -67,7 +68,20 @@ def test_more_rows_than_int32_counts_are_refused() -> None:
         d_v=64,
         device=TPU,
     )
-    assert mla_decode.why_not(call) == "numbers rows in int32, got 2147483648 slots of 1 KV heads"
+    text = "numbers rows in int32, got 2147483648 slots of 1 KV heads"
+    assert mla_decode.why_not(call) == text
+    small = jax.ShapeDtypeStruct((4, 64, 1, 64), jnp.bfloat16)
+    second = {"extra_kv_cache": rows, "extra_indices": call.indices}
+    assert mla_decode.why_not(dataclasses.replace(call, kv_cache=small)) is None
+    assert mla_decode.why_not(dataclasses.replace(call, kv_cache=small, **second)) == text
+
+
+def test_a_table_may_list_more_positions_than_int32_counts() -> None:
+    """Its last pages are never reached: no position of theirs wraps around to a small one."""
+    cache, table = jnp.zeros((1, 2**20, 1, 8)), jnp.zeros((1, 2**11 + 1), jnp.int32)
+    pieces = _latent.whole_pages(cache, table, jnp.array([300], jnp.int32), unit=256).pieces
+    assert pieces.shape == (1, (2**11 + 1) * 2**12)
+    assert int((pieces >= 0).sum()) == 2
 
 
 def test_pages_are_fetched_in_pieces_that_are_whole_words() -> None:

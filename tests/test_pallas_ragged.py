@@ -55,6 +55,14 @@ def test_what_is_refused_and_why() -> None:
     assert "bytes of scalar memory for one row of page_indices" in str(room.why_not(_call(device=narrow)))
 
 
+def test_an_update_numbers_slots_in_int32() -> None:
+    call = _call(max_num_seqs=2**20)
+    new = [jax.ShapeDtypeStruct((call.num_tokens, call.num_kv_heads, call.head_dim), call.q.dtype)] * 2
+    assert room.why_not(call) is None
+    text = "expected num_pages * page_size < 2**31 - 1, got 4294967296"
+    assert room.why_not(dataclasses.replace(call, new_kv=tuple(new))) == text
+
+
 @pytest.mark.parametrize("version", ["TPU_V4", "TPU_V5E", "TPU_V5P", "TPU_V6E", "TPU_7X"])
 @pytest.mark.parametrize("heads", [(32, 8), (8, 1), (12, 2), (5, 1), (64, 8)])
 @pytest.mark.parametrize("page_size", [16, 128, 256])
