@@ -8,6 +8,7 @@ they belong; all other rows keep the zeros that the result begins with.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -181,7 +182,7 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
     lse = jnp.full((padded, 1, call.num_q_heads), -jnp.inf, jnp.float32)
     if 0 not in (num_tokens, call.max_num_seqs, call.num_pages, call.page_indices.shape[1]):
         q = jnp.pad(call.q, ((0, padded - num_tokens), (0, 0), (0, 0)))
-        seqs, update = sequences(call), None
+        seqs, factors, update = sequences(call), factors_of(call), None
         if call.new_kv is not None:
             update = Update(
                 new_rows(call, *call.new_kv), sent_once(slots_from_tables(call, num_tokens), UPDATES).reshape(-1)
@@ -191,7 +192,7 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
             some = Sequences(*(array[first : first + together] for array in seqs))
             for size in (1, block_q) if num_tokens > 1 else (1,):
                 plan = plan_of(call, tile, size, padded, None if update is None else num_tokens)
-                out, lse, pages = attend(call, tile, plan, q, pages, some, update, out, lse)
+                out, lse, pages = attend(plan, tile.vmem_limit_bytes, q, pages, some, factors, update, out, lse)
                 update = None
     results = [out[:num_tokens], *([lse[:num_tokens, 0]] if call.return_lse else [])]
     return [*results, *(pages if call.new_kv is not None else [])]
@@ -220,13 +221,31 @@ def sequences(call: Any) -> Sequences:
     return Sequences(edges[:-1], lens, jnp.clip(call.kv_lens, 0, call.capacity), call.page_indices)
 
 
+class Factors(NamedTuple):
+    """What logits and values are multiplied by per KV head, f32 [K]; and the sinks, f32 [H]."""
+
+    logits: jax.Array
+    values: jax.Array
+    sinks: Any
+
+
+def factors_of(call: Any) -> Factors:
+    factor = per_head(call.k_scale, call.num_kv_heads) * jnp.float32(call.scale)
+    if call.soft_cap is None:
+        factor = factor * LOG2E
+    else:  # finite, or a logit of 0 would be NaN
+        factor = jnp.clip(factor / call.soft_cap, -LARGEST_FLOAT, LARGEST_FLOAT)
+    return Factors(factor, per_head(call.v_scale, call.num_kv_heads), call.sinks)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))  # so that parts of a table are traced and lowered once
 def attend(
-    call: Any,
-    tile: Tile,
     plan: Plan,
+    vmem_limit_bytes: int,
     q: Any,
     pages: list[Any],
     seqs: Sequences,
+    factors: Factors,
     update: Update | None,
     out: Any,
     lse: Any,
@@ -234,19 +253,14 @@ def attend(
     """Fill in the rows of the sequences of one query, or of all with more; write an update's rows before."""
     taken = ((seqs.q_lens > 1) if plan.in_columns else (seqs.q_lens == 1)) & (seqs.kv_lens > 0)
     (order,) = jnp.nonzero(taken, size=len(taken), fill_value=0)
-    factor = per_head(call.k_scale, plan.num_kv_heads) * jnp.float32(call.scale)
-    if plan.soft_cap is None:
-        factor = factor * LOG2E
-    else:  # finite, or a logit of 0 would be NaN
-        factor = jnp.clip(factor / plan.soft_cap, -LARGEST_FLOAT, LARGEST_FLOAT)
     scalars = (
         jnp.sum(taken, dtype=jnp.int32)[None],
         order.astype(jnp.int32),
         *seqs[:3],
         seqs.pages.reshape(-1),
-        factor,
-        per_head(call.v_scale, plan.num_kv_heads),
-        *([call.sinks] if plan.has_sinks else []),
+        factors.logits,
+        factors.values,
+        *([factors.sinks] if plan.has_sinks else []),
         *([] if update is None else [update.slots]),
     )
     inputs = [q, *([] if update is None else update.rows)]
@@ -265,7 +279,7 @@ def attend(
         ),
         out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in changed],
         input_output_aliases={given + place: place for place in range(len(changed))},
-        compiler_params=compiler_params(tile.vmem_limit_bytes, parallel=1),
+        compiler_params=compiler_params(vmem_limit_bytes, parallel=1),
         name=f"ragged_paged_attention_{'tiles' if plan.in_columns else 'decode'}",
     )(*scalars, *inputs, *changed)
     filled = list(filled)
