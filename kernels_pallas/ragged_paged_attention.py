@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ragged_attention._jax_pages import live_edges, per_head
 from ragged_attention.calls import dtype_name, expect_bool
 from ragged_attention.errors import InvalidInput
 from ragged_attention.kernels_pallas._blocks import (
@@ -28,11 +29,10 @@ from ragged_attention.kernels_pallas._blocks import (
     is_vector_memory,
     item_size,
     next_power_of_2,
-    per_head,
     round_up,
     vector_bytes,
 )
-from ragged_attention.kernels_pallas._new_rows import live_edges, new_rows, sent_once, slots_from_tables, too_many_slots
+from ragged_attention.kernels_pallas._new_rows import new_rows, sent_once, slots_from_tables, too_many_slots
 from ragged_attention.kernels_pallas._ragged_kernel import UPDATES, Plan, kernel, named, scratch
 
 LARGEST_FLOAT = float(jnp.finfo(jnp.float32).max)
@@ -216,7 +216,7 @@ class Sequences(NamedTuple):
 
 def sequences(call: Any) -> Sequences:
     """The index arrays of a call, whatever values they carry; a sequence from `num_seqs` on has no rows."""
-    edges = live_edges(call, call.num_tokens)
+    edges = live_edges(call.cu_q_lens, call.num_seqs, call.num_tokens)
     lens = jnp.maximum(edges[1:] - edges[:-1], 0)
     return Sequences(edges[:-1], lens, jnp.clip(call.kv_lens, 0, call.capacity), call.page_indices)
 
