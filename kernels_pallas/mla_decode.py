@@ -68,7 +68,7 @@ def _sparse(call: Any, tile: Tile) -> tuple[Any, Any]:
     keys = []
     for cache, indices, lens in given:
         if cache is not None and len(cache):
-            slots = _latent.lawful(indices, lens, cache.shape[0] * cache.shape[1])
+            slots = _latent.valid_slots(indices, lens, cache.shape[0] * cache.shape[1])
             keys.append(_latent.selected_rows(cache, slots.reshape(-1, indices.shape[2])))
     work = _latent.Work(
         call=call,

@@ -53,7 +53,7 @@ class Tile:
             one query are computed by themselves.
         block_kv: keys computed together, a multiple of 128.
         decode_block_kv: the same for sequences of one query.
-        careful_keys: keys below which a bfloat16 row's weights are not just rounded; 0 is faster.
+        split_weights_below: keys below which a bfloat16 row's weights are not just rounded; 0 is faster.
         vmem_limit_bytes: vector memory that the compiler may use, 0 for its default.
         fused_update: write `new_kv` in the attention's own kernel, not in one before it.
     """
@@ -62,14 +62,14 @@ class Tile:
     num_queries_per_block: int = 64
     block_kv: int = 128
     decode_block_kv: int = 256
-    careful_keys: int = 1024
+    split_weights_below: int = 1024
     vmem_limit_bytes: int = 0
     fused_update: bool = False
 
     def __post_init__(self) -> None:
         expect_sizes(
             self, num_kv_pages_per_block=(1, 4096), num_queries_per_block=(1, 1024), block_kv=(128, 4096),
-            decode_block_kv=(128, 4096), careful_keys=(0, 2**31 - 1), vmem_limit_bytes=(0, 2**31 - 1),
+            decode_block_kv=(128, 4096), split_weights_below=(0, 2**31 - 1), vmem_limit_bytes=(0, 2**31 - 1),
         )  # fmt: skip
         for name in ("block_kv", "decode_block_kv"):
             if (value := getattr(self, name)) % LANES:
@@ -166,7 +166,7 @@ def plan_of(call: Any, tile: Tile, block_q: int, num_tokens: int, num_updates: i
         has_sinks=call.sinks is not None,
         has_lse=call.return_lse,
         cores=call.device.num_multiprocessors if num_updates is None else 1,  # cores cannot wait for each other
-        careful_keys=tile.careful_keys,
+        split_weights_below=tile.split_weights_below,
         num_updates=num_updates,
         dtype=jnp.dtype(dtype_name(call.q)),
     )

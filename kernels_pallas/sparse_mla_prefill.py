@@ -28,7 +28,7 @@ def run(call: Any, tile: Tile, launch: Any) -> tuple[Any, Any, Any]:
         nothing = jnp.full(rows, -jnp.inf, jnp.float32)
         return jnp.zeros(call.out_shape, call.q.dtype), nothing, nothing
     num_tokens, num_kv_heads = call.num_tokens, call.num_kv_heads
-    slots = _latent.lawful(call.indices, call.topk_lens, call.num_slots)
+    slots = _latent.valid_slots(call.indices, call.topk_lens, call.num_slots)
     heads = jnp.arange(num_kv_heads, dtype=jnp.int32)[:, None]
     numbers = jnp.where(slots >= 0, slots * num_kv_heads + heads, -1)
     work = _latent.Work(

@@ -39,7 +39,7 @@ def left_by_sinks(lse: Float64, sinks: ArrayLike | None) -> Float64:
 
 
 def selected(indices: ArrayLike, topk_len: ArrayLike, num_slots: int) -> Any:
-    """The lawful ones among the first `topk_len` entries of one list, in its order and as often as it has them."""
+    """The valid ones among the first `topk_len` entries of one list, in its order and as often as it has them."""
     indices = np.asarray(indices)
     indices = indices[: max(int(topk_len), 0)]  # type: ignore[arg-type]
     return indices[(indices >= 0) & (indices < num_slots)]

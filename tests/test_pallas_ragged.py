@@ -32,7 +32,7 @@ def _call(device: Device = TPU, **sample: Any) -> Any:
         ({"num_queries_per_block": 1025}, ra.InvalidInput, "expected num_queries_per_block between 1 and 1024"),
         ({"block_kv": 200}, ra.InvalidInput, "expected block_kv to be a multiple of 128, got 200"),
         ({"decode_block_kv": 130}, ra.InvalidInput, "expected decode_block_kv to be a multiple of 128, got 130"),
-        ({"careful_keys": -1}, ra.InvalidInput, "expected careful_keys between 0 and"),
+        ({"split_weights_below": -1}, ra.InvalidInput, "expected split_weights_below between 0 and"),
         ({"vmem_limit_bytes": True}, TypeError, "expected vmem_limit_bytes to be an int, got bool"),
         ({"fused_update": 1}, TypeError, "expected fused_update to be a bool, got int"),
     ],

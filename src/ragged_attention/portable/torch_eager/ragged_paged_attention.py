@@ -73,7 +73,7 @@ class Block(NamedTuple):
     high: int
     right: torch.Tensor | None  # [rows, columns] at the right edge that are hidden: later than the query
     left: torch.Tensor | None  # [rows, columns] at the left edge that are hidden: outside the window
-    blind: torch.Tensor | None  # [rows] that see no key at all
+    fully_masked: torch.Tensor | None  # [rows] that see no key at all
 
 
 class Attention:
@@ -128,14 +128,14 @@ class Attention:
                 edge = own - call.sliding_window
                 low, common = np.searchsorted(position, (edge[0], edge[-1]), side="right").tolist()
                 left = self._mask(position[None, low : min(common, high)] <= edge[:, None])
-            blind = None if keys.whole else self._blind(position, own)
+            fully_masked = None if keys.whole else self._fully_masked(position, own)
             if low < high:
-                yield Block(first, last, low, high, right, left, blind)
+                yield Block(first, last, low, high, right, left, fully_masked)
 
     def _mask(self, hidden: np.ndarray) -> torch.Tensor | None:
         return torch.from_numpy(hidden).to(self.call.q.device) if hidden.size else None
 
-    def _blind(self, position: Ints, own: Ints) -> torch.Tensor:
+    def _fully_masked(self, position: Ints, own: Ints) -> torch.Tensor:
         """Which queries see no key; only where pages are missing can there be such in a block that sees some."""
         call = self.call
         seen = np.searchsorted(position, own, side="right") if call.causal else np.full(own.shape, len(position))
@@ -186,8 +186,8 @@ class Attention:
             out *= torch.sigmoid(lse - self.sinks[heads]).unsqueeze(-1)
         if self.out_factor is not None:
             out *= self.out_factor[heads]
-        if block.blind is not None:
-            out.masked_fill_(block.blind[:, None, None], 0.0)
+        if block.fully_masked is not None:
+            out.masked_fill_(block.fully_masked[:, None, None], 0.0)
         self.out[block.first : block.last, q_heads].view(rows, count, group, -1).copy_(out.transpose(0, 1))
         if self.lse is not None:
             self.lse[block.first : block.last, q_heads].view(rows, count, group).copy_(lse.transpose(0, 1))
@@ -221,8 +221,8 @@ class Attention:
         # The highest logit has the weight exp(highest - lse): two cheap reductions instead of a pass of exponentials.
         lse = scores.amax(-1) - torch.log(weights.amax(-1))
         lse = lse.view(scores.shape[0], block.last - block.first, self.group)
-        if block.blind is not None:
-            lse.masked_fill_(block.blind[:, None], -torch.inf)
+        if block.fully_masked is not None:
+            lse.masked_fill_(block.fully_masked[:, None], -torch.inf)
         return weights, lse
 
     def _mix(self, weights: torch.Tensor, block: Block, v: Reader) -> torch.Tensor:
