@@ -24,7 +24,7 @@ from ragged_attention.calls import (
     RaggedPagedAttention,
     WriteKvPages,
 )
-from ragged_attention.reference.kv_layout import FORMATS, encode
+from ragged_attention.reference._kv_layout import FORMATS, encode
 from ragged_attention.samples import FakeArray
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}

@@ -69,7 +69,7 @@ def traceable(case: TpuCase) -> Traceable:
 
 
 # The blocks at which JAX's kernel is compiled; and weights are rounded, as there.
-BLOCKS = {"num_kv_pages_per_block": 8, "num_queries_per_block": 64, "careful_keys": 0}
+BLOCKS = {"num_kv_pages_per_block": 8, "num_queries_per_block": 64, "split_weights_below": 0}
 MIXED = {"num_tokens": 512, "max_num_seqs": 8, "max_len": 512}
 SCALES = {"k_scale": 0.25, "v_scale": 0.25}
 FP8, INT8 = "float8_e4m3fn", "int8"

@@ -1,13 +1,14 @@
-"""MLA decode on TPUs, dense and sparse: the call in the terms of `latent`."""
+"""MLA decode on TPUs, dense and sparse: the call in the terms of `_latent`."""
 
 import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 
-from ragged_attention.kernels_pallas import latent
-from ragged_attention.kernels_pallas.blocks import expect_sizes
-from ragged_attention.kernels_pallas.latent import why_not as why_not
+from ragged_attention.kernels_pallas import _latent
+from ragged_attention.kernels_pallas._blocks import expect_sizes
+from ragged_attention.kernels_pallas._latent import row_layout as row_layout
+from ragged_attention.kernels_pallas._latent import why_not as why_not
 
 ROWS = 256  # of queries that a dense call computes together, unless a token's heads are more
 FEATURES = frozenset({
@@ -17,7 +18,7 @@ FEATURES = frozenset({
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Tile(latent.Tile):
+class Tile(_latent.Tile):
     """What may be tuned.
 
     Args:
@@ -28,7 +29,7 @@ class Tile(latent.Tile):
     num_queries_per_block: int = 1
 
     def __post_init__(self) -> None:
-        latent.Tile.__post_init__(self)
+        _latent.Tile.__post_init__(self)
         expect_sizes(self, num_queries_per_block=(1, 1024))
 
 
@@ -43,8 +44,8 @@ def tuning_key(call: Any) -> str:
 
 def heuristic(call: Any) -> Tile:
     if call.sparse:
-        return Tile(num_keys_per_block=latent.keys_of_lists(max(call.topk, call.extra_topk)))
-    keys = latent.keys_of_lists(call.capacity, most=256)
+        return Tile(num_keys_per_block=_latent.keys_of_lists(max(call.topk, call.extra_topk)))
+    keys = _latent.keys_of_lists(call.capacity, most=256)
     group = call.num_q_heads // call.num_kv_heads
     return Tile(num_keys_per_block=keys, num_queries_per_block=max(1, min(call.num_q_tokens, ROWS // group)))
 
@@ -67,16 +68,16 @@ def _sparse(call: Any, tile: Tile) -> tuple[Any, Any]:
     keys = []
     for cache, indices, lens in given:
         if cache is not None and len(cache):
-            slots = latent.lawful(indices, lens, cache.shape[0] * cache.shape[1])
-            keys.append(latent.selected_rows(cache, slots.reshape(-1, indices.shape[2])))
-    work = latent.Work(
+            slots = _latent.valid_slots(indices, lens, cache.shape[0] * cache.shape[1])
+            keys.append(_latent.selected_rows(cache, slots.reshape(-1, indices.shape[2])))
+    work = _latent.Work(
         call=call,
         q=call.q.reshape(-1, *call.q.shape[2:]),
         keys=keys[0],
         extra=keys[1] if len(keys) > 1 else None,
         sinks=None if call.sinks is None else call.sinks[None],
     )
-    out, _, lse = latent.run(work, tile)
+    out, _, lse = _latent.run(work, tile)
     return out.reshape(call.out_shape), lse.reshape(call.q.shape[:3]).swapaxes(1, 2)
 
 
@@ -91,7 +92,7 @@ def _dense(call: Any, tile: Tile) -> tuple[Any, Any]:
     q = jnp.pad(q, ((0, 0), (0, tiles * size - num_q_tokens), (0, 0), (0, 0), (0, 0)))
     q = q.reshape(num_seqs, tiles, size, num_kv_heads, group, d_qk).transpose(0, 3, 1, 2, 4, 5)
     kv_lens = jnp.clip(call.kv_lens, 0, call.capacity)
-    work = latent.Work(
+    work = _latent.Work(
         call=call,
         q=q.reshape(-1, size * group, d_qk),
         keys=_pages_or_rows(call, kv_lens),
@@ -99,7 +100,7 @@ def _dense(call: Any, tile: Tile) -> tuple[Any, Any]:
         limits=_limits(call, kv_lens, tiles, size, group) if call.causal else None,
         sinks=None if call.sinks is None else jnp.tile(call.sinks.reshape(num_kv_heads, group), (1, size)),
     )
-    out, _, lse = latent.run(work, tile)
+    out, _, lse = _latent.run(work, tile)
     jobs = (num_seqs, num_kv_heads, tiles, size, group)
     out = out.reshape(*jobs, call.d_v).transpose(0, 2, 3, 1, 4, 5).reshape(num_seqs, tiles * size, num_q_heads, -1)
     lse = lse.reshape(jobs).transpose(0, 1, 4, 2, 3).reshape(num_seqs, num_q_heads, -1)
@@ -115,15 +116,15 @@ def _limits(call: Any, kv_lens: Any, tiles: int, size: int, group: int) -> Any:
     return jnp.broadcast_to(limits, shape).reshape(-1, size * group)
 
 
-def _pages_or_rows(call: Any, kv_lens: Any) -> latent.Keys:
+def _pages_or_rows(call: Any, kv_lens: Any) -> _latent.Keys:
     """Whole pages, but where those are no whole rows of words, or hold several KV heads: then row by row."""
-    unit = latent.unit_of(call.page_size, call.kv_cache.dtype)
+    unit = _latent.unit_of(call.page_size, call.kv_cache.dtype)
     if unit is not None and call.num_kv_heads == 1:
-        return latent.whole_pages(call.kv_cache, call.page_indices, kv_lens, unit)
+        return _latent.whole_pages(call.kv_cache, call.page_indices, kv_lens, unit)
     position = jnp.arange(call.page_indices.shape[1] * call.page_size, dtype=jnp.int32)[: call.capacity]
     pages = call.page_indices[:, position // call.page_size]
     seen = (pages >= 0) & (pages < call.kv_cache.shape[0]) & (position < kv_lens[:, None])
     slots = jnp.where(seen, pages, 0) * call.page_size + position % call.page_size
     heads = jnp.arange(call.num_kv_heads, dtype=jnp.int32)[:, None]
     numbers = jnp.where(seen[:, None], slots[:, None] * call.num_kv_heads + heads, -1)
-    return latent.selected_rows(call.kv_cache, numbers.reshape(-1, len(position)))
+    return _latent.selected_rows(call.kv_cache, numbers.reshape(-1, len(position)))

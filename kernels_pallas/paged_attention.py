@@ -18,8 +18,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ragged_attention.calls import dtype_name
 from ragged_attention.errors import InvalidInput
-from ragged_attention.kernels_pallas.blocks import LANES, MASKED, cdiv, expect_sizes, next_power_of_2, round_up
-from ragged_attention.kernels_pallas.heads_first import (
+from ragged_attention.kernels_pallas._blocks import LANES, MASKED, cdiv, expect_sizes, next_power_of_2, round_up
+from ragged_attention.kernels_pallas._heads_first import (
     BUDGET,
     FEWEST_COLUMNS,
     SUBLANES,

@@ -17,8 +17,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ragged_attention.calls import dtype_name
 from ragged_attention.errors import InvalidInput
-from ragged_attention.kernels_pallas.blocks import LANES, MASKED, cdiv, expect_sizes, next_power_of_2
-from ragged_attention.kernels_pallas.heads_first import (
+from ragged_attention.kernels_pallas._blocks import LANES, MASKED, cdiv, expect_sizes, next_power_of_2
+from ragged_attention.kernels_pallas._heads_first import (
     BUDGET,
     FEWEST_COLUMNS,
     SUBLANES,
@@ -55,19 +55,19 @@ class Tile:
     Attributes:
         num_kv_pages_per_block: pages fetched and computed on together; 0 leaves it to the kernel.
         num_queries_per_block: rows of the chunk computed on together, a power of two from 8; 0 as above.
-        careful_keys: keys below which a bfloat16 row's weights are not just rounded; 0 is faster.
+        split_weights_below: keys below which a bfloat16 row's weights are not just rounded; 0 is faster.
         vmem_limit_bytes: vector memory that the compiler may use, 0 for its default.
     """
 
     num_kv_pages_per_block: int = 0
     num_queries_per_block: int = 0
-    careful_keys: int = 1024
+    split_weights_below: int = 1024
     vmem_limit_bytes: int = 0
 
     def __post_init__(self) -> None:
         expect_sizes(
             self, num_kv_pages_per_block=(0, 2**20), num_queries_per_block=(0, 1024),
-            careful_keys=(0, 2**31 - 1), vmem_limit_bytes=(0, 2**31 - 1),
+            split_weights_below=(0, 2**31 - 1), vmem_limit_bytes=(0, 2**31 - 1),
         )  # fmt: skip
         if (rows := self.num_queries_per_block) and (rows < SUBLANES or rows & (rows - 1)):
             raise InvalidInput(f"expected num_queries_per_block to be a power of two from {SUBLANES}, got {rows}")
@@ -107,7 +107,7 @@ class Plan:
     group: int
     block_q: int
     q_blocks: int
-    careful_keys: int
+    split_weights_below: int
     quantized: bool
 
     @property
@@ -145,7 +145,7 @@ def plan_of(call: Any, tile: Tile) -> Plan:
             window=None if window is None or window >= call.capacity else int(window), page_size=call.page_size,
             page_rows=page_rows, pages_per_block=pages, heads=heads, head_steps=own_heads // heads, cores=cores,
             group=call.group, block_q=block_q, q_blocks=cdiv(call.num_tokens, block_q),
-            careful_keys=tile.careful_keys, quantized=call.quantized,
+            split_weights_below=tile.split_weights_below, quantized=call.quantized,
         )  # fmt: skip
 
     while used_memory(plan(), call) > budget:
@@ -322,7 +322,7 @@ def visit(refs: Refs, plan: Plan, first_head: Any, head_step: Any, q_block: Any,
     if plan.window is not None:
         whole &= begins > top + plan.block_q - 1 - plan.window
     if refs.q.dtype != jnp.float32:
-        whole &= high - low > plan.careful_keys
+        whole &= high - low > plan.split_weights_below
 
     @pl.when(whole)
     def _() -> None:
@@ -333,7 +333,7 @@ def visit(refs: Refs, plan: Plan, first_head: Any, head_step: Any, q_block: Any,
     def _() -> None:
         seen = (low - begins, high - begins)
         clear_unseen(refs, plan, slot, seen)
-        attend(refs, plan, slot, visible(refs, plan, slot, seen, top - begins), plan.careful_keys > 0)
+        attend(refs, plan, slot, visible(refs, plan, slot, seen, top - begins), plan.split_weights_below > 0)
 
 
 def start(refs: Refs, plan: Plan, head_step: Any, q_block: Any, block: Any, slot: Any) -> None:

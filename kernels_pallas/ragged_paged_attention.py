@@ -8,6 +8,7 @@ they belong; all other rows keep the zeros that the result begins with.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -15,10 +16,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ragged_attention._jax_pages import live_edges, per_head
 from ragged_attention.calls import dtype_name, expect_bool
 from ragged_attention.errors import InvalidInput
 from ragged_attention.kernels_pallas import write_kv_pages
-from ragged_attention.kernels_pallas.blocks import (
+from ragged_attention.kernels_pallas._blocks import (
     LANES,
     LOG2E,
     cannot_run,
@@ -28,13 +30,13 @@ from ragged_attention.kernels_pallas.blocks import (
     is_vector_memory,
     item_size,
     next_power_of_2,
-    per_head,
     round_up,
     vector_bytes,
 )
-from ragged_attention.kernels_pallas.new_rows import new_rows, sent_once, slots_from_tables
-from ragged_attention.kernels_pallas.ragged_kernel import UPDATES, Plan, kernel, named, scratch
+from ragged_attention.kernels_pallas._new_rows import new_rows, sent_once, slots_from_tables
+from ragged_attention.kernels_pallas._ragged_kernel import UPDATES, Plan, kernel, named, scratch
 
+LARGEST_FLOAT = float(jnp.finfo(jnp.float32).max)
 SUBLANES = 16  # rows of a bfloat16 tile
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "k_scale", "v_scale", "return_lse",
@@ -52,7 +54,7 @@ class Tile:
             one query are computed by themselves.
         block_kv: keys computed together, a multiple of 128.
         decode_block_kv: the same for sequences of one query.
-        careful_keys: keys below which a bfloat16 row's weights are not just rounded; 0 is faster.
+        split_weights_below: keys below which a bfloat16 row's weights are not just rounded; 0 is faster.
         vmem_limit_bytes: vector memory that the compiler may use, 0 for its default.
         fused_update: write `new_kv` in the attention's own kernel, not in one before it.
     """
@@ -61,14 +63,14 @@ class Tile:
     num_queries_per_block: int = 64
     block_kv: int = 128
     decode_block_kv: int = 256
-    careful_keys: int = 1024
+    split_weights_below: int = 1024
     vmem_limit_bytes: int = 0
     fused_update: bool = False
 
     def __post_init__(self) -> None:
         expect_sizes(
             self, num_kv_pages_per_block=(1, 4096), num_queries_per_block=(1, 1024), block_kv=(128, 4096),
-            decode_block_kv=(128, 4096), careful_keys=(0, 2**31 - 1), vmem_limit_bytes=(0, 2**31 - 1),
+            decode_block_kv=(128, 4096), split_weights_below=(0, 2**31 - 1), vmem_limit_bytes=(0, 2**31 - 1),
         )  # fmt: skip
         for name in ("block_kv", "decode_block_kv"):
             if (value := getattr(self, name)) % LANES:
@@ -165,7 +167,7 @@ def plan_of(call: Any, tile: Tile, block_q: int, num_tokens: int, num_updates: i
         has_sinks=call.sinks is not None,
         has_lse=call.return_lse,
         cores=call.device.num_multiprocessors if num_updates is None else 1,  # cores cannot wait for each other
-        careful_keys=tile.careful_keys,
+        split_weights_below=tile.split_weights_below,
         num_updates=num_updates,
         dtype=jnp.dtype(dtype_name(call.q)),
     )
@@ -184,7 +186,7 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
     lse = jnp.full((padded, 1, call.num_q_heads), -jnp.inf, jnp.float32)
     if 0 not in (num_tokens, call.max_num_seqs, call.num_pages, call.page_indices.shape[1]):
         q = jnp.pad(call.q, ((0, padded - num_tokens), (0, 0), (0, 0)))
-        seqs, update = sequences(call), None
+        seqs, factors, update = sequences(call), factors_of(call), None
         if call.new_kv is not None:
             update = Update(
                 new_rows(call, *call.new_kv), sent_once(slots_from_tables(call, num_tokens), UPDATES).reshape(-1)
@@ -194,7 +196,7 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
             some = Sequences(*(array[first : first + together] for array in seqs))
             for size in (1, block_q) if num_tokens > 1 else (1,):
                 plan = plan_of(call, tile, size, padded, None if update is None else num_tokens)
-                out, lse, pages = attend(call, tile, plan, q, pages, some, update, out, lse)
+                out, lse, pages = attend(plan, tile.vmem_limit_bytes, q, pages, some, factors, update, out, lse)
                 update = None
     results = [out[:num_tokens], *([lse[:num_tokens, 0]] if call.return_lse else [])]
     return [*results, *(pages if call.new_kv is not None else [])]
@@ -218,21 +220,36 @@ class Sequences(NamedTuple):
 
 def sequences(call: Any) -> Sequences:
     """The index arrays of a call, whatever values they carry; a sequence from `num_seqs` on has no rows."""
-    edges = jnp.clip(call.cu_q_lens, 0, call.num_tokens)
+    edges = live_edges(call.cu_q_lens, call.num_seqs, call.num_tokens)
     lens = jnp.maximum(edges[1:] - edges[:-1], 0)
-    if call.num_seqs is not None:
-        live = jnp.arange(call.max_num_seqs) < jnp.reshape(jnp.asarray(call.num_seqs, jnp.int32), ())
-        lens = jnp.where(live, lens, 0)
     return Sequences(edges[:-1], lens, jnp.clip(call.kv_lens, 0, call.capacity), call.page_indices)
 
 
+class Factors(NamedTuple):
+    """What logits and values are multiplied by per KV head, f32 [K]; and the sinks, f32 [H]."""
+
+    logits: jax.Array
+    values: jax.Array
+    sinks: Any
+
+
+def factors_of(call: Any) -> Factors:
+    factor = per_head(call.k_scale, call.num_kv_heads) * jnp.float32(call.scale)
+    if call.soft_cap is None:
+        factor = factor * LOG2E
+    else:  # finite, or a logit of 0 would be NaN
+        factor = jnp.clip(factor / call.soft_cap, -LARGEST_FLOAT, LARGEST_FLOAT)
+    return Factors(factor, per_head(call.v_scale, call.num_kv_heads), call.sinks)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))  # so that parts of a table are traced and lowered once
 def attend(
-    call: Any,
-    tile: Tile,
     plan: Plan,
+    vmem_limit_bytes: int,
     q: Any,
     pages: list[Any],
     seqs: Sequences,
+    factors: Factors,
     update: Update | None,
     out: Any,
     lse: Any,
@@ -240,16 +257,14 @@ def attend(
     """Fill in the rows of the sequences of one query, or of all with more; write an update's rows before."""
     taken = ((seqs.q_lens > 1) if plan.in_columns else (seqs.q_lens == 1)) & (seqs.kv_lens > 0)
     (order,) = jnp.nonzero(taken, size=len(taken), fill_value=0)
-    factor = per_head(call.k_scale, plan.num_kv_heads) * jnp.float32(call.scale)
-    factor = factor * (LOG2E if plan.soft_cap is None else 1.0 / plan.soft_cap)
     scalars = (
         jnp.sum(taken, dtype=jnp.int32)[None],
         order.astype(jnp.int32),
         *seqs[:3],
         seqs.pages.reshape(-1),
-        factor,
-        per_head(call.v_scale, plan.num_kv_heads),
-        *([call.sinks] if plan.has_sinks else []),
+        factors.logits,
+        factors.values,
+        *([factors.sinks] if plan.has_sinks else []),
         *([] if update is None else [update.slots]),
     )
     inputs = [q, *([] if update is None else update.rows)]
@@ -268,7 +283,7 @@ def attend(
         ),
         out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in changed],
         input_output_aliases={given + place: place for place in range(len(changed))},
-        compiler_params=compiler_params(tile.vmem_limit_bytes, parallel=1),
+        compiler_params=compiler_params(vmem_limit_bytes, parallel=1),
         name=f"ragged_paged_attention_{'tiles' if plan.in_columns else 'decode'}",
     )(*scalars, *inputs, *changed)
     filled = list(filled)

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ragged_attention.kernels_pallas.blocks import (
+from ragged_attention.kernels_pallas._blocks import (
     LANES,
     cannot_run,
     expect_sizes,
@@ -24,7 +24,7 @@ from ragged_attention.kernels_pallas.blocks import (
     next_power_of_2,
     round_up,
 )
-from ragged_attention.kernels_pallas.new_rows import new_rows, sent_once, slots
+from ragged_attention.kernels_pallas._new_rows import new_rows, sent_once, slots, too_many_slots
 
 RUN = 8  # tokens that may share a copy
 NOWHERE, FIRST_RUN = -1, -2  # codes: a token to skip; those from FIRST_RUN down are runs, see `codes_of`
@@ -52,9 +52,7 @@ def why_not(call: Any) -> str | None:
         return reason
     if call.cache_dtype == "float16":
         return "TPUs have no float16, got kv_pages of it"
-    if (num_slots := call.num_pages * call.page_size) >= 2**31 - 1:
-        return f"expected num_pages * page_size < 2**31 - 1, got {num_slots}"
-    return None
+    return too_many_slots(call)
 
 
 def row_bytes(call: Any) -> int:

@@ -1,14 +1,14 @@
-"""The rows that a quantised latent cache holds; `kv_layout.dequantize_rows` has the arithmetic."""
+"""The rows that a quantised latent cache holds; `_kv_layout.dequantize_rows` has the arithmetic."""
 
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ragged_attention.reference.kv_layout import Float64, latent_rows
-from ragged_attention.reference.untuned import Tile as Tile
-from ragged_attention.reference.untuned import heuristic as heuristic
-from ragged_attention.reference.untuned import why_not as why_not
+from ragged_attention.reference._kv_layout import Float64, latent_rows
+from ragged_attention.reference._no_tuning import Tile as Tile
+from ragged_attention.reference._no_tuning import heuristic as heuristic
+from ragged_attention.reference._no_tuning import why_not as why_not
 
 FEATURES = frozenset({"format", "dtype"})
 

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ragged_attention.reference.kv_layout import Float64, latent_rows
+from ragged_attention.reference._kv_layout import Float64, latent_rows
+from ragged_attention.reference._no_tuning import Tile as Tile
+from ragged_attention.reference._no_tuning import heuristic as heuristic
+from ragged_attention.reference._no_tuning import why_not as why_not
 from ragged_attention.reference.merge_attention_states import merge_attention_states
 from ragged_attention.reference.sparse_mla_prefill import attend_latent, left_by_sinks, selected
-from ragged_attention.reference.untuned import Tile as Tile
-from ragged_attention.reference.untuned import heuristic as heuristic
-from ragged_attention.reference.untuned import why_not as why_not
 
 FEATURES = frozenset({
     "page_indices", "kv_lens", "indices", "d_v", "sm_scale", "causal", "sinks", "topk_lens", "extra_kv_cache",

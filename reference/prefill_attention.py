@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ragged_attention.reference.kv_layout import Float64
+from ragged_attention.reference._kv_layout import Float64
+from ragged_attention.reference._no_tuning import Tile as Tile
+from ragged_attention.reference._no_tuning import heuristic as heuristic
+from ragged_attention.reference._no_tuning import why_not as why_not
 from ragged_attention.reference.paged_attention import values_of
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention
-from ragged_attention.reference.untuned import Tile as Tile
-from ragged_attention.reference.untuned import heuristic as heuristic
-from ragged_attention.reference.untuned import why_not as why_not
 
 FEATURES = frozenset({"sm_scale", "soft_cap", "sliding_window", "align"})
 

@@ -1,4 +1,4 @@
-"""A latent cache, quantised; `kv_layout.quantize_rows` has the arithmetic."""
+"""A latent cache, quantised; `_kv_layout.quantize_rows` has the arithmetic."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ragged_attention.calls import CACHE_FORMATS
-from ragged_attention.reference.kv_layout import Bytes, planes, quantize_rows
-from ragged_attention.reference.untuned import Tile as Tile
-from ragged_attention.reference.untuned import heuristic as heuristic
-from ragged_attention.reference.untuned import why_not as why_not
+from ragged_attention.reference._kv_layout import Bytes, planes, quantize_rows
+from ragged_attention.reference._no_tuning import Tile as Tile
+from ragged_attention.reference._no_tuning import heuristic as heuristic
+from ragged_attention.reference._no_tuning import why_not as why_not
 
 FEATURES = frozenset({"power_of_two_scales"})
 

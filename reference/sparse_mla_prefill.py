@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ragged_attention.reference.kv_layout import Float64, latent_rows
-from ragged_attention.reference.untuned import Tile as Tile
-from ragged_attention.reference.untuned import heuristic as heuristic
-from ragged_attention.reference.untuned import why_not as why_not
+from ragged_attention.reference._kv_layout import Float64, latent_rows
+from ragged_attention.reference._no_tuning import Tile as Tile
+from ragged_attention.reference._no_tuning import heuristic as heuristic
+from ragged_attention.reference._no_tuning import why_not as why_not
 
 FEATURES = frozenset({"sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "deterministic"})
 
@@ -39,7 +39,7 @@ def left_by_sinks(lse: Float64, sinks: ArrayLike | None) -> Float64:
 
 
 def selected(indices: ArrayLike, topk_len: ArrayLike, num_slots: int) -> Any:
-    """The lawful ones among the first `topk_len` entries of one list, in its order and as often as it has them."""
+    """The valid ones among the first `topk_len` entries of one list, in its order and as often as it has them."""
     indices = np.asarray(indices)
     indices = indices[: max(int(topk_len), 0)]  # type: ignore[arg-type]
     return indices[(indices >= 0) & (indices < num_slots)]

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ragged_attention.reference.kv_layout import Float64, sequence_bounds
+from ragged_attention.reference._kv_layout import Float64, sequence_bounds
+from ragged_attention.reference._no_tuning import Tile as Tile
+from ragged_attention.reference._no_tuning import heuristic as heuristic
+from ragged_attention.reference._no_tuning import why_not as why_not
 from ragged_attention.reference.ragged_paged_attention import attend, visible
-from ragged_attention.reference.untuned import Tile as Tile
-from ragged_attention.reference.untuned import heuristic as heuristic
-from ragged_attention.reference.untuned import why_not as why_not
 
 FEATURES = frozenset({
     "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "deterministic",

@@ -34,23 +34,23 @@ RAGGED, PAGED = "corner: attention, ", "corner: paged decode, "
 CHUNK, LATENT, WRITE = "corner: chunked prefill, ", "corner: latent decode, dense, ", "corner: write, "
 MUTANTS = {
     "pages are not waited for": Mutant(
-        "ragged_kernel", "            copy.wait()\n", "            del copy\n", "on_wait", (f"{RAGGED}speculative",)
+        "_ragged_kernel", "            copy.wait()\n", "            del copy\n", "on_wait", (f"{RAGGED}speculative",)
     ),
     "both buffers have one semaphore": Mutant(
-        "ragged_kernel", "refs.kv_arrived.at[slot, which]", "refs.kv_arrived.at[0, which]", "on_wait",
+        "_ragged_kernel", "refs.kv_arrived.at[slot, which]", "refs.kv_arrived.at[0, which]", "on_wait",
         (f"{RAGGED}decode of a long sequence",),
     ),
     "the window is one key wider": Mutant(
-        "ragged_kernel", "key > query - plan.window", "key >= query - plan.window", "eager", (f"{RAGGED}window of 1",)
+        "_ragged_kernel", "key > query - plan.window", "key >= query - plan.window", "eager", (f"{RAGGED}window of 1",)
     ),
     "the tail is not masked": Mutant(
-        "ragged_kernel", "seen = key < span.kv_len", "seen = key >= 0", "eager", (f"{RAGGED}not causal",)
+        "_ragged_kernel", "seen = key < span.kv_len", "seen = key >= 0", "eager", (f"{RAGGED}not causal",)
     ),
     "page indices are not clamped": Mutant(
-        "ragged_kernel", "jnp.clip(page, 0, plan.num_pages - 1)", "page", "eager", (f"{RAGGED}invalid page indices",)
+        "_ragged_kernel", "jnp.clip(page, 0, plan.num_pages - 1)", "page", "eager", (f"{RAGGED}invalid page indices",)
     ),
     "pages with heads first are not waited for": Mutant(
-        "heads_first", ").wait()", ")", "eager", (f"{PAGED}lengths of every kind",)
+        "_heads_first", ").wait()", ")", "eager", (f"{PAGED}lengths of every kind",)
     ),
     "unseen keys of a decode are not masked": Mutant(
         "paged_attention", "s = jnp.where(seen, s, -jnp.inf)", "s = s", "eager", (f"{PAGED}lengths of every kind",)
@@ -59,10 +59,10 @@ MUTANTS = {
         "prefill_attention", "column > own - plan.window", "column >= own - plan.window", "eager", (f"{CHUNK}window",)
     ),
     "both buffers of latents have one semaphore": Mutant(
-        "latent", "arrived.at[slot]", "arrived.at[0]", "on_wait", (f"{LATENT}a long sequence",)
+        "_latent", "arrived.at[slot]", "arrived.at[0]", "on_wait", (f"{LATENT}a long sequence",)
     ),
     "a latent that is not seen weighs": Mutant(
-        "latent", "jnp.where(seen, sum(products[1:], products[0]) * plan.scale, -jnp.inf)",
+        "_latent", "jnp.where(seen, sum(products[1:], products[0]) * plan.scale, -jnp.inf)",
         "sum(products[1:], products[0]) * plan.scale", "eager", (f"{LATENT}causal",),
     ),
     "written rows are not waited for": Mutant(

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ragged_attention import dispatch
-from ragged_attention.portable.untuned import Tile, heuristic
+from ragged_attention.portable._no_tuning import Tile, heuristic
 from ragged_attention.testing import tpu_interpreter
 
 ROOM, BACKEND = "planted_pallas_room", "planted"

@@ -2,6 +2,7 @@
 
 `python -m tests.sharded xla`, or the mode of the interpreter that is to run the Pallas kernel. Prints whether the
 results are the same bits, and the largest difference. The interpreter wants a thread for each device at once.
+`python -m tests.sharded explicit` calls it on a mesh of explicit axes instead, and prints what is said to that.
 """
 
 import contextlib
@@ -19,9 +20,10 @@ environment.prepare("cpu")
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
-from jax.sharding import Mesh, PartitionSpec  # noqa: E402
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 import ragged_attention.jax as ra  # noqa: E402
+from ragged_attention.errors import Unsupported  # noqa: E402
 from ragged_attention.testing import Spec, jax_front, tpu_interpreter  # noqa: E402
 
 NAMES = ("q", "kv_pages", "kv_lens", "page_indices", "cu_q_lens")
@@ -37,7 +39,39 @@ def inputs() -> list[Any]:
     ]
 
 
+def explicit() -> None:
+    """Queries and pages sharded over heads by explicit axes, of which every array's type speaks."""
+    heads, mesh = PartitionSpec(None, "heads"), jax.make_mesh((8,), ("heads",), axis_types=(AxisType.Explicit,))
+    specs = heads, PartitionSpec(None, None, "heads"), *[PartitionSpec()] * 3
+
+    def attention(*arrays: Any) -> Any:
+        return ra.ragged_paged_attention(*arrays, return_lse=True, backend="xla")
+
+    whole = inputs()
+    parts = [jax.device_put(array, NamedSharding(mesh, spec)) for array, spec in zip(whole, specs, strict=True)]
+    expected = attention(*whole)
+    said, differences = [], []
+    for context in (contextlib.nullcontext(), jax.set_mesh(mesh)):
+        with context:
+            for function in (attention, jax.jit(attention)):
+                try:
+                    function(*parts)
+                except Unsupported as error:
+                    said.append(str(error))
+    with jax.set_mesh(mesh):
+        within = jax.sharding.auto_axes(attention, out_sharding=(heads, heads))
+        mapped = jax.shard_map(attention, in_specs=specs, out_specs=(heads, heads), check_vma=False)
+        for function in (within, mapped):
+            pairs = zip(jax.jit(function)(*parts), expected, strict=True)
+            differences += [float(np.nanmax(np.abs(np.subtract(*pair)[np.isfinite(pair[1])]))) for pair in pairs]
+        replicated = [jax.device_put(array, NamedSharding(mesh, PartitionSpec())) for array in whole]
+        np.testing.assert_array_equal(jax.jit(attention)(*replicated)[0], expected[0])
+    sys.stdout.write(json.dumps({"said": said, "difference": max(differences)}) + "\n")
+
+
 def main(how: str) -> None:
+    if how == "explicit":
+        return explicit()
     backend = "xla" if how == "xla" else "pallas"
 
     def attention(*arrays: Any) -> Any:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from ragged_attention import dispatch
+from ragged_attention.reference import _kv_layout
 from ragged_attention.reference import dequantize_mla_cache as dequantize
-from ragged_attention.reference import kv_layout
 from ragged_attention.reference import make_decode_schedule as schedule
 from ragged_attention.reference import mla_decode as decode
 from ragged_attention.reference import page_indices_to_slots as slots
@@ -29,13 +29,13 @@ HONEST: dict[str, Function] = {
     for module in (prefill, decode, schedule, quantize, dequantize, write, slots)
 }
 honest_attend, honest_selected, honest_splits = prefill.attend_latent, prefill.selected, decode.attend_in_splits
-honest_planes, honest_rows, honest_dense_slots = kv_layout.planes, kv_layout.dequantize_rows, decode.dense_slots
+honest_planes, honest_rows, honest_dense_slots = _kv_layout.planes, _kv_layout.dequantize_rows, decode.dense_slots
 honest_scales, honest_decode, honest_prefill = (
-    kv_layout.group_scales,
+    _kv_layout.group_scales,
     HONEST["mla_decode"],
     HONEST["sparse_mla_prefill"],
 )
-ROOMS = (prefill, decode, schedule, quantize, dequantize, write, slots, kv_layout)
+ROOMS = (prefill, decode, schedule, quantize, dequantize, write, slots, _kv_layout)
 
 
 def with_pieces(operation: str, **pieces: Function) -> Function:
@@ -152,7 +152,7 @@ def first_scale_serves_all(codes: Any, scales: Any, rotary: Any, layout: Any) ->
 
 def rotary_part_is_scaled(codes: Any, scales: Any, rotary: Any, layout: Any) -> Any:
     rows = honest_rows(codes, scales, rotary, layout)
-    last = scales.view("<f4")[..., -1] if layout.name == "fp8_v32" else kv_layout.e8m0_values(scales[..., 6])
+    last = scales.view("<f4")[..., -1] if layout.name == "fp8_v32" else _kv_layout.e8m0_values(scales[..., 6])
     rows[..., layout.values :] *= last[..., None]
     return rows
 

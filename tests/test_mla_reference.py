@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragged_attention.calls import CACHE_FORMATS
+from ragged_attention.reference._kv_layout import bfloat16_bits, bfloat16_values, e8m0_values
 from ragged_attention.reference.dequantize_mla_cache import dequantize_mla_cache
-from ragged_attention.reference.kv_layout import bfloat16_bits, bfloat16_values, e8m0_values
 from ragged_attention.reference.make_decode_schedule import make_decode_schedule
 from ragged_attention.reference.mla_decode import mla_decode
 from ragged_attention.reference.page_indices_to_slots import page_indices_to_slots

@@ -15,7 +15,7 @@ from ragged_attention import dispatch
 from ragged_attention.reference import merge_attention_states as merge
 from ragged_attention.reference import ragged_paged_attention as attention
 from ragged_attention.reference import write_kv_pages as write
-from ragged_attention.reference.kv_layout import encode
+from ragged_attention.reference._kv_layout import encode
 from ragged_attention.testing import mla_suite, varlen_suite
 from ragged_attention.testing.drawing import Check
 from ragged_attention.testing.runners import Runner

@@ -15,8 +15,8 @@ from ragged_attention.testing.drawing import PROFILES, examples_of
 pytest.importorskip("jax")
 
 from ragged_attention.kernels_pallas import paged_attention, prefill_attention
-from ragged_attention.kernels_pallas.blocks import next_power_of_2
-from ragged_attention.kernels_pallas.heads_first import padded_page
+from ragged_attention.kernels_pallas._blocks import next_power_of_2
+from ragged_attention.kernels_pallas._heads_first import padded_page
 
 TPU = Device(framework="jax", platform="tpu", shared_memory=16 << 20, scalar_memory=1 << 20)
 MEGACORE = dataclasses.replace(TPU, num_multiprocessors=2)
@@ -58,7 +58,7 @@ from ragged_attention.testing.tpu_interpreter import watched
 rng = np.random.default_rng(0)
 for cores, page, align, window, options in (
     (2, 16, "chunk", None, {"num_kv_pages_per_block": 1, "num_queries_per_block": 8}),
-    (1, 3, "chunk", 9, {"num_kv_pages_per_block": 4, "num_queries_per_block": 16, "careful_keys": 0}),
+    (1, 3, "chunk", 9, {"num_kv_pages_per_block": 4, "num_queries_per_block": 16, "split_weights_below": 0}),
     (1, 16, "end", 20, {"num_kv_pages_per_block": 2, "num_queries_per_block": 8, "vmem_limit_bytes": 2**20}),
 ):
     for length in (0, 5, 70):

@@ -1,5 +1,6 @@
 """Latent attention on TPUs: tiles' limits, what is refused, how small floats are decoded, lists of several chunks."""
 
+import dataclasses
 import subprocess
 import sys
 from typing import Any
@@ -16,7 +17,7 @@ jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 from jax.experimental import pallas as pl  # noqa: E402
 
-from ragged_attention.kernels_pallas import latent, mla_decode, sparse_mla_prefill  # noqa: E402
+from ragged_attention.kernels_pallas import _latent, mla_decode, sparse_mla_prefill  # noqa: E402
 from ragged_attention.testing.drawing import PROFILES, examples_of  # noqa: E402
 from ragged_attention.testing.tpu_interpreter import watched  # noqa: E402
 
@@ -67,22 +68,35 @@ def test_more_rows_than_int32_counts_are_refused() -> None:
         d_v=64,
         device=TPU,
     )
-    assert mla_decode.why_not(call) == "numbers rows in int32, got 2147483648 slots of 1 KV heads"
+    text = "numbers rows in int32, got 2147483648 slots of 1 KV heads"
+    assert mla_decode.why_not(call) == text
+    small = jax.ShapeDtypeStruct((4, 64, 1, 64), jnp.bfloat16)
+    second = {"extra_kv_cache": rows, "extra_indices": call.indices}
+    assert mla_decode.why_not(dataclasses.replace(call, kv_cache=small)) is None
+    assert mla_decode.why_not(dataclasses.replace(call, kv_cache=small, **second)) == text
+
+
+def test_a_table_may_list_more_positions_than_int32_counts() -> None:
+    """Its last pages are never reached: no position of theirs wraps around to a small one."""
+    cache, table = jnp.zeros((1, 2**20, 1, 8)), jnp.zeros((1, 2**11 + 1), jnp.int32)
+    pieces = _latent.whole_pages(cache, table, jnp.array([300], jnp.int32), unit=256).pieces
+    assert pieces.shape == (1, (2**11 + 1) * 2**12)
+    assert int((pieces >= 0).sum()) == 2
 
 
 def test_pages_are_fetched_in_pieces_that_are_whole_words() -> None:
     sizes = (1, 2, 4, 48, 61, 64, 1024)
-    assert [latent.unit_of(size, jnp.bfloat16) for size in sizes] == [None, 2, 4, 16, None, 64, 256]
-    assert [latent.unit_of(size, jnp.uint8) for size in sizes] == [None, None, 4, 16, None, 64, 256]
-    assert [latent.unit_of(size, jnp.float32) for size in sizes] == [1, 2, 4, 16, 1, 64, 256]
+    assert [_latent.unit_of(size, jnp.bfloat16) for size in sizes] == [None, 2, 4, 16, None, 64, 256]
+    assert [_latent.unit_of(size, jnp.uint8) for size in sizes] == [None, None, 4, 16, None, 64, 256]
+    assert [_latent.unit_of(size, jnp.float32) for size in sizes] == [1, 2, 4, 16, 1, 64, 256]
 
 
 def test_layouts_are_those_of_rows_that_share_words() -> None:
-    assert latent.row_layout(jnp.bfloat16).tiling == ((2, 128), (2, 1))
-    assert latent.row_layout(jnp.uint8).tiling == ((4, 128), (4, 1))
-    assert latent.row_layout(jnp.float32).tiling == ((1, 128),)
-    assert latent.row_layout(jnp.uint8).major_to_minor == (0, 2, 1, 3)
-    assert latent.row_layout(jnp.bfloat16, rank=3).major_to_minor == (1, 0, 2)
+    assert _latent.row_layout(jnp.bfloat16).tiling == ((2, 128), (2, 1))
+    assert _latent.row_layout(jnp.uint8).tiling == ((4, 128), (4, 1))
+    assert _latent.row_layout(jnp.float32).tiling == ((1, 128),)
+    assert _latent.row_layout(jnp.uint8).major_to_minor == (0, 2, 1, 3)
+    assert _latent.row_layout(jnp.bfloat16, rank=3).major_to_minor == (1, 0, 2)
 
 
 @pytest.mark.parametrize(("dtype", "exponent"), [("float8_e4m3fn", 4), ("float16", 5)])
@@ -92,7 +106,7 @@ def test_every_small_float_is_decoded_exactly(dtype: str, exponent: int) -> None
     codes = np.arange(2**bits, dtype=np.int32).reshape(-1, 128)
 
     def kernel(given: Any, decoded: Any) -> None:
-        decoded[...] = latent._from_bits(given[...], exponent=exponent, mantissa=bits - 1 - exponent)
+        decoded[...] = _latent._from_bits(given[...], exponent=exponent, mantissa=bits - 1 - exponent)
 
     with watched("eager"):
         got = pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(codes.shape, jnp.float32))(codes)
@@ -106,13 +120,13 @@ def test_every_small_float_is_decoded_exactly(dtype: str, exponent: int) -> None
 # Lists of many chunks, on two cores, as they are with thousands of keys; more heads than go together.
 INTERPRETED = """
 import sys
-from ragged_attention.kernels_pallas import latent
+from ragged_attention.kernels_pallas import _latent
 from ragged_attention.testing import mla_corners
 from ragged_attention.testing.mla_batches import DecodeSpec, PrefillSpec
 from ragged_attention.testing.mla_oracle import check_decode, check_prefill
 from ragged_attention.testing.tpu_interpreter import InterpretedRunner
 
-latent.LONGEST_CHUNK = 32
+_latent.LONGEST_CHUNK = 32
 runner = InterpretedRunner(backend="pallas", mode=sys.argv[1], cores=2)
 options = {"num_keys_per_block": 16}
 check_prefill(runner, PrefillSpec(tokens=2, rows=90, topk=110, lens="wild", poison="nan").build(), options)

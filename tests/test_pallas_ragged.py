@@ -32,7 +32,7 @@ def _call(device: Device = TPU, **sample: Any) -> Any:
         ({"num_queries_per_block": 1025}, ra.InvalidInput, "expected num_queries_per_block between 1 and 1024"),
         ({"block_kv": 200}, ra.InvalidInput, "expected block_kv to be a multiple of 128, got 200"),
         ({"decode_block_kv": 130}, ra.InvalidInput, "expected decode_block_kv to be a multiple of 128, got 130"),
-        ({"careful_keys": -1}, ra.InvalidInput, "expected careful_keys between 0 and"),
+        ({"split_weights_below": -1}, ra.InvalidInput, "expected split_weights_below between 0 and"),
         ({"vmem_limit_bytes": True}, TypeError, "expected vmem_limit_bytes to be an int, got bool"),
         ({"fused_update": 1}, TypeError, "expected fused_update to be a bool, got int"),
     ],
@@ -53,6 +53,14 @@ def test_what_is_refused_and_why() -> None:
     )
     narrow = dataclasses.replace(TPU, scalar_memory=8)
     assert "bytes of scalar memory for one row of page_indices" in str(room.why_not(_call(device=narrow)))
+
+
+def test_an_update_numbers_slots_in_int32() -> None:
+    call = _call(max_num_seqs=2**20)
+    new = [jax.ShapeDtypeStruct((call.num_tokens, call.num_kv_heads, call.head_dim), call.q.dtype)] * 2
+    assert room.why_not(call) is None
+    text = "expected num_pages * page_size < 2**31 - 1, got 4294967296"
+    assert room.why_not(dataclasses.replace(call, new_kv=tuple(new))) == text
 
 
 @pytest.mark.parametrize("version", ["TPU_V4", "TPU_V5E", "TPU_V5P", "TPU_V6E", "TPU_7X"])

@@ -21,6 +21,7 @@ from ragged_attention.reference import (
     varlen_attention,
     varlen_attention_backward,
 )
+from ragged_attention.samples import sample_of
 
 # One sequence without queries, one without keys, one with more queries than keys; padding behind the last.
 Q_LENS, KV_LENS = (3, 0, 2, 9, 6), (5, 4, 0, 4, 11)
@@ -204,3 +205,13 @@ def test_xla_refuses():
     call = dataclasses.replace(jax_call(record, arrays, d_v=16), device=Device(framework="torch", platform="cuda"))
     for operation in ("varlen_attention", "varlen_attention_backward", "sparse_mla_prefill_backward"):
         assert xla(operation).why_not(call) == "runs on jax arrays, got a call from torch"
+
+
+def test_more_rows_than_int32_counts_are_refused_by_the_sparse_gradient_on_xla() -> None:
+    jax = pytest.importorskip("jax")
+    room = importlib.import_module("ragged_attention.portable.xla.sparse_mla_prefill_backward")
+    operation, device = "sparse_mla_prefill_backward", Device(framework="jax", platform="cpu")
+    call = sample_of(operation).call(operation, device)
+    assert room.why_not(call) is None
+    large = dataclasses.replace(call, kv=jax.ShapeDtypeStruct((2**25, *call.kv.shape[1:]), call.kv.dtype))
+    assert room.why_not(large) == "numbers rows in int32, got 2147483648"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragged_attention.reference.kv_layout import decode, encode, format_values
+from ragged_attention.reference._kv_layout import decode, encode, format_values
 from ragged_attention.reference.paged_attention import paged_attention
 from ragged_attention.reference.prefill_attention import prefill_attention
 from ragged_attention.reference.write_kv_pages import slots_from_tables

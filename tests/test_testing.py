@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ragged_attention import dispatch
 from ragged_attention.calls import CACHE_FORMATS
-from ragged_attention.reference.kv_layout import FORMATS, format_values
+from ragged_attention.reference._kv_layout import FORMATS, format_values
 from ragged_attention.reference.mla_decode import mla_decode
 from ragged_attention.reference.sparse_mla_prefill import sparse_mla_prefill
 from ragged_attention.testing import (

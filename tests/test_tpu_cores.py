@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -39,12 +40,25 @@ def test_two_cores_agree_with_the_definition(mode: str) -> None:
     assert [verdict for verdict in verdicts if verdict.result != "passed"] == []
 
 
-@pytest.mark.parametrize("how", ["xla", *MODES])
-def test_sharded_heads_give_the_unsharded_result(how: str) -> None:
+def sharded(how: str) -> dict[str, Any]:
+    """What `tests.sharded` prints."""
     command = [sys.executable, "-m", "tests.sharded", how]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    found = json.loads(ended.stdout.splitlines()[-1])
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("how", ["xla", *MODES])
+def test_sharded_heads_give_the_unsharded_result(how: str) -> None:
+    found = sharded(how)
     assert found["devices"] == 8
     assert found["difference"] <= 2e-6
     assert found["same"] or how == "xla"  # which may choose other loops for other numbers of heads
+
+
+def test_explicit_axes_are_refused_with_what_works_instead() -> None:
+    found = sharded("explicit")
+    text = "xla: expected q on a mesh whose axes are Auto or Manual, got Explicit heads: call it within "
+    assert len(found["said"]) == 4
+    assert all(text in said for said in found["said"])
+    assert found["difference"] <= 2e-6

@@ -51,7 +51,7 @@ def test_every_operation_of_the_room_has_a_case() -> None:
 
 
 def test_an_operation_without_a_case_is_noticed(tmp_path: Path) -> None:
-    for name in ("blocks", "merge_attention_states", "mla_decode"):
+    for name in ("_blocks", "merge_attention_states", "mla_decode"):
         (tmp_path / f"{name}.py").touch()
     assert tpu_cases.uncovered(tmp_path) == ["merge_attention_states"]
 

@@ -31,8 +31,8 @@ def test_a_fault_has_a_place(name: str) -> None:
 
 
 def test_a_fault_without_a_place_is_told() -> None:
-    with pytest.raises(ValueError, match=r"expected kernels_pallas/blocks.py to have the text 'no such text'"):
-        Mutant("blocks", "no such text", "", "eager", ()).source()
+    with pytest.raises(ValueError, match=r"expected kernels_pallas/_blocks.py to have the text 'no such text'"):
+        Mutant("_blocks", "no such text", "", "eager", ()).source()
 
 
 def test_checks_of_mutants_exist() -> None:

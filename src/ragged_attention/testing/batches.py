@@ -10,7 +10,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ragged_attention.reference.kv_layout import per_head, sequence_bounds
+from ragged_attention.reference._kv_layout import per_head, sequence_bounds
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention, visible
 from ragged_attention.testing import formats
 from ragged_attention.testing.formats import QUANTIZED

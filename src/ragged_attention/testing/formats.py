@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragged_attention.calls import QUANTIZED as QUANTIZED
-from ragged_attention.reference.kv_layout import FORMATS, decode, encode
+from ragged_attention.reference._kv_layout import FORMATS, decode, encode
 
 NAN_CODES = {"float8_e4m3fn": (0x7F, 0xFF), "float8_e5m2": (0x7E, 0xFD)}
 INFINITY_CODES = {"float8_e4m3fn": (0x7E, 0xFE), "float8_e5m2": (0x7C, 0xFC)}  # e4m3fn has none: its largest value

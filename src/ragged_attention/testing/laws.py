@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ragged_attention.reference.kv_layout import per_head
+from ragged_attention.reference._kv_layout import per_head
 from ragged_attention.testing import formats
 from ragged_attention.testing.batches import Batch, MergeBatch, Spec, WriteBatch, like_pages, pages_of, split
 from ragged_attention.testing.compare import agrees, identical

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ragged_attention.reference.kv_layout import per_head
+from ragged_attention.reference._kv_layout import per_head
 from ragged_attention.reference.merge_attention_states import merge_attention_states
 from ragged_attention.reference.write_kv_pages import write_kv_pages
 from ragged_attention.testing import formats

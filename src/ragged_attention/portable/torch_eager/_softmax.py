@@ -31,14 +31,14 @@ class Softmax:
         if hidden is not None:
             scores.masked_fill_(hidden, -torch.inf)
         found = scores.detach().amax(-1)
-        blind = found == -torch.inf
+        fully_masked = found == -torch.inf
         highest = found if self.highest is None else torch.maximum(self.highest, found)
         base = highest.masked_fill(highest == -torch.inf, 0.0)
         weights = scores.sub_(base[..., None]).exp_()
         total = weights.sum(-1)
         out = torch.bmm(weights, rows[..., : self.d_v])
         if hidden is not None:
-            out.masked_fill_(blind[..., None], 0.0)
+            out.masked_fill_(fully_masked[..., None], 0.0)
         if self.highest is not None:
             factor = torch.exp(self.highest - base)
             total.addcmul_(self.total, factor)
@@ -50,12 +50,12 @@ class Softmax:
         if self.highest is None:
             none = torch.full(self.q.shape[:2], -torch.inf, dtype=self.q.dtype, device=self.q.device)
             return self.q.new_zeros((*self.q.shape[:2], self.d_v)), none, none.clone()
-        lonely = self.highest == -torch.inf
-        lse = self.highest + torch.log(self.total.masked_fill(lonely, 1.0))
-        out = self.out.div_(self.total.masked_fill(lonely, 1.0)[..., None])
+        fully_masked = self.highest == -torch.inf
+        lse = self.highest + torch.log(self.total.masked_fill(fully_masked, 1.0))
+        out = self.out.div_(self.total.masked_fill(fully_masked, 1.0)[..., None])
         if sinks is not None:
-            out.mul_(torch.sigmoid((lse - sinks).masked_fill_(lonely, 0.0))[..., None])
-        return out.masked_fill_(lonely[..., None], 0.0), self.highest, lse
+            out.mul_(torch.sigmoid((lse - sinks).masked_fill_(fully_masked, 0.0))[..., None])
+        return out.masked_fill_(fully_masked[..., None], 0.0), self.highest, lse
 
 
 class RowTerms:
@@ -69,17 +69,17 @@ class RowTerms:
         sinks: torch.Tensor | None,
     ) -> None:  # fmt: skip
         """d_out, out [B, R, d_v] and lse, d_lse [B, R] of one wide dtype; `sinks` broadcasts against the latter."""
-        lonely = lse == -torch.inf
-        delta = (out * d_out).sum(-1).masked_fill_(lonely, 0.0)
-        self.lse = lse.masked_fill(lonely, torch.inf)[..., None]
+        fully_masked = lse == -torch.inf
+        delta = (out * d_out).sum(-1).masked_fill_(fully_masked, 0.0)
+        self.lse = lse.masked_fill(fully_masked, torch.inf)[..., None]
         self.d_out = d_out
         self.d_sinks = offset = -delta
         if sinks is not None:
-            share = torch.sigmoid(lse - sinks).masked_fill_(lonely, 0.0)  # which of -inf and -inf would be NaN
+            share = torch.sigmoid(lse - sinks).masked_fill_(fully_masked, 0.0)  # which of -inf and -inf would be NaN
             self.d_out, offset = d_out * share[..., None], share * offset
-            self.d_sinks = torch.sigmoid(sinks - lse).mul_(self.d_sinks).masked_fill_(lonely, 0.0)  # [B, R]
+            self.d_sinks = torch.sigmoid(sinks - lse).mul_(self.d_sinks).masked_fill_(fully_masked, 0.0)  # [B, R]
         if d_lse is not None:
-            offset = offset + d_lse.masked_fill(lonely, 0.0)
+            offset = offset + d_lse.masked_fill(fully_masked, 0.0)
         self.offset = offset[..., None]
 
     def weights(self, scores: torch.Tensor) -> torch.Tensor:

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 
 from ragged_attention.calls import CACHE_FORMATS
+from ragged_attention.portable._no_tuning import Tile as Tile
+from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.torch_eager._host import framework_is_torch
 from ragged_attention.portable.torch_eager._latents import chunks, dequantized, parts_of
-from ragged_attention.portable.untuned import Tile as Tile
-from ragged_attention.portable.untuned import heuristic as heuristic
 
 FEATURES = frozenset({"format", "dtype"})
 

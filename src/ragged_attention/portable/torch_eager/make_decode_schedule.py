@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ragged_attention.portable._no_tuning import Tile as Tile
+from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.torch_eager._host import on_host, readable_on_host
-from ragged_attention.portable.untuned import Tile as Tile
-from ragged_attention.portable.untuned import heuristic as heuristic
 
 BLOCK = 64  # keys
 FEATURES = frozenset({"extra_lens", "sparse", "num_parts", "overhead"})

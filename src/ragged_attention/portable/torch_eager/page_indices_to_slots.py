@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
+from ragged_attention.portable._no_tuning import Tile as Tile
+from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.torch_eager._host import framework_is_torch
-from ragged_attention.portable.untuned import Tile as Tile
-from ragged_attention.portable.untuned import heuristic as heuristic
 
 FEATURES: frozenset[str] = frozenset()
 
@@ -24,5 +24,5 @@ def run(call: Any, tile: Tile, launch: Any) -> torch.Tensor:
     page = page.div(page_size, rounding_mode="floor").clamp_(0, tables.shape[1] - 1)
     base = tables.gather(1, page).view(positions.shape).to(torch.int64)
     slots = base * page_size + positions % page_size
-    lawful = (positions >= 0) & (positions < tables.shape[1] * page_size) & (base >= 0) & (slots < 2**31)
-    return torch.where(lawful, slots, -1).to(torch.int32)
+    valid = (positions >= 0) & (positions < tables.shape[1] * page_size) & (base >= 0) & (slots < 2**31)
+    return torch.where(valid, slots, -1).to(torch.int32)

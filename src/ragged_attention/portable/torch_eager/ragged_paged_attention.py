@@ -73,7 +73,7 @@ class Block(NamedTuple):
     high: int
     right: torch.Tensor | None  # [rows, columns] at the right edge that are hidden: later than the query
     left: torch.Tensor | None  # [rows, columns] at the left edge that are hidden: outside the window
-    blind: torch.Tensor | None  # [rows] that see no key at all
+    fully_masked: torch.Tensor | None  # [rows] that see no key at all
 
 
 class Attention:
@@ -85,7 +85,7 @@ class Attention:
         device = call.q.device
         pages = call.kv_pages
         self.k_pages, self.v_pages = (pages[:, :, 0::2], pages[:, :, 1::2]) if call.combined else pages
-        self.query_factor = self._per_head(call.k_scale) * (call.scale / (call.soft_cap or 1.0))
+        self.query_factor = self._per_head(call.k_scale) * call.scale
         self.out_factor = None if call.v_scale is None else self._per_head(call.v_scale)
         self.sinks = None if call.sinks is None else call.sinks.view(call.num_kv_heads, 1, call.group)
         self.out = call.q.new_zeros(call.out_shape)
@@ -128,14 +128,14 @@ class Attention:
                 edge = own - call.sliding_window
                 low, common = np.searchsorted(position, (edge[0], edge[-1]), side="right").tolist()
                 left = self._mask(position[None, low : min(common, high)] <= edge[:, None])
-            blind = None if keys.whole else self._blind(position, own)
+            fully_masked = None if keys.whole else self._fully_masked(position, own)
             if low < high:
-                yield Block(first, last, low, high, right, left, blind)
+                yield Block(first, last, low, high, right, left, fully_masked)
 
     def _mask(self, hidden: np.ndarray) -> torch.Tensor | None:
         return torch.from_numpy(hidden).to(self.call.q.device) if hidden.size else None
 
-    def _blind(self, position: Ints, own: Ints) -> torch.Tensor:
+    def _fully_masked(self, position: Ints, own: Ints) -> torch.Tensor:
         """Which queries see no key; only where pages are missing can there be such in a block that sees some."""
         call = self.call
         seen = np.searchsorted(position, own, side="right") if call.causal else np.full(own.shape, len(position))
@@ -186,8 +186,8 @@ class Attention:
             out *= torch.sigmoid(lse - self.sinks[heads]).unsqueeze(-1)
         if self.out_factor is not None:
             out *= self.out_factor[heads]
-        if block.blind is not None:
-            out.masked_fill_(block.blind[:, None, None], 0.0)
+        if block.fully_masked is not None:
+            out.masked_fill_(block.fully_masked[:, None, None], 0.0)
         self.out[block.first : block.last, q_heads].view(rows, count, group, -1).copy_(out.transpose(0, 1))
         if self.lse is not None:
             self.lse[block.first : block.last, q_heads].view(rows, count, group).copy_(lse.transpose(0, 1))
@@ -204,7 +204,8 @@ class Attention:
             for start, stop in pieces:
                 scores[..., start - low : stop - low] = torch.bmm(q, k.read(start, stop).transpose(1, 2))
         if self.call.soft_cap is not None:
-            scores.tanh_().mul_(self.call.soft_cap)
+            # Not by queries that are divided by the cap: under a tiny one their products are infinity minus infinity.
+            scores.div_(self.call.soft_cap).tanh_().mul_(self.call.soft_cap)
         by_row = scores.view(q.shape[0], block.last - block.first, self.group, -1)
         if block.left is not None:
             by_row[..., : block.left.shape[1]].masked_fill_(block.left[:, None], -torch.inf)
@@ -220,8 +221,8 @@ class Attention:
         # The highest logit has the weight exp(highest - lse): two cheap reductions instead of a pass of exponentials.
         lse = scores.amax(-1) - torch.log(weights.amax(-1))
         lse = lse.view(scores.shape[0], block.last - block.first, self.group)
-        if block.blind is not None:
-            lse.masked_fill_(block.blind[:, None], -torch.inf)
+        if block.fully_masked is not None:
+            lse.masked_fill_(block.fully_masked[:, None], -torch.inf)
         return weights, lse
 
     def _mix(self, weights: torch.Tensor, block: Block, v: Reader) -> torch.Tensor:

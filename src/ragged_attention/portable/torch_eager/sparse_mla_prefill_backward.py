@@ -51,8 +51,8 @@ def _block(
     dtype = d_rows.dtype
     slots, hidden = lists.of(tokens)
     # A token that selects nothing reads some row instead of one it selects: neither may show, whatever they hold.
-    blind = hidden.all(1)[:, None, None]
-    q, d_out = (array[tokens, heads].to(dtype).masked_fill(blind, 0.0) for array in (call.q, call.d_out))
+    fully_masked = hidden.all(1)[:, None, None]
+    q, d_out = (array[tokens, heads].to(dtype).masked_fill(fully_masked, 0.0) for array in (call.q, call.d_out))
     out, lse = call.out[tokens, heads].to(dtype), call.lse[tokens, heads]
     d_lse = None if call.d_lse is None else call.d_lse[tokens, heads]
     terms = RowTerms(d_out, out, lse, d_lse, None if call.sinks is None else call.sinks[heads])
@@ -60,7 +60,7 @@ def _block(
     keys = max(block_kv // q.shape[0], 1)
     for low in range(0, slots.shape[1], keys):
         some, off = slots[:, low : low + keys], hidden[:, None, low : low + keys]
-        rows = lists.rows.at(some.reshape(-1)).view(*some.shape, -1).masked_fill_(blind, 0.0)  # type: ignore[union-attr]
+        rows = lists.rows.at(some.reshape(-1)).view(*some.shape, -1).masked_fill_(fully_masked, 0.0)  # type: ignore[union-attr]
         values = rows[..., : call.d_v]
         weights = terms.weights(torch.bmm(scaled, rows.transpose(1, 2)).masked_fill_(off, -torch.inf))
         d_logits = terms.d_logits(weights, values)

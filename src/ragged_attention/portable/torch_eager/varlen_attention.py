@@ -45,10 +45,10 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Out [heads, rows * group, D_v] and lse [heads, rows * group] of a block over k, v [heads, keys, ...]."""
     group = call.group
-    q = by_kv_head(call.q[block.rows], heads, group).to(k.dtype) * (call.scale / (call.soft_cap or 1.0))
+    q = by_kv_head(call.q[block.rows], heads, group).to(k.dtype) * call.scale
     scores = torch.bmm(q, k[:, block.keys].transpose(1, 2))
     if call.soft_cap is not None:
-        scores = torch.tanh(scores) * call.soft_cap
+        scores = torch.tanh(scores / call.soft_cap) * call.soft_cap
     weights = torch.softmax(hide(scores, block, group), -1)
     # The highest logit has the weight exp(highest - lse): two cheap reductions instead of a pass of exponentials.
     lse = scores.amax(-1) - torch.log(weights.amax(-1))

@@ -55,10 +55,10 @@ def _block(
     sinks = None if call.sinks is None else of_rows(call.sinks.expand(q.shape[1] // group, -1))
     terms = RowTerms(d_out, out, lse, d_lse, sinks)
     k, v, dk, dv = (array[:, block.keys] for array in (k, v, dk, dv))
-    scores = torch.bmm(q * (call.scale / (call.soft_cap or 1.0)), k.transpose(1, 2))
+    scores = torch.bmm(q * call.scale, k.transpose(1, 2))
     slope = None
     if call.soft_cap is not None:
-        scores.tanh_()
+        scores.div_(call.soft_cap).tanh_()
         slope = 1 - scores * scores
         scores.mul_(call.soft_cap)
     weights = terms.weights(hide(scores, block, group))

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ragged_attention.portable._no_tuning import Tile as Tile
+from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.torch_eager._host import held_kv_lens, on_host, readable_on_host, sequence_bounds
-from ragged_attention.portable.untuned import Tile as Tile
-from ragged_attention.portable.untuned import heuristic as heuristic
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FEATURES = frozenset({"slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "k_scale", "v_scale"})

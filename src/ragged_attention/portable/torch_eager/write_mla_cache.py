@@ -5,11 +5,11 @@ from typing import Any
 import torch
 
 from ragged_attention.calls import CACHE_FORMATS
+from ragged_attention.portable._no_tuning import Tile as Tile
+from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.torch_eager._host import readable_on_host
 from ragged_attention.portable.torch_eager._latents import CHUNK, fields_of, parts_of, quantized
 from ragged_attention.portable.torch_eager.write_kv_pages import last_writers
-from ragged_attention.portable.untuned import Tile as Tile
-from ragged_attention.portable.untuned import heuristic as heuristic
 
 FEATURES = frozenset({"power_of_two_scales", "cache_format"})
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ragged_attention._jax_pages import codes, quotient
 from ragged_attention.calls import CacheFormat
 from ragged_attention.portable.xla._latents import Stored, is_planar
-from ragged_attention.portable.xla._quantize import codes, quotient
 
 INFINITY, NAN = np.uint32(0x7F800000), np.uint32(0x7FC00000)
 LEAST_SCALE = np.float32(1e-4).view(np.uint32)

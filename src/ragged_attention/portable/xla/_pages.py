@@ -6,14 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ragged_attention._jax_pages import BITS as BITS
 from ragged_attention.portable.xla._ragged import at
-
-BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
-
-
-def per_head(scale: Any, num_kv_heads: int) -> jax.Array:
-    """A scale in any of its forms (None, number, [], [1] or [K]) as one float32 a KV head."""
-    return jnp.broadcast_to(jnp.asarray(1.0 if scale is None else scale, jnp.float32), (num_kv_heads,))
 
 
 def places_of(

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ragged_attention._jax_pages import live_edges
+
 
 class Sequences(NamedTuple):
     """Rows and keys of each sequence, i32 [S]; a sequence from `num_seqs` on has no rows."""
@@ -16,12 +18,8 @@ class Sequences(NamedTuple):
 
 def sequences(kv_lens: Any, cu_q_lens: Any, num_seqs: Any, num_tokens: int, capacity: int) -> Sequences:
     """The sequences of a call whose rows of `page_indices` hold `capacity` positions each."""
-    edges = jnp.clip(cu_q_lens, 0, num_tokens)
-    starts, stops = edges[:-1], jnp.maximum(edges[:-1], edges[1:])
-    if num_seqs is not None:
-        live = jnp.arange(len(starts), dtype=jnp.int32) < jnp.reshape(jnp.asarray(num_seqs, jnp.int32), ())
-        stops = jnp.where(live, stops, starts)
-    return Sequences(starts, stops, jnp.clip(kv_lens, 0, capacity))
+    edges = live_edges(cu_q_lens, num_seqs, num_tokens)
+    return Sequences(edges[:-1], jnp.maximum(edges[:-1], edges[1:]), jnp.clip(kv_lens, 0, capacity))
 
 
 def at(array: jax.Array, *index: Any) -> jax.Array:

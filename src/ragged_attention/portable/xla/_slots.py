@@ -7,14 +7,6 @@ from jax import lax
 from ragged_attention.portable.xla._ragged import at
 
 
-def places(slots: jax.Array, num_pages: int, page_size: int) -> tuple[jax.Array, jax.Array]:
-    """Page and offset of each slot, i32 [T]; the page is `num_pages` for one outside the pages."""
-    page, offset = slots // page_size, slots % page_size
-    valid = (slots >= 0) & (page < num_pages)
-    page, offset = (jnp.where(valid, part, 0).astype(jnp.int32) for part in (page, offset))
-    return jnp.where(valid, page, num_pages), offset
-
-
 def put(pages: jax.Array, bits: jax.Array, page: jax.Array, offset: jax.Array) -> jax.Array:
     """`pages[page, offset] = bits`, where a page that does not exist is skipped."""
     if pages.dtype.name in ("float32", "float16", "int8"):

@@ -88,5 +88,11 @@ class RowTerms(NamedTuple):
         return weights * (dot("...rd,...nd->...rn", self.d_out, values) + self.offset[..., None])
 
 
-def soft_capped(logits: jax.Array, soft_cap: float | None) -> jax.Array:
-    return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
+def logits_of(products: jax.Array, scale: Any, soft_cap: float | None) -> jax.Array:
+    """Products of queries and keys as logits; `scale` broadcasts against them."""
+    if soft_cap is None:
+        return products * scale
+    # One factor, which stays finite under the smallest cap: a product of 0 times infinity would be NaN.
+    largest = jnp.finfo(products.dtype).max
+    factor = jnp.clip(jnp.asarray(scale, products.dtype) / soft_cap, -largest, largest)
+    return soft_cap * jnp.tanh(products * factor)

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from ragged_attention.calls import PageIndicesToSlots
-from ragged_attention.portable.untuned import Tile as Tile
-from ragged_attention.portable.untuned import heuristic as heuristic
+from ragged_attention.portable._no_tuning import Tile as Tile
+from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.xla._framework import why_not as why_not
 from ragged_attention.portable.xla._ragged import at
 

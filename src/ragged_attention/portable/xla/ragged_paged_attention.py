@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ragged_attention._jax_pages import per_head
 from ragged_attention.calls import RaggedPagedAttention
 from ragged_attention.portable.xla._framework import why_not as why_not
-from ragged_attention.portable.xla._pages import BITS, Blocks, KeyValueBlocks, per_head
+from ragged_attention.portable.xla._pages import BITS, Blocks, KeyValueBlocks
 from ragged_attention.portable.xla._ragged import at, sequences
-from ragged_attention.portable.xla._softmax import soft_capped
+from ragged_attention.portable.xla._softmax import logits_of
 from ragged_attention.portable.xla._tile import Tile as Tile
 
 FEATURES = frozenset({
@@ -132,7 +133,7 @@ def _attend(
         highest, total, mixture = state
         key = start + block * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
         k, v, seen = blocks.read(tile.seq, key, key < stop)
-        logits = soft_capped(dot("hrd,hkd->hrk", q, k) * scale[:, None, None], call.soft_cap)
+        logits = logits_of(dot("hrd,hkd->hrk", q, k), scale[:, None, None], call.soft_cap)
         seen = jnp.broadcast_to(seen, (size, block_kv))
         if call.causal:
             seen &= key <= tile.position[:, None]

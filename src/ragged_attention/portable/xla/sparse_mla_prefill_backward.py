@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ragged_attention.calls import SparseMlaPrefillBackward
-from ragged_attention.portable.xla._framework import why_not as why_not
+from ragged_attention.portable.xla import _framework
 from ragged_attention.portable.xla._latents import Latents
 from ragged_attention.portable.xla._lists import lens_within, tile_for
 from ragged_attention.portable.xla._ragged import at
@@ -20,6 +20,12 @@ from ragged_attention.portable.xla._tile import Tile as Tile
 
 Arrays = tuple[jax.Array, ...]
 FEATURES = frozenset({"d_lse", "sm_scale", "d_v", "sinks", "topk_lens", "deterministic"})
+
+
+def why_not(call: SparseMlaPrefillBackward) -> str | None:
+    if (rows := call.num_slots * call.num_kv_heads) >= 2**31:
+        return f"numbers rows in int32, got {rows}"
+    return _framework.why_not(call)
 
 
 def heuristic(call: SparseMlaPrefillBackward) -> Tile:

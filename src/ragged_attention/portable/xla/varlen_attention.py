@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ragged_attention.calls import VarlenAttention
-from ragged_attention.portable.xla._softmax import Softmax, dot, soft_capped, wide
+from ragged_attention.portable.xla._softmax import Softmax, dot, logits_of, wide
 from ragged_attention.portable.xla._tile import Tile as Tile
 from ragged_attention.portable.xla._varlen import (
     Keys,
@@ -35,7 +35,7 @@ def run(call: VarlenAttention, tile: Tile, launch: Any) -> tuple[jax.Array, jax.
         rows = queries.rows(q)
 
         def on_keys(keys: Keys, state: Softmax) -> Softmax:
-            logits = soft_capped(dot("hrd,hnd->hrn", rows, keys.rows(k)) * call.scale, call.soft_cap)
+            logits = logits_of(dot("hrd,hnd->hrn", rows, keys.rows(k)), call.scale, call.soft_cap)
             return state.mixed(jnp.where(keys.seen, logits, -jnp.inf), keys.rows(v))
 
         state = Softmax.of_no_keys(*rows.shape[:2], d_v=call.v_head_dim, dtype=dtype)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ragged_attention.calls import VarlenAttentionBackward
-from ragged_attention.portable.xla._softmax import RowTerms, dot, soft_capped, wide
+from ragged_attention.portable.xla._softmax import RowTerms, dot, logits_of, wide
 from ragged_attention.portable.xla._tile import Tile as Tile
 from ragged_attention.portable.xla._varlen import (
     Keys,
@@ -54,7 +54,7 @@ def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> Arrays:
         def on_keys(keys: Keys, state: Arrays) -> Arrays:
             dq, dk, dv = state
             some_k, some_v = keys.rows(k), keys.rows(v)
-            logits = soft_capped(dot("hrd,hnd->hrn", rows, some_k) * call.scale, call.soft_cap)
+            logits = logits_of(dot("hrd,hnd->hrn", rows, some_k), call.scale, call.soft_cap)
             weights = terms.weights(jnp.where(keys.seen, logits, -jnp.inf))
             d_products = terms.d_logits(weights, some_v) * call.scale
             if call.soft_cap is not None:

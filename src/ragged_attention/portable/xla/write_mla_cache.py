@@ -7,15 +7,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ragged_attention._jax_pages import addresses_of_slots
 from ragged_attention.calls import CACHE_FORMATS, WriteMlaCache
-from ragged_attention.portable.untuned import Tile as Tile
-from ragged_attention.portable.untuned import heuristic as heuristic
+from ragged_attention.portable._no_tuning import Tile as Tile
+from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.xla._framework import why_not as why_not
 from ragged_attention.portable.xla._latent_bytes import quantized
 from ragged_attention.portable.xla._latents import UNIT, is_planar
 from ragged_attention.portable.xla._pages import BITS
 from ragged_attention.portable.xla._ragged import at
-from ragged_attention.portable.xla._slots import places, put
+from ragged_attention.portable.xla._slots import put
 
 FEATURES = frozenset({"power_of_two_scales", "cache_format"})
 
@@ -26,7 +27,7 @@ def run(call: WriteMlaCache, tile: Tile, launch: Any) -> jax.Array:
     cache, kv = call.cache, call.kv
     if 0 in (len(kv), len(cache)):
         return cache
-    page, offset = places(call.slot_mapping, len(cache), call.page_size)
+    page, offset = addresses_of_slots(call.slot_mapping, len(cache), call.page_size)
     page = _page_of_last(page, offset, len(cache), call.page_size)
     if call.format == "plain":
         return put(cache, lax.bitcast_convert_type(kv, BITS[kv.dtype.itemsize]), page, offset)

@@ -9,12 +9,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ragged_attention.calls import dtype_name, is_number
+from ragged_attention.calls import dtype_name
 from ragged_attention.errors import InvalidInput
 
 LANES = 128
@@ -68,13 +67,6 @@ def vector_bytes(shape: tuple[int, ...], dtype: Any) -> int:
     *rest, rows, lanes = shape
     tile = min(32 // size, max(next_power_of_2(rows), 4 // size))
     return math.prod(rest) * round_up(rows, tile) * round_up(lanes, LANES) * size
-
-
-def per_head(scale: Any, num_kv_heads: int) -> jax.Array:
-    """A scale in any of its forms (None, number, [], [1] or [K]) as one float32 a KV head."""
-    value = 1.0 if scale is None else scale
-    value = float(value) if is_number(value) else value
-    return jnp.broadcast_to(jnp.asarray(value, jnp.float32), (num_kv_heads,))
 
 
 def in_pieces(count: Any, most: int, do: Callable[[Any, int], None]) -> None:

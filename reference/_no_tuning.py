@@ -1,4 +1,4 @@
-"""What makes a definition a backend: it takes every lawful call, and there is nothing to tune."""
+"""What makes a definition a backend: it takes every valid call, and there is nothing to tune."""
 
 import dataclasses
 from typing import Any

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ragged_attention.kernels_pallas.blocks import LANES, LN2, LOG2E, MASKED, NOWHERE, cdiv, in_pieces, round_up
+from ragged_attention.kernels_pallas._blocks import LANES, LN2, LOG2E, MASKED, NOWHERE, cdiv, in_pieces, round_up
 
 CHUNK = 16  # tokens whose heads are turned at a time, so that they stay in registers
 UPDATES = 128  # new rows on their way at once
@@ -44,7 +44,7 @@ class Plan(NamedTuple):
     has_sinks: bool
     has_lse: bool
     cores: int
-    careful_keys: int
+    split_weights_below: int
     num_updates: int | None  # new rows to write first
     dtype: Any  # of the products' operands
 
@@ -462,12 +462,12 @@ def compute(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
     low = jnp.maximum(span.low - base, 0) // plan.block_kv
     high = jnp.minimum(cdiv(span.high - base, plan.block_kv), plan.num_blocks_kv)
     blank(plan, refs, span, step, low, high)
-    if plan.dtype == jnp.float32 or not plan.careful_keys:
+    if plan.dtype == jnp.float32 or not plan.split_weights_below:
         attend_parts(False)
     elif not plan.in_columns:  # a few more rows cost nothing
         attend_parts(True)
     else:
-        few = span.high - span.low <= plan.careful_keys
+        few = span.high - span.low <= plan.split_weights_below
         pl.when(few)(lambda: attend_parts(True))
         pl.when(~few)(lambda: attend_parts(False))
 

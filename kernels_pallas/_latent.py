@@ -31,7 +31,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ragged_attention.calls import CACHE_FORMATS, dtype_name
 from ragged_attention.errors import InvalidInput
-from ragged_attention.kernels_pallas.blocks import LANES, cannot_run, cdiv, expect_sizes, round_up
+from ragged_attention.kernels_pallas._blocks import LANES, cannot_run, cdiv, expect_sizes, round_up
 
 MOST_KEYS = 2048  # of a block
 MOST_ROWS = 512  # of queries at once, half as many of 32 bits
@@ -87,8 +87,10 @@ def why_not(call: Any) -> str | None:
         return "takes q.dtype of at most 32 bits, got float64"
     if call.format == "fp8_v4":
         return "takes cache_format 'plain' and 'fp8_v32', got 'fp8_v4', whose pages no copy can cut into rows"
-    if call.num_slots * call.num_kv_heads > LARGEST_INT:
-        return f"numbers rows in int32, got {call.num_slots} slots of {call.num_kv_heads} KV heads"
+    for cache in (getattr(call, "kv", None), getattr(call, "kv_cache", None), getattr(call, "extra_kv_cache", None)):
+        rows = 0 if cache is None else math.prod(cache.shape[:-1])
+        if rows > LARGEST_INT:
+            return f"numbers rows in int32, got {rows // call.num_kv_heads} slots of {call.num_kv_heads} KV heads"
     return None
 
 
@@ -116,7 +118,7 @@ def words_of(cache: Any) -> Any:
     return lax.bitcast_convert_type(cache, jnp.uint8) if cache.dtype.itemsize == 1 else cache
 
 
-def lawful(indices: Any, lens: Any, num_slots: int) -> Any:
+def valid_slots(indices: Any, lens: Any, num_slots: int) -> Any:
     """Lists of slots [..., N] with -1 for what is out of range, or beyond the list's length."""
     seen = (indices >= 0) & (indices < num_slots)
     if lens is not None:
@@ -149,7 +151,7 @@ def whole_pages(cache: Any, page_indices: Any, kv_lens: Any, unit: int) -> Keys:
     first = jnp.where((page_indices >= 0) & (page_indices < num_pages), page_indices * units, -1)
     pieces = first[..., None] + jnp.arange(units, dtype=jnp.int32)
     pieces = jnp.where(first[..., None] >= 0, pieces, -1).reshape(len(page_indices), -1)
-    there = jnp.arange(pieces.shape[1], dtype=jnp.int32) * unit < kv_lens[:, None]
+    there = jnp.arange(pieces.shape[1], dtype=jnp.int32) < cdiv(kv_lens, unit)[:, None]
     cache = cache.reshape(-1, unit // packing, packing, width)
     return Keys(cache=cache, pieces=jnp.where(there, pieces, -1), lens=kv_lens)
 
@@ -291,7 +293,7 @@ def _gathered(out: Any, plan: Plan) -> Any:
 
 def _lists(keys: Keys, plan: Plan) -> list[Any]:
     """The lists in chunks. For scalar memory [L, C, 1, ...]: pieces, in a call on whole pages a word for each block
-    with the bits of its lawful pieces and the list's length, and the number of blocks. Of single rows also, for vector
+    with the bits of its valid pieces and the list's length, and the number of blocks. Of single rows also, for vector
     memory, the place of each among those that share its words, or -1, [L, C, blocks, rows].
     """
     num_lists, length = keys.pieces.shape
@@ -474,9 +476,9 @@ def _taken(fetched: Any, lists: Any, places: Any, block: Any, first: Any, plan: 
     """The bits of a block's keys, which of them are there, and their place after `first`, where the block begins."""
     if places is not None:
         return _selected(fetched, places[pl.ds(block, 1), :], plan)
-    lawful_pieces = lists[0, plan.blocks * plan.pieces + block]
+    valid_pieces = lists[0, plan.blocks * plan.pieces + block]
     kv_len = lists[0, lists.shape[1] - 2]
-    return _paged(fetched, lawful_pieces, kv_len - first, plan)
+    return _paged(fetched, valid_pieces, kv_len - first, plan)
 
 
 def _words(fetched: Any) -> Any:
@@ -511,21 +513,21 @@ def _offsets(plan: Plan) -> Any:
     return (lane - plan.words * place) * plan.packing + place
 
 
-def _paged(fetched: Any, lawful_pieces: Any, kv_len: Any, plan: Plan) -> tuple[Any, Any, Any]:
+def _paged(fetched: Any, valid_pieces: Any, kv_len: Any, plan: Plan) -> tuple[Any, Any, Any]:
     """The bits of the rows of whole pages; zeros for what lies beyond the length, or in a page that there is not.
 
     [keys, columns] taken out of their words, or [words, columns] if the words do as they are. Also which of them are
     there, and their place in the block, [1, keys].
     """
     offset = _offsets(plan)
-    seen = (offset < kv_len) & ((lawful_pieces >> (offset >> log2(plan.unit))) & 1 != 0)
+    seen = (offset < kv_len) & ((valid_pieces >> (offset >> log2(plan.unit))) & 1 != 0)
     bits = 32 // plan.packing
     row = lax.broadcasted_iota(jnp.int32, (plan.words, 1), 0) * plan.packing
     kept = jnp.zeros_like(row)
     for place in range(plan.packing):
         field = ((1 << bits) - 1) << (bits * place)
         kept |= jnp.where(row + place < kv_len, field - ((field >> 31) << 32), 0)
-    kept = jnp.where((lawful_pieces >> (row >> log2(plan.unit))) & 1 != 0, kept, 0)
+    kept = jnp.where((valid_pieces >> (row >> log2(plan.unit))) & 1 != 0, kept, 0)
     words = _words(fetched) & kept
     if not _splits_words(plan):
         return words, seen, offset

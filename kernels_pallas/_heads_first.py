@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ragged_attention.calls import dtype_name
 from ragged_attention.errors import InvalidInput
-from ragged_attention.kernels_pallas.blocks import LANES, cannot_run, cdiv, in_pieces, next_power_of_2, vector_bytes
+from ragged_attention.kernels_pallas._blocks import LANES, cannot_run, cdiv, in_pieces, next_power_of_2, vector_bytes
 
 SUBLANES = 8
 FEWEST_COLUMNS = 128  # of the logits of a block, to which it shrinks before the heads of a step do

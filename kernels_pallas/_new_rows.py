@@ -1,0 +1,47 @@
+"""This step's K and V as rows that a kernel copies, and the slot that each token goes to."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ragged_attention import _jax_pages
+
+
+def new_rows(call: Any, k: jax.Array, v: jax.Array) -> list[jax.Array]:
+    """K [T, K, D] and V [T, K, D_v] as rows of each array of `call`'s pages, in the pages' dtype."""
+    rows = _jax_pages.new_rows(call, k, v)
+    return [lax.bitcast_convert_type(bits, call.k_pages_like.dtype) for bits in rows]
+
+
+def too_many_slots(call: Any) -> str | None:
+    """Why the slots of `call`'s pages cannot be numbered in int32."""
+    if (num_slots := call.num_pages * call.page_size) >= 2**31 - 1:
+        return f"expected num_pages * page_size < 2**31 - 1, got {num_slots}"
+    return None
+
+
+def sent_once(slots: jax.Array, block: int) -> jax.Array:
+    """Slots by blocks of tokens, [blocks, block]; -1 where a later token of the block is for the same one.
+
+    Copies that are under way at once may arrive in any order, and partly: so only the last of them is begun.
+    """
+    slots = jnp.pad(slots, (0, -len(slots) % block), constant_values=-1).reshape(-1, block)
+    token = jnp.arange(block)
+    again = (slots[:, :, None] == slots[:, None, :]) & (token[:, None] < token[None, :])
+    return jnp.where(again.any(axis=2), -1, slots)
+
+
+def slots(call: Any) -> jax.Array:
+    """The slot, page * G + offset, of each token of a `write_kv_pages` call, i32 [T]; -1 for one that has none."""
+    if call.slot_mapping is None:
+        return slots_from_tables(call, call.num_tokens)
+    given = call.slot_mapping
+    return jnp.where((given >= 0) & (given < call.num_pages * call.page_size), given, -1).astype(jnp.int32)
+
+
+def slots_from_tables(call: Any, num_tokens: int) -> jax.Array:
+    """The slot of each of `num_tokens` packed tokens by the tables of `call`, i32; -1 for one that has none."""
+    page, offset = _jax_pages.addresses_of_tokens(call, num_tokens)
+    return jnp.where(page < call.num_pages, page * call.page_size + offset, -1)

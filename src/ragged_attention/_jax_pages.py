@@ -1,0 +1,117 @@
+"""This step's K and V on their way into the pages, for every backend that is written in jax.
+
+What the pages store is, to the bit, what `reference/_kv_layout.py` encodes. XLA fuses all of this with what made K
+and V, so that a kernel only has to move rows.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
+# Mantissa bits, exponent bias, largest finite value.
+FORMATS = {"float8_e4m3fn": (3, 7, 448.0), "float8_e5m2": (2, 15, 57344.0)}
+
+
+def per_head(scale: Any, num_kv_heads: int) -> jax.Array:
+    """A scale in any of its forms (None, number, [], [1] or [K]) as one float32 per KV head."""
+    return jnp.broadcast_to(jnp.asarray(1.0 if scale is None else scale, jnp.float32), (num_kv_heads,))
+
+
+def new_rows(call: Any, k: jax.Array, v: jax.Array) -> list[jax.Array]:
+    """The bits of K [T, K, D] and V [T, K, D_v] as rows of each array of `call`'s pages.
+
+    These are [T, 2K, D] of combined pages, else [T, K, D] and [T, K, D_v].
+    """
+    dtype, heads = call.k_pages_like.dtype, call.num_kv_heads
+    scales = [None if scale is None else per_head(scale, heads) for scale in (call.k_scale, call.v_scale)]
+    k, v = (stored_bits(values, scale, dtype) for values, scale in zip((k, v), scales, strict=True))
+    return [jnp.stack([k, v], axis=2).reshape(len(k), -1, k.shape[-1])] if call.combined else [k, v]
+
+
+def stored_bits(values: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array:
+    """`values / scale` in float32, to the nearest `dtype`, ties to even; 8-bit formats saturate.
+
+    It comes as unsigned integers: XLA may pass 8-bit floats through wider ones and lose the sign of a NaN.
+    """
+    if scale is not None:
+        values = quotient(values.astype(jnp.float32), scale[:, None])
+    name = jnp.dtype(dtype).name
+    if name in FORMATS:
+        return codes(values.astype(jnp.float32), *FORMATS[name])
+    if name == "int8":
+        values = values.astype(jnp.float32)
+        values = jnp.clip(jnp.rint(jnp.where(jnp.isnan(values), 0.0, values)), -128, 127).astype(jnp.int8)
+    return lax.bitcast_convert_type(values.astype(dtype), BITS[jnp.dtype(dtype).itemsize])
+
+
+def quotient(values: jax.Array, divisor: jax.Array) -> jax.Array:
+    """`values / divisor` in float32, rounded once; the divisor is broadcast.
+
+    XLA multiplies by the reciprocal of a divisor that is a constant or a broadcast, which rounds twice. So each
+    element gets its own divisor: the given one plus a zero that is known at run time only.
+    """
+    bits = lax.bitcast_convert_type(values, jnp.uint32)
+    own = lax.bitcast_convert_type(divisor, jnp.uint32) + (lax.population_count(bits) >> 6)
+    return values / lax.bitcast_convert_type(own, jnp.float32)
+
+
+def codes(values: jax.Array, mantissa_bits: int, bias: int, largest: float) -> jax.Array:
+    """The codes of an 8-bit float format, in integer arithmetic: casts differ in how they saturate."""
+    bits = lax.bitcast_convert_type(values, jnp.uint32)
+    sign = ((bits >> 24) & 0x80).astype(jnp.uint8)
+    magnitude = jnp.minimum(jnp.abs(values), jnp.float32(largest))
+    dropped = 23 - mantissa_bits
+    normal = lax.bitcast_convert_type(magnitude, jnp.uint32)
+    normal += (1 << (dropped - 1)) - 1 + ((normal >> dropped) & 1)
+    normal = (normal >> dropped) - ((127 - bias) << mantissa_bits)
+    # Below the smallest normal value all codes are one step apart; adding 2**23 steps makes float32 round to a step.
+    anchor = np.float32(2.0 ** (1 - bias - mantissa_bits + 23))
+    small = lax.bitcast_convert_type(magnitude + anchor, jnp.uint32) - anchor.view(np.uint32)
+    code = jnp.where(magnitude < np.float32(2.0 ** (1 - bias)), small, normal).astype(jnp.uint8)
+    return jnp.where(jnp.isnan(values), jnp.uint8(0x7F), code) | sign
+
+
+def live_edges(cu_q_lens: Any, num_seqs: Any, num_tokens: int) -> jax.Array:
+    """`cu_q_lens` within [0, num_tokens], where entries past `num_seqs` repeat the last live one.
+
+    So whatever those entries hold, sequences past `num_seqs` are empty, and the edges ascend as far as live ones do.
+    """
+    edges = jnp.clip(cu_q_lens, 0, num_tokens)
+    if num_seqs is None:
+        return edges
+    last = jnp.clip(jnp.reshape(jnp.asarray(num_seqs, jnp.int32), ()), 0, len(edges) - 1)
+    return edges[jnp.minimum(jnp.arange(len(edges), dtype=jnp.int32), last)]
+
+
+def addresses_of_slots(slots: jax.Array, num_pages: int, page_size: int) -> tuple[jax.Array, jax.Array]:
+    """Page and offset of each slot, i32 [T]; the page is `num_pages` for one outside the pages."""
+    page, offset = slots // page_size, slots % page_size
+    valid = (slots >= 0) & (page < num_pages)
+    page, offset = (jnp.where(valid, part, 0).astype(jnp.int32) for part in (page, offset))
+    return jnp.where(valid, page, num_pages), offset
+
+
+def addresses_of_tokens(call: Any, num_tokens: int) -> tuple[jax.Array, jax.Array]:
+    """The same of each of `num_tokens` packed tokens, by the tables of `call`.
+
+    Token i of a sequence stands at position `kv_len - q_len + i`.
+    """
+    max_num_seqs, pages_per_seq = call.page_indices.shape
+    if 0 in (max_num_seqs, pages_per_seq):
+        return jnp.full(num_tokens, call.num_pages, jnp.int32), jnp.zeros(num_tokens, jnp.int32)
+    edges = live_edges(call.cu_q_lens, call.num_seqs, num_tokens)
+    stops = jnp.maximum(edges[:-1], edges[1:])
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    seq = jnp.searchsorted(stops, token, side="right").astype(jnp.int32)
+    valid = seq < max_num_seqs
+    seq = jnp.minimum(seq, max_num_seqs - 1)
+    position = jnp.clip(call.kv_lens, 0, call.capacity)[seq] - (stops[seq] - token)
+    valid &= (edges[seq] <= token) & (token < stops[seq]) & (position >= 0)
+    position = jnp.clip(position, 0, call.capacity - 1)
+    page = call.page_indices[seq, position // call.page_size]
+    valid &= (page >= 0) & (page < call.num_pages)
+    return jnp.where(valid, page, call.num_pages), position % call.page_size

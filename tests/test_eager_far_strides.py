@@ -1,0 +1,14 @@
+"""The eager fallback reads and writes where operands are, however far apart."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tests import far_strides  # noqa: E402
+
+
+@pytest.mark.parametrize(("name", "axis"), far_strides.CASES)
+def test_strides_may_exceed_32_bits(name: str, axis: int) -> None:
+    found, expected = far_strides.called(name, axis, "eager"), far_strides.near(name, "eager")
+    for got, want in zip(found, expected, strict=True):
+        assert torch.equal(got, want), f"at most {float((got.double() - want.double()).abs().max())} apart"

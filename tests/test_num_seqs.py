@@ -1,0 +1,181 @@
+"""Sequences past `num_seqs`, an array, do not exist: nothing that stands there in any index array changes a result.
+
+Each batch is one of a table of (num_seqs, S), and ends in zeros, as many schedulers pad, or in garbage. What is
+expected comes from the live sequences alone.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention as definition
+from ragged_attention.testing import tpu_interpreter
+
+PAGE_SIZE, PAGES_PER_SEQ, HEADS, DIM = 4, 3, 2, 16
+# Counts below 0 and above S are as 0 and S.
+COUNTS = [(count, size) for size in (1, 3, 16) for count in sorted({-7, 0, 1, size // 2, size - 1, size, size + 3})]
+FEW = [(0, 16), (1, 16), (10, 16)]  # where each call takes long
+INT32 = np.iinfo(np.int32)
+TAILS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], NDArray[Any]]] = {
+    "zeros": lambda rng, shape: np.zeros(shape),
+    "garbage": lambda rng, shape: rng.choice([INT32.min, -1, 0, 1, 2, 7, 11, INT32.max], shape),
+}
+
+
+class Batch(NamedTuple):
+    """Arrays of a call, S sequences long, and how many of these are live; the tokens of the others are padding."""
+
+    q: NDArray[Any]
+    new: tuple[NDArray[Any], NDArray[Any]]
+    kv_pages: NDArray[Any]
+    kv_lens: NDArray[Any]
+    page_indices: NDArray[Any]
+    cu_q_lens: NDArray[Any]
+    num_seqs: int
+
+    @property
+    def live(self) -> int:
+        return min(max(self.num_seqs, 0), len(self.kv_lens))
+
+
+def batch_of(count: int, size: int, tail: str) -> Batch:
+    """Shapes follow from `size` alone, so that a compiler has one program for all counts."""
+    rng = np.random.default_rng(size)
+    tokens, num_pages, live = 3 * size + 2, PAGES_PER_SEQ * size, min(max(count, 0), size)
+    q_lens = np.arange(size) * 2 % 4 + 1 - (np.arange(size) % 5 == 4)  # 1, 3, 1, 3, 0, 3, 1, ...
+    kv_lens = q_lens + rng.integers(0, 6, size)
+    tables = {
+        "kv_lens": kv_lens,
+        "page_indices": rng.permutation(num_pages).reshape(size, PAGES_PER_SEQ),
+        "cu_q_lens": np.concatenate([[0], np.cumsum(q_lens)]),
+    }
+    for name, table in tables.items():
+        first = live + (name == "cu_q_lens")
+        table[first:] = TAILS[tail](rng, table[first:].shape)
+    shape = (num_pages, PAGE_SIZE, 2, DIM)
+    q, pages = (rng.standard_normal(shape).astype(np.float32) for shape in ((tokens, HEADS, DIM), shape))
+    k, v = rng.standard_normal((2, tokens, 1, DIM)).astype(np.float32)
+    return Batch(q, (k, v), pages, **{name: table.astype(np.int32) for name, table in tables.items()}, num_seqs=count)
+
+
+def written(batch: Batch) -> NDArray[Any]:
+    """The pages with the new tokens of live sequences, one after another."""
+    pages = batch.kv_pages.copy()
+    for seq in range(batch.live):
+        start, stop = batch.cu_q_lens[seq : seq + 2]
+        for token in range(start, stop):
+            position = batch.kv_lens[seq] - (stop - token)
+            page = batch.page_indices[seq, position // PAGE_SIZE]
+            pages[page, position % PAGE_SIZE] = np.concatenate([new[token] for new in batch.new])
+    return pages
+
+
+def attended(batch: Batch, kv_pages: NDArray[Any]) -> list[NDArray[Any]]:
+    """Out and lse, from tables that hold nothing but the live sequences."""
+    live = batch.live
+    return definition(
+        batch.q, kv_pages, batch.kv_lens[:live], batch.page_indices[:live], batch.cu_q_lens[: live + 1], return_lse=True
+    )
+
+
+class Backend(NamedTuple):
+    """A backend, called through a front end; `around` each call it is in that context."""
+
+    framework: str
+    name: str
+    around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    options: dict[str, Any] | None = None
+    counts: list[tuple[int, int]] = COUNTS
+
+    def call(self, operation: str, *arrays: Any, **others: Any) -> list[NDArray[Any]]:
+        """The operation's results, given NumPy arrays."""
+        function = getattr(importlib.import_module(f"ragged_attention.{self.framework}"), operation)
+        given = [self._bring(array) for array in arrays]
+        others = {name: self._bring(value) for name, value in others.items()}
+        with self.around():
+            results = function(*given, **others, backend=self.name)
+            results = results if isinstance(results, tuple) else (results,)
+            return [np.asarray(result) for result in results]
+
+    def _bring(self, value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(self._bring, value))
+        if not isinstance(value, np.ndarray):
+            return value
+        if self.framework == "jax":
+            return importlib.import_module("jax.numpy").asarray(value)
+        return importlib.import_module("torch").from_numpy(value.copy())
+
+
+def interpreted() -> contextlib.AbstractContextManager[None]:
+    return tpu_interpreter.watched("eager")
+
+
+BACKENDS = {
+    "torch-reference": Backend("torch", "reference"),
+    "torch-eager": Backend("torch", "eager"),
+    "torch-triton": Backend("torch", "triton", counts=FEW),
+    "jax-xla": Backend("jax", "xla"),
+    "jax-pallas": Backend("jax", "pallas", around=interpreted, counts=FEW),
+    "jax-pallas, fused": Backend(
+        "jax", "pallas", around=interpreted, options={"fused_update": True}, counts=FEW
+    ),
+}  # fmt: skip
+
+
+def batches(backend: Backend) -> Iterator[Batch]:
+    for needed in (backend.framework, *(["triton"] if backend.name == "triton" else [])):
+        if importlib.util.find_spec(needed) is None:
+            pytest.skip(f"{needed} is not installed")
+    for (count, size), tail in itertools.product(backend.counts, TAILS):
+        yield batch_of(count, size, tail)
+
+
+def close(results: list[NDArray[Any]], expected: list[NDArray[Any]], batch: Batch) -> None:
+    for result, want in zip(results, expected, strict=True):
+        where = f"num_seqs={batch.num_seqs}, S={len(batch.kv_lens)}, cu_q_lens={batch.cu_q_lens}"
+        np.testing.assert_allclose(result, want, rtol=2e-5, atol=2e-5, err_msg=where)
+
+
+def tables_of(batch: Batch) -> dict[str, NDArray[Any]]:
+    return {
+        "kv_lens": batch.kv_lens,
+        "page_indices": batch.page_indices,
+        "cu_q_lens": batch.cu_q_lens,
+        "num_seqs": np.array([batch.num_seqs], np.int32),
+    }
+
+
+@pytest.mark.parametrize("name", [name for name in BACKENDS if "fused" not in name])
+def test_attention_is_that_of_the_live_sequences(name: str) -> None:
+    for batch in batches(BACKENDS[name]):
+        found = BACKENDS[name].call(
+            "ragged_paged_attention", batch.q, batch.kv_pages, **tables_of(batch), return_lse=True
+        )
+        close(found, attended(batch, batch.kv_pages), batch)
+
+
+@pytest.mark.parametrize("name", [name for name in BACKENDS if "fused" not in name])
+def test_the_tokens_of_the_live_sequences_are_written(name: str) -> None:
+    for batch in batches(BACKENDS[name]):
+        found = BACKENDS[name].call("write_kv_pages", *batch.new, batch.kv_pages, **tables_of(batch))
+        close(found, [written(batch)], batch)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_an_update_writes_those_and_attends_to_them(name: str) -> None:
+    backend = BACKENDS[name]
+    for batch in batches(backend):
+        found = backend.call(
+            "ragged_paged_attention", batch.q, batch.kv_pages, **tables_of(batch), return_lse=True, new_kv=batch.new,
+            options=backend.options,
+        )  # fmt: skip
+        pages = written(batch)
+        close(found, [*attended(batch, pages), pages], batch)
