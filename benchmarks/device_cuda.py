@@ -21,7 +21,7 @@ from benchmarks.run import to_numpy
 from ragged_attention.errors import BackendMissing
 from ragged_attention.kernels_cuda import compile as kernels
 from ragged_attention.kernels_cuda import toolchain
-from ragged_attention.testing.batches import garbage
+from ragged_attention.testing.paged.specs import garbage
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 

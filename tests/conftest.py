@@ -10,9 +10,12 @@ from ragged_attention.testing import environment
 
 environment.prepare("cpu")  # before any test module imports triton or jax
 
-from ragged_attention.testing import heads_first_suite, mla_suite, suite, varlen_suite  # noqa: E402
+from ragged_attention.testing import suite  # noqa: E402
 from ragged_attention.testing.collection import *  # noqa: E402, F403
 from ragged_attention.testing.drawing import PROFILES, examples_of  # noqa: E402
+from ragged_attention.testing.heads_first import suite as heads_first_suite  # noqa: E402
+from ragged_attention.testing.mla import suite as mla_suite  # noqa: E402
+from ragged_attention.testing.varlen import suite as varlen_suite  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -33,16 +33,16 @@ from ragged_attention.kernels_cuda import (
 from ragged_attention.reference.mla_decode import mla_decode as reference
 from ragged_attention.samples import FakeArray, LatentSample, device_of
 from ragged_attention.testing.compare import agrees
-from ragged_attention.testing.mla_batches import DecodeSpec, PrefillSpec
-from ragged_attention.testing.mla_cache_batches import schedule_batch
-from ragged_attention.testing.mla_oracle import (
+from ragged_attention.testing.mla.cache_specs import schedule_batch
+from ragged_attention.testing.mla.oracle import (
     check_decode,
     check_decode_by_schedule,
     check_prefill,
     check_schedule,
     decode_agrees,
 )
-from ragged_attention.testing.runners import FRAMEWORKS, Runner
+from ragged_attention.testing.mla.specs import DecodeSpec, PrefillSpec
+from ragged_attention.testing.runner import FRAMEWORKS, Runner
 
 HOPPER = Device(framework="torch", platform="cuda", arch="sm_90", num_multiprocessors=132)
 ROOMS = {

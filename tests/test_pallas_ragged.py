@@ -75,8 +75,8 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 from ragged_attention.kernels_pallas import ragged_paged_attention as room
 from ragged_attention.testing import compare
-from ragged_attention.testing.batches import Spec, expected
-from ragged_attention.testing.runners import runner_for
+from ragged_attention.testing.paged.specs import Spec, expected
+from ragged_attention.testing.runner import runner_for
 
 spec = Spec(lens=((1, 9), (5, 18), (1, 40), (0, 3), (3, 3)), page_size=4, num_kv_heads=1, group=2, count="array",
             spare_seqs=2)

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ragged_attention.kernels_cuda import compile, toolchain
-from ragged_attention.testing.runners import FRAMEWORKS, Runner
+from ragged_attention.testing.runner import FRAMEWORKS, Runner
 
 BACKEND = "cuda"
 MODES: Mapping[str, int] = {"eager": 0, "late": 1, "crossed": 1}  # and the seed of the order of threads; 0: in turn

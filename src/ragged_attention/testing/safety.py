@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 
 from ragged_attention import dispatch
-from ragged_attention.testing import heads_first_suite, mla_safety, varlen_safety
-from ragged_attention.testing.batches import Batch, Spec, WriteBatch, garbage
 from ragged_attention.testing.guarded import guarded, run_apart
-from ragged_attention.testing.runners import Declined, Runner
-from ragged_attention.testing.strategies import merge_batch, write_batch
+from ragged_attention.testing.heads_first import suite as heads_first_suite
+from ragged_attention.testing.mla import garbage as mla_safety
+from ragged_attention.testing.paged.specs import Batch, Spec, WriteBatch, garbage
+from ragged_attention.testing.paged.strategies import merge_batch, write_batch
+from ragged_attention.testing.runner import Declined, Runner
+from ragged_attention.testing.varlen import garbage as varlen_safety
 
 MODULE = "ragged_attention.testing.safety"
 DTYPES = ("float32", "bfloat16", "float16")

@@ -8,15 +8,19 @@ has shown nothing, which is a `Declined` check.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ragged_attention.testing import compare, formats, heads_first_suite, mla_suite, updates, varlen_suite
-from ragged_attention.testing.batches import Batch, Spec, expected
-from ragged_attention.testing.corners import CORNERS, MERGE_CORNERS, WRITE_CORNERS
+from ragged_attention.testing import compare, formats
 from ragged_attention.testing.drawing import Check, built, on_corner, on_drawn, on_drawn_paths, on_every_path
-from ragged_attention.testing.laws import LAWS, quantised_is_dequantised
-from ragged_attention.testing.oracle import check_merge, check_write
-from ragged_attention.testing.runners import Runner
+from ragged_attention.testing.heads_first import suite as heads_first_suite
+from ragged_attention.testing.mla import suite as mla_suite
+from ragged_attention.testing.paged import updates
+from ragged_attention.testing.paged.corners import CORNERS, MERGE_CORNERS, WRITE_CORNERS
+from ragged_attention.testing.paged.laws import LAWS, quantised_is_dequantised
+from ragged_attention.testing.paged.oracle import check_merge, check_write
+from ragged_attention.testing.paged.specs import Batch, Spec, expected
+from ragged_attention.testing.paged.strategies import merge_specs, specs, write_specs
+from ragged_attention.testing.runner import Runner
 from ragged_attention.testing.safety import check_in_a_process_apart
-from ragged_attention.testing.strategies import merge_specs, specs, write_specs
+from ragged_attention.testing.varlen import suite as varlen_suite
 
 ON_EVERY_PATH = (
     "decode of a long sequence",

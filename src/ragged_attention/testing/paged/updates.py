@@ -8,11 +8,11 @@ import numpy as np
 from hypothesis import strategies as st
 
 from ragged_attention.testing import compare
-from ragged_attention.testing.batches import Spec, WriteBatch, expected, pages_of
-from ragged_attention.testing.corners import ALL_EDGES, MIXED
 from ragged_attention.testing.drawing import Check, drawn
-from ragged_attention.testing.runners import Runner
-from ragged_attention.testing.strategies import specs, write_batch
+from ragged_attention.testing.paged.corners import ALL_EDGES, MIXED
+from ragged_attention.testing.paged.specs import Spec, WriteBatch, expected, pages_of
+from ragged_attention.testing.paged.strategies import specs, write_batch
+from ragged_attention.testing.runner import Runner
 
 # In one operation where the backend has that, else in two.
 FUSED = {"fused_update": True}

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from ragged_attention.calls import CACHE_FORMATS
-from ragged_attention.testing import formats, latents
-from ragged_attention.testing.batches import MergeBatch
+from ragged_attention.testing import formats
 from ragged_attention.testing.compare import agrees, identical
-from ragged_attention.testing.mla_batches import DecodeBatch, DecodeSpec, PrefillBatch, PrefillSpec, Selection
-from ragged_attention.testing.mla_cache_batches import (
+from ragged_attention.testing.mla import latents
+from ragged_attention.testing.mla.cache_specs import (
     DequantizeBatch,
     LatentWriteBatch,
     LatentWriteSpec,
@@ -27,15 +26,17 @@ from ragged_attention.testing.mla_cache_batches import (
     SlotsSpec,
     schedule_batch,
 )
-from ragged_attention.testing.mla_oracle import canonical, decode_agrees, prefill_agrees
-from ragged_attention.testing.mla_strategies import (
+from ragged_attention.testing.mla.oracle import canonical, decode_agrees, prefill_agrees
+from ragged_attention.testing.mla.specs import DecodeBatch, DecodeSpec, PrefillBatch, PrefillSpec, Selection
+from ragged_attention.testing.mla.strategies import (
     decode_specs,
     latent_write_specs,
     prefill_specs,
     quantize_specs,
     slots_specs,
 )
-from ragged_attention.testing.runners import Runner
+from ragged_attention.testing.paged.specs import MergeBatch
+from ragged_attention.testing.runner import Runner
 
 LISTS = ("indices", "extra_indices")
 LENS = ("topk_lens", "extra_topk_lens")

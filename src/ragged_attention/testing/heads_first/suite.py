@@ -8,10 +8,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 from ragged_attention.testing import formats
-from ragged_attention.testing.batches import INT32, Spec, garbage
 from ragged_attention.testing.compare import agrees, identical
 from ragged_attention.testing.drawing import Check, on_corner, on_drawn, on_drawn_paths, on_every_path
-from ragged_attention.testing.heads_first import (
+from ragged_attention.testing.heads_first.specs import (
     ChunkBatch,
     ChunkSpec,
     PagedBatch,
@@ -19,8 +18,9 @@ from ragged_attention.testing.heads_first import (
     check_chunk,
     check_paged,
 )
-from ragged_attention.testing.runners import Runner
-from ragged_attention.testing.strategies import specs
+from ragged_attention.testing.paged.specs import INT32, Spec, garbage
+from ragged_attention.testing.paged.strategies import specs
+from ragged_attention.testing.runner import Runner
 
 LENGTHS = ((1, 5), (1, 0), (1, 37), (1, 1), (1, 16))
 ALL = {"poison": "nan", "garbage": True}

@@ -8,9 +8,9 @@ import numpy as np
 from ragged_attention.reference.sparse_mla_prefill import sparse_mla_prefill
 from ragged_attention.reference.varlen_attention import varlen_attention
 from ragged_attention.testing.compare import agrees, identical
-from ragged_attention.testing.gradients import BackwardBatch, GradientBatch, Gradients, expected
-from ragged_attention.testing.runners import Runner
-from ragged_attention.testing.varlen_batches import VarlenBatch
+from ragged_attention.testing.runner import Runner
+from ragged_attention.testing.varlen.gradients import BackwardBatch, GradientBatch, Gradients, expected
+from ragged_attention.testing.varlen.specs import VarlenBatch
 
 RUNS = 5  # that give the same bits
 DETERMINISTIC = ("triton", "eager", "reference")  # whose dense gradients have the same bits unasked

@@ -13,11 +13,10 @@ from ragged_attention.reference.page_indices_to_slots import page_indices_to_slo
 from ragged_attention.reference.quantize_mla_cache import quantize_mla_cache
 from ragged_attention.reference.sparse_mla_prefill import sparse_mla_prefill
 from ragged_attention.reference.write_mla_cache import write_mla_cache
-from ragged_attention.testing import formats, latents
+from ragged_attention.testing import formats
 from ragged_attention.testing.compare import agrees, identical
-from ragged_attention.testing.latents import Cache
-from ragged_attention.testing.mla_batches import DecodeBatch, PrefillBatch
-from ragged_attention.testing.mla_cache_batches import (
+from ragged_attention.testing.mla import latents
+from ragged_attention.testing.mla.cache_specs import (
     DequantizeBatch,
     LatentWriteBatch,
     QuantizeBatch,
@@ -25,7 +24,9 @@ from ragged_attention.testing.mla_cache_batches import (
     SlotsBatch,
     schedule_batch,
 )
-from ragged_attention.testing.runners import Runner
+from ragged_attention.testing.mla.latents import Cache
+from ragged_attention.testing.mla.specs import DecodeBatch, PrefillBatch
+from ragged_attention.testing.runner import Runner
 
 
 def prefill_agrees(got: Any, want: Any, what: str = "") -> None:

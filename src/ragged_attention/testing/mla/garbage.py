@@ -6,9 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ragged_attention.testing.batches import garbage
-from ragged_attention.testing.mla_batches import DecodeBatch, DecodeSpec, PrefillBatch, PrefillSpec
-from ragged_attention.testing.mla_cache_batches import (
+from ragged_attention.testing.mla.cache_specs import (
     LatentWriteBatch,
     LatentWriteSpec,
     QuantizeSpec,
@@ -16,7 +14,9 @@ from ragged_attention.testing.mla_cache_batches import (
     SlotsSpec,
     schedule_batch,
 )
-from ragged_attention.testing.runners import Runner
+from ragged_attention.testing.mla.specs import DecodeBatch, DecodeSpec, PrefillBatch, PrefillSpec
+from ragged_attention.testing.paged.specs import garbage
+from ragged_attention.testing.runner import Runner
 
 DTYPES = ("float32", "bfloat16", "float16")
 FORMATS = ("plain", "plain", "fp8_v32", "fp8_v4")

@@ -6,9 +6,9 @@ from ragged_attention.reference.kv_layout import per_head
 from ragged_attention.reference.merge_attention_states import merge_attention_states
 from ragged_attention.reference.write_kv_pages import write_kv_pages
 from ragged_attention.testing import formats
-from ragged_attention.testing.batches import MergeBatch, Pages, WriteBatch, like_pages, pages_of, split
 from ragged_attention.testing.compare import agrees, identical
-from ragged_attention.testing.runners import Runner
+from ragged_attention.testing.paged.specs import MergeBatch, Pages, WriteBatch, like_pages, pages_of, split
+from ragged_attention.testing.runner import Runner
 
 
 def check_write(runner: Runner, batch: WriteBatch) -> None:

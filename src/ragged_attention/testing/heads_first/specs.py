@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from ragged_attention.reference.paged_attention import paged_attention, values_of
 from ragged_attention.reference.prefill_attention import prefill_attention, rows_of_the_last_chunk
 from ragged_attention.testing import compare
-from ragged_attention.testing.batches import Arrays, Batch, Spec, split
 from ragged_attention.testing.formats import QUANTIZED
-from ragged_attention.testing.runners import HeadsFirstPages, Runner
+from ragged_attention.testing.paged.specs import Arrays, Batch, Spec, split
+from ragged_attention.testing.runner import HeadsFirstPages, Runner
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

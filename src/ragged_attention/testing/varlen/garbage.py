@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from ragged_attention.testing.batches import garbage
-from ragged_attention.testing.gradients import GradientBatch, GradientSpec
-from ragged_attention.testing.mla_batches import PrefillSpec
-from ragged_attention.testing.runners import Runner
-from ragged_attention.testing.varlen_batches import VarlenBatch, VarlenSpec
+from ragged_attention.testing.mla.specs import PrefillSpec
+from ragged_attention.testing.paged.specs import garbage
+from ragged_attention.testing.runner import Runner
+from ragged_attention.testing.varlen.gradients import GradientBatch, GradientSpec
+from ragged_attention.testing.varlen.specs import VarlenBatch, VarlenSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -3,12 +3,11 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ragged_attention.testing import mla_corners
 from ragged_attention.testing.compare import identical
 from ragged_attention.testing.drawing import Check, built, on_corner, on_drawn, on_drawn_paths, on_every_path
-from ragged_attention.testing.mla_batches import DecodeBatch, DecodeSpec, PrefillSpec
-from ragged_attention.testing.mla_laws import MLA_LAWS
-from ragged_attention.testing.mla_oracle import (
+from ragged_attention.testing.mla import corners as mla_corners
+from ragged_attention.testing.mla.laws import MLA_LAWS
+from ragged_attention.testing.mla.oracle import (
     check_decode,
     check_decode_by_schedule,
     check_dequantize,
@@ -18,7 +17,8 @@ from ragged_attention.testing.mla_oracle import (
     check_schedule,
     check_slots,
 )
-from ragged_attention.testing.mla_strategies import (
+from ragged_attention.testing.mla.specs import DecodeBatch, DecodeSpec, PrefillSpec
+from ragged_attention.testing.mla.strategies import (
     decode_specs,
     dequantize_specs,
     latent_write_specs,
@@ -27,7 +27,7 @@ from ragged_attention.testing.mla_strategies import (
     schedule_specs,
     slots_specs,
 )
-from ragged_attention.testing.runners import Absent, Runner
+from ragged_attention.testing.runner import Absent, Runner
 
 Corners = Mapping[str, Callable[[], Any]]
 CORNERS: tuple[tuple[str, Callable[[Runner, Any], None], Corners], ...] = (

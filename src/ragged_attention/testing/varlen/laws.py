@@ -12,15 +12,15 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from ragged_attention.testing.batches import Batch
 from ragged_attention.testing.compare import agrees, identical
-from ragged_attention.testing.gradients import GradientBatch, Gradients, GradientSpec
-from ragged_attention.testing.mla_batches import PrefillBatch
-from ragged_attention.testing.mla_laws import Law
-from ragged_attention.testing.runners import Runner
-from ragged_attention.testing.varlen_batches import VarlenBatch, VarlenSpec
-from ragged_attention.testing.varlen_oracle import gradients_agree, rows_without_gradient, varlen_agrees
-from ragged_attention.testing.varlen_strategies import sparse_gradient_specs, varlen_gradient_specs, varlen_specs
+from ragged_attention.testing.mla.laws import Law
+from ragged_attention.testing.mla.specs import PrefillBatch
+from ragged_attention.testing.paged.specs import Batch
+from ragged_attention.testing.runner import Runner
+from ragged_attention.testing.varlen.gradients import GradientBatch, Gradients, GradientSpec
+from ragged_attention.testing.varlen.oracle import gradients_agree, rows_without_gradient, varlen_agrees
+from ragged_attention.testing.varlen.specs import VarlenBatch, VarlenSpec
+from ragged_attention.testing.varlen.strategies import sparse_gradient_specs, varlen_gradient_specs, varlen_specs
 
 OF_QUERIES = ("q", "indices", "topk_lens", "d_out", "d_lse")
 

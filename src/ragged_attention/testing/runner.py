@@ -14,9 +14,14 @@ from numpy.typing import NDArray
 from ragged_attention import dispatch
 from ragged_attention.calls import CALLS, DecodeSchedule
 from ragged_attention.errors import BackendMissing, Unsupported
-from ragged_attention.testing.batches import Arrays, Batch, MergeBatch, Pages, Spec, WriteBatch, like_pages
-from ragged_attention.testing.gradients import DIFFERENTIABLE, BackwardBatch, GradientBatch, Gradients
-from ragged_attention.testing.mla_batches import (
+from ragged_attention.testing.mla.cache_specs import (
+    DequantizeBatch,
+    LatentWriteBatch,
+    QuantizeBatch,
+    ScheduleBatch,
+    SlotsBatch,
+)
+from ragged_attention.testing.mla.specs import (
     DecodeBatch,
     DecodeSpec,
     PrefillBatch,
@@ -25,14 +30,9 @@ from ragged_attention.testing.mla_batches import (
     at_tuned_widths,
     fitting,
 )
-from ragged_attention.testing.mla_cache_batches import (
-    DequantizeBatch,
-    LatentWriteBatch,
-    QuantizeBatch,
-    ScheduleBatch,
-    SlotsBatch,
-)
-from ragged_attention.testing.varlen_batches import VarlenBatch, VarlenSpec
+from ragged_attention.testing.paged.specs import Arrays, Batch, MergeBatch, Pages, Spec, WriteBatch, like_pages
+from ragged_attention.testing.varlen.gradients import DIFFERENTIABLE, BackwardBatch, GradientBatch, Gradients
+from ragged_attention.testing.varlen.specs import VarlenBatch, VarlenSpec
 
 HeadsFirstPages = NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]  # as they are stored, or with their scales
 FRAMEWORKS = ("torch", "jax")

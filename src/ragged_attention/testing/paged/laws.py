@@ -11,9 +11,9 @@ import numpy as np
 
 from ragged_attention.reference.kv_layout import per_head
 from ragged_attention.testing import formats
-from ragged_attention.testing.batches import Batch, MergeBatch, Spec, WriteBatch, like_pages, pages_of, split
 from ragged_attention.testing.compare import agrees, identical
-from ragged_attention.testing.runners import Runner
+from ragged_attention.testing.paged.specs import Batch, MergeBatch, Spec, WriteBatch, like_pages, pages_of, split
+from ragged_attention.testing.runner import Runner
 
 Law = Callable[[Runner, Spec], None]
 
