@@ -174,7 +174,7 @@ class SeesTheOldPages(Runner):
     """Writes after it has attended."""
 
     def update(self, batch: Batch, new: WriteBatch, **options: Any) -> Update:
-        return *self.attention(batch), super().update(batch, new, **options)[2]
+        return *self.run("ragged_paged_attention", batch, return_lse=True), super().update(batch, new, **options)[2]
 
 
 class WritesOneSlotTooMany(Runner):

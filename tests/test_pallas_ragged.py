@@ -86,7 +86,7 @@ attend = room.attend
 room.attend = lambda *arguments: launches.append(1) or attend(*arguments)
 room.table_bytes = lambda call: 3 * 4 * call.page_indices.shape[1]  # three sequences at a time
 with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
-    out, lse = runner_for("pallas", "jax").attention(batch)
+    out, lse = runner_for("pallas", "jax").run("ragged_paged_attention", batch, return_lse=True)
 assert len(launches) == 6, launches
 compare.agrees(out, expected(batch)[0], batch.kind)
 compare.agrees(lse, expected(batch)[1], f"lse {batch.kind}", "lse")

@@ -311,7 +311,7 @@ def test_a_backend_that_declines_everything_has_shown_nothing() -> None:
 def test_an_operation_that_a_backend_has_not_is_absent() -> None:
     batch = SlotsSpec().build()
     with pytest.raises(Absent, match="does not offer page_indices_to_slots"):
-        runner_for("triton", "torch").slots(batch)
+        runner_for("triton", "torch").run("page_indices_to_slots", batch)
     with pytest.raises(Absent, match="does not offer page_indices_to_slots"):
         drawn(
             runner_for("triton", "torch"),
@@ -388,7 +388,7 @@ def _ascends(seed: int) -> bool:
 def test_garbage_must_not_make_numbers_that_are_none(monkeypatch: pytest.MonkeyPatch, example: Any) -> None:
     nothing = {"q": np.full(3, np.nan)}
     monkeypatch.setattr(Runner, "backward", lambda *_, **__: nothing)
-    monkeypatch.setattr(Runner, "varlen", lambda *_, **__: (nothing["q"], np.zeros(3)))
+    monkeypatch.setattr(Runner, "run", lambda *_, **__: (nothing["q"], np.zeros(3)))
     ascending = next(seed for seed in range(1, 100) if seed % 3 and _ascends(seed))
     with pytest.raises(AssertionError, match=r"expected finite (q|out) from finite inputs, got others"):
         example(runner_for("reference", "torch"), ascending, {})

@@ -93,20 +93,22 @@ def ascends(batch: Batch) -> bool:
 
 def _attention(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
     batch = garbage_attention(seed)
-    out, lse = runner.attention(batch, options=options)
+    out, lse = runner.run("ragged_paged_attention", batch, options=options, return_lse=True)
     if ascends(batch) and (not np.isfinite(out).all() or np.isnan(lse).any()):
         raise AssertionError("expected finite outputs from finite inputs, got others")
 
 
 def _write(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
     del options
-    runner.write(garbage_write(seed))
+    runner.run("write_kv_pages", garbage_write(seed))
 
 
 def _merge(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
     del options
     dtype = DTYPES[seed % len(DTYPES)]
-    runner.merge(merge_batch((1 + seed % 3, seed % 4, 3, 16), dtype=dtype, empty=0.3, seed=seed))
+    runner.run(
+        "merge_attention_states", merge_batch((1 + seed % 3, seed % 4, 3, 16), dtype=dtype, empty=0.3, seed=seed)
+    )
 
 
 EXAMPLES: tuple[tuple[str, Callable[[Runner, int, Mapping[str, Any]], None]], ...] = (

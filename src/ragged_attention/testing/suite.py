@@ -34,7 +34,7 @@ ON_EVERY_PATH = (
 
 def check_attention(runner: Runner, batch: Batch, options: Mapping[str, Any] | None = None) -> None:
     """A batch's out and lse agree with the definition."""
-    out, lse = runner.attention(batch, options=options)
+    out, lse = runner.run("ragged_paged_attention", batch, options=options, return_lse=True)
     want_out, want_lse = expected(batch)
     compare.agrees(out, want_out, batch.kind)
     compare.agrees(lse, want_lse, f"lse {batch.kind}", "lse")
@@ -42,13 +42,16 @@ def check_attention(runner: Runner, batch: Batch, options: Mapping[str, Any] | N
 
 def check_without_lse(runner: Runner, spec: Spec) -> None:
     batch = spec.build()
-    out, _ = runner.attention(batch, return_lse=False)
+    out = runner.run("ragged_paged_attention", batch)
     compare.agrees(out, expected(batch)[0], batch.kind)
 
 
 def check_determinism(runner: Runner, spec: Spec) -> None:
     batch = spec.build()
-    first, again = runner.attention(batch), runner.attention(batch)
+    first, again = (
+        runner.run("ragged_paged_attention", batch, return_lse=True),
+        runner.run("ragged_paged_attention", batch, return_lse=True),
+    )
     compare.identical(first[0], again[0])
     compare.identical(first[1], again[1], "lse")
 

@@ -83,6 +83,9 @@ class ChunkBatch(HeadsFirstArrays):
         """All but `align`, which is an option."""
         return {name: value for name, value in super().arguments().items() if name != "align"}
 
+    def options(self) -> dict[str, Any]:
+        return {"align": self.align}
+
     @property
     def live(self) -> int:
         """How many rows belong to the sequence."""
@@ -169,9 +172,9 @@ def expected_chunk(batch: ChunkBatch) -> NDArray[np.float64]:
 
 def check_paged(runner: Runner, batch: PagedBatch, options: Mapping[str, Any] | None = None) -> None:
     """A batch's out agrees with the definition."""
-    compare.agrees(runner.paged(batch, options=options), expected_paged(batch), batch.kind)
+    compare.agrees(runner.run("paged_attention", batch, options=options), expected_paged(batch), batch.kind)
 
 
 def check_chunk(runner: Runner, batch: ChunkBatch, options: Mapping[str, Any] | None = None) -> None:
     """A batch's out agrees with the definition."""
-    compare.agrees(runner.chunk(batch, options=options), expected_chunk(batch), batch.kind)
+    compare.agrees(runner.run("prefill_attention", batch, options=options), expected_chunk(batch), batch.kind)

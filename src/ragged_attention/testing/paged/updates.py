@@ -43,7 +43,7 @@ def check_update(runner: Runner, spec: Spec, options: Mapping[str, Any] | None =
     spec = dataclasses.replace(spec, sharing=None, poison=None)
     batch, new = spec.build(), _with_nan_where_nothing_goes(write_batch(spec, by_tables=True))
     out, lse, pages = runner.update(batch, new, options=options)
-    for got, want in zip(pages_of(pages), pages_of(runner.write(new)), strict=True):
+    for got, want in zip(pages_of(pages), pages_of(runner.run("write_kv_pages", new)), strict=True):
         compare.identical(got, want, "pages")
     want_out, want_lse = expected(batch.change(kv_pages=pages))
     compare.agrees(out, want_out, batch.kind)

@@ -114,7 +114,11 @@ def gradients_are_slopes(runner: Runner, spec: GradientSpec) -> None:
     def height(far: float) -> float:
         moved = {name: (getattr(forward, name) + far * way).astype(np.float32) for name, way in step.items()}
         other = forward.change(**moved)
-        results = runner.varlen(other) if isinstance(other, VarlenBatch) else runner.prefill(other)
+        results = (
+            runner.run("varlen_attention", other, return_lse=True)
+            if isinstance(other, VarlenBatch)
+            else runner.run("sparse_mla_prefill", other)
+        )
         return _asked(batch, results[0], results[-1]).sum()
 
     width = forward.q.shape[2]
@@ -203,7 +207,11 @@ def packed_is_paged(runner: Runner, spec: VarlenSpec) -> None:
         q=batch.q, kv_pages=(pages[0], pages[1]), kv_lens=lens.astype(np.int32), page_indices=table,
         cu_q_lens=batch.cu_q_lens, **{name: getattr(batch, name) for name in options},
     )  # fmt: skip
-    varlen_agrees(runner.varlen(batch), runner.attention(paged), "float32")
+    varlen_agrees(
+        runner.run("varlen_attention", batch, return_lse=True),
+        runner.run("ragged_paged_attention", paged, return_lse=True),
+        "float32",
+    )
 
 
 def groups_share_a_head(runner: Runner, spec: GradientSpec) -> None:

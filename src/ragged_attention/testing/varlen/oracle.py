@@ -38,12 +38,16 @@ def gradients_agree(got: Mapping[str, Any], want: Mapping[str, Any], dtype: str,
 
 
 def check_varlen(runner: Runner, batch: VarlenBatch, options: Mapping[str, Any] | None = None) -> None:
-    varlen_agrees(runner.varlen(batch, options=options), varlen_attention(**batch.arguments()), batch.dtype)
+    varlen_agrees(
+        runner.run("varlen_attention", batch, options=options, return_lse=True),
+        varlen_attention(**batch.arguments()),
+        batch.dtype,
+    )
 
 
 def check_varlen_without_lse(runner: Runner, batch: VarlenBatch) -> None:
     out, lse = varlen_attention(**batch.arguments())
-    varlen_agrees((runner.varlen(batch, return_lse=False)[0], lse), (out, lse), batch.dtype)
+    varlen_agrees((runner.run("varlen_attention", batch), lse), (out, lse), batch.dtype)
 
 
 def _results_agree(got: Gradients, batch: GradientBatch) -> None:
