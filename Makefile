@@ -2,15 +2,25 @@
 PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal --durations 20
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
 
-.PHONY: demo test check conformance compile-matrix cuda-compile flash-mla-matrix tpu-compile bench docs clean
+.PHONY: demo test test-all test-shard check conformance compile-matrix cuda-compile flash-mla-matrix tpu-compile bench docs clean
 
 demo: .venv/demo
 	$(BIN)/ragged-attention demo $(ARGS)
 
+# The covering part of the tests; tests/tiers.py says what that is.
 test: .venv/all
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	$(PYTEST) $(ARGS)
+
+# Everything, with more examples drawn.
+test-all: .venv/all
+	HYPOTHESIS_PROFILE=ci $(PYTEST) --tier all $(ARGS)
+
+# Of what `make test` leaves out one part in so many: make test-shard SHARD=3/16, or any text in the place of 3.
+test-shard: .venv/all
+	HYPOTHESIS_PROFILE=ci $(PYTEST) --tier rest --shard $(SHARD) $(ARGS)
 
 check: .venv/all
 	$(BIN)/ruff format --check .

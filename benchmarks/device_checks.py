@@ -180,8 +180,10 @@ def checks(cases: list[AnyCase], backend: str, device: str, *, timed: AnyCase | 
 
 def poke(seeds: int, backend: str = "triton", device: str = "cuda") -> None:
     """Run calls whose index arrays hold any values at all: under a memory checker, which sees every stray access."""
-    from ragged_attention.testing import mla_safety, runner_for, safety, varlen_safety
-    from ragged_attention.testing.runners import Declined
+    from ragged_attention.testing import runner_for, safety
+    from ragged_attention.testing.mla import garbage as mla_safety
+    from ragged_attention.testing.runner import Declined
+    from ragged_attention.testing.varlen import garbage as varlen_safety
 
     runner = runner_for(backend, "torch", device)
     for seed in range(seeds):

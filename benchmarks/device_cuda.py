@@ -23,7 +23,7 @@ from ragged_attention.errors import BackendMissing
 from ragged_attention.kernels_cuda import _native
 from ragged_attention.kernels_cuda._build import compile as kernels
 from ragged_attention.kernels_cuda._build import toolchain
-from ragged_attention.testing.batches import garbage
+from ragged_attention.testing.paged.specs import garbage
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 

@@ -64,6 +64,7 @@ def make_decode_schedule(
 
 def run(call: Any, tile: Tile, launch: Any) -> Any:
     del tile
+
     def define(*, num_parts: int | None, programs: int, **arguments: Any) -> tuple[Any, Any]:
         del num_parts, programs  # by which the record says into how many ranges
         return make_decode_schedule(**arguments, num_parts=call.num_ranges)

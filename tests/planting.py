@@ -15,7 +15,7 @@ from ragged_attention import dispatch
 from ragged_attention.calls import CALLS
 from ragged_attention.testing import drawing
 from ragged_attention.testing.drawing import Check
-from ragged_attention.testing.runners import Absent, Runner, runner_for
+from ragged_attention.testing.runner import Absent, Runner, runner_for
 
 Function = Callable[..., Any]
 ROOM = "mutant_room"

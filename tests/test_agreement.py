@@ -6,7 +6,7 @@ from ragged_attention import dispatch
 from ragged_attention.calls import CALLS
 from ragged_attention.errors import BackendMissing
 from ragged_attention.testing.drawing import Check
-from ragged_attention.testing.runners import Absent, Runner, runner_for
+from ragged_attention.testing.runner import Absent, Runner, runner_for
 from ragged_attention.testing.suite import agreement, corners
 
 # Drawn batches are slow where each is compiled or interpreted anew.

@@ -8,9 +8,10 @@ import itertools
 
 import pytest
 
-from ragged_attention.testing import conformance, cuda_emulator, mla_suite, verdicts
+from ragged_attention.testing import conformance, cuda_emulator, verdicts
 from ragged_attention.testing.cuda_emulator import EmulatedRunner
 from ragged_attention.testing.drawing import PROFILES, Check, examples_of
+from ragged_attention.testing.mla import suite as mla_suite
 from ragged_attention.testing.suite import memory
 
 if reason := cuda_emulator.missing():

@@ -34,16 +34,16 @@ from ragged_attention.kernels_cuda._build import compile, toolchain
 from ragged_attention.reference.mla_decode import mla_decode as reference
 from ragged_attention.samples import FakeArray, LatentSample, device_of
 from ragged_attention.testing.compare import agrees
-from ragged_attention.testing.mla_batches import DecodeSpec, PrefillSpec
-from ragged_attention.testing.mla_cache_batches import schedule_batch
-from ragged_attention.testing.mla_oracle import (
+from ragged_attention.testing.mla.cache_specs import schedule_batch
+from ragged_attention.testing.mla.oracle import (
     check_decode,
     check_decode_by_schedule,
     check_prefill,
     check_schedule,
     decode_agrees,
 )
-from ragged_attention.testing.runners import FRAMEWORKS, Runner
+from ragged_attention.testing.mla.specs import DecodeSpec, PrefillSpec
+from ragged_attention.testing.runner import FRAMEWORKS, Runner
 
 HOPPER = Device(framework="torch", platform="cuda", arch="sm_90", num_multiprocessors=132)
 ROOMS = {
@@ -324,21 +324,21 @@ def test_prefill(front: Runner, spec: PrefillSpec, options: Any) -> None:
 def test_empty_batches_and_caches(front: Runner) -> None:
     batch = DENSE.build()
     nobody = {name: getattr(batch, name)[:0] for name in ("q", "page_indices", "kv_lens")}
-    out, lse = front.decode(batch.change(**nobody))
+    out, lse = front.run("mla_decode", batch.change(**nobody))
     assert (out.shape, lse.shape) == ((0, 2, 5, 512), (0, 5, 2))
     schedule = front.schedule(schedule_batch(batch.change(**nobody)))
-    out, _ = front.decode(batch.change(**nobody), schedule=schedule)
+    out, _ = front.run("mla_decode", batch.change(**nobody), schedule=schedule)
     assert out.shape == (0, 2, 5, 512)
     for changes in ({"kv_cache": batch.kv_cache[:0]}, {"page_indices": np.zeros((3, 0), np.int32)}):
-        out, lse = front.decode(batch.change(**changes))
+        out, lse = front.run("mla_decode", batch.change(**changes))
         assert (out == 0).all()
         assert np.isneginf(lse).all()
     prefill = PREFILL.build()
-    out, max_logits, lse = front.prefill(prefill.change(kv=prefill.kv[:0]))
+    out, max_logits, lse = front.run("sparse_mla_prefill", prefill.change(kv=prefill.kv[:0]))
     assert (out == 0).all()
     assert np.isneginf([max_logits, lse]).all()
     given = {name: getattr(prefill, name)[:0] for name in ("q", "indices", "topk_lens")}
-    assert [array.shape[0] for array in front.prefill(prefill.change(**given))] == [0, 0, 0]
+    assert [array.shape[0] for array in front.run("sparse_mla_prefill", prefill.change(**given))] == [0, 0, 0]
 
 
 @pytest.mark.usefixtures("emulating")
@@ -346,7 +346,7 @@ def test_a_schedule_without_parts_divides_nothing(front: Runner) -> None:
     batch = DENSE.build()
     schedule = front.schedule(schedule_batch(batch))
     empty = dataclasses.replace(schedule, parts=schedule.parts[:0])
-    decode_agrees(front.decode(batch, schedule=empty), front.decode(batch))
+    decode_agrees(front.run("mla_decode", batch, schedule=empty), front.run("mla_decode", batch))
 
 
 @pytest.mark.usefixtures("emulating")
@@ -355,7 +355,7 @@ def test_a_code_becomes_an_exception_with_the_shapes(front: Runner) -> None:
     with pytest.raises(
         RuntimeError, match=r"ra_mla_decode_dense failed with code 1008, said by plain_abi.cc: "
     ) as told:
-        front.decode(dataclasses.replace(DENSE, sm_scale=700.0).build())
+        front.run("mla_decode", dataclasses.replace(DENSE, sm_scale=700.0).build())
     arrays = "q [3, 2, 5, 576], kv [14, 4, 1, 576], lists [3, 11], lens [3], out [3, 2, 5, 512], lse [3, 5, 2]"
     assert arrays in str(told.value)
 
@@ -721,4 +721,4 @@ def test_a_schedule_for_other_lengths_divides_badly_and_no_worse(front: Runner, 
     now = dataclasses.replace(then, kv_lens=(300, 1, 299, 0))
     schedule = front.schedule(schedule_batch(then.build(), num_parts, overhead=0))
     batch = now.build()
-    decode_agrees(front.decode(batch, schedule=schedule), reference(**batch.arguments()))
+    decode_agrees(front.run("mla_decode", batch, schedule=schedule), reference(**batch.arguments()))

@@ -9,9 +9,10 @@ import pytest
 from ragged_attention import dispatch
 from ragged_attention.reference import paged_attention as decode
 from ragged_attention.reference import prefill_attention as prefill
-from ragged_attention.testing import heads_first_suite, updates
-from ragged_attention.testing.batches import Batch, WriteBatch, like_pages, pages_of
-from ragged_attention.testing.runners import Runner
+from ragged_attention.testing.heads_first import suite as heads_first_suite
+from ragged_attention.testing.paged import updates
+from ragged_attention.testing.paged.specs import Batch, WriteBatch, like_pages, pages_of
+from ragged_attention.testing.runner import Runner
 from tests.planting import Function, failures, planted
 
 pytest.importorskip("torch", reason="the mutants run through the torch front end")
@@ -173,7 +174,7 @@ class SeesTheOldPages(Runner):
     """Writes after it has attended."""
 
     def update(self, batch: Batch, new: WriteBatch, **options: Any) -> Update:
-        return *self.attention(batch), super().update(batch, new, **options)[2]
+        return *self.run("ragged_paged_attention", batch, return_lse=True), super().update(batch, new, **options)[2]
 
 
 class WritesOneSlotTooMany(Runner):

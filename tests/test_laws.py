@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from ragged_attention.testing.drawing import Check
-from ragged_attention.testing.heads_first_suite import HEADS_FIRST_LAWS
-from ragged_attention.testing.laws import LAWS
-from ragged_attention.testing.mla_laws import MLA_LAWS
-from ragged_attention.testing.runners import Absent, Runner
+from ragged_attention.testing.heads_first.suite import HEADS_FIRST_LAWS
+from ragged_attention.testing.mla.laws import MLA_LAWS
+from ragged_attention.testing.paged.laws import LAWS
+from ragged_attention.testing.runner import Absent, Runner
 from ragged_attention.testing.suite import laws
-from ragged_attention.testing.varlen_laws import SPARSE_GRADIENT_LAWS, VARLEN_LAWS
+from ragged_attention.testing.varlen.laws import SPARSE_GRADIENT_LAWS, VARLEN_LAWS
 
 README = Path(__file__).parents[1] / "reference" / "README.md"
 PACE = {"torch-reference": 0.6, "torch-eager": 0.6, "torch-triton": 0.12}

@@ -17,8 +17,8 @@ from ragged_attention.reference import page_indices_to_slots as slots
 from ragged_attention.reference import quantize_mla_cache as quantize
 from ragged_attention.reference import sparse_mla_prefill as prefill
 from ragged_attention.reference import write_mla_cache as write
-from ragged_attention.testing.mla_suite import agreement, corners, laws
-from ragged_attention.testing.runners import Runner
+from ragged_attention.testing.mla.suite import agreement, corners, laws
+from ragged_attention.testing.runner import Runner
 from tests.planting import Function, failures, planted
 
 pytest.importorskip("torch", reason="the mutants run through the torch front end")

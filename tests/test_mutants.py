@@ -16,10 +16,11 @@ from ragged_attention.reference import merge_attention_states as merge
 from ragged_attention.reference import ragged_paged_attention as attention
 from ragged_attention.reference import write_kv_pages as write
 from ragged_attention.reference._kv_layout import encode
-from ragged_attention.testing import mla_suite, varlen_suite
 from ragged_attention.testing.drawing import Check
-from ragged_attention.testing.runners import Runner
+from ragged_attention.testing.mla import suite as mla_suite
+from ragged_attention.testing.runner import Runner
 from ragged_attention.testing.suite import agreement, corners, laws
+from ragged_attention.testing.varlen import suite as varlen_suite
 from tests.planting import Function, failures, planted
 
 pytest.importorskip("torch", reason="the mutants run through the torch front end")

@@ -121,9 +121,9 @@ def test_every_small_float_is_decoded_exactly(dtype: str, exponent: int) -> None
 INTERPRETED = """
 import sys
 from ragged_attention.kernels_pallas import _latent
-from ragged_attention.testing import mla_corners
-from ragged_attention.testing.mla_batches import DecodeSpec, PrefillSpec
-from ragged_attention.testing.mla_oracle import check_decode, check_prefill
+from ragged_attention.testing.mla import corners as mla_corners
+from ragged_attention.testing.mla.specs import DecodeSpec, PrefillSpec
+from ragged_attention.testing.mla.oracle import check_decode, check_prefill
 from ragged_attention.testing.tpu_interpreter import InterpretedRunner
 
 _latent.LONGEST_CHUNK = 32

@@ -12,7 +12,7 @@ import pytest
 import ragged_attention as ra
 from ragged_attention import calls
 from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
-from ragged_attention.testing.runners import FRAMEWORKS, runner_for
+from ragged_attention.testing.runner import FRAMEWORKS, runner_for
 
 
 def ones(*shape: int, dtype: Any = np.float32) -> np.ndarray:

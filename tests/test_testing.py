@@ -27,27 +27,27 @@ from ragged_attention.testing import (
     agrees,
     conformance,
     formats,
-    latents,
-    mla_suite,
-    varlen_corners,
-    varlen_laws,
-    varlen_safety,
 )
-from ragged_attention.testing.batches import expected, garbage, pages_of
 from ragged_attention.testing.compare import BOUNDS, EITHER, MANY, OF_FEW, identical
-from ragged_attention.testing.corners import MERGE_CORNERS, WRITE_CORNERS
 from ragged_attention.testing.drawing import drawn, examples_of
-from ragged_attention.testing.gradients import GradientBatch, Gradients
-from ragged_attention.testing.gradients import expected as expected_gradients
-from ragged_attention.testing.mla_cache_batches import SlotsSpec
-from ragged_attention.testing.mla_oracle import check_slots
-from ragged_attention.testing.mla_strategies import decode_specs, prefill_specs
-from ragged_attention.testing.runners import FRAMEWORKS, Absent, Declined, Runner, runner_for, runners
-from ragged_attention.testing.strategies import specs, write_batch
+from ragged_attention.testing.mla import latents
+from ragged_attention.testing.mla import suite as mla_suite
+from ragged_attention.testing.mla.cache_specs import SlotsSpec
+from ragged_attention.testing.mla.oracle import check_slots
+from ragged_attention.testing.mla.strategies import decode_specs, prefill_specs
+from ragged_attention.testing.paged.corners import MERGE_CORNERS, WRITE_CORNERS
+from ragged_attention.testing.paged.specs import expected, garbage, pages_of
+from ragged_attention.testing.paged.strategies import specs, write_batch
+from ragged_attention.testing.runner import FRAMEWORKS, Absent, Declined, Runner, runner_for, runners
 from ragged_attention.testing.suite import checks
-from ragged_attention.testing.varlen_batches import VarlenBatch
-from ragged_attention.testing.varlen_oracle import gradients_agree, rows_without_gradient
-from ragged_attention.testing.varlen_strategies import sparse_gradient_specs, varlen_gradient_specs
+from ragged_attention.testing.varlen import corners as varlen_corners
+from ragged_attention.testing.varlen import garbage as varlen_safety
+from ragged_attention.testing.varlen import laws as varlen_laws
+from ragged_attention.testing.varlen.gradients import GradientBatch, Gradients
+from ragged_attention.testing.varlen.gradients import expected as expected_gradients
+from ragged_attention.testing.varlen.oracle import gradients_agree, rows_without_gradient
+from ragged_attention.testing.varlen.specs import VarlenBatch
+from ragged_attention.testing.varlen.strategies import sparse_gradient_specs, varlen_gradient_specs
 
 MIXED = Spec(lens=((5, 5), (1, 37), (4, 21)), num_kv_heads=2, group=2, padding=2)
 
@@ -311,7 +311,7 @@ def test_a_backend_that_declines_everything_has_shown_nothing() -> None:
 def test_an_operation_that_a_backend_has_not_is_absent() -> None:
     batch = SlotsSpec().build()
     with pytest.raises(Absent, match="does not offer page_indices_to_slots"):
-        runner_for("triton", "torch").slots(batch)
+        runner_for("triton", "torch").run("page_indices_to_slots", batch)
     with pytest.raises(Absent, match="does not offer page_indices_to_slots"):
         drawn(
             runner_for("triton", "torch"),
@@ -388,7 +388,7 @@ def _ascends(seed: int) -> bool:
 def test_garbage_must_not_make_numbers_that_are_none(monkeypatch: pytest.MonkeyPatch, example: Any) -> None:
     nothing = {"q": np.full(3, np.nan)}
     monkeypatch.setattr(Runner, "backward", lambda *_, **__: nothing)
-    monkeypatch.setattr(Runner, "varlen", lambda *_, **__: (nothing["q"], np.zeros(3)))
+    monkeypatch.setattr(Runner, "run", lambda *_, **__: (nothing["q"], np.zeros(3)))
     ascending = next(seed for seed in range(1, 100) if seed % 3 and _ascends(seed))
     with pytest.raises(AssertionError, match=r"expected finite (q|out) from finite inputs, got others"):
         example(runner_for("reference", "torch"), ascending, {})

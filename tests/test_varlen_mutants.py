@@ -12,8 +12,8 @@ from ragged_attention import dispatch
 from ragged_attention.reference import sparse_mla_prefill_backward as sparse
 from ragged_attention.reference import varlen_attention as packed
 from ragged_attention.reference import varlen_attention_backward as packed_backward
-from ragged_attention.testing.runners import Runner
-from ragged_attention.testing.varlen_suite import agreement, corners, laws
+from ragged_attention.testing.runner import Runner
+from ragged_attention.testing.varlen.suite import agreement, corners, laws
 from tests.planting import Function, failures, planted
 
 pytest.importorskip("torch", reason="the mutants run through the torch front end")

@@ -5,8 +5,8 @@ import sys
 
 from ragged_attention.testing import Spec, tpu_interpreter
 from ragged_attention.testing.drawing import Check
-from ragged_attention.testing.heads_first import PagedSpec, check_paged
-from ragged_attention.testing.runners import Runner
+from ragged_attention.testing.heads_first.specs import PagedSpec, check_paged
+from ragged_attention.testing.runner import Runner
 
 MODES = tuple(itertools.product((None, "batch", "kv_head"), (True, False)))
 

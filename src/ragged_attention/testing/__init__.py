@@ -14,7 +14,7 @@ on a backend. The parts, for tests of one's own:
     runner_for                             a backend, called through the torch or the jax front end
     guarded                                arrays that end where readable memory ends
 
-`ragged_attention.testing.strategies`, `.heads_first_suite`, `.mla_strategies` and `.varlen_strategies` have the
+`ragged_attention.testing.paged.strategies`, `.heads_first_suite`, `.mla_strategies` and `.varlen_strategies` have the
 Hypothesis strategies.
 """
 
@@ -25,22 +25,22 @@ if missing := [name for name in ("hypothesis", "pytest") if find_spec(name) is N
         f"ragged_attention.testing needs {' and '.join(missing)}: install the extra, ragged-attention[testing]"
     )
 
-from ragged_attention.testing.batches import Batch as Batch
-from ragged_attention.testing.batches import MergeBatch as MergeBatch
-from ragged_attention.testing.batches import Spec as Spec
-from ragged_attention.testing.batches import WriteBatch as WriteBatch
 from ragged_attention.testing.compare import agrees as agrees
-from ragged_attention.testing.corners import CORNERS as CORNERS
-from ragged_attention.testing.gradients import GradientSpec as GradientSpec
 from ragged_attention.testing.guarded import guarded as guarded
-from ragged_attention.testing.heads_first import ChunkSpec as ChunkSpec
-from ragged_attention.testing.heads_first import PagedSpec as PagedSpec
-from ragged_attention.testing.heads_first_suite import HEADS_FIRST_LAWS as HEADS_FIRST_LAWS
-from ragged_attention.testing.laws import LAWS as LAWS
-from ragged_attention.testing.mla_batches import DecodeSpec as DecodeSpec
-from ragged_attention.testing.mla_batches import PrefillSpec as PrefillSpec
-from ragged_attention.testing.mla_laws import MLA_LAWS as MLA_LAWS
-from ragged_attention.testing.runners import runner_for as runner_for
-from ragged_attention.testing.varlen_batches import VarlenSpec as VarlenSpec
-from ragged_attention.testing.varlen_laws import SPARSE_GRADIENT_LAWS as SPARSE_GRADIENT_LAWS
-from ragged_attention.testing.varlen_laws import VARLEN_LAWS as VARLEN_LAWS
+from ragged_attention.testing.heads_first.specs import ChunkSpec as ChunkSpec
+from ragged_attention.testing.heads_first.specs import PagedSpec as PagedSpec
+from ragged_attention.testing.heads_first.suite import HEADS_FIRST_LAWS as HEADS_FIRST_LAWS
+from ragged_attention.testing.mla.laws import MLA_LAWS as MLA_LAWS
+from ragged_attention.testing.mla.specs import DecodeSpec as DecodeSpec
+from ragged_attention.testing.mla.specs import PrefillSpec as PrefillSpec
+from ragged_attention.testing.paged.corners import CORNERS as CORNERS
+from ragged_attention.testing.paged.laws import LAWS as LAWS
+from ragged_attention.testing.paged.specs import Batch as Batch
+from ragged_attention.testing.paged.specs import MergeBatch as MergeBatch
+from ragged_attention.testing.paged.specs import Spec as Spec
+from ragged_attention.testing.paged.specs import WriteBatch as WriteBatch
+from ragged_attention.testing.runner import runner_for as runner_for
+from ragged_attention.testing.varlen.gradients import GradientSpec as GradientSpec
+from ragged_attention.testing.varlen.laws import SPARSE_GRADIENT_LAWS as SPARSE_GRADIENT_LAWS
+from ragged_attention.testing.varlen.laws import VARLEN_LAWS as VARLEN_LAWS
+from ragged_attention.testing.varlen.specs import VarlenSpec as VarlenSpec

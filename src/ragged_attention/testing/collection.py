@@ -10,7 +10,7 @@ import pytest
 
 from ragged_attention.testing import environment
 from ragged_attention.testing.drawing import examples_of
-from ragged_attention.testing.runners import Runner, runners
+from ragged_attention.testing.runner import Runner, runners
 
 __all__ = ["examples", "pytest_generate_tests"]
 

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     environment.prepare(options.device)
 
     from ragged_attention.testing import cuda_emulator, tpu_interpreter
-    from ragged_attention.testing.runners import runners
+    from ragged_attention.testing.runner import runners
 
     console = Console()
     present, absent = runners(options.backend, options.framework, options.device)

@@ -18,7 +18,7 @@ from typing import Any
 
 from ragged_attention import kernels_cuda
 from ragged_attention.kernels_cuda._build import compile, toolchain
-from ragged_attention.testing.runners import FRAMEWORKS, Runner
+from ragged_attention.testing.runner import FRAMEWORKS, Runner
 
 BACKEND = "cuda"
 MODES: Mapping[str, int] = {"eager": 0, "late": 1, "crossed": 1}  # and the seed of the order of threads; 0: in turn

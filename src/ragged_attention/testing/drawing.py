@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from ragged_attention.testing.runners import Declined, Runner
+from ragged_attention.testing.runner import Declined, Runner
 
 PROFILES = {"dev": 25, "ci": 200, "nightly": 2000}
 PROFILE_VARIABLE = "HYPOTHESIS_PROFILE"

@@ -13,8 +13,11 @@ import ragged_attention.jax as operations  # noqa: F401  (what a runner calls)
 from ragged_attention.calls import Device
 from ragged_attention.jax._launcher import device_facts, is_bits
 from ragged_attention.jax._lower import default_platform
+from ragged_attention.testing import triton_interpreter
 
 INT32 = np.iinfo(np.int32)
+
+triton_interpreter.quicken()
 
 
 def facts(device: str | None) -> Device:

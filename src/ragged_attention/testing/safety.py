@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 
 from ragged_attention import dispatch
-from ragged_attention.testing import heads_first_suite, mla_safety, varlen_safety
-from ragged_attention.testing.batches import Batch, Spec, WriteBatch, garbage
 from ragged_attention.testing.guarded import guarded, run_apart
-from ragged_attention.testing.runners import Declined, Runner
-from ragged_attention.testing.strategies import merge_batch, write_batch
+from ragged_attention.testing.heads_first import suite as heads_first_suite
+from ragged_attention.testing.mla import garbage as mla_safety
+from ragged_attention.testing.paged.specs import Batch, Spec, WriteBatch, garbage
+from ragged_attention.testing.paged.strategies import merge_batch, write_batch
+from ragged_attention.testing.runner import Declined, Runner
+from ragged_attention.testing.varlen import garbage as varlen_safety
 
 MODULE = "ragged_attention.testing.safety"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -91,20 +93,22 @@ def ascends(batch: Batch) -> bool:
 
 def _attention(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
     batch = garbage_attention(seed)
-    out, lse = runner.attention(batch, options=options)
+    out, lse = runner.run("ragged_paged_attention", batch, options=options, return_lse=True)
     if ascends(batch) and (not np.isfinite(out).all() or np.isnan(lse).any()):
         raise AssertionError("expected finite outputs from finite inputs, got others")
 
 
 def _write(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
     del options
-    runner.write(garbage_write(seed))
+    runner.run("write_kv_pages", garbage_write(seed))
 
 
 def _merge(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
     del options
     dtype = DTYPES[seed % len(DTYPES)]
-    runner.merge(merge_batch((1 + seed % 3, seed % 4, 3, 16), dtype=dtype, empty=0.3, seed=seed))
+    runner.run(
+        "merge_attention_states", merge_batch((1 + seed % 3, seed % 4, 3, 16), dtype=dtype, empty=0.3, seed=seed)
+    )
 
 
 EXAMPLES: tuple[tuple[str, Callable[[Runner, int, Mapping[str, Any]], None]], ...] = (

@@ -8,15 +8,19 @@ has shown nothing, which is a `Declined` check.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ragged_attention.testing import compare, formats, heads_first_suite, mla_suite, updates, varlen_suite
-from ragged_attention.testing.batches import Batch, Spec, expected
-from ragged_attention.testing.corners import CORNERS, MERGE_CORNERS, WRITE_CORNERS
+from ragged_attention.testing import compare, formats
 from ragged_attention.testing.drawing import Check, built, on_corner, on_drawn, on_drawn_paths, on_every_path
-from ragged_attention.testing.laws import LAWS, quantised_is_dequantised
-from ragged_attention.testing.oracle import check_merge, check_write
-from ragged_attention.testing.runners import Runner
+from ragged_attention.testing.heads_first import suite as heads_first_suite
+from ragged_attention.testing.mla import suite as mla_suite
+from ragged_attention.testing.paged import updates
+from ragged_attention.testing.paged.corners import CORNERS, MERGE_CORNERS, WRITE_CORNERS
+from ragged_attention.testing.paged.laws import LAWS, quantised_is_dequantised
+from ragged_attention.testing.paged.oracle import check_merge, check_write
+from ragged_attention.testing.paged.specs import Batch, Spec, expected
+from ragged_attention.testing.paged.strategies import merge_specs, specs, write_specs
+from ragged_attention.testing.runner import Runner
 from ragged_attention.testing.safety import check_in_a_process_apart
-from ragged_attention.testing.strategies import merge_specs, specs, write_specs
+from ragged_attention.testing.varlen import suite as varlen_suite
 
 ON_EVERY_PATH = (
     "decode of a long sequence",
@@ -30,7 +34,7 @@ ON_EVERY_PATH = (
 
 def check_attention(runner: Runner, batch: Batch, options: Mapping[str, Any] | None = None) -> None:
     """A batch's out and lse agree with the definition."""
-    out, lse = runner.attention(batch, options=options)
+    out, lse = runner.run("ragged_paged_attention", batch, options=options, return_lse=True)
     want_out, want_lse = expected(batch)
     compare.agrees(out, want_out, batch.kind)
     compare.agrees(lse, want_lse, f"lse {batch.kind}", "lse")
@@ -38,13 +42,16 @@ def check_attention(runner: Runner, batch: Batch, options: Mapping[str, Any] | N
 
 def check_without_lse(runner: Runner, spec: Spec) -> None:
     batch = spec.build()
-    out, _ = runner.attention(batch, return_lse=False)
+    out = runner.run("ragged_paged_attention", batch)
     compare.agrees(out, expected(batch)[0], batch.kind)
 
 
 def check_determinism(runner: Runner, spec: Spec) -> None:
     batch = spec.build()
-    first, again = runner.attention(batch), runner.attention(batch)
+    first, again = (
+        runner.run("ragged_paged_attention", batch, return_lse=True),
+        runner.run("ragged_paged_attention", batch, return_lse=True),
+    )
     compare.identical(first[0], again[0])
     compare.identical(first[1], again[1], "lse")
 

@@ -3,7 +3,7 @@
 import pytest
 
 from ragged_attention.testing.drawing import Check
-from ragged_attention.testing.runners import Declined, Runner
+from ragged_attention.testing.runner import Declined, Runner
 from ragged_attention.testing.suite import checks
 
 

@@ -29,9 +29,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 from unittest import mock
 
-from ragged_attention.testing import environment, mla_safety, safety
+from ragged_attention.testing import environment, safety
 from ragged_attention.testing.drawing import PATHS, Check, examples_of, paths
-from ragged_attention.testing.runners import Absent, Declined, Runner
+from ragged_attention.testing.mla import garbage as mla_safety
+from ragged_attention.testing.runner import Absent, Declined, Runner
 from ragged_attention.testing.suite import checks as suite_checks
 from ragged_attention.testing.verdicts import Verdict, verdict_of
 

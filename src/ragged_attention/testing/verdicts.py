@@ -4,7 +4,7 @@ import dataclasses
 import time
 
 from ragged_attention.testing.drawing import Check
-from ragged_attention.testing.runners import Declined, Runner
+from ragged_attention.testing.runner import Declined, Runner
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from ragged_attention.testing import formats
-from ragged_attention.testing.batches import MergeBatch, Spec, WriteBatch, garbage
+from ragged_attention.testing.paged.specs import MergeBatch, Spec, WriteBatch, garbage
 
 PAGE_SIZES = (1, 2, 3, 4, 8, 16, 32)
 HEAD_DIMS = (16, 24, 40, 64, 80)

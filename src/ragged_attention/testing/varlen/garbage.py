@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from ragged_attention.testing.batches import garbage
-from ragged_attention.testing.gradients import GradientBatch, GradientSpec
-from ragged_attention.testing.mla_batches import PrefillSpec
-from ragged_attention.testing.runners import Runner
-from ragged_attention.testing.varlen_batches import VarlenBatch, VarlenSpec
+from ragged_attention.testing.mla.specs import PrefillSpec
+from ragged_attention.testing.paged.specs import garbage
+from ragged_attention.testing.runner import Runner
+from ragged_attention.testing.varlen.gradients import GradientBatch, GradientSpec
+from ragged_attention.testing.varlen.specs import VarlenBatch, VarlenSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -82,7 +82,7 @@ def _expect_finite(results: Mapping[str, np.ndarray]) -> None:
 
 def _varlen(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
     batch: Any = garbage_varlen(seed).forward
-    out, lse = runner.varlen(batch, options=options)
+    out, lse = runner.run("varlen_attention", batch, options=options, return_lse=True)
     if ascends(batch):
         _expect_finite({"out": out, "lse": np.where(lse == -np.inf, 0.0, lse)})
 

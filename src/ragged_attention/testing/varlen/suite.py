@@ -2,16 +2,16 @@
 
 from collections.abc import Iterator
 
-from ragged_attention.testing import varlen_corners
 from ragged_attention.testing.drawing import Check, built, on_corner, on_drawn, on_drawn_paths, on_every_path
-from ragged_attention.testing.varlen_laws import SPARSE_GRADIENT_LAWS, VARLEN_LAWS
-from ragged_attention.testing.varlen_oracle import (
+from ragged_attention.testing.varlen import corners as varlen_corners
+from ragged_attention.testing.varlen.laws import SPARSE_GRADIENT_LAWS, VARLEN_LAWS
+from ragged_attention.testing.varlen.oracle import (
     check_gradients,
     check_same_bits,
     check_varlen,
     check_varlen_without_lse,
 )
-from ragged_attention.testing.varlen_strategies import sparse_gradient_specs, varlen_gradient_specs, varlen_specs
+from ragged_attention.testing.varlen.strategies import sparse_gradient_specs, varlen_gradient_specs, varlen_specs
 
 
 def corners() -> Iterator[Check]:

@@ -8,9 +8,9 @@ import numpy as np
 from ragged_attention.reference.sparse_mla_prefill import sparse_mla_prefill
 from ragged_attention.reference.varlen_attention import varlen_attention
 from ragged_attention.testing.compare import agrees, identical
-from ragged_attention.testing.gradients import BackwardBatch, GradientBatch, Gradients, expected
-from ragged_attention.testing.runners import Runner
-from ragged_attention.testing.varlen_batches import VarlenBatch
+from ragged_attention.testing.runner import Runner
+from ragged_attention.testing.varlen.gradients import BackwardBatch, GradientBatch, Gradients, expected
+from ragged_attention.testing.varlen.specs import VarlenBatch
 
 RUNS = 5  # that give the same bits
 DETERMINISTIC = ("triton", "eager", "reference")  # whose dense gradients have the same bits unasked
@@ -38,12 +38,16 @@ def gradients_agree(got: Mapping[str, Any], want: Mapping[str, Any], dtype: str,
 
 
 def check_varlen(runner: Runner, batch: VarlenBatch, options: Mapping[str, Any] | None = None) -> None:
-    varlen_agrees(runner.varlen(batch, options=options), varlen_attention(**batch.arguments()), batch.dtype)
+    varlen_agrees(
+        runner.run("varlen_attention", batch, options=options, return_lse=True),
+        varlen_attention(**batch.arguments()),
+        batch.dtype,
+    )
 
 
 def check_varlen_without_lse(runner: Runner, batch: VarlenBatch) -> None:
     out, lse = varlen_attention(**batch.arguments())
-    varlen_agrees((runner.varlen(batch, return_lse=False)[0], lse), (out, lse), batch.dtype)
+    varlen_agrees((runner.run("varlen_attention", batch), lse), (out, lse), batch.dtype)
 
 
 def _results_agree(got: Gradients, batch: GradientBatch) -> None:

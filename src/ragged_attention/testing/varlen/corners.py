@@ -3,10 +3,10 @@
 import dataclasses
 from collections.abc import Callable
 
-from ragged_attention.testing.gradients import GradientBatch, GradientSpec
-from ragged_attention.testing.mla_batches import PrefillSpec
-from ragged_attention.testing.mla_corners import PREFILL_CORNERS
-from ragged_attention.testing.varlen_batches import VarlenSpec
+from ragged_attention.testing.mla.corners import PREFILL_CORNERS
+from ragged_attention.testing.mla.specs import PrefillSpec
+from ragged_attention.testing.varlen.gradients import GradientBatch, GradientSpec
+from ragged_attention.testing.varlen.specs import VarlenSpec
 
 LONG = ((70, 150), (130, 130), (1, 65))
 SHORTER_KEYS = ((9, 4), (6, 6), (3, 0))

@@ -13,9 +13,10 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ragged_attention.testing import formats, latents
-from ragged_attention.testing.batches import INT32, Arrays, garbage
-from ragged_attention.testing.latents import Cache
+from ragged_attention.testing import formats
+from ragged_attention.testing.mla import latents
+from ragged_attention.testing.mla.latents import Cache
+from ragged_attention.testing.paged.specs import INT32, Arrays, garbage
 
 BYTES = ("uint8", "int8", "float8_e4m3fn")
 CACHES = ("kv", "kv_cache", "extra_kv_cache", "cache")

@@ -15,9 +15,9 @@ from ragged_attention.reference.sparse_mla_prefill_backward import sparse_mla_pr
 from ragged_attention.reference.varlen_attention import varlen_attention
 from ragged_attention.reference.varlen_attention_backward import varlen_attention_backward
 from ragged_attention.testing import formats
-from ragged_attention.testing.batches import Arrays
-from ragged_attention.testing.mla_batches import PrefillBatch, PrefillSpec
-from ragged_attention.testing.varlen_batches import VarlenBatch, VarlenSpec
+from ragged_attention.testing.mla.specs import PrefillBatch, PrefillSpec
+from ragged_attention.testing.paged.specs import Arrays
+from ragged_attention.testing.varlen.specs import VarlenBatch, VarlenSpec
 
 Forward = VarlenBatch | PrefillBatch
 DEFINITIONS = {

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from ragged_attention.testing import formats
-from ragged_attention.testing.batches import INT32, Batch, MergeBatch, Spec, WriteBatch
-from ragged_attention.testing.strategies import merge_batch, write_batch
+from ragged_attention.testing.paged.specs import INT32, Batch, MergeBatch, Spec, WriteBatch
+from ragged_attention.testing.paged.strategies import merge_batch, write_batch
 
 MIXED = ((5, 5), (1, 37), (4, 21), (1, 9))  # prefill, decode, chunk, decode
 ALL_EDGES = ((0, 7), (3, 0), (4, 2), (1, 33), (0, 0), (6, 30))

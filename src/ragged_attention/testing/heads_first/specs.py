@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from ragged_attention.reference.paged_attention import paged_attention, values_of
 from ragged_attention.reference.prefill_attention import prefill_attention, rows_of_the_last_chunk
 from ragged_attention.testing import compare
-from ragged_attention.testing.batches import Arrays, Batch, Spec, split
 from ragged_attention.testing.formats import QUANTIZED
-from ragged_attention.testing.runners import HeadsFirstPages, Runner
+from ragged_attention.testing.paged.specs import Arrays, Batch, Spec, split
+from ragged_attention.testing.runner import HeadsFirstPages, Runner
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -82,6 +82,9 @@ class ChunkBatch(HeadsFirstArrays):
     def arguments(self) -> dict[str, Any]:
         """All but `align`, which is an option."""
         return {name: value for name, value in super().arguments().items() if name != "align"}
+
+    def options(self) -> dict[str, Any]:
+        return {"align": self.align}
 
     @property
     def live(self) -> int:
@@ -169,9 +172,9 @@ def expected_chunk(batch: ChunkBatch) -> NDArray[np.float64]:
 
 def check_paged(runner: Runner, batch: PagedBatch, options: Mapping[str, Any] | None = None) -> None:
     """A batch's out agrees with the definition."""
-    compare.agrees(runner.paged(batch, options=options), expected_paged(batch), batch.kind)
+    compare.agrees(runner.run("paged_attention", batch, options=options), expected_paged(batch), batch.kind)
 
 
 def check_chunk(runner: Runner, batch: ChunkBatch, options: Mapping[str, Any] | None = None) -> None:
     """A batch's out agrees with the definition."""
-    compare.agrees(runner.chunk(batch, options=options), expected_chunk(batch), batch.kind)
+    compare.agrees(runner.run("prefill_attention", batch, options=options), expected_chunk(batch), batch.kind)

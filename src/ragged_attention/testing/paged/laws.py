@@ -11,17 +11,17 @@ import numpy as np
 
 from ragged_attention.reference._kv_layout import per_head
 from ragged_attention.testing import formats
-from ragged_attention.testing.batches import Batch, MergeBatch, Spec, WriteBatch, like_pages, pages_of, split
 from ragged_attention.testing.compare import agrees, identical
-from ragged_attention.testing.runners import Runner
+from ragged_attention.testing.paged.specs import Batch, MergeBatch, Spec, WriteBatch, like_pages, pages_of, split
+from ragged_attention.testing.runner import Runner
 
 Law = Callable[[Runner, Spec], None]
 
 
 def same(runner: Runner, batch: Batch, other: Batch, kind: str | None = None) -> None:
     """Two batches give the same out and the same lse."""
-    out, lse = runner.attention(batch)
-    other_out, other_lse = runner.attention(other)
+    out, lse = runner.run("ragged_paged_attention", batch, return_lse=True)
+    other_out, other_lse = runner.run("ragged_paged_attention", other, return_lse=True)
     agrees(out, other_out, kind or batch.kind)
     agrees(lse, other_lse, f"lse {kind or batch.kind}", "lse")
 
@@ -29,7 +29,7 @@ def same(runner: Runner, batch: Batch, other: Batch, kind: str | None = None) ->
 def blind_queries_give_nothing(runner: Runner, spec: Spec) -> None:
     batch = spec.build()
     for case in (batch, batch.change(kv_lens=np.zeros_like(batch.kv_lens)), _without_pages(batch)):
-        out, lse = runner.attention(case)
+        out, lse = runner.run("ragged_paged_attention", case, return_lse=True)
         rows = case.blind()
         identical(out[rows], np.zeros_like(out[rows]), "out of queries that see no key")
         identical(lse[rows], np.full_like(lse[rows], -np.inf), "lse of queries that see no key")
@@ -68,7 +68,7 @@ def pages_may_be_shared(runner: Runner, spec: Spec) -> None:
 def sequences_do_not_mix(runner: Runner, spec: Spec) -> None:
     """One call over a batch equals one call a sequence."""
     batch = spec.build()
-    out, lse = runner.attention(batch)
+    out, lse = runner.run("ragged_paged_attention", batch, return_lse=True)
     for seq, (start, stop) in enumerate(batch.bounds()):
         alone = batch.change(
             q=batch.q[start:stop],
@@ -77,7 +77,7 @@ def sequences_do_not_mix(runner: Runner, spec: Spec) -> None:
             cu_q_lens=np.array([0, stop - start], np.int32),
             num_seqs=None,
         )
-        out_alone, lse_alone = runner.attention(alone)
+        out_alone, lse_alone = runner.run("ragged_paged_attention", alone, return_lse=True)
         agrees(out[start:stop], out_alone, batch.kind, f"out of sequence {seq}")
         agrees(lse[start:stop], lse_alone, f"lse {batch.kind}", f"lse of sequence {seq}")
 
@@ -87,12 +87,14 @@ def output_is_a_mixture(runner: Runner, spec: Spec) -> None:
     batch = spec.build()
     ones = [pages.copy() for pages in pages_of(batch.kv_pages)]
     split(like_pages(batch.kv_pages, ones))[1][...] = formats.stored(np.float32(1), batch.cache_dtype)
-    out, lse = runner.attention(batch.change(kv_pages=like_pages(batch.kv_pages, ones)))
+    out, lse = runner.run(
+        "ragged_paged_attention", batch.change(kv_pages=like_pages(batch.kv_pages, ones)), return_lse=True
+    )
     share = _share(batch, lse) * np.repeat(per_head(batch.v_scale, batch.num_kv_heads), batch.group)
     agrees(out, np.broadcast_to(share[..., None], out.shape), batch.kind, "out of constant values", constant=True)
     values = formats.values_of(split(batch.kv_pages)[1], batch.cache_dtype)
     highest = np.abs(values).max(initial=0) * np.abs(per_head(batch.v_scale, batch.num_kv_heads)).max()
-    out, _ = runner.attention(batch)
+    out, _ = runner.run("ragged_paged_attention", batch, return_lse=True)
     what = "|out| over the largest |value|"
     agrees(np.maximum(np.abs(out), highest), np.full_like(out, highest), batch.kind, what, constant=True)
 
@@ -110,12 +112,16 @@ def parts_merge(runner: Runner, spec: Spec) -> None:
     batch = spec.build().widened().change(sinks=None)
     odd = np.arange(batch.page_indices.shape[1])[None] % 2 == 1
     parts = [
-        runner.attention(batch.change(page_indices=np.where(hidden, np.int32(-1), batch.page_indices)))
+        runner.run(
+            "ragged_paged_attention",
+            batch.change(page_indices=np.where(hidden, np.int32(-1), batch.page_indices)),
+            return_lse=True,
+        )
         for hidden in (odd, ~odd)
     ]
     outs, lses = (np.stack(arrays) for arrays in zip(*parts, strict=True))
-    out, lse = runner.merge(MergeBatch(outs=outs, lses=lses))
-    whole_out, whole_lse = runner.attention(batch)
+    out, lse = runner.run("merge_attention_states", MergeBatch(outs=outs, lses=lses))
+    whole_out, whole_lse = runner.run("ragged_paged_attention", batch, return_lse=True)
     agrees(out, whole_out, batch.kind)
     agrees(lse, whole_lse, f"lse {batch.kind}", "lse")
 
@@ -145,12 +151,12 @@ def quantised_is_dequantised(runner: Runner, spec: Spec) -> None:
 def sinks_take_their_share(runner: Runner, spec: Spec) -> None:
     """A sink of -inf changes nothing, one of +inf makes out 0, none changes the lse; a finite one is exact."""
     batch = spec.build().change(sinks=None)
-    out, lse = runner.attention(batch)
+    out, lse = runner.run("ragged_paged_attention", batch, return_lse=True)
     heads = batch.q.shape[1]
     normal = np.random.default_rng(spec.seed).standard_normal(heads).astype(np.float32)
     for sinks in (np.full(heads, -np.inf, np.float32), np.full(heads, np.inf, np.float32), normal):
         sunk = batch.change(sinks=sinks)
-        out_sunk, lse_sunk = runner.attention(sunk)
+        out_sunk, lse_sunk = runner.run("ragged_paged_attention", sunk, return_lse=True)
         agrees(lse_sunk, lse, f"lse {batch.kind}", "lse with sinks")
         agrees(out_sunk, out * _share(sunk, lse)[..., None], batch.kind, f"out with sinks {sinks[0]}")
 
@@ -173,12 +179,10 @@ def writing_is_having(runner: Runner, spec: Spec) -> None:
             token[step.start : step.stop] = formats.values_of(rows, batch.cache_dtype) * scale
             side[slots // batch.page_size, slots % batch.page_size] = 0
     tables = {name: getattr(batch, name) for name in ("page_indices", "kv_lens", "cu_q_lens", "num_seqs")}
-    written = runner.write(
-        WriteBatch(
+    written = runner.run("write_kv_pages", WriteBatch(
             k=formats.rounded(tokens[0], dtype), v=formats.rounded(tokens[1], dtype), kv_pages=emptied, **tables,
             k_scale=batch.k_scale, v_scale=batch.v_scale, dtype=dtype, cache_dtype=batch.cache_dtype,
-        )
-    )  # fmt: skip
+        ))  # fmt: skip
     same(runner, batch.change(kv_pages=written), batch)
 
 
@@ -188,8 +192,8 @@ def a_double_is_its_multiplicity(runner: Runner, spec: Spec) -> None:
     whole_pages = (batch.kv_lens // batch.page_size * batch.page_size).astype(np.int32)
     once = batch.change(causal=False, sliding_window=None, sinks=None, kv_lens=whole_pages)
     twice = once.change(kv_lens=2 * whole_pages, page_indices=_doubled(once))
-    out, lse = runner.attention(once)
-    out_twice, lse_twice = runner.attention(twice)
+    out, lse = runner.run("ragged_paged_attention", once, return_lse=True)
+    out_twice, lse_twice = runner.run("ragged_paged_attention", twice, return_lse=True)
     agrees(out_twice, out, batch.kind)
     agrees(lse_twice, lse.astype(np.float64) + np.log(2), f"lse {batch.kind}", "lse")
 

@@ -12,15 +12,15 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from ragged_attention.testing.batches import Batch
 from ragged_attention.testing.compare import agrees, identical
-from ragged_attention.testing.gradients import GradientBatch, Gradients, GradientSpec
-from ragged_attention.testing.mla_batches import PrefillBatch
-from ragged_attention.testing.mla_laws import Law
-from ragged_attention.testing.runners import Runner
-from ragged_attention.testing.varlen_batches import VarlenBatch, VarlenSpec
-from ragged_attention.testing.varlen_oracle import gradients_agree, rows_without_gradient, varlen_agrees
-from ragged_attention.testing.varlen_strategies import sparse_gradient_specs, varlen_gradient_specs, varlen_specs
+from ragged_attention.testing.mla.laws import Law
+from ragged_attention.testing.mla.specs import PrefillBatch
+from ragged_attention.testing.paged.specs import Batch
+from ragged_attention.testing.runner import Runner
+from ragged_attention.testing.varlen.gradients import GradientBatch, Gradients, GradientSpec
+from ragged_attention.testing.varlen.oracle import gradients_agree, rows_without_gradient, varlen_agrees
+from ragged_attention.testing.varlen.specs import VarlenBatch, VarlenSpec
+from ragged_attention.testing.varlen.strategies import sparse_gradient_specs, varlen_gradient_specs, varlen_specs
 
 OF_QUERIES = ("q", "indices", "topk_lens", "d_out", "d_lse")
 
@@ -114,7 +114,11 @@ def gradients_are_slopes(runner: Runner, spec: GradientSpec) -> None:
     def height(far: float) -> float:
         moved = {name: (getattr(forward, name) + far * way).astype(np.float32) for name, way in step.items()}
         other = forward.change(**moved)
-        results = runner.varlen(other) if isinstance(other, VarlenBatch) else runner.prefill(other)
+        results = (
+            runner.run("varlen_attention", other, return_lse=True)
+            if isinstance(other, VarlenBatch)
+            else runner.run("sparse_mla_prefill", other)
+        )
         return _asked(batch, results[0], results[-1]).sum()
 
     width = forward.q.shape[2]
@@ -203,7 +207,11 @@ def packed_is_paged(runner: Runner, spec: VarlenSpec) -> None:
         q=batch.q, kv_pages=(pages[0], pages[1]), kv_lens=lens.astype(np.int32), page_indices=table,
         cu_q_lens=batch.cu_q_lens, **{name: getattr(batch, name) for name in options},
     )  # fmt: skip
-    varlen_agrees(runner.varlen(batch), runner.attention(paged), "float32")
+    varlen_agrees(
+        runner.run("varlen_attention", batch, return_lse=True),
+        runner.run("ragged_paged_attention", paged, return_lse=True),
+        "float32",
+    )
 
 
 def groups_share_a_head(runner: Runner, spec: GradientSpec) -> None:

@@ -8,10 +8,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 from ragged_attention.testing import formats
-from ragged_attention.testing.batches import INT32, Spec, garbage
 from ragged_attention.testing.compare import agrees, identical
 from ragged_attention.testing.drawing import Check, on_corner, on_drawn, on_drawn_paths, on_every_path
-from ragged_attention.testing.heads_first import (
+from ragged_attention.testing.heads_first.specs import (
     ChunkBatch,
     ChunkSpec,
     PagedBatch,
@@ -19,8 +18,9 @@ from ragged_attention.testing.heads_first import (
     check_chunk,
     check_paged,
 )
-from ragged_attention.testing.runners import Runner
-from ragged_attention.testing.strategies import specs
+from ragged_attention.testing.paged.specs import INT32, Spec, garbage
+from ragged_attention.testing.paged.strategies import specs
+from ragged_attention.testing.runner import Runner
 
 LENGTHS = ((1, 5), (1, 0), (1, 37), (1, 1), (1, 16))
 ALL = {"poison": "nan", "garbage": True}
@@ -166,8 +166,8 @@ def heads_first_is_a_matter_of_layout(runner: Runner, spec: PagedSpec) -> None:
     """Paged attention is ragged attention over the pages turned, one query a sequence."""
     spec = dataclasses.replace(spec, scaled=False)
     batch = spec.ragged().change(k_scale=None, v_scale=None)
-    out, _ = runner.attention(batch)
-    agrees(runner.paged(spec.build()), out, batch.kind)
+    out, _ = runner.run("ragged_paged_attention", batch, return_lse=True)
+    agrees(runner.run("paged_attention", spec.build()), out, batch.kind)
 
 
 def the_last_row_is_a_decode(runner: Runner, spec: ChunkSpec) -> None:
@@ -183,7 +183,11 @@ def the_last_row_is_a_decode(runner: Runner, spec: ChunkSpec) -> None:
         lengths=np.array([spec.length], np.int32),
         **{name: getattr(batch, name) for name in names},
     )
-    agrees(runner.chunk(batch)[batch.live - 1 : batch.live], runner.paged(last), batch.kind)
+    agrees(
+        runner.run("prefill_attention", batch)[batch.live - 1 : batch.live],
+        runner.run("paged_attention", last),
+        batch.kind,
+    )
 
 
 def alignments_meet(runner: Runner, spec: ChunkSpec) -> None:
@@ -191,7 +195,7 @@ def alignments_meet(runner: Runner, spec: ChunkSpec) -> None:
     batch = dataclasses.replace(spec, align="chunk").build()
     live = batch.live
     ended = batch.change(q=np.roll(np.nan_to_num(batch.q), -live, axis=0), align="end")
-    out, at_end = runner.chunk(batch), runner.chunk(ended)
+    out, at_end = runner.run("prefill_attention", batch), runner.run("prefill_attention", ended)
     agrees(out[:live], at_end[len(batch.q) - live :], batch.kind)
     identical(out[live:], np.zeros_like(out[live:]), "rows behind the length")
 
@@ -200,7 +204,7 @@ def scaled_pages_are_their_values(runner: Runner, spec: PagedSpec) -> None:
     """Quantised pages give what their dequantised values give."""
     cached = spec.spec.cache_dtype if spec.spec.cache_dtype in formats.QUANTIZED else "int8"
     batch = PagedSpec(spec=dataclasses.replace(spec.spec, cache_dtype=cached)).build().change(dtype="float32")
-    agrees(runner.paged(batch), runner.paged(batch.widened()), batch.kind)
+    agrees(runner.run("paged_attention", batch), runner.run("paged_attention", batch.widened()), batch.kind)
 
 
 Law = tuple[Callable[[Runner, Any], None], st.SearchStrategy[Any]]
@@ -219,7 +223,7 @@ def _wild_paged(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
     batch = PagedSpec(spec=_wild_spec(rng, seed, ((1, 9), (1, 0), (1, 21)))).build()
     lengths = garbage(rng, batch.lengths.shape, 40) if rng.random() < 0.7 else batch.lengths
     tables = garbage(rng, batch.page_indices.shape, 20) if rng.random() < 0.7 else batch.page_indices
-    _expect_finite(runner.paged(batch.change(lengths=lengths, page_indices=tables), options=options))
+    _expect_finite(runner.run("paged_attention", batch.change(lengths=lengths, page_indices=tables), options=options))
 
 
 def _wild_chunk(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
@@ -228,7 +232,7 @@ def _wild_chunk(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
     batch = ChunkSpec(spec=spec, length=int(rng.integers(0, 30)), chunk=int(rng.choice([1, 5, 8])), align=align).build()
     length = garbage(rng, 1, 40) if rng.random() < 0.7 else batch.length
     tables = garbage(rng, batch.page_indices.shape, 20) if rng.random() < 0.7 else batch.page_indices
-    _expect_finite(runner.chunk(batch.change(length=length, page_indices=tables), options=options))
+    _expect_finite(runner.run("prefill_attention", batch.change(length=length, page_indices=tables), options=options))
 
 
 def _wild_spec(rng: np.random.Generator, seed: int, lens: tuple[tuple[int, int], ...]) -> Spec:

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from ragged_attention.reference.varlen_attention import sequences
 from ragged_attention.testing import formats
-from ragged_attention.testing.batches import Arrays
-from ragged_attention.testing.mla_batches import sinks_of
+from ragged_attention.testing.mla.specs import sinks_of
+from ragged_attention.testing.paged.specs import Arrays
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -8,11 +8,11 @@ import numpy as np
 from hypothesis import strategies as st
 
 from ragged_attention.testing import compare
-from ragged_attention.testing.batches import Spec, WriteBatch, expected, pages_of
-from ragged_attention.testing.corners import ALL_EDGES, MIXED
 from ragged_attention.testing.drawing import Check, drawn
-from ragged_attention.testing.runners import Runner
-from ragged_attention.testing.strategies import specs, write_batch
+from ragged_attention.testing.paged.corners import ALL_EDGES, MIXED
+from ragged_attention.testing.paged.specs import Spec, WriteBatch, expected, pages_of
+from ragged_attention.testing.paged.strategies import specs, write_batch
+from ragged_attention.testing.runner import Runner
 
 # In one operation where the backend has that, else in two.
 FUSED = {"fused_update": True}
@@ -43,7 +43,7 @@ def check_update(runner: Runner, spec: Spec, options: Mapping[str, Any] | None =
     spec = dataclasses.replace(spec, sharing=None, poison=None)
     batch, new = spec.build(), _with_nan_where_nothing_goes(write_batch(spec, by_tables=True))
     out, lse, pages = runner.update(batch, new, options=options)
-    for got, want in zip(pages_of(pages), pages_of(runner.write(new)), strict=True):
+    for got, want in zip(pages_of(pages), pages_of(runner.run("write_kv_pages", new)), strict=True):
         compare.identical(got, want, "pages")
     want_out, want_lse = expected(batch.change(kv_pages=pages))
     compare.agrees(out, want_out, batch.kind)

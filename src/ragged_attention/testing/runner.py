@@ -14,25 +14,27 @@ from numpy.typing import NDArray
 from ragged_attention import dispatch
 from ragged_attention.calls import CALLS, DecodeSchedule
 from ragged_attention.errors import BackendMissing, Unsupported
-from ragged_attention.testing.batches import Arrays, Batch, MergeBatch, Pages, Spec, WriteBatch, like_pages
-from ragged_attention.testing.gradients import DIFFERENTIABLE, BackwardBatch, GradientBatch, Gradients
-from ragged_attention.testing.mla_batches import (
-    DecodeBatch,
+from ragged_attention.testing.mla.cache_specs import (
+    ScheduleBatch,
+)
+from ragged_attention.testing.mla.specs import (
     DecodeSpec,
-    PrefillBatch,
     PrefillSpec,
     as_it_is,
     at_tuned_widths,
     fitting,
 )
-from ragged_attention.testing.mla_cache_batches import (
-    DequantizeBatch,
-    LatentWriteBatch,
-    QuantizeBatch,
-    ScheduleBatch,
-    SlotsBatch,
+from ragged_attention.testing.paged.specs import (
+    Arrays,
+    Batch,
+    Pages,
+    Spec,
+    WriteBatch,
+    like_pages,
+    pages_of,
 )
-from ragged_attention.testing.varlen_batches import VarlenBatch, VarlenSpec
+from ragged_attention.testing.varlen.gradients import DIFFERENTIABLE, BackwardBatch, GradientBatch, Gradients
+from ragged_attention.testing.varlen.specs import VarlenSpec
 
 HeadsFirstPages = NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]  # as they are stored, or with their scales
 FRAMEWORKS = ("torch", "jax")
@@ -74,43 +76,25 @@ class Runner:
     def front(self) -> Any:
         return importlib.import_module(f"ragged_attention.testing.{self.framework}_front")
 
-    def attention(
-        self, batch: Batch, *, options: Mapping[str, Any] | None = None, return_lse: bool = True
-    ) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Out and lse of a batch; without `return_lse` the second is empty."""
-        result = self._call("ragged_paged_attention", batch, options, return_lse=return_lse)
-        out, lse = result if return_lse else (result, None)
-        return self.front.take_back(out), np.empty(0) if lse is None else self.front.take_back(lse)
+    def run(self, operation: str, batch: Arrays, *, options: Mapping[str, Any] | None = None, **keywords: Any) -> Any:
+        """What an operation returns for a batch, in NumPy: an array, or a tuple of them as the operation has it.
 
-    def write(self, batch: WriteBatch) -> Pages:
-        """The pages after a write, as they are stored."""
-        return like_pages(batch.kv_pages, self._call("write_kv_pages", batch, None))
+        Of an operation that writes one of its arguments that argument, as it then is. `keywords` are further arguments
+        as the operation takes them: flags, or what an earlier call returned.
+        """
+        result = self._call(operation, batch, options, **keywords)
+        if operation not in WRITTEN:
+            return self._take_back(result)
+        given = getattr(batch, WRITTEN[operation])
+        stored = [array.view(pages.dtype) for array, pages in zip(result, pages_of(given), strict=True)]
+        return like_pages(given, stored)
 
     def update(
         self, batch: Batch, new: WriteBatch, *, options: Mapping[str, Any] | None = None
     ) -> tuple[NDArray[Any], NDArray[Any], Pages]:
         """Out, lse and the pages of an attention that is given the new K and V, as `new` has them, to write."""
         pair = tuple(self._bring(new, name, getattr(new, name)) for name in ("k", "v"))
-        out, lse, pages = self._call("ragged_paged_attention", batch, options, return_lse=True, new_kv=pair)
-        held = [self.front.take_back(array) for array in (pages if isinstance(pages, tuple) else (pages,))]
-        return self.front.take_back(out), self.front.take_back(lse), like_pages(batch.kv_pages, held)
-
-    def paged(self, batch: Arrays, *, options: Mapping[str, Any] | None = None) -> NDArray[Any]:
-        """Out of a decode over heads-first pages."""
-        return self.front.take_back(self._call("paged_attention", batch, options))
-
-    def chunk(self, batch: Any, *, options: Mapping[str, Any] | None = None) -> NDArray[Any]:
-        """Out of a chunk over heads-first pages."""
-        options = {"align": batch.align, **(options or {})}
-        return self.front.take_back(self._call("prefill_attention", batch, options))
-
-    def varlen(
-        self, batch: VarlenBatch, *, options: Mapping[str, Any] | None = None, return_lse: bool = True
-    ) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Out and lse of packed sequences; without `return_lse` the second is empty."""
-        result = self._call("varlen_attention", batch, options, return_lse=return_lse)
-        out, lse = result if return_lse else (result, None)
-        return self.front.take_back(out), np.empty(0) if lse is None else self.front.take_back(lse)
+        return self.run("ragged_paged_attention", batch, options=options, return_lse=True, new_kv=pair)
 
     def gradients(self, batch: GradientBatch) -> Gradients:
         """What a call returns and its gradients, by the framework's automatic differentiation."""
@@ -138,50 +122,16 @@ class Runner:
         names = [name for name in DIFFERENTIABLE if given.get(name) is not None]
         return dict(zip(names, [self.front.take_back(array) for array in found if array is not None], strict=True))
 
-    def prefill(
-        self, batch: PrefillBatch, *, options: Mapping[str, Any] | None = None
-    ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """Out, max_logits and lse."""
-        out, max_logits, lse = self._call("sparse_mla_prefill", batch, options)
-        return self.front.take_back(out), self.front.take_back(max_logits), self.front.take_back(lse)
-
-    def decode(
-        self,
-        batch: DecodeBatch,
-        *,
-        options: Mapping[str, Any] | None = None,
-        schedule: DecodeSchedule | None = None,
-    ) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Out and lse, the latter [S, H, Q] as the operation gives it."""
-        out, lse = self._call("mla_decode", batch, options, schedule=schedule)
-        return self.front.take_back(out), self.front.take_back(lse)
-
     def schedule(self, batch: ScheduleBatch) -> DecodeSchedule:
         """A schedule as the front end makes it, which `decode` takes."""
         where: dict[str, Any] = {"device": self.device} if self.framework == "torch" else {}
         return self._call("make_decode_schedule", batch, None, **where)
 
-    def quantize(self, batch: QuantizeBatch) -> NDArray[Any]:
-        return self.front.take_back(self._call("quantize_mla_cache", batch, None))
-
-    def dequantize(self, batch: DequantizeBatch) -> NDArray[Any]:
-        return self.front.take_back(self._call("dequantize_mla_cache", batch, None))
-
-    def write_latents(self, batch: LatentWriteBatch) -> NDArray[Any]:
-        """The cache after a write, as it is stored."""
-        return self._call("write_mla_cache", batch, None)[0].view(batch.cache.dtype)
-
-    def slots(self, batch: SlotsBatch) -> NDArray[Any]:
-        return self.front.take_back(self._call("page_indices_to_slots", batch, None))
-
-    def merge(self, batch: MergeBatch) -> tuple[NDArray[Any], NDArray[Any]]:
-        out, lse = self._call("merge_attention_states", batch, None)
-        return self.front.take_back(out), self.front.take_back(lse)
-
     def _call(
         self, operation: str, batch: Arrays, options: Any, *, through: Callable[..., Any] | None = None, **extra: Any
     ) -> Any:
-        """`through` is what calls it, given the call and its arguments."""
+        """What the front end returns; `through` is what calls it, given the call and its arguments."""
+        options = {**batch.options(), **(options or {})} or None
         arguments = {name: self._bring(batch, name, value) for name, value in batch.arguments().items()}
         function = getattr(self.front.operations, operation)
 
@@ -205,6 +155,11 @@ class Runner:
             dispatch.load(operation, self.backend)
         except BackendMissing as missing:
             raise Absent(str(missing)) from None
+
+    def _take_back(self, result: Any) -> Any:
+        if isinstance(result, tuple | list):
+            return tuple(map(self._take_back, result))
+        return self.front.take_back(result) if hasattr(result, "shape") else result
 
     def _bring(self, batch: Arrays, name: str, value: Any) -> Any:
         if isinstance(value, tuple):

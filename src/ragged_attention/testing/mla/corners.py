@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ragged_attention.testing import formats, latents
-from ragged_attention.testing.batches import INT32
-from ragged_attention.testing.mla_batches import DecodeBatch, DecodeSpec, PrefillBatch, PrefillSpec
-from ragged_attention.testing.mla_cache_batches import (
+from ragged_attention.testing import formats
+from ragged_attention.testing.mla import latents
+from ragged_attention.testing.mla.cache_specs import (
     DequantizeBatch,
     DequantizeSpec,
     LatentWriteBatch,
@@ -20,6 +19,8 @@ from ragged_attention.testing.mla_cache_batches import (
     SlotsBatch,
     SlotsSpec,
 )
+from ragged_attention.testing.mla.specs import DecodeBatch, DecodeSpec, PrefillBatch, PrefillSpec
+from ragged_attention.testing.paged.specs import INT32
 
 V32 = {"format": "fp8_v32", "d_v": 512}
 V4 = {"format": "fp8_v4", "d_v": 512}

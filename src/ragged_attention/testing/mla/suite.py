@@ -3,12 +3,11 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ragged_attention.testing import mla_corners
 from ragged_attention.testing.compare import identical
 from ragged_attention.testing.drawing import Check, built, on_corner, on_drawn, on_drawn_paths, on_every_path
-from ragged_attention.testing.mla_batches import DecodeBatch, DecodeSpec, PrefillSpec
-from ragged_attention.testing.mla_laws import MLA_LAWS
-from ragged_attention.testing.mla_oracle import (
+from ragged_attention.testing.mla import corners as mla_corners
+from ragged_attention.testing.mla.laws import MLA_LAWS
+from ragged_attention.testing.mla.oracle import (
     check_decode,
     check_decode_by_schedule,
     check_dequantize,
@@ -18,7 +17,8 @@ from ragged_attention.testing.mla_oracle import (
     check_schedule,
     check_slots,
 )
-from ragged_attention.testing.mla_strategies import (
+from ragged_attention.testing.mla.specs import DecodeBatch, DecodeSpec, PrefillSpec
+from ragged_attention.testing.mla.strategies import (
     decode_specs,
     dequantize_specs,
     latent_write_specs,
@@ -27,7 +27,7 @@ from ragged_attention.testing.mla_strategies import (
     schedule_specs,
     slots_specs,
 )
-from ragged_attention.testing.runners import Absent, Runner
+from ragged_attention.testing.runner import Absent, Runner
 
 Corners = Mapping[str, Callable[[], Any]]
 CORNERS: tuple[tuple[str, Callable[[Runner, Any], None], Corners], ...] = (
@@ -47,23 +47,27 @@ def check_invariance(runner: Runner, spec: DecodeSpec) -> None:
     if "num_splits" not in runner.tunables("mla_decode"):
         raise Absent(f"{runner.backend} has no num_splits for mla_decode")
     batch, options = spec.build(), {"num_splits": 1}
-    out, lse = runner.decode(batch, options=options)
+    out, lse = runner.run("mla_decode", batch, options=options)
     for seq in range(batch.num_seqs):
-        own_out, own_lse = runner.decode(batch.alone(seq), options=options)
+        own_out, own_lse = runner.run("mla_decode", batch.alone(seq), options=options)
         identical(own_out[0], out[seq], f"out of sequence {seq}")
         identical(own_lse[0], lse[seq], f"lse of sequence {seq}")
 
 
 def check_decode_determinism(runner: Runner, spec: DecodeSpec) -> None:
     batch = spec.build()
-    for name, one, other in zip(("out", "lse"), runner.decode(batch), runner.decode(batch), strict=True):
+    for name, one, other in zip(
+        ("out", "lse"), runner.run("mla_decode", batch), runner.run("mla_decode", batch), strict=True
+    ):
         identical(one, other, name)
 
 
 def check_prefill_determinism(runner: Runner, spec: PrefillSpec) -> None:
     batch = spec.build()
     names = ("out", "max_logits", "lse")
-    for name, one, other in zip(names, runner.prefill(batch), runner.prefill(batch), strict=True):
+    for name, one, other in zip(
+        names, runner.run("sparse_mla_prefill", batch), runner.run("sparse_mla_prefill", batch), strict=True
+    ):
         identical(one, other, name)
 
 

@@ -56,6 +56,10 @@ class Arrays:
         own = {"dtype", "cache_dtype", "strided"}
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in own}  # type: ignore[arg-type]
 
+    def options(self) -> dict[str, Any]:
+        """What of it goes to the call among its options."""
+        return {}
+
     def dtype_of(self, name: str, array: NDArray[Any]) -> str:
         """The dtype in which an argument goes to the front end."""
         if name in ("q", "k", "v", "outs"):

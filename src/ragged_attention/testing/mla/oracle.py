@@ -13,11 +13,10 @@ from ragged_attention.reference.page_indices_to_slots import page_indices_to_slo
 from ragged_attention.reference.quantize_mla_cache import quantize_mla_cache
 from ragged_attention.reference.sparse_mla_prefill import sparse_mla_prefill
 from ragged_attention.reference.write_mla_cache import write_mla_cache
-from ragged_attention.testing import formats, latents
+from ragged_attention.testing import formats
 from ragged_attention.testing.compare import agrees, identical
-from ragged_attention.testing.latents import Cache
-from ragged_attention.testing.mla_batches import DecodeBatch, PrefillBatch
-from ragged_attention.testing.mla_cache_batches import (
+from ragged_attention.testing.mla import latents
+from ragged_attention.testing.mla.cache_specs import (
     DequantizeBatch,
     LatentWriteBatch,
     QuantizeBatch,
@@ -25,7 +24,9 @@ from ragged_attention.testing.mla_cache_batches import (
     SlotsBatch,
     schedule_batch,
 )
-from ragged_attention.testing.runners import Runner
+from ragged_attention.testing.mla.latents import Cache
+from ragged_attention.testing.mla.specs import DecodeBatch, PrefillBatch
+from ragged_attention.testing.runner import Runner
 
 
 def prefill_agrees(got: Any, want: Any, what: str = "") -> None:
@@ -40,16 +41,16 @@ def decode_agrees(got: Any, want: Any, what: str = "") -> None:
 
 
 def check_prefill(runner: Runner, batch: PrefillBatch, options: Mapping[str, Any] | None = None) -> None:
-    prefill_agrees(runner.prefill(batch, options=options), sparse_mla_prefill(**batch.arguments()))
+    prefill_agrees(runner.run("sparse_mla_prefill", batch, options=options), sparse_mla_prefill(**batch.arguments()))
 
 
 def check_decode(runner: Runner, batch: DecodeBatch, options: Mapping[str, Any] | None = None) -> None:
-    decode_agrees(runner.decode(batch, options=options), mla_decode(**batch.arguments()))
+    decode_agrees(runner.run("mla_decode", batch, options=options), mla_decode(**batch.arguments()))
 
 
 def check_decode_by_schedule(runner: Runner, batch: DecodeBatch) -> None:
     schedule = runner.schedule(schedule_batch(batch))
-    decode_agrees(runner.decode(batch, schedule=schedule), mla_decode(**batch.arguments()))
+    decode_agrees(runner.run("mla_decode", batch, schedule=schedule), mla_decode(**batch.arguments()))
 
 
 def check_schedule(runner: Runner, batch: ScheduleBatch) -> None:
@@ -86,20 +87,20 @@ def canonical(cache: Cache, name: str) -> Cache:
 def check_quantize(runner: Runner, batch: QuantizeBatch) -> None:
     """The bytes are the definition's."""
     want = quantize_mla_cache(**batch.arguments())
-    identical(canonical(runner.quantize(batch), batch.format), canonical(want, batch.format), "bytes")
+    identical(canonical(runner.run("quantize_mla_cache", batch), batch.format), canonical(want, batch.format), "bytes")
 
 
 def check_dequantize(runner: Runner, batch: DequantizeBatch) -> None:
     """The values are the definition's, rounded once."""
     want = dequantize_mla_cache(**batch.arguments())
-    identical(runner.dequantize(batch), formats.rounded(want, batch.dtype), "rows")
+    identical(runner.run("dequantize_mla_cache", batch), formats.rounded(want, batch.dtype), "rows")
 
 
 def check_latent_write(runner: Runner, batch: LatentWriteBatch) -> None:
     """The tokens are in their slots, to the last bit, and nothing else has changed."""
     want = write_mla_cache(**batch.arguments())
-    identical(canonical(runner.write_latents(batch), batch.format), canonical(want, batch.format), "cache")
+    identical(canonical(runner.run("write_mla_cache", batch), batch.format), canonical(want, batch.format), "cache")
 
 
 def check_slots(runner: Runner, batch: SlotsBatch) -> None:
-    identical(runner.slots(batch), page_indices_to_slots(**batch.arguments()), "slots")
+    identical(runner.run("page_indices_to_slots", batch), page_indices_to_slots(**batch.arguments()), "slots")

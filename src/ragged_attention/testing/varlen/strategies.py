@@ -4,10 +4,10 @@ import dataclasses
 
 from hypothesis import strategies as st
 
-from ragged_attention.testing.gradients import GradientSpec
-from ragged_attention.testing.mla_batches import PrefillSpec
-from ragged_attention.testing.mla_strategies import DTYPES, SEEDS, prefill_specs
-from ragged_attention.testing.varlen_batches import VarlenSpec
+from ragged_attention.testing.mla.specs import PrefillSpec
+from ragged_attention.testing.mla.strategies import DTYPES, SEEDS, prefill_specs
+from ragged_attention.testing.varlen.gradients import GradientSpec
+from ragged_attention.testing.varlen.specs import VarlenSpec
 
 WIDTHS = (16, 1, 7, 32, 33, 64, 80, 128, 192, 255, 256)
 LENGTH = st.one_of(st.integers(0, 20), st.sampled_from([0, 1, 16, 31, 33, 65, 70]))

@@ -6,9 +6,9 @@ from ragged_attention.reference._kv_layout import per_head
 from ragged_attention.reference.merge_attention_states import merge_attention_states
 from ragged_attention.reference.write_kv_pages import write_kv_pages
 from ragged_attention.testing import formats
-from ragged_attention.testing.batches import MergeBatch, Pages, WriteBatch, like_pages, pages_of, split
 from ragged_attention.testing.compare import agrees, identical
-from ragged_attention.testing.runners import Runner
+from ragged_attention.testing.paged.specs import MergeBatch, Pages, WriteBatch, like_pages, pages_of, split
+from ragged_attention.testing.runner import Runner
 
 
 def check_write(runner: Runner, batch: WriteBatch) -> None:
@@ -18,7 +18,7 @@ def check_write(runner: Runner, batch: WriteBatch) -> None:
     float32; then either neighbour of a value that close to a tie will do.
     """
     lower, upper = (_written(batch, step) for step in ((-2, 2) if _inexact(batch) else (0, 0)))
-    got = runner.write(batch)
+    got = runner.run("write_kv_pages", batch)
     for name, side, low, high in zip("kv", split(got), split(lower), split(upper), strict=True):
         values, low, high = (formats.values_of(array, batch.cache_dtype) for array in (side, low, high))
         low, high = np.fmin(low, high), np.fmax(low, high)
@@ -44,7 +44,7 @@ def _written(batch: WriteBatch, step: int) -> Pages:
 
 
 def check_merge(runner: Runner, batch: MergeBatch) -> None:
-    out, lse = runner.merge(batch)
+    out, lse = runner.run("merge_attention_states", batch)
     want_out, want_lse = merge_attention_states(batch.outs, batch.lses)
     agrees(out, want_out, batch.dtype)
     agrees(lse, want_lse, f"lse {batch.dtype}", "lse")

@@ -5,15 +5,15 @@ from typing import Any
 from hypothesis import strategies as st
 
 from ragged_attention.calls import CACHE_FORMATS
-from ragged_attention.testing import latents
-from ragged_attention.testing.mla_batches import BYTES, DecodeSpec, PrefillSpec
-from ragged_attention.testing.mla_cache_batches import (
+from ragged_attention.testing.mla import latents
+from ragged_attention.testing.mla.cache_specs import (
     DequantizeSpec,
     LatentWriteSpec,
     QuantizeSpec,
     ScheduleSpec,
     SlotsSpec,
 )
+from ragged_attention.testing.mla.specs import BYTES, DecodeSpec, PrefillSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
 FORMATS = ("plain", "plain", *CACHE_FORMATS)

@@ -6,9 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ragged_attention.testing.batches import garbage
-from ragged_attention.testing.mla_batches import DecodeBatch, DecodeSpec, PrefillBatch, PrefillSpec
-from ragged_attention.testing.mla_cache_batches import (
+from ragged_attention.testing.mla.cache_specs import (
     LatentWriteBatch,
     LatentWriteSpec,
     QuantizeSpec,
@@ -16,7 +14,9 @@ from ragged_attention.testing.mla_cache_batches import (
     SlotsSpec,
     schedule_batch,
 )
-from ragged_attention.testing.runners import Runner
+from ragged_attention.testing.mla.specs import DecodeBatch, DecodeSpec, PrefillBatch, PrefillSpec
+from ragged_attention.testing.paged.specs import garbage
+from ragged_attention.testing.runner import Runner
 
 DTYPES = ("float32", "bfloat16", "float16")
 FORMATS = ("plain", "plain", "fp8_v32", "fp8_v4")
@@ -102,11 +102,11 @@ def _finite(*results: np.ndarray) -> None:
 
 
 def _prefill(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
-    _finite(*runner.prefill(garbage_prefill(seed), options=options))
+    _finite(*runner.run("sparse_mla_prefill", garbage_prefill(seed), options=options))
 
 
 def _decode(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
-    _finite(*runner.decode(garbage_decode(seed), options=options))
+    _finite(*runner.run("mla_decode", garbage_decode(seed), options=options))
 
 
 def _decode_by_garbage(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
@@ -120,17 +120,19 @@ def _decode_by_garbage(runner: Runner, seed: int, options: Mapping[str, Any]) ->
         name: runner.front.bring(array, "int32", layout="", place=runner.place, device=runner.device)
         for name, array in wild.items()
     }
-    runner.decode(batch, options=options, schedule=dataclasses.replace(made, **brought))
+    runner.run("mla_decode", batch, options=options, schedule=dataclasses.replace(made, **brought))
 
 
 def _write(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
     del options
-    runner.write_latents(garbage_write(seed))
+    runner.run("write_mla_cache", garbage_write(seed))
 
 
 def _quantize(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
     del options
-    runner.quantize(QuantizeSpec(format=("fp8_v32", "fp8_v4")[seed % 2], special=True, seed=seed).build())
+    runner.run(
+        "quantize_mla_cache", QuantizeSpec(format=("fp8_v32", "fp8_v4")[seed % 2], special=True, seed=seed).build()
+    )
 
 
 def _schedule(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
@@ -142,7 +144,7 @@ def _schedule(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
 
 def _slots(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
     del options
-    runner.slots(SlotsSpec(seed=seed).build())
+    runner.run("page_indices_to_slots", SlotsSpec(seed=seed).build())
 
 
 # What is fed garbage, by the operation whose options it takes.

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from ragged_attention.calls import CACHE_FORMATS
-from ragged_attention.testing import formats, latents
-from ragged_attention.testing.batches import MergeBatch
+from ragged_attention.testing import formats
 from ragged_attention.testing.compare import agrees, identical
-from ragged_attention.testing.mla_batches import DecodeBatch, DecodeSpec, PrefillBatch, PrefillSpec, Selection
-from ragged_attention.testing.mla_cache_batches import (
+from ragged_attention.testing.mla import latents
+from ragged_attention.testing.mla.cache_specs import (
     DequantizeBatch,
     LatentWriteBatch,
     LatentWriteSpec,
@@ -27,26 +26,28 @@ from ragged_attention.testing.mla_cache_batches import (
     SlotsSpec,
     schedule_batch,
 )
-from ragged_attention.testing.mla_oracle import canonical, decode_agrees, prefill_agrees
-from ragged_attention.testing.mla_strategies import (
+from ragged_attention.testing.mla.oracle import canonical, decode_agrees, prefill_agrees
+from ragged_attention.testing.mla.specs import DecodeBatch, DecodeSpec, PrefillBatch, PrefillSpec, Selection
+from ragged_attention.testing.mla.strategies import (
     decode_specs,
     latent_write_specs,
     prefill_specs,
     quantize_specs,
     slots_specs,
 )
-from ragged_attention.testing.runners import Runner
+from ragged_attention.testing.paged.specs import MergeBatch
+from ragged_attention.testing.runner import Runner
 
 LISTS = ("indices", "extra_indices")
 LENS = ("topk_lens", "extra_topk_lens")
 
 
 def same_decode(runner: Runner, batch: DecodeBatch, other: DecodeBatch) -> None:
-    decode_agrees(runner.decode(batch), runner.decode(other))
+    decode_agrees(runner.run("mla_decode", batch), runner.run("mla_decode", other))
 
 
 def same_prefill(runner: Runner, batch: PrefillBatch, other: PrefillBatch) -> None:
-    prefill_agrees(runner.prefill(batch), runner.prefill(other))
+    prefill_agrees(runner.run("sparse_mla_prefill", batch), runner.run("sparse_mla_prefill", other))
 
 
 def _each(batch: DecodeBatch | PrefillBatch, names: tuple[str, ...], change: Callable[[Any], Any]) -> dict[str, Any]:
@@ -80,8 +81,8 @@ def blind_decode(runner: Runner, spec: DecodeSpec) -> None:
     short = _each(batch, ("indices", "extra_indices", "kv_lens"), lambda given: np.zeros(given.shape[:1], np.int32))
     short = {{"indices": "topk_lens", "extra_indices": "extra_topk_lens"}.get(n, n): v for n, v in short.items()}
     for case in (batch.change(**nothing), batch.change(**short)):
-        _empty(*runner.decode(case))
-    out, lse = runner.decode(batch)
+        _empty(*runner.run("mla_decode", case))
+    out, lse = runner.run("mla_decode", batch)
     blind = batch.blind()
     _empty(out[blind], np.swapaxes(lse, 1, 2)[blind])
     if not np.isfinite(np.swapaxes(lse, 1, 2)[~blind]).all():
@@ -90,8 +91,8 @@ def blind_decode(runner: Runner, spec: DecodeSpec) -> None:
 
 def blind_prefill(runner: Runner, spec: PrefillSpec) -> None:
     batch = spec.build()
-    _empty(*runner.prefill(batch.change(indices=np.full_like(batch.indices, -1))))
-    _empty(*runner.prefill(batch.change(topk_lens=np.zeros(len(batch.q), np.int32))))
+    _empty(*runner.run("sparse_mla_prefill", batch.change(indices=np.full_like(batch.indices, -1))))
+    _empty(*runner.run("sparse_mla_prefill", batch.change(topk_lens=np.zeros(len(batch.q), np.int32))))
 
 
 def unread_in_decode(runner: Runner, spec: DecodeSpec) -> None:
@@ -152,19 +153,19 @@ def _held(selection: Selection) -> NDArray[np.int32]:
 def sequences_do_not_mix(runner: Runner, spec: DecodeSpec) -> None:
     """One call over a batch equals one call a sequence."""
     batch = spec.build()
-    out, lse = runner.decode(batch)
+    out, lse = runner.run("mla_decode", batch)
     for seq in range(batch.num_seqs):
-        got = runner.decode(batch.alone(seq))
+        got = runner.run("mla_decode", batch.alone(seq))
         decode_agrees(got, (out[seq : seq + 1], lse[seq : seq + 1]), f" of sequence {seq}")
 
 
 def tokens_do_not_mix(runner: Runner, spec: PrefillSpec) -> None:
     batch = spec.build()
-    whole = runner.prefill(batch)
+    whole = runner.run("sparse_mla_prefill", batch)
     for token in range(len(batch.q)):
         own = slice(token, token + 1)
         alone = batch.change(**_each(batch, ("q", "indices", "topk_lens"), lambda array, own=own: array[own]))
-        prefill_agrees(runner.prefill(alone), [part[own] for part in whole], f" of token {token}")
+        prefill_agrees(runner.run("sparse_mla_prefill", alone), [part[own] for part in whole], f" of token {token}")
 
 
 def order_is_free(runner: Runner, spec: DecodeSpec) -> None:
@@ -197,8 +198,8 @@ def prefill_is_decode(runner: Runner, spec: PrefillSpec) -> None:
         q=batch.q[:, None], kv_cache=batch.kv, indices=batch.indices, topk_lens=batch.topk_lens, d_v=batch.d_v,
         sm_scale=batch.sm_scale, sinks=batch.sinks, dtype=batch.dtype, cache_dtype=batch.cache_dtype,
     )  # fmt: skip
-    out, _, lse = runner.prefill(batch)
-    decode_agrees(runner.decode(decode), (out[:, None], lse[..., None]))
+    out, _, lse = runner.run("sparse_mla_prefill", batch)
+    decode_agrees(runner.run("mla_decode", decode), (out[:, None], lse[..., None]))
 
 
 def extra_cache_is_a_longer_list(runner: Runner, spec: DecodeSpec) -> None:
@@ -232,17 +233,17 @@ def quantised_is_dequantised_in_prefill(runner: Runner, spec: PrefillSpec) -> No
 def a_double_is_its_multiplicity(runner: Runner, spec: DecodeSpec) -> None:
     """Lists that name each key twice leave out as it is and add log 2 to the lse."""
     batch = _cut(spec.build().change(sinks=None))
-    out, lse = runner.decode(batch)
+    out, lse = runner.run("mla_decode", batch)
     twice = batch.change(**_each(batch, LISTS, lambda lists: np.concatenate([lists, lists], axis=-1)))
-    decode_agrees(runner.decode(twice), (out, lse.astype(np.float64) + np.log(2)))
+    decode_agrees(runner.run("mla_decode", twice), (out, lse.astype(np.float64) + np.log(2)))
 
 
 def a_double_is_its_multiplicity_in_prefill(runner: Runner, spec: PrefillSpec) -> None:
     batch = spec.build()
     batch = _cut_prefill(batch.change(sinks=None))
-    out, max_logits, lse = runner.prefill(batch)
+    out, max_logits, lse = runner.run("sparse_mla_prefill", batch)
     twice = batch.change(indices=np.concatenate([batch.indices, batch.indices], axis=-1))
-    prefill_agrees(runner.prefill(twice), (out, max_logits, lse.astype(np.float64) + np.log(2)))
+    prefill_agrees(runner.run("sparse_mla_prefill", twice), (out, max_logits, lse.astype(np.float64) + np.log(2)))
 
 
 def lengths_cut_lists(runner: Runner, spec: DecodeSpec) -> None:
@@ -269,12 +270,12 @@ def parts_merge(runner: Runner, spec: DecodeSpec) -> None:
     parts = []
     for shown in (first, ~first):
         lists = _each(batch, LISTS, lambda lists, shown=shown: np.where(shown[: lists.shape[-1]], lists, -1))
-        parts.append(runner.decode(batch.change(**lists)))
+        parts.append(runner.run("mla_decode", batch.change(**lists)))
     shape = batch.q.shape[:3]
     outs = np.stack([out.reshape(-1, *out.shape[2:]) for out, _ in parts])
     lses = np.stack([np.swapaxes(lse, 1, 2).reshape(-1, shape[2]) for _, lse in parts])
-    out, lse = runner.merge(MergeBatch(outs=outs, lses=lses))
-    whole_out, whole_lse = runner.decode(batch)
+    out, lse = runner.run("merge_attention_states", MergeBatch(outs=outs, lses=lses))
+    whole_out, whole_lse = runner.run("mla_decode", batch)
     got = out.reshape(whole_out.shape), np.swapaxes(lse.reshape(shape), 1, 2)
     decode_agrees(got, (whole_out, whole_lse))
 
@@ -295,25 +296,27 @@ def _sinks(spec: DecodeSpec | PrefillSpec) -> list[NDArray[np.float32]]:
 def sinks_take_their_share(runner: Runner, spec: DecodeSpec) -> None:
     """A sink of -inf changes nothing, one of +inf makes out 0, none changes the lse; a finite one is exact."""
     batch = spec.build().change(sinks=None)
-    out, lse = runner.decode(batch)
+    out, lse = runner.run("mla_decode", batch)
     for sinks in _sinks(spec):
         left = _share(sinks, np.swapaxes(lse, 1, 2))
-        decode_agrees(runner.decode(batch.change(sinks=sinks)), (out * left[..., None], lse), f" with sink {sinks[0]}")
+        decode_agrees(
+            runner.run("mla_decode", batch.change(sinks=sinks)), (out * left[..., None], lse), f" with sink {sinks[0]}"
+        )
 
 
 def sinks_take_their_share_in_prefill(runner: Runner, spec: PrefillSpec) -> None:
     batch = spec.build().change(sinks=None)
-    out, max_logits, lse = runner.prefill(batch)
+    out, max_logits, lse = runner.run("sparse_mla_prefill", batch)
     for sinks in _sinks(spec):
         want = out * _share(sinks, lse)[..., None], max_logits, lse
-        prefill_agrees(runner.prefill(batch.change(sinks=sinks)), want, f" with sink {sinks[0]}")
+        prefill_agrees(runner.run("sparse_mla_prefill", batch.change(sinks=sinks)), want, f" with sink {sinks[0]}")
 
 
 def output_is_a_mixture(runner: Runner, spec: DecodeSpec) -> None:
     """Constant values come back as themselves, times what the sinks leave, whatever the keys' other columns say."""
     batch = spec.build()
     ones = {selection.name: _with_ones(selection, batch.d_v) for selection in batch.selections()}
-    out, lse = runner.decode(batch.change(**ones))
+    out, lse = runner.run("mla_decode", batch.change(**ones))
     share = _share(batch.sinks, np.swapaxes(lse, 1, 2))
     agrees(out, np.broadcast_to(share[..., None], out.shape), "decode out", "out of constant values")
 
@@ -334,10 +337,10 @@ def _with_ones(selection: Selection, d_v: int) -> latents.Cache:
 def a_schedule_changes_nothing(runner: Runner, spec: DecodeSpec) -> None:
     """Neither one made for the call nor one made for other lengths."""
     batch = spec.build()
-    want = runner.decode(batch)
+    want = runner.run("mla_decode", batch)
     for num_parts, made_for in ((1, batch), (5, batch), (7, _of_other_lengths(batch))):
         schedule = runner.schedule(schedule_batch(made_for, num_parts, overhead=num_parts % 3))
-        decode_agrees(runner.decode(batch, schedule=schedule), want, f" by a schedule of {num_parts} parts")
+        decode_agrees(runner.run("mla_decode", batch, schedule=schedule), want, f" by a schedule of {num_parts} parts")
 
 
 def _of_other_lengths(batch: DecodeBatch) -> DecodeBatch:
@@ -356,10 +359,10 @@ def writing_is_quantising(runner: Runner, spec: LatentWriteSpec) -> None:
     kv = np.zeros((num_pages, page_size, *rows.shape[1:]), np.float32)
     kv[slots // page_size, slots % page_size] = rows
     options = {"power_of_two_scales": spec.power_of_two_scales, "dtype": spec.dtype}
-    whole = runner.quantize(QuantizeBatch(kv=kv, format=spec.format, **options))
+    whole = runner.run("quantize_mla_cache", QuantizeBatch(kv=kv, format=spec.format, **options))
     empty = np.zeros_like(batch.cache)
-    written = runner.write_latents(
-        LatentWriteBatch(kv=rows, cache=empty, slot_mapping=slots.astype(np.int32), **options)
+    written = runner.run(
+        "write_mla_cache", LatentWriteBatch(kv=rows, cache=empty, slot_mapping=slots.astype(np.int32), **options)
     )
     identical(canonical(written, spec.format), canonical(whole, spec.format), "cache")
 
@@ -370,8 +373,8 @@ def what_is_dequantised_can_be_quantised(runner: Runner, spec: QuantizeSpec) -> 
     name, layout = spec.format, CACHE_FORMATS[spec.format]
 
     def around(kv: NDArray[np.float32], dtype: str) -> NDArray[Any]:
-        cache = runner.quantize(batch.change(kv=kv, dtype=dtype))
-        return runner.dequantize(DequantizeBatch(cache=cache))
+        cache = runner.run("quantize_mla_cache", batch.change(kv=kv, dtype=dtype))
+        return runner.run("dequantize_mla_cache", DequantizeBatch(cache=cache))
 
     once = around(batch.kv, batch.dtype)
     groups = np.abs(
@@ -395,7 +398,9 @@ def positions_become_slots(runner: Runner, spec: SlotsSpec) -> None:
     num_seqs, columns = batch.page_indices.shape
     page_size = min(spec.page_size, 1000)
     table = np.arange(num_seqs * columns, dtype=np.int32).reshape(num_seqs, columns)
-    got = runner.slots(SlotsBatch(positions=batch.positions, page_indices=table, page_size=page_size))
+    got = runner.run(
+        "page_indices_to_slots", SlotsBatch(positions=batch.positions, page_indices=table, page_size=page_size)
+    )
     first = (np.arange(num_seqs) * columns * page_size).reshape(-1, *(1,) * (batch.positions.ndim - 1))
     inside = (batch.positions >= 0) & (batch.positions < columns * page_size)
     identical(got, np.where(inside, batch.positions + first, -1), "slots")

@@ -1,0 +1,1 @@
+"""Attention over latent caches (MLA), and what makes and fills such caches."""

@@ -1,0 +1,1 @@
+"""Attention over packed sequences, and gradients, those of sparse latent attention included."""

@@ -1,0 +1,111 @@
+"""Which tests a run takes: the covering part, the rest of them, or all; and of these, one shard.
+
+`make test` runs the covering part, `make test-all` everything, and continuous integration the covering part and one
+shard of the rest, chosen by the commit, so that over the commits everything runs.
+
+The covering part has every test but those that `SHARES` thins out. These are slow because each of their cases is traced
+and compiled anew, or interpreted line by line. They are thinned out by groups: the cases of one test function on one
+runner, and within the suite the checks of one operation; of each group at least one case stays. So every operation is
+still checked on every backend through both front ends; laws are thinned out only on runners beside those that run them
+all, torch's eager and reference. The rest is what was left out, with the tests that draw batches, for these draw more.
+"""
+
+import os
+import zlib
+from collections import defaultdict
+from collections.abc import Mapping
+
+import pytest
+
+from ragged_attention.testing.drawing import PROFILES, examples_of
+
+TIERS = ("covering", "rest", "all")
+# Of the tests whose ids begin like this, below tests/, the covering part takes one case in so many of each group.
+SHARES = {
+    "test_agreement.py::test_corner[jax-xla-": 12,
+    "test_agreement.py::test_corner[jax-triton-": 30,
+    "test_agreement.py::test_corner[jax-reference-": 30,
+    "test_agreement.py::test_corner[torch-triton-": 8,
+    "test_laws.py::test_law[jax-xla-": 12,
+    "test_laws.py::test_law[jax-triton-": 20,
+    "test_laws.py::test_law[jax-reference-": 12,
+    "test_laws.py::test_law[torch-triton-": 6,
+    "test_compat_easydel.py::test_any_heads_and_page_sizes[": 2,
+    "test_compat_easydel.py::test_every_length_of_a_chunk[": 3,
+    "test_compat_ejkernel.py::test_agreement_with_the_definition[": 2,
+    "test_compat_flash_mla.py::test_a_covering_part_on_the_interpreter[": 2,
+    "test_compat_jax_pallas.py::test_ragged_attention_agrees_with_jaxs_reference_and_the_definition[": 2,
+    "test_compat_jax_pallas.py::test_decode_agrees_with_jaxs_reference_and_the_definition[": 2,
+    "test_compat_jax_pallas.py::test_quantised_caches[": 2,
+    "test_demo.py::test_the_triton_kernels_run_in_the_interpreter_without_being_told[": 2,
+    "test_heads_first_mutants.py::test_a_wrong_prefill_is_caught[": 3,
+    "test_jax_reference.py::test_agrees_with_the_reference_of_jax[": 2,
+    "test_mla_jax_front_end.py::test_the_fallback_agrees_with_the_definition[": 2,
+    "test_mla_jax_front_end.py::test_quantised_bytes_are_those_of_the_definition[": 2,
+    "test_mla_mutants.py::test_a_wrong_decode_is_caught[": 2,
+    "test_tpu_lowering.py::test_a_case_lowers[": 3,
+    "test_tpu_mutants.py::test_a_planted_fault_is_caught[": 2,
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("ragged_attention")
+    group.addoption("--tier", choices=TIERS, help="default: covering; all in larger profiles and for tests by their id")
+    group.addoption("--shard", metavar="WHICH/COUNT", help="of these tests one shard; WHICH is a number or any text")
+
+
+def tier_of(config: pytest.Config) -> str:
+    by_id = any("::" in argument for argument in config.args)
+    whole = by_id or examples_of() != PROFILES["dev"]
+    return config.getoption("--tier") or ("all" if whole else "covering")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if tier_of(config) == "covering":
+        # Compiling is most of what tests from jax do. Where everything runs, XLA optimises as it does for users.
+        os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tier, shard = tier_of(config), config.getoption("--shard")
+    left_out = left_out_of_the_covering_part({item.nodeid: _check_of(item) for item in items})
+    kept, spared = [], []
+    for item in items:
+        draws = "examples" in getattr(item, "fixturenames", ())
+        chosen = {"covering": item.nodeid not in left_out, "rest": item.nodeid in left_out or draws, "all": True}[tier]
+        (kept if chosen and (not shard or in_shard(item.nodeid, shard)) else spared).append(item)
+    config.hook.pytest_deselected(items=spared)
+    items[:] = kept
+
+
+def left_out_of_the_covering_part(tests: Mapping[str, str]) -> set[str]:
+    """Of these tests, each an id with the check of the suite that it runs or "", those that are left out."""
+    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for node, check in tests.items():
+        slow = next((prefix for prefix in SHARES if node.removeprefix("tests/").startswith(prefix)), "")
+        groups[slow, subject_of(check)].append(node)
+    left_out = set()
+    for (slow, subject), group in groups.items():
+        every = SHARES.get(slow, 1)
+        # Where each group begins differs, so that runners do not all take the same checks.
+        first = zlib.crc32(f"{slow}{subject}".encode()) % min(every, len(group))
+        left_out.update(node for number, node in enumerate(group) if number % every != first)
+    return left_out
+
+
+def subject_of(check: str) -> str:
+    """What a check is about, as its name begins: "corner: latent decode"."""
+    kind, _, name = check.partition(": ")
+    return f"{kind}: {name.partition(',')[0]}" if "," in name else kind
+
+
+def in_shard(node: str, shard: str) -> bool:
+    """Whether a test belongs to shard "WHICH/COUNT"."""
+    which, _, count = shard.rpartition("/")
+    wanted = int(which) if which.isdecimal() else zlib.crc32(which.encode())
+    return zlib.crc32(node.encode()) % int(count) == wanted % int(count)
+
+
+def _check_of(item: pytest.Item) -> str:
+    params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    return str(params.get("check", ""))
