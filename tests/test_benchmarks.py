@@ -439,27 +439,56 @@ def test_every_peer_says_why_it_is_absent() -> None:
             assert peer.declines(case) is None or isinstance(peer.declines(case), str)
 
 
-def test_a_carried_triton_peer_is_imported_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+CARRIED = """
+from vllm import envs
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.triton_utils import tl, triton
+from vllm.v1.attention.ops.triton_helper import FACTOR
+from vllm.v1.kv_cache_interface import KVQuantMode
+logger = init_logger(__name__)
+assert not envs.BATCH_INVARIANT and triton.jit and tl.load and not KVQuantMode.NONE.is_per_token_head
+kind = current_platform.fp8_dtype()
+def unified_attention(q, k, v, out, window_size, kv_quant_mode, block_table):
+    assert k.shape == v.shape and kv_quant_mode == 0 and block_table.min() >= 0
+    out.copy_(q * FACTOR + window_size[0])
+"""
+# What vLLM 0.33 added: modes, a question about the device, scratch with a row per token of a short query.
+CARRIED_0_33 = """
+import torch
+import vllm.envs as envs
+from vllm.platforms import current_platform
+from vllm.v1.attention.ops.triton_helper import FACTOR
+from vllm.v1.kv_cache_interface import KVQuantMode
+is_batch_invariant = envs.VLLM_BATCH_INVARIANT
+float8_info = torch.finfo(current_platform.fp8_dtype())
+def unified_attention(q, out, max_seqlen_q, window_size, softmax_segm_output, softmax_segm_max, softmax_segm_expsum,
+                      rswa_window=None, kv_quant_mode: KVQuantMode = KVQuantMode.NONE, use_td=False):
+    assert not kv_quant_mode == KVQuantMode.INT4_PER_TOKEN_HEAD
+    assert kv_quant_mode not in (KVQuantMode.INT8_PER_TOKEN_HEAD, KVQuantMode.FP8_PER_TOKEN_HEAD)
+    assert kv_quant_mode in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR) and isinstance(kv_quant_mode, int)
+    assert not (kv_quant_mode.is_nvfp4 or kv_quant_mode.is_turboquant or kv_quant_mode.is_per_token_head)
+    assert not current_platform.is_device_capability_family(100) and not is_batch_invariant
+    for scratch in (softmax_segm_output, softmax_segm_max, softmax_segm_expsum):
+        assert max_seqlen_q > 8 or len(scratch) >= len(q)
+    out.copy_(q * FACTOR + window_size[0])
+"""
+
+
+@pytest.mark.parametrize("source", [CARRIED, CARRIED_0_33], ids=["0.26", "0.33"])
+@pytest.mark.parametrize("name", ["gpt_oss_window_64x4k_small", "speculative_4"])
+def test_a_carried_triton_peer_is_imported_without_its_package(
+    name: str, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("triton")
     (tmp_path / "triton_helper.py").write_text("FACTOR = 2\n")
-    (tmp_path / "triton_unified_attention.py").write_text(
-        "from vllm import envs\n"
-        "from vllm.logger import init_logger\n"
-        "from vllm.platforms import current_platform\n"
-        "from vllm.triton_utils import tl, triton\n"
-        "from vllm.v1.attention.ops.triton_helper import FACTOR\n"
-        "from vllm.v1.kv_cache_interface import KVQuantMode\n"
-        "logger = init_logger(__name__)\n"
-        "assert not envs.BATCH_INVARIANT and triton.jit and tl.load and not KVQuantMode.NONE.is_per_token_head\n"
-        "kind = current_platform.fp8_dtype()\n"
-        "def unified_attention(q, k, v, out, window_size, kv_quant_mode, block_table):\n"
-        "    assert k.shape == v.shape and kv_quant_mode == 0 and block_table.min() >= 0\n"
-        "    out.copy_(q * FACTOR + window_size[0])\n"
-    )
+    (tmp_path / "triton_unified_attention.py").write_text(source)
     monkeypatch.setattr(peers, "FOLDER", tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     case = catalogue.find("gpt_oss_window_64x4k_small")
+    if name != case.name:  # more tokens than sequences for which keys are split
+        case = dataclasses.replace(case, num_kv_heads=case.num_q_heads, q_lens=(4,) * 4, kv_lens=(40,) * 4)
     inputs = cases.torch_inputs(case)
     try:
         out = peers._vllm_triton(case, inputs)()
@@ -467,6 +496,12 @@ def test_a_carried_triton_peer_is_imported_without_its_package(tmp_path: Path, m
         for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
             del sys.modules[name]
     assert torch.equal(out, inputs["q"] * 2 + ((case.sliding_window or 0) - 1))
+
+
+def test_a_carried_peer_may_ask_for_any_mode() -> None:
+    assert peers._Quantisation.NONE != peers._Quantisation.SOME_MODE
+    assert not hasattr(peers._Quantisation, "some_mode")
+    assert not hasattr(peers._Quantisation.NONE, "shape")
 
 
 def test_flash_attention_3_gets_its_arguments_by_position() -> None:
