@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import timing
-from benchmarks.catalogue import CASES, AnyCase, attention_call, scaled_down
+from benchmarks.cases.catalogue import CASES, AnyCase, attention_call, scaled_down
 from ragged_attention.samples import device_of
 from ragged_attention.testing import environment
 

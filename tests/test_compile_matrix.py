@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import catalogue, compile_matrix, compiled_facts, compiling, mla_cases
+from benchmarks.cases import catalogue
+from benchmarks.cases import mla as mla_cases
+from benchmarks.compiled import compile_matrix, compiling, kept_facts
 from ragged_attention import dispatch, samples
 from ragged_attention.calls import dtype_name
 
@@ -27,7 +29,7 @@ def apart(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
 def test_a_decode_compiles(arch: str) -> None:
-    done = apart("-m", "benchmarks.compile_matrix", "--arch", arch, "--case", "one_page_slot", "--jobs", "1")
+    done = apart("-m", "benchmarks.compiled.compile_matrix", "--arch", arch, "--case", "one_page_slot", "--jobs", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no failures" in done.stdout
     for kernel in ("split_kernel", "write_kernel", "merge_kernel"):
@@ -35,7 +37,7 @@ def test_a_decode_compiles(arch: str) -> None:
 
 
 def test_a_prefill_uses_wgmma() -> None:
-    done = apart("-m", "benchmarks.compile_matrix", "--arch", "sm_90", "--case", "prefill_4k", "--jobs", "1")
+    done = apart("-m", "benchmarks.compiled.compile_matrix", "--arch", "sm_90", "--case", "prefill_4k", "--jobs", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "wgmma" in done.stdout
     (tile,) = (line for line in done.stdout.splitlines() if "| tile_kernel |" in line)
@@ -44,14 +46,16 @@ def test_a_prefill_uses_wgmma() -> None:
 
 def test_attention_without_a_cache_and_its_gradient_compile() -> None:
     names = ["mha_one_of_everything", "mha_one_of_everything_backward"]
-    done = apart("-m", "benchmarks.compile_matrix", "--arch", "sm_90", "--case", *names, "--jobs", "1")
+    done = apart("-m", "benchmarks.compiled.compile_matrix", "--arch", "sm_90", "--case", *names, "--jobs", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     for kernel in ("forward_kernel", "prepare_kernel", "dkv_kernel", "dq_kernel"):
         assert kernel in done.stdout
 
 
 def test_writing_quantising_and_scheduling_compile() -> None:
-    done = apart("-m", "benchmarks.compile_matrix", "--arch", "sm_90", "--case", "mla_one_of_everything", "--jobs", "1")
+    done = apart(
+        "-m", "benchmarks.compiled.compile_matrix", "--arch", "sm_90", "--case", "mla_one_of_everything", "--jobs", "1"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     for kernel in ("latent_kernel", "write_rows_kernel", "schedule_kernel"):
         assert kernel in done.stdout
@@ -299,25 +303,25 @@ def test_a_digest_rests_on_every_function_that_triton_counts() -> None:
 
 def test_facts_are_kept_by_version_and_digest(tmp_path: Path) -> None:
     path = tmp_path / "kept.json"
-    assert compiled_facts.load(path, "3.9.0") == {}
+    assert kept_facts.load(path, "3.9.0") == {}
     loops = (GOOD, dataclasses.replace(loop({8: 2}, local=3), cycles=(("matrices", 7.0),)))
     facts = row(loops=loops).facts
-    compiled_facts.save(path, "3.9.0", {"aa": facts, "bb": row(error="X: no").facts, "cc": row(spilled=8).facts})
-    compiled_facts.save(path, "3.6.0", {"aa": row(registers=9).facts})
-    kept = compiled_facts.load(path, "3.9.0")
+    kept_facts.save(path, "3.9.0", {"aa": facts, "bb": row(error="X: no").facts, "cc": row(spilled=8).facts})
+    kept_facts.save(path, "3.6.0", {"aa": row(registers=9).facts})
+    kept = kept_facts.load(path, "3.9.0")
     assert kept == {
         "aa": dataclasses.replace(facts, limit=0),
         "cc": dataclasses.replace(row(spilled=8).facts, limit=0),
     }
-    assert compiled_facts.load(path, "3.6.0")["aa"].registers == 9
+    assert kept_facts.load(path, "3.6.0")["aa"].registers == 9
     assert '\n"aa": ' in path.read_text()  # a line each
 
 
 def test_what_another_reader_found_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "kept.json"
-    compiled_facts.save(path, "3.9.0", {"aa": row().facts})
-    monkeypatch.setattr(compiled_facts, "READER", compiled_facts.READER + 1)
-    assert compiled_facts.load(path, "3.9.0") == {}
+    kept_facts.save(path, "3.9.0", {"aa": row().facts})
+    monkeypatch.setattr(kept_facts, "READER", kept_facts.READER + 1)
+    assert kept_facts.load(path, "3.9.0") == {}
 
 
 class Matrix:
@@ -394,7 +398,7 @@ def test_what_is_kept_is_judged_again(tmp_path: Path, monkeypatch: pytest.Monkey
     pytest.importorskip("rich")
     matrix = Matrix(tmp_path, monkeypatch)
     facts = {digest: row(spilled=8 if digest == "01" else 0).facts for digest in matrix.found}
-    compiled_facts.save(compile_matrix.KEPT, importlib.import_module("triton").__version__, facts)
+    kept_facts.save(compile_matrix.KEPT, importlib.import_module("triton").__version__, facts)
     assert matrix.run() == (1, [0])
     assert "1 failure." in compile_matrix.DOCUMENT.read_text()
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compiling import Facts, Loop
+from benchmarks.compiled.compiling import Facts, Loop
 
 READER = 1  # to be counted up when `compiling` or `sass` read something else out of the same code
 

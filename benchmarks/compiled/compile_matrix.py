@@ -1,6 +1,6 @@
 """Every Triton kernel, at the tiles its heuristic returns for real shapes, compiled for every supported GPU.
 
-    python -m benchmarks.compile_matrix [--check] [--afresh] [--arch sm_90 ...] [--case NAME ...] [--jobs N]
+    python -m benchmarks.compiled.compile_matrix [--check] [--afresh] [--arch sm_90 ...] [--case NAME ...] [--jobs N]
 
 Needs neither a GPU nor torch nor jax, and must run without TRITON_INTERPRET. Works with whichever Triton is imported
 and writes that version's section of docs/compile_matrix.md. What each compilation found is kept beside it, in
@@ -28,20 +28,24 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks import cases, catalogue, compiled_facts, compiling, mla_cases, sass, varlen_cases
-from benchmarks.mla_cases import LatentCase
-from benchmarks.varlen_cases import VarlenCase
+from benchmarks.cases import catalogue
+from benchmarks.cases import mla as mla_cases
+from benchmarks.cases import paged as paged_cases
+from benchmarks.cases import varlen as varlen_cases
+from benchmarks.cases.mla import LatentCase
+from benchmarks.cases.varlen import VarlenCase
+from benchmarks.compiled import compiling, kept_facts, sass
 from ragged_attention import dispatch, samples
 from ragged_attention.calls import CALLS, Call
 from ragged_attention.devices import shared_memory_of
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "compile_matrix.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "compile_matrix.md"
 KEPT = DOCUMENT.with_suffix(".json")
 
 # A case for each piece of code that the named shapes compile to; the others repeat it with other numbers.
 COVERING = (
     "decode_64x4k", "decode_64x4k_page1", "prefill_4k", "gpt_oss_window_64x4k", "gemma2_prefill_4k",
-    "gemma4_global_prefill_4k", "fp8_64x4k", *cases.COMPILED_ONLY,
+    "gemma4_global_prefill_4k", "fp8_64x4k", *paged_cases.COMPILED_ONLY,
     "mla_dense_h16_128x4k", "mla_dense_h128_128q2s4k", "mla_dense_fp8_h128_128x4k",
     "mla_sparse_bf16_h128_32q2", "mla_sparse_h16_b8", "mla_sparse_h32_b8", "mla_sparse_h128_128q2",
     "mla_sparse_v4_h64_128q2", "mla_prefill_h128_32k", "mla_prefill_fp8_h128_32k", *mla_cases.COMPILED_ONLY,
@@ -130,11 +134,11 @@ WGMMA_ROWS = 64
 HEADER = """\
 # Compile matrix
 
-What the Triton kernels compile to, at the tiles their heuristics choose for the shapes of `benchmarks/catalogue.py`,
-for GPUs that need not be there. Written by `make compile-matrix`, which fails on a kernel that does not compile,
-spills, needs more shared memory than the device has, or on sm_90 does without wgmma where there are 64 rows for it
-(in 16 bits; of pages up to head size 256, of latents plain ones); and on an inner loop that uses local memory, that has
-64 rows on sm_90 and other products than wgmma, or that loads too little 16 bytes at a time (see below).
+What the Triton kernels compile to, at the tiles their heuristics choose for the shapes of `benchmarks/cases/`, for GPUs
+that need not be there. Written by `make compile-matrix`, which fails on a kernel that does not compile, spills, needs
+more shared memory than the device has, or on sm_90 does without wgmma where there are 64 rows for it (in 16 bits; of
+pages up to head size 256, of latents plain ones); and on an inner loop that uses local memory, that has 64 rows on sm_90
+and other products than wgmma, or that loads too little 16 bytes at a time (see below).
 
 What each compilation found lies in `compile_matrix.json`, under a digest of all that it is made from: the sources of
 the kernel and of what it calls (comments apart), types, constants, alignments and options. So only what changed is
@@ -317,7 +321,7 @@ def compile_and_keep(changed: Planned, kept: dict[str, compiling.Facts], version
         nonlocal saved
         kept[digest] = facts
         if time.monotonic() - saved > SAVED_EVERY:
-            compiled_facts.save(KEPT, version, kept)
+            kept_facts.save(KEPT, version, kept)
             saved = time.monotonic()
 
     compile_all(changed, options.jobs, options.console, found)
@@ -374,7 +378,7 @@ def _kind(case: catalogue.AnyCase) -> str:
     """What decides how a kernel's keys are loaded, beside its tile."""
     if isinstance(case, LatentCase):
         return case.format
-    return "8 bits" if isinstance(case, cases.Case) and cases.ITEMSIZE[case.stored] == 1 else "plain"
+    return "8 bits" if isinstance(case, paged_cases.Case) and paged_cases.ITEMSIZE[case.stored] == 1 else "plain"
 
 
 def _product_rows(row: Row) -> int:
@@ -490,7 +494,7 @@ def _only(names: Sequence[str] | None, archs: Sequence[str], version: str, optio
 def _everything(version: str, options: argparse.Namespace) -> int:
     """Compile what changed, then write the document or compare with it."""
     planned = plan(None, compiling.ARCHITECTURES)
-    kept = {} if options.afresh else compiled_facts.load(KEPT, version)
+    kept = {} if options.afresh else kept_facts.load(KEPT, version)
     stale = kept.keys() - planned.keys()
     changed = fill(planned, kept)
     differing, differs = [], 0
@@ -503,7 +507,7 @@ def _everything(version: str, options: argparse.Namespace) -> int:
             differs = 1
     else:
         compile_and_keep(changed, kept, version, options)
-        compiled_facts.save(KEPT, version, {digest: row.facts for digest, (_, row) in planned.items()})
+        kept_facts.save(KEPT, version, {digest: row.facts for digest, (_, row) in planned.items()})
     rows = rows_of(planned)
     differs |= _store(version, section(version, rows, refusals(None, compiling.ARCHITECTURES)), options.check,
                       options.console)  # fmt: skip
@@ -513,7 +517,9 @@ def _everything(version: str, options: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.compile_matrix", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.compiled.compile_matrix", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--check", action="store_true", help="compare with docs/compile_matrix.md instead of writing")
     parser.add_argument("--afresh", action="store_true", help="compile everything, whatever was found before")
     parser.add_argument("--arch", nargs="+", choices=compiling.ARCHITECTURES, help="only these; nothing is written")

@@ -20,8 +20,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import sass, sources
-from benchmarks.cases import ITEMSIZE
+from benchmarks.cases.paged import ITEMSIZE
+from benchmarks.compiled import sass, sources
 from ragged_attention import dispatch
 from ragged_attention.calls import Call, dtype_name
 from ragged_attention.devices import shared_memory_of

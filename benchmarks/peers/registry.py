@@ -22,12 +22,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import mla_peers, varlen_peers
-from benchmarks.cases import Case
-from benchmarks.mla_cases import LatentCase
-from benchmarks.varlen_cases import VarlenCase
+from benchmarks.cases.mla import LatentCase
+from benchmarks.cases.paged import Case
+from benchmarks.cases.varlen import VarlenCase
+from benchmarks.peers import mla as mla_peers
+from benchmarks.peers import varlen as varlen_peers
 
-FOLDER = Path(__file__).parent.parent / "peers"
+FOLDER = Path(__file__).parents[2] / "peers"
 Run = Callable[[], Any]
 
 
