@@ -143,7 +143,7 @@ def _reason(error: Exception) -> str:
 
 def _gate_note(wrong: AssertionError) -> str:
     beyond = re.search(r"([\d.e+]+) times the bound", str(wrong))
-    return f"correctness: error {beyond[1]} times the bound" if beyond else f"correctness: {_reason(wrong)}"
+    return f"wrong: error {beyond[1]} times the bound" if beyond else f"wrong: {_reason(wrong)}"
 
 
 def _contenders(
@@ -259,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def is_red(result: Result) -> bool:
     """Whether this is one of ours whose numbers are wrong."""
-    return result.seconds is None and result.why.startswith("correctness:")
+    return result.seconds is None and result.why.startswith("wrong:")
 
 
 if __name__ == "__main__":

@@ -230,7 +230,7 @@ EDITS = (
 )
 PRINT_DIGESTS = """
 import importlib, sys
-from benchmarks import compiling
+from benchmarks.compiled import compiling
 from ragged_attention.samples import FakeArray
 x = FakeArray((64,), "bfloat16")
 def digest(module, arch="sm_90", num_warps=4, **arguments):
@@ -267,7 +267,7 @@ PRINT_REACHED = """
 import os
 os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"
 from triton.runtime import jit
-from benchmarks import compile_matrix, sources
+from benchmarks.compiled import compile_matrix, sources
 called = {}
 class Finder(jit.DependenciesFinder):
     def _update_hash(self, function):

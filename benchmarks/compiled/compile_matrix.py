@@ -137,8 +137,8 @@ HEADER = """\
 What the Triton kernels compile to, at the tiles their heuristics choose for the shapes of `benchmarks/cases/`, for GPUs
 that need not be there. Written by `make compile-matrix`, which fails on a kernel that does not compile, spills, needs
 more shared memory than the device has, or on sm_90 does without wgmma where there are 64 rows for it (in 16 bits; of
-pages up to head size 256, of latents plain ones); and on an inner loop that uses local memory, that has 64 rows on sm_90
-and other products than wgmma, or that loads too little 16 bytes at a time (see below).
+pages up to head size 256, of latents plain ones); and on an inner loop that uses local memory, that has 64 rows on
+sm_90 and other products than wgmma, or that loads too little 16 bytes at a time (see below).
 
 What each compilation found lies in `compile_matrix.json`, under a digest of all that it is made from: the sources of
 the kernel and of what it calls (comments apart), types, constants, alignments and options. So only what changed is
