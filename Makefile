@@ -31,19 +31,19 @@ conformance: .venv/all
 	$(BIN)/ragged-attention conformance $(or $(ARGS),--backend triton)
 
 compile-matrix: .venv/all .triton36
-	$(BIN)/python -m benchmarks.compile_matrix $(ARGS)
-	PYTHONPATH=.triton36 $(BIN)/python -m benchmarks.compile_matrix $(ARGS)
+	$(BIN)/python -m benchmarks.compiled.compile_matrix $(ARGS)
+	PYTHONPATH=.triton36 $(BIN)/python -m benchmarks.compiled.compile_matrix $(ARGS)
 
 # Needs no GPU: nvcc comes from PyPI.
 cuda-compile: .venv/all
-	$(BIN)/python -m benchmarks.cuda_sass $(ARGS)
+	$(BIN)/python -m benchmarks.compiled.cuda_sass $(ARGS)
 
 flash-mla-matrix: .venv/all
 	$(BIN)/python -m benchmarks.flash_mla_matrix $(ARGS)
 
 # Needs no TPU, but the closed-source TPU compiler, 684 MB: optional, in an environment of its own.
 tpu-compile: .venv-tpu/all
-	PYTHONPATH=src:. .venv-tpu/bin/python -m benchmarks.tpu_compile $(ARGS)
+	PYTHONPATH=src:. .venv-tpu/bin/python -m benchmarks.compiled.tpu_compile $(ARGS)
 
 bench: .venv/all
 	$(BIN)/ragged-attention bench $(ARGS)

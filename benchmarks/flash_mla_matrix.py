@@ -17,8 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import ragged_attention as ra
-from benchmarks.flash_mla_cases import LISTS, Case, DecodeCase, MhaCase, cases_of, covering, scaled_down
-from benchmarks.flash_mla_data import check
+from benchmarks.cases.flash_mla import LISTS, Case, DecodeCase, MhaCase, cases_of, covering, scaled_down
+from benchmarks.cases.flash_mla_data import check
 from ragged_attention.errors import Unsupported
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import timing
-from benchmarks.catalogue import CASES, AnyCase, attention_call, scaled_down
+from benchmarks.cases.catalogue import CASES, AnyCase, attention_call, scaled_down
 from ragged_attention.samples import device_of
 from ragged_attention.testing import environment
 
@@ -45,7 +45,7 @@ class Overhead:
     dispatch: float  # of the call: bringing arguments into form, torch's dispatcher
     plan: float  # of the call: recognising a call like an earlier one
     launch: float  # of the call: allocating results, enqueuing kernels
-    untaped: float  # what `launch` would be if the room ran anew and Triton itself launched
+    not_replayed: float  # what `launch` would be if the backend ran anew and Triton itself launched
 
 
 class StandInDriver:
@@ -81,20 +81,17 @@ class StandInDriver:
 def standing_in(driver: StandInDriver) -> Iterator[StandInDriver]:
     """Let torch's front end take the CPU for the driver's GPU."""
     triton = importlib.import_module("triton")
-    names = ("launcher", "execute", "mla_operators")
-    modules = [importlib.import_module(f"ragged_attention.torch.{name}") for name in names]
+    plans = importlib.import_module("ragged_attention.torch._plan")
     facts = device_of("torch", driver.arch)
     triton.runtime.driver.set_active(driver)
 
     def device_facts(device: Any) -> Any:
         return facts
 
-    with contextlib.ExitStack() as stack:
-        for module in modules:
-            stack.enter_context(mock.patch.object(module, "device_facts", device_facts))
-        modules[1]._plans.clear()
+    with mock.patch.object(plans, "device_facts", device_facts):
+        plans._plans.clear()
         yield driver
-        modules[1]._plans.clear()
+        plans._plans.clear()
 
 
 def inputs_of(case: AnyCase, device: str) -> dict[str, Any]:
@@ -125,29 +122,29 @@ def microseconds(candidates: Mapping[str, Callable[[], Any]], settle: Callable[[
 def measure(case: AnyCase, device: str) -> Overhead:
     """Time one case's call, and the parts of it that can be called by themselves."""
     torch = importlib.import_module("torch")
-    execute = importlib.import_module("ragged_attention.torch.execute")
-    launcher, tapes = (importlib.import_module(f"ragged_attention.torch.{name}") for name in ("launcher", "tape"))
+    names = ("_plan", "_launcher", "_replay")
+    plans, launcher, replays = (importlib.import_module(f"ragged_attention.torch.{name}") for name in names)
     function = getattr(importlib.import_module("ragged_attention.torch"), case.operation)
     call = functools.partial(function, **inputs_of(case, device), backend="triton")
-    with mock.patch.object(execute, "execute", wraps=execute.execute) as inside:
+    with mock.patch.object(plans, "execute", wraps=plans.execute) as inside:
         call()
     values = inside.call_args.args
-    plan, tensors = execute._plan(*values)
+    plan, tensors = plans._plan(*values)
     addresses = [tensor.data_ptr() for tensor in tensors]
-    tape = plan.tapes[tapes.alignments(tensors, addresses)]
-    record = execute._call(values[0], values[1], plan)
+    recording = plan.recordings[replays.alignments(tensors, addresses)]
+    record = plans._call(values[0], values[1], plan)
     candidates = {
         "call": call,
-        "within": lambda: execute.execute(*values),
-        "launch": lambda: tape.play(tensors, addresses),
-        "untaped": lambda: plan.choice.run(record, launcher.LAUNCHER),
+        "within": lambda: plans.execute(*values),
+        "launch": lambda: recording.replay(tensors, addresses),
+        "not_replayed": lambda: plan.choice.run(record, launcher.LAUNCHER),
     }
     found = microseconds(candidates, torch.cuda.synchronize if device == "cuda" else None)
     within = found.pop("within")
     return Overhead(
         case=case.name,
         operation=case.operation,
-        launches=len(tape.steps),
+        launches=len(recording.steps),
         dispatch=found["call"] - within,
         plan=within - found["launch"],
         **found,

@@ -3,7 +3,7 @@
     ragged-attention bench [CASE ...] [--framework torch|jax] [--backend NAME ...] [--peers] [--rounds N] [--json FILE]
 
 Before a speed is printed, rows of the very result are held to the definition in float64; a backend that fails this
-gate has no speed. On a GPU torch's times are of kernels alone with a cold L2 cache; jax's, and all on a CPU, are by
+check has no speed. On a GPU torch's times are of kernels alone with a cold L2 cache; jax's, and all on a CPU, are by
 the clock. Without a GPU the cases are run scaled down.
 """
 
@@ -22,8 +22,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks import gate, peers, timing
-from benchmarks.catalogue import CASES, AnyCase, find, jax_inputs, judged, scaled_down, torch_inputs
+from benchmarks import correctness, timing
+from benchmarks.cases.catalogue import CASES, AnyCase, find, jax_inputs, judged, scaled_down, torch_inputs
+from benchmarks.peers import registry
 
 SMALL_LENGTH = 512  # of the longest sequence, where a CPU stands in
 
@@ -124,7 +125,7 @@ def run_case(
             call = prepare()
             out = judged(case, call())
             calls[who] = call
-            gate.check(case, inputs, out, to_numpy)
+            correctness.check(case, inputs, out, to_numpy)
         except AssertionError as wrong:
             result.why = _gate_note(wrong)
             if who in backends:  # another's looser numbers are told beside its time; ours have no time
@@ -142,14 +143,14 @@ def _reason(error: Exception) -> str:
 
 def _gate_note(wrong: AssertionError) -> str:
     beyond = re.search(r"([\d.e+]+) times the bound", str(wrong))
-    return f"gate: error {beyond[1]} times the bound" if beyond else f"gate: {_reason(wrong)}"
+    return f"wrong: error {beyond[1]} times the bound" if beyond else f"wrong: {_reason(wrong)}"
 
 
 def _contenders(
     case: AnyCase, inputs: Any, machine: Machine, backends: Sequence[str], with_peers: bool, results: list[Result]
 ) -> list[tuple[str, Callable[[], Any]]]:
     found = [(backend, functools.partial(our_call, case, inputs, machine, backend)) for backend in backends]
-    for peer in peers.PEERS if with_peers else ():
+    for peer in registry.PEERS if with_peers else ():
         if (peer.framework, peer.kind) == (machine.framework, type(case)) and peer.absent() is None:
             if why := peer.declines(case):
                 results.append(Result(case.name, case.workload, peer.name, why=why))
@@ -248,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             backends = options.backend or default_backends(machine)
             results += run_case(case, machine, backends, with_peers=options.peers, rounds=options.rounds)
     console.print(table_of(results, machine))
-    for name, why in peers.presence(machine.framework).items() if options.peers else ():
+    for name, why in registry.presence(machine.framework).items() if options.peers else ():
         if why:
             console.print(f"peer {name}: absent, {why}", markup=False)
     if options.json:
@@ -258,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def is_red(result: Result) -> bool:
     """Whether this is one of ours whose numbers are wrong."""
-    return result.seconds is None and result.why.startswith("gate:")
+    return result.seconds is None and result.why.startswith("wrong:")
 
 
 if __name__ == "__main__":

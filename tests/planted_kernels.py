@@ -5,7 +5,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from benchmarks.compiling import Launch, compile_launch
+from benchmarks.compiled.compiling import Launch, compile_launch
 from ragged_attention.samples import FakeArray
 
 

@@ -13,20 +13,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import (
-    cases,
-    catalogue,
-    device,
-    device_checks,
-    device_cuda,
-    device_session,
-    gate,
-    mla_cases,
-    mla_peers,
-    peers,
-    run,
-    timing,
+from benchmarks import correctness, run, timing
+from benchmarks.cases import catalogue
+from benchmarks.cases import mla as mla_cases
+from benchmarks.cases import paged as paged_cases
+from benchmarks.device import (
+    __main__ as device,
 )
+from benchmarks.device import (
+    checks as device_checks,
+)
+from benchmarks.device import (
+    cuda as device_cuda,
+)
+from benchmarks.device import (
+    session as device_session,
+)
+from benchmarks.peers import mla as mla_peers
+from benchmarks.peers import registry
 from ragged_attention import dispatch, samples
 from ragged_attention.calls import NOWHERE
 from ragged_attention.errors import BackendMissing
@@ -45,9 +49,9 @@ LATENT = (
 )  # fmt: skip
 
 
-def tiny(**fields: Any) -> cases.Case:
+def tiny(**fields: Any) -> paged_cases.Case:
     plain = {"name": "tiny", "workload": "-", "q_lens": (1, 3), "kv_lens": (5, 4), "num_q_heads": 4, "num_kv_heads": 2}
-    return cases.Case(**(plain | {"head_dim": 16, "page_size": 2} | fields))  # type: ignore[arg-type]
+    return paged_cases.Case(**(plain | {"head_dim": 16, "page_size": 2} | fields))  # type: ignore[arg-type]
 
 
 # ---- cases
@@ -82,14 +86,14 @@ def test_floors_of_the_named_workloads_on_an_h200() -> None:
         "gemma2_32x4k": 250, "fp8_64x4k": 125,
     }  # fmt: skip
     for name, microseconds in wanted.items():
-        assert cases.CASES[name].floor_seconds(4.3e12, 700e12)[0] * 1e6 == pytest.approx(microseconds, abs=0.6)
+        assert paged_cases.CASES[name].floor_seconds(4.3e12, 700e12)[0] * 1e6 == pytest.approx(microseconds, abs=0.6)
 
 
-@pytest.mark.parametrize("name", [*cases.CASES, *cases.COMPILED_ONLY])
+@pytest.mark.parametrize("name", [*paged_cases.CASES, *paged_cases.COMPILED_ONLY])
 def test_every_case_is_lawful_whole_and_scaled_down(name: str) -> None:
     whole, case = catalogue.find(name), catalogue.find(f"{name}_small")
     for each in (whole, case):
-        for call in cases.calls_of(each, NOWHERE):
+        for call in paged_cases.calls_of(each, NOWHERE):
             assert call.argument_names()
         assert all(0 < q_len <= kv_len for q_len, kv_len in zip(each.q_lens, each.kv_lens, strict=True))
     assert max(case.kv_lens) <= 77
@@ -153,12 +157,12 @@ def test_an_unknown_case_names_the_known_ones() -> None:
 
 def test_tables_use_each_page_once_and_leave_garbage_behind() -> None:
     case = tiny(kv_lens=(9, 4), q_lens=(1, 3))
-    tables = cases.tables(case, 3)
+    tables = paged_cases.tables(case, 3)
     used = [page for seq, count in enumerate(case.pages_needed) for page in tables["page_indices"][seq, :count]]
     assert len(set(used)) == len(used) == 7
     assert all(0 <= page < case.num_pages for page in used)
     assert tables["cu_q_lens"].tolist() == [0, 1, 4]
-    assert not np.array_equal(tables["page_indices"], cases.tables(case, 4)["page_indices"])
+    assert not np.array_equal(tables["page_indices"], paged_cases.tables(case, 4)["page_indices"])
 
 
 def pages_of(value: Any) -> list[Any]:
@@ -186,21 +190,21 @@ def test_inputs_are_the_same_values_in_every_framework(name: str) -> None:
             assert value == ours[key] == theirs[key]
 
 
-# ---- gate
+# ---- correctness
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_the_gate_passes_the_definition_and_nothing_else(name: str) -> None:
     case = dataclasses.replace(catalogue.find(name), dtype="float32")
-    inputs = cases.numpy_inputs(case, 1)
+    inputs = paged_cases.numpy_inputs(case, 1)
     out = definition(**inputs, cache_dtype=case.stored).astype(np.float32)
-    gate.check(case, inputs, out, np.asarray)
+    correctness.check(case, inputs, out, np.asarray)
     with pytest.raises(AssertionError, match=case.name):
-        gate.check(case, inputs, out * 1.01, np.asarray)
+        correctness.check(case, inputs, out * 1.01, np.asarray)
     last = out.copy()
     last[-1, -1, -1] += 1
     with pytest.raises(AssertionError, match="rows"):
-        gate.check(case, inputs, last, np.asarray)
+        correctness.check(case, inputs, last, np.asarray)
 
 
 @pytest.mark.parametrize("name", LATENT)
@@ -208,13 +212,13 @@ def test_the_gate_passes_the_definition_of_latent_attention_and_nothing_else(nam
     case = catalogue.find(name)
     inputs = catalogue.numpy_inputs(case, 1)
     out = (sparse_mla_prefill if case.prefill else mla_decode)(**inputs)[0]
-    gate.check(case, inputs, out, np.asarray)
+    correctness.check(case, inputs, out, np.asarray)
     with pytest.raises(AssertionError, match=case.name):
-        gate.check(case, inputs, out * 1.02, np.asarray)
+        correctness.check(case, inputs, out * 1.02, np.asarray)
     last = out.copy()
     last[..., -1, -1] += 1  # of every query's last head
     with pytest.raises(AssertionError, match="query"):
-        gate.check(case, inputs, last, np.asarray)
+        correctness.check(case, inputs, last, np.asarray)
 
 
 # ---- timing
@@ -277,7 +281,7 @@ def test_bench_runs_from_jax(tmp_path: Path) -> None:
     assert json.loads(file.read_text())[0]["who"] == "xla"
 
 
-def test_no_speed_on_a_red_gate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_speed_of_a_wrong_result(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
     right = run.our_call
     monkeypatch.setattr(run, "our_call", lambda *arguments: lambda: right(*arguments)() * 1.5)
@@ -285,10 +289,10 @@ def test_no_speed_on_a_red_gate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     case = catalogue.find("decode_64x4k_small")
     (result,) = run.run_case(case, machine, ["eager"], with_peers=False, rounds=2)
     assert result.seconds is None
-    assert result.why.startswith("gate: error ")
+    assert result.why.startswith("wrong: error ")
     assert run.is_red(result)
     assert run.main(["decode_64x4k", "--rounds", "2", "--length", "40"]) == 1
-    assert "gate:" in capsys.readouterr().out
+    assert "wrong:" in capsys.readouterr().out
 
 
 def test_an_unknown_case_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -302,9 +306,9 @@ def test_torchs_own_attention_is_a_fair_peer(name: str) -> None:
     """Peers get the case right, in float32, within the bounds that ours are held to."""
     pytest.importorskip("torch")
     case = dataclasses.replace(catalogue.find(name), dtype="float32")
-    inputs = cases.torch_inputs(case, 2)
-    (sdpa,) = (peer for peer in peers.PEERS if peer.name == "sdpa")
-    gate.check(case, inputs, sdpa.prepare(case, inputs)(), run.to_numpy)
+    inputs = paged_cases.torch_inputs(case, 2)
+    (sdpa,) = (peer for peer in registry.PEERS if peer.name == "sdpa")
+    correctness.check(case, inputs, sdpa.prepare(case, inputs)(), run.to_numpy)
 
 
 PEERS_OF_LATENTS = ("mla_dense_h128_128q2s4k_small", "mla_sparse_h16_b8_small", "mla_prefill_h128_8k_small")
@@ -315,7 +319,7 @@ def test_torchs_own_attention_over_latents_is_a_fair_peer(name: str) -> None:
     pytest.importorskip("torch")
     case = catalogue.find(name)
     inputs = catalogue.torch_inputs(case, 2)
-    gate.check(case, inputs, mla_peers.sdpa(case, inputs)(), run.to_numpy)
+    correctness.check(case, inputs, mla_peers.sdpa(case, inputs)(), run.to_numpy)
     assert mla_peers.sdpa_declines(dataclasses.replace(case, sinks=True)) == "does not take sinks"
 
 
@@ -323,7 +327,7 @@ def test_a_second_cache_is_gathered_too() -> None:
     pytest.importorskip("torch")
     case = dataclasses.replace(catalogue.find("mla_sparse_v4_h64_128q2_small"), sinks=False)
     inputs = catalogue.torch_inputs(case, 2)
-    gate.check(case, inputs, mla_peers.sdpa(case, inputs)(), run.to_numpy)
+    correctness.check(case, inputs, mla_peers.sdpa(case, inputs)(), run.to_numpy)
 
 
 class FlashMla:
@@ -364,7 +368,7 @@ def test_flash_mla_gets_its_arguments_by_position(name: str, monkeypatch: pytest
     inputs = catalogue.torch_inputs(case, 2)
     call = mla_peers.flash_mla(case, inputs, tmp_path)
     for _ in range(2):  # the second time with the schedule that the first one made
-        gate.check(case, inputs, call(), run.to_numpy)
+        correctness.check(case, inputs, call(), run.to_numpy)
 
 
 def test_what_flash_mla_declines() -> None:
@@ -413,61 +417,96 @@ def test_flash_attention_3_gets_latents_in_two_parts(name: str) -> None:
 
     schema = types.SimpleNamespace(arguments=range(37))
     forward.default = types.SimpleNamespace(_schema=schema)  # type: ignore[attr-defined]
-    gate.check(case, inputs, mla_peers.fa3(case, inputs, forward)(), run.to_numpy)
+    correctness.check(case, inputs, mla_peers.fa3(case, inputs, forward)(), run.to_numpy)
 
 
 def test_jaxs_reference_is_a_fair_peer() -> None:
     pytest.importorskip("jax")
     case = dataclasses.replace(catalogue.find("mixed_2q2k_32q1s1k_small"), dtype="float32")
-    inputs = cases.jax_inputs(case, 2)
-    (peer,) = (peer for peer in peers.PEERS if peer.name == "jax-reference")
+    inputs = paged_cases.jax_inputs(case, 2)
+    (peer,) = (peer for peer in registry.PEERS if peer.name == "jax-reference")
     assert peer.absent() is None
     import jax
 
     with jax.default_matmul_precision("float32"):
-        gate.check(case, inputs, peer.prepare(case, inputs)(), run.to_numpy)
+        correctness.check(case, inputs, peer.prepare(case, inputs)(), run.to_numpy)
 
 
 def test_every_peer_says_why_it_is_absent() -> None:
     pytest.importorskip("torch")
     pytest.importorskip("jax")
-    for name, why in peers.presence().items():
+    for name, why in registry.presence().items():
         assert why is None or len(why) > 10, name
-    for peer in peers.PEERS:
+    for peer in registry.PEERS:
         for case in catalogue.CASES.values():
             if not isinstance(case, peer.kind):
                 continue
             assert peer.declines(case) is None or isinstance(peer.declines(case), str)
 
 
-def test_a_carried_triton_peer_is_imported_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+CARRIED = """
+from vllm import envs
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.triton_utils import tl, triton
+from vllm.v1.attention.ops.triton_helper import FACTOR
+from vllm.v1.kv_cache_interface import KVQuantMode
+logger = init_logger(__name__)
+assert not envs.BATCH_INVARIANT and triton.jit and tl.load and not KVQuantMode.NONE.is_per_token_head
+kind = current_platform.fp8_dtype()
+def unified_attention(q, k, v, out, window_size, kv_quant_mode, block_table):
+    assert k.shape == v.shape and kv_quant_mode == 0 and block_table.min() >= 0
+    out.copy_(q * FACTOR + window_size[0])
+"""
+# What vLLM 0.33 added: modes, a question about the device, scratch with a row per token of a short query.
+CARRIED_0_33 = """
+import torch
+import vllm.envs as envs
+from vllm.platforms import current_platform
+from vllm.v1.attention.ops.triton_helper import FACTOR
+from vllm.v1.kv_cache_interface import KVQuantMode
+is_batch_invariant = envs.VLLM_BATCH_INVARIANT
+float8_info = torch.finfo(current_platform.fp8_dtype())
+def unified_attention(q, out, max_seqlen_q, window_size, softmax_segm_output, softmax_segm_max, softmax_segm_expsum,
+                      rswa_window=None, kv_quant_mode: KVQuantMode = KVQuantMode.NONE, use_td=False):
+    assert not kv_quant_mode == KVQuantMode.INT4_PER_TOKEN_HEAD
+    assert kv_quant_mode not in (KVQuantMode.INT8_PER_TOKEN_HEAD, KVQuantMode.FP8_PER_TOKEN_HEAD)
+    assert kv_quant_mode in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR) and isinstance(kv_quant_mode, int)
+    assert not (kv_quant_mode.is_nvfp4 or kv_quant_mode.is_turboquant or kv_quant_mode.is_per_token_head)
+    assert not current_platform.is_device_capability_family(100) and not is_batch_invariant
+    for scratch in (softmax_segm_output, softmax_segm_max, softmax_segm_expsum):
+        assert max_seqlen_q > 8 or len(scratch) >= len(q)
+    out.copy_(q * FACTOR + window_size[0])
+"""
+
+
+@pytest.mark.parametrize("source", [CARRIED, CARRIED_0_33], ids=["0.26", "0.33"])
+@pytest.mark.parametrize("name", ["gpt_oss_window_64x4k_small", "speculative_4"])
+def test_a_carried_triton_peer_is_imported_without_its_package(
+    name: str, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("triton")
     (tmp_path / "triton_helper.py").write_text("FACTOR = 2\n")
-    (tmp_path / "triton_unified_attention.py").write_text(
-        "from vllm import envs\n"
-        "from vllm.logger import init_logger\n"
-        "from vllm.platforms import current_platform\n"
-        "from vllm.triton_utils import tl, triton\n"
-        "from vllm.v1.attention.ops.triton_helper import FACTOR\n"
-        "from vllm.v1.kv_cache_interface import KVQuantMode\n"
-        "logger = init_logger(__name__)\n"
-        "assert not envs.BATCH_INVARIANT and triton.jit and tl.load and not KVQuantMode.NONE.is_per_token_head\n"
-        "kind = current_platform.fp8_dtype()\n"
-        "def unified_attention(q, k, v, out, window_size, kv_quant_mode, block_table):\n"
-        "    assert k.shape == v.shape and kv_quant_mode == 0 and block_table.min() >= 0\n"
-        "    out.copy_(q * FACTOR + window_size[0])\n"
-    )
-    monkeypatch.setattr(peers, "FOLDER", tmp_path)
+    (tmp_path / "triton_unified_attention.py").write_text(source)
+    monkeypatch.setattr(registry, "FOLDER", tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     case = catalogue.find("gpt_oss_window_64x4k_small")
-    inputs = cases.torch_inputs(case)
+    if name != case.name:  # more tokens than sequences for which keys are split
+        case = dataclasses.replace(case, num_kv_heads=case.num_q_heads, q_lens=(4,) * 4, kv_lens=(40,) * 4)
+    inputs = paged_cases.torch_inputs(case)
     try:
-        out = peers._vllm_triton(case, inputs)()
+        out = registry._vllm_triton(case, inputs)()
     finally:
         for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
             del sys.modules[name]
     assert torch.equal(out, inputs["q"] * 2 + ((case.sliding_window or 0) - 1))
+
+
+def test_a_carried_peer_may_ask_for_any_mode() -> None:
+    assert registry._Quantisation.NONE != registry._Quantisation.SOME_MODE
+    assert not hasattr(registry._Quantisation, "some_mode")
+    assert not hasattr(registry._Quantisation.NONE, "shape")
 
 
 def test_flash_attention_3_gets_its_arguments_by_position() -> None:
@@ -489,8 +528,8 @@ def test_flash_attention_3_gets_its_arguments_by_position() -> None:
     library.define(f"fwd({schema}) -> Tensor[]")
     library.impl("fwd", forward, "CPU")
     case = catalogue.find("gpt_oss_window_64x4k_small")
-    inputs = cases.torch_inputs(case)
-    assert torch.equal(peers._fa3(case, inputs)(), inputs["q"] * 2)
+    inputs = paged_cases.torch_inputs(case)
+    assert torch.equal(registry._fa3(case, inputs)(), inputs["q"] * 2)
     names = [part.split()[-1] for part in schema.split(", ")]
     told = dict(zip(names, given, strict=True))
     assert told["seqused_k"] is inputs["kv_lens"]
@@ -555,9 +594,9 @@ def test_a_replay_is_checked_on_other_lengths_or_lists_and_then_on_its_own(name:
         for key, table in tables.items():
             np.copyto(inputs[key], table)
         if isinstance(case, mla_cases.LatentCase):
-            gate.check(now, inputs, mla_decode(**inputs)[0], np.asarray)
+            correctness.check(now, inputs, mla_decode(**inputs)[0], np.asarray)
         else:
-            gate.check(now, inputs, definition(**inputs, cache_dtype=case.stored), np.asarray)
+            correctness.check(now, inputs, definition(**inputs, cache_dtype=case.stored), np.asarray)
     assert all(np.array_equal(inputs[key], table) for key, table in catalogue.numpy_inputs(case, 2).items()
                if key in back)  # fmt: skip
 

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import ragged_attention as ra
-from benchmarks import flash_mla_data, flash_mla_matrix
-from benchmarks.flash_mla_cases import (
+from benchmarks import flash_mla_matrix
+from benchmarks.cases import flash_mla_data
+from benchmarks.cases.flash_mla import (
     LISTS,
     Case,
     DecodeCase,
@@ -27,7 +28,7 @@ from benchmarks.flash_mla_cases import (
     covering,
     scaled_down,
 )
-from benchmarks.flash_mla_data import (
+from benchmarks.cases.flash_mla_data import (
     NO_INDEX,
     check,
     close,

@@ -1,6 +1,7 @@
 """Kernels compile for GPUs that are not here, and the checker that says so tells a bad kernel from a good one."""
 
 import dataclasses
+import importlib
 import itertools
 import os
 import subprocess
@@ -10,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import catalogue, compile_matrix, compiling, mla_cases
+from benchmarks.cases import catalogue
+from benchmarks.cases import mla as mla_cases
+from benchmarks.compiled import compile_matrix, compiling, kept_facts
 from ragged_attention import dispatch, samples
 from ragged_attention.calls import dtype_name
 
@@ -26,7 +29,7 @@ def apart(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
 def test_a_decode_compiles(arch: str) -> None:
-    done = apart("-m", "benchmarks.compile_matrix", "--arch", arch, "--case", "one_page_slot", "--jobs", "1")
+    done = apart("-m", "benchmarks.compiled.compile_matrix", "--arch", arch, "--case", "one_page_slot", "--jobs", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no failures" in done.stdout
     for kernel in ("split_kernel", "write_kernel", "merge_kernel"):
@@ -34,7 +37,7 @@ def test_a_decode_compiles(arch: str) -> None:
 
 
 def test_a_prefill_uses_wgmma() -> None:
-    done = apart("-m", "benchmarks.compile_matrix", "--arch", "sm_90", "--case", "prefill_4k", "--jobs", "1")
+    done = apart("-m", "benchmarks.compiled.compile_matrix", "--arch", "sm_90", "--case", "prefill_4k", "--jobs", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "wgmma" in done.stdout
     (tile,) = (line for line in done.stdout.splitlines() if "| tile_kernel |" in line)
@@ -43,14 +46,16 @@ def test_a_prefill_uses_wgmma() -> None:
 
 def test_attention_without_a_cache_and_its_gradient_compile() -> None:
     names = ["mha_one_of_everything", "mha_one_of_everything_backward"]
-    done = apart("-m", "benchmarks.compile_matrix", "--arch", "sm_90", "--case", *names, "--jobs", "1")
+    done = apart("-m", "benchmarks.compiled.compile_matrix", "--arch", "sm_90", "--case", *names, "--jobs", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     for kernel in ("forward_kernel", "prepare_kernel", "dkv_kernel", "dq_kernel"):
         assert kernel in done.stdout
 
 
 def test_writing_quantising_and_scheduling_compile() -> None:
-    done = apart("-m", "benchmarks.compile_matrix", "--arch", "sm_90", "--case", "mla_one_of_everything", "--jobs", "1")
+    done = apart(
+        "-m", "benchmarks.compiled.compile_matrix", "--arch", "sm_90", "--case", "mla_one_of_everything", "--jobs", "1"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     for kernel in ("latent_kernel", "write_rows_kernel", "schedule_kernel"):
         assert kernel in done.stdout
@@ -190,29 +195,212 @@ def test_check_tells_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "| 65 |" in console.export_text()
 
 
-def test_the_same_code_is_checked_by_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    console = pytest.importorskip("rich.console").Console()
-    twice = 2 * compile_matrix.SPOT_CHECK
-    planned = {str(number): (compile_matrix.Job("any", "sm_80", 0, number), row()) for number in range(twice)}
-    compiled: list[int] = []
+SOURCES = {
+    "helpers.py": """
+import triton
+import triton.language as tl
 
-    def compile_all(some: dict[str, Any], jobs: int, shown: object) -> list[compile_matrix.Row]:
-        compiled.append(len(some))
-        return [row(registers=registers) for registers in registers_now]
+FACTOR: tl.constexpr = tl.constexpr(3)
 
-    monkeypatch.setattr(compile_matrix, "compile_all", compile_all)
-    text = compile_matrix.merged("", "3.9.0", compile_matrix.section("3.9.0", [row()], [], "0123"))
-    part = compile_matrix.recorded(text, "3.9.0")
-    assert "Code 0123." in part
-    registers_now = [64, 64]
-    assert compile_matrix.spot_check(planned, part, 1, console) == []
-    registers_now = [65]
-    (wrong,) = compile_matrix.spot_check(planned, part, 1, console)
-    assert "65 | 0 |" in wrong
-    assert wrong.endswith("is not in compile_matrix.md")
-    assert compiled == [2, 2]
-    assert compile_matrix.digest(planned) == compile_matrix.digest(reversed(planned))
-    assert compile_matrix.digest(planned) != compile_matrix.digest(["0"])
+@triton.jit
+def scaled(x):
+    return x * FACTOR
+""",
+    "kernels.py": """
+import triton
+import triton.language as tl
+from . import helpers
+from .helpers import scaled
+
+@triton.jit
+def copy_kernel(x_ptr, out_ptr, strides, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    tl.store(out_ptr + i * strides[0], scaled(tl.load(x_ptr + i)))
+""",
+}
+# What is replaced, by what, and whether the digest changes.
+EDITS = (
+    ("", "", False),
+    ("import triton\n", "import triton  # the compiler\n\n\n", False),
+    ("    i = tl", '    """Copy, scaled."""\n    # All of it.\n    i = tl', False),
+    ("scaled(tl.load(x_ptr + i))", "helpers.scaled(tl.load(x_ptr + i))", True),
+    ("tl.arange(0, SIZE)", "tl.arange(0, SIZE) + 0", True),
+    ("return x * FACTOR", "return x + FACTOR", True),
+    ("constexpr(3)", "constexpr(4)", True),
+)
+PRINT_DIGESTS = """
+import importlib, sys
+from benchmarks.compiled import compiling
+from ragged_attention.samples import FakeArray
+x = FakeArray((64,), "bfloat16")
+def digest(module, arch="sm_90", num_warps=4, **arguments):
+    arguments = {"strides": (16, 1), "SIZE": 64} | arguments
+    return compiling.digest(compiling.Launch(module.copy_kernel, (x, x), arguments, num_warps, 2), arch)
+sys.path.insert(0, sys.argv[1])
+modules = [importlib.import_module(f"edit_{index}.kernels") for index in range(int(sys.argv[2]))]
+first = modules[0]
+print(*[digest(module) == digest(first) for module in modules])
+others = [digest(first, "sm_80"), digest(first, num_warps=8), digest(first, SIZE=32), digest(first, strides=(16, 2))]
+print(len({digest(first), *others}))
+launch = compiling.Launch(first.copy_kernel, (x, x), {"strides": (16, 1), "SIZE": 64}, 4, 2)
+print(compiling.compile_launch(launch, "sm_90").failure)
+"""
+
+
+def test_a_digest_rests_on_what_is_compiled(tmp_path: Path) -> None:
+    """Comments, docstrings and line numbers do not count; called functions, constants, types and options do."""
+    pytest.importorskip("triton")
+    for index, (old, new, _) in enumerate(EDITS):
+        folder = tmp_path / f"edit_{index}"
+        folder.mkdir()
+        for name, text in SOURCES.items():
+            (folder / name).write_text(text.replace(old, new))
+    done = apart("-c", PRINT_DIGESTS, str(tmp_path), str(len(EDITS)))
+    assert done.returncode == 0, done.stderr
+    same, different, failure = done.stdout.splitlines()
+    assert same.split() == [str(not changes) for *_, changes in EDITS]
+    assert different == "5"
+    assert failure == "None"
+
+
+PRINT_REACHED = """
+import os
+os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"
+from triton.runtime import jit
+from benchmarks.compiled import compile_matrix, sources
+called = {}
+class Finder(jit.DependenciesFinder):
+    def _update_hash(self, function):
+        called.setdefault(self.name, set()).add(function)
+        super()._update_hash(function)
+jit.DependenciesFinder = Finder
+def reached(function, found):
+    function.cache_key
+    for other in called.get(function._fn_name, set()):
+        if other not in found and not other.__module__.startswith("triton."):
+            found.add(other)
+            reached(other, found)
+    return found
+cases = compile_matrix.covering("sm_90")
+launches = [launch for case in cases for index in range(len(compile_matrix.calls_for(case, "sm_90")))
+            for launch in compile_matrix.launches_for(case, "sm_90", index)]
+kernels = {launch.kernel for launch in launches}
+print(len(kernels))
+for kernel in kernels:
+    if (ours := set(sources.functions_of(kernel))) != (theirs := reached(kernel, {kernel})):
+        print(kernel.__name__, ours ^ theirs)
+"""
+
+
+def test_a_digest_rests_on_every_function_that_triton_counts() -> None:
+    pytest.importorskip("triton")
+    done = apart("-c", PRINT_REACHED)
+    assert done.returncode == 0, done.stderr
+    number, *wrong = done.stdout.splitlines()
+    assert int(number) > 10
+    assert wrong == []
+
+
+def test_facts_are_kept_by_version_and_digest(tmp_path: Path) -> None:
+    path = tmp_path / "kept.json"
+    assert kept_facts.load(path, "3.9.0") == {}
+    loops = (GOOD, dataclasses.replace(loop({8: 2}, local=3), cycles=(("matrices", 7.0),)))
+    facts = row(loops=loops).facts
+    kept_facts.save(path, "3.9.0", {"aa": facts, "bb": row(error="X: no").facts, "cc": row(spilled=8).facts})
+    kept_facts.save(path, "3.6.0", {"aa": row(registers=9).facts})
+    kept = kept_facts.load(path, "3.9.0")
+    assert kept == {
+        "aa": dataclasses.replace(facts, limit=0),
+        "cc": dataclasses.replace(row(spilled=8).facts, limit=0),
+    }
+    assert kept_facts.load(path, "3.6.0")["aa"].registers == 9
+    assert '\n"aa": ' in path.read_text()  # a line each
+
+
+def test_what_another_reader_found_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "kept.json"
+    kept_facts.save(path, "3.9.0", {"aa": row().facts})
+    monkeypatch.setattr(kept_facts, "READER", kept_facts.READER + 1)
+    assert kept_facts.load(path, "3.9.0") == {}
+
+
+class Matrix:
+    """`compile_matrix.main` over planned rows that are not compiled; `found` are their registers."""
+
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.found = {f"{index:02}": 64 for index in range(2 * compile_matrix.SPOT_CHECK)}
+        self.compiled: list[int] = []
+        monkeypatch.setattr(compile_matrix, "DOCUMENT", tmp_path / "matrix.md")
+        monkeypatch.setattr(compile_matrix, "KEPT", tmp_path / "matrix.json")
+        monkeypatch.setattr(compile_matrix, "plan", self.plan)
+        monkeypatch.setattr(compile_matrix, "compile_all", self.compile_all)
+        monkeypatch.setattr(compile_matrix, "refusals", lambda *_: [])
+        monkeypatch.setattr(compile_matrix.compiling, "why_not", lambda: None)
+        monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+
+    def plan(self, names: object, archs: object) -> compile_matrix.Planned:
+        blank = row(registers=0, limit=0, instructions=())
+        return {
+            digest: (compile_matrix.Job("any", "sm_90", 0, 0), dataclasses.replace(blank, blocks=f"q {digest}"))
+            for digest in self.found
+        }
+
+    def compile_all(self, planned: compile_matrix.Planned, jobs: int, console: object, found: Any = None) -> None:
+        self.compiled.append(len(planned))
+        for digest, (_, one) in planned.items():
+            one.facts = dataclasses.replace(row().facts, registers=self.found[digest], limit=232448)
+            if found:
+                found(digest, one.facts)
+
+    def run(self, *arguments: str) -> tuple[int, list[int]]:
+        self.compiled = []
+        return compile_matrix.main(arguments), self.compiled
+
+
+def test_only_what_changed_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    pytest.importorskip("rich")
+    matrix = Matrix(tmp_path, monkeypatch)
+    every = len(matrix.found)
+    assert matrix.run("--check") == (1, [0, every])  # nothing is kept yet
+    assert matrix.run() == (0, [every])
+    written = compile_matrix.DOCUMENT.read_text()
+    assert matrix.run() == (0, [0])
+    assert compile_matrix.DOCUMENT.read_text() == written
+    assert matrix.run("--check") == (0, [2, 0])
+    matrix.found["new"] = 65
+    assert matrix.run("--check") == (1, [2, 1])
+    assert matrix.run() == (0, [1])
+    assert "| 65 | 0 |" in compile_matrix.DOCUMENT.read_text()
+    del matrix.found["new"]
+    assert matrix.run("--check") == (1, [2, 0])  # something is kept that is not used
+    assert matrix.run("--afresh") == (0, [every])
+    assert compile_matrix.DOCUMENT.read_text() == written
+
+
+def test_a_check_compiles_some_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("triton")
+    pytest.importorskip("rich")
+    matrix = Matrix(tmp_path, monkeypatch)
+    assert matrix.run() == (0, [2 * compile_matrix.SPOT_CHECK])
+    matrix.found["00"] = 66
+    assert matrix.run("--check") == (1, [2, 0])
+    said = capsys.readouterr().err
+    assert "found wgmma 4 | 66 |" in said
+    assert "expected wgmma 4 | 64 |" in said
+
+
+def test_what_is_kept_is_judged_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure stays one, though nothing is compiled."""
+    pytest.importorskip("triton")
+    pytest.importorskip("rich")
+    matrix = Matrix(tmp_path, monkeypatch)
+    facts = {digest: row(spilled=8 if digest == "01" else 0).facts for digest in matrix.found}
+    kept_facts.save(compile_matrix.KEPT, importlib.import_module("triton").__version__, facts)
+    assert matrix.run() == (1, [0])
+    assert "1 failure." in compile_matrix.DOCUMENT.read_text()
 
 
 def test_interpreting_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import cuda_sass, sass
+from benchmarks.compiled import cuda_sass, sass
 from ragged_attention.errors import BackendMissing
 from ragged_attention.kernels_cuda import _native
 from ragged_attention.kernels_cuda._build import compile, toolchain

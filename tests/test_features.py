@@ -18,7 +18,7 @@ from ragged_attention.reference.quantize_mla_cache import quantize_mla_cache
 from ragged_attention.samples import device_of, sample_of
 
 RNG = np.random.default_rng(0)
-HINTS = {"max_q_len", "max_kv_len", "deterministic", "schedule", "cache_format", "format"}  # results are the same
+SAME = {"deterministic", "cache_format", "format"}  # which may be said or left out, with the same results
 
 
 def floats(*shape: int) -> Any:
@@ -138,12 +138,18 @@ def test_features_are_optional_arguments(operation):
         assert not unknown, f"{backend} lists {', '.join(unknown)} for {operation}"
 
 
+def refusable(operation: str) -> list[str]:
+    """The optional arguments that a backend has to list: neither hints nor what another operation can do before."""
+    record = CALLS[operation]
+    return [name for name in record.DEFAULTS if not record.KINDS[name].hint and name not in record.SEPARABLE]
+
+
 @pytest.mark.parametrize(("operation", "index"), EACH)
 def test_what_is_not_listed_is_refused_by_name(operation, index, monkeypatch):
     """Whatever argument a backend lacks in its list, and before it is asked itself; without a list it has none."""
     record, arguments = CALLS[operation], arguments_of(operation, index)
     fields = record.DEFAULTS
-    given = [name for name in fields if name in arguments]
+    given = [name for name in refusable(operation) if name in arguments]
     module = types.SimpleNamespace(why_not=lambda call: "asked")
     monkeypatch.setattr(dispatch, "load", lambda operation, backend: module)
     call = record(**arguments)  # type: ignore[call-arg]
@@ -170,7 +176,7 @@ def test_defaults_are_never_refused(operation, monkeypatch):
 @pytest.mark.parametrize(("operation", "index"), EACH)
 def test_each_backend_is_asked_by_its_own_list(operation, index, platform):
     arguments = arguments_of(operation, index)
-    given = [name for name in CALLS[operation].DEFAULTS if name in arguments]
+    given = [name for name in refusable(operation) if name in arguments]
     for device in PLACES[platform]:
         call = CALLS[operation](**arguments, device=device)  # type: ignore[call-arg]
         for backend, module in modules(operation).items():
@@ -223,11 +229,12 @@ def test_what_is_listed_counts(operation, index):
     fields = CALLS[operation].DEFAULTS
     here = {backend: module for backend, module in modules(operation).items() if backend not in ("pallas", "cuda")}
     arguments = arguments_of(operation, index)
-    for name in set(arguments) & set(fields) - here["reference"].FEATURES:
+    arguments = {name: value for name, value in arguments.items() if name not in CALLS[operation].SEPARABLE}
+    for name in set(arguments) & set(refusable(operation)) - here["reference"].FEATURES:
         assert all(name not in module.FEATURES for module in here.values())  # else it is to be compared below
         del arguments[name]
     wanted = results_of("reference", operation, arguments)
-    for name in set(arguments) & set(fields) - HINTS:
+    for name in set(arguments) & set(fields) - SAME - {hint for hint, kind in CALLS[operation].KINDS.items() if kind.hint}:
         try:
             without = results_of("reference", operation, {k: v for k, v in arguments.items() if k != name})
         except InvalidInput:

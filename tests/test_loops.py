@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import catalogue, compiling, loops, waste
-from benchmarks.sass import WARPWISE, cycles, instructions_of
+from benchmarks import roofline
+from benchmarks.cases import catalogue
+from benchmarks.compiled import compiling, loops
+from benchmarks.compiled.sass import WARPWISE, cycles, instructions_of
 from ragged_attention.samples import device_of
 
 ROOT = Path(__file__).parent.parent
@@ -43,10 +45,10 @@ def test_turns_by_hand() -> None:
     """A decode turns once a block of keys; of a prefill the blocks at edges are counted by themselves."""
     case = catalogue.find("decode_64x4k")
     launches = {launch.name: launch for launch in compiling.record(catalogue.attention_call(case, HOPPER))}
-    step = waste.steps(case, "triton", HOPPER)[0]
+    step = roofline.steps(case, "triton", HOPPER)[0]
     assert loops.turns(step, launches["split_kernel"], case) == [64 * 8 * 4096 / 64, 0.0]
     case = catalogue.find("prefill_8k")
-    (step,) = waste.steps(case, "triton", HOPPER)
+    (step,) = roofline.steps(case, "triton", HOPPER)
     launch = compiling.record(catalogue.attention_call(case, HOPPER))[0]
     whole, masked = loops.turns(step, launch, case)
     rows, careful = 8 * 1024 // 32, 1024 // 32  # blocks of 32 tokens, and those of them that see too few keys
@@ -58,7 +60,7 @@ def test_turns_by_hand() -> None:
 
 def test_a_prediction_is_made() -> None:
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "benchmarks.loops", "--jobs", "1", "--case", "mla_sparse_h16_b64"]
+    command = [sys.executable, "-m", "benchmarks.compiled.loops", "--jobs", "1", "--case", "mla_sparse_h16_b64"]
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (line,) = [line.split(" | ") for line in done.stdout.splitlines() if "mla_sparse_h16_b64" in line]
@@ -69,5 +71,5 @@ def test_a_prediction_is_made() -> None:
 def test_the_document_has_the_plans_of_today() -> None:
     table = loops.DOCUMENT.read_text().partition(loops.HERE)[2].partition(loops.END)[0]
     written = [line.split(" | ")[1:4] for line in table.splitlines() if line.startswith("| W")]
-    plans = [plan for plan in waste.plans(HOPPER) if plan.backend == "triton"]
+    plans = [plan for plan in roofline.plans(HOPPER) if plan.backend == "triton"]
     assert written == [[plan.case.name, f"{plan.floor * 1e6:.1f}", f"{plan.exact * 1e6:.1f}"] for plan in plans]

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import catalogue, gate
+from benchmarks import correctness
+from benchmarks.cases import catalogue
 from ragged_attention import dispatch
 from ragged_attention.samples import device_of
 
@@ -53,4 +54,4 @@ def test_the_tiles_of_gpus_agree_with_the_definition(
     inputs = catalogue.torch_inputs(case)
     run = getattr(importlib.import_module("ragged_attention.torch"), case.operation)
     out = catalogue.judged(case, run(**inputs, backend="triton", options=fields))
-    gate.check(case, inputs, out, importlib.import_module("ragged_attention.torch._launcher").to_numpy)
+    correctness.check(case, inputs, out, importlib.import_module("ragged_attention.torch._launcher").to_numpy)

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import tpu_cases, tpu_compile, tpu_dump
-from benchmarks.tpu_cases import TARGETS
-from benchmarks.tpu_peers import PEERS
+from benchmarks.cases import tpu as tpu_cases
+from benchmarks.cases.tpu import TARGETS
+from benchmarks.compiled import tpu_compile, tpu_dump
+from benchmarks.peers.tpu import PEERS
 
 pytest.importorskip("jax")
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import tpu_cases
-from benchmarks.tpu_cases import CASES, TARGETS, TpuCase
+from benchmarks.cases import tpu as tpu_cases
+from benchmarks.cases.tpu import CASES, TARGETS, TpuCase
 from ragged_attention.errors import Unsupported
 from ragged_attention.testing.drawing import PROFILES, examples_of
 

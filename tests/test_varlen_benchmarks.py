@@ -1,4 +1,4 @@
-"""The cases of attention without a cache: floors, inputs, the gate on results and gradients, and the peers."""
+"""The cases of attention without a cache: floors, inputs, the check of results and gradients, and the peers."""
 
 import dataclasses
 import sys
@@ -8,8 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import catalogue, gate, run, varlen_cases, varlen_peers
-from benchmarks.varlen_cases import VarlenCase
+from benchmarks import correctness, run
+from benchmarks.cases import catalogue
+from benchmarks.cases import varlen as varlen_cases
+from benchmarks.cases.varlen import VarlenCase
+from benchmarks.peers import varlen as varlen_peers
 from ragged_attention.calls import NOWHERE
 from ragged_attention.reference.varlen_attention import varlen_attention
 from ragged_attention.reference.varlen_attention_backward import varlen_attention_backward
@@ -86,13 +89,13 @@ def test_the_gate_passes_the_definition_and_nothing_else(name: str) -> None:
     case = small(name)
     inputs = catalogue.numpy_inputs(case, 1)
     results = definition(case, inputs)
-    gate.check(case, inputs, results, np.asarray)
+    correctness.check(case, inputs, results, np.asarray)
     arrays = results if case.backward else [results]
     for place in range(min(len(arrays), 3)):
         for wrong in (arrays[place] * 1.02, np.roll(arrays[place], 1, axis=0)):
             changed: Any = [wrong if index == place else array for index, array in enumerate(arrays)]
             with pytest.raises(AssertionError, match=case.name):
-                gate.check(case, inputs, changed if case.backward else changed[0], np.asarray)
+                correctness.check(case, inputs, changed if case.backward else changed[0], np.asarray)
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -103,7 +106,7 @@ def test_torchs_own_attention_is_a_fair_peer(backward: bool) -> None:
     case = dataclasses.replace(case, num_kv_heads=2, causal=backward)
     assert varlen_peers.sdpa_declines(case) is None
     inputs = catalogue.torch_inputs(case, 2)
-    gate.check(case, inputs, varlen_peers.sdpa(case, inputs)(), run.to_numpy)
+    correctness.check(case, inputs, varlen_peers.sdpa(case, inputs)(), run.to_numpy)
 
 
 def as_they_have_it(kept: dict[str, Any]) -> Any:
@@ -135,7 +138,7 @@ def test_flash_attention_is_called_as_it_wants_to_be(name: str, monkeypatch: pyt
     case = small(name)
     assert varlen_peers.refuses()(case) is None
     inputs = catalogue.torch_inputs(case, 2)
-    gate.check(case, inputs, varlen_peers.flash_attention(case, inputs, module.__name__)(), run.to_numpy)
+    correctness.check(case, inputs, varlen_peers.flash_attention(case, inputs, module.__name__)(), run.to_numpy)
     assert kept["max_lens"] == (max(case.q_lens), max(case.kv_lens))
 
 
@@ -159,7 +162,7 @@ def test_the_carried_operator_is_called_by_position() -> None:
 
     operator: Any = forward
     operator.default = types.SimpleNamespace(_schema=types.SimpleNamespace(arguments=[None] * 34))
-    gate.check(case, inputs, varlen_peers.fa3(case, inputs, operator)(), run.to_numpy)
+    correctness.check(case, inputs, varlen_peers.fa3(case, inputs, operator)(), run.to_numpy)
 
 
 @pytest.mark.parametrize(

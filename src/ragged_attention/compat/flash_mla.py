@@ -157,11 +157,12 @@ def get_mla_metadata(
         num_parts = multiprocessors // 2 // num_heads_k // (-(-num_heads_q // num_heads_k // 128) * s_q)
     try:
         schedule = make_decode_schedule(
-            cache_seqlens if topk is None else topk,
+            cache_seqlens if topk is None else None,
             cache_seqlens.shape[0],
             num_q_tokens_per_head_k,
             num_heads_k,
             num_heads_k,
+            topk=topk,
             num_parts=max(num_parts, 1),
             device=cache_seqlens.device,
         )
@@ -492,11 +493,12 @@ def _new_schedule(call: dict[str, Any], made_for: dict[str, Any]) -> DecodeSched
     topk = made_for["topk"]
     try:
         return make_decode_schedule(
-            call["kv_lens"] if topk is None else topk,
+            call["kv_lens"] if topk is None else None,
             made_for["b"],
             made_for["s_q"],
             made_for["h_q"],
             made_for["h_k"],
+            topk=topk,
             topk_lens=call["topk_lens"],
             extra_topk=made_for["extra_topk"],
             extra_topk_lens=call["extra_topk_lens"],

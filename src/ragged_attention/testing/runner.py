@@ -38,7 +38,6 @@ from ragged_attention.testing.varlen.specs import VarlenSpec
 
 HeadsFirstPages = NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]  # as they are stored, or with their scales
 FRAMEWORKS = ("torch", "jax")
-WRITTEN = {"write_kv_pages": "kv_pages", "write_mla_cache": "cache"}  # the argument that an operation writes
 # A small call of each attention: a backend that takes one of them can run here.
 SAMPLES = {
     "ragged_paged_attention": Spec(lens=((1, 1),)),
@@ -46,6 +45,11 @@ SAMPLES = {
     "mla_decode": DecodeSpec(topk=0),
     "varlen_attention": VarlenSpec(lens=((1, 1),)),
 }
+
+
+def written_by(operation: str) -> str | None:
+    """The argument that an operation writes and returns, if it does that."""
+    return next((name for name, kind in CALLS[operation].KINDS.items() if kind.written), None)
 
 
 class Declined(Exception):
@@ -83,9 +87,9 @@ class Runner:
         as the operation takes them: flags, or what an earlier call returned.
         """
         result = self._call(operation, batch, options, **keywords)
-        if operation not in WRITTEN:
+        if (written := written_by(operation)) is None:
             return self._take_back(result)
-        given = getattr(batch, WRITTEN[operation])
+        given = getattr(batch, written)
         stored = [array.view(pages.dtype) for array, pages in zip(result, pages_of(given), strict=True)]
         return like_pages(given, stored)
 
@@ -142,7 +146,7 @@ class Runner:
             with self.front.careful():
                 if through is not None:
                     return through(call, arguments)
-                written = WRITTEN.get(operation)
+                written = written_by(operation)
                 return self.front.write(call, arguments, written) if written else call(**arguments)
         except BackendMissing as missing:
             raise Absent(str(missing)) from None

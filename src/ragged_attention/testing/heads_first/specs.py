@@ -79,13 +79,6 @@ class ChunkBatch(HeadsFirstArrays):
     sliding_window: int | None = None
     align: str = "chunk"
 
-    def arguments(self) -> dict[str, Any]:
-        """All but `align`, which is an option."""
-        return {name: value for name, value in super().arguments().items() if name != "align"}
-
-    def options(self) -> dict[str, Any]:
-        return {"align": self.align}
-
     @property
     def live(self) -> int:
         """How many rows belong to the sequence."""
@@ -167,7 +160,7 @@ def expected_paged(batch: PagedBatch) -> NDArray[np.float64]:
 def expected_chunk(batch: ChunkBatch) -> NDArray[np.float64]:
     """Out as the definition has it."""
     cache_dtype = batch.cache_dtype if batch.quantized else None
-    return prefill_attention(**batch.arguments(), align=batch.align, cache_dtype=cache_dtype)
+    return prefill_attention(**batch.arguments(), cache_dtype=cache_dtype)
 
 
 def check_paged(runner: Runner, batch: PagedBatch, options: Mapping[str, Any] | None = None) -> None:

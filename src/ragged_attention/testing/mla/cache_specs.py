@@ -82,11 +82,12 @@ class SlotsBatch(LatentArrays):
 class ScheduleBatch(LatentArrays):
     """The arguments of one `make_decode_schedule` call in NumPy."""
 
-    kv_lens: NDArray[np.int32] | int  # an int is the top-k of a sparse call
+    kv_lens: NDArray[np.int32] | None  # of a dense call
     batch_size: int
     num_q_tokens: int = 1
     num_q_heads: int = 1
     num_kv_heads: int = 1
+    topk: int | None = None  # of a sparse one
     topk_lens: NDArray[np.int32] | None = None
     extra_topk: int | None = None
     extra_topk_lens: NDArray[np.int32] | None = None
@@ -104,7 +105,8 @@ def schedule_batch(batch: DecodeBatch, num_parts: int = 3, overhead: int = 5) ->
     if batch.indices is not None:
         extra = None if batch.extra_indices is None else batch.extra_indices.shape[-1]
         lens = {
-            "kv_lens": batch.indices.shape[-1],
+            "kv_lens": None,
+            "topk": batch.indices.shape[-1],
             "topk_lens": batch.topk_lens,
             "extra_topk": extra,
             "extra_topk_lens": batch.extra_topk_lens,

@@ -55,15 +55,14 @@ def check_decode_by_schedule(runner: Runner, batch: DecodeBatch) -> None:
 
 def check_schedule(runner: Runner, batch: ScheduleBatch) -> None:
     """The schedule is FlashMLA's, number by number."""
-    sparse, extra_lens = isinstance(batch.kv_lens, int), None
-    lens: Any = batch.kv_lens
-    if isinstance(batch.kv_lens, int):
-        lens = np.broadcast_to(scheduled_lens(batch.topk_lens, batch.kv_lens), (batch.batch_size,))
+    lens, extra_lens, sparse = batch.kv_lens, None, batch.topk is not None
+    if batch.topk is not None:
+        lens = np.broadcast_to(scheduled_lens(batch.topk_lens, batch.topk), (batch.batch_size,))
     if batch.extra_topk is not None:
         extra_lens = np.broadcast_to(scheduled_lens(batch.extra_topk_lens, batch.extra_topk), (batch.batch_size,))
     got = runner.schedule(batch)
     parts = runner.front.take_back(got.parts)
-    want = make_decode_schedule(lens, extra_lens, sparse, len(parts), batch.overhead)
+    want = make_decode_schedule(np.asarray(lens), extra_lens, sparse, len(parts), batch.overhead)
     identical(parts, want[0], "parts")
     identical(runner.front.take_back(got.num_splits), want[1], "num_splits")
     if batch.num_parts not in (None, len(parts)):

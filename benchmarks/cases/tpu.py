@@ -56,16 +56,20 @@ def refusal(case: TpuCase) -> str | None:
 
 def traceable(case: TpuCase) -> Traceable:
     """The case's call through the jax front end on the Pallas kernels."""
-    from ragged_attention.jax._launcher import join_arrays, split_arrays
+    from ragged_attention.jax._launcher import join, split
+    from ragged_attention.jax._lower import run_prepared
 
-    arrays, rest = split_arrays(case.call(Device(framework="jax", platform="tpu")).arguments())
+    record = CALLS[case.operation]
+    arrays, statics = split(record.flatten(case.call(Device(framework="jax", platform="tpu")).arguments()))
 
     def run(**values: Any) -> Any:
         if reason := refusal(case):
             raise Unsupported(reason)
-        return execute.run(case.operation, join_arrays(values, rest), "pallas", dict(case.options))
+        given = {index: values[f"array_{index}"] for index in arrays}
+        return run_prepared(record, join(record, given, statics), "pallas", dict(case.options))
 
-    return Traceable(run, {name: (tuple(array.shape), str(array.dtype)) for name, array in arrays.items()})
+    shapes = {f"array_{index}": (tuple(array.shape), str(array.dtype)) for index, array in arrays.items()}
+    return Traceable(run, shapes)
 
 
 # The blocks at which JAX's kernel is compiled; and weights are rounded, as there.

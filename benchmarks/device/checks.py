@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import gate, mla_cases, varlen_cases
-from benchmarks.catalogue import AnyCase, find, judged, scaled_down, torch_inputs
-from benchmarks.mla_cases import LatentCase
+from benchmarks import correctness
+from benchmarks.cases import mla as mla_cases
+from benchmarks.cases import varlen as varlen_cases
+from benchmarks.cases.catalogue import AnyCase, find, judged, scaled_down, torch_inputs
+from benchmarks.cases.mla import LatentCase
+from benchmarks.cases.varlen import VarlenCase
 from benchmarks.run import to_numpy
-from benchmarks.varlen_cases import VarlenCase
 from ragged_attention.testing.compare import identical
 
 
@@ -43,7 +45,7 @@ def _same_bits(case: AnyCase, inputs: dict[str, Any], out: Any, backend: str) ->
 
 
 def _right(case: AnyCase, inputs: dict[str, Any], out: Any) -> None:
-    gate.check(case, inputs, out, to_numpy)
+    correctness.check(case, inputs, out, to_numpy)
 
 
 def compiled(case: AnyCase, backend: str, device: str) -> None:

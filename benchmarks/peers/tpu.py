@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from benchmarks.tpu_cases import Traceable
+from benchmarks.cases.tpu import Traceable
 
 I32 = "int32"
 

@@ -1,4 +1,4 @@
-"""Named shapes of multi-head latent attention, W9 to W12: what `cases.py` is for paged attention.
+"""Named shapes of multi-head latent attention, W9 to W12: what `paged.py` is for paged attention.
 
 Every sequence of a case has the same lengths. A floor counts, as everywhere, each needed byte once and the operations
 that no mask hides: 2 * heads * (d_qk + d_v) for each pair of a query token and a key that it sees.
@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import cases
-from benchmarks.cases import BLOCK, ITEMSIZE, K, rounded
+from benchmarks.cases import paged as paged_cases
+from benchmarks.cases.paged import BLOCK, ITEMSIZE, K, rounded
 from ragged_attention.calls import (
     CACHE_FORMATS,
     CALLS,
@@ -294,7 +294,7 @@ def torch_inputs(case: LatentCase, seed: int = 0, device: Any = "cpu") -> dict[s
     """Arguments for the torch front end, on `device`."""
     import torch
 
-    arrays = {name: cases.torch_array(*value, device) for name, value in _random_values(case, seed).items()}
+    arrays = {name: paged_cases.torch_array(*value, device) for name, value in _random_values(case, seed).items()}
     arrays |= {name: torch.from_numpy(table).to(device) for name, table in tables(case, seed).items()}
     return arrays | case.options()
 
@@ -303,7 +303,7 @@ def jax_inputs(case: LatentCase, seed: int = 0) -> dict[str, Any]:
     """Arguments for the jax front end, on its default device."""
     import jax.numpy as jnp
 
-    arrays = {name: cases.jax_array(*value) for name, value in _random_values(case, seed).items()}
+    arrays = {name: paged_cases.jax_array(*value) for name, value in _random_values(case, seed).items()}
     return arrays | {name: jnp.asarray(table) for name, table in tables(case, seed).items()} | case.options()
 
 

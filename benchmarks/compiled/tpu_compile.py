@@ -1,6 +1,6 @@
 """Compiles every Pallas kernel for every kind of TPU, beside JAX's own kernels, and tables what the code costs.
 
-    python -m benchmarks.tpu_compile [--targets v6e ...] [--only NAME] [--options JSON] [--jobs N]
+    python -m benchmarks.compiled.tpu_compile [--targets v6e ...] [--only NAME] [--options JSON] [--jobs N]
 
 Needs no TPU but the TPU compiler, the package libtpu, which is closed source and nothing here depends on:
 `make tpu-compile` gets it into a virtual environment of its own. Run on everything, it
@@ -32,11 +32,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks import tpu_cases, tpu_dump
-from benchmarks.tpu_cases import TARGETS, Traceable
-from benchmarks.tpu_peers import PEERS
+from benchmarks.cases import tpu as tpu_cases
+from benchmarks.cases.tpu import TARGETS, Traceable
+from benchmarks.compiled import tpu_dump
+from benchmarks.peers.tpu import PEERS
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "tpu_compile.md"
 COLUMNS = (
     "case", "kernel", "bundles", "loop", "MXU", "VALU", "VLOAD", "VSTORE", "spills", "fills", "VMEM", "HBM",
@@ -46,7 +47,7 @@ HEADER = """\
 # What the Pallas kernels compile to
 
 Compiled by the real TPU compiler (libtpu), for TPUs that need not be there, by `make tpu-compile`. Cases are those
-of `benchmarks/tpu_cases.py`; those that begin with `jax_` are JAX's own kernels
+of `benchmarks/cases/tpu.py`; those that begin with `jax_` are JAX's own kernels
 (`jax.experimental.pallas.ops.tpu`), compiled in the same way.
 
 A TPU core issues one bundle a cycle, with a place in it for each of its units. **bundles** is the length of the
@@ -56,7 +57,7 @@ matrix unit, the vector unit and the ports of the vector memory are busy: the hi
 **fills** are stores and loads of vector registers for want of registers, in the whole kernel and (in the loop).
 **VMEM** is in KiB; so is **HBM**, what the whole call takes of main memory besides its arrays. At equal work the
 matrix unit has the same to do, so a higher percentage of it is a faster loop. One kind is shown more cases than the
-others; `--only` compiles any other of `benchmarks/tpu_cases.py`.
+others; `--only` compiles any other of `benchmarks/cases/tpu.py`.
 These are schedules, not measurements: waits for copies are not in them.
 """
 
@@ -265,7 +266,8 @@ def _show(console: Console, outcomes: Sequence[Outcome]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tpu_compile", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    about = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.compiled.tpu_compile", description=about)
     parser.add_argument("--targets", nargs="+", choices=list(TARGETS), help="kinds of TPU (default: all)")
     parser.add_argument("--only", default="", help="cases whose name or operation contains this")
     parser.add_argument("--jobs", type=int, default=min(len(TARGETS), os.cpu_count() or 1), help="kinds at a time")

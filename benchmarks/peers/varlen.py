@@ -5,7 +5,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.varlen_cases import VarlenCase
+from benchmarks.cases.varlen import VarlenCase
 
 Run = Callable[[], Any]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.flash_mla_cases import D_V, Case, DecodeCase, Lists, MhaCase, PrefillCase
+from benchmarks.cases.flash_mla import D_V, Case, DecodeCase, Lists, MhaCase, PrefillCase
 from ragged_attention.compat import flash_mla, quant
 from ragged_attention.torch import quantize_mla_cache
 

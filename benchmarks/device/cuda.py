@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import gate
-from benchmarks.device_session import Session, apart, apart_checked, compute_sanitizer, outcomes
-from benchmarks.mla_cases import LatentCase, numpy_inputs, torch_inputs
+from benchmarks import correctness
+from benchmarks.cases.mla import LatentCase, numpy_inputs, torch_inputs
+from benchmarks.device.session import Session, apart, apart_checked, compute_sanitizer, outcomes
 from benchmarks.run import to_numpy
 from ragged_attention import kernels_cuda
 from ragged_attention.errors import BackendMissing
@@ -62,14 +62,14 @@ def _lawful(case: LatentCase, seed: int, device: str) -> None:
     operation = getattr(front, case.operation)
     for num_splits in (1, 2):
         out = operation(**inputs, backend="cuda", options={"num_splits": num_splits})[0]
-        gate.check(case, inputs, out, to_numpy)
+        correctness.check(case, inputs, out, to_numpy)
     if not case.prefill:
         lens = case.topk or inputs["kv_lens"]
         schedule = front.make_decode_schedule(
             lens, case.num_seqs, case.num_q_tokens, case.num_q_heads, case.num_kv_heads, num_parts=4, device=device,
             backend="cuda",
         )  # fmt: skip
-        gate.check(case, inputs, operation(**inputs, backend="cuda", schedule=schedule)[0], to_numpy)
+        correctness.check(case, inputs, operation(**inputs, backend="cuda", schedule=schedule)[0], to_numpy)
 
 
 def _unlawful(case: LatentCase, seed: int, device: str) -> None:
@@ -111,7 +111,7 @@ def absent(session: Session) -> str | None:
 
 def takes(case: Any, framework: str, device: str) -> bool:
     """Whether the CUDA kernels take a case as it comes from the device."""
-    from benchmarks.mla_cases import attention_call
+    from benchmarks.cases.mla import attention_call
     from ragged_attention import dispatch
     from ragged_attention.samples import device_of
 
@@ -166,10 +166,10 @@ def sanitizers(session: Session) -> bool:
         if reason or rows.get(name, {}).get("result") == "passed":
             rows.setdefault(name, {"result": "cannot run", "seconds": 0.0, "said": [reason]})
             continue
-        code = f"from benchmarks.device_cuda import exercise; exercise({1 if session.quick else 3})"
+        code = f"from benchmarks.device.cuda import exercise; exercise({1 if session.quick else 3})"
         if session.rehearse:
             code = (
-                "from benchmarks import device_cuda as d\n"
+                "from benchmarks.device import cuda as d\n"
                 "with d.kernels_cuda.emulating(): d.exercise(1, 'cpu', d.SMALL[3:4])"
             )
         rows[name] = apart_checked(session, tool, name, code, "something was found")

@@ -3,20 +3,22 @@
 from collections.abc import Iterable
 from typing import Any
 
-from benchmarks import cases, mla_cases, varlen_cases
-from benchmarks.cases import Case
-from benchmarks.mla_cases import LatentCase
-from benchmarks.varlen_cases import VarlenCase
+from benchmarks.cases import mla as mla_cases
+from benchmarks.cases import paged as paged_cases
+from benchmarks.cases import varlen as varlen_cases
+from benchmarks.cases.mla import LatentCase
+from benchmarks.cases.paged import Case
+from benchmarks.cases.varlen import VarlenCase
 from ragged_attention.calls import Call, Device
 
 AnyCase = Case | LatentCase | VarlenCase
-CASES: dict[str, AnyCase] = {**cases.CASES, **mla_cases.CASES, **varlen_cases.CASES}
+CASES: dict[str, AnyCase] = {**paged_cases.CASES, **mla_cases.CASES, **varlen_cases.CASES}
 COMPILED_ONLY: dict[str, AnyCase] = {
-    **cases.COMPILED_ONLY,
+    **paged_cases.COMPILED_ONLY,
     **mla_cases.COMPILED_ONLY,
     **varlen_cases.COMPILED_ONLY,
 }
-MODULES: dict[type, Any] = {Case: cases, LatentCase: mla_cases, VarlenCase: varlen_cases}
+MODULES: dict[type, Any] = {Case: paged_cases, LatentCase: mla_cases, VarlenCase: varlen_cases}
 
 
 def _module(case: AnyCase) -> Any:
@@ -49,7 +51,7 @@ def calls_of(case: AnyCase, device: Device) -> Iterable[Call]:
 
 
 def judged(case: AnyCase, result: Any) -> Any:
-    """What of a call's result the gate looks at: out, or a list of the gradients."""
+    """What of a call's result is checked: out, or a list of the gradients."""
     if isinstance(case, VarlenCase) and case.backward:
         return [array for array in result if array is not None]
     return result[0] if isinstance(result, tuple | list) else result

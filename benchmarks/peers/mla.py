@@ -1,4 +1,4 @@
-"""Other implementations of latent attention; `peers.py` has the list of all, and what a peer is.
+"""Other implementations of latent attention; `registry.py` has the list of all, and what a peer is.
 
 FlashMLA is taken from the package `flash_mla` where that is installed, else from `_flashmla_C.abi3.so` in `peers/`.
 A peer that cannot read a quantised cache gets a bfloat16 copy of it, made beforehand; heads that a peer has no kernel
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.mla_cases import LatentCase
+from benchmarks.cases.mla import LatentCase
 
 Run = Callable[[], Any]
 AT_ONCE = 64  # queries whose rows are gathered together

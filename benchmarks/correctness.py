@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.cases import Case
-from benchmarks.catalogue import AnyCase
-from benchmarks.mla_cases import LatentCase
-from benchmarks.varlen_cases import VarlenCase
+from benchmarks.cases.catalogue import AnyCase
+from benchmarks.cases.mla import LatentCase
+from benchmarks.cases.paged import Case
+from benchmarks.cases.varlen import VarlenCase
 from ragged_attention.reference.mla_decode import mla_decode
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention as definition
 from ragged_attention.reference.ragged_paged_attention import visible

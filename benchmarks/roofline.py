@@ -19,9 +19,10 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks import catalogue, compiling
-from benchmarks.cases import ITEMSIZE, Case
-from benchmarks.mla_cases import LatentCase
+from benchmarks.cases import catalogue
+from benchmarks.cases.mla import LatentCase
+from benchmarks.cases.paged import ITEMSIZE, Case
+from benchmarks.compiled import compiling
 from ragged_attention import dispatch
 from ragged_attention.calls import Device
 from ragged_attention.samples import device_of
@@ -363,7 +364,7 @@ def table(found: Sequence[Plan]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.waste", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.roofline", description=__doc__)
     parser.parse_args(argv)
     print(table(list(plans(device_of("torch", "sm_90")))))
     return 0

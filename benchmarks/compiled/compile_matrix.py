@@ -1,10 +1,12 @@
 """Every Triton kernel, at the tiles its heuristic returns for real shapes, compiled for every supported GPU.
 
-    python -m benchmarks.compile_matrix [--check] [--arch sm_90 ...] [--case NAME ...] [--jobs N]
+    python -m benchmarks.compiled.compile_matrix [--check] [--afresh] [--arch sm_90 ...] [--case NAME ...] [--jobs N]
 
 Needs neither a GPU nor torch nor jax, and must run without TRITON_INTERPRET. Works with whichever Triton is imported
-and writes that version's section of docs/compile_matrix.md; with `--check` it compares instead, by sample where the
-code is that of the document. It fails on a kernel that does not compile, spills, needs more shared memory than the
+and writes that version's section of docs/compile_matrix.md. What each compilation found is kept beside it, in
+docs/compile_matrix.json, so only what changed since is compiled (all of it with `--afresh`), and an interrupted run
+goes on where it stopped. `--check` compares instead of writing, and compiles some of what did not change as well. It
+fails on a kernel that does not compile, spills, needs more shared memory than the
 device has, on sm_90 does without wgmma where there are rows for it, or in its inner loops uses local memory or, in a
 workload's case, loads less at a time than it should.
 """
@@ -13,31 +15,37 @@ import argparse
 import concurrent.futures
 import dataclasses
 import functools
-import hashlib
 import importlib
 import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks import cases, catalogue, compiling, mla_cases, sass, varlen_cases
-from benchmarks.mla_cases import LatentCase
-from benchmarks.varlen_cases import VarlenCase
+from benchmarks.cases import catalogue
+from benchmarks.cases import mla as mla_cases
+from benchmarks.cases import paged as paged_cases
+from benchmarks.cases import varlen as varlen_cases
+from benchmarks.cases.mla import LatentCase
+from benchmarks.cases.varlen import VarlenCase
+from benchmarks.compiled import compiling, kept_facts, sass
 from ragged_attention import dispatch, samples
 from ragged_attention.calls import CALLS, Call
+from ragged_attention.devices import shared_memory_of
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "compile_matrix.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "compile_matrix.md"
+KEPT = DOCUMENT.with_suffix(".json")
 
 # A case for each piece of code that the named shapes compile to; the others repeat it with other numbers.
 COVERING = (
     "decode_64x4k", "decode_64x4k_page1", "prefill_4k", "gpt_oss_window_64x4k", "gemma2_prefill_4k",
-    "gemma4_global_prefill_4k", "fp8_64x4k", *cases.COMPILED_ONLY,
+    "gemma4_global_prefill_4k", "fp8_64x4k", *paged_cases.COMPILED_ONLY,
     "mla_dense_h16_128x4k", "mla_dense_h128_128q2s4k", "mla_dense_fp8_h128_128x4k",
     "mla_sparse_bf16_h128_32q2", "mla_sparse_h16_b8", "mla_sparse_h32_b8", "mla_sparse_h128_128q2",
     "mla_sparse_v4_h64_128q2", "mla_prefill_h128_32k", "mla_prefill_fp8_h128_32k", *mla_cases.COMPILED_ONLY,
@@ -77,7 +85,8 @@ COPYING = (
     "mla_float32_fp8_h16", "mla_one_of_everything",
 )  # fmt: skip
 
-SPOT_CHECK = 24  # of so many compilations one is done again where nothing has changed
+SPOT_CHECK = 24  # of so many compilations that did not change a check does one again
+SAVED_EVERY = 30.0  # seconds, while compiling
 
 # 64 rows of a wider output fill the registers of eight warps, so that whatever has wgmma there spills.
 LARGEST_WGMMA_HEAD = 256
@@ -125,12 +134,15 @@ WGMMA_ROWS = 64
 HEADER = """\
 # Compile matrix
 
-What the Triton kernels compile to, at the tiles their heuristics choose for the shapes of `benchmarks/catalogue.py`,
-for GPUs that need not be there. Written by `make compile-matrix`, which fails on a kernel that does not compile,
-spills, needs more shared memory than the device has, or on sm_90 does without wgmma where there are 64 rows for it
-(in 16 bits; of pages up to head size 256, of latents plain ones); and on an inner loop that uses local memory, that has
-64 rows on sm_90 and other products than wgmma, or that loads too little 16 bytes at a time (see below). CI compares:
-all of it where the code is not the one whose digest is given, else one compilation in twenty-four.
+What the Triton kernels compile to, at the tiles their heuristics choose for the shapes of `benchmarks/cases/`, for GPUs
+that need not be there. Written by `make compile-matrix`, which fails on a kernel that does not compile, spills, needs
+more shared memory than the device has, or on sm_90 does without wgmma where there are 64 rows for it (in 16 bits; of
+pages up to head size 256, of latents plain ones); and on an inner loop that uses local memory, that has 64 rows on
+sm_90 and other products than wgmma, or that loads too little 16 bytes at a time (see below).
+
+What each compilation found lies in `compile_matrix.json`, under a digest of all that it is made from: the sources of
+the kernel and of what it calls (comments apart), types, constants, alignments and options. So only what changed is
+compiled. CI compares, and of what did not change it compiles one in twenty-four again.
 
 Columns: block sizes of the tile; warps and stages of this launch; instructions in the code, as
 counts (wgmma: Hopper's matrix instructions, tcgen05: Blackwell's, mma: those of Ampere and later, mfma: AMD's,
@@ -207,20 +219,23 @@ def covering(arch: str) -> tuple[str, ...]:
     return tuple(name for name in COVERING if name in LATENT_TILES or not name.startswith("mla_"))
 
 
-def plan(names: Sequence[str] | None, archs: Iterable[str]) -> dict[str, tuple[Job, Row]]:
-    """What to compile, each code once: identity -> the job and the row that its facts go to."""
-    found: dict[str, tuple[Job, Row]] = {}
+Planned = dict[str, tuple[Job, Row]]
+
+
+def plan(names: Sequence[str] | None, archs: Iterable[str]) -> Planned:
+    """What to compile, each code once: digest -> the job and the row that its facts go to."""
+    found: Planned = {}
     for arch in archs:
         for name in names or covering(arch):
             for place in range(len(calls_for(name, arch))):
                 for number, launch in enumerate(launches_for(name, arch, place)):
-                    identity = compiling.identity(launch, arch)
-                    if identity in found:
-                        used = found[identity][1].cases
+                    digest = compiling.digest(launch, arch)
+                    if digest in found:
+                        used = found[digest][1].cases
                         used += [name] if name not in used else []
                         continue
                     row = Row(arch, launch.name, _blocks(launch), launch.num_warps, launch.num_stages, [name])
-                    found[identity] = (Job(name, arch, place, number), row)
+                    found[digest] = (Job(name, arch, place, number), row)
     return found
 
 
@@ -265,18 +280,51 @@ def _compile(job: Job) -> compiling.Facts:
     return compiling.compile_launch(launches_for(job.case, job.arch, job.call)[job.launch], job.arch)
 
 
-def compile_all(planned: dict[str, tuple[Job, Row]], jobs: int, console: Console) -> list[Row]:
-    """Compile everything planned in `jobs` processes, from an empty cache; rows in a stable order."""
+def compile_all(
+    planned: Planned, jobs: int, console: Console, found: Callable[[str, compiling.Facts], None] | None = None
+) -> None:
+    """Compile everything planned in `jobs` processes, from an empty cache; `found` hears of each at once."""
+    if not planned:
+        return
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with compiling.processes(jobs) as pool, Progress(*columns, console=console) as progress:
         task = progress.add_task("compiling", total=len(planned))
-        waiting = {pool.submit(_compile, job): row for job, row in planned.values()}
+        waiting = {pool.submit(_compile, job): (digest, row) for digest, (job, row) in planned.items()}
         for done in concurrent.futures.as_completed(waiting):
-            waiting[done].facts = done.result()
-            if reason := waiting[done].facts.failure:
-                progress.console.print(f"{waiting[done].where}: {reason}", style="red", markup=False, highlight=False)
-            progress.update(task, advance=1, description=waiting[done].where)
+            digest, row = waiting[done]
+            row.facts = done.result()
+            if found:
+                found(digest, row.facts)
+            if reason := row.facts.failure:
+                progress.console.print(f"{row.where}: {reason}", style="red", markup=False, highlight=False)
+            progress.update(task, advance=1, description=row.where)
+
+
+def rows_of(planned: Planned) -> list[Row]:
+    """All rows in a stable order."""
     return sorted((row for _, row in planned.values()), key=_order)
+
+
+def fill(planned: Planned, kept: Mapping[str, compiling.Facts]) -> Planned:
+    """Give the rows their kept facts; what is left is to be compiled."""
+    for digest, (_, row) in planned.items():
+        if digest in kept:
+            row.facts = dataclasses.replace(kept[digest], limit=shared_memory_of(row.arch))
+    return {digest: both for digest, both in planned.items() if digest not in kept}
+
+
+def compile_and_keep(changed: Planned, kept: dict[str, compiling.Facts], version: str, options: Any) -> None:
+    """Compile what changed and save it every now and then, so that a run that is interrupted goes on."""
+    saved = time.monotonic()
+
+    def found(digest: str, facts: compiling.Facts) -> None:
+        nonlocal saved
+        kept[digest] = facts
+        if time.monotonic() - saved > SAVED_EVERY:
+            kept_facts.save(KEPT, version, kept)
+            saved = time.monotonic()
+
+    compile_all(changed, options.jobs, options.console, found)
 
 
 def _order(row: Row) -> tuple[Any, ...]:
@@ -330,7 +378,7 @@ def _kind(case: catalogue.AnyCase) -> str:
     """What decides how a kernel's keys are loaded, beside its tile."""
     if isinstance(case, LatentCase):
         return case.format
-    return "8 bits" if isinstance(case, cases.Case) and cases.ITEMSIZE[case.stored] == 1 else "plain"
+    return "8 bits" if isinstance(case, paged_cases.Case) and paged_cases.ITEMSIZE[case.stored] == 1 else "plain"
 
 
 def _product_rows(row: Row) -> int:
@@ -353,16 +401,9 @@ def _wants_wgmma(case: catalogue.AnyCase) -> bool:
     return large and "speculative" not in case.name and case.head_dim <= LARGEST_WGMMA_HEAD
 
 
-def digest(planned: Iterable[str]) -> str:
-    """Equal for plans that compile to the same code: it rests on the kernels' sources and arguments."""
-    return hashlib.sha256("\n".join(sorted(planned)).encode()).hexdigest()[:16]
-
-
-def section(version: str, rows: Sequence[Row], refused: Sequence[str], code: str = "") -> str:
-    """One Triton version's part of the document; `code` is the plan's digest."""
+def section(version: str, rows: Sequence[Row], refused: Sequence[str]) -> str:
+    """One Triton version's part of the document."""
     lines = [f"## Triton {version}", ""]
-    if code:
-        lines += [f"Code {code}.", ""]
     wrong = failures(rows, version)
     lines += [f"{len(rows)} compilations, {len(wrong) or 'no'} failure{'s' if len(wrong) != 1 else ''}.", ""]
     lines += [f"- {text}" for text in wrong] + ([""] if wrong else [])
@@ -413,23 +454,16 @@ def _header() -> str:
     return HEADER.format(least=f"{LEAST_WIDE:.0%}", exceptions="\n".join(lines))
 
 
-def recorded(document: str, version: str) -> str:
-    """One version's part of the document as it is."""
-    return document.partition(f"## Triton {version}\n")[2].partition("\n## ")[0]
-
-
-def spot_check(
-    planned: dict[str, tuple[Job, Row]], part: str, jobs: int, console: Console, version: str = ""
-) -> list[str]:
-    """Compile some of what a version's part of the document, made of this very code, has; says what is not in it."""
-    some = sorted(planned, key=lambda identity: hashlib.sha256(identity.encode()).digest())[::SPOT_CHECK]
-    rows = compile_all({identity: planned[identity] for identity in some}, jobs, console)
-    wrong = _failures_by_row(rows, version)
-    for row in rows:
-        place = part.partition(f"### {row.arch} ")[2].partition("\n### ")[0]
-        if _facts(row) not in place:
-            wrong.append(f"{row.where}: {_facts(row)} is not in {DOCUMENT.name}")
-    return wrong
+def spot_check(planned: Planned, kept: Mapping[str, compiling.Facts], jobs: int, console: Console) -> list[str]:
+    """Compile some of what did not change again; says where something else was found."""
+    unchanged = sorted(digest for digest in planned if digest in kept)
+    some = {digest: (planned[digest][0], dataclasses.replace(planned[digest][1])) for digest in unchanged[::SPOT_CHECK]}
+    compile_all(some, jobs, console)
+    return [
+        f"{row.where}: found {_facts(row)}, expected {_facts(planned[digest][1])} as kept in {KEPT.name}"
+        for digest, (_, row) in some.items()
+        if row.facts != planned[digest][1].facts
+    ]
 
 
 def _store(version: str, text: str, check: bool, console: Console) -> int:
@@ -448,37 +482,60 @@ def _store(version: str, text: str, check: bool, console: Console) -> int:
     return 1
 
 
+def _only(names: Sequence[str] | None, archs: Sequence[str], version: str, options: argparse.Namespace) -> int:
+    """Compile and print; nothing is kept or written."""
+    planned = plan(names, archs)
+    compile_all(planned, options.jobs, options.console)
+    rows = rows_of(planned)
+    Console(width=400).print(section(version, rows, refusals(names, archs)), markup=False, highlight=False)
+    return _report(version, f"{len(rows)} compilations", failures(rows, version), options.console)
+
+
+def _everything(version: str, options: argparse.Namespace) -> int:
+    """Compile what changed, then write the document or compare with it."""
+    planned = plan(None, compiling.ARCHITECTURES)
+    kept = {} if options.afresh else kept_facts.load(KEPT, version)
+    stale = kept.keys() - planned.keys()
+    changed = fill(planned, kept)
+    differing, differs = [], 0
+    if options.check:
+        differing = spot_check(planned, kept, options.jobs, options.console)
+        compile_all(changed, options.jobs, options.console)
+        if changed or stale:
+            said = f"{len(changed)} compilations are not in {KEPT.name} and {len(stale)} there are no longer used"
+            options.console.print(f"{said}; make compile-matrix rewrites it")
+            differs = 1
+    else:
+        compile_and_keep(changed, kept, version, options)
+        kept_facts.save(KEPT, version, {digest: row.facts for digest, (_, row) in planned.items()})
+    rows = rows_of(planned)
+    differs |= _store(version, section(version, rows, refusals(None, compiling.ARCHITECTURES)), options.check,
+                      options.console)  # fmt: skip
+    wrong = differing + failures(rows, version) + [f"{name}: no case calls it" for name in missing_operations()]
+    what = f"{len(rows)} compilations, {len(changed)} of them new"
+    return _report(version, what, wrong, options.console) or differs
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.compile_matrix", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.compiled.compile_matrix", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--check", action="store_true", help="compare with docs/compile_matrix.md instead of writing")
+    parser.add_argument("--afresh", action="store_true", help="compile everything, whatever was found before")
     parser.add_argument("--arch", nargs="+", choices=compiling.ARCHITECTURES, help="only these; nothing is written")
     parser.add_argument("--case", nargs="+", help="only these, or `all`; nothing is written")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processes")
     options = parser.parse_args(argv)
-    console = Console(stderr=True, soft_wrap=True)
+    options.console = Console(stderr=True, soft_wrap=True)
     if reason := compiling.why_not():
-        console.print(reason)
+        options.console.print(reason)
         return 2
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # its default, of which it would warn
-    names = [*catalogue.CASES, *catalogue.COMPILED_ONLY] if options.case == ["all"] else options.case
-    archs = options.arch or compiling.ARCHITECTURES
     version = importlib.import_module("triton").__version__
-    planned = plan(names, archs)
-    missing = [f"{name}: no case calls it" for name in missing_operations()]
-    code = digest(planned)
-    part = recorded(DOCUMENT.read_text(), version) if options.check and DOCUMENT.is_file() else ""
-    if f"Code {code}." in part:
-        wrong = spot_check(planned, part, options.jobs, console, version)
-        return _report(version, "spot check", wrong + missing, console)
-    rows = compile_all(planned, options.jobs, console)
-    text = section(version, rows, refusals(names, archs), code)
-    if options.arch or options.case:
-        Console(width=400).print(text, markup=False, highlight=False)
-        differs = 0
-    else:
-        differs = _store(version, text, options.check, console)
-    said = _report(version, f"{len(rows)} compilations", failures(rows, version) + missing, console)
-    return said or differs
+    if not options.arch and not options.case:
+        return _everything(version, options)
+    names = [*catalogue.CASES, *catalogue.COMPILED_ONLY] if options.case == ["all"] else options.case
+    return _only(names, options.arch or compiling.ARCHITECTURES, version, options)
 
 
 def _report(version: str, what: str, wrong: Sequence[str], console: Console) -> int:

@@ -1,6 +1,6 @@
 """The CUDA kernels as compiled for Hopper: registers, memory, instructions, and what each turn of their loops costs.
 
-    python -m benchmarks.cuda_sass [--check]
+    python -m benchmarks.compiled.cuda_sass [--check]
 
 Needs nvcc, g++ and the CUTLASS headers, but no GPU. Writes docs/cuda_compile.md; with `--check` it compares instead.
 It fails on a kernel that uses local memory, lacks the matrix or copy instructions that it is built on, takes other
@@ -18,14 +18,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import sass
+from benchmarks.compiled import sass
 from ragged_attention import build_cuda
 from ragged_attention.devices import shared_memory_of
 from ragged_attention.errors import BackendMissing
 from ragged_attention.kernels_cuda._build import compile as kernels
 from ragged_attention.kernels_cuda._build import toolchain
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "cuda_compile.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "cuda_compile.md"
 
 # The plan of the attention kernels: 384 threads begin with 168 registers each, which is all that a multiprocessor has;
 # then two warpgroups take what the third, which only copies, gives back.

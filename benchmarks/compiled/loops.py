@@ -1,8 +1,8 @@
 """What plans must take with the code that they are run by, known before anything runs.
 
-    python -m benchmarks.loops [--case NAME ...]
+    python -m benchmarks.compiled.loops [--case NAME ...]
 
-`waste.py` says what a plan multiplies and reads. How long that takes rests on machine code too: a loop may fetch its
+`roofline.py` says what a plan multiplies and reads. How long that takes rests on machine code too: a loop may fetch its
 operands from shared memory more often than its matrix units can use them, or take more instructions than there are
 cycles. So every attention kernel of the Triton room is compiled for Hopper, the cycles that a turn of its inner loops
 keeps a multiprocessor's units busy are counted (`sass.cycles`), and multiplied by the turns of the plan. The longest of
@@ -17,12 +17,14 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from benchmarks import catalogue, compiling, waste
-from benchmarks.cases import Case
-from benchmarks.mla_cases import LatentCase
+from benchmarks import roofline
+from benchmarks.cases import catalogue
+from benchmarks.cases.mla import LatentCase
+from benchmarks.cases.paged import Case
+from benchmarks.compiled import compiling
 from ragged_attention.samples import device_of
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "predictions.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "predictions.md"
 ARCH = "sm_90"
 CLOCK = 1.75e9  # cycles in a second, of an H200 at work; not measured
 MULTIPROCESSORS = 132
@@ -33,7 +35,7 @@ HERE, END = "<!-- table -->\n", "<!-- end -->\n"  # between what the document sa
 class Prediction:
     """A case: its plan, and the seconds that its kernels' loops keep each kind of unit busy."""
 
-    plan: waste.Plan
+    plan: roofline.Plan
     busy: dict[str, float]
 
     @property
@@ -46,14 +48,14 @@ class Prediction:
         return max(self.plan.exact, self.busy[self.bound])
 
 
-def turns(step: waste.Step, launch: compiling.Launch, case: Case | LatentCase) -> list[float]:
+def turns(step: roofline.Step, launch: compiling.Launch, case: Case | LatentCase) -> list[float]:
     """How often a step's programs turn in each loop of their kernel: the one without masks, if there are two, first.
 
     Of a tile kernel the masked keys are those whose weights are multiplied twice, so this is for bfloat16 queries.
     """
     told = launch.arguments
     if isinstance(case, LatentCase):
-        tiles = waste.triton_tiles(case, told)
+        tiles = roofline.triton_tiles(case, told)
         return [step.work.flops / (2 * tiles.rows * tiles.keys * tiles.columns)]
     count, d, dv, block = (told[name] for name in ("BLOCK_Q", "D_PAD", "DV_PAD", "BLOCK_KV"))
     keys = step.work.flops / (2 * count * (d + dv))
@@ -69,7 +71,7 @@ def predicted(name: str) -> Prediction:
     device = device_of("torch", ARCH)
     launches = {launch.name: launch for launch in compiling.record(catalogue.attention_call(case, device))}
     busy: dict[str, float] = {}
-    for step in waste.steps(case, "triton", device):
+    for step in roofline.steps(case, "triton", device):
         if step.name == "combine_kernel":
             continue
         loops = compiling.compile_launch(launches[step.name], ARCH).loops
@@ -77,7 +79,7 @@ def predicted(name: str) -> Prediction:
         for loop, number in zip(loops, turns(step, launches[step.name], case), strict=False):
             for unit, cycles in loop.cycles:
                 busy[unit] = busy.get(unit, 0.0) + cycles * number / (MULTIPROCESSORS * CLOCK)
-    return Prediction(waste.plan_of(case, "triton", device), busy)
+    return Prediction(roofline.plan_of(case, "triton", device), busy)
 
 
 def names() -> list[str]:
@@ -106,7 +108,9 @@ def written(document: str, new: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.loops", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.compiled.loops", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--case", nargs="+", help="only these; nothing is written")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processes")
     options = parser.parse_args(argv)

@@ -29,9 +29,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks import device_cuda, peers
-from benchmarks.catalogue import CASES, AnyCase, scaled_down
-from benchmarks.device_session import ROOT, Session, apart, apart_checked, compute_sanitizer, outcomes
+from benchmarks.cases.catalogue import CASES, AnyCase, scaled_down
+from benchmarks.device import cuda as device_cuda
+from benchmarks.device.session import ROOT, Session, apart, apart_checked, compute_sanitizer, outcomes
+from benchmarks.peers import registry
 from benchmarks.run import HEADS, Machine, Result, cells, default_backends, is_red, run_case, this_machine
 from ragged_attention.tuning import device_slug
 
@@ -98,7 +99,7 @@ def environment(session: Session) -> bool:
 
         facts["copy_bytes_per_second"] = timing.copy_bandwidth()
         facts["bf16_flops_per_second"] = timing.matmul_rate()
-    facts["peers"] = {name: why or "present" for name, why in peers.presence().items()}
+    facts["peers"] = {name: why or "present" for name, why in registry.presence().items()}
     session.report["env"] = facts
     return True
 
@@ -125,7 +126,7 @@ def conformance(session: Session) -> bool:
 
 
 def checks(session: Session) -> bool:
-    from benchmarks import device_checks
+    from benchmarks.device import checks as device_checks
 
     cases = device_checks.small(REHEARSED if session.rehearse else CHECKED, 48 if session.rehearse else 333)
     backend = "eager" if session.rehearse else "triton"
@@ -158,7 +159,7 @@ def memcheck(session: Session) -> bool:
     if tool is None or session.rehearse:
         session.report["memcheck"] = {"result": "cannot run", "said": ["compute-sanitizer is not here"]}
         return True
-    code = f"from benchmarks.device_checks import poke; poke({4 if session.quick else 24})"
+    code = f"from benchmarks.device.checks import poke; poke({4 if session.quick else 24})"
     session.report["memcheck"] = apart_checked(session, tool, "memcheck", code, "stray accesses")
     return session.report["memcheck"]["result"] == "passed"
 

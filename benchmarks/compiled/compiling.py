@@ -8,6 +8,7 @@ registers, spills, how much shared memory; on NVIDIA also what its inner loops l
 import concurrent.futures
 import contextlib
 import dataclasses
+import hashlib
 import importlib
 import math
 import multiprocessing
@@ -19,8 +20,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import sass
-from benchmarks.cases import ITEMSIZE
+from benchmarks.cases.paged import ITEMSIZE
+from benchmarks.compiled import sass, sources
 from ragged_attention import dispatch
 from ragged_attention.calls import Call, dtype_name
 from ragged_attention.devices import shared_memory_of
@@ -138,21 +139,26 @@ def specialise(launch: Launch, amd: bool) -> tuple[dict[str, Any], dict[Any, Any
     params = launch.kernel.params
     values = {param.name: param.default for param in params if param.has_default}
     values |= dict(zip((param.name for param in params), launch.operands, strict=False)) | dict(launch.arguments)
-    signature: dict[str, Any] = {}
     constants: dict[Any, Any] = {}
     attributes: dict[Any, Any] = {}
-    for place, param in enumerate(params):
-        value = values[param.name]
+
+    def type_of(value: Any, param: Any, path: tuple[int, ...]) -> Any:
+        if isinstance(value, tuple) and not param.is_constexpr:
+            types = [type_of(one, param, (*path, index)) for index, one in enumerate(value)]
+            return type(value)(*types) if hasattr(value, "_fields") else tuple(types)
         if hasattr(value, "shape"):
-            signature[param.name], found = _operand(value, amd)
+            found, said = _operand(value, amd)
         elif param.is_constexpr or value is None or (value == 1 and type(value) is int and not param.do_not_specialize):
-            signature[param.name], found = "constexpr", []
-            constants[(place,)] = value
+            constants[path] = value
+            return "constexpr"
         else:
-            signature[param.name], found = _scalar(value)
-            found = [] if param.do_not_specialize or param.do_not_specialize_on_alignment else found
-        if found:
-            attributes[(place,)] = found
+            found, said = _scalar(value)
+            said = [] if param.do_not_specialize or param.do_not_specialize_on_alignment else said
+        if said:
+            attributes[path] = said
+        return found
+
+    signature = {param.name: type_of(values[param.name], param, (index,)) for index, param in enumerate(params)}
     return signature, constants, attributes
 
 
@@ -210,10 +216,11 @@ class Facts:
         return None
 
 
-def identity(launch: Launch, arch: str) -> str:
-    """Equal for launches that compile to the same code."""
-    parts = (launch.kernel.cache_key, *specialise(launch, arch.startswith("gfx")))
-    return f"{arch} {launch.num_warps} {launch.num_stages} {parts}"
+def digest(launch: Launch, arch: str) -> str:
+    """Equal for launches that compile to the same code, whatever stands around their kernels."""
+    parts = (arch, launch.num_warps, launch.num_stages, sources.text_of(launch.kernel))
+    said = repr((*parts, *specialise(launch, arch.startswith("gfx"))))
+    return hashlib.sha256(said.encode()).hexdigest()[:12]
 
 
 def compile_launch(launch: Launch, arch: str) -> Facts:

@@ -1,4 +1,4 @@
-"""Named shapes of attention without a cache, W13: what `cases.py` is for paged attention.
+"""Named shapes of attention without a cache, W13: what `paged.py` is for paged attention.
 
 A case is a forward pass or the gradient of one. A floor counts, as everywhere, each needed byte once and the
 operations that no mask hides: two products forward, five backward, which has to compute the logits again.
@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import cases
-from benchmarks.cases import BLOCK, ITEMSIZE, K, rounded
+from benchmarks.cases import paged as paged_cases
+from benchmarks.cases.paged import BLOCK, ITEMSIZE, K, rounded
 from ragged_attention.calls import Call, Device, VarlenAttention, VarlenAttentionBackward
 from ragged_attention.reference.varlen_attention import varlen_attention
 from ragged_attention.samples import FakeArray
@@ -204,7 +204,7 @@ def torch_inputs(case: VarlenCase, seed: int = 0, device: Any = "cpu") -> dict[s
     """Arguments for the torch front end, on `device`."""
     import torch
 
-    arrays = {name: cases.torch_array(*value, device) for name, value in _random_values(case, seed).items()}
+    arrays = {name: paged_cases.torch_array(*value, device) for name, value in _random_values(case, seed).items()}
     arrays |= {name: torch.from_numpy(table).to(device) for name, table in tables(case, seed).items()}
     return _with_forward(case, arrays | case.options(), "torch")
 
@@ -213,7 +213,7 @@ def jax_inputs(case: VarlenCase, seed: int = 0) -> dict[str, Any]:
     """Arguments for the jax front end, on its default device."""
     import jax.numpy as jnp
 
-    arrays = {name: cases.jax_array(*value) for name, value in _random_values(case, seed).items()}
+    arrays = {name: paged_cases.jax_array(*value) for name, value in _random_values(case, seed).items()}
     arrays |= {name: jnp.asarray(table) for name, table in tables(case, seed).items()}
     return _with_forward(case, arrays | case.options(), "jax")
 
@@ -247,7 +247,7 @@ _ALL = (
         )
     ),
     *_both("gqa_8x2k", "W13", (2 * K,) * 8, (32, 8), (128, 128)),
-    *_both("packed", "W13", tuple(cases._drawn(64, 2 * K, 16)), (32, 8), (128, 128)),
+    *_both("packed", "W13", tuple(paged_cases._drawn(64, 2 * K, 16)), (32, 8), (128, 128)),
 )  # fmt: skip
 CASES = {case.name: case for case in _ALL}
 

@@ -22,12 +22,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import mla_peers, varlen_peers
-from benchmarks.cases import Case
-from benchmarks.mla_cases import LatentCase
-from benchmarks.varlen_cases import VarlenCase
+from benchmarks.cases.mla import LatentCase
+from benchmarks.cases.paged import Case
+from benchmarks.cases.varlen import VarlenCase
+from benchmarks.peers import mla as mla_peers
+from benchmarks.peers import varlen as varlen_peers
 
-FOLDER = Path(__file__).parent.parent / "peers"
+FOLDER = Path(__file__).parents[2] / "peers"
 Run = Callable[[], Any]
 
 
@@ -255,16 +256,7 @@ def _clean_table(case: Case, inputs: dict[str, Any]) -> Any:
 
 # ---- vLLM's Triton kernel
 
-
-class _Quantisation(enum.IntEnum):
-    """Stands for the enumeration of the same values in the peer's package."""
-
-    NONE = 0
-    FP8_PER_TENSOR = 1
-
-    @property
-    def is_per_token_head(self) -> bool:
-        return False
+LONGEST_SPLIT_QUERY = 8  # tokens; from 0.33 on it splits the keys of such queries, given a row of scratch per token
 
 
 class _Nothing:
@@ -277,6 +269,34 @@ class _Nothing:
         return self
 
     def __bool__(self) -> bool:
+        return False
+
+
+def _anything(name: str) -> _Nothing:
+    """Whatever is imported from a stand-in; what Python itself looks for, such as `__file__`, it does not have."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _Nothing()
+
+
+class _Modes(enum.EnumMeta):
+    """An enumeration that has every name; those without a value equal none of its members."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("_") or not name.isupper():
+            raise AttributeError(name)
+        return _Nothing()
+
+
+class _Quantisation(enum.IntEnum, metaclass=_Modes):
+    """Stands for the peer's `KVQuantMode`, which gets a few more modes with each version."""
+
+    NONE = 0
+    FP8_PER_TENSOR = 1
+
+    def __getattr__(self, name: str) -> bool:
+        if not name.startswith("is_"):
+            raise AttributeError(name)
         return False
 
 
@@ -300,7 +320,7 @@ class _Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def create_module(self, spec: Any) -> Any:
         module = types.ModuleType(spec.name)
-        module.__getattr__ = lambda name: _Nothing()  # type: ignore[method-assign]
+        module.__getattr__ = _anything  # type: ignore[method-assign]
         return module
 
     def exec_module(self, module: Any) -> None:
@@ -331,7 +351,8 @@ def _vllm_triton(case: Case, inputs: dict[str, Any]) -> Run:
     out = torch.empty_like(q)
     segments, threshold = 16, max(1, 128 // case.num_kv_heads)
     width = 1 << (case.head_dim - 1).bit_length()
-    scratch = torch.empty(threshold, case.num_q_heads, segments, width + 2, device=q.device)
+    rows = max(threshold, case.num_tokens if max(case.q_lens) <= LONGEST_SPLIT_QUERY else 0)
+    scratch = torch.empty(rows, case.num_q_heads, segments, width + 2, device=q.device)
     scale = None if case.scale is None else torch.tensor([case.scale], device=q.device)
     given = {
         "q": q, "k": k_pages, "v": v_pages, "out": out, "cu_seqlens_q": inputs["cu_q_lens"],

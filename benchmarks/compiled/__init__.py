@@ -1,0 +1,1 @@
+"""What the kernels compile to, read without a GPU or TPU."""

@@ -1,0 +1,1 @@
+"""All that a machine with a GPU is good for, in one command."""

@@ -1,0 +1,1 @@
+"""Other implementations of the same operations, by family."""
