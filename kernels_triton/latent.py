@@ -289,7 +289,7 @@ def token_and_head(row, job, kv_head, GROUP: tl.constexpr, SPARSE: tl.constexpr)
 def list_length(lens_ptr, seq, token, longest, seq_stride, token_stride, HAS_LENS: tl.constexpr):
     count = longest
     if HAS_LENS:
-        place = seq.to(tl.int64) * seq_stride + token * token_stride
+        place = seq.to(tl.int64) * seq_stride + tl.cast(token, tl.int64) * token_stride
         count = tl.minimum(tl.maximum(tl.load(lens_ptr + place), 0), longest)
     return count
 
@@ -358,7 +358,7 @@ def v4_columns(pages, place, readable, FIRST: tl.constexpr, PAGE_SIZE: tl.conste
     column = tl.arange(0, 128)
     first = (column < 64)[None, :]
     rows = pages + place.to(tl.int64) * 576
-    scales = pages + PAGE_SIZE * 576 + place * 8 + FIRST // 64
+    scales = pages + PAGE_SIZE * 576 + place.to(tl.int64) * 8 + FIRST // 64
     codes = whole_columns(rows, readable, FIRST, 448 - FIRST, 128).to(tl.uint8, bitcast=True)
     values = decode(codes, CODES, tl.float32)
     scale = power_of_two(scales, readable)[:, None]
@@ -645,8 +645,10 @@ def latent_kernel(
             q_ptr + sequence * q_seq_stride + token.to(tl.int64) * q_token_stride + head.to(tl.int64) * q_head_stride
         )
         cache = cache_ptr + kv_head.to(tl.int64) * head_stride
-        list_row = list_ptr + sequence * list_seq_stride + job * list_token_stride + kv_head * list_head_stride
-        extra_row = extra_list_ptr + sequence * extra_list_seq_stride + job * extra_list_token_stride
+        wide_job = job.to(tl.int64)
+        list_row = list_ptr + sequence * list_seq_stride + wide_job * list_token_stride
+        list_row += kv_head.to(tl.int64) * list_head_stride
+        extra_row = extra_list_ptr + sequence * extra_list_seq_stride + wide_job * extra_list_token_stride
         first_extra = tl.maximum(begin - blocks, 0)
         last_extra = tl.maximum(end - blocks, 0)
         begin = tl.minimum(begin, blocks)

@@ -45,7 +45,7 @@ def merge_kernel(outs_ptr, lses_ptr, out_ptr, lse_ptr, count, rows,
     row = tl.program_id(0).to(tl.int64)
     unit: tl.constexpr = LOG2E
     acc, highest, total = merge_parts(
-        outs_ptr + row * DV, lses_ptr + row, count, rows * DV, rows, unit, PARTS, DV, DV_PAD
+        outs_ptr + row * DV, lses_ptr + row, count, tl.cast(rows, tl.int64) * DV, rows, unit, PARTS, DV, DV_PAD
     )
     empty = total == 0.0  # then acc is 0
     total = tl.where(empty, 1.0, total)

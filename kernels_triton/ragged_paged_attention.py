@@ -205,7 +205,7 @@ def load_rows(q_ptr, row, rows, start, kv_head, q_token_stride, q_head_stride, n
     d = tl.arange(0, D_PAD)
     token = (start + row // GROUP).to(tl.int64)
     head = kv_head * GROUP + row % GROUP
-    place = token * q_token_stride + head * q_head_stride
+    place = token * q_token_stride + head.to(tl.int64) * q_head_stride
     q = tl.load(q_ptr + place[:, None] + d[None, :], mask=(row < rows)[:, None] & (d < D)[None, :], other=0)
     if SIGNED:
         wide = q.to(tl.float32)

@@ -152,7 +152,7 @@ def rows_kernel(
     kv_head = job % KV_HEADS
     last = list_length(lens_ptr, token, 0, TOPK, lens_stride, 0, HAS_LENS)
     position = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    entries = list_ptr + token.to(tl.int64) * list_token_stride + kv_head * list_head_stride
+    entries = list_ptr + token.to(tl.int64) * list_token_stride + kv_head.to(tl.int64) * list_head_stride
     slot = tl.load(entries + position, mask=position < last, other=-1)
     row = tl.where((slot >= 0) & (slot < num_slots), slot * KV_HEADS + kv_head, NOBODY)
     tl.store(rows_ptr + job.to(tl.int64) * TOPK + position, row, mask=position < TOPK)
@@ -273,11 +273,12 @@ def gradient_kernel(
     if HAS_D_LSE:
         offset += tl.load(d_lse_ptr + at, mask=valid & some, other=0)
 
+    kv_ptr += kv_head.to(tl.int64) * head_stride
     last = list_length(lens_ptr, token, 0, TOPK, lens_stride, 0, HAS_LENS)
-    entries = list_ptr + wide_token * list_token_stride + kv_head * list_head_stride
+    entries = list_ptr + wide_token * list_token_stride + kv_head.to(tl.int64) * list_head_stride
     for block in range((last + BLOCK_KV - 1) // BLOCK_KV):
         position, page, place, readable = keys_of(entries, block, last, num_slots, True, PAGE_SIZE, BLOCK_KV)
-        rows = kv_ptr + page.to(tl.int64) * page_stride + place.to(tl.int64) * slot_stride + kv_head * head_stride
+        rows = kv_ptr + page.to(tl.int64) * page_stride + place.to(tl.int64) * slot_stride
         if PARTS:
             target = (job.to(tl.int64) * TOPK + position) * BLOCKS + block_of_heads
             given = parts_ptr + target * D

@@ -30,7 +30,7 @@ from ragged_attention.kernels_triton.blocks import (
 WGMMA = ("sm_90", "sm_100", "sm_103")  # where the matrix unit takes its operands from shared memory
 SMALLEST_SHARED_MEMORY = 64 * 1024
 NARROWEST = 16  # columns that a matrix product takes at least
-LARGEST_TOKEN_STRIDE = 2**22  # times the 256 rows of the largest block it is 2^30
+LARGEST_TOKEN_STRIDE: tl.constexpr = tl.constexpr(2**22)  # times the 256 rows of the largest block it is 2^30
 # Stands for a scale of 0, so that -inf times it stays -inf and one can divide by it.
 SMALLEST_SCALE: tl.constexpr = tl.constexpr(1e-30)
 
@@ -45,7 +45,7 @@ def near(array: Any, rows: int, launch: Any) -> Any:
     """
     array = launch.packed(array)
     token, head, _ = launch.strides(array)
-    return array if token <= LARGEST_TOKEN_STRIDE and head * rows <= 2**30 else launch.contiguous(array)
+    return array if token <= LARGEST_TOKEN_STRIDE.value and head * rows <= 2**30 else launch.contiguous(array)
 
 
 def parts(width: int, split: bool = True) -> tuple[int, int]:
@@ -208,12 +208,14 @@ def row_places(ptr, first, token_stride, head_stride, GROUP: tl.constexpr, BLOCK
     """Where the rows [first, first + BLOCK) lie, `first` being a multiple of BLOCK, if the rows of a sequence and KV
     head begin at `ptr`: a pointer, and how far each is from there.
 
-    What differs between blocks is a scalar of 64 bits; the rest is of 32, as `near` has seen to, and where GROUP
-    divides BLOCK the same in each.
+    What differs between blocks is a scalar of 64 bits; the rest is of 32 but for tokens that are very wide, as `near`
+    has seen to, and where GROUP divides BLOCK the same in each.
     """
     inner = tl.arange(0, BLOCK)
     if BLOCK % GROUP != 0:
         inner += first % GROUP
+    if token_stride > LARGEST_TOKEN_STRIDE:
+        inner = inner.to(tl.int64)
     ptr += tl.cast(first // GROUP, tl.int64) * token_stride
     return ptr, (inner // GROUP) * token_stride + (inner % GROUP) * head_stride
 

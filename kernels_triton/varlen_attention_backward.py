@@ -243,7 +243,7 @@ def visit_rows(
         products = product(k, k_rest, q, q_rest, D_REST)
         position = kv_len - q_len + row // GROUP
         seen = sees(position[None, :], key[:, None], kv_len, window, CAUSAL, HAS_WINDOW)
-        norm, offset, share = load_terms(terms_ptr, row, readable, MASKED)
+        norm, offset, share = load_terms(terms_ptr, block, readable, MASKED, BLOCK_Q)
         hidden: tl.constexpr = MASKED and (CAUSAL or HAS_WINDOW)  # else a key is seen by every row that there is
         weights, slope = weigh(products, norm[None, :], seen, inner, outer, hidden, HAS_SOFT_CAP)
         shared = weights
@@ -257,11 +257,13 @@ def visit_rows(
 
 
 @triton.jit
-def load_terms(terms_ptr, row, readable, MASKED: tl.constexpr):
-    """(norm, offset, share) of rows; 0 where not readable, where neither q nor d_out will be anything else."""
-    places = terms_ptr + ((row * TERMS)[:, None] + tl.arange(0, TERMS)[None, :])
+def load_terms(terms_ptr, first, readable, MASKED: tl.constexpr, BLOCK: tl.constexpr):
+    """(norm, offset, share) of the rows [first, first + BLOCK); 0 where not readable, where neither q nor d_out will
+    be anything else."""
+    row = tl.arange(0, BLOCK)
+    places = terms_ptr + tl.cast(first, tl.int64) * TERMS + ((row * TERMS)[:, None] + tl.arange(0, TERMS)[None, :])
     terms = tl.load(places, mask=readable[:, None], other=0.0) if MASKED else tl.load(places)
-    even, odd = tl.split(tl.reshape(terms, [row.shape[0], 2, 2]))
+    even, odd = tl.split(tl.reshape(terms, [BLOCK, 2, 2]))
     norm, share = tl.split(even)
     offset, _ = tl.split(odd)
     return norm, offset, share
@@ -429,7 +431,7 @@ def dq_kernel(
             DV, DV_MAIN, DV_REST,
         )  # fmt: skip
         dq, dq_rest = zeros(BLOCK_Q, D_MAIN, D_REST)
-        norm, offset, share = load_terms(terms_ptr, row, inside, True)
+        norm, offset, share = load_terms(terms_ptr, first_row, inside, True, BLOCK_Q)
         dq, dq_rest = visit_keys(
             q, q_rest, d_out, d_out_rest, dq, dq_rest, norm, offset, share, k_ptr, v_ptr,
             whole_start, 0, 0, (whole_stop - whole_start) // BLOCK_KV, first, last, position, kv_len, window,
