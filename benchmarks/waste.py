@@ -217,7 +217,7 @@ def triton_tiles(case: LatentCase, told: Told) -> Tiles:
     return Tiles(
         rows=told["BLOCK_H"],
         keys=told["BLOCK_KV"],
-        num_splits=told["NUM_SPLITS"],
+        num_splits=told["fixed_splits"],
         least_blocks=told["MIN_BLOCKS"],
         columns=2 * values + rest + (rest if folded and case.d_v > a else 0),
         columns_again=values * (told["GROUP_PARTS"] - 1) + rest * (told["PARTS"] - 1),

@@ -20,6 +20,15 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 PAGE_SCAN: tl.constexpr = tl.constexpr(256)
 
+# Arguments that change from step to step while a model is served, wherever a kernel has them. Triton would compile a
+# kernel anew where one of them becomes 1, or a multiple of 16, or stops being it. Strides, which stay, are not among
+# them: that they are multiples of 16 is what wide loads rest on.
+VARYING = (
+    "blocks", "capacity", "count", "extra_longest", "extra_num_slots", "first_token", "fixed_splits", "longest",
+    "max_num_seqs", "num_entries", "num_kv_tokens", "num_pages", "num_parts", "num_q_tokens", "num_rows", "num_seqs",
+    "num_slots", "num_tokens", "overhead", "rows", "search_steps", "table_stride", "window",
+)  # fmt: skip
+
 
 # ---- host side
 
@@ -460,7 +469,7 @@ def merge_parts(
 # ---- gradients of sinks
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def sum_kernel(terms_ptr, sums_ptr, num_rows, num_columns, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     acc = tl.zeros([BLOCK, COLUMNS], tl.float32)

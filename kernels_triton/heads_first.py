@@ -16,6 +16,7 @@ import triton.language as tl
 
 from ragged_attention.kernels_triton import ragged_paged_attention
 from ragged_attention.kernels_triton.blocks import (
+    VARYING,
     cache_format,
     cdiv,
     decode,
@@ -63,14 +64,14 @@ def live_rows(length, num_tokens, ALIGN: tl.constexpr):
     return live
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def decode_edges_kernel(lengths_ptr, edges_ptr, count, BLOCK: tl.constexpr):
     """`cu_q_lens` of one query a sequence."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(edges_ptr + place, place, mask=place < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def chunk_edges_kernel(length_ptr, edges_ptr, num_tokens, capacity, ALIGN: tl.constexpr):
     """`cu_q_lens` of the one sequence whose chunk this is."""
     length = tl.minimum(tl.maximum(tl.load(length_ptr), 0), capacity)
@@ -78,7 +79,7 @@ def chunk_edges_kernel(length_ptr, edges_ptr, num_tokens, capacity, ALIGN: tl.co
     tl.store(edges_ptr + 1, live_rows(length, num_tokens, ALIGN))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def scaled_kernel(
     q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, lengths_ptr, page_indices_ptr,
     out_ptr, lse_ptr,

@@ -30,6 +30,7 @@ from ragged_attention.calls import dtype_name
 from ragged_attention.kernels_triton.blocks import (
     LN2,
     LOG2E,
+    VARYING,
     cdiv,
     decode,
     expect_between,
@@ -253,7 +254,7 @@ def split_edge(num_splits_ptr, seq, num_entries):
 
 
 @triton.jit
-def find_entry(entry, num_splits_ptr, num_seqs, num_entries, SCHEDULED: tl.constexpr, NUM_SPLITS: tl.constexpr):
+def find_entry(entry, num_splits_ptr, num_seqs, num_entries, fixed_splits, SCHEDULED: tl.constexpr):
     """(sequence, split, splits) of an entry of the grid; the split may be none of them, then there is no work."""
     if SCHEDULED:
         seq = 0
@@ -267,9 +268,9 @@ def find_entry(entry, num_splits_ptr, num_seqs, num_entries, SCHEDULED: tl.const
         split = tl.where(entry < first, num_entries, entry - first)  # before all of them there is no work either
         count = split_edge(num_splits_ptr, seq + 1, num_entries) - first
     else:
-        seq = entry // NUM_SPLITS
-        split = entry % NUM_SPLITS
-        count = NUM_SPLITS
+        seq = entry // fixed_splits
+        split = entry % fixed_splits
+        count = fixed_splits
     return seq, split, count
 
 
@@ -590,11 +591,11 @@ def finish(highest, total, sinks_ptr, head, valid, HAS_SINKS: tl.constexpr):
 # ---- kernels
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def latent_kernel(
     q_ptr, cache_ptr, list_ptr, lens_ptr, extra_cache_ptr, extra_list_ptr, extra_lens_ptr, num_splits_ptr, sinks_ptr,
     out_ptr, lse_ptr, max_ptr, parts_ptr, part_lses_ptr, part_max_ptr,
-    num_seqs, num_entries, q_seq_stride, q_token_stride, q_head_stride,
+    num_seqs, num_entries, fixed_splits, q_seq_stride, q_token_stride, q_head_stride,
     page_stride, slot_stride, head_stride, num_slots, longest,
     list_seq_stride, list_token_stride, list_head_stride, lens_seq_stride, lens_token_stride,
     extra_page_stride, extra_slot_stride, extra_num_slots, extra_longest,
@@ -607,7 +608,7 @@ def latent_kernel(
     NUM_Q: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     DV: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, A: tl.constexpr, B: tl.constexpr, B_PAD: tl.constexpr,
     GROUP_PARTS: tl.constexpr, PARTS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_KV: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr,
+    WHOLE: tl.constexpr, MIN_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_H rows of one job for one KV head, over one split of its keys. A job in one split is finished here.
 
@@ -621,7 +622,7 @@ def latent_kernel(
     row = tl.program_id(0) % ROW_BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H)
     job = tl.program_id(0) // ROW_BLOCKS % JOBS
     entry = tl.program_id(0) // (ROW_BLOCKS * JOBS)
-    seq, split, count = find_entry(entry, num_splits_ptr, num_seqs, num_entries, SCHEDULED, NUM_SPLITS)
+    seq, split, count = find_entry(entry, num_splits_ptr, num_seqs, num_entries, fixed_splits, SCHEDULED)
     last = list_length(lens_ptr, seq, job, longest, lens_seq_stride, lens_token_stride, HAS_LENS)
     blocks = (last + BLOCK_KV - 1) // BLOCK_KV
     extra_last = 0
@@ -698,7 +699,7 @@ def latent_kernel(
         row = tl.program_id(0) % ROW_BLOCKS * BLOCK_H + late + tl.arange(0, BLOCK_H)
         valid = row < ROWS
         token, head = token_and_head(row, job, kv_head, GROUP, SPARSE)
-        if (NUM_SPLITS == 1 and not SCHEDULED) or used == 1:
+        if WHOLE or used == 1:
             factor, lse, largest_logit = finish(highest, total, sinks_ptr, head, valid, HAS_SINKS)
             place = (sequence * NUM_Q + token) * NUM_HEADS + head
             store_groups(out_ptr, place, acc0, acc1, acc2, acc3, acc_rest, factor * regain, factor, valid, GROUPS,
@@ -718,16 +719,16 @@ def latent_kernel(
                 tl.store(part_max_ptr + place, highest, mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def combine_kernel(
     parts_ptr, part_lses_ptr, part_max_ptr, lens_ptr, extra_lens_ptr, num_splits_ptr, sinks_ptr,
     given_out_ptr, given_lse_ptr, given_max_ptr, out_ptr, lse_ptr, max_ptr,
-    num_entries, longest, lens_seq_stride, lens_token_stride,
+    num_entries, fixed_splits, longest, lens_seq_stride, lens_token_stride,
     extra_longest, extra_lens_seq_stride, extra_lens_token_stride,
     SPARSE: tl.constexpr, HAS_LENS: tl.constexpr, HAS_EXTRA: tl.constexpr, HAS_EXTRA_LENS: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_MAX: tl.constexpr, SCHEDULED: tl.constexpr,
     NUM_Q: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DV: tl.constexpr,
-    DV_PAD: tl.constexpr, BLOCK_KV: tl.constexpr, NUM_SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr,
+    DV_PAD: tl.constexpr, BLOCK_KV: tl.constexpr, WHOLE: tl.constexpr, MIN_BLOCKS: tl.constexpr,
     MERGED: tl.constexpr,
 ):  # fmt: skip
     """One row of a job that was computed in several splits, merged in their order."""
@@ -741,14 +742,14 @@ def combine_kernel(
         first = split_edge(num_splits_ptr, seq, num_entries)
         used = split_edge(num_splits_ptr, seq + 1, num_entries) - first
     else:
-        first = seq * NUM_SPLITS
+        first = seq * fixed_splits
         last = list_length(lens_ptr, seq, job, longest, lens_seq_stride, lens_token_stride, HAS_LENS)
         blocks = (last + BLOCK_KV - 1) // BLOCK_KV
         if HAS_EXTRA:
             last = list_length(extra_lens_ptr, seq, job, extra_longest, extra_lens_seq_stride,
                                extra_lens_token_stride, HAS_EXTRA_LENS)  # fmt: skip
             blocks += (last + BLOCK_KV - 1) // BLOCK_KV
-        _, used = divide(blocks, NUM_SPLITS, SCHEDULED, MIN_BLOCKS)
+        _, used = divide(blocks, fixed_splits, SCHEDULED, MIN_BLOCKS)
     if used != 1:
         step = JOBS * KV_HEADS * ROWS
         place = ((first.to(tl.int64) * JOBS + job) * KV_HEADS + kv_head) * ROWS + row
@@ -815,7 +816,8 @@ def shared_arguments(work: Work, tile: Tile, entries: int, max_logits: bool, lau
         "ROWS": work.rows,
         "DV": work.call.d_v,
         "BLOCK_KV": tile.block_kv,
-        "NUM_SPLITS": 1 if work.schedule is not None else tile.num_splits,
+        "fixed_splits": 1 if work.schedule is not None else tile.num_splits,
+        "WHOLE": tile.num_splits == 1 and work.schedule is None,
         "MIN_BLOCKS": cdiv(MIN_SPLIT, tile.block_kv),
     }
 

@@ -14,7 +14,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ragged_attention.kernels_triton.blocks import expect_power_of_two, launchable
+from ragged_attention.kernels_triton.blocks import VARYING, expect_power_of_two, launchable
 
 BLOCK: tl.constexpr = tl.constexpr(64)  # keys that work is counted in
 SEQUENCES: tl.constexpr = tl.constexpr(128)  # whose work is added up at a time
@@ -57,7 +57,7 @@ def blocks_of(length):
     return tl.maximum(length - 1, 0) // BLOCK + 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def schedule_kernel(
     lens_ptr, extra_lens_ptr, parts_ptr, num_splits_ptr, num_seqs, num_parts, overhead,
     SPARSE: tl.constexpr, HAS_EXTRA: tl.constexpr,

@@ -13,6 +13,7 @@ import triton.language as tl
 from ragged_attention.kernels_triton.blocks import (
     LN2,
     LOG2E,
+    VARYING,
     expect_power_of_two,
     launchable,
     merge_parts,
@@ -39,7 +40,7 @@ def heuristic(call: Any) -> Tile:
     return Tile(num_warps=1 if call.outs.shape[0] * call.outs.shape[3] <= 1024 else 4)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def merge_kernel(outs_ptr, lses_ptr, out_ptr, lse_ptr, count, rows,
                  PARTS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)

@@ -23,6 +23,7 @@ from ragged_attention.errors import InvalidInput
 from ragged_attention.kernels_triton.blocks import (
     LN2,
     LOG2E,
+    VARYING,
     attend_range,
     cache_format,
     cache_views,
@@ -191,7 +192,8 @@ def splits(call: Any) -> int:
     work = max(call.max_num_seqs * call.num_kv_heads, 1)
     wanted = next_power_of_2(cdiv(8 * call.device.num_multiprocessors, work))
     keys = call.capacity if call.sliding_window is None else min(call.capacity, call.sliding_window + 8)
-    return max(1, min(wanted, cdiv(keys, MIN_SPLIT), MAX_SPLITS))
+    # A power of two, since each number of splits is code of its own.
+    return min(wanted, next_power_of_2(cdiv(keys, MIN_SPLIT)), MAX_SPLITS)
 
 
 @triton.jit
@@ -249,7 +251,7 @@ def logit_scales(k_scale_ptr, kv_head, k_scale_factor, sm_scale, soft_cap,
     return inner, outer, scale < 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def tile_kernel(
     q_ptr, k_ptr, v_ptr, kv_lens_ptr, page_indices_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr,
     k_scale_ptr, v_scale_ptr,
@@ -328,7 +330,7 @@ def split_sequence(seq, cu_q_lens_ptr, kv_lens_ptr, num_seqs_ptr, num_tokens, ma
     return start, q_len, kv_len, first, last
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def split_kernel(
     q_ptr, k_ptr, v_ptr, kv_lens_ptr, page_indices_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr,
     k_scale_ptr, v_scale_ptr,
@@ -390,7 +392,7 @@ def split_kernel(
             tl.store(lse_ptr + place, lse, mask=row < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def combine_kernel(
     parts_ptr, part_lses_ptr, kv_lens_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr, v_scale_ptr,
     given_out_ptr, given_lse_ptr, out_ptr, lse_ptr,

@@ -27,6 +27,7 @@ import triton.language as tl
 
 from ragged_attention.kernels_triton.blocks import (
     LOG2E,
+    VARYING,
     cdiv,
     column_sums,
     expect_between,
@@ -127,21 +128,21 @@ def shared_bytes(call: Any, heads: int, keys: int) -> int:
 # ---- kernels
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def zero_kernel(like_ptr, rows_ptr, dq_ptr, terms_ptr, count, FLAT: tl.constexpr):
     """Zeros for the rows' gradients; the other two are memory for the programs to come."""
     place = tl.program_id(0).to(tl.int64) * FLAT + tl.arange(0, FLAT)
     tl.store(rows_ptr + place, tl.zeros([FLAT], tl.float32), mask=place < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def narrow_kernel(wide_ptr, out_ptr, count, FLAT: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * FLAT + tl.arange(0, FLAT)
     wide = tl.load(wide_ptr + place, mask=place < count, other=0)
     tl.store(out_ptr + place, narrow(wide, out_ptr.dtype.element_ty), mask=place < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def rows_kernel(
     list_ptr, lens_ptr, rows_ptr, first_token, list_token_stride, list_head_stride, lens_stride, num_slots,
     TOPK: tl.constexpr, KV_HEADS: tl.constexpr, HAS_LENS: tl.constexpr, BLOCK: tl.constexpr,
@@ -158,7 +159,7 @@ def rows_kernel(
     tl.store(rows_ptr + job.to(tl.int64) * TOPK + position, row, mask=position < TOPK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def gather_kernel(
     parts_ptr, rows_ptr, order_ptr, given_ptr, sums_ptr, count,
     BLOCKS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, ABREAST: tl.constexpr,
@@ -211,7 +212,7 @@ def row_products(rows, other, readable, first, COLUMNS: tl.constexpr, COLUMNS_PA
     return tl.sum(columns.to(tl.float32) * other.to(tl.float32), 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def gradient_kernel(
     d_out_ptr, q_ptr, kv_ptr, list_ptr, lens_ptr, out_ptr, lse_ptr, d_lse_ptr, sinks_ptr,
     given_rows_ptr, given_dq_ptr, given_terms_ptr, parts_ptr, rows_ptr, dq_ptr, terms_ptr,

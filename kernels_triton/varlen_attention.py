@@ -18,6 +18,7 @@ from ragged_attention.kernels_triton import varlen
 from ragged_attention.kernels_triton.blocks import (
     LN2,
     LOG2E,
+    VARYING,
     expect_between,
     expect_power_of_two,
     launchable_in_float32,
@@ -129,7 +130,7 @@ def attend(
     return highest, total, acc, acc_rest
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, cu_q_lens_ptr, cu_kv_lens_ptr, sinks_ptr,
     out_ptr, lse_ptr,

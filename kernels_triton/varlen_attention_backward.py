@@ -22,6 +22,7 @@ import triton.language as tl
 from ragged_attention.kernels_triton import varlen
 from ragged_attention.kernels_triton.blocks import (
     LOG2E,
+    VARYING,
     cdiv,
     column_sums,
     expect_between,
@@ -138,7 +139,7 @@ def dq_sizes(call: Any) -> tuple[int, int, int, int]:
     return (64, 64, 8, 2) if columns <= 256 else (64, 32, 8, 2) if columns <= 384 else (32, 32, 8, 2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def prepare_kernel(
     out_ptr, d_out_ptr, lse_ptr, d_lse_ptr, sinks_ptr,
     terms_ptr, parts_ptr,
@@ -291,7 +292,7 @@ def row_blocks(low, high, q_len, kv_len, window, CAUSAL: tl.constexpr, HAS_WINDO
     return first * GROUP, last * GROUP, start, whole_start, whole_stop, end
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def dkv_kernel(
     d_out_ptr, q_ptr, k_ptr, v_ptr, terms_ptr, cu_q_lens_ptr, cu_kv_lens_ptr,
     dk_ptr, dv_ptr,
@@ -386,7 +387,7 @@ def visit_keys(
     return dq, dq_rest
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def dq_kernel(
     d_out_ptr, q_ptr, k_ptr, v_ptr, terms_ptr, cu_q_lens_ptr, cu_kv_lens_ptr,
     dq_ptr,

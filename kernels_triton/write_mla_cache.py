@@ -17,6 +17,7 @@ import triton.language as tl
 
 from ragged_attention.calls import CACHE_FORMATS
 from ragged_attention.kernels_triton.blocks import (
+    VARYING,
     cdiv,
     encode_float8,
     expect_power_of_two,
@@ -107,7 +108,7 @@ def write_rotary(source, target, live, ROTARY: tl.constexpr):
     store_bytes(target, values.to(tl.uint16, bitcast=True), live, 2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def write_rows_kernel(
     kv_ptr, slots_ptr, given_cache_ptr, cache_ptr,
     num_tokens, num_slots, slots_stride, kv_page_stride, kv_row_stride, kv_head_stride,

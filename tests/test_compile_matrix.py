@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -54,6 +55,18 @@ def test_writing_quantising_and_scheduling_compile() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     for kernel in ("latent_kernel", "write_rows_kernel", "schedule_kernel"):
         assert kernel in done.stdout
+
+
+def test_a_thousand_batches_compile_few_variants() -> None:
+    """What changes from step to step, lengths and windows included, is no reason to compile in the middle of serving.
+
+    What is left are block sizes that follow the size of the batch, and strides of tables that 16 divides or not.
+    """
+    pytest.importorskip("triton")
+    done = apart("-m", "serving_variants")
+    assert done.returncode == 0, done.stderr
+    for operation, counts in json.loads(done.stdout).items():
+        assert max(counts.values()) <= 12, f"{operation}: {counts}"
 
 
 def test_planted_kernels_are_reported() -> None:
