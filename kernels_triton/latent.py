@@ -183,7 +183,7 @@ def tile_for(call: Any, rows: int, jobs: int, keys: int, *, extra: bool) -> Tile
         block_kv=block_kv,
         num_warps=num_warps,
         num_stages=num_stages,
-        num_splits=splits(jobs * cdiv(rows, block_h), slots, keys),
+        num_splits=splits(jobs * cdiv(rows, block_h), slots, keys, block_kv),
     )
 
 
@@ -236,13 +236,19 @@ def shared_bytes(call: Any, rows: int, keys: int, stages: int) -> int:
     return (keys * (2 * values + rest + staged) + own) * operand_size(call) + (stages - 1) * keys * call.d_qk
 
 
-def splits(work: int, slots: int, keys: int) -> int:
-    """Into how many splits the keys of a job are cut: what ends soonest, if all lists are as long as they can be."""
+def splits(work: int, slots: int, keys: int, block_kv: int) -> int:
+    """Into how many splits the keys of a job are cut: what ends soonest, if all lists are as long as they can be.
+
+    A split has whole blocks of keys, so of numbers of splits with equally long ones the smallest is taken.
+    """
+    blocks, least = cdiv(keys, block_kv), cdiv(MIN_SPLIT, block_kv)
     most = max(1, min(MAX_SPLITS, cdiv(keys, MIN_SPLIT)))
-    return min(
-        range(1, most + 1),
-        key=lambda n: cdiv(work * n, slots) * (cdiv(keys, n) + START_COST) + (n > 1) * n * MERGE_COST,
-    )
+
+    def cost(n: int) -> int:
+        longest = max(cdiv(blocks, n), least) * block_kv
+        return cdiv(work * n, slots) * (longest + START_COST) + (n > 1) * n * MERGE_COST
+
+    return min(range(1, most + 1), key=cost)
 
 
 # ---- finding the work
