@@ -21,8 +21,9 @@ def heuristic(call: Any) -> Tile:
     group = call.num_q_heads // call.num_kv_heads
     rows, jobs = (group, call.num_q_tokens) if call.sparse else (group * call.num_q_tokens, 1)
     return latent.tile_for(
-        call, rows, call.num_seqs * jobs * call.num_kv_heads, call.capacity, extra=call.extra_topk > 0
-    )
+        call, rows, call.num_seqs * jobs * call.num_kv_heads, call.capacity, dense=not call.sparse,
+        extra=call.extra_topk > 0,
+    )  # fmt: skip
 
 
 def run(call: Any, tile: Tile, launch: Any) -> Any:

@@ -47,7 +47,7 @@ from ragged_attention.kernels_triton.blocks import (
 SMALLEST_SCALE = 1e-30  # stands for a scale of 0, so that -inf times it stays -inf
 MIN_SPLIT = 256  # keys below which a split costs more than it saves
 MAX_SPLITS = 64
-SHORT = 1024  # keys that are not worth a deep prefetch
+SHORT = 1024  # keys that are not worth loading ahead
 WGMMA = ("sm_90", "sm_100", "sm_103")  # where the matrix unit takes its operands from shared memory
 SMALLEST_SHARED_MEMORY = 64 * 1024
 
@@ -137,7 +137,8 @@ def tile_sizes(call: Any) -> tuple[int, int, int, int, int]:
         return (64, 32, 32, 8, 2) if arch in WGMMA else (32, 32, 32, 4, 2)
     if arch == "sm_90":
         powers = all(n & (n - 1) == 0 for n in (call.group, call.page_size))
-        if cache_format(call) != "plain" or not powers:  # decoding and dividing take registers
+        windowed = call.sliding_window is not None and width > 64
+        if cache_format(call) != "plain" or not powers or windowed:  # decoding, dividing and masks take registers
             return 128, 64, 64, 8, 3
         keys = 64 if call.page_size in (32, 64) else 128
         return (256, 64, 32, 8, 3) if width <= 64 else (128, keys, 64, 8, 3)
@@ -159,9 +160,11 @@ def split_sizes(call: Any, rows: int) -> tuple[int, int, int]:
         return 16, 4 * max(1, rows // 32), 2
     if width > 256:
         return 32, 8, 2 if call.device.arch.startswith("sm_") else 1
-    if width > 128:
-        return 32, 4, 3
-    return 64, 4, 3 if call.device.arch in WGMMA and call.capacity > SHORT else 2
+    keys = 32 if width > 128 else 64
+    if call.device.arch not in WGMMA or call.capacity <= SHORT:
+        return keys, 4, 3 if width > 128 else 2
+    # Loading page numbers takes two stages of its own, where a block of keys has several; 32 rows leave no registers.
+    return keys, 4, 3 if call.page_size % keys == 0 or rows > 16 else 5
 
 
 def fit(call: Any, rows: int, keys: int, stages: int) -> tuple[int, int]:

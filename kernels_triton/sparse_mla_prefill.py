@@ -21,7 +21,7 @@ def tuning_key(call: Any) -> str:
 
 def heuristic(call: Any) -> Tile:
     rows = call.num_q_heads // call.num_kv_heads
-    return latent.tile_for(call, rows, call.num_tokens * call.num_kv_heads, call.topk, extra=False)
+    return latent.tile_for(call, rows, call.num_tokens * call.num_kv_heads, call.topk, dense=False, extra=False)
 
 
 def run(call: Any, tile: Tile, launch: Any) -> Any:
