@@ -14,7 +14,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ragged_attention.kernels_triton.blocks import VARYING, expect_power_of_two, launchable
+from ragged_attention.kernels_triton._sequences import VARYING
+from ragged_attention.kernels_triton._tiles import expect_power_of_two, launchable
 
 BLOCK: tl.constexpr = tl.constexpr(64)  # keys that work is counted in
 SEQUENCES: tl.constexpr = tl.constexpr(128)  # whose work is added up at a time

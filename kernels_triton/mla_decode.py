@@ -1,11 +1,11 @@
-"""MLA decode in Triton, dense and sparse: the call in the terms of `latent`."""
+"""MLA decode in Triton, dense and sparse: the call in the terms of `_latent`."""
 
 from typing import Any
 
-from ragged_attention.kernels_triton import latent
-from ragged_attention.kernels_triton.blocks import next_power_of_2
-from ragged_attention.kernels_triton.latent import Tile as Tile
-from ragged_attention.kernels_triton.latent import why_not as why_not
+from ragged_attention.kernels_triton._latent import kernel, plan
+from ragged_attention.kernels_triton._latent.kernel import why_not as why_not
+from ragged_attention.kernels_triton._latent.plan import Tile as Tile
+from ragged_attention.kernels_triton._tiles import next_power_of_2
 
 
 def tuning_key(call: Any) -> str:
@@ -20,7 +20,7 @@ def tuning_key(call: Any) -> str:
 def heuristic(call: Any) -> Tile:
     group = call.num_q_heads // call.num_kv_heads
     rows, jobs = (group, call.num_q_tokens) if call.sparse else (group * call.num_q_tokens, 1)
-    return latent.tile_for(
+    return plan.tile_for(
         call, rows, call.num_seqs * jobs * call.num_kv_heads, call.capacity, dense=not call.sparse,
         extra=call.extra_topk > 0,
     )  # fmt: skip
@@ -31,8 +31,8 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
     extra = None
     if not call.sparse:
         table, lens = launch.packed(call.page_indices), call.kv_lens
-        keys = latent.Keys(
-            cache=latent.readable(call.kv_cache, call.format, launch),
+        keys = plan.Keys(
+            cache=plan.readable(call.kv_cache, call.format, launch),
             lists=table,
             list_strides=(launch.strides(table)[0], 0, 0),
             lens=lens,
@@ -45,7 +45,7 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
             extra = _selected(call, call.extra_kv_cache, call.extra_indices, call.extra_topk_lens, launch)
     q = launch.packed(call.q)
     seq_stride, token_stride, head_stride = launch.strides(q)[:3]
-    work = latent.Work(
+    work = plan.Work(
         call=call,
         q=q,
         q_strides=(seq_stride, token_stride, head_stride),
@@ -59,15 +59,15 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
         extra=extra,
         schedule=call.schedule,
     )
-    out, lse, _ = latent.run(work, tile, launch, max_logits=False)
+    out, lse, _ = kernel.run(work, tile, launch, max_logits=False)
     return out, lse
 
 
-def _selected(call: Any, cache: Any, indices: Any, lens: Any, launch: Any) -> latent.Keys:
+def _selected(call: Any, cache: Any, indices: Any, lens: Any, launch: Any) -> plan.Keys:
     lists = launch.packed(indices)
     seq_stride, token_stride, _ = launch.strides(lists)
-    return latent.Keys(
-        cache=latent.readable(cache, call.format, launch),
+    return plan.Keys(
+        cache=plan.readable(cache, call.format, launch),
         lists=lists,
         list_strides=(seq_stride, token_stride, 0),
         lens=lens,

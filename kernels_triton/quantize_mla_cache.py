@@ -3,7 +3,7 @@
 from typing import Any
 
 from ragged_attention.kernels_triton import write_mla_cache
-from ragged_attention.kernels_triton.blocks import cdiv, launchable
+from ragged_attention.kernels_triton._tiles import cdiv, launchable
 
 Tile = write_mla_cache.Tile
 

@@ -20,36 +20,33 @@ import triton.language as tl
 
 from ragged_attention.calls import dtype_name
 from ragged_attention.errors import InvalidInput
-from ragged_attention.kernels_triton.blocks import (
-    LN2,
-    LOG2E,
+from ragged_attention.kernels_triton._formats import cache_format, cache_views, load_scale, narrow, scale_arguments
+from ragged_attention.kernels_triton._pages import attend_range
+from ragged_attention.kernels_triton._sequences import (
     VARYING,
-    attend_range,
-    cache_format,
-    cache_views,
-    cdiv,
     count_sequences,
+    find_segment,
+    key_range,
+    query_edge,
+    segment_edge,
+)
+from ragged_attention.kernels_triton._softmax import LN2, LOG2E, merge_parts
+from ragged_attention.kernels_triton._tiles import (
+    WGMMA,
+    cdiv,
     expect_between,
     expect_power_of_two,
-    find_segment,
+    fit,
     item_size,
-    key_range,
     launchable,
-    load_scale,
-    merge_parts,
-    narrow,
     next_power_of_2,
-    query_edge,
-    scale_arguments,
-    segment_edge,
+    on_cuda_cores,
 )
 
 SMALLEST_SCALE = 1e-30  # stands for a scale of 0, so that -inf times it stays -inf
 MIN_SPLIT = 256  # keys below which a split costs more than it saves
 MAX_SPLITS = 64
 SHORT = 1024  # keys that are not worth loading ahead
-WGMMA = ("sm_90", "sm_100", "sm_103")  # where the matrix unit takes its operands from shared memory
-SMALLEST_SHARED_MEMORY = 64 * 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +58,7 @@ class Tile:
     edge_kv: int = 64  # the same where some row does not see all of them, no more than block_kv
     num_warps: int = 4
     num_stages: int = 2
-    careful_keys: int = 1024  # keys below which a bfloat16 row's weights are not just rounded; 0 is faster
+    split_weights_below: int = 1024  # keys below which a bfloat16 row's weights are not just rounded; 0 is faster
     split_block_q: int = 16  # rows up to which a sequence goes to the split kernel
     split_block_kv: int = 64
     split_num_warps: int = 4
@@ -72,8 +69,8 @@ class Tile:
         blocks = ("block_q", "block_kv", "edge_kv", "split_block_q", "split_block_kv")
         expect_power_of_two(self, **dict.fromkeys(blocks, (16, 256)), num_warps=(1, 16), split_num_warps=(1, 16))
         expect_between(self, num_stages=(1, 8), split_num_stages=(1, 8), num_splits=(1, 256))
-        if not isinstance(self.careful_keys, int) or self.careful_keys < 0:
-            raise InvalidInput(f"expected careful_keys >= 0, got {self.careful_keys!r}")
+        if not isinstance(self.split_weights_below, int) or self.split_weights_below < 0:
+            raise InvalidInput(f"expected split_weights_below >= 0, got {self.split_weights_below!r}")
 
 
 def why_not(call: Any) -> str | None:
@@ -97,10 +94,10 @@ def heuristic(call: Any) -> Tile:
     """
     block_q, block_kv, edge_kv, num_warps, num_stages = tile_sizes(call)
     block_q = min(block_q, max(16, next_power_of_2(call.num_tokens * call.group)))
-    block_kv, num_stages = fit(call, block_q, block_kv, num_stages)
+    block_kv, num_stages = fit_pages(call, block_q, block_kv, num_stages)
     split_block_q = split_rows(call)
     split_block_kv, split_num_warps, split_num_stages = split_sizes(call, split_block_q)
-    split_block_kv, split_num_stages = fit(call, split_block_q, split_block_kv, split_num_stages)
+    split_block_kv, split_num_stages = fit_pages(call, split_block_q, split_block_kv, split_num_stages)
     return Tile(
         block_q=block_q,
         block_kv=block_kv,
@@ -117,11 +114,6 @@ def heuristic(call: Any) -> Tile:
 
 def padded_width(call: Any) -> int:
     return next_power_of_2(max(call.head_dim, call.v_head_dim))
-
-
-def on_cuda_cores(call: Any) -> bool:
-    """Whether products are exact in float32, which no matrix unit is: each thread holds its part of both operands."""
-    return item_size(call.q) == 4 and call.device.platform != "cpu"
 
 
 def tile_sizes(call: Any) -> tuple[int, int, int, int, int]:
@@ -167,20 +159,15 @@ def split_sizes(call: Any, rows: int) -> tuple[int, int, int]:
     return keys, 4, 3 if call.page_size % keys == 0 or rows > 16 else 5
 
 
-def fit(call: Any, rows: int, keys: int, stages: int) -> tuple[int, int]:
+def fit_pages(call: Any, rows: int, keys: int, stages: int) -> tuple[int, int]:
     """Keys and stages whose K and V tiles, with Q and the weights, stay within the device's shared memory."""
-    budget = call.device.shared_memory or SMALLEST_SHARED_MEMORY
     width = next_power_of_2(call.head_dim)
     both = width + next_power_of_2(call.v_head_dim)
-    # A pipeline of n stages keeps n - 1 blocks in shared memory.
-    while (max(stages - 1, 1) * keys * both + rows * (width + keys)) * item_size(call.q) > budget:
-        if stages > 2 or (stages > 1 and keys <= 32):
-            stages -= 1
-        elif keys > 16:
-            keys //= 2
-        else:
-            break
-    return keys, stages
+
+    def size(keys: int, stages: int) -> int:  # a pipeline of n stages keeps n - 1 blocks in shared memory
+        return (max(stages - 1, 1) * keys * both + rows * (width + keys)) * item_size(call.q)
+
+    return fit(call, keys, stages, size, good_keys=32)
 
 
 def split_rows(call: Any) -> int:
@@ -219,20 +206,20 @@ def load_rows(q_ptr, row, rows, start, kv_head, q_token_stride, q_head_stride, n
 
 
 @triton.jit
-def store_rows(out_ptr, lse_ptr, acc, highest, total, row, rows, start, kv_head, sinks_ptr, v_scale,
+def store_rows(out_ptr, lse_ptr, acc, m_i, l_i, row, rows, start, kv_head, sinks_ptr, v_scale,
                HAS_SINKS: tl.constexpr, GROUP: tl.constexpr, NUM_HEADS: tl.constexpr,
                DV: tl.constexpr, DV_PAD: tl.constexpr):  # fmt: skip
     """Finished rows: divide by the denominator, sink included, and write out and lse. No key seen: 0 and -inf."""
     head = kv_head * GROUP + row % GROUP
-    empty = total == 0.0
-    highest = tl.where(empty, 0.0, highest)
-    total = tl.where(empty, 1.0, total)
-    denominator = total
+    empty = l_i == 0.0
+    m_i = tl.where(empty, 0.0, m_i)
+    l_i = tl.where(empty, 1.0, l_i)
+    denominator = l_i
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head, mask=row < rows, other=float("-inf"))
-        denominator += tl.math.exp2(sink * LOG2E - highest)
+        denominator += tl.math.exp2(sink * LOG2E - m_i)
     out = tl.where(empty[:, None], 0.0, acc * (v_scale / denominator)[:, None])
-    lse = tl.where(empty, float("-inf"), (highest + tl.math.log2(total)) * LN2)
+    lse = tl.where(empty, float("-inf"), (m_i + tl.math.log2(l_i)) * LN2)
     dv = tl.arange(0, DV_PAD)
     place = (start + row // GROUP).to(tl.int64) * NUM_HEADS + head
     mask = (row < rows)[:, None] & (dv < DV)[None, :]
@@ -267,7 +254,7 @@ def tile_kernel(
     HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, CAUSAL: tl.constexpr, SIGNED: tl.constexpr,
     GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     DV: tl.constexpr, DV_PAD: tl.constexpr, FORMAT: tl.constexpr, SMALLEST: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, EDGE_KV: tl.constexpr, CAREFUL_KEYS: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, EDGE_KV: tl.constexpr, SPLIT_WEIGHTS_BELOW: tl.constexpr,
     SPLIT_BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     """One block of rows of one KV head, over all its keys; also writes the padding rows."""
@@ -297,16 +284,16 @@ def tile_kernel(
         )
         q = load_rows(q_ptr, row, rows, start, kv_head, q_token_stride, q_head_stride, negative, SIGNED, GROUP, D,
                       D_PAD)  # fmt: skip
-        highest, total, acc = attend_range(
+        m_i, l_i, acc = attend_range(
             q, first // EDGE_KV * EDGE_KV, last, first, last, low, high, kv_len,
             k_ptr + kv_head.to(tl.int64) * k_head_stride, v_ptr + v_offset + kv_head.to(tl.int64) * v_head_stride,
             page_indices_ptr + seq.to(tl.int64) * table_stride, kv_len - q_len + row // GROUP, window, num_pages,
             k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale, outer_scale,
             BLOCK_Q, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, PAGE_SIZE, BLOCK_KV, EDGE_KV, D, D_PAD, DV, DV_PAD, FORMAT,
-            1, CAREFUL_KEYS,
+            1, SPLIT_WEIGHTS_BELOW,
         )  # fmt: skip
         v_scale = load_scale(v_scale_ptr, kv_head, v_scale_factor, V_SCALE_STRIDE)
-        store_rows(out_ptr, lse_ptr, acc, highest, total, row, rows, start, kv_head, sinks_ptr, v_scale,
+        store_rows(out_ptr, lse_ptr, acc, m_i, l_i, row, rows, start, kv_head, sinks_ptr, v_scale,
                    HAS_SINKS, GROUP, NUM_HEADS, DV, DV_PAD)  # fmt: skip
 
 
@@ -371,7 +358,7 @@ def split_kernel(
         q = load_rows(q_ptr, row, rows, start, kv_head, q_token_stride, q_head_stride, negative, SIGNED, GROUP, D,
                       D_PAD)  # fmt: skip
         begin += split * keys
-        highest, total, acc = attend_range(
+        m_i, l_i, acc = attend_range(
             q, begin, tl.minimum(begin + keys, last), first, last, kv_len - q_len, kv_len - 1, kv_len,
             k_ptr + kv_head.to(tl.int64) * k_head_stride, v_ptr + v_offset + kv_head.to(tl.int64) * v_head_stride,
             page_indices_ptr + seq.to(tl.int64) * table_stride, kv_len - q_len + row // GROUP, window, num_pages,
@@ -381,15 +368,15 @@ def split_kernel(
         )  # fmt: skip
         if NUM_SPLITS == 1:
             v_scale = load_scale(v_scale_ptr, kv_head, v_scale_factor, V_SCALE_STRIDE)
-            store_rows(out_ptr, lse_ptr, acc, highest, total, row, rows, start, kv_head, sinks_ptr, v_scale,
+            store_rows(out_ptr, lse_ptr, acc, m_i, l_i, row, rows, start, kv_head, sinks_ptr, v_scale,
                        HAS_SINKS, GROUP, NUM_HEADS, DV, DV_PAD)  # fmt: skip
         else:
             dv = tl.arange(0, DV_PAD)
             place = ((seq.to(tl.int64) * (NUM_HEADS // GROUP) + kv_head) * NUM_SPLITS + split) * BLOCK_Q + row
-            empty = total == 0.0  # then acc is 0
-            total = tl.where(empty, 1.0, total)
-            acc = acc / total[:, None]
-            lse = tl.where(empty, float("-inf"), highest + tl.math.log2(total))
+            empty = l_i == 0.0  # then acc is 0
+            l_i = tl.where(empty, 1.0, l_i)
+            acc = acc / l_i[:, None]
+            lse = tl.where(empty, float("-inf"), m_i + tl.math.log2(l_i))
             mask = (row < rows)[:, None] & (dv < DV)[None, :]
             tl.store(out_ptr + place[:, None] * DV + dv[None, :], acc, mask=mask)
             tl.store(lse_ptr + place, lse, mask=row < rows)
@@ -417,12 +404,12 @@ def combine_kernel(
     if (row < rows) & (rows <= BLOCK_Q):
         _, _, used = split_bounds(first, last, MIN_KEYS, BLOCK_KV, NUM_SPLITS)
         place = (seq.to(tl.int64) * (NUM_HEADS // GROUP) + kv_head) * NUM_SPLITS * BLOCK_Q + row
-        acc, highest, total = merge_parts(
+        acc, m_i, l_i = merge_parts(
             parts_ptr + place * DV, part_lses_ptr + place, used, BLOCK_Q * DV, BLOCK_Q, 1.0, PARTS, DV, DV_PAD
         )
         v_scale = load_scale(v_scale_ptr, kv_head, v_scale_factor, V_SCALE_STRIDE)
         zero = tl.zeros([1], tl.float32)
-        store_rows(out_ptr, lse_ptr, acc[None, :], highest + zero, total + zero, row + tl.arange(0, 1), rows, start,
+        store_rows(out_ptr, lse_ptr, acc[None, :], m_i + zero, l_i + zero, row + tl.arange(0, 1), rows, start,
                    kv_head, sinks_ptr, v_scale, HAS_SINKS, GROUP, NUM_HEADS, DV, DV_PAD)  # fmt: skip
 
 
@@ -496,7 +483,7 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
         BLOCK_Q=tile.block_q,
         BLOCK_KV=tile.block_kv,
         EDGE_KV=min(tile.edge_kv, tile.block_kv),
-        CAREFUL_KEYS=tile.careful_keys if dtype_name(q) == "bfloat16" else 0,
+        SPLIT_WEIGHTS_BELOW=tile.split_weights_below if dtype_name(q) == "bfloat16" else 0,
         SPLIT_BLOCK_Q=tile.split_block_q,
         **attention,
     )

@@ -25,26 +25,20 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ragged_attention.kernels_triton.blocks import (
-    LOG2E,
-    VARYING,
+from ragged_attention.kernels_triton._formats import narrow
+from ragged_attention.kernels_triton._latent.lists import keys_of, list_length
+from ragged_attention.kernels_triton._latent.plan import LARGEST_INT
+from ragged_attention.kernels_triton._latent.rows import store_groups, whole_columns
+from ragged_attention.kernels_triton._sequences import VARYING
+from ragged_attention.kernels_triton._softmax import LOG2E, column_sums, matmul
+from ragged_attention.kernels_triton._tiles import (
+    SMALLEST_SHARED_MEMORY,
     cdiv,
-    column_sums,
     expect_between,
     expect_power_of_two,
     item_size,
     launchable_in_float32,
-    matmul,
-    narrow,
     next_power_of_2,
-)
-from ragged_attention.kernels_triton.latent import (
-    LARGEST_INT,
-    SMALLEST_SHARED_MEMORY,
-    keys_of,
-    list_length,
-    store_groups,
-    whole_columns,
 )
 
 PARTS_BYTES = 2**30  # of entries' rows at a time
@@ -221,12 +215,12 @@ def gradient_kernel(
     num_slots, scale,
     HAS_LENS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_D_LSE: tl.constexpr, PARTS: tl.constexpr,
     PAGE_SIZE: tl.constexpr, TOPK: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    GROUPS: tl.constexpr, WIDTH: tl.constexpr, A: tl.constexpr, B: tl.constexpr, B_PAD: tl.constexpr,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, D_V: tl.constexpr, D_REST: tl.constexpr, D_REST_PAD: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_H heads of one token; the columns are GROUPS groups of the value's, and the rest."""
     BLOCKS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
-    D: tl.constexpr = A + B
+    D: tl.constexpr = D_V + D_REST
     NUM_HEADS: tl.constexpr = KV_HEADS * GROUP
     job = tl.program_id(0) // BLOCKS
     block_of_heads = tl.program_id(0) % BLOCKS
@@ -244,26 +238,26 @@ def gradient_kernel(
     q_rows = q_ptr + wide_token * q_token_stride + head.to(tl.int64) * q_head_stride
     d_out_rows = d_out_ptr + wide_token * d_out_token_stride + head.to(tl.int64) * d_out_head_stride
     out_rows = out_ptr + wide_token * out_token_stride + head.to(tl.int64) * out_head_stride
-    q0 = whole_columns(q_rows, some, 0, A, WIDTH)
-    d_out0 = whole_columns(d_out_rows, some, 0, A, WIDTH)
+    q0 = whole_columns(q_rows, some, 0, D_V, WIDTH)
+    d_out0 = whole_columns(d_out_rows, some, 0, D_V, WIDTH)
     q1, q2, q3, q_rest = q0, q0, q0, q0
     d_out1, d_out2, d_out3 = d_out0, d_out0, d_out0
     dq0 = tl.zeros([BLOCK_H, WIDTH], tl.float32)
     dq1, dq2, dq3 = dq0, dq0, dq0
-    dq_rest = tl.zeros([BLOCK_H, B_PAD], tl.float32)
-    delta = row_products(out_rows, d_out0, some, 0, A, WIDTH)
+    dq_rest = tl.zeros([BLOCK_H, D_REST_PAD], tl.float32)
+    delta = row_products(out_rows, d_out0, some, 0, D_V, WIDTH)
     if GROUPS == 4:
-        q1 = whole_columns(q_rows, some, WIDTH, A - WIDTH, WIDTH)
-        q2 = whole_columns(q_rows, some, 2 * WIDTH, A - 2 * WIDTH, WIDTH)
-        q3 = whole_columns(q_rows, some, 3 * WIDTH, A - 3 * WIDTH, WIDTH)
-        d_out1 = whole_columns(d_out_rows, some, WIDTH, A - WIDTH, WIDTH)
-        d_out2 = whole_columns(d_out_rows, some, 2 * WIDTH, A - 2 * WIDTH, WIDTH)
-        d_out3 = whole_columns(d_out_rows, some, 3 * WIDTH, A - 3 * WIDTH, WIDTH)
-        delta += row_products(out_rows, d_out1, some, WIDTH, A - WIDTH, WIDTH)
-        delta += row_products(out_rows, d_out2, some, 2 * WIDTH, A - 2 * WIDTH, WIDTH)
-        delta += row_products(out_rows, d_out3, some, 3 * WIDTH, A - 3 * WIDTH, WIDTH)
-    if B > 0:
-        q_rest = whole_columns(q_rows, some, A, B, B_PAD)
+        q1 = whole_columns(q_rows, some, WIDTH, D_V - WIDTH, WIDTH)
+        q2 = whole_columns(q_rows, some, 2 * WIDTH, D_V - 2 * WIDTH, WIDTH)
+        q3 = whole_columns(q_rows, some, 3 * WIDTH, D_V - 3 * WIDTH, WIDTH)
+        d_out1 = whole_columns(d_out_rows, some, WIDTH, D_V - WIDTH, WIDTH)
+        d_out2 = whole_columns(d_out_rows, some, 2 * WIDTH, D_V - 2 * WIDTH, WIDTH)
+        d_out3 = whole_columns(d_out_rows, some, 3 * WIDTH, D_V - 3 * WIDTH, WIDTH)
+        delta += row_products(out_rows, d_out1, some, WIDTH, D_V - WIDTH, WIDTH)
+        delta += row_products(out_rows, d_out2, some, 2 * WIDTH, D_V - 2 * WIDTH, WIDTH)
+        delta += row_products(out_rows, d_out3, some, 3 * WIDTH, D_V - 3 * WIDTH, WIDTH)
+    if D_REST > 0:
+        q_rest = whole_columns(q_rows, some, D_V, D_REST, D_REST_PAD)
 
     share = tl.full([BLOCK_H], 1.0, tl.float32)
     if HAS_SINKS:
@@ -287,21 +281,21 @@ def gradient_kernel(
             slot = page.to(tl.int64) * PAGE_SIZE + place
             given = rows_ptr + (slot * KV_HEADS + kv_head) * D
         zero = tl.zeros([BLOCK_H, BLOCK_KV], tl.float32)
-        keys0 = whole_columns(rows, readable, 0, A, WIDTH)
+        keys0 = whole_columns(rows, readable, 0, D_V, WIDTH)
         logits = matmul(q0, tl.trans(keys0), zero)
         products = matmul(d_out0, tl.trans(keys0), zero)
         if GROUPS == 4:
-            keys1 = whole_columns(rows, readable, WIDTH, A - WIDTH, WIDTH)
-            keys2 = whole_columns(rows, readable, 2 * WIDTH, A - 2 * WIDTH, WIDTH)
-            keys3 = whole_columns(rows, readable, 3 * WIDTH, A - 3 * WIDTH, WIDTH)
+            keys1 = whole_columns(rows, readable, WIDTH, D_V - WIDTH, WIDTH)
+            keys2 = whole_columns(rows, readable, 2 * WIDTH, D_V - 2 * WIDTH, WIDTH)
+            keys3 = whole_columns(rows, readable, 3 * WIDTH, D_V - 3 * WIDTH, WIDTH)
             logits = matmul(q1, tl.trans(keys1), logits)
             logits = matmul(q2, tl.trans(keys2), logits)
             logits = matmul(q3, tl.trans(keys3), logits)
             products = matmul(d_out1, tl.trans(keys1), products)
             products = matmul(d_out2, tl.trans(keys2), products)
             products = matmul(d_out3, tl.trans(keys3), products)
-        if B > 0:
-            keys_rest = whole_columns(rows, readable, A, B, B_PAD)
+        if D_REST > 0:
+            keys_rest = whole_columns(rows, readable, D_V, D_REST, D_REST_PAD)
             logits = matmul(q_rest, tl.trans(keys_rest), logits)
         weights = tl.math.exp2(logits * (scale * LOG2E) - level[:, None])
         weights = tl.where(readable[None, :], weights, 0.0)
@@ -309,19 +303,19 @@ def gradient_kernel(
         dlogits = narrow(shared * products + weights * offset[:, None], q0.dtype)
         shared = narrow(shared, q0.dtype)
         dq0 = matmul(dlogits, keys0, dq0)
-        give_columns(given, readable, dlogits, shared, q0, d_out0, scale, 0, A, True, PARTS)
+        give_columns(given, readable, dlogits, shared, q0, d_out0, scale, 0, D_V, True, PARTS)
         if GROUPS == 4:
             dq1 = matmul(dlogits, keys1, dq1)
             dq2 = matmul(dlogits, keys2, dq2)
             dq3 = matmul(dlogits, keys3, dq3)
-            give_columns(given, readable, dlogits, shared, q1, d_out1, scale, WIDTH, A, True, PARTS)
-            give_columns(given, readable, dlogits, shared, q2, d_out2, scale, 2 * WIDTH, A, True, PARTS)
-            give_columns(given, readable, dlogits, shared, q3, d_out3, scale, 3 * WIDTH, A, True, PARTS)
-        if B > 0:
+            give_columns(given, readable, dlogits, shared, q1, d_out1, scale, WIDTH, D_V, True, PARTS)
+            give_columns(given, readable, dlogits, shared, q2, d_out2, scale, 2 * WIDTH, D_V, True, PARTS)
+            give_columns(given, readable, dlogits, shared, q3, d_out3, scale, 3 * WIDTH, D_V, True, PARTS)
+        if D_REST > 0:
             dq_rest = matmul(dlogits, keys_rest, dq_rest)
-            give_columns(given, readable, dlogits, shared, q_rest, d_out0, scale, A, D, False, PARTS)
+            give_columns(given, readable, dlogits, shared, q_rest, d_out0, scale, D_V, D, False, PARTS)
     factor = tl.full([BLOCK_H], 1.0, tl.float32) * scale
-    store_groups(dq_ptr, at, dq0, dq1, dq2, dq3, dq_rest, factor, factor, valid, GROUPS, WIDTH, A, B > 0, D)
+    store_groups(dq_ptr, at, dq0, dq1, dq2, dq3, dq_rest, factor, factor, valid, GROUPS, WIDTH, D_V, D_REST > 0, D)
 
 
 # ---- launching
@@ -388,9 +382,9 @@ def give(call: Any, tile: Tile, launch: Any, first: int, tokens: int, held: Any)
         GROUP=group,
         GROUPS=groups,
         WIDTH=max(16, next_power_of_2(cdiv(call.d_v, groups))),
-        A=call.d_v,
-        B=call.d_qk - call.d_v,
-        B_PAD=max(16, next_power_of_2(call.d_qk - call.d_v)),
+        D_V=call.d_v,
+        D_REST=call.d_qk - call.d_v,
+        D_REST_PAD=max(16, next_power_of_2(call.d_qk - call.d_v)),
         BLOCK_H=tile.block_h,
         BLOCK_KV=tile.block_kv,
     )  # fmt: skip

@@ -19,20 +19,20 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ragged_attention.kernels_triton import varlen
-from ragged_attention.kernels_triton.blocks import (
-    LOG2E,
-    VARYING,
+from ragged_attention.kernels_triton import _varlen
+from ragged_attention.kernels_triton._formats import narrow
+from ragged_attention.kernels_triton._sequences import VARYING
+from ragged_attention.kernels_triton._softmax import LOG2E, column_sums, tanh
+from ragged_attention.kernels_triton._tiles import (
+    WGMMA,
     cdiv,
-    column_sums,
     expect_between,
     expect_power_of_two,
     launchable_in_float32,
-    narrow,
     next_power_of_2,
-    tanh,
+    on_cuda_cores,
 )
-from ragged_attention.kernels_triton.varlen import (
+from ragged_attention.kernels_triton._varlen import (
     accumulate,
     find_block,
     head_start,
@@ -77,18 +77,18 @@ def why_not(call: Any) -> str | None:
 
 
 def tuning_key(call: Any) -> str:
-    return varlen.tuning_key(call)
+    return _varlen.tuning_key(call)
 
 
 def heuristic(call: Any) -> Tile:
     """Tiles that fit registers and shared memory; see docs/compile_matrix.md."""
-    columns = varlen.columns(call)
+    columns = _varlen.columns(call)
     block_q, block_kv, num_warps, num_stages = dkv_sizes(call)
     block_kv = min(block_kv, max(16, next_power_of_2(call.num_kv_tokens)))
-    block_q, num_stages = varlen.fit(call, block_kv * columns, block_q, num_stages)
+    block_q, num_stages = _varlen.fit_rows(call, block_kv * columns, block_q, num_stages)
     dq_block_q, dq_block_kv, dq_num_warps, dq_num_stages = dq_sizes(call)
-    dq_block_q = varlen.rows_at_most(call, dq_block_q)
-    dq_block_kv, dq_num_stages = varlen.fit(call, dq_block_q * columns, dq_block_kv, dq_num_stages)
+    dq_block_q = _varlen.rows_at_most(call, dq_block_q)
+    dq_block_kv, dq_num_stages = _varlen.fit_rows(call, dq_block_q * columns, dq_block_kv, dq_num_stages)
     return Tile(
         block_q=block_q,
         block_kv=block_kv,
@@ -103,10 +103,10 @@ def heuristic(call: Any) -> Tile:
 
 def dkv_sizes(call: Any) -> tuple[int, int, int, int]:
     """Rows a step, keys, warps and stages of the kernel of dk and dv, both of which it holds in registers."""
-    arch, columns = call.device.arch, varlen.columns(call)
+    arch, columns = call.device.arch, _varlen.columns(call)
     if call.device.platform == "cpu":
         return 64, 64, 4, 2
-    if varlen.on_cuda_cores(call):
+    if on_cuda_cores(call):
         return 16, 16, 4, 1
     if not arch.startswith("sm_"):
         return 32, 64 if columns <= 320 and call.soft_cap is None else 32, 4, 1
@@ -117,7 +117,7 @@ def dkv_sizes(call: Any) -> tuple[int, int, int, int]:
         if columns <= 256:
             return 64 if simple and EARLY and call.causal and not call.sliding_window else 32, 128, 8, 3
         return (32, 128 if simple and EARLY else 64, 8, 3) if columns <= 320 else (32, 32, 8, 3)
-    if arch in varlen.WGMMA:
+    if arch in WGMMA:
         return 64 if columns <= 256 else 32, 128 if columns <= 320 else 64, 8, 2
     if columns <= 128:
         return 32, 128, 8, 2
@@ -126,14 +126,14 @@ def dkv_sizes(call: Any) -> tuple[int, int, int, int]:
 
 def dq_sizes(call: Any) -> tuple[int, int, int, int]:
     """Rows, keys a step, warps and stages of the kernel of dq."""
-    arch, columns = call.device.arch, varlen.columns(call)
+    arch, columns = call.device.arch, _varlen.columns(call)
     if call.device.platform == "cpu":
         return 64, 64, 4, 2
-    if varlen.on_cuda_cores(call):
+    if on_cuda_cores(call):
         return 16, 16, 8 if arch.startswith("sm_") else 4, 1
     if not arch.startswith("sm_"):
         return (64, 32, 4, 1) if columns <= 320 else (32, 32, 4, 1)
-    if arch in varlen.WGMMA:
+    if arch in WGMMA:
         num_stages = 3 if arch == "sm_90" or columns <= 256 else 2
         return 128, 64 if columns <= 320 else 32, 8, num_stages
     return (64, 64, 8, 2) if columns <= 256 else (64, 32, 8, 2) if columns <= 384 else (32, 32, 8, 2)
@@ -480,7 +480,7 @@ def prepare(call: Any, d_out: Any, launch: Any) -> tuple[Any, Any | None]:
         DV=call.v_head_dim,
         DV_PAD=pad,
         BLOCK=block,
-        **varlen.stride_arguments(launch, out=out, d_out=d_out),
+        **_varlen.stride_arguments(launch, out=out, d_out=d_out),
     )
     return terms, None if call.sinks is None else parts
 
@@ -491,12 +491,12 @@ def has_share(call: Any) -> bool:
 
 def run(call: Any, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernels; returns dq, dk, dv and, with sinks, d_sinks."""
-    d_out, q = (varlen.near(array, call.group, launch) for array in (call.d_out, call.q))
-    k, v = (varlen.near(array, 1, launch) for array in (call.k, call.v))
+    d_out, q = (_varlen.near(array, call.group, launch) for array in (call.d_out, call.q))
+    k, v = (_varlen.near(array, 1, launch) for array in (call.k, call.v))
     cu_q_lens, cu_kv_lens = map(launch.packed, (call.cu_q_lens, call.cu_kv_lens))
     terms, parts = prepare(call, d_out, launch)
     inputs = (d_out, q, k, v, terms, cu_q_lens, cu_kv_lens)
-    shared = varlen.shared_arguments(call) | varlen.stride_arguments(launch, d_out=d_out, q=q, k=k, v=v)
+    shared = _varlen.shared_arguments(call) | _varlen.stride_arguments(launch, d_out=d_out, q=q, k=k, v=v)
     shared["HAS_SHARE"] = has_share(call)
     row_programs = call.num_q_tokens * call.group // tile.dq_block_q + call.num_seqs + 2
     [dq] = launch(

@@ -10,20 +10,9 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ragged_attention.kernels_triton.blocks import (
-    VARYING,
-    cache_format,
-    cache_views,
-    cdiv,
-    count_sequences,
-    encode,
-    expect_power_of_two,
-    launchable,
-    load_scale,
-    next_power_of_2,
-    query_edge,
-    scale_arguments,
-)
+from ragged_attention.kernels_triton._formats import cache_format, cache_views, encode, load_scale, scale_arguments
+from ragged_attention.kernels_triton._sequences import VARYING, count_sequences, query_edge
+from ragged_attention.kernels_triton._tiles import cdiv, expect_power_of_two, launchable, next_power_of_2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,15 +16,9 @@ import triton
 import triton.language as tl
 
 from ragged_attention.calls import CACHE_FORMATS
-from ragged_attention.kernels_triton.blocks import (
-    VARYING,
-    cdiv,
-    encode_float8,
-    expect_power_of_two,
-    launchable,
-    narrow,
-    next_power_of_2,
-)
+from ragged_attention.kernels_triton._formats import encode_float8, narrow
+from ragged_attention.kernels_triton._sequences import VARYING
+from ragged_attention.kernels_triton._tiles import cdiv, expect_power_of_two, launchable, next_power_of_2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ PATHS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
         {"num_splits": 5, "split_block_kv": 16},
         {"split_block_q": 64},
         {"block_q": 16, "block_kv": 16},
-        {"careful_keys": 10**6},
+        {"split_weights_below": 10**6},
         {"num_kv_pages_per_block": 1, "num_queries_per_block": 16},
         {"num_kv_pages_per_block": 3, "num_queries_per_block": 16},
     ),

@@ -14,21 +14,11 @@ import triton
 import triton.language as tl
 
 from ragged_attention.calls import dtype_name
-from ragged_attention.kernels_triton.blocks import (
-    LOG2E,
-    cdiv,
-    find_segment,
-    item_size,
-    key_range,
-    matmul,
-    narrow,
-    next_power_of_2,
-    query_edge,
-    segment_edge,
-)
+from ragged_attention.kernels_triton._formats import narrow
+from ragged_attention.kernels_triton._sequences import find_segment, key_range, query_edge, segment_edge
+from ragged_attention.kernels_triton._softmax import LOG2E, matmul
+from ragged_attention.kernels_triton._tiles import WGMMA, cdiv, fit, item_size, next_power_of_2
 
-WGMMA = ("sm_90", "sm_100", "sm_103")  # where the matrix unit takes its operands from shared memory
-SMALLEST_SHARED_MEMORY = 64 * 1024
 NARROWEST = 16  # columns that a matrix product takes at least
 LARGEST_TOKEN_STRIDE: tl.constexpr = tl.constexpr(2**22)  # times the 256 rows of the largest block it is 2^30
 # Stands for a scale of 0, so that -inf times it stays -inf and one can divide by it.
@@ -80,25 +70,18 @@ def columns(call: Any) -> int:
     return sum(map(sum, widths(call)))
 
 
-def on_cuda_cores(call: Any) -> bool:
-    """Whether products are exact in float32, which no matrix unit is: each thread holds its part of both operands."""
-    return item_size(call.q) == 4 and call.device.platform != "cpu"
-
-
 def rows_at_most(call: Any, rows: int) -> int:
     """Rows of a block, no more than a small batch has."""
     return min(rows, max(16, next_power_of_2(call.num_q_tokens * call.group)))
 
 
-def fit(call: Any, kept: int, step: int, stages: int) -> tuple[int, int]:
+def fit_rows(call: Any, kept: int, step: int, stages: int) -> tuple[int, int]:
     """Rows a step and stages with which blocks of two arrays, beside `kept` elements, fit the shared memory."""
-    budget = (call.device.shared_memory or SMALLEST_SHARED_MEMORY) // item_size(call.q)
-    while kept + stages * step * columns(call) > budget and (stages > 1 or step > 16):
-        if stages > 2 or step <= 16:
-            stages -= 1
-        else:
-            step //= 2
-    return step, stages
+
+    def size(step: int, stages: int) -> int:
+        return (kept + stages * step * columns(call)) * item_size(call.q)
+
+    return fit(call, step, stages, size, good_keys=16)
 
 
 def shared_arguments(call: Any) -> dict[str, Any]:
