@@ -203,7 +203,7 @@ def combine_kernel(
             head = kv_head * GROUP + row
         valid = tl.full([1], 1, tl.int1)
         heads = head + tl.zeros([1], tl.int32)
-        factor, lse, _ = finish(m_i + zero, l_i + zero, sinks_ptr, heads, valid, HAS_SINKS)
+        factor, lse, _m_i = finish(m_i + zero, l_i + zero, sinks_ptr, heads, valid, HAS_SINKS)
         out_place = ((seq.to(tl.int64) * NUM_Q + token) * NUM_HEADS + head) + tl.zeros([1], tl.int64)
         store_columns(out_ptr, out_place, acc[None, :], factor, valid, 0, DV, DV)
         lse_place = ((seq.to(tl.int64) * NUM_HEADS + head) * NUM_Q + token) + tl.zeros([1], tl.int64)

@@ -44,7 +44,7 @@ def v4_columns(pages, place, readable, FIRST: tl.constexpr, PAGE_SIZE: tl.conste
     column = tl.arange(0, 128)
     first = (column < 64)[None, :]
     rows = pages + place.to(tl.int64) * 576
-    scales = pages + PAGE_SIZE * 576 + place.to(tl.int64) * 8 + FIRST // 64
+    scales = pages + PAGE_SIZE * 576 + place * 8 + FIRST // 64  # 32 bits do: 2^28 rows of a page are no memory's
     codes = whole_columns(rows, readable, FIRST, 448 - FIRST, 128).to(tl.uint8, bitcast=True)
     values = decode(codes, CODES, tl.float32)
     scale = power_of_two(scales, readable)[:, None]
