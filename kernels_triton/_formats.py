@@ -87,6 +87,16 @@ def decode(stored, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def decoded_at_once(values, readable):
+    """Decoded values [keys, columns] times 1, for compilers' sake (Triton 3.6 to 3.9).
+
+    Without the product they decode after the values are laid out as an operand: byte by byte, and anew for each dot
+    and each warp. In the latent kernel that takes 70 registers more, and spills.
+    """
+    return values * tl.where(readable, 1.0, 0.0).to(values.dtype)[:, None]
+
+
+@triton.jit
 def encode_float8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
     """float32 to the bits of an 8-bit float: nearest even, saturating, sign of NaN kept; the same bits everywhere."""
     bits = x.to(tl.uint32, bitcast=True)

@@ -7,7 +7,7 @@
 import triton
 import triton.language as tl
 
-from ragged_attention.kernels_triton._formats import decode, narrow
+from ragged_attention.kernels_triton._formats import decode, decoded_at_once, narrow
 from ragged_attention.kernels_triton._softmax import lost_to_rounding, matmul, online_softmax, tanh
 
 PAGE_SCAN: tl.constexpr = tl.constexpr(256)
@@ -104,8 +104,7 @@ def attend(
             v = tl.load(v_rows[:, None] + dv[None, :], mask=(dv < DV)[None, :], other=0)
         values = decode(v, FORMAT, q.dtype)
         if FORMAT != "plain" and FORMAT != "e4m3_bits" and q.shape[0] < 128:
-            # A factor of 1 has compilers decode before the values are laid out for the product, not byte by byte after.
-            values = values * tl.where(readable, 1.0, 0.0).to(q.dtype)[:, None]
+            values = decoded_at_once(values, readable)
         acc = matmul(rounded, values, acc * alpha[:, None])
         if WEIGHT_PARTS == 2 and not twice:
             acc = matmul(lost_to_rounding(weights, rounded), values, acc)
@@ -129,8 +128,11 @@ def attend_range(
     SPLIT_WEIGHTS_BELOW keys: there the rounding of weights would not average out, and the masked loop multiplies by
     what it lost too.
 
-        keys      first .......... low - window ... high - window ............ low + 1 .. high + 1 = last
-        start |  left_blocks, masked  | whole_start: no masks, BLOCK_KV keys | whole_stop: right, masked | end
+        first                                                          last    keys that some query sees
+          |  some see  |      every query sees these       |  some see  |
+        start     whole_start                         whole_stop       end    (multiples of a block)
+          | left_blocks|  no masks, BLOCK_KV keys a step   |   right    |
+          |   masked   |                                   |   masked   |     one loop, EDGE_KV keys a step
     """
     m_i = tl.full([ROWS], float("-inf"), tl.float32)
     l_i = tl.zeros([ROWS], tl.float32)

@@ -13,11 +13,10 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ragged_attention.calls import dtype_name
 from ragged_attention.kernels_triton._formats import narrow
 from ragged_attention.kernels_triton._sequences import find_segment, key_range, query_edge, segment_edge
 from ragged_attention.kernels_triton._softmax import LOG2E, matmul
-from ragged_attention.kernels_triton._tiles import WGMMA, cdiv, fit, item_size, next_power_of_2
+from ragged_attention.kernels_triton._tiles import WGMMA, fit, item_size, next_power_of_2
 
 NARROWEST = 16  # columns that a matrix product takes at least
 LARGEST_TOKEN_STRIDE: tl.constexpr = tl.constexpr(2**22)  # times the 256 rows of the largest block it is 2^30
@@ -54,15 +53,6 @@ def widths(call: Any) -> tuple[tuple[int, int], tuple[int, int]]:
     arch = call.device.arch
     split = not call.OPERATION.endswith("backward") or arch in WGMMA or not arch.startswith("sm_")
     return parts(call.head_dim, split), parts(call.v_head_dim, split)
-
-
-def tuning_key(call: Any) -> str:
-    """The bucket of static facts that a tuned file is keyed by."""
-    tokens = next_power_of_2(cdiv(call.num_kv_tokens, max(call.num_seqs, 1)))
-    return (
-        f"heads={call.num_q_heads}/{call.num_kv_heads} d={call.head_dim}/{call.v_head_dim} dtype={dtype_name(call.q)} "
-        f"causal={bool(call.causal)} tokens_per_seq<={tokens}"
-    )
 
 
 def columns(call: Any) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from ragged_attention.calls import MergeAttentionStates
 from ragged_attention.kernels_triton._formats import narrow
 from ragged_attention.kernels_triton._sequences import VARYING
 from ragged_attention.kernels_triton._softmax import LN2, LOG2E, merge_parts
@@ -26,11 +27,11 @@ class Tile:
         expect_power_of_two(self, num_warps=(1, 16))
 
 
-def why_not(call: Any) -> str | None:
+def why_not(call: MergeAttentionStates) -> str | None:
     return launchable(call, merge_kernel)
 
 
-def heuristic(call: Any) -> Tile:
+def heuristic(call: MergeAttentionStates) -> Tile:
     return Tile(num_warps=1 if call.outs.shape[0] * call.outs.shape[3] <= 1024 else 4)
 
 
@@ -51,7 +52,7 @@ def merge_kernel(outs_ptr, lses_ptr, out_ptr, lse_ptr, count, rows,
     tl.store(lse_ptr + row, lse)
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
+def run(call: MergeAttentionStates, tile: Tile, launch: Any) -> Any:
     count, num_tokens, num_heads, width = call.outs.shape
     outs, lses = launch.contiguous(call.outs), launch.contiguous(call.lses)
     out, lse = launch(

@@ -2,22 +2,17 @@
 
 from typing import Any
 
+from ragged_attention.calls import MlaDecode
 from ragged_attention.kernels_triton._latent import kernel, plan
-from ragged_attention.kernels_triton._latent.kernel import why_not as why_not
 from ragged_attention.kernels_triton._latent.plan import Tile as Tile
-from ragged_attention.kernels_triton._tiles import next_power_of_2
+from ragged_attention.kernels_triton._tiles import launchable
 
 
-def tuning_key(call: Any) -> str:
-    """The bucket of static facts that a tuned file is keyed by."""
-    keys = f"topk={call.topk}+{call.extra_topk}" if call.sparse else f"kv<={next_power_of_2(call.capacity)}"
-    return (
-        f"heads={call.num_q_heads}/{call.num_kv_heads} q={call.num_q_tokens} d={call.d_qk}/{call.d_v} "
-        f"cache={call.format} page={call.page_size} seqs<={next_power_of_2(call.num_seqs)} {keys}"
-    )
+def why_not(call: MlaDecode) -> str | None:
+    return launchable(call, kernel.latent_kernel)
 
 
-def heuristic(call: Any) -> Tile:
+def heuristic(call: MlaDecode) -> Tile:
     group = call.num_q_heads // call.num_kv_heads
     rows, jobs = (group, call.num_q_tokens) if call.sparse else (group * call.num_q_tokens, 1)
     return plan.tile_for(
@@ -26,7 +21,7 @@ def heuristic(call: Any) -> Tile:
     )  # fmt: skip
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
+def run(call: MlaDecode, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernels; returns out and lse."""
     extra = None
     if not call.sparse:

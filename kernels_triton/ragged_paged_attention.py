@@ -18,7 +18,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ragged_attention.calls import dtype_name
+from ragged_attention.calls import RaggedPagedAttention, dtype_name
 from ragged_attention.errors import InvalidInput
 from ragged_attention.kernels_triton._formats import cache_format, cache_views, load_scale, narrow, scale_arguments
 from ragged_attention.kernels_triton._pages import attend_range
@@ -73,21 +73,11 @@ class Tile:
             raise InvalidInput(f"expected split_weights_below >= 0, got {self.split_weights_below!r}")
 
 
-def why_not(call: Any) -> str | None:
+def why_not(call: RaggedPagedAttention) -> str | None:
     return launchable(call, tile_kernel)
 
 
-def tuning_key(call: Any) -> str:
-    """The bucket of static facts that a tuned file is keyed by."""
-    tokens = next_power_of_2(cdiv(call.num_tokens, max(call.max_num_seqs, 1)))
-    return (
-        f"heads={call.num_q_heads}/{call.num_kv_heads} head_dim={call.head_dim} cache={call.cache_dtype} "
-        f"page={call.page_size} seqs<={next_power_of_2(call.max_num_seqs)} tokens_per_seq<={tokens} "
-        f"kv<={next_power_of_2(call.capacity)}"
-    )
-
-
-def heuristic(call: Any) -> Tile:
+def heuristic(call: RaggedPagedAttention) -> Tile:
     """Tiles that fit registers and shared memory, wgmma-sized where there are rows for it; splits that fill the GPU.
 
     Every size is one that compiled without a spill for all of docs/compile_matrix.md.
@@ -459,7 +449,7 @@ def attention_arguments(
     }
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
+def run(call: RaggedPagedAttention, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernels; see the module's docstring for the plan."""
     q = launch.packed(call.q)
     page_indices, cu_q_lens, kv_lens = map(launch.packed, (call.page_indices, call.cu_q_lens, call.kv_lens))

@@ -2,29 +2,22 @@
 
 from typing import Any
 
+from ragged_attention.calls import SparseMlaPrefill
 from ragged_attention.kernels_triton._latent import kernel, plan
 from ragged_attention.kernels_triton._latent.plan import Tile as Tile
-from ragged_attention.kernels_triton._tiles import launchable_in_float32, next_power_of_2
+from ragged_attention.kernels_triton._tiles import launchable_in_float32
 
 
-def why_not(call: Any) -> str | None:
+def why_not(call: SparseMlaPrefill) -> str | None:
     return launchable_in_float32(call, kernel.latent_kernel)
 
 
-def tuning_key(call: Any) -> str:
-    """The bucket of static facts that a tuned file is keyed by."""
-    return (
-        f"heads={call.num_q_heads}/{call.num_kv_heads} d={call.d_qk}/{call.d_v} cache={call.format} "
-        f"page={call.page_size} tokens<={next_power_of_2(call.num_tokens)} topk={call.topk}"
-    )
-
-
-def heuristic(call: Any) -> Tile:
+def heuristic(call: SparseMlaPrefill) -> Tile:
     rows = call.num_q_heads // call.num_kv_heads
     return plan.tile_for(call, rows, call.num_tokens * call.num_kv_heads, call.topk, dense=False, extra=False)
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
+def run(call: SparseMlaPrefill, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernels; returns out, max_logits and lse."""
     lists = launch.packed(call.indices)
     token_stride, head_stride, _ = launch.strides(lists)

@@ -25,6 +25,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from ragged_attention.calls import SparseMlaPrefillBackward
 from ragged_attention.kernels_triton._formats import narrow
 from ragged_attention.kernels_triton._latent.lists import keys_of, list_length
 from ragged_attention.kernels_triton._latent.plan import LARGEST_INT
@@ -63,7 +64,7 @@ class Tile:
         expect_between(self, num_stages=(1, 4), chunk_tokens=(1, LARGEST_INT))
 
 
-def why_not(call: Any) -> str | None:
+def why_not(call: SparseMlaPrefillBackward) -> str | None:
     if call.deterministic and call.num_slots * call.num_kv_heads >= LARGEST_INT:
         return f"expected fewer than 2**31 - 1 rows of kv for deterministic=True, got {call.num_slots} slots"
     if call.device.platform == "cuda" and shared_bytes(call, 16, 16) > shared_memory(call):
@@ -72,15 +73,7 @@ def why_not(call: Any) -> str | None:
     return launchable_in_float32(call, gradient_kernel)
 
 
-def tuning_key(call: Any) -> str:
-    """The bucket of static facts that a tuned file is keyed by."""
-    return (
-        f"heads={call.num_q_heads}/{call.num_kv_heads} d={call.d_qk}/{call.d_v} "
-        f"tokens<={next_power_of_2(call.num_tokens)} topk={call.topk} deterministic={call.deterministic}"
-    )
-
-
-def heuristic(call: Any) -> Tile:
+def heuristic(call: SparseMlaPrefillBackward) -> Tile:
     block_h, block_kv, num_warps, num_stages = sizes(call)
     blocks = cdiv(call.num_q_heads // call.num_kv_heads, block_h)
     a_token = call.num_kv_heads * call.topk * blocks * call.d_qk * 4
@@ -420,7 +413,7 @@ def gather(call: Any, launch: Any, first: int, tokens: int, parts: Any, sums: An
     return sums
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
+def run(call: SparseMlaPrefillBackward, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernels; returns dq, dkv and, with sinks, d_sinks."""
     count = call.num_slots * call.num_kv_heads * call.d_qk
     sums, dq, terms = launch(

@@ -14,6 +14,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from ragged_attention.calls import VarlenAttention
 from ragged_attention.kernels_triton import _varlen
 from ragged_attention.kernels_triton._formats import narrow
 from ragged_attention.kernels_triton._sequences import VARYING
@@ -53,15 +54,11 @@ class Tile:
         expect_between(self, num_stages=(1, 8))
 
 
-def why_not(call: Any) -> str | None:
+def why_not(call: VarlenAttention) -> str | None:
     return launchable_in_float32(call, forward_kernel)
 
 
-def tuning_key(call: Any) -> str:
-    return _varlen.tuning_key(call)
-
-
-def heuristic(call: Any) -> Tile:
+def heuristic(call: VarlenAttention) -> Tile:
     """Tiles that fit registers and shared memory; see docs/compile_matrix.md."""
     block_q, block_kv, num_warps, num_stages = sizes(call)
     block_q = _varlen.rows_at_most(call, block_q)
@@ -199,7 +196,7 @@ def forward_kernel(
                    DV, DV_MAIN, DV_REST)  # fmt: skip
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
+def run(call: VarlenAttention, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernel; returns out and lse."""
     q = _varlen.near(call.q, call.group, launch)
     k, v = (_varlen.near(array, 1, launch) for array in (call.k, call.v))

@@ -19,6 +19,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from ragged_attention.calls import VarlenAttentionBackward
 from ragged_attention.kernels_triton import _varlen
 from ragged_attention.kernels_triton._formats import narrow
 from ragged_attention.kernels_triton._sequences import VARYING
@@ -72,15 +73,11 @@ class Tile:
         expect_between(self, num_stages=(1, 8), dq_num_stages=(1, 8))
 
 
-def why_not(call: Any) -> str | None:
+def why_not(call: VarlenAttentionBackward) -> str | None:
     return launchable_in_float32(call, dkv_kernel)
 
 
-def tuning_key(call: Any) -> str:
-    return _varlen.tuning_key(call)
-
-
-def heuristic(call: Any) -> Tile:
+def heuristic(call: VarlenAttentionBackward) -> Tile:
     """Tiles that fit registers and shared memory; see docs/compile_matrix.md."""
     columns = _varlen.columns(call)
     block_q, block_kv, num_warps, num_stages = dkv_sizes(call)
@@ -489,7 +486,7 @@ def has_share(call: Any) -> bool:
     return call.sinks is not None and call.d_lse is not None
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
+def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernels; returns dq, dk, dv and, with sinks, d_sinks."""
     d_out, q = (_varlen.near(array, call.group, launch) for array in (call.d_out, call.q))
     k, v = (_varlen.near(array, 1, launch) for array in (call.k, call.v))

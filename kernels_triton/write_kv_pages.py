@@ -10,6 +10,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from ragged_attention.calls import WriteKvPages
 from ragged_attention.kernels_triton._formats import cache_format, cache_views, encode, load_scale, scale_arguments
 from ragged_attention.kernels_triton._sequences import VARYING, count_sequences, query_edge
 from ragged_attention.kernels_triton._tiles import cdiv, expect_power_of_two, launchable, next_power_of_2
@@ -26,11 +27,11 @@ class Tile:
         expect_power_of_two(self, block_t=(1, 256), num_warps=(1, 16))
 
 
-def why_not(call: Any) -> str | None:
+def why_not(call: WriteKvPages) -> str | None:
     return launchable(call, write_kernel)
 
 
-def heuristic(call: Any) -> Tile:
+def heuristic(call: WriteKvPages) -> Tile:
     """About four thousand elements a program."""
     width = next_power_of_2(max(call.head_dim, call.v_head_dim))
     return Tile(block_t=max(1, min(4096 // width, next_power_of_2(call.num_tokens), 64)))
@@ -109,7 +110,7 @@ def write_kernel(
                DV, DV_PAD)  # fmt: skip
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
+def run(call: WriteKvPages, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernel; returns the page arrays."""
     k, v = launch.packed(call.k), launch.packed(call.v)
     k_pages, v_pages, k_strides, v_strides, v_offset = cache_views(call, launch)

@@ -19,15 +19,12 @@ from ragged_attention.kernels_triton._latent.rows import (
     store_groups,
     unit_of,
     whole_columns,
+    zero_after,
 )
 from ragged_attention.kernels_triton._latent.softmax import SEPARATE_QK_ROWS, attend, finish
 from ragged_attention.kernels_triton._sequences import VARYING
 from ragged_attention.kernels_triton._softmax import LN2, LOG2E, merge_parts
-from ragged_attention.kernels_triton._tiles import cdiv, item_size, launchable, next_power_of_2
-
-
-def why_not(call: Any) -> str | None:
-    return launchable(call, latent_kernel)
+from ragged_attention.kernels_triton._tiles import cdiv, item_size, next_power_of_2
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -133,9 +130,7 @@ def latent_kernel(
         regain = tl.full([BLOCK_H], 1.0, tl.float32)
         if FORMAT == "fp8_v32":
             regain = tl.math.exp2(tl.where(l_i == 0.0, 0.0, largest - m_i))
-        # Always 0, which no compiler knows: so places are computed now, not kept in registers through the loop.
-        late = (tl.min(l_i, 0) < 0).to(tl.int32)
-        row = tl.program_id(0) % ROW_BLOCKS * BLOCK_H + late + tl.arange(0, BLOCK_H)
+        row = tl.program_id(0) % ROW_BLOCKS * BLOCK_H + zero_after(l_i) + tl.arange(0, BLOCK_H)
         valid = row < ROWS
         token, head = token_and_head(row, job, kv_head, GROUP, SPARSE)
         if WHOLE or used == 1:

@@ -7,7 +7,7 @@
 import triton
 import triton.language as tl
 
-from ragged_attention.kernels_triton._formats import decode, narrow
+from ragged_attention.kernels_triton._formats import decode, decoded_at_once, narrow
 from ragged_attention.kernels_triton._softmax import lost_to_rounding
 
 
@@ -66,9 +66,7 @@ def key_columns(pages, rows, place, readable, FIRST: tl.constexpr, FORMAT: tl.co
     else:
         keys = whole_columns(rows, readable, FIRST, D_V - FIRST, WIDTH)
         if FORMAT == "fp8_v32":
-            keys = decode(keys.to(tl.uint8, bitcast=True), CODES, DTYPE)
-            # A factor of 1 keeps compilers from decoding again for each dot and warp, straight into registers.
-            keys = keys * tl.where(readable, 1.0, 0.0).to(DTYPE)[:, None]
+            keys = decoded_at_once(decode(keys.to(tl.uint8, bitcast=True), CODES, DTYPE), readable)
     return keys
 
 
@@ -101,6 +99,16 @@ def query_columns(rows, valid, unit, FIRST: tl.constexpr, LAST: tl.constexpr, WI
         q = narrow(given.to(tl.float32), tl.bfloat16)
         lost = lost_to_rounding(given.to(tl.float32), q)
     return q, lost
+
+
+@triton.jit
+def zero_after(l_i):
+    """0, but no compiler knows it before the sums `l_i` are there (they are never negative).
+
+    Indices that are added to it are computed after the loop; Triton 3.6 to 3.9 otherwise compute them before and keep
+    them in registers throughout.
+    """
+    return (tl.min(l_i, 0) < 0).to(tl.int32)
 
 
 @triton.jit

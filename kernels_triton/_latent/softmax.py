@@ -20,6 +20,12 @@ SEPARATE_QK_ROWS = tl.constexpr(64)
 
 
 @triton.jit
+def always(block, begin):
+    """True for a loop's `block` from `begin` on; compilers (Triton 3.6 to 3.9) do not see that, nor past the branch."""
+    return block >= begin
+
+
+@triton.jit
 def query_times(q, q_lost, keys, logits, PARTS: tl.constexpr):
     """logits + q . keys, with what a query's rounding lost as a second part."""
     transposed = tl.trans(keys)
@@ -114,7 +120,7 @@ def attend(
         elif D_REST > 0:
             rest = whole_columns(rows, readable, D_V, D_REST, D_REST_PAD)
         logits = tl.zeros([q0.shape[0], BLOCK_KV], tl.float32)
-        if q0.shape[0] < SEPARATE_QK_ROWS or block >= begin:
+        if q0.shape[0] < SEPARATE_QK_ROWS or always(block, begin):
             logits = block_logits(
                 q0, q1, q2, q3, lost0, lost1, lost2, lost3, q_rest, lost_rest, unit, keys0, keys1, keys2, keys3, rest,
                 scale0, scale1, scale2, scale3, logit_scale, FOLDED, GROUPS, D_REST, GROUP_PARTS, PARTS,
