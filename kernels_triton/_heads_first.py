@@ -180,7 +180,7 @@ def attend_scaled(call: Any, tile: Tile, launch: Any, lengths: Any, align: str) 
     rows = call.group * (1 if decodes else call.num_tokens)
     if decodes:
         block_q, block_kv = tile.split_block_q, tile.split_block_kv
-        num_warps, num_stages = tile.split_num_warps, tile.split_num_stages
+        num_warps, num_stages = tile.split_num_warps, min(tile.split_num_stages, 3)  # scales take registers
     else:
         block_q, block_kv = tile.block_q, min(tile.block_kv, tile.edge_kv)  # there are masks for all keys
         num_warps, num_stages = tile.num_warps, tile.num_stages
