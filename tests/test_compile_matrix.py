@@ -69,6 +69,21 @@ def test_a_thousand_batches_compile_few_variants() -> None:
         assert max(counts.values()) <= 12, f"{operation}: {counts}"
 
 
+ODD_WINDOW = """
+from benchmarks import compiling
+from ragged_attention.samples import Sample, device_of
+sample = Sample(sliding_window=2047, num_tokens=4096, max_num_seqs=1)
+launches = compiling.record(sample.call("ragged_paged_attention", device_of("torch", "sm_90")))
+print(*{compiling.compile_launch(launch, "sm_90").failure for launch in launches if launch.name == "tile_kernel"})
+"""
+
+
+def test_a_window_that_16_does_not_divide_spills_nothing() -> None:
+    pytest.importorskip("triton")
+    done = apart("-c", ODD_WINDOW)
+    assert done.stdout == "None\n", done.stdout + done.stderr
+
+
 def test_planted_kernels_are_reported() -> None:
     pytest.importorskip("triton")
     done = apart("-m", "planted_kernels")
