@@ -105,13 +105,13 @@ class Rows:
     def last(self) -> int:
         return min(self.high + 1, self.kv_len)
 
-    def whole(self, start: int, stop: int, block: int, edge: int, careful_keys: int) -> tuple[int, int]:
+    def whole(self, start: int, stop: int, block: int, edge: int, split_weights_below: int) -> tuple[int, int]:
         """The blocks of keys from `start` to `stop` that every query sees, none if one sees too few to be careless."""
         begin = start
         if self.window:
             begin = min(cdiv(max(self.high - self.window + 1, start), block) * block, cdiv(stop, edge) * edge)
         end = max(min(stop, self.low + 1) // block * block, begin)
-        return begin, end if min(self.low + 1, self.window or self.kv_len) >= careful_keys else begin
+        return begin, end if min(self.low + 1, self.window or self.kv_len) >= split_weights_below else begin
 
 
 def visit(case: Case, told: Told, rows: Rows, start: int, stop: int) -> Work:
@@ -122,7 +122,7 @@ def visit(case: Case, told: Told, rows: Rows, start: int, stop: int) -> Work:
     """
     block, count, d, dv = (told[name] for name in ("BLOCK_KV", "BLOCK_Q", "D_PAD", "DV_PAD"))
     edge = told.get("EDGE_KV", block)
-    begin, end = rows.whole(start, stop, block, edge, told.get("CAREFUL_KEYS", 0))
+    begin, end = rows.whole(start, stop, block, edge, told.get("SPLIT_WEIGHTS_BELOW", 0))
     both = cdiv(stop, edge) * edge - start
     careless = 0 if told.get("WEIGHT_PARTS") == 2 else end - begin
     again = both - careless if case.dtype == "bfloat16" else 0
@@ -211,14 +211,14 @@ class Tiles:
 
 
 def triton_tiles(case: LatentCase, told: Told) -> Tiles:
-    a, b = told["A"], told["B"]
+    a, b = told["D_V"], told["D_REST"]
     values = told["WIDTH"] * told["GROUPS"]
-    rest = told["B_PAD"] if b else 0
+    rest = told["D_REST_PAD"] if b else 0
     folded = case.format == "fp8_v32"
     return Tiles(
         rows=told["BLOCK_H"],
         keys=told["BLOCK_KV"],
-        num_splits=told["NUM_SPLITS"],
+        num_splits=told["fixed_splits"],
         least_blocks=told["MIN_BLOCKS"],
         columns=2 * values + rest + (rest if folded and case.d_v > a else 0),
         columns_again=values * (told["GROUP_PARTS"] - 1) + rest * (told["PARTS"] - 1),

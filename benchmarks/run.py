@@ -90,9 +90,9 @@ def to_numpy(array: Any) -> Any:
     """On the host: floats as float64, 8-bit floats as their bits."""
     name = "torch" if type(array).__module__.partition(".")[0] == "torch" else "jax"
     if name == "torch":
-        from ragged_attention.torch import launcher
+        from ragged_attention.torch import _launcher as launcher
     else:
-        from ragged_attention.jax import launcher
+        from ragged_attention.jax import _launcher as launcher
     return launcher.to_numpy(array)
 
 

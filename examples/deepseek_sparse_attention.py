@@ -211,7 +211,8 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"prefill of {len(hidden)} tokens in {num_seqs} sequences; {check}")
 
     check, seqs = Check(layer, cache), torch.arange(num_seqs, device=device)
-    schedule = make_decode_schedule(None, num_seqs, 1, NUM_HEADS, topk=topk, device=device)  # serves every step and every layer
+    # It serves every step and every layer.
+    schedule = make_decode_schedule(None, num_seqs, 1, NUM_HEADS, topk=topk, device=device)
     for step in range(arguments.new_tokens):
         hidden = torch.randn(num_seqs, HIDDEN, generator=generator).to(device)
         positions = torch.tensor(lens, device=device) + step

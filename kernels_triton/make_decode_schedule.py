@@ -14,7 +14,9 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ragged_attention.kernels_triton.blocks import expect_power_of_two, launchable
+from ragged_attention.calls import MakeDecodeSchedule
+from ragged_attention.kernels_triton._sequences import VARYING
+from ragged_attention.kernels_triton._tiles import expect_power_of_two, launchable
 
 BLOCK: tl.constexpr = tl.constexpr(64)  # keys that work is counted in
 SEQUENCES: tl.constexpr = tl.constexpr(128)  # whose work is added up at a time
@@ -31,11 +33,11 @@ class Tile:
         expect_power_of_two(self, num_warps=(1, 16))
 
 
-def why_not(call: Any) -> str | None:
+def why_not(call: MakeDecodeSchedule) -> str | None:
     return launchable(call, schedule_kernel)
 
 
-def heuristic(call: Any) -> Tile:
+def heuristic(call: MakeDecodeSchedule) -> Tile:
     del call
     return Tile()
 
@@ -58,7 +60,7 @@ def blocks_of(length):
     return tl.maximum(length - 1, 0) // BLOCK + 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def schedule_kernel(
     lens_ptr, extra_lens_ptr, parts_ptr, num_splits_ptr, num_seqs, num_parts, overhead,
     SPARSE: tl.constexpr, HAS_EXTRA: tl.constexpr,
@@ -104,7 +106,7 @@ def schedule_kernel(
         tl.store(place + 5 + unused, tl.zeros_like(unused), mask=unused < 3)
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
+def run(call: MakeDecodeSchedule, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernel; returns parts and num_splits."""
     lens = launch.packed(call.lens)
     extra_lens = lens if call.extra_lens is None else launch.packed(call.extra_lens)

@@ -10,15 +10,11 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ragged_attention.kernels_triton.blocks import (
-    LN2,
-    LOG2E,
-    expect_power_of_two,
-    launchable,
-    merge_parts,
-    narrow,
-    next_power_of_2,
-)
+from ragged_attention.calls import MergeAttentionStates
+from ragged_attention.kernels_triton._formats import narrow
+from ragged_attention.kernels_triton._sequences import VARYING
+from ragged_attention.kernels_triton._softmax import LN2, LOG2E, merge_parts
+from ragged_attention.kernels_triton._tiles import expect_power_of_two, launchable, next_power_of_2
 
 FEATURES: frozenset[str] = frozenset()
 
@@ -33,32 +29,32 @@ class Tile:
         expect_power_of_two(self, num_warps=(1, 16))
 
 
-def why_not(call: Any) -> str | None:
+def why_not(call: MergeAttentionStates) -> str | None:
     return launchable(call, merge_kernel)
 
 
-def heuristic(call: Any) -> Tile:
+def heuristic(call: MergeAttentionStates) -> Tile:
     return Tile(num_warps=1 if call.outs.shape[0] * call.outs.shape[3] <= 1024 else 4)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def merge_kernel(outs_ptr, lses_ptr, out_ptr, lse_ptr, count, rows,
                  PARTS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     unit: tl.constexpr = LOG2E
-    acc, highest, total = merge_parts(
-        outs_ptr + row * DV, lses_ptr + row, count, rows * DV, rows, unit, PARTS, DV, DV_PAD
+    acc, m_i, l_i = merge_parts(
+        outs_ptr + row * DV, lses_ptr + row, count, tl.cast(rows, tl.int64) * DV, rows, unit, PARTS, DV, DV_PAD
     )
-    empty = total == 0.0  # then acc is 0
-    total = tl.where(empty, 1.0, total)
-    out = acc / total
-    lse = tl.where(empty, float("-inf"), (highest + tl.math.log2(total)) * LN2)
+    empty = l_i == 0.0  # then acc is 0
+    l_i = tl.where(empty, 1.0, l_i)
+    out = acc / l_i
+    lse = tl.where(empty, float("-inf"), (m_i + tl.math.log2(l_i)) * LN2)
     dv = tl.arange(0, DV_PAD)
     tl.store(out_ptr + row * DV + dv, narrow(out, out_ptr.dtype.element_ty), mask=dv < DV)
     tl.store(lse_ptr + row, lse)
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
+def run(call: MergeAttentionStates, tile: Tile, launch: Any) -> Any:
     count, num_tokens, num_heads, width = call.outs.shape
     outs, lses = launch.contiguous(call.outs), launch.contiguous(call.lses)
     out, lse = launch(

@@ -1,11 +1,11 @@
-"""MLA decode in Triton, dense and sparse: the call in the terms of `latent`."""
+"""MLA decode in Triton, dense and sparse: the call in the terms of `_latent`."""
 
 from typing import Any
 
-from ragged_attention.kernels_triton import latent
-from ragged_attention.kernels_triton.blocks import next_power_of_2
-from ragged_attention.kernels_triton.latent import Tile as Tile
-from ragged_attention.kernels_triton.latent import why_not as why_not
+from ragged_attention.calls import MlaDecode
+from ragged_attention.kernels_triton._latent import kernel, plan
+from ragged_attention.kernels_triton._latent.plan import Tile as Tile
+from ragged_attention.kernels_triton._tiles import launchable
 
 FEATURES = frozenset({
     "page_indices", "kv_lens", "indices", "d_v", "sm_scale", "causal", "sinks", "topk_lens", "extra_kv_cache",
@@ -13,30 +13,26 @@ FEATURES = frozenset({
 })  # fmt: skip
 
 
-def tuning_key(call: Any) -> str:
-    """The bucket of static facts that a tuned file is keyed by."""
-    keys = f"topk={call.topk}+{call.extra_topk}" if call.sparse else f"kv<={next_power_of_2(call.capacity)}"
-    return (
-        f"heads={call.num_q_heads}/{call.num_kv_heads} q={call.num_q_tokens} d={call.d_qk}/{call.d_v} "
-        f"cache={call.format} page={call.page_size} seqs<={next_power_of_2(call.num_seqs)} {keys}"
-    )
+def why_not(call: MlaDecode) -> str | None:
+    return launchable(call, kernel.latent_kernel)
 
 
-def heuristic(call: Any) -> Tile:
+def heuristic(call: MlaDecode) -> Tile:
     group = call.num_q_heads // call.num_kv_heads
     rows, jobs = (group, call.num_q_tokens) if call.sparse else (group * call.num_q_tokens, 1)
-    return latent.tile_for(
-        call, rows, call.num_seqs * jobs * call.num_kv_heads, call.capacity, extra=call.extra_topk > 0
-    )
+    return plan.tile_for(
+        call, rows, call.num_seqs * jobs * call.num_kv_heads, call.capacity, dense=not call.sparse,
+        extra=call.extra_topk > 0,
+    )  # fmt: skip
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
+def run(call: MlaDecode, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernels; returns out and lse."""
     extra = None
     if not call.sparse:
         table, lens = launch.packed(call.page_indices), call.kv_lens
-        keys = latent.Keys(
-            cache=latent.readable(call.kv_cache, call.format, launch),
+        keys = plan.Keys(
+            cache=plan.readable(call.kv_cache, call.format, launch),
             lists=table,
             list_strides=(launch.strides(table)[0], 0, 0),
             lens=lens,
@@ -49,7 +45,7 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
             extra = _selected(call, call.extra_kv_cache, call.extra_indices, call.extra_topk_lens, launch)
     q = launch.packed(call.q)
     seq_stride, token_stride, head_stride = launch.strides(q)[:3]
-    work = latent.Work(
+    work = plan.Work(
         call=call,
         q=q,
         q_strides=(seq_stride, token_stride, head_stride),
@@ -63,15 +59,15 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
         extra=extra,
         schedule=call.schedule,
     )
-    out, lse, _ = latent.run(work, tile, launch, max_logits=False)
+    out, lse, _ = kernel.run(work, tile, launch, max_logits=False)
     return out, lse
 
 
-def _selected(call: Any, cache: Any, indices: Any, lens: Any, launch: Any) -> latent.Keys:
+def _selected(call: Any, cache: Any, indices: Any, lens: Any, launch: Any) -> plan.Keys:
     lists = launch.packed(indices)
     seq_stride, token_stride, _ = launch.strides(lists)
-    return latent.Keys(
-        cache=latent.readable(cache, call.format, launch),
+    return plan.Keys(
+        cache=plan.readable(cache, call.format, launch),
         lists=lists,
         list_strides=(seq_stride, token_stride, 0),
         lens=lens,

@@ -2,17 +2,18 @@
 
 from typing import Any
 
-from ragged_attention.kernels_triton import heads_first
-from ragged_attention.kernels_triton.blocks import launchable
-from ragged_attention.kernels_triton.heads_first import heuristic as heuristic
+from ragged_attention.calls import PagedAttention
+from ragged_attention.kernels_triton import _heads_first
+from ragged_attention.kernels_triton._heads_first import heuristic as heuristic
+from ragged_attention.kernels_triton._tiles import launchable
 from ragged_attention.kernels_triton.ragged_paged_attention import Tile as Tile
 
 FEATURES = frozenset({"sm_scale", "soft_cap"})
 
 
-def why_not(call: Any) -> str | None:
-    return launchable(call, heads_first.scaled_kernel)
+def why_not(call: PagedAttention) -> str | None:
+    return launchable(call, _heads_first.scaled_kernel)
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
-    return heads_first.attend(call, tile, launch, call.lengths, "decode")
+def run(call: PagedAttention, tile: Tile, launch: Any) -> Any:
+    return _heads_first.attend(call, tile, launch, call.lengths, "decode")

@@ -2,23 +2,24 @@
 
 from typing import Any
 
+from ragged_attention.calls import QuantizeMlaCache
 from ragged_attention.kernels_triton import write_mla_cache
-from ragged_attention.kernels_triton.blocks import cdiv, launchable
+from ragged_attention.kernels_triton._tiles import cdiv, launchable
 
 Tile = write_mla_cache.Tile
 FEATURES = frozenset({"power_of_two_scales"})
 
 
-def why_not(call: Any) -> str | None:
+def why_not(call: QuantizeMlaCache) -> str | None:
     return launchable(call, write_mla_cache.write_rows_kernel)
 
 
-def heuristic(call: Any) -> Tile:
+def heuristic(call: QuantizeMlaCache) -> Tile:
     num_pages, page_size, _, width = call.kv.shape
     return write_mla_cache.tile_for(call.format, num_pages * page_size, width)
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
+def run(call: QuantizeMlaCache, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernel; returns the new cache."""
     kv = launch.packed(call.kv)
     num_pages, page_size, _, _ = kv.shape

@@ -18,37 +18,35 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ragged_attention.calls import dtype_name
+from ragged_attention.calls import RaggedPagedAttention, dtype_name
 from ragged_attention.errors import InvalidInput
-from ragged_attention.kernels_triton.blocks import (
-    LN2,
-    LOG2E,
-    attend_range,
-    cache_format,
-    cache_views,
-    cdiv,
+from ragged_attention.kernels_triton._formats import cache_format, cache_views, load_scale, narrow, scale_arguments
+from ragged_attention.kernels_triton._pages import attend_range
+from ragged_attention.kernels_triton._sequences import (
+    VARYING,
     count_sequences,
+    find_segment,
+    key_range,
+    query_edge,
+    segment_edge,
+)
+from ragged_attention.kernels_triton._softmax import LN2, LOG2E, merge_parts
+from ragged_attention.kernels_triton._tiles import (
+    WGMMA,
+    cdiv,
     expect_between,
     expect_power_of_two,
-    find_segment,
+    fit,
     item_size,
-    key_range,
     launchable,
-    load_scale,
-    merge_parts,
-    narrow,
     next_power_of_2,
-    query_edge,
-    scale_arguments,
-    segment_edge,
+    on_cuda_cores,
 )
 
 SMALLEST_SCALE = 1e-30  # stands for a scale of 0, so that -inf times it stays -inf
 MIN_SPLIT = 256  # keys below which a split costs more than it saves
 MAX_SPLITS = 64
-SHORT = 1024  # keys that are not worth a deep prefetch
-WGMMA = ("sm_90", "sm_100", "sm_103")  # where the matrix unit takes its operands from shared memory
-SMALLEST_SHARED_MEMORY = 64 * 1024
+SHORT = 1024  # keys that are not worth loading ahead
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "k_scale", "v_scale", "return_lse",
 })  # fmt: skip
@@ -63,7 +61,7 @@ class Tile:
     edge_kv: int = 64  # the same where some row does not see all of them, no more than block_kv
     num_warps: int = 4
     num_stages: int = 2
-    careful_keys: int = 1024  # keys below which a bfloat16 row's weights are not just rounded; 0 is faster
+    split_weights_below: int = 1024  # keys below which a bfloat16 row's weights are not just rounded; 0 is faster
     split_block_q: int = 16  # rows up to which a sequence goes to the split kernel
     split_block_kv: int = 64
     split_num_warps: int = 4
@@ -74,35 +72,25 @@ class Tile:
         blocks = ("block_q", "block_kv", "edge_kv", "split_block_q", "split_block_kv")
         expect_power_of_two(self, **dict.fromkeys(blocks, (16, 256)), num_warps=(1, 16), split_num_warps=(1, 16))
         expect_between(self, num_stages=(1, 8), split_num_stages=(1, 8), num_splits=(1, 256))
-        if not isinstance(self.careful_keys, int) or self.careful_keys < 0:
-            raise InvalidInput(f"expected careful_keys >= 0, got {self.careful_keys!r}")
+        if not isinstance(self.split_weights_below, int) or self.split_weights_below < 0:
+            raise InvalidInput(f"expected split_weights_below >= 0, got {self.split_weights_below!r}")
 
 
-def why_not(call: Any) -> str | None:
+def why_not(call: RaggedPagedAttention) -> str | None:
     return launchable(call, tile_kernel)
 
 
-def tuning_key(call: Any) -> str:
-    """The bucket of static facts that a tuned file is keyed by."""
-    tokens = next_power_of_2(cdiv(call.num_tokens, max(call.max_num_seqs, 1)))
-    return (
-        f"heads={call.num_q_heads}/{call.num_kv_heads} head_dim={call.head_dim} cache={call.cache_dtype} "
-        f"page={call.page_size} seqs<={next_power_of_2(call.max_num_seqs)} tokens_per_seq<={tokens} "
-        f"kv<={next_power_of_2(call.capacity)}"
-    )
-
-
-def heuristic(call: Any) -> Tile:
+def heuristic(call: RaggedPagedAttention) -> Tile:
     """Tiles that fit registers and shared memory, wgmma-sized where there are rows for it; splits that fill the GPU.
 
     Every size is one that compiled without a spill for all of docs/compile_matrix.md.
     """
     block_q, block_kv, edge_kv, num_warps, num_stages = tile_sizes(call)
     block_q = min(block_q, max(16, next_power_of_2(call.num_tokens * call.group)))
-    block_kv, num_stages = fit(call, block_q, block_kv, num_stages)
+    block_kv, num_stages = fit_pages(call, block_q, block_kv, num_stages)
     split_block_q = split_rows(call)
     split_block_kv, split_num_warps, split_num_stages = split_sizes(call, split_block_q)
-    split_block_kv, split_num_stages = fit(call, split_block_q, split_block_kv, split_num_stages)
+    split_block_kv, split_num_stages = fit_pages(call, split_block_q, split_block_kv, split_num_stages)
     return Tile(
         block_q=block_q,
         block_kv=block_kv,
@@ -121,11 +109,6 @@ def padded_width(call: Any) -> int:
     return next_power_of_2(max(call.head_dim, call.v_head_dim))
 
 
-def on_cuda_cores(call: Any) -> bool:
-    """Whether products are exact in float32, which no matrix unit is: each thread holds its part of both operands."""
-    return item_size(call.q) == 4 and call.device.platform != "cpu"
-
-
 def tile_sizes(call: Any) -> tuple[int, int, int, int, int]:
     """Rows, keys, keys at the edges, warps and stages of the tile kernel."""
     arch, width = call.device.arch, padded_width(call)
@@ -139,7 +122,8 @@ def tile_sizes(call: Any) -> tuple[int, int, int, int, int]:
         return (64, 32, 32, 8, 2) if arch in WGMMA else (32, 32, 32, 4, 2)
     if arch == "sm_90":
         powers = all(n & (n - 1) == 0 for n in (call.group, call.page_size))
-        if cache_format(call) != "plain" or not powers:  # decoding and dividing take registers
+        windowed = call.sliding_window is not None and width > 64
+        if cache_format(call) != "plain" or not powers or windowed:  # decoding, dividing and masks take registers
             return 128, 64, 64, 8, 3
         keys = 64 if call.page_size in (32, 64) else 128
         return (256, 64, 32, 8, 3) if width <= 64 else (128, keys, 64, 8, 3)
@@ -161,25 +145,22 @@ def split_sizes(call: Any, rows: int) -> tuple[int, int, int]:
         return 16, 4 * max(1, rows // 32), 2
     if width > 256:
         return 32, 8, 2 if call.device.arch.startswith("sm_") else 1
-    if width > 128:
-        return 32, 4, 3
-    return 64, 4, 3 if call.device.arch in WGMMA and call.capacity > SHORT else 2
+    keys = 32 if width > 128 else 64
+    if call.device.arch not in WGMMA or call.capacity <= SHORT:
+        return keys, 4, 3 if width > 128 else 2
+    # Loading page numbers takes two stages of its own, where a block of keys has several; 32 rows leave no registers.
+    return keys, 4, 3 if call.page_size % keys == 0 or rows > 16 else 5
 
 
-def fit(call: Any, rows: int, keys: int, stages: int) -> tuple[int, int]:
+def fit_pages(call: Any, rows: int, keys: int, stages: int) -> tuple[int, int]:
     """Keys and stages whose K and V tiles, with Q and the weights, stay within the device's shared memory."""
-    budget = call.device.shared_memory or SMALLEST_SHARED_MEMORY
     width = next_power_of_2(call.head_dim)
     both = width + next_power_of_2(call.v_head_dim)
-    # A pipeline of n stages keeps n - 1 blocks in shared memory.
-    while (max(stages - 1, 1) * keys * both + rows * (width + keys)) * item_size(call.q) > budget:
-        if stages > 2 or (stages > 1 and keys <= 32):
-            stages -= 1
-        elif keys > 16:
-            keys //= 2
-        else:
-            break
-    return keys, stages
+
+    def size(keys: int, stages: int) -> int:  # a pipeline of n stages keeps n - 1 blocks in shared memory
+        return (max(stages - 1, 1) * keys * both + rows * (width + keys)) * item_size(call.q)
+
+    return fit(call, keys, stages, size, good_keys=32)
 
 
 def split_rows(call: Any) -> int:
@@ -194,7 +175,8 @@ def splits(call: Any) -> int:
     work = max(call.max_num_seqs * call.num_kv_heads, 1)
     wanted = next_power_of_2(cdiv(8 * call.device.num_multiprocessors, work))
     keys = call.capacity if call.sliding_window is None else min(call.capacity, call.sliding_window + 8)
-    return max(1, min(wanted, cdiv(keys, MIN_SPLIT), MAX_SPLITS))
+    # A power of two, since each number of splits is code of its own.
+    return min(wanted, next_power_of_2(cdiv(keys, MIN_SPLIT)), MAX_SPLITS)
 
 
 @triton.jit
@@ -208,7 +190,7 @@ def load_rows(q_ptr, row, rows, start, kv_head, q_token_stride, q_head_stride, n
     d = tl.arange(0, D_PAD)
     token = (start + row // GROUP).to(tl.int64)
     head = kv_head * GROUP + row % GROUP
-    place = token * q_token_stride + head * q_head_stride
+    place = token * q_token_stride + head.to(tl.int64) * q_head_stride
     q = tl.load(q_ptr + place[:, None] + d[None, :], mask=(row < rows)[:, None] & (d < D)[None, :], other=0)
     if SIGNED:
         wide = q.to(tl.float32)
@@ -217,20 +199,20 @@ def load_rows(q_ptr, row, rows, start, kv_head, q_token_stride, q_head_stride, n
 
 
 @triton.jit
-def store_rows(out_ptr, lse_ptr, acc, highest, total, row, rows, start, kv_head, sinks_ptr, v_scale,
+def store_rows(out_ptr, lse_ptr, acc, m_i, l_i, row, rows, start, kv_head, sinks_ptr, v_scale,
                HAS_SINKS: tl.constexpr, GROUP: tl.constexpr, NUM_HEADS: tl.constexpr,
                DV: tl.constexpr, DV_PAD: tl.constexpr):  # fmt: skip
     """Finished rows: divide by the denominator, sink included, and write out and lse. No key seen: 0 and -inf."""
     head = kv_head * GROUP + row % GROUP
-    empty = total == 0.0
-    highest = tl.where(empty, 0.0, highest)
-    total = tl.where(empty, 1.0, total)
-    denominator = total
+    empty = l_i == 0.0
+    m_i = tl.where(empty, 0.0, m_i)
+    l_i = tl.where(empty, 1.0, l_i)
+    denominator = l_i
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head, mask=row < rows, other=float("-inf"))
-        denominator += tl.math.exp2(sink * LOG2E - highest)
+        denominator += tl.math.exp2(sink * LOG2E - m_i)
     out = tl.where(empty[:, None], 0.0, acc * (v_scale / denominator)[:, None])
-    lse = tl.where(empty, float("-inf"), (highest + tl.math.log2(total)) * LN2)
+    lse = tl.where(empty, float("-inf"), (m_i + tl.math.log2(l_i)) * LN2)
     dv = tl.arange(0, DV_PAD)
     place = (start + row // GROUP).to(tl.int64) * NUM_HEADS + head
     mask = (row < rows)[:, None] & (dv < DV)[None, :]
@@ -252,7 +234,7 @@ def logit_scales(k_scale_ptr, kv_head, k_scale_factor, sm_scale, soft_cap,
     return inner, outer, scale < 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def tile_kernel(
     q_ptr, k_ptr, v_ptr, kv_lens_ptr, page_indices_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr,
     k_scale_ptr, v_scale_ptr,
@@ -265,7 +247,7 @@ def tile_kernel(
     HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, CAUSAL: tl.constexpr, SIGNED: tl.constexpr,
     GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     DV: tl.constexpr, DV_PAD: tl.constexpr, FORMAT: tl.constexpr, SMALLEST: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, EDGE_KV: tl.constexpr, CAREFUL_KEYS: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, EDGE_KV: tl.constexpr, SPLIT_WEIGHTS_BELOW: tl.constexpr,
     SPLIT_BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     """One block of rows of one KV head, over all its keys; also writes the padding rows."""
@@ -295,16 +277,16 @@ def tile_kernel(
         )
         q = load_rows(q_ptr, row, rows, start, kv_head, q_token_stride, q_head_stride, negative, SIGNED, GROUP, D,
                       D_PAD)  # fmt: skip
-        highest, total, acc = attend_range(
+        m_i, l_i, acc = attend_range(
             q, first // EDGE_KV * EDGE_KV, last, first, last, low, high, kv_len,
             k_ptr + kv_head.to(tl.int64) * k_head_stride, v_ptr + v_offset + kv_head.to(tl.int64) * v_head_stride,
             page_indices_ptr + seq.to(tl.int64) * table_stride, kv_len - q_len + row // GROUP, window, num_pages,
             k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale, outer_scale,
             BLOCK_Q, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, PAGE_SIZE, BLOCK_KV, EDGE_KV, D, D_PAD, DV, DV_PAD, FORMAT,
-            1, CAREFUL_KEYS,
+            1, SPLIT_WEIGHTS_BELOW,
         )  # fmt: skip
         v_scale = load_scale(v_scale_ptr, kv_head, v_scale_factor, V_SCALE_STRIDE)
-        store_rows(out_ptr, lse_ptr, acc, highest, total, row, rows, start, kv_head, sinks_ptr, v_scale,
+        store_rows(out_ptr, lse_ptr, acc, m_i, l_i, row, rows, start, kv_head, sinks_ptr, v_scale,
                    HAS_SINKS, GROUP, NUM_HEADS, DV, DV_PAD)  # fmt: skip
 
 
@@ -331,7 +313,7 @@ def split_sequence(seq, cu_q_lens_ptr, kv_lens_ptr, num_seqs_ptr, num_tokens, ma
     return start, q_len, kv_len, first, last
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def split_kernel(
     q_ptr, k_ptr, v_ptr, kv_lens_ptr, page_indices_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr,
     k_scale_ptr, v_scale_ptr,
@@ -369,7 +351,7 @@ def split_kernel(
         q = load_rows(q_ptr, row, rows, start, kv_head, q_token_stride, q_head_stride, negative, SIGNED, GROUP, D,
                       D_PAD)  # fmt: skip
         begin += split * keys
-        highest, total, acc = attend_range(
+        m_i, l_i, acc = attend_range(
             q, begin, tl.minimum(begin + keys, last), first, last, kv_len - q_len, kv_len - 1, kv_len,
             k_ptr + kv_head.to(tl.int64) * k_head_stride, v_ptr + v_offset + kv_head.to(tl.int64) * v_head_stride,
             page_indices_ptr + seq.to(tl.int64) * table_stride, kv_len - q_len + row // GROUP, window, num_pages,
@@ -379,21 +361,21 @@ def split_kernel(
         )  # fmt: skip
         if NUM_SPLITS == 1:
             v_scale = load_scale(v_scale_ptr, kv_head, v_scale_factor, V_SCALE_STRIDE)
-            store_rows(out_ptr, lse_ptr, acc, highest, total, row, rows, start, kv_head, sinks_ptr, v_scale,
+            store_rows(out_ptr, lse_ptr, acc, m_i, l_i, row, rows, start, kv_head, sinks_ptr, v_scale,
                        HAS_SINKS, GROUP, NUM_HEADS, DV, DV_PAD)  # fmt: skip
         else:
             dv = tl.arange(0, DV_PAD)
             place = ((seq.to(tl.int64) * (NUM_HEADS // GROUP) + kv_head) * NUM_SPLITS + split) * BLOCK_Q + row
-            empty = total == 0.0  # then acc is 0
-            total = tl.where(empty, 1.0, total)
-            acc = acc / total[:, None]
-            lse = tl.where(empty, float("-inf"), highest + tl.math.log2(total))
+            empty = l_i == 0.0  # then acc is 0
+            l_i = tl.where(empty, 1.0, l_i)
+            acc = acc / l_i[:, None]
+            lse = tl.where(empty, float("-inf"), m_i + tl.math.log2(l_i))
             mask = (row < rows)[:, None] & (dv < DV)[None, :]
             tl.store(out_ptr + place[:, None] * DV + dv[None, :], acc, mask=mask)
             tl.store(lse_ptr + place, lse, mask=row < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def combine_kernel(
     parts_ptr, part_lses_ptr, kv_lens_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr, v_scale_ptr,
     given_out_ptr, given_lse_ptr, out_ptr, lse_ptr,
@@ -415,12 +397,12 @@ def combine_kernel(
     if (row < rows) & (rows <= BLOCK_Q):
         _, _, used = split_bounds(first, last, MIN_KEYS, BLOCK_KV, NUM_SPLITS)
         place = (seq.to(tl.int64) * (NUM_HEADS // GROUP) + kv_head) * NUM_SPLITS * BLOCK_Q + row
-        acc, highest, total = merge_parts(
+        acc, m_i, l_i = merge_parts(
             parts_ptr + place * DV, part_lses_ptr + place, used, BLOCK_Q * DV, BLOCK_Q, 1.0, PARTS, DV, DV_PAD
         )
         v_scale = load_scale(v_scale_ptr, kv_head, v_scale_factor, V_SCALE_STRIDE)
         zero = tl.zeros([1], tl.float32)
-        store_rows(out_ptr, lse_ptr, acc[None, :], highest + zero, total + zero, row + tl.arange(0, 1), rows, start,
+        store_rows(out_ptr, lse_ptr, acc[None, :], m_i + zero, l_i + zero, row + tl.arange(0, 1), rows, start,
                    kv_head, sinks_ptr, v_scale, HAS_SINKS, GROUP, NUM_HEADS, DV, DV_PAD)  # fmt: skip
 
 
@@ -470,7 +452,7 @@ def attention_arguments(
     }
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
+def run(call: RaggedPagedAttention, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernels; see the module's docstring for the plan."""
     q = launch.packed(call.q)
     page_indices, cu_q_lens, kv_lens = map(launch.packed, (call.page_indices, call.cu_q_lens, call.kv_lens))
@@ -494,7 +476,7 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
         BLOCK_Q=tile.block_q,
         BLOCK_KV=tile.block_kv,
         EDGE_KV=min(tile.edge_kv, tile.block_kv),
-        CAREFUL_KEYS=tile.careful_keys if dtype_name(q) == "bfloat16" else 0,
+        SPLIT_WEIGHTS_BELOW=tile.split_weights_below if dtype_name(q) == "bfloat16" else 0,
         SPLIT_BLOCK_Q=tile.split_block_q,
         **attention,
     )

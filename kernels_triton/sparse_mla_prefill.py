@@ -1,38 +1,31 @@
-"""Sparse MLA prefill in Triton: in the terms of `latent`, a decode of one query token a sequence."""
+"""Sparse MLA prefill in Triton: in the terms of `_latent`, a decode of one query token a sequence."""
 
 from typing import Any
 
-from ragged_attention.kernels_triton import latent
-from ragged_attention.kernels_triton.blocks import launchable_in_float32, next_power_of_2
-from ragged_attention.kernels_triton.latent import Tile as Tile
+from ragged_attention.calls import SparseMlaPrefill
+from ragged_attention.kernels_triton._latent import kernel, plan
+from ragged_attention.kernels_triton._latent.plan import Tile as Tile
+from ragged_attention.kernels_triton._tiles import launchable_in_float32
 
 FEATURES = frozenset({"sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "deterministic"})
 
 
-def why_not(call: Any) -> str | None:
-    return launchable_in_float32(call, latent.latent_kernel)
+def why_not(call: SparseMlaPrefill) -> str | None:
+    return launchable_in_float32(call, kernel.latent_kernel)
 
 
-def tuning_key(call: Any) -> str:
-    """The bucket of static facts that a tuned file is keyed by."""
-    return (
-        f"heads={call.num_q_heads}/{call.num_kv_heads} d={call.d_qk}/{call.d_v} cache={call.format} "
-        f"page={call.page_size} tokens<={next_power_of_2(call.num_tokens)} topk={call.topk}"
-    )
-
-
-def heuristic(call: Any) -> Tile:
+def heuristic(call: SparseMlaPrefill) -> Tile:
     rows = call.num_q_heads // call.num_kv_heads
-    return latent.tile_for(call, rows, call.num_tokens * call.num_kv_heads, call.topk, extra=False)
+    return plan.tile_for(call, rows, call.num_tokens * call.num_kv_heads, call.topk, dense=False, extra=False)
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
+def run(call: SparseMlaPrefill, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernels; returns out, max_logits and lse."""
     lists = launch.packed(call.indices)
     token_stride, head_stride, _ = launch.strides(lists)
     q = launch.packed(call.q)
     q_token_stride, q_head_stride, _ = launch.strides(q)
-    work = latent.Work(
+    work = plan.Work(
         call=call,
         q=q,
         q_strides=(q_token_stride, 0, q_head_stride),
@@ -42,8 +35,8 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
         num_kv_heads=call.num_kv_heads,
         sparse=True,
         causal=False,
-        keys=latent.Keys(
-            cache=latent.readable(call.kv, call.format, launch),
+        keys=plan.Keys(
+            cache=plan.readable(call.kv, call.format, launch),
             lists=lists,
             list_strides=(token_stride, 0, head_stride),
             lens=call.topk_lens,
@@ -53,5 +46,5 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
         extra=None,
         schedule=None,
     )
-    out, lse, max_logits = latent.run(work, tile, launch, max_logits=True)
+    out, lse, max_logits = kernel.run(work, tile, launch, max_logits=True)
     return out, max_logits, lse

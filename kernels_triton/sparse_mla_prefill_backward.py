@@ -25,25 +25,21 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ragged_attention.kernels_triton.blocks import (
-    LOG2E,
+from ragged_attention.calls import SparseMlaPrefillBackward
+from ragged_attention.kernels_triton._formats import narrow
+from ragged_attention.kernels_triton._latent.lists import keys_of, list_length
+from ragged_attention.kernels_triton._latent.plan import LARGEST_INT
+from ragged_attention.kernels_triton._latent.rows import store_groups, whole_columns
+from ragged_attention.kernels_triton._sequences import VARYING
+from ragged_attention.kernels_triton._softmax import LOG2E, column_sums, matmul
+from ragged_attention.kernels_triton._tiles import (
+    SMALLEST_SHARED_MEMORY,
     cdiv,
-    column_sums,
     expect_between,
     expect_power_of_two,
     item_size,
     launchable_in_float32,
-    matmul,
-    narrow,
     next_power_of_2,
-)
-from ragged_attention.kernels_triton.latent import (
-    LARGEST_INT,
-    SMALLEST_SHARED_MEMORY,
-    keys_of,
-    list_length,
-    store_groups,
-    whole_columns,
 )
 
 PARTS_BYTES = 2**30  # of entries' rows at a time
@@ -69,7 +65,7 @@ class Tile:
         expect_between(self, num_stages=(1, 4), chunk_tokens=(1, LARGEST_INT))
 
 
-def why_not(call: Any) -> str | None:
+def why_not(call: SparseMlaPrefillBackward) -> str | None:
     if call.deterministic and call.num_slots * call.num_kv_heads >= LARGEST_INT:
         return f"expected fewer than 2**31 - 1 rows of kv for deterministic=True, got {call.num_slots} slots"
     if call.device.platform == "cuda" and shared_bytes(call, 16, 16) > shared_memory(call):
@@ -78,15 +74,7 @@ def why_not(call: Any) -> str | None:
     return launchable_in_float32(call, gradient_kernel)
 
 
-def tuning_key(call: Any) -> str:
-    """The bucket of static facts that a tuned file is keyed by."""
-    return (
-        f"heads={call.num_q_heads}/{call.num_kv_heads} d={call.d_qk}/{call.d_v} "
-        f"tokens<={next_power_of_2(call.num_tokens)} topk={call.topk} deterministic={call.deterministic}"
-    )
-
-
-def heuristic(call: Any) -> Tile:
+def heuristic(call: SparseMlaPrefillBackward) -> Tile:
     block_h, block_kv, num_warps, num_stages = sizes(call)
     blocks = cdiv(call.num_q_heads // call.num_kv_heads, block_h)
     a_token = call.num_kv_heads * call.topk * blocks * call.d_qk * 4
@@ -128,21 +116,21 @@ def shared_bytes(call: Any, heads: int, keys: int) -> int:
 # ---- kernels
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def zero_kernel(like_ptr, rows_ptr, dq_ptr, terms_ptr, count, FLAT: tl.constexpr):
     """Zeros for the rows' gradients; the other two are memory for the programs to come."""
     place = tl.program_id(0).to(tl.int64) * FLAT + tl.arange(0, FLAT)
     tl.store(rows_ptr + place, tl.zeros([FLAT], tl.float32), mask=place < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def narrow_kernel(wide_ptr, out_ptr, count, FLAT: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * FLAT + tl.arange(0, FLAT)
     wide = tl.load(wide_ptr + place, mask=place < count, other=0)
     tl.store(out_ptr + place, narrow(wide, out_ptr.dtype.element_ty), mask=place < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def rows_kernel(
     list_ptr, lens_ptr, rows_ptr, first_token, list_token_stride, list_head_stride, lens_stride, num_slots,
     TOPK: tl.constexpr, KV_HEADS: tl.constexpr, HAS_LENS: tl.constexpr, BLOCK: tl.constexpr,
@@ -153,13 +141,13 @@ def rows_kernel(
     kv_head = job % KV_HEADS
     last = list_length(lens_ptr, token, 0, TOPK, lens_stride, 0, HAS_LENS)
     position = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    entries = list_ptr + token.to(tl.int64) * list_token_stride + kv_head * list_head_stride
+    entries = list_ptr + token.to(tl.int64) * list_token_stride + kv_head.to(tl.int64) * list_head_stride
     slot = tl.load(entries + position, mask=position < last, other=-1)
     row = tl.where((slot >= 0) & (slot < num_slots), slot * KV_HEADS + kv_head, NOBODY)
     tl.store(rows_ptr + job.to(tl.int64) * TOPK + position, row, mask=position < TOPK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def gather_kernel(
     parts_ptr, rows_ptr, order_ptr, given_ptr, sums_ptr, count,
     BLOCKS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, ABREAST: tl.constexpr,
@@ -212,7 +200,7 @@ def row_products(rows, other, readable, first, COLUMNS: tl.constexpr, COLUMNS_PA
     return tl.sum(columns.to(tl.float32) * other.to(tl.float32), 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def gradient_kernel(
     d_out_ptr, q_ptr, kv_ptr, list_ptr, lens_ptr, out_ptr, lse_ptr, d_lse_ptr, sinks_ptr,
     given_rows_ptr, given_dq_ptr, given_terms_ptr, parts_ptr, rows_ptr, dq_ptr, terms_ptr,
@@ -221,12 +209,12 @@ def gradient_kernel(
     num_slots, scale,
     HAS_LENS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_D_LSE: tl.constexpr, PARTS: tl.constexpr,
     PAGE_SIZE: tl.constexpr, TOPK: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    GROUPS: tl.constexpr, WIDTH: tl.constexpr, A: tl.constexpr, B: tl.constexpr, B_PAD: tl.constexpr,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, D_V: tl.constexpr, D_REST: tl.constexpr, D_REST_PAD: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_H heads of one token; the columns are GROUPS groups of the value's, and the rest."""
     BLOCKS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
-    D: tl.constexpr = A + B
+    D: tl.constexpr = D_V + D_REST
     NUM_HEADS: tl.constexpr = KV_HEADS * GROUP
     job = tl.program_id(0) // BLOCKS
     block_of_heads = tl.program_id(0) % BLOCKS
@@ -244,26 +232,26 @@ def gradient_kernel(
     q_rows = q_ptr + wide_token * q_token_stride + head.to(tl.int64) * q_head_stride
     d_out_rows = d_out_ptr + wide_token * d_out_token_stride + head.to(tl.int64) * d_out_head_stride
     out_rows = out_ptr + wide_token * out_token_stride + head.to(tl.int64) * out_head_stride
-    q0 = whole_columns(q_rows, some, 0, A, WIDTH)
-    d_out0 = whole_columns(d_out_rows, some, 0, A, WIDTH)
+    q0 = whole_columns(q_rows, some, 0, D_V, WIDTH)
+    d_out0 = whole_columns(d_out_rows, some, 0, D_V, WIDTH)
     q1, q2, q3, q_rest = q0, q0, q0, q0
     d_out1, d_out2, d_out3 = d_out0, d_out0, d_out0
     dq0 = tl.zeros([BLOCK_H, WIDTH], tl.float32)
     dq1, dq2, dq3 = dq0, dq0, dq0
-    dq_rest = tl.zeros([BLOCK_H, B_PAD], tl.float32)
-    delta = row_products(out_rows, d_out0, some, 0, A, WIDTH)
+    dq_rest = tl.zeros([BLOCK_H, D_REST_PAD], tl.float32)
+    delta = row_products(out_rows, d_out0, some, 0, D_V, WIDTH)
     if GROUPS == 4:
-        q1 = whole_columns(q_rows, some, WIDTH, A - WIDTH, WIDTH)
-        q2 = whole_columns(q_rows, some, 2 * WIDTH, A - 2 * WIDTH, WIDTH)
-        q3 = whole_columns(q_rows, some, 3 * WIDTH, A - 3 * WIDTH, WIDTH)
-        d_out1 = whole_columns(d_out_rows, some, WIDTH, A - WIDTH, WIDTH)
-        d_out2 = whole_columns(d_out_rows, some, 2 * WIDTH, A - 2 * WIDTH, WIDTH)
-        d_out3 = whole_columns(d_out_rows, some, 3 * WIDTH, A - 3 * WIDTH, WIDTH)
-        delta += row_products(out_rows, d_out1, some, WIDTH, A - WIDTH, WIDTH)
-        delta += row_products(out_rows, d_out2, some, 2 * WIDTH, A - 2 * WIDTH, WIDTH)
-        delta += row_products(out_rows, d_out3, some, 3 * WIDTH, A - 3 * WIDTH, WIDTH)
-    if B > 0:
-        q_rest = whole_columns(q_rows, some, A, B, B_PAD)
+        q1 = whole_columns(q_rows, some, WIDTH, D_V - WIDTH, WIDTH)
+        q2 = whole_columns(q_rows, some, 2 * WIDTH, D_V - 2 * WIDTH, WIDTH)
+        q3 = whole_columns(q_rows, some, 3 * WIDTH, D_V - 3 * WIDTH, WIDTH)
+        d_out1 = whole_columns(d_out_rows, some, WIDTH, D_V - WIDTH, WIDTH)
+        d_out2 = whole_columns(d_out_rows, some, 2 * WIDTH, D_V - 2 * WIDTH, WIDTH)
+        d_out3 = whole_columns(d_out_rows, some, 3 * WIDTH, D_V - 3 * WIDTH, WIDTH)
+        delta += row_products(out_rows, d_out1, some, WIDTH, D_V - WIDTH, WIDTH)
+        delta += row_products(out_rows, d_out2, some, 2 * WIDTH, D_V - 2 * WIDTH, WIDTH)
+        delta += row_products(out_rows, d_out3, some, 3 * WIDTH, D_V - 3 * WIDTH, WIDTH)
+    if D_REST > 0:
+        q_rest = whole_columns(q_rows, some, D_V, D_REST, D_REST_PAD)
 
     share = tl.full([BLOCK_H], 1.0, tl.float32)
     if HAS_SINKS:
@@ -274,11 +262,12 @@ def gradient_kernel(
     if HAS_D_LSE:
         offset += tl.load(d_lse_ptr + at, mask=valid & some, other=0)
 
+    kv_ptr += kv_head.to(tl.int64) * head_stride
     last = list_length(lens_ptr, token, 0, TOPK, lens_stride, 0, HAS_LENS)
-    entries = list_ptr + wide_token * list_token_stride + kv_head * list_head_stride
+    entries = list_ptr + wide_token * list_token_stride + kv_head.to(tl.int64) * list_head_stride
     for block in range((last + BLOCK_KV - 1) // BLOCK_KV):
         position, page, place, readable = keys_of(entries, block, last, num_slots, True, PAGE_SIZE, BLOCK_KV)
-        rows = kv_ptr + page.to(tl.int64) * page_stride + place.to(tl.int64) * slot_stride + kv_head * head_stride
+        rows = kv_ptr + page.to(tl.int64) * page_stride + place.to(tl.int64) * slot_stride
         if PARTS:
             target = (job.to(tl.int64) * TOPK + position) * BLOCKS + block_of_heads
             given = parts_ptr + target * D
@@ -286,21 +275,21 @@ def gradient_kernel(
             slot = page.to(tl.int64) * PAGE_SIZE + place
             given = rows_ptr + (slot * KV_HEADS + kv_head) * D
         zero = tl.zeros([BLOCK_H, BLOCK_KV], tl.float32)
-        keys0 = whole_columns(rows, readable, 0, A, WIDTH)
+        keys0 = whole_columns(rows, readable, 0, D_V, WIDTH)
         logits = matmul(q0, tl.trans(keys0), zero)
         products = matmul(d_out0, tl.trans(keys0), zero)
         if GROUPS == 4:
-            keys1 = whole_columns(rows, readable, WIDTH, A - WIDTH, WIDTH)
-            keys2 = whole_columns(rows, readable, 2 * WIDTH, A - 2 * WIDTH, WIDTH)
-            keys3 = whole_columns(rows, readable, 3 * WIDTH, A - 3 * WIDTH, WIDTH)
+            keys1 = whole_columns(rows, readable, WIDTH, D_V - WIDTH, WIDTH)
+            keys2 = whole_columns(rows, readable, 2 * WIDTH, D_V - 2 * WIDTH, WIDTH)
+            keys3 = whole_columns(rows, readable, 3 * WIDTH, D_V - 3 * WIDTH, WIDTH)
             logits = matmul(q1, tl.trans(keys1), logits)
             logits = matmul(q2, tl.trans(keys2), logits)
             logits = matmul(q3, tl.trans(keys3), logits)
             products = matmul(d_out1, tl.trans(keys1), products)
             products = matmul(d_out2, tl.trans(keys2), products)
             products = matmul(d_out3, tl.trans(keys3), products)
-        if B > 0:
-            keys_rest = whole_columns(rows, readable, A, B, B_PAD)
+        if D_REST > 0:
+            keys_rest = whole_columns(rows, readable, D_V, D_REST, D_REST_PAD)
             logits = matmul(q_rest, tl.trans(keys_rest), logits)
         weights = tl.math.exp2(logits * (scale * LOG2E) - level[:, None])
         weights = tl.where(readable[None, :], weights, 0.0)
@@ -308,19 +297,19 @@ def gradient_kernel(
         dlogits = narrow(shared * products + weights * offset[:, None], q0.dtype)
         shared = narrow(shared, q0.dtype)
         dq0 = matmul(dlogits, keys0, dq0)
-        give_columns(given, readable, dlogits, shared, q0, d_out0, scale, 0, A, True, PARTS)
+        give_columns(given, readable, dlogits, shared, q0, d_out0, scale, 0, D_V, True, PARTS)
         if GROUPS == 4:
             dq1 = matmul(dlogits, keys1, dq1)
             dq2 = matmul(dlogits, keys2, dq2)
             dq3 = matmul(dlogits, keys3, dq3)
-            give_columns(given, readable, dlogits, shared, q1, d_out1, scale, WIDTH, A, True, PARTS)
-            give_columns(given, readable, dlogits, shared, q2, d_out2, scale, 2 * WIDTH, A, True, PARTS)
-            give_columns(given, readable, dlogits, shared, q3, d_out3, scale, 3 * WIDTH, A, True, PARTS)
-        if B > 0:
+            give_columns(given, readable, dlogits, shared, q1, d_out1, scale, WIDTH, D_V, True, PARTS)
+            give_columns(given, readable, dlogits, shared, q2, d_out2, scale, 2 * WIDTH, D_V, True, PARTS)
+            give_columns(given, readable, dlogits, shared, q3, d_out3, scale, 3 * WIDTH, D_V, True, PARTS)
+        if D_REST > 0:
             dq_rest = matmul(dlogits, keys_rest, dq_rest)
-            give_columns(given, readable, dlogits, shared, q_rest, d_out0, scale, A, D, False, PARTS)
+            give_columns(given, readable, dlogits, shared, q_rest, d_out0, scale, D_V, D, False, PARTS)
     factor = tl.full([BLOCK_H], 1.0, tl.float32) * scale
-    store_groups(dq_ptr, at, dq0, dq1, dq2, dq3, dq_rest, factor, factor, valid, GROUPS, WIDTH, A, B > 0, D)
+    store_groups(dq_ptr, at, dq0, dq1, dq2, dq3, dq_rest, factor, factor, valid, GROUPS, WIDTH, D_V, D_REST > 0, D)
 
 
 # ---- launching
@@ -387,9 +376,9 @@ def give(call: Any, tile: Tile, launch: Any, first: int, tokens: int, held: Any)
         GROUP=group,
         GROUPS=groups,
         WIDTH=max(16, next_power_of_2(cdiv(call.d_v, groups))),
-        A=call.d_v,
-        B=call.d_qk - call.d_v,
-        B_PAD=max(16, next_power_of_2(call.d_qk - call.d_v)),
+        D_V=call.d_v,
+        D_REST=call.d_qk - call.d_v,
+        D_REST_PAD=max(16, next_power_of_2(call.d_qk - call.d_v)),
         BLOCK_H=tile.block_h,
         BLOCK_KV=tile.block_kv,
     )  # fmt: skip
@@ -425,7 +414,7 @@ def gather(call: Any, launch: Any, first: int, tokens: int, parts: Any, sums: An
     return sums
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
+def run(call: SparseMlaPrefillBackward, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernels; returns dq, dkv and, with sinks, d_sinks."""
     count = call.num_slots * call.num_kv_heads * call.d_qk
     sums, dq, terms = launch(

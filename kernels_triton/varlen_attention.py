@@ -14,17 +14,19 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ragged_attention.kernels_triton import varlen
-from ragged_attention.kernels_triton.blocks import (
-    LN2,
-    LOG2E,
+from ragged_attention.calls import VarlenAttention
+from ragged_attention.kernels_triton import _varlen
+from ragged_attention.kernels_triton._formats import narrow
+from ragged_attention.kernels_triton._sequences import VARYING
+from ragged_attention.kernels_triton._softmax import LN2, LOG2E, online_softmax, tanh
+from ragged_attention.kernels_triton._tiles import (
+    WGMMA,
     expect_between,
     expect_power_of_two,
     launchable_in_float32,
-    narrow,
-    tanh,
+    on_cuda_cores,
 )
-from ragged_attention.kernels_triton.varlen import (
+from ragged_attention.kernels_triton._varlen import (
     accumulate,
     find_block,
     head_start,
@@ -56,42 +58,38 @@ class Tile:
         expect_between(self, num_stages=(1, 8))
 
 
-def why_not(call: Any) -> str | None:
+def why_not(call: VarlenAttention) -> str | None:
     return launchable_in_float32(call, forward_kernel)
 
 
-def tuning_key(call: Any) -> str:
-    return varlen.tuning_key(call)
-
-
-def heuristic(call: Any) -> Tile:
+def heuristic(call: VarlenAttention) -> Tile:
     """Tiles that fit registers and shared memory; see docs/compile_matrix.md."""
     block_q, block_kv, num_warps, num_stages = sizes(call)
-    block_q = varlen.rows_at_most(call, block_q)
-    block_kv, num_stages = varlen.fit(call, block_q * sum(varlen.widths(call)[0]), block_kv, num_stages)
+    block_q = _varlen.rows_at_most(call, block_q)
+    block_kv, num_stages = _varlen.fit_rows(call, block_q * sum(_varlen.widths(call)[0]), block_kv, num_stages)
     return Tile(block_q=block_q, block_kv=block_kv, num_warps=num_warps, num_stages=num_stages)
 
 
 def sizes(call: Any) -> tuple[int, int, int, int]:
     """Rows, keys, warps and stages."""
-    arch, columns = call.device.arch, varlen.columns(call)
+    arch, columns = call.device.arch, _varlen.columns(call)
     if call.device.platform == "cpu":
         return 64, 64, 4, 2
-    if varlen.on_cuda_cores(call):
+    if on_cuda_cores(call):
         return 16, 16, 4, 2
     if not arch.startswith("sm_"):
         return (128, 32, 4, 2) if columns <= 320 else (64, 32, 4, 1)
-    whole = not any(rest for _, rest in varlen.widths(call))
+    whole = not any(rest for _, rest in _varlen.widths(call))
     if arch == "sm_90" and columns <= 256 and whole and call.soft_cap is None:
         return 128, 128, 8, 2
-    if arch in varlen.WGMMA:
+    if arch in WGMMA:
         return (128, 64, 8, 3) if columns <= 320 else (128, 32, 8, 3)
     return (128, 64, 8, 2) if columns <= 256 else (128, 32, 8, 2) if columns <= 320 else (64, 32, 8, 2)
 
 
 @triton.jit
 def attend(
-    q, q_rest, highest, total, acc, acc_rest,
+    q, q_rest, m_i, l_i, acc, acc_rest,
     k_ptr, v_ptr, left, left_blocks, right, num_blocks, first, last, position, kv_len, window,
     k_token_stride, v_token_stride, inner, outer,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
@@ -119,21 +117,16 @@ def attend(
         if MASKED:
             seen = sees(position[:, None], key[None, :], kv_len, window, CAUSAL, HAS_WINDOW)
             logits = tl.where(seen, logits, float("-inf"))
-        higher = tl.maximum(highest, tl.max(logits, 1) * outer)
-        finite = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.math.exp2(logits * outer - finite[:, None])
-        kept = tl.math.exp2(highest - finite)
-        total = total * kept + tl.sum(weights, 1)
-        highest = higher
+        weights, alpha, m_i, l_i = online_softmax(logits, m_i, l_i, outer)
         rounded = narrow(weights, q.dtype)
         v, v_rest = load_rows(
             v_ptr, block, readable, v_token_stride, 0, MASKED, 1, BLOCK_KV, DV, DV_MAIN, DV_REST
         )  # fmt: skip
-        acc, acc_rest = accumulate(rounded, v, v_rest, acc * kept[:, None], acc_rest * kept[:, None], DV_REST)
-    return highest, total, acc, acc_rest
+        acc, acc_rest = accumulate(rounded, v, v_rest, acc * alpha[:, None], acc_rest * alpha[:, None], DV_REST)
+    return m_i, l_i, acc, acc_rest
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, cu_q_lens_ptr, cu_kv_lens_ptr, sinks_ptr,
     out_ptr, lse_ptr,
@@ -172,19 +165,19 @@ def forward_kernel(
         first, last, begin, whole_start, whole_stop, end = key_blocks(
             low, high, kv_len, window, CAUSAL, HAS_WINDOW, BLOCK_KV
         )
-        highest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_Q], tl.float32)
+        m_i = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+        l_i = tl.zeros([BLOCK_Q], tl.float32)
         acc, acc_rest = zeros(BLOCK_Q, DV_MAIN, DV_REST)
-        highest, total, acc, acc_rest = attend(
-            q, q_rest, highest, total, acc, acc_rest, k_ptr, v_ptr,
+        m_i, l_i, acc, acc_rest = attend(
+            q, q_rest, m_i, l_i, acc, acc_rest, k_ptr, v_ptr,
             whole_start, 0, 0, (whole_stop - whole_start) // BLOCK_KV, first, last, position, kv_len, window,
             k_token_stride, v_token_stride, inner, outer, False, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP,
             BLOCK_KV, D, D_MAIN, D_REST, DV, DV_MAIN, DV_REST,
         )  # fmt: skip
         left_blocks = (whole_start - begin) // BLOCK_KV
         num_blocks = left_blocks + (end - whole_stop) // BLOCK_KV
-        highest, total, acc, acc_rest = attend(
-            q, q_rest, highest, total, acc, acc_rest, k_ptr, v_ptr,
+        m_i, l_i, acc, acc_rest = attend(
+            q, q_rest, m_i, l_i, acc, acc_rest, k_ptr, v_ptr,
             begin, left_blocks, whole_stop, num_blocks, first, last, position, kv_len, window,
             k_token_stride, v_token_stride, inner, outer, True, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP,
             BLOCK_KV, D, D_MAIN, D_REST, DV, DV_MAIN, DV_REST,
@@ -192,25 +185,25 @@ def forward_kernel(
 
         row = first_row + tl.arange(0, BLOCK_Q)
         head = kv_head * GROUP + row % GROUP
-        empty = total == 0.0  # no key seen
-        highest = tl.where(empty, 0.0, highest)
-        total = tl.where(empty, 1.0, total)
-        denominator = total
+        empty = l_i == 0.0  # no key seen
+        m_i = tl.where(empty, 0.0, m_i)
+        l_i = tl.where(empty, 1.0, l_i)
+        denominator = l_i
         if HAS_SINKS:
             sink = tl.load(sinks_ptr + head, mask=row < rows, other=float("-inf"))
-            denominator += tl.math.exp2(sink * LOG2E - highest)
+            denominator += tl.math.exp2(sink * LOG2E - m_i)
         share = tl.where(empty, 0.0, 1.0 / denominator)[:, None]
-        lse = tl.where(empty, float("-inf"), (highest + tl.math.log2(total)) * LN2)
+        lse = tl.where(empty, float("-inf"), (m_i + tl.math.log2(l_i)) * LN2)
         tl.store(lse_ptr + (start + row // GROUP).to(tl.int64) * NUM_HEADS + head, lse, mask=row < rows)
         out_ptr = head_start(out_ptr, start, kv_head, NUM_HEADS * DV, DV, GROUP)
         store_rows(out_ptr, first_row, acc * share, acc_rest * share, row < rows, NUM_HEADS * DV, GROUP, BLOCK_Q,
                    DV, DV_MAIN, DV_REST)  # fmt: skip
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
+def run(call: VarlenAttention, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernel; returns out and lse."""
-    q = varlen.near(call.q, call.group, launch)
-    k, v = (varlen.near(array, 1, launch) for array in (call.k, call.v))
+    q = _varlen.near(call.q, call.group, launch)
+    k, v = (_varlen.near(array, 1, launch) for array in (call.k, call.v))
     cu_q_lens, cu_kv_lens = map(launch.packed, (call.cu_q_lens, call.cu_kv_lens))
     blocks = call.num_q_tokens * call.group // tile.block_q + call.num_seqs + 2
     return launch(
@@ -224,6 +217,6 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
         NEGATIVE=call.scale < 0,
         BLOCK_Q=tile.block_q,
         BLOCK_KV=tile.block_kv,
-        **varlen.shared_arguments(call),
-        **varlen.stride_arguments(launch, q=q, k=k, v=v),
+        **_varlen.shared_arguments(call),
+        **_varlen.stride_arguments(launch, q=q, k=k, v=v),
     )

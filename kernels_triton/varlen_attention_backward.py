@@ -19,19 +19,21 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ragged_attention.kernels_triton import varlen
-from ragged_attention.kernels_triton.blocks import (
-    LOG2E,
+from ragged_attention.calls import VarlenAttentionBackward
+from ragged_attention.kernels_triton import _varlen
+from ragged_attention.kernels_triton._formats import narrow
+from ragged_attention.kernels_triton._sequences import VARYING
+from ragged_attention.kernels_triton._softmax import LOG2E, column_sums, tanh
+from ragged_attention.kernels_triton._tiles import (
+    WGMMA,
     cdiv,
-    column_sums,
     expect_between,
     expect_power_of_two,
     launchable_in_float32,
-    narrow,
     next_power_of_2,
-    tanh,
+    on_cuda_cores,
 )
-from ragged_attention.kernels_triton.varlen import (
+from ragged_attention.kernels_triton._varlen import (
     accumulate,
     find_block,
     head_start,
@@ -74,23 +76,19 @@ class Tile:
         expect_between(self, num_stages=(1, 8), dq_num_stages=(1, 8))
 
 
-def why_not(call: Any) -> str | None:
+def why_not(call: VarlenAttentionBackward) -> str | None:
     return launchable_in_float32(call, dkv_kernel)
 
 
-def tuning_key(call: Any) -> str:
-    return varlen.tuning_key(call)
-
-
-def heuristic(call: Any) -> Tile:
+def heuristic(call: VarlenAttentionBackward) -> Tile:
     """Tiles that fit registers and shared memory; see docs/compile_matrix.md."""
-    columns = varlen.columns(call)
+    columns = _varlen.columns(call)
     block_q, block_kv, num_warps, num_stages = dkv_sizes(call)
     block_kv = min(block_kv, max(16, next_power_of_2(call.num_kv_tokens)))
-    block_q, num_stages = varlen.fit(call, block_kv * columns, block_q, num_stages)
+    block_q, num_stages = _varlen.fit_rows(call, block_kv * columns, block_q, num_stages)
     dq_block_q, dq_block_kv, dq_num_warps, dq_num_stages = dq_sizes(call)
-    dq_block_q = varlen.rows_at_most(call, dq_block_q)
-    dq_block_kv, dq_num_stages = varlen.fit(call, dq_block_q * columns, dq_block_kv, dq_num_stages)
+    dq_block_q = _varlen.rows_at_most(call, dq_block_q)
+    dq_block_kv, dq_num_stages = _varlen.fit_rows(call, dq_block_q * columns, dq_block_kv, dq_num_stages)
     return Tile(
         block_q=block_q,
         block_kv=block_kv,
@@ -105,10 +103,10 @@ def heuristic(call: Any) -> Tile:
 
 def dkv_sizes(call: Any) -> tuple[int, int, int, int]:
     """Rows a step, keys, warps and stages of the kernel of dk and dv, both of which it holds in registers."""
-    arch, columns = call.device.arch, varlen.columns(call)
+    arch, columns = call.device.arch, _varlen.columns(call)
     if call.device.platform == "cpu":
         return 64, 64, 4, 2
-    if varlen.on_cuda_cores(call):
+    if on_cuda_cores(call):
         return 16, 16, 4, 1
     if not arch.startswith("sm_"):
         return 32, 64 if columns <= 320 and call.soft_cap is None else 32, 4, 1
@@ -119,7 +117,7 @@ def dkv_sizes(call: Any) -> tuple[int, int, int, int]:
         if columns <= 256:
             return 64 if simple and EARLY and call.causal and not call.sliding_window else 32, 128, 8, 3
         return (32, 128 if simple and EARLY else 64, 8, 3) if columns <= 320 else (32, 32, 8, 3)
-    if arch in varlen.WGMMA:
+    if arch in WGMMA:
         return 64 if columns <= 256 else 32, 128 if columns <= 320 else 64, 8, 2
     if columns <= 128:
         return 32, 128, 8, 2
@@ -128,20 +126,20 @@ def dkv_sizes(call: Any) -> tuple[int, int, int, int]:
 
 def dq_sizes(call: Any) -> tuple[int, int, int, int]:
     """Rows, keys a step, warps and stages of the kernel of dq."""
-    arch, columns = call.device.arch, varlen.columns(call)
+    arch, columns = call.device.arch, _varlen.columns(call)
     if call.device.platform == "cpu":
         return 64, 64, 4, 2
-    if varlen.on_cuda_cores(call):
+    if on_cuda_cores(call):
         return 16, 16, 8 if arch.startswith("sm_") else 4, 1
     if not arch.startswith("sm_"):
         return (64, 32, 4, 1) if columns <= 320 else (32, 32, 4, 1)
-    if arch in varlen.WGMMA:
+    if arch in WGMMA:
         num_stages = 3 if arch == "sm_90" or columns <= 256 else 2
         return 128, 64 if columns <= 320 else 32, 8, num_stages
     return (64, 64, 8, 2) if columns <= 256 else (64, 32, 8, 2) if columns <= 384 else (32, 32, 8, 2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def prepare_kernel(
     out_ptr, d_out_ptr, lse_ptr, d_lse_ptr, sinks_ptr,
     terms_ptr, parts_ptr,
@@ -246,7 +244,7 @@ def visit_rows(
         products = product(k, k_rest, q, q_rest, D_REST)
         position = kv_len - q_len + row // GROUP
         seen = sees(position[None, :], key[:, None], kv_len, window, CAUSAL, HAS_WINDOW)
-        norm, offset, share = load_terms(terms_ptr, row, readable, MASKED)
+        norm, offset, share = load_terms(terms_ptr, block, readable, MASKED, BLOCK_Q)
         hidden: tl.constexpr = MASKED and (CAUSAL or HAS_WINDOW)  # else a key is seen by every row that there is
         weights, slope = weigh(products, norm[None, :], seen, inner, outer, hidden, HAS_SOFT_CAP)
         shared = weights
@@ -260,11 +258,13 @@ def visit_rows(
 
 
 @triton.jit
-def load_terms(terms_ptr, row, readable, MASKED: tl.constexpr):
-    """(norm, offset, share) of rows; 0 where not readable, where neither q nor d_out will be anything else."""
-    places = terms_ptr + ((row * TERMS)[:, None] + tl.arange(0, TERMS)[None, :])
+def load_terms(terms_ptr, first, readable, MASKED: tl.constexpr, BLOCK: tl.constexpr):
+    """(norm, offset, share) of the rows [first, first + BLOCK); 0 where not readable, where neither q nor d_out will
+    be anything else."""
+    row = tl.arange(0, BLOCK)
+    places = terms_ptr + tl.cast(first, tl.int64) * TERMS + ((row * TERMS)[:, None] + tl.arange(0, TERMS)[None, :])
     terms = tl.load(places, mask=readable[:, None], other=0.0) if MASKED else tl.load(places)
-    even, odd = tl.split(tl.reshape(terms, [row.shape[0], 2, 2]))
+    even, odd = tl.split(tl.reshape(terms, [BLOCK, 2, 2]))
     norm, share = tl.split(even)
     offset, _ = tl.split(odd)
     return norm, offset, share
@@ -292,7 +292,7 @@ def row_blocks(low, high, q_len, kv_len, window, CAUSAL: tl.constexpr, HAS_WINDO
     return first * GROUP, last * GROUP, start, whole_start, whole_stop, end
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def dkv_kernel(
     d_out_ptr, q_ptr, k_ptr, v_ptr, terms_ptr, cu_q_lens_ptr, cu_kv_lens_ptr,
     dk_ptr, dv_ptr,
@@ -387,7 +387,7 @@ def visit_keys(
     return dq, dq_rest
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def dq_kernel(
     d_out_ptr, q_ptr, k_ptr, v_ptr, terms_ptr, cu_q_lens_ptr, cu_kv_lens_ptr,
     dq_ptr,
@@ -432,7 +432,7 @@ def dq_kernel(
             DV, DV_MAIN, DV_REST,
         )  # fmt: skip
         dq, dq_rest = zeros(BLOCK_Q, D_MAIN, D_REST)
-        norm, offset, share = load_terms(terms_ptr, row, inside, True)
+        norm, offset, share = load_terms(terms_ptr, first_row, inside, True, BLOCK_Q)
         dq, dq_rest = visit_keys(
             q, q_rest, d_out, d_out_rest, dq, dq_rest, norm, offset, share, k_ptr, v_ptr,
             whole_start, 0, 0, (whole_stop - whole_start) // BLOCK_KV, first, last, position, kv_len, window,
@@ -480,7 +480,7 @@ def prepare(call: Any, d_out: Any, launch: Any) -> tuple[Any, Any | None]:
         DV=call.v_head_dim,
         DV_PAD=pad,
         BLOCK=block,
-        **varlen.stride_arguments(launch, out=out, d_out=d_out),
+        **_varlen.stride_arguments(launch, out=out, d_out=d_out),
     )
     return terms, None if call.sinks is None else parts
 
@@ -489,14 +489,14 @@ def has_share(call: Any) -> bool:
     return call.sinks is not None and call.d_lse is not None
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
+def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernels; returns dq, dk, dv and, with sinks, d_sinks."""
-    d_out, q = (varlen.near(array, call.group, launch) for array in (call.d_out, call.q))
-    k, v = (varlen.near(array, 1, launch) for array in (call.k, call.v))
+    d_out, q = (_varlen.near(array, call.group, launch) for array in (call.d_out, call.q))
+    k, v = (_varlen.near(array, 1, launch) for array in (call.k, call.v))
     cu_q_lens, cu_kv_lens = map(launch.packed, (call.cu_q_lens, call.cu_kv_lens))
     terms, parts = prepare(call, d_out, launch)
     inputs = (d_out, q, k, v, terms, cu_q_lens, cu_kv_lens)
-    shared = varlen.shared_arguments(call) | varlen.stride_arguments(launch, d_out=d_out, q=q, k=k, v=v)
+    shared = _varlen.shared_arguments(call) | _varlen.stride_arguments(launch, d_out=d_out, q=q, k=k, v=v)
     shared["HAS_SHARE"] = has_share(call)
     row_programs = call.num_q_tokens * call.group // tile.dq_block_q + call.num_seqs + 2
     [dq] = launch(

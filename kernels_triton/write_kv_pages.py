@@ -10,19 +10,10 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ragged_attention.kernels_triton.blocks import (
-    cache_format,
-    cache_views,
-    cdiv,
-    count_sequences,
-    encode,
-    expect_power_of_two,
-    launchable,
-    load_scale,
-    next_power_of_2,
-    query_edge,
-    scale_arguments,
-)
+from ragged_attention.calls import WriteKvPages
+from ragged_attention.kernels_triton._formats import cache_format, cache_views, encode, load_scale, scale_arguments
+from ragged_attention.kernels_triton._sequences import VARYING, count_sequences, query_edge
+from ragged_attention.kernels_triton._tiles import cdiv, expect_power_of_two, launchable, next_power_of_2
 
 FEATURES = frozenset({"slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "k_scale", "v_scale"})
 
@@ -38,11 +29,11 @@ class Tile:
         expect_power_of_two(self, block_t=(1, 256), num_warps=(1, 16))
 
 
-def why_not(call: Any) -> str | None:
+def why_not(call: WriteKvPages) -> str | None:
     return launchable(call, write_kernel)
 
 
-def heuristic(call: Any) -> Tile:
+def heuristic(call: WriteKvPages) -> Tile:
     """About four thousand elements a program."""
     width = next_power_of_2(max(call.head_dim, call.v_head_dim))
     return Tile(block_t=max(1, min(4096 // width, next_power_of_2(call.num_tokens), 64)))
@@ -50,11 +41,11 @@ def heuristic(call: Any) -> Tile:
 
 @triton.jit
 def slots_from_tables(token, page_indices_ptr, kv_lens_ptr, cu_q_lens_ptr, num_seqs, num_tokens, num_pages, capacity,
-                      table_stride, PAGE_SIZE: tl.constexpr, SEARCH_STEPS: tl.constexpr):  # fmt: skip
+                      table_stride, search_steps, PAGE_SIZE: tl.constexpr):  # fmt: skip
     """Each token's slot, -1 for one that belongs to no sequence or no page."""
     low = tl.zeros_like(token)
     high = low + num_seqs + 1
-    for _ in range(SEARCH_STEPS):
+    for _ in range(search_steps):
         middle = (low + high) // 2
         found = (query_edge(cu_q_lens_ptr, middle, num_tokens) <= token) & (high - low > 1)
         high = tl.where(found | (high - low <= 1), high, middle)
@@ -88,17 +79,17 @@ def write_rows(new_ptr, pages_ptr, scale_ptr, factor, token, kv_head, live, slot
     tl.store(target[:, None] + d[None, :], stored, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def write_kernel(
     k_ptr, v_ptr, slots_ptr, page_indices_ptr, kv_lens_ptr, cu_q_lens_ptr, num_seqs_ptr, k_scale_ptr, v_scale_ptr,
     given_pages_ptr, given_v_pages_ptr, k_pages_ptr, v_pages_ptr,
-    num_tokens, max_num_seqs, num_pages, capacity, table_stride, v_offset, slots_stride,
+    num_tokens, max_num_seqs, num_pages, capacity, table_stride, search_steps, v_offset, slots_stride,
     k_token_stride, k_new_head_stride, v_token_stride, v_new_head_stride,
     k_page_stride, k_slot_stride, k_head_stride, v_page_stride, v_slot_stride, v_head_stride,
     k_scale_factor, v_scale_factor,
     K_SCALE_STRIDE: tl.constexpr, V_SCALE_STRIDE: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_NUM_SEQS: tl.constexpr,
     FORMAT: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    DV: tl.constexpr, DV_PAD: tl.constexpr, SEARCH_STEPS: tl.constexpr, BLOCK_T: tl.constexpr,
+    DV: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Some tokens of one KV head. Combined pages come as K's alone, and V's are None."""
     if v_pages_ptr is None:
@@ -110,7 +101,7 @@ def write_kernel(
     else:
         num_seqs = count_sequences(num_seqs_ptr, max_num_seqs, HAS_NUM_SEQS)
         slot = slots_from_tables(token, page_indices_ptr, kv_lens_ptr, cu_q_lens_ptr, num_seqs, num_tokens, num_pages,
-                                 capacity, table_stride, PAGE_SIZE, SEARCH_STEPS)  # fmt: skip
+                                 capacity, table_stride, search_steps, PAGE_SIZE)  # fmt: skip
     live = (slot >= 0) & (slot // PAGE_SIZE < num_pages) & (token < num_tokens)
     slot = tl.where(live, slot, 0)
     write_rows(k_ptr, k_pages_ptr, k_scale_ptr, k_scale_factor, token, kv_head, live, slot, k_token_stride,
@@ -121,7 +112,7 @@ def write_kernel(
                DV, DV_PAD)  # fmt: skip
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
+def run(call: WriteKvPages, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernel; returns the page arrays."""
     k, v = launch.packed(call.k), launch.packed(call.v)
     k_pages, v_pages, k_strides, v_strides, v_offset = cache_views(call, launch)
@@ -167,7 +158,7 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
         D_PAD=next_power_of_2(call.head_dim),
         DV=call.v_head_dim,
         DV_PAD=next_power_of_2(call.v_head_dim),
-        SEARCH_STEPS=(max_num_seqs + 1).bit_length() + 1,
+        search_steps=(max_num_seqs + 1).bit_length() + 1,
         BLOCK_T=tile.block_t,
     )
     return pages

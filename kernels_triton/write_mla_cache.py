@@ -15,15 +15,10 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ragged_attention.calls import CACHE_FORMATS
-from ragged_attention.kernels_triton.blocks import (
-    cdiv,
-    encode_float8,
-    expect_power_of_two,
-    launchable,
-    narrow,
-    next_power_of_2,
-)
+from ragged_attention.calls import CACHE_FORMATS, WriteMlaCache
+from ragged_attention.kernels_triton._formats import encode_float8, narrow
+from ragged_attention.kernels_triton._sequences import VARYING
+from ragged_attention.kernels_triton._tiles import cdiv, expect_power_of_two, launchable, next_power_of_2
 
 FEATURES = frozenset({"power_of_two_scales", "cache_format"})
 
@@ -39,11 +34,11 @@ class Tile:
         expect_power_of_two(self, block_t=(1, 256), num_warps=(1, 16))
 
 
-def why_not(call: Any) -> str | None:
+def why_not(call: WriteMlaCache) -> str | None:
     return launchable(call, write_rows_kernel)
 
 
-def heuristic(call: Any) -> Tile:
+def heuristic(call: WriteMlaCache) -> Tile:
     """About two thousand elements a program."""
     return tile_for(call.format, call.kv.shape[0], call.kv.shape[2])
 
@@ -109,7 +104,7 @@ def write_rotary(source, target, live, ROTARY: tl.constexpr):
     store_bytes(target, values.to(tl.uint16, bitcast=True), live, 2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def write_rows_kernel(
     kv_ptr, slots_ptr, given_cache_ptr, cache_ptr,
     num_tokens, num_slots, slots_stride, kv_page_stride, kv_row_stride, kv_head_stride,
@@ -178,7 +173,7 @@ def constants(call: Any, num_slots: int, page_size: int, tile: Tile) -> dict[str
     }
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
+def run(call: WriteMlaCache, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernel; returns the cache."""
     kv, slots, cache = launch.packed(call.kv), call.slot_mapping, call.cache
     num_tokens, num_kv_heads, _ = kv.shape

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -59,6 +60,33 @@ def test_writing_quantising_and_scheduling_compile() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     for kernel in ("latent_kernel", "write_rows_kernel", "schedule_kernel"):
         assert kernel in done.stdout
+
+
+def test_a_thousand_batches_compile_few_variants() -> None:
+    """What changes from step to step, lengths and windows included, is no reason to compile in the middle of serving.
+
+    What is left are block sizes that follow the size of the batch, and strides of tables that 16 divides or not.
+    """
+    pytest.importorskip("triton")
+    done = apart("-m", "serving_variants")
+    assert done.returncode == 0, done.stderr
+    for operation, counts in json.loads(done.stdout).items():
+        assert max(counts.values()) <= 12, f"{operation}: {counts}"
+
+
+ODD_WINDOW = """
+from benchmarks import compiling
+from ragged_attention.samples import Sample, device_of
+sample = Sample(sliding_window=2047, num_tokens=4096, max_num_seqs=1)
+launches = compiling.record(sample.call("ragged_paged_attention", device_of("torch", "sm_90")))
+print(*{compiling.compile_launch(launch, "sm_90").failure for launch in launches if launch.name == "tile_kernel"})
+"""
+
+
+def test_a_window_that_16_does_not_divide_spills_nothing() -> None:
+    pytest.importorskip("triton")
+    done = apart("-c", ODD_WINDOW)
+    assert done.stdout == "None\n", done.stdout + done.stderr
 
 
 def test_planted_kernels_are_reported() -> None:

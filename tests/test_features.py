@@ -205,7 +205,7 @@ def results_of(backend: str, operation: str, arguments: dict[str, Any]) -> list[
     else:
         import torch
 
-        from ragged_attention.torch.launcher import LAUNCHER
+        from ragged_attention.torch._launcher import LAUNCHER
 
         call: Call = record(**arguments, device=device).map(lambda array: torch.from_numpy(array.copy()))  # type: ignore[call-arg]
         results = dispatch.choose(call, backend=backend).run(call, LAUNCHER)
@@ -234,7 +234,8 @@ def test_what_is_listed_counts(operation, index):
         assert all(name not in module.FEATURES for module in here.values())  # else it is to be compared below
         del arguments[name]
     wanted = results_of("reference", operation, arguments)
-    for name in set(arguments) & set(fields) - SAME - {hint for hint, kind in CALLS[operation].KINDS.items() if kind.hint}:
+    hints = {name for name, kind in CALLS[operation].KINDS.items() if kind.hint}
+    for name in set(arguments) & set(fields) - SAME - hints:
         try:
             without = results_of("reference", operation, {k: v for k, v in arguments.items() if k != name})
         except InvalidInput:

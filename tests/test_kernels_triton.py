@@ -9,7 +9,7 @@ import pytest
 import ragged_attention as ra
 from ragged_attention.calls import SparseMlaPrefillBackward
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention as definition
-from ragged_attention.samples import FakeArray, device_of
+from ragged_attention.samples import FakeArray, LatentSample, device_of
 from ragged_attention.testing.compare import agrees
 
 torch = pytest.importorskip("torch")
@@ -22,7 +22,7 @@ torch = pytest.importorskip("torch")
         ("ragged_paged_attention", {"num_warps": 32}, "expected num_warps to be a power of two from 1 to 16, got 32"),
         ("ragged_paged_attention", {"num_splits": 0}, "expected num_splits from 1 to 256, got 0"),
         ("ragged_paged_attention", {"edge_kv": 8}, "expected edge_kv to be a power of two from 16 to 256, got 8"),
-        ("ragged_paged_attention", {"careful_keys": -1}, "expected careful_keys >= 0, got -1"),
+        ("ragged_paged_attention", {"split_weights_below": -1}, "expected split_weights_below >= 0, got -1"),
         ("write_kv_pages", {"block_t": 3}, "expected block_t to be a power of two from 1 to 256, got 3"),
         ("merge_attention_states", {"num_warps": 3}, "expected num_warps to be a power of two from 1 to 16, got 3"),
         ("sparse_mla_prefill", {"block_h": 8}, "expected block_h to be a power of two from 16 to 128, got 8"),
@@ -84,6 +84,16 @@ def test_the_gradient_of_sparse_prefill_says_what_it_cannot(
     )  # fmt: skip
     module = importlib.import_module("ragged_attention.kernels_triton.sparse_mla_prefill_backward")
     assert module.why_not(call) == reason
+
+
+@pytest.mark.parametrize("batch", [1, 2, 4, 8, 16, 32, 64])
+@pytest.mark.parametrize(("heads", "topk"), [(16, 2048), (16, 2000), (64, 2048), (128, 512)])
+def test_every_split_of_a_list_has_keys(batch: int, heads: int, topk: int) -> None:
+    sample = LatentSample(num_q_heads=heads, topk=topk, num_tokens=batch, max_num_seqs=batch)
+    module = importlib.import_module("ragged_attention.kernels_triton.mla_decode")
+    tile = module.heuristic(sample.call("mla_decode", device_of("torch", "sm_90")))
+    blocks = -(-topk // tile.block_kv)
+    assert -(-blocks // -(-blocks // tile.num_splits)) == tile.num_splits
 
 
 def test_few_keys_are_exact_enough_in_a_table_for_many() -> None:

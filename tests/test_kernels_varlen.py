@@ -14,7 +14,7 @@ from ragged_attention.testing.compare import agrees
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from ragged_attention.kernels_triton import varlen, varlen_attention, varlen_attention_backward  # noqa: E402
+from ragged_attention.kernels_triton import _varlen, varlen_attention, varlen_attention_backward  # noqa: E402
 from ragged_attention.torch._launcher import LAUNCHER  # noqa: E402
 
 
@@ -26,8 +26,8 @@ from ragged_attention.torch._launcher import LAUNCHER  # noqa: E402
     ],
 )  # fmt: skip
 def test_a_head_is_held_in_the_narrowest_two_parts(width: int, expected: tuple[int, int]) -> None:
-    assert varlen.parts(width) == expected
-    assert varlen.parts(width, split=False) == (max(16, 1 << (width - 1).bit_length()), 0)
+    assert _varlen.parts(width) == expected
+    assert _varlen.parts(width, split=False) == (max(16, 1 << (width - 1).bit_length()), 0)
     assert width <= sum(expected) < 2 * max(width, 16)
 
 
@@ -42,7 +42,7 @@ def test_float64_is_for_others(operation: str) -> None:
 @pytest.mark.parametrize(("strides", "copied"), [((64, 16, 1), False), ((2**23, 16, 1), True), ((16, 2**29, 1), True)])
 def test_rows_too_far_apart_are_copied(strides: tuple[int, int, int], copied: bool) -> None:
     array = torch.empty_strided((5, 4, 16), strides, device="meta")
-    assert (varlen.near(array, 4, LAUNCHER) is not array) == copied
+    assert (_varlen.near(array, 4, LAUNCHER) is not array) == copied
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950"])
@@ -54,7 +54,7 @@ def test_blocks_fit_the_shared_memory(arch: str, dtype: str, widths: tuple[int, 
     call = sample.call("varlen_attention_backward", device_of("torch", arch))
     tile = varlen_attention_backward.heuristic(call)
     size = 4 if dtype == "float32" else 2
-    row = size * varlen.columns(call)
+    row = size * _varlen.columns(call)
     for kept, step, stages in (
         (tile.block_kv, tile.block_q, tile.num_stages),
         (tile.dq_block_q, tile.dq_block_kv, tile.dq_num_stages),

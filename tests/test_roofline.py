@@ -90,9 +90,9 @@ def of_model(case: Any, tile: Any) -> dict[str, Work]:
 SMALL: list[tuple[str, int, dict[str, int]]] = [
     ("decode_64x4k", 600, {"num_splits": 4}),
     ("gpt_oss_window_64x4k", 600, {}),
-    ("gpt_oss_prefill_4k", 300, {"careful_keys": 5}),
-    ("mixed_2q2k_32q1s1k", 200, {"careful_keys": 100}),
-    ("gemma2_prefill_4k", 150, {"careful_keys": 70}),
+    ("gpt_oss_prefill_4k", 300, {"split_weights_below": 5}),
+    ("mixed_2q2k_32q1s1k", 200, {"split_weights_below": 100}),
+    ("gemma2_prefill_4k", 150, {"split_weights_below": 70}),
     ("fp8_prefill_4k", 100, {}),
     ("phi_head_80_mixed", 100, {}),
     ("mla_dense_h128_128q2s4k", 150, {}),

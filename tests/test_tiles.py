@@ -48,8 +48,8 @@ def test_the_tiles_of_gpus_agree_with_the_definition(
     whole = catalogue.find(name)
     call = catalogue.attention_call(whole, device_of("torch", arch))
     fields = dataclasses.asdict(dispatch.load(call.OPERATION, "triton").heuristic(call))
-    if "careful_keys" in fields:
-        fields["careful_keys"] = min(fields["careful_keys"], 120)
+    if "split_weights_below" in fields:
+        fields["split_weights_below"] = min(fields["split_weights_below"], 120)
     case = catalogue.scaled_down(dataclasses.replace(whole, **changed), length=length, sequences=2)
     inputs = catalogue.torch_inputs(case)
     run = getattr(importlib.import_module("ragged_attention.torch"), case.operation)

@@ -39,6 +39,10 @@ class VarlenCall(GroupedCall):
     cu_kv_lens: Any
     max_q_len: Any
     max_kv_len: Any
+    causal: Any
+    sliding_window: Any
+    soft_cap: Any
+    sinks: Any
 
     def _check(self, sizes: Sizes) -> None:
         if self.num_kv_heads < 1:

@@ -144,17 +144,17 @@ class GuardedModule:
 
 
 def guard_the_launcher(framework: str, side: str) -> None:
-    """From now on, what this process's launcher and its tapes allocate lies in guarded memory too."""
+    """From now on, what this process's launcher and its replays allocate lies in guarded memory too."""
     if framework == "torch":
         import torch
 
-        from ragged_attention.torch import launcher, tape
+        from ragged_attention.torch import _launcher, _replay
 
-        launcher.torch = tape.torch = GuardedModule(torch, side)  # type: ignore[assignment]
+        _launcher.torch = _replay.torch = GuardedModule(torch, side)  # type: ignore[assignment]
     else:
-        from ragged_attention.jax import launcher
+        from ragged_attention.jax import _launcher
 
-        launcher.np = GuardedModule(np, side)  # type: ignore[assignment]
+        _launcher.np = GuardedModule(np, side)  # type: ignore[assignment]
 
 
 def read_one_further(side: str) -> float:

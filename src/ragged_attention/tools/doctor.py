@@ -61,7 +61,7 @@ def imported(name: str) -> ModuleType | Exception:
     """A module, or the exception that its import raised."""
     try:
         if name == "jax_triton":  # its import needs care, and the launcher takes it
-            found = importlib.import_module("ragged_attention.jax.launcher").jax_triton()
+            found = importlib.import_module("ragged_attention.jax._launcher").jax_triton()
             return found if isinstance(found, ModuleType) else absent_or(found, name)
         return importlib.import_module(name)
     except Exception as error:

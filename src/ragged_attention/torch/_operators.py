@@ -5,7 +5,7 @@ else (checks, choice of backend, launch) happens inside the operator, out of sig
 """
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -94,14 +94,14 @@ def run_with_write(record: Any, arguments: Mapping[str, Any]) -> list[torch.Tens
     return run_prepared(record, prepared | {"new_kv": None}, backend, options)
 
 
-def _may_differentiate(flat: list[Any]) -> bool:
+def _may_differentiate(flat: Sequence[Any]) -> bool:
     """Whether autograd may have to do with a call."""
     if torch._C._functorch.maybe_current_level() is not None:  # type: ignore[attr-defined]
         return True
     return torch.is_grad_enabled() and torch._C._any_requires_grad(*flat)
 
 
-def _refuse_tangents(operation: str, flat: list[Any]) -> None:
+def _refuse_tangents(operation: str, flat: Sequence[Any]) -> None:
     """Forward-mode differentiation, which torch would let pass with tangents of zero."""
     for value in flat:
         if isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None:
@@ -146,9 +146,10 @@ def _implementation(record: type[Call]) -> Callable[..., Any]:
 
     def implementation(*values: Any) -> Any:
         arguments = record.unflatten(values[:-2])
-        first = next((value for value in values if isinstance(value, torch.Tensor)), None)
-        if first is None:  # a schema takes None for a tensor
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        if not tensors:  # a schema takes None for a tensor
             _plan.checked(record, arguments)
+        first = tensors[0]
         for name in written:
             given = arguments[name]
             for tensor in given if isinstance(given, tuple) else (given,):

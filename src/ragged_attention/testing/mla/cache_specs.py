@@ -283,8 +283,9 @@ class ScheduleSpec:
         extra_lens = lens_of(rng, shape, self.extra_topk or 0, self.extra_lens) if self.extra_topk else None
         dense_lens = rng.integers(0, self.longest + 1, self.seqs, np.int32) * (rng.random(self.seqs) < 0.8)
         return ScheduleBatch(
-            kv_lens=self.topk or dense_lens.astype(np.int32),
+            kv_lens=None if self.topk else dense_lens.astype(np.int32),
             batch_size=self.seqs,
+            topk=self.topk or None,
             topk_lens=lens_of(rng, shape, self.topk, self.lens) if self.topk else None,
             extra_topk=self.extra_topk,
             extra_topk_lens=extra_lens,

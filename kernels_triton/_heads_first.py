@@ -15,17 +15,10 @@ import triton
 import triton.language as tl
 
 from ragged_attention.kernels_triton import ragged_paged_attention
-from ragged_attention.kernels_triton.blocks import (
-    cache_format,
-    cdiv,
-    decode,
-    key_range,
-    lost_to_rounding,
-    matmul,
-    narrow,
-    next_power_of_2,
-    tanh,
-)
+from ragged_attention.kernels_triton._formats import cache_format, decode, narrow
+from ragged_attention.kernels_triton._sequences import VARYING, key_range
+from ragged_attention.kernels_triton._softmax import lost_to_rounding, matmul, online_softmax, tanh
+from ragged_attention.kernels_triton._tiles import cdiv, next_power_of_2
 from ragged_attention.kernels_triton.ragged_paged_attention import (
     SMALLEST_SCALE,
     Tile,
@@ -37,7 +30,7 @@ from ragged_attention.kernels_triton.ragged_paged_attention import (
 EDGES = 256  # numbers that one program writes
 
 
-class Turned:
+class HeadsFirstStrides:
     """A launcher that gives the strides of heads-first pages in the order of the ragged operation's."""
 
     def __init__(self, launch: Any) -> None:
@@ -63,14 +56,14 @@ def live_rows(length, num_tokens, ALIGN: tl.constexpr):
     return live
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def decode_edges_kernel(lengths_ptr, edges_ptr, count, BLOCK: tl.constexpr):
     """`cu_q_lens` of one query a sequence."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(edges_ptr + place, place, mask=place < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def chunk_edges_kernel(length_ptr, edges_ptr, num_tokens, capacity, ALIGN: tl.constexpr):
     """`cu_q_lens` of the one sequence whose chunk this is."""
     length = tl.minimum(tl.maximum(tl.load(length_ptr), 0), capacity)
@@ -78,7 +71,7 @@ def chunk_edges_kernel(length_ptr, edges_ptr, num_tokens, capacity, ALIGN: tl.co
     tl.store(edges_ptr + 1, live_rows(length, num_tokens, ALIGN))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def scaled_kernel(
     q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, lengths_ptr, page_indices_ptr,
     out_ptr, lse_ptr,
@@ -119,8 +112,8 @@ def scaled_kernel(
     v_scales_ptr += kv_head.to(tl.int64) * vs_head_stride
     table_ptr = page_indices_ptr + seq.to(tl.int64) * table_stride
     d = tl.arange(0, D_PAD)
-    highest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_Q], tl.float32)
+    m_i = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, D_PAD], tl.float32)
     for block in range(first // BLOCK_KV * BLOCK_KV, last, BLOCK_KV):
         keys = block + tl.arange(0, BLOCK_KV)
@@ -140,21 +133,16 @@ def scaled_kernel(
         if HAS_WINDOW:
             seen = seen & (keys[None, :] > position[:, None] - window)
         logits = tl.where(seen, logits, float("-inf"))
-        higher = tl.maximum(highest, tl.max(logits, 1) * outer_scale)
-        finite = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.math.exp2(logits * outer_scale - finite[:, None])
-        kept = tl.math.exp2(highest - finite)
-        total = total * kept + tl.sum(weights, 1)
-        highest = higher
+        weights, alpha, m_i, l_i = online_softmax(logits, m_i, l_i, outer_scale)
         v = tl.load(v_ptr + (page * v_page_stride + slot * v_slot_stride)[:, None] + d[None, :], mask=mask, other=0)
         v_scale = tl.load(v_scales_ptr + page * vs_page_stride + slot * vs_slot_stride, mask=readable, other=0)
         weights = weights * v_scale[None, :]
         rounded = narrow(weights, q.dtype)
         values = decode(v, FORMAT, q.dtype)
-        acc = matmul(rounded, values, acc * kept[:, None])
+        acc = matmul(rounded, values, acc * alpha[:, None])
         if q.dtype == tl.bfloat16:  # what rounding the weights lost
             acc = matmul(lost_to_rounding(weights, rounded), values, acc)
-    store_rows(out_ptr, lse_ptr, acc, highest, total, row, tokens * GROUP, seq * tokens, kv_head, q_ptr, 1.0,
+    store_rows(out_ptr, lse_ptr, acc, m_i, l_i, row, tokens * GROUP, seq * tokens, kv_head, q_ptr, 1.0,
                False, GROUP, NUM_HEADS, D, D_PAD)  # fmt: skip
 
 
@@ -169,7 +157,7 @@ def attend(call: Any, tile: Tile, launch: Any, lengths: Any, align: str) -> Any:
     lengths = launch.packed(lengths)
     edges = cumulative(call, launch, lengths, align)
     ragged = call.as_ragged(kv_lens=lengths, cu_q_lens=edges)
-    return ragged_paged_attention.run(ragged, tile, Turned(launch))
+    return ragged_paged_attention.run(ragged, tile, HeadsFirstStrides(launch))
 
 
 def cumulative(call: Any, launch: Any, lengths: Any, align: str) -> Any:
@@ -192,7 +180,7 @@ def attend_scaled(call: Any, tile: Tile, launch: Any, lengths: Any, align: str) 
     rows = call.group * (1 if decodes else call.num_tokens)
     if decodes:
         block_q, block_kv = tile.split_block_q, tile.split_block_kv
-        num_warps, num_stages = tile.split_num_warps, tile.split_num_stages
+        num_warps, num_stages = tile.split_num_warps, min(tile.split_num_stages, 3)  # scales take registers
     else:
         block_q, block_kv = tile.block_q, min(tile.block_kv, tile.edge_kv)  # there are masks for all keys
         num_warps, num_stages = tile.num_warps, tile.num_stages

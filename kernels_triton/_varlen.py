@@ -13,24 +13,13 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ragged_attention.calls import dtype_name
-from ragged_attention.kernels_triton.blocks import (
-    LOG2E,
-    cdiv,
-    find_segment,
-    item_size,
-    key_range,
-    matmul,
-    narrow,
-    next_power_of_2,
-    query_edge,
-    segment_edge,
-)
+from ragged_attention.kernels_triton._formats import narrow
+from ragged_attention.kernels_triton._sequences import find_segment, key_range, query_edge, segment_edge
+from ragged_attention.kernels_triton._softmax import LOG2E, matmul
+from ragged_attention.kernels_triton._tiles import WGMMA, fit, item_size, next_power_of_2
 
-WGMMA = ("sm_90", "sm_100", "sm_103")  # where the matrix unit takes its operands from shared memory
-SMALLEST_SHARED_MEMORY = 64 * 1024
 NARROWEST = 16  # columns that a matrix product takes at least
-LARGEST_TOKEN_STRIDE = 2**22  # times the 256 rows of the largest block it is 2^30
+LARGEST_TOKEN_STRIDE: tl.constexpr = tl.constexpr(2**22)  # times the 256 rows of the largest block it is 2^30
 # Stands for a scale of 0, so that -inf times it stays -inf and one can divide by it.
 SMALLEST_SCALE: tl.constexpr = tl.constexpr(1e-30)
 
@@ -45,7 +34,7 @@ def near(array: Any, rows: int, launch: Any) -> Any:
     """
     array = launch.packed(array)
     token, head, _ = launch.strides(array)
-    return array if token <= LARGEST_TOKEN_STRIDE and head * rows <= 2**30 else launch.contiguous(array)
+    return array if token <= LARGEST_TOKEN_STRIDE.value and head * rows <= 2**30 else launch.contiguous(array)
 
 
 def parts(width: int, split: bool = True) -> tuple[int, int]:
@@ -66,23 +55,9 @@ def widths(call: Any) -> tuple[tuple[int, int], tuple[int, int]]:
     return parts(call.head_dim, split), parts(call.v_head_dim, split)
 
 
-def tuning_key(call: Any) -> str:
-    """The bucket of static facts that a tuned file is keyed by."""
-    tokens = next_power_of_2(cdiv(call.num_kv_tokens, max(call.num_seqs, 1)))
-    return (
-        f"heads={call.num_q_heads}/{call.num_kv_heads} d={call.head_dim}/{call.v_head_dim} dtype={dtype_name(call.q)} "
-        f"causal={bool(call.causal)} tokens_per_seq<={tokens}"
-    )
-
-
 def columns(call: Any) -> int:
     """Columns of a key and its value together, or of a query and its output's gradient."""
     return sum(map(sum, widths(call)))
-
-
-def on_cuda_cores(call: Any) -> bool:
-    """Whether products are exact in float32, which no matrix unit is: each thread holds its part of both operands."""
-    return item_size(call.q) == 4 and call.device.platform != "cpu"
 
 
 def rows_at_most(call: Any, rows: int) -> int:
@@ -90,15 +65,13 @@ def rows_at_most(call: Any, rows: int) -> int:
     return min(rows, max(16, next_power_of_2(call.num_q_tokens * call.group)))
 
 
-def fit(call: Any, kept: int, step: int, stages: int) -> tuple[int, int]:
+def fit_rows(call: Any, kept: int, step: int, stages: int) -> tuple[int, int]:
     """Rows a step and stages with which blocks of two arrays, beside `kept` elements, fit the shared memory."""
-    budget = (call.device.shared_memory or SMALLEST_SHARED_MEMORY) // item_size(call.q)
-    while kept + stages * step * columns(call) > budget and (stages > 1 or step > 16):
-        if stages > 2 or step <= 16:
-            stages -= 1
-        else:
-            step //= 2
-    return step, stages
+
+    def size(step: int, stages: int) -> int:
+        return (kept + stages * step * columns(call)) * item_size(call.q)
+
+    return fit(call, step, stages, size, good_keys=16)
 
 
 def shared_arguments(call: Any) -> dict[str, Any]:
@@ -208,12 +181,14 @@ def row_places(ptr, first, token_stride, head_stride, GROUP: tl.constexpr, BLOCK
     """Where the rows [first, first + BLOCK) lie, `first` being a multiple of BLOCK, if the rows of a sequence and KV
     head begin at `ptr`: a pointer, and how far each is from there.
 
-    What differs between blocks is a scalar of 64 bits; the rest is of 32, as `near` has seen to, and where GROUP
-    divides BLOCK the same in each.
+    What differs between blocks is a scalar of 64 bits; the rest is of 32 but for tokens that are very wide, as `near`
+    has seen to, and where GROUP divides BLOCK the same in each.
     """
     inner = tl.arange(0, BLOCK)
     if BLOCK % GROUP != 0:
         inner += first % GROUP
+    if token_stride > LARGEST_TOKEN_STRIDE:
+        inner = inner.to(tl.int64)
     ptr += tl.cast(first // GROUP, tl.int64) * token_stride
     return ptr, (inner // GROUP) * token_stride + (inner % GROUP) * head_stride
 

@@ -1,0 +1,129 @@
+"""Elements of a cache: 8-bit formats, their scales, and rounding to 16 bits."""
+
+# Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+
+def has_e4m3(arch: str) -> bool:
+    """Whether a GPU converts from e4m3 in hardware."""
+    return int(arch[3:]) >= 89 if arch.startswith("sm_") else arch in ("gfx942", "gfx950")
+
+
+def cache_format(call: Any) -> str:
+    """How kernels are to read the cache: `plain`, or which 8-bit format, with e4m3 in hardware where there is that."""
+    kind = call.cache_dtype
+    if kind == "float8_e4m3fn":
+        return "e4m3" if has_e4m3(call.device.arch) else "e4m3_bits"
+    return {"float8_e5m2": "e5m2", "int8": "int8"}.get(kind, "plain")
+
+
+def cache_views(call: Any, launch: Any) -> tuple[Any, Any, tuple[int, int, int], tuple[int, int, int], int]:
+    """Both layouts in one form: K and V arrays, strides of (page, slot, head) of each, where V begins in its array."""
+    if call.combined:
+        page, slot, head, _ = launch.strides(call.kv_pages)
+        return call.kv_pages, call.kv_pages, (page, slot, 2 * head), (page, slot, 2 * head), head
+    k_pages, v_pages = call.kv_pages
+    k_strides, v_strides = launch.strides(k_pages)[:3], launch.strides(v_pages)[:3]
+    return k_pages, v_pages, k_strides, v_strides, 0
+
+
+def scale_arguments(name: str, scale: Any, stand_in: Any, launch: Any) -> tuple[Any, dict[str, Any]]:
+    """A scale as (array, arguments): `<name>_factor` for a number, `<NAME>_STRIDE` (0 or 1) for an array, else -1."""
+    if scale is None or not hasattr(scale, "shape"):
+        factor = 1.0 if scale is None else float(scale)
+        return stand_in, {f"{name}_factor": factor, f"{name.upper()}_STRIDE": -1}
+    one = len(scale.shape) == 0 or scale.shape[0] == 1
+    return launch.packed(scale), {f"{name}_factor": 1.0, f"{name.upper()}_STRIDE": 0 if one else 1}
+
+
+@triton.jit
+def load_scale(scale_ptr, kv_head, factor, STRIDE: tl.constexpr):
+    """A KV head's scale, from an array (STRIDE 0 or 1) or the number `factor` (STRIDE -1)."""
+    scale = factor
+    if STRIDE >= 0:
+        scale = tl.load(scale_ptr + kv_head * STRIDE).to(tl.float32)
+    return scale
+
+
+# The interpreter's own arithmetic knows no bfloat16: it multiplies the bits and rounds towards zero.
+INTERPRETED: tl.constexpr = tl.constexpr(not isinstance(load_scale, triton.JITFunction))
+
+
+@triton.jit
+def narrow(x, DTYPE: tl.constexpr):
+    """float32 to a float type of 16 or 32 bits, to nearest even."""
+    if INTERPRETED and tl.bfloat16 == DTYPE:
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        value = tl.where(x == x, rounded, (bits >> 16) | 0x40).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        value = x.to(DTYPE)
+    return value
+
+
+@triton.jit
+def decode(stored, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """Elements of the cache as operands; exact for every format, scales excluded."""
+    if FORMAT == "plain":
+        value = stored
+    elif FORMAT == "int8":
+        value = stored.to(tl.float32).to(DTYPE)
+    elif FORMAT == "e4m3":
+        value = stored.to(tl.float8e4nv, bitcast=True).to(DTYPE)
+    elif FORMAT == "e5m2":
+        value = (stored.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(DTYPE)
+    else:
+        code = stored.to(tl.uint16)
+        half = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
+        wide = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        value = tl.where((code & 0x7F) == 0x7F, float("nan"), wide).to(DTYPE)
+    return value
+
+
+@triton.jit
+def decoded_at_once(values, readable):
+    """Decoded values [keys, columns] times 1, for compilers' sake (Triton 3.6 to 3.9).
+
+    Without the product they decode after the values are laid out as an operand: byte by byte, and anew for each dot
+    and each warp. In the latent kernel that takes 70 registers more, and spills.
+    """
+    return values * tl.where(readable, 1.0, 0.0).to(values.dtype)[:, None]
+
+
+@triton.jit
+def encode_float8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
+    """float32 to the bits of an 8-bit float: nearest even, saturating, sign of NaN kept; the same bits everywhere."""
+    bits = x.to(tl.uint32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    dropped: tl.constexpr = 23 - MANTISSA
+    rounded = magnitude + ((1 << (dropped - 1)) - 1) + ((magnitude >> dropped) & 1)
+    normal = (rounded >> dropped).to(tl.int32) - ((127 - BIAS) << MANTISSA)
+    # Adding a power of two whose last place is the format's smallest step rounds to that step.
+    step: tl.constexpr = 2.0 ** (23 + 1 - BIAS - MANTISSA)
+    small = (magnitude.to(tl.float32, bitcast=True) + step).to(tl.uint32, bitcast=True).to(tl.int32)
+    small = small - ((127 + 23 + 1 - BIAS - MANTISSA) << 23)
+    least_normal: tl.constexpr = (127 + 1 - BIAS) << 23
+    code = tl.where(magnitude < least_normal, small, tl.minimum(normal, LARGEST))
+    code = tl.where(magnitude > 0x7F800000, 0x7F, code)
+    return (code.to(tl.uint32) | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def encode(x, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """float32 values as elements of the cache."""
+    if FORMAT == "plain":
+        stored = narrow(x, DTYPE)
+    elif FORMAT == "int8":
+        held = tl.minimum(tl.maximum(tl.where(x == x, x, 0.0), -128.0), 127.0)
+        stored = ((held + 12582912.0) - 12582912.0).to(tl.int8)  # adding 1.5 * 2^23 rounds to a whole number
+    elif FORMAT == "e5m2":
+        stored = encode_float8(x, 2, 15, 0x7B)
+    else:
+        stored = encode_float8(x, 3, 7, 0x7E)
+    return stored

@@ -1,0 +1,324 @@
+"""Latent attention: the kernels, and how they are launched."""
+
+# Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from ragged_attention.calls import dtype_name
+from ragged_attention.kernels_triton._formats import has_e4m3
+from ragged_attention.kernels_triton._latent.lists import divide, find_entry, list_length, split_edge, token_and_head
+from ragged_attention.kernels_triton._latent.plan import MIN_SPLIT, Tile, Work, columns
+from ragged_attention.kernels_triton._latent.rows import (
+    query_columns,
+    store_columns,
+    store_groups,
+    unit_of,
+    whole_columns,
+    zero_after,
+)
+from ragged_attention.kernels_triton._latent.softmax import SEPARATE_QK_ROWS, attend, finish
+from ragged_attention.kernels_triton._sequences import VARYING
+from ragged_attention.kernels_triton._softmax import LN2, LOG2E, merge_parts
+from ragged_attention.kernels_triton._tiles import cdiv, item_size, next_power_of_2
+
+
+@triton.jit(do_not_specialize=VARYING)
+def latent_kernel(
+    q_ptr, cache_ptr, list_ptr, lens_ptr, extra_cache_ptr, extra_list_ptr, extra_lens_ptr, num_splits_ptr, sinks_ptr,
+    out_ptr, lse_ptr, max_ptr, parts_ptr, part_lses_ptr, part_max_ptr,
+    num_seqs, num_entries, fixed_splits, q_seq_stride, q_token_stride, q_head_stride,
+    page_stride, slot_stride, head_stride, num_slots, longest,
+    list_seq_stride, list_token_stride, list_head_stride, lens_seq_stride, lens_token_stride,
+    extra_page_stride, extra_slot_stride, extra_num_slots, extra_longest,
+    extra_list_seq_stride, extra_list_token_stride, extra_lens_seq_stride, extra_lens_token_stride,
+    logit_scale,
+    SPARSE: tl.constexpr, CAUSAL: tl.constexpr, HAS_LENS: tl.constexpr, HAS_EXTRA: tl.constexpr,
+    HAS_EXTRA_LENS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_MAX: tl.constexpr, SCHEDULED: tl.constexpr,
+    FORMAT: tl.constexpr, CODES: tl.constexpr, PAGE_SIZE: tl.constexpr, EXTRA_PAGE_SIZE: tl.constexpr,
+    PAGE_UNIT: tl.constexpr, EXTRA_PAGE_UNIT: tl.constexpr,
+    NUM_Q: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    DV: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, D_V: tl.constexpr, D_REST: tl.constexpr,
+    D_REST_PAD: tl.constexpr, GROUP_PARTS: tl.constexpr, PARTS: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_KV: tl.constexpr, WHOLE: tl.constexpr, MIN_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_H rows of one job for one KV head, over one split of its keys. A job in one split is finished here.
+
+    Otherwise the split's normalised result goes to parts [entries, jobs of a sequence, K, ROWS, DV], its base-2 lse
+    and largest logit to arrays of that shape without DV.
+    """
+    JOBS: tl.constexpr = NUM_Q if SPARSE else 1  # pyright: ignore[reportAssignmentType]
+    ROW_BLOCKS: tl.constexpr = (ROWS + BLOCK_H - 1) // BLOCK_H
+    KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
+    kv_head = tl.program_id(1)
+    row = tl.program_id(0) % ROW_BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H)
+    job = tl.program_id(0) // ROW_BLOCKS % JOBS
+    entry = tl.program_id(0) // (ROW_BLOCKS * JOBS)
+    seq, split, count = find_entry(entry, num_splits_ptr, num_seqs, num_entries, fixed_splits, SCHEDULED)
+    last = list_length(lens_ptr, seq, job, longest, lens_seq_stride, lens_token_stride, HAS_LENS)
+    blocks = (last + BLOCK_KV - 1) // BLOCK_KV
+    extra_last = 0
+    if HAS_EXTRA:
+        extra_last = list_length(extra_lens_ptr, seq, job, extra_longest, extra_lens_seq_stride,
+                                 extra_lens_token_stride, HAS_EXTRA_LENS)  # fmt: skip
+    all_blocks = blocks + (extra_last + BLOCK_KV - 1) // BLOCK_KV
+    blocks_each, used = divide(all_blocks, count, SCHEDULED, MIN_BLOCKS)
+    if split < used:
+        begin = tl.minimum(split * blocks_each, all_blocks)
+        end = tl.minimum(begin + blocks_each, all_blocks)
+        valid = row < ROWS
+        token, head = token_and_head(row, job, kv_head, GROUP, SPARSE)
+        sequence = seq.to(tl.int64)
+        limit = last - (NUM_Q - 1) + token
+        if CAUSAL:  # keys that no row sees are not read
+            last_token = tl.minimum((tl.program_id(0) % ROW_BLOCKS * BLOCK_H + BLOCK_H - 1) // GROUP, NUM_Q - 1)
+            last = tl.maximum(last - (NUM_Q - 1) + last_token, 0)
+            end = tl.minimum(end, (last + BLOCK_KV - 1) // BLOCK_KV)
+        q_rows = (
+            q_ptr + sequence * q_seq_stride + token.to(tl.int64) * q_token_stride + head.to(tl.int64) * q_head_stride
+        )
+        cache = cache_ptr + kv_head.to(tl.int64) * head_stride
+        wide_job = job.to(tl.int64)
+        list_row = list_ptr + sequence * list_seq_stride + wide_job * list_token_stride
+        list_row += kv_head.to(tl.int64) * list_head_stride
+        extra_row = extra_list_ptr + sequence * extra_list_seq_stride + wide_job * extra_list_token_stride
+        first_extra = tl.maximum(begin - blocks, 0)
+        last_extra = tl.maximum(end - blocks, 0)
+        begin = tl.minimum(begin, blocks)
+        end = tl.minimum(end, blocks)
+        m_i = tl.full([BLOCK_H], float("-inf"), tl.float32)
+        largest = m_i
+        l_i = tl.zeros([BLOCK_H], tl.float32)
+        unit = l_i + 1.0
+        REST_IS_VALUE: tl.constexpr = FORMAT == "fp8_v32" and DV > D_V
+        if FORMAT == "fp8_v32":
+            unit = unit_of(whole_columns(q_rows, valid, 0, D_V, 4 * WIDTH).to(tl.float32))
+        q0, lost0 = query_columns(q_rows, valid, unit, 0, D_V, WIDTH, FORMAT)
+        q1, lost1, q2, lost2, q3, lost3 = q0, lost0, q0, lost0, q0, lost0
+        q_rest, lost_rest = q0, lost0
+        acc0 = tl.zeros([BLOCK_H, WIDTH], tl.float32)
+        acc1, acc2, acc3 = acc0, acc0, acc0
+        acc_rest = tl.zeros([BLOCK_H, D_REST_PAD], tl.float32)
+        if GROUPS == 4:
+            q1, lost1 = query_columns(q_rows, valid, unit, WIDTH, D_V, WIDTH, FORMAT)
+            q2, lost2 = query_columns(q_rows, valid, unit, 2 * WIDTH, D_V, WIDTH, FORMAT)
+            q3, lost3 = query_columns(q_rows, valid, unit, 3 * WIDTH, D_V, WIDTH, FORMAT)
+        if D_REST > 0:
+            q_rest, lost_rest = query_columns(
+                q_rows, valid, unit, D_V, D_V + D_REST, D_REST_PAD, "rotary" if FORMAT == "fp8_v32" else FORMAT
+            )
+        m_i, largest, l_i, acc0, acc1, acc2, acc3, acc_rest = attend(
+            q0, q1, q2, q3, lost0, lost1, lost2, lost3, q_rest, lost_rest, unit,
+            m_i, largest, l_i, acc0, acc1, acc2, acc3, acc_rest,
+            cache, list_row, begin, end, last, limit, num_slots, page_stride, slot_stride, logit_scale,
+            SPARSE, CAUSAL, FORMAT, CODES, PAGE_SIZE, PAGE_UNIT, BLOCK_KV, GROUPS, WIDTH, D_V, D_REST, D_REST_PAD,
+            GROUP_PARTS, PARTS, REST_IS_VALUE,
+        )  # fmt: skip
+        if HAS_EXTRA:
+            m_i, largest, l_i, acc0, acc1, acc2, acc3, acc_rest = attend(
+                q0, q1, q2, q3, lost0, lost1, lost2, lost3, q_rest, lost_rest, unit,
+                m_i, largest, l_i, acc0, acc1, acc2, acc3, acc_rest,
+                extra_cache_ptr, extra_row, first_extra, last_extra, extra_last, limit, extra_num_slots,
+                extra_page_stride, extra_slot_stride, logit_scale,
+                SPARSE, CAUSAL, FORMAT, CODES, EXTRA_PAGE_SIZE, EXTRA_PAGE_UNIT, BLOCK_KV, GROUPS, WIDTH, D_V,
+                D_REST, D_REST_PAD, GROUP_PARTS, PARTS, REST_IS_VALUE,
+            )  # fmt: skip
+        regain = tl.full([BLOCK_H], 1.0, tl.float32)
+        if FORMAT == "fp8_v32":
+            regain = tl.math.exp2(tl.where(l_i == 0.0, 0.0, largest - m_i))
+        row = tl.program_id(0) % ROW_BLOCKS * BLOCK_H + zero_after(l_i) + tl.arange(0, BLOCK_H)
+        valid = row < ROWS
+        token, head = token_and_head(row, job, kv_head, GROUP, SPARSE)
+        if WHOLE or used == 1:
+            factor, lse, largest_logit = finish(m_i, l_i, sinks_ptr, head, valid, HAS_SINKS)
+            place = (sequence * NUM_Q + token) * NUM_HEADS + head
+            store_groups(out_ptr, place, acc0, acc1, acc2, acc3, acc_rest, factor * regain, factor, valid, GROUPS,
+                         WIDTH, D_V, REST_IS_VALUE, DV)  # fmt: skip
+            place = (sequence * NUM_HEADS + head) * NUM_Q + token
+            tl.store(lse_ptr + place, lse, mask=valid)
+            if HAS_MAX:
+                tl.store(max_ptr + place, largest_logit, mask=valid)
+        else:
+            factor = 1.0 / tl.where(l_i == 0.0, 1.0, l_i)
+            place = ((entry.to(tl.int64) * JOBS + job) * KV_HEADS + kv_head) * ROWS + row
+            store_groups(parts_ptr, place, acc0, acc1, acc2, acc3, acc_rest, factor * regain, factor, valid, GROUPS,
+                         WIDTH, D_V, REST_IS_VALUE, DV)  # fmt: skip
+            lse = tl.where(l_i == 0.0, float("-inf"), m_i + tl.math.log2(tl.where(l_i == 0.0, 1.0, l_i)))
+            tl.store(part_lses_ptr + place, lse, mask=valid)
+            if HAS_MAX:
+                tl.store(part_max_ptr + place, m_i, mask=valid)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def combine_kernel(
+    parts_ptr, part_lses_ptr, part_max_ptr, lens_ptr, extra_lens_ptr, num_splits_ptr, sinks_ptr,
+    given_out_ptr, given_lse_ptr, given_max_ptr, out_ptr, lse_ptr, max_ptr,
+    num_entries, fixed_splits, longest, lens_seq_stride, lens_token_stride,
+    extra_longest, extra_lens_seq_stride, extra_lens_token_stride,
+    SPARSE: tl.constexpr, HAS_LENS: tl.constexpr, HAS_EXTRA: tl.constexpr, HAS_EXTRA_LENS: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_MAX: tl.constexpr, SCHEDULED: tl.constexpr,
+    NUM_Q: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DV: tl.constexpr,
+    DV_PAD: tl.constexpr, BLOCK_KV: tl.constexpr, WHOLE: tl.constexpr, MIN_BLOCKS: tl.constexpr,
+    MERGED: tl.constexpr,
+):  # fmt: skip
+    """One row of a job that was computed in several splits, merged in their order."""
+    JOBS: tl.constexpr = NUM_Q if SPARSE else 1  # pyright: ignore[reportAssignmentType]
+    KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
+    kv_head = tl.program_id(1)
+    row = tl.program_id(0) % ROWS
+    job = tl.program_id(0) // ROWS % JOBS
+    seq = tl.program_id(0) // (ROWS * JOBS)
+    if SCHEDULED:
+        first = split_edge(num_splits_ptr, seq, num_entries)
+        used = split_edge(num_splits_ptr, seq + 1, num_entries) - first
+    else:
+        first = seq * fixed_splits
+        last = list_length(lens_ptr, seq, job, longest, lens_seq_stride, lens_token_stride, HAS_LENS)
+        blocks = (last + BLOCK_KV - 1) // BLOCK_KV
+        if HAS_EXTRA:
+            last = list_length(extra_lens_ptr, seq, job, extra_longest, extra_lens_seq_stride,
+                               extra_lens_token_stride, HAS_EXTRA_LENS)  # fmt: skip
+            blocks += (last + BLOCK_KV - 1) // BLOCK_KV
+        _, used = divide(blocks, fixed_splits, SCHEDULED, MIN_BLOCKS)
+    if used != 1:
+        step = JOBS * KV_HEADS * ROWS
+        place = ((first.to(tl.int64) * JOBS + job) * KV_HEADS + kv_head) * ROWS + row
+        acc, m_i, l_i = merge_parts(
+            parts_ptr + place * DV, part_lses_ptr + place, used, step * DV, step, 1.0, MERGED, DV, DV_PAD
+        )
+        zero = tl.zeros([1], tl.float32)
+        token = row // GROUP
+        head = kv_head * GROUP + row % GROUP
+        if SPARSE:
+            token = job
+            head = kv_head * GROUP + row
+        valid = tl.full([1], 1, tl.int1)
+        heads = head + tl.zeros([1], tl.int32)
+        factor, lse, _m_i = finish(m_i + zero, l_i + zero, sinks_ptr, heads, valid, HAS_SINKS)
+        out_place = ((seq.to(tl.int64) * NUM_Q + token) * NUM_HEADS + head) + tl.zeros([1], tl.int64)
+        store_columns(out_ptr, out_place, acc[None, :], factor, valid, 0, DV, DV)
+        lse_place = ((seq.to(tl.int64) * NUM_HEADS + head) * NUM_Q + token) + tl.zeros([1], tl.int64)
+        tl.store(lse_ptr + lse_place, lse)
+        if HAS_MAX:
+            largest = float("-inf")
+            for start in range(0, used, MERGED):
+                part = start + tl.arange(0, MERGED)
+                maxima = tl.load(part_max_ptr + place + part.to(tl.int64) * step, mask=part < used,
+                                 other=float("-inf"))  # fmt: skip
+                largest = tl.maximum(largest, tl.max(maxima, 0))
+            tl.store(max_ptr + lse_place, largest * LN2 + zero)
+
+
+def as_extra(arguments: dict[str, int]) -> dict[str, int]:
+    """Arguments about the second cache, which serves one KV head."""
+    prefix = {True: "EXTRA_", False: "extra_"}
+    return {prefix[name.isupper()] + name: value for name, value in arguments.items() if "head" not in name}
+
+
+def shared_arguments(work: Work, tile: Tile, entries: int, max_logits: bool, launch: Any) -> dict[str, Any]:
+    """What both kernels are told of a call."""
+    keys, extra = work.keys, work.extra
+    return {
+        "num_entries": entries,
+        **keys.lengths(launch),
+        # Without a second cache these are not used.
+        **as_extra((extra or keys).lengths(launch)),
+        "SPARSE": work.sparse,
+        "HAS_LENS": keys.lens is not None,
+        "HAS_EXTRA": extra is not None,
+        "HAS_EXTRA_LENS": extra is not None and extra.lens is not None,
+        "HAS_SINKS": work.call.sinks is not None,
+        "HAS_MAX": max_logits,
+        "SCHEDULED": work.schedule is not None,
+        "NUM_Q": work.num_q_tokens,
+        "NUM_HEADS": work.call.num_q_heads,
+        "GROUP": work.group,
+        "ROWS": work.rows,
+        "DV": work.call.d_v,
+        "BLOCK_KV": tile.block_kv,
+        "fixed_splits": 1 if work.schedule is not None else tile.num_splits,
+        "WHOLE": tile.num_splits == 1 and work.schedule is None,
+        "MIN_BLOCKS": cdiv(MIN_SPLIT, tile.block_kv),
+    }
+
+
+def attention_arguments(work: Work, tile: Tile, launch: Any) -> dict[str, Any]:
+    """What the attention kernel is told besides."""
+    call = work.call
+    width, rest = columns(call)
+    groups = 4 if width > 128 and (call.format != "plain" or tile.block_h < SEPARATE_QK_ROWS.value) else 1
+    seq_stride, token_stride, head_stride = work.q_strides
+    parts = 1 if call.format == "plain" or dtype_name(call.q) == "bfloat16" else 2
+    return {
+        "num_seqs": work.num_seqs,
+        "q_seq_stride": seq_stride,
+        "q_token_stride": token_stride,
+        "q_head_stride": head_stride,
+        **work.keys.places(launch),
+        **as_extra((work.extra or work.keys).places(launch)),
+        "logit_scale": call.scale * LOG2E.value,
+        "CAUSAL": work.causal,
+        "FORMAT": call.format,
+        "CODES": "e4m3" if has_e4m3(call.device.arch) else "e4m3_bits",
+        "PAGE_SIZE": work.keys.page_size,
+        "EXTRA_PAGE_SIZE": (work.extra or work.keys).page_size,
+        "GROUPS": groups,
+        "WIDTH": max(16, next_power_of_2(cdiv(width, groups))),
+        "D_V": width,
+        "D_REST": rest,
+        "D_REST_PAD": max(16, next_power_of_2(rest)),
+        # The products that a query column takes: with float16 codes of `fp8_v32`, and with bfloat16 columns.
+        "GROUP_PARTS": parts if call.format == "fp8_v4" else 2 if parts == 2 and item_size(call.q) == 4 else 1,
+        "PARTS": parts,
+        "BLOCK_H": tile.block_h,
+    }
+
+
+def run(work: Work, tile: Tile, launch: Any, *, max_logits: bool) -> Any:
+    """Enqueue the kernels; returns out, lse and, if asked for, max_logits, else something in its place."""
+    call, keys, extra, scheduled = work.call, work.keys, work.extra or work.keys, work.schedule is not None
+    entries = work.num_seqs + work.schedule[0].shape[0] if scheduled else work.num_seqs * tile.num_splits
+    whole = tile.num_splits == 1 and not scheduled
+    absent = work.q  # stands for arrays that are not there
+    lens = absent if keys.lens is None else keys.lens
+    extra_lens = absent if extra.lens is None else extra.lens
+    num_splits = launch.packed(work.schedule[1]) if scheduled else absent
+    sinks = absent if call.sinks is None else launch.packed(call.sinks)
+    shared = shared_arguments(work, tile, entries, max_logits, launch)
+    parts = (entries, work.jobs_per_seq, work.num_kv_heads, work.rows)
+    nothing = ((1,), "float32")
+    out, lse, maxima, *partial = launch(
+        latent_kernel,
+        (entries * work.jobs_per_seq * cdiv(work.rows, tile.block_h), work.num_kv_heads),
+        (work.q, keys.cache, keys.lists, lens, extra.cache, extra.lists, extra_lens, num_splits, sinks),
+        [
+            (call.out_shape, call.q.dtype),
+            (work.lse_shape, "float32"),
+            (work.lse_shape, "float32") if max_logits else nothing,
+            nothing if whole else ((*parts, call.d_v), "float32"),
+            nothing if whole else (parts, "float32"),
+            (parts, "float32") if max_logits and not whole else nothing,
+        ],
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **shared,
+        **attention_arguments(work, tile, launch),
+    )
+    if whole or not work.num_seqs:
+        return out, lse, maxima
+    return launch(
+        combine_kernel,
+        (work.num_seqs * work.jobs_per_seq * work.rows, work.num_kv_heads),
+        (*partial, lens, extra_lens, num_splits, sinks, out, lse, maxima),
+        [],
+        inplace=(7, 8, 9),
+        num_warps=4,
+        num_stages=1,
+        DV_PAD=next_power_of_2(call.d_v),
+        MERGED=min(next_power_of_2(tile.num_splits), max(1, 4096 // next_power_of_2(call.d_v))),
+        **shared,
+    )

@@ -1,0 +1,85 @@
+"""Latent attention: which entry, rows and keys a program works on."""
+
+# Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+
+import triton
+import triton.language as tl
+
+from ragged_attention.kernels_triton._pages import pages_of
+
+
+@triton.jit
+def split_edge(num_splits_ptr, seq, num_entries):
+    return tl.minimum(tl.maximum(tl.load(num_splits_ptr + seq), 0), num_entries)
+
+
+@triton.jit
+def find_entry(entry, num_splits_ptr, num_seqs, num_entries, fixed_splits, SCHEDULED: tl.constexpr):
+    """(sequence, split, splits) of an entry of the grid; the split may be none of them, then there is no work."""
+    if SCHEDULED:
+        seq = 0
+        high = num_seqs
+        while high - seq > 1:
+            middle = (seq + high) // 2
+            found = split_edge(num_splits_ptr, middle, num_entries) <= entry
+            seq = tl.where(found, middle, seq)
+            high = tl.where(found, high, middle)
+        first = split_edge(num_splits_ptr, seq, num_entries)
+        split = tl.where(entry < first, num_entries, entry - first)  # before all of them there is no work either
+        count = split_edge(num_splits_ptr, seq + 1, num_entries) - first
+    else:
+        seq = entry // fixed_splits
+        split = entry % fixed_splits
+        count = fixed_splits
+    return seq, split, count
+
+
+@triton.jit
+def token_and_head(row, job, kv_head, GROUP: tl.constexpr, SPARSE: tl.constexpr):
+    """The query token and the head of rows of a job."""
+    if SPARSE:
+        token = job + tl.zeros_like(row)
+        head = kv_head * GROUP + row
+    else:
+        token = row // GROUP
+        head = kv_head * GROUP + row % GROUP
+    return token, head
+
+
+@triton.jit
+def list_length(lens_ptr, seq, token, longest, seq_stride, token_stride, HAS_LENS: tl.constexpr):
+    count = longest
+    if HAS_LENS:
+        place = seq.to(tl.int64) * seq_stride + tl.cast(token, tl.int64) * token_stride
+        count = tl.minimum(tl.maximum(tl.load(lens_ptr + place), 0), longest)
+    return count
+
+
+@triton.jit
+def divide(blocks, count, SCHEDULED: tl.constexpr, MIN_BLOCKS: tl.constexpr):
+    """(blocks of a split, splits): a schedule's splits are kept, others are no more than they deserve."""
+    blocks_each = (blocks + tl.maximum(count, 1) - 1) // tl.maximum(count, 1)
+    used = count
+    if not SCHEDULED:
+        blocks_each = tl.maximum(blocks_each, MIN_BLOCKS)
+        used = tl.maximum((blocks + blocks_each - 1) // blocks_each, 1)
+    return blocks_each, used
+
+
+@triton.jit
+def keys_of(list_ptr, block, last, num_slots, SPARSE: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """A block of a list: (position, page, place in the page, whether it may be read)."""
+    position = block * BLOCK_KV + tl.arange(0, BLOCK_KV)
+    if SPARSE:
+        slot = tl.load(list_ptr + position, mask=position < last, other=-1)
+        readable = (slot >= 0) & (slot < num_slots)
+        slot = tl.where(readable, slot, 0)
+        page = slot // PAGE_SIZE
+        place = slot % PAGE_SIZE
+    else:
+        page, readable = pages_of(list_ptr, block * BLOCK_KV, position, 0, last, num_slots // PAGE_SIZE, True,
+                                  PAGE_SIZE, BLOCK_KV)  # fmt: skip
+        place = position % PAGE_SIZE
+    return position, page, place, readable

@@ -1,0 +1,209 @@
+"""Latent attention: a call in the terms of the kernel, and its tile."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import triton
+
+from ragged_attention.kernels_triton._tiles import (
+    SMALLEST_SHARED_MEMORY,
+    cdiv,
+    expect_between,
+    expect_power_of_two,
+    fit,
+    item_size,
+    next_power_of_2,
+)
+
+MAX_SPLITS = 32
+
+
+MIN_SPLIT = 64  # keys below which a split is not worth its program
+
+
+START_COST = 128  # of a program, in keys
+
+
+MERGE_COST = 4  # of a split more to merge, in keys
+
+
+DECODED_SHARED_MEMORY = 128 * 1024  # what 32 rows and as many decoded keys need
+
+
+OLDER_COMPILER = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)  # needs 30 registers fewer than 3.9
+
+
+LARGEST_INT = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """What may be tuned."""
+
+    block_h: int = 16  # rows of a program: heads, in a dense call times query tokens
+    block_kv: int = 32  # keys a step
+    num_warps: int = 4
+    num_stages: int = 2
+    num_splits: int = 1  # programs that share one job's keys at most; 1 gives bits that depend on nothing else
+
+    def __post_init__(self) -> None:
+        expect_power_of_two(self, block_h=(16, 128), block_kv=(16, 128), num_warps=(1, 16))
+        expect_between(self, num_stages=(1, 8), num_splits=(1, 256))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Keys:
+    """A cache as kernels can read it, and the lists of keys into it."""
+
+    cache: Any  # [P, G, K, d_qk] or [P, G, 1, bytes], or packed rows [s_kv, K, d_qk]
+    lists: Any  # i32, packed: lists of slots, or the page table [S, M] of a dense call
+    list_strides: tuple[int, int, int]  # of sequence, query token, KV head
+    lens: Any  # i32 [S] or [S, Q], or None
+    longest: int  # keys a list can hold
+    page_size: int
+
+    def lengths(self, launch: Any) -> dict[str, int]:
+        """What kernels are told of the lists' lengths."""
+        seq, token = (0, 0) if self.lens is None else (*launch.strides(self.lens), 0)[:2]
+        return {"longest": self.longest, "lens_seq_stride": seq, "lens_token_stride": token}
+
+    def places(self, launch: Any) -> dict[str, int]:
+        """What kernels are told of where rows and lists lie."""
+        if len(self.cache.shape) == 3:
+            page, head, _ = launch.strides(self.cache)
+            slot = 0
+        else:
+            page, slot, head, _ = launch.strides(self.cache)
+        # Compilers learn that a number is a multiple of 16 or nothing; pages may begin at a multiple of less.
+        unit = math.gcd(page, 16)
+        return {
+            "page_stride": page // unit,
+            "PAGE_UNIT": unit,
+            "slot_stride": slot,
+            # What is never used must not spoil what compilers conclude about alignment.
+            "head_stride": head if self.cache.shape[-2] > 1 else 0,
+            "num_slots": min(self.cache.shape[0] * self.page_size, LARGEST_INT),
+            "list_seq_stride": self.list_strides[0],
+            "list_token_stride": self.list_strides[1],
+            "list_head_stride": self.list_strides[2],
+        }
+
+
+def readable(cache: Any, layout: str, launch: Any) -> Any:
+    """The cache, copied if kernels cannot read it where it lies: they read scales and rotary columns as words."""
+    return launch.packed(cache) if layout == "plain" else launch.words(cache, packed_rows=layout == "fp8_v4")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One call in the kernel's terms."""
+
+    call: Any
+    q: Any  # packed
+    q_strides: tuple[int, int, int]  # of sequence, query token, head
+    lse_shape: tuple[int, ...]
+    num_seqs: int
+    num_q_tokens: int
+    num_kv_heads: int
+    sparse: bool
+    causal: bool
+    keys: Keys
+    extra: Keys | None
+    schedule: Any  # (parts, num_splits, ...) or None
+
+    @property
+    def group(self) -> int:
+        return self.call.num_q_heads // self.num_kv_heads
+
+    @property
+    def rows(self) -> int:
+        """Rows of a job for one KV head."""
+        return self.group if self.sparse else self.group * self.num_q_tokens
+
+    @property
+    def jobs_per_seq(self) -> int:
+        return self.num_q_tokens if self.sparse else 1
+
+
+def columns(call: Any) -> tuple[int, int]:
+    """Columns of the operand that serves as V, and of the other one."""
+    if call.format == "plain":
+        return call.d_v, call.d_qk - call.d_v
+    return (512, 0) if call.format == "fp8_v4" else (512, 64)
+
+
+def operand_size(call: Any) -> int:
+    return item_size(call.q) if call.format == "plain" else 2
+
+
+def tile_for(call: Any, rows: int, jobs: int, keys: int, *, dense: bool, extra: bool) -> Tile:
+    """Rows as few as do, wgmma-sized where there are 64; splits that fill the GPU.
+
+    `jobs` counts jobs times KV heads, `keys` is the longest list there can be. Tile sizes depend on neither, so that
+    with `num_splits` 1 a sequence's bits do not depend on its batch.
+    """
+    block_h, block_kv, num_warps, num_stages = sizes(
+        call, min(max(16, next_power_of_2(rows)), 16 if item_size(call.q) == 4 else 64), dense, extra
+    )
+    block_kv, num_stages = fit(
+        call, block_kv, num_stages, functools.partial(shared_bytes, call, block_h), good_keys=32, good_stages=num_stages
+    )
+    slots = call.device.num_multiprocessors * (2 if block_h <= 16 else 1)
+    return Tile(
+        block_h=block_h,
+        block_kv=block_kv,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        num_splits=splits(jobs * cdiv(rows, block_h), slots, keys, block_kv),
+    )
+
+
+def sizes(call: Any, rows: int, dense: bool, extra: bool) -> tuple[int, int, int, int]:
+    """Rows, keys, warps and stages; `extra` is whether there is a second cache, which needs registers of its own."""
+    arch, plain = call.device.arch, call.format == "plain"
+    if operand_size(call) == 4 and arch:  # no matrix unit is exact in float32
+        return (16, 16, 8, 2 if OLDER_COMPILER else 1) if arch.startswith("sm_") else (16, 16, 4, 1)
+    if arch.startswith("gfx"):
+        return min(rows, 32), 32 if plain else 16, 4, 1
+    budget = call.device.shared_memory or SMALLEST_SHARED_MEMORY
+    if not plain and item_size(call.q) == 4:  # products in three parts
+        return 16, 32 if call.format == "fp8_v4" else 16, 8, 2
+    if rows <= 16 or (not plain and budget < DECODED_SHARED_MEMORY):
+        return 16, 32, 4, 3 if dense and plain and arch == "sm_90" else 2
+    wgmma = rows >= 64 and arch == "sm_90"
+    if plain:
+        if wgmma and not extra:
+            return 64, 32, 8, 3
+        return 32, 32, 4 if arch.startswith("sm_8") else 8, 2
+    if OLDER_COMPILER:
+        return 32, 32, 8, 2
+    if call.format == "fp8_v4":
+        return (64, 16, 8, 2) if wgmma else (32, 32, 8, 2)
+    return 32, 64, 8, 2
+
+
+def shared_bytes(call: Any, rows: int, keys: int, stages: int) -> int:
+    """About what a program needs: queries, weights, the rows in flight and, once decoded, each twice as an operand."""
+    values, rest = (next_power_of_2(n) if n else 0 for n in columns(call))
+    own = rows * (values + rest + keys)
+    if call.format == "plain":
+        return (max(stages - 1, 1) * keys * (values + rest) + own) * operand_size(call)
+    staged = 128 if call.format == "fp8_v4" else 0
+    return (keys * (2 * values + rest + staged) + own) * operand_size(call) + (stages - 1) * keys * call.d_qk
+
+
+def splits(work: int, slots: int, keys: int, block_kv: int) -> int:
+    """Into how many splits the keys of a job are cut: what ends soonest, if all lists are as long as they can be.
+
+    A split has whole blocks of keys, so of numbers of splits with equally long ones the smallest is taken.
+    """
+    blocks, least = cdiv(keys, block_kv), cdiv(MIN_SPLIT, block_kv)
+    most = max(1, min(MAX_SPLITS, cdiv(keys, MIN_SPLIT)))
+
+    def cost(n: int) -> int:
+        longest = max(cdiv(blocks, n), least) * block_kv
+        return cdiv(work * n, slots) * (longest + START_COST) + (n > 1) * n * MERGE_COST
+
+    return min(range(1, most + 1), key=cost)

@@ -1,0 +1,69 @@
+"""Which sequence a program works on, and which keys its queries see."""
+
+# Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+
+import triton
+import triton.language as tl
+
+# Arguments that change from step to step while a model is served, wherever a kernel has them. Triton would compile a
+# kernel anew where one of them becomes 1, or a multiple of 16, or stops being it. Strides, which stay, are not among
+# them: that they are multiples of 16 is what wide loads rest on.
+VARYING = (
+    "blocks", "capacity", "count", "extra_longest", "extra_num_slots", "first_token", "fixed_splits", "longest",
+    "max_num_seqs", "num_entries", "num_kv_tokens", "num_pages", "num_parts", "num_q_tokens", "num_rows", "num_seqs",
+    "num_slots", "num_tokens", "overhead", "rows", "search_steps", "table_stride", "window",
+)  # fmt: skip
+
+
+@triton.jit
+def count_sequences(num_seqs_ptr, max_num_seqs, HAS_NUM_SEQS: tl.constexpr):
+    """The number of live sequences, held within the tables."""
+    count = max_num_seqs
+    if HAS_NUM_SEQS:
+        count = tl.minimum(tl.maximum(tl.load(num_seqs_ptr), 0), max_num_seqs)
+    return count
+
+
+@triton.jit
+def query_edge(cu_q_lens_ptr, index, num_tokens):
+    return tl.minimum(tl.maximum(tl.load(cu_q_lens_ptr + index), 0), num_tokens)
+
+
+@triton.jit
+def segment_edge(cu_q_lens_ptr, segment, num_seqs, num_tokens):
+    """Where a segment of the query rows starts: 0 is what lies before the first sequence (nothing, in a lawful call),
+    then come the sequences, and `num_seqs + 1` is the padding behind them."""
+    edge = query_edge(cu_q_lens_ptr, tl.minimum(tl.maximum(segment - 1, 0), num_seqs), num_tokens)
+    return tl.where(segment == 0, 0, tl.where(segment > num_seqs + 1, num_tokens, edge))
+
+
+@triton.jit
+def find_segment(block, cu_q_lens_ptr, num_seqs, num_tokens, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """The segment that a block of rows belongs to.
+
+    Segment i is given blocks from `start_i * GROUP // BLOCK + i` on: that leaves each enough of them, and needs no
+    count of the blocks of those before it, so the grid follows from shapes alone.
+    """
+    low = 0
+    high = num_seqs + 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        first = segment_edge(cu_q_lens_ptr, middle, num_seqs, num_tokens) * GROUP // BLOCK + middle
+        found = first <= block
+        low = tl.where(found, middle, low)
+        high = tl.where(found, high, middle)
+    return low
+
+
+@triton.jit
+def key_range(low, high, kv_len, window, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """The keys [first, last) that some query at a position in [low, high] sees."""
+    first = 0
+    if HAS_WINDOW:
+        first = tl.maximum(low - window + 1, 0)
+    last = kv_len
+    if CAUSAL:
+        last = tl.minimum(high + 1, kv_len)
+    return first, tl.maximum(last, first)

@@ -1,0 +1,116 @@
+"""Online softmax: products, the running maximum and sum, merging of partial results.
+
+Logits are held in base 2 (`exp2` is the hardware's own).
+"""
+
+# Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from ragged_attention.kernels_triton._formats import INTERPRETED, narrow
+from ragged_attention.kernels_triton._sequences import VARYING
+from ragged_attention.kernels_triton._tiles import cdiv
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def tanh(x):
+    """By its series where the closed form would cancel; relative error about 4e-7."""
+    square = x * x
+    series = x * (1 + square * (-0.33333334 + square * (0.13333334 + square * (-0.05396825 + square * 0.02186949))))
+    small = tl.math.exp2(tl.abs(x) * (-2 * LOG2E))
+    closed = (1 - small) / (1 + small)
+    return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0, -closed, closed))
+
+
+@triton.jit
+def matmul(a, b, acc):
+    if INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def lost_to_rounding(exact, rounded):
+    return narrow(exact - rounded.to(tl.float32), rounded.dtype)
+
+
+@triton.jit
+def online_softmax(logits, m_i, l_i, scale):
+    """(weights, alpha, m_i, l_i) after a block of logits, which are in base 2 once multiplied by `scale` > 0.
+
+    What was summed so far is to be multiplied by `alpha`. A row that has seen no key keeps m_i = -inf and l_i = 0.
+    """
+    higher = tl.maximum(m_i, tl.max(logits, 1) * scale)
+    finite = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.math.exp2(logits * scale - finite[:, None])
+    alpha = tl.math.exp2(m_i - finite)
+    return weights, alpha, higher, l_i * alpha + tl.sum(weights, 1)
+
+
+@triton.jit
+def merge_parts(
+    parts_ptr, lses_ptr, count, part_stride, lse_stride, LSE_UNIT: tl.constexpr,
+    PARTS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+):  # fmt: skip
+    """One row's `count` partial results into (acc [D_PAD], m_i, l_i): acc / l_i is the result, base-2 logits.
+
+    `lses` times LSE_UNIT are in base 2. A part whose lse is -inf is not read.
+    """
+    m_i = float("-inf")
+    for start in range(0, count, PARTS):
+        part = start + tl.arange(0, PARTS)
+        lse = tl.load(lses_ptr + part.to(tl.int64) * lse_stride, mask=part < count, other=float("-inf"))
+        m_i = tl.maximum(m_i, tl.max(lse * LSE_UNIT, 0))
+    finite = tl.where(m_i == float("-inf"), 0.0, m_i)
+    d = tl.arange(0, D_PAD)
+    acc = tl.zeros([D_PAD], tl.float32)
+    l_i = 0.0
+    for start in range(0, count, PARTS):
+        part = start + tl.arange(0, PARTS)
+        lse = tl.load(lses_ptr + part.to(tl.int64) * lse_stride, mask=part < count, other=float("-inf"))
+        weights = tl.math.exp2(lse * LSE_UNIT - finite)
+        # A NaN lse must reach the result, so read unless the lse is -inf rather than if it is above.
+        live = (part < count) & (lse != float("-inf"))
+        rows = parts_ptr + part.to(tl.int64) * part_stride
+        values = tl.load(rows[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0).to(tl.float32)
+        acc += tl.sum(weights[:, None] * values, 0)
+        l_i += tl.sum(weights, 0)
+    return acc, m_i, l_i
+
+
+@triton.jit(do_not_specialize=VARYING)
+def sum_kernel(terms_ptr, sums_ptr, num_rows, num_columns, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    acc = tl.zeros([BLOCK, COLUMNS], tl.float32)
+    for start in range(0, num_rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        mask = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+        acc += tl.load(terms_ptr + row.to(tl.int64)[:, None] * num_columns + column[None, :], mask=mask, other=0)
+    tl.store(sums_ptr + column, tl.sum(acc, 0), mask=column < num_columns)
+
+
+def column_sums(terms: Any, launch: Any) -> Any:
+    """Enqueue the sums of the columns of a float32 array [rows, columns], always in the same order."""
+    num_rows, num_columns = terms.shape
+    (sums,) = launch(
+        sum_kernel,
+        (cdiv(num_columns, 16),),
+        (terms,),
+        [((num_columns,), "float32")],
+        num_rows=num_rows,
+        num_columns=num_columns,
+        BLOCK=64,
+        COLUMNS=16,
+    )
+    return sums

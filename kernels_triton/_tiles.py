@@ -1,0 +1,84 @@
+"""Tiles and devices: checks of what may be tuned, what fits shared memory, and where Triton can run at all."""
+
+from collections.abc import Callable
+from typing import Any
+
+import triton
+
+from ragged_attention.calls import dtype_name
+from ragged_attention.errors import InvalidInput
+
+SMALLEST_SHARED_MEMORY = 64 * 1024  # of the GPUs whose size is not known
+
+
+WGMMA = ("sm_90", "sm_100", "sm_103")  # where the matrix unit takes its operands from shared memory
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def item_size(array: Any) -> int:
+    return {"float32": 4, "float16": 2, "bfloat16": 2}.get(dtype_name(array), 1)
+
+
+def on_cuda_cores(call: Any) -> bool:
+    """Whether products are exact in float32, which no matrix unit is: each thread holds its part of both operands."""
+    return item_size(call.q) == 4 and call.device.platform != "cpu"
+
+
+def fit(
+    call: Any, keys: int, stages: int, size: Callable[[int, int], int], *, good_keys: int, good_stages: int = 2
+) -> tuple[int, int]:
+    """Keys and stages, reduced until `size(keys, stages)` bytes are within the device's shared memory.
+
+    Stages beyond `good_stages` are given up first, then keys beyond `good_keys`, then the other stages.
+    """
+    budget = call.device.shared_memory or SMALLEST_SHARED_MEMORY
+    while size(keys, stages) > budget and (stages > 1 or keys > 16):
+        if stages > good_stages or (stages > 1 and keys <= good_keys):
+            stages -= 1
+        else:
+            keys //= 2
+    return keys, stages
+
+
+def expect_power_of_two(tile: Any, **bounds: tuple[int, int]) -> None:
+    """Check the fields of a tile that are named, each against its (low, high)."""
+    for name, (low, high) in bounds.items():
+        value = getattr(tile, name)
+        if not isinstance(value, int) or value & (value - 1) or not low <= value <= high:
+            raise InvalidInput(f"expected {name} to be a power of two from {low} to {high}, got {value!r}")
+
+
+def expect_between(tile: Any, **bounds: tuple[int, int]) -> None:
+    """Check the fields of a tile that are named, each against its (low, high)."""
+    for name, (low, high) in bounds.items():
+        value = getattr(tile, name)
+        if not isinstance(value, int) or not low <= value <= high:
+            raise InvalidInput(f"expected {name} from {low} to {high}, got {value!r}")
+
+
+def launchable(call: Any, kernel: Any) -> str | None:
+    """Why Triton kernels cannot run where the call is, None if they can."""
+    device = call.device
+    if device.platform == "cpu":
+        if isinstance(kernel, triton.JITFunction):
+            return "a CPU runs Triton only by interpreter: set TRITON_INTERPRET=1 before triton is first imported"
+        return None
+    if device.platform not in ("cuda", "rocm"):
+        return f"expected a platform of cuda or rocm, got {device.platform}"
+    if device.platform == "cuda" and int(device.arch.removeprefix("sm_")) < 80:
+        return f"expected sm_80 or newer, got {device.arch}"
+    return None
+
+
+def launchable_in_float32(call: Any, kernel: Any) -> str | None:
+    """`launchable`, of operations that take float64 elsewhere."""
+    if dtype_name(call.q) == "float64":
+        return "expected q.dtype to be bfloat16, float16 or float32, got float64"
+    return launchable(call, kernel)
