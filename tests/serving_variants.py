@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks import compiling
+from benchmarks.compiled import compiling
 from ragged_attention.samples import LatentSample, Sample, VarlenSample, device_of
 
 BATCHES = 1000

@@ -51,7 +51,7 @@ def test_rows_too_far_apart_are_copied(strides: tuple[int, int, int], copied: bo
 )
 def test_blocks_fit_the_shared_memory(arch: str, dtype: str, widths: tuple[int, int]) -> None:
     sample = VarlenSample(dtype=dtype, head_dim=widths[0], d_v=widths[1])
-    call = sample.call("varlen_attention_backward", device_of("torch", arch))
+    call: Any = sample.call("varlen_attention_backward", device_of("torch", arch))
     tile = varlen_attention_backward.heuristic(call)
     size = 4 if dtype == "float32" else 2
     row = size * _varlen.columns(call)

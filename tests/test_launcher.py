@@ -65,10 +65,10 @@ class Toy(Call):
 
     x: Any = field(ArrayKind())
     y: Any = field(ArrayKind())
-    n: int = field(Anything(), 32)
-    factor: float = field(Anything(), 2.0)
-    flag: Any = field(Anything(), False)
-    warps: int = field(Anything(), 4)
+    n: int = field(Anything(), default=32)
+    factor: float = field(Anything(), default=2.0)
+    flag: Any = field(Anything(), default=False)
+    warps: int = field(Anything(), default=4)
 
     def results(self) -> Any:
         raise NotImplementedError
@@ -106,7 +106,7 @@ def rows(dtype: Any = None, *, count: int = 4, step: int = 16, offset: int = 0, 
 
 def toy(**changes: Any) -> dict[str, Any]:
     given = {"x": rows(), "y": rows(torch.bfloat16, step=8)} | changes
-    return Toy.DEFAULTS | given
+    return dict(Toy.DEFAULTS) | given
 
 
 # ---- both ways of launching

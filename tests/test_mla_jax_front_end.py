@@ -19,6 +19,7 @@ import jax.export
 import jax.numpy as jnp
 
 import ragged_attention.jax as front
+from ragged_attention.jax import _lower
 
 sparse_mla_prefill: Any = front.sparse_mla_prefill
 mla_decode: Any = front.mla_decode
@@ -439,8 +440,9 @@ def test_parts_fill_the_device(monkeypatch, lens, heads, num_parts):
     from ragged_attention.calls import Device
 
     device = Device(framework="jax", platform="cuda", num_multiprocessors=132)
-    monkeypatch.setattr(front.mla, "device_facts", lambda platform: device)
-    assert make_decode_schedule(lens, NUM_SEQS, *heads).parts.shape == (num_parts, 8)
+    monkeypatch.setattr(_lower, "device_facts", lambda platform: device)
+    topk = lens if isinstance(lens, int) else None
+    assert make_decode_schedule(None if topk else lens, NUM_SEQS, *heads, topk=topk).parts.shape == (num_parts, 8)
 
 
 def test_a_schedule_is_a_pytree():

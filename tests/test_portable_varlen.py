@@ -211,7 +211,7 @@ def test_more_rows_than_int32_counts_are_refused_by_the_sparse_gradient_on_xla()
     jax = pytest.importorskip("jax")
     room = importlib.import_module("ragged_attention.portable.xla.sparse_mla_prefill_backward")
     operation, device = "sparse_mla_prefill_backward", Device(framework="jax", platform="cpu")
-    call = sample_of(operation).call(operation, device)
+    call: Any = sample_of(operation).call(operation, device)
     assert room.why_not(call) is None
     large = dataclasses.replace(call, kv=jax.ShapeDtypeStruct((2**25, *call.kv.shape[1:]), call.kv.dtype))
     assert room.why_not(large) == "numbers rows in int32, got 2147483648"

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
-triton = pytest.importorskip("triton")
+pytest.importorskip("torch")
+pytest.importorskip("triton")
 
-import ragged_attention.torch as rt  # noqa: E402
-from ragged_attention.kernels_triton.merge_attention_states import merge_kernel  # noqa: E402
+import torch
+
+import ragged_attention.torch as rt
+from ragged_attention.kernels_triton.merge_attention_states import merge_kernel
 
 FAR = 2**31  # elements
 
@@ -185,6 +187,7 @@ def test_partial_results_may_be_far_apart(rows: int) -> None:
     outs, lses = unread(2 * rows * 128 + 128, torch.float32), unread(2 * rows + 1, torch.float32)
     outs[rows * 128 : rows * 128 + 128] = 2.0
     out, lse = torch.zeros(128), torch.zeros(1)
-    merge_kernel[(1,)](outs, lses, out, lse, count=2, rows=rows, PARTS=2, DV=128, DV_PAD=128)
+    sizes: dict[str, Any] = {"PARTS": 2, "DV": 128, "DV_PAD": 128}
+    merge_kernel[(1,)](outs, lses, out, lse, count=2, rows=rows, **sizes)
     assert torch.equal(out, torch.ones(128))
     assert float(lse) == pytest.approx(math.log(2))

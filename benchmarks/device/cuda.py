@@ -64,10 +64,9 @@ def _lawful(case: LatentCase, seed: int, device: str) -> None:
         out = operation(**inputs, backend="cuda", options={"num_splits": num_splits})[0]
         correctness.check(case, inputs, out, to_numpy)
     if not case.prefill:
-        lens = case.topk or inputs["kv_lens"]
         schedule = front.make_decode_schedule(
-            lens, case.num_seqs, case.num_q_tokens, case.num_q_heads, case.num_kv_heads, num_parts=4, device=device,
-            backend="cuda",
+            None if case.topk else inputs["kv_lens"], case.num_seqs, case.num_q_tokens, case.num_q_heads,
+            case.num_kv_heads, topk=case.topk or None, num_parts=4, device=device, backend="cuda",
         )  # fmt: skip
         correctness.check(case, inputs, operation(**inputs, backend="cuda", schedule=schedule)[0], to_numpy)
 

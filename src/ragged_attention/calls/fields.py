@@ -128,7 +128,7 @@ def expect_bool(name: str, value: Any) -> None:
 # ---- kinds
 
 
-def field(kind: "Kind", default: Any = dataclasses.MISSING) -> Any:
+def field(kind: "Kind", *, default: Any = dataclasses.MISSING) -> Any:
     """A record's field of a kind; a default of None makes it optional."""
     kind = dataclasses.replace(kind, optional=default is None)
     metadata = {"kind": kind}

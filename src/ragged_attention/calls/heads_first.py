@@ -202,8 +202,8 @@ class PagedAttention(HeadsFirstCall):
     v_pages: Any = field(_pages("v_pages"))
     lengths: Any = field(ArrayKind("S", INT32))
     page_indices: Any = field(ArrayKind("S M", INT32))
-    sm_scale: float | None = field(Number(), None)
-    soft_cap: float | None = field(Number(positive=True), None)
+    sm_scale: float | None = field(Number(), default=None)
+    soft_cap: float | None = field(Number(positive=True), default=None)
 
     @property
     def max_num_seqs(self) -> int:
@@ -226,10 +226,10 @@ class PrefillAttention(HeadsFirstCall):
     v_pages: Any = field(_pages("v_pages"))
     length: Any = field(Length())
     page_indices: Any = field(ArrayKind("M", INT32))
-    sm_scale: float | None = field(Number(), None)
-    soft_cap: float | None = field(Number(positive=True), None)
-    sliding_window: int | None = field(Integer(least=1, symbolic=True), None)
-    align: str = field(Text(choices=ALIGNMENTS), "chunk")
+    sm_scale: float | None = field(Number(), default=None)
+    soft_cap: float | None = field(Number(positive=True), default=None)
+    sliding_window: int | None = field(Integer(least=1, symbolic=True), default=None)
+    align: str = field(Text(choices=ALIGNMENTS), default="chunk")
 
     @property
     def max_num_seqs(self) -> int:

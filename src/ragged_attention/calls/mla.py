@@ -140,12 +140,12 @@ class SparseMlaPrefill(SparsePrefillCall):
     q: Any = field(Q_PACKED)
     kv: Any = field(ArrayKind())
     indices: Any = field(LISTS)
-    sm_scale: float | None = field(Number(), None)
-    d_v: int = field(Integer(), 512)
-    sinks: Any = field(SINKS, None)
-    topk_lens: Any = field(ArrayKind("T", INT32), None)
-    cache_format: str | None = field(Text(), None)
-    deterministic: bool = field(Flag(), False)
+    sm_scale: float | None = field(Number(), default=None)
+    d_v: int = field(Integer(), default=512)
+    sinks: Any = field(SINKS, default=None)
+    topk_lens: Any = field(ArrayKind("T", INT32), default=None)
+    cache_format: str | None = field(Text(), default=None)
+    deterministic: bool = field(Flag(), default=False)
 
     def _check(self, sizes: Sizes) -> None:
         self._check_queries()
@@ -183,12 +183,12 @@ class SparseMlaPrefillBackward(SparsePrefillCall):
     indices: Any = field(LISTS)
     out: Any = field(ArrayKind("T H d_v", like_q, checked_last=True))
     lse: Any = field(ArrayKind("T H", like_lse, checked_last=True))
-    d_lse: Any = field(ArrayKind("T H", like_lse, checked_last=True), None)
-    sm_scale: float | None = field(Number(), None)
-    d_v: int = field(Integer(), 512)
-    sinks: Any = field(SINKS, None)
-    topk_lens: Any = field(ArrayKind("T", INT32), None)
-    deterministic: bool = field(Flag(), False)
+    d_lse: Any = field(ArrayKind("T H", like_lse, checked_last=True), default=None)
+    sm_scale: float | None = field(Number(), default=None)
+    d_v: int = field(Integer(), default=512)
+    sinks: Any = field(SINKS, default=None)
+    topk_lens: Any = field(ArrayKind("T", INT32), default=None)
+    deterministic: bool = field(Flag(), default=False)
 
     def _check(self, sizes: Sizes) -> None:
         self._check_queries()
@@ -213,19 +213,19 @@ class MlaDecode(LatentCall):
 
     q: Any = field(ArrayKind("S Q H D", FLOATS))
     kv_cache: Any = field(CacheKind(unit_stride=True))
-    page_indices: Any = field(ArrayKind(), None)
-    kv_lens: Any = field(ArrayKind(), None)
-    indices: Any = field(Lists("S Q N", INT32), None)
-    d_v: int = field(Integer(), 512)
-    sm_scale: float | None = field(Number(), None)
-    causal: bool = field(Flag(), False)
-    sinks: Any = field(SINKS, None)
-    topk_lens: Any = field(ArrayKind(), None)  # [S] or [S, Q]
-    extra_kv_cache: Any = field(ArrayKind(unit_stride=True), None)
-    extra_indices: Any = field(Lists("S Q N'", INT32), None)
-    extra_topk_lens: Any = field(ArrayKind(), None)  # [S] or [S, Q]
-    schedule: Any = field(ArrayTuple(hint=True), None)  # parts, num_splits, and the lengths it was made for if known
-    cache_format: str | None = field(Text(), None)
+    page_indices: Any = field(ArrayKind(), default=None)
+    kv_lens: Any = field(ArrayKind(), default=None)
+    indices: Any = field(Lists("S Q N", INT32), default=None)
+    d_v: int = field(Integer(), default=512)
+    sm_scale: float | None = field(Number(), default=None)
+    causal: bool = field(Flag(), default=False)
+    sinks: Any = field(SINKS, default=None)
+    topk_lens: Any = field(ArrayKind(), default=None)  # [S] or [S, Q]
+    extra_kv_cache: Any = field(ArrayKind(unit_stride=True), default=None)
+    extra_indices: Any = field(Lists("S Q N'", INT32), default=None)
+    extra_topk_lens: Any = field(ArrayKind(), default=None)  # [S] or [S, Q]
+    schedule: Any = field(ArrayTuple(hint=True), default=None)  # as `DecodeSchedule`, what is None left out
+    cache_format: str | None = field(Text(), default=None)
 
     def _check(self, sizes: Sizes) -> None:
         self._check_queries()

@@ -115,7 +115,7 @@ class QuantizeMlaCache(Call):
 
     kv: Any = field(ArrayKind())
     format: str = field(Text())
-    power_of_two_scales: bool = field(Flag(), True)
+    power_of_two_scales: bool = field(Flag(), default=True)
 
     def _check(self, sizes: Sizes) -> None:
         expect_format("format", self.format, plain=False)
@@ -147,8 +147,8 @@ class DequantizeMlaCache(Call):
     OPERATION: ClassVar[str] = "dequantize_mla_cache"
 
     cache: Any = field(ArrayKind(unit_stride=True))
-    format: str | None = field(Text(), None)
-    dtype: str = field(Dtype(choices=FLOATS), "bfloat16")
+    format: str | None = field(Text(), default=None)
+    dtype: str = field(Dtype(choices=FLOATS), default="bfloat16")
 
     def _check(self, sizes: Sizes) -> None:
         if self.format is not None:
@@ -182,8 +182,8 @@ class WriteMlaCache(Call):
     kv: Any = field(ArrayKind())
     cache: Any = field(CacheKind(unit_stride=True, written=True))
     slot_mapping: Any = field(ArrayKind("T", ("int32", "int64"), checked_last=True))
-    power_of_two_scales: bool = field(Flag(), True)
-    cache_format: str | None = field(Text(), None)
+    power_of_two_scales: bool = field(Flag(), default=True)
+    cache_format: str | None = field(Text(), default=None)
 
     def _check(self, sizes: Sizes) -> None:
         found = self.format

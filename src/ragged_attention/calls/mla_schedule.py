@@ -80,11 +80,11 @@ class MakeDecodeSchedule(Call):
     NUM_RESULTS: ClassVar[int | None] = 2
 
     lens: Any = field(ArrayKind("S", ("int32",)))  # positions of each sequence, or of its longest list
-    extra_lens: Any = field(ArrayKind("S", ("int32",)), None)  # of the longest list into the second cache
-    sparse: bool = field(Flag(), False)
-    num_parts: int | None = field(Integer(least=1), None)
-    overhead: int = field(Integer(), 5)
-    programs: int = field(Integer(least=1, hint=True), 1)  # that work side by side on one range of keys
+    extra_lens: Any = field(ArrayKind("S", ("int32",)), default=None)  # of the longest list into the second cache
+    sparse: bool = field(Flag(), default=False)
+    num_parts: int | None = field(Integer(least=1), default=None)
+    overhead: int = field(Integer(), default=5)
+    programs: int = field(Integer(least=1, hint=True), default=1)  # that work side by side on one range of keys
 
     @classmethod
     def prepare(cls, arguments: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:

@@ -151,16 +151,16 @@ class RaggedPagedAttention(PagedCall, GroupedCall):
     kv_lens: Any = field(ArrayKind("S", INT32))
     page_indices: Any = field(ArrayKind("S M", INT32))
     cu_q_lens: Any = field(ArrayKind("S+1", INT32))
-    num_seqs: Any = field(Count(), None)
-    sm_scale: float | None = field(Number(), None)
-    causal: bool = field(Flag(), True)
-    sliding_window: int | None = field(Integer(least=1, symbolic=True), None)
-    soft_cap: float | None = field(Number(positive=True), None)
-    sinks: Any = field(ArrayKind("H", ("float32",)), None)
-    k_scale: Any = field(Scale(), None)
-    v_scale: Any = field(Scale(), None)
-    return_lse: bool = field(Flag(), False)
-    new_kv: Any = field(Pair(("new_k", "new_v"), expect_new_kv), None)
+    num_seqs: Any = field(Count(), default=None)
+    sm_scale: float | None = field(Number(), default=None)
+    causal: bool = field(Flag(), default=True)
+    sliding_window: int | None = field(Integer(least=1, symbolic=True), default=None)
+    soft_cap: float | None = field(Number(positive=True), default=None)
+    sinks: Any = field(ArrayKind("H", ("float32",)), default=None)
+    k_scale: Any = field(Scale(), default=None)
+    v_scale: Any = field(Scale(), default=None)
+    return_lse: bool = field(Flag(), default=False)
+    new_kv: Any = field(Pair(("new_k", "new_v"), expect_new_kv), default=None)
 
     def _check(self, sizes: Sizes) -> None:
         head_dim = self.head_dim
@@ -254,13 +254,13 @@ class WriteKvPages(PagedCall):
     k: Any = field(ArrayKind())  # [T, K, D], checked when the pages have said K and D
     v: Any = field(ArrayKind("T K D_v", lambda call: (dtype_name(call.k),), checked_last=True))
     kv_pages: Any = field(Pair(("kv_pages", "v_pages"), expect_pages, unit_stride=True, written=True))
-    slot_mapping: Any = field(ArrayKind("T", ("int32", "int64"), checked_last=True), None)
-    page_indices: Any = field(ArrayKind("S M", INT32), None)
-    kv_lens: Any = field(ArrayKind("S", INT32), None)
-    cu_q_lens: Any = field(ArrayKind("S+1", INT32), None)
-    num_seqs: Any = field(Count(), None)
-    k_scale: Any = field(Scale(), None)
-    v_scale: Any = field(Scale(), None)
+    slot_mapping: Any = field(ArrayKind("T", ("int32", "int64"), checked_last=True), default=None)
+    page_indices: Any = field(ArrayKind("S M", INT32), default=None)
+    kv_lens: Any = field(ArrayKind("S", INT32), default=None)
+    cu_q_lens: Any = field(ArrayKind("S+1", INT32), default=None)
+    num_seqs: Any = field(Count(), default=None)
+    k_scale: Any = field(Scale(), default=None)
+    v_scale: Any = field(Scale(), default=None)
 
     def _check(self, sizes: Sizes) -> None:
         tables = [name for name in ("page_indices", "kv_lens", "cu_q_lens") if getattr(self, name) is not None]

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from ragged_attention import jax as operations
-from ragged_attention.calls import dtype_name, expect_count, expect_num_seqs, is_array
+from ragged_attention.calls import dtype_name, expect_count, is_array
+from ragged_attention.calls.fields import Count, Sizes
 from ragged_attention.compat.jax_arguments import as_int32, even, expect_number_or_none, known_options, widened
 from ragged_attention.compat.names import say_in
 from ragged_attention.errors import InvalidInput
@@ -119,7 +120,7 @@ def _count(num_seqs: Any, kv_lens: Any) -> jax.Array:
         return as_int32("num_seqs", num_seqs)
     if num_seqs is None:
         raise TypeError("expected num_seqs to be an int or an array, got NoneType")
-    expect_num_seqs(num_seqs, kv_lens.shape[0] if kv_lens.ndim else 0)
+    Count().check("num_seqs", num_seqs, None, Sizes(S=kv_lens.shape[0] if kv_lens.ndim else 0))
     return jnp.full(1, num_seqs, jnp.int32)
 
 

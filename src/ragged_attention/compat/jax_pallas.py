@@ -33,9 +33,8 @@ from ragged_attention.calls import (
 from ragged_attention.compat.jax_arguments import as_int32, even, expect_number_or_none, known_options, widened
 from ragged_attention.compat.names import say_in
 from ragged_attention.errors import InvalidInput
-from ragged_attention.jax import heads_first
 from ragged_attention.jax._launcher import device_facts
-from ragged_attention.jax._lower import to_jax
+from ragged_attention.jax._lower import prepare, to_jax
 
 __all__ = [
     "DEFAULT_MASK_VALUE",
@@ -307,7 +306,7 @@ def decode(
 ) -> jax.Array:
     """`ragged_attention.jax.paged_attention` of a call by JAX's rules; its tunables are JAX's."""
     expect_number_or_none("mask_value", mask_value)
-    arguments = heads_first.FORMS["paged_attention"](**arguments)
+    arguments = prepare(PagedAttention, arguments)
     tunables = {name: to_jax(value) for name, value in tunables.items()}
     q = arguments["q"]
     pages = ("q", "k_pages", "v_pages")

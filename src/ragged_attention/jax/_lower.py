@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -87,19 +87,19 @@ def _own_rules() -> Iterator[None]:
         yield
 
 
-class Request(tuple[Any, Any]):
-    """What a call asks for, hashable: the ordered names of backends, or None, and the options."""
+class Request(NamedTuple):
+    """What a call asks for, hashable: the ordered names of backends, None for the platform's order, and the options."""
 
-    __slots__ = ()
+    names: tuple[str, ...] | None
+    options: tuple[tuple[str, Any], ...]
 
     @classmethod
     def of(cls, operation: str, backend: Any, options: Any) -> "Request":
         tunables = config.requested_options(operation, options)
-        return cls((config.requested(operation, backend), tuple(sorted(tunables.items()))))
+        return cls(config.requested(operation, backend), tuple(sorted(tunables.items())))
 
     def choose(self, call: Call) -> dispatch.Choice:
-        names, options = self
-        return dispatch.choose(call, backend=names or "auto", options=dict(options))
+        return dispatch.choose(call, backend=self.names or "auto", options=dict(self.options))
 
 
 def default_platform() -> str:
@@ -197,8 +197,8 @@ def _results(choice: dispatch.Choice, call: Any, request: Request, launch: Launc
     written: tuple[Any, ...] = ()
     if choice.leaves(call):
         write = call.write_of_new_kv()
-        written = _tuple(dispatch.choose(write, backend=request[0] or "auto").run(write, launch))
-        call = call.after_write(written if len(written) > 1 else written[0])
+        written = _tuple(dispatch.choose(write, backend=request.names or "auto").run(write, launch))
+        call = call.after_write(written[0] if call.combined else written)
     found = _tuple(choice.run(call, launch))
     missing = (call.NUM_RESULTS or len(found)) - len(found)  # a gradient that there is none of, as in torch
     return *found, *[jnp.zeros(0, jnp.float32)] * missing, *written

@@ -148,9 +148,10 @@ def ragged_paged_attention(
     results = run(RaggedPagedAttention, locals())
     if new_kv is None:
         return (results[0], results[1]) if return_lse else results[0]
-    last = 2 if isinstance(kv_pages, tuple | list) else 1
-    pages = tuple(results[-2:]) if last == 2 else results[-1]
-    return *results[:-last], pages
+    if isinstance(kv_pages, tuple | list):
+        *results, k_pages, v_pages = results
+        return *results, (k_pages, v_pages)
+    return results
 
 
 def write_kv_pages(

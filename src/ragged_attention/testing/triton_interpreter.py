@@ -33,6 +33,6 @@ def quicken() -> bool:
             return interpreter._LangPatchScope()
         return prepare(function)
 
-    prepare_once.quickened = True
+    prepare_once.quickened = True  # type: ignore[attr-defined]
     interpreter._patch_lang = prepare_once
     return True
