@@ -7,7 +7,7 @@
 import triton
 import triton.language as tl
 
-from ragged_attention.kernels_triton._formats import decode, decoded_at_once, narrow
+from ragged_attention.kernels_triton._formats import INTERPRETED, decode, decoded_at_once, narrow
 from ragged_attention.kernels_triton._softmax import lost_to_rounding, matmul, online_softmax, tanh
 
 PAGE_SCAN: tl.constexpr = tl.constexpr(256)
@@ -103,7 +103,7 @@ def attend(
         else:
             v = tl.load(v_rows[:, None] + dv[None, :], mask=(dv < DV)[None, :], other=0)
         values = decode(v, FORMAT, q.dtype)
-        if FORMAT != "plain" and FORMAT != "e4m3_bits" and q.shape[0] < 128:
+        if FORMAT != "plain" and FORMAT != "e4m3_bits" and q.shape[0] < 128 and not INTERPRETED:
             values = decoded_at_once(values, readable)
         acc = matmul(rounded, values, acc * alpha[:, None])
         if WEIGHT_PARTS == 2 and not twice:
