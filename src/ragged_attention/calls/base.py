@@ -5,6 +5,8 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
 
+import numpy as np
+
 from ragged_attention.calls.fields import Arrays, Kind, Sizes, field, is_array
 from ragged_attention.errors import InvalidInput
 
@@ -168,7 +170,9 @@ def _ranges(kinds: Mapping[str, Kind]) -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def _is(value: Any, default: Any) -> bool:
-    return value is default or (not is_array(value) and not isinstance(value, tuple | list) and value == default)
+    if isinstance(value, np.generic):
+        value = value.item()
+    return value is default or (isinstance(value, bool | int | float | str) and value == default)
 
 
 class GroupedCall(Call):
