@@ -68,6 +68,7 @@ def ragged_paged_attention(
     v_scale: ArrayLike | None = None,
     return_lse: bool = False,
     new_kv: None = None,
+    draft_mask: None = None,
     cache_dtype: str | None = None,
 ) -> Any:
     """Out [T, H, D_v] in float64, and lse [T, H] with `return_lse`; the arguments are those of the record in calls.py.

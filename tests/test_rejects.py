@@ -362,6 +362,7 @@ STATIC = [
               new_kv=pair(ones(4, 2, 16), ones(4, 2, 16, dtype=np.float16))),
     attention(InvalidInput, "expected options among none for this backend, got 'fused_update'",
               new_kv=pair(ones(4, 2, 16), ones(4, 2, 16)), backend="reference", options={"fused_update": True}),
+    attention(InvalidInput, "expected draft_mask.shape to be [T, W] = [4, W], got [3, 2]", draft_mask=ones(3, 2) > 0),
     # Heads-first pages.
     paged(TypeError, "expected q to be an array, got NoneType", q=None),
     paged(TypeError, "expected k_pages to be an array, got str", k_pages="pages"),

@@ -161,6 +161,7 @@ class RaggedPagedAttention(PagedCall, GroupedCall):
     v_scale: Any = field(Scale(), default=None)
     return_lse: bool = field(Flag(), default=False)
     new_kv: Any = field(Pair(("new_k", "new_v"), expect_new_kv), default=None)
+    draft_mask: Any = field(ArrayKind("T W", ("bool",)), default=None)
 
     def _check(self, sizes: Sizes) -> None:
         head_dim = self.head_dim

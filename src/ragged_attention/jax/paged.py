@@ -21,6 +21,7 @@ class AttentionKeywords(TypedDict, total=False):
     sinks: jax.Array | None
     k_scale: float | jax.Array | None
     v_scale: float | jax.Array | None
+    draft_mask: jax.Array | None
     backend: str | Sequence[str] | None
     options: Mapping[str, Any] | None
 
@@ -94,6 +95,7 @@ def ragged_paged_attention(
     v_scale: float | jax.Array | None = None,
     return_lse: bool = False,
     new_kv: tuple[jax.Array, jax.Array] | None = None,
+    draft_mask: jax.Array | None = None,
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> jax.Array | tuple[Pages, ...]:
@@ -125,6 +127,9 @@ def ragged_paged_attention(
         new_kv: this step's keys and values, a pair of [T, K, D] and [T, K, D_v] of q's dtype, one per query. They
             are written into the pages before anything is attended, as `write_kv_pages` does by `page_indices`,
             `kv_lens` and `cu_q_lens`. A backend may do both at once.
+        draft_mask: bool [T, W], which of its sequence's new tokens each query sees, as tree speculative decoding asks:
+            entry [t, j] is about the one at position `kv_len - q_len + j`. It takes the place of `causal` among those;
+            earlier positions are seen as ever, new tokens from the W-th on are not. A window holds as well.
         backend: this call's backend, a name or an ordered list of them; see `ragged_attention.config`.
         options: this call's tunables, fields of the chosen backend's `Tile`.
 
