@@ -12,17 +12,27 @@ from ragged_attention.reference._no_tuning import why_not as why_not
 
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "k_scale", "v_scale", "return_lse",
+    "draft_mask",
 })  # fmt: skip
 
 
 def visible(
-    q_len: int, kv_len: int, valid: NDArray[np.bool_], causal: bool, sliding_window: int | None
+    q_len: int,
+    kv_len: int,
+    valid: NDArray[np.bool_],
+    causal: bool,
+    sliding_window: int | None,
+    drafted: NDArray[np.bool_] | None = None,
 ) -> NDArray[np.bool_]:
-    """Which of a sequence's keys each of its queries sees, [q_len, kv_len]."""
+    """Which of a sequence's keys each of its queries sees, [q_len, kv_len]; `drafted` are their rows of a mask."""
     position = (kv_len - q_len + np.arange(q_len))[:, None]
     key = np.arange(kv_len)[None, :]
     seen = np.broadcast_to(valid[None, :kv_len], (q_len, kv_len)).copy()
-    if causal:
+    if drafted is not None:
+        new = np.arange(kv_len) - (kv_len - q_len)  # numbers of new tokens, negative for those before
+        rows = np.pad(drafted, ((0, 0), (0, max(q_len - drafted.shape[1], 0))))
+        seen &= np.where(new < 0, True, rows[:, np.maximum(new, 0)])
+    elif causal:
         seen &= key <= position
     if sliding_window is not None:
         seen &= key > position - sliding_window
@@ -68,7 +78,7 @@ def ragged_paged_attention(
     v_scale: ArrayLike | None = None,
     return_lse: bool = False,
     new_kv: None = None,
-    draft_mask: None = None,
+    draft_mask: ArrayLike | None = None,
     cache_dtype: str | None = None,
 ) -> Any:
     """Out [T, H, D_v] in float64, and lse [T, H] with `return_lse`; the arguments are those of the record in calls.py.
@@ -95,7 +105,8 @@ def ragged_paged_attention(
         pages = np.where((pages >= 0) & (pages < num_pages), pages, 0)
         k = k_pages[pages].reshape(-1, *k_pages.shape[2:])[:kv_len]
         v = v_pages[pages].reshape(-1, *v_pages.shape[2:])[:kv_len]
-        seen = visible(q_len, kv_len, valid, causal, sliding_window)
+        drafted = None if draft_mask is None else np.asarray(draft_mask)[start:stop]
+        seen = visible(q_len, kv_len, valid, causal, sliding_window, drafted)
         for head in range(num_q_heads):
             kv_head = head // (num_q_heads // num_kv_heads)
             sink = -np.inf if sinks is None else np.asarray(sinks, np.float64)[head]

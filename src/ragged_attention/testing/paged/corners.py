@@ -56,6 +56,14 @@ _SPECS: dict[str, Spec] = {
     "num_seqs 0 as an int": Spec(lens=(), count="int", spare_seqs=3, padding=4, garbage=True),
     # Masks and logits.
     "not causal": _plain(causal=False, group=2),
+    "a draft tree": Spec(lens=((5, 40), (3, 3), (1, 9)), draft=6, group=4, poison="nan", garbage=True),
+    "draft masks narrower than the drafts": Spec(lens=((7, 30), (2, 9), (4, 2)), draft=3, num_kv_heads=2, padding=2),
+    "a draft mask with a window, sinks and a soft cap": _plain(draft=20, sliding_window=5, sinks="mixed", soft_cap=2.0),
+    "a draft mask of more rows than a tile": Spec(
+        lens=((100, 230), (30, 30)), draft=100, page_size=16, group=2, dtype="bfloat16", poison="nan"
+    ),
+    "a draft mask, not causal, with pages missing": _plain(draft=9, causal=False, invalid_pages=True, poison="nan"),
+    "a draft mask without columns": _plain(draft=0, group=2),
     "window of 1": _plain(sliding_window=1, poison="nan", garbage=True),
     "window of 1, not causal": _plain(sliding_window=1, causal=False, poison="nan"),
     "window": _plain(sliding_window=7, group=3, poison="nan"),

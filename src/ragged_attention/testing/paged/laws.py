@@ -126,6 +126,15 @@ def parts_merge(runner: Runner, spec: Spec) -> None:
     agrees(lse, whole_lse, f"lse {batch.kind}", "lse")
 
 
+def a_causal_draft_mask_is_causal(runner: Runner, spec: Spec) -> None:
+    batch = spec.build().change(causal=True)
+    longest = max((stop - start for start, stop in batch.bounds()), default=0)
+    mask = np.zeros((len(batch.q), longest), bool)
+    for start, stop in batch.bounds():
+        mask[start:stop] = np.tri(stop - start, longest, dtype=bool)
+    same(runner, batch.change(draft_mask=mask), batch)
+
+
 def a_huge_window_is_none(runner: Runner, spec: Spec) -> None:
     batch = spec.build().change(sliding_window=None)
     longest = int(batch.kv_lens.max(initial=1)) + len(batch.q) + 1
@@ -214,6 +223,7 @@ LAWS: dict[str, Law] = {
     "sequences do not mix": sequences_do_not_mix,
     "the output is a mixture of the values": output_is_a_mixture,
     "parts merge through their lse": parts_merge,
+    "a causal draft mask is causal": a_causal_draft_mask_is_causal,
     "a huge window is none": a_huge_window_is_none,
     "a far cap is nearly none": a_far_cap_is_nearly_none,
     "a quantised cache is its dequantised values": quantised_is_dequantised,

@@ -88,6 +88,7 @@ class Batch(Arrays):
     sinks: NDArray[np.float32] | None = None
     k_scale: float | NDArray[np.float32] | None = None
     v_scale: float | NDArray[np.float32] | None = None
+    draft_mask: NDArray[np.bool_] | None = None
     dtype: str = "float32"
     cache_dtype: str = "float32"
     strided: bool = False  # in torch: every array a view with gaps of garbage
@@ -130,7 +131,8 @@ class Batch(Arrays):
         kv_len = self.kv_len(seq)
         pages = self.page_indices[seq, : -(-kv_len // self.page_size)]
         valid = np.repeat((pages >= 0) & (pages < self.num_pages), self.page_size)[:kv_len]
-        return visible(stop - start, kv_len, valid, self.causal, self.sliding_window)
+        drafted = None if self.draft_mask is None else self.draft_mask[start:stop]
+        return visible(stop - start, kv_len, valid, self.causal, self.sliding_window, drafted)
 
     def slots(self, seq: int) -> NDArray[np.int64]:
         """The slot of each of a sequence's positions; meaningless where the page index is out of range."""
@@ -249,6 +251,7 @@ class Spec:
     soft_cap: float | None = None
     sm_scale: float | None = None
     sinks: str | None = None  # normal, -inf, +inf, mixed
+    draft: int | None = None  # columns of a draft mask, each entry of which is as likely set as not
     scales: str | None = None  # how k_scale and v_scale are given: float, array, heads
     sharing: str | None = None  # prefix: sequences begin with the first one's pages; repeat: one page all over
     invalid_pages: bool = False  # some page indices within the lengths are out of range
@@ -282,6 +285,7 @@ class Spec:
             sinks=self._sinks(rng, heads),
             k_scale=self._scale(rng, cache_dtype),
             v_scale=self._scale(rng, cache_dtype),
+            draft_mask=None if self.draft is None else rng.random((len(q), self.draft)) < 0.5,
             dtype=self.dtype,
             cache_dtype=cache_dtype,
             strided=self.strided,
