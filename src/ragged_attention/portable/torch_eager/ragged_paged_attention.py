@@ -29,6 +29,7 @@ SMALL = 2 * 2**20  # bytes of working memory that are always allowed
 SCORES = 2 * 2**20  # bytes of scores that stay in a CPU's cache
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "k_scale", "v_scale", "return_lse",
+    "draft_mask",
 })  # fmt: skip
 
 
@@ -114,14 +115,15 @@ class Attention:
 
     def blocks(self, start: int, stop: int, kv_len: int, keys: Keys) -> Iterator[Block]:
         """The blocks of one sequence's queries [start, stop) that see any key."""
-        call, position = self.call, keys.positions
-        if call.causal:
+        call, position, first_new = self.call, keys.positions, kv_len - (stop - start)
+        causal = call.causal and call.draft_mask is None
+        if causal:
             start = max(start, stop - kv_len)  # those before stand before the first position
         for first in range(start, stop, self.tile.block_q):
             last = min(first + self.tile.block_q, stop)
             own = kv_len - stop + np.arange(first, last)
             low, high, right, left = 0, keys.count, None, None
-            if call.causal:
+            if causal:
                 common, high = np.searchsorted(position, (own[0], own[-1]), side="right").tolist()
                 right = self._mask(position[None, common:high] > own[:, None])
             if call.sliding_window is not None:
@@ -129,6 +131,11 @@ class Attention:
                 low, common = np.searchsorted(position, (edge[0], edge[-1]), side="right").tolist()
                 left = self._mask(position[None, low : min(common, high)] <= edge[:, None])
             fully_masked = None if keys.whole else self._fully_masked(position, own)
+            if call.draft_mask is not None:
+                new = position[max(np.searchsorted(position, first_new), low) :]
+                right = self._not_drafted(call.draft_mask[first:last], new - first_new)
+                fully_masked = self._fully_masked(position[position < first_new], own)
+                fully_masked &= (right | self._outside_the_window(new, own)).all(1)
             if low < high:
                 yield Block(first, last, low, high, right, left, fully_masked)
 
@@ -138,10 +145,22 @@ class Attention:
     def _fully_masked(self, position: Ints, own: Ints) -> torch.Tensor:
         """Which queries see no key; only where pages are missing can there be such in a block that sees some."""
         call = self.call
-        seen = np.searchsorted(position, own, side="right") if call.causal else np.full(own.shape, len(position))
+        causal = call.causal and call.draft_mask is None
+        seen = np.searchsorted(position, own, side="right") if causal else np.full(own.shape, len(position))
         if call.sliding_window is not None:
             seen = seen - np.searchsorted(position, own - call.sliding_window, side="right")
         return torch.from_numpy(seen <= 0).to(call.q.device)
+
+    def _not_drafted(self, mask: torch.Tensor, new: Ints) -> torch.Tensor:
+        """Which new tokens [columns], by their numbers, the rows of a draft mask [rows, W] hide."""
+        columns = torch.from_numpy(new).to(mask.device).clamp(max=mask.shape[1])
+        return ~torch.nn.functional.pad(mask, (0, 1))[:, columns]  # what lies beyond the mask is hidden
+
+    def _outside_the_window(self, position: Ints, own: Ints) -> torch.Tensor:
+        """Which keys the window hides, [rows, columns]."""
+        window = self.call.sliding_window
+        hidden = position[None] <= own[:, None] - window if window is not None else np.zeros((1, 1), bool)
+        return torch.from_numpy(hidden).to(self.call.q.device)
 
     def sequence(self, blocks: list[Block], keys: Keys) -> None:
         if not blocks:
