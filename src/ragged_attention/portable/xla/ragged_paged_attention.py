@@ -22,6 +22,7 @@ from ragged_attention.portable.xla._tile import Tile as Tile
 
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "k_scale", "v_scale", "return_lse",
+    "draft_mask",
 })  # fmt: skip
 
 
@@ -62,6 +63,7 @@ class Queries(NamedTuple):
     stop: jax.Array  # where the tile's own rows end
     row: jax.Array  # i32 [size]
     position: jax.Array  # i32 [size], -1 for any row that stands before its sequence's first key
+    first_new: jax.Array  # position of the sequence's first query, negative where it has fewer keys than queries
 
     @property
     def own(self) -> jax.Array:
@@ -82,7 +84,8 @@ def _attend_in_tiles(call: RaggedPagedAttention, blocks: Blocks, size: int, bloc
         first = at(seqs.starts, seq) + (index - (at(ends, seq) - at(tiles, seq))) * size
         row = jnp.minimum(first, call.num_tokens - size) + jnp.arange(size, dtype=jnp.int32)
         position = jnp.maximum(kv_len - (stop - row), -1)
-        tile = Queries(seq, first, jnp.minimum(stop, first + size), row, position)
+        first_new = kv_len - (stop - at(seqs.starts, seq))
+        tile = Queries(seq, first, jnp.minimum(stop, first + size), row, position, first_new)
         return _put(results, _attend(call, blocks, tile, kv_len, block_kv), tile)
 
     return lax.fori_loop(jnp.int32(0), ends[-1], attend, results)
@@ -103,7 +106,7 @@ def _put(results: Any, parts: Any, tile: Queries) -> Any:
 def _visible_range(call: RaggedPagedAttention, tile: Queries, kv_len: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The first key that some row of the tile sees, and one past the last."""
     start, stop = jnp.int32(0), kv_len
-    if call.causal:
+    if call.causal and call.draft_mask is None:
         stop = jnp.clip(tile.position[tile.stop - 1 - tile.row[0]] + 1, 0, kv_len)
     if (window := _window(call)) is not None:
         start = jnp.maximum(tile.position[tile.first - tile.row[0]] - (window - 1), 0)
@@ -135,7 +138,9 @@ def _attend(
         k, v, seen = blocks.read(tile.seq, key, key < stop)
         logits = logits_of(dot("hrd,hkd->hrk", q, k), scale[:, None, None], call.soft_cap)
         seen = jnp.broadcast_to(seen, (size, block_kv))
-        if call.causal:
+        if call.draft_mask is not None:
+            seen &= _drafted(call.draft_mask, tile, key)
+        elif call.causal:
             seen &= key <= tile.position[:, None]
         if window is not None:
             seen &= key > tile.position[:, None] - window
@@ -152,6 +157,14 @@ def _attend(
     state = tuple(part.astype(jnp.float32) for part in state)
     count = (jnp.maximum(stop - start, 0) + (block_kv - 1)) // block_kv
     return _finish(call, size, *lax.fori_loop(jnp.int32(0), count, step, state))
+
+
+def _drafted(mask: jax.Array, tile: Queries, key: jax.Array) -> jax.Array:
+    """Which keys a draft mask [T, W] lets the rows of a tile see, [size, keys]; all that are not new tokens."""
+    rows = lax.dynamic_slice_in_dim(mask, tile.row[0], len(tile.row))
+    rows = jnp.pad(rows, ((0, 0), (0, 1)))  # what lies beyond the mask is hidden
+    new = key - tile.first_new
+    return (new < 0) | rows[:, jnp.clip(new, 0, mask.shape[1])]
 
 
 def _finish(
