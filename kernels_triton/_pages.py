@@ -49,7 +49,9 @@ def attend(
     q, m_i, l_i, acc,
     k_ptr, v_ptr, page_row_ptr, left, left_blocks, right, num_blocks, first, last, position, window, num_pages,
     k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale, outer_scale,
+    draft_rows, draft_width, first_new,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
+    HAS_DRAFT_MASK: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     DV: tl.constexpr, DV_PAD: tl.constexpr, FORMAT: tl.constexpr, WEIGHT_PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -87,6 +89,11 @@ def attend(
                 seen = seen & (keys[None, :] <= position[:, None])
             if HAS_WINDOW:
                 seen = seen & (keys[None, :] > position[:, None] - window)
+            if HAS_DRAFT_MASK:
+                new = keys - first_new
+                drafted = tl.load(draft_rows[:, None] + new[None, :], mask=((new >= 0) & (new < draft_width))[None, :],
+                                  other=0)  # fmt: skip
+                seen = seen & ((new < 0)[None, :] | (drafted != 0))
             logits = tl.where(seen, logits, float("-inf"))
         weights, alpha, m_i, l_i = online_softmax(logits, m_i, l_i, outer_scale)
         rounded = narrow(weights, q.dtype)
@@ -116,7 +123,9 @@ def attend_range(
     q, start, stop, first, last, low, high, kv_len,
     k_ptr, v_ptr, page_row_ptr, position, window, num_pages,
     k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale, outer_scale,
+    draft_rows, draft_width, first_new,
     ROWS: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
+    HAS_DRAFT_MASK: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr, EDGE_KV: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     DV: tl.constexpr, DV_PAD: tl.constexpr, FORMAT: tl.constexpr, WEIGHT_PARTS: tl.constexpr,
     SPLIT_WEIGHTS_BELOW: tl.constexpr,
@@ -126,7 +135,8 @@ def attend_range(
     Only the blocks at either end, of EDGE_KV keys, which some query sees in part, pay for masks. A page index that
     names no page makes all blocks of the range such ends, and so does a query that sees fewer than
     SPLIT_WEIGHTS_BELOW keys: there the rounding of weights would not average out, and the masked loop multiplies by
-    what it lost too.
+    what it lost too. With a draft mask, of which `draft_rows` are the rows' own, all keys from `first_new` on are such
+    ends, and CAUSAL is false.
 
         first                                                          last    keys that some query sees
           |  some see  |      every query sees these       |  some see  |
@@ -145,6 +155,8 @@ def attend_range(
     whole_stop = tl.minimum(stop, kv_len)
     if CAUSAL:
         whole_stop = tl.minimum(whole_stop, low + 1)
+    if HAS_DRAFT_MASK:
+        whole_stop = tl.minimum(whole_stop, first_new)
     whole_stop = tl.maximum(whole_stop // BLOCK_KV * BLOCK_KV, whole_start)
     valid = pages_are_valid(
         page_row_ptr, whole_start // PAGE_SIZE, (whole_stop + PAGE_SIZE - 1) // PAGE_SIZE, num_pages
@@ -152,6 +164,8 @@ def attend_range(
     fewest = kv_len
     if CAUSAL:
         fewest = tl.minimum(fewest, low + 1)
+    if HAS_DRAFT_MASK:
+        fewest = tl.minimum(fewest, first_new)
     if HAS_WINDOW:
         fewest = tl.minimum(fewest, window)
     whole_stop = tl.where((valid == 1) & (fewest >= SPLIT_WEIGHTS_BELOW), whole_stop, whole_start)
@@ -159,7 +173,8 @@ def attend_range(
     m_i, l_i, acc = attend(
         q, m_i, l_i, acc, k_ptr, v_ptr, page_row_ptr, whole_start, 0, 0, whole_blocks, first, last, position,
         window, num_pages, k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale, outer_scale,
-        False, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, PAGE_SIZE, BLOCK_KV, D, D_PAD, DV, DV_PAD, FORMAT,
+        draft_rows, draft_width, first_new, False, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_DRAFT_MASK, PAGE_SIZE,
+        BLOCK_KV, D, D_PAD, DV, DV_PAD, FORMAT,
         WEIGHT_PARTS,
     )  # fmt: skip
     left_blocks = (whole_start - start) // EDGE_KV
@@ -167,6 +182,7 @@ def attend_range(
     return attend(
         q, m_i, l_i, acc, k_ptr, v_ptr, page_row_ptr, start, left_blocks, whole_stop, num_blocks, first, last,
         position, window, num_pages, k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale,
-        outer_scale, True, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, PAGE_SIZE, EDGE_KV, D, D_PAD, DV, DV_PAD, FORMAT,
+        outer_scale, draft_rows, draft_width, first_new, True, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_DRAFT_MASK,
+        PAGE_SIZE, EDGE_KV, D, D_PAD, DV, DV_PAD, FORMAT,
         2 if q.dtype == tl.bfloat16 else 1,
     )  # fmt: skip

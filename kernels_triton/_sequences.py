@@ -11,9 +11,9 @@ import triton.language as tl
 # kernel anew where one of them becomes 1, or a multiple of 16, or stops being it. Strides, which stay, are not among
 # them: that they are multiples of 16 is what wide loads rest on.
 VARYING = (
-    "blocks", "capacity", "count", "extra_longest", "extra_num_slots", "first_token", "fixed_splits", "longest",
-    "max_num_seqs", "num_entries", "num_kv_tokens", "num_pages", "num_parts", "num_q_tokens", "num_rows", "num_seqs",
-    "num_slots", "num_tokens", "overhead", "rows", "search_steps", "table_stride", "window",
+    "blocks", "capacity", "count", "draft_stride", "draft_width", "extra_longest", "extra_num_slots", "first_token",
+    "fixed_splits", "longest", "max_num_seqs", "num_entries", "num_kv_tokens", "num_pages", "num_parts", "num_q_tokens",
+    "num_rows", "num_seqs", "num_slots", "num_tokens", "overhead", "rows", "search_steps", "table_stride", "window",
 )  # fmt: skip
 
 

@@ -49,6 +49,7 @@ MAX_SPLITS = 64
 SHORT = 1024  # keys that are not worth loading ahead
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "k_scale", "v_scale", "return_lse",
+    "draft_mask",
 })  # fmt: skip
 
 
@@ -234,17 +235,29 @@ def logit_scales(k_scale_ptr, kv_head, k_scale_factor, sm_scale, soft_cap,
     return inner, outer, scale < 0
 
 
+@triton.jit
+def draft_rows(draft_mask_ptr, row, start, num_tokens, draft_stride,
+               GROUP: tl.constexpr, HAS_DRAFT_MASK: tl.constexpr):  # fmt: skip
+    """Where the rows of a draft mask begin that are the queries'; a row without a query gets another's."""
+    rows_ptr = draft_mask_ptr
+    if HAS_DRAFT_MASK:
+        token = tl.minimum(start + row // GROUP, num_tokens - 1).to(tl.int64)
+        rows_ptr = draft_mask_ptr + token * draft_stride
+    return rows_ptr
+
+
 @triton.jit(do_not_specialize=VARYING)
 def tile_kernel(
     q_ptr, k_ptr, v_ptr, kv_lens_ptr, page_indices_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr,
-    k_scale_ptr, v_scale_ptr,
+    k_scale_ptr, v_scale_ptr, draft_mask_ptr,
     out_ptr, lse_ptr,
     num_tokens, max_num_seqs, num_pages, capacity, window, v_offset, table_stride,
     q_token_stride, q_head_stride, k_page_stride, k_slot_stride, k_head_stride,
     v_page_stride, v_slot_stride, v_head_stride,
-    sm_scale, soft_cap, k_scale_factor, v_scale_factor,
+    sm_scale, soft_cap, k_scale_factor, v_scale_factor, draft_stride, draft_width,
     K_SCALE_STRIDE: tl.constexpr, V_SCALE_STRIDE: tl.constexpr, HAS_NUM_SEQS: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, CAUSAL: tl.constexpr, SIGNED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, CAUSAL: tl.constexpr, HAS_DRAFT_MASK: tl.constexpr,
+    SIGNED: tl.constexpr,
     GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     DV: tl.constexpr, DV_PAD: tl.constexpr, FORMAT: tl.constexpr, SMALLEST: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, EDGE_KV: tl.constexpr, SPLIT_WEIGHTS_BELOW: tl.constexpr,
@@ -282,7 +295,9 @@ def tile_kernel(
             k_ptr + kv_head.to(tl.int64) * k_head_stride, v_ptr + v_offset + kv_head.to(tl.int64) * v_head_stride,
             page_indices_ptr + seq.to(tl.int64) * table_stride, kv_len - q_len + row // GROUP, window, num_pages,
             k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale, outer_scale,
-            BLOCK_Q, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, PAGE_SIZE, BLOCK_KV, EDGE_KV, D, D_PAD, DV, DV_PAD, FORMAT,
+            draft_rows(draft_mask_ptr, row, start, num_tokens, draft_stride, GROUP, HAS_DRAFT_MASK), draft_width,
+            kv_len - q_len, BLOCK_Q, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_DRAFT_MASK, PAGE_SIZE, BLOCK_KV, EDGE_KV, D, D_PAD,
+            DV, DV_PAD, FORMAT,
             1, SPLIT_WEIGHTS_BELOW,
         )  # fmt: skip
         v_scale = load_scale(v_scale_ptr, kv_head, v_scale_factor, V_SCALE_STRIDE)
@@ -316,14 +331,15 @@ def split_sequence(seq, cu_q_lens_ptr, kv_lens_ptr, num_seqs_ptr, num_tokens, ma
 @triton.jit(do_not_specialize=VARYING)
 def split_kernel(
     q_ptr, k_ptr, v_ptr, kv_lens_ptr, page_indices_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr,
-    k_scale_ptr, v_scale_ptr,
+    k_scale_ptr, v_scale_ptr, draft_mask_ptr,
     given_out_ptr, given_lse_ptr, out_ptr, lse_ptr,
     num_tokens, max_num_seqs, num_pages, capacity, window, v_offset, table_stride,
     q_token_stride, q_head_stride, k_page_stride, k_slot_stride, k_head_stride,
     v_page_stride, v_slot_stride, v_head_stride,
-    sm_scale, soft_cap, k_scale_factor, v_scale_factor,
+    sm_scale, soft_cap, k_scale_factor, v_scale_factor, draft_stride, draft_width,
     K_SCALE_STRIDE: tl.constexpr, V_SCALE_STRIDE: tl.constexpr, HAS_NUM_SEQS: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, CAUSAL: tl.constexpr, SIGNED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, CAUSAL: tl.constexpr, HAS_DRAFT_MASK: tl.constexpr,
+    SIGNED: tl.constexpr,
     GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     DV: tl.constexpr, DV_PAD: tl.constexpr, FORMAT: tl.constexpr, SMALLEST: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, WEIGHT_PARTS: tl.constexpr, NUM_SPLITS: tl.constexpr,
@@ -356,7 +372,9 @@ def split_kernel(
             k_ptr + kv_head.to(tl.int64) * k_head_stride, v_ptr + v_offset + kv_head.to(tl.int64) * v_head_stride,
             page_indices_ptr + seq.to(tl.int64) * table_stride, kv_len - q_len + row // GROUP, window, num_pages,
             k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale, outer_scale,
-            BLOCK_Q, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, PAGE_SIZE, BLOCK_KV, BLOCK_KV, D, D_PAD, DV, DV_PAD, FORMAT,
+            draft_rows(draft_mask_ptr, row, start, num_tokens, draft_stride, GROUP, HAS_DRAFT_MASK), draft_width,
+            kv_len - q_len, BLOCK_Q, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_DRAFT_MASK, PAGE_SIZE, BLOCK_KV, BLOCK_KV, D, D_PAD,
+            DV, DV_PAD, FORMAT,
             WEIGHT_PARTS, 0,
         )  # fmt: skip
         if NUM_SPLITS == 1:
@@ -418,7 +436,7 @@ def shared_arguments(call: Any, v_arguments: dict[str, Any]) -> dict[str, Any]:
         "HAS_NUM_SEQS": call.num_seqs is not None,
         "HAS_SINKS": call.sinks is not None,
         "HAS_WINDOW": window is not None,
-        "CAUSAL": bool(call.causal),
+        "CAUSAL": bool(call.causal) and call.draft_mask is None,
         "GROUP": call.group,
         "NUM_HEADS": call.num_q_heads,
         "DV": call.v_head_dim,
@@ -428,7 +446,7 @@ def shared_arguments(call: Any, v_arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def attention_arguments(
-    call: Any, views: tuple[Any, ...], k_scale: Mapping[str, Any], q_strides: Any, table_stride: int
+    call: Any, views: tuple[Any, ...], k_scale: Mapping[str, Any], q_strides: Any, table_stride: int, draft_stride: int
 ) -> dict[str, Any]:
     """What the two attention kernels are told besides; `views` and `k_scale` as the functions of `blocks` give them."""
     _, _, k_strides, v_strides, v_offset = views
@@ -442,6 +460,9 @@ def attention_arguments(
         "sm_scale": call.scale,
         **k_scale,
         "SIGNED": k_scale["K_SCALE_STRIDE"] >= 0 or call.scale * k_scale["k_scale_factor"] < 0,
+        "draft_stride": draft_stride,
+        "draft_width": 0 if call.draft_mask is None else call.draft_mask.shape[1],
+        "HAS_DRAFT_MASK": call.draft_mask is not None,
         "soft_cap": float(call.soft_cap or 1.0),
         "HAS_SOFT_CAP": call.soft_cap is not None,
         "PAGE_SIZE": call.page_size,
@@ -461,10 +482,13 @@ def run(call: RaggedPagedAttention, tile: Tile, launch: Any) -> Any:
     v_scale, v_arguments = scale_arguments("v_scale", call.v_scale, q, launch)
     num_seqs = kv_lens if call.num_seqs is None else call.num_seqs
     sinks = q if call.sinks is None else launch.packed(call.sinks)
+    draft_mask = q if call.draft_mask is None else launch.packed(call.draft_mask)
     shared = shared_arguments(call, v_arguments)
     table_stride = launch.strides(page_indices)[0]
-    attention = shared | attention_arguments(call, views, k_arguments, launch.strides(q), table_stride)
-    inputs = (q, *views[:2], kv_lens, page_indices, cu_q_lens, num_seqs, sinks, k_scale, v_scale)
+    attention = shared | attention_arguments(
+        call, views, k_arguments, launch.strides(q), table_stride, launch.strides(draft_mask)[0]
+    )
+    inputs = (q, *views[:2], kv_lens, page_indices, cu_q_lens, num_seqs, sinks, k_scale, v_scale, draft_mask)
     blocks = call.num_tokens * call.group // tile.block_q + call.max_num_seqs + 2
     out, lse = launch(
         tile_kernel,

@@ -170,7 +170,9 @@ def to_numpy(array: Any) -> np.ndarray:
 
 
 def to_bits(array: Any) -> Any:
-    """An 8-bit float array as uint8, anything else as it is."""
+    """An array of 8-bit floats or of bools as uint8, anything else as it is."""
+    if array.dtype == jnp.bool_:
+        return array.astype(jnp.uint8)
     return jax.lax.bitcast_convert_type(array, jnp.uint8) if is_bits(array.dtype) else array
 
 

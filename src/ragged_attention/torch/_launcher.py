@@ -45,8 +45,8 @@ def is_bits(dtype: torch.dtype) -> bool:
 
 
 def to_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """An 8-bit float tensor as uint8, anything else as it is."""
-    return tensor.view(torch.uint8) if is_bits(tensor.dtype) else tensor
+    """A tensor of 8-bit floats or of bools as uint8, anything else as it is."""
+    return tensor.view(torch.uint8) if is_bits(tensor.dtype) or tensor.dtype == torch.bool else tensor
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
@@ -54,7 +54,7 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     tensor = tensor.detach()
     if tensor.dtype.is_floating_point and not is_bits(tensor.dtype):
         tensor = tensor.to(torch.float64)
-    return to_bits(tensor).cpu().numpy()
+    return (to_bits(tensor) if is_bits(tensor.dtype) else tensor).cpu().numpy()
 
 
 def indices_to_numpy(tensor: torch.Tensor) -> Any:
@@ -94,8 +94,8 @@ class Launcher:
         """Enqueue `kernel[grid](*inputs, *outputs, **arguments)` and return the outputs.
 
         `outputs` are (shape, dtype) to allocate, uninitialised; behind them stand the inputs numbered in `inplace`,
-        once more, which the kernel may write. 8-bit floats reach the kernel as uint8. `num_warps` and `num_stages`
-        are among the arguments where they are not as in OPTIONS.
+        once more, which the kernel may write. 8-bit floats and bools reach the kernel as uint8. `num_warps` and
+        `num_stages` are among the arguments where they are not as in OPTIONS.
         """
         device = inputs[0].device
         new = [torch.empty(tuple(shape), dtype=DTYPES.get(dtype, dtype), device=device) for shape, dtype in outputs]
