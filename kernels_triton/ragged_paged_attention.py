@@ -296,8 +296,8 @@ def tile_kernel(
             page_indices_ptr + seq.to(tl.int64) * table_stride, kv_len - q_len + row // GROUP, window, num_pages,
             k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale, outer_scale,
             draft_rows(draft_mask_ptr, row, start, num_tokens, draft_stride, GROUP, HAS_DRAFT_MASK), draft_width,
-            kv_len - q_len, BLOCK_Q, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_DRAFT_MASK, PAGE_SIZE, BLOCK_KV, EDGE_KV, D, D_PAD,
-            DV, DV_PAD, FORMAT,
+            kv_len - q_len, BLOCK_Q, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_DRAFT_MASK, PAGE_SIZE, BLOCK_KV, EDGE_KV, D,
+            D_PAD, DV, DV_PAD, FORMAT,
             1, SPLIT_WEIGHTS_BELOW,
         )  # fmt: skip
         v_scale = load_scale(v_scale_ptr, kv_head, v_scale_factor, V_SCALE_STRIDE)
@@ -373,8 +373,8 @@ def split_kernel(
             page_indices_ptr + seq.to(tl.int64) * table_stride, kv_len - q_len + row // GROUP, window, num_pages,
             k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale, outer_scale,
             draft_rows(draft_mask_ptr, row, start, num_tokens, draft_stride, GROUP, HAS_DRAFT_MASK), draft_width,
-            kv_len - q_len, BLOCK_Q, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_DRAFT_MASK, PAGE_SIZE, BLOCK_KV, BLOCK_KV, D, D_PAD,
-            DV, DV_PAD, FORMAT,
+            kv_len - q_len, BLOCK_Q, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_DRAFT_MASK, PAGE_SIZE, BLOCK_KV, BLOCK_KV, D,
+            D_PAD, DV, DV_PAD, FORMAT,
             WEIGHT_PARTS, 0,
         )  # fmt: skip
         if NUM_SPLITS == 1:
