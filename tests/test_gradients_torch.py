@@ -1,11 +1,14 @@
 """Gradients as torch itself sees them: operators, finite differences, compilation, checkpoints, what has none."""
 
+import contextlib
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import ragged_attention as ra
@@ -279,11 +282,63 @@ def test_a_result_that_nobody_uses_costs_nothing(function: Function, monkeypatch
     assert seen[-1].d_lse is not None
 
 
-def test_a_configured_backend_without_the_gradient_is_told() -> None:
+def test_a_configured_backend_without_the_gradient_is_named() -> None:
     tensors = packed(torch.float32)
-    out, _ = attend(tensors)
-    with ra.use_backend("cuda"), pytest.raises(Unsupported, match="cuda: does not offer varlen_attention_backward"):
+    with ra.use_backend({"varlen_attention_backward": "cuda"}):
+        out, _ = attend(tensors)
+    with pytest.raises(Unsupported, match="cuda: does not offer varlen_attention_backward"):
         out.sum().backward()
+
+
+def test_the_gradient_runs_where_it_was_to_run_at_the_time_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a thread of autograd's own, which is in no block, and whatever is in force when it runs."""
+    chosen: list[str] = []
+    choose = dispatch.choose
+    monkeypatch.setattr(
+        dispatch, "choose", lambda call, **keywords: chosen.append(str(keywords["backend"])) or choose(call, **keywords)
+    )
+    tensors = packed(torch.float32)
+    with ra.use_backend("reference"):
+        out, _ = attend(tensors, soft_cap=1.25)
+    with ra.use_backend("eager"):
+        thread = threading.Thread(target=out.sum().backward)
+        thread.start()
+        thread.join()
+    assert chosen[-1] == "['reference']"
+    assert tensors["q"].grad is not None
+
+
+@pytest.mark.parametrize("backend", PORTABLE)
+@pytest.mark.parametrize("transform", ["jvp", "jacfwd", "linearize", "dual"])
+def test_there_is_no_forward_mode(transform: str, backend: str) -> None:
+    """Where torch would let it pass with tangents of zero."""
+    tensors = {name: tensor.detach() for name, tensor in packed(torch.float32).items()}
+
+    def function(q: Tensor) -> Tensor:
+        return attend(tensors | {"q": q}, backend=backend)[0]
+
+    q, tangent = tensors["q"], torch.ones_like(tensors["q"])
+    transforms = {
+        "jvp": lambda: torch.func.jvp(function, (q,), (tangent,)),
+        "jacfwd": lambda: torch.func.jacfwd(function)(q),
+        "linearize": lambda: torch.func.linearize(function, q),
+        "dual": lambda: function(forward_ad.make_dual(q, tangent)),
+    }
+    level = forward_ad.dual_level() if transform == "dual" else contextlib.nullcontext()
+    with level, pytest.raises(RuntimeError, match="varlen_attention has no forward-mode derivative"):
+        transforms[transform]()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_stays_outside(dtype: torch.dtype) -> None:
+    for function, given in ((attend, packed(torch.float32)), (select, sparse(torch.float32))):
+        want = function(given)
+        with torch.autocast("cpu", dtype):
+            out, lse = function(given)
+            got = gradients((out, lse), given)
+        assert torch.equal(out, want[0])
+        assert torch.equal(lse, want[1])
+        assert_close(got, gradients(want, given), 1e-6)
 
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])

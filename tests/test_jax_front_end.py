@@ -363,3 +363,22 @@ def test_empty_arrays(batch, axis):
     want, want_lse = defined(changed, return_lse=True)
     assert agrees(out, want, "float32")
     assert agrees(lse, want_lse, "float32", "lse")
+
+
+@pytest.mark.parametrize("backend", ["xla", "triton", "reference"])
+def test_there_is_no_gradient_and_that_is_said(backend: str) -> None:
+    q, pages = jnp.ones((3, 2, 16)), jnp.ones((2, 4, 2, 16))
+    tables = jnp.array([3], jnp.int32), jnp.array([[0, 1]], jnp.int32), jnp.array([0, 3], jnp.int32)
+    calls = {
+        "ragged_paged_attention": lambda q: front.ragged_paged_attention(q, pages, *tables, backend=backend),
+        "write_kv_pages": lambda q: front.write_kv_pages(q[:, :1], q[:, :1], pages, tables_of(tables), backend=backend),
+        "merge_attention_states": lambda q: front.merge_attention_states(q[None], q[None, ..., 0], backend=backend)[0],
+    }
+    for name, call in calls.items():
+        with pytest.raises(RuntimeError, match=f"{name} has no gradient: it works on a KV cache, for inference"):
+            jax.grad(lambda q, call=call: call(q).sum())(q)
+
+
+def tables_of(tables: Any) -> Any:
+    kv_lens, page_indices, cu_q_lens = tables
+    return page_indices, kv_lens, cu_q_lens

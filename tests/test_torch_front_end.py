@@ -3,6 +3,7 @@
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -172,3 +173,54 @@ def test_the_number_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     for window in range(1, 9):
         rt.ragged_paged_attention(**inputs, sliding_window=window)
     assert len(_plan._plans) <= 3
+
+
+# ---- what torch does around an operation
+
+
+def latent_cache_call(**changes: Any) -> dict[str, Any]:
+    return {"kv": torch.ones(2, 32), "cache": torch.zeros(3, 4, 1, 32), "slot_mapping": torch.tensor([0, 5])} | changes
+
+
+@pytest.mark.parametrize("backend", ["reference", "eager", "triton"])
+def test_a_write_in_place_is_one_to_torch(backend: str) -> None:
+    call = latent_cache_call()
+    q = torch.randn(2, 1, 32, requires_grad=True)
+    out = rt.sparse_mla_prefill(q, call["cache"], torch.zeros(2, 1, 1, dtype=torch.int32), d_v=16, backend=backend)[0]
+    before = call["cache"]._version
+    rt.write_mla_cache(**call, backend=backend)
+    assert call["cache"]._version > before
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["reference", "eager", "triton"])
+def test_what_cannot_be_written_is_refused(backend: str) -> None:
+    with torch.inference_mode():
+        inference = torch.zeros(3, 4, 1, 32)
+        rt.write_mla_cache(**latent_cache_call(cache=inference), backend=backend)
+    with pytest.raises(RuntimeError, match="write_mla_cache writes cache, an inference tensor, in place outside"):
+        rt.write_mla_cache(**latent_cache_call(cache=inference), backend=backend)
+    leaf = torch.zeros(3, 4, 1, 32, requires_grad=True)
+    with pytest.raises(RuntimeError, match="write_mla_cache writes cache in place, and that has no gradient"):
+        rt.write_mla_cache(**latent_cache_call(cache=leaf), backend=backend)
+    with torch.no_grad():
+        rt.write_mla_cache(**latent_cache_call(cache=leaf), backend=backend)
+    expanded = torch.zeros(1, 4, 1, 32).expand(3, 4, 1, 32)
+    with pytest.raises(ra.InvalidInput, match="expected cache without overlapping memory, got strides"):
+        rt.write_mla_cache(**latent_cache_call(cache=expanded), backend=backend)
+
+
+def test_numpys_integers_count() -> None:
+    inputs = batch()
+    counted = rt.ragged_paged_attention(**inputs, num_seqs=np.int64(1), sliding_window=np.int64(3))  # type: ignore[arg-type]
+    assert torch.equal(counted, rt.ragged_paged_attention(**inputs, num_seqs=1, sliding_window=3))
+    with pytest.raises(TypeError, match="expected page_size to be an int, got dtype"):
+        rt.page_indices_to_slots(inputs["page_indices"], inputs["page_indices"], torch.float32)  # type: ignore[arg-type]
+    options = {"block_q": np.int64(16)}
+    assert torch.equal(
+        rt.ragged_paged_attention(**inputs, options=options),
+        rt.ragged_paged_attention(**inputs, options={"block_q": 16}),
+    )
+    with pytest.raises(ra.InvalidInput, match="expected option block_q to be finite, got inf"):
+        rt.ragged_paged_attention(**inputs, options={"block_q": float("inf")})
