@@ -70,6 +70,7 @@ ROWS = {
         dataclasses.replace(DECODE, **change)
         for change in ({"sliding_window": 128}, {"soft_cap": 30.0}, {"sinks": True}, {"return_lse": True})
     ],
+    ("ragged_paged_attention", "draft masks"): [dataclasses.replace(sample, draft=8) for sample in (DECODE, WIDE)],
     ("ragged_paged_attention", "heads of 80, 96, 256, 512; ratio 7; pages of 24"): [
         *(dataclasses.replace(DECODE, head_dim=head_dim) for head_dim in (80, 96, 256, 512)),
         dataclasses.replace(DECODE, num_q_heads=28, num_kv_heads=4),

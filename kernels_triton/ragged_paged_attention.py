@@ -117,6 +117,8 @@ def tile_sizes(call: Any) -> tuple[int, int, int, int, int]:
         return 16, 16, 16, 4 if arch in ("sm_80", "sm_86") else 8, 2
     if width > 256:  # 64 rows of 512 leave no registers for anything else, so no wgmma here
         return (32, 64, 32, 8, 2) if arch == "sm_90" else (32, 32, 32, 8, 2 if arch.startswith("sm_") else 1)
+    if call.draft_mask is not None:  # addresses of its entries take registers
+        return 32, 32, 32, 4, 2
     if width > 128:
         if arch == "sm_90":
             return 128, 32, 16, 8, 2
@@ -146,6 +148,8 @@ def split_sizes(call: Any, rows: int) -> tuple[int, int, int]:
         return 16, 4 * max(1, rows // 32), 2
     if width > 256:
         return 32, 8, 2 if call.device.arch.startswith("sm_") else 1
+    if call.draft_mask is not None:
+        return 32, 4, 2
     keys = 32 if width > 128 else 64
     if call.device.arch not in WGMMA or call.capacity <= SHORT:
         return keys, 4, 3 if width > 128 else 2

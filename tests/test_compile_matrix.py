@@ -89,6 +89,24 @@ def test_a_window_that_16_does_not_divide_spills_nothing() -> None:
     assert done.stdout == "None\n", done.stdout + done.stderr
 
 
+DRAFTS = """
+from benchmarks.compiled import compiling
+from ragged_attention.samples import Sample, device_of
+for arch in ("sm_80", "sm_90", "gfx942"):
+    for sample in (Sample(draft=8), Sample(draft=64, num_tokens=512, max_num_seqs=4)):
+        call = sample.call("ragged_paged_attention", device_of("torch", arch))
+        launches = compiling.record(call)
+        print(arch, *{compiling.compile_launch(launch, arch).failure for launch in launches})
+"""
+
+
+def test_draft_masks_compile_and_spill_nothing() -> None:
+    pytest.importorskip("triton")
+    done = apart("-c", DRAFTS)
+    wanted = [f"{arch} None" for arch in ("sm_80", "sm_90", "gfx942") for _ in range(2)]
+    assert done.stdout.splitlines() == wanted, done.stdout + done.stderr
+
+
 def test_planted_kernels_are_reported() -> None:
     pytest.importorskip("triton")
     done = apart("-m", "planted_kernels")

@@ -30,7 +30,8 @@ from ragged_attention.samples import MULTIPROCESSORS, FakeArray
 ARCHITECTURES = tuple(MULTIPROCESSORS)
 
 POINTERS = {
-    "float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "int8": "*i8", "uint8": "*u8", "int32": "*i32",
+    "float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "int8": "*i8", "uint8": "*u8",
+    "bool": "*u8", "int32": "*i32",
     "int64": "*i64",
 }  # fmt: skip
 

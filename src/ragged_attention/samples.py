@@ -51,6 +51,7 @@ class Sample(_Sample):
     soft_cap: float | None = None
     sinks: bool = False
     return_lse: bool = False
+    draft: int | None = None  # columns of a draft mask
 
     def _pages(self) -> Any:
         heads = self.num_kv_heads * (1 if self.split_pages else 2)
@@ -74,6 +75,7 @@ class Sample(_Sample):
             "soft_cap": self.soft_cap,
             "sinks": FakeArray((self.num_q_heads,), "float32") if self.sinks else None,
             "return_lse": self.return_lse,
+            "draft_mask": None if self.draft is None else FakeArray((self.num_tokens, self.draft), "bool"),
         }
 
     def _write_kv_pages(self) -> dict[str, Any]:
