@@ -13,7 +13,7 @@ from ragged_attention.errors import InvalidInput
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """Static facts about where a call runs; what `why_not` and `heuristic` may rest on."""
+    """Static facts about where a call runs; what `why_not` and `heuristic` may depend on."""
 
     framework: str  # torch | jax
     platform: str  # cuda | rocm | tpu | cpu | mps | xpu

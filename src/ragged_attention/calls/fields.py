@@ -37,7 +37,7 @@ class Array(Protocol):
 
 
 class Arrays(Protocol):
-    """How a front end brings an argument into the form that records take."""
+    """How a front end converts an argument to the form that records take."""
 
     def array(self, value: Any) -> Any:
         """What the front end takes for arrays and numbers, as its own; anything else as it is."""
@@ -196,7 +196,7 @@ class ArrayKind(Kind):
 
 
 class _Scalar(Kind):
-    """A value that is no array."""
+    """A value that is not an array."""
 
     def prepare(self, name: str, value: Any, arrays: Arrays) -> Any:
         del name, arrays

@@ -125,7 +125,7 @@ class MakeDecodeSchedule(Call):
 
     @property
     def num_ranges(self) -> int:
-        """Into how many ranges the work is cut: as many as asked for, or as fill the device."""
+        """The number of ranges of the work: as many as requested, or as fill the device."""
         return self.num_parts or max(self.device.num_multiprocessors // self.programs, 1)
 
     @property

@@ -75,8 +75,8 @@ def sparse_mla_prefill(
 
     Raises:
         InvalidInput: (a ValueError) shapes, dtypes or options that contradict the above.
-        TypeError: a value of a wrong kind.
-        Unsupported: no backend asked for takes the call; the message has each one's reason.
+        TypeError: a value of the wrong kind.
+        Unsupported: no requested backend takes the call; the message gives each one's reason.
 
     The operation is FlashMLA's `flash_mla_sparse_fwd` (DeepSeek-V3.2), made general; `compat.flash_mla` has its own
     conventions (base-2 logits).

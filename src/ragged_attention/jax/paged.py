@@ -128,7 +128,7 @@ def ragged_paged_attention(
             are written into the pages before anything is attended, as `write_kv_pages` does by `page_indices`,
             `kv_lens` and `cu_q_lens`. A backend may do both at once.
         draft_mask: bool [T, W], which of its sequence's new tokens each query sees, as tree speculative decoding asks:
-            entry [t, j] is about the one at position `kv_len - q_len + j`. It takes the place of `causal` among those;
+            entry [t, j] is about the one at position `kv_len - q_len + j`. It replaces `causal` among those;
             earlier positions are seen as ever, new tokens from the W-th on are not. A window holds as well.
         backend: this call's backend, a name or an ordered list of them; see `ragged_attention.config`.
         options: this call's tunables, fields of the chosen backend's `Tile`.
@@ -144,8 +144,8 @@ def ragged_paged_attention(
     Raises:
         InvalidInput: (a ValueError) shapes, dtypes or options that contradict the above; values of the index arrays
             are checked only under `validate="full"`.
-        TypeError: a value of a wrong kind.
-        Unsupported: no backend asked for takes the call; the message has each one's reason.
+        TypeError: a value of the wrong kind.
+        Unsupported: no requested backend takes the call; the message gives each one's reason.
 
     The operation is JAX's `ragged_paged_attention` joined with ejKernel's version of it (sinks); online softmax after
     Milakov and Gimelshein (2018) and FlashAttention, splits of the keys after Flash-Decoding.

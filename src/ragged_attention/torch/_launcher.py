@@ -139,7 +139,7 @@ class Launcher:
         return results
 
     def sorted(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Numbers [N] in ascending order, and the i32 places where they stood; equal ones keep their order."""
+        """Numbers [N] in ascending order, and their i32 indices before sorting; equal ones keep their order."""
         values, places = torch.sort(numbers, stable=True)
         return values, places.to(torch.int32)
 

@@ -74,7 +74,7 @@ def run_prepared(record: type[Call], prepared: Mapping[str, Any], backend: Any, 
         with torch._C._AutoDispatchBelowAutograd():  # which would find as much, at the price of a second dispatch
             return operator(*flat, _names(backend), encode_options(options))
     except (RuntimeError, TypeError):
-        _plan.checked(record, prepared)  # a schema's complaint does not name our argument; the record's does
+        _plan.checked(record, prepared)  # a schema's error does not name our argument; the record's does
         raise
 
 

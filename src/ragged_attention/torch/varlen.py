@@ -106,8 +106,8 @@ def varlen_attention(
     Raises:
         InvalidInput: (a ValueError) shapes, dtypes or options that contradict the above; values of the prefix sums
             only under `validate="full"`.
-        TypeError: a value of a wrong kind.
-        Unsupported: no backend asked for takes the call; the message has each one's reason.
+        TypeError: a value of the wrong kind.
+        Unsupported: no requested backend takes the call; the message gives each one's reason.
 
     The operation is FlashMLA's and FlashAttention's `flash_attn_varlen_func`; online softmax after Milakov and
     Gimelshein (2018), the recomputing gradient after Dao et al. (FlashAttention, 2022).
