@@ -19,7 +19,7 @@ VARYING = (
 
 @triton.jit
 def count_sequences(num_seqs_ptr, max_num_seqs, HAS_NUM_SEQS: tl.constexpr):
-    """The number of live sequences, held within the tables."""
+    """The number of live sequences, clamped to the tables."""
     count = max_num_seqs
     if HAS_NUM_SEQS:
         count = tl.minimum(tl.maximum(tl.load(num_seqs_ptr), 0), max_num_seqs)

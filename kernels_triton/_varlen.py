@@ -1,7 +1,7 @@
 """What the kernels of attention over packed sequences and of its gradient share.
 
 Rows are (query token, head of the group) pairs, token by token, so that a program serves all query heads of a KV head.
-A head size that is no power of two is held in two parts where that is narrower: 192 as 128 + 64, 80 as 64 + 16.
+A head size that is not a power of two is held in two parts where that is narrower: 192 as 128 + 64, 80 as 64 + 16.
 """
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
@@ -28,7 +28,7 @@ SMALLEST_SCALE: tl.constexpr = tl.constexpr(1e-30)
 
 
 def near(array: Any, rows: int, launch: Any) -> Any:
-    """An array [tokens, heads, width] with packed rows, `rows` of them a token, so that a block's are near each other.
+    """An array [tokens, heads, width] with packed rows, `rows` of them per token, so that those of a block are close.
 
     It is copied if not: kernels count with 32 bits within a block.
     """
@@ -170,7 +170,7 @@ def load_columns(ptr, places, readable, MASKED: tl.constexpr, WIDTH: tl.constexp
 
 @triton.jit
 def store_columns(ptr, places, values, writable, WIDTH: tl.constexpr, FROM: tl.constexpr, PAD: tl.constexpr):
-    """What `load_columns` reads."""
+    """Write what `load_columns` reads."""
     d = FROM + tl.arange(0, PAD)
     mask = writable[:, None] & (d < WIDTH)[None, :]
     tl.store(ptr + (places[:, None] + d[None, :]), narrow(values, ptr.dtype.element_ty), mask=mask)

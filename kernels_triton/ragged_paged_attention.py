@@ -172,7 +172,7 @@ def split_rows(call: Any) -> int:
 
 
 def splits(call: Any) -> int:
-    """Eight programs a multiprocessor, as far as the longest sequence that the tables can hold has keys for it."""
+    """Eight programs per multiprocessor, as far as the longest sequence that the tables can hold has keys for it."""
     work = max(call.max_num_seqs * call.num_kv_heads, 1)
     wanted = next_power_of_2(cdiv(8 * call.device.num_multiprocessors, work))
     keys = call.capacity if call.sliding_window is None else min(call.capacity, call.sliding_window + 8)

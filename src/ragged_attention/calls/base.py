@@ -89,7 +89,7 @@ class Call(abc.ABC):
         del sizes
 
     def check_strides(self, strides: Callable[[Any], tuple[int, ...]]) -> None:
-        """Raise where the arrays lie in memory as the operation cannot have them; `strides` gives those of one."""
+        """Raise if the operation cannot have the arrays as they lie in memory; `strides` gives those of one."""
         del strides
 
     @abc.abstractmethod
