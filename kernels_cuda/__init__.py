@@ -1,4 +1,4 @@
-"""CUTLASS kernels for Hopper. Beside its operations the package offers what others ask of it without looking inside."""
+"""CUTLASS kernels for Hopper. Besides its operations the package offers what callers need without looking inside."""
 
 import contextlib
 import importlib
@@ -13,15 +13,15 @@ _NATIVE = "ragged_attention.kernels_cuda._native"
 def emulating(mode: str = "eager", seed: int = 0) -> contextlib.AbstractContextManager[None]:
     """Inside, calls with backend="cuda" on CPU arrays run the kernels' own code on the CPU.
 
-    `mode` is when copies land and products are computed: "eager" at once, "late" no sooner than somebody waits for
-    them, "crossed" copies at once and products late. `seed` shuffles the order in which threads run. The emulation is
+    `mode` is when copies land and products are computed: "eager" at once, "late" not before they are waited for,
+    "crossed" copies at once and products late. `seed` shuffles the order in which threads run. The emulation is
     compiled on first use, which takes g++, the CUTLASS headers and about a minute.
     """
     return importlib.import_module(_NATIVE).emulating(mode, seed)
 
 
 def state() -> Hashable:
-    """What answers rest on beside the call: the emulation that calls run in here and now, None outside of one."""
+    """What answers depend on besides the call: the emulation in which calls run here and now, or None."""
     native: Any = sys.modules.get(_NATIVE)
     return None if native is None or native.emulated() is None else native.emulation()._name
 

@@ -1,9 +1,9 @@
 """Attention over latent rows on Hopper, as `mla_decode` and `sparse_mla_prefill` share it: limits, splits, the call.
 
-One kernel body serves three functions of the C ABI, told apart by how keys are found and stored. Sparse prefill is
-sparse decode of one token a sequence, and packed rows are pages of one. A *job* is what shares a list of keys: in a
-dense call the query tokens and heads of one KV head of a sequence, in a sparse call the heads of one query token. A
-thread block computes 64 rows of a job over one split of its keys, and has a multiprocessor to itself.
+One kernel body serves three functions of the C ABI, which differ in how keys are found and stored. Sparse prefill is
+sparse decode of one token per sequence, and packed rows are pages of one row. A *job* is what shares a list of keys:
+in a dense call the query tokens and heads of one KV head of a sequence, in a sparse call the heads of one query token.
+A thread block computes 64 rows of a job over one split of its keys, and has a multiprocessor to itself.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from ragged_attention.kernels_cuda import _abi, _native
 from ragged_attention.kernels_cuda._native import NOT_EMULATING, Native
 
 ROWS = 64  # of a thread block
-BLOCK = 64  # keys of a step
+BLOCK = 64  # keys per step
 MAX_SPLITS = 128
 START_COST = 5  # of a thread block, in blocks of keys; what a decode schedule counts for a sequence
 MERGE_COST = 3  # of the kernel that merges splits, in blocks
@@ -47,7 +47,7 @@ class Tile:
 
 
 def cannot_run(call: Call) -> str | None:
-    """Why none of these kernels runs where the call is."""
+    """Why none of these kernels runs on the device of a call, or None."""
     device = call.device
     if device.platform == "cpu":
         return NOT_EMULATING if _native.emulated() is None else None
@@ -63,7 +63,7 @@ def why_not_by_default(call: Call) -> str | None:
 
 
 def cannot_take(call: Attention, *, sparse: bool) -> str | None:
-    """Why the kernels do not take such a call, wherever it is."""
+    """Why the kernels do not take a call, on whatever device, or None."""
     dtype, dense = dtype_name(call.q), "a dense call"
     if call.format not in _abi.FORMATS:
         return f"takes cache_format {' or '.join(map(repr, _abi.FORMATS))}, got {call.format!r}"
@@ -95,12 +95,12 @@ def cdiv(a: int, b: int) -> int:
 
 
 def power_of_2(n: int) -> int:
-    """The smallest power of two that is not smaller."""
+    """The smallest power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 def splits(call: Attention, jobs: int, rows: int, keys: int) -> int:
-    """Into how many splits the keys of a job are cut: what ends soonest if every list is as long as it can be."""
+    """The number of splits of a job's keys: the fastest if every list is as long as it can be."""
     work, blocks = jobs * cdiv(rows, ROWS), max(1, cdiv(keys, BLOCK))
     slots = call.device.num_multiprocessors
     return min(
@@ -137,7 +137,7 @@ def function_of(call: Attention) -> Native:
 
 
 def strides_of(array: Any, launch: Any) -> tuple[int, ...]:
-    """The strides of an array; an axis of one entry gets that of a packed row, for its own may be anything."""
+    """The strides of an array; an axis of one entry gets that of a packed row, since its own may be anything."""
     shape, strides = array.shape, launch.strides(array)
     if 1 not in shape:
         return strides

@@ -107,8 +107,8 @@ _emulated: contextvars.ContextVar[Emulation | None] = contextvars.ContextVar("em
 def emulating(mode: str = "eager", seed: int = 0) -> Iterator[None]:
     """Inside, calls with backend="cuda" on CPU arrays run the kernels' own code on threads of the CPU.
 
-    `mode` is when copies land and products are computed: "eager" at once, "late" no sooner than somebody waits for
-    them, "crossed" copies at once and products late. `seed` shuffles the order in which threads run.
+    `mode` is when copies land and products are computed: "eager" at once, "late" not before they are
+    waited for, "crossed" copies at once and products late. `seed` shuffles the order in which threads run.
     """
     if mode not in MODES:
         raise InvalidInput(f"expected mode to be one of {', '.join(MODES)}, got {mode!r}")
@@ -129,12 +129,12 @@ def emulated() -> Emulation | None:
 
 
 def why_not() -> str | None:
-    """What `library()` lacks here, in a sentence; None if nothing is known to be missing. Never builds or raises."""
+    """What `library()` lacks here, in one sentence; None if nothing is known to be missing. Never builds or raises."""
     if KERNELS in _loaded:
         return None
     if KERNELS in _failed:
         return f"the CUDA kernels could not be built in this process: {_failed[KERNELS].splitlines()[-1]}"
-    return None if compile.prebuilt() else toolchain.missing_to_compile() or compile.missing_to_keep()
+    return None if compile.prebuilt() else toolchain.missing_to_compile() or compile.missing_to_store()
 
 
 def status(device: int = 0) -> Status:
@@ -181,6 +181,6 @@ class Native:
 
     def error_message(self, code: int, platform: str, shapes: Mapping[str, Any]) -> str:
         """The message for a code that is not 0, with the arrays of the call that returned it."""
-        said = _library_for(platform).ra_error_string(code).decode()
+        text = _library_for(platform).ra_error_string(code).decode()
         arrays = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
-        return f"{self.name} failed with code {code}, {said}: {arrays}"
+        return f"{self.name} failed with code {code}, {text}: {arrays}"

@@ -1,4 +1,4 @@
-"""What people are shown of the CUDA backend: its tools, its libraries, and building these ahead of time."""
+"""What users see of the CUDA backend: its tools, its libraries, and building these ahead of time."""
 
 import importlib
 import importlib.util
@@ -12,7 +12,7 @@ from ragged_attention.kernels_cuda._build import compile, toolchain
 
 
 def rows() -> list[tuple[str, str]]:
-    """For each part what it is and what can be said of it."""
+    """The parts of the backend and the state of each."""
     return [("CUDA toolchain", tools()), ("CUTLASS", cutlass()), ("CUDA kernels", kernels())]
 
 

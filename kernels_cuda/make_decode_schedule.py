@@ -14,7 +14,7 @@ SCHEDULE = Native("ra_make_decode_schedule")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """Nothing may be tuned."""
+    """Nothing to tune."""
 
 
 def why_not(call: MakeDecodeSchedule) -> str | None:

@@ -24,7 +24,7 @@ NOWHERE = 2**31 - 1  # the position of a key that no query sees
 
 
 def cannot_run(call: Any) -> str | None:
-    """Why no Pallas kernel runs here."""
+    """Why no Pallas kernel runs here, or None."""
     if call.device.framework != "jax":
         return f"runs on jax arrays, got a call from {call.device.framework}"
     return None
@@ -62,7 +62,7 @@ def is_vector_memory(scratch: Any) -> bool:
 
 
 def vector_bytes(shape: tuple[int, ...], dtype: Any) -> int:
-    """What an array takes in VMEM, where its last two dimensions are padded to whole tiles."""
+    """The bytes that an array takes in VMEM, where its last two dimensions are padded to whole tiles."""
     size = jnp.dtype(dtype).itemsize
     *rest, rows, lanes = shape
     tile = min(32 // size, max(next_power_of_2(rows), 4 // size))
@@ -87,8 +87,8 @@ def in_pieces(count: Any, most: int, do: Callable[[Any, int], None]) -> None:
 def compiler_params(vmem_limit_bytes: int, parallel: int = 0) -> Any:
     """The parameters of a `pallas_call` whose grid has `parallel` dimensions that cores may share.
 
-    Without the compiler's bounds checks: kernels hold every index within its array before a copy, and checks take
-    most of the scalar instructions of one.
+    The compiler's bounds checks are off: kernels clamp every index to its array before a copy, and the
+    checks would take most of a copy's scalar instructions.
     """
     return pltpu.CompilerParams(
         vmem_limit_bytes=vmem_limit_bytes or None,

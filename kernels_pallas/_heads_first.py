@@ -1,7 +1,7 @@
 """What the kernels over heads-first pages [K, P, G, D] share: the fetch of pages, and how a block of them is read.
 
 A block is a number of pages that lie in one of two buffers [2, heads, pages, G, D] in vector memory (VMEM). Each page
-is brought by one asynchronous copy an operand (K, V, and their scales where there are such), for all heads of a step
+is fetched by one asynchronous copy per operand (K, V, and their scales if any), for all heads of a step
 at once; each operand has a semaphore of its own for each of the two buffers. While one block is computed on, the next
 is under way, over the borders of sequences, heads and grid steps as well.
 """
@@ -38,7 +38,7 @@ class Operand:
 
 
 def operands_of(call: Any) -> list[jax.Array]:
-    """K and V, and where they have scales those, [K, P, 1, G] each: a page's in a row of lanes."""
+    """K and V, then their scales if any, [K, P, 1, G] each: those of a page lie in a row of lanes."""
     scales = [array.reshape(*array.shape[:2], 1, call.page_size) for array in call.scales if array is not None]
     return [*call.arrays, *scales]
 
@@ -69,7 +69,7 @@ def refusal(call: Any, fits: bool, rows: int) -> str | None:
 
 
 def row_bytes(call: Any) -> int:
-    """The scalar memory that a sequence takes: its page indices, its length and what comes after it."""
+    """The scalar memory that a sequence takes: its page indices, its length and the number of the next sequence."""
     return 4 * (call.pages_per_seq + 2)
 
 
@@ -79,46 +79,46 @@ def table_bytes(call: Any) -> int:
 
 
 def expect_block(call: Any, name: str, pages: int, used: int) -> None:
-    """Check pages a block that were asked for against the vector memory, of which they make a launch use `used`."""
+    """Check the requested pages per block against the vector memory; a launch with them takes `used` bytes of it."""
     if used > (most := call.device.shared_memory):
         raise InvalidInput(f"expected {name} to fit in {most} bytes of vector memory, got {pages}, which take {used}")
 
 
 def vmem_limit(call: Any, asked: int, used: int) -> int | None:
-    """What the compiler is told of vector memory: what was asked for, else its default, or more where that is tight."""
+    """The compiler's limit of vector memory: the one asked for, else its default, or more where that is tight."""
     needed = used * 3 // 2 + 2**22
     return asked or (min(needed, call.device.shared_memory) if needed > DEFAULT_LIMIT else None)
 
 
 def fetch(
-    table: Any, start: Any, places: tuple[Any, Any], heads: Any, slot: Any, operands: Sequence[Operand],
+    table: Any, start: Any, offsets: tuple[Any, Any], heads: Any, slot: Any, operands: Sequence[Operand],
     present: Any = None,
 ) -> Any:  # fmt: skip
-    """Start the copies of the pages that `table` lists for some places of a block; returns how many there are.
+    """Start the copies of the pages that `table` lists for some offsets of a block; returns how many there are.
 
-    Place p is entry `start + p`; an index outside [0, P) is passed over. With flags `present` [2, pages] each page
-    lies at its place and has its flag set or cleared, without them those that are there lie one after another.
+    Offset i is entry `start + i`; an index outside [0, P) is skipped. With flags `present` [2, pages] each page lies
+    at its offset and has its flag set or cleared; without them the valid pages lie one after another.
     """
     num_pages = operands[0].pages.shape[1]
 
-    def step(place: Any, found: Any) -> Any:
-        page = table[start + place]
+    def step(offset: Any, found: Any) -> Any:
+        page = table[start + offset]
         there = (page >= 0) & (page < num_pages)
         if present is not None:
-            present[slot, place] = there.astype(jnp.int32)
+            present[slot, offset] = there.astype(jnp.int32)
 
         @pl.when(there)
         def _() -> None:
             for operand in operands:
                 pltpu.make_async_copy(
                     operand.pages.at[heads, page],
-                    operand.buffer.at[slot, :, found if present is None else place],
+                    operand.buffer.at[slot, :, found if present is None else offset],
                     operand.semaphores.at[slot],
                 ).start()
 
         return found + there.astype(jnp.int32)
 
-    return lax.fori_loop(*places, step, jnp.int32(0))
+    return lax.fori_loop(*offsets, step, jnp.int32(0))
 
 
 def wait(count: Any, slot: Any, operands: Sequence[Operand]) -> None:
@@ -133,14 +133,14 @@ def wait(count: Any, slot: Any, operands: Sequence[Operand]) -> None:
 
 
 def padded_page(page_size: int, scaled: bool) -> int:
-    """Rows that a page takes in a block as it is computed on: whole registers' sublanes, lanes with `scaled` pages."""
+    """Rows that a page takes in a block once loaded: whole tiles of sublanes, or of lanes for `scaled` pages."""
     if page_size % (LANES if scaled else SUBLANES) == 0:
         return page_size
     return max(SUBLANES, next_power_of_2(page_size))
 
 
 def block_rows(pages: jax.Array, page_rows: int, dtype: Any) -> jax.Array:
-    """The pages [pages, G, D] of a block as rows [pages * page_rows, D] of `dtype`; rows of no position are 0."""
+    """The pages [pages, G, D] of a block as rows [pages * page_rows, D] of `dtype`; padding rows are 0."""
     count, page_size, width = pages.shape
     if page_size != page_rows or page_rows % (SUBLANES * 4 // jnp.dtype(dtype).itemsize):
         pages = pages.astype(jnp.float32)  # whose rows need no packing
@@ -152,7 +152,7 @@ def block_rows(pages: jax.Array, page_rows: int, dtype: Any) -> jax.Array:
 
 
 def positions(columns: int, page_size: int, page_rows: int) -> jax.Array:
-    """For each row of a block its position in it, or a huge one if it has none, in a row [1, columns]."""
+    """The position in the block of each of its rows, [1, columns]; a huge one for padding rows."""
     column = lax.broadcasted_iota(jnp.int32, (1, columns), 1)
     if page_size == page_rows:
         return column
@@ -182,7 +182,7 @@ def scale_row(scales: jax.Array, page_rows: int) -> jax.Array:
 
 
 def lane_sums(p: jax.Array) -> jax.Array:
-    """Sums over the columns of each row, left as partial ones, a lane each, that add up to it."""
+    """The sum of each row, left as one partial sum per lane."""
     rows, columns = p.shape
     if columns % LANES:
         only_first = lax.broadcasted_iota(jnp.int32, (rows, LANES), 1) == 0
@@ -191,22 +191,22 @@ def lane_sums(p: jax.Array) -> jax.Array:
 
 
 def spread(row_values: jax.Array, width: int) -> jax.Array:
-    """Values [rows, 128], the same in all lanes, as wide as `width`: no lane has to go anywhere."""
+    """Values [rows, 128], the same in all lanes, widened to `width` without moving a lane."""
     return jnp.concatenate([row_values] * cdiv(width, LANES), axis=1)[:, :width]
 
 
 def product(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """A product of matrices in float32, as exact as that for float32 operands."""
+    """A product of matrices, summed in float32; at full precision for float32 operands."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     dimensions = (((contract[0],), (contract[1],)), ((), ()))
     return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
-def mixture(weights: jax.Array, values: jax.Array, careful: bool) -> jax.Array:
+def weighted_sum(weights: jax.Array, values: jax.Array, careful: bool) -> jax.Array:
     """Weights [rows, columns] in float32 times values [columns, D].
 
     For 16-bit values weights are rounded, or, `careful`, taken as the sum of their leading bits and the rest: twice
-    the rows against the same values, which for few rows costs a matrix unit nothing.
+    the rows against the same values, which costs a matrix unit nothing where rows are few.
     """
     if values.dtype == jnp.float32 or not careful:
         return product(weights.astype(values.dtype), values, (1, 0))

@@ -2,7 +2,7 @@
 
 A *job* is what shares a list of keys: some rows of queries (heads, in a dense call times query tokens), and a list that
 is either of rows of the cache (a selection) or of whole pages of it. The kernel goes through a job's list a block at a
-time. The pieces of a block are brought from HBM by one asynchronous copy each, into one of two buffers; while one
+time. The pieces of a block are fetched from HBM by one asynchronous copy each, into one of two buffers; while one
 block is computed the next is on its way, also across jobs. A buffer has one semaphore, and one wait for all its copies.
 
 A TPU keeps 2 rows of 16 bits, or 4 rows of 8 bits, in the same 32-bit words, and copies whole words. So the cache is
@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.layout import Layout
 from jax.experimental.pallas import tpu as pltpu
 
-from ragged_attention.calls import CACHE_FORMATS, dtype_name
+from ragged_attention.calls import CACHE_FORMATS, MlaDecode, SparseMlaPrefill, dtype_name
 from ragged_attention.errors import InvalidInput
 from ragged_attention.kernels_pallas._blocks import LANES, cannot_run, cdiv, expect_sizes, round_up
 
@@ -37,7 +37,7 @@ MOST_KEYS = 2048  # of a block
 MOST_ROWS = 512  # of queries at once, half as many of 32 bits
 LARGEST_INT = 2**31 - 1
 LONGEST_CHUNK = 2048  # entries of a list that are in scalar memory at once
-LARGEST_UNIT = 256  # rows of a page that one copy brings
+LARGEST_UNIT = 256  # rows of a page that one copy fetches
 MOST_UNITS = 32  # copies of a block of pages; a word has a bit for each
 TAIL = 2 * LANES  # lanes for the scales' and the rotary columns' bytes of `fp8_v32`
 UNROLL = 8  # copies that are begun in one turn of a loop
@@ -62,7 +62,7 @@ class Tile:
             raise InvalidInput(f"expected num_keys_per_block to be a multiple of 16, got {self.num_keys_per_block}")
 
 
-def rows_a_word(dtype: Any) -> int:
+def rows_per_word(dtype: Any) -> int:
     """Rows of a cache that share 32-bit words."""
     return 4 // jnp.dtype(dtype).itemsize
 
@@ -72,14 +72,14 @@ def row_layout(dtype: Any, rank: int = 4) -> Layout:
 
     `jax.device_put(cache, Format(row_layout(cache.dtype), sharding))` puts a cache there, and with
     `jax.jit(..., in_shardings=..., out_shardings=...)` of such formats it stays. A page should hold a multiple of
-    `rows_a_word(dtype)` rows, and a cache of packed rows such a number of them.
+    `rows_per_word(dtype)` rows, and a cache of packed rows such a number of them.
     """
-    packing = rows_a_word(dtype)
+    packing = rows_per_word(dtype)
     tiling = ((packing, LANES), (packing, 1)) if packing > 1 else ((1, LANES),)
     return Layout(major_to_minor=(0, 2, 1, 3) if rank == 4 else (1, 0, 2), tiling=tiling)
 
 
-def why_not(call: Any) -> str | None:
+def why_not(call: MlaDecode | SparseMlaPrefill) -> str | None:
     """Why the kernel does not take a call, or None."""
     if reason := cannot_run(call):
         return reason
@@ -112,7 +112,7 @@ class Keys:
 
 
 def words_of(cache: Any) -> Any:
-    """The cache with a dtype that the kernel loads: bytes, and 16 bits that are no bfloat16, as integers."""
+    """The cache with a dtype that the kernel loads: bytes, and 16 bits that are not bfloat16, as integers."""
     if dtype_name(cache) == "float16":
         return lax.bitcast_convert_type(cache, jnp.int16)
     return lax.bitcast_convert_type(cache, jnp.uint8) if cache.dtype.itemsize == 1 else cache
@@ -130,23 +130,23 @@ def valid_slots(indices: Any, lens: Any, num_slots: int) -> Any:
 def selected_rows(cache: Any, rows: Any) -> Keys:
     """Keys that are single rows, by their numbers [L, N] in `cache` [..., columns]; -1 selects nothing."""
     cache = words_of(cache).reshape(-1, cache.shape[-1])
-    packing = rows_a_word(cache.dtype)
+    packing = rows_per_word(cache.dtype)
     if missing := -len(cache) % packing:
         cache = jnp.pad(cache, ((0, missing), (0, 0)))
     return Keys(cache=cache.reshape(-1, 1, packing, cache.shape[-1]), pieces=rows)
 
 
 def unit_of(page_size: int, dtype: Any) -> int | None:
-    """Rows of a page that one copy brings, a power of two; None if a page is no whole number of groups of rows."""
+    """Rows of a page that one copy fetches, a power of two; None if a page is not a whole number of groups of rows."""
     unit = min(page_size & -page_size, LARGEST_UNIT)
-    return unit if unit % rows_a_word(dtype) == 0 else None
+    return unit if unit % rows_per_word(dtype) == 0 else None
 
 
 def whole_pages(cache: Any, page_indices: Any, kv_lens: Any, unit: int) -> Keys:
     """Keys that are whole pages of `cache` [P, G, 1, columns], as far as sequences of `kv_lens` reach."""
     num_pages, page_size, _, width = cache.shape
     cache = words_of(cache)
-    packing = rows_a_word(cache.dtype)
+    packing = rows_per_word(cache.dtype)
     units = page_size // unit
     first = jnp.where((page_indices >= 0) & (page_indices < num_pages), page_indices * units, -1)
     pieces = first[..., None] + jnp.arange(units, dtype=jnp.int32)
@@ -183,7 +183,7 @@ class Plan:
     chunks: int  # of a list
     first_extra: int  # the first chunk of the second cache
     tiles: int  # that the rows of one of the call's jobs are divided into; each is a job here
-    jobs_a_core: int
+    jobs_per_core: int
     limited: bool
     scale: float
     d_v: int
@@ -201,7 +201,7 @@ class Plan:
 
     @property
     def value_columns(self) -> int:
-        """Columns of the accumulator; those of `fp8_v32` go by groups, rotary ones with room between them."""
+        """Columns of the accumulator; those of `fp8_v32` come in groups, the rotary ones with gaps between them."""
         if self.layout == "plain":
             return self.d_v
         return round_up(min(self.d_v, V32.values), LANES) + TAIL * (self.d_v > V32.values)
@@ -217,12 +217,12 @@ def run(work: Work, tile: Tile) -> tuple[Any, Any, Any]:
     jobs, rows, _ = work.q.shape
     half_wide = dtype_name(call.q) == "bfloat16"
     tiles = cdiv(rows, MOST_ROWS if half_wide else MOST_ROWS // 2)
-    rows_a_tile = round_up(cdiv(rows, tiles), 16 if half_wide else 8)
+    rows_per_tile = round_up(cdiv(rows, tiles), 16 if half_wide else 8)
 
     def tiled(array: Any) -> Any:
         """[..., rows, ...] as [... * tiles, rows of a tile, ...]."""
-        array = jnp.pad(array, ((0, 0), (0, tiles * rows_a_tile - rows), *[(0, 0)] * (array.ndim - 2)))
-        return array.reshape(-1, rows_a_tile, *array.shape[2:])
+        array = jnp.pad(array, ((0, 0), (0, tiles * rows_per_tile - rows), *[(0, 0)] * (array.ndim - 2)))
+        return array.reshape(-1, rows_per_tile, *array.shape[2:])
 
     plan = _plan(work, tile, tiles)
     operands = [tiled(_spread(work.q.astype(plan.dtype), plan))]
@@ -231,8 +231,8 @@ def run(work: Work, tile: Tile) -> tuple[Any, Any, Any]:
             operands.append(jnp.broadcast_to(tiled(values)[..., None], (*tiled(values).shape, LANES)))
     out_dtype = jnp.float32 if dtype_name(call.q) == "float16" else call.q.dtype
     out, stats = _launch(plan, work, operands, out_dtype, tile)
-    out = _gathered(out.reshape(jobs, tiles * rows_a_tile, -1)[:, :rows], plan).astype(call.q.dtype)
-    stats = stats.reshape(jobs, tiles, 8, rows_a_tile).swapaxes(1, 2).reshape(jobs, 8, -1)[:, :, :rows]
+    out = _gathered(out.reshape(jobs, tiles * rows_per_tile, -1)[:, :rows], plan).astype(call.q.dtype)
+    stats = stats.reshape(jobs, tiles, 8, rows_per_tile).swapaxes(1, 2).reshape(jobs, 8, -1)[:, :, :rows]
     return out, stats[:, 0], stats[:, 1]
 
 
@@ -258,7 +258,7 @@ def _plan(work: Work, tile: Tile, tiles: int) -> Plan:
         chunks=sum(chunks),
         first_extra=chunks[0],
         tiles=tiles,
-        jobs_a_core=jobs if jobs % cores else jobs // cores,
+        jobs_per_core=jobs if jobs % cores else jobs // cores,
         limited=work.limits is not None,
         scale=call.scale,
         d_v=call.d_v,
@@ -294,19 +294,19 @@ def _gathered(out: Any, plan: Plan) -> Any:
 def _lists(keys: Keys, plan: Plan) -> list[Any]:
     """The lists in chunks. For scalar memory [L, C, 1, ...]: pieces, in a call on whole pages a word for each block
     with the bits of its valid pieces and the list's length, and the number of blocks. Of single rows also, for vector
-    memory, the place of each among those that share its words, or -1, [L, C, blocks, rows].
+    memory, the index of each among those that share its words, or -1, [L, C, blocks, rows].
     """
     num_lists, length = keys.pieces.shape
     chunk = plan.blocks * plan.pieces
     chunks = cdiv(length, chunk)
     pieces = jnp.pad(keys.pieces, ((0, 0), (0, chunks * chunk - length)), constant_values=-1)
-    place = jnp.arange(1, chunks * chunk + 1, dtype=jnp.int32)
-    used = jnp.where(pieces >= 0, place, 0).max(axis=1)
+    ordinal = jnp.arange(1, chunks * chunk + 1, dtype=jnp.int32)
+    used = jnp.where(pieces >= 0, ordinal, 0).max(axis=1)
     used = used[:, None] - jnp.arange(chunks, dtype=jnp.int32) * chunk
     count = jnp.clip(cdiv(used, plan.pieces), 0, plan.blocks)[..., None]
     in_blocks = pieces.reshape(num_lists, chunks, plan.blocks, plan.pieces)
-    # What is not there is fetched from here and there: one place that all fetched would be slow.
-    numbers = jnp.where(pieces >= 0, pieces // (plan.packing if plan.selects else 1), (place - 1) % len(keys.cache))
+    # Invalid pieces are fetched from all over the cache: fetching the same one again and again would be slow.
+    numbers = jnp.where(pieces >= 0, pieces // (plan.packing if plan.selects else 1), (ordinal - 1) % len(keys.cache))
     numbers = numbers.reshape(num_lists, chunks, chunk)
     if keys.lens is None:
         scalars = jnp.concatenate([numbers, count], axis=-1)
@@ -323,11 +323,11 @@ def _launch(plan: Plan, work: Work, operands: list[Any], out_dtype: Any, tile: T
     chunked = [jnp.concatenate(arrays, axis=1) for arrays in zip(*(_lists(keys, plan) for keys in parts), strict=True)]
     scalars, *vectors = [array.reshape(-1, *array.shape[2:]) for array in chunked]
     jobs, rows, _ = operands[0].shape
-    steps = plan.jobs_a_core * plan.chunks
+    steps = plan.jobs_per_core * plan.chunks
     share, kinds = work.share * plan.tiles, 1 if work.sinks is None else work.sinks.shape[0]
 
     def job(core: Any, step: Any) -> Any:
-        return core * plan.jobs_a_core + step // plan.chunks
+        return core * plan.jobs_per_core + step // plan.chunks
 
     def chunk(core: Any, step: Any) -> Any:
         return job(core, step) // share * plan.chunks + step % plan.chunks
@@ -353,7 +353,7 @@ def _launch(plan: Plan, work: Work, operands: list[Any], out_dtype: Any, tile: T
     columns = plan.value_columns
     return pl.pallas_call(
         functools.partial(_kernel, plan, work.sinks is not None, len(parts)),
-        grid=(jobs // plan.jobs_a_core, steps),
+        grid=(jobs // plan.jobs_per_core, steps),
         in_specs=[
             block(scalars, of_chunk, pltpu.SMEM),
             block(scalars, of_next_chunk, pltpu.SMEM),
@@ -376,7 +376,7 @@ def _launch(plan: Plan, work: Work, operands: list[Any], out_dtype: Any, tile: T
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
-            disable_bounds_checks=True,  # the numbers of pieces are held within the cache, and a check takes two thirds
+            disable_bounds_checks=True,  # the numbers of pieces are clamped to the cache, and a check takes two thirds
             vmem_limit_bytes=tile.vmem_limit_bytes or None,  # of the time that beginning a copy takes
         ),
         name="latent_attention",
@@ -389,11 +389,11 @@ def _launch(plan: Plan, work: Work, operands: list[Any], out_dtype: Any, tile: T
 def _kernel(plan: Plan, has_sinks: bool, num_caches: int, lists: Any, next_lists: Any, *others: Any) -> None:
     """One chunk of one job's list; the first chunk of a job begins its softmax, the last one finishes it."""
     refs = list(others)
-    places = refs.pop(0) if plan.selects else None
+    indices = refs.pop(0) if plan.selects else None
     q = refs.pop(0)
     limits = refs.pop(0) if plan.limited else None
     sinks = refs.pop(0) if has_sinks else None
-    caches, (out, stats, buffer, highest, total, mixture, turn, arrived) = refs[:num_caches], refs[num_caches:]
+    caches, (out, stats, buffer, m_i, l_i, acc, turn, arrived) = refs[:num_caches], refs[num_caches:]
     step = pl.program_id(1)
     chunk = step % plan.chunks
     next_chunk = jnp.where(chunk + 1 == plan.chunks, 0, chunk + 1)
@@ -405,23 +405,23 @@ def _kernel(plan: Plan, has_sinks: bool, num_caches: int, lists: Any, next_lists
     def _() -> None:
         turn[0] = 0
 
-    pl.when(chunk == 0)(lambda: _begin(highest, total, mixture))
+    pl.when(chunk == 0)(lambda: _begin(m_i, l_i, acc))
 
     def start(block: Any, own: Any, slot: Any) -> None:
-        """Bring a block of this step, or the first of the next; some piece for each that is not there."""
+        """Fetch a block of this step, or the first of the next; a piece that is not valid fetches some other."""
 
         def one(cache: Any, piece: Any) -> None:
-            place = block * plan.pieces + piece
-            number = jnp.where(own, lists[0, place], next_lists[0, place])
+            index = block * plan.pieces + piece
+            number = jnp.where(own, lists[0, index], next_lists[0, index])
             pltpu.make_async_copy(cache.at[number], buffer.at[slot, piece], arrived.at[slot]).start()
 
-        def bring(cache: Any) -> None:
+        def fetch(cache: Any) -> None:
             pl.loop(0, plan.pieces, unroll=math.gcd(plan.pieces, UNROLL))(functools.partial(one, cache))
 
         extra = jnp.where(own, chunk, next_chunk) >= plan.first_extra
-        pl.when(jnp.logical_not(extra))(lambda: bring(caches[0]))
+        pl.when(jnp.logical_not(extra))(lambda: fetch(caches[0]))
         if num_caches == 2:
-            pl.when(extra)(lambda: bring(caches[1]))
+            pl.when(extra)(lambda: fetch(caches[1]))
 
     def turn_over(block: Any, carry: None) -> None:
         """Begin to fetch what comes after a block, then compute it; before the first block (-1) there is none."""
@@ -436,10 +436,10 @@ def _kernel(plan: Plan, has_sinks: bool, num_caches: int, lists: Any, next_lists
         def _() -> None:
             pltpu.make_async_copy(buffer.at[slot], buffer.at[slot], arrived.at[slot]).wait()
             first = (chunk * plan.blocks + block) * plan.keys
-            raw, seen, offset = _taken(buffer[slot], lists, places, block, first, plan)
+            raw, seen, offset = _taken(buffer[slot], lists, indices, block, first, plan)
             if limits is not None:
                 seen &= first + offset < limits[:, :1]
-            _extend(q, _operands(raw, plan), seen, plan, highest, total, mixture)
+            _extend(q, _operands(raw, plan), seen, plan, m_i, l_i, acc)
             turn[0] = 1 - slot
 
         return carry
@@ -449,33 +449,33 @@ def _kernel(plan: Plan, has_sinks: bool, num_caches: int, lists: Any, next_lists
 
     @pl.when(chunk == plan.chunks - 1)
     def _() -> None:
-        lse, factor = _finished(highest[:, :1], total[:, :1], None if sinks is None else sinks[:, :1])
-        out[...] = (mixture[...] * factor).astype(out.dtype)
-        lane = lax.broadcasted_iota(jnp.int32, highest.shape, 1)
-        stats[...] = jnp.where(lane == 0, highest[...], lse).T[:8]
+        lse, factor = _finished(m_i[:, :1], l_i[:, :1], None if sinks is None else sinks[:, :1])
+        out[...] = (acc[...] * factor).astype(out.dtype)
+        lane = lax.broadcasted_iota(jnp.int32, m_i.shape, 1)
+        stats[...] = jnp.where(lane == 0, m_i[...], lse).T[:8]
 
 
-def _begin(highest: Any, total: Any, mixture: Any) -> None:
-    """The softmax of no keys."""
-    highest[...] = jnp.full(highest.shape, -jnp.inf, jnp.float32)
-    total[...] = jnp.zeros(total.shape, jnp.float32)
-    mixture[...] = jnp.zeros(mixture.shape, jnp.float32)
+def _begin(m_i: Any, l_i: Any, acc: Any) -> None:
+    """Begin with the softmax of no keys."""
+    m_i[...] = jnp.full(m_i.shape, -jnp.inf, jnp.float32)
+    l_i[...] = jnp.zeros(l_i.shape, jnp.float32)
+    acc[...] = jnp.zeros(acc.shape, jnp.float32)
 
 
-def _finished(highest: Any, total: Any, sinks: Any) -> tuple[Any, Any]:
-    """Of each row the lse, and what its mixture of values is multiplied by."""
-    some = highest != -jnp.inf
-    lse = jnp.where(some, highest + jnp.log(total), -jnp.inf)
-    factor = jnp.where(some, 1.0 / jnp.where(some, total, 1.0), 0.0)
+def _finished(m_i: Any, l_i: Any, sinks: Any) -> tuple[Any, Any]:
+    """The lse of each row, and the factor that normalises its accumulated values."""
+    some = m_i != -jnp.inf
+    lse = jnp.where(some, m_i + jnp.log(l_i), -jnp.inf)
+    factor = jnp.where(some, 1.0 / jnp.where(some, l_i, 1.0), 0.0)
     if sinks is not None:
         factor *= jnp.where(some, 1.0 / (1.0 + jnp.exp(sinks - lse)), 0.0)
     return lse, factor
 
 
-def _taken(fetched: Any, lists: Any, places: Any, block: Any, first: Any, plan: Plan) -> tuple[Any, Any, Any]:
-    """The bits of a block's keys, which of them are there, and their place after `first`, where the block begins."""
-    if places is not None:
-        return _selected(fetched, places[pl.ds(block, 1), :], plan)
+def _taken(fetched: Any, lists: Any, indices: Any, block: Any, first: Any, plan: Plan) -> tuple[Any, Any, Any]:
+    """The bits of a block's keys, which of them are valid, and their offset from `first`, where the block begins."""
+    if indices is not None:
+        return _selected(fetched, indices[pl.ds(block, 1), :], plan)
     valid_pieces = lists[0, plan.blocks * plan.pieces + block]
     kv_len = lists[0, lists.shape[1] - 2]
     return _paged(fetched, valid_pieces, kv_len - first, plan)
@@ -486,21 +486,21 @@ def _words(fetched: Any) -> Any:
     return pltpu.bitcast(fetched.reshape(-1, fetched.shape[-1]), jnp.int32)
 
 
-def _selected(fetched: Any, place: Any, plan: Plan) -> tuple[Any, Any, Any]:
-    """The bits of selected rows, [keys, columns], of the words each shares with others; zeros where `place` is -1.
+def _selected(fetched: Any, index: Any, plan: Plan) -> tuple[Any, Any, Any]:
+    """The bits of selected rows, [keys, columns], of the words each shares with others; zeros where `index` is -1.
 
-    Also which of them are there, and their place in the block, [1, keys].
+    Also which of them are valid, and their offset in the block, [1, keys].
     """
     bits = 32 // plan.packing
-    column = jnp.broadcast_to(place, (8, plan.keys)).T[:, :1]
+    column = jnp.broadcast_to(index, (8, plan.keys)).T[:, :1]
     words = _words(fetched)
     if plan.packing > 1:
         words = (words >> (bits * jnp.maximum(column, 0))) & ((1 << bits) - 1)
-    return jnp.where(column >= 0, words, 0), place >= 0, lax.broadcasted_iota(jnp.int32, (1, plan.keys), 1)
+    return jnp.where(column >= 0, words, 0), index >= 0, lax.broadcasted_iota(jnp.int32, (1, plan.keys), 1)
 
 
 def _splits_words(plan: Plan) -> bool:
-    """Whether keys of whole pages are taken out of their words, in order of their place in them."""
+    """Whether keys of whole pages are taken out of their words, ordered by their index within a word."""
     return plan.packing > 1 and (plan.layout != "plain" or plan.half)
 
 
@@ -509,30 +509,30 @@ def _offsets(plan: Plan) -> Any:
     lane = lax.broadcasted_iota(jnp.int32, (1, plan.keys), 1)
     if not _splits_words(plan):
         return lane
-    place = sum((lane >= plan.words * place).astype(jnp.int32) for place in range(1, plan.packing))
-    return (lane - plan.words * place) * plan.packing + place
+    index = sum((lane >= plan.words * index).astype(jnp.int32) for index in range(1, plan.packing))
+    return (lane - plan.words * index) * plan.packing + index
 
 
 def _paged(fetched: Any, valid_pieces: Any, kv_len: Any, plan: Plan) -> tuple[Any, Any, Any]:
-    """The bits of the rows of whole pages; zeros for what lies beyond the length, or in a page that there is not.
+    """The bits of the rows of whole pages; zeros for what lies beyond the length, or in a page that does not exist.
 
-    [keys, columns] taken out of their words, or [words, columns] if the words do as they are. Also which of them are
-    there, and their place in the block, [1, keys].
+    [keys, columns] taken out of their words, or [words, columns] if the words serve as they are. Also which of them are
+    valid, and their offset in the block, [1, keys].
     """
     offset = _offsets(plan)
     seen = (offset < kv_len) & ((valid_pieces >> (offset >> log2(plan.unit))) & 1 != 0)
     bits = 32 // plan.packing
     row = lax.broadcasted_iota(jnp.int32, (plan.words, 1), 0) * plan.packing
-    kept = jnp.zeros_like(row)
-    for place in range(plan.packing):
-        field = ((1 << bits) - 1) << (bits * place)
-        kept |= jnp.where(row + place < kv_len, field - ((field >> 31) << 32), 0)
-    kept = jnp.where((valid_pieces >> (row >> log2(plan.unit))) & 1 != 0, kept, 0)
-    words = _words(fetched) & kept
+    present = jnp.zeros_like(row)
+    for index in range(plan.packing):
+        field = ((1 << bits) - 1) << (bits * index)
+        present |= jnp.where(row + index < kv_len, field - ((field >> 31) << 32), 0)
+    present = jnp.where((valid_pieces >> (row >> log2(plan.unit))) & 1 != 0, present, 0)
+    words = _words(fetched) & present
     if not _splits_words(plan):
         return words, seen, offset
-    places = [words >> (bits * place) for place in range(plan.packing)]
-    return jnp.concatenate(places, axis=0) & ((1 << bits) - 1), seen, offset
+    fields = [words >> (bits * index) for index in range(plan.packing)]
+    return jnp.concatenate(fields, axis=0) & ((1 << bits) - 1), seen, offset
 
 
 def _operands(raw: Any, plan: Plan) -> list[tuple[Any, Any]]:
@@ -581,10 +581,8 @@ def _v32_operands(raw: Any, plan: Plan) -> list[tuple[Any, Any]]:
     return [*parts, (rotary.astype(plan.dtype), None)]
 
 
-def _extend(
-    q: Any, parts: list[tuple[Any, Any]], seen: Any, plan: Plan, highest: Any, total: Any, mixture: Any
-) -> None:
-    """Take a block of keys into the running softmax."""
+def _extend(q: Any, parts: list[tuple[Any, Any]], seen: Any, plan: Plan, m_i: Any, l_i: Any, acc: Any) -> None:
+    """Add a block of keys to the running softmax."""
     dot = functools.partial(lax.dot_general, precision=precision(plan.dtype), preferred_element_type=jnp.float32)
     products, column = [], 0
     for operand, scale in parts:
@@ -593,18 +591,18 @@ def _extend(
         products.append(product if scale is None else product * scale)
         column += width
     logits = jnp.where(seen, sum(products[1:], products[0]) * plan.scale, -jnp.inf)
-    before = highest[:, :1]
+    before = m_i[:, :1]
     high = jnp.maximum(before, logits.max(axis=1, keepdims=True))
     base = jnp.where(high == -jnp.inf, 0.0, high)
-    weights, left = jnp.exp(logits - base), jnp.exp(before - base)
-    highest[...] = jnp.broadcast_to(high, highest.shape)
-    total[...] = total[...] * left + weights.sum(axis=1, keepdims=True)
+    weights, alpha = jnp.exp(logits - base), jnp.exp(before - base)
+    m_i[...] = jnp.broadcast_to(high, m_i.shape)
+    l_i[...] = l_i[...] * alpha + weights.sum(axis=1, keepdims=True)
     column = 0
     for operand, scale in parts:
-        width = min(operand.shape[1], mixture.shape[1] - column)
+        width = min(operand.shape[1], acc.shape[1] - column)
         if width <= 0:
             break
         scaled = weights if scale is None else weights * jnp.where(seen, scale, 0.0)
         values = dot(scaled.astype(plan.dtype), operand[:, :width], (((1,), (0,)), ((), ())))
-        mixture[:, column : column + width] = mixture[:, column : column + width] * left + values
+        acc[:, column : column + width] = acc[:, column : column + width] * alpha + values
         column += width

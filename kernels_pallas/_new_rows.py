@@ -16,14 +16,14 @@ def new_rows(call: Any, k: jax.Array, v: jax.Array) -> list[jax.Array]:
 
 
 def too_many_slots(call: Any) -> str | None:
-    """Why the slots of `call`'s pages cannot be numbered in int32."""
+    """Why the slots of `call`'s pages cannot be numbered in int32, or None."""
     if (num_slots := call.num_pages * call.page_size) >= 2**31 - 1:
         return f"expected num_pages * page_size < 2**31 - 1, got {num_slots}"
     return None
 
 
 def sent_once(slots: jax.Array, block: int) -> jax.Array:
-    """Slots by blocks of tokens, [blocks, block]; -1 where a later token of the block is for the same one.
+    """Slots by blocks of tokens, [blocks, block]; -1 where a later token of the block goes to the same one.
 
     Copies that are under way at once may arrive in any order, and partly: so only the last of them is begun.
     """

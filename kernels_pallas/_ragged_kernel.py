@@ -70,7 +70,7 @@ class Plan(NamedTuple):
         return [WORDS if count % self.per_word == 0 else HEADS_FIRST for count, _ in self.widths]
 
     def order(self, row: Any) -> Any:
-        """The place in a part of the key in each row of an operand; words hold keys of its two halves."""
+        """The offset in a part of the key in each row of an operand; words hold keys of its two halves."""
         if self.per_word == 1 or HEADS_FIRST in self.forms:
             return row
         return (row >> 1) + (row & 1) * (self.block_kv // 2)
@@ -89,7 +89,7 @@ class Plan(NamedTuple):
 
     @property
     def per_query(self) -> tuple[int, int]:
-        """The shape of one number a query."""
+        """The shape of one number per query."""
         return (1, self.rows) if self.in_columns else (self.rows, 1)
 
     @property
@@ -97,7 +97,7 @@ class Plan(NamedTuple):
         return (self.block_kv, LANES) if self.in_columns else (1, self.block_kv)
 
     @property
-    def of_mixture(self) -> tuple[int, int]:
+    def acc_shape(self) -> tuple[int, int]:
         return (self.v_head_dim, self.rows) if self.in_columns else (self.rows, self.v_head_dim)
 
     @property
@@ -128,9 +128,9 @@ class Refs(NamedTuple):
     q_buffer: Any  # [2, block_q, H, D]
     q_rows: Any  # [K, rows, D]
     heads: Any  # [heads, block_kv, D], one or a pair
-    highest: Any  # f32 [K, ...], of each query
-    total: Any  # f32 [K, ...]
-    mixture: Any  # f32 [K, D_v, rows], or [K, rows, D_v]
+    m_i: Any  # f32 [K, ...], of each query
+    l_i: Any  # f32 [K, ...]
+    acc: Any  # f32 [K, D_v, rows], or [K, rows, D_v]
     by_head: Any  # [H, block_q, D_v]
     out_buffer: Any  # [block_q, H, D_v]
     lse_heads: Any  # f32 [H, block_q], padded
@@ -156,7 +156,7 @@ def scratch(plan: Plan, q: Any, pages: Any) -> list[Any]:
         *(heads_buffer(plan, which) for which in range(len(pages))),
         pltpu.VMEM((plan.num_kv_heads, *plan.per_query), f32),
         pltpu.VMEM((plan.num_kv_heads, *plan.per_query), f32),
-        pltpu.VMEM((plan.num_kv_heads, *plan.of_mixture), f32),
+        pltpu.VMEM((plan.num_kv_heads, *plan.acc_shape), f32),
         pltpu.VMEM((heads, plan.block_q, plan.v_head_dim), q.dtype),
         pltpu.VMEM((plan.block_q, heads, plan.v_head_dim), q.dtype),
         pltpu.VMEM((round_up(heads, 8), round_up(plan.block_q, LANES)), f32),
@@ -201,9 +201,9 @@ def named(plan: Plan, refs: Any) -> Refs:
 
 
 class Step(NamedTuple):
-    """Where the walk stands: the place in `order`, the tile in the sequence, the block under the tile."""
+    """Where the walk stands: the index in `order`, the tile in the sequence, the block under the tile."""
 
-    place: Any
+    index: Any
     tile: Any
     block: Any
     kv_slot: Any
@@ -225,7 +225,7 @@ class Span(NamedTuple):
 
 def span_of(plan: Plan, refs: Refs, step: Step) -> Span:
     """The tile that a step belongs to; of a step past the last one some tile, of which nothing is used."""
-    seq = refs.order[jnp.minimum(step.place, refs.count[0] - 1)]
+    seq = refs.order[jnp.minimum(step.index, refs.count[0] - 1)]
     start, q_len, kv_len = refs.starts[seq], refs.q_lens[seq], refs.kv_lens[seq]
     first = step.tile * plan.block_q
     count = jnp.clip(q_len - first, 0, plan.block_q)
@@ -254,7 +254,7 @@ def kernel(plan: Plan, refs: Refs) -> None:
         begin = first._replace(block=span.low // plan.block)
         fetch_queries(plan, refs, span, begin.q_slot)
         fetch_pages(plan, refs, span, begin)
-        lax.while_loop(lambda step: step.place < refs.count[0], lambda step: advance(plan, refs, step), begin)
+        lax.while_loop(lambda step: step.index < refs.count[0], lambda step: advance(plan, refs, step), begin)
         drain(plan, refs)
 
 
@@ -281,9 +281,9 @@ def write_new_rows(plan: Plan, refs: Refs) -> None:
 
         lax.fori_loop(first, jnp.minimum(first + UPDATES, count), one, None)
 
-    def some(place: Any, _: Any) -> None:
-        each(place * UPDATES, lambda copy: copy.start())
-        each(place * UPDATES, lambda copy: copy.wait())
+    def some(batch: Any, _: Any) -> None:
+        each(batch * UPDATES, lambda copy: copy.start())
+        each(batch * UPDATES, lambda copy: copy.wait())
 
     lax.fori_loop(0, cdiv(count, UPDATES), some, None)
 
@@ -295,7 +295,7 @@ def advance(plan: Plan, refs: Refs, step: Step) -> Step:
     ends = (step.block + 1) * plan.block >= span.high
     next_tile = ends & ((step.tile + 1) * plan.block_q < refs.q_lens[span.seq])
     following = Step(
-        place=step.place + jnp.where(ends & ~next_tile, plan.cores, 0),
+        index=step.index + jnp.where(ends & ~next_tile, plan.cores, 0),
         tile=jnp.where(ends, jnp.where(next_tile, step.tile + 1, 0), step.tile),
         block=step.block + 1,
         kv_slot=1 - step.kv_slot,
@@ -304,7 +304,7 @@ def advance(plan: Plan, refs: Refs, step: Step) -> Step:
     coming = span_of(plan, refs, following)
     following = following._replace(block=jnp.where(ends, coming.low // plan.block, following.block))
 
-    @pl.when(following.place < refs.count[0])
+    @pl.when(following.index < refs.count[0])
     def _() -> None:
         fetch_pages(plan, refs, coming, following)
 
@@ -345,18 +345,18 @@ def page_range(plan: Plan, span: Span, step: Step) -> tuple[Any, Any]:
     return low, jnp.clip(cdiv(span.high, plan.page_size) - first, low, plan.pages)
 
 
-def page_of(plan: Plan, refs: Refs, span: Span, step: Step, place: Any) -> Any:
+def page_of(plan: Plan, refs: Refs, span: Span, step: Step, offset: Any) -> Any:
     """The index of a page of a block, any value."""
-    column = jnp.minimum(step.block * plan.pages + place, plan.pages_per_seq - 1)
+    column = jnp.minimum(step.block * plan.pages + offset, plan.pages_per_seq - 1)
     return refs.table[span.seq * plan.pages_per_seq + column]
 
 
-def page_copies(plan: Plan, refs: Refs, page: Any, slot: Any, place: Any) -> list[Any]:
-    """The copies of a page to its place in a buffer, one for each array of pages."""
+def page_copies(plan: Plan, refs: Refs, page: Any, slot: Any, offset: Any) -> list[Any]:
+    """The copies of a page to its offset in a buffer, one for each array of pages."""
     return [
         pltpu.make_async_copy(
             array.at[page],
-            buffer.at[slot, pl.ds(place * plan.page_size, plan.page_size)],
+            buffer.at[slot, pl.ds(offset * plan.page_size, plan.page_size)],
             refs.kv_arrived.at[slot, which],
         )
         for which, (array, buffer) in enumerate(zip(refs.pages, refs.buffers, strict=True))
@@ -364,25 +364,25 @@ def page_copies(plan: Plan, refs: Refs, page: Any, slot: Any, place: Any) -> lis
 
 
 def fetch_pages(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
-    """Start the copies of a block's pages; a page that does not exist has its positions nowhere."""
+    """Start the copies of a block's pages; the positions of a page that does not exist are NOWHERE."""
     slot = step.kv_slot
     offset = plan.order(lax.broadcasted_iota(jnp.int32, plan.per_key, 0 if plan.in_columns else 1))
     for part in range(plan.num_blocks_kv):
-        place = offset + part * plan.block_kv
-        seen = place + step.block * plan.block
-        refs.position[slot, part] = jnp.where(place < plan.block, seen, NOWHERE)
+        own = offset + part * plan.block_kv
+        seen = own + step.block * plan.block
+        refs.position[slot, part] = jnp.where(own < plan.block, seen, NOWHERE)
 
     refs.missing[slot] = 0
 
-    def fetch(place: Any, _: Any) -> None:
-        page = page_of(plan, refs, span, step, place)
-        for copy in page_copies(plan, refs, jnp.clip(page, 0, plan.num_pages - 1), slot, place):
+    def fetch(index: Any, _: Any) -> None:
+        page = page_of(plan, refs, span, step, index)
+        for copy in page_copies(plan, refs, jnp.clip(page, 0, plan.num_pages - 1), slot, index):
             copy.start()
 
         @pl.when((page < 0) | (page >= plan.num_pages))
         def _() -> None:
             refs.missing[slot] = 1
-            first = place * plan.page_size
+            first = index * plan.page_size
             for part in range(plan.num_blocks_kv):
                 own = offset + part * plan.block_kv
                 there = (own >= first) & (own < first + plan.page_size)
@@ -396,30 +396,30 @@ def wait_pages(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
     """Wait for all copies of a block, then zero what came for pages that do not exist: waits know bytes, not pages."""
     low, high = page_range(plan, span, step)
 
-    def wait(place: Any, _: Any) -> None:
-        for copy in page_copies(plan, refs, 0, step.kv_slot, place):
+    def wait(index: Any, _: Any) -> None:
+        for copy in page_copies(plan, refs, 0, step.kv_slot, index):
             copy.wait()
 
-    def empty(token: Any, _: Any) -> None:
+    def clear(token: Any, _: Any) -> None:
         for buffer in refs.buffers:
             buffer[step.kv_slot, token] = jnp.zeros(buffer.shape[2:], buffer.dtype)
 
-    def empty_if_missing(place: Any, _: Any) -> None:
-        page = page_of(plan, refs, span, step, place)
+    def clear_if_missing(index: Any, _: Any) -> None:
+        page = page_of(plan, refs, span, step, index)
 
         @pl.when((page < 0) | (page >= plan.num_pages))
         def _() -> None:
-            lax.fori_loop(place * plan.page_size, (place + 1) * plan.page_size, empty, None)
+            lax.fori_loop(index * plan.page_size, (index + 1) * plan.page_size, clear, None)
 
     lax.fori_loop(low, high, wait, None)
 
     @pl.when(refs.missing[step.kv_slot] > 0)
     def _() -> None:
-        lax.fori_loop(low, high, empty_if_missing, None)
+        lax.fori_loop(low, high, clear_if_missing, None)
 
 
 def begin_tile(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
-    """Turn the queries heads first, and empty the sums."""
+    """Turn the queries heads first, and reset the running softmax."""
     query_copy(plan, refs, span, step.q_slot).wait()
     group = plan.group
     if plan.block_q == 1:
@@ -433,9 +433,9 @@ def begin_tile(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
             for head in range(plan.num_q_heads):
                 row = head % group * plan.block_q + first
                 refs.q_rows[head // group, pl.ds(row, CHUNK), :] = by_head[head]
-    refs.highest[...] = jnp.full(refs.highest.shape, MASKED, jnp.float32)
-    refs.total[...] = jnp.zeros(refs.total.shape, jnp.float32)
-    refs.mixture[...] = jnp.zeros(refs.mixture.shape, jnp.float32)
+    refs.m_i[...] = jnp.full(refs.m_i.shape, MASKED, jnp.float32)
+    refs.l_i[...] = jnp.zeros(refs.l_i.shape, jnp.float32)
+    refs.acc[...] = jnp.zeros(refs.acc.shape, jnp.float32)
 
 
 def compute(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
@@ -451,9 +451,9 @@ def compute(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
         for group, after in zip(groups, [*groups[1:], groups[0]], strict=True):
             coming = multiply_keys(plan, refs, *after) if after != groups[0] else None
             seen = visible(plan, refs, span, step.kv_slot, part, group[1])
-            weights, kept = weigh(plan, refs, *group, logits, seen)
+            weights, alpha = weigh(plan, refs, *group, logits, seen)
             mix_last()
-            logits, mix_last = coming, functools.partial(mix_values, plan, refs, group, weights, kept, careful)
+            logits, mix_last = coming, functools.partial(mix_values, plan, refs, group, weights, alpha, careful)
         mix_last()
 
     def attend_parts(careful: bool) -> None:
@@ -480,11 +480,11 @@ def blank(plan: Plan, refs: Refs, span: Span, step: Step, low: Any, high: Any) -
 
     def blank_chunk(chunk: Any, _: Any) -> None:
         for buffer in refs.buffers:
-            place = pl.ds(chunk * CHUNK, CHUNK)
-            tokens = buffer[step.kv_slot, place]
+            rows = pl.ds(chunk * CHUNK, CHUNK)
+            tokens = buffer[step.kv_slot, rows]
             offset = chunk * CHUNK + lax.broadcasted_iota(jnp.int32, tokens.shape, 0)
             seen = (offset >= seen_low) & (offset < seen_high)
-            buffer[step.kv_slot, place] = jnp.where(seen, tokens, jnp.zeros((), tokens.dtype))
+            buffer[step.kv_slot, rows] = jnp.where(seen, tokens, jnp.zeros((), tokens.dtype))
 
     chunks = plan.block_kv // CHUNK
     lax.fori_loop(low * chunks, cdiv(seen_low, CHUNK), blank_chunk, None)
@@ -492,7 +492,7 @@ def blank(plan: Plan, refs: Refs, span: Span, step: Step, low: Any, high: Any) -
 
 
 def turn_heads(plan: Plan, refs: Refs, step: Step, part: Any) -> None:
-    """Bring one part of a block into the form from which `operand` takes single heads."""
+    """Convert one part of a block to the form from which `operand` takes single heads."""
     for buffer, heads, form in zip(refs.buffers, refs.heads, plan.forms, strict=True):
         for first in range(0, plan.block_kv, CHUNK):
             tokens = buffer[step.kv_slot, pl.ds(part * plan.block_kv + first, CHUNK)].astype(plan.dtype)
@@ -506,8 +506,8 @@ def turn_heads(plan: Plan, refs: Refs, step: Step, part: Any) -> None:
             rows = len(words)
             for lane in range(0, dim, LANES):
                 part_of_row = words[:, lane : lane + LANES]
-                place = (lane // LANES, pl.ds(first // CHUNK * rows, rows), pl.ds(0, part_of_row.shape[1]))
-                heads[place] = part_of_row
+                index = (lane // LANES, pl.ds(first // CHUNK * rows, rows), pl.ds(0, part_of_row.shape[1]))
+                heads[index] = part_of_row
 
 
 def operand(plan: Plan, refs: Refs, which: int, head: int) -> Any:
@@ -531,15 +531,15 @@ def operand(plan: Plan, refs: Refs, which: int, head: int) -> Any:
 
 
 def own_queries(plan: Plan, head: int, first: int) -> tuple[Any, ...]:
-    """Where the numbers of a group of queries stand."""
+    """Where the state of a group of queries lies."""
     return (head, slice(None), pl.ds(first, plan.columns)) if plan.in_columns else (head,)
 
 
 def multiply_keys(plan: Plan, refs: Refs, head: int, first: int) -> Any:
     """The products of some queries of a KV head and the keys of a part of a block.
 
-    Queries lie in columns (in rows where there is one a head): maximum and sum then run over whole registers, and
-    what is kept of each query is a row.
+    Queries lie in columns (in rows where there is one per head): maximum and sum then run over whole registers, and
+    the state of each query is a row.
     """
     k = operand(plan, refs, 0, 2 * head if plan.combined else head)
     q = refs.q_rows[head, pl.ds(first, plan.columns), :]
@@ -547,29 +547,29 @@ def multiply_keys(plan: Plan, refs: Refs, head: int, first: int) -> Any:
 
 
 def weigh(plan: Plan, refs: Refs, head: int, first: int, logits: Any, seen: Any) -> tuple[Any, Any]:
-    """One step of the online softmax: the weights of the keys, and the factor of what was summed before."""
+    """One step of the online softmax: the weights of the keys, and the factor that rescales what was summed before."""
     keys, own = 0 if plan.in_columns else 1, own_queries(plan, head, first)
     logits = logits * refs.factor[head]
     if plan.soft_cap is not None:
         logits = jnp.tanh(logits) * (plan.soft_cap * LOG2E)
     logits = jnp.where(seen, logits, MASKED)
-    before = refs.highest[own]
-    highest = jnp.maximum(before, jnp.max(logits, axis=keys, keepdims=True))
-    weights = jnp.exp2(logits - highest)
-    kept = jnp.exp2(before - highest)
-    refs.highest[own] = highest
-    refs.total[own] = refs.total[own] * kept + jnp.sum(weights, axis=keys, keepdims=True)
-    return weights, kept
+    before = refs.m_i[own]
+    m_i = jnp.maximum(before, jnp.max(logits, axis=keys, keepdims=True))
+    weights = jnp.exp2(logits - m_i)
+    alpha = jnp.exp2(before - m_i)
+    refs.m_i[own] = m_i
+    refs.l_i[own] = refs.l_i[own] * alpha + jnp.sum(weights, axis=keys, keepdims=True)
+    return weights, alpha
 
 
-def mix_values(plan: Plan, refs: Refs, group: tuple[int, int], weights: Any, kept: Any, careful: bool) -> None:
-    """Add the weighed values to the mixture."""
+def mix_values(plan: Plan, refs: Refs, group: tuple[int, int], weights: Any, alpha: Any, careful: bool) -> None:
+    """Add the weighted values to the accumulator."""
     head, own = group[0], own_queries(plan, *group)
     v = operand(plan, refs, 0, 2 * head + 1) if plan.combined else operand(plan, refs, 1, head)
-    mixture = jnp.float32(0)
+    acc = jnp.float32(0)
     for part in operands(plan, weights, careful):
-        mixture += product(plan, v, part, 0, 0) if plan.in_columns else product(plan, part, v, 1, 0)
-    refs.mixture[own] = refs.mixture[own] * kept + mixture
+        acc += product(plan, v, part, 0, 0) if plan.in_columns else product(plan, part, v, 1, 0)
+    refs.acc[own] = refs.acc[own] * alpha + acc
 
 
 def visible(plan: Plan, refs: Refs, span: Span, slot: Any, part: Any, first: int) -> Any:
@@ -609,24 +609,24 @@ def end_tile(plan: Plan, refs: Refs, span: Span) -> None:
     query = lax.broadcasted_iota(jnp.int32, plan.per_query, 1 if plan.in_columns else 0)
     lses = []
     for head in range(plan.num_kv_heads):
-        highest, total = refs.highest[head], refs.total[head]
-        some = highest > MASKED
-        total = jnp.where(some, total, 1.0)
-        lse = jnp.where(some, highest * LN2 + jnp.log(total), -jnp.inf)
-        share = jnp.where(some, refs.v_scale[head] / total, 0.0)
+        m_i, l_i = refs.m_i[head], refs.l_i[head]
+        some = m_i > MASKED
+        l_i = jnp.where(some, l_i, 1.0)
+        lse = jnp.where(some, m_i * LN2 + jnp.log(l_i), -jnp.inf)
+        share = jnp.where(some, refs.v_scale[head] / l_i, 0.0)
         if plan.has_sinks:
             sink = jnp.zeros(plan.per_query, jnp.float32)
             for member in range(group):
                 own = (query >= member * size) & (query < (member + 1) * size)
                 sink = jnp.where(own, refs.sinks[head * group + member], sink)
             share = jnp.where(some, share / (1.0 + jnp.exp(sink - lse)), 0.0)
-        mixture = jnp.where(some, refs.mixture[head] * share, 0.0)
-        mixture = mixture.astype(refs.out_buffer.dtype)
-        mixture = mixture.T if plan.in_columns else mixture
+        acc = jnp.where(some, refs.acc[head] * share, 0.0)
+        acc = acc.astype(refs.out_buffer.dtype)
+        acc = acc.T if plan.in_columns else acc
         if plan.in_columns:
-            refs.by_head[pl.ds(head * group, group)] = mixture[: group * size].reshape(group, size, plan.v_head_dim)
+            refs.by_head[pl.ds(head * group, group)] = acc[: group * size].reshape(group, size, plan.v_head_dim)
         else:
-            refs.out_buffer[0, pl.ds(head * group, group)] = mixture[:group]
+            refs.out_buffer[0, pl.ds(head * group, group)] = acc[:group]
         lses.append(lse)
     if plan.in_columns:
         for first in range(0, size, CHUNK):
@@ -660,11 +660,11 @@ def store_lses(plan: Plan, refs: Refs, lses: list[Any]) -> None:
 
 
 def result_copies(plan: Plan, refs: Refs) -> list[Any]:
-    """For each result, what makes the copy of `size` rows of its buffer to their place."""
+    """For each result, a function that makes the copy of `size` rows of its buffer to row `row` of the array."""
 
     def copy(buffer: Any, array: Any, semaphore: Any) -> Any:
-        return lambda place, row, size: pltpu.make_async_copy(
-            buffer.at[pl.ds(place, size)], array.at[pl.ds(row, size)], semaphore
+        return lambda offset, row, size: pltpu.make_async_copy(
+            buffer.at[pl.ds(offset, size)], array.at[pl.ds(row, size)], semaphore
         )
 
     copies = [copy(refs.out_buffer, refs.out, refs.out_left)]

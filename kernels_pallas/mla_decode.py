@@ -117,7 +117,7 @@ def _limits(call: Any, kv_lens: Any, tiles: int, size: int, group: int) -> Any:
 
 
 def _pages_or_rows(call: Any, kv_lens: Any) -> _latent.Keys:
-    """Whole pages, but where those are no whole rows of words, or hold several KV heads: then row by row."""
+    """Whole pages, or single rows where pages are not whole rows of words, or hold several KV heads."""
     unit = _latent.unit_of(call.page_size, call.kv_cache.dtype)
     if unit is not None and call.num_kv_heads == 1:
         return _latent.whole_pages(call.kv_cache, call.page_indices, kv_lens, unit)

@@ -1,9 +1,9 @@
-"""Paged decode for TPU over heads-first pages: one query a sequence.
+"""Paged decode for TPU over heads-first pages: one query per sequence.
 
 A step of the grid takes one sequence and several KV heads, with all of its keys, or with one block of them where
-`inline_seq_dim` is off. Pages that are missing from the pool are left out of a block, so the keys of one always come
-first in it, and a count is all the mask there is. Query heads of several KV heads share the eight rows of a register:
-each head's keys meet all eight, and a row keeps what is its own.
+`inline_seq_dim` is off. Pages that are missing from the pool are left out of a block, so its keys always come
+first in it, and a count is all the mask that it needs. Query heads of several KV heads share the eight rows of a
+register: each head's keys meet all eight, and a row keeps what is its own.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ragged_attention.calls import dtype_name
+from ragged_attention.calls import PagedAttention, dtype_name
 from ragged_attention.errors import InvalidInput
 from ragged_attention.kernels_pallas._blocks import LANES, MASKED, cdiv, expect_sizes, next_power_of_2, round_up
 from ragged_attention.kernels_pallas._heads_first import (
@@ -30,7 +30,6 @@ from ragged_attention.kernels_pallas._heads_first import (
     expect_block,
     fetch,
     lane_sums,
-    mixture,
     operands_of,
     padded_page,
     positions,
@@ -42,10 +41,11 @@ from ragged_attention.kernels_pallas._heads_first import (
     table_bytes,
     vmem_limit,
     wait,
+    weighted_sum,
 )
 
 KEYS = 512  # of a block, where they fit: 2 MiB in flight at 8 heads of 128 in bfloat16
-HEADS = 8  # KV heads a step at most: their code is unrolled
+HEADS = 8  # KV heads per step at most: their code is unrolled
 MEGACORE_MODES = (None, "batch", "kv_head")
 FEATURES = frozenset({"sm_scale", "soft_cap"})
 
@@ -93,7 +93,7 @@ def heuristic(call: Any) -> Tile:
     return Tile(megacore_mode="kv_head" if cores > 1 and call.num_kv_heads % cores == 0 else None)
 
 
-def why_not(call: Any) -> str | None:
+def why_not(call: PagedAttention) -> str | None:
     return refusal(call, fits(plan_of(call, heuristic(call)), call, BUDGET), rows=call.device.num_multiprocessors)
 
 
@@ -106,7 +106,7 @@ class Plan:
     page_size: int
     page_rows: int  # rows a page takes in a block, its padding included
     pages_per_block: int
-    heads: int  # KV heads a step
+    heads: int  # KV heads per step
     per_tile: int  # KV heads whose query rows share a tile of registers
     rows: int  # of such a tile
     group: int
@@ -118,7 +118,7 @@ class Plan:
 
     @property
     def block(self) -> int:
-        """Positions a block."""
+        """Positions per block."""
         return self.pages_per_block * self.page_size
 
     @property
@@ -128,18 +128,18 @@ class Plan:
 
     @property
     def tiles(self) -> int:
-        """Tiles of query rows a step."""
+        """Tiles of query rows per step."""
         return self.heads // self.per_tile
 
-    def place(self, core: Any, row: Any, head_step: Any) -> tuple[Any, Any]:
-        """The sequence and the step over the heads of all cores that a core's own stand for."""
+    def address(self, core: Any, row: Any, head_step: Any) -> tuple[Any, Any]:
+        """The sequence, and the step over the heads of all cores, of a core's own row and step."""
         if self.megacore_mode == "batch":
             row = row * self.cores + core
         return row, core * self.head_steps + head_step if self.megacore_mode == "kv_head" else head_step
 
 
 def plan_of(call: Any, tile: Tile) -> Plan:
-    """How a call is cut: the most heads and keys a step that fit."""
+    """How a call is divided: the most heads and keys per step that fit."""
     cores = call.device.num_multiprocessors if tile.megacore_mode is not None else 1
     own_heads = max(1, call.num_kv_heads // cores if tile.megacore_mode == "kv_head" else call.num_kv_heads)
     page_rows = padded_page(call.page_size, call.quantized)
@@ -179,7 +179,7 @@ def scratch_of(plan: Plan, call: Any) -> list[Any]:
 
 
 def used_memory(plan: Plan, call: Any) -> int:
-    """The vector memory of a launch: with that which lasts the queries, the results, and a head's rows in float32."""
+    """The vector memory of a launch: what lasts, the queries, the results, and a head's rows in float32."""
     tiles = [pltpu.VMEM((2 * plan.tiles, plan.rows, call.head_dim), jnp.dtype(dtype_name(call.q)))] * 2
     rows = [pltpu.VMEM((2, plan.columns, call.head_dim), jnp.float32)]
     return bytes_of([*scratch_of(plan, call), *tiles, *rows])
@@ -230,10 +230,10 @@ def decode(
     split = plan.cores if plan.megacore_mode == "batch" else 1
     following, first = schedule(lengths, split)
 
-    def place(core: Any, row: Any, head_step: Any, *_: Any) -> tuple[Any, ...]:
-        return *plan.place(core, row, head_step), 0, 0
+    def index_map(core: Any, row: Any, head_step: Any, *_: Any) -> tuple[Any, ...]:
+        return *plan.address(core, row, head_step), 0, 0
 
-    own = pl.BlockSpec((1, plan.tiles, plan.rows, width), place)
+    own = pl.BlockSpec((1, plan.tiles, plan.rows, width), index_map)
     grid = (plan.cores, batch // split, plan.head_steps)
     if not plan.inline_seq_dim:
         grid = (*grid, cdiv(call.pages_per_seq, plan.pages_per_block))
@@ -254,7 +254,7 @@ def decode(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary", "arbitrary")[: len(grid)],
             vmem_limit_bytes=vmem_limit(call, tile.vmem_limit_bytes, used_memory(plan, call)),
-            disable_bounds_checks=True,  # each page is held against the pool before it is fetched
+            disable_bounds_checks=True,  # each page index is checked before its page is fetched
         ),
         name="ragged_attention_paged_attention",
     )(lengths, page_indices.reshape(-1), following, jnp.broadcast_to(first, (plan.cores,)), tiled, *operands)
@@ -262,7 +262,7 @@ def decode(
 
 
 def schedule(lengths: jax.Array, cores: int) -> tuple[jax.Array, jax.Array]:
-    """For each row the next one with keys among those of its core, each `cores`th; and each core's first. S is none."""
+    """The next row with keys of each row's core (every `cores`th row is its own), and each core's first; S is none."""
     batch = lengths.shape[0]
     row = jnp.arange(batch, dtype=jnp.int32)
     with_keys = jnp.where(lengths > 0, row, batch).reshape(batch // cores, cores)
@@ -272,7 +272,7 @@ def schedule(lengths: jax.Array, cores: int) -> tuple[jax.Array, jax.Array]:
 
 
 class Refs(NamedTuple):
-    """What a kernel is given."""
+    """The kernel's memory."""
 
     lengths: Any
     table: Any
@@ -281,8 +281,8 @@ class Refs(NamedTuple):
     q: Any
     operands: list[Operand]
     out: Any
-    highest: Any
-    total: Any
+    m_i: Any
+    l_i: Any
     acc: Any
     state: Any  # the slot in turn, and for each slot the pages that are under way and the keys that they hold
 
@@ -299,16 +299,16 @@ def kernel(*arguments: Any, plan: Plan) -> None:
     """One step of the grid: a sequence's keys for some heads, or one block of them."""
     refs = Refs.of(arguments, plan)
     core = pl.program_id(0)
-    row, head_step = plan.place(core, pl.program_id(1), pl.program_id(2))
+    row, head_step = plan.address(core, pl.program_id(1), pl.program_id(2))
     blocks = cdiv(refs.lengths[row], plan.block)
 
     def begin() -> None:
-        refs.highest[...] = jnp.full_like(refs.highest, MASKED)
-        refs.total[...] = jnp.zeros_like(refs.total)
+        refs.m_i[...] = jnp.full_like(refs.m_i, MASKED)
+        refs.l_i[...] = jnp.zeros_like(refs.l_i)
         refs.acc[...] = jnp.zeros_like(refs.acc)
 
     def finish() -> None:
-        weight = jnp.sum(refs.total[...], axis=2, keepdims=True)
+        weight = jnp.sum(refs.l_i[...], axis=2, keepdims=True)
         refs.out[0] = (refs.acc[...] / jnp.where(weight == 0, 1.0, weight)).astype(refs.out.dtype)
 
     if plan.inline_seq_dim:
@@ -323,8 +323,8 @@ def kernel(*arguments: Any, plan: Plan) -> None:
 
 
 def visit(refs: Refs, plan: Plan, core: Any, row: Any, head_step: Any, block: Any) -> None:
-    """Compute on one block of a sequence, with the next block that there is under way."""
-    _, first_head = plan.place(core, 0, 0)
+    """Compute on one block of a sequence while the next one is fetched."""
+    _, first_head = plan.address(core, 0, 0)
     state = refs.state
 
     @pl.when((row == refs.first[core]) & (head_step == first_head) & (block == 0))
@@ -355,7 +355,7 @@ def start(refs: Refs, plan: Plan, row: Any, head_step: Any, block: Any, slot: An
     at = row * (refs.table.shape[0] // refs.lengths.shape[0]) + before
     heads = pl.ds(head_step * plan.heads, plan.heads)
     found = fetch(refs.table, at, (0, used), heads, slot, refs.operands)
-    # All pages found are full but the sequence's last, if that is among them.
+    # All pages found are full except the sequence's last, if that is among them.
     last = refs.table[at + used - 1]
     there = (last >= 0) & (last < refs.operands[0].pages.shape[1])
     lacking = jnp.maximum((before + used) * plan.page_size - length, 0)
@@ -364,7 +364,7 @@ def start(refs: Refs, plan: Plan, row: Any, head_step: Any, block: Any, slot: An
 
 
 def clear_tail(values: Any, slot: Any, keys: Any, plan: Plan) -> None:
-    """Zero what lies in a block of V from its `keys`th position on, whose weight is 0, but 0 * NaN is not."""
+    """Zero what lies in a block of V from its `keys`th position on, whose weight is 0: 0 * NaN would be NaN."""
     full = keys // plan.page_size
 
     @pl.when(full < plan.pages_per_block)
@@ -382,11 +382,11 @@ def clear_tail(values: Any, slot: Any, keys: Any, plan: Plan) -> None:
 def attend(refs: Refs, plan: Plan, slot: Any, keys: Any) -> None:
     """Add a block's keys to the running softmax of every tile of query rows."""
     k_buffer, v_buffer, *scale_buffers = [operand.buffer for operand in refs.operands]
-    q, highest, total, acc = refs.q, refs.highest, refs.total, refs.acc
+    q, m_i, l_i, acc = refs.q, refs.m_i, refs.l_i, refs.acc
     seen = positions(plan.columns, plan.page_size, plan.page_rows) < keys
 
     def own(of_heads: list[jax.Array]) -> jax.Array:
-        """Of each head's rows of a tile those that are its own."""
+        """The rows of a tile, each from the result of its own head."""
         whole = of_heads[0]
         row = lax.broadcasted_iota(jnp.int32, whole.shape, 0)
         for member, other in enumerate(of_heads[1:], start=1):
@@ -405,17 +405,17 @@ def attend(refs: Refs, plan: Plan, slot: Any, keys: Any) -> None:
         if plan.soft_cap is not None:
             s = plan.soft_cap * jnp.tanh(s / plan.soft_cap)
         s = jnp.where(seen, s, -jnp.inf)
-        before = highest[tile]
+        before = m_i[tile]
         after = jnp.maximum(before, jnp.max(s, axis=1, keepdims=True))
         p = jnp.exp(s - spread(after, plan.columns))
-        shrink = jnp.exp(before - after)
-        highest[tile] = after
-        total[tile] = total[tile] * shrink + lane_sums(p)
+        alpha = jnp.exp(before - after)
+        m_i[tile] = after
+        l_i[tile] = l_i[tile] * alpha + lane_sums(p)
         mixed = []
         for head in heads:
             v = block_rows(v_buffer[slot, head], plan.page_rows, q.dtype)
             weights = p
             if scale_buffers:
                 weights = jnp.where(seen, p * scale_row(scale_buffers[1][slot, head], plan.page_rows), 0.0)
-            mixed.append(mixture(weights, v, careful=True))
-        acc[tile] = acc[tile] * spread(shrink, acc.shape[-1]) + own(mixed)
+            mixed.append(weighted_sum(weights, v, careful=True))
+        acc[tile] = acc[tile] * spread(alpha, acc.shape[-1]) + own(mixed)

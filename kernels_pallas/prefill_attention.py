@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ragged_attention.calls import dtype_name
+from ragged_attention.calls import PrefillAttention, dtype_name
 from ragged_attention.errors import InvalidInput
 from ragged_attention.kernels_pallas._blocks import LANES, MASKED, cdiv, expect_sizes, next_power_of_2
 from ragged_attention.kernels_pallas._heads_first import (
@@ -29,7 +29,6 @@ from ragged_attention.kernels_pallas._heads_first import (
     expect_block,
     fetch,
     lane_sums,
-    mixture,
     operands_of,
     padded_page,
     positions,
@@ -39,11 +38,12 @@ from ragged_attention.kernels_pallas._heads_first import (
     spread,
     vmem_limit,
     wait,
+    weighted_sum,
 )
 
 KEYS = 512  # of a block, where they fit
 ROWS = 256  # of one KV head in a block of rows, so that a matrix unit has work for each load of keys
-HEADS = 8  # KV heads a step at most
+HEADS = 8  # KV heads per step at most
 FARTHEST = jnp.iinfo(jnp.int32).max
 FEATURES = frozenset({"sm_scale", "soft_cap", "sliding_window", "align"})
 
@@ -87,7 +87,7 @@ def heuristic(call: Any) -> Tile:
     return Tile()
 
 
-def why_not(call: Any) -> str | None:
+def why_not(call: PrefillAttention) -> str | None:
     return refusal(call, used_memory(plan_of(call, heuristic(call)), call) <= BUDGET, rows=1)
 
 
@@ -101,7 +101,7 @@ class Plan:
     page_size: int
     page_rows: int  # rows a page takes in a block, its padding included
     pages_per_block: int
-    heads: int  # KV heads a step
+    heads: int  # KV heads per step
     head_steps: int  # of a core
     cores: int  # that share the heads
     group: int
@@ -112,7 +112,7 @@ class Plan:
 
     @property
     def block(self) -> int:
-        """Positions a block of pages."""
+        """Positions per block of pages."""
         return self.pages_per_block * self.page_size
 
     @property
@@ -127,7 +127,7 @@ class Plan:
 
 
 def plan_of(call: Any, tile: Tile) -> Plan:
-    """How a call is cut: the most rows, heads and keys a step that fit."""
+    """How a call is divided: the most rows, heads and keys per step that fit."""
     cores = call.device.num_multiprocessors
     cores = cores if call.num_kv_heads % cores == 0 else 1
     own_heads = call.num_kv_heads // cores
@@ -173,7 +173,7 @@ def scratch_of(plan: Plan, call: Any) -> list[Any]:
 
 
 def used_memory(plan: Plan, call: Any) -> int:
-    """The vector memory of a launch: with that which lasts the queries, the results, and a head's logits and rows."""
+    """The vector memory of a launch: what lasts, the queries, the results, and a head's logits and rows."""
     rows = [pltpu.VMEM((2 * plan.heads, plan.rows, call.head_dim), jnp.dtype(dtype_name(call.q)))] * 2
     logits = [pltpu.VMEM((plan.rows, plan.columns), jnp.float32)] * 3
     keys = [pltpu.VMEM((2, plan.columns, call.head_dim), jnp.float32)]
@@ -206,10 +206,10 @@ def prefill(
     """The launch; `base` is the position of the chunk's first row."""
     lows, highs, following, first = ranges(length, base, plan)
 
-    def place(core: Any, head_step: Any, q_block: Any, *_: Any) -> tuple[Any, ...]:
+    def index_map(core: Any, head_step: Any, q_block: Any, *_: Any) -> tuple[Any, ...]:
         return core * plan.head_steps + head_step, q_block, 0, 0
 
-    own = pl.BlockSpec((plan.heads, 1, plan.rows, call.head_dim), place)
+    own = pl.BlockSpec((plan.heads, 1, plan.rows, call.head_dim), index_map)
     return pl.pallas_call(
         functools.partial(kernel, plan=plan),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -228,14 +228,14 @@ def prefill(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=vmem_limit(call, tile.vmem_limit_bytes, used_memory(plan, call)),
-            disable_bounds_checks=True,  # each page is held against the pool before it is fetched
+            disable_bounds_checks=True,  # each page index is checked before its page is fetched
         ),
         name="ragged_attention_prefill_attention",
     )(lows, highs, following, jnp.stack([length, base, first]), call.page_indices, blocks, *operands)
 
 
 def ranges(length: jax.Array, base: jax.Array, plan: Plan) -> tuple[jax.Array, ...]:
-    """For each block of rows the positions it sees, from and to; the next block that sees any; and the first such."""
+    """For each block of rows the range of positions it sees and the next block that sees any; and the first such."""
     block = jnp.arange(plan.q_blocks, dtype=jnp.int32)
     top = base + block * plan.block_q
     highs = jnp.clip(top + plan.block_q, 0, length)
@@ -246,7 +246,7 @@ def ranges(length: jax.Array, base: jax.Array, plan: Plan) -> tuple[jax.Array, .
 
 
 class Refs(NamedTuple):
-    """What a kernel is given."""
+    """The kernel's memory."""
 
     lows: Any
     highs: Any
@@ -256,11 +256,11 @@ class Refs(NamedTuple):
     q: Any
     operands: list[Operand]
     out: Any
-    highest: Any
-    total: Any
+    m_i: Any
+    l_i: Any
     acc: Any
     state: Any  # the slot in turn, and for each slot the pages that are under way
-    present: Any  # for each slot which pages of its block there are
+    present: Any  # for each slot which pages of its block are valid
 
     @classmethod
     def of(cls, refs: tuple[Any, ...], plan: Plan) -> "Refs":
@@ -277,8 +277,8 @@ def kernel(*arguments: Any, plan: Plan) -> None:
     first_head = pl.program_id(0) * plan.head_steps
     head_step, q_block = first_head + pl.program_id(1), pl.program_id(2)
     low, high = refs.lows[q_block], refs.highs[q_block]
-    refs.highest[...] = jnp.full_like(refs.highest, MASKED)
-    refs.total[...] = jnp.zeros_like(refs.total)
+    refs.m_i[...] = jnp.full_like(refs.m_i, MASKED)
+    refs.l_i[...] = jnp.zeros_like(refs.l_i)
     refs.acc[...] = jnp.zeros_like(refs.acc)
 
     @pl.when(low < high)
@@ -286,14 +286,14 @@ def kernel(*arguments: Any, plan: Plan) -> None:
         blocks = low // plan.block, cdiv(high, plan.block)
         lax.fori_loop(*blocks, lambda block, _: visit(refs, plan, first_head, head_step, q_block, block), None)
 
-    weight = jnp.sum(refs.total[...], axis=2, keepdims=True)
+    weight = jnp.sum(refs.l_i[...], axis=2, keepdims=True)
     position = refs.facts[1] + q_block * plan.block_q + row_tokens(weight.shape, 1, plan)
     live = (weight != 0) & (position >= 0) & (position < refs.facts[0])
     refs.out[:, 0] = jnp.where(live, refs.acc[...] / jnp.where(live, weight, 1.0), 0.0).astype(refs.out.dtype)
 
 
 def visit(refs: Refs, plan: Plan, first_head: Any, head_step: Any, q_block: Any, block: Any) -> None:
-    """Compute on one block of pages for a block of rows, with the next that there is under way."""
+    """Compute on one block of pages for a block of rows while the next one is fetched."""
     state, (length, base, first) = refs.state, (refs.facts[i] for i in range(3))
     low, high, following = refs.lows[q_block], refs.highs[q_block], refs.following[q_block]
 
@@ -316,7 +316,7 @@ def visit(refs: Refs, plan: Plan, first_head: Any, head_step: Any, q_block: Any,
     found = state[1 + slot]
     wait(found, slot, refs.operands)
     state[0] = 1 - slot
-    # All rows see the whole block where its last position is seen by the first row, its first one by the last.
+    # All rows see the whole block if the first row sees its last position, and the last row its first.
     begins, top = block * plan.block, base + q_block * plan.block_q
     whole = (found == plan.pages_per_block) & (begins + plan.block <= jnp.minimum(top + 1, length))
     if plan.window is not None:
@@ -351,7 +351,7 @@ def row_tokens(shape: tuple[int, ...], axis: int, plan: Plan) -> jax.Array:
 
 
 def clear_unseen(refs: Refs, plan: Plan, slot: Any, seen: tuple[Any, Any]) -> None:
-    """Zero what of a block of V no row sees, whose weight is 0, but 0 * NaN is not. `seen` is from and to."""
+    """Zero what no row sees of a block of V: its weight is 0, and 0 * NaN would be NaN. `seen` is a range."""
     values = refs.operands[1].buffer
 
     def clear(page: Any, _: None) -> None:
@@ -362,18 +362,18 @@ def clear_unseen(refs: Refs, plan: Plan, slot: Any, seen: tuple[Any, Any]) -> No
         def _() -> None:
             old = values[slot, :, page]
             offset = lax.broadcasted_iota(jnp.int32, old.shape, 1)
-            kept = (offset >= left) & (offset < jnp.where(there, right, 0))
-            values[slot, :, page] = jnp.where(kept, old, jnp.zeros_like(old))
+            valid = (offset >= left) & (offset < jnp.where(there, right, 0))
+            values[slot, :, page] = jnp.where(valid, old, jnp.zeros_like(old))
 
     lax.fori_loop(0, plan.pages_per_block, clear, None)
 
 
 def visible(refs: Refs, plan: Plan, slot: Any, seen: tuple[Any, Any], top: Any) -> jax.Array:
     """Which columns of a block each row sees [rows, columns]; `top` is the first row's position in the block."""
-    place = lax.broadcasted_iota(jnp.int32, (1, plan.columns), 1)
+    index = lax.broadcasted_iota(jnp.int32, (1, plan.columns), 1)
 
     def hide(page: Any, column: jax.Array) -> jax.Array:
-        own = (place >= page * plan.page_rows) & (place < (page + 1) * plan.page_rows)
+        own = (index >= page * plan.page_rows) & (index < (page + 1) * plan.page_rows)
         return jnp.where(own & (refs.present[slot, page] == 0), FARTHEST, column)
 
     first = jnp.maximum(seen[0], 0) // plan.page_size
@@ -389,7 +389,7 @@ def visible(refs: Refs, plan: Plan, slot: Any, seen: tuple[Any, Any], top: Any) 
 def attend(refs: Refs, plan: Plan, slot: Any, mask: jax.Array | None, careful: bool) -> None:
     """Add a block's keys to the running softmax of every row, one head after another."""
     k_buffer, v_buffer, *scale_buffers = [operand.buffer for operand in refs.operands]
-    q, highest, total, acc = refs.q, refs.highest, refs.total, refs.acc
+    q, m_i, l_i, acc = refs.q, refs.m_i, refs.l_i, refs.acc
 
     def one_head(head: Any, _: None) -> None:
         k = block_rows(k_buffer[slot, head], plan.page_rows, q.dtype)
@@ -400,16 +400,16 @@ def attend(refs: Refs, plan: Plan, slot: Any, mask: jax.Array | None, careful: b
             s = plan.soft_cap * jnp.tanh(s / plan.soft_cap)
         if mask is not None:
             s = jnp.where(mask, s, -jnp.inf)
-        before = highest[head]
+        before = m_i[head]
         after = jnp.maximum(before, jnp.max(s, axis=1, keepdims=True))
         p = jnp.exp(s - spread(after, plan.columns))
-        shrink = jnp.exp(before - after)
-        highest[head] = after
-        total[head] = total[head] * shrink + lane_sums(p)
+        alpha = jnp.exp(before - after)
+        m_i[head] = after
+        l_i[head] = l_i[head] * alpha + lane_sums(p)
         if scale_buffers:
             p = p * scale_row(scale_buffers[1][slot, head], plan.page_rows)
             p = p if mask is None else jnp.where(mask, p, 0.0)
         v = block_rows(v_buffer[slot, head], plan.page_rows, q.dtype)
-        acc[head] = acc[head] * spread(shrink, acc.shape[-1]) + mixture(p, v, careful)
+        acc[head] = acc[head] * spread(alpha, acc.shape[-1]) + weighted_sum(p, v, careful)
 
     lax.fori_loop(0, plan.heads, one_head, None)

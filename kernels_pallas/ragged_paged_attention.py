@@ -2,7 +2,7 @@
 
 A launch walks over steps: a step is one block of keys under one tile of consecutive queries of one sequence. While a
 step computes, the pages of the next one (and its queries, if it begins a tile) are on their way into the other buffer,
-across tiles and sequences alike. Only pages that some query of the tile sees are fetched. Maximum, sum and mixture
+across tiles and sequences alike. Only pages that some query of the tile sees are fetched. Maximum, sum and accumulator
 stay in float32 in vector memory until a tile ends, are normalised there once, and the tile's rows are copied to where
 they belong; all other rows keep the zeros that the result begins with.
 """
@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ragged_attention._jax_pages import live_edges, per_head
-from ragged_attention.calls import dtype_name, expect_bool
+from ragged_attention.calls import RaggedPagedAttention, dtype_name, expect_bool
 from ragged_attention.errors import InvalidInput
 from ragged_attention.kernels_pallas import write_kv_pages
 from ragged_attention.kernels_pallas._blocks import (
@@ -89,7 +89,7 @@ def tuning_key(call: Any) -> str:
 
 
 def heuristic(call: Any) -> Tile:
-    """About 256 rows a KV head, blocks of up to 1024 keys, and no more than half of the vector memory for all of it."""
+    """About 256 rows per KV head, blocks of up to 1024 keys, and at most half of the vector memory for all of it."""
     most = max(512 // call.group * 2 // item_size(call.q) // 2, SUBLANES)
     mean = next_power_of_2(cdiv(call.num_tokens, max(call.max_num_seqs, 1)))
     block_q = min(max(mean, SUBLANES), next_power_of_2(most + 1) // 2)
@@ -119,7 +119,7 @@ def used_memory(call: Any, tile: Tile) -> int:
     return max(sizes)
 
 
-def why_not(call: Any) -> str | None:
+def why_not(call: RaggedPagedAttention) -> str | None:
     if (reason := cannot_run(call)) is not None:
         return reason
     if "float16" in (dtype_name(call.q), call.cache_dtype):
@@ -174,7 +174,7 @@ def plan_of(call: Any, tile: Tile, block_q: int, num_tokens: int, num_updates: i
 
 
 def run(call: Any, tile: Tile, launch: Any) -> Any:
-    """Launch after launch fills in rows of results that begin as 0 and -inf; the first may write new rows before."""
+    """Launch after launch fills in rows of results that begin as 0 and -inf; the first may write the new rows first."""
     if call.new_kv is not None and not tile.fused_update:
         write = call.write_of_new_kv()
         pages = write_kv_pages.run(write, write_kv_pages.heuristic(write), launch)
@@ -210,7 +210,7 @@ class Update(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """Rows, keys and pages of each sequence, i32 [S] and [S, M], lengths held within what the arrays can hold."""
+    """Rows, keys and pages of each sequence, i32 [S] and [S, M], lengths clamped to what the arrays can hold."""
 
     starts: jax.Array
     q_lens: jax.Array
@@ -219,7 +219,7 @@ class Sequences(NamedTuple):
 
 
 def sequences(call: Any) -> Sequences:
-    """The index arrays of a call, whatever values they carry; a sequence from `num_seqs` on has no rows."""
+    """The index arrays of a call, made safe whatever they hold; a sequence from `num_seqs` on has no rows."""
     edges = live_edges(call.cu_q_lens, call.num_seqs, call.num_tokens)
     lens = jnp.maximum(edges[1:] - edges[:-1], 0)
     return Sequences(edges[:-1], lens, jnp.clip(call.kv_lens, 0, call.capacity), call.page_indices)
@@ -254,7 +254,7 @@ def attend(
     out: Any,
     lse: Any,
 ) -> tuple[Any, Any, list[Any]]:
-    """Fill in the rows of the sequences of one query, or of all with more; write an update's rows before."""
+    """Fill in the rows of the sequences of one query, or of all with more, after writing an update's rows."""
     taken = ((seqs.q_lens > 1) if plan.in_columns else (seqs.q_lens == 1)) & (seqs.kv_lens > 0)
     (order,) = jnp.nonzero(taken, size=len(taken), fill_value=0)
     scalars = (
@@ -282,7 +282,7 @@ def attend(
             scratch_shapes=scratch(plan, q, pages),
         ),
         out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in changed],
-        input_output_aliases={given + place: place for place in range(len(changed))},
+        input_output_aliases={given + index: index for index in range(len(changed))},
         compiler_params=compiler_params(vmem_limit_bytes, parallel=1),
         name=f"ragged_paged_attention_{'tiles' if plan.in_columns else 'decode'}",
     )(*scalars, *inputs, *changed)

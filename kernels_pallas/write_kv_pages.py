@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ragged_attention.calls import WriteKvPages
 from ragged_attention.kernels_pallas._blocks import (
     LANES,
     cannot_run,
@@ -36,7 +37,7 @@ class Tile:
     """What may be tuned.
 
     Attributes:
-        num_tokens_per_block: tokens whose rows are brought into vector memory together.
+        num_tokens_per_block: tokens whose rows are loaded into vector memory together.
         vmem_limit_bytes: vector memory that the compiler may use, 0 for its default.
     """
 
@@ -47,7 +48,7 @@ class Tile:
         expect_sizes(self, num_tokens_per_block=(1, 8192), vmem_limit_bytes=(0, 2**31 - 1))
 
 
-def why_not(call: Any) -> str | None:
+def why_not(call: WriteKvPages) -> str | None:
     if (reason := cannot_run(call)) is not None:
         return reason
     if call.cache_dtype == "float16":
@@ -56,7 +57,7 @@ def why_not(call: Any) -> str | None:
 
 
 def row_bytes(call: Any) -> int:
-    """What a token takes in VMEM, where tiles of 32 bytes by 128 lanes are filled up."""
+    """The bytes that a token takes in VMEM, where tiles of 32 bytes by 128 lanes are filled up."""
     size = item_size(call.k_pages_like)
     heads = [2 * call.num_kv_heads] if call.combined else [call.num_kv_heads] * 2
     dims = [call.head_dim] if call.combined else [call.head_dim, call.v_head_dim]
@@ -73,7 +74,7 @@ def tuning_key(call: Any) -> str:
 
 
 def heuristic(call: Any) -> Tile:
-    """All tokens, up to 1024, as far as they fill no more than a sixteenth of VMEM and 4 MiB: there are two blocks."""
+    """All tokens, up to 1024, as long as each of the two blocks takes at most a sixteenth of VMEM and 4 MiB."""
     most = max(min(call.device.shared_memory // 16, 4 << 20) // row_bytes(call), 1)
     wanted = min(max(next_power_of_2(call.num_tokens), RUN), 1024)
     return Tile(num_tokens_per_block=min(wanted, 1 << most.bit_length() - 1))
@@ -162,7 +163,7 @@ def write_rows(arrays: list[jax.Array], rows: list[jax.Array], slots: jax.Array,
         input_output_aliases={1 + len(rows) + i: i for i in range(len(flat))},
         compiler_params=pltpu.CompilerParams(
             vmem_limit_bytes=tile.vmem_limit_bytes or None,
-            disable_bounds_checks=True,  # slots are held within the pages, and checks triple the loop
+            disable_bounds_checks=True,  # slots are checked before, and the compiler's checks triple the loop
         ),
         name="write_kv_pages",
     )(codes, *rows, *flat)

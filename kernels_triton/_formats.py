@@ -16,7 +16,7 @@ def has_e4m3(arch: str) -> bool:
 
 
 def cache_format(call: Any) -> str:
-    """How kernels are to read the cache: `plain`, or which 8-bit format, with e4m3 in hardware where there is that."""
+    """How kernels are to read the cache: `plain`, or which 8-bit format, and whether e4m3 is in hardware."""
     kind = call.cache_dtype
     if kind == "float8_e4m3fn":
         return "e4m3" if has_e4m3(call.device.arch) else "e4m3_bits"
@@ -51,7 +51,7 @@ def load_scale(scale_ptr, kv_head, factor, STRIDE: tl.constexpr):
     return scale
 
 
-# The interpreter's own arithmetic knows no bfloat16: it multiplies the bits and rounds towards zero.
+# The interpreter's own arithmetic has no bfloat16: it multiplies the bits and rounds towards zero.
 INTERPRETED: tl.constexpr = tl.constexpr(not isinstance(load_scale, triton.JITFunction))
 
 
@@ -98,13 +98,13 @@ def decoded_at_once(values, readable):
 
 @triton.jit
 def encode_float8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
-    """float32 to the bits of an 8-bit float: nearest even, saturating, sign of NaN kept; the same bits everywhere."""
+    """float32 to the bits of an 8-bit float: nearest even, saturating, NaN keeps its sign; the same bits everywhere."""
     bits = x.to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     dropped: tl.constexpr = 23 - MANTISSA
     rounded = magnitude + ((1 << (dropped - 1)) - 1) + ((magnitude >> dropped) & 1)
     normal = (rounded >> dropped).to(tl.int32) - ((127 - BIAS) << MANTISSA)
-    # Adding a power of two whose last place is the format's smallest step rounds to that step.
+    # Adding a power of two whose last bit is the format's smallest step rounds to that step.
     step: tl.constexpr = 2.0 ** (23 + 1 - BIAS - MANTISSA)
     small = (magnitude.to(tl.float32, bitcast=True) + step).to(tl.uint32, bitcast=True).to(tl.int32)
     small = small - ((127 + 23 + 1 - BIAS - MANTISSA) << 23)

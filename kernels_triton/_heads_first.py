@@ -1,4 +1,4 @@
-"""Attention over heads-first pages in Triton: the kernels of the ragged operation, told other strides.
+"""Attention over heads-first pages in Triton: the kernels of the ragged operation, given other strides.
 
 Pages whose slots have scales of their own go to a kernel of this file: it multiplies the logits of a key by its K
 scale and its weight by its V scale, so that the matrix units see the stored codes, which are exact in 16 bits. It
@@ -58,7 +58,7 @@ def live_rows(length, num_tokens, ALIGN: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def decode_edges_kernel(lengths_ptr, edges_ptr, count, BLOCK: tl.constexpr):
-    """`cu_q_lens` of one query a sequence."""
+    """`cu_q_lens` of one query per sequence."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(edges_ptr + place, place, mask=place < count)
 
@@ -83,7 +83,7 @@ def scaled_kernel(
     NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, FORMAT: tl.constexpr,
     SMALLEST: tl.constexpr, SIGNED: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
-    """One block of rows of one KV head and one sequence, over all its keys; rows of none are written as 0."""
+    """One block of rows of one KV head and one sequence, over all its keys; padding rows are written as 0."""
     seq = tl.program_id(0) // blocks
     kv_head = tl.program_id(1)
     first_row = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_Q  # the last rows see the most keys
@@ -151,7 +151,7 @@ def heuristic(call: Any) -> Tile:
 
 
 def attend(call: Any, tile: Tile, launch: Any, lengths: Any, align: str) -> Any:
-    """Out of a heads-first call; `align` is "decode" for one query a sequence."""
+    """Out of a heads-first call; `align` is "decode" for one query per sequence."""
     if call.quantized:
         return attend_scaled(call, tile, launch, lengths, align)
     lengths = launch.packed(lengths)
@@ -171,7 +171,7 @@ def cumulative(call: Any, launch: Any, lengths: Any, align: str) -> Any:
 
 
 def attend_scaled(call: Any, tile: Tile, launch: Any, lengths: Any, align: str) -> Any:
-    """The same over pages whose slots have scales, by the kernel for those."""
+    """`attend` over pages whose slots have scales, by the kernel for those."""
     decodes = align == "decode"
     (k_pages, v_pages), (k_scales, v_scales) = call.arrays, call.scales
     q, lengths, page_indices = map(launch.packed, (call.q, lengths, call.page_indices))

@@ -62,7 +62,7 @@ def attend(
     on valid pages are read at all: what no row of the tile sees takes no part, NaN or not.
 
     Rounded to bfloat16, a weight is off by up to 2^-9 of itself, too much where few keys share the output; a second
-    dot of what the rounding lost (WEIGHT_PARTS 2) mends that.
+    dot of what the rounding lost (WEIGHT_PARTS 2) corrects that.
     """
     d = tl.arange(0, D_PAD)
     dv = tl.arange(0, DV_PAD)
@@ -141,8 +141,8 @@ def attend_range(
         first                                                          last    keys that some query sees
           |  some see  |      every query sees these       |  some see  |
         start     whole_start                         whole_stop       end    (multiples of a block)
-          | left_blocks|  no masks, BLOCK_KV keys a step   |   right    |
-          |   masked   |                                   |   masked   |     one loop, EDGE_KV keys a step
+          | left_blocks|  no masks, BLOCK_KV keys per step |   right    |
+          |   masked   |                                   |   masked   |     one loop, EDGE_KV keys per step
     """
     m_i = tl.full([ROWS], float("-inf"), tl.float32)
     l_i = tl.zeros([ROWS], tl.float32)

@@ -19,7 +19,7 @@ VARYING = (
 
 @triton.jit
 def count_sequences(num_seqs_ptr, max_num_seqs, HAS_NUM_SEQS: tl.constexpr):
-    """The number of live sequences, held within the tables."""
+    """The number of live sequences, clamped to the tables."""
     count = max_num_seqs
     if HAS_NUM_SEQS:
         count = tl.minimum(tl.maximum(tl.load(num_seqs_ptr), 0), max_num_seqs)
@@ -33,7 +33,7 @@ def query_edge(cu_q_lens_ptr, index, num_tokens):
 
 @triton.jit
 def segment_edge(cu_q_lens_ptr, segment, num_seqs, num_tokens):
-    """Where a segment of the query rows starts: 0 is what lies before the first sequence (nothing, in a lawful call),
+    """Where a segment of the query rows starts: 0 is what lies before the first sequence (nothing, in a valid call),
     then come the sequences, and `num_seqs + 1` is the padding behind them."""
     edge = query_edge(cu_q_lens_ptr, tl.minimum(tl.maximum(segment - 1, 0), num_seqs), num_tokens)
     return tl.where(segment == 0, 0, tl.where(segment > num_seqs + 1, num_tokens, edge))

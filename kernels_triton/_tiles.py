@@ -8,7 +8,7 @@ import triton
 from ragged_attention.calls import dtype_name
 from ragged_attention.errors import InvalidInput
 
-SMALLEST_SHARED_MEMORY = 64 * 1024  # of the GPUs whose size is not known
+SMALLEST_SHARED_MEMORY = 64 * 1024  # for GPUs whose size is not known
 
 
 WGMMA = ("sm_90", "sm_100", "sm_103")  # where the matrix unit takes its operands from shared memory
@@ -64,7 +64,7 @@ def expect_between(tile: Any, **bounds: tuple[int, int]) -> None:
 
 
 def launchable(call: Any, kernel: Any) -> str | None:
-    """Why Triton kernels cannot run where the call is, None if they can."""
+    """Why Triton kernels cannot run on the call's device, None if they can."""
     device = call.device
     if device.platform == "cpu":
         if isinstance(kernel, triton.JITFunction):

@@ -1,7 +1,7 @@
 """What the kernels of attention over packed sequences and of its gradient share.
 
 Rows are (query token, head of the group) pairs, token by token, so that a program serves all query heads of a KV head.
-A head size that is no power of two is held in two parts where that is narrower: 192 as 128 + 64, 80 as 64 + 16.
+A head size that is not a power of two is held in two parts where that is narrower: 192 as 128 + 64, 80 as 64 + 16.
 """
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
@@ -28,7 +28,7 @@ SMALLEST_SCALE: tl.constexpr = tl.constexpr(1e-30)
 
 
 def near(array: Any, rows: int, launch: Any) -> Any:
-    """An array [tokens, heads, width] with packed rows, `rows` of them a token, so that a block's are near each other.
+    """An array [tokens, heads, width] with packed rows, `rows` of them per token, so that those of a block are close.
 
     It is copied if not: kernels count with 32 bits within a block.
     """
@@ -66,7 +66,7 @@ def rows_at_most(call: Any, rows: int) -> int:
 
 
 def fit_rows(call: Any, kept: int, step: int, stages: int) -> tuple[int, int]:
-    """Rows a step and stages with which blocks of two arrays, beside `kept` elements, fit the shared memory."""
+    """Rows per step and stages with which blocks of two arrays, besides `kept` elements, fit the shared memory."""
 
     def size(step: int, stages: int) -> int:
         return (kept + stages * step * columns(call)) * item_size(call.q)
@@ -75,7 +75,7 @@ def fit_rows(call: Any, kept: int, step: int, stages: int) -> tuple[int, int]:
 
 
 def shared_arguments(call: Any) -> dict[str, Any]:
-    """What every kernel that visits keys or rows is told of a call."""
+    """The arguments of every kernel that visits keys or rows."""
     # A window as long as the longest sequence hides nothing.
     window = call.sliding_window if call.sliding_window and call.sliding_window < call.num_kv_tokens else None
     (d_main, d_rest), (dv_main, dv_rest) = widths(call)
@@ -115,7 +115,7 @@ def stride_arguments(launch: Any, **arrays: Any) -> dict[str, int]:
 def find_block(block, own_edges_ptr, other_edges_ptr, num_seqs, num_own, num_other, GROUP: tl.constexpr,
                BLOCK: tl.constexpr):  # fmt: skip
     """The sequence that a block of rows belongs to: (start, length, first row of the block in it) on the rows' own
-    side, and (start, length) on the other, of length 0 for rows that are no sequence's.
+    side, and (start, length) on the other, of length 0 for rows that belong to no sequence.
 
     There is nothing to do if the first row is not in [0, length * GROUP).
     """
@@ -170,7 +170,7 @@ def load_columns(ptr, places, readable, MASKED: tl.constexpr, WIDTH: tl.constexp
 
 @triton.jit
 def store_columns(ptr, places, values, writable, WIDTH: tl.constexpr, FROM: tl.constexpr, PAD: tl.constexpr):
-    """What `load_columns` reads."""
+    """Write what `load_columns` reads."""
     d = FROM + tl.arange(0, PAD)
     mask = writable[:, None] & (d < WIDTH)[None, :]
     tl.store(ptr + (places[:, None] + d[None, :]), narrow(values, ptr.dtype.element_ty), mask=mask)
@@ -259,7 +259,7 @@ def accumulate(weights, values, values_rest, acc, acc_rest, REST: tl.constexpr):
 
 @triton.jit
 def sees(position, key, kv_len, window, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """Whether the query at a position sees a key, in as few comparisons as will do.
+    """Whether the query at a position sees a key, in as few comparisons as possible.
 
     Of a row that is none, behind the last of its sequence, it says False for the keys that no row of the sequence sees.
     """

@@ -44,7 +44,7 @@ def heuristic(call: MakeDecodeSchedule) -> Tile:
 
 @triton.jit
 def length_of(seq, num_seqs, lens_ptr, extra_lens_ptr, SPARSE: tl.constexpr, HAS_EXTRA: tl.constexpr):
-    """The keys of a sequence as work counts them; of several where `seq` is several."""
+    """The keys of a sequence, or of several, as work counts them."""
     length = tl.maximum(tl.load(lens_ptr + seq, mask=seq < num_seqs, other=0), 0).to(tl.int64)
     if SPARSE:
         length = tl.maximum(length, 1)
@@ -56,7 +56,7 @@ def length_of(seq, num_seqs, lens_ptr, extra_lens_ptr, SPARSE: tl.constexpr, HAS
 
 @triton.jit
 def blocks_of(length):
-    """Blocks that so many keys are; none count as one block too."""
+    """Blocks that so many keys fill; no keys count as one block too."""
     return tl.maximum(length - 1, 0) // BLOCK + 1
 
 

@@ -1,4 +1,4 @@
-"""Merging partial attention results in Triton: one program a row."""
+"""Merging partial attention results in Triton: one program per row."""
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false

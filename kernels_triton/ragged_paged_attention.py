@@ -58,7 +58,7 @@ class Tile:
     """What may be tuned. Rows are query tokens times heads of a group."""
 
     block_q: int = 64  # rows of a program of the tile kernel
-    block_kv: int = 64  # its keys a step
+    block_kv: int = 64  # its keys per step
     edge_kv: int = 64  # the same where some row does not see all of them, no more than block_kv
     num_warps: int = 4
     num_stages: int = 2
@@ -176,7 +176,7 @@ def split_rows(call: Any) -> int:
 
 
 def splits(call: Any) -> int:
-    """Eight programs a multiprocessor, as far as the longest sequence that the tables can hold has keys for it."""
+    """Eight programs per multiprocessor, as far as the longest sequence that the tables can hold has keys for it."""
     work = max(call.max_num_seqs * call.num_kv_heads, 1)
     wanted = next_power_of_2(cdiv(8 * call.device.num_multiprocessors, work))
     keys = call.capacity if call.sliding_window is None else min(call.capacity, call.sliding_window + 8)
@@ -311,7 +311,7 @@ def tile_kernel(
 
 @triton.jit
 def split_bounds(first, last, MIN_KEYS: tl.constexpr, BLOCK_KV: tl.constexpr, NUM_SPLITS: tl.constexpr):
-    """(start, keys a split, splits used) for visible keys [first, last): no more splits than they deserve."""
+    """(start, keys per split, splits used) for visible keys [first, last): no more splits than are worth it."""
     start = first // BLOCK_KV * BLOCK_KV
     keys = (last - start + NUM_SPLITS - 1) // NUM_SPLITS
     keys = tl.maximum((keys + BLOCK_KV - 1) // BLOCK_KV * BLOCK_KV, MIN_KEYS)
@@ -429,7 +429,7 @@ def combine_kernel(
 
 
 def shared_arguments(call: Any, v_arguments: dict[str, Any]) -> dict[str, Any]:
-    """What all three kernels are told of a call."""
+    """The arguments of all three kernels."""
     # A window as long as the longest sequence hides nothing.
     window = call.sliding_window if call.sliding_window and call.sliding_window < call.capacity else None
     return {
@@ -452,7 +452,7 @@ def shared_arguments(call: Any, v_arguments: dict[str, Any]) -> dict[str, Any]:
 def attention_arguments(
     call: Any, views: tuple[Any, ...], k_scale: Mapping[str, Any], q_strides: Any, table_stride: int, draft_stride: int
 ) -> dict[str, Any]:
-    """What the two attention kernels are told besides; `views` and `k_scale` as the functions of `blocks` give them."""
+    """More arguments of the two attention kernels; `views` and `k_scale` as the functions of `_formats` give them."""
     _, _, k_strides, v_strides, v_offset = views
     return {
         "num_pages": call.num_pages,

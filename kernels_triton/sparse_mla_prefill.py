@@ -1,4 +1,4 @@
-"""Sparse MLA prefill in Triton: in the terms of `_latent`, a decode of one query token a sequence."""
+"""Sparse MLA prefill in Triton: in the terms of `_latent`, a decode of one query token per sequence."""
 
 from typing import Any
 

@@ -4,10 +4,10 @@ A program has BLOCK_H heads of one query token and walks the token's list: from 
 the rows in turn it computes the logits again, adds to the queries' gradient, which it keeps, and gives each row's
 gradient away. Rows are selected by many queries, in no order, so this is where the work is:
 
-* as it comes: float32 atomics onto the rows' gradients;
+* in any order: float32 atomics onto the rows' gradients;
 * deterministic: every entry of a list writes a row of its own, for some tokens at a time; the entries' rows, sorted
-  stably by the slot that they name, are the inverted index, by which one program a slot adds what belongs to it, in the
-  order of the lists.
+  stably by the slot that they name, are the inverted index, by which one program per slot adds what belongs to it, in
+  the order of the lists.
 
 With p = exp(logit - lse), share = sigmoid(lse - sink) and delta = out . d_out a head has
 
@@ -44,7 +44,7 @@ from ragged_attention.kernels_triton._tiles import (
 
 PARTS_BYTES = 2**30  # of entries' rows at a time
 FLAT = 1024  # elements of a program that goes over an array without regard to its shape
-MARGIN = 12 * 2**10  # bytes of shared memory beside what `shared_bytes` counts
+MARGIN = 12 * 2**10  # bytes of shared memory besides what `shared_bytes` counts
 ABREAST = 8  # entries of a slot that are added at once
 NOBODY: tl.constexpr = tl.constexpr(LARGEST_INT)  # stands for the row of an entry that names none
 FEATURES = frozenset({"d_lse", "sm_scale", "d_v", "sinks", "topk_lens", "deterministic"})
@@ -55,10 +55,10 @@ class Tile:
     """What may be tuned."""
 
     block_h: int = 16  # heads of a program
-    block_kv: int = 16  # keys a step
+    block_kv: int = 16  # keys per step
     num_warps: int = 4
     num_stages: int = 1
-    chunk_tokens: int = 16  # tokens whose entries' rows are kept at a time, where the result is deterministic
+    chunk_tokens: int = 16  # tokens whose entries' rows are stored at a time, where the result is deterministic
 
     def __post_init__(self) -> None:
         expect_power_of_two(self, block_h=(16, 64), block_kv=(16, 64), num_warps=(1, 16))
@@ -90,7 +90,7 @@ def heuristic(call: SparseMlaPrefillBackward) -> Tile:
 def sizes(call: Any) -> tuple[int, int, int, int]:
     """Heads, keys, warps and stages: as many heads as registers hold, since each block of them reads all rows.
 
-    More keys a step would leave no registers for loading the next ones meanwhile.
+    More keys per step would leave no registers for loading the next ones meanwhile.
     """
     if item_size(call.q) == 4:
         return 16, 16, 8, 1
@@ -152,7 +152,7 @@ def gather_kernel(
     parts_ptr, rows_ptr, order_ptr, given_ptr, sums_ptr, count,
     BLOCKS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, ABREAST: tl.constexpr,
 ):  # fmt: skip
-    """Add to one row what all entries that name it have for it: those that `order` puts from this program's place on.
+    """Add to one row what all entries that name it have for it: those that `order` puts from this program's index on.
 
     Of the programs only those act that stand where a row first appears.
     """
@@ -324,7 +324,7 @@ def places(call: Any, launch: Any) -> tuple[Any, dict[str, int]]:
 
 
 def lists_of(call: Any, launch: Any) -> tuple[Any, Any, dict[str, Any]]:
-    """The lists and their lengths, and what kernels are told of them."""
+    """The lists and their lengths, and the kernels' arguments about them."""
     lists = launch.packed(call.indices)
     token_stride, head_stride, _ = launch.strides(lists)
     lens = lists if call.topk_lens is None else call.topk_lens
@@ -340,7 +340,7 @@ def lists_of(call: Any, launch: Any) -> tuple[Any, Any, dict[str, Any]]:
 
 
 def give(call: Any, tile: Tile, launch: Any, first: int, tokens: int, held: Any) -> Any:
-    """Enqueue the gradients of some tokens; returns the entries' rows, if they are asked for, and what was held."""
+    """Enqueue the gradients of some tokens; returns the entries' rows, if requested, and what was held."""
     group = call.num_q_heads // call.num_kv_heads
     q, d_out, out = launch.packed(call.q), launch.packed(call.d_out), launch.packed(call.out)
     kv, kv_places = places(call, launch)
@@ -385,7 +385,7 @@ def give(call: Any, tile: Tile, launch: Any, first: int, tokens: int, held: Any)
 
 
 def gather(call: Any, launch: Any, first: int, tokens: int, parts: Any, sums: Any) -> Any:
-    """Enqueue the addition of entries' rows to the sums, in an order that rests on the lists alone."""
+    """Enqueue the addition of entries' rows to the sums, in an order that depends on the lists alone."""
     lists, lens, of_lists = lists_of(call, launch)
     count, block = tokens * call.num_kv_heads * call.topk, min(max(16, next_power_of_2(call.topk)), FLAT)
     (rows,) = launch(

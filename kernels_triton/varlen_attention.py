@@ -49,7 +49,7 @@ class Tile:
     """What may be tuned. Rows are query tokens times heads of a group."""
 
     block_q: int = 64  # rows of a program
-    block_kv: int = 64  # its keys a step
+    block_kv: int = 64  # its keys per step
     num_warps: int = 4
     num_stages: int = 2
 
@@ -147,7 +147,7 @@ def forward_kernel(
     )
     rows = q_len * GROUP
     if (first_row >= 0) & (first_row < rows):
-        # Not by comparing `row`, which would be kept in registers until it is needed again at the end.
+        # Not by comparing `row`, which would stay in registers until it is needed again at the end.
         readable = tl.arange(0, BLOCK_Q) < rows - first_row
         q_ptr = head_start(q_ptr, start, kv_head, q_token_stride, q_head_stride, GROUP)
         k_ptr = head_start(k_ptr, kv_start, kv_head, k_token_stride, k_head_stride, 1)

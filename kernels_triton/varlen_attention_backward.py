@@ -61,12 +61,12 @@ FEATURES = frozenset({
 class Tile:
     """What may be tuned. Rows are query tokens times heads of a group."""
 
-    block_q: int = 64  # rows a step of the kernel of dk and dv
+    block_q: int = 64  # rows per step of the kernel of dk and dv
     block_kv: int = 64  # keys of one of its programs
     num_warps: int = 4
     num_stages: int = 2
     dq_block_q: int = 64  # rows of a program of the kernel of dq
-    dq_block_kv: int = 64  # its keys a step
+    dq_block_kv: int = 64  # its keys per step
     dq_num_warps: int = 4
     dq_num_stages: int = 2
 
@@ -102,7 +102,7 @@ def heuristic(call: VarlenAttentionBackward) -> Tile:
 
 
 def dkv_sizes(call: Any) -> tuple[int, int, int, int]:
-    """Rows a step, keys, warps and stages of the kernel of dk and dv, both of which it holds in registers."""
+    """Rows per step, keys, warps and stages of the kernel of dk and dv, both of which it holds in registers."""
     arch, columns = call.device.arch, _varlen.columns(call)
     if call.device.platform == "cpu":
         return 64, 64, 4, 2
@@ -112,7 +112,7 @@ def dkv_sizes(call: Any) -> tuple[int, int, int, int]:
         return 32, 64 if columns <= 320 and call.soft_cap is None else 32, 4, 1
     if arch == "sm_90":
         # Both sums of 64 keys or more, as wgmma wants, leave few registers: 64 rows only where nothing but masks and
-        # exponentials is done to logits, and only to a compiler that puts up with that.
+        # exponentials is done to logits, and only with a compiler that copes with that.
         simple = call.soft_cap is None and not has_share(call) and 64 % call.group == 0
         if columns <= 256:
             return 64 if simple and EARLY and call.causal and not call.sliding_window else 32, 128, 8, 3
@@ -125,7 +125,7 @@ def dkv_sizes(call: Any) -> tuple[int, int, int, int]:
 
 
 def dq_sizes(call: Any) -> tuple[int, int, int, int]:
-    """Rows, keys a step, warps and stages of the kernel of dq."""
+    """Rows, keys per step, warps and stages of the kernel of dq."""
     arch, columns = call.device.arch, _varlen.columns(call)
     if call.device.platform == "cpu":
         return 64, 64, 4, 2
@@ -168,7 +168,7 @@ def prepare_kernel(
     share = tl.full([BLOCK], 1.0, tl.float32)
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head)
-        # sigmoid(lse - sink) and what is missing to 1, neither by subtraction
+        # sigmoid(lse - sink) and its complement to 1, neither by subtraction
         tail = tl.math.exp2(-tl.abs(lse - sink) * LOG2E)
         small = tail / (1 + tail)
         large = 1 / (1 + tail)
@@ -314,7 +314,7 @@ def dkv_kernel(
     if (low >= 0) & (low < kv_len):
         key = low + tl.arange(0, BLOCK_KV)
         # What no row sees is not read; then masks on the logits are enough. This is not a comparison of `key`, which
-        # would be kept in registers until it is needed again at the end.
+        # would stay in registers until it is needed again at the end.
         readable = tl.arange(0, BLOCK_KV) < kv_len - low
         if HAS_WINDOW:
             readable = readable & (tl.arange(0, BLOCK_KV) > tl.maximum(kv_len - q_len, 0) - window - low)

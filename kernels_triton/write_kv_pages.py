@@ -34,7 +34,7 @@ def why_not(call: WriteKvPages) -> str | None:
 
 
 def heuristic(call: WriteKvPages) -> Tile:
-    """About four thousand elements a program."""
+    """About four thousand elements per program."""
     width = next_power_of_2(max(call.head_dim, call.v_head_dim))
     return Tile(block_t=max(1, min(4096 // width, next_power_of_2(call.num_tokens), 64)))
 

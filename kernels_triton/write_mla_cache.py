@@ -39,7 +39,7 @@ def why_not(call: WriteMlaCache) -> str | None:
 
 
 def heuristic(call: WriteMlaCache) -> Tile:
-    """About two thousand elements a program."""
+    """About two thousand elements per program."""
     return tile_for(call.format, call.kv.shape[0], call.kv.shape[2])
 
 

@@ -1,1 +1,1 @@
-"""NumPy definitions of every operation: read them first; every other room is judged against them."""
+"""NumPy definitions of every operation: read them first; every other backend is judged against them."""

@@ -2,9 +2,9 @@
 
 A page p holds the G positions p*G ... p*G + G-1 of whatever sequence lists it. *Combined* pages are one array
 [P, G, 2K, D] with K of head h at index 2h and V at 2h+1; *split* pages are a pair [P, G, K, D], [P, G, K, D_v].
-*Latent* pages hold one row a position that serves as K and, its first columns, as V: plain [P, G, K, d_qk], or bytes
+*Latent* pages hold one row per position that serves as K and, its first columns, as V: plain [P, G, K, d_qk], or bytes
 [P, G, 1, token_bytes] in one of `CACHE_FORMATS`.
-8-bit floats are kept as their bits (uint8) here, so that nothing depends on a NumPy extension; `cache_dtype` names
+8-bit floats stay as their bits (uint8) here, so that nothing depends on a NumPy extension; `cache_dtype` names
 the format.
 """
 
@@ -77,12 +77,12 @@ def split_pages(kv_pages: object, cache_dtype: str | None = None) -> tuple[Float
 
 
 def per_head(scale: ArrayLike | None, num_kv_heads: int) -> NDArray[np.float32]:
-    """A scale in any of its forms (None, number, [] or [K]) as one float32 a KV head."""
+    """A scale in any of its forms (None, number, [] or [K]) as one float32 per KV head."""
     return np.broadcast_to(np.float32(1) if scale is None else np.asarray(scale, np.float32), (num_kv_heads,))
 
 
 def sequence_bounds(cu_q_lens: ArrayLike, num_seqs: ArrayLike | None, num_tokens: int) -> list[tuple[int, int]]:
-    """First and one-past-last query row of every live sequence, held within the arrays whatever the values are."""
+    """First and one-past-last query row of every live sequence, clamped to the arrays whatever the values are."""
     cu_q_lens = np.asarray(cu_q_lens)
     max_num_seqs = len(cu_q_lens) - 1
     count = max_num_seqs if num_seqs is None else int(np.asarray(num_seqs).reshape(()))
@@ -91,7 +91,7 @@ def sequence_bounds(cu_q_lens: ArrayLike, num_seqs: ArrayLike | None, num_tokens
 
 
 def latent_format(pages: NDArray[Any], cache_format: str | None = None) -> CacheFormat | None:
-    """The layout of latent pages, told by the size of an element and of a token; None is plain."""
+    """The layout of latent pages, by the size of an element and of a token; None is plain."""
     if pages.dtype.itemsize > 1:
         return None
     layouts = [layout for layout in CACHE_FORMATS.values() if cache_format in (None, layout.name)]
@@ -101,7 +101,7 @@ def latent_format(pages: NDArray[Any], cache_format: str | None = None) -> Cache
 def planes(pages: NDArray[Any], layout: CacheFormat) -> tuple[Bytes, Bytes, Bytes]:
     """The bytes of each token's values, scales and rotary columns, [P, G, ...] each: views of contiguous pages.
 
-    This is where the two formats differ: `fp8_v32` has all of a token in one place, `fp8_v4` has the scales of all
+    This is where the two formats differ: `fp8_v32` has all of a token together, `fp8_v4` has the scales of all
     tokens of a page at its end.
     """
     num_pages, page_size, _, token_bytes = pages.shape

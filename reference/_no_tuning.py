@@ -1,7 +1,8 @@
 """What makes a definition a backend: it takes every valid call, and there is nothing to tune."""
 
 import dataclasses
-from typing import Any
+
+from ragged_attention.calls import Call
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -9,10 +10,10 @@ class Tile:
     """Nothing to tune."""
 
 
-def heuristic(call: Any) -> Tile:
+def heuristic(call: Call) -> Tile:
     del call
     return Tile()
 
 
-def why_not(call: Any) -> str | None:
+def why_not(call: Call) -> str | None:
     del call

@@ -14,7 +14,7 @@ FEATURES = frozenset({"extra_lens", "sparse", "num_parts", "overhead"})
 
 
 def scheduled_blocks(lens: ArrayLike, extra_lens: ArrayLike | None, sparse: bool) -> tuple[Any, Any]:
-    """The cost of each sequence in blocks, at least one, and the end block it is given, which of no keys is 0.
+    """The cost of each sequence in blocks, at least one, and the end block it is given, 0 where it has no keys.
 
     A list has at least one entry; a second list begins at a new block.
     """
@@ -66,7 +66,7 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
     del tile
 
     def define(*, num_parts: int | None, programs: int, **arguments: Any) -> tuple[Any, Any]:
-        del num_parts, programs  # by which the record says into how many ranges
+        del num_parts, programs  # from which the record derives the number of ranges
         return make_decode_schedule(**arguments, num_parts=call.num_ranges)
 
     return launch.on_host(define, call, [((call.num_ranges, 8), "int32"), ((call.num_seqs + 1,), "int32")])

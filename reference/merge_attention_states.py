@@ -19,14 +19,14 @@ def merge_attention_states(outs: ArrayLike, lses: ArrayLike) -> tuple[Float64, F
     A part whose lse is -inf weighs nothing, whatever its out holds; where all are, out is 0 and lse -inf.
     """
     outs, lses = np.asarray(outs, np.float64), np.asarray(lses, np.float64)
-    highest = lses.max(axis=0)
-    some = highest != -np.inf
-    weights = np.exp(lses - np.where(some, highest, 0.0))
-    total = np.where(some, weights.sum(axis=0), 1.0)
+    m_i = lses.max(axis=0)
+    some = m_i != -np.inf
+    weights = np.exp(lses - np.where(some, m_i, 0.0))
+    l_i = np.where(some, weights.sum(axis=0), 1.0)
     parts = np.where(weights[..., None] > 0, outs, 0.0)
     with np.errstate(divide="ignore"):
-        lse = np.where(some, highest + np.log(total), -np.inf)
-    return (weights[..., None] * parts).sum(axis=0) / total[..., None], lse
+        lse = np.where(some, m_i + np.log(l_i), -np.inf)
+    return (weights[..., None] * parts).sum(axis=0) / l_i[..., None], lse
 
 
 def run(call: Any, tile: Tile, launch: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Attention of a few query tokens a sequence over a paged latent cache: over all of it, or over top-k lists."""
+"""Attention of a few query tokens per sequence over a paged latent cache: over all of it, or over top-k lists."""
 
 import itertools
 from typing import Any
@@ -20,7 +20,7 @@ FEATURES = frozenset({
 
 
 def attend_in_splits(q: Float64, rows: Float64, d_v: int, scale: float, num_splits: int) -> tuple[Float64, Float64]:
-    """Attention of q [h, d_qk] over `rows` [n, d_qk], cut into ranges as even as may be and merged through their lse.
+    """Attention of q [h, d_qk] over `rows` [n, d_qk], cut into ranges as even as possible and merged through their lse.
 
     This is how kernels fill a machine that the batch alone would not fill. The result does not depend on `num_splits`;
     ranges may be empty.

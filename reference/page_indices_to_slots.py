@@ -1,4 +1,4 @@
-"""Token positions of sequences as slots of the cache: what an indexer selects as what sparse attention takes."""
+"""Token positions of sequences as slots of the cache: from what an indexer selects to what sparse attention takes."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from ragged_attention.reference._no_tuning import Tile as Tile
 from ragged_attention.reference._no_tuning import heuristic as heuristic
 from ragged_attention.reference._no_tuning import why_not as why_not
 
-SLOTS = 2**31  # an int32 names no more
+SLOTS = 2**31  # that an int32 can number
 FEATURES: frozenset[str] = frozenset()
 
 

@@ -1,4 +1,4 @@
-"""Paged decode over heads-first pages, as JAX users know it: one query a sequence.
+"""Paged decode over heads-first pages, as JAX users know it: one query per sequence.
 
 It is ragged paged attention over the pages [K, P, G, D] turned to [P, G, K, D].
 """
@@ -20,7 +20,7 @@ FEATURES = frozenset({"sm_scale", "soft_cap"})
 def values_of(pages: Any, cache_dtype: str | None = None) -> Float64:
     """Heads-first pages [K, P, G, D], or a pair of those and their scales [K, P, G, 1], as values [P, G, K, D]."""
     weight, scales = pages if isinstance(pages, tuple | list) else (pages, 1.0)
-    with np.errstate(invalid="ignore"):  # what lies where nobody looks may be zero times infinity
+    with np.errstate(invalid="ignore"):  # what no query sees may be zero times infinity
         return np.moveaxis(decode(weight, cache_dtype) * np.asarray(scales, np.float64), 0, 2)
 
 

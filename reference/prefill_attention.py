@@ -30,8 +30,8 @@ def prefill_attention(
 ) -> Float64:
     """The chunk q [T, H, D] that contains position `length - 1`; rows past that are 0.
 
-    Row r stands at `(length - 1) // T * T + r`, or at `length - T + r` with `align="end"`. A length over what the
-    table holds counts as that. `cache_dtype` names the format of pages given as the bits of 8-bit floats.
+    Row r stands at `(length - 1) // T * T + r`, or at `length - T + r` with `align="end"`. A length beyond what
+    the table holds counts as that. `cache_dtype` names the format of pages given as the bits of 8-bit floats.
     """
     q, page_indices = np.asarray(q), np.asarray(page_indices)[None]
     pages = (values_of(k_pages, cache_dtype), values_of(v_pages, cache_dtype))
@@ -44,7 +44,7 @@ def prefill_attention(
 
 
 def rows_of_the_last_chunk(length: int, chunk: int) -> int:
-    """How many of `length` positions are left for the last one where they are cut into chunks."""
+    """How many of `length` positions the last of their chunks holds."""
     return (length - 1) % chunk + 1 if length > 0 and chunk > 0 else 0
 
 

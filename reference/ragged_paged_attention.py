@@ -29,7 +29,7 @@ def visible(
     key = np.arange(kv_len)[None, :]
     seen = np.broadcast_to(valid[None, :kv_len], (q_len, kv_len)).copy()
     if drafted is not None:
-        new = np.arange(kv_len) - (kv_len - q_len)  # numbers of new tokens, negative for those before
+        new = np.arange(kv_len) - (kv_len - q_len)  # indices of new tokens, negative for earlier ones
         rows = np.pad(drafted, ((0, 0), (0, max(q_len - drafted.shape[1], 0))))
         seen &= np.where(new < 0, True, rows[:, np.maximum(new, 0)])
     elif causal:
@@ -50,15 +50,15 @@ def attend(
     if soft_cap is not None:
         logits = soft_cap * np.tanh(logits / soft_cap)
     logits = np.where(seen, logits, -np.inf)
-    highest = logits.max(axis=1, initial=-np.inf)
-    some = highest != -np.inf
-    weights = np.exp(logits - np.where(some, highest, 0.0)[:, None])
-    total = weights.sum(axis=1)
+    m_i = logits.max(axis=1, initial=-np.inf)
+    some = m_i != -np.inf
+    weights = np.exp(logits - np.where(some, m_i, 0.0)[:, None])
+    l_i = weights.sum(axis=1)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-        lse = np.where(some, highest + np.log(total), -np.inf)
+        lse = np.where(some, m_i + np.log(l_i), -np.inf)
         share = 1 / (1 + np.exp(sink - lse))  # what the sink leaves to the keys
     share = np.where(some, share, 0.0)
-    return weights @ v / np.where(some, total, 1.0)[:, None] * share[:, None], lse
+    return weights @ v / np.where(some, l_i, 1.0)[:, None] * share[:, None], lse
 
 
 def ragged_paged_attention(
@@ -81,9 +81,9 @@ def ragged_paged_attention(
     draft_mask: ArrayLike | None = None,
     cache_dtype: str | None = None,
 ) -> Any:
-    """Out [T, H, D_v] in float64, and lse [T, H] with `return_lse`; the arguments are those of the record in calls.py.
+    """Out [T, H, D_v] in float64, and lse [T, H] with `return_lse`; the arguments are those of the record.
 
-    `new_kv` is written by `write_kv_pages` before this is asked. `cache_dtype` names the format of a `kv_pages` given
+    `new_kv` is written by `write_kv_pages` before this is called. `cache_dtype` names the format of a `kv_pages` given
     as the bits of 8-bit floats.
     """
     assert new_kv is None

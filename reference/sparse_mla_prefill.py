@@ -16,17 +16,17 @@ FEATURES = frozenset({"sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "
 def attend_latent(q: Float64, rows: Float64, d_v: int, scale: float) -> tuple[Float64, Float64, Float64]:
     """Queries q [h, d_qk] that each see every row of `rows` [n, d_qk] -> out [h, d_v], max_logits [h], lse [h].
 
-    A row is the key, its first `d_v` columns are the value. Of no rows at all out is 0 and the others are -inf.
+    A row is the key, its first `d_v` columns are the value. Without any rows out is 0 and the others are -inf.
     """
     with np.errstate(invalid="ignore", divide="ignore"):  # selected rows may hold infinities
         logits = q @ rows.T * scale
-        highest = logits.max(axis=1, initial=-np.inf)
-        some = highest != -np.inf
-        weights = np.exp(logits - np.where(some, highest, 0.0)[:, None])
-        total = weights.sum(axis=1)
-        lse = np.where(some, highest + np.log(total), -np.inf)
-        out = weights @ rows[:, :d_v] / np.where(some, total, 1.0)[:, None]
-    return out, highest, lse
+        m_i = logits.max(axis=1, initial=-np.inf)
+        some = m_i != -np.inf
+        weights = np.exp(logits - np.where(some, m_i, 0.0)[:, None])
+        l_i = weights.sum(axis=1)
+        lse = np.where(some, m_i + np.log(l_i), -np.inf)
+        out = weights @ rows[:, :d_v] / np.where(some, l_i, 1.0)[:, None]
+    return out, m_i, lse
 
 
 def left_by_sinks(lse: Float64, sinks: ArrayLike | None) -> Float64:
@@ -39,7 +39,7 @@ def left_by_sinks(lse: Float64, sinks: ArrayLike | None) -> Float64:
 
 
 def selected(indices: ArrayLike, topk_len: ArrayLike, num_slots: int) -> Any:
-    """The valid ones among the first `topk_len` entries of one list, in its order and as often as it has them."""
+    """The valid ones among the first `topk_len` entries of one list, in its order, repetitions included."""
     indices = np.asarray(indices)
     indices = indices[: max(int(topk_len), 0)]  # type: ignore[arg-type]
     return indices[(indices >= 0) & (indices < num_slots)]
@@ -79,5 +79,5 @@ def sparse_mla_prefill(
 
 def run(call: Any, tile: Tile, launch: Any) -> Any:
     del tile
-    a_head = (call.q.shape[:2], call.lse_dtype)
-    return launch.on_host(sparse_mla_prefill, call, [(call.out_shape, call.q.dtype), a_head, a_head])
+    per_head = (call.q.shape[:2], call.lse_dtype)
+    return launch.on_host(sparse_mla_prefill, call, [(call.out_shape, call.q.dtype), per_head, per_head])

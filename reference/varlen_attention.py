@@ -46,7 +46,7 @@ def varlen_attention(
     deterministic: bool = False,
 ) -> tuple[Float64, Float64]:
     """Out [T_q, H, D_v] and lse [T_q, H] in float64; the arguments are those of the record."""
-    del max_q_len, max_kv_len, deterministic  # which are no part of what is computed
+    del max_q_len, max_kv_len, deterministic  # which do not change the result
     q, k, v = (np.asarray(array, np.float64) for array in (q, k, v))
     num_q_tokens, num_q_heads, head_dim = q.shape
     num_kv_tokens, num_kv_heads, _ = k.shape

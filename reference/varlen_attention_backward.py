@@ -24,10 +24,10 @@ def attend_backward(
 ) -> tuple[Float64, Float64, Float64]:  # fmt: skip
     """One head: the gradients dq, dk and dv of rows q [n, D] over k [m, D] and v [m, D_v].
 
-    Of each row [n]: its log-sum-exp, the share that its sink leaves to the keys, delta = out . d_out and d_lse.
+    Per row [n]: its log-sum-exp, the share that its sink leaves to the keys, delta = out . d_out and d_lse.
     """
     dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
-    rows, keys = seen.any(axis=1), seen.any(axis=0)  # the others take no part, so that garbage there cannot leak
+    rows, keys = seen.any(axis=1), seen.any(axis=0)  # the others are left out, so that garbage there cannot leak
     d_out, q, k, v, seen = d_out[rows], q[rows], k[keys], v[keys], seen[rows][:, keys]
     lse, share, delta, d_lse = (each[rows, None] for each in (lse, share, delta, d_lse))
     with np.errstate(invalid="ignore", over="ignore"):
@@ -45,7 +45,7 @@ def attend_backward(
 def row_terms(
     d_out: ArrayLike, out: ArrayLike, lse: ArrayLike, d_lse: ArrayLike | None, sinks: ArrayLike | None
 ) -> tuple[Float64, Float64, Float64, Float64 | None]:
-    """Of each row and head [T, H]: share, delta and d_lse, each 0 where lse is -inf; and d_sinks [H], if any."""
+    """Per row and head [T, H]: share, delta and d_lse, each 0 where lse is -inf; and d_sinks [H], if any."""
     lse = np.asarray(lse, np.float64)
     some = lse != -np.inf
     share = np.where(some, left_by_sinks(lse, sinks), 0.0)
@@ -76,7 +76,7 @@ def varlen_attention_backward(
     deterministic: bool = False,
 ) -> tuple[Float64, Float64, Float64, Float64 | None]:
     """dq, dk, dv and d_sinks in float64, of the shapes of what they are gradients of; the record has the formulas."""
-    del max_q_len, max_kv_len, deterministic  # which are no part of what is computed
+    del max_q_len, max_kv_len, deterministic  # which do not change the result
     q, k, v, d_out = (np.asarray(array, np.float64) for array in (q, k, v, d_out))
     lse = np.asarray(lse, np.float64)
     num_q_tokens, num_q_heads, head_dim = q.shape

@@ -53,7 +53,7 @@ def write_kv_pages(
 ) -> Any:
     """The new pages, in the layout given. What is stored is `k / k_scale` in float32, encoded as `cache_dtype` says.
 
-    A slot outside [0, P*G) is skipped; of two tokens for one slot the later one stays.
+    A slot outside [0, P*G) is skipped; of two tokens for one slot the later one wins.
     """
     combined = not isinstance(kv_pages, tuple | list)
     arrays = [np.array(pages) for pages in ([kv_pages] if combined else kv_pages)]

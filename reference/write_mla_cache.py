@@ -22,13 +22,13 @@ def write_mla_cache(
 ) -> NDArray[Any]:
     """The new cache: the rows `kv` [T, K, d_qk] at their slots, anything else as it was.
 
-    A slot outside [0, P*G) is skipped; of two tokens for one slot the later one stays.
+    A slot outside [0, P*G) is skipped; of two tokens for one slot the later one wins.
     """
     cache = np.array(cache, order="C")
     slots = np.asarray(slot_mapping)
-    kept = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
-    page, offset = np.divmod(slots[kept], cache.shape[1])
-    rows, layout = np.asarray(kv)[kept], latent_format(cache, cache_format)
+    valid = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
+    page, offset = np.divmod(slots[valid], cache.shape[1])
+    rows, layout = np.asarray(kv)[valid], latent_format(cache, cache_format)
     if layout is None:
         cache[page, offset] = rows
     else:

@@ -91,7 +91,7 @@ def plant(patch: pytest.MonkeyPatch, fault: str) -> None:
     jax.clear_caches()
     patch.setitem(sys.modules, ROOM, parent)
     patch.setitem(sys.modules, module.__name__, module)
-    patch.setattr(dispatch, "third_party_rooms", lambda: {BACKEND: ROOM})
+    patch.setattr(dispatch, "third_party_packages", lambda: {BACKEND: ROOM})
     patch.setattr(dispatch, "load", dispatch.load.__wrapped__)  # another kernel of this name may be in the cache
 
 

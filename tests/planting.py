@@ -46,7 +46,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, functions: Mapping[str, Function]) 
         honest = importlib.import_module(f"ragged_attention.reference.{operation}")
         module = _module(honest, functions.get(operation) or getattr(honest, operation))
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(dispatch, "third_party_rooms", lambda: {"mutant": ROOM})
+    monkeypatch.setattr(dispatch, "third_party_packages", lambda: {"mutant": ROOM})
     monkeypatch.setattr(drawing, "PHASES", (Phase.generate,))  # a failure is wanted here, not a small one
     dispatch.load.cache_clear()
     return runner_for("mutant", "torch")

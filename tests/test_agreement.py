@@ -47,7 +47,7 @@ def _has(backend: str, operation: str) -> bool:
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-@pytest.mark.parametrize("backend", dispatch.ROOMS)
+@pytest.mark.parametrize("backend", dispatch.PACKAGES)
 def test_a_backend_runs_here_or_says_why(backend: str, framework: str) -> None:
     reason = runner_for(backend, framework).absent()
     if reason is not None:

@@ -285,7 +285,7 @@ def test_doctor_says_where_pallas_kernels_run_and_on_what():
     assert doctor.tpu_facts(here) == "runs on TPUs"
     there = Device(framework="jax", platform="tpu", name="TPU v9", num_multiprocessors=2)
     there = dataclasses.replace(there, shared_memory=128 << 20, scalar_memory=1 << 20)
-    assert doctor.tpu_facts(there) == "TPU v9, cores: 2, 128 MiB of VMEM and 1024 KiB of SMEM a core"
+    assert doctor.tpu_facts(there) == "TPU v9, cores: 2, 128 MiB of VMEM and 1024 KiB of SMEM per core"
     assert doctor.tpu_facts(dataclasses.replace(there, name="")).startswith("an interpreted TPU, cores: 2, ")
 
 
@@ -298,7 +298,7 @@ def test_doctor_shows_why_an_import_fails(told, monkeypatch, tmp_path):
     found = doctor.imported("triton")
     assert isinstance(found, OSError)
     assert doctor.is_broken(found)
-    assert doctor.told(found) == "OSError: libtriton.so: wrong ELF class"
+    assert doctor.one_line(found) == "OSError: libtriton.so: wrong ELF class"
 
 
 def test_doctor_tells_absent_from_broken():
@@ -307,7 +307,7 @@ def test_doctor_tells_absent_from_broken():
     found = doctor.imported("a_framework_nobody_has")
     assert isinstance(found, BackendMissing)
     assert not doctor.is_broken(found)
-    assert doctor.told(found) == "not installed"
+    assert doctor.one_line(found) == "not installed"
 
 
 def test_doctor_shows_a_faulty_config_instead_of_failing(told, monkeypatch):

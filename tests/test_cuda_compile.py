@@ -391,7 +391,7 @@ def test_a_cache_that_cannot_be_written(small, monkeypatch):
     (small / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(small / "file"))
     with pytest.raises(
-        BackendMissing, match=r"the CUDA kernels cannot be kept in .*/file/ragged_attention: .*directory"
+        BackendMissing, match=r"the CUDA kernels cannot be stored in .*/file/ragged_attention: .*directory"
     ):
         _native.library()
 
@@ -494,7 +494,7 @@ def test_no_home_is_no_place_to_keep_a_library(small, monkeypatch):
     assert _native.why_not() == compile.NO_CACHE == _report.kernels()
     assert compile.built() is None
     for load in (_native.library, _native.emulation):
-        with pytest.raises(BackendMissing, match="no folder to keep the CUDA kernels in: set HOME or XDG_CACHE_HOME"):
+        with pytest.raises(BackendMissing, match="no folder to store the CUDA kernels in: set HOME or XDG_CACHE_HOME"):
             load()
 
 

@@ -250,7 +250,7 @@ def test_what_can_never_be_served_is_refused():
         InvalidInput, match="expected prompt and new tokens to be at most max_len=256 together, got 257"
     ):
         engine.submit(Sequence(0, b"a" * 200, 57))
-    with pytest.raises(InvalidInput, match="expected prompt 3 to have a byte at least, got none"):
+    with pytest.raises(InvalidInput, match="expected prompt 3 to have at least one byte, got none"):
         engine.submit(Sequence(3, b"", 1))
     with pytest.raises(InvalidInput, match="expected max_tokens >= max_num_seqs=8, got 5"):
         Limits(max_tokens=5)
@@ -351,7 +351,7 @@ def test_the_verdict_counts_and_measures():
     verdict = check(Full(), [sequence])
     assert (verdict.num_tokens, verdict.agrees) == (2, False)
     (wrong,) = verdict.mismatches
-    assert (wrong.sequence, wrong.place, wrong.served, wrong.expected, wrong.margin) == (7, 1, 97, 99, 0.25)
+    assert (wrong.sequence, wrong.index, wrong.served, wrong.expected, wrong.margin) == (7, 1, 97, 99, 0.25)
     assert (verdict.largest_difference, verdict.closest_choice) == (1.0, 0.25)
 
 

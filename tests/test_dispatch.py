@@ -52,7 +52,7 @@ def nothing_configured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 
 def forget() -> None:
-    dispatch.third_party_rooms.cache_clear()
+    dispatch.third_party_packages.cache_clear()
     dispatch._announced.cache_clear()
     dispatch.load.cache_clear()
 
@@ -261,7 +261,7 @@ def test_a_backend_that_ends_the_program_when_imported_is_a_failing_import(insta
 @pytest.mark.parametrize("name", ["auto", "portable", "triton"])
 def test_a_backend_announced_under_a_name_that_is_taken_is_shown_as_such(install, name):
     install(name)
-    assert dispatch.backends() == tuple(dispatch.ROOMS)
+    assert dispatch.backends() == tuple(dispatch.PACKAGES)
     text = f"cannot be reached: {name}_attention is announced under a name that has another meaning here; rename it"
     assert explanation(sample()).splitlines()[-1] == f"  {name:10} {text}"
     assert (name, "", text) in list(doctor.backends())

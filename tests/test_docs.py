@@ -188,7 +188,7 @@ def test_every_environment_variable_is_described():
 
 def test_every_backend_and_platform_order_is_described():
     text = (ROOT / "docs" / "backends.md").read_text()
-    for backend in dispatch.ROOMS:
+    for backend in dispatch.PACKAGES:
         assert f"| `{backend}` |" in text
     for platform, order in dispatch.ORDER.items():
         names = ", ".join(f"`{name}`" for name in order)

@@ -118,7 +118,7 @@ def arguments_of(operation: str, index: int) -> dict[str, Any]:
 def modules(operation: str) -> dict[str, Any]:
     """The module of each backend that can be imported here and offers the operation."""
     found = {}
-    for backend in dispatch.ROOMS:
+    for backend in dispatch.PACKAGES:
         try:
             found[backend] = dispatch.load(operation, backend)
         except BackendMissing:

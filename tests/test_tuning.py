@@ -122,7 +122,7 @@ def unreachable(module: Any, operation: str, table: Mapping[str, Any]) -> list[s
 def test_every_shipped_tuned_file_parses_and_can_be_found():
     """An entry is a tile of its module with a measurement, in a folder that a device's name can lead to."""
     for backend in SHIPPED:
-        root = Path(next(iter(importlib.import_module(dispatch.ROOMS[backend]).__path__)))
+        root = Path(next(iter(importlib.import_module(dispatch.PACKAGES[backend]).__path__)))
         for path in sorted(root.glob("tuned/**/*.json")):
             assert path.parent.parent == root / "tuned", f"{path} is not tuned/<device>/<operation>.json"
             assert tuning.device_slug(path.parent.name) == path.parent.name
@@ -161,7 +161,7 @@ def test_a_tuned_file_for_a_tpu_is_found_by_the_name_jax_has_for_it(operation, k
     call = sample_of(operation).call(operation, device)
     tile = dataclasses.replace(module.heuristic(call), vmem_limit_bytes=3 << 20)
     table = {module.tuning_key(call): {"tile": dataclasses.asdict(tile), "case": {}, **MEASURED}}
-    files = {(dispatch.ROOMS["pallas"], tuning.device_slug(kind), operation): table}
+    files = {(dispatch.PACKAGES["pallas"], tuning.device_slug(kind), operation): table}
     monkeypatch.setattr(tuning, "tuned_table", lambda *place: files.get(place, {}))
     assert unreachable(module, operation, table) == []
     assert tuning.tile_for(module, call, {}) == tile

@@ -252,7 +252,7 @@ def refusals(names: Sequence[str] | None, archs: Iterable[str]) -> list[str]:
 
 def missing_operations() -> list[str]:
     """Operations of the Triton room that no case calls."""
-    room = importlib.import_module(dispatch.ROOMS["triton"])
+    room = importlib.import_module(dispatch.PACKAGES["triton"])
     offered = {name for name in CALLS if importlib.util.find_spec(f"{room.__name__}.{name}")}
     called = {call.OPERATION for name in covering("sm_90") for call in _calls_of(name, "sm_90")}
     return sorted(offered - called)

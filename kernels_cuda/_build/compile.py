@@ -1,8 +1,8 @@
 """Builds the kernels, the emulation of them and the library for XLA, and keeps them by content.
 
-A library is kept in ~/.cache/ragged_attention under a digest of everything it is made of: sources, flags, architecture,
+A library is stored in ~/.cache/ragged_attention under a digest of everything it is made of: sources, flags, architecture,
 the compiler's release, the release of CUTLASS. One built ahead of time may be in `kernels_cuda/prebuilt/`: its name
-carries the digest of sources and flags, so one of other sources is never taken.
+carries the digest of sources and flags, so one made from other sources is never taken.
 """
 
 import concurrent.futures
@@ -42,7 +42,7 @@ EMULATION_FLAGS = (
 )  # fmt: skip
 FFI_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden")
 SHOWN_LINES = 30  # of a failed compiler's output
-NO_CACHE = "no folder to keep the CUDA kernels in: set HOME or XDG_CACHE_HOME"
+NO_CACHE = "no folder to store the CUDA kernels in: set HOME or XDG_CACHE_HOME"
 UNFINISHED = "building-"  # how the names of folders begin that a build works in
 
 Progress = Callable[[int, int, str], None]  # steps done, steps in all, what was done or is next
@@ -68,7 +68,7 @@ class Recipe:
 
 
 def cache_folder() -> Path:
-    """Where built libraries are kept."""
+    """Where built libraries are stored."""
     if base := os.environ.get("XDG_CACHE_HOME"):
         return Path(base, "ragged_attention")
     try:
@@ -77,8 +77,8 @@ def cache_folder() -> Path:
         raise BackendMissing(NO_CACHE) from error
 
 
-def missing_to_keep() -> str | None:
-    """Why a library that is built could not be kept, as far as names tell."""
+def missing_to_store() -> str | None:
+    """Why a built library could not be stored, as far as names alone show."""
     try:
         cache_folder()
     except BackendMissing as error:
@@ -188,7 +188,7 @@ def ffi_recipe(jax_include: str, kernels: Path, emulated: bool = False) -> Recip
 
 
 def is_whole(path: Path) -> bool:
-    """Whether there is a library that ends where its header says: one cut short would end the process that loads it."""
+    """Whether there is a library that ends where its header says: a truncated one would crash the process that loads it."""
     try:
         with open(path, "rb") as file:
             header, size = file.read(64), os.fstat(file.fileno()).st_size
@@ -201,9 +201,9 @@ def is_whole(path: Path) -> bool:
 
 
 def build(recipe: Recipe, progress: Progress | None = None) -> Path:
-    """The recipe's library, from the cache or made now. A failure raises `BackendMissing` with the compiler's words."""
+    """The recipe's library, from the cache or made now. A failure raises `BackendMissing` with the compiler's output."""
     try:
-        if is_whole(recipe.path):  # perhaps in a cache that others fill, where we may not even lock
+        if is_whole(recipe.path):  # perhaps in a cache that others fill, where we may not even take a lock
             return recipe.path
         recipe.path.parent.mkdir(parents=True, exist_ok=True)
         with _alone(recipe.path.parent) as alone:
@@ -212,16 +212,16 @@ def build(recipe: Recipe, progress: Progress | None = None) -> Path:
                     _clear(recipe.path.parent)
                 _make(recipe, progress)
     except OSError as error:
-        raise BackendMissing(f"the {recipe.what} cannot be kept in {cache_folder()}: {error}") from error
+        raise BackendMissing(f"the {recipe.what} cannot be stored in {cache_folder()}: {error}") from error
     return recipe.path
 
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[bool]:
-    """Another process that wants the same library waits here rather than make it again. False: nobody waits."""
+    """Another process that wants the same library waits here instead of making it again. False: nothing waits."""
     import fcntl  # not on Windows, where nothing is built
 
-    # A lock takes no right to write, and the file may be another user's.
+    # A lock needs no permission to write, and the file may be another user's.
     file = os.open(folder / "lock", os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         try:
@@ -235,7 +235,7 @@ def _alone(folder: Path) -> Iterator[bool]:
 
 
 def _clear(folder: Path) -> None:
-    """Remove what builds left that were killed."""
+    """Remove what killed builds left behind."""
     for path in folder.glob(f"{UNFINISHED}*"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -269,7 +269,7 @@ def _make(recipe: Recipe, progress: Progress | None) -> None:
 
 
 class _Compilers:
-    """Commands of a recipe, one for each core at a time; leaving by an exception, Ctrl-C too, ends them all."""
+    """Commands of a recipe, one per core at a time; leaving by an exception, Ctrl-C too, ends them all."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._what = recipe.what
@@ -314,7 +314,7 @@ class _Compilers:
 
 
 def prebuilt() -> Path | None:
-    """The library built ahead of time of these very sources, if there is one."""
+    """The library built ahead of time from exactly these sources, if there is one."""
     path = PREBUILT / _kernels_name(_kernel_texts())
     return path if is_whole(path) else None
 
@@ -323,7 +323,7 @@ def built() -> Path | None:
     """The kernels' library if it is built already."""
     if path := prebuilt():
         return path
-    if toolchain.missing_to_compile() or missing_to_keep() or toolchain.nvcc() is None:
+    if toolchain.missing_to_compile() or missing_to_store() or toolchain.nvcc() is None:
         return None
     path = kernels_recipe().path
     return path if is_whole(path) else None

@@ -34,7 +34,7 @@ PARTS = ("nvvm/bin/cicc", "include/crt", "include/cccl", "include/cuda_runtime.h
 
 @dataclasses.dataclass(frozen=True)
 class Nvcc:
-    """An nvcc and what it says of itself: its release, where its headers lie, where the linker finds its libraries."""
+    """An nvcc and what it reports: its release, where its headers lie, where the linker finds its libraries."""
 
     path: str
     release: str
@@ -43,7 +43,7 @@ class Nvcc:
 
 
 def missing_to_compile() -> str | None:
-    """What is missing to compile the kernels, in a sentence; None if everything is here."""
+    """What is missing to compile the kernels, in one sentence; None if nothing is."""
     if reason := _wrong_platform():
         return reason
     wanted = os.environ.get("CUDACXX")
@@ -102,7 +102,7 @@ def nvcc_path() -> str | None:
 
 
 def nvcc() -> Nvcc | None:
-    """The nvcc in use with its release and folders; None where there is none or it does not run."""
+    """The nvcc in use with its release and folders; None if there is none or it does not run."""
     path = nvcc_path()
     return _asked(path) if path else None
 
@@ -135,7 +135,7 @@ def gxx() -> str | None:
 
 @functools.cache
 def gxx_release(path: str) -> str | None:
-    """The first line that g++ says of its version; None where it does not run."""
+    """The first line of g++'s version output; None if it does not run."""
     try:
         return _say([path, "--version"]).partition("\n")[0]
     except (OSError, subprocess.SubprocessError):

@@ -220,7 +220,7 @@ def as_extra(arguments: dict[str, int]) -> dict[str, int]:
 
 
 def shared_arguments(work: Work, tile: Tile, entries: int, max_logits: bool, launch: Any) -> dict[str, Any]:
-    """What both kernels are told of a call."""
+    """The arguments of both kernels."""
     keys, extra = work.keys, work.extra
     return {
         "num_entries": entries,
@@ -247,7 +247,7 @@ def shared_arguments(work: Work, tile: Tile, entries: int, max_logits: bool, lau
 
 
 def attention_arguments(work: Work, tile: Tile, launch: Any) -> dict[str, Any]:
-    """What the attention kernel is told besides."""
+    """The further arguments of the attention kernel."""
     call = work.call
     width, rest = columns(call)
     groups = 4 if width > 128 and (call.format != "plain" or tile.block_h < SEPARATE_QK_ROWS.value) else 1
@@ -271,7 +271,7 @@ def attention_arguments(work: Work, tile: Tile, launch: Any) -> dict[str, Any]:
         "D_V": width,
         "D_REST": rest,
         "D_REST_PAD": max(16, next_power_of_2(rest)),
-        # The products that a query column takes: with float16 codes of `fp8_v32`, and with bfloat16 columns.
+        # The number of products per query column: with float16 codes of `fp8_v32`, and with bfloat16 columns.
         "GROUP_PARTS": parts if call.format == "fp8_v4" else 2 if parts == 2 and item_size(call.q) == 4 else 1,
         "PARTS": parts,
         "BLOCK_H": tile.block_h,
@@ -279,7 +279,7 @@ def attention_arguments(work: Work, tile: Tile, launch: Any) -> dict[str, Any]:
 
 
 def run(work: Work, tile: Tile, launch: Any, *, max_logits: bool) -> Any:
-    """Enqueue the kernels; returns out, lse and, if asked for, max_logits, else something in its place."""
+    """Enqueue the kernels; returns out, lse and, if requested, max_logits, else a stand-in for it."""
     call, keys, extra, scheduled = work.call, work.keys, work.extra or work.keys, work.schedule is not None
     entries = work.num_seqs + work.schedule[0].shape[0] if scheduled else work.num_seqs * tile.num_splits
     whole = tile.num_splits == 1 and not scheduled

@@ -17,7 +17,7 @@ def split_edge(num_splits_ptr, seq, num_entries):
 
 @triton.jit
 def find_entry(entry, num_splits_ptr, num_seqs, num_entries, fixed_splits, SCHEDULED: tl.constexpr):
-    """(sequence, split, splits) of an entry of the grid; the split may be none of them, then there is no work."""
+    """(sequence, split, splits) of an entry of the grid; a split out of range has no work."""
     if SCHEDULED:
         seq = 0
         high = num_seqs
@@ -27,7 +27,7 @@ def find_entry(entry, num_splits_ptr, num_seqs, num_entries, fixed_splits, SCHED
             seq = tl.where(found, middle, seq)
             high = tl.where(found, high, middle)
         first = split_edge(num_splits_ptr, seq, num_entries)
-        split = tl.where(entry < first, num_entries, entry - first)  # before all of them there is no work either
+        split = tl.where(entry < first, num_entries, entry - first)  # before the first there is no work either
         count = split_edge(num_splits_ptr, seq + 1, num_entries) - first
     else:
         seq = entry // fixed_splits
@@ -59,7 +59,7 @@ def list_length(lens_ptr, seq, token, longest, seq_stride, token_stride, HAS_LEN
 
 @triton.jit
 def divide(blocks, count, SCHEDULED: tl.constexpr, MIN_BLOCKS: tl.constexpr):
-    """(blocks of a split, splits): a schedule's splits are kept, others are no more than they deserve."""
+    """(blocks of a split, splits): a schedule's splits stay, others are no more than are worth it."""
     blocks_each = (blocks + tl.maximum(count, 1) - 1) // tl.maximum(count, 1)
     used = count
     if not SCHEDULED:
@@ -70,7 +70,7 @@ def divide(blocks, count, SCHEDULED: tl.constexpr, MIN_BLOCKS: tl.constexpr):
 
 @triton.jit
 def keys_of(list_ptr, block, last, num_slots, SPARSE: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr):
-    """A block of a list: (position, page, place in the page, whether it may be read)."""
+    """A block of a list: (position, page, offset in the page, whether it may be read)."""
     position = block * BLOCK_KV + tl.arange(0, BLOCK_KV)
     if SPARSE:
         slot = tl.load(list_ptr + position, mask=position < last, other=-1)

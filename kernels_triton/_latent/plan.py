@@ -26,7 +26,7 @@ MIN_SPLIT = 64  # keys below which a split is not worth its program
 START_COST = 128  # of a program, in keys
 
 
-MERGE_COST = 4  # of a split more to merge, in keys
+MERGE_COST = 4  # of one more split to merge, in keys
 
 
 DECODED_SHARED_MEMORY = 128 * 1024  # what 32 rows and as many decoded keys need
@@ -43,7 +43,7 @@ class Tile:
     """What may be tuned."""
 
     block_h: int = 16  # rows of a program: heads, in a dense call times query tokens
-    block_kv: int = 32  # keys a step
+    block_kv: int = 32  # keys per step
     num_warps: int = 4
     num_stages: int = 2
     num_splits: int = 1  # programs that share one job's keys at most; 1 gives bits that depend on nothing else
@@ -65,12 +65,12 @@ class Keys:
     page_size: int
 
     def lengths(self, launch: Any) -> dict[str, int]:
-        """What kernels are told of the lists' lengths."""
+        """The kernels' arguments about the lists' lengths."""
         seq, token = (0, 0) if self.lens is None else (*launch.strides(self.lens), 0)[:2]
         return {"longest": self.longest, "lens_seq_stride": seq, "lens_token_stride": token}
 
     def places(self, launch: Any) -> dict[str, int]:
-        """What kernels are told of where rows and lists lie."""
+        """The kernels' arguments about where rows and lists lie."""
         if len(self.cache.shape) == 3:
             page, head, _ = launch.strides(self.cache)
             slot = 0
@@ -82,7 +82,7 @@ class Keys:
             "page_stride": page // unit,
             "PAGE_UNIT": unit,
             "slot_stride": slot,
-            # What is never used must not spoil what compilers conclude about alignment.
+            # Values that are never used must not spoil what compilers conclude about alignment.
             "head_stride": head if self.cache.shape[-2] > 1 else 0,
             "num_slots": min(self.cache.shape[0] * self.page_size, LARGEST_INT),
             "list_seq_stride": self.list_strides[0],
@@ -92,7 +92,7 @@ class Keys:
 
 
 def readable(cache: Any, layout: str, launch: Any) -> Any:
-    """The cache, copied if kernels cannot read it where it lies: they read scales and rotary columns as words."""
+    """The cache, copied if kernels cannot read it as it lies: they read scales and rotary columns as words."""
     return launch.packed(cache) if layout == "plain" else launch.words(cache, packed_rows=layout == "fp8_v4")
 
 
@@ -139,7 +139,7 @@ def operand_size(call: Any) -> int:
 
 
 def tile_for(call: Any, rows: int, jobs: int, keys: int, *, dense: bool, extra: bool) -> Tile:
-    """Rows as few as do, wgmma-sized where there are 64; splits that fill the GPU.
+    """As few rows as suffice, wgmma-sized where there are 64; splits that fill the GPU.
 
     `jobs` counts jobs times KV heads, `keys` is the longest list there can be. Tile sizes depend on neither, so that
     with `num_splits` 1 a sequence's bits do not depend on its batch.
@@ -195,9 +195,9 @@ def shared_bytes(call: Any, rows: int, keys: int, stages: int) -> int:
 
 
 def splits(work: int, slots: int, keys: int, block_kv: int) -> int:
-    """Into how many splits the keys of a job are cut: what ends soonest, if all lists are as long as they can be.
+    """The number of splits of a job's keys: the fastest if all lists are as long as they can be.
 
-    A split has whole blocks of keys, so of numbers of splits with equally long ones the smallest is taken.
+    A split has whole blocks of keys; of several numbers that make splits equally long the smallest is taken.
     """
     blocks, least = cdiv(keys, block_kv), cdiv(MIN_SPLIT, block_kv)
     most = max(1, min(MAX_SPLITS, cdiv(keys, MIN_SPLIT)))

@@ -44,7 +44,7 @@ def v4_columns(pages, place, readable, FIRST: tl.constexpr, PAGE_SIZE: tl.conste
     column = tl.arange(0, 128)
     first = (column < 64)[None, :]
     rows = pages + place.to(tl.int64) * 576
-    scales = pages + PAGE_SIZE * 576 + place * 8 + FIRST // 64  # 32 bits do: 2^28 rows of a page are no memory's
+    scales = pages + PAGE_SIZE * 576 + place * 8 + FIRST // 64  # 32 bits suffice: no memory holds pages of 2^28 rows
     codes = whole_columns(rows, readable, FIRST, 448 - FIRST, 128).to(tl.uint8, bitcast=True)
     values = decode(codes, CODES, tl.float32)
     scale = power_of_two(scales, readable)[:, None]
@@ -123,7 +123,7 @@ def store_columns(target_ptr, place, acc, factor, valid, FIRST: tl.constexpr, LA
 @triton.jit
 def store_groups(target_ptr, place, acc0, acc1, acc2, acc3, acc_rest, factor, rest_factor, valid, GROUPS: tl.constexpr,
                  WIDTH: tl.constexpr, D_V: tl.constexpr, HAS_REST: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    """Finished rows of D columns: those before A are in groups of WIDTH, the others in `acc_rest`."""
+    """Finished rows of D columns: those before D_V are in groups of WIDTH, the others in `acc_rest`."""
     LAST: tl.constexpr = D_V if D_V < D else D  # pyright: ignore[reportAssignmentType]
     store_columns(target_ptr, place, acc0, factor, valid, 0, LAST, D)
     if GROUPS == 4:

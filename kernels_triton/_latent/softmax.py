@@ -135,7 +135,7 @@ def attend(
                 acc_rest = matmul(narrow(weights, q_rest.dtype), rest, acc_rest * alpha[:, None])
             scale = tl.maximum(tl.maximum(tl.abs(scale0), tl.abs(scale1)), tl.maximum(tl.abs(scale2), tl.abs(scale3)))
             exponent = (scale.to(tl.int32, bitcast=True) >> 23).to(tl.float32) - 127.0
-            # Scales under 2^-60 bring nothing that could be told from 0 beside a finite logit.
+            # Scales under 2^-60 add nothing that could be distinguished from 0 beside a finite logit.
             larger = tl.maximum(largest, tl.max(logits + tl.maximum(exponent, -60.0)[None, :], 1))
             finite = tl.where(m_i == float("-inf"), 0.0, m_i)
             within = tl.where(larger == float("-inf"), 0.0, larger)
@@ -152,7 +152,7 @@ def attend(
 
 @triton.jit
 def finish(m_i, l_i, sinks_ptr, head, valid, HAS_SINKS: tl.constexpr):
-    """(what the accumulator is multiplied by, the natural lse, the largest natural logit) of rows."""
+    """(the accumulator's factor, the natural lse, the largest natural logit) of rows."""
     empty = l_i == 0.0
     level = tl.where(empty, 0.0, m_i)
     l_i = tl.where(empty, 1.0, l_i)

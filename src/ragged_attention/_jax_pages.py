@@ -1,4 +1,4 @@
-"""This step's K and V on their way into the pages, for every backend that is written in jax.
+"""This step's K and V on their way into the pages, for every backend written in jax.
 
 What the pages store is, to the bit, what `reference/_kv_layout.py` encodes. XLA fuses all of this with what made K
 and V, so that a kernel only has to move rows.
@@ -35,7 +35,7 @@ def new_rows(call: Any, k: jax.Array, v: jax.Array) -> list[jax.Array]:
 def stored_bits(values: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array:
     """`values / scale` in float32, to the nearest `dtype`, ties to even; 8-bit formats saturate.
 
-    It comes as unsigned integers: XLA may pass 8-bit floats through wider ones and lose the sign of a NaN.
+    The result is unsigned integers: XLA may pass 8-bit floats through wider ones and lose the sign of a NaN.
     """
     if scale is not None:
         values = quotient(values.astype(jnp.float32), scale[:, None])
@@ -52,7 +52,7 @@ def quotient(values: jax.Array, divisor: jax.Array) -> jax.Array:
     """`values / divisor` in float32, rounded once; the divisor is broadcast.
 
     XLA multiplies by the reciprocal of a divisor that is a constant or a broadcast, which rounds twice. So each
-    element gets its own divisor: the given one plus a zero that is known at run time only.
+    element gets its own divisor: the given one plus a zero that is known only at run time.
     """
     bits = lax.bitcast_convert_type(values, jnp.uint32)
     own = lax.bitcast_convert_type(divisor, jnp.uint32) + (lax.population_count(bits) >> 6)
@@ -78,7 +78,7 @@ def codes(values: jax.Array, mantissa_bits: int, bias: int, largest: float) -> j
 def live_edges(cu_q_lens: Any, num_seqs: Any, num_tokens: int) -> jax.Array:
     """`cu_q_lens` within [0, num_tokens], where entries past `num_seqs` repeat the last live one.
 
-    So whatever those entries hold, sequences past `num_seqs` are empty, and the edges ascend as far as live ones do.
+    So whatever those entries hold, sequences past `num_seqs` are empty, and edges ascend as far as the live ones do.
     """
     edges = jnp.clip(cu_q_lens, 0, num_tokens)
     if num_seqs is None:
@@ -96,7 +96,7 @@ def addresses_of_slots(slots: jax.Array, num_pages: int, page_size: int) -> tupl
 
 
 def addresses_of_tokens(call: Any, num_tokens: int) -> tuple[jax.Array, jax.Array]:
-    """The same of each of `num_tokens` packed tokens, by the tables of `call`.
+    """The same for each of `num_tokens` packed tokens, by the tables of `call`.
 
     Token i of a sequence stands at position `kv_len - q_len + i`.
     """

@@ -10,7 +10,7 @@ The first of these that names a backend for the operation decides:
 5. the environment variable RAGGED_ATTENTION_BACKEND
 6. the platform's own order, `ragged_attention.dispatch.ORDER`
 
-`options` follow the same way from 1 to 4, operation by operation. The file and the environment are read once, when a
+`options` follow the same order from 1 to 4, operation by operation. The file and the environment are read once, when a
 call first needs them, and again after `reload_config()`.
 """
 
@@ -46,7 +46,7 @@ BackendRequest = str | Sequence[str] | Mapping[str, str | Sequence[str]]
 class Config:
     """One source's requests by operation; `backend` may have "*" for those it does not name.
 
-    Sources that say the same are equal, whatever made them.
+    Sources with the same content are equal, whatever made them.
     """
 
     backend: Mapping[str, Names] = dataclasses.field(default_factory=dict)
@@ -63,7 +63,7 @@ class Config:
         options = {operation: expect_options(given, operation) for operation, given in self.options.items()}
         if self.validate is not None and self.validate not in VALIDATION:
             raise InvalidInput(f"expected validate to be one of {', '.join(VALIDATION)}, got {self.validate!r}")
-        # By their representation, since 1, 1.0 and True are equal and not the same.
+        # By their representation, since 1, 1.0 and True are equal but not the same.
         said = frozenset(
             (operation, name, repr(value)) for operation in options for name, value in options[operation].items()
         )
@@ -109,7 +109,7 @@ def expect_mapping(options: Any, of: str | None = None) -> Mapping[str, Any]:
 
 
 def expect_options(options: Any, of: str | None = None) -> dict[str, Option]:
-    """Tunables by name as plain Python values, NumPy's numbers as the ones that they are; `of` is their operation."""
+    """Tunables by name as plain Python values, NumPy's numbers converted; `of` names their operation."""
     found: dict[str, Option] = {}
     for name, value in expect_mapping(options, of).items():
         if not isinstance(name, str):
@@ -130,15 +130,15 @@ T = TypeVar("T")
 
 
 class Scope(Generic[T]):
-    """Where values hold that are chosen as by `use_backend`: process-wide, or in a block of one thread or task.
+    """Holds values that are chosen as by `use_backend`: process-wide, or in a block of one thread or task.
 
-    An object that chooses is its value's `owner`. It does not know whether it is called plainly or made for a `with`
+    The object that chooses is its value's `owner`. It does not know whether it is called plainly or made for a `with`
     statement, so making it installs the value process-wide, and entering the block withdraws that and nothing else.
     """
 
     def __init__(self, name: str) -> None:
         self.blocks: contextvars.ContextVar[tuple[T, ...]] = contextvars.ContextVar(name, default=())  # innermost first
-        self.process_wide: tuple[T, ...] = ()  # the last value installed, if there is any
+        self.process_wide: tuple[T, ...] = ()  # the last value installed, if any
         self._installed: list[tuple[weakref.ref[Any], T]] = []
         self._lock = threading.Lock()
 
@@ -152,7 +152,7 @@ class Scope(Generic[T]):
         self.blocks.set((value, *self.blocks.get()))
 
     def exit(self, value: T) -> None:
-        """End the innermost block of a value, be others of it open or not."""
+        """End the innermost block of a value, whether or not others of it are open."""
         blocks = self.blocks.get()
         index = next((index for index, other in enumerate(blocks) if other is value), len(blocks))
         self.blocks.set(blocks[:index] + blocks[index + 1 :])
@@ -166,7 +166,7 @@ class Scope(Generic[T]):
 
 _scope: Scope[Config] = Scope("ragged_attention_blocks")
 _instead: contextvars.ContextVar[tuple[Config, ...] | None] = contextvars.ContextVar("ragged_attention", default=None)
-_outside: tuple[Config, Config] | None = None  # what the file and the environment say, once read
+_outside: tuple[Config, Config] | None = None  # the contents of the file and the environment, once read
 
 
 class use_backend:  # reads as a verb, like torch.no_grad
@@ -176,7 +176,7 @@ class use_backend:  # reads as a verb, like torch.no_grad
     `use_backend({"write_kv_pages": "eager", "*": "triton"})`. Called plainly it holds process-wide until the next
     plain call; in a `with` statement it holds inside the block, for the current thread or task, and blocks may be
     entered again, also within themselves. `options` maps an operation to its tunables, and `validate="full"` checks
-    index values too (which reads the device back). `"auto"` gives the choice back to the platform's order;
+    index values too (which reads the device back). `"auto"` returns the choice to the platform's order;
     `use_backend()` ends an earlier plain call.
     """
 
@@ -209,7 +209,7 @@ def reload_config() -> None:
 def _read_file(named: str | None) -> Config:
     """The config file's requests; an unknown key is refused with the key and the file.
 
-    What is wrong with a file that nobody named is no concern of ours, unless it is in our own table.
+    An error in a file that nobody named is not ours to report, unless it is in our own table.
     """
     path = Path(named or "pyproject.toml")
     try:
@@ -267,7 +267,7 @@ state = captured  # as a key
 
 @contextlib.contextmanager
 def using(token: tuple[tuple[Config, ...], ...]) -> Iterator[None]:
-    """Put in force what was when `captured` returned the token, in whichever thread, and nothing else."""
+    """Put in force exactly what was in force when `captured` returned the token, in any thread."""
     blocks, base = token
     before = _scope.blocks.set(blocks), _instead.set(base)
     try:
@@ -300,7 +300,7 @@ def requested_options(operation: str, options: Mapping[str, Any] | None = None) 
 
 
 def validates_values() -> bool:
-    """Whether index values are checked too: `validate="full"` in the strongest source that says."""
+    """Whether index values are checked too: `validate="full"` in the strongest source that sets it."""
     return next((source.validate for source in _sources() if source.validate), "static") == "full"
 
 

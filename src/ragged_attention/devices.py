@@ -1,4 +1,4 @@
-"""What is known of GPU architectures without asking a driver."""
+"""Facts about GPU architectures that need no driver."""
 
 # Bytes of shared memory (LDS on AMD) that one program can have.
 SHARED_MEMORY = {
@@ -18,5 +18,5 @@ SMALLEST = 64 * 1024
 
 
 def shared_memory_of(arch: str) -> int:
-    """The shared memory of one program on `arch`, the smallest known where the architecture is not."""
+    """The shared memory of one program on `arch`, or the smallest known one for an unknown architecture."""
     return SHARED_MEMORY.get(arch, SMALLEST)

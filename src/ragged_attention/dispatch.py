@@ -2,7 +2,7 @@
 
 An implementation of operation X on backend Y is the module `<package of Y>.X`, of the form `protocols.Implementation`.
 The path is the registry: nothing is registered by hand, and a backend is imported only when a call first asks for it.
-Its package may offer two hooks: `state()`, what its answers rest on beside the call, and `report()`, rows for
+Its package may offer two hooks: `state()`, what its answers depend on besides the call, and `report()`, rows for
 `doctor`. Backends of other distributions join through the entry-point group `ragged_attention.backends`: backend name
 -> a package that holds such modules.
 """
@@ -24,7 +24,7 @@ from ragged_attention.protocols import Implementation, Launcher
 
 ENTRY_POINTS = "ragged_attention.backends"
 
-ROOMS = {
+PACKAGES = {
     "triton": "ragged_attention.kernels_triton",
     "pallas": "ragged_attention.kernels_pallas",
     "cuda": "ragged_attention.kernels_cuda",
@@ -32,7 +32,7 @@ ROOMS = {
     "xla": "ragged_attention.portable.xla",
     "reference": "ragged_attention.reference",
 }
-TAKEN = (*ROOMS, "auto", "portable")  # names that no other package's backend can have
+TAKEN = (*PACKAGES, "auto", "portable")  # names that another package's backend cannot have
 NEEDS = {"triton": "triton", "pallas": "jax", "eager": "torch", "xla": "jax"}
 PORTABLE = {"torch": "eager", "jax": "xla", "numpy": "reference"}
 ORDER: Mapping[str, tuple[str, ...]] = {
@@ -52,7 +52,7 @@ class Choice:
     tile: Any
 
     def leaves(self, call: Call) -> list[str]:
-        """What of a call another operation has to do before this one runs."""
+        """The fields of a call that another operation has to handle before this one runs."""
         return [name for name in call.changed() if name in call.SEPARABLE - features(self.module)]
 
     def run(self, call: Call, launch: Launcher) -> Any:
@@ -65,8 +65,8 @@ def _announced() -> dict[str, str]:
 
 
 @functools.cache
-def third_party_rooms() -> dict[str, str]:
-    """Backend name -> package, as installed packages announce them; not under a name that means something else."""
+def third_party_packages() -> dict[str, str]:
+    """Backend name -> package, as installed packages announce them, except under names that are taken."""
     return {name: package for name, package in _announced().items() if name not in TAKEN}
 
 
@@ -77,7 +77,7 @@ def shadowed() -> dict[str, str]:
 
 def backends() -> tuple[str, ...]:
     """Every backend name that a call may ask for."""
-    return (*ROOMS, *third_party_rooms())
+    return (*PACKAGES, *third_party_packages())
 
 
 def why_shadowed(name: str) -> str:
@@ -86,7 +86,7 @@ def why_shadowed(name: str) -> str:
 
 @contextlib.contextmanager
 def importing(module: str) -> Iterator[None]:
-    """Around an import of somebody's package: it may fail, it may not end the process."""
+    """Around an import of another's package: it may fail, but not end the process."""
     try:
         yield
     except SystemExit as stop:
@@ -100,28 +100,28 @@ def _exists(module: str) -> bool:
     except ModuleNotFoundError as error:
         if error.name and f"{module}.".startswith(f"{error.name}."):  # a parent package is absent
             return False
-        raise  # it is there, and what it imports is not
+        raise  # it exists, but what it imports does not
 
 
 def package_of(backend: str) -> str | None:
-    """The package of a backend's modules, None where there is no such backend."""
-    return ROOMS.get(backend) or third_party_rooms().get(backend)
+    """The package of a backend's modules, None for an unknown backend."""
+    return PACKAGES.get(backend) or third_party_packages().get(backend)
 
 
 @functools.cache
 def load(operation: str, backend: str) -> Implementation:
-    """Import one implementation. Absence raises `BackendMissing`; once found, an import error is itself."""
-    room = package_of(backend)
-    if room is None:
+    """Import one implementation. Absence raises `BackendMissing`; if it is found, its import error is raised as is."""
+    package = package_of(backend)
+    if package is None:
         raise BackendMissing(f"unknown backend {backend!r}; known are {', '.join(backends())}")
     if (needs := NEEDS.get(backend)) and needs not in sys.modules and not _exists(needs):
         raise BackendMissing(f"{needs} is not installed")
-    if backend not in ROOMS and not _exists(room):
-        raise BackendMissing(f"its package {room} cannot be found")
-    if not _exists(f"{room}.{operation}"):
+    if backend not in PACKAGES and not _exists(package):
+        raise BackendMissing(f"its package {package} cannot be found")
+    if not _exists(f"{package}.{operation}"):
         raise BackendMissing(f"does not offer {operation}")
-    with importing(f"{room}.{operation}"):
-        module: Any = importlib.import_module(f"{room}.{operation}")
+    with importing(f"{package}.{operation}"):
+        module: Any = importlib.import_module(f"{package}.{operation}")
     return module
 
 
@@ -130,8 +130,8 @@ def backends_offering(operation: str, names: str | None) -> str | None:
 
     None if none of them does: then that operation follows the configuration.
     """
-    rooms = {name: package_of(name) for name in names.split(",")} if names else {}
-    offer = [name for name, room in rooms.items() if room is None or _exists(f"{room}.{operation}")]
+    packages = {name: package_of(name) for name in names.split(",")} if names else {}
+    offer = [name for name, package in packages.items() if package is None or _exists(f"{package}.{operation}")]
     return ",".join(offer) or None
 
 
@@ -142,19 +142,20 @@ def candidates(operation: str, device: Device, backend: str | Sequence[str] | No
         names += ORDER.get(device.platform, ORDER["*"]) if name == "auto" else (name,)
     names = [PORTABLE[device.framework] if name == "portable" else name for name in names]
     for name in names:
-        if name not in ROOMS and name not in third_party_rooms():
+        if name not in PACKAGES and name not in third_party_packages():
             raise InvalidInput(f"expected backend to be one of {', '.join(('auto', *backends()))}, got {name!r}")
     return tuple(dict.fromkeys(names))
 
 
 def state() -> tuple[Any, ...]:
-    """What answers rest on beside the call and the configuration, by the `state` hooks of the packages loaded."""
-    packages: Any = (sys.modules.get(room) for room in (*ROOMS.values(), *third_party_rooms().values()))
-    return tuple([package.state() for package in packages if callable(getattr(package, "state", None))])
+    """What answers depend on besides the call and the configuration, by the `state` hooks of the packages loaded."""
+    names = (*PACKAGES.values(), *third_party_packages().values())
+    loaded: Any = (sys.modules.get(name) for name in names)
+    return tuple([package.state() for package in loaded if callable(getattr(package, "state", None))])
 
 
 def by_default(operation: str, device: Device, backend: str | Sequence[str] | None = None) -> frozenset[str]:
-    """Those of the candidates that stand there by the platform's order alone."""
+    """The candidates that only the platform's order put there."""
     request = config.requested(operation, backend) or ("auto",)
     order = ORDER.get(device.platform, ORDER["*"]) if "auto" in request else ()
     return frozenset(order) - frozenset(request)
@@ -170,12 +171,12 @@ def refusal(backend: str, call: Call, *, named: bool = True) -> str | None:
 
 
 def features(module: Implementation) -> frozenset[str]:
-    """The optional arguments that a module honours, none if it does not say."""
+    """The optional arguments that a module honours, none if it does not list any."""
     return getattr(module, "FEATURES", frozenset())
 
 
 def _not_honoured(module: Implementation, call: Call) -> str | None:
-    """The reason to refuse a call that sets an optional field which the module does not list in its FEATURES."""
+    """Why to refuse a call that sets an optional field which the module does not list in its FEATURES, or None."""
     taken = features(module) | call.SEPARABLE
     names = [name for name in call.changed() if name not in taken and not call.KINDS[name].hint]
     return f"does not honour {names[0]}" if names else None
@@ -197,7 +198,7 @@ def choose(
 ) -> Choice:
     """The first backend in order that takes the call, with its tile.
 
-    Raises `Unsupported` (`BackendMissing` where not one of them is installed) with every candidate's reason.
+    Raises `Unsupported` (`BackendMissing` if none of them is installed) with every candidate's reason.
     """
     names = candidates(call.OPERATION, call.device, backend)
     unnamed = by_default(call.OPERATION, call.device, backend)

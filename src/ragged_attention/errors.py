@@ -1,6 +1,6 @@
 """The three ways a call is refused before a kernel runs.
 
-A value of a wrong kind (a list where an array belongs, a string where a number does) is Python's own `TypeError`.
+A value of the wrong kind (a list instead of an array, a string instead of a number) raises Python's own `TypeError`.
 """
 
 
@@ -9,8 +9,8 @@ class InvalidInput(ValueError):
 
 
 class Unsupported(RuntimeError):
-    """The arguments are lawful, but no allowed backend takes them; the message lists each with its reason."""
+    """The arguments are valid, but no allowed backend takes them; the message lists each with its reason."""
 
 
 class BackendMissing(Unsupported):
-    """The backend asked for by name is not installed here, or does not offer the operation."""
+    """The backend requested by name is not installed here, or does not offer the operation."""

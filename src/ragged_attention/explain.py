@@ -1,6 +1,6 @@
 """What every backend says to a call, as a table: which one runs it, and why the others would not.
 
-This stands above the front ends, for it is they that turn a call's arguments into its record.
+This module stands above the front ends, since they turn a call's arguments into its record.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ class Answer:
 
 
 def answers(call: Call, *, backend: str | Sequence[str] | None = None) -> list[Answer]:
-    """What every backend says to a call, those asked for first; an import that fails the call fails here as well."""
+    """What every backend says to a call, the requested ones first; an import error that fails the call is raised."""
     asked = dispatch.candidates(call.OPERATION, call.device, backend)
     by_default = dispatch.by_default(call.OPERATION, call.device, backend)
     found: list[Answer] = []
@@ -58,8 +58,8 @@ def explanation(call: Call, *, backend: str | Sequence[str] | None = None) -> st
 def explain(operation: str, *arguments: Any, backend: str | Sequence[str] | None = None, **keywords: Any) -> str:
     """Which backend would run `operation(*arguments, **keywords)`, and why the others would not, as a table.
 
-    `operation` is a name such as "ragged_paged_attention" or a front end's function; the rest is what the call
-    itself would be given. The framework is told by the first array.
+    `operation` is a name such as "ragged_paged_attention" or a front end's function; the rest are
+    the arguments of the call itself. The first array tells the framework.
     """
     name = operation if isinstance(operation, str) else getattr(operation, "__name__", repr(operation))
     if name not in CALLS:

@@ -11,8 +11,8 @@ Shaped = tuple[Sequence[int], Any]  # the shape of a result to allocate, and its
 class Implementation(Protocol):
     """What each module `<backend's package>.<operation>` offers.
 
-    It may offer two things besides. `why_not_by_default(call)` is asked after `why_not` where a call does not name the
-    backend but comes to it in its platform's order: for kernels that no measurement speaks for yet.
+    It may offer two more functions. `why_not_by_default(call)` is asked after `why_not` when a call does not name the
+    backend but comes to it in its platform's order: for kernels that are not yet shown to be the faster ones.
     `tuning_key(call)` names the bucket of static facts that a tuned file is keyed by.
     """
 
@@ -23,7 +23,7 @@ class Implementation(Protocol):
 
     @property
     def FEATURES(self) -> frozenset[str]:
-        """The optional fields of the record that are honoured; a call with any other set is refused unasked."""
+        """The optional fields of the record that are honoured; dispatch refuses a call that sets any other."""
         ...
 
     def heuristic(self, call: Any, /) -> Any:
@@ -31,7 +31,7 @@ class Implementation(Protocol):
         ...
 
     def why_not(self, call: Any, /) -> str | None:
-        """None if it takes the call, else one sentence: argument, value, limit. Rests on static facts alone."""
+        """None if it takes the call, else one sentence: argument, value, limit. It depends on static facts only."""
         ...
 
     def run(self, call: Any, tile: Any, launch: Any, /) -> Any:
@@ -40,7 +40,7 @@ class Implementation(Protocol):
 
 
 class Launcher(Protocol):
-    """How the work of a backend gets done on the arrays of the front end that was called.
+    """How a backend's work is done on the arrays of the front end that was called.
 
     Arrays are those of the call's record, or of earlier results; `dtype` is the framework's, or a dtype's name.
     """
@@ -51,7 +51,7 @@ class Launcher(Protocol):
     ) -> list[Any]:  # fmt: skip
         """Enqueue the Triton kernel `kernel[grid](*inputs, *outputs, **arguments)` and return the outputs.
 
-        Behind the new outputs stand the inputs numbered in `inplace` once more, which the kernel may write.
+        After the new outputs come, once more, the inputs numbered in `inplace`, which the kernel may write.
         """
         ...
 
@@ -59,7 +59,7 @@ class Launcher(Protocol):
         self, function: Any, operands: Mapping[str, Any], outputs: Mapping[str, Shaped | None],
         numbers: Mapping[str, int | float],
     ) -> dict[str, Any]:  # fmt: skip
-        """Call a compiled function and return its results by name; None is an array left out."""
+        """Call a compiled function and return its results by name; None stands for an absent array."""
         ...
 
     def on_host(self, function: Callable[..., Any], call: Call, outputs: str | Sequence[Shaped], **extra: Any) -> Any:
@@ -70,7 +70,7 @@ class Launcher(Protocol):
         ...
 
     def sorted(self, numbers: Any, /) -> tuple[Any, Any]:
-        """Numbers [N] in ascending order, and their i32 indices before; equal ones keep their order."""
+        """Numbers [N] in ascending order, and their i32 indices before sorting; equal ones keep their order."""
         ...
 
     def strides(self, array: Any, /) -> tuple[int, ...]:
@@ -86,7 +86,7 @@ class Launcher(Protocol):
         ...
 
     def aligned(self, array: Any, /, bytes: int = 16) -> Any:
-        """The array, copied if a row of it is strided or does not begin at a multiple of so many bytes."""
+        """The array, copied if a row of it is strided or does not begin at a multiple of `bytes`."""
         ...
 
     def words(self, array: Any, /, *, packed_rows: bool) -> Any:

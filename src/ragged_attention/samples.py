@@ -1,4 +1,4 @@
-"""Representative calls without arrays, on devices that need not be here: for asking backends what they take."""
+"""Representative calls without arrays, on devices that need not be present: for asking backends what they take."""
 
 import dataclasses
 import importlib
@@ -35,7 +35,7 @@ class _Sample:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sample(_Sample):
-    """Of paged attention; the defaults are an 8B model's decode of 32 sequences of up to 4096."""
+    """A call of paged attention; the defaults are an 8B model's decode of 32 sequences of up to 4096."""
 
     dtype: str = "bfloat16"
     cache_dtype: str | None = None  # None: as dtype
@@ -83,7 +83,7 @@ class Sample(_Sample):
         return self._tables() | {"k": new, "v": new, "kv_pages": self._pages()}
 
     def _heads_first(self) -> dict[str, Any]:
-        """What the operations over such pages share; an 8-bit cache has scales."""
+        """What the operations over heads-first pages share; an 8-bit cache has scales."""
         per_seq = -(-self.max_len // self.page_size)
         shape = (self.num_kv_heads, self.max_num_seqs * per_seq, self.page_size)
         pages: Any = FakeArray((*shape, self.head_dim), self.cache_dtype or self.dtype)
@@ -114,13 +114,13 @@ class Sample(_Sample):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LatentSample(_Sample):
-    """Of latent attention; the defaults are DeepSeek-V3.2's sparse decode of 32 sequences of up to 4096."""
+    """A call of latent attention; the defaults are DeepSeek-V3.2's sparse decode of 32 sequences of up to 4096."""
 
     dtype: str = "bfloat16"
     cache_format: str = "fp8_v32"
     num_q_heads: int = 128
     num_kv_heads: int = 1
-    d_qk: int | None = None  # None: as the format has it, 576 where it is plain
+    d_qk: int | None = None  # None: that of the format, 576 for plain
     d_v: int = 512
     page_size: int = 64
     num_tokens: int = 32
@@ -196,7 +196,7 @@ class LatentSample(_Sample):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class VarlenSample(_Sample):
-    """Of attention without a cache; the defaults are a training step of an 8B model on 4 sequences of 4096."""
+    """A call of attention without a cache; the defaults are a training step of an 8B model on 4 sequences of 4096."""
 
     dtype: str = "bfloat16"
     num_q_heads: int = 32
@@ -246,7 +246,7 @@ def sample_of(operation: str, **options: Any) -> Sample | LatentSample | VarlenS
 
 
 def device_of(framework: str, name: str | None = None) -> Device:
-    """The facts of a device: the default one of this machine, one by its name, or a GPU architecture not here.
+    """The facts of a device: this machine's default one, one by its name, or a GPU architecture that need not be here.
 
     `name` is None, what the framework calls a device ("cpu", "cuda:0", "mps"), "tpu", or an architecture ("sm_90").
     """
@@ -279,7 +279,7 @@ def device_of(framework: str, name: str | None = None) -> Device:
 
 
 def _tpu_facts(framework: str) -> dict[str, Any]:
-    """What jax knows of the TPU that stands for all, where jax is; from torch no kernel that asks for it is called."""
+    """The facts of a representative TPU, if jax is here to tell; no kernel called from torch asks for them."""
     if framework != "jax" or importlib.util.find_spec("jax") is None:
         return {}
     return importlib.import_module("ragged_attention.jax._launcher").tpu_facts()

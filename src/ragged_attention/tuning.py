@@ -1,11 +1,11 @@
-"""Tile sizes: explicit options, then a tuned file, then the room's own heuristic.
+"""Tile sizes: explicit options, then a tuned file, then the backend's own heuristic.
 
-A room may hold `tuned/<device>/<operation>.json`:
+A backend's package may hold `tuned/<device>/<operation>.json`:
 
     {key: {"tile": {...}, "case": {...}, "us": ..., "date": ..., "commit": ...}}
 
 where key is what the operation's module returns from `tuning_key(call)`, and case has the fields of the sample (see
-`ragged_attention.samples`) that was measured, so that it can be seen that a call leads to the key. The folder is
+`ragged_attention.samples`) that was measured, so that anyone can check that such a call leads to the key. The folder is
 `device_slug` of what the framework calls the device. Files are data, read once, on first use.
 """
 
@@ -27,9 +27,9 @@ def device_slug(name: str) -> str:
 
 
 @functools.cache
-def tuned_table(room: str, device: str, operation: str) -> Mapping[str, Any]:
-    """A tuned file's contents, empty where there is none."""
-    path = resources.files(room) / "tuned" / device / f"{operation}.json"
+def tuned_table(package: str, device: str, operation: str) -> Mapping[str, Any]:
+    """A tuned file's contents, empty if there is no file."""
+    path = resources.files(package) / "tuned" / device / f"{operation}.json"
     return json.loads(path.read_text()) if device and path.is_file() else {}
 
 
@@ -41,8 +41,8 @@ def tile_for(module: Any, call: Call, options: Mapping[str, Any]) -> Any:
     """The `Tile` that `module` will run `call` with; `options` override single fields of it."""
     tile = module.heuristic(call)
     if hasattr(module, "tuning_key") and call.device.name:
-        room, _, operation = module.__name__.rpartition(".")
-        entry = tuned_table(room, device_slug(call.device.name), operation).get(module.tuning_key(call))
+        package, _, operation = module.__name__.rpartition(".")
+        entry = tuned_table(package, device_slug(call.device.name), operation).get(module.tuning_key(call))
         tile = module.Tile(**entry["tile"]) if entry else tile
     known = options_of(module.Tile)
     for name in options:

@@ -13,7 +13,7 @@ from ragged_attention.errors import InvalidInput
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """Static facts about where a call runs; what `why_not` and `heuristic` may rest on."""
+    """Static facts about where a call runs; what `why_not` and `heuristic` may depend on."""
 
     framework: str  # torch | jax
     platform: str  # cuda | rocm | tpu | cpu | mps | xpu
@@ -89,7 +89,7 @@ class Call(abc.ABC):
         del sizes
 
     def check_strides(self, strides: Callable[[Any], tuple[int, ...]]) -> None:
-        """Raise where the arrays lie in memory as the operation cannot have them; `strides` gives those of one."""
+        """Raise if the operation cannot have the arrays as they lie in memory; `strides` gives those of one."""
         del strides
 
     @abc.abstractmethod

@@ -1,7 +1,7 @@
 """Kinds of arguments: what a field of a record may hold, how it is checked, and how it travels.
 
-A record's field says its kind once. The kind carries the check with the wording of its errors, what the value becomes
-as arguments of a torch operator (tensors, numbers and strings in a fixed order) and how it is had back from those.
+A record's field names its kind once. The kind carries the check with the wording of its errors, what the value becomes
+as arguments of a torch operator (tensors, numbers and strings in a fixed order) and how it is restored from those.
 Both front ends travel by that flat form: torch through its operators, jax through its transformations, where the
 arrays among the flat values are leaves and all else is static.
 """
@@ -37,7 +37,7 @@ class Array(Protocol):
 
 
 class Arrays(Protocol):
-    """How a front end brings an argument into the form that records take."""
+    """How a front end converts an argument to the form that records take."""
 
     def array(self, value: Any) -> Any:
         """What the front end takes for arrays and numbers, as its own; anything else as it is."""
@@ -150,10 +150,10 @@ class Sizes(dict[str, int]):
 class Kind(abc.ABC):
     """What a field may hold. The flat form of most is the value itself, under the field's own name."""
 
-    optional: bool = False  # whether None will do
+    optional: bool = False  # whether None is valid
     checked_last: bool = False  # after the fields behind it, whose sizes it must have
     hint: bool = False  # whether results do not depend on it
-    unit_stride: bool = False  # whether rows must lie in one piece: torch's last stride has to be 1
+    unit_stride: bool = False  # whether rows must be contiguous: torch's last stride has to be 1
     written: bool = False  # whether the operation writes it: in torch in place, in jax into a new array
 
     schema_type = "Tensor"  # torch's, without the mark of an optional one
@@ -165,14 +165,14 @@ class Kind(abc.ABC):
 
     @abc.abstractmethod
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
-        """Raise `InvalidInput` or `TypeError` unless the value will do; it is not None where that is allowed."""
+        """Raise `InvalidInput` or `TypeError` unless the value is valid; a None that is allowed is not passed here."""
 
     def schema(self, name: str) -> tuple[str, ...]:
         """The flat arguments as torch declares them; `{}` stands where a written one is marked."""
         return (f"{self.schema_type}{'{}' if self.written else ''}{'?' if self.optional else ''} {name}",)
 
     def flatten(self, name: str, value: Any) -> tuple[Any, ...]:
-        """The flat arguments of a value; raises for what a schema would take for something else."""
+        """The flat arguments of a value; raises for what a schema would misread."""
         del name
         return (value,)
 
@@ -196,7 +196,7 @@ class ArrayKind(Kind):
 
 
 class _Scalar(Kind):
-    """A value that is no array."""
+    """A value that is not an array."""
 
     def prepare(self, name: str, value: Any, arrays: Arrays) -> Any:
         del name, arrays

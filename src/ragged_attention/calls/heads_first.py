@@ -26,7 +26,7 @@ from ragged_attention.calls.paged import INT32, RaggedPagedAttention, expect_hea
 from ragged_attention.errors import InvalidInput
 
 ALIGNMENTS = ("chunk", "end")
-JAX_LARGEST = 127.5  # what jax's QuantizedTensor has its scales times; see `is_jax_quantized`
+JAX_LARGEST = 127.5  # by which jax's QuantizedTensor multiplies its scales; see `is_jax_quantized`
 
 
 def is_jax_quantized(pages: Any) -> bool:
@@ -160,7 +160,7 @@ class HeadsFirstCall(HeadsFirstSizes, GroupedCall):
     def as_ragged(self, **changes: Any) -> "RaggedHeadsFirst":
         """The same call as one of ragged paged attention, whose index arrays are among `changes`.
 
-        It holds the pages as they are stored: their scales, where they have such, are left to whoever asks.
+        It holds the pages as they are stored: their scales, if any, are left to the caller.
         """
         values: dict[str, Any] = dict.fromkeys(RaggedPagedAttention.argument_names())
         values |= {"q": self.q, "kv_pages": self.arrays, "page_indices": self.page_indices, "causal": True}

@@ -82,7 +82,7 @@ class LatentCall(Call):
 
 
 class Lists(ArrayKind):
-    """Lists of keys, none of them of no length."""
+    """Lists of keys, of which none is empty."""
 
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
         super().check(name, value, call, sizes)
@@ -122,7 +122,7 @@ class SparsePrefillCall(LatentCall):
         return (self.num_tokens, self.num_q_heads, self.d_v)
 
     def check_values(self) -> None:
-        """No value is invalid: an index out of range selects nothing, lengths are held within the list."""
+        """No value is invalid: an index out of range selects nothing, lengths are clamped to the list."""
 
 
 Q_PACKED = ArrayKind("T H D", WIDE_FLOATS)

@@ -98,7 +98,7 @@ def expect_cache(name: str, cache: Any, given: str | None, floats: tuple[str, ..
 
 @dataclasses.dataclass(frozen=True)
 class CacheKind(Kind):
-    """A paged latent cache, plain or quantised; its format is the call's, or told by its dtype and width."""
+    """A paged latent cache, plain or quantised; its format is the call's, or follows from its dtype and width."""
 
     floats: tuple[str, ...] = FLOATS
 

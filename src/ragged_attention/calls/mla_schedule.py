@@ -27,7 +27,7 @@ class DecodeSchedule:
     """How `mla_decode` divides its work, for reuse over the layers of a model; made by `make_decode_schedule`.
 
     Valid for calls of the shapes it was made for, which is checked, as long as lengths are the same, which is checked
-    under `validate="full"` only. With other lengths results stay right, but the work is divided badly.
+    under `validate="full"` only. With other lengths results stay correct, but the work is divided badly.
     """
 
     parts: (
@@ -62,7 +62,7 @@ def schedule_arrays(schedule: Any, q: Any, kv_cache: Any, indices: Any, extra_in
 
 
 def scheduled_lens(lens: Any, most: int) -> Any:
-    """What a schedule takes as the lengths of a sequence's lists: the longest, held within [0, most]. NumPy."""
+    """What a schedule takes as the lengths of a sequence's lists: the longest, clamped to [0, most]. NumPy."""
     if lens is None:
         return np.int32(most)
     lens = np.clip(lens, 0, most)
@@ -125,7 +125,7 @@ class MakeDecodeSchedule(Call):
 
     @property
     def num_ranges(self) -> int:
-        """Into how many ranges the work is cut: as many as asked for, or as fill the device."""
+        """The number of ranges of the work: as many as requested, or as fill the device."""
         return self.num_parts or max(self.device.num_multiprocessors // self.programs, 1)
 
     @property

@@ -189,7 +189,7 @@ class RaggedPagedAttention(PagedCall, GroupedCall):
         return WriteKvPages(k=k, v=v, **{name: getattr(self, name) for name in names}, device=self.device)
 
     def after_write(self, kv_pages: Any) -> "RaggedPagedAttention":
-        """The same call once `new_kv` is written, in which its pages are others."""
+        """The same call once `new_kv` is written, with the new pages."""
         return self.unchecked(**self.arguments() | {"kv_pages": kv_pages, "new_kv": None}, device=self.device)
 
     @property

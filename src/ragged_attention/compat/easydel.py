@@ -76,7 +76,7 @@ def prefill_attention(
     Args:
         q: [chunk_size, num_q_heads, head_dim].
         k_pages, v_pages: [num_kv_heads, num_pages, page_size, head_dim], or JAX's `QuantizedTensor` of such. Any page
-            size will do, also one that does not divide the chunk.
+            size is taken, also one that does not divide the chunk.
         length: positions of the sequence, those of this chunk included; an int or an array of one. A change of it
             does not recompile.
         page_indices: [pages] of any integer dtype.

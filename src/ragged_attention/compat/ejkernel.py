@@ -1,6 +1,6 @@
 """ejKernel's `ragged_page_attention_v2`, by its names and defaults, on every device.
 
-It is right where ejKernel's portable version is not: tables wider than 64 pages, a window that hides a whole block of
+It is correct where ejKernel's portable version is not: tables wider than 64 pages, a window that hides a whole block of
 keys, and NaN in slots that no query sees. All sums are in float32, whatever `compute_dtype` says.
 """
 
@@ -53,7 +53,7 @@ def ragged_page_attention_v2(
     num_stages: int | None = None,
     backend: str | Sequence[str] | None = None,
 ) -> jax.Array:
-    """Causal attention of ragged queries over a paged cache, with a sink a head.
+    """Causal attention of ragged queries over a paged cache, with one sink per head.
 
     Args:
         queries: [total_tokens, num_q_heads, head_dim].
@@ -66,13 +66,13 @@ def ragged_page_attention_v2(
         logits_soft_cap: logits become `cap * tanh(logits / cap)`, before masking.
         compute_dtype, optimized, mask_value: without effect.
         sliding_window: number of keys that a query sees, itself included.
-        softmax_aux: float [num_q_heads], a logit a head that joins the softmax's denominator and brings no value.
+        softmax_aux: float [num_q_heads], one logit per head that joins the softmax's denominator but has no value.
         num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes: tunables of the TPU kernel, and
-        num_warps, num_stages: of the Triton kernel; all are checked, and without effect on backends that have no such.
+        num_warps, num_stages: of the Triton kernel; all are checked, but have no effect on backends without them.
         backend: a name or an ordered list of them, as everywhere in `ragged_attention`.
 
     Returns:
-        [total_tokens, num_q_heads, head_dim] of the queries' dtype; rows of no sequence are 0.
+        [total_tokens, num_q_heads, head_dim] of the queries' dtype; rows that belong to no sequence are 0.
 
     Raises:
         InvalidInput: (a ValueError) shapes, dtypes or tunables that do not go together.
@@ -115,7 +115,7 @@ def ragged_page_attention_v2(
 
 
 def _count(num_seqs: Any, kv_lens: Any) -> jax.Array:
-    """The number of sequences as an array, so that another number is not another program."""
+    """The number of sequences as an array, so that another number needs no recompilation."""
     if is_array(num_seqs := to_jax(num_seqs)):
         return as_int32("num_seqs", num_seqs)
     if num_seqs is None:

@@ -7,9 +7,9 @@ forms are taken, and may be mixed:
   `flash_mla_with_kvcache` as they are;
 - that of 2026, where it takes none and returns an empty object, filled by the first call that it goes into, and None.
 
-What differs from `ragged_attention.torch` is said here and nowhere else: the names, a lonely query's `lse` (one that
-sees no key), which is +inf in decode, the base of prefill's logarithms, and packed tensors. FlashMLA's limits on
-devices, head counts, head sizes, page sizes, top-k, dtypes and gradients do not hold here.
+What differs from `ragged_attention.torch` is said here and nowhere else: the names, the `lse` of a fully masked
+query, which is +inf in decode, the base of prefill's logarithms, and packed tensors. FlashMLA's limits on devices,
+head counts, head sizes, page sizes, top-k, dtypes and gradients do not hold here.
 """
 
 import math
@@ -39,7 +39,7 @@ CONVENTIONS = ("base2", "natural")  # the first is the default
 LOG2_E = math.log2(math.e)
 BYTES = ("float8_e4m3fn", "int8", "uint8")
 
-# Our arguments' names and FlashMLA's, for messages.
+# Our arguments' names and FlashMLA's, for error messages.
 PREFILL_NAMES = {"sinks": "attn_sink", "topk_lens": "topk_length"}
 DECODE_NAMES = {
     **PREFILL_NAMES,
@@ -99,7 +99,7 @@ class FlashMLASchedMeta:
     """How a decode step's work is divided; empty until the first `flash_mla_with_kvcache` it goes into fills it.
 
     It serves every later call of the same shapes and lengths, such as those of the other layers. Another shape is
-    refused; other lengths only under `validate="full"`, but they cost speed alone. It belongs to one device.
+    refused; other lengths only under `validate="full"`, since they cost only speed. It belongs to one device.
     """
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ def get_mla_metadata(
 ) -> tuple[Any, Any]:
     """How to divide the work of a decode step, to be reused over the layers of a model.
 
-    Without arguments: a `FlashMLASchedMeta` and None. With them, as in September 2025:
+    Without arguments, returns a `FlashMLASchedMeta` and None. With them, as in September 2025:
 
     Args:
         cache_seqlens: i32 [b].
@@ -189,7 +189,7 @@ def flash_mla_with_kvcache(
     topk_length: torch.Tensor | None = None,
     extra_topk_length: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of a few query tokens a sequence over a paged latent cache, all of it or a top-k list.
+    """Attention of a few query tokens per sequence over a paged latent cache, all of it or a top-k list.
 
     Args:
         q: [b, s_q, h_q, d_qk] bfloat16, float16 or float32.
@@ -202,7 +202,7 @@ def flash_mla_with_kvcache(
         softmax_scale: default `d_qk ** -0.5`.
         causal: dense only; aligned at the end.
         indices: i32 [b, s_q, topk], `block * page_block_size + offset`; makes the call sparse. Any that is not a slot
-            of the cache, such as -1, is masked wherever it stands.
+            of the cache, such as -1, is masked.
         attn_sink: f32 [h_q].
         extra_k_cache, extra_indices_in_kvcache: a second cache and the lists into it.
         topk_length, extra_topk_length: i32 [b], or [b, s_q].
@@ -238,7 +238,7 @@ def flash_mla_with_kvcache(
         say_in(DECODE_NAMES, error)
     if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
         tile_scheduler_metadata.fill(schedule, made_for)
-    return out, _lonely_at_infinity(lse)
+    return out, _fully_masked_at_infinity(lse)
 
 
 def flash_mla_sparse_fwd(
@@ -257,7 +257,7 @@ def flash_mla_sparse_fwd(
     Args:
         q: [s_q, h_q, d_qk] bfloat16, float16 or float32.
         kv: [s_kv, h_kv, d_qk] of q's dtype; or a paged cache, plain or quantised, whose slots `indices` name.
-        indices: i32 [s_q, h_kv, topk]; any outside [0, s_kv) is masked wherever it stands.
+        indices: i32 [s_q, h_kv, topk]; any outside [0, s_kv) is masked.
         sm_scale: factor on q . k.
         d_v: columns of a row that are its value.
         attn_sink: f32 [h_q].
@@ -279,7 +279,7 @@ def flash_mla_sparse_fwd(
     except (InvalidInput, TypeError) as error:
         say_in(PREFILL_NAMES, error)
     if convention == "natural":
-        return out, max_logits, _lonely_at_infinity(lse)
+        return out, max_logits, _fully_masked_at_infinity(lse)
     return out, max_logits * LOG2_E, lse * LOG2_E
 
 
@@ -309,7 +309,7 @@ def flash_attn_varlen_func(
         softmax_scale: default `d ** -0.5`.
         causal: aligned at the end.
         deterministic: gradients have the same bits in every run.
-        is_varlen: False says that all sequences are equally long; then the values of `cu_seqlens_*` are not looked at.
+        is_varlen: False says that all sequences are equally long; then the values of `cu_seqlens_*` are not read.
 
     Returns:
         out [total_q, h, d_v], and lse f32 [total_q, h], natural, -inf where a query sees no key. Gradients flow through
@@ -377,7 +377,7 @@ def _varlen(
     names: Mapping[str, str], q: Any, k: Any, v: Any, cu_q_lens: Any, cu_kv_lens: Any, max_q_len: Any,
     max_kv_len: Any, dropout_p: float, softmax_scale: float | None, causal: bool, deterministic: bool, is_varlen: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The attention in our names, whose errors are in those of `names`."""
+    """The attention under our names, its errors under those of `names`."""
     if dropout_p != 0:
         raise InvalidInput(f"expected dropout_p=0, got {dropout_p}")
     if not is_varlen:
@@ -411,11 +411,11 @@ def _multiprocessors(device: torch.device) -> int:
 
 @torch.compiler.assume_constant_result
 def _default_convention() -> str:
-    """It is read when a function is traced, and is part of what was compiled."""
+    """The convention in force; tracing reads it once, and it becomes part of the compiled function."""
     return next(iter((*_conventions.blocks.get(), *_conventions.process_wide)), CONVENTIONS[0])
 
 
-def _lonely_at_infinity(lse: torch.Tensor) -> torch.Tensor:
+def _fully_masked_at_infinity(lse: torch.Tensor) -> torch.Tensor:
     return torch.where(lse == -torch.inf, torch.inf, lse)
 
 
@@ -505,7 +505,7 @@ def _new_schedule(call: dict[str, Any], made_for: dict[str, Any]) -> DecodeSched
             device=call["q"].device,
         )
     except (InvalidInput, TypeError):
-        MlaDecode(**call)  # what is wrong with the schedule's arguments is said best as what is wrong with the call
+        MlaDecode(**call)  # its error names the call's arguments, not the schedule's
         raise
 
 

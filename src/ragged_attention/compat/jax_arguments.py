@@ -1,4 +1,4 @@
-"""What the drop-ins on jax arrays share: dtypes that the operations do not mix, and tunables of some backends alone."""
+"""What the drop-ins on jax arrays share: dtypes that operations do not mix, tunables that only some backends have."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from ragged_attention.jax._launcher import device_facts
 
 
 def as_int32(name: str, value: Any) -> jax.Array:
-    """An integer array of any width as int32; what does not fit stays as far out as int32 can say."""
+    """An integer array of any width as int32; what does not fit is clamped to int32's range."""
     if not is_array(value):
         raise TypeError(f"expected {name} to be an array, got {type(value).__name__}")
     if not jnp.issubdtype(value.dtype, jnp.integer):
@@ -26,7 +26,7 @@ def as_int32(name: str, value: Any) -> jax.Array:
 
 
 def even(soft_cap: Any) -> Any:
-    """A cap without its sign, which the other projects allow: `c * tanh(x / c)` is even in c."""
+    """A cap without its sign, since the other projects allow negative ones: `c * tanh(x / c)` is even in c."""
     return abs(soft_cap) if is_number(soft_cap) else soft_cap
 
 
@@ -36,7 +36,7 @@ def expect_number_or_none(name: str, value: Any) -> None:
 
 
 def widened(q: Any, *pages: Any) -> tuple[Any, ...]:
-    """Queries and pages of several float dtypes, all as float32; of one dtype, or 8-bit pages, as they are.
+    """Queries and pages of different float dtypes, all as float32; of one dtype, or with 8-bit pages, as they are.
 
     The other projects multiply whatever dtypes meet. This is exact, but pages narrower than float32 are copied whole.
     """
@@ -54,9 +54,9 @@ def known_options(
     backend: str | Sequence[str] | None,
     tunables: Mapping[str, Any],
 ) -> dict[str, Any] | None:
-    """Of the tunables that are given, those that the backend of this call has; None where that is not one.
+    """The given tunables that the backend of this call has; None if there are none.
 
-    The backend is the one chosen for jax's default device, or, where none can run there, the first asked for.
+    The backend is the one chosen for jax's default device, or, if none can run there, the first requested one.
     """
     given = {name: value for name, value in tunables.items() if value is not None}
     if not given:

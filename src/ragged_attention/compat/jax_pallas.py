@@ -6,7 +6,7 @@
 
 - The result is defined where JAX's is not: padding rows and sequences without keys are 0, empty sequences may stand
   anywhere, and nothing that no query sees, NaN included, reaches the result.
-- Logits that are not visible do not take part, whatever `mask_value` says.
+- Keys that a query does not see have no part in its result, whatever `mask_value` is.
 - `num_kv_pages_per_block` and the other tunables are checked as JAX checks them. They reach the kernel where the
   backend that is chosen on jax's default device has them, and are ignored otherwise.
 - Keys, values and their scales are multiplied in float32; JAX rounds the products to the queries' dtype or to bfloat16.
@@ -76,14 +76,14 @@ def ragged_paged_attention(
         kv_lens: i32 [max_num_seqs], the new tokens included.
         page_indices: i32 [max_num_seqs, pages_per_seq].
         cu_q_lens: i32 [max_num_seqs + 1]; entries past `num_seqs` are ignored, and may be 0.
-        num_seqs: [1] of any integer dtype; it may change without a recompilation.
+        num_seqs: [1] of any integer dtype; another value does not recompile.
         sm_scale: factor on q . k, 1.0 by default.
         sliding_window: number of keys that a query sees, itself included.
         soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
-        mask_value: without effect: what a query may not see does not take part.
+        mask_value: without effect: keys that a query does not see have no part in its result.
         k_scale, v_scale: floats, a cached value times its scale is the true one.
         num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes: tunables of the TPU kernel; checked, and
-            without effect on backends that have no such.
+            without effect on backends that do not have them.
         backend: a name or an ordered list of them, as everywhere in `ragged_attention`.
 
     Returns:
@@ -234,8 +234,8 @@ def get_tuned_block_sizes(
 ) -> tuple[int, int]:
     """The `num_kv_pages_per_block` and `num_queries_per_block` that our TPU kernel takes where none are given.
 
-    They are those of the TPU here, or of one that stands for all where there is none; JAX then raises an error. Our
-    kernel works on all heads at once, so that the numbers of heads are those of the whole call.
+    They are those for the TPU here, or for a representative one if there is none; JAX then raises an error. Our kernel
+    works on all heads at once, so the numbers of heads are those of the whole call.
     """
 
     def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
@@ -268,11 +268,11 @@ def paged_attention(
     """Decode over a paged cache with heads first; the caller has scaled `q`.
 
     Args:
-        q: [batch_size, num_q_heads, head_dim], one query a sequence.
+        q: [batch_size, num_q_heads, head_dim], one query per sequence.
         k_pages, v_pages: [num_kv_heads, num_pages, page_size, head_dim], or JAX's `QuantizedTensor` of such.
-        lengths: i32 [batch_size]; of a length of 0 the result is 0.
+        lengths: i32 [batch_size]; for a length of 0 the result is 0.
         page_indices: [batch_size, pages_per_sequence] of any integer dtype; entries past the last used page are free.
-        mask_value: without effect: what a query may not see does not take part.
+        mask_value: without effect: keys that a query does not see have no part in its result.
         attn_logits_soft_cap: logits become `cap * tanh(logits / cap)`.
         pages_per_compute_block, megacore_mode, inline_seq_dim: tunables of the TPU kernel; checked, and without effect
             on backends that have no such.
@@ -343,7 +343,7 @@ def _expect_tunables(
 def _core_arguments(
     q: Any, kv_pages: Any, kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any, **settings: Any
 ) -> dict[str, Any]:
-    """The arguments of our own function, of checked ones."""
+    """Our own function's arguments from checked ones."""
     q, kv_pages = widened(q, kv_pages)
     settings["soft_cap"] = even(settings["soft_cap"])
     return {

@@ -20,7 +20,7 @@ class Mismatch:
     """A token that full attention would not have chosen, and how far ahead it sees its own choice."""
 
     sequence: int
-    place: int  # among the new tokens
+    index: int  # among the new tokens
     served: int
     expected: int
     margin: float
@@ -48,11 +48,11 @@ def check(model: FullModel, sequences: list[Sequence]) -> Verdict:
     differences, margins = [0.0], [np.inf]
     for logits, sequence in zip(everything, sequences, strict=True):
         first = len(sequence.prompt) - 1
-        for place, (served, scores) in enumerate(zip(sequence.new_tokens, sequence.logits, strict=True)):
-            wanted = logits[first + place]
+        for index, (served, scores) in enumerate(zip(sequence.new_tokens, sequence.logits, strict=True)):
+            wanted = logits[first + index]
             second, best = np.sort(wanted)[-2:]
             differences.append(float(np.abs(wanted - scores).max()))
             margins.append(float(best - second))
             if (expected := int(wanted.argmax())) != served:
-                mismatches.append(Mismatch(sequence.number, place, served, expected, margins[-1]))
+                mismatches.append(Mismatch(sequence.number, index, served, expected, margins[-1]))
     return Verdict(len(margins) - 1, tuple(mismatches), max(differences), min(margins))

@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     engine = Engine(model, limits)
     for sequence in sequences:
         engine.expect_servable(sequence)
-    title = f"{framework} on {model.platform}: {len(sequences)} prompts, {limits.max_tokens} tokens a step at most"
+    title = f"{framework} on {model.platform}: {len(sequences)} prompts, at most {limits.max_tokens} tokens per step"
     with View(Console(), title, limits.num_pages, model.backends) as view:
         began = time.perf_counter()
         num_steps = serve(engine, sequences, view)
@@ -61,13 +61,13 @@ def serve(engine: Engine, sequences: list[Sequence], view: View) -> int:
     return number
 
 
-def chosen_framework(wish: str | None) -> str:
-    """The framework asked for, or the first one installed."""
+def chosen_framework(request: str | None) -> str:
+    """The requested framework, or the first one installed."""
     found = [name for name in FRAMEWORKS if importlib.util.find_spec(name) is not None]
-    if wish in found:
-        return wish
-    if wish is not None:
-        raise BackendMissing(f"{wish} is not installed; it comes with the extra ragged-attention[{wish}]")
+    if request in found:
+        return request
+    if request is not None:
+        raise BackendMissing(f"{request} is not installed; it comes with the extra ragged-attention[{request}]")
     if not found:
         extras = " or ".join(f"ragged-attention[{name}]" for name in FRAMEWORKS)
         raise BackendMissing(f"the demo needs torch or jax, and neither is installed; each is an extra: {extras}")
@@ -83,7 +83,7 @@ def build_model(framework: str, limits: Limits, device: str | None, backend: str
 
 
 def interpret_triton() -> None:
-    """Have Triton's interpreter run the kernels; it looks at the environment when it is imported."""
+    """Have Triton's interpreter run the kernels; Triton reads the environment when it is imported."""
     if os.environ.get("TRITON_INTERPRET") != "1" and "triton" in sys.modules:
         raise Unsupported("expected TRITON_INTERPRET=1 before triton is imported, got it imported without")
     os.environ["TRITON_INTERPRET"] = "1"
@@ -95,9 +95,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Serve a dozen prompts with a tiny model by continuous batching, and check every token.",
     )
     parser.add_argument("--framework", choices=FRAMEWORKS, help="default: whichever is installed, torch first")
-    parser.add_argument("--backend", metavar="NAME", help="as in the calls' backend=; default: what the platform takes")
+    parser.add_argument("--backend", metavar="NAME", help="as in the calls' backend=; default: the platform's order")
     parser.add_argument("--device", help="cpu, cuda, ...; default: a GPU or TPU if the framework sees one")
     parser.add_argument(
-        "--max-new-tokens", type=int, default=48, metavar="N", help="bytes to write a prompt (%(default)s)"
+        "--max-new-tokens", type=int, default=48, metavar="N", help="bytes to write per prompt (%(default)s)"
     )
     return parser

@@ -31,19 +31,19 @@ class Limits:
     pages_per_seq: int = 16
 
     def __post_init__(self) -> None:
-        # Then decodes alone cannot use a step up, and the oldest sequence always moves on.
+        # So decodes alone cannot use up a step, and the oldest sequence always advances.
         if self.max_tokens < self.max_num_seqs:
             raise InvalidInput(f"expected max_tokens >= max_num_seqs={self.max_num_seqs}, got {self.max_tokens}")
 
     @property
     def max_len(self) -> int:
-        """The most tokens that one sequence may come to."""
+        """The most tokens that one sequence may have."""
         return min(self.pages_per_seq, self.num_pages) * self.page_size
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's input, padded to the limits. Page indices that mean nothing are -1."""
+    """One step's input, padded to the limits. Unused page indices are -1."""
 
     tokens: Int32  # [T]
     positions: Int32  # [T]
@@ -68,7 +68,7 @@ class Batch:
 
 
 class Model(Protocol):
-    """What a framework brings: one step over the paged cache."""
+    """What a framework provides: one step over the paged cache."""
 
     def step(self, batch: Batch) -> NDArray[np.float32]:
         """Write the batch's keys and values, attend, and return the logits of each sequence's last token [S, V]."""
@@ -86,7 +86,7 @@ class Sequence:
     computed: int = 0  # so many tokens are in the cache
     pages: list[int] = dataclasses.field(default_factory=list)
     digests: list[bytes] = dataclasses.field(default_factory=list)  # of the full pages
-    logits: list[NDArray[np.float32]] = dataclasses.field(default_factory=list)  # one a new token
+    logits: list[NDArray[np.float32]] = dataclasses.field(default_factory=list)  # one per new token
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -118,7 +118,7 @@ class StepReport:
     running: int
     waiting: int
     pages_used: int
-    shared_hits: int  # pages found written already, by this step's newcomers
+    shared_hits: int  # pages that this step's newcomers found written already
     preempted: int
 
 
@@ -138,9 +138,9 @@ class Engine:
         return bool(self.running or self.waiting)
 
     def expect_servable(self, sequence: Sequence) -> None:
-        """Raise `InvalidInput` for what could never be served, however long it waits."""
+        """Raise `InvalidInput` for a sequence that could never be served, however long it waits."""
         if not sequence.prompt:
-            raise InvalidInput(f"expected prompt {sequence.number} to have a byte at least, got none")
+            raise InvalidInput(f"expected prompt {sequence.number} to have at least one byte, got none")
         if (longest := len(sequence.prompt) + sequence.max_new_tokens) > (max_len := self.limits.max_len):
             raise InvalidInput(f"expected prompt and new tokens to be at most {max_len=} together, got {longest}")
 
@@ -149,7 +149,7 @@ class Engine:
         self.waiting.append(sequence)
 
     def step(self) -> StepReport:
-        """Schedule, run the model once, and give each sequence that has come to its end a new token."""
+        """Schedule, run the model once, and give each sequence that has been computed to its end a new token."""
         hits, self._preempted = self.pages.hits, 0
         chunks = self._schedule()
         decodes = sum(sequence.decoding for sequence in chunks)
@@ -172,7 +172,7 @@ class Engine:
         chunks: dict[Sequence, int] = {}
         for sequence in sorted(self.running, key=lambda sequence: not sequence.decoding):
             length = min(self.limits.max_tokens - sum(chunks.values()), sequence.pending)
-            if length and sequence in self.running and self._make_room(sequence, length, chunks):
+            if length and sequence in self.running and self._make_space(sequence, length, chunks):
                 chunks[sequence] = length
         while self.waiting and len(self.running) < self.limits.max_num_seqs:
             budget = self.limits.max_tokens - sum(chunks.values())
@@ -185,7 +185,7 @@ class Engine:
         return chunks
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Share what is in the cache of a waiting sequence; False where the rest of it has no room now."""
+        """Share what the cache holds of a waiting sequence; False if there are too few free pages for the rest."""
         size = self.limits.page_size
         digest = b""
         # The last token is computed in any case, for its logits.
@@ -203,15 +203,15 @@ class Engine:
         return False
 
     def _grow(self, sequence: Sequence, length: int) -> bool:
-        """Take the pages that `length` more tokens need; False where there are too few."""
+        """Take the pages that `length` more tokens need; False if there are too few."""
         while len(sequence.pages) * self.limits.page_size < sequence.computed + length:
             if (page := self.pages.take()) is None:
                 return False
             sequence.pages.append(page)
         return True
 
-    def _make_room(self, sequence: Sequence, length: int, chunks: dict[Sequence, int]) -> bool:
-        """Grow, at the expense of the youngest sequence if need be; False where that is `sequence` itself."""
+    def _make_space(self, sequence: Sequence, length: int, chunks: dict[Sequence, int]) -> bool:
+        """Grow, at the expense of the youngest sequence if need be; False if that is `sequence` itself."""
         while not self._grow(sequence, length):
             youngest = self.running.pop()
             self._release(youngest)
@@ -223,7 +223,7 @@ class Engine:
         return True
 
     def _release(self, sequence: Sequence) -> None:
-        for page in reversed(sequence.pages):  # so that a prefix's end is given out again before its beginning
+        for page in reversed(sequence.pages):  # so that a prefix's end is reused before its beginning
             self.pages.release(page)
         sequence.pages.clear()
         sequence.digests.clear()

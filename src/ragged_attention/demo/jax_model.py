@@ -1,4 +1,4 @@
-"""The demo's transformer in jax: one jitted function a step, compiled once."""
+"""The demo's transformer in jax: one jitted function per step, compiled once."""
 
 import functools
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def rope(x: jax.Array, positions: jax.Array) -> jax.Array:
 
 
 def forward(weights: Arrays, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
-    """Hidden states [..., T, E]; `attend(layer, q, k, v)` is all that is not token by token."""
+    """Hidden states [..., T, E]; `attend(layer, q, k, v)` is everything that is not token by token."""
     x = weights["embed"][tokens]
     for layer in range(len(weights["q"])):
         h = norm(x, weights["attention_norm"][layer])
@@ -80,7 +80,7 @@ def paged_logits(
 
 
 def device_named(name: str | None) -> str:
-    """The platform asked for, made the one of this process, or the best one here."""
+    """The requested platform, made that of this process, or the best one here."""
     if name is None:
         return default_platform()
     before = jax.config.jax_platforms  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
 """The demo's transformer, apart from any framework: its weights, its shape, and the backends its calls take.
 
-Bytes in, bytes out; RMSNorm, rotary positions, grouped queries, a gated feed-forward layer, embeddings used on both
-sides. The shapes of the weights say all there is to say about its size:
+Bytes in, bytes out; RMSNorm, rotary positions, grouped queries, a gated feed-forward layer, embeddings shared by input
+and output. The shapes of the weights define its size:
 
     embed [V, E]    q [L, E, H, D]    k, v [L, E, K, D]    o [L, H, D, E]    gate, up [L, E, F]    down [L, F, E]
     attention_norm, feed_norm [L, E]    last_norm [E]
@@ -31,7 +31,7 @@ def load_weights() -> Weights:
 
 
 def rope_frequencies(head_dim: int) -> NDArray[np.float32]:
-    """The angle a position turns each pair of channels by, [D / 2]."""
+    """The angle by which one position turns each pair of channels, [D / 2]."""
     return (ROPE_BASE ** (-np.arange(0, head_dim, 2) / head_dim)).astype(np.float32)
 
 

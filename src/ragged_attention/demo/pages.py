@@ -17,8 +17,8 @@ def chained_digest(before: bytes, tokens: Sequence[int]) -> bytes:
 class PageAllocator:
     """Reference counts, a free list, and a directory of full pages by content.
 
-    A page that nobody holds keeps its content and its entry in the directory until it is given out again, the
-    longest unheld first; so a prompt may find pages of a sequence that has ended.
+    A page that nobody holds keeps its content and its entry in the directory until it is reused, the longest
+    unheld first; so a prompt may find pages of a sequence that has ended.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -41,7 +41,7 @@ class PageAllocator:
         return self._holders[page]
 
     def take(self) -> int | None:
-        """A page for new content, or None where every page is held."""
+        """A page for new content, or None if every page is held."""
         if not self._free:
             return None
         page = next(iter(self._free))
@@ -52,7 +52,7 @@ class PageAllocator:
         return page
 
     def publish(self, page: int, digest: bytes) -> None:
-        """Let later prompts find a page that is full and written; of equal pages the first one is kept for that."""
+        """Let later prompts find a page that is full and written; of equal pages the first one is listed."""
         if not self._holders[page]:
             raise ValueError(f"expected a page that somebody holds, got page {page}")
         if digest not in self._page_of and page not in self._digest_of:
@@ -60,7 +60,7 @@ class PageAllocator:
             self._digest_of[page] = digest
 
     def share(self, digest: bytes) -> int | None:
-        """The page with this content, held once more, or None where there is none."""
+        """The page with this content, held once more, or None if there is none."""
         page = self._page_of.get(digest)
         if page is None:
             return None

@@ -31,7 +31,7 @@ def rope(x: Tensor, positions: Tensor) -> Tensor:
 
 
 def forward(weights: dict[str, Tensor], tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-    """Hidden states [..., T, E]; `attend(layer, q, k, v)` is all that is not token by token."""
+    """Hidden states [..., T, E]; `attend(layer, q, k, v)` is everything that is not token by token."""
     x = weights["embed"][tokens]
     for layer in range(len(weights["q"])):
         h = norm(x, weights["attention_norm"][layer])
@@ -60,7 +60,7 @@ def full_logits(weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
 
 
 def device_named(name: str | None) -> str:
-    """The device asked for, or the best one here."""
+    """The requested device, or the best one here."""
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         return str(torch.zeros(1, device=name).device)

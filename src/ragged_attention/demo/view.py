@@ -1,4 +1,4 @@
-"""What the demo shows: a line a step, the texts as they grow (live on a terminal), and the verdict."""
+"""What the demo shows: one line per step, the texts as they grow (live on a terminal), and the verdict."""
 
 from types import TracebackType
 from typing import Self
@@ -83,7 +83,7 @@ class View:
         )
         for wrong in verdict.mismatches[:SHOWN_MISMATCHES]:
             self.line(
-                f"#{wrong.sequence} new token {wrong.place}: served {bytes([wrong.served])!r}, "
+                f"#{wrong.sequence} new token {wrong.index}: served {bytes([wrong.served])!r}, "
                 f"full attention {bytes([wrong.expected])!r}, ahead by {wrong.margin:.1e}"
             )
 
@@ -96,8 +96,8 @@ class View:
         )
 
     def _tail(self, sequence: Sequence) -> Text:
-        """One line of the live part: as much of the text's end as there is room for."""
+        """One line of the live part: as much of the text's end as fits."""
         state = "done" if sequence.finished else "run" if sequence.pages else "wait"
         text = Text.assemble((readable(sequence.prompt), "dim"), (readable(sequence.new_tokens), "bold"))
-        room = max(self.console.width - 12, 8)
-        return Text.assemble((f"#{sequence.number:<2} {state:<5}", "cyan"), text[max(len(text) - room, 0) :])
+        width = max(self.console.width - 12, 8)
+        return Text.assemble((f"#{sequence.number:<2} {state:<5}", "cyan"), text[max(len(text) - width, 0) :])

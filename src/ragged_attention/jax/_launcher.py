@@ -1,4 +1,4 @@
-"""How a backend's work gets done on jax arrays: Triton by jax-triton or the interpreter, NumPy on the host."""
+"""How a backend's work is done on jax arrays: Triton by jax-triton or the interpreter, NumPy on the host."""
 
 import dataclasses
 import functools
@@ -99,7 +99,7 @@ def _why_no_pallas(platform: str) -> str | None:
 
 
 def tpu_facts() -> dict[str, Any]:
-    """What jax knows of the TPU at hand; one that is not here is a v5e unless the mesh in force says otherwise."""
+    """Facts about the TPU at hand; without one, about a v5e unless the mesh in force names another."""
     pltpu = importlib.import_module("jax.experimental.pallas.tpu")
     parameters, device = interpreted_tpu(), _mesh_device()
     if jax.default_backend() == "tpu" or getattr(device, "platform", None) == "tpu":
@@ -184,7 +184,7 @@ def _from_numpy(array: Any, like: jax.ShapeDtypeStruct) -> np.ndarray:
     array = np.asarray(array)
     if is_bits(like.dtype):
         return array.view(like.dtype)
-    with np.errstate(over="ignore"):  # an infinity of the narrower dtype is what is wanted
+    with np.errstate(over="ignore"):  # an infinity of the narrower dtype is intended
         return array.astype(like.dtype)
 
 
@@ -292,7 +292,7 @@ class Launcher:
     ) -> dict[str, Any]:
         """Call a compiled function through XLA's FFI; see the torch launcher, whose twin this is.
 
-        Arrays left out are arrays without entries to XLA, integers one attribute, other numbers one each.
+        To XLA absent arrays are arrays without entries, integers one attribute, other numbers one each.
         """
         record, nothing = function.record, jnp.zeros(0, jnp.int32)
         shapes = [
@@ -310,7 +310,7 @@ class Launcher:
         return {name: None if outputs[name] is None else array for name, array in named}
 
     def sorted(self, numbers: Any) -> tuple[Any, Any]:
-        """Numbers [N] in ascending order, and where they stood; see the torch launcher."""
+        """Numbers [N] in ascending order, and their indices before sorting; see the torch launcher."""
         indices = jax.lax.iota(jnp.int32, numbers.shape[0])
         values, order = jax.lax.sort((numbers, indices), num_keys=1, is_stable=True)
         return values, order

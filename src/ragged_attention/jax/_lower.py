@@ -88,7 +88,7 @@ def _own_rules() -> Iterator[None]:
 
 
 class Request(NamedTuple):
-    """What a call asks for, hashable: the ordered names of backends, None for the platform's order, and the options."""
+    """A call's request, hashable: the ordered names of backends, None for the platform's order, and the options."""
 
     names: tuple[str, ...] | None
     options: tuple[tuple[str, Any], ...]
@@ -116,7 +116,7 @@ def _run(
     traced: bool,
     state: Any,
 ) -> tuple[jax.Array, ...]:
-    """The operation as one that jax can differentiate, or refuses to with our own words."""
+    """The operation as one that jax can differentiate, or refuses to differentiate, with our own message."""
 
     @jax.custom_vjp
     def compute(arrays: dict[int, Any]) -> tuple[jax.Array, ...]:
@@ -131,7 +131,7 @@ def _run(
         if gradient is None:
             raise RuntimeError(no_gradient(record.OPERATION))
         arrays, out, lse = saved
-        # A result that nobody uses has no gradient.
+        # A result that is not used has no gradient.
         d_out, d_lse = (None if isinstance(each, SymbolicZero) else each for each in (cotangents[0], cotangents[-1]))
         known = join(record, arrays, statics) | {"out": out, "lse": lse, "d_lse": d_lse}
         known["d_out"] = jnp.zeros_like(out) if d_out is None else d_out
@@ -200,7 +200,7 @@ def _results(choice: dispatch.Choice, call: Any, request: Request, launch: Launc
         written = _tuple(dispatch.choose(write, backend=request.names or "auto").run(write, launch))
         call = call.after_write(written[0] if call.combined else written)
     found = _tuple(choice.run(call, launch))
-    missing = (call.NUM_RESULTS or len(found)) - len(found)  # a gradient that there is none of, as in torch
+    missing = (call.NUM_RESULTS or len(found)) - len(found)  # an absent gradient, as in torch
     return *found, *[jnp.zeros(0, jnp.float32)] * missing, *written
 
 

@@ -49,7 +49,7 @@ def sparse_mla_prefill(
         kv: the latent rows, [s_kv, K, d_qk] of q's dtype, packed; or a paged cache [P, G, K, d_qk], or a quantised
             one [P, G, 1, bytes], as `mla_decode` takes them. A row is the key; its first `d_v` columns are the value.
         indices: i32 [T, K, N], rows of `kv`, or slots `page * G + offset` of a paged cache. Their order is free. One
-            outside [0, s_kv) (or [0, P * G)), such as -1, selects nothing wherever it stands and is never read as a
+            outside [0, s_kv) (or [0, P * G)), such as -1, selects nothing and is never read as a
             row; one that is listed twice counts twice.
         sm_scale: factor on q . k; default `d_qk ** -0.5`.
         d_v: columns of the value, a multiple of 16 up to d_qk.
@@ -57,7 +57,7 @@ def sparse_mla_prefill(
         topk_lens: i32 [T]; entries of `indices` from there on are ignored. Clamped to [0, N].
         cache_format: `plain`, `fp8_v32` or `fp8_v4`; default by `kv`'s dtype and last dimension.
         deterministic: the gradient has the same bits in every run: contributions to a row are added in the order of
-            the queries that select it, by way of an index, where otherwise GPUs add them as they come.
+            the queries that select it, by way of an index, where otherwise GPUs add them in any order.
         backend: this call's backend, a name or an ordered list of them; see `ragged_attention.config`. The gradient
             runs on it too if it offers `sparse_mla_prefill_backward`.
         options: this call's tunables, fields of the chosen backend's `Tile`; those of the gradient are the
@@ -75,8 +75,8 @@ def sparse_mla_prefill(
 
     Raises:
         InvalidInput: (a ValueError) shapes, dtypes or options that contradict the above.
-        TypeError: a value of a wrong kind.
-        Unsupported: no backend asked for takes the call; the message has each one's reason.
+        TypeError: a value of the wrong kind.
+        Unsupported: no requested backend takes the call; the message gives each one's reason.
 
     The operation is FlashMLA's `flash_mla_sparse_fwd` (DeepSeek-V3.2), made general; `compat.flash_mla` has its own
     conventions (base-2 logits).
@@ -102,7 +102,7 @@ def sparse_mla_prefill_backward(
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """The gradient of `sparse_mla_prefill`: what automatic differentiation of it calls, and kernels are swapped by.
+    """The gradient of `sparse_mla_prefill`: called by automatic differentiation, and where kernels are swapped.
 
     Letters as in `sparse_mla_prefill`.
 
@@ -162,7 +162,7 @@ def mla_decode(
         kv_lens: i32 [S], positions of each sequence in the cache. Only for dense calls, which are those without
             `indices`; calls with them ignore both.
         indices: i32 [S, Q, N], makes the call sparse (K must be 1): slots `page * G + offset` of the cache for each
-            query token. Order is free; one outside [0, P * G), such as -1, selects nothing wherever it stands; one
+            query token. Order is free; one outside [0, P * G), such as -1, selects nothing; one
             listed twice counts twice.
         d_v: columns of the value, a multiple of 16 up to d_qk.
         sm_scale: factor on q . k; default `d_qk ** -0.5`.
@@ -171,7 +171,7 @@ def mla_decode(
         topk_lens: i32 [S] or [S, Q]; entries of `indices` from there on are ignored. Clamped to [0, N].
         extra_kv_cache, extra_indices, extra_topk_lens: a second cache, of the same format and its own number and
             size of pages, with its own lists i32 [S, Q, N'] and lengths: each query attends to both selections.
-        schedule: from `make_decode_schedule`, how to divide the work. The result is the same without, up to
+        schedule: from `make_decode_schedule`, how to divide the work. The result is the same without one, up to
             rounding: then the keys of a sequence are divided among programs by shapes alone.
         cache_format: `plain`, `fp8_v32` or `fp8_v4`; default by the dtype and last dimension of `kv_cache`.
         backend, options: as in `sparse_mla_prefill`. With the kernels of `triton` and `cuda`
@@ -224,7 +224,7 @@ def make_decode_schedule(
         num_q_heads, num_kv_heads: heads.
         topk: entries in each list of a sparse call; None for a dense one.
         topk_lens: i32 [S] or [S, Q], as in `mla_decode`; only with `topk`.
-        extra_topk, extra_topk_lens: the same of the second cache.
+        extra_topk, extra_topk_lens: the same for the second cache.
         num_parts: how many ranges; default what fills the device with blocks of 64 rows.
         device: torch only, and only used with `topk` and no `topk_lens`: where the schedule is made.
         overhead: the cost of beginning a sequence, in blocks.
@@ -323,7 +323,7 @@ def write_mla_cache(
         may remain.
 
     Raises:
-        InvalidInput, TypeError, Unsupported: as `mla_decode`; slots out of range, but for -1, only under
+        InvalidInput, TypeError, Unsupported: as `mla_decode`; slots out of range, except -1, only under
             `validate="full"`.
     """
     return run(WriteMlaCache, locals())[0]

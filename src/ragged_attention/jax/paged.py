@@ -109,7 +109,7 @@ def ragged_paged_attention(
             `cu_q_lens[num_seqs]` on are padding. D is a multiple of 8 from 16 to 512.
         kv_pages: the cache, [P, G, 2K, D] with K of head h at 2h and V at 2h + 1, or a pair `(k_pages, v_pages)` of
             [P, G, K, D] and [P, G, K, D_v]. Its dtype is that of `q`, or float8_e4m3fn, float8_e5m2 or int8. From
-            torch any strides will do, the last one being 1. Sequences may share pages.
+            torch any strides are taken, the last one being 1. Sequences may share pages.
         kv_lens: i32 [S], positions of each sequence in the cache, those of this step included.
         page_indices: i32 [S, M], page p of the row holds positions p * G and on; entries past the last used page are
             never read as pages.
@@ -125,18 +125,18 @@ def ragged_paged_attention(
         k_scale, v_scale: a cached value times its scale is the true one: a float, or an array of [] or [K].
         return_lse: also return the log-sum-exp.
         new_kv: this step's keys and values, a pair of [T, K, D] and [T, K, D_v] of q's dtype, one per query. They
-            are written into the pages before anything is attended, as `write_kv_pages` does by `page_indices`,
+            are written into the pages before attention, as `write_kv_pages` does by `page_indices`,
             `kv_lens` and `cu_q_lens`. A backend may do both at once.
-        draft_mask: bool [T, W], which of its sequence's new tokens each query sees, as tree speculative decoding asks:
-            entry [t, j] is about the one at position `kv_len - q_len + j`. It takes the place of `causal` among those;
-            earlier positions are seen as ever, new tokens from the W-th on are not. A window holds as well.
+        draft_mask: bool [T, W], which of its sequence's new tokens each query sees, as tree speculative decoding needs:
+            entry [t, j] is about the one at position `kv_len - q_len + j`. It replaces `causal` among those;
+            earlier positions are seen as usual, new tokens from the W-th on are not. A window applies as well.
         backend: this call's backend, a name or an ordered list of them; see `ragged_attention.config`.
         options: this call's tunables, fields of the chosen backend's `Tile`.
 
     Returns:
         out [T, H, D_v] of q's dtype; with `return_lse` also lse [T, H] float32, the natural log-sum-exp of the
         visible logits, sinks not counted. A query that sees no key, and a padding row, gets out 0 and lse -inf.
-        With `new_kv` last of all the pages: in torch those given, written in place, in jax new ones, as from
+        With `new_kv` the last result is the pages: in torch those given, written in place, in jax new ones, as from
         `write_kv_pages`.
         No index value makes a kernel read outside the arrays: lengths are clamped to what the arrays can hold,
         and a page index outside [0, P) makes its positions invisible. Softmax and sums are in float32.
@@ -144,8 +144,8 @@ def ragged_paged_attention(
     Raises:
         InvalidInput: (a ValueError) shapes, dtypes or options that contradict the above; values of the index arrays
             are checked only under `validate="full"`.
-        TypeError: a value of a wrong kind.
-        Unsupported: no backend asked for takes the call; the message has each one's reason.
+        TypeError: a value of the wrong kind.
+        Unsupported: no requested backend takes the call; the message gives each one's reason.
 
     The operation is JAX's `ragged_paged_attention` joined with ejKernel's version of it (sinks); online softmax after
     Milakov and Gimelshein (2018) and FlashAttention, splits of the keys after Flash-Decoding.

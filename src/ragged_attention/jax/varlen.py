@@ -87,8 +87,8 @@ def varlen_attention(
         soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, after scaling and before masking.
         sinks: f32 [H] (f64 beside float64 queries), one logit per head that joins the softmax's denominator only.
         return_lse: also return the log-sum-exp.
-        deterministic: the gradients have the same bits in every run. The kernels of `triton`, `eager` and
-            `reference` are so whether this is set or not.
+        deterministic: the gradients have the same bits in every run. Those of `triton`, `eager` and `reference`
+            have, whether this is set or not.
         backend: this call's backend, a name or an ordered list of them; see `ragged_attention.config`. The gradient
             runs on it too if it offers `varlen_attention_backward`.
         options: this call's tunables, fields of the chosen backend's `Tile`; those of the gradient are the
@@ -106,8 +106,8 @@ def varlen_attention(
     Raises:
         InvalidInput: (a ValueError) shapes, dtypes or options that contradict the above; values of the prefix sums
             only under `validate="full"`.
-        TypeError: a value of a wrong kind.
-        Unsupported: no backend asked for takes the call; the message has each one's reason.
+        TypeError: a value of the wrong kind.
+        Unsupported: no requested backend takes the call; the message gives each one's reason.
 
     The operation is FlashMLA's and FlashAttention's `flash_attn_varlen_func`; online softmax after Milakov and
     Gimelshein (2018), the recomputing gradient after Dao et al. (FlashAttention, 2022).
@@ -140,7 +140,7 @@ def varlen_attention_backward(
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """The gradient of `varlen_attention`: what automatic differentiation of it calls, and kernels are swapped by.
+    """The gradient of `varlen_attention`: called by automatic differentiation, and where kernels are swapped.
 
     Letters as in `varlen_attention`.
 

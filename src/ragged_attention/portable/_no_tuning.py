@@ -1,7 +1,8 @@
 """The `Tile` of an implementation that has nothing to tune."""
 
 import dataclasses
-from typing import Any
+
+from ragged_attention.calls import Call
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -9,6 +10,6 @@ class Tile:
     """Nothing to tune."""
 
 
-def heuristic(call: Any) -> Tile:
+def heuristic(call: Call) -> Tile:
     del call
     return Tile()

@@ -56,7 +56,7 @@ def emulated(runner: Runner, mode: str) -> EmulatedRunner:
 
 def missing() -> str | None:
     """Why the emulation cannot be built here."""
-    return toolchain.missing_to_emulate() or compile.missing_to_keep()
+    return toolchain.missing_to_emulate() or compile.missing_to_store()
 
 
 def runners(backend: str, framework: str | None, device: str | None) -> list[EmulatedRunner]:

@@ -183,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from ragged_attention.testing.drawing import paths
 
     if options.room:
-        dispatch.third_party_rooms = lambda: {options.backend: options.room}
+        dispatch.third_party_packages = lambda: {options.backend: options.room}
     for side in ("end", "start"):
         guard_the_launcher(options.framework, side)
         runner = Runner(

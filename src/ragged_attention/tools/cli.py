@@ -1,6 +1,6 @@
 """The command line: `ragged-attention demo | doctor | explain | bench | conformance | build-cuda`.
 
-Each command is imported when it is called for, so that asking for help loads no framework. A user's mistake ends in
+Each command is imported when it is called, so that asking for help loads no framework. A user's mistake ends in
 one line and exit code 2.
 """
 
@@ -41,17 +41,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _elsewhere(arguments[0], arguments[1:])
         parsed = _parser().parse_args(arguments)
         return parsed.run(parsed)
-    except SystemExit as stop:  # argparse's way to say that it has printed help or a complaint
+    except SystemExit as stop:  # argparse has printed help or an error message
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except USER_ERRORS as error:
-        return _complain(str(error), 2)
+        return _fail(str(error), 2)
     except ImportError as error:
-        return _complain(f"{type(error).__name__}: {error}", 1)
+        return _fail(f"{type(error).__name__}: {error}", 1)
     except KeyboardInterrupt:
-        return _complain("interrupted", 130)
+        return _fail("interrupted", 130)
 
 
-def _complain(message: str, code: int) -> int:
+def _fail(message: str, code: int) -> int:
     Console(stderr=True, soft_wrap=True).print(f"[bold red]ragged-attention:[/] {escape(message)}", highlight=False)
     return code
 
@@ -59,13 +59,13 @@ def _complain(message: str, code: int) -> int:
 def _elsewhere(command: str, arguments: Sequence[str]) -> int:
     module, _ = ELSEWHERE[command]
     if command == "bench" and not _found(module):
-        return _complain("bench needs the folder benchmarks/: run it in a checkout of the repository", 2)
+        return _fail("bench needs the folder benchmarks/: run it in a checkout of the repository", 2)
     return importlib.import_module(module).main(arguments) or 0
 
 
 def _found(module: str) -> bool:
     if "" not in sys.path:
-        sys.path.insert(0, "")  # a console script does not look into the working directory by itself
+        sys.path.insert(0, "")  # a console script does not search the working directory by itself
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:

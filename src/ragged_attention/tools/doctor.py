@@ -30,7 +30,7 @@ DISTRIBUTIONS = {"jax_triton": "jax-triton"}
 
 def report(console: Console) -> int:
     """Print every section; 0, or 1 where something that is installed does not work."""
-    with console.status("looking round"):
+    with console.status("looking around"):
         found = {name: imported(name) for name in MODULES}
         sections = [
             _table("versions", ("what", "version"), versions(found)),
@@ -60,7 +60,7 @@ def _table(title: str, headings: tuple[str, ...], rows: Any) -> Table:
 def imported(name: str) -> ModuleType | Exception:
     """A module, or the exception that its import raised."""
     try:
-        if name == "jax_triton":  # its import needs care, and the launcher takes it
+        if name == "jax_triton":  # the launcher imports it with the care that it needs
             found = importlib.import_module("ragged_attention.jax._launcher").jax_triton()
             return found if isinstance(found, ModuleType) else absent_or(found, name)
         return importlib.import_module(name)
@@ -78,8 +78,8 @@ def is_broken(module: ModuleType | Exception) -> bool:
     return isinstance(module, Exception) and not isinstance(module, BackendMissing)
 
 
-def told(error: BaseException) -> str:
-    """An exception in one line; its kind first, unless it is ours and says all by itself."""
+def one_line(error: BaseException) -> str:
+    """An exception in one line; its type first, unless it is ours and clear by itself."""
     lines = str(error).strip().splitlines() or [""]
     return " ".join(lines) if isinstance(error, Unsupported) else f"{type(error).__name__}: {lines[0]}"
 
@@ -89,7 +89,7 @@ def versions(found: dict[str, ModuleType | Exception]) -> Iterator[tuple[str, st
     yield "python", f"{platform.python_version()} on {platform.platform()}"
     for name, module in found.items():
         if isinstance(module, Exception):
-            yield name, told(module)
+            yield name, one_line(module)
         else:
             yield name, getattr(module, "__version__", None) or _version_of(DISTRIBUTIONS.get(name, name))
     yield from reports()
@@ -104,7 +104,7 @@ def _version_of(distribution: str) -> str:
 
 
 def reports() -> Iterator[tuple[str, str]]:
-    """What the backends that are here say of themselves, by the `report` hooks of their packages."""
+    """What the installed backends report, by the `report` hooks of their packages."""
     for backend in dispatch.backends():
         package = dispatch.package_of(backend) or ""
         try:
@@ -117,24 +117,24 @@ def reports() -> Iterator[tuple[str, str]]:
 
 
 def pallas(jax: ModuleType | Exception) -> str:
-    """Whether Pallas TPU kernels can run on jax's default device, and what they know of it."""
+    """Whether Pallas TPU kernels can run on jax's default device, and its facts."""
     if isinstance(jax, Exception):
-        return f"needs jax, {told(jax)}"
+        return f"needs jax, {one_line(jax)}"
     try:
         return tpu_facts(device_of("jax"))
     except Exception as error:
-        return told(error)
+        return one_line(error)
 
 
 def tpu_facts(device: Device) -> str:
     if (reason := device.why_unavailable("pallas")) is not None:
         return reason
-    memories = f"{device.shared_memory >> 20} MiB of VMEM and {device.scalar_memory >> 10} KiB of SMEM a core"
+    memories = f"{device.shared_memory >> 20} MiB of VMEM and {device.scalar_memory >> 10} KiB of SMEM per core"
     return f"{device.name or 'an interpreted TPU'}, cores: {device.num_multiprocessors}, {memories}"
 
 
 def devices(found: dict[str, ModuleType | Exception]) -> Iterator[tuple[str, str]]:
-    """What torch and jax can see, each device on a line."""
+    """What torch and jax can see, one device per line."""
     torch: Any = found["torch"]
     if not isinstance(torch, Exception):
         yield "torch", "cpu"
@@ -149,7 +149,7 @@ def devices(found: dict[str, ModuleType | Exception]) -> Iterator[tuple[str, str
         try:
             seen = [f"{device.platform}:{device.id} {device.device_kind}" for device in jax.devices()]
         except RuntimeError as error:
-            seen = [told(error)]
+            seen = [one_line(error)]
         yield from (("jax", device) for device in seen)
 
 
@@ -164,7 +164,7 @@ def backends() -> Iterator[tuple[str, str, str]]:
             except BackendMissing as missing:
                 absent.append(str(missing).replace(operation, "any operation"))
             except Exception as error:
-                faults.append(f"{operation}: {told(error)}")
+                faults.append(f"{operation}: {one_line(error)}")
         state = "; ".join(faults) or ("present" if offered else f"absent: {', '.join(dict.fromkeys(absent))}")
         yield backend, ", ".join(offered), state
     for name in dispatch.shadowed():
@@ -175,7 +175,7 @@ def configuration() -> Iterator[tuple[str, str]]:
     try:
         now = config.get_config()
     except (ValueError, TypeError) as error:
-        yield "fault", told(error)
+        yield "fault", one_line(error)
         return
     yield "backend", ", ".join(f"{key}: {', '.join(names)}" for key, names in now.backend.items()) or "auto"
     yield "options", "; ".join(f"{key}: {dict(value)}" for key, value in now.options.items()) or "none"
@@ -207,12 +207,12 @@ def picks(found: dict[str, ModuleType | Exception]) -> Iterator[tuple[str, ...]]
 
 def _pick(operation: str, framework: str, module: ModuleType | Exception) -> str:
     if isinstance(module, Exception):
-        return told(module)
+        return one_line(module)
     try:
         device = device_of(framework)
         choice = dispatch.choose(sample_of(operation).call(operation, device))
     except Exception as error:
-        return told(error)
+        return one_line(error)
     return f"{choice.backend} on {device.name or device.platform}: {choice.tile}"
 
 

@@ -1,4 +1,4 @@
-"""How a backend's work gets done on torch tensors: Triton kernels on the current stream, NumPy on the host."""
+"""How a backend's work is done on torch tensors: Triton kernels on the current stream, NumPy on the host."""
 
 import contextlib
 import ctypes
@@ -66,7 +66,7 @@ def _assign(tensor: torch.Tensor, values: np.ndarray) -> None:
     to_bits(tensor).copy_(torch.from_numpy(np.asarray(values)))
 
 
-OPTIONS = {"num_warps": 4, "num_stages": 2}  # of a launch that does not say otherwise
+OPTIONS = {"num_warps": 4, "num_stages": 2}  # of a launch that does not set others
 _HERE = contextlib.nullcontext()
 
 
@@ -139,7 +139,7 @@ class Launcher:
         return results
 
     def sorted(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Numbers [N] in ascending order, and the i32 places where they stood; equal ones keep their order."""
+        """Numbers [N] in ascending order, and their i32 indices before sorting; equal ones keep their order."""
         values, places = torch.sort(numbers, stable=True)
         return values, places.to(torch.int32)
 
@@ -154,7 +154,7 @@ class Launcher:
         return tensor if tensor.dim() == 0 or tensor.shape[-1] == 1 or tensor.stride(-1) == 1 else tensor.contiguous()
 
     def aligned(self, tensor: torch.Tensor, bytes: int = 16) -> torch.Tensor:
-        """The tensor, copied if one of its rows is strided or does not begin at a multiple of so many bytes."""
+        """The tensor, copied if one of its rows is strided or does not begin at a multiple of `bytes`."""
         if tensor.data_ptr() % bytes == 0:
             if tensor.is_contiguous():
                 return tensor

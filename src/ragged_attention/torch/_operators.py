@@ -71,10 +71,10 @@ def run_prepared(record: type[Call], prepared: Mapping[str, Any], backend: Any, 
     try:
         if compiling or _may_differentiate(flat):
             return operator(*flat, _names(backend), encode_options(options))
-        with torch._C._AutoDispatchBelowAutograd():  # which would find as much, at the price of a second dispatch
+        with torch._C._AutoDispatchBelowAutograd():  # which would find the same, at the price of a second dispatch
             return operator(*flat, _names(backend), encode_options(options))
     except (RuntimeError, TypeError):
-        _plan.checked(record, prepared)  # a schema's complaint does not name our argument; the record's does
+        _plan.checked(record, prepared)  # a schema's error does not name our argument; the record's does
         raise
 
 
@@ -95,7 +95,7 @@ def run_with_write(record: Any, arguments: Mapping[str, Any]) -> list[torch.Tens
 
 
 def _may_differentiate(flat: Sequence[Any]) -> bool:
-    """Whether autograd may have to do with a call."""
+    """Whether autograd may be involved in a call."""
     if torch._C._functorch.maybe_current_level() is not None:  # type: ignore[attr-defined]
         return True
     return torch.is_grad_enabled() and torch._C._any_requires_grad(*flat)
@@ -130,7 +130,7 @@ def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager
 
 
 def _mark_written(operation: str, name: str, tensor: torch.Tensor) -> None:
-    """What torch does of itself for its own operations in place: refuse what cannot be written, count versions."""
+    """What torch does by itself for its own operations in place: refuse what cannot be written, count versions."""
     if tensor is None:
         return  # which the record will refuse
     if tensor.requires_grad and torch.is_grad_enabled():
@@ -162,7 +162,7 @@ def _implementation(record: type[Call]) -> Callable[..., Any]:
 
 
 def _as_declared(record: type[Call], found: Any, like: torch.Tensor) -> Any:
-    """A backend's results as the schema has them: an empty tensor in place of a gradient that there is none of."""
+    """A backend's results as the schema has them: an empty tensor in place of an absent gradient."""
     if record.NUM_RESULTS == 0:
         return None
     found = list(found) if isinstance(found, tuple | list) else [found]
@@ -197,7 +197,7 @@ def _gradient(record: type[Call]) -> tuple[Callable[..., Any], Callable[..., Non
     gradient = CALLS[f"{record.OPERATION}_backward"]
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        ctx.set_materialize_grads(False)  # of a log-sum-exp that nobody uses there is no gradient
+        ctx.set_materialize_grads(False)  # a log-sum-exp that is not used has no gradient
         ctx.mark_non_differentiable(*output[1:-1])
         ctx.indices = [index for index, value in enumerate(inputs) if isinstance(value, torch.Tensor)]
         ctx.save_for_backward(*(inputs[index] for index in ctx.indices), output[0], output[-1])

@@ -17,18 +17,18 @@ from ragged_attention.torch._replay import LaunchRecording, alignments
 
 
 def _static(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """All of an argument that a plan may rest on, everything but a tensor's contents; adds its tensors to a list."""
+    """All of an argument that a plan may depend on, everything but a tensor's contents; adds its tensors to a list."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return value.shape, value.stride(), value.dtype, value.device
     if isinstance(value, tuple):
         return tuple([_static(item, tensors) for item in value])
-    return repr(value) if type(value) is float and not value else value  # -0.0 is equal to 0.0 and not the same
+    return repr(value) if type(value) is float and not value else value  # -0.0 is equal to 0.0 but not the same
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """What calls alike share: the choice, and what it launches by how the tensors lie in memory."""
+    """What calls of one kind share: the choice, and what it launches by how the tensors lie in memory."""
 
     device: Device
     choice: dispatch.Choice

@@ -1,6 +1,6 @@
 """What a backend launches, recorded once and replayed on the tensors of each call like the first.
 
-What a backend launches rests on static facts alone, so it is recorded once: a backend runs on stand-ins, a
+What a backend launches depends on static facts alone, so it is recorded once: a backend runs on stand-ins, a
 `LaunchRecording` keeps what it launched, and each call like it replays that on its own tensors. A kernel that was
 launched once through Triton is from then on enqueued as it was compiled, without asking Triton again what the
 arguments' types and values call for.
@@ -61,7 +61,7 @@ def _is_jitted(kernel: Any) -> bool:
 
 
 def _driver() -> Any:
-    """Triton's driver; None where someone is to see or change how kernels are compiled."""
+    """Triton's driver; None where a tool is to see or change how kernels are compiled."""
     knobs = _triton().knobs
     if knobs.runtime.debug or knobs.compilation.instrumentation_mode or knobs.runtime.add_stages_inspection_hook:
         return None
@@ -185,7 +185,7 @@ ALIGNMENT = 16  # bytes: what Triton asks of an address
 
 
 def alignments(tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> tuple[int, ...]:
-    """What of how tensors lie in memory the launches of a call rest on.
+    """What the launches of a call depend on of how tensors lie in memory.
 
     That is how an address is aligned, which `words` asks too, and on AMD whether the memory is larger than an offset
     of 32 bits reaches.
@@ -242,7 +242,7 @@ class Recorder(Launcher):
         return self._as_it_is(tensor, super().words(tensor.tensor, packed_rows=packed_rows))
 
     def _as_it_is(self, array: Any, found: torch.Tensor) -> Any:
-        """A copy is no launch; a call that needs one is not recorded, for the copy costs more than the launch."""
+        """A copy is not a launch; a call that needs one is not recorded, since the copy costs more than the launch."""
         if found is not array.tensor:
             raise Unrecorded
         return array

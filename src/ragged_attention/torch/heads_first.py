@@ -33,7 +33,7 @@ def paged_attention(
         k_pages, v_pages: [K, P, G, D] each, of q's dtype, or float8_e4m3fn, float8_e5m2 or int8; or, quantised, a pair
             `(weight, scales)` each, of such an 8-bit array and f32 [K, P, G, 1], whose values are weight * scales.
             jax's `QuantizedTensor`, of which they are weight * scales / 127.5, is taken as well. From torch any
-            strides will do, as long as the last one is 1.
+            strides are taken, as long as the last one is 1.
         lengths: i32 [S], positions of each sequence in the cache.
         page_indices: i32 [S, M], page p of the row holds positions p * G and on; entries past the last used page are
             never read as pages.

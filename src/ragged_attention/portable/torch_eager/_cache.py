@@ -10,7 +10,7 @@ from ragged_attention.portable.torch_eager._host import Ints
 
 
 def to_float32(stored: torch.Tensor) -> torch.Tensor:
-    """Elements of any cache dtype in float32, exactly; itself where it is float32 already."""
+    """Elements of any cache dtype in float32, exactly; the tensor itself if it is float32 already."""
     if stored.dtype == torch.float8_e5m2:  # the upper half of a float16
         return (stored.view(torch.int8).to(torch.int16) << 8).view(torch.float16).to(torch.float32)
     if stored.dtype == torch.float8_e4m3fn:
@@ -21,12 +21,12 @@ def to_float32(stored: torch.Tensor) -> torch.Tensor:
 def e4m3_to_float32(bits: torch.Tensor) -> torch.Tensor:
     """The values of float8_e4m3fn codes, which come as int8, exactly.
 
-    One exponent bit fewer than float16 and the bias 8 less: shifted into place the value is 2**-8 of the true one. The
-    int8 detour extends the sign, of which the copy next to the exponent is then cleared.
+    One exponent bit fewer than float16 and the bias 8 less: shifted to float16's fields the value is 2**-8 of the true
+    one. The int8 detour extends the sign, of which the copy next to the exponent is then cleared.
     """
     shifted = bits.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4001)
     values = shifted.view(torch.float16).to(torch.float32).mul_(256.0)
-    # Looking for a NaN costs a CPU a tenth of what filling does, and other devices a wait.
+    # On a CPU looking for a NaN costs a tenth of what filling does; other devices would have to wait for it.
     if bits.device.type != "cpu" or (bits.numel() and int((bits | -0x80).amax()) == -1):
         values.masked_fill_((bits & 0x7F) == 0x7F, torch.nan)
     return values
@@ -67,7 +67,7 @@ class Reader:
     """One side of the cache, K or V, for some of the KV heads."""
 
     def __init__(self, pages: torch.Tensor, keys: Keys, chunk: int, resident: bool) -> None:
-        """`pages` is [P, G, heads, D]; `chunk` positions are converted at a time, and all are kept if `resident`."""
+        """`pages` is [P, G, heads, D]; `chunk` positions are converted at a time, or all at once if `resident`."""
         self.pages, self.keys = pages, keys
         self.page_size = pages.shape[1]
         self.flat = pages.view(-1, *pages.shape[2:]) if pages.stride(0) == self.page_size * pages.stride(1) else None

@@ -10,7 +10,7 @@ from ragged_attention.portable.torch_eager.ragged_paged_attention import Attenti
 
 
 class ScaledReader(Reader):
-    """K or V whose stored values have a scale for each slot and head."""
+    """K or V whose stored values have one scale per slot and head."""
 
     def __init__(self, pages: torch.Tensor, scales: torch.Tensor, keys: Keys, chunk: int, resident: bool) -> None:
         """`pages` is [P, G, heads, D], `scales` [P, G, heads, 1]."""

@@ -1,4 +1,4 @@
-"""The index arrays, read on the host and held within what the arrays can hold, whatever their values are."""
+"""The index arrays, read on the host and clamped to what the arrays can hold, whatever their values."""
 
 import itertools
 from typing import Any
@@ -7,11 +7,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ragged_attention.calls import Call
+
 Ints = NDArray[np.integer[Any]]
 
 
 def on_host(tensor: torch.Tensor) -> Ints:
-    """The tensor's values in NumPy; without a copy where it lies on a CPU."""
+    """The tensor's values in NumPy, without a copy if it lies on a CPU."""
     return tensor.detach().cpu().numpy()
 
 
@@ -29,12 +31,12 @@ def held_kv_lens(call: Any, count: int) -> list[int]:
     return np.clip(on_host(call.kv_lens)[:count].astype(np.int64), 0, call.capacity).tolist()
 
 
-def framework_is_torch(call: Any) -> str | None:
-    """The reason to decline arrays that are not torch's."""
+def framework_is_torch(call: Call) -> str | None:
+    """The reason to decline arrays that are not torch's, or None."""
     return None if call.device.framework == "torch" else f"expected torch tensors, got a {call.device.framework} call"
 
 
-def readable_on_host(call: Any) -> str | None:
+def readable_on_host(call: Call) -> str | None:
     """The reason to decline where index arrays cannot be read on the host."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return "expected a stream that is not being captured, since lengths are read on the host, got one that is"

@@ -18,7 +18,7 @@ CHUNK = 2048  # tokens whose rows are converted at a time
 
 
 def parts_of(cache: torch.Tensor, layout: CacheFormat) -> list[torch.Tensor]:
-    """A cache of bytes as views [P, G, bytes] of what each token has in one piece; `fp8_v4` keeps scales apart.
+    """A cache of bytes as views [P, G, bytes] of what each token has together; `fp8_v4` stores scales apart.
 
     A page of `fp8_v4` is addressed by its bytes: the cache is copied where they do not follow each other, and must not
     be written then.
@@ -72,7 +72,7 @@ def quantized(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The bytes of rows [..., d_qk], as `fields_of` has them. Every NaN becomes the code 0x7F."""
     groups = rows[..., : layout.values].to(torch.float32).unflatten(-1, (-1, layout.group))
-    # A tensor for a divisor, since some devices divide by a Python number through its reciprocal; filled where it is.
+    # Tensors as divisors, since some devices divide by a Python number through its reciprocal; filled on the device.
     largest, smallest = (groups.new_full((), value) for value in (LARGEST, SMALLEST_SCALE))
     scales = torch.maximum(groups.abs().amax(-1) / largest, smallest)
     scales.masked_fill_(scales.isnan(), torch.nan)
@@ -120,8 +120,8 @@ class Tile:
 
 def heuristic(call: Any) -> Tile:
     """Rows and logits of about 3 MiB on a CPU, whose cache holds them, and of 64 MiB elsewhere."""
-    room = (3 if call.device.platform == "cpu" else 64) * 2**20
-    return Tile(block_kv=max(room // (8 * call.d_qk + 12 * call.num_q_heads), 64))
+    budget = (3 if call.device.platform == "cpu" else 64) * 2**20
+    return Tile(block_kv=max(budget // (8 * call.d_qk + 12 * call.num_q_heads), 64))
 
 
 class _Windows:
@@ -150,7 +150,7 @@ class _Windows:
 
 
 class Rows:
-    """The rows of one cache, which are converted only when they are asked for."""
+    """The rows of one cache, converted only when they are read."""
 
     def __init__(self, cache: torch.Tensor, format: str) -> None:
         """`cache` is [P, G, K, d_qk], or bytes [P, G, 1, token_bytes]; it has at least one slot."""
@@ -159,7 +159,7 @@ class Rows:
         self.windows = [_Windows(part) for part in parts]
 
     def at(self, slots: torch.Tensor) -> torch.Tensor:
-        """Float32 [n, K, d_qk], float64 of a cache of that, at slots i64 [n], which lie within the cache."""
+        """Float32 [n, K, d_qk], float64 for a cache of that, at slots i64 [n], which lie within the cache."""
         parts = [windows.at(slots) for windows in self.windows]
         if self.layout is None:
             return parts[0].to(wide(parts[0]))

@@ -16,21 +16,21 @@ class Lists:
 
     rows: Rows | None  # None where the cache has no slot at all
     indices: torch.Tensor  # i32 [T, N]
-    lens: torch.Tensor | None  # i32 [T], or all of them count
+    lens: torch.Tensor | None  # i32 [T]; None: all of them count
     last_slot: int
 
     def of(self, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """For some tokens the slots i64 [B, n] and which of them select nothing.
 
-        The latter are replaced by one that the same list does select, so that what is read in their place is neither
-        outside the cache nor a row nobody selected, whose NaN a weight of 0 would not undo. A list that selects
-        nothing at all gets slot 0; nothing of it is kept.
+        The latter are replaced by a slot that the same list does select, so that what is read instead is neither
+        outside the cache nor a row that nobody selected, whose NaN a weight of 0 would not undo. A list that selects
+        nothing at all gets slot 0, and what is read there is dropped.
         """
         indices = self.indices[tokens]
         hidden = (indices < 0) | (indices > self.last_slot)
         if self.lens is not None:
             hidden |= torch.arange(indices.shape[1], device=indices.device) >= self.lens[tokens, None]
-        if indices.device.type == "cpu":  # lists are seldom full, and here a look at them costs no wait
+        if indices.device.type == "cpu":  # lists are seldom full, and on a CPU looking at them waits for nothing
             last = int((~hidden).any(0).nonzero().max()) + 1 if not hidden.all() else 0
             indices, hidden = indices[:, :last], hidden[:, :last]
         if indices.shape[1] == 0:
@@ -44,7 +44,7 @@ def attend(
     q: torch.Tensor, lists: Sequence[Lists], scale: float, sinks: torch.Tensor | None, block_kv: int,
     results: Sequence[torch.Tensor],
 ) -> None:  # fmt: skip
-    """Attention of q [T, R, d_qk] into results: out [T, R, d_v], highest logit [T, R], log-sum-exp [T, R]."""
+    """Attention of q [T, R, d_qk] into results: out [T, R, d_v], max_logits [T, R], log-sum-exp [T, R]."""
     step = max(block_kv // max(each.indices.shape[1] for each in lists), 1)
     for first in range(0, q.shape[0], step):
         tokens = slice(first, first + step)

@@ -4,22 +4,22 @@ import torch
 
 
 def wide(tensor: torch.Tensor) -> torch.dtype:
-    """What is computed in: 16-bit weights would miss the error bound, and float64 is asked for to be exact."""
+    """The dtype to compute in: 16-bit weights would miss the error bound, and float64 inputs ask for exactness."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 class Softmax:
     """A batch of query rows, and what they have seen of their keys so far: online softmax, all in the keys' dtype.
 
-    Known to torch's automatic differentiation, for which the highest logit is a constant: it changes no result.
+    Known to torch's automatic differentiation, for which m_i is a constant: it changes no result.
     """
 
     def __init__(self, q: torch.Tensor, scale: float, d_v: int) -> None:
         """`q` is [B, R, d_qk] of any float dtype."""
         self.q = q.to(wide(q)) * scale
         self.d_v = d_v
-        self.highest: torch.Tensor | None = None  # [B, R]
-        self.total = self.out = self.q  # set with it: [B, R] and [B, R, d_v]
+        self.m_i: torch.Tensor | None = None  # [B, R]
+        self.l_i = self.acc = self.q  # set with it: [B, R] and [B, R, d_v]
 
     def add(self, rows: torch.Tensor, hidden: torch.Tensor | None) -> None:
         """Keys `rows` [B, n, d_qk], n > 0, whose first columns are the values.
@@ -32,36 +32,36 @@ class Softmax:
             scores.masked_fill_(hidden, -torch.inf)
         found = scores.detach().amax(-1)
         fully_masked = found == -torch.inf
-        highest = found if self.highest is None else torch.maximum(self.highest, found)
-        base = highest.masked_fill(highest == -torch.inf, 0.0)
+        m_i = found if self.m_i is None else torch.maximum(self.m_i, found)
+        base = m_i.masked_fill(m_i == -torch.inf, 0.0)
         weights = scores.sub_(base[..., None]).exp_()
-        total = weights.sum(-1)
-        out = torch.bmm(weights, rows[..., : self.d_v])
+        l_i = weights.sum(-1)
+        acc = torch.bmm(weights, rows[..., : self.d_v])
         if hidden is not None:
-            out.masked_fill_(fully_masked[..., None], 0.0)
-        if self.highest is not None:
-            factor = torch.exp(self.highest - base)
-            total.addcmul_(self.total, factor)
-            out.addcmul_(self.out, factor[..., None])
-        self.highest, self.total, self.out = highest, total, out
+            acc.masked_fill_(fully_masked[..., None], 0.0)
+        if self.m_i is not None:
+            alpha = torch.exp(self.m_i - base)
+            l_i.addcmul_(self.l_i, alpha)
+            acc.addcmul_(self.acc, alpha[..., None])
+        self.m_i, self.l_i, self.acc = m_i, l_i, acc
 
     def finish(self, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Out [B, R, d_v], the highest logit [B, R] and the log-sum-exp [B, R]; `sinks` goes along R."""
-        if self.highest is None:
+        """Out [B, R, d_v], max_logits [B, R] and the log-sum-exp [B, R]; `sinks` goes along R."""
+        if self.m_i is None:
             none = torch.full(self.q.shape[:2], -torch.inf, dtype=self.q.dtype, device=self.q.device)
             return self.q.new_zeros((*self.q.shape[:2], self.d_v)), none, none.clone()
-        fully_masked = self.highest == -torch.inf
-        lse = self.highest + torch.log(self.total.masked_fill(fully_masked, 1.0))
-        out = self.out.div_(self.total.masked_fill(fully_masked, 1.0)[..., None])
+        fully_masked = self.m_i == -torch.inf
+        lse = self.m_i + torch.log(self.l_i.masked_fill(fully_masked, 1.0))
+        out = self.acc.div_(self.l_i.masked_fill(fully_masked, 1.0)[..., None])
         if sinks is not None:
             out.mul_(torch.sigmoid((lse - sinks).masked_fill_(fully_masked, 0.0))[..., None])
-        return out.masked_fill_(fully_masked[..., None], 0.0), self.highest, lse
+        return out.masked_fill_(fully_masked[..., None], 0.0), self.m_i, lse
 
 
 class RowTerms:
-    """Of a batch of query rows [B, R] all that the gradient needs besides the logits.
+    """All that the gradient needs of a batch of query rows [B, R] besides their logits.
 
-    A row whose log-sum-exp is -inf saw no key, and takes no part.
+    A row whose log-sum-exp is -inf saw no key, and contributes nothing.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class RowTerms:
         self.d_out = d_out
         self.d_sinks = offset = -delta
         if sinks is not None:
-            share = torch.sigmoid(lse - sinks).masked_fill_(fully_masked, 0.0)  # which of -inf and -inf would be NaN
+            share = torch.sigmoid(lse - sinks).masked_fill_(fully_masked, 0.0)  # of -inf and -inf it would be NaN
             self.d_out, offset = d_out * share[..., None], share * offset
             self.d_sinks = torch.sigmoid(sinks - lse).mul_(self.d_sinks).masked_fill_(fully_masked, 0.0)  # [B, R]
         if d_lse is not None:

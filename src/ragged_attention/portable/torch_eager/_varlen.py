@@ -1,7 +1,7 @@
 """Packed sequences cut into blocks of queries with the keys that some query of the block sees.
 
 Hidden keys are cut away rather than masked, so that only the columns at the edges of the causal range and of the
-window need a mask, and that each key and each query of a block takes part in it. The query heads of one KV head are
+window need a mask, and so that no key and no query of a block is idle. The query heads of one KV head are
 rows of one matrix, so keys and values are never repeated.
 """
 
@@ -49,7 +49,7 @@ class Block(NamedTuple):
 
 
 class Sequence(NamedTuple):
-    """The keys of one sequence, as rows of k and v, and its blocks for so many KV heads at a time."""
+    """The keys of one sequence, as rows of k and v, its blocks, and the KV heads taken at a time."""
 
     keys: slice
     blocks: list[Block]
@@ -64,16 +64,16 @@ def _bounds(cu_lens: torch.Tensor, num_tokens: int) -> list[tuple[int, int]]:
 def sequences(call: Any, tile: Tile) -> Iterator[Sequence]:
     """The sequences of a call in which some query sees some key."""
     queries, keys = _bounds(call.cu_q_lens, call.num_q_tokens), _bounds(call.cu_kv_lens, call.num_kv_tokens)
-    # Logits that stay in a CPU's cache, and as many as other devices need to be busy.
-    room = (2**19 if call.device.platform == "cpu" else 2**24) // call.group
+    # Logits that stay in a CPU's cache, and as many as keep other devices busy.
+    budget = (2**19 if call.device.platform == "cpu" else 2**24) // call.group
     for (start, stop), (kv_start, kv_stop) in zip(queries, keys, strict=True):
         kv_len = kv_stop - kv_start
-        block_q = min(tile.block_q, max(4 * room // max(kv_len, 1), 8))
+        block_q = min(tile.block_q, max(4 * budget // max(kv_len, 1), 8))
         blocks = list(_blocks(call, start, stop, kv_len, block_q))
         if not blocks:
             continue
         widest = max((block.rows.stop - block.rows.start) * (block.keys.stop - block.keys.start) for block in blocks)
-        step = max(room // widest, 1)
+        step = max(budget // widest, 1)
         heads = [slice(head, min(head + step, call.num_kv_heads)) for head in range(0, call.num_kv_heads, step)]
         yield Sequence(slice(kv_start, kv_stop), blocks, heads)
 
@@ -82,7 +82,7 @@ def _blocks(call: Any, start: int, stop: int, kv_len: int, block_q: int) -> Iter
     if kv_len == 0:
         return
     if call.causal:
-        start = max(start, stop - kv_len)  # those before stand before the first key
+        start = max(start, stop - kv_len)  # earlier queries stand before the first key
     for first in range(start, stop, block_q):
         last = min(first + block_q, stop)
         own = kv_len - stop + np.arange(first, last)[:, None]

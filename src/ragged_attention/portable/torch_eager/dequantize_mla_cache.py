@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ragged_attention.calls import CACHE_FORMATS
+from ragged_attention.calls import CACHE_FORMATS, DequantizeMlaCache
 from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.torch_eager._host import framework_is_torch
@@ -13,11 +13,11 @@ from ragged_attention.portable.torch_eager._latents import chunks, dequantized, 
 FEATURES = frozenset({"format", "dtype"})
 
 
-def why_not(call: Any) -> str | None:
+def why_not(call: DequantizeMlaCache) -> str | None:
     return framework_is_torch(call)
 
 
-def run(call: Any, tile: Tile, launch: Any) -> torch.Tensor:
+def run(call: DequantizeMlaCache, tile: Tile, launch: Any) -> torch.Tensor:
     del tile, launch
     layout = CACHE_FORMATS[call.found]
     rows = torch.empty(call.out_shape, dtype=getattr(torch, call.dtype), device=call.cache.device)

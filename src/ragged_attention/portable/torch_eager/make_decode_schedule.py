@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ragged_attention.calls import MakeDecodeSchedule
 from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.torch_eager._host import on_host, readable_on_host
@@ -13,15 +14,15 @@ BLOCK = 64  # keys
 FEATURES = frozenset({"extra_lens", "sparse", "num_parts", "overhead"})
 
 
-def why_not(call: Any) -> str | None:
+def why_not(call: MakeDecodeSchedule) -> str | None:
     return readable_on_host(call)
 
 
-def run(call: Any, tile: Tile, launch: Any) -> list[torch.Tensor]:
+def run(call: MakeDecodeSchedule, tile: Tile, launch: Any) -> list[torch.Tensor]:
     """Each part may spend `payload` blocks, and every sequence that it works on costs `overhead` of them."""
     del tile, launch
     ends = _blocks(call)
-    blocks = [max(end, 1) for end in ends]  # also a sequence without keys is somebody's work
+    blocks = [max(end, 1) for end in ends]  # a sequence without keys is work too
     payload = -(-(sum(blocks) + len(blocks) * call.overhead) // call.num_ranges) + call.overhead
     parts, num_splits = [], [0]
     seq = done = split = 0  # where the next part begins

@@ -1,8 +1,8 @@
-"""Attention of a few query tokens a sequence over a paged latent cache, with plain torch operations.
+"""Attention of a few query tokens per sequence over a paged latent cache, with plain torch operations.
 
 Dense calls go sequence by sequence, for which lengths and page tables are read on the host; the keys that some query
-sees are gathered and brought to float32 piece by piece. Sparse calls take a few query tokens at a time, each with its
-own keys, and wait for nothing. A schedule is for kernels that run side by side, so there is no use for it here.
+sees are gathered and converted to float32 piece by piece. Sparse calls take a few query tokens at a time, each with its
+own keys, and wait for nothing. A schedule is for kernels that run side by side; here it has no use.
 """
 
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ragged_attention.calls import MlaDecode
 from ragged_attention.portable.torch_eager._host import (
     Ints,
     framework_is_torch,
@@ -30,11 +31,11 @@ FEATURES = frozenset({
 })  # fmt: skip
 
 
-def why_not(call: Any) -> str | None:
+def why_not(call: MlaDecode) -> str | None:
     return framework_is_torch(call) if call.sparse else readable_on_host(call)
 
 
-def run(call: Any, tile: Tile, launch: Any) -> list[torch.Tensor]:
+def run(call: MlaDecode, tile: Tile, launch: Any) -> list[torch.Tensor]:
     del launch
     return _sparse(call, tile) if call.sparse else _dense(call, tile)
 
@@ -50,8 +51,8 @@ def _sparse(call: Any, tile: Tile) -> list[torch.Tensor]:
         extra = call.extra_indices.flatten(0, 1)
         lists.append(lists_of(call.extra_kv_cache, call.format, extra, of_tokens(call.extra_topk_lens)))
     out = call.q.new_empty(call.out_shape)
-    highest, lse = (call.q.new_empty(call.out_shape[:3], dtype=torch.float32) for _ in range(2))
-    results = [result.flatten(0, 1) for result in (out, highest, lse)]
+    max_logits, lse = (call.q.new_empty(call.out_shape[:3], dtype=torch.float32) for _ in range(2))
+    results = [result.flatten(0, 1) for result in (out, max_logits, lse)]
     attend(call.q.flatten(0, 1), lists, call.scale, call.sinks, tile.block_kv, results)
     return [out, lse.transpose(1, 2).contiguous()]
 
@@ -75,8 +76,8 @@ def _keys(table: Ints, kv_len: int, call: Any) -> tuple[Ints, torch.Tensor]:
     slots = (pages[:, None] * page_size + np.arange(page_size)).reshape(-1)[:kv_len]
     valid = (pages >= 0) & (pages < call.kv_cache.shape[0])
     if not valid.all():
-        kept = np.repeat(valid, page_size)[:kv_len]
-        positions, slots = positions[kept], slots[kept]
+        seen = np.repeat(valid, page_size)[:kv_len]
+        positions, slots = positions[seen], slots[seen]
     return positions, torch.from_numpy(slots).to(call.q.device)
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from ragged_attention.calls import PageIndicesToSlots
 from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.torch_eager._host import framework_is_torch
@@ -11,11 +12,11 @@ from ragged_attention.portable.torch_eager._host import framework_is_torch
 FEATURES: frozenset[str] = frozenset()
 
 
-def why_not(call: Any) -> str | None:
+def why_not(call: PageIndicesToSlots) -> str | None:
     return framework_is_torch(call)
 
 
-def run(call: Any, tile: Tile, launch: Any) -> torch.Tensor:
+def run(call: PageIndicesToSlots, tile: Tile, launch: Any) -> torch.Tensor:
     del tile, launch
     tables, positions, page_size = call.page_indices, call.positions.to(torch.int64), call.page_size
     if positions.numel() == 0 or tables.shape[1] == 0:

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ragged_attention.calls import CACHE_FORMATS
+from ragged_attention.calls import CACHE_FORMATS, QuantizeMlaCache
 from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.torch_eager._host import framework_is_torch
@@ -13,11 +13,11 @@ from ragged_attention.portable.torch_eager._latents import chunks, fields_of, pa
 FEATURES = frozenset({"power_of_two_scales"})
 
 
-def why_not(call: Any) -> str | None:
+def why_not(call: QuantizeMlaCache) -> str | None:
     return framework_is_torch(call)
 
 
-def run(call: Any, tile: Tile, launch: Any) -> torch.Tensor:
+def run(call: QuantizeMlaCache, tile: Tile, launch: Any) -> torch.Tensor:
     del tile, launch
     layout = CACHE_FORMATS[call.format]
     cache = torch.empty(call.out_shape, dtype=torch.uint8, device=call.kv.device)

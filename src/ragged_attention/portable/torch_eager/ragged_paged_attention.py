@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ragged_attention.calls import RaggedPagedAttention
 from ragged_attention.errors import InvalidInput
 from ragged_attention.portable.torch_eager._cache import Keys, Reader, keys_of
 from ragged_attention.portable.torch_eager._host import (
@@ -54,14 +55,14 @@ class Tile:
                 raise InvalidInput(f"expected {name} >= 1, got {value}")
 
 
-def heuristic(call: Any) -> Tile:
-    """Matrices of 256 query rows, and pieces of 2 MiB as they come, of half as much where they are converted."""
+def heuristic(call: RaggedPagedAttention) -> Tile:
+    """Matrices of 256 query rows, and pieces of 2 MiB, or of half as much where they are converted."""
     width = call.num_kv_heads * max(call.head_dim, call.v_head_dim)
     piece = SMALL // 4 if call.cache_dtype == "float32" else SMALL // 8
     return Tile(block_q=min(max(256 // call.group, 16), 128), block_kv=max(piece // width, 16))
 
 
-def why_not(call: Any) -> str | None:
+def why_not(call: RaggedPagedAttention) -> str | None:
     return readable_on_host(call)
 
 
@@ -118,7 +119,7 @@ class Attention:
         call, position, first_new = self.call, keys.positions, kv_len - (stop - start)
         causal = call.causal and call.draft_mask is None
         if causal:
-            start = max(start, stop - kv_len)  # those before stand before the first position
+            start = max(start, stop - kv_len)  # earlier queries stand before the first position
         for first in range(start, stop, self.tile.block_q):
             last = min(first + self.tile.block_q, stop)
             own = kv_len - stop + np.arange(first, last)
@@ -143,7 +144,7 @@ class Attention:
         return torch.from_numpy(hidden).to(self.call.q.device) if hidden.size else None
 
     def _fully_masked(self, position: Ints, own: Ints) -> torch.Tensor:
-        """Which queries see no key; only where pages are missing can there be such in a block that sees some."""
+        """Which queries see no key; in a block that sees some keys, only missing pages make such queries."""
         call = self.call
         causal = call.causal and call.draft_mask is None
         seen = np.searchsorted(position, own, side="right") if causal else np.full(own.shape, len(position))
@@ -179,18 +180,18 @@ class Attention:
     def _heads_at_once(self, blocks: list[Block], keys: Keys) -> tuple[int, bool]:
         """How many KV heads to take together, and whether their keys and values stay in float32 between blocks.
 
-        The working memory is held to what this sequence's keys and values take in the cache.
+        The working memory is limited to what this sequence's keys and values take in the cache.
         """
         call, rows = self.call, self.group * max(block.last - block.first for block in blocks)
         width, itemsize = call.head_dim + call.v_head_dim, self.k_pages.element_size()
-        room = max(self.num_kv_heads * keys.count * width * itemsize, SMALL)
+        budget = max(self.num_kv_heads * keys.count * width * itemsize, SMALL)
         scores = 4 * self.group * max((block.last - block.first) * (block.high - block.low) for block in blocks)
         piece = min(keys.count, self.tile.block_kv) * max(call.head_dim, call.v_head_dim)
         needed = 2 * scores + 4 * rows * width
         converted = 4 * keys.count * width + (piece * itemsize if itemsize < 4 else 0)
-        resident = len(blocks) > 1 and needed + converted <= room
+        resident = len(blocks) > 1 and needed + converted <= budget
         needed += converted if resident else piece * (4 + itemsize if itemsize < 4 else 4)
-        most = min(room // needed, SCORES // scores)
+        most = min(budget // needed, SCORES // scores)
         return min(max(most, 1), self.num_kv_heads), resident
 
     def block(self, block: Block, heads: slice, k: Reader, v: Reader) -> None:
@@ -223,7 +224,7 @@ class Attention:
             for start, stop in pieces:
                 scores[..., start - low : stop - low] = torch.bmm(q, k.read(start, stop).transpose(1, 2))
         if self.call.soft_cap is not None:
-            # Not by queries that are divided by the cap: under a tiny one their products are infinity minus infinity.
+            # Not by dividing the queries by the cap: with a tiny one their products would be infinity minus infinity.
             scores.div_(self.call.soft_cap).tanh_().mul_(self.call.soft_cap)
         by_row = scores.view(q.shape[0], block.last - block.first, self.group, -1)
         if block.left is not None:
@@ -233,11 +234,11 @@ class Attention:
         return scores
 
     def _weights(self, scores: torch.Tensor, block: Block) -> tuple[torch.Tensor, Any]:
-        """Softmax over the keys, and where it is needed its log-sum-exp [heads, rows, group]."""
+        """Softmax over the keys and, if needed, its log-sum-exp [heads, rows, group]."""
         weights = torch.softmax(scores, -1)
         if self.lse is None and self.sinks is None:
             return weights, None
-        # The highest logit has the weight exp(highest - lse): two cheap reductions instead of a pass of exponentials.
+        # The largest logit has the weight exp(m_i - lse): two cheap reductions instead of a pass of exponentials.
         lse = scores.amax(-1) - torch.log(weights.amax(-1))
         lse = lse.view(scores.shape[0], block.last - block.first, self.group)
         if block.fully_masked is not None:
@@ -245,17 +246,17 @@ class Attention:
         return weights, lse
 
     def _mix(self, weights: torch.Tensor, block: Block, v: Reader) -> torch.Tensor:
-        """The values by their weights, float32 [heads, rows * group, D_v]."""
+        """The weighted sum of the values, float32 [heads, rows * group, D_v]."""
         out = None
         for start, stop in v.pieces(block.low, block.high):
             part = weights[..., start - block.low : stop - block.low]
-            # Nothing keeps a piece's values while the next is read.
+            # No reference to a piece's values remains while the next is read.
             out = torch.bmm(part, v.read(start, stop)) if out is None else out.baddbmm_(part, v.read(start, stop))
         assert out is not None
         return out
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
+def run(call: RaggedPagedAttention, tile: Tile, launch: Any) -> Any:
     del launch
     attention = Attention(call, tile)
     attention.run()

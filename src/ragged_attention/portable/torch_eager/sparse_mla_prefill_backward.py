@@ -1,30 +1,31 @@
 """The gradient of attention over lists of latent rows, with plain torch operations.
 
 A few tokens at a time gather their rows once more, and what they contribute to them is added up in float32, or in
-float64 where the inputs are that.
+float64 for float64 inputs.
 """
 
 from typing import Any
 
 import torch
 
+from ragged_attention.calls import SparseMlaPrefillBackward
 from ragged_attention.portable.torch_eager._host import framework_is_torch
 from ragged_attention.portable.torch_eager._latents import Tile as Tile
 from ragged_attention.portable.torch_eager._latents import heuristic as heuristic
 from ragged_attention.portable.torch_eager._lists import Lists, lists_of
 from ragged_attention.portable.torch_eager._softmax import RowTerms, wide
 
-ORDERED = ("cpu", "cuda", "rocm")  # platforms on which torch has a sum by index whose order is fixed
+ORDERED = ("cpu", "cuda", "rocm")  # platforms on which torch can sum by index in a fixed order
 FEATURES = frozenset({"d_lse", "sm_scale", "d_v", "sinks", "topk_lens", "deterministic"})
 
 
-def why_not(call: Any) -> str | None:
+def why_not(call: SparseMlaPrefillBackward) -> str | None:
     if call.deterministic and call.device.platform not in ORDERED:
         return f"adds up in a fixed order on {', '.join(ORDERED)}, got deterministic=True on {call.device.platform}"
     return framework_is_torch(call)
 
 
-def run(call: Any, tile: Tile, launch: Any) -> list[torch.Tensor]:
+def run(call: SparseMlaPrefillBackward, tile: Tile, launch: Any) -> list[torch.Tensor]:
     del launch
     dq, dkv = (torch.zeros_like(array, memory_format=torch.contiguous_format) for array in (call.q, call.kv))
     d_sinks = None if call.sinks is None else torch.zeros_like(call.sinks)
@@ -72,7 +73,7 @@ def _block(
 
 
 def _add(total: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, deterministic: bool) -> None:
-    """Add rows to those at their slots; on a CPU one after the other, on a GPU as they come unless told otherwise."""
+    """Add rows to those at their slots; on a CPU one after the other, on a GPU in any order unless `deterministic`."""
     if deterministic and total.device.type != "cpu":
         total.index_put_((slots,), rows, accumulate=True)
     else:

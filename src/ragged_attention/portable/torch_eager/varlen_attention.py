@@ -1,14 +1,15 @@
 """Attention of packed sequences to packed sequences with plain torch operations, on any device torch has.
 
 The lengths are read on the host, so a call waits for its device. Everything is computed in float32, 16-bit inputs
-included, and in float64 where the inputs are. All that is done is known to torch's own automatic differentiation, by
-which the gradient's formulas can be checked.
+included, and in float64 where the inputs are. Torch's own automatic differentiation sees every step, so the
+gradient's formulas can be checked by it.
 """
 
 from typing import Any
 
 import torch
 
+from ragged_attention.calls import VarlenAttention
 from ragged_attention.portable.torch_eager._host import readable_on_host
 from ragged_attention.portable.torch_eager._softmax import wide
 from ragged_attention.portable.torch_eager._varlen import Block, by_kv_head, by_token, hide, sequences
@@ -20,11 +21,11 @@ FEATURES = frozenset({
 })  # fmt: skip
 
 
-def why_not(call: Any) -> str | None:
+def why_not(call: VarlenAttention) -> str | None:
     return readable_on_host(call)
 
 
-def run(call: Any, tile: Tile, launch: Any) -> list[torch.Tensor]:
+def run(call: VarlenAttention, tile: Tile, launch: Any) -> list[torch.Tensor]:
     del launch
     dtype, group = wide(call.q), call.group
     out = call.q.new_zeros(call.out_shape)
@@ -50,7 +51,7 @@ def _attend(
     if call.soft_cap is not None:
         scores = torch.tanh(scores / call.soft_cap) * call.soft_cap
     weights = torch.softmax(hide(scores, block, group), -1)
-    # The highest logit has the weight exp(highest - lse): two cheap reductions instead of a pass of exponentials.
+    # The largest logit has the weight exp(m_i - lse): two cheap reductions instead of a pass of exponentials.
     lse = scores.amax(-1) - torch.log(weights.amax(-1))
     out = torch.bmm(weights, v[:, block.keys])
     if call.sinks is not None:

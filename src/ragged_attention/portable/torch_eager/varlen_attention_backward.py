@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ragged_attention.calls import VarlenAttentionBackward
 from ragged_attention.portable.torch_eager._host import readable_on_host
 from ragged_attention.portable.torch_eager._softmax import RowTerms, wide
 from ragged_attention.portable.torch_eager._varlen import Block, by_kv_head, by_token, hide, sequences
@@ -19,11 +20,11 @@ FEATURES = frozenset({
 })  # fmt: skip
 
 
-def why_not(call: Any) -> str | None:
+def why_not(call: VarlenAttentionBackward) -> str | None:
     return readable_on_host(call)
 
 
-def run(call: Any, tile: Tile, launch: Any) -> list[torch.Tensor]:
+def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> list[torch.Tensor]:
     del launch
     dtype, group = wide(call.q), call.group
     dq, dk, dv = (torch.zeros_like(array, memory_format=torch.contiguous_format) for array in (call.q, call.k, call.v))

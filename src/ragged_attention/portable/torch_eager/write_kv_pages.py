@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ragged_attention.calls import WriteKvPages
 from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.torch_eager._host import held_kv_lens, on_host, readable_on_host, sequence_bounds
@@ -16,12 +17,12 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FEATURES = frozenset({"slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "k_scale", "v_scale"})
 
 
-def why_not(call: Any) -> str | None:
+def why_not(call: WriteKvPages) -> str | None:
     return readable_on_host(call)
 
 
 def _slots_from_tables(call: Any) -> torch.Tensor:
-    """The slot of each token, -1 for one that belongs nowhere."""
+    """The slot of each token, -1 for one that has none."""
     page_size, bounds = call.page_size, sequence_bounds(call)
     tables = on_host(call.page_indices)
     slots = np.full(call.num_tokens, -1, np.int64)
@@ -66,7 +67,7 @@ def _stored(tokens: torch.Tensor, scale: Any, dtype: torch.dtype) -> torch.Tenso
     return encode(values, dtype)
 
 
-def run(call: Any, tile: Tile, launch: Any) -> list[torch.Tensor]:
+def run(call: WriteKvPages, tile: Tile, launch: Any) -> list[torch.Tensor]:
     del tile
     arrays = [call.kv_pages] if call.combined else list(call.kv_pages)
     dtype = arrays[0].dtype

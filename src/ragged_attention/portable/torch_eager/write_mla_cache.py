@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ragged_attention.calls import CACHE_FORMATS
+from ragged_attention.calls import CACHE_FORMATS, WriteMlaCache
 from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.torch_eager._host import readable_on_host
@@ -14,11 +14,11 @@ from ragged_attention.portable.torch_eager.write_kv_pages import last_writers
 FEATURES = frozenset({"power_of_two_scales", "cache_format"})
 
 
-def why_not(call: Any) -> str | None:
+def why_not(call: WriteMlaCache) -> str | None:
     return readable_on_host(call)
 
 
-def run(call: Any, tile: Tile, launch: Any) -> torch.Tensor:
+def run(call: WriteMlaCache, tile: Tile, launch: Any) -> torch.Tensor:
     del tile, launch
     cache, layout = call.cache, CACHE_FORMATS.get(call.format)
     fields = (cache,) if layout is None else fields_of(parts_of(cache, layout), layout)

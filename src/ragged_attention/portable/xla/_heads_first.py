@@ -7,13 +7,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from ragged_attention.calls import HeadsFirstCall
-from ragged_attention.portable.xla._pages import BITS, places_of
+from ragged_attention.portable.xla._pages import BITS, addresses_of
 from ragged_attention.portable.xla._tile import Tile
 from ragged_attention.portable.xla.ragged_paged_attention import attention
 
 
 class HeadsFirstBlocks:
-    """Gathers from pages [K, P, G, ...], which lie as the attention wants them; nothing else of the cache is copied."""
+    """Gathers from pages [K, P, G, ...], which lie as the attention needs them; nothing else of the cache is copied."""
 
     def __init__(self, call: HeadsFirstCall, page_indices: jax.Array) -> None:
         self.call = call
@@ -21,8 +21,8 @@ class HeadsFirstBlocks:
 
     def read(self, seq: jax.Array, key: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         call = self.call
-        page, offset, valid = places_of(self.page_indices, seq, key, wanted, call.num_pages, call.page_size)
-        # As in `KeyValueBlocks.read`: or the whole cache would be converted.
+        page, offset, valid = addresses_of(self.page_indices, seq, key, wanted, call.num_pages, call.page_size)
+        # As in `KeyValueBlocks.read`: otherwise the whole cache would be converted.
         arrays, scales, page, offset = lax.optimization_barrier((call.arrays, call.scales, page, offset))
         k, v = (_rows(array, page, offset) for array in arrays)
         if call.quantized:

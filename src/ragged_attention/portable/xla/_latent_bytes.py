@@ -1,6 +1,6 @@
 """Latent rows as the bytes of a quantised cache, to the bit as `reference/` encodes them.
 
-Where a rounding counts the arithmetic is on integers: XLA flushes what is smaller than a normal number.
+Where rounding matters the arithmetic is on integers: XLA flushes what is smaller than a normal number.
 """
 
 import jax

@@ -45,7 +45,7 @@ def dequantized(stored: Stored, layout: CacheFormat) -> jax.Array:
     values = lax.bitcast_convert_type(stored.values, jnp.float8_e4m3fn).astype(jnp.float32)
     if is_planar(layout):
         exponents = stored.scales.astype(jnp.uint32)
-        bits = jnp.where(exponents == 0, 1 << 22, exponents << 23)  # 2**-127 is no normal number
+        bits = jnp.where(exponents == 0, 1 << 22, exponents << 23)  # 2**-127 is not a normal number
         scales = lax.bitcast_convert_type(jnp.where(exponents == 255, jnp.uint32(0x7FC00000), bits), jnp.float32)
     else:
         scales = lax.bitcast_convert_type(stored.scales.reshape(*shape, -1, 4), jnp.float32)
@@ -81,7 +81,7 @@ class Latents:
     def read(
         self, page: jax.Array, offset: jax.Array, head: jax.Array, wanted: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Rows [..., D], and which of the `wanted` ones there are; the others are zeros.
+        """Rows [..., D], and which of the `wanted` ones exist; the others are zeros.
 
         A weight of 0 would not silence a NaN in them. All arguments are broadcast together; offsets are in bounds.
         """

@@ -18,7 +18,7 @@ from ragged_attention.portable.xla._tile import Tile
 
 
 class Lists(NamedTuple):
-    """For each query a list of slots, of which the first `lens` count."""
+    """A list of slots per query, of which the first `lens` count."""
 
     latents: Latents
     slots: jax.Array  # i32 [R, N]
@@ -26,14 +26,14 @@ class Lists(NamedTuple):
 
 
 def tile_for(num_queries: int, topk: int, width: int) -> Tile:
-    """Blocks that stay in a core's cache; of short lists several queries at once."""
+    """Blocks that stay in a core's cache; several queries at once where lists are short."""
     block_kv = min(512, topk)
     block_q = max(1, min(64, num_queries, 2**17 // (block_kv * width)))
     return Tile(block_q=block_q, block_kv=block_kv)
 
 
 def lens_within(lens: Any, shape: tuple[int, ...], topk: int) -> jax.Array:
-    """Lengths of lists held within [0, topk], one a query; None is all of them."""
+    """Lengths of lists clamped to [0, topk], one per query; None is all entries."""
     lens = jnp.full((), topk, jnp.int32) if lens is None else jnp.clip(lens, 0, topk)
     return jnp.broadcast_to(lens.reshape(lens.shape + (1,) * (len(shape) - lens.ndim)), shape).reshape(-1)
 
@@ -43,7 +43,7 @@ def attend(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Out [R, G, d_v], max_logits [R, G] and lse [R, G] of queries [R, G, D] that see KV heads `heads` [R].
 
-    Sinks are one of each of the G rows of a KV head, [K, G].
+    `sinks` has one per row of a KV head, [K, G].
     """
     num_queries, group = q.shape[:2]
     size = min(tile.block_q, num_queries)
@@ -51,7 +51,7 @@ def attend(
     def attend_tile(first: jax.Array) -> tuple[jax.Array, ...]:
         row = jnp.minimum(first + jnp.arange(size, dtype=jnp.int32), num_queries - 1)
         head = at(heads, row)
-        queries, row = lax.optimization_barrier((q, row))  # or all of q is converted ahead of the loop
+        queries, row = lax.optimization_barrier((q, row))  # otherwise all of q is converted ahead of the loop
         queries = at(lax.bitcast_convert_type(queries, BITS[q.dtype.itemsize]), row)
         queries = lax.bitcast_convert_type(queries, q.dtype)
         state = Softmax.of_no_keys(size, group, d_v=d_v, dtype=wide(q.dtype))
@@ -59,11 +59,11 @@ def attend(
             state = _over(lists, state, queries, row, head, scale, tile.block_kv)
         out, lse = state.finished(None if sinks is None else at(sinks, head))
         # As bits: XLA's CPU compiler would convert all of a bfloat16 array to update a part of it.
-        return lax.bitcast_convert_type(out.astype(q.dtype), BITS[q.dtype.itemsize]), state.highest, lse
+        return lax.bitcast_convert_type(out.astype(q.dtype), BITS[q.dtype.itemsize]), state.m_i, lse
 
     firsts = jnp.arange(0, num_queries, size, dtype=jnp.int32)
-    out, highest, lse = (part.reshape(-1, *part.shape[2:])[:num_queries] for part in lax.map(attend_tile, firsts))
-    return lax.bitcast_convert_type(out, q.dtype), highest, lse
+    out, max_logits, lse = (part.reshape(-1, *part.shape[2:])[:num_queries] for part in lax.map(attend_tile, firsts))
+    return lax.bitcast_convert_type(out, q.dtype), max_logits, lse
 
 
 def _over(
@@ -75,9 +75,9 @@ def _over(
     block_kv = min(block_kv, topk)
 
     def step(block: jax.Array, state: Softmax) -> Softmax:
-        place = block * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
-        slot = at(lists.slots, row[:, None], jnp.minimum(place, topk - 1))
-        keys, seen = lists.latents.at_slots(slot, head[:, None], place < lens[:, None])
+        index = block * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
+        slot = at(lists.slots, row[:, None], jnp.minimum(index, topk - 1))
+        keys, seen = lists.latents.at_slots(slot, head[:, None], index < lens[:, None])
         return state.extended(q.astype(keys.dtype), keys, seen[:, None], scale)
 
     return lax.fori_loop(jnp.int32(0), (lens.max() + (block_kv - 1)) // block_kv, step, state)

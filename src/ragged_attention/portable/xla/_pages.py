@@ -10,10 +10,10 @@ from ragged_attention._jax_pages import BITS as BITS
 from ragged_attention.portable.xla._ragged import at
 
 
-def places_of(
+def addresses_of(
     page_indices: jax.Array, seq: jax.Array, key: jax.Array, wanted: jax.Array, num_pages: int, page_size: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Page and offset of the positions `key` [N], and which of the `wanted` ones lie on a valid page; others on 0."""
+    """Page and offset of positions `key` [N], and which of the `wanted` ones lie on a valid page; others get page 0."""
     column = jnp.minimum(key // page_size, page_indices.shape[1] - 1)
     page = at(page_indices, seq, column)
     valid = wanted & (page >= 0) & (page < num_pages)
@@ -26,7 +26,7 @@ class Blocks(Protocol):
     def read(self, seq: jax.Array, key: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """K [K, N, D] and V [K, N, D_v] at positions `key` [N], and which of the `wanted` ones lie on a valid page.
 
-        V is float32, and zero where it is not wanted or not valid, for a weight of 0 does not silence a NaN.
+        V is float32, and zero where it is not wanted or not valid, since a weight of 0 does not silence a NaN.
         """
         ...
 
@@ -41,7 +41,7 @@ class KeyValueBlocks:
 
     def read(self, seq: jax.Array, key: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         num_pages, page_size = self.arrays[0].shape[:2]
-        page, offset, valid = places_of(self.page_indices, seq, key, wanted, num_pages, page_size)
+        page, offset, valid = addresses_of(self.page_indices, seq, key, wanted, num_pages, page_size)
         # Without the barrier XLA moves the conversion of the values out of the caller's loop, onto the whole cache.
         arrays, page, offset = lax.optimization_barrier((self.arrays, page, offset))
         rows = [at(lax.bitcast_convert_type(array, BITS[array.dtype.itemsize]), page, offset) for array in arrays]

@@ -1,4 +1,4 @@
-"""The index arrays, held within what the arrays can hold, whatever values they carry."""
+"""The index arrays, clamped to what the arrays can hold, whatever their values."""
 
 from typing import Any, NamedTuple
 

@@ -21,8 +21,8 @@ def _scatter(pages: jax.Array, bits: jax.Array, page: jax.Array, offset: jax.Arr
 def _select(pages: jax.Array, bits: jax.Array, page: jax.Array, offset: jax.Array) -> jax.Array:
     """The same as a choice, slot by slot, between old and new bits.
 
-    XLA's CPU compiler has no scatter of bfloat16 and 8-bit floats: it would convert the whole cache to float32 and
-    back. This it compiles to one loop that touches, in place, only what changes.
+    XLA's CPU compiler has no scatter for bfloat16 and 8-bit floats: it would convert the whole cache to float32 and
+    back. This compiles to one loop that touches, in place, only what changes.
     """
     tokens = jnp.full(pages.shape[:2], -1, jnp.int32)
     tokens = tokens.at[page, offset].set(jnp.arange(len(bits), dtype=jnp.int32), mode="drop")

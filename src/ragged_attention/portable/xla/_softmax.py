@@ -1,4 +1,4 @@
-"""Softmax over keys that come a block at a time, the mixture of their values, and what the gradient needs of rows."""
+"""Softmax over keys that come a block at a time, and what the gradient needs of rows."""
 
 import functools
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 
 def wide(dtype: Any) -> Any:
-    """What arrays of a dtype are computed in: float64 is asked for to be exact."""
+    """The dtype to compute in: float64 inputs ask for exactness."""
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
@@ -17,11 +17,11 @@ def dot(letters: str, left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 class Softmax(NamedTuple):
-    """Of some rows of queries: the largest logit, the sum of the weights relative to it, and their mixture."""
+    """Per row of queries: the largest logit, the sum of the weights relative to it, and the weighted sum of values."""
 
-    highest: jax.Array  # [..., R], all three in what is computed in
-    total: jax.Array  # [..., R]
-    mixture: jax.Array  # [..., R, d_v]
+    m_i: jax.Array  # [..., R], all three in the dtype to compute in
+    l_i: jax.Array  # [..., R]
+    acc: jax.Array  # [..., R, d_v]
 
     @classmethod
     def of_no_keys(cls, *rows: int, d_v: int, dtype: Any = jnp.float32) -> "Softmax":
@@ -31,33 +31,33 @@ class Softmax(NamedTuple):
     def extended(self, q: jax.Array, keys: jax.Array, seen: jax.Array, scale: float) -> "Softmax":
         """With the keys [..., N, D], whose first columns are their values, as far as they are `seen` [..., R, N]."""
         logits = jnp.where(seen, dot("...rd,...nd->...rn", q, keys) * scale, -jnp.inf)
-        return self.mixed(logits, keys[..., : self.mixture.shape[-1]].astype(logits.dtype))
+        return self.mixed(logits, keys[..., : self.acc.shape[-1]].astype(logits.dtype))
 
     def mixed(self, logits: jax.Array, values: jax.Array) -> "Softmax":
         """With keys of these logits [..., R, N], -inf where hidden, and their values [..., N, d_v]."""
-        highest = jnp.maximum(self.highest, logits.max(axis=-1))
-        base = jnp.where(highest == -jnp.inf, 0.0, highest)
-        weights, kept = jnp.exp(logits - base[..., None]), jnp.exp(self.highest - base)
-        mixture = kept[..., None] * self.mixture + dot("...rn,...nd->...rd", weights, values)
-        return Softmax(highest, kept * self.total + weights.sum(axis=-1), mixture)
+        m_i = jnp.maximum(self.m_i, logits.max(axis=-1))
+        base = jnp.where(m_i == -jnp.inf, 0.0, m_i)
+        weights, alpha = jnp.exp(logits - base[..., None]), jnp.exp(self.m_i - base)
+        acc = alpha[..., None] * self.acc + dot("...rn,...nd->...rd", weights, values)
+        return Softmax(m_i, alpha * self.l_i + weights.sum(axis=-1), acc)
 
     def finished(self, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """Out [..., R, d_v] and lse [..., R] in what is computed in, with each row's sink."""
-        some = self.highest != -jnp.inf
-        lse = jnp.where(some, self.highest + jnp.log(self.total), -jnp.inf)
-        factor = jnp.where(some, 1.0 / jnp.where(some, self.total, 1.0), 0.0)
+        """Out [..., R, d_v] and lse [..., R] in the dtype of the state, with each row's sink."""
+        some = self.m_i != -jnp.inf
+        lse = jnp.where(some, self.m_i + jnp.log(self.l_i), -jnp.inf)
+        factor = jnp.where(some, 1.0 / jnp.where(some, self.l_i, 1.0), 0.0)
         if sinks is not None:
             factor *= jnp.where(some, jax.nn.sigmoid(lse - sinks), 0.0)
-        return self.mixture * factor[..., None], lse
+        return self.acc * factor[..., None], lse
 
 
 class RowTerms(NamedTuple):
-    """Of rows of queries all that the gradient needs besides the logits.
+    """All that the gradient needs of rows of queries besides their logits.
 
-    A row whose log-sum-exp is -inf saw no key, and takes no part.
+    A row whose log-sum-exp is -inf saw no key, and contributes nothing.
     """
 
-    lse: jax.Array  # [..., R], +inf of a row that takes no part, so that its weights are 0
+    lse: jax.Array  # [..., R], +inf for a row that contributes nothing, so that its weights are 0
     d_out: jax.Array  # [..., R, d_v] times what the sinks leave to the keys
     offset: jax.Array  # [..., R]
     d_sinks: jax.Array  # [..., R]

@@ -10,7 +10,7 @@ class Tile:
     """What can be tuned.
 
     Attributes:
-        block_q: query tokens computed together; each brings the rows of all its heads.
+        block_q: query tokens computed together; each has the rows of all its heads.
         block_kv: keys gathered at a time.
     """
 

@@ -17,8 +17,8 @@ LARGEST = 2**31 - 1
 FEATURES = frozenset({"extra_lens", "sparse", "num_parts", "overhead"})
 
 
-class Place(NamedTuple):
-    """Where a part begins: sequence, block and split in it; and what has been dealt before."""
+class Begin(NamedTuple):
+    """Where a part begins: sequence, block and split in it; and what has been dealt before it."""
 
     seq: jax.Array
     block: jax.Array
@@ -39,19 +39,19 @@ def run(call: MakeDecodeSchedule, tile: Tile, launch: Any) -> tuple[jax.Array, j
     blocks = jnp.clip(ends, 1, LARGEST // (num_seqs + 1) - overhead)
     payload = (jnp.sum(blocks + overhead, dtype=jnp.int32) - 1) // min(call.num_ranges, LARGEST) + 1 + overhead
 
-    def affords(state: tuple[Place, jax.Array]) -> jax.Array:
-        place, budget = state
-        rest = at(blocks, jnp.minimum(place.seq, num_seqs - 1)) - place.block
-        return (place.seq < num_seqs) & (budget >= rest + overhead)
+    def affords(state: tuple[Begin, jax.Array]) -> jax.Array:
+        begin, budget = state
+        rest = at(blocks, jnp.minimum(begin.seq, num_seqs - 1)) - begin.block
+        return (begin.seq < num_seqs) & (budget >= rest + overhead)
 
-    def finish(state: tuple[Place, jax.Array]) -> tuple[Place, jax.Array]:
+    def finish(state: tuple[Begin, jax.Array]) -> tuple[Begin, jax.Array]:
         """The rest of a sequence goes to the part."""
         (seq, block, split, num_splits), budget = state
         num_splits = num_splits.at[seq + 1].set(at(num_splits, seq) + split + 1)
         start = jnp.int32(0)
-        return Place(seq + 1, start, start, num_splits), budget - (at(blocks, seq) - block + overhead)
+        return Begin(seq + 1, start, start, num_splits), budget - (at(blocks, seq) - block + overhead)
 
-    def deal(begin: Place, _: None) -> tuple[Place, jax.Array]:
+    def deal(begin: Begin, _: None) -> tuple[Begin, jax.Array]:
         (seq, block, split, num_splits), budget = lax.while_loop(affords, finish, (begin, payload))
         partly = (seq < num_seqs) & (budget > overhead)
         block = jnp.where(partly, block + (budget - overhead), block)
@@ -60,14 +60,14 @@ def run(call: MakeDecodeSchedule, tile: Tile, launch: Any) -> tuple[jax.Array, j
         stop = jnp.where(block > 0, block, jnp.where(seq > 0, at(ends, jnp.maximum(seq - 1, 0)), 0))
         zero = jnp.int32(0)
         part = jnp.stack([begin.seq, begin.block, last, stop, begin.split, zero, zero, zero])
-        return Place(seq, block, split, num_splits), part
+        return Begin(seq, block, split, num_splits), part
 
     zero = jnp.int32(0)
-    begin = Place(zero, zero, zero, jnp.zeros(num_seqs + 1, jnp.int32))
+    begin = Begin(zero, zero, zero, jnp.zeros(num_seqs + 1, jnp.int32))
     end, parts = lax.scan(deal, begin, None, length=call.num_ranges)
     return parts, end.num_splits
 
 
 def _blocks(keys: jax.Array) -> jax.Array:
-    """Of a count of keys, not negative; its sum with BLOCK could overflow."""
+    """Blocks that so many keys fill; the count plus BLOCK could overflow."""
     return (keys - 1) // BLOCK + 1

@@ -15,11 +15,11 @@ FEATURES: frozenset[str] = frozenset()
 
 def run(call: MergeAttentionStates, tile: Tile, launch: Any) -> tuple[jax.Array, jax.Array]:
     del tile, launch
-    highest = call.lses.max(axis=0)
-    some = highest != -jnp.inf
-    weights = jnp.exp(call.lses - jnp.where(some, highest, 0.0))
-    total = jnp.where(some, weights.sum(axis=0), 1.0)
+    m_i = call.lses.max(axis=0)
+    some = m_i != -jnp.inf
+    weights = jnp.exp(call.lses - jnp.where(some, m_i, 0.0))
+    l_i = jnp.where(some, weights.sum(axis=0), 1.0)
     weights = weights[..., None]
     parts = jnp.where(weights > 0, call.outs.astype(jnp.float32), 0.0)  # a weight of 0 does not silence a NaN
-    out = (weights * parts).sum(axis=0) / total[..., None]
-    return out.astype(call.outs.dtype), jnp.where(some, highest + jnp.log(total), -jnp.inf)
+    out = (weights * parts).sum(axis=0) / l_i[..., None]
+    return out.astype(call.outs.dtype), jnp.where(some, m_i + jnp.log(l_i), -jnp.inf)

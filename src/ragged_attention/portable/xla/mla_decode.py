@@ -26,7 +26,7 @@ FEATURES = frozenset({
 
 
 def heuristic(call: MlaDecode) -> Tile:
-    """Up to 256 rows a KV head; blocks that stay in a core's cache."""
+    """Up to 256 rows per KV head; blocks that stay in a core's cache."""
     if call.sparse:
         return tile_for(call.num_seqs * call.num_q_tokens, max(call.topk, call.extra_topk), call.d_qk)
     block_q = max(1, min(64, 256 * call.num_kv_heads // call.num_q_heads))
@@ -81,7 +81,7 @@ def _dense(call: MlaDecode, tile: Tile) -> tuple[jax.Array, jax.Array]:
 def _attend(call: MlaDecode, seq: jax.Array, token: jax.Array, block_kv: int) -> tuple[jax.Array, jax.Array]:
     """Out [N, H, d_v] and lse [N, H], float32, of some query tokens of a sequence."""
     size, num_kv_heads, group = len(token), call.num_kv_heads, call.num_q_heads // call.num_kv_heads
-    q, row = lax.optimization_barrier((call.q, seq))  # or all of q is converted ahead of the loop
+    q, row = lax.optimization_barrier((call.q, seq))  # otherwise all of q is converted ahead of the loop
     q = at(lax.bitcast_convert_type(q, BITS[q.dtype.itemsize]), row, token)
     q = lax.bitcast_convert_type(q, call.q.dtype).reshape(size, num_kv_heads, group, call.d_qk)
     q = q.swapaxes(0, 1).reshape(num_kv_heads, -1, call.d_qk)

@@ -27,7 +27,7 @@ FEATURES = frozenset({
 
 
 def heuristic(call: RaggedPagedAttention) -> Tile:
-    """Tiles near the mean query length, up to 256 rows a KV head; blocks that stay in a core's cache."""
+    """Tiles near the mean query length, up to 256 rows per KV head; blocks that stay in a core's cache."""
     mean = -(-call.num_tokens // max(call.max_num_seqs, 1))
     block_q = max(8, min(64, 256 // call.group, 1 << (mean - 1).bit_length() if mean else 1))
     floats = call.num_kv_heads * (call.head_dim + call.v_head_dim)
@@ -124,7 +124,7 @@ def _attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Out [size, H, D_v] and lse [size, H] of one tile."""
     size, num_kv_heads, group = len(tile.row), call.num_kv_heads, call.group
-    q, row = lax.optimization_barrier((call.q, tile.row[0]))  # or all of q is converted ahead of the loop
+    q, row = lax.optimization_barrier((call.q, tile.row[0]))  # otherwise all of q is converted ahead of the loop
     q = lax.dynamic_slice_in_dim(lax.bitcast_convert_type(q, BITS[q.dtype.itemsize]), row, size)
     q = lax.bitcast_convert_type(q, call.q.dtype).reshape(size, num_kv_heads, group, call.head_dim)
     q = q.swapaxes(0, 1).reshape(num_kv_heads, -1, call.head_dim)
@@ -133,7 +133,7 @@ def _attend(
     dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32, precision="highest")
 
     def step(block: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-        highest, total, mixture = state
+        m_i, l_i, acc = state
         key = start + block * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
         k, v, seen = blocks.read(tile.seq, key, key < stop)
         logits = logits_of(dot("hrd,hkd->hrk", q, k), scale[:, None, None], call.soft_cap)
@@ -146,11 +146,11 @@ def _attend(
             seen &= key > tile.position[:, None] - window
         seen = jnp.broadcast_to(seen[:, None], (size, group, block_kv)).reshape(-1, block_kv)
         logits = jnp.where(seen, logits, -jnp.inf)
-        higher = jnp.maximum(highest, logits.max(axis=-1))
-        base = jnp.where(higher == -jnp.inf, 0.0, higher)
-        weights, kept = jnp.exp(logits - base[..., None]), jnp.exp(highest - base)
-        mixture = kept[..., None] * mixture + dot("hrk,hkd->hrd", weights, v)
-        return higher, kept * total + weights.sum(axis=-1), mixture
+        m_new = jnp.maximum(m_i, logits.max(axis=-1))
+        base = jnp.where(m_new == -jnp.inf, 0.0, m_new)
+        weights, alpha = jnp.exp(logits - base[..., None]), jnp.exp(m_i - base)
+        acc = alpha[..., None] * acc + dot("hrk,hkd->hrd", weights, v)
+        return m_new, alpha * l_i + weights.sum(axis=-1), acc
 
     rows = (num_kv_heads, size * group)
     state = jnp.full(rows, -jnp.inf), jnp.zeros(rows), jnp.zeros((*rows, call.v_head_dim))
@@ -168,18 +168,18 @@ def _drafted(mask: jax.Array, tile: Queries, key: jax.Array) -> jax.Array:
 
 
 def _finish(
-    call: RaggedPagedAttention, size: int, highest: jax.Array, total: jax.Array, mixture: jax.Array
+    call: RaggedPagedAttention, size: int, m_i: jax.Array, l_i: jax.Array, acc: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Normalise a tile, give the sink its share, and turn [K, size * group] back into [size, H]."""
     shape = (call.num_kv_heads, size, call.group)
-    some = highest != -jnp.inf
-    lse = jnp.where(some, highest + jnp.log(total), -jnp.inf).reshape(shape)
-    factor = jnp.where(some, 1.0 / jnp.where(some, total, 1.0), 0.0).reshape(shape)
+    some = m_i != -jnp.inf
+    lse = jnp.where(some, m_i + jnp.log(l_i), -jnp.inf).reshape(shape)
+    factor = jnp.where(some, 1.0 / jnp.where(some, l_i, 1.0), 0.0).reshape(shape)
     if call.sinks is not None:
         share = jax.nn.sigmoid(lse - call.sinks.reshape(call.num_kv_heads, 1, call.group))
         factor *= jnp.where(some.reshape(shape), share, 0.0)
     factor *= per_head(call.v_scale, call.num_kv_heads)[:, None, None]
-    out = mixture.reshape(*shape, -1) * factor[..., None]
+    out = acc.reshape(*shape, -1) * factor[..., None]
     return (
         out.swapaxes(0, 1).reshape(size, call.num_q_heads, -1).astype(call.q.dtype),
         lse.swapaxes(0, 1).reshape(size, call.num_q_heads),

@@ -68,7 +68,7 @@ def run(call: SparseMlaPrefillBackward, tile: Tile, launch: Any) -> Arrays:
 
 
 class Queries(NamedTuple):
-    """Of each query [R]: a token's query heads [R, G, ...] of one KV head, and their list."""
+    """Per query [R]: a token's query heads [R, G, ...] of one KV head, and their list."""
 
     q: jax.Array
     d_out: jax.Array
@@ -106,7 +106,7 @@ def _tile(
     """dq [B, G, D] and d_sinks [B, G] of some queries; `d_rows` [slots * K, D] with what their `own` ones add."""
     dtype, num_kv_heads = d_rows.dtype, call.num_kv_heads
     live = own[:, None] & (queries.lse != -jnp.inf)
-    q = jnp.where(live[..., None], queries.q, 0).astype(dtype)  # or a NaN of theirs would reach the rows
+    q = jnp.where(live[..., None], queries.q, 0).astype(dtype)  # otherwise a NaN of theirs would reach the rows
     sinks = None if call.sinks is None else at(call.sinks.reshape(num_kv_heads, -1), queries.head)
     d_out, out = queries.d_out.astype(dtype), queries.out.astype(dtype)
     terms = RowTerms.of(d_out, out, queries.lse, queries.d_lse, sinks, live)
@@ -114,9 +114,9 @@ def _tile(
 
     def step(block: jax.Array, state: Arrays) -> Arrays:
         dq, d_rows = state
-        place = block * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
-        slots = at(queries.slots, slice(None), jnp.minimum(place, call.topk - 1))
-        wanted = own[:, None] & (place < queries.lens[:, None])
+        index = block * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
+        slots = at(queries.slots, slice(None), jnp.minimum(index, call.topk - 1))
+        wanted = own[:, None] & (index < queries.lens[:, None])
         rows, seen = latents.at_slots(slots, queries.head[:, None], wanted)
         rows = rows.astype(dtype)
         values = rows[..., : call.d_v]
@@ -135,10 +135,10 @@ def _tile(
 
 
 def _added(call: SparseMlaPrefillBackward, total: jax.Array, where: jax.Array, rows: jax.Array) -> jax.Array:
-    """The sums [M, D] with rows [n, D] added at `where` [n], which is M for those that count nowhere.
+    """The sums [M, D] with rows [n, D] added at `where` [n], which is M for those that do not count.
 
-    XLA adds them one after the other on a CPU, but on GPUs as they come. There a fixed order takes a sort, after which
-    rows of one place are neighbours that a scan adds up in the same pairs each time, and each place is written once.
+    XLA adds them one after the other on a CPU, but on GPUs in any order. There a fixed order takes a sort, after which
+    rows of one index are neighbours that a scan adds up in the same pairs each time, and each index is written once.
     """
     if not call.deterministic or call.device.platform == "cpu":
         return total.at[where].add(rows, mode="drop")
@@ -151,7 +151,7 @@ def _added(call: SparseMlaPrefillBackward, total: jax.Array, where: jax.Array, r
 
     _, sums = lax.associative_scan(join, (begins[:, None], rows))
     ends = jnp.concatenate([begins[1:], jnp.ones(1, bool)])
-    # Places beyond the last one, all different, for the rows that are not the last of their place.
+    # Indices beyond the last one, all different, for the rows that are not the last of their index.
     spread = len(total) + jnp.arange(len(where), dtype=where.dtype)
     where = jnp.where(ends & (where < len(total)), where, spread)
     return total.at[where].add(sums, mode="drop", unique_indices=True)

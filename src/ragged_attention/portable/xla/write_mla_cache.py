@@ -54,12 +54,12 @@ def _page_of_last(page: jax.Array, offset: jax.Array, num_pages: int, page_size:
 def _scatter(planar: bool, cache: jax.Array, units: jax.Array, page: jax.Array, offset: jax.Array) -> jax.Array:
     """The cache with `units` [T, U, UNIT] of tokens in it, where a page that does not exist is skipped."""
     count = units.shape[1]
-    place = offset[:, None] * count + jnp.arange(count, dtype=jnp.int32)
+    index = offset[:, None] * count + jnp.arange(count, dtype=jnp.int32)
     if planar:  # the last unit of a token holds its scales
         body = offset[:, None] * (count - 1) + jnp.arange(count - 1, dtype=jnp.int32)
-        place = jnp.concatenate([body, cache.shape[1] * (count - 1) + offset[:, None]], axis=1)
+        index = jnp.concatenate([body, cache.shape[1] * (count - 1) + offset[:, None]], axis=1)
     # In the cache's own shape: reshaped it would be copied.
-    where = jnp.stack([jnp.broadcast_to(page[:, None], place.shape), place // count, place % count * UNIT], axis=-1)
+    where = jnp.stack([jnp.broadcast_to(page[:, None], index.shape), index // count, index % count * UNIT], axis=-1)
     numbers = lax.ScatterDimensionNumbers(
         update_window_dims=(2,), inserted_window_dims=(0, 1, 2), scatter_dims_to_operand_dims=(0, 1, 3)
     )
@@ -71,12 +71,12 @@ def _select(planar: bool, cache: jax.Array, units: jax.Array, page: jax.Array, o
     """The same as a choice, unit by unit, between old and new bytes; see `_slots.put`."""
     num_pages, page_size = cache.shape[:2]
     count = units.shape[1]
-    place = jnp.arange(page_size * count, dtype=jnp.int32)
-    owner, part = place // count, place % count
+    index = jnp.arange(page_size * count, dtype=jnp.int32)
+    owner, part = index // count, index % count
     if planar:
-        body = place < page_size * (count - 1)
-        owner = jnp.where(body, place // (count - 1), place - page_size * (count - 1))
-        part = jnp.where(body, place % (count - 1), count - 1)
+        body = index < page_size * (count - 1)
+        owner = jnp.where(body, index // (count - 1), index - page_size * (count - 1))
+        part = jnp.where(body, index % (count - 1), count - 1)
     tokens = jnp.full((num_pages, page_size), -1, jnp.int32)
     tokens = tokens.at[page, offset].set(jnp.arange(len(units), dtype=jnp.int32), mode="drop")
     cache, units, tokens = lax.optimization_barrier((cache, units, tokens))
