@@ -211,8 +211,8 @@ def test_poison_is_everywhere_but_where_it_is_read() -> None:
     assert read.sum() == 5 + 37 + 21
     assert np.array_equal(np.isnan(poisoned.kv_pages).all(axis=(2, 3)), ~read)
     assert np.array_equal(np.isnan(poisoned.kv_pages).any(axis=(2, 3)), ~read)
-    assert np.array_equal(np.isnan(poisoned.q).any(axis=(1, 2)), batch.blind())
-    assert batch.blind().sum() == 2
+    assert np.array_equal(np.isnan(poisoned.q).any(axis=(1, 2)), batch.fully_masked())
+    assert batch.fully_masked().sum() == 2
 
 
 @settings(max_examples=40, deadline=None, database=None, derandomize=True)
@@ -356,7 +356,7 @@ def test_the_parts_of_a_varlen_batch_are_its_sequences() -> None:
     assert last_first.cu_kv_lens.tolist() == [0, 0, 3]
     np.testing.assert_array_equal(last_first.q, batch.q[[2, 3, 4, 5, 6, 0, 1]])
     np.testing.assert_array_equal(last_first.v, batch.v[:3])
-    assert batch.blind().tolist() == [False] * 2 + [True] * 6
+    assert batch.fully_masked().tolist() == [False] * 2 + [True] * 6
     assert batch.unseen().tolist() == [False] * 3 + [True] * 6
 
 

@@ -303,13 +303,13 @@ def _prefill_lists(case: PrefillCase, uniform: Callable[..., torch.Tensor]) -> t
         return chosen.gather(-1, uniform(*chosen.shape).argsort(-1))
     chosen = torch.cat([chosen, invalid(case.s_q, case.topk - count)], -1)
     if case.all_invalid:
-        blind = uniform(case.s_q) < 0.023
-        chosen = torch.where(blind[:, None], invalid(case.s_q, 1), chosen)
+        fully_masked = uniform(case.s_q) < 0.023
+        chosen = torch.where(fully_masked[:, None], invalid(case.s_q, 1), chosen)
     return chosen
 
 
 def rows_of(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """float32 [..., h_kv, d_qk] of a cache's lawful slots, bytes decoded here: the oracle's own reader."""
+    """float32 [..., h_kv, d_qk] of a cache's valid slots, bytes decoded here: the oracle's own reader."""
     page, offset = slots // cache.shape[1], slots % cache.shape[1]
     if cache.element_size() > 1:
         return cache[page, offset].float()
@@ -351,8 +351,10 @@ def attend(
     out = torch.matmul(weights, keys[..., :D_V].permute(0, 2, 1, 3)).reshape(n, h_q, D_V)
     lse, highest = lse.view(n, h_q), highest.view(n, h_q)
     if sinks is not None:
-        lonely = lse == -math.inf
-        out = out * torch.where(lonely, 0.0, torch.sigmoid(torch.where(lonely, 0.0, lse) - sinks))[..., None]
+        fully_masked = lse == -math.inf
+        out = (
+            out * torch.where(fully_masked, 0.0, torch.sigmoid(torch.where(fully_masked, 0.0, lse) - sinks))[..., None]
+        )
     return out, highest, lse
 
 

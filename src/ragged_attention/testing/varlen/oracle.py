@@ -90,5 +90,5 @@ def rows_without_gradient(batch: GradientBatch) -> dict[str, np.ndarray]:
     forward = batch.forward
     if isinstance(forward, VarlenBatch):
         unseen = forward.unseen()
-        return {"q": forward.blind_heads(), "k": unseen, "v": unseen}
-    return {"q": forward.blind_heads(), "kv": forward.selection.unread.reshape(forward.kv.shape[:-2])}
+        return {"q": forward.fully_masked_heads(), "k": unseen, "v": unseen}
+    return {"q": forward.fully_masked_heads(), "kv": forward.selection.unread.reshape(forward.kv.shape[:-2])}
