@@ -261,7 +261,7 @@ def device_of(framework: str, name: str | None = None) -> Device:
         )
     if name == "tpu":
         return Device(framework=framework, platform="tpu", **_tpu_facts(framework))
-    launcher = importlib.import_module(f"ragged_attention.{framework}.launcher")
+    launcher = importlib.import_module(f"ragged_attention.{framework}._launcher")
     if framework == "jax":
         here = importlib.import_module("ragged_attention.jax._lower").default_platform()
         if name not in (None, here):
