@@ -252,9 +252,9 @@ def test_what_a_backend_for_some_calls_declines_is_told_and_no_failure(monkeypat
     assert flash_mla_matrix.main([*arguments, "eager"]) == 1
     monkeypatch.setattr(flash_mla_matrix, "check", lambda case, *arguments, **named: check(PREFILL))
     assert flash_mla_matrix.main([*arguments, "cuda"]) == 1  # none is taken
-    assert flash_mla_matrix.wish("eager") == "eager"
+    assert flash_mla_matrix.requested("eager") == "eager"
     assert not flash_mla_matrix.chosen_cases(flash_mla_matrix.parse(["--list", "mha", "--backend", "cuda"]))
-    assert flash_mla_matrix.wish("cuda") == {"mla_decode": "cuda", "sparse_mla_prefill": "cuda", "*": "auto"}
+    assert flash_mla_matrix.requested("cuda") == {"mla_decode": "cuda", "sparse_mla_prefill": "cuda", "*": "auto"}
 
 
 def test_bits_that_change_are_seen(monkeypatch):

@@ -470,7 +470,7 @@ def test_a_schedule_with_all_its_lengths(backend):
     assert all_agree(got, mla_decode(**arguments, backend="reference"), DECODE)
 
 
-def test_unlawful_schedules():
+def test_invalid_schedules():
     arguments = dense_arguments("plain")
     with pytest.raises(TypeError, match="expected schedule to be a DecodeSchedule, got tuple"):
         mla_decode(**arguments, schedule=(1, 2))
@@ -510,7 +510,7 @@ ONES = jnp.ones(2, jnp.int32)
         ((8, 2, 1, 1), {"num_parts": 0}, InvalidInput, "expected num_parts >= 1, got 0"),
     ],
 )
-def test_unlawful_requests_for_a_schedule(arguments, options, error, text):
+def test_invalid_requests_for_a_schedule(arguments, options, error, text):
     with pytest.raises(error, match=text):
         make_decode_schedule(*arguments, **options)
 

@@ -193,7 +193,7 @@ def test_poison_is_poisonous(dtype: str, kind: str) -> None:
 
 @settings(max_examples=50, deadline=None, database=None, derandomize=True)
 @given(specs())
-def test_a_spec_makes_the_same_lawful_batch_again(spec: Spec) -> None:
+def test_a_spec_makes_the_same_valid_batch_again(spec: Spec) -> None:
     batch, again = spec.build(), eval(repr(spec)).build()  # what a failure prints is a program
     for name, value in batch.arguments().items():
         parts = zip(pages_of(value), pages_of(again.arguments()[name]), strict=True) if name == "kv_pages" else ()
@@ -217,7 +217,7 @@ def test_poison_is_everywhere_but_where_it_is_read() -> None:
 
 @settings(max_examples=40, deadline=None, database=None, derandomize=True)
 @given(st.one_of(prefill_specs(), decode_specs()))
-def test_a_latent_spec_makes_the_same_lawful_batch_again(spec: PrefillSpec | DecodeSpec) -> None:
+def test_a_latent_spec_makes_the_same_valid_batch_again(spec: PrefillSpec | DecodeSpec) -> None:
     batch, again = spec.build(), eval(repr(spec)).build()
     for name, value in batch.arguments().items():
         np.testing.assert_array_equal(value, again.arguments()[name])
@@ -295,9 +295,9 @@ def test_a_failure_shrinks_to_a_small_batch() -> None:
 
     with pytest.raises(AssertionError, match="a window") as caught:
         drawn(runner_for("reference", "torch"), specs(), refuses_windows, 50)
-    told = "".join(caught.value.__notes__)
-    assert "sliding_window=1" in told
-    assert "soft_cap=None" in told
+    notes = "".join(caught.value.__notes__)
+    assert "sliding_window=1" in notes
+    assert "soft_cap=None" in notes
 
 
 def test_a_backend_that_declines_everything_has_shown_nothing() -> None:
@@ -365,7 +365,7 @@ def test_gradients_are_compared_by_name() -> None:
         gradients_agree({"q": np.zeros(2)}, {"q": np.zeros(2), "k": np.zeros(2)}, "float32")
 
 
-def test_a_slope_that_is_not_the_gradients_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slope_that_is_not_the_gradients_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     runner, spec = runner_for("reference", "torch"), GradientSpec(of=VarlenSpec())
     honest = type(runner).gradients
 

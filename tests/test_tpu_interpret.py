@@ -92,7 +92,7 @@ CAUGHT = {
 @pytest.mark.parametrize("fault", CAUGHT)
 def test_a_faulty_kernel_fails(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     planting.plant(monkeypatch, fault)
-    mode, told = CAUGHT[fault]
+    mode, expected = CAUGHT[fault]
     runner = interpreter.InterpretedRunner(backend=planting.BACKEND, mode=mode)
     said = []
     for check in of_planted():
@@ -101,7 +101,7 @@ def test_a_faulty_kernel_fails(monkeypatch: pytest.MonkeyPatch, fault: str) -> N
         except AssertionError as error:
             said.append(str(error))
             break
-    assert any(told in text for text in said), said
+    assert any(expected in text for text in said), said
 
 
 def test_a_kernel_that_hangs_is_ended_and_named() -> None:
@@ -113,7 +113,7 @@ def test_a_kernel_that_hangs_is_ended_and_named() -> None:
     assert all(verdict.hung and "no end after 5 s" in verdict.message for verdict in verdicts)
 
 
-def test_a_process_that_dies_is_told() -> None:
+def test_a_process_that_dies_is_reported() -> None:
     command = (sys.executable, "-c", "import sys; sys.exit('no such luck')")
     (verdict,) = interpreter.judged("pallas", ["corner: any"], mode="eager", command=command)
     assert verdict.result == "FAILED"

@@ -25,7 +25,7 @@ def small(name: str, length: int = 20) -> VarlenCase:
 
 
 @pytest.mark.parametrize("name", [*varlen_cases.CASES, *varlen_cases.COMPILED_ONLY])
-def test_every_case_is_lawful_whole_and_scaled_down(name: str) -> None:
+def test_every_case_is_valid_whole_and_scaled_down(name: str) -> None:
     whole, less = catalogue.find(name), catalogue.find(f"{name}_small")
     for case in (whole, less):
         (call,) = catalogue.calls_of(case, NOWHERE)

@@ -352,9 +352,8 @@ def attend(
     lse, highest = lse.view(n, h_q), highest.view(n, h_q)
     if sinks is not None:
         fully_masked = lse == -math.inf
-        out = (
-            out * torch.where(fully_masked, 0.0, torch.sigmoid(torch.where(fully_masked, 0.0, lse) - sinks))[..., None]
-        )
+        share = torch.sigmoid(torch.where(fully_masked, 0.0, lse) - sinks)
+        out = out * torch.where(fully_masked, 0.0, share)[..., None]
     return out, highest, lse
 
 

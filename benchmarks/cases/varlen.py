@@ -165,7 +165,7 @@ def tables(case: VarlenCase, seed: int = 0) -> dict[str, np.ndarray]:
 def _random_values(case: VarlenCase, seed: int) -> dict[str, tuple[np.ndarray, tuple[int, ...], str]]:
     """For each float argument: values to be repeated, shape, dtype.
 
-    Of larger values and gradients a query that sees few keys would make more of its weights' rounding than is lawful.
+    Larger ones would, for a query that sees few keys, magnify the rounding of its weights beyond the bounds.
     """
     small = {"v": 1 / 4, "d_out": 1 / 16, "d_lse": 1 / 16}
     generator = np.random.default_rng([seed, 1])

@@ -290,7 +290,7 @@ class _silence:
 
 
 def _first_words(error: Exception, said: str) -> str:
-    """The most telling line of a compiler's complaint, on one line."""
+    """The most informative line of a compiler's error message, on one line."""
     root: BaseException = error
     while root.__cause__ or root.__context__:  # an error in an inlined function is reported once a level
         root = root.__cause__ or root.__context__ or root

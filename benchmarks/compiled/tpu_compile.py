@@ -93,7 +93,7 @@ def names(target: str, only: str = "") -> list[str]:
 
 
 def environment(dumps: str) -> dict[str, str]:
-    """What the compiler is told: that it need not look for TPUs, and where to dump."""
+    """Settings of the compiler: not to look for TPUs, and where to dump."""
     return {
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
@@ -201,8 +201,8 @@ def compile_all(
                 outcomes.append(outcome)
                 progress.update(task, advance=1, description=f"{target} {outcome.case}")
                 if not console.is_terminal or outcome.error:
-                    told = outcome.error or f"{outcome.seconds:.1f} s"
-                    console.print(f"{target} {outcome.case}: {told}", markup=False, highlight=False)
+                    summary = outcome.error or f"{outcome.seconds:.1f} s"
+                    console.print(f"{target} {outcome.case}: {summary}", markup=False, highlight=False)
 
         for done in [threads.submit(run, target) for target in targets]:
             done.result()

@@ -31,7 +31,7 @@ EITHER = {
     "gradient": (1e-3, 8.01 / 128, 7e-6),
 }
 # A cosine difference is a mean. Where fewer rows than these are not 0, roundings of 2^-9 of the weights, of what they
-# are multiplied into and of the result may well have one sign: then up to 2^-7 of a vector's length is lawful.
+# are multiplied into and of the result may well have one sign: then an error of 2^-7 of a vector's length is expected.
 MANY = 64
 OF_FEW = {"varlen out": 2.0**-15, "gradient": 2.0**-15}
 

@@ -75,7 +75,7 @@ _PREFILLS: dict[str, PrefillSpec] = {
 
 
 def _wild_everywhere() -> PrefillBatch:
-    """Each index value that could be mistaken for a row, among lawful ones."""
+    """Each index value that could be mistaken for a row, among valid ones."""
     batch = PrefillSpec(tokens=1, rows=6, topk=16, entries="distinct").build()
     indices = batch.indices.copy()
     indices[0, 0] = [5, -1, 6, 7, INT32.max, INT32.min, -6, 0, 2**30, 2**16, 2**24, -(2**31) + 5, 5, 3, 2147480000, 1]

@@ -118,9 +118,9 @@ def pages_may_move(runner: Runner, spec: DecodeSpec) -> None:
         new_page = np.argsort(order)
         moved[selection.name] = selection.cache[order]
         if batch.page_indices is not None:
-            lawful = (batch.page_indices >= 0) & (batch.page_indices < num_pages)
+            valid = (batch.page_indices >= 0) & (batch.page_indices < num_pages)
             moved["page_indices"] = batch.page_indices.copy()
-            moved["page_indices"][lawful] = new_page[batch.page_indices[lawful]]
+            moved["page_indices"][valid] = new_page[batch.page_indices[valid]]
             continue
         name = {"kv_cache": "indices", "extra_kv_cache": "extra_indices"}[selection.name]
         inside = (selection.indices >= 0) & (selection.indices < selection.num_slots)

@@ -166,7 +166,7 @@ class Batch(Arrays):
         return self.change(q=q, kv_pages=like_pages(self.kv_pages, arrays))
 
     def with_garbage_tails(self, seed: int = 0) -> "Batch":
-        """Garbage in every index entry that must not be read: any int32, or values that would pass for lawful ones."""
+        """Garbage in every index entry that must not be read: any int32, or values that would pass for valid ones."""
         rng = np.random.default_rng(seed)
         tempting = rng.random() < 0.5
 

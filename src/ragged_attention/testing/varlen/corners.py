@@ -88,7 +88,7 @@ SPARSES: dict[str, PrefillSpec] = {
 
 
 def _next_to_the_rows() -> GradientBatch:
-    """Each index value that could be mistaken for a row, among lawful ones."""
+    """Each index value that could be mistaken for a row, among valid ones."""
     batch = GradientSpec(of=_sparse(tokens=1, rows=6, topk=16, d_qk=48), d_lse=True).build()
     return batch.change(indices=PREFILL_CORNERS["indices next to the rows"]().indices)
 

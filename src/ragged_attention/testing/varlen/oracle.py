@@ -13,7 +13,7 @@ from ragged_attention.testing.varlen.gradients import BackwardBatch, GradientBat
 from ragged_attention.testing.varlen.specs import VarlenBatch
 
 RUNS = 5  # that give the same bits
-DETERMINISTIC = ("triton", "eager", "reference")  # whose dense gradients have the same bits unasked
+DETERMINISTIC = ("triton", "eager", "reference")  # whose dense gradients have the same bits without being asked for
 
 
 def varlen_agrees(got: Any, want: Any, dtype: str, what: str = "") -> None:
