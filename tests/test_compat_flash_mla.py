@@ -524,8 +524,8 @@ def test_no_index_anywhere_in_newer_lists(backend):
     for name in ("indices", "extra_indices_in_kvcache"):
         lists = arguments[name].clone()
         slots = arguments["k_cache" if name == "indices" else "extra_k_cache"].shape[:2].numel()
-        for place, value in enumerate((-1, -2, -(2**31), slots, slots + 1, 2147480000, 2**31 - 1)):
-            lists[:, :, place * 3 + 1] = value
+        for index, value in enumerate((-1, -2, -(2**31), slots, slots + 1, 2147480000, 2**31 - 1)):
+            lists[:, :, index * 3 + 1] = value
         arguments[name] = lists
     decode(replace(V4, topk_lens=False), **arguments)
 

@@ -148,9 +148,9 @@ def test_heads_that_jaxs_kernel_does_not_compile(heads, head_dim, kv_dtype):
 
 def test_a_sequence_without_queries_and_keys_leaves_its_neighbours_alone(backend):
     """In JAX's kernel the next sequence waits for the wrong copy."""
-    for place in range(4):
+    for index in range(4):
         lens = [(3, 8), (2, 13), (1, 6)]
-        lens.insert(place, (0, 0))
+        lens.insert(index, (0, 0))
         batch = ragged(lens)
         jax_pallas.dynamic_validate_inputs(*batch.arrays)
         out = jax_pallas.ragged_paged_attention(*batch.arrays, sm_scale=0.2, backend=backend)

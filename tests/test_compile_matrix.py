@@ -492,8 +492,8 @@ def shape_of(launch: compiling.Launch) -> tuple[Any, ...]:
 
 
 def shapes_of(case: str) -> dict[tuple[Any, ...], str]:
-    places = range(len(compile_matrix.calls_for(case, "sm_90")))
-    launches = (launch for place in places for launch in compile_matrix.launches_for(case, "sm_90", place))
+    indices = range(len(compile_matrix.calls_for(case, "sm_90")))
+    launches = (launch for index in indices for launch in compile_matrix.launches_for(case, "sm_90", index))
     return {shape_of(launch): f"{case}: {launch.name}" for launch in launches}
 
 

@@ -39,8 +39,8 @@ class Counter:
         addresses = pointers.data[mask.data]
         if addresses.size == 0:
             return
-        place, size = int(addresses.flat[0]), pointers.get_element_ty().primitive_bitwidth // 8
-        names = {name for start, nbytes, name in self.arrays if start <= place < start + nbytes}
+        address, size = int(addresses.flat[0]), pointers.get_element_ty().primitive_bitwidth // 8
+        names = {name for start, nbytes, name in self.arrays if start <= address < start + nbytes}
         if names & set(KEYS):
             self.work[self.kernel] += Work(keys=addresses.size * size)
         elif names & set(ROWS):

@@ -113,11 +113,11 @@ def test_shapes_and_bits_are_compared_too() -> None:
 def test_latent_attention_is_held_to_one_bound_of_two(kind: str) -> None:
     absolute, relative, _ = EITHER[kind]
     want = np.array([3.0, 1e-9, 50.0] + [40.0] * 1000)  # so many that one of them hardly turns the direction
-    for place, error in ((0, relative * 3), (1, absolute), (2, relative * 50)):
-        inside, outside = (want + np.where(np.arange(len(want)) == place, error * f, 0) for f in (0.99, 1.01))
+    for index, error in ((0, relative * 3), (1, absolute), (2, relative * 50)):
+        inside, outside = (want + np.where(np.arange(len(want)) == index, error * f, 0) for f in (0.99, 1.01))
         assert agrees(inside, want, kind)
         with pytest.raises(
-            AssertionError, match=rf"out\[{place}\]: expected .* or .* \* \|value\|, got .*, 1.01 times"
+            AssertionError, match=rf"out\[{index}\]: expected .* or .* \* \|value\|, got .*, 1.01 times"
         ):
             agrees(outside, want, kind)
 

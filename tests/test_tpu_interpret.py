@@ -44,7 +44,7 @@ def chosen(operation: str, mode: str) -> list[str]:
     for group in list(checks_of(operation).values())[:: 1 if whole or mode == "on_wait" else 3]:
         count = len(group) if whole else 1
         shift = {"on_wait": 0.25, "eager": 0.75}[mode]
-        names += [str(group[int((place + shift) * len(group) / count)]) for place in range(count)]
+        names += [str(group[int((index + shift) * len(group) / count)]) for index in range(count)]
     return names
 
 

@@ -263,8 +263,8 @@ def the_last_duplicate_wins(**arguments: Any) -> Any:
 
 
 class _Overwriting:
-    def at(self, array: Any, places: Any, values: Any) -> None:
-        array[places] += values
+    def at(self, array: Any, indices: Any, values: Any) -> None:
+        array[indices] += values
 
 
 def tokens_overwrite_rows(**arguments: Any) -> Any:

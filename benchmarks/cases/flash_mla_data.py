@@ -32,7 +32,7 @@ REPEATS = 5  # of dense multi-head attention and its gradient, whose bits must n
 
 
 def close(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
-    """FlashMLA's comparison: places of infinities and NaN, each element, then the cosine difference of all."""
+    """FlashMLA's comparison: positions of infinities and NaN, each element, then the cosine difference of all."""
     absolute, relative, cosine = BOUNDS[what]
     if got.shape != want.shape or got.dtype != want.dtype:
         raise AssertionError(f"{what}: expected {want.dtype} {list(want.shape)}, got {got.dtype} {list(got.shape)}")
@@ -462,13 +462,13 @@ def mha_oracle(
         seen = seen.tril((kv_stop - kv_start) - (q_stop - q_start)) if causal else seen
         for head in range(q.shape[1]):
             kv_head = head * k.shape[1] // q.shape[1]
-            places = ((rows, head), (keys, kv_head), (keys, kv_head))
-            leaves = [array[place].float().requires_grad_() for array, place in zip((q, k, v), places, strict=True)]
+            indices = ((rows, head), (keys, kv_head), (keys, kv_head))
+            leaves = [array[index].float().requires_grad_() for array, index in zip((q, k, v), indices, strict=True)]
             logits = (leaves[0] @ leaves[1].T * softmax_scale).masked_fill(~seen, -math.inf)
             found = torch.softmax(logits, -1) @ leaves[2]
             out[rows, head], lse[rows, head] = found.detach(), torch.logsumexp(logits.detach(), -1)
-            for total, place, part in zip(
-                grads, places, torch.autograd.grad(found, leaves, d_out[rows, head].float()), strict=True
+            for total, index, part in zip(
+                grads, indices, torch.autograd.grad(found, leaves, d_out[rows, head].float()), strict=True
             ):
-                total[place] += part
+                total[index] += part
     return [out, lse, *grads]

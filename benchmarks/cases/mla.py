@@ -243,8 +243,8 @@ def _lists(case: LatentCase, topk: int, page_size: int, generator: np.random.Gen
     for seq in range(case.num_seqs):
         order = generator.permutation(case.kv_len).astype(np.int32)
         starts = generator.permutation(case.num_q_tokens) * case.kv_len // case.num_q_tokens
-        places = starts[:, None] + np.arange(topk)
-        chosen = order[places % case.kv_len]
+        positions = starts[:, None] + np.arange(topk)
+        chosen = order[positions % case.kv_len]
         if pages is not None:
             chosen = pages[seq, chosen // page_size] * page_size + chosen % page_size
         lists[seq] = np.where(np.arange(topk) < case.kv_len, chosen, -1)

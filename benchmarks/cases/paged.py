@@ -135,7 +135,7 @@ def scaled_down(case: Case, *, length: int = 77, sequences: int = 4) -> Case:
     factor = max(1.0, max(case.kv_lens) / length)
     order = sorted(range(len(case.q_lens)), key=lambda seq: case.q_lens[: seq + 1].count(case.q_lens[seq]))[:sequences]
     kept = [(case.q_lens[seq], case.kv_lens[seq]) for seq in order]
-    kv_lens = [max(1, int(kv_len / factor) - place) for place, (_, kv_len) in enumerate(kept)]
+    kv_lens = [max(1, int(kv_len / factor) - index) for index, (_, kv_len) in enumerate(kept)]
     q_lens = [
         min(kv_len, q_len if q_len <= 8 else max(9, int(q_len / factor)))
         for (q_len, _), kv_len in zip(kept, kv_lens, strict=True)

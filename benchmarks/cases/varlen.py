@@ -107,7 +107,7 @@ def scaled_down(case: VarlenCase, *, length: int = 77, sequences: int = 3) -> Va
     factor = max(1.0, max(case.kv_lens) / length)
 
     def shorter(lens: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(max(1, int(n / factor) - place) for place, n in enumerate(lens[:sequences]))
+        return tuple(max(1, int(n / factor) - index) for index, n in enumerate(lens[:sequences]))
 
     kv_heads = min(2, case.num_kv_heads)
     return dataclasses.replace(

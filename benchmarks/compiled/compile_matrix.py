@@ -104,7 +104,7 @@ ROTARY = "of 16 keys the 64 rotary columns are 8 bytes for each of 256 threads"
 EIGHT_BITS = "without e4m3, values go from shared memory straight into a product's operand, which takes them by 8 bytes"
 CODES = "of 16 keys 128 codes are 8 bytes for each of 256 threads"
 SCALES = "scales are words or bytes of their own"
-PLACES = "masked loops read a page number for each key that a thread masks"
+PAGE_NUMBERS = "masked loops read a page number for each key that a thread masks"
 BY_TWO = "the list's slots come by twos"
 NARROW: Exceptions = {
     ("split_kernel", "8 bits", "mma"): (0.47, EIGHT_BITS),
@@ -115,11 +115,11 @@ NARROW: Exceptions = {
 }
 OLDER = "3.6"
 NARROW_ON_OLDER: Exceptions = {
-    ("tile_kernel", "plain", "mma"): (0.53, PLACES),
-    ("tile_kernel", "plain", "wgmma"): (0.53, PLACES),
-    ("tile_kernel", "plain", "tcgen05"): (0.53, PLACES),
-    ("tile_kernel", "8 bits", "wgmma"): (0.53, PLACES),
-    ("tile_kernel", "8 bits", "tcgen05"): (0.34, PLACES),
+    ("tile_kernel", "plain", "mma"): (0.53, PAGE_NUMBERS),
+    ("tile_kernel", "plain", "wgmma"): (0.53, PAGE_NUMBERS),
+    ("tile_kernel", "plain", "tcgen05"): (0.53, PAGE_NUMBERS),
+    ("tile_kernel", "8 bits", "wgmma"): (0.53, PAGE_NUMBERS),
+    ("tile_kernel", "8 bits", "tcgen05"): (0.34, PAGE_NUMBERS),
     ("tile_kernel", "8 bits", "mma"): (0.40, EIGHT_BITS),
     ("split_kernel", "8 bits", "mma"): (0.44, EIGHT_BITS),
     ("latent_kernel", "plain", "wgmma"): (0.64, BY_TWO),
@@ -227,15 +227,15 @@ def plan(names: Sequence[str] | None, archs: Iterable[str]) -> Planned:
     found: Planned = {}
     for arch in archs:
         for name in names or covering(arch):
-            for place in range(len(calls_for(name, arch))):
-                for number, launch in enumerate(launches_for(name, arch, place)):
+            for index in range(len(calls_for(name, arch))):
+                for number, launch in enumerate(launches_for(name, arch, index)):
                     digest = compiling.digest(launch, arch)
                     if digest in found:
                         used = found[digest][1].cases
                         used += [name] if name not in used else []
                         continue
                     row = Row(arch, launch.name, _blocks(launch), launch.num_warps, launch.num_stages, [name])
-                    found[digest] = (Job(name, arch, place, number), row)
+                    found[digest] = (Job(name, arch, index, number), row)
     return found
 
 

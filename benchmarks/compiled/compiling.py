@@ -174,9 +174,9 @@ class Loop:
 
     @property
     def wide(self) -> float:
-        """The share that comes 16 bytes at a time of what it loads, places apart.
+        """The share that comes 16 bytes at a time of what it loads, not counting addresses.
 
-        A row's place, its page number or slot, is one word; so a word for each longer load does not count.
+        A row's address, its page number or slot, is one word; so one word per longer load does not count.
         """
         sizes = dict(self.loads)
         longer = sum(size // width for width, size in self.loads if width > 4)

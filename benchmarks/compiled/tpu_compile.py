@@ -50,7 +50,7 @@ Compiled by the real TPU compiler (libtpu), for TPUs that need not be there, by 
 of `benchmarks/cases/tpu.py`; those that begin with `jax_` are JAX's own kernels
 (`jax.experimental.pallas.ops.tpu`), compiled in the same way.
 
-A TPU core issues one bundle a cycle, with a place in it for each of its units. **bundles** is the length of the
+A TPU core issues one bundle per cycle, with a slot in it for each of its units. **bundles** is the length of the
 whole kernel, **loop** that of the loop that has the matrix work (with what is nested in it): what one block of queries
 and keys costs if nothing waits for memory. MXU, VALU, VLOAD and VSTORE are the percentages of that loop in which the
 matrix unit, the vector unit and the ports of the vector memory are busy: the highest bounds it. **spills** and
@@ -122,12 +122,12 @@ def compile_case(name: str, target: str, dumps: str, options: Mapping[str, Any])
     folder = Path(dumps)
     try:
         mesh = _mesh(target)
-        place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         for path in folder.iterdir():
             path.unlink()
         case = find(name, options)
         shapes = {
-            key: jax.ShapeDtypeStruct(shape, dtype, sharding=place) for key, (shape, dtype) in case.arrays.items()
+            key: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for key, (shape, dtype) in case.arrays.items()
         }
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             compiled = jax.jit(case.function).lower(**shapes).compile()

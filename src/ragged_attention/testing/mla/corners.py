@@ -188,8 +188,8 @@ def _decode(**fields: Any) -> DecodeBatch:
 def _changed(batch: DecodeBatch, name: str, entries: dict[Any, int]) -> DecodeBatch:
     """A batch with single entries of one of its arrays replaced."""
     array = getattr(batch, name).copy()
-    for place, value in entries.items():
-        array[place] = value
+    for index, value in entries.items():
+        array[index] = value
     return batch.change(**{name: array})
 
 
@@ -244,8 +244,8 @@ def _special_groups(format: str, **fields: Any) -> QuantizeBatch:
     for token, values in enumerate(kinds):
         # By column, so that every group and the rotary part have some of it; the first group has one at its end.
         kv[0, token, 0, layout.group - 1 :: layout.group] = values[0]
-        for place, value in enumerate(values):
-            kv[0, token, 0, 64 * place + 3] = value
+        for index, value in enumerate(values):
+            kv[0, token, 0, 64 * index + 3] = value
     return QuantizeBatch(kv=kv, format=format, **fields)
 
 

@@ -95,10 +95,10 @@ def _next_to_the_rows() -> GradientBatch:
 
 # Every second one also asks for the gradient with respect to lse.
 DENSE_GRADIENTS: dict[str, Callable[[], GradientBatch]] = {
-    name: GradientSpec(of=spec, d_lse=place % 2 == 0).build for place, (name, spec) in enumerate(VARLENS.items())
+    name: GradientSpec(of=spec, d_lse=index % 2 == 0).build for index, (name, spec) in enumerate(VARLENS.items())
 }
 SPARSE_GRADIENTS: dict[str, Callable[[], GradientBatch]] = {
-    **{name: GradientSpec(of=spec, d_lse=place % 2 == 0).build for place, (name, spec) in enumerate(SPARSES.items())},
+    **{name: GradientSpec(of=spec, d_lse=index % 2 == 0).build for index, (name, spec) in enumerate(SPARSES.items())},
     "indices next to the rows": _next_to_the_rows,
 }
 ON_EVERY_PATH = ("grouped heads", "window")

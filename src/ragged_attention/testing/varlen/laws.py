@@ -150,8 +150,8 @@ def _part(batch: GradientBatch, order: Any) -> tuple[GradientBatch, NDArray[Any]
 
 def _at(whole: Gradients, rows: NDArray[Any], keys: NDArray[Any]) -> Gradients:
     """The gradients of some queries and keys; those of sinks belong to all."""
-    places = {"q": rows, "k": keys, "v": keys}
-    of = {name: whole.of[name][places[name]] for name in whole.of if name in places}
+    slices = {"q": rows, "k": keys, "v": keys}
+    of = {name: whole.of[name][slices[name]] for name in whole.of if name in slices}
     return Gradients(whole.out[rows], whole.lse[rows], of)
 
 

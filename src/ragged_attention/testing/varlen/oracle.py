@@ -86,7 +86,7 @@ def check_same_bits(runner: Runner, batch: GradientBatch) -> None:
 
 
 def rows_without_gradient(batch: GradientBatch) -> dict[str, np.ndarray]:
-    """Of each argument the places whose gradient is 0 because they take no part."""
+    """For each argument, the entries whose gradient is 0 because they take no part."""
     forward = batch.forward
     if isinstance(forward, VarlenBatch):
         unseen = forward.unseen()
