@@ -587,7 +587,7 @@ def test_a_rehearsal_writes_both_reports_and_goes_on(tmp_path: Path, monkeypatch
 def test_a_replay_is_checked_on_other_lengths_or_lists_and_then_on_its_own(name: str) -> None:
     case = catalogue.find(name)
     inputs = catalogue.numpy_inputs(case, 2)
-    (other, changed), (same, back) = device_checks._changes(case)
+    (other, changed), (same, back) = catalogue.changed(case)
     assert same == case
     for now, tables in ((other, changed), (same, back)):
         assert any(not np.array_equal(inputs[name], table) for name, table in tables.items())

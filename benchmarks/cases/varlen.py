@@ -45,6 +45,11 @@ class VarlenCase:
         return "varlen_attention_backward" if self.backward else "varlen_attention"
 
     @property
+    def key_format(self) -> str:
+        """What decides how a kernel loads keys."""
+        return "plain"
+
+    @property
     def num_tokens(self) -> int:
         return sum(self.q_lens)
 
@@ -160,6 +165,12 @@ def tables(case: VarlenCase, seed: int = 0) -> dict[str, np.ndarray]:
     del seed
     lens = {"cu_q_lens": case.q_lens, "cu_kv_lens": case.kv_lens}
     return {name: np.concatenate([[0], np.cumsum(value)]).astype(np.int32) for name, value in lens.items()}
+
+
+def changed(case: VarlenCase) -> list[tuple[VarlenCase, dict[str, np.ndarray]]]:
+    """The case with lengths moved by one sequence, then as it is: cases and the arrays that index them."""
+    other = dataclasses.replace(case, q_lens=(*case.q_lens[1:], 0), kv_lens=(*case.kv_lens[1:], 0))
+    return [(one, tables(one)) for one in (other, case)]
 
 
 def _random_values(case: VarlenCase, seed: int) -> dict[str, tuple[np.ndarray, tuple[int, ...], str]]:

@@ -97,7 +97,7 @@ MULTIPLYING = (
     "tile_kernel", "split_kernel", "latent_kernel", "forward_kernel", "dkv_kernel", "dq_kernel", "gradient_kernel",
 )  # fmt: skip
 LEAST_WIDE = 0.9
-# Where it is less, the least that it is and why: by kernel, what its case's keys are (see `_kind`), and matrix unit;
+# Where it is less, the least that it is and why: by kernel, its case's `key_format`, and matrix unit;
 # then where an older Triton does worse.
 Exceptions = dict[tuple[str, str, str], tuple[float, str]]
 ROTARY = "of 16 keys the 64 rotary columns are 8 bytes for each of 256 threads"
@@ -365,20 +365,13 @@ def loop_failure(row: Row, version: str = "") -> str | None:
     case = catalogue.find(named[0])
     narrow = NARROW | (NARROW_ON_OLDER if version.startswith(f"{OLDER}.") else {})
     for loop in row.facts.loops:
-        least, _ = narrow.get((row.kernel, _kind(case), loop.matrix), (LEAST_WIDE, ""))
+        least, _ = narrow.get((row.kernel, case.key_format, loop.matrix), (LEAST_WIDE, ""))
         if loop.wide < least:
             return f"of what an inner loop loads {loop.wide:.0%} comes 16 bytes at a time, expected {least:.0%}"
         rows = _product_rows(row)
         if row.arch == "sm_90" and case.dtype != "float32" and rows >= WGMMA_ROWS and loop.matrix != "wgmma":
             return f"an inner loop of {rows} rows uses {loop.matrix or 'no matrix unit'}, expected wgmma"
     return None
-
-
-def _kind(case: catalogue.AnyCase) -> str:
-    """What decides how a kernel's keys are loaded, beside its tile."""
-    if isinstance(case, LatentCase):
-        return case.format
-    return "8 bits" if isinstance(case, paged_cases.Case) and paged_cases.ITEMSIZE[case.stored] == 1 else "plain"
 
 
 def _product_rows(row: Row) -> int:
