@@ -75,7 +75,7 @@ def test_a_thousand_batches_compile_few_variants() -> None:
 
 
 ODD_WINDOW = """
-from benchmarks import compiling
+from benchmarks.compiled import compiling
 from ragged_attention.samples import Sample, device_of
 sample = Sample(sliding_window=2047, num_tokens=4096, max_num_seqs=1)
 launches = compiling.record(sample.call("ragged_paged_attention", device_of("torch", "sm_90")))

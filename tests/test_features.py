@@ -88,7 +88,8 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
         DECODE | LATENT | {"page_indices": ints([2, 0], [1, 3]), "kv_lens": ints(7, 5), "causal": True},
     ],
     "make_decode_schedule": [
-        {"lens": ints(100, 0, 900), "extra_lens": ints(70, 1, 200), "sparse": True, "num_parts": 3, "overhead": 2},
+        {"lens": ints(100, 0, 900), "extra_lens": ints(70, 1, 200), "sparse": True, "num_parts": 3, "overhead": 2,
+         "programs": 2},
     ],
     "quantize_mla_cache": [{"kv": floats(2, 3, 1, 576), "format": "fp8_v32", "power_of_two_scales": False}],
     "dequantize_mla_cache": [{"cache": BYTES, "format": "fp8_v32", "dtype": "float32"}],

@@ -309,6 +309,7 @@ def test_the_gradient_runs_where_it_was_to_run_at_the_time_of_the_call(monkeypat
 
 
 @pytest.mark.parametrize("backend", PORTABLE)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # which torch itself asks for
 @pytest.mark.parametrize("transform", ["jvp", "jacfwd", "linearize", "dual"])
 def test_there_is_no_forward_mode(transform: str, backend: str) -> None:
     """Where torch would let it pass with tangents of zero."""

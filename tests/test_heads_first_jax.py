@@ -61,12 +61,12 @@ def test_prefill_compiles_once_for_all_lengths(align: str) -> None:
     @jax.jit
     def attend(length: Any) -> Any:
         traces.append(1)
-        return prefill_attention(**CHUNK, length=length, options={"align": align}, backend="xla")
+        return prefill_attention(**CHUNK, length=length, align=align, backend="xla")
 
     for length in (0, 1, 5, 8):
         want = chunk_defined(**CHUNK, length=length, align=align)
         assert agrees(attend(np.array([length], np.int32)), want, "float32")
-        assert agrees(prefill_attention(**CHUNK, length=length, options={"align": align}), want, "float32")
+        assert agrees(prefill_attention(**CHUNK, length=length, align=align), want, "float32")
     assert len(traces) == 1
 
 
@@ -116,7 +116,7 @@ def test_export(platform: str) -> None:
 
 def test_both_are_explained() -> None:
     assert "* xla" in ra.explain("paged_attention", **DECODE)
-    assert "* xla" in ra.explain("prefill_attention", **CHUNK, length=5, options={"align": "end"})
+    assert "* xla" in ra.explain("prefill_attention", **CHUNK, length=5, align="end")
 
 
 # ---- new keys and values

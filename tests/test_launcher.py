@@ -620,3 +620,17 @@ def test_dispatch_modes_see_the_operator() -> None:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+def test_a_replay_that_fails_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    outs, lses = torch.randn(2, 3, 4, 16), torch.randn(2, 3, 4)
+    monkeypatch.setattr(_plan, "RECORDED", {"triton"})
+    monkeypatch.setattr(_plan, "_plans", {})
+    monkeypatch.setattr(_replay.LaunchRecording, "replay", mock.Mock(side_effect=AttributeError("packed_metadata")))
+    want = rt.merge_attention_states(outs, lses, backend="eager")
+    with pytest.warns(RuntimeWarning, match="launched through Triton from now on, .* AttributeError: packed_metadata"):
+        got = rt.merge_attention_states(outs, lses, backend="triton")
+    again = rt.merge_attention_states(outs, lses, backend="triton")  # without another warning
+    for result in (got, again):
+        torch.testing.assert_close(result, want)
+    assert _replay.LaunchRecording.replay.call_count == 1  # type: ignore[attr-defined]

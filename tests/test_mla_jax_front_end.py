@@ -389,7 +389,7 @@ def test_the_dtype_of_dequantised_rows():
     for dtype in (jnp.float16, np.float16, np.dtype("float16"), "float16"):
         assert dequantize_mla_cache(cache, dtype=dtype, backend="xla").dtype == jnp.float16
     assert dequantize_mla_cache(cache, "fp8_v32", backend="xla").dtype == jnp.bfloat16
-    with pytest.raises(InvalidInput, match="expected dtype to be float32 or float16 or bfloat16, got 'int32'"):
+    with pytest.raises(InvalidInput, match="expected dtype to be 'float32' or 'float16' or 'bfloat16', got 'int32'"):
         dequantize_mla_cache(cache, dtype=jnp.int32)
 
 
@@ -398,11 +398,12 @@ SCHEDULES: dict[str, tuple[Any, dict[str, Any]]] = {
     "more parts than work": (jnp.asarray([1, 2, 0, 0, 9, 3], jnp.int32), {"num_parts": 40, "overhead": 0}),
     "one part": (jnp.asarray([1, 200, 0, 0, 9, 3], jnp.int32), {}),
     "longest lengths": (jnp.asarray([INT_MAX, INT_MAX, INT_MIN, 5, 6, 7], jnp.int32), {"num_parts": 3}),
-    "top-k": (2048, {"num_parts": 7}),
+    "top-k": (None, {"topk": 2048, "num_parts": 7}),
     "lists": (
-        640,
+        None,
         {
-            "num_parts": 5, "topk_lens": jnp.asarray([[0, 9], [5, 999], [-5, 0], [1, 2], [64, 65], [128, 0]]),
+            "topk": 640, "num_parts": 5,
+            "topk_lens": jnp.asarray([[0, 9], [5, 999], [-5, 0], [1, 2], [64, 65], [128, 0]]),
             "extra_topk": 70, "extra_topk_lens": jnp.asarray([0, 70, 99, -1, 64, 3]), "overhead": 3,
         },
     ),
@@ -415,7 +416,7 @@ def test_the_schedule_is_that_of_the_definition(case):
     made = [make_decode_schedule(lens, 6, 2, 16, **options, backend=backend) for backend in ("xla", "reference")]
     assert identical(made[0].parts, made[1].parts)
     assert identical(made[0].num_splits, made[1].num_splits)
-    assert made[0].made_for == (6, 2, 16, 1, 0 if isinstance(lens, jax.Array) else lens, options.get("extra_topk", 0))
+    assert made[0].made_for == (6, 2, 16, 1, *(options.get(name, 0) for name in ("topk", "extra_topk")))
 
 
 def test_lengths_of_a_schedule():
@@ -423,7 +424,7 @@ def test_lengths_of_a_schedule():
     schedule = make_decode_schedule(lens, 6, 2, 16, **options)
     assert schedule.lens.tolist() == [9, 640, 0, 2, 65, 128]
     assert schedule.extra_lens.tolist() == [0, 70, 70, 0, 64, 3]
-    assert make_decode_schedule(640, 2, 1, 16).lens.tolist() == [640, 640]
+    assert make_decode_schedule(None, 2, 1, 16, topk=640).lens.tolist() == [640, 640]
 
 
 def test_the_schedule_of_no_sequences():
@@ -439,7 +440,7 @@ def test_the_schedule_of_no_sequences():
 def test_parts_fill_the_device(monkeypatch, lens, heads, num_parts):
     from ragged_attention.calls import Device
 
-    device = Device(framework="jax", platform="cuda", num_multiprocessors=132)
+    device = Device(framework="jax", platform="cpu", num_multiprocessors=132)
     monkeypatch.setattr(_lower, "device_facts", lambda platform: device)
     topk = lens if isinstance(lens, int) else None
     assert make_decode_schedule(None if topk else lens, NUM_SEQS, *heads, topk=topk).parts.shape == (num_parts, 8)
@@ -462,8 +463,13 @@ def test_a_schedule_is_a_pytree():
 @pytest.mark.parametrize("backend", ["xla", "reference"])
 def test_a_schedule_with_all_its_lengths(backend):
     arguments = sparse_arguments("plain")
-    lens = {"topk_lens": arguments["topk_lens"], "extra_topk": 3, "extra_topk_lens": arguments["extra_topk_lens"]}
-    schedule = make_decode_schedule(TOPK, NUM_SEQS, NUM_Q_TOKENS, NUM_Q_HEADS, **lens, num_parts=3, backend=backend)
+    lens = {
+        "topk": TOPK,
+        "topk_lens": arguments["topk_lens"],
+        "extra_topk": 3,
+        "extra_topk_lens": arguments["extra_topk_lens"],
+    }
+    schedule = make_decode_schedule(None, NUM_SEQS, NUM_Q_TOKENS, NUM_Q_HEADS, **lens, num_parts=3, backend=backend)
     assert len(jax.tree.leaves(schedule)) == 4
     with ra.use_backend(validate="full"):
         got = mla_decode(**arguments, schedule=schedule, backend=backend)
@@ -494,20 +500,25 @@ ONES = jnp.ones(2, jnp.int32)
         ((LENS, 2.0, 1, 1), {}, TypeError, "expected batch_size to be an int, got float"),
         ((LENS, 3, 0, 1), {}, InvalidInput, "expected num_q_tokens >= 1, got 0"),
         ((LENS, 3, 1, 3, 2), {}, InvalidInput, "expected num_q_heads to be a multiple of num_kv_heads=2, got 3"),
-        ((LENS, 3, 1, 1), {"extra_topk": 3}, InvalidInput, "expected extra_topk only with a top-k in place of kv_lens"),
+        ((LENS, 3, 1, 1), {"extra_topk": 3}, InvalidInput, "expected extra_topk only together with topk, got it with"),
         ((LENS, 2, 1, 1), {}, InvalidInput, r"expected kv_lens.shape to be \[S\] = \[2\], got \[3\]"),
-        (("8", 2, 1, 1), {}, TypeError, "expected kv_lens to be an array or an int, a top-k, got str"),
-        ((8, 2, 1, 2, 2), {}, InvalidInput, "expected num_kv_heads = 1 with a top-k in place of kv_lens, got 2"),
+        (("8", 2, 1, 1), {}, TypeError, "expected kv_lens to be an array, got str"),
+        ((None, 2, 1, 2, 2), {"topk": 8}, InvalidInput, "expected num_kv_heads = 1 with topk, got 2"),
         (
-            (8, 2, 1, 1),
-            {"extra_topk_lens": ONES},
+            (None, 2, 1, 1),
+            {"topk": 8, "extra_topk_lens": ONES},
             InvalidInput,
             "expected extra_topk_lens only together with extra_top",
         ),
-        ((0, 2, 1, 1), {}, InvalidInput, "expected kv_lens >= 1, got 0"),
-        ((8, 2, 1, 1), {"extra_topk": 0}, InvalidInput, "expected extra_topk >= 1, got 0"),
-        ((8, 3, 1, 1), {"topk_lens": ONES}, InvalidInput, r"expected topk_lens.shape to be \[S\] = \[3\], got \[2\]"),
-        ((8, 2, 1, 1), {"num_parts": 0}, InvalidInput, "expected num_parts >= 1, got 0"),
+        ((None, 2, 1, 1), {"topk": 0}, InvalidInput, "expected topk >= 1, got 0"),
+        ((None, 2, 1, 1), {"topk": 8, "extra_topk": 0}, InvalidInput, "expected extra_topk >= 1, got 0"),
+        (
+            (None, 3, 1, 1),
+            {"topk": 8, "topk_lens": ONES},
+            InvalidInput,
+            r"expected topk_lens.shape to be \[S\] = \[3\], got \[2\]",
+        ),
+        ((None, 2, 1, 1), {"topk": 8, "num_parts": 0}, InvalidInput, "expected num_parts >= 1, got 0"),
     ],
 )
 def test_invalid_requests_for_a_schedule(arguments, options, error, text):
@@ -516,7 +527,9 @@ def test_invalid_requests_for_a_schedule(arguments, options, error, text):
 
 
 def test_numpy_numbers_make_a_schedule():
-    schedule = make_decode_schedule(np.int64(640), np.int32(2), np.int64(1), np.int64(16), extra_topk=np.int32(5))
+    schedule = make_decode_schedule(
+        None, np.int32(2), np.int64(1), np.int64(16), topk=np.int64(640), extra_topk=np.int32(5)
+    )
     assert schedule.made_for == (2, 1, 16, 1, 640, 5)
     assert all(type(size) is int for size in schedule.made_for)
     assert make_decode_schedule(np.asarray(LENS), 3, 1, 16).made_for == (3, 1, 16, 1, 0, 0)

@@ -68,10 +68,10 @@ for cores, page, align, window, options in (
         arguments = q, *pages, np.array([length], np.int32), table
         with watched(sys.argv[1], cores):
             got = prefill_attention(
-                *arguments, sliding_window=window, backend="pallas", options={"align": align, **options}
+                *arguments, sliding_window=window, align=align, backend="pallas", options=options
             )
             got = np.asarray(got)
-        want = prefill_attention(*arguments, sliding_window=window, backend="reference", options={"align": align})
+        want = prefill_attention(*arguments, sliding_window=window, align=align, backend="reference")
         np.testing.assert_allclose(got, np.asarray(want), rtol=2e-5, atol=2e-5)
 """
 

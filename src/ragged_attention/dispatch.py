@@ -53,7 +53,7 @@ class Choice:
 
     def leaves(self, call: Call) -> list[str]:
         """What of a call another operation has to do before this one runs."""
-        return [name for name in call.changed() if name in call.SEPARABLE - self.module.FEATURES]
+        return [name for name in call.changed() if name in call.SEPARABLE - features(self.module)]
 
     def run(self, call: Call, launch: Launcher) -> Any:
         return self.module.run(call, self.tile, launch)
@@ -169,12 +169,16 @@ def refusal(backend: str, call: Call, *, named: bool = True) -> str | None:
     return reason
 
 
+def features(module: Implementation) -> frozenset[str]:
+    """The optional arguments that a module honours, none if it does not say."""
+    return getattr(module, "FEATURES", frozenset())
+
+
 def _not_honoured(module: Implementation, call: Call) -> str | None:
     """The reason to refuse a call that sets an optional field which the module does not list in its FEATURES."""
-    for name in call.changed():
-        if name not in getattr(module, "FEATURES", ()) and name not in call.SEPARABLE and not call.KINDS[name].hint:
-            return f"does not honour {name}"
-    return None
+    taken = features(module) | call.SEPARABLE
+    names = [name for name in call.changed() if name not in taken and not call.KINDS[name].hint]
+    return f"does not honour {names[0]}" if names else None
 
 
 def verdicts(call: Call, names: Sequence[str], by_default: Collection[str] = ()) -> dict[str, str | None]:

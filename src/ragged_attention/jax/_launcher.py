@@ -361,8 +361,9 @@ Statics = tuple[tuple[int, Any], ...]
 
 def split(flat: list[Any]) -> tuple[dict[int, Any], Statics]:
     """Flat arguments as (arrays, everything else), each by its index; a list of arrays is among the arrays."""
-    arrays = {index: value for index, value in enumerate(flat) if is_array(value) or isinstance(value, list)}
-    return arrays, tuple((index, value) for index, value in enumerate(flat) if index not in arrays)
+    hashable = [() if isinstance(value, list) and not value else value for value in flat]
+    arrays = {index: value for index, value in enumerate(hashable) if is_array(value) or isinstance(value, list)}
+    return arrays, tuple((index, value) for index, value in enumerate(hashable) if index not in arrays)
 
 
 def join(record: type[Call], arrays: Mapping[int, Any], statics: Statics) -> dict[str, Any]:

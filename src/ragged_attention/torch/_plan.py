@@ -131,8 +131,10 @@ def _check_tensors(call: Call, device: torch.device) -> None:
                 raise InvalidInput(f"expected {name} on the device of the others, {device}, got {item.device}")
             if kind.unit_stride and item.shape[-1] > 1 and item.stride(-1) != 1 and item.numel():
                 raise InvalidInput(f"expected {name} with a last stride of 1, got {item.stride(-1)}")
-            if kind.written and any(
-                step == 0 and size > 1 for step, size in zip(item.stride(), item.shape, strict=True)
+            if (
+                kind.written
+                and item.numel()
+                and any(step == 0 and size > 1 for step, size in zip(item.stride(), item.shape, strict=True))
             ):
                 raise InvalidInput(f"expected {name} without overlapping memory, got strides {item.stride()}")
     call.check_strides(lambda tensor: tensor.stride())
