@@ -113,7 +113,7 @@ def loop(loads: dict[int, int], local: int = 0, matrix: str = "wgmma") -> compil
 def test_what_counts_as_a_failure() -> None:
     assert compile_matrix.failures([row()]) == []
     where = "sm_90 some_kernel (prefill_4k): "
-    assert compile_matrix.failures([row(spilled=8)]) == [where + "spills 8 bytes a thread"]
+    assert compile_matrix.failures([row(spilled=8)]) == [where + "spills 8 bytes per thread"]
     expected = where + "needs 4096 bytes of shared memory, the device has 2048"
     assert compile_matrix.failures([row(shared=4096)]) == [expected]
     assert compile_matrix.failures([row(error="X: no")])[0] == where + "does not compile: X: no"

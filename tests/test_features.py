@@ -58,8 +58,10 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
         TABLES | SHARED | SCALES | {
             "q": floats(5, 4, 16), "kv_pages": floats(6, 4, 4, 16), "num_seqs": ints(1), "causal": False,
             "sliding_window": 4, "sinks": floats(4), "return_lse": True,
-            "new_kv": (floats(5, 2, 16), floats(5, 2, 16)), "draft_mask": RNG.random((5, 3)) < 0.5,
+            "new_kv": (floats(5, 2, 16), floats(5, 2, 16)),
         },
+        # A draft's mask replaces `causal` among the new tokens.
+        TABLES | {"q": floats(5, 4, 16), "kv_pages": floats(6, 4, 4, 16), "draft_mask": RNG.random((5, 3)) < 0.5},
     ],
     "write_kv_pages": [
         TABLES | SCALES | {

@@ -406,7 +406,7 @@ def test_dense_is_sparse_over_all_positions() -> None:
 
 
 def test_the_schedule_of_a_short_an_empty_and_a_long_sequence() -> None:
-    """85 blocks and three times 5 in 8 parts are 13 a part, and 5 on top for a sequence begun."""
+    """85 blocks and three times 5 in 8 parts are 13 per part, and 5 on top for each sequence begun."""
     parts, num_splits = make_decode_schedule(np.array([300, 0, 5000]), num_parts=8)
     assert num_splits.tolist() == [0, 1, 2, 9]
     cuts = [*range(0, 79, 13), 79]

@@ -123,8 +123,8 @@ def test_the_model_counts_what_the_kernels_do(
 # Cases that no backend has a plan for with an excess of less than a tenth, and why.
 PARTS = "its parts, which let every multiprocessor read keys, are as many bytes as the keys; all is done in 6 us"
 IN_EXCESS = {
-    "gemma4_global_prefill_4k": "32 rows a program: an output of 512 columns for more rows fills the registers",
-    "mla_dense_fp8_h128_128x4k": "32 rows a program: decoding takes the registers that 64 would need",
+    "gemma4_global_prefill_4k": "32 rows per program: an output of 512 columns for more rows fills the registers",
+    "mla_dense_fp8_h128_128x4k": "32 rows per program: decoding takes the registers that 64 would need",
     **dict.fromkeys((f"mla_sparse_h{heads}_b{batch}" for heads in (8, 16, 32) for batch in (1, 8)), PARTS),
 }
 TOO_WIDE = "gemma4_global_prefill_4k"

@@ -192,7 +192,7 @@ class Row:
 
 @functools.cache
 def calls_for(case: str, arch: str) -> tuple[Call, ...]:
-    """The case's calls, one an operation's form, that the Triton room has and takes."""
+    """The case's calls, one per form of an operation, that the Triton room has and takes."""
     return tuple(call for call in _calls_of(case, arch) if declined(call) is None)
 
 

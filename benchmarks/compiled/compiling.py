@@ -208,7 +208,7 @@ class Facts:
         if self.error:
             return f"does not compile: {self.error}"
         if self.spilled:
-            return f"spills {self.spilled} bytes a thread"
+            return f"spills {self.spilled} bytes per thread"
         if self.shared > self.limit:
             return f"needs {self.shared} bytes of shared memory, the device has {self.limit}"
         if local := max((loop.local for loop in self.loops), default=0):
@@ -292,7 +292,7 @@ class _silence:
 def _first_words(error: Exception, said: str) -> str:
     """The most informative line of a compiler's error message, on one line."""
     root: BaseException = error
-    while root.__cause__ or root.__context__:  # an error in an inlined function is reported once a level
+    while root.__cause__ or root.__context__:  # an error in an inlined function is reported once per level
         root = root.__cause__ or root.__context__ or root
     lines = [line.strip() for line in (str(root) + "\n" + said).splitlines() if line.strip()]
     telling = [line for line in lines if re.search(r"error|fatal|assert|not supported|Error", line)]

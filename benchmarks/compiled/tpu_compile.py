@@ -210,7 +210,7 @@ def compile_all(
 
 
 def rows(outcome: Outcome) -> list[tuple[str, ...]]:
-    """The table's lines for one outcome, a line a kernel."""
+    """The table's lines for one outcome, one line per kernel."""
     if outcome.error:
         return [(outcome.case, outcome.error, *("-" for _ in COLUMNS[2:]))]
     found = []

@@ -245,7 +245,7 @@ def markdown(report: dict[str, Any]) -> str:
             lines.append(f"| {check['name']} | {'passed' if check['passed'] else 'FAILED: ' + message} |")
         lines.append("")
     if row := report.get("overhead"):
-        lines += ["## Microseconds of the host a call", ""]
+        lines += ["## Microseconds of the host per call", ""]
         lines += _overhead_lines(row["calls"]) if row["calls"] else ["```", *row["said"][-25:], "```", ""]
     if row := report.get("memcheck"):
         lines += ["## Memory checker", "", f"{row['result']}. {' '.join(row['said'][-1:])}", ""]

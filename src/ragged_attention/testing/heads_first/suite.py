@@ -163,7 +163,7 @@ def chunk_specs(draw: st.DrawFn, *, clean: bool = False) -> ChunkSpec:
 
 
 def heads_first_is_a_matter_of_layout(runner: Runner, spec: PagedSpec) -> None:
-    """Paged attention is ragged attention over the pages turned, one query a sequence."""
+    """Paged attention is ragged attention over transposed pages, with one query per sequence."""
     spec = dataclasses.replace(spec, scaled=False)
     batch = spec.ragged().change(k_scale=None, v_scale=None)
     out, _ = runner.run("ragged_paged_attention", batch, return_lse=True)
