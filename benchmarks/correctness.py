@@ -21,11 +21,11 @@ from ragged_attention.reference.varlen_attention import varlen_attention
 from ragged_attention.reference.varlen_attention_backward import attend_backward, row_terms
 from ragged_attention.testing.compare import agrees
 
-ROWS = 4  # checked at a place
+ROWS = 4  # checked per span
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Span:
     """Rows [start, stop) of the batch, of sequence `seq`, the last of which sees `kv_len` keys."""
 
     seq: int
@@ -34,7 +34,7 @@ class Place:
     kv_len: int
 
 
-def places(case: Case | VarlenCase, sequences: int = 3) -> Iterator[Place]:
+def spans(case: Case | VarlenCase, sequences: int = 3) -> Iterator[Span]:
     """The first, the last and some middle sequences; of each the first and the last rows."""
     starts = np.concatenate([[0], np.cumsum(case.q_lens)])
     count = len(case.q_lens)
@@ -43,13 +43,13 @@ def places(case: Case | VarlenCase, sequences: int = 3) -> Iterator[Place]:
         first = min(ROWS, q_len)
         for begin in sorted({0, q_len - first}):
             end = begin + first
-            yield Place(int(seq), int(starts[seq]) + begin, int(starts[seq]) + end, kv_len - q_len + end)
+            yield Span(int(seq), int(starts[seq]) + begin, int(starts[seq]) + end, kv_len - q_len + end)
 
 
 def check(case: AnyCase, inputs: dict[str, Any], out: Any, to_numpy: Any) -> None:
     """Raise AssertionError where `out`, of a gradient's case the gradients, is not what the definition gives.
 
-    `to_numpy` brings arrays to the host: floats as float64, 8-bit floats as their bits.
+    `to_numpy` copies arrays to the host: floats as float64, 8-bit floats as their bits.
     """
     if isinstance(case, VarlenCase):
         check_some = _check_gradients if case.backward else _check_varlen
@@ -62,14 +62,14 @@ def check(case: AnyCase, inputs: dict[str, Any], out: Any, to_numpy: Any) -> Non
 
 def _check_pages(case: Case, inputs: dict[str, Any], out: Any, to_numpy: Any) -> None:
     page_indices = to_numpy(inputs["page_indices"])
-    for place in places(case):
-        pages = page_indices[place.seq, : -(-place.kv_len // case.page_size)].astype(np.int64)
+    for span in spans(case):
+        pages = page_indices[span.seq, : -(-span.kv_len // case.page_size)].astype(np.int64)
         want = definition(
-            to_numpy(inputs["q"][place.start : place.stop]),
+            to_numpy(inputs["q"][span.start : span.stop]),
             _gathered(inputs["kv_pages"], pages, to_numpy),
-            [place.kv_len],
+            [span.kv_len],
             np.arange(len(pages), dtype=np.int32)[None],
-            [0, place.stop - place.start],
+            [0, span.stop - span.start],
             sinks=to_numpy(inputs["sinks"]) if case.sinks else None,
             sliding_window=case.sliding_window,
             soft_cap=case.soft_cap,
@@ -77,8 +77,8 @@ def _check_pages(case: Case, inputs: dict[str, Any], out: Any, to_numpy: Any) ->
             v_scale=case.scale,
             cache_dtype=case.stored,
         )
-        got = to_numpy(out[place.start : place.stop])
-        agrees(got, want, case.dtype, f"{case.name}, sequence {place.seq}, rows {place.start} to {place.stop - 1}")
+        got = to_numpy(out[span.start : span.stop])
+        agrees(got, want, case.dtype, f"{case.name}, sequence {span.seq}, rows {span.start} to {span.stop - 1}")
 
 
 def _sequence(case: VarlenCase, seq: int) -> tuple[slice, slice]:
@@ -88,12 +88,12 @@ def _sequence(case: VarlenCase, seq: int) -> tuple[slice, slice]:
 
 
 def _check_varlen(case: VarlenCase, inputs: dict[str, Any], out: Any, to_numpy: Any) -> None:
-    for place in places(case):
-        rows, (_, keys) = slice(place.start, place.stop), _sequence(case, place.seq)
+    for span in spans(case):
+        rows, (_, keys) = slice(span.start, span.stop), _sequence(case, span.seq)
         if case.causal:
-            keys = slice(keys.start, keys.start + max(place.kv_len, 0))
+            keys = slice(keys.start, keys.start + max(span.kv_len, 0))
         elif case.sliding_window:  # which counts from a query's position, so that all must be there
-            rows, _ = _sequence(case, place.seq)
+            rows, _ = _sequence(case, span.seq)
         arrays = {name: to_numpy(inputs[name][keys]) for name in ("k", "v")}
         want, _ = varlen_attention(
             to_numpy(inputs["q"][rows]),
@@ -104,7 +104,7 @@ def _check_varlen(case: VarlenCase, inputs: dict[str, Any], out: Any, to_numpy: 
             **case.options(),
         )
         kind = case.dtype if case.dtype == "float32" else "varlen out"
-        what = f"{case.name}, sequence {place.seq}, rows {rows.start} to {rows.stop - 1}"
+        what = f"{case.name}, sequence {span.seq}, rows {rows.start} to {rows.stop - 1}"
         agrees(to_numpy(out[rows]), want, kind, what)
 
 
@@ -150,7 +150,7 @@ def _some_gradients(
         yield name, to_numpy(got[keys, kv_head])[some_keys], want
 
 
-def latent_places(case: LatentCase) -> Iterator[tuple[int, int]]:
+def latent_queries(case: LatentCase) -> Iterator[tuple[int, int]]:
     """(sequence, query token): the first, a middle and the last of both."""
     for seq in sorted({0, case.num_seqs // 2, case.num_seqs - 1}):
         for token in sorted({0, case.num_q_tokens // 2, case.num_q_tokens - 1}):
@@ -159,8 +159,8 @@ def latent_places(case: LatentCase) -> Iterator[tuple[int, int]]:
 
 def _check_latents(case: LatentCase, inputs: dict[str, Any], out: Any, to_numpy: Any) -> None:
     kind = f"{'prefill' if case.prefill else 'decode'} out" if case.dtype != "float32" else case.dtype
-    for seq, token in latent_places(case):
-        place = token if case.prefill else (seq, token)
+    for seq, token in latent_queries(case):
+        index = token if case.prefill else (seq, token)
         caches = []
         for prefix in ("", "extra_") if case.extra_topk else ("",):
             cache = inputs["kv" if case.prefill else f"{prefix}kv_cache"]
@@ -169,14 +169,14 @@ def _check_latents(case: LatentCase, inputs: dict[str, Any], out: Any, to_numpy:
         (cache, slots), *extra = caches
         second = {"extra_kv_cache": extra[0][0], "extra_indices": extra[0][1]} if extra else {}
         want, _ = mla_decode(
-            to_numpy(inputs["q"][place])[None, None],
+            to_numpy(inputs["q"][index])[None, None],
             cache,
             indices=slots,
             d_v=case.d_v,
             sinks=to_numpy(inputs["sinks"]) if case.sinks else None,
             **second,
         )
-        agrees(to_numpy(out[place]), want[0, 0], kind, f"{case.name}, sequence {seq}, query {token}")
+        agrees(to_numpy(out[index]), want[0, 0], kind, f"{case.name}, sequence {seq}, query {token}")
 
 
 def _seen_slots(case: LatentCase, inputs: Any, prefix: str, seq: int, token: int, to_numpy: Any) -> np.ndarray:
@@ -193,11 +193,11 @@ def _seen_slots(case: LatentCase, inputs: Any, prefix: str, seq: int, token: int
 def _gathered_rows(cache: Any, slots: np.ndarray, to_numpy: Any) -> tuple[np.ndarray, np.ndarray]:
     """The pages that slots lie in, as a cache of their own, and a list of the slots in it."""
     page_size = cache.shape[1] if len(cache.shape) == 4 else 1
-    pages, place = np.unique(slots // page_size, return_inverse=True)
+    pages, order = np.unique(slots // page_size, return_inverse=True)
     gathered = to_numpy(_index(cache, pages))
     if len(cache.shape) == 3:
         gathered = gathered[:, None]
-    return gathered, (place * page_size + slots % page_size)[None, None].astype(np.int32)
+    return gathered, (order * page_size + slots % page_size)[None, None].astype(np.int32)
 
 
 def _gathered(kv_pages: Any, pages: np.ndarray, to_numpy: Any) -> Any:

@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with (
         Progress(*columns, console=Console(stderr=True), transient=True) as progress,
-        ra.use_backend(wish(options.backend)),
+        ra.use_backend(requested(options.backend)),
         emulation(options),
     ):
         task = progress.add_task("", total=len(cases))
@@ -95,8 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if failed or not passed else 0
 
 
-def wish(backend: str | None) -> str | dict[str, str] | None:
-    """A backend that has only some operations is asked for those."""
+def requested(backend: str | None) -> str | dict[str, str] | None:
+    """What to ask of `use_backend`: a backend that has only some operations is requested for those."""
     return {"mla_decode": backend, "sparse_mla_prefill": backend, "*": "auto"} if backend in PARTIAL else backend
 
 

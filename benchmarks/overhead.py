@@ -152,7 +152,7 @@ def measure(case: AnyCase, device: str) -> Overhead:
 
 
 def table_of(found: Sequence[Overhead], where: str) -> Table:
-    table = Table(title=f"microseconds of the host a call, {where}")
+    table = Table(title=f"microseconds of the host per call, {where}")
     for field in dataclasses.fields(Overhead):
         table.add_column(field.name, justify="left" if field.type in ("str", str) else "right")
     for one in found:

@@ -159,12 +159,12 @@ HEADINGS = ["workload", "dtype", "ours, ms", *(f"{name} / ours" for name in PEER
 
 def save(results: list[Result], repeats: int) -> Path:
     root = Path(__file__).parent.parent
-    told = subprocess.run(
+    revision = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=False
     )
     about = {
         "date": datetime.date.today().isoformat(),
-        "commit": told.stdout.strip(),
+        "commit": revision.stdout.strip(),
         "jax": jax.__version__,
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
         "load": os.getloadavg()[0],

@@ -6,10 +6,11 @@ the call needs: tiles that masks and padding fill, keys that several programs re
 parts. The CUDA kernels' plan is known from their heuristic and the size of their tiles.
 
 A GPU can multiply, ask its memory and ask its second-level cache for only so much in a second; whichever takes longest
-is the least time that a step of the plan can take. Beside the floor of the case, where each needed byte comes once and
-no operation is in vain, the sum over the steps is the plan's waste. What is multiplied in a second part, because
-rounding to 16 bits would lose it, is no waste but the price of exactness, and told by itself. Latency, exponentials and
-the decoding of 8-bit formats are in neither: a plan without waste may still be slow, but one with waste cannot be fast.
+is the least time that a step of the plan can take. The floor of a case is the time in which each needed byte comes once
+and no operation is in vain; what the steps together take beyond it is the plan's excess. What is multiplied in a second
+part, because rounding to 16 bits would lose it, is not excess but the price of exactness, and shown by itself. Latency,
+exponentials and the decoding of 8-bit formats are in neither: a plan without excess may still be slow, but one with
+much of it cannot be fast.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from ragged_attention.calls import Device
 from ragged_attention.samples import device_of
 
 AnyCase = Case | LatentCase
-Told = Mapping[str, Any]  # what a kernel is told besides arrays
+KernelArgs = Mapping[str, Any]  # by name, without the arrays
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,53 +115,55 @@ class Rows:
         return begin, end if min(self.low + 1, self.window or self.kv_len) >= split_weights_below else begin
 
 
-def visit(case: Case, told: Told, rows: Rows, start: int, stop: int) -> Work:
+def visit(case: Case, kernel_args: KernelArgs, rows: Rows, start: int, stop: int) -> Work:
     """What a program of one KV head does with keys [start, stop), the first of which begins a block at an edge.
 
     The weights of bfloat16 rows are multiplied in two parts where there are masks, and in a split everywhere; in a
     large tile by reading each value twice.
     """
-    block, count, d, dv = (told[name] for name in ("BLOCK_KV", "BLOCK_Q", "D_PAD", "DV_PAD"))
-    edge = told.get("EDGE_KV", block)
-    begin, end = rows.whole(start, stop, block, edge, told.get("SPLIT_WEIGHTS_BELOW", 0))
+    block, count, d, dv = (kernel_args[name] for name in ("BLOCK_KV", "BLOCK_Q", "D_PAD", "DV_PAD"))
+    edge = kernel_args.get("EDGE_KV", block)
+    begin, end = rows.whole(start, stop, block, edge, kernel_args.get("SPLIT_WEIGHTS_BELOW", 0))
     both = cdiv(stop, edge) * edge - start
-    careless = 0 if told.get("WEIGHT_PARTS") == 2 else end - begin
+    careless = 0 if kernel_args.get("WEIGHT_PARTS") == 2 else end - begin
     again = both - careless if case.dtype == "bfloat16" else 0
     seen = min(rows.last, stop) - max(rows.first, start)
     values = seen + (seen - careless if again and count >= 64 and dv >= 256 else 0)
     return Work(
         flops=2 * count * both * (d + dv),
         again=2 * count * again * dv,
-        keys=(seen * told["D"] + values * told["DV"]) * ITEMSIZE[case.stored],
+        keys=(seen * kernel_args["D"] + values * kernel_args["DV"]) * ITEMSIZE[case.stored],
     )
 
 
-def tiled(case: Case, told: Told) -> Work:
+def tiled(case: Case, kernel_args: KernelArgs) -> Work:
     """What the tile kernel does: blocks of rows of sequences, over all keys that they see."""
-    total, group = Work(), told["GROUP"]
+    total, group = Work(), kernel_args["GROUP"]
     for q_len, kv_len in zip(case.q_lens, case.kv_lens, strict=True):
         ahead = kv_len - q_len
-        for row in range(0, q_len * group, told["BLOCK_Q"]):
-            high = min((row + told["BLOCK_Q"] - 1) // group, q_len - 1)
-            rows = Rows(ahead + row // group, ahead + high, kv_len, told["window"])
-            total += visit(case, told, rows, rows.first // told["EDGE_KV"] * told["EDGE_KV"], rows.last)
-        total += Work(rows=q_len * group * (told["D"] + told["DV"]) * ITEMSIZE[case.dtype])
+        for row in range(0, q_len * group, kernel_args["BLOCK_Q"]):
+            high = min((row + kernel_args["BLOCK_Q"] - 1) // group, q_len - 1)
+            rows = Rows(ahead + row // group, ahead + high, kv_len, kernel_args["window"])
+            total += visit(
+                case, kernel_args, rows, rows.first // kernel_args["EDGE_KV"] * kernel_args["EDGE_KV"], rows.last
+            )
+        total += Work(rows=q_len * group * (kernel_args["D"] + kernel_args["DV"]) * ITEMSIZE[case.dtype])
     return total * case.num_kv_heads
 
 
-def split(case: Case, told: Told) -> tuple[Work, Work]:
+def split(case: Case, kernel_args: KernelArgs) -> tuple[Work, Work]:
     """What the split kernel does, a sequence's keys cut in several parts, and what the kernel that combines them."""
     total, combined = Work(), Work()
-    block, item, dv = told["BLOCK_KV"], ITEMSIZE[case.dtype], told["DV"]
+    block, item, dv = kernel_args["BLOCK_KV"], ITEMSIZE[case.dtype], kernel_args["DV"]
     for q_len, kv_len in zip(case.q_lens, case.kv_lens, strict=True):
-        rows, count = Rows(kv_len - q_len, kv_len - 1, kv_len, told["window"]), q_len * told["GROUP"]
+        rows, count = Rows(kv_len - q_len, kv_len - 1, kv_len, kernel_args["window"]), q_len * kernel_args["GROUP"]
         start = rows.first // block * block
-        step = max(cdiv(cdiv(rows.last - start, told["NUM_SPLITS"]), block) * block, told["MIN_KEYS"])
-        parts = range(start, rows.last, step if told["NUM_SPLITS"] > 1 else rows.last)
+        step = max(cdiv(cdiv(rows.last - start, kernel_args["NUM_SPLITS"]), block) * block, kernel_args["MIN_KEYS"])
+        parts = range(start, rows.last, step if kernel_args["NUM_SPLITS"] > 1 else rows.last)
         for begin in parts:
-            total += visit(case, told, rows, begin, min(begin + parts.step, rows.last))
-        total += Work(rows=len(parts) * count * told["D"] * item)
-        if told["NUM_SPLITS"] == 1:
+            total += visit(case, kernel_args, rows, begin, min(begin + parts.step, rows.last))
+        total += Work(rows=len(parts) * count * kernel_args["D"] * item)
+        if kernel_args["NUM_SPLITS"] == 1:
             total += Work(rows=count * dv * item)
         else:
             total += Work(rows=len(parts) * count * dv * 4)
@@ -171,8 +174,8 @@ def split(case: Case, told: Told) -> tuple[Work, Work]:
 def paged_steps(case: Case, device: Device, machine: Machine, tile: Any) -> Iterator[Step]:
     """The kernels run one after another: the floor of a mixed batch is that of its prefills and that of its decodes."""
     launches = compiling.record(catalogue.attention_call(case, device), tile)
-    told = {launch.name: launch.arguments for launch in launches}
-    short = told["tile_kernel"]["SPLIT_BLOCK_Q"] // told["tile_kernel"]["GROUP"]
+    kernel_args = {launch.name: launch.arguments for launch in launches}
+    short = kernel_args["tile_kernel"]["SPLIT_BLOCK_Q"] // kernel_args["tile_kernel"]["GROUP"]
     lengths = list(zip(case.q_lens, case.kv_lens, strict=True))
     for name, found in (
         ("tile_kernel", [pair for pair in lengths if pair[0] > short]),
@@ -184,9 +187,9 @@ def paged_steps(case: Case, device: Device, machine: Machine, tile: Any) -> Iter
         some = dataclasses.replace(case, q_lens=q_lens, kv_lens=kv_lens)
         floor, _ = some.floor_seconds(machine.memory, machine.multiplying)
         if name == "tile_kernel":
-            yield Step(name, tiled(some, told[name]), some.needed_bytes(), floor)
+            yield Step(name, tiled(some, kernel_args[name]), some.needed_bytes(), floor)
         else:
-            work, combined = split(some, told[name])
+            work, combined = split(some, kernel_args[name])
             yield Step(name, work, some.needed_bytes(), floor)
             if combined.rows:
                 yield Step("combine_kernel", combined)
@@ -210,18 +213,18 @@ class Tiles:
     query_bytes: int  # read of each row
 
 
-def triton_tiles(case: LatentCase, told: Told) -> Tiles:
-    a, b = told["D_V"], told["D_REST"]
-    values = told["WIDTH"] * told["GROUPS"]
-    rest = told["D_REST_PAD"] if b else 0
+def triton_tiles(case: LatentCase, kernel_args: KernelArgs) -> Tiles:
+    a, b = kernel_args["D_V"], kernel_args["D_REST"]
+    values = kernel_args["WIDTH"] * kernel_args["GROUPS"]
+    rest = kernel_args["D_REST_PAD"] if b else 0
     folded = case.format == "fp8_v32"
     return Tiles(
-        rows=told["BLOCK_H"],
-        keys=told["BLOCK_KV"],
-        num_splits=told["fixed_splits"],
-        least_blocks=told["MIN_BLOCKS"],
+        rows=kernel_args["BLOCK_H"],
+        keys=kernel_args["BLOCK_KV"],
+        num_splits=kernel_args["fixed_splits"],
+        least_blocks=kernel_args["MIN_BLOCKS"],
         columns=2 * values + rest + (rest if folded and case.d_v > a else 0),
-        columns_again=values * (told["GROUP_PARTS"] - 1) + rest * (told["PARTS"] - 1),
+        columns_again=values * (kernel_args["GROUP_PARTS"] - 1) + rest * (kernel_args["PARTS"] - 1),
         query_bytes=(a + b + (a if folded else 0)) * ITEMSIZE[case.dtype],
     )
 
@@ -295,8 +298,8 @@ def steps(case: AnyCase, backend: str, device: Device, machine: Machine = H200, 
     if backend == "cuda":
         tile = tile or dispatch.load(case.operation, "cuda").heuristic(call)
         return list(latent_steps(case, machine, cuda_tiles(case, tile)))
-    told = compiling.record(call, tile)[0].arguments
-    return list(latent_steps(case, machine, triton_tiles(case, told)))
+    kernel_args = compiling.record(call, tile)[0].arguments
+    return list(latent_steps(case, machine, triton_tiles(case, kernel_args)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -313,7 +316,8 @@ class Plan:
     asked: float  # times the bytes that it needs
 
     @property
-    def waste(self) -> float:
+    def excess(self) -> float:
+        """How much longer than the floor the plan takes, as a fraction of the floor."""
         return self.least / self.floor - 1
 
 
@@ -350,14 +354,14 @@ def cuda_takes(case: LatentCase, device: Device) -> bool:
     return latent.cannot_take(catalogue.attention_call(case, device), sparse=case.topk > 0) is None
 
 
-HEAD = "| | case | backend | floor, us | plan, us | bound by | waste | exactness | x FLOP | x bytes |\n"
+HEAD = "| | case | backend | floor, us | plan, us | bound by | excess | exactness | x FLOP | x bytes |\n"
 
 
 def table(found: Sequence[Plan]) -> str:
     lines = [
         f"| {plan.case.workload} | {plan.case.name} | {plan.backend} "
         f"| {plan.floor * 1e6:.1f} | {plan.exact * 1e6:.1f} | {plan.bound} "
-        f"| {plan.waste:.0%} | {plan.exact / plan.least - 1:.0%} | {plan.flops:.2f} | {plan.asked:.2f} |\n"
+        f"| {plan.excess:.0%} | {plan.exact / plan.least - 1:.0%} | {plan.flops:.2f} | {plan.asked:.2f} |\n"
         for plan in found
     ]
     return HEAD + "|---" * HEAD.count(" |") + "|\n" + "".join(lines)

@@ -127,8 +127,8 @@ def run_case(
             calls[who] = call
             correctness.check(case, inputs, out, to_numpy)
         except AssertionError as wrong:
-            result.why = _gate_note(wrong)
-            if who in backends:  # another's looser numbers are told beside its time; ours have no time
+            result.why = _wrong_result_note(wrong)
+            if who in backends:  # another's looser results keep their time, with a note; ours get none
                 del calls[who]
         except Exception as error:  # a contender that fails is a row of the table, not the end of it
             result.why = f"{type(error).__name__}: {_reason(error)}"
@@ -141,7 +141,7 @@ def _reason(error: Exception) -> str:
     return " ".join(line.strip() for line in lines[:3])[:160]
 
 
-def _gate_note(wrong: AssertionError) -> str:
+def _wrong_result_note(wrong: AssertionError) -> str:
     beyond = re.search(r"([\d.e+]+) times the bound", str(wrong))
     return f"wrong: error {beyond[1]} times the bound" if beyond else f"wrong: {_reason(wrong)}"
 

@@ -85,7 +85,7 @@ MUTANTS = {
     "a stage is handed back while it is read": Mutant(
         "sm90/seesaw.h", "op::wgmma_wait<1>()", "op::wgmma_wait<2>()", mode="crossed"
     ),
-    "all but one thread hand a stage back unasked": Mutant(
+    "every thread hands a stage back, not one of a group": Mutant(
         "sm90/latent.h", "if (pair == 0 && row0 % 8 == 0) bar.arrive();", "bar.arrive();"
     ),
     "queries are not waited for": Mutant("sm90/seesaw.h", "        s.q_full.wait(phases >> 2);\n", ""),

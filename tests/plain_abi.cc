@@ -103,7 +103,7 @@ int run(RaLatent const& call, bool sparse, int format) {
   bool const whole = !call.parts && call.num_splits == 1;
   int64_t const partials = whole ? 0 : call.parts ? 2 * call.num_parts : call.num_seqs * call.num_splits;
   int64_t const size = call.format == RA_PLAIN ? 2 : 1;
-  bool const lawful[] = {
+  bool const valid[] = {
       call.sparse == sparse && call.format == format,
       aligned(call.q, {call.q_seq_stride, call.q_token_stride, call.q_head_stride}, 2),
       aligned(call.kv, {call.page_stride, call.slot_stride, call.head_stride}, size),
@@ -115,7 +115,7 @@ int run(RaLatent const& call, bool sparse, int format) {
       call.sm_scale != 700,
   };
   for (int i = 0; i < 9; ++i) {
-    if (!lawful[i] && call.num_seqs) return 1000 + i;
+    if (!valid[i] && call.num_seqs) return 1000 + i;
   }
   if (call.partial_out) {  // its last entry must be there
     call.partial_out[partials * call.num_q_tokens * call.num_q_heads * 512 - 1] = 0;

@@ -1,4 +1,4 @@
-"""The measurements' own numbers: floors, inputs, gates, timings, and the plumbing of the device command."""
+"""The measurements' own numbers: floors, inputs, checks, timings, and the plumbing of the device command."""
 
 import dataclasses
 import json
@@ -90,7 +90,7 @@ def test_floors_of_the_named_workloads_on_an_h200() -> None:
 
 
 @pytest.mark.parametrize("name", [*paged_cases.CASES, *paged_cases.COMPILED_ONLY])
-def test_every_case_is_lawful_whole_and_scaled_down(name: str) -> None:
+def test_every_case_is_valid_whole_and_scaled_down(name: str) -> None:
     whole, case = catalogue.find(name), catalogue.find(f"{name}_small")
     for each in (whole, case):
         for call in paged_cases.calls_of(each, NOWHERE):
@@ -103,7 +103,7 @@ def test_every_case_is_lawful_whole_and_scaled_down(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*mla_cases.CASES, *mla_cases.COMPILED_ONLY])
-def test_every_latent_case_is_lawful_whole_and_scaled_down(name: str) -> None:
+def test_every_latent_case_is_valid_whole_and_scaled_down(name: str) -> None:
     for case in (catalogue.find(name), catalogue.find(f"{name}_small")):
         operations = [call.OPERATION for call in catalogue.calls_of(case, NOWHERE)]
         assert operations[0] == case.operation
@@ -194,7 +194,7 @@ def test_inputs_are_the_same_values_in_every_framework(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_the_gate_passes_the_definition_and_nothing_else(name: str) -> None:
+def test_the_check_passes_the_definition_and_nothing_else(name: str) -> None:
     case = dataclasses.replace(catalogue.find(name), dtype="float32")
     inputs = paged_cases.numpy_inputs(case, 1)
     out = definition(**inputs, cache_dtype=case.stored).astype(np.float32)
@@ -208,7 +208,7 @@ def test_the_gate_passes_the_definition_and_nothing_else(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LATENT)
-def test_the_gate_passes_the_definition_of_latent_attention_and_nothing_else(name: str) -> None:
+def test_the_check_passes_the_definition_of_latent_attention_and_nothing_else(name: str) -> None:
     case = catalogue.find(name)
     inputs = catalogue.numpy_inputs(case, 1)
     out = (sparse_mla_prefill if case.prefill else mla_decode)(**inputs)[0]
@@ -531,12 +531,12 @@ def test_flash_attention_3_gets_its_arguments_by_position() -> None:
     inputs = paged_cases.torch_inputs(case)
     assert torch.equal(registry._fa3(case, inputs)(), inputs["q"] * 2)
     names = [part.split()[-1] for part in schema.split(", ")]
-    told = dict(zip(names, given, strict=True))
-    assert told["seqused_k"] is inputs["kv_lens"]
-    assert told["max_k"] == max(case.kv_lens)
-    assert (told["left"], told["right"], told["causal"]) == ((case.sliding_window or 0) - 1, 0, True)
-    assert told["sinks"].dtype == torch.bfloat16
-    assert told["page_table"].min() >= 0
+    named = dict(zip(names, given, strict=True))
+    assert named["seqused_k"] is inputs["kv_lens"]
+    assert named["max_k"] == max(case.kv_lens)
+    assert (named["left"], named["right"], named["causal"]) == ((case.sliding_window or 0) - 1, 0, True)
+    assert named["sinks"].dtype == torch.bfloat16
+    assert named["page_table"].min() >= 0
 
 
 # ---- device
@@ -587,7 +587,7 @@ def test_a_rehearsal_writes_both_reports_and_goes_on(tmp_path: Path, monkeypatch
 def test_a_replay_is_checked_on_other_lengths_or_lists_and_then_on_its_own(name: str) -> None:
     case = catalogue.find(name)
     inputs = catalogue.numpy_inputs(case, 2)
-    (other, changed), (same, back) = device_checks._changes(case)
+    (other, changed), (same, back) = catalogue.changed(case)
     assert same == case
     for now, tables in ((other, changed), (same, back)):
         assert any(not np.array_equal(inputs[name], table) for name, table in tables.items())

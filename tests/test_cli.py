@@ -30,8 +30,8 @@ def wide_and_unconfigured(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def told(capsys):
-    """Run a command in this process: exit code, what it said, what it complained of."""
+def run_cli(capsys):
+    """Run a command in this process: exit code, standard output, standard error."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
         code = cli.main(arguments)
@@ -46,18 +46,18 @@ def rows(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("│┃").split("│")] for line in text.splitlines() if "│" in line]
 
 
-def test_explain_marks_what_runs(told):
+def test_explain_marks_what_runs(run_cli):
     pytest.importorskip("torch")
-    code, out, err = told("explain", ATTENTION, "--framework", "torch", "--device", "cpu")
+    code, out, err = run_cli("explain", ATTENTION, "--framework", "torch", "--device", "cpu")
     assert (code, err) == (0, "")
     assert ["*", "eager", "chosen"] in rows(out)
     assert {row[1] for row in rows(out)} == set(dispatch.backends())
     assert "runs with Tile(" in out
 
 
-def test_explain_of_a_device_that_is_not_here(told):
+def test_explain_of_a_device_that_is_not_here(run_cli):
     pytest.importorskip("triton")
-    code, out, _ = told("explain", ATTENTION, "--framework", "jax", "--device", "sm_90")
+    code, out, _ = run_cli("explain", ATTENTION, "--framework", "jax", "--device", "sm_90")
     assert code == 0
     assert f"{ATTENTION} from jax on sm_90" in out
     assert ["*", "triton", "chosen"] in rows(out)
@@ -65,21 +65,21 @@ def test_explain_of_a_device_that_is_not_here(told):
 
 
 @pytest.mark.parametrize("operation", CALLS)
-def test_explain_knows_every_operation(told, operation):
-    code, out, _ = told("explain", operation, "--framework", "torch", "--backend", "reference")
+def test_explain_knows_every_operation(run_cli, operation):
+    code, out, _ = run_cli("explain", operation, "--framework", "torch", "--backend", "reference")
     assert code == 0
     assert ["*", "reference", "chosen"] in rows(out)
     assert "asked for: reference" in out
 
 
-def test_explain_takes_every_feature(told):
+def test_explain_takes_every_feature(run_cli):
     features = {
         "dtype": "float16", "cache-dtype": "int8", "heads": "28/4", "head-dim": "80", "page-size": "24",
         "num-tokens": "7", "max-num-seqs": "3", "max-len": "100", "sliding-window": "9", "soft-cap": "30",
     }  # fmt: skip
     options = [word for name, value in features.items() for word in (f"--{name}", value)]
     options += ["--split-pages", "--sinks", "--return-lse"]
-    code, out, _ = told("explain", ATTENTION, "--backend", "reference", *options)
+    code, out, _ = run_cli("explain", ATTENTION, "--backend", "reference", *options)
     assert code == 0
     assert ["*", "reference", "chosen"] in rows(out)
 
@@ -92,39 +92,39 @@ def test_explain_takes_every_feature(told):
         {"cache-format": "plain", "dtype": "float16", "heads": "7/1", "d-qk": "96", "d-v": "64", "topk": "3"},
     ],
 )
-def test_explain_takes_every_feature_of_latents(told, operation, features):
+def test_explain_takes_every_feature_of_latents(run_cli, operation, features):
     sizes = {"page-size": "24", "num-tokens": "6", "max-num-seqs": "3", "max-len": "100"}
     options = [word for name, value in (features | sizes).items() for word in (f"--{name}", value)]
-    code, out, _ = told("explain", operation, "--backend", "reference", "--sinks", *options)
+    code, out, _ = run_cli("explain", operation, "--backend", "reference", "--sinks", *options)
     assert code == 0
     assert ["*", "reference", "chosen"] in rows(out)
 
 
-def test_a_dense_call_has_no_topk(told):
+def test_a_dense_call_has_no_topk(run_cli):
     pytest.importorskip("torch")
-    code, out, _ = told("explain", "mla_decode", "--topk", "0", "--framework", "torch", "--device", "cpu")
+    code, out, _ = run_cli("explain", "mla_decode", "--topk", "0", "--framework", "torch", "--device", "cpu")
     assert code == 0
     assert ["*", "eager", "chosen"] in rows(out)
 
 
-def test_explain_follows_the_configuration(told, monkeypatch):
+def test_explain_follows_the_configuration(run_cli, monkeypatch):
     monkeypatch.setenv(config.BACKEND_VARIABLE, "pallas,reference")
     ragged_attention.reload_config()
-    code, out, _ = told("explain", "write_kv_pages", "--framework", "torch")
+    code, out, _ = run_cli("explain", "write_kv_pages", "--framework", "torch")
     assert code == 0
     assert rows(out)[0][1] == "pallas"
     assert ["*", "reference", "chosen"] in rows(out)
 
 
-def test_explain_says_so_when_nobody_takes_the_call(told):
+def test_explain_says_so_when_nobody_takes_the_call(run_cli):
     pytest.importorskip("torch")
-    code, out, _ = told("explain", ATTENTION, "--framework", "torch", "--device", "cpu", "--backend", "pallas")
+    code, out, _ = run_cli("explain", ATTENTION, "--framework", "torch", "--device", "cpu", "--backend", "pallas")
     assert code == 1
     assert "no backend asked for takes this call" in out
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("arguments", "error_message"),
     [
         (["attention"], f"expected operation to be one of {', '.join(CALLS)}, got 'attention'"),
         ([ATTENTION, "--backend", "tritom"], "expected backend to be one of auto, triton, .*, got 'tritom'"),
@@ -147,44 +147,44 @@ def test_explain_says_so_when_nobody_takes_the_call(told):
         ([], "the following arguments are required: OPERATION"),
     ],
 )
-def test_a_users_mistake_is_one_line_and_code_2(told, arguments, complaint):
+def test_a_users_mistake_is_one_line_and_code_2(run_cli, arguments, error_message):
     pytest.importorskip("torch")
-    code, out, err = told("explain", *arguments)
+    code, out, err = run_cli("explain", *arguments)
     assert (code, out) == (2, "")
-    assert re.search(complaint, err)
+    assert re.search(error_message, err)
     assert "Traceback" not in err
 
 
-def test_a_wrong_device_of_jax_is_refused(told):
+def test_a_wrong_device_of_jax_is_refused(run_cli):
     pytest.importorskip("jax")
-    code, _, err = told("explain", ATTENTION, "--framework", "jax", "--device", "abacus")
+    code, _, err = run_cli("explain", ATTENTION, "--framework", "jax", "--device", "abacus")
     assert code == 2
     assert re.search(r"expected device to be \w+ or one of tpu, sm_80, .*, got 'abacus'", err)
 
 
-def test_a_faulty_config_file_is_one_line_and_code_2(told, monkeypatch, tmp_path):
+def test_a_faulty_config_file_is_one_line_and_code_2(run_cli, monkeypatch, tmp_path):
     (tmp_path / "settings.toml").write_text("colour = 1")
     monkeypatch.setenv(config.CONFIG_VARIABLE, "settings.toml")
     ragged_attention.reload_config()
-    code, _, err = told("explain", ATTENTION, "--framework", "torch")
+    code, _, err = run_cli("explain", ATTENTION, "--framework", "torch")
     assert code == 2
     assert "settings.toml, got 'colour'" in err
 
 
 @pytest.mark.parametrize("arguments", [[], ["dance"], ["doctor", "--quick"]])
-def test_unknown_commands_and_arguments_are_code_2(told, arguments):
-    code, _, err = told(*arguments)
+def test_unknown_commands_and_arguments_are_code_2(run_cli, arguments):
+    code, _, err = run_cli(*arguments)
     assert code == 2
     assert "usage: ragged-attention" in err
 
 
-def test_help_lists_the_commands(told):
-    code, out, _ = told("--help")
+def test_help_lists_the_commands(run_cli):
+    code, out, _ = run_cli("--help")
     assert code == 0
     assert all(command in out for command in ("demo", "doctor", "explain", "bench", "conformance", "build-cuda"))
 
 
-def test_explain_without_a_framework_says_what_to_install(told, monkeypatch):
+def test_explain_without_a_framework_says_what_to_install(run_cli, monkeypatch):
     find = importlib.util.find_spec
     absent = {"torch", "jax"}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name in absent else find(name, *more))
@@ -192,7 +192,7 @@ def test_explain_without_a_framework_says_what_to_install(told, monkeypatch):
         ([], "neither torch nor jax is", "torch"),
         (["--framework", "jax"], "jax is not", "jax"),
     ):
-        code, out, err = told("explain", ATTENTION, *arguments)
+        code, out, err = run_cli("explain", ATTENTION, *arguments)
         assert (code, out) == (2, "")
         assert err == f"ragged-attention: {what} installed: install ragged-attention[{extra}]\n"
 
@@ -202,8 +202,8 @@ def test_the_package_runs_as_a_module():
     assert (done.returncode, done.stdout) == (0, f"{ragged_attention.__version__}\n")
 
 
-def test_version(told):
-    assert told("--version") == (0, f"{ragged_attention.__version__}\n", "")
+def test_version(run_cli):
+    assert run_cli("--version") == (0, f"{ragged_attention.__version__}\n", "")
 
 
 def test_help_loads_no_framework():
@@ -218,7 +218,7 @@ def test_help_loads_no_framework():
 
 
 @pytest.mark.parametrize(
-    ("raised", "code", "complaint"),
+    ("raised", "code", "error_message"),
     [
         (InvalidInput("expected steps >= 1, got 0"), 2, "ragged-attention: expected steps >= 1, got 0"),
         (Unsupported("no backend [of those] takes it"), 2, "ragged-attention: no backend [of those] takes it"),
@@ -230,43 +230,43 @@ def test_help_loads_no_framework():
         (SystemExit(), 0, ""),
     ],
 )
-def test_what_a_command_raises_becomes_a_line_and_a_code(told, monkeypatch, raised, code, complaint):
+def test_what_a_command_raises_becomes_a_line_and_a_code(run_cli, monkeypatch, raised, code, error_message):
     def main(arguments):
         raise raised
 
     monkeypatch.setitem(sys.modules, "a_demo", types.SimpleNamespace(main=main))  # type: ignore[arg-type]
     monkeypatch.setitem(cli.ELSEWHERE, "demo", ("a_demo", ""))
-    assert told("demo") == (code, "", f"{complaint}\n" if complaint else "")
+    assert run_cli("demo") == (code, "", f"{error_message}\n" if error_message else "")
 
 
-def test_commands_elsewhere_get_their_arguments(told, monkeypatch):
+def test_commands_elsewhere_get_their_arguments(run_cli, monkeypatch):
     seen = []
     monkeypatch.setitem(sys.modules, "a_demo", types.SimpleNamespace(main=seen.append))  # type: ignore[arg-type]
     monkeypatch.setitem(cli.ELSEWHERE, "demo", ("a_demo", ""))
-    assert told("demo", "--device", "cpu")[0] == 0
+    assert run_cli("demo", "--device", "cpu")[0] == 0
     assert seen == [["--device", "cpu"]]
 
 
 @pytest.mark.parametrize("command", ["demo", "conformance"])
-def test_commands_elsewhere_have_help_of_their_own(told, command):
+def test_commands_elsewhere_have_help_of_their_own(run_cli, command):
     pytest.importorskip("hypothesis")
-    code, out, _ = told(command, "--help")
+    code, out, _ = run_cli(command, "--help")
     assert code == 0
     assert "--backend" in out
     assert f"ragged-attention {command}" in out
 
 
-def test_bench_outside_a_checkout_says_where_it_works(told, monkeypatch):
+def test_bench_outside_a_checkout_says_where_it_works(run_cli, monkeypatch):
     monkeypatch.setitem(cli.ELSEWHERE, "bench", ("benchmarks_that_are_not_here.run", ""))
-    code, _, err = told("bench")
+    code, _, err = run_cli("bench")
     assert code == 2
     assert "run it in a checkout of the repository" in err
 
 
-def test_doctor_tells_of_everything(told):
+def test_doctor_tells_of_everything(run_cli):
     pytest.importorskip("torch")
     pytest.importorskip("jax")
-    code, out, _ = told("doctor")
+    code, out, _ = run_cli("doctor")
     assert code == 0
     said = {row[0]: row[1:] for row in rows(out)}
     assert said["ragged_attention"][0].startswith(ragged_attention.__version__)
@@ -289,7 +289,7 @@ def test_doctor_says_where_pallas_kernels_run_and_on_what():
     assert doctor.tpu_facts(dataclasses.replace(there, name="")).startswith("an interpreted TPU, cores: 2, ")
 
 
-def test_doctor_shows_why_an_import_fails(told, monkeypatch, tmp_path):
+def test_doctor_shows_why_an_import_fails(run_cli, monkeypatch, tmp_path):
     (tmp_path / "triton.py").write_text("raise OSError('libtriton.so: wrong ELF class')")
     monkeypatch.delitem(sys.modules, "triton", raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -310,15 +310,15 @@ def test_doctor_tells_absent_from_broken():
     assert doctor.one_line(found) == "not installed"
 
 
-def test_doctor_shows_a_faulty_config_instead_of_failing(told, monkeypatch):
+def test_doctor_shows_a_faulty_config_instead_of_failing(run_cli, monkeypatch):
     monkeypatch.setenv(config.BACKEND_VARIABLE, "tritom")
     ragged_attention.reload_config()
-    code, out, _ = told("doctor")
+    code, out, _ = run_cli("doctor")
     assert code == 0
     assert "expected backend to be one of auto, triton" in out
     assert ["backend", "*: tritom"] in rows(out)
 
 
-def test_no_colour_where_there_is_no_terminal(told):
-    _, out, err = told("explain", "write_kv_pages", "--framework", "torch", "--backend", "reference")
+def test_no_colour_where_there_is_no_terminal(run_cli):
+    _, out, err = run_cli("explain", "write_kv_pages", "--framework", "torch", "--backend", "reference")
     assert "\x1b" not in out + err

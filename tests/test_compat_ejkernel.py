@@ -187,7 +187,7 @@ def test_tunables_reach_the_backend_that_has_them(monkeypatch):
 
 # Refusals
 
-LAWFUL = ragged(((2, 3), (2, 8)), head_dim=16, padding=0, more_seqs=0)
+VALID = ragged(((2, 3), (2, 8)), head_dim=16, padding=0, more_seqs=0)
 NAMES = ("queries", "kv_pages", "context_lens", "block_tables", "query_start_loc", "num_seqs")
 
 
@@ -229,7 +229,7 @@ NAMES = ("queries", "kv_pages", "context_lens", "block_tables", "query_start_loc
     ],
 )
 def test_refusals(changes, error, message):
-    arguments: Any = dict(zip(NAMES, LAWFUL.arrays, strict=True)) | changes
+    arguments: Any = dict(zip(NAMES, VALID.arrays, strict=True)) | changes
     if error is None:
         ragged_page_attention_v2(**arguments)
         return
@@ -239,7 +239,7 @@ def test_refusals(changes, error, message):
 
 
 def test_values_are_refused_on_request():
-    batch: Batch = LAWFUL.with_(kv_lens=jnp.array([1, 8]))
+    batch: Batch = VALID.with_(kv_lens=jnp.array([1, 8]))
     ragged_page_attention_v2(*batch.arrays)
     with (
         ra.use_backend(validate="full"),

@@ -252,9 +252,9 @@ def test_what_a_backend_for_some_calls_declines_is_told_and_no_failure(monkeypat
     assert flash_mla_matrix.main([*arguments, "eager"]) == 1
     monkeypatch.setattr(flash_mla_matrix, "check", lambda case, *arguments, **named: check(PREFILL))
     assert flash_mla_matrix.main([*arguments, "cuda"]) == 1  # none is taken
-    assert flash_mla_matrix.wish("eager") == "eager"
+    assert flash_mla_matrix.requested("eager") == "eager"
     assert not flash_mla_matrix.chosen_cases(flash_mla_matrix.parse(["--list", "mha", "--backend", "cuda"]))
-    assert flash_mla_matrix.wish("cuda") == {"mla_decode": "cuda", "sparse_mla_prefill": "cuda", "*": "auto"}
+    assert flash_mla_matrix.requested("cuda") == {"mla_decode": "cuda", "sparse_mla_prefill": "cuda", "*": "auto"}
 
 
 def test_bits_that_change_are_seen(monkeypatch):
@@ -430,12 +430,12 @@ def test_torch_compile_follows_prefill():
 # Conventions
 
 
-def test_a_lonely_query_of_decode_has_lse_plus_infinity(backend):
+def test_a_fully_masked_query_of_decode_has_lse_plus_infinity(backend):
     out, lse = decode(replace(DENSE, zero_lens=True, seed=1))
-    lonely = torch.isposinf(lse)
-    assert bool(lonely.any())
-    assert not bool(lonely.all())
-    assert float(out.transpose(1, 2)[lonely].abs().max()) == 0
+    fully_masked = torch.isposinf(lse)
+    assert bool(fully_masked.any())
+    assert not bool(fully_masked.all())
+    assert float(out.transpose(1, 2)[fully_masked].abs().max()) == 0
 
 
 def prefill_pair(convention: str) -> tuple[Any, Any]:
@@ -524,8 +524,8 @@ def test_no_index_anywhere_in_newer_lists(backend):
     for name in ("indices", "extra_indices_in_kvcache"):
         lists = arguments[name].clone()
         slots = arguments["k_cache" if name == "indices" else "extra_k_cache"].shape[:2].numel()
-        for place, value in enumerate((-1, -2, -(2**31), slots, slots + 1, 2147480000, 2**31 - 1)):
-            lists[:, :, place * 3 + 1] = value
+        for index, value in enumerate((-1, -2, -(2**31), slots, slots + 1, 2147480000, 2**31 - 1)):
+            lists[:, :, index * 3 + 1] = value
         arguments[name] = lists
     decode(replace(V4, topk_lens=False), **arguments)
 
@@ -830,17 +830,17 @@ def test_equal_lengths_need_no_edges(form):
     assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
 
 
-def test_a_lonely_query_of_dense_attention(backend):
+def test_a_fully_masked_query_of_dense_attention(backend):
     """One that stands before the first key, where there are fewer keys than queries."""
     edges = torch.tensor([0, 2, 2], dtype=torch.int32)
     call, leaves = dense_call("q, k, v", cu_seqlens_kv=edges, causal=True)
     out, lse = call()
-    lonely = torch.ones(12, dtype=torch.bool)
-    lonely[3:5] = False
-    assert torch.equal(lse == -torch.inf, lonely[:, None].expand(12, 4))
+    fully_masked = torch.ones(12, dtype=torch.bool)
+    fully_masked[3:5] = False
+    assert torch.equal(lse == -torch.inf, fully_masked[:, None].expand(12, 4))
     grads = torch.autograd.grad((out.sum() + lse[3:5].sum()), leaves)
-    assert not out[lonely].any()
-    assert not grads[0][lonely].any()
+    assert not out[fully_masked].any()
+    assert not grads[0][fully_masked].any()
     assert not any(grad[2:].any() for grad in grads[1:])
 
 

@@ -148,9 +148,9 @@ def test_heads_that_jaxs_kernel_does_not_compile(heads, head_dim, kv_dtype):
 
 def test_a_sequence_without_queries_and_keys_leaves_its_neighbours_alone(backend):
     """In JAX's kernel the next sequence waits for the wrong copy."""
-    for place in range(4):
+    for index in range(4):
         lens = [(3, 8), (2, 13), (1, 6)]
-        lens.insert(place, (0, 0))
+        lens.insert(index, (0, 0))
         batch = ragged(lens)
         jax_pallas.dynamic_validate_inputs(*batch.arrays)
         out = jax_pallas.ragged_paged_attention(*batch.arrays, sm_scale=0.2, backend=backend)
@@ -403,7 +403,7 @@ def test_a_backend_that_cannot_run_here_is_named():
 
 # Refusals of ragged attention
 
-LAWFUL = ragged(((2, 3), (2, 8)), head_dim=16, padding=0, more_seqs=0)
+VALID = ragged(((2, 3), (2, 8)), head_dim=16, padding=0, more_seqs=0)
 I32 = jnp.int32
 
 
@@ -445,8 +445,8 @@ STATIC: list[tuple[dict[str, Any], type[Exception], str, bool]] = [
 
 
 def changed(changes: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The lawful call with some arguments changed."""
-    arrays = dict(zip(inspect.signature(jax_pallas.ragged_paged_attention).parameters, LAWFUL.arrays, strict=False))
+    """The valid call with some arguments changed."""
+    arrays = dict(zip(inspect.signature(jax_pallas.ragged_paged_attention).parameters, VALID.arrays, strict=False))
     settings = {name: value for name, value in changes.items() if name not in arrays}
     return list((arrays | {name: changes[name] for name in changes if name in arrays}).values()), settings
 
@@ -466,14 +466,14 @@ def test_static_refusals(changes, error, message, theirs):
             upstream.static_validate_inputs(*arrays, **settings)
 
 
-def test_the_lawful_call_is_taken_by_both():
+def test_the_valid_call_is_taken_by_both():
     for functions in (jax_pallas, upstream):
-        functions.static_validate_inputs(*LAWFUL.arrays)
-        functions.dynamic_validate_inputs(*LAWFUL.arrays)
+        functions.static_validate_inputs(*VALID.arrays)
+        functions.dynamic_validate_inputs(*VALID.arrays)
 
 
 def test_static_validation_looks_at_shapes_alone():
-    shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in LAWFUL.arrays]
+    shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in VALID.arrays]
     jax_pallas.static_validate_inputs(*shapes, sm_scale=1.0, mask_value=-1.0, soft_cap=-3.0)
     with pytest.raises(InvalidInput, match=r"expected kv_lens\.dtype to be int32"):
         jax.eval_shape(
@@ -492,7 +492,7 @@ def test_static_validation_looks_at_shapes_alone():
 )
 def test_refusals_of_the_call_alone(changes, message):
     with pytest.raises(TypeError, match=message):
-        jax_pallas.ragged_paged_attention(*LAWFUL.arrays, **changes)
+        jax_pallas.ragged_paged_attention(*VALID.arrays, **changes)
 
 
 DYNAMIC: list[tuple[dict[str, Any], str, bool]] = [
@@ -520,10 +520,10 @@ def test_dynamic_refusals(changes, message, theirs):
             upstream.dynamic_validate_inputs(*arrays)
 
 
-def test_unlawful_values_are_safe_in_a_call(backend):
+def test_invalid_values_are_safe_in_a_call(backend):
     """They are refused on request alone; without it nothing outside the arrays is read."""
     for changes, _, _ in DYNAMIC:
-        arrays, _ = changed({"kv_pages": jnp.nan_to_num(LAWFUL.kv_pages)} | changes)
+        arrays, _ = changed({"kv_pages": jnp.nan_to_num(VALID.kv_pages)} | changes)
         out = jax_pallas.ragged_paged_attention(*arrays, backend=backend)
         assert bool(jnp.isfinite(out).all())
 

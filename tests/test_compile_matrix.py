@@ -131,7 +131,7 @@ def loop(loads: dict[int, int], local: int = 0, matrix: str = "wgmma") -> compil
 def test_what_counts_as_a_failure() -> None:
     assert compile_matrix.failures([row()]) == []
     where = "sm_90 some_kernel (prefill_4k): "
-    assert compile_matrix.failures([row(spilled=8)]) == [where + "spills 8 bytes a thread"]
+    assert compile_matrix.failures([row(spilled=8)]) == [where + "spills 8 bytes per thread"]
     expected = where + "needs 4096 bytes of shared memory, the device has 2048"
     assert compile_matrix.failures([row(shared=4096)]) == [expected]
     assert compile_matrix.failures([row(error="X: no")])[0] == where + "does not compile: X: no"
@@ -510,8 +510,8 @@ def shape_of(launch: compiling.Launch) -> tuple[Any, ...]:
 
 
 def shapes_of(case: str) -> dict[tuple[Any, ...], str]:
-    places = range(len(compile_matrix.calls_for(case, "sm_90")))
-    launches = (launch for place in places for launch in compile_matrix.launches_for(case, "sm_90", place))
+    indices = range(len(compile_matrix.calls_for(case, "sm_90")))
+    launches = (launch for index in indices for launch in compile_matrix.launches_for(case, "sm_90", index))
     return {shape_of(launch): f"{case}: {launch.name}" for launch in launches}
 
 

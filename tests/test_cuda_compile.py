@@ -370,11 +370,11 @@ def test_a_failed_build_shows_the_command_and_the_compilers_last_words(small, ca
 
 
 def test_what_changes_while_it_is_compiled_is_not_kept(small, monkeypatch):
-    def told(done: int, total: int, text: str) -> None:
+    def edit(done: int, total: int, text: str) -> None:
         (compile.SOURCES / "api.h").write_text(HEADER + "// edited")
 
     with pytest.raises(BackendMissing, match="the sources of the CUDA kernels changed while they were compiled"):
-        _native.library(told)
+        _native.library(edit)
     assert not list((small.parent / "cache").rglob("*.so"))
 
 
@@ -632,18 +632,18 @@ def test_codes_mirror_the_header():
 
 
 @pytest.mark.parametrize(
-    ("was", "now", "complaint"),
+    ("was", "now", "error_message"),
     [
         ("return RA_ABI_VERSION", "return 7", "expected CUDA kernels of ABI version 1, got 7"),
         ("sizeof(RaLatent)", "8", r"expected ra_size_of_latent\(\) == \d+ of the CUDA kernels, got 8"),
         ("sizeof(RaSchedule)", "9", r"expected ra_size_of_schedule\(\) == \d+ of the CUDA kernels, got 9"),
     ],
 )
-def test_a_library_of_another_abi_is_refused(small, was, now, complaint):
+def test_a_library_of_another_abi_is_refused(small, was, now, error_message):
     (compile.SOURCES / "common.cu").write_text(SOURCE.replace(was, now))
-    with pytest.raises(BackendMissing, match=complaint):
+    with pytest.raises(BackendMissing, match=error_message):
         _native.library()
-    assert re.search(complaint, _native.why_not() or "")
+    assert re.search(error_message, _native.why_not() or "")
 
 
 def test_a_library_that_does_not_load(small):
@@ -659,8 +659,8 @@ def test_a_library_that_does_not_load(small):
 
 
 def test_emulating_is_a_state_of_the_block(monkeypatch):
-    told = []
-    fake = SimpleNamespace(ra_emulate=lambda *arguments: told.append(arguments))
+    requests = []
+    fake = SimpleNamespace(ra_emulate=lambda *arguments: requests.append(arguments))
     monkeypatch.setattr(_native, "emulation", lambda: fake)
     assert _native.emulated() is None
     with _native.emulating("late", 7):
@@ -670,7 +670,7 @@ def test_emulating_is_a_state_of_the_block(monkeypatch):
             raise ZeroDivisionError
         assert _native.emulated() == ("late", 7)
     assert _native.emulated() is None
-    assert told == [(1, 7), (0, 3), (1, 7), (0, 0)]
+    assert requests == [(1, 7), (0, 3), (1, 7), (0, 0)]
     with (
         pytest.raises(InvalidInput, match="expected mode to be one of eager, late, crossed, got 'lazy'"),
         _native.emulating("lazy"),

@@ -353,10 +353,10 @@ def test_a_code_becomes_an_exception_with_the_shapes(front: Runner) -> None:
     """Here the code of something that `plain_abi.cc` refuses, a scale of 700."""
     with pytest.raises(
         RuntimeError, match=r"ra_mla_decode_dense failed with code 1008, said by plain_abi.cc: "
-    ) as told:
+    ) as raised:
         front.run("mla_decode", dataclasses.replace(DENSE, sm_scale=700.0).build())
     arrays = "q [3, 2, 5, 576], kv [14, 4, 1, 576], lists [3, 11], lens [3], out [3, 2, 5, 512], lse [3, 5, 2]"
-    assert arrays in str(told.value)
+    assert arrays in str(raised.value)
 
 
 def test_outside_the_emulation_a_cpu_is_refused_again(plain: ctypes.CDLL, front: Runner) -> None:

@@ -72,12 +72,12 @@ def judged(machine: ctypes.CDLL, deed: int, mode: int = 0) -> tuple[int, str, np
 
 
 @pytest.mark.parametrize(("deed", "mode"), CASES)
-def test_what_is_not_defined_is_told(machine: ctypes.CDLL, deed: int, mode: int) -> None:
+def test_what_is_not_defined_is_reported(machine: ctypes.CDLL, deed: int, mode: int) -> None:
     code, report, _ = judged(machine, deed, mode)
     assert code == DEADLOCK
     # In the last mode another thread may be the first.
-    told = REPORTS[deed].partition(": ")[2] if mode == LAST and ", thread" in REPORTS[deed] else REPORTS[deed]
-    assert told in report
+    expected = REPORTS[deed].partition(": ")[2] if mode == LAST and ", thread" in REPORTS[deed] else REPORTS[deed]
+    assert expected in report
 
 
 @pytest.mark.parametrize("mode", MODES)

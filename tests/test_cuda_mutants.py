@@ -83,7 +83,7 @@ def test_no_data_race(tmp_path: Path, sanitizer: Mapping[str, str], name: str) -
 
 @needs_emulation
 @pytest.mark.parametrize("name", RACY)
-def test_a_planted_race_is_told(tmp_path: Path, sanitizer: Mapping[str, str], name: str) -> None:
+def test_a_planted_race_is_reported(tmp_path: Path, sanitizer: Mapping[str, str], name: str) -> None:
     built(tmp_path, name, sanitized=True)
     ended = judged(tmp_path, name, "--sanitized", **sanitizer)
     assert ended.returncode, ended.stdout
@@ -91,12 +91,12 @@ def test_a_planted_race_is_told(tmp_path: Path, sanitizer: Mapping[str, str], na
 
 
 @pytest.mark.parametrize("name", MUTANTS | RACES)
-def test_a_fault_has_a_place(name: str) -> None:
+def test_every_fault_can_be_planted(name: str) -> None:
     mutant = (MUTANTS | RACES)[name]
     assert mutant.source() != HONEST["honest dense"].source()
 
 
-def test_a_fault_without_a_place_is_told() -> None:
+def test_a_fault_that_is_nowhere_is_reported() -> None:
     with pytest.raises(ValueError, match=r"expected kernels_cuda/csrc/api.h to have the text 'no such text'"):
         Mutant("api.h", "no such text", "").source()
 

@@ -158,7 +158,7 @@ def planned(**changes: object) -> sass.Kernel:
 
 
 @pytest.mark.parametrize(
-    ("changes", "complaint"),
+    ("changes", "failure"),
     [
         ({"kinds": {"LDL": 2, "STL": 1}}, "2 loads and 1 stores of local memory"),
         ({"local": 8}, "0 loads and 0 stores of local memory"),
@@ -174,10 +174,10 @@ def planned(**changes: object) -> sass.Kernel:
         ({"loops": ()}, "0 inner loops, one a consumer is planned, and the producer's"),
     ],
 )
-def test_what_counts_as_a_failure(changes: dict[str, object], complaint: str) -> None:
+def test_what_counts_as_a_failure(changes: dict[str, object], failure: str) -> None:
     assert cuda_sass.failures([planned()], {}) == []
     kernel = planned(**changes)
-    assert dict.fromkeys(cuda_sass.failures([kernel], {})) == {f"{kernel.name}: {complaint}": None}
+    assert dict.fromkeys(cuda_sass.failures([kernel], {})) == {f"{kernel.name}: {failure}": None}
 
 
 def test_shared_memory_has_a_limit() -> None:

@@ -298,7 +298,7 @@ sys.exit(command.main(sys.argv[1:]))
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_the_triton_kernels_run_in_the_interpreter_without_being_told(framework):
+def test_the_triton_kernels_run_in_the_interpreter_without_being_asked_to(framework):
     pytest.importorskip(framework)
     pytest.importorskip("triton")
     arguments = ["--framework", framework, "--backend", "triton", "--device", "cpu", "--max-new-tokens", "2"]

@@ -166,8 +166,8 @@ def test_a_backend_may_run_only_where_it_is_asked_for_by_name(install, monkeypat
     monkeypatch.setitem(dispatch.ORDER, "cpu", ("shy", "portable"))  # type: ignore[arg-type]
     assert dispatch.choose(sample()).backend == "eager"
     assert dispatch.choose(sample(), backend="auto").backend == "eager"
-    for wish in ("shy", ["shy", "auto"]):
-        assert dispatch.choose(sample(), backend=wish).backend == "shy"
+    for request in ("shy", ["shy", "auto"]):
+        assert dispatch.choose(sample(), backend=request).backend == "shy"
     with ra.use_backend({MERGE: "shy"}):
         assert dispatch.choose(sample()).backend == "shy"
         assert dispatch.choose(sample(), backend="auto").backend == "eager"
@@ -326,7 +326,7 @@ def test_explain_takes_a_name_or_a_front_end_function():
         ra.explain(MERGE)
 
 
-def test_explain_builds_the_record_and_so_refuses_unlawful_calls():
+def test_explain_builds_the_record_and_so_refuses_invalid_calls():
     torch = pytest.importorskip("torch")
     with pytest.raises(InvalidInput, match=r"expected lses.shape to be"):
         ra.explain(MERGE, torch.ones(2, 3, 4, 16), torch.ones(2, 3, 5))
@@ -372,7 +372,7 @@ def test_both_front_ends_have_one_signature(operation):
         [(name, value.kind, value.default) for name, value in inspect.signature(function).parameters.items()]
         for function in both
     ]
-    if operation == "make_decode_schedule":  # only torch is told where an array made of nothing is to be
+    if operation == "make_decode_schedule":  # only torch takes a device: its arrays could be anywhere
         kinds[0] = [kind for kind in kinds[0] if kind[0] != "device"]
     assert kinds[0] == kinds[1]
     described, again = map(inspect.getdoc, both)
@@ -393,13 +393,13 @@ def test_importing_the_package_loads_no_framework():
         assert not loaded, loaded
         assert seconds < 0.2, seconds
     """
-    complaints = ""
+    errors = ""
     for _ in range(3):  # a busy machine may need another try at being quick
         done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
-        complaints = done.stderr
+        errors = done.stderr
         if done.returncode == 0:
             return
-    pytest.fail(complaints)
+    pytest.fail(errors)
 
 
 def test_devices_that_are_not_here_can_be_asked_about():

@@ -4,6 +4,7 @@
 stands in one of them, and a new one belongs there too.
 """
 
+import itertools
 import types
 from typing import Any
 
@@ -59,6 +60,7 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
             "sliding_window": 4, "sinks": floats(4), "return_lse": True,
             "new_kv": (floats(5, 2, 16), floats(5, 2, 16)),
         },
+        # A draft's mask replaces `causal` among the new tokens.
         TABLES | {"q": floats(5, 4, 16), "kv_pages": floats(6, 4, 4, 16), "draft_mask": RNG.random((5, 3)) < 0.5},
     ],
     "write_kv_pages": [
@@ -102,7 +104,7 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
     "page_indices_to_slots": [{"positions": ints(3, 9), "page_indices": TABLES["page_indices"], "page_size": 4}],
 }  # fmt: skip
 EACH = [(operation, index) for operation, calls in CALLS_WITH.items() for index in range(len(calls))]
-PLACES = {
+DEVICES = {
     "cuda": [device_of("torch", "sm_90"), device_of("jax", "sm_90")],
     "rocm": [device_of("torch", "gfx942")],
     "tpu": [Device(framework="jax", platform="tpu", shared_memory=2**27, scalar_memory=2**20)],
@@ -174,12 +176,12 @@ def test_defaults_are_never_refused(operation, monkeypatch):
     assert dispatch.refusal("other", call) == "asked"
 
 
-@pytest.mark.parametrize("platform", PLACES)
+@pytest.mark.parametrize("platform", DEVICES)
 @pytest.mark.parametrize(("operation", "index"), EACH)
 def test_each_backend_is_asked_by_its_own_list(operation, index, platform):
     arguments = arguments_of(operation, index)
     given = [name for name in refusable(operation) if name in arguments]
-    for device in PLACES[platform]:
+    for device in DEVICES[platform]:
         call = CALLS[operation](**arguments, device=device)  # type: ignore[call-arg]
         for backend, module in modules(operation).items():
             reason = dispatch.refusal(backend, call)
@@ -257,5 +259,5 @@ def here_of(backend: str) -> Device:
 def test_a_representative_call_is_taken_somewhere():
     """No sample of what `explain` shows needs more than some backend honours."""
     for operation in CALLS:
-        for device in (place for places in PLACES.values() for place in places):
+        for device in itertools.chain.from_iterable(DEVICES.values()):
             assert dispatch.choose(sample_of(operation).call(operation, device)).backend in dispatch.backends()

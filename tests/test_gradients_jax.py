@@ -112,15 +112,15 @@ def test_a_batch_of_calls(function: Any, arguments: Any, backend: str) -> None:
     one, other = arguments(), tuple(2 * array for array in arguments())
     stacked = tuple(map(jnp.stack, zip(one, other, strict=True)))
     each = jax.vmap(lambda *given: gradients(function, given, backend=backend))(*stacked)
-    for place, given in enumerate((one, other)):
-        assert_close([array[place] for array in each], gradients(function, given, backend=backend))
+    for index, given in enumerate((one, other)):
+        assert_close([array[index] for array in each], gradients(function, given, backend=backend))
 
 
 @both
 def test_only_what_is_asked_for(function: Any, arguments: Any) -> None:
     given = arguments()
-    for place, want in enumerate(gradients(function, given)):
-        (got,) = (jax.grad(lambda *given: function(*given), place)(*given),)
+    for index, want in enumerate(gradients(function, given)):
+        (got,) = (jax.grad(lambda *given: function(*given), index)(*given),)
         assert_close([got], [want])
 
 

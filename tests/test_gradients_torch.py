@@ -209,15 +209,15 @@ def test_each_result_and_each_argument_by_itself(backend: str) -> None:
         whole = function(given, backend=backend)
         for name, tensor in given.items():
             alone = {other: value.detach() for other, value in given.items()} | {name: tensor}
-            for place in (0, 1):
+            for index in (0, 1):
                 results = function(alone, backend=backend)
-                if name in ("v", "sinks") and place == 1:
-                    total = finite(results)[place].sum()
+                if name in ("v", "sinks") and index == 1:
+                    total = finite(results)[index].sum()
                     (got,) = torch.autograd.grad(total, tensor, allow_unused=True, materialize_grads=True)
                     assert not got.any()  # the log-sum-exp knows neither
                     continue
-                (got,) = torch.autograd.grad(finite(results)[place].sum(), tensor)
-                (want,) = torch.autograd.grad(finite(whole)[place].sum(), tensor, retain_graph=True)
+                (got,) = torch.autograd.grad(finite(results)[index].sum(), tensor)
+                (want,) = torch.autograd.grad(finite(whole)[index].sum(), tensor, retain_graph=True)
                 assert_close([got], [want])
 
 

@@ -339,7 +339,7 @@ def test_merging_lists_equals_merging_arrays():
         ({"blocks": 1}, InvalidInput, "expected options among block_q, block_kv for this backend, got 'blocks'"),
     ],
 )
-def test_unlawful_options(batch, options, error, text):
+def test_invalid_options(batch, options, error, text):
     with pytest.raises(error, match=text):
         ragged_paged_attention(*batch, backend="xla", options=options)
 

@@ -170,8 +170,8 @@ def address(value: Any) -> int:
 def alike(launch: tuple[Any, ...], operands: int, given: set[int]) -> tuple[Any, ...]:
     """A launch as it is compared: of tensors that are the launcher's only the alignment, numbers with their type."""
     *rest, values = launch
-    places = [address(value) for value in values[:operands]]
-    return *rest, [place if place in given else place % 16 for place in places], list(map(repr, values[operands:]))
+    addresses = [address(value) for value in values[:operands]]
+    return *rest, [one if one in given else one % 16 for one in addresses], list(map(repr, values[operands:]))
 
 
 def by_replay(arguments: dict[str, Any], record: Any = Toy) -> Any:

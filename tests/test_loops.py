@@ -42,7 +42,7 @@ def test_cycles_by_hand() -> None:
 
 
 def test_turns_by_hand() -> None:
-    """A decode turns once a block of keys; of a prefill the blocks at edges are counted by themselves."""
+    """A decode turns once per block of keys; of a prefill the blocks at edges are counted by themselves."""
     case = catalogue.find("decode_64x4k")
     launches = {launch.name: launch for launch in compiling.record(catalogue.attention_call(case, HOPPER))}
     step = roofline.steps(case, "triton", HOPPER)[0]

@@ -65,16 +65,16 @@ def run(call, tile, launch):
 """
 
 
-@pytest.mark.parametrize("place", [0, -1], ids=["input", "output"])
+@pytest.mark.parametrize("index", [0, -1], ids=["input", "output"])
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_kernel_that_steps_outside_dies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, framework: str, place: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, framework: str, index: int
 ) -> None:
     """The positive control: the run above ends a backend that goes one element too far, in or out."""
     pytest.importorskip(framework)
     (tmp_path / "trusting").mkdir()
     (tmp_path / "trusting" / "__init__.py").touch()
-    room = STEPS_OUTSIDE.replace("PLACE", str(place))
+    room = STEPS_OUTSIDE.replace("PLACE", str(index))
     (tmp_path / "trusting" / "ragged_paged_attention.py").write_text(room)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     arguments = ["--backend", "trusting", "--room", "trusting", "--framework", framework, "--examples", "2"]

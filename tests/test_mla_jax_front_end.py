@@ -206,8 +206,8 @@ def test_vmap_over_queries_and_lengths():
         return mla_decode(**arguments | {"q": q, "topk_lens": lens}, backend=backend)
 
     out, lse = jax.vmap(attend)(q, lens)
-    for place in range(2):
-        assert all_agree((out[place], lse[place]), attend(q[place], lens[place], "reference"), DECODE)
+    for index in range(2):
+        assert all_agree((out[index], lse[index]), attend(q[index], lens[index], "reference"), DECODE)
 
 
 def test_vmap_over_what_is_written():
@@ -215,8 +215,8 @@ def test_vmap_over_what_is_written():
     slots = jnp.asarray([[0, 5, -1], [47, 48, 7]], jnp.int32)
     cache = cache_of("fp8_v4")
     written = jax.vmap(lambda kv, slots: write_mla_cache(kv, cache, slots, backend="xla"))(kv, slots)
-    for place in range(2):
-        assert identical(written[place], write_mla_cache(kv[place], cache, slots[place], backend="reference"))
+    for index in range(2):
+        assert identical(written[index], write_mla_cache(kv[index], cache, slots[index], backend="reference"))
 
 
 def test_a_scan_over_layers_shares_one_schedule():
@@ -344,9 +344,9 @@ def test_quantised_bytes_are_those_of_the_definition(cache_format, powers, dtype
     """A constant divisor must not become a product with its reciprocal, nor a NaN change its sign."""
     rows = np.array(randoms((5, 3, 1, WIDTHS[cache_format][0]), "float32"))
     rows *= np.logspace(-7, 4, 15, dtype=np.float32).reshape(5, 3, 1, 1)
-    for place, value in enumerate(ODD):
-        rows.reshape(15, -1)[place, :3] = value
-        rows.reshape(15, -1)[5, -1 - place] = value
+    for index, value in enumerate(ODD):
+        rows.reshape(15, -1)[index, :3] = value
+        rows.reshape(15, -1)[5, -1 - index] = value
     rows[4, 0] = 0.0
     rows = jnp.asarray(rows).astype(dtype)
 
@@ -476,7 +476,7 @@ def test_a_schedule_with_all_its_lengths(backend):
     assert all_agree(got, mla_decode(**arguments, backend="reference"), DECODE)
 
 
-def test_unlawful_schedules():
+def test_invalid_schedules():
     arguments = dense_arguments("plain")
     with pytest.raises(TypeError, match="expected schedule to be a DecodeSchedule, got tuple"):
         mla_decode(**arguments, schedule=(1, 2))
@@ -521,7 +521,7 @@ ONES = jnp.ones(2, jnp.int32)
         ((None, 2, 1, 1), {"topk": 8, "num_parts": 0}, InvalidInput, "expected num_parts >= 1, got 0"),
     ],
 )
-def test_unlawful_requests_for_a_schedule(arguments, options, error, text):
+def test_invalid_requests_for_a_schedule(arguments, options, error, text):
     with pytest.raises(error, match=text):
         make_decode_schedule(*arguments, **options)
 

@@ -91,8 +91,8 @@ def test_every_code_of_a_value_is_read() -> None:
 def groups(layout: Any, *firsts: list[float]) -> np.ndarray:
     """One row that holds zeros but for the first columns of each group, and 1, 2, ... as its rotary columns."""
     row = np.zeros((1, 1, 1, layout.width))
-    for place, values in enumerate(firsts):
-        row[..., layout.group * place : layout.group * place + len(values)] = values
+    for index, values in enumerate(firsts):
+        row[..., layout.group * index : layout.group * index + len(values)] = values
     row[..., layout.values :] = 1 + np.arange(layout.rotary)
     return row
 
@@ -206,9 +206,9 @@ def test_order_is_free_and_a_duplicate_counts_twice() -> None:
 @pytest.mark.parametrize("bad", [*OUTSIDE, 3])
 def test_an_index_that_names_no_row_selects_nothing_wherever_it_stands(bad: int) -> None:
     rows = rows_of(10.0, 21.0, NAN)
-    for place in range(3):
+    for index in range(3):
         chosen = [0, 1]
-        chosen.insert(place, bad)
+        chosen.insert(index, bad)
         close(sparse(rows, chosen)[0], [15.5])
     assert [float(value[0]) for value in sparse(rows, [bad, bad])] == [0.0, -INF, -INF]
 
@@ -406,11 +406,11 @@ def test_dense_is_sparse_over_all_positions() -> None:
 
 
 def test_the_schedule_of_a_short_an_empty_and_a_long_sequence() -> None:
-    """85 blocks and three times 5 in 8 parts are 13 a part, and 5 on top for a sequence begun."""
+    """85 blocks and three times 5 in 8 parts are 13 per part, and 5 on top for each sequence begun."""
     parts, num_splits = make_decode_schedule(np.array([300, 0, 5000]), num_parts=8)
     assert num_splits.tolist() == [0, 1, 2, 9]
     cuts = [*range(0, 79, 13), 79]
-    long = [[2, start, 2, stop, place] for place, (start, stop) in enumerate(itertools.pairwise(cuts))]
+    long = [[2, start, 2, stop, index] for index, (start, stop) in enumerate(itertools.pairwise(cuts))]
     assert parts[:, :5].tolist() == [[0, 0, 1, 0, 0], *long]
     assert parts.dtype == num_splits.dtype == np.int32
     assert not parts[:, 5:].any()

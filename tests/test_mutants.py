@@ -95,8 +95,8 @@ def masked_keys_weigh_nothing_times_nan(q: Any, k: Any, v: Any, seen: Any, scale
 
 def no_key_is_a_mean(q: Any, k: Any, v: Any, seen: Any, scale: float, cap: Any, sink: float) -> Any:
     out, lse = honest_attend(q, k, v, seen, scale, cap, sink)
-    blind = ~seen.any(axis=1)
-    return np.where(blind[:, None], np.nan_to_num(v).mean(axis=0) if len(v) else out, out), lse
+    fully_masked = ~seen.any(axis=1)
+    return np.where(fully_masked[:, None], np.nan_to_num(v).mean(axis=0) if len(v) else out, out), lse
 
 
 def next_page_of_the_table(given: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Paged decode and chunked prefill on TPUs: how a launch is cut, which options are lawful, what is declined and why."""
+"""Paged decode and chunked prefill on TPUs: how a launch is cut, which options are valid, what is declined and why."""
 
 import dataclasses
 import re

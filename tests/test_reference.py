@@ -65,9 +65,9 @@ def test_paged_attention_is_attention_over_the_first_keys() -> None:
     q = random.standard_normal((3, NUM_KV_HEADS * GROUP, HEAD_DIM))
     lengths = np.array([1, 0, 22], np.int32)
     got = paged_attention(q, k_pages, v_pages, lengths, np.stack([row] * 3))
-    for place, length in enumerate(lengths):
-        want = dense(q[place : place + 1], k_pages, v_pages, row, np.ones((1, length)))
-        agrees(got[place : place + 1].astype(np.float32), want, "float32")
+    for index, length in enumerate(lengths):
+        want = dense(q[index : index + 1], k_pages, v_pages, row, np.ones((1, length)))
+        agrees(got[index : index + 1].astype(np.float32), want, "float32")
 
 
 def test_quantised_heads_first_pages_are_weights_times_scales() -> None:

@@ -1,4 +1,4 @@
-"""Every unlawful call is refused by the same error with the same text, whichever front end it comes through."""
+"""Every invalid call is refused by the same error with the same text, whichever front end it comes through."""
 
 import ast
 import dataclasses
@@ -32,8 +32,8 @@ SCHEDULE = calls.DecodeSchedule(
     parts=np.zeros((3, 8), np.int32), num_splits=ints(0, 1, 2), lens=ints(3, 8), made_for=(2, 1, 4, 1, 0, 0)
 )
 
-# One lawful call of each operation; a case below changes some of its arguments.
-LAWFUL: dict[str, dict[str, Any]] = {
+# One valid call of each operation; a case below changes some of its arguments.
+VALID: dict[str, dict[str, Any]] = {
     "ragged_paged_attention": {
         "q": ones(4, 4, 16),
         "kv_pages": ones(6, 4, 4, 16),
@@ -722,7 +722,7 @@ def refusal(case: Case, framework: str, **more: Any) -> Exception:
             return value
         return front.bring(value, str(value.dtype), layout="", place=lambda array: array, device=None)
 
-    arguments = {name: bring(value) for name, value in (LAWFUL[case.operation] | case.changes | more).items()}
+    arguments = {name: bring(value) for name, value in (VALID[case.operation] | case.changes | more).items()}
     try:
         getattr(front.operations, case.operation)(**arguments)
     except Exception as error:
@@ -741,13 +741,13 @@ def framework(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("case", STATIC, ids=name_of)
-def test_an_unlawful_call_is_refused(case: Case, framework: str) -> None:
+def test_an_invalid_call_is_refused(case: Case, framework: str) -> None:
     error = refusal(case, framework)
     assert (type(error), str(error)) == (case.error, case.text)
 
 
 @pytest.mark.parametrize("case", VALUES, ids=name_of)
-def test_unlawful_values_are_refused_on_request(case: Case, framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_values_are_refused_on_request(case: Case, framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with ra.use_backend(validate="full"):
         error = refusal(case, framework)
     assert (type(error), str(error)) == (case.error, case.text)
@@ -758,18 +758,18 @@ def test_unlawful_values_are_refused_on_request(case: Case, framework: str, monk
 
 
 @pytest.mark.parametrize("case", VALUES, ids=name_of)
-def test_unlawful_values_are_else_no_error(case: Case, framework: str) -> None:
+def test_invalid_values_are_else_no_error(case: Case, framework: str) -> None:
     with pytest.raises(pytest.fail.Exception, match="took"):
         refusal(case, framework)
 
 
-@pytest.mark.parametrize("operation", LAWFUL)
-def test_the_lawful_calls_are_taken(operation: str, framework: str) -> None:
+@pytest.mark.parametrize("operation", VALID)
+def test_the_valid_calls_are_taken(operation: str, framework: str) -> None:
     with ra.use_backend(validate="full"), pytest.raises(pytest.fail.Exception, match="took"):
         refusal(Case(operation, {}, Exception, ""), framework)
 
 
-@pytest.mark.parametrize("operation", LAWFUL)
+@pytest.mark.parametrize("operation", VALID)
 def test_a_named_backend_is_never_replaced(operation: str, framework: str) -> None:
     other = {"torch": "xla", "jax": "eager"}[framework]
     error = refusal(Case(operation, {"backend": other}, Exception, ""), framework)

@@ -23,7 +23,7 @@ ROWS = ("q_ptr", "out_ptr", "parts_ptr")
 
 
 class Counter:
-    """Bytes and operations by kernel; what is multiplied again is not told from the rest."""
+    """Bytes and operations by kernel; what is multiplied again is not distinguished from the rest."""
 
     def __init__(self) -> None:
         self.kernel = ""
@@ -39,8 +39,8 @@ class Counter:
         addresses = pointers.data[mask.data]
         if addresses.size == 0:
             return
-        place, size = int(addresses.flat[0]), pointers.get_element_ty().primitive_bitwidth // 8
-        names = {name for start, nbytes, name in self.arrays if start <= place < start + nbytes}
+        address, size = int(addresses.flat[0]), pointers.get_element_ty().primitive_bitwidth // 8
+        names = {name for start, nbytes, name in self.arrays if start <= address < start + nbytes}
         if names & set(KEYS):
             self.work[self.kernel] += Work(keys=addresses.size * size)
         elif names & set(ROWS):
@@ -120,11 +120,11 @@ def test_the_model_counts_what_the_kernels_do(
     assert [name for name, work in counter.work.items() if work != Work() and name not in want] == []
 
 
-# Cases that no backend has a plan for with less than a tenth of waste, and why.
+# Cases that no backend has a plan for with an excess of less than a tenth, and why.
 PARTS = "its parts, which let every multiprocessor read keys, are as many bytes as the keys; all is done in 6 us"
-WASTEFUL = {
-    "gemma4_global_prefill_4k": "32 rows a program: an output of 512 columns for more rows fills the registers",
-    "mla_dense_fp8_h128_128x4k": "32 rows a program: decoding takes the registers that 64 would need",
+IN_EXCESS = {
+    "gemma4_global_prefill_4k": "32 rows per program: an output of 512 columns for more rows fills the registers",
+    "mla_dense_fp8_h128_128x4k": "32 rows per program: decoding takes the registers that 64 would need",
     **dict.fromkeys((f"mla_sparse_h{heads}_b{batch}" for heads in (8, 16, 32) for batch in (1, 8)), PARTS),
 }
 TOO_WIDE = "gemma4_global_prefill_4k"
@@ -143,15 +143,15 @@ def best() -> dict[str, roofline.Plan]:
 
 
 @pytest.mark.parametrize("workload", [f"W{number}" for number in range(1, 13)])
-def test_workloads_waste_less_than_a_tenth(best: dict[str, roofline.Plan], workload: str) -> None:
+def test_workloads_exceed_their_floor_by_less_than_a_tenth(best: dict[str, roofline.Plan], workload: str) -> None:
     """All cases of a workload together, but for short ones and the one whose heads no tile of enough rows can hold."""
     own = [plan for plan in best.values() if plan.case.workload == workload]
     plans = [plan for plan in own if plan.floor > SHORT and plan.case.name != TOO_WIDE]
     assert sum(plan.least for plan in plans) < 1.1 * sum(plan.floor for plan in plans)
 
 
-def test_it_is_known_which_cases_waste_more_and_why(best: dict[str, roofline.Plan]) -> None:
-    assert {name for name, plan in best.items() if plan.waste >= 0.1} == set(WASTEFUL)
+def test_it_is_known_which_cases_exceed_it_by_more_and_why(best: dict[str, roofline.Plan]) -> None:
+    assert {name for name, plan in best.items() if plan.excess >= 0.1} == set(IN_EXCESS)
 
 
 def test_a_plan_by_hand() -> None:
@@ -184,9 +184,9 @@ def test_rows_that_the_cache_has_lost_come_again() -> None:
 def test_the_table_has_every_case(capsys: pytest.CaptureFixture[str]) -> None:
     assert roofline.main([]) == 0
     lines = [line.split(" | ") for line in capsys.readouterr().out.strip().splitlines()[2:]]
-    told = {(line[1], line[2]) for line in lines}
+    listed = {(line[1], line[2]) for line in lines}
     paged, latent = catalogue.paged_cases.CASES, catalogue.mla_cases.CASES
-    assert told >= {(name, "triton") for name in paged | latent}
-    assert ("mla_sparse_h128_128q2", "cuda") in told
-    assert ("mla_sparse_v4_h64_128q2", "cuda") not in told  # two caches
+    assert listed >= {(name, "triton") for name in paged | latent}
+    assert ("mla_sparse_h128_128q2", "cuda") in listed
+    assert ("mla_sparse_v4_h64_128q2", "cuda") not in listed  # two caches
     assert all(float(least) >= float(floor) for _, _, _, floor, least, *_ in lines)

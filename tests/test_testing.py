@@ -113,11 +113,11 @@ def test_shapes_and_bits_are_compared_too() -> None:
 def test_latent_attention_is_held_to_one_bound_of_two(kind: str) -> None:
     absolute, relative, _ = EITHER[kind]
     want = np.array([3.0, 1e-9, 50.0] + [40.0] * 1000)  # so many that one of them hardly turns the direction
-    for place, error in ((0, relative * 3), (1, absolute), (2, relative * 50)):
-        inside, outside = (want + np.where(np.arange(len(want)) == place, error * f, 0) for f in (0.99, 1.01))
+    for index, error in ((0, relative * 3), (1, absolute), (2, relative * 50)):
+        inside, outside = (want + np.where(np.arange(len(want)) == index, error * f, 0) for f in (0.99, 1.01))
         assert agrees(inside, want, kind)
         with pytest.raises(
-            AssertionError, match=rf"out\[{place}\]: expected .* or .* \* \|value\|, got .*, 1.01 times"
+            AssertionError, match=rf"out\[{index}\]: expected .* or .* \* \|value\|, got .*, 1.01 times"
         ):
             agrees(outside, want, kind)
 
@@ -193,7 +193,7 @@ def test_poison_is_poisonous(dtype: str, kind: str) -> None:
 
 @settings(max_examples=50, deadline=None, database=None, derandomize=True)
 @given(specs())
-def test_a_spec_makes_the_same_lawful_batch_again(spec: Spec) -> None:
+def test_a_spec_makes_the_same_valid_batch_again(spec: Spec) -> None:
     batch, again = spec.build(), eval(repr(spec)).build()  # what a failure prints is a program
     for name, value in batch.arguments().items():
         parts = zip(pages_of(value), pages_of(again.arguments()[name]), strict=True) if name == "kv_pages" else ()
@@ -211,13 +211,13 @@ def test_poison_is_everywhere_but_where_it_is_read() -> None:
     assert read.sum() == 5 + 37 + 21
     assert np.array_equal(np.isnan(poisoned.kv_pages).all(axis=(2, 3)), ~read)
     assert np.array_equal(np.isnan(poisoned.kv_pages).any(axis=(2, 3)), ~read)
-    assert np.array_equal(np.isnan(poisoned.q).any(axis=(1, 2)), batch.blind())
-    assert batch.blind().sum() == 2
+    assert np.array_equal(np.isnan(poisoned.q).any(axis=(1, 2)), batch.fully_masked())
+    assert batch.fully_masked().sum() == 2
 
 
 @settings(max_examples=40, deadline=None, database=None, derandomize=True)
 @given(st.one_of(prefill_specs(), decode_specs()))
-def test_a_latent_spec_makes_the_same_lawful_batch_again(spec: PrefillSpec | DecodeSpec) -> None:
+def test_a_latent_spec_makes_the_same_valid_batch_again(spec: PrefillSpec | DecodeSpec) -> None:
     batch, again = spec.build(), eval(repr(spec)).build()
     for name, value in batch.arguments().items():
         np.testing.assert_array_equal(value, again.arguments()[name])
@@ -295,9 +295,9 @@ def test_a_failure_shrinks_to_a_small_batch() -> None:
 
     with pytest.raises(AssertionError, match="a window") as caught:
         drawn(runner_for("reference", "torch"), specs(), refuses_windows, 50)
-    told = "".join(caught.value.__notes__)
-    assert "sliding_window=1" in told
-    assert "soft_cap=None" in told
+    notes = "".join(caught.value.__notes__)
+    assert "sliding_window=1" in notes
+    assert "soft_cap=None" in notes
 
 
 def test_a_backend_that_declines_everything_has_shown_nothing() -> None:
@@ -356,7 +356,7 @@ def test_the_parts_of_a_varlen_batch_are_its_sequences() -> None:
     assert last_first.cu_kv_lens.tolist() == [0, 0, 3]
     np.testing.assert_array_equal(last_first.q, batch.q[[2, 3, 4, 5, 6, 0, 1]])
     np.testing.assert_array_equal(last_first.v, batch.v[:3])
-    assert batch.blind().tolist() == [False] * 2 + [True] * 6
+    assert batch.fully_masked().tolist() == [False] * 2 + [True] * 6
     assert batch.unseen().tolist() == [False] * 3 + [True] * 6
 
 
@@ -365,7 +365,7 @@ def test_gradients_are_compared_by_name() -> None:
         gradients_agree({"q": np.zeros(2)}, {"q": np.zeros(2), "k": np.zeros(2)}, "float32")
 
 
-def test_a_slope_that_is_not_the_gradients_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slope_that_is_not_the_gradients_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     runner, spec = runner_for("reference", "torch"), GradientSpec(of=VarlenSpec())
     honest = type(runner).gradients
 

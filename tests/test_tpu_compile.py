@@ -130,7 +130,7 @@ def test_without_the_compiler_it_says_what_to_do(
     assert "expected the TPU compiler, the package libtpu, to be installed" in capsys.readouterr().err
 
 
-def test_a_case_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_that_fails_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def nowhere(target: str) -> None:
         raise RuntimeError(f"no machine of {target}\nbut | others")
 

@@ -44,7 +44,7 @@ def chosen(operation: str, mode: str) -> list[str]:
     for group in list(checks_of(operation).values())[:: 1 if whole or mode == "on_wait" else 3]:
         count = len(group) if whole else 1
         shift = {"on_wait": 0.25, "eager": 0.75}[mode]
-        names += [str(group[int((place + shift) * len(group) / count)]) for place in range(count)]
+        names += [str(group[int((index + shift) * len(group) / count)]) for index in range(count)]
     return names
 
 
@@ -92,7 +92,7 @@ CAUGHT = {
 @pytest.mark.parametrize("fault", CAUGHT)
 def test_a_faulty_kernel_fails(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     planting.plant(monkeypatch, fault)
-    mode, told = CAUGHT[fault]
+    mode, expected = CAUGHT[fault]
     runner = interpreter.InterpretedRunner(backend=planting.BACKEND, mode=mode)
     said = []
     for check in of_planted():
@@ -101,7 +101,7 @@ def test_a_faulty_kernel_fails(monkeypatch: pytest.MonkeyPatch, fault: str) -> N
         except AssertionError as error:
             said.append(str(error))
             break
-    assert any(told in text for text in said), said
+    assert any(expected in text for text in said), said
 
 
 def test_a_kernel_that_hangs_is_ended_and_named() -> None:
@@ -113,7 +113,7 @@ def test_a_kernel_that_hangs_is_ended_and_named() -> None:
     assert all(verdict.hung and "no end after 5 s" in verdict.message for verdict in verdicts)
 
 
-def test_a_process_that_dies_is_told() -> None:
+def test_a_process_that_dies_is_reported() -> None:
     command = (sys.executable, "-c", "import sys; sys.exit('no such luck')")
     (verdict,) = interpreter.judged("pallas", ["corner: any"], mode="eager", command=command)
     assert verdict.result == "FAILED"

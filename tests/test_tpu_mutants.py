@@ -26,11 +26,11 @@ def test_a_planted_fault_is_caught(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_fault_has_a_place(name: str) -> None:
+def test_every_fault_can_be_planted(name: str) -> None:
     compile(MUTANTS[name].source(), name, "exec")
 
 
-def test_a_fault_without_a_place_is_told() -> None:
+def test_a_fault_that_is_nowhere_is_reported() -> None:
     with pytest.raises(ValueError, match=r"expected kernels_pallas/_blocks.py to have the text 'no such text'"):
         Mutant("_blocks", "no such text", "", "eager", ()).source()
 

@@ -25,7 +25,7 @@ def small(name: str, length: int = 20) -> VarlenCase:
 
 
 @pytest.mark.parametrize("name", [*varlen_cases.CASES, *varlen_cases.COMPILED_ONLY])
-def test_every_case_is_lawful_whole_and_scaled_down(name: str) -> None:
+def test_every_case_is_valid_whole_and_scaled_down(name: str) -> None:
     whole, less = catalogue.find(name), catalogue.find(f"{name}_small")
     for case in (whole, less):
         (call,) = catalogue.calls_of(case, NOWHERE)
@@ -85,15 +85,15 @@ def definition(case: VarlenCase, inputs: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("name", [*NAMES, *(f"{name}_backward" for name in NAMES)])
-def test_the_gate_passes_the_definition_and_nothing_else(name: str) -> None:
+def test_the_check_passes_the_definition_and_nothing_else(name: str) -> None:
     case = small(name)
     inputs = catalogue.numpy_inputs(case, 1)
     results = definition(case, inputs)
     correctness.check(case, inputs, results, np.asarray)
     arrays = results if case.backward else [results]
-    for place in range(min(len(arrays), 3)):
-        for wrong in (arrays[place] * 1.02, np.roll(arrays[place], 1, axis=0)):
-            changed: Any = [wrong if index == place else array for index, array in enumerate(arrays)]
+    for changed_one in range(min(len(arrays), 3)):
+        for wrong in (arrays[changed_one] * 1.02, np.roll(arrays[changed_one], 1, axis=0)):
+            changed: Any = [wrong if index == changed_one else array for index, array in enumerate(arrays)]
             with pytest.raises(AssertionError, match=case.name):
                 correctness.check(case, inputs, changed if case.backward else changed[0], np.asarray)
 
@@ -149,7 +149,7 @@ def test_the_carried_operator_is_called_by_position() -> None:
 
     def forward(*arguments: Any) -> Any:
         assert len(arguments) == 34
-        q, k, v, starts, key_starts = (arguments[place] for place in (0, 1, 2, 7, 8))
+        q, k, v, starts, key_starts = (arguments[index] for index in (0, 1, 2, 7, 8))
         assert arguments[12:14] == (max(case.q_lens), max(case.kv_lens))
         assert arguments[23:28] == (128**-0.5, True, (case.sliding_window or 0) - 1, 0, case.soft_cap)
         import ragged_attention.torch as rt

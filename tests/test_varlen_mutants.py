@@ -185,7 +185,7 @@ def delta_is_of_the_unsunk_out(*arguments: Any) -> Any:
     return share, np.where(share > 0, delta / np.where(share > 0, share, 1), delta), d_lse, d_sinks
 
 
-def lonely_rows_are_nan(d_out: Any, out: Any, lse: Any, d_lse: Any, sinks: Any) -> Any:
+def fully_masked_rows_are_nan(d_out: Any, out: Any, lse: Any, d_lse: Any, sinks: Any) -> Any:
     share, delta, more, d_sinks = honest_terms(d_out, out, lse, d_lse, sinks)
     spoilt = d_sinks if d_sinks is None else d_sinks + 0 * d_out.sum()
     return share, delta, more, spoilt
@@ -263,8 +263,8 @@ def the_last_duplicate_wins(**arguments: Any) -> Any:
 
 
 class _Overwriting:
-    def at(self, array: Any, places: Any, values: Any) -> None:
-        array[places] += values
+    def at(self, array: Any, indices: Any, values: Any) -> None:
+        array[indices] += values
 
 
 def tokens_overwrite_rows(**arguments: Any) -> Any:
@@ -325,7 +325,7 @@ DENSES: dict[str, Function] = {
         ("row_terms", sinks_have_the_wrong_sign),
         ("row_terms", sinks_are_given_all),
         ("row_terms", delta_is_of_the_unsunk_out),
-        ("row_terms", lonely_rows_are_nan),
+        ("row_terms", fully_masked_rows_are_nan),
     )
 } | {
     mutant.__name__: mutant

@@ -33,7 +33,7 @@ def packed(seed: int, **changes: Any) -> Arrays:
 
 
 def sparse(seed: int, **changes: Any) -> Arrays:
-    """Lists with duplicates, -1 and places far outside; one of them is cut to nothing."""
+    """Lists with duplicates, -1 and indices far outside; one of them is cut to nothing."""
     rng = np.random.default_rng(seed)
     indices = rng.integers(-2, 8, (4, 2, 6))
     indices[1, 0, :3] = 5
@@ -59,10 +59,10 @@ def differences(function: Callable[..., Any], arguments: Arrays, name: str, weig
 
     value = arguments[name]
     found = np.zeros(value.shape)
-    for place in np.ndindex(value.shape):
+    for index in np.ndindex(value.shape):
         step = np.zeros(value.shape)
-        step[place] = STEP
-        found[place] = (total(value + step) - total(value - step)) / (2 * STEP)
+        step[index] = STEP
+        found[index] = (total(value + step) - total(value - step)) / (2 * STEP)
     return found
 
 

@@ -37,7 +37,7 @@ SHARES = {
     "test_compat_jax_pallas.py::test_ragged_attention_agrees_with_jaxs_reference_and_the_definition[": 2,
     "test_compat_jax_pallas.py::test_decode_agrees_with_jaxs_reference_and_the_definition[": 2,
     "test_compat_jax_pallas.py::test_quantised_caches[": 2,
-    "test_demo.py::test_the_triton_kernels_run_in_the_interpreter_without_being_told[": 2,
+    "test_demo.py::test_the_triton_kernels_run_in_the_interpreter_without_being_asked_to[": 2,
     "test_heads_first_mutants.py::test_a_wrong_prefill_is_caught[": 3,
     "test_jax_reference.py::test_agrees_with_the_reference_of_jax[": 2,
     "test_mla_jax_front_end.py::test_the_fallback_agrees_with_the_definition[": 2,

@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
 from benchmarks.cases import mla as mla_cases
 from benchmarks.cases import paged as paged_cases
 from benchmarks.cases import varlen as varlen_cases
@@ -52,9 +54,14 @@ def calls_of(case: AnyCase, device: Device) -> Iterable[Call]:
 
 def judged(case: AnyCase, result: Any) -> Any:
     """What of a call's result is checked: out, or a list of the gradients."""
-    if isinstance(case, VarlenCase) and case.backward:
+    if case.backward:
         return [array for array in result if array is not None]
     return result[0] if isinstance(result, tuple | list) else result
+
+
+def changed(case: AnyCase) -> list[tuple[AnyCase, dict[str, np.ndarray]]]:
+    """Other lengths for a case, or other lists, then its own again: cases and the arrays that index them."""
+    return _module(case).changed(case)
 
 
 def torch_inputs(case: AnyCase, seed: int = 0, device: Any = "cpu") -> dict[str, Any]:

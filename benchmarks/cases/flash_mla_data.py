@@ -32,7 +32,7 @@ REPEATS = 5  # of dense multi-head attention and its gradient, whose bits must n
 
 
 def close(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
-    """FlashMLA's comparison: places of infinities and NaN, each element, then the cosine difference of all."""
+    """FlashMLA's comparison: positions of infinities and NaN, each element, then the cosine difference of all."""
     absolute, relative, cosine = BOUNDS[what]
     if got.shape != want.shape or got.dtype != want.dtype:
         raise AssertionError(f"{what}: expected {want.dtype} {list(want.shape)}, got {got.dtype} {list(got.shape)}")
@@ -303,13 +303,13 @@ def _prefill_lists(case: PrefillCase, uniform: Callable[..., torch.Tensor]) -> t
         return chosen.gather(-1, uniform(*chosen.shape).argsort(-1))
     chosen = torch.cat([chosen, invalid(case.s_q, case.topk - count)], -1)
     if case.all_invalid:
-        blind = uniform(case.s_q) < 0.023
-        chosen = torch.where(blind[:, None], invalid(case.s_q, 1), chosen)
+        fully_masked = uniform(case.s_q) < 0.023
+        chosen = torch.where(fully_masked[:, None], invalid(case.s_q, 1), chosen)
     return chosen
 
 
 def rows_of(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """float32 [..., h_kv, d_qk] of a cache's lawful slots, bytes decoded here: the oracle's own reader."""
+    """float32 [..., h_kv, d_qk] of a cache's valid slots, bytes decoded here: the oracle's own reader."""
     page, offset = slots // cache.shape[1], slots % cache.shape[1]
     if cache.element_size() > 1:
         return cache[page, offset].float()
@@ -351,8 +351,9 @@ def attend(
     out = torch.matmul(weights, keys[..., :D_V].permute(0, 2, 1, 3)).reshape(n, h_q, D_V)
     lse, highest = lse.view(n, h_q), highest.view(n, h_q)
     if sinks is not None:
-        lonely = lse == -math.inf
-        out = out * torch.where(lonely, 0.0, torch.sigmoid(torch.where(lonely, 0.0, lse) - sinks))[..., None]
+        fully_masked = lse == -math.inf
+        share = torch.sigmoid(torch.where(fully_masked, 0.0, lse) - sinks)
+        out = out * torch.where(fully_masked, 0.0, share)[..., None]
     return out, highest, lse
 
 
@@ -461,13 +462,13 @@ def mha_oracle(
         seen = seen.tril((kv_stop - kv_start) - (q_stop - q_start)) if causal else seen
         for head in range(q.shape[1]):
             kv_head = head * k.shape[1] // q.shape[1]
-            places = ((rows, head), (keys, kv_head), (keys, kv_head))
-            leaves = [array[place].float().requires_grad_() for array, place in zip((q, k, v), places, strict=True)]
+            indices = ((rows, head), (keys, kv_head), (keys, kv_head))
+            leaves = [array[index].float().requires_grad_() for array, index in zip((q, k, v), indices, strict=True)]
             logits = (leaves[0] @ leaves[1].T * softmax_scale).masked_fill(~seen, -math.inf)
             found = torch.softmax(logits, -1) @ leaves[2]
             out[rows, head], lse[rows, head] = found.detach(), torch.logsumexp(logits.detach(), -1)
-            for total, place, part in zip(
-                grads, places, torch.autograd.grad(found, leaves, d_out[rows, head].float()), strict=True
+            for total, index, part in zip(
+                grads, indices, torch.autograd.grad(found, leaves, d_out[rows, head].float()), strict=True
             ):
-                total[place] += part
+                total[index] += part
     return [out, lse, *grads]

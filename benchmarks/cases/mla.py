@@ -7,7 +7,7 @@ that no mask hides: 2 * heads * (d_qk + d_v) for each pair of a query token and 
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -53,6 +53,7 @@ class LatentCase:
     sinks: bool = False
     extra_topk: int = 0  # into a second cache of as many positions
     extra_page_size: int = 64
+    backward: ClassVar[bool] = False
 
     @property
     def num_tokens(self) -> int:
@@ -61,6 +62,11 @@ class LatentCase:
     @property
     def operation(self) -> str:
         return "sparse_mla_prefill" if self.prefill else "mla_decode"
+
+    @property
+    def key_format(self) -> str:
+        """What decides how a kernel loads keys."""
+        return self.format
 
     @property
     def row_bytes(self) -> int:
@@ -243,8 +249,8 @@ def _lists(case: LatentCase, topk: int, page_size: int, generator: np.random.Gen
     for seq in range(case.num_seqs):
         order = generator.permutation(case.kv_len).astype(np.int32)
         starts = generator.permutation(case.num_q_tokens) * case.kv_len // case.num_q_tokens
-        places = starts[:, None] + np.arange(topk)
-        chosen = order[places % case.kv_len]
+        positions = starts[:, None] + np.arange(topk)
+        chosen = order[positions % case.kv_len]
         if pages is not None:
             chosen = pages[seq, chosen // page_size] * page_size + chosen % page_size
         lists[seq] = np.where(np.arange(topk) < case.kv_len, chosen, -1)
@@ -263,6 +269,15 @@ def tables(case: LatentCase, seed: int = 0) -> dict[str, np.ndarray]:
     if case.extra_topk:
         found["extra_indices"] = _lists(case, case.extra_topk, case.extra_page_size, generator)
     return found
+
+
+def changed(case: LatentCase, seed: int = 2) -> list[tuple[LatentCase, dict[str, np.ndarray]]]:
+    """The case with other lists or lengths, then as it is with those of `seed`; and the arrays that index each."""
+    if case.topk:
+        return [(case, tables(case, seed + 1)), (case, tables(case, seed))]
+    other = dataclasses.replace(case, kv_len=case.kv_len // 2 + 1)
+    lens = {"kv_lens": np.full(case.num_seqs, other.kv_len, np.int32)}
+    return [(other, lens), (case, tables(case, seed))]
 
 
 def _random_values(case: LatentCase, seed: int) -> dict[str, tuple[np.ndarray, tuple[int, ...], str]]:

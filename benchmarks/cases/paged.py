@@ -10,7 +10,7 @@ The workloads' numbers, W1 to W8, are those that results are reported by.
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -54,6 +54,7 @@ class Case:
     scale: float | None = None  # of a quantised cache, for K and V alike
     return_lse: bool = False
     spare_pages: int = 1  # that nobody uses
+    backward: ClassVar[bool] = False
 
     @property
     def operation(self) -> str:
@@ -62,6 +63,11 @@ class Case:
     @property
     def stored(self) -> str:
         return self.cache_dtype or self.dtype
+
+    @property
+    def key_format(self) -> str:
+        """What decides how a kernel loads keys."""
+        return "8 bits" if ITEMSIZE[self.stored] == 1 else "plain"
 
     @property
     def num_tokens(self) -> int:
@@ -135,7 +141,7 @@ def scaled_down(case: Case, *, length: int = 77, sequences: int = 4) -> Case:
     factor = max(1.0, max(case.kv_lens) / length)
     order = sorted(range(len(case.q_lens)), key=lambda seq: case.q_lens[: seq + 1].count(case.q_lens[seq]))[:sequences]
     kept = [(case.q_lens[seq], case.kv_lens[seq]) for seq in order]
-    kv_lens = [max(1, int(kv_len / factor) - place) for place, (_, kv_len) in enumerate(kept)]
+    kv_lens = [max(1, int(kv_len / factor) - index) for index, (_, kv_len) in enumerate(kept)]
     q_lens = [
         min(kv_len, q_len if q_len <= 8 else max(9, int(q_len / factor)))
         for (q_len, _), kv_len in zip(kept, kv_lens, strict=True)
@@ -234,6 +240,14 @@ def tables(case: Case, seed: int = 0) -> dict[str, np.ndarray]:
         "page_indices": page_indices,
         "cu_q_lens": np.concatenate([[0], np.cumsum(case.q_lens)]).astype(np.int32),
     }
+
+
+def changed(case: Case) -> list[tuple[Case, dict[str, np.ndarray]]]:
+    """The case with shorter lengths, then as it is: cases and the arrays that index them."""
+    lengths = zip(case.q_lens, case.kv_lens, strict=True)
+    kv_lens = tuple(max(q_len, kv_len * (1 + seq % 3) // 4) for seq, (q_len, kv_len) in enumerate(lengths))
+    other = dataclasses.replace(case, kv_lens=kv_lens)
+    return [(one, {"kv_lens": np.array(one.kv_lens, np.int32)}) for one in (other, case)]
 
 
 def _random_values(case: Case, seed: int) -> dict[str, tuple[np.ndarray, tuple[int, ...], str]]:

@@ -45,6 +45,11 @@ class VarlenCase:
         return "varlen_attention_backward" if self.backward else "varlen_attention"
 
     @property
+    def key_format(self) -> str:
+        """What decides how a kernel loads keys."""
+        return "plain"
+
+    @property
     def num_tokens(self) -> int:
         return sum(self.q_lens)
 
@@ -107,7 +112,7 @@ def scaled_down(case: VarlenCase, *, length: int = 77, sequences: int = 3) -> Va
     factor = max(1.0, max(case.kv_lens) / length)
 
     def shorter(lens: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(max(1, int(n / factor) - place) for place, n in enumerate(lens[:sequences]))
+        return tuple(max(1, int(n / factor) - index) for index, n in enumerate(lens[:sequences]))
 
     kv_heads = min(2, case.num_kv_heads)
     return dataclasses.replace(
@@ -162,10 +167,16 @@ def tables(case: VarlenCase, seed: int = 0) -> dict[str, np.ndarray]:
     return {name: np.concatenate([[0], np.cumsum(value)]).astype(np.int32) for name, value in lens.items()}
 
 
+def changed(case: VarlenCase) -> list[tuple[VarlenCase, dict[str, np.ndarray]]]:
+    """The case with lengths moved by one sequence, then as it is: cases and the arrays that index them."""
+    other = dataclasses.replace(case, q_lens=(*case.q_lens[1:], 0), kv_lens=(*case.kv_lens[1:], 0))
+    return [(one, tables(one)) for one in (other, case)]
+
+
 def _random_values(case: VarlenCase, seed: int) -> dict[str, tuple[np.ndarray, tuple[int, ...], str]]:
     """For each float argument: values to be repeated, shape, dtype.
 
-    Of larger values and gradients a query that sees few keys would make more of its weights' rounding than is lawful.
+    Larger ones would, for a query that sees few keys, magnify the rounding of its weights beyond the bounds.
     """
     small = {"v": 1 / 4, "d_out": 1 / 16, "d_lse": 1 / 16}
     generator = np.random.default_rng([seed, 1])

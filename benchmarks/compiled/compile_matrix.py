@@ -97,14 +97,14 @@ MULTIPLYING = (
     "tile_kernel", "split_kernel", "latent_kernel", "forward_kernel", "dkv_kernel", "dq_kernel", "gradient_kernel",
 )  # fmt: skip
 LEAST_WIDE = 0.9
-# Where it is less, the least that it is and why: by kernel, what its case's keys are (see `_kind`), and matrix unit;
+# Where it is less, the least that it is and why: by kernel, its case's `key_format`, and matrix unit;
 # then where an older Triton does worse.
 Exceptions = dict[tuple[str, str, str], tuple[float, str]]
 ROTARY = "of 16 keys the 64 rotary columns are 8 bytes for each of 256 threads"
 EIGHT_BITS = "without e4m3, values go from shared memory straight into a product's operand, which takes them by 8 bytes"
 CODES = "of 16 keys 128 codes are 8 bytes for each of 256 threads"
 SCALES = "scales are words or bytes of their own"
-PLACES = "masked loops read a page number for each key that a thread masks"
+PAGE_NUMBERS = "masked loops read a page number for each key that a thread masks"
 BY_TWO = "the list's slots come by twos"
 NARROW: Exceptions = {
     ("split_kernel", "8 bits", "mma"): (0.47, EIGHT_BITS),
@@ -115,11 +115,11 @@ NARROW: Exceptions = {
 }
 OLDER = "3.6"
 NARROW_ON_OLDER: Exceptions = {
-    ("tile_kernel", "plain", "mma"): (0.53, PLACES),
-    ("tile_kernel", "plain", "wgmma"): (0.53, PLACES),
-    ("tile_kernel", "plain", "tcgen05"): (0.53, PLACES),
-    ("tile_kernel", "8 bits", "wgmma"): (0.53, PLACES),
-    ("tile_kernel", "8 bits", "tcgen05"): (0.34, PLACES),
+    ("tile_kernel", "plain", "mma"): (0.53, PAGE_NUMBERS),
+    ("tile_kernel", "plain", "wgmma"): (0.53, PAGE_NUMBERS),
+    ("tile_kernel", "plain", "tcgen05"): (0.53, PAGE_NUMBERS),
+    ("tile_kernel", "8 bits", "wgmma"): (0.53, PAGE_NUMBERS),
+    ("tile_kernel", "8 bits", "tcgen05"): (0.34, PAGE_NUMBERS),
     ("tile_kernel", "8 bits", "mma"): (0.40, EIGHT_BITS),
     ("split_kernel", "8 bits", "mma"): (0.44, EIGHT_BITS),
     ("latent_kernel", "plain", "wgmma"): (0.64, BY_TWO),
@@ -192,7 +192,7 @@ class Row:
 
 @functools.cache
 def calls_for(case: str, arch: str) -> tuple[Call, ...]:
-    """The case's calls, one an operation's form, that the Triton room has and takes."""
+    """The case's calls, one per form of an operation, that the Triton room has and takes."""
     return tuple(call for call in _calls_of(case, arch) if declined(call) is None)
 
 
@@ -227,15 +227,15 @@ def plan(names: Sequence[str] | None, archs: Iterable[str]) -> Planned:
     found: Planned = {}
     for arch in archs:
         for name in names or covering(arch):
-            for place in range(len(calls_for(name, arch))):
-                for number, launch in enumerate(launches_for(name, arch, place)):
+            for index in range(len(calls_for(name, arch))):
+                for number, launch in enumerate(launches_for(name, arch, index)):
                     digest = compiling.digest(launch, arch)
                     if digest in found:
                         used = found[digest][1].cases
                         used += [name] if name not in used else []
                         continue
                     row = Row(arch, launch.name, _blocks(launch), launch.num_warps, launch.num_stages, [name])
-                    found[digest] = (Job(name, arch, place, number), row)
+                    found[digest] = (Job(name, arch, index, number), row)
     return found
 
 
@@ -365,20 +365,13 @@ def loop_failure(row: Row, version: str = "") -> str | None:
     case = catalogue.find(named[0])
     narrow = NARROW | (NARROW_ON_OLDER if version.startswith(f"{OLDER}.") else {})
     for loop in row.facts.loops:
-        least, _ = narrow.get((row.kernel, _kind(case), loop.matrix), (LEAST_WIDE, ""))
+        least, _ = narrow.get((row.kernel, case.key_format, loop.matrix), (LEAST_WIDE, ""))
         if loop.wide < least:
             return f"of what an inner loop loads {loop.wide:.0%} comes 16 bytes at a time, expected {least:.0%}"
         rows = _product_rows(row)
         if row.arch == "sm_90" and case.dtype != "float32" and rows >= WGMMA_ROWS and loop.matrix != "wgmma":
             return f"an inner loop of {rows} rows uses {loop.matrix or 'no matrix unit'}, expected wgmma"
     return None
-
-
-def _kind(case: catalogue.AnyCase) -> str:
-    """What decides how a kernel's keys are loaded, beside its tile."""
-    if isinstance(case, LatentCase):
-        return case.format
-    return "8 bits" if isinstance(case, paged_cases.Case) and paged_cases.ITEMSIZE[case.stored] == 1 else "plain"
 
 
 def _product_rows(row: Row) -> int:

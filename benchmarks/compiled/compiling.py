@@ -175,9 +175,9 @@ class Loop:
 
     @property
     def wide(self) -> float:
-        """The share that comes 16 bytes at a time of what it loads, places apart.
+        """The share that comes 16 bytes at a time of what it loads, not counting addresses.
 
-        A row's place, its page number or slot, is one word; so a word for each longer load does not count.
+        A row's address, its page number or slot, is one word; so one word per longer load does not count.
         """
         sizes = dict(self.loads)
         longer = sum(size // width for width, size in self.loads if width > 4)
@@ -209,7 +209,7 @@ class Facts:
         if self.error:
             return f"does not compile: {self.error}"
         if self.spilled:
-            return f"spills {self.spilled} bytes a thread"
+            return f"spills {self.spilled} bytes per thread"
         if self.shared > self.limit:
             return f"needs {self.shared} bytes of shared memory, the device has {self.limit}"
         if local := max((loop.local for loop in self.loops), default=0):
@@ -291,9 +291,9 @@ class _silence:
 
 
 def _first_words(error: Exception, said: str) -> str:
-    """The most telling line of a compiler's complaint, on one line."""
+    """The most informative line of a compiler's error message, on one line."""
     root: BaseException = error
-    while root.__cause__ or root.__context__:  # an error in an inlined function is reported once a level
+    while root.__cause__ or root.__context__:  # an error in an inlined function is reported once per level
         root = root.__cause__ or root.__context__ or root
     lines = [line.strip() for line in (str(root) + "\n" + said).splitlines() if line.strip()]
     telling = [line for line in lines if re.search(r"error|fatal|assert|not supported|Error", line)]

@@ -83,7 +83,7 @@ def shared_memory(found: Sequence[sass.Kernel]) -> dict[str, int]:
     """Bytes of shared memory that each kernel's launch asks for: the size of its body's `Smem`, as g++ computes it."""
     bodies = sorted({kernel.type for kernel in found})
     recipe = kernels.emulation_recipe()
-    lines = "\n".join(f"char size_{place}[1 + size_of<{body}>(0)];" for place, body in enumerate(bodies))
+    lines = "\n".join(f"char size_{index}[1 + size_of<{body}>(0)];" for index, body in enumerate(bodies))
     with tempfile.TemporaryDirectory() as folder:
         source, made = Path(folder, "sizes.cc"), Path(folder, "sizes.o")
         source.write_text(SIZES.format(lines=lines))
@@ -92,8 +92,8 @@ def shared_memory(found: Sequence[sass.Kernel]) -> dict[str, int]:
         if done.returncode:
             raise BackendMissing(f"the sizes of shared memory do not compile:\n{done.stderr[-2000:]}")
         said = subprocess.run(["nm", "-S", made], check=True, capture_output=True, text=True).stdout
-    sizes = {int(place): int(size, 16) - 1 for size, place in re.findall(r"^\w+ (\w+) \w size_(\d+)$", said, re.M)}
-    return {body: sizes[place] if sizes[place] > 1 else 0 for place, body in enumerate(bodies)}  # 1: an empty struct
+    sizes = {int(index): int(size, 16) - 1 for size, index in re.findall(r"^\w+ (\w+) \w size_(\d+)$", said, re.M)}
+    return {body: sizes[index] if sizes[index] > 1 else 0 for index, body in enumerate(bodies)}  # 1: an empty struct
 
 
 def failures(found: Sequence[sass.Kernel], shared: Mapping[str, int]) -> list[str]:

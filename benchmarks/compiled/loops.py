@@ -53,16 +53,16 @@ def turns(step: roofline.Step, launch: compiling.Launch, case: Case | LatentCase
 
     Of a tile kernel the masked keys are those whose weights are multiplied twice, so this is for bfloat16 queries.
     """
-    told = launch.arguments
+    kernel_args = launch.arguments
     if isinstance(case, LatentCase):
-        tiles = roofline.triton_tiles(case, told)
+        tiles = roofline.triton_tiles(case, kernel_args)
         return [step.work.flops / (2 * tiles.rows * tiles.keys * tiles.columns)]
-    count, d, dv, block = (told[name] for name in ("BLOCK_Q", "D_PAD", "DV_PAD", "BLOCK_KV"))
+    count, d, dv, block = (kernel_args[name] for name in ("BLOCK_Q", "D_PAD", "DV_PAD", "BLOCK_KV"))
     keys = step.work.flops / (2 * count * (d + dv))
     if step.name == "split_kernel":  # all its keys but the last few of a part
         return [keys / block, 0.0]
     masked = step.work.again / (2 * count * dv)
-    return [(keys - masked) / block, masked / told["EDGE_KV"]]
+    return [(keys - masked) / block, masked / kernel_args["EDGE_KV"]]
 
 
 def predicted(name: str) -> Prediction:

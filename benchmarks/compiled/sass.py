@@ -158,9 +158,9 @@ def body_type(signature: str) -> str:
     """`Body<...>` of `void op::kernel<Body<...>, ...>(...)`: the first argument of the outermost template."""
     _, opened, inside = signature.partition("<")
     depth = 0
-    for place, letter in enumerate(inside):
+    for index, letter in enumerate(inside):
         if depth == 0 and letter in ",>":
-            return inside[:place].strip()
+            return inside[:index].strip()
         depth += (letter == "<") - (letter == ">")
     return signature.partition("(")[0] if not opened else signature
 

@@ -50,7 +50,7 @@ Compiled by the real TPU compiler (libtpu), for TPUs that need not be there, by 
 of `benchmarks/cases/tpu.py`; those that begin with `jax_` are JAX's own kernels
 (`jax.experimental.pallas.ops.tpu`), compiled in the same way.
 
-A TPU core issues one bundle a cycle, with a place in it for each of its units. **bundles** is the length of the
+A TPU core issues one bundle per cycle, with a slot in it for each of its units. **bundles** is the length of the
 whole kernel, **loop** that of the loop that has the matrix work (with what is nested in it): what one block of queries
 and keys costs if nothing waits for memory. MXU, VALU, VLOAD and VSTORE are the percentages of that loop in which the
 matrix unit, the vector unit and the ports of the vector memory are busy: the highest bounds it. **spills** and
@@ -93,7 +93,7 @@ def names(target: str, only: str = "") -> list[str]:
 
 
 def environment(dumps: str) -> dict[str, str]:
-    """What the compiler is told: that it need not look for TPUs, and where to dump."""
+    """Settings of the compiler: not to look for TPUs, and where to dump."""
     return {
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
@@ -122,12 +122,12 @@ def compile_case(name: str, target: str, dumps: str, options: Mapping[str, Any])
     folder = Path(dumps)
     try:
         mesh = _mesh(target)
-        place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         for path in folder.iterdir():
             path.unlink()
         case = find(name, options)
         shapes = {
-            key: jax.ShapeDtypeStruct(shape, dtype, sharding=place) for key, (shape, dtype) in case.arrays.items()
+            key: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for key, (shape, dtype) in case.arrays.items()
         }
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             compiled = jax.jit(case.function).lower(**shapes).compile()
@@ -201,8 +201,8 @@ def compile_all(
                 outcomes.append(outcome)
                 progress.update(task, advance=1, description=f"{target} {outcome.case}")
                 if not console.is_terminal or outcome.error:
-                    told = outcome.error or f"{outcome.seconds:.1f} s"
-                    console.print(f"{target} {outcome.case}: {told}", markup=False, highlight=False)
+                    summary = outcome.error or f"{outcome.seconds:.1f} s"
+                    console.print(f"{target} {outcome.case}: {summary}", markup=False, highlight=False)
 
         for done in [threads.submit(run, target) for target in targets]:
             done.result()
@@ -210,7 +210,7 @@ def compile_all(
 
 
 def rows(outcome: Outcome) -> list[tuple[str, ...]]:
-    """The table's lines for one outcome, a line a kernel."""
+    """The table's lines for one outcome, one line per kernel."""
     if outcome.error:
         return [(outcome.case, outcome.error, *("-" for _ in COLUMNS[2:]))]
     found = []

@@ -56,8 +56,8 @@ class _Utilization:
     rows: tuple[tuple[int, ...], ...]
 
     def total(self, unit: str, first: int = 0, stop: int | None = None) -> int:
-        place = self.units.index(unit)
-        return sum(row[place] for row in self.rows[first:stop])
+        index = self.units.index(unit)
+        return sum(row[index] for row in self.rows[first:stop])
 
     def part(self, first: int = 0, stop: int | None = None) -> Part:
         count = len(self.rows[first:stop])
@@ -69,7 +69,7 @@ class _Utilization:
 def utilization(text: str) -> _Utilization:
     """A table of uses by bundle, under a line of the units' names and one of their capacities."""
     lines = text.splitlines()
-    begin = next(place for place, line in enumerate(lines) if "UTILIZATION" in line)
+    begin = next(index for index, line in enumerate(lines) if "UTILIZATION" in line)
     rows = (tuple(map(int, line.split())) for line in lines[begin + 1 :] if re.fullmatch(r"[\d\s]+", line))
     units = tuple(name.strip() for name in lines[1].split(","))
     return _Utilization(units, tuple(map(int, lines[2].split())), tuple(rows))
@@ -79,17 +79,17 @@ def loops(text: str) -> list[tuple[int, int]]:
     """The loops of a schedule: the bundle each body begins with, and the one behind its last."""
     found: list[tuple[int, int]] = []
     opened: list[tuple[int, int]] = []  # (depth, first bundle)
-    place = 0
-    for place, bundle in enumerate(_BUNDLE.finditer(text)):
+    index = 0
+    for index, bundle in enumerate(_BUNDLE.finditer(text)):
         begins = bundle["mark"] == "LB"
         if bundle["empty"] and not begins:  # printed without its depth
             continue
         depth = len(bundle["depth"])
         while opened and (depth < opened[-1][0] or (begins and depth == opened[-1][0])):
-            found.append((opened.pop()[1], place))
+            found.append((opened.pop()[1], index))
         if begins:
-            opened.append((depth, place))
-    return found + [(first, place + 1) for _, first in opened]
+            opened.append((depth, index))
+    return found + [(first, index + 1) for _, first in opened]
 
 
 def vmem(text: str) -> int:

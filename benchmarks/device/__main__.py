@@ -234,7 +234,7 @@ def markdown(report: dict[str, Any]) -> str:
     lines = [f"# {report['device']}, {report['date']}", "", f"Commit {report['commit'] or 'unknown'}.", ""]
     if facts := report.get("env"):
         lines += ["## Environment", ""]
-        lines += [f"- {name}: {_told(name, value)}" for name, value in facts.items() if name != "peers"]
+        lines += [f"- {name}: {_fact_line(name, value)}" for name, value in facts.items() if name != "peers"]
         lines += ["", "Peers: " + "; ".join(f"{name}: {why}" for name, why in facts["peers"].items()) + ".", ""]
     if rows := report.get("conformance"):
         lines += outcomes("Conformance", "backend", rows)
@@ -245,7 +245,7 @@ def markdown(report: dict[str, Any]) -> str:
             lines.append(f"| {check['name']} | {'passed' if check['passed'] else 'FAILED: ' + message} |")
         lines.append("")
     if row := report.get("overhead"):
-        lines += ["## Microseconds of the host a call", ""]
+        lines += ["## Microseconds of the host per call", ""]
         lines += _overhead_lines(row["calls"]) if row["calls"] else ["```", *row["said"][-25:], "```", ""]
     if row := report.get("memcheck"):
         lines += ["## Memory checker", "", f"{row['result']}. {' '.join(row['said'][-1:])}", ""]
@@ -257,7 +257,7 @@ def _overhead_lines(calls: Sequence[dict[str, Any]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in (list(calls[0]), ["---"] * len(calls[0]), *rows)] + [""]
 
 
-def _told(name: str, value: Any) -> str:
+def _fact_line(name: str, value: Any) -> str:
     if name.endswith("bytes_per_second"):
         return f"{value / 1e12:.2f} TB/s"
     return f"{value / 1e12:.0f} TFLOP/s" if name.endswith("flops_per_second") else str(value)

@@ -5,14 +5,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from benchmarks import correctness
-from benchmarks.cases import mla as mla_cases
-from benchmarks.cases import varlen as varlen_cases
-from benchmarks.cases.catalogue import AnyCase, find, judged, scaled_down, torch_inputs
-from benchmarks.cases.mla import LatentCase
-from benchmarks.cases.varlen import VarlenCase
+from benchmarks.cases.catalogue import AnyCase, changed, find, judged, scaled_down, torch_inputs
 from benchmarks.run import to_numpy
 from ragged_attention.testing.compare import identical
 
@@ -61,28 +55,9 @@ def compiled(case: AnyCase, backend: str, device: str) -> None:
 
     function = torch.compile(together, fullgraph=True, backend=by)
     results = function(inputs)
-    out = results if isinstance(case, VarlenCase) and case.backward else results[0]
+    out = results if case.backward else results[0]
     _same_bits(case, inputs, out, backend)
     _right(case, inputs, out)
-
-
-def _changes(case: AnyCase) -> list[tuple[AnyCase, dict[str, np.ndarray]]]:
-    """Other lengths for a case, or other lists, then its own again: cases and the arrays that index them."""
-    if isinstance(case, LatentCase):
-        other, seed = (case, 3) if case.topk else (dataclasses.replace(case, kv_len=case.kv_len // 2 + 1), 2)
-        lens = np.full(case.num_seqs, other.kv_len, np.int32)
-        shorter = mla_cases.tables(other, seed) if case.topk else {"kv_lens": lens}
-        return [(other, shorter), (case, mla_cases.tables(case, 2))]
-    if isinstance(case, VarlenCase):
-        lens = {"q_lens": (*case.q_lens[1:], 0), "kv_lens": (*case.kv_lens[1:], 0)}
-        other = dataclasses.replace(case, **lens)
-        return [(other, varlen_cases.tables(other)), (case, varlen_cases.tables(case))]
-    kv_lens = tuple(
-        max(q_len, kv_len * (1 + seq % 3) // 4)
-        for seq, (q_len, kv_len) in enumerate(zip(case.q_lens, case.kv_lens, strict=True))
-    )
-    lens = [np.array(lengths, np.int32) for lengths in (kv_lens, case.kv_lens)]
-    return [(dataclasses.replace(case, kv_lens=kv_lens), {"kv_lens": lens[0]}), (case, {"kv_lens": lens[1]})]
 
 
 def replayed(case: AnyCase, backend: str, device: str) -> None:
@@ -93,13 +68,13 @@ def replayed(case: AnyCase, backend: str, device: str) -> None:
 
     inputs = torch_inputs(case, 2, device)
     replay = timing.captured(lambda: _attention(case, inputs, backend))
-    for changed, tables in _changes(case):
+    for other, tables in changed(case):
         for name, table in tables.items():
             inputs[name].copy_(torch.from_numpy(table))
         inputs["q"].copy_(torch.randn(case.q_shape, device=device))
         out = replay()
         torch.cuda.synchronize()
-        _right(changed, inputs, out)
+        _right(other, inputs, out)
         _same_bits(case, inputs, out, backend)
 
 

@@ -47,14 +47,14 @@ SMALL = (
 
 
 def exercise(seeds: int, device: str = "cuda", cases: tuple[LatentCase, ...] = SMALL) -> None:
-    """Every kind of call, in one split and several, by lawful tables and by any numbers in their place."""
+    """Every kind of call, in one split and several, with valid tables, and with arbitrary numbers in them."""
     for seed in range(seeds):
         for case in cases:
-            _lawful(case, seed, device)
-            _unlawful(case, seed, device)
+            _valid(case, seed, device)
+            _invalid(case, seed, device)
 
 
-def _lawful(case: LatentCase, seed: int, device: str) -> None:
+def _valid(case: LatentCase, seed: int, device: str) -> None:
     """Right whatever the splits; a decode also by a schedule."""
     import ragged_attention.torch as front
 
@@ -71,7 +71,7 @@ def _lawful(case: LatentCase, seed: int, device: str) -> None:
         correctness.check(case, inputs, operation(**inputs, backend="cuda", schedule=schedule)[0], to_numpy)
 
 
-def _unlawful(case: LatentCase, seed: int, device: str) -> None:
+def _invalid(case: LatentCase, seed: int, device: str) -> None:
     """Finite, and nothing outside the arrays is touched, which the checkers see."""
     import torch
 

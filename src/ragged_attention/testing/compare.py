@@ -31,7 +31,7 @@ EITHER = {
     "gradient": (1e-3, 8.01 / 128, 7e-6),
 }
 # A cosine difference is a mean. Where fewer rows than these are not 0, roundings of 2^-9 of the weights, of what they
-# are multiplied into and of the result may well have one sign: then up to 2^-7 of a vector's length is lawful.
+# are multiplied into and of the result may well have one sign: then an error of 2^-7 of a vector's length is expected.
 MANY = 64
 OF_FEW = {"varlen out": 2.0**-15, "gradient": 2.0**-15}
 
@@ -52,10 +52,10 @@ def agrees(got: ArrayLike, want: ArrayLike, kind: str, what: str = "out", *, con
     error = np.abs(np.where(finite, got, 0.0) - np.where(finite, want, 0.0))
     excess, bound = _excess(error, np.abs(np.where(finite, want, 0.0)), kind)
     if excess.size and excess.max() > 1:
-        place = _worst(excess)
+        index = _worst(excess)
         raise AssertionError(
-            f"{what}{place}: expected {want[tuple(place)]:.8g} within {bound}, "
-            f"got {got[tuple(place)]:.8g}, {excess.max():.3g} times the bound; "
+            f"{what}{index}: expected {want[tuple(index)]:.8g} within {bound}, "
+            f"got {got[tuple(index)]:.8g}, {excess.max():.3g} times the bound; "
             f"{int((excess > 1).sum())} of {excess.size} elements are beyond it"
         )
     cosine = EITHER[kind][2] if kind in EITHER else COSINE * (kind in ("float16", "bfloat16"))
@@ -84,9 +84,9 @@ def identical(got: ArrayLike, want: ArrayLike, what: str = "out") -> bool:
         raise AssertionError(f"{what}: expected shape {want.shape}, got {got.shape}")
     differs = (got != want) & ~((got != got) & (want != want))
     if differs.any():
-        place = _worst(differs)
+        index = _worst(differs)
         raise AssertionError(
-            f"{what}{place}: expected exactly {want[tuple(place)]}, got {got[tuple(place)]}; "
+            f"{what}{index}: expected exactly {want[tuple(index)]}, got {got[tuple(index)]}; "
             f"{int(differs.sum())} of {differs.size} elements differ"
         )
     return True
@@ -98,9 +98,9 @@ def _worst(excess: NDArray[Any]) -> list[int]:
 
 def _same_places(name: str, got: Any, want: Any, got_values: Any, want_values: Any, what: str) -> None:
     if (differs := got != want).any():
-        place = _worst(differs)
+        index = _worst(differs)
         raise AssertionError(
-            f"{what}{place}: expected {want_values[tuple(place)]:.8g}, got {got_values[tuple(place)]:.8g}; "
+            f"{what}{index}: expected {want_values[tuple(index)]:.8g}, got {got_values[tuple(index)]:.8g}; "
             f"{int(differs.sum())} of {differs.size} elements are {name} in one and not in the other"
         )
 

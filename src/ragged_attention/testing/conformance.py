@@ -70,10 +70,10 @@ def _judge(console: Console, runner: object, examples: int | None, only: str) ->
             progress.update(task, description=f"{runner}  {str(check)[:60]:60}")
 
         begin(chosen[0] if chosen else "")
-        for place, line in enumerate(_verdicts(runner, chosen, examples), 1):
+        for index, line in enumerate(_verdicts(runner, chosen, examples), 1):
             lines.append(line)
             progress.advance(task)
-            begin(chosen[place] if place < len(chosen) else "")
+            begin(chosen[index] if index < len(chosen) else "")
     return lines
 
 

@@ -116,7 +116,7 @@ class Runner:
         results, found = self._call(batch.operation, forward, None, through=differentiate, **extra)
         if extra and not asked:
             results = results, self._call(batch.operation, forward, None, return_lse=True)[1]
-        out, lse = (self.front.take_back(results[place]) for place in (0, -1))
+        out, lse = (self.front.take_back(results[index]) for index in (0, -1))
         return Gradients(out, lse, dict(zip(names, map(self.front.take_back, found), strict=True)))
 
     def backward(self, batch: BackwardBatch, *, options: Mapping[str, Any] | None = None) -> dict[str, NDArray[Any]]:

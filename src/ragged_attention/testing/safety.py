@@ -31,13 +31,13 @@ def check_in_a_process_apart(runner: Runner, examples: int) -> int:
     ended = run_apart(MODULE, [*runner.apart(), "--examples", str(examples)])
     if ended.returncode:
         last = (ended.stdout.strip().splitlines() or ["no example was begun"])[-1]
-        told = f"exit status {ended.returncode} at: {last}\n{ended.stderr[-3000:]}"
-        raise AssertionError(f"expected to survive garbage indices, got {told}")
+        outcome = f"exit status {ended.returncode} at: {last}\n{ended.stderr[-3000:]}"
+        raise AssertionError(f"expected to survive garbage indices, got {outcome}")
     return examples
 
 
 def garbage_attention(seed: int) -> Batch:
-    """A lawful batch whose index arrays are then filled with any int32."""
+    """A valid batch whose index arrays are then filled with any int32."""
     rng = np.random.default_rng(seed)
     lens = tuple((int(rng.integers(0, 5)), int(rng.integers(0, 30))) for _ in range(rng.integers(1, 4)))
     batch = Spec(
@@ -63,8 +63,8 @@ def garbage_attention(seed: int) -> Batch:
         "cu_q_lens": garbage(rng, batch.cu_q_lens.shape, len(batch.q)),
         "num_seqs": garbage(rng, 1, len(lens)) if batch.num_seqs is not None else None,
     }
-    lawful = [name for name in wild if rng.random() < 0.3]  # so that single arrays are tried against lawful others
-    return batch.change(**{name: value for name, value in wild.items() if name not in lawful})
+    valid = [name for name in wild if rng.random() < 0.3]  # so that single arrays are tried against valid others
+    return batch.change(**{name: value for name, value in wild.items() if name not in valid})
 
 
 def garbage_write(seed: int) -> WriteBatch:

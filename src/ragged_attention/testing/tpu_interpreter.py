@@ -42,7 +42,7 @@ MODES: Mapping[str, Mapping[str, Any]] = {
     "eager": {"dma_execution_mode": "eager"},
 }
 # What the interpreter prints where it does not raise.
-COMPLAINTS = ("RACE DETECTED", "non-zero count")
+PRINTED_FAULTS = ("RACE DETECTED", "non-zero count")
 TIMEOUT = 300.0
 SLOWER = 5  # so many times fewer batches are drawn than elsewhere, unless a number is asked for
 READY = "ready\n"
@@ -87,7 +87,7 @@ def watched(mode: str, cores: int = 1) -> Iterator[None]:
         finally:
             importlib.import_module("jax.experimental.pallas.tpu").reset_tpu_interpret_mode_state()
     printed = said.getvalue()
-    if any(complaint in printed for complaint in COMPLAINTS):
+    if any(fault in printed for fault in PRINTED_FAULTS):
         raise AssertionError(f"expected no race and every copy waited for once, got {printed.strip()[:1000]}")
 
 
@@ -239,8 +239,8 @@ class _Process:
         self._process.kill()
         self._process.wait()
         self._errors.seek(0)
-        told = f"{message}\n{self._errors.read()[-2000:]}".strip()
-        return Verdict(name, "FAILED", seconds=time.perf_counter() - begun, message=told, hung=hung)
+        report = f"{message}\n{self._errors.read()[-2000:]}".strip()
+        return Verdict(name, "FAILED", seconds=time.perf_counter() - begun, message=report, hung=hung)
 
     def __enter__(self) -> "_Process":
         return self

@@ -1,4 +1,4 @@
-"""What becomes of a check: the one place where a failure, a refusal and a success are told apart."""
+"""What becomes of a check: the one place that distinguishes a failure, a refusal and a success."""
 
 import dataclasses
 import time
@@ -28,10 +28,10 @@ def verdict_of(runner: Runner, check: Check, examples: int) -> Verdict:
     except Declined as refusal:
         result, message = "declined", str(refusal)
     except Exception as error:  # whatever a kernel of others may raise is a failure, and the next check goes on
-        result, message = "FAILED", _told(error)
+        result, message = "FAILED", _described(error)
     return Verdict(str(check), result, taken, time.perf_counter() - begun, message)
 
 
-def _told(error: Exception) -> str:
+def _described(error: Exception) -> str:
     """An error with the batch that Hypothesis shrank it to."""
     return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])

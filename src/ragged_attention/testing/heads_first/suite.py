@@ -139,7 +139,7 @@ PATHS_OF_CHUNKS = ("a partial chunk", "many rows", "window", "int8 pages, bfloat
 
 @st.composite
 def paged_specs(draw: st.DrawFn, *, clean: bool = False) -> PagedSpec:
-    """Any lawful `paged_attention` call."""
+    """Any valid `paged_attention` call."""
     spec = draw(specs(clean=clean))
     scaled = spec.cache_dtype == "int8" or draw(st.sampled_from([True, True, False]))
     return PagedSpec(spec=spec, scaled=scaled)
@@ -147,7 +147,7 @@ def paged_specs(draw: st.DrawFn, *, clean: bool = False) -> PagedSpec:
 
 @st.composite
 def chunk_specs(draw: st.DrawFn, *, clean: bool = False) -> ChunkSpec:
-    """Any lawful `prefill_attention` call."""
+    """Any valid `prefill_attention` call."""
     spec = draw(specs(clean=clean))
     return ChunkSpec(
         spec=spec,
@@ -163,7 +163,7 @@ def chunk_specs(draw: st.DrawFn, *, clean: bool = False) -> ChunkSpec:
 
 
 def heads_first_is_a_matter_of_layout(runner: Runner, spec: PagedSpec) -> None:
-    """Paged attention is ragged attention over the pages turned, one query a sequence."""
+    """Paged attention is ragged attention over transposed pages, with one query per sequence."""
     spec = dataclasses.replace(spec, scaled=False)
     batch = spec.ragged().change(k_scale=None, v_scale=None)
     out, _ = runner.run("ragged_paged_attention", batch, return_lse=True)

@@ -75,7 +75,7 @@ _PREFILLS: dict[str, PrefillSpec] = {
 
 
 def _wild_everywhere() -> PrefillBatch:
-    """Each index value that could be mistaken for a row, among lawful ones."""
+    """Each index value that could be mistaken for a row, among valid ones."""
     batch = PrefillSpec(tokens=1, rows=6, topk=16, entries="distinct").build()
     indices = batch.indices.copy()
     indices[0, 0] = [5, -1, 6, 7, INT32.max, INT32.min, -6, 0, 2**30, 2**16, 2**24, -(2**31) + 5, 5, 3, 2147480000, 1]
@@ -188,8 +188,8 @@ def _decode(**fields: Any) -> DecodeBatch:
 def _changed(batch: DecodeBatch, name: str, entries: dict[Any, int]) -> DecodeBatch:
     """A batch with single entries of one of its arrays replaced."""
     array = getattr(batch, name).copy()
-    for place, value in entries.items():
-        array[place] = value
+    for index, value in entries.items():
+        array[index] = value
     return batch.change(**{name: array})
 
 
@@ -244,8 +244,8 @@ def _special_groups(format: str, **fields: Any) -> QuantizeBatch:
     for token, values in enumerate(kinds):
         # By column, so that every group and the rotary part have some of it; the first group has one at its end.
         kv[0, token, 0, layout.group - 1 :: layout.group] = values[0]
-        for place, value in enumerate(values):
-            kv[0, token, 0, 64 * place + 3] = value
+        for index, value in enumerate(values):
+            kv[0, token, 0, 64 * index + 3] = value
     return QuantizeBatch(kv=kv, format=format, **fields)
 
 

@@ -37,7 +37,7 @@ def _common(rng: np.random.Generator, seed: int) -> dict[str, Any]:
 
 
 def _wild(rng: np.random.Generator, array: np.ndarray | None, near: int) -> np.ndarray | None:
-    """Garbage of an array's shape; now and then the array as it is, so that single ones are tried among lawful ones."""
+    """Garbage of an array's shape; now and then the array as it is, so that single ones are tried among valid ones."""
     return array if array is None or rng.random() < 0.2 else garbage(rng, array.shape, near)
 
 
@@ -116,11 +116,11 @@ def _decode_by_garbage(runner: Runner, seed: int, options: Mapping[str, Any]) ->
     wild = {
         name: garbage(rng, tuple(getattr(made, name).shape), batch.num_seqs + 3) for name in ("parts", "num_splits")
     }
-    brought = {
+    given = {
         name: runner.front.bring(array, "int32", layout="", place=runner.place, device=runner.device)
         for name, array in wild.items()
     }
-    runner.run("mla_decode", batch, options=options, schedule=dataclasses.replace(made, **brought))
+    runner.run("mla_decode", batch, options=options, schedule=dataclasses.replace(made, **given))
 
 
 def _write(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:

@@ -69,30 +69,30 @@ def _cut_prefill(batch: PrefillBatch) -> PrefillBatch:
     return batch.change(indices=np.where(batch.selection.selects, batch.indices, np.int32(-1)), topk_lens=None)
 
 
-def _empty(out: NDArray[Any], *logs: NDArray[Any]) -> None:
+def _give_nothing(out: NDArray[Any], *logs: NDArray[Any]) -> None:
     identical(out, np.zeros_like(out), "out of queries that see no key")
     for log in logs:
         identical(log, np.full_like(log, -np.inf), "the logarithm of queries that see no key")
 
 
-def blind_decode(runner: Runner, spec: DecodeSpec) -> None:
+def fully_masked_decode(runner: Runner, spec: DecodeSpec) -> None:
     batch = spec.build()
     nothing = _each(batch, (*LISTS, "page_indices"), lambda lists: np.full_like(lists, -1))
     short = _each(batch, ("indices", "extra_indices", "kv_lens"), lambda given: np.zeros(given.shape[:1], np.int32))
     short = {{"indices": "topk_lens", "extra_indices": "extra_topk_lens"}.get(n, n): v for n, v in short.items()}
     for case in (batch.change(**nothing), batch.change(**short)):
-        _empty(*runner.run("mla_decode", case))
+        _give_nothing(*runner.run("mla_decode", case))
     out, lse = runner.run("mla_decode", batch)
-    blind = batch.blind()
-    _empty(out[blind], np.swapaxes(lse, 1, 2)[blind])
-    if not np.isfinite(np.swapaxes(lse, 1, 2)[~blind]).all():
+    fully_masked = batch.fully_masked()
+    _give_nothing(out[fully_masked], np.swapaxes(lse, 1, 2)[fully_masked])
+    if not np.isfinite(np.swapaxes(lse, 1, 2)[~fully_masked]).all():
         raise AssertionError("lse of queries that see a key: expected finite values, got others")
 
 
-def blind_prefill(runner: Runner, spec: PrefillSpec) -> None:
+def fully_masked_prefill(runner: Runner, spec: PrefillSpec) -> None:
     batch = spec.build()
-    _empty(*runner.run("sparse_mla_prefill", batch.change(indices=np.full_like(batch.indices, -1))))
-    _empty(*runner.run("sparse_mla_prefill", batch.change(topk_lens=np.zeros(len(batch.q), np.int32))))
+    _give_nothing(*runner.run("sparse_mla_prefill", batch.change(indices=np.full_like(batch.indices, -1))))
+    _give_nothing(*runner.run("sparse_mla_prefill", batch.change(topk_lens=np.zeros(len(batch.q), np.int32))))
 
 
 def unread_in_decode(runner: Runner, spec: DecodeSpec) -> None:
@@ -118,9 +118,9 @@ def pages_may_move(runner: Runner, spec: DecodeSpec) -> None:
         new_page = np.argsort(order)
         moved[selection.name] = selection.cache[order]
         if batch.page_indices is not None:
-            lawful = (batch.page_indices >= 0) & (batch.page_indices < num_pages)
+            valid = (batch.page_indices >= 0) & (batch.page_indices < num_pages)
             moved["page_indices"] = batch.page_indices.copy()
-            moved["page_indices"][lawful] = new_page[batch.page_indices[lawful]]
+            moved["page_indices"][valid] = new_page[batch.page_indices[valid]]
             continue
         name = {"kv_cache": "indices", "extra_kv_cache": "extra_indices"}[selection.name]
         inside = (selection.indices >= 0) & (selection.indices < selection.num_slots)
@@ -423,8 +423,8 @@ _WRITES = latent_write_specs(formats=_QUANTISED)
 _QUANTISED_VALUES = quantize_specs(special=False)
 
 MLA_LAWS: dict[str, Law] = {
-    "decode, a query that sees no key gives 0 and -inf": Law(blind_decode, _ANY),
-    "prefill, a query that selects no row gives 0 and -inf": Law(blind_prefill, _PREFILL),
+    "decode, a query that sees no key gives 0 and -inf": Law(fully_masked_decode, _ANY),
+    "prefill, a query that selects no row gives 0 and -inf": Law(fully_masked_prefill, _PREFILL),
     "decode, what no query sees takes no part": Law(unread_in_decode, _ANY),
     "prefill, what no query selects takes no part": Law(unread_in_prefill, _PREFILL),
     "decode, pages may move": Law(pages_may_move, _ANY),

@@ -114,7 +114,7 @@ class PrefillBatch(LatentArrays):
     def group(self) -> int:
         return self.q.shape[1] // self.kv.shape[-2]
 
-    def blind_heads(self) -> NDArray[np.bool_]:
+    def fully_masked_heads(self) -> NDArray[np.bool_]:
         """The heads of the queries that select no row, [T, H]."""
         return np.repeat(~self.selection.selects.any(axis=-1), self.group, axis=1)
 
@@ -189,7 +189,7 @@ class DecodeBatch(LatentArrays):
         stop = stop - (num_q_tokens - 1 - np.arange(num_q_tokens) if self.causal else np.zeros(num_q_tokens, int))
         return np.where(position < stop[..., None], slots[:, None], -1).astype(np.int32)
 
-    def blind(self) -> NDArray[np.bool_]:
+    def fully_masked(self) -> NDArray[np.bool_]:
         """The queries that see no key, [S, Q]."""
         return ~np.any([selection.selects.any(axis=-1) for selection in self.selections()], axis=0)
 

@@ -52,7 +52,7 @@ def latent(draw: st.DrawFn, clean: bool, formats: tuple[str, ...]) -> dict[str, 
 
 @st.composite
 def prefill_specs(draw: st.DrawFn, *, clean: bool = False, formats: tuple[str, ...] = FORMATS) -> PrefillSpec:
-    """Any lawful `sparse_mla_prefill` call."""
+    """Any valid `sparse_mla_prefill` call."""
     common = draw(latent(clean, formats))
     paged = common["format"] != "plain" or draw(st.booleans())
     kv_heads = draw(st.sampled_from([1, 1, 2])) if common["format"] == "plain" else 1
@@ -76,7 +76,7 @@ def decode_specs(
     extra: bool | None = None,
     formats: tuple[str, ...] = FORMATS,
 ) -> DecodeSpec:
-    """Any lawful `mla_decode` call; `sparse` and `extra` (a second cache) can demand a kind of it."""
+    """Any valid `mla_decode` call; `sparse` and `extra` (a second cache) can demand a kind of it."""
     common = draw(latent(clean, formats))
     sparse = draw(st.booleans()) if sparse is None and not extra else bool(sparse or extra)
     kv_heads = 1 if sparse or common["format"] != "plain" else draw(st.sampled_from([1, 1, 2]))
@@ -135,7 +135,7 @@ dequantize_specs = st.builds(
 
 @st.composite
 def latent_write_specs(draw: st.DrawFn, *, formats: tuple[str, ...] = FORMATS) -> LatentWriteSpec:
-    """Any lawful write into a latent cache."""
+    """Any valid write into a latent cache."""
     format = draw(st.sampled_from(formats))
     return LatentWriteSpec(
         format=format,
@@ -166,7 +166,7 @@ slots_specs = st.builds(
 
 @st.composite
 def schedule_specs(draw: st.DrawFn) -> ScheduleSpec:
-    """Any lawful request for a schedule, dense or sparse."""
+    """Any valid request for a schedule, dense or sparse."""
     topk = draw(st.sampled_from([0, 0, 1, 64, 100, 2048]))
     extra_topk = draw(st.sampled_from([None, 1, 128])) if topk else None
     return ScheduleSpec(

@@ -18,8 +18,8 @@ def _lens(batch: Batch, **values: Any) -> Batch:
     fields = {}
     for name, entries in values.items():
         fields[name] = getattr(batch, name).copy()
-        for place, value in entries.items():
-            fields[name][place] = value
+        for index, value in entries.items():
+            fields[name][index] = value
     return batch.change(**fields)
 
 

@@ -26,11 +26,11 @@ def same(runner: Runner, batch: Batch, other: Batch, kind: str | None = None) ->
     agrees(lse, other_lse, f"lse {kind or batch.kind}", "lse")
 
 
-def blind_queries_give_nothing(runner: Runner, spec: Spec) -> None:
+def fully_masked_queries_give_nothing(runner: Runner, spec: Spec) -> None:
     batch = spec.build()
     for case in (batch, batch.change(kv_lens=np.zeros_like(batch.kv_lens)), _without_pages(batch)):
         out, lse = runner.run("ragged_paged_attention", case, return_lse=True)
-        rows = case.blind()
+        rows = case.fully_masked()
         identical(out[rows], np.zeros_like(out[rows]), "out of queries that see no key")
         identical(lse[rows], np.full_like(lse[rows], -np.inf), "lse of queries that see no key")
         if not np.isfinite(lse[~rows]).all():
@@ -216,7 +216,7 @@ def _doubled(batch: Batch) -> np.ndarray:
 
 
 LAWS: dict[str, Law] = {
-    "a query that sees no key gives 0 and -inf": blind_queries_give_nothing,
+    "a query that sees no key gives 0 and -inf": fully_masked_queries_give_nothing,
     "what no query sees takes no part": unseen_takes_no_part,
     "pages may move": pages_may_move,
     "pages may be shared": pages_may_be_shared,

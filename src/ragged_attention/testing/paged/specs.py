@@ -141,7 +141,7 @@ class Batch(Arrays):
             position % self.page_size
         )
 
-    def blind(self) -> NDArray[np.bool_]:
+    def fully_masked(self) -> NDArray[np.bool_]:
         """The query rows that see no key, padding included, [T]."""
         rows = np.ones(len(self.q), bool)
         for seq, (start, stop) in enumerate(self.bounds()):
@@ -162,11 +162,11 @@ class Batch(Arrays):
         arrays = [pages.copy() for pages in pages_of(self.kv_pages)]
         for pages in arrays:
             pages[unread] = formats.poison(kind, self.cache_dtype, pages[unread].shape, rng)
-        q = np.where(self.blind()[:, None, None], formats.poison(kind, "float32", self.q.shape, rng), self.q)
+        q = np.where(self.fully_masked()[:, None, None], formats.poison(kind, "float32", self.q.shape, rng), self.q)
         return self.change(q=q, kv_pages=like_pages(self.kv_pages, arrays))
 
     def with_garbage_tails(self, seed: int = 0) -> "Batch":
-        """Garbage in every index entry that must not be read: any int32, or values that would pass for lawful ones."""
+        """Garbage in every index entry that must not be read: any int32, or values that would pass for valid ones."""
         rng = np.random.default_rng(seed)
         tempting = rng.random() < 0.5
 

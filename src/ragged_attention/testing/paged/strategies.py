@@ -25,7 +25,7 @@ sequence = st.one_of(decode, prefill, chunk, speculative, odd)
 
 @st.composite
 def specs(draw: st.DrawFn, *, clean: bool = False, cache_dtypes: tuple[str | None, ...] | None = None) -> Spec:
-    """Any lawful batch. `clean` leaves out what a law brings in by itself: poison, garbage, invalid pages, sharing."""
+    """Any valid batch. `clean` leaves out what a law brings in by itself: poison, garbage, invalid pages, sharing."""
     lens = tuple(draw(st.lists(sequence, min_size=1, max_size=4)))
     num_kv_heads, group = draw(st.sampled_from(HEADS))
     combined = draw(st.booleans())

@@ -88,17 +88,17 @@ SPARSES: dict[str, PrefillSpec] = {
 
 
 def _next_to_the_rows() -> GradientBatch:
-    """Each index value that could be mistaken for a row, among lawful ones."""
+    """Each index value that could be mistaken for a row, among valid ones."""
     batch = GradientSpec(of=_sparse(tokens=1, rows=6, topk=16, d_qk=48), d_lse=True).build()
     return batch.change(indices=PREFILL_CORNERS["indices next to the rows"]().indices)
 
 
 # Every second one also asks for the gradient with respect to lse.
 DENSE_GRADIENTS: dict[str, Callable[[], GradientBatch]] = {
-    name: GradientSpec(of=spec, d_lse=place % 2 == 0).build for place, (name, spec) in enumerate(VARLENS.items())
+    name: GradientSpec(of=spec, d_lse=index % 2 == 0).build for index, (name, spec) in enumerate(VARLENS.items())
 }
 SPARSE_GRADIENTS: dict[str, Callable[[], GradientBatch]] = {
-    **{name: GradientSpec(of=spec, d_lse=place % 2 == 0).build for place, (name, spec) in enumerate(SPARSES.items())},
+    **{name: GradientSpec(of=spec, d_lse=index % 2 == 0).build for index, (name, spec) in enumerate(SPARSES.items())},
     "indices next to the rows": _next_to_the_rows,
 }
 ON_EVERY_PATH = ("grouped heads", "window")

@@ -88,10 +88,10 @@ class GradientBatch:
 
     def poisoned(self, kind: str, seed: int = 0) -> Self:
         """NaN or infinities in all that takes no part, in the gradients of rows that see no key too."""
-        rng, blind = np.random.default_rng(seed), self.forward.blind_heads()
+        rng, fully_masked = np.random.default_rng(seed), self.forward.fully_masked_heads()
         poison = formats.poison(kind, "float32", self.d_out.shape, rng)
-        d_lse = None if self.d_lse is None else np.where(blind, poison[..., 0], self.d_lse)
-        d_out = np.where(blind[..., None], poison, self.d_out)
+        d_lse = None if self.d_lse is None else np.where(fully_masked, poison[..., 0], self.d_lse)
+        d_out = np.where(fully_masked[..., None], poison, self.d_out)
         return dataclasses.replace(self, forward=self.forward.poisoned(kind, seed), d_out=d_out, d_lse=d_lse)
 
     def results(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

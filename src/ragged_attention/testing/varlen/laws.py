@@ -65,9 +65,9 @@ def nothing_comes_from_nothing(runner: Runner, spec: GradientSpec) -> None:
         same(got, want, batch, f" with {kind} in what takes no part")
         for name, rows in rows_without_gradient(batch).items():
             identical(got.of[name][rows], np.zeros_like(got.of[name][rows]), f"d{name} of what takes no part")
-        blind = batch.forward.blind_heads()
-        identical(got.out[blind], np.zeros_like(got.out[blind]), "out of queries that see no key")
-        identical(got.lse[blind], np.full_like(got.lse[blind], -np.inf), "lse of queries that see no key")
+        fully_masked = batch.forward.fully_masked_heads()
+        identical(got.out[fully_masked], np.zeros_like(got.out[fully_masked]), "out of queries that see no key")
+        identical(got.lse[fully_masked], np.full_like(got.lse[fully_masked], -np.inf), "lse of queries that see no key")
 
 
 def sinks_take_their_share(runner: Runner, spec: GradientSpec) -> None:
@@ -150,8 +150,8 @@ def _part(batch: GradientBatch, order: Any) -> tuple[GradientBatch, NDArray[Any]
 
 def _at(whole: Gradients, rows: NDArray[Any], keys: NDArray[Any]) -> Gradients:
     """The gradients of some queries and keys; those of sinks belong to all."""
-    places = {"q": rows, "k": keys, "v": keys}
-    of = {name: whole.of[name][places[name]] for name in whole.of if name in places}
+    slices = {"q": rows, "k": keys, "v": keys}
+    of = {name: whole.of[name][slices[name]] for name in whole.of if name in slices}
     return Gradients(whole.out[rows], whole.lse[rows], of)
 
 
@@ -234,8 +234,8 @@ def gradients_have_sums(runner: Runner, spec: GradientSpec) -> None:
     got, forward, capped = runner.gradients(batch), batch.forward, spec.of.soft_cap is not None  # type: ignore[union-attr]
     share = _share(got.lse, forward.sinks)
     delta = (got.out.astype(np.float64) * batch.d_out).sum(axis=-1)
-    blind = got.lse == -np.inf
-    pull = np.where(blind, 0.0, (1 - share) * delta + (0.0 if batch.d_lse is None else batch.d_lse))
+    fully_masked = got.lse == -np.inf
+    pull = np.where(fully_masked, 0.0, (1 - share) * delta + (0.0 if batch.d_lse is None else batch.d_lse))
     q, wide = forward.q.astype(np.float64), {name: array.astype(np.float64) for name, array in got.of.items()}
     asked, moved = share[..., None] * batch.d_out, forward.scale * pull[..., None] * q  # type: ignore[union-attr]
     for seq, (rows, keys, _) in enumerate(forward.parts()):  # type: ignore[union-attr]

@@ -13,7 +13,7 @@ from ragged_attention.testing.varlen.gradients import BackwardBatch, GradientBat
 from ragged_attention.testing.varlen.specs import VarlenBatch
 
 RUNS = 5  # that give the same bits
-DETERMINISTIC = ("triton", "eager", "reference")  # whose dense gradients have the same bits unasked
+DETERMINISTIC = ("triton", "eager", "reference")  # whose dense gradients have the same bits without being asked for
 
 
 def varlen_agrees(got: Any, want: Any, dtype: str, what: str = "") -> None:
@@ -86,9 +86,9 @@ def check_same_bits(runner: Runner, batch: GradientBatch) -> None:
 
 
 def rows_without_gradient(batch: GradientBatch) -> dict[str, np.ndarray]:
-    """Of each argument the places whose gradient is 0 because they take no part."""
+    """For each argument, the entries whose gradient is 0 because they take no part."""
     forward = batch.forward
     if isinstance(forward, VarlenBatch):
         unseen = forward.unseen()
-        return {"q": forward.blind_heads(), "k": unseen, "v": unseen}
-    return {"q": forward.blind_heads(), "kv": forward.selection.unread.reshape(forward.kv.shape[:-2])}
+        return {"q": forward.fully_masked_heads(), "k": unseen, "v": unseen}
+    return {"q": forward.fully_masked_heads(), "kv": forward.selection.unread.reshape(forward.kv.shape[:-2])}

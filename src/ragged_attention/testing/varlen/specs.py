@@ -56,16 +56,16 @@ class VarlenBatch(Arrays):
         edges = self.cu_q_lens, self.cu_kv_lens
         return list(sequences(*edges, len(self.q), len(self.k), self.causal, self.sliding_window))
 
-    def blind(self) -> NDArray[np.bool_]:
+    def fully_masked(self) -> NDArray[np.bool_]:
         """The query rows that see no key, padding included, [T_q]."""
-        blind = np.ones(len(self.q), bool)
+        fully_masked = np.ones(len(self.q), bool)
         for rows, _, seen in self.parts():
-            blind[rows] = ~seen.any(axis=1)
-        return blind
+            fully_masked[rows] = ~seen.any(axis=1)
+        return fully_masked
 
-    def blind_heads(self) -> NDArray[np.bool_]:
+    def fully_masked_heads(self) -> NDArray[np.bool_]:
         """The same for each head, [T_q, H]."""
-        return np.repeat(self.blind()[:, None], self.q.shape[1], axis=1)
+        return np.repeat(self.fully_masked()[:, None], self.q.shape[1], axis=1)
 
     def unseen(self) -> NDArray[np.bool_]:
         """The keys that no query sees, padding included, [T_k]."""
@@ -80,7 +80,7 @@ class VarlenBatch(Arrays):
         spoilt = {
             name: np.where(rows[:, None, None], formats.poison(kind, "float32", array.shape, rng), array)
             for name, array, rows in (
-                ("q", self.q, self.blind()),
+                ("q", self.q, self.fully_masked()),
                 ("k", self.k, self.unseen()),
                 ("v", self.v, self.unseen()),
             )

@@ -22,7 +22,7 @@ def lens(draw: st.DrawFn) -> tuple[int, int]:
 
 @st.composite
 def varlen_specs(draw: st.DrawFn, *, clean: bool = False) -> VarlenSpec:
-    """Any lawful `varlen_attention` call. `clean` leaves poison out, which a law brings in by itself."""
+    """Any valid `varlen_attention` call. `clean` leaves poison out, which a law brings in by itself."""
     d = draw(st.sampled_from(WIDTHS))
     return VarlenSpec(
         lens=tuple(draw(st.lists(lens(), max_size=4))),
@@ -48,12 +48,12 @@ def varlen_specs(draw: st.DrawFn, *, clean: bool = False) -> VarlenSpec:
 
 
 def varlen_gradient_specs(*, clean: bool = False) -> st.SearchStrategy[GradientSpec]:
-    """Any lawful gradient of `varlen_attention`."""
+    """Any valid gradient of `varlen_attention`."""
     return st.builds(GradientSpec, of=varlen_specs(clean=clean), d_lse=st.booleans())
 
 
 def sparse_gradient_specs(*, clean: bool = False) -> st.SearchStrategy[GradientSpec]:
-    """Any lawful gradient of `sparse_mla_prefill`, of rows as large as the dense values."""
+    """Any valid gradient of `sparse_mla_prefill`, of rows as large as the dense values."""
     calls = st.builds(_differentiable, prefill_specs(clean=clean, formats=("plain",)), st.booleans())
     return st.builds(GradientSpec, of=calls, d_lse=st.booleans())
 
