@@ -88,6 +88,8 @@ def heuristic(call: RaggedPagedAttention) -> Tile:
     """
     block_q, block_kv, edge_kv, num_warps, num_stages = tile_sizes(call)
     block_q = min(block_q, max(16, next_power_of_2(call.num_tokens * call.group)))
+    if block_q < 64:  # whose products are narrower: with more keys eight warps spill
+        block_kv = min(block_kv, 64)
     block_kv, num_stages = fit_pages(call, block_q, block_kv, num_stages)
     split_block_q = split_rows(call)
     split_block_kv, split_num_warps, split_num_stages = split_sizes(call, split_block_q)

@@ -123,10 +123,12 @@ NARROW_ON_OLDER: Exceptions = {
     ("tile_kernel", "8 bits", "mma"): (0.40, EIGHT_BITS),
     ("split_kernel", "8 bits", "mma"): (0.44, EIGHT_BITS),
     ("latent_kernel", "plain", "wgmma"): (0.64, BY_TWO),
-    ("latent_kernel", "fp8_v32", "mma"): (0.77, f"{SCALES}, {BY_TWO}"),
+    ("latent_kernel", "fp8_v32", "mma"): (0.74, f"{SCALES}, {BY_TWO}"),
     ("latent_kernel", "fp8_v4", "mma"): (0.86, f"{SCALES}, {BY_TWO}"),
     ("gradient_kernel", "plain", "mma"): (0.80, f"{ROTARY}, {BY_TWO}"),
 }
+# Bytes per thread that the older Triton spills, since offsets of tokens have 64 bits; the newer one has room for them.
+SPILLED_ON_OLDER = {"dkv_kernel": 8, "forward_kernel": 8}
 # Which of a kernel's block sizes is the rows of its products; 64 of them make a wgmma.
 ROWS = {"dkv_kernel": "kv", "latent_kernel": "h", "gradient_kernel": "h"}
 WGMMA_ROWS = 64
@@ -157,6 +159,9 @@ load apart, a row's page number or slot. Known exceptions, with the share that t
 | kernel | keys | products | share | why |
 |---|---|---|---|---|
 {exceptions}
+
+Under Triton 3.6 the kernels `dkv_kernel` and `forward_kernel` may spill 8 bytes per thread: offsets of tokens have 64
+bits, for which it finds no registers.
 """
 COLUMNS = (
     "kernel", "cases", "blocks", "warps", "stages", "instructions", "registers", "spilled", "shared", "loads",
@@ -351,8 +356,17 @@ def failures(rows: Sequence[Row], version: str = "") -> list[str]:
 
 
 def _failures_by_row(rows: Iterable[Row], version: str) -> list[str]:
-    reasons = ((row, reason) for row in rows for reason in (row.facts.failure, loop_failure(row, version)))
+    reasons = ((row, reason) for row in rows for reason in (fit_failure(row, version), loop_failure(row, version)))
     return [f"{row.where}: {reason}" for row, reason in reasons if reason]
+
+
+def fit_failure(row: Row, version: str = "") -> str | None:
+    """Why a row must not ship, but for what the older Triton is known to spill."""
+    spilled = row.facts.spilled
+    if spilled and version.startswith(f"{OLDER}.") and spilled <= SPILLED_ON_OLDER.get(row.kernel, 0):
+        loops = tuple(dataclasses.replace(loop, local=0) for loop in row.facts.loops)
+        return dataclasses.replace(row.facts, spilled=0, loops=loops).failure
+    return row.facts.failure
 
 
 def loop_failure(row: Row, version: str = "") -> str | None:
