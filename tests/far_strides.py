@@ -6,7 +6,7 @@ around finds zeros there instead of ending the process.
 
 import functools
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -154,12 +154,12 @@ NOWHERE = 9  # an axis that no tensor has
 CASES = [(name, axis) for name, (_, axes, _) in CALLS.items() for axis in axes]
 
 
-def called(name: str, axis: int, backend: str) -> list[torch.Tensor]:
+def called(name: str, axis: int, backend: str, options: Mapping[str, Any] | None = None) -> list[torch.Tensor]:
     """Results with all operands far along an axis."""
     operation, _, given = CALLS[name]
     arguments = given() if callable(given) else given
     arguments = {key: along(value, axis) for key, value in arguments.items()}
-    return flat(getattr(rt, operation)(**arguments, backend=backend))
+    return flat(getattr(rt, operation)(**arguments, backend=backend, options=options))
 
 
 @functools.cache

@@ -1,6 +1,5 @@
 """The precedence of configuration, rule by rule, and what it refuses."""
 
-import contextlib
 import os
 import sys
 import threading
@@ -413,31 +412,6 @@ def test_blocks_that_end_out_of_order_end_their_own():
     assert config.requested(ATTENTION) == ("cuda",)
     b.__exit__(None, None, None)
     assert config.requested(ATTENTION) is None
-
-
-def test_what_was_captured_is_in_force_in_another_thread(monkeypatch):
-    setenv(monkeypatch, config.BACKEND_VARIABLE, "xla")
-    with ra.use_backend("triton", validate="full"), ra.use_backend(options={WRITE: {"block": 3}}):
-        token = config.captured()
-    ra.use_backend("cuda")
-    seen: list[Any] = []
-
-    def work() -> None:
-        with ra.use_backend("pallas"), config.using(token):
-            seen.append((config.requested(ATTENTION), config.requested_options(WRITE), config.validates_values()))
-            seen.append(config.captured() == token == config.state())
-            with ra.use_backend("eager"):
-                seen.append(config.requested(ATTENTION))
-            seen.append(config.requested(ATTENTION))
-        seen.append(config.requested(ATTENTION))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == [(("triton",), {"block": 3}, True), True, ("eager",), ("triton",), ("cuda",)]
-    with contextlib.suppress(KeyError), config.using(token):
-        raise KeyError
-    assert config.requested(ATTENTION) == ("cuda",)
 
 
 def test_a_working_directory_that_is_gone_has_no_pyproject(monkeypatch, tmp_path):

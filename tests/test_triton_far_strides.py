@@ -1,13 +1,7 @@
-"""Operands of which entries lie further apart than 32 bits count: each kernel reads and writes where they are.
-
-The memory is mapped and hardly ever touched. Before each operand lies as much again, so that an offset that wraps
-around finds zeros there instead of ending the process.
-"""
+"""Operands of which entries lie further apart than 32 bits count: each kernel reads and writes where they are."""
 
 import functools
 import math
-import mmap
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,165 +11,23 @@ pytest.importorskip("triton")
 
 import torch
 
-import ragged_attention.torch as rt
 from ragged_attention.kernels_triton.merge_attention_states import merge_kernel
+from tests import far_strides
+from tests.far_strides import unread
 
-FAR = 2**31  # elements
-
-
-def unread(elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros that take no memory until they are written."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)  # named since Python 3.13
-    return torch.frombuffer(mmap.mmap(-1, elements * dtype.itemsize, flags=flags), dtype=dtype)
-
-
-def far(tensor: torch.Tensor, axis: int) -> torch.Tensor:
-    """A copy whose entries along `axis` are 32 bits' worth of elements apart in all, though one step is less."""
-    step = -(-FAR // (tensor.shape[axis] - 1) // 64) * 64
-    assert tensor.numel() < step < FAR
-    memory = unread(2 * FAR + 64 * tensor.shape[axis] + tensor.numel(), tensor.dtype)
-    strides = [step if index == axis else stride for index, stride in enumerate(tensor.contiguous().stride())]
-    return memory.as_strided(tensor.shape, strides, FAR).copy_(tensor)
-
-
-def can_be_far(tensor: torch.Tensor, axis: int) -> bool:
-    return tensor.shape[axis] > 2 and axis < max(tensor.dim() - 1, 1)
-
-
-def along(value: Any, axis: int) -> Any:
-    """An argument with all of its tensors far along `axis`, where they have such an axis."""
-    if isinstance(value, tuple):
-        return tuple(along(item, axis) for item in value)
-    if isinstance(value, torch.Tensor) and axis < value.dim() and can_be_far(value, axis):
-        return far(value, axis)
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def normal(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape) * 7 + shape[0])).bfloat16()
-
-
-def int32(*values: Any) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def entries(*shape: int, below: int) -> torch.Tensor:
-    return torch.randint(0, below, shape, dtype=torch.int32, generator=torch.Generator().manual_seed(5))
-
-
-TABLES = {
-    "page_indices": int32([4, 1], [0, 3], [2, 5]),
-    "kv_lens": int32(7, 5, 6),
-    "cu_q_lens": int32(0, 2, 3, 5),
-}
-PAGES = normal(6, 4, 6, 16)
-SPLIT_PAGES = (normal(6, 4, 3, 16), normal(6, 4, 3, 16))
-HEADS_FIRST = {name: normal(3, 6, 4, 16) for name in ("k_pages", "v_pages")}
-CODES = (torch.arange(3 * 6 * 4 * 16).reshape(3, 6, 4, 16) % 17).to(torch.int8)
-SCALES = torch.rand(3, 6, 4, 1, generator=torch.Generator().manual_seed(2))
-SCALED = dict.fromkeys(("k_pages", "v_pages"), (CODES, SCALES))
-PACKED = {"q": normal(5, 6, 16), "k": normal(7, 3, 16), "v": normal(7, 3, 16)}
-PACKED |= {"cu_q_lens": int32(0, 2, 5), "cu_kv_lens": int32(0, 3, 7)}
-SPARSE = {"q": normal(3, 6, 96), "kv": normal(24, 3, 96), "indices": entries(3, 3, 9, below=24), "d_v": 64}
-SPARSE |= {"topk_lens": int32(9, 7, 4)}
-
-
-def quantised(name: str) -> torch.Tensor:
-    return rt.quantize_mla_cache(normal(6, 4, 1, {"fp8_v32": 576, "fp8_v4": 512}[name]), name, backend="reference")
-
-
-def gradient(forward: Callable[..., Any], arguments: dict[str, Any], d_out: torch.Tensor) -> dict[str, Any]:
-    """The arguments of an operation's gradient."""
-    out, *_, lse = forward(**arguments, backend="reference")
-    return arguments | {"d_out": d_out, "out": out, "lse": lse, "d_lse": torch.full_like(lse, 0.5)}
-
-
-def packed_gradient() -> dict[str, Any]:
-    return gradient(functools.partial(rt.varlen_attention, return_lse=True), PACKED, normal(5, 6, 16))
-
-
-def sparse_gradient() -> dict[str, Any]:
-    return gradient(rt.sparse_mla_prefill, SPARSE, normal(3, 6, 64))
-
-
-# What is called, with which arguments, and the axes along which some of them are put far apart.
-CALLS: dict[str, tuple[str, tuple[int, ...], dict[str, Any] | Callable[[], dict[str, Any]]]] = {
-    "tiles": ("ragged_paged_attention", (0, 1, 2), {
-        "q": normal(14, 6, 16), "kv_pages": PAGES, **TABLES, "cu_q_lens": int32(0, 7, 8, 14), "sliding_window": 3,
-        "options": {"split_block_q": 16, "block_q": 16},
-    }),
-    "splits": ("ragged_paged_attention", (0, 1, 2), {
-        "q": normal(3, 6, 16), "kv_pages": SPLIT_PAGES, **TABLES, "cu_q_lens": int32(0, 1, 2, 3),
-        "options": {"num_splits": 2},
-    }),
-    "pages by slot": ("write_kv_pages", (0, 1, 2), {
-        "k": normal(5, 3, 16), "v": normal(5, 3, 16), "kv_pages": SPLIT_PAGES, "slot_mapping": int32(3, 22, 9, 0, 14),
-    }),
-    "pages by table": ("write_kv_pages", (0, 1, 2), {
-        "k": normal(5, 3, 16), "v": normal(5, 3, 16), "kv_pages": PAGES, **TABLES,
-    }),
-    "heads first": ("paged_attention", (0, 1, 2), {
-        "q": normal(3, 6, 16), **HEADS_FIRST, "lengths": TABLES["kv_lens"], "page_indices": TABLES["page_indices"],
-    }),
-    "heads first, scaled": ("paged_attention", (0, 1, 2), {
-        "q": normal(3, 6, 16), **SCALED, "lengths": TABLES["kv_lens"], "page_indices": TABLES["page_indices"],
-    }),
-    "chunk, scaled": ("prefill_attention", (0, 1), {
-        "q": normal(3, 6, 16), **SCALED, "length": 7, "page_indices": int32(4, 1, 0),
-    }),
-    "merge": ("merge_attention_states", (0, 1), {"outs": normal(3, 4, 3, 16), "lses": normal(3, 4, 3).float()}),
-    "packed": ("varlen_attention", (0, 1), PACKED | {"return_lse": True, "causal": True}),
-    "packed, gradient": ("varlen_attention_backward", (0, 1), packed_gradient),
-    "dense": ("mla_decode", (0, 1, 2), {
-        "q": normal(3, 3, 6, 96), "d_v": 64, "kv_cache": normal(6, 4, 1, 96), "page_indices": TABLES["page_indices"],
-        "kv_lens": TABLES["kv_lens"],
-    }),
-    "two lists, fp8_v4": ("mla_decode", (0, 1), lambda: {
-        "q": normal(1, 3, 3, 512), "kv_cache": quantised("fp8_v4"), "indices": entries(1, 3, 5, below=24),
-        "extra_kv_cache": quantised("fp8_v4"), "extra_indices": entries(1, 3, 5, below=24),
-    }),
-    "lists, fp8_v32": ("mla_decode", (0, 1), lambda: {
-        "q": normal(3, 1, 3, 576), "kv_cache": quantised("fp8_v32"), "indices": entries(3, 1, 9, below=24),
-        "topk_lens": int32(9, 2, 5),
-    }),
-    "sparse": ("sparse_mla_prefill", (0, 1), SPARSE),
-    "sparse, gradient": ("sparse_mla_prefill_backward", (0, 1), sparse_gradient),
-    "sparse, ordered gradient": (
-        "sparse_mla_prefill_backward", (0, 1), lambda: sparse_gradient() | {"deterministic": True},
-    ),
-    "quantise": ("quantize_mla_cache", (0, 1), {"kv": normal(6, 4, 1, 576), "format": "fp8_v32"}),
-    "rows by slot": ("write_mla_cache", (0, 1, 2), {
-        "kv": normal(3, 3, 96), "cache": normal(6, 4, 3, 96), "slot_mapping": int32(3, 22, 9),
-    }),
-    "rows by slot, fp8_v4": ("write_mla_cache", (0,), lambda: {
-        "kv": normal(3, 1, 512), "cache": quantised("fp8_v4"), "slot_mapping": int32(3, 22, 9),
-    }),
-}  # fmt: skip
-
-
-def flat(results: Any) -> list[torch.Tensor]:
-    if isinstance(results, torch.Tensor):
-        return [results]
-    return [tensor for result in results or () for tensor in flat(result)]
-
-
-NOWHERE = 9  # an axis that no tensor has
+OPTIONS = {"tiles": {"split_block_q": 16, "block_q": 16}, "splits": {"num_splits": 2}}
 
 
 def called(name: str, axis: int) -> list[torch.Tensor]:
-    operation, _, given = CALLS[name]
-    arguments = given() if callable(given) else given
-    return flat(
-        getattr(rt, operation)(**{key: along(value, axis) for key, value in arguments.items()}, backend="triton")
-    )
+    return far_strides.called(name, axis, "triton", OPTIONS.get(name))
 
 
 @functools.cache
 def near(name: str) -> list[torch.Tensor]:
-    return called(name, NOWHERE)
+    return called(name, far_strides.NOWHERE)
 
 
-@pytest.mark.parametrize(("name", "axis"), [(name, axis) for name, (_, axes, _) in CALLS.items() for axis in axes])
+@pytest.mark.parametrize(("name", "axis"), far_strides.CASES)
 def test_strides_may_exceed_32_bits(name: str, axis: int) -> None:
     for got, want in zip(called(name, axis), near(name), strict=True):
         assert torch.equal(got, want), f"at most {float((got.double() - want.double()).abs().max())} apart"

@@ -14,7 +14,6 @@ The first of these that names a backend for the operation decides:
 call first needs them, and again after `reload_config()`.
 """
 
-import contextlib
 import contextvars
 import dataclasses
 import math
@@ -22,7 +21,7 @@ import os
 import threading
 import tomllib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, TypeVar
@@ -165,7 +164,6 @@ class Scope(Generic[T]):
 
 
 _scope: Scope[Config] = Scope("ragged_attention_blocks")
-_instead: contextvars.ContextVar[tuple[Config, ...] | None] = contextvars.ContextVar("ragged_attention", default=None)
 _outside: tuple[Config, Config] | None = None  # the contents of the file and the environment, once read
 
 
@@ -250,36 +248,18 @@ def _environment() -> Config:
     return Config(backend={"*": parse_names(names)} if names else {}, validate=validate)
 
 
-def captured() -> tuple[tuple[Config, ...], ...]:
-    """What is in force here and now, for `using`, or as a key: equal where all calls follow the same requests."""
+def state() -> tuple[tuple[Config, ...], ...]:
+    """What is in force here and now, as a key: equal where all calls follow the same requests."""
     global _outside
-    base = _instead.get()
-    if base is None:
-        outside = _outside
-        if outside is None:
-            outside = _outside = (_read_file(os.environ.get(CONFIG_VARIABLE) or None), _environment())
-        base = _scope.process_wide + outside
-    return _scope.blocks.get(), base
-
-
-state = captured  # as a key
-
-
-@contextlib.contextmanager
-def using(token: tuple[tuple[Config, ...], ...]) -> Iterator[None]:
-    """Put in force exactly what was in force when `captured` returned the token, in any thread."""
-    blocks, base = token
-    before = _scope.blocks.set(blocks), _instead.set(base)
-    try:
-        yield
-    finally:
-        _scope.blocks.reset(before[0])
-        _instead.reset(before[1])
+    outside = _outside
+    if outside is None:
+        outside = _outside = (_read_file(os.environ.get(CONFIG_VARIABLE) or None), _environment())
+    return _scope.blocks.get(), _scope.process_wide + outside
 
 
 def _sources() -> tuple[Config, ...]:
     """Every source but the call itself, strongest first."""
-    blocks, base = captured()
+    blocks, base = state()
     return blocks + base
 
 

@@ -101,6 +101,13 @@ class Call(abc.ABC):
         """Raise `InvalidInput` naming the first invalid value in an index array. Expects NumPy arrays."""
 
     @classmethod
+    def no_gradient(cls) -> str:
+        """Why differentiating the operation fails, where nothing gives its gradient."""
+        is_gradient = cls.OPERATION.endswith("_backward")
+        reason = "it is a gradient itself" if is_gradient else "it works on a KV cache, for inference"
+        return f"{cls.OPERATION} has no gradient: {reason}"
+
+    @classmethod
     def argument_names(cls) -> tuple[str, ...]:
         return tuple(cls.KINDS)
 

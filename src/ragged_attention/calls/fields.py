@@ -20,6 +20,7 @@ from ragged_attention.errors import InvalidInput
 FLOATS = ("float32", "float16", "bfloat16")
 WIDE_FLOATS = (*FLOATS, "float64")  # where gradients are checked by finite differences, which need it
 QUANTIZED = ("float8_e4m3fn", "float8_e5m2", "int8")
+INT32 = ("int32",)  # of index arrays
 SMALLEST_FLOAT32 = float(np.finfo(np.float32).tiny)
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 LARGEST_INT32 = int(np.iinfo(np.int32).max)

@@ -8,6 +8,7 @@ import numpy as np
 from ragged_attention.calls.base import GroupedCall, Result, expect_groups, record
 from ragged_attention.calls.fields import (
     FLOATS,
+    INT32,
     QUANTIZED,
     Array,
     ArrayKind,
@@ -22,7 +23,7 @@ from ragged_attention.calls.fields import (
     expect_array,
     field,
 )
-from ragged_attention.calls.paged import INT32, RaggedPagedAttention, expect_head_dim
+from ragged_attention.calls.paged import RaggedPagedAttention, expect_head_dim
 from ragged_attention.errors import InvalidInput
 
 ALIGNMENTS = ("chunk", "end")

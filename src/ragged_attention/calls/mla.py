@@ -8,6 +8,7 @@ import numpy as np
 from ragged_attention.calls.base import Call, Result, expect_groups, gradients_of, record
 from ragged_attention.calls.fields import (
     FLOATS,
+    INT32,
     WIDE_FLOATS,
     ArrayKind,
     Arrays,
@@ -24,12 +25,11 @@ from ragged_attention.calls.fields import (
     wide_dtype,
 )
 from ragged_attention.calls.mla_cache import CACHE_FORMATS, CacheKind, expect_cache, format_of
-from ragged_attention.calls.mla_schedule import schedule_arrays, scheduled_lens
+from ragged_attention.calls.mla_schedule import expect_list_lens, schedule_arrays, scheduled_lens
 from ragged_attention.calls.varlen import SINKS, like_lse, like_q
 from ragged_attention.errors import InvalidInput
 
 MAX_WIDTH = 1024
-INT32 = ("int32",)
 
 
 def expect_width(name: str, width: int) -> None:
@@ -256,7 +256,7 @@ class MlaDecode(LatentCall):
             raise InvalidInput(f"expected kv_cache to have num_kv_heads = 1 with indices, got {self.num_kv_heads}")
         if self.causal:
             raise InvalidInput("expected causal=False with indices, which select the keys themselves, got True")
-        _expect_lens("topk_lens", self.topk_lens, sizes)
+        expect_list_lens("topk_lens", self.topk_lens, sizes)
         if (self.extra_kv_cache is None) != (self.extra_indices is None):
             absent = "extra_kv_cache" if self.extra_kv_cache is None else "extra_indices"
             raise InvalidInput(f"expected extra_kv_cache and extra_indices together, got {absent}=None")
@@ -270,7 +270,7 @@ class MlaDecode(LatentCall):
         self._check_rows("extra_kv_cache", self.extra_kv_cache, extra)
         if (got := self.extra_kv_cache.shape[2]) != 1:
             raise InvalidInput(f"expected extra_kv_cache to have num_kv_heads = 1, got {got}")
-        _expect_lens("extra_topk_lens", self.extra_topk_lens, sizes)
+        expect_list_lens("extra_topk_lens", self.extra_topk_lens, sizes)
 
     @classmethod
     def prepare(cls, arguments: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
@@ -371,9 +371,3 @@ class MlaDecode(LatentCall):
                     f"expected a schedule made for these {name}, got one made for {then[seq]} where "
                     f"{name}[{seq}] = {now[seq]}"
                 )
-
-
-def _expect_lens(name: str, lens: Any, sizes: Sizes) -> None:
-    if lens is not None:
-        rank = len(lens.shape) if is_array(lens) else 1
-        expect_array(name, lens, "S Q" if rank == 2 else "S", INT32, sizes)

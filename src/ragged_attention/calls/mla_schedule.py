@@ -8,6 +8,7 @@ import numpy as np
 
 from ragged_attention.calls.base import Call, Result, expect_groups, record
 from ragged_attention.calls.fields import (
+    INT32,
     ArrayKind,
     Arrays,
     Flag,
@@ -79,8 +80,8 @@ class MakeDecodeSchedule(Call):
     OPERATION: ClassVar[str] = "make_decode_schedule"
     NUM_RESULTS: ClassVar[int | None] = 2
 
-    lens: Any = field(ArrayKind("S", ("int32",)))  # positions of each sequence, or of its longest list
-    extra_lens: Any = field(ArrayKind("S", ("int32",)), default=None)  # of the longest list into the second cache
+    lens: Any = field(ArrayKind("S", INT32))  # positions of each sequence, or of its longest list
+    extra_lens: Any = field(ArrayKind("S", INT32), default=None)  # of the longest list into the second cache
     sparse: bool = field(Flag(), default=False)
     num_parts: int | None = field(Integer(least=1), default=None)
     overhead: int = field(Integer(), default=5)
@@ -101,7 +102,7 @@ class MakeDecodeSchedule(Call):
             for name in ("topk_lens", "extra_topk", "extra_topk_lens"):
                 if given[name] is not None:
                     raise InvalidInput(f"expected {name} only together with topk, got it with kv_lens")
-            expect_array("kv_lens", kv_lens, "S", ("int32",), {"S": batch_size})
+            expect_array("kv_lens", kv_lens, "S", INT32, {"S": batch_size})
             lens, extra_lens = arrays.copy(kv_lens), None
             rows, side_by_side = num_q_tokens * (num_q_heads // num_kv_heads), num_kv_heads
         else:
@@ -145,13 +146,18 @@ def _list_lens(name: str, given: Mapping[str, Any], arrays: Arrays) -> Any:
     if topk is None:
         return None
     expect_count(name, topk, 1)
-    batch_size, num_q_tokens = given["batch_size"], given["num_q_tokens"]
     if lens is None:
-        return arrays.int32((batch_size,), topk)
-    rank = len(lens.shape) if is_array(lens) else 1
-    expect_array(f"{name}_lens", lens, "S Q" if rank == 2 else "S", ("int32",), {"S": batch_size, "Q": num_q_tokens})
+        return arrays.int32((given["batch_size"],), topk)
+    expect_list_lens(f"{name}_lens", lens, {"S": given["batch_size"], "Q": given["num_q_tokens"]})
     held = lens.clip(0, topk)
-    return arrays.largest_of_rows(held) if rank == 2 else held
+    return arrays.largest_of_rows(held) if len(held.shape) == 2 else held
+
+
+def expect_list_lens(name: str, lens: Any, sizes: Mapping[str, int]) -> None:
+    """Check the lengths of lists, i32 of [S] or [S, Q], unless there are none."""
+    if lens is not None:
+        rank = len(lens.shape) if is_array(lens) else 1
+        expect_array(name, lens, "S Q" if rank == 2 else "S", INT32, sizes)
 
 
 def schedule_for(arguments: Mapping[str, Any], prepared: Mapping[str, Any], results: Any) -> DecodeSchedule:

@@ -8,6 +8,7 @@ import numpy as np
 from ragged_attention.calls.base import Call, GroupedCall, Result, expect_groups, record
 from ragged_attention.calls.fields import (
     FLOATS,
+    INT32,
     QUANTIZED,
     Array,
     ArrayKind,
@@ -28,8 +29,6 @@ from ragged_attention.calls.fields import (
     is_integer,
 )
 from ragged_attention.errors import InvalidInput
-
-INT32 = ("int32",)
 
 
 def expect_pages(name: str, kv_pages: Any, call: Any, sizes: Sizes) -> None:
@@ -184,9 +183,14 @@ class RaggedPagedAttention(PagedCall, GroupedCall):
 
     def write_of_new_kv(self) -> "WriteKvPages":
         """The write that `new_kv` asks for, as a call of its own."""
-        k, v = self.new_kv
+        return WriteKvPages(**self.arguments_of_write(self.arguments()), device=self.device)
+
+    @staticmethod
+    def arguments_of_write(arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of the write that those of an attention with `new_kv` ask for."""
+        k, v = arguments["new_kv"]
         names = ("kv_pages", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "k_scale", "v_scale")
-        return WriteKvPages(k=k, v=v, **{name: getattr(self, name) for name in names}, device=self.device)
+        return {"k": k, "v": v, "slot_mapping": None, **{name: arguments[name] for name in names}}
 
     def after_write(self, kv_pages: Any) -> "RaggedPagedAttention":
         """The same call once `new_kv` is written, with the new pages."""

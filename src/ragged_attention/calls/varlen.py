@@ -6,6 +6,7 @@ import numpy as np
 
 from ragged_attention.calls.base import GroupedCall, Result, expect_groups, gradients_of, record
 from ragged_attention.calls.fields import (
+    INT32,
     WIDE_FLOATS,
     ArrayKind,
     Flag,
@@ -16,7 +17,6 @@ from ragged_attention.calls.fields import (
     field,
     wide_dtype,
 )
-from ragged_attention.calls.paged import INT32
 from ragged_attention.errors import InvalidInput
 
 MAX_HEAD_DIM = 256

@@ -129,7 +129,7 @@ def _run(
 
     def differentiate(saved: Any, cotangents: Any) -> Any:
         if gradient is None:
-            raise RuntimeError(no_gradient(record.OPERATION))
+            raise RuntimeError(record.no_gradient())
         arrays, out, lse = saved
         # A result that is not used has no gradient.
         d_out, d_lse = (None if isinstance(each, SymbolicZero) else each for each in (cotangents[0], cotangents[-1]))
@@ -146,11 +146,6 @@ def _run(
 
     compute.defvjp(save, differentiate, symbolic_zeros=True)
     return compute(arrays)
-
-
-def no_gradient(operation: str) -> str:
-    reason = "it is a gradient itself" if operation.endswith("_backward") else "it works on a KV cache, for inference"
-    return f"{operation} has no gradient: {reason}"
 
 
 def _on_the_platform(

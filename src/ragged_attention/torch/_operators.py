@@ -13,7 +13,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ragged_attention import config, dispatch
-from ragged_attention.calls import CALLS, Call, Result
+from ragged_attention.calls import CALLS, Call, RaggedPagedAttention, Result, WriteKvPages
 from ragged_attention.config import expect_options, parse_names
 from ragged_attention.torch import _plan
 from ragged_attention.torch._launcher import DTYPES
@@ -78,7 +78,7 @@ def run_prepared(record: type[Call], prepared: Mapping[str, Any], backend: Any, 
         raise
 
 
-def run_with_write(record: Any, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
+def run_with_write(record: type[RaggedPagedAttention], arguments: Mapping[str, Any]) -> list[torch.Tensor]:
     """Run an attention whose `new_kv` another operator writes before, in place.
 
     Nothing is written for a call that will be refused. Under `torch.compile` all checks but those of the backend are
@@ -88,9 +88,7 @@ def run_with_write(record: Any, arguments: Mapping[str, Any]) -> list[torch.Tens
     prepared = prepare(record, arguments)
     if not torch.compiler.is_compiling():
         _plan.expect_runnable(record, prepared, _names(backend), encode_options(options))
-    (k, v), write = prepared["new_kv"], CALLS["write_kv_pages"]
-    given = prepared | {"k": k, "v": v, "slot_mapping": None}
-    run_prepared(write, {name: given[name] for name in write.KINDS}, backend, None)
+    run_prepared(WriteKvPages, record.arguments_of_write(prepared), backend, None)
     return run_prepared(record, prepared | {"new_kv": None}, backend, options)
 
 
@@ -237,20 +235,15 @@ def _request(operation: str, backend: str | None) -> tuple[str | None, str | Non
     if torch.compiler.is_compiling():
         return named, None
     names = config.requested(operation, named)
-    return None if names is None else ",".join(names), encode_options(config.requested_options(operation)) or None
+    return None if names is None else ",".join(names), encode_options(config.requested_options(operation))
 
 
-def _not_differentiable(operation: str) -> Callable[..., Any]:
+def _not_differentiable(record: type[Call]) -> Callable[..., Any]:
     def backward(ctx: Any, *gradients: Any) -> Any:
         del ctx, gradients
-        raise RuntimeError(no_gradient(operation))
+        raise RuntimeError(record.no_gradient())
 
     return backward
-
-
-def no_gradient(operation: str) -> str:
-    reason = "it is a gradient itself" if operation.endswith("_backward") else "it works on a KV cache, for inference"
-    return f"{operation} has no gradient: {reason}"
 
 
 def _define(record: type[Call]) -> None:
@@ -263,7 +256,7 @@ def _define(record: type[Call]) -> None:
     _library.impl(name, _implementation(record), "CompositeExplicitAutograd")
     torch.library.register_fake(f"ragged_attention::{name}", _fake(record), lib=_library)
     if count != 0:
-        backward, save = _gradient(record) if record.DIFFERENTIABLE else (_not_differentiable(name), None)
+        backward, save = _gradient(record) if record.DIFFERENTIABLE else (_not_differentiable(record), None)
         torch.library.register_autograd(f"ragged_attention::{name}", backward, setup_context=save, lib=_library)
 
 
