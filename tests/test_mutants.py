@@ -47,22 +47,33 @@ def attention_given(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Funct
     return lambda **arguments: honest_attention(**(arguments | change(arguments)))
 
 
-def causal_mask_hides_the_own_key(q_len: int, kv_len: int, valid: Any, causal: bool, window: Any) -> Any:
-    seen = honest_visible(q_len, kv_len, valid, causal, window)
+def causal_mask_hides_the_own_key(q_len: int, kv_len: int, valid: Any, causal: bool, window: Any, drafted: Any) -> Any:
+    seen = honest_visible(q_len, kv_len, valid, causal, window, drafted)
     return seen & (np.arange(kv_len)[None] < (kv_len - q_len + np.arange(q_len))[:, None]) if causal else seen
 
 
-def causal_mask_from_the_top_left(q_len: int, kv_len: int, valid: Any, causal: bool, window: Any) -> Any:
-    seen = honest_visible(q_len, kv_len, valid, False, window)
+def causal_mask_from_the_top_left(q_len: int, kv_len: int, valid: Any, causal: bool, window: Any, drafted: Any) -> Any:
+    seen = honest_visible(q_len, kv_len, valid, False, window, drafted)
     return seen & (np.arange(kv_len)[None] <= np.arange(q_len)[:, None]) if causal else seen
 
 
-def window_one_too_wide(q_len: int, kv_len: int, valid: Any, causal: bool, window: int | None) -> Any:
-    return honest_visible(q_len, kv_len, valid, causal, window and window + 1)
+def window_one_too_wide(q_len: int, kv_len: int, valid: Any, causal: bool, window: int | None, drafted: Any) -> Any:
+    return honest_visible(q_len, kv_len, valid, causal, window and window + 1, drafted)
 
 
-def invalid_pages_stay_visible(q_len: int, kv_len: int, valid: Any, causal: bool, window: Any) -> Any:
-    return honest_visible(q_len, kv_len, np.ones_like(valid), causal, window)
+def invalid_pages_stay_visible(q_len: int, kv_len: int, valid: Any, causal: bool, window: Any, drafted: Any) -> Any:
+    return honest_visible(q_len, kv_len, np.ones_like(valid), causal, window, drafted)
+
+
+def draft_mask_hides_earlier_keys(q_len: int, kv_len: int, valid: Any, causal: bool, window: Any, drafted: Any) -> Any:
+    seen = honest_visible(q_len, kv_len, valid, causal, window, drafted)
+    return seen if drafted is None else seen & (np.arange(kv_len) >= kv_len - q_len)
+
+
+def draft_mask_and_causal(q_len: int, kv_len: int, valid: Any, causal: bool, window: Any, drafted: Any) -> Any:
+    """Only a mask that lets a token see a later one tells the difference."""
+    seen = honest_visible(q_len, kv_len, valid, causal, window, drafted)
+    return seen & honest_visible(q_len, kv_len, valid, causal, window, None)
 
 
 def softmax_of_unscaled_logits(q: Any, k: Any, v: Any, seen: Any, scale: float, cap: Any, sink: float) -> Any:
@@ -169,6 +180,7 @@ ATTENTION: dict[str, Function] = {
     mutant.__name__: attention_with(visible=mutant)
     for mutant in (
         causal_mask_hides_the_own_key, causal_mask_from_the_top_left, window_one_too_wide, invalid_pages_stay_visible,
+        draft_mask_hides_earlier_keys, draft_mask_and_causal,
     )
 } | {
     mutant.__name__: attention_with(attend=mutant)

@@ -25,7 +25,7 @@ sequence = st.one_of(decode, prefill, chunk, speculative, odd)
 
 @st.composite
 def specs(draw: st.DrawFn, *, clean: bool = False, cache_dtypes: tuple[str | None, ...] | None = None) -> Spec:
-    """Any valid batch. `clean` leaves out what a law brings in by itself: poison, garbage, invalid pages, sharing."""
+    """Any valid batch. `clean` leaves out what laws bring in by themselves: drafts, poison, missing pages, sharing."""
     lens = tuple(draw(st.lists(sequence, min_size=1, max_size=4)))
     num_kv_heads, group = draw(st.sampled_from(HEADS))
     combined = draw(st.booleans())
@@ -51,6 +51,7 @@ def specs(draw: st.DrawFn, *, clean: bool = False, cache_dtypes: tuple[str | Non
         soft_cap=draw(st.sampled_from([None, None, 0.5, 30.0])),
         sm_scale=draw(st.sampled_from([None, None, 0.3])),
         sinks=draw(st.sampled_from([None, None, "normal", "mixed"])),
+        draft=None if clean else draw(st.sampled_from([None] * 6 + [2, 12])),
         scales=draw(st.sampled_from([None, "float", "array", "heads"])),
         sharing=None if clean else draw(st.sampled_from([None, None, "prefix", "repeat"])),
         invalid_pages=False if clean else draw(st.sampled_from([False, False, True])),
