@@ -5,18 +5,18 @@ BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal --durations 20
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
 
-.PHONY: demo test test-all test-shard check conformance compile-matrix cuda-compile flash-mla-matrix tpu-compile bench docs clean
+.PHONY: demo test test-all test-shard check conformance compile-matrix cuda-compile flash-mla-matrix tpu-compile bench docs status clean
 
 demo: .venv/demo
 	$(BIN)/ragged-attention demo $(ARGS)
 
 # The covering part of the tests; tests/tiers.py says what that is.
 test: .venv/all
-	$(PYTEST) $(ARGS)
+	$(PYTEST) --record build/tests.json $(ARGS)
 
 # Everything, with more examples drawn.
 test-all: .venv/all
-	HYPOTHESIS_PROFILE=ci $(PYTEST) --tier all $(ARGS)
+	HYPOTHESIS_PROFILE=ci $(PYTEST) --tier all --record build/tests.json $(ARGS)
 
 # Of what `make test` leaves out one part in so many: make test-shard SHARD=3/16, or any text in the place of 3.
 test-shard: .venv/all
@@ -50,6 +50,10 @@ bench: .venv/all
 
 docs: .venv/all
 	$(BIN)/python docs/support_table.py
+
+# What the last run of the tests showed, as the table of docs/status.md.
+status: .venv/all
+	$(BIN)/python docs/status_table.py build/tests.json $(ARGS)
 
 clean:
 	rm -rf .venv .venv-tpu .triton36 build dist *.egg-info .pytest_cache .hypothesis .ruff_cache

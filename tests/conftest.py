@@ -10,14 +10,21 @@ environment.prepare("cpu")  # before any test module imports triton or jax
 
 from ragged_attention.testing import triton_interpreter  # noqa: E402
 from ragged_attention.testing.collection import *  # noqa: E402, F403
-from tests import tiers  # noqa: E402
+from tests import record, tiers  # noqa: E402
+from tests.record import pytest_runtest_call as pytest_runtest_call  # noqa: E402
 from tests.tiers import pytest_collection_modifyitems as pytest_collection_modifyitems  # noqa: E402
-from tests.tiers import pytest_configure as pytest_configure  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     add_options(parser)
-    tiers.pytest_addoption(parser)
+    group = parser.getgroup("ragged_attention")
+    tiers.add_options(group)
+    record.add_options(group)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    tiers.configure(config)
+    record.configure(config)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,6 +14,7 @@ import os
 import zlib
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -48,8 +49,7 @@ SHARES = {
 }
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("ragged_attention")
+def add_options(group: Any) -> None:
     group.addoption("--tier", choices=TIERS, help="default: covering; all in larger profiles and for tests by their id")
     group.addoption("--shard", metavar="WHICH/COUNT", help="of these tests one shard; WHICH is a number or any text")
 
@@ -60,7 +60,7 @@ def tier_of(config: pytest.Config) -> str:
     return config.getoption("--tier") or ("all" if whole else "covering")
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def configure(config: pytest.Config) -> None:
     if tier_of(config) == "covering":
         # Compiling is most of what tests from jax do. Where everything runs, XLA optimises as it does for users.
         os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")

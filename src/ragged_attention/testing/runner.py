@@ -14,25 +14,9 @@ from numpy.typing import NDArray
 from ragged_attention import dispatch
 from ragged_attention.calls import CALLS, DecodeSchedule
 from ragged_attention.errors import BackendMissing, Unsupported
-from ragged_attention.testing.mla.cache_specs import (
-    ScheduleBatch,
-)
-from ragged_attention.testing.mla.specs import (
-    DecodeSpec,
-    PrefillSpec,
-    as_it_is,
-    at_tuned_widths,
-    fitting,
-)
-from ragged_attention.testing.paged.specs import (
-    Arrays,
-    Batch,
-    Pages,
-    Spec,
-    WriteBatch,
-    like_pages,
-    pages_of,
-)
+from ragged_attention.testing.mla.cache_specs import ScheduleBatch
+from ragged_attention.testing.mla.specs import DecodeSpec, PrefillSpec, as_it_is, at_tuned_widths, fitting
+from ragged_attention.testing.paged.specs import Arrays, Batch, Pages, Spec, WriteBatch, like_pages, pages_of
 from ragged_attention.testing.varlen.gradients import DIFFERENTIABLE, BackwardBatch, GradientBatch, Gradients
 from ragged_attention.testing.varlen.specs import VarlenSpec
 
@@ -45,6 +29,9 @@ SAMPLES = {
     "mla_decode": DecodeSpec(topk=0),
     "varlen_attention": VarlenSpec(lens=((1, 1),)),
 }
+
+# The operations that runners have called, each with its backend, and got an answer for: what a run of tests has shown.
+ANSWERED: set[tuple[str, str]] = set()
 
 
 def written_by(operation: str) -> str | None:
@@ -114,6 +101,7 @@ class Runner:
         asked = batch.d_lse is not None
         extra = {"return_lse": asked} if batch.operation == "varlen_attention" else {}
         results, found = self._call(batch.operation, forward, None, through=differentiate, **extra)
+        ANSWERED.add((f"{batch.operation}_backward", self.backend))
         if extra and not asked:
             results = results, self._call(batch.operation, forward, None, return_lse=True)[1]
         out, lse = (self.front.take_back(results[index]) for index in (0, -1))
@@ -145,13 +133,17 @@ class Runner:
         try:
             with self.front.careful():
                 if through is not None:
-                    return through(call, arguments)
-                written = written_by(operation)
-                return self.front.write(call, arguments, written) if written else call(**arguments)
+                    result = through(call, arguments)
+                elif written := written_by(operation):
+                    result = self.front.write(call, arguments, written)
+                else:
+                    result = call(**arguments)
         except BackendMissing as missing:
             raise Absent(str(missing)) from None
         except Unsupported as refusal:
             raise Declined(str(refusal)) from None
+        ANSWERED.add((operation, self.backend))
+        return result
 
     def _expect_offered(self, operation: str) -> None:
         """Raise `Absent` if the backend lacks an operation that another would then stand in for."""

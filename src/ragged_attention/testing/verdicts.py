@@ -4,7 +4,7 @@ import dataclasses
 import time
 
 from ragged_attention.testing.drawing import Check
-from ragged_attention.testing.runner import Declined, Runner
+from ragged_attention.testing.runner import ANSWERED, Declined, Runner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,10 +17,12 @@ class Verdict:
     seconds: float = 0.0
     message: str = ""
     hung: bool = False
+    answered: tuple[str, ...] = ()  # the operations that the backend ran
 
 
 def verdict_of(runner: Runner, check: Check, examples: int) -> Verdict:
     """Run a check on a backend."""
+    ANSWERED.clear()
     begun, taken, result, message = time.perf_counter(), 0, "passed", ""
     try:
         with runner.around():
@@ -29,7 +31,8 @@ def verdict_of(runner: Runner, check: Check, examples: int) -> Verdict:
         result, message = "declined", str(refusal)
     except Exception as error:  # whatever a kernel of others may raise is a failure, and the next check goes on
         result, message = "FAILED", _described(error)
-    return Verdict(str(check), result, taken, time.perf_counter() - begun, message)
+    answered = tuple(sorted(operation for operation, backend in ANSWERED if backend == runner.backend))
+    return Verdict(str(check), result, taken, time.perf_counter() - begun, message, answered=answered)
 
 
 def _described(error: Exception) -> str:

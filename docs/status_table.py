@@ -1,0 +1,96 @@
+"""Write the rows for CPUs of docs/status.md from the record of a run of the tests, or compare them with one.
+
+    python docs/status_table.py build/tests.json [--check]
+
+The record is what `make test` and `make test-all` leave behind. With --check the page stays as it is, and the exit
+status is 1 if it names an operation on a backend that did not run or failed, or leaves out one that ran.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).resolve().parent / "status.md"
+BEGIN, END = "<!-- written by docs/status_table.py -->\n", "<!-- end of what is written -->\n"
+COLUMNS = {
+    "reference": "`reference`",
+    "eager": "`eager`",
+    "xla": "`xla`",
+    "triton": "`triton`, interpreted",
+    "pallas": "`pallas`, interpreted",
+    "cuda": "`cuda`, emulated",
+}
+
+
+def shown(record: Mapping[str, Any]) -> dict[tuple[str, str], Mapping[str, int]]:
+    """How the tests ended that ran an operation on a backend of ours."""
+    return {
+        (operation, backend): outcomes
+        for operation, backends in record["operations"].items()
+        for backend, outcomes in backends.items()
+        if backend in COLUMNS
+    }
+
+
+def table(record: Mapping[str, Any]) -> str:
+    """The rows in Markdown; each cell is the number of tests."""
+    ran, tests = shown(record), record["tests"]
+    failed = tests.get("failed", 0)
+    outcome = f"{tests['passed']} tests passed, {failed} failed"
+    lines = [
+        f"Last run on {record['date']} at commit {record['commit']} by `{record['command']}`: {outcome}.",
+        "",
+        f"| operation | {' | '.join(COLUMNS.values())} |",
+        "|---" * (1 + len(COLUMNS)) + "|",
+    ]
+    for operation in sorted({operation for operation, _ in ran}):
+        cells = [_cell(ran.get((operation, backend))) for backend in COLUMNS]
+        lines.append(f"| `{operation}` | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(outcomes: Mapping[str, int] | None) -> str:
+    if outcomes is None:
+        return "-"
+    failed = outcomes.get("failed", 0)
+    return f"{outcomes.get('passed', 0)} pass" + (f", {failed} FAIL" if failed else "")
+
+
+def faults(page: str, record: Mapping[str, Any]) -> list[str]:
+    """In what a page differs from what a record shows, the numbers of tests aside."""
+    ran = shown(record)
+    failed = {pair for pair, outcomes in ran.items() if outcomes.get("failed") or not outcomes.get("passed")}
+    named = set()
+    for operation, *cells in re.findall(r"^\| `(\w+)` \|" + r" ([^|]*) \|" * len(COLUMNS) + "$", _written(page), re.M):
+        named |= {(operation, backend) for backend, cell in zip(COLUMNS, cells, strict=True) if "pass" in cell}
+    return [
+        *(f"{operation} on {backend} is named, but did not run" for operation, backend in sorted(named - ran.keys())),
+        *(f"{operation} on {backend} is named, but failed" for operation, backend in sorted(named & failed)),
+        *(f"{operation} on {backend} ran, but is not named" for operation, backend in sorted(ran.keys() - named)),
+    ]
+
+
+def _written(page: str) -> str:
+    return page.partition(BEGIN)[2].partition(END)[0]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("record", type=Path)
+    parser.add_argument("--check", action="store_true")
+    arguments = parser.parse_args()
+    record, page = json.loads(arguments.record.read_text()), PAGE.read_text()
+    if arguments.check:
+        found = faults(page, record)
+        sys.stdout.write("".join(f"{line}\n" for line in found))
+        return bool(found)
+    PAGE.write_text(page.replace(BEGIN + _written(page), BEGIN + table(record)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
