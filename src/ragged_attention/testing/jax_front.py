@@ -26,14 +26,17 @@ def facts(device: str | None) -> Device:
 
 
 def bring(array: NDArray[Any], dtype: str, *, layout: str, place: Any, device: str | None) -> Any:
-    """One array as a jax array; jax knows neither strides nor where memory ends."""
+    """One array as a jax array; jax knows neither strides nor where memory ends.
+
+    By `device_put`, for `asarray` compiles a program for each shape.
+    """
     del layout, place, device
     if dtype in ("float8_e4m3fn", "float8_e5m2", "int8"):
-        return jnp.asarray(np.ascontiguousarray(array).view(jnp.dtype(dtype)))
-    if dtype == "int64":  # which jax has not by default; what is out of range stays so
-        return jnp.asarray(np.clip(array, INT32.min, INT32.max).astype(np.int32))
+        return jax.device_put(np.ascontiguousarray(array).copy().view(jnp.dtype(dtype)))
+    if dtype == "int64":  # which jax does not have by default; what is out of range stays so
+        return jax.device_put(np.clip(array, INT32.min, INT32.max).astype(np.int32))
     with np.errstate(over="ignore"):
-        return jnp.asarray(array.astype(jnp.dtype(dtype)))
+        return jax.device_put(array.astype(jnp.dtype(dtype)))
 
 
 def take_back(array: jax.Array) -> NDArray[Any]:

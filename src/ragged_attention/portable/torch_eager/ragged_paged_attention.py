@@ -76,6 +76,7 @@ class Block(NamedTuple):
     right: torch.Tensor | None  # [rows, columns] at the right edge that are hidden: later than the query
     left: torch.Tensor | None  # [rows, columns] at the left edge that are hidden: outside the window
     fully_masked: torch.Tensor | None  # [rows] that see no key at all
+    unseen: torch.Tensor | None  # [columns] at the right edge that a draft mask hides from every row
 
 
 class Attention:
@@ -131,14 +132,16 @@ class Attention:
                 edge = own - call.sliding_window
                 low, common = np.searchsorted(position, (edge[0], edge[-1]), side="right").tolist()
                 left = self._mask(position[None, low : min(common, high)] <= edge[:, None])
-            fully_masked = None if keys.whole else self._fully_masked(position, own)
+            fully_masked, unseen = None if keys.whole else self._fully_masked(position, own), None
             if call.draft_mask is not None:
                 new = position[max(np.searchsorted(position, first_new), low) :]
                 right = self._not_drafted(call.draft_mask[first:last], new - first_new)
                 fully_masked = self._fully_masked(position[position < first_new], own)
-                fully_masked &= (right | self._outside_the_window(new, own)).all(1)
+                hidden = right | self._outside_the_window(new, own)
+                fully_masked &= hidden.all(1)
+                unseen = hidden.all(0)
             if low < high:
-                yield Block(first, last, low, high, right, left, fully_masked)
+                yield Block(first, last, low, high, right, left, fully_masked, unseen)
 
     def _mask(self, hidden: np.ndarray) -> torch.Tensor | None:
         return torch.from_numpy(hidden).to(self.call.q.device) if hidden.size else None
@@ -251,9 +254,20 @@ class Attention:
         for start, stop in v.pieces(block.low, block.high):
             part = weights[..., start - block.low : stop - block.low]
             # No reference to a piece's values remains while the next is read.
-            out = torch.bmm(part, v.read(start, stop)) if out is None else out.baddbmm_(part, v.read(start, stop))
+            if out is None:
+                out = torch.bmm(part, self._values(block, v, start, stop))
+            else:
+                out.baddbmm_(part, self._values(block, v, start, stop))
         assert out is not None
         return out
+
+    def _values(self, block: Block, v: Reader, start: int, stop: int) -> torch.Tensor:
+        """The values of some of a block's keys, 0 where no row sees them: a weight of 0 does not hide a NaN."""
+        values = v.read(start, stop)
+        if block.unseen is None or stop <= (first := block.high - len(block.unseen)):
+            return values
+        unseen = torch.nn.functional.pad(block.unseen, (max(first - start, 0), 0))[max(start - first, 0) :]
+        return values.masked_fill(unseen[: stop - start, None], 0.0)
 
 
 def run(call: RaggedPagedAttention, tile: Tile, launch: Any) -> Any:

@@ -132,8 +132,8 @@ class ChunkSpec:
 
 def _plain(spec: Spec, **changes: Any) -> Spec:
     """The spec without what these operations have not."""
-    none = {"count": "none", "causal": True, "sinks": None, "scales": None, "v_head_dim": None, "combined": False}
-    return dataclasses.replace(spec, **none | changes)
+    none = {"sinks": None, "scales": None, "v_head_dim": None, "draft": None}
+    return dataclasses.replace(spec, count="none", causal=True, combined=False, **none | changes)
 
 
 def _common(batch: Batch, spec: Spec, scaled: bool) -> dict[str, Any]:

@@ -57,6 +57,7 @@ _SPECS: dict[str, Spec] = {
     # Masks and logits.
     "not causal": _plain(causal=False, group=2),
     "a draft tree": Spec(lens=((5, 40), (3, 3), (1, 9)), draft=6, group=4, poison="nan", garbage=True),
+    "a drafted token that no query sees": Spec(lens=((1, 2), (3, 5)), draft=2, poison="nan", garbage=True, seed=2),
     "draft masks narrower than the drafts": Spec(lens=((7, 30), (2, 9), (4, 2)), draft=3, num_kv_heads=2, padding=2),
     "a draft mask with a window, sinks and a soft cap": _plain(draft=20, sliding_window=5, sinks="mixed", soft_cap=2.0),
     "a draft mask of more rows than a tile": Spec(
