@@ -11,7 +11,7 @@ import os
 import sys
 from typing import Any
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 os.environ["PJRT_NPROC"] = "32"
 
 from ragged_attention.testing import environment

@@ -25,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 from unittest import mock
 
@@ -55,12 +55,29 @@ def _no_step_back(ranges: tuple[Any, ...], shape: tuple[int, ...], *, clip: Any)
     return clip(ranges, shape)
 
 
+def _compiling_once() -> Callable[..., None]:
+    """What runs a kernel's program on one of several cores; the interpreter's own compiles it anew on each."""
+    jax = importlib.import_module("jax")
+    programs: dict[int, tuple[Any, Any]] = {}
+    one_at_a_time = threading.Lock()
+
+    def run(jaxpr: Any, consts: Any, *arguments: Any) -> None:
+        with one_at_a_time:
+            if id(jaxpr) not in programs:
+                evaluate = jax.jit(functools.partial(jax.core.eval_jaxpr, jaxpr))
+                programs[id(jaxpr)] = evaluate.lower(consts, *arguments).compile(), jaxpr
+        programs[id(jaxpr)][0](consts, *arguments)
+
+    return run
+
+
 @contextlib.contextmanager
 def interpreting(mode: str, cores: int = 1) -> Iterator[None]:
     """Pallas TPU kernels that are called in here run in the interpreter, negative indices refused."""
     jax = importlib.import_module("jax")
     tpu = importlib.import_module("jax.experimental.pallas.tpu")
     utils = importlib.import_module("jax._src.pallas.mosaic.interpret.utils")
+    threads = importlib.import_module("jax._src.pallas.mosaic.interpret.thread_map")
     clip = functools.partial(_no_step_back, clip=utils.clip_range_to_shape)
     parameters = tpu.InterpretParams(num_cores_or_threads=cores, **MODES[mode])
     # What is judged is a kernel, not the program that interprets it, which is compiled anew for each.
@@ -68,7 +85,11 @@ def interpreting(mode: str, cores: int = 1) -> Iterator[None]:
     before = jax.config.read(unoptimised)
     jax.config.update(unoptimised, True)
     try:
-        with mock.patch.object(utils, "clip_range_to_shape", clip), tpu.force_tpu_interpret_mode(parameters):
+        with (
+            mock.patch.object(utils, "clip_range_to_shape", clip),
+            mock.patch.object(threads, "_run_jaxpr", _compiling_once()),
+            tpu.force_tpu_interpret_mode(parameters),
+        ):
             yield
     finally:
         jax.config.update(unoptimised, before)
