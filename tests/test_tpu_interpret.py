@@ -49,9 +49,9 @@ def chosen(operation: str, mode: str) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("mode", interpreter.MODES)
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_the_kernels_agree_with_the_definition(operation: str, mode: str) -> None:
+@pytest.mark.parametrize("mode", interpreter.MODES)
+def test_the_kernels_agree_with_the_definition(mode: str, operation: str) -> None:
     wrong, taken = [], 0
     for verdict in interpreter.judged("pallas", chosen(operation, mode), mode=mode, examples=EXAMPLES):
         taken += verdict.taken

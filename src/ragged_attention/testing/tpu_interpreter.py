@@ -11,6 +11,7 @@ its semaphore non-zero. A wait that nothing satisfies hangs, deaf to signals: he
 """
 
 import argparse
+import atexit
 import contextlib
 import dataclasses
 import functools
@@ -25,7 +26,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any
 from unittest import mock
 
@@ -206,36 +207,39 @@ def judged(
 ) -> Iterator[Verdict]:
     """Run the checks of these names in a process apart; one that hangs is ended, and the next go on in another.
 
-    `timeout` is for each check. `command` starts the process, given this module's arguments.
+    `timeout` is for each check. `command` starts the process, given this module's arguments. The process stays for the
+    next call that would start the same one.
     """
     arguments = ["--backend", backend, "--mode", mode, "--cores", str(cores)]
     arguments += ["--examples", str(examples or max(1, examples_of() // SLOWER))]
-    waiting = list(names)
-    while waiting:
-        with _Process([*command, *arguments], waiting) as process:
-            for name in tuple(waiting):
-                verdict = process.verdict(name, timeout)
-                waiting.remove(name)
-                yield verdict
-                if process.ended:
-                    break
+    for name in names:
+        yield _process((*command, *arguments)).verdict(name, timeout)
+
+
+def _process(command: tuple[str, ...]) -> "_Process":
+    """The process of this command; no other remains, for each takes much memory."""
+    if (running := _Process.last) and (running.ended or running.command != command):
+        running.end()
+    if _Process.last is None:
+        _Process.last = _Process(command)
+    return _Process.last
 
 
 class _Process:
-    """A process that runs checks one after another and prints a line of JSON for each."""
+    """A process that is given names of checks and answers each with a line of JSON."""
 
-    def __init__(self, command: Sequence[str], names: Sequence[str]) -> None:
-        self.ended = False
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed by __exit__)
+    last: "_Process | None" = None
+
+    def __init__(self, command: tuple[str, ...]) -> None:
+        self.command, self.ended = command, False
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed by `end`)
         environ = os.environ | {"JAX_PLATFORMS": "cpu"}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=environ
         )
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n".join(names) + "\n")
-        self._process.stdin.close()
         self._lines: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
         self._begun = False
 
     def _read(self) -> None:
@@ -244,12 +248,12 @@ class _Process:
         self._lines.put(None)
 
     def verdict(self, name: str, timeout: float) -> Verdict:
-        """What becomes of the next check."""
+        """What becomes of a check."""
         if not self._begun:  # the time that imports take is no check's
             self._begun = self._lines.get() == READY
         begun = time.perf_counter()
         try:
-            line = self._lines.get(timeout=timeout) if self._begun else None
+            line = self._answer(name, timeout) if self._begun else None
         except queue.Empty:
             line, hung, message = None, True, f"no end after {timeout:.0f} s: a wait that nothing satisfies?"
         else:
@@ -263,22 +267,34 @@ class _Process:
         report = f"{message}\n{self._errors.read()[-2000:]}".strip()
         return Verdict(name, "FAILED", seconds=time.perf_counter() - begun, message=report, hung=hung)
 
-    def __enter__(self) -> "_Process":
-        return self
+    def _answer(self, name: str, timeout: float) -> str | None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # a process that has ended answers None
+            self._process.stdin.write(f"{name}\n")
+            self._process.stdin.flush()
+        return self._lines.get(timeout=timeout)
 
-    def __exit__(self, *exception: object) -> None:
+    def end(self) -> None:
         self._process.kill()
         self._process.wait()
-        if self._process.stdout:
-            self._process.stdout.close()
-        self._errors.close()
+        self._reader.join()
+        for stream in (self._process.stdin, self._process.stdout, self._errors):
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()  # type: ignore[union-attr]
+        _Process.last = None
 
 
-def run_checks(runner: Runner, names: Sequence[str], examples: int, out: IO[str]) -> None:
-    """Run the checks of these names here, and write a line of JSON for each."""
+@atexit.register
+def _end_the_last() -> None:
+    if _Process.last:
+        _Process.last.end()
+
+
+def run_checks(runner: Runner, names: Iterable[str], examples: int, out: IO[str]) -> None:
+    """Run the checks of these names here, and write a line of JSON for each as soon as it is known."""
     known = {str(check): check for check in checks()}
     for name in names:
-        out.write(json.dumps(dataclasses.asdict(verdict_of(runner, known[name], examples))) + "\n")
+        out.write(json.dumps(dataclasses.asdict(verdict_of(runner, known[name.strip()], examples))) + "\n")
         out.flush()
 
 
@@ -291,13 +307,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--examples", type=int, default=25)
     options = parser.parse_args(argv)
     environment.prepare("cpu")
-    names = sys.stdin.read().splitlines()
     importlib.import_module("ragged_attention.testing.jax_front")
     sys.stdout.write(READY)
     out, sys.stdout = sys.stdout, sys.stderr  # the answers alone go to standard output
     out.flush()
     runner = InterpretedRunner(backend=options.backend, mode=options.mode, cores=options.cores)
-    run_checks(runner, names, options.examples, out)
+    run_checks(runner, sys.stdin, options.examples, out)
     return 0
 
 
