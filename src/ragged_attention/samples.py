@@ -41,7 +41,8 @@ class AnySample:
 
     def call(self, operation: str, device: Device, **changed: Any) -> Call:
         """The record of `operation`, as if it came from `device`; `changed` are arguments in place of these."""
-        return CALLS[operation](**self.arguments(operation) | changed, device=device)  # type: ignore[call-arg]
+        arguments: dict[str, Any] = self.arguments(operation) | changed
+        return CALLS[operation](**arguments, device=device)
 
     def _sinks(self, dtype: str = "float32") -> FakeArray | None:
         return FakeArray((self.num_q_heads,), dtype) if self.sinks else None
