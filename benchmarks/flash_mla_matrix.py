@@ -17,13 +17,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import ragged_attention as ra
-from benchmarks.cases.flash_mla import LISTS, Case, DecodeCase, MhaCase, cases_of, covering, scaled_down
+from benchmarks.cases.flash_mla import LISTS, Case, cases_of, covering
 from benchmarks.cases.flash_mla_data import check
 from ragged_attention.errors import Unsupported
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 MOST_SHOWN = 20  # failures
-PARTIAL = ("cuda",)  # made for some calls: that one declines the others, with its reason, is no failure
+# A backend made for some calls: that it declines others of these operations, with its reason, is no failure.
+PARTIAL = {"cuda": ("mla_decode", "sparse_mla_prefill")}
 
 Failure = tuple[Case, Exception]
 
@@ -46,20 +47,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def chosen_cases(options: argparse.Namespace) -> list[Case]:
     cases = cases_of(options.list)
     if options.backend in PARTIAL:
-        cases = [case for case in cases if not isinstance(case, MhaCase)]  # it has no dense attention
+        cases = [case for case in cases if case.OPERATION in PARTIAL[options.backend]]
     if options.covering:
         cases = covering(cases)
     cases = cases[:: options.stride][: options.limit]
-    return [scaled_down(case, heads=options.heads, max_tokens=options.max_tokens) for case in cases]
-
-
-def group_of(case: Case) -> str:
-    """The row of the summary that a case counts in."""
-    if isinstance(case, MhaCase):
-        return f"multi-head attention, {case.kind}"
-    if not isinstance(case, DecodeCase):
-        return f"{case.form} prefill, {case.kind}"
-    return f"{case.form} {'sparse' if case.lists else 'dense'} decode, {case.kind}"
+    return [case.scaled_down(heads=options.heads, max_tokens=options.max_tokens) for case in cases]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ):
         task = progress.add_task("", total=len(cases))
         for case in cases:
-            group, start = group_of(case), time.perf_counter()
+            group, start = case.group, time.perf_counter()
             try:
                 check(case, options.device, form=options.form, dtype=DTYPES[options.dtype])
                 passed[group] += 1
@@ -97,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def requested(backend: str | None) -> str | dict[str, str] | None:
     """What to ask of `use_backend`: a backend that has only some operations is requested for those."""
-    return {"mla_decode": backend, "sparse_mla_prefill": backend, "*": "auto"} if backend in PARTIAL else backend
+    return {**dict.fromkeys(PARTIAL[backend], backend), "*": "auto"} if backend in PARTIAL else backend
 
 
 def emulation(options: argparse.Namespace) -> contextlib.AbstractContextManager[None]:

@@ -24,7 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import timing
-from benchmarks.cases.catalogue import CASES, AnyCase, attention_call, scaled_down
+from benchmarks.cases.base import Case
+from benchmarks.cases.catalogue import CASES
 from ragged_attention.samples import device_of
 from ragged_attention.testing import environment
 
@@ -94,7 +95,7 @@ def standing_in(driver: StandInDriver) -> Iterator[StandInDriver]:
         plans._plans.clear()
 
 
-def inputs_of(case: AnyCase, device: str) -> dict[str, Any]:
+def inputs_of(case: Case, device: str) -> dict[str, Any]:
     """Arguments of the case's shapes; what is in the arrays costs the host nothing, so on a CPU they are empty."""
     torch = importlib.import_module("torch")
 
@@ -106,7 +107,7 @@ def inputs_of(case: AnyCase, device: str) -> dict[str, Any]:
         make = torch.empty if device == "cpu" else torch.zeros
         return make(value.shape, dtype=getattr(torch, value.dtype), device=device)
 
-    arguments = attention_call(case, device_of("torch", ARCH)).arguments()
+    arguments = case.attention_call(device_of("torch", ARCH)).arguments()
     return {name: tensor(value) for name, value in arguments.items() if value is not None}
 
 
@@ -119,7 +120,7 @@ def microseconds(candidates: Mapping[str, Callable[[], Any]], settle: Callable[[
     return least
 
 
-def measure(case: AnyCase, device: str) -> Overhead:
+def measure(case: Case, device: str) -> Overhead:
     """Time one case's call, and the parts of it that can be called by themselves."""
     torch = importlib.import_module("torch")
     names = ("_plan", "_launcher", "_replay")
@@ -166,7 +167,7 @@ def measured(names: Sequence[str], device: str) -> list[Overhead]:
     if device == "cuda":
         return [measure(CASES[name], device) for name in names]
     # A CPU's allocator takes its time for large results, of which a GPU's only changes the bookkeeping.
-    cases = [CASES[name] if CASES[name].num_tokens <= MOST_TOKENS else scaled_down(CASES[name]) for name in names]
+    cases = [case if case.num_tokens <= MOST_TOKENS else case.scaled_down() for case in map(CASES.__getitem__, names)]
     with standing_in(StandInDriver()):
         return [measure(case, device) for case in cases]
 

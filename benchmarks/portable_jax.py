@@ -34,8 +34,9 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as jax
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.portable_workloads import HEAD_DIM, NUM_KV_HEADS, NUM_Q_HEADS, PAGE_SIZE, RESULTS, WORKLOADS, Workload
-from ragged_attention.calls import RaggedPagedAttention
+from benchmarks.cases.paged import PagedCase
+from benchmarks.portable_workloads import HEAD_DIM, NUM_KV_HEADS, RESULTS, WORKLOADS
+from ragged_attention.calls import NOWHERE
 from ragged_attention.jax import ragged_paged_attention
 from ragged_attention.portable.xla.ragged_paged_attention import heuristic
 
@@ -46,21 +47,15 @@ Peer = tuple[Any, tuple[Any, ...]]  # a jitted function and its arguments
 class Batch:
     """A workload's inputs."""
 
-    def __init__(self, workload: Workload, dtype: str) -> None:
-        rng = np.random.default_rng(0)
-        pages = [-(-kv_len // PAGE_SIZE) for _, kv_len in workload.sequences]
-        shape = (sum(pages) + 1, PAGE_SIZE, 2 * NUM_KV_HEADS, HEAD_DIM)
-        self.kv_pages = jnp.asarray(rng.standard_normal(shape, np.float32), dtype)
-        table, shuffled = np.zeros((len(pages), max(pages)), np.int32), rng.permutation(sum(pages))
-        for row, own in zip(table, np.split(shuffled, np.cumsum(pages)[:-1]), strict=True):
-            row[: len(own)] = own
-        q_lens, kv_lens = zip(*workload.sequences, strict=True)
-        self.q = jnp.asarray(rng.standard_normal((sum(q_lens), NUM_Q_HEADS, HEAD_DIM), np.float32), dtype)
+    def __init__(self, case: PagedCase) -> None:
+        tables = case.tables()
+        inputs = case.jax_inputs()
+        self.q, self.kv_pages = inputs["q"], inputs["kv_pages"]
         # Kept on the host, for a peer that needs constants.
-        self.kv_lens: Any = np.array(kv_lens, np.int32)
-        self.table = table
-        self.cu_q_lens: Any = np.cumsum((0, *q_lens), dtype=np.int32)
-        self.num_seqs: Any = np.array([len(pages)], np.int32)
+        self.kv_lens: Any = tables["kv_lens"]
+        self.table: Any = tables["page_indices"]
+        self.cu_q_lens: Any = tables["cu_q_lens"]
+        self.num_seqs: Any = np.array([len(case.kv_lens)], np.int32)
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -108,8 +103,8 @@ class Result:
     compile_s: dict[str, float]
 
 
-def measure(workload: Workload, dtype: str, repeats: int) -> Result:
-    batch = Batch(workload, dtype)
+def measure(case: PagedCase, repeats: int) -> Result:
+    batch = Batch(case)
     functions = {"ours": ours(batch)} | {name: made for name, make in PEERS.items() if (made := make(batch))}
     compiled, compile_s, outs = {}, {}, {}
     for name, (function, arguments) in functions.items():
@@ -125,12 +120,13 @@ def measure(workload: Workload, dtype: str, repeats: int) -> Result:
             start = time.perf_counter()
             jax.block_until_ready(compiled[name](*arguments))
             times[name].append((time.perf_counter() - start) * 1e3)
-    call = RaggedPagedAttention(**dict(zip(("q", "kv_pages", "kv_lens", "page_indices", "cu_q_lens"), batch.arguments)))  # noqa: B905
-    block = heuristic(call).block_kv * 2 * NUM_KV_HEADS * HEAD_DIM * batch.kv_pages.dtype.itemsize
+    block = (
+        heuristic(case.attention_call(NOWHERE)).block_kv * 2 * NUM_KV_HEADS * HEAD_DIM * batch.kv_pages.dtype.itemsize
+    )
     medians = {name: statistics.median(values) for name, values in times.items()}
     return Result(
-        workload=workload.name,
-        dtype=dtype,
+        workload=case.name,
+        dtype=case.dtype,
         ours_ms=medians.pop("ours"),
         peers_ms=medians,
         ratios={
@@ -193,7 +189,7 @@ def main() -> None:
         for workload in WORKLOADS:
             for dtype in ("float32", "bfloat16"):
                 status.update(f"{workload.name}, {dtype}")
-                results.append(measure(workload, dtype, chosen.repeats))
+                results.append(measure(dataclasses.replace(workload, dtype=dtype), chosen.repeats))
     table = Table(*HEADINGS)
     for row in rows_of(results):
         table.add_row(*row)

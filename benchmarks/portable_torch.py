@@ -18,6 +18,7 @@ memory events; beside it stands the size of the result and of one gathered seque
 """
 
 import argparse
+import dataclasses
 import datetime
 import json
 import os
@@ -36,7 +37,8 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.portable_workloads import HEAD_DIM, NUM_KV_HEADS, NUM_Q_HEADS, PAGE_SIZE, RESULTS, WORKLOADS, Workload
+from benchmarks.cases.paged import PagedCase
+from benchmarks.portable_workloads import HEAD_DIM, NUM_KV_HEADS, NUM_Q_HEADS, PAGE_SIZE, RESULTS, WORKLOADS
 from ragged_attention.torch import ragged_paged_attention
 
 GROUP = NUM_Q_HEADS // NUM_KV_HEADS
@@ -46,21 +48,10 @@ Peer = Callable[["Batch"], torch.Tensor]
 class Batch:
     """A workload's inputs."""
 
-    def __init__(self, workload: Workload, dtype: torch.dtype) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.sequences = workload.sequences
-        pages = [-(-kv_len // PAGE_SIZE) for _, kv_len in self.sequences]
-        total, most = sum(pages), max(pages)
-        shape = (total + 1, PAGE_SIZE, 2 * NUM_KV_HEADS, HEAD_DIM)
-        self.kv_pages = torch.randn(shape, generator=generator).to(dtype)
-        shuffled = torch.randperm(total, generator=generator).to(torch.int32)
-        self.table = torch.zeros(len(pages), most, dtype=torch.int32)
-        for row, own in zip(self.table, shuffled.split(pages), strict=True):
-            row[: len(own)] = own
-        q_lens = torch.tensor([q_len for q_len, _ in self.sequences])
-        self.cu_q_lens = functional.pad(q_lens.cumsum(0), (1, 0)).to(torch.int32)
-        self.kv_lens = torch.tensor([kv_len for _, kv_len in self.sequences], dtype=torch.int32)
-        self.q = torch.randn(int(q_lens.sum()), NUM_Q_HEADS, HEAD_DIM, generator=generator).to(dtype)
+    def __init__(self, case: PagedCase) -> None:
+        self.sequences = list(zip(case.q_lens, case.kv_lens, strict=True))
+        self.inputs = case.torch_inputs()
+        self.q, self.kv_pages, self.table = (self.inputs[name] for name in ("q", "kv_pages", "page_indices"))
         self.masks = {lens: self._block_mask(*lens) for lens in set(self.sequences)}
 
     @staticmethod
@@ -81,9 +72,7 @@ class Batch:
 
 
 def ours(batch: Batch) -> torch.Tensor:
-    result = ragged_paged_attention(
-        batch.q, batch.kv_pages, batch.kv_lens, batch.table, batch.cu_q_lens, backend="eager"
-    )  # fmt: skip
+    result = ragged_paged_attention(**batch.inputs, backend="eager")
     assert isinstance(result, torch.Tensor)
     return result
 
@@ -226,18 +215,18 @@ def main() -> None:
     console = Console()
     facts, results = environment(), []
     for workload in WORKLOADS:
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype in ("float32", "bfloat16"):
             functions: dict[str, Peer] = {"ours": ours, "sdpa": sdpa, "sdpa-packed": sdpa_packed}
             if not arguments.no_flex:
                 torch.compiler.reset()  # else the earlier shapes count against the limit of recompilations
                 functions["flex"] = flex(torch.compile(flex_attention, dynamic=False))
-            batch = Batch(workload, dtype)
+            batch = Batch(dataclasses.replace(workload, dtype=dtype))
             with console.status(f"{workload.name}, {dtype}"):
                 measured = measure(batch, functions, arguments.repeats)
             results.append(
                 {
                     "workload": workload.name,
-                    "dtype": str(dtype).removeprefix("torch."),
+                    "dtype": dtype,
                     "measured": measured,
                     "result_mib": batch.q.nbytes / 2**20,
                     "gathered_mib": batch.gathered_bytes() / 2**20,

@@ -22,8 +22,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks import correctness, timing
-from benchmarks.cases.catalogue import CASES, AnyCase, find, jax_inputs, judged, scaled_down, torch_inputs
+from benchmarks import timing
+from benchmarks.cases.base import Case
+from benchmarks.cases.catalogue import CASES, find
 from benchmarks.peers import registry
 
 SMALL_LENGTH = 512  # of the longest sequence, where a CPU stands in
@@ -80,10 +81,10 @@ def default_backends(machine: Machine) -> list[str]:
     return ["triton", portable] if machine.gpu else [portable]
 
 
-def make_inputs(case: AnyCase, machine: Machine, seed: int) -> dict[str, Any]:
+def make_inputs(case: Case, machine: Machine, seed: int) -> dict[str, Any]:
     if machine.framework == "jax":
-        return jax_inputs(case, seed)
-    return torch_inputs(case, seed, "cuda" if machine.gpu else "cpu")
+        return case.jax_inputs(seed)
+    return case.torch_inputs(seed, "cuda" if machine.gpu else "cpu")
 
 
 def to_numpy(array: Any) -> Any:
@@ -96,7 +97,7 @@ def to_numpy(array: Any) -> Any:
     return launcher.to_numpy(array)
 
 
-def our_call(case: AnyCase, inputs: dict[str, Any], machine: Machine, backend: str) -> Callable[[], Any]:
+def our_call(case: Case, inputs: dict[str, Any], machine: Machine, backend: str) -> Callable[[], Any]:
     """One call of the operation by a named backend."""
     if machine.framework == "torch":
         function = getattr(importlib.import_module("ragged_attention.torch"), case.operation)
@@ -112,7 +113,7 @@ def our_call(case: AnyCase, inputs: dict[str, Any], machine: Machine, backend: s
 
 
 def run_case(
-    case: AnyCase, machine: Machine, backends: Sequence[str], *, with_peers: bool, rounds: int, seed: int = 0
+    case: Case, machine: Machine, backends: Sequence[str], *, with_peers: bool, rounds: int, seed: int = 0
 ) -> list[Result]:
     """Check, then time, every backend and peer on one case."""
     inputs = make_inputs(case, machine, seed)
@@ -123,9 +124,9 @@ def run_case(
         results.append(result)
         try:
             call = prepare()
-            out = judged(case, call())
+            out = case.judged(call())
             calls[who] = call
-            correctness.check(case, inputs, out, to_numpy)
+            case.check(inputs, out, to_numpy)
         except AssertionError as wrong:
             result.why = _wrong_result_note(wrong)
             if who in backends:  # another's looser results keep their time, with a note; ours get none
@@ -147,7 +148,7 @@ def _wrong_result_note(wrong: AssertionError) -> str:
 
 
 def _contenders(
-    case: AnyCase, inputs: Any, machine: Machine, backends: Sequence[str], with_peers: bool, results: list[Result]
+    case: Case, inputs: Any, machine: Machine, backends: Sequence[str], with_peers: bool, results: list[Result]
 ) -> list[tuple[str, Callable[[], Any]]]:
     found = [(backend, functools.partial(our_call, case, inputs, machine, backend)) for backend in backends]
     for peer in registry.PEERS if with_peers else ():
@@ -160,7 +161,7 @@ def _contenders(
 
 
 def _time(
-    calls: dict[str, Callable[[], Any]], results: dict[str, Result], case: AnyCase, machine: Machine, rounds: int
+    calls: dict[str, Callable[[], Any]], results: dict[str, Result], case: Case, machine: Machine, rounds: int
 ) -> None:
     if not calls:
         return
@@ -241,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Console(stderr=True).print(unknown.args[0], markup=False)
         return 2
     if not machine.gpu:
-        chosen = [scaled_down(case, length=options.length) for case in chosen]
+        chosen = [case.scaled_down(length=options.length) for case in chosen]
         console.print(f"no GPU: cases scaled down to {options.length} positions, timed by the clock")
     results: list[Result] = []
     with Progress(console=Console(stderr=True), transient=True) as progress:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import correctness, run, timing
+from benchmarks import run, timing
 from benchmarks.cases import catalogue
 from benchmarks.cases import mla as mla_cases
 from benchmarks.cases import paged as paged_cases
@@ -49,9 +49,9 @@ LATENT = (
 )  # fmt: skip
 
 
-def tiny(**fields: Any) -> paged_cases.Case:
+def tiny(**fields: Any) -> paged_cases.PagedCase:
     plain = {"name": "tiny", "workload": "-", "q_lens": (1, 3), "kv_lens": (5, 4), "num_q_heads": 4, "num_kv_heads": 2}
-    return paged_cases.Case(**(plain | {"head_dim": 16, "page_size": 2} | fields))  # type: ignore[arg-type]
+    return paged_cases.PagedCase(**(plain | {"head_dim": 16, "page_size": 2} | fields))  # type: ignore[arg-type]
 
 
 # ---- cases
@@ -93,7 +93,7 @@ def test_floors_of_the_named_workloads_on_an_h200() -> None:
 def test_every_case_is_valid_whole_and_scaled_down(name: str) -> None:
     whole, case = catalogue.find(name), catalogue.find(f"{name}_small")
     for each in (whole, case):
-        for call in paged_cases.calls_of(each, NOWHERE):
+        for call in each.calls(NOWHERE):
             assert call.argument_names()
         assert all(0 < q_len <= kv_len for q_len, kv_len in zip(each.q_lens, each.kv_lens, strict=True))
     assert max(case.kv_lens) <= 77
@@ -105,11 +105,11 @@ def test_every_case_is_valid_whole_and_scaled_down(name: str) -> None:
 @pytest.mark.parametrize("name", [*mla_cases.CASES, *mla_cases.COMPILED_ONLY])
 def test_every_latent_case_is_valid_whole_and_scaled_down(name: str) -> None:
     for case in (catalogue.find(name), catalogue.find(f"{name}_small")):
-        operations = [call.OPERATION for call in catalogue.calls_of(case, NOWHERE)]
+        operations = [call.OPERATION for call in case.calls(NOWHERE)]
         assert operations[0] == case.operation
         assert "write_mla_cache" in operations
-        assert ("quantize_mla_cache" in operations) == (case.format != "plain")
-    assert case.kv_len <= 77
+        assert ("quantize_mla_cache" in operations) == (case.cache_format != "plain")
+    assert case.max_len <= 77
 
 
 def test_floors_of_latent_attention_on_an_h200() -> None:
@@ -124,8 +124,8 @@ def test_floors_of_latent_attention_on_an_h200() -> None:
 
 
 def latents(**fields: Any) -> mla_cases.LatentCase:
-    plain = {"name": "tiny", "workload": "-", "num_seqs": 2, "num_q_tokens": 3, "kv_len": 10, "num_q_heads": 4}
-    return mla_cases.LatentCase(**(plain | {"d_qk": 32, "d_v": 16, "page_size": 4} | fields))  # type: ignore[arg-type]
+    plain = {"num_q_heads": 4, "num_q_tokens": 3, "max_len": 10, "d_qk": 32, "d_v": 16, "page_size": 4}
+    return mla_cases.batch("tiny", "-", 2, **(plain | fields))  # type: ignore[arg-type]
 
 
 def test_needed_work_of_latents_is_counted_by_hand() -> None:
@@ -135,7 +135,7 @@ def test_needed_work_of_latents_is_counted_by_hand() -> None:
     assert dense.visible_pairs() == 2 * (8 + 9 + 10)
     assert dense.flops() == 2 * 2 * (8 + 9 + 10) * 4 * (32 + 16)
     assert dense.needed_bytes() == queries + 20 * 32 * 2 + 4 * 2 * (3 + 1)
-    sparse = latents(topk=2, extra_topk=5, format="fp8_v4", d_qk=512, d_v=512)
+    sparse = latents(topk=2, extra_topk=5, cache_format="fp8_v4", d_qk=512, d_v=512)
     assert sparse.needed_rows() == 2 * (6 + 10)
     assert sparse.visible_pairs() == 2 * 3 * 7
     assert sparse.row_bytes == 584
@@ -144,10 +144,10 @@ def test_needed_work_of_latents_is_counted_by_hand() -> None:
 @pytest.mark.parametrize("topk", [2, 3, 4, 12])
 def test_lists_overlap_as_little_as_they_can(topk: int) -> None:
     case = latents(topk=topk)
-    for lists in mla_cases.tables(case, 5)["indices"]:
+    for lists in case.tables(5)["indices"]:
         chosen = lists[lists >= 0]
-        assert len(np.unique(chosen)) == min(case.kv_len, 3 * topk)
-        assert all(len(np.unique(one[one >= 0])) == min(topk, case.kv_len) for one in lists)
+        assert len(np.unique(chosen)) == min(case.max_len, 3 * topk)
+        assert all(len(np.unique(one[one >= 0])) == min(topk, case.max_len) for one in lists)
 
 
 def test_an_unknown_case_names_the_known_ones() -> None:
@@ -157,12 +157,12 @@ def test_an_unknown_case_names_the_known_ones() -> None:
 
 def test_tables_use_each_page_once_and_leave_garbage_behind() -> None:
     case = tiny(kv_lens=(9, 4), q_lens=(1, 3))
-    tables = paged_cases.tables(case, 3)
+    tables = case.tables(3)
     used = [page for seq, count in enumerate(case.pages_needed) for page in tables["page_indices"][seq, :count]]
     assert len(set(used)) == len(used) == 7
     assert all(0 <= page < case.num_pages for page in used)
     assert tables["cu_q_lens"].tolist() == [0, 1, 4]
-    assert not np.array_equal(tables["page_indices"], paged_cases.tables(case, 4)["page_indices"])
+    assert not np.array_equal(tables["page_indices"], case.tables(4)["page_indices"])
 
 
 def pages_of(value: Any) -> list[Any]:
@@ -177,9 +177,7 @@ def test_inputs_are_the_same_values_in_every_framework(name: str) -> None:
     from ragged_attention.torch._launcher import to_numpy as from_torch
 
     case = catalogue.find(name)
-    plain, ours, theirs = (
-        make(case, 5) for make in (catalogue.numpy_inputs, catalogue.torch_inputs, catalogue.jax_inputs)
-    )
+    plain, ours, theirs = (make(5) for make in (case.numpy_inputs, case.torch_inputs, case.jax_inputs))
     assert plain.keys() == ours.keys() == theirs.keys()
     for key, value in plain.items():
         if isinstance(value, np.ndarray | tuple):
@@ -196,29 +194,29 @@ def test_inputs_are_the_same_values_in_every_framework(name: str) -> None:
 @pytest.mark.parametrize("name", SMALL)
 def test_the_check_passes_the_definition_and_nothing_else(name: str) -> None:
     case = dataclasses.replace(catalogue.find(name), dtype="float32")
-    inputs = paged_cases.numpy_inputs(case, 1)
+    inputs = case.numpy_inputs(1)
     out = definition(**inputs, cache_dtype=case.stored).astype(np.float32)
-    correctness.check(case, inputs, out, np.asarray)
+    case.check(inputs, out, np.asarray)
     with pytest.raises(AssertionError, match=case.name):
-        correctness.check(case, inputs, out * 1.01, np.asarray)
+        case.check(inputs, out * 1.01, np.asarray)
     last = out.copy()
     last[-1, -1, -1] += 1
     with pytest.raises(AssertionError, match="rows"):
-        correctness.check(case, inputs, last, np.asarray)
+        case.check(inputs, last, np.asarray)
 
 
 @pytest.mark.parametrize("name", LATENT)
 def test_the_check_passes_the_definition_of_latent_attention_and_nothing_else(name: str) -> None:
     case = catalogue.find(name)
-    inputs = catalogue.numpy_inputs(case, 1)
+    inputs = case.numpy_inputs(1)
     out = (sparse_mla_prefill if case.prefill else mla_decode)(**inputs)[0]
-    correctness.check(case, inputs, out, np.asarray)
+    case.check(inputs, out, np.asarray)
     with pytest.raises(AssertionError, match=case.name):
-        correctness.check(case, inputs, out * 1.02, np.asarray)
+        case.check(inputs, out * 1.02, np.asarray)
     last = out.copy()
     last[..., -1, -1] += 1  # of every query's last head
     with pytest.raises(AssertionError, match="query"):
-        correctness.check(case, inputs, last, np.asarray)
+        case.check(inputs, last, np.asarray)
 
 
 # ---- timing
@@ -306,9 +304,9 @@ def test_torchs_own_attention_is_a_fair_peer(name: str) -> None:
     """Peers get the case right, in float32, within the bounds that ours are held to."""
     pytest.importorskip("torch")
     case = dataclasses.replace(catalogue.find(name), dtype="float32")
-    inputs = paged_cases.torch_inputs(case, 2)
+    inputs = case.torch_inputs(2)
     (sdpa,) = (peer for peer in registry.PEERS if peer.name == "sdpa")
-    correctness.check(case, inputs, sdpa.prepare(case, inputs)(), run.to_numpy)
+    case.check(inputs, sdpa.prepare(case, inputs)(), run.to_numpy)
 
 
 PEERS_OF_LATENTS = ("mla_dense_h128_128q2s4k_small", "mla_sparse_h16_b8_small", "mla_prefill_h128_8k_small")
@@ -318,16 +316,16 @@ PEERS_OF_LATENTS = ("mla_dense_h128_128q2s4k_small", "mla_sparse_h16_b8_small", 
 def test_torchs_own_attention_over_latents_is_a_fair_peer(name: str) -> None:
     pytest.importorskip("torch")
     case = catalogue.find(name)
-    inputs = catalogue.torch_inputs(case, 2)
-    correctness.check(case, inputs, mla_peers.sdpa(case, inputs)(), run.to_numpy)
+    inputs = case.torch_inputs(2)
+    case.check(inputs, mla_peers.sdpa(case, inputs)(), run.to_numpy)
     assert mla_peers.sdpa_declines(dataclasses.replace(case, sinks=True)) == "does not take sinks"
 
 
 def test_a_second_cache_is_gathered_too() -> None:
     pytest.importorskip("torch")
     case = dataclasses.replace(catalogue.find("mla_sparse_v4_h64_128q2_small"), sinks=False)
-    inputs = catalogue.torch_inputs(case, 2)
-    correctness.check(case, inputs, mla_peers.sdpa(case, inputs)(), run.to_numpy)
+    inputs = case.torch_inputs(2)
+    case.check(inputs, mla_peers.sdpa(case, inputs)(), run.to_numpy)
 
 
 class FlashMla:
@@ -365,10 +363,10 @@ def test_flash_mla_gets_its_arguments_by_position(name: str, monkeypatch: pytest
     pytest.importorskip("torch")
     monkeypatch.setattr(mla_peers, "_flash_mla_functions", lambda folder: FlashMla())
     case = catalogue.find(name)
-    inputs = catalogue.torch_inputs(case, 2)
+    inputs = case.torch_inputs(2)
     call = mla_peers.flash_mla(case, inputs, tmp_path)
     for _ in range(2):  # the second time with the schedule that the first one made
-        correctness.check(case, inputs, call(), run.to_numpy)
+        case.check(inputs, call(), run.to_numpy)
 
 
 def test_what_flash_mla_declines() -> None:
@@ -401,7 +399,7 @@ def test_what_flash_attention_3_declines_of_latents() -> None:
 def test_flash_attention_3_gets_latents_in_two_parts(name: str) -> None:
     torch = pytest.importorskip("torch")
     case = catalogue.find(name)
-    inputs = catalogue.torch_inputs(case, 2)
+    inputs = case.torch_inputs(2)
 
     def forward(*given: Any) -> Any:
         q, k, v, _, _, q_v = given[:6]
@@ -417,19 +415,19 @@ def test_flash_attention_3_gets_latents_in_two_parts(name: str) -> None:
 
     schema = types.SimpleNamespace(arguments=range(37))
     forward.default = types.SimpleNamespace(_schema=schema)  # type: ignore[attr-defined]
-    correctness.check(case, inputs, mla_peers.fa3(case, inputs, forward)(), run.to_numpy)
+    case.check(inputs, mla_peers.fa3(case, inputs, forward)(), run.to_numpy)
 
 
 def test_jaxs_reference_is_a_fair_peer() -> None:
     pytest.importorskip("jax")
     case = dataclasses.replace(catalogue.find("mixed_2q2k_32q1s1k_small"), dtype="float32")
-    inputs = paged_cases.jax_inputs(case, 2)
+    inputs = case.jax_inputs(2)
     (peer,) = (peer for peer in registry.PEERS if peer.name == "jax-reference")
     assert peer.absent() is None
     import jax
 
     with jax.default_matmul_precision("float32"):
-        correctness.check(case, inputs, peer.prepare(case, inputs)(), run.to_numpy)
+        case.check(inputs, peer.prepare(case, inputs)(), run.to_numpy)
 
 
 def test_every_peer_says_why_it_is_absent() -> None:
@@ -494,7 +492,7 @@ def test_a_carried_triton_peer_is_imported_without_its_package(
     case = catalogue.find("gpt_oss_window_64x4k_small")
     if name != case.name:  # more tokens than sequences for which keys are split
         case = dataclasses.replace(case, num_kv_heads=case.num_q_heads, q_lens=(4,) * 4, kv_lens=(40,) * 4)
-    inputs = paged_cases.torch_inputs(case)
+    inputs = case.torch_inputs()
     try:
         out = registry._vllm_triton(case, inputs)()
     finally:
@@ -528,7 +526,7 @@ def test_flash_attention_3_gets_its_arguments_by_position() -> None:
     library.define(f"fwd({schema}) -> Tensor[]")
     library.impl("fwd", forward, "CPU")
     case = catalogue.find("gpt_oss_window_64x4k_small")
-    inputs = paged_cases.torch_inputs(case)
+    inputs = case.torch_inputs()
     assert torch.equal(registry._fa3(case, inputs)(), inputs["q"] * 2)
     names = [part.split()[-1] for part in schema.split(", ")]
     named = dict(zip(names, given, strict=True))
@@ -586,18 +584,18 @@ def test_a_rehearsal_writes_both_reports_and_goes_on(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("name", ["decode_64x4k_small", *LATENT[:3]])
 def test_a_replay_is_checked_on_other_lengths_or_lists_and_then_on_its_own(name: str) -> None:
     case = catalogue.find(name)
-    inputs = catalogue.numpy_inputs(case, 2)
-    (other, changed), (same, back) = catalogue.changed(case)
+    inputs = case.numpy_inputs(2)
+    (other, changed), (same, back) = case.changed()
     assert same == case
     for now, tables in ((other, changed), (same, back)):
         assert any(not np.array_equal(inputs[name], table) for name, table in tables.items())
         for key, table in tables.items():
             np.copyto(inputs[key], table)
         if isinstance(case, mla_cases.LatentCase):
-            correctness.check(now, inputs, mla_decode(**inputs)[0], np.asarray)
+            now.check(inputs, mla_decode(**inputs)[0], np.asarray)
         else:
-            correctness.check(now, inputs, definition(**inputs, cache_dtype=case.stored), np.asarray)
-    assert all(np.array_equal(inputs[key], table) for key, table in catalogue.numpy_inputs(case, 2).items()
+            now.check(inputs, definition(**inputs, cache_dtype=case.stored), np.asarray)
+    assert all(np.array_equal(inputs[key], table) for key, table in case.numpy_inputs(2).items()
                if key in back)  # fmt: skip
 
 
@@ -633,7 +631,7 @@ def rehearsed(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
 @pytest.mark.parametrize("case", device_cuda.SMALL, ids=lambda case: case.name)
 def test_the_kernels_take_what_the_checkers_exercise(case: mla_cases.LatentCase) -> None:
     """On a Hopper GPU, so far as is known without one."""
-    call = mla_cases.attention_call(case, samples.device_of("torch", "sm_90"))
+    call = case.attention_call(samples.device_of("torch", "sm_90"))
     declined = dispatch.load(case.operation, "cuda").why_not(call)
     assert declined is None or declined == _native.why_not()
 

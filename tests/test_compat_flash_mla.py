@@ -26,7 +26,6 @@ from benchmarks.cases.flash_mla import (
     PrefillCase,
     cases_of,
     covering,
-    scaled_down,
 )
 from benchmarks.cases.flash_mla_data import (
     NO_INDEX,
@@ -119,7 +118,7 @@ PARTS = 8
 
 @functools.cache
 def whole_first_list() -> list[Case]:
-    return [scaled_down(case, heads=2, max_tokens=4096) for case in cases_of("e0")]
+    return [case.scaled_down(heads=2, max_tokens=4096) for case in cases_of("e0")]
 
 
 @functools.cache
@@ -128,11 +127,11 @@ def covering_part(name: str, heads: int, max_tokens: int) -> list[Case]:
     return [
         case
         for cases in functions
-        for case in covering([scaled_down(case, heads=heads, max_tokens=max_tokens) for case in cases()])
+        for case in covering([case.scaled_down(heads=heads, max_tokens=max_tokens) for case in cases()])
     ]
 
 
-def tiny(case: Case) -> Case:
+def tiny(case: Any) -> Case:
     """What the interpreter can do in a moment."""
     if isinstance(case, MhaCase):
         return replace(case, s_q=20, s_k=20)

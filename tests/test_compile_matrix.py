@@ -470,10 +470,9 @@ def test_every_tile_for_latents_is_compiled(arch: str) -> None:
     for heads, (form, d_qk), dtype, kind in itertools.product(
         (8, 16, 32, 64, 128), widths.items(), ("bfloat16", "float16", "float32"), KINDS
     ):
-        case = mla_cases.LatentCase(
-            name="any", workload="-", num_seqs=8, num_q_tokens=2, kv_len=4096, num_q_heads=heads, format=form,
-            dtype=dtype, d_qk=d_qk, **kind,
-        )  # fmt: skip
+        case = mla_cases.batch(
+            "any", "-", 8, heads, num_q_tokens=2, max_len=4096, cache_format=form, dtype=dtype, d_qk=d_qk, **kind
+        )
         chosen.add(tile_of(case, arch))
     assert chosen <= found
 
@@ -483,10 +482,10 @@ KINDS: tuple[dict[str, Any], ...] = ({}, {"topk": 2048}, {"topk": 2048, "prefill
 
 def tile_of(case: mla_cases.LatentCase, arch: str) -> tuple[Any, ...]:
     """The sizes that a case is compiled at; splits are arguments of the kernel's."""
-    call = mla_cases.attention_call(case, samples.device_of("torch", arch))
+    call = case.attention_call(samples.device_of("torch", arch))
     tile = dispatch.load(call.OPERATION, "triton").heuristic(call)
     sizes = (tile.block_h, tile.block_kv, tile.num_warps, tile.num_stages)
-    return case.format, "float32" if case.dtype == "float32" else "16 bits", *sizes
+    return case.cache_format, "float32" if case.dtype == "float32" else "16 bits", *sizes
 
 
 # A kernel's constants that change numbers in its code, not what is computed how; and those of which it matters only

@@ -433,7 +433,7 @@ def check_operations() -> None:
     with noting() as driver:
         for name in CASES:
             case = overhead.CASES[name]
-            inputs = overhead.inputs_of(overhead.scaled_down(case), "cpu")
+            inputs = overhead.inputs_of(case.scaled_down(), "cpu")
             call = functools.partial(getattr(rt, case.operation), **inputs, backend="triton")
             with mock.patch.object(_plan, "execute", wraps=_plan.execute) as inside:
                 call()

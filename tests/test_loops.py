@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import roofline
 from benchmarks.cases import catalogue
-from benchmarks.compiled import compiling, loops
+from benchmarks.compiled import loops
 from benchmarks.compiled.sass import WARPWISE, cycles, instructions_of
 from ragged_attention.samples import device_of
 
@@ -44,13 +44,11 @@ def test_cycles_by_hand() -> None:
 def test_turns_by_hand() -> None:
     """A decode turns once per block of keys; of a prefill the blocks at edges are counted by themselves."""
     case = catalogue.find("decode_64x4k")
-    launches = {launch.name: launch for launch in compiling.record(catalogue.attention_call(case, HOPPER))}
-    step = roofline.steps(case, "triton", HOPPER)[0]
-    assert loops.turns(step, launches["split_kernel"], case) == [64 * 8 * 4096 / 64, 0.0]
+    step = next(case.steps("triton", HOPPER))
+    assert step.turns == (64 * 8 * 4096 / 64, 0.0)
     case = catalogue.find("prefill_8k")
-    (step,) = roofline.steps(case, "triton", HOPPER)
-    launch = compiling.record(catalogue.attention_call(case, HOPPER))[0]
-    whole, masked = loops.turns(step, launch, case)
+    (step,) = case.steps("triton", HOPPER)
+    whole, masked = step.turns
     rows, careful = 8 * 1024 // 32, 1024 // 32  # blocks of 32 tokens, and those of them that see too few keys
     edge = sum(-(-(32 * block + 32) // 64) for block in range(careful))
     edge += sum(-(-(32 * block + 32 - (32 * block + 1) // 128 * 128) // 64) for block in range(careful, rows))
@@ -71,5 +69,5 @@ def test_a_prediction_is_made() -> None:
 def test_the_document_has_the_plans_of_today() -> None:
     table = loops.DOCUMENT.read_text().partition(loops.HERE)[2].partition(loops.END)[0]
     written = [line.split(" | ")[1:4] for line in table.splitlines() if line.startswith("| W")]
-    plans = [plan for plan in roofline.plans(HOPPER) if plan.backend == "triton"]
+    plans = [plan for plan in roofline.plans(catalogue.CASES.values(), HOPPER) if plan.backend == "triton"]
     assert written == [[plan.case.name, f"{plan.floor * 1e6:.1f}", f"{plan.exact * 1e6:.1f}"] for plan in plans]

@@ -9,8 +9,10 @@ import pytest
 
 from benchmarks import roofline
 from benchmarks.cases import catalogue
-from benchmarks.cases.paged import Case, K
+from benchmarks.cases.base import K
+from benchmarks.cases.paged import PagedCase
 from benchmarks.roofline import H200, Machine, Work
+from benchmarks.roofline import __main__ as roofline_table
 from ragged_attention import dispatch
 from ragged_attention.samples import device_of
 
@@ -83,7 +85,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Counter:
 
 
 def of_model(case: Any, tile: Any) -> dict[str, Work]:
-    return {step.name: step.work for step in roofline.steps(case, "triton", HOPPER, H200, tile)}
+    return {step.name: step.work for step in case.steps("triton", HOPPER, H200, tile)}
 
 
 # Small versions, at the tiles that the whole case has on a Hopper GPU but for what is changed.
@@ -109,12 +111,12 @@ def test_the_model_counts_what_the_kernels_do(
     counter: Counter, name: str, length: int, changed: dict[str, int]
 ) -> None:
     whole = catalogue.find(name)
-    call = catalogue.attention_call(whole, HOPPER)
+    call = whole.attention_call(HOPPER)
     tile = dataclasses.replace(dispatch.load(call.OPERATION, "triton").heuristic(call), **changed)
-    case = catalogue.scaled_down(whole, length=length, sequences=2)
+    case = whole.scaled_down(length=length, sequences=2)
     run = getattr(importlib.import_module("ragged_attention.torch"), case.operation)
-    run(**catalogue.torch_inputs(case), backend="triton", options=dataclasses.asdict(tile))
-    found = {step.name: step.work for step in roofline.steps(case, "triton", HOPPER, tile=tile)}
+    run(**case.torch_inputs(), backend="triton", options=dataclasses.asdict(tile))
+    found = {step.name: step.work for step in case.steps("triton", HOPPER, tile=tile)}
     want = {name: dataclasses.replace(work, flops=work.flops + work.again, again=0) for name, work in found.items()}
     assert {name: counter.work[name] for name in want} == want
     assert [name for name, work in counter.work.items() if work != Work() and name not in want] == []
@@ -135,7 +137,7 @@ SHORT = 5e-6  # seconds of a floor under which launching and waiting rule, not w
 def best() -> dict[str, roofline.Plan]:
     """Of each case the plan that takes least."""
     found: dict[str, roofline.Plan] = {}
-    for plan in roofline.plans(HOPPER):
+    for plan in roofline.plans(catalogue.CASES.values(), HOPPER):
         name = plan.case.name
         if name not in found or plan.least < found[name].least:
             found[name] = plan
@@ -156,9 +158,11 @@ def test_it_is_known_which_cases_exceed_it_by_more_and_why(best: dict[str, roofl
 
 def test_a_plan_by_hand() -> None:
     """Two decodes over 300 keys, blocks of 64: 16 rows where 4 are needed, and weights in two parts."""
-    case = Case(name="-", workload="-", q_lens=(1, 1), kv_lens=(300, 300), num_q_heads=8, num_kv_heads=2, head_dim=64)
+    case = PagedCase(
+        name="-", workload="-", q_lens=(1, 1), kv_lens=(300, 300), num_q_heads=8, num_kv_heads=2, head_dim=64
+    )
     tile = dispatch.load(case.operation, "triton").Tile(num_splits=2)
-    split, combined = roofline.steps(case, "triton", HOPPER, tile=tile)
+    split, combined = case.steps("triton", HOPPER, tile=tile)
     assert split.work.flops == 2 * 2 * 2 * 16 * 320 * (64 + 64)
     assert split.work.again == split.work.flops // 2
     assert split.work.keys == 2 * 2 * 300 * 2 * 64 * 2
@@ -172,20 +176,20 @@ def test_a_plan_by_hand() -> None:
 
 def test_rows_that_the_cache_has_lost_come_again() -> None:
     case = catalogue.find("mla_prefill_h128_128k")
-    (step,) = roofline.steps(case, "cuda", HOPPER)
+    (step,) = case.steps("cuda", HOPPER)
     rows = 128 * K * 1152
     read = 4 * K * 2 * K * 1152  # by one of the two programs of each token
     assert step.work.keys == 2 * read
     assert step.fetched == pytest.approx(case.needed_bytes() + (read - rows) * (1 - H200.cache_size / rows))
-    (step,) = roofline.steps(catalogue.find("mla_prefill_h128_8k"), "cuda", HOPPER)
+    (step,) = catalogue.find("mla_prefill_h128_8k").steps("cuda", HOPPER)
     assert step.fetched == catalogue.find("mla_prefill_h128_8k").needed_bytes()
 
 
 def test_the_table_has_every_case(capsys: pytest.CaptureFixture[str]) -> None:
-    assert roofline.main([]) == 0
+    assert roofline_table.main([]) == 0
     lines = [line.split(" | ") for line in capsys.readouterr().out.strip().splitlines()[2:]]
     listed = {(line[1], line[2]) for line in lines}
-    paged, latent = catalogue.paged_cases.CASES, catalogue.mla_cases.CASES
+    paged, latent = catalogue.paged.CASES, catalogue.mla.CASES
     assert listed >= {(name, "triton") for name in paged | latent}
     assert ("mla_sparse_h128_128q2", "cuda") in listed
     assert ("mla_sparse_v4_h64_128q2", "cuda") not in listed  # two caches

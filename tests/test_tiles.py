@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks import correctness
 from benchmarks.cases import catalogue
 from ragged_attention import dispatch
 from ragged_attention.samples import device_of
@@ -46,12 +45,12 @@ def test_the_tiles_of_gpus_agree_with_the_definition(
     name: str, changed: dict[str, Any], length: int, arch: str
 ) -> None:
     whole = catalogue.find(name)
-    call = catalogue.attention_call(whole, device_of("torch", arch))
+    call = whole.attention_call(device_of("torch", arch))
     fields = dataclasses.asdict(dispatch.load(call.OPERATION, "triton").heuristic(call))
     if "split_weights_below" in fields:
         fields["split_weights_below"] = min(fields["split_weights_below"], 120)
-    case = catalogue.scaled_down(dataclasses.replace(whole, **changed), length=length, sequences=2)
-    inputs = catalogue.torch_inputs(case)
+    case = dataclasses.replace(whole, **changed).scaled_down(length=length, sequences=2)
+    inputs = case.torch_inputs()
     run = getattr(importlib.import_module("ragged_attention.torch"), case.operation)
-    out = catalogue.judged(case, run(**inputs, backend="triton", options=fields))
-    correctness.check(case, inputs, out, importlib.import_module("ragged_attention.torch._launcher").to_numpy)
+    out = case.judged(run(**inputs, backend="triton", options=fields))
+    case.check(inputs, out, importlib.import_module("ragged_attention.torch._launcher").to_numpy)

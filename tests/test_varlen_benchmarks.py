@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import correctness, run
+from benchmarks import run
 from benchmarks.cases import catalogue
 from benchmarks.cases import varlen as varlen_cases
 from benchmarks.cases.varlen import VarlenCase
@@ -21,14 +21,14 @@ NAMES = ("mha_gqa_8x2k", "mha_everything_128", "mha_cross_96_72")
 
 
 def small(name: str, length: int = 20) -> VarlenCase:
-    return catalogue.scaled_down(catalogue.find(name), length=length, sequences=2)
+    return catalogue.find(name).scaled_down(length=length, sequences=2)
 
 
 @pytest.mark.parametrize("name", [*varlen_cases.CASES, *varlen_cases.COMPILED_ONLY])
 def test_every_case_is_valid_whole_and_scaled_down(name: str) -> None:
     whole, less = catalogue.find(name), catalogue.find(f"{name}_small")
     for case in (whole, less):
-        (call,) = catalogue.calls_of(case, NOWHERE)
+        (call,) = case.calls(NOWHERE)
         assert case.operation == call.OPERATION
         assert len(case.q_lens) == len(case.kv_lens)
     assert max(less.kv_lens) <= 77
@@ -67,9 +67,7 @@ def test_inputs_are_the_same_values_in_every_framework(name: str) -> None:
     from ragged_attention.torch._launcher import to_numpy as from_torch
 
     case = small(name)
-    plain, ours, theirs = (
-        make(case, 5) for make in (catalogue.numpy_inputs, catalogue.torch_inputs, catalogue.jax_inputs)
-    )
+    plain, ours, theirs = (make(5) for make in (case.numpy_inputs, case.torch_inputs, case.jax_inputs))
     assert plain.keys() == ours.keys() == theirs.keys()
     for key, value in plain.items():
         if isinstance(value, np.ndarray):
@@ -81,21 +79,21 @@ def test_inputs_are_the_same_values_in_every_framework(name: str) -> None:
 
 def definition(case: VarlenCase, inputs: dict[str, Any]) -> Any:
     function = varlen_attention_backward if case.backward else varlen_attention
-    return catalogue.judged(case, function(**inputs))
+    return case.judged(function(**inputs))
 
 
 @pytest.mark.parametrize("name", [*NAMES, *(f"{name}_backward" for name in NAMES)])
 def test_the_check_passes_the_definition_and_nothing_else(name: str) -> None:
     case = small(name)
-    inputs = catalogue.numpy_inputs(case, 1)
+    inputs = case.numpy_inputs(1)
     results = definition(case, inputs)
-    correctness.check(case, inputs, results, np.asarray)
+    case.check(inputs, results, np.asarray)
     arrays = results if case.backward else [results]
     for changed_one in range(min(len(arrays), 3)):
         for wrong in (arrays[changed_one] * 1.02, np.roll(arrays[changed_one], 1, axis=0)):
             changed: Any = [wrong if index == changed_one else array for index, array in enumerate(arrays)]
             with pytest.raises(AssertionError, match=case.name):
-                correctness.check(case, inputs, changed if case.backward else changed[0], np.asarray)
+                case.check(inputs, changed if case.backward else changed[0], np.asarray)
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -105,8 +103,8 @@ def test_torchs_own_attention_is_a_fair_peer(backward: bool) -> None:
     case = dataclasses.replace(catalogue.find(name), q_lens=(20, 20), kv_lens=(20, 20), dtype="float32", num_q_heads=4)
     case = dataclasses.replace(case, num_kv_heads=2, causal=backward)
     assert varlen_peers.sdpa_declines(case) is None
-    inputs = catalogue.torch_inputs(case, 2)
-    correctness.check(case, inputs, varlen_peers.sdpa(case, inputs)(), run.to_numpy)
+    inputs = case.torch_inputs(2)
+    case.check(inputs, varlen_peers.sdpa(case, inputs)(), run.to_numpy)
 
 
 def as_they_have_it(kept: dict[str, Any]) -> Any:
@@ -137,15 +135,15 @@ def test_flash_attention_is_called_as_it_wants_to_be(name: str, monkeypatch: pyt
     monkeypatch.setitem(sys.modules, module.__name__, module)
     case = small(name)
     assert varlen_peers.refuses()(case) is None
-    inputs = catalogue.torch_inputs(case, 2)
-    correctness.check(case, inputs, varlen_peers.flash_attention(case, inputs, module.__name__)(), run.to_numpy)
+    inputs = case.torch_inputs(2)
+    case.check(inputs, varlen_peers.flash_attention(case, inputs, module.__name__)(), run.to_numpy)
     assert kept["max_lens"] == (max(case.q_lens), max(case.kv_lens))
 
 
 def test_the_carried_operator_is_called_by_position() -> None:
     torch = pytest.importorskip("torch")
     case = dataclasses.replace(small("mha_everything_128"), sinks=True)
-    inputs = catalogue.torch_inputs(case, 2)
+    inputs = case.torch_inputs(2)
 
     def forward(*arguments: Any) -> Any:
         assert len(arguments) == 34
@@ -162,7 +160,7 @@ def test_the_carried_operator_is_called_by_position() -> None:
 
     operator: Any = forward
     operator.default = types.SimpleNamespace(_schema=types.SimpleNamespace(arguments=[None] * 34))
-    correctness.check(case, inputs, varlen_peers.fa3(case, inputs, operator)(), run.to_numpy)
+    case.check(inputs, varlen_peers.fa3(case, inputs, operator)(), run.to_numpy)
 
 
 @pytest.mark.parametrize(

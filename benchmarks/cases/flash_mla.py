@@ -5,10 +5,11 @@ those of April 2026 (2352, 4748 and 617); `mha`, dense multi-head attention, is 
 judgement are in `benchmarks.flash_mla_data`.
 """
 
+import abc
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar, Self
 
 D_V = 512
 
@@ -23,12 +24,44 @@ class Lists:
     lengths: bool = False  # topk_length
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeCase:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case(abc.ABC):
+    """One call of a function of FlashMLA's."""
+
+    OPERATION: ClassVar[str]  # of ours, that does the same
+    kind: str = "correctness"
+    seed: int = 0
+
+    @property
+    @abc.abstractmethod
+    def group(self) -> str:
+        """The row of a summary that the case counts in."""
+
+    def scaled_down(self, *, heads: int | None = None, max_tokens: int | None = None) -> Self:
+        """The case with at most `heads` query heads (a multiple of its KV heads) and about `max_tokens` tokens.
+
+        Tokens are positions of the caches, or keys that the queries list, whichever are more. First the batch is
+        halved, down to 2 sequences (the query tokens of a prefill, down to 16), then the lengths, down to 20 (32 rows),
+        and with them the top-k, down to 64. Page sizes, query tokens of a sequence and features stay. Of dense
+        multi-head attention KV heads become fewer with the query heads, and queries with the keys.
+        """
+        case = self if heads is None else self._with_heads(heads)
+        return case if max_tokens is None else case._shortened(max_tokens)
+
+    @abc.abstractmethod
+    def _with_heads(self, most: int) -> Self: ...
+
+    @abc.abstractmethod
+    def _shortened(self, most: int) -> Self: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeCase(Case):
     """One call of `flash_mla_with_kvcache`; dense where there is no top-k."""
 
+    OPERATION: ClassVar[str] = "mla_decode"
+
     form: str  # "e0" or "e2": whose rules the data follow, and how it is called
-    kind: str = "correctness"
     b: int
     s_q: int
     s_k: int
@@ -45,7 +78,10 @@ class DecodeCase:
     sinks: bool = False
     extra: Lists | None = None
     fp8: bool | None = None  # the cache; by default of sparse cases, as FlashMLA has it
-    seed: int = 0
+
+    @property
+    def group(self) -> str:
+        return f"{self.form} {'sparse' if self.lists else 'dense'} decode, {self.kind}"
 
     @property
     def quantized(self) -> bool:
@@ -59,13 +95,32 @@ class DecodeCase:
         own = Lists(s_k=self.s_k, topk=self.topk, page_size=self.page_size, lengths=self.topk_lens)
         return (own,) if self.extra is None else (own, self.extra)
 
+    def _with_heads(self, most: int) -> Self:
+        return dataclasses.replace(self, h_q=min(self.h_q, max(most // self.h_kv, 1) * self.h_kv))
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillCase:
+    def _shortened(self, most: int) -> Self:
+        b, sizes = self.b, [(lists.s_k, lists.topk) for lists in self.lists] or [(self.s_k, 0)]
+
+        def tokens() -> int:
+            held, listed = map(sum, zip(*sizes, strict=True))
+            return b * max(held, self.s_q * listed)
+
+        while tokens() > most and b > 2:
+            b = max(b // 2, 2)
+        while tokens() > most and sizes != (shorter := [(_half(s_k, 20), _half(topk, 64)) for s_k, topk in sizes]):
+            sizes = shorter
+        (s_k, topk), *others = sizes
+        extra = self.extra and dataclasses.replace(self.extra, s_k=others[0][0], topk=others[0][1])
+        return dataclasses.replace(self, b=b, s_k=s_k, topk=self.topk and topk, extra=extra)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefillCase(Case):
     """One call of `flash_mla_sparse_fwd`."""
 
+    OPERATION: ClassVar[str] = "sparse_mla_prefill"
+
     form: str
-    kind: str = "correctness"
     s_q: int
     s_kv: int
     topk: int
@@ -74,14 +129,29 @@ class PrefillCase:
     sinks: bool = False
     topk_lens: bool = False
     all_invalid: bool = False  # of some queries
-    seed: int = 0
+
+    @property
+    def group(self) -> str:
+        return f"{self.form} prefill, {self.kind}"
+
+    def _with_heads(self, most: int) -> Self:
+        return dataclasses.replace(self, h_q=min(self.h_q, max(most, 1)))
+
+    def _shortened(self, most: int) -> Self:
+        s_q, s_kv, topk = self.s_q, self.s_kv, self.topk
+        while max(s_kv, s_q * topk) > most and s_q > 16:
+            s_q = max(s_q // 2, 16)
+        while max(s_kv, s_q * topk) > most and (s_kv, topk) != (shorter := (_half(s_kv, 32), _half(topk, 64))):
+            s_kv, topk = shorter
+        return dataclasses.replace(self, s_q=s_q, s_kv=s_kv, topk=topk)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class MhaCase:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MhaCase(Case):
     """One call of `flash_attn_varlen_func`, and of its gradient."""
 
-    kind: str = "correctness"
+    OPERATION: ClassVar[str] = "varlen_attention"
+
     b: int = 2
     s_q: int
     s_k: int
@@ -91,10 +161,28 @@ class MhaCase:
     d_v: int
     varlen: bool = False
     causal: bool = False
-    seed: int = 0
+
+    @property
+    def group(self) -> str:
+        return f"multi-head attention, {self.kind}"
+
+    def _with_heads(self, most: int) -> Self:
+        if self.h_q <= most:
+            return self
+        h_kv = max(most * self.h_kv // self.h_q, 1)
+        return dataclasses.replace(self, h_q=max(most // h_kv, 1) * h_kv, h_kv=h_kv)
+
+    def _shortened(self, most: int) -> Self:
+        s_q, s_k = self.s_q, self.s_k
+        while self.b * s_k > most and s_k > 20:
+            s_q, s_k = _half(s_q, 20), _half(s_k, 20)
+        return dataclasses.replace(self, s_q=s_q, s_k=s_k)
 
 
-Case = DecodeCase | PrefillCase | MhaCase
+def _half(length: int, least: int) -> int:
+    return max(length // 2, least) if length > least else length
+
+
 SHAPES = (
     (128, 128), (256, 256), (512, 512), (592, 128), (1840, 256), (1592, 384), (1521, 512), (95, 128), (153, 256),
     (114, 384),
@@ -258,62 +346,6 @@ LISTS["all"] = tuple(itertools.chain.from_iterable(LISTS.values()))
 def cases_of(name: str) -> list[Case]:
     """The cases of a list of `LISTS`."""
     return [case for cases in LISTS[name] for case in cases()]
-
-
-def scaled_down(case: Case, *, heads: int | None = None, max_tokens: int | None = None) -> Case:
-    """The case with at most `heads` query heads (a multiple of its KV heads) and about `max_tokens` tokens.
-
-    Tokens are positions of the caches, or keys that the queries list, whichever are more. First the batch is halved,
-    down to 2 sequences (the query tokens of a prefill, down to 16), then the lengths, down to 20 (32 rows), and with
-    them the top-k, down to 64. Page sizes, query tokens of a sequence and features stay. Of dense multi-head attention
-    KV heads become fewer with the query heads, and queries with the keys.
-    """
-    if isinstance(case, MhaCase):
-        return _scaled_mha(case, heads, max_tokens)
-    if heads is not None and case.h_q > heads:
-        h_kv = case.h_kv if isinstance(case, DecodeCase) else 1
-        case = dataclasses.replace(case, h_q=max(heads // h_kv, 1) * h_kv)
-    if max_tokens is None:
-        return case
-    return (_scaled_decode if isinstance(case, DecodeCase) else _scaled_prefill)(case, max_tokens)
-
-
-def _scaled_decode(case: Any, most: int) -> DecodeCase:
-    b, sizes = case.b, [(lists.s_k, lists.topk) for lists in case.lists] or [(case.s_k, 0)]
-
-    def tokens() -> int:
-        held, listed = map(sum, zip(*sizes, strict=True))
-        return b * max(held, case.s_q * listed)
-
-    while tokens() > most and b > 2:
-        b = max(b // 2, 2)
-    while tokens() > most and sizes != (shorter := [(_half(s_k, 20), _half(topk, 64)) for s_k, topk in sizes]):
-        sizes = shorter
-    (s_k, topk), *others = sizes
-    extra = case.extra and dataclasses.replace(case.extra, s_k=others[0][0], topk=others[0][1])
-    return dataclasses.replace(case, b=b, s_k=s_k, topk=case.topk and topk, extra=extra)
-
-
-def _scaled_prefill(case: Any, most: int) -> PrefillCase:
-    s_q, s_kv, topk = case.s_q, case.s_kv, case.topk
-    while max(s_kv, s_q * topk) > most and s_q > 16:
-        s_q = max(s_q // 2, 16)
-    while max(s_kv, s_q * topk) > most and (s_kv, topk) != (shorter := (_half(s_kv, 32), _half(topk, 64))):
-        s_kv, topk = shorter
-    return dataclasses.replace(case, s_q=s_q, s_kv=s_kv, topk=topk)
-
-
-def _scaled_mha(case: MhaCase, heads: int | None, most: int | None) -> MhaCase:
-    if heads is not None and case.h_q > heads:
-        h_kv = max(heads * case.h_kv // case.h_q, 1)
-        case = dataclasses.replace(case, h_q=max(heads // h_kv, 1) * h_kv, h_kv=h_kv)
-    while most is not None and case.b * case.s_k > most and case.s_k > 20:
-        case = dataclasses.replace(case, s_q=_half(case.s_q, 20), s_k=_half(case.s_k, 20))
-    return case
-
-
-def _half(length: int, least: int) -> int:
-    return max(length // 2, least) if length > least else length
 
 
 def covering(cases: Iterable[Case]) -> list[Case]:

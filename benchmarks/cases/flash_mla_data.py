@@ -57,12 +57,10 @@ def close(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
 
 def check(case: Case, device: str = "cpu", *, form: str | None = None, dtype: torch.dtype = torch.bfloat16) -> None:
     """Run a case through `compat.flash_mla` in a call form (its own by default); AssertionError if it is wrong."""
-    if isinstance(case, MhaCase):
-        _check_mha(case, device, dtype)
-        return
-    if isinstance(case, PrefillCase):
-        _check_prefill(case, device, form or case.form, dtype)
-        return
+    CHECKS[case.OPERATION](case, device, form, dtype)
+
+
+def _check_decode(case: DecodeCase, device: str, form: str | None, dtype: torch.dtype) -> None:
     arguments = decode_inputs(case, device, dtype)
     out, lse = flash_mla.flash_mla_with_kvcache(**arguments, **metadata(case, arguments, form or case.form))
     want_out, want_lse = decode_oracle(**arguments)
@@ -70,9 +68,9 @@ def check(case: Case, device: str = "cpu", *, form: str | None = None, dtype: to
     close(lse, want_lse, "decode lse")
 
 
-def _check_prefill(case: PrefillCase, device: str, form: str, dtype: torch.dtype) -> None:
+def _check_prefill(case: PrefillCase, device: str, form: str | None, dtype: torch.dtype) -> None:
     arguments = prefill_inputs(case, device, dtype)
-    convention = {"e0": "base2", "e2": "natural"}[form]
+    convention = {"e0": "base2", "e2": "natural"}[form or case.form]
     results = flash_mla.flash_mla_sparse_fwd(**arguments, convention=convention)
     wanted = prefill_oracle(**arguments, convention=convention)
     assert results[0].dtype == dtype
@@ -80,7 +78,8 @@ def _check_prefill(case: PrefillCase, device: str, form: str, dtype: torch.dtype
         close(got.float() if name == "out" else got, want, f"prefill {name}")
 
 
-def _check_mha(case: MhaCase, device: str, dtype: torch.dtype) -> None:
+def _check_mha(case: MhaCase, device: str, form: str | None, dtype: torch.dtype) -> None:
+    del form
     arguments, d_out = mha_inputs(case, device, dtype)
     found = mha_results(arguments, d_out)
     for _ in range(REPEATS):
@@ -91,6 +90,11 @@ def _check_mha(case: MhaCase, device: str, dtype: torch.dtype) -> None:
         close(got.float(), want, "mha lse" if name == "lse" else "mha")
 
 
+CHECKS: dict[str, Callable[[Any, str, str | None, torch.dtype], None]] = {
+    "mla_decode": _check_decode,
+    "sparse_mla_prefill": _check_prefill,
+    "varlen_attention": _check_mha,
+}
 MHA_RESULTS = ("out", "lse", "dq", "dk", "dv")
 
 

@@ -35,8 +35,7 @@ class TpuCase:
     refused: str = ""  # what the room says of it where it takes no such call
 
     def call(self, device: Device) -> Call:
-        call = samples.sample_of(self.operation, **self.sample).call(self.operation, device)
-        return dataclasses.replace(call, **self.arguments) if self.arguments else call  # type: ignore[type-var]
+        return samples.sample_of(self.operation, **self.sample).call(self.operation, device, **self.arguments)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Named shapes of attention without a cache, W13: what `paged.py` is for paged attention.
+"""Named shapes of attention without a cache, W13.
 
 A case is a forward pass or the gradient of one. A floor counts, as everywhere, each needed byte once and the
 operations that no mask hides: two products forward, five backward, which has to compute the logits again.
@@ -13,45 +13,36 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.cases import paged as paged_cases
-from benchmarks.cases.paged import BLOCK, ITEMSIZE, K, rounded
-from ragged_attention.calls import Call, Device, VarlenAttention, VarlenAttentionBackward
+from benchmarks.cases.base import ROWS, Case, Compared, K, Tables, drawn, rounded, spans
+from benchmarks.compiled.compiling import ITEMSIZE
+from ragged_attention.reference.ragged_paged_attention import visible
 from ragged_attention.reference.varlen_attention import varlen_attention
-from ragged_attention.samples import FakeArray
+from ragged_attention.reference.varlen_attention_backward import attend_backward, row_terms
+from ragged_attention.samples import FakeArray, VarlenSample
+
+GIVEN = ("d_out", "d_lse")  # to a gradient, beside what the forward pass takes and gives
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class VarlenCase:
-    """One batch: lengths of its sequences, heads and options."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VarlenCase(Case, VarlenSample):
+    """One batch of packed sequences; its sizes follow from the lengths."""
 
     name: str
     workload: str
     q_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    d_v: int
+    d_v: int = 128
     backward: bool = False
-    dtype: str = "bfloat16"
-    causal: bool = True
-    sliding_window: int | None = None
-    soft_cap: float | None = None
-    sinks: bool = False
-    d_lse: bool = False
+    num_tokens: int = dataclasses.field(init=False)
+    max_num_seqs: int = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_tokens", sum(self.q_lens))
+        object.__setattr__(self, "max_num_seqs", len(self.q_lens))
 
     @property
     def operation(self) -> str:
         return "varlen_attention_backward" if self.backward else "varlen_attention"
-
-    @property
-    def key_format(self) -> str:
-        """What decides how a kernel loads keys."""
-        return "plain"
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.q_lens)
 
     @property
     def num_kv_tokens(self) -> int:
@@ -62,11 +53,8 @@ class VarlenCase:
         return (self.num_tokens, self.num_q_heads, self.head_dim)
 
     @property
-    def out_shape(self) -> tuple[int, int, int]:
-        return (self.num_tokens, self.num_q_heads, self.d_v)
-
-    def kv_shape(self, width: int) -> tuple[int, int, int]:
-        return (self.num_kv_tokens, self.num_kv_heads, width)
+    def wgmma_rows(self) -> int:
+        return max(self.q_lens) * self.num_q_heads // self.num_kv_heads
 
     def needed_bytes(self) -> int:
         """Every array that goes in or comes out, each byte once."""
@@ -87,146 +75,129 @@ class VarlenCase:
         return total
 
     def flops(self) -> int:
-        """Multiplications and additions over visible pairs: q . k and weight * v; backward three and two of them."""
+        """Of q . k and weight * v; backward three and two of them."""
         columns = 3 * self.head_dim + 2 * self.d_v if self.backward else self.head_dim + self.d_v
         return 2 * self.visible_pairs() * self.num_q_heads * columns
 
-    def floor_seconds(self, bytes_per_second: float, flops_per_second: float) -> tuple[float, str]:
-        """The time under which no implementation can be, and whether memory or arithmetic sets it."""
-        memory, arithmetic = self.needed_bytes() / bytes_per_second, self.flops() / flops_per_second
-        return (memory, "memory") if memory >= arithmetic else (arithmetic, "arithmetic")
+    def scaled_down(self, *, length: int = 77, sequences: int = 3) -> "VarlenCase":
+        """Widths and the GQA ratio stay."""
+        factor = max(1.0, max(self.kv_lens) / length)
 
-    def options(self) -> dict[str, Any]:
-        """The keyword arguments that are no arrays."""
-        return {
-            "max_q_len": max(self.q_lens),
-            "max_kv_len": max(self.kv_lens),
-            "causal": self.causal,
-            "sliding_window": self.sliding_window,
-            "soft_cap": self.soft_cap,
-        }
+        def shorter(lens: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(max(1, int(n / factor) - index) for index, n in enumerate(lens[:sequences]))
 
+        kv_heads = min(2, self.num_kv_heads)
+        return dataclasses.replace(
+            self,
+            name=f"{self.name}_small",
+            q_lens=shorter(self.q_lens),
+            kv_lens=shorter(self.kv_lens),
+            num_q_heads=self.num_q_heads // self.num_kv_heads * kv_heads,
+            num_kv_heads=kv_heads,
+            sliding_window=self.sliding_window and max(1, int(self.sliding_window / factor)),
+        )
 
-def scaled_down(case: VarlenCase, *, length: int = 77, sequences: int = 3) -> VarlenCase:
-    """The same kind of batch, small enough for any machine; widths and the GQA ratio stay."""
-    factor = max(1.0, max(case.kv_lens) / length)
+    # ---- inputs
 
-    def shorter(lens: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(max(1, int(n / factor) - index) for index, n in enumerate(lens[:sequences]))
+    def arguments(self, operation: str) -> dict[str, Any]:
+        return super().arguments(operation) | {"max_q_len": max(self.q_lens), "max_kv_len": max(self.kv_lens)}
 
-    kv_heads = min(2, case.num_kv_heads)
-    return dataclasses.replace(
-        case,
-        name=f"{case.name}_small",
-        q_lens=shorter(case.q_lens),
-        kv_lens=shorter(case.kv_lens),
-        num_q_heads=case.num_q_heads // case.num_kv_heads * kv_heads,
-        num_kv_heads=kv_heads,
-        sliding_window=case.sliding_window and max(1, int(case.sliding_window / factor)),
-    )
+    def tables(self, seed: int = 0) -> Tables:
+        """There is nothing to draw."""
+        del seed
+        lens = {"cu_q_lens": self.q_lens, "cu_kv_lens": self.kv_lens}
+        return {name: np.concatenate([[0], np.cumsum(value)]).astype(np.int32) for name, value in lens.items()}
 
+    def changed(self) -> "Iterator[tuple[VarlenCase, Tables]]":
+        """Its lengths moved by one sequence."""
+        other = dataclasses.replace(self, q_lens=(*self.q_lens[1:], 0), kv_lens=(*self.kv_lens[1:], 0))
+        return ((one, one.tables()) for one in (other, self))
 
-def _floats(case: VarlenCase) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of every float argument but what the forward pass gives."""
-    found: dict[str, tuple[tuple[int, ...], str]] = {
-        "q": (case.q_shape, case.dtype),
-        "k": (case.kv_shape(case.head_dim), case.dtype),
-        "v": (case.kv_shape(case.d_v), case.dtype),
-    }
-    if case.sinks:
-        found["sinks"] = ((case.num_q_heads,), "float32")
-    if case.backward:
-        found["d_out"] = (case.out_shape, case.dtype)
-    if case.backward and case.d_lse:
-        found["d_lse"] = (case.q_shape[:2], "float32")
-    return found
+    def values(self, name: str, array: FakeArray, generator: np.random.Generator) -> np.ndarray:
+        """Larger ones would, for a query that sees few keys, magnify the rounding of its weights beyond the bounds."""
+        return super().values(name, array, generator) * {"v": 1 / 4, "d_out": 1 / 16, "d_lse": 1 / 16}.get(name, 1)
 
+    def with_forward(self, inputs: dict[str, Any], framework: str) -> dict[str, Any]:
+        """A gradient's are what the forward pass gives, by the backend that the device runs by itself."""
+        if not self.backward:
+            return inputs
+        given = {name: value for name, value in inputs.items() if name not in GIVEN}
+        if framework == "numpy":
+            out, lse = varlen_attention(**given)
+            return inputs | {"out": rounded(out, self.dtype), "lse": lse}
+        out, lse = importlib.import_module(f"ragged_attention.{framework}").varlen_attention(**given, return_lse=True)
+        return inputs | {"out": out, "lse": lse}
 
-def attention_call(case: VarlenCase, device: Device) -> VarlenAttention | VarlenAttentionBackward:
-    """The operation's record over fake arrays, as if it came from `device`."""
-    arrays: dict[str, Any] = {name: FakeArray(shape, dtype) for name, (shape, dtype) in _floats(case).items()}
-    edges = FakeArray((len(case.q_lens) + 1,), "int32")
-    arrays |= {"cu_q_lens": edges, "cu_kv_lens": edges}
-    if not case.backward:
-        return VarlenAttention(**arrays, **case.options(), device=device)
-    arrays |= {"out": FakeArray(case.out_shape, case.dtype), "lse": FakeArray(case.q_shape[:2], "float32")}
-    return VarlenAttentionBackward(**arrays, **case.options(), device=device)
+    # ---- results
 
+    @property
+    def bounds(self) -> str:
+        return self.dtype if self.dtype == "float32" else "gradient" if self.backward else "varlen out"
 
-def calls_of(case: VarlenCase, device: Device) -> Iterator[Call]:
-    yield attention_call(case, device)
+    def compared(self, inputs: dict[str, Any], out: Any, to_numpy: Any) -> Compared:
+        return (self._compared_gradients if self.backward else self._compared_rows)(inputs, out, to_numpy)
 
+    def _sequence(self, seq: int) -> tuple[slice, slice]:
+        """The query tokens and the keys of a sequence."""
+        rows, keys = (slice(sum(lens[:seq]), sum(lens[: seq + 1])) for lens in (self.q_lens, self.kv_lens))
+        return rows, keys
 
-# ---- inputs
+    def _compared_rows(self, inputs: dict[str, Any], out: Any, to_numpy: Any) -> Compared:
+        for span in spans(self.q_lens, self.kv_lens):
+            every, keys = self._sequence(span.seq)
+            rows = span.rows
+            if self.causal:
+                keys = slice(keys.start, keys.start + max(span.kv_len, 0))
+            elif self.sliding_window:  # which counts from a query's position, so that all must be there
+                rows = every
+            want, _ = varlen_attention(
+                to_numpy(inputs["q"][rows]),
+                *(to_numpy(inputs[name][keys]) for name in ("k", "v")),
+                cu_q_lens=[0, rows.stop - rows.start],
+                cu_kv_lens=[0, keys.stop - keys.start],
+                sinks=to_numpy(inputs["sinks"]) if self.sinks else None,
+                causal=self.causal,
+                sliding_window=self.sliding_window,
+                soft_cap=self.soft_cap,
+            )
+            yield str(dataclasses.replace(span, start=rows.start, stop=rows.stop)), to_numpy(out[rows]), want
 
+    def _compared_gradients(self, inputs: dict[str, Any], out: Any, to_numpy: Any) -> Compared:
+        """dq of some rows of a sequence's first and last head, and dk and dv of some keys that these see."""
+        for seq in sorted({0, len(self.q_lens) - 1, int(np.argmax(self.q_lens))}):
+            for kv_head in sorted({0, self.num_kv_heads - 1}):
+                for name, got, want in self._some_gradients(inputs, out, seq, kv_head, to_numpy):
+                    yield f"{name} of sequence {seq}, KV head {kv_head}", got, want
 
-def tables(case: VarlenCase, seed: int = 0) -> dict[str, np.ndarray]:
-    """`cu_q_lens` and `cu_kv_lens`; there is nothing to draw."""
-    del seed
-    lens = {"cu_q_lens": case.q_lens, "cu_kv_lens": case.kv_lens}
-    return {name: np.concatenate([[0], np.cumsum(value)]).astype(np.int32) for name, value in lens.items()}
-
-
-def changed(case: VarlenCase) -> list[tuple[VarlenCase, dict[str, np.ndarray]]]:
-    """The case with lengths moved by one sequence, then as it is: cases and the arrays that index them."""
-    other = dataclasses.replace(case, q_lens=(*case.q_lens[1:], 0), kv_lens=(*case.kv_lens[1:], 0))
-    return [(one, tables(one)) for one in (other, case)]
-
-
-def _random_values(case: VarlenCase, seed: int) -> dict[str, tuple[np.ndarray, tuple[int, ...], str]]:
-    """For each float argument: values to be repeated, shape, dtype.
-
-    Larger ones would, for a query that sees few keys, magnify the rounding of its weights beyond the bounds.
-    """
-    small = {"v": 1 / 4, "d_out": 1 / 16, "d_lse": 1 / 16}
-    generator = np.random.default_rng([seed, 1])
-    values = {}
-    for name, (shape, dtype) in _floats(case).items():
-        block = generator.standard_normal(min(BLOCK, math.prod(shape)), np.float32)
-        values[name] = (block * small.get(name, 1), shape, dtype)
-    return values
-
-
-def _with_forward(case: VarlenCase, inputs: dict[str, Any], framework: str) -> dict[str, Any]:
-    """A gradient's inputs with what the forward pass gave, by the backend that the device runs by itself."""
-    if not case.backward:
-        return inputs
-    function = importlib.import_module(f"ragged_attention.{framework}").varlen_attention
-    given = {name: value for name, value in inputs.items() if name not in ("d_out", "d_lse")}
-    out, lse = function(**given, return_lse=True)
-    return inputs | {"out": out, "lse": lse}
-
-
-def numpy_inputs(case: VarlenCase, seed: int = 0) -> dict[str, Any]:
-    """Arguments for the definition in `reference/`."""
-    inputs: dict[str, Any] = {
-        name: np.resize(rounded(block, dtype), shape)
-        for name, (block, shape, dtype) in _random_values(case, seed).items()
-    }
-    inputs |= tables(case, seed) | case.options()
-    if case.backward:
-        given = {name: value for name, value in inputs.items() if name not in ("d_out", "d_lse")}
-        out, inputs["lse"] = varlen_attention(**given)
-        inputs["out"] = rounded(out, case.dtype)
-    return inputs
-
-
-def torch_inputs(case: VarlenCase, seed: int = 0, device: Any = "cpu") -> dict[str, Any]:
-    """Arguments for the torch front end, on `device`."""
-    import torch
-
-    arrays = {name: paged_cases.torch_array(*value, device) for name, value in _random_values(case, seed).items()}
-    arrays |= {name: torch.from_numpy(table).to(device) for name, table in tables(case, seed).items()}
-    return _with_forward(case, arrays | case.options(), "torch")
-
-
-def jax_inputs(case: VarlenCase, seed: int = 0) -> dict[str, Any]:
-    """Arguments for the jax front end, on its default device."""
-    import jax.numpy as jnp
-
-    arrays = {name: paged_cases.jax_array(*value) for name, value in _random_values(case, seed).items()}
-    arrays |= {name: jnp.asarray(table) for name, table in tables(case, seed).items()}
-    return _with_forward(case, arrays | case.options(), "jax")
+    def _some_gradients(self, inputs: dict[str, Any], out: Any, seq: int, kv_head: int, to_numpy: Any) -> Compared:
+        """(name, what is there, what the definition gives) of the ends of a sequence, for one KV head's group."""
+        rows, keys = self._sequence(seq)
+        q_len, kv_len = self.q_lens[seq], self.kv_lens[seq]
+        group = self.num_q_heads // self.num_kv_heads
+        seen = visible(q_len, kv_len, np.ones(kv_len, bool), self.causal, self.sliding_window)
+        k, v = (to_numpy(inputs[name][keys, kv_head]) for name in ("k", "v"))
+        some_rows, some_keys = (sorted({*range(min(ROWS, n)), *range(max(0, n - ROWS), n)}) for n in (q_len, kv_len))
+        dk, dv = np.zeros((len(some_keys), self.head_dim)), np.zeros((len(some_keys), self.d_v))
+        for head in range(kv_head * group, (kv_head + 1) * group):
+            one = slice(head, head + 1)
+            arrays = {name: to_numpy(inputs[name][rows, one]) for name in ("d_out", "q", "out", "lse")}
+            d_lse = to_numpy(inputs["d_lse"][rows, one]) if self.d_lse else None
+            sinks = to_numpy(inputs["sinks"][one]) if self.sinks else None
+            terms = row_terms(arrays["d_out"], arrays["out"], arrays["lse"], d_lse, sinks)[:3]
+            share, delta, d_lse = (term[:, 0] for term in terms)
+            d_out, q, lse = (arrays[name][:, 0] for name in ("d_out", "q", "lse"))
+            options = (self.head_dim**-0.5, self.soft_cap)
+            want = attend_backward(
+                d_out[some_rows], q[some_rows], k, v, seen[some_rows], lse[some_rows], share[some_rows],
+                delta[some_rows], d_lse[some_rows], *options,
+            )[0]  # fmt: skip
+            yield f"dq of head {head}", to_numpy(out[0][rows, head])[some_rows], want
+            _, more_dk, more_dv = attend_backward(
+                d_out, q, k[some_keys], v[some_keys], seen[:, some_keys], lse, share, delta, d_lse, *options
+            )
+            dk, dv = dk + more_dk, dv + more_dv
+        for name, got, want in (("dk", out[1], dk), ("dv", out[2], dv)):
+            yield name, to_numpy(got[keys, kv_head])[some_keys], want
 
 
 # ---- the cases
@@ -258,7 +229,7 @@ _ALL = (
         )
     ),
     *_both("gqa_8x2k", "W13", (2 * K,) * 8, (32, 8), (128, 128)),
-    *_both("packed", "W13", tuple(paged_cases._drawn(64, 2 * K, 16)), (32, 8), (128, 128)),
+    *_both("packed", "W13", tuple(drawn(64, 2 * K, 16)), (32, 8), (128, 128)),
 )  # fmt: skip
 CASES = {case.name: case for case in _ALL}
 

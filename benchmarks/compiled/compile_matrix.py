@@ -32,8 +32,6 @@ from benchmarks.cases import catalogue
 from benchmarks.cases import mla as mla_cases
 from benchmarks.cases import paged as paged_cases
 from benchmarks.cases import varlen as varlen_cases
-from benchmarks.cases.mla import LatentCase
-from benchmarks.cases.varlen import VarlenCase
 from benchmarks.compiled import compiling, kept_facts, sass
 from ragged_attention import dispatch, samples
 from ragged_attention.calls import CALLS, Call
@@ -87,9 +85,6 @@ COPYING = (
 
 SPOT_CHECK = 24  # of so many compilations that did not change a check does one again
 SAVED_EVERY = 30.0  # seconds, while compiling
-
-# 64 rows of a wider output fill the registers of eight warps, so that whatever has wgmma there spills.
-LARGEST_WGMMA_HEAD = 256
 
 # The kernels that multiply, whose inner loops are judged in workloads' cases. Of what such a loop loads, no less than
 # this share must come 16 bytes at a time.
@@ -202,7 +197,7 @@ def calls_for(case: str, arch: str) -> tuple[Call, ...]:
 
 
 def _calls_of(case: str, arch: str) -> list[Call]:
-    calls = catalogue.calls_of(catalogue.find(case), samples.device_of("torch", arch))
+    calls = catalogue.find(case).calls(samples.device_of("torch", arch))
     return [call for call in calls if call.OPERATION in ATTENTIONS or case in COPYING]
 
 
@@ -347,7 +342,8 @@ def failures(rows: Sequence[Row], version: str = "") -> list[str]:
     """Everything that must not ship, one line each; `version` is Triton's, the newest where none is given."""
     found = _failures_by_row(rows, version)
     for name in sorted({name for row in rows if row.arch == "sm_90" for name in row.cases}):
-        if not _wants_wgmma(catalogue.find(name)):
+        case = catalogue.find(name)
+        if case.dtype == "float32" or case.wgmma_rows < WGMMA_ROWS:
             continue
         used = [row.facts for row in rows if row.arch == "sm_90" and name in row.cases]
         if not any("wgmma" in dict(facts.instructions) for facts in used):
@@ -391,21 +387,6 @@ def loop_failure(row: Row, version: str = "") -> str | None:
 def _product_rows(row: Row) -> int:
     sizes = dict(block.split() for block in row.blocks.split(", "))
     return int(sizes[ROWS.get(row.kernel, "q")])
-
-
-def _wants_wgmma(case: catalogue.AnyCase) -> bool:
-    """Whether a case has rows enough for Hopper's matrix instructions, in a type that they take."""
-    if case.dtype == "float32":
-        return False
-    if isinstance(case, VarlenCase):
-        return max(case.q_lens) * case.num_q_heads // case.num_kv_heads >= 64
-    if isinstance(case, LatentCase):
-        if case.format != "plain":  # decoded in registers, in tiles of fewer rows
-            return False
-        tokens = 1 if case.topk else case.num_q_tokens
-        return case.num_q_heads // case.num_kv_heads * tokens >= 64
-    large = max(case.q_lens) * (case.num_q_heads // case.num_kv_heads) >= 64
-    return large and "speculative" not in case.name and case.head_dim <= LARGEST_WGMMA_HEAD
 
 
 def section(version: str, rows: Sequence[Row], refused: Sequence[str]) -> str:

@@ -20,7 +20,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases.paged import ITEMSIZE
 from benchmarks.compiled import sass, sources
 from ragged_attention import dispatch
 from ragged_attention.calls import Call, dtype_name
@@ -28,6 +27,7 @@ from ragged_attention.devices import shared_memory_of
 from ragged_attention.samples import MULTIPROCESSORS, FakeArray
 
 ARCHITECTURES = tuple(MULTIPROCESSORS)
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
 
 POINTERS = {
     "float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "int8": "*i8", "uint8": "*u8",

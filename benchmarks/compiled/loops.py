@@ -19,8 +19,6 @@ from pathlib import Path
 
 from benchmarks import roofline
 from benchmarks.cases import catalogue
-from benchmarks.cases.mla import LatentCase
-from benchmarks.cases.paged import Case
 from benchmarks.compiled import compiling
 from ragged_attention.samples import device_of
 
@@ -48,43 +46,21 @@ class Prediction:
         return max(self.plan.exact, self.busy[self.bound])
 
 
-def turns(step: roofline.Step, launch: compiling.Launch, case: Case | LatentCase) -> list[float]:
-    """How often a step's programs turn in each loop of their kernel: the one without masks, if there are two, first.
-
-    Of a tile kernel the masked keys are those whose weights are multiplied twice, so this is for bfloat16 queries.
-    """
-    kernel_args = launch.arguments
-    if isinstance(case, LatentCase):
-        tiles = roofline.triton_tiles(case, kernel_args)
-        return [step.work.flops / (2 * tiles.rows * tiles.keys * tiles.columns)]
-    count, d, dv, block = (kernel_args[name] for name in ("BLOCK_Q", "D_PAD", "DV_PAD", "BLOCK_KV"))
-    keys = step.work.flops / (2 * count * (d + dv))
-    if step.name == "split_kernel":  # all its keys but the last few of a part
-        return [keys / block, 0.0]
-    masked = step.work.again / (2 * count * dv)
-    return [(keys - masked) / block, masked / kernel_args["EDGE_KV"]]
-
-
 def predicted(name: str) -> Prediction:
     """A case of the catalogue on the Triton room's kernels."""
     case = catalogue.find(name)
     device = device_of("torch", ARCH)
-    launches = {launch.name: launch for launch in compiling.record(catalogue.attention_call(case, device))}
+    launches = {launch.name: launch for launch in compiling.record(case.attention_call(device))}
     busy: dict[str, float] = {}
-    for step in roofline.steps(case, "triton", device):
+    for step in case.steps("triton", device):
         if step.name == "combine_kernel":
             continue
         loops = compiling.compile_launch(launches[step.name], ARCH).loops
         # A list that comes in two caches is walked by two loops of the same code.
-        for loop, number in zip(loops, turns(step, launches[step.name], case), strict=False):
+        for loop, number in zip(loops, step.turns, strict=False):
             for unit, cycles in loop.cycles:
                 busy[unit] = busy.get(unit, 0.0) + cycles * number / (MULTIPROCESSORS * CLOCK)
     return Prediction(roofline.plan_of(case, "triton", device), busy)
-
-
-def names() -> list[str]:
-    """The cases that there are plans of."""
-    return [name for name, case in catalogue.CASES.items() if isinstance(case, Case | LatentCase)]
 
 
 HEAD = "| | case | floor, us | plan, us | loops, us | of these | bound, us | of the floor |\n"
@@ -118,7 +94,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(reason, file=sys.stderr)
         return 2
     with compiling.processes(options.jobs) as pool:
-        text = table(pool.map(predicted, options.case or names()))
+        text = table(
+            pool.map(
+                predicted,
+                options.case
+                or [name for name, case in catalogue.CASES.items() if case.planned(device_of("torch", ARCH))],
+            )
+        )
     if options.case:
         print(text)
     else:

@@ -35,6 +35,7 @@ from rich.table import Table
 from benchmarks.cases import tpu as tpu_cases
 from benchmarks.cases.tpu import TARGETS, Traceable
 from benchmarks.compiled import tpu_dump
+from benchmarks.peers import tpu as tpu_peers
 from benchmarks.peers.tpu import PEERS
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +78,7 @@ class Outcome:
 def find(name: str, options: Mapping[str, Any]) -> Traceable:
     """A case or one of JAX's kernels, by name; `options`, if there are any, in place of the case's own."""
     if name in PEERS:
-        return PEERS[name][1]()
+        return tpu_peers.traceable(PEERS[name])
     case = tpu_cases.find(name)
     return tpu_cases.traceable(dataclasses.replace(case, options=options) if options else case)
 
@@ -85,7 +86,7 @@ def find(name: str, options: Mapping[str, Any]) -> Traceable:
 def names(target: str, only: str = "") -> list[str]:
     """Cases of ours, then JAX's: by name or operation with `only`, else those that the page shows."""
     every = {case.name: case.operation for case in tpu_cases.CASES}
-    every |= {name: operation for name, (operation, _) in PEERS.items()}
+    every |= {name: case.operation for name, case in PEERS.items()}
     if only:
         return [name for name, operation in every.items() if only in name or only == operation]
     shown = {*tpu_cases.EVERYWHERE, *(tpu_cases.FURTHER if target == tpu_cases.MOST else ())}

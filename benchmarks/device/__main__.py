@@ -29,7 +29,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.cases.catalogue import CASES, AnyCase, scaled_down
+from benchmarks.cases.base import Case
+from benchmarks.cases.catalogue import CASES
 from benchmarks.device import cuda as device_cuda
 from benchmarks.device.session import ROOT, Session, apart, apart_checked, compute_sanitizer, outcomes
 from benchmarks.peers import registry
@@ -169,7 +170,7 @@ def bench(session: Session) -> bool:
     done = session.report.setdefault("bench", {})
     chosen = [case for case in CASES.values() if not session.quick or case.name in QUICK]
     if session.rehearse:
-        chosen = [scaled_down(CASES[name], length=48) for name in REHEARSED]
+        chosen = [CASES[name].scaled_down(length=48) for name in REHEARSED]
     machine = _machine(session)
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=session.console) as progress:
@@ -195,7 +196,7 @@ def _machine(session: Session) -> Machine:
     )
 
 
-def _one_case(case: AnyCase, machine: Machine, session: Session) -> list[Result]:
+def _one_case(case: Case, machine: Machine, session: Session) -> list[Result]:
     import torch
 
     rounds = 3 if session.rehearse else 20 if session.quick else 50

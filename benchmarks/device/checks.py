@@ -5,8 +5,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import correctness
-from benchmarks.cases.catalogue import AnyCase, changed, find, judged, scaled_down, torch_inputs
+from benchmarks.cases.base import Case
+from benchmarks.cases.catalogue import find
 from benchmarks.run import to_numpy
 from ragged_attention.testing.compare import identical
 
@@ -20,69 +20,65 @@ class Check:
     message: str = ""
 
 
-def _operation(case: AnyCase) -> Callable[..., Any]:
+def _operation(case: Case) -> Callable[..., Any]:
     return getattr(importlib.import_module("ragged_attention.torch"), case.operation)
 
 
-def _attention(case: AnyCase, inputs: dict[str, Any], backend: str) -> Any:
-    return judged(case, _operation(case)(**inputs, backend=backend))
+def _attention(case: Case, inputs: dict[str, Any], backend: str) -> Any:
+    return case.judged(_operation(case)(**inputs, backend=backend))
 
 
 def _listed(out: Any) -> list[Any]:
     return out if isinstance(out, list) else [out]
 
 
-def _same_bits(case: AnyCase, inputs: dict[str, Any], out: Any, backend: str) -> None:
+def _same_bits(case: Case, inputs: dict[str, Any], out: Any, backend: str) -> None:
     """Whether another call gives the same."""
     for got, want in zip(_listed(out), _listed(_attention(case, inputs, backend)), strict=True):
         identical(to_numpy(got), to_numpy(want))
 
 
-def _right(case: AnyCase, inputs: dict[str, Any], out: Any) -> None:
-    correctness.check(case, inputs, out, to_numpy)
-
-
-def compiled(case: AnyCase, backend: str, device: str) -> None:
+def compiled(case: Case, backend: str, device: str) -> None:
     """`torch.compile(fullgraph=True)` around the call gives the call's own bits."""
     import torch
 
-    inputs = torch_inputs(case, 1, device)
+    inputs = case.torch_inputs(1, device)
     operation = _operation(case)
     by = "inductor" if device == "cuda" else "aot_eager"
 
     def together(inputs: dict[str, Any]) -> list[Any]:
-        return [array * 1 for array in _listed(judged(case, operation(**inputs, backend=backend)))]
+        return [array * 1 for array in _listed(case.judged(operation(**inputs, backend=backend)))]
 
     function = torch.compile(together, fullgraph=True, backend=by)
     results = function(inputs)
     out = results if case.backward else results[0]
     _same_bits(case, inputs, out, backend)
-    _right(case, inputs, out)
+    case.check(inputs, out, to_numpy)
 
 
-def replayed(case: AnyCase, backend: str, device: str) -> None:
+def replayed(case: Case, backend: str, device: str) -> None:
     """A captured call, replayed after the lengths and queries have changed in place, is right for the new ones."""
     import torch
 
     from benchmarks import timing
 
-    inputs = torch_inputs(case, 2, device)
+    inputs = case.torch_inputs(2, device)
     replay = timing.captured(lambda: _attention(case, inputs, backend))
-    for other, tables in changed(case):
+    for other, tables in case.changed():
         for name, table in tables.items():
             inputs[name].copy_(torch.from_numpy(table))
-        inputs["q"].copy_(torch.randn(case.q_shape, device=device))
+        inputs["q"].copy_(torch.randn(inputs["q"].shape, device=device))
         out = replay()
         torch.cuda.synchronize()
-        _right(other, inputs, out)
+        other.check(inputs, out, to_numpy)
         _same_bits(case, inputs, out, backend)
 
 
-def on_another_stream(case: AnyCase, backend: str, device: str) -> None:
+def on_another_stream(case: Case, backend: str, device: str) -> None:
     """On a stream of its own the call waits for that stream's work and for nothing else's."""
     import torch
 
-    inputs = torch_inputs(case, 3, device)
+    inputs = case.torch_inputs(3, device)
     queries, inputs["q"] = inputs["q"], torch.full_like(inputs["q"], float("nan"))
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -91,14 +87,14 @@ def on_another_stream(case: AnyCase, backend: str, device: str) -> None:
         inputs["q"].copy_(queries)
         out = _attention(case, inputs, backend)
     stream.synchronize()
-    _right(case, inputs, out)
+    case.check(inputs, out, to_numpy)
 
 
-def without_waiting(case: AnyCase, backend: str, device: str) -> None:
+def without_waiting(case: Case, backend: str, device: str) -> None:
     """The call never makes the host wait for the device."""
     import torch
 
-    inputs = torch_inputs(case, 4, device)
+    inputs = case.torch_inputs(4, device)
     _attention(case, inputs, backend)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -108,13 +104,13 @@ def without_waiting(case: AnyCase, backend: str, device: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def flat_in_padding(case: AnyCase, backend: str, device: str) -> None:
+def flat_in_padding(case: Case, backend: str, device: str) -> None:
     """Ten times longer page tables with the same lengths cost under 3 % more."""
     import torch
 
     from benchmarks import timing
 
-    inputs = torch_inputs(case, 5, device)
+    inputs = case.torch_inputs(5, device)
     table = inputs["page_indices"]
     longer = dict(inputs, page_indices=torch.nn.functional.pad(table, (0, 9 * table.shape[1])))
     candidates = {
@@ -130,17 +126,16 @@ def flat_in_padding(case: AnyCase, backend: str, device: str) -> None:
 ANYWHERE = (compiled,)
 ON_A_GPU = (compiled, replayed, on_another_stream, without_waiting)
 TIMED = (flat_in_padding,)
-GRADIENTS = ("varlen_attention_backward",)
 NEW_QUERIES = (replayed, on_another_stream)  # for which a gradient's other arguments would be no forward pass's
 
 
-def checks(cases: list[AnyCase], backend: str, device: str, *, timed: AnyCase | None = None) -> list[Check]:
+def checks(cases: list[Case], backend: str, device: str, *, timed: Case | None = None) -> list[Check]:
     """Every check on every case that the device allows."""
-    chosen: list[tuple[Callable[..., None], AnyCase]] = [
+    chosen: list[tuple[Callable[..., None], Case]] = [
         (check, case)
         for case in cases
         for check in (ON_A_GPU if device == "cuda" else ANYWHERE)
-        if not (case.operation in GRADIENTS and check in NEW_QUERIES)
+        if not (case.backward and check in NEW_QUERIES)
     ]
     if timed is not None and device == "cuda":
         chosen += [(check, timed) for check in TIMED]
@@ -171,5 +166,5 @@ def poke(seeds: int, backend: str = "triton", device: str = "cuda") -> None:
                 continue
 
 
-def small(names: tuple[str, ...], length: int = 333) -> list[AnyCase]:
-    return [scaled_down(find(name), length=length, sequences=6) for name in names]
+def small(names: tuple[str, ...], length: int = 333) -> list[Case]:
+    return [find(name).scaled_down(length=length, sequences=6) for name in names]

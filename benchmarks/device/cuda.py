@@ -14,23 +14,23 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import correctness
-from benchmarks.cases.mla import LatentCase, numpy_inputs, torch_inputs
+from benchmarks.cases.base import Case
+from benchmarks.cases.mla import LatentCase, batch
 from benchmarks.device.session import Session, apart, apart_checked, compute_sanitizer, outcomes
 from benchmarks.run import to_numpy
-from ragged_attention import kernels_cuda
+from ragged_attention import dispatch, kernels_cuda
 from ragged_attention.errors import BackendMissing
 from ragged_attention.kernels_cuda import _native
 from ragged_attention.kernels_cuda._build import compile as kernels
 from ragged_attention.kernels_cuda._build import toolchain
+from ragged_attention.samples import device_of
 from ragged_attention.testing.paged.specs import garbage
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 
 
-def _small(name: str, heads: int, **fields: Any) -> LatentCase:
-    shape: dict[str, Any] = {"num_seqs": 3, "num_q_tokens": 1, "kv_len": 150, "num_q_heads": heads}
-    return LatentCase(name=name, workload="-", **(shape | fields))
+def _small(name: str, heads: int, num_seqs: int = 3, **fields: Any) -> LatentCase:
+    return batch(name, "-", num_seqs, heads, max_len=150, **fields)
 
 
 # A case for each kernel and each way in which it finds its rows: a checker slows a kernel down a hundredfold.
@@ -40,9 +40,9 @@ SMALL = (
     _small("dense_512", 8, d_qk=512, num_kv_heads=2),
     _small("lists", 64, topk=130),
     _small("lists_512", 128, topk=70, d_qk=512, page_size=1),
-    _small("lists_fp8", 128, topk=130, num_q_tokens=2, format="fp8_v32"),
+    _small("lists_fp8", 128, topk=130, num_q_tokens=2, cache_format="fp8_v32"),
     _small("prefill", 128, num_seqs=1, num_q_tokens=3, topk=130, prefill=True, sinks=True),
-    _small("prefill_fp8", 16, num_seqs=1, num_q_tokens=3, topk=90, prefill=True, format="fp8_v32"),
+    _small("prefill_fp8", 16, num_seqs=1, num_q_tokens=3, topk=90, prefill=True, cache_format="fp8_v32"),
 )
 
 
@@ -58,17 +58,17 @@ def _valid(case: LatentCase, seed: int, device: str) -> None:
     """Right whatever the splits; a decode also by a schedule."""
     import ragged_attention.torch as front
 
-    inputs = torch_inputs(case, seed, device)
+    inputs = case.torch_inputs(seed, device)
     operation = getattr(front, case.operation)
     for num_splits in (1, 2):
         out = operation(**inputs, backend="cuda", options={"num_splits": num_splits})[0]
-        correctness.check(case, inputs, out, to_numpy)
+        case.check(inputs, out, to_numpy)
     if not case.prefill:
         schedule = front.make_decode_schedule(
-            None if case.topk else inputs["kv_lens"], case.num_seqs, case.num_q_tokens, case.num_q_heads,
+            None if case.topk else inputs["kv_lens"], case.max_num_seqs, case.num_q_tokens, case.num_q_heads,
             case.num_kv_heads, topk=case.topk or None, num_parts=4, device=device, backend="cuda",
         )  # fmt: skip
-        correctness.check(case, inputs, operation(**inputs, backend="cuda", schedule=schedule)[0], to_numpy)
+        case.check(inputs, operation(**inputs, backend="cuda", schedule=schedule)[0], to_numpy)
 
 
 def _invalid(case: LatentCase, seed: int, device: str) -> None:
@@ -77,10 +77,10 @@ def _invalid(case: LatentCase, seed: int, device: str) -> None:
 
     import ragged_attention.torch as front
 
-    generator, inputs = np.random.default_rng(seed), torch_inputs(case, seed, device)
-    for name, table in numpy_inputs(case, seed).items():
+    generator, inputs = np.random.default_rng(seed), case.torch_inputs(seed, device)
+    for name, table in case.numpy_inputs(seed).items():
         if name in ("page_indices", "kv_lens", "indices"):
-            near = case.num_seqs * case.kv_len
+            near = case.max_num_seqs * case.max_len
             inputs[name] = torch.from_numpy(garbage(generator, table.shape, near)).to(device)
     out = getattr(front, case.operation)(**inputs, backend="cuda", options={"num_splits": 2})[0]
     if not bool(out.isfinite().all()):
@@ -108,16 +108,12 @@ def absent(session: Session) -> str | None:
     return status.text if status.code else None
 
 
-def takes(case: Any, framework: str, device: str) -> bool:
+def takes(case: Case, framework: str, device: str) -> bool:
     """Whether the CUDA kernels take a case as it comes from the device."""
-    from benchmarks.cases.mla import attention_call
-    from ragged_attention import dispatch
-    from ragged_attention.samples import device_of
-
-    if not isinstance(case, LatentCase):
+    try:
+        return dispatch.refusal("cuda", case.attention_call(device_of(framework, device))) is None
+    except BackendMissing:
         return False
-    call = attention_call(case, device_of(framework, device))
-    return dispatch.load(case.operation, "cuda").why_not(call) is None
 
 
 # ---- steps

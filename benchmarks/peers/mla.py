@@ -19,11 +19,11 @@ AT_ONCE = 64  # queries whose rows are gathered together
 
 def _plain(case: LatentCase, cache: Any) -> Any:
     """The cache [P, G, K, d_qk] in the queries' dtype; packed rows as pages of one."""
-    if case.format == "plain":
+    if case.cache_format == "plain":
         return cache if cache.dim() == 4 else cache[:, None]
     from ragged_attention.torch import dequantize_mla_cache
 
-    return dequantize_mla_cache(cache, case.format, case.dtype, backend="eager")
+    return dequantize_mla_cache(cache, case.cache_format, case.dtype, backend="eager")
 
 
 def _caches(case: LatentCase, inputs: dict[str, Any]) -> list[Any]:
@@ -72,17 +72,17 @@ def _sdpa_of_tables(case: LatentCase, inputs: dict[str, Any]) -> Run:
 
     (cache,) = _caches(case, inputs)
     group = case.num_q_heads // case.num_kv_heads
-    q = inputs["q"].view(case.num_seqs, case.num_q_tokens, case.num_kv_heads, group, case.d_qk)
+    q = inputs["q"].view(case.max_num_seqs, case.num_q_tokens, case.num_kv_heads, group, case.d_qk)
     q = q.permute(0, 2, 1, 3, 4).flatten(2, 3)
     seen = None
     if case.causal and case.num_q_tokens > 1:
-        last = torch.arange(case.kv_len - case.num_q_tokens, case.kv_len, device=q.device).repeat_interleave(group)
-        seen = torch.arange(case.kv_len, device=q.device) <= last[:, None]
+        last = torch.arange(case.max_len - case.num_q_tokens, case.max_len, device=q.device).repeat_interleave(group)
+        seen = torch.arange(case.max_len, device=q.device) <= last[:, None]
 
     def run() -> Any:
         parts = []
-        for seq in range(case.num_seqs):
-            keys = cache[inputs["page_indices"][seq]].flatten(0, 1)[: case.kv_len].transpose(0, 1)
+        for seq in range(case.max_num_seqs):
+            keys = cache[inputs["page_indices"][seq]].flatten(0, 1)[: case.max_len].transpose(0, 1)
             part = torch.nn.functional.scaled_dot_product_attention(
                 q[seq][None], keys[None], keys[None, ..., : case.d_v], attn_mask=seen
             )
@@ -127,14 +127,14 @@ def flash_mla_declines(case: LatentCase) -> str | None:
     if case.d_v != 512 or (case.dtype != "bfloat16" and case.topk):
         return "takes bfloat16 and values of 512"
     if not case.topk:
-        if case.format != "plain" or case.d_qk != 576 or case.page_size != 64:
+        if case.cache_format != "plain" or case.d_qk != 576 or case.page_size != 64:
             return "takes dense calls over a plain cache of 576 columns in pages of 64 only"
         return None
     if case.num_q_heads > 128 or case.num_kv_heads > 1:
         return "takes at most 128 heads over one KV head"
-    if case.prefill and (case.format != "plain" or case.topk % 128):
+    if case.prefill and (case.cache_format != "plain" or case.topk % 128):
         return "takes prefills over a plain cache and lists of a multiple of 128 only"
-    if not case.prefill and (case.format == "plain" or case.topk % 64 or case.extra_topk % 64):
+    if not case.prefill and (case.cache_format == "plain" or case.topk % 64 or case.extra_topk % 64):
         return "takes sparse decodes over a quantised cache and lists of a multiple of 64 only"
     return None
 
@@ -190,7 +190,7 @@ def fa3(case: LatentCase, inputs: dict[str, Any], forward: Any) -> Run:
 
     (cache,) = _caches(case, inputs)
     q = inputs["q"].view(case.num_tokens, case.num_q_heads, case.d_qk)
-    q_lens, kv_len, table = case.num_q_tokens, case.kv_len, inputs.get("page_indices")
+    q_lens, kv_len, table = case.num_q_tokens, case.max_len, inputs.get("page_indices")
     if case.topk:
         q_lens, kv_len, cache = 1, case.topk, cache.flatten(0, 1)[:, None]
         table = inputs["indices"].view(case.num_tokens, -1).clamp(min=0)

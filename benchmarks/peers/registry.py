@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases.mla import LatentCase
-from benchmarks.cases.paged import Case
+from benchmarks.cases.paged import PagedCase
 from benchmarks.cases.varlen import VarlenCase
 from benchmarks.peers import mla as mla_peers
 from benchmarks.peers import varlen as varlen_peers
@@ -42,7 +42,7 @@ class Peer:
     absent: Callable[[], str | None]
     declines: Callable[[Any], str | None]
     prepare: Callable[[Any, dict[str, Any]], Run]
-    kind: type = Case  # of the cases that it is a peer for
+    kind: type = PagedCase  # of the cases that it is a peer for
 
 
 def _needs(*modules: str, cuda: bool = False) -> Callable[[], str | None]:
@@ -64,7 +64,7 @@ def _no_cuda() -> str | None:
 def _refuses(*, window: bool = False, soft_cap: bool = False, sinks: bool = False, quantised: bool = True) -> Any:
     """Which features a peer does not have."""
 
-    def declines(case: Case) -> str | None:
+    def declines(case: PagedCase) -> str | None:
         for missing, name, used in (
             (window, "sliding_window", case.sliding_window),
             (soft_cap, "soft_cap", case.soft_cap),
@@ -78,9 +78,9 @@ def _refuses(*, window: bool = False, soft_cap: bool = False, sinks: bool = Fals
     return declines
 
 
-def split_pages(case: Case, kv_pages: Any) -> tuple[Any, Any]:
+def split_pages(case: PagedCase, kv_pages: Any) -> tuple[Any, Any]:
     """K and V pages as contiguous arrays of their own, which is the layout most peers know."""
-    if not case.combined:
+    if case.split_pages:
         return kv_pages
     return kv_pages[:, :, 0::2].contiguous(), kv_pages[:, :, 1::2].contiguous()
 
@@ -88,7 +88,7 @@ def split_pages(case: Case, kv_pages: Any) -> tuple[Any, Any]:
 # ---- torch itself
 
 
-def _torch_sdpa(case: Case, inputs: dict[str, Any]) -> Run:
+def _torch_sdpa(case: PagedCase, inputs: dict[str, Any]) -> Run:
     """A loop over sequences: gather the sequence's pages, then `scaled_dot_product_attention`."""
     import torch
 
@@ -131,7 +131,7 @@ def _mask(q_len: int, kv_len: int, window: int | None, device: Any) -> tuple[boo
     return False, (key <= position) & (key > position - window)
 
 
-def _flex_attention(case: Case, inputs: dict[str, Any]) -> Run:
+def _flex_attention(case: PagedCase, inputs: dict[str, Any]) -> Run:
     """Compiled FlexAttention over all sequences packed; gathering and the block mask are done before."""
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -176,7 +176,7 @@ def _flex_attention(case: Case, inputs: dict[str, Any]) -> Run:
 # ---- FlashInfer
 
 
-def _flashinfer(case: Case, inputs: dict[str, Any]) -> Run:
+def _flashinfer(case: PagedCase, inputs: dict[str, Any]) -> Run:
     """The paged prefill wrapper, which also serves decodes on tensor cores; its plan is made before."""
     import torch
 
@@ -230,7 +230,7 @@ def _load_fa3() -> Any:
     return torch.ops._vllm_fa3_C.fwd
 
 
-def _fa3(case: Case, inputs: dict[str, Any]) -> Run:
+def _fa3(case: PagedCase, inputs: dict[str, Any]) -> Run:
     """Its forward operator, whose arguments are given by position; later versions have more of them at the end."""
     forward = _load_fa3()
     k_pages, v_pages = split_pages(case, inputs["kv_pages"])
@@ -249,7 +249,7 @@ def _fa3(case: Case, inputs: dict[str, Any]) -> Run:
     return lambda: forward(*arguments)[0]
 
 
-def _clean_table(case: Case, inputs: dict[str, Any]) -> Any:
+def _clean_table(case: PagedCase, inputs: dict[str, Any]) -> Any:
     """The page table without garbage behind the used pages, which some peers read."""
     return inputs["page_indices"].clamp(0, case.num_pages - 1)
 
@@ -339,7 +339,7 @@ def _vllm_triton_absent() -> str | None:
     return None if found else f"expected triton_unified_attention.py in {FOLDER.name}/"
 
 
-def _vllm_triton(case: Case, inputs: dict[str, Any]) -> Run:
+def _vllm_triton(case: PagedCase, inputs: dict[str, Any]) -> Run:
     """`unified_attention` with the scratch for its split path, as its backend gives it."""
     import torch
 
@@ -377,7 +377,7 @@ def _vllm_triton(case: Case, inputs: dict[str, Any]) -> Run:
     return run
 
 
-def _vllm_declines(case: Case) -> str | None:
+def _vllm_declines(case: PagedCase) -> str | None:
     if case.page_size % 16:
         return "page_size must be a multiple of 16"
     return None
@@ -386,7 +386,7 @@ def _vllm_declines(case: Case) -> str | None:
 # ---- jax
 
 
-def _jax_reference(case: Case, inputs: dict[str, Any]) -> Run:
+def _jax_reference(case: PagedCase, inputs: dict[str, Any]) -> Run:
     """JAX's own reference under jit."""
     import jax
     import numpy as np
@@ -406,11 +406,11 @@ def _jax_reference(case: Case, inputs: dict[str, Any]) -> Run:
     return lambda: jax.block_until_ready(call(inputs["q"], inputs["kv_pages"]))
 
 
-def _jax_declines(case: Case) -> str | None:
-    return "has only the combined layout" if not case.combined else _refuses(sinks=True, quantised=False)(case)
+def _jax_declines(case: PagedCase) -> str | None:
+    return "has only the combined layout" if case.split_pages else _refuses(sinks=True, quantised=False)(case)
 
 
-def _jax_cudnn(case: Case, inputs: dict[str, Any]) -> Run:
+def _jax_cudnn(case: PagedCase, inputs: dict[str, Any]) -> Run:
     """cuDNN's paged attention through JAX; sequences of one query length."""
     import jax
 
@@ -440,12 +440,12 @@ def _cudnn_absent() -> str | None:
     return None if jax.default_backend() == "gpu" else "needs a CUDA device"
 
 
-def _cudnn_declines(case: Case) -> str | None:
+def _cudnn_declines(case: PagedCase) -> str | None:
     if len(set(case.q_lens)) > 1:
         return "sequences must have one query length"
     if 1 < case.q_lens[0] < max(case.kv_lens):
         return "its causal mask is aligned to the first key"
-    return "reads combined pages here" if not case.combined else _refuses(window=True, soft_cap=True, sinks=True)(case)
+    return "reads combined pages here" if case.split_pages else _refuses(window=True, soft_cap=True, sinks=True)(case)
 
 
 # ---- latent attention

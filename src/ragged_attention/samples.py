@@ -1,4 +1,8 @@
-"""Representative calls without arrays, on devices that need not be present: for asking backends what they take."""
+"""Representative calls without arrays, on devices that need not be present: for asking backends what they take.
+
+What a call is made of is described once: a sample's sizes are chosen freely, those of a case in `benchmarks/`, which is
+a sample too, follow from the lengths of its sequences.
+"""
 
 import dataclasses
 import importlib
@@ -23,18 +27,29 @@ class FakeArray:
     dtype: str
 
 
-class _Sample:
+class AnySample:
     """What a representative call is made of."""
 
-    def call(self, operation: str, device: Device) -> Call:
-        """The record of `operation` over arrays of these shapes, as if it came from `device`."""
+    num_q_heads: int
+    sinks: bool
+
+    def arguments(self, operation: str) -> dict[str, Any]:
+        """The arguments of `operation` by name, among them arrays of these shapes."""
         if operation not in CALLS:
             raise InvalidInput(f"expected operation to be one of {', '.join(CALLS)}, got {operation!r}")
-        return CALLS[operation](**getattr(self, f"_{operation}")(), device=device)  # type: ignore[call-arg]
+        return getattr(self, f"_{operation}")()
+
+    def call(self, operation: str, device: Device, **changed: Any) -> Call:
+        """The record of `operation`, as if it came from `device`; `changed` are arguments in place of these."""
+        arguments: dict[str, Any] = self.arguments(operation) | changed
+        return CALLS[operation](**arguments, device=device)
+
+    def _sinks(self, dtype: str = "float32") -> FakeArray | None:
+        return FakeArray((self.num_q_heads,), dtype) if self.sinks else None
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Sample(_Sample):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sample(AnySample):
     """A call of paged attention; the defaults are an 8B model's decode of 32 sequences of up to 4096."""
 
     dtype: str = "bfloat16"
@@ -50,70 +65,88 @@ class Sample(_Sample):
     sliding_window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    scale: float | None = None  # of a quantised cache, for K and V alike
     return_lse: bool = False
     draft: int | None = None  # columns of a draft mask
 
+    @property
+    def stored(self) -> str:
+        """The dtype of the cache."""
+        return self.cache_dtype or self.dtype
+
+    @property
+    def pages_per_seq(self) -> int:
+        return -(-self.max_len // self.page_size)
+
+    @property
+    def num_pages(self) -> int:
+        return self.max_num_seqs * self.pages_per_seq
+
+    @property
+    def q_shape(self) -> tuple[int, int, int]:
+        return (self.num_tokens, self.num_q_heads, self.head_dim)
+
     def _pages(self) -> Any:
         heads = self.num_kv_heads * (1 if self.split_pages else 2)
-        count = self.max_num_seqs * -(-self.max_len // self.page_size)
-        pages = FakeArray((count, self.page_size, heads, self.head_dim), self.cache_dtype or self.dtype)
+        pages = FakeArray((self.num_pages, self.page_size, heads, self.head_dim), self.stored)
         return (pages, pages) if self.split_pages else pages
 
     def _tables(self) -> dict[str, Any]:
         seqs = self.max_num_seqs
         return {
             "kv_lens": FakeArray((seqs,), "int32"),
-            "page_indices": FakeArray((seqs, -(-self.max_len // self.page_size)), "int32"),
+            "page_indices": FakeArray((seqs, self.pages_per_seq), "int32"),
             "cu_q_lens": FakeArray((seqs + 1,), "int32"),
         }
 
+    def _cache(self) -> dict[str, Any]:
+        return self._tables() | {"kv_pages": self._pages(), "k_scale": self.scale, "v_scale": self.scale}
+
     def _ragged_paged_attention(self) -> dict[str, Any]:
-        return self._tables() | {
-            "q": FakeArray((self.num_tokens, self.num_q_heads, self.head_dim), self.dtype),
-            "kv_pages": self._pages(),
+        return self._cache() | {
+            "q": FakeArray(self.q_shape, self.dtype),
             "sliding_window": self.sliding_window,
             "soft_cap": self.soft_cap,
-            "sinks": FakeArray((self.num_q_heads,), "float32") if self.sinks else None,
+            "sinks": self._sinks(),
             "return_lse": self.return_lse,
             "draft_mask": None if self.draft is None else FakeArray((self.num_tokens, self.draft), "bool"),
         }
 
     def _write_kv_pages(self) -> dict[str, Any]:
         new = FakeArray((self.num_tokens, self.num_kv_heads, self.head_dim), self.dtype)
-        return self._tables() | {"k": new, "v": new, "kv_pages": self._pages()}
+        return self._cache() | {"k": new, "v": new}
 
     def _heads_first(self) -> dict[str, Any]:
         """What the operations over heads-first pages share; an 8-bit cache has scales."""
-        per_seq = -(-self.max_len // self.page_size)
-        shape = (self.num_kv_heads, self.max_num_seqs * per_seq, self.page_size)
-        pages: Any = FakeArray((*shape, self.head_dim), self.cache_dtype or self.dtype)
-        if self.cache_dtype in QUANTIZED:
+        shape = (self.num_kv_heads, self.num_pages, self.page_size)
+        pages: Any = FakeArray((*shape, self.head_dim), self.stored)
+        if self.stored in QUANTIZED:
             pages = (pages, FakeArray((*shape, 1), "float32"))
         return {"k_pages": pages, "v_pages": pages, "soft_cap": self.soft_cap}
 
     def _paged_attention(self) -> dict[str, Any]:
         tables = self._tables()
         return self._heads_first() | {
-            "q": FakeArray((self.max_num_seqs, self.num_q_heads, self.head_dim), self.dtype),
+            "q": FakeArray((self.max_num_seqs, *self.q_shape[1:]), self.dtype),
             "lengths": tables["kv_lens"],
             "page_indices": tables["page_indices"],
         }
 
     def _prefill_attention(self) -> dict[str, Any]:
         return self._heads_first() | {
-            "q": FakeArray((self.num_tokens, self.num_q_heads, self.head_dim), self.dtype),
+            "q": FakeArray(self.q_shape, self.dtype),
             "length": FakeArray((1,), "int32"),
-            "page_indices": FakeArray((-(-self.max_len // self.page_size),), "int32"),
+            "page_indices": FakeArray((self.pages_per_seq,), "int32"),
             "sliding_window": self.sliding_window,
         }
 
     def _merge_attention_states(self) -> dict[str, Any]:
-        outs = (2, self.num_tokens, self.num_q_heads, self.head_dim)
+        outs = (2, *self.q_shape)
         return {"outs": FakeArray(outs, self.dtype), "lses": FakeArray(outs[:-1], "float32")}
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LatentSample(_Sample):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentSample(AnySample):
     """A call of latent attention; the defaults are DeepSeek-V3.2's sparse decode of 32 sequences of up to 4096."""
 
     dtype: str = "bfloat16"
@@ -126,76 +159,98 @@ class LatentSample(_Sample):
     num_tokens: int = 32
     max_num_seqs: int = 32
     max_len: int = 4096
+    causal: bool = False
     topk: int = 2048  # 0: dense
+    extra_topk: int = 0  # into a second cache of as many positions
+    extra_page_size: int = 64
     sinks: bool = False
 
     @property
-    def _width(self) -> int:
+    def width(self) -> int:
+        """Columns of queries and of latent rows."""
         layout = CACHE_FORMATS.get(self.cache_format)
         return self.d_qk or (layout.width if layout else 576)
 
-    def _cache(self) -> FakeArray:
+    @property
+    def num_q_tokens(self) -> int:
+        """Of each sequence of a decode."""
+        return max(1, self.num_tokens // self.max_num_seqs)
+
+    def pages_per_seq(self, page_size: int) -> int:
+        return -(-self.max_len // page_size)
+
+    def num_pages(self, page_size: int) -> int:
+        return self.max_num_seqs * self.pages_per_seq(page_size)
+
+    def _cache(self, page_size: int) -> FakeArray:
         layout = CACHE_FORMATS.get(self.cache_format)
-        pages = self.max_num_seqs * -(-self.max_len // self.page_size)
-        row = layout.token_bytes if layout else self._width
-        return FakeArray((pages, self.page_size, self.num_kv_heads, row), "uint8" if layout else self.dtype)
+        row = layout.token_bytes if layout else self.width
+        shape = (self.num_pages(page_size), page_size, self.num_kv_heads, row)
+        return FakeArray(shape, "uint8" if layout else self.dtype)
+
+    def _rows(self) -> FakeArray:
+        """What a prefill reads."""
+        return self._cache(self.page_size)
 
     def _attention(self, tokens: tuple[int, ...]) -> dict[str, Any]:
         return {
-            "q": FakeArray((*tokens, self.num_q_heads, self._width), self.dtype),
+            "q": FakeArray((*tokens, self.num_q_heads, self.width), self.dtype),
             "d_v": self.d_v,
-            "sinks": FakeArray((self.num_q_heads,), "float32") if self.sinks else None,
+            "sinks": self._sinks(),
             "cache_format": self.cache_format,
         }
 
     def _sparse_mla_prefill(self) -> dict[str, Any]:
         lists = FakeArray((self.num_tokens, self.num_kv_heads, self.topk), "int32")
-        return self._attention((self.num_tokens,)) | {"kv": self._cache(), "indices": lists}
+        return self._attention((self.num_tokens,)) | {"kv": self._rows(), "indices": lists}
 
     def _sparse_mla_prefill_backward(self) -> dict[str, Any]:
         """Of plain rows, whatever the format: bytes have no gradient."""
         given = self._sparse_mla_prefill()
         del given["cache_format"]
         outs = FakeArray((self.num_tokens, self.num_q_heads, self.d_v), self.dtype)
-        rows = (*self._cache().shape[:3], self._width)
-        lse = FakeArray((self.num_tokens, self.num_q_heads), "float32")
-        return given | {"kv": FakeArray(rows, self.dtype), "d_out": outs, "out": outs, "lse": lse}
+        rows = FakeArray((*given["kv"].shape[:-1], self.width), self.dtype)
+        return given | {"kv": rows, "d_out": outs, "out": outs, "lse": FakeArray(outs.shape[:-1], "float32")}
 
     def _mla_decode(self) -> dict[str, Any]:
-        seqs = self.max_num_seqs
-        tokens = (seqs, max(1, self.num_tokens // seqs))
+        tokens = (self.max_num_seqs, self.num_q_tokens)
         keys = {
-            "page_indices": FakeArray((seqs, -(-self.max_len // self.page_size)), "int32"),
-            "kv_lens": FakeArray((seqs,), "int32"),
+            "page_indices": FakeArray((self.max_num_seqs, self.pages_per_seq(self.page_size)), "int32"),
+            "kv_lens": FakeArray((self.max_num_seqs,), "int32"),
         }
         if self.topk:
             keys = {"indices": FakeArray((*tokens, self.topk), "int32")}
-        return self._attention(tokens) | keys | {"kv_cache": self._cache()}
+        if self.extra_topk:
+            keys["extra_kv_cache"] = self._cache(self.extra_page_size)
+            keys["extra_indices"] = FakeArray((*tokens, self.extra_topk), "int32")
+        return self._attention(tokens) | keys | {"kv_cache": self._cache(self.page_size), "causal": self.causal}
 
     def _make_decode_schedule(self) -> dict[str, Any]:
-        return {"lens": FakeArray((self.max_num_seqs,), "int32"), "sparse": self.topk > 0, "num_parts": 132}
+        lens = FakeArray((self.max_num_seqs,), "int32")
+        extra_lens = lens if self.extra_topk else None
+        return {"lens": lens, "extra_lens": extra_lens, "sparse": self.topk > 0, "num_parts": 132}
 
     def _quantize_mla_cache(self) -> dict[str, Any]:
-        kv = FakeArray((*self._cache().shape[:3], self._width), self.dtype)
+        kv = FakeArray((*self._cache(self.page_size).shape[:3], self.width), self.dtype)
         return {"kv": kv, "format": self.cache_format}
 
     def _dequantize_mla_cache(self) -> dict[str, Any]:
-        return {"cache": self._cache(), "format": self.cache_format, "dtype": self.dtype}
+        return {"cache": self._cache(self.page_size), "format": self.cache_format, "dtype": self.dtype}
 
     def _write_mla_cache(self) -> dict[str, Any]:
-        new = FakeArray((self.num_tokens, self.num_kv_heads, self._width), self.dtype)
+        new = FakeArray((self.num_tokens, self.num_kv_heads, self.width), self.dtype)
         slots = FakeArray((self.num_tokens,), "int64")
-        return {"kv": new, "cache": self._cache(), "slot_mapping": slots, "cache_format": self.cache_format}
+        cache = self._cache(self.page_size)
+        return {"kv": new, "cache": cache, "slot_mapping": slots, "cache_format": self.cache_format}
 
     def _page_indices_to_slots(self) -> dict[str, Any]:
-        seqs = self.max_num_seqs
-        table = FakeArray((seqs, -(-self.max_len // self.page_size)), "int32")
-        positions = FakeArray((seqs, max(1, self.num_tokens // seqs), self.topk), "int32")
+        table = FakeArray((self.max_num_seqs, self.pages_per_seq(self.page_size)), "int32")
+        positions = FakeArray((self.max_num_seqs, self.num_q_tokens, self.topk), "int32")
         return {"positions": positions, "page_indices": table, "page_size": self.page_size}
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class VarlenSample(_Sample):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VarlenSample(AnySample):
     """A call of attention without a cache; the defaults are a training step of an 8B model on 4 sequences of 4096."""
 
     dtype: str = "bfloat16"
@@ -209,27 +264,34 @@ class VarlenSample(_Sample):
     sliding_window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    d_lse: bool = False  # whether a gradient is given that of lse
+
+    @property
+    def num_kv_tokens(self) -> int:
+        return self.num_tokens
+
+    @property
+    def out_shape(self) -> tuple[int, int, int]:
+        return (self.num_tokens, self.num_q_heads, self.head_dim if self.d_v is None else self.d_v)
 
     def _varlen_attention(self) -> dict[str, Any]:
-        d_v = self.head_dim if self.d_v is None else self.d_v
         edges = FakeArray((self.max_num_seqs + 1,), "int32")
         return {
             "q": FakeArray((self.num_tokens, self.num_q_heads, self.head_dim), self.dtype),
-            "k": FakeArray((self.num_tokens, self.num_kv_heads, self.head_dim), self.dtype),
-            "v": FakeArray((self.num_tokens, self.num_kv_heads, d_v), self.dtype),
+            "k": FakeArray((self.num_kv_tokens, self.num_kv_heads, self.head_dim), self.dtype),
+            "v": FakeArray((self.num_kv_tokens, self.num_kv_heads, self.out_shape[2]), self.dtype),
             "cu_q_lens": edges,
             "cu_kv_lens": edges,
             "causal": self.causal,
             "sliding_window": self.sliding_window,
             "soft_cap": self.soft_cap,
-            "sinks": FakeArray((self.num_q_heads,), wide_dtype(self)) if self.sinks else None,
+            "sinks": self._sinks(wide_dtype(self)),
         }
 
     def _varlen_attention_backward(self) -> dict[str, Any]:
-        given = self._varlen_attention()
-        outs = FakeArray((self.num_tokens, self.num_q_heads, given["v"].shape[2]), self.dtype)
-        lse = FakeArray(outs.shape[:2], wide_dtype(self))
-        return given | {"d_out": outs, "out": outs, "lse": lse}
+        outs, lse = FakeArray(self.out_shape, self.dtype), FakeArray(self.out_shape[:2], wide_dtype(self))
+        d_lse = lse if self.d_lse else None
+        return self._varlen_attention() | {"d_out": outs, "out": outs, "lse": lse, "d_lse": d_lse}
 
 
 KINDS = (Sample, LatentSample, VarlenSample)

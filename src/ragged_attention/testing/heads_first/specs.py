@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from ragged_attention.reference.paged_attention import paged_attention, values_of
 from ragged_attention.reference.prefill_attention import prefill_attention, rows_of_the_last_chunk
 from ragged_attention.testing import compare
-from ragged_attention.testing.formats import QUANTIZED
 from ragged_attention.testing.paged.specs import Arrays, Batch, Spec, split
 from ragged_attention.testing.runner import HeadsFirstPages, Runner
 
@@ -25,18 +24,6 @@ class HeadsFirstArrays(Arrays):
     page_indices: NDArray[np.int32]
     sm_scale: float | None = None
     soft_cap: float | None = None
-    dtype: str = "float32"
-    cache_dtype: str = "float32"
-    strided: bool = False
-
-    @property
-    def quantized(self) -> bool:
-        return self.cache_dtype in QUANTIZED
-
-    @property
-    def kind(self) -> str:
-        """Which bounds hold for the output: caches of 8 bits are held to those of bfloat16."""
-        return "bfloat16" if self.quantized else self.dtype
 
     def dtype_of(self, name: str, array: NDArray[Any]) -> str:
         if name in ("k_pages", "v_pages"):
@@ -132,8 +119,8 @@ class ChunkSpec:
 
 def _plain(spec: Spec, **changes: Any) -> Spec:
     """The spec without what these operations have not."""
-    none = {"sinks": None, "scales": None, "v_head_dim": None, "draft": None}
-    return dataclasses.replace(spec, count="none", causal=True, combined=False, **none | changes)
+    none = {"count": "none", "causal": True, "sinks": None, "draft": None, "scales": None, "v_head_dim": None}
+    return dataclasses.replace(spec, **none, combined=False, **changes)
 
 
 def _common(batch: Batch, spec: Spec, scaled: bool) -> dict[str, Any]:

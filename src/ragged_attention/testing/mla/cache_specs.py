@@ -24,9 +24,6 @@ class QuantizeBatch(LatentArrays):
     kv: NDArray[np.float32]
     format: str
     power_of_two_scales: bool = True
-    dtype: str = "float32"
-    cache_dtype: str = "uint8"
-    strided: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,9 +34,6 @@ class DequantizeBatch(LatentArrays):
 
     cache: latents.Bytes
     format: str | None = None
-    dtype: str = "float32"
-    cache_dtype: str = "uint8"
-    strided: bool = False
 
     def arguments(self) -> dict[str, Any]:
         return super().arguments() | {"dtype": self.dtype}
@@ -54,9 +48,6 @@ class LatentWriteBatch(LatentArrays):
     slot_mapping: NDArray[np.integer[Any]]
     power_of_two_scales: bool = True
     cache_format: str | None = None
-    dtype: str = "float32"
-    cache_dtype: str = "uint8"
-    strided: bool = False
 
     @property
     def format(self) -> str:
@@ -73,9 +64,6 @@ class SlotsBatch(LatentArrays):
     positions: NDArray[np.int32]
     page_indices: NDArray[np.int32]
     page_size: int
-    dtype: str = "float32"
-    cache_dtype: str = "uint8"
-    strided: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -93,9 +81,6 @@ class ScheduleBatch(LatentArrays):
     extra_topk_lens: NDArray[np.int32] | None = None
     num_parts: int | None = None
     overhead: int = 5
-    dtype: str = "float32"
-    cache_dtype: str = "uint8"
-    strided: bool = False
 
 
 def schedule_batch(batch: DecodeBatch, num_parts: int = 3, overhead: int = 5) -> ScheduleBatch:

@@ -24,10 +24,13 @@ ENTRIES = ("distinct", "any", "repeated", "none")
 WILD = (-1, -2, -123456, INT32.min, INT32.max, 114514, 2147480000)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class LatentArrays(Arrays):
     """What the batches over latent caches share."""
 
     PAGES: ClassVar[tuple[str, ...]] = ()  # the arguments that are caches to be read
+
+    cache_dtype: str = "uint8"
 
     def layout_of(self, name: str) -> str:
         return "pages" if name in self.PAGES else "rows"
@@ -86,7 +89,7 @@ def _lens(given: NDArray[np.int32] | None, indices: NDArray[np.int32]) -> NDArra
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PrefillBatch(LatentArrays):
-    """The arguments of one `sparse_mla_prefill` call in NumPy, and the dtypes they stand for."""
+    """The arguments of one `sparse_mla_prefill` call in NumPy."""
 
     OPERATION: ClassVar[str] = "sparse_mla_prefill"
     PAGES: ClassVar[tuple[str, ...]] = ("kv",)
@@ -100,9 +103,6 @@ class PrefillBatch(LatentArrays):
     topk_lens: NDArray[np.int32] | None = None
     cache_format: str | None = None
     deterministic: bool = False
-    dtype: str = "float32"
-    cache_dtype: str = "uint8"
-    strided: bool = False
 
     @property
     def selection(self) -> Selection:
@@ -131,7 +131,7 @@ class PrefillBatch(LatentArrays):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class DecodeBatch(LatentArrays):
-    """The arguments of one `mla_decode` call in NumPy, and the dtypes they stand for."""
+    """The arguments of one `mla_decode` call in NumPy."""
 
     PAGES: ClassVar[tuple[str, ...]] = ("kv_cache", "extra_kv_cache")
 
@@ -149,9 +149,6 @@ class DecodeBatch(LatentArrays):
     extra_indices: NDArray[np.int32] | None = None
     extra_topk_lens: NDArray[np.int32] | None = None
     cache_format: str | None = None
-    dtype: str = "float32"
-    cache_dtype: str = "uint8"
-    strided: bool = False
 
     @property
     def sparse(self) -> bool:

@@ -42,19 +42,30 @@ def garbage(rng: np.random.Generator, shape: int | tuple[int, ...], near: int) -
     return np.select([kind < 2, kind == 2, kind == 3], [close, INT32.max, INT32.min], wild).astype(np.int32)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Arrays:
-    """What the batches share."""
+    """What the batches share: the dtypes that they stand for, and how they lie in memory."""
 
-    dtype: str
-    cache_dtype: str
+    dtype: str = "float32"
+    cache_dtype: str = "float32"
+    strided: bool = False  # in torch: every array a view with gaps of garbage
+
+    @property
+    def quantized(self) -> bool:
+        return self.cache_dtype in QUANTIZED
+
+    @property
+    def kind(self) -> str:
+        """Which bounds hold for the outputs: caches of 8 bits are held to those of bfloat16."""
+        return "bfloat16" if self.quantized else self.dtype
 
     def change(self, **fields: Any) -> Self:
-        return dataclasses.replace(self, **fields)  # type: ignore[type-var]
+        return dataclasses.replace(self, **fields)
 
     def arguments(self) -> dict[str, Any]:
         """The call's arguments by name, floats as float32, 8-bit floats as bits."""
-        own = {"dtype", "cache_dtype", "strided"}
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in own}  # type: ignore[arg-type]
+        own = {field.name for field in dataclasses.fields(Arrays)}
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in own}
 
     def options(self) -> dict[str, Any]:
         """What of it goes to the call among its options."""
@@ -73,7 +84,7 @@ class Arrays:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Batch(Arrays):
-    """The arguments of one `ragged_paged_attention` call in NumPy, and the dtypes they stand for."""
+    """The arguments of one `ragged_paged_attention` call in NumPy."""
 
     q: NDArray[np.float32]
     kv_pages: Pages
@@ -89,18 +100,6 @@ class Batch(Arrays):
     k_scale: float | NDArray[np.float32] | None = None
     v_scale: float | NDArray[np.float32] | None = None
     draft_mask: NDArray[np.bool_] | None = None
-    dtype: str = "float32"
-    cache_dtype: str = "float32"
-    strided: bool = False  # in torch: every array a view with gaps of garbage
-
-    @property
-    def quantized(self) -> bool:
-        return self.cache_dtype in QUANTIZED
-
-    @property
-    def kind(self) -> str:
-        """Which bounds hold for the outputs: caches of 8 bits are held to those of bfloat16."""
-        return "bfloat16" if self.quantized else self.dtype
 
     @property
     def page_size(self) -> int:
@@ -213,9 +212,6 @@ class WriteBatch(Arrays):
     num_seqs: int | NDArray[np.int32] | None = None
     k_scale: float | NDArray[np.float32] | None = None
     v_scale: float | NDArray[np.float32] | None = None
-    dtype: str = "float32"
-    cache_dtype: str = "float32"
-    strided: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -224,9 +220,6 @@ class MergeBatch(Arrays):
 
     outs: NDArray[np.float32]
     lses: NDArray[np.float32]
-    dtype: str = "float32"
-    cache_dtype: str = "float32"
-    strided: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -47,10 +47,6 @@ class BackwardBatch(Arrays):
     lse: NDArray[np.float32]
     d_lse: NDArray[np.float32] | None
 
-    @property
-    def strided(self) -> bool:
-        return self.forward.strided
-
     def arguments(self) -> dict[str, Any]:
         own = {"d_out": self.d_out, "out": self.out, "lse": self.lse, "d_lse": self.d_lse}
         given = self.forward.arguments()
@@ -102,7 +98,8 @@ class GradientBatch:
 
     def backward(self, out: NDArray[Any], lse: NDArray[Any]) -> BackwardBatch:
         """The call of the gradient by itself."""
-        return BackwardBatch(forward=self.forward, d_out=self.d_out, out=out, lse=lse, d_lse=self.d_lse)
+        forward, strided = self.forward, self.forward.strided
+        return BackwardBatch(forward=forward, d_out=self.d_out, out=out, lse=lse, d_lse=self.d_lse, strided=strided)
 
 
 def expected(batch: BackwardBatch) -> dict[str, NDArray[np.float64]]:

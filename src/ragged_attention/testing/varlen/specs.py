@@ -19,7 +19,7 @@ from ragged_attention.testing.paged.specs import Arrays
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class VarlenBatch(Arrays):
-    """The arguments of one `varlen_attention` call in NumPy, and the dtype they stand for."""
+    """The arguments of one `varlen_attention` call in NumPy."""
 
     OPERATION: ClassVar[str] = "varlen_attention"
 
@@ -36,8 +36,6 @@ class VarlenBatch(Arrays):
     soft_cap: float | None = None
     sinks: NDArray[np.float32] | None = None
     deterministic: bool = False
-    dtype: str = "float32"
-    strided: bool = False  # in torch: every array a view with gaps of garbage
 
     @property
     def num_seqs(self) -> int:

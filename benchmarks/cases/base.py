@@ -1,0 +1,236 @@
+"""What measurements ask of a case, whatever its family. A family is a file beside this one.
+
+A case is a sample whose sizes follow from the lengths of its sequences. So it can say what its floor is: the bytes that
+any implementation must move (each needed byte once) and the operations it must do (the work that no mask hides). Its
+inputs are made from a seed, for every framework the same values.
+"""
+
+import abc
+import dataclasses
+import importlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self
+
+import numpy as np
+
+from benchmarks.roofline import H200, Machine, Step
+from ragged_attention.calls import Call, Device
+from ragged_attention.reference._kv_layout import FORMATS, encode
+from ragged_attention.samples import AnySample, FakeArray
+
+K = 1024
+# Random values are drawn once in a block and repeated; a prime length, so that no two pages or rows are alike.
+BLOCK = 4_194_301
+ROWS = 4  # checked per span
+Tables = dict[str, np.ndarray]  # the arguments that index, by name
+Compared = Iterator[tuple[str, np.ndarray, np.ndarray]]  # some rows of results: which, what is there, what should be
+FORWARD = ("out", "lse")  # what a gradient is given of the forward pass's results
+
+
+class Case(AnySample, abc.ABC):
+    """One batch: lengths of its sequences, heads and options."""
+
+    name: str
+    workload: str  # by whose number results are reported
+    dtype: str
+    num_tokens: int
+    backward: bool = False
+
+    @property
+    @abc.abstractmethod
+    def operation(self) -> str: ...
+
+    @property
+    def key_format(self) -> str:
+        """What decides how a kernel loads keys."""
+        return "plain"
+
+    @property
+    @abc.abstractmethod
+    def wgmma_rows(self) -> int:
+        """The most rows that a product can have, 0 where Hopper's matrix instructions are not for its keys."""
+
+    @abc.abstractmethod
+    def needed_bytes(self) -> int:
+        """What has to be read or written, each byte once."""
+
+    @abc.abstractmethod
+    def flops(self) -> int:
+        """Multiplications and additions of the products over visible pairs of query and key."""
+
+    def floor_seconds(self, bytes_per_second: float, flops_per_second: float) -> tuple[float, str]:
+        """The time under which no implementation can be, and whether memory or arithmetic sets it."""
+        memory, arithmetic = self.needed_bytes() / bytes_per_second, self.flops() / flops_per_second
+        return (memory, "memory") if memory >= arithmetic else (arithmetic, "arithmetic")
+
+    @abc.abstractmethod
+    def scaled_down(self, *, length: int = 77, sequences: int = 3) -> Self:
+        """The same kind of batch, small enough for any machine: what tests and agreement checks run."""
+
+    def attention_call(self, device: Device) -> Any:
+        """The case's own operation as a record over arrays without values."""
+        return self.call(self.operation, device)
+
+    def calls(self, device: Device) -> Iterator[Call]:
+        """Every operation that a serving step with this case runs, as such records."""
+        yield self.attention_call(device)
+
+    def planned(self, device: Device) -> tuple[str, ...]:
+        """The backends whose plans for the case can be counted."""
+        del device
+        return ()
+
+    def steps(self, backend: str, device: Device, machine: Machine = H200, tile: Any = None) -> Iterator[Step]:
+        """What a backend's kernels do for the case, at the tile of the heuristic where that is None."""
+        raise NotImplementedError(f"expected a case that {backend} has a plan for, got {self.name}")
+
+    # ---- inputs
+
+    @abc.abstractmethod
+    def tables(self, seed: int = 0) -> Tables:
+        """The index arrays of its own operation."""
+
+    @abc.abstractmethod
+    def changed(self) -> Iterator[tuple[Self, Tables]]:
+        """The case with other lengths or lists, then as it is, each with the arrays that index it."""
+
+    def values(self, name: str, array: FakeArray, generator: np.random.Generator) -> np.ndarray:
+        """Random values for an argument, to be repeated."""
+        del name
+        return generator.standard_normal(min(BLOCK, max(1, math.prod(array.shape))), np.float32)
+
+    def numpy_inputs(self, seed: int = 0) -> dict[str, Any]:
+        """Arguments for the definition in `reference/`."""
+        return self.with_forward(self._inputs(seed, numpy_array, np.asarray), "numpy")
+
+    def torch_inputs(self, seed: int = 0, device: Any = "cpu") -> dict[str, Any]:
+        """Arguments for the torch front end, on `device`."""
+        torch = importlib.import_module("torch")
+
+        def array(values: np.ndarray, like: FakeArray) -> Any:
+            """A tensor that repeats the values."""
+            count = math.prod(like.shape)
+            held = torch.from_numpy(values).to(device).to(getattr(torch, like.dtype))
+            bits = held.view(torch.uint8) if like.dtype in FORMATS else held  # not every operation knows 8-bit floats
+            return bits.repeat(-(-count // len(values)))[:count].view(held.dtype).view(like.shape)
+
+        return self.with_forward(self._inputs(seed, array, lambda table: torch.from_numpy(table).to(device)), "torch")
+
+    def jax_inputs(self, seed: int = 0) -> dict[str, Any]:
+        """Arguments for the jax front end, on its default device."""
+        jnp = importlib.import_module("jax.numpy")
+
+        def array(values: np.ndarray, like: FakeArray) -> Any:
+            return jnp.resize(jnp.asarray(values).astype(like.dtype), like.shape)
+
+        return self.with_forward(self._inputs(seed, array, jnp.asarray), "jax")
+
+    def with_forward(self, inputs: dict[str, Any], framework: str) -> dict[str, Any]:
+        """The inputs, where results of another operation among them are not random but its own."""
+        del framework
+        return inputs
+
+    def _inputs(
+        self, seed: int, array: Callable[[np.ndarray, FakeArray], Any], table: Callable[[np.ndarray], Any]
+    ) -> dict[str, Any]:
+        generator, tables = np.random.default_rng([seed, 1]), self.tables(seed)
+
+        def made(name: str, value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(made(name, one) for one in value)
+            if not isinstance(value, FakeArray):
+                return value
+            return table(tables[name]) if name in tables else array(self.values(name, value, generator), value)
+
+        given = self.arguments(self.operation)
+        return {name: made(name, value) for name, value in given.items() if value is not None and name not in FORWARD}
+
+    # ---- results
+
+    def judged(self, result: Any) -> Any:
+        """What of a call's result is checked: out, or a list of the gradients."""
+        if self.backward:
+            return [array for array in result if array is not None]
+        return result[0] if isinstance(result, tuple | list) else result
+
+    def check(self, inputs: dict[str, Any], out: Any, to_numpy: Any) -> None:
+        """Right before fast: raise AssertionError where `out`, of a gradient the gradients, is not what it should be.
+
+        At full size the definition would take hours, so some rows of some sequences are checked: their keys are
+        gathered from the very inputs of the run and given to the definition in float64. `to_numpy` copies arrays to the
+        host: floats as float64, 8-bit floats as their bits.
+        """
+        from ragged_attention.testing.compare import agrees
+
+        for what, got, want in self.compared(inputs, out, to_numpy):
+            agrees(got, want, self.bounds, f"{self.name}, {what}")
+
+    @property
+    @abc.abstractmethod
+    def bounds(self) -> str:
+        """Which bounds results are held to."""
+
+    @abc.abstractmethod
+    def compared(self, inputs: dict[str, Any], out: Any, to_numpy: Any) -> Compared:
+        """Results beside what the definition gives."""
+
+
+def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Values as `dtype` would hold them: float64, or the bits of an 8-bit float."""
+    if dtype in FORMATS:
+        return encode(values, dtype)
+    if dtype == "bfloat16":
+        bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
+        return bits.view(np.float32).astype(np.float64)
+    return values.astype(dtype).astype(np.float64)
+
+
+def numpy_array(values: np.ndarray, like: FakeArray) -> np.ndarray:
+    """An array that repeats the values, as its dtype would hold them."""
+    return np.resize(values if like.dtype == "uint8" else rounded(values, like.dtype), like.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Rows [start, stop) of a batch, of sequence `seq`, the last of which sees `kv_len` keys."""
+
+    seq: int
+    start: int
+    stop: int
+    kv_len: int
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.start, self.stop)
+
+    def __str__(self) -> str:
+        return f"sequence {self.seq}, rows {self.start} to {self.stop - 1}"
+
+
+def spans(q_lens: Sequence[int], kv_lens: Sequence[int], sequences: int = 3) -> Iterator[Span]:
+    """The first, the last and some middle sequences; of each the first and the last rows."""
+    starts = np.concatenate([[0], np.cumsum(q_lens)])
+    count = len(q_lens)
+    for seq in sorted({*np.linspace(0, count - 1, min(sequences, count)).astype(int), int(np.argmax(q_lens))}):
+        first = min(ROWS, q_lens[seq])
+        for begin in sorted({0, q_lens[seq] - first}):
+            start, end = int(starts[seq]) + begin, begin + first
+            yield Span(int(seq), start, start + first, kv_lens[seq] - q_lens[seq] + end)
+
+
+def taken(array: Any, pages: np.ndarray) -> Any:
+    """`array[pages]` in either framework; 8-bit floats as their bits, for not every device can index them."""
+    if type(array).__module__.partition(".")[0] != "torch":
+        return array[pages]
+    torch = importlib.import_module("torch")
+    index = torch.from_numpy(pages).to(array.device)
+    if array.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        return array.view(torch.uint8)[index].view(array.dtype)
+    return array[index]
+
+
+def drawn(low: int, high: int, count: int) -> list[int]:
+    """Lengths drawn once and for all."""
+    return [int(length) for length in np.random.default_rng(7).integers(low, high, count, endpoint=True)]

@@ -1,0 +1,32 @@
+"""Prints the table of all plans."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from benchmarks import roofline
+from benchmarks.cases import catalogue
+from ragged_attention.samples import device_of
+
+HEAD = "| | case | backend | floor, us | plan, us | bound by | excess | exactness | x FLOP | x bytes |\n"
+
+
+def table(found: Sequence[roofline.Plan]) -> str:
+    lines = [
+        f"| {plan.case.workload} | {plan.case.name} | {plan.backend} "
+        f"| {plan.floor * 1e6:.1f} | {plan.exact * 1e6:.1f} | {plan.bound} "
+        f"| {plan.excess:.0%} | {plan.exact / plan.least - 1:.0%} | {plan.flops:.2f} | {plan.asked:.2f} |\n"
+        for plan in found
+    ]
+    return HEAD + "|---" * HEAD.count(" |") + "|\n" + "".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.roofline", description=roofline.__doc__)
+    parser.parse_args(argv)
+    print(table(list(roofline.plans(catalogue.CASES.values(), device_of("torch", "sm_90")))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""The plans of latent attention."""
+
+import dataclasses
+import importlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.compiled import compiling
+from benchmarks.compiled.compiling import ITEMSIZE
+from benchmarks.roofline import KernelArgs, Machine, Step, Work, cdiv
+from ragged_attention import dispatch
+from ragged_attention.calls import Device
+
+if TYPE_CHECKING:
+    from benchmarks.cases.mla import LatentCase
+
+LATENT_BYTES = {"fp8_v32": 512 + 4 * 4 + 2 * 64, "fp8_v4": 448 + 7 + 2 * 64}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tiles:
+    """How a kernel cuts the rows and keys of a job, and what it multiplies of each pair of a row and a key."""
+
+    rows: int
+    keys: int
+    num_splits: int
+    least_blocks: int  # of a split
+    columns: int
+    columns_again: int
+    query_bytes: int  # read of each row
+
+
+def triton_tiles(case: "LatentCase", kernel_args: KernelArgs) -> Tiles:
+    a, b = kernel_args["D_V"], kernel_args["D_REST"]
+    values = kernel_args["WIDTH"] * kernel_args["GROUPS"]
+    rest = kernel_args["D_REST_PAD"] if b else 0
+    folded = case.cache_format == "fp8_v32"
+    return Tiles(
+        rows=kernel_args["BLOCK_H"],
+        keys=kernel_args["BLOCK_KV"],
+        num_splits=kernel_args["fixed_splits"],
+        least_blocks=kernel_args["MIN_BLOCKS"],
+        columns=2 * values + rest + (rest if folded and case.d_v > a else 0),
+        columns_again=values * (kernel_args["GROUP_PARTS"] - 1) + rest * (kernel_args["PARTS"] - 1),
+        query_bytes=(a + b + (a if folded else 0)) * ITEMSIZE[case.dtype],
+    )
+
+
+def cuda_tiles(case: "LatentCase", tile: Any) -> Tiles:
+    """Of the sources in csrc: blocks of 64 rows and 64 keys."""
+    return Tiles(
+        rows=64,
+        keys=64,
+        num_splits=tile.num_splits,
+        least_blocks=1,
+        columns=case.d_qk + case.d_v,
+        columns_again=0,
+        query_bytes=case.d_qk * ITEMSIZE[case.dtype],
+    )
+
+
+def attended(case: "LatentCase", tiles: Tiles) -> tuple[Work, Work]:
+    """What the attention kernel does, and what the one that combines its parts."""
+    tokens = 1 if case.topk else case.num_q_tokens  # of a job
+    group = case.num_q_heads // case.num_kv_heads
+    jobs, rows = case.num_tokens // tokens * case.num_kv_heads, group * tokens
+    lengths = [length for length in (case.topk, case.extra_topk) if length] or [case.max_len]
+    each = case.d_qk * ITEMSIZE[case.dtype] if case.cache_format == "plain" else LATENT_BYTES[case.cache_format]
+    blocks = sum(cdiv(length, tiles.keys) for length in lengths)
+    parts = cdiv(blocks, max(cdiv(blocks, tiles.num_splits), tiles.least_blocks))
+    job = Work()
+    for row in range(0, rows, tiles.rows):
+        keys, count = sum(lengths), blocks
+        if case.causal:
+            keys -= max(tokens - 1 - (row + tiles.rows - 1) // group, 0)
+            count = cdiv(keys, tiles.keys)
+        pairs = 2 * tiles.rows * tiles.keys * count
+        job += Work(flops=pairs * tiles.columns, again=pairs * tiles.columns_again, keys=keys * each)
+    out, part = case.d_v * ITEMSIZE[case.dtype], 4 * case.d_v
+    job += Work(rows=rows * (parts * (tiles.query_bytes + part) if parts > 1 else tiles.query_bytes + out))
+    combined = Work(rows=rows * (parts * part + out)) if parts > 1 else Work()
+    return job * jobs, combined * jobs
+
+
+def fetched(case: "LatentCase", work: Work, row_blocks: int, machine: Machine) -> float:
+    """Bytes that come from memory: of rows that many lists name, those that the cache has lost meanwhile come again.
+
+    Programs that read the same list or the same sequence stand side by side and read it once.
+    """
+    needed = case.needed_rows() * case.row_bytes
+    again = max(work.keys / row_blocks - needed, 0) * max(0, 1 - machine.cache_size / needed)
+    return case.needed_bytes() + again
+
+
+def steps(case: "LatentCase", backend: str, device: Device, machine: Machine, tile: Any) -> Iterator[Step]:
+    """A list's rows must come from the cache, at least, for every query that names them."""
+    call = case.attention_call(device)
+    if backend == "cuda":
+        tiles = cuda_tiles(case, tile or dispatch.load(case.operation, "cuda").heuristic(call))
+    else:
+        tiles = triton_tiles(case, compiling.record(call, tile)[0].arguments)
+    floor, _ = case.floor_seconds(machine.memory, machine.multiplying)
+    if case.topk:
+        floor = max(floor, case.visible_pairs() * case.row_bytes / machine.cache)
+    work, combined = attended(case, tiles)
+    rows = case.num_q_heads // case.num_kv_heads * (1 if case.topk else case.num_q_tokens)
+    turns = work.flops / (2 * tiles.rows * tiles.keys * tiles.columns)
+    yield Step("latent_kernel", work, fetched(case, work, cdiv(rows, tiles.rows), machine), floor, (turns,))
+    if combined.rows:
+        yield Step("combine_kernel", combined)
+
+
+def cuda_takes(case: "LatentCase", device: Device) -> bool:
+    """Whether the room has a kernel for the case, built or not."""
+    if case.extra_topk:
+        return False
+    latent = importlib.import_module("ragged_attention.kernels_cuda._latent")
+    return latent.cannot_take(case.attention_call(device), sparse=case.topk > 0) is None
