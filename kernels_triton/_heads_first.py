@@ -21,6 +21,7 @@ from ragged_attention.kernels_triton._softmax import lost_to_rounding, matmul, o
 from ragged_attention.kernels_triton._tiles import cdiv, next_power_of_2
 from ragged_attention.kernels_triton.ragged_paged_attention import (
     SMALLEST_SCALE,
+    Rows,
     Tile,
     load_rows,
     logit_scales,
@@ -59,8 +60,8 @@ def live_rows(length, num_tokens, ALIGN: tl.constexpr):
 @triton.jit(do_not_specialize=VARYING)
 def decode_edges_kernel(lengths_ptr, edges_ptr, count, BLOCK: tl.constexpr):
     """`cu_q_lens` of one query per sequence."""
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(edges_ptr + place, place, mask=place < count)
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(edges_ptr + index, index, mask=index < count)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -102,10 +103,8 @@ def scaled_kernel(
     )  # fmt: skip
     last = tl.where(first_row < live * GROUP, last, first)
     inner_scale, outer_scale, negative = logit_scales(q_ptr, 0, 1.0, sm_scale, soft_cap, -1, HAS_SOFT_CAP, SMALLEST)
-    q = load_rows(
-        q_ptr, row, live * GROUP, seq * tokens, kv_head, q_token_stride, q_head_stride, negative, SIGNED,
-        GROUP, D, D_PAD,
-    )  # fmt: skip
+    queries = Rows(row, live * GROUP, seq * tokens, kv_head)
+    q = load_rows(q_ptr, q_token_stride, q_head_stride, queries, negative, SIGNED, GROUP, D, D_PAD)
     k_ptr += kv_head.to(tl.int64) * k_head_stride
     v_ptr += kv_head.to(tl.int64) * v_head_stride
     k_scales_ptr += kv_head.to(tl.int64) * ks_head_stride
@@ -142,8 +141,8 @@ def scaled_kernel(
         acc = matmul(rounded, values, acc * alpha[:, None])
         if q.dtype == tl.bfloat16:  # what rounding the weights lost
             acc = matmul(lost_to_rounding(weights, rounded), values, acc)
-    store_rows(out_ptr, lse_ptr, acc, m_i, l_i, row, tokens * GROUP, seq * tokens, kv_head, q_ptr, 1.0,
-               False, GROUP, NUM_HEADS, D, D_PAD)  # fmt: skip
+    finished = Rows(row, tokens * GROUP, seq * tokens, kv_head)
+    store_rows(out_ptr, lse_ptr, (m_i, l_i, acc), finished, q_ptr, 1.0, False, GROUP, NUM_HEADS, D, D_PAD)
 
 
 def heuristic(call: Any) -> Tile:

@@ -4,13 +4,64 @@
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from ragged_attention.kernels_triton._formats import INTERPRETED, decode, decoded_at_once, narrow
+from ragged_attention.kernels_triton._sequences import Edges, block_start, end_blocks, whole_blocks
 from ragged_attention.kernels_triton._softmax import lost_to_rounding, matmul, online_softmax, tanh
 
 PAGE_SCAN: tl.constexpr = tl.constexpr(256)
+
+
+class Pages(NamedTuple):
+    """K and V of one KV head, and one sequence's row of the page table."""
+
+    k_ptr: tl.tensor
+    k_page_stride: tl.tensor
+    k_slot_stride: tl.tensor
+    v_ptr: tl.tensor
+    v_page_stride: tl.tensor
+    v_slot_stride: tl.tensor
+    table_ptr: tl.tensor
+    num_pages: tl.tensor
+
+
+class Visible(NamedTuple):
+    """Which keys of a sequence the rows of a block see."""
+
+    first: tl.tensor  # some row sees the keys [first, last)
+    last: tl.tensor
+    low: tl.tensor  # the rows' queries have the positions [low, high]
+    high: tl.tensor
+    position: tl.tensor  # of each row
+    kv_len: tl.tensor
+    window: tl.tensor
+    draft_rows: tl.tensor  # where each row's entries of the draft mask begin, for the keys from `first_new` on
+    draft_width: tl.tensor
+    first_new: tl.tensor
+
+
+class Features(NamedTuple):
+    """What hides keys or changes logits. With a draft mask CAUSAL is false."""
+
+    CAUSAL: tl.constexpr
+    HAS_WINDOW: tl.constexpr
+    HAS_SOFT_CAP: tl.constexpr
+    HAS_DRAFT_MASK: tl.constexpr
+
+
+class PageSizes(NamedTuple):
+    """The shape of pages, and how their elements are stored."""
+
+    PAGE_SIZE: tl.constexpr
+    D: tl.constexpr
+    D_PAD: tl.constexpr
+    DV: tl.constexpr
+    DV_PAD: tl.constexpr
+    FORMAT: tl.constexpr
 
 
 @triton.jit
@@ -45,18 +96,52 @@ def pages_of(page_row_ptr, block, keys, first, last, num_pages, MASKED: tl.const
 
 
 @triton.jit
+def load_slots(ptr, page_stride, slot_stride, page, keys, readable, MASKED: tl.constexpr, PAGE_SIZE: tl.constexpr,
+               D: tl.constexpr, D_PAD: tl.constexpr):  # fmt: skip
+    """The keys' rows [keys, D_PAD] out of the pages of K or of V; if MASKED, zero where they may not be read."""
+    d = tl.arange(0, D_PAD)
+    rows = ptr + page.to(tl.int64) * page_stride + (keys % PAGE_SIZE).to(tl.int64) * slot_stride
+    if MASKED:
+        stored = tl.load(rows[:, None] + d[None, :], mask=readable[:, None] & (d < D)[None, :], other=0)
+    elif D == D_PAD:
+        stored = tl.load(rows[:, None] + d[None, :])
+    else:
+        stored = tl.load(rows[:, None] + d[None, :], mask=(d < D)[None, :], other=0)
+    return stored
+
+
+@triton.jit
+def hide(logits, keys, readable, visible, features):
+    """Logits, -inf where a row does not see a key."""
+    seen = readable[None, :]
+    if features.CAUSAL:
+        seen = seen & (keys[None, :] <= visible.position[:, None])
+    if features.HAS_WINDOW:
+        seen = seen & (keys[None, :] > visible.position[:, None] - visible.window)
+    if features.HAS_DRAFT_MASK:
+        new = keys - visible.first_new
+        drafted = tl.load(visible.draft_rows[:, None] + new[None, :],
+                          mask=((new >= 0) & (new < visible.draft_width))[None, :], other=0)  # fmt: skip
+        seen = seen & ((new < 0)[None, :] | (drafted != 0))
+    return tl.where(seen, logits, float("-inf"))
+
+
+@triton.jit
+def with_lost_weights(weights, rounded):
+    """Rounded weights, each with what its rounding lost beside it: [rows, 2 * keys], for keys that each stand twice.
+
+    It makes one product of two, for compilers' sake: between two, onto the same accumulator of 64 rows and 256 columns
+    or more, they copied it. By count of registers Triton 3.9 no longer needs it on sm_90 (232 with and without).
+    """
+    return tl.reshape(tl.join(rounded, lost_to_rounding(weights, rounded)), [weights.shape[0], 2 * weights.shape[1]])
+
+
+@triton.jit
 def attend(
-    q, m_i, l_i, acc,
-    k_ptr, v_ptr, page_row_ptr, left, left_blocks, right, num_blocks, first, last, position, window, num_pages,
-    k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale, outer_scale,
-    draft_rows, draft_width, first_new,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
-    HAS_DRAFT_MASK: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    DV: tl.constexpr, DV_PAD: tl.constexpr, FORMAT: tl.constexpr, WEIGHT_PARTS: tl.constexpr,
+    q, state, blocks, visible, pages, scales, features, sizes,
+    MASKED: tl.constexpr, BLOCK_KV: tl.constexpr, WEIGHT_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax of the rows of `q` over `num_blocks` blocks of keys: `left_blocks` from `left` on, the rest from
-    `right` on.
+    """Online softmax of the rows of `q` over blocks of keys, from `state` = (m_i, l_i, acc) to what that becomes.
 
     Unmasked, every row must see every key of them and every page must be valid. Masked, only keys in [first, last)
     on valid pages are read at all: what no row of the tile sees takes no part, NaN or not.
@@ -64,125 +149,95 @@ def attend(
     Rounded to bfloat16, a weight is off by up to 2^-9 of itself, too much where few keys share the output; a second
     dot of what the rounding lost (WEIGHT_PARTS 2) corrects that.
     """
-    d = tl.arange(0, D_PAD)
-    dv = tl.arange(0, DV_PAD)
-    for index in range(num_blocks):
-        block = left + index * BLOCK_KV
-        if MASKED:
-            block = tl.where(index < left_blocks, block, right + (index - left_blocks) * BLOCK_KV)
+    m_i, l_i, acc = state
+    inner_scale, outer_scale = scales
+    JOINED: tl.constexpr = WEIGHT_PARTS == 2 and q.shape[0] >= 64 and sizes.DV_PAD >= 256
+    for index in range(blocks.num_blocks):
+        block = block_start(blocks, index, MASKED, BLOCK_KV)
         keys = block + tl.arange(0, BLOCK_KV)
-        page, readable = pages_of(page_row_ptr, block, keys, first, last, num_pages, MASKED, PAGE_SIZE, BLOCK_KV)
-        k_rows = k_ptr + page.to(tl.int64) * k_page_stride + (keys % PAGE_SIZE).to(tl.int64) * k_slot_stride
-        if MASKED:
-            k = tl.load(k_rows[:, None] + d[None, :], mask=readable[:, None] & (d < D)[None, :], other=0)
-        elif D == D_PAD:
-            k = tl.load(k_rows[:, None] + d[None, :])
-        else:
-            k = tl.load(k_rows[:, None] + d[None, :], mask=(d < D)[None, :], other=0)
+        page, readable = pages_of(pages.table_ptr, block, keys, visible.first, visible.last, pages.num_pages, MASKED,
+                                  sizes.PAGE_SIZE, BLOCK_KV)  # fmt: skip
+        k = load_slots(pages.k_ptr, pages.k_page_stride, pages.k_slot_stride, page, keys, readable, MASKED,
+                       sizes.PAGE_SIZE, sizes.D, sizes.D_PAD)  # fmt: skip
         logits = tl.zeros([q.shape[0], BLOCK_KV], tl.float32)
-        logits = matmul(q, tl.trans(decode(k, FORMAT, q.dtype)), logits)
-        if HAS_SOFT_CAP:
+        logits = matmul(q, tl.trans(decode(k, sizes.FORMAT, q.dtype)), logits)
+        if features.HAS_SOFT_CAP:
             logits = tanh(logits * inner_scale)
         if MASKED:
-            seen = readable[None, :]
-            if CAUSAL:
-                seen = seen & (keys[None, :] <= position[:, None])
-            if HAS_WINDOW:
-                seen = seen & (keys[None, :] > position[:, None] - window)
-            if HAS_DRAFT_MASK:
-                new = keys - first_new
-                drafted = tl.load(draft_rows[:, None] + new[None, :], mask=((new >= 0) & (new < draft_width))[None, :],
-                                  other=0)  # fmt: skip
-                seen = seen & ((new < 0)[None, :] | (drafted != 0))
-            logits = tl.where(seen, logits, float("-inf"))
+            logits = hide(logits, keys, readable, visible, features)
         weights, alpha, m_i, l_i = online_softmax(logits, m_i, l_i, outer_scale)
         rounded = narrow(weights, q.dtype)
-        twice: tl.constexpr = WEIGHT_PARTS == 2 and q.shape[0] >= 64 and DV_PAD >= 256
-        if twice:  # as one dot, each key standing twice: chained dots of that size would copy the accumulator
-            rounded = tl.reshape(tl.join(rounded, lost_to_rounding(weights, rounded)), [q.shape[0], 2 * BLOCK_KV])
+        if JOINED:
+            rounded = with_lost_weights(weights, rounded)
             keys = block + tl.arange(0, 2 * BLOCK_KV) // 2
-            page, readable = pages_of(page_row_ptr, block, keys, first, last, num_pages, MASKED, PAGE_SIZE, BLOCK_KV)
-        v_rows = v_ptr + page.to(tl.int64) * v_page_stride + (keys % PAGE_SIZE).to(tl.int64) * v_slot_stride
-        if MASKED:
-            v = tl.load(v_rows[:, None] + dv[None, :], mask=readable[:, None] & (dv < DV)[None, :], other=0)
-        elif DV == DV_PAD:
-            v = tl.load(v_rows[:, None] + dv[None, :])
-        else:
-            v = tl.load(v_rows[:, None] + dv[None, :], mask=(dv < DV)[None, :], other=0)
-        values = decode(v, FORMAT, q.dtype)
-        if FORMAT != "plain" and FORMAT != "e4m3_bits" and q.shape[0] < 128 and not INTERPRETED:
+            page, readable = pages_of(pages.table_ptr, block, keys, visible.first, visible.last, pages.num_pages,
+                                      MASKED, sizes.PAGE_SIZE, BLOCK_KV)  # fmt: skip
+        v = load_slots(pages.v_ptr, pages.v_page_stride, pages.v_slot_stride, page, keys, readable, MASKED,
+                       sizes.PAGE_SIZE, sizes.DV, sizes.DV_PAD)  # fmt: skip
+        values = decode(v, sizes.FORMAT, q.dtype)
+        if sizes.FORMAT != "plain" and sizes.FORMAT != "e4m3_bits" and q.shape[0] < 128 and not INTERPRETED:
             values = decoded_at_once(values, readable)
         acc = matmul(rounded, values, acc * alpha[:, None])
-        if WEIGHT_PARTS == 2 and not twice:
+        if WEIGHT_PARTS == 2 and not JOINED:
             acc = matmul(lost_to_rounding(weights, rounded), values, acc)
     return m_i, l_i, acc
 
 
 @triton.jit
-def attend_range(
-    q, start, stop, first, last, low, high, kv_len,
-    k_ptr, v_ptr, page_row_ptr, position, window, num_pages,
-    k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale, outer_scale,
-    draft_rows, draft_width, first_new,
-    ROWS: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
-    HAS_DRAFT_MASK: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr, EDGE_KV: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    DV: tl.constexpr, DV_PAD: tl.constexpr, FORMAT: tl.constexpr, WEIGHT_PARTS: tl.constexpr,
-    SPLIT_WEIGHTS_BELOW: tl.constexpr,
-):  # fmt: skip
-    """Attention over keys [start, stop) within [first, last) for queries at positions [low, high]; start is a block's.
+def fewest_keys(visible, features):
+    """No row of the block sees fewer keys, all that are not hidden by a draft mask counted as seen."""
+    fewest = visible.kv_len
+    if features.CAUSAL:
+        fewest = tl.minimum(fewest, visible.low + 1)
+    if features.HAS_DRAFT_MASK:
+        fewest = tl.minimum(fewest, visible.first_new)
+    if features.HAS_WINDOW:
+        fewest = tl.minimum(fewest, visible.window)
+    return fewest
 
-    Only the blocks at either end, of EDGE_KV keys, which some query sees in part, pay for masks. A page index that
-    names no page makes all blocks of the range such ends, and so does a query that sees fewer than
+
+@triton.jit
+def divide_keys(start, stop, visible, pages, features, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr,
+                EDGE_KV: tl.constexpr, SPLIT_WEIGHTS_BELOW: tl.constexpr):  # fmt: skip
+    """The edges of the keys [start, stop), where `start` is a block's first: of BLOCK_KV keys in the middle, of EDGE_KV
+    at either end.
+
+    A page index that names no page puts all blocks at the ends, and so does a row that sees fewer than
     SPLIT_WEIGHTS_BELOW keys: there the rounding of weights would not average out, and the masked loop multiplies by
-    what it lost too. With a draft mask, of which `draft_rows` are the rows' own, all keys from `first_new` on are such
-    ends, and CAUSAL is false.
-
-        first                                                          last    keys that some query sees
-          |  some see  |      every query sees these       |  some see  |
-        start     whole_start                         whole_stop       end    (multiples of a block)
-          | left_blocks|  no masks, BLOCK_KV keys per step |   right    |
-          |   masked   |                                   |   masked   |     one loop, EDGE_KV keys per step
+    what it lost too. With a draft mask all keys from `first_new` on are at the end.
     """
-    m_i = tl.full([ROWS], float("-inf"), tl.float32)
-    l_i = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, DV_PAD], tl.float32)
     end = tl.maximum((stop + EDGE_KV - 1) // EDGE_KV * EDGE_KV, start)
     whole_start = start
-    if HAS_WINDOW:
-        whole_start = (tl.maximum(high - window + 1, start) + BLOCK_KV - 1) // BLOCK_KV * BLOCK_KV
+    if features.HAS_WINDOW:
+        whole_start = (tl.maximum(visible.high - visible.window + 1, start) + BLOCK_KV - 1) // BLOCK_KV * BLOCK_KV
         whole_start = tl.minimum(whole_start, end)
-    whole_stop = tl.minimum(stop, kv_len)
-    if CAUSAL:
-        whole_stop = tl.minimum(whole_stop, low + 1)
-    if HAS_DRAFT_MASK:
-        whole_stop = tl.minimum(whole_stop, first_new)
+    whole_stop = tl.minimum(stop, visible.kv_len)
+    if features.CAUSAL:
+        whole_stop = tl.minimum(whole_stop, visible.low + 1)
+    if features.HAS_DRAFT_MASK:
+        whole_stop = tl.minimum(whole_stop, visible.first_new)
     whole_stop = tl.maximum(whole_stop // BLOCK_KV * BLOCK_KV, whole_start)
     valid = pages_are_valid(
-        page_row_ptr, whole_start // PAGE_SIZE, (whole_stop + PAGE_SIZE - 1) // PAGE_SIZE, num_pages
+        pages.table_ptr, whole_start // PAGE_SIZE, (whole_stop + PAGE_SIZE - 1) // PAGE_SIZE, pages.num_pages
     )
-    fewest = kv_len
-    if CAUSAL:
-        fewest = tl.minimum(fewest, low + 1)
-    if HAS_DRAFT_MASK:
-        fewest = tl.minimum(fewest, first_new)
-    if HAS_WINDOW:
-        fewest = tl.minimum(fewest, window)
-    whole_stop = tl.where((valid == 1) & (fewest >= SPLIT_WEIGHTS_BELOW), whole_stop, whole_start)
-    whole_blocks = (whole_stop - whole_start) // BLOCK_KV
-    m_i, l_i, acc = attend(
-        q, m_i, l_i, acc, k_ptr, v_ptr, page_row_ptr, whole_start, 0, 0, whole_blocks, first, last, position,
-        window, num_pages, k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale, outer_scale,
-        draft_rows, draft_width, first_new, False, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_DRAFT_MASK, PAGE_SIZE,
-        BLOCK_KV, D, D_PAD, DV, DV_PAD, FORMAT,
-        WEIGHT_PARTS,
-    )  # fmt: skip
-    left_blocks = (whole_start - start) // EDGE_KV
-    num_blocks = left_blocks + (end - whole_stop) // EDGE_KV
-    return attend(
-        q, m_i, l_i, acc, k_ptr, v_ptr, page_row_ptr, start, left_blocks, whole_stop, num_blocks, first, last,
-        position, window, num_pages, k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale,
-        outer_scale, draft_rows, draft_width, first_new, True, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_DRAFT_MASK,
-        PAGE_SIZE, EDGE_KV, D, D_PAD, DV, DV_PAD, FORMAT,
-        2 if q.dtype == tl.bfloat16 else 1,
-    )  # fmt: skip
+    unmasked = (valid == 1) & (fewest_keys(visible, features) >= SPLIT_WEIGHTS_BELOW)
+    return Edges(start, whole_start, tl.where(unmasked, whole_stop, whole_start), end)
+
+
+@triton.jit
+def attend_range(
+    q, start, stop, visible, pages, scales, features, sizes,
+    BLOCK_KV: tl.constexpr, EDGE_KV: tl.constexpr, WEIGHT_PARTS: tl.constexpr, SPLIT_WEIGHTS_BELOW: tl.constexpr,
+):  # fmt: skip
+    """(m_i, l_i, acc) of the rows of `q` after the keys [start, stop), which lie within what is visible.
+
+    Only the blocks at either end, which some row sees in part, pay for masks; see `Edges`.
+    """
+    edges = divide_keys(start, stop, visible, pages, features, sizes.PAGE_SIZE, BLOCK_KV, EDGE_KV, SPLIT_WEIGHTS_BELOW)
+    m_i = tl.full([q.shape[0]], float("-inf"), tl.float32)
+    l_i = tl.zeros([q.shape[0]], tl.float32)
+    acc = tl.zeros([q.shape[0], sizes.DV_PAD], tl.float32)
+    state = attend(q, (m_i, l_i, acc), whole_blocks(edges, BLOCK_KV), visible, pages, scales, features, sizes, False,
+                   BLOCK_KV, WEIGHT_PARTS)  # fmt: skip
+    return attend(q, state, end_blocks(edges, EDGE_KV), visible, pages, scales, features, sizes, True, EDGE_KV,
+                  2 if q.dtype == tl.bfloat16 else 1)  # fmt: skip

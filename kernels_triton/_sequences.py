@@ -1,8 +1,17 @@
-"""Which sequence a program works on, and which keys its queries see."""
+"""Which sequence a program works on, and which keys its queries see.
+
+What belongs together goes from function to function as a named tuple. A kernel itself takes its arguments one by one,
+as launchers pass them, and bundles them. Triton keeps a constant in a tuple that is built where a function is called;
+in one that is assigned to a name it becomes a number that is computed with, and Triton 3.6 loses it in a tuple within
+a tuple. So tuples with fields annotated as constants are built in calls, are not nested, and are read as
+`bundle.FIELD`, not by unpacking.
+"""
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -15,6 +24,53 @@ VARYING = (
     "fixed_splits", "longest", "max_num_seqs", "num_entries", "num_kv_tokens", "num_pages", "num_parts", "num_q_tokens",
     "num_rows", "num_seqs", "num_slots", "num_tokens", "overhead", "rows", "search_steps", "table_stride", "window",
 )  # fmt: skip
+
+
+class Blocks(NamedTuple):
+    """Blocks of keys or rows that one loop visits: the first `left_blocks` of them from `left` on, the rest from
+    `right` on. Without masks there are none on the right."""
+
+    left: tl.tensor
+    left_blocks: tl.tensor
+    right: tl.tensor
+    num_blocks: tl.tensor
+
+
+class Edges(NamedTuple):
+    """Which blocks of a sequence's keys the queries of a program see, and which of these in full.
+
+        first                                            last       keys that some query sees
+      |  some see   |  every query sees these   |  some see   |
+    start      whole_start                 whole_stop        end    multiples of a block
+      | with masks  |       without masks       | with masks  |     one loop and another
+    """
+
+    start: tl.tensor
+    whole_start: tl.tensor
+    whole_stop: tl.tensor
+    end: tl.tensor
+
+
+@triton.jit
+def whole_blocks(edges, BLOCK: tl.constexpr):
+    """The blocks in the middle, which need no masks."""
+    return Blocks(edges.whole_start, 0, 0, (edges.whole_stop - edges.whole_start) // BLOCK)
+
+
+@triton.jit
+def end_blocks(edges, BLOCK: tl.constexpr):
+    """The blocks on either side of those in the middle; one loop for both ends takes fewer registers than two."""
+    left_blocks = (edges.whole_start - edges.start) // BLOCK
+    return Blocks(edges.start, left_blocks, edges.whole_stop, left_blocks + (edges.end - edges.whole_stop) // BLOCK)
+
+
+@triton.jit
+def block_start(blocks, index, MASKED: tl.constexpr, BLOCK: tl.constexpr):
+    """The first key or row of the block that a loop visits as number `index`."""
+    start = blocks.left + index * BLOCK
+    if MASKED:
+        start = tl.where(index < blocks.left_blocks, start, blocks.right + (index - blocks.left_blocks) * BLOCK)
+    return start
 
 
 @triton.jit

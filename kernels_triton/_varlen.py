@@ -6,15 +6,15 @@ A head size that is not a power of two is held in two parts where that is narrow
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from ragged_attention.kernels_triton._formats import narrow
-from ragged_attention.kernels_triton._sequences import find_segment, key_range, query_edge, segment_edge
+from ragged_attention.kernels_triton._sequences import Edges, find_segment, key_range, query_edge, segment_edge
 from ragged_attention.kernels_triton._softmax import LOG2E, matmul
 from ragged_attention.kernels_triton._tiles import WGMMA, fit, item_size, next_power_of_2
 
@@ -111,6 +111,41 @@ def stride_arguments(launch: Any, **arrays: Any) -> dict[str, int]:
 # ---- where a program works
 
 
+class Array(NamedTuple):
+    """Rows of one sequence and KV head in an array [tokens, heads, width]."""
+
+    ptr: tl.tensor  # where the first begins
+    token_stride: tl.constexpr
+    head_stride: tl.tensor
+
+
+class Widths(NamedTuple):
+    """A head size, and the columns of the two parts that it is held in; the second is 0 where one part is best."""
+
+    D: tl.constexpr
+    MAIN: tl.constexpr
+    REST: tl.constexpr
+
+
+class Features(NamedTuple):
+    """What hides keys or changes logits, and whether rows have a share (in the gradient)."""
+
+    CAUSAL: tl.constexpr
+    HAS_WINDOW: tl.constexpr
+    HAS_SOFT_CAP: tl.constexpr
+    HAS_SHARE: tl.constexpr = tl.constexpr(False)
+
+
+class Visible(NamedTuple):
+    """Which keys of a sequence the rows of a block see."""
+
+    first: tl.tensor  # some row sees the keys [first, last)
+    last: tl.tensor
+    position: tl.tensor  # of each row
+    kv_len: tl.tensor
+    window: tl.tensor
+
+
 @triton.jit
 def find_block(block, own_edges_ptr, other_edges_ptr, num_seqs, num_own, num_other, GROUP: tl.constexpr,
                BLOCK: tl.constexpr):  # fmt: skip
@@ -133,11 +168,7 @@ def find_block(block, own_edges_ptr, other_edges_ptr, num_seqs, num_own, num_oth
 
 @triton.jit
 def key_blocks(low, high, kv_len, window, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, BLOCK_KV: tl.constexpr):
-    """Which keys queries at positions [low, high] see: (first, last, start, whole_start, whole_stop, end).
-
-    Some query sees a key in [first, last), in blocks from `start` to `end`; every one sees all keys of the blocks from
-    `whole_start` to `whole_stop`.
-    """
+    """(first, last, edges) for queries at positions [low, high]."""
     first, last = key_range(low, high, kv_len, window, CAUSAL, HAS_WINDOW)
     start = first // BLOCK_KV * BLOCK_KV
     end = tl.maximum((last + BLOCK_KV - 1) // BLOCK_KV * BLOCK_KV, start)
@@ -148,38 +179,48 @@ def key_blocks(low, high, kv_len, window, CAUSAL: tl.constexpr, HAS_WINDOW: tl.c
     if CAUSAL:
         whole_stop = tl.minimum(kv_len, low + 1)
     whole_stop = tl.maximum(tl.maximum(whole_stop, 0) // BLOCK_KV * BLOCK_KV, whole_start)
-    return first, last, start, whole_start, whole_stop, end
+    return first, last, Edges(start, whole_start, whole_stop, end)
 
 
 @triton.jit
-def load_columns(ptr, places, readable, MASKED: tl.constexpr, WIDTH: tl.constexpr, FROM: tl.constexpr,
+def before(count, BLOCK: tl.constexpr):
+    """Which rows of a block are among its first `count`.
+
+    Not found by comparing the numbers of rows or keys that the block's program has use for in the end: compilers
+    (Triton 3.6 to 3.9) then keep those in registers throughout its loops instead of computing them again.
+    """
+    return tl.arange(0, BLOCK) < count
+
+
+@triton.jit
+def load_columns(ptr, offsets, readable, MASKED: tl.constexpr, WIDTH: tl.constexpr, FROM: tl.constexpr,
                  PAD: tl.constexpr):  # fmt: skip
-    """Columns [FROM, FROM + PAD) of the rows at `places`: 0 from WIDTH on and, if MASKED, in rows not readable."""
+    """Columns [FROM, FROM + PAD) of rows at offsets: 0 from WIDTH on and, if MASKED, in rows not readable."""
     d = FROM + tl.arange(0, PAD)
-    pointers = ptr + (places[:, None] + d[None, :])
+    pointers = ptr + (offsets[:, None] + d[None, :])
     if MASKED and FROM + PAD > WIDTH:
-        values = tl.load(pointers, mask=readable[:, None] & (d < WIDTH)[None, :], other=0)
+        loaded = tl.load(pointers, mask=readable[:, None] & (d < WIDTH)[None, :], other=0)
     elif MASKED:
-        values = tl.load(pointers, mask=readable[:, None], other=0)
+        loaded = tl.load(pointers, mask=readable[:, None], other=0)
     elif FROM + PAD > WIDTH:
-        values = tl.load(pointers, mask=(d < WIDTH)[None, :], other=0)
+        loaded = tl.load(pointers, mask=(d < WIDTH)[None, :], other=0)
     else:
-        values = tl.load(pointers)
-    return values
+        loaded = tl.load(pointers)
+    return loaded
 
 
 @triton.jit
-def store_columns(ptr, places, values, writable, WIDTH: tl.constexpr, FROM: tl.constexpr, PAD: tl.constexpr):
+def store_columns(ptr, offsets, columns, writable, WIDTH: tl.constexpr, FROM: tl.constexpr, PAD: tl.constexpr):
     """Write what `load_columns` reads."""
     d = FROM + tl.arange(0, PAD)
     mask = writable[:, None] & (d < WIDTH)[None, :]
-    tl.store(ptr + (places[:, None] + d[None, :]), narrow(values, ptr.dtype.element_ty), mask=mask)
+    tl.store(ptr + (offsets[:, None] + d[None, :]), narrow(columns, ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def row_places(ptr, first, token_stride, head_stride, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the rows [first, first + BLOCK) lie, `first` being a multiple of BLOCK, if the rows of a sequence and KV
-    head begin at `ptr`: a pointer, and how far each is from there.
+def row_offsets(array, first, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the rows [first, first + BLOCK) of an array lie, `first` being a multiple of BLOCK: a pointer, and how far
+    each row is from there.
 
     What differs between blocks is a scalar of 64 bits; the rest is of 32 but for tokens that are very wide, as `near`
     has seen to, and where GROUP divides BLOCK the same in each.
@@ -187,36 +228,29 @@ def row_places(ptr, first, token_stride, head_stride, GROUP: tl.constexpr, BLOCK
     inner = tl.arange(0, BLOCK)
     if BLOCK % GROUP != 0:
         inner += first % GROUP
-    if token_stride > LARGEST_TOKEN_STRIDE:
+    if array.token_stride > LARGEST_TOKEN_STRIDE:
         inner = inner.to(tl.int64)
-    ptr += tl.cast(first // GROUP, tl.int64) * token_stride
-    return ptr, (inner // GROUP) * token_stride + (inner % GROUP) * head_stride
+    ptr = array.ptr + tl.cast(first // GROUP, tl.int64) * array.token_stride
+    return ptr, (inner // GROUP) * array.token_stride + (inner % GROUP) * array.head_stride
 
 
 @triton.jit
-def load_rows(
-    ptr, first, readable, token_stride, head_stride, MASKED: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
-):  # fmt: skip
-    """Both parts of the rows [first, first + BLOCK), zero where not readable; see `row_places`."""
-    ptr, places = row_places(ptr, first, token_stride, head_stride, GROUP, BLOCK)
-    main = load_columns(ptr, places, readable, MASKED, WIDTH, 0, MAIN)
-    rest = main
-    if REST:
-        rest = load_columns(ptr, places, readable, MASKED, WIDTH, MAIN, REST)
-    return main, rest
+def load_rows(array, first, readable, MASKED: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, widths):
+    """The rows [first, first + BLOCK), as a tuple of their one or two parts; zero where not readable."""
+    ptr, offsets = row_offsets(array, first, GROUP, BLOCK)
+    parts = (load_columns(ptr, offsets, readable, MASKED, widths.D, 0, widths.MAIN),)
+    if widths.REST:
+        parts += (load_columns(ptr, offsets, readable, MASKED, widths.D, widths.MAIN, widths.REST),)
+    return parts
 
 
 @triton.jit
-def store_rows(
-    ptr, first, main, rest, writable, token_stride, GROUP: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-    MAIN: tl.constexpr, REST: tl.constexpr,
-):  # fmt: skip
-    """Both parts of the rows [first, first + BLOCK) of an array whose heads follow each other; see `row_places`."""
-    ptr, places = row_places(ptr, first, token_stride, WIDTH, GROUP, BLOCK)
-    store_columns(ptr, places, main, writable, WIDTH, 0, MAIN)
-    if REST:
-        store_columns(ptr, places, rest, writable, WIDTH, MAIN, REST)
+def store_rows(array, first, parts, writable, GROUP: tl.constexpr, BLOCK: tl.constexpr, widths):
+    """Write the rows [first, first + BLOCK), from a tuple of their parts."""
+    ptr, offsets = row_offsets(array, first, GROUP, BLOCK)
+    store_columns(ptr, offsets, parts[0], writable, widths.D, 0, widths.MAIN)
+    if widths.REST:
+        store_columns(ptr, offsets, parts[1], writable, widths.D, widths.MAIN, widths.REST)
 
 
 @triton.jit
@@ -225,43 +259,49 @@ def head_start(ptr, start, kv_head, token_stride, head_stride, GROUP: tl.constex
     return ptr + start.to(tl.int64) * token_stride + kv_head.to(tl.int64) * GROUP * head_stride
 
 
-@triton.jit
-def zeros(ROWS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr):
-    """Accumulators of both parts."""
-    main = tl.zeros([ROWS, MAIN], tl.float32)
-    rest = main
-    if REST:
-        rest = tl.zeros([ROWS, REST], tl.float32)
-    return main, rest
-
-
-# ---- products
+# ---- products of rows, which are tuples of one or two parts
 
 
 @triton.jit
-def product(a, a_rest, b, b_rest, REST: tl.constexpr):
-    """a @ b.T over rows of two parts, in float32."""
-    products = tl.zeros([a.shape[0], b.shape[0]], tl.float32)
-    products = matmul(a, tl.trans(b), products)
-    if REST:
-        products = matmul(a_rest, tl.trans(b_rest), products)
+def zeros(ROWS: tl.constexpr, widths):
+    """Accumulators."""
+    parts = (tl.zeros([ROWS, widths.MAIN], tl.float32),)
+    if widths.REST:
+        parts += (tl.zeros([ROWS, widths.REST], tl.float32),)
+    return parts
+
+
+@triton.jit
+def times(parts, factor):
+    products = ()
+    for i in tl.static_range(len(parts)):
+        products += (parts[i] * factor,)
     return products
 
 
 @triton.jit
-def accumulate(weights, values, values_rest, acc, acc_rest, REST: tl.constexpr):
-    """acc + weights @ values, of two parts."""
-    acc = matmul(weights, values, acc)
-    if REST:
-        acc_rest = matmul(weights, values_rest, acc_rest)
-    return acc, acc_rest
+def product(a, b):
+    """a @ b.T over rows, in float32."""
+    products = tl.zeros([a[0].shape[0], b[0].shape[0]], tl.float32)
+    for i in tl.static_range(len(a)):
+        products = matmul(a[i], tl.trans(b[i]), products)
+    return products
+
+
+@triton.jit
+def accumulate(weights, rows, acc):
+    """acc + weights @ rows."""
+    sums = ()
+    for i in tl.static_range(len(acc)):
+        sums += (matmul(weights, rows[i], acc[i]),)
+    return sums
 
 
 @triton.jit
 def sees(position, key, kv_len, window, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr):
     """Whether the query at a position sees a key, in as few comparisons as possible.
 
-    Of a row that is none, behind the last of its sequence, it says False for the keys that no row of the sequence sees.
+    Rows behind the last of their sequence see no key that no row of the sequence sees.
     """
     if CAUSAL and HAS_WINDOW:
         seen = (position - key).to(tl.uint32, bitcast=True) < tl.cast(window, tl.uint32, bitcast=True)

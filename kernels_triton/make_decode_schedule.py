@@ -78,10 +78,10 @@ def schedule_kernel(
     split = 0
     splits = 0
     for part in range(num_parts):
-        place = parts_ptr + part * 8
-        tl.store(place, seq)
-        tl.store(place + 1, block.to(tl.int32))
-        tl.store(place + 4, split)
+        part_ptr = parts_ptr + part * 8
+        tl.store(part_ptr, seq)
+        tl.store(part_ptr + 1, block.to(tl.int32))
+        tl.store(part_ptr + 4, split)
         left = budget
         going = seq < num_seqs
         while going:
@@ -98,12 +98,12 @@ def schedule_kernel(
             going = whole & (seq < num_seqs)
         cut = block > 0
         last = tl.where(cut, seq, seq - 1)
-        tl.store(place + 2, last)
+        tl.store(part_ptr + 2, last)
         length = length_of(tl.maximum(last, 0), num_seqs, lens_ptr, extra_lens_ptr, SPARSE, HAS_EXTRA)
         end = tl.where(cut, block, tl.where((last >= 0) & (length > 0), blocks_of(length), 0))
-        tl.store(place + 3, end.to(tl.int32))
+        tl.store(part_ptr + 3, end.to(tl.int32))
         unused = tl.arange(0, 4)
-        tl.store(place + 5 + unused, tl.zeros_like(unused), mask=unused < 3)
+        tl.store(part_ptr + 5 + unused, tl.zeros_like(unused), mask=unused < 3)
 
 
 def run(call: MakeDecodeSchedule, tile: Tile, launch: Any) -> Any:

@@ -13,7 +13,7 @@ kernels are launched over upper bounds that follow from shapes; each program fin
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -21,7 +21,7 @@ import triton.language as tl
 from ragged_attention.calls import RaggedPagedAttention, dtype_name
 from ragged_attention.errors import InvalidInput
 from ragged_attention.kernels_triton._formats import cache_format, cache_views, load_scale, narrow, scale_arguments
-from ragged_attention.kernels_triton._pages import attend_range
+from ragged_attention.kernels_triton._pages import Features, Pages, PageSizes, Visible, attend_range
 from ragged_attention.kernels_triton._sequences import (
     VARYING,
     count_sequences,
@@ -186,19 +186,29 @@ def splits(call: Any) -> int:
     return min(wanted, next_power_of_2(cdiv(keys, MIN_SPLIT)), MAX_SPLITS)
 
 
+class Rows(NamedTuple):
+    """A block of rows, (query token, head of the group) pairs, of one sequence and KV head."""
+
+    row: tl.tensor  # of each, counted from the sequence's first
+    num_rows: tl.tensor  # of the sequence; those behind them belong to no query
+    start: tl.tensor  # the sequence's first token
+    kv_head: tl.tensor
+
+
 @triton.jit
-def load_rows(q_ptr, row, rows, start, kv_head, q_token_stride, q_head_stride, negative,
-              SIGNED: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr):  # fmt: skip
-    """Query rows [ROWS, D_PAD] of a KV head's group, zero where there is none.
+def load_rows(q_ptr, token_stride, head_stride, rows, negative, SIGNED: tl.constexpr, GROUP: tl.constexpr,
+              D: tl.constexpr, D_PAD: tl.constexpr):  # fmt: skip
+    """Query rows [ROWS, D_PAD], zero where there is none.
 
     They are negated for a negative scale, if it may be one (SIGNED). Operands that were only loaded stay in shared
     memory, where Hopper's matrix units read them; computed ones take registers.
     """
     d = tl.arange(0, D_PAD)
-    token = (start + row // GROUP).to(tl.int64)
-    head = kv_head * GROUP + row % GROUP
-    place = token * q_token_stride + head.to(tl.int64) * q_head_stride
-    q = tl.load(q_ptr + place[:, None] + d[None, :], mask=(row < rows)[:, None] & (d < D)[None, :], other=0)
+    token = (rows.start + rows.row // GROUP).to(tl.int64)
+    head = rows.kv_head * GROUP + rows.row % GROUP
+    offset = token * token_stride + head.to(tl.int64) * head_stride
+    mask = (rows.row < rows.num_rows)[:, None] & (d < D)[None, :]
+    q = tl.load(q_ptr + offset[:, None] + d[None, :], mask=mask, other=0)
     if SIGNED:
         wide = q.to(tl.float32)
         q = tl.where(negative, -wide, wide).to(q.dtype)
@@ -206,25 +216,40 @@ def load_rows(q_ptr, row, rows, start, kv_head, q_token_stride, q_head_stride, n
 
 
 @triton.jit
-def store_rows(out_ptr, lse_ptr, acc, m_i, l_i, row, rows, start, kv_head, sinks_ptr, v_scale,
-               HAS_SINKS: tl.constexpr, GROUP: tl.constexpr, NUM_HEADS: tl.constexpr,
-               DV: tl.constexpr, DV_PAD: tl.constexpr):  # fmt: skip
+def store_rows(out_ptr, lse_ptr, state, rows, sinks_ptr, v_scale, HAS_SINKS: tl.constexpr, GROUP: tl.constexpr,
+               NUM_HEADS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr):  # fmt: skip
     """Finished rows: divide by the denominator, sink included, and write out and lse. No key seen: 0 and -inf."""
-    head = kv_head * GROUP + row % GROUP
+    m_i, l_i, acc = state
+    head = rows.kv_head * GROUP + rows.row % GROUP
     empty = l_i == 0.0
     m_i = tl.where(empty, 0.0, m_i)
     l_i = tl.where(empty, 1.0, l_i)
     denominator = l_i
     if HAS_SINKS:
-        sink = tl.load(sinks_ptr + head, mask=row < rows, other=float("-inf"))
+        sink = tl.load(sinks_ptr + head, mask=rows.row < rows.num_rows, other=float("-inf"))
         denominator += tl.math.exp2(sink * LOG2E - m_i)
     out = tl.where(empty[:, None], 0.0, acc * (v_scale / denominator)[:, None])
     lse = tl.where(empty, float("-inf"), (m_i + tl.math.log2(l_i)) * LN2)
     dv = tl.arange(0, DV_PAD)
-    place = (start + row // GROUP).to(tl.int64) * NUM_HEADS + head
-    mask = (row < rows)[:, None] & (dv < DV)[None, :]
-    tl.store(out_ptr + place[:, None] * DV + dv[None, :], narrow(out, out_ptr.dtype.element_ty), mask=mask)
-    tl.store(lse_ptr + place, lse, mask=row < rows)
+    index = (rows.start + rows.row // GROUP).to(tl.int64) * NUM_HEADS + head
+    mask = (rows.row < rows.num_rows)[:, None] & (dv < DV)[None, :]
+    tl.store(out_ptr + index[:, None] * DV + dv[None, :], narrow(out, out_ptr.dtype.element_ty), mask=mask)
+    tl.store(lse_ptr + index, lse, mask=rows.row < rows.num_rows)
+
+
+@triton.jit
+def store_part(parts_ptr, lses_ptr, state, rows, part, DV: tl.constexpr, DV_PAD: tl.constexpr):
+    """One split's rows, normalised, and their lse in base 2, to the part of that number."""
+    m_i, l_i, acc = state
+    dv = tl.arange(0, DV_PAD)
+    index = part * rows.row.shape[0] + rows.row
+    empty = l_i == 0.0  # then acc is 0
+    l_i = tl.where(empty, 1.0, l_i)
+    acc = acc / l_i[:, None]
+    lse = tl.where(empty, float("-inf"), m_i + tl.math.log2(l_i))
+    mask = (rows.row < rows.num_rows)[:, None] & (dv < DV)[None, :]
+    tl.store(parts_ptr + index[:, None] * DV + dv[None, :], acc, mask=mask)
+    tl.store(lses_ptr + index, lse, mask=rows.row < rows.num_rows)
 
 
 @triton.jit
@@ -242,12 +267,11 @@ def logit_scales(k_scale_ptr, kv_head, k_scale_factor, sm_scale, soft_cap,
 
 
 @triton.jit
-def draft_rows(draft_mask_ptr, row, start, num_tokens, draft_stride,
-               GROUP: tl.constexpr, HAS_DRAFT_MASK: tl.constexpr):  # fmt: skip
+def draft_rows(draft_mask_ptr, rows, num_tokens, draft_stride, GROUP: tl.constexpr, HAS_DRAFT_MASK: tl.constexpr):
     """Where the rows of a draft mask begin that are the queries'; a row without a query gets another's."""
     rows_ptr = draft_mask_ptr
     if HAS_DRAFT_MASK:
-        token = tl.minimum(start + row // GROUP, num_tokens - 1).to(tl.int64)
+        token = tl.minimum(rows.start + rows.row // GROUP, num_tokens - 1).to(tl.int64)
         rows_ptr = draft_mask_ptr + token * draft_stride
     return rows_ptr
 
@@ -279,10 +303,10 @@ def tile_kernel(
     start = segment_edge(cu_q_lens_ptr, segment, num_seqs, num_tokens)
     stop = tl.maximum(segment_edge(cu_q_lens_ptr, segment + 1, num_seqs, num_tokens), start)
     q_len = stop - start
-    rows = q_len * GROUP
+    num_rows = q_len * GROUP
     first_row = (block - (start * GROUP // BLOCK_Q + segment)) * BLOCK_Q
-    if (first_row >= 0) & (first_row < rows) & ((rows > SPLIT_BLOCK_Q) | (live == 0)):
-        row = first_row + tl.arange(0, BLOCK_Q)
+    if (first_row >= 0) & (first_row < num_rows) & ((num_rows > SPLIT_BLOCK_Q) | (live == 0)):
+        rows = Rows(first_row + tl.arange(0, BLOCK_Q), num_rows, start, kv_head)
         low = 0
         high = 0
         kv_len = 0
@@ -294,21 +318,24 @@ def tile_kernel(
         inner_scale, outer_scale, negative = logit_scales(
             k_scale_ptr, kv_head, k_scale_factor, sm_scale, soft_cap, K_SCALE_STRIDE, HAS_SOFT_CAP, SMALLEST
         )
-        q = load_rows(q_ptr, row, rows, start, kv_head, q_token_stride, q_head_stride, negative, SIGNED, GROUP, D,
-                      D_PAD)  # fmt: skip
-        m_i, l_i, acc = attend_range(
-            q, first // EDGE_KV * EDGE_KV, last, first, last, low, high, kv_len,
-            k_ptr + kv_head.to(tl.int64) * k_head_stride, v_ptr + v_offset + kv_head.to(tl.int64) * v_head_stride,
-            page_indices_ptr + seq.to(tl.int64) * table_stride, kv_len - q_len + row // GROUP, window, num_pages,
-            k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale, outer_scale,
-            draft_rows(draft_mask_ptr, row, start, num_tokens, draft_stride, GROUP, HAS_DRAFT_MASK), draft_width,
-            kv_len - q_len, BLOCK_Q, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_DRAFT_MASK, PAGE_SIZE, BLOCK_KV, EDGE_KV, D,
-            D_PAD, DV, DV_PAD, FORMAT,
-            1, SPLIT_WEIGHTS_BELOW,
+        q = load_rows(q_ptr, q_token_stride, q_head_stride, rows, negative, SIGNED, GROUP, D, D_PAD)
+        pages = Pages(
+            k_ptr + kv_head.to(tl.int64) * k_head_stride, k_page_stride, k_slot_stride,
+            v_ptr + v_offset + kv_head.to(tl.int64) * v_head_stride, v_page_stride, v_slot_stride,
+            page_indices_ptr + seq.to(tl.int64) * table_stride, num_pages,
+        )  # fmt: skip
+        visible = Visible(
+            first, last, low, high, kv_len - q_len + rows.row // GROUP, kv_len, window,
+            draft_rows(draft_mask_ptr, rows, num_tokens, draft_stride, GROUP, HAS_DRAFT_MASK), draft_width,
+            kv_len - q_len,
+        )  # fmt: skip
+        state = attend_range(
+            q, first // EDGE_KV * EDGE_KV, last, visible, pages, (inner_scale, outer_scale),
+            Features(CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_DRAFT_MASK),
+            PageSizes(PAGE_SIZE, D, D_PAD, DV, DV_PAD, FORMAT), BLOCK_KV, EDGE_KV, 1, SPLIT_WEIGHTS_BELOW,
         )  # fmt: skip
         v_scale = load_scale(v_scale_ptr, kv_head, v_scale_factor, V_SCALE_STRIDE)
-        store_rows(out_ptr, lse_ptr, acc, m_i, l_i, row, rows, start, kv_head, sinks_ptr, v_scale,
-                   HAS_SINKS, GROUP, NUM_HEADS, DV, DV_PAD)  # fmt: skip
+        store_rows(out_ptr, lse_ptr, state, rows, sinks_ptr, v_scale, HAS_SINKS, GROUP, NUM_HEADS, DV, DV_PAD)
 
 
 @triton.jit
@@ -363,40 +390,36 @@ def split_kernel(
         seq, cu_q_lens_ptr, kv_lens_ptr, num_seqs_ptr, num_tokens, max_num_seqs, capacity, window,
         HAS_NUM_SEQS, HAS_WINDOW, CAUSAL,
     )  # fmt: skip
-    rows = q_len * GROUP
+    num_rows = q_len * GROUP
     begin, keys, used = split_bounds(first, last, MIN_KEYS, BLOCK_KV, NUM_SPLITS)
-    if (rows > 0) & (rows <= BLOCK_Q) & ((split < used) | (NUM_SPLITS == 1)):
-        row = tl.arange(0, BLOCK_Q)
+    if (num_rows > 0) & (num_rows <= BLOCK_Q) & ((split < used) | (NUM_SPLITS == 1)):
+        rows = Rows(tl.arange(0, BLOCK_Q), num_rows, start, kv_head)
         inner_scale, outer_scale, negative = logit_scales(
             k_scale_ptr, kv_head, k_scale_factor, sm_scale, soft_cap, K_SCALE_STRIDE, HAS_SOFT_CAP, SMALLEST
         )
-        q = load_rows(q_ptr, row, rows, start, kv_head, q_token_stride, q_head_stride, negative, SIGNED, GROUP, D,
-                      D_PAD)  # fmt: skip
+        q = load_rows(q_ptr, q_token_stride, q_head_stride, rows, negative, SIGNED, GROUP, D, D_PAD)
         begin += split * keys
-        m_i, l_i, acc = attend_range(
-            q, begin, tl.minimum(begin + keys, last), first, last, kv_len - q_len, kv_len - 1, kv_len,
-            k_ptr + kv_head.to(tl.int64) * k_head_stride, v_ptr + v_offset + kv_head.to(tl.int64) * v_head_stride,
-            page_indices_ptr + seq.to(tl.int64) * table_stride, kv_len - q_len + row // GROUP, window, num_pages,
-            k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, inner_scale, outer_scale,
-            draft_rows(draft_mask_ptr, row, start, num_tokens, draft_stride, GROUP, HAS_DRAFT_MASK), draft_width,
-            kv_len - q_len, BLOCK_Q, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_DRAFT_MASK, PAGE_SIZE, BLOCK_KV, BLOCK_KV, D,
-            D_PAD, DV, DV_PAD, FORMAT,
-            WEIGHT_PARTS, 0,
+        pages = Pages(
+            k_ptr + kv_head.to(tl.int64) * k_head_stride, k_page_stride, k_slot_stride,
+            v_ptr + v_offset + kv_head.to(tl.int64) * v_head_stride, v_page_stride, v_slot_stride,
+            page_indices_ptr + seq.to(tl.int64) * table_stride, num_pages,
+        )  # fmt: skip
+        visible = Visible(
+            first, last, kv_len - q_len, kv_len - 1, kv_len - q_len + rows.row // GROUP, kv_len, window,
+            draft_rows(draft_mask_ptr, rows, num_tokens, draft_stride, GROUP, HAS_DRAFT_MASK), draft_width,
+            kv_len - q_len,
+        )  # fmt: skip
+        state = attend_range(
+            q, begin, tl.minimum(begin + keys, last), visible, pages, (inner_scale, outer_scale),
+            Features(CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_DRAFT_MASK),
+            PageSizes(PAGE_SIZE, D, D_PAD, DV, DV_PAD, FORMAT), BLOCK_KV, BLOCK_KV, WEIGHT_PARTS, 0,
         )  # fmt: skip
         if NUM_SPLITS == 1:
             v_scale = load_scale(v_scale_ptr, kv_head, v_scale_factor, V_SCALE_STRIDE)
-            store_rows(out_ptr, lse_ptr, acc, m_i, l_i, row, rows, start, kv_head, sinks_ptr, v_scale,
-                       HAS_SINKS, GROUP, NUM_HEADS, DV, DV_PAD)  # fmt: skip
+            store_rows(out_ptr, lse_ptr, state, rows, sinks_ptr, v_scale, HAS_SINKS, GROUP, NUM_HEADS, DV, DV_PAD)
         else:
-            dv = tl.arange(0, DV_PAD)
-            place = ((seq.to(tl.int64) * (NUM_HEADS // GROUP) + kv_head) * NUM_SPLITS + split) * BLOCK_Q + row
-            empty = l_i == 0.0  # then acc is 0
-            l_i = tl.where(empty, 1.0, l_i)
-            acc = acc / l_i[:, None]
-            lse = tl.where(empty, float("-inf"), m_i + tl.math.log2(l_i))
-            mask = (row < rows)[:, None] & (dv < DV)[None, :]
-            tl.store(out_ptr + place[:, None] * DV + dv[None, :], acc, mask=mask)
-            tl.store(lse_ptr + place, lse, mask=row < rows)
+            part = (seq.to(tl.int64) * (NUM_HEADS // GROUP) + kv_head) * NUM_SPLITS + split
+            store_part(out_ptr, lse_ptr, state, rows, part, DV, DV_PAD)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -417,17 +440,18 @@ def combine_kernel(
         seq, cu_q_lens_ptr, kv_lens_ptr, num_seqs_ptr, num_tokens, max_num_seqs, capacity, window,
         HAS_NUM_SEQS, HAS_WINDOW, CAUSAL,
     )  # fmt: skip
-    rows = q_len * GROUP
-    if (row < rows) & (rows <= BLOCK_Q):
+    num_rows = q_len * GROUP
+    if (row < num_rows) & (num_rows <= BLOCK_Q):
         _, _, used = split_bounds(first, last, MIN_KEYS, BLOCK_KV, NUM_SPLITS)
-        place = (seq.to(tl.int64) * (NUM_HEADS // GROUP) + kv_head) * NUM_SPLITS * BLOCK_Q + row
+        index = (seq.to(tl.int64) * (NUM_HEADS // GROUP) + kv_head) * NUM_SPLITS * BLOCK_Q + row
         acc, m_i, l_i = merge_parts(
-            parts_ptr + place * DV, part_lses_ptr + place, used, BLOCK_Q * DV, BLOCK_Q, 1.0, PARTS, DV, DV_PAD
+            parts_ptr + index * DV, part_lses_ptr + index, used, BLOCK_Q * DV, BLOCK_Q, 1.0, PARTS, DV, DV_PAD
         )
         v_scale = load_scale(v_scale_ptr, kv_head, v_scale_factor, V_SCALE_STRIDE)
         zero = tl.zeros([1], tl.float32)
-        store_rows(out_ptr, lse_ptr, acc[None, :], m_i + zero, l_i + zero, row + tl.arange(0, 1), rows, start,
-                   kv_head, sinks_ptr, v_scale, HAS_SINKS, GROUP, NUM_HEADS, DV, DV_PAD)  # fmt: skip
+        rows = Rows(row + tl.arange(0, 1), num_rows, start, kv_head)
+        store_rows(out_ptr, lse_ptr, (m_i + zero, l_i + zero, acc[None, :]), rows, sinks_ptr, v_scale, HAS_SINKS,
+                   GROUP, NUM_HEADS, DV, DV_PAD)  # fmt: skip
 
 
 def shared_arguments(call: Any, v_arguments: dict[str, Any]) -> dict[str, Any]:

@@ -17,10 +17,10 @@ With p = exp(logit - lse), share = sigmoid(lse - sink) and delta = out . d_out a
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -119,15 +119,15 @@ def shared_bytes(call: Any, heads: int, keys: int) -> int:
 @triton.jit(do_not_specialize=VARYING)
 def zero_kernel(like_ptr, rows_ptr, dq_ptr, terms_ptr, count, FLAT: tl.constexpr):
     """Zeros for the rows' gradients; the other two are memory for the programs to come."""
-    place = tl.program_id(0).to(tl.int64) * FLAT + tl.arange(0, FLAT)
-    tl.store(rows_ptr + place, tl.zeros([FLAT], tl.float32), mask=place < count)
+    index = tl.program_id(0).to(tl.int64) * FLAT + tl.arange(0, FLAT)
+    tl.store(rows_ptr + index, tl.zeros([FLAT], tl.float32), mask=index < count)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def narrow_kernel(wide_ptr, out_ptr, count, FLAT: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * FLAT + tl.arange(0, FLAT)
-    wide = tl.load(wide_ptr + place, mask=place < count, other=0)
-    tl.store(out_ptr + place, narrow(wide, out_ptr.dtype.element_ty), mask=place < count)
+    index = tl.program_id(0).to(tl.int64) * FLAT + tl.arange(0, FLAT)
+    wide = tl.load(wide_ptr + index, mask=index < count, other=0)
+    tl.store(out_ptr + index, narrow(wide, out_ptr.dtype.element_ty), mask=index < count)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -156,48 +156,87 @@ def gather_kernel(
 
     Of the programs only those act that stand where a row first appears.
     """
-    place = tl.program_id(0)
-    row = tl.load(rows_ptr + place)
-    before = tl.load(rows_ptr + tl.maximum(place - 1, 0))
-    if (row != NOBODY) & ((place == 0) | (before != row)):
+    index = tl.program_id(0)
+    row = tl.load(rows_ptr + index)
+    before = tl.load(rows_ptr + tl.maximum(index - 1, 0))
+    if (row != NOBODY) & ((index == 0) | (before != row)):
         column = tl.arange(0, WIDTH_PAD)
         inside = column < WIDTH
         sums = tl.load(given_ptr + row.to(tl.int64) * WIDTH + column, mask=inside, other=0)
-        more = place < count
+        more = index < count
         while more:
-            each = place + tl.arange(0, ABREAST)
+            each = index + tl.arange(0, ABREAST)
             mine = tl.load(rows_ptr + each, mask=each < count, other=NOBODY) == row
             entry = tl.load(order_ptr + each, mask=mine, other=0).to(tl.int64)
             for block in range(BLOCKS):
                 parts = parts_ptr + (entry * BLOCKS + block) * WIDTH
                 found = tl.load(parts[:, None] + column[None, :], mask=mine[:, None] & inside[None, :], other=0)
                 sums += tl.sum(found, 0)
-            place += ABREAST
+            index += ABREAST
             more = tl.min(mine.to(tl.int32), 0) == 1
         tl.store(sums_ptr + row.to(tl.int64) * WIDTH + column, sums, mask=inside)
 
 
+class Gradients(NamedTuple):
+    """Gradients of logits, and weights, of a block of heads and the keys of a block."""
+
+    dlogits: tl.tensor
+    weights: tl.tensor
+    readable: tl.tensor
+    scale: tl.tensor
+
+
 @triton.jit
-def give_columns(place, readable, dlogits, weights, q, d_out, scale, FIRST: tl.constexpr, LAST: tl.constexpr,
-                 IS_VALUE: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+def give_columns(rows, gradients, q, d_out, FIRST: tl.constexpr, LAST: tl.constexpr, IS_VALUE: tl.constexpr,
+                 PARTS: tl.constexpr):  # fmt: skip
     """Columns from FIRST on of a block of rows' gradients: to where they are summed, or to each entry's own row."""
     columns: tl.constexpr = q.shape[1]
-    found = matmul(tl.trans(dlogits), q, tl.zeros([dlogits.shape[1], columns], tl.float32)) * scale
+    dlogits = gradients.dlogits
+    found = matmul(tl.trans(dlogits), q, tl.zeros([dlogits.shape[1], columns], tl.float32)) * gradients.scale
     if IS_VALUE:
-        found = matmul(tl.trans(weights), d_out, found)
+        found = matmul(tl.trans(gradients.weights), d_out, found)
     column = FIRST + tl.arange(0, columns)
-    mask = readable[:, None] & (column < LAST)[None, :]
+    mask = gradients.readable[:, None] & (column < LAST)[None, :]
     if PARTS:
-        tl.store(place[:, None] + column[None, :], found, mask=mask)
+        tl.store(rows[:, None] + column[None, :], found, mask=mask)
     else:
-        tl.atomic_add(place[:, None] + column[None, :], found, mask=mask, sem="relaxed")
+        tl.atomic_add(rows[:, None] + column[None, :], found, mask=mask, sem="relaxed")
 
 
 @triton.jit
-def row_products(rows, other, readable, first, COLUMNS: tl.constexpr, COLUMNS_PAD: tl.constexpr):
-    """Columns from `first` on of rows, times others, summed row by row."""
-    columns = whole_columns(rows, readable, first, COLUMNS, COLUMNS_PAD)
-    return tl.sum(columns.to(tl.float32) * other.to(tl.float32), 1)
+def load_groups(rows, readable, D_V: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
+    """The columns before D_V of rows, in groups of WIDTH."""
+    groups = ()
+    for group in tl.static_range(GROUPS):
+        groups += (whole_columns(rows, readable, group * WIDTH, D_V - group * WIDTH, WIDTH),)
+    return groups
+
+
+@triton.jit
+def row_products(rows, groups, readable, D_V: tl.constexpr, WIDTH: tl.constexpr):
+    """The columns before D_V of rows, times those of other rows, summed row by row."""
+    sums = tl.zeros(rows.shape, tl.float32)
+    for group in tl.static_range(len(groups)):
+        own = whole_columns(rows, readable, group * WIDTH, D_V - group * WIDTH, WIDTH)
+        sums += tl.sum(own.to(tl.float32) * groups[group].to(tl.float32), 1)
+    return sums
+
+
+@triton.jit
+def add_products(a, b, acc):
+    """acc + a @ b.T over groups of columns."""
+    for group in tl.static_range(len(a)):
+        acc = matmul(a[group], tl.trans(b[group]), acc)
+    return acc
+
+
+@triton.jit
+def add_rows(weights, groups, acc):
+    """acc + weights @ rows, group by group."""
+    sums = ()
+    for group in tl.static_range(len(acc)):
+        sums += (matmul(weights, groups[group], acc[group]),)
+    return sums
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -224,98 +263,70 @@ def gradient_kernel(
     valid = row < GROUP
     head = kv_head * GROUP + row
     wide_token = token.to(tl.int64)
-    at = wide_token * NUM_HEADS + head
-    lse = tl.load(lse_ptr + at, mask=valid, other=float("-inf"))
+    index = wide_token * NUM_HEADS + head
+    lse = tl.load(lse_ptr + index, mask=valid, other=float("-inf"))
     some = lse != float("-inf")
     level = tl.where(some, lse * LOG2E, float("inf"))  # so that the weights of a row without keys are 0
 
     q_rows = q_ptr + wide_token * q_token_stride + head.to(tl.int64) * q_head_stride
     d_out_rows = d_out_ptr + wide_token * d_out_token_stride + head.to(tl.int64) * d_out_head_stride
     out_rows = out_ptr + wide_token * out_token_stride + head.to(tl.int64) * out_head_stride
-    q0 = whole_columns(q_rows, some, 0, D_V, WIDTH)
-    d_out0 = whole_columns(d_out_rows, some, 0, D_V, WIDTH)
-    q1, q2, q3, q_rest = q0, q0, q0, q0
-    d_out1, d_out2, d_out3 = d_out0, d_out0, d_out0
-    dq0 = tl.zeros([BLOCK_H, WIDTH], tl.float32)
-    dq1, dq2, dq3 = dq0, dq0, dq0
-    dq_rest = tl.zeros([BLOCK_H, D_REST_PAD], tl.float32)
-    delta = row_products(out_rows, d_out0, some, 0, D_V, WIDTH)
-    if GROUPS == 4:
-        q1 = whole_columns(q_rows, some, WIDTH, D_V - WIDTH, WIDTH)
-        q2 = whole_columns(q_rows, some, 2 * WIDTH, D_V - 2 * WIDTH, WIDTH)
-        q3 = whole_columns(q_rows, some, 3 * WIDTH, D_V - 3 * WIDTH, WIDTH)
-        d_out1 = whole_columns(d_out_rows, some, WIDTH, D_V - WIDTH, WIDTH)
-        d_out2 = whole_columns(d_out_rows, some, 2 * WIDTH, D_V - 2 * WIDTH, WIDTH)
-        d_out3 = whole_columns(d_out_rows, some, 3 * WIDTH, D_V - 3 * WIDTH, WIDTH)
-        delta += row_products(out_rows, d_out1, some, WIDTH, D_V - WIDTH, WIDTH)
-        delta += row_products(out_rows, d_out2, some, 2 * WIDTH, D_V - 2 * WIDTH, WIDTH)
-        delta += row_products(out_rows, d_out3, some, 3 * WIDTH, D_V - 3 * WIDTH, WIDTH)
+    q = load_groups(q_rows, some, D_V, GROUPS, WIDTH)
+    d_out = load_groups(d_out_rows, some, D_V, GROUPS, WIDTH)
+    delta = row_products(out_rows, d_out, some, D_V, WIDTH)
+    q_rest = q[0]
     if D_REST > 0:
         q_rest = whole_columns(q_rows, some, D_V, D_REST, D_REST_PAD)
+    dq = (tl.zeros([BLOCK_H, WIDTH], tl.float32),) * GROUPS
+    dq_rest = tl.zeros([BLOCK_H, D_REST_PAD], tl.float32)
 
     share = tl.full([BLOCK_H], 1.0, tl.float32)
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head, mask=valid, other=float("-inf"))
         share = tl.where(some, 1 / (1 + tl.math.exp2((sink - lse) * LOG2E)), 1.0)
-        tl.store(terms_ptr + at, tl.where(some, (share - 1) * delta, 0.0), mask=valid)
+        tl.store(terms_ptr + index, tl.where(some, (share - 1) * delta, 0.0), mask=valid)
     offset = -share * delta
     if HAS_D_LSE:
-        offset += tl.load(d_lse_ptr + at, mask=valid & some, other=0)
+        offset += tl.load(d_lse_ptr + index, mask=valid & some, other=0)
 
     kv_ptr += kv_head.to(tl.int64) * head_stride
     last = list_length(lens_ptr, token, 0, TOPK, lens_stride, 0, HAS_LENS)
     entries = list_ptr + wide_token * list_token_stride + kv_head.to(tl.int64) * list_head_stride
     for block in range((last + BLOCK_KV - 1) // BLOCK_KV):
-        position, page, place, readable = keys_of(entries, block, last, num_slots, True, PAGE_SIZE, BLOCK_KV)
-        rows = kv_ptr + page.to(tl.int64) * page_stride + place.to(tl.int64) * slot_stride
+        position, page, slot_in_page, readable = keys_of(entries, block, last, num_slots, True, PAGE_SIZE, BLOCK_KV)
+        rows = kv_ptr + page.to(tl.int64) * page_stride + slot_in_page.to(tl.int64) * slot_stride
         if PARTS:
-            target = (job.to(tl.int64) * TOPK + position) * BLOCKS + block_of_heads
-            given = parts_ptr + target * D
+            entry = (job.to(tl.int64) * TOPK + position) * BLOCKS + block_of_heads
+            given = parts_ptr + entry * D
         else:
-            slot = page.to(tl.int64) * PAGE_SIZE + place
+            slot = page.to(tl.int64) * PAGE_SIZE + slot_in_page
             given = rows_ptr + (slot * KV_HEADS + kv_head) * D
         zero = tl.zeros([BLOCK_H, BLOCK_KV], tl.float32)
-        keys0 = whole_columns(rows, readable, 0, D_V, WIDTH)
-        logits = matmul(q0, tl.trans(keys0), zero)
-        products = matmul(d_out0, tl.trans(keys0), zero)
-        if GROUPS == 4:
-            keys1 = whole_columns(rows, readable, WIDTH, D_V - WIDTH, WIDTH)
-            keys2 = whole_columns(rows, readable, 2 * WIDTH, D_V - 2 * WIDTH, WIDTH)
-            keys3 = whole_columns(rows, readable, 3 * WIDTH, D_V - 3 * WIDTH, WIDTH)
-            logits = matmul(q1, tl.trans(keys1), logits)
-            logits = matmul(q2, tl.trans(keys2), logits)
-            logits = matmul(q3, tl.trans(keys3), logits)
-            products = matmul(d_out1, tl.trans(keys1), products)
-            products = matmul(d_out2, tl.trans(keys2), products)
-            products = matmul(d_out3, tl.trans(keys3), products)
+        keys = load_groups(rows, readable, D_V, GROUPS, WIDTH)
+        logits = add_products(q, keys, zero)
+        products = add_products(d_out, keys, zero)
         if D_REST > 0:
             keys_rest = whole_columns(rows, readable, D_V, D_REST, D_REST_PAD)
             logits = matmul(q_rest, tl.trans(keys_rest), logits)
         weights = tl.math.exp2(logits * (scale * LOG2E) - level[:, None])
         weights = tl.where(readable[None, :], weights, 0.0)
         shared = weights * share[:, None]
-        dlogits = narrow(shared * products + weights * offset[:, None], q0.dtype)
-        shared = narrow(shared, q0.dtype)
-        dq0 = matmul(dlogits, keys0, dq0)
-        give_columns(given, readable, dlogits, shared, q0, d_out0, scale, 0, D_V, True, PARTS)
-        if GROUPS == 4:
-            dq1 = matmul(dlogits, keys1, dq1)
-            dq2 = matmul(dlogits, keys2, dq2)
-            dq3 = matmul(dlogits, keys3, dq3)
-            give_columns(given, readable, dlogits, shared, q1, d_out1, scale, WIDTH, D_V, True, PARTS)
-            give_columns(given, readable, dlogits, shared, q2, d_out2, scale, 2 * WIDTH, D_V, True, PARTS)
-            give_columns(given, readable, dlogits, shared, q3, d_out3, scale, 3 * WIDTH, D_V, True, PARTS)
+        dlogits = narrow(shared * products + weights * offset[:, None], q[0].dtype)
+        gradients = Gradients(dlogits, narrow(shared, q[0].dtype), readable, scale)
+        dq = add_rows(dlogits, keys, dq)
+        for group in tl.static_range(GROUPS):
+            give_columns(given, gradients, q[group], d_out[group], group * WIDTH, D_V, True, PARTS)
         if D_REST > 0:
             dq_rest = matmul(dlogits, keys_rest, dq_rest)
-            give_columns(given, readable, dlogits, shared, q_rest, d_out0, scale, D_V, D, False, PARTS)
+            give_columns(given, gradients, q_rest, d_out[0], D_V, D, False, PARTS)
     factor = tl.full([BLOCK_H], 1.0, tl.float32) * scale
-    store_groups(dq_ptr, at, dq0, dq1, dq2, dq3, dq_rest, factor, factor, valid, GROUPS, WIDTH, D_V, D_REST > 0, D)
+    store_groups(dq_ptr, index, dq, dq_rest, factor, factor, valid, WIDTH, D_V, D_REST > 0, D)
 
 
 # ---- launching
 
 
-def places(call: Any, launch: Any) -> tuple[Any, dict[str, int]]:
+def row_addresses(call: Any, launch: Any) -> tuple[Any, dict[str, int]]:
     """The rows as kernels can read them, and where they lie."""
     kv = launch.packed(call.kv)
     *page_and_slot, head, _ = launch.strides(kv)
@@ -343,7 +354,7 @@ def give(call: Any, tile: Tile, launch: Any, first: int, tokens: int, held: Any)
     """Enqueue the gradients of some tokens; returns the entries' rows, if requested, and what was held."""
     group = call.num_q_heads // call.num_kv_heads
     q, d_out, out = launch.packed(call.q), launch.packed(call.d_out), launch.packed(call.out)
-    kv, kv_places = places(call, launch)
+    kv, kv_strides = row_addresses(call, launch)
     lists, lens, of_lists = lists_of(call, launch)
     lse = launch.contiguous(call.lse)
     blocks, groups = cdiv(group, tile.block_h), 4 if call.d_v > 128 else 1
@@ -367,7 +378,7 @@ def give(call: Any, tile: Tile, launch: Any, first: int, tokens: int, held: Any)
         first_token=first,
         scale=call.scale,
         **strides,
-        **kv_places,
+        **kv_strides,
         **of_lists,
         HAS_SINKS=call.sinks is not None,
         HAS_D_LSE=call.d_lse is not None,

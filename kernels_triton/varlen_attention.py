@@ -6,7 +6,7 @@ follows from shapes alone. Only the blocks of keys at either end, which some row
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 import dataclasses
 from typing import Any
@@ -17,7 +17,7 @@ import triton.language as tl
 from ragged_attention.calls import VarlenAttention
 from ragged_attention.kernels_triton import _varlen
 from ragged_attention.kernels_triton._formats import narrow
-from ragged_attention.kernels_triton._sequences import VARYING
+from ragged_attention.kernels_triton._sequences import VARYING, block_start, end_blocks, whole_blocks
 from ragged_attention.kernels_triton._softmax import LN2, LOG2E, online_softmax, tanh
 from ragged_attention.kernels_triton._tiles import (
     WGMMA,
@@ -27,7 +27,12 @@ from ragged_attention.kernels_triton._tiles import (
     on_cuda_cores,
 )
 from ragged_attention.kernels_triton._varlen import (
+    Array,
+    Features,
+    Visible,
+    Widths,
     accumulate,
+    before,
     find_block,
     head_start,
     key_blocks,
@@ -36,6 +41,7 @@ from ragged_attention.kernels_triton._varlen import (
     product,
     sees,
     store_rows,
+    times,
     zeros,
 )
 
@@ -89,41 +95,53 @@ def sizes(call: Any) -> tuple[int, int, int, int]:
 
 @triton.jit
 def attend(
-    q, q_rest, m_i, l_i, acc, acc_rest,
-    k_ptr, v_ptr, left, left_blocks, right, num_blocks, first, last, position, kv_len, window,
-    k_token_stride, v_token_stride, inner, outer,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
-    BLOCK_KV: tl.constexpr, D: tl.constexpr, D_MAIN: tl.constexpr, D_REST: tl.constexpr,
-    DV: tl.constexpr, DV_MAIN: tl.constexpr, DV_REST: tl.constexpr,
+    q, state, k_array, v_array, blocks, visible, scales, features, MASKED: tl.constexpr, BLOCK_KV: tl.constexpr,
+    widths, v_widths,
 ):  # fmt: skip
-    """Online softmax of the rows of `q` over `num_blocks` blocks of keys: `left_blocks` from `left` on, the rest from
-    `right` on.
+    """Online softmax of the rows of `q` over blocks of keys, from `state` = (m_i, l_i, acc) to what that becomes.
 
     Unmasked, every row must see every key of them. Masked, only keys in [first, last) are read at all: what no row of
     the tile sees takes no part, NaN or not.
     """
-    for index in range(num_blocks):
-        block = left + index * BLOCK_KV
-        if MASKED:
-            block = tl.where(index < left_blocks, block, right + (index - left_blocks) * BLOCK_KV)
+    m_i, l_i, acc = state
+    inner, outer = scales
+    for index in range(blocks.num_blocks):
+        block = block_start(blocks, index, MASKED, BLOCK_KV)
         key = block + tl.arange(0, BLOCK_KV)
-        readable = (key >= first) & (key < last)
-        k, k_rest = load_rows(
-            k_ptr, block, readable, k_token_stride, 0, MASKED, 1, BLOCK_KV, D, D_MAIN, D_REST
-        )  # fmt: skip
-        logits = product(q, q_rest, k, k_rest, D_REST)
-        if HAS_SOFT_CAP:
+        readable = (key >= visible.first) & (key < visible.last)
+        k = load_rows(k_array, block, readable, MASKED, 1, BLOCK_KV, widths)
+        logits = product(q, k)
+        if features.HAS_SOFT_CAP:
             logits = tanh(logits * inner)
         if MASKED:
-            seen = sees(position[:, None], key[None, :], kv_len, window, CAUSAL, HAS_WINDOW)
+            seen = sees(visible.position[:, None], key[None, :], visible.kv_len, visible.window, features.CAUSAL,
+                        features.HAS_WINDOW)  # fmt: skip
             logits = tl.where(seen, logits, float("-inf"))
         weights, alpha, m_i, l_i = online_softmax(logits, m_i, l_i, outer)
-        rounded = narrow(weights, q.dtype)
-        v, v_rest = load_rows(
-            v_ptr, block, readable, v_token_stride, 0, MASKED, 1, BLOCK_KV, DV, DV_MAIN, DV_REST
-        )  # fmt: skip
-        acc, acc_rest = accumulate(rounded, v, v_rest, acc * alpha[:, None], acc_rest * alpha[:, None], DV_REST)
-    return m_i, l_i, acc, acc_rest
+        rounded = narrow(weights, q[0].dtype)
+        v = load_rows(v_array, block, readable, MASKED, 1, BLOCK_KV, v_widths)
+        acc = accumulate(rounded, v, times(acc, alpha[:, None]))
+    return m_i, l_i, acc
+
+
+@triton.jit
+def attend_all(q, k_array, v_array, edges, visible, scales, features, BLOCK_KV: tl.constexpr, widths, v_widths):
+    """(m_i, l_i, acc) of rows after all keys that they see."""
+    m_i = tl.full([q[0].shape[0]], float("-inf"), tl.float32)
+    l_i = tl.zeros([q[0].shape[0]], tl.float32)
+    acc = zeros(q[0].shape[0], v_widths)
+    state = attend(q, (m_i, l_i, acc), k_array, v_array, whole_blocks(edges, BLOCK_KV), visible, scales, features,
+                   False, BLOCK_KV, widths, v_widths)  # fmt: skip
+    return attend(q, state, k_array, v_array, end_blocks(edges, BLOCK_KV), visible, scales, features, True, BLOCK_KV,
+                  widths, v_widths)  # fmt: skip
+
+
+@triton.jit
+def negated(parts):
+    negative = ()
+    for i in tl.static_range(len(parts)):
+        negative += ((-parts[i].to(tl.float32)).to(parts[i].dtype),)
+    return negative
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -147,40 +165,24 @@ def forward_kernel(
     )
     rows = q_len * GROUP
     if (first_row >= 0) & (first_row < rows):
-        # Not by comparing `row`, which would stay in registers until it is needed again at the end.
-        readable = tl.arange(0, BLOCK_Q) < rows - first_row
+        readable = before(rows - first_row, BLOCK_Q)
         q_ptr = head_start(q_ptr, start, kv_head, q_token_stride, q_head_stride, GROUP)
         k_ptr = head_start(k_ptr, kv_start, kv_head, k_token_stride, k_head_stride, 1)
         v_ptr = head_start(v_ptr, kv_start, kv_head, v_token_stride, v_head_stride, 1)
         inner, outer = logit_scales(tl.abs(sm_scale), soft_cap, HAS_SOFT_CAP)
-        q, q_rest = load_rows(
-            q_ptr, first_row, readable, q_token_stride, q_head_stride, True, GROUP, BLOCK_Q, D, D_MAIN, D_REST
-        )  # fmt: skip
+        q = load_rows(Array(q_ptr, q_token_stride, q_head_stride), first_row, readable, True, GROUP, BLOCK_Q,
+                      Widths(D, D_MAIN, D_REST))  # fmt: skip
         if NEGATIVE:  # the softmax's maximum needs a positive factor
-            q = (-q.to(tl.float32)).to(q.dtype)
-            q_rest = (-q_rest.to(tl.float32)).to(q.dtype)
+            q = negated(q)
         low = kv_len - q_len + first_row // GROUP
         high = kv_len - q_len + tl.minimum((first_row + BLOCK_Q - 1) // GROUP, q_len - 1)
         position = kv_len - q_len + (first_row + tl.arange(0, BLOCK_Q)) // GROUP
-        first, last, begin, whole_start, whole_stop, end = key_blocks(
-            low, high, kv_len, window, CAUSAL, HAS_WINDOW, BLOCK_KV
-        )
-        m_i = tl.full([BLOCK_Q], float("-inf"), tl.float32)
-        l_i = tl.zeros([BLOCK_Q], tl.float32)
-        acc, acc_rest = zeros(BLOCK_Q, DV_MAIN, DV_REST)
-        m_i, l_i, acc, acc_rest = attend(
-            q, q_rest, m_i, l_i, acc, acc_rest, k_ptr, v_ptr,
-            whole_start, 0, 0, (whole_stop - whole_start) // BLOCK_KV, first, last, position, kv_len, window,
-            k_token_stride, v_token_stride, inner, outer, False, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP,
-            BLOCK_KV, D, D_MAIN, D_REST, DV, DV_MAIN, DV_REST,
-        )  # fmt: skip
-        left_blocks = (whole_start - begin) // BLOCK_KV
-        num_blocks = left_blocks + (end - whole_stop) // BLOCK_KV
-        m_i, l_i, acc, acc_rest = attend(
-            q, q_rest, m_i, l_i, acc, acc_rest, k_ptr, v_ptr,
-            begin, left_blocks, whole_stop, num_blocks, first, last, position, kv_len, window,
-            k_token_stride, v_token_stride, inner, outer, True, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP,
-            BLOCK_KV, D, D_MAIN, D_REST, DV, DV_MAIN, DV_REST,
+        first, last, edges = key_blocks(low, high, kv_len, window, CAUSAL, HAS_WINDOW, BLOCK_KV)
+        m_i, l_i, acc = attend_all(
+            q, Array(k_ptr, k_token_stride, 0), Array(v_ptr, v_token_stride, 0), edges,
+            Visible(first, last, position, kv_len, window), (inner, outer),
+            Features(CAUSAL, HAS_WINDOW, HAS_SOFT_CAP), BLOCK_KV, Widths(D, D_MAIN, D_REST),
+            Widths(DV, DV_MAIN, DV_REST),
         )  # fmt: skip
 
         row = first_row + tl.arange(0, BLOCK_Q)
@@ -196,8 +198,8 @@ def forward_kernel(
         lse = tl.where(empty, float("-inf"), (m_i + tl.math.log2(l_i)) * LN2)
         tl.store(lse_ptr + (start + row // GROUP).to(tl.int64) * NUM_HEADS + head, lse, mask=row < rows)
         out_ptr = head_start(out_ptr, start, kv_head, NUM_HEADS * DV, DV, GROUP)
-        store_rows(out_ptr, first_row, acc * share, acc_rest * share, row < rows, NUM_HEADS * DV, GROUP, BLOCK_Q,
-                   DV, DV_MAIN, DV_REST)  # fmt: skip
+        store_rows(Array(out_ptr, NUM_HEADS * DV, DV), first_row, times(acc, share), row < rows, GROUP, BLOCK_Q,
+                   Widths(DV, DV_MAIN, DV_REST))  # fmt: skip
 
 
 def run(call: VarlenAttention, tile: Tile, launch: Any) -> Any:

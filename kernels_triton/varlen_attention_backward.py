@@ -14,7 +14,7 @@ d_logit = weight * (d_out . v + offset). Only sinks together with a gradient of 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -22,7 +22,7 @@ import triton.language as tl
 from ragged_attention.calls import VarlenAttentionBackward
 from ragged_attention.kernels_triton import _varlen
 from ragged_attention.kernels_triton._formats import narrow
-from ragged_attention.kernels_triton._sequences import VARYING
+from ragged_attention.kernels_triton._sequences import VARYING, Edges, block_start, end_blocks, whole_blocks
 from ragged_attention.kernels_triton._softmax import LOG2E, column_sums, tanh
 from ragged_attention.kernels_triton._tiles import (
     WGMMA,
@@ -34,7 +34,12 @@ from ragged_attention.kernels_triton._tiles import (
     on_cuda_cores,
 )
 from ragged_attention.kernels_triton._varlen import (
+    Array,
+    Features,
+    Visible,
+    Widths,
     accumulate,
+    before,
     find_block,
     head_start,
     key_blocks,
@@ -44,6 +49,7 @@ from ragged_attention.kernels_triton._varlen import (
     product,
     sees,
     store_rows,
+    times,
     zeros,
 )
 
@@ -158,10 +164,10 @@ def prepare_kernel(
     inside = token < num_tokens
     lse = tl.load(lse_ptr + token.to(tl.int64) * lse_stride + head, mask=inside, other=float("-inf"))
     some = lse != float("-inf")
-    out_places = token.to(tl.int64) * out_token_stride + head.to(tl.int64) * out_head_stride
-    d_out_places = token.to(tl.int64) * d_out_token_stride + head.to(tl.int64) * d_out_head_stride
-    out = load_columns(out_ptr, out_places, some, True, DV, 0, DV_PAD).to(tl.float32)
-    d_out = load_columns(d_out_ptr, d_out_places, some, True, DV, 0, DV_PAD).to(tl.float32)
+    out_offsets = token.to(tl.int64) * out_token_stride + head.to(tl.int64) * out_head_stride
+    d_out_offsets = token.to(tl.int64) * d_out_token_stride + head.to(tl.int64) * d_out_head_stride
+    out = load_columns(out_ptr, out_offsets, some, True, DV, 0, DV_PAD).to(tl.float32)
+    d_out = load_columns(d_out_ptr, d_out_offsets, some, True, DV, 0, DV_PAD).to(tl.float32)
     delta = tl.sum(out * d_out, 1)
     norm = lse * LOG2E
     offset = -delta
@@ -184,9 +190,10 @@ def prepare_kernel(
     norm = tl.where(some, norm, float("inf"))
     offset = tl.where(some, offset, 0.0)
     share = tl.where(some, share, 0.0)
-    place = terms_ptr + (((head // GROUP).to(tl.int64) * num_tokens + token) * GROUP + head % GROUP) * TERMS
+    row_terms = terms_ptr + (((head // GROUP).to(tl.int64) * num_tokens + token) * GROUP + head % GROUP) * TERMS
     terms = tl.join(tl.join(norm, share), tl.join(offset, share))
-    tl.store(place[:, None] + tl.arange(0, TERMS)[None, :], tl.reshape(terms, [BLOCK, TERMS]), mask=inside[:, None])
+    terms = tl.reshape(terms, [BLOCK, TERMS])
+    tl.store(row_terms[:, None] + tl.arange(0, TERMS)[None, :], terms, mask=inside[:, None])
 
 
 @triton.jit
@@ -213,48 +220,75 @@ def change(weights, slope, d_weights, offset, share, HAS_SOFT_CAP: tl.constexpr,
     return d_logits
 
 
+class Seeing(NamedTuple):
+    """Which rows of a sequence see the keys of a block."""
+
+    first: tl.tensor  # the rows [first, last) see some key
+    last: tl.tensor
+    key: tl.tensor
+    q_len: tl.tensor
+    kv_len: tl.tensor
+    window: tl.tensor
+
+
+class RowTerms(NamedTuple):
+    """A block of rows, and what keys need to know of them."""
+
+    q: tl.tuple
+    d_out: tl.tuple
+    norm: tl.tensor
+    offset: tl.tensor
+    share: tl.tensor
+
+
 @triton.jit
 def visit_rows(
-    k, k_rest, v, v_rest, dk, dk_rest, dv, dv_rest,
-    q_ptr, d_out_ptr, terms_ptr, left, left_blocks, right, num_blocks, first, last, key, q_len, kv_len, window,
-    q_token_stride, q_head_stride, d_out_token_stride, d_out_head_stride, inner, outer,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
-    HAS_SHARE: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr,
-    D: tl.constexpr, D_MAIN: tl.constexpr, D_REST: tl.constexpr,
-    DV: tl.constexpr, DV_MAIN: tl.constexpr, DV_REST: tl.constexpr,
+    keys, sums, q_array, d_out_array, terms_ptr, blocks, seeing, scales, features, MASKED: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, widths, v_widths,
 ):  # fmt: skip
-    """What `num_blocks` blocks of rows, `left_blocks` from `left` on and the rest from `right` on, add to dk and dv.
+    """What blocks of rows add to `sums` = (dk, dv) of `keys` = (k, v).
 
     Unmasked, every row must see every key. Masked, only rows in [first, last) are read at all. Products have keys for
     rows, so that weights are at hand as the left operand of the sums over rows.
     """
-    for index in range(num_blocks):
-        block = left + index * BLOCK_Q
-        if MASKED:
-            block = tl.where(index < left_blocks, block, right + (index - left_blocks) * BLOCK_Q)
+    k, v = keys
+    dk, dv = sums
+    inner, outer = scales
+    for index in range(blocks.num_blocks):
+        block = block_start(blocks, index, MASKED, BLOCK_Q)
         row = block + tl.arange(0, BLOCK_Q)
-        readable = (row >= first) & (row < last)
-        q, q_rest = load_rows(
-            q_ptr, block, readable, q_token_stride, q_head_stride, MASKED, GROUP, BLOCK_Q, D, D_MAIN, D_REST
-        )  # fmt: skip
-        d_out, d_out_rest = load_rows(
-            d_out_ptr, block, readable, d_out_token_stride, d_out_head_stride, MASKED, GROUP, BLOCK_Q,
-            DV, DV_MAIN, DV_REST,
-        )  # fmt: skip
-        products = product(k, k_rest, q, q_rest, D_REST)
-        position = kv_len - q_len + row // GROUP
-        seen = sees(position[None, :], key[:, None], kv_len, window, CAUSAL, HAS_WINDOW)
+        readable = (row >= seeing.first) & (row < seeing.last)
+        q = load_rows(q_array, block, readable, MASKED, GROUP, BLOCK_Q, widths)
+        d_out = load_rows(d_out_array, block, readable, MASKED, GROUP, BLOCK_Q, v_widths)
+        products = product(k, q)
+        position = seeing.kv_len - seeing.q_len + row // GROUP
+        seen = sees(position[None, :], seeing.key[:, None], seeing.kv_len, seeing.window, features.CAUSAL,
+                    features.HAS_WINDOW)  # fmt: skip
         norm, offset, share = load_terms(terms_ptr, block, readable, MASKED, BLOCK_Q)
-        hidden: tl.constexpr = MASKED and (CAUSAL or HAS_WINDOW)  # else a key is seen by every row that there is
-        weights, slope = weigh(products, norm[None, :], seen, inner, outer, hidden, HAS_SOFT_CAP)
+        # Without these two a key is seen by every row that there is.
+        hidden: tl.constexpr = MASKED and (features.CAUSAL or features.HAS_WINDOW)
+        weights, slope = weigh(products, norm[None, :], seen, inner, outer, hidden, features.HAS_SOFT_CAP)
         shared = weights
-        if HAS_SHARE:
+        if features.HAS_SHARE:
             shared = weights * share[None, :]
-        dv, dv_rest = accumulate(narrow(shared, d_out.dtype), d_out, d_out_rest, dv, dv_rest, DV_REST)
-        d_weights = product(v, v_rest, d_out, d_out_rest, DV_REST)
-        d_logits = change(weights, slope, d_weights, offset[None, :], share[None, :], HAS_SOFT_CAP, HAS_SHARE)
-        dk, dk_rest = accumulate(narrow(d_logits, q.dtype), q, q_rest, dk, dk_rest, D_REST)
-    return dk, dk_rest, dv, dv_rest
+        dv = accumulate(narrow(shared, d_out[0].dtype), d_out, dv)
+        d_weights = product(v, d_out)
+        d_logits = change(weights, slope, d_weights, offset[None, :], share[None, :], features.HAS_SOFT_CAP,
+                          features.HAS_SHARE)  # fmt: skip
+        dk = accumulate(narrow(d_logits, q[0].dtype), q, dk)
+    return dk, dv
+
+
+@triton.jit
+def visit_all_rows(keys, q_array, d_out_array, terms_ptr, edges, seeing, scales, features, GROUP: tl.constexpr,
+                   BLOCK_Q: tl.constexpr, widths, v_widths):  # fmt: skip
+    """dk and dv of `keys` = (k, v), but for the scale."""
+    k, v = keys
+    sums = (zeros(k[0].shape[0], widths), zeros(v[0].shape[0], v_widths))
+    sums = visit_rows(keys, sums, q_array, d_out_array, terms_ptr, end_blocks(edges, BLOCK_Q), seeing, scales, features,
+                      True, GROUP, BLOCK_Q, widths, v_widths)  # fmt: skip
+    return visit_rows(keys, sums, q_array, d_out_array, terms_ptr, whole_blocks(edges, BLOCK_Q), seeing, scales,
+                      features, False, GROUP, BLOCK_Q, widths, v_widths)  # fmt: skip
 
 
 @triton.jit
@@ -262,8 +296,8 @@ def load_terms(terms_ptr, first, readable, MASKED: tl.constexpr, BLOCK: tl.const
     """(norm, offset, share) of the rows [first, first + BLOCK); 0 where not readable, where neither q nor d_out will
     be anything else."""
     row = tl.arange(0, BLOCK)
-    places = terms_ptr + tl.cast(first, tl.int64) * TERMS + ((row * TERMS)[:, None] + tl.arange(0, TERMS)[None, :])
-    terms = tl.load(places, mask=readable[:, None], other=0.0) if MASKED else tl.load(places)
+    addresses = terms_ptr + tl.cast(first, tl.int64) * TERMS + ((row * TERMS)[:, None] + tl.arange(0, TERMS)[None, :])
+    terms = tl.load(addresses, mask=readable[:, None], other=0.0) if MASKED else tl.load(addresses)
     even, odd = tl.split(tl.reshape(terms, [BLOCK, 2, 2]))
     norm, share = tl.split(even)
     offset, _ = tl.split(odd)
@@ -273,13 +307,14 @@ def load_terms(terms_ptr, first, readable, MASKED: tl.constexpr, BLOCK: tl.const
 @triton.jit
 def row_blocks(low, high, q_len, kv_len, window, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, GROUP: tl.constexpr,
                BLOCK_Q: tl.constexpr):  # fmt: skip
-    """Which rows see keys [low, high]: (first, last, start, whole_start, whole_stop, end), as of `key_blocks`."""
+    """(first, last, edges) for the keys [low, high]: rows [first, last) see some of them, and in the picture of `Edges`
+    rows stand for keys and keys for queries."""
     ahead = kv_len - q_len
     first = 0
-    whole = 0
+    whole_first = 0
     if CAUSAL:
         first = tl.minimum(tl.maximum(low - ahead, 0), q_len)
-        whole = tl.minimum(tl.maximum(high - ahead, 0), q_len)
+        whole_first = tl.minimum(tl.maximum(high - ahead, 0), q_len)
     last = q_len
     whole_last = q_len
     if HAS_WINDOW:
@@ -287,9 +322,9 @@ def row_blocks(low, high, q_len, kv_len, window, CAUSAL: tl.constexpr, HAS_WINDO
         whole_last = tl.minimum(tl.maximum(low + window - ahead, 0), q_len)
     start = first * GROUP // BLOCK_Q * BLOCK_Q
     end = tl.maximum((last * GROUP + BLOCK_Q - 1) // BLOCK_Q * BLOCK_Q, start)
-    whole_start = tl.minimum((whole * GROUP + BLOCK_Q - 1) // BLOCK_Q * BLOCK_Q, end)
+    whole_start = tl.minimum((whole_first * GROUP + BLOCK_Q - 1) // BLOCK_Q * BLOCK_Q, end)
     whole_stop = tl.maximum(whole_last * GROUP // BLOCK_Q * BLOCK_Q, whole_start)
-    return first * GROUP, last * GROUP, start, whole_start, whole_stop, end
+    return first * GROUP, last * GROUP, Edges(start, whole_start, whole_stop, end)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -313,10 +348,8 @@ def dkv_kernel(
     )
     if (low >= 0) & (low < kv_len):
         key = low + tl.arange(0, BLOCK_KV)
-        # What no row sees is not read; then masks on the logits are enough. This is not a comparison of `key`, which
-        # would stay in registers until it is needed again at the end.
-        readable = tl.arange(0, BLOCK_KV) < kv_len - low
-        if HAS_WINDOW:
+        readable = before(kv_len - low, BLOCK_KV)
+        if HAS_WINDOW:  # what no row sees is not read; then masks on the logits are enough
             readable = readable & (tl.arange(0, BLOCK_KV) > tl.maximum(kv_len - q_len, 0) - window - low)
         k_ptr = head_start(k_ptr, start, kv_head, k_token_stride, k_head_stride, 1)
         v_ptr = head_start(v_ptr, start, kv_head, v_token_stride, v_head_stride, 1)
@@ -324,67 +357,60 @@ def dkv_kernel(
         d_out_ptr = head_start(d_out_ptr, q_start, kv_head, d_out_token_stride, d_out_head_stride, GROUP)
         terms_ptr += (kv_head.to(tl.int64) * num_q_tokens + q_start) * (GROUP * TERMS)
         inner, outer = logit_scales(sm_scale, soft_cap, HAS_SOFT_CAP)
-        k, k_rest = load_rows(k_ptr, low, readable, k_token_stride, 0, True, 1, BLOCK_KV, D, D_MAIN, D_REST)
-        v, v_rest = load_rows(v_ptr, low, readable, v_token_stride, 0, True, 1, BLOCK_KV, DV, DV_MAIN, DV_REST)
-        dk, dk_rest = zeros(BLOCK_KV, D_MAIN, D_REST)
-        dv, dv_rest = zeros(BLOCK_KV, DV_MAIN, DV_REST)
-        first, last, begin, whole_start, whole_stop, end = row_blocks(
+        k = load_rows(Array(k_ptr, k_token_stride, 0), low, readable, True, 1, BLOCK_KV, Widths(D, D_MAIN, D_REST))
+        v = load_rows(Array(v_ptr, v_token_stride, 0), low, readable, True, 1, BLOCK_KV, Widths(DV, DV_MAIN, DV_REST))
+        first, last, edges = row_blocks(
             low, tl.minimum(low + BLOCK_KV, kv_len) - 1, q_len, kv_len, window, CAUSAL, HAS_WINDOW, GROUP, BLOCK_Q,
         )  # fmt: skip
-        left_blocks = (whole_start - begin) // BLOCK_Q
-        num_blocks = left_blocks + (end - whole_stop) // BLOCK_Q
-        dk, dk_rest, dv, dv_rest = visit_rows(
-            k, k_rest, v, v_rest, dk, dk_rest, dv, dv_rest, q_ptr, d_out_ptr, terms_ptr,
-            begin, left_blocks, whole_stop, num_blocks, first, last, key, q_len, kv_len, window,
-            q_token_stride, q_head_stride, d_out_token_stride, d_out_head_stride, inner, outer,
-            True, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_SHARE, GROUP, BLOCK_Q,
-            D, D_MAIN, D_REST, DV, DV_MAIN, DV_REST,
-        )  # fmt: skip
-        dk, dk_rest, dv, dv_rest = visit_rows(
-            k, k_rest, v, v_rest, dk, dk_rest, dv, dv_rest, q_ptr, d_out_ptr, terms_ptr,
-            whole_start, 0, 0, (whole_stop - whole_start) // BLOCK_Q, first, last, key, q_len, kv_len, window,
-            q_token_stride, q_head_stride, d_out_token_stride, d_out_head_stride, inner, outer,
-            False, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_SHARE, GROUP, BLOCK_Q,
-            D, D_MAIN, D_REST, DV, DV_MAIN, DV_REST,
+        dk, dv = visit_all_rows(
+            (k, v), Array(q_ptr, q_token_stride, q_head_stride),
+            Array(d_out_ptr, d_out_token_stride, d_out_head_stride), terms_ptr, edges,
+            Seeing(first, last, key, q_len, kv_len, window), (inner, outer),
+            Features(CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_SHARE), GROUP, BLOCK_Q, Widths(D, D_MAIN, D_REST),
+            Widths(DV, DV_MAIN, DV_REST),
         )  # fmt: skip
 
         writable = key < kv_len
         heads: tl.constexpr = NUM_HEADS // GROUP
         dk_ptr = head_start(dk_ptr, start + low, kv_head, heads * D, D, 1)
         dv_ptr = head_start(dv_ptr, start + low, kv_head, heads * DV, DV, 1)
-        store_rows(dk_ptr, 0, dk * sm_scale, dk_rest * sm_scale, writable, heads * D, 1, BLOCK_KV, D, D_MAIN, D_REST)
-        store_rows(dv_ptr, 0, dv, dv_rest, writable, heads * DV, 1, BLOCK_KV, DV, DV_MAIN, DV_REST)
+        store_rows(Array(dk_ptr, heads * D, D), 0, times(dk, sm_scale), writable, 1, BLOCK_KV,
+                   Widths(D, D_MAIN, D_REST))  # fmt: skip
+        store_rows(Array(dv_ptr, heads * DV, DV), 0, dv, writable, 1, BLOCK_KV, Widths(DV, DV_MAIN, DV_REST))
 
 
 @triton.jit
 def visit_keys(
-    q, q_rest, d_out, d_out_rest, dq, dq_rest, norm, offset, share,
-    k_ptr, v_ptr, left, left_blocks, right, num_blocks, first, last, position, kv_len, window,
-    k_token_stride, v_token_stride, inner, outer,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
-    HAS_SHARE: tl.constexpr, BLOCK_KV: tl.constexpr, D: tl.constexpr, D_MAIN: tl.constexpr, D_REST: tl.constexpr,
-    DV: tl.constexpr, DV_MAIN: tl.constexpr, DV_REST: tl.constexpr,
+    rows, dq, k_array, v_array, blocks, visible, scales, features, MASKED: tl.constexpr, BLOCK_KV: tl.constexpr,
+    widths, v_widths,
 ):  # fmt: skip
-    """What `num_blocks` blocks of keys add to dq; which they are and what is read of them as in the forward kernel."""
-    for index in range(num_blocks):
-        block = left + index * BLOCK_KV
-        if MASKED:
-            block = tl.where(index < left_blocks, block, right + (index - left_blocks) * BLOCK_KV)
+    """What blocks of keys add to dq; which they are and what is read of them as in the forward kernel."""
+    inner, outer = scales
+    for index in range(blocks.num_blocks):
+        block = block_start(blocks, index, MASKED, BLOCK_KV)
         key = block + tl.arange(0, BLOCK_KV)
-        readable = (key >= first) & (key < last)
-        k, k_rest = load_rows(
-            k_ptr, block, readable, k_token_stride, 0, MASKED, 1, BLOCK_KV, D, D_MAIN, D_REST
-        )  # fmt: skip
-        v, v_rest = load_rows(
-            v_ptr, block, readable, v_token_stride, 0, MASKED, 1, BLOCK_KV, DV, DV_MAIN, DV_REST
-        )  # fmt: skip
-        products = product(q, q_rest, k, k_rest, D_REST)
-        d_weights = product(d_out, d_out_rest, v, v_rest, DV_REST)
-        seen = sees(position[:, None], key[None, :], kv_len, window, CAUSAL, HAS_WINDOW)
-        weights, slope = weigh(products, norm[:, None], seen, inner, outer, MASKED, HAS_SOFT_CAP)
-        d_logits = change(weights, slope, d_weights, offset[:, None], share[:, None], HAS_SOFT_CAP, HAS_SHARE)
-        dq, dq_rest = accumulate(narrow(d_logits, q.dtype), k, k_rest, dq, dq_rest, D_REST)
-    return dq, dq_rest
+        readable = (key >= visible.first) & (key < visible.last)
+        k = load_rows(k_array, block, readable, MASKED, 1, BLOCK_KV, widths)
+        v = load_rows(v_array, block, readable, MASKED, 1, BLOCK_KV, v_widths)
+        products = product(rows.q, k)
+        d_weights = product(rows.d_out, v)
+        seen = sees(visible.position[:, None], key[None, :], visible.kv_len, visible.window, features.CAUSAL,
+                    features.HAS_WINDOW)  # fmt: skip
+        weights, slope = weigh(products, rows.norm[:, None], seen, inner, outer, MASKED, features.HAS_SOFT_CAP)
+        d_logits = change(weights, slope, d_weights, rows.offset[:, None], rows.share[:, None], features.HAS_SOFT_CAP,
+                          features.HAS_SHARE)  # fmt: skip
+        dq = accumulate(narrow(d_logits, rows.q[0].dtype), k, dq)
+    return dq
+
+
+@triton.jit
+def visit_all_keys(rows, k_array, v_array, edges, visible, scales, features, BLOCK_KV: tl.constexpr, widths, v_widths):
+    """dq of a block of rows, but for the scale."""
+    dq = zeros(rows.norm.shape[0], widths)
+    dq = visit_keys(rows, dq, k_array, v_array, whole_blocks(edges, BLOCK_KV), visible, scales, features, False,
+                    BLOCK_KV, widths, v_widths)  # fmt: skip
+    return visit_keys(rows, dq, k_array, v_array, end_blocks(edges, BLOCK_KV), visible, scales, features, True,
+                      BLOCK_KV, widths, v_widths)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -409,48 +435,34 @@ def dq_kernel(
     rows = q_len * GROUP
     if (first_row >= 0) & (first_row < rows):
         row = first_row + tl.arange(0, BLOCK_Q)
-        inside = tl.arange(0, BLOCK_Q) < rows - first_row
+        inside = before(rows - first_row, BLOCK_Q)
         if CAUSAL:  # what sees nothing is not read; then masks on the logits are enough
             inside = inside & (row >= (q_len - kv_len) * GROUP)
         low = kv_len - q_len + first_row // GROUP
         high = kv_len - q_len + tl.minimum((first_row + BLOCK_Q - 1) // GROUP, q_len - 1)
         position = kv_len - q_len + row // GROUP
-        first, last, begin, whole_start, whole_stop, end = key_blocks(
-            low, high, kv_len, window, CAUSAL, HAS_WINDOW, BLOCK_KV
-        )
+        first, last, edges = key_blocks(low, high, kv_len, window, CAUSAL, HAS_WINDOW, BLOCK_KV)
         q_ptr = head_start(q_ptr, start, kv_head, q_token_stride, q_head_stride, GROUP)
         d_out_ptr = head_start(d_out_ptr, start, kv_head, d_out_token_stride, d_out_head_stride, GROUP)
         k_ptr = head_start(k_ptr, kv_start, kv_head, k_token_stride, k_head_stride, 1)
         v_ptr = head_start(v_ptr, kv_start, kv_head, v_token_stride, v_head_stride, 1)
         terms_ptr += (kv_head.to(tl.int64) * num_q_tokens + start) * (GROUP * TERMS)
         inner, outer = logit_scales(sm_scale, soft_cap, HAS_SOFT_CAP)
-        q, q_rest = load_rows(
-            q_ptr, first_row, inside, q_token_stride, q_head_stride, True, GROUP, BLOCK_Q, D, D_MAIN, D_REST
-        )  # fmt: skip
-        d_out, d_out_rest = load_rows(
-            d_out_ptr, first_row, inside, d_out_token_stride, d_out_head_stride, True, GROUP, BLOCK_Q,
-            DV, DV_MAIN, DV_REST,
-        )  # fmt: skip
-        dq, dq_rest = zeros(BLOCK_Q, D_MAIN, D_REST)
+        q = load_rows(Array(q_ptr, q_token_stride, q_head_stride), first_row, inside, True, GROUP, BLOCK_Q,
+                      Widths(D, D_MAIN, D_REST))  # fmt: skip
+        d_out = load_rows(Array(d_out_ptr, d_out_token_stride, d_out_head_stride), first_row, inside, True, GROUP,
+                          BLOCK_Q, Widths(DV, DV_MAIN, DV_REST))  # fmt: skip
         norm, offset, share = load_terms(terms_ptr, first_row, inside, True, BLOCK_Q)
-        dq, dq_rest = visit_keys(
-            q, q_rest, d_out, d_out_rest, dq, dq_rest, norm, offset, share, k_ptr, v_ptr,
-            whole_start, 0, 0, (whole_stop - whole_start) // BLOCK_KV, first, last, position, kv_len, window,
-            k_token_stride, v_token_stride, inner, outer, False, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_SHARE,
-            BLOCK_KV, D, D_MAIN, D_REST, DV, DV_MAIN, DV_REST,
-        )  # fmt: skip
-        left_blocks = (whole_start - begin) // BLOCK_KV
-        num_blocks = left_blocks + (end - whole_stop) // BLOCK_KV
-        dq, dq_rest = visit_keys(
-            q, q_rest, d_out, d_out_rest, dq, dq_rest, norm, offset, share, k_ptr, v_ptr,
-            begin, left_blocks, whole_stop, num_blocks, first, last, position, kv_len, window,
-            k_token_stride, v_token_stride, inner, outer, True, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_SHARE,
-            BLOCK_KV, D, D_MAIN, D_REST, DV, DV_MAIN, DV_REST,
+        dq = visit_all_keys(
+            RowTerms(q, d_out, norm, offset, share), Array(k_ptr, k_token_stride, 0), Array(v_ptr, v_token_stride, 0),
+            edges, Visible(first, last, position, kv_len, window), (inner, outer),
+            Features(CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_SHARE), BLOCK_KV, Widths(D, D_MAIN, D_REST),
+            Widths(DV, DV_MAIN, DV_REST),
         )  # fmt: skip
 
         dq_ptr = head_start(dq_ptr, start, kv_head, NUM_HEADS * D, D, GROUP)
-        store_rows(dq_ptr, first_row, dq * sm_scale, dq_rest * sm_scale, row < rows, NUM_HEADS * D, GROUP, BLOCK_Q,
-                   D, D_MAIN, D_REST)  # fmt: skip
+        store_rows(Array(dq_ptr, NUM_HEADS * D, D), first_row, times(dq, sm_scale), row < rows, GROUP, BLOCK_Q,
+                   Widths(D, D_MAIN, D_REST))  # fmt: skip
 
 
 def prepare(call: Any, d_out: Any, launch: Any) -> tuple[Any, Any | None]:

@@ -5,7 +5,7 @@
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -39,6 +39,26 @@ def heuristic(call: WriteKvPages) -> Tile:
     return Tile(block_t=max(1, min(4096 // width, next_power_of_2(call.num_tokens), 64)))
 
 
+class NewRows(NamedTuple):
+    """This step's K or V, [tokens, heads, width], and their scale, as `load_scale` takes it."""
+
+    ptr: tl.tensor
+    token_stride: tl.tensor
+    head_stride: tl.tensor
+    scale_ptr: tl.tensor
+    scale_factor: tl.tensor
+    SCALE_STRIDE: tl.constexpr
+
+
+class Pages(NamedTuple):
+    """The pages of K or of V."""
+
+    ptr: tl.tensor
+    page_stride: tl.tensor
+    slot_stride: tl.tensor
+    head_stride: tl.tensor
+
+
 @triton.jit
 def slots_from_tables(token, page_indices_ptr, kv_lens_ptr, cu_q_lens_ptr, num_seqs, num_tokens, num_pages, capacity,
                       table_stride, search_steps, PAGE_SIZE: tl.constexpr):  # fmt: skip
@@ -57,25 +77,25 @@ def slots_from_tables(token, page_indices_ptr, kv_lens_ptr, cu_q_lens_ptr, num_s
     kv_len = tl.minimum(tl.maximum(tl.load(kv_lens_ptr + seq, mask=live, other=0), 0), capacity)
     position = kv_len - (stop - token)
     live = live & (token >= start) & (token < stop) & (position >= 0)
-    place = page_indices_ptr + seq.to(tl.int64) * table_stride + position // PAGE_SIZE
-    page = tl.load(place, mask=live, other=-1)
+    entry = page_indices_ptr + seq.to(tl.int64) * table_stride + position // PAGE_SIZE
+    page = tl.load(entry, mask=live, other=-1)
     live = live & (page >= 0) & (page < num_pages)
     return tl.where(live, page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE, -1)
 
 
 @triton.jit
-def write_rows(new_ptr, pages_ptr, scale_ptr, factor, token, kv_head, live, slot, new_token_stride, new_head_stride,
-               page_stride, slot_stride, head_stride, SCALE_STRIDE: tl.constexpr, FORMAT: tl.constexpr,
-               PAGE_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr):  # fmt: skip
+def write_rows(new, pages, token, kv_head, slot, live, FORMAT: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr,
+               D_PAD: tl.constexpr):  # fmt: skip
     """Rows of K or of V of one KV head, scaled and encoded, to their slots."""
     d = tl.arange(0, D_PAD)
     mask = live[:, None] & (d < D)[None, :]
-    source = new_ptr + token.to(tl.int64) * new_token_stride + kv_head * new_head_stride
-    values = tl.load(source[:, None] + d[None, :], mask=mask, other=0).to(tl.float32)
-    scale = load_scale(scale_ptr, kv_head, factor, SCALE_STRIDE)
-    values = tl.div_rn(values, scale + tl.zeros_like(values))
-    target = pages_ptr + slot // PAGE_SIZE * page_stride + slot % PAGE_SIZE * slot_stride + kv_head * head_stride
-    stored = encode(values, FORMAT, pages_ptr.dtype.element_ty)
+    source = new.ptr + token.to(tl.int64) * new.token_stride + kv_head * new.head_stride
+    numbers = tl.load(source[:, None] + d[None, :], mask=mask, other=0).to(tl.float32)
+    scale = load_scale(new.scale_ptr, kv_head, new.scale_factor, new.SCALE_STRIDE)
+    numbers = tl.div_rn(numbers, scale + tl.zeros_like(numbers))
+    target = pages.ptr + slot // PAGE_SIZE * pages.page_stride + slot % PAGE_SIZE * pages.slot_stride
+    target += kv_head * pages.head_stride
+    stored = encode(numbers, FORMAT, pages.ptr.dtype.element_ty)
     tl.store(target[:, None] + d[None, :], stored, mask=mask)
 
 
@@ -104,12 +124,16 @@ def write_kernel(
                                  capacity, table_stride, search_steps, PAGE_SIZE)  # fmt: skip
     live = (slot >= 0) & (slot // PAGE_SIZE < num_pages) & (token < num_tokens)
     slot = tl.where(live, slot, 0)
-    write_rows(k_ptr, k_pages_ptr, k_scale_ptr, k_scale_factor, token, kv_head, live, slot, k_token_stride,
-               k_new_head_stride, k_page_stride, k_slot_stride, k_head_stride, K_SCALE_STRIDE, FORMAT, PAGE_SIZE,
-               D, D_PAD)  # fmt: skip
-    write_rows(v_ptr, v_pages_ptr + v_offset, v_scale_ptr, v_scale_factor, token, kv_head, live, slot, v_token_stride,
-               v_new_head_stride, v_page_stride, v_slot_stride, v_head_stride, V_SCALE_STRIDE, FORMAT, PAGE_SIZE,
-               DV, DV_PAD)  # fmt: skip
+    write_rows(
+        NewRows(k_ptr, k_token_stride, k_new_head_stride, k_scale_ptr, k_scale_factor, K_SCALE_STRIDE),
+        Pages(k_pages_ptr, k_page_stride, k_slot_stride, k_head_stride),
+        token, kv_head, slot, live, FORMAT, PAGE_SIZE, D, D_PAD,
+    )  # fmt: skip
+    write_rows(
+        NewRows(v_ptr, v_token_stride, v_new_head_stride, v_scale_ptr, v_scale_factor, V_SCALE_STRIDE),
+        Pages(v_pages_ptr + v_offset, v_page_stride, v_slot_stride, v_head_stride),
+        token, kv_head, slot, live, FORMAT, PAGE_SIZE, DV, DV_PAD,
+    )  # fmt: skip
 
 
 def run(call: WriteKvPages, tile: Tile, launch: Any) -> Any:

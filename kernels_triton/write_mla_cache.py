@@ -54,8 +54,8 @@ def store_bytes(target, values, mask, COUNT: tl.constexpr):
     """Unsigned integers [T, C] of COUNT bytes each to the bytes from `target` [T] on, whatever its alignment."""
     rows: tl.constexpr = values.shape[0]
     columns: tl.constexpr = values.shape[1] * COUNT
-    place = tl.arange(0, COUNT)
-    split = (values[:, :, None].to(tl.uint32) >> (place * 8)[None, None, :]) & 0xFF
+    byte = tl.arange(0, COUNT)
+    split = (values[:, :, None].to(tl.uint32) >> (byte * 8)[None, None, :]) & 0xFF
     split = tl.reshape(split, [rows, columns]).to(tl.uint8).to(target.dtype.element_ty, bitcast=True)
     tl.store(target[:, None] + tl.arange(0, columns)[None, :], split, mask=mask[:, None])
 
@@ -142,8 +142,8 @@ def write_rows_kernel(
             scales = target + VALUES
             rotary_target = scales + VALUES // GROUP * 4
         if part * GROUP < VALUES:
-            place = scales + (part if planar else part * 4)
-            write_group(source + part * GROUP, target + part * GROUP, place, live, POWERS, planar, GROUP)
+            scale_target = scales + (part if planar else part * 4)
+            write_group(source + part * GROUP, target + part * GROUP, scale_target, live, POWERS, planar, GROUP)
         else:
             write_rotary(source + VALUES, rotary_target, live, rotary)
             if planar:

@@ -2,7 +2,7 @@
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from typing import Any
 
@@ -14,14 +14,25 @@ from ragged_attention.kernels_triton._formats import has_e4m3
 from ragged_attention.kernels_triton._latent.lists import divide, find_entry, list_length, split_edge, token_and_head
 from ragged_attention.kernels_triton._latent.plan import MIN_SPLIT, Tile, Work, columns
 from ragged_attention.kernels_triton._latent.rows import (
+    Columns,
+    Layout,
     query_columns,
+    query_groups,
     store_columns,
     store_groups,
     unit_of,
     whole_columns,
     zero_after,
 )
-from ragged_attention.kernels_triton._latent.softmax import SEPARATE_QK_ROWS, attend, finish
+from ragged_attention.kernels_triton._latent.softmax import (
+    SEPARATE_QK_ROWS,
+    Cache,
+    Features,
+    KeyList,
+    Queries,
+    attend,
+    finish,
+)
 from ragged_attention.kernels_triton._sequences import VARYING
 from ragged_attention.kernels_triton._softmax import LN2, LOG2E, merge_parts
 from ragged_attention.kernels_triton._tiles import cdiv, item_size, next_power_of_2
@@ -97,36 +108,31 @@ def latent_kernel(
         REST_IS_VALUE: tl.constexpr = FORMAT == "fp8_v32" and DV > D_V
         if FORMAT == "fp8_v32":
             unit = unit_of(whole_columns(q_rows, valid, 0, D_V, 4 * WIDTH).to(tl.float32))
-        q0, lost0 = query_columns(q_rows, valid, unit, 0, D_V, WIDTH, FORMAT)
-        q1, lost1, q2, lost2, q3, lost3 = q0, lost0, q0, lost0, q0, lost0
-        q_rest, lost_rest = q0, lost0
-        acc0 = tl.zeros([BLOCK_H, WIDTH], tl.float32)
-        acc1, acc2, acc3 = acc0, acc0, acc0
-        acc_rest = tl.zeros([BLOCK_H, D_REST_PAD], tl.float32)
-        if GROUPS == 4:
-            q1, lost1 = query_columns(q_rows, valid, unit, WIDTH, D_V, WIDTH, FORMAT)
-            q2, lost2 = query_columns(q_rows, valid, unit, 2 * WIDTH, D_V, WIDTH, FORMAT)
-            q3, lost3 = query_columns(q_rows, valid, unit, 3 * WIDTH, D_V, WIDTH, FORMAT)
+        groups, lost = query_groups(
+            q_rows, valid, unit, Columns(GROUPS, WIDTH, D_V, D_REST, D_REST_PAD, GROUP_PARTS, PARTS), FORMAT
+        )
+        q_rest, lost_rest = groups[0], lost[0]
         if D_REST > 0:
             q_rest, lost_rest = query_columns(
                 q_rows, valid, unit, D_V, D_V + D_REST, D_REST_PAD, "rotary" if FORMAT == "fp8_v32" else FORMAT
             )
-        m_i, largest, l_i, acc0, acc1, acc2, acc3, acc_rest = attend(
-            q0, q1, q2, q3, lost0, lost1, lost2, lost3, q_rest, lost_rest, unit,
-            m_i, largest, l_i, acc0, acc1, acc2, acc3, acc_rest,
-            cache, list_row, begin, end, last, limit, num_slots, page_stride, slot_stride, logit_scale,
-            SPARSE, CAUSAL, FORMAT, CODES, PAGE_SIZE, PAGE_UNIT, BLOCK_KV, GROUPS, WIDTH, D_V, D_REST, D_REST_PAD,
-            GROUP_PARTS, PARTS, REST_IS_VALUE,
+        queries = Queries(groups, lost, q_rest, lost_rest, unit)
+        acc = (tl.zeros([BLOCK_H, WIDTH], tl.float32),) * GROUPS
+        acc_rest = tl.zeros([BLOCK_H, D_REST_PAD], tl.float32)
+        state = attend(
+            queries, (m_i, largest, l_i, acc, acc_rest),
+            Cache(cache, page_stride, slot_stride, num_slots), KeyList(list_row, begin, end, last), limit, logit_scale,
+            Features(SPARSE, CAUSAL, REST_IS_VALUE), Layout(FORMAT, CODES, PAGE_SIZE, PAGE_UNIT),
+            Columns(GROUPS, WIDTH, D_V, D_REST, D_REST_PAD, GROUP_PARTS, PARTS), BLOCK_KV,
         )  # fmt: skip
         if HAS_EXTRA:
-            m_i, largest, l_i, acc0, acc1, acc2, acc3, acc_rest = attend(
-                q0, q1, q2, q3, lost0, lost1, lost2, lost3, q_rest, lost_rest, unit,
-                m_i, largest, l_i, acc0, acc1, acc2, acc3, acc_rest,
-                extra_cache_ptr, extra_row, first_extra, last_extra, extra_last, limit, extra_num_slots,
-                extra_page_stride, extra_slot_stride, logit_scale,
-                SPARSE, CAUSAL, FORMAT, CODES, EXTRA_PAGE_SIZE, EXTRA_PAGE_UNIT, BLOCK_KV, GROUPS, WIDTH, D_V,
-                D_REST, D_REST_PAD, GROUP_PARTS, PARTS, REST_IS_VALUE,
+            state = attend(
+                queries, state, Cache(extra_cache_ptr, extra_page_stride, extra_slot_stride, extra_num_slots),
+                KeyList(extra_row, first_extra, last_extra, extra_last), limit, logit_scale,
+                Features(SPARSE, CAUSAL, REST_IS_VALUE), Layout(FORMAT, CODES, EXTRA_PAGE_SIZE, EXTRA_PAGE_UNIT),
+                Columns(GROUPS, WIDTH, D_V, D_REST, D_REST_PAD, GROUP_PARTS, PARTS), BLOCK_KV,
             )  # fmt: skip
+        m_i, largest, l_i, acc, acc_rest = state
         regain = tl.full([BLOCK_H], 1.0, tl.float32)
         if FORMAT == "fp8_v32":
             regain = tl.math.exp2(tl.where(l_i == 0.0, 0.0, largest - m_i))
@@ -135,22 +141,20 @@ def latent_kernel(
         token, head = token_and_head(row, job, kv_head, GROUP, SPARSE)
         if WHOLE or used == 1:
             factor, lse, largest_logit = finish(m_i, l_i, sinks_ptr, head, valid, HAS_SINKS)
-            place = (sequence * NUM_Q + token) * NUM_HEADS + head
-            store_groups(out_ptr, place, acc0, acc1, acc2, acc3, acc_rest, factor * regain, factor, valid, GROUPS,
-                         WIDTH, D_V, REST_IS_VALUE, DV)  # fmt: skip
-            place = (sequence * NUM_HEADS + head) * NUM_Q + token
-            tl.store(lse_ptr + place, lse, mask=valid)
+            index = (sequence * NUM_Q + token) * NUM_HEADS + head
+            store_groups(out_ptr, index, acc, acc_rest, factor * regain, factor, valid, WIDTH, D_V, REST_IS_VALUE, DV)
+            index = (sequence * NUM_HEADS + head) * NUM_Q + token
+            tl.store(lse_ptr + index, lse, mask=valid)
             if HAS_MAX:
-                tl.store(max_ptr + place, largest_logit, mask=valid)
+                tl.store(max_ptr + index, largest_logit, mask=valid)
         else:
             factor = 1.0 / tl.where(l_i == 0.0, 1.0, l_i)
-            place = ((entry.to(tl.int64) * JOBS + job) * KV_HEADS + kv_head) * ROWS + row
-            store_groups(parts_ptr, place, acc0, acc1, acc2, acc3, acc_rest, factor * regain, factor, valid, GROUPS,
-                         WIDTH, D_V, REST_IS_VALUE, DV)  # fmt: skip
+            index = ((entry.to(tl.int64) * JOBS + job) * KV_HEADS + kv_head) * ROWS + row
+            store_groups(parts_ptr, index, acc, acc_rest, factor * regain, factor, valid, WIDTH, D_V, REST_IS_VALUE, DV)
             lse = tl.where(l_i == 0.0, float("-inf"), m_i + tl.math.log2(tl.where(l_i == 0.0, 1.0, l_i)))
-            tl.store(part_lses_ptr + place, lse, mask=valid)
+            tl.store(part_lses_ptr + index, lse, mask=valid)
             if HAS_MAX:
-                tl.store(part_max_ptr + place, m_i, mask=valid)
+                tl.store(part_max_ptr + index, m_i, mask=valid)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -186,9 +190,9 @@ def combine_kernel(
         _, used = divide(blocks, fixed_splits, SCHEDULED, MIN_BLOCKS)
     if used != 1:
         step = JOBS * KV_HEADS * ROWS
-        place = ((first.to(tl.int64) * JOBS + job) * KV_HEADS + kv_head) * ROWS + row
+        index = ((first.to(tl.int64) * JOBS + job) * KV_HEADS + kv_head) * ROWS + row
         acc, m_i, l_i = merge_parts(
-            parts_ptr + place * DV, part_lses_ptr + place, used, step * DV, step, 1.0, MERGED, DV, DV_PAD
+            parts_ptr + index * DV, part_lses_ptr + index, used, step * DV, step, 1.0, MERGED, DV, DV_PAD
         )
         zero = tl.zeros([1], tl.float32)
         token = row // GROUP
@@ -199,18 +203,18 @@ def combine_kernel(
         valid = tl.full([1], 1, tl.int1)
         heads = head + tl.zeros([1], tl.int32)
         factor, lse, _m_i = finish(m_i + zero, l_i + zero, sinks_ptr, heads, valid, HAS_SINKS)
-        out_place = ((seq.to(tl.int64) * NUM_Q + token) * NUM_HEADS + head) + tl.zeros([1], tl.int64)
-        store_columns(out_ptr, out_place, acc[None, :], factor, valid, 0, DV, DV)
-        lse_place = ((seq.to(tl.int64) * NUM_HEADS + head) * NUM_Q + token) + tl.zeros([1], tl.int64)
-        tl.store(lse_ptr + lse_place, lse)
+        out_index = ((seq.to(tl.int64) * NUM_Q + token) * NUM_HEADS + head) + tl.zeros([1], tl.int64)
+        store_columns(out_ptr, out_index, acc[None, :], factor, valid, 0, DV, DV)
+        lse_index = ((seq.to(tl.int64) * NUM_HEADS + head) * NUM_Q + token) + tl.zeros([1], tl.int64)
+        tl.store(lse_ptr + lse_index, lse)
         if HAS_MAX:
             largest = float("-inf")
             for start in range(0, used, MERGED):
                 part = start + tl.arange(0, MERGED)
-                maxima = tl.load(part_max_ptr + place + part.to(tl.int64) * step, mask=part < used,
+                maxima = tl.load(part_max_ptr + index + part.to(tl.int64) * step, mask=part < used,
                                  other=float("-inf"))  # fmt: skip
                 largest = tl.maximum(largest, tl.max(maxima, 0))
-            tl.store(max_ptr + lse_place, largest * LN2 + zero)
+            tl.store(max_ptr + lse_index, largest * LN2 + zero)
 
 
 def as_extra(arguments: dict[str, int]) -> dict[str, int]:
@@ -258,8 +262,8 @@ def attention_arguments(work: Work, tile: Tile, launch: Any) -> dict[str, Any]:
         "q_seq_stride": seq_stride,
         "q_token_stride": token_stride,
         "q_head_stride": head_stride,
-        **work.keys.places(launch),
-        **as_extra((work.extra or work.keys).places(launch)),
+        **work.keys.addresses(launch),
+        **as_extra((work.extra or work.keys).addresses(launch)),
         "logit_scale": call.scale * LOG2E.value,
         "CAUSAL": work.causal,
         "FORMAT": call.format,

@@ -52,8 +52,8 @@ def token_and_head(row, job, kv_head, GROUP: tl.constexpr, SPARSE: tl.constexpr)
 def list_length(lens_ptr, seq, token, longest, seq_stride, token_stride, HAS_LENS: tl.constexpr):
     count = longest
     if HAS_LENS:
-        place = seq.to(tl.int64) * seq_stride + tl.cast(token, tl.int64) * token_stride
-        count = tl.minimum(tl.maximum(tl.load(lens_ptr + place), 0), longest)
+        offset = seq.to(tl.int64) * seq_stride + tl.cast(token, tl.int64) * token_stride
+        count = tl.minimum(tl.maximum(tl.load(lens_ptr + offset), 0), longest)
     return count
 
 
@@ -77,9 +77,9 @@ def keys_of(list_ptr, block, last, num_slots, SPARSE: tl.constexpr, PAGE_SIZE: t
         readable = (slot >= 0) & (slot < num_slots)
         slot = tl.where(readable, slot, 0)
         page = slot // PAGE_SIZE
-        place = slot % PAGE_SIZE
+        offset = slot % PAGE_SIZE
     else:
         page, readable = pages_of(list_ptr, block * BLOCK_KV, position, 0, last, num_slots // PAGE_SIZE, True,
                                   PAGE_SIZE, BLOCK_KV)  # fmt: skip
-        place = position % PAGE_SIZE
-    return position, page, place, readable
+        offset = position % PAGE_SIZE
+    return position, page, offset, readable

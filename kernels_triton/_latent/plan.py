@@ -69,7 +69,7 @@ class Keys:
         seq, token = (0, 0) if self.lens is None else (*launch.strides(self.lens), 0)[:2]
         return {"longest": self.longest, "lens_seq_stride": seq, "lens_token_stride": token}
 
-    def places(self, launch: Any) -> dict[str, int]:
+    def addresses(self, launch: Any) -> dict[str, int]:
         """The kernels' arguments about where rows and lists lie."""
         if len(self.cache.shape) == 3:
             page, head, _ = launch.strides(self.cache)

@@ -2,13 +2,45 @@
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 from ragged_attention.kernels_triton._formats import decode, decoded_at_once, narrow
 from ragged_attention.kernels_triton._softmax import lost_to_rounding
+
+
+class Layout(NamedTuple):
+    """How a cache stores its rows."""
+
+    FORMAT: tl.constexpr
+    CODES: tl.constexpr  # how its 8-bit codes are decoded
+    PAGE_SIZE: tl.constexpr
+    PAGE_UNIT: tl.constexpr  # page strides are counted in this many elements
+
+
+class Columns(NamedTuple):
+    """Which columns make one operand: those before D_V in GROUPS groups of WIDTH, and D_REST others."""
+
+    GROUPS: tl.constexpr
+    WIDTH: tl.constexpr
+    D_V: tl.constexpr
+    D_REST: tl.constexpr
+    D_REST_PAD: tl.constexpr
+    GROUP_PARTS: tl.constexpr  # products with queries per column of a group: 2 where these come in two parts
+    PARTS: tl.constexpr  # the same of the others
+
+
+class Found(NamedTuple):
+    """Rows of a cache that a block of a list names."""
+
+    pages: tl.tensor  # where each row's page begins
+    rows: tl.tensor  # where the row does, if rows are packed one after another
+    offset: tl.tensor  # of the row in its page
+    readable: tl.tensor
 
 
 @triton.jit
@@ -24,8 +56,8 @@ def whole_columns(rows, readable, first, COLUMNS: tl.constexpr, COLUMNS_PAD: tl.
 @triton.jit
 def rotary_columns(rows, readable, FIRST: tl.constexpr):
     """The 64 bfloat16 columns that begin at byte FIRST of rows of bytes."""
-    place = (rows + FIRST).to(tl.pointer_type(tl.bfloat16))
-    return tl.load(place[:, None] + tl.arange(0, 64)[None, :], mask=readable[:, None], other=0)
+    address = (rows + FIRST).to(tl.pointer_type(tl.bfloat16))
+    return tl.load(address[:, None] + tl.arange(0, 64)[None, :], mask=readable[:, None], other=0)
 
 
 @triton.jit
@@ -38,36 +70,45 @@ def power_of_two(scales, readable):
 
 
 @triton.jit
-def v4_columns(pages, place, readable, FIRST: tl.constexpr, PAGE_SIZE: tl.constexpr, CODES: tl.constexpr,
-               DTYPE: tl.constexpr):  # fmt: skip
+def v4_columns(found, FIRST: tl.constexpr, PAGE_SIZE: tl.constexpr, CODES: tl.constexpr, DTYPE: tl.constexpr):
     """128 columns of `fp8_v4` rows: two groups of 64 codes with a power of two each; the very last group is rotary."""
     column = tl.arange(0, 128)
     first = (column < 64)[None, :]
-    rows = pages + place.to(tl.int64) * 576
-    scales = pages + PAGE_SIZE * 576 + place * 8 + FIRST // 64  # 32 bits suffice: no memory holds pages of 2^28 rows
-    codes = whole_columns(rows, readable, FIRST, 448 - FIRST, 128).to(tl.uint8, bitcast=True)
+    rows = found.pages + found.offset.to(tl.int64) * 576
+    # 32 bits are enough for offsets within a page: no memory holds pages of 2^28 rows.
+    scales = found.pages + PAGE_SIZE * 576 + found.offset * 8 + FIRST // 64
+    codes = whole_columns(rows, found.readable, FIRST, 448 - FIRST, 128).to(tl.uint8, bitcast=True)
     values = decode(codes, CODES, tl.float32)
-    scale = power_of_two(scales, readable)[:, None]
+    scale = power_of_two(scales, found.readable)[:, None]
     if FIRST < 384:
-        values = values * tl.where(first, scale, power_of_two(scales + 1, readable)[:, None])
+        values = values * tl.where(first, scale, power_of_two(scales + 1, found.readable)[:, None])
     else:
         rotary = (rows + 448).to(tl.pointer_type(tl.bfloat16))[:, None] + (column - 64)[None, :]
-        rotary = tl.load(rotary, mask=readable[:, None] & (column >= 64)[None, :], other=0).to(tl.float32)
+        rotary = tl.load(rotary, mask=found.readable[:, None] & (column >= 64)[None, :], other=0).to(tl.float32)
         values = tl.where(first, values * scale, rotary)
     return narrow(values, DTYPE)
 
 
 @triton.jit
-def key_columns(pages, rows, place, readable, FIRST: tl.constexpr, FORMAT: tl.constexpr, CODES: tl.constexpr,
-                PAGE_SIZE: tl.constexpr, D_V: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
-    """Columns [FIRST, FIRST + WIDTH) of rows as an operand; those of `fp8_v32` without their scale."""
-    if FORMAT == "fp8_v4":
-        keys = v4_columns(pages, place, readable, FIRST, PAGE_SIZE, CODES, DTYPE)
+def key_columns(found, FIRST: tl.constexpr, layout, columns, DTYPE: tl.constexpr):
+    """The group of columns from FIRST on as an operand; those of `fp8_v32` without their scale."""
+    if layout.FORMAT == "fp8_v4":
+        keys = v4_columns(found, FIRST, layout.PAGE_SIZE, layout.CODES, DTYPE)
     else:
-        keys = whole_columns(rows, readable, FIRST, D_V - FIRST, WIDTH)
-        if FORMAT == "fp8_v32":
-            keys = decoded_at_once(decode(keys.to(tl.uint8, bitcast=True), CODES, DTYPE), readable)
+        keys = whole_columns(found.rows, found.readable, FIRST, columns.D_V - FIRST, columns.WIDTH)
+        if layout.FORMAT == "fp8_v32":
+            codes = decode(keys.to(tl.uint8, bitcast=True), layout.CODES, DTYPE)
+            keys = decoded_at_once(codes, found.readable)
     return keys
+
+
+@triton.jit
+def key_groups(found, layout, columns, DTYPE: tl.constexpr):
+    """The columns before D_V, group by group."""
+    groups = ()
+    for group in tl.static_range(columns.GROUPS):
+        groups += (key_columns(found, group * columns.WIDTH, layout, columns, DTYPE),)
+    return groups
 
 
 @triton.jit
@@ -102,6 +143,18 @@ def query_columns(rows, valid, unit, FIRST: tl.constexpr, LAST: tl.constexpr, WI
 
 
 @triton.jit
+def query_groups(rows, valid, unit, columns, FORMAT: tl.constexpr):
+    """The columns before D_V, group by group: (operands, what each lost)."""
+    groups = ()
+    lost = ()
+    for group in tl.static_range(columns.GROUPS):
+        q, q_lost = query_columns(rows, valid, unit, group * columns.WIDTH, columns.D_V, columns.WIDTH, FORMAT)
+        groups += (q,)
+        lost += (q_lost,)
+    return groups, lost
+
+
+@triton.jit
 def zero_after(l_i):
     """0, but no compiler knows it before the sums `l_i` are there (they are never negative).
 
@@ -112,23 +165,20 @@ def zero_after(l_i):
 
 
 @triton.jit
-def store_columns(target_ptr, place, acc, factor, valid, FIRST: tl.constexpr, LAST: tl.constexpr, D: tl.constexpr):
+def store_columns(target_ptr, index, acc, factor, valid, FIRST: tl.constexpr, LAST: tl.constexpr, D: tl.constexpr):
     """Columns [FIRST, FIRST + width) of finished rows of D, as far as they lie before LAST."""
     column = FIRST + tl.arange(0, acc.shape[1])
     value = narrow(acc * factor[:, None], target_ptr.dtype.element_ty)
     mask = valid[:, None] & (column < LAST)[None, :]
-    tl.store(target_ptr + place[:, None] * D + column[None, :], value, mask=mask)
+    tl.store(target_ptr + index[:, None] * D + column[None, :], value, mask=mask)
 
 
 @triton.jit
-def store_groups(target_ptr, place, acc0, acc1, acc2, acc3, acc_rest, factor, rest_factor, valid, GROUPS: tl.constexpr,
-                 WIDTH: tl.constexpr, D_V: tl.constexpr, HAS_REST: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    """Finished rows of D columns: those before D_V are in groups of WIDTH, the others in `acc_rest`."""
+def store_groups(target_ptr, index, groups, rest, factor, rest_factor, valid, WIDTH: tl.constexpr, D_V: tl.constexpr,
+                 HAS_REST: tl.constexpr, D: tl.constexpr):  # fmt: skip
+    """Finished rows of D columns: those before D_V are in groups of WIDTH, the others in `rest`."""
     LAST: tl.constexpr = D_V if D_V < D else D  # pyright: ignore[reportAssignmentType]
-    store_columns(target_ptr, place, acc0, factor, valid, 0, LAST, D)
-    if GROUPS == 4:
-        store_columns(target_ptr, place, acc1, factor, valid, WIDTH, LAST, D)
-        store_columns(target_ptr, place, acc2, factor, valid, 2 * WIDTH, LAST, D)
-        store_columns(target_ptr, place, acc3, factor, valid, 3 * WIDTH, LAST, D)
+    for group in tl.static_range(len(groups)):
+        store_columns(target_ptr, index, groups[group], factor, valid, group * WIDTH, LAST, D)
     if HAS_REST:
-        store_columns(target_ptr, place, acc_rest, rest_factor, valid, D_V, D, D)
+        store_columns(target_ptr, index, rest, rest_factor, valid, D_V, D, D)

@@ -2,21 +2,57 @@
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 from ragged_attention.kernels_triton._formats import narrow
 from ragged_attention.kernels_triton._latent.lists import keys_of
-from ragged_attention.kernels_triton._latent.rows import group_scale, key_columns, rotary_columns, whole_columns
+from ragged_attention.kernels_triton._latent.rows import Found, group_scale, key_groups, rotary_columns, whole_columns
 from ragged_attention.kernels_triton._softmax import LN2, LOG2E, matmul, online_softmax
 
-# Rows from which on eight warps share each row. Where the result of a product leads to another product, compilers give
-# every warp rows of its own instead, and let half of the warps repeat what the others do. So the products of queries
-# and keys stand apart, in a branch that is always taken, and each is scaled before they are added, which would make one
-# chain of them.
+# Rows from which on eight warps share each row. Where the result of a product leads to another product, compilers
+# (Triton 3.6 to 3.9) give every warp rows of its own instead, and let half of the warps repeat what the others do. So
+# the products of queries and keys stand apart, in a branch that is always taken, and each is scaled before they are
+# added, which would make one chain of them.
 SEPARATE_QK_ROWS = tl.constexpr(64)
+
+
+class Queries(NamedTuple):
+    """Rows of queries as operands."""
+
+    groups: tl.tuple  # the columns before D_V, group by group
+    lost: tl.tuple  # what rounding them lost
+    rest: tl.tensor  # the other columns
+    lost_rest: tl.tensor
+    unit: tl.tensor  # what each row was divided by
+
+
+class Cache(NamedTuple):
+    """One KV head's latent rows."""
+
+    ptr: tl.tensor
+    page_stride: tl.tensor
+    slot_stride: tl.tensor
+    num_slots: tl.tensor
+
+
+class KeyList(NamedTuple):
+    """Blocks [begin, end) of a list of keys, of which those before `last` count."""
+
+    ptr: tl.tensor
+    begin: tl.tensor
+    end: tl.tensor
+    last: tl.tensor
+
+
+class Features(NamedTuple):
+    SPARSE: tl.constexpr
+    CAUSAL: tl.constexpr
+    REST_IS_VALUE: tl.constexpr  # of `fp8_v32` rows the rotary columns too
 
 
 @triton.jit
@@ -47,107 +83,106 @@ def group_logits(q, q_lost, keys, scale, logits, FOLDED: tl.constexpr, PARTS: tl
 
 
 @triton.jit
-def block_logits(
-    q0, q1, q2, q3, lost0, lost1, lost2, lost3, q_rest, lost_rest, unit, keys0, keys1, keys2, keys3, rest,
-    scale0, scale1, scale2, scale3, logit_scale,
-    FOLDED: tl.constexpr, GROUPS: tl.constexpr, D_REST: tl.constexpr, GROUP_PARTS: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
+def block_logits(queries, keys, rest, scales, logit_scale, columns, FOLDED: tl.constexpr):
     """Logits, in base 2, of rows and a block of keys; for SEPARATE_QK_ROWS see there."""
-    none = tl.zeros([q0.shape[0], keys0.shape[0]], tl.float32)
-    logits = group_logits(q0, lost0, keys0, scale0, none, FOLDED, GROUP_PARTS)
-    if GROUPS == 4:
-        logits = group_logits(q1, lost1, keys1, scale1, logits, FOLDED, GROUP_PARTS)
-        logits = group_logits(q2, lost2, keys2, scale2, logits, FOLDED, GROUP_PARTS)
-        logits = group_logits(q3, lost3, keys3, scale3, logits, FOLDED, GROUP_PARTS)
-    if q0.shape[0] < SEPARATE_QK_ROWS:
+    none = tl.zeros([queries.groups[0].shape[0], keys[0].shape[0]], tl.float32)
+    logits = none
+    for group in tl.static_range(columns.GROUPS):
+        logits = group_logits(queries.groups[group], queries.lost[group], keys[group], scales[group], logits, FOLDED,
+                              columns.GROUP_PARTS)  # fmt: skip
+    if none.shape[0] < SEPARATE_QK_ROWS:
         if FOLDED:
-            logits = logits * unit[:, None]
-        if D_REST > 0:
-            logits = query_times(q_rest, lost_rest, rest, logits, PARTS)
+            logits = logits * queries.unit[:, None]
+        if columns.D_REST > 0:
+            logits = query_times(queries.rest, queries.lost_rest, rest, logits, columns.PARTS)
         logits = logits * logit_scale
     else:
         if FOLDED:
-            logits = logits * (unit * logit_scale)[:, None]
-        if D_REST > 0:
-            logits += query_times(q_rest, lost_rest, rest, none, PARTS) * logit_scale
+            logits = logits * (queries.unit * logit_scale)[:, None]
+        if columns.D_REST > 0:
+            logits += query_times(queries.rest, queries.lost_rest, rest, none, columns.PARTS) * logit_scale
     return logits
 
 
 @triton.jit
-def group_values(weights, scale, keys, acc, FOLDED: tl.constexpr):
-    if FOLDED:
-        weights = weights * scale[None, :]
-    return matmul(narrow(weights, keys.dtype), keys, acc)
+def group_scales(found, logit_scale, columns, FOLDED: tl.constexpr):
+    """By what each group's products are multiplied to become logits: its keys' scales, where these are folded."""
+    scales = ()
+    for group in tl.static_range(columns.GROUPS):
+        scale = logit_scale
+        if FOLDED:
+            scale = group_scale(found.rows, found.readable, group)
+        scales += (scale,)
+    return scales
 
 
 @triton.jit
-def attend(
-    q0, q1, q2, q3, lost0, lost1, lost2, lost3, q_rest, lost_rest, unit,
-    m_i, largest, l_i, acc0, acc1, acc2, acc3, acc_rest,
-    cache_ptr, list_ptr, begin, end, last, limit, num_slots, page_stride, slot_stride, logit_scale,
-    SPARSE: tl.constexpr, CAUSAL: tl.constexpr, FORMAT: tl.constexpr, CODES: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    PAGE_UNIT: tl.constexpr, BLOCK_KV: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, D_V: tl.constexpr,
-    D_REST: tl.constexpr, D_REST_PAD: tl.constexpr, GROUP_PARTS: tl.constexpr, PARTS: tl.constexpr,
-    REST_IS_VALUE: tl.constexpr,
-):  # fmt: skip
-    """Blocks [begin, end) of a list of keys.
+def rescale(weights, logits, m_i, largest, scales):
+    """(weights, alpha, largest) relative to `largest`, a running maximum of logit plus log2 of the key's scale.
 
-    acc0 to acc3, a group of columns each, are relative to `largest`, a running maximum of logit plus log2 scale where
+    `weights` come relative to `m_i`. `alpha` is for what was summed so far.
+    """
+    scale = tl.maximum(
+        tl.maximum(tl.abs(scales[0]), tl.abs(scales[1])), tl.maximum(tl.abs(scales[2]), tl.abs(scales[3]))
+    )
+    exponent = (scale.to(tl.int32, bitcast=True) >> 23).to(tl.float32) - 127.0
+    # Scales under 2^-60 add nothing that could be distinguished from 0 beside a finite logit.
+    larger = tl.maximum(largest, tl.max(logits + tl.maximum(exponent, -60.0)[None, :], 1))
+    finite = tl.where(m_i == float("-inf"), 0.0, m_i)
+    within = tl.where(larger == float("-inf"), 0.0, larger)
+    return weights * tl.math.exp2(finite - within)[:, None], tl.math.exp2(largest - within), larger
+
+
+@triton.jit
+def add_values(weights, scales, keys, acc, alpha, FOLDED: tl.constexpr):
+    """acc * alpha + weights @ values, group by group."""
+    sums = ()
+    for group in tl.static_range(len(acc)):
+        scaled = weights
+        if FOLDED:
+            scaled = weights * scales[group][None, :]
+        scaled = narrow(scaled, keys[group].dtype)
+        sums += (matmul(scaled, keys[group], acc[group] * alpha[:, None]),)
+    return sums
+
+
+@triton.jit
+def attend(queries, state, cache, keys_of_list, limit, logit_scale, features, layout, columns, BLOCK_KV: tl.constexpr):
+    """Blocks of a list of keys: `state` = (m_i, largest, l_i, acc, acc_rest), and what it becomes.
+
+    `acc`, a tuple of the groups' sums, is relative to `largest`, a running maximum of logit plus log2 scale where
     scales are folded; all else is relative to `m_i`.
     """
-    FOLDED: tl.constexpr = FORMAT == "fp8_v32"
-    for block in range(begin, end):
-        position, page, place, readable = keys_of(list_ptr, block, last, num_slots, SPARSE, PAGE_SIZE, BLOCK_KV)
-        pages = cache_ptr + page.to(tl.int64) * page_stride * PAGE_UNIT + tl.zeros_like(place).to(tl.int64)
-        rows = pages + place.to(tl.int64) * slot_stride
-        scale0 = logit_scale
-        scale1 = logit_scale
-        scale2 = logit_scale
-        scale3 = logit_scale
+    FOLDED: tl.constexpr = layout.FORMAT == "fp8_v32"
+    ROWS: tl.constexpr = queries.groups[0].shape[0]
+    m_i, largest, l_i, acc, acc_rest = state
+    for block in range(keys_of_list.begin, keys_of_list.end):
+        position, page, offset, readable = keys_of(keys_of_list.ptr, block, keys_of_list.last, cache.num_slots,
+                                                   features.SPARSE, layout.PAGE_SIZE, BLOCK_KV)  # fmt: skip
+        pages = cache.ptr + page.to(tl.int64) * cache.page_stride * layout.PAGE_UNIT
+        pages += tl.zeros_like(offset).to(tl.int64)
+        found = Found(pages, pages + offset.to(tl.int64) * cache.slot_stride, offset, readable)
+        scales = group_scales(found, logit_scale, columns, FOLDED)
+        keys = key_groups(found, layout, columns, queries.groups[0].dtype)
+        rest = keys[0]
         if FOLDED:
-            scale0 = group_scale(rows, readable, 0)
-            scale1 = group_scale(rows, readable, 1)
-            scale2 = group_scale(rows, readable, 2)
-            scale3 = group_scale(rows, readable, 3)
-        keys0 = key_columns(pages, rows, place, readable, 0, FORMAT, CODES, PAGE_SIZE, D_V, WIDTH, q0.dtype)
-        keys1, keys2, keys3, rest = keys0, keys0, keys0, keys0
-        if GROUPS == 4:
-            keys1 = key_columns(pages, rows, place, readable, WIDTH, FORMAT, CODES, PAGE_SIZE, D_V, WIDTH, q0.dtype)
-            keys2 = key_columns(pages, rows, place, readable, 2 * WIDTH, FORMAT, CODES, PAGE_SIZE, D_V, WIDTH, q0.dtype)
-            keys3 = key_columns(pages, rows, place, readable, 3 * WIDTH, FORMAT, CODES, PAGE_SIZE, D_V, WIDTH, q0.dtype)
-        if FOLDED:
-            rest = rotary_columns(rows, readable, 528).to(q_rest.dtype)
-        elif D_REST > 0:
-            rest = whole_columns(rows, readable, D_V, D_REST, D_REST_PAD)
-        logits = tl.zeros([q0.shape[0], BLOCK_KV], tl.float32)
-        if q0.shape[0] < SEPARATE_QK_ROWS or always(block, begin):
-            logits = block_logits(
-                q0, q1, q2, q3, lost0, lost1, lost2, lost3, q_rest, lost_rest, unit, keys0, keys1, keys2, keys3, rest,
-                scale0, scale1, scale2, scale3, logit_scale, FOLDED, GROUPS, D_REST, GROUP_PARTS, PARTS,
-            )  # fmt: skip
+            rest = rotary_columns(found.rows, readable, 528).to(queries.rest.dtype)
+        elif columns.D_REST > 0:
+            rest = whole_columns(found.rows, readable, columns.D_V, columns.D_REST, columns.D_REST_PAD)
+        logits = tl.zeros([ROWS, BLOCK_KV], tl.float32)
+        if ROWS < SEPARATE_QK_ROWS or always(block, keys_of_list.begin):
+            logits = block_logits(queries, keys, rest, scales, logit_scale, columns, FOLDED)
         seen = readable[None, :]
-        if CAUSAL:
+        if features.CAUSAL:
             seen = seen & (position[None, :] < limit[:, None])
         logits = tl.where(seen, logits, float("-inf"))
         weights, alpha, m_i, l_i = online_softmax(logits, m_i, l_i, 1.0)
         if FOLDED:
-            if REST_IS_VALUE:
-                acc_rest = matmul(narrow(weights, q_rest.dtype), rest, acc_rest * alpha[:, None])
-            scale = tl.maximum(tl.maximum(tl.abs(scale0), tl.abs(scale1)), tl.maximum(tl.abs(scale2), tl.abs(scale3)))
-            exponent = (scale.to(tl.int32, bitcast=True) >> 23).to(tl.float32) - 127.0
-            # Scales under 2^-60 add nothing that could be distinguished from 0 beside a finite logit.
-            larger = tl.maximum(largest, tl.max(logits + tl.maximum(exponent, -60.0)[None, :], 1))
-            finite = tl.where(m_i == float("-inf"), 0.0, m_i)
-            within = tl.where(larger == float("-inf"), 0.0, larger)
-            weights = weights * tl.math.exp2(finite - within)[:, None]
-            alpha = tl.math.exp2(largest - within)
-            largest = larger
-        acc0 = group_values(weights, scale0, keys0, acc0 * alpha[:, None], FOLDED)
-        if GROUPS == 4:
-            acc1 = group_values(weights, scale1, keys1, acc1 * alpha[:, None], FOLDED)
-            acc2 = group_values(weights, scale2, keys2, acc2 * alpha[:, None], FOLDED)
-            acc3 = group_values(weights, scale3, keys3, acc3 * alpha[:, None], FOLDED)
-    return m_i, largest, l_i, acc0, acc1, acc2, acc3, acc_rest
+            if features.REST_IS_VALUE:
+                acc_rest = matmul(narrow(weights, queries.rest.dtype), rest, acc_rest * alpha[:, None])
+            weights, alpha, largest = rescale(weights, logits, m_i, largest, scales)
+        acc = add_values(weights, scales, keys, acc, alpha, FOLDED)
+    return m_i, largest, l_i, acc, acc_rest
 
 
 @triton.jit
