@@ -123,12 +123,11 @@ class Runner:
         self, operation: str, batch: Arrays, options: Any, *, through: Callable[..., Any] | None = None, **extra: Any
     ) -> Any:
         """What the front end returns; `through` is what calls it, given the call and its arguments."""
-        options = {**batch.options(), **(options or {})} or None
         arguments = {name: self._bring(batch, name, value) for name, value in batch.arguments().items()}
         function = getattr(self.front.operations, operation)
 
         def call(**arguments: Any) -> Any:
-            return function(**arguments, **extra, backend=self.backend, options=options)
+            return function(**arguments, **extra, backend=self.backend, options=options or None)
 
         try:
             with self.front.careful():

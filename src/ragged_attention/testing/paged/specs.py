@@ -67,10 +67,6 @@ class Arrays:
         own = {field.name for field in dataclasses.fields(Arrays)}
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in own}
 
-    def options(self) -> dict[str, Any]:
-        """What of it goes to the call among its options."""
-        return {}
-
     def dtype_of(self, name: str, array: NDArray[Any]) -> str:
         """The dtype in which an argument goes to the front end."""
         if name in ("q", "k", "v", "outs"):
