@@ -5,6 +5,9 @@ BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal --durations 20
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
 
+# Tests start many processes; where bytecode is not kept, each compiles the package anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test test-all test-shard check conformance compile-matrix cuda-compile flash-mla-matrix tpu-compile bench docs status clean
 
 demo: .venv/demo
