@@ -15,11 +15,11 @@ demo: .venv/demo
 
 # The covering part of the tests; tests/tiers.py says what that is.
 test: .venv/all
-	$(PYTEST) --record build/tests.json $(ARGS)
+	$(PYTEST) --record=build/tests.json $(ARGS)
 
 # Everything, with more examples drawn.
 test-all: .venv/all
-	HYPOTHESIS_PROFILE=ci $(PYTEST) --tier all --record build/tests.json $(ARGS)
+	HYPOTHESIS_PROFILE=ci $(PYTEST) --tier all --record=build/tests.json $(ARGS)
 
 # Of what `make test` leaves out one part in so many: make test-shard SHARD=3/16, or any text in the place of 3.
 test-shard: .venv/all

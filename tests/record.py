@@ -1,6 +1,6 @@
 """What a run of the tests has shown: of each operation and backend, how many tests ran it, and how they ended.
 
-`pytest --record FILE` writes that as JSON, from which docs/status_table.py writes the rows for CPUs of docs/status.md.
+`pytest --record=FILE` writes that as JSON, from which docs/status_table.py writes the rows for CPUs of docs/status.md.
 """
 
 import json

@@ -386,20 +386,15 @@ def test_importing_the_package_loads_no_framework():
         import sys
         import numpy
         import time
-        start = time.perf_counter()
+        start = time.process_time()  # not what else the machine does
         import ragged_attention
-        seconds = time.perf_counter() - start
+        seconds = time.process_time() - start
         loaded = {"torch", "jax", "triton", "rich", "hypothesis", "pytest"} & set(sys.modules)
         assert not loaded, loaded
         assert seconds < 0.2, seconds
     """
-    errors = ""
-    for _ in range(3):  # a busy machine may need another try at being quick
-        done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
-        errors = done.stderr
-        if done.returncode == 0:
-            return
-    pytest.fail(errors)
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_devices_that_are_not_here_can_be_asked_about():
