@@ -1,5 +1,7 @@
 """Options, backends, tiers and examples for the whole test suite; a CPU runs Triton by its interpreter."""
 
+import gc
+
 import pytest
 
 from ragged_attention import reload_config
@@ -25,6 +27,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     tiers.configure(config)
     record.configure(config)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # thousands of tests are no garbage, and to look at them again and again takes time
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -75,7 +75,7 @@ def sanitizer() -> Mapping[str, str]:
 
 @needs_emulation
 @pytest.mark.parametrize("name", CLEAN)
-def test_no_data_race(tmp_path: Path, sanitizer: Mapping[str, str], name: str) -> None:
+def test_the_sanitizer_finds_no_race(tmp_path: Path, sanitizer: Mapping[str, str], name: str) -> None:
     built(tmp_path, name, sanitized=True)
     ended = judged(tmp_path, name, "--sanitized", **sanitizer)
     assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr[:4000]
@@ -83,7 +83,7 @@ def test_no_data_race(tmp_path: Path, sanitizer: Mapping[str, str], name: str) -
 
 @needs_emulation
 @pytest.mark.parametrize("name", RACY)
-def test_a_planted_race_is_reported(tmp_path: Path, sanitizer: Mapping[str, str], name: str) -> None:
+def test_the_sanitizer_reports_a_planted_race(tmp_path: Path, sanitizer: Mapping[str, str], name: str) -> None:
     built(tmp_path, name, sanitized=True)
     ended = judged(tmp_path, name, "--sanitized", **sanitizer)
     assert ended.returncode, ended.stdout

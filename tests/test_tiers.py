@@ -56,4 +56,15 @@ def test_any_text_names_a_shard() -> None:
 @pytest.mark.parametrize("prefix", tiers.SHARES)
 def test_what_is_thinned_out_exists(prefix: str) -> None:
     file, _, test = prefix.partition("::")
-    assert f"def {test.partition('[')[0]}(" in (TESTS / file).read_text()
+    name, cases, _ = test.partition("[")
+    assert f"def {name}{'(' if cases else ''}" in (TESTS / file).read_text()
+
+
+def test_a_share_is_of_a_group_and_none_of_it_is_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "SHARES", {"test_some.py::test_long": 0, "test_some.py::test_one[": 3})
+    nodes = {f"tests/test_some.py::test_one[{number}]": "" for number in range(7)}
+    others = {"tests/test_some.py::test_long": "", "tests/test_some.py::test_another": ""}
+    taken = {*nodes, *others} - tiers.left_out_of_the_covering_part(nodes | others)
+    assert "tests/test_some.py::test_another" in taken
+    assert "tests/test_some.py::test_long" not in taken
+    assert 2 <= len(taken & {*nodes}) <= 3

@@ -110,9 +110,9 @@ def test_a_kernel_that_hangs_is_ended_and_named() -> None:
     """The check that hangs, then the next one in another process."""
     names = [str(check) for check in of_planted()[:2]]
     command = (sys.executable, "-m", "tests.planted_pallas", "a wait too many")
-    verdicts = list(interpreter.judged(planting.BACKEND, names, mode="eager", timeout=5, command=command))
+    verdicts = list(interpreter.judged(planting.BACKEND, names, mode="eager", timeout=3, command=command))
     assert [verdict.check for verdict in verdicts] == names
-    assert all(verdict.hung and "no end after 5 s" in verdict.message for verdict in verdicts)
+    assert all(verdict.hung and "no end after 3 s" in verdict.message for verdict in verdicts)
 
 
 def test_a_process_that_dies_is_reported() -> None:
