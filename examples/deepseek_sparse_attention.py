@@ -188,7 +188,7 @@ class Check:
     def __str__(self) -> str:
         few, many = min(self.selected), max(self.selected)
         return (
-            f"keys a token: {few if few == many else f'{few} to {many}'}; "
+            f"keys per token: {few if few == many else f'{few} to {many}'}; "
             f"largest error: out {self.out:.1e}, lse {self.lse:.1e}, layer {self.layer_error:.1e} of its norm"
         )
 

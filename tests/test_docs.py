@@ -68,8 +68,8 @@ def deepseek_example() -> dict:
 def test_the_deepseek_example_agrees_with_dense_attention(capsys):
     assert deepseek_example()["main"]([]) == 0
     prefill, decode = capsys.readouterr().out.splitlines()
-    assert prefill.startswith("prefill of 160 tokens in 2 sequences; keys a token: 1 to 32; ")
-    assert decode.startswith("decode of 8 tokens in 2 sequences; keys a token: 32; ")
+    assert prefill.startswith("prefill of 160 tokens in 2 sequences; keys per token: 1 to 32; ")
+    assert decode.startswith("decode of 8 tokens in 2 sequences; keys per token: 32; ")
 
 
 def test_the_deepseek_example_runs_on_triton(capsys):
@@ -77,7 +77,7 @@ def test_the_deepseek_example_runs_on_triton(capsys):
     example = deepseek_example()
     arguments = ["--topk", "20", "--prompt", "9", "--new-tokens", "1", "--backend", "triton"]
     assert example["main"](arguments) == 0
-    assert "prefill of 15 tokens in 2 sequences; keys a token: 1 to 9; " in capsys.readouterr().out
+    assert "prefill of 15 tokens in 2 sequences; keys per token: 1 to 9; " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
