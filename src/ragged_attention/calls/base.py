@@ -56,6 +56,8 @@ def record(cls: type[Record]) -> type[Record]:
     cls.KINDS = {each.name: each.metadata["kind"] for each in fields}
     cls.DEFAULTS = {each.name: each.default for each in fields if each.default is not dataclasses.MISSING}
     cls.RANGES = dict(_ranges(cls.KINDS))
+    cls.ABSENT = {name: kind.flatten(name, None) for name, kind in cls.KINDS.items() if kind.optional}
+    cls.REGROUPED = {name: kind for name, kind in cls.KINDS.items() if type(kind).unflatten is not Kind.unflatten}
     return cls
 
 
@@ -67,6 +69,8 @@ class Call(abc.ABC):
     KINDS: ClassVar[Mapping[str, Kind]]  # of the fields
     DEFAULTS: ClassVar[Mapping[str, Any]]  # of the optional ones
     RANGES: ClassVar[Mapping[str, tuple[int, int]]]  # where each lies among the flat arguments
+    ABSENT: ClassVar[Mapping[str, tuple[Any, ...]]]  # the flat arguments of those that may be None, if they are
+    REGROUPED: ClassVar[Mapping[str, Kind]]  # those that are not their one flat argument
     NUM_RESULTS: ClassVar[int | None] = 1  # None where it depends on the arguments; 0 where an argument is written
     DIFFERENTIABLE: ClassVar[tuple[str, ...]] = ()  # arguments that `<operation>_backward` gives the gradients of
 
@@ -114,7 +118,10 @@ class Call(abc.ABC):
     @classmethod
     def prepare(cls, arguments: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
         """The record's arguments from those of the public function, which may be more convenient ones."""
-        return {name: kind.prepare(name, arguments[name], arrays) for name, kind in cls.KINDS.items()}
+        return {
+            name: None if (value := arguments[name]) is None else kind.prepare(name, value, arrays)
+            for name, kind in cls.KINDS.items()
+        }
 
     @classmethod
     def schema(cls) -> str:
@@ -128,14 +135,17 @@ class Call(abc.ABC):
         """Arguments in the order and form of `schema`."""
         flat: list[Any] = []
         for name, kind in cls.KINDS.items():
-            flat += kind.flatten(name, arguments[name])
+            value = arguments[name]
+            flat += cls.ABSENT[name] if value is None and kind.optional else kind.flatten(name, value)
         return flat
 
     @classmethod
     def unflatten(cls, flat: Sequence[Any]) -> dict[str, Any]:
         """The inverse of `flatten`."""
-        ranges = cls.RANGES
-        return {name: kind.unflatten(flat[slice(*ranges[name])]) for name, kind in cls.KINDS.items()}
+        arguments = {name: flat[first] for name, (first, _) in cls.RANGES.items()}
+        for name, kind in cls.REGROUPED.items():
+            arguments[name] = kind.unflatten(flat[slice(*cls.RANGES[name])])
+        return arguments
 
     def arguments(self) -> dict[str, Any]:
         """The arguments by name, as the operation's definition in `reference/` takes them."""

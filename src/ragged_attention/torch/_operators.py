@@ -144,10 +144,10 @@ def _implementation(record: type[Call]) -> Callable[..., Any]:
 
     def implementation(*values: Any) -> Any:
         arguments = record.unflatten(values[:-2])
-        tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        if not tensors:  # a schema takes None for a tensor
+        first = next((value for value in values if isinstance(value, torch.Tensor)), None)
+        if first is None:  # a schema takes None for a tensor
             _plan.checked(record, arguments)
-        first = tensors[0]
+        assert first is not None
         for name in written:
             given = arguments[name]
             for tensor in given if isinstance(given, tuple) else (given,):
