@@ -465,7 +465,9 @@ def long_build(small: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return small
 
 
-def test_ctrl_c_ends_a_build_and_what_it_runs(long_build):
+def test_ctrl_c_ends_a_build_and_what_it_runs(long_build, request):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells let background jobs ignore
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     main = threading.main_thread().ident
     assert main is not None
 
