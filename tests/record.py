@@ -57,7 +57,7 @@ class Record:
             "tests": self._outcomes,
             "operations": self._answered,
         }
-        file = Path(self._config.getoption("--record"))
+        file = Path(str(self._config.getoption("--record")))
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
 
