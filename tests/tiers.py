@@ -4,11 +4,11 @@
 shard of the rest, chosen by the commit, so that over the commits everything runs.
 
 The covering part has every test but those that `SHARES` thins out. These are slow because each of their cases is traced
-and compiled anew, or interpreted line by line. They are thinned out by groups: the cases of one test function on one
-runner, and within the suite the checks of one operation; of each group at least one case stays, but for a few tests of
-tools that are left out whole. So every operation is still checked on every backend through both front ends; laws are
-thinned out only on runners beside those that run them all, torch's eager and reference. The rest is what was left out,
-with the tests that draw batches, for these draw more.
+and compiled anew, or interpreted line by line. They are thinned out by groups: the cases whose ids begin alike, and
+within the suite of these the checks of one operation; of each group at least one case stays. A few long tests are left
+out whole. The suite's corners still check every operation on every backend through both front ends; laws are thinned
+out only on runners beside those that run them all, torch's eager and reference. The rest is what was left out, with the
+tests that draw batches, for these draw more.
 """
 
 import os
@@ -25,7 +25,7 @@ TIERS = ("covering", "rest", "all")
 # With these flags XLA compiles for a CPU in half the time: fusions in an older way, and each module in one piece.
 QUICK_TO_COMPILE = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 # Of the tests whose ids begin like this, below tests/, the covering part takes one case in so many of each group; of
-# those with a 0 none, for each takes as long as dozens of others that show the same by another way.
+# those with a 0 none: each takes as long as dozens of others.
 SHARES = {
     "test_agreement.py::test_agreement[jax-": 2,
     "test_agreement.py::test_agreement[torch-triton-": 2,

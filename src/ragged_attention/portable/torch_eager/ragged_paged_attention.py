@@ -76,7 +76,7 @@ class Block(NamedTuple):
     right: torch.Tensor | None  # [rows, columns] at the right edge that are hidden: later than the query
     left: torch.Tensor | None  # [rows, columns] at the left edge that are hidden: outside the window
     fully_masked: torch.Tensor | None  # [rows] that see no key at all
-    unseen: torch.Tensor | None  # [columns] at the right edge that a draft mask hides from every row
+    unseen: torch.Tensor | None  # [high - low], which of the keys a draft mask hides from every row
 
 
 class Attention:
@@ -139,7 +139,7 @@ class Attention:
                 fully_masked = self._fully_masked(position[position < first_new], own)
                 hidden = right | self._outside_the_window(new, own)
                 fully_masked &= hidden.all(1)
-                unseen = hidden.all(0)
+                unseen = torch.nn.functional.pad(hidden.all(0), (high - low - len(new), 0))
             if low < high:
                 yield Block(first, last, low, high, right, left, fully_masked, unseen)
 
@@ -264,10 +264,9 @@ class Attention:
     def _values(self, block: Block, v: Reader, start: int, stop: int) -> torch.Tensor:
         """The values of some of a block's keys, 0 where no row sees them: a weight of 0 does not hide a NaN."""
         values = v.read(start, stop)
-        if block.unseen is None or stop <= (first := block.high - len(block.unseen)):
+        if block.unseen is None or not (unseen := block.unseen[start - block.low : stop - block.low]).any():
             return values
-        unseen = torch.nn.functional.pad(block.unseen, (max(first - start, 0), 0))[max(start - first, 0) :]
-        return values.masked_fill(unseen[: stop - start, None], 0.0)
+        return values.masked_fill(unseen[:, None], 0.0)
 
 
 def run(call: RaggedPagedAttention, tile: Tile, launch: Any) -> Any:
