@@ -1,0 +1,69 @@
+"""The library that nvcc makes of the CUDA kernels: that it loads without a driver and shows its ABI alone.
+
+The first test builds it, which takes minutes, unless that was done before.
+"""
+
+import ctypes
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ragged_attention.kernels_cuda import _abi, _native
+from ragged_attention.kernels_cuda._build import compile, toolchain
+
+HEADER = (compile.SOURCES / "api.h").read_text()
+
+
+@pytest.fixture(scope="module")
+def kernels() -> ctypes.CDLL:
+    if reason := _native.why_not():
+        pytest.skip(reason)
+    return _native.library()
+
+
+def test_the_kernels_load_and_tell_without_a_driver(kernels):
+    status = _native.status()
+    assert status.text
+    if status.code:
+        assert status[2:] == (0, 0, 0)
+        assert re.search("driver|device", status.text)
+    else:
+        assert status.major == 9
+
+
+def test_no_device_is_a_code_too(kernels):
+    assert _native.status(device=4096).code != 0
+
+
+def test_the_kernels_export_their_abi_alone(kernels):
+    names = set(re.findall(r"(\w+)\(", re.sub(r"//.*", "", HEADER))) - {"__attribute__", "visibility"}
+    said = subprocess.run(["nm", "-D", "--defined-only", kernels._name], capture_output=True, text=True, check=True)
+    exported = {line.split()[-1] for line in said.stdout.splitlines() if line.split()[1] == "T"}
+    assert exported == {name for name in names if name.startswith("ra_")}
+
+
+def test_the_kernels_depend_on_no_cuda_library(kernels):
+    said = subprocess.run(["readelf", "-d", kernels._name], capture_output=True, text=True, check=True).stdout
+    needed = re.findall(r"NEEDED.*\[(.*)\]", said)
+    assert all(name.startswith(("libstdc++", "libgcc_s", "libm.", "libc.", "ld-linux")) for name in needed), needed
+    assert f"[{Path(kernels._name).name}]" in re.sub(r"\s+", " ", said)
+
+
+def test_the_emulation_has_the_same_functions(kernels):
+    if reason := toolchain.missing_to_emulate():
+        pytest.skip(reason)
+    emulation = _native.emulation()
+    assert emulation.ra_size_of_latent() == ctypes.sizeof(_abi.Latent) == kernels.ra_size_of_latent()
+    assert emulation.ra_size_of_schedule() == ctypes.sizeof(_abi.Schedule) == kernels.ra_size_of_schedule()
+    assert all(hasattr(emulation, name) for name in _abi.LAUNCHERS)
+
+
+def test_a_build_of_a_clean_process_says_nothing(kernels):
+    code = "from ragged_attention.kernels_cuda import _native; _native.library(); print(_native.status().code)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.fullmatch(r"\d+\n", done.stdout)
