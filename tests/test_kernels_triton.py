@@ -1,6 +1,7 @@
 """What is particular to the Triton room: its tiles' limits, and weights of few keys in a table made for many."""
 
 import importlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -128,3 +129,16 @@ def test_scales_far_apart_are_honoured(smallest: int, largest: int, reach: float
     want, want_lse = rt.mla_decode(q.float(), cache, backend="reference", **call)
     assert float((out.double() - want).norm() / want.norm()) < 2**-9  # the output's own rounding
     agrees(lse.numpy(), want_lse.numpy(), "decode lse", "lse")
+
+
+def test_threads_may_launch_at_the_same_time() -> None:
+    """The interpreter is not made for that; without a lock the launches of one thread break those of another."""
+    front = importlib.import_module("ragged_attention.torch")
+    outs, lses = torch.randn(2, 2, 2, 16), torch.randn(2, 2, 2)
+
+    def merged(_: int) -> Any:
+        return front.merge_attention_states(outs, lses, backend="triton")[0]
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(merged, range(24)))
+    assert all(torch.equal(each, found[0]) for each in found)

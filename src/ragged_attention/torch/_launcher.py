@@ -11,6 +11,7 @@ import torch
 
 from ragged_attention.calls import Call, Device
 from ragged_attention.devices import shared_memory_of
+from ragged_attention.interpreting import interpreting
 
 DTYPES = {
     "float64": torch.float64,
@@ -74,8 +75,7 @@ def on(device: torch.device, *, interpreted: bool = True) -> contextlib.Abstract
     """Where a tensor's kernels are launched: on its device, which need not be the current one."""
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         return torch.cuda.device(device)
-    # Under the interpreter NumPy would warn of infinities that a GPU makes in silence.
-    return np.errstate(all="ignore") if device.type == "cpu" and interpreted else _HERE
+    return interpreting() if device.type == "cpu" and interpreted else _HERE
 
 
 class Launcher:
