@@ -172,6 +172,9 @@ def attend(
             keys = block + tl.arange(0, 2 * BLOCK_KV) // 2
             page, readable = pages_of(pages.table_ptr, block, keys, visible.first, visible.last, pages.num_pages,
                                       MASKED, sizes.PAGE_SIZE, BLOCK_KV)  # fmt: skip
+        if MASKED and features.HAS_DRAFT_MASK:  # a weight of 0 does not hide a NaN where no row sees the value
+            used = tl.max(logits, 0) != float("-inf")
+            readable = readable & (tl.reshape(tl.join(used, used), [2 * BLOCK_KV]) if JOINED else used)
         v = load_slots(pages.v_ptr, pages.v_page_stride, pages.v_slot_stride, page, keys, readable, MASKED,
                        sizes.PAGE_SIZE, sizes.DV, sizes.DV_PAD)  # fmt: skip
         values = decode(v, sizes.FORMAT, q.dtype)

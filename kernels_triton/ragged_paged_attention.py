@@ -267,11 +267,11 @@ def logit_scales(k_scale_ptr, kv_head, k_scale_factor, sm_scale, soft_cap,
 
 
 @triton.jit
-def draft_rows(draft_mask_ptr, rows, num_tokens, draft_stride, GROUP: tl.constexpr, HAS_DRAFT_MASK: tl.constexpr):
-    """Where the rows of a draft mask begin that are the queries'; a row without a query gets another's."""
+def draft_rows(draft_mask_ptr, rows, q_len, draft_stride, GROUP: tl.constexpr, HAS_DRAFT_MASK: tl.constexpr):
+    """Where the rows of a draft mask begin that are the queries'; a row without a query sees no more than the last."""
     rows_ptr = draft_mask_ptr
     if HAS_DRAFT_MASK:
-        token = tl.minimum(rows.start + rows.row // GROUP, num_tokens - 1).to(tl.int64)
+        token = (rows.start + tl.minimum(rows.row // GROUP, q_len - 1)).to(tl.int64)
         rows_ptr = draft_mask_ptr + token * draft_stride
     return rows_ptr
 
@@ -326,7 +326,7 @@ def tile_kernel(
         )  # fmt: skip
         visible = Visible(
             first, last, low, high, kv_len - q_len + rows.row // GROUP, kv_len, window,
-            draft_rows(draft_mask_ptr, rows, num_tokens, draft_stride, GROUP, HAS_DRAFT_MASK), draft_width,
+            draft_rows(draft_mask_ptr, rows, q_len, draft_stride, GROUP, HAS_DRAFT_MASK), draft_width,
             kv_len - q_len,
         )  # fmt: skip
         state = attend_range(
@@ -406,7 +406,7 @@ def split_kernel(
         )  # fmt: skip
         visible = Visible(
             first, last, kv_len - q_len, kv_len - 1, kv_len - q_len + rows.row // GROUP, kv_len, window,
-            draft_rows(draft_mask_ptr, rows, num_tokens, draft_stride, GROUP, HAS_DRAFT_MASK), draft_width,
+            draft_rows(draft_mask_ptr, rows, q_len, draft_stride, GROUP, HAS_DRAFT_MASK), draft_width,
             kv_len - q_len,
         )  # fmt: skip
         state = attend_range(

@@ -144,6 +144,8 @@ def _attend(
             seen &= key <= tile.position[:, None]
         if window is not None:
             seen &= key > tile.position[:, None] - window
+        if call.draft_mask is not None:  # a weight of 0 does not hide a NaN
+            v = jnp.where((seen & tile.own[:, None]).any(axis=0)[:, None], v, 0)
         seen = jnp.broadcast_to(seen[:, None], (size, group, block_kv)).reshape(-1, block_kv)
         logits = jnp.where(seen, logits, -jnp.inf)
         m_new = jnp.maximum(m_i, logits.max(axis=-1))
