@@ -1,8 +1,7 @@
 """The Pallas kernels against the definition, in the interpreter, in both of its modes, in processes of their own.
 
-In the default profile each operation gets one of each kind of its checks in the mode in which races are looked for,
-and another of every third kind in the other; in the larger ones all of them. What the judge itself is worth is shown
-on planted kernels.
+A few checks of each operation, one of each kind in the mode in which races are looked for and another of every third
+kind in the other, stand for all of them, which take hours. What the judge itself is worth is shown on planted kernels.
 """
 
 import collections
@@ -25,6 +24,7 @@ from tests import planted_pallas as planting
 
 ROOM = Path(__file__).parent.parent / "kernels_pallas"
 OPERATIONS = sorted({path.stem for path in ROOM.glob("*.py")} & set(CALLS))
+PIECE = 8  # checks
 EXAMPLES = 2 if examples_of() == PROFILES["dev"] else examples_of() // 20
 
 
@@ -38,22 +38,23 @@ def checks_of(operation: str) -> dict[str, list[Check]]:
     return found
 
 
-def chosen(operation: str, mode: str) -> list[str]:
-    """Names of the checks that the profile asks for."""
-    names: list[str] = []
-    whole = examples_of() > PROFILES["dev"]
-    for group in list(checks_of(operation).values())[:: 1 if whole or mode == "on_wait" else 3]:
-        count = len(group) if whole else 1
-        shift = {"on_wait": 0.25, "eager": 0.75}[mode]
-        names += [str(group[int((index + shift) * len(group) / count)]) for index in range(count)]
-    return names
+def some_of(operation: str, mode: str) -> list[str]:
+    """The names of checks that stand for all of an operation's."""
+    kinds = list(checks_of(operation).values())
+    share, every = {"on_wait": (0.25, 1), "eager": (0.75, 3)}[mode]
+    return [str(group[int(share * len(group))]) for group in kinds[::every]]
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("mode", interpreter.MODES)
-def test_the_kernels_agree_with_the_definition(mode: str, operation: str) -> None:
+def pieces_of(operation: str) -> list[list[str]]:
+    """The names of all of an operation's checks, in lists of which each takes minutes."""
+    names = [str(check) for group in checks_of(operation).values() for check in group]
+    return [names[first : first + PIECE] for first in range(0, len(names), PIECE)]
+
+
+def expect_agreement(names: list[str], mode: str) -> int:
+    """Run checks; returns how many batches the kernels took."""
     wrong, taken = [], 0
-    for verdict in interpreter.judged("pallas", chosen(operation, mode), mode=mode, examples=EXAMPLES):
+    for verdict in interpreter.judged("pallas", names, mode=mode, examples=EXAMPLES):
         taken += verdict.taken
         ANSWERED.update((name, "pallas") for name in verdict.answered)  # in a process of its own
         if verdict.result == "FAILED":
@@ -61,7 +62,22 @@ def test_the_kernels_agree_with_the_definition(mode: str, operation: str) -> Non
         if verdict.hung:  # so may the others be
             break
     assert not wrong, "\n".join(wrong)
-    assert taken, "every batch was declined"
+    return taken
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("mode", interpreter.MODES)
+def test_the_kernels_agree_with_the_definition(mode: str, operation: str) -> None:
+    assert expect_agreement(some_of(operation, mode), mode), "every batch was declined"
+
+
+@pytest.mark.parametrize(
+    "names",
+    [pytest.param(names, id=f"{name}-{index}") for name in OPERATIONS for index, names in enumerate(pieces_of(name))],
+)
+@pytest.mark.parametrize("mode", interpreter.MODES)
+def test_all_checks_agree(mode: str, names: list[str]) -> None:
+    expect_agreement(names, mode)
 
 
 def test_every_operation_of_the_room_is_judged() -> None:
