@@ -28,12 +28,13 @@ PACKAGES = {
     "triton": "ragged_attention.kernels_triton",
     "pallas": "ragged_attention.kernels_pallas",
     "cuda": "ragged_attention.kernels_cuda",
+    "numba": "ragged_attention.portable.numba",
     "eager": "ragged_attention.portable.torch_eager",
     "xla": "ragged_attention.portable.xla",
     "reference": "ragged_attention.reference",
 }
 TAKEN = (*PACKAGES, "auto", "portable")  # names that another package's backend cannot have
-NEEDS = {"triton": "triton", "pallas": "jax", "eager": "torch", "xla": "jax"}
+NEEDS = {"triton": "triton", "pallas": "jax", "numba": "numba", "eager": "torch", "xla": "jax"}
 PORTABLE = {"torch": "eager", "jax": "xla", "numpy": "reference"}
 ORDER: Mapping[str, tuple[str, ...]] = {
     "cuda": ("cuda", "triton", "portable"),

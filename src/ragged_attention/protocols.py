@@ -55,11 +55,19 @@ class Launcher(Protocol):
         """
         ...
 
+    @property
+    def num_threads(self) -> int:
+        """How many threads of a CPU a call may use; 0 leaves it to the framework."""
+        ...
+
     def native(
-        self, function: Any, operands: Mapping[str, Any], outputs: Mapping[str, Shaped | None],
+        self, function: Any, operands: Mapping[str, Any], outputs: Mapping[str, Shaped | str | None],
         numbers: Mapping[str, int | float],
     ) -> dict[str, Any]:  # fmt: skip
-        """Call a compiled function and return its results by name; None stands for an absent array."""
+        """Call a compiled function and return its results by name; None stands for an absent array.
+
+        A result given as the name of an operand is written in that one's place.
+        """
         ...
 
     def on_host(self, function: Callable[..., Any], call: Call, outputs: str | Sequence[Shaped], **extra: Any) -> Any:

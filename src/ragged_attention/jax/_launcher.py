@@ -284,11 +284,16 @@ class Launcher:
 
         return list(call(*inputs))
 
+    @property
+    def num_threads(self) -> int:
+        """0, which leaves it to XLA."""
+        return 0
+
     def native(
         self,
         function: Any,
         operands: Mapping[str, Any],
-        outputs: Mapping[str, tuple[Sequence[int], Any] | None],
+        outputs: Mapping[str, tuple[Sequence[int], Any] | str | None],
         numbers: Mapping[str, int | float],
     ) -> dict[str, Any]:
         """Call a compiled function through XLA's FFI; see the torch launcher, whose twin this is.
@@ -296,12 +301,16 @@ class Launcher:
         To XLA absent arrays are arrays without entries, integers one attribute, other numbers one each.
         """
         record, nothing = function.record, jnp.zeros(0, jnp.int32)
-        shapes = [
-            jax.ShapeDtypeStruct((0,), jnp.int32) if given is None else jax.ShapeDtypeStruct(tuple(given[0]), given[1])
-            for given in map(outputs.__getitem__, record.RESULTS)
-        ]
+        shapes, aliases = [], {}
+        for index, given in enumerate(map(outputs.__getitem__, record.RESULTS)):
+            if isinstance(given, str):  # written in place where XLA may, else into a copy
+                aliases[record.OPERANDS.index(given)] = index
+                given = (operands[given].shape, operands[given].dtype)
+            shape, dtype = ((0,), jnp.int32) if given is None else given
+            shapes.append(jax.ShapeDtypeStruct(tuple(shape), dtype))
         arrays = [nothing if array is None else array for array in map(operands.__getitem__, record.OPERANDS)]
-        call = jax.ffi.ffi_call(_target(function, self.device.platform), shapes, vmap_method="sequential")
+        call = jax.ffi.ffi_call(_target(function, self.device.platform), shapes, vmap_method="sequential",
+                                input_output_aliases=aliases)
         results = call(
             *arrays,
             numbers=np.array([numbers[name] for name in record.NUMBERS], np.int64),

@@ -105,21 +105,31 @@ class Launcher:
                 kernel[grid](*map(to_bits, inputs), *map(to_bits, new), **OPTIONS | arguments)
         return new
 
+    @property
+    def num_threads(self) -> int:
+        """How many threads of a CPU a call may use."""
+        return torch.get_num_threads()
+
     def native(
         self,
         function: Any,
         operands: Mapping[str, torch.Tensor | None],
-        outputs: Mapping[str, tuple[Sequence[int], Any] | None],
+        outputs: Mapping[str, tuple[Sequence[int], Any] | str | None],
         numbers: Mapping[str, int | float],
     ) -> dict[str, torch.Tensor | None]:
         """Call a compiled function on the current stream and return its results by name; None is an array left out.
 
+        A result given as the name of an operand is that operand, which the function writes in place.
         `function` is a backend's: `record` is the ctypes structure that it takes, `on(platform)` the function itself.
         It reads the record before it returns, so nothing has to outlive the call; results are uninitialised memory.
         """
         device = next(tensor.device for tensor in operands.values() if tensor is not None)
         results = {
-            name: None if given is None else torch.empty(given[0], dtype=DTYPES.get(given[1], given[1]), device=device)
+            name: operands[given]
+            if isinstance(given, str)
+            else None
+            if given is None
+            else torch.empty(given[0], dtype=DTYPES.get(given[1], given[1]), device=device)
             for name, given in outputs.items()
         }
         record = function.record(**numbers)

@@ -1,0 +1,325 @@
+"""How numbers are stored, and their ways to float32 and back, eight at a time.
+
+A format is a code here, known when a kernel runs, so that a kernel is compiled once for all of them: rows are widened
+to float32 as they are read, and narrowed as they are written.
+"""
+
+import platform
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+
+from ragged_attention.portable.numba._vectors import (
+    F32,
+    FLOATS,
+    I1,
+    I8,
+    I16,
+    I32,
+    INTS,
+    LANES,
+    chosen,
+    compiled,
+    constant,
+    element,
+    features_of_the_cpu,
+    float_at,
+    function_of,
+    inlined,
+    load,
+    load_aligned,
+    set_float,
+    splat,
+    store,
+    store_aligned,
+    vector,
+)
+
+CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "float8_e4m3fn": 3, "float8_e5m2": 4, "int8": 5}
+FLOAT32, BFLOAT16, FLOAT16, E4M3, E5M2, INT8 = CODES.values()
+BYTES, SHORTS, HALVES = (ir.VectorType(kind, LANES) for kind in (I8, I16, ir.HalfType()))
+
+# Whether the CPU converts float16 itself; else LLVM would call a function that need not be there.
+CONVERTS_HALVES = platform.machine() in ("aarch64", "arm64") or features_of_the_cpu().get("f16c", False)
+
+
+# ---- to float32
+
+
+def _from_bits(builder: Any, magnitude: Any, sign: Any, mantissa: int, bias: int, infinite: Any) -> Any:
+    """Floats of fewer bits: magnitudes and signs as int32, the lanes that are infinite or NaN."""
+    bits = builder.shl(magnitude, constant(INTS, 23 - mantissa))
+    value = builder.fmul(builder.bitcast(bits, FLOATS), constant(FLOATS, 2.0 ** (127 - bias)))
+    special = builder.or_(bits, constant(INTS, 0x7F800000))
+    bits = builder.select(infinite, special, builder.bitcast(value, INTS))
+    return builder.bitcast(builder.or_(bits, sign), FLOATS)
+
+
+def _from_half(builder: Any, codes: Any) -> Any:
+    if CONVERTS_HALVES:
+        return builder.fpext(builder.bitcast(codes, HALVES), FLOATS)
+    wide = builder.zext(codes, INTS)
+    magnitude = builder.and_(wide, constant(INTS, 0x7FFF))
+    sign = builder.shl(builder.and_(wide, constant(INTS, 0x8000)), constant(INTS, 16))
+    infinite = builder.icmp_unsigned(">=", magnitude, constant(INTS, 0x7C00))
+    return _from_bits(builder, magnitude, sign, 10, 15, infinite)
+
+
+def _from_bfloat16(builder: Any, codes: Any) -> Any:
+    return builder.bitcast(builder.shl(builder.zext(codes, INTS), constant(INTS, 16)), FLOATS)
+
+
+def _from_e4m3(builder: Any, codes: Any) -> Any:
+    """As float16 of 1/256 of the value where the CPU converts those, for its subnormal numbers cost nothing then."""
+    if not CONVERTS_HALVES:
+        wide = builder.zext(codes, INTS)
+        magnitude = builder.and_(wide, constant(INTS, 0x7F))
+        sign = builder.shl(builder.and_(wide, constant(INTS, 0x80)), constant(INTS, 24))
+        nan = builder.icmp_unsigned("==", magnitude, constant(INTS, 0x7F))
+        return _from_bits(builder, magnitude, sign, 3, 7, nan)
+    high = builder.shl(builder.zext(codes, SHORTS), constant(SHORTS, 8))
+    half = builder.and_(builder.ashr(high, constant(SHORTS, 1)), constant(SHORTS, 0xBF80))
+    nan = builder.icmp_unsigned("==", builder.and_(half, constant(SHORTS, 0x3F80)), constant(SHORTS, 0x3F80))
+    half = builder.or_(half, builder.and_(builder.sext(nan, SHORTS), constant(SHORTS, 0x7C00)))
+    return builder.fmul(_from_half(builder, half), constant(FLOATS, 256.0))
+
+
+def _from_e5m2(builder: Any, codes: Any) -> Any:
+    return _from_half(builder, builder.shl(builder.zext(codes, SHORTS), constant(SHORTS, 8)))
+
+
+def _from_int8(builder: Any, codes: Any) -> Any:
+    return builder.sitofp(builder.sext(codes, INTS), FLOATS)
+
+
+# ---- from float32
+
+
+def _to_float(builder: Any, value: Any, mantissa: int, bias: int, most: int, nan: int) -> Any:
+    """The int32 codes of a float of fewer bits: to nearest, ties to even; `most` is the code of what lies beyond."""
+    shift = 23 - mantissa
+    bits = builder.bitcast(value, INTS)
+    magnitude = builder.and_(bits, constant(INTS, 0x7FFFFFFF))
+    sign = builder.lshr(builder.and_(bits, constant(INTS, 0x80000000)), constant(INTS, 31 - (7 if shift > 16 else 15)))
+    odd = builder.and_(builder.lshr(magnitude, constant(INTS, shift)), constant(INTS, 1))
+    rounded = builder.add(builder.add(magnitude, constant(INTS, (1 << (shift - 1)) - 1)), odd)
+    normal = builder.sub(builder.lshr(rounded, constant(INTS, shift)), constant(INTS, (127 - bias) << mantissa))
+    # Adding this number rounds to its last place, which is the smallest subnormal.
+    step = 2.0 ** (23 + 1 - bias - mantissa)
+    shifted = builder.fadd(builder.bitcast(magnitude, FLOATS), constant(FLOATS, step))
+    subnormal = builder.sub(builder.bitcast(shifted, INTS), builder.bitcast(constant(FLOATS, step), INTS))
+    small = builder.fcmp_ordered("<", builder.bitcast(magnitude, FLOATS), constant(FLOATS, 2.0 ** (1 - bias)))
+    code = builder.select(small, subnormal, normal)
+    code = builder.select(builder.icmp_signed(">", code, constant(INTS, most)), constant(INTS, most), code)
+    code = builder.select(builder.fcmp_unordered("uno", value, value), constant(INTS, nan), code)
+    return builder.or_(code, sign)
+
+
+def _to_half(builder: Any, value: Any) -> Any:
+    return builder.trunc(_to_float(builder, value, 10, 15, 0x7C00, 0x7E00), SHORTS)
+
+
+def _to_bfloat16(builder: Any, value: Any) -> Any:
+    bits = builder.bitcast(value, INTS)
+    odd = builder.and_(builder.lshr(bits, constant(INTS, 16)), constant(INTS, 1))
+    rounded = builder.add(builder.add(bits, constant(INTS, 0x7FFF)), odd)
+    nan = builder.or_(bits, constant(INTS, 0x400000))
+    rounded = builder.select(builder.fcmp_unordered("uno", value, value), nan, rounded)
+    return builder.trunc(builder.lshr(rounded, constant(INTS, 16)), SHORTS)
+
+
+def _to_e4m3(builder: Any, value: Any) -> Any:
+    return builder.trunc(_to_float(builder, value, 3, 7, 0x7E, 0x7F), BYTES)
+
+
+def _to_e5m2(builder: Any, value: Any) -> Any:
+    return builder.trunc(_to_float(builder, value, 2, 15, 0x7B, 0x7F), BYTES)
+
+
+def _to_int8(builder: Any, value: Any) -> Any:
+    """To nearest, ties to even, from -128 to 127; 0 for NaN."""
+    least, most, step = (constant(FLOATS, bound) for bound in (-128.0, 127.0, 1.5 * 2**23))
+    value = builder.select(builder.fcmp_unordered("uno", value, value), constant(FLOATS, 0.0), value)
+    value = builder.select(builder.fcmp_ordered("<", value, least), least, value)
+    value = builder.select(builder.fcmp_ordered(">", value, most), most, value)
+    rounded = builder.fsub(builder.fadd(value, step), step)
+    return builder.trunc(builder.fptosi(rounded, INTS), BYTES)
+
+
+# ---- memory
+
+
+def _first_lanes(builder: Any, count: Any) -> Any:
+    """A mask of the first `count` lanes."""
+    lanes = builder.insert_element(ir.Constant(INTS, ir.Undefined), builder.trunc(count, I32), ir.Constant(I32, 0))
+    return builder.icmp_signed("<", ir.Constant(INTS, list(range(LANES))), chosen(builder, [0] * LANES, lanes))
+
+
+def _masked(builder: Any, name: str, kind: Any, *values: Any, returns: bool) -> Any:
+    masks, pointer = ir.VectorType(I1, LANES), kind.as_pointer()
+    given = [pointer, I32, masks, kind] if returns else [kind, pointer, I32, masks]
+    bits = {"float": "f32", "i16": "i16", "i8": "i8"}[str(kind.element)]
+    function = cgutils.get_or_insert_function(
+        builder.module,
+        ir.FunctionType(kind if returns else ir.VoidType(), given),
+        f"llvm.masked.{name}.v{LANES}{bits}.p0v{LANES}{bits}",
+    )
+    return builder.call(function, values)
+
+
+def _reader(kind: Any, decode: Callable[[Any, Any], Any], name: str) -> tuple[Any, Any]:
+    """Functions that read eight numbers of a format, or the first few of eight, with zeros behind them."""
+    size = 4 if kind is FLOATS else kind.element.width // 8
+
+    def read(builder: Any, address: Any, index: Any) -> Any:
+        return decode(builder, load_aligned(builder, element(builder, address, index, kind.element), kind, size))
+
+    def read_some(builder: Any, address: Any, index: Any, count: Any) -> Any:
+        place = builder.bitcast(element(builder, address, index, kind.element), kind.as_pointer())
+        nothing = ir.Constant(kind, None)
+        mask = _first_lanes(builder, count)
+        return decode(
+            builder, _masked(builder, "load", kind, place, ir.Constant(I32, size), mask, nothing, returns=True)
+        )
+
+    read.__name__, read_some.__name__ = f"read_{name}", f"read_some_{name}"
+    return (
+        function_of(vector, types.int64, types.int64)(read),
+        function_of(vector, types.int64, types.int64, types.int64)(read_some),
+    )
+
+
+def _writer(kind: Any, encode: Callable[[Any, Any], Any], name: str) -> tuple[Any, Any]:
+    """Functions that write eight numbers in a format, or the first few of eight."""
+    size = 4 if kind is FLOATS else kind.element.width // 8
+
+    def write(builder: Any, address: Any, index: Any, value: Any) -> None:
+        store_aligned(builder, encode(builder, value), element(builder, address, index, kind.element), size)
+
+    def write_some(builder: Any, address: Any, index: Any, value: Any, count: Any) -> None:
+        place = builder.bitcast(element(builder, address, index, kind.element), kind.as_pointer())
+        mask = _first_lanes(builder, count)
+        _masked(builder, "store", kind, encode(builder, value), place, ir.Constant(I32, size), mask, returns=False)
+
+    write.__name__, write_some.__name__ = f"write_{name}", f"write_some_{name}"
+    return (
+        function_of(types.none, types.int64, types.int64, vector)(write),
+        function_of(types.none, types.int64, types.int64, vector, types.int64)(write_some),
+    )
+
+
+def _as_it_is(builder: Any, value: Any) -> Any:
+    del builder
+    return value
+
+
+_, read_some_float32 = _reader(FLOATS, _as_it_is, "float32")
+read_bfloat16, read_some_bfloat16 = _reader(SHORTS, _from_bfloat16, "bfloat16")
+read_float16, read_some_float16 = _reader(SHORTS, _from_half, "float16")
+read_e4m3, read_some_e4m3 = _reader(BYTES, _from_e4m3, "e4m3")
+read_e5m2, read_some_e5m2 = _reader(BYTES, _from_e5m2, "e5m2")
+read_int8, read_some_int8 = _reader(BYTES, _from_int8, "int8")
+
+write_bfloat16, write_some_bfloat16 = _writer(SHORTS, _to_bfloat16, "bfloat16")
+write_float16, write_some_float16 = _writer(SHORTS, _to_half, "float16")
+write_e4m3, write_some_e4m3 = _writer(BYTES, _to_e4m3, "e4m3")
+write_e5m2, write_some_e5m2 = _writer(BYTES, _to_e5m2, "e5m2")
+write_int8, write_some_int8 = _writer(BYTES, _to_int8, "int8")
+
+
+@inlined
+def size_of(code):  # type: ignore[no-untyped-def]
+    """Bytes per number of a format."""
+    return 4 if code == FLOAT32 else 2 if code <= FLOAT16 else 1
+
+
+@inlined
+def read_some(code, address, index, count):  # type: ignore[no-untyped-def]
+    """Up to eight numbers of a format, with zeros behind them."""
+    if code == FLOAT32:
+        return read_some_float32(address, index, count)
+    if code == BFLOAT16:
+        return read_some_bfloat16(address, index, count)
+    if code == FLOAT16:
+        return read_some_float16(address, index, count)
+    if code == E4M3:
+        return read_some_e4m3(address, index, count)
+    if code == E5M2:
+        return read_some_e5m2(address, index, count)
+    return read_some_int8(address, index, count)
+
+
+@compiled
+def widen(code, source, target, count, factor):  # type: ignore[no-untyped-def]
+    """Write `factor` times `count` numbers of a format as float32, and zeros up to a multiple of eight."""
+    scale, whole = splat(factor), count // LANES * LANES
+    if code == FLOAT32:
+        for index in range(0, whole, LANES):
+            store(target, index, load(source, index) * scale)
+    elif code == BFLOAT16:
+        for index in range(0, whole, LANES):
+            store(target, index, read_bfloat16(source, index) * scale)
+    elif code == FLOAT16:
+        for index in range(0, whole, LANES):
+            store(target, index, read_float16(source, index) * scale)
+    elif code == E4M3:
+        for index in range(0, whole, LANES):
+            store(target, index, read_e4m3(source, index) * scale)
+    elif code == E5M2:
+        for index in range(0, whole, LANES):
+            store(target, index, read_e5m2(source, index) * scale)
+    else:
+        for index in range(0, whole, LANES):
+            store(target, index, read_int8(source, index) * scale)
+    if whole < count:
+        store(target, whole, read_some(code, source, whole, count - whole) * scale)
+
+
+@function_of(types.float32, vector)
+def first_of(builder: Any, value: Any) -> Any:
+    return builder.extract_element(value, ir.Constant(I32, 0))
+
+
+@inlined
+def number_at(code, source, index):  # type: ignore[no-untyped-def]
+    """One number of a format."""
+    return first_of(read_some(code, source, index, 1))
+
+
+@compiled
+def narrow(code, source, target, count, divisor):  # type: ignore[no-untyped-def]
+    """Write `count` float32 over `divisor` in a format; `source` is read up to a multiple of eight."""
+    each, whole = splat(divisor), count // LANES * LANES
+    rest = count - whole
+    if code == FLOAT32:
+        for index in range(0, whole, LANES):
+            store(target, index, load(source, index) / each)
+        for index in range(whole, count):
+            set_float(target, index, float_at(source, index) / divisor)
+    elif code == BFLOAT16:
+        for index in range(0, whole, LANES):
+            write_bfloat16(target, index, load(source, index) / each)
+        if rest:
+            write_some_bfloat16(target, whole, load(source, whole) / each, rest)
+    elif code == FLOAT16:
+        for index in range(0, whole, LANES):
+            write_float16(target, index, load(source, index) / each)
+        if rest:
+            write_some_float16(target, whole, load(source, whole) / each, rest)
+    elif code == E4M3:
+        for index in range(0, whole, LANES):
+            write_e4m3(target, index, load(source, index) / each)
+        if rest:
+            write_some_e4m3(target, whole, load(source, whole) / each, rest)
+    elif code == E5M2:
+        for index in range(0, whole, LANES):
+            write_e5m2(target, index, load(source, index) / each)
+        if rest:
+            write_some_e5m2(target, whole, load(source, whole) / each, rest)
+    else:
+        for index in range(0, whole, LANES):
+            write_int8(target, index, load(source, index) / each)
+        if rest:
+            write_some_int8(target, whole, load(source, whole) / each, rest)

@@ -1,0 +1,346 @@
+"""Attention over a paged cache of K and V heads, whichever way its pages lie: the kernel behind three operations.
+
+A *block* is some consecutive queries of a sequence; the query heads of one KV head are rows of one tile, so K and V
+are read once for all of them. A program computes one block for one KV head over one split of the keys that the block
+sees: what is outside the causal range or the window is skipped, not masked. Keys are split where a block has much more
+work than the average; the last of its splits to end merges them. How work is divided follows from the lengths alone.
+"""
+
+import math
+
+from ragged_attention.portable.numba._formats import narrow, size_of, widen
+from ragged_attention.portable.numba._kernels import NO_MEMORY, Fields, finished, next_program
+from ragged_attention.portable.numba._scales import fields_of, scale_of
+from ragged_attention.portable.numba._sequences import kv_len_of, num_sequences, queries_of
+from ragged_attention.portable.numba._softmax import LN2, LOG2E, NOTHING, power, scale_row
+from ragged_attention.portable.numba._tiles import (
+    begin,
+    mix_values,
+    multiply_keys,
+    new_tile,
+    read_rows,
+    tile_at,
+    weigh_keys,
+)
+from ragged_attention.portable.numba._vectors import (
+    add_to,
+    allocate,
+    byte_at,
+    compiled,
+    fill,
+    float_at,
+    inlined,
+    int32_at,
+    int_at,
+    release,
+    set_float,
+    set_int,
+    zero,
+)
+
+FIELDS = Fields(
+    operands=(
+        "q", "k_pages", "v_pages", "kv_lens", "page_indices", "cu_q_lens", "num_seqs", "sinks", "k_scale", "v_scale",
+        "k_scales", "v_scales", "draft_mask",
+    ),
+    results=("out", "lse"),
+    numbers=(
+        "num_tokens", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "max_num_seqs", "layout",
+        "q_format", "q_token_stride", "q_head_stride",
+        "num_pages", "page_size", "capacity", "table_stride", "cache_format",
+        "k_page_stride", "k_slot_stride", "k_head_stride",
+        "v_page_stride", "v_slot_stride", "v_head_stride", "v_offset",
+        "k_scales_page_stride", "k_scales_slot_stride", "k_scales_head_stride",
+        "v_scales_page_stride", "v_scales_slot_stride", "v_scales_head_stride",
+        "causal", "window", "draft_width", "draft_stride", "scale", "soft_cap",
+        *fields_of("k_scale"), *fields_of("v_scale"), "block_q", "block_kv", "num_threads",
+    ),
+    plan=("units", "num_units", "work", "partials", "num_partials", "counters", "partial_size"),
+    floats=("scale", "soft_cap", "k_scale_number", "v_scale_number", "work"),
+)  # fmt: skip
+call_of = FIELDS.at
+SHARES = 128  # of all work: a block with more than one is split
+FEWEST_KEYS = 512  # of a split
+UNIT = ("seq", "first", "last", "low", "high", "split", "num_splits", "partial")
+SEQ, FIRST, LAST, LOW, HIGH, SPLIT, NUM_SPLITS, PARTIAL = range(len(UNIT))
+
+
+# ---- dividing the work
+
+
+@compiled
+def range_of(call, first_new, kv_len, first, last):  # type: ignore[no-untyped-def]
+    """The keys that at least one of the queries [first, last) of a sequence sees; `first_new` is query 0's position."""
+    low, high = 0, kv_len
+    if call.causal and not call.draft_mask:
+        high = min(first_new + last, kv_len)
+    if call.window:
+        low = max(first_new + first - call.window + 1, 0)
+    return low, max(high, low)
+
+
+@compiled
+def divide(call, units):  # type: ignore[no-untyped-def]
+    """Count the units, or list them where `units` is their memory; `call.work` is the work of all, 0 before known."""
+    work, count, partials = 0.0, 0, 0
+    limit = max(call.work / SHARES, 1.0)
+    for seq in range(num_sequences(call)):
+        start, stop = queries_of(call, seq)
+        kv_len = kv_len_of(call, seq)
+        first_new = kv_len - (stop - start)
+        for first in range(0, stop - start, call.block_q):
+            last = min(first + call.block_q, stop - start)
+            low, high = range_of(call, first_new, kv_len, first, last)
+            keys = high - low
+            num_splits = 1
+            if call.work > 0:
+                num_splits = int(min(math.ceil((last - first) * keys / limit), max(keys // FEWEST_KEYS, 1)))
+            step = (keys + num_splits - 1) // num_splits
+            if units:
+                for split in range(num_splits):
+                    unit = units + 8 * len(UNIT) * (count + split)
+                    set_int(unit, SEQ, seq)
+                    set_int(unit, FIRST, start + first)
+                    set_int(unit, LAST, start + last)
+                    set_int(unit, LOW, low + split * step)
+                    set_int(unit, HIGH, min(low + (split + 1) * step, high))
+                    set_int(unit, SPLIT, split)
+                    set_int(unit, NUM_SPLITS, num_splits)
+                    set_int(unit, PARTIAL, partials)
+            work += (last - first) * keys
+            count += num_splits
+            if num_splits > 1:
+                partials += num_splits
+    if not units:
+        call.num_units, call.num_partials = count, partials
+    return work
+
+
+@compiled
+def clear(call, first, stop):  # type: ignore[no-untyped-def]
+    """Set the results of the queries [first, stop) to those of no key."""
+    row = call.num_q_heads * call.v_head_dim * size_of(call.q_format)
+    zero(call.out + first * row, (stop - first) * row)
+    if call.lse:
+        fill(call.lse, first * call.num_q_heads, stop * call.num_q_heads, NOTHING)
+
+
+@compiled
+def clear_what_no_sequence_has(call):  # type: ignore[no-untyped-def]
+    """Clear the rows that belong to no sequence; all of them where edges do not ascend."""
+    done = 0
+    for seq in range(num_sequences(call)):
+        first, stop = queries_of(call, seq)
+        if first < done:
+            clear(call, 0, call.num_tokens)
+            return
+        clear(call, done, first)
+        done = stop
+    clear(call, done, call.num_tokens)
+
+
+def plan(address):  # type: ignore[no-untyped-def]
+    """List the units: blocks of queries with the splits of their keys; a program is one of them for one KV head."""
+    call = call_of(address)
+    clear_what_no_sequence_has(call)
+    call.work = 0.0
+    call.work = divide(call, 0)
+    divide(call, 0)
+    rows = call.block_q * (call.num_q_heads // call.num_kv_heads)
+    call.partial_size = rows * (call.v_head_dim + 2)
+    table, parts = 8 * len(UNIT) * call.num_units, call.num_partials * call.num_kv_heads
+    call.workspace = allocate(table + 8 * parts + 4 * parts * call.partial_size + 64)
+    if call.workspace == 0:
+        return NO_MEMORY
+    call.units = call.workspace
+    call.counters = call.units + table
+    call.partials = call.counters + 8 * parts
+    zero(call.counters, 8 * parts)
+    divide(call, call.units)
+    return call.num_units * call.num_kv_heads
+
+
+# ---- one program
+
+
+@inlined
+def read_queries(call, tile, unit, head):  # type: ignore[no-untyped-def]
+    """The block's queries of a KV head, times what logits are multiplied by; each row with the keys that it sees."""
+    group, seq = call.num_q_heads // call.num_kv_heads, int_at(unit, SEQ)
+    first, last = int_at(unit, FIRST), int_at(unit, LAST)
+    start, stop = queries_of(call, seq)
+    kv_len = kv_len_of(call, seq)
+    factor = call.scale * scale_of(call.k_scale, call.k_scale_format, call.k_scale_stride, call.k_scale_number, head)
+    if call.soft_cap == 0:
+        factor *= LOG2E
+    begin(tile, (last - first) * group)
+    row = 0
+    for token in range(first, last):
+        position = kv_len - stop + token
+        left = position - call.window + 1 if call.window else 0
+        right = min(position + 1, kv_len) if call.causal and not call.draft_mask else kv_len
+        for q_head in range(head * group, (head + 1) * group):
+            source = call.q + size_of(call.q_format) * (token * call.q_token_stride + q_head * call.q_head_stride)
+            widen(call.q_format, source, tile.q + 4 * row * tile.width, call.head_dim, factor)
+            set_int(tile.left, row, left)
+            set_int(tile.right, row, right)
+            row += 1
+    return row
+
+
+@compiled
+def list_rows(call, tile, seq, head, first, count):  # type: ignore[no-untyped-def]
+    """The addresses of `count` keys and values from a position on; returns how many of them are on no page."""
+    holes, size, table = 0, size_of(call.cache_format), call.page_indices + 4 * seq * call.table_stride
+    for key in range(count):
+        page = int32_at(table, (first + key) // call.page_size)
+        slot = (first + key) % call.page_size
+        if 0 <= page < call.num_pages:
+            k = page * call.k_page_stride + slot * call.k_slot_stride + head * call.k_head_stride
+            v = page * call.v_page_stride + slot * call.v_slot_stride + head * call.v_head_stride + call.v_offset
+            set_int(tile.sources, key, call.k_pages + size * k)
+            set_int(tile.v_sources, key, call.v_pages + size * v)
+        else:
+            set_int(tile.sources, key, 0)
+            set_int(tile.v_sources, key, 0)
+            holes += 1
+    return holes
+
+
+@compiled
+def scale_rows(scales, page_stride, slot_stride, call, seq, head_offset, first, count, rows, width):  # type: ignore[no-untyped-def]
+    """Multiply what was read by the scales of its positions."""
+    table = call.page_indices + 4 * seq * call.table_stride
+    for key in range(count):
+        page = int32_at(table, (first + key) // call.page_size)
+        if 0 <= page < call.num_pages:
+            slot = page * page_stride + (first + key) % call.page_size * slot_stride
+            scale_row(rows + 4 * key * width, width, float_at(scales, slot + head_offset))
+
+
+@compiled
+def hide_undrafted(call, tile, unit, first, count):  # type: ignore[no-untyped-def]
+    """Hide the new tokens that a draft mask hides; one that no row sees has no value then, so that no NaN of it shows."""
+    group, seq = call.num_q_heads // call.num_kv_heads, int_at(unit, SEQ)
+    start, stop = queries_of(call, seq)
+    first_new = kv_len_of(call, seq) - (stop - start)
+    for key in range(max(first_new - first, 0), count):
+        draft, seen = first + key - first_new, False
+        for token in range(int_at(unit, FIRST), int_at(unit, LAST)):
+            row = (token - int_at(unit, FIRST)) * group
+            if draft < call.draft_width and byte_at(call.draft_mask, token * call.draft_stride + draft):
+                seen = seen or int_at(tile.left, row) <= first + key
+            else:
+                for each in range(row, row + group):
+                    set_float(tile.s, each * tile.keys + key, NOTHING)
+        if not seen:
+            set_int(tile.v_sources, key, 0)
+
+
+@compiled
+def attend(call, tile, unit, head, rows):  # type: ignore[no-untyped-def]
+    """The block's rows over the unit's keys, one tile of keys after another."""
+    seq, high = int_at(unit, SEQ), int_at(unit, HIGH)
+    for first in range(int_at(unit, LOW), high, tile.keys):
+        count = min(tile.keys, high - first)
+        holes = list_rows(call, tile, seq, head, first, count)
+        read_rows(call.cache_format, tile.sources, tile.k, tile.width, call.head_dim, count, 1.0)
+        if call.k_scales:
+            scale_rows(call.k_scales, call.k_scales_page_stride, call.k_scales_slot_stride, call, seq,
+                       head * call.k_scales_head_stride, first, count, tile.k, tile.width)  # fmt: skip
+        multiply_keys(tile, rows, count, call.soft_cap)
+        if call.draft_mask:
+            hide_undrafted(call, tile, unit, first, count)
+        weigh_keys(tile, rows, first, count, holes)
+        read_rows(call.cache_format, tile.v_sources, tile.v, tile.v_width, call.v_head_dim, count, 1.0)
+        if call.v_scales:
+            scale_rows(call.v_scales, call.v_scales_page_stride, call.v_scales_slot_stride, call, seq,
+                       head * call.v_scales_head_stride, first, count, tile.v, tile.v_width)  # fmt: skip
+        mix_values(tile, rows, count)
+
+
+@compiled
+def finish(call, tile, unit, head, rows):  # type: ignore[no-untyped-def]
+    """Write the results of a block whose keys were all seen."""
+    group = call.num_q_heads // call.num_kv_heads
+    v_scale = scale_of(call.v_scale, call.v_scale_format, call.v_scale_stride, call.v_scale_number, head)
+    for row in range(rows):
+        token, q_head = int_at(unit, FIRST) + row // group, head * group + row % group
+        place, m, l = token * call.num_q_heads + q_head, float_at(tile.m, row), float_at(tile.l, row)
+        out, target = tile.out + 4 * row * tile.columns, call.out + size_of(call.q_format) * place * call.v_head_dim
+        if m == NOTHING:
+            zero(target, call.v_head_dim * size_of(call.q_format))
+        else:
+            sink = power(float_at(call.sinks, q_head) * LOG2E - m) if call.sinks else 0.0
+            scale_row(out, tile.columns, v_scale)
+            narrow(call.q_format, out, target, call.v_head_dim, l + sink)
+        if call.lse:
+            set_float(call.lse, place, NOTHING if m == NOTHING else (m + math.log2(l)) * LN2)
+
+
+# ---- splits
+
+
+@compiled
+def keep_partial(tile, rows, columns, target):  # type: ignore[no-untyped-def]
+    """Store what a split has of its rows."""
+    for row in range(rows):
+        for column in range(columns):
+            set_float(target, row * columns + column, float_at(tile.out, row * tile.columns + column))
+        set_float(target, rows * columns + row, float_at(tile.m, row))
+        set_float(target, rows * columns + rows + row, float_at(tile.l, row))
+
+
+@compiled
+def merge(tile, rows, columns, partials, stride, num_splits):  # type: ignore[no-untyped-def]
+    """Turn the partial results of all splits into the tile's own."""
+    begin(tile, rows)
+    for row in range(rows):
+        m = NOTHING
+        for split in range(num_splits):
+            m = max(m, float_at(partials + split * stride, rows * columns + row))
+        set_float(tile.m, row, m)
+        for split in range(num_splits):
+            partial = partials + split * stride
+            its = float_at(partial, rows * columns + row)
+            if its > NOTHING or its != its:
+                weight = power(its - m)
+                part = float_at(partial, rows * columns + rows + row)
+                set_float(tile.l, row, float_at(tile.l, row) + weight * part)
+                for column in range(columns):
+                    at = row * tile.columns + column
+                    value = float_at(partial, row * columns + column)
+                    set_float(tile.out, at, float_at(tile.out, at) + weight * value)
+
+
+@compiled
+def program(call, tile, index):  # type: ignore[no-untyped-def]
+    """One unit for one KV head."""
+    unit, head = call.units + 8 * len(UNIT) * (index // call.num_kv_heads), index % call.num_kv_heads
+    rows = read_queries(call, tile, unit, head)
+    attend(call, tile, unit, head, rows)
+    num_splits = int_at(unit, NUM_SPLITS)
+    if num_splits > 1:
+        stride, columns = 4 * call.partial_size, call.v_head_dim
+        place = int_at(unit, PARTIAL) * call.num_kv_heads + head * num_splits
+        partials = call.partials + place * stride
+        keep_partial(tile, rows, columns, partials + int_at(unit, SPLIT) * stride)
+        if add_to(call.counters + 8 * place, 1) < num_splits - 1:
+            return
+        merge(tile, rows, columns, partials, stride, num_splits)
+    finish(call, tile, unit, head, rows)
+
+
+def work(address):  # type: ignore[no-untyped-def]
+    """Programs, one after another, until none is left."""
+    call = call_of(address)
+    rows = call.block_q * (call.num_q_heads // call.num_kv_heads)
+    memory = new_tile(rows, call.block_kv, call.head_dim, call.v_head_dim, False)
+    tile = tile_at(memory)
+    index = next_program(address, call.num_programs)
+    while index >= 0:
+        program(call, tile, index)
+        finished(address)
+        index = next_program(address, call.num_programs)
+    release(memory)
+    return 0

@@ -1,0 +1,72 @@
+"""The two products of an attention over float32 tiles, four rows at a time."""
+
+from ragged_attention.portable.numba._vectors import (
+    compiled,
+    float_at,
+    fma,
+    load,
+    splat,
+    store,
+    store_totals,
+)
+
+ROWS = 4  # taken together
+COLUMNS = 16  # of values, taken together
+
+
+@compiled
+def scores(q, k, s, rows, keys, width, s_width):  # type: ignore[no-untyped-def]
+    """s[rows, keys] = q[rows, width] . k[keys, width], whose rows are whole vectors; of `s` an even number is written.
+
+    Dot products, so that keys stay as they were read: each lane sums every eighth column, then the lanes are summed.
+    """
+    none = splat(0.0)
+    for row in range(0, rows, ROWS):
+        q0 = q + 4 * row * width
+        q1, q2, q3 = q0 + 4 * width, q0 + 8 * width, q0 + 12 * width
+        for key in range(0, keys, 2):
+            k0 = k + 4 * key * width
+            k1 = k0 + 4 * width
+            a0 = b0 = a1 = b1 = a2 = b2 = a3 = b3 = none
+            for d in range(0, width, 8):
+                a, b = load(k0, d), load(k1, d)
+                each = load(q0, d)
+                a0, b0 = fma(each, a, a0), fma(each, b, b0)
+                each = load(q1, d)
+                a1, b1 = fma(each, a, a1), fma(each, b, b1)
+                each = load(q2, d)
+                a2, b2 = fma(each, a, a2), fma(each, b, b2)
+                each = load(q3, d)
+                a3, b3 = fma(each, a, a3), fma(each, b, b3)
+            store_totals(s + 4 * (row * s_width + key), s_width, a0, b0, a1, b1, a2, b2, a3, b3)
+
+
+@compiled
+def mix(p, v, out, rows, keys, columns, p_width, v_width, out_width):  # type: ignore[no-untyped-def]
+    """out[rows, columns] += p[rows, keys] @ v[keys, columns], all rows with widths of their own."""
+    for row in range(0, rows, ROWS):
+        p0 = p + 4 * row * p_width
+        p1, p2, p3 = p0 + 4 * p_width, p0 + 8 * p_width, p0 + 12 * p_width
+        for column in range(0, columns, COLUMNS):
+            r0, values = out + 4 * (row * out_width + column), v + 4 * column
+            r1, r2, r3 = r0 + 4 * out_width, r0 + 8 * out_width, r0 + 12 * out_width
+            a0, a1, a2, a3 = load(r0, 0), load(r1, 0), load(r2, 0), load(r3, 0)
+            b0, b1, b2, b3 = load(r0, 8), load(r1, 8), load(r2, 8), load(r3, 8)
+            for key in range(keys):
+                a, b = load(values, key * v_width), load(values, key * v_width + 8)
+                weight = splat(float_at(p0, key))
+                a0, b0 = fma(weight, a, a0), fma(weight, b, b0)
+                weight = splat(float_at(p1, key))
+                a1, b1 = fma(weight, a, a1), fma(weight, b, b1)
+                weight = splat(float_at(p2, key))
+                a2, b2 = fma(weight, a, a2), fma(weight, b, b2)
+                weight = splat(float_at(p3, key))
+                a3, b3 = fma(weight, a, a3), fma(weight, b, b3)
+            store(r0, 0, a0)
+            store(r0, 8, b0)
+            store(r1, 0, a1)
+            store(r1, 8, b1)
+            store(r2, 0, a2)
+            store(r2, 8, b2)
+            store(r3, 0, a3)
+            store(r3, 8, b3)

@@ -1,0 +1,34 @@
+"""Where each sequence's queries and keys lie, clamped to what the arrays can hold, whatever their values are."""
+
+from ragged_attention.portable.numba._vectors import compiled, inlined, int32_at
+
+ONE_EACH, CHUNK_END, CHUNK_START, PACKED = 0, 1, 2, 3  # how queries belong to sequences: `layout`
+
+
+@inlined
+def within(value, least, most):  # type: ignore[no-untyped-def]
+    return min(max(value, least), most)
+
+
+@inlined
+def num_sequences(call):  # type: ignore[no-untyped-def]
+    return within(int32_at(call.num_seqs, 0), 0, call.max_num_seqs) if call.num_seqs else call.max_num_seqs
+
+
+@inlined
+def kv_len_of(call, seq):  # type: ignore[no-untyped-def]
+    return within(int32_at(call.kv_lens, seq), 0, call.capacity)
+
+
+@compiled
+def queries_of(call, seq):  # type: ignore[no-untyped-def]
+    """A sequence's first and one-past-last row of the queries."""
+    if call.layout == ONE_EACH:
+        return seq, seq + 1
+    if call.layout == PACKED:
+        first = within(int32_at(call.cu_q_lens, seq), 0, call.num_tokens)
+        return first, max(within(int32_at(call.cu_q_lens, seq + 1), 0, call.num_tokens), first)
+    length, tokens = kv_len_of(call, 0), call.num_tokens
+    if call.layout == CHUNK_END or tokens == 0:
+        return 0, tokens
+    return 0, (length - 1) % tokens + 1 if length else 0

@@ -1,0 +1,95 @@
+"""Softmax as keys come along, in powers of two: a row's largest logit, its sum of weights, its weighted values."""
+
+import math
+
+import numpy as np
+
+from ragged_attention.portable.numba._vectors import (
+    LANES,
+    compiled,
+    exp2,
+    fill,
+    float_at,
+    fma,
+    inlined,
+    largest,
+    load,
+    magnitude,
+    maximum,
+    set_float,
+    splat,
+    store,
+    total,
+    where_less,
+    with_sign,
+)
+
+LOG2E, LN2 = np.float32(math.log2(math.e)), np.float32(math.log(2))
+NOTHING = np.float32(-np.inf)  # the largest of no logits
+
+
+@inlined
+def tanh(x):  # type: ignore[no-untyped-def]
+    """Hyperbolic tangent: near 0 a polynomial, so that small numbers keep their digits (Cephes' tanhf)."""
+    size = magnitude(x)
+    square = size * size
+    p = fma(splat(-5.70498872745e-3), square, splat(2.06390887954e-2))
+    p = fma(p, square, splat(-5.37397155531e-2))
+    p = fma(p, square, splat(1.33314422036e-1))
+    p = fma(p, square, splat(-3.33332819422e-1))
+    near = fma(p * square, size, size)
+    e = exp2(size * splat(-2 * LOG2E))
+    far = (splat(1.0) - e) / (splat(1.0) + e)
+    return with_sign(where_less(size, splat(0.625), near, far), x)
+
+
+@compiled
+def capped(s, count, soft_cap):  # type: ignore[no-untyped-def]
+    """Turn logits into `soft_cap` * tanh(logit / soft_cap) in powers of two."""
+    cap, factor = splat(soft_cap), splat(soft_cap * LOG2E)
+    for index in range(0, count, LANES):
+        store(s, index, tanh(load(s, index) / cap) * factor)
+
+
+@inlined
+def power(x):  # type: ignore[no-untyped-def]
+    """2 ** x of one number; 0 of minus infinity."""
+    return np.float32(math.exp2(x))
+
+
+@compiled
+def scale_row(row, columns, factor):  # type: ignore[no-untyped-def]
+    each = splat(factor)
+    for column in range(0, columns, LANES):
+        store(row, column, load(row, column) * each)
+
+
+@compiled
+def weigh(s, first, stop, count, row, m, l, out, columns):  # type: ignore[no-untyped-def]
+    """Turn a row's logits into weights, 0 outside [first, stop), and update what it holds of earlier keys.
+
+    `count` is a multiple of eight; `m` and `l` are arrays of all rows, `out` is this row's values so far.
+    """
+    if stop <= first:
+        fill(s, 0, count, np.float32(0))
+        return
+    fill(s, 0, first, NOTHING)
+    fill(s, stop, count, NOTHING)
+    high = load(s, 0)
+    for index in range(LANES, count, LANES):
+        high = maximum(high, load(s, index))
+    before = float_at(m, row)
+    now = max(largest(high), before)
+    base = now if now > NOTHING else np.float32(0)
+    sums, origin = splat(0.0), splat(base)
+    for index in range(0, count, LANES):
+        weights = exp2(load(s, index) - origin)
+        store(s, index, weights)
+        sums = sums + weights
+    if now > before:
+        kept = power(before - base)
+        set_float(l, row, float_at(l, row) * kept + total(sums))
+        scale_row(out, columns, kept)
+    else:
+        set_float(l, row, float_at(l, row) + total(sums))
+    set_float(m, row, now)

@@ -1,0 +1,324 @@
+"""Vectors of eight floats, and memory by address: what the kernels are written in.
+
+An address is an int64, as a pointer is in C, and an index counts elements from there. Nothing is checked: a kernel
+reads and writes what its indices say. Where a CPU's registers hold fewer than eight floats, LLVM takes several.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import numba
+from llvmlite import binding, ir
+from numba.core import cgutils, config, types
+from numba.core.typing.templates import AbstractTemplate, infer_global, signature
+from numba.extending import intrinsic, lower_builtin, models, register_model
+
+LANES = 8
+OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False, "no_cpython_wrapper": True}
+
+inlined = numba.njit(forceinline=True, **OPTIONS)  # for what is called in a loop
+compiled = numba.njit(**OPTIONS)
+
+I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+F32 = ir.FloatType()
+FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
+
+
+def features_of_the_cpu() -> dict[str, bool]:
+    """What the code that Numba makes may use: the host's features, unless NUMBA_CPU_FEATURES or _NAME say others."""
+    if config.CPU_FEATURES is None:
+        return dict(binding.get_host_cpu_features())
+    return {name[1:]: name[0] == "+" for name in config.CPU_FEATURES.split(",") if name}
+
+
+# ---- the type of vectors, and arithmetic
+
+
+class VectorType(types.Type):
+    """Eight float32."""
+
+    def __init__(self) -> None:
+        super().__init__(name="Vector")
+
+
+vector = VectorType()
+
+
+@register_model(VectorType)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, of: Any) -> None:
+        super().__init__(manager, of, FLOATS)
+
+
+def _arithmetic(symbol: Any, name: str) -> None:
+    """`symbol` between vectors as LLVM's instruction of that name."""
+
+    @infer_global(symbol)
+    class Template(AbstractTemplate):  # type: ignore[misc]
+        def generic(self, args: Any, kws: Any) -> Any:
+            del kws
+            return signature(vector, *args) if args == (vector, vector) else None
+
+    @lower_builtin(symbol, vector, vector)
+    def lower(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        del context, signature
+        return getattr(builder, name)(*values)
+
+
+for _symbol, _name in ((operator.add, "fadd"), (operator.sub, "fsub"), (operator.mul, "fmul"),
+                       (operator.truediv, "fdiv")):  # fmt: skip
+    _arithmetic(_symbol, _name)
+
+
+def constant(kind: ir.VectorType, value: float) -> ir.Constant:
+    return ir.Constant(kind, [value] * LANES)
+
+
+def chosen(builder: Any, lanes: list[int], first: Any, second: Any = None) -> Any:
+    """Lanes of two vectors, the second's counted behind the first's."""
+    second = ir.Constant(first.type, ir.Undefined) if second is None else second
+    return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
+
+
+def function_of(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
+    """An intrinsic of these types, of what emits its instructions: `emit(builder, *values)`."""
+
+    def decorated(emit: Callable[..., Any]) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            del signature
+            made = emit(builder, *values)
+            return context.get_dummy_value() if made is None else made
+
+        names = ", ".join(f"a{index}" for index in range(len(arguments)))
+        scope: dict[str, Any] = {"typed": (signature(result, *arguments), generate)}
+        exec(f"def {emit.__name__}(context, {names}):\n    return typed", scope)  # Numba counts the parameters
+        made = intrinsic(scope[emit.__name__])
+        made.__doc__ = emit.__doc__
+        return made
+
+    return decorated
+
+
+@function_of(vector, types.float32)
+def splat(builder: Any, value: Any) -> Any:
+    """The number in every lane."""
+    first = builder.insert_element(ir.Constant(FLOATS, ir.Undefined), value, ir.Constant(I32, 0))
+    return chosen(builder, [0] * LANES, first)
+
+
+@function_of(vector, vector, vector, vector)
+def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c, rounded once where the CPU can."""
+    kind = ir.FunctionType(FLOATS, [FLOATS] * 3)
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{LANES}f32"), [a, b, c])
+
+
+@function_of(vector, vector, vector)
+def maximum(builder: Any, a: Any, b: Any) -> Any:
+    """The larger one; the second where one is NaN."""
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+@function_of(vector, vector, vector)
+def minimum(builder: Any, a: Any, b: Any) -> Any:
+    """The smaller one; the second where one is NaN."""
+    return builder.select(builder.fcmp_ordered("<", a, b), a, b)
+
+
+@function_of(vector, vector, vector, vector, vector)
+def where_less(builder: Any, a: Any, b: Any, then: Any, otherwise: Any) -> Any:
+    """`then` in the lanes where a < b."""
+    return builder.select(builder.fcmp_ordered("<", a, b), then, otherwise)
+
+
+@function_of(vector, vector)
+def magnitude(builder: Any, a: Any) -> Any:
+    return builder.bitcast(builder.and_(builder.bitcast(a, INTS), constant(INTS, 0x7FFFFFFF)), FLOATS)
+
+
+@function_of(vector, vector, vector)
+def with_sign(builder: Any, a: Any, sign: Any) -> Any:
+    """`a`, not negative, with the sign of `sign`."""
+    bit = builder.and_(builder.bitcast(sign, INTS), constant(INTS, 0x80000000))
+    return builder.bitcast(builder.or_(builder.bitcast(a, INTS), bit), FLOATS)
+
+
+@function_of(vector, vector)
+def truncated(builder: Any, a: Any) -> Any:
+    """Rounded towards zero, within int32."""
+    return builder.sitofp(builder.fptosi(a, INTS), FLOATS)
+
+
+@function_of(vector, vector)
+def power_of_two(builder: Any, a: Any) -> Any:
+    """2 ** a of integers from -127 to 127, where 2 ** -127 counts as 0."""
+    biased = builder.add(builder.fptosi(a, INTS), constant(INTS, 127))
+    return builder.bitcast(builder.shl(biased, constant(INTS, 23)), FLOATS)
+
+
+def _folded(builder: Any, a: Any, step: Callable[[Any, Any], Any]) -> Any:
+    for half in (4, 2, 1):
+        a = step(a, chosen(builder, [(lane + half) % LANES for lane in range(LANES)], a))
+    return builder.extract_element(a, ir.Constant(I32, 0))
+
+
+@function_of(types.float32, vector)
+def total(builder: Any, a: Any) -> Any:
+    """The sum of the lanes."""
+    return _folded(builder, a, builder.fadd)
+
+
+@function_of(types.float32, vector)
+def largest(builder: Any, a: Any) -> Any:
+    """The largest lane."""
+    return _folded(builder, a, lambda x, y: builder.select(builder.fcmp_ordered(">", x, y), x, y))
+
+
+@function_of(types.none, types.int64, types.int64, *[vector] * 8)
+def store_totals(builder: Any, address: Any, stride: Any, *rows: Any) -> None:
+    """The sums of the lanes of eight vectors, as 4 rows of 2 numbers whose starts are `stride` floats apart."""
+
+    def of_pairs(a: Any, b: Any) -> Any:
+        even, odd = [0, 2, 8, 10, 4, 6, 12, 14], [1, 3, 9, 11, 5, 7, 13, 15]  # adjacent lanes, within each half
+        return builder.fadd(chosen(builder, even, a, b), chosen(builder, odd, a, b))
+
+    pairs = [of_pairs(rows[index], rows[index + 1]) for index in (0, 2, 4, 6)]
+    left, right = of_pairs(*pairs[:2]), of_pairs(*pairs[2:])
+    low, high = [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]
+    sums = builder.fadd(chosen(builder, low, left, right), chosen(builder, high, left, right))
+    for row in range(4):
+        place = element(builder, address, builder.mul(stride, ir.Constant(I64, row)), F32)
+        pair = chosen(builder, [2 * row, 2 * row + 1], sums)
+        store_aligned(builder, pair, place, 4)
+
+
+@inlined
+def exp2(x):  # type: ignore[no-untyped-def]
+    """2 ** x of x <= 0, to 2 units in the last place; 0 below -127, NaN of NaN."""
+    x = where_less(x, splat(-127.0), splat(-127.0), x)
+    whole = truncated(x - splat(0.5))
+    f = x - whole  # from -0.5 to 0.5; the coefficients are a least-squares fit at Chebyshev's points of that range
+    p = fma(splat(1.546144746770952e-4), f, splat(1.339086735119938e-3))
+    p = fma(p, f, splat(9.618056669872647e-3))
+    p = fma(p, f, splat(5.550357104253380e-2))
+    p = fma(p, f, splat(2.402265092234288e-1))
+    p = fma(p, f, splat(6.931471880293429e-1))
+    p = fma(p, f, splat(1.0))
+    return p * power_of_two(whole)
+
+
+# ---- memory
+
+
+def element(builder: Any, address: Any, index: Any, kind: Any) -> Any:
+    """A pointer to an element."""
+    return builder.gep(builder.inttoptr(address, kind.as_pointer()), [index])
+
+
+def load_aligned(builder: Any, place: Any, kind: Any, alignment: int) -> Any:
+    loaded = builder.load(builder.bitcast(place, kind.as_pointer()))
+    loaded.align = alignment
+    return loaded
+
+
+def store_aligned(builder: Any, value: Any, place: Any, alignment: int) -> None:
+    builder.store(value, builder.bitcast(place, value.type.as_pointer())).align = alignment
+
+
+@function_of(vector, types.int64, types.int64)
+def load(builder: Any, address: Any, index: Any) -> Any:
+    """Eight floats."""
+    return load_aligned(builder, element(builder, address, index, F32), FLOATS, 4)
+
+
+@function_of(types.none, types.int64, types.int64, vector)
+def store(builder: Any, address: Any, index: Any, value: Any) -> None:
+    store_aligned(builder, value, element(builder, address, index, F32), 4)
+
+
+def _reader(result: Any, kind: Any, name: str) -> Any:
+    def read(builder: Any, address: Any, index: Any) -> Any:
+        loaded = builder.load(element(builder, address, index, kind))
+        return loaded if kind in (F32, I64) else (builder.zext if kind is I8 else builder.sext)(loaded, I64)
+
+    read.__name__ = name
+    return function_of(result, types.int64, types.int64)(read)
+
+
+float_at = _reader(types.float32, F32, "float_at")
+byte_at = _reader(types.int64, I8, "byte_at")
+int32_at = _reader(types.int64, I32, "int32_at")
+int_at = _reader(types.int64, I64, "int_at")
+
+
+@function_of(types.none, types.int64, types.int64, types.float32)
+def set_float(builder: Any, address: Any, index: Any, value: Any) -> None:
+    builder.store(value, element(builder, address, index, F32))
+
+
+@function_of(types.none, types.int64, types.int64, types.int64)
+def set_int(builder: Any, address: Any, index: Any, value: Any) -> None:
+    builder.store(value, element(builder, address, index, I64))
+
+
+@function_of(types.int64, types.int64, types.int64)
+def add_to(builder: Any, address: Any, amount: Any) -> Any:
+    """Add to an int64 that several threads change; returns what it was."""
+    return builder.atomic_rmw("add", builder.inttoptr(address, I64.as_pointer()), amount, "seq_cst")
+
+
+@function_of(types.float32, types.int64)
+def float_of(builder: Any, bits: Any) -> Any:
+    """The float whose bits are the lower half of a number."""
+    return builder.bitcast(builder.trunc(bits, I32), F32)
+
+
+def _external(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
+    kind = ir.FunctionType(result, [value.type for value in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
+
+
+@function_of(types.int64, types.int64)
+def allocate(builder: Any, size: Any) -> Any:
+    """The address of so many bytes, at a multiple of 64; 0 if there are not so many."""
+    whole = builder.and_(builder.add(size, ir.Constant(I64, 63)), ir.Constant(I64, -64))
+    return builder.ptrtoint(_external(builder, "aligned_alloc", I8.as_pointer(), ir.Constant(I64, 64), whole), I64)
+
+
+@function_of(types.none, types.int64)
+def release(builder: Any, address: Any) -> None:
+    """Give back what `allocate` gave; 0 is nothing."""
+    _external(builder, "free", ir.VoidType(), builder.inttoptr(address, I8.as_pointer()))
+
+
+@function_of(types.none, types.int64, types.int64)
+def zero(builder: Any, address: Any, size: Any) -> None:
+    """Set so many bytes to 0."""
+    cgutils.memset(builder, builder.inttoptr(address, I8.as_pointer()), size, 0)
+
+
+@function_of(types.none)
+def let_others_run(builder: Any) -> None:
+    _external(builder, "sched_yield", I32)
+
+
+def _call(name: str, *kinds: Any) -> Any:
+    """Functions by address, of 64-bit arguments, that return a 64-bit number."""
+
+    def call(builder: Any, function: Any, *values: Any) -> Any:
+        kind = ir.FunctionType(I64, [I64] * len(values))
+        return builder.call(builder.inttoptr(function, kind.as_pointer()), values)
+
+    call.__name__ = name
+    return function_of(types.int64, types.int64, *kinds)(call)
+
+
+call_at = _call("call_at", types.int64)
+
+
+@inlined
+def fill(address, first, stop, value):  # type: ignore[no-untyped-def]
+    """Set the floats from `first` to before `stop`."""
+    for index in range(first, stop):
+        set_float(address, index, value)

@@ -1,0 +1,180 @@
+"""XLA's way to a kernel: a handler of its foreign function interface, compiled here too, on the threads of XLA's pool.
+
+The interface is a C ABI (xla/ffi/api/c_api.h): the handler gets the address of a call frame. `handle` serves every
+kernel; what it is to know of one is a few numbers, `ABOUT`, and a stub of three instructions passes on their address.
+"""
+
+import ctypes
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llvmlite import binding, ir
+
+from ragged_attention.portable.numba._kernels import FINISHED, NUM_PROGRAMS, WORKSPACE, machine_code, record_at
+from ragged_attention.portable.numba._vectors import (
+    I64,
+    add_to,
+    allocate,
+    call_at,
+    compiled,
+    inlined,
+    int32_at,
+    int_at,
+    let_others_run,
+    release,
+    set_int,
+)
+
+# A call frame and what hangs on it, in words of eight bytes.
+EXTENSION, API, CONTEXT, NUM_OPERANDS, OPERANDS, NUM_RESULTS, RESULTS, ATTRIBUTES = 1, 2, 3, 7, 9, 12, 14, 20
+DATA, RANK, DIMENSIONS = 3, 4, 5  # of a buffer
+VALUES = 2  # of an array of numbers
+IS_METADATA, TYPE, METADATA = 1, 2, 3  # of an extension: its type, in words of four bytes, and where that points to
+VERSION, TRAITS = 3, 4  # of the metadata
+CREATE_ERROR, DESTROY_ERROR, SCHEDULE, NUM_THREADS = 6, 8, 17, 18  # of the table of XLA's functions
+RESOURCE_EXHAUSTED = 8
+
+about_at = record_at(
+    np.dtype([(name, np.int64) for name in ("version", "words", "num_operands", "num_results", "num_numbers",
+                                            "plan", "work", "task", "message")])
+)  # fmt: skip
+# In front of a call's record: how many threads still hold it, and arguments for XLA's functions.
+HOLDERS, WORK, ARGUMENTS, WORDS = 0, 1, 2, 16
+
+
+@compiled
+def data_of(buffer):  # type: ignore[no-untyped-def]
+    """The address of an array's entries, 0 if there are none."""
+    for axis in range(int_at(buffer, RANK)):
+        if int_at(int_at(buffer, DIMENSIONS), axis) == 0:
+            return 0
+    return int_at(buffer, DATA)
+
+
+@compiled
+def succeeds(api, function, arguments, size):  # type: ignore[no-untyped-def]
+    """Call one of XLA's functions with the arguments that lie there; the first three words are the same for all."""
+    set_int(arguments, 0, 8 * size)
+    set_int(arguments, 1, 0)
+    error = call_at(int_at(api, function), arguments)
+    if error:
+        set_int(arguments, 0, 24)
+        set_int(arguments, 2, error)
+        call_at(int_at(api, DESTROY_ERROR), arguments)
+    return error == 0
+
+
+@inlined
+def let_go(block):  # type: ignore[no-untyped-def]
+    """Give up a call's memory, which the last of its threads releases."""
+    if add_to(block + 8 * HOLDERS, -1) == 1:
+        release(int_at(block, WORDS + WORKSPACE))
+        release(block)
+
+
+def task(block):  # type: ignore[no-untyped-def]
+    """What a thread of the pool does for a call."""
+    call_at(int_at(block, WORK), block + 8 * WORDS)
+    let_go(block)
+    return 0
+
+
+def handle(frame, address):  # type: ignore[no-untyped-def]
+    """Run the kernel that the numbers at `address` are about; returns an error of XLA's, or 0."""
+    about = about_at(address)
+    extension = int_at(frame, EXTENSION)
+    if extension:
+        if int32_at(extension, TYPE) == IS_METADATA:
+            set_int(int_at(extension, METADATA), VERSION, about.version)
+            set_int(int_at(extension, METADATA), TRAITS, 0)
+        return 0
+    api, context = int_at(frame, API), int_at(frame, CONTEXT)
+    block = allocate(8 * (WORDS + about.words))
+    record = block + 8 * WORDS
+    for word in range(WORDS + about.words):
+        set_int(block, word, 0)
+    word = FINISHED + 1
+    for index in range(about.num_operands):
+        set_int(record, word, data_of(int_at(int_at(frame, OPERANDS), index)))
+        word += 1
+    for index in range(about.num_results):
+        set_int(record, word, data_of(int_at(int_at(frame, RESULTS), index)))
+        word += 1
+    numbers = int_at(int_at(int_at(frame, ATTRIBUTES), 0), VALUES)
+    for index in range(about.num_numbers):
+        set_int(record, word, int_at(numbers, index))
+        word += 1
+    count = call_at(about.plan, record)
+    set_int(record, NUM_PROGRAMS, count)
+    set_int(block, WORK, about.work)
+    add_to(block + 8 * HOLDERS, 1)
+    arguments = block + 8 * ARGUMENTS
+    if count > 0:
+        set_int(arguments, 2, context)
+        set_int(arguments, 3, arguments + 64)
+        threads = 1
+        if succeeds(api, NUM_THREADS, arguments, 4):
+            threads = min(int_at(arguments, 8), count)
+        for _ in range(threads - 1):
+            add_to(block + 8 * HOLDERS, 1)
+            set_int(arguments, 2, context)
+            set_int(arguments, 3, about.task)
+            set_int(arguments, 4, block)
+            if not succeeds(api, SCHEDULE, arguments, 5):
+                add_to(block + 8 * HOLDERS, -1)
+        call_at(about.work, record)
+        while add_to(record + 8 * FINISHED, 0) < count:
+            let_others_run()
+    error = 0
+    if count < 0:
+        set_int(arguments, 0, 32)
+        set_int(arguments, 1, 0)
+        set_int(arguments, 2, about.message)
+        set_int(arguments, 3, RESOURCE_EXHAUSTED)
+        error = call_at(int_at(api, CREATE_ERROR), arguments)
+    let_go(block)
+    return error
+
+
+@functools.cache
+def _shared() -> tuple[Any, Any]:
+    return (
+        machine_code(handle, "int64(int64, int64)", "the handler for jax"),
+        machine_code(task, "int64(int64)", "the handler for jax"),
+    )
+
+
+@functools.cache
+def _version(include: str) -> int:
+    """The interface's version in the installed headers, as it lies in memory: major and minor."""
+    text = Path(include, "xla", "ffi", "api", "c_api.h").read_text()
+    major, minor = (int(re.findall(rf"#define XLA_FFI_API_{part} (\d+)", text)[0]) for part in ("MAJOR", "MINOR"))
+    return major | minor << 32
+
+
+_alive: list[Any] = []  # the code and numbers of handlers, which XLA keeps for good
+
+
+def handler(kernel: Any, include: str) -> Any:
+    """A kernel's handler, as a ctypes function."""
+    (plan, work), (shared, on_pool) = kernel.compiled, _shared()
+    message = ctypes.create_string_buffer(kernel.error_message(-1, "cpu", {}).encode())
+    fields = kernel.fields
+    about = np.array(
+        [_version(include), len(fields.layout), *map(len, (fields.operands, fields.results, fields.numbers)),
+         plan.address, work.address, on_pool.address, ctypes.addressof(message)], np.int64,
+    )  # fmt: skip
+    module = ir.Module()
+    stub = ir.Function(module, ir.FunctionType(I64, [I64]), name=f"handle_{kernel.name}")
+    builder = ir.IRBuilder(stub.append_basic_block())
+    kind = ir.FunctionType(I64, [I64, I64]).as_pointer()
+    target = builder.inttoptr(ir.Constant(I64, shared.address), kind)
+    builder.ret(builder.call(target, [stub.args[0], ir.Constant(I64, about.ctypes.data)]))
+    machine = binding.Target.from_default_triple().create_target_machine(jit=True)
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(str(module)), machine)
+    engine.finalize_object()
+    _alive.extend((message, about, engine))
+    return ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(engine.get_function_address(stub.name))

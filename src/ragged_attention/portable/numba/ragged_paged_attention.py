@@ -1,0 +1,22 @@
+"""Ragged paged attention on a CPU: `_paged`'s kernel on the pages of the call."""
+
+from typing import Any
+
+from ragged_attention.calls import RaggedPagedAttention
+from ragged_attention.portable.numba import _call
+from ragged_attention.portable.numba._call import Tile as Tile
+from ragged_attention.portable.numba._call import heuristic as heuristic
+
+FEATURES = frozenset({
+    "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "k_scale", "v_scale", "return_lse",
+    "draft_mask",
+})  # fmt: skip
+
+
+def why_not(call: RaggedPagedAttention) -> str | None:
+    return _call.cannot_run(call)
+
+
+def run(call: RaggedPagedAttention, tile: Tile, launch: Any) -> Any:
+    results = _call.run(call, tile, launch)
+    return (results["out"], results["lse"]) if call.return_lse else results["out"]
