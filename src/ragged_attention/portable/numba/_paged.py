@@ -8,7 +8,7 @@ work than the average; the last of its splits to end merges them. How work is di
 
 import math
 
-from ragged_attention.portable.numba._formats import narrow, size_of, widen
+from ragged_attention.portable.numba._formats import FLOAT32, narrow, size_of, widen
 from ragged_attention.portable.numba._kernels import NO_MEMORY, Fields, finished, next_program
 from ragged_attention.portable.numba._scales import fields_of, scale_of
 from ragged_attention.portable.numba._sequences import kv_len_of, num_sequences, queries_of
@@ -20,6 +20,7 @@ from ragged_attention.portable.numba._tiles import (
     new_tile,
     read_rows,
     tile_at,
+    turn_to_next,
     weigh_keys,
 )
 from ragged_attention.portable.numba._vectors import (
@@ -32,6 +33,7 @@ from ragged_attention.portable.numba._vectors import (
     inlined,
     int32_at,
     int_at,
+    prefetch,
     release,
     set_float,
     set_int,
@@ -189,21 +191,26 @@ def read_queries(call, tile, unit, head):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def list_rows(call, tile, seq, head, first, count):  # type: ignore[no-untyped-def]
-    """The addresses of `count` keys and values from a position on; returns how many of them are on no page."""
+def list_next(call, tile, seq, head, first, count):  # type: ignore[no-untyped-def]
+    """The addresses of the next `count` keys and values, from a position on, which are asked for now.
+
+    While they come, the keys before them are computed. Returns how many of them are on no page.
+    """
     holes, size, table = 0, size_of(call.cache_format), call.page_indices + 4 * seq * call.table_stride
     for key in range(count):
         page = int32_at(table, (first + key) // call.page_size)
         slot = (first + key) % call.page_size
+        k = v = 0
         if 0 <= page < call.num_pages:
             k = page * call.k_page_stride + slot * call.k_slot_stride + head * call.k_head_stride
-            v = page * call.v_page_stride + slot * call.v_slot_stride + head * call.v_head_stride + call.v_offset
-            set_int(tile.sources, key, call.k_pages + size * k)
-            set_int(tile.v_sources, key, call.v_pages + size * v)
+            v = page * call.v_page_stride + slot * call.v_slot_stride + head * call.v_head_stride
+            k, v = call.k_pages + size * k, call.v_pages + size * (v + call.v_offset)
+            prefetch(k, size * call.head_dim)
+            prefetch(v, size * call.v_head_dim)
         else:
-            set_int(tile.sources, key, 0)
-            set_int(tile.v_sources, key, 0)
             holes += 1
+        set_int(tile.next_sources, key, k)
+        set_int(tile.next_v_sources, key, v)
     return holes
 
 
@@ -240,15 +247,20 @@ def hide_undrafted(call, tile, unit, first, count):  # type: ignore[no-untyped-d
 @compiled
 def attend(call, tile, unit, head, rows):  # type: ignore[no-untyped-def]
     """The block's rows over the unit's keys, one tile of keys after another."""
-    seq, high = int_at(unit, SEQ), int_at(unit, HIGH)
-    for first in range(int_at(unit, LOW), high, tile.keys):
-        count = min(tile.keys, high - first)
-        holes = list_rows(call, tile, seq, head, first, count)
-        read_rows(call.cache_format, tile.sources, tile.k, tile.width, call.head_dim, count, 1.0)
+    seq, low, high = int_at(unit, SEQ), int_at(unit, LOW), int_at(unit, HIGH)
+    next_holes = list_next(call, tile, seq, head, low, min(tile.keys, high - low))
+    for first in range(low, high, tile.keys):
+        count, holes, behind = min(tile.keys, high - first), next_holes, first + tile.keys
+        turn_to_next(tile)
+        keys = tile.sources
+        if call.cache_format != FLOAT32:
+            keys = tile.k_rows
+            read_rows(call.cache_format, tile.sources, tile.k, tile.width, call.head_dim, count, 1.0)
         if call.k_scales:
             scale_rows(call.k_scales, call.k_scales_page_stride, call.k_scales_slot_stride, call, seq,
                        head * call.k_scales_head_stride, first, count, tile.k, tile.width)  # fmt: skip
-        multiply_keys(tile, rows, count, call.soft_cap)
+        next_holes = list_next(call, tile, seq, head, behind, min(tile.keys, high - behind))
+        multiply_keys(tile, keys, rows, count, call.soft_cap)
         if call.draft_mask:
             hide_undrafted(call, tile, unit, first, count)
         weigh_keys(tile, rows, first, count, holes)

@@ -4,6 +4,7 @@ from ragged_attention.portable.numba._vectors import (
     compiled,
     float_at,
     fma,
+    int_at,
     load,
     splat,
     store,
@@ -16,17 +17,18 @@ COLUMNS = 16  # of values, taken together
 
 @compiled
 def scores(q, k, s, rows, keys, width, s_width):  # type: ignore[no-untyped-def]
-    """s[rows, keys] = q[rows, width] . k[keys, width], whose rows are whole vectors; of `s` an even number is written.
+    """s[rows, keys] = q[rows, width] . keys [width], whole vectors; `k` lists their addresses, 0 for one that is not.
 
-    Dot products, so that keys stay as they were read: each lane sums every eighth column, then the lanes are summed.
+    Of each row of `s` an even number is written; a key that is not has any product. Dot products, so that keys stay as
+    they were read: each lane sums every eighth column, then the lanes are summed.
     """
     none = splat(0.0)
     for row in range(0, rows, ROWS):
         q0 = q + 4 * row * width
         q1, q2, q3 = q0 + 4 * width, q0 + 8 * width, q0 + 12 * width
         for key in range(0, keys, 2):
-            k0 = k + 4 * key * width
-            k1 = k0 + 4 * width
+            k0, k1 = int_at(k, key), int_at(k, key + 1) if key + 1 < keys else 0
+            k0, k1 = k0 if k0 else q0, k1 if k1 else q0
             a0 = b0 = a1 = b1 = a2 = b2 = a3 = b3 = none
             for d in range(0, width, 8):
                 a, b = load(k0, d), load(k1, d)

@@ -19,11 +19,12 @@ from ragged_attention.portable.numba._vectors import (
     inlined,
     int_at,
     set_float,
+    set_int,
     zero,
 )
 
 SIZES = ("rows", "keys", "width", "v_width", "columns")
-ADDRESSES = ("q", "k", "v", "s", "out", "m", "l", "left", "right", "sources", "v_sources")
+ADDRESSES = ("q", "k", "k_rows", "v", "s", "out", "m", "l", "left", "right", "sources", "v_sources", "next_sources", "next_v_sources")
 tile_at = record_at(np.dtype([(name, np.int64) for name in (*SIZES, *ADDRESSES)]))
 HEADER = 8 * (len(SIZES) + len(ADDRESSES) + 6) // 64 * 64
 
@@ -42,7 +43,7 @@ def new_tile(rows, keys, width, columns, latent):  # type: ignore[no-untyped-def
     v_width = width if latent else up_to(columns, COLUMNS)
     columns = up_to(columns, COLUMNS)
     floats = rows * (width + columns + keys + 2) + keys * (width + (0 if latent else v_width))
-    address = allocate(HEADER + 4 * floats + 8 * (2 * rows + 2 * keys) + 64 * len(ADDRESSES))
+    address = allocate(HEADER + 4 * floats + 8 * (2 * rows + 5 * keys) + 64 * len(ADDRESSES))
     tile = tile_at(address)
     tile.rows, tile.keys, tile.width, tile.v_width, tile.columns = rows, keys, width, v_width, columns
     end = address + HEADER
@@ -59,8 +60,13 @@ def new_tile(rows, keys, width, columns, latent):  # type: ignore[no-untyped-def
     tile.l, end = end, up_to(end + 4 * rows, 64)
     tile.left, end = end, up_to(end + 8 * rows, 64)
     tile.right, end = end, up_to(end + 8 * rows, 64)
+    tile.k_rows, end = end, up_to(end + 8 * keys, 64)
+    for key in range(keys):
+        set_int(tile.k_rows, key, tile.k + 4 * key * width)
     tile.sources, end = end, up_to(end + 8 * keys, 64)
-    tile.v_sources = end
+    tile.v_sources, end = end, up_to(end + 8 * keys, 64)
+    tile.next_sources, end = end, up_to(end + 8 * keys, 64)
+    tile.next_v_sources = end
     return address
 
 
@@ -86,6 +92,13 @@ def read_rows(code, sources, target, width, columns, count, factor):  # type: ig
 
 
 @inlined
+def turn_to_next(tile):  # type: ignore[no-untyped-def]
+    """Let the addresses that were listed ahead be those of the keys at hand."""
+    tile.sources, tile.next_sources = tile.next_sources, tile.sources
+    tile.v_sources, tile.next_v_sources = tile.next_v_sources, tile.v_sources
+
+
+@inlined
 def within(position, count):  # type: ignore[no-untyped-def]
     return min(max(position, 0), count)
 
@@ -106,13 +119,13 @@ def weigh_keys(tile, rows, first, count, holes):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def multiply_keys(tile, rows, count, soft_cap):  # type: ignore[no-untyped-def]
-    """The logits of all rows for `count` keys, in powers of two; `soft_cap` is 0 for none.
+def multiply_keys(tile, keys, rows, count, soft_cap):  # type: ignore[no-untyped-def]
+    """The logits of all rows for `count` keys by their addresses, in powers of two; `soft_cap` is 0 for none.
 
     Without one the queries hold the factor that makes powers of two of powers of e.
     """
     rows = up_to(rows, ROWS)
-    scores(tile.q, tile.k, tile.s, rows, count, tile.width, tile.keys)
+    scores(tile.q, keys, tile.s, rows, count, tile.width, tile.keys)
     if soft_cap > 0:
         for row in range(rows):
             capped(tile.s + 4 * row * tile.keys, up_to(count, LANES), soft_cap)

@@ -298,6 +298,16 @@ def zero(builder: Any, address: Any, size: Any) -> None:
     cgutils.memset(builder, builder.inttoptr(address, I8.as_pointer()), size, 0)
 
 
+@function_of(types.none, types.int64, types.int64)
+def prefetch(builder: Any, address: Any, size: Any) -> None:
+    """Ask for so many bytes ahead of their use; what lies there need not exist."""
+    kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+    hints = [ir.Constant(I32, hint) for hint in (0, 2, 1)]  # to read, into the second cache, data
+    with cgutils.for_range_slice(builder, ir.Constant(I64, 0), size, ir.Constant(I64, 64)) as (offset, _):
+        builder.call(function, [builder.inttoptr(builder.add(address, offset), I8.as_pointer()), *hints])
+
+
 @function_of(types.none)
 def let_others_run(builder: Any) -> None:
     _external(builder, "sched_yield", I32)
