@@ -48,6 +48,9 @@ def cannot_run(call: Call) -> str | None:
     return None
 
 
+AXES = ("page", "slot", "head")  # of the strides of pages
+
+
 def strides_of(array: Any, launch: Any, axes: str) -> tuple[int, ...]:
     """The strides of an array's axes (page, slot, head, column), the order of which `axes` gives as letters."""
     steps = launch.strides(array)
@@ -78,7 +81,6 @@ def run(
     for name, array in zip(("k_scales", "v_scales"), scales, strict=True):
         steps[name] = (0, 0, 0) if array is None else strides_of(array, launch, axes)
     counted = call.num_seqs is not None and not isinstance(call.num_seqs, int)
-    axis_names = ("page_stride", "slot_stride", "head_stride")
     return launch.native(
         KERNEL,
         {
@@ -113,10 +115,11 @@ def run(
             "capacity": call.capacity,
             "table_stride": launch.strides(tables)[0] if len(tables.shape) > 1 else 0,
             "cache_format": CODES[call.cache_dtype],
-            **{f"{name}_{axis}": step for name, given in steps.items() for axis, step in zip(axis_names, given, strict=True)},
+            **{f"{name}_{axis}_stride": step for name, given in steps.items() for axis, step in zip(AXES, given, strict=True)},
             "v_offset": v_offset,
             "causal": call.causal,
             "window": call.sliding_window or 0,
+            "drafted": mask is not None,
             "draft_width": 0 if mask is None else mask.shape[1],
             "draft_stride": 0 if mask is None else launch.strides(mask)[0],
             "scale": bits_of(call.scale),

@@ -140,15 +140,19 @@ def _say(name: str) -> None:
     print(f"ragged_attention: compiling {name} for this CPU, once, 10 to 20 s; {kept}", file=sys.stderr, flush=True)
 
 
-def machine_code(function: Callable[..., Any], signature: str, name: str) -> Any:
-    """A function compiled for C callers, or taken from the disk; it must be a module's own, so that it can be kept."""
+def machine_code(name: str, functions: Mapping[Callable[..., Any], str]) -> tuple[Any, ...]:
+    """Functions compiled for C callers, each with its signature, or taken from the disk.
+
+    They must be a module's own, so that they can be kept.
+    """
+    options = {key: value for key, value in OPTIONS.items() if key not in ("nogil", "no_cpython_wrapper")}
     with _compiling:
         teller = threading.Timer(PATIENCE, _say, (name,))
         teller.daemon = True
         teller.start()
         try:
-            options = {key: value for key, value in OPTIONS.items() if key not in ("nogil", "no_cpython_wrapper")}
-            return numba.cfunc(signature, cache=_writable(), **options)(function)
+            made = (numba.cfunc(types, cache=_writable(), **options)(each) for each, types in functions.items())
+            return tuple(made)
         finally:
             teller.cancel()
 
@@ -237,10 +241,7 @@ class Kernel:
     @functools.cached_property
     def compiled(self) -> tuple[Any, Any]:
         """`plan` and `work` in machine code; both take the address of a record and return a number."""
-        return (
-            machine_code(self.plan, "int64(int64)", self.name),
-            machine_code(self.work, "int64(int64)", self.name),
-        )
+        return machine_code(self.name, dict.fromkeys((self.plan, self.work), "int64(int64)"))
 
     def on(self, platform: str) -> Callable[[Any, Any], int]:
         """The function itself, which takes a record and returns a code."""

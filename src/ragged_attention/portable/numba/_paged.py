@@ -54,7 +54,7 @@ FIELDS = Fields(
         "v_page_stride", "v_slot_stride", "v_head_stride", "v_offset",
         "k_scales_page_stride", "k_scales_slot_stride", "k_scales_head_stride",
         "v_scales_page_stride", "v_scales_slot_stride", "v_scales_head_stride",
-        "causal", "window", "draft_width", "draft_stride", "scale", "soft_cap",
+        "causal", "window", "drafted", "draft_width", "draft_stride", "scale", "soft_cap",
         *fields_of("k_scale"), *fields_of("v_scale"), "block_q", "block_kv", "num_threads",
     ),
     plan=("units", "num_units", "work", "partials", "num_partials", "counters", "partial_size"),
@@ -74,7 +74,7 @@ SEQ, FIRST, LAST, LOW, HIGH, SPLIT, NUM_SPLITS, PARTIAL = range(len(UNIT))
 def range_of(call, first_new, kv_len, first, last):  # type: ignore[no-untyped-def]
     """The keys that at least one of the queries [first, last) of a sequence sees; `first_new` is query 0's position."""
     low, high = 0, kv_len
-    if call.causal and not call.draft_mask:
+    if call.causal and not call.drafted:
         high = min(first_new + last, kv_len)
     if call.window:
         low = max(first_new + first - call.window + 1, 0)
@@ -94,9 +94,8 @@ def divide(call, units):  # type: ignore[no-untyped-def]
             last = min(first + call.block_q, stop - start)
             low, high = range_of(call, first_new, kv_len, first, last)
             keys = high - low
-            num_splits = 1
-            if call.work > 0:
-                num_splits = int(min(math.ceil((last - first) * keys / limit), max(keys // FEWEST_KEYS, 1)))
+            num_splits = min(int(math.ceil((last - first) * keys / limit)), keys // FEWEST_KEYS)
+            num_splits = max(num_splits if call.work > 0 else 1, 1)
             step = (keys + num_splits - 1) // num_splits
             if units:
                 for split in range(num_splits):
@@ -180,7 +179,7 @@ def read_queries(call, tile, unit, head):  # type: ignore[no-untyped-def]
     for token in range(first, last):
         position = kv_len - stop + token
         left = position - call.window + 1 if call.window else 0
-        right = min(position + 1, kv_len) if call.causal and not call.draft_mask else kv_len
+        right = min(position + 1, kv_len) if call.causal and not call.drafted else kv_len
         for q_head in range(head * group, (head + 1) * group):
             source = call.q + size_of(call.q_format) * (token * call.q_token_stride + q_head * call.q_head_stride)
             widen(call.q_format, source, tile.q + 4 * row * tile.width, call.head_dim, factor)
@@ -261,7 +260,7 @@ def attend(call, tile, unit, head, rows):  # type: ignore[no-untyped-def]
                        head * call.k_scales_head_stride, first, count, tile.k, tile.width)  # fmt: skip
         next_holes = list_next(call, tile, seq, head, behind, min(tile.keys, high - behind))
         multiply_keys(tile, keys, rows, count, call.soft_cap)
-        if call.draft_mask:
+        if call.drafted:
             hide_undrafted(call, tile, unit, first, count)
         weigh_keys(tile, rows, first, count, holes)
         read_rows(call.cache_format, tile.v_sources, tile.v, tile.v_width, call.v_head_dim, count, 1.0)

@@ -140,11 +140,8 @@ def handle(frame, address):  # type: ignore[no-untyped-def]
 
 
 @functools.cache
-def _shared() -> tuple[Any, Any]:
-    return (
-        machine_code(handle, "int64(int64, int64)", "the handler for jax"),
-        machine_code(task, "int64(int64)", "the handler for jax"),
-    )
+def _shared() -> tuple[Any, ...]:
+    return machine_code("the handler for jax", {handle: "int64(int64, int64)", task: "int64(int64)"})
 
 
 @functools.cache

@@ -1,0 +1,96 @@
+"""Partial attention results over disjoint ranges of keys, merged on a CPU."""
+
+import math
+from typing import Any
+
+from ragged_attention.calls import MergeAttentionStates, dtype_name
+from ragged_attention.portable._no_tuning import Tile as Tile
+from ragged_attention.portable._no_tuning import heuristic as heuristic
+from ragged_attention.portable.numba._call import cannot_run
+from ragged_attention.portable.numba._formats import CODES, narrow, read_some, size_of
+from ragged_attention.portable.numba._kernels import Fields, Kernel, finished, next_program
+from ragged_attention.portable.numba._softmax import LN2, LOG2E, NOTHING, power
+from ragged_attention.portable.numba._vectors import (
+    LANES,
+    allocate,
+    compiled,
+    float_at,
+    fma,
+    load,
+    release,
+    set_float,
+    splat,
+    store,
+    zero,
+)
+
+FIELDS = Fields(
+    operands=("outs", "lses"),
+    results=("out", "lse"),
+    numbers=("num_parts", "num_rows", "width", "format", "num_threads"),
+)
+call_of = FIELDS.at
+FEATURES: frozenset[str] = frozenset()
+ROWS = 256  # of a program
+
+
+def why_not(call: MergeAttentionStates) -> str | None:
+    return cannot_run(call)
+
+
+def plan(address):  # type: ignore[no-untyped-def]
+    return (call_of(address).num_rows + ROWS - 1) // ROWS
+
+
+@compiled
+def merge(call, row, out):  # type: ignore[no-untyped-def]
+    """One row of all parts, with its sums in `out`; a part that has seen nothing takes no part, whatever it holds."""
+    m, l, width, size = NOTHING, 0.0, call.width, size_of(call.format)
+    for part in range(call.num_parts):
+        m = max(m, float_at(call.lses, part * call.num_rows + row))
+    zero(out, 4 * (width + LANES))
+    for part in range(call.num_parts if m > NOTHING else 0):
+        place = part * call.num_rows + row
+        weight = power((float_at(call.lses, place) - m) * LOG2E)
+        l += weight
+        for column in range(0, width if weight > 0 else 0, LANES):
+            values = read_some(call.format, call.outs + size * place * width, column, width - column)
+            store(out, column, fma(splat(weight), values, load(out, column)))
+    narrow(call.format, out, call.out + size * row * width, width, l if m > NOTHING else 1.0)
+    set_float(call.lse, row, m + math.log2(l) * LN2 if m > NOTHING else NOTHING)
+
+
+def work(address):  # type: ignore[no-untyped-def]
+    """Programs of some rows each."""
+    call = call_of(address)
+    out = allocate(4 * (call.width + LANES))
+    index = next_program(address, call.num_programs)
+    while index >= 0:
+        for row in range(index * ROWS, min((index + 1) * ROWS, call.num_rows)):
+            merge(call, row, out)
+        finished(address)
+        index = next_program(address, call.num_programs)
+    release(out)
+    return 0
+
+
+KERNEL = Kernel("merge_attention_states", FIELDS, plan, work)
+
+
+def run(call: MergeAttentionStates, tile: Tile, launch: Any) -> Any:
+    del tile
+    outs, lses = launch.contiguous(call.outs), launch.contiguous(call.lses)
+    num_parts, *rows, width = outs.shape
+    results = launch.native(
+        KERNEL,
+        {"outs": outs, "lses": lses},
+        {"out": (outs.shape[1:], outs.dtype), "lse": (lses.shape[1:], "float32")},
+        {
+            "num_parts": num_parts,
+            "num_rows": rows[0] * rows[1],
+            "width": width,
+            "format": CODES[dtype_name(outs)],
+            "num_threads": launch.num_threads,
+        },
+    )
+    return results["out"], results["lse"]

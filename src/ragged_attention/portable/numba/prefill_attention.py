@@ -1,0 +1,20 @@
+"""Chunked prefill over heads-first pages on a CPU: the queries of one sequence."""
+
+from typing import Any
+
+from ragged_attention.calls import PrefillAttention
+from ragged_attention.portable.numba import _call, _sequences
+from ragged_attention.portable.numba._call import Tile as Tile
+from ragged_attention.portable.numba._call import heuristic as heuristic
+
+FEATURES = frozenset({"sm_scale", "soft_cap", "sliding_window", "align"})
+LAYOUTS = {"chunk": _sequences.CHUNK_START, "end": _sequences.CHUNK_END}
+
+
+def why_not(call: PrefillAttention) -> str | None:
+    return _call.cannot_run(call)
+
+
+def run(call: PrefillAttention, tile: Tile, launch: Any) -> Any:
+    ragged = call.as_ragged(kv_lens=call.length)
+    return _call.run(ragged, tile, launch, layout=LAYOUTS[call.align], scales=call.scales, axes="KPGD")["out"]
