@@ -13,6 +13,7 @@ from ragged_attention.portable.numba._kernels import NO_MEMORY, Fields, finished
 from ragged_attention.portable.numba._scales import fields_of, scale_of
 from ragged_attention.portable.numba._sequences import kv_len_of, num_sequences, queries_of
 from ragged_attention.portable.numba._softmax import LN2, LOG2E, NOTHING, power, scale_row
+from ragged_attention.portable.numba._splits import SPLITS, is_last, provide, splits_of
 from ragged_attention.portable.numba._tiles import (
     begin,
     mix_values,
@@ -24,8 +25,6 @@ from ragged_attention.portable.numba._tiles import (
     weigh_keys,
 )
 from ragged_attention.portable.numba._vectors import (
-    add_to,
-    allocate,
     byte_at,
     compiled,
     fill,
@@ -57,12 +56,10 @@ FIELDS = Fields(
         "causal", "window", "drafted", "draft_width", "draft_stride", "scale", "soft_cap",
         *fields_of("k_scale"), *fields_of("v_scale"), "block_q", "block_kv", "num_threads",
     ),
-    plan=("units", "num_units", "work", "partials", "num_partials", "counters", "partial_size"),
+    plan=SPLITS,
     floats=("scale", "soft_cap", "k_scale_number", "v_scale_number", "work"),
 )  # fmt: skip
 call_of = FIELDS.at
-SHARES = 128  # of all work: a block with more than one is split
-FEWEST_KEYS = 512  # of a split
 UNIT = ("seq", "first", "last", "low", "high", "split", "num_splits", "partial")
 SEQ, FIRST, LAST, LOW, HIGH, SPLIT, NUM_SPLITS, PARTIAL = range(len(UNIT))
 
@@ -85,7 +82,6 @@ def range_of(call, first_new, kv_len, first, last):  # type: ignore[no-untyped-d
 def divide(call, units):  # type: ignore[no-untyped-def]
     """Count the units, or list them where `units` is their memory; `call.work` is the work of all, 0 before known."""
     work, count, partials = 0.0, 0, 0
-    limit = max(call.work / SHARES, 1.0)
     for seq in range(num_sequences(call)):
         start, stop = queries_of(call, seq)
         kv_len = kv_len_of(call, seq)
@@ -94,8 +90,7 @@ def divide(call, units):  # type: ignore[no-untyped-def]
             last = min(first + call.block_q, stop - start)
             low, high = range_of(call, first_new, kv_len, first, last)
             keys = high - low
-            num_splits = min(int(math.ceil((last - first) * keys / limit)), keys // FEWEST_KEYS)
-            num_splits = max(num_splits if call.work > 0 else 1, 1)
+            num_splits = splits_of((last - first) * keys, keys, call.work)
             step = (keys + num_splits - 1) // num_splits
             if units:
                 for split in range(num_splits):
@@ -148,15 +143,8 @@ def plan(address):  # type: ignore[no-untyped-def]
     call.work = divide(call, 0)
     divide(call, 0)
     rows = call.block_q * (call.num_q_heads // call.num_kv_heads)
-    call.partial_size = rows * (call.v_head_dim + 2)
-    table, parts = 8 * len(UNIT) * call.num_units, call.num_partials * call.num_kv_heads
-    call.workspace = allocate(table + 8 * parts + 4 * parts * call.partial_size + 64)
-    if call.workspace == 0:
+    if not provide(call, 8 * len(UNIT), rows * (call.v_head_dim + 2), call.num_kv_heads):
         return NO_MEMORY
-    call.units = call.workspace
-    call.counters = call.units + table
-    call.partials = call.counters + 8 * parts
-    zero(call.counters, 8 * parts)
     divide(call, call.units)
     return call.num_units * call.num_kv_heads
 
@@ -289,39 +277,7 @@ def finish(call, tile, unit, head, rows):  # type: ignore[no-untyped-def]
             set_float(call.lse, place, NOTHING if m == NOTHING else (m + math.log2(l)) * LN2)
 
 
-# ---- splits
-
-
-@compiled
-def keep_partial(tile, rows, columns, target):  # type: ignore[no-untyped-def]
-    """Store what a split has of its rows."""
-    for row in range(rows):
-        for column in range(columns):
-            set_float(target, row * columns + column, float_at(tile.out, row * tile.columns + column))
-        set_float(target, rows * columns + row, float_at(tile.m, row))
-        set_float(target, rows * columns + rows + row, float_at(tile.l, row))
-
-
-@compiled
-def merge(tile, rows, columns, partials, stride, num_splits):  # type: ignore[no-untyped-def]
-    """Turn the partial results of all splits into the tile's own."""
-    begin(tile, rows)
-    for row in range(rows):
-        m = NOTHING
-        for split in range(num_splits):
-            m = max(m, float_at(partials + split * stride, rows * columns + row))
-        set_float(tile.m, row, m)
-        for split in range(num_splits):
-            partial = partials + split * stride
-            its = float_at(partial, rows * columns + row)
-            if its > NOTHING or its != its:
-                weight = power(its - m)
-                part = float_at(partial, rows * columns + rows + row)
-                set_float(tile.l, row, float_at(tile.l, row) + weight * part)
-                for column in range(columns):
-                    at = row * tile.columns + column
-                    value = float_at(partial, row * columns + column)
-                    set_float(tile.out, at, float_at(tile.out, at) + weight * value)
+# ---- all programs
 
 
 @compiled
@@ -331,15 +287,9 @@ def program(call, tile, index):  # type: ignore[no-untyped-def]
     rows = read_queries(call, tile, unit, head)
     attend(call, tile, unit, head, rows)
     num_splits = int_at(unit, NUM_SPLITS)
-    if num_splits > 1:
-        stride, columns = 4 * call.partial_size, call.v_head_dim
-        place = int_at(unit, PARTIAL) * call.num_kv_heads + head * num_splits
-        partials = call.partials + place * stride
-        keep_partial(tile, rows, columns, partials + int_at(unit, SPLIT) * stride)
-        if add_to(call.counters + 8 * place, 1) < num_splits - 1:
-            return
-        merge(tile, rows, columns, partials, stride, num_splits)
-    finish(call, tile, unit, head, rows)
+    place = int_at(unit, PARTIAL) * call.num_kv_heads + head * num_splits
+    if is_last(call, tile, rows, call.v_head_dim, place, int_at(unit, SPLIT), num_splits):
+        finish(call, tile, unit, head, rows)
 
 
 def work(address):  # type: ignore[no-untyped-def]

@@ -1,0 +1,250 @@
+"""Attention over latent rows, dense or of lists: the kernel of `mla_decode` and of `sparse_mla_prefill`.
+
+A row is key and, its first columns, value, so it is read once. A *job* is what shares keys: in a dense call all query
+tokens and heads of one KV head of a sequence, in a sparse call those of one token; sparse prefill is sparse decode of
+one token per sequence. A program computes some rows of a job over one split of its keys. A position is a place in the
+page table's row, or in a list and then in the second list; one that is on no page, or lists no slot, has no key.
+"""
+
+import math
+
+from ragged_attention.portable.numba._formats import narrow, size_of, widen
+from ragged_attention.portable.numba._kernels import NO_MEMORY, Fields, finished, next_program
+from ragged_attention.portable.numba._latent_rows import place_of, read_latents
+from ragged_attention.portable.numba._softmax import LN2, LOG2E, NOTHING, power
+from ragged_attention.portable.numba._splits import SPLITS, is_last, provide, splits_of
+from ragged_attention.portable.numba._tiles import (
+    begin,
+    mix_values,
+    multiply_keys,
+    new_tile,
+    tile_at,
+    turn_to_next,
+    weigh_keys,
+    within,
+)
+from ragged_attention.portable.numba._vectors import (
+    compiled,
+    float_at,
+    inlined,
+    int32_at,
+    int_at,
+    prefetch,
+    release,
+    set_float,
+    set_int,
+    zero,
+)
+
+CACHE = ("num_pages", "page_size", "page_stride", "slot_stride")
+FIELDS = Fields(
+    operands=("q", "kv", "extra_kv", "lists", "extra_lists", "lens", "extra_lens", "sinks"),
+    results=("out", "lse", "max_logits"),
+    numbers=(
+        "num_seqs", "num_q_tokens", "num_q_heads", "num_kv_heads", "d_qk", "d_v", "sparse", "causal", "scale",
+        "q_format", "q_seq_stride", "q_token_stride", "q_head_stride", "lse_seq_stride", "lse_token_stride",
+        "lse_head_stride", "layout", "cache_format", "head_stride", *CACHE, *(f"extra_{name}" for name in CACHE),
+        "length", "list_seq_stride", "list_token_stride", "list_head_stride", "lens_seq_stride", "lens_token_stride",
+        "extra_length", "extra_list_seq_stride", "extra_list_token_stride", "extra_lens_seq_stride",
+        "extra_lens_token_stride", "block_rows", "block_kv", "num_threads",
+    ),
+    plan=SPLITS,
+    floats=("scale", "work"),
+)  # fmt: skip
+call_of = FIELDS.at
+UNIT = ("seq", "token", "first", "last", "low", "high", "split", "num_splits", "partial")
+SEQ, TOKEN, FIRST, LAST, LOW, HIGH, SPLIT, NUM_SPLITS, PARTIAL = range(len(UNIT))
+
+
+# ---- dividing the work
+
+
+@inlined
+def length_of(lens, index, most):  # type: ignore[no-untyped-def]
+    return within(int32_at(lens, index), most) if lens else most
+
+
+@compiled
+def lengths_of(call, seq, token):  # type: ignore[no-untyped-def]
+    """How many positions a query token has, those of the second list apart."""
+    first = length_of(call.lens, seq * call.lens_seq_stride + token * call.lens_token_stride, call.length)
+    if not call.extra_length:
+        return first, 0
+    index = seq * call.extra_lens_seq_stride + token * call.extra_lens_token_stride
+    return first, length_of(call.extra_lens, index, call.extra_length)
+
+
+@compiled
+def divide(call, units):  # type: ignore[no-untyped-def]
+    """Count the units, or list them where `units` is their memory; returns the work of all, `call.work` once known."""
+    work, count, partials = 0.0, 0, 0
+    group = call.num_q_heads // call.num_kv_heads
+    jobs, rows = (call.num_q_tokens, group) if call.sparse else (1, call.num_q_tokens * group)
+    for seq in range(call.num_seqs):
+        for token in range(jobs):
+            keys = sum(lengths_of(call, seq, token))
+            for first in range(0, rows, call.block_rows):
+                last = min(first + call.block_rows, rows)
+                num_splits = splits_of((last - first) * keys, keys, call.work)
+                step = (keys + num_splits - 1) // num_splits
+                for split in range(num_splits if units else 0):
+                    unit = units + 8 * len(UNIT) * (count + split)
+                    set_int(unit, SEQ, seq)
+                    set_int(unit, TOKEN, token)
+                    set_int(unit, FIRST, first)
+                    set_int(unit, LAST, last)
+                    set_int(unit, LOW, split * step)
+                    set_int(unit, HIGH, min((split + 1) * step, keys))
+                    set_int(unit, SPLIT, split)
+                    set_int(unit, NUM_SPLITS, num_splits)
+                    set_int(unit, PARTIAL, partials)
+                work += (last - first) * keys
+                count += num_splits
+                partials += num_splits if num_splits > 1 else 0
+    call.num_units, call.num_partials = count, partials
+    return work
+
+
+def plan(address):  # type: ignore[no-untyped-def]
+    """List the units: some rows of a job with the splits of their keys; a program is one of them for one KV head."""
+    call = call_of(address)
+    call.work = 0.0
+    call.work = divide(call, 0)
+    divide(call, 0)
+    if not provide(call, 8 * len(UNIT), call.block_rows * (call.d_v + 2), call.num_kv_heads):
+        return NO_MEMORY
+    divide(call, call.units)
+    return call.num_units * call.num_kv_heads
+
+
+# ---- one program
+
+
+@inlined
+def query_of(call, unit, head, row):  # type: ignore[no-untyped-def]
+    """The query token and head of a unit's row."""
+    group, row = call.num_q_heads // call.num_kv_heads, int_at(unit, FIRST) + row
+    return int_at(unit, TOKEN) + row // group, head * group + row % group
+
+
+@compiled
+def read_queries(call, tile, unit, head):  # type: ignore[no-untyped-def]
+    """A unit's queries, times what logits are multiplied by; each row with the positions that it sees."""
+    seq, rows = int_at(unit, SEQ), int_at(unit, LAST) - int_at(unit, FIRST)
+    begin(tile, rows)
+    for row in range(rows):
+        token, q_head = query_of(call, unit, head, row)
+        place = seq * call.q_seq_stride + token * call.q_token_stride + q_head * call.q_head_stride
+        source = call.q + size_of(call.q_format) * place
+        widen(call.q_format, source, tile.q + 4 * row * tile.width, call.d_qk, call.scale * LOG2E)
+        later = call.num_q_tokens - 1 - token if call.causal else 0  # tokens of this step
+        set_int(tile.left, row, 0)
+        set_int(tile.right, row, sum(lengths_of(call, seq, token)) - later)
+    return rows
+
+
+@compiled
+def slot_of(call, seq, token, head, position, length):  # type: ignore[no-untyped-def]
+    """The page of a position, -1 for none, and its place there; `length` is how many the first list has."""
+    if not call.sparse:
+        page = int32_at(call.lists, seq * call.list_seq_stride + position // call.page_size)
+        return page if page < call.num_pages else -1, position % call.page_size
+    if position < length:
+        index = seq * call.list_seq_stride + token * call.list_token_stride + head * call.list_head_stride
+        slot, page_size, num_pages = int32_at(call.lists, index + position), call.page_size, call.num_pages
+    else:
+        index = seq * call.extra_list_seq_stride + token * call.extra_list_token_stride
+        slot = int32_at(call.extra_lists, index + position - length)
+        page_size, num_pages = call.extra_page_size, call.extra_num_pages
+    return slot // page_size if 0 <= slot < num_pages * page_size else -1, slot % page_size
+
+
+@compiled
+def list_next(call, tile, unit, head, first, count, length):  # type: ignore[no-untyped-def]
+    """The addresses of the next `count` rows, from a position on, which are asked for now.
+
+    While they come, the rows before them are computed. Returns how many of the positions have none.
+    """
+    holes, size, seq, token = 0, size_of(call.cache_format), int_at(unit, SEQ), int_at(unit, TOKEN)
+    for key in range(count):
+        page, slot = slot_of(call, seq, token, head, first + key, length)
+        row = scale = 0
+        if page >= 0:
+            if not call.sparse or first + key < length:
+                base = call.kv + size * head * call.head_stride
+                row, scale = place_of(call.layout, size, page, slot, call.page_stride, call.slot_stride, call.page_size)
+            else:
+                base = call.extra_kv
+                row, scale = place_of(call.layout, size, page, slot, call.extra_page_stride, call.extra_slot_stride,
+                                      call.extra_page_size)  # fmt: skip
+            row, scale = base + row, base + scale
+            prefetch(row, size * call.d_qk)
+        else:
+            holes += 1
+        set_int(tile.next_sources, key, row)
+        set_int(tile.next_v_sources, key, scale)
+    return holes
+
+
+@compiled
+def attend(call, tile, unit, head, rows):  # type: ignore[no-untyped-def]
+    """A unit's rows over its keys, one tile of keys after another."""
+    low, high = int_at(unit, LOW), int_at(unit, HIGH)
+    length, _ = lengths_of(call, int_at(unit, SEQ), int_at(unit, TOKEN))
+    next_holes = list_next(call, tile, unit, head, low, min(tile.keys, high - low), length)
+    for first in range(low, high, tile.keys):
+        count, holes, behind = min(tile.keys, high - first), next_holes, first + tile.keys
+        turn_to_next(tile)
+        read_latents(call.layout, call.cache_format, tile.sources, tile.v_sources, tile.k, tile.width, call.d_qk, count)
+        next_holes = list_next(call, tile, unit, head, behind, min(tile.keys, high - behind), length)
+        multiply_keys(tile, tile.k_rows, rows, count, 0.0)
+        weigh_keys(tile, rows, first, count, holes)
+        mix_values(tile, rows, count)
+
+
+@compiled
+def finish(call, tile, unit, head, rows):  # type: ignore[no-untyped-def]
+    """Write the results of rows whose keys were all seen."""
+    seq, size = int_at(unit, SEQ), size_of(call.q_format)
+    for row in range(rows):
+        token, q_head = query_of(call, unit, head, row)
+        m, l = float_at(tile.m, row), float_at(tile.l, row)
+        place = ((seq * call.num_q_tokens + token) * call.num_q_heads + q_head) * call.d_v
+        if m == NOTHING:
+            zero(call.out + size * place, size * call.d_v)
+        else:
+            sink = power(float_at(call.sinks, q_head) * LOG2E - m) if call.sinks else 0.0
+            narrow(call.q_format, tile.out + 4 * row * tile.columns, call.out + size * place, call.d_v, l + sink)
+        place = seq * call.lse_seq_stride + token * call.lse_token_stride + q_head * call.lse_head_stride
+        set_float(call.lse, place, NOTHING if m == NOTHING else (m + math.log2(l)) * LN2)
+        if call.max_logits:
+            set_float(call.max_logits, place, m * LN2)
+
+
+# ---- all programs
+
+
+@compiled
+def program(call, tile, index):  # type: ignore[no-untyped-def]
+    """One unit for one KV head."""
+    unit, head = call.units + 8 * len(UNIT) * (index // call.num_kv_heads), index % call.num_kv_heads
+    rows = read_queries(call, tile, unit, head)
+    attend(call, tile, unit, head, rows)
+    num_splits = int_at(unit, NUM_SPLITS)
+    place = int_at(unit, PARTIAL) * call.num_kv_heads + head * num_splits
+    if is_last(call, tile, rows, call.d_v, place, int_at(unit, SPLIT), num_splits):
+        finish(call, tile, unit, head, rows)
+
+
+def work(address):  # type: ignore[no-untyped-def]
+    """Programs, one after another, until none is left."""
+    call = call_of(address)
+    memory = new_tile(call.block_rows, call.block_kv, call.d_qk, call.d_v, True)
+    tile = tile_at(memory)
+    index = next_program(address, call.num_programs)
+    while index >= 0:
+        program(call, tile, index)
+        finished(address)
+        index = next_program(address, call.num_programs)
+    release(memory)
+    return 0

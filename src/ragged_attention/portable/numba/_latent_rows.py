@@ -1,0 +1,54 @@
+"""Rows of a latent cache in all its formats, read as float32."""
+
+from ragged_attention.calls import CACHE_FORMATS
+from ragged_attention.portable.numba._formats import BFLOAT16, E4M3, widen
+from ragged_attention.portable.numba._vectors import byte_at, compiled, float_at, float_of, inlined, int_at, zero
+
+PLAIN, V32, V4 = 0, 1, 2
+LAYOUTS = {"plain": PLAIN, "fp8_v32": V32, "fp8_v4": V4}
+
+VALUES_32, GROUP_32 = CACHE_FORMATS["fp8_v32"].values, CACHE_FORMATS["fp8_v32"].group
+VALUES_4, GROUP_4 = CACHE_FORMATS["fp8_v4"].values, CACHE_FORMATS["fp8_v4"].group
+ROTARY = CACHE_FORMATS["fp8_v4"].rotary
+ROW_4 = VALUES_4 + 2 * ROTARY  # bytes of a token of fp8_v4 in front of a page's scales
+SCALES_4 = CACHE_FORMATS["fp8_v4"].token_bytes - ROW_4
+
+
+@inlined
+def e8m0_value(code):  # type: ignore[no-untyped-def]
+    """A scale stored as an exponent alone: 2 ** (code - 127), NaN of 255."""
+    return float_of(code << 23 if code else 1 << 22) if code != 255 else float_of(0x7FC00000)
+
+
+@compiled
+def place_of(layout, size, page, slot, page_stride, slot_stride, page_size):  # type: ignore[no-untyped-def]
+    """Where in a cache a row lies, and its scales, in bytes; strides count numbers of `size` bytes."""
+    start = size * page * page_stride
+    if layout == V4:
+        return start + ROW_4 * slot, start + ROW_4 * page_size + SCALES_4 * slot
+    row = start + size * slot * slot_stride
+    return row, row + VALUES_32
+
+
+@compiled
+def read_latents(layout, code, rows, scales, target, width, columns, count):  # type: ignore[no-untyped-def]
+    """Read rows by their addresses and those of their scales; a row without an address is zeros.
+
+    `code` is the format of the numbers of plain rows, `width` the distance of the rows written.
+    """
+    for key in range(count):
+        row, scale, to = int_at(rows, key), int_at(scales, key), target + 4 * key * width
+        if not row:
+            zero(to, 4 * columns)
+        elif layout == PLAIN:
+            widen(code, row, to, columns, 1.0)
+        elif layout == V32:
+            for group in range(VALUES_32 // GROUP_32):
+                start = group * GROUP_32
+                widen(E4M3, row + start, to + 4 * start, GROUP_32, float_at(scale, group))
+            widen(BFLOAT16, scale + 4 * (VALUES_32 // GROUP_32), to + 4 * VALUES_32, ROTARY, 1.0)
+        else:
+            for group in range(VALUES_4 // GROUP_4):
+                start = group * GROUP_4
+                widen(E4M3, row + start, to + 4 * start, GROUP_4, e8m0_value(byte_at(scale, group)))
+            widen(BFLOAT16, row + VALUES_4, to + 4 * VALUES_4, ROTARY, 1.0)

@@ -1,0 +1,88 @@
+"""Splitting the keys of what has much more work than the average, and merging what the splits have found.
+
+A split's results are its sums of weights and weighted values, with the largest logit; the last split to end merges
+those of all, so that no program waits for another. How many splits there are follows from lengths alone, not from
+threads: results do not depend on those.
+"""
+
+import math
+
+from ragged_attention.portable.numba._softmax import NOTHING, power
+from ragged_attention.portable.numba._tiles import begin
+from ragged_attention.portable.numba._vectors import add_to, allocate, compiled, float_at, set_float, zero
+
+SPLITS = ("units", "num_units", "work", "partials", "num_partials", "counters", "partial_size")  # of a call's plan
+SHARES = 128  # of all work: what has more than one is split
+FEWEST_KEYS = 512  # of a split
+
+
+@compiled
+def splits_of(work, keys, all_work):  # type: ignore[no-untyped-def]
+    """How many splits to make of keys that take so much work; one as long as the work of all is not known."""
+    if all_work == 0:
+        return 1
+    return max(min(int(math.ceil(work * SHARES / all_work)), keys // FEWEST_KEYS), 1)
+
+
+@compiled
+def provide(call, unit_size, partial_size, num_kv_heads):  # type: ignore[no-untyped-def]
+    """Allocate a call's units and partial results, whose numbers are known; False if there is no memory."""
+    call.partial_size = partial_size
+    table, parts = unit_size * call.num_units, call.num_partials * num_kv_heads
+    call.workspace = allocate(table + 8 * parts + 4 * parts * partial_size + 64)
+    if call.workspace == 0:
+        return False
+    call.units = call.workspace
+    call.counters = call.units + table
+    call.partials = call.counters + 8 * parts
+    zero(call.counters, 8 * parts)
+    return True
+
+
+@compiled
+def keep_partial(tile, rows, columns, target):  # type: ignore[no-untyped-def]
+    """Store what a split has of its rows."""
+    for row in range(rows):
+        for column in range(columns):
+            set_float(target, row * columns + column, float_at(tile.out, row * tile.columns + column))
+        set_float(target, rows * columns + row, float_at(tile.m, row))
+        set_float(target, rows * columns + rows + row, float_at(tile.l, row))
+
+
+@compiled
+def merge(tile, rows, columns, partials, stride, num_splits):  # type: ignore[no-untyped-def]
+    """Turn the partial results of all splits into the tile's own."""
+    begin(tile, rows)
+    for row in range(rows):
+        m = NOTHING
+        for split in range(num_splits):
+            m = max(m, float_at(partials + split * stride, rows * columns + row))
+        set_float(tile.m, row, m)
+        for split in range(num_splits):
+            partial = partials + split * stride
+            its = float_at(partial, rows * columns + row)
+            if its > NOTHING or its != its:
+                weight = power(its - m)
+                part = float_at(partial, rows * columns + rows + row)
+                set_float(tile.l, row, float_at(tile.l, row) + weight * part)
+                for column in range(columns):
+                    at = row * tile.columns + column
+                    value = float_at(partial, row * columns + column)
+                    set_float(tile.out, at, float_at(tile.out, at) + weight * value)
+
+
+@compiled
+def is_last(call, tile, rows, columns, place, split, num_splits):  # type: ignore[no-untyped-def]
+    """Whether the results in a tile are whole, all splits merged; else they are kept for the split that ends last.
+
+    `place` is where the partial results of the first of these splits lie.
+    """
+    if num_splits == 1:
+        return True
+    stride = 4 * call.partial_size
+    partials = call.partials + place * stride
+    keep_partial(tile, rows, columns, partials + split * stride)
+    if add_to(call.counters + 8 * place, 1) < num_splits - 1:
+        return False
+    merge(tile, rows, columns, partials, stride, num_splits)
+    return True
