@@ -90,6 +90,7 @@ def run(
             "kv_lens": launch.contiguous(call.kv_lens),
             "page_indices": tables,
             "cu_q_lens": launch.contiguous(call.cu_q_lens) if layout == _sequences.PACKED else None,
+            "cu_kv_lens": None,
             "num_seqs": call.num_seqs if counted else None,
             "sinks": None if call.sinks is None else launch.contiguous(call.sinks),
             "k_scale": k_scale,

@@ -1,4 +1,6 @@
-"""Attention over a paged cache of K and V heads, whichever way its pages lie: the kernel behind three operations.
+"""Attention over K and V heads, paged whichever way or packed: the kernel behind four operations.
+
+A packed key is a page of one, and a sequence's pages are those from its edge on.
 
 A *block* is some consecutive queries of a sequence; the query heads of one KV head are rows of one tile, so K and V
 are read once for all of them. A program computes one block for one KV head over one split of the keys that the block
@@ -11,7 +13,7 @@ import math
 from ragged_attention.portable.numba._formats import FLOAT32, narrow, size_of, widen
 from ragged_attention.portable.numba._kernels import NO_MEMORY, Fields, finished, next_program
 from ragged_attention.portable.numba._scales import fields_of, scale_of
-from ragged_attention.portable.numba._sequences import kv_len_of, num_sequences, queries_of
+from ragged_attention.portable.numba._sequences import first_key_of, kv_len_of, num_sequences, queries_of
 from ragged_attention.portable.numba._softmax import LN2, LOG2E, NOTHING, power, scale_row
 from ragged_attention.portable.numba._splits import SPLITS, is_last, provide, splits_of
 from ragged_attention.portable.numba._tiles import (
@@ -25,6 +27,7 @@ from ragged_attention.portable.numba._tiles import (
     weigh_keys,
 )
 from ragged_attention.portable.numba._vectors import (
+    LANES,
     byte_at,
     compiled,
     fill,
@@ -41,8 +44,8 @@ from ragged_attention.portable.numba._vectors import (
 
 FIELDS = Fields(
     operands=(
-        "q", "k_pages", "v_pages", "kv_lens", "page_indices", "cu_q_lens", "num_seqs", "sinks", "k_scale", "v_scale",
-        "k_scales", "v_scales", "draft_mask",
+        "q", "k_pages", "v_pages", "kv_lens", "page_indices", "cu_q_lens", "cu_kv_lens", "num_seqs", "sinks",
+        "k_scale", "v_scale", "k_scales", "v_scales", "draft_mask",
     ),
     results=("out", "lse"),
     numbers=(
@@ -177,16 +180,24 @@ def read_queries(call, tile, unit, head):  # type: ignore[no-untyped-def]
     return row
 
 
+@inlined
+def page_of(call, seq, position):  # type: ignore[no-untyped-def]
+    """The page of a sequence's position, which may be any number, and the place there."""
+    if call.cu_kv_lens:
+        return first_key_of(call, seq) + position, 0
+    table = call.page_indices + 4 * seq * call.table_stride
+    return int32_at(table, position // call.page_size), position % call.page_size
+
+
 @compiled
 def list_next(call, tile, seq, head, first, count):  # type: ignore[no-untyped-def]
     """The addresses of the next `count` keys and values, from a position on, which are asked for now.
 
     While they come, the keys before them are computed. Returns how many of them are on no page.
     """
-    holes, size, table = 0, size_of(call.cache_format), call.page_indices + 4 * seq * call.table_stride
+    holes, size = 0, size_of(call.cache_format)
     for key in range(count):
-        page = int32_at(table, (first + key) // call.page_size)
-        slot = (first + key) % call.page_size
+        page, slot = page_of(call, seq, first + key)
         k = v = 0
         if 0 <= page < call.num_pages:
             k = page * call.k_page_stride + slot * call.k_slot_stride + head * call.k_head_stride
@@ -204,12 +215,11 @@ def list_next(call, tile, seq, head, first, count):  # type: ignore[no-untyped-d
 @compiled
 def scale_rows(scales, page_stride, slot_stride, call, seq, head_offset, first, count, rows, width):  # type: ignore[no-untyped-def]
     """Multiply what was read by the scales of its positions."""
-    table = call.page_indices + 4 * seq * call.table_stride
     for key in range(count):
-        page = int32_at(table, (first + key) // call.page_size)
+        page, slot = page_of(call, seq, first + key)
         if 0 <= page < call.num_pages:
-            slot = page * page_stride + (first + key) % call.page_size * slot_stride
-            scale_row(rows + 4 * key * width, width, float_at(scales, slot + head_offset))
+            scale = float_at(scales, page * page_stride + slot * slot_stride + head_offset)
+            scale_row(rows + 4 * key * width, width, scale)
 
 
 @compiled
@@ -240,7 +250,7 @@ def attend(call, tile, unit, head, rows):  # type: ignore[no-untyped-def]
         count, holes, behind = min(tile.keys, high - first), next_holes, first + tile.keys
         turn_to_next(tile)
         keys = tile.sources
-        if call.cache_format != FLOAT32:
+        if call.cache_format != FLOAT32 or call.head_dim % LANES:
             keys = tile.k_rows
             read_rows(call.cache_format, tile.sources, tile.k, tile.width, call.head_dim, count, 1.0)
         if call.k_scales:

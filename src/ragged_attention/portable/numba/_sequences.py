@@ -16,7 +16,16 @@ def num_sequences(call):  # type: ignore[no-untyped-def]
 
 
 @inlined
+def first_key_of(call, seq):  # type: ignore[no-untyped-def]
+    """A sequence's first row of packed keys, of which there are `capacity`."""
+    return within(int32_at(call.cu_kv_lens, seq), 0, call.capacity)
+
+
+@inlined
 def kv_len_of(call, seq):  # type: ignore[no-untyped-def]
+    if call.cu_kv_lens:
+        first = first_key_of(call, seq)
+        return max(within(int32_at(call.cu_kv_lens, seq + 1), 0, call.capacity) - first, 0)
     return within(int32_at(call.kv_lens, seq), 0, call.capacity)
 
 

@@ -24,8 +24,8 @@ from ragged_attention.portable.numba._vectors import (
 )
 
 FIELDS = Fields(
-    operands=("k", "v", "k_pages", "v_pages", "slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs",
-              "k_scale", "v_scale"),
+    operands=("k", "v", "k_pages", "v_pages", "slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "cu_kv_lens",
+              "num_seqs", "k_scale", "v_scale"),
     results=("new_k_pages", "new_v_pages"),
     numbers=(
         "num_tokens", "num_kv_heads", "head_dim", "v_head_dim", "max_num_seqs", "layout", "format", "cache_format",
@@ -139,6 +139,7 @@ def run(call: WriteKvPages, tile: Tile, launch: Any) -> list[Any]:
             "page_indices": tables,
             "kv_lens": None if call.kv_lens is None else launch.contiguous(call.kv_lens),
             "cu_q_lens": None if call.cu_q_lens is None else launch.contiguous(call.cu_q_lens),
+            "cu_kv_lens": None,
             "num_seqs": call.num_seqs if counted else None,
             "k_scale": k_scale,
             "v_scale": v_scale,

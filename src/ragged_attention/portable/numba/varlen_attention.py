@@ -1,0 +1,62 @@
+"""Attention of packed sequences to packed sequences on a CPU: `_paged`'s kernel, each key a page of its own."""
+
+from typing import Any
+
+from ragged_attention.calls import VarlenAttention, dtype_name
+from ragged_attention.portable.numba._call import KERNEL, cannot_run
+from ragged_attention.portable.numba._call import Tile as Tile
+from ragged_attention.portable.numba._call import heuristic as heuristic
+from ragged_attention.portable.numba._formats import CODES
+from ragged_attention.portable.numba._kernels import bits_of
+from ragged_attention.portable.numba._sequences import PACKED
+
+FEATURES = frozenset({
+    "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "deterministic",
+})  # fmt: skip
+
+
+def why_not(call: Any) -> str | None:
+    if (dtype := dtype_name(call.q)) not in CODES:
+        return f"takes q.dtype float32, bfloat16 or float16, got {dtype}"
+    return cannot_run(call)
+
+
+def run(call: VarlenAttention, tile: Tile, launch: Any) -> tuple[Any, Any]:
+    q, k, v = launch.packed(call.q), launch.packed(call.k), launch.packed(call.v)
+    operands, numbers = dict.fromkeys(KERNEL.fields.operands), dict.fromkeys(KERNEL.fields.numbers, 0)
+    operands |= {
+        "q": q,
+        "k_pages": k,
+        "v_pages": v,
+        "cu_q_lens": launch.contiguous(call.cu_q_lens),
+        "cu_kv_lens": launch.contiguous(call.cu_kv_lens),
+        "sinks": None if call.sinks is None else launch.contiguous(call.sinks),
+    }
+    for array, axes in ((q, ("q_token", "q_head")), (k, ("k_page", "k_head")), (v, ("v_page", "v_head"))):
+        numbers |= zip((f"{axis}_stride" for axis in axes), launch.strides(array)[:2], strict=True)
+    numbers |= {
+        "num_tokens": call.num_q_tokens,
+        "num_q_heads": call.num_q_heads,
+        "num_kv_heads": call.num_kv_heads,
+        "head_dim": call.head_dim,
+        "v_head_dim": call.v_head_dim,
+        "max_num_seqs": call.num_seqs,
+        "layout": PACKED,
+        "q_format": CODES[dtype_name(q)],
+        "num_pages": call.num_kv_tokens,
+        "page_size": 1,
+        "capacity": call.num_kv_tokens,
+        "cache_format": CODES[dtype_name(k)],
+        "causal": call.causal,
+        "window": call.sliding_window or 0,
+        "scale": bits_of(call.scale),
+        "soft_cap": bits_of(call.soft_cap or 0.0),
+        "k_scale_number": bits_of(1.0),
+        "v_scale_number": bits_of(1.0),
+        "block_q": tile.block_q,
+        "block_kv": tile.block_kv,
+        "num_threads": launch.num_threads,
+    }
+    lse = (call.out_shape[:2], "float32")
+    results = launch.native(KERNEL, operands, {"out": (call.out_shape, call.q.dtype), "lse": lse}, numbers)
+    return results["out"], results["lse"]
