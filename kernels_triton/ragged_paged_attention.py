@@ -120,7 +120,7 @@ def tile_sizes(call: Any) -> tuple[int, int, int, int, int]:
     if width > 256:  # 64 rows of 512 leave no registers for anything else, so no wgmma here
         return (32, 64, 32, 8, 2) if arch == "sm_90" else (32, 32, 32, 8, 2 if arch.startswith("sm_") else 1)
     if call.draft_mask is not None:  # addresses of its entries take registers
-        return 32, 32, 32, 4, 2
+        return 32, 32, 16, 4, 2
     if width > 128:
         if arch == "sm_90":
             return 128, 32, 16, 8, 2
