@@ -12,7 +12,7 @@ from ragged_attention.portable.numba._formats import narrow, size_of, widen
 from ragged_attention.portable.numba._kernels import NO_MEMORY, Fields, finished, next_program
 from ragged_attention.portable.numba._latent_rows import place_of, read_latents
 from ragged_attention.portable.numba._softmax import LN2, LOG2E, NOTHING, power
-from ragged_attention.portable.numba._splits import SPLITS, is_last, provide, splits_of
+from ragged_attention.portable.numba._splits import SHARES, SPLITS, is_last, provide, splits_of
 from ragged_attention.portable.numba._tiles import (
     begin,
     mix_values,
@@ -85,7 +85,7 @@ def divide(call, units):  # type: ignore[no-untyped-def]
             keys = sum(lengths_of(call, seq, token))
             for first in range(0, rows, call.block_rows):
                 last = min(first + call.block_rows, rows)
-                num_splits = splits_of((last - first) * keys, keys, call.work)
+                num_splits = splits_of((last - first) * keys, keys, call.work, SHARES)
                 step = (keys + num_splits - 1) // num_splits
                 for split in range(num_splits if units else 0):
                     unit = units + 8 * len(UNIT) * (count + split)

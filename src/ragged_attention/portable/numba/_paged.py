@@ -15,7 +15,7 @@ from ragged_attention.portable.numba._kernels import NO_MEMORY, Fields, finished
 from ragged_attention.portable.numba._scales import fields_of, scale_of
 from ragged_attention.portable.numba._sequences import first_key_of, kv_len_of, num_sequences, queries_of
 from ragged_attention.portable.numba._softmax import LN2, LOG2E, NOTHING, power, scale_row
-from ragged_attention.portable.numba._splits import SPLITS, is_last, provide, splits_of
+from ragged_attention.portable.numba._splits import SHARES, SPLITS, is_last, provide, splits_of
 from ragged_attention.portable.numba._tiles import (
     begin,
     mix_values,
@@ -93,7 +93,7 @@ def divide(call, units):  # type: ignore[no-untyped-def]
             last = min(first + call.block_q, stop - start)
             low, high = range_of(call, first_new, kv_len, first, last)
             keys = high - low
-            num_splits = splits_of((last - first) * keys, keys, call.work)
+            num_splits = splits_of((last - first) * keys, keys, call.work, SHARES)
             step = (keys + num_splits - 1) // num_splits
             if units:
                 for split in range(num_splits):

@@ -44,11 +44,11 @@ def scores(q, k, s, rows, keys, width, s_width):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def mix(p, v, out, rows, keys, columns, p_width, v_width, out_width):  # type: ignore[no-untyped-def]
-    """out[rows, columns] += p[rows, keys] @ v[keys, columns], all rows with widths of their own."""
+def mix(p, v, out, rows, keys, columns, p_row, p_key, v_width, out_width):  # type: ignore[no-untyped-def]
+    """out[rows, columns] += p[rows, keys] @ v[keys, columns], with the strides of `p` and the widths of the others."""
     for row in range(0, rows, ROWS):
-        p0 = p + 4 * row * p_width
-        p1, p2, p3 = p0 + 4 * p_width, p0 + 8 * p_width, p0 + 12 * p_width
+        p0 = p + 4 * row * p_row
+        p1, p2, p3 = p0 + 4 * p_row, p0 + 8 * p_row, p0 + 12 * p_row
         for column in range(0, columns, COLUMNS):
             r0, values = out + 4 * (row * out_width + column), v + 4 * column
             r1, r2, r3 = r0 + 4 * out_width, r0 + 8 * out_width, r0 + 12 * out_width
@@ -56,13 +56,13 @@ def mix(p, v, out, rows, keys, columns, p_width, v_width, out_width):  # type: i
             b0, b1, b2, b3 = load(r0, 8), load(r1, 8), load(r2, 8), load(r3, 8)
             for key in range(keys):
                 a, b = load(values, key * v_width), load(values, key * v_width + 8)
-                weight = splat(float_at(p0, key))
+                weight = splat(float_at(p0, key * p_key))
                 a0, b0 = fma(weight, a, a0), fma(weight, b, b0)
-                weight = splat(float_at(p1, key))
+                weight = splat(float_at(p1, key * p_key))
                 a1, b1 = fma(weight, a, a1), fma(weight, b, b1)
-                weight = splat(float_at(p2, key))
+                weight = splat(float_at(p2, key * p_key))
                 a2, b2 = fma(weight, a, a2), fma(weight, b, b2)
-                weight = splat(float_at(p3, key))
+                weight = splat(float_at(p3, key * p_key))
                 a3, b3 = fma(weight, a, a3), fma(weight, b, b3)
             store(r0, 0, a0)
             store(r0, 8, b0)

@@ -12,16 +12,17 @@ from ragged_attention.portable.numba._tiles import begin
 from ragged_attention.portable.numba._vectors import add_to, allocate, compiled, float_at, set_float, zero
 
 SPLITS = ("units", "num_units", "work", "partials", "num_partials", "counters", "partial_size")  # of a call's plan
-SHARES = 128  # of all work: what has more than one is split
+SHARES = 128  # of the work of attention
 FEWEST_KEYS = 512  # of a split
 
 
 @compiled
-def splits_of(work, keys, all_work):  # type: ignore[no-untyped-def]
-    """How many splits to make of keys that take so much work; one as long as the work of all is not known."""
+def splits_of(work, keys, all_work, shares):  # type: ignore[no-untyped-def]
+    """How many splits to make of keys that take so much work: more than one if it is more than one of the shares of
+    all; one as long as the work of all is not known."""
     if all_work == 0:
         return 1
-    return max(min(int(math.ceil(work * SHARES / all_work)), keys // FEWEST_KEYS), 1)
+    return max(min(int(math.ceil(work * shares / all_work)), keys // FEWEST_KEYS), 1)
 
 
 @compiled

@@ -134,4 +134,5 @@ def multiply_keys(tile, keys, rows, count, soft_cap):  # type: ignore[no-untyped
 @compiled
 def mix_values(tile, rows, count):  # type: ignore[no-untyped-def]
     """Add the weighted values of `count` keys."""
-    mix(tile.s, tile.v, tile.out, up_to(rows, ROWS), count, tile.columns, tile.keys, tile.v_width, tile.columns)
+    mix(tile.s, tile.v, tile.out, up_to(rows, ROWS), count, tile.columns, tile.keys, 1, tile.v_width,
+        tile.columns)  # fmt: skip

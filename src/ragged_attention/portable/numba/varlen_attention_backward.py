@@ -1,0 +1,330 @@
+"""The gradient of attention over packed sequences on a CPU.
+
+A program takes some keys of one sequence and KV head, and all queries that see them: the gradients of these keys and
+values are its own, those of the queries are added up over its tiles of keys. Where one sequence has much more work than
+the others its keys are split, and the last split to end adds up what all have of the queries, in their order.
+"""
+
+from typing import Any
+
+from ragged_attention.calls import VarlenAttentionBackward, dtype_name
+from ragged_attention.portable.numba._call import Tile as Tile
+from ragged_attention.portable.numba._formats import CODES, narrow, size_of, widen
+from ragged_attention.portable.numba._gradients import differentiate, new_tile, read_row, sink_gradient, tile_at
+from ragged_attention.portable.numba._kernels import (
+    NO_MEMORY,
+    Fields,
+    Kernel,
+    bits_of,
+    finished,
+    next_program,
+)
+from ragged_attention.portable.numba._products import COLUMNS, ROWS, mix, scores
+from ragged_attention.portable.numba._sequences import PACKED, first_key_of, kv_len_of, queries_of
+from ragged_attention.portable.numba._splits import splits_of
+from ragged_attention.portable.numba._tiles import up_to
+from ragged_attention.portable.numba._vectors import (
+    LANES,
+    add_to,
+    allocate,
+    compiled,
+    inlined,
+    int_at,
+    load,
+    release,
+    set_int,
+    store,
+    zero,
+)
+from ragged_attention.portable.numba.varlen_attention import why_not as why_not
+
+FIELDS = Fields(
+    operands=("d_out", "q", "k", "v", "out", "lse", "cu_q_lens", "cu_kv_lens", "d_lse", "sinks"),
+    results=("dq", "dk", "dv", "d_sinks"),
+    numbers=(
+        "num_tokens", "num_kv_tokens", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "max_num_seqs",
+        "layout", "format", "q_token_stride", "q_head_stride", "k_token_stride", "k_head_stride", "v_token_stride",
+        "v_head_stride", "causal", "window", "scale", "soft_cap", "block_q", "block_kv", "num_threads",
+    ),
+    plan=("capacity", "kv_lens", "units", "num_units", "work", "num_splits", "partials", "partial_size", "counters"),
+    floats=("scale", "soft_cap", "work"),
+)  # fmt: skip
+call_of = FIELDS.at
+FEATURES = frozenset({
+    "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "deterministic",
+})  # fmt: skip
+SHARES = 16  # of all work; few, since every split has gradients of all its queries
+UNIT = ("seq", "low", "high", "split", "num_splits", "partial", "counter")
+SEQ, LOW, HIGH, SPLIT, NUM_SPLITS, PARTIAL, COUNTER = range(len(UNIT))
+
+
+def heuristic(call: VarlenAttentionBackward) -> Tile:
+    return Tile(block_q=max(64 // call.group, 1), block_kv=64)
+
+
+# ---- dividing the work
+
+
+@compiled
+def divide(call, units):  # type: ignore[no-untyped-def]
+    """Count the units, or list them where `units` is their memory; returns the work of all."""
+    work, count, splits, size = 0.0, 0, 0, 0
+    group, width = call.num_q_heads // call.num_kv_heads, up_to(call.head_dim, COLUMNS)
+    for seq in range(call.max_num_seqs):
+        start, stop = queries_of(call, seq)
+        keys = kv_len_of(call, seq)
+        num_splits = splits_of((stop - start) * keys / call.num_kv_heads, keys, call.work, SHARES)
+        step = up_to((keys + num_splits - 1) // num_splits, LANES)
+        for split in range(num_splits if units else 0):
+            unit = units + 8 * len(UNIT) * (count + split)
+            set_int(unit, SEQ, seq)
+            set_int(unit, LOW, min(split * step, keys))
+            set_int(unit, HIGH, min((split + 1) * step, keys))
+            set_int(unit, SPLIT, split)
+            set_int(unit, NUM_SPLITS, num_splits)
+            set_int(unit, PARTIAL, size)
+            set_int(unit, COUNTER, splits)
+        work += (stop - start) * keys
+        count += num_splits
+        if num_splits > 1:
+            splits += 1
+            size += num_splits * ((stop - start) * group + ROWS) * width
+    call.num_units, call.num_splits, call.partial_size = count, splits, size
+    return work
+
+
+@compiled
+def clear(array, first, stop, size):  # type: ignore[no-untyped-def]
+    zero(array + first * size, max(stop - first, 0) * size)
+
+
+@compiled
+def clear_what_no_sequence_has(call):  # type: ignore[no-untyped-def]
+    """Clear the gradients of tokens that belong to no sequence; of all where edges do not ascend."""
+    size, q_done, kv_done, ascending = size_of(call.format), 0, 0, True
+    q_size = call.num_q_heads * call.head_dim * size
+    k_size, v_size = call.num_kv_heads * call.head_dim * size, call.num_kv_heads * call.v_head_dim * size
+    for seq in range(call.max_num_seqs):
+        start, stop = queries_of(call, seq)
+        first = first_key_of(call, seq)
+        ascending = ascending and start >= q_done and first >= kv_done
+        clear(call.dq, q_done, start, q_size)
+        clear(call.dk, kv_done, first, k_size)
+        clear(call.dv, kv_done, first, v_size)
+        q_done, kv_done = stop, first + kv_len_of(call, seq)
+    clear(call.dq, q_done if ascending else 0, call.num_tokens, q_size)
+    clear(call.dk, kv_done if ascending else 0, call.num_kv_tokens, k_size)
+    clear(call.dv, kv_done if ascending else 0, call.num_kv_tokens, v_size)
+
+
+def plan(address):  # type: ignore[no-untyped-def]
+    """List the units: keys of a sequence; a program is one of them for one KV head, or the gradient of one sink."""
+    call = call_of(address)
+    call.capacity = call.num_kv_tokens
+    clear_what_no_sequence_has(call)
+    call.work = 0.0
+    call.work = divide(call, 0)
+    divide(call, 0)
+    table, counters = 8 * len(UNIT) * call.num_units, 8 * call.num_splits * call.num_kv_heads
+    call.workspace = allocate(table + counters + 4 * call.partial_size * call.num_kv_heads + 64)
+    if call.workspace == 0:
+        return NO_MEMORY
+    call.units = call.workspace
+    call.counters = call.units + table
+    call.partials = call.counters + counters
+    zero(call.counters, counters)
+    divide(call, call.units)
+    return call.num_units * call.num_kv_heads + (call.num_q_heads if call.sinks else 0)
+
+
+# ---- one program
+
+
+@inlined
+def tokens_seeing(call, q_len, kv_len, first, stop):  # type: ignore[no-untyped-def]
+    """The queries of a sequence that see any of the keys [first, stop)."""
+    first_new = kv_len - q_len
+    low = max(first - first_new, 0) if call.causal else 0
+    high = min(stop - 1 + call.window - first_new, q_len) if call.window else q_len
+    return low, high
+
+
+@compiled
+def read_keys(call, tile, head, first, count):  # type: ignore[no-untyped-def]
+    """Read packed keys and values from a row on."""
+    size = size_of(call.format)
+    for key in range(count):
+        k = call.k + size * ((first + key) * call.k_token_stride + head * call.k_head_stride)
+        v = call.v + size * ((first + key) * call.v_token_stride + head * call.v_head_stride)
+        widen(call.format, k, tile.k + 4 * key * tile.width, call.head_dim, 1.0)
+        widen(call.format, v, tile.v + 4 * key * tile.v_width, call.v_head_dim, 1.0)
+    zero(tile.dk, 4 * tile.keys * tile.width)
+    zero(tile.dv, 4 * tile.keys * tile.v_width)
+
+
+@compiled
+def read_queries(call, tile, seq, head, first, last):  # type: ignore[no-untyped-def]
+    """Read the queries [first, last) of a sequence; returns the keys that at least one of them sees."""
+    group, row = call.num_q_heads // call.num_kv_heads, 0
+    start, stop = queries_of(call, seq)
+    kv_len = kv_len_of(call, seq)
+    low, high = kv_len, 0
+    for token in range(start + first, start + last):
+        position = kv_len - stop + token
+        left = max(position - call.window + 1, 0) if call.window else 0
+        right = min(position + 1, kv_len) if call.causal else kv_len
+        if left < right:
+            low, high = min(low, left), max(high, right)
+        for q_head in range(head * group, (head + 1) * group):
+            source = call.q + size_of(call.format) * (token * call.q_token_stride + q_head * call.q_head_stride)
+            sees = read_row(call, tile, row, token, q_head, source)
+            set_int(tile.left, row, left)
+            set_int(tile.right, row, right if sees else left)
+            row += 1
+    zero(tile.q + 4 * row * tile.width, 4 * (tile.rows - row) * tile.width)
+    zero(tile.d_out + 4 * row * tile.v_width, 4 * (tile.rows - row) * tile.v_width)
+    return low, high
+
+
+@inlined
+def within(position, count):  # type: ignore[no-untyped-def]
+    return min(max(position, 0), count)
+
+
+@compiled
+def add_gradients(call, tile, rows, first, offset, count, dq):  # type: ignore[no-untyped-def]
+    """The gradients that the tile's rows and `count` of its keys have of each other; the tile's first is at `first`.
+
+    These keys begin `offset` behind it; `dq` is where the rows' own gradients are.
+    """
+    whole = up_to(rows, ROWS)
+    scores(tile.q, tile.k_rows + 8 * offset, tile.s, whole, count, tile.width, tile.keys)
+    scores(tile.d_out, tile.v_rows + 8 * offset, tile.d_s, whole, count, tile.v_width, tile.keys)
+    for row in range(whole):
+        left = within(int_at(tile.left, row) - first - offset, count) if row < rows else 0
+        right = within(int_at(tile.right, row) - first - offset, count) if row < rows else 0
+        differentiate(tile, row, left, right, count, call.scale, call.soft_cap)
+    keys, width, v_width, written = tile.keys, tile.width, tile.v_width, up_to(count, ROWS)
+    mix(tile.d_s, tile.k + 4 * offset * width, dq, whole, count, width, keys, 1, width, width)
+    mix(tile.d_s, tile.q, tile.dk + 4 * offset * width, written, rows, width, 1, keys, width, width)
+    mix(tile.s, tile.d_out, tile.dv + 4 * offset * v_width, written, rows, v_width, 1, keys, v_width, v_width)
+
+
+@compiled
+def attend_backward(call, tile, unit, head, dq):  # type: ignore[no-untyped-def]
+    """The gradients of a unit's keys and values, written; those of the sequence's queries, added to `dq`."""
+    seq, low, high, size = int_at(unit, SEQ), int_at(unit, LOW), int_at(unit, HIGH), size_of(call.format)
+    start, stop = queries_of(call, seq)
+    kv_len, base, group = kv_len_of(call, seq), first_key_of(call, seq), call.num_q_heads // call.num_kv_heads
+    for first in range(low, high, tile.keys):
+        count = min(tile.keys, high - first)
+        read_keys(call, tile, head, base + first, count)
+        token, last = tokens_seeing(call, stop - start, kv_len, first, first + count)
+        for token in range(token, last, call.block_q):
+            end = min(token + call.block_q, last)
+            left, right = read_queries(call, tile, seq, head, token, end)
+            left, right = within(left - first, count), within(right - first, count)
+            if left < right:
+                target = dq + 4 * token * group * tile.width
+                add_gradients(call, tile, (end - token) * group, first, left, right - left, target)
+        for key in range(count):
+            place = (base + first + key) * call.num_kv_heads + head
+            k, v = tile.dk + 4 * key * tile.width, tile.dv + 4 * key * tile.v_width
+            narrow(call.format, k, call.dk + size * place * call.head_dim, call.head_dim, 1.0)
+            narrow(call.format, v, call.dv + size * place * call.v_head_dim, call.v_head_dim, 1.0)
+
+
+@compiled
+def write_query_gradients(call, tile, seq, head, dq):  # type: ignore[no-untyped-def]
+    group, size = call.num_q_heads // call.num_kv_heads, size_of(call.format)
+    start, stop = queries_of(call, seq)
+    for row in range((stop - start) * group):
+        place = (start + row // group) * call.num_q_heads + head * group + row % group
+        narrow(call.format, dq + 4 * row * tile.width, call.dq + size * place * call.head_dim, call.head_dim, 1.0)
+
+
+@compiled
+def program(call, tile, index):  # type: ignore[no-untyped-def]
+    """One unit for one KV head, or one sink; False if there is no memory for it."""
+    if index >= call.num_units * call.num_kv_heads:
+        sink_gradient(call, tile, index - call.num_units * call.num_kv_heads)
+        return
+    unit, head = call.units + 8 * len(UNIT) * (index // call.num_kv_heads), index % call.num_kv_heads
+    seq, num_splits, split = int_at(unit, SEQ), int_at(unit, NUM_SPLITS), int_at(unit, SPLIT)
+    start, stop = queries_of(call, seq)
+    count = ((stop - start) * (call.num_q_heads // call.num_kv_heads) + ROWS) * tile.width
+    if num_splits == 1:
+        dq = allocate(4 * count)
+        zero(dq, 4 * count)
+        attend_backward(call, tile, unit, head, dq)
+        write_query_gradients(call, tile, seq, head, dq)
+        release(dq)
+        return
+    partials = call.partials + 4 * (int_at(unit, PARTIAL) * call.num_kv_heads + head * num_splits * count)
+    dq = partials + 4 * split * count
+    zero(dq, 4 * count)
+    attend_backward(call, tile, unit, head, dq)
+    if add_to(call.counters + 8 * (int_at(unit, COUNTER) * call.num_kv_heads + head), 1) == num_splits - 1:
+        for other in range(1, num_splits):
+            for column in range(0, count, LANES):
+                store(partials, column, load(partials, column) + load(partials + 4 * other * count, column))
+        write_query_gradients(call, tile, seq, head, partials)
+
+
+def work(address):  # type: ignore[no-untyped-def]
+    """Programs, one after another, until none is left."""
+    call = call_of(address)
+    rows = call.block_q * (call.num_q_heads // call.num_kv_heads)
+    memory = new_tile(rows, call.block_kv, call.head_dim, call.v_head_dim, False)
+    tile = tile_at(memory)
+    index = next_program(address, call.num_programs)
+    while index >= 0:
+        program(call, tile, index)
+        finished(address)
+        index = next_program(address, call.num_programs)
+    release(memory)
+    return 0
+
+
+KERNEL = Kernel("varlen_attention_backward", FIELDS, plan, work)
+
+
+def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> tuple[Any, ...]:
+    names = ("d_out", "q", "k", "v", "out", "lse", "cu_q_lens", "cu_kv_lens", "d_lse", "sinks")
+    in_rows = ("q", "k", "v")  # whose rows may be apart
+    operands = {
+        name: None if (array := getattr(call, name)) is None
+        else launch.packed(array) if name in in_rows else launch.contiguous(array)
+        for name in names
+    }  # fmt: skip
+    strides = {
+        f"{name}_{axis}_stride": step
+        for name in in_rows
+        for axis, step in zip(("token", "head"), launch.strides(operands[name])[:2], strict=True)
+    }
+    shapes = zip(("dq", "dk", "dv", "d_sinks"), call.results(), strict=True)
+    results = launch.native(
+        KERNEL,
+        operands,
+        {name: (result.shape, result.dtype) for name, result in shapes},
+        {
+            "num_tokens": call.num_q_tokens,
+            "num_kv_tokens": call.num_kv_tokens,
+            "num_q_heads": call.num_q_heads,
+            "num_kv_heads": call.num_kv_heads,
+            "head_dim": call.head_dim,
+            "v_head_dim": call.v_head_dim,
+            "max_num_seqs": call.num_seqs,
+            "layout": PACKED,
+            "format": CODES[dtype_name(call.q)],
+            **strides,
+            "causal": call.causal,
+            "window": call.sliding_window or 0,
+            "scale": bits_of(call.scale),
+            "soft_cap": bits_of(call.soft_cap or 0.0),
+            "block_q": tile.block_q,
+            "block_kv": tile.block_kv,
+            "num_threads": launch.num_threads,
+        },
+    )
+    return tuple(results[name] for name in ("dq", "dk", "dv", "d_sinks"))
