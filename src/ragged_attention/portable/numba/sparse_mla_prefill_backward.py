@@ -1,0 +1,235 @@
+"""The gradient of sparse MLA prefill on a CPU.
+
+Two kinds of programs, so that every sum has one owner and one order: one has some rows of a query token and adds up
+their gradients over the token's list; the other has every so-manieth slot of the cache and adds up its gradients over
+all tokens that list it. Both compute the weights anew.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from ragged_attention.calls import SparseMlaPrefillBackward, dtype_name
+from ragged_attention.portable.numba._call import cannot_run
+from ragged_attention.portable.numba._formats import CODES, narrow, size_of
+from ragged_attention.portable.numba._gradients import differentiate, new_tile, read_row, sink_gradient, tile_at
+from ragged_attention.portable.numba._kernels import NO_MEMORY, Fields, Kernel, bits_of, finished, next_program
+from ragged_attention.portable.numba._latent_call import Tile as Tile
+from ragged_attention.portable.numba._latent_call import heuristic as heuristic
+from ragged_attention.portable.numba._products import ROWS, mix, scores
+from ragged_attention.portable.numba._tiles import read_rows, up_to, within
+from ragged_attention.portable.numba._vectors import (
+    LANES,
+    allocate,
+    compiled,
+    inlined,
+    int32_at,
+    int_at,
+    load,
+    release,
+    set_int,
+    store,
+    zero,
+)
+
+FIELDS = Fields(
+    operands=("d_out", "q", "kv", "indices", "out", "lse", "d_lse", "sinks", "topk_lens"),
+    results=("dq", "dkv", "d_sinks"),
+    numbers=(
+        "num_tokens", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "topk", "format", "num_slots",
+        "page_size", "q_token_stride", "q_head_stride", "page_stride", "slot_stride", "head_stride",
+        "list_token_stride", "list_head_stride", "scale", "block_rows", "block_kv", "num_threads",
+    ),
+    plan=("sums", "blocks", "owners"),
+    floats=("scale",),
+)  # fmt: skip
+call_of = FIELDS.at
+FEATURES = frozenset({"d_lse", "sm_scale", "d_v", "sinks", "topk_lens", "deterministic"})
+FEWEST_OWNERS, MOST_OWNERS = 4, 32
+KEYS_OF_AN_OWNER = 16  # of a list, about
+
+
+def why_not(call: SparseMlaPrefillBackward) -> str | None:
+    if (dtype := dtype_name(call.q)) not in CODES:
+        return f"takes q.dtype float32, bfloat16 or float16, got {dtype}"
+    return cannot_run(call)
+
+
+def plan(address):  # type: ignore[no-untyped-def]
+    """Programs: blocks of each token's rows, then owners of slots, each for every KV head; then one per sink."""
+    call = call_of(address)
+    group = call.num_q_heads // call.num_kv_heads
+    call.blocks = (group + call.block_rows - 1) // call.block_rows
+    call.owners = min(max(call.topk // KEYS_OF_AN_OWNER, FEWEST_OWNERS), MOST_OWNERS)
+    call.workspace = allocate(4 * call.num_slots * call.num_kv_heads * up_to(call.head_dim, LANES) + 64)
+    if call.workspace == 0:
+        return NO_MEMORY
+    call.sums = call.workspace
+    per_head = call.num_tokens * call.blocks + call.owners
+    return per_head * call.num_kv_heads + (call.num_q_heads if call.sinks else 0)
+
+
+@inlined
+def length_of(call, token):  # type: ignore[no-untyped-def]
+    return within(int32_at(call.topk_lens, token), call.topk) if call.topk_lens else call.topk
+
+
+@compiled
+def list_keys(call, tile, token, head, entry, length, owner, owners):  # type: ignore[no-untyped-def]
+    """List a tile of the valid keys from an entry on, of those slots that one of the owners has.
+
+    Returns how many there are, and the entry behind them; their addresses are in `sources`, their slots in `scales`.
+    """
+    count, lists = 0, token * call.list_token_stride + head * call.list_head_stride
+    while entry < length and count < tile.keys:
+        slot = int32_at(call.indices, lists + entry)
+        entry += 1
+        if 0 <= slot < call.num_slots and slot % owners == owner:
+            place = slot // call.page_size * call.page_stride + slot % call.page_size * call.slot_stride
+            set_int(tile.sources, count, call.kv + size_of(call.format) * (place + head * call.head_stride))
+            set_int(tile.scales, count, slot)
+            count += 1
+    return count, entry
+
+
+@compiled
+def read_queries(call, tile, token, head, first, last):  # type: ignore[no-untyped-def]
+    """Read the rows [first, last) of a KV head's group."""
+    group, rows = call.num_q_heads // call.num_kv_heads, last - first
+    for row in range(rows):
+        q_head = head * group + first + row
+        source = call.q + size_of(call.format) * (token * call.q_token_stride + q_head * call.q_head_stride)
+        set_int(tile.right, row, read_row(call, tile, row, token, q_head, source))
+    zero(tile.q + 4 * rows * tile.width, 4 * (tile.rows - rows) * tile.width)
+    zero(tile.d_out + 4 * rows * tile.v_width, 4 * (tile.rows - rows) * tile.v_width)
+    return rows
+
+
+@compiled
+def differentiate_rows(call, tile, rows, count):  # type: ignore[no-untyped-def]
+    """The weights of the tile's rows on `count` keys that were read, and the gradients of their logits."""
+    whole = up_to(rows, ROWS)
+    scores(tile.q, tile.k_rows, tile.s, whole, count, tile.width, tile.keys)
+    scores(tile.d_out, tile.v_rows, tile.d_s, whole, count, tile.v_width, tile.keys)
+    for row in range(whole):
+        seen = count if row < rows and int_at(tile.right, row) else 0
+        differentiate(tile, row, 0, seen, count, call.scale, np.float32(0))
+
+
+@compiled
+def query_gradients(call, tile, token, head, block):  # type: ignore[no-untyped-def]
+    """The gradients of a block of a token's rows."""
+    group, entry, length = call.num_q_heads // call.num_kv_heads, 0, length_of(call, token)
+    first = block * call.block_rows
+    rows = read_queries(call, tile, token, head, first, min(first + call.block_rows, group))
+    zero(tile.dk, 4 * tile.rows * tile.width)  # which holds their gradients here
+    while entry < length:
+        count, entry = list_keys(call, tile, token, head, entry, length, 0, 1)
+        read_rows(call.format, tile.sources, tile.k, tile.width, call.head_dim, count, 1.0)
+        differentiate_rows(call, tile, rows, count)
+        mix(tile.d_s, tile.k, tile.dk, up_to(rows, ROWS), count, tile.width, tile.keys, 1, tile.width, tile.width)
+    for row in range(rows):
+        place = (token * call.num_q_heads + head * group + first + row) * call.head_dim
+        target = call.dq + size_of(call.format) * place
+        narrow(call.format, tile.dk + 4 * row * tile.width, target, call.head_dim, 1.0)
+
+
+@compiled
+def add_rows(call, tile, head, count):  # type: ignore[no-untyped-def]
+    """Add the tile's gradients of keys to the sums of their slots."""
+    width = up_to(call.head_dim, LANES)
+    for key in range(count):
+        row = call.sums + 4 * (int_at(tile.scales, key) * call.num_kv_heads + head) * width
+        for column in range(0, width, LANES):
+            store(row, column, load(row, column) + load(tile.dk, key * tile.width + column))
+
+
+@compiled
+def key_gradients(call, tile, head, owner):  # type: ignore[no-untyped-def]
+    """The gradients of an owner's slots, which are every so-manieth, over all tokens."""
+    group, width = call.num_q_heads // call.num_kv_heads, up_to(call.head_dim, LANES)
+    for slot in range(owner, call.num_slots, call.owners):
+        zero(call.sums + 4 * (slot * call.num_kv_heads + head) * width, 4 * width)
+    for token in range(call.num_tokens):
+        entry, length = 0, length_of(call, token)
+        while entry < length:
+            count, entry = list_keys(call, tile, token, head, entry, length, owner, call.owners)
+            if count == 0:
+                continue
+            read_rows(call.format, tile.sources, tile.k, tile.width, call.head_dim, count, 1.0)
+            zero(tile.dk, 4 * tile.keys * tile.width)
+            written = up_to(count, ROWS)
+            for first in range(0, group, call.block_rows):
+                rows = read_queries(call, tile, token, head, first, min(first + call.block_rows, group))
+                differentiate_rows(call, tile, rows, count)
+                keys, v_width = tile.keys, tile.v_width
+                mix(tile.d_s, tile.q, tile.dk, written, rows, tile.width, 1, keys, tile.width, tile.width)
+                mix(tile.s, tile.d_out, tile.dk, written, rows, v_width, 1, keys, v_width, tile.width)
+            add_rows(call, tile, head, count)
+    for slot in range(owner, call.num_slots, call.owners):
+        place = slot * call.num_kv_heads + head
+        target = call.dkv + size_of(call.format) * place * call.head_dim
+        narrow(call.format, call.sums + 4 * place * width, target, call.head_dim, 1.0)
+
+
+@compiled
+def program(call, tile, index):  # type: ignore[no-untyped-def]
+    head, part = index % call.num_kv_heads, index // call.num_kv_heads
+    if part < call.owners:  # first, for they take the longest
+        key_gradients(call, tile, head, part)
+    elif part < call.owners + call.num_tokens * call.blocks:
+        part -= call.owners
+        query_gradients(call, tile, part // call.blocks, head, part % call.blocks)
+    else:
+        sink_gradient(call, tile, index - (call.owners + call.num_tokens * call.blocks) * call.num_kv_heads)
+
+
+def work(address):  # type: ignore[no-untyped-def]
+    """Programs, one after another, until none is left."""
+    call = call_of(address)
+    memory = new_tile(call.block_rows, max(call.block_kv, call.block_rows), call.head_dim, call.v_head_dim, True)
+    tile = tile_at(memory)
+    index = next_program(address, call.num_programs)
+    while index >= 0:
+        program(call, tile, index)
+        finished(address)
+        index = next_program(address, call.num_programs)
+    release(memory)
+    return 0
+
+
+KERNEL = Kernel("sparse_mla_prefill_backward", FIELDS, plan, work)
+
+
+def run(call: SparseMlaPrefillBackward, tile: Tile, launch: Any) -> tuple[Any, ...]:
+    q, kv, indices = launch.packed(call.q), launch.packed(call.kv), launch.packed(call.indices)
+    steps = launch.strides(kv)
+    given = {name: getattr(call, name) for name in ("d_out", "out", "lse", "d_lse", "sinks", "topk_lens")}
+    shapes = zip(("dq", "dkv", "d_sinks"), call.results(), strict=True)
+    results = launch.native(
+        KERNEL,
+        {"q": q, "kv": kv, "indices": indices}
+        | {name: None if array is None else launch.contiguous(array) for name, array in given.items()},
+        {name: (result.shape, result.dtype) for name, result in shapes},
+        {
+            "num_tokens": call.num_tokens,
+            "num_q_heads": call.num_q_heads,
+            "num_kv_heads": call.num_kv_heads,
+            "head_dim": call.d_qk,
+            "v_head_dim": call.d_v,
+            "topk": call.topk,
+            "format": CODES[dtype_name(q)],
+            "num_slots": call.num_slots,
+            "page_size": call.page_size,
+            **dict(zip(("q_token_stride", "q_head_stride"), launch.strides(q)[:2], strict=True)),
+            "page_stride": steps[0],
+            "slot_stride": steps[1] if len(steps) == 4 else 0,
+            "head_stride": steps[-2],
+            **dict(zip(("list_token_stride", "list_head_stride"), launch.strides(indices)[:2], strict=True)),
+            "scale": bits_of(call.scale),
+            "block_rows": tile.block_rows,
+            "block_kv": tile.block_kv,
+            "num_threads": launch.num_threads,
+        },
+    )
+    return tuple(results[name] for name in ("dq", "dkv", "d_sinks"))
