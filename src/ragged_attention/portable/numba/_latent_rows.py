@@ -1,8 +1,26 @@
-"""Rows of a latent cache in all its formats, read as float32."""
+"""Rows of a latent cache in all its formats, to and from float32."""
+
+import numpy as np
 
 from ragged_attention.calls import CACHE_FORMATS
-from ragged_attention.portable.numba._formats import BFLOAT16, E4M3, widen
-from ragged_attention.portable.numba._vectors import byte_at, compiled, float_at, float_of, inlined, int_at, zero
+from ragged_attention.portable.numba._formats import BFLOAT16, E4M3, narrow, widen
+from ragged_attention.portable.numba._vectors import (
+    LANES,
+    bits_of_float,
+    byte_at,
+    compiled,
+    float_at,
+    float_of,
+    inlined,
+    int_at,
+    load,
+    set_byte,
+    set_float,
+    splat,
+    store,
+    without_signs_of_nan,
+    zero,
+)
 
 PLAIN, V32, V4 = 0, 1, 2
 LAYOUTS = {"plain": PLAIN, "fp8_v32": V32, "fp8_v4": V4}
@@ -11,6 +29,7 @@ VALUES_32, GROUP_32 = CACHE_FORMATS["fp8_v32"].values, CACHE_FORMATS["fp8_v32"].
 VALUES_4, GROUP_4 = CACHE_FORMATS["fp8_v4"].values, CACHE_FORMATS["fp8_v4"].group
 ROTARY = CACHE_FORMATS["fp8_v4"].rotary
 ROW_4 = VALUES_4 + 2 * ROTARY  # bytes of a token of fp8_v4 in front of a page's scales
+LARGEST, SMALLEST_SCALE = np.float32(448), np.float32(1e-4)  # of e4m3; of a group
 SCALES_4 = CACHE_FORMATS["fp8_v4"].token_bytes - ROW_4
 
 
@@ -52,3 +71,50 @@ def read_latents(layout, code, rows, scales, target, width, columns, count):  # 
                 start = group * GROUP_4
                 widen(E4M3, row + start, to + 4 * start, GROUP_4, e8m0_value(byte_at(scale, group)))
             widen(BFLOAT16, row + VALUES_4, to + 4 * VALUES_4, ROTARY, 1.0)
+
+
+# ---- to bytes
+
+
+@compiled
+def group_scale(row, count, power_of_two):  # type: ignore[no-untyped-def]
+    """A group's scale: its largest magnitude over e4m3's, at least 1e-4, maybe rounded up; NaN if one of it is."""
+    high, nan = np.float32(0), False
+    for index in range(count):
+        size = abs(float_at(row, index))
+        nan = nan or size != size
+        high = max(high, size)
+    scale = max(high / LARGEST, SMALLEST_SCALE)
+    if nan:
+        return np.float32(np.nan)
+    if power_of_two and scale < np.float32(np.inf):
+        return float_of(bits_of_float(scale) + 0x7FFFFF & 0xFF800000)
+    return scale
+
+
+@compiled
+def quantize_group(row, count, scale, target):  # type: ignore[no-untyped-def]
+    """A group's codes; `row`, which becomes the scaled numbers, holds whole vectors."""
+    for index in range(0, count, LANES):
+        store(row, index, without_signs_of_nan(load(row, index) / splat(scale)))
+    narrow(E4M3, row, target, count, 1.0)
+
+
+@compiled
+def store_latent(layout, row, target, scales, power_of_two):  # type: ignore[no-untyped-def]
+    """Write a row of float32 as the bytes of a token, whose places `place_of` gives; the row is used up."""
+    if layout == V32:
+        for group in range(VALUES_32 // GROUP_32):
+            values = row + 4 * group * GROUP_32
+            scale = group_scale(values, GROUP_32, power_of_two)
+            set_float(scales, group, scale)
+            quantize_group(values, GROUP_32, scale, target + group * GROUP_32)
+        narrow(BFLOAT16, row + 4 * VALUES_32, scales + 4 * (VALUES_32 // GROUP_32), ROTARY, 1.0)
+        return
+    for group in range(VALUES_4 // GROUP_4):
+        values = row + 4 * group * GROUP_4
+        scale = group_scale(values, GROUP_4, True)
+        set_byte(scales + group, bits_of_float(scale) >> 23)
+        quantize_group(values, GROUP_4, scale, target + group * GROUP_4)
+    set_byte(scales + VALUES_4 // GROUP_4, 0)
+    narrow(BFLOAT16, row + 4 * VALUES_4, target + VALUES_4, ROTARY, 1.0)

@@ -145,6 +145,13 @@ def with_sign(builder: Any, a: Any, sign: Any) -> Any:
 
 
 @function_of(vector, vector)
+def without_signs_of_nan(builder: Any, a: Any) -> Any:
+    """The same with every NaN a positive one."""
+    nan = builder.bitcast(constant(INTS, 0x7FC00000), FLOATS)
+    return builder.select(builder.fcmp_unordered("uno", a, a), nan, a)
+
+
+@function_of(vector, vector)
 def truncated(builder: Any, a: Any) -> Any:
     """Rounded towards zero, within int32."""
     return builder.sitofp(builder.fptosi(a, INTS), FLOATS)
@@ -274,6 +281,11 @@ def float_of(builder: Any, bits: Any) -> Any:
     return builder.bitcast(builder.trunc(bits, I32), F32)
 
 
+@function_of(types.int64, types.float32)
+def bits_of_float(builder: Any, value: Any) -> Any:
+    return builder.zext(builder.bitcast(value, I32), I64)
+
+
 def _external(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
     kind = ir.FunctionType(result, [value.type for value in arguments])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
@@ -296,6 +308,23 @@ def release(builder: Any, address: Any) -> None:
 def zero(builder: Any, address: Any, size: Any) -> None:
     """Set so many bytes to 0."""
     cgutils.memset(builder, builder.inttoptr(address, I8.as_pointer()), size, 0)
+
+
+@function_of(types.none, types.int64, types.int64, types.int64)
+def copy(builder: Any, target: Any, source: Any, size: Any) -> None:
+    """Copy so many bytes."""
+    pointers = [builder.inttoptr(address, I8.as_pointer()) for address in (target, source)]
+    cgutils.raw_memcpy(builder, *pointers, size, ir.Constant(I64, 1))
+
+
+@function_of(types.none, types.int64, types.int64)
+def set_byte(builder: Any, address: Any, value: Any) -> None:
+    builder.store(builder.trunc(value, I8), builder.inttoptr(address, I8.as_pointer()))
+
+
+@function_of(types.none, types.int64, types.int64, types.int64)
+def set_int32(builder: Any, address: Any, index: Any, value: Any) -> None:
+    builder.store(builder.trunc(value, I32), element(builder, address, index, I32))
 
 
 @function_of(types.none, types.int64, types.int64)

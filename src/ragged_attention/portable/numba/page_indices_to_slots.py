@@ -1,0 +1,62 @@
+"""Token positions as slots of the cache on a CPU."""
+
+import math
+from typing import Any
+
+from ragged_attention.calls import PageIndicesToSlots
+from ragged_attention.portable._no_tuning import Tile as Tile
+from ragged_attention.portable._no_tuning import heuristic as heuristic
+from ragged_attention.portable.numba._call import cannot_run
+from ragged_attention.portable.numba._kernels import Fields, Kernel, finished, next_program
+from ragged_attention.portable.numba._vectors import int32_at, set_int32
+
+FIELDS = Fields(
+    operands=("positions", "page_indices"),
+    results=("slots",),
+    numbers=("num_seqs", "num_positions", "pages_per_seq", "table_stride", "page_size", "num_threads"),
+)
+call_of = FIELDS.at
+FEATURES: frozenset[str] = frozenset()
+SLOTS = 2**31  # that an int32 can number
+
+
+def why_not(call: PageIndicesToSlots) -> str | None:
+    return cannot_run(call)
+
+
+def plan(address):  # type: ignore[no-untyped-def]
+    return call_of(address).num_seqs
+
+
+def work(address):  # type: ignore[no-untyped-def]
+    """Programs, each of one sequence."""
+    call = call_of(address)
+    seq = next_program(address, call.num_programs)
+    while seq >= 0:
+        for index in range(seq * call.num_positions, (seq + 1) * call.num_positions):
+            position, slot = int32_at(call.positions, index), -1
+            if position >= 0 and position // call.page_size < call.pages_per_seq:
+                page = int32_at(call.page_indices, seq * call.table_stride + position // call.page_size)
+                slot = page * call.page_size + position % call.page_size if page >= 0 else -1
+            set_int32(call.slots, index, slot if slot < SLOTS else -1)
+        finished(address)
+        seq = next_program(address, call.num_programs)
+    return 0
+
+
+KERNEL = Kernel("page_indices_to_slots", FIELDS, plan, work)
+
+
+def run(call: PageIndicesToSlots, tile: Tile, launch: Any) -> Any:
+    del tile
+    positions, tables = launch.contiguous(call.positions), launch.packed(call.page_indices)
+    numbers = {
+        "num_seqs": positions.shape[0],
+        "num_positions": math.prod(positions.shape[1:]),
+        "pages_per_seq": tables.shape[1],
+        "table_stride": launch.strides(tables)[0],
+        "page_size": min(call.page_size, SLOTS),
+        "num_threads": launch.num_threads,
+    }
+    operands = {"positions": positions, "page_indices": tables}
+    return launch.native(KERNEL, operands, {"slots": (positions.shape, "int32")}, numbers)["slots"]
