@@ -18,6 +18,7 @@ PAGE = Path(__file__).resolve().parent / "status.md"
 BEGIN, END = "<!-- written by docs/status_table.py -->\n", "<!-- end of what is written -->\n"
 COLUMNS = {
     "reference": "`reference`",
+    "numba": "`numba`",
     "eager": "`eager`",
     "xla": "`xla`",
     "triton": "`triton`, interpreted",

@@ -22,7 +22,8 @@ COLUMNS = {
     "NVIDIA Ampere, Ada": (("torch", "sm_80"), ("torch", "sm_86"), ("torch", "sm_89")),
     "AMD CDNA 3, 4": (("torch", "gfx942"), ("torch", "gfx950")),
     "TPU": (("jax", "tpu"),),
-    "CPU, MPS, XPU": (("torch", "cpu"), ("torch", "mps"), ("torch", "xpu"), ("jax", "cpu")),
+    "CPU": (("torch", "cpu"), ("jax", "cpu")),
+    "MPS, XPU": (("torch", "mps"), ("torch", "xpu")),
 }
 DECODE = Sample()
 WIDE = dataclasses.replace(DECODE, num_tokens=512)

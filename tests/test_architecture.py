@@ -11,7 +11,20 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "ragged_attention"
 ROOMS = ("reference", "kernels_triton", "kernels_pallas", "kernels_cuda")
-STANDARD = {"torch", "jax", "jaxlib", "jax_triton", "triton", "numpy", "rich", "hypothesis", "pytest", "ml_dtypes"}
+STANDARD = {
+    "torch",
+    "jax",
+    "jaxlib",
+    "jax_triton",
+    "triton",
+    "numpy",
+    "numba",
+    "llvmlite",
+    "rich",
+    "hypothesis",
+    "pytest",
+    "ml_dtypes",
+}
 
 # What of the packages above a folder may import.
 TOOLCHAINS = {
@@ -19,6 +32,7 @@ TOOLCHAINS = {
     "kernels_triton": {"triton"},
     "kernels_pallas": {"jax", "jaxlib", "numpy"},
     "kernels_cuda": {"torch", "jax", "jaxlib", "numpy"},
+    "portable/numba": {"numba", "llvmlite", "numpy"},
     "portable/torch_eager": {"torch", "numpy"},
     "portable/xla": {"jax", "jaxlib", "numpy"},
     "torch": {"torch", "numpy"},
@@ -116,7 +130,7 @@ def test_a_folder_imports_its_own_toolchain_only(folder):
         assert found <= TOOLCHAINS[folder], f"{name_of(path)} imports {', '.join(found - TOOLCHAINS[folder])}"
 
 
-@pytest.mark.parametrize("room", [*ROOMS, "portable/torch_eager", "portable/xla"])
+@pytest.mark.parametrize("room", [*ROOMS, "portable/numba", "portable/torch_eager", "portable/xla"])
 def test_a_room_knows_the_records_the_errors_and_itself(room):
     allowed = {*FOR_ROOMS, room.partition("/")[0]} | ({"_jax_pages"} if "jax" in TOOLCHAINS[room] else set())
     for path in sources(folder_of(room)):

@@ -50,7 +50,7 @@ def test_explain_marks_what_runs(run_cli):
     pytest.importorskip("torch")
     code, out, err = run_cli("explain", ATTENTION, "--framework", "torch", "--device", "cpu")
     assert (code, err) == (0, "")
-    assert ["*", "eager", "chosen"] in rows(out)
+    assert ["*", "numba", "chosen"] in rows(out)
     assert {row[1] for row in rows(out)} == set(dispatch.backends())
     assert "runs with Tile(" in out
 
@@ -104,7 +104,7 @@ def test_a_dense_call_has_no_topk(run_cli):
     pytest.importorskip("torch")
     code, out, _ = run_cli("explain", "mla_decode", "--topk", "0", "--framework", "torch", "--device", "cpu")
     assert code == 0
-    assert ["*", "eager", "chosen"] in rows(out)
+    assert ["*", "numba", "chosen"] in rows(out)
 
 
 def test_explain_follows_the_configuration(run_cli, monkeypatch):

@@ -101,10 +101,10 @@ def merge_inputs() -> tuple[np.ndarray, np.ndarray]:
         ("jax", "cuda", ("cuda", "triton", "xla")),
         ("torch", "rocm", ("triton", "eager")),
         ("jax", "tpu", ("pallas", "xla")),
-        ("torch", "cpu", ("eager",)),
+        ("torch", "cpu", ("numba", "eager")),
         ("torch", "mps", ("eager",)),
         ("torch", "xpu", ("eager",)),
-        ("jax", "cpu", ("xla",)),
+        ("jax", "cpu", ("numba", "xla")),
     ],
 )
 def test_platform_order(framework, platform, order):
@@ -147,7 +147,7 @@ def test_the_first_that_takes_the_call_is_chosen(install):
 
 def test_a_named_backend_is_never_replaced(install):
     install("busy", "block_q = 3 is odd")
-    assert dispatch.choose(sample(), backend="auto").backend == "eager"
+    assert dispatch.choose(sample(), backend="auto").backend == "numba"
     with pytest.raises(Unsupported, match=r"\n  busy: block_q = 3 is odd"):
         dispatch.choose(sample(), backend="busy")
     with ra.use_backend("busy"), pytest.raises(Unsupported, match=r"\n  busy: block_q = 3 is odd"):
@@ -205,7 +205,7 @@ def test_unsupported_lists_every_candidate_and_the_nearest_that_would_do(install
         "no backend asked for takes this merge_attention_states call from torch on cpu:",
         "  busy: block_q = 3 is odd",
         "  choosy: head_dim = 24 is none of 64, 128",
-        'nearest that does: backend="eager"',
+        'nearest that does: backend="numba"',
     ]
     assert not isinstance(caught.value, BackendMissing)
 
@@ -265,7 +265,7 @@ def test_a_backend_announced_under_a_name_that_is_taken_is_shown_as_such(install
     text = f"cannot be reached: {name}_attention is announced under a name that has another meaning here; rename it"
     assert explanation(sample()).splitlines()[-1] == f"  {name:10} {text}"
     assert (name, "", text) in list(doctor.backends())
-    assert dispatch.choose(sample(), backend="auto").backend == "eager"
+    assert dispatch.choose(sample(), backend="auto").backend == "numba"
 
 
 def test_a_package_announced_but_gone(install):
@@ -308,7 +308,7 @@ def test_explain_marks_the_chosen_and_gives_reasons(install):
     assert lines[:4] == [
         "merge_attention_states from torch on cpu",
         "  busy       block_q = 3 is odd",
-        "* eager      chosen",
+        "* numba      chosen",
         "  reference  could run",
     ]
     assert {line[2:].split()[0] for line in lines[1:]} == set(dispatch.backends())

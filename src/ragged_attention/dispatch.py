@@ -40,6 +40,7 @@ ORDER: Mapping[str, tuple[str, ...]] = {
     "cuda": ("cuda", "triton", "portable"),
     "rocm": ("triton", "portable"),
     "tpu": ("pallas", "portable"),
+    "cpu": ("numba", "portable"),
     "*": ("portable",),
 }
 

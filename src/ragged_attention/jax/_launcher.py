@@ -309,8 +309,9 @@ class Launcher:
             shape, dtype = ((0,), jnp.int32) if given is None else given
             shapes.append(jax.ShapeDtypeStruct(tuple(shape), dtype))
         arrays = [nothing if array is None else array for array in map(operands.__getitem__, record.OPERANDS)]
-        call = jax.ffi.ffi_call(_target(function, self.device.platform), shapes, vmap_method="sequential",
-                                input_output_aliases=aliases)
+        call = jax.ffi.ffi_call(
+            _target(function, self.device.platform), shapes, vmap_method="sequential", input_output_aliases=aliases
+        )
         results = call(
             *arrays,
             numbers=np.array([numbers[name] for name in record.NUMBERS], np.int64),

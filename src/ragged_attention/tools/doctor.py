@@ -24,7 +24,7 @@ from ragged_attention.calls import CALLS, Device
 from ragged_attention.errors import BackendMissing, Unsupported
 from ragged_attention.samples import FRAMEWORKS, device_of, sample_of
 
-MODULES = ("numpy", "torch", "triton", "jax", "jax_triton")
+MODULES = ("numpy", "torch", "numba", "triton", "jax", "jax_triton")
 DISTRIBUTIONS = {"jax_triton": "jax-triton"}
 
 

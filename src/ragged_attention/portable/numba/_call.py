@@ -9,7 +9,8 @@ from ragged_attention.calls.base import Call
 from ragged_attention.errors import InvalidInput
 from ragged_attention.portable.numba import _paged, _sequences
 from ragged_attention.portable.numba._formats import CODES
-from ragged_attention.portable.numba._kernels import Kernel, bits_of
+from ragged_attention.portable.numba._kernels import Kernel
+from ragged_attention.portable.numba._records import bits_of
 from ragged_attention.portable.numba._scales import numbers_of
 
 KERNEL = Kernel("paged_attention", _paged.FIELDS, _paged.plan, _paged.work)
@@ -51,10 +52,62 @@ def cannot_run(call: Call) -> str | None:
 AXES = ("page", "slot", "head")  # of the strides of pages
 
 
-def strides_of(array: Any, launch: Any, axes: str) -> tuple[int, ...]:
-    """The strides of an array's axes (page, slot, head, column), the order of which `axes` gives as letters."""
+def strides_of(array: Any, launch: Any, axes: str) -> tuple[int, int, int]:
+    """The strides of page, slot and head of an array whose axes have these letters."""
     steps = launch.strides(array)
-    return tuple(steps[axes.index(letter)] for letter in "PGK")
+    page, slot, head = (steps[axes.index(letter)] for letter in "PGK")
+    return page, slot, head
+
+
+def _named(steps: dict[str, tuple[int, int, int]]) -> dict[str, int]:
+    return {f"{name}_{axis}_stride": step for name, of in steps.items() for axis, step in zip(AXES, of, strict=True)}
+
+
+def strides_of_pages(call: Any, axes: str, launch: Any) -> dict[str, int]:
+    """The strides of K and of V, and how far V is behind K in pages that hold both."""
+    if not call.combined:
+        pair = zip("kv", call.kv_pages, strict=True)
+        return _named({name: strides_of(pages, launch, axes) for name, pages in pair}) | {"v_offset": 0}
+    page, slot, head = strides_of(call.kv_pages, launch, axes)
+    return _named(dict.fromkeys("kv", (page, slot, 2 * head))) | {"v_offset": head}
+
+
+def strides_of_scales(scales: tuple[Any, Any], axes: str, launch: Any) -> dict[str, int]:
+    """The strides of arrays of scales that lie as pages do, 0 without them."""
+    pair = zip(("k_scales", "v_scales"), scales, strict=True)
+    return _named({name: (0, 0, 0) if array is None else strides_of(array, launch, axes) for name, array in pair})
+
+
+def strides_of_rows(name: str, array: Any, launch: Any) -> dict[str, int]:
+    """The strides of token and head of an array [T, H, D], or of K heads."""
+    token, head, _ = launch.strides(array)
+    return {f"{name}_token_stride": token, f"{name}_head_stride": head}
+
+
+def _numbers(call: Any, q: Any, tables: Any, mask: Any, layout: int, launch: Any) -> dict[str, int]:
+    return {
+        "num_tokens": call.num_tokens,
+        "num_q_heads": call.num_q_heads,
+        "num_kv_heads": call.num_kv_heads,
+        "head_dim": call.head_dim,
+        "v_head_dim": call.v_head_dim,
+        "max_num_seqs": call.num_seqs if isinstance(call.num_seqs, int) else call.max_num_seqs,
+        "layout": layout,
+        "q_format": CODES[dtype_name(q)],
+        **strides_of_rows("q", q, launch),
+        "num_pages": call.num_pages,
+        "page_size": call.page_size,
+        "capacity": call.capacity,
+        "table_stride": launch.strides(tables)[0] if len(tables.shape) > 1 else 0,
+        "cache_format": CODES[call.cache_dtype],
+        "causal": call.causal,
+        "window": call.sliding_window or 0,
+        "drafted": mask is not None,
+        "draft_width": 0 if mask is None else mask.shape[1],
+        "draft_stride": 0 if mask is None else launch.strides(mask)[0],
+        "scale": bits_of(call.scale),
+        "soft_cap": bits_of(call.soft_cap or 0.0),
+    }
 
 
 def run(
@@ -65,22 +118,11 @@ def run(
 
     `axes` are those of the pages, `scales` arrays of one scale per position and head that lie as the pages do.
     """
-    q = launch.packed(call.q)
-    q_strides = launch.strides(q)
-    if call.combined:
-        page, slot, head = strides_of(call.kv_pages, launch, axes)
-        k_pages = v_pages = call.kv_pages
-        steps, v_offset = {"k": (page, slot, 2 * head), "v": (page, slot, 2 * head)}, head
-    else:
-        k_pages, v_pages = call.kv_pages
-        steps, v_offset = {"k": strides_of(k_pages, launch, axes), "v": strides_of(v_pages, launch, axes)}, 0
-    tables = launch.packed(call.page_indices)
+    q, tables = launch.packed(call.q), launch.packed(call.page_indices)
+    k_pages, v_pages = (call.kv_pages, call.kv_pages) if call.combined else call.kv_pages
     k_scale, k_numbers = numbers_of("k_scale", call.k_scale, launch)
     v_scale, v_numbers = numbers_of("v_scale", call.v_scale, launch)
     mask = None if call.draft_mask is None else launch.packed(call.draft_mask)
-    for name, array in zip(("k_scales", "v_scales"), scales, strict=True):
-        steps[name] = (0, 0, 0) if array is None else strides_of(array, launch, axes)
-    counted = call.num_seqs is not None and not isinstance(call.num_seqs, int)
     return launch.native(
         KERNEL,
         {
@@ -91,7 +133,7 @@ def run(
             "page_indices": tables,
             "cu_q_lens": launch.contiguous(call.cu_q_lens) if layout == _sequences.PACKED else None,
             "cu_kv_lens": None,
-            "num_seqs": call.num_seqs if counted else None,
+            "num_seqs": None if isinstance(call.num_seqs, int) else call.num_seqs,
             "sinks": None if call.sinks is None else launch.contiguous(call.sinks),
             "k_scale": k_scale,
             "v_scale": v_scale,
@@ -101,30 +143,9 @@ def run(
         },
         {"out": (call.out_shape, call.q.dtype), "lse": (call.q.shape[:2], "float32") if call.return_lse else None},
         {
-            "num_tokens": call.num_tokens,
-            "num_q_heads": call.num_q_heads,
-            "num_kv_heads": call.num_kv_heads,
-            "head_dim": call.head_dim,
-            "v_head_dim": call.v_head_dim,
-            "max_num_seqs": call.num_seqs if isinstance(call.num_seqs, int) else call.max_num_seqs,
-            "layout": layout,
-            "q_format": CODES[dtype_name(call.q)],
-            "q_token_stride": q_strides[0],
-            "q_head_stride": q_strides[1],
-            "num_pages": call.num_pages,
-            "page_size": call.page_size,
-            "capacity": call.capacity,
-            "table_stride": launch.strides(tables)[0] if len(tables.shape) > 1 else 0,
-            "cache_format": CODES[call.cache_dtype],
-            **{f"{name}_{axis}_stride": step for name, given in steps.items() for axis, step in zip(AXES, given, strict=True)},
-            "v_offset": v_offset,
-            "causal": call.causal,
-            "window": call.sliding_window or 0,
-            "drafted": mask is not None,
-            "draft_width": 0 if mask is None else mask.shape[1],
-            "draft_stride": 0 if mask is None else launch.strides(mask)[0],
-            "scale": bits_of(call.scale),
-            "soft_cap": bits_of(call.soft_cap or 0.0),
+            **_numbers(call, q, tables, mask, layout, launch),
+            **strides_of_pages(call, axes, launch),
+            **strides_of_scales(scales, axes, launch),
             **k_numbers,
             **v_numbers,
             "block_q": tile.block_q,

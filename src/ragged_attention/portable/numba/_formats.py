@@ -232,7 +232,6 @@ read_e5m2, read_some_e5m2 = _reader(BYTES, _from_e5m2, "e5m2")
 read_int8, read_some_int8 = _reader(BYTES, _from_int8, "int8")
 
 
-
 @function_of(types.none, types.int64, types.int64, types.int64, vector)
 def widen_two_e4m3(builder: Any, source: Any, target: Any, index: Any, factor: Any) -> None:
     """Write `factor`, less than LARGE, times sixteen numbers of e4m3 as float32, all their bytes decoded at once."""
@@ -255,13 +254,13 @@ write_int8, write_some_int8 = _writer(BYTES, _to_int8, "int8")
 
 
 @inlined
-def size_of(code):  # type: ignore[no-untyped-def]
+def size_of(code):
     """Bytes per number of a format."""
     return 4 if code == FLOAT32 else 2 if code <= FLOAT16 else 1
 
 
 @inlined
-def read_some(code, address, index, count):  # type: ignore[no-untyped-def]
+def read_some(code, address, index, count):
     """Up to eight numbers of a format, with zeros behind them."""
     if code == FLOAT32:
         return read_some_float32(address, index, count)
@@ -277,7 +276,7 @@ def read_some(code, address, index, count):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def widen(code, source, target, count, factor):  # type: ignore[no-untyped-def]
+def widen(code, source, target, count, factor):
     """Write `factor` times `count` numbers of a format as float32, and zeros up to a multiple of eight."""
     scale, whole = splat(factor), count // LANES * LANES
     if code == FLOAT32:
@@ -311,13 +310,13 @@ def first_of(builder: Any, value: Any) -> Any:
 
 
 @inlined
-def number_at(code, source, index):  # type: ignore[no-untyped-def]
+def number_at(code, source, index):
     """One number of a format."""
     return first_of(read_some(code, source, index, 1))
 
 
 @compiled
-def narrow(code, source, target, count, divisor):  # type: ignore[no-untyped-def]
+def narrow(code, source, target, count, divisor):
     """Write `count` float32 over `divisor` in a format; `source` is read up to a multiple of eight."""
     each, whole = splat(divisor), count // LANES * LANES
     rest = count - whole

@@ -9,8 +9,8 @@ import math
 import numpy as np
 
 from ragged_attention.portable.numba._formats import size_of, widen
-from ragged_attention.portable.numba._kernels import record_at
 from ragged_attention.portable.numba._products import COLUMNS, ROWS
+from ragged_attention.portable.numba._records import record_at
 from ragged_attention.portable.numba._softmax import LOG2E, NOTHING, tanh
 from ragged_attention.portable.numba._tiles import up_to
 from ragged_attention.portable.numba._vectors import (
@@ -39,7 +39,7 @@ HEADER = up_to.py_func(8 * (len(SIZES) + len(ADDRESSES)), 64)
 
 
 @compiled
-def new_tile(rows, keys, width, v_width, latent):  # type: ignore[no-untyped-def]
+def new_tile(rows, keys, width, v_width, latent):
     """The address of a tile for so many rows and keys, all of whose numbers are 0; `latent`: keys hold the values.
 
     Rows of queries, keys and values are widened to what a product takes together, with zeros behind their columns.
@@ -76,7 +76,7 @@ def new_tile(rows, keys, width, v_width, latent):  # type: ignore[no-untyped-def
 
 
 @compiled
-def dot(a, b, count):  # type: ignore[no-untyped-def]
+def dot(a, b, count):
     """The inner product of two rows of whole vectors."""
     sums = splat(0.0)
     for index in range(0, count, LANES):
@@ -85,13 +85,13 @@ def dot(a, b, count):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def share_of(lse, sinks, head):  # type: ignore[no-untyped-def]
+def share_of(lse, sinks, head):
     """What a head's sink leaves to the keys."""
     return np.float32(1 / (1 + math.exp(float_at(sinks, head) - lse))) if sinks else np.float32(1)
 
 
 @compiled
-def read_row(call, tile, row, token, head, source):  # type: ignore[no-untyped-def]
+def read_row(call, tile, row, token, head, source):
     """Read a query, what its result's gradient is, and its terms; `source` is the query's address.
 
     Returns False, and leaves zeros, if it has seen no key.
@@ -113,7 +113,7 @@ def read_row(call, tile, row, token, head, source):  # type: ignore[no-untyped-d
 
 
 @compiled
-def differentiate(tile, row, left, right, count, scale, soft_cap):  # type: ignore[no-untyped-def]
+def differentiate(tile, row, left, right, count, scale, soft_cap):
     """Turn a row's products with keys and with values into weights and gradients, 0 outside [left, right)."""
     s, d_s, whole = tile.s + 4 * row * tile.keys, tile.d_s + 4 * row * tile.keys, up_to(count, LANES)
     if right <= left:
@@ -137,7 +137,7 @@ def differentiate(tile, row, left, right, count, scale, soft_cap):  # type: igno
 
 
 @compiled
-def sink_gradient(call, tile, head):  # type: ignore[no-untyped-def]
+def sink_gradient(call, tile, head):
     """The gradient of a head's sink, over all queries that have seen a key."""
     gradient, size, width = 0.0, size_of(call.format), call.v_head_dim
     for token in range(call.num_tokens):

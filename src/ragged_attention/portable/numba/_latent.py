@@ -9,8 +9,8 @@ page table's row, or in a list and then in the second list; one that is on no pa
 import math
 
 from ragged_attention.portable.numba._formats import narrow, size_of, widen
-from ragged_attention.portable.numba._kernels import NO_MEMORY, Fields, finished, next_program
 from ragged_attention.portable.numba._latent_rows import place_of, read_latents
+from ragged_attention.portable.numba._records import NO_MEMORY, Fields, finished, next_program
 from ragged_attention.portable.numba._softmax import LN2, LOG2E, NOTHING, power
 from ragged_attention.portable.numba._splits import SHARES, SPLITS, is_last, provide, splits_of
 from ragged_attention.portable.numba._tiles import (
@@ -60,12 +60,12 @@ SEQ, TOKEN, FIRST, LAST, LOW, HIGH, SPLIT, NUM_SPLITS, PARTIAL = range(len(UNIT)
 
 
 @inlined
-def length_of(lens, index, most):  # type: ignore[no-untyped-def]
+def length_of(lens, index, most):
     return within(int32_at(lens, index), most) if lens else most
 
 
 @compiled
-def lengths_of(call, seq, token):  # type: ignore[no-untyped-def]
+def lengths_of(call, seq, token):
     """How many positions a query token has, those of the second list apart."""
     first = length_of(call.lens, seq * call.lens_seq_stride + token * call.lens_token_stride, call.length)
     if not call.extra_length:
@@ -75,7 +75,7 @@ def lengths_of(call, seq, token):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def divide(call, units):  # type: ignore[no-untyped-def]
+def divide(call, units):
     """Count the units, or list them where `units` is their memory; returns the work of all, `call.work` once known."""
     work, count, partials = 0.0, 0, 0
     group = call.num_q_heads // call.num_kv_heads
@@ -105,7 +105,7 @@ def divide(call, units):  # type: ignore[no-untyped-def]
     return work
 
 
-def plan(address):  # type: ignore[no-untyped-def]
+def plan(address):
     """List the units: some rows of a job with the splits of their keys; a program is one of them for one KV head."""
     call = call_of(address)
     call.work = 0.0
@@ -121,14 +121,14 @@ def plan(address):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def query_of(call, unit, head, row):  # type: ignore[no-untyped-def]
+def query_of(call, unit, head, row):
     """The query token and head of a unit's row."""
     group, row = call.num_q_heads // call.num_kv_heads, int_at(unit, FIRST) + row
     return int_at(unit, TOKEN) + row // group, head * group + row % group
 
 
 @compiled
-def read_queries(call, tile, unit, head):  # type: ignore[no-untyped-def]
+def read_queries(call, tile, unit, head):
     """A unit's queries, times what logits are multiplied by; each row with the positions that it sees."""
     seq, rows = int_at(unit, SEQ), int_at(unit, LAST) - int_at(unit, FIRST)
     begin(tile, rows)
@@ -144,7 +144,7 @@ def read_queries(call, tile, unit, head):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def slot_of(call, seq, token, head, position, length):  # type: ignore[no-untyped-def]
+def slot_of(call, seq, token, head, position, length):
     """The page of a position, -1 for none, and its place there; `length` is how many the first list has."""
     if not call.sparse:
         page = int32_at(call.lists, seq * call.list_seq_stride + position // call.page_size)
@@ -160,7 +160,7 @@ def slot_of(call, seq, token, head, position, length):  # type: ignore[no-untype
 
 
 @compiled
-def list_next(call, tile, unit, head, first, count, length):  # type: ignore[no-untyped-def]
+def list_next(call, tile, unit, head, first, count, length):
     """The addresses of the next `count` rows, from a position on, which are asked for now.
 
     While they come, the rows before them are computed. Returns how many of the positions have none.
@@ -187,7 +187,7 @@ def list_next(call, tile, unit, head, first, count, length):  # type: ignore[no-
 
 
 @compiled
-def attend(call, tile, unit, head, rows):  # type: ignore[no-untyped-def]
+def attend(call, tile, unit, head, rows):
     """A unit's rows over its keys, one tile of keys after another."""
     low, high = int_at(unit, LOW), int_at(unit, HIGH)
     length, _ = lengths_of(call, int_at(unit, SEQ), int_at(unit, TOKEN))
@@ -203,29 +203,29 @@ def attend(call, tile, unit, head, rows):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def finish(call, tile, unit, head, rows):  # type: ignore[no-untyped-def]
+def finish(call, tile, unit, head, rows):
     """Write the results of rows whose keys were all seen."""
     seq, size = int_at(unit, SEQ), size_of(call.q_format)
     for row in range(rows):
         token, q_head = query_of(call, unit, head, row)
-        m, l = float_at(tile.m, row), float_at(tile.l, row)
+        m_i, l_i = float_at(tile.m_i, row), float_at(tile.l_i, row)
         place = ((seq * call.num_q_tokens + token) * call.num_q_heads + q_head) * call.d_v
-        if m == NOTHING:
+        if m_i == NOTHING:
             zero(call.out + size * place, size * call.d_v)
         else:
-            sink = power(float_at(call.sinks, q_head) * LOG2E - m) if call.sinks else 0.0
-            narrow(call.q_format, tile.out + 4 * row * tile.columns, call.out + size * place, call.d_v, l + sink)
+            sink = power(float_at(call.sinks, q_head) * LOG2E - m_i) if call.sinks else 0.0
+            narrow(call.q_format, tile.out + 4 * row * tile.columns, call.out + size * place, call.d_v, l_i + sink)
         place = seq * call.lse_seq_stride + token * call.lse_token_stride + q_head * call.lse_head_stride
-        set_float(call.lse, place, NOTHING if m == NOTHING else (m + math.log2(l)) * LN2)
+        set_float(call.lse, place, NOTHING if m_i == NOTHING else (m_i + math.log2(l_i)) * LN2)
         if call.max_logits:
-            set_float(call.max_logits, place, m * LN2)
+            set_float(call.max_logits, place, m_i * LN2)
 
 
 # ---- all programs
 
 
 @compiled
-def program(call, tile, index):  # type: ignore[no-untyped-def]
+def program(call, tile, index):
     """One unit for one KV head."""
     unit, head = call.units + 8 * len(UNIT) * (index // call.num_kv_heads), index % call.num_kv_heads
     rows = read_queries(call, tile, unit, head)
@@ -236,7 +236,7 @@ def program(call, tile, index):  # type: ignore[no-untyped-def]
         finish(call, tile, unit, head, rows)
 
 
-def work(address):  # type: ignore[no-untyped-def]
+def work(address):
     """Programs, one after another, until none is left."""
     call = call_of(address)
     memory = new_tile(call.block_rows, call.block_kv, call.d_qk, call.d_v, True)

@@ -8,8 +8,9 @@ from ragged_attention.errors import InvalidInput
 from ragged_attention.portable.numba import _latent
 from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._formats import CODES
-from ragged_attention.portable.numba._kernels import Kernel, bits_of
+from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._latent_rows import LAYOUTS
+from ragged_attention.portable.numba._records import bits_of
 
 KERNEL = Kernel("latent_attention", _latent.FIELDS, _latent.plan, _latent.work)
 ROWS = 32  # of a tile: with rows this wide, what a core's second cache holds beside a tile of keys

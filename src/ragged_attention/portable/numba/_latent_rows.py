@@ -34,13 +34,13 @@ SCALES_4 = CACHE_FORMATS["fp8_v4"].token_bytes - ROW_4
 
 
 @inlined
-def e8m0_value(code):  # type: ignore[no-untyped-def]
+def e8m0_value(code):
     """A scale stored as an exponent alone: 2 ** (code - 127), NaN of 255."""
     return float_of(code << 23 if code else 1 << 22) if code != 255 else float_of(0x7FC00000)
 
 
 @compiled
-def place_of(layout, size, page, slot, page_stride, slot_stride, page_size):  # type: ignore[no-untyped-def]
+def place_of(layout, size, page, slot, page_stride, slot_stride, page_size):
     """Where in a cache a row lies, and its scales, in bytes; strides count numbers of `size` bytes."""
     start = size * page * page_stride
     if layout == V4:
@@ -50,7 +50,7 @@ def place_of(layout, size, page, slot, page_stride, slot_stride, page_size):  # 
 
 
 @compiled
-def read_latents(layout, code, rows, scales, target, width, columns, count):  # type: ignore[no-untyped-def]
+def read_latents(layout, code, rows, scales, target, width, columns, count):
     """Read rows by their addresses and those of their scales; a row without an address is zeros.
 
     `code` is the format of the numbers of plain rows, `width` the distance of the rows written.
@@ -77,7 +77,7 @@ def read_latents(layout, code, rows, scales, target, width, columns, count):  # 
 
 
 @compiled
-def group_scale(row, count, power_of_two):  # type: ignore[no-untyped-def]
+def group_scale(row, count, power_of_two):
     """A group's scale: its largest magnitude over e4m3's, at least 1e-4, maybe rounded up; NaN if one of it is."""
     high, nan = np.float32(0), False
     for index in range(count):
@@ -93,7 +93,7 @@ def group_scale(row, count, power_of_two):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def quantize_group(row, count, scale, target):  # type: ignore[no-untyped-def]
+def quantize_group(row, count, scale, target):
     """A group's codes; `row`, which becomes the scaled numbers, holds whole vectors."""
     for index in range(0, count, LANES):
         store(row, index, without_signs_of_nan(load(row, index) / splat(scale)))
@@ -101,7 +101,7 @@ def quantize_group(row, count, scale, target):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def store_latent(layout, row, target, scales, power_of_two):  # type: ignore[no-untyped-def]
+def store_latent(layout, row, target, scales, power_of_two):
     """Write a row of float32 as the bytes of a token, whose places `place_of` gives; the row is used up."""
     if layout == V32:
         for group in range(VALUES_32 // GROUP_32):

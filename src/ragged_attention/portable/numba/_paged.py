@@ -11,7 +11,7 @@ work than the average; the last of its splits to end merges them. How work is di
 import math
 
 from ragged_attention.portable.numba._formats import FLOAT32, narrow, size_of, widen
-from ragged_attention.portable.numba._kernels import NO_MEMORY, Fields, finished, next_program
+from ragged_attention.portable.numba._records import NO_MEMORY, Fields, finished, next_program
 from ragged_attention.portable.numba._scales import fields_of, scale_of
 from ragged_attention.portable.numba._sequences import first_key_of, kv_len_of, num_sequences, queries_of
 from ragged_attention.portable.numba._softmax import LN2, LOG2E, NOTHING, power, scale_row
@@ -71,7 +71,7 @@ SEQ, FIRST, LAST, LOW, HIGH, SPLIT, NUM_SPLITS, PARTIAL = range(len(UNIT))
 
 
 @compiled
-def range_of(call, first_new, kv_len, first, last):  # type: ignore[no-untyped-def]
+def range_of(call, first_new, kv_len, first, last):
     """The keys that at least one of the queries [first, last) of a sequence sees; `first_new` is query 0's position."""
     low, high = 0, kv_len
     if call.causal and not call.drafted:
@@ -82,7 +82,7 @@ def range_of(call, first_new, kv_len, first, last):  # type: ignore[no-untyped-d
 
 
 @compiled
-def divide(call, units):  # type: ignore[no-untyped-def]
+def divide(call, units):
     """Count the units, or list them where `units` is their memory; `call.work` is the work of all, 0 before known."""
     work, count, partials = 0.0, 0, 0
     for seq in range(num_sequences(call)):
@@ -116,7 +116,7 @@ def divide(call, units):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def clear(call, first, stop):  # type: ignore[no-untyped-def]
+def clear(call, first, stop):
     """Set the results of the queries [first, stop) to those of no key."""
     row = call.num_q_heads * call.v_head_dim * size_of(call.q_format)
     zero(call.out + first * row, (stop - first) * row)
@@ -125,7 +125,7 @@ def clear(call, first, stop):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def clear_what_no_sequence_has(call):  # type: ignore[no-untyped-def]
+def clear_what_no_sequence_has(call):
     """Clear the rows that belong to no sequence; all of them where edges do not ascend."""
     done = 0
     for seq in range(num_sequences(call)):
@@ -138,7 +138,7 @@ def clear_what_no_sequence_has(call):  # type: ignore[no-untyped-def]
     clear(call, done, call.num_tokens)
 
 
-def plan(address):  # type: ignore[no-untyped-def]
+def plan(address):
     """List the units: blocks of queries with the splits of their keys; a program is one of them for one KV head."""
     call = call_of(address)
     clear_what_no_sequence_has(call)
@@ -156,11 +156,11 @@ def plan(address):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def read_queries(call, tile, unit, head):  # type: ignore[no-untyped-def]
+def read_queries(call, tile, unit, head):
     """The block's queries of a KV head, times what logits are multiplied by; each row with the keys that it sees."""
     group, seq = call.num_q_heads // call.num_kv_heads, int_at(unit, SEQ)
     first, last = int_at(unit, FIRST), int_at(unit, LAST)
-    start, stop = queries_of(call, seq)
+    _, stop = queries_of(call, seq)
     kv_len = kv_len_of(call, seq)
     factor = call.scale * scale_of(call.k_scale, call.k_scale_format, call.k_scale_stride, call.k_scale_number, head)
     if call.soft_cap == 0:
@@ -181,7 +181,7 @@ def read_queries(call, tile, unit, head):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def page_of(call, seq, position):  # type: ignore[no-untyped-def]
+def page_of(call, seq, position):
     """The page of a sequence's position, which may be any number, and the place there."""
     if call.cu_kv_lens:
         return first_key_of(call, seq) + position, 0
@@ -190,7 +190,7 @@ def page_of(call, seq, position):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def list_next(call, tile, seq, head, first, count):  # type: ignore[no-untyped-def]
+def list_next(call, tile, seq, head, first, count):
     """The addresses of the next `count` keys and values, from a position on, which are asked for now.
 
     While they come, the keys before them are computed. Returns how many of them are on no page.
@@ -213,7 +213,7 @@ def list_next(call, tile, seq, head, first, count):  # type: ignore[no-untyped-d
 
 
 @compiled
-def scale_rows(scales, page_stride, slot_stride, call, seq, head_offset, first, count, rows, width):  # type: ignore[no-untyped-def]
+def scale_rows(scales, page_stride, slot_stride, call, seq, head_offset, first, count, rows, width):
     """Multiply what was read by the scales of its positions."""
     for key in range(count):
         page, slot = page_of(call, seq, first + key)
@@ -223,8 +223,8 @@ def scale_rows(scales, page_stride, slot_stride, call, seq, head_offset, first, 
 
 
 @compiled
-def hide_undrafted(call, tile, unit, first, count):  # type: ignore[no-untyped-def]
-    """Hide the new tokens that a draft mask hides; one that no row sees has no value then, so that no NaN of it shows."""
+def hide_undrafted(call, tile, unit, first, count):
+    """Hide the new tokens that a draft mask hides; one that no row sees gets no value, so that no NaN of it shows."""
     group, seq = call.num_q_heads // call.num_kv_heads, int_at(unit, SEQ)
     start, stop = queries_of(call, seq)
     first_new = kv_len_of(call, seq) - (stop - start)
@@ -242,7 +242,7 @@ def hide_undrafted(call, tile, unit, first, count):  # type: ignore[no-untyped-d
 
 
 @compiled
-def attend(call, tile, unit, head, rows):  # type: ignore[no-untyped-def]
+def attend(call, tile, unit, head, rows):
     """The block's rows over the unit's keys, one tile of keys after another."""
     seq, low, high = int_at(unit, SEQ), int_at(unit, LOW), int_at(unit, HIGH)
     next_holes = list_next(call, tile, seq, head, low, min(tile.keys, high - low))
@@ -269,29 +269,29 @@ def attend(call, tile, unit, head, rows):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def finish(call, tile, unit, head, rows):  # type: ignore[no-untyped-def]
+def finish(call, tile, unit, head, rows):
     """Write the results of a block whose keys were all seen."""
     group = call.num_q_heads // call.num_kv_heads
     v_scale = scale_of(call.v_scale, call.v_scale_format, call.v_scale_stride, call.v_scale_number, head)
     for row in range(rows):
         token, q_head = int_at(unit, FIRST) + row // group, head * group + row % group
-        place, m, l = token * call.num_q_heads + q_head, float_at(tile.m, row), float_at(tile.l, row)
+        place, m_i, l_i = token * call.num_q_heads + q_head, float_at(tile.m_i, row), float_at(tile.l_i, row)
         out, target = tile.out + 4 * row * tile.columns, call.out + size_of(call.q_format) * place * call.v_head_dim
-        if m == NOTHING:
+        if m_i == NOTHING:
             zero(target, call.v_head_dim * size_of(call.q_format))
         else:
-            sink = power(float_at(call.sinks, q_head) * LOG2E - m) if call.sinks else 0.0
+            sink = power(float_at(call.sinks, q_head) * LOG2E - m_i) if call.sinks else 0.0
             scale_row(out, tile.columns, v_scale)
-            narrow(call.q_format, out, target, call.v_head_dim, l + sink)
+            narrow(call.q_format, out, target, call.v_head_dim, l_i + sink)
         if call.lse:
-            set_float(call.lse, place, NOTHING if m == NOTHING else (m + math.log2(l)) * LN2)
+            set_float(call.lse, place, NOTHING if m_i == NOTHING else (m_i + math.log2(l_i)) * LN2)
 
 
 # ---- all programs
 
 
 @compiled
-def program(call, tile, index):  # type: ignore[no-untyped-def]
+def program(call, tile, index):
     """One unit for one KV head."""
     unit, head = call.units + 8 * len(UNIT) * (index // call.num_kv_heads), index % call.num_kv_heads
     rows = read_queries(call, tile, unit, head)
@@ -302,7 +302,7 @@ def program(call, tile, index):  # type: ignore[no-untyped-def]
         finish(call, tile, unit, head, rows)
 
 
-def work(address):  # type: ignore[no-untyped-def]
+def work(address):
     """Programs, one after another, until none is left."""
     call = call_of(address)
     rows = call.block_q * (call.num_q_heads // call.num_kv_heads)

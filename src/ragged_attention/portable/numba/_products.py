@@ -16,7 +16,7 @@ COLUMNS = 16  # of values, taken together
 
 
 @compiled
-def scores(q, k, s, rows, keys, width, s_width):  # type: ignore[no-untyped-def]
+def scores(q, k, s, rows, keys, width, s_width):
     """s[rows, keys] = q[rows, width] . keys [width], whole vectors; `k` lists their addresses, 0 for one that is not.
 
     Of each row of `s` an even number is written; a key that is not has any product. Dot products, so that keys stay as
@@ -44,7 +44,7 @@ def scores(q, k, s, rows, keys, width, s_width):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def mix(p, v, out, rows, keys, columns, p_row, p_key, v_width, out_width):  # type: ignore[no-untyped-def]
+def mix(p, v, out, rows, keys, columns, p_row, p_key, v_width, out_width):
     """out[rows, columns] += p[rows, keys] @ v[keys, columns], with the strides of `p` and the widths of the others."""
     for row in range(0, rows, ROWS):
         p0 = p + 4 * row * p_row

@@ -6,7 +6,7 @@ import numpy as np
 
 from ragged_attention.calls import dtype_name
 from ragged_attention.portable.numba._formats import CODES, number_at
-from ragged_attention.portable.numba._kernels import bits_of
+from ragged_attention.portable.numba._records import bits_of
 from ragged_attention.portable.numba._vectors import inlined
 
 
@@ -25,6 +25,6 @@ def numbers_of(name: str, scale: Any, launch: Any) -> tuple[Any, dict[str, int]]
 
 
 @inlined
-def scale_of(array, code, stride, number, head):  # type: ignore[no-untyped-def]
+def scale_of(array, code, stride, number, head):
     """A KV head's scale."""
     return number_at(code, array, head * stride) if array else np.float32(number)

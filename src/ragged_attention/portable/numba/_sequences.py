@@ -6,23 +6,23 @@ ONE_EACH, CHUNK_END, CHUNK_START, PACKED = 0, 1, 2, 3  # how queries belong to s
 
 
 @inlined
-def within(value, least, most):  # type: ignore[no-untyped-def]
+def within(value, least, most):
     return min(max(value, least), most)
 
 
 @inlined
-def num_sequences(call):  # type: ignore[no-untyped-def]
+def num_sequences(call):
     return within(int32_at(call.num_seqs, 0), 0, call.max_num_seqs) if call.num_seqs else call.max_num_seqs
 
 
 @inlined
-def first_key_of(call, seq):  # type: ignore[no-untyped-def]
+def first_key_of(call, seq):
     """A sequence's first row of packed keys, of which there are `capacity`."""
     return within(int32_at(call.cu_kv_lens, seq), 0, call.capacity)
 
 
 @inlined
-def kv_len_of(call, seq):  # type: ignore[no-untyped-def]
+def kv_len_of(call, seq):
     if call.cu_kv_lens:
         first = first_key_of(call, seq)
         return max(within(int32_at(call.cu_kv_lens, seq + 1), 0, call.capacity) - first, 0)
@@ -30,7 +30,7 @@ def kv_len_of(call, seq):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def queries_of(call, seq):  # type: ignore[no-untyped-def]
+def queries_of(call, seq):
     """A sequence's first and one-past-last row of the queries."""
     if call.layout == ONE_EACH:
         return seq, seq + 1

@@ -29,7 +29,7 @@ NOTHING = np.float32(-np.inf)  # the largest of no logits
 
 
 @inlined
-def tanh(x):  # type: ignore[no-untyped-def]
+def tanh(x):
     """Hyperbolic tangent: near 0 a polynomial, so that small numbers keep their digits (Cephes' tanhf)."""
     size = magnitude(x)
     square = size * size
@@ -44,7 +44,7 @@ def tanh(x):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def capped(s, count, soft_cap):  # type: ignore[no-untyped-def]
+def capped(s, count, soft_cap):
     """Turn logits into `soft_cap` * tanh(logit / soft_cap) in powers of two."""
     cap, factor = splat(soft_cap), splat(soft_cap * LOG2E)
     for index in range(0, count, LANES):
@@ -52,23 +52,23 @@ def capped(s, count, soft_cap):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def power(x):  # type: ignore[no-untyped-def]
+def power(x):
     """2 ** x of one number; 0 of minus infinity."""
     return np.float32(math.exp2(x))
 
 
 @compiled
-def scale_row(row, columns, factor):  # type: ignore[no-untyped-def]
+def scale_row(row, columns, factor):
     each = splat(factor)
     for column in range(0, columns, LANES):
         store(row, column, load(row, column) * each)
 
 
 @compiled
-def weigh(s, first, stop, count, row, m, l, out, columns):  # type: ignore[no-untyped-def]
+def weigh(s, first, stop, count, row, m_i, l_i, out, columns):
     """Turn a row's logits into weights, 0 outside [first, stop), and update what it holds of earlier keys.
 
-    `count` is a multiple of eight; `m` and `l` are arrays of all rows, `out` is this row's values so far.
+    `count` is a multiple of eight; `m_i` and `l_i` are arrays of all rows, `out` is this row's values so far.
     """
     if stop <= first:
         fill(s, 0, count, np.float32(0))
@@ -78,7 +78,7 @@ def weigh(s, first, stop, count, row, m, l, out, columns):  # type: ignore[no-un
     high = load(s, 0)
     for index in range(LANES, count, LANES):
         high = maximum(high, load(s, index))
-    before = float_at(m, row)
+    before = float_at(m_i, row)
     now = max(largest(high), before)
     base = now if now > NOTHING else np.float32(0)
     sums, origin = splat(0.0), splat(base)
@@ -88,8 +88,8 @@ def weigh(s, first, stop, count, row, m, l, out, columns):  # type: ignore[no-un
         sums = sums + weights
     if now > before:
         kept = power(before - base)
-        set_float(l, row, float_at(l, row) * kept + total(sums))
+        set_float(l_i, row, float_at(l_i, row) * kept + total(sums))
         scale_row(out, columns, kept)
     else:
-        set_float(l, row, float_at(l, row) + total(sums))
-    set_float(m, row, now)
+        set_float(l_i, row, float_at(l_i, row) + total(sums))
+    set_float(m_i, row, now)

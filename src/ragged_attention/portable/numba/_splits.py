@@ -17,16 +17,16 @@ FEWEST_KEYS = 512  # of a split
 
 
 @compiled
-def splits_of(work, keys, all_work, shares):  # type: ignore[no-untyped-def]
+def splits_of(work, keys, all_work, shares):
     """How many splits to make of keys that take so much work: more than one if it is more than one of the shares of
     all; one as long as the work of all is not known."""
     if all_work == 0:
         return 1
-    return max(min(int(math.ceil(work * shares / all_work)), keys // FEWEST_KEYS), 1)
+    return max(min(math.ceil(work * shares / all_work), keys // FEWEST_KEYS), 1)
 
 
 @compiled
-def provide(call, unit_size, partial_size, num_kv_heads):  # type: ignore[no-untyped-def]
+def provide(call, unit_size, partial_size, num_kv_heads):
     """Allocate a call's units and partial results, whose numbers are known; False if there is no memory."""
     call.partial_size = partial_size
     table, parts = unit_size * call.num_units, call.num_partials * num_kv_heads
@@ -41,31 +41,31 @@ def provide(call, unit_size, partial_size, num_kv_heads):  # type: ignore[no-unt
 
 
 @compiled
-def keep_partial(tile, rows, columns, target):  # type: ignore[no-untyped-def]
+def keep_partial(tile, rows, columns, target):
     """Store what a split has of its rows."""
     for row in range(rows):
         for column in range(columns):
             set_float(target, row * columns + column, float_at(tile.out, row * tile.columns + column))
-        set_float(target, rows * columns + row, float_at(tile.m, row))
-        set_float(target, rows * columns + rows + row, float_at(tile.l, row))
+        set_float(target, rows * columns + row, float_at(tile.m_i, row))
+        set_float(target, rows * columns + rows + row, float_at(tile.l_i, row))
 
 
 @compiled
-def merge(tile, rows, columns, partials, stride, num_splits):  # type: ignore[no-untyped-def]
+def merge(tile, rows, columns, partials, stride, num_splits):
     """Turn the partial results of all splits into the tile's own."""
     begin(tile, rows)
     for row in range(rows):
-        m = NOTHING
+        m_i = NOTHING
         for split in range(num_splits):
-            m = max(m, float_at(partials + split * stride, rows * columns + row))
-        set_float(tile.m, row, m)
+            m_i = max(m_i, float_at(partials + split * stride, rows * columns + row))
+        set_float(tile.m_i, row, m_i)
         for split in range(num_splits):
             partial = partials + split * stride
             its = float_at(partial, rows * columns + row)
             if its > NOTHING or its != its:
-                weight = power(its - m)
+                weight = power(its - m_i)
                 part = float_at(partial, rows * columns + rows + row)
-                set_float(tile.l, row, float_at(tile.l, row) + weight * part)
+                set_float(tile.l_i, row, float_at(tile.l_i, row) + weight * part)
                 for column in range(columns):
                     at = row * tile.columns + column
                     value = float_at(partial, row * columns + column)
@@ -73,7 +73,7 @@ def merge(tile, rows, columns, partials, stride, num_splits):  # type: ignore[no
 
 
 @compiled
-def is_last(call, tile, rows, columns, place, split, num_splits):  # type: ignore[no-untyped-def]
+def is_last(call, tile, rows, columns, place, split, num_splits):
     """Whether the results in a tile are whole, all splits merged; else they are kept for the split that ends last.
 
     `place` is where the partial results of the first of these splits lie.

@@ -27,9 +27,10 @@ FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 
 def features_of_the_cpu() -> dict[str, bool]:
     """What the code that Numba makes may use: the host's features, unless NUMBA_CPU_FEATURES or _NAME say others."""
-    if config.CPU_FEATURES is None:
+    given: str | None = config.CPU_FEATURES  # type: ignore[attr-defined]
+    if given is None:
         return dict(binding.get_host_cpu_features())
-    return {name[1:]: name[0] == "+" for name in config.CPU_FEATURES.split(",") if name}
+    return {name[1:]: name[0] == "+" for name in given.split(",") if name}
 
 
 # ---- the type of vectors, and arithmetic
@@ -54,7 +55,7 @@ class _VectorModel(models.PrimitiveModel):
 def _arithmetic(symbol: Any, name: str) -> None:
     """`symbol` between vectors as LLVM's instruction of that name."""
 
-    @infer_global(symbol)
+    @infer_global(symbol)  # type: ignore[misc]
     class Template(AbstractTemplate):  # type: ignore[misc]
         def generic(self, args: Any, kws: Any) -> Any:
             del kws
@@ -182,7 +183,7 @@ def largest(builder: Any, a: Any) -> Any:
     return _folded(builder, a, lambda x, y: builder.select(builder.fcmp_ordered(">", x, y), x, y))
 
 
-@function_of(types.none, types.int64, types.int64, *[vector] * 8)
+@function_of(types.none, types.int64, types.int64, *(vector,) * 8)
 def store_totals(builder: Any, address: Any, stride: Any, *rows: Any) -> None:
     """The sums of the lanes of eight vectors, as 4 rows of 2 numbers whose starts are `stride` floats apart."""
 
@@ -201,7 +202,7 @@ def store_totals(builder: Any, address: Any, stride: Any, *rows: Any) -> None:
 
 
 @inlined
-def exp2(x):  # type: ignore[no-untyped-def]
+def exp2(x):
     """2 ** x of x <= 0, to 2 units in the last place; 0 below -127, NaN of NaN."""
     x = where_less(x, splat(-127.0), splat(-127.0), x)
     whole = truncated(x - splat(0.5))
@@ -313,8 +314,8 @@ def zero(builder: Any, address: Any, size: Any) -> None:
 @function_of(types.none, types.int64, types.int64, types.int64)
 def copy(builder: Any, target: Any, source: Any, size: Any) -> None:
     """Copy so many bytes."""
-    pointers = [builder.inttoptr(address, I8.as_pointer()) for address in (target, source)]
-    cgutils.raw_memcpy(builder, *pointers, size, ir.Constant(I64, 1))
+    target, source = (builder.inttoptr(address, I8.as_pointer()) for address in (target, source))
+    cgutils.raw_memcpy(builder, target, source, size, ir.Constant(I64, 1))
 
 
 @function_of(types.none, types.int64, types.int64)
@@ -357,7 +358,7 @@ call_at = _call("call_at", types.int64)
 
 
 @inlined
-def fill(address, first, stop, value):  # type: ignore[no-untyped-def]
+def fill(address, first, stop, value):
     """Set the floats from `first` to before `stop`."""
     for index in range(first, stop):
         set_float(address, index, value)

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from llvmlite import binding, ir
 
-from ragged_attention.portable.numba._kernels import FINISHED, NUM_PROGRAMS, WORKSPACE, machine_code, record_at
+from ragged_attention.portable.numba._compiling import machine_code
+from ragged_attention.portable.numba._records import FINISHED, NUM_PROGRAMS, WORKSPACE, record_at
 from ragged_attention.portable.numba._vectors import (
     I64,
     add_to,
@@ -46,7 +47,7 @@ HOLDERS, WORK, ARGUMENTS, WORDS = 0, 1, 2, 16
 
 
 @compiled
-def data_of(buffer):  # type: ignore[no-untyped-def]
+def data_of(buffer):
     """The address of an array's entries, 0 if there are none."""
     for axis in range(int_at(buffer, RANK)):
         if int_at(int_at(buffer, DIMENSIONS), axis) == 0:
@@ -55,7 +56,7 @@ def data_of(buffer):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def succeeds(api, function, arguments, size):  # type: ignore[no-untyped-def]
+def succeeds(api, function, arguments, size):
     """Call one of XLA's functions with the arguments that lie there; the first three words are the same for all."""
     set_int(arguments, 0, 8 * size)
     set_int(arguments, 1, 0)
@@ -68,21 +69,21 @@ def succeeds(api, function, arguments, size):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def let_go(block):  # type: ignore[no-untyped-def]
+def let_go(block):
     """Give up a call's memory, which the last of its threads releases."""
     if add_to(block + 8 * HOLDERS, -1) == 1:
         release(int_at(block, WORDS + WORKSPACE))
         release(block)
 
 
-def task(block):  # type: ignore[no-untyped-def]
+def task(block):
     """What a thread of the pool does for a call."""
     call_at(int_at(block, WORK), block + 8 * WORDS)
     let_go(block)
     return 0
 
 
-def handle(frame, address):  # type: ignore[no-untyped-def]
+def handle(frame, address):
     """Run the kernel that the numbers at `address` are about; returns an error of XLA's, or 0."""
     about = about_at(address)
     extension = int_at(frame, EXTENSION)

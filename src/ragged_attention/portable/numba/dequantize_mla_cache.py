@@ -7,8 +7,9 @@ from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._formats import CODES, narrow, size_of
-from ragged_attention.portable.numba._kernels import Fields, Kernel, finished, next_program
+from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._latent_rows import LAYOUTS, place_of, read_latents
+from ragged_attention.portable.numba._records import Fields, finished, next_program
 from ragged_attention.portable.numba._vectors import allocate, release, set_int
 
 FIELDS = Fields(
@@ -24,11 +25,11 @@ def why_not(call: DequantizeMlaCache) -> str | None:
     return cannot_run(call)
 
 
-def plan(address):  # type: ignore[no-untyped-def]
+def plan(address):
     return call_of(address).num_pages
 
 
-def work(address):  # type: ignore[no-untyped-def]
+def work(address):
     """Programs, each of one page."""
     call = call_of(address)
     memory = allocate(16 + 4 * call.width)

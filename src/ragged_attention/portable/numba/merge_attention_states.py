@@ -8,7 +8,8 @@ from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._formats import CODES, narrow, read_some, size_of
-from ragged_attention.portable.numba._kernels import Fields, Kernel, finished, next_program
+from ragged_attention.portable.numba._kernels import Kernel
+from ragged_attention.portable.numba._records import Fields, finished, next_program
 from ragged_attention.portable.numba._softmax import LN2, LOG2E, NOTHING, power
 from ragged_attention.portable.numba._vectors import (
     LANES,
@@ -38,29 +39,29 @@ def why_not(call: MergeAttentionStates) -> str | None:
     return cannot_run(call)
 
 
-def plan(address):  # type: ignore[no-untyped-def]
+def plan(address):
     return (call_of(address).num_rows + ROWS - 1) // ROWS
 
 
 @compiled
-def merge(call, row, out):  # type: ignore[no-untyped-def]
+def merge(call, row, out):
     """One row of all parts, with its sums in `out`; a part that has seen nothing takes no part, whatever it holds."""
-    m, l, width, size = NOTHING, 0.0, call.width, size_of(call.format)
+    m_i, l_i, width, size = NOTHING, 0.0, call.width, size_of(call.format)
     for part in range(call.num_parts):
-        m = max(m, float_at(call.lses, part * call.num_rows + row))
+        m_i = max(m_i, float_at(call.lses, part * call.num_rows + row))
     zero(out, 4 * (width + LANES))
-    for part in range(call.num_parts if m > NOTHING else 0):
+    for part in range(call.num_parts if m_i > NOTHING else 0):
         place = part * call.num_rows + row
-        weight = power((float_at(call.lses, place) - m) * LOG2E)
-        l += weight
+        weight = power((float_at(call.lses, place) - m_i) * LOG2E)
+        l_i += weight
         for column in range(0, width if weight > 0 else 0, LANES):
             values = read_some(call.format, call.outs + size * place * width, column, width - column)
             store(out, column, fma(splat(weight), values, load(out, column)))
-    narrow(call.format, out, call.out + size * row * width, width, l if m > NOTHING else 1.0)
-    set_float(call.lse, row, m + math.log2(l) * LN2 if m > NOTHING else NOTHING)
+    narrow(call.format, out, call.out + size * row * width, width, l_i if m_i > NOTHING else 1.0)
+    set_float(call.lse, row, m_i + math.log2(l_i) * LN2 if m_i > NOTHING else NOTHING)
 
 
-def work(address):  # type: ignore[no-untyped-def]
+def work(address):
     """Programs of some rows each."""
     call = call_of(address)
     out = allocate(4 * (call.width + LANES))

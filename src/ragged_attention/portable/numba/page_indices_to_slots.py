@@ -7,7 +7,8 @@ from ragged_attention.calls import PageIndicesToSlots
 from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.numba._call import cannot_run
-from ragged_attention.portable.numba._kernels import Fields, Kernel, finished, next_program
+from ragged_attention.portable.numba._kernels import Kernel
+from ragged_attention.portable.numba._records import Fields, finished, next_program
 from ragged_attention.portable.numba._vectors import int32_at, set_int32
 
 FIELDS = Fields(
@@ -24,11 +25,11 @@ def why_not(call: PageIndicesToSlots) -> str | None:
     return cannot_run(call)
 
 
-def plan(address):  # type: ignore[no-untyped-def]
+def plan(address):
     return call_of(address).num_seqs
 
 
-def work(address):  # type: ignore[no-untyped-def]
+def work(address):
     """Programs, each of one sequence."""
     call = call_of(address)
     seq = next_program(address, call.num_programs)

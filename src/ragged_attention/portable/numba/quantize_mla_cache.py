@@ -7,8 +7,9 @@ from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._formats import CODES, size_of, widen
-from ragged_attention.portable.numba._kernels import Fields, Kernel, finished, next_program
+from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._latent_rows import LAYOUTS, place_of, store_latent
+from ragged_attention.portable.numba._records import Fields, finished, next_program
 from ragged_attention.portable.numba._vectors import allocate, release
 
 FIELDS = Fields(
@@ -25,11 +26,11 @@ def why_not(call: QuantizeMlaCache) -> str | None:
     return cannot_run(call)
 
 
-def plan(address):  # type: ignore[no-untyped-def]
+def plan(address):
     return call_of(address).num_pages
 
 
-def work(address):  # type: ignore[no-untyped-def]
+def work(address):
     """Programs, each of one page."""
     call = call_of(address)
     row = allocate(4 * call.width)

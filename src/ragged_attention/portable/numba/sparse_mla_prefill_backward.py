@@ -13,10 +13,11 @@ from ragged_attention.calls import SparseMlaPrefillBackward, dtype_name
 from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._formats import CODES, narrow, size_of
 from ragged_attention.portable.numba._gradients import differentiate, new_tile, read_row, sink_gradient, tile_at
-from ragged_attention.portable.numba._kernels import NO_MEMORY, Fields, Kernel, bits_of, finished, next_program
+from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._latent_call import Tile as Tile
 from ragged_attention.portable.numba._latent_call import heuristic as heuristic
 from ragged_attention.portable.numba._products import ROWS, mix, scores
+from ragged_attention.portable.numba._records import NO_MEMORY, Fields, bits_of, finished, next_program
 from ragged_attention.portable.numba._tiles import read_rows, up_to, within
 from ragged_attention.portable.numba._vectors import (
     LANES,
@@ -55,7 +56,7 @@ def why_not(call: SparseMlaPrefillBackward) -> str | None:
     return cannot_run(call)
 
 
-def plan(address):  # type: ignore[no-untyped-def]
+def plan(address):
     """Programs: blocks of each token's rows, then owners of slots, each for every KV head; then one per sink."""
     call = call_of(address)
     group = call.num_q_heads // call.num_kv_heads
@@ -70,12 +71,12 @@ def plan(address):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def length_of(call, token):  # type: ignore[no-untyped-def]
+def length_of(call, token):
     return within(int32_at(call.topk_lens, token), call.topk) if call.topk_lens else call.topk
 
 
 @compiled
-def list_keys(call, tile, token, head, entry, length, owner, owners):  # type: ignore[no-untyped-def]
+def list_keys(call, tile, token, head, entry, length, owner, owners):
     """List a tile of the valid keys from an entry on, of those slots that one of the owners has.
 
     Returns how many there are, and the entry behind them; their addresses are in `sources`, their slots in `scales`.
@@ -93,7 +94,7 @@ def list_keys(call, tile, token, head, entry, length, owner, owners):  # type: i
 
 
 @compiled
-def read_queries(call, tile, token, head, first, last):  # type: ignore[no-untyped-def]
+def read_queries(call, tile, token, head, first, last):
     """Read the rows [first, last) of a KV head's group."""
     group, rows = call.num_q_heads // call.num_kv_heads, last - first
     for row in range(rows):
@@ -106,7 +107,7 @@ def read_queries(call, tile, token, head, first, last):  # type: ignore[no-untyp
 
 
 @compiled
-def differentiate_rows(call, tile, rows, count):  # type: ignore[no-untyped-def]
+def differentiate_rows(call, tile, rows, count):
     """The weights of the tile's rows on `count` keys that were read, and the gradients of their logits."""
     whole = up_to(rows, ROWS)
     scores(tile.q, tile.k_rows, tile.s, whole, count, tile.width, tile.keys)
@@ -117,7 +118,7 @@ def differentiate_rows(call, tile, rows, count):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def query_gradients(call, tile, token, head, block):  # type: ignore[no-untyped-def]
+def query_gradients(call, tile, token, head, block):
     """The gradients of a block of a token's rows."""
     group, entry, length = call.num_q_heads // call.num_kv_heads, 0, length_of(call, token)
     first = block * call.block_rows
@@ -135,7 +136,7 @@ def query_gradients(call, tile, token, head, block):  # type: ignore[no-untyped-
 
 
 @compiled
-def add_rows(call, tile, head, count):  # type: ignore[no-untyped-def]
+def add_rows(call, tile, head, count):
     """Add the tile's gradients of keys to the sums of their slots."""
     width = up_to(call.head_dim, LANES)
     for key in range(count):
@@ -145,7 +146,7 @@ def add_rows(call, tile, head, count):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def key_gradients(call, tile, head, owner):  # type: ignore[no-untyped-def]
+def key_gradients(call, tile, head, owner):
     """The gradients of an owner's slots, which are every so-manieth, over all tokens."""
     group, width = call.num_q_heads // call.num_kv_heads, up_to(call.head_dim, LANES)
     for slot in range(owner, call.num_slots, call.owners):
@@ -173,7 +174,7 @@ def key_gradients(call, tile, head, owner):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def program(call, tile, index):  # type: ignore[no-untyped-def]
+def program(call, tile, index):
     head, part = index % call.num_kv_heads, index // call.num_kv_heads
     if part < call.owners:  # first, for they take the longest
         key_gradients(call, tile, head, part)
@@ -184,7 +185,7 @@ def program(call, tile, index):  # type: ignore[no-untyped-def]
         sink_gradient(call, tile, index - (call.owners + call.num_tokens * call.blocks) * call.num_kv_heads)
 
 
-def work(address):  # type: ignore[no-untyped-def]
+def work(address):
     """Programs, one after another, until none is left."""
     call = call_of(address)
     memory = new_tile(call.block_rows, max(call.block_kv, call.block_rows), call.head_dim, call.v_head_dim, True)

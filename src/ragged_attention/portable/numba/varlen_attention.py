@@ -7,7 +7,7 @@ from ragged_attention.portable.numba._call import KERNEL, cannot_run
 from ragged_attention.portable.numba._call import Tile as Tile
 from ragged_attention.portable.numba._call import heuristic as heuristic
 from ragged_attention.portable.numba._formats import CODES
-from ragged_attention.portable.numba._kernels import bits_of
+from ragged_attention.portable.numba._records import bits_of
 from ragged_attention.portable.numba._sequences import PACKED
 
 FEATURES = frozenset({

@@ -9,17 +9,12 @@ from typing import Any
 
 from ragged_attention.calls import VarlenAttentionBackward, dtype_name
 from ragged_attention.portable.numba._call import Tile as Tile
+from ragged_attention.portable.numba._call import strides_of_rows
 from ragged_attention.portable.numba._formats import CODES, narrow, size_of, widen
 from ragged_attention.portable.numba._gradients import differentiate, new_tile, read_row, sink_gradient, tile_at
-from ragged_attention.portable.numba._kernels import (
-    NO_MEMORY,
-    Fields,
-    Kernel,
-    bits_of,
-    finished,
-    next_program,
-)
+from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._products import COLUMNS, ROWS, mix, scores
+from ragged_attention.portable.numba._records import NO_MEMORY, Fields, bits_of, finished, next_program
 from ragged_attention.portable.numba._sequences import PACKED, first_key_of, kv_len_of, queries_of
 from ragged_attention.portable.numba._splits import splits_of
 from ragged_attention.portable.numba._tiles import up_to
@@ -66,7 +61,7 @@ def heuristic(call: VarlenAttentionBackward) -> Tile:
 
 
 @compiled
-def divide(call, units):  # type: ignore[no-untyped-def]
+def divide(call, units):
     """Count the units, or list them where `units` is their memory; returns the work of all."""
     work, count, splits, size = 0.0, 0, 0, 0
     group, width = call.num_q_heads // call.num_kv_heads, up_to(call.head_dim, COLUMNS)
@@ -94,12 +89,12 @@ def divide(call, units):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def clear(array, first, stop, size):  # type: ignore[no-untyped-def]
+def clear(array, first, stop, size):
     zero(array + first * size, max(stop - first, 0) * size)
 
 
 @compiled
-def clear_what_no_sequence_has(call):  # type: ignore[no-untyped-def]
+def clear_what_no_sequence_has(call):
     """Clear the gradients of tokens that belong to no sequence; of all where edges do not ascend."""
     size, q_done, kv_done, ascending = size_of(call.format), 0, 0, True
     q_size = call.num_q_heads * call.head_dim * size
@@ -117,7 +112,7 @@ def clear_what_no_sequence_has(call):  # type: ignore[no-untyped-def]
     clear(call.dv, kv_done if ascending else 0, call.num_kv_tokens, v_size)
 
 
-def plan(address):  # type: ignore[no-untyped-def]
+def plan(address):
     """List the units: keys of a sequence; a program is one of them for one KV head, or the gradient of one sink."""
     call = call_of(address)
     call.capacity = call.num_kv_tokens
@@ -141,7 +136,7 @@ def plan(address):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def tokens_seeing(call, q_len, kv_len, first, stop):  # type: ignore[no-untyped-def]
+def tokens_seeing(call, q_len, kv_len, first, stop):
     """The queries of a sequence that see any of the keys [first, stop)."""
     first_new = kv_len - q_len
     low = max(first - first_new, 0) if call.causal else 0
@@ -150,7 +145,7 @@ def tokens_seeing(call, q_len, kv_len, first, stop):  # type: ignore[no-untyped-
 
 
 @compiled
-def read_keys(call, tile, head, first, count):  # type: ignore[no-untyped-def]
+def read_keys(call, tile, head, first, count):
     """Read packed keys and values from a row on."""
     size = size_of(call.format)
     for key in range(count):
@@ -163,7 +158,7 @@ def read_keys(call, tile, head, first, count):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def read_queries(call, tile, seq, head, first, last):  # type: ignore[no-untyped-def]
+def read_queries(call, tile, seq, head, first, last):
     """Read the queries [first, last) of a sequence; returns the keys that at least one of them sees."""
     group, row = call.num_q_heads // call.num_kv_heads, 0
     start, stop = queries_of(call, seq)
@@ -187,12 +182,12 @@ def read_queries(call, tile, seq, head, first, last):  # type: ignore[no-untyped
 
 
 @inlined
-def within(position, count):  # type: ignore[no-untyped-def]
+def within(position, count):
     return min(max(position, 0), count)
 
 
 @compiled
-def add_gradients(call, tile, rows, first, offset, count, dq):  # type: ignore[no-untyped-def]
+def add_gradients(call, tile, rows, first, offset, count, dq):
     """The gradients that the tile's rows and `count` of its keys have of each other; the tile's first is at `first`.
 
     These keys begin `offset` behind it; `dq` is where the rows' own gradients are.
@@ -211,7 +206,7 @@ def add_gradients(call, tile, rows, first, offset, count, dq):  # type: ignore[n
 
 
 @compiled
-def attend_backward(call, tile, unit, head, dq):  # type: ignore[no-untyped-def]
+def attend_backward(call, tile, unit, head, dq):
     """The gradients of a unit's keys and values, written; those of the sequence's queries, added to `dq`."""
     seq, low, high, size = int_at(unit, SEQ), int_at(unit, LOW), int_at(unit, HIGH), size_of(call.format)
     start, stop = queries_of(call, seq)
@@ -219,8 +214,8 @@ def attend_backward(call, tile, unit, head, dq):  # type: ignore[no-untyped-def]
     for first in range(low, high, tile.keys):
         count = min(tile.keys, high - first)
         read_keys(call, tile, head, base + first, count)
-        token, last = tokens_seeing(call, stop - start, kv_len, first, first + count)
-        for token in range(token, last, call.block_q):
+        earliest, last = tokens_seeing(call, stop - start, kv_len, first, first + count)
+        for token in range(earliest, last, call.block_q):
             end = min(token + call.block_q, last)
             left, right = read_queries(call, tile, seq, head, token, end)
             left, right = within(left - first, count), within(right - first, count)
@@ -235,7 +230,7 @@ def attend_backward(call, tile, unit, head, dq):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def write_query_gradients(call, tile, seq, head, dq):  # type: ignore[no-untyped-def]
+def write_query_gradients(call, tile, seq, head, dq):
     group, size = call.num_q_heads // call.num_kv_heads, size_of(call.format)
     start, stop = queries_of(call, seq)
     for row in range((stop - start) * group):
@@ -244,7 +239,7 @@ def write_query_gradients(call, tile, seq, head, dq):  # type: ignore[no-untyped
 
 
 @compiled
-def program(call, tile, index):  # type: ignore[no-untyped-def]
+def program(call, tile, index):
     """One unit for one KV head, or one sink; False if there is no memory for it."""
     if index >= call.num_units * call.num_kv_heads:
         sink_gradient(call, tile, index - call.num_units * call.num_kv_heads)
@@ -271,7 +266,7 @@ def program(call, tile, index):  # type: ignore[no-untyped-def]
         write_query_gradients(call, tile, seq, head, partials)
 
 
-def work(address):  # type: ignore[no-untyped-def]
+def work(address):
     """Programs, one after another, until none is left."""
     call = call_of(address)
     rows = call.block_q * (call.num_q_heads // call.num_kv_heads)
@@ -297,11 +292,6 @@ def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> tuple[Any, ..
         else launch.packed(array) if name in in_rows else launch.contiguous(array)
         for name in names
     }  # fmt: skip
-    strides = {
-        f"{name}_{axis}_stride": step
-        for name in in_rows
-        for axis, step in zip(("token", "head"), launch.strides(operands[name])[:2], strict=True)
-    }
     shapes = zip(("dq", "dk", "dv", "d_sinks"), call.results(), strict=True)
     results = launch.native(
         KERNEL,
@@ -317,7 +307,9 @@ def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> tuple[Any, ..
             "max_num_seqs": call.num_seqs,
             "layout": PACKED,
             "format": CODES[dtype_name(call.q)],
-            **strides,
+            **strides_of_rows("q", operands["q"], launch),
+            **strides_of_rows("k", operands["k"], launch),
+            **strides_of_rows("v", operands["v"], launch),
             "causal": call.causal,
             "window": call.sliding_window or 0,
             "scale": bits_of(call.scale),

@@ -8,9 +8,10 @@ from typing import Any
 from ragged_attention.calls import WriteKvPages, dtype_name
 from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
-from ragged_attention.portable.numba._call import AXES, cannot_run, strides_of
+from ragged_attention.portable.numba._call import AXES, cannot_run, strides_of_pages, strides_of_rows
 from ragged_attention.portable.numba._formats import CODES, narrow, size_of, widen
-from ragged_attention.portable.numba._kernels import NO_MEMORY, Fields, Kernel, finished, next_program
+from ragged_attention.portable.numba._kernels import Kernel
+from ragged_attention.portable.numba._records import NO_MEMORY, Fields, finished, next_program
 from ragged_attention.portable.numba._scales import fields_of, numbers_of, scale_of
 from ragged_attention.portable.numba._sequences import PACKED, kv_len_of, num_sequences, queries_of
 from ragged_attention.portable.numba._vectors import (
@@ -29,7 +30,7 @@ FIELDS = Fields(
     results=("new_k_pages", "new_v_pages"),
     numbers=(
         "num_tokens", "num_kv_heads", "head_dim", "v_head_dim", "max_num_seqs", "layout", "format", "cache_format",
-        "k_token", "k_head", "v_token", "v_head", "wide_slots",
+        "new_k_token_stride", "new_k_head_stride", "new_v_token_stride", "new_v_head_stride", "wide_slots",
         "num_pages", "page_size", "capacity", "table_stride",
         *(f"{name}_{axis}_stride" for name in "kv" for axis in AXES), "v_offset",
         *fields_of("k_scale"), *fields_of("v_scale"), "num_threads",
@@ -47,7 +48,7 @@ def why_not(call: WriteKvPages) -> str | None:
 
 
 @compiled
-def slots_from_tables(call):  # type: ignore[no-untyped-def]
+def slots_from_tables(call):
     """The slot of each token that a sequence has; the step's tokens are the last ones of its length."""
     for seq in range(num_sequences(call)):
         start, stop = queries_of(call, seq)
@@ -60,7 +61,7 @@ def slots_from_tables(call):  # type: ignore[no-untyped-def]
                     set_int(call.slots, token, page * call.page_size + position % call.page_size)
 
 
-def plan(address):  # type: ignore[no-untyped-def]
+def plan(address):
     """Find the slot of each token, -1 for none."""
     call = call_of(address)
     call.workspace = allocate(8 * call.num_tokens + 8)
@@ -78,24 +79,30 @@ def plan(address):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def write(call, token, slot, row):  # type: ignore[no-untyped-def]
+def write(call, token, slot, row):
     """One token's K and V of all heads into its slot."""
     page, slot = slot // call.page_size, slot % call.page_size
     size, stored = size_of(call.format), size_of(call.cache_format)
     for head in range(call.num_kv_heads):
         scale = scale_of(call.k_scale, call.k_scale_format, call.k_scale_stride, call.k_scale_number, head)
-        source = call.k + size * (token * call.k_token + head * call.k_head)
+        source = call.k + size * (token * call.new_k_token_stride + head * call.new_k_head_stride)
         target = page * call.k_page_stride + slot * call.k_slot_stride + head * call.k_head_stride
         widen(call.format, source, row, call.head_dim, 1.0)
         narrow(call.cache_format, row, call.new_k_pages + stored * target, call.head_dim, scale)
         scale = scale_of(call.v_scale, call.v_scale_format, call.v_scale_stride, call.v_scale_number, head)
-        source = call.v + size * (token * call.v_token + head * call.v_head)
+        source = call.v + size * (token * call.new_v_token_stride + head * call.new_v_head_stride)
         target = page * call.v_page_stride + slot * call.v_slot_stride + head * call.v_head_stride + call.v_offset
         widen(call.format, source, row, call.v_head_dim, 1.0)
-        narrow(call.cache_format, row, (call.new_v_pages if call.new_v_pages else call.new_k_pages) + stored * target, call.v_head_dim, scale)
+        narrow(
+            call.cache_format,
+            row,
+            (call.new_v_pages if call.new_v_pages else call.new_k_pages) + stored * target,
+            call.v_head_dim,
+            scale,
+        )
 
 
-def work(address):  # type: ignore[no-untyped-def]
+def work(address):
     """Programs, each of the tokens of some pages."""
     call = call_of(address)
     row = allocate(4 * (max(call.head_dim, call.v_head_dim) + LANES))
@@ -114,6 +121,16 @@ def work(address):  # type: ignore[no-untyped-def]
 KERNEL = Kernel("write_kv_pages", FIELDS, plan, work)
 
 
+def _table_numbers(call: WriteKvPages, tables: Any, launch: Any) -> dict[str, int]:
+    if tables is None:
+        return dict.fromkeys(("max_num_seqs", "capacity", "table_stride"), 0)
+    return {
+        "max_num_seqs": call.num_seqs if isinstance(call.num_seqs, int) else tables.shape[0],
+        "capacity": call.capacity,
+        "table_stride": launch.strides(tables)[0],
+    }
+
+
 def run(call: WriteKvPages, tile: Tile, launch: Any) -> list[Any]:
     del tile
     k, v = launch.packed(call.k), launch.packed(call.v)
@@ -121,13 +138,7 @@ def run(call: WriteKvPages, tile: Tile, launch: Any) -> list[Any]:
     k_scale, k_numbers = numbers_of("k_scale", call.k_scale, launch)
     v_scale, v_numbers = numbers_of("v_scale", call.v_scale, launch)
     tables = None if call.page_indices is None else launch.packed(call.page_indices)
-    counted = call.num_seqs is not None and not isinstance(call.num_seqs, int)
     slots = None if call.slot_mapping is None else launch.contiguous(call.slot_mapping)
-    strides = [strides_of(pages, launch, "PGKD") for pages in call.written()]
-    v_offset = 0
-    if call.combined:
-        page, slot, v_offset = strides[0]
-        strides = [(page, slot, 2 * v_offset)] * 2
     results = launch.native(
         KERNEL,
         {
@@ -137,10 +148,10 @@ def run(call: WriteKvPages, tile: Tile, launch: Any) -> list[Any]:
             "v_pages": v_pages,
             "slot_mapping": slots,
             "page_indices": tables,
-            "kv_lens": None if call.kv_lens is None else launch.contiguous(call.kv_lens),
-            "cu_q_lens": None if call.cu_q_lens is None else launch.contiguous(call.cu_q_lens),
+            "kv_lens": None if tables is None else launch.contiguous(call.kv_lens),
+            "cu_q_lens": None if tables is None else launch.contiguous(call.cu_q_lens),
             "cu_kv_lens": None,
-            "num_seqs": call.num_seqs if counted else None,
+            "num_seqs": None if isinstance(call.num_seqs, int) else call.num_seqs,
             "k_scale": k_scale,
             "v_scale": v_scale,
         },
@@ -150,23 +161,16 @@ def run(call: WriteKvPages, tile: Tile, launch: Any) -> list[Any]:
             "num_kv_heads": call.num_kv_heads,
             "head_dim": call.head_dim,
             "v_head_dim": call.v_head_dim,
-            "max_num_seqs": 0 if tables is None else call.num_seqs if isinstance(call.num_seqs, int) else len(tables),
             "layout": PACKED,
             "format": CODES[dtype_name(k)],
             "cache_format": CODES[call.cache_dtype],
-            **dict(zip(("k_token", "k_head"), launch.strides(k)[:2], strict=True)),
-            **dict(zip(("v_token", "v_head"), launch.strides(v)[:2], strict=True)),
+            **strides_of_rows("new_k", k, launch),
+            **strides_of_rows("new_v", v, launch),
             "wide_slots": slots is not None and dtype_name(slots) == "int64",
             "num_pages": call.num_pages,
             "page_size": call.page_size,
-            "capacity": 0 if tables is None else call.capacity,
-            "table_stride": 0 if tables is None else launch.strides(tables)[0],
-            **{
-                f"{name}_{axis}_stride": step
-                for name, steps in zip("kv", strides, strict=True)
-                for axis, step in zip(AXES, steps, strict=True)
-            },
-            "v_offset": v_offset,
+            **_table_numbers(call, tables, launch),
+            **strides_of_pages(call, "PGKD", launch),
             **k_numbers,
             **v_numbers,
             "num_threads": launch.num_threads,

@@ -10,8 +10,9 @@ from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._formats import CODES, size_of, widen
-from ragged_attention.portable.numba._kernels import Fields, Kernel, finished, next_program
+from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._latent_rows import LAYOUTS, PLAIN, place_of, store_latent
+from ragged_attention.portable.numba._records import Fields, finished, next_program
 from ragged_attention.portable.numba._vectors import LANES, allocate, compiled, copy, int32_at, int_at, release
 
 FIELDS = Fields(
@@ -30,12 +31,12 @@ def why_not(call: WriteMlaCache) -> str | None:
     return cannot_run(call)
 
 
-def plan(address):  # type: ignore[no-untyped-def]
+def plan(address):
     return min(PROGRAMS, call_of(address).num_tokens)
 
 
 @compiled
-def write(call, token, page, slot, row):  # type: ignore[no-untyped-def]
+def write(call, token, page, slot, row):
     """One token's row, or rows of all KV heads, into its slot."""
     size = size_of(call.format)
     for head in range(call.num_kv_heads):
@@ -49,7 +50,7 @@ def write(call, token, page, slot, row):  # type: ignore[no-untyped-def]
             store_latent(call.layout, row, call.new_cache + values, call.new_cache + scales, call.power_of_two)
 
 
-def work(address):  # type: ignore[no-untyped-def]
+def work(address):
     """Programs, each of the tokens of some pages."""
     call = call_of(address)
     row = allocate(4 * (call.width + LANES))
