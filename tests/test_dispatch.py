@@ -309,7 +309,7 @@ def test_explain_marks_the_chosen_and_gives_reasons(install):
         "merge_attention_states from torch on cpu",
         "  busy       block_q = 3 is odd",
         "* numba      chosen",
-        "  reference  could run",
+        "  eager      could run",
     ]
     assert {line[2:].split()[0] for line in lines[1:]} == set(dispatch.backends())
 

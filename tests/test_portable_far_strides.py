@@ -1,4 +1,4 @@
-"""The eager fallback reads and writes where operands are, however far apart."""
+"""The backends for CPUs read and write where operands are, however far apart."""
 
 import pytest
 
@@ -7,8 +7,9 @@ torch = pytest.importorskip("torch")
 from tests import far_strides  # noqa: E402
 
 
+@pytest.mark.parametrize("backend", ["eager", "numba"])
 @pytest.mark.parametrize(("name", "axis"), far_strides.CASES)
-def test_strides_may_exceed_32_bits(name: str, axis: int) -> None:
-    found, expected = far_strides.called(name, axis, "eager"), far_strides.near(name, "eager")
+def test_strides_may_exceed_32_bits(name: str, axis: int, backend: str) -> None:
+    found, expected = far_strides.called(name, axis, backend), far_strides.near(name, backend)
     for got, want in zip(found, expected, strict=True):
         assert torch.equal(got, want), f"at most {float((got.double() - want.double()).abs().max())} apart"

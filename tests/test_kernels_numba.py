@@ -1,0 +1,338 @@
+"""The kernels for CPUs beside the suite: numbers and formats, threads, forks, the cache, other CPUs, XLA."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+numba = pytest.importorskip("numba")
+torch = pytest.importorskip("torch")
+
+from ragged_attention.portable.numba import _formats, _softmax, _vectors  # noqa: E402
+from ragged_attention.reference._kv_layout import encode, format_values  # noqa: E402
+from ragged_attention.torch import (  # noqa: E402
+    dequantize_mla_cache,
+    merge_attention_states,
+    ragged_paged_attention,
+    write_kv_pages,
+)
+
+CODES = np.arange(256, dtype=np.uint8)
+HALVES = np.arange(2**16, dtype=np.uint16)
+
+
+def apart(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=os.environ | environment
+    )
+
+
+# ---- numbers
+
+
+@numba.njit
+def _widen(code: int, source: int, target: int, count: int, factor: float) -> None:
+    _formats.widen(code, source, target, count, np.float32(factor))
+
+
+@numba.njit
+def _narrow(code: int, source: int, target: int, count: int, divisor: float) -> None:
+    _formats.narrow(code, source, target, count, np.float32(divisor))
+
+
+def widened(name: str, stored: np.ndarray, count: int | None = None, factor: float = 1.0) -> np.ndarray:
+    """Stored numbers as float32; what is not written holds 7."""
+    count = len(stored) if count is None else count
+    out = np.full(-(-count // 8) * 8 + 8, 7, np.float32)
+    _widen(_formats.CODES[name], stored.ctypes.data, out.ctypes.data, count, factor)
+    return out
+
+
+def narrowed(name: str, values: np.ndarray, dtype: Any, count: int | None = None) -> np.ndarray:
+    """Float32 as they are stored; what is not written holds 77."""
+    assert len(values) % 8 == 0
+    out = np.full(len(values), 77, dtype)
+    _narrow(_formats.CODES[name], values.ctypes.data, out.ctypes.data, len(values) if count is None else count, 1.0)
+    return out
+
+
+def test_every_code_of_every_format_is_decoded() -> None:
+    for name in ("float8_e4m3fn", "float8_e5m2"):
+        assert np.array_equal(widened(name, CODES)[:256], format_values(name).astype(np.float32), equal_nan=True)
+    assert np.array_equal(widened("int8", CODES)[:256], CODES.view(np.int8).astype(np.float32))
+    assert np.array_equal(widened("float16", HALVES)[:-8], HALVES.view(np.float16).astype(np.float32), equal_nan=True)
+    wide = (HALVES.astype(np.uint32) << 16).view(np.float32)
+    assert np.array_equal(widened("bfloat16", HALVES)[:-8], wide, equal_nan=True)
+
+
+@pytest.mark.parametrize("factor", [2.0**-120, 0.3, 2.0**110, 2.0**127])
+def test_a_factor_of_any_size_is_applied_without_loss(factor: float) -> None:
+    with np.errstate(over="ignore"):
+        expected = (format_values("float8_e4m3fn").astype(np.float32) * np.float32(factor)).astype(np.float32)
+    assert np.array_equal(widened("float8_e4m3fn", CODES, factor=factor)[:256], expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("count", range(40))
+def test_no_more_is_read_and_written_than_asked_for(count: int) -> None:
+    whole = -(-count // 8) * 8
+    for name, dtype in zip(_formats.CODES, ("f4", "u2", "u2", "u1", "u1", "i1"), strict=True):
+        stored = np.zeros(40, dtype)
+        found = widened(name, stored, count)
+        assert (found[:whole] == 0).all()
+        assert (found[whole:] == 7).all()
+        written = narrowed(name, np.zeros(40, np.float32), dtype, count)
+        assert (written[:count] == 0).all()
+        assert (written[count:] == 77).all()
+
+
+def hard_values() -> np.ndarray:
+    """Values of every size, those between two codes, those beyond the largest, and NaN of both signs."""
+    rng = np.random.default_rng(0)
+    finite = format_values("float8_e4m3fn")[:127]
+    middles = (finite[1:] + finite[:-1]) / 2
+    with np.errstate(invalid="ignore", over="ignore"):
+        values = np.concatenate([
+            rng.standard_normal(4000) * 10.0 ** rng.integers(-12, 12, 4000),
+            format_values("float8_e5m2"), HALVES.view(np.float16).astype(np.float64), middles, -middles,
+            np.nextafter(middles, 0), [np.inf, -np.inf, np.nan, -np.nan, 0.0, -0.0, 448, 464, 465, 57344, 61440, 65519,
+                                       65520, 1e38],
+        ]).astype(np.float32)  # fmt: skip
+    return np.concatenate([values, np.zeros(-len(values) % 8, np.float32)])
+
+
+def test_numbers_are_rounded_as_they_are_stored() -> None:
+    values = hard_values()
+    for name, dtype in (("float8_e4m3fn", "u1"), ("float8_e5m2", "u1"), ("int8", "i1")):
+        assert np.array_equal(narrowed(name, values, dtype), encode(values, name))
+    with np.errstate(over="ignore"):
+        assert np.array_equal(narrowed("float16", values, np.float16), values.astype(np.float16), equal_nan=True)
+    rounded = torch.from_numpy(values).bfloat16().float().numpy()
+    found = (narrowed("bfloat16", values, "u2").astype(np.uint32) << 16).view(np.float32)
+    assert np.array_equal(found, rounded, equal_nan=True)
+
+
+@numba.njit
+def _map_exp2(source: int, target: int, count: int) -> None:
+    for index in range(0, count, 8):
+        _vectors.store(target, index, _vectors.exp2(_vectors.load(source, index)))
+
+
+@numba.njit
+def _map_tanh(source: int, target: int, count: int) -> None:
+    for index in range(0, count, 8):
+        _vectors.store(target, index, _softmax.tanh(_vectors.load(source, index)))
+
+
+def mapped(function: Any, values: np.ndarray) -> np.ndarray:
+    out = np.empty_like(values)
+    function(values.ctypes.data, out.ctypes.data, len(values))
+    return out.astype(np.float64)
+
+
+def test_exponentials_and_tangents_are_accurate() -> None:
+    x = np.linspace(-126, 0, 80000, dtype=np.float32)
+    assert np.max(np.abs(mapped(_map_exp2, x) / np.exp2(x.astype(np.float64)) - 1)) < 2e-7
+    rest = np.array([-127, -300, -np.inf, np.nan, 0, 0, 0, 0], np.float32)
+    assert np.array_equal(mapped(_map_exp2, rest), [0, 0, 0, np.nan, 1, 1, 1, 1], equal_nan=True)
+    x = np.concatenate([np.geomspace(1e-30, 20, 40000), -np.geomspace(1e-30, 20, 40000)]).astype(np.float32)
+    assert np.max(np.abs(mapped(_map_tanh, x) / np.tanh(x.astype(np.float64)) - 1)) < 4e-7
+    rest = np.array([np.inf, -np.inf, np.nan, 0, 0, 0, 0, 0], np.float32)
+    assert np.array_equal(mapped(_map_tanh, rest), [1, -1, np.nan, 0, 0, 0, 0, 0], equal_nan=True)
+
+
+def test_the_largest_scale_of_a_quantised_row_loses_nothing() -> None:
+    cache = torch.zeros(1, 1, 1, 584, dtype=torch.uint8)
+    cache[..., :448] = 1  # the smallest of e4m3, 2 ** -9
+    cache[..., 576:583] = 254  # 2 ** 127
+    rows = dequantize_mla_cache(cache, dtype="float32", backend="numba")
+    assert torch.equal(rows[..., :448], torch.full((1, 1, 1, 448), 2.0**118))
+
+
+# ---- threads
+
+
+def batch(lens: list[int], seed: int = 0) -> tuple[Any, ...]:
+    """A decode of one query per sequence: 4 heads on 2 KV heads, pages of 16."""
+    generator = torch.Generator().manual_seed(seed)
+    pages = max(lens) // 16 + 1
+    q = torch.randn(len(lens), 4, 32, generator=generator)
+    kv_pages = torch.randn(len(lens) * pages, 16, 4, 32, generator=generator)
+    table = torch.randperm(len(lens) * pages, generator=generator).view(len(lens), pages).int()
+    return q, kv_pages, torch.tensor(lens).int(), table, torch.arange(len(lens) + 1).int()
+
+
+def with_threads(count: int, call: Callable[[], Any]) -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        return call()
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_number_of_threads_changes_no_bit() -> None:
+    skewed = batch([17] * 6 + [5000])  # the last one is split
+    alone, together = (
+        with_threads(count, lambda: ragged_paged_attention(*skewed, backend="numba")) for count in (1, 3)
+    )
+    assert torch.equal(alone, together)
+    assert (alone - ragged_paged_attention(*skewed, backend="eager")).abs().max() < 1e-5
+
+
+def test_calls_of_several_threads_do_not_disturb_each_other() -> None:
+    batches = [batch([200 + 10 * seed, 1500], seed) for seed in range(4)]
+    expected = [ragged_paged_attention(*each, backend="numba") for each in batches]
+    wrong: list[int] = []
+
+    def serve(index: int) -> None:
+        for _ in range(20):
+            if not torch.equal(ragged_paged_attention(*batches[index], backend="numba"), expected[index]):
+                wrong.append(index)
+
+    threads = [threading.Thread(target=serve, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+FORK = """
+import os, signal, torch
+from ragged_attention.torch import merge_attention_states as merge
+torch.set_num_threads(2)
+parts = torch.randn(3, 700, 4, 16), torch.randn(3, 700, 4)
+expected = merge(*parts, backend="numba")[0]
+child = os.fork()
+if not child:
+    signal.alarm(60)  # a team of OpenMP's would wait for threads that the fork has not copied, and so would torch's own
+    found = merge(*parts, backend="numba")[0]
+    torch.set_num_threads(1)
+    os._exit(0 if torch.equal(found, expected) else 3)
+assert os.waitpid(child, 0)[1] == 0
+assert torch.equal(merge(*parts, backend="numba")[0], expected)
+print("well")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_forked_process_computes_too() -> None:
+    done = apart(FORK)
+    assert done.stdout == "well\n", done.stdout + done.stderr
+
+
+# ---- compiling
+
+SMALL = """
+import torch
+from ragged_attention.portable.numba import _compiling, merge_attention_states
+from ragged_attention.torch import merge_attention_states as merge
+_compiling.PATIENCE = 0
+print(merge(torch.ones(2, 3, 4, 16), torch.zeros(2, 3, 4), backend="numba")[0].sum().item())
+print([function.cache_hits for function in merge_attention_states.KERNEL.compiled])
+"""
+
+
+def test_kernels_are_kept_on_disk_and_a_line_says_so(tmp_path: Path) -> None:
+    first, second = (apart(SMALL, XDG_CACHE_HOME=str(tmp_path)) for _ in range(2))
+    assert first.stdout == "192.0\n[0, 0]\n", first.stderr
+    assert second.stdout == "192.0\n[1, 1]\n", second.stderr
+    told = f"ragged_attention: compiling merge_attention_states for this CPU, once, 10 to 20 s; kept in {tmp_path}"
+    assert first.stderr.startswith(told)
+
+
+def test_where_nothing_can_be_kept_kernels_run_all_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    done = apart(SMALL, XDG_CACHE_HOME=str(file))
+    assert done.stdout == "192.0\n[0, 0]\n", done.stderr
+    assert "not kept, since" in done.stderr
+
+
+OTHER_CPU = """
+import sys
+from ragged_attention.portable.numba import _formats
+assert not _formats.CONVERTS_HALVES
+import pytest
+sys.exit(pytest.main(["-q", "-n0", "-p", "no:cacheprovider", *sys.argv[1:]]))
+"""
+
+
+def test_a_cpu_without_wide_registers_gives_the_same() -> None:
+    """What LLVM makes for a CPU of which it knows nothing but the architecture."""
+    here = Path(__file__)
+    chosen = [f"{here}::{name}" for name, value in globals().items() if name.startswith("test_") and "numbers" in name]
+    chosen += [f"{here}::test_every_code_of_every_format_is_decoded",
+               f"{here}::test_exponentials_and_tangents_are_accurate",
+               f"{here}::test_the_number_of_threads_changes_no_bit"]  # fmt: skip
+    command = [sys.executable, "-c", OTHER_CPU, *chosen]
+    environment = os.environ | {"NUMBA_CPU_NAME": "generic"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=here.parents[1])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(chosen)} passed" in done.stdout
+
+
+# ---- operands written in place, and XLA
+
+
+def test_of_two_tokens_for_one_slot_the_later_one_wins_on_any_number_of_threads() -> None:
+    k = torch.arange(64.0).view(64, 1, 1).expand(64, 1, 16).contiguous()
+    slots = torch.arange(64) % 5
+    pages = torch.zeros(3, 2, 2, 16)
+    with_threads(3, lambda: write_kv_pages(k, k, pages, slots, backend="numba"))
+    assert pages[:, :, 0, 0].flatten().tolist() == [60.0, 61.0, 62.0, 63.0, 59.0, 0.0]
+
+
+def to_jax(given: Any) -> Any:
+    jnp = pytest.importorskip("jax.numpy")
+    return tuple(jnp.asarray(array.numpy()) for array in given)
+
+
+def test_jitted_steps_write_donated_pages_in_place() -> None:
+    jax = pytest.importorskip("jax")
+    from ragged_attention.jax import ragged_paged_attention as attention
+    from ragged_attention.jax import write_kv_pages as write
+
+    q, kv_pages, kv_lens, table, edges = to_jax(batch([40, 300]))
+    k = v = q[:, :2]
+
+    def step(kv_pages: Any) -> Any:
+        kv_pages = write(k, v, kv_pages, (table, kv_lens, edges), backend="numba")
+        return attention(q, kv_pages, kv_lens, table, edges, backend="numba"), kv_pages
+
+    expected = jax.jit(step)(kv_pages)
+    place = kv_pages.unsafe_buffer_pointer()
+    out, written = jax.jit(step, donate_argnums=0)(kv_pages)
+    assert written.unsafe_buffer_pointer() == place
+    assert np.array_equal(out, expected[0])
+    assert np.array_equal(written, expected[1])
+
+
+def test_xla_maps_and_scans_over_calls() -> None:
+    jax = pytest.importorskip("jax")
+    from ragged_attention.jax import ragged_paged_attention as attention
+
+    q, *rest = to_jax(batch([40, 300]))
+    several = jax.numpy.stack([q, 2 * q, 3 * q])
+
+    def one(q: Any) -> Any:
+        return attention(q, *rest, backend="numba")
+
+    expected = np.stack([one(q) for q in several])
+    assert np.array_equal(jax.jit(jax.vmap(one))(several), expected)
+    assert np.array_equal(jax.jit(lambda all: jax.lax.scan(lambda c, q: (c, one(q)), 0, all)[1])(several), expected)
+
+
+def test_parts_that_saw_nothing_take_no_part_in_a_merge() -> None:
+    outs = torch.randn(2, 3, 4, 24)
+    outs[1] = torch.nan
+    lses = torch.stack([torch.randn(3, 4), torch.full((3, 4), -torch.inf)])
+    out, lse = merge_attention_states(outs, lses, backend="numba")
+    assert torch.allclose(out, outs[0])
+    assert torch.allclose(lse, lses[0])
