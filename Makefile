@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --constraint
 # Tests start many processes; where bytecode is not kept, each compiles the package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-shard check conformance compile-matrix cuda-compile flash-mla-matrix tpu-compile bench docs status clean
+.PHONY: demo test test-all test-shard check conformance compile-matrix cuda-compile flash-mla-matrix tpu-compile bench bench-cpu docs status clean
 
 demo: .venv/demo
 	$(BIN)/ragged-attention demo $(ARGS)
@@ -50,6 +50,10 @@ tpu-compile: .venv-tpu/all
 
 bench: .venv/all
 	$(BIN)/ragged-attention bench $(ARGS)
+
+# Beside the peers that are installed; ARGS=--help says how to install them, ARGS=--save keeps what was measured.
+bench-cpu: .venv/all
+	$(BIN)/python -m benchmarks.cpu $(ARGS)
 
 docs: .venv/all
 	$(BIN)/python docs/support_table.py

@@ -181,7 +181,9 @@ def test_unknown_commands_and_arguments_are_code_2(run_cli, arguments):
 def test_help_lists_the_commands(run_cli):
     code, out, _ = run_cli("--help")
     assert code == 0
-    assert all(command in out for command in ("demo", "doctor", "explain", "bench", "conformance", "build-cuda"))
+    assert all(
+        command in out for command in ("demo", "doctor", "explain", "bench", "conformance", "build-cuda", "warmup")
+    )
 
 
 def test_explain_without_a_framework_says_what_to_install(run_cli, monkeypatch):

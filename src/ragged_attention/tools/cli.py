@@ -1,4 +1,4 @@
-"""The command line: `ragged-attention demo | doctor | explain | bench | conformance | build-cuda`.
+"""The command line: `ragged-attention demo | doctor | explain | bench | conformance | build-cuda | warmup`.
 
 Each command is imported when it is called, so that asking for help loads no framework. A user's mistake ends in
 one line and exit code 2.
@@ -29,6 +29,7 @@ ELSEWHERE = {
     "bench": ("benchmarks.run", "measure this machine (in a checkout of the repository)"),
     "conformance": ("ragged_attention.testing.conformance", "judge a backend by the shipped suite"),
     "build-cuda": ("ragged_attention.build_cuda", "build the CUDA kernels for Hopper ahead of time"),
+    "warmup": ("ragged_attention.warmup", "compile the kernels for this CPU ahead of time"),
 }
 USER_ERRORS = (InvalidInput, Unsupported, TypeError)
 

@@ -97,6 +97,12 @@ class Kernel:
         """`plan` and `work` in machine code; both take the address of a record and return a number."""
         return machine_code(self.name, dict.fromkeys((self.plan, self.work), "int64(int64)"))
 
+    def compile_ahead(self, *, for_jax: bool) -> None:
+        """Compile it now, with what XLA calls of it if asked to."""
+        _ = self.compiled
+        if for_jax:
+            _xla.compile_ahead()
+
     def on(self, platform: str) -> Callable[[Any, Any], int]:
         """The function itself, which takes a record and returns a code."""
         del platform

@@ -145,6 +145,11 @@ def _shared() -> tuple[Any, ...]:
     return machine_code("the handler for jax", {handle: "int64(int64, int64)", task: "int64(int64)"})
 
 
+def compile_ahead() -> None:
+    """Compile what the handlers of all kernels share."""
+    _shared()
+
+
 @functools.cache
 def _version(include: str) -> int:
     """The interface's version in the installed headers, as it lies in memory: major and minor."""

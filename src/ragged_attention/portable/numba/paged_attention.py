@@ -4,6 +4,7 @@ from typing import Any
 
 from ragged_attention.calls import PagedAttention
 from ragged_attention.portable.numba import _call, _sequences
+from ragged_attention.portable.numba._call import KERNEL as KERNEL
 from ragged_attention.portable.numba._call import Tile as Tile
 from ragged_attention.portable.numba._call import heuristic as heuristic
 

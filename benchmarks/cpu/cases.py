@@ -1,0 +1,197 @@
+"""What is timed on a CPU: C1 to C9, shapes of an 8B model and of DeepSeek's latents with a thousand keys or so.
+
+A case gives contenders, functions that compute the same from the same inputs, and says what the fastest machine would
+need: bytes of the cache to read, and floating-point operations of the products.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from benchmarks.cpu import peers
+from ragged_attention.torch import mla_decode, quantize_mla_cache, ragged_paged_attention, varlen_attention
+
+Contenders = Mapping[str, Callable[[], Any]]
+OURS, EAGER = "ours", "eager"
+NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 32
+D_QK, D_V, LATENT_SCALE = 576, 512, 192**-0.5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case(abc.ABC):
+    """Something to time."""
+
+    name: str
+    what: str
+    dtype: torch.dtype
+    frameworks: tuple[str, ...] = ("torch",)
+
+    @abc.abstractmethod
+    def contenders(self) -> Contenders:
+        """Functions by name, ours first; what is not installed is left out."""
+
+    bytes: int = 0  # of keys and values
+    flops: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Paged(Case):
+    """Attention over pages of K and V; `lens` are query tokens and keys of each sequence."""
+
+    lens: tuple[tuple[int, int], ...]
+    page_size: int = PAGE_SIZE
+    cache_dtype: torch.dtype | None = None
+
+    @property
+    def stored(self) -> torch.dtype:
+        return self.cache_dtype or self.dtype
+
+    @property
+    def bytes(self) -> int:  # type: ignore[override]
+        return 2 * sum(keys for _, keys in self.lens) * NUM_KV_HEADS * HEAD_DIM * self.stored.itemsize
+
+    @property
+    def flops(self) -> int:  # type: ignore[override]
+        pairs = sum(tokens * (2 * keys - tokens + 1) // 2 for tokens, keys in self.lens)
+        return 4 * pairs * NUM_Q_HEADS * HEAD_DIM
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """Pages in random order, K and V apart and in one array."""
+        torch.manual_seed(0)
+        used = [-(-keys // self.page_size) for _, keys in self.lens]
+        order, table = torch.randperm(sum(used)).int(), torch.zeros(len(used), max(used), dtype=torch.int32)
+        for seq, pages in enumerate(order.split(used)):
+            table[seq, : len(pages)] = pages
+        edges = torch.tensor([0, *(tokens for tokens, _ in self.lens)]).cumsum(0).int()
+        k, v = (torch.randn(len(order), self.page_size, NUM_KV_HEADS, HEAD_DIM) for _ in range(2))
+        if self.cache_dtype == torch.int8:
+            k, v = ((32 * pages).clamp(-127, 127) for pages in (k, v))
+        k, v = k.to(self.stored), v.to(self.stored)
+        return {
+            "q": torch.randn(int(edges[-1]), NUM_Q_HEADS, HEAD_DIM).to(self.dtype),
+            "kv_pages": torch.stack([k, v], 3).flatten(2, 3).contiguous(),
+            "kv_lens": torch.tensor([keys for _, keys in self.lens]).int(),
+            "page_indices": table,
+            "cu_q_lens": edges,
+            "k": k,
+            "v": v,
+        }
+
+    def contenders(self) -> Contenders:
+        inputs = self.inputs()
+        scale: dict[str, Any] = {"k_scale": 1 / 32, "v_scale": 1 / 32} if self.cache_dtype == torch.int8 else {}
+        arguments: dict[str, Any] = {
+            name: inputs[name] for name in ("q", "kv_pages", "kv_lens", "page_indices", "cu_q_lens")
+        } | scale
+
+        def ours(backend: str) -> Callable[[], Any]:
+            return lambda: ragged_paged_attention(**arguments, backend=backend)
+
+        found = {OURS: ours("numba"), EAGER: ours("eager")}
+        if self.cache_dtype is None:
+            found |= peers.vllm_attention(inputs, self.page_size) | peers.openvino_attention(inputs, self.lens)
+            found["sdpa"] = lambda: peers.sdpa_over_pages(inputs, self.lens)
+        if "jax" in self.frameworks and torch.get_num_threads() > 1:
+            found |= peers.ours_from_jax(arguments)
+        return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Latent(Case):
+    """MLA decode of one token for each of 8 sequences of 1024; `topk` 0 is a dense call."""
+
+    heads: int
+    cache_format: str = "plain"
+    topk: int = 0
+
+    def contenders(self) -> Contenders:
+        torch.manual_seed(0)
+        seqs, keys, page_size = 8, 1024, 16
+        pages = keys // page_size
+        table = torch.randperm(seqs * pages).view(seqs, pages).int()
+        cache = (torch.randn(seqs * pages, page_size, 1, D_QK) / 4).to(self.dtype)
+        q, lens = torch.randn(seqs, 1, self.heads, D_QK).to(self.dtype), torch.full((seqs,), keys).int()
+        stored = cache if self.cache_format == "plain" else quantize_mla_cache(cache, self.cache_format)
+        positions = torch.stack([torch.randperm(keys)[: self.topk] for _ in range(seqs)])
+        slots = (table.gather(1, positions // page_size) * page_size + positions % page_size).int()[:, None]
+        which: dict[str, Any] = {"indices": slots} if self.topk else {"page_indices": table, "kv_lens": lens}
+
+        def ours(backend: str) -> Callable[[], Any]:
+            return lambda: mla_decode(q, stored, **which, sm_scale=LATENT_SCALE, backend=backend)[0][:, 0]
+
+        found = {OURS: ours("numba"), EAGER: ours("eager")}
+        if not self.topk and self.cache_format == "plain":
+            found |= peers.vllm_latent_decode(q[:, 0], cache[:, :, 0], table, lens, LATENT_SCALE)
+        return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Varlen(Case):
+    """Causal attention of 4 packed sequences of 1024, or its gradient."""
+
+    backward: bool = False
+
+    @property
+    def flops(self) -> int:  # type: ignore[override]
+        return (10 if self.backward else 4) * 4 * (1024 * 1025 // 2) * NUM_Q_HEADS * HEAD_DIM
+
+    def contenders(self) -> Contenders:
+        torch.manual_seed(0)
+        edges = torch.arange(0, 4097, 1024).int()
+        arrays = [torch.randn(4096, heads, HEAD_DIM).to(self.dtype) for heads in (NUM_Q_HEADS, *(NUM_KV_HEADS,) * 2)]
+        towards = torch.randn(4096, NUM_Q_HEADS, HEAD_DIM).to(self.dtype)
+
+        def ours(backend: str) -> Callable[..., torch.Tensor]:
+            return lambda q, k, v: varlen_attention(q, k, v, edges, edges, causal=True, backend=backend)
+
+        def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            parts = zip(*(x.split(1024) for x in (q, k, v)), strict=True)
+            heads_first = ([x.transpose(0, 1)[None] for x in part] for part in parts)
+            attend = functional.scaled_dot_product_attention
+            return torch.cat([
+                attend(*part, is_causal=True, enable_gqa=True)[0].transpose(0, 1) for part in heads_first
+            ])  # fmt: skip
+
+        def gradient(function: Callable[..., torch.Tensor]) -> Callable[[], Any]:
+            leaves = [x.clone().requires_grad_() for x in arrays]
+            out = function(*leaves)
+            return lambda: torch.cat(torch.autograd.grad(out, leaves, towards, retain_graph=True), 1)
+
+        functions = {OURS: ours("numba"), EAGER: ours("eager"), "sdpa": sdpa}
+        if self.backward:
+            return {name: gradient(function) for name, function in functions.items()}
+        return {name: lambda function=function: function(*arrays) for name, function in functions.items()}
+
+
+F32, BF16 = torch.float32, torch.bfloat16
+DECODES, CHUNKS = ((1, 1024),) * 8, ((512, 1024),) * 2
+FROM_JAX = ("torch", "jax")
+CASES: tuple[Case, ...] = (
+    Paged(name="C1", what="8 decodes at 1k, f32", dtype=F32, lens=DECODES, frameworks=FROM_JAX),
+    Paged(name="C2", what="8 decodes at 1k, bf16", dtype=BF16, lens=DECODES, frameworks=FROM_JAX),
+    Paged(name="C3", what="C2, pages of 16", dtype=BF16, lens=DECODES, page_size=16),
+    Paged(name="C3b", what="C2, pages of 1", dtype=BF16, lens=DECODES, page_size=1),
+    Paged(name="C4", what="2 chunks of 512 at 1k, f32", dtype=F32, lens=CHUNKS, frameworks=FROM_JAX),
+    Paged(name="C4b", what="2 chunks of 512 at 1k, bf16", dtype=BF16, lens=CHUNKS, frameworks=FROM_JAX),
+    Paged(name="C5", what="prefill of 512 beside 16 decodes at 512, bf16", dtype=BF16,
+          lens=((512, 512), *((1, 512),) * 16), frameworks=FROM_JAX),
+    Paged(name="C5b", what="skew: 31 decodes at 256, one at 16k, bf16", dtype=BF16,
+          lens=(*((1, 256),) * 31, (1, 16384)), frameworks=FROM_JAX),
+    Paged(name="C5c", what="the same keys, even: 32 decodes at 760, bf16", dtype=BF16, lens=((1, 760),) * 32),
+    Paged(name="C6", what="8 decodes at 1k, bf16 over e4m3", dtype=BF16, lens=DECODES,
+          cache_dtype=torch.float8_e4m3fn),
+    Paged(name="C6b", what="8 decodes at 1k, bf16 over int8", dtype=BF16, lens=DECODES, cache_dtype=torch.int8),
+    Latent(name="C7", what="MLA decode, 16 heads, 8 x 1k, f32", dtype=F32, heads=16),
+    Latent(name="C7b", what="MLA decode, 16 heads, 8 x 1k, bf16", dtype=BF16, heads=16),
+    Latent(name="C7c", what="MLA decode, 128 heads, 8 x 1k, bf16", dtype=BF16, heads=128),
+    Latent(name="C7d", what="MLA decode, 16 heads, 8 x 1k, fp8_v32", dtype=BF16, heads=16, cache_format="fp8_v32"),
+    Latent(name="C7e", what="sparse MLA decode, 16 heads, 8 x top-k 512, bf16", dtype=BF16, heads=16, topk=512),
+    Varlen(name="C8", what="packed attention, 4 x 1k causal, f32", dtype=F32),
+    Varlen(name="C8b", what="its gradient, f32", dtype=F32, backward=True),
+    Varlen(name="C8c", what="packed attention, 4 x 1k causal, bf16", dtype=BF16),
+    Varlen(name="C8d", what="its gradient, bf16", dtype=BF16, backward=True),
+)  # fmt: skip

