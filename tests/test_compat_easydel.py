@@ -160,7 +160,7 @@ def test_the_scale_and_jaxs_quantised_pages():
 
 
 def test_another_length_is_no_other_program(monkeypatch):
-    from ragged_attention.portable.xla import prefill_attention as room
+    from ragged_attention.portable.numba import prefill_attention as room
 
     count = []
     run = room.run

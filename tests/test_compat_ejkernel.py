@@ -140,7 +140,7 @@ def test_tables_of_other_integer_dtypes():
 
 
 def test_another_number_of_sequences_is_no_other_program(monkeypatch):
-    from ragged_attention.portable.xla import ragged_paged_attention as room
+    from ragged_attention.portable.numba import ragged_paged_attention as room
 
     count = []
     run = room.run

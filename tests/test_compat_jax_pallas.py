@@ -271,7 +271,7 @@ def test_other_values_are_no_other_program(backend):
 
 
 def test_plain_calls_with_other_values_trace_once(monkeypatch):
-    from ragged_attention.portable.xla import ragged_paged_attention as room
+    from ragged_attention.portable.numba import ragged_paged_attention as room
 
     count = []
     run = room.run

@@ -319,7 +319,7 @@ def test_texts_grow_prefixes_are_shared_and_steps_are_mixed(capsys):
     growth = [len(line) for line in output.splitlines() if line.startswith("#0 ")]
     assert len(growth) >= 3
     assert growth == sorted(growth)
-    steps = re.findall(r"^ +\d+ +(\d+) +(\d+) .* eager$", output, re.MULTILINE)
+    steps = re.findall(r"^ +\d+ +(\d+) +(\d+) .* numba$", output, re.MULTILINE)
     assert any(int(prefill) and int(decode) for prefill, decode in steps)
 
 

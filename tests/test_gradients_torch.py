@@ -264,7 +264,7 @@ def test_the_gradient_runs_where_the_call_runs_if_it_can(monkeypatch: pytest.Mon
     assert ran(["cuda", "triton"]) == "varlen_attention_backward: triton"  # the first of them has no such operation
     with ra.use_backend({"varlen_attention_backward": "reference"}):
         assert ran(None) == "varlen_attention_backward: reference"
-        assert chosen[0] == "varlen_attention: eager"
+        assert chosen[0] == "varlen_attention: numba"
     assert dispatch.backends_offering("varlen_attention_backward", "cuda,pallas") is None
     assert dispatch.backends_offering("varlen_attention_backward", "auto") == "auto"
 

@@ -115,8 +115,8 @@ def test_export(platform: str) -> None:
 
 
 def test_both_are_explained() -> None:
-    assert "* xla" in ra.explain("paged_attention", **DECODE)
-    assert "* xla" in ra.explain("prefill_attention", **CHUNK, length=5, align="end")
+    assert "* numba" in ra.explain("paged_attention", **DECODE)
+    assert "* numba" in ra.explain("prefill_attention", **CHUNK, length=5, align="end")
 
 
 # ---- new keys and values
@@ -170,4 +170,4 @@ def test_the_option_is_for_those_who_have_it() -> None:
 
 
 def test_a_writing_call_is_explained() -> None:
-    assert "* xla" in ra.explain("ragged_paged_attention", **STEP, kv_pages=CACHE, new_kv=NEW)
+    assert "* numba" in ra.explain("ragged_paged_attention", **STEP, kv_pages=CACHE, new_kv=NEW)

@@ -85,8 +85,8 @@ def test_pages_with_a_strided_last_dimension_are_refused() -> None:
 
 
 def test_both_are_explained() -> None:
-    assert "* eager" in ra.explain("paged_attention", **decode_inputs())
-    assert "* eager" in ra.explain("prefill_attention", **chunk_inputs(), align="end")
+    assert "* numba" in ra.explain("paged_attention", **decode_inputs())
+    assert "* numba" in ra.explain("prefill_attention", **chunk_inputs(), align="end")
 
 
 def test_there_is_no_gradient() -> None:
@@ -183,4 +183,4 @@ def test_a_call_whose_values_are_refused_writes_nothing() -> None:
 
 
 def test_a_writing_call_is_explained() -> None:
-    assert "* eager" in ra.explain("ragged_paged_attention", **step_inputs())
+    assert "* numba" in ra.explain("ragged_paged_attention", **step_inputs())

@@ -88,7 +88,7 @@ def test_jit_with_traced_lengths_compiles_once(batch, backend):
 
 
 def test_a_plain_call_traces_once_for_equal_shapes(batch, monkeypatch):
-    from ragged_attention.portable.xla import ragged_paged_attention as room
+    from ragged_attention.portable.numba import ragged_paged_attention as room
 
     count = []
     run = room.run

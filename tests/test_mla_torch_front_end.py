@@ -488,7 +488,7 @@ def test_explain_takes_what_the_call_takes() -> None:
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
         "sparse_mla_prefill": ((), prefill("fp8_v4")),
         "sparse_mla_prefill_backward": ((), selected | {"d_out": out, "out": out, "lse": lse}),
-        "mla_decode": ((), inputs | {"schedule": schedule, "options": {"block_kv": 3}}),
+        "mla_decode": ((), inputs | {"schedule": schedule, "options": {"block_kv": 24}}),
         "make_decode_schedule": ((inputs["kv_lens"], NUM_SEQS, NUM_Q_TOKENS, NUM_HEADS), {}),
         "quantize_mla_cache": ((normal(2, 3, 1, 576), "fp8_v32"), {}),
         "dequantize_mla_cache": ((latent_cache("fp8_v32"),), {"dtype": torch.float32}),
@@ -499,7 +499,7 @@ def test_explain_takes_what_the_call_takes() -> None:
     for operation, (arguments, keywords) in calls.items():
         table = ra.explain(operation, *arguments, **keywords)
         assert table.startswith(f"{operation} from torch on cpu\n")
-        assert "* eager      chosen" in table
+        assert ("* eager      chosen" if operation == "make_decode_schedule" else "* numba      chosen") in table
         assert "reference  could run, not asked for" in table
     assert "* reference  chosen" in ra.explain("mla_decode", **inputs, backend="reference")
 
@@ -515,19 +515,19 @@ def test_explain_takes_what_the_call_takes() -> None:
 )
 def test_options_are_checked(options: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
-        rt.mla_decode(**dense("plain"), options=options)
+        rt.mla_decode(**dense("plain"), options=options, backend="eager")
     with pytest.raises(kind, match=message):
-        rt.sparse_mla_prefill(**prefill("plain"), options=options)
+        rt.sparse_mla_prefill(**prefill("plain"), options=options, backend="eager")
 
 
 def test_only_dense_decoding_reads_lengths_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    rt.mla_decode(**sparse("plain"))
-    rt.sparse_mla_prefill(**prefill("plain"))
+    rt.mla_decode(**sparse("plain"), backend="eager")
+    rt.sparse_mla_prefill(**prefill("plain"), backend="eager")
     _plan._plans.clear()
     with pytest.raises(ra.Unsupported, match="expected a stream that is not being captured, since lengths are read"):
-        rt.mla_decode(**dense("plain"))
+        rt.mla_decode(**dense("plain"), backend="eager")
 
 
 @FORMATS
@@ -556,15 +556,18 @@ def test_fallbacks_that_promise_it_wait_for_nothing(format: str) -> None:
 
 
 @FORMATS
-def test_results_do_not_depend_on_the_size_of_pieces(format: str) -> None:
+@pytest.mark.parametrize(("backend", "sizes"), [("eager", (1, 2, 3, 5, 8)), ("numba", (8, 16, 40))])
+def test_results_do_not_depend_on_the_size_of_pieces(format: str, backend: str, sizes: tuple[int, ...]) -> None:
     for inputs in (but(dense(format), causal=True), sparse(format), with_extra(sparse(format))):
-        whole = rt.mla_decode(**inputs)
-        for block_kv in (1, 2, 3, 5, 8):
-            torch.testing.assert_close(rt.mla_decode(**inputs, options={"block_kv": block_kv}), whole)
+        whole = rt.mla_decode(**inputs, backend=backend)
+        for block_kv in sizes:
+            torch.testing.assert_close(rt.mla_decode(**inputs, options={"block_kv": block_kv}, backend=backend), whole)
     inputs = prefill(format)
-    whole = rt.sparse_mla_prefill(**inputs)
-    for block_kv in (1, 2, 3, 5, 8):
-        torch.testing.assert_close(rt.sparse_mla_prefill(**inputs, options={"block_kv": block_kv}), whole)
+    whole = rt.sparse_mla_prefill(**inputs, backend=backend)
+    for block_kv in sizes:
+        torch.testing.assert_close(
+            rt.sparse_mla_prefill(**inputs, options={"block_kv": block_kv}, backend=backend), whole
+        )
 
 
 @FORMATS
@@ -578,10 +581,10 @@ def test_no_more_rows_are_gathered_at_once_than_the_tile_says(format: str, monke
 
     monkeypatch.setattr(_latents.Rows, "at", counted)
     options = {"block_kv": 4}
-    rt.mla_decode(**dense(format), options=options)
+    rt.mla_decode(**dense(format), options=options, backend="eager")
     assert sum(gathered) == 9 + 4  # the keys that some query sees, those of the lost page not among them
-    rt.mla_decode(**with_extra(sparse(format)), options=options)
-    rt.sparse_mla_prefill(**prefill(format), options=options)
+    rt.mla_decode(**with_extra(sparse(format)), options=options, backend="eager")
+    rt.sparse_mla_prefill(**prefill(format), options=options, backend="eager")
     assert max(gathered) <= 4
 
 
@@ -599,8 +602,8 @@ def test_caches_are_converted_in_pieces(format: str, chunk: int, monkeypatch: py
     assert torch.equal(written, cache)
 
 
-@pytest.mark.parametrize("block_kv", [2, 100])
-def test_what_nobody_selects_may_be_nan(block_kv: int) -> None:
+@pytest.mark.parametrize(("backend", "block_kv"), [("eager", 2), ("eager", 100), ("numba", 8), ("numba", 32)])
+def test_what_nobody_selects_may_be_nan(backend: str, block_kv: int) -> None:
     """Also next to lists that select nothing, or nothing of one of two caches."""
     cache = torch.full((2, 4, 1, 48), torch.nan)
     cache[1, 2:] = normal(2, 1, 48)
@@ -612,7 +615,7 @@ def test_what_nobody_selects_may_be_nan(block_kv: int) -> None:
     q = normal(4, 1, NUM_HEADS, 48)
     out, lse = rt.mla_decode(
         q, cache, indices=indices, topk_lens=lens, extra_kv_cache=extra, extra_indices=extra_indices,
-        extra_topk_lens=extra_lens, d_v=48, options={"block_kv": block_kv},
+        extra_topk_lens=extra_lens, d_v=48, options={"block_kv": block_kv}, backend=backend,
     )  # fmt: skip
     assert out.isfinite().all()
     torch.testing.assert_close(out[0, 0], cache[1, 3].expand(NUM_HEADS, -1))

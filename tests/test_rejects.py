@@ -348,7 +348,7 @@ STATIC = [
     attention(InvalidInput, "expected k_scale to be finite, got nan", k_scale=float("nan")),
     attention(InvalidInput, "expected options among none for this backend, got 'block_q'",
               backend="reference", options={"block_q": 16}),
-    attention(InvalidInput, "expected backend to be one of auto, triton, pallas, cuda, eager, xla, reference, "
+    attention(InvalidInput, "expected backend to be one of auto, triton, pallas, cuda, numba, eager, xla, reference, "
               "got 'tritom'", backend="tritom"),
     attention(InvalidInput, "expected backend to name at least one backend, got []", backend=[]),
     # New keys and values.
@@ -798,7 +798,7 @@ def test_hopper_kernels_are_refused_on_a_cpu(operation: str, framework: str) -> 
         form = "a dense call" if operation == "mla_decode" else "a sparse call"
         dtypes = "bfloat16 or float16" if operation == "mla_decode" else "bfloat16"
         reason = f"takes q.dtype {dtypes} in {form}, got float32"
-    nearest = {"torch": "eager", "jax": "xla"}[framework]
+    nearest = {"torch": "eager", "jax": "xla"}[framework] if operation == "make_decode_schedule" else "numba"
     assert str(error).splitlines() == [
         f"no backend asked for takes this {operation} call from {framework} on cpu:",
         f"  cuda: {reason}",
