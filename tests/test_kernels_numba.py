@@ -23,6 +23,7 @@ from ragged_attention.torch import (  # noqa: E402
     write_kv_pages,
 )
 
+LANES = _vectors.LANES
 CODES = np.arange(256, dtype=np.uint8)
 HALVES = np.arange(2**16, dtype=np.uint16)
 
@@ -46,17 +47,22 @@ def _narrow(code: int, source: int, target: int, count: int, divisor: float) -> 
     _formats.narrow(code, source, target, count, np.float32(divisor))
 
 
+def whole(count: int) -> int:
+    """So many numbers in whole vectors."""
+    return -(-count // LANES) * LANES
+
+
 def widened(name: str, stored: np.ndarray, count: int | None = None, factor: float = 1.0) -> np.ndarray:
     """Stored numbers as float32; what is not written holds 7."""
     count = len(stored) if count is None else count
-    out = np.full(-(-count // 8) * 8 + 8, 7, np.float32)
+    out = np.full(whole(count) + LANES, 7, np.float32)
     _widen(_formats.CODES[name], stored.ctypes.data, out.ctypes.data, count, factor)
     return out
 
 
 def narrowed(name: str, values: np.ndarray, dtype: Any, count: int | None = None) -> np.ndarray:
     """Float32 as they are stored; what is not written holds 77."""
-    assert len(values) % 8 == 0
+    assert len(values) % LANES == 0
     out = np.full(len(values), 77, dtype)
     _narrow(_formats.CODES[name], values.ctypes.data, out.ctypes.data, len(values) if count is None else count, 1.0)
     return out
@@ -66,9 +72,11 @@ def test_every_code_of_every_format_is_decoded() -> None:
     for name in ("float8_e4m3fn", "float8_e5m2"):
         assert np.array_equal(widened(name, CODES)[:256], format_values(name).astype(np.float32), equal_nan=True)
     assert np.array_equal(widened("int8", CODES)[:256], CODES.view(np.int8).astype(np.float32))
-    assert np.array_equal(widened("float16", HALVES)[:-8], HALVES.view(np.float16).astype(np.float32), equal_nan=True)
+    assert np.array_equal(
+        widened("float16", HALVES)[:-LANES], HALVES.view(np.float16).astype(np.float32), equal_nan=True
+    )
     wide = (HALVES.astype(np.uint32) << 16).view(np.float32)
-    assert np.array_equal(widened("bfloat16", HALVES)[:-8], wide, equal_nan=True)
+    assert np.array_equal(widened("bfloat16", HALVES)[:-LANES], wide, equal_nan=True)
 
 
 @pytest.mark.parametrize("factor", [2.0**-120, 0.3, 2.0**110, 2.0**127])
@@ -80,13 +88,12 @@ def test_a_factor_of_any_size_is_applied_without_loss(factor: float) -> None:
 
 @pytest.mark.parametrize("count", range(40))
 def test_no_more_is_read_and_written_than_asked_for(count: int) -> None:
-    whole = -(-count // 8) * 8
     for name, dtype in zip(_formats.CODES, ("f4", "u2", "u2", "u1", "u1", "i1"), strict=True):
-        stored = np.zeros(40, dtype)
+        stored = np.zeros(48, dtype)
         found = widened(name, stored, count)
-        assert (found[:whole] == 0).all()
-        assert (found[whole:] == 7).all()
-        written = narrowed(name, np.zeros(40, np.float32), dtype, count)
+        assert (found[: whole(count)] == 0).all()
+        assert (found[whole(count) :] == 7).all()
+        written = narrowed(name, np.zeros(48, np.float32), dtype, count)
         assert (written[:count] == 0).all()
         assert (written[count:] == 77).all()
 
@@ -103,7 +110,7 @@ def hard_values() -> np.ndarray:
             np.nextafter(middles, 0), [np.inf, -np.inf, np.nan, -np.nan, 0.0, -0.0, 448, 464, 465, 57344, 61440, 65519,
                                        65520, 1e38],
         ]).astype(np.float32)  # fmt: skip
-    return np.concatenate([values, np.zeros(-len(values) % 8, np.float32)])
+    return np.concatenate([values, np.zeros(-len(values) % LANES, np.float32)])
 
 
 def test_numbers_are_rounded_as_they_are_stored() -> None:
@@ -119,13 +126,13 @@ def test_numbers_are_rounded_as_they_are_stored() -> None:
 
 @numba.njit
 def _map_exp2(source: int, target: int, count: int) -> None:
-    for index in range(0, count, 8):
+    for index in range(0, count, LANES):
         _vectors.store(target, index, _vectors.exp2(_vectors.load(source, index)))
 
 
 @numba.njit
 def _map_tanh(source: int, target: int, count: int) -> None:
-    for index in range(0, count, 8):
+    for index in range(0, count, LANES):
         _vectors.store(target, index, _softmax.tanh(_vectors.load(source, index)))
 
 
@@ -138,12 +145,12 @@ def mapped(function: Any, values: np.ndarray) -> np.ndarray:
 def test_exponentials_and_tangents_are_accurate() -> None:
     x = np.linspace(-126, 0, 80000, dtype=np.float32)
     assert np.max(np.abs(mapped(_map_exp2, x) / np.exp2(x.astype(np.float64)) - 1)) < 2e-7
-    rest = np.array([-127, -300, -np.inf, np.nan, 0, 0, 0, 0], np.float32)
-    assert np.array_equal(mapped(_map_exp2, rest), [0, 0, 0, np.nan, 1, 1, 1, 1], equal_nan=True)
+    rest = np.array([-127, -300, -np.inf, np.nan] + [0] * 12, np.float32)
+    assert np.array_equal(mapped(_map_exp2, rest), [0, 0, 0, np.nan] + [1] * 12, equal_nan=True)
     x = np.concatenate([np.geomspace(1e-30, 20, 40000), -np.geomspace(1e-30, 20, 40000)]).astype(np.float32)
     assert np.max(np.abs(mapped(_map_tanh, x) / np.tanh(x.astype(np.float64)) - 1)) < 4e-7
-    rest = np.array([np.inf, -np.inf, np.nan, 0, 0, 0, 0, 0], np.float32)
-    assert np.array_equal(mapped(_map_tanh, rest), [1, -1, np.nan, 0, 0, 0, 0, 0], equal_nan=True)
+    rest = np.array([np.inf, -np.inf, np.nan] + [0] * 13, np.float32)
+    assert np.array_equal(mapped(_map_tanh, rest), [1, -1, np.nan] + [0] * 13, equal_nan=True)
 
 
 def test_the_largest_scale_of_a_quantised_row_loses_nothing() -> None:

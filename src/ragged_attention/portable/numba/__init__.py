@@ -4,7 +4,7 @@ They read the pages where they lie, convert 16-bit and 8-bit values as they load
 divides a call into programs, one per sequence, block of queries, KV head and split of the keys, as the Triton kernels
 do; the front end's own threads take one program after another. No program waits for another one.
 
-    _vectors   eight floats at a time, memory by address        _formats   what is stored, to and from float32
+    _vectors   some floats at a time, memory by address         _formats   what is stored, to and from float32
     _tiles     one program's memory                             _products, _softmax   the steps of an attention
     _kernels   records, compiling, threads, XLA                 _paged, _latent, _varlen   where keys and values lie
 """

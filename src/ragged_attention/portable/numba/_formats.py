@@ -1,4 +1,4 @@
-"""How numbers are stored, and their ways to float32 and back, eight at a time.
+"""How numbers are stored, and their ways to float32 and back, a vector at a time.
 
 A format is a code here, known when a kernel runs, so that a kernel is compiled once for all of them: rows are widened
 to float32 as they are read, and narrowed as they are written.
@@ -179,7 +179,7 @@ def _masked(builder: Any, name: str, kind: Any, *values: Any, returns: bool) -> 
 
 
 def _reader(kind: Any, decode: Callable[[Any, Any], Any], name: str) -> tuple[Any, Any]:
-    """Functions that read eight numbers of a format, or the first few of eight, with zeros behind them."""
+    """Functions that read a vector of a format, or its first few numbers, with zeros behind them."""
     size = 4 if kind is FLOATS else kind.element.width // 8
 
     def read(builder: Any, address: Any, index: Any) -> Any:
@@ -201,7 +201,7 @@ def _reader(kind: Any, decode: Callable[[Any, Any], Any], name: str) -> tuple[An
 
 
 def _writer(kind: Any, encode: Callable[[Any, Any], Any], name: str) -> tuple[Any, Any]:
-    """Functions that write eight numbers in a format, or the first few of eight."""
+    """Functions that write a vector in a format, or its first few numbers."""
     size = 4 if kind is FLOATS else kind.element.width // 8
 
     def write(builder: Any, address: Any, index: Any, value: Any) -> None:
@@ -234,7 +234,7 @@ read_int8, read_some_int8 = _reader(BYTES, _from_int8, "int8")
 
 @function_of(types.none, types.int64, types.int64, types.int64, vector)
 def widen_two_e4m3(builder: Any, source: Any, target: Any, index: Any, factor: Any) -> None:
-    """Write `factor`, less than LARGE, times sixteen numbers of e4m3 as float32, all their bytes decoded at once."""
+    """Write `factor`, less than LARGE, times two vectors of e4m3 as float32, all their bytes decoded at once."""
     kind = ir.VectorType(I8, 2 * LANES)
     codes = load_aligned(builder, element(builder, source, index, I8), kind, 1)
     if CONVERTS_HALVES:
@@ -261,7 +261,7 @@ def size_of(code):
 
 @inlined
 def read_some(code, address, index, count):
-    """Up to eight numbers of a format, with zeros behind them."""
+    """Up to a vector of numbers of a format, with zeros behind them."""
     if code == FLOAT32:
         return read_some_float32(address, index, count)
     if code == BFLOAT16:
@@ -277,7 +277,7 @@ def read_some(code, address, index, count):
 
 @compiled
 def widen(code, source, target, count, factor):
-    """Write `factor` times `count` numbers of a format as float32, and zeros up to a multiple of eight."""
+    """Write `factor` times `count` numbers of a format as float32, and zeros up to whole vectors."""
     scale, whole = splat(factor), count // LANES * LANES
     if code == FLOAT32:
         for index in range(0, whole, LANES):
@@ -317,7 +317,7 @@ def number_at(code, source, index):
 
 @compiled
 def narrow(code, source, target, count, divisor):
-    """Write `count` float32 over `divisor` in a format; `source` is read up to a multiple of eight."""
+    """Write `count` float32 over `divisor` in a format; `source` is read in whole vectors."""
     each, whole = splat(divisor), count // LANES * LANES
     rest = count - whole
     if code == FLOAT32:

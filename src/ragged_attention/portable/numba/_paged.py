@@ -191,25 +191,39 @@ def page_of(call, seq, position):
 
 @compiled
 def list_next(call, tile, seq, head, first, count):
-    """The addresses of the next `count` keys and values, from a position on, which are asked for now.
+    """The addresses of the next `count` keys and values, from a position on; the keys are asked for now.
 
     While they come, the keys before them are computed. Returns how many of them are on no page.
     """
-    holes, size = 0, size_of(call.cache_format)
-    for key in range(count):
+    holes, key, size = 0, 0, size_of(call.cache_format)
+    while key < count:
         page, slot = page_of(call, seq, first + key)
-        k = v = 0
+        run = min(call.page_size - slot, count - key)
+        k = v = k_step = v_step = 0
         if 0 <= page < call.num_pages:
             k = page * call.k_page_stride + slot * call.k_slot_stride + head * call.k_head_stride
             v = page * call.v_page_stride + slot * call.v_slot_stride + head * call.v_head_stride
             k, v = call.k_pages + size * k, call.v_pages + size * (v + call.v_offset)
-            prefetch(k, size * call.head_dim)
-            prefetch(v, size * call.v_head_dim)
+            k_step, v_step = size * call.k_slot_stride, size * call.v_slot_stride
         else:
-            holes += 1
-        set_int(tile.next_sources, key, k)
-        set_int(tile.next_v_sources, key, v)
+            holes += run
+        for each in range(key, key + run):
+            set_int(tile.next_sources, each, k)
+            set_int(tile.next_v_sources, each, v)
+            if k:
+                prefetch(k, size * call.head_dim)
+            k, v = k + k_step, v + v_step
+        key += run
     return holes
+
+
+@compiled
+def ask_for_values(call, tile, count):
+    """Ask for the values of the next keys."""
+    for key in range(count):
+        source = int_at(tile.next_v_sources, key)
+        if source:
+            prefetch(source, size_of(call.cache_format) * call.v_head_dim)
 
 
 @compiled
@@ -246,6 +260,7 @@ def attend(call, tile, unit, head, rows):
     """The block's rows over the unit's keys, one tile of keys after another."""
     seq, low, high = int_at(unit, SEQ), int_at(unit, LOW), int_at(unit, HIGH)
     next_holes = list_next(call, tile, seq, head, low, min(tile.keys, high - low))
+    ask_for_values(call, tile, min(tile.keys, high - low))
     for first in range(low, high, tile.keys):
         count, holes, behind = min(tile.keys, high - first), next_holes, first + tile.keys
         turn_to_next(tile)
@@ -261,6 +276,7 @@ def attend(call, tile, unit, head, rows):
         if call.drafted:
             hide_undrafted(call, tile, unit, first, count)
         weigh_keys(tile, rows, first, count, holes)
+        ask_for_values(call, tile, min(tile.keys, high - behind))
         read_rows(call.cache_format, tile.v_sources, tile.v, tile.v_width, call.v_head_dim, count, 1.0)
         if call.v_scales:
             scale_rows(call.v_scales, call.v_scales_page_stride, call.v_scales_slot_stride, call, seq,

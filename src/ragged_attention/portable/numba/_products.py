@@ -1,6 +1,7 @@
 """The two products of an attention over float32 tiles, four rows at a time."""
 
 from ragged_attention.portable.numba._vectors import (
+    LANES,
     compiled,
     float_at,
     fma,
@@ -12,25 +13,25 @@ from ragged_attention.portable.numba._vectors import (
 )
 
 ROWS = 4  # taken together
-COLUMNS = 16  # of values, taken together
+COLUMNS = 2 * LANES  # of values, taken together
 
 
 @compiled
-def scores(q, k, s, rows, keys, width, s_width):
-    """s[rows, keys] = q[rows, width] . keys [width], whole vectors; `k` lists their addresses, 0 for one that is not.
+def scores(q, k, s, rows, keys, columns, q_width, s_width):
+    """s[rows, keys] = q[rows, columns] . keys [columns], whole vectors; `k` lists the keys' addresses, 0 for none.
 
     Of each row of `s` an even number is written; a key that is not has any product. Dot products, so that keys stay as
-    they were read: each lane sums every eighth column, then the lanes are summed.
+    they were read: each lane sums a share of the columns, then the lanes are summed.
     """
     none = splat(0.0)
     for row in range(0, rows, ROWS):
-        q0 = q + 4 * row * width
-        q1, q2, q3 = q0 + 4 * width, q0 + 8 * width, q0 + 12 * width
+        q0 = q + 4 * row * q_width
+        q1, q2, q3 = q0 + 4 * q_width, q0 + 8 * q_width, q0 + 12 * q_width
         for key in range(0, keys, 2):
             k0, k1 = int_at(k, key), int_at(k, key + 1) if key + 1 < keys else 0
             k0, k1 = k0 if k0 else q0, k1 if k1 else q0
             a0 = b0 = a1 = b1 = a2 = b2 = a3 = b3 = none
-            for d in range(0, width, 8):
+            for d in range(0, columns, LANES):
                 a, b = load(k0, d), load(k1, d)
                 each = load(q0, d)
                 a0, b0 = fma(each, a, a0), fma(each, b, b0)
@@ -53,9 +54,9 @@ def mix(p, v, out, rows, keys, columns, p_row, p_key, v_width, out_width):
             r0, values = out + 4 * (row * out_width + column), v + 4 * column
             r1, r2, r3 = r0 + 4 * out_width, r0 + 8 * out_width, r0 + 12 * out_width
             a0, a1, a2, a3 = load(r0, 0), load(r1, 0), load(r2, 0), load(r3, 0)
-            b0, b1, b2, b3 = load(r0, 8), load(r1, 8), load(r2, 8), load(r3, 8)
+            b0, b1, b2, b3 = load(r0, LANES), load(r1, LANES), load(r2, LANES), load(r3, LANES)
             for key in range(keys):
-                a, b = load(values, key * v_width), load(values, key * v_width + 8)
+                a, b = load(values, key * v_width), load(values, key * v_width + LANES)
                 weight = splat(float_at(p0, key * p_key))
                 a0, b0 = fma(weight, a, a0), fma(weight, b, b0)
                 weight = splat(float_at(p1, key * p_key))
@@ -65,10 +66,10 @@ def mix(p, v, out, rows, keys, columns, p_row, p_key, v_width, out_width):
                 weight = splat(float_at(p3, key * p_key))
                 a3, b3 = fma(weight, a, a3), fma(weight, b, b3)
             store(r0, 0, a0)
-            store(r0, 8, b0)
+            store(r0, LANES, b0)
             store(r1, 0, a1)
-            store(r1, 8, b1)
+            store(r1, LANES, b1)
             store(r2, 0, a2)
-            store(r2, 8, b2)
+            store(r2, LANES, b2)
             store(r3, 0, a3)
-            store(r3, 8, b3)
+            store(r3, LANES, b3)

@@ -68,7 +68,7 @@ def scale_row(row, columns, factor):
 def weigh(s, first, stop, count, row, m_i, l_i, out, columns):
     """Turn a row's logits into weights, 0 outside [first, stop), and update what it holds of earlier keys.
 
-    `count` is a multiple of eight; `m_i` and `l_i` are arrays of all rows, `out` is this row's values so far.
+    `count` is of whole vectors; `m_i` and `l_i` are arrays of all rows, `out` is this row's values so far.
     """
     if stop <= first:
         fill(s, 0, count, np.float32(0))

@@ -126,7 +126,7 @@ def multiply_keys(tile, keys, rows, count, soft_cap):
     Without one the queries hold the factor that makes powers of two of powers of e.
     """
     rows = up_to(rows, ROWS)
-    scores(tile.q, keys, tile.s, rows, count, tile.width, tile.keys)
+    scores(tile.q, keys, tile.s, rows, count, tile.width, tile.width, tile.keys)
     if soft_cap > 0:
         for row in range(rows):
             capped(tile.s + 4 * row * tile.keys, up_to(count, LANES), soft_cap)

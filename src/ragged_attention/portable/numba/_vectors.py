@@ -1,7 +1,8 @@
-"""Vectors of eight floats, and memory by address: what the kernels are written in.
+"""Vectors of floats, and memory by address: what the kernels are written in.
 
 An address is an int64, as a pointer is in C, and an index counts elements from there. Nothing is checked: a kernel
-reads and writes what its indices say. Where a CPU's registers hold fewer than eight floats, LLVM takes several.
+reads and writes what its indices say. A vector has eight floats, or sixteen where the CPU's registers have; where
+they hold fewer, LLVM takes several.
 """
 
 import operator
@@ -14,7 +15,16 @@ from numba.core import cgutils, config, types
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
-LANES = 8
+
+def features_of_the_cpu() -> dict[str, bool]:
+    """What the code that Numba makes may use: the host's features, unless NUMBA_CPU_FEATURES or _NAME say others."""
+    given: str | None = config.CPU_FEATURES  # type: ignore[attr-defined]
+    if given is None:
+        return dict(binding.get_host_cpu_features())
+    return {name[1:]: name[0] == "+" for name in given.split(",") if name}
+
+
+LANES = 16 if features_of_the_cpu().get("avx512f") else 8
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False, "no_cpython_wrapper": True}
 
 inlined = numba.njit(forceinline=True, **OPTIONS)  # for what is called in a loop
@@ -25,19 +35,11 @@ F32 = ir.FloatType()
 FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 
 
-def features_of_the_cpu() -> dict[str, bool]:
-    """What the code that Numba makes may use: the host's features, unless NUMBA_CPU_FEATURES or _NAME say others."""
-    given: str | None = config.CPU_FEATURES  # type: ignore[attr-defined]
-    if given is None:
-        return dict(binding.get_host_cpu_features())
-    return {name[1:]: name[0] == "+" for name in given.split(",") if name}
-
-
 # ---- the type of vectors, and arithmetic
 
 
 class VectorType(types.Type):
-    """Eight float32."""
+    """LANES float32."""
 
     def __init__(self) -> None:
         super().__init__(name="Vector")
@@ -166,7 +168,8 @@ def power_of_two(builder: Any, a: Any) -> Any:
 
 
 def _folded(builder: Any, a: Any, step: Callable[[Any, Any], Any]) -> Any:
-    for half in (4, 2, 1):
+    half = LANES
+    while half := half // 2:
         a = step(a, chosen(builder, [(lane + half) % LANES for lane in range(LANES)], a))
     return builder.extract_element(a, ir.Constant(I32, 0))
 
@@ -186,6 +189,9 @@ def largest(builder: Any, a: Any) -> Any:
 @function_of(types.none, types.int64, types.int64, *(vector,) * 8)
 def store_totals(builder: Any, address: Any, stride: Any, *rows: Any) -> None:
     """The sums of the lanes of eight vectors, as 4 rows of 2 numbers whose starts are `stride` floats apart."""
+    if LANES == 16:
+        halves = (list(range(8)), list(range(8, 16)))
+        rows = tuple(builder.fadd(*(chosen(builder, half, row) for half in halves)) for row in rows)
 
     def of_pairs(a: Any, b: Any) -> Any:
         even, odd = [0, 2, 8, 10, 4, 6, 12, 14], [1, 3, 9, 11, 5, 7, 13, 15]  # adjacent lanes, within each half
@@ -236,7 +242,7 @@ def store_aligned(builder: Any, value: Any, place: Any, alignment: int) -> None:
 
 @function_of(vector, types.int64, types.int64)
 def load(builder: Any, address: Any, index: Any) -> Any:
-    """Eight floats."""
+    """A vector from memory."""
     return load_aligned(builder, element(builder, address, index, F32), FLOATS, 4)
 
 

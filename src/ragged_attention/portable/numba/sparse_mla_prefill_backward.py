@@ -109,9 +109,9 @@ def read_queries(call, tile, token, head, first, last):
 @compiled
 def differentiate_rows(call, tile, rows, count):
     """The weights of the tile's rows on `count` keys that were read, and the gradients of their logits."""
-    whole = up_to(rows, ROWS)
-    scores(tile.q, tile.k_rows, tile.s, whole, count, tile.width, tile.keys)
-    scores(tile.d_out, tile.v_rows, tile.d_s, whole, count, tile.v_width, tile.keys)
+    whole, values = up_to(rows, ROWS), up_to(call.v_head_dim, LANES)
+    scores(tile.q, tile.k_rows, tile.s, whole, count, tile.width, tile.width, tile.keys)
+    scores(tile.d_out, tile.v_rows, tile.d_s, whole, count, values, tile.v_width, tile.keys)
     for row in range(whole):
         seen = count if row < rows and int_at(tile.right, row) else 0
         differentiate(tile, row, 0, seen, count, call.scale, np.float32(0))

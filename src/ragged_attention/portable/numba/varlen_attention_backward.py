@@ -192,9 +192,9 @@ def add_gradients(call, tile, rows, first, offset, count, dq):
 
     These keys begin `offset` behind it; `dq` is where the rows' own gradients are.
     """
-    whole = up_to(rows, ROWS)
-    scores(tile.q, tile.k_rows + 8 * offset, tile.s, whole, count, tile.width, tile.keys)
-    scores(tile.d_out, tile.v_rows + 8 * offset, tile.d_s, whole, count, tile.v_width, tile.keys)
+    whole, values = up_to(rows, ROWS), up_to(call.v_head_dim, LANES)
+    scores(tile.q, tile.k_rows + 8 * offset, tile.s, whole, count, tile.width, tile.width, tile.keys)
+    scores(tile.d_out, tile.v_rows + 8 * offset, tile.d_s, whole, count, values, tile.v_width, tile.keys)
     for row in range(whole):
         left = within(int_at(tile.left, row) - first - offset, count) if row < rows else 0
         right = within(int_at(tile.right, row) - first - offset, count) if row < rows else 0
