@@ -14,7 +14,7 @@ from ragged_attention.portable.numba._records import bits_of
 from ragged_attention.portable.numba._scales import numbers_of
 
 KERNEL = Kernel("paged_attention", _paged.FIELDS, _paged.plan, _paged.work)
-ROWS = 64  # of a tile, about: what a core's second cache holds beside a tile of keys
+ROWS = 96  # of a tile, about: what a core's second cache holds beside a tile of keys
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,7 +37,9 @@ class Tile:
 
 
 def heuristic(call: Any) -> Tile:
-    return Tile(block_q=max(ROWS // call.group, 1), block_kv=32)
+    """Few keys at a time where memory is what limits, so that asking for the next ones goes on evenly."""
+    decoding = call.num_tokens <= 4 * call.max_num_seqs
+    return Tile(block_q=max(ROWS // call.group, 1), block_kv=16 if decoding else 64)
 
 
 def cannot_run(call: Call) -> str | None:

@@ -5,6 +5,7 @@ from ragged_attention.portable.numba._vectors import (
     compiled,
     float_at,
     fma,
+    inlined,
     int_at,
     load,
     splat,
@@ -16,23 +17,24 @@ ROWS = 4  # taken together
 COLUMNS = 2 * LANES  # of values, taken together
 
 
-@compiled
-def scores(q, k, s, rows, keys, columns, q_width, s_width):
-    """s[rows, keys] = q[rows, columns] . keys [columns], whole vectors; `k` lists the keys' addresses, 0 for none.
+@inlined
+def key_at(k, key, keys, otherwise):
+    """The address of a key, or another one if there is none."""
+    address = int_at(k, key) if key < keys else 0
+    return address if address else otherwise
 
-    Of each row of `s` an even number is written; a key that is not has any product. Dot products, so that keys stay as
-    they were read: each lane sums a share of the columns, then the lanes are summed.
-    """
+
+@compiled
+def _scores_two(q, k, s, rows, keys, columns, q_width, s_width):
     none = splat(0.0)
     for row in range(0, rows, ROWS):
         q0 = q + 4 * row * q_width
         q1, q2, q3 = q0 + 4 * q_width, q0 + 8 * q_width, q0 + 12 * q_width
         for key in range(0, keys, 2):
-            k0, k1 = int_at(k, key), int_at(k, key + 1) if key + 1 < keys else 0
-            k0, k1 = k0 if k0 else q0, k1 if k1 else q0
+            ka, kb = key_at(k, key, keys, q0), key_at(k, key + 1, keys, q0)
             a0 = b0 = a1 = b1 = a2 = b2 = a3 = b3 = none
             for d in range(0, columns, LANES):
-                a, b = load(k0, d), load(k1, d)
+                a, b = load(ka, d), load(kb, d)
                 each = load(q0, d)
                 a0, b0 = fma(each, a, a0), fma(each, b, b0)
                 each = load(q1, d)
@@ -42,6 +44,46 @@ def scores(q, k, s, rows, keys, columns, q_width, s_width):
                 each = load(q3, d)
                 a3, b3 = fma(each, a, a3), fma(each, b, b3)
             store_totals(s + 4 * (row * s_width + key), s_width, a0, b0, a1, b1, a2, b2, a3, b3)
+
+
+@compiled
+def _scores_four(q, k, s, rows, keys, columns, q_width, s_width):
+    none = splat(0.0)
+    for row in range(0, rows, ROWS):
+        q0 = q + 4 * row * q_width
+        q1, q2, q3 = q0 + 4 * q_width, q0 + 8 * q_width, q0 + 12 * q_width
+        for key in range(0, keys, 4):
+            ka, kb = key_at(k, key, keys, q0), key_at(k, key + 1, keys, q0)
+            kc, kd = key_at(k, key + 2, keys, q0), key_at(k, key + 3, keys, q0)
+            a0 = b0 = c0 = d0 = a1 = b1 = c1 = d1 = a2 = b2 = c2 = d2 = a3 = b3 = c3 = d3 = none
+            for at in range(0, columns, LANES):
+                a, b, c, d = load(ka, at), load(kb, at), load(kc, at), load(kd, at)
+                each = load(q0, at)
+                a0, b0, c0, d0 = fma(each, a, a0), fma(each, b, b0), fma(each, c, c0), fma(each, d, d0)
+                each = load(q1, at)
+                a1, b1, c1, d1 = fma(each, a, a1), fma(each, b, b1), fma(each, c, c1), fma(each, d, d1)
+                each = load(q2, at)
+                a2, b2, c2, d2 = fma(each, a, a2), fma(each, b, b2), fma(each, c, c2), fma(each, d, d2)
+                each = load(q3, at)
+                a3, b3, c3, d3 = fma(each, a, a3), fma(each, b, b3), fma(each, c, c3), fma(each, d, d3)
+            store_totals(
+                s + 4 * (row * s_width + key), s_width,
+                a0, b0, c0, d0, a1, b1, c1, d1, a2, b2, c2, d2, a3, b3, c3, d3,
+            )  # fmt: skip
+
+
+_scores = _scores_four if LANES == 16 else _scores_two
+
+
+@compiled
+def scores(q, k, s, rows, keys, columns, q_width, s_width):
+    """s[rows, keys] = q[rows, columns] . keys [columns], whole vectors; `k` lists the keys' addresses, 0 for none.
+
+    A key that is not there has any product, and so have those that make their number a multiple of LANES / 4. Dot
+    products, so that keys stay as they were read: each lane sums a share of the columns, then the lanes are summed.
+    As many keys are taken at a time as there are registers for.
+    """
+    _scores(q, k, s, rows, keys, columns, q_width, s_width)
 
 
 @compiled

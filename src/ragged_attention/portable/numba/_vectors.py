@@ -186,25 +186,32 @@ def largest(builder: Any, a: Any) -> Any:
     return _folded(builder, a, lambda x, y: builder.select(builder.fcmp_ordered(">", x, y), x, y))
 
 
-@function_of(types.none, types.int64, types.int64, *(vector,) * 8)
-def store_totals(builder: Any, address: Any, stride: Any, *rows: Any) -> None:
-    """The sums of the lanes of eight vectors, as 4 rows of 2 numbers whose starts are `stride` floats apart."""
+def _quads(*lanes: int) -> list[int]:
+    """Lanes in runs of four, by the numbers of the runs; those of a second vector follow those of the first."""
+    return [4 * run + lane for run in lanes for lane in range(4)]
+
+
+@function_of(types.none, types.int64, types.int64, *(vector,) * LANES)
+def store_totals(builder: Any, address: Any, stride: Any, *vectors: Any) -> None:
+    """The sums of the lanes of LANES vectors, as 4 rows of a quarter each whose starts are `stride` floats apart."""
+
+    def joined(first: list[int], second: list[int], pairs: Any) -> list[Any]:
+        found = zip(pairs[::2], pairs[1::2], strict=True)
+        return [builder.fadd(chosen(builder, first, a, b), chosen(builder, second, a, b)) for a, b in found]
+
+    # First within runs of four lanes, which costs the least: two adjacent lanes of each vector, and once more.
+    even = [base + lane for run in range(0, LANES, 4) for base in (run, run + LANES) for lane in (0, 2)]
+    sums: Any = vectors
+    for _ in range(2):
+        sums = joined(even, [lane + 1 for lane in even], sums)
     if LANES == 16:
-        halves = (list(range(8)), list(range(8, 16)))
-        rows = tuple(builder.fadd(*(chosen(builder, half, row) for half in halves)) for row in rows)
-
-    def of_pairs(a: Any, b: Any) -> Any:
-        even, odd = [0, 2, 8, 10, 4, 6, 12, 14], [1, 3, 9, 11, 5, 7, 13, 15]  # adjacent lanes, within each half
-        return builder.fadd(chosen(builder, even, a, b), chosen(builder, odd, a, b))
-
-    pairs = [of_pairs(rows[index], rows[index + 1]) for index in (0, 2, 4, 6)]
-    left, right = of_pairs(*pairs[:2]), of_pairs(*pairs[2:])
-    low, high = [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]
-    sums = builder.fadd(chosen(builder, low, left, right), chosen(builder, high, left, right))
+        sums = joined(_quads(0, 1, 4, 5), _quads(2, 3, 6, 7), sums)
+        sums = joined(_quads(0, 2, 4, 6), _quads(1, 3, 5, 7), sums)
+    else:
+        sums = joined(_quads(0, 2), _quads(1, 3), sums)
     for row in range(4):
-        place = element(builder, address, builder.mul(stride, ir.Constant(I64, row)), F32)
-        pair = chosen(builder, [2 * row, 2 * row + 1], sums)
-        store_aligned(builder, pair, place, 4)
+        part = chosen(builder, list(range(row * LANES // 4, (row + 1) * LANES // 4)), sums[0])
+        store_aligned(builder, part, element(builder, address, builder.mul(stride, ir.Constant(I64, row)), F32), 4)
 
 
 @inlined

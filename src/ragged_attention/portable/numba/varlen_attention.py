@@ -3,9 +3,8 @@
 from typing import Any
 
 from ragged_attention.calls import VarlenAttention, dtype_name
-from ragged_attention.portable.numba._call import KERNEL, cannot_run
+from ragged_attention.portable.numba._call import KERNEL, ROWS, cannot_run
 from ragged_attention.portable.numba._call import Tile as Tile
-from ragged_attention.portable.numba._call import heuristic as heuristic
 from ragged_attention.portable.numba._formats import CODES
 from ragged_attention.portable.numba._records import bits_of
 from ragged_attention.portable.numba._sequences import PACKED
@@ -13,6 +12,10 @@ from ragged_attention.portable.numba._sequences import PACKED
 FEATURES = frozenset({
     "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "deterministic",
 })  # fmt: skip
+
+
+def heuristic(call: VarlenAttention) -> Tile:
+    return Tile(block_q=max(ROWS // call.group, 1), block_kv=64)
 
 
 def why_not(call: Any) -> str | None:
