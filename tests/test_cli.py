@@ -324,3 +324,16 @@ def test_doctor_shows_a_faulty_config_instead_of_failing(run_cli, monkeypatch):
 def test_no_colour_where_there_is_no_terminal(run_cli):
     _, out, err = run_cli("explain", "write_kv_pages", "--framework", "torch", "--backend", "reference")
     assert "\x1b" not in out + err
+
+
+def test_kernels_are_compiled_ahead(run_cli):
+    pytest.importorskip("numba")
+    code, out, err = run_cli("warmup", "merge_attention_states", "page_indices_to_slots")
+    assert (code, err.strip()) == (0, "")
+    assert out == "compiled: merge_attention_states, page_indices_to_slots\n"
+    code, _, err = run_cli("warmup", "attend")
+    assert code == 2
+    assert "expected OPERATION to be one of ragged_paged_attention, " in err
+    code, _, err = run_cli("warmup", "make_decode_schedule")
+    assert code == 2
+    assert "does not offer make_decode_schedule" in err

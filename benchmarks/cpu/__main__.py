@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -94,7 +95,7 @@ def product_rate() -> float:
 
 def _fastest(function: Any) -> float:
     times = []
-    for _ in range(7):
+    for _ in range(20):
         start = time.perf_counter()
         function()
         times.append(time.perf_counter() - start)
@@ -104,10 +105,10 @@ def _fastest(function: Any) -> float:
 def measured(case: Case, rates: Mapping[str, float], rounds: int, console: Console) -> dict[str, Any]:
     """One case's times in milliseconds, ratios and shares; what a contender computed wrongly is named, not timed."""
     contenders = dict(case.contenders())
-    expected, wrong = contenders[EAGER]().float(), []
+    expected, wrong = in_float32(contenders[EAGER]()), []
     for name in list(contenders):
         bound = BOUNDS[case.dtype] * max(float(expected.abs().max()), 1.0)
-        if not (contenders[name]().float() - expected).abs().max() <= bound:
+        if not (in_float32(contenders[name]()) - expected).abs().max() <= bound:
             wrong.append(name)
             del contenders[name]
     with console.status(f"{case.name}: {case.what}"):
@@ -121,6 +122,11 @@ def measured(case: Case, rates: Mapping[str, float], rounds: int, console: Conso
         "share_of_product": case.flops / times[OURS].median / rates["product"],
     }
     return row | ({"wrong": wrong} if wrong else {})
+
+
+def in_float32(result: Any) -> torch.Tensor:
+    """A result of torch or of jax."""
+    return result.float() if isinstance(result, torch.Tensor) else torch.from_numpy(np.array(result, np.float32))
 
 
 def _ratios(times: Mapping[str, Timing]) -> dict[str, float]:

@@ -1,11 +1,12 @@
 """Machine code of functions, made by Numba on first use and kept on disk."""
 
+import contextlib
 import functools
 import hashlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +73,23 @@ def _after_fork() -> None:
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 PATIENCE = 1.0  # seconds of compiling before a line says so
+_quiet = False  # where somebody else says it
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Inside, compiling is not announced."""
+    global _quiet
+    before, _quiet = _quiet, True
+    try:
+        yield
+    finally:
+        _quiet = before
 
 
 def _say(name: str) -> None:
+    if _quiet:
+        return
     kept = f"kept in {_cache_folder()}" if _writable() else f"not kept, since {_cache_folder()} cannot be written"
     sys.stderr.write(f"ragged_attention: compiling {name} for this CPU, once, 10 to 20 s; {kept}\n")
 

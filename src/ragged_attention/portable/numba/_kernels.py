@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ragged_attention.portable.numba import _xla
-from ragged_attention.portable.numba._compiling import machine_code
+from ragged_attention.portable.numba._compiling import machine_code, quietly
 from ragged_attention.portable.numba._records import Fields
 
 _forked = False
@@ -98,10 +98,11 @@ class Kernel:
         return machine_code(self.name, dict.fromkeys((self.plan, self.work), "int64(int64)"))
 
     def compile_ahead(self, *, for_jax: bool) -> None:
-        """Compile it now, with what XLA calls of it if asked to."""
-        _ = self.compiled
-        if for_jax:
-            _xla.compile_ahead()
+        """Compile it now and say nothing, with what XLA calls of it if asked to."""
+        with quietly():
+            _ = self.compiled
+            if for_jax:
+                _xla.compile_ahead()
 
     def on(self, platform: str) -> Callable[[Any, Any], int]:
         """The function itself, which takes a record and returns a code."""
