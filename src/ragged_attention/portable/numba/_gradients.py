@@ -35,7 +35,7 @@ ROW_TERMS = ("lse", "share", "delta", "d_lse")
 ADDRESSES = ("q", "d_out", "k", "v", "k_rows", "v_rows", "s", "d_s", "dk", "dv", "out_row", "left", "right",
              "sources", "scales", *ROW_TERMS)  # fmt: skip
 tile_at = record_at(np.dtype([(name, np.int64) for name in (*SIZES, *ADDRESSES)]))
-HEADER = up_to.py_func(8 * (len(SIZES) + len(ADDRESSES)), 64)
+HEADER = -(-8 * (len(SIZES) + len(ADDRESSES)) // 64) * 64  # bytes of the record
 
 
 @compiled

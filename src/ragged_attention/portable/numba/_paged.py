@@ -11,6 +11,7 @@ work than the average; the last of its splits to end merges them. How work is di
 import math
 
 from ragged_attention.portable.numba._formats import FLOAT32, narrow, size_of, widen
+from ragged_attention.portable.numba._products import ROWS
 from ragged_attention.portable.numba._records import NO_MEMORY, Fields, finished, next_program
 from ragged_attention.portable.numba._scales import fields_of, scale_of
 from ragged_attention.portable.numba._sequences import first_key_of, kv_len_of, num_sequences, queries_of
@@ -259,13 +260,15 @@ def hide_undrafted(call, tile, unit, first, count):
 def attend(call, tile, unit, head, rows):
     """The block's rows over the unit's keys, one tile of keys after another."""
     seq, low, high = int_at(unit, SEQ), int_at(unit, LOW), int_at(unit, HIGH)
+    # Many rows would read keys many times, from places that the first cache cannot hold together.
+    direct = call.cache_format == FLOAT32 and call.head_dim % LANES == 0 and not call.k_scales and rows <= 4 * ROWS
     next_holes = list_next(call, tile, seq, head, low, min(tile.keys, high - low))
     ask_for_values(call, tile, min(tile.keys, high - low))
     for first in range(low, high, tile.keys):
         count, holes, behind = min(tile.keys, high - first), next_holes, first + tile.keys
         turn_to_next(tile)
         keys = tile.sources
-        if call.cache_format != FLOAT32 or call.head_dim % LANES:
+        if not direct:
             keys = tile.k_rows
             read_rows(call.cache_format, tile.sources, tile.k, tile.width, call.head_dim, count, 1.0)
         if call.k_scales:

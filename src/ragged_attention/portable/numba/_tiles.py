@@ -27,7 +27,7 @@ SIZES = ("rows", "keys", "width", "v_width", "columns")
 ADDRESSES = ("q", "k", "k_rows", "v", "s", "out", "m_i", "l_i", "left", "right", "sources", "v_sources",
              "next_sources", "next_v_sources")  # fmt: skip
 tile_at = record_at(np.dtype([(name, np.int64) for name in (*SIZES, *ADDRESSES)]))
-HEADER = 8 * (len(SIZES) + len(ADDRESSES) + 6) // 64 * 64
+HEADER = -(-8 * (len(SIZES) + len(ADDRESSES)) // 64) * 64  # bytes of the record
 
 
 @inlined
