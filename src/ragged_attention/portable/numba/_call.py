@@ -14,7 +14,7 @@ from ragged_attention.portable.numba._records import bits_of
 from ragged_attention.portable.numba._scales import numbers_of
 
 KERNEL = Kernel("paged_attention", _paged.FIELDS, _paged.plan, _paged.work)
-ROWS = 192  # of a tile, about: what a core's second cache holds beside a tile of keys
+ROWS = 192  # of a tile, about: enough that reading keys costs little, and no more than a core's second cache holds
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
