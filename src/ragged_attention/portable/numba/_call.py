@@ -51,6 +51,13 @@ def cannot_run(call: Call) -> str | None:
     return None
 
 
+def why_not(call: Any) -> str | None:
+    """Why these kernels do not take a call that has queries, or None."""
+    if (dtype := dtype_name(call.q)) not in CODES:
+        return f"takes q.dtype float32, bfloat16 or float16, got {dtype}"
+    return cannot_run(call)
+
+
 AXES = ("page", "slot", "head")  # of the strides of pages
 
 

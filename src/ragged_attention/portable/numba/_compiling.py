@@ -72,6 +72,8 @@ def _after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
+
+
 PATIENCE = 1.0  # seconds of compiling before a line says so
 _quiet = False  # where somebody else says it
 

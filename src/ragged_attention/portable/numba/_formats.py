@@ -26,12 +26,10 @@ from ragged_attention.portable.numba._vectors import (
     constant,
     element,
     features_of_the_cpu,
-    float_at,
     function_of,
     inlined,
     load,
     load_aligned,
-    set_float,
     splat,
     store,
     store_aligned,
@@ -246,6 +244,7 @@ def widen_two_e4m3(builder: Any, source: Any, target: Any, index: Any, factor: A
         store_aligned(builder, builder.fmul(value, factor), place, 4)
 
 
+_, write_some_float32 = _writer(FLOATS, _as_it_is, "float32")
 write_bfloat16, write_some_bfloat16 = _writer(SHORTS, _to_bfloat16, "bfloat16")
 write_float16, write_some_float16 = _writer(SHORTS, _to_half, "float16")
 write_e4m3, write_some_e4m3 = _writer(BYTES, _to_e4m3, "e4m3")
@@ -273,6 +272,23 @@ def read_some(code, address, index, count):
     if code == E5M2:
         return read_some_e5m2(address, index, count)
     return read_some_int8(address, index, count)
+
+
+@inlined
+def write_some(code, address, index, value, count):
+    """The first numbers of a vector, in a format."""
+    if code == FLOAT32:
+        write_some_float32(address, index, value, count)
+    elif code == BFLOAT16:
+        write_some_bfloat16(address, index, value, count)
+    elif code == FLOAT16:
+        write_some_float16(address, index, value, count)
+    elif code == E4M3:
+        write_some_e4m3(address, index, value, count)
+    elif code == E5M2:
+        write_some_e5m2(address, index, value, count)
+    else:
+        write_some_int8(address, index, value, count)
 
 
 @compiled
@@ -319,34 +335,23 @@ def number_at(code, source, index):
 def narrow(code, source, target, count, divisor):
     """Write `count` float32 over `divisor` in a format; `source` is read in whole vectors."""
     each, whole = splat(divisor), count // LANES * LANES
-    rest = count - whole
     if code == FLOAT32:
         for index in range(0, whole, LANES):
             store(target, index, load(source, index) / each)
-        for index in range(whole, count):
-            set_float(target, index, float_at(source, index) / divisor)
     elif code == BFLOAT16:
         for index in range(0, whole, LANES):
             write_bfloat16(target, index, load(source, index) / each)
-        if rest:
-            write_some_bfloat16(target, whole, load(source, whole) / each, rest)
     elif code == FLOAT16:
         for index in range(0, whole, LANES):
             write_float16(target, index, load(source, index) / each)
-        if rest:
-            write_some_float16(target, whole, load(source, whole) / each, rest)
     elif code == E4M3:
         for index in range(0, whole, LANES):
             write_e4m3(target, index, load(source, index) / each)
-        if rest:
-            write_some_e4m3(target, whole, load(source, whole) / each, rest)
     elif code == E5M2:
         for index in range(0, whole, LANES):
             write_e5m2(target, index, load(source, index) / each)
-        if rest:
-            write_some_e5m2(target, whole, load(source, whole) / each, rest)
     else:
         for index in range(0, whole, LANES):
             write_int8(target, index, load(source, index) / each)
-        if rest:
-            write_some_int8(target, whole, load(source, whole) / each, rest)
+    if whole < count:
+        write_some(code, target, whole, load(source, whole) / each, count - whole)

@@ -6,12 +6,10 @@ one token per sequence. A program computes some rows of a job over one split of 
 page table's row, or in a list and then in the second list; one that is on no page, or lists no slot, has no key.
 """
 
-import math
-
 from ragged_attention.portable.numba._formats import narrow, size_of, widen
 from ragged_attention.portable.numba._latent_rows import place_of, read_latents
-from ragged_attention.portable.numba._records import NO_MEMORY, Fields, finished, next_program
-from ragged_attention.portable.numba._softmax import LN2, LOG2E, NOTHING, power
+from ragged_attention.portable.numba._records import NO_MEMORY, Fields, programs
+from ragged_attention.portable.numba._softmax import LN2, LOG2E, NOTHING, log_sum_exp, weight_of_sink
 from ragged_attention.portable.numba._splits import SHARES, SPLITS, is_last, provide, splits_of
 from ragged_attention.portable.numba._tiles import (
     begin,
@@ -213,10 +211,10 @@ def finish(call, tile, unit, head, rows):
         if m_i == NOTHING:
             zero(call.out + size * place, size * call.d_v)
         else:
-            sink = power(float_at(call.sinks, q_head) * LOG2E - m_i) if call.sinks else 0.0
+            sink = weight_of_sink(call.sinks, q_head, m_i)
             narrow(call.q_format, tile.out + 4 * row * tile.columns, call.out + size * place, call.d_v, l_i + sink)
         place = seq * call.lse_seq_stride + token * call.lse_token_stride + q_head * call.lse_head_stride
-        set_float(call.lse, place, NOTHING if m_i == NOTHING else (m_i + math.log2(l_i)) * LN2)
+        set_float(call.lse, place, log_sum_exp(m_i, l_i))
         if call.max_logits:
             set_float(call.max_logits, place, m_i * LN2)
 
@@ -241,10 +239,7 @@ def work(address):
     call = call_of(address)
     memory = new_tile(call.block_rows, call.block_kv, call.d_qk, call.d_v, True)
     tile = tile_at(memory)
-    index = next_program(address, call.num_programs)
-    while index >= 0:
+    for index in programs(address, call.num_programs):
         program(call, tile, index)
-        finished(address)
-        index = next_program(address, call.num_programs)
     release(memory)
     return 0

@@ -6,7 +6,6 @@ from typing import Any
 from ragged_attention.calls import MlaDecode, SparseMlaPrefill, dtype_name
 from ragged_attention.errors import InvalidInput
 from ragged_attention.portable.numba import _latent
-from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._formats import CODES
 from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._latent_rows import LAYOUTS
@@ -38,12 +37,6 @@ class Tile:
 def heuristic(call: MlaDecode | SparseMlaPrefill) -> Tile:
     del call
     return Tile(block_rows=ROWS, block_kv=32)
-
-
-def why_not(call: MlaDecode | SparseMlaPrefill) -> str | None:
-    if (dtype := dtype_name(call.q)) not in CODES:
-        return f"takes q.dtype float32, bfloat16 or float16, got {dtype}"
-    return cannot_run(call)
 
 
 def cache_of(array: Any, format: str, launch: Any) -> Any:

@@ -8,14 +8,12 @@ sees: what is outside the causal range or the window is skipped, not masked. Key
 work than the average; the last of its splits to end merges them. How work is divided follows from the lengths alone.
 """
 
-import math
-
 from ragged_attention.portable.numba._formats import FLOAT32, narrow, size_of, widen
 from ragged_attention.portable.numba._products import ROWS
-from ragged_attention.portable.numba._records import NO_MEMORY, Fields, finished, next_program
+from ragged_attention.portable.numba._records import NO_MEMORY, Fields, programs
 from ragged_attention.portable.numba._scales import fields_of, scale_of
 from ragged_attention.portable.numba._sequences import first_key_of, kv_len_of, num_sequences, queries_of
-from ragged_attention.portable.numba._softmax import LN2, LOG2E, NOTHING, power, scale_row
+from ragged_attention.portable.numba._softmax import LOG2E, NOTHING, log_sum_exp, scale_row, weight_of_sink
 from ragged_attention.portable.numba._splits import SHARES, SPLITS, is_last, provide, splits_of
 from ragged_attention.portable.numba._tiles import (
     begin,
@@ -299,11 +297,11 @@ def finish(call, tile, unit, head, rows):
         if m_i == NOTHING:
             zero(target, call.v_head_dim * size_of(call.q_format))
         else:
-            sink = power(float_at(call.sinks, q_head) * LOG2E - m_i) if call.sinks else 0.0
+            sink = weight_of_sink(call.sinks, q_head, m_i)
             scale_row(out, tile.columns, v_scale)
             narrow(call.q_format, out, target, call.v_head_dim, l_i + sink)
         if call.lse:
-            set_float(call.lse, place, NOTHING if m_i == NOTHING else (m_i + math.log2(l_i)) * LN2)
+            set_float(call.lse, place, log_sum_exp(m_i, l_i))
 
 
 # ---- all programs
@@ -327,10 +325,7 @@ def work(address):
     rows = call.block_q * (call.num_q_heads // call.num_kv_heads)
     memory = new_tile(rows, call.block_kv, call.head_dim, call.v_head_dim, False)
     tile = tile_at(memory)
-    index = next_program(address, call.num_programs)
-    while index >= 0:
+    for index in programs(address, call.num_programs):
         program(call, tile, index)
-        finished(address)
-        index = next_program(address, call.num_programs)
     release(memory)
     return 0

@@ -15,7 +15,7 @@ import numpy as np
 from numba.core import types
 from numba.extending import intrinsic
 
-from ragged_attention.portable.numba._vectors import add_to, inlined
+from ragged_attention.portable.numba._vectors import add_to, compiled
 
 NO_MEMORY = -1
 STATE = ("claimed", "num_programs", "workspace", "finished")  # in front of every record
@@ -66,14 +66,14 @@ class Fields:
         return type("Record", (ctypes.Structure,), members)
 
 
-@inlined
-def next_program(address, num_programs):
-    """The number of a program that no other thread takes, -1 if there is none; `address` is the record's."""
+@compiled
+def programs(address, num_programs):
+    """The numbers of programs that no other thread takes, until none is left; `address` is the record's.
+
+    When the next number is asked for, the program before it counts as done, and with it everything that it wrote.
+    """
     index = add_to(address + 8 * CLAIMED, 1)
-    return index if index < num_programs else -1
-
-
-@inlined
-def finished(address):
-    """Say that a program is done, and with it everything that it wrote."""
-    add_to(address + 8 * FINISHED, 1)
+    while index < num_programs:
+        yield index
+        add_to(address + 8 * FINISHED, 1)
+        index = add_to(address + 8 * CLAIMED, 1)

@@ -57,6 +57,18 @@ def power(x):
     return np.float32(math.exp2(x))
 
 
+@inlined
+def log_sum_exp(m_i, l_i):
+    """Of the logits of a row in powers of e, from what the softmax holds of it; minus infinity of none."""
+    return NOTHING if m_i == NOTHING else (m_i + math.log2(l_i)) * LN2
+
+
+@inlined
+def weight_of_sink(sinks, head, m_i):
+    """What a head's sink adds to the sum of weights of a row, if there are sinks."""
+    return power(float_at(sinks, head) * LOG2E - m_i) if sinks else 0.0
+
+
 @compiled
 def scale_row(row, columns, factor):
     each = splat(factor)

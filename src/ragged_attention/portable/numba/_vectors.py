@@ -123,12 +123,6 @@ def maximum(builder: Any, a: Any, b: Any) -> Any:
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
-@function_of(vector, vector, vector)
-def minimum(builder: Any, a: Any, b: Any) -> Any:
-    """The smaller one; the second where one is NaN."""
-    return builder.select(builder.fcmp_ordered("<", a, b), a, b)
-
-
 @function_of(vector, vector, vector, vector, vector)
 def where_less(builder: Any, a: Any, b: Any, then: Any, otherwise: Any) -> Any:
     """`then` in the lanes where a < b."""
@@ -356,18 +350,11 @@ def let_others_run(builder: Any) -> None:
     _external(builder, "sched_yield", I32)
 
 
-def _call(name: str, *kinds: Any) -> Any:
-    """Functions by address, of 64-bit arguments, that return a 64-bit number."""
-
-    def call(builder: Any, function: Any, *values: Any) -> Any:
-        kind = ir.FunctionType(I64, [I64] * len(values))
-        return builder.call(builder.inttoptr(function, kind.as_pointer()), values)
-
-    call.__name__ = name
-    return function_of(types.int64, types.int64, *kinds)(call)
-
-
-call_at = _call("call_at", types.int64)
+@function_of(types.int64, types.int64, types.int64)
+def call_at(builder: Any, function: Any, value: Any) -> Any:
+    """Call a function by its address, of one 64-bit number, which returns one."""
+    kind = ir.FunctionType(I64, [I64]).as_pointer()
+    return builder.call(builder.inttoptr(function, kind), [value])
 
 
 @inlined

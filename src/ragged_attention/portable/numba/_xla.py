@@ -161,6 +161,7 @@ def _version(include: str) -> int:
 _alive: list[Any] = []  # the code and numbers of handlers, which XLA keeps for good
 
 
+@functools.cache  # for every trace of a call asks for it
 def handler(kernel: Any, include: str) -> Any:
     """A kernel's handler, as a ctypes function."""
     (plan, work), (shared, on_pool) = kernel.compiled, _shared()

@@ -9,7 +9,7 @@ from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._formats import CODES, narrow, size_of
 from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._latent_rows import LAYOUTS, place_of, read_latents
-from ragged_attention.portable.numba._records import Fields, finished, next_program
+from ragged_attention.portable.numba._records import Fields, programs
 from ragged_attention.portable.numba._vectors import allocate, release, set_int
 
 FIELDS = Fields(
@@ -34,8 +34,7 @@ def work(address):
     call = call_of(address)
     memory = allocate(16 + 4 * call.width)
     source, scale, row = memory, memory + 8, memory + 16
-    page = next_program(address, call.num_programs)
-    while page >= 0:
+    for page in programs(address, call.num_programs):
         for slot in range(call.page_size):
             place, its = place_of(call.layout, 1, page, slot, call.page_stride, call.slot_stride, call.page_size)
             set_int(source, 0, call.cache + place)
@@ -43,8 +42,6 @@ def work(address):
             read_latents(call.layout, 0, source, scale, row, call.width, call.width, 1)
             target = (page * call.page_size + slot) * call.width * size_of(call.format)
             narrow(call.format, row, call.rows + target, call.width, 1.0)
-        finished(address)
-        page = next_program(address, call.num_programs)
     release(memory)
     return 0
 

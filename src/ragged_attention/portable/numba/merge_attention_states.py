@@ -9,7 +9,7 @@ from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._formats import CODES, narrow, read_some, size_of
 from ragged_attention.portable.numba._kernels import Kernel
-from ragged_attention.portable.numba._records import Fields, finished, next_program
+from ragged_attention.portable.numba._records import Fields, programs
 from ragged_attention.portable.numba._softmax import LN2, LOG2E, NOTHING, power
 from ragged_attention.portable.numba._vectors import (
     LANES,
@@ -65,12 +65,9 @@ def work(address):
     """Programs of some rows each."""
     call = call_of(address)
     out = allocate(4 * (call.width + LANES))
-    index = next_program(address, call.num_programs)
-    while index >= 0:
+    for index in programs(address, call.num_programs):
         for row in range(index * ROWS, min((index + 1) * ROWS, call.num_rows)):
             merge(call, row, out)
-        finished(address)
-        index = next_program(address, call.num_programs)
     release(out)
     return 0
 

@@ -8,7 +8,7 @@ from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._kernels import Kernel
-from ragged_attention.portable.numba._records import Fields, finished, next_program
+from ragged_attention.portable.numba._records import Fields, programs
 from ragged_attention.portable.numba._vectors import int32_at, set_int32
 
 FIELDS = Fields(
@@ -32,16 +32,13 @@ def plan(address):
 def work(address):
     """Programs, each of one sequence."""
     call = call_of(address)
-    seq = next_program(address, call.num_programs)
-    while seq >= 0:
+    for seq in programs(address, call.num_programs):
         for index in range(seq * call.num_positions, (seq + 1) * call.num_positions):
             position, slot = int32_at(call.positions, index), -1
             if position >= 0 and position // call.page_size < call.pages_per_seq:
                 page = int32_at(call.page_indices, seq * call.table_stride + position // call.page_size)
                 slot = page * call.page_size + position % call.page_size if page >= 0 else -1
             set_int32(call.slots, index, slot if slot < SLOTS else -1)
-        finished(address)
-        seq = next_program(address, call.num_programs)
     return 0
 
 

@@ -7,12 +7,9 @@ from ragged_attention.portable.numba import _call, _sequences
 from ragged_attention.portable.numba._call import KERNEL as KERNEL
 from ragged_attention.portable.numba._call import Tile as Tile
 from ragged_attention.portable.numba._call import heuristic as heuristic
+from ragged_attention.portable.numba._call import why_not as why_not
 
 FEATURES = frozenset({"sm_scale", "soft_cap"})
-
-
-def why_not(call: PagedAttention) -> str | None:
-    return _call.cannot_run(call)
 
 
 def run(call: PagedAttention, tile: Tile, launch: Any) -> Any:

@@ -7,13 +7,10 @@ from ragged_attention.portable.numba import _call, _sequences
 from ragged_attention.portable.numba._call import KERNEL as KERNEL
 from ragged_attention.portable.numba._call import Tile as Tile
 from ragged_attention.portable.numba._call import heuristic as heuristic
+from ragged_attention.portable.numba._call import why_not as why_not
 
 FEATURES = frozenset({"sm_scale", "soft_cap", "sliding_window", "align"})
 LAYOUTS = {"chunk": _sequences.CHUNK_START, "end": _sequences.CHUNK_END}
-
-
-def why_not(call: PrefillAttention) -> str | None:
-    return _call.cannot_run(call)
 
 
 def run(call: PrefillAttention, tile: Tile, launch: Any) -> Any:

@@ -9,7 +9,7 @@ from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._formats import CODES, size_of, widen
 from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._latent_rows import LAYOUTS, place_of, store_latent
-from ragged_attention.portable.numba._records import Fields, finished, next_program
+from ragged_attention.portable.numba._records import Fields, programs
 from ragged_attention.portable.numba._vectors import allocate, release
 
 FIELDS = Fields(
@@ -34,16 +34,13 @@ def work(address):
     """Programs, each of one page."""
     call = call_of(address)
     row = allocate(4 * call.width)
-    page = next_program(address, call.num_programs)
-    while page >= 0:
+    for page in programs(address, call.num_programs):
         for slot in range(call.page_size):
             source = call.kv + size_of(call.format) * (page * call.page_stride + slot * call.slot_stride)
             widen(call.format, source, row, call.width, 1.0)
             page_stride = call.page_size * call.token_bytes
             values, scales = place_of(call.layout, 1, page, slot, page_stride, call.token_bytes, call.page_size)
             store_latent(call.layout, row, call.cache + values, call.cache + scales, call.power_of_two)
-        finished(address)
-        page = next_program(address, call.num_programs)
     release(row)
     return 0
 

@@ -7,15 +7,12 @@ from ragged_attention.portable.numba import _call
 from ragged_attention.portable.numba._call import KERNEL as KERNEL
 from ragged_attention.portable.numba._call import Tile as Tile
 from ragged_attention.portable.numba._call import heuristic as heuristic
+from ragged_attention.portable.numba._call import why_not as why_not
 
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "k_scale", "v_scale", "return_lse",
     "draft_mask",
 })  # fmt: skip
-
-
-def why_not(call: RaggedPagedAttention) -> str | None:
-    return _call.cannot_run(call)
 
 
 def run(call: RaggedPagedAttention, tile: Tile, launch: Any) -> Any:

@@ -10,20 +10,20 @@ from typing import Any
 import numpy as np
 
 from ragged_attention.calls import SparseMlaPrefillBackward, dtype_name
-from ragged_attention.portable.numba._call import cannot_run
+from ragged_attention.portable.numba._call import why_not as why_not
 from ragged_attention.portable.numba._formats import CODES, narrow, size_of
 from ragged_attention.portable.numba._gradients import differentiate, new_tile, read_row, sink_gradient, tile_at
 from ragged_attention.portable.numba._kernels import Kernel
+from ragged_attention.portable.numba._latent import length_of
 from ragged_attention.portable.numba._latent_call import Tile as Tile
 from ragged_attention.portable.numba._latent_call import heuristic as heuristic
 from ragged_attention.portable.numba._products import ROWS, mix, scores
-from ragged_attention.portable.numba._records import NO_MEMORY, Fields, bits_of, finished, next_program
-from ragged_attention.portable.numba._tiles import read_rows, up_to, within
+from ragged_attention.portable.numba._records import NO_MEMORY, Fields, bits_of, programs
+from ragged_attention.portable.numba._tiles import read_rows, up_to
 from ragged_attention.portable.numba._vectors import (
     LANES,
     allocate,
     compiled,
-    inlined,
     int32_at,
     int_at,
     load,
@@ -50,12 +50,6 @@ FEWEST_OWNERS, MOST_OWNERS = 4, 32
 KEYS_OF_AN_OWNER = 16  # of a list, about
 
 
-def why_not(call: SparseMlaPrefillBackward) -> str | None:
-    if (dtype := dtype_name(call.q)) not in CODES:
-        return f"takes q.dtype float32, bfloat16 or float16, got {dtype}"
-    return cannot_run(call)
-
-
 def plan(address):
     """Programs: blocks of each token's rows, then owners of slots, each for every KV head; then one per sink."""
     call = call_of(address)
@@ -68,11 +62,6 @@ def plan(address):
     call.sums = call.workspace
     per_head = call.num_tokens * call.blocks + call.owners
     return per_head * call.num_kv_heads + (call.num_q_heads if call.sinks else 0)
-
-
-@inlined
-def length_of(call, token):
-    return within(int32_at(call.topk_lens, token), call.topk) if call.topk_lens else call.topk
 
 
 @compiled
@@ -120,7 +109,7 @@ def differentiate_rows(call, tile, rows, count):
 @compiled
 def query_gradients(call, tile, token, head, block):
     """The gradients of a block of a token's rows."""
-    group, entry, length = call.num_q_heads // call.num_kv_heads, 0, length_of(call, token)
+    group, entry, length = call.num_q_heads // call.num_kv_heads, 0, length_of(call.topk_lens, token, call.topk)
     first = block * call.block_rows
     rows = read_queries(call, tile, token, head, first, min(first + call.block_rows, group))
     zero(tile.dk, 4 * tile.rows * tile.width)  # which holds their gradients here
@@ -152,7 +141,7 @@ def key_gradients(call, tile, head, owner):
     for slot in range(owner, call.num_slots, call.owners):
         zero(call.sums + 4 * (slot * call.num_kv_heads + head) * width, 4 * width)
     for token in range(call.num_tokens):
-        entry, length = 0, length_of(call, token)
+        entry, length = 0, length_of(call.topk_lens, token, call.topk)
         while entry < length:
             count, entry = list_keys(call, tile, token, head, entry, length, owner, call.owners)
             if count == 0:
@@ -190,11 +179,8 @@ def work(address):
     call = call_of(address)
     memory = new_tile(call.block_rows, max(call.block_kv, call.block_rows), call.head_dim, call.v_head_dim, True)
     tile = tile_at(memory)
-    index = next_program(address, call.num_programs)
-    while index >= 0:
+    for index in programs(address, call.num_programs):
         program(call, tile, index)
-        finished(address)
-        index = next_program(address, call.num_programs)
     release(memory)
     return 0
 

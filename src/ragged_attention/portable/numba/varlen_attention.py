@@ -3,8 +3,9 @@
 from typing import Any
 
 from ragged_attention.calls import VarlenAttention, dtype_name
-from ragged_attention.portable.numba._call import KERNEL, ROWS, cannot_run
+from ragged_attention.portable.numba._call import KERNEL, ROWS
 from ragged_attention.portable.numba._call import Tile as Tile
+from ragged_attention.portable.numba._call import why_not as why_not
 from ragged_attention.portable.numba._formats import CODES
 from ragged_attention.portable.numba._records import bits_of
 from ragged_attention.portable.numba._sequences import PACKED
@@ -16,12 +17,6 @@ FEATURES = frozenset({
 
 def heuristic(call: VarlenAttention) -> Tile:
     return Tile(block_q=max(ROWS // call.group, 1), block_kv=64)
-
-
-def why_not(call: Any) -> str | None:
-    if (dtype := dtype_name(call.q)) not in CODES:
-        return f"takes q.dtype float32, bfloat16 or float16, got {dtype}"
-    return cannot_run(call)
 
 
 def run(call: VarlenAttention, tile: Tile, launch: Any) -> tuple[Any, Any]:

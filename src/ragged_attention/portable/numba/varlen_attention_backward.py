@@ -10,14 +10,15 @@ from typing import Any
 from ragged_attention.calls import VarlenAttentionBackward, dtype_name
 from ragged_attention.portable.numba._call import Tile as Tile
 from ragged_attention.portable.numba._call import strides_of_rows
+from ragged_attention.portable.numba._call import why_not as why_not
 from ragged_attention.portable.numba._formats import CODES, narrow, size_of, widen
 from ragged_attention.portable.numba._gradients import differentiate, new_tile, read_row, sink_gradient, tile_at
 from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._products import COLUMNS, ROWS, mix, scores
-from ragged_attention.portable.numba._records import NO_MEMORY, Fields, bits_of, finished, next_program
+from ragged_attention.portable.numba._records import NO_MEMORY, Fields, bits_of, programs
 from ragged_attention.portable.numba._sequences import PACKED, first_key_of, kv_len_of, queries_of
 from ragged_attention.portable.numba._splits import splits_of
-from ragged_attention.portable.numba._tiles import up_to
+from ragged_attention.portable.numba._tiles import up_to, within
 from ragged_attention.portable.numba._vectors import (
     LANES,
     add_to,
@@ -31,7 +32,6 @@ from ragged_attention.portable.numba._vectors import (
     store,
     zero,
 )
-from ragged_attention.portable.numba.varlen_attention import why_not as why_not
 
 FIELDS = Fields(
     operands=("d_out", "q", "k", "v", "out", "lse", "cu_q_lens", "cu_kv_lens", "d_lse", "sinks"),
@@ -181,11 +181,6 @@ def read_queries(call, tile, seq, head, first, last):
     return low, high
 
 
-@inlined
-def within(position, count):
-    return min(max(position, 0), count)
-
-
 @compiled
 def add_gradients(call, tile, rows, first, offset, count, dq):
     """The gradients that the tile's rows and `count` of its keys have of each other; the tile's first is at `first`.
@@ -272,11 +267,8 @@ def work(address):
     rows = call.block_q * (call.num_q_heads // call.num_kv_heads)
     memory = new_tile(rows, call.block_kv, call.head_dim, call.v_head_dim, False)
     tile = tile_at(memory)
-    index = next_program(address, call.num_programs)
-    while index >= 0:
+    for index in programs(address, call.num_programs):
         program(call, tile, index)
-        finished(address)
-        index = next_program(address, call.num_programs)
     release(memory)
     return 0
 

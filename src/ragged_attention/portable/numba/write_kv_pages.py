@@ -11,7 +11,7 @@ from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.numba._call import AXES, cannot_run, strides_of_pages, strides_of_rows
 from ragged_attention.portable.numba._formats import CODES, narrow, size_of, widen
 from ragged_attention.portable.numba._kernels import Kernel
-from ragged_attention.portable.numba._records import NO_MEMORY, Fields, finished, next_program
+from ragged_attention.portable.numba._records import NO_MEMORY, Fields, programs
 from ragged_attention.portable.numba._scales import fields_of, numbers_of, scale_of
 from ragged_attention.portable.numba._sequences import PACKED, kv_len_of, num_sequences, queries_of
 from ragged_attention.portable.numba._vectors import (
@@ -106,14 +106,11 @@ def work(address):
     """Programs, each of the tokens of some pages."""
     call = call_of(address)
     row = allocate(4 * (max(call.head_dim, call.v_head_dim) + LANES))
-    index = next_program(address, call.num_programs)
-    while index >= 0:
+    for index in programs(address, call.num_programs):
         for token in range(call.num_tokens):
             slot = int_at(call.slots, token)
             if slot >= 0 and slot // call.page_size % call.num_programs == index:
                 write(call, token, slot, row)
-        finished(address)
-        index = next_program(address, call.num_programs)
     release(row)
     return 0
 

@@ -12,7 +12,7 @@ from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._formats import CODES, size_of, widen
 from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._latent_rows import LAYOUTS, PLAIN, place_of, store_latent
-from ragged_attention.portable.numba._records import Fields, finished, next_program
+from ragged_attention.portable.numba._records import Fields, programs
 from ragged_attention.portable.numba._vectors import LANES, allocate, compiled, copy, int32_at, int_at, release
 
 FIELDS = Fields(
@@ -54,14 +54,11 @@ def work(address):
     """Programs, each of the tokens of some pages."""
     call = call_of(address)
     row = allocate(4 * (call.width + LANES))
-    index = next_program(address, call.num_programs)
-    while index >= 0:
+    for index in programs(address, call.num_programs):
         for token in range(call.num_tokens):
             slot = int_at(call.slot_mapping, token) if call.wide_slots else int32_at(call.slot_mapping, token)
             if 0 <= slot < call.num_pages * call.page_size and slot // call.page_size % call.num_programs == index:
                 write(call, token, slot // call.page_size, slot % call.page_size, row)
-        finished(address)
-        index = next_program(address, call.num_programs)
     release(row)
     return 0
 
