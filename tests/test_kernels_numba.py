@@ -79,6 +79,41 @@ def test_every_code_of_every_format_is_decoded() -> None:
     assert np.array_equal(widened("bfloat16", HALVES)[:-LANES], wide, equal_nan=True)
 
 
+@numba.njit
+def _pair(code: int, first: int, second: int, target: int, count: int) -> None:
+    _formats.pair(code, first, second, target, count)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"])
+def test_every_code_becomes_half_of_a_pair(name: str) -> None:
+    stored = HALVES if name == "bfloat16" else CODES
+    behind = np.ascontiguousarray(stored[::-1])
+    pairs = np.full(len(stored) + LANES, 7, np.uint32)
+    _pair(_formats.CODES[name], stored.ctypes.data, behind.ctypes.data, pairs.ctypes.data, len(stored))
+    for half, expected in ((pairs << 16, stored), (pairs & 0xFFFF0000, behind)):
+        values = half[: len(stored)].view(np.float32)
+        assert np.array_equal(values, widened(name, expected)[: len(stored)], equal_nan=True)
+    assert (pairs[len(stored) :] == 7).all()
+
+
+@numba.njit
+def _transpose(sources: int, count: int, otherwise: int, target: int, stride: int) -> None:
+    _vectors.transpose(sources, count, otherwise, 1, target, stride)
+
+
+@pytest.mark.parametrize("count", [1, 5, 40])
+def test_rows_become_columns(count: int) -> None:
+    rows, otherwise = np.arange(LANES * 20, dtype=np.float32).reshape(LANES, 20), np.full(20, -1, np.float32)
+    addresses = rows.ctypes.data + np.arange(LANES) * rows.strides[0]
+    addresses[3] = 0
+    out = np.full((LANES, LANES + 2), 7, np.float32)
+    _transpose(addresses.ctypes.data, count, otherwise.ctypes.data, out.ctypes.data, LANES + 2)
+    expected = rows[:, 1 : LANES + 1].T.copy()
+    expected[:, 3] = expected[:, count:] = -1
+    assert np.array_equal(out[:, :LANES], expected)
+    assert (out[:, LANES:] == 7).all()
+
+
 @pytest.mark.parametrize("factor", [2.0**-120, 0.3, 2.0**110, 2.0**127])
 def test_a_factor_of_any_size_is_applied_without_loss(factor: float) -> None:
     with np.errstate(over="ignore"):

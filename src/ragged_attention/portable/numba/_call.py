@@ -14,7 +14,7 @@ from ragged_attention.portable.numba._records import bits_of
 from ragged_attention.portable.numba._scales import numbers_of
 
 KERNEL = Kernel("paged_attention", _paged.FIELDS, _paged.plan, _paged.work)
-ROWS = 192  # of a tile, about: enough that reading keys costs little, and no more than a core's second cache holds
+ROOM = 384 * 256  # floats of a tile's queries and results: its keys are read for many, and a second cache holds all
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,10 +36,16 @@ class Tile:
             raise InvalidInput(f"expected block_kv to be a multiple of 8 from 8 to 1024, got {self.block_kv!r}")
 
 
+def block_q_of(call: Any) -> int:
+    """How many queries fill a tile."""
+    rows = min(ROOM // (2 * call.head_dim), 512)
+    return max(rows // call.group, 1)
+
+
 def heuristic(call: Any) -> Tile:
     """Few keys at a time where memory is what limits, so that asking for the next ones goes on evenly."""
     decoding = call.num_tokens <= 4 * call.max_num_seqs
-    return Tile(block_q=max(ROWS // call.group, 1), block_kv=16 if decoding else 64)
+    return Tile(block_q=block_q_of(call), block_kv=16 if decoding else 64)
 
 
 def cannot_run(call: Call) -> str | None:

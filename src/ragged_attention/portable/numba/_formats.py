@@ -8,6 +8,7 @@ import platform
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
 
@@ -21,6 +22,7 @@ from ragged_attention.portable.numba._vectors import (
     I64,
     INTS,
     LANES,
+    PAIRS,
     chosen,
     compiled,
     constant,
@@ -28,6 +30,9 @@ from ragged_attention.portable.numba._vectors import (
     features_of_the_cpu,
     function_of,
     inlined,
+    instruction,
+    join,
+    joined,
     load,
     load_aligned,
     splat,
@@ -135,6 +140,13 @@ def _to_bfloat16(builder: Any, value: Any) -> Any:
     nan = builder.or_(bits, constant(INTS, 0x400000))
     rounded = builder.select(builder.fcmp_unordered("uno", value, value), nan, rounded)
     return builder.trunc(builder.lshr(rounded, constant(INTS, 16)), SHORTS)
+
+
+def _to_bfloat16_at_once(builder: Any, value: Any) -> Any:
+    """The same by the CPU's instruction, where it has that; subnormal ones as 0."""
+    if not PAIRS:
+        return _to_bfloat16(builder, value)
+    return instruction(builder, "vcvtneps2bf16 $1, $0", SHORTS, "=v,v", value)
 
 
 def _to_e4m3(builder: Any, value: Any) -> Any:
@@ -246,6 +258,7 @@ def widen_two_e4m3(builder: Any, source: Any, target: Any, index: Any, factor: A
 
 _, write_some_float32 = _writer(FLOATS, _as_it_is, "float32")
 write_bfloat16, write_some_bfloat16 = _writer(SHORTS, _to_bfloat16, "bfloat16")
+write_weights, _ = _writer(SHORTS, _to_bfloat16_at_once, "weights")
 write_float16, write_some_float16 = _writer(SHORTS, _to_half, "float16")
 write_e4m3, write_some_e4m3 = _writer(BYTES, _to_e4m3, "e4m3")
 write_e5m2, write_some_e5m2 = _writer(BYTES, _to_e5m2, "e5m2")
@@ -318,6 +331,65 @@ def widen(code, source, target, count, factor):
             store(target, index, read_int8(source, index) * scale)
     if whole < count:
         store(target, whole, read_some(code, source, whole, count - whole) * scale)
+
+
+def _bfloat16_of(mantissa: int, bias: int, special: Callable[[int], float | None]) -> Any:
+    """The bits of bfloat16 of the positive codes of a format of 8 bits, of which some stand for no finite number."""
+    values = []
+    for code in range(128):
+        exponent, fraction = code >> mantissa, (code & (1 << mantissa) - 1) / 2**mantissa
+        value = (1 + fraction) * 2.0 ** (exponent - bias) if exponent else fraction * 2.0 ** (1 - bias)
+        values.append(value if (found := special(code)) is None else found)
+    return np.array(values, np.float32).view(np.uint32) >> 16
+
+
+def _pairs_by_table(table: Any, decode: Callable[[Any, Any], Any], name: str) -> Any:
+    """A function that writes a vector of `pair`, by looking up both bytes of each number."""
+
+    def write(builder: Any, first: Any, second: Any, target: Any, index: Any) -> None:
+        rows = [load_aligned(builder, element(builder, row, index, I8), BYTES, 1) for row in (first, second)]
+        if PAIRS:
+            places = [place for lane in range(LANES) for place in (lane, lane, LANES + lane, LANES + lane)]
+            codes = chosen(builder, places, *rows)
+            kind = codes.type
+            name = "llvm.x86.avx512.vpermi2var.qi.512"  # of a table of 128 bytes, by the lower seven bits
+            lookup = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind] * 3), name)
+            low, high = (
+                builder.call(lookup, [ir.Constant(kind, half[:64]), codes, ir.Constant(kind, half[64:])])
+                for half in ((table & 255).tolist(), (table >> 8).tolist())
+            )
+            alternate = chosen(builder, [place + 64 * (place % 2) for place in range(64)], low, high)
+            signs = builder.and_(codes, ir.Constant(kind, [0, 128] * 32))
+            pairs = builder.bitcast(builder.or_(alternate, signs), FLOATS)
+        else:
+            pairs = join(builder, *(decode(builder, row) for row in rows))
+        store_aligned(builder, pairs, element(builder, target, index, F32), 4)
+
+    write.__name__ = f"pair_{name}"
+    return function_of(types.none, types.int64, types.int64, types.int64, types.int64)(write)
+
+
+_pair_e4m3 = _pairs_by_table(_bfloat16_of(3, 7, lambda code: np.nan if code == 127 else None), _from_e4m3, "e4m3")
+_pair_e5m2 = _pairs_by_table(
+    _bfloat16_of(2, 15, lambda code: None if code < 124 else np.inf if code == 124 else np.nan), _from_e5m2, "e5m2"
+)
+
+
+@compiled
+def pair(code, first, second, target, count):
+    """Write pairs of bfloat16, a number of each of two rows, in whole vectors; no format that it does not hold."""
+    if code == BFLOAT16:
+        for index in range(0, count, LANES):
+            store(target, index, joined(read_bfloat16(first, index), read_bfloat16(second, index)))
+    elif code == E4M3:
+        for index in range(0, count, LANES):
+            _pair_e4m3(first, second, target, index)
+    elif code == E5M2:
+        for index in range(0, count, LANES):
+            _pair_e5m2(first, second, target, index)
+    else:
+        for index in range(0, count, LANES):
+            store(target, index, joined(read_int8(first, index), read_int8(second, index)))
 
 
 @function_of(types.float32, vector)

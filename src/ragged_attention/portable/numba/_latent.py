@@ -195,9 +195,9 @@ def attend(call, tile, unit, head, rows):
         turn_to_next(tile)
         read_latents(call.layout, call.cache_format, tile.sources, tile.v_sources, tile.k, tile.width, call.d_qk, count)
         next_holes = list_next(call, tile, unit, head, behind, min(tile.keys, high - behind), length)
-        multiply_keys(tile, tile.k_rows, rows, count, 0.0)
+        multiply_keys(tile, tile.k_rows, rows, first, count, 1.0, 0.0)
         weigh_keys(tile, rows, first, count, holes)
-        mix_values(tile, rows, count)
+        mix_values(tile, rows, first, count)
 
 
 @compiled
@@ -237,7 +237,7 @@ def program(call, tile, index):
 def work(address):
     """Programs, one after another, until none is left."""
     call = call_of(address)
-    memory = new_tile(call.block_rows, call.block_kv, call.d_qk, call.d_v, True)
+    memory = new_tile(call.block_rows, call.block_kv, call.d_qk, call.d_v, True, False)
     tile = tile_at(memory)
     for index in programs(address, call.num_programs):
         program(call, tile, index)

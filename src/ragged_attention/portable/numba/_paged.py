@@ -8,8 +8,9 @@ sees: what is outside the causal range or the window is skipped, not masked. Key
 work than the average; the last of its splits to end merges them. How work is divided follows from the lengths alone.
 """
 
-from ragged_attention.portable.numba._formats import FLOAT32, narrow, size_of, widen
-from ragged_attention.portable.numba._products import ROWS
+import numpy as np
+
+from ragged_attention.portable.numba._formats import BFLOAT16, FLOAT16, FLOAT32, narrow, pair, size_of, widen
 from ragged_attention.portable.numba._records import NO_MEMORY, Fields, programs
 from ragged_attention.portable.numba._scales import fields_of, scale_of
 from ragged_attention.portable.numba._sequences import first_key_of, kv_len_of, num_sequences, queries_of
@@ -20,6 +21,8 @@ from ragged_attention.portable.numba._tiles import (
     mix_values,
     multiply_keys,
     new_tile,
+    pair_keys,
+    pair_values,
     read_rows,
     tile_at,
     turn_to_next,
@@ -27,8 +30,10 @@ from ragged_attention.portable.numba._tiles import (
 )
 from ragged_attention.portable.numba._vectors import (
     LANES,
+    PAIRS,
     byte_at,
     compiled,
+    copy,
     fill,
     float_at,
     inlined,
@@ -155,37 +160,81 @@ def plan(address):
 
 
 @inlined
+def pairs_up(call):
+    """Whether products are those of bfloat16: numbers that it holds exactly, in whole vectors, without scales."""
+    return (
+        PAIRS
+        and call.q_format == BFLOAT16
+        and call.cache_format != FLOAT32
+        and call.cache_format != FLOAT16
+        and call.head_dim % (2 * LANES) == 0
+        and call.v_head_dim % LANES == 0
+        and call.k_scales == 0
+        and call.v_scales == 0
+    )
+
+
+@inlined
+def reads_in_place(call, tile):
+    """Whether keys are multiplied where they lie."""
+    if tile.paired:
+        return call.cache_format == BFLOAT16
+    return call.cache_format == FLOAT32 and call.head_dim % LANES == 0 and not call.k_scales
+
+
+@inlined
+def factor_of(call, head):
+    """What logits are multiplied by: in powers of two, but for a soft cap, which comes first."""
+    k_scale = scale_of(call.k_scale, call.k_scale_format, call.k_scale_stride, call.k_scale_number, head)
+    return call.scale * k_scale * (LOG2E if call.soft_cap == 0 else np.float32(1))
+
+
+@inlined
+def read_query(call, tile, source, target, in_place):
+    """One query, its columns as those of the keys will be."""
+    if not tile.paired:
+        widen(call.q_format, source, target, call.head_dim, 1.0)
+    elif in_place:
+        copy(target, source, 2 * call.head_dim)
+    else:
+        pair(call.q_format, source, source + call.head_dim, target, tile.width)
+
+
+@inlined
 def read_queries(call, tile, unit, head):
-    """The block's queries of a KV head, times what logits are multiplied by; each row with the keys that it sees."""
+    """The block's queries of a KV head, each row with the keys that it sees."""
     group, seq = call.num_q_heads // call.num_kv_heads, int_at(unit, SEQ)
     first, last = int_at(unit, FIRST), int_at(unit, LAST)
     _, stop = queries_of(call, seq)
     kv_len = kv_len_of(call, seq)
-    factor = call.scale * scale_of(call.k_scale, call.k_scale_format, call.k_scale_stride, call.k_scale_number, head)
-    if call.soft_cap == 0:
-        factor *= LOG2E
-    begin(tile, (last - first) * group)
-    row = 0
+    rows, row = (last - first) * group, 0
+    in_place = reads_in_place(call, tile)
+    begin(tile, rows)
     for token in range(first, last):
         position = kv_len - stop + token
         left = position - call.window + 1 if call.window else 0
         right = min(position + 1, kv_len) if call.causal and not call.drafted else kv_len
         for q_head in range(head * group, (head + 1) * group):
             source = call.q + size_of(call.q_format) * (token * call.q_token_stride + q_head * call.q_head_stride)
-            widen(call.q_format, source, tile.q + 4 * row * tile.width, call.head_dim, factor)
+            read_query(call, tile, source, tile.q + 4 * row * tile.width, in_place)
             set_int(tile.left, row, left)
             set_int(tile.right, row, right)
             row += 1
-    return row
+    return rows
 
 
 @inlined
-def page_of(call, seq, position):
-    """The page of a sequence's position, which may be any number, and the place there."""
+def place_of(call, seq, position):
+    """Where a sequence's position is: the number of its page in the sequence's table, and the slot there."""
     if call.cu_kv_lens:
         return first_key_of(call, seq) + position, 0
-    table = call.page_indices + 4 * seq * call.table_stride
-    return int32_at(table, position // call.page_size), position % call.page_size
+    return position // call.page_size, position % call.page_size
+
+
+@inlined
+def page_at(call, seq, number):
+    """A page of a sequence's table, which may be any number."""
+    return number if call.cu_kv_lens else int32_at(call.page_indices + 4 * seq * call.table_stride, number)
 
 
 @compiled
@@ -195,9 +244,9 @@ def list_next(call, tile, seq, head, first, count):
     While they come, the keys before them are computed. Returns how many of them are on no page.
     """
     holes, key, size = 0, 0, size_of(call.cache_format)
+    number, slot = place_of(call, seq, first)
     while key < count:
-        page, slot = page_of(call, seq, first + key)
-        run = min(call.page_size - slot, count - key)
+        page, run = page_at(call, seq, number), min(call.page_size - slot, count - key)
         k = v = k_step = v_step = 0
         if 0 <= page < call.num_pages:
             k = page * call.k_page_stride + slot * call.k_slot_stride + head * call.k_head_stride
@@ -212,7 +261,7 @@ def list_next(call, tile, seq, head, first, count):
             if k:
                 prefetch(k, size * call.head_dim)
             k, v = k + k_step, v + v_step
-        key += run
+        key, number, slot = key + run, number + 1, 0
     return holes
 
 
@@ -229,7 +278,8 @@ def ask_for_values(call, tile, count):
 def scale_rows(scales, page_stride, slot_stride, call, seq, head_offset, first, count, rows, width):
     """Multiply what was read by the scales of its positions."""
     for key in range(count):
-        page, slot = page_of(call, seq, first + key)
+        number, slot = place_of(call, seq, first + key)
+        page = page_at(call, seq, number)
         if 0 <= page < call.num_pages:
             scale = float_at(scales, page * page_stride + slot * slot_stride + head_offset)
             scale_row(rows + 4 * key * width, width, scale)
@@ -249,40 +299,54 @@ def hide_undrafted(call, tile, unit, first, count):
                 seen = seen or int_at(tile.left, row) <= first + key
             else:
                 for each in range(row, row + group):
-                    set_float(tile.s, each * tile.keys + key, NOTHING)
+                    set_float(tile.s, each * tile.s_width + key, NOTHING)
         if not seen:
             set_int(tile.v_sources, key, 0)
+
+
+@inlined
+def read_keys(call, tile, count):
+    if tile.paired:
+        pair_keys(call.cache_format, tile.sources, tile.k, tile.width, count)
+    else:
+        read_rows(call.cache_format, tile.sources, tile.k, tile.width, call.head_dim, count, 1.0)
+
+
+@inlined
+def read_values(call, tile, count):
+    if tile.paired:
+        pair_values(call.cache_format, tile.v_sources, tile.v, tile.v_width, call.v_head_dim, count)
+    else:
+        read_rows(call.cache_format, tile.v_sources, tile.v, tile.v_width, call.v_head_dim, count, 1.0)
 
 
 @compiled
 def attend(call, tile, unit, head, rows):
     """The block's rows over the unit's keys, one tile of keys after another."""
     seq, low, high = int_at(unit, SEQ), int_at(unit, LOW), int_at(unit, HIGH)
-    # Many rows would read keys many times, from places that the first cache cannot hold together.
-    direct = call.cache_format == FLOAT32 and call.head_dim % LANES == 0 and not call.k_scales and rows <= 4 * ROWS
+    in_place, factor = reads_in_place(call, tile), factor_of(call, head)
     next_holes = list_next(call, tile, seq, head, low, min(tile.keys, high - low))
     ask_for_values(call, tile, min(tile.keys, high - low))
     for first in range(low, high, tile.keys):
         count, holes, behind = min(tile.keys, high - first), next_holes, first + tile.keys
         turn_to_next(tile)
-        keys = tile.sources
-        if not direct:
-            keys = tile.k_rows
-            read_rows(call.cache_format, tile.sources, tile.k, tile.width, call.head_dim, count, 1.0)
+        keys = tile.sources if in_place else tile.k_rows
+        if not in_place:
+            read_keys(call, tile, count)
         if call.k_scales:
             scale_rows(call.k_scales, call.k_scales_page_stride, call.k_scales_slot_stride, call, seq,
                        head * call.k_scales_head_stride, first, count, tile.k, tile.width)  # fmt: skip
         next_holes = list_next(call, tile, seq, head, behind, min(tile.keys, high - behind))
-        multiply_keys(tile, keys, rows, count, call.soft_cap)
+        multiply_keys(tile, keys, rows, first, count, factor, call.soft_cap)
         if call.drafted:
             hide_undrafted(call, tile, unit, first, count)
         weigh_keys(tile, rows, first, count, holes)
         ask_for_values(call, tile, min(tile.keys, high - behind))
-        read_rows(call.cache_format, tile.v_sources, tile.v, tile.v_width, call.v_head_dim, count, 1.0)
+        read_values(call, tile, count)
         if call.v_scales:
             scale_rows(call.v_scales, call.v_scales_page_stride, call.v_scales_slot_stride, call, seq,
                        head * call.v_scales_head_stride, first, count, tile.v, tile.v_width)  # fmt: skip
-        mix_values(tile, rows, count)
+        mix_values(tile, rows, first, count)
 
 
 @compiled
@@ -323,7 +387,9 @@ def work(address):
     """Programs, one after another, until none is left."""
     call = call_of(address)
     rows = call.block_q * (call.num_q_heads // call.num_kv_heads)
-    memory = new_tile(rows, call.block_kv, call.head_dim, call.v_head_dim, False)
+    paired = pairs_up(call)
+    width = call.head_dim // 2 if paired else call.head_dim
+    memory = new_tile(rows, call.block_kv, width, call.v_head_dim, False, paired)
     tile = tile_at(memory)
     for index in programs(address, call.num_programs):
         program(call, tile, index)

@@ -1,10 +1,16 @@
-"""The two products of an attention over float32 tiles, four rows at a time."""
+"""The two products of an attention over tiles, four rows at a time.
+
+A tile holds float32 or pairs of bfloat16, one number or one pair to a place of 32 bits; sizes count places. A pair
+stands for two columns of a query and of a key, and for two keys of a row of weights and of a column of values.
+"""
 
 from ragged_attention.portable.numba._vectors import (
     LANES,
+    PAIRS,
     compiled,
     float_at,
     fma,
+    fma_pairs,
     inlined,
     int_at,
     load,
@@ -24,94 +30,97 @@ def key_at(k, key, keys, otherwise):
     return address if address else otherwise
 
 
-@compiled
-def _scores_two(q, k, s, rows, keys, columns, q_width, s_width):
-    none = splat(0.0)
-    for row in range(0, rows, ROWS):
-        q0 = q + 4 * row * q_width
-        q1, q2, q3 = q0 + 4 * q_width, q0 + 8 * q_width, q0 + 12 * q_width
-        for key in range(0, keys, 2):
-            ka, kb = key_at(k, key, keys, q0), key_at(k, key + 1, keys, q0)
-            a0 = b0 = a1 = b1 = a2 = b2 = a3 = b3 = none
-            for d in range(0, columns, LANES):
-                a, b = load(ka, d), load(kb, d)
-                each = load(q0, d)
-                a0, b0 = fma(each, a, a0), fma(each, b, b0)
-                each = load(q1, d)
-                a1, b1 = fma(each, a, a1), fma(each, b, b1)
-                each = load(q2, d)
-                a2, b2 = fma(each, a, a2), fma(each, b, b2)
-                each = load(q3, d)
-                a3, b3 = fma(each, a, a3), fma(each, b, b3)
-            store_totals(s + 4 * (row * s_width + key), s_width, a0, b0, a1, b1, a2, b2, a3, b3)
+def _products(fma):
+    """`scores` and `mix` of what `fma` takes.
 
+    scores: s[rows, keys] = factor * q[rows, columns] . keys [columns], in whole vectors; `k` lists the keys' addresses,
+    0 for none. A key that is not there has any product, and so have those that make their number a multiple of
+    LANES / 4. Dot products, so that keys stay as they were read: each lane sums a share of the columns, then the lanes
+    are summed.
 
-@compiled
-def _scores_four(q, k, s, rows, keys, columns, q_width, s_width):
-    none = splat(0.0)
-    for row in range(0, rows, ROWS):
-        q0 = q + 4 * row * q_width
-        q1, q2, q3 = q0 + 4 * q_width, q0 + 8 * q_width, q0 + 12 * q_width
-        for key in range(0, keys, 4):
-            ka, kb = key_at(k, key, keys, q0), key_at(k, key + 1, keys, q0)
-            kc, kd = key_at(k, key + 2, keys, q0), key_at(k, key + 3, keys, q0)
-            a0 = b0 = c0 = d0 = a1 = b1 = c1 = d1 = a2 = b2 = c2 = d2 = a3 = b3 = c3 = d3 = none
-            for at in range(0, columns, LANES):
-                a, b, c, d = load(ka, at), load(kb, at), load(kc, at), load(kd, at)
-                each = load(q0, at)
-                a0, b0, c0, d0 = fma(each, a, a0), fma(each, b, b0), fma(each, c, c0), fma(each, d, d0)
-                each = load(q1, at)
-                a1, b1, c1, d1 = fma(each, a, a1), fma(each, b, b1), fma(each, c, c1), fma(each, d, d1)
-                each = load(q2, at)
-                a2, b2, c2, d2 = fma(each, a, a2), fma(each, b, b2), fma(each, c, c2), fma(each, d, d2)
-                each = load(q3, at)
-                a3, b3, c3, d3 = fma(each, a, a3), fma(each, b, b3), fma(each, c, c3), fma(each, d, d3)
-            store_totals(
-                s + 4 * (row * s_width + key), s_width,
-                a0, b0, c0, d0, a1, b1, c1, d1, a2, b2, c2, d2, a3, b3, c3, d3,
-            )  # fmt: skip
-
-
-_scores = _scores_four if LANES == 16 else _scores_two
-
-
-@compiled
-def scores(q, k, s, rows, keys, columns, q_width, s_width):
-    """s[rows, keys] = q[rows, columns] . keys [columns], whole vectors; `k` lists the keys' addresses, 0 for none.
-
-    A key that is not there has any product, and so have those that make their number a multiple of LANES / 4. Dot
-    products, so that keys stay as they were read: each lane sums a share of the columns, then the lanes are summed.
-    As many keys are taken at a time as there are registers for.
+    mix: out[rows, columns] += p[rows, keys] @ v[keys, columns], or = if `fresh`, with the strides of `p` and the widths
+    of the others; columns are taken COLUMNS at a time.
     """
-    _scores(q, k, s, rows, keys, columns, q_width, s_width)
 
+    @compiled
+    def scores_two(q, k, s, rows, keys, columns, q_width, s_width, factor):
+        none, factors = splat(0.0), splat(factor)
+        for row in range(0, rows, ROWS):
+            q0 = q + 4 * row * q_width
+            q1, q2, q3 = q0 + 4 * q_width, q0 + 8 * q_width, q0 + 12 * q_width
+            for key in range(0, keys, 2):
+                ka, kb = key_at(k, key, keys, q0), key_at(k, key + 1, keys, q0)
+                a0 = b0 = a1 = b1 = a2 = b2 = a3 = b3 = none
+                for d in range(0, columns, LANES):
+                    a, b = load(ka, d), load(kb, d)
+                    each = load(q0, d)
+                    a0, b0 = fma(each, a, a0), fma(each, b, b0)
+                    each = load(q1, d)
+                    a1, b1 = fma(each, a, a1), fma(each, b, b1)
+                    each = load(q2, d)
+                    a2, b2 = fma(each, a, a2), fma(each, b, b2)
+                    each = load(q3, d)
+                    a3, b3 = fma(each, a, a3), fma(each, b, b3)
+                store_totals(s + 4 * (row * s_width + key), s_width, factors, a0, b0, a1, b1, a2, b2, a3, b3)
 
-@compiled
-def mix(p, v, out, rows, keys, columns, p_row, p_key, v_width, out_width):
-    """out[rows, columns] += p[rows, keys] @ v[keys, columns], with the strides of `p` and the widths of the others."""
-    for row in range(0, rows, ROWS):
-        p0 = p + 4 * row * p_row
-        p1, p2, p3 = p0 + 4 * p_row, p0 + 8 * p_row, p0 + 12 * p_row
+    @compiled
+    def scores_four(q, k, s, rows, keys, columns, q_width, s_width, factor):
+        none, factors = splat(0.0), splat(factor)
+        for row in range(0, rows, ROWS):
+            q0 = q + 4 * row * q_width
+            q1, q2, q3 = q0 + 4 * q_width, q0 + 8 * q_width, q0 + 12 * q_width
+            for key in range(0, keys, 4):
+                ka, kb = key_at(k, key, keys, q0), key_at(k, key + 1, keys, q0)
+                kc, kd = key_at(k, key + 2, keys, q0), key_at(k, key + 3, keys, q0)
+                a0 = b0 = c0 = d0 = a1 = b1 = c1 = d1 = a2 = b2 = c2 = d2 = a3 = b3 = c3 = d3 = none
+                for at in range(0, columns, LANES):
+                    a, b, c, d = load(ka, at), load(kb, at), load(kc, at), load(kd, at)
+                    each = load(q0, at)
+                    a0, b0, c0, d0 = fma(each, a, a0), fma(each, b, b0), fma(each, c, c0), fma(each, d, d0)
+                    each = load(q1, at)
+                    a1, b1, c1, d1 = fma(each, a, a1), fma(each, b, b1), fma(each, c, c1), fma(each, d, d1)
+                    each = load(q2, at)
+                    a2, b2, c2, d2 = fma(each, a, a2), fma(each, b, b2), fma(each, c, c2), fma(each, d, d2)
+                    each = load(q3, at)
+                    a3, b3, c3, d3 = fma(each, a, a3), fma(each, b, b3), fma(each, c, c3), fma(each, d, d3)
+                store_totals(
+                    s + 4 * (row * s_width + key), s_width, factors,
+                    a0, b0, c0, d0, a1, b1, c1, d1, a2, b2, c2, d2, a3, b3, c3, d3,
+                )  # fmt: skip
+
+    @compiled
+    def mix(p, v, out, rows, keys, columns, p_row, p_key, v_width, out_width, fresh):
         for column in range(0, columns, COLUMNS):
-            r0, values = out + 4 * (row * out_width + column), v + 4 * column
-            r1, r2, r3 = r0 + 4 * out_width, r0 + 8 * out_width, r0 + 12 * out_width
-            a0, a1, a2, a3 = load(r0, 0), load(r1, 0), load(r2, 0), load(r3, 0)
-            b0, b1, b2, b3 = load(r0, LANES), load(r1, LANES), load(r2, LANES), load(r3, LANES)
-            for key in range(keys):
-                a, b = load(values, key * v_width), load(values, key * v_width + LANES)
-                weight = splat(float_at(p0, key * p_key))
-                a0, b0 = fma(weight, a, a0), fma(weight, b, b0)
-                weight = splat(float_at(p1, key * p_key))
-                a1, b1 = fma(weight, a, a1), fma(weight, b, b1)
-                weight = splat(float_at(p2, key * p_key))
-                a2, b2 = fma(weight, a, a2), fma(weight, b, b2)
-                weight = splat(float_at(p3, key * p_key))
-                a3, b3 = fma(weight, a, a3), fma(weight, b, b3)
-            store(r0, 0, a0)
-            store(r0, LANES, b0)
-            store(r1, 0, a1)
-            store(r1, LANES, b1)
-            store(r2, 0, a2)
-            store(r2, LANES, b2)
-            store(r3, 0, a3)
-            store(r3, LANES, b3)
+            values = v + 4 * column
+            for row in range(0, rows, ROWS):
+                p0, r0 = p + 4 * row * p_row, out + 4 * (row * out_width + column)
+                p1, p2, p3 = p0 + 4 * p_row, p0 + 8 * p_row, p0 + 12 * p_row
+                r1, r2, r3 = r0 + 4 * out_width, r0 + 8 * out_width, r0 + 12 * out_width
+                a0 = b0 = a1 = b1 = a2 = b2 = a3 = b3 = splat(0.0)
+                if not fresh:
+                    a0, a1, a2, a3 = load(r0, 0), load(r1, 0), load(r2, 0), load(r3, 0)
+                    b0, b1, b2, b3 = load(r0, LANES), load(r1, LANES), load(r2, LANES), load(r3, LANES)
+                for key in range(keys):
+                    a, b = load(values, key * v_width), load(values, key * v_width + LANES)
+                    weight = splat(float_at(p0, key * p_key))
+                    a0, b0 = fma(weight, a, a0), fma(weight, b, b0)
+                    weight = splat(float_at(p1, key * p_key))
+                    a1, b1 = fma(weight, a, a1), fma(weight, b, b1)
+                    weight = splat(float_at(p2, key * p_key))
+                    a2, b2 = fma(weight, a, a2), fma(weight, b, b2)
+                    weight = splat(float_at(p3, key * p_key))
+                    a3, b3 = fma(weight, a, a3), fma(weight, b, b3)
+                store(r0, 0, a0)
+                store(r0, LANES, b0)
+                store(r1, 0, a1)
+                store(r1, LANES, b1)
+                store(r2, 0, a2)
+                store(r2, LANES, b2)
+                store(r3, 0, a3)
+                store(r3, LANES, b3)
+
+    return scores_four if LANES == 16 else scores_two, mix  # as many keys at a time as there are registers for
+
+
+scores, mix = _products(fma)
+scores_of_pairs, mix_of_pairs = _products(fma_pairs) if PAIRS else (scores, mix)

@@ -26,6 +26,7 @@ from ragged_attention.portable.numba._vectors import (
 
 LOG2E, LN2 = np.float32(math.log2(math.e)), np.float32(math.log(2))
 NOTHING = np.float32(-np.inf)  # the largest of no logits
+MANY = np.float32(128)  # keys of equal weight, among which errors of 2 ** -8 of a weight leave the result within bounds
 
 
 @inlined
@@ -77,14 +78,16 @@ def scale_row(row, columns, factor):
 
 
 @compiled
-def weigh(s, first, stop, count, row, m_i, l_i, out, columns):
+def weigh(s, first, stop, count, row, m_i, l_i, out, columns, judged):
     """Turn a row's logits into weights, 0 outside [first, stop), and update what it holds of earlier keys.
 
-    `count` is of whole vectors; `m_i` and `l_i` are arrays of all rows, `out` is this row's values so far.
+    `count` is of whole vectors; `m_i` and `l_i` are arrays of all rows, `out` is this row's values so far. Returns
+    whether few keys have much of the row's weight, so that an error of these weights would show in the result, if that
+    is to be `judged`.
     """
     if stop <= first:
         fill(s, 0, count, np.float32(0))
-        return
+        return False
     fill(s, 0, first, NOTHING)
     fill(s, stop, count, NOTHING)
     high = load(s, 0)
@@ -93,11 +96,11 @@ def weigh(s, first, stop, count, row, m_i, l_i, out, columns):
     before = float_at(m_i, row)
     now = max(largest(high), before)
     base = now if now > NOTHING else np.float32(0)
-    sums, origin = splat(0.0), splat(base)
+    origin, sums, squares = splat(base), splat(0.0), splat(0.0)
     for index in range(0, count, LANES):
         weights = exp2(load(s, index) - origin)
         store(s, index, weights)
-        sums = sums + weights
+        sums, squares = sums + weights, fma(weights, weights, squares)
     if now > before:
         kept = power(before - base)
         set_float(l_i, row, float_at(l_i, row) * kept + total(sums))
@@ -105,3 +108,4 @@ def weigh(s, first, stop, count, row, m_i, l_i, out, columns):
     else:
         set_float(l_i, row, float_at(l_i, row) + total(sums))
     set_float(m_i, row, now)
+    return judged and total(squares) * MANY > float_at(l_i, row) * float_at(l_i, row)

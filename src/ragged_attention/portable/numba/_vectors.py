@@ -25,6 +25,10 @@ def features_of_the_cpu() -> dict[str, bool]:
 
 
 LANES = 16 if features_of_the_cpu().get("avx512f") else 8
+# Whether bfloat16 are multiplied in pairs; the other feature, for tables of bytes, comes with it but for one old CPU.
+PAIRS = LANES == 16 and all(features_of_the_cpu().get(name, False) for name in ("avx512bf16", "avx512vbmi"))
+if PAIRS:
+    binding.initialize_native_asmparser()  # for `instruction`
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False, "no_cpython_wrapper": True}
 
 inlined = numba.njit(forceinline=True, **OPTIONS)  # for what is called in a loop
@@ -117,6 +121,27 @@ def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{LANES}f32"), [a, b, c])
 
 
+def instruction(builder: Any, text: str, result: Any, constraint: str, *values: Any) -> Any:
+    """One instruction by its name: llvmlite has no type for vectors of bfloat16."""
+    return builder.asm(ir.FunctionType(result, [value.type for value in values]), text, constraint, values, False)
+
+
+@function_of(vector, vector, vector, vector)
+def fma_pairs(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """c + the products of both bfloat16 that a lane of `a` and of `b` holds; subnormal ones count as 0. Needs PAIRS."""
+    return instruction(builder, "vdpbf16ps $3, $2, $0", FLOATS, "=v,0,v,v", c, a, b)
+
+
+def join(builder: Any, low: Any, high: Any) -> Any:
+    """Two vectors as pairs of bfloat16, towards zero, `low` in the lower halves of the lanes."""
+    below = builder.lshr(builder.bitcast(low, INTS), constant(INTS, 16))
+    above = builder.and_(builder.bitcast(high, INTS), constant(INTS, 0xFFFF0000))
+    return builder.bitcast(builder.or_(below, above), FLOATS)
+
+
+joined = function_of(vector, vector, vector)(join)
+
+
 @function_of(vector, vector, vector)
 def maximum(builder: Any, a: Any, b: Any) -> Any:
     """The larger one; the second where one is NaN."""
@@ -185,11 +210,11 @@ def _quads(*lanes: int) -> list[int]:
     return [4 * run + lane for run in lanes for lane in range(4)]
 
 
-@function_of(types.none, types.int64, types.int64, *(vector,) * LANES)
-def store_totals(builder: Any, address: Any, stride: Any, *vectors: Any) -> None:
-    """The sums of the lanes of LANES vectors, as 4 rows of a quarter each whose starts are `stride` floats apart."""
+@function_of(types.none, types.int64, types.int64, vector, *(vector,) * LANES)
+def store_totals(builder: Any, address: Any, stride: Any, factor: Any, *vectors: Any) -> None:
+    """The sums of the lanes of LANES vectors times a factor, as 4 rows of a quarter each, `stride` floats apart."""
 
-    def joined(first: list[int], second: list[int], pairs: Any) -> list[Any]:
+    def halved(first: list[int], second: list[int], pairs: Any) -> list[Any]:
         found = zip(pairs[::2], pairs[1::2], strict=True)
         return [builder.fadd(chosen(builder, first, a, b), chosen(builder, second, a, b)) for a, b in found]
 
@@ -197,15 +222,44 @@ def store_totals(builder: Any, address: Any, stride: Any, *vectors: Any) -> None
     even = [base + lane for run in range(0, LANES, 4) for base in (run, run + LANES) for lane in (0, 2)]
     sums: Any = vectors
     for _ in range(2):
-        sums = joined(even, [lane + 1 for lane in even], sums)
+        sums = halved(even, [lane + 1 for lane in even], sums)
     if LANES == 16:
-        sums = joined(_quads(0, 1, 4, 5), _quads(2, 3, 6, 7), sums)
-        sums = joined(_quads(0, 2, 4, 6), _quads(1, 3, 5, 7), sums)
+        sums = halved(_quads(0, 1, 4, 5), _quads(2, 3, 6, 7), sums)
+        sums = halved(_quads(0, 2, 4, 6), _quads(1, 3, 5, 7), sums)
     else:
-        sums = joined(_quads(0, 2), _quads(1, 3), sums)
+        sums = halved(_quads(0, 2), _quads(1, 3), sums)
+    products = builder.fmul(sums[0], factor)
     for row in range(4):
-        part = chosen(builder, list(range(row * LANES // 4, (row + 1) * LANES // 4)), sums[0])
+        part = chosen(builder, list(range(row * LANES // 4, (row + 1) * LANES // 4)), products)
         store_aligned(builder, part, element(builder, address, builder.mul(stride, ir.Constant(I64, row)), F32), 4)
+
+
+@function_of(types.none, *(types.int64,) * 6)
+def transpose(builder: Any, sources: Any, count: Any, otherwise: Any, place: Any, target: Any, stride: Any) -> None:
+    """Write LANES floats of LANES rows as columns, in rows that are `stride` floats apart.
+
+    `sources` lists the rows' addresses; for those behind `count`, and those that are 0, `otherwise` is read. `place` is
+    the first float to read.
+    """
+    rows = []
+    for index in range(LANES):
+        number = ir.Constant(I64, index)
+        there = builder.icmp_signed("<", number, count)
+        listed = builder.load(builder.select(there, element(builder, sources, number, I64),
+                                             element(builder, sources, ir.Constant(I64, 0), I64)))  # fmt: skip
+        there = builder.and_(there, builder.icmp_signed("!=", listed, ir.Constant(I64, 0)))
+        row = element(builder, builder.select(there, listed, otherwise), place, F32)
+        rows.append(load_aligned(builder, row, FLOATS, 4))
+    step = LANES
+    while step := step // 2:  # exchange what is off the diagonal, in ever smaller blocks
+        upper = [lane if not lane & step else LANES + lane - step for lane in range(LANES)]
+        lower = [lane + step if not lane & step else LANES + lane for lane in range(LANES)]
+        for row in range(LANES):
+            if not row & step:
+                a, b = rows[row], rows[row + step]
+                rows[row], rows[row + step] = chosen(builder, upper, a, b), chosen(builder, lower, a, b)
+    for index, row in enumerate(rows):
+        store_aligned(builder, row, element(builder, target, builder.mul(stride, ir.Constant(I64, index)), F32), 4)
 
 
 @inlined

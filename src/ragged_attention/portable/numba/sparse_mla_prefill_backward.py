@@ -99,8 +99,8 @@ def read_queries(call, tile, token, head, first, last):
 def differentiate_rows(call, tile, rows, count):
     """The weights of the tile's rows on `count` keys that were read, and the gradients of their logits."""
     whole, values = up_to(rows, ROWS), up_to(call.v_head_dim, LANES)
-    scores(tile.q, tile.k_rows, tile.s, whole, count, tile.width, tile.width, tile.keys)
-    scores(tile.d_out, tile.v_rows, tile.d_s, whole, count, values, tile.v_width, tile.keys)
+    scores(tile.q, tile.k_rows, tile.s, whole, count, tile.width, tile.width, tile.keys, 1.0)
+    scores(tile.d_out, tile.v_rows, tile.d_s, whole, count, values, tile.v_width, tile.keys, 1.0)
     for row in range(whole):
         seen = count if row < rows and int_at(tile.right, row) else 0
         differentiate(tile, row, 0, seen, count, call.scale, np.float32(0))
@@ -117,7 +117,8 @@ def query_gradients(call, tile, token, head, block):
         count, entry = list_keys(call, tile, token, head, entry, length, 0, 1)
         read_rows(call.format, tile.sources, tile.k, tile.width, call.head_dim, count, 1.0)
         differentiate_rows(call, tile, rows, count)
-        mix(tile.d_s, tile.k, tile.dk, up_to(rows, ROWS), count, tile.width, tile.keys, 1, tile.width, tile.width)
+        width = tile.width
+        mix(tile.d_s, tile.k, tile.dk, up_to(rows, ROWS), count, width, tile.keys, 1, width, width, False)
     for row in range(rows):
         place = (token * call.num_q_heads + head * group + first + row) * call.head_dim
         target = call.dq + size_of(call.format) * place
@@ -153,8 +154,8 @@ def key_gradients(call, tile, head, owner):
                 rows = read_queries(call, tile, token, head, first, min(first + call.block_rows, group))
                 differentiate_rows(call, tile, rows, count)
                 keys, v_width = tile.keys, tile.v_width
-                mix(tile.d_s, tile.q, tile.dk, written, rows, tile.width, 1, keys, tile.width, tile.width)
-                mix(tile.s, tile.d_out, tile.dk, written, rows, v_width, 1, keys, v_width, tile.width)
+                mix(tile.d_s, tile.q, tile.dk, written, rows, tile.width, 1, keys, tile.width, tile.width, False)
+                mix(tile.s, tile.d_out, tile.dk, written, rows, v_width, 1, keys, v_width, tile.width, False)
             add_rows(call, tile, head, count)
     for slot in range(owner, call.num_slots, call.owners):
         place = slot * call.num_kv_heads + head

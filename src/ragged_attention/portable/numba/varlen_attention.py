@@ -3,7 +3,7 @@
 from typing import Any
 
 from ragged_attention.calls import VarlenAttention, dtype_name
-from ragged_attention.portable.numba._call import KERNEL, ROWS
+from ragged_attention.portable.numba._call import KERNEL, block_q_of
 from ragged_attention.portable.numba._call import Tile as Tile
 from ragged_attention.portable.numba._call import why_not as why_not
 from ragged_attention.portable.numba._formats import CODES
@@ -16,7 +16,7 @@ FEATURES = frozenset({
 
 
 def heuristic(call: VarlenAttention) -> Tile:
-    return Tile(block_q=max(ROWS // call.group, 1), block_kv=64)
+    return Tile(block_q=block_q_of(call), block_kv=64)
 
 
 def run(call: VarlenAttention, tile: Tile, launch: Any) -> tuple[Any, Any]:

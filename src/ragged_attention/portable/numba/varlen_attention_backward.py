@@ -188,16 +188,16 @@ def add_gradients(call, tile, rows, first, offset, count, dq):
     These keys begin `offset` behind it; `dq` is where the rows' own gradients are.
     """
     whole, values = up_to(rows, ROWS), up_to(call.v_head_dim, LANES)
-    scores(tile.q, tile.k_rows + 8 * offset, tile.s, whole, count, tile.width, tile.width, tile.keys)
-    scores(tile.d_out, tile.v_rows + 8 * offset, tile.d_s, whole, count, values, tile.v_width, tile.keys)
+    scores(tile.q, tile.k_rows + 8 * offset, tile.s, whole, count, tile.width, tile.width, tile.keys, 1.0)
+    scores(tile.d_out, tile.v_rows + 8 * offset, tile.d_s, whole, count, values, tile.v_width, tile.keys, 1.0)
     for row in range(whole):
         left = within(int_at(tile.left, row) - first - offset, count) if row < rows else 0
         right = within(int_at(tile.right, row) - first - offset, count) if row < rows else 0
         differentiate(tile, row, left, right, count, call.scale, call.soft_cap)
     keys, width, v_width, written = tile.keys, tile.width, tile.v_width, up_to(count, ROWS)
-    mix(tile.d_s, tile.k + 4 * offset * width, dq, whole, count, width, keys, 1, width, width)
-    mix(tile.d_s, tile.q, tile.dk + 4 * offset * width, written, rows, width, 1, keys, width, width)
-    mix(tile.s, tile.d_out, tile.dv + 4 * offset * v_width, written, rows, v_width, 1, keys, v_width, v_width)
+    mix(tile.d_s, tile.k + 4 * offset * width, dq, whole, count, width, keys, 1, width, width, False)
+    mix(tile.d_s, tile.q, tile.dk + 4 * offset * width, written, rows, width, 1, keys, width, width, False)
+    mix(tile.s, tile.d_out, tile.dv + 4 * offset * v_width, written, rows, v_width, 1, keys, v_width, v_width, False)
 
 
 @compiled
