@@ -45,7 +45,7 @@ def block_q_of(call: Any) -> int:
 def heuristic(call: Any) -> Tile:
     """Few keys at a time where memory is what limits, so that asking for the next ones goes on evenly."""
     decoding = call.num_tokens <= 4 * call.max_num_seqs
-    return Tile(block_q=block_q_of(call), block_kv=16 if decoding else 64)
+    return Tile(block_q=block_q_of(call), block_kv=16 if decoding else 96)
 
 
 def cannot_run(call: Call) -> str | None:
