@@ -77,7 +77,7 @@ clean:
 # jax-triton wants the plugin to be importable, though not the 2 GB of CUDA libraries that it asks for; of CUTLASS the
 # headers are wanted, not what its Python side asks for.
 .venv/all: pyproject.toml constraints.txt | .venv/bin/python
-	$(INSTALL) --group dev --editable '.[torch,cpu,triton,jax,jax-gpu,testing,cuda-toolchain]'
+	$(INSTALL) --group dev --editable '.[torch,cpu,triton,jax,jax-gpu,transformers,testing,cuda-toolchain]'
 	$(INSTALL) --no-deps jax-cuda13-plugin nvidia-cutlass
 	touch $@
 
