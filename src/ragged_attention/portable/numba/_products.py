@@ -30,16 +30,12 @@ def key_at(k, key, keys, otherwise):
     return address if address else otherwise
 
 
-def _products(fma):
-    """`scores` and `mix` of what `fma` takes.
+def _scores_of(fma):
+    """s[rows, keys] = factor * q[rows, columns] . keys [columns], by what multiplies and adds; in whole vectors.
 
-    scores: s[rows, keys] = factor * q[rows, columns] . keys [columns], in whole vectors; `k` lists the keys' addresses,
-    0 for none. A key that is not there has any product, and so have those that make their number a multiple of
-    LANES / 4. Dot products, so that keys stay as they were read: each lane sums a share of the columns, then the lanes
-    are summed.
-
-    mix: out[rows, columns] += p[rows, keys] @ v[keys, columns], or = if `fresh`, with the strides of `p` and the widths
-    of the others; columns are taken COLUMNS at a time.
+    `k` lists the keys' addresses, 0 for none. A key that is not there has any product, and so have those that make
+    their number a multiple of LANES / 4. Dot products, so that keys stay as they were read: each lane sums a share of
+    the columns, then the lanes are summed.
     """
 
     @compiled
@@ -88,6 +84,15 @@ def _products(fma):
                     a0, b0, c0, d0, a1, b1, c1, d1, a2, b2, c2, d2, a3, b3, c3, d3,
                 )  # fmt: skip
 
+    return scores_four if LANES == 16 else scores_two  # as many keys at a time as there are registers for
+
+
+def _mix_of(fma):
+    """out[rows, columns] += p[rows, keys] @ v[keys, columns], or = if `fresh`, by what multiplies and adds.
+
+    `p` has strides, the others widths; columns are taken COLUMNS at a time.
+    """
+
     @compiled
     def mix(p, v, out, rows, keys, columns, p_row, p_key, v_width, out_width, fresh):
         for column in range(0, columns, COLUMNS):
@@ -119,8 +124,8 @@ def _products(fma):
                 store(r3, 0, a3)
                 store(r3, LANES, b3)
 
-    return scores_four if LANES == 16 else scores_two, mix  # as many keys at a time as there are registers for
+    return mix
 
 
-scores, mix = _products(fma)
-scores_of_pairs, mix_of_pairs = _products(fma_pairs) if PAIRS else (scores, mix)
+scores, mix = _scores_of(fma), _mix_of(fma)
+scores_of_pairs, mix_of_pairs = (_scores_of(fma_pairs), _mix_of(fma_pairs)) if PAIRS else (scores, mix)

@@ -1,0 +1,57 @@
+"""Where transformers keeps keys and values, in the terms of our operations."""
+
+from typing import Any
+
+import torch
+
+from ragged_attention.integrations.transformers._masks import edges_of
+
+
+def is_padding(mask: torch.Tensor | None) -> bool:
+    """Whether a mask of `_masks.mask` says no more than which keys are padding."""
+    return mask is None or mask.ndim == 2
+
+
+def pages_of(
+    key: torch.Tensor, value: torch.Tensor, shown: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """A cache [B, K, L, D] as pages where it lies: k_pages, v_pages, kv_lens, page_indices; None if it cannot be.
+
+    Without padding a row is a page. With it a page is one key, so that a row's list can leave keys out: page p begins p
+    keys behind the cache's first number, which is the same place in every head.
+    """
+    rows, _, length, _ = key.shape
+    device = key.device
+    if shown is None and device.type == "cpu":  # where kernels are not compiled for a page size
+        table = torch.arange(rows, dtype=torch.int32, device=device)[:, None]
+        return key.transpose(1, 2), value.transpose(1, 2), torch.full_like(table[:, 0], length), table
+    apart = {tensor.stride(0) // tensor.stride(2) for tensor in (key, value)}
+    uneven = any(tensor.stride(0) % tensor.stride(2) or tensor.stride(3) != 1 for tensor in (key, value))
+    if len(apart) > 1 or uneven:
+        return None
+    step = apart.pop()
+    if shown is None:
+        shown = torch.ones(rows, length, dtype=torch.bool, device=device)
+    order = torch.argsort(~shown, dim=1, stable=True)  # those that are shown come first, in their order
+    table = torch.arange(rows, device=device)[:, None] * step + order
+    pages = (
+        tensor.as_strided(
+            ((rows - 1) * step + length, 1, tensor.shape[1], tensor.shape[3]),
+            (tensor.stride(2), tensor.stride(2), tensor.stride(1), 1),
+        )
+        for tensor in (key, value)
+    )
+    return *pages, shown.sum(1).int(), table.int()  # type: ignore[return-value]
+
+
+def packed_edges(rows: int, q_len: int, kv_len: int, others: dict[str, Any]) -> torch.Tensor | None:
+    """The edges of sequences that only the arguments tell of: named, or seen by positions that do not go on."""
+    if others.get("cu_seq_lens_q") is not None:
+        return others["cu_seq_lens_q"].int()
+    positions = others.get("position_ids")
+    if positions is None or not q_len == kv_len > 1 or torch.compiler.is_compiling():
+        return None
+    if positions.ndim != 2 or positions.shape != (rows, q_len):
+        return None
+    numbers = (positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1).cumsum(1)
+    return edges_of(numbers) if bool(numbers[:, -1].any()) else None
