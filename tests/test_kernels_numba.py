@@ -133,6 +133,25 @@ def test_no_more_is_read_and_written_than_asked_for(count: int) -> None:
         assert (written[count:] == 77).all()
 
 
+def test_subnormal_numbers_stay_where_arithmetic_takes_them_for_0() -> None:
+    """As it does in XLA's threads."""
+    small = np.arange(1, 2 * LANES + 4, dtype=np.uint32) << 16  # subnormal bfloat16, and what float32 makes of them
+    values = np.concatenate([small.view(np.float32), np.zeros(LANES, np.float32)])
+    stored = (small >> 16).astype(np.uint16)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot")
+    try:
+        copied, from_bfloat16 = (widened(name, each, len(small))[: len(small)].view(np.uint32)
+                                 for name, each in (("float32", values), ("bfloat16", stored)))  # fmt: skip
+        out = np.full(len(values), 7, np.uint16)
+        _narrow(_formats.CODES["bfloat16"], values.ctypes.data, out.ctypes.data, len(small), 1.0)
+    finally:
+        torch.set_flush_denormal(False)
+    assert np.array_equal(copied, small)
+    assert np.array_equal(from_bfloat16, small)
+    assert np.array_equal(out[: len(small)], stored)
+
+
 def hard_values() -> np.ndarray:
     """Values of every size, those between two codes, those beyond the largest, and NaN of both signs."""
     rng = np.random.default_rng(0)

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -26,6 +27,10 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     if arguments.max_new_tokens < 1:
         raise InvalidInput(f"expected max_new_tokens >= 1, got {arguments.max_new_tokens}")
+    if arguments.make_tiny is not None and arguments.model is None:
+        raise InvalidInput("expected --model with --make-tiny, the folder to write the checkpoint to, got none")
+    if arguments.model is not None:
+        return serve_checkpoint(arguments)
     framework = chosen_framework(arguments.framework)
     limits = Limits()
     model = build_model(framework, limits, arguments.device, arguments.backend)
@@ -45,6 +50,18 @@ def main(argv: list[str] | None = None) -> int:
     verdict = check(model, sequences)
     view.verdict(verdict)
     return 0 if verdict.agrees else 1
+
+
+def serve_checkpoint(arguments: argparse.Namespace) -> int:
+    """The same prompts with a checkpoint of transformers."""
+    if arguments.framework == "jax":
+        raise InvalidInput("expected --framework torch with --model, got jax")
+    for package in ("torch", "transformers"):
+        if importlib.util.find_spec(package) is None:
+            raise BackendMissing(f"{package} is not installed; it comes with the extra ragged-attention[transformers]")
+    checkpoint = importlib.import_module("ragged_attention.demo.checkpoint")
+    with config.use_backend(arguments.backend or "auto"):
+        return checkpoint.main(arguments.model, arguments.make_tiny, arguments.max_new_tokens, arguments.device)
 
 
 def serve(engine: Engine, sequences: list[Sequence], view: View) -> int:
@@ -98,6 +115,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--backend", metavar="NAME", help="as in the calls' backend=; default: the platform's order")
     parser.add_argument("--device", help="cpu, cuda, ...; default: a GPU or TPU if the framework sees one")
     parser.add_argument(
-        "--max-new-tokens", type=int, default=48, metavar="N", help="bytes to write per prompt (%(default)s)"
+        "--max-new-tokens", type=int, default=48, metavar="N", help="tokens to write per prompt (%(default)s)"
     )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="serve a checkpoint of transformers instead",
+    )
+    parser.add_argument("--make-tiny", metavar="FAMILY", help="first write a tiny random one to DIR: qwen3, ...")
     return parser

@@ -306,9 +306,18 @@ def write_some(code, address, index, value, count):
 
 @compiled
 def widen(code, source, target, count, factor):
-    """Write `factor` times `count` numbers of a format as float32, and zeros up to whole vectors."""
+    """Write `factor` times `count` numbers of a format as float32, and zeros up to whole vectors.
+
+    Nothing is multiplied by 1: where a thread's arithmetic takes subnormal numbers for 0, as XLA's does, they stay.
+    """
     scale, whole = splat(factor), count // LANES * LANES
-    if code == FLOAT32:
+    if code == FLOAT32 and factor == 1:
+        for index in range(0, whole, LANES):
+            store(target, index, load(source, index))
+    elif code == BFLOAT16 and factor == 1:
+        for index in range(0, whole, LANES):
+            store(target, index, read_bfloat16(source, index))
+    elif code == FLOAT32:
         for index in range(0, whole, LANES):
             store(target, index, load(source, index) * scale)
     elif code == BFLOAT16:
@@ -330,7 +339,8 @@ def widen(code, source, target, count, factor):
         for index in range(0, whole, LANES):
             store(target, index, read_int8(source, index) * scale)
     if whole < count:
-        store(target, whole, read_some(code, source, whole, count - whole) * scale)
+        rest = read_some(code, source, whole, count - whole)
+        store(target, whole, rest if factor == 1 else rest * scale)
 
 
 def _bfloat16_of(mantissa: int, bias: int, special: Callable[[int], float | None]) -> Any:
@@ -405,9 +415,15 @@ def number_at(code, source, index):
 
 @compiled
 def narrow(code, source, target, count, divisor):
-    """Write `count` float32 over `divisor` in a format; `source` is read in whole vectors."""
+    """Write `count` float32 over `divisor` in a format; `source` is read in whole vectors. See `widen` about 1."""
     each, whole = splat(divisor), count // LANES * LANES
-    if code == FLOAT32:
+    if code == FLOAT32 and divisor == 1:
+        for index in range(0, whole, LANES):
+            store(target, index, load(source, index))
+    elif code == BFLOAT16 and divisor == 1:
+        for index in range(0, whole, LANES):
+            write_bfloat16(target, index, load(source, index))
+    elif code == FLOAT32:
         for index in range(0, whole, LANES):
             store(target, index, load(source, index) / each)
     elif code == BFLOAT16:
@@ -426,4 +442,5 @@ def narrow(code, source, target, count, divisor):
         for index in range(0, whole, LANES):
             write_int8(target, index, load(source, index) / each)
     if whole < count:
-        write_some(code, target, whole, load(source, whole) / each, count - whole)
+        rest = load(source, whole)
+        write_some(code, target, whole, rest if divisor == 1 else rest / each, count - whole)

@@ -134,7 +134,7 @@ def read_queries(call, tile, unit, head):
         token, q_head = query_of(call, unit, head, row)
         place = seq * call.q_seq_stride + token * call.q_token_stride + q_head * call.q_head_stride
         source = call.q + size_of(call.q_format) * place
-        widen(call.q_format, source, tile.q + 4 * row * tile.width, call.d_qk, call.scale * LOG2E)
+        widen(call.q_format, source, tile.q + 4 * row * tile.width, call.d_qk, 1.0)
         later = call.num_q_tokens - 1 - token if call.causal else 0  # tokens of this step
         set_int(tile.left, row, 0)
         set_int(tile.right, row, sum(lengths_of(call, seq, token)) - later)
@@ -195,7 +195,7 @@ def attend(call, tile, unit, head, rows):
         turn_to_next(tile)
         read_latents(call.layout, call.cache_format, tile.sources, tile.v_sources, tile.k, tile.width, call.d_qk, count)
         next_holes = list_next(call, tile, unit, head, behind, min(tile.keys, high - behind), length)
-        multiply_keys(tile, tile.k_rows, rows, first, count, 1.0, 0.0)
+        multiply_keys(tile, tile.k_rows, rows, first, count, call.scale * LOG2E, 0.0)
         weigh_keys(tile, rows, first, count, holes)
         mix_values(tile, rows, first, count)
 

@@ -208,7 +208,7 @@ def multiply(tile, p, p_row, v, v_width, out, out_width, rows, keys, columns, fr
 def multiply_keys(tile, keys, rows, first, count, factor, soft_cap):
     """The logits of `count` keys from position `first` on, by their addresses, times a factor, for rows that see them.
 
-    `soft_cap` is 0 for none. Without one the factor, or the queries, hold what makes powers of two of powers of e.
+    `soft_cap` is 0 for none. Without one the factor holds what makes powers of two of powers of e.
     """
     width, s_width = tile.width, tile.s_width
     if rows > FEW:

@@ -1,0 +1,278 @@
+"""vLLM's own CPU backend and ours, in vLLM's engine, end to end: the tokens of small random models must agree.
+
+    python -m benchmarks.vllm_check [--models "llama;gemma2"] [--limit SECONDS]
+
+It wants an environment of its own, in which vLLM for CPUs and this package are installed; docs/vllm.md says how to make
+one. A checkpoint of random weights is made for each model, a few layers of the shapes that matter: grouped heads,
+windows, soft caps, sinks, latents. Each is served twice, in a process of its own, with prompts of several lengths that
+do not fit into one step, so that chunks of prompts and decoding requests meet in a batch. The exit code is 1 if any
+token differs or any run fails.
+"""
+
+import argparse
+import dataclasses
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+VOCABULARY = 512
+BACKENDS = ("vllm", "ragged")
+PROMPT_LENGTHS = (3, 17, 70, 33, 1, 90)
+NEW_TOKENS = 24
+ANSWER = "answer: "
+
+_COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A tiny model: transformers' classes, what its configuration adds, and how the engine is asked to run it."""
+
+    config: str
+    architecture: str
+    settings: dict[str, Any]
+    engine: dict[str, Any] = dataclasses.field(default_factory=dict)
+    gap: float | None = None  # where tokens need not be equal: the mean difference of the prompts' log-probabilities
+
+
+_LLAMA = Model("LlamaConfig", "LlamaForCausalLM", {})
+_WINDOW = {"sliding_window": 16}
+MODELS = {
+    "llama": _LLAMA,
+    "llama, pages of 128": dataclasses.replace(_LLAMA, engine={"block_size": 128}),
+    # Roundings of 2^-9 choose between likely tokens, and from the first that differs on everything does.
+    "llama, bfloat16": dataclasses.replace(_LLAMA, engine={"dtype": "bfloat16"}, gap=0.01),
+    # vLLM's CPU kernels round to e4m3 toward zero, ours to nearest: a wrong scale or page would be seen, no more.
+    "llama, fp8 cache": dataclasses.replace(_LLAMA, engine={"kv_cache_dtype": "fp8_e4m3"}, gap=0.5),
+    "gemma2": Model(
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        _WINDOW | {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 32, "final_logit_softcapping": 30.0},
+    ),
+    "gemma3": Model(
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        _WINDOW | {"query_pre_attn_scalar": 32, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "gpt_oss": Model(
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        _WINDOW
+        | {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 2.0,
+                "original_max_position_embeddings": 256,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+            },
+        },
+    ),
+    "deepseek_v3": Model(
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 64,
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 32,
+            "v_head_dim": 32,
+            "head_dim": 64,
+            "first_k_dense_replace": 2,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 64,
+        },
+        {"block_size": 16},
+    ),
+}
+
+
+def save_checkpoint(model: Model, folder: Path) -> None:
+    """Random weights, larger than transformers would draw them, so that attention has something to choose."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, model.config)(**(_COMMON | model.settings), initializer_range=0.2)
+    made = getattr(transformers, model.architecture)(config)
+    for name, parameter in made.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(parameter)
+        elif name.endswith("embed_tokens.weight") and config.tie_word_embeddings:
+            torch.nn.init.normal_(parameter, std=0.02)  # else the last token itself is always the likeliest
+    made.to(torch.float32).save_pretrained(folder)
+
+
+def prompts() -> list[list[int]]:
+    """Token ids by a small congruential generator: the same in every process."""
+    state, lists = 1, []
+    for length in PROMPT_LENGTHS:
+        tokens = []
+        for _ in range(length):
+            state = (1103515245 * state + 12345) % 2**31
+            tokens.append(3 + (state >> 8) % (VOCABULARY - 3))
+        lists.append(tokens)
+    return lists
+
+
+def serve(folder: Path, backend: str, engine: dict[str, Any]) -> dict[str, Any]:
+    """What one backend makes of the prompts, in this process."""
+    if backend == "ragged":
+        from ragged_attention.integrations import vllm as ours
+
+        ours.register(cpu=True)
+    import torch
+
+    vllm: Any = importlib.import_module("vllm")
+
+    torch.set_num_threads(1)
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "block_size": 32,
+        "max_model_len": 256,
+        "max_num_batched_tokens": 64,  # fewer than the prompts have: they are prefilled in chunks
+        "max_num_seqs": 4,
+        "enable_chunked_prefill": True,
+        "enforce_eager": True,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+    }
+    llm = vllm.LLM(model=str(folder), **(settings | engine))
+    sampling = vllm.SamplingParams(
+        temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=1, prompt_logprobs=1, detokenize=False
+    )
+    begin = time.perf_counter()
+    outputs = llm.generate([{"prompt_token_ids": tokens} for tokens in prompts()], sampling, use_tqdm=False)
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    return {
+        "version": vllm.__version__,
+        "seconds": time.perf_counter() - begin,
+        "implementations": sorted({type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")}),
+        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "logprobs": [
+            step[token].logprob
+            for output, tokens in zip(outputs, prompts(), strict=True)
+            for step, token in zip(output.prompt_logprobs, tokens, strict=True)
+            if step is not None
+        ],
+    }
+
+
+def in_a_process(folder: Path, model: Model, backend: str, limit: int) -> dict[str, Any]:
+    """`serve` in a process of its own, since a registration lasts as long as its process."""
+    command = [sys.executable, "-m", "benchmarks.vllm_check", "--serve", str(folder), backend, json.dumps(model.engine)]
+    environment = os.environ | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_PLUGINS": "",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=limit, check=False)
+    except subprocess.TimeoutExpired:
+        return {"error": f"took longer than {limit} s"}
+    answers = [line for line in done.stdout.splitlines() if line.startswith(ANSWER)]
+    if done.returncode or not answers:
+        (folder / f"{backend}.log").write_text(done.stdout + done.stderr)
+        return {"error": reason(done.stderr), "log": done.stdout + done.stderr}
+    return json.loads(answers[-1].removeprefix(ANSWER))
+
+
+def reason(text: str) -> str:
+    """The last line that names an error."""
+    lines = [line.strip() for line in text.splitlines() if "Error" in line or "Unsupported" in line]
+    return lines[-1] if lines else "no answer"
+
+
+def verdict(theirs: dict[str, Any], ours: dict[str, Any], allowed: float | None) -> tuple[str, list[str]]:
+    """What is to be said of a model, and the cells of the table beside it."""
+    for name, result in zip(BACKENDS, (theirs, ours), strict=True):
+        if "error" in result:
+            return "FAILED", [f"{name}: {result['error']}", "", "", "", "", ""]
+    tokens = [[token for request in result["tokens"] for token in request] for result in (theirs, ours)]
+    equal = sum(a == b for a, b in zip(*tokens, strict=True))
+    gaps = [abs(a - b) for a, b in zip(theirs["logprobs"], ours["logprobs"], strict=True)]
+    mean = sum(gaps) / len(gaps)
+    right = equal == len(tokens[0]) if allowed is None else mean <= allowed
+    heard = ours["implementations"] != theirs["implementations"]  # else vLLM has run its own twice
+    cells = [
+        f"{equal} of {len(tokens[0])}",
+        str(len(set(tokens[0]))),
+        f"{mean:.1e} / {max(gaps):.1e}",
+        ", ".join(theirs["implementations"]),
+        ", ".join(ours["implementations"]),
+        f"{theirs['seconds']:.1f} / {ours['seconds']:.1f}",
+    ]
+    return ("agrees" if allowed is None else f"gap <= {allowed}") if right and heard else "DIFFERS", cells
+
+
+def check(names: list[str], limit: int, logs: Path | None) -> int:
+    """Serve each model by both; the table; 1 if anything differs."""
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    table = Table("model", "equal tokens", "different", "gap of logprobs, mean / max", "vLLM's", "ours", "seconds", "")
+    failures, version = 0, "unknown"
+    for name in names:
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            save_checkpoint(MODELS[name], folder)
+            results = [in_a_process(folder, MODELS[name], backend, limit) for backend in BACKENDS]
+        for backend, result in zip(BACKENDS, results, strict=True):
+            if logs is not None and "log" in result:
+                (logs / f"{name}-{backend}.log").write_text(result["log"])
+            version = result.get("version", version)
+        said, cells = verdict(results[0], results[1], MODELS[name].gap)
+        failures += said in ("FAILED", "DIFFERS")
+        table.add_row(name, *cells, said)
+    table.title = f"vLLM {version} on a CPU"
+    console.print(table)
+    return 1 if failures else 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--models", default=";".join(MODELS), help="names separated by semicolons")
+    parser.add_argument("--limit", type=int, default=300, help="seconds for one process")
+    parser.add_argument("--logs", type=Path, help="a folder for what a process that failed has printed")
+    parser.add_argument("--serve", nargs=3, metavar=("FOLDER", "BACKEND", "ENGINE"), help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.serve:
+        folder, backend, engine = options.serve
+        print(ANSWER + json.dumps(serve(Path(folder), backend, json.loads(engine))), flush=True)
+        return 0
+    return check(options.models.split(";"), options.limit, options.logs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+"""The classes behind `RAGGED`: prefill, decode and any mix of them in one call, over vLLM's own cache, without a copy.
+
+vLLM's cache of a layer is [blocks, K, block, D + D_v], K and V of a head side by side, in whatever order of memory the
+engine likes; its two halves are our pair of pages by strides alone.
+"""
+
+import dataclasses
+import importlib
+from typing import Any, ClassVar
+
+import torch
+
+from ragged_attention.errors import Unsupported
+from ragged_attention.torch import ragged_paged_attention, write_kv_pages
+
+_vllm: Any = importlib.import_module("vllm.v1.attention.backend")
+
+# vLLM keeps 8-bit caches as bytes; the name of the dtype says what they are.
+FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+PLAIN = ("auto", "float16", "bfloat16")
+
+
+class RaggedAttentionBackend(_vllm.AttentionBackend):
+    """What vLLM asks about us before it chooses: see `ragged_attention.integrations.vllm`."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = [*PLAIN, *FP8]
+    forward_includes_kv_cache_update = False
+
+    @staticmethod
+    def get_name() -> str:
+        return "RAGGED"
+
+    @staticmethod
+    def get_impl_cls() -> type["RaggedAttentionImpl"]:
+        return RaggedAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["RaggedMetadataBuilder"]:
+        return RaggedMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [_vllm.MultipleOf(16)]
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return 16 <= head_size <= 512 and head_size % 8 == 0
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        return True
+
+
+@dataclasses.dataclass
+class RaggedMetadata(_vllm.AttentionMetadata):
+    """One step's tables, all of them on the device, by our names; nothing in them is ever read by the host."""
+
+    num_actual_tokens: int
+    cu_q_lens: torch.Tensor
+    kv_lens: torch.Tensor
+    page_indices: torch.Tensor
+    slot_mapping: torch.Tensor
+
+
+class RaggedMetadataBuilder(_vllm.AttentionMetadataBuilder):
+    """vLLM's tables as ours; they mean the same, so there is nothing to compute."""
+
+    # Launches depend on shapes alone, so that a graph may be replayed with other lengths and tables.
+    _cudagraph_support = _vllm.AttentionCGSupport.ALWAYS
+    supports_update_block_table = True
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> RaggedMetadata:
+        """The step's metadata; `common_prefix_len` is always 0 and nothing depends on `fast_build`."""
+        common = common_attn_metadata
+        # vLLM's CPU platform does not ask `supports_*`, so what it would have refused is refused here.
+        if common.causal is not True:
+            got = "a flag for each request" if isinstance(common.causal, torch.Tensor) else common.causal
+            raise Unsupported(f"expected causal attention from vLLM (causal=True), got {got}")
+        for name in ("mm_req_doc_ranges", "rswa_prefix_lens"):
+            if getattr(common, name, None) is not None:
+                raise Unsupported(f"expected vLLM's {name} to be None, got {type(getattr(common, name)).__name__}")
+        return RaggedMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            cu_q_lens=common.query_start_loc,
+            kv_lens=common.seq_lens,
+            page_indices=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
+        )
+
+    def update_block_table(
+        self, metadata: RaggedMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> RaggedMetadata:
+        """The same step for another group of layers, which keeps its own pages."""
+        return dataclasses.replace(metadata, page_indices=blk_table, slot_mapping=slot_mapping)
+
+
+class RaggedAttentionImpl(_vllm.AttentionImpl):
+    """One layer's attention, and the write of its new keys and values."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        expect_plain_decoder("RAGGED", alibi_slopes=alibi_slopes, attn_type=attn_type)
+        expect_cache_dtype(kv_cache_dtype, RaggedAttentionBackend.supported_kv_cache_dtypes)
+        if sinks is not None and sinks.shape != (num_heads,):
+            raise Unsupported(f"expected sinks of shape [num_heads={num_heads}], got {list(sinks.shape)}")
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.sliding_window = sliding_window
+        self.kv_cache_dtype = kv_cache_dtype
+        self.logits_soft_cap = logits_soft_cap or None  # 0 is another way to say none
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.sinks = sinks
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        attn_metadata: RaggedMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of the step's queries to the cache, which holds the new keys and values by now.
+
+        Args:
+            layer: vLLM's layer; its `_k_scale` and `_v_scale` belong to an 8-bit cache.
+            query: [tokens, H, D]; rows from `num_actual_tokens` on are padding.
+            key, value: not read; they are in the cache.
+            kv_cache: [blocks, K, block, D + D_v], any order of memory.
+            attn_metadata: None in vLLM's profiling run, which gets zeros.
+            output: [tokens, H, D_v], written and returned; padding rows are left as they are.
+            output_scale, output_block_scale: must be None.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise Unsupported("expected output_scale and output_block_scale to be None, got a quantised output")
+        if attn_metadata is None:
+            return output.fill_(0)
+        tokens = attn_metadata.num_actual_tokens
+        k_scale, v_scale = self._scales(layer)
+        out = ragged_paged_attention(
+            query[:tokens],
+            self._pages(kv_cache),
+            attn_metadata.kv_lens,
+            attn_metadata.page_indices,
+            attn_metadata.cu_q_lens,
+            sm_scale=self.scale,
+            sliding_window=self.sliding_window,
+            soft_cap=self.logits_soft_cap,
+            sinks=None if self.sinks is None else self.sinks.detach().to(torch.float32),
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
+        output[:tokens].view(out.shape).copy_(out)
+        return output
+
+    def do_kv_cache_update(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """Write the step's keys and values to their slots; a slot of -1 is skipped."""
+        k_scale, v_scale = self._scales(layer)
+        tokens = slot_mapping.shape[0]  # keys and values may be padded, slots need not be
+        write_kv_pages(
+            key[:tokens], value[:tokens], self._pages(kv_cache), slot_mapping, k_scale=k_scale, v_scale=v_scale
+        )
+
+    def _pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[blocks, K, block, D + D_v] as our pair of [P, G, K, D] and [P, G, K, D_v]; nothing is copied."""
+        if self.kv_cache_dtype in FP8:
+            kv_cache = kv_cache.view(FP8[self.kv_cache_dtype])
+        both = kv_cache.transpose(1, 2)
+        return both[..., : self.head_size], both[..., self.head_size :]
+
+    def _scales(self, layer: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        if self.kv_cache_dtype not in FP8:
+            return None, None
+        return layer._k_scale, layer._v_scale
+
+
+def expect_plain_decoder(backend: str, *, attn_type: str, **absent: Any) -> None:
+    """Refuse what the operations cannot do, for platforms on which vLLM does not ask beforehand."""
+    if attn_type != "decoder":
+        raise Unsupported(f"expected attn_type='decoder' for {backend}, got {getattr(attn_type, 'value', attn_type)!r}")
+    for name, value in absent.items():
+        if value is not None:
+            raise Unsupported(f"expected {name} to be None for {backend}, got {value!r}")
+
+
+def expect_cache_dtype(kv_cache_dtype: str, supported: list[str]) -> None:
+    """Refuse a format of the cache that we could neither write nor read."""
+    if kv_cache_dtype not in supported:
+        raise Unsupported(f"expected kv_cache_dtype to be one of {', '.join(supported)}, got {kv_cache_dtype!r}")

@@ -1,0 +1,279 @@
+"""vLLM on TPUs: the attention layers of tpu-inference run `ragged_paged_attention` under `--attention-backend ragged`.
+
+`register()` enters the name with tpu-inference. It has to run in every process of vLLM before the command line is
+parsed, which is what the entry-point group `vllm.general_plugins` is for; `plugin()` is for an entry point there.
+Neither imports jax, for which most processes that load plugins have no use. Tested with tpu-inference 0.32.
+
+A layer's cache is [P, G, 2K, D], K of head h at 2h and V at 2h + 1, with D the head size rounded up to a multiple of
+128. Keys and values arrive in the cache's dtype: tpu-inference quantises them before attention, and hands over the
+scales by which what was computed from them is to be multiplied.
+"""
+
+import functools
+import importlib
+import importlib.metadata
+import logging
+import re
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from ragged_attention.errors import InvalidInput, Unsupported
+
+if TYPE_CHECKING:
+    import jax
+    from jax.sharding import Mesh
+
+NAME = "ragged"  # what --attention-backend gets
+PACKAGE = "tpu-inference"
+TESTED = (0, 32)  # the release whose interface this is, any patch of it
+OTHER_PATH = "ragged_attention.integrations.vllm.RaggedAttentionBackend"
+LANES = 128  # columns of a TPU's tiles; XLA would copy a cache of narrower heads in each step
+CACHE_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
+
+
+def register() -> None:
+    """Make `--attention-backend ragged` known to tpu-inference and vLLM; calling it again changes nothing.
+
+    Raises:
+        ImportError: tpu-inference or something that it needs is missing, or its version is not one that was tested.
+        ValueError: vLLM has a backend of that name from somebody else.
+    """
+    host = _tested_host()
+    path = f"{__name__}.RaggedPallasBackend"
+    # The plug-in for vLLM itself enters the same name. Whichever comes first, under tpu-inference it leads here.
+    registry: Any = importlib.import_module("vllm.v1.attention.backends.registry")
+    member = registry.AttentionBackendEnum.__members__.get(NAME.upper())
+    if member is not None and member.get_path() == OTHER_PATH:
+        registry.register_backend(member, path)
+    host.register_attention_backend(NAME, attention=lambda: _attention_backend(host)(), vllm_backend=path)
+
+
+def plugin() -> None:
+    """`register()` for an entry point, which vLLM calls on every platform and under every version of its parts.
+
+    Where tpu-inference is not installed nothing happens. Where `register` fails that is logged and no more, since vLLM
+    catches nothing: it would not start, whatever backend it is told to use.
+    """
+    try:
+        importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return
+    try:
+        register()
+    except Exception as error:
+        logging.getLogger(__name__).warning("--attention-backend %s is not available: %s", NAME, error)
+
+
+def _tested_host() -> ModuleType:
+    """The module of tpu-inference with which backends are registered."""
+    wanted = "expected tpu-inference >= {0}.{1}, < {0}.{2}".format(*TESTED, TESTED[1] + 1)
+    try:
+        version = importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        raise ImportError(f"{wanted}, to be installed, got no such package") from None
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) != TESTED:
+        raise ImportError(f"{wanted}, the version that ragged_attention was tested with, got {version}")
+    name = "tpu_inference.layers.common.attention_backend"
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(f"expected {name} to be importable, got {type(error).__name__}: {error}") from error
+
+
+class _Attention:
+    """The two methods of tpu-inference's `AttentionBackend`."""
+
+    def get_kv_cache_shape(
+        self, total_num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, kv_dtype: Any
+    ) -> tuple[int, ...]:
+        """The shape of one layer's cache for the heads of one device: [P, G, 2K, D]."""
+        import jax.numpy as jnp
+
+        if (name := jnp.dtype(kv_dtype).name) not in CACHE_DTYPES:
+            raise Unsupported(
+                f"expected kv_dtype to be {', '.join(CACHE_DTYPES[:-1])} or {CACHE_DTYPES[-1]}, got {name}"
+            )
+        return total_num_pages, page_size, 2 * num_kv_heads, -(-head_dim // LANES) * LANES
+
+    def attention(
+        self,
+        kv_cache: "jax.Array",
+        q: "jax.Array",
+        k: "jax.Array",
+        v: "jax.Array",
+        md: Any,
+        shared_md: Any,
+        mesh: "Mesh",
+        *,
+        head_dim_original: int,
+        sm_scale: float,
+        attention_chunk_size: int | None,
+        q_scale: float | None,
+        k_scale: float | None,
+        v_scale: float | None,
+        sinks: "jax.Array | None",
+        update_kv_cache: bool,
+        use_causal_mask: bool,
+        attn_logits_soft_cap: float | None,
+        decode_query_size: int,
+    ) -> "tuple[jax.Array, jax.Array]":
+        """Write this step's keys and values into the cache, unless told not to, and attend over it.
+
+        Args:
+            kv_cache: of the shape above, its heads sharded over the mesh.
+            q: [T, H, D]; k, v: [T, K, D] of the cache's dtype, one row a query.
+            md: with `block_tables` i32 [S * M].
+            shared_md: with `seq_lens` i32 [S], `query_start_loc` i32 [S + 1] and `request_distribution` i32 [3], the
+                last of which counts the sequences.
+            mesh: whose axes `ATTN_DATA` hold batches of their own and whose axes `ATTN_HEAD` share the heads.
+            head_dim_original: without effect, for `sm_scale` is given.
+            sm_scale: factor on q . k.
+            attention_chunk_size: what tpu-inference calls the sliding window here: keys that a query sees.
+            q_scale: refused unless None.
+            k_scale, v_scale: numbers, a cached value times its scale is the true one.
+            sinks: [H], logits that join the softmax's denominator only.
+            update_kv_cache: whether k and v are written; otherwise the cache has them, and it is returned as it is.
+            use_causal_mask: whether a query sees no later positions than its own.
+            attn_logits_soft_cap: as in `ragged_paged_attention`.
+            decode_query_size: without effect, a hint for kernels that treat decoding apart.
+
+        Returns:
+            The cache and [T, H, D] of q's dtype.
+
+        Raises:
+            Unsupported, InvalidInput: the argument at fault is named.
+        """
+        del head_dim_original, decode_query_size
+        _refuse(kv_cache, k, v, md, mesh, q_scale, {"k_scale": k_scale, "v_scale": v_scale}, update_kv_cache)
+        settings = {
+            "sm_scale": sm_scale * (1.0 if k_scale is None else k_scale),
+            "causal": use_causal_mask,
+            "sliding_window": attention_chunk_size,
+            "soft_cap": attn_logits_soft_cap,
+        }
+        local = functools.partial(_attend, settings, 1.0 if v_scale is None else v_scale, update_kv_cache)
+        tables = shared_md.seq_lens, md.block_tables, shared_md.query_start_loc, shared_md.request_distribution
+        return _over_heads(local, mesh, kv_cache, q, k, v, tables, sinks)
+
+
+def _refuse(
+    kv_cache: Any, k: Any, v: Any, md: Any, mesh: Any, q_scale: Any, scales: dict[str, Any], update_kv_cache: bool
+) -> None:
+    """Raise what calls raise that cannot be honoured; whatever `ragged_paged_attention` refuses is left to it."""
+    if q_scale is not None:
+        raise Unsupported(f"expected q_scale to be None, since queries are not quantised, got {q_scale}")
+    for axis in ("dcp", "pcp"):
+        if (size := mesh.shape.get(axis, 1)) > 1:
+            raise Unsupported(f"expected mesh axis {axis!r} of size 1, since context is not shared out, got {size}")
+    if md.block_tables is None:
+        raise Unsupported("expected md.block_tables to be an array, since attention is over a cache, got None")
+    if len(kv_cache.shape) != 4:
+        raise InvalidInput(f"expected kv_cache of shape [P, G, 2K, D], got {list(kv_cache.shape)}")
+    for name, scale in scales.items():
+        if scale is not None and not isinstance(scale, int | float):
+            raise TypeError(f"expected {name} to be a number or None, got {type(scale).__name__}")
+    for name, new in (("k", k), ("v", v)) if update_kv_cache else ():
+        if new.dtype != kv_cache.dtype:
+            raise InvalidInput(f"expected {name}.dtype to be that of kv_cache, {kv_cache.dtype}, got {new.dtype}")
+
+
+def _over_heads(
+    local: Callable[..., Any], mesh: Any, kv_cache: Any, q: Any, k: Any, v: Any, tables: Any, sinks: Any
+) -> Any:
+    """Run `local` on each device of the mesh, with its heads and, over the axes of data, its own batch."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import PartitionSpec
+
+    names = importlib.import_module("tpu_inference.layers.common.sharding").ShardingAxisName
+    data, heads = names.ATTN_DATA, names.ATTN_HEAD
+    devices = 1
+    for axis in (heads,) if isinstance(heads, str) else heads or ():
+        devices *= mesh.shape.get(axis, 1)
+    if (num_kv_heads := k.shape[1]) < devices:
+        # The cache was allotted a head for each device; those with the same head keep the same keys and values.
+        if devices % num_kv_heads:
+            raise Unsupported(f"expected the number of KV heads to divide {devices} devices, got {num_kv_heads}")
+        k, v = (jnp.repeat(new, devices // num_kv_heads, axis=1) for new in (k, v))
+    rows, pages = PartitionSpec(data, heads, None), PartitionSpec(data, None, heads, None)
+    arguments = [kv_cache, q, k, v, *tables]
+    specs = [pages, rows, rows, rows, *[PartitionSpec(data)] * len(tables)]
+    if sinks is not None:
+        arguments.append(sinks.astype(jnp.float32))
+        specs.append(PartitionSpec(heads))
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=tuple(specs), out_specs=(pages, rows), check_vma=False)
+    return mapped(*arguments)
+
+
+def _attend(
+    settings: dict[str, Any],
+    v_scale: float,
+    update_kv_cache: bool,
+    kv_cache: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    kv_lens: Any,
+    block_tables: Any,
+    cu_q_lens: Any,
+    distribution: Any,
+    sinks: Any = None,
+) -> Any:
+    """The cache and the results of one device."""
+    import jax.numpy as jnp
+
+    from ragged_attention.jax import ragged_paged_attention
+
+    def widened(rows: Any) -> Any:
+        """As wide as the cache's rows, in q's dtype, which holds every value of an 8-bit one."""
+        return jnp.pad(rows.astype(q.dtype), ((0, 0), (0, 0), (0, kv_cache.shape[-1] - rows.shape[-1])))
+
+    # The new rows are stored as they come. `k_scale=` would divide them by it once more, so the scales go to the
+    # logits, by way of sm_scale, and to the result.
+    settings = settings | {"num_seqs": distribution[2:], "sinks": sinks}
+    given = widened(q), kv_cache, kv_lens, block_tables.reshape(len(kv_lens), -1), cu_q_lens
+    if update_kv_cache:
+        out, kv_cache = ragged_paged_attention(*given, new_kv=(widened(k), widened(v)), **settings)
+    else:
+        out = ragged_paged_attention(*given, **settings)
+    out = out[..., : q.shape[-1]]
+    return kv_cache, out if v_scale == 1.0 else (out.astype(jnp.float32) * v_scale).astype(q.dtype)
+
+
+@functools.cache
+def _attention_backend(host: ModuleType) -> type:
+    """The class by which tpu-inference lays out caches and runs attention."""
+    return type("RaggedAttentionBackend", (_Attention, host.AttentionBackend), {
+        "__module__": __name__,
+        "__doc__": "Attention by `ragged_paged_attention`, under tpu-inference's interface.",
+    })  # fmt: skip
+
+
+@functools.cache
+def _vllm_backends(host: ModuleType) -> dict[str, type]:
+    """The classes by which vLLM knows the backend: tpu-inference's own, but for the name of what they run."""
+    impl = type("RaggedPallasImpl", (host.PallasAttentionBackendImpl,), {
+        "__module__": __name__,
+        "__doc__": "A layer's attention by the registered backend.",
+        "attention_backend": NAME,
+    })  # fmt: skip
+    backend = type("RaggedPallasBackend", (host.PallasAttentionBackend,), {
+        "__module__": __name__,
+        "__doc__": "What vLLM finds under the registered name.",
+        "get_name": staticmethod(lambda: NAME.upper()),
+        "get_impl_cls": staticmethod(lambda: impl),
+    })  # fmt: skip
+    return {"RaggedPallasBackend": backend, "RaggedPallasImpl": impl}
+
+
+def __getattr__(name: str) -> type:
+    """`RaggedAttentionBackend`, `RaggedPallasBackend` and `RaggedPallasImpl`, made when they are first asked for.
+
+    Their bases are tpu-inference's, and vLLM gets the second of them by its path, this module's name included.
+    """
+    if name == "RaggedAttentionBackend":
+        return _attention_backend(_tested_host())
+    if name in ("RaggedPallasBackend", "RaggedPallasImpl"):
+        return _vllm_backends(importlib.import_module("tpu_inference.layers.vllm.backends.flash_attn"))[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

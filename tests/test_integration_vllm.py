@@ -1,0 +1,754 @@
+"""Our classes for vLLM: its abstract interface, by fakes, and attention through them against a dense computation."""
+
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import inspect
+import logging
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+import ragged_attention as ra
+from ragged_attention.errors import Unsupported
+from ragged_attention.integrations import vllm as module
+from ragged_attention.testing.compare import agrees
+from tests import vllm_fakes as fakes
+
+ours: Any = module
+
+BACKENDS = ("eager", "numba")
+CLASSES = {"_vllm_attention": "Attention", "_vllm_mla": "MLA", "_vllm_sparse": "SparseMLA"}
+KEPT = 77.0  # what padding rows of an output hold, before and after
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[fakes.Registry]:
+    monkeypatch.delenv("RAGGED_ATTENTION_VLLM_CPU", raising=False)
+    with fakes.installed(monkeypatch) as registry:
+        yield registry
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    with ra.use_backend(request.param):
+        yield request.param
+
+
+# Registration and versions
+
+
+def test_the_names_lead_to_our_classes(vllm):
+    for _ in range(2):  # plug-ins may be loaded again
+        ours.register()
+    for name, cls in (("RAGGED", "Attention"), ("RAGGED_MLA", "MLA"), ("RAGGED_SPARSE_MLA", "SparseMLA")):
+        path, _, attribute = vllm.path(name).rpartition(".")
+        found = getattr(importlib.import_module(path), attribute)
+        assert found is getattr(ours, f"Ragged{cls}Backend")
+        assert found.get_name() == name
+    assert vllm.path("CPU_ATTN").startswith("vllm.")
+
+
+def test_a_cpu_runs_ours_for_those_who_ask(vllm, monkeypatch):
+    monkeypatch.setenv("RAGGED_ATTENTION_VLLM_CPU", "1")
+    ours.register(cpu=False)
+    assert vllm.path("CPU_ATTN").startswith("vllm.")
+    ours.register()
+    assert vllm.path("CPU_ATTN").endswith(".RaggedAttentionBackend")
+    assert vllm.path("CPU_MLA").endswith(".RaggedMLABackend")
+    assert vllm.path("AMX_MLA").endswith(".RaggedMLABackend")
+    assert vllm.path("TRITON_ATTN").startswith("vllm.")
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.34.0rc1", "0.3.2", "dev"])
+def test_another_version_is_refused(version, monkeypatch, caplog):
+    with fakes.installed(monkeypatch, version) as registry:
+        for attempt in (ours.register, lambda: ours.RaggedMLABackend):
+            with pytest.raises(Unsupported, match=rf"expected vllm 0.32 or 0.33, .*, got vllm {version}"):
+                attempt()
+        with caplog.at_level(logging.WARNING):
+            ours.plugin()  # must not stop a vLLM whose user has not asked for us
+        assert f"got vllm {version}" in caplog.text
+        assert registry.path("RAGGED").endswith("RaggedAttentionBackend")
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.33.1.dev5+gabc"])
+def test_a_tested_version_is_taken(version, monkeypatch, caplog):
+    with fakes.installed(monkeypatch, version):
+        with caplog.at_level(logging.WARNING):
+            ours.plugin()
+        assert not caplog.text
+        assert ours.RaggedAttentionBackend.get_name() == "RAGGED"
+
+
+def test_without_vllm(monkeypatch):
+    fakes.absent(monkeypatch)
+    for attempt in (ours.register, lambda: ours.RaggedAttentionBackend):
+        with pytest.raises(ImportError, match=r"expected vllm 0.32 or 0.33 to be installed .*, got none"):
+            attempt()
+    with pytest.raises(AttributeError, match="has no attribute 'RaggedBackend'"):
+        _ = ours.RaggedBackend
+
+
+# The interface
+
+
+def classes() -> list[type]:
+    """Ours: of each kind the backend, its builder and its implementation."""
+    backends = [getattr(ours, f"Ragged{kind}Backend") for kind in CLASSES.values()]
+    return [cls for b in backends for cls in (b, b.get_builder_cls(), b.get_impl_cls())]
+
+
+def test_every_abstract_method_is_there(vllm):
+    for cls in classes():
+        assert not inspect.isabstract(cls), sorted(cls.__abstractmethods__)
+
+
+def test_signatures_take_what_vllm_passes(vllm):
+    compared = 0
+    for cls in classes():
+        for name, method in vars(cls).items():
+            bases = [base for base in cls.__mro__[1:] if name in vars(base) and base.__module__ == fakes.__name__]
+            if bases and inspect.isroutine(getattr(cls, name)):
+                expect_compatible(getattr(cls, name), getattr(bases[0], name), f"{cls.__name__}.{name}")
+                compared += method is not None
+    assert compared > 30
+
+
+def expect_compatible(mine: Any, theirs: Any, what: str) -> None:
+    """What may be passed to theirs by position or by name may be passed to mine, and mine needs no more."""
+    own, other = inspect.signature(mine).parameters, inspect.signature(theirs).parameters
+    kinds = {parameter.kind for parameter in own.values()}
+    named = [name for name, parameter in own.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    for position, name in enumerate(other):
+        if position < len(named) and name == named[position]:
+            continue
+        in_order = inspect.Parameter.VAR_POSITIONAL in kinds or other[name].default is not inspect.Parameter.empty
+        assert inspect.Parameter.VAR_KEYWORD in kinds or (name in named and in_order), f"{what}: {name}"
+    for name in named:
+        assert name in other or own[name].default is not inspect.Parameter.empty, f"{what}: {name}"
+
+
+@pytest.mark.filterwarnings("ignore")  # of vLLM and what it imports
+@pytest.mark.parametrize("path", fakes.CONTENTS)
+def test_the_fakes_have_vllms_signatures(path):
+    """Where vLLM is installed: each method that a fake has, vLLM has with the same parameters."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vllm is not installed")
+    real = importlib.import_module(path)
+    for fake in fakes.CONTENTS[path]:
+        for name in vars(fake):
+            method = getattr(fake, name)
+            if inspect.isroutine(method) and (name == "__init__" or not name.startswith("__")):
+                found = getattr(getattr(real, fake.__name__), name)
+                expect_the_same(method, found, dataclasses.is_dataclass(fake), f"{fake.__name__}.{name}")
+
+
+def expect_the_same(fake: Any, found: Any, any_order: bool, what: str) -> None:
+    """A fake may lack parameters at the end, and have one more that is optional and new in a later version."""
+    abstract = "__isabstractmethod__"
+    assert getattr(fake, abstract, False) == getattr(found, abstract, False), what
+    parameters, known = inspect.signature(fake).parameters, [*inspect.signature(found).parameters]
+    needed = [n for n, p in parameters.items() if n in known or p.default is inspect.Parameter.empty]
+    assert set(needed) <= set(known) if any_order else known[: len(needed)] == needed, what
+
+
+def test_what_vllm_is_told_we_support(vllm):
+    plain, mla, sparse = (getattr(ours, f"Ragged{kind}Backend") for kind in CLASSES.values())
+    assert not plain.forward_includes_kv_cache_update
+    assert plain.supports_sink()
+    assert plain.supports_sliding_window()
+    assert plain.supports_per_head_quant_scales()
+    for cls in (plain, mla, sparse):
+        assert not cls.supports_non_causal()
+        assert not cls.supports_mm_prefix()
+        assert not cls.supports_alibi_sqrt()
+        assert not cls.supports_batch_invariance()
+        assert not cls.get_impl_cls().supports_pcp
+        assert [cls.supports_attn_type(t) for t in ("decoder", "encoder", "encoder_only")] == [True, False, False]
+        assert not cls.supports_kv_cache_dtype("nvfp4")
+        assert [size.base for size in cls.get_supported_kernel_block_sizes()] == [16]
+        assert not cls.get_impl_cls().fused_output_quant_supported(None, None)
+    assert [plain.supports_head_size(size) for size in (8, 16, 20, 80, 512, 576)] == [
+        False,
+        True,
+        False,
+        True,
+        True,
+        False,
+    ]
+    assert plain.supports_kv_cache_dtype("fp8_e5m2")
+    assert (mla.is_mla(), mla.is_sparse(), sparse.is_mla(), sparse.is_sparse()) == (True, False, True, True)
+    assert mla.supports_head_size(576)
+    assert not sparse.supports_head_size(512)
+    assert mla.get_impl_cls().supports_dcp
+    assert not sparse.get_impl_cls().supports_dcp
+    rest: tuple[Any, ...] = (64, True, False, False, False, None)
+    assert mla.supports_combination(576, torch.bfloat16, "fp8_ds_mla", *rest) is None
+    reason = mla.supports_combination(512, torch.bfloat16, "fp8_ds_mla", *rest)
+    assert reason == "fp8_ds_mla holds rows of 576 columns, not 512"
+    assert sparse.supports_combination(576, torch.bfloat16, "auto", *rest) is None
+
+
+# Attention
+
+
+class Step:
+    """A batch of (query length, length) in vLLM's terms: a cache full of NaN but for what has been computed before."""
+
+    def __init__(
+        self,
+        lens: Sequence[tuple[int, int]],
+        *,
+        heads: tuple[int, int] = (4, 2),
+        size: int = 32,
+        page: int = 16,
+        layout: str = "LBHNC",
+        dtype: torch.dtype = torch.float32,
+        cache_dtype: str = "auto",
+        scales: tuple[Any, Any] = (1.0, 1.0),
+        padding: int = 3,
+    ) -> None:
+        torch.manual_seed(7)
+        self.lens, self.page, self.size = lens, page, size
+        self.tokens = sum(q for q, _ in lens)
+        self.q, self.k, self.v = (
+            torch.randn(self.tokens + padding, n, size).to(dtype) for n in (heads[0], heads[1], heads[1])
+        )
+        longest = max(length for _, length in lens)
+        pages = [-(-length // page) for _, length in lens]
+        order = (torch.randperm(sum(pages) + 2) + 1).tolist()
+        self.table = torch.zeros(len(lens), -(-longest // page) + 1, dtype=torch.int32)
+        for row, count in enumerate(pages):
+            self.table[row, :count] = torch.tensor([order.pop() for _ in range(count)])
+        self.fp8 = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}.get(cache_dtype)
+        self.cache = in_memory_as(layout, (sum(pages) + 3, heads[1], page, 2 * size), self.fp8 or dtype)
+        self.slots = torch.full((self.tokens + padding,), -1, dtype=torch.int64)
+        self.layer = SimpleNamespace(_k_scale=torch.tensor(scales[0]), _v_scale=torch.tensor(scales[1]))
+        begin = 0
+        for row, (q_len, kv_len) in enumerate(lens):
+            for position in range(kv_len - q_len):
+                stored = torch.randn(heads[1], 2 * size).to(self.cache.dtype)
+                self.cache[self.table[row, position // page], :, position % page] = stored
+            for i in range(q_len):
+                position = kv_len - q_len + i
+                self.slots[begin + i] = self.table[row, position // page] * page + position % page
+            begin += q_len
+        edges = torch.tensor([0, *(q for q, _ in lens)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        self.common = fakes.CommonAttentionMetadata(
+            query_start_loc=edges,
+            query_start_loc_cpu=edges,
+            seq_lens=torch.tensor([length for _, length in lens], dtype=torch.int32),
+            num_reqs=len(lens),
+            num_actual_tokens=self.tokens,
+            max_query_len=max(q for q, _ in lens),
+            max_seq_len=longest,
+            block_table_tensor=self.table,
+            slot_mapping=self.slots,
+        )
+
+    def handed(self) -> torch.Tensor:
+        """The cache as vLLM hands it: bytes, where it holds 8-bit floats."""
+        return self.cache.view(torch.uint8) if self.fp8 else self.cache
+
+    def run(self, impl: Any) -> torch.Tensor:
+        """A layer's step: the write, then attention."""
+        builder = ours.RaggedAttentionBackend.get_builder_cls()(None, ["layer"], None, torch.device("cpu"))
+        metadata = builder.build(0, self.common)
+        impl.do_kv_cache_update(self.layer, self.k, self.v, self.handed(), self.slots)
+        output = torch.full_like(self.q, KEPT)
+        returned = impl.forward(self.layer, self.q, self.k, self.v, self.handed(), metadata, output)
+        assert returned is output
+        assert (output[self.tokens :] == KEPT).all()
+        return output[: self.tokens]
+
+    def dense(self, *, window: int | None = None, cap: float | None = None, sinks: Any = None) -> torch.Tensor:
+        """The same by sequences, heads and softmax in float64, from the values that the cache holds."""
+        outs, begin, scale = [], 0, 0.3
+        group = self.q.shape[1] // self.k.shape[1]
+        for row, (q_len, kv_len) in enumerate(self.lens):
+            at = torch.arange(kv_len)
+            held = self.cache[self.table[row, at // self.page].long(), :, at % self.page].double()
+            shape = (-1, 1)
+            k = held[..., : self.size] * self.layer._k_scale.double().view(shape if self.layer._k_scale.dim() else ())
+            v = held[..., self.size :] * self.layer._v_scale.double().view(shape if self.layer._v_scale.dim() else ())
+            q = self.q[begin : begin + q_len].double()
+            logits = scale * torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1))
+            if cap is not None:
+                logits = cap * torch.tanh(logits / cap)
+            own = torch.arange(kv_len - q_len, kv_len)[:, None]
+            seen = (at <= own) & (at > own - (window or kv_len + 1))
+            logits = logits.masked_fill(~seen, float("-inf"))
+            extra = torch.full((len(logits), q_len, 1), float("-inf")).double()
+            if sinks is not None:
+                extra = sinks.double()[:, None, None].expand_as(extra)
+            weights = torch.cat((logits, extra), -1).softmax(-1)[..., :-1]
+            outs.append(torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, 1)))
+            begin += q_len
+        return torch.cat(outs)
+
+
+def in_memory_as(layout: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A layer's cache, all NaN, of the logical shape [blocks, K, block, content] in one of vLLM's orders of memory."""
+    blocks, heads, page, content = shape
+    order = {
+        "LBHNC": lambda nan: nan(blocks, heads, page, content),
+        "LBNHC": lambda nan: nan(blocks, page, heads, content).transpose(1, 2),
+        "BLHNC": lambda nan: nan(blocks, 3, heads, page, content)[:, 1],
+        "BLNHC": lambda nan: nan(blocks, 3, page, heads, content)[:, 1].transpose(1, 2),
+        "BHLNC": lambda nan: nan(blocks, heads, 3, page, content)[:, :, 1],
+    }
+    return order[layout](lambda *sizes: torch.full(sizes, float("nan")).to(dtype))
+
+
+def implementation(**options: Any) -> Any:
+    arguments: dict[str, Any] = {"num_heads": 4, "head_size": 32, "scale": 0.3, "num_kv_heads": 2}
+    return ours.RaggedAttentionBackend.get_impl_cls()(**(arguments | options))
+
+
+PREFILL, DECODE = [(5, 5), (20, 20), (1, 1)], [(1, 40), (1, 16), (1, 17), (1, 1)]
+MIXED = [(1, 50), (7, 30), (1, 3), (18, 18)]
+
+
+@pytest.mark.parametrize("lens", [PREFILL, DECODE, MIXED], ids=["prefill", "decode", "mixed"])
+@pytest.mark.parametrize("page", [16, 32, 64])
+def test_attention(page, lens, vllm, backend):
+    step = Step(lens, page=page)
+    assert agrees(step.run(implementation()), step.dense(), "float32")
+
+
+@pytest.mark.parametrize("layout", ["LBNHC", "BLHNC", "BLNHC", "BHLNC"])
+def test_any_order_of_memory_and_no_copy(layout, vllm, backend):
+    step = Step(MIXED, layout=layout)
+    pages = implementation()._pages(step.cache)
+    assert {pages[0].untyped_storage().data_ptr(), pages[1].untyped_storage().data_ptr()} == {
+        step.cache.untyped_storage().data_ptr()
+    }
+    assert agrees(step.run(implementation()), step.dense(), "float32")
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 1), (8, 2)])
+def test_grouped_heads_in_bfloat16(heads, vllm, backend):
+    step = Step(MIXED, heads=heads, dtype=torch.bfloat16)
+    out = step.run(implementation(num_heads=heads[0], num_kv_heads=heads[1]))
+    assert agrees(out.float(), step.dense(), "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("options", "features"),
+    [
+        ({"sliding_window": 9}, {"window": 9}),
+        ({"logits_soft_cap": 1.5}, {"cap": 1.5}),
+        ({"logits_soft_cap": 0.0}, {}),
+        ({"sliding_window": 20, "logits_soft_cap": 2.0, "sinks": True}, {"window": 20, "cap": 2.0, "sinks": True}),
+        ({"sinks": True}, {"sinks": True}),
+    ],
+)
+@pytest.mark.parametrize("sink_dtype", [torch.float32, torch.bfloat16])
+def test_windows_soft_caps_and_sinks(options, features, sink_dtype, vllm, backend):
+    sinks = torch.nn.Parameter(torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=sink_dtype))
+    options, features = ({k: sinks if v is True else v for k, v in d.items()} for d in (options, features))
+    step = Step(MIXED)
+    assert agrees(step.run(implementation(**options)), step.dense(**features).detach(), "float32")
+
+
+@pytest.mark.parametrize("scales", [(0.5, 0.25), ([0.5, 0.125], [0.25, 2.0])], ids=["one", "a_head"])
+@pytest.mark.parametrize("cache_dtype", ["fp8", "fp8_e5m2"])
+def test_8_bit_caches(cache_dtype, scales, vllm, backend):
+    step = Step(MIXED, cache_dtype=cache_dtype, scales=scales)
+    out = step.run(implementation(kv_cache_dtype=cache_dtype))
+    assert agrees(out, step.dense(), "float32")
+    written = step.cache.transpose(1, 2).flatten(0, 1)[step.slots[: step.tokens]].float()
+    wanted = (step.k[: step.tokens] / step.layer._k_scale.view(-1, 1)).to(step.fp8 or torch.uint8).float()
+    assert torch.equal(written[..., : step.size], wanted)
+
+
+def test_nothing_but_the_slots_is_written(vllm, backend):
+    step = Step(MIXED)
+    step.slots[2] = -1  # a token that vLLM does not want kept
+    before = step.cache.clone()
+    implementation().do_kv_cache_update(step.layer, step.k, step.v, step.cache, step.slots[: step.tokens])
+    rows, old = (cache.transpose(1, 2).flatten(0, 1) for cache in (step.cache, before))
+    touched = torch.zeros(len(rows), dtype=torch.bool)
+    touched[step.slots[step.slots >= 0]] = True
+    assert torch.equal(rows[~touched], old[~touched]) or torch.equal(
+        rows[~touched].nan_to_num(9.0), old[~touched].nan_to_num(9.0)
+    )
+    kept = step.slots[: step.tokens] >= 0
+    new = torch.cat((step.k, step.v), -1)[: step.tokens][kept]
+    assert torch.equal(rows[step.slots[: step.tokens][kept]], new)
+
+
+def test_requests_that_only_pad_a_graph(vllm, backend):
+    """vLLM pads a batch to the size of its graph by requests without queries and without a length."""
+    step = Step(DECODE)
+    step.common.query_start_loc = torch.cat((step.common.query_start_loc, torch.tensor([4, 4]).int()))
+    step.common.seq_lens = torch.cat((step.common.seq_lens, torch.tensor([0, 0]).int()))
+    step.common.block_table_tensor = torch.cat((step.table, torch.full((2, step.table.shape[1]), 9999).int()))
+    assert agrees(step.run(implementation()), step.dense(), "float32")
+
+
+def test_values_of_another_size(vllm, backend):
+    """The second half of the cache is as wide as a value."""
+    impl, cache = implementation(head_size=32), torch.randn(2, 2, 16, 32 + 16)
+    k_pages, v_pages = impl._pages(cache)
+    assert (k_pages.shape, v_pages.shape) == ((2, 16, 2, 32), (2, 16, 2, 16))
+
+
+def test_a_profiling_run_gets_zeros_and_flat_outputs_are_taken(vllm, backend):
+    step, impl = Step(DECODE), implementation()
+    output = torch.full_like(step.q, KEPT)
+    assert not impl.forward(step.layer, step.q, step.k, step.v, torch.empty(0), None, output).any()
+    wanted = step.run(impl)
+    flat = torch.zeros(len(step.q), 4 * 32)
+    builder = ours.RaggedAttentionBackend.get_builder_cls()(None, [], None, torch.device("cpu"))
+    impl.forward(step.layer, step.q, step.k, step.v, step.cache, builder.build(0, step.common), flat)
+    assert torch.equal(flat[: step.tokens].view(wanted.shape), wanted)
+
+
+def test_other_layers_share_a_step_by_other_tables(vllm):
+    step = Step(DECODE)
+    builder = ours.RaggedAttentionBackend.get_builder_cls()(None, [], None, torch.device("cpu"))
+    assert builder.supports_update_block_table
+    first = builder.build(0, step.common)
+    table, slots = step.table + 1, step.slots + 1
+    second = builder.update_block_table(first, table, slots)
+    assert second.page_indices is table
+    assert second.slot_mapping is slots
+    assert second.kv_lens is first.kv_lens is step.common.seq_lens
+    assert first.page_indices is step.table
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"alibi_slopes": [0.5] * 4}, "expected alibi_slopes to be None for RAGGED, got"),
+        ({"attn_type": "encoder_only"}, "expected attn_type='decoder' for RAGGED, got 'encoder_only'"),
+        ({"attn_type": "encoder_decoder"}, "expected attn_type='decoder' for RAGGED, got 'encoder_decoder'"),
+        (
+            {"kv_cache_dtype": "int8_per_token_head"},
+            "expected kv_cache_dtype to be one of auto, float16, bfloat16, fp8,",
+        ),
+        ({"sinks": torch.zeros(3)}, r"expected sinks of shape \[num_heads=4\], got \[3\]"),
+    ],
+)
+def test_a_layer_that_we_cannot_run_is_refused(options, message, vllm):
+    with pytest.raises(Unsupported, match=message):
+        implementation(**options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"causal": False}, r"expected causal attention from vLLM \(causal=True\), got False"),
+        ({"causal": torch.ones(4).bool()}, r"expected causal attention .*, got a flag for each request"),
+        ({"mm_req_doc_ranges": {0: [(0, 3)]}}, "expected vLLM's mm_req_doc_ranges to be None, got dict"),
+        ({"rswa_prefix_lens": torch.ones(4)}, "expected vLLM's rswa_prefix_lens to be None, got Tensor"),
+    ],
+)
+def test_a_step_that_we_cannot_run_is_refused(changes, message, vllm):
+    step = Step(DECODE)
+    for name, value in changes.items():
+        setattr(step.common, name, value)
+    builder = ours.RaggedAttentionBackend.get_builder_cls()(None, [], None, torch.device("cpu"))
+    with pytest.raises(Unsupported, match=message):
+        builder.build(0, step.common)
+
+
+@pytest.mark.parametrize("name", ["output_scale", "output_block_scale"])
+def test_quantised_outputs_are_refused(name, vllm):
+    step = Step(DECODE)
+    with pytest.raises(Unsupported, match="expected output_scale and output_block_scale to be None"):
+        implementation().forward(step.layer, step.q, step.k, step.v, step.cache, None, step.q, **{name: torch.ones(1)})
+
+
+# Latent attention
+
+
+class Latents:
+    """Requests of some lengths whose latents lie in a cache [blocks, block, L + R], the rest of which is NaN."""
+
+    def __init__(self, lens: Sequence[int], *, rank: int = 64, rope: int = 16, page: int = 16) -> None:
+        torch.manual_seed(3)
+        self.lens, self.rank, self.rope, self.page = lens, rank, rope, page
+        pages = [-(-length // page) for length in lens]
+        order = torch.randperm(sum(pages) + 1).tolist()
+        self.table = torch.zeros(len(lens), max(pages) + 1, dtype=torch.int32)
+        for row, count in enumerate(pages):
+            self.table[row, :count] = torch.tensor([order.pop() for _ in range(count)])
+        self.cache = torch.full((sum(pages) + 1, 2, page, rank + rope), float("nan"))[:, 1]  # blocks lie apart
+        self.rows = [torch.randn(length, rank + rope) for length in lens]
+        self.kv_lens = torch.tensor(lens, dtype=torch.int32)
+
+    def slots(self, row: int, positions: torch.Tensor) -> torch.Tensor:
+        return self.table[row, positions // self.page].long() * self.page + positions % self.page
+
+    def write(self, impl: Any, cache: torch.Tensor, kv_cache_dtype: str = "auto") -> None:
+        """All latents by the implementation's own write, with padding and a slot of -1 at the end."""
+        slots = torch.cat([self.slots(row, torch.arange(length)) for row, length in enumerate(self.lens)])
+        rows = torch.cat([*self.rows, torch.randn(2, self.rank + self.rope)])
+        slots = torch.cat((slots, torch.tensor([-1])))
+        kv_c, k_pe = rows.split([self.rank, self.rope], -1)
+        impl.do_kv_cache_update(kv_c, k_pe.unsqueeze(1), cache, slots, kv_cache_dtype, torch.tensor(1.0), False)
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, seen: Any = None) -> tuple[Any, Any]:
+    """Dense attention [tokens, H, D] to [H, keys, ...] or [keys, ...] in float64: out and natural lse."""
+    k, v = (x.double() if x.dim() == 3 else x.double()[:, None].expand(-1, q.shape[1], -1) for x in (k, v))
+    logits = scale * torch.einsum("qhd,khd->qhk", q.double(), k)
+    if seen is not None:
+        logits = logits.masked_fill(~seen[:, None], float("-inf"))
+    lse = logits.logsumexp(-1)
+    weights = torch.exp(logits - lse[..., None]).nan_to_num(0.0)
+    return torch.einsum("qhk,khd->qhd", weights, v), lse
+
+
+NOPE, V_SIZE = 32, 24
+
+
+def latent_implementation(kind: str, rank: int, rope: int, heads: int = 2, **options: Any) -> Any:
+    weight = torch.randn(heads * (NOPE + V_SIZE), rank, generator=torch.Generator().manual_seed(5)) / rank**0.5
+    arguments: dict[str, Any] = {
+        "num_heads": heads, "head_size": rank + rope, "scale": 0.2, "num_kv_heads": 1, "alibi_slopes": None,
+        "sliding_window": None, "kv_cache_dtype": "auto", "logits_soft_cap": None, "attn_type": "decoder",
+        "kv_sharing_target_layer_name": None, "q_lora_rank": None, "kv_lora_rank": rank, "qk_nope_head_dim": NOPE,
+        "qk_rope_head_dim": rope, "qk_head_dim": NOPE + rope, "v_head_dim": V_SIZE,
+        "kv_b_proj": lambda x: (x @ weight.T, None),
+    }  # fmt: skip
+    return getattr(ours, f"Ragged{kind}Backend").get_impl_cls()(**(arguments | options))
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("parts", [False, True])
+def test_mla_decode(parts, queries, vllm, backend):
+    data = Latents([40, 16, 5])
+    impl = latent_implementation("MLA", 64, 16)
+    data.write(impl, data.cache)
+    q = torch.randn(3 * queries, 2, 80)
+    metadata = SimpleNamespace(
+        decode=SimpleNamespace(block_table=data.table, seq_lens=data.kv_lens), causal=True, max_query_len=queries
+    )
+    given = tuple(q.split([64, 16], -1)) if parts else q
+    out, lse = impl.forward_mqa(given, data.cache, metadata, SimpleNamespace())
+    assert (out.shape, lse.shape, lse.dtype) == ((3 * queries, 2, 64), (3 * queries, 2), torch.float32)
+    for row, length in enumerate(data.lens):
+        own = slice(row * queries, (row + 1) * queries)
+        seen = torch.arange(length) <= torch.arange(length - queries, length)[:, None]
+        want, want_lse = attend(q[own], data.rows[row], data.rows[row][:, :64], 0.2, seen)
+        assert agrees(out[own], want, "float32")
+        assert agrees(lse[own], want_lse, "lse float32")
+
+
+def test_mla_decode_over_ranks(vllm, backend):
+    """Positions dealt out to two ranks, one of which has nothing of a request: merged by lse they are one."""
+    whole, q = Latents([40, 1]), torch.randn(2, 2, 80)
+    impl = latent_implementation("MLA", 64, 16)
+    parts = []
+    for rank in range(2):
+        share = Latents([40, 40])
+        share.rows = [rows[rank::2] for rows in whole.rows]
+        share.lens = [len(rows) for rows in share.rows]
+        share.write(impl, share.cache)
+        lens = torch.tensor(share.lens, dtype=torch.int32)
+        metadata = SimpleNamespace(decode=SimpleNamespace(block_table=share.table, seq_lens=lens), causal=True)
+        parts.append(impl.forward_mqa(q, share.cache, metadata, SimpleNamespace()))
+    assert impl.can_return_lse_for_decode
+    assert impl.lse_base_on_e
+    outs, lses = (torch.stack([part[i] for part in parts]).double() for i in range(2))
+    lse = lses.logsumexp(0)
+    out = (outs * torch.exp(lses - lse)[..., None]).sum(0)
+    for row in range(2):
+        want, want_lse = attend(q[row : row + 1], whole.rows[row], whole.rows[row][:, :64], 0.2)
+        assert agrees(out[row : row + 1], want, "float32")
+        assert agrees(lse[row : row + 1], want_lse, "lse float32")
+
+
+def chunk_of(first: int, edges: Sequence[int], pieces: Sequence[tuple[int, int]]) -> SimpleNamespace:
+    """A piece of cached context as vLLM plans it: of requests from `first` on, (start, length) of each."""
+    last = first + len(pieces)
+    lens = torch.tensor([length for _, length in pieces])
+    return SimpleNamespace(
+        request_slice=slice(first, last),
+        token_slice=slice(edges[first], edges[last]),
+        query_start_loc=torch.tensor([edge - edges[first] for edge in edges[first : last + 1]], dtype=torch.int32),
+        cu_seq_lens=torch.cat((torch.zeros(1), lens.cumsum(0))).int(),
+        starts=torch.tensor([start for start, _ in pieces], dtype=torch.int32),
+        token_to_seq=torch.arange(len(pieces)).repeat_interleave(lens).int(),
+    )
+
+
+def prefill_of(data: Latents, edges: Sequence[int], chunks: Sequence[Any]) -> SimpleNamespace:
+    context = SimpleNamespace(chunks=chunks) if chunks else None
+    starts = torch.tensor(edges, dtype=torch.int32)
+    return SimpleNamespace(
+        prefill=SimpleNamespace(block_table=data.table, query_start_loc=starts, chunked_context=context)
+    )
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_ds_mla"])
+@pytest.mark.parametrize("earlier", [(0, 0, 0), (5, 0, 33)], ids=["whole", "later_chunks"])
+def test_mla_prefill(earlier, kv_cache_dtype, vllm, backend):
+    """New tokens after what is cached, of which a long context comes in two pieces."""
+    rank, rope = (512, 64) if kv_cache_dtype == "fp8_ds_mla" else (64, 16)
+    new = [4, 7, 6]
+    data = Latents([n + before for n, before in zip(new, earlier, strict=True)], rank=rank, rope=rope)
+    impl = latent_implementation("MLA", rank, rope, kv_cache_dtype=kv_cache_dtype)
+    cache = data.cache
+    if kv_cache_dtype == "fp8_ds_mla":
+        cache = torch.full((*data.cache.shape[:2], 656), 255, dtype=torch.uint8)
+    data.write(impl, cache, kv_cache_dtype)
+    edges = [0, 4, 11, 17]
+    chunks = [chunk_of(0, edges, [(0, 5), (0, 0), (0, 16)]), chunk_of(2, edges, [(16, 17)])] if any(earlier) else []
+    q = torch.randn(17, 2, NOPE + rope)
+    kv_c, k_pe = torch.cat([r[-n:] for r, n in zip(data.rows, new, strict=True)]).split([rank, rope], -1)
+    output = torch.zeros(17, 2 * V_SIZE)
+    metadata = prefill_of(data, edges, chunks)
+    impl.forward_mha(q, kv_c, k_pe[:, None], cache, metadata, torch.tensor(1.0), output)
+    for row, (n, before) in enumerate(zip(new, earlier, strict=True)):
+        latents = data.rows[row].clone()
+        if kv_cache_dtype == "fp8_ds_mla":
+            slots = data.slots(row, torch.arange(before))
+            held = cache.view(1, -1, 1, 656)[:, slots] if before else cache.view(1, -1, 1, 656)[:, :0]
+            latents[:before] = dequantised(held)
+        projected = impl.kv_b_proj(latents[:, :rank])[0].view(-1, 2, NOPE + V_SIZE)
+        k = torch.cat((projected[..., :NOPE], latents[:, None, rank:].expand(-1, 2, -1)), -1)
+        seen = torch.arange(n + before) <= torch.arange(before, n + before)[:, None]
+        want, _ = attend(q[edges[row] : edges[row + 1]], k, projected[..., NOPE:], 0.2, seen)
+        assert agrees(output[edges[row] : edges[row + 1]].view(n, 2, V_SIZE), want, "float32")
+
+
+def dequantised(held: torch.Tensor) -> torch.Tensor:
+    """Rows of 656 bytes as float32, by the format's definition: 512 e4m3, 4 float32 scales, 64 bfloat16."""
+    rows = held.reshape(-1, 656).contiguous()
+    values = rows[:, :512].contiguous().view(torch.float8_e4m3fn).float().view(-1, 4, 128)
+    scales = rows[:, 512:528].contiguous().view(torch.float32)
+    return torch.cat(((values * scales[..., None]).flatten(1), rows[:, 528:].contiguous().view(torch.bfloat16)), 1)
+
+
+def test_mla_context_on_several_ranks_is_vllms(vllm):
+    data, edges = Latents([9]), [0, 4]
+    impl = latent_implementation("MLA", 64, 16)
+    impl.dcp_world_size = 2
+    output = torch.zeros(4, 2 * V_SIZE)
+    metadata = prefill_of(data, edges, [chunk_of(0, edges, [(0, 5)])])
+    rows = torch.randn(4, 2, NOPE + 16), torch.randn(4, 64), torch.randn(4, 1, 16)
+    impl.forward_mha(*rows, data.cache, metadata, torch.tensor(1.0), output)
+    assert (output == 7).all()
+
+
+@pytest.mark.parametrize("kind", ["MLA", "SparseMLA"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sliding_window": 8}, "expected sliding_window to be None for RAGGED_.*MLA, got 8"),
+        ({"alibi_slopes": [1.0]}, "expected alibi_slopes to be None"),
+        ({"logits_soft_cap": 3.0}, "expected logits_soft_cap to be None for RAGGED_.*MLA, got 3.0"),
+        ({"attn_type": "encoder"}, "expected attn_type='decoder' for RAGGED_.*MLA, got 'encoder'"),
+        (
+            {"kv_cache_dtype": "fp8"},
+            "expected kv_cache_dtype to be one of auto, float16, bfloat16, fp8_ds_mla, got 'fp8'",
+        ),
+    ],
+)
+def test_a_latent_layer_that_we_cannot_run_is_refused(options, message, kind, vllm):
+    with pytest.raises(Unsupported, match=message):
+        latent_implementation(kind, 64, 16, **options)
+
+
+def test_a_latent_step_that_we_cannot_run_is_refused(vllm):
+    impl, q = latent_implementation("MLA", 64, 16), torch.randn(5, 2, 80)
+    cache, table = torch.zeros(2, 16, 80), torch.zeros(2, 1, dtype=torch.int32)
+    decode = SimpleNamespace(block_table=table, seq_lens=torch.ones(2, dtype=torch.int32))
+    with pytest.raises(Unsupported, match="as many decode queries for each request, got 5 for 2 requests"):
+        impl.forward_mqa(q, cache, SimpleNamespace(decode=decode, causal=True), None)
+    impl.dcp_world_size = 2
+    with pytest.raises(Unsupported, match="expected one decode query per request under context parallelism"):
+        impl.forward_mqa(q[:4], cache, SimpleNamespace(decode=decode, causal=True), None)
+    with pytest.raises(Unsupported, match="expected output_scale to be None, got a quantised output"):
+        impl.forward_mha(q, q, q, cache, None, None, q, output_scale=torch.ones(1))
+
+
+def test_a_profiling_run_writes_no_latents(vllm):
+    impl = latent_implementation("MLA", 64, 16)
+    impl.do_kv_cache_update(
+        torch.ones(2, 64), torch.ones(2, 1, 16), torch.tensor([]), torch.tensor([0, 1]), "auto", None
+    )
+
+
+# Sparse latent attention
+
+
+def sparse_step(data: Latents, q_lens: Sequence[int], padding: int = 0) -> Any:
+    """The metadata that our builder makes; the sequences' last `q_lens` tokens are the queries."""
+    builder_cls = ours.RaggedSparseMLABackend.get_builder_cls()
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=64))
+    builder = builder_cls(None, ["layer"], config, torch.device("cpu"))
+    edges = torch.tensor([0, *q_lens]).cumsum(0, dtype=torch.int32)
+    common = fakes.CommonAttentionMetadata(
+        query_start_loc=edges, query_start_loc_cpu=edges, seq_lens=data.kv_lens, num_reqs=len(q_lens),
+        num_actual_tokens=sum(q_lens) + padding, max_query_len=max(q_lens), max_seq_len=max(data.lens),
+        block_table_tensor=data.table, slot_mapping=torch.zeros(0, dtype=torch.int64),
+    )  # fmt: skip
+    return builder.build(0, common)
+
+
+def test_tokens_know_their_requests(vllm):
+    metadata = sparse_step(Latents([20, 9, 30]), [1, 0, 4], padding=3)
+    assert metadata.request_of_token.tolist() == [0, 2, 2, 2, 2, 2, 2, 2]
+    assert (metadata.num_decodes, metadata.num_decode_tokens, metadata.num_prefills) == (3, 8, 0)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_ds_mla"])
+@pytest.mark.parametrize("q_lens", [(1, 1, 1), (1, 6, 2)], ids=["decode", "mixed"])
+def test_sparse_mla(q_lens, kv_cache_dtype, vllm, backend):
+    data = Latents([40, 16, 23], rank=512, rope=64)
+    tokens = sum(q_lens)
+    buffer = torch.full((tokens + 4, 8), -1, dtype=torch.int32)
+    owner, token = [row for row, n in enumerate(q_lens) for _ in range(n)], 0
+    for row, n in enumerate(q_lens):
+        for i in range(n):
+            seen = data.lens[row] - n + i + 1
+            chosen = torch.randperm(seen)[: min(seen, 5)].int()
+            buffer[token, torch.randperm(8)[: len(chosen)]] = chosen  # -1 anywhere among them
+            token += 1
+    buffer[0] = -1  # one that selects nothing
+    impl = latent_implementation(
+        "SparseMLA", 512, 64, kv_cache_dtype=kv_cache_dtype, indexer=SimpleNamespace(topk_indices_buffer=buffer)
+    )
+    cache = data.cache
+    if kv_cache_dtype == "fp8_ds_mla":
+        cache = torch.full((len(data.cache), 2, data.page, 656), 255, dtype=torch.uint8)[:, 1]
+    data.write(impl, cache, kv_cache_dtype)
+    q = torch.randn(tokens, 2, 576)
+    out, lse = impl.forward_mqa(q.split([512, 64], -1), cache, sparse_step(data, q_lens), SimpleNamespace())
+    assert (out.shape, lse.shape) == ((tokens, 2, 512), (tokens, 2))
+    for t in range(tokens):
+        chosen = buffer[t][buffer[t] >= 0].long()
+        rows = data.rows[owner[t]][chosen]
+        if kv_cache_dtype == "fp8_ds_mla":
+            slots = data.slots(owner[t], chosen)
+            rows = dequantised(cache[slots // data.page, slots % data.page])
+        want, want_lse = attend(q[t : t + 1], rows, rows[:, :512], 0.2)
+        assert agrees(out[t : t + 1], want, "float32")
+        assert agrees(lse[t : t + 1], want_lse, "lse float32")
+
+
+def test_positions_become_slots(vllm, monkeypatch):
+    """Those outside the table too, and by copied tables where laid end to end they would leave int32."""
+    _ = ours.RaggedSparseMLABackend
+    sparse: Any = importlib.import_module("ragged_attention.integrations._vllm_sparse")
+    table = torch.tensor([[3, 1], [2, 0]], dtype=torch.int32)
+    positions = torch.tensor([[0, 31, 32, -1], [17, 2**31 - 1, 5, -7]], dtype=torch.int32)
+    request = torch.tensor([1, 0], dtype=torch.int32)
+    wanted = [[32, 15, -1, -1], [17, -1, 53, -1]]
+    slots = functools.partial(sparse.slots_of_tokens, positions, request, table, 16)
+    assert slots().tolist() == wanted
+    monkeypatch.setattr(sparse, "_INT32_MAX", 63)
+    assert slots().tolist() == wanted

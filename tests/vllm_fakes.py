@@ -1,0 +1,361 @@
+"""Stand-ins for the parts of vLLM that `ragged_attention.integrations.vllm` builds upon.
+
+They have vLLM's names, signatures and abstract methods, as of 0.33, and of what those do only as much as is needed to
+run a layer; `test_integration_vllm.py` compares them with vLLM where it is installed.
+"""
+
+import dataclasses
+import enum
+import importlib.util
+import sys
+import types
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+OURS = ("_vllm_attention", "_vllm_mla", "_vllm_sparse")
+
+
+# vllm.v1.attention.backend
+
+
+@dataclasses.dataclass(frozen=True)
+class MultipleOf:
+    base: int
+
+
+class AttentionCGSupport(enum.Enum):
+    ALWAYS = 3
+    UNIFORM_BATCH = 2
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
+    NEVER = 0
+
+
+class AttentionBackend(ABC):
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+    forward_includes_kv_cache_update = True
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec=None):
+        return [MultipleOf(1)]
+
+    @staticmethod
+    @abstractmethod
+    def get_name() -> Any: ...
+
+    @staticmethod
+    @abstractmethod
+    def get_impl_cls() -> Any: ...
+
+    @staticmethod
+    @abstractmethod
+    def get_builder_cls() -> Any: ...
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return []
+
+    @classmethod
+    def supports_head_size(cls, head_size):
+        sizes = cls.get_supported_head_sizes()
+        return not sizes or head_size in sizes
+
+    @classmethod
+    def supports_dtype(cls, dtype):
+        return dtype in cls.supported_dtypes
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype):
+        return kv_cache_dtype is None or kv_cache_dtype in cls.supported_kv_cache_dtypes
+
+    @classmethod
+    def supports_combination(
+        cls, head_size, dtype, kv_cache_dtype, block_size, use_mla, has_sink, use_sparse, use_mm_prefix,
+        device_capability,
+    ):  # fmt: skip
+        return None
+
+    @classmethod
+    def supports_attn_type(cls, attn_type):
+        return attn_type == "decoder"
+
+
+def _says_no(name: str) -> classmethod:
+    def method(cls):
+        return False
+
+    method.__name__ = name
+    return classmethod(method)
+
+
+NOT_BY_DEFAULT = (
+    "is_mla", "is_sparse", "supports_sink", "supports_sliding_window", "supports_alibi_sqrt", "supports_mm_prefix",
+    "supports_rswa", "supports_per_head_quant_scales", "supports_non_causal", "supports_batch_invariance",
+)  # fmt: skip
+for _name in NOT_BY_DEFAULT:
+    setattr(AttentionBackend, _name, _says_no(_name))
+
+
+class AttentionMetadata:
+    pass
+
+
+@dataclasses.dataclass
+class CommonAttentionMetadata:
+    """One step as vLLM's runner describes it; only what we read, and the required fields."""
+
+    query_start_loc: torch.Tensor
+    query_start_loc_cpu: torch.Tensor
+    seq_lens: torch.Tensor
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    block_table_tensor: torch.Tensor
+    slot_mapping: torch.Tensor
+    causal: bool | torch.Tensor = True
+    mm_req_doc_ranges: Any = None
+    rswa_prefix_lens: Any = None
+
+
+class AttentionMetadataBuilder(ABC):
+    _cudagraph_support = AttentionCGSupport.NEVER
+    reorder_batch_threshold: int | None = None
+    supports_update_block_table = False
+
+    @abstractmethod
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
+        self.kv_cache_spec, self.layer_names = kv_cache_spec, layer_names
+        self.vllm_config, self.device = vllm_config, device
+
+    @abstractmethod
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False): ...
+
+    def _init_reorder_batch_threshold(
+        self, reorder_batch_threshold=1, supports_spec_as_decode=False, supports_dcp_with_varlen=False
+    ):
+        self.reorder_batch_threshold = reorder_batch_threshold
+
+    def update_block_table(self, metadata, blk_table, slot_mapping):
+        raise NotImplementedError
+
+
+class AttentionImplBase(ABC):
+    is_sparse: ClassVar[bool] = False
+    supports_dense_mha_prefill = True
+    can_return_lse_for_decode = False
+    lse_base_on_e = True
+    supports_pcp = False
+    supports_dcp = False
+    supports_quant_query_input = False
+    dcp_world_size: int
+
+    def __new__(cls, *args, **kwargs):
+        self = super().__new__(cls)
+        self.dcp_world_size = 1
+        return self
+
+
+class AttentionImpl(AttentionImplBase):
+    @abstractmethod
+    def __init__(
+        self, num_heads, head_size, scale, num_kv_heads=None, alibi_slopes=None, sliding_window=None,
+        kv_cache_dtype="auto", logits_soft_cap=None, attn_type="decoder", kv_sharing_target_layer_name=None,
+    ): ...  # fmt: skip
+
+    @abstractmethod
+    def forward(
+        self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None
+    ): ...
+
+    def fused_output_quant_supported(self, quant_key):
+        return False
+
+
+class MLAAttentionImpl(AttentionImplBase):
+    supports_pcp = True
+
+    @abstractmethod
+    def __init__(
+        self, num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype,
+        logits_soft_cap, attn_type, kv_sharing_target_layer_name, q_lora_rank, kv_lora_rank, qk_nope_head_dim,
+        qk_rope_head_dim, qk_head_dim, v_head_dim, kv_b_proj, indexer=None, q_pad_num_heads=None,
+    ): ...  # fmt: skip
+
+    def forward_mha(
+        self, q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale=None
+    ): ...
+
+    @abstractmethod
+    def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer): ...
+
+    def fused_output_quant_supported(self, quant_key):
+        return True
+
+    def do_kv_cache_update(
+        self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, skip_scale=False
+    ): ...
+
+
+# vllm.model_executor.layers.attention.mla_attention
+
+
+class QueryLenSupport(enum.Enum):
+    SINGLE_ONLY = "single_only"
+    UNIFORM = "uniform"
+    VARLEN = "varlen"
+
+
+class MLACommonBackend(AttentionBackend):
+    @staticmethod
+    def get_name():
+        return "TRITON_MLA"
+
+    @staticmethod
+    def get_builder_cls():
+        return MLACommonMetadataBuilder
+
+    @classmethod
+    def get_supported_head_sizes(cls):
+        return [320, 512, 576]
+
+    @classmethod
+    def is_mla(cls):
+        return True
+
+
+class MLACommonMetadataBuilder(AttentionMetadataBuilder):
+    query_len_support = QueryLenSupport.SINGLE_ONLY
+    reorder_batch_threshold = 1
+
+    def __init__(
+        self, kv_cache_spec, layer_names, vllm_config, device, metadata_cls=None, supports_dcp_with_varlen=False
+    ):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+        raise NotImplementedError("the tests make the metadata of latent attention themselves")
+
+
+class MLACommonImpl(MLAAttentionImpl):
+    def __init__(
+        self, num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype,
+        logits_soft_cap, attn_type, kv_sharing_target_layer_name, q_lora_rank, kv_lora_rank, qk_nope_head_dim,
+        qk_rope_head_dim, qk_head_dim, v_head_dim, kv_b_proj, indexer=None, q_pad_num_heads=None,
+    ):  # fmt: skip
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.kv_cache_dtype, self.kv_lora_rank, self.kv_b_proj = kv_cache_dtype, kv_lora_rank, kv_b_proj
+        self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim = qk_nope_head_dim, qk_rope_head_dim, v_head_dim
+        self.supports_quant_query_input = True
+
+    def forward_mha(self, q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale=None):
+        output.fill_(7)  # what the tests know vLLM's own path by
+
+
+# vllm.model_executor.layers.attention.sparse_mla_attention
+
+
+class SharedTopkIndicesBuffer:
+    _indexer: Any = None
+    _topk_indices_buffer: torch.Tensor | None = None
+
+    def init_topk_indices_buffer(self, indexer, topk_indices_buffer):
+        self._indexer, self._topk_indices_buffer = indexer, topk_indices_buffer
+
+    @property
+    def topk_indices_buffer(self):
+        return self._topk_indices_buffer if self._indexer is None else self._indexer.topk_indices_buffer
+
+
+# vllm.v1.attention.backends.registry
+
+
+class AttentionBackendEnum(enum.Enum):
+    TRITON_ATTN = "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend"
+    CPU_ATTN = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
+    CPU_MLA = "vllm.v1.attention.backends.mla.cpu_mla.CPUMLABackend"
+    AMX_MLA = "vllm.v1.attention.backends.mla.amx_mla.AMXMLABackend"
+
+
+class Registry:
+    """vLLM's enumeration, which grows, and what has been put in the place of its members."""
+
+    def __init__(self) -> None:
+        self.members: dict[str, Any] = dict(AttentionBackendEnum.__members__)
+        self.overrides: dict[Any, str] = {}
+
+    @property
+    def __members__(self) -> dict[str, Any]:
+        return self.members
+
+    def register_backend(self, backend, class_path=None, is_mamba=False):
+        assert class_path
+        if isinstance(backend, str):
+            if backend in self.members:
+                raise ValueError(f"Backend {backend} already exists")
+            self.members[backend] = backend
+        self.overrides[backend] = class_path
+
+    def path(self, name: str) -> str:
+        return self.overrides.get(self.members[name], getattr(self.members[name], "value", name))
+
+
+CONTENTS: dict[str, tuple[Any, ...]] = {
+    "vllm.v1.attention.backend": (
+        MultipleOf, AttentionCGSupport, AttentionBackend, AttentionMetadata, CommonAttentionMetadata,
+        AttentionMetadataBuilder, AttentionImplBase, AttentionImpl, MLAAttentionImpl,
+    ),
+    "vllm.model_executor.layers.attention.mla_attention": (
+        QueryLenSupport, MLACommonBackend, MLACommonMetadataBuilder, MLACommonImpl,
+    ),
+    "vllm.model_executor.layers.attention.sparse_mla_attention": (SharedTopkIndicesBuffer,),
+}  # fmt: skip
+
+
+def _without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [*sys.modules]:
+        ours = name.rpartition(".")[2] in OURS and name.startswith("ragged_attention.integrations.")
+        if ours or name.partition(".")[0] == "vllm":
+            monkeypatch.delitem(sys.modules, name)
+
+
+@contextmanager
+def installed(monkeypatch: pytest.MonkeyPatch, version: str = "0.33.0") -> Iterator[Registry]:
+    """vLLM as far as it is faked, at a version; our classes are built upon it anew and forgotten afterwards."""
+    _without_vllm(monkeypatch)
+    registry = Registry()
+    contents: dict[str, dict[str, Any]] = {
+        "vllm.version": {"__version__": version},
+        "vllm.v1.attention.backends.registry": {
+            "AttentionBackendEnum": registry,
+            "register_backend": registry.register_backend,
+        },
+    }
+    contents |= {name: {thing.__name__: thing for thing in things} for name, things in CONTENTS.items()}
+    for name, things in contents.items():
+        parts = name.split(".")
+        for end in range(1, len(parts) + 1):
+            path = ".".join(parts[:end])
+            if path not in sys.modules:
+                module = types.ModuleType(path)
+                module.__spec__, module.__path__ = ModuleSpec(path, None), []
+                monkeypatch.setitem(sys.modules, path, module)
+        vars(sys.modules[name]).update(things)
+    yield registry
+    for name in OURS:
+        sys.modules.pop(f"ragged_attention.integrations.{name}", None)
+
+
+def absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if vLLM were not installed."""
+    _without_vllm(monkeypatch)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "vllm" else find_spec(name, *rest)
+    )
