@@ -1,11 +1,13 @@
 """Our classes for vLLM: its abstract interface, by fakes, and attention through them against a dense computation."""
 
+import copy
 import dataclasses
 import functools
 import importlib
 import importlib.util
 import inspect
 import logging
+import pickle
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -65,6 +67,16 @@ def test_a_cpu_runs_ours_for_those_who_ask(vllm, monkeypatch):
     assert vllm.path("CPU_MLA").endswith(".RaggedMLABackend")
     assert vllm.path("AMX_MLA").endswith(".RaggedMLABackend")
     assert vllm.path("TRITON_ATTN").startswith("vllm.")
+
+
+def test_a_name_reaches_a_process_that_has_not_loaded_plugins(vllm, monkeypatch):
+    ours.register()
+    pickled = pickle.dumps(vllm["RAGGED"])
+    assert pickle.loads(pickled) is vllm["RAGGED"]
+    with fakes.installed(monkeypatch) as other:
+        assert pickle.loads(pickled) is other["RAGGED"]
+        assert other.path("RAGGED").endswith(".RaggedAttentionBackend")
+        assert copy.deepcopy(other["RAGGED"]) is other["RAGGED"]
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.34.0rc1", "0.3.2", "dev"])

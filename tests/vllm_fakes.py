@@ -283,6 +283,13 @@ class AttentionBackendEnum(enum.Enum):
     AMX_MLA = "vllm.v1.attention.backends.mla.amx_mla.AMXMLABackend"
 
 
+class Member:
+    """A name that has been added; as in vLLM, pickled by value, which only an enumeration that has it understands."""
+
+    def __reduce_ex__(self, protocol):
+        raise ValueError("not a valid AttentionBackendEnum")
+
+
 class Registry:
     """vLLM's enumeration, which grows, and what has been put in the place of its members."""
 
@@ -294,12 +301,15 @@ class Registry:
     def __members__(self) -> dict[str, Any]:
         return self.members
 
+    def __getitem__(self, name: str) -> Any:
+        return self.members[name]
+
     def register_backend(self, backend, class_path=None, is_mamba=False):
         assert class_path
         if isinstance(backend, str):
             if backend in self.members:
                 raise ValueError(f"Backend {backend} already exists")
-            self.members[backend] = backend
+            backend = self.members.setdefault(backend, Member())
         self.overrides[backend] = class_path
 
     def path(self, name: str) -> str:

@@ -12,6 +12,7 @@ vLLM is imported when one of the classes is first asked for: `RaggedAttentionBac
 outside `TESTED` is refused.
 """
 
+import functools
 import importlib
 import importlib.util
 import logging
@@ -80,13 +81,27 @@ def plugin() -> None:
 
 def _register(cpu: bool | None) -> None:
     registry: Any = importlib.import_module("vllm.v1.attention.backends.registry")
-    known = registry.AttentionBackendEnum.__members__
     for name, attribute in _NAMES.items():
-        if name not in known:
+        if name not in registry.AttentionBackendEnum.__members__:
             registry.register_backend(name, f"{__name__}.{attribute}")
+        # vLLM sends its configuration to processes that read it before they load plug-ins, and there the name that it
+        # holds would not be known yet; so the name brings along what registers it.
+        member = registry.AttentionBackendEnum[name]
+        member.__reduce_ex__ = functools.partial(_reduced, name)
     if os.environ.get(CPU_VARIABLE) == "1" if cpu is None else cpu:
         for name, attribute in _ON_CPU.items():
-            registry.register_backend(known[name], f"{__name__}.{attribute}")
+            registry.register_backend(registry.AttentionBackendEnum[name], f"{__name__}.{attribute}")
+
+
+def _reduced(name: str, protocol: int) -> tuple[Any, tuple[str]]:
+    """How one of our names is pickled."""
+    return _member, (name,)
+
+
+def _member(name: str) -> Any:
+    """One of our names in vLLM's enumeration, where it is put if need be."""
+    _register(None)
+    return importlib.import_module("vllm.v1.attention.backends.registry").AttentionBackendEnum[name]
 
 
 def _check_version() -> None:
