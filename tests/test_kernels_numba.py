@@ -39,7 +39,10 @@ def apart(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 @numba.njit
 def _widen(code: int, source: int, target: int, count: int, factor: float) -> None:
-    _formats.widen(code, source, target, count, np.float32(factor))
+    if factor == 1:
+        _formats.widen(code, source, target, count)
+    else:
+        _formats.widen_e4m3(source, target, count, np.float32(factor))
 
 
 @numba.njit

@@ -305,42 +305,45 @@ def write_some(code, address, index, value, count):
 
 
 @compiled
-def widen(code, source, target, count, factor):
-    """Write `factor` times `count` numbers of a format as float32, and zeros up to whole vectors.
-
-    Nothing is multiplied by 1: where a thread's arithmetic takes subnormal numbers for 0, as XLA's does, they stay.
-    """
+def widen_e4m3(source, target, count, factor):
+    """Write `factor` times `count` e4m3 as float32, and zeros up to whole vectors."""
     scale, whole = splat(factor), count // LANES * LANES
-    if code == FLOAT32 and factor == 1:
+    pairs = whole // (2 * LANES) * (2 * LANES) if abs(factor) < LARGE else 0
+    for index in range(0, pairs, 2 * LANES):
+        widen_two_e4m3(source, target, index, scale)
+    for index in range(pairs, whole, LANES):
+        store(target, index, read_e4m3(source, index) * scale)
+    if whole < count:
+        store(target, whole, read_some_e4m3(source, whole, count - whole) * scale)
+
+
+@compiled
+def widen(code, source, target, count):
+    """Write `count` numbers of a format as float32, and zeros up to whole vectors.
+
+    Those of 16 and 32 bits go without arithmetic: that of XLA's threads takes subnormal numbers for 0.
+    """
+    whole = count // LANES * LANES
+    if code == FLOAT32:
         for index in range(0, whole, LANES):
             store(target, index, load(source, index))
-    elif code == BFLOAT16 and factor == 1:
-        for index in range(0, whole, LANES):
-            store(target, index, read_bfloat16(source, index))
-    elif code == FLOAT32:
-        for index in range(0, whole, LANES):
-            store(target, index, load(source, index) * scale)
     elif code == BFLOAT16:
         for index in range(0, whole, LANES):
-            store(target, index, read_bfloat16(source, index) * scale)
+            store(target, index, read_bfloat16(source, index))
     elif code == FLOAT16:
         for index in range(0, whole, LANES):
-            store(target, index, read_float16(source, index) * scale)
+            store(target, index, read_float16(source, index))
     elif code == E4M3:
-        pairs = whole // (2 * LANES) * (2 * LANES) if abs(factor) < LARGE else 0
-        for index in range(0, pairs, 2 * LANES):
-            widen_two_e4m3(source, target, index, scale)
-        for index in range(pairs, whole, LANES):
-            store(target, index, read_e4m3(source, index) * scale)
+        widen_e4m3(source, target, count, 1.0)
+        return
     elif code == E5M2:
         for index in range(0, whole, LANES):
-            store(target, index, read_e5m2(source, index) * scale)
+            store(target, index, read_e5m2(source, index))
     else:
         for index in range(0, whole, LANES):
-            store(target, index, read_int8(source, index) * scale)
+            store(target, index, read_int8(source, index))
     if whole < count:
-        rest = read_some(code, source, whole, count - whole)
-        store(target, whole, rest if factor == 1 else rest * scale)
+        store(target, whole, read_some(code, source, whole, count - whole))
 
 
 def _bfloat16_of(mantissa: int, bias: int, special: Callable[[int], float | None]) -> Any:
@@ -413,34 +416,33 @@ def number_at(code, source, index):
     return first_of(read_some(code, source, index, 1))
 
 
+@inlined
+def over(source, index, each, divided):
+    """A vector of float32 from memory over another one, or as it is: see `widen` about subnormal numbers."""
+    return load(source, index) / each if divided else load(source, index)
+
+
 @compiled
 def narrow(code, source, target, count, divisor):
-    """Write `count` float32 over `divisor` in a format; `source` is read in whole vectors. See `widen` about 1."""
-    each, whole = splat(divisor), count // LANES * LANES
-    if code == FLOAT32 and divisor == 1:
+    """Write `count` float32 over `divisor` in a format; `source` is read in whole vectors."""
+    each, divided, whole = splat(divisor), divisor != 1, count // LANES * LANES
+    if code == FLOAT32:
         for index in range(0, whole, LANES):
-            store(target, index, load(source, index))
-    elif code == BFLOAT16 and divisor == 1:
-        for index in range(0, whole, LANES):
-            write_bfloat16(target, index, load(source, index))
-    elif code == FLOAT32:
-        for index in range(0, whole, LANES):
-            store(target, index, load(source, index) / each)
+            store(target, index, over(source, index, each, divided))
     elif code == BFLOAT16:
         for index in range(0, whole, LANES):
-            write_bfloat16(target, index, load(source, index) / each)
+            write_bfloat16(target, index, over(source, index, each, divided))
     elif code == FLOAT16:
         for index in range(0, whole, LANES):
-            write_float16(target, index, load(source, index) / each)
+            write_float16(target, index, over(source, index, each, divided))
     elif code == E4M3:
         for index in range(0, whole, LANES):
-            write_e4m3(target, index, load(source, index) / each)
+            write_e4m3(target, index, over(source, index, each, divided))
     elif code == E5M2:
         for index in range(0, whole, LANES):
-            write_e5m2(target, index, load(source, index) / each)
+            write_e5m2(target, index, over(source, index, each, divided))
     else:
         for index in range(0, whole, LANES):
-            write_int8(target, index, load(source, index) / each)
+            write_int8(target, index, over(source, index, each, divided))
     if whole < count:
-        rest = load(source, whole)
-        write_some(code, target, whole, rest if divisor == 1 else rest / each, count - whole)
+        write_some(code, target, whole, over(source, whole, each, divided), count - whole)

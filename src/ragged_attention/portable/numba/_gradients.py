@@ -102,9 +102,9 @@ def read_row(call, tile, row, token, head, source):
         zero(q, 4 * tile.width)
         zero(d_out, 4 * tile.v_width)
         return False
-    widen(call.format, source, q, call.head_dim, 1.0)
-    widen(call.format, call.d_out + size * place * width, d_out, width, 1.0)
-    widen(call.format, call.out + size * place * width, tile.out_row, width, 1.0)
+    widen(call.format, source, q, call.head_dim)
+    widen(call.format, call.d_out + size * place * width, d_out, width)
+    widen(call.format, call.out + size * place * width, tile.out_row, width)
     set_float(tile.lse, row, lse)
     set_float(tile.share, row, share_of(lse, call.sinks, head))
     set_float(tile.delta, row, dot(d_out, tile.out_row, up_to(width, LANES)))
@@ -144,8 +144,8 @@ def sink_gradient(call, tile, head):
         place = token * call.num_q_heads + head
         lse = float_at(call.lse, place)
         if lse > NOTHING:
-            widen(call.format, call.d_out + size * place * width, tile.d_out, width, 1.0)
-            widen(call.format, call.out + size * place * width, tile.out_row, width, 1.0)
+            widen(call.format, call.d_out + size * place * width, tile.d_out, width)
+            widen(call.format, call.out + size * place * width, tile.out_row, width)
             delta = dot(tile.d_out, tile.out_row, up_to(width, LANES))
             gradient += (share_of(lse, call.sinks, head) - 1) * delta
     set_float(call.d_sinks, head, np.float32(gradient))

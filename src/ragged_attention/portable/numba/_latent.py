@@ -134,7 +134,7 @@ def read_queries(call, tile, unit, head):
         token, q_head = query_of(call, unit, head, row)
         place = seq * call.q_seq_stride + token * call.q_token_stride + q_head * call.q_head_stride
         source = call.q + size_of(call.q_format) * place
-        widen(call.q_format, source, tile.q + 4 * row * tile.width, call.d_qk, 1.0)
+        widen(call.q_format, source, tile.q + 4 * row * tile.width, call.d_qk)
         later = call.num_q_tokens - 1 - token if call.causal else 0  # tokens of this step
         set_int(tile.left, row, 0)
         set_int(tile.right, row, sum(lengths_of(call, seq, token)) - later)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from ragged_attention.calls import CACHE_FORMATS
-from ragged_attention.portable.numba._formats import BFLOAT16, E4M3, narrow, widen
+from ragged_attention.portable.numba._formats import BFLOAT16, E4M3, narrow, widen, widen_e4m3
 from ragged_attention.portable.numba._vectors import (
     LANES,
     bits_of_float,
@@ -60,17 +60,17 @@ def read_latents(layout, code, rows, scales, target, width, columns, count):
         if not row:
             zero(to, 4 * columns)
         elif layout == PLAIN:
-            widen(code, row, to, columns, 1.0)
+            widen(code, row, to, columns)
         elif layout == V32:
             for group in range(VALUES_32 // GROUP_32):
                 start = group * GROUP_32
-                widen(E4M3, row + start, to + 4 * start, GROUP_32, float_at(scale, group))
-            widen(BFLOAT16, scale + 4 * (VALUES_32 // GROUP_32), to + 4 * VALUES_32, ROTARY, 1.0)
+                widen_e4m3(row + start, to + 4 * start, GROUP_32, float_at(scale, group))
+            widen(BFLOAT16, scale + 4 * (VALUES_32 // GROUP_32), to + 4 * VALUES_32, ROTARY)
         else:
             for group in range(VALUES_4 // GROUP_4):
                 start = group * GROUP_4
-                widen(E4M3, row + start, to + 4 * start, GROUP_4, e8m0_value(byte_at(scale, group)))
-            widen(BFLOAT16, row + VALUES_4, to + 4 * VALUES_4, ROTARY, 1.0)
+                widen_e4m3(row + start, to + 4 * start, GROUP_4, e8m0_value(byte_at(scale, group)))
+            widen(BFLOAT16, row + VALUES_4, to + 4 * VALUES_4, ROTARY)
 
 
 # ---- to bytes

@@ -193,7 +193,7 @@ def factor_of(call, head):
 def read_query(call, tile, source, target, in_place):
     """One query, its columns as those of the keys will be."""
     if not tile.paired:
-        widen(call.q_format, source, target, call.head_dim, 1.0)
+        widen(call.q_format, source, target, call.head_dim)
     elif in_place:
         copy(target, source, 2 * call.head_dim)
     else:
@@ -309,7 +309,7 @@ def read_keys(call, tile, count):
     if tile.paired:
         pair_keys(call.cache_format, tile.sources, tile.k, tile.width, count)
     else:
-        read_rows(call.cache_format, tile.sources, tile.k, tile.width, call.head_dim, count, 1.0)
+        read_rows(call.cache_format, tile.sources, tile.k, tile.width, call.head_dim, count)
 
 
 @inlined
@@ -317,7 +317,7 @@ def read_values(call, tile, count):
     if tile.paired:
         pair_values(call.cache_format, tile.v_sources, tile.v, tile.v_width, call.v_head_dim, count)
     else:
-        read_rows(call.cache_format, tile.v_sources, tile.v, tile.v_width, call.v_head_dim, count, 1.0)
+        read_rows(call.cache_format, tile.v_sources, tile.v, tile.v_width, call.v_head_dim, count)
 
 
 @compiled

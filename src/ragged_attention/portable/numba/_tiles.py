@@ -92,18 +92,19 @@ def begin(tile, rows):
     zero(tile.q + 4 * rows * tile.width, 4 * (whole - rows) * tile.width)
     zero(tile.out, 4 * whole * tile.columns)
     zero(tile.s, 4 * whole * tile.s_width)
-    zero(tile.lost, 4 * whole * tile.s_width)
+    if tile.paired:
+        zero(tile.lost, 4 * whole * tile.s_width)
     zero(tile.l_i, 4 * whole)
     fill(tile.m_i, 0, whole, NOTHING)
 
 
 @compiled
-def read_rows(code, sources, target, width, columns, count, factor):
-    """Read rows by their addresses, times a factor; a row without an address is zeros."""
+def read_rows(code, sources, target, width, columns, count):
+    """Read rows by their addresses; a row without an address is zeros."""
     for key in range(count):
         source, row = int_at(sources, key), target + 4 * key * width
         if source:
-            widen(code, source, row, columns, factor)
+            widen(code, source, row, columns)
         else:
             zero(row, 4 * columns)
 

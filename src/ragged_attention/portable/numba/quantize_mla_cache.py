@@ -37,7 +37,7 @@ def work(address):
     for page in programs(address, call.num_programs):
         for slot in range(call.page_size):
             source = call.kv + size_of(call.format) * (page * call.page_stride + slot * call.slot_stride)
-            widen(call.format, source, row, call.width, 1.0)
+            widen(call.format, source, row, call.width)
             page_stride = call.page_size * call.token_bytes
             values, scales = place_of(call.layout, 1, page, slot, page_stride, call.token_bytes, call.page_size)
             store_latent(call.layout, row, call.cache + values, call.cache + scales, call.power_of_two)

@@ -115,7 +115,7 @@ def query_gradients(call, tile, token, head, block):
     zero(tile.dk, 4 * tile.rows * tile.width)  # which holds their gradients here
     while entry < length:
         count, entry = list_keys(call, tile, token, head, entry, length, 0, 1)
-        read_rows(call.format, tile.sources, tile.k, tile.width, call.head_dim, count, 1.0)
+        read_rows(call.format, tile.sources, tile.k, tile.width, call.head_dim, count)
         differentiate_rows(call, tile, rows, count)
         width = tile.width
         mix(tile.d_s, tile.k, tile.dk, up_to(rows, ROWS), count, width, tile.keys, 1, width, width, False)
@@ -147,7 +147,7 @@ def key_gradients(call, tile, head, owner):
             count, entry = list_keys(call, tile, token, head, entry, length, owner, call.owners)
             if count == 0:
                 continue
-            read_rows(call.format, tile.sources, tile.k, tile.width, call.head_dim, count, 1.0)
+            read_rows(call.format, tile.sources, tile.k, tile.width, call.head_dim, count)
             zero(tile.dk, 4 * tile.keys * tile.width)
             written = up_to(count, ROWS)
             for first in range(0, group, call.block_rows):

@@ -151,8 +151,8 @@ def read_keys(call, tile, head, first, count):
     for key in range(count):
         k = call.k + size * ((first + key) * call.k_token_stride + head * call.k_head_stride)
         v = call.v + size * ((first + key) * call.v_token_stride + head * call.v_head_stride)
-        widen(call.format, k, tile.k + 4 * key * tile.width, call.head_dim, 1.0)
-        widen(call.format, v, tile.v + 4 * key * tile.v_width, call.v_head_dim, 1.0)
+        widen(call.format, k, tile.k + 4 * key * tile.width, call.head_dim)
+        widen(call.format, v, tile.v + 4 * key * tile.v_width, call.v_head_dim)
     zero(tile.dk, 4 * tile.keys * tile.width)
     zero(tile.dv, 4 * tile.keys * tile.v_width)
 

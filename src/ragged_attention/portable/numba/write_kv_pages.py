@@ -87,12 +87,12 @@ def write(call, token, slot, row):
         scale = scale_of(call.k_scale, call.k_scale_format, call.k_scale_stride, call.k_scale_number, head)
         source = call.k + size * (token * call.new_k_token_stride + head * call.new_k_head_stride)
         target = page * call.k_page_stride + slot * call.k_slot_stride + head * call.k_head_stride
-        widen(call.format, source, row, call.head_dim, 1.0)
+        widen(call.format, source, row, call.head_dim)
         narrow(call.cache_format, row, call.new_k_pages + stored * target, call.head_dim, scale)
         scale = scale_of(call.v_scale, call.v_scale_format, call.v_scale_stride, call.v_scale_number, head)
         source = call.v + size * (token * call.new_v_token_stride + head * call.new_v_head_stride)
         target = page * call.v_page_stride + slot * call.v_slot_stride + head * call.v_head_stride + call.v_offset
-        widen(call.format, source, row, call.v_head_dim, 1.0)
+        widen(call.format, source, row, call.v_head_dim)
         narrow(
             call.cache_format,
             row,

@@ -46,7 +46,7 @@ def write(call, token, page, slot, row):
             copy(call.new_cache + size * target, source, size * call.width)
         else:
             values, scales = place_of(call.layout, 1, page, slot, call.page_stride, call.slot_stride, call.page_size)
-            widen(call.format, source, row, call.width, 1.0)
+            widen(call.format, source, row, call.width)
             store_latent(call.layout, row, call.new_cache + values, call.new_cache + scales, call.power_of_two)
 
 
