@@ -126,7 +126,8 @@ def test_every_abstract_method_is_there(vllm):
 def test_signatures_take_what_vllm_passes(vllm):
     compared = 0
     for cls in classes():
-        for name, method in vars(cls).items():
+        own = [each for each in cls.__mro__ if each.__module__.startswith("ragged_attention.")]
+        for name, method in {name: method for each in reversed(own) for name, method in vars(each).items()}.items():
             bases = [base for base in cls.__mro__[1:] if name in vars(base) and base.__module__ == fakes.__name__]
             if bases and inspect.isroutine(getattr(cls, name)):
                 expect_compatible(getattr(cls, name), getattr(bases[0], name), f"{cls.__name__}.{name}")

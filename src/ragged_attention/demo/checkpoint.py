@@ -65,10 +65,15 @@ def load(folder: Path, device: str) -> tuple[Any, Any]:
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation=ragged.NAME)
     model.to(device)
-    if any(hasattr(module, "expand_kv") for module in model.modules()):
+    if has_latents(model):
         ragged.absorb_mla(model)
     has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     return model.eval(), AutoTokenizer.from_pretrained(folder) if has_tokenizer else None
+
+
+def has_latents(model: Any) -> bool:
+    """Whether attention is over cached latents, of which a module's `expand_kv` makes keys and values."""
+    return any(hasattr(module, "expand_kv") for module in model.modules())
 
 
 def encoded(text: str, tokenizer: Any) -> list[int]:
@@ -87,8 +92,7 @@ def serve(model: Any, prompts: list[list[int]], max_new_tokens: int) -> list[lis
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     kinds = getattr(model.config, "layer_types", None) or ["full_attention"]
-    latent = any(hasattr(module, "expand_kv") for module in model.modules())
-    if latent or not set(kinds) <= {"full_attention", "sliding_attention"}:
+    if has_latents(model) or not set(kinds) <= {"full_attention", "sliding_attention"}:
         return _padded(model, prompts, max_new_tokens)
     longest = max(map(len, prompts)) + max_new_tokens
     config = ContinuousBatchingConfig(

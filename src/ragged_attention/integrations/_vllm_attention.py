@@ -20,7 +20,15 @@ FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": 
 PLAIN = ("auto", "float16", "bfloat16")
 
 
-class RaggedAttentionBackend(_vllm.AttentionBackend):
+class AnyPages:
+    """What vLLM asks all of our backends about pages: they may be of any size that it makes."""
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [_vllm.MultipleOf(16)]
+
+
+class RaggedAttentionBackend(AnyPages, _vllm.AttentionBackend):
     """What vLLM asks about us before it chooses: see `ragged_attention.integrations.vllm`."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
@@ -38,10 +46,6 @@ class RaggedAttentionBackend(_vllm.AttentionBackend):
     @staticmethod
     def get_builder_cls() -> type["RaggedMetadataBuilder"]:
         return RaggedMetadataBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        return [_vllm.MultipleOf(16)]
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:

@@ -11,7 +11,12 @@ from typing import Any, ClassVar
 import torch
 
 from ragged_attention.errors import Unsupported
-from ragged_attention.integrations._vllm_attention import PLAIN, expect_cache_dtype, expect_plain_decoder
+from ragged_attention.integrations._vllm_attention import (
+    PLAIN,
+    AnyPages,
+    expect_cache_dtype,
+    expect_plain_decoder,
+)
 from ragged_attention.torch import (
     dequantize_mla_cache,
     merge_attention_states,
@@ -26,11 +31,24 @@ _mla: Any = importlib.import_module("vllm.model_executor.layers.attention.mla_at
 CACHE_FORMATS = dict.fromkeys(PLAIN, "plain") | {"fp8_ds_mla": "fp8_v32"}
 
 
-class RaggedMLABackend(_mla.MLACommonBackend):
+class LatentPages(AnyPages):
+    """What vLLM asks our backends for latents about the formats of their pages."""
+
+    supported_kv_cache_dtypes: ClassVar[list[str]] = [*CACHE_FORMATS]
+
+    @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *others: Any, **named: Any
+    ) -> str | None:
+        if kv_cache_dtype == "fp8_ds_mla" and head_size != 576:
+            return f"fp8_ds_mla holds rows of 576 columns, not {head_size}"
+        return None
+
+
+class RaggedMLABackend(LatentPages, _mla.MLACommonBackend):
     """What vLLM asks about us before it chooses us for dense latent attention."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = [*CACHE_FORMATS]
 
     @staticmethod
     def get_name() -> str:
@@ -43,16 +61,6 @@ class RaggedMLABackend(_mla.MLACommonBackend):
     @staticmethod
     def get_builder_cls() -> type["RaggedMLAMetadataBuilder"]:
         return RaggedMLAMetadataBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        return [_vllm.MultipleOf(16)]
-
-    @classmethod
-    def supports_combination(
-        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *others: Any, **named: Any
-    ) -> str | None:
-        return why_not_this_format(head_size, kv_cache_dtype)
 
 
 class RaggedMLAMetadataBuilder(_mla.MLACommonMetadataBuilder):
@@ -258,10 +266,3 @@ def expect_latent_decoder(
         sliding_window=sliding_window,
         logits_soft_cap=logits_soft_cap or None,
     )
-
-
-def why_not_this_format(head_size: int, kv_cache_dtype: str | None) -> str | None:
-    """Why rows of this size cannot be kept in this format."""
-    if kv_cache_dtype == "fp8_ds_mla" and head_size != 576:
-        return f"fp8_ds_mla holds rows of 576 columns, not {head_size}"
-    return None

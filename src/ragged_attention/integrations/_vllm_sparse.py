@@ -12,9 +12,9 @@ import torch
 from ragged_attention.integrations._vllm_attention import expect_cache_dtype
 from ragged_attention.integrations._vllm_mla import (
     CACHE_FORMATS,
+    LatentPages,
     expect_latent_decoder,
     joined,
-    why_not_this_format,
     write_latents,
 )
 from ragged_attention.torch import mla_decode, page_indices_to_slots, sparse_mla_prefill
@@ -25,11 +25,10 @@ _sparse: Any = importlib.import_module("vllm.model_executor.layers.attention.spa
 _INT32_MAX = 2**31 - 1
 
 
-class RaggedSparseMLABackend(_vllm.AttentionBackend):
+class RaggedSparseMLABackend(LatentPages, _vllm.AttentionBackend):
     """What vLLM asks about us before it chooses us for sparse latent attention."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = [*CACHE_FORMATS]
 
     @staticmethod
     def get_name() -> str:
@@ -43,10 +42,6 @@ class RaggedSparseMLABackend(_vllm.AttentionBackend):
     def get_builder_cls() -> type["RaggedSparseMLAMetadataBuilder"]:
         return RaggedSparseMLAMetadataBuilder
 
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        return [_vllm.MultipleOf(16)]
-
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         return [576]
@@ -58,12 +53,6 @@ class RaggedSparseMLABackend(_vllm.AttentionBackend):
     @classmethod
     def is_sparse(cls) -> bool:
         return True
-
-    @classmethod
-    def supports_combination(
-        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *others: Any, **named: Any
-    ) -> str | None:
-        return why_not_this_format(head_size, kv_cache_dtype)
 
 
 @dataclasses.dataclass

@@ -7,7 +7,7 @@ import torch
 from ragged_attention.errors import Unsupported
 from ragged_attention.integrations.transformers import _continuous, _dense, _latent
 from ragged_attention.integrations.transformers._calls import note
-from ragged_attention.integrations.transformers._layout import is_padding, packed_edges, pages_of
+from ragged_attention.integrations.transformers._layout import is_padding, packed_edges, pages_of, whole_mask
 from ragged_attention.torch import ragged_paged_attention, varlen_attention
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -116,24 +116,14 @@ def _densely(
     known: dict[str, Any],
     others: dict[str, Any],
 ) -> torch.Tensor:
-    shape, window = (query.shape[2], key.shape[2]), known["sliding_window"]
-    if mask is None and (packed := packed_edges(query.shape[0], query.shape[2], key.shape[2], others)) is not None:
-        mask = packed
-    if mask is not None and mask.ndim == 4:
-        shown = mask[..., : key.shape[2]]
-    elif mask is not None and mask.ndim == 1:
-        shown = _dense.visible(query.shape[0] * shape[0], key.shape[0] * shape[1], causal, window, query.device)
-        number = torch.bucketize(torch.arange(shown.shape[0], device=query.device), mask[1:], right=True)
-        blocks = (shown & (number[:, None] == number)).view(query.shape[0], shape[0], key.shape[0], shape[1])
-        shown = torch.stack([blocks[row, :, row] for row in range(query.shape[0])])[:, None]
-    elif mask is not None:
-        shape = (shape[0], mask.shape[1])  # behind them a cache of fixed size has room
-        key, value = key[:, :, : shape[1]], value[:, :, : shape[1]]
-        shown = _dense.visible(*shape, causal, window, query.device) & mask[:, None, None]
-    else:
-        shown = _dense.visible(*shape, causal, window, query.device)[None, None]
+    rows, q_len, kv_len = query.shape[0], query.shape[2], key.shape[2]
+    mask = packed_edges(rows, q_len, kv_len, others) if mask is None else mask
+    if mask is not None and mask.ndim == 2:  # behind what it tells of, a cache of fixed size has room
+        kv_len = mask.shape[1]
+        key, value = key[:, :, :kv_len], value[:, :, :kv_len]
+    shown = whole_mask(mask, rows, q_len, kv_len, causal=causal, window=known["sliding_window"], device=query.device)
     if (indices := others.get("indices")) is not None:
-        chosen = torch.zeros(*indices.shape[:2], key.shape[2], dtype=torch.bool, device=query.device)
+        chosen = torch.zeros(*indices.shape[:2], kv_len, dtype=torch.bool, device=query.device)
         chosen = chosen.scatter_(-1, indices.long(), True)[:, None]
         shown = shown & chosen if shown.dtype == torch.bool else shown.masked_fill(~chosen, -torch.inf)
     names = ("sm_scale", "soft_cap", "sinks")

@@ -48,7 +48,7 @@ def attend(
     else:
         raise Unsupported(f"expected full or sliding attention in continuous batching, got {kind}")
     note(module, "varlen_attention")
-    return varlen_attention(q, k.contiguous(), v.contiguous(), edges, cu_kv_lens, causal=True, **known)[None]
+    return varlen_attention(q, k, v, edges, cu_kv_lens, causal=True, **known)[None]
 
 
 def _write(allocator: Any, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:

@@ -1,16 +1,6 @@
 """Attention with all logits in memory: what no operation of ours takes."""
 
-from typing import Any
-
 import torch
-
-
-def visible(q_len: int, kv_len: int, causal: bool, window: int | None, device: Any) -> torch.Tensor:
-    """Who sees whom by position alone, [L_q, L_k]; the last query stands at the last key."""
-    position = torch.arange(kv_len - q_len, kv_len, device=device)[:, None]
-    key = torch.arange(kv_len, device=device)
-    seen = key <= position if causal else key >= 0
-    return (seen if window is None else seen & (key > position - window)).expand(q_len, kv_len)
 
 
 def attend(

@@ -10,7 +10,7 @@ import torch
 
 from ragged_attention.errors import Unsupported
 from ragged_attention.integrations.transformers._calls import note
-from ragged_attention.integrations.transformers._layout import is_padding, packed_edges, pages_of
+from ragged_attention.integrations.transformers._layout import is_padding, packed_edges, pages_of, whole_mask
 from ragged_attention.torch import mla_decode, sparse_mla_prefill
 
 NEEDED = ("expand_kv", "kv_b_proj", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "num_heads")
@@ -81,41 +81,26 @@ def _by_lists(
     q: torch.Tensor, latents: torch.Tensor, mask: torch.Tensor | None, others: dict[str, Any], d_v: int, sm_scale: float
 ) -> torch.Tensor:
     """Each query with the list of its keys, some queries at a time, so that lists of all keys stay small."""
-    rows, length = latents.shape[0], latents.shape[2]
-    flat = latents.flatten(0, 2)[:, None]
+    (rows, q_len), length = q.shape[:2], latents.shape[2]
+    mask = packed_edges(rows, q_len, length, others) if mask is None else mask
+    flat, first = latents.flatten(0, 2)[:, None], torch.arange(rows, device=q.device)[:, None, None] * length
     parts = []
-    for start in range(0, q.shape[1], QUERIES):
-        some = q[:, start : start + QUERIES]
-        lists = _lists(start, some.shape[1], q.shape[1], latents, mask, others)
-        first = torch.arange(rows, device=q.device)[:, None, None] * length
+    for start in range(0, q_len, QUERIES):
+        queries = slice(start, start + QUERIES)
+        shown = whole_mask(mask, rows, q_len, length, causal=True, queries=queries, device=q.device)[:, 0].expand(
+            rows, -1, -1
+        )
+        lists = _lists(shown if shown.dtype == torch.bool else shown == 0, queries, others.get("indices"))
         lists = torch.where(lists < 0, -1, lists + first).int().flatten(0, 1)[:, None]
-        out, _, _ = sparse_mla_prefill(some.flatten(0, 1), flat, lists, d_v=d_v, sm_scale=sm_scale)
-        parts.append(out.view(rows, some.shape[1], q.shape[2], d_v))
+        out, _, _ = sparse_mla_prefill(q[:, queries].flatten(0, 1), flat, lists, d_v=d_v, sm_scale=sm_scale)
+        parts.append(out.unflatten(0, (rows, -1)))
     return torch.cat(parts, 1)
 
 
-def _lists(
-    start: int, count: int, q_len: int, latents: torch.Tensor, mask: torch.Tensor | None, others: dict[str, Any]
-) -> torch.Tensor:
-    """The keys [B, count, N] of the queries from `start` on, -1 for none."""
-    rows, length, device = latents.shape[0], latents.shape[2], latents.device
-    keys = torch.arange(length, device=device)
-    if mask is not None and mask.ndim == 4:
-        part = mask[:, 0, start : start + count, :length]
-        shown = (part if part.dtype == torch.bool else part == 0).expand(rows, -1, -1)
-    else:
-        end = length if mask is None or mask.ndim == 1 else mask.shape[1]
-        position = torch.arange(end - q_len + start, end - q_len + start + count, device=device)
-        shown = (keys <= position[:, None]).expand(rows, -1, -1)
-        edges = mask if mask is not None and mask.ndim == 1 else packed_edges(rows, q_len, length, others)
-        if edges is not None:
-            number = torch.bucketize(torch.arange(rows * length, device=device), edges[1:], right=True)
-            number = number.view(rows, length)
-            shown = shown & (number[:, start : start + count, None] == number[:, None])
-        elif mask is not None:
-            shown = shown & torch.nn.functional.pad(mask, (0, length - end))[:, None]
-    indices = others.get("indices")
+def _lists(shown: torch.Tensor, queries: slice, indices: torch.Tensor | None) -> torch.Tensor:
+    """The keys [B, queries, N] that some queries see, and that `indices` [B, L_q, N] choose if given; -1 for none."""
+    length = shown.shape[2]
     if indices is None:
-        return torch.where(shown, keys, -1)
-    indices = indices[:, start : start + count].long()
+        return torch.where(shown, torch.arange(length, device=shown.device), -1)
+    indices = indices[:, queries].long()
     return torch.where(shown.gather(-1, indices.clamp(0, length - 1)) & (indices >= 0), indices, -1)

@@ -55,3 +55,33 @@ def packed_edges(rows: int, q_len: int, kv_len: int, others: dict[str, Any]) -> 
         return None
     numbers = (positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1).cumsum(1)
     return edges_of(numbers) if bool(numbers[:, -1].any()) else None
+
+
+def whole_mask(
+    mask: torch.Tensor | None,
+    rows: int,
+    q_len: int,
+    kv_len: int,
+    *,
+    causal: bool,
+    window: int | None = None,
+    queries: slice = slice(None),
+    device: Any = "cpu",
+) -> torch.Tensor:
+    """Whatever `_masks.mask` made as a mask [B, 1, queries, L_k]: bool, or numbers where it was of numbers.
+
+    The last query stands at the last key, behind which a cache of fixed size may have room.
+    """
+    if mask is not None and mask.ndim == 4:
+        return mask[:, :, queries, :kv_len]
+    end = mask.shape[1] if mask is not None and mask.ndim == 2 else kv_len
+    position = torch.arange(end - q_len, end, device=device)[queries, None]
+    key = torch.arange(kv_len, device=device)
+    seen = key <= position if causal else key < end
+    if window is not None:
+        seen = seen & (key > position - window)
+    seen = seen.expand(rows, 1, position.shape[0], kv_len)
+    if mask is not None and mask.ndim == 1:
+        number = torch.bucketize(torch.arange(rows * kv_len, device=device), mask[1:], right=True).view(rows, kv_len)
+        return seen & (number[:, queries, None] == number[:, None])[:, None]
+    return seen if mask is None else seen & torch.nn.functional.pad(mask, (0, kv_len - end))[:, None, None]
