@@ -355,6 +355,8 @@ def test_front_ends_take_the_arguments_of_the_record(framework, operation):
     if operation == "varlen_attention":  # which always computes it, as its gradient wants it
         assert given.pop("return_lse").default is False
     record = CALLS[operation]
+    if framework == "torch" and record.TAKES_OUT:
+        assert given.pop("out").default is None
     wanted = {name: record.DEFAULTS.get(name, inspect.Parameter.empty) for name in record.KINDS}
     assert {name: given[name].default for name in given} == wanted | {"backend": None, "options": None}
     assert list(given) == [*wanted, "backend", "options"]
@@ -372,8 +374,9 @@ def test_both_front_ends_have_one_signature(operation):
         [(name, value.kind, value.default) for name, value in inspect.signature(function).parameters.items()]
         for function in both
     ]
-    if operation == "make_decode_schedule":  # only torch takes a device: its arrays could be anywhere
-        kinds[0] = [kind for kind in kinds[0] if kind[0] != "device"]
+    # Only torch takes a device, since its arrays could be anywhere, and memory for results, since it can write it.
+    only = {"device"} if operation == "make_decode_schedule" else {"out"} if CALLS[operation].TAKES_OUT else set()
+    kinds[0] = [kind for kind in kinds[0] if kind[0] not in only]
     assert kinds[0] == kinds[1]
     described, again = map(inspect.getdoc, both)
     assert described == again

@@ -35,7 +35,7 @@ import triton.language as tl  # noqa: E402
 
 from benchmarks import overhead  # noqa: E402
 from ragged_attention.calls import CALLS, NOWHERE, Call, Device  # noqa: E402
-from ragged_attention.calls.base import record  # noqa: E402
+from ragged_attention.calls.base import Result, record  # noqa: E402
 from ragged_attention.calls.fields import ArrayKind, Kind, field  # noqa: E402
 from ragged_attention.torch import _launcher, _operators, _plan, _replay  # noqa: E402
 
@@ -62,6 +62,7 @@ class Anything(Kind):
 @record
 class Toy(Call):
     OPERATION: ClassVar[str] = "toy"
+    TAKES_OUT: ClassVar[bool] = True
 
     x: Any = field(ArrayKind())
     y: Any = field(ArrayKind())
@@ -71,7 +72,7 @@ class Toy(Call):
     warps: int = field(Anything(), default=4)
 
     def results(self) -> Any:
-        raise NotImplementedError
+        return (Result(self.x.shape, self.x.dtype),)
 
     def check_values(self) -> None:
         raise NotImplementedError
@@ -293,6 +294,15 @@ def check_unaligned_results_are_left_to_triton() -> None:
         assert all(address(launch[-1][3]) % 16 == 8 for launch in found)
         assert not set(compiled_for(found)) & set(compiled_for(aligned))
         assert compiled_for(compare(driver, toy())) == compiled_for(aligned)
+
+
+def check_memory_of_the_caller_is_launched_with() -> None:
+    with noting() as driver:
+        compare(driver, toy())
+        for out in (torch.empty(4, 3), torch.empty(4, 3)):
+            result, (_, again) = _plan.execute(Toy, toy(), "triton", None, out)
+            assert result is again is out
+            assert [address(launch[-1][3]) for launch in driver.take()] == [out.data_ptr()] * 2
 
 
 def check_devices_and_streams() -> None:

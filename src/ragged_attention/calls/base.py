@@ -72,6 +72,7 @@ class Call(abc.ABC):
     ABSENT: ClassVar[Mapping[str, tuple[Any, ...]]]  # the flat arguments of those that may be None, if they are
     REGROUPED: ClassVar[Mapping[str, Kind]]  # those that are not their one flat argument
     NUM_RESULTS: ClassVar[int | None] = 1  # None where it depends on the arguments; 0 where an argument is written
+    TAKES_OUT: ClassVar[bool] = False  # whether from torch the first result, out, may be memory that the caller gives
     DIFFERENTIABLE: ClassVar[tuple[str, ...]] = ()  # arguments that `<operation>_backward` gives the gradients of
 
     SEPARABLE: ClassVar[frozenset[str]] = frozenset()  # arguments that ask for what another operation can do before

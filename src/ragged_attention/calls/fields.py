@@ -88,8 +88,9 @@ def expect_array(name: str, value: Any, shape: str, dtypes: tuple[str, ...], siz
     """Check one array's kind, dtype and shape; `shape` is letters such as "S M", each a size or a new axis."""
     if not is_array(value):
         raise TypeError(f"expected {name} to be an array, got {type(value).__name__}")
-    if dtype_name(value) not in dtypes:
-        raise InvalidInput(f"expected {name}.dtype to be {' or '.join(dtypes)}, got {dtype_name(value)}")
+    if (dtype := dtype_name(value)) not in dtypes:
+        advice = ": convert it once a step, not in every layer" if dtype == "int64" and dtypes == INT32 else ""
+        raise InvalidInput(f"expected {name}.dtype to be {' or '.join(dtypes)}, got {dtype}{advice}")
     letters = shape.split()
     got = tuple(value.shape)
     if len(got) != len(letters) or any(sizes.get(a, n) != n for a, n in zip(letters, got, strict=True)):

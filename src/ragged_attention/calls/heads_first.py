@@ -197,6 +197,7 @@ class PagedAttention(HeadsFirstCall):
     """The arguments of `paged_attention`, which says what they mean."""
 
     OPERATION: ClassVar[str] = "paged_attention"
+    TAKES_OUT: ClassVar[bool] = True
 
     q: Any = field(ArrayKind("S H D", FLOATS))
     k_pages: Any = field(_pages("k_pages"))
@@ -221,6 +222,7 @@ class PrefillAttention(HeadsFirstCall):
     """The arguments of `prefill_attention`, which says what they mean."""
 
     OPERATION: ClassVar[str] = "prefill_attention"
+    TAKES_OUT: ClassVar[bool] = True
 
     q: Any = field(ArrayKind("T H D", FLOATS))
     k_pages: Any = field(_pages("k_pages"))

@@ -134,6 +134,7 @@ class SparseMlaPrefill(SparsePrefillCall):
     """The arguments of `sparse_mla_prefill`, which says what they mean."""
 
     OPERATION: ClassVar[str] = "sparse_mla_prefill"
+    TAKES_OUT: ClassVar[bool] = True
     NUM_RESULTS: ClassVar[int | None] = 3
     DIFFERENTIABLE: ClassVar[tuple[str, ...]] = ("q", "kv", "sinks")
 
@@ -209,6 +210,7 @@ class MlaDecode(LatentCall):
     """The arguments of `mla_decode`, which says what they mean; its schedule as the arrays that it consists of."""
 
     OPERATION: ClassVar[str] = "mla_decode"
+    TAKES_OUT: ClassVar[bool] = True
     NUM_RESULTS: ClassVar[int | None] = 2
 
     q: Any = field(ArrayKind("S Q H D", FLOATS))

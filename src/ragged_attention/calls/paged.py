@@ -142,6 +142,7 @@ class RaggedPagedAttention(PagedCall, GroupedCall):
     """The arguments of `ragged_paged_attention`, which says what they mean."""
 
     OPERATION: ClassVar[str] = "ragged_paged_attention"
+    TAKES_OUT: ClassVar[bool] = True
     NUM_RESULTS: ClassVar[int | None] = None
     SEPARABLE: ClassVar[frozenset[str]] = frozenset({"new_kv"})
 
@@ -322,6 +323,7 @@ class MergeAttentionStates(Call):
     """The arguments of `merge_attention_states`, which says what they mean."""
 
     OPERATION: ClassVar[str] = "merge_attention_states"
+    TAKES_OUT: ClassVar[bool] = True
     NUM_RESULTS: ClassVar[int | None] = 2
 
     outs: Any = field(Stack("N T H D_v", FLOATS))

@@ -170,9 +170,10 @@ class RaggedAttentionImpl(_vllm.AttentionImpl):
             return output.fill_(0)
         tokens = attn_metadata.num_actual_tokens
         k_scale, v_scale = self._scales(layer)
-        out = ragged_paged_attention(
+        pages = self._pages(kv_cache)
+        ragged_paged_attention(
             query[:tokens],
-            self._pages(kv_cache),
+            pages,
             attn_metadata.kv_lens,
             attn_metadata.page_indices,
             attn_metadata.cu_q_lens,
@@ -182,8 +183,8 @@ class RaggedAttentionImpl(_vllm.AttentionImpl):
             sinks=None if self.sinks is None else self.sinks.detach().to(torch.float32),
             k_scale=k_scale,
             v_scale=v_scale,
+            out=output[:tokens].view(tokens, self.num_heads, pages[1].shape[-1]),
         )
-        output[:tokens].view(out.shape).copy_(out)
         return output
 
     def do_kv_cache_update(

@@ -183,7 +183,8 @@ class RaggedMLAImpl(_mla.MLACommonImpl):
             return
         k, v = self._keys_and_values(kv_c_normed, k_pe)
         edges = prefill.query_start_loc
-        out, lse = varlen_attention(q, k, v, edges, edges, sm_scale=self.scale, causal=True, return_lse=True)
+        out = output.view(*v.shape)
+        _, lse = varlen_attention(q, k, v, edges, edges, sm_scale=self.scale, causal=True, return_lse=True, out=out)
         for chunk in () if context is None else context.chunks:
             latents = self._gathered(kv_c_and_k_pe_cache, prefill.block_table[chunk.request_slice], chunk, q.dtype)
             k, v = self._keys_and_values(*latents.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1))
@@ -191,8 +192,7 @@ class RaggedMLAImpl(_mla.MLACommonImpl):
             part = varlen_attention(
                 q[rows], k, v, chunk.query_start_loc, chunk.cu_seq_lens, sm_scale=self.scale, return_lse=True
             )
-            out[rows], lse[rows] = merge_attention_states([out[rows], part[0]], [lse[rows], part[1]])
-        output.view(out.shape).copy_(out)
+            _, lse[rows] = merge_attention_states([out[rows], part[0]], [lse[rows], part[1]], out=out[rows])
 
     def do_kv_cache_update(
         self,

@@ -58,6 +58,7 @@ def sparse_mla_prefill(
         cache_format: `plain`, `fp8_v32` or `fp8_v4`; default by `kv`'s dtype and last dimension.
         deterministic: the gradient has the same bits in every run: contributions to a row are added in the order of
             the queries that select it, by way of an index, where otherwise GPUs add them in any order.
+        out: torch only: memory for the result of that name, as in `ragged_paged_attention`; no gradient then.
         backend: this call's backend, a name or an ordered list of them; see `ragged_attention.config`. The gradient
             runs on it too if it offers `sparse_mla_prefill_backward`.
         options: this call's tunables, fields of the chosen backend's `Tile`; those of the gradient are the
@@ -174,6 +175,7 @@ def mla_decode(
         schedule: from `make_decode_schedule`, how to divide the work. The result is the same without one, up to
             rounding: then the keys of a sequence are divided among programs by shapes alone.
         cache_format: `plain`, `fp8_v32` or `fp8_v4`; default by the dtype and last dimension of `kv_cache`.
+        out: torch only: memory for the result of that name, as in `ragged_paged_attention`.
         backend, options: as in `sparse_mla_prefill`. With the kernels of `triton` and `cuda`
             `options={"num_splits": 1}`, and no schedule, gives bits that depend on nothing but the sequence itself.
 

@@ -130,6 +130,10 @@ def ragged_paged_attention(
         draft_mask: bool [T, W], which of its sequence's new tokens each query sees, as tree speculative decoding needs:
             entry [t, j] is about the one at position `kv_len - q_len + j`. It replaces `causal` among those;
             earlier positions are seen as usual, new tokens from the W-th on are not. A window applies as well.
+        out: torch only: memory for the result of that name, which is then this very tensor: of its shape and dtype, any
+            strides. What it held is not read. Where it is packed, begins at a multiple of 16 bytes and shares no
+            storage with the arguments, `triton`, `cuda` and `numba` write it directly; else it is copied to. A call
+            with it has no gradient.
         backend: this call's backend, a name or an ordered list of them; see `ragged_attention.config`.
         options: this call's tunables, fields of the chosen backend's `Tile`.
 
@@ -213,6 +217,7 @@ def merge_attention_states(
     Args:
         outs: [N, T, H, D_v] float32, float16 or bfloat16, or a sequence of N arrays [T, H, D_v].
         lses: f32 [N, T, H], natural log-sum-exps as `ragged_paged_attention` returns them, or a sequence.
+        out: torch only: memory for the result of that name, as in `ragged_paged_attention`.
         backend, options: as in `ragged_paged_attention`.
 
     Returns:

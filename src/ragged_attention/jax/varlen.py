@@ -89,6 +89,7 @@ def varlen_attention(
         return_lse: also return the log-sum-exp.
         deterministic: the gradients have the same bits in every run. Those of `triton`, `eager` and `reference`
             have, whether this is set or not.
+        out: torch only: memory for the result of that name, as in `ragged_paged_attention`; no gradient then.
         backend: this call's backend, a name or an ordered list of them; see `ragged_attention.config`. The gradient
             runs on it too if it offers `varlen_attention_backward`.
         options: this call's tunables, fields of the chosen backend's `Tile`; those of the gradient are the

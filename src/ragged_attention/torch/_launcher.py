@@ -79,7 +79,13 @@ def on(device: torch.device, *, interpreted: bool = True) -> contextlib.Abstract
 
 
 class Launcher:
-    """Runs kernels for calls that hold torch tensors; without state, so one serves all."""
+    """Runs kernels for calls that hold torch tensors.
+
+    `out`, if given, is memory of the caller's for the result of that name, where a backend asks for it by name.
+    """
+
+    def __init__(self, out: torch.Tensor | None = None) -> None:
+        self.out = out
 
     def __call__(
         self,
@@ -124,14 +130,16 @@ class Launcher:
         It reads the record before it returns, so nothing has to outlive the call; results are uninitialised memory.
         """
         device = next(tensor.device for tensor in operands.values() if tensor is not None)
-        results = {
-            name: operands[given]
-            if isinstance(given, str)
-            else None
-            if given is None
-            else torch.empty(given[0], dtype=DTYPES.get(given[1], given[1]), device=device)
-            for name, given in outputs.items()
-        }
+
+        def memory(name: str, given: tuple[Sequence[int], Any] | str | None) -> torch.Tensor | None:
+            if given is None or isinstance(given, str):
+                return None if given is None else operands[given]
+            shape, dtype = tuple(given[0]), DTYPES.get(given[1], given[1])
+            if name == "out" and self.out is not None and (self.out.shape, self.out.dtype) == (shape, dtype):
+                return self.out
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        results = {name: memory(name, given) for name, given in outputs.items()}
         record = function.record(**numbers)
         for arrays in (operands, results):
             for name, tensor in arrays.items():
@@ -208,4 +216,4 @@ class Launcher:
         return new
 
 
-LAUNCHER = Launcher()
+LAUNCHER = Launcher()  # of all calls that are given no memory

@@ -5,6 +5,7 @@ else (checks, choice of backend, launch) happens inside the operator, out of sig
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -58,13 +59,18 @@ def prepare(record: type[Call], arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def run(record: type[Call], arguments: Mapping[str, Any]) -> Any:
     """Run a public function's call: its arguments by name, `backend` and `options` among them."""
-    return run_prepared(record, prepare(record, arguments), arguments["backend"], arguments["options"])
+    out = arguments["out"] if record.TAKES_OUT else None
+    return run_prepared(record, prepare(record, arguments), arguments["backend"], arguments["options"], out)
 
 
-def run_prepared(record: type[Call], prepared: Mapping[str, Any], backend: Any, options: Any) -> Any:
-    """Run an operator on the record's arguments."""
+def run_prepared(
+    record: type[Call], prepared: Mapping[str, Any], backend: Any, options: Any, out: torch.Tensor | None = None
+) -> Any:
+    """Run an operator on the record's arguments; `out` is written and returned in place of the first result."""
     flat = record.flatten(prepared)
     operator = getattr(torch.ops.ragged_attention, record.OPERATION)
+    if out is not None:
+        operator = functools.partial(_run_into, record, operator.out, out)
     compiling = torch.compiler.is_compiling()
     if not compiling and forward_ad._current_level >= 0:
         _refuse_tangents(record.OPERATION, flat)
@@ -74,8 +80,25 @@ def run_prepared(record: type[Call], prepared: Mapping[str, Any], backend: Any, 
         with torch._C._AutoDispatchBelowAutograd():  # which would find the same, at the price of a second dispatch
             return operator(*flat, _names(backend), encode_options(options))
     except (RuntimeError, TypeError):
-        _plan.checked(record, prepared)  # a schema's error does not name our argument; the record's does
+        call = _plan.checked(record, prepared)  # a schema's error does not name our argument; the record's does
+        if out is not None:
+            _plan.expect_out(call.results()[0], out, flat[0].device)
         raise
+
+
+def _run_into(record: type[Call], operator: Any, out: torch.Tensor, *values: Any) -> Any:
+    if not torch.compiler.is_compiling():
+        _refuse_gradient(record.OPERATION, values)
+    others = operator(*values, out=out)
+    if record.NUM_RESULTS == 1:
+        return out
+    return out, *(others if isinstance(others, tuple | list) else (others,))
+
+
+def _refuse_gradient(operation: str, flat: Sequence[Any]) -> None:
+    """As torch does for its own operations with `out=`."""
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*flat):
+        raise RuntimeError(f"{operation} with out= has no gradient: expected arguments that do not require one")
 
 
 def run_with_write(record: type[RaggedPagedAttention], arguments: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -84,12 +107,14 @@ def run_with_write(record: type[RaggedPagedAttention], arguments: Mapping[str, A
     Nothing is written for a call that will be refused. Under `torch.compile` all checks but those of the backend are
     made by the operators' fake kernels, before anything runs.
     """
-    backend, options = arguments["backend"], arguments["options"]
+    backend, options, out = arguments["backend"], arguments["options"], arguments["out"]
     prepared = prepare(record, arguments)
     if not torch.compiler.is_compiling():
-        _plan.expect_runnable(record, prepared, _names(backend), encode_options(options))
+        _plan.expect_runnable(record, prepared, _names(backend), encode_options(options), out)
+        if out is not None:
+            _refuse_gradient(record.OPERATION, record.flatten(prepared))
     run_prepared(WriteKvPages, record.arguments_of_write(prepared), backend, None)
-    return run_prepared(record, prepared | {"new_kv": None}, backend, options)
+    return run_prepared(record, prepared | {"new_kv": None}, backend, options, out)
 
 
 def _may_differentiate(flat: Sequence[Any]) -> bool:
@@ -142,7 +167,7 @@ def _mark_written(operation: str, name: str, tensor: torch.Tensor) -> None:
 def _implementation(record: type[Call]) -> Callable[..., Any]:
     written = [name for name, kind in record.KINDS.items() if kind.written]
 
-    def implementation(*values: Any) -> Any:
+    def implementation(*values: Any, out: torch.Tensor | None = None) -> Any:
         arguments = record.unflatten(values[:-2])
         first = next((value for value in values if isinstance(value, torch.Tensor)), None)
         if first is None:  # a schema takes None for a tensor
@@ -152,33 +177,49 @@ def _implementation(record: type[Call]) -> Callable[..., Any]:
             given = arguments[name]
             for tensor in given if isinstance(given, tuple) else (given,):
                 _mark_written(record.OPERATION, name, tensor)
+        if out is not None:
+            _mark_written(record.OPERATION, "out", out)
         with _without_autocast(first.device):
-            found = _plan.execute(record, arguments, *values[-2:])
-        return _as_declared(record, found, first)
+            found = _plan.execute(record, arguments, *values[-2:], out=out)
+            found = list(found) if isinstance(found, tuple | list) else [found]
+            if out is None:
+                return _as_declared(found, record.NUM_RESULTS, first)
+            result, *others = found
+            if result.data_ptr() != out.data_ptr():
+                out.copy_(result)
+            return _as_declared(others, _num_others(record), first)
 
     return implementation
 
 
-def _as_declared(record: type[Call], found: Any, like: torch.Tensor) -> Any:
-    """A backend's results as the schema has them: an empty tensor in place of an absent gradient."""
-    if record.NUM_RESULTS == 0:
-        return None
-    found = list(found) if isinstance(found, tuple | list) else [found]
-    if record.NUM_RESULTS is None:
+def _num_others(record: type[Call]) -> int:
+    """How many results an operator returns beside the one that it writes to `out`."""
+    return 1 if record.NUM_RESULTS is None else record.NUM_RESULTS - 1
+
+
+def _as_declared(found: list[torch.Tensor], count: int | None, like: torch.Tensor) -> Any:
+    """A backend's results as a schema has them: an empty tensor in place of an absent one."""
+    if count is None:
         return found
-    found += [like.new_empty(0, dtype=torch.float32) for _ in range(record.NUM_RESULTS - len(found))]
-    return found[0] if record.NUM_RESULTS == 1 else tuple(found)
+    if count == 0:
+        return None
+    found += [like.new_empty(0, dtype=torch.float32) for _ in range(count - len(found))]
+    return found[0] if count == 1 else tuple(found)
 
 
 def _fake(record: type[Call]) -> Callable[..., Any]:
-    def fake(*values: Any) -> Any:
+    def fake(*values: Any, out: torch.Tensor | None = None) -> Any:
         call = _plan.checked(record, record.unflatten(values[:-2]))
         first = next(value for value in values if isinstance(value, torch.Tensor))
 
         def empty(result: Result) -> torch.Tensor:
             return first.new_empty(result.shape, dtype=DTYPES.get(result.dtype, result.dtype))
 
-        return _as_declared(record, [empty(result) for result in call.results()], first)
+        results = call.results()
+        if out is None:
+            return _as_declared([empty(result) for result in results], record.NUM_RESULTS, first)
+        _plan.expect_out(results[0], out, first.device)
+        return _as_declared([empty(result) for result in results[1:]], _num_others(record), first)
 
     return fake
 
@@ -248,16 +289,25 @@ def _not_differentiable(record: type[Call]) -> Callable[..., Any]:
 
 def _define(record: type[Call]) -> None:
     name, count = record.OPERATION, record.NUM_RESULTS
-    tensors = ", ".join(["Tensor"] * (count or 0))
-    returns = "Tensor[]" if count is None else tensors if count == 1 else f"({tensors})"
-    _library.define(
-        f"{name}({record.schema()}, str? backend, str? options) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,)
-    )
-    _library.impl(name, _implementation(record), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"ragged_attention::{name}", _fake(record), lib=_library)
+    _define_operator(record, name, "", "Tensor[]" if count is None else _tensors(count))
+    if record.TAKES_OUT:
+        _define_operator(record, f"{name}.out", ", *, Tensor(o!) out", _tensors(_num_others(record)))
     if count != 0:
         backward, save = _gradient(record) if record.DIFFERENTIABLE else (_not_differentiable(record), None)
         torch.library.register_autograd(f"ragged_attention::{name}", backward, setup_context=save, lib=_library)
+
+
+def _tensors(count: int) -> str:
+    tensors = ", ".join(["Tensor"] * count)
+    return tensors if count == 1 else f"({tensors})"
+
+
+def _define_operator(record: type[Call], name: str, more: str, returns: str) -> None:
+    """An operator of the record's arguments and `more`."""
+    declared = f"{name}({record.schema()}, str? backend, str? options{more}) -> {returns}"
+    _library.define(declared, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, _implementation(record), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ragged_attention::{name}", _fake(record), lib=_library)
 
 
 for _record in CALLS.values():

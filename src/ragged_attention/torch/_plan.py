@@ -3,17 +3,17 @@
 import ast
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ragged_attention import config, dispatch
-from ragged_attention.calls import NOWHERE, Call, Device
+from ragged_attention.calls import NOWHERE, Call, Device, Result
 from ragged_attention.errors import InvalidInput
 from ragged_attention.torch import _replay
-from ragged_attention.torch._launcher import LAUNCHER, device_facts, indices_to_numpy
-from ragged_attention.torch._replay import LaunchRecording, alignments
+from ragged_attention.torch._launcher import DTYPES, LAUNCHER, Launcher, device_facts, indices_to_numpy
+from ragged_attention.torch._replay import ALIGNMENT, LaunchRecording, alignments
 
 
 def _static(value: Any, tensors: list[torch.Tensor]) -> Any:
@@ -33,6 +33,7 @@ class Plan:
     device: Device
     choice: dispatch.Choice
     validates: bool  # whether values are to be checked
+    result: Result | None  # the first one, of an operation that takes memory for it
     recordings: dict[tuple[int, ...], LaunchRecording | None] = dataclasses.field(default_factory=dict)
 
 
@@ -43,9 +44,21 @@ _MOST_RECORDINGS = 64  # of a plan
 RECORDED = {"triton"}  # the backends known to do nothing but launch kernels; without any, nothing is replayed
 
 
-def execute(record: type[Call], arguments: dict[str, Any], backend: str | None, options: str | None) -> Any:
-    """Run a call on the backend that is chosen for it."""
+def execute(
+    record: type[Call],
+    arguments: dict[str, Any],
+    backend: str | None,
+    options: str | None,
+    out: torch.Tensor | None = None,
+) -> Any:
+    """Run a call on the backend that is chosen for it.
+
+    Kernels write the first result to `out`, if one is given and they can; whoever gives it copies it there if not.
+    """
     plan, tensors = _plan(record, arguments, backend, options)
+    if out is not None:
+        expect_out(plan.result, out, tensors[0].device)
+        out = out if _takes_results(out, tensors) else None
     if plan.validates:
         _call(record, arguments, plan).map(indices_to_numpy).check_values()
     if plan.choice.backend in RECORDED:
@@ -53,12 +66,22 @@ def execute(record: type[Call], arguments: dict[str, Any], backend: str | None, 
         recording = _recording(record, arguments, plan, alignments(tensors, addresses))
         if recording is not None:
             try:
-                return recording.replay(tensors, addresses)
+                return recording.replay(tensors, addresses, out)
             except Exception as error:
                 results = plan.choice.run(_call(record, arguments, plan), LAUNCHER)  # raises if that is what is wrong
                 _stop_replaying(error)
                 return results
-    return plan.choice.run(_call(record, arguments, plan), LAUNCHER)
+    return plan.choice.run(_call(record, arguments, plan), LAUNCHER if out is None else Launcher(out))
+
+
+def _takes_results(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether kernels may write a tensor as one that they allocated: packed, aligned, apart from what they read."""
+    first = out.data_ptr()
+    if not out.is_contiguous() or first % ALIGNMENT:
+        return False
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    end = first + out.nbytes
+    return all(end <= each.data_ptr() or each.data_ptr() + each.nbytes() <= first for each in storages)
 
 
 def _recording(
@@ -101,13 +124,18 @@ def _plan(
         choice = dispatch.choose(call, backend=names, options=ast.literal_eval(options) if options else None)
         if len(_plans) >= _MOST_PLANS:
             _plans.clear()
-        plan = _plans[key] = Plan(call.device, choice, config.validates_values())
+        result = call.results()[0] if record.TAKES_OUT else None
+        plan = _plans[key] = Plan(call.device, choice, config.validates_values(), result)
     return plan, tensors
 
 
-def expect_runnable(record: type[Call], arguments: dict[str, Any], backend: str | None, options: str | None) -> None:
+def expect_runnable(
+    record: type[Call], arguments: dict[str, Any], backend: str | None, options: str | None, out: torch.Tensor | None
+) -> None:
     """Raise what running an operator would raise before anything is launched."""
-    _plan(record, arguments, backend, options)
+    plan, tensors = _plan(record, arguments, backend, options)
+    if out is not None:
+        expect_out(plan.result, out, tensors[0].device)
 
 
 def checked(record: type[Call], arguments: Mapping[str, Any]) -> Any:
@@ -131,10 +159,28 @@ def _check_tensors(call: Call, device: torch.device) -> None:
                 raise InvalidInput(f"expected {name} on the device of the others, {device}, got {item.device}")
             if kind.unit_stride and item.shape[-1] > 1 and item.stride(-1) != 1 and item.numel():
                 raise InvalidInput(f"expected {name} with a last stride of 1, got {item.stride(-1)}")
-            if (
-                kind.written
-                and item.numel()
-                and any(step == 0 and size > 1 for step, size in zip(item.stride(), item.shape, strict=True))
-            ):
-                raise InvalidInput(f"expected {name} without overlapping memory, got strides {item.stride()}")
+            if kind.written:
+                _expect_apart(name, item)
     call.check_strides(lambda tensor: tensor.stride())
+
+
+def _expect_apart(name: str, tensor: torch.Tensor) -> None:
+    """What is written must not be expanded."""
+    repeated = any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+    if repeated and tensor.numel():
+        raise InvalidInput(f"expected {name} without overlapping memory, got strides {tensor.stride()}")
+
+
+def expect_out(result: Result | None, out: Any, device: torch.device) -> None:
+    """Raise unless a result can be written to `out`."""
+    if not isinstance(out, torch.Tensor):
+        raise TypeError(f"expected out to be a torch.Tensor, got {type(out).__name__}")
+    assert result is not None
+    dtype = DTYPES.get(result.dtype, result.dtype)
+    if out.dtype != dtype:
+        raise InvalidInput(f"expected out.dtype to be {dtype}, got {out.dtype}")
+    if tuple(out.shape) != tuple(result.shape):
+        raise InvalidInput(f"expected out.shape to be {list(result.shape)}, got {list(out.shape)}")
+    if out.device != device:
+        raise InvalidInput(f"expected out on the device of the others, {device}, got {out.device}")
+    _expect_apart("out", out)

@@ -142,12 +142,17 @@ class LaunchRecording:
             self.allocations.append(((end,), torch.uint8))
         indices = [*range(inputs), *[inputs + new.allocation for new in self.new]]
         self.results = _renamed(results, indices.__getitem__)
+        self.out = next((index - inputs for index in _flat(self.results)), -1)  # the first result's allocation, if any
 
-    def replay(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> Any:
-        """Launch it all for a call's tensors; returns what the backend would."""
+    def replay(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int], out: torch.Tensor | None = None) -> Any:
+        """Launch it all for a call's tensors; returns what the backend would. `out` is memory for the first result."""
         device = tensors[0].device
+        given = None if out is None else self.out
         with on(device, interpreted=not self.jitted):
-            made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.allocations]
+            made: Any = [
+                out if index == given else torch.empty(shape, dtype=dtype, device=device)
+                for index, (shape, dtype) in enumerate(self.allocations)
+            ]
             starts = [tensor.data_ptr() for tensor in made]
             addresses = [*addresses, *[starts[new.allocation] + new.offset for new in self.new]]
             current, stream, hooks = self._current(starts)
@@ -200,6 +205,7 @@ class Recorder(Launcher):
     """A launcher that launches nothing and records what is to be launched, for backends run on stand-ins."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.inputs = 0
         self.asked: list[tuple[tuple[int, ...], torch.dtype]] = []
         self.steps: list[Step] = []

@@ -20,6 +20,7 @@ def paged_attention(
     *,
     sm_scale: float | None = None,
     soft_cap: float | None = None,
+    out: torch.Tensor | None = None,
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> torch.Tensor:
@@ -39,6 +40,7 @@ def paged_attention(
             never read as pages.
         sm_scale: factor on q . k; default `D ** -0.5`.
         soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, after scaling.
+        out: torch only: memory for the result of that name, as in `ragged_paged_attention`.
         backend, options: as in `ragged_paged_attention`.
 
     Returns:
@@ -61,6 +63,7 @@ def prefill_attention(
     soft_cap: float | None = None,
     sliding_window: int | None = None,
     align: str = "chunk",
+    out: torch.Tensor | None = None,
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> torch.Tensor:
@@ -81,6 +84,7 @@ def prefill_attention(
         align: where the chunk's rows stand. With "chunk" chunks follow each other from position 0 on, and this is the
             one that holds position `length - 1`: row r stands at `(length - 1) // T * T + r`. With "end" the chunk is
             the last T positions: row r stands at `length - T + r`.
+        out: torch only: memory for the result of that name, as in `ragged_paged_attention`.
         backend, options: as in `ragged_paged_attention`.
 
     Returns:

@@ -31,6 +31,7 @@ def sparse_mla_prefill(
     topk_lens: torch.Tensor | None = None,
     cache_format: str | None = None,
     deterministic: bool = False,
+    out: torch.Tensor | None = None,
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -54,6 +55,7 @@ def sparse_mla_prefill(
         cache_format: `plain`, `fp8_v32` or `fp8_v4`; default by `kv`'s dtype and last dimension.
         deterministic: the gradient has the same bits in every run: contributions to a row are added in the order of
             the queries that select it, by way of an index, where otherwise GPUs add them in any order.
+        out: torch only: memory for the result of that name, as in `ragged_paged_attention`; no gradient then.
         backend: this call's backend, a name or an ordered list of them; see `ragged_attention.config`. The gradient
             runs on it too if it offers `sparse_mla_prefill_backward`.
         options: this call's tunables, fields of the chosen backend's `Tile`; those of the gradient are the
@@ -77,8 +79,8 @@ def sparse_mla_prefill(
     The operation is FlashMLA's `flash_mla_sparse_fwd` (DeepSeek-V3.2), made general; `compat.flash_mla` has its own
     conventions (base-2 logits).
     """
-    out, max_logits, lse = run(SparseMlaPrefill, locals())
-    return out, max_logits, lse
+    attended, max_logits, lse = run(SparseMlaPrefill, locals())
+    return attended, max_logits, lse
 
 
 def sparse_mla_prefill_backward(
@@ -140,6 +142,7 @@ def mla_decode(
     extra_topk_lens: torch.Tensor | None = None,
     schedule: DecodeSchedule | None = None,
     cache_format: str | None = None,
+    out: torch.Tensor | None = None,
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -170,6 +173,7 @@ def mla_decode(
         schedule: from `make_decode_schedule`, how to divide the work. The result is the same without one, up to
             rounding: then the keys of a sequence are divided among programs by shapes alone.
         cache_format: `plain`, `fp8_v32` or `fp8_v4`; default by the dtype and last dimension of `kv_cache`.
+        out: torch only: memory for the result of that name, as in `ragged_paged_attention`.
         backend, options: as in `sparse_mla_prefill`. With the kernels of `triton` and `cuda`
             `options={"num_splits": 1}`, and no schedule, gives bits that depend on nothing but the sequence itself.
 
@@ -187,8 +191,8 @@ def mla_decode(
     The operation is FlashMLA's `flash_mla_with_kvcache` made general (any heads, pages, formats, top-k);
     `compat.flash_mla` has its own conventions (lse +inf for a query that sees no key).
     """
-    out, lse = run(MlaDecode, locals())
-    return out, lse
+    attended, lse = run(MlaDecode, locals())
+    return attended, lse
 
 
 def make_decode_schedule(

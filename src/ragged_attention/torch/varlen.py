@@ -20,6 +20,7 @@ class VarlenKeywords(TypedDict, total=False):
     soft_cap: float | None
     sinks: torch.Tensor | None
     deterministic: bool
+    out: torch.Tensor | None
     backend: str | Sequence[str] | None
     options: Mapping[str, Any] | None
 
@@ -62,6 +63,7 @@ def varlen_attention(
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
+    out: torch.Tensor | None = None,
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -89,6 +91,7 @@ def varlen_attention(
         return_lse: also return the log-sum-exp.
         deterministic: the gradients have the same bits in every run. Those of `triton`, `eager` and `reference`
             have, whether this is set or not.
+        out: torch only: memory for the result of that name, as in `ragged_paged_attention`; no gradient then.
         backend: this call's backend, a name or an ordered list of them; see `ragged_attention.config`. The gradient
             runs on it too if it offers `varlen_attention_backward`.
         options: this call's tunables, fields of the chosen backend's `Tile`; those of the gradient are the
@@ -114,8 +117,8 @@ def varlen_attention(
     """
     arguments = locals()
     expect_bool("return_lse", return_lse)
-    out, lse = run(VarlenAttention, arguments)
-    return (out, lse) if return_lse else out
+    attended, lse = run(VarlenAttention, arguments)
+    return (attended, lse) if return_lse else attended
 
 
 def varlen_attention_backward(
