@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --constraint
 # Tests start many processes; where bytecode is not kept, each compiles the package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-shard check conformance compile-matrix cuda-compile flash-mla-matrix tpu-compile bench bench-cpu vllm-check docs status clean
+.PHONY: demo test test-all test-shard check conformance compile-matrix cuda-compile flash-mla-matrix tpu-compile bench bench-cpu bench-transformers vllm-check docs status clean
 
 demo: .venv/demo
 	$(BIN)/ragged-attention demo $(ARGS)
@@ -54,6 +54,10 @@ bench: .venv/all
 # Beside the peers that are installed; ARGS=--help says how to install them, ARGS=--save keeps what was measured.
 bench-cpu: .venv/all
 	$(BIN)/python -m benchmarks.cpu $(ARGS)
+
+# Models of transformers with its attention and with ours, on a CPU; ARGS=--save keeps what was measured.
+bench-transformers: .venv/all
+	$(BIN)/python -m benchmarks.transformers_cpu $(ARGS)
 
 # Tiny models in vLLM on a CPU, with its attention and with ours; needs 3 GB of disk for an environment of its own.
 vllm-check: .venv-vllm/all

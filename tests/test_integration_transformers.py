@@ -153,6 +153,47 @@ def test_a_cache_is_read_where_it_lies() -> None:
         assert torch.equal(kept, room[row, :, :11][:, shown[row]].transpose(0, 1))
 
 
+def test_keys_and_values_that_lie_otherwise_become_pages_too() -> None:
+    """As a layer has them that made its values from latents: [B, L, K, D_v] seen as [B, K, L, D_v]."""
+    key, value = torch.randn(2, 3, 11, 8), torch.randn(2, 11, 3, 5).transpose(1, 2)
+    shown = torch.ones(2, 11, dtype=torch.bool)
+    shown[1, :4] = False
+    found = _layout.pages_of(key, value, shown)
+    assert found is not None
+    k_pages, v_pages, kv_lens, table = found
+    assert k_pages.data_ptr() == key.data_ptr()
+    for pages, given in ((k_pages, key), (v_pages, value)):
+        assert torch.equal(pages[table[1, : kv_lens[1]].long(), 0], given[1, :, 4:].transpose(0, 1))
+
+
+@each(("qwen3",))
+def test_padding_is_sorted_once_for_all_layers(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sorted_: list[Any] = []
+    argsort = torch.argsort
+
+    def counted(mask: Any, *rest: Any, **options: Any) -> Any:
+        sorted_.append(mask)
+        return argsort(mask, *rest, **options)
+
+    monkeypatch.setattr(torch, "argsort", counted)
+    generated(model, ragged.NAME, padding("left"))
+    masks = [each for each in sorted_ if each.dtype == torch.bool]
+    assert len(masks) == NEW  # one for each forward pass, of which each has two layers
+
+
+def test_what_is_found_out_about_a_mask_is_kept_for_those_of_a_forward_pass_only() -> None:
+    shown = torch.tensor([[True, False]])
+    assert not _layout.is_left_padding(shown)
+    shown[:] = True
+    assert _layout.is_left_padding(shown)
+    ours = _masks.mask(1, 1, 2, 1, attention_mask=torch.tensor([[0, 1]]))
+    assert ours is not None
+    assert _layout.shown_first(ours) is _layout.shown_first(ours)
+    assert len(_masks._found) == 1
+    del ours
+    assert len(_masks._found) == 0
+
+
 # ---- continuous batching
 
 
@@ -265,6 +306,20 @@ def test_absorbed_latent_attention(model: Any) -> None:
     said = ragged.explain()
     assert "sparse_mla_prefill" in said
     assert ("mla_decode" in said) == (model.config.model_type == "deepseek_v3")
+
+
+@pytest.mark.parametrize("kind", ["none", "left", "right", "holes"])
+@each(("deepseek_v3",))
+def test_absorbed_prompts_with_padding_anywhere(model: Any, kind: str) -> None:
+    """At once, and with what is behind the first tokens in a second pass over the cache."""
+    shown, absorbed = padding(kind), ragged.absorb_mla(copy.deepcopy(model))
+    expected = logits(model, "eager", shown)
+    assert_close(logits(absorbed, ragged.NAME, shown), expected, shown)
+    assert ("mla_decode" in ragged.explain()) == (kind in ("none", "left"))
+    with torch.no_grad():
+        first = absorbed(input_ids=tokens()[:, :4], attention_mask=shown[:, :4])
+        rest = absorbed(input_ids=tokens()[:, 4:], attention_mask=shown, past_key_values=first.past_key_values)
+    assert_close(rest.logits, expected[:, 4:], shown[:, 4:])
 
 
 def test_latents_are_absorbed_for_long_prompts_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,6 @@ import argparse
 import datetime
 import json
 import os
-import platform
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -72,12 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def facts() -> dict[str, Any]:
     """What the numbers depend on besides the code."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     return {
         "date": datetime.date.today().isoformat(),
         "commit": commit.stdout.strip(),
-        "cpu": f"{name or platform.processor()}, {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} CPUs",
+        "cpu": page.machine(),
         "torch": torch.__version__,
         "runs": [],
     }

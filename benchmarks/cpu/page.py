@@ -1,8 +1,12 @@
 """What a run has measured, as a table and a picture of docs/cpu.md, and in short in the README."""
 
+import os
+import platform
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, PICTURE, README = ROOT / "docs" / "cpu.md", ROOT / "docs" / "cpu.svg", ROOT / "README.md"
@@ -21,9 +25,9 @@ def write(record: Mapping[str, Any]) -> None:
             f"a copy moves {run['bytes_per_second'] / 1e9:.1f} GB/s, torch multiplies {run['flops'] / 1e9:.0f} GFLOP/s"
         )
         parts += [f"\n### {_threads(run)}\n\nOn this machine {rates}.\n\n", table(run, long=True)]
-    _replace(PAGE, "".join(parts))
+    replace(PAGE, "".join(parts), BEGIN, END)
     last = record["runs"][-1]
-    _replace(README, f"{_threads(last)} of {told}\n\n" + table(last, long=False))
+    replace(README, f"{_threads(last)} of {told}\n\n" + table(last, long=False), BEGIN, END)
     PICTURE.write_text(picture(record["runs"]))
 
 
@@ -31,9 +35,18 @@ def _threads(run: Mapping[str, Any]) -> str:
     return "One thread" if run["threads"] == 1 else f"{run['threads']} threads"
 
 
-def _replace(file: Path, text: str) -> None:
-    before, _, rest = file.read_text().partition(BEGIN)
-    file.write_text(f"{before}{BEGIN}{text}{END}{rest.partition(END)[2]}")
+def replace(file: Path, text: str, begin: str, end: str) -> None:
+    """Write what stands between two marks of a page."""
+    before, _, rest = file.read_text().partition(begin)
+    file.write_text(f"{before}{begin}{text}{end}{rest.partition(end)[2]}")
+
+
+def machine() -> str:
+    """The CPU that is measured on, in words."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return f"{name or platform.processor()}, {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} CPUs"
 
 
 def table(run: Mapping[str, Any], *, long: bool) -> str:

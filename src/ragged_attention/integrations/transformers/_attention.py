@@ -7,7 +7,13 @@ import torch
 from ragged_attention.errors import Unsupported
 from ragged_attention.integrations.transformers import _continuous, _dense, _latent
 from ragged_attention.integrations.transformers._calls import note
-from ragged_attention.integrations.transformers._layout import is_padding, packed_edges, pages_of, whole_mask
+from ragged_attention.integrations.transformers._layout import (
+    is_padding,
+    packed_edges,
+    pages_of,
+    shown_first,
+    whole_mask,
+)
 from ragged_attention.torch import ragged_paged_attention, varlen_attention
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -186,8 +192,11 @@ def _without_padding(
     """Each row's tokens before its padding, as two sequences, so that shapes do not depend on lengths."""
     rows, heads, q_len, _ = query.shape
     length = shown.shape[1]
-    real = shown[:, -q_len:] if q_len <= length and causal else shown.new_ones(rows, q_len)
-    q_order, order = (torch.argsort(~each, dim=1, stable=True) for each in (real, shown))
+    if not causal or q_len > length:
+        real = shown.new_ones(rows, q_len)
+    else:
+        real = shown if q_len == length else shown[:, -q_len:]
+    (q_order, q_lens), (order, kv_lens) = shown_first(real), shown_first(shown)
 
     def ordered(tensor: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         tensor = tensor.transpose(1, 2)[:, : places.shape[1]]
@@ -201,7 +210,7 @@ def _without_padding(
 
     out = varlen_attention(
         ordered(query, q_order), ordered(key, order), ordered(value, order),
-        edges(real.sum(1), q_len), edges(shown.sum(1), length), causal=causal, **known,
+        edges(q_lens, q_len), edges(kv_lens, length), causal=causal, **known,
     ).view(rows, q_len, heads, -1)  # fmt: skip
     back = torch.argsort(q_order, dim=1)[:, :, None, None].expand_as(out)
     return out.gather(1, back)

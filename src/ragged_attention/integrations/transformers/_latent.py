@@ -10,7 +10,13 @@ import torch
 
 from ragged_attention.errors import Unsupported
 from ragged_attention.integrations.transformers._calls import note
-from ragged_attention.integrations.transformers._layout import is_padding, packed_edges, pages_of, whole_mask
+from ragged_attention.integrations.transformers._layout import (
+    is_left_padding,
+    is_padding,
+    packed_edges,
+    pages_of,
+    whole_mask,
+)
 from ragged_attention.torch import mla_decode, sparse_mla_prefill
 
 NEEDED = ("expand_kv", "kv_b_proj", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "num_heads")
@@ -67,14 +73,28 @@ def attend(
         q, latents = (torch.nn.functional.pad(tensor, (0, padding[0])) for tensor in (q, latents))
     d_v = width + padding[1]
     gradient = torch.is_grad_enabled() and (q.requires_grad or latents.requires_grad)
-    decodes = q.shape[1] == 1 and others.get("indices") is None and not gradient and is_padding(mask)
-    if decodes and (pages := pages_of(latents, latents, mask)) is not None:
+    pages = None
+    if not gradient and others.get("indices") is None and _sees_all_before(q, latents, mask, others):
+        pages = pages_of(latents, latents, mask)
+    if pages is not None:
         note(module, "mla_decode")
-        out, _ = mla_decode(q, pages[0], pages[3], pages[2], d_v=d_v, sm_scale=sm_scale)
+        out, _ = mla_decode(q, pages[0], pages[3], pages[2], d_v=d_v, sm_scale=sm_scale, causal=True)
     else:
         note(module, "sparse_mla_prefill")
         out = _by_lists(q, latents, mask, others, d_v, sm_scale)
     return torch.einsum("bqhl,hvl->bqhv", out[..., :width], weight[:, nope:])
+
+
+def _sees_all_before(q: torch.Tensor, latents: torch.Tensor, mask: torch.Tensor | None, others: dict[str, Any]) -> bool:
+    """Whether each query sees the keys up to its own place, the last of which is the last one shown."""
+    if not is_padding(mask):
+        return False
+    (rows, q_len), length = q.shape[:2], latents.shape[2]
+    if q_len == 1:
+        return True
+    if torch.compiler.is_compiling() or packed_edges(rows, q_len, length, others) is not None:
+        return False
+    return is_left_padding(mask)
 
 
 def _by_lists(

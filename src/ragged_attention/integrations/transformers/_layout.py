@@ -4,12 +4,24 @@ from typing import Any
 
 import torch
 
-from ragged_attention.integrations.transformers._masks import edges_of
+from ragged_attention.integrations.transformers._masks import edges_of, found_once
 
 
 def is_padding(mask: torch.Tensor | None) -> bool:
     """Whether a mask of `_masks.mask` says no more than which keys are padding."""
     return mask is None or mask.ndim == 2
+
+
+def shown_first(shown: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys of each row, those that are shown first and in their order; and how many are shown."""
+    return found_once(shown, "order", lambda: (torch.argsort(~shown, dim=1, stable=True), shown.sum(1)))
+
+
+def is_left_padding(shown: torch.Tensor | None) -> bool:
+    """Whether the last key is the last that is shown, and none before it is hidden behind one that is shown."""
+    if shown is None:
+        return True
+    return found_once(shown, "left", lambda: bool((shown[:, 1:] >= shown[:, :-1]).all() and shown[:, -1].all()))
 
 
 def pages_of(
@@ -18,22 +30,22 @@ def pages_of(
     """A cache [B, K, L, D] as pages where it lies: k_pages, v_pages, kv_lens, page_indices; None if it cannot be.
 
     Without padding a row is a page. With it a page is one key, so that a row's list can leave keys out: page p begins p
-    keys behind the cache's first number, which is the same place in every head.
+    keys behind the cache's first number, which is the same place in every head. Keys and values that do not lie alike,
+    such as those that a layer has just computed from latents, are copied where that makes them.
     """
     rows, _, length, _ = key.shape
     device = key.device
     if shown is None and device.type == "cpu":  # where kernels are not compiled for a page size
         table = torch.arange(rows, dtype=torch.int32, device=device)[:, None]
         return key.transpose(1, 2), value.transpose(1, 2), torch.full_like(table[:, 0], length), table
-    apart = {tensor.stride(0) // tensor.stride(2) for tensor in (key, value)}
-    uneven = any(tensor.stride(0) % tensor.stride(2) or tensor.stride(3) != 1 for tensor in (key, value))
-    if len(apart) > 1 or uneven:
+    if _step(key) != _step(value):
+        key, value = key.contiguous(), value.contiguous()
+    step = _step(key)
+    if step is None or step != _step(value):
         return None
-    step = apart.pop()
     if shown is None:
         shown = torch.ones(rows, length, dtype=torch.bool, device=device)
-    order = torch.argsort(~shown, dim=1, stable=True)  # those that are shown come first, in their order
-    table = torch.arange(rows, device=device)[:, None] * step + order
+    table, lens = found_once(shown, step, lambda: _listed(shown, step))
     pages = (
         tensor.as_strided(
             ((rows - 1) * step + length, 1, tensor.shape[1], tensor.shape[3]),
@@ -41,7 +53,19 @@ def pages_of(
         )
         for tensor in (key, value)
     )
-    return *pages, shown.sum(1).int(), table.int()  # type: ignore[return-value]
+    return *pages, lens, table  # type: ignore[return-value]
+
+
+def _step(tensor: torch.Tensor) -> int | None:
+    """How many keys behind each other the rows of [B, K, L, D] begin; None if that is no whole number."""
+    row, _, key, number = tensor.stride()
+    return row // key if number == 1 and row % key == 0 else None
+
+
+def _listed(shown: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tables of pages of one key, and lengths."""
+    order, lens = shown_first(shown)
+    return (torch.arange(shown.shape[0], device=shown.device)[:, None] * step + order).int(), lens.int()
 
 
 def packed_edges(rows: int, q_len: int, kv_len: int, others: dict[str, Any]) -> torch.Tensor | None:

@@ -12,10 +12,14 @@ attention.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import masking_utils
+
+T = TypeVar("T")
+_found: Any = WeakTensorKeyDictionary()  # what was found out about each mask of padding that is in use
 
 
 class Pattern(NamedTuple):
@@ -57,6 +61,16 @@ def edges_of(packed: torch.Tensor) -> torch.Tensor:
     starts[:, 1:] = packed[:, 1:] != packed[:, :-1]
     edges = starts.flatten().nonzero()[:, 0]
     return torch.cat((edges, edges.new_tensor([packed.numel()]))).int()
+
+
+def found_once(shown: torch.Tensor, name: Any, find: Callable[[], T]) -> T:
+    """What `find` gives for a mask: all layers of a forward pass have the same one, so it is kept while that lives."""
+    known = None if torch.compiler.is_compiling() else _found.get(shown)
+    if known is None:  # not made by `mask`, so its owner may change it
+        return find()
+    if name not in known:
+        known[name] = find()
+    return known[name]
 
 
 def _has_holes(shown: torch.Tensor) -> bool:
@@ -110,4 +124,6 @@ def mask(
     shown = _padding(attention_mask, batch_size, q_length, kv_length, q_offset, device)
     if shown is not None and pattern.windowed and not torch.compiler.is_compiling() and _has_holes(shown):
         return dense(masking_utils.sdpa_mask)
+    if shown is not None and not torch.compiler.is_compiling():
+        _found[shown] = {}
     return shown
