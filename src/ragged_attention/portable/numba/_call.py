@@ -4,7 +4,7 @@ import dataclasses
 import sys
 from typing import Any
 
-from ragged_attention.calls import RaggedPagedAttention, dtype_name
+from ragged_attention.calls import QUANTIZED, RaggedPagedAttention, dtype_name
 from ragged_attention.calls.base import Call
 from ragged_attention.errors import InvalidInput
 from ragged_attention.portable.numba import _paged, _sequences
@@ -43,9 +43,14 @@ def block_q_of(call: Any) -> int:
 
 
 def heuristic(call: Any) -> Tile:
-    """Few keys at a time where memory is what limits, so that asking for the next ones goes on evenly."""
-    decoding = call.num_tokens <= 4 * call.max_num_seqs
-    return Tile(block_q=block_q_of(call), block_kv=16 if decoding else 96)
+    """Few keys at a time where memory is what limits, so that asking for the next ones goes on evenly.
+
+    Keys of 8 bits take more to decode than to fetch, so they come more at a time.
+    """
+    block_kv = 96
+    if call.num_tokens <= 4 * call.max_num_seqs:
+        block_kv = 64 if call.cache_dtype in QUANTIZED else 16
+    return Tile(block_q=block_q_of(call), block_kv=block_kv)
 
 
 def cannot_run(call: Call) -> str | None:
