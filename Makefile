@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --constraint
 # Tests start many processes; where bytecode is not kept, each compiles the package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-shard check conformance compile-matrix cuda-compile flash-mla-matrix tpu-compile bench bench-cpu bench-transformers vllm-check docs status clean
+.PHONY: demo test test-all test-shard check conformance compile-matrix ptx-faults cuda-compile flash-mla-matrix tpu-compile bench bench-cpu bench-transformers vllm-check docs status clean
 
 demo: .venv/demo
 	$(BIN)/ragged-attention demo $(ARGS)
@@ -36,6 +36,10 @@ conformance: .venv/all
 compile-matrix: .venv/all .triton36
 	$(BIN)/python -m benchmarks.compiled.compile_matrix $(ARGS)
 	PYTHONPATH=.triton36 $(BIN)/python -m benchmarks.compiled.compile_matrix $(ARGS)
+
+# What the emulator of compiled kernels notices of faults planted in them.
+ptx-faults: .venv/all
+	$(BIN)/python -m benchmarks.ptx_faults $(ARGS)
 
 # Needs no GPU: nvcc comes from PyPI.
 cuda-compile: .venv/all

@@ -1,7 +1,8 @@
 """`ragged-attention conformance`: the suite on one backend, with a progress bar and a table at the end.
 
 On a CPU a backend of Pallas TPU kernels is judged by jax's interpreter of them, and the CUDA kernels by an emulation of
-the GPU, once in each of their modes.
+the GPU, once in each of their modes. On `--device ptx:sm_90` the Triton kernels are compiled for such a GPU and their
+PTX is emulated, from torch under two schedules.
 """
 
 import argparse
@@ -19,6 +20,7 @@ INTERPRETED = "No TPU is used: jax's interpreter of TPU kernels runs them, in tw
 EMULATED = (
     "No GPU is used: an emulation of sm_90 runs the kernels' own code, in three modes that show different faults."
 )
+COMPILED = "No GPU is used: the kernels are compiled for one, and an emulator runs and watches their PTX."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,25 +28,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="ragged-attention conformance", description=__doc__)
     parser.add_argument("--backend", required=True, help="the backend to judge, a third-party one included")
     parser.add_argument("--framework", choices=["torch", "jax"], help="one front end (default: all that can)")
-    parser.add_argument("--device", default="cpu", help="cpu (default), or a torch device such as cuda")
+    parser.add_argument("--device", default="cpu", help="cpu (default), a torch device such as cuda, or ptx:sm_90")
     parser.add_argument("--examples", type=int, help="drawn batches a check (default: by HYPOTHESIS_PROFILE)")
     parser.add_argument("--only", default="", help="checks whose name contains this")
     options = parser.parse_args(argv)
     environment.prepare(options.device)
 
-    from ragged_attention.testing import cuda_emulator, tpu_interpreter
-    from ragged_attention.testing.runner import runners
-
     console = Console()
-    present, absent = runners(options.backend, options.framework, options.device)
-    if "jax" not in [runner.framework for runner in present] and options.framework != "torch":
-        interpreted = tpu_interpreter.runners(options.backend, options.device)
-        if interpreted:
-            console.print(INTERPRETED)
-        present += interpreted
-    if emulated := cuda_emulator.runners(options.backend, options.framework, options.device):
-        console.print(EMULATED)
-        present += emulated
+    present, absent = _runners(console, options.backend, options.framework, options.device)
     if not present:
         for name, reason in absent.items():
             console.print(f"[bold red]{name} cannot run here:[/] {reason}", highlight=False)
@@ -57,10 +48,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(failed)
 
 
-def _judge(console: Console, runner: object, examples: int | None, only: str) -> list[Verdict]:
-    from ragged_attention.testing.suite import checks
+def _runners(console: Console, backend: str, framework: str | None, device: str) -> tuple[list[Any], dict[str, str]]:
+    """All that can judge the backend, saying which emulate a device, and why others cannot."""
+    from ragged_attention.testing import cuda_emulator, runner, tpu_interpreter
 
-    chosen = [check for check in checks() if only in str(check)]
+    if device.startswith(environment.PTX):
+        from ragged_attention.testing import ptx_runner
+
+        compiled, absent = ptx_runner.runners(backend, framework, device)
+        if compiled:
+            console.print(COMPILED)
+        return [*compiled], absent
+    found, absent = runner.runners(backend, framework, device)
+    present: list[Any] = [*found]
+    if "jax" not in [one.framework for one in found] and framework != "torch":
+        interpreted = tpu_interpreter.runners(backend, device)
+        if interpreted:
+            console.print(INTERPRETED)
+        present += interpreted
+    if emulated := cuda_emulator.runners(backend, framework, device):
+        console.print(EMULATED)
+        present += emulated
+    return present, absent
+
+
+def _judge(console: Console, runner: object, examples: int | None, only: str) -> list[Verdict]:
+    from ragged_attention.testing import ptx_runner, suite, tpu_interpreter
+
+    # An emulator that watches memory itself needs no process that dies of a step outside.
+    watched = isinstance(runner, ptx_runner.CompiledRunner)
+    checks = tpu_interpreter.checks() if watched else suite.checks()
+    chosen = [check for check in checks if only in str(check)]
     lines: list[Verdict] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:

@@ -1,0 +1,324 @@
+"""Arithmetic, comparison, selection and bits: from one instruction to lines of Python.
+
+Each function takes off the modifiers it knows and returns the lines; `n` is `numbers` there. Rounding other than to
+nearest, carries and 64-bit `fma` are not known.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from ragged_attention.testing.ptx.operands import Statement, Type, pieces_of
+
+Handler = Callable[[Statement], list[str]]
+BINARY = {"add": "np.add", "sub": "np.subtract", "mul": "np.multiply"}
+BITWISE = {"and": "np.bitwise_and", "or": "np.bitwise_or", "xor": "np.bitwise_xor", "not": "np.bitwise_not"}
+LOGICAL = {"and": "np.logical_and", "or": "np.logical_or", "xor": "np.logical_xor", "not": "np.logical_not"}
+COMPARISONS = {
+    "eq": "np.equal", "ne": "np.not_equal", "lt": "np.less", "le": "np.less_equal", "gt": "np.greater",
+    "ge": "np.greater_equal",
+}  # fmt: skip
+PACKED = ("s16x2", "u16x2")
+UNSIGNED = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
+APPROXIMATE = {
+    "ex2": "np.exp2({})", "lg2": "np.log2({})", "sin": "np.sin({})", "cos": "np.cos({})", "tanh": "np.tanh({})",
+    "rsqrt": "1 / np.sqrt({})", "rcp": "1 / {}", "sqrt": "np.sqrt({})",
+}  # fmt: skip
+
+
+def floats(s: Statement, t: Type, template: str, arguments: Sequence[int]) -> list[str]:
+    """A formula of floats with `.ftz` and `.sat`; `template` has a {} for each argument."""
+    ftz, sat = s.flag("ftz"), s.flag("sat")
+    if ftz and t.size != 4:
+        raise s.refused("subnormals of other than float32 flushed")
+    values = s.values(arguments, "f", t.size)
+    text = template.format(*(f"n.flush({value})" if ftz else value for value in values))
+    text = f"n.flush({text})" if ftz else text
+    return s.assign(f"n.saturate({text})" if sat else text, "f", t.size)
+
+
+def halves(s: Statement, t: Type, function: str, arguments: Sequence[int]) -> list[str]:
+    """A function of 16-bit floats, one or two in a register, computed exactly enough in float64 and rounded once."""
+    if s.flag("relu"):
+        function = f"lambda *x: n.relu({function}(*x))"
+    elif s.flag("sat"):
+        function = f"lambda *x: n.saturate({function}(*x))"
+    return s.assign(f"n.on_halves({function}, '{t.half}', {', '.join(s.values(arguments, 'u', t.size))})", "u", t.size)
+
+
+def packed(s: Statement, function: str) -> list[str]:
+    """A function of two 16-bit integers in each register."""
+    dtype = {"s": "i2", "u": "u2"}[s.modifiers.pop()[0]]
+    s.expect(3)
+    function = f"lambda *x: n.relu({function}(*x))" if s.flag("relu") else function
+    return s.assign(f"n.on_pairs({function}, '{dtype}', {', '.join(s.values((1, 2), 'u', 4))})", "u", 4)
+
+
+def add(s: Statement) -> list[str]:
+    """add, sub; mul of floats."""
+    if s.head == "add" and s.modifiers[-1] in PACKED:
+        return packed(s, "np.add")
+    t = s.type()
+    s.expect(3)
+    function = BINARY[s.head]
+    if t.letter in "fh":
+        s.take("rn")
+    if t.letter == "h":
+        return halves(s, t, function, (1, 2))
+    if t.letter == "f" and {"ftz", "sat"} & {*s.modifiers}:
+        return floats(s, t, function + "({}, {})", (1, 2))
+    if s.flag("sat"):
+        if t != Type("s", 4):
+            raise s.refused("saturates")
+        return s.assign(f"n.saturated({function}, {', '.join(s.values((1, 2), 's', 4))})", "s", 4)
+    return s.apply(function, s.values((1, 2), t.letter, t.size), t.letter, t.size)
+
+
+def mul(s: Statement) -> list[str]:
+    if s.modifiers and s.modifiers[-1][:1] in "us":
+        s.expect(3)
+        return product(s, None)
+    return add(s)
+
+
+def mad(s: Statement) -> list[str]:
+    s.expect(4)
+    return product(s, 3)
+
+
+def product(s: Statement, addend: int | None) -> list[str]:
+    """mul and mad of integers: the lower or upper half of the product, or all of it."""
+    t, part = s.type(), s.need("lo", "hi", "wide")
+    if t.letter not in "us":
+        raise s.refused("a product of other than integers")
+    a, b = s.values((1, 2), t.letter, t.size)
+    size = t.size
+    if part == "wide":
+        size *= 2
+        text = f"np.multiply({a}, {b}, dtype='{'i' if t.letter == 's' else 'u'}{size}')"
+    elif part == "hi":
+        text = f"n.high_half({a}, {b}, {t.letter == 's'})"
+    else:
+        text = f"np.multiply({a}, {b})"
+    if addend is not None:
+        text = f"np.add({text}, {s.value(addend, t.letter, size)})"
+    return s.assign(text, t.letter, size)
+
+
+def fma(s: Statement) -> list[str]:
+    t = s.type()
+    s.expect(4)
+    s.need("rn")
+    if t.letter == "h":
+        return halves(s, t, "n.fma_wide", (1, 2, 3))
+    if t != Type("f", 4):
+        raise s.refused("fused in other than float32")
+    return floats(s, t, "n.fma32({}, {}, {})", (1, 2, 3))
+
+
+def smaller(s: Statement) -> list[str]:
+    """min, max."""
+    longer = {"min": "minimum", "max": "maximum"}[s.head]
+    if s.modifiers[-1] in PACKED:
+        return packed(s, f"np.{longer}")
+    t = s.type()
+    s.expect(3)
+    if t.letter in "us":
+        if s.flag("relu"):
+            return s.assign(f"np.maximum(np.{longer}({', '.join(s.values((1, 2), 's', t.size))}), 0)", "s", t.size)
+        return s.apply(f"np.{longer}", s.values((1, 2), t.letter, t.size), t.letter, t.size)
+    function = f"n.{longer}_nan" if s.flag("NaN") else f"n.{longer}"
+    return halves(s, t, function, (1, 2)) if t.letter == "h" else floats(s, t, function + "({}, {})", (1, 2))
+
+
+def sign(s: Statement) -> list[str]:
+    """neg, abs."""
+    t = s.type()
+    s.expect(2)
+    if t.letter == "h":
+        function = {"neg": "n.negate_halves", "abs": "n.absolute_halves"}[s.head]
+        return s.assign(f"{function}({s.value(1, 'u', t.size)})", "u", t.size)
+    function = {"neg": "np.negative", "abs": "np.abs"}[s.head]
+    if t.letter == "f" and "ftz" in s.modifiers:
+        return floats(s, t, function + "({})", (1,))
+    return s.apply(function, s.values((1,), t.letter, t.size), t.letter, t.size)
+
+
+def divide(s: Statement) -> list[str]:
+    """div, rem."""
+    t = s.type()
+    s.expect(3)
+    if t.letter in "us":
+        function = {"div": "n.quotient", "rem": "n.remainder"}[s.head]
+        return s.assign(f"{function}({', '.join(s.values((1, 2), t.letter, t.size))})", t.letter, t.size)
+    if s.head != "div" or t.letter != "f" or (s.need("rn", "full", "approx") != "rn" and t.size != 4):
+        raise s.refused("a division of these")
+    return floats(s, t, "np.divide({}, {})", (1, 2))
+
+
+def function(s: Statement) -> list[str]:
+    """ex2, lg2, sin, cos, tanh, rsqrt, rcp, sqrt."""
+    t = s.type()
+    s.expect(2)
+    approximate = s.need("approx", *(("rn",) if s.head in ("rcp", "sqrt") else ())) == "approx"
+    if t.letter == "h" and s.head in ("ex2", "tanh"):
+        name = APPROXIMATE[s.head].partition("(")[0]
+        flushing = f"lambda x: n.flush_halves({name}(n.flush_halves(x, '{t.half}')), '{t.half}')"
+        return halves(s, t, flushing if s.flag("ftz") else name, (1,))
+    if t.letter != "f" or (approximate and t.size != 4):
+        raise s.refused("a function of these")
+    return floats(s, t, APPROXIMATE[s.head], (1,))
+
+
+def bitwise(s: Statement) -> list[str]:
+    """and, or, xor, not."""
+    t = s.type()
+    count = 1 if s.head == "not" else 2
+    s.expect(count + 1)
+    if t.letter not in "up":
+        raise s.refused("bits of these")
+    functions = LOGICAL if t.letter == "p" else BITWISE
+    return s.apply(functions[s.head], s.values(range(1, count + 1), t.letter, t.size), t.letter, t.size)
+
+
+def shift(s: Statement) -> list[str]:
+    """shl, shr."""
+    t = s.type()
+    s.expect(3)
+    if t.letter not in "us":
+        raise s.refused("a shift of these")
+    name = {"shl": "n.shift_left", "shr": "n.shift_right"}[s.head]
+    return s.assign(f"{name}({s.value(1, t.letter, t.size)}, {s.value(2, 'u', 4)})", t.letter, t.size)
+
+
+def funnel_shift(s: Statement) -> list[str]:
+    """shf."""
+    left, wrap = s.need("l", "r") == "l", s.need("wrap", "clamp") == "wrap"
+    s.expect(4)
+    if s.type() != Type("u", 4):
+        raise s.refused("a shift of these")
+    return s.assign(f"n.funnel({', '.join(s.values((1, 2, 3), 'u', 4))}, {left}, {wrap})", "u", 4)
+
+
+def bfe(s: Statement) -> list[str]:
+    t = s.type()
+    s.expect(4)
+    arguments = [s.value(1, "u", t.size), *s.values((2, 3), "u", 4)]
+    return s.assign(f"n.bfe({', '.join(arguments)}, {t.letter == 's'})", "u", t.size)
+
+
+def bfi(s: Statement) -> list[str]:
+    t = s.type()
+    s.expect(5)
+    return s.assign(f"n.bfi({', '.join([*s.values((1, 2), 'u', t.size), *s.values((3, 4), 'u', 4)])})", "u", t.size)
+
+
+def lop3(s: Statement) -> list[str]:
+    t = s.type()
+    s.expect(5)
+    return s.assign(f"n.lop3({', '.join(s.values((1, 2, 3), 'u', t.size))}, {int(s.operands[4], 0)})", "u", t.size)
+
+
+def prmt(s: Statement) -> list[str]:
+    mode = s.take("f4e", "b4e", "rc8", "ecl", "ecr", "rc16")
+    t = s.type() if s.modifiers else None
+    s.expect(4)
+    if t != Type("u", 4):
+        raise s.refused("bytes of these")
+    return s.assign(f"n.prmt({', '.join(s.values((1, 2, 3), 'u', 4))}, {mode!r})", "u", 4)
+
+
+def count(s: Statement) -> list[str]:
+    """popc, clz, brev."""
+    t = s.type()
+    s.expect(2)
+    name = {"popc": "count_ones", "clz": "leading_zeros", "brev": "reverse_bits"}[s.head]
+    return s.assign(f"n.{name}({s.value(1, 'u', t.size)})", "u", t.size if s.head == "brev" else 4)
+
+
+def copysign(s: Statement) -> list[str]:
+    t = s.type()
+    s.expect(3)
+    return s.assign(f"np.copysign({s.value(2, 'f', t.size)}, {s.value(1, 'f', t.size)})", "f", t.size)
+
+
+def compare(s: Statement) -> list[str]:
+    """setp: the comparison, joined with a predicate if asked for; a second target gets its opposite, joined alike."""
+    t = s.type()
+    comparison = s.modifiers.pop(0)
+    joint = s.take("and", "or", "xor")
+    s.expect(4 if joint else 3)
+    lines = [f"found = {_comparison(s, t, comparison)}"]
+    other = s.names.predicate(s.operands[3]) if joint else ""
+    for target, result in zip(s.operands[0].split("|"), ("found", "np.logical_not(found)"), strict=False):
+        if target.strip() != "_":
+            joined = f"np.logical_{joint}({result}, {other})" if joint else result
+            lines.append(f"np.copyto({s.names.predicate(target.strip())}, {joined}, where={s.mask})")
+    return lines
+
+
+def _comparison(s: Statement, t: Type, name: str) -> str:
+    if t.letter not in "fh":
+        name = UNSIGNED.get(name, name) if t.letter == "u" else name
+        if name not in COMPARISONS or t.letter == "p":
+            raise s.refused("a comparison that is not known")
+        return f"{COMPARISONS[name]}({', '.join(s.values((1, 2), t.letter, t.size))})"
+    if t.letter == "h":
+        if t.size != 2:
+            raise s.refused("a comparison of pairs")
+        a, b = (f"n.{t.half}_value({value})" for value in s.values((1, 2), "u", 2))
+    else:
+        a, b = s.values((1, 2), "f", t.size)
+        if s.flag("ftz"):
+            a, b = f"n.flush({a})", f"n.flush({b})"
+    if name in ("num", "nan"):
+        return f"np.logical_not(n.either_nan({a}, {b}))" if name == "num" else f"n.either_nan({a}, {b})"
+    ordered = name if name in COMPARISONS else name.removesuffix("u")
+    if ordered not in COMPARISONS:
+        raise s.refused("a comparison that is not known")
+    text = f"{COMPARISONS[ordered]}({a}, {b})"
+    if name != ordered:  # unordered: true of NaN too
+        return f"np.logical_or({text}, n.either_nan({a}, {b}))"
+    return f"np.logical_and({text}, np.logical_not(n.either_nan({a}, {b})))" if name == "ne" else text
+
+
+def select(s: Statement) -> list[str]:
+    """selp."""
+    t = s.type()
+    s.expect(4)
+    letter = "u" if t.letter == "h" else t.letter
+    a, b = s.values((1, 2), letter, t.size)
+    return s.assign(f"np.where({s.names.predicate(s.operands[3])}, {a}, {b})", letter, t.size)
+
+
+def move(s: Statement) -> list[str]:
+    """mov: as it is, or halves and quarters into and out of a wider register."""
+    t = s.type()
+    s.expect(2)
+    if t.letter == "p":
+        return s.assign(s.names.predicate(s.operands[1]), "p")
+    if s.operands[1].startswith("{"):
+        parts = pieces_of(s.operands[1])
+        size = t.size // len(parts)
+        words = [f"{s.names.value(part, 'u', size)}.astype('u{t.size}')" for part in parts]
+        shifted = [f"({word} << np.uint{8 * t.size}({8 * size * index}))" for index, word in enumerate(words)]
+        return s.assign(" | ".join(shifted), "u", t.size)
+    if s.operands[0].startswith("{"):
+        parts = pieces_of(s.operands[0])
+        size, whole = t.size // len(parts), s.value(1, "u", t.size)
+        if any(part != "_" and s.names.size_of(part) != size for part in parts):
+            raise s.refused("parts of other widths")
+        return [
+            f"np.copyto({s.names.register(part)}, {whole} >> np.uint{8 * t.size}({8 * size * index}), "
+            f"casting='unsafe', where={s.mask})"
+            for index, part in enumerate(parts)
+            if part != "_"
+        ]
+    return s.assign(s.value(1, "u", t.size), "u", t.size)
+
+
+HANDLERS: Mapping[str, Handler] = {
+    "add": add, "sub": add, "mul": mul, "mad": mad, "fma": fma, "min": smaller, "max": smaller, "neg": sign,
+    "abs": sign, "div": divide, "rem": divide,
+    **dict.fromkeys(APPROXIMATE, function), **dict.fromkeys(BITWISE, bitwise),
+    "shl": shift, "shr": shift, "shf": funnel_shift, "bfe": bfe, "bfi": bfi, "lop3": lop3, "prmt": prmt, "popc": count,
+    "clz": count, "brev": count, "copysign": copysign, "setp": compare, "selp": select, "mov": move,
+}  # fmt: skip

@@ -1,0 +1,101 @@
+"""`cvt`: from one instruction to lines of Python.
+
+Floats are made by rounding to nearest even (tf32 also with ties away from zero); integers by any rounding, which
+saturates; 8-bit floats with `.satfinite`. Other modes and formats are not known.
+"""
+
+from ragged_attention.testing.ptx.operands import LETTERS, Statement, Type, type_of
+
+PAIRS_OF_FP8 = ("e4m3x2", "e5m2x2")
+INTEGER_MODES = ("rzi", "rni", "rmi", "rpi")
+ROUNDED = {"rzi": "np.trunc", "rni": "np.rint", "rmi": "np.floor", "rpi": "np.ceil"}
+
+
+def convert(s: Statement) -> list[str]:
+    """cvt.<modes>.<to>.<from>."""
+    if len(s.modifiers) < 2:
+        raise s.refused("no types")
+    source, target = s.modifiers.pop(), s.modifiers.pop()
+    s.expect(3 if target in ("bf16x2", "f16x2", *PAIRS_OF_FP8) and source == "f32" else 2)
+    if source in PAIRS_OF_FP8 or target in PAIRS_OF_FP8:
+        return _fp8(s, target, source)
+    if target == "tf32" and source == "f32":
+        ties = {"rna": "away", "rn": "even"}[s.need("rna", "rn")]
+        return s.assign(f"n.tf32_bits({s.value(1, 'f', 4)}, '{ties}')", "u", 4)
+    if target in ("bf16x2", "f16x2") and source == "f32":
+        s.need("rn")
+        return s.assign(f"n.pack({s.value(1, 'f', 4)}, {s.value(2, 'f', 4)}, '{target[:-2]}')", "u", 4)
+    to, of = type_of(target), type_of(source)
+    if to is None or of is None or "p" in to.letter + of.letter or "x2" in target + source:
+        raise s.refused("a conversion between these")
+    value = s.value(1, "u" if of.letter == "h" else of.letter, of.size, convert=of.letter in "us")
+    if of.letter in "us" and to.letter in "us":
+        return _integers(s, to, value)
+    if to.letter in "us":
+        return _to_integer(s, to, of, value)
+    return _to_float(s, to, of, value)
+
+
+def _fp8(s: Statement, target: str, source: str) -> list[str]:
+    s.need("rn")
+    if target == "f16x2":
+        return s.assign(f"n.fp8_to_f16({s.value(1, 'u', 2)}, '{source[:4]}')", "u", 4)
+    s.need("satfinite")
+    if source == "f32":
+        return s.assign(f"n.fp8_pair({s.value(1, 'f', 4)}, {s.value(2, 'f', 4)}, '{target[:4]}')", "u", 2)
+    if source == "f16x2":
+        word = s.value(1, "u", 4)
+        high, low = f"n.f16_value(({word} >> 16).astype('u2'))", f"n.f16_value({word}.astype('u2'))"
+        return s.assign(f"n.fp8_pair({high}, {low}, '{target[:4]}')", "u", 2)
+    raise s.refused("a conversion between these")
+
+
+def _integers(s: Statement, to: Type, value: str) -> list[str]:
+    dtype = f"{LETTERS[to.letter]}{to.size}"
+    text = f"n.clip_integer({value}, '{dtype}')" if s.flag("sat") else f"{value}.astype('{dtype}')"
+    return s.extend(text, to.letter, to.size)
+
+
+def _to_integer(s: Statement, to: Type, of: Type, value: str) -> list[str]:
+    mode = s.need(*INTEGER_MODES)
+    s.take("sat")  # it saturates in any case
+    if of.letter == "h":
+        value = f"n.{of.half}_value({value})"
+    elif s.flag("ftz"):
+        value = f"n.flush({value})"
+    return s.extend(f"n.to_integer({value}, '{mode}', '{LETTERS[to.letter]}{to.size}')", to.letter, to.size)
+
+
+def _to_float(s: Statement, to: Type, of: Type, value: str) -> list[str]:
+    """To a 16-bit float or a wider one."""
+    ftz = s.flag("ftz")
+    if ftz and Type("f", 4) not in (to, of):
+        raise s.refused("subnormals of other than float32 flushed")
+    if of.letter == "h":
+        value = f"n.{of.half}_value({value})"
+    elif ftz and of == Type("f", 4):
+        value = f"n.flush({value})"
+    if to.letter == "h":
+        # Compilers write `cvt.bf16.f16` without `.rn`, which can only mean the same.
+        if s.take("rn") is None and of.letter != "h":
+            raise s.refused("no rounding")
+        if of.letter in "us":
+            if of.size == 8:
+                raise s.refused("a conversion between these")
+            value = f"{value}.astype('f8')"
+        return s.assign(f"n.{to.half}_bits({value})", "u", to.size)
+    if of.letter in "us":
+        s.need("rn")
+        return s.assign(value, "f", to.size)
+    same = (of.size if of.letter == "f" else 0) == to.size
+    if same and (mode := s.take(*INTEGER_MODES)):
+        value = f"{ROUNDED[mode]}({value})"
+    elif of.size > to.size:
+        s.need("rn")
+    if s.flag("sat"):
+        value = f"n.saturate({value})"
+    flushed = ftz and to == Type("f", 4) and of.size > 4
+    return s.assign(f"n.flush({value})" if flushed else value, "f", to.size)
+
+
+HANDLERS = {"cvt": convert}

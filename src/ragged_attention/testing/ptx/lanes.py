@@ -1,0 +1,65 @@
+"""The threads of some CTAs as lanes of the same arrays, so that Python's cost is an instruction's, not a thread's."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragged_attention.testing.ptx.errors import Reporter
+
+Mask = Any  # which lanes take part: bools [lanes], or True for all
+Indices = NDArray[np.int64]
+WARP = 32
+
+
+class Lanes:
+    """Which lane is which thread.
+
+    By lane: `cta` counts from 0 among those here, `number` is the CTA's in the grid, `warp` counts over all CTAs here
+    and `local` within its CTA. `active` has ways to say which lanes take part.
+    """
+
+    def __init__(
+        self, ctas: Sequence[tuple[int, int, int]], grid: tuple[int, int, int], threads: int, reporter: Reporter
+    ) -> None:
+        self.reporter = reporter
+        self.threads, self.ctas, self.warps = threads, len(ctas), threads // WARP
+        self.count = threads * len(ctas)
+        self.every = np.arange(self.count)
+        self.cta = np.repeat(np.arange(len(ctas)), threads)
+        self.number = np.repeat(np.array([(z * grid[1] + y) * grid[0] + x for x, y, z in ctas]), threads)
+        self.warp = self.every // WARP
+        self.local = self.warp % self.warps
+        thread = np.tile(np.arange(threads, dtype=np.uint32), len(ctas))
+        self.specials = {"%tid.x": thread, "%laneid": thread % WARP, "%warpid": thread // WARP}
+        for axis, letter in enumerate("xyz"):
+            self.specials.setdefault(f"%tid.{letter}", np.zeros(self.count, np.uint32))
+            self.specials[f"%ctaid.{letter}"] = np.repeat(np.array([c[axis] for c in ctas], np.uint32), threads)
+            self.specials[f"%nctaid.{letter}"] = np.full(self.count, grid[axis], np.uint32)
+            self.specials[f"%ntid.{letter}"] = np.full(self.count, threads if axis == 0 else 1, np.uint32)
+
+    def active(self, mask: Mask) -> Indices:
+        """The lanes that take part."""
+        return self.every if mask is True else np.flatnonzero(mask)
+
+    def marked(self, mask: Mask) -> NDArray[np.bool_]:
+        """The same as bools [lanes]."""
+        return np.ones(self.count, bool) if mask is True else mask
+
+    def spread(self, value: Any) -> NDArray[Any]:
+        """An operand, which may be one number for all, as an array [lanes]."""
+        return np.broadcast_to(value, self.count)
+
+    def whole_warps(self, mask: Mask, line: int) -> Indices:
+        """The warps that execute an aligned instruction; a fault if a part of one does."""
+        if mask is True:
+            return np.arange(self.ctas * self.warps)
+        table = mask.reshape(-1, WARP)
+        some, every = table.any(1), table.all(1)
+        if (some != every).any():
+            raise self.reporter.fault(line, "part of a warp executes an aligned instruction")
+        return np.flatnonzero(every)
+
+    def describe(self, lane: int) -> str:
+        return f"CTA {self.number[lane]} thread {lane % self.threads}"

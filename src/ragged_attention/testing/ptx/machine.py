@@ -1,0 +1,202 @@
+"""Runs a kernel over a grid: where each thread is, barriers, and the objects that do the work.
+
+Threads of several CTAs run at a time, as lanes of the same arrays. Among lanes that stand at different blocks those at
+the lowest go first, so that lanes that diverged meet again where they can; with a seed, warps (or warpgroups) are drawn
+that may run ahead of others. Hazards are found by clocks, not by chance, so one order shows most; other orders show
+what a value does that another thread took too early.
+
+Known leniencies beside those that the modules name: threads that have ended count as arrived at a barrier that says no
+number of threads; a loop that waits for another thread to change memory may never end. Refused, as `Unknown`: mbarrier,
+TMA, clusters, setmaxnreg, tcgen05, barriers other than bar.sync, local memory, generic addresses, calls.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragged_attention.testing.ptx import numbers
+from ragged_attention.testing.ptx.copies import Copies
+from ragged_attention.testing.ptx.errors import Fault, Report, Reporter, Unknown
+from ragged_attention.testing.ptx.lanes import WARP, Lanes
+from ragged_attention.testing.ptx.memory import GlobalAccess, Memory
+from ragged_attention.testing.ptx.operands import Names
+from ragged_attention.testing.ptx.parsing import Block, Kernel
+from ragged_attention.testing.ptx.shared import Shared
+from ragged_attention.testing.ptx.translation import Program, translate
+from ragged_attention.testing.ptx.warpgroups import GROUP, Warpgroups
+from ragged_attention.testing.ptx.warps import Warps
+
+__all__ = ["Fault", "Outcome", "Report", "Unknown", "launch"]
+
+ENDED = 1 << 30  # the block of a lane that has returned
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a run showed: reports by (line of the PTX, text without numbers), and what was executed.
+
+    `instructions` counts an instruction once for all the lanes that execute it together.
+    """
+
+    reports: dict[tuple[int, str], Report]
+    instructions: int
+    opcodes: set[str]
+    lines: set[int]
+
+
+def launch(
+    kernel: Kernel,
+    memory: Memory,
+    params: Mapping[str, Any],
+    grid: Sequence[int],
+    threads: int,
+    shared: int,
+    *,
+    lanes: int = 2048,
+    seed: int | None = None,
+) -> Outcome:
+    """Run `kernel` with `threads` threads and `shared` bytes of shared memory a CTA over sealed memory.
+
+    `params` are NumPy numbers of the parameters' types by name; `lanes` is how many threads run at a time, at least
+    one CTA's. Raises Fault for what no lawful kernel does, with what was reported before as its notes, and Unknown for
+    what is not known here.
+    """
+    if threads % WARP or not threads:
+        raise Unknown(f"CTAs of {threads} threads, which are no whole warps")
+    program, reporter = translate(kernel), Reporter(kernel.sources)
+    rng = None if seed is None else np.random.default_rng(seed)
+    x, y, z = (*map(int, grid), 1, 1)[:3]
+    ctas = [(i, j, k) for k in range(z) for j in range(y) for i in range(x)]
+    batch = max(1, lanes // threads)
+    instructions, reached = 0, set()
+    for start in range(0, len(ctas), batch):
+        machine = Machine(
+            program, memory, params, Lanes(ctas[start : start + batch], (x, y, z), threads, reporter), shared, rng
+        )
+        try:
+            machine.run()
+        except Fault as fault:
+            for report in reporter.reports.values():
+                fault.add_note(f"before that, line {report.line} ({report.source}): {report.text}")
+            raise
+        instructions += machine.executed
+        reached |= machine.reached
+    blocks = [kernel.blocks[index] for index in reached]
+    lines = {one.line for block in blocks for one in block.instructions} | {block.line for block in blocks}
+    opcodes = {one.opcode for block in blocks for one in block.instructions}
+    opcodes |= {block.opcode for block in blocks if block.opcode}
+    return Outcome(reporter.reports, instructions, opcodes, lines)
+
+
+class Machine:
+    """Some CTAs of one launch.
+
+    By lane: `at` is the block to execute next, `parked` whether it waits at a barrier, `barrier` which one.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        memory: Memory,
+        params: Mapping[str, Any],
+        lanes: Lanes,
+        shared: int,
+        rng: np.random.Generator | None,
+    ) -> None:
+        self.kernel, self.lanes, self.rng = program.names.kernel, lanes, rng
+        self.shared = Shared(lanes, shared, self.kernel.text)
+        access = GlobalAccess(memory, lanes)
+        self.copies = Copies(lanes, self.shared, access)
+        self.warpgroups = Warpgroups(lanes, self.shared)
+        space = _storage(program.names, lanes, params) | {
+            "np": np, "n": numbers, "memory": access, "shared": self.shared, "copies": self.copies,
+            "warps": Warps(lanes, self.shared), "warpgroups": self.warpgroups, "busy": self.warpgroups.busy,
+        }  # fmt: skip
+        exec(program.code, space)
+        self.functions = [space[f"b{index}"] for index in range(len(self.kernel.blocks))]
+        self.at = np.zeros(lanes.count, np.int64)
+        self.parked = np.zeros(lanes.count, bool)
+        self.barrier = np.zeros(lanes.count, np.int64)
+        self.executed, self.reached = 0, set()
+        whole_groups = "wgmma" in self.kernel.text and lanes.threads % GROUP == 0
+        self.together = GROUP if whole_groups else WARP
+
+    def run(self) -> None:
+        """Until all threads have ended."""
+        with np.errstate(all="ignore"):
+            while True:
+                free = ~self.parked & (self.at < ENDED)
+                if not free.any():
+                    break
+                index, mask = self._choose(free)
+                taken = self.functions[index](True if mask.all() else mask)
+                block = self.kernel.blocks[index]
+                self.executed += len(block.instructions)
+                self.reached.add(index)
+                self._go_on(index, block, mask, taken)
+        if self.parked.any():
+            lane = int(np.flatnonzero(self.parked)[0])
+            waited = ", ".join(map(str, np.unique(self.barrier[self.parked])))
+            line = self.kernel.blocks[int(self.at[lane]) - 1].line
+            text = f"deadlock: {int(self.parked.sum())} threads wait at barriers ({waited}) that nobody else comes to"
+            raise self.lanes.reporter.fault(line, f"{text}, {self.lanes.describe(lane)}")
+        self.copies.end()
+        self.warpgroups.end()
+
+    def _choose(self, free: NDArray[np.bool_]) -> tuple[int, NDArray[np.bool_]]:
+        """The block to execute, and the lanes that do."""
+        if self.rng is None:
+            index = int(self.at[free].min())
+            return index, free & (self.at == index)
+        lowest = np.where(free, self.at, ENDED).reshape(-1, self.together).min(1)  # of each warp or warpgroup
+        first = self.rng.choice(np.flatnonzero(lowest < ENDED))
+        index = int(lowest[first])
+        drawn = self.rng.random(len(lowest)) < 0.5
+        drawn[first] = True
+        return index, free & (self.at == index) & np.repeat(drawn & (lowest == index), self.together)
+
+    def _go_on(self, index: int, block: Block, mask: NDArray[np.bool_], taken: Any) -> None:
+        """Where lanes stand after a block."""
+        if block.ending == "fall":
+            self.at[mask] = index + 1
+            return
+        if block.ending in ("branch", "return"):
+            target = block.target if block.ending == "branch" else ENDED
+            self.at[mask] = target if taken is True else np.where(taken, target, index + 1)[mask]
+            if block.ending == "return" and self.parked.any():
+                for number in np.unique(self.barrier[self.parked]).tolist():
+                    self._release(number, None)
+            return
+        if block.aligned:
+            table, ended = mask.reshape(-1, WARP), (self.at >= ENDED).reshape(-1, WARP)
+            if (table.any(1) & ~(table | ended).all(1)).any():
+                raise self.lanes.reporter.fault(block.line, "part of a warp executes an aligned barrier")
+        self.at[mask], self.parked[mask], self.barrier[mask] = index + 1, True, block.barrier
+        self._release(block.barrier, block.expected)
+
+    def _release(self, number: int, expected: int | None) -> None:
+        """Let go of the CTAs in which all that a barrier waits for have come."""
+        here = self.parked & (self.barrier == number)
+        table = here.reshape(self.lanes.ctas, -1)
+        ended = (self.at >= ENDED).reshape(self.lanes.ctas, -1)
+        ready = table.any(1) & ((table | ended).all(1) if expected is None else table.sum(1) >= expected)
+        for cta in np.flatnonzero(ready).tolist():
+            released = here & (self.lanes.cta == cta)
+            self.parked[released] = False
+            self.shared.clocks.join(np.unique(self.lanes.warp[released]))
+
+
+def _storage(names: Names, lanes: Lanes, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Registers, constants, special registers and parameters, by their Python names."""
+    found: dict[str, Any] = {name: np.zeros(lanes.count, dtype) for name, dtype in names.registers.items()}
+    found |= {name: found[base].view(dtype) for name, (base, dtype) in names.views.items()}
+    found |= names.constants
+    found |= {name: lanes.specials[special] for name, special in names.specials.items()}
+    for name, (parameter, offset, dtype) in names.params.items():
+        size = int(dtype[1:])
+        data = np.asarray(params[parameter]).tobytes()[offset : offset + size].ljust(size, b"\0")
+        found[name] = np.frombuffer(data, dtype)[0]
+    return found

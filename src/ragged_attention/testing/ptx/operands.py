@@ -1,0 +1,236 @@
+"""What an instruction says, as Python: operands become expressions, modifiers are taken off one by one.
+
+A register is an array of unsigned integers (of bools for predicates) with one element a lane, seen as signed or as
+floats through views; a constant is a NumPy scalar. `Names` collects what the expressions need; the machine makes it.
+What remains of an opcode when its translation is done was not understood, and is refused.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ragged_attention.testing.ptx.errors import Unknown
+from ragged_attention.testing.ptx.parsing import Instruction, Kernel
+
+SHARED_BASE = 1024  # the first bytes belong to the system, as on Hopper
+SPECIALS = {
+    *(f"%{name}.{axis}" for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"),
+    *("%laneid", "%warpid"),
+}
+LETTERS = {"u": "u", "s": "i", "f": "f"}  # PTX's kinds of numbers in NumPy's letters
+
+
+class Type(NamedTuple):
+    """The type of an instruction: letter u, s, f, p (predicate) or h (16-bit floats), bytes, and for h which."""
+
+    letter: str
+    size: int
+    half: str = ""
+
+
+def type_of(text: str) -> Type | None:
+    """The type that a modifier names, or None; `b32` counts as `u32`."""
+    if named := re.fullmatch(r"(bf16|f16)(x2)?", text):
+        return Type("h", 4 if named[2] else 2, named[1])
+    if named := re.fullmatch(r"([usb])(8|16|32|64)|(f)(32|64)", text):
+        return Type((named[1] or named[3]).replace("b", "u"), int(named[2] or named[4]) // 8)
+    return Type("p", 1) if text == "pred" else None
+
+
+class Names:
+    """What the Python code of a kernel refers to, by its Python name.
+
+    `registers` and `views` have dtypes, `specials` the PTX name, `params` (parameter, offset, dtype).
+    """
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self.registers: dict[str, str] = {}
+        self._arrays: dict[str, str] = {}  # by the PTX name of a register
+        self.views: dict[str, tuple[str, str]] = {}
+        self.constants: dict[str, Any] = {}
+        self.specials: dict[str, str] = {}
+        self.params: dict[str, tuple[str, int, str]] = {}
+
+    def is_register(self, text: str) -> bool:
+        return self.kernel.type_of(text) is not None
+
+    def size_of(self, register: str) -> int:
+        """Bytes of a register that is no predicate."""
+        declared = type_of(self.kernel.type_of(register) or "")
+        if declared is None or declared.letter == "p":
+            raise Unknown(f"{register} is no register of numbers")
+        return declared.size
+
+    def _array(self, register: str, dtype: str) -> str:
+        """A Python name for a register, which no other has."""
+        name = self._arrays.setdefault(register, f"r{len(self._arrays)}_" + re.sub(r"\W", "", register))
+        self.registers[name] = dtype
+        return name
+
+    def register(self, text: str, letter: str = "u") -> str:
+        """The array of a register of numbers, seen as unsigned, signed or floats."""
+        size = self.size_of(text)
+        base = self._array(text, f"u{size}")
+        if letter == "u":
+            return base
+        self.views[f"{base}_{letter}"] = (base, f"{LETTERS[letter]}{size}")
+        return f"{base}_{letter}"
+
+    def predicate(self, text: str) -> str:
+        """The array of a predicate register, or what it becomes by a `!`."""
+        if text.startswith("!"):
+            return f"np.logical_not({self.predicate(text[1:])})"
+        if re.fullmatch(r"-?\d+", text):
+            return str(int(text) != 0)
+        if self.kernel.type_of(text) != "pred":
+            raise Unknown(f"{text} is no predicate")
+        return self._array(text, "?")
+
+    def constant(self, value: Any) -> str:
+        name = f"k{len(self.constants)}"
+        self.constants[name] = value
+        return name
+
+    def value(self, text: str, letter: str, size: int, convert: bool = False) -> str:
+        """An operand as an expression of a dtype; `convert`: a register of another width is cut or extended."""
+        if letter == "p":
+            return self.predicate(text)
+        if text in SPECIALS:
+            if (letter, size) != ("u", 4):
+                raise Unknown(f"{text} as other than 32 unsigned bits")
+            self.specials["special_" + text[1:].replace(".", "_")] = text
+            return "special_" + text[1:].replace(".", "_")
+        if text in self.kernel.symbols:
+            return self.constant(np.dtype(f"u{size}").type(SHARED_BASE))
+        if self.is_register(text):
+            if self.size_of(text) == size:
+                return self.register(text, letter)
+            if not convert or letter == "f":
+                raise Unknown(f"{text} has another width than the instruction")
+            return f"{self.register(text, letter)}.astype('{LETTERS[letter]}{size}')"
+        return self.constant(_literal(text, letter, size))
+
+    def address(self, text: str) -> tuple[str, int]:
+        """(the register's array or "None", bytes beyond it) of [register + offset] or [symbol + offset]."""
+        named = re.fullmatch(r"\[\s*([^\s+\]]+)\s*(?:\+\s*(-?\w+)\s*)?\]", text)
+        if not named:
+            raise Unknown(f"the address {text}")
+        base, offset = named[1], int(named[2] or "0", 0)
+        if base in self.kernel.symbols:
+            return "None", SHARED_BASE + offset
+        if re.fullmatch(r"\d+", base):
+            return "None", int(base) + offset
+        return self.register(base), offset
+
+    def parameter(self, text: str, size: int) -> str:
+        """[parameter + offset] as a constant of this many bytes."""
+        named = re.fullmatch(r"\[\s*([\w$]+)\s*(?:\+\s*(\d+)\s*)?\]", text)
+        if not named or named[1] not in dict(self.kernel.params):
+            raise Unknown(f"the parameter {text}")
+        name = f"param_{named[1]}_{named[2] or 0}_{size}".replace("$", "_")
+        self.params[name] = (named[1], int(named[2] or 0), f"u{size}")
+        return name
+
+
+def _literal(text: str, letter: str, size: int) -> Any:
+    """A constant as a NumPy scalar: 0f and 0d with their bits, or an integer."""
+    if re.fullmatch({4: r"0[fF][0-9a-fA-F]{8}", 8: r"0[dD][0-9a-fA-F]{16}"}.get(size, "(?!)"), text):
+        number = int(text[2:], 16)
+    elif re.fullmatch(r"-?(0[xX][0-9a-fA-F]+|\d+)U?", text) and letter != "f":
+        number = int(text.rstrip("U"), 0) & ((1 << 8 * size) - 1)
+    else:
+        raise Unknown(f"the operand {text}")
+    return np.array([number], f"u{size}").view(f"{LETTERS[letter]}{size}")[0]
+
+
+def pieces_of(text: str) -> list[str]:
+    """The operands inside {a, b}, or the operand itself."""
+    return [piece.strip() for piece in text.strip("{} ").split(",")]
+
+
+class Statement:
+    """One instruction on its way to Python; `mask` is the expression for the lanes that take part."""
+
+    def __init__(self, instruction: Instruction, names: Names, mask: str) -> None:
+        self.instruction, self.names, self.mask = instruction, names, mask
+        self.head, *self.modifiers = instruction.opcode.split(".")
+        self.operands = instruction.operands
+        self.line = instruction.line
+
+    def refused(self, why: str) -> Unknown:
+        return Unknown(f"{self.instruction}: {why}")
+
+    def take(self, *choices: str) -> str | None:
+        """Take off the first modifier that is among `choices`."""
+        for modifier in self.modifiers:
+            if modifier in choices:
+                self.modifiers.remove(modifier)
+                return modifier
+        return None
+
+    def need(self, *choices: str) -> str:
+        """The same, of modifiers one of which must be there."""
+        found = self.take(*choices)
+        if found is None:
+            raise self.refused(f"none of .{', .'.join(choices)}")
+        return found
+
+    def flag(self, name: str) -> bool:
+        return self.take(name) is not None
+
+    def type(self) -> Type:
+        """Take off the last modifier, the type."""
+        found = type_of(self.modifiers[-1]) if self.modifiers else None
+        if found is None:
+            raise self.refused("no type that is known")
+        self.modifiers.pop()
+        return found
+
+    def expect(self, *counts: int) -> None:
+        """Refuse another number of operands."""
+        if len(self.operands) not in counts:
+            raise self.refused(f"{len(self.operands)} operands")
+
+    def finish(self) -> None:
+        """Refuse modifiers that nothing took off."""
+        if self.modifiers:
+            raise self.refused(f"the modifier .{', .'.join(self.modifiers)}")
+
+    def value(self, index: int, letter: str, size: int, convert: bool = False) -> str:
+        """An operand as an expression; see `Names.value`."""
+        return self.names.value(self.operands[index], letter, size, convert)
+
+    def values(self, indices: Sequence[int], letter: str, size: int) -> list[str]:
+        return [self.value(index, letter, size) for index in indices]
+
+    def vector(self, index: int, letter: str = "u") -> str:
+        """The registers of {a, b, ...}, as a tuple."""
+        return "(" + "".join(f"{self.names.register(one, letter)}, " for one in pieces_of(self.operands[index])) + ")"
+
+    def extend(self, expression: str, letter: str, size: int) -> list[str]:
+        """Write to the first operand, which may be wider than `size` bytes; by zeros, or the sign of signed values."""
+        if self.names.size_of(self.operands[0]) < size:
+            raise self.refused("a result that is too narrow")
+        return self.assign(expression, letter)
+
+    def assign(self, expression: str, letter: str = "u", size: int | None = None) -> list[str]:
+        """Write to the first operand, which must be of `size` bytes, if given, where the mask is."""
+        if letter == "p":
+            return [f"np.copyto({self.names.predicate(self.operands[0])}, {expression}, where={self.mask})"]
+        if size is not None and self.names.size_of(self.operands[0]) != size:
+            raise self.refused("a result of another width")
+        target = self.names.register(self.operands[0], letter)
+        return [f"np.copyto({target}, {expression}, casting='unsafe', where={self.mask})"]
+
+    def apply(self, function: str, arguments: Sequence[str], letter: str, size: int) -> list[str]:
+        """Call a NumPy function straight into the first operand, which is quicker than `assign`."""
+        if letter == "p":
+            target = self.names.predicate(self.operands[0])
+        elif self.names.size_of(self.operands[0]) == size:
+            target = self.names.register(self.operands[0], letter)
+        else:
+            raise self.refused("a result of another width")
+        return [f"{function}({', '.join(arguments)}, out={target}, where={self.mask})"]

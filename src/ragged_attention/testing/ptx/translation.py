@@ -1,0 +1,92 @@
+"""PTX -> the source of one Python function a block, compiled once a kernel.
+
+A function takes the mask of the lanes that run (True: all of them) and returns where the block's branch is taken. Its
+globals are what `Names` collected, the modules it calls and the machine's objects; each machine makes its own.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator
+from types import CodeType
+
+from ragged_attention.testing.ptx import arithmetic, conversions, operations
+from ragged_attention.testing.ptx.errors import Unknown
+from ragged_attention.testing.ptx.operands import Names, Statement, pieces_of
+from ragged_attention.testing.ptx.parsing import Guard, Instruction, Kernel
+
+HANDLERS = {**arithmetic.HANDLERS, **conversions.HANDLERS, **operations.HANDLERS}
+WITHOUT_RESULT = ("st", "red", "cp", "stmatrix", "bar", "fence", "trap")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """A kernel in Python: `code` defines functions b0, b1, ..., which refer to `names`."""
+
+    code: CodeType
+    names: Names
+
+
+@functools.lru_cache(maxsize=64)
+def translate(kernel: Kernel) -> Program:
+    """Translate all blocks, or raise Unknown for the first instruction that is not known."""
+    names = Names(kernel)
+    in_flight = _asynchronous_registers(kernel)
+    lines: list[str] = []
+    for index, block in enumerate(kernel.blocks):
+        lines.append(f"def b{index}(m):")
+        for instruction in block.instructions:
+            lines += [f"    {line}" for line in _instruction(instruction, names, in_flight)]
+        lines.append(f"    return {_guard(block.guard, names)}")
+    return Program(compile("\n".join(lines), f"<{kernel.name} from PTX>", "exec"), names)
+
+
+def _guard(guard: Guard | None, names: Names) -> str:
+    if guard is None:
+        return "True"
+    return names.predicate(f"!{guard.register}" if guard.negated else guard.register)
+
+
+def _instruction(instruction: Instruction, names: Names, in_flight: frozenset[str]) -> Iterator[str]:
+    mask = "m"
+    if instruction.guard:
+        mask = "g"
+        yield f"g = np.logical_and(m, {_guard(instruction.guard, names)})"
+    statement = Statement(instruction, names, mask)
+    handler = HANDLERS.get(statement.head)
+    if handler is None:
+        raise Unknown(f"{instruction}: the opcode {statement.head} is not known")
+    try:
+        lines = handler(statement)
+        statement.finish()
+    except Unknown as error:
+        raise error if str(instruction) in str(error) else Unknown(f"{instruction}: {error}") from error
+    except (IndexError, KeyError, ValueError) as error:
+        raise Unknown(f"{instruction}: not in a form that is known ({error!r})") from error
+    if in_flight and statement.head != "wgmma":
+        yield from _watch(instruction, in_flight, mask)
+    yield from lines
+
+
+def _asynchronous_registers(kernel: Kernel) -> frozenset[str]:
+    """The registers that wgmma reads or writes after it was issued."""
+    found: set[str] = set()
+    for block in kernel.blocks:
+        for one in block.instructions:
+            if one.opcode.startswith("wgmma.mma_async"):
+                found.update(*(pieces_of(operand) for operand in one.operands[:2] if operand.startswith("{")))
+    return frozenset(found)
+
+
+def _watch(instruction: Instruction, in_flight: frozenset[str], mask: str) -> Iterator[str]:
+    """Lines that tell of registers which some wgmma uses; reading one matters while any is in flight, `busy`."""
+    split = 0 if instruction.opcode.split(".")[0] in WITHOUT_RESULT else 1
+    written = _registers(instruction.operands[:split]) & in_flight
+    read = _registers(instruction.operands[split:]) & in_flight
+    if written or read:
+        arguments = f"{tuple(sorted(read))}, {tuple(sorted(written))}, {mask}, {instruction.line}"
+        yield f"{'' if written else 'if busy: '}warpgroups.touch({arguments})"
+
+
+def _registers(operands: tuple[str, ...]) -> set[str]:
+    return {word for operand in operands for word in re.findall(r"%?[\w$]+", operand)}

@@ -1,0 +1,207 @@
+"""wgmma: products by four warps together, which go on while the warps do something else.
+
+Operands are read when a product is issued and results arrive at the wait that waits for it; until then their registers
+hold NaN. What is in flight is watched: writing shared memory that it reads, or touching registers that it reads or
+writes, is reported, and so are registers that another instruction wrote since the last `wgmma.fence`. Sums are float32
+sums in NumPy's order.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragged_attention.testing.ptx import numbers
+from ragged_attention.testing.ptx.copies import Operation, Queue
+from ragged_attention.testing.ptx.errors import Unknown
+from ragged_attention.testing.ptx.lanes import WARP, Indices, Lanes, Mask
+from ragged_attention.testing.ptx.operands import SHARED_BASE
+from ragged_attention.testing.ptx.shared import Cells, Shared
+from ragged_attention.testing.ptx.warps import Registers, left_operand
+
+GROUP = 4 * WARP
+SPANS = {0: 16, 1: 128, 2: 64, 3: 32}  # bytes of a row, by the descriptor's swizzle mode
+
+
+@dataclasses.dataclass
+class Product(Operation):
+    """One warpgroup's product: where its sums go, what it reads, and the names of its registers."""
+
+    group: int
+    out: Registers
+    cells: Sequence[Cells]
+    names: tuple[tuple[str, ...], tuple[str, ...]]
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Products that add to the same registers have the same."""
+        return id(self.out[0]), self.group
+
+
+class Warpgroups(Queue[Product]):
+    """The warpgroups of some CTAs.
+
+    `sums` are those in flight; `busy` counts by (register, group) the products in flight that write it (True) or read
+    it (False); `loose` are (register, group) that were written since the last fence.
+    """
+
+    what = "wgmma"
+
+    def __init__(self, lanes: Lanes, shared: Shared) -> None:
+        super().__init__(lanes)
+        self.shared = shared
+        self.sums: dict[tuple[int, int], NDArray[np.float32]] = {}
+        self.busy: Counter[tuple[str, int, bool]] = Counter()
+        self.loose: set[tuple[str, int]] = set()
+
+    # ---- operands in shared memory
+
+    def _places(self, lanes: Indices, descriptor: Any, rows: int, transposed: int, line: int) -> NDArray[np.int64]:
+        """Where a matrix [rows (of M or N), 16 (of k)] of 16-bit elements lies: bytes [groups, rows, 16].
+
+        Along the contiguous dimension (k, or the rows if transposed) runs a row of the swizzle's span; eight of them
+        make a core matrix. The descriptor has its start and the distances between core matrices, in units of 16 bytes.
+        """
+        bits = descriptor[lanes].astype(np.uint64)
+        start, leading, stride = (((bits >> np.uint64(low)) & np.uint64(0x3FFF)) << np.uint64(4) for low in (0, 16, 32))
+        start, leading, stride = (x.astype(np.int64)[:, None, None] for x in (start, leading, stride))
+        modes = set((bits >> np.uint64(62)).tolist())
+        if ((bits >> np.uint64(49)) & np.uint64(7)).any() or len(modes) != 1:
+            raise Unknown(f"line {line}: wgmma by descriptors with a base offset, or of several swizzle modes")
+        span = SPANS[modes.pop()]
+        row, column = np.arange(rows)[:, None], np.arange(16)[None, :]
+        along, across = (2 * row, column) if transposed else (2 * column, row)
+        if span == 16:
+            outer, inner = (leading, stride) if transposed else (stride, leading)
+            place = start + (across // 8) * outer + (along // 16) * inner + (across % 8) * 16 + along % 16
+        elif transposed:
+            place = start + (along // span) * leading + (across // 8) * stride + (across % 8) * span + along % span
+        else:
+            place = start + (across // 8) * stride + (across % 8) * span + along
+        if span > 16:
+            place = place ^ (((place >> 7) & (span // 16 - 1)) << 4)
+        index = place - SHARED_BASE
+        if ((index < 0) | (index + 2 > self.shared.size)).any():
+            where = f"bytes {index.min()} to {index.max() + 2} of {self.shared.size}"
+            raise self.reporter.fault(line, f"wgmma outside shared memory: {where}")
+        return index + (self.lanes.cta[lanes] * self.shared.stride)[:, None, None]
+
+    def _read(self, places: NDArray[np.int64], groups: Indices, line: int) -> list[Cells]:
+        """Note an asynchronous read by warpgroups, whose first warps `groups` are. Returns the cells of each."""
+        shared, clocks, every = self.shared, self.shared.clocks, []
+        for place, first in zip(places, groups.tolist(), strict=True):
+            cells = np.unique(place // shared.cell)
+            shared.hazard(line, cells, shared.pending[cells], "a wgmma reads before a copy was waited for")
+            shared.hazard(line, cells, ~shared.written[cells], "a wgmma reads what nobody wrote")
+            writer, when = shared.written_by[cells], shared.written_at[cells]
+            for warp in range(first, first + 4):
+                unordered, unfenced = when > clocks.seen[warp, writer], when > clocks.fenced[warp, writer]
+                shared.hazard(line, cells, unordered, "a wgmma reads what another warp wrote, no barrier between")
+                text = "a wgmma reads what was written without a proxy fence after it"
+                shared.hazard(line, cells, unfenced, text)
+            shared.reading[cells] += 1
+            every.append(cells)
+        return every
+
+    # ---- instructions
+
+    def multiply(
+        self,
+        out: Registers,
+        left: Any,
+        right: Any,
+        keep: Any,
+        kind: str,
+        transposed: tuple[int, int],
+        names: tuple[tuple[str, ...], tuple[str, ...]],
+        mask: Mask,
+        line: int,
+    ) -> None:
+        """wgmma.mma_async: out [64, n] = left [64, 16] @ right [n, 16].T, plus what out has where `keep`.
+
+        `right` holds descriptors, `left` too or, as a tuple, the operand itself; `names` are the registers of the
+        results and of the left operand.
+        """
+        warps = self.lanes.whole_warps(mask, line)
+        if len(warps) % 4 or (warps.reshape(-1, 4) != warps[::4, None] // 4 * 4 + np.arange(4)).any():
+            raise self.reporter.fault(line, "part of a warpgroup executes wgmma")
+        groups = warps[::4]
+        first, columns = groups * WARP, 2 * len(out)
+        halves = self.shared.bytes.view(np.uint16)
+        places = self._places(first, right, columns, transposed[1], line)
+        read = [self._read(places, groups, line)]
+        right_value = numbers.VALUES[kind](halves[places // 2])
+        if isinstance(left, tuple):
+            left_value = left_operand(left, warps, kind).reshape(len(groups), 64, 16)
+        else:
+            places = self._places(first, left, 64, transposed[0], line)
+            read.append(self._read(places, groups, line))
+            left_value = numbers.VALUES[kind](halves[places // 2])
+        product = np.matmul(left_value, right_value.transpose(0, 2, 1)).reshape(
+            len(groups), 4, 2, 8, columns // 8, 4, 2
+        )
+        parts = product.transpose(0, 4, 2, 6, 1, 3, 5).reshape(len(groups), len(out), GROUP)
+        kept = self.lanes.spread(keep)
+        for number, group in enumerate(groups.tolist()):
+            lanes = self.lanes.every[WARP * group : WARP * group + GROUP]
+            cells = [row[number] for row in read]
+            operation = Product(lanes, self.committed[lanes], line, group, out, cells, names)
+            self._issue(operation, parts[number], kept[lanes])
+
+    def _issue(self, operation: Product, product: NDArray[np.float32], keep: NDArray[Any]) -> None:
+        """Put a product [registers, threads] on its way."""
+        mine = slice(int(operation.lanes[0]), int(operation.lanes[-1]) + 1)
+        if any((name, operation.group) in self.loose for names in operation.names for name in names):
+            self.reporter.say(operation.line, "a wgmma uses registers that were written without a wgmma.fence after it")
+        before = self.sums.get(operation.key)
+        if before is None:  # products in flight do not add to these very registers, so they must not use any of them
+            self._clash(operation, [(name, writes) for name in operation.names[0] for writes in (True, False)])
+            before = np.stack([register[mine] for register in operation.out]).view(np.float32)
+        self._clash(operation, [(name, True) for name in operation.names[1]])
+        self.sums[operation.key] = np.where(keep, before, np.float32(0)) + product
+        for register in operation.out:
+            register[mine] = 0xFFFFFFFF
+        self.busy.update(self._registers(operation))
+        self.flight.append(operation)
+
+    @staticmethod
+    def _registers(operation: Product) -> Iterable[tuple[str, int, bool]]:
+        for writes, names in zip((True, False), operation.names, strict=True):
+            yield from ((name, operation.group, writes) for name in names)
+
+    def _clash(self, operation: Product, used: Iterable[tuple[str, bool]]) -> None:
+        if any(self.busy[name, operation.group, writes] for name, writes in used):
+            self.reporter.say(operation.line, "a wgmma uses registers of another in flight")
+
+    def fence(self, mask: Mask, line: int) -> None:
+        """wgmma.fence: what was written to registers is there for products to come."""
+        groups = set((self.lanes.whole_warps(mask, line) // 4 * 4).tolist())
+        self.loose = {one for one in self.loose if one[1] not in groups}
+
+    def touch(self, read: Sequence[str], written: Sequence[str], mask: Mask, line: int) -> None:
+        """Another instruction is about to read and write registers that some wgmma has to do with."""
+        for group in np.unique(self.lanes.warp[self.lanes.active(mask)] // 4 * 4).tolist():
+            if any((name, group, True) in self.busy for name in (*read, *written)):
+                self.reporter.say(line, "touches a register that a wgmma in flight writes")
+            if any((name, group, False) in self.busy for name in written):
+                self.reporter.say(line, "overwrites a register that a wgmma in flight reads")
+            self.loose.update((name, group) for name in written)
+
+    def arrive(self, operation: Product) -> None:
+        if len(operation.lanes) != GROUP:
+            raise self.reporter.fault(operation.line, "part of a warpgroup waits for a wgmma")
+        last = all(other.key != operation.key for other in self.flight)  # else others go on adding
+        if last and operation.key in self.sums:
+            for register, values in zip(operation.out, self.sums.pop(operation.key), strict=True):
+                register.view(np.float32)[operation.lanes] = values
+        for name in self._registers(operation):
+            self.busy[name] -= 1
+            if not self.busy[name]:
+                del self.busy[name]
+        for cells in operation.cells:
+            self.shared.reading[cells] -= 1
+            for warp in range(operation.group, operation.group + 4):
+                self.shared.read_at[cells, warp % self.lanes.warps] = self.shared.clocks.now[warp]

@@ -1,0 +1,168 @@
+"""What the threads of a warp do together: shuffles, votes, reductions, and matrices in their registers.
+
+Sums of `mma` are float32 sums in NumPy's order; the ISA leaves theirs open.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragged_attention.testing.ptx import numbers
+from ragged_attention.testing.ptx.lanes import WARP, Indices, Lanes, Mask
+from ragged_attention.testing.ptx.shared import Shared
+
+Registers = Sequence[NDArray[Any]]
+
+
+def gather(registers: Registers, warps: Indices) -> NDArray[Any]:
+    """[registers, warps, 32]"""
+    return np.stack([register.reshape(-1, WARP)[warps] for register in registers])
+
+
+def elements(words: NDArray[Any], kind: str) -> NDArray[np.float32]:
+    """Words [...] as float32 [..., elements of a word]."""
+    words = np.ascontiguousarray(words)
+    if kind == "tf32":
+        return numbers.tf32_value(words)[..., None]
+    if kind in numbers.FP8:
+        return numbers.FP8[kind][words.view(np.uint8).reshape(*words.shape, 4)]
+    return numbers.VALUES[kind](words.view(np.uint16).reshape(*words.shape, 2))
+
+
+def left_operand(registers: Registers, warps: Indices, kind: str) -> NDArray[np.float32]:
+    """The operand of 16 rows that the registers of each warp hold: [warps, 16, k].
+
+    Lane 4g + t holds rows g and g + 8; of each row as many elements as a word has, from t times that many on; the
+    second half of k is in the second pair of registers.
+    """
+    parts = elements(gather(registers, warps), kind)  # [registers, warps, 32, elements]
+    parts = parts.reshape(len(registers) // 2, 2, len(warps), 8, 4, parts.shape[-1])  # half of k, of rows, warp, g, t
+    return parts.transpose(2, 1, 3, 0, 4, 5).reshape(len(warps), 16, -1)
+
+
+def right_operand(registers: Registers, warps: Indices, kind: str) -> NDArray[np.float32]:
+    """The operand of 8 columns: [warps, k, 8]; lane 4g + t holds of column g what `left_operand` says of rows."""
+    parts = elements(gather(registers, warps), kind).reshape(len(registers), len(warps), 8, 4, -1)
+    return parts.transpose(1, 0, 3, 4, 2).reshape(len(warps), -1, 8)
+
+
+class Warps:
+    """The warps of some CTAs."""
+
+    def __init__(self, lanes: Lanes, shared: Shared) -> None:
+        self.lanes, self.shared, self.reporter = lanes, shared, lanes.reporter
+
+    def members(self, named: Any, mask: Mask, line: int) -> NDArray[np.bool_]:
+        """The lanes that take part, as bools [lanes].
+
+        The threads of a warp that execute an instruction must be just those that its mask of members names.
+        """
+        active, lanes = self.lanes.marked(mask), self.lanes
+        bits = lanes.spread(named).astype(np.int64)
+        table = active.reshape(-1, WARP)
+        here = (table.astype(np.int64) << np.arange(WARP)).sum(1)
+        wrong = active & ((bits & 0xFFFFFFFF) != np.repeat(here, WARP))
+        if wrong.any():
+            at = int(np.flatnonzero(wrong)[0])
+            text = f"threads {here[at // WARP]:#010x} of a warp execute what names {int(bits[at]) & 0xFFFFFFFF:#010x}"
+            raise self.reporter.fault(line, f"{text}, {lanes.describe(at)}")
+        return active
+
+    def meet(self, named: Any, mask: Mask, line: int) -> None:
+        """bar.warp.sync: nothing to do, for threads of a warp count as ordered."""
+        self.members(named, mask, line)
+
+    def trap(self, mask: Mask, line: int) -> None:
+        """trap: a fault if any thread comes here."""
+        if (lanes := self.lanes.active(mask)).size:
+            raise self.reporter.fault(line, f"a trap: {self.lanes.describe(int(lanes[0]))}")
+
+    def shuffle(
+        self, out: Any, inside: Any, mode: str, value: Any, by: Any, limit: Any, named: Any, mask: Mask, line: int
+    ) -> None:
+        """shfl.sync: a lane takes the value of another in its segment, or its own where there is none."""
+        active = self.members(named, mask, line)
+        by = self.lanes.spread(by).astype(np.int64) & 31
+        limit = self.lanes.spread(limit).astype(np.int64)
+        lane = self.lanes.every % WARP
+        segment, clamp = (limit >> 8) & 31, limit & 31
+        last, first = (lane & segment) | (clamp & ~segment), lane & segment
+        source = {"bfly": lane ^ by, "idx": first | (by & ~segment), "up": lane - by, "down": lane + by}[mode]
+        valid = np.asarray(source >= last if mode == "up" else source <= last)
+        source = np.where(valid, source, lane) + self.lanes.every - lane
+        if (active & ~active[source]).any():
+            self.reporter.say(line, "shuffles from a lane that does not take part")
+        new = self.lanes.spread(value)[source]
+        out[active] = new[active]
+        if inside is not None:
+            inside[active] = valid[active]
+
+    def reduce(self, out: Any, value: Any, mode: str, named: Any, mask: Mask, line: int) -> None:
+        """redux.sync over the members of each warp."""
+        active = self.members(named, mask, line)
+        table = self.lanes.spread(value).reshape(-1, WARP)
+        info = np.iinfo(table.dtype)
+        function, nothing = {
+            "min": (np.minimum, info.max), "max": (np.maximum, info.min), "add": (np.add, 0), "or": (np.bitwise_or, 0),
+            "xor": (np.bitwise_xor, 0), "and": (np.bitwise_and, info.max),
+        }[mode]  # fmt: skip
+        chosen = np.where(active.reshape(-1, WARP), table, table.dtype.type(nothing))
+        result = function.reduce(chosen, axis=1, dtype=table.dtype)
+        np.copyto(out.reshape(-1, WARP), result[:, None], where=active.reshape(-1, WARP))
+
+    def vote(self, out: Any, given: Any, mode: str, named: Any, mask: Mask, line: int) -> None:
+        """vote.sync over the members of each warp."""
+        active = self.members(named, mask, line).reshape(-1, WARP)
+        table = self.lanes.spread(given).reshape(-1, WARP)
+        some, every = (table & active).any(1), (table | ~active).all(1)
+        ballot = ((table & active).astype(np.uint64) << np.arange(WARP, dtype=np.uint64)).sum(1)
+        results: dict[str, Any] = {"any": some, "all": every, "uni": every | ~some, "ballot": ballot.astype(np.uint32)}
+        np.copyto(out.reshape(-1, WARP), results[mode][:, None], where=active)
+
+    def _rows(self, address: Any, offset: int, count: int, mask: Mask, line: int) -> tuple[Indices, Indices, Indices]:
+        """(warps, lanes, places) of 8 * count rows of 16 bytes: lane i of a warp has the address of row i."""
+        warps = self.lanes.whole_warps(mask, line)
+        lanes = (warps[:, None] * WARP + np.arange(8 * count)).ravel()
+        return warps, lanes, self.shared.place(lanes, address, offset, 16, line)
+
+    def load_matrices(
+        self, registers: Registers, address: Any, offset: int, trans: bool, mask: Mask, line: int
+    ) -> None:
+        """ldmatrix: an 8 x 8 matrix of 16 bits to each register, two elements a lane."""
+        warps, lanes, index = self._rows(address, offset, len(registers), mask, line)
+        rows = self.shared.read(lanes, index, 16, line).reshape(len(warps), len(registers), 8, 16)
+        if trans:
+            rows = np.ascontiguousarray(rows.view(np.uint16).swapaxes(2, 3))
+        words = rows.view(np.uint32).reshape(len(warps), len(registers), WARP)
+        for number, register in enumerate(registers):
+            register.reshape(-1, WARP)[warps] = words[:, number]
+
+    def store_matrices(
+        self, registers: Registers, address: Any, offset: int, trans: bool, mask: Mask, line: int
+    ) -> None:
+        """stmatrix: the opposite."""
+        warps, lanes, index = self._rows(address, offset, len(registers), mask, line)
+        words = np.ascontiguousarray(gather(registers, warps).swapaxes(0, 1)).reshape(len(warps), len(registers), 8, 4)
+        if trans:
+            words = np.ascontiguousarray(words.view(np.uint16).swapaxes(2, 3))
+        self.shared.write(lanes, index, words.view(np.uint8).reshape(len(lanes), 16), line)
+
+    def multiply(
+        self,
+        out: Registers,
+        left: Registers,
+        right: Registers,
+        addend: Registers,
+        kinds: tuple[str, str],
+        mask: Mask,
+        line: int,
+    ) -> None:
+        """mma: out [16, 8] = left [16, k] @ right [k, 8] + addend, in each warp."""
+        warps = self.lanes.whole_warps(mask, line)
+        product = np.matmul(left_operand(left, warps, kinds[0]), right_operand(right, warps, kinds[1]))
+        parts = product.reshape(len(warps), 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, len(warps), WARP)
+        sums = parts + gather(addend, warps)
+        for register, result in zip(out, sums, strict=True):
+            register.reshape(-1, WARP)[warps] = result

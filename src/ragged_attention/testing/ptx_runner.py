@@ -1,0 +1,225 @@
+"""The suite on compiled Triton kernels where there is no GPU: each launch's PTX runs in an emulator.
+
+Calls go through a front end whose arrays lie on the CPU, but everything is chosen as on a GPU of the named
+architecture: kernels, tiles, what is declined. A check fails if a result is wrong, and also if the emulator reports
+anything: memory that is not an array's or that nobody wrote, what no barrier or wait orders, instructions by part of a
+warp. See `testing/ptx`.
+
+`ragged-attention conformance --backend triton --device ptx:sm_90` does this.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+from ragged_attention.calls import Device
+from ragged_attention.devices import shared_memory_of
+from ragged_attention.interpreting import interpreting
+from ragged_attention.testing.environment import PTX
+from ragged_attention.testing.ptx import Emulator, Hazard, launcher, machine
+from ragged_attention.testing.runner import FRAMEWORKS, Runner
+
+BACKEND = "triton"
+MULTIPROCESSORS = 4  # few, so that small batches are split as large ones are on a real device
+# In jax's account of an error: what was found, without the traces around it.
+FOUND = re.compile(r"(?:Hazard: |(?=(?:Fault|Unknown): )).*?(?=^-{10}|\Z)", re.DOTALL | re.MULTILINE)
+SCHEDULES = (None, 1)  # the seeds of the orders in which warps run; None: in turn
+
+
+def arch_of(device: str | None) -> str | None:
+    """The architecture that a device's name asks to emulate, such as sm_90 for ptx:sm_90."""
+    return device.removeprefix(PTX) if device and device.startswith(PTX) else None
+
+
+def device_of(arch: str, framework: str = "torch") -> Device:
+    """A GPU of an architecture, to a front end."""
+    return Device(
+        framework=framework,
+        platform="cuda",
+        arch=arch,
+        num_multiprocessors=MULTIPROCESSORS,
+        shared_memory=shared_memory_of(arch),
+    )
+
+
+Notice = Callable[[str, machine.Outcome], None]  # what is done with a kernel's name and what came of its run
+
+
+@functools.cache
+def _torch_launcher() -> Any:
+    torch = importlib.import_module("torch")
+    front = importlib.import_module("ragged_attention.torch._launcher")
+
+    class EmulatedLauncher(front.Launcher):
+        """Allocates on the CPU and runs there what Triton compiles for a GPU."""
+
+        def __init__(self, emulator: Emulator, notice: Notice) -> None:
+            super().__init__()
+            self.emulator, self.notice = emulator, notice
+
+        def __call__(
+            self, kernel: Any, grid: tuple[int, ...], inputs: Any, outputs: Any, *, inplace: Any = (), **arguments: Any
+        ) -> list[Any]:
+            new = [torch.empty(tuple(shape), dtype=front.DTYPES.get(dtype, dtype)) for shape, dtype in outputs]
+            for tensor in new:
+                self.emulator.forget(tensor)
+            new += [inputs[index] for index in inplace]
+            if 0 not in grid:
+                options = {name: arguments.pop(name, default) for name, default in front.OPTIONS.items()}
+                operands = map(front.to_bits, (*inputs, *new))
+                _run(self.emulator, self.notice, kernel, grid, operands, arguments, options)
+            return new
+
+    return EmulatedLauncher
+
+
+@functools.cache
+def _jax_launcher() -> Any:
+    jax = importlib.import_module("jax")
+    np = importlib.import_module("numpy")
+    front = importlib.import_module("ragged_attention.jax._launcher")
+
+    class EmulatedLauncher(front.Launcher):
+        """Launches in callbacks, on copies of the arrays."""
+
+        def __init__(self, emulator: Emulator, notice: Notice) -> None:
+            super().__init__(device_of(emulator.arch, "jax"))
+            self.emulator, self.notice = emulator, notice
+
+        def _launch(
+            self, kernel: Any, grid: Any, inputs: Any, outputs: Any, inplace: Any, num_warps: int, num_stages: int,
+            arguments: dict[str, Any],
+        ) -> list[Any]:  # fmt: skip
+            shapes = [jax.ShapeDtypeStruct(tuple(shape), dtype) for shape, dtype in outputs]
+            given = [jax.ShapeDtypeStruct(inputs[index].shape, inputs[index].dtype) for index in inplace]
+
+            def host(*arrays: Any) -> list[Any]:
+                held = [np.array(array) for array in arrays]
+                new = [np.empty(shape.shape, shape.dtype) for shape in shapes]
+                for array in new:
+                    self.emulator.forget(array)
+                new += [held[index] for index in inplace]
+                if 0 not in grid:
+                    options = {"num_warps": num_warps, "num_stages": num_stages}
+                    with interpreting():  # XLA may run callbacks that need nothing of each other side by side
+                        _run(self.emulator, self.notice, kernel, grid, [*held, *new], arguments, options)
+                return new
+
+            return list(jax.pure_callback(host, shapes + given, *inputs, vmap_method="sequential"))
+
+    return EmulatedLauncher
+
+
+def _run(
+    emulator: Emulator, notice: Notice, kernel: Any, grid: Any, operands: Iterable[Any], arguments: Any, options: Any
+) -> None:
+    named = dict(zip((parameter.name for parameter in kernel.params), operands, strict=False))
+    notice(kernel.__name__, emulator.run(kernel, grid, named | arguments, **options))
+
+
+def launcher_of(emulator: Emulator, framework: str = "torch", notice: Notice = launcher.expect_none) -> Any:
+    """A launcher of a front end, for arrays on the CPU, whose kernels the emulator runs."""
+    return {"torch": _torch_launcher, "jax": _jax_launcher}[framework]()(emulator, notice)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompiledRunner(Runner):
+    """Triton's kernels as they are compiled for a GPU, emulated in this very process."""
+
+    framework: str = "torch"
+    backend: str = BACKEND
+    arch: str = "sm_90"
+    seed: int | None = None
+
+    def __str__(self) -> str:
+        order = "" if self.seed is None else f", schedule {self.seed}"
+        return f"{super().__str__()}, compiled for {self.arch}{order}"
+
+    @functools.cached_property
+    def emulator(self) -> Emulator:
+        """What has run all launches of this runner."""
+        return Emulator(self.arch, seed=self.seed)
+
+    def _call(self, operation: str, batch: Any, options: Any, **extra: Any) -> Any:
+        try:
+            result = super()._call(operation, batch, options, **extra)
+            if self.framework == "jax":  # which goes on by itself, but not outside of `around`
+                importlib.import_module("jax").block_until_ready(result)
+            return result
+        except (machine.Fault, machine.Unknown) as error:
+            raise Hazard("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])) from error
+        except RuntimeError as error:  # of jax, with all that a callback raised as text
+            if (found := FOUND.search(str(error))) is None:
+                raise
+            raise Hazard(found[0].removeprefix("Hazard: ").strip()) from error
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        launches, device = launcher_of(self.emulator, self.framework), device_of(self.arch, self.framework)
+        replaced: dict[str, Any] = {"device_facts": lambda where: device}
+        if self.framework == "torch":
+            module = importlib.import_module("ragged_attention.torch._plan")
+            replaced |= {"LAUNCHER": launches, "Launcher": lambda out: launches}
+            replaced |= {"RECORDED": set(), "_plans": {}}  # nothing is replayed, and the process's plans are for a CPU
+        else:
+            module = importlib.import_module("ragged_attention.jax._lower")
+            replaced |= {"Launcher": lambda device: launches, "PLATFORMS": ("cpu",)}
+        with (
+            mock.patch.multiple(module, **replaced),
+            mock.patch.object(self.front, "facts", return_value=device),
+            _traced_anew(module),
+            super().around(),
+        ):
+            yield
+
+    def absent(self) -> str | None:
+        return missing(self.arch, self.framework) or super().absent()
+
+    def apart(self) -> Sequence[str]:
+        raise NotImplementedError("expected a check in this process, for the emulator watches all of memory itself")
+
+
+@contextlib.contextmanager
+def _traced_anew(module: Any) -> Iterator[None]:
+    """Within and after which jax uses no function that it traced for another launcher."""
+    clear = getattr(getattr(module, "_run", None), "clear_cache", lambda: None)
+    clear()
+    try:
+        yield
+    finally:
+        clear()
+
+
+def missing(arch: str, framework: str = "torch") -> str | None:
+    """Why nothing can be compiled and emulated in this process, or None."""
+    if reason := launcher.why_not(arch):
+        return reason
+    for name in (framework, "triton"):
+        if importlib.util.find_spec(name) is None:
+            return f"{name} is not installed"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "expected TRITON_INTERPRET to be unset, got 1: the interpreter compiles nothing"
+    return None
+
+
+def runners(backend: str, framework: str | None, device: str | None) -> tuple[list[CompiledRunner], dict[str, str]]:
+    """A runner for each schedule if the device's name asks for an emulated one, and why there is none."""
+    if (arch := arch_of(device)) is None:
+        return [], {}
+    if backend != BACKEND:
+        return [], {f"{backend} on {device}": f"expected the backend {BACKEND} for {device}, got {backend}"}
+    present, absent = [], {}
+    for name in (framework,) if framework else FRAMEWORKS:
+        every = [CompiledRunner(framework=name, arch=arch, seed=seed) for seed in SCHEDULES]
+        if reason := every[0].absent():
+            absent[str(every[0])] = reason
+        else:
+            present += every if name == FRAMEWORKS[0] else every[:1]
+    return present, absent

@@ -1,0 +1,86 @@
+"""Small PTX texts, and how they are run: one instruction on some lanes, or a whole kernel on named arrays."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragged_attention.testing.ptx.machine import Outcome, launch
+from ragged_attention.testing.ptx.memory import Memory
+from ragged_attention.testing.ptx.parsing import parse
+
+REGISTERS = {1: "b16", 2: "b16", 4: "b32", 8: "b64"}  # the registers that hold numbers of so many bytes
+
+
+def kernel_text(body: str, pointers: Sequence[str], threads: int) -> str:
+    """A kernel with pointers as parameters (in %p_<name>), and registers of every kind to use."""
+    params = ", ".join(f".param .u64 {name}" for name in pointers)
+    loads = "\n".join(f"ld.param.b64 %p_{name}, [{name}];" for name in pointers)
+    declared = "".join(f".reg .b64 %p_{name};\n" for name in pointers)
+    return f"""
+.version 8.7
+.target sm_90a
+.address_size 64
+.extern .shared .align 16 .b8 smem[];
+.visible .entry test({params})
+.reqntid {threads}
+{{
+.reg .pred %p<16>;
+.reg .b16 %h<64>;
+.reg .b32 %r<512>;
+.reg .b64 %d<64>;
+.reg .b32 %thread;
+{declared}{loads}
+mov.u32 %thread, %tid.x;
+{body}
+ret;
+}}
+"""
+
+
+def run_text(
+    text: str,
+    arrays: Mapping[str, NDArray[Any]],
+    *,
+    grid: Sequence[int] = (1,),
+    shared: int = 0,
+    unwritten: Sequence[str] = (),
+    **options: Any,
+) -> Outcome:
+    """Run a text on arrays, which it changes in place; those named in `unwritten` hold nothing at first."""
+    kernel, memory = parse(text), Memory()
+    params = {}
+    for name, array in arrays.items():
+        data = array.reshape(-1).view(np.uint8)
+        ready = np.zeros(data.size, bool) if name in unwritten else None
+        params[name] = np.uint64(memory.add(data, name, None, ready))
+    memory.seal()
+    outcome = launch(kernel, memory, params, grid, kernel.threads, shared, **options)
+    memory.back()
+    return outcome
+
+
+def evaluate(code: str, *inputs: Any, result: str, shared: int = 0) -> NDArray[Any]:
+    """What `code` makes of %a, %b, %c, %e, one element of each input a lane, in %out, of dtype `result`."""
+    arrays = [np.atleast_1d(given) for given in inputs]
+    count = max(array.size for array in arrays)
+    threads = -(-count // 32) * 32
+    given = {f"in{i}": np.ascontiguousarray(np.resize(array, threads)) for i, array in enumerate(arrays)}
+    given["out"] = np.zeros(threads, result)
+    lines = [f".reg .{REGISTERS[given['out'].itemsize]} %out;"]
+    for name, array in zip("abce", list(given.values())[:-1], strict=False):
+        lines.append(f".reg .{REGISTERS[array.itemsize]} %{name};")
+    for index, name in enumerate("abce"[: len(arrays)]):
+        size = given[f"in{index}"].itemsize
+        lines += [
+            f"mul.wide.u32 %d60, %thread, {size};",
+            f"add.s64 %d61, %p_in{index}, %d60;",
+            f"ld.global.{'s' if arrays[index].dtype.kind == 'i' else 'b'}{8 * size} %{name}, [%d61];",
+        ]
+    size = given["out"].itemsize
+    lines += [code, f"mul.wide.u32 %d60, %thread, {size};", "add.s64 %d61, %p_out, %d60;"]
+    lines.append(f"st.global.b{8 * size} [%d61], %out;")
+    outcome = run_text(kernel_text("\n".join(lines), list(given), threads), given, shared=shared)
+    assert not outcome.reports
+    return given["out"][:count]

@@ -1,0 +1,379 @@
+"""Compiled Triton kernels on a CPU: calls of every kernel, and kernels that are not ours, in the emulator of PTX.
+
+Where these tests run Triton interprets, for good. So the calls are made in a process of their own for each
+architecture, in which Triton compiles. There this file is a script: it runs what `CALLS` and `OTHERS` name, prints a
+line of JSON for each, and at the end one with the kernels that ran.
+"""
+
+import importlib
+import importlib.util
+import json
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+triton = pytest.importorskip("triton")
+torch = pytest.importorskip("torch")
+
+import triton.language as tl  # noqa: E402
+
+from ragged_attention.errors import InvalidInput  # noqa: E402
+from ragged_attention.testing import conformance, ptx, ptx_runner, suite  # noqa: E402
+from ragged_attention.testing.mla.oracle import check_decode, check_prefill  # noqa: E402
+from ragged_attention.testing.mla.specs import DecodeSpec, PrefillSpec  # noqa: E402
+from ragged_attention.testing.paged.specs import Spec  # noqa: E402
+from ragged_attention.testing.paged.updates import check_update  # noqa: E402
+from ragged_attention.testing.ptx_runner import CompiledRunner  # noqa: E402
+from ragged_attention.testing.runner import Runner  # noqa: E402
+from ragged_attention.testing.suite import check_attention  # noqa: E402
+from ragged_attention.testing.varlen.gradients import GradientSpec  # noqa: E402
+from ragged_attention.testing.varlen.oracle import check_gradients, check_varlen  # noqa: E402
+from ragged_attention.testing.varlen.specs import VarlenSpec  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOM = "ragged_attention.kernels_triton"
+ARCHITECTURES = ("sm_80", "sm_90")
+FENCELESS = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)  # see docs/ptx.md
+
+# ---- calls of our kernels, at the tiles of GPUs
+
+SERVED: dict[str, Any] = {"page_size": 16, "num_kv_heads": 2, "group": 4, "head_dim": 64, "dtype": "bfloat16"}
+SMALLER: dict[str, Any] = SERVED | {"head_dim": 32, "group": 2}
+SPECS: dict[str, tuple[Callable[[Runner, Any], None], Any]] = {
+    "decode and prefill": (check_attention, Spec(lens=((1, 40), (1, 300), (20, 150)), **SERVED)),
+    "float8 cache": (
+        check_attention,
+        Spec(lens=((20, 90), (1, 100)), cache_dtype="float8_e4m3fn", scales="heads", **SERVED),
+    ),
+    "draft mask, window, sinks, soft cap": (
+        check_attention,
+        Spec(lens=((6, 90), (1, 70)), draft=8, sliding_window=33, sinks="normal", soft_cap=5.0, **SMALLER),
+    ),
+    "new keys, int8 cache": (
+        check_update,
+        Spec(lens=((5, 40), (1, 20)), cache_dtype="int8", scales="float", **SMALLER),
+    ),
+    "packed": (check_varlen, VarlenSpec(lens=((70, 150), (1, 65)), d=64, d_v=64, causal=True, dtype="bfloat16")),
+    "packed gradient": (
+        check_gradients,
+        GradientSpec(of=VarlenSpec(lens=((40, 70), (3, 9)), d=64, d_v=64, group=2, sinks="normal", dtype="bfloat16")),
+    ),
+    "latents, dense": (
+        check_decode,
+        DecodeSpec(topk=0, kv_lens=(100, 30), page_size=64, heads=16, d_qk=576, d_v=512, dtype="bfloat16"),
+    ),
+    "latents, sparse fp8_v32": (
+        check_decode,
+        DecodeSpec(topk=70, kv_lens=(100,), page_size=64, heads=16, format="fp8_v32", d_v=512, dtype="bfloat16"),
+    ),
+    "latents, prefill": (
+        check_prefill,
+        PrefillSpec(topk=70, rows=90, tokens=2, heads=16, d_qk=576, d_v=512, dtype="bfloat16"),
+    ),
+    "sparse gradient": (
+        check_gradients,
+        GradientSpec(of=PrefillSpec(topk=20, rows=30, tokens=3, heads=16, d_qk=80, d_v=64, dtype="bfloat16")),
+    ),
+}  # fmt: skip
+# Of the suite's corners, those of kernels and paths that are not above.
+CORNERS = (
+    "write, by slots: float8_e4m3fn",
+    "merge, lses far apart",
+    "paged decode, quantised, soft cap",
+    "paged decode, lengths of every kind",
+    "chunked prefill, a partial chunk",
+    "latent decode, extra cache with lengths",
+    "decode schedule, sparse, lengths",
+    "quantize latents, fp8_v32, bfloat16",
+    "write latents, fp8_v4, float32",
+    "sparse gradient, duplicates in a fixed order",
+)
+CALLS = [*SPECS, *CORNERS]
+
+
+def call(runner: Runner, name: str) -> None:
+    """Make one of the calls and hold what it gives to the definition."""
+    with runner.around():
+        if name in SPECS:
+            check, spec = SPECS[name]
+            check(runner, spec if check is check_update else spec.build())
+        else:
+            (corner,) = (check for check in suite.corners() if check.name == name)
+            corner.run(runner, 1)
+
+
+# ---- kernels of others
+
+
+@triton.jit
+def matmul_kernel(
+    a_ptr, b_ptr, c_ptr, M, N, K, stride_a, stride_b, stride_c,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first in range(0, K, BLOCK_K):
+        inner = first + tl.arange(0, BLOCK_K)
+        a = tl.load(a_ptr + rows[:, None] * stride_a + inner, mask=(rows[:, None] < M) & (inner < K), other=0.0)
+        b = tl.load(b_ptr + inner[:, None] * stride_b + columns, mask=(inner[:, None] < K) & (columns < N), other=0.0)
+        acc = tl.dot(a, b, acc)
+    place = c_ptr + rows[:, None] * stride_c + columns
+    tl.store(place, acc.to(c_ptr.dtype.element_ty), mask=(rows[:, None] < M) & (columns < N))
+
+
+@triton.jit
+def softmax_kernel(x_ptr, out_ptr, width, stride, scale, BLOCK: tl.constexpr):
+    row, column = tl.program_id(0), tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * stride + column, mask=column < width, other=float("-inf")) * scale
+    weights = tl.exp(x - tl.max(x, 0))
+    tl.store(out_ptr + row * stride + column, weights / tl.sum(weights, 0), mask=column < width)
+
+
+@triton.jit
+def racing_kernel(out_ptr):
+    tl.store(out_ptr, tl.program_id(0))
+
+
+def multiplies(arch: str) -> None:
+    """Slices of larger tensors, in a loop that Triton pipelines through shared memory."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(150, 160, generator=generator).to(torch.float16) for _ in range(2))
+    a, b, c = a[:100, :150], b[:, :136], torch.empty(100, 140)[:, :136]
+    sizes = {"M": 100, "N": 136, "K": 150, "stride_a": 160, "stride_b": 160, "stride_c": 140}
+    blocks = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32}
+    arguments = {"a_ptr": a, "b_ptr": b, "c_ptr": c, **sizes, **blocks}
+    for seed in (None, 3):
+        outcome = ptx.run(matmul_kernel, (2, 3), arguments, arch=arch, num_stages=3, seed=seed, unwritten=["c_ptr"])
+        torch.testing.assert_close(c, a.float() @ b.float(), atol=2e-3, rtol=2e-3)
+    products = "wgmma" if arch == "sm_90" else "mma"
+    assert any(opcode.startswith(f"{products}.") for opcode in outcome.opcodes), sorted(outcome.opcodes)
+
+
+def softens(arch: str) -> None:
+    """NumPy arrays, a grid that depends on the constants, and few warps."""
+    x = np.random.default_rng(0).standard_normal((5, 200), np.float32)
+    out = np.empty_like(x)
+    arguments = {"x_ptr": x, "out_ptr": out, "width": 190, "stride": 200, "scale": 2.0, "BLOCK": 256}
+    ptx.run(softmax_kernel, lambda meta: (5 * 256 // meta["BLOCK"],), arguments, arch=arch, num_warps=2)
+    weights = np.exp(2 * (x[:, :190] - x[:, :190].max(1, keepdims=True)))
+    np.testing.assert_allclose(out[:, :190], weights / weights.sum(1, keepdims=True), rtol=1e-5)
+
+
+@triton.jit
+def pairs_kernel(arrays, count, BLOCK: tl.constexpr):
+    place = tl.arange(0, BLOCK)
+    tl.store(arrays[1] + place, tl.load(arrays[0] + place, mask=place < count), mask=place < count)
+
+
+def takes_tuples(arch: str) -> None:
+    """Of two views of one array, the second of which does not begin at a multiple of 16 bytes."""
+    whole = torch.arange(200, dtype=torch.float64)
+    ptx.run(pairs_kernel, (1,), {"arrays": (whole[:50], whole[101:151]), "count": 50, "BLOCK": 64}, arch=arch)
+    assert whole[101:151].tolist() == list(range(50))
+    assert whole[151:].tolist() == list(range(151, 200))
+
+
+def is_watched(arch: str) -> None:
+    """What goes wrong is said: a step outside, a read of what nobody wrote, two programs that write one place."""
+    x, out = torch.ones(5, 200), torch.ones(5, 200)
+    arguments = {"x_ptr": x, "out_ptr": out[:, :100], "width": 190, "stride": 200, "scale": 2.0, "BLOCK": 256}
+    expect("outside", lambda: ptx.run(softmax_kernel, (5,), arguments, arch=arch))
+    arguments["out_ptr"] = out
+    expect("wrote", lambda: ptx.run(softmax_kernel, (5,), arguments, arch=arch, unwritten=["x_ptr"]))
+    place = torch.zeros(1, dtype=torch.int32)
+    expect("write", lambda: ptx.run(racing_kernel, (4,), {"out_ptr": place}, arch=arch))
+    assert ptx.run(racing_kernel, (4,), {"out_ptr": place}, arch=arch, strict=False).reports
+    assert not ptx.run(racing_kernel, (1,), {"out_ptr": place}, arch=arch).reports
+
+
+def refuses(arch: str) -> None:
+    """Too much shared memory, memory shared in secret, and what is no kernel as it is."""
+    a = torch.ones(256, 256)
+    sizes = {"M": 256, "N": 256, "K": 256, "stride_a": 256, "stride_b": 256, "stride_c": 256}
+    blocks = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64}
+    arguments = {"a_ptr": a, "b_ptr": a, "c_ptr": torch.empty(256, 256), **sizes, **blocks}
+    expect("shared memory", lambda: ptx.run(matmul_kernel, (2, 2), arguments, arch=arch, num_warps=16, num_stages=5))
+    tuned = triton.autotune([triton.Config({})], key=[])(softmax_kernel)
+    whole = np.zeros((4, 256), np.float32)
+    alike = {
+        "x_ptr": whole,
+        "out_ptr": torch.from_numpy(whole[1:]),
+        "width": 9,
+        "stride": 256,
+        "scale": 1.0,
+        "BLOCK": 16,
+    }
+    expect("share memory to be views of one", lambda: ptx.run(softmax_kernel, (1,), alike, arch=arch))
+    expect("got Autotuner: give the function that it wraps", lambda: ptx.run(tuned, (1,), {}, arch=arch))
+
+
+def comes_from_jax(arch: str) -> None:
+    """A call from jax, and one whose kernel reads what it must not."""
+    if importlib.util.find_spec("jax") is None:
+        return
+    runner = CompiledRunner(framework="jax", arch=arch)
+    call(runner, "merge, lses far apart")
+    assert set(runner.emulator.launches) == {f"{ROOM}.merge_attention_states.merge_kernel"}
+    runner.emulator.change = lambda name, text: text.replace("bar.sync", "bar.unknown")
+    expect("Unknown: line", lambda: call(runner, "merge, many parts"))
+
+
+def expect(text: str, run: Callable[[], Any]) -> None:
+    """That a run raises something that says `text`."""
+    with pytest.raises(Exception, match=re.escape(text)):
+        run()
+
+
+OTHERS = {
+    function.__name__: function for function in (multiplies, softens, takes_tuples, is_watched, refuses, comes_from_jax)
+}
+
+
+# ---- the process that compiles
+
+
+def main(arch: str) -> None:
+    runner = CompiledRunner(arch=arch, seed={"sm_80": None, "sm_90": 1}[arch])
+    for name in (*CALLS, *OTHERS):
+        begun, error = time.perf_counter(), ""
+        try:
+            OTHERS[name](arch) if name in OTHERS else call(runner, name)
+        except Exception:
+            error = traceback.format_exc()
+        say({"name": name, "error": error, "seconds": time.perf_counter() - begun})
+    say({"kernels": sorted(runner.emulator.launches)})
+
+
+def say(line: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
+
+
+class Answers:
+    """What the processes say, each started when it is first asked for."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, list[dict[str, Any]]] = {}
+
+    def __call__(self, arch: str) -> list[dict[str, Any]]:
+        if arch not in self.of:
+            self.of[arch] = [json.loads(line) for line in apart(__file__, arch).splitlines()]
+        return self.of[arch]
+
+
+def apart(*arguments: str) -> str:
+    """What Python prints in a process of its own, where Triton compiles."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(ROOT), "TRITON_DEFAULT_FP_FUSION": "1", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, *arguments], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+# ---- tests
+
+
+@pytest.fixture(scope="module")
+def answers() -> Answers:
+    return Answers()
+
+
+@pytest.mark.parametrize("name", [*CALLS, *OTHERS])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_call_is_right_and_nothing_is_reported(arch: str, name: str, answers: Answers) -> None:
+    (answer,) = (line for line in answers(arch) if line.get("name") == name)
+    if FENCELESS and "without a proxy fence" in answer["error"]:
+        pytest.xfail("this Triton puts no fence between what threads copy and the wgmma that reads it")
+    assert not answer["error"], answer["error"]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_kernel_of_the_room_ran(arch: str, answers: Answers) -> None:
+    missing = kernels_of_the_room() - set(answers(arch)[-1]["kernels"])
+    if FENCELESS and any("without a proxy fence" in line["error"] for line in answers(arch)[:-1]):
+        pytest.xfail(f"calls end with what is reported of their first kernels; missing: {missing}")
+    assert not missing
+
+
+def kernels_of_the_room() -> set[str]:
+    room, found = importlib.import_module(ROOM), set()
+    for module in pkgutil.walk_packages(room.__path__, f"{ROOM}."):
+        for name, value in vars(importlib.import_module(module.name)).items():
+            if name.endswith("_kernel") and hasattr(value, "arg_names"):
+                found.add(f"{value.fn.__module__}.{value.fn.__name__}")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("arch", "reason"),
+    [("sm_100", "tcgen05"), ("sm_120", "tcgen05"), ("sm_75", "nothing else"), ("gfx942", "nothing else")],
+)
+def test_other_architectures_are_refused(arch: str, reason: str) -> None:
+    with pytest.raises(InvalidInput, match=rf"sm_80, sm_86, sm_89, sm_90, got '{arch}': .*{reason}"):
+        ptx.run(softmax_kernel, (1,), {}, arch=arch)
+
+
+def test_interpreted_kernels_are_refused() -> None:
+    with pytest.raises(TypeError, match="got InterpretedFunction: unset TRITON_INTERPRET before triton is imported"):
+        ptx.run(softmax_kernel, (1,), {"x_ptr": torch.ones(3)})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--backend", "triton", "--device", "ptx:sm_100"], "tcgen05"),
+        (["--backend", "numba", "--device", "ptx:sm_90"], "expected the backend triton for ptx:sm_90, got numba"),
+    ],
+)
+def test_the_command_says_what_it_cannot_judge(
+    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # the command takes it away
+    assert conformance.main(arguments) == 2
+    assert reason in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_example_of_the_documentation_runs(tmp_path: Path) -> None:
+    (example,) = re.findall(r"^```py\n(.*?)^```$", (ROOT / "docs" / "ptx.md").read_text(), re.DOTALL | re.MULTILINE)
+    (tmp_path / "example.py").write_text(example)
+    counted, fault = apart(str(tmp_path / "example.py")).splitlines()
+    assert re.fullmatch(r"\d+ instructions, \d+ kinds of them", counted)
+    assert "outside" in fault
+
+
+def test_planted_faults_are_noticed() -> None:
+    """A barrier, a wait, a group and a fence that are needed; what the emulator is worth in full is a benchmark."""
+    printed = apart("-m", "benchmarks.ptx_faults", "--arch", "sm_90", "--kind", "dropped", "--most", "2")
+    for fault in ("bar.sync", "cp.async.wait_group", "cp.async.commit_group", "fence.proxy.async"):
+        assert re.search(rf"^{fault} dropped, line \d+: (report|fault|wrong)", printed, re.MULTILINE), printed
+
+
+def test_the_command_judges_compiled_kernels() -> None:
+    arguments = ["--backend", "triton", "--framework", "torch", "--device", "ptx:sm_80", "--only", "corner: merge, one"]
+    printed = " ".join(apart("-m", "ragged_attention", "conformance", *arguments).split())
+    assert "No GPU is used: the kernels are compiled for one" in printed
+    for runner in ("torch-triton, compiled for sm_80", "torch-triton, compiled for sm_80, schedule 1"):
+        assert f"{runner} on ptx:sm_80" in printed
+    assert printed.count("2 passed, 0 declined, 0 FAILED") == 2
+
+
+def test_where_triton_interprets_nothing_is_compiled() -> None:
+    assert "the interpreter compiles nothing" in str(ptx_runner.missing("sm_90"))
+    assert ptx_runner.runners("triton", None, "cpu") == ([], {})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

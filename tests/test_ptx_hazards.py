@@ -1,0 +1,505 @@
+"""Faults planted in small PTX texts: each is noticed, and the honest text is not accused of anything."""
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ragged_attention.testing.ptx.machine import Fault, Outcome
+from ragged_attention.testing.ptx.operands import SHARED_BASE
+from tests.ptx_texts import kernel_text, run_text
+
+THREADS = 256
+
+
+def zeros(count: int = 1024) -> np.ndarray[Any, Any]:
+    return np.zeros(count, np.uint32)
+
+
+def texts_of(outcome: Outcome) -> str:
+    return "\n".join(report.text for report in outcome.reports.values())
+
+
+def without(body: str, mark: str, instead: str = "") -> str:
+    """The body with the one line that ends in `// mark` dropped or replaced."""
+    lines = [line for line in body.split("\n") if line.rstrip().endswith(f"// {mark}")]
+    assert len(lines) == 1, f"{len(lines)} lines are marked {mark}"
+    return body.replace(lines[0], instead)
+
+
+# Four bytes a thread: %r10 its own place in shared memory, %r11 that of a thread of another warp, %d2 its output.
+PLACES = """
+    mul.wide.u32 %d1, %thread, 4;  add.s64 %d2, %p_out, %d1;  shl.b32 %r9, %thread, 2;  mov.b32 %r8, smem;
+    add.s32 %r10, %r8, %r9;  xor.b32 %r7, %r9, 508;  add.s32 %r11, %r8, %r7;
+"""
+
+
+# ---- barriers
+
+EXCHANGE = f"""{PLACES}
+    st.shared.b32 [%r10], %thread;
+    bar.sync 0;  // first
+    ld.shared.b32 %r1, [%r11];
+    bar.sync 0;  // second
+    st.shared.b32 [%r10], %r1;
+    bar.sync 0;  // third
+    ld.shared.b32 %r2, [%r11];
+    st.global.b32 [%d2], %r2;
+"""
+
+
+def exchange(body: str, **options: Any) -> tuple[Outcome, Any]:
+    out = zeros(THREADS)
+    return run_text(kernel_text(body, ["out"], THREADS), {"out": out}, shared=4 * THREADS, **options), out
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2, 3])
+def test_barriers_order_what_warps_exchange(seed):
+    outcome, out = exchange(EXCHANGE, seed=seed)
+    assert not outcome.reports
+    assert (out == np.arange(THREADS)).all()
+
+
+@pytest.mark.parametrize(
+    ("barrier", "report"),
+    [
+        ("first", "reads what another warp wrote, no barrier between"),
+        ("second", "overwrites what another warp read, no barrier between"),
+        ("third", "reads what another warp wrote, no barrier between"),
+    ],
+)
+@pytest.mark.parametrize("seed", [None, 1])
+def test_a_missing_barrier_is_reported_in_any_order(barrier, report, seed):
+    assert report in texts_of(exchange(without(EXCHANGE, barrier), seed=seed)[0])
+
+
+def test_a_barrier_of_the_warp_alone_is_not_enough():
+    body = without(EXCHANGE, "first", "bar.warp.sync -1;")
+    assert "reads what another warp wrote" in texts_of(exchange(body)[0])
+
+
+def test_reports_name_the_line_and_count():
+    body = ".loc 1 7 3\n" + without(EXCHANGE, "first")
+    text = kernel_text(body, ["out"], THREADS) + '\n.file 1 "kernel.py"\n'
+    outcome = run_text(text, {"out": zeros(THREADS)}, shared=4 * THREADS)
+    line = next(n for n, one in enumerate(text.split("\n"), 1) if "ld.shared.b32 %r1" in one)
+    (key, report), *_ = outcome.reports.items()
+    assert key[0] == report.line == line
+    assert report.source == "kernel.py:7"
+    assert report.count == 1
+    assert re.search(r"shared byte \d+, last written at line \d+; \d+ of 256 cells", report.text)
+    assert line in outcome.lines
+
+
+def test_two_warps_that_write_one_place():
+    body = f"{PLACES}\nand.b32 %r1, %r9, 127;  add.s32 %r2, %r8, %r1;  st.shared.b32 [%r2], VALUE;"
+    same = exchange(body.replace("VALUE", "7"))[0]
+    assert not same.reports
+    assert "two threads write different values" in texts_of(exchange(body.replace("VALUE", "%thread"))[0])
+    turns = f"""{PLACES}
+        setp.lt.u32 %p1, %thread, 32;
+        @%p1 st.shared.b32 [%r8], 1;
+        bar.sync 0;  // between
+        @!%p1 st.shared.b32 [%r8], 2;
+    """
+    assert not exchange(turns)[0].reports
+    assert "overwrites what another warp wrote" in texts_of(exchange(without(turns, "between"))[0])
+
+
+def test_what_nobody_wrote():
+    outcome, out = exchange(f"{PLACES}\nld.shared.b32 %r1, [%r10];\nst.global.b32 [%d2], %r1;")
+    assert "reads shared memory that nobody wrote" in texts_of(outcome)
+    assert (out == 0xFFFFFFFF).all()
+    body = "mul.wide.u32 %d1, %thread, 4;  add.s64 %d2, %p_a, %d1;  ld.global.b32 %r1, [%d2];"
+    outcome = run_text(kernel_text(body, ["a"], 32), {"a": zeros(32)}, unwritten=["a"])
+    assert re.search(r"reads what nobody wrote \(a\+0 of 128\)", texts_of(outcome))
+    written = f"add.s64 %d3, %p_a, 0;  st.global.b32 [%d3], 1;  ld.global.b32 %r1, [%p_a];\n{body}"
+    assert "a+4 of 128" in texts_of(run_text(kernel_text(written, ["a"], 32), {"a": zeros(32)}, unwritten=["a"]))
+
+
+HALVES = """
+    setp.lt.u32 %p1, %thread, 128;
+    @%p1 bra FIRST;
+    bar.sync 1, 128;
+    bra.uni LAST;
+    FIRST:
+    bar.sync 2, 128;
+    LAST:
+    bar.sync 0;
+"""
+
+
+def test_deadlock():
+    assert not exchange(HALVES)[0].reports
+    with pytest.raises(Fault, match=r"line \d+: deadlock: 256 threads wait at barriers \(0, 1\)"):
+        exchange(HALVES.replace("bar.sync 2, 128", "bar.sync 0").replace("bar.sync 1, 128", "bar.sync 1"))
+    with pytest.raises(Fault, match=r"deadlock: 256 threads wait at barriers \(0, 1\)"):
+        exchange(HALVES.replace("bar.sync 1, 128", "bar.sync 1, 160"))
+
+
+def test_named_barriers_order_only_those_that_come():
+    body = f"""{PLACES}
+        setp.ge.u32 %p1, %thread, 128;
+        st.shared.b32 [%r10], %thread;
+        @%p1 bra OTHERS;
+        bar.sync 1, 128;
+        ld.shared.b32 %r1, [%r11];
+        bra.uni END;
+        OTHERS:
+        ld.shared.b32 %r1, [%r11];
+        END:
+        st.global.b32 [%d2], %r1;
+    """
+    outcome, _ = exchange(body)
+    assert len(outcome.reports) == 1  # the read without a barrier, by the upper half
+    (line, text), *_ = outcome.reports
+    assert "reads what another warp wrote" in text
+    assert kernel_text(body, ["out"], THREADS).split("\n")[line - 2].strip() == "OTHERS:"
+
+
+@pytest.mark.parametrize(
+    ("instruction", "text"),
+    [
+        ("bar.sync 0;", "part of a warp executes an aligned barrier"),
+        ("barrier.sync.aligned 0;", "part of a warp executes an aligned barrier"),
+        ("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r1}, [%r8];", "part of a warp executes an aligned instruction"),
+        ("shfl.sync.bfly.b32 %r1, %r9, 1, 31, -1;", "threads 0x0000ffff of a warp execute what names 0xffffffff"),
+        ("vote.sync.any.pred %p2, %p1, -1;", "threads 0x0000ffff of a warp"),
+        ("redux.sync.add.s32 %r1, %r9, -1;", "threads 0x0000ffff of a warp"),
+        ("bar.warp.sync -1;", "threads 0x0000ffff of a warp"),
+        ("trap;", "a trap: CTA 0 thread 0"),
+    ],
+)
+def test_part_of_a_warp(instruction, text):
+    body = f"{PLACES}\nsetp.ge.u32 %p1, %thread, 16;\n@%p1 bra OVER;\n{instruction}\nOVER:\nadd.s32 %r1, %r1, 1;"
+    with pytest.raises(Fault, match=rf"line \d+: {text}"):
+        exchange(body)
+    if instruction.startswith(("shfl", "vote", "redux", "bar.warp")):
+        assert not exchange(body.replace("-1", "65535"))[0].reports  # which names just those that are there
+
+
+def test_a_shuffle_from_a_thread_that_is_not_there():
+    body = (
+        f"{PLACES}\nsetp.ge.u32 %p1, %thread, 16;\n@%p1 bra OVER;\nshfl.sync.bfly.b32 %r1, %r9, 16, 31, 65535;\nOVER:"
+    )
+    assert "shuffles from a lane that does not take part" in texts_of(exchange(body)[0])
+
+
+def test_a_fault_tells_what_was_reported_before():
+    """An index that is read too early leads outside: the fault is the second thing to know."""
+    body = f"""{PLACES}
+        ld.shared.b32 %r1, [%r10];
+        mul.wide.u32 %d3, %r1, 4;  add.s64 %d3, %p_out, %d3;  ld.global.b32 %r2, [%d3];
+    """
+    with pytest.raises(Fault, match="outside memory") as caught:
+        exchange(body)
+    assert "reads shared memory that nobody wrote" in caught.value.__notes__[0]
+
+
+# ---- places
+
+
+@pytest.mark.parametrize(
+    ("instruction", "text"),
+    [
+        ("ld.global.b32 %r1, [%p_out+1024];", r"read of 4 bytes outside memory: out\+1024 of 1024, CTA 0 thread 0"),
+        ("ld.global.b32 %r1, [%p_out+-4];", r"read of 4 bytes outside memory: out-4 of 1024"),
+        ("st.global.b32 [%p_out+1024], %r1;", r"write of 4 bytes outside memory: out\+1024 of 1024.*; 256 threads"),
+        ("ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [%p_out+1016];", "read of 16 bytes outside memory"),
+        ("ld.global.b32 %r1, [%p_out+2];", r"read of 4 bytes unaligned: out\+2 of 1024"),
+        ("ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [%p_out+8];", "read of 16 bytes unaligned"),
+        ("atom.global.add.u32 %r1, [%p_out+1024], 1;", "atomic operation of 4 bytes outside memory"),
+        ("mov.b64 %d3, 0;\nst.global.b32 [%d3], %r1;", "write of 4 bytes outside memory"),
+        (
+            "ld.shared.b32 %r1, [%r8+1024];",
+            "an access outside shared memory: bytes 1024 to 1028 of 1024, CTA 0 thread 0",
+        ),
+        ("st.shared.b32 [%r8+-4], %r1;", "an access outside shared memory"),
+        ("st.shared.b32 [%r8+2], %r1;", "an access of 4 bytes unaligned in shared memory"),
+        ("ld.shared.v2.b32 {%r1, %r2}, [%r8+4];", "an access of 8 bytes unaligned in shared memory"),
+        ("cp.async.cg.shared.global [%r8], [%p_out+1020], 16;", "copy of 16 bytes outside memory"),
+        ("cp.async.ca.shared.global [%r8], [%p_out+4], 8;", "copy of 8 bytes unaligned"),
+        ("cp.async.ca.shared.global [%r8+4], [%p_out], 8;", "an access of 8 bytes unaligned in shared memory"),
+        ("cp.async.ca.shared.global [%r8], [%p_out], 4, 8;", "a copy of 8 bytes to 4"),
+    ],
+)
+def test_accesses_outside_and_unaligned(instruction, text):
+    with pytest.raises(Fault, match=text):
+        exchange(f"{PLACES}\n{instruction}")
+
+
+def test_threads_that_do_not_take_part_access_nothing():
+    body = f"""{PLACES}
+        setp.eq.u32 %p1, %thread, 999;
+        @%p1 ld.global.b32 %r1, [%p_out+5000];
+        @%p1 st.shared.b32 [%r8+5000], 1;
+    """
+    assert not exchange(body)[0].reports
+
+
+# ---- CTAs
+
+
+def over_two(body: str, **options: Any) -> Outcome:
+    """Two CTAs, at the same time and one after the other; %r1 is the number of each, %d2 a place for each."""
+    setup = "mov.u32 %r1, %ctaid.x;  mul.wide.u32 %d1, %r1, 4;  add.s64 %d2, %p_out, %d1;\n"
+    text = kernel_text(setup + body, ["out"], 32)
+    together = run_text(text, {"out": zeros(32)}, grid=(2,), **options)
+    apart = run_text(text, {"out": zeros(32)}, grid=(2,), lanes=32, **options)
+    assert bool(together.reports) == bool(apart.reports)
+    return apart
+
+
+@pytest.mark.parametrize(
+    ("body", "report"),
+    [
+        ("st.global.b32 [%p_out], %r1;", "two CTAs write different values to one place of global memory"),
+        ("st.global.b32 [%d2], 1;\nld.global.b32 %r2, [%p_out];", "reads what another CTA of this launch wrote"),
+        ("atom.global.add.u32 %r2, [%p_out], 1;\nld.global.b32 %r2, [%p_out];", "changes by atomic operations"),
+        ("atom.global.add.u32 %r2, [%p_out], 1;\nst.global.b32 [%p_out], 1;", "changes by atomic operations"),
+    ],
+)
+def test_two_ctas_at_one_place(body, report):
+    assert report in texts_of(over_two(body))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "st.global.b32 [%p_out], 7;",
+        "st.global.b32 [%d2], %r1;\nld.global.b32 %r2, [%d2];",
+        "ld.global.b32 %r2, [%p_out];",
+        "red.global.add.u32 [%p_out], 1;\natom.global.max.u32 %r2, [%p_out], 1;",
+    ],
+)
+def test_two_ctas_that_do_no_harm(body):
+    assert not over_two(body).reports
+
+
+def test_a_cta_that_writes_what_another_read():
+    body = """
+        mov.u32 %r1, %ctaid.x;  setp.eq.u32 %p1, %r1, 2;
+        ld.global.b32 %r2, [%p_out];  @%p1 st.global.b32 [%p_out], 1;
+    """
+    outcome = run_text(kernel_text(body, ["out"], 32), {"out": zeros(32)}, grid=(3,))
+    assert "writes what another CTA of this launch read" in texts_of(outcome)
+
+
+# ---- asynchronous copies
+
+# Two groups of copies: a thread of another warp reads each once it has arrived.
+COPIES = f"""{PLACES}
+    mul.wide.u32 %d3, %thread, 4;  add.s64 %d4, %p_a, %d3;
+    cp.async.ca.shared.global [%r10], [%d4], 4;
+    cp.async.commit_group;  // commit
+    cp.async.ca.shared.global [%r10+1024], [%d4+1024], 0x4, 4;
+    cp.async.commit_group;
+    cp.async.wait_group 1;  // one
+    bar.sync 0;  // first
+    ld.shared.b32 %r1, [%r11];
+    cp.async.wait_group 0;  // none
+    bar.sync 0;
+    ld.shared.b32 %r2, [%r11+1024];
+    add.s32 %r3, %r1, %r2;
+    st.global.b32 [%d2], %r3;
+"""
+
+
+def copies(body: str) -> tuple[Outcome, Any]:
+    a, out = np.arange(512, dtype=np.uint32), zeros(THREADS)
+    text = kernel_text(body, ["a", "out"], THREADS)
+    outcome = run_text(text, {"a": a, "out": out}, shared=2048)
+    wanted = (a[:256] + a[256:])[np.arange(256) ^ 127]
+    return outcome, (out == wanted).all()
+
+
+def test_copies_that_are_waited_for():
+    outcome, right = copies(COPIES)
+    assert not outcome.reports
+    assert right
+
+
+@pytest.mark.parametrize(
+    ("mark", "instead", "report"),
+    [
+        ("one", "", "reads shared memory before a copy to it was waited for"),
+        ("one", "cp.async.wait_group 2;", "reads shared memory before a copy to it was waited for"),
+        ("none", "", "reads shared memory before a copy to it was waited for"),
+        ("none", "cp.async.wait_group 1;", "reads shared memory before a copy to it was waited for"),
+        ("commit", "", "reads shared memory before a copy to it was waited for"),
+        ("first", "", "reads what another warp wrote, no barrier between"),
+        ("none", "", "the kernel ends before this copy was waited for"),
+    ],
+)
+def test_copies_that_are_not_waited_for(mark, instead, report):
+    outcome, right = copies(without(COPIES, mark, instead))
+    assert report in texts_of(outcome)
+    assert right == (mark == "first")  # what is read too early is not there yet; without a barrier, by luck
+
+
+def test_copies_of_less_than_their_size_are_filled_up_with_zeros():
+    body = f"""{PLACES}
+        and.b32 %r1, %thread, 3;  mul.lo.s32 %r2, %r9, 4;  add.s32 %r3, %r8, %r2;
+        mul.wide.u32 %d3, %thread, 16;  add.s64 %d4, %p_a, %d3;
+        mul.lo.s32 %r4, %r1, 5;
+        cp.async.cg.shared.global [%r3], [%d4], 16, %r4;
+        cp.async.wait_all;
+        ld.shared.v4.b32 {{%r5, %r6, %r7, %r12}}, [%r3];
+        add.s64 %d5, %p_out, %d3;  st.global.v4.b32 [%d5], {{%r5, %r6, %r7, %r12}};
+    """
+    a, out = np.full(4096, 7, np.uint8), np.zeros(4096, np.uint8)
+    assert not run_text(kernel_text(body, ["a", "out"], THREADS), {"a": a, "out": out}, shared=4096).reports
+    given = 5 * (np.arange(256) & 3)
+    np.testing.assert_array_equal(out.reshape(256, 16), 7 * (np.arange(16) < given[:, None]))
+
+
+def test_two_threads_that_copy_to_one_place():
+    body = f"{PLACES}\nSETUP\nadd.s64 %d4, %p_out, %d1;\ncp.async.ca.shared.global [%r8], [%d4], 4;\ncp.async.wait_all;"
+    assert not exchange(body.replace("SETUP", ""))[0].reports
+    outcome = exchange(body.replace("SETUP", "st.global.b32 [%d2], %thread;"))[0]
+    assert "two threads copy different values to one place" in texts_of(outcome)
+
+
+def test_what_is_in_use_by_a_copy():
+    issue = f"{PLACES}\nadd.s64 %d4, %p_out, %d1;\ncp.async.ca.shared.global [%r10], [%d4], 4;\n"
+    end = "\ncp.async.wait_all;"
+    outcome = exchange(f"{issue}st.shared.b32 [%r10], 1;{end}")[0]
+    assert "writes shared memory before a copy to it was waited for" in texts_of(outcome)
+    again = "cp.async.ca.shared.global [%r10], [%p_out+4], 4;"
+    # The same bytes again are no fault; others are.
+    assert not exchange(f"{issue}{again}{end}")[0].reports
+    different = issue.replace("cp.async", "st.global.b32 [%d2], %thread;\ncp.async")
+    assert "copies to where another copy is in flight" in texts_of(exchange(f"{different}{again}{end}")[0])
+
+
+# ---- products by warpgroups
+
+
+def descriptor(offset: int) -> int:
+    """Of a matrix of 16 columns without swizzle: core matrices of 128 bytes, all those of 8 columns first."""
+    return (SHARED_BASE + offset) >> 4 | (1024 >> 4) << 16 | (128 >> 4) << 32
+
+
+SUMS = "{%r100, %r101, %r102, %r103}"
+MULTIPLY = f"wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {SUMS}, %d10, %d11, 0, 1, 1, 0, 0;"
+FROM_REGISTERS = (
+    f"wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {SUMS}, {{%r110, %r111, %r112, %r113}}, %d11, 0, 1, 1, 0;"
+)
+# 128 threads bring ones to shared memory, multiply [64, 16] by [16, 8], and store the sums, which are 16.
+PRODUCT = f"""
+    mul.wide.u32 %d1, %thread, 16;  add.s64 %d2, %p_out, %d1;  shl.b32 %r9, %thread, 4;  mov.b32 %r8, smem;
+    add.s32 %r10, %r8, %r9;  mov.b32 %r1, 0x3F803F80;
+    mov.b32 %r110, %r1;  mov.b32 %r111, %r1;  mov.b32 %r112, %r1;  mov.b32 %r113, %r1;
+    st.shared.v4.b32 [%r10], {{%r1, %r1, %r1, %r1}};
+    st.shared.v4.b32 [%r10+2048], {{%r1, %r1, %r1, %r1}};  // right
+    fence.proxy.async.shared::cta;  // fence
+    bar.sync 0;  // barrier
+    mov.b64 %d10, {descriptor(0)};  mov.b64 %d11, {descriptor(2048)};
+    wgmma.fence.sync.aligned;  // registers
+    {MULTIPLY}  // multiply
+    wgmma.commit_group.sync.aligned;  // commit
+    nop_here
+    wgmma.wait_group.sync.aligned 0;  // wait
+    st.global.v4.b32 [%d2], {SUMS};  // store
+""".replace("    nop_here\n", "    mov.b32 %r120, 0;  // middle\n")
+
+
+def product(body: str, threads: int = 128) -> tuple[Outcome, bool]:
+    out = np.zeros(4 * threads, np.float32)
+    outcome = run_text(kernel_text(body, ["out"], threads), {"out": out}, shared=32 * threads)
+    return outcome, bool((out == 16).all())
+
+
+@pytest.mark.parametrize("multiply", [MULTIPLY, FROM_REGISTERS])
+def test_products_that_are_waited_for(multiply):
+    outcome, right = product(without(PRODUCT, "multiply", multiply))
+    assert not outcome.reports
+    assert right
+
+
+def test_a_fence_behind_the_barrier_counts_too():
+    body = without(without(PRODUCT, "fence"), "barrier", "bar.sync 0;\nfence.proxy.async;")
+    outcome, right = product(body)
+    assert not outcome.reports
+    assert right
+
+
+@pytest.mark.parametrize(
+    ("mark", "instead", "report"),
+    [
+        ("fence", "", "a wgmma reads what was written without a proxy fence after it"),
+        ("registers", "mov.b32 %r102, 0;", "a wgmma uses registers that were written without a wgmma.fence after it"),
+        ("fence", "fence.proxy.async.global;", "a wgmma reads what was written without a proxy fence after it"),
+        ("barrier", "", "a wgmma reads what another warp wrote, no barrier between"),
+        ("right", "", "a wgmma reads what nobody wrote"),
+        ("wait", "", "touches a register that a wgmma in flight writes"),
+        ("wait", "wgmma.wait_group.sync.aligned 1;", "touches a register that a wgmma in flight writes"),
+        ("wait", "", "the kernel ends before this wgmma was waited for"),
+        ("commit", "", "touches a register that a wgmma in flight writes"),
+        ("middle", "st.shared.b32 [%r10], 0;", "writes what a wgmma in flight reads"),
+        ("middle", "mov.b32 %r101, 0;", "touches a register that a wgmma in flight writes"),
+        ("middle", "add.f32 %r120, %r100, %r100;", "touches a register that a wgmma in flight writes"),
+    ],
+)
+def test_products_that_are_disturbed(mark, instead, report):
+    outcome, _ = product(without(PRODUCT, mark, instead))
+    assert report in texts_of(outcome)
+
+
+def test_registers_that_a_product_in_flight_reads():
+    body = without(PRODUCT, "multiply", FROM_REGISTERS)
+    assert not product(without(body, "middle", "add.s32 %r120, %r110, 1;"))[0].reports  # to read them is no harm
+    outcome, _ = product(without(body, "middle", "mov.b32 %r112, 0;"))
+    assert "overwrites a register that a wgmma in flight reads" in texts_of(outcome)
+    outcome, _ = product(without(body, "registers"))
+    assert "a wgmma uses registers that were written without a wgmma.fence after it" in texts_of(outcome)
+    late = f"{body}\nmov.b32 %r112, 0;"
+    assert not product(late)[0].reports
+    chained = without(body, "middle", FROM_REGISTERS.replace("{%r100", "{%r130").replace("%r110", "%r100"))
+    assert "a wgmma uses registers of another in flight" in texts_of(product(chained)[0])
+
+
+def test_products_that_add_to_the_same_registers():
+    again = MULTIPLY.replace("%d11, 0,", "%d11, 1,")
+    body = without(PRODUCT, "middle", f"{again}\nwgmma.commit_group.sync.aligned;")
+    out = np.zeros(512, np.float32)
+    assert not run_text(kernel_text(body, ["out"], 128), {"out": out}, shared=4096).reports
+    assert (out == 32).all()
+    early = body.replace("wait_group.sync.aligned 0", "wait_group.sync.aligned 1")
+    assert "touches a register that a wgmma in flight writes" in texts_of(product(early)[0])
+
+
+def test_another_warpgroup_needs_its_own_order():
+    """Two warpgroups multiply what the first one wrote: each is asked for the barrier and the fence."""
+    body = PRODUCT.replace("st.shared.v4", "@%p1 st.shared.v4").replace("bar.sync 0;", "bar.sync 0;  // all")
+    body = f"setp.lt.u32 %p1, %thread, 128;\n{body}"
+    outcome, right = product(body, 256)
+    assert not outcome.reports
+    assert right
+    alone = body.replace("bar.sync 0;  // all", "@!%p1 bra OVER;\nbar.sync 1, 128;\nOVER:")
+    assert "no barrier between" in texts_of(product(alone, 256)[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ((f"mov.b64 %d10, {descriptor(0)}", f"mov.b64 %d10, {descriptor(3072)}"), "wgmma outside shared memory"),
+        (("wgmma.fence", "setp.lt.u32 %p1, %thread, 64;\n@%p1 bra LAST;\nwgmma.fence"), "part of a warpgroup executes"),
+        (("wgmma.wait", "setp.lt.u32 %p1, %thread, 64;\n@%p1 bra LAST;\nwgmma.wait"), "part of a warpgroup waits"),
+    ],
+)
+def test_products_that_cannot_be(change, text):
+    with pytest.raises(Fault, match=text):
+        product(PRODUCT.replace(*change) + "\nLAST:")
+
+
+def test_a_copy_that_a_product_reads():
+    """A cp.async is followed by its wait, a fence and a barrier before a wgmma reads its bytes."""
+    copy = "cp.async.cg.shared.global [%r10+2048], [%d3], 16;\ncp.async.wait_all;"
+    body = "mul.wide.u32 %d4, %thread, 16;  add.s64 %d3, %p_a, %d4;\n" + without(PRODUCT, "right", copy)
+    arrays = {"a": np.full(512, 0x3F803F80, np.uint32), "out": np.zeros(512, np.float32)}
+    assert not run_text(kernel_text(body, list(arrays), 128), arrays, shared=4096).reports
+    assert (arrays["out"] == 16).all()
+    outcome = run_text(kernel_text(body.replace("cp.async.wait_all;", ""), list(arrays), 128), arrays, shared=4096)
+    assert "a wgmma reads before a copy was waited for" in texts_of(outcome)
