@@ -22,6 +22,7 @@ COLUMNS = {
     "eager": "`eager`",
     "xla": "`xla`",
     "triton": "`triton`, interpreted",
+    "ptx": "`triton`, compiled and emulated",
     "pallas": "`pallas`, interpreted",
     "cuda": "`cuda`, emulated",
 }

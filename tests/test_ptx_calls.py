@@ -34,7 +34,7 @@ from ragged_attention.testing.mla.specs import DecodeSpec, PrefillSpec  # noqa: 
 from ragged_attention.testing.paged.specs import Spec  # noqa: E402
 from ragged_attention.testing.paged.updates import check_update  # noqa: E402
 from ragged_attention.testing.ptx_runner import CompiledRunner  # noqa: E402
-from ragged_attention.testing.runner import Runner  # noqa: E402
+from ragged_attention.testing.runner import ANSWERED, Runner  # noqa: E402
 from ragged_attention.testing.suite import check_attention  # noqa: E402
 from ragged_attention.testing.varlen.gradients import GradientSpec  # noqa: E402
 from ragged_attention.testing.varlen.oracle import check_gradients, check_varlen  # noqa: E402
@@ -247,11 +247,13 @@ def main(arch: str) -> None:
     runner = CompiledRunner(arch=arch, seed={"sm_80": None, "sm_90": 1}[arch])
     for name in (*CALLS, *OTHERS):
         begun, error = time.perf_counter(), ""
+        ANSWERED.clear()
         try:
             OTHERS[name](arch) if name in OTHERS else call(runner, name)
         except Exception:
             error = traceback.format_exc()
-        say({"name": name, "error": error, "seconds": time.perf_counter() - begun})
+        operations = sorted({operation for operation, _ in ANSWERED})
+        say({"name": name, "error": error, "seconds": time.perf_counter() - begun, "operations": operations})
     say({"kernels": sorted(runner.emulator.launches)})
 
 
@@ -295,6 +297,7 @@ def answers() -> Answers:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_a_call_is_right_and_nothing_is_reported(arch: str, name: str, answers: Answers) -> None:
     (answer,) = (line for line in answers(arch) if line.get("name") == name)
+    ANSWERED.update((operation, "ptx") for operation in answer["operations"])
     if FENCELESS and "without a proxy fence" in answer["error"]:
         pytest.xfail("this Triton puts no fence between what threads copy and the wgmma that reads it")
     assert not answer["error"], answer["error"]
