@@ -269,7 +269,8 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     told = f"{page.machine()}, torch {torch.__version__}, transformers {transformers.__version__}"
     lines = [f"Measured on {told}, {torch.get_num_threads()} threads, {datetime.date.today().isoformat()}.", ""]
     lines += ["| " + " | ".join(HEADS) + " |", "|---" * len(HEADS) + "|"]
-    lines += ["| " + " | ".join(line) + " |" for row in rows for line in lines_of(row)]
+    for row in rows:
+        lines += ["| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines_of(row)]
     return "\n".join(lines) + "\n"
 
 

@@ -40,7 +40,7 @@ def without(operation: str, backend: str) -> dict:
 def test_the_table_says_what_ran() -> None:
     table = STATUS["table"](RECORD)
     assert "2026-01-02 at commit abc1234 by `make test`: 7 tests passed, 1 failed." in table
-    assert "| `mla_decode` | - | - | 3 pass | - | - | - | 1 pass, 1 FAIL |" in table
+    assert "| `mla_decode` | - | - | 3 pass | - | - | - | - | 1 pass, 1 FAIL |" in table
     assert "mutant" not in table
 
 
