@@ -97,7 +97,7 @@ def _run_into(record: type[Call], operator: Any, out: torch.Tensor, *values: Any
 
 def _refuse_gradient(operation: str, flat: Sequence[Any]) -> None:
     """As torch does for its own operations with `out=`."""
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(*flat):
+    if _requires_gradient(flat):
         raise RuntimeError(f"{operation} with out= has no gradient: expected arguments that do not require one")
 
 
@@ -121,6 +121,10 @@ def _may_differentiate(flat: Sequence[Any]) -> bool:
     """Whether autograd may be involved in a call."""
     if torch._C._functorch.maybe_current_level() is not None:  # type: ignore[attr-defined]
         return True
+    return _requires_gradient(flat)
+
+
+def _requires_gradient(flat: Sequence[Any]) -> bool:
     return torch.is_grad_enabled() and torch._C._any_requires_grad(*flat)
 
 

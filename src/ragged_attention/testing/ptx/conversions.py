@@ -4,11 +4,10 @@ Floats are made by rounding to nearest even (tf32 also with ties away from zero)
 saturates; 8-bit floats with `.satfinite`. Other modes and formats are not known.
 """
 
+from ragged_attention.testing.ptx.numbers import WHOLE
 from ragged_attention.testing.ptx.operands import LETTERS, Statement, Type, type_of
 
 PAIRS_OF_FP8 = ("e4m3x2", "e5m2x2")
-INTEGER_MODES = ("rzi", "rni", "rmi", "rpi")
-ROUNDED = {"rzi": "np.trunc", "rni": "np.rint", "rmi": "np.floor", "rpi": "np.ceil"}
 
 
 def convert(s: Statement) -> list[str]:
@@ -57,7 +56,7 @@ def _integers(s: Statement, to: Type, value: str) -> list[str]:
 
 
 def _to_integer(s: Statement, to: Type, of: Type, value: str) -> list[str]:
-    mode = s.need(*INTEGER_MODES)
+    mode = s.need(*WHOLE)
     s.take("sat")  # it saturates in any case
     if of.letter == "h":
         value = f"n.{of.half}_value({value})"
@@ -88,8 +87,8 @@ def _to_float(s: Statement, to: Type, of: Type, value: str) -> list[str]:
         s.need("rn")
         return s.assign(value, "f", to.size)
     same = (of.size if of.letter == "f" else 0) == to.size
-    if same and (mode := s.take(*INTEGER_MODES)):
-        value = f"{ROUNDED[mode]}({value})"
+    if same and (mode := s.take(*WHOLE)):
+        value = f"n.WHOLE['{mode}']({value})"
     elif of.size > to.size:
         s.need("rn")
     if s.flag("sat"):

@@ -7,7 +7,6 @@ architecture; compiling needs no GPU.
 import contextlib
 import ctypes
 import dataclasses
-import functools
 import importlib
 import itertools
 import math
@@ -128,7 +127,7 @@ class Emulator:
                 f"{self.arch}, got {compiled.shared}"
             )
         text = compiled.text if self.change is None else self.change(compiled.name, compiled.text)
-        program = parsed(text)
+        program = parsing.parse(text)
         values = list(compiled.values(given))
         space, addresses = self._mapped([(name, value) for name, value in values if isinstance(value, Operand)])
         flat = [addresses[id(value)] if isinstance(value, Operand) else value for _, value in values]
@@ -298,11 +297,6 @@ def compile_for(
     with _driving(arch):
         compiled = kernel.warmup(grid=tuple(grid), num_warps=num_warps, num_stages=num_stages, **given)
     return Compiled(compiled.name, compiled.asm["ptx"], compiled.metadata.shared, compiled.src.signature)
-
-
-@functools.lru_cache(maxsize=256)
-def parsed(text: str) -> parsing.Kernel:
-    return parsing.parse(text)
 
 
 def number(kind: str, value: Any) -> NDArray[Any]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 Bits = NDArray[Any]  # of an unsigned dtype
 Floats = NDArray[Any]  # float32 or float64
+WHOLE = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}  # floats to integers, by PTX's modes
 TINY = np.float32(2.0**-126)  # the smallest float32 that is not subnormal
 
 
@@ -177,6 +178,10 @@ def fp8_pair(high: Any, low: Any, kind: str) -> NDArray[np.uint16]:
 # ---- smaller and larger, comparison
 
 
+def either_nan(a: Any, b: Any) -> NDArray[np.bool_]:
+    return np.isnan(a) | np.isnan(b)
+
+
 def minimum(a: Any, b: Any) -> Floats:
     """`min` of floats: of a number and a NaN the number, and -0 is less than +0."""
     return np.where((a == 0) & (b == 0), np.where(np.signbit(a), a, b), np.fmin(a, b))
@@ -189,21 +194,17 @@ def maximum(a: Any, b: Any) -> Floats:
 
 def minimum_nan(a: Any, b: Any) -> Floats:
     """`min.NaN`: as `minimum`, but NaN if either is."""
-    return np.where(np.isnan(a) | np.isnan(b), np.asarray(a).dtype.type(np.nan), minimum(a, b))
+    return np.where(either_nan(a, b), np.asarray(a).dtype.type(np.nan), minimum(a, b))
 
 
 def maximum_nan(a: Any, b: Any) -> Floats:
     """`max.NaN`: as `maximum`, but NaN if either is."""
-    return np.where(np.isnan(a) | np.isnan(b), np.asarray(a).dtype.type(np.nan), maximum(a, b))
+    return np.where(either_nan(a, b), np.asarray(a).dtype.type(np.nan), maximum(a, b))
 
 
 def relu(x: Any) -> Any:
     """`.relu`: what is below 0 becomes 0; NaN stays."""
     return np.where(np.asarray(x) < 0, np.asarray(x).dtype.type(0), x)
-
-
-def either_nan(a: Any, b: Any) -> NDArray[np.bool_]:
-    return np.isnan(a) | np.isnan(b)
 
 
 # ---- integers
@@ -252,7 +253,7 @@ def to_integer(x: Any, mode: str, dtype: str) -> Any:
     NaN is 0, but for 64-bit integers and from float64, where only the highest bit is set.
     """
     x = np.atleast_1d(x)
-    whole = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}[mode](x.astype(np.float64))
+    whole = WHOLE[mode](x.astype(np.float64))
     info = np.iinfo(dtype)
     over, under = whole >= float(info.max), whole <= float(info.min)
     inside = np.where(over | under | np.isnan(x), 0.0, whole).astype(dtype)

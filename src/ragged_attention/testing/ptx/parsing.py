@@ -11,9 +11,7 @@ import functools
 import re
 from collections.abc import Iterator, Mapping
 
-from ragged_attention.testing.ptx.errors import Fault, Unknown
-
-__all__ = ["Block", "Fault", "Instruction", "Kernel", "Unknown", "parse", "split_operands"]
+from ragged_attention.testing.ptx.errors import Unknown
 
 BARRIERS = ("bar.sync", "barrier.sync", "barrier.sync.aligned", "barrier.cta.sync", "barrier.cta.sync.aligned")
 
