@@ -18,11 +18,11 @@ test: .venv/all
 	$(PYTEST) --record=build/tests.json $(ARGS)
 
 # Everything, with more examples drawn.
-test-all: .venv/all
+test-all: .venv/all .triton36
 	HYPOTHESIS_PROFILE=ci $(PYTEST) --tier all --record=build/tests.json $(ARGS)
 
 # Of what `make test` leaves out one part in so many: make test-shard SHARD=3/16, or any text in the place of 3.
-test-shard: .venv/all
+test-shard: .venv/all .triton36
 	HYPOTHESIS_PROFILE=ci $(PYTEST) --tier rest --shard $(SHARD) $(ARGS)
 
 check: .venv/all

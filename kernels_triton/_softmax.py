@@ -59,6 +59,17 @@ def online_softmax(logits, m_i, l_i, scale):
 
 
 @triton.jit
+def sum_of_products(a, b, live, AXIS: tl.constexpr):
+    """The sum of a * b where `live`, along an axis.
+
+    The choice stands between the product and the sum, for a product that fuses with the first step of a sum over
+    threads is rounded with one thread's own term but not with the other's: threads that are to hold the same sum then
+    differ in the last bit.
+    """
+    return tl.sum(tl.where(live, a * b, 0.0), AXIS)
+
+
+@triton.jit
 def merge_parts(
     parts_ptr, lses_ptr, count, part_stride, lse_stride, LSE_UNIT: tl.constexpr,
     PARTS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
@@ -84,7 +95,7 @@ def merge_parts(
         live = (part < count) & (lse != float("-inf"))
         rows = parts_ptr + part.to(tl.int64) * part_stride
         values = tl.load(rows[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0).to(tl.float32)
-        acc += tl.sum(weights[:, None] * values, 0)
+        acc += sum_of_products(weights[:, None], values, live[:, None], 0)
         l_i += tl.sum(weights, 0)
     return acc, m_i, l_i
 

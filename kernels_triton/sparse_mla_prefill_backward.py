@@ -31,7 +31,7 @@ from ragged_attention.kernels_triton._latent.lists import keys_of, list_length
 from ragged_attention.kernels_triton._latent.plan import LARGEST_INT
 from ragged_attention.kernels_triton._latent.rows import store_groups, whole_columns
 from ragged_attention.kernels_triton._sequences import VARYING
-from ragged_attention.kernels_triton._softmax import LOG2E, column_sums, matmul
+from ragged_attention.kernels_triton._softmax import LOG2E, column_sums, matmul, sum_of_products
 from ragged_attention.kernels_triton._tiles import (
     SMALLEST_SHARED_MEMORY,
     cdiv,
@@ -218,7 +218,7 @@ def row_products(rows, groups, readable, D_V: tl.constexpr, WIDTH: tl.constexpr)
     sums = tl.zeros(rows.shape, tl.float32)
     for group in tl.static_range(len(groups)):
         own = whole_columns(rows, readable, group * WIDTH, D_V - group * WIDTH, WIDTH)
-        sums += tl.sum(own.to(tl.float32) * groups[group].to(tl.float32), 1)
+        sums += sum_of_products(own.to(tl.float32), groups[group].to(tl.float32), readable[:, None], 1)
     return sums
 
 

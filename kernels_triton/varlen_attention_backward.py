@@ -23,7 +23,7 @@ from ragged_attention.calls import VarlenAttentionBackward
 from ragged_attention.kernels_triton import _varlen
 from ragged_attention.kernels_triton._formats import narrow
 from ragged_attention.kernels_triton._sequences import VARYING, Edges, block_start, end_blocks, whole_blocks
-from ragged_attention.kernels_triton._softmax import LOG2E, column_sums, tanh
+from ragged_attention.kernels_triton._softmax import LOG2E, column_sums, sum_of_products, tanh
 from ragged_attention.kernels_triton._tiles import (
     WGMMA,
     cdiv,
@@ -168,7 +168,7 @@ def prepare_kernel(
     d_out_offsets = token.to(tl.int64) * d_out_token_stride + head.to(tl.int64) * d_out_head_stride
     out = load_columns(out_ptr, out_offsets, some, True, DV, 0, DV_PAD).to(tl.float32)
     d_out = load_columns(d_out_ptr, d_out_offsets, some, True, DV, 0, DV_PAD).to(tl.float32)
-    delta = tl.sum(out * d_out, 1)
+    delta = sum_of_products(out, d_out, some[:, None], 1)
     norm = lse * LOG2E
     offset = -delta
     share = tl.full([BLOCK], 1.0, tl.float32)

@@ -37,11 +37,33 @@ from benchmarks import overhead  # noqa: E402
 from ragged_attention.calls import CALLS, NOWHERE, Call, Device  # noqa: E402
 from ragged_attention.calls.base import Result, record  # noqa: E402
 from ragged_attention.calls.fields import ArrayKind, Kind, field  # noqa: E402
+from ragged_attention.errors import TooLarge  # noqa: E402
 from ragged_attention.torch import _launcher, _operators, _plan, _replay  # noqa: E402
 
 rt: Any = importlib.import_module("ragged_attention.torch")
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = 300
+
+
+class OutOfResources(Exception):
+    """As Triton's."""
+
+
+class Needy:
+    """A kernel that no device has room for."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        del grid
+
+        def launch(*arguments: Any, **options: Any) -> None:
+            raise OutOfResources("out of resource: shared memory, Required: 106496, Hardware limit: 101376")
+
+        return launch
+
+
+def test_options_that_the_device_has_no_room_for_are_invalid() -> None:
+    with pytest.raises(TooLarge, match=r"expected options that fit this device: .* Required: 106496"):
+        _launcher.LAUNCHER(Needy(), (1,), [torch.ones(3)], [((3,), "float32")])
 
 
 # ---- an operation of which every argument matters to its kernel

@@ -1,10 +1,12 @@
 """The shipped test tools are themselves held to what they say."""
 
+import contextlib
 import dataclasses
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 
 from ragged_attention import dispatch
 from ragged_attention.calls import CACHE_FORMATS
+from ragged_attention.errors import TooLarge
 from ragged_attention.reference._kv_layout import FORMATS, format_values
 from ragged_attention.reference.mla_decode import mla_decode
 from ragged_attention.reference.sparse_mla_prefill import sparse_mla_prefill
@@ -29,7 +32,7 @@ from ragged_attention.testing import (
     formats,
 )
 from ragged_attention.testing.compare import BOUNDS, EITHER, MANY, OF_FEW, identical
-from ragged_attention.testing.drawing import drawn, examples_of
+from ragged_attention.testing.drawing import PATHS, drawn, examples_of, on_every_path
 from ragged_attention.testing.mla import latents
 from ragged_attention.testing.mla import suite as mla_suite
 from ragged_attention.testing.mla.cache_specs import SlotsSpec
@@ -306,6 +309,42 @@ def test_a_backend_that_declines_everything_has_shown_nothing() -> None:
 
     with pytest.raises(Declined, match="I take 128 alone"):
         drawn(runner_for("reference", "torch"), specs(), decline, 5)
+
+
+class FewOptions(Runner):
+    """Takes one option, of which the device has room for small values only; what is chosen unasked may be too large."""
+
+    fits: bool = True
+
+    def tunables(self, operation: str) -> tuple[str, ...]:
+        del operation
+        return ("num_splits",)
+
+    @property
+    def front(self) -> Any:
+        def attend(options: dict[str, int] | None, **arguments: object) -> str:
+            if not self.fits or (options and options["num_splits"] > 1):
+                raise TooLarge("expected options that fit this device")
+            return "attended"
+
+        operations = SimpleNamespace(mla_decode=attend)
+        return SimpleNamespace(operations=operations, careful=contextlib.nullcontext)
+
+
+def test_a_path_that_does_not_fit_is_left_out() -> None:
+    def check(runner: Runner, batch: Any, options: Any) -> None:
+        assert runner._call("mla_decode", batch, options) == "attended"
+
+    batch = SimpleNamespace(arguments=dict)
+    every_path = on_every_path("mla_decode", check, lambda: batch)
+    runner = FewOptions(framework="torch", backend="few")
+    assert len(PATHS["mla_decode"]) > 2
+    assert every_path(runner, 1) == 1
+    object.__setattr__(runner, "fits", False)
+    with pytest.raises(Declined, match="fit this device"):
+        every_path(runner, 1)
+    with pytest.raises(TooLarge):  # for nobody asked for it
+        check(runner, batch, {})
 
 
 def test_an_operation_that_a_backend_has_not_is_absent() -> None:

@@ -8,6 +8,10 @@ class InvalidInput(ValueError):
     """The arguments contradict the operation's definition, whatever the backend."""
 
 
+class TooLarge(InvalidInput):
+    """The options ask for more of the device than it has: smaller blocks or fewer stages would fit."""
+
+
 class Unsupported(RuntimeError):
     """The arguments are valid, but no allowed backend takes them; the message lists each with its reason."""
 

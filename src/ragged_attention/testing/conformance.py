@@ -73,12 +73,9 @@ def _runners(console: Console, backend: str, framework: str | None, device: str)
 
 
 def _judge(console: Console, runner: object, examples: int | None, only: str) -> list[Verdict]:
-    from ragged_attention.testing import ptx_runner, suite, tpu_interpreter
+    from ragged_attention.testing import suite
 
-    # An emulator that watches memory itself needs no process that dies of a step outside.
-    watched = isinstance(runner, ptx_runner.CompiledRunner)
-    checks = tpu_interpreter.checks() if watched else suite.checks()
-    chosen = [check for check in checks if only in str(check)]
+    chosen = [check for check in suite.checks() if only in str(check)]
     lines: list[Verdict] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:

@@ -150,14 +150,20 @@ def on_drawn(
 def on_every_path(
     operation: str, check: Callable[[Runner, Any, Mapping[str, Any]], None], build: Callable[[], Any]
 ) -> Callable[[Runner, int], int]:
-    """One batch under each of an operation's options but none at all."""
+    """One batch under each of an operation's options but none at all; not all of them need fit the device."""
 
     def run(runner: Runner, examples: int) -> int:
         del examples
-        batch, others = build(), paths(runner, operation)[1:]
-        for options in others:
-            check(runner, batch, options)
-        return len(others)
+        batch, taken, refusals = build(), 0, []
+        for options in paths(runner, operation)[1:]:
+            try:
+                check(runner, batch, options)
+                taken += 1
+            except Declined as refusal:
+                refusals.append(refusal)
+        if refusals and not taken:
+            raise refusals[0]
+        return taken
 
     return run
 

@@ -6,14 +6,14 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ragged_attention import dispatch
 from ragged_attention.calls import CALLS, DecodeSchedule
-from ragged_attention.errors import BackendMissing, Unsupported
+from ragged_attention.errors import BackendMissing, TooLarge, Unsupported
 from ragged_attention.testing.mla.cache_specs import ScheduleBatch
 from ragged_attention.testing.mla.specs import DecodeSpec, PrefillSpec, as_it_is, at_tuned_widths, fitting
 from ragged_attention.testing.paged.specs import Arrays, Batch, Pages, Spec, WriteBatch, like_pages, pages_of
@@ -54,6 +54,8 @@ def as_given(array: NDArray[Any]) -> NDArray[Any]:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Runner:
     """One backend, through one front end, on one device."""
+
+    notices_steps_outside: ClassVar[bool] = False  # of memory; where not, it takes a process that dies of them
 
     framework: str
     backend: str
@@ -140,6 +142,10 @@ class Runner:
         except BackendMissing as missing:
             raise Absent(str(missing)) from None
         except Unsupported as refusal:
+            raise Declined(str(refusal)) from None
+        except TooLarge as refusal:
+            if not options:  # what the backend itself chooses has to fit
+                raise
             raise Declined(str(refusal)) from None
         ANSWERED.add((operation, self.backend))
         return result

@@ -11,31 +11,23 @@ its semaphore non-zero. A wait that nothing satisfies hangs, deaf to signals: he
 """
 
 import argparse
-import atexit
 import contextlib
 import dataclasses
 import functools
 import importlib
 import importlib.util
 import io
-import json
-import os
-import queue
-import subprocess
 import sys
-import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import IO, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 from unittest import mock
 
-from ragged_attention.testing import environment, safety
-from ragged_attention.testing.drawing import PATHS, Check, examples_of, paths
-from ragged_attention.testing.mla import garbage as mla_safety
+from ragged_attention.testing import apart, environment
+from ragged_attention.testing.drawing import PATHS, Check, examples_of
 from ragged_attention.testing.runner import Absent, Declined, Runner
-from ragged_attention.testing.suite import checks as suite_checks
-from ragged_attention.testing.verdicts import Verdict, verdict_of
+from ragged_attention.testing.suite import checks
+from ragged_attention.testing.verdicts import Verdict
 
 MODULE = "ragged_attention.testing.tpu_interpreter"
 MODES: Mapping[str, Mapping[str, Any]] = {
@@ -46,7 +38,6 @@ MODES: Mapping[str, Mapping[str, Any]] = {
 PRINTED_FAULTS = ("RACE DETECTED", "non-zero count")
 TIMEOUT = 300.0
 SLOWER = 5  # so many times fewer batches are drawn than elsewhere, unless a number is asked for
-READY = "ready\n"
 
 
 def _no_step_back(ranges: tuple[Any, ...], shape: tuple[int, ...], *, clip: Any) -> Any:
@@ -127,6 +118,8 @@ def _cause(error: Exception) -> str:
 class InterpretedRunner(Runner):
     """A Pallas backend in the interpreter, in this very process."""
 
+    notices_steps_outside = True
+
     framework: str = "jax"
     mode: str = "on_wait"
     cores: int = 1
@@ -150,31 +143,6 @@ def runners(backend: str, device: str | None) -> list[InterpretedRunner]:
     """A runner for each mode, if the backend can run in the interpreter here."""
     found = [InterpretedRunner(backend=backend, mode=mode) for mode in MODES] if device in (None, "cpu") else []
     return [runner for runner in found if runner.absent() is None]
-
-
-def _survives_garbage(runner: Runner, examples: int) -> int:
-    """In the interpreter a step outside an array raises, so that no process need die of it."""
-    turns = [(*safety.EXAMPLES, *mla_safety.EXAMPLES)[seed::examples] for seed in range(examples)]
-    taken, refusals = 0, []
-    for seed in range(examples):
-        for operation, example in (*safety.EXAMPLES, *mla_safety.EXAMPLES) if examples > 12 else turns[seed]:
-            ways = paths(runner, operation)
-            try:
-                example(runner, seed, ways[seed % len(ways)])
-                taken += 1
-            except Declined as refusal:
-                refusals.append(refusal)
-    if refusals and not taken:
-        raise refusals[0]
-    return taken
-
-
-def checks() -> list[Check]:
-    """The suite's checks, the one of memory safety in the form that the interpreter makes possible."""
-    return [
-        dataclasses.replace(check, run=_survives_garbage) if check.kind == "memory" else check
-        for check in suite_checks()
-    ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -216,90 +184,7 @@ def judged(
     """
     arguments = ["--backend", backend, "--mode", mode, "--cores", str(cores)]
     arguments += ["--examples", str(examples or max(1, examples_of() // SLOWER))]
-    for name in names:
-        yield _process((*command, *arguments)).verdict(name, timeout)
-
-
-def _process(command: tuple[str, ...]) -> "_Process":
-    """The process of this command; no other remains, for each takes much memory."""
-    if (running := _Process.last) and (running.ended or running.command != command):
-        running.end()
-    if _Process.last is None:
-        _Process.last = _Process(command)
-    return _Process.last
-
-
-class _Process:
-    """A process that is given names of checks and answers each with a line of JSON."""
-
-    last: "_Process | None" = None
-
-    def __init__(self, command: tuple[str, ...]) -> None:
-        self.command, self.ended = command, False
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed by `end`)
-        environ = os.environ | {"JAX_PLATFORMS": "cpu"}
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=environ
-        )
-        self._lines: queue.Queue[str | None] = queue.Queue()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        self._begun = False
-
-    def _read(self) -> None:
-        for line in self._process.stdout or ():
-            self._lines.put(line)
-        self._lines.put(None)
-
-    def verdict(self, name: str, timeout: float) -> Verdict:
-        """What becomes of a check."""
-        if not self._begun:  # the time that imports take is no check's
-            self._begun = self._lines.get() == READY
-        begun = time.perf_counter()
-        try:
-            line = self._answer(name, timeout) if self._begun else None
-        except queue.Empty:
-            line, hung, message = None, True, f"no end after {timeout:.0f} s: a wait that nothing satisfies?"
-        else:
-            hung, message = False, "the process ended"
-        if line is not None:
-            return Verdict(**json.loads(line))
-        self.ended = True
-        self._process.kill()
-        self._process.wait()
-        self._errors.seek(0)
-        report = f"{message}\n{self._errors.read()[-2000:]}".strip()
-        return Verdict(name, "FAILED", seconds=time.perf_counter() - begun, message=report, hung=hung)
-
-    def _answer(self, name: str, timeout: float) -> str | None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # a process that has ended answers None
-            self._process.stdin.write(f"{name}\n")
-            self._process.stdin.flush()
-        return self._lines.get(timeout=timeout)
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._reader.join()
-        for stream in (self._process.stdin, self._process.stdout, self._errors):
-            with contextlib.suppress(BrokenPipeError):
-                stream.close()  # type: ignore[union-attr]
-        _Process.last = None
-
-
-@atexit.register
-def _end_the_last() -> None:
-    if _Process.last:
-        _Process.last.end()
-
-
-def run_checks(runner: Runner, names: Iterable[str], examples: int, out: IO[str]) -> None:
-    """Run the checks of these names here, and write a line of JSON for each as soon as it is known."""
-    known = {str(check): check for check in checks()}
-    for name in names:
-        out.write(json.dumps(dataclasses.asdict(verdict_of(runner, known[name.strip()], examples))) + "\n")
-        out.flush()
+    yield from apart.judged((*command, *arguments), names, timeout=timeout)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -312,11 +197,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     environment.prepare("cpu")
     importlib.import_module("ragged_attention.testing.jax_front")
-    sys.stdout.write(READY)
-    out, sys.stdout = sys.stdout, sys.stderr  # the answers alone go to standard output
-    out.flush()
     runner = InterpretedRunner(backend=options.backend, mode=options.mode, cores=options.cores)
-    run_checks(runner, sys.stdin, options.examples, out)
+    apart.serve(runner, checks(), options.examples)
     return 0
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import ctypes
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 
 from ragged_attention.calls import Call, Device
 from ragged_attention.devices import shared_memory_of
+from ragged_attention.errors import TooLarge
 from ragged_attention.interpreting import interpreting
 
 DTYPES = {
@@ -78,6 +79,17 @@ def on(device: torch.device, *, interpreted: bool = True) -> contextlib.Abstract
     return interpreting() if device.type == "cpu" and interpreted else _HERE
 
 
+@contextlib.contextmanager
+def _fitting() -> Iterator[None]:
+    """Where Triton's word for a launch that a device has no room for becomes ours; Triton need not be importable."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__name__ != "OutOfResources":
+            raise
+        raise TooLarge(f"expected options that fit this device: {error}") from error
+
+
 class Launcher:
     """Runs kernels for calls that hold torch tensors.
 
@@ -107,7 +119,7 @@ class Launcher:
         new = [torch.empty(tuple(shape), dtype=DTYPES.get(dtype, dtype), device=device) for shape, dtype in outputs]
         new += [inputs[index] for index in inplace]
         if 0 not in grid:
-            with on(device):
+            with on(device), _fitting():
                 kernel[grid](*map(to_bits, inputs), *map(to_bits, new), **OPTIONS | arguments)
         return new
 

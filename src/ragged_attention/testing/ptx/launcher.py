@@ -21,7 +21,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from ragged_attention.devices import shared_memory_of
-from ragged_attention.errors import InvalidInput
+from ragged_attention.errors import InvalidInput, TooLarge
 from ragged_attention.testing.ptx import machine, memory, parsing
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90")
@@ -122,7 +122,7 @@ class Emulator:
         grid = grid(given) if callable(grid) else grid
         compiled = compile_for(self.arch, kernel, grid, given, num_warps, num_stages)
         if compiled.shared > shared_memory_of(self.arch):
-            raise Hazard(
+            raise TooLarge(
                 f"expected {compiled.name} to need at most {shared_memory_of(self.arch)} bytes of shared memory on "
                 f"{self.arch}, got {compiled.shared}"
             )

@@ -1,0 +1,64 @@
+"""The whole suite on compiled Triton kernels, on the emulator of PTX: every architecture, under both ends of the
+window of Triton's versions. It takes hours, so `make test` has tests/test_ptx_calls.py in its place.
+
+What the emulator itself is worth is the business of tests/test_ptx_hazards.py and of `make ptx-faults`.
+"""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+pytest.importorskip("torch")
+
+from ragged_attention.testing import ptx, ptx_runner
+from ragged_attention.testing.runner import ANSWERED
+from ragged_attention.testing.suite import checks
+
+ROOT = Path(__file__).parent.parent
+EARLIEST = ROOT / ".triton36"  # from `make .triton36`
+TRITONS = {"newest": None, "earliest": str(EARLIEST)}
+PIECE = 28  # checks
+
+
+def pieces_of(*kinds: str) -> list[list[str]]:
+    """The names of the suite's checks of these kinds, in lists of checks that have little in common."""
+    names = [str(check) for check in checks() if check.kind in kinds]
+    count = -(-len(names) // PIECE)
+    return [names[first::count] for first in range(count)]
+
+
+def numbered(pieces: list[list[str]]) -> list[object]:
+    return [pytest.param(piece, id=str(number)) for number, piece in enumerate(pieces)]
+
+
+def expect_agreement(arch: str, names: list[str], triton: str | None = None, framework: str = "torch") -> None:
+    if triton is not None and not Path(triton).is_dir():
+        pytest.skip(f"make {EARLIEST.name} installs it, as make test-all and make test-shard do")
+    wrong = []
+    for verdict in ptx_runner.judged(arch, names, triton=triton, framework=framework):
+        ANSWERED.update((operation, "ptx") for operation in verdict.answered)  # in a process of its own
+        if verdict.result == "FAILED":
+            wrong.append(f"{verdict.check}: {verdict.message}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("names", numbered(pieces_of("corner")))
+@pytest.mark.parametrize("triton", TRITONS)
+@pytest.mark.parametrize("arch", ptx.ARCHITECTURES)
+def test_named_batches(arch: str, triton: str, names: list[str]) -> None:
+    expect_agreement(arch, names, TRITONS[triton])
+
+
+@pytest.mark.parametrize("names", numbered(pieces_of("agreement", "law", "memory")))
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_drawn_batches_and_garbage(arch: str, names: list[str]) -> None:
+    expect_agreement(arch, names)
+
+
+@pytest.mark.parametrize("names", numbered(pieces_of("corner")))
+def test_named_batches_from_jax(names: list[str]) -> None:
+    if importlib.util.find_spec("jax") is None:
+        pytest.skip("jax is not installed")
+    expect_agreement("sm_90", names, framework="jax")
