@@ -1,5 +1,6 @@
 """Small PTX texts, and how they are run: one instruction on some lanes, or a whole kernel on named arrays."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,15 +10,19 @@ from numpy.typing import NDArray
 from ragged_attention.testing.ptx.machine import Outcome, launch
 from ragged_attention.testing.ptx.memory import Memory
 from ragged_attention.testing.ptx.parsing import parse
+from ragged_attention.testing.ptx.tensor_maps import TensorMap
 
 REGISTERS = {1: "b16", 2: "b16", 4: "b32", 8: "b64"}  # the registers that hold numbers of so many bytes
 
 
-def kernel_text(body: str, pointers: Sequence[str], threads: int) -> str:
-    """A kernel with pointers as parameters (in %p_<name>), and registers of every kind to use."""
-    params = ", ".join(f".param .u64 {name}" for name in pointers)
+def kernel_text(body: str, pointers: Sequence[str], threads: int, maps: Sequence[str] = ()) -> str:
+    """A kernel with pointers as parameters (in %p_<name>) and tensor maps, and registers of every kind to use."""
+    params = ", ".join(
+        [f".param .u64 {name}" for name in pointers] + [f".param .align 64 .b8 {name}[128]" for name in maps]
+    )
     loads = "\n".join(f"ld.param.b64 %p_{name}, [{name}];" for name in pointers)
-    declared = "".join(f".reg .b64 %p_{name};\n" for name in pointers)
+    loads += "".join(f"\nmov.b64 %p_{name}, {name};\ncvta.param.u64 %p_{name}, %p_{name};" for name in maps)
+    declared = "".join(f".reg .b64 %p_{name};\n" for name in (*pointers, *maps))
     return f"""
 .version 8.7
 .target sm_90a
@@ -46,15 +51,22 @@ def run_text(
     grid: Sequence[int] = (1,),
     shared: int = 0,
     unwritten: Sequence[str] = (),
+    maps: Mapping[str, tuple[str, TensorMap]] | None = None,
     **options: Any,
 ) -> Outcome:
-    """Run a text on arrays, which it changes in place; those named in `unwritten` hold nothing at first."""
+    """Run a text on arrays, which it changes in place; those named in `unwritten` hold nothing at first.
+
+    `maps` has by name the array that a map is of, and the map, whose address counts from there.
+    """
     kernel, memory = parse(text), Memory()
-    params = {}
+    params: dict[str, Any] = {}
     for name, array in arrays.items():
         data = array.reshape(-1).view(np.uint8)
         ready = np.zeros(data.size, bool) if name in unwritten else None
         params[name] = np.uint64(memory.add(data, name, None, ready))
+    for name, (of, one) in (maps or {}).items():
+        params[name] = dataclasses.replace(one, address=int(params[of]) + one.address).pack()
+    memory.add_variables(kernel.variables)
     memory.seal()
     outcome = launch(kernel, memory, params, grid, kernel.threads, shared, **options)
     memory.back()

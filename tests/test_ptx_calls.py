@@ -358,7 +358,7 @@ def test_the_example_of_the_documentation_runs(tmp_path: Path) -> None:
 
 def test_planted_faults_are_noticed() -> None:
     """A barrier, a wait, a group and a fence that are needed; what the emulator is worth in full is a benchmark."""
-    printed = apart("-m", "benchmarks.ptx_faults", "--arch", "sm_90", "--kind", "dropped", "--most", "2")
+    printed = apart("-m", "benchmarks.ptx_faults", "--arch", "sm_90", "--kind", "dropped", "--most", "4")
     for fault in ("bar.sync", "cp.async.wait_group", "cp.async.commit_group", "fence.proxy.async"):
         assert re.search(rf"^{fault} dropped, line \d+: (report|fault|wrong)", printed, re.MULTILINE), printed
 

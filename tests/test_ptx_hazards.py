@@ -158,10 +158,75 @@ def test_named_barriers_order_only_those_that_come():
     assert kernel_text(body, ["out"], THREADS).split("\n")[line - 2].strip() == "OTHERS:"
 
 
+# One half of the threads writes and goes on, the other half waits for it.
+HANDED = f"""{PLACES}
+    setp.ge.u32 %p1, %thread, 128;
+    @%p1 bra TAKERS;
+    st.shared.b32 [%r10], %thread;  // write
+    bar.arrive 1, 256;  // arrive
+    bra.uni END;
+    TAKERS:
+    bar.sync 1, 256;  // sync
+    ld.shared.b32 %r1, [%r11+-512];
+    st.global.b32 [%d2], %r1;
+    END:
+"""
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2, 3])
+def test_arriving_without_waiting(seed):
+    outcome, out = exchange(HANDED, seed=seed)
+    assert not outcome.reports
+    assert (out[128:] == np.arange(128) ^ 127).all()
+
+
+@pytest.mark.parametrize(
+    ("mark", "instead", "report"),
+    [
+        ("sync", "bar.sync 2, 128;", "reads what another warp wrote, no barrier between"),
+        (
+            "arrive",
+            "bar.arrive 1, 256;\nst.shared.b32 [%r10], 0;",
+            "overwrites what another warp|reads what another warp",
+        ),
+    ],
+)
+def test_what_an_arrival_does_not_order(mark, instead, report):
+    assert any(re.search(report, texts_of(exchange(without(HANDED, mark, instead), seed=seed)[0])) for seed in range(4))
+
+
+def test_barriers_whose_numbers_registers_hold():
+    """Each half of the threads comes to one of its own, at the same instruction."""
+    body = f"""{PLACES}
+        shr.u32 %r4, %thread, 7;  add.s32 %r4, %r4, 3;  mov.b32 %r5, 128;
+        st.shared.b32 [%r10], %thread;
+        bar.sync %r4, %r5;  // barrier
+        ld.shared.b32 %r1, [%r11];
+        st.global.b32 [%d2], %r1;
+    """
+    for seed in (None, 1, 2):
+        outcome, out = exchange(body, seed=seed)
+        assert not outcome.reports
+        assert (out == np.arange(THREADS) ^ 127).all()
+    with pytest.raises(Fault, match=r"deadlock: 256 threads wait at barriers \(3, 4\)"):
+        exchange(body.replace("mov.b32 %r5, 128", "mov.b32 %r5, 160"))
+    for change in (("add.s32 %r4, %r4, 3", "add.s32 %r4, %r4, 15"), ("mov.b32 %r5, 128", "mov.b32 %r5, 100")):
+        with pytest.raises(Fault, match="a barrier of number"):
+            exchange(body.replace(*change))
+
+
+def test_an_arrival_that_is_missing():
+    with pytest.raises(Fault, match=r"deadlock: 128 threads wait at barriers \(1\) that nobody else comes to"):
+        exchange(without(HANDED, "arrive"))
+
+
 @pytest.mark.parametrize(
     ("instruction", "text"),
     [
         ("bar.sync 0;", "part of a warp executes an aligned barrier"),
+        ("bar.arrive 1, 64;", "part of a warp executes an aligned barrier"),
+        ("elect.sync _|%p2, -1;", "threads 0x0000ffff of a warp execute what names 0xffffffff"),
+        ("setmaxnreg.inc.sync.aligned.u32 64;", "part of a warp executes an aligned instruction"),
         ("barrier.sync.aligned 0;", "part of a warp executes an aligned barrier"),
         ("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r1}, [%r8];", "part of a warp executes an aligned instruction"),
         ("shfl.sync.bfly.b32 %r1, %r9, 1, 31, -1;", "threads 0x0000ffff of a warp execute what names 0xffffffff"),
@@ -175,8 +240,14 @@ def test_part_of_a_warp(instruction, text):
     body = f"{PLACES}\nsetp.ge.u32 %p1, %thread, 16;\n@%p1 bra OVER;\n{instruction}\nOVER:\nadd.s32 %r1, %r1, 1;"
     with pytest.raises(Fault, match=rf"line \d+: {text}"):
         exchange(body)
-    if instruction.startswith(("shfl", "vote", "redux", "bar.warp")):
+    if instruction.startswith(("shfl", "vote", "redux", "bar.warp", "elect")):
         assert not exchange(body.replace("-1", "65535"))[0].reports  # which names just those that are there
+
+
+def test_part_of_a_warpgroup_sets_its_registers():
+    body = f"{PLACES}\nsetp.ge.u32 %p1, %thread, 64;\n@%p1 bra OVER;\nsetmaxnreg.dec.sync.aligned.u32 24;\nOVER:"
+    with pytest.raises(Fault, match="part of a warpgroup executes setmaxnreg"):
+        exchange(body)
 
 
 def test_a_shuffle_from_a_thread_that_is_not_there():
@@ -284,6 +355,128 @@ def test_a_cta_that_writes_what_another_read():
     """
     outcome = run_text(kernel_text(body, ["out"], 32), {"out": zeros(32)}, grid=(3,))
     assert "writes what another CTA of this launch read" in texts_of(outcome)
+
+
+def test_atomic_operations_and_plain_accesses_of_shared_memory():
+    body = f"""{PLACES}
+        st.shared.b32 [%r10], 0;
+        bar.sync 0;  // made
+        atom.shared.add.u32 %r1, [%r11], 1;
+        atom.shared.add.u32 %r1, [%r10], 1;
+        red.shared.add.u32 [%r11], 1;
+        bar.sync 0;  // counted
+        ld.shared.b32 %r2, [%r10];
+        st.global.b32 [%d2], %r2;
+    """
+    outcome, out = exchange(body)
+    assert not outcome.reports
+    assert (out == 3).all()
+    assert "changes what another warp wrote, no barrier between" in texts_of(exchange(without(body, "made"))[0])
+    assert "reads what another warp wrote, no barrier between" in texts_of(exchange(without(body, "counted"))[0])
+    unwritten = body.replace("st.shared.b32 [%r10], 0;", "")
+    assert "changes shared memory that nobody wrote" in texts_of(exchange(unwritten)[0])
+
+
+def test_memory_of_each_thread_that_it_did_not_write():
+    body = f"{PLACES}\n.local .align 4 .b8 own[8];\nmov.b32 %r1, own;\nld.local.b32 %r2, [%r1];"
+    assert "reads local memory that its thread did not write" in texts_of(exchange(body)[0])
+    with pytest.raises(Fault, match="an access of 4 bytes outside local memory, or unaligned"):
+        exchange(body.replace("[%r1]", "[%r1+8]"))
+
+
+# CTA 0 leaves a value for the others in out[1] and says so in out[0].
+FLAG = """
+    mov.u32 %r1, %ctaid.x;  setp.ne.u32 %p1, %r1, 0;
+    @%p1 bra OTHERS;
+    st.global.b32 [%p_out+4], 42;
+    fence.acq_rel.gpu;  // before
+    st.RELEASE.gpu.global.b32 [%p_out], 1;
+    bra.uni END;
+    OTHERS:
+    ld.ACQUIRE.gpu.global.b32 %r2, [%p_out];
+    setp.eq.u32 %p2, %r2, 0;
+    @%p2 bra OTHERS;
+    fence.acq_rel.gpu;  // behind
+    ld.global.b32 %r3, [%p_out+4];
+    mul.wide.u32 %d1, %r1, 4;  add.s64 %d2, %p_out, %d1;  st.global.b32 [%d2+8], %r3;
+    END:
+"""
+
+
+def flagged(release: str, acquire: str, fences: bool, **options: Any) -> Outcome:
+    body = FLAG.replace("RELEASE", release).replace("ACQUIRE", acquire)
+    body = body if fences else without(without(body, "before"), "behind")
+    out = zeros(6)
+    outcome = run_text(kernel_text(body, ["out"], 32), {"out": out}, grid=(4,), **options)
+    assert (out[3:] == 42).all()
+    return outcome
+
+
+@pytest.mark.parametrize("options", [{}, {"seed": 1}, {"seed": 2}])
+def test_a_flag_orders_what_ctas_do(options):
+    assert not flagged("release", "acquire", False, **options).reports
+    assert not flagged("relaxed", "relaxed", True, **options).reports
+    for release, acquire in (("relaxed", "acquire"), ("release", "relaxed"), ("relaxed", "relaxed")):
+        report = texts_of(flagged(release, acquire, False, **options))
+        assert "reads what another CTA of this launch wrote" in report
+
+
+# Each of some CTAs adds its number to out[1] by plain accesses, by turns that a lock in out[0] gives: one thread takes
+# it, its CTA's barrier tells the others, another thread adds, and after a barrier the first gives it back.
+LOCKED = """
+    mov.u32 %r1, %ctaid.x;  setp.eq.u32 %p1, %thread, 0;  setp.eq.u32 %p2, %thread, 40;  mov.b32 %r2, 1;
+    TAKE:
+    @%p1 atom.global.acq_rel.gpu.cas.b32 %r2, [%p_out], 0, 1;  // take
+    setp.ne.and.b32 %p3, %r2, 0, %p1;
+    @%p3 bra TAKE;
+    bar.sync 0;  // taken
+    @%p2 ld.global.b32 %r3, [%p_out+4];
+    @%p2 add.s32 %r3, %r3, %r1;
+    @%p2 st.global.b32 [%p_out+4], %r3;
+    bar.sync 0;  // added
+    @%p1 atom.global.acq_rel.gpu.exch.b32 %r4, [%p_out], 0;  // give
+"""
+
+
+def locked(body: str, **options: Any) -> tuple[Outcome, int]:
+    out = zeros(2)
+    outcome = run_text(kernel_text(body, ["out"], 64), {"out": out}, grid=(7,), **options)
+    return outcome, int(out[1])
+
+
+@pytest.mark.parametrize("options", [{}, {"lanes": 64}, {"lanes": 192}, {"seed": 1}, {"seed": 2}])
+def test_a_lock_orders_what_ctas_do(options):
+    outcome, total = locked(LOCKED, **options)
+    assert not outcome.reports
+    assert total == 21
+
+
+@pytest.mark.parametrize(
+    ("mark", "instead", "report"),
+    [
+        ("take", "mov.b32 %r2, 0;", "another CTA of this launch"),
+        (
+            "take",
+            "@%p1 atom.global.relaxed.gpu.cas.b32 %r2, [%p_out], 0, 1;",
+            "reads what another CTA of this launch wrote",
+        ),
+        (
+            "give",
+            "@%p1 atom.global.relaxed.gpu.exch.b32 %r4, [%p_out], 0;",
+            "reads what another CTA of this launch wrote",
+        ),
+        ("taken", "", "another CTA of this launch"),
+        ("added", "", "another CTA of this launch"),
+    ],
+)
+def test_a_lock_that_does_not_hold(mark, instead, report):
+    assert report in texts_of(locked(without(LOCKED, mark, instead))[0])
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_a_lock_that_nobody_gives_back(seed):
+    with pytest.raises(Fault, match="deadlock: 6 threads wait in a loop: for other CTAs, which may not have begun"):
+        locked(without(LOCKED, "give"), seed=seed)
 
 
 # ---- asynchronous copies

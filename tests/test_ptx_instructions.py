@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from ragged_attention.testing.ptx import numbers
 from ragged_attention.testing.ptx.machine import Fault, Unknown
-from ragged_attention.testing.ptx.operands import SHARED_BASE
+from ragged_attention.testing.ptx.operands import PARAM_BASE, SHARED_BASE
 from ragged_attention.testing.ptx.parsing import parse
+from ragged_attention.testing.ptx.tensor_maps import TensorMap
 from tests.ptx_texts import evaluate, kernel_text, run_text
 
 
@@ -134,6 +135,32 @@ def test_products_that_are_wider():
     s, t = p.view(np.int64), q.view(np.int64)
     high = [i * j >> 64 for i, j in zip(s.tolist(), t.tolist(), strict=True)]
     same(evaluate("mul.hi.s64 %out, %a, %b;", s, t, result="i8"), np.array(high, np.int64))
+
+
+def test_carries():
+    """Sums and differences of 96 bits by words, and a product of 64 by 32 bits as compilers write it."""
+    words = [int(word) for word in EDGES]
+    a = [x | y << 32 | 0xFFFFFFFF << 64 for x in words for y in words]
+    b = [y | x << 32 | 5 << 64 for x in words for y in words]
+    halves = [np.array([n >> 32 * i & 0xFFFFFFFF for n in number], np.uint32) for number in (a, b) for i in (0, 1)]
+    code = """
+        {name}.cc.u32 %r1, %a, %c;
+        {name}c.cc.u32 %r2, %b, %e;
+        {name}c.u32 %r3, -1, 5;
+        mov.b32 %out, {part};
+    """
+    for name, sign in (("add", 1), ("sub", -1)):
+        for index in range(3):
+            found = evaluate(code.format(name=name, part=f"%r{index + 1}"), *halves, result="u4")
+            same(found, [(x + sign * y) >> 32 * index & 0xFFFFFFFF for x, y in zip(a, b, strict=True)])
+    code = """
+        mad.lo.cc.u32 %r1, %a, %c, %e;
+        madc.hi.u32 %r2, %a, %c, 0;
+        mov.b64 %out, {%r1, %r2};
+    """
+    x, _, y, z = (half.tolist() for half in halves)
+    wanted = [(p * q + r) % 2**64 for p, q, r in zip(x, y, z, strict=True)]
+    same(evaluate(code, *halves, result="u8"), np.array(wanted, np.uint64))
 
 
 def test_shifts_by_the_width_and_more():
@@ -311,6 +338,18 @@ def test_fma_rounds_once():
         Fraction(x) * Fraction(y) + Fraction(z) for x, y, z in zip(a.tolist(), b.tolist(), c.tolist(), strict=True)
     ]
     same(found, [rounded(x) for x in exact])
+
+
+def test_fma_of_float64_rounds_once():
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(2, 128))
+    c = -a * b  # what is left is what rounding the product would lose
+    found = evaluate("fma.rn.f64 %out, %a, %b, %c;", a, b, c, result="f8")
+    exact = [
+        Fraction(x) * Fraction(y) + Fraction(z) for x, y, z in zip(a.tolist(), b.tolist(), c.tolist(), strict=True)
+    ]
+    same(found, [float(x) for x in exact])
+    assert found.any()
 
 
 def test_fma_of_what_is_not_finite():
@@ -676,6 +715,71 @@ def test_atomic_operations_on_floats():
     assert atomic("atom.global.gpu.relaxed.add.noftz.bf16x2 %r5, %to, %with;", 0, ones)[0] == 0x42804280
 
 
+def test_accesses_that_others_may_meet():
+    """Ordered or not, they are atomic operations that look, or leave a value."""
+    code = """
+        ld.relaxed.gpu.global.b32 %r5, %to;
+        st.release.gpu.global.b32 %to, 7;
+        ld.acquire.gpu.global.b32 %r5, %to;
+        st.volatile.global.b32 %to, 9;
+        ld.volatile.global.b32 %r6, %to;
+        add.s32 %r5, %r5, %r6;
+    """
+    last, found = atomic(code, 5, np.zeros(64, np.uint32))
+    assert last == 9
+    same(found, 16)
+
+
+def test_atomic_operations_on_shared_memory():
+    body = """
+        mov.b32 %r8, smem;  setp.eq.u32 %p1, %thread, 0;  and.b32 %r9, %thread, 3;
+        @%p1 st.shared.v4.b32 [%r8], {%r1, %r1, %r1, %r1};
+        bar.sync 0;
+        shl.b32 %r10, %r9, 2;  add.s32 %r10, %r10, %r8;
+        atom.shared::cta.relaxed.cta.add.u32 %r2, [%r10], %thread;
+        red.shared.max.u32 [%r8+16], %thread;
+        bar.sync 0;
+        ld.shared.b32 %r3, [%r10];
+        mul.wide.u32 %d1, %thread, 8;  add.s64 %d2, %p_out, %d1;
+        st.global.v2.b32 [%d2], {%r2, %r3};
+    """
+    body = body.replace("bar.sync 0;", "@%p1 st.shared.b32 [%r8+16], 3;\n bar.sync 0;", 1)
+    out = np.zeros((128, 2), np.uint32)
+    assert not run_text(kernel_text(body, ["out"], 128), {"out": out}, shared=32).reports
+    threads = np.arange(128)
+    same(out[:, 1], [sum(other for other in range(128) if other % 4 == n % 4) for n in threads])
+    same(out[:, 0], [sum(other for other in range(n) if other % 4 == n % 4) for n in threads])  # in turn
+
+
+def test_memory_of_each_thread():
+    code = """
+        .local .align 8 .b8 depot[24];
+        mov.b32 %r1, depot;
+        shl.b32 %r2, %a, 2;  add.s32 %r3, %r1, %r2;
+        st.local.v2.b32 [%r1+8], {%a, %a};
+        st.local.b32 [%r3], 77;
+        ld.local.b32 %r4, [%r1+8];
+        ld.local.u16 %r5, [%r1+12];
+        mad.lo.s32 %out, %r4, 1000, %r5;
+    """
+    same(evaluate(code, u32([0, 2, 3, 5]), result="u4"), [0, 77002, 3077, 5005])
+
+
+def test_arrays_of_constants():
+    text = kernel_text(
+        """
+        mov.b64 %d1, table;  and.b32 %r1, %thread, 3;  mul.wide.u32 %d2, %r1, 2;  add.s64 %d1, %d1, %d2;
+        ld.global.nc.s16 %r2, [%d1];  mul.wide.u32 %d3, %thread, 4;  add.s64 %d3, %p_out, %d3;
+        st.global.b32 [%d3], %r2;
+        """, ["out"], 32,
+    ).replace(".visible", ".global .align 4 .b16 table[4] = {1, 200, 30000, -4};\n.visible")  # fmt: skip
+    out = np.zeros(32, np.int32)
+    assert not run_text(text, {"out": out}).reports
+    same(out, np.tile([1, 200, 30000, -4], 8))
+    with pytest.raises(Unknown, match="the operand table"):
+        run_text(text.replace("1, 200, 30000, -4", "0f3F800000"), {"out": out})
+
+
 # ---- warps
 
 
@@ -729,6 +833,16 @@ def test_votes_and_reductions():
         )
 
 
+def test_a_leader_is_elected():
+    """Of the members that the mask names, in each warp."""
+    lanes = np.arange(64, dtype=np.uint32)
+    code = "elect.sync %r1|%p1, -1;\nselp.b32 %r2, 100, 0, %p1;\nadd.s32 %out, %r1, %r2;"
+    same(evaluate(code, lanes, result="u4"), np.where(lanes % 32 == 0, 100, 0))
+    some = f"mov.b32 %out, 9;\nsetp.lt.u32 %p2, %laneid, 5;\n@%p2 bra REST;\n{code.replace('-1', '-32')}\nREST:"
+    same(evaluate(some, lanes, result="u4"), np.where(lanes % 32 < 5, 9, np.where(lanes % 32 == 5, 105, 5)))
+    same(evaluate("elect.sync _|%p1, -1;\nselp.b32 %out, 1, 0, %p1;", lanes, result="u4"), lanes % 32 == 0)
+
+
 def test_part_of_a_warp_votes_for_itself():
     code = """
         mov.b32 %out, 9;
@@ -776,13 +890,16 @@ def test_matrices_to_registers_and_back(count, trans):
     same(arrays["back"], source)
 
 
+EIGHT_BITS = ("e4m3", "e5m2", "s8", "u8")
+
+
 # Where element i of a lane's operands is: (row, k) of the left one, (k, column) of the right one.
 def left_place(kind: str, k: int, lane: int, i: int) -> tuple[int, int]:
     """Element i of a lane's left operand: its row and its k, by the ISA's formulas."""
     group, thread = divmod(lane, 4)
     if kind == "tf32":
         return group + 8 * (i & 1), thread + 4 * (i >> 1)
-    if kind.startswith("e"):
+    if kind in EIGHT_BITS:
         return group + 8 * ((i >> 2) & 1), 4 * thread + (i & 3) + 16 * (i >> 3)
     return group + 8 * ((i >> 1) & 1), 2 * thread + (i & 1) + 8 * (i >> 2)
 
@@ -792,12 +909,16 @@ def right_place(kind: str, lane: int, i: int) -> tuple[int, int]:
     group, thread = divmod(lane, 4)
     if kind == "tf32":
         return thread + 4 * i, group
-    if kind.startswith("e"):
+    if kind in EIGHT_BITS:
         return 4 * thread + (i & 3) + 16 * (i >> 2), group
     return 2 * thread + (i & 1) + 8 * (i >> 1), group
 
 
 def encoded(x: NDArray[np.float32], kind: str) -> NDArray[Any]:
+    if kind in ("s8", "u8"):
+        return np.clip(np.rint(100 * x), -128 * (kind == "s8"), 127 + 128 * (kind == "u8")).astype(
+            f"{kind[0].replace('s', 'i')}1"
+        )
     if kind == "tf32":
         return x.view(np.uint32)
     if kind in numbers.FP8:
@@ -806,6 +927,8 @@ def encoded(x: NDArray[np.float32], kind: str) -> NDArray[Any]:
 
 
 def decoded(bits: NDArray[Any], kind: str) -> NDArray[np.float64]:
+    if kind in ("s8", "u8"):
+        return bits.astype(np.float64)
     if kind == "tf32":
         return (bits & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
     return (numbers.FP8[kind][bits] if kind in numbers.FP8 else numbers.VALUES[kind](bits)).astype(np.float64)
@@ -813,18 +936,22 @@ def decoded(bits: NDArray[Any], kind: str) -> NDArray[np.float64]:
 
 @pytest.mark.parametrize(
     ("k", "kind"),
-    [(16, "bf16"), (8, "bf16"), (16, "f16"), (8, "f16"), (8, "tf32"), (4, "tf32"), (32, "e4m3"), (32, "e5m2")],
+    [
+        *[(16, "bf16"), (8, "bf16"), (16, "f16"), (8, "f16"), (8, "tf32"), (4, "tf32"), (32, "e4m3"), (32, "e5m2")],
+        *[(16, "s8"), (32, "s8"), (32, "u8")],
+    ],
 )
 def test_mma(k, kind):
     rng = np.random.default_rng(k)
     a, b = (encoded(rng.normal(size=shape).astype(np.float32), kind) for shape in ((16, k), (k, 8)))
-    c = rng.normal(size=(16, 8)).astype(np.float32)
+    sums = "s32" if kind in ("s8", "u8") else "f32"
+    c = (1000 * rng.normal(size=(16, 8))).astype(np.int32 if sums == "s32" else np.float32)
     each = 4 // a.itemsize
     lefts, rights = 16 * k // 32, 8 * k // 32
     left = np.array([[a[left_place(kind, k, lane, i)] for i in range(lefts)] for lane in range(32)])
     right = np.array([[b[right_place(kind, lane, i)] for i in range(rights)] for lane in range(32)])
     at = [(lane // 4 + 8 * (i >> 1), 2 * (lane % 4) + (i & 1)) for lane in range(32) for i in range(4)]
-    words = {"a": left, "b": right, "c": np.array([c[place] for place in at]), "out": np.zeros(128, np.float32)}
+    words = {"a": left, "b": right, "c": np.array([c[place] for place in at]), "out": np.zeros(128, c.dtype)}
     counts = {"a": lefts // each, "b": rights // each, "c": 4}
     loads, first = "", {}
     for base, (name, count) in zip((20, 30, 40), counts.items(), strict=True):
@@ -833,7 +960,7 @@ def test_mma(k, kind):
         first[name] = "{" + ", ".join(f"%r{base + i}" for i in range(count)) + "}"
     body = f"""
         {loads}
-        mma.sync.aligned.m16n8k{k}.row.col.f32.{kind}.{kind}.f32
+        mma.sync.aligned.m16n8k{k}.row.col.{sums}.{kind}.{kind}.{sums}
             {{%r1, %r2, %r3, %r4}}, {first["a"]}, {first["b"]}, {first["c"]};
         mul.wide.u32 %d1, %thread, 16;  add.s64 %d2, %p_out, %d1;
         st.global.v4.b32 [%d2], {{%r1, %r2, %r3, %r4}};
@@ -842,7 +969,34 @@ def test_mma(k, kind):
     found = np.zeros((16, 8))
     for place, value in zip(at, words["out"].tolist(), strict=True):
         found[place] = value
-    np.testing.assert_allclose(found, decoded(a, kind) @ decoded(b, kind) + c, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found, decoded(a, kind) @ decoded(b, kind) + c, rtol=1e-5, atol=2e-4)
+
+
+def test_mma_with_sums_of_16_bits():
+    """Two in a register, in the order in which they are with 32 bits; ones times twos, to which the addend is added."""
+    ones, twos = 0x3C003C00, 0x40004000
+    code = f"""
+        mov.b32 %r1, {ones};  mov.b32 %r2, {twos};
+        mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16
+            {{%r5, %r6}}, {{%r1, %r1, %r1, %r1}}, {{%r2, %r2}}, {{%a, %b}};
+        mov.b64 %out, {{%r5, %r6}};
+    """
+    addend = f16(np.arange(128) / 8).reshape(32, 4)
+    found = evaluate(
+        code, *(np.ascontiguousarray(addend[:, i : i + 2]).view(np.uint32)[:, 0] for i in (0, 2)), result="u8"
+    )
+    same(found.view(np.float16).reshape(32, 4), addend + np.float16(32))
+
+
+def test_sums_of_integers_wrap_or_stop():
+    code = """
+        mov.b32 %r1, 2139062143;  mov.b32 %r2, 2147483000;
+        mma.sync.aligned.m16n8k32.row.colLIMIT.s32.s8.s8.s32
+            {%out, %r6, %r7, %r8}, {%r1, %r1, %r1, %r1}, {%r1, %r1}, {%r2, %r2, %r2, %r2};
+    """
+    total = 2147483000 + 32 * 127 * 127
+    same(evaluate(code.replace("LIMIT", ""), np.zeros(32), result="i4"), total - 2**32)
+    same(evaluate(code.replace("LIMIT", ".satfinite"), np.zeros(32), result="i4"), 2**31 - 1)
 
 
 # ---- warpgroups
@@ -940,6 +1094,48 @@ def test_wgmma_by_descriptors(swizzle, transposed):
     np.testing.assert_allclose(gathered(arrays["out"], n), wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("kinds", "sums"),
+    [
+        *[(("tf32", "tf32"), "f32"), (("e4m3", "e4m3"), "f32"), (("e5m2", "e4m3"), "f32"), (("s8", "s8"), "s32")],
+        *[(("u8", "s8"), "s32"), (("f16", "f16"), "f16"), (("e4m3", "e4m3"), "f16")],
+    ],
+)
+@pytest.mark.parametrize("swizzle", ["none", "128"])
+def test_wgmma_on_other_kinds(kinds, sums, swizzle):
+    """32 bytes of k, whatever the elements are, and sums of three kinds; two of 16 bits in a register."""
+    mode, span = SWIZZLES[swizzle]
+    n, width = 16, encoded(f32([0]), kinds[0]).itemsize
+    rng = np.random.default_rng(n)
+    a, b = (
+        encoded(rng.normal(size=(rows, 32 // width)).astype(np.float32), kind)
+        for rows, kind in zip((64, n), kinds, strict=True)
+    )
+    (left, left_steps), (right, right_steps) = (
+        lay_out(np.ascontiguousarray(matrix).view(np.uint16), span, False) for matrix in (a, b)
+    )
+    setup = f"mov.b64 %d10, {descriptor(0, left_steps, mode)};"
+    order = "" if width != 2 else ", 0, 0"
+    body = product(n, "f16", setup, descriptor(16384, right_steps, mode), order).replace("LEFT", "%d10")
+    one = {"f32": "0f3F800000", "s32": "1", "f16": "1006648320"}[sums]  # of halves two, 0x3C003C00
+    body = body.replace("0f3F800000", one).replace("k16.f32.f16.f16", f"k{32 // width}.{sums}.{kinds[0]}.{kinds[1]}")
+    if sums == "s32":
+        body = body.replace("%d11, 1, 1, 1", "%d11, 1")
+    if sums == "f16":
+        used = ", ".join(f"%r{100 + i}" for i in range(n // 4))
+        body = body.replace("{" + ", ".join(f"%r{100 + i}" for i in range(n // 2)) + "}", "{" + used + "}")
+    arrays = {"image": np.concatenate([left, right]), "out": np.zeros(128 * n // 2, np.uint32)}
+    outcome = run_text(kernel_text(body, list(arrays), 128), arrays, shared=32768)
+    assert not outcome.reports
+    words = arrays["out"].reshape(128, n // 2)
+    if sums == "f16":
+        words = np.ascontiguousarray(words[:, : n // 4]).view(np.float16)
+    found = words.view(np.float32) if sums == "f32" else words.view(np.int32) if sums == "s32" else words
+    wanted = decoded(a, kinds[0]) @ decoded(b, kinds[1]).T + 1
+    tolerance = 2e-3 if sums == "f16" else 1e-5
+    np.testing.assert_allclose(gathered(found.astype(np.float32).ravel(), n), wanted, rtol=tolerance, atol=tolerance)
+
+
 def test_wgmma_from_registers():
     n = 16
     a, b = (nearest_bits(random_floats(rows * 16, rows, 1), "bf16").reshape(rows, 16) for rows in (64, n))
@@ -965,11 +1161,11 @@ def test_wgmma_from_registers():
 @pytest.mark.parametrize(
     "code",
     [
-        "madc.lo.s32 %r1, %r2, %r3, %r4;",
-        "add.cc.s32 %r1, %r2, %r3;",
+        "madc.hi.s32 %r1, %r2, %r3, %r4;",
+        "add.cc.u16 %h1, %h2, %h3;",
         "add.rz.f32 %r1, %r2, %r3;",
         "add.f64 %r1, %r2, %r3;",
-        "fma.rn.f64 %d1, %d2, %d3, %d4;",
+        "fma.rz.f64 %d1, %d2, %d3, %d4;",
         "fma.rp.f32 %r1, %r2, %r3, %r4;",
         "min.xorsign.abs.f32 %r1, %r2, %r3;",
         "max.f32 %r1, %r2, %r3, %r4;",
@@ -979,22 +1175,27 @@ def test_wgmma_from_registers():
         "cvt.rn.relu.f16x2.f32 %r1, %r1, %r2;",
         "ex2.f32 %r1, %r2;",
         "ld.b32 %r1, [%d1];",
-        "ld.local.b32 %r1, [%d1];",
-        "ld.acquire.gpu.global.b32 %r1, [%d1];",
+        "ld.const.b32 %r1, [%d1];",
+        "ld.acquire.gpu.global.v2.b32 {%r1, %r2}, [%d1];",
+        "ld.acquire.cta.shared.b32 %r1, [%r2];",
+        "st.release.global.b32 [%d1], %r1;",
         "ld.shared::cluster.b32 %r1, [%r2];",
         "ld.global.L2::cache_hint.b32 %r1, [%d1], %d2;",
         "st.async.shared::cluster.b32 [%r1], %r2, [%r3];",
-        "atom.shared.add.u32 %r1, [%r2], %r3;",
+        "atom.shared.add.v2.f32 {%r1, %r2}, [%r2], {%r3, %r4};",
         "atom.global.add.noftz.f16 %r1, [%d2], %h3;",
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%d1], 16, [%r2];",
-        "mbarrier.init.shared.b64 [%r1], 1;",
-        "fence.mbarrier_init.release.cluster;",
-        "bar.arrive 1, 64;",
+        "fence.proxy.alias;",
+        "bar.red.popc.u32 %r1, 0, %p1;",
         "barrier.cluster.arrive;",
-        "setmaxnreg.inc.sync.aligned.u32 64;",
-        "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%r1, %r2}, {%r3, %r4, %r5, %r6}, {%r7, %r8}, {%r1, %r2};",
+        "setmaxnreg.inc.sync.aligned.u32 20;",
+        "prefetch.global.L2 [%d1];",
+        "cvta.shared.u64 %d1, %d2;",
+        "mma.sync.aligned.m16n8k16.row.col.f16.bf16.bf16.f16 {%r1, %r2}, {%r3, %r4, %r5, %r6}, {%r7, %r8}, {%r1, %r2};",
+        "mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%d1, %d2}, {%d3}, {%d4}, {%d1, %d2};",
         "mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%r1, %r2}, {%r3}, {%r4}, {%r1, %r2};",
-        "wgmma.mma_async.sync.aligned.m64n8k8.f32.tf32.tf32 {%r1, %r2, %r3, %r4}, %d1, %d2, 1, 1, 1;",
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.tf32.tf32 {%r1, %r2, %r3, %r4}, %d1, %d2, 1, 1, 1;",
+        "wgmma.mma_async.sync.aligned.m64n8k8.f32.tf32.tf32 {%r1, %r2, %r3, %r4}, %d1, %d2, 1, 1, 1, 0, 0;",
+        "wgmma.mma_async.sync.aligned.m64n8k256.s32.b1.b1.and.popc {%r1, %r2, %r3, %r4}, %d1, %d2, 1;",
         "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%r1, %r2, %r3, %r4}, %d1, %d2, 1, -1, 1, 0, 0;",
         "shfl.idx.b32 %r1, %r2, 0, 31;",
         "redux.sync.min.f32 %r1, %r2, -1;",
@@ -1018,8 +1219,74 @@ def test_refused_texts():
         parse(kernel_text("", [], 32).replace(".reqntid 32", ".reqntid 32, 2"))
     with pytest.raises(Unknown, match="whole warps"):
         run_text(kernel_text("", [], 48), {})
-    with pytest.raises(Unknown, match=r"bar\.sync %r1"):
-        parse(kernel_text("bar.sync %r1;", [], 32))
+    for one in ("bar.arrive 1;", "@%p1 bar.sync 0;", "bra.uni %r1, NOWHERE;"):
+        with pytest.raises(Unknown, match=one.removeprefix("@%p1 ")[:8]):
+            parse(kernel_text(one, [], 32))
+    with pytest.raises(Unknown, match="the parameter"):
+        parse(kernel_text("", [], 32).replace("test()", "test(.param nothing)"))
+
+
+def test_what_only_schedules_changes_nothing():
+    code = """
+        setmaxnreg.inc.sync.aligned.u32 240;
+        setmaxnreg.dec.sync.aligned.u32 24;
+        prefetch.tensormap [%d1];
+        fence.mbarrier_init.release.cluster;
+        mov.b32 %out, %a;
+    """
+    a = np.arange(128, dtype=np.uint32)
+    same(evaluate(code, a, result="u4"), a)
+
+
+def test_addresses_of_parameters():
+    """An array lies at a multiple of 64 bytes, and its generic address is in a window of its own."""
+    body = "mov.b32 %r1, map;  mov.b32 %r2, a;  cvta.param.u64 %d1, 0;\nst.global.v2.b32 [%p_a], {%r1, %r2};\n"
+    body += "st.global.b64 [%p_a+8], %p_map;\nst.global.b64 [%p_a+16], %d1;"
+    found = np.zeros(24, np.uint8)
+    run_text(
+        kernel_text(body, ["a"], 32, ["map"]), {"a": found}, maps={"map": ("a", TensorMap(0, (8,), (), (8,), 4, 0))}
+    )
+    array, first = found[:8].view(np.uint32).tolist()
+    generic, window = found[8:].view(np.uint64).tolist()
+    assert (array, first) == (PARAM_BASE + 64, PARAM_BASE)
+    assert generic - window == array
+
+
+def test_parameters_by_addresses():
+    """As compilers read structures: through a register, two at a time, or of another type."""
+    body = """
+        mov.b64 %d1, map;
+        ld.param.v2.u32 {%r1, %r2}, [%d1+40];
+        ld.param.u8 %r3, [%d1+102];
+        ld.param.v2.b64 {%d2, _}, [map];
+        st.global.v2.b32 [%p_out], {%r1, %r2};
+        st.global.b32 [%p_out+8], %r3;
+        setp.eq.u64 %p1, %d2, %p_out;  selp.b32 %r4, 1, 0, %p1;  st.global.b32 [%p_out+12], %r4;
+    """
+    out = np.zeros(4, np.uint32)
+    maps = {"map": ("out", TensorMap(0, (8, 9), (64,), (8, 2), 7, 0))}
+    assert not run_text(kernel_text(body, ["out"], 32, ["map"]), {"out": out}, maps=maps).reports
+    same(out, [8, 9, 0, 1])
+    for place in ("[%d1+128]", "[%d1+-80]", "[%d1+42]"):
+        with pytest.raises(Fault, match="read of 8 bytes outside parameters, or unaligned"):
+            run_text(kernel_text(body.replace("[%d1+40]", place), ["out"], 32, ["map"]), {"out": out}, maps=maps)
+
+
+def test_labels_of_two_scopes_are_two():
+    """Inline assembly has its own, whatever their names."""
+    turns = """
+        mov.b32 %r1, 0;
+        {
+        .reg .pred done;
+        again:
+        add.s32 %r1, %r1, 1;
+        add.s32 %out, %out, STEP;
+        setp.ge.u32 done, %r1, %a;
+        @!done bra again;
+        }
+    """
+    code = "mov.b32 %out, 0;\n" + turns.replace("STEP", "1") + turns.replace("STEP", "100")
+    same(evaluate(code, u32([1, 2, 5]), result="u4"), [101, 202, 505])
 
 
 def test_loops_and_branches():
@@ -1047,6 +1314,31 @@ def test_the_line_of_the_source_is_told():
     with pytest.raises(Fault, match=rf"^line {line} \(/somewhere/kernels.py:42\): a trap") as caught:
         run_text(text, {})
     assert (caught.value.line, caught.value.source) == (line, "/somewhere/kernels.py:42")
+
+
+def test_the_chain_of_lines_is_told():
+    """From the kernel's own line to that of the function which was inlined there, however deep."""
+    body = """
+        .loc 1 42 7
+        .loc 2 10 3, function_name $L__info_string0, inlined_at 1 42 7
+        .loc 3 5 1, function_name $L__info_string1, inlined_at 2 10 3
+        trap;
+    """
+    files = '\n.file 1 "kernels.py"\n.file 2 "helpers.py"\n.file 3 "standard.py"\n'
+
+    def source(text: str) -> str | None:
+        with pytest.raises(Fault) as caught:
+            run_text(kernel_text(text, [], 32) + files, {})
+        return caught.value.source
+
+    assert source(body) == "kernels.py:42 > helpers.py:10 > standard.py:5"
+    assert source(body.replace("inlined_at 2 10 3", "inlined_at 1 50 1")) == "kernels.py:50 > standard.py:5"
+    assert source(body.replace("trap", ".loc 1 43 1\ntrap")) == "kernels.py:43"
+    assert source(body.replace("trap", ".loc 1 0 0\ntrap")) is None
+    # The same place inlined elsewhere, and then not at all.
+    assert source(body.replace("trap", ".loc 2 10 3\n.loc 3 5 1, inlined_at 2 10 3\ntrap")) == (
+        "helpers.py:10 > standard.py:5"
+    )
 
 
 def test_any_order_of_warps_gives_the_same():

@@ -1,7 +1,7 @@
 """Arithmetic, comparison, selection and bits: from one instruction to lines of Python.
 
 Each function takes off the modifiers it knows and returns the lines; `n` is `numbers` there. Rounding other than to
-nearest, carries and 64-bit `fma` are not known.
+nearest is not known.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -57,6 +57,8 @@ def add(s: Statement) -> list[str]:
     if s.head == "add" and s.modifiers[-1] in PACKED:
         return packed(s, "np.add")
     t = s.type()
+    if "cc" in s.modifiers:
+        return carrying(s, t)
     s.expect(3)
     function = BINARY[s.head]
     if t.letter in "fh":
@@ -72,6 +74,32 @@ def add(s: Statement) -> list[str]:
     return s.apply(function, s.values((1, 2), t.letter, t.size), t.letter, t.size)
 
 
+def carrying(s: Statement, t: Type) -> list[str]:
+    """add.cc, sub.cc, addc, subc, mad.cc and madc: sums that take a carry, leave one, or both."""
+    takes, leaves = s.head.endswith("c"), s.flag("cc")
+    head = s.head.removesuffix("c")
+    if t.letter not in "us" or t.size < 4:
+        raise s.refused("a carry of these")
+    a, *rest = s.values(range(1, 4 if head == "mad" else 3), "u", t.size)
+    s.expect(4 if head == "mad" else 3)
+    if head == "mad":
+        lower = s.need("lo", "hi") == "lo"
+        if not lower and t.letter == "s":
+            raise s.refused("the upper half of a signed product")
+        b = rest.pop(0)
+        a = f"np.multiply({a}, {b})" if lower else f"n.high_half({a}, {b}, False)"
+    carry = s.names.carry()
+    function = "n.borrow" if head == "sub" else "n.carry"
+    lines = [f"total, over = {function}({a}, {rest[0]}, {carry if takes else None})"]
+    lines += s.assign("total", "u", t.size)
+    return lines + ([f"np.copyto({carry}, over, where={s.mask})"] if leaves else [])
+
+
+def added_with_carry(s: Statement) -> list[str]:
+    """addc, subc, madc."""
+    return carrying(s, s.type())
+
+
 def mul(s: Statement) -> list[str]:
     if s.modifiers and s.modifiers[-1][:1] in "us":
         s.expect(3)
@@ -80,6 +108,8 @@ def mul(s: Statement) -> list[str]:
 
 
 def mad(s: Statement) -> list[str]:
+    if "cc" in s.modifiers:
+        return carrying(s, s.type())
     s.expect(4)
     return product(s, 3)
 
@@ -109,9 +139,9 @@ def fma(s: Statement) -> list[str]:
     s.need("rn")
     if t.letter == "h":
         return halves(s, t, "n.fma_wide", (1, 2, 3))
-    if t != Type("f", 4):
-        raise s.refused("fused in other than float32")
-    return floats(s, t, "n.fma32({}, {}, {})", (1, 2, 3))
+    if t.letter != "f":
+        raise s.refused("fused in other than floats")
+    return floats(s, t, f"n.fma{8 * t.size}({{}}, {{}}, {{}})", (1, 2, 3))
 
 
 def smaller(s: Statement) -> list[str]:
@@ -316,7 +346,8 @@ def move(s: Statement) -> list[str]:
 
 
 HANDLERS: Mapping[str, Handler] = {
-    "add": add, "sub": add, "mul": mul, "mad": mad, "fma": fma, "min": smaller, "max": smaller, "neg": sign,
+    "add": add, "sub": add, **dict.fromkeys(("addc", "subc", "madc"), added_with_carry),
+    "mul": mul, "mad": mad, "fma": fma, "min": smaller, "max": smaller, "neg": sign,
     "abs": sign, "div": divide, "rem": divide,
     **dict.fromkeys(APPROXIMATE, function), **dict.fromkeys(BITWISE, bitwise),
     "shl": shift, "shr": shift, "shf": funnel_shift, "bfe": bfe, "bfi": bfi, "lop3": lop3, "prmt": prmt, "popc": count,

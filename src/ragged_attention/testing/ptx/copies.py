@@ -10,7 +10,9 @@ from typing import Any, Generic, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from ragged_attention.testing.ptx.clocks import NOTHING, joined
 from ragged_attention.testing.ptx.lanes import Indices, Lanes, Mask
+from ragged_attention.testing.ptx.mbarriers import Mbarriers
 from ragged_attention.testing.ptx.memory import GlobalAccess
 from ragged_attention.testing.ptx.shared import Cells, Shared
 
@@ -78,15 +80,19 @@ class Queue(Generic[Kind]):
 
 @dataclasses.dataclass
 class Copy(Operation):
-    """Bytes [lanes, n] on their way to `places` of shared memory, which lie in `cells`."""
+    """Bytes [lanes, n] on their way to `places` of shared memory, which lie in `cells`.
+
+    `told` are the clocks at which the lanes' warps said that they would arrive at an mbarrier, 0 where they did not.
+    """
 
     places: NDArray[np.int64]
     cells: Cells
     data: NDArray[np.uint8]
+    told: NDArray[np.int64]
 
     def split(self, chosen: NDArray[np.bool_]) -> Self:
-        parts = {name: getattr(self, name)[chosen] for name in ("lanes", "groups", "places", "cells", "data")}
-        return dataclasses.replace(self, **parts)
+        names = ("lanes", "groups", "places", "cells", "data", "told")
+        return dataclasses.replace(self, **{name: getattr(self, name)[chosen] for name in names})
 
 
 class Copies(Queue[Copy]):
@@ -126,7 +132,8 @@ class Copies(Queue[Copy]):
         self._check(lanes, cells, places, data, line)
         self.shared.bytes[places] = 0xFF
         self.shared.pending[cells] = True
-        self.flight.append(Copy(lanes, self.committed[lanes], line, places, cells, data))
+        told = np.zeros(len(lanes), np.int64)
+        self.flight.append(Copy(lanes, self.committed[lanes], line, places, cells, data, told))
 
     def _source(self, lanes: Indices, source: Any, offset: int, size: int, length: int, line: int) -> NDArray[np.uint8]:
         """The first `length` bytes from an address aligned to `size`, by accesses of a power of two."""
@@ -161,4 +168,23 @@ class Copies(Queue[Copy]):
         if (self.shared.bytes[operation.places] != operation.data).any():
             self.reporter.say(operation.line, "two threads copy different values to one place of shared memory")
         self.shared.pending[operation.cells] = False
-        self.shared.mark_written(operation.cells, operation.lanes, operation.line)
+        now = self.shared.clocks.now[self.lanes.warp[operation.lanes]]
+        clocks = np.where(operation.told > 0, operation.told, now)
+        self.shared.mark_written(operation.cells, operation.lanes, operation.line, clocks)
+
+    def arrive_at(self, mbarriers: Mbarriers, address: Any, offset: int, counted: bool, mask: Mask, line: int) -> None:
+        """cp.async.mbarrier.arrive: each thread arrives when its copies so far have; `counted`: as was expected."""
+        clocks = self.shared.clocks
+        for place, lanes in mbarriers.each(address, offset, mask, line):
+            now, told = clocks.now.copy(), NOTHING
+            for warp in np.unique(self.lanes.warp[lanes]).tolist():
+                told = joined(told, clocks.tell(warp))
+            for one in self.flight:
+                new = np.isin(one.lanes, lanes) & (one.told == 0)
+                one.told[new] = now[self.lanes.warp[one.lanes[new]]]
+
+            def land(lanes: Indices = lanes, now: NDArray[np.int64] = now) -> None:
+                before = [(one.told > 0) & (one.told <= now[self.lanes.warp[one.lanes]]) for one in self.flight]
+                self._land([np.isin(one.lanes, lanes) & these for one, these in zip(self.flight, before, strict=True)])
+
+            mbarriers.arrive_later(mbarriers.find(place, lanes, line), land, told, len(lanes), counted, line)

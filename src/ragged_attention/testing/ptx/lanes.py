@@ -17,7 +17,8 @@ class Lanes:
     """Which lane is which thread.
 
     By lane: `cta` counts from 0 among those here, `number` is the CTA's in the grid, `warp` counts over all CTAs here
-    and `local` within its CTA. `active` has ways to say which lanes take part.
+    and `local` within its CTA; `waiting` says which lately found that what they wait for has not come to pass, if that
+    is `sure`, or may wait, and `changes` counts what may make it so.
     """
 
     def __init__(
@@ -31,6 +32,8 @@ class Lanes:
         self.number = np.repeat(np.array([(z * grid[1] + y) * grid[0] + x for x, y, z in ctas]), threads)
         self.warp = self.every // WARP
         self.local = self.warp % self.warps
+        self.waiting, self.sure = np.zeros(self.count, bool), np.zeros(self.count, bool)
+        self.changes = 0
         thread = np.tile(np.arange(threads, dtype=np.uint32), len(ctas))
         self.specials = {"%tid.x": thread, "%laneid": thread % WARP, "%warpid": thread // WARP}
         for axis, letter in enumerate("xyz"):
@@ -38,6 +41,10 @@ class Lanes:
             self.specials[f"%ctaid.{letter}"] = np.repeat(np.array([c[axis] for c in ctas], np.uint32), threads)
             self.specials[f"%nctaid.{letter}"] = np.full(self.count, grid[axis], np.uint32)
             self.specials[f"%ntid.{letter}"] = np.full(self.count, threads if axis == 0 else 1, np.uint32)
+
+    def waits(self, lanes: Indices, still: Any, sure: bool = True) -> None:
+        """Note of lanes whether they still wait; or, not `sure`, whether they may."""
+        self.waiting[lanes], self.sure[lanes] = still, sure
 
     def active(self, mask: Mask) -> Indices:
         """The lanes that take part."""

@@ -5,6 +5,7 @@ architecture; compiling needs no GPU.
 """
 
 import contextlib
+import copy
 import ctypes
 import dataclasses
 import importlib
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 from ragged_attention.devices import shared_memory_of
 from ragged_attention.errors import InvalidInput, TooLarge
 from ragged_attention.testing.ptx import machine, memory, parsing
+from ragged_attention.testing.ptx.tensor_maps import TensorMap
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90")
 NOBODY_WROTE = 0xFF  # in each byte of what no kernel wrote yet: a NaN as a float of any format, -1 as an integer
@@ -60,10 +62,11 @@ def run(
 ) -> machine.Outcome:
     """Run a `@triton.jit` kernel as it is compiled for `arch`, on torch CPU tensors or NumPy arrays, in place.
 
-    `arguments` are the kernel's by name, constants included. `grid` is as Triton takes it, in programs. The contents
-    of the arrays named in `unwritten` are forgotten first, so that reading what the kernel has not written shows.
-    Warps run in turn, or in an order that `seed` draws. Raises `Hazard` with what was found, and `machine.Fault` for
-    what cannot go on; without `strict` what was found is only in the outcome's `reports`.
+    `arguments` are the kernel's by name, constants included; a tensor may stand in one of Triton's `TensorDescriptor`.
+    `grid` is as Triton takes it, in programs. The contents of the arrays named in `unwritten` are forgotten first, so
+    that reading what the kernel has not written shows. Warps run in turn, or in an order that `seed` draws. Raises
+    `Hazard` with what was found, and `machine.Fault` for what cannot go on; without `strict` what was found is only in
+    the outcome's `reports`.
     """
     emulator = Emulator(arch, seed=seed)
     for name in unwritten:
@@ -110,7 +113,7 @@ class Emulator:
             found.mark(elements)
             found.bytes()[elements] = NOBODY_WROTE
             self._written[found.base] = self._written.get(found.base, True) & ~elements
-            weakref.finalize(array, self._written.pop, found.base, None)
+            weakref.finalize(found.owner, self._written.pop, found.base, None)
 
     def run(
         self, kernel: Any, grid: Grid, arguments: Mapping[str, Any], *, num_warps: int = 4, num_stages: int = 2
@@ -129,11 +132,13 @@ class Emulator:
         text = compiled.text if self.change is None else self.change(compiled.name, compiled.text)
         program = parsing.parse(text)
         values = list(compiled.values(given))
-        space, addresses = self._mapped([(name, value) for name, value in values if isinstance(value, Operand)])
-        flat = [addresses[id(value)] if isinstance(value, Operand) else value for _, value in values]
-        flat += [0] * (len(program.params) - len(flat))  # memory for Triton's own purposes, of which none is asked
+        operands = ((name, value.operand if isinstance(value, Tiles) else value) for name, value in values)
+        space, addresses = self._mapped([(name, value) for name, value in operands if isinstance(value, Operand)])
+        flat = [value.within(addresses) if isinstance(value, Operand | Tiles) else value for _, value in values]
+        flat += self._for_triton(space, math.prod(grid) * compiled.scratch)[: len(program.params) - len(flat)]
         numbers = {name: number(kind, value) for (name, kind), value in zip(program.params, flat, strict=True)}
         threads = program.threads or 32 * num_warps
+        space.add_variables(program.variables)
         space.seal()
         try:
             outcome = machine.launch(
@@ -145,6 +150,13 @@ class Emulator:
         space.back()
         self.launches[f"{kernel.__module__}.{kernel.__name__}"] += 1
         return outcome
+
+    @staticmethod
+    def _for_triton(space: memory.Memory, size: int) -> list[int]:
+        """The addresses of memory for Triton's own purposes: of tensor maps, and of a profiler, which asks for none."""
+        if not size:
+            return [0, 0]
+        return [space.add(np.zeros(size, np.uint8), "Triton's global scratch", None, np.zeros(size, bool)), 0]
 
     def _mapped(self, operands: Sequence[tuple[str, "Operand"]]) -> tuple[memory.Memory, dict[int, int]]:
         """Memory that holds the operands' allocations, and the address of each operand by its id.
@@ -182,7 +194,9 @@ class Operand:
 
     @classmethod
     def of(cls, array: Any) -> "Operand":
-        """A torch tensor on the CPU or a NumPy array, which may be a view of a larger one."""
+        """A torch tensor on the CPU or a NumPy array, which may be a view of a larger one, or a descriptor's."""
+        if _is_descriptor(array):
+            array = array.base
         name = str(array.dtype).rpartition(".")[2]
         if isinstance(array, np.ndarray):
             whole = array
@@ -201,6 +215,10 @@ class Operand:
     def data_ptr(self) -> int:
         return self.base + self.offset
 
+    def within(self, addresses: Mapping[int, int]) -> int:
+        """Where the kernel finds it."""
+        return addresses[id(self)]
+
     def bytes(self) -> NDArray[np.uint8]:
         """All of the allocation."""
         if not self.size:
@@ -213,6 +231,35 @@ class Operand:
             as_strided(marks[self.offset :], (*self.shape, self.itemsize), (*self.strides, 1))[...] = True
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tiles:
+    """An operand that the kernel is given as a tensor map, which lacks its address."""
+
+    operand: Operand
+    map: TensorMap
+
+    @classmethod
+    def of(cls, descriptor: Any, asked: Mapping[str, Any]) -> "Tiles":
+        """The map that Triton's launcher would make of a descriptor, as the compiled kernel asks for it."""
+        if asked["fp4_padded"] or asked.get("is_im2col") or descriptor.round_f32_to_tf32:
+            raise machine.Unknown("a tensor descriptor of 4-bit elements, for convolutions or that rounds to tf32")
+        width = asked["elem_size"]
+        found = TensorMap(
+            address=0,
+            dims=tuple(map(int, reversed(descriptor.shape))),
+            strides=tuple(int(stride) * width for stride in reversed(descriptor.strides[:-1])),
+            box=tuple(reversed(asked["block_size"])),
+            elemtype=asked["elem_type"],
+            swizzle=asked["swizzle"],
+            nan=descriptor.padding == "nan",
+        )
+        return cls(descriptor.base, found)
+
+    def within(self, addresses: Mapping[int, int]) -> NDArray[np.uint8]:
+        """The map's bytes."""
+        return dataclasses.replace(self.map, address=addresses[id(self.operand)]).pack()
+
+
 @dataclasses.dataclass(frozen=True)
 class Compiled:
     """A kernel as Triton compiled it for a launch."""
@@ -221,14 +268,22 @@ class Compiled:
     text: str  # PTX
     shared: int  # bytes of a CTA
     signature: Mapping[str, Any]  # types by the names of parameters, "constexpr" where the value is compiled in
+    maps: Sequence[Mapping[str, Any]]  # what each tensor map has to be, none where there are no such instructions
+    scratch: int  # bytes of global memory that a program needs for itself
 
     def values(self, given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         """What the PTX takes, in order, with the name of the parameter that it is or is a part of."""
+        maps = iter(self.maps)
 
         def parts(name: str, kind: Any, value: Any) -> Iterator[tuple[str, Any]]:
             if isinstance(kind, tuple):
                 for one, part in zip(kind, value, strict=True):
                     yield from parts(name, one, part)
+            elif kind.startswith("tensordesc"):
+                sizes = (*value.shape, *value.strides)
+                tensor = (value.base, *sizes, value.padding == "nan", value.round_f32_to_tf32)
+                yield from ((name, one) for one in ((Tiles.of(value, next(maps)),) if self.maps else tensor))
+                yield from ((name, size) for size in sizes)
             elif kind != "constexpr":
                 yield name, value
 
@@ -272,7 +327,16 @@ def _as_operand(value: Any) -> Any:
     if isinstance(value, tuple):
         parts = [_as_operand(part) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    if _is_descriptor(value):
+        held = copy.copy(value)
+        held.base = Operand.of(value.base)
+        return held
     return Operand.of(value) if hasattr(value, "shape") and hasattr(value, "dtype") else value
+
+
+def _is_descriptor(value: Any) -> bool:
+    """Whether it is one of Triton's, told by its name, for not every Triton has them in the same place."""
+    return type(value).__name__ == "TensorDescriptor" and hasattr(value, "block_shape")
 
 
 def _expect_apart(operands: Sequence[tuple[str, Operand]]) -> None:
@@ -294,13 +358,26 @@ def compile_for(
     arch: str, kernel: Any, grid: Sequence[int], given: Mapping[str, Any], num_warps: int, num_stages: int
 ) -> Compiled:
     """The kernel as a launch with these arguments would have it compiled."""
+    options = {"num_warps": num_warps, "num_stages": num_stages}  # which a kernel may take as parameters, too
     with _driving(arch):
-        compiled = kernel.warmup(grid=tuple(grid), num_warps=num_warps, num_stages=num_stages, **given)
-    return Compiled(compiled.name, compiled.asm["ptx"], compiled.metadata.shared, compiled.src.signature)
+        compiled = kernel.warmup(grid=tuple(grid), **{**options, **given})
+    facts = compiled.metadata
+    if getattr(facts, "profile_scratch_size", 0):
+        raise machine.Unknown("a kernel that is compiled for a profiler")
+    return Compiled(
+        name=compiled.name,
+        text=compiled.asm["ptx"],
+        shared=facts.shared,
+        signature=compiled.src.signature,
+        maps=getattr(facts, "tensordesc_meta", None) or (),
+        scratch=getattr(facts, "global_scratch_size", 0),
+    )
 
 
 def number(kind: str, value: Any) -> NDArray[Any]:
-    """A parameter of a PTX type such as u64 or f32, as an array without axes."""
+    """A parameter of a PTX type such as u64 or f32, as an array without axes; one of several bytes as they are."""
+    if "[" in kind:
+        return value
     size = int(kind[1:]) // 8
     if kind[0] == "f" or isinstance(value, float):
         return np.array(value, f"f{size}")

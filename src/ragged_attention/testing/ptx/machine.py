@@ -3,11 +3,12 @@
 Threads of several CTAs run at a time, as lanes of the same arrays. Among lanes that stand at different blocks those at
 the lowest go first, so that lanes that diverged meet again where they can; with a seed, warps (or warpgroups) are drawn
 that may run ahead of others. Hazards are found by clocks, not by chance, so one order shows most; other orders show
-what a value does that another thread took too early.
+what a value does that another thread took too early. Lanes that wait, at an mbarrier or for a lock, let others go
+first; if nobody else can go on, that is a deadlock.
 
 Known leniencies beside those that the modules name: threads that have ended count as arrived at a barrier that says no
-number of threads; a loop that waits for another thread to change memory may never end. Refused, as `Unknown`: mbarrier,
-TMA, clusters, setmaxnreg, tcgen05, barriers other than bar.sync, local memory, generic addresses, calls.
+number of threads; a loop that waits for another thread to change memory by other than atomic operations may never end;
+setmaxnreg counts no registers. Refused, as `Unknown`: clusters, tcgen05, generic addresses, calls.
 """
 
 import dataclasses
@@ -18,13 +19,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragged_attention.testing.ptx import numbers
+from ragged_attention.testing.ptx.bulk import Bulk
+from ragged_attention.testing.ptx.clocks import Knowledge
 from ragged_attention.testing.ptx.copies import Copies
 from ragged_attention.testing.ptx.errors import Fault, Report, Reporter, Unknown
 from ragged_attention.testing.ptx.lanes import WARP, Lanes
+from ragged_attention.testing.ptx.mbarriers import Mbarriers
 from ragged_attention.testing.ptx.memory import GlobalAccess, Memory
 from ragged_attention.testing.ptx.operands import Names
-from ragged_attention.testing.ptx.parsing import Block, Kernel
+from ragged_attention.testing.ptx.ordering import ORDERING
+from ragged_attention.testing.ptx.parsing import Block, Kernel, size_of
 from ragged_attention.testing.ptx.shared import Shared
+from ragged_attention.testing.ptx.spaces import Local, Parameters
 from ragged_attention.testing.ptx.translation import Program, translate
 from ragged_attention.testing.ptx.warpgroups import GROUP, Warpgroups
 from ragged_attention.testing.ptx.warps import Warps
@@ -32,6 +38,7 @@ from ragged_attention.testing.ptx.warps import Warps
 __all__ = ["Fault", "Outcome", "Report", "Unknown", "launch"]
 
 ENDED = 1 << 30  # the block of a lane that has returned
+PATIENCE = 100  # so many times all that wait look again, before it is a deadlock
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,9 +67,9 @@ def launch(
 ) -> Outcome:
     """Run `kernel` with `threads` threads and `shared` bytes of shared memory a CTA over sealed memory.
 
-    `params` are NumPy numbers of the parameters' types by name; `lanes` is how many threads run at a time, at least
-    one CTA's. Raises Fault for what no lawful kernel does, with what was reported before as its notes, and Unknown for
-    what is not known here.
+    `params` are NumPy numbers of the parameters' types by name, or bytes; `lanes` is how many threads run at a time, at
+    least one CTA's. Raises Fault for what no lawful kernel does, with what was reported before as its notes, and
+    Unknown for what is not known here.
     """
     if threads % WARP or not threads:
         raise Unknown(f"CTAs of {threads} threads, which are no whole warps")
@@ -71,6 +78,8 @@ def launch(
     x, y, z = (*map(int, grid), 1, 1)[:3]
     ctas = [(i, j, k) for k in range(z) for j in range(y) for i in range(x)]
     batch = max(1, lanes // threads)
+    if ORDERING.search(kernel.text):
+        memory.count_order()
     instructions, reached = 0, set()
     for start in range(0, len(ctas), batch):
         machine = Machine(
@@ -94,7 +103,9 @@ def launch(
 class Machine:
     """Some CTAs of one launch.
 
-    By lane: `at` is the block to execute next, `parked` whether it waits at a barrier, `barrier` which one.
+    By lane: `at` is the block to execute next, `parked` whether it waits at a barrier, `barrier` which one, and
+    `counted` for how many threads, 0 if the barrier does not say. `arrived` has by (CTA, barrier) how many threads
+    arrived there without waiting, and what their warps knew.
     """
 
     def __init__(
@@ -108,19 +119,27 @@ class Machine:
     ) -> None:
         self.kernel, self.lanes, self.rng = program.names.kernel, lanes, rng
         self.shared = Shared(lanes, shared, self.kernel.text)
-        access = GlobalAccess(memory, lanes)
+        access = GlobalAccess(memory, lanes, self.shared.clocks)
         self.copies = Copies(lanes, self.shared, access)
+        self.mbarriers = Mbarriers(lanes, self.shared)
+        parameters = Parameters(lanes, image(self.kernel, params))
+        self.bulk = Bulk(lanes, self.shared, access, self.mbarriers, parameters.data)
         self.warpgroups = Warpgroups(lanes, self.shared)
-        space = _storage(program.names, lanes, params) | {
+        space = _storage(program.names, lanes, params) | _variables(program.names, memory) | {
             "np": np, "n": numbers, "memory": access, "shared": self.shared, "copies": self.copies,
             "warps": Warps(lanes, self.shared), "warpgroups": self.warpgroups, "busy": self.warpgroups.busy,
+            "mbarriers": self.mbarriers, "bulk": self.bulk, "params": parameters,
+            "local": Local(lanes, self.kernel.locals[""]),
         }  # fmt: skip
         exec(program.code, space)
         self.functions = [space[f"b{index}"] for index in range(len(self.kernel.blocks))]
         self.at = np.zeros(lanes.count, np.int64)
         self.parked = np.zeros(lanes.count, bool)
-        self.barrier = np.zeros(lanes.count, np.int64)
+        self.barrier, self.counted = np.zeros(lanes.count, np.int64), np.zeros(lanes.count, np.int64)
+        self.together_only = np.array([_needs_a_warp(block) for block in self.kernel.blocks])
+        self.arrived: dict[tuple[int, int], list[tuple[int, list[Knowledge]]]] = {}
         self.executed, self.reached = 0, set()
+        self.looked, self.changes = 0, 0  # how often all that wait looked again since the last of `lanes.changes`
         whole_groups = "wgmma" in self.kernel.text and lanes.threads % GROUP == 0
         self.together = GROUP if whole_groups else WARP
 
@@ -131,20 +150,47 @@ class Machine:
                 free = ~self.parked & (self.at < ENDED)
                 if not free.any():
                     break
-                index, mask = self._choose(free)
+                index, mask = self._choose(self._willing(free) if self.lanes.waiting.any() else free)
                 taken = self.functions[index](True if mask.all() else mask)
                 block = self.kernel.blocks[index]
                 self.executed += len(block.instructions)
                 self.reached.add(index)
                 self._go_on(index, block, mask, taken)
         if self.parked.any():
-            lane = int(np.flatnonzero(self.parked)[0])
+            raise self._deadlock(self.parked)
+        for one in (self.copies, self.warpgroups, self.bulk, self.mbarriers):
+            one.end()
+
+    def _deadlock(self, stuck: NDArray[np.bool_]) -> Fault:
+        lane = int(np.flatnonzero(stuck)[0])
+        if self.parked[lane]:
             waited = ", ".join(map(str, np.unique(self.barrier[self.parked])))
             line = self.kernel.blocks[int(self.at[lane]) - 1].line
-            text = f"deadlock: {int(self.parked.sum())} threads wait at barriers ({waited}) that nobody else comes to"
-            raise self.lanes.reporter.fault(line, f"{text}, {self.lanes.describe(lane)}")
-        self.copies.end()
-        self.warpgroups.end()
+            text = f"{int(self.parked.sum())} threads wait at barriers ({waited}) that nobody else comes to"
+        else:
+            line = self.kernel.blocks[int(self.at[lane])].line
+            lacking = self.mbarriers.open() or "for other CTAs, which may not have begun"
+            text = f"{int(stuck.sum())} threads wait in a loop: {lacking}"
+        return self.lanes.reporter.fault(line, f"deadlock: {text}, {self.lanes.describe(lane)}")
+
+    def _willing(self, free: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Of lanes that are free, those that do not wait, by whole warps if possible; if all wait, they look again."""
+        waiting = self.lanes.waiting
+        if self.lanes.changes != self.changes:
+            self.changes, self.looked = self.lanes.changes, 0
+            waiting[:] = False
+            return free
+        warps = np.repeat((waiting & free).reshape(-1, WARP).any(1), WARP)
+        if (some := free & ~warps).any():
+            return some
+        rest = np.flatnonzero(free & ~waiting)  # of warps of which a part waits: what they need not do together
+        if (rest := rest[~self.together_only[self.at[rest]]]).size:
+            return np.isin(self.lanes.every, rest)
+        self.looked += not (free & waiting & ~self.lanes.sure).any()
+        if self.looked > PATIENCE:
+            raise self._deadlock(free & waiting)
+        waiting[:] = False
+        return free
 
     def _choose(self, free: NDArray[np.bool_]) -> tuple[int, NDArray[np.bool_]]:
         """The block to execute, and the lanes that do."""
@@ -167,26 +213,71 @@ class Machine:
             target = block.target if block.ending == "branch" else ENDED
             self.at[mask] = target if taken is True else np.where(taken, target, index + 1)[mask]
             if block.ending == "return" and self.parked.any():
-                for number in np.unique(self.barrier[self.parked]).tolist():
+                for number in np.unique(self.barrier[self.parked & (self.counted == 0)]).tolist():
                     self._release(number, None)
             return
         if block.aligned:
             table, ended = mask.reshape(-1, WARP), (self.at >= ENDED).reshape(-1, WARP)
             if (table.any(1) & ~(table | ended).all(1)).any():
                 raise self.lanes.reporter.fault(block.line, "part of a warp executes an aligned barrier")
-        self.at[mask], self.parked[mask], self.barrier[mask] = index + 1, True, block.barrier
-        self._release(block.barrier, block.expected)
+        number, expected = (self.lanes.spread(-1 if one is None else one).astype(np.int64) for one in taken)
+        for pair in set(zip(number[mask].tolist(), expected[mask].tolist(), strict=True)):
+            self._come(index, block, pair, mask & (number == pair[0]) & (expected == pair[1]))
+
+    def _come(self, index: int, block: Block, pair: tuple[int, int], mask: NDArray[np.bool_]) -> None:
+        """Threads come to a barrier; of `pair`, its number and the threads that it is for or -1, all know the same."""
+        number, expected = pair
+        if number > 15 or (expected >= 0 and (expected % WARP or not expected)):
+            raise self.lanes.reporter.fault(block.line, f"a barrier of number {number} for {expected} threads")
+        if block.ending == "arrive":
+            self.at[mask] = index + 1
+            self._leave_word(number, mask)
+        else:
+            self.at[mask], self.parked[mask], self.barrier[mask] = index + 1, True, number
+            self.counted[mask] = max(expected, 0)
+        self._release(number, expected if expected >= 0 else None)
+
+    def _leave_word(self, number: int, mask: NDArray[np.bool_]) -> None:
+        """Threads arrive at a barrier without waiting."""
+        for cta in np.unique(self.lanes.cta[mask]).tolist():
+            here = mask & (self.lanes.cta == cta)
+            told = [self.shared.clocks.tell(warp) for warp in np.unique(self.lanes.warp[here]).tolist()]
+            self.arrived.setdefault((cta, number), []).append((int(here.sum()), told))
 
     def _release(self, number: int, expected: int | None) -> None:
         """Let go of the CTAs in which all that a barrier waits for have come."""
         here = self.parked & (self.barrier == number)
         table = here.reshape(self.lanes.ctas, -1)
         ended = (self.at >= ENDED).reshape(self.lanes.ctas, -1)
-        ready = table.any(1) & ((table | ended).all(1) if expected is None else table.sum(1) >= expected)
+        left = np.array([sum(n for n, _ in self.arrived.get((cta, number), ())) for cta in range(self.lanes.ctas)])
+        ready = table.any(1) & (table | ended).all(1) if expected is None else table.sum(1) + left >= expected
         for cta in np.flatnonzero(ready).tolist():
             released = here & (self.lanes.cta == cta)
             self.parked[released] = False
-            self.shared.clocks.join(np.unique(self.lanes.warp[released]))
+            word = [told for _, tellers in self.arrived.pop((cta, number), ()) for told in tellers]
+            if released.any():
+                self.shared.clocks.join(np.unique(self.lanes.warp[released]), word)
+
+
+def _variables(names: Names, memory: Memory) -> dict[str, Any]:
+    """The addresses of the kernel's arrays of constants, by their Python names."""
+    if missing := names.variables.keys() - memory.variables.keys():
+        raise Unknown(f"the variable {', '.join(missing)}, which is not in memory")
+    return {name: np.uint64(memory.variables[variable]) for variable, name in names.variables.items()}
+
+
+def _needs_a_warp(block: Block) -> bool:
+    """Whether threads of a warp execute something in a block, or at its end, together."""
+    return block.aligned or any(".sync" in one.opcode or ".aligned" in one.opcode for one in block.instructions)
+
+
+def image(kernel: Kernel, params: Mapping[str, Any]) -> NDArray[np.uint8]:
+    """The bytes of a kernel's parameters as they lie one behind the other."""
+    found = np.zeros(max((kernel.offsets[name] + size_of(kind) for name, kind in kernel.params), default=0), np.uint8)
+    for name, kind in kernel.params:
+        data = np.frombuffer(np.asarray(params[name]).tobytes(), np.uint8)[: size_of(kind)]
+        found[kernel.offsets[name] : kernel.offsets[name] + data.size] = data
+    return found
 
 
 def _storage(names: Names, lanes: Lanes, params: Mapping[str, Any]) -> dict[str, Any]:

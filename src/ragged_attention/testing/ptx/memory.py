@@ -1,21 +1,22 @@
 """Global memory: named buffers with gaps between them, and who touched each byte.
 
 Reported are reads of bytes that nobody wrote, and what two CTAs do to one place without an order: different values
-written, one's read of what the other wrote, or a plain access to what the other changes by atomic operations. CTAs that
-tell each other by flags what is ready are not understood: their reads are reported. Accesses outside the buffers or not
-aligned to their size end the run. Not watched: threads of one CTA racing in global memory.
+written, one's read of what the other wrote, or a plain access to what the other changes by atomic operations. Locks and
+flags that are atomic operations which release and acquire are understood (`ordering`), others not: their reads are
+reported. Accesses outside the buffers or not aligned to their size end the run. Not watched: threads of one CTA racing
+in global memory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ragged_attention.testing.ptx import numbers
+from ragged_attention.testing.ptx.clocks import Abroad, Clocks
 from ragged_attention.testing.ptx.lanes import Indices, Lanes, Mask
-
-SEVERAL = -1  # instead of a CTA's number + 1
+from ragged_attention.testing.ptx.ordering import Order, Shadow
 
 
 class Memory:
@@ -27,6 +28,7 @@ class Memory:
     def __init__(self) -> None:
         self.buffers: list[tuple[str, int, NDArray[np.uint8], Any, Any]] = []
         self.size = self.GAP
+        self.variables: dict[str, int] = {}
 
     def add(self, data: NDArray[np.uint8], name: str, allowed: Any = None, ready: Any = None) -> int:
         """Map bytes [n] and return their address.
@@ -38,19 +40,30 @@ class Memory:
         self.size += -(-data.size // self.GAP) * self.GAP + self.GAP
         return self.START + place
 
+    def add_variables(self, variables: Mapping[str, bytes]) -> None:
+        """Map a kernel's arrays of constants; where they are is in `variables`."""
+        for name, data in variables.items():
+            self.variables[name] = self.add(np.frombuffer(bytearray(data), np.uint8), name)
+
     def seal(self) -> None:
         """Copy the buffers' bytes to where kernels see them."""
         self.bytes = np.full(self.size, 0xFF, np.uint8)
         allowed = np.zeros(self.size, bool)
         self.ready = np.zeros(self.size, bool)
-        # The CTA, as its number + 1, that touched a byte: by plain reads, plain writes, atomic operations.
-        self.reader, self.writer, self.changer = (np.zeros(self.size, np.int32) for _ in range(3))
+        self.reader, self.writer, self.changer = (Shadow(self.size) for _ in range(3))  # the latter's is atomic
+        self.released: dict[int, Abroad] | None = None
         for _, place, data, may, holds in self.buffers:
             span = slice(place, place + data.size)
             self.bytes[span] = data
             allowed[span] = True if may is None else may
             self.ready[span] = True if holds is None else holds
         self.allowed_before = np.concatenate([[0], np.cumsum(allowed)])  # how many bytes below each are allowed
+
+    def count_order(self) -> None:
+        """The kernel has CTAs that order each other's accesses."""
+        self.released = {}
+        for shadow in (self.reader, self.writer, self.changer):
+            shadow.count_order()
 
     def back(self) -> None:
         """Copy what kernels wrote to the buffers, and which bytes hold something by now."""
@@ -74,13 +87,19 @@ class Memory:
 class GlobalAccess:
     """What some CTAs do to global memory."""
 
-    def __init__(self, memory: Memory, lanes: Lanes) -> None:
+    def __init__(self, memory: Memory, lanes: Lanes, clocks: Clocks) -> None:
         self.memory, self.lanes, self.reporter = memory, lanes, lanes.reporter
+        self.order = Order(lanes, clocks, memory.released)
+        self.found: dict[int, tuple[Any, Any]] = {}  # by line: what each lane found there, and whether it ever did
 
     def place(self, lanes: Indices, address: Any, offset: int, size: int, line: int, what: str) -> Indices:
         """Where [lanes] accesses of `size` bytes begin in memory, which must be allowed and aligned."""
         given = np.zeros(len(lanes), np.int64) if address is None else address[lanes].astype(np.int64)
-        index = given + (offset - Memory.START)
+        return self.reach(lanes, given + offset, size, line, what)
+
+    def reach(self, lanes: Indices, address: Indices, size: int, line: int, what: str) -> Indices:
+        """The same, by addresses [lanes]."""
+        index = address - Memory.START
         inside = (index >= 0) & (index + size <= self.memory.size)
         safe = np.where(inside, index, 0)
         allowed = self.memory.allowed_before[safe + size] - self.memory.allowed_before[safe] == size
@@ -97,21 +116,6 @@ class GlobalAccess:
             raise self.reporter.fault(line, f"{what} of {size} bytes unaligned: {where}")
         return index
 
-    def _others(self, shadow: NDArray[np.int32], rows: Indices, size: int, me: NDArray[Any]) -> NDArray[np.bool_]:
-        """[lanes, size]: the bytes that another CTA touched."""
-        touched = shadow.reshape(-1, size)[rows]
-        return (touched != 0) & (touched != me)
-
-    def _mark(self, shadow: NDArray[np.int32], rows: Indices, size: int, me: NDArray[Any]) -> None:
-        """Note that CTAs `me` [lanes, 1] touch bytes, some perhaps at once."""
-        table = shadow.reshape(-1, size)
-        before = table[rows]
-        after = np.where((before == 0) | (before == me), me, SEVERAL)
-        table[rows] = after
-        lost = (table[rows] != after).any(1)
-        if lost.any():
-            table[rows[lost]] = SEVERAL
-
     def _say(self, line: int, rows: Indices, size: int, bad: NDArray[np.bool_], text: str) -> None:
         if bad.any():
             row = int(np.flatnonzero(bad.any(1))[0])
@@ -119,12 +123,12 @@ class GlobalAccess:
 
     def read(self, lanes: Indices, index: Indices, size: int, line: int) -> NDArray[np.uint8]:
         """Bytes [lanes, size] at `index`."""
-        rows, me = index // size, (self.lanes.number[lanes] + 1)[:, None]
+        rows = index // size
         self._say(line, rows, size, ~self.memory.ready.reshape(-1, size)[rows], "reads what nobody wrote")
         for shadow, how in ((self.memory.writer, "wrote"), (self.memory.changer, "changes by atomic operations")):
-            others = self._others(shadow, rows, size, me)
+            others = self.order.others(shadow, rows, size, lanes)
             self._say(line, rows, size, others, f"reads what another CTA of this launch {how}")
-        self._mark(self.memory.reader, rows, size, me)
+        self.order.mark(self.memory.reader, rows, size, lanes)
         return self.memory.bytes.reshape(-1, size)[rows]
 
     def load(self, registers: Sequence[Any], address: Any, offset: int, dtype: str, mask: Mask, line: int) -> None:
@@ -145,20 +149,23 @@ class GlobalAccess:
         if not lanes.size:
             return
         data = columns(values, self.lanes, lanes)
-        index = self.place(lanes, address, offset, data.shape[1], line, "write")
-        size, me = data.shape[1], (self.lanes.number[lanes] + 1)[:, None]
+        self.write(lanes, self.place(lanes, address, offset, data.shape[1], line, "write"), data, line)
+
+    def write(self, lanes: Indices, index: Indices, data: NDArray[np.uint8], line: int) -> None:
+        """Bytes [lanes, n] to where `index` says."""
+        size, order = data.shape[1], self.order
         rows, table = index // size, self.memory.bytes.reshape(-1, size)
-        different = self._others(self.memory.writer, rows, size, me) & (table[rows] != data)
+        different = order.others(self.memory.writer, rows, size, lanes) & (table[rows] != data)
         self._say(line, rows, size, different, "two CTAs write different values to one place of global memory")
-        read = self._others(self.memory.reader, rows, size, me) & (table[rows] != data)
+        read = order.others(self.memory.reader, rows, size, lanes) & (table[rows] != data)
         self._say(line, rows, size, read, "writes what another CTA of this launch read")
-        changed = self._others(self.memory.changer, rows, size, me)
+        changed = order.others(self.memory.changer, rows, size, lanes)
         self._say(line, rows, size, changed, "writes what another CTA changes by atomic operations")
         table[rows] = data
         text = "two threads write different values to one place of global memory"
         self._say(line, rows, size, table[rows] != data, text)
         self.memory.ready.reshape(-1, size)[rows] = True
-        self._mark(self.memory.writer, rows, size, me)
+        order.mark(self.memory.writer, rows, size, lanes)
 
     def atomic(
         self,
@@ -169,45 +176,89 @@ class GlobalAccess:
         address: Any,
         offset: int,
         values: Sequence[Sequence[Any]],
+        orders: tuple[bool, bool],
         mask: Mask,
         line: int,
     ) -> None:
         """atom.global and red.global: `values` has the operands (two for cas), each with a vector's elements.
 
-        `results` are registers for what was there before, None or missing where nobody asks. Lanes take turns in their
-        order, element by element.
+        `results` are registers for what was there before, None or missing where nobody asks; `orders`: whether it
+        acquires and releases. Lanes take turns in their order, element by element.
         """
         lanes = self.lanes.active(mask)
         if not lanes.size:
             return
-        count = len(values[0])
+        count = len(values[0]) if values else 1
         first = self.place(lanes, address, offset, size * count, line, "atomic operation")
-        me = (self.lanes.number[lanes] + 1)[:, None]
+        self.order.synchronise(*orders, first, lanes)
         for element in range(count):
-            rows = first // size + element
-            self._say(line, rows, size, ~self.memory.ready.reshape(-1, size)[rows], "changes what nobody wrote")
-            for shadow, how in ((self.memory.writer, "wrote"), (self.memory.reader, "read")):
-                others = self._others(shadow, rows, size, me)
-                self._say(line, rows, size, others, f"changes what another CTA of this launch {how}")
             operands = [self.lanes.spread(row[element])[lanes] for row in values]
-            before = self._in_turn(rows, ATOMIC[operation], kind, size, operands)
+            index = first + element * size
+            before, changed = self.change(operation, kind, size, lanes, index, operands, line, bool(results))
+            if operation == "cas":
+                self.lanes.waits(lanes, (before != operands[0]) & ~changed)
+            else:
+                self._poll(lanes, before, changed, line)
             if results and results[element] is not None:
                 results[element][lanes] = before
-            self.memory.ready.reshape(-1, size)[rows] = True
-            self._mark(self.memory.changer, rows, size, me)
 
-    def _in_turn(self, rows: Indices, function: Any, kind: str, size: int, operands: Sequence[Any]) -> NDArray[Any]:
-        """Change elements, of each place one lane after another. Returns the bits that each found."""
-        letter = {"s": "i", "f": "f"}.get(kind, "u")
-        table, found = self.memory.bytes.view(f"{letter}{size}"), np.zeros(len(rows), f"{letter}{size}")
-        order = np.argsort(rows, kind="stable")
-        begins = np.concatenate([[True], rows[order][1:] != rows[order][:-1]])
-        turn = np.arange(len(rows)) - np.maximum.accumulate(np.where(begins, np.arange(len(rows)), 0))
-        for number in range(int(turn.max()) + 1):
-            now = order[turn == number]
-            found[now] = table[rows[now]]
-            table[rows[now]] = function(kind, found[now], *(operand[now] for operand in operands))
-        return found.view(f"u{size}")
+    def change(
+        self,
+        operation: str,
+        kind: str,
+        size: int,
+        lanes: Indices,
+        index: Indices,
+        operands: Sequence[Any],
+        line: int,
+        reads: bool = True,
+    ) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+        """An atomic operation of each lane at its index: the bits that each found, and which changed any."""
+        rows, looks = index // size, operation == LOOK
+        verb = "reads" if looks else "changes"
+        if reads:
+            self._say(line, rows, size, ~self.memory.ready.reshape(-1, size)[rows], f"{verb} what nobody wrote")
+        shadows = ((self.memory.writer, "wrote"), (self.memory.reader, "read"))
+        for shadow, how in shadows[:1] if looks else shadows:
+            others = self.order.others(shadow, rows, size, lanes)
+            self._say(line, rows, size, others, f"{verb} what another CTA of this launch {how}")
+        found, changed = in_turn(self.memory.bytes, rows, operation, kind, size, operands)
+        self.lanes.changes += bool(changed.any())
+        if not looks:
+            self.memory.ready.reshape(-1, size)[rows] = True
+            self.order.mark(self.memory.changer, rows, size, lanes)
+        return found, changed
+
+    def fence(self, mask: Mask) -> None:
+        """A fence that other CTAs see."""
+        self.order.fence(self.lanes.active(mask))
+
+    def _poll(self, lanes: Indices, found: NDArray[Any], changed: NDArray[np.bool_], line: int) -> None:
+        """Lanes that found once more what they had found at this line, and changed nothing, may wait for another."""
+        before, known = self.found.setdefault(
+            line, (np.zeros(self.lanes.count, np.uint64), np.zeros(self.lanes.count, bool))
+        )
+        self.lanes.waits(lanes, known[lanes] & (before[lanes] == found) & ~changed, sure=False)
+        before[lanes], known[lanes] = found, True
+
+
+def in_turn(
+    memory: NDArray[np.uint8], rows: Indices, operation: str, kind: str, size: int, operands: Sequence[Any]
+) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+    """Change elements of `size` bytes, of each row one after another: the bits that each found, whether it changed."""
+    letter, function = {"s": "i", "f": "f"}.get(kind, "u"), ATOMIC[operation]
+    table, found = memory.view(f"{letter}{size}"), np.zeros(len(rows), f"{letter}{size}")
+    changed = np.zeros(len(rows), bool)
+    order = np.argsort(rows, kind="stable")
+    begins = np.concatenate([[True], rows[order][1:] != rows[order][:-1]])
+    turn = np.arange(len(rows)) - np.maximum.accumulate(np.where(begins, np.arange(len(rows)), 0))
+    for number in range(int(turn.max()) + 1):
+        now = order[turn == number]
+        found[now] = table[rows[now]]
+        new = function(kind, found[now], *(operand[now] for operand in operands))
+        changed[now] = new != found[now]
+        table[rows[now]] = new
+    return found.view(f"u{size}"), changed
 
 
 def columns(values: Sequence[Any], every: Lanes, lanes: Indices) -> NDArray[np.uint8]:
@@ -224,7 +275,9 @@ def _add(kind: str, old: Any, new: Any) -> Any:
     return old + new
 
 
+LOOK = "look"  # a load that may meet atomic operations
 ATOMIC: dict[str, Any] = {
+    LOOK: lambda kind, old: old,
     "add": _add,
     "exch": lambda kind, old, new: new,
     "cas": lambda kind, old, wanted, new: np.where(old == wanted, new, old),

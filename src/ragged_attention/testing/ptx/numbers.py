@@ -5,6 +5,9 @@ that are made have whatever bits NumPy gives them, but for 16-bit and 8-bit floa
 ones. The approximate functions (`ex2.approx` and such) are NumPy's, which err less than the ISA allows.
 """
 
+import ctypes
+import ctypes.util
+import functools
 from typing import Any
 
 import numpy as np
@@ -14,6 +17,10 @@ Bits = NDArray[Any]  # of an unsigned dtype
 Floats = NDArray[Any]  # float32 or float64
 WHOLE = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}  # floats to integers, by PTX's modes
 TINY = np.float32(2.0**-126)  # the smallest float32 that is not subnormal
+# Of the bits of a float64: those that a float32 lacks, which of these is half of its last one, all but the sign, and
+# what the least float32 that is not subnormal has, twice.
+BELOW, HALF_WAY, SIZE = np.uint64((1 << 29) - 1), np.uint64(1 << 28), np.uint64((1 << 63) - 1)
+ONE, SMALL = np.uint64(1), np.float64(2.0**-125).view(np.uint64)
 
 
 # ---- rounding
@@ -56,8 +63,32 @@ def odd_sum(a: Any, b: Any) -> NDArray[np.float64]:
 
 
 def fma32(a: Any, b: Any, c: Any) -> NDArray[np.float32]:
-    """a * b + c of float32, rounded once: the product of two float32 is exact in float64."""
-    return odd_sum(np.float64(a) * np.float64(b), np.float64(c)).astype(np.float32)
+    """a * b + c of float32, rounded once: the product of two float32 is exact in float64.
+
+    That the sum is rounded to float64 before matters where it seems to lie half-way between two float32, which of those
+    that are not subnormal the lower bits tell.
+    """
+    product, c = np.broadcast_arrays(np.float64(a) * np.float64(b), np.float64(c))
+    shape, product, c = product.shape, np.atleast_1d(product), np.atleast_1d(c)
+    total = product + c
+    result, bits = total.astype(np.float32), total.view(np.uint64)
+    small = ((bits & SIZE) - ONE) < SMALL  # but not zero, of which one less is the largest number
+    doubtful = ((bits & BELOW) == HALF_WAY) | small
+    if doubtful.any():
+        result[doubtful] = odd_sum(product[doubtful], c[doubtful]).astype(np.float32)
+    return result.reshape(shape)
+
+
+def fma64(a: Any, b: Any, c: Any) -> NDArray[np.float64]:
+    """a * b + c of float64, rounded once, by the C library."""
+    return _fma64()(a, b, c).astype(np.float64)
+
+
+@functools.cache
+def _fma64() -> Any:
+    function = ctypes.CDLL(ctypes.util.find_library("m")).fma
+    function.argtypes, function.restype = (ctypes.c_double,) * 3, ctypes.c_double
+    return np.frompyfunc(function, 3, 1)
 
 
 def fma_wide(a: Any, b: Any, c: Any) -> NDArray[np.float64]:
@@ -175,6 +206,36 @@ def fp8_pair(high: Any, low: Any, kind: str) -> NDArray[np.uint16]:
     return codes[0] | (codes[1] << np.uint16(8))
 
 
+# ---- what matrix instructions add up
+
+SUMS = {"f32": "f4", "f16": "f2", "s32": "i4"}  # the dtypes of sums
+
+
+def unpack_sums(words: NDArray[np.uint32], kind: str) -> NDArray[Any]:
+    """Registers [n, lanes] as values, one or two from each: float32 or int32 [values, lanes]."""
+    if kind != "f16":
+        return words.view(SUMS[kind])
+    pairs = f16_value(np.ascontiguousarray(words)[..., None].view(np.uint16))
+    return pairs.transpose(0, 2, 1).reshape(-1, words.shape[1])
+
+
+def pack_sums(values: NDArray[Any], kind: str) -> NDArray[np.uint32]:
+    """The opposite."""
+    if kind != "f16":
+        return np.ascontiguousarray(values, SUMS[kind]).view(np.uint32)
+    return pack(values[1::2], values[0::2], "f16")
+
+
+def add_sums(before: NDArray[Any], product: NDArray[Any], kind: str, limited: bool) -> NDArray[Any]:
+    """Sums of a kind; those of integers wrap or, `limited`, stop at the ends of their range."""
+    if kind == "f32":
+        return before + product
+    if kind == "f16":
+        return f16_value(f16_bits(before + product))
+    total = before.astype(np.int64) + product.astype(np.int64)
+    return (np.clip(total, -(2**31), 2**31 - 1) if limited else total).astype(np.int32)
+
+
 # ---- smaller and larger, comparison
 
 
@@ -224,6 +285,26 @@ def remainder(a: Any, b: Any) -> Any:
     """What the division towards zero leaves; of a division by zero, the dividend."""
     a, b = np.asarray(a), np.asarray(b)
     return np.where(b == 0, a, a - quotient(a, b) * b).astype(a.dtype)
+
+
+def carry(a: Any, b: Any, more: Any) -> tuple[Any, Any]:
+    """(a + b, whether it is too large) of unsigned integers, and with 1 added where `more` is, if given."""
+    total = np.add(a, b)
+    over = total < a
+    if more is None:
+        return total, over
+    final = total + more
+    return final, over | (final < total)
+
+
+def borrow(a: Any, b: Any, more: Any) -> tuple[Any, Any]:
+    """(a - b, whether it is below 0) of unsigned integers, and with 1 subtracted where `more` is, if given."""
+    total = np.subtract(a, b)
+    under = np.less(a, b)
+    if more is None:
+        return total, under
+    final = total - more
+    return final, under | (final > total)
 
 
 def saturated(function: Any, a: Any, b: Any) -> Any:

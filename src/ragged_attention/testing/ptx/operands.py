@@ -5,6 +5,7 @@ floats through views; a constant is a NumPy scalar. `Names` collects what the ex
 What remains of an opcode when its translation is done was not understood, and is refused.
 """
 
+import functools
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,10 +16,14 @@ from ragged_attention.testing.ptx.errors import Unknown
 from ragged_attention.testing.ptx.parsing import Instruction, Kernel
 
 SHARED_BASE = 1024  # the first bytes belong to the system, as on Hopper
+PARAM_BASE = 0x400  # where a kernel's parameters begin in their own space
+PARAM_WINDOW = 0x7E00_0000_0000  # where that space lies among generic addresses
 SPECIALS = {
     *(f"%{name}.{axis}" for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"),
     *("%laneid", "%warpid"),
 }
+LOCAL_BASE = 64  # where a thread's own memory begins
+PARAMETER = re.compile(r"\[\s*([\w$]+)\s*(?:\+\s*(\d+)\s*)?\]")
 LETTERS = {"u": "u", "s": "i", "f": "f"}  # PTX's kinds of numbers in NumPy's letters
 
 
@@ -30,6 +35,7 @@ class Type(NamedTuple):
     half: str = ""
 
 
+@functools.cache
 def type_of(text: str) -> Type | None:
     """The type that a modifier names, or None; `b32` counts as `u32`."""
     if named := re.fullmatch(r"(bf16|f16)(x2)?", text):
@@ -42,7 +48,8 @@ def type_of(text: str) -> Type | None:
 class Names:
     """What the Python code of a kernel refers to, by its Python name.
 
-    `registers` and `views` have dtypes, `specials` the PTX name, `params` (parameter, offset, dtype).
+    `registers` and `views` have dtypes, `specials` the PTX name, `params` (parameter, offset, dtype); `variables` goes
+    the other way.
     """
 
     def __init__(self, kernel: Kernel) -> None:
@@ -53,6 +60,7 @@ class Names:
         self.constants: dict[str, Any] = {}
         self.specials: dict[str, str] = {}
         self.params: dict[str, tuple[str, int, str]] = {}
+        self.variables: dict[str, str] = {}  # by the PTX name
 
     def is_register(self, text: str) -> bool:
         return self.kernel.type_of(text) is not None
@@ -89,6 +97,11 @@ class Names:
             raise Unknown(f"{text} is no predicate")
         return self._array(text, "?")
 
+    def carry(self) -> str:
+        """The array of the carry flag."""
+        self.registers["carry"] = "?"
+        return "carry"
+
     def constant(self, value: Any) -> str:
         name = f"k{len(self.constants)}"
         self.constants[name] = value
@@ -105,6 +118,12 @@ class Names:
             return "special_" + text[1:].replace(".", "_")
         if text in self.kernel.symbols:
             return self.constant(np.dtype(f"u{size}").type(SHARED_BASE))
+        if text in self.kernel.variables and (letter, size) == ("u", 8):
+            return self.variables.setdefault(text, f"variable{len(self.variables)}")
+        if text in self.kernel.locals:
+            return self.constant(np.dtype(f"u{size}").type(LOCAL_BASE + self.kernel.locals[text]))
+        if text in self.kernel.offsets and letter == "u":
+            return self.constant(np.dtype(f"u{size}").type(PARAM_BASE + self.kernel.offsets[text]))
         if self.is_register(text):
             if self.size_of(text) == size:
                 return self.register(text, letter)
@@ -113,22 +132,32 @@ class Names:
             return f"{self.register(text, letter)}.astype('{LETTERS[letter]}{size}')"
         return self.constant(_literal(text, letter, size))
 
-    def address(self, text: str) -> tuple[str, int]:
-        """(the register's array or "None", bytes beyond it) of [register + offset] or [symbol + offset]."""
+    def address(self, text: str, param: bool = False) -> tuple[str, int]:
+        """(the register's array or "None", bytes beyond it) of [register + offset] or [symbol + offset].
+
+        A symbol is that of shared memory, or with `param` that of a parameter.
+        """
         named = re.fullmatch(r"\[\s*([^\s+\]]+)\s*(?:\+\s*(-?\w+)\s*)?\]", text)
         if not named:
             raise Unknown(f"the address {text}")
         base, offset = named[1], int(named[2] or "0", 0)
-        if base in self.kernel.symbols:
+        if param and base in self.kernel.offsets:
+            return "None", PARAM_BASE + self.kernel.offsets[base] + offset
+        if base in self.kernel.symbols and not param:
             return "None", SHARED_BASE + offset
         if re.fullmatch(r"\d+", base):
             return "None", int(base) + offset
         return self.register(base), offset
 
+    def is_parameter(self, text: str) -> bool:
+        """Whether it is [parameter + offset]."""
+        named = PARAMETER.fullmatch(text)
+        return bool(named) and named[1] in self.kernel.offsets
+
     def parameter(self, text: str, size: int) -> str:
         """[parameter + offset] as a constant of this many bytes."""
-        named = re.fullmatch(r"\[\s*([\w$]+)\s*(?:\+\s*(\d+)\s*)?\]", text)
-        if not named or named[1] not in dict(self.kernel.params):
+        named = PARAMETER.fullmatch(text)
+        if not named:
             raise Unknown(f"the parameter {text}")
         name = f"param_{named[1]}_{named[2] or 0}_{size}".replace("$", "_")
         self.params[name] = (named[1], int(named[2] or 0), f"u{size}")

@@ -1,14 +1,15 @@
 """Memory, copies, warps and warpgroups: from one instruction to calls of the objects that do the work.
 
-In the Python code `memory`, `shared`, `copies`, `warps` and `warpgroups` are those of the machine. Generic addresses,
-local memory, clusters, `mbarrier`, TMA and cache policies are not known.
+In the Python code `memory`, `shared`, `copies`, `warps` and `warpgroups` are those of the machine. What goes by
+mbarriers and tensor maps is in `asynchronous`. Generic addresses, local memory and clusters are not known.
 """
 
 import re
 from collections.abc import Mapping
 
+from ragged_attention.testing.ptx import asynchronous
 from ragged_attention.testing.ptx.arithmetic import Handler
-from ragged_attention.testing.ptx.operands import Statement, Type, pieces_of
+from ragged_attention.testing.ptx.operands import PARAM_WINDOW, Statement, Type, pieces_of
 
 # Hints, which change how fast memory is and nothing else.
 CACHE_HINTS = (
@@ -16,12 +17,17 @@ CACHE_HINTS = (
     *(f"L1::{word}" for word in ("evict_normal", "evict_unchanged", "evict_first", "evict_last", "no_allocate")),
     *("L2::64B", "L2::128B", "L2::256B"),
 )
-SCOPES = ("cta", "cluster", "gpu", "sys")
-# What orders memory accesses, which here happen in the order of the text, or schedules kernels.
+# What orders accesses of CTAs.
+FENCES = {
+    *("membar.gl", "membar.sys"),
+    *(f"fence.{order}.{scope}" for order in ("acq_rel", "sc", "acquire", "release") for scope in ("gpu", "sys")),
+}
+# What orders accesses of one CTA, which here happen in the order of the text, or schedules kernels.
 WITHOUT_EFFECT = {
-    *(f"membar.{scope}" for scope in ("cta", "gl", "sys")),
-    *(f"fence.{order}.{scope}" for order in ("acq_rel", "sc", "acquire", "release") for scope in SCOPES),
+    "membar.cta",
+    *(f"fence.{order}.{scope}" for order in ("acq_rel", "sc", "acquire", "release") for scope in ("cta", "cluster")),
     *("griddepcontrol.wait", "griddepcontrol.launch_dependents", "fence.proxy.async.global"),
+    "fence.mbarrier_init.release.cluster",  # other CTAs of a cluster need it, of which there are none
 }
 WORD, LONG = ("u", 4), ("u", 8)
 # The types that each atomic operation is known on.
@@ -31,12 +37,26 @@ ATOMIC = {
     **dict.fromkeys(("inc", "dec"), (WORD,)),
     "add": (WORD, LONG, ("s", 4), ("f", 4), ("f", 8), ("h", 2), ("h", 4)),
 }
-# How many registers hold the left and the right operand of `mma`.
+# How many registers hold the left and the right operand of `mma`, by the shape and the bits of an element.
 SHAPES = {
-    ("m16n8k8", "bf16"): (2, 1), ("m16n8k16", "bf16"): (4, 2), ("m16n8k8", "f16"): (2, 1), ("m16n8k16", "f16"): (4, 2),
-    ("m16n8k4", "tf32"): (2, 1), ("m16n8k8", "tf32"): (4, 2), ("m16n8k32", "e4m3"): (4, 2),
-    ("m16n8k32", "e5m2"): (4, 2),
+    ("m16n8k8", 16): (2, 1), ("m16n8k16", 16): (4, 2), ("m16n8k4", 32): (2, 1), ("m16n8k8", 32): (4, 2),
+    ("m16n8k16", 8): (2, 1), ("m16n8k32", 8): (4, 2),
 }  # fmt: skip
+BITS = {"bf16": 16, "f16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8}
+# The operands of a matrix instruction that may be of two kinds, and which sums each kind may have.
+MIXED = ({"e4m3", "e5m2"}, {"s8", "u8"})
+SUMS = {
+    **dict.fromkeys(("bf16", "tf32"), ("f32",)), **dict.fromkeys(("f16", "e4m3", "e5m2"), ("f32", "f16")),
+    **dict.fromkeys(("s8", "u8"), ("s32",)),
+}  # fmt: skip
+
+
+def _expect_product(s: Statement, left: str, right: str, sums: str) -> None:
+    """Refuse operands and sums that do not go together."""
+    if left != right and not any({left, right} <= mixed for mixed in MIXED):
+        raise s.refused("a product of two kinds")
+    if sums not in SUMS.get(left, ()):
+        raise s.refused("a product of these")
 
 
 def _hints(s: Statement) -> None:
@@ -45,38 +65,62 @@ def _hints(s: Statement) -> None:
 
 
 def _space(s: Statement) -> str:
-    """`memory` or `shared`."""
-    return "memory" if s.need("global", "shared", "shared::cta") == "global" else "shared"
+    """`memory`, `shared` or `local`."""
+    found = s.need("global", "shared", "shared::cta", "local")
+    return {"global": "memory", "local": "local"}.get(found, "shared")
 
 
 def load(s: Statement) -> list[str]:
-    """ld.param, ld.global, ld.shared; vectors too."""
+    """ld.param, ld.global, ld.shared, ld.local; vectors too."""
     t = s.type()
     s.expect(2)
-    if s.flag("param"):
+    if s.modifiers == ["param"] and s.names.is_parameter(s.operands[1]):
+        s.modifiers.clear()
         return s.extend(s.names.parameter(s.operands[1], t.size), "u", t.size)
-    space = _space(s)
+    space = "params" if s.flag("param") else _space(s)
     _hints(s)
+    strong = _strong(s, "acquire") if space == "memory" else None
     registers = _registers(s, 0, s.take("v2", "v4"))
     if any(register != "_" and s.names.size_of(register) < t.size for register in registers):
         raise s.refused("a register that is too narrow")
     letter = "s" if t.letter == "s" else "u"
     targets = "".join(f"{_target(s, register, letter)}, " for register in registers)
-    address, offset = s.names.address(s.operands[1])
+    address, offset = s.names.address(s.operands[1], space == "params")
+    ends = f"{s.mask}, {s.line}"
+    if strong:
+        if t.letter == "s" or len(registers) > 1:
+            raise s.refused("an ordered load of these")
+        orders = (strong == "acquire", False)
+        return [f"memory.atomic('look', 'u', {t.size}, ({targets}), {address}, {offset}, (), {orders}, {ends})"]
     dtype = f"{'i' if letter == 's' else 'u'}{t.size}"
-    return [f"{space}.load(({targets}), {address}, {offset}, '{dtype}', {s.mask}, {s.line})"]
+    return [f"{space}.load(({targets}), {address}, {offset}, '{dtype}', {ends})"]
 
 
 def store(s: Statement) -> list[str]:
-    """st.global, st.shared; vectors too."""
+    """st.global, st.shared, st.local; vectors too."""
     t, space = s.type(), _space(s)
     s.expect(2)
     _hints(s)
+    strong = _strong(s, "release") if space == "memory" else None
     operands = _registers(s, 1, s.take("v2", "v4"))
     letter = "f" if t.letter == "f" else "u"
     values = "".join(f"{s.names.value(operand, letter, t.size, letter == 'u')}, " for operand in operands)
     address, offset = s.names.address(s.operands[0])
-    return [f"{space}.store(({values}), {address}, {offset}, {t.size}, {s.mask}, {s.line})"]
+    ends = f"{s.mask}, {s.line}"
+    if strong:
+        if letter == "f" or len(operands) > 1:
+            raise s.refused("an ordered store of these")
+        orders = (False, strong == "release")
+        return [f"memory.atomic('exch', 'u', {t.size}, (), {address}, {offset}, (({values}),), {orders}, {ends})"]
+    return [f"{space}.store(({values}), {address}, {offset}, {t.size}, {ends})"]
+
+
+def _strong(s: Statement, order: str) -> str | None:
+    """Take off how an access is ordered with those of other threads that may happen at once, and its scope."""
+    found = s.take("relaxed", "volatile", order)
+    if found in ("relaxed", order):
+        s.need("cta", "gpu", "sys")
+    return found
 
 
 def _target(s: Statement, register: str, letter: str = "u") -> str:
@@ -92,11 +136,12 @@ def _registers(s: Statement, index: int, vector: str | None) -> list[str]:
 
 
 def atomic(s: Statement) -> list[str]:
-    """atom, red on global memory."""
+    """atom, red on global and shared memory."""
     t = s.type()
-    s.need("global")
-    s.take("relaxed", "acquire", "release", "acq_rel")
+    space = s.need("global", "shared", "shared::cta")
+    order = s.take("relaxed", "acquire", "release", "acq_rel")
     s.take("cta", "gpu", "sys")
+    orders = order in ("acquire", "acq_rel"), order in ("release", "acq_rel")
     _hints(s)
     if t.letter == "h":
         s.need("noftz")
@@ -117,14 +162,20 @@ def atomic(s: Statement) -> list[str]:
     results = "".join(f"{_target(s, target)}, " for target in targets)
     arguments = "".join(f"({row}), " for row in values)
     kind = t.half or t.letter
-    return [
-        f"memory.atomic('{operation}', '{kind}', {t.size}, ({results}), {address}, {offset}, ({arguments}), "
-        f"{s.mask}, {s.line})"
-    ]
+    given = f"'{operation}', '{kind}', {t.size}, ({results}), {address}, {offset}, ({arguments})"
+    if space != "global":
+        if vector:
+            raise s.refused("a vector in shared memory")
+        return [f"shared.change({given}, {s.mask}, {s.line})"]
+    return [f"memory.atomic({given}, {orders}, {s.mask}, {s.line})"]
 
 
 def copy(s: Statement) -> list[str]:
-    """cp.async of up to 16 bytes; its groups and their waits."""
+    """cp.async of up to 16 bytes; its groups and their waits. Bulk copies are in another module."""
+    if "bulk" in s.modifiers:
+        return asynchronous.bulk_copy(s)
+    if "mbarrier" in s.modifiers:
+        return asynchronous.arrive_after_copies(s)
     if s.instruction.opcode in ("cp.async.commit_group", "cp.async.wait_all"):
         s.expect(0)
         s.modifiers.clear()
@@ -148,10 +199,15 @@ def copy(s: Statement) -> list[str]:
 
 
 def nothing(s: Statement) -> list[str]:
-    """Fences that are not needed here, and the one between the generic proxy and the asynchronous one, which is."""
+    """Fences, of which some are not needed here, and bar.warp.sync."""
     if s.instruction.opcode in ("fence.proxy.async", "fence.proxy.async.shared::cta"):
         s.modifiers.clear()
         return [f"shared.fence({s.mask})"]
+    if s.instruction.opcode.startswith("fence.proxy.tensormap"):
+        return asynchronous.acquire_map(s)
+    if s.instruction.opcode in FENCES:
+        s.modifiers.clear()
+        return [f"memory.fence({s.mask})"]
     if s.instruction.opcode in WITHOUT_EFFECT:
         s.modifiers.clear()
     elif s.instruction.opcode == "bar.warp.sync":
@@ -161,6 +217,27 @@ def nothing(s: Statement) -> list[str]:
     if s.modifiers:
         raise s.refused("a fence or barrier that is not known")
     return []
+
+
+def elect(s: Statement) -> list[str]:
+    """elect.sync: the lowest of the members is the leader."""
+    s.need("sync")
+    s.expect(2)
+    target, _, flag = (part.strip() for part in s.operands[0].partition("|"))
+    members = s.value(1, "u", 4)
+    return [f"warps.elect({_target(s, target)}, {s.names.predicate(flag)}, {members}, {s.mask}, {s.line})"]
+
+
+def registers(s: Statement) -> list[str]:
+    """setmaxnreg, which has no effect here."""
+    s.need("inc", "dec")
+    for modifier in ("sync", "aligned", "u32"):
+        s.need(modifier)
+    s.expect(1)
+    count = int(s.operands[0])
+    if count % 8 or not 24 <= count <= 256:
+        raise s.refused("a number of registers that cannot be")
+    return [f"warps.reserve({s.mask}, {s.line})"]
 
 
 def trap(s: Statement) -> list[str]:
@@ -222,28 +299,29 @@ def matrix(s: Statement) -> list[str]:
 
 
 def multiply(s: Statement) -> list[str]:
-    """mma.sync with float32 sums."""
+    """mma.sync."""
     for modifier in ("sync", "aligned", "row", "col"):
         s.need(modifier)
-    shape = s.modifiers.pop(0)
-    kinds, s.modifiers = s.modifiers, []
+    limited = s.flag("satfinite")
+    shape, *kinds = s.modifiers
+    s.modifiers = []
     s.expect(4)
-    if len(kinds) != 4 or kinds[0] != "f32" or kinds[3] != "f32":
+    if len(kinds) != 4 or kinds[0] != kinds[3]:
         raise s.refused("a product of these")
-    lengths = SHAPES.get((shape, kinds[1])), SHAPES.get((shape, kinds[2]))
-    numbers = [len(pieces_of(operand)) for operand in s.operands]
-    if lengths[0] != lengths[1] or lengths[0] is None or numbers != [4, *lengths[0], 4]:
+    sums, left, right = kinds[:3]
+    _expect_product(s, left, right, sums)
+    lengths = SHAPES.get((shape, BITS[left]))
+    count = 2 if sums == "f16" else 4
+    if lengths is None or [len(pieces_of(operand)) for operand in s.operands] != [count, *lengths, count]:
         raise s.refused("a product of these")
-    if kinds[1] != kinds[2] and not kinds[1].startswith("e"):
-        raise s.refused("a product of two kinds")
-    return [
-        f"warps.multiply({s.vector(0, 'f')}, {s.vector(1)}, {s.vector(2)}, {s.vector(3, 'f')}, "
-        f"{tuple(kinds[1:3])}, {s.mask}, {s.line})"
-    ]
+    if limited and sums != "s32":
+        raise s.refused("sums that are limited")
+    vectors = ", ".join(s.vector(index) for index in range(4))
+    return [f"warps.multiply({vectors}, {(left, right, sums)}, {limited}, {s.mask}, {s.line})"]
 
 
 def warpgroup(s: Statement) -> list[str]:
-    """wgmma on bfloat16 and float16 with float32 sums; its groups and their waits."""
+    """wgmma; its groups and their waits."""
     kind = s.need("mma_async", "fence", "commit_group", "wait_group")
     s.need("sync")
     s.need("aligned")
@@ -254,38 +332,49 @@ def warpgroup(s: Statement) -> list[str]:
     if kind == "wait_group":
         s.expect(1)
         return [f"warpgroups.wait({int(s.operands[0])}, {s.mask}, {s.line})"]
-    kinds, s.modifiers = s.modifiers[1:], s.modifiers[:1]
-    shape = re.fullmatch(r"m64n(\d+)k16", s.modifiers.pop())
-    if not shape or kinds not in (["f32", "bf16", "bf16"], ["f32", "f16", "f16"]):
+    limited = s.flag("satfinite")
+    shape, *kinds = s.modifiers
+    s.modifiers = []
+    if len(kinds) != 3:
         raise s.refused("a product of these")
-    from_registers = s.operands[1].startswith("{")
-    s.expect(7 if from_registers else 8)
-    signs_and_order = [int(text) for text in s.operands[4:]]
-    if signs_and_order[:2] != [1, 1]:
-        raise s.refused("an operand negated")
-    columns = int(shape[1])
-    if len(pieces_of(s.operands[0])) != columns // 2 or columns % 8:
+    sums, left_kind, right_kind = kinds
+    _expect_product(s, left_kind, right_kind, sums)
+    bits = BITS[left_kind]
+    size = re.fullmatch(rf"m64n(\d+)k{256 // bits}", shape)
+    if not size or int(size[1]) % 8 or not 8 <= int(size[1]) <= 256 or (limited and sums != "s32"):
+        raise s.refused("a product of these")
+    if len(pieces_of(s.operands[0])) != int(size[1]) // (4 if sums == "f16" else 2):
         raise s.refused("a result of another size")
-    order = (0, *signs_and_order[2:]) if from_registers else tuple(signs_and_order[2:])
+    from_registers = s.operands[1].startswith("{")
+    signs, orders = 2 * (sums != "s32"), (2 - from_registers) * (bits == 16)  # numbers behind the operands
+    s.expect(4 + signs + orders)
+    rest = [int(text) for text in s.operands[4:]]
+    if rest[:signs] != [1] * signs:
+        raise s.refused("an operand negated")
+    order = (0, 0) if not orders else (0, *rest[signs:]) if from_registers else tuple(rest[signs:])
     left = s.vector(1) if from_registers else s.names.register(s.operands[1])
     names = tuple(pieces_of(s.operands[0])), tuple(pieces_of(s.operands[1])) if from_registers else ()
     return [
         f"warpgroups.multiply({s.vector(0)}, {left}, {s.names.register(s.operands[2])}, "
-        f"{s.names.predicate(s.operands[3])}, '{kinds[1]}', {order}, {s.names.constant(names)}, {s.mask}, {s.line})"
+        f"{s.names.predicate(s.operands[3])}, {(left_kind, right_kind, sums)}, {order}, {limited}, "
+        f"{s.names.constant(names)}, {s.mask}, {s.line})"
     ]
 
 
 def address_space(s: Statement) -> list[str]:
-    """cvta to and from global memory, whose addresses are the generic ones."""
-    s.take("to")
-    s.need("global")
+    """cvta to and from global memory, whose addresses are the generic ones, and from parameters, in their window."""
     s.expect(2)
     t = s.type()
-    return s.assign(s.value(1, "u", t.size), "u", t.size)
+    value = s.value(1, "u", t.size)
+    if s.flag("to") or s.take("param") is None:
+        s.need("global")
+        return s.assign(value, "u", t.size)
+    return s.assign(f"{value} + np.uint{8 * t.size}({PARAM_WINDOW})", "u", t.size)
 
 
 HANDLERS: Mapping[str, Handler] = {
     "ld": load, "st": store, "atom": atomic, "red": atomic, "cp": copy, "fence": nothing, "membar": nothing,
     "griddepcontrol": nothing, "bar": nothing, "trap": trap, "shfl": shuffle, "redux": reduce, "vote": vote,
     "ldmatrix": matrix, "stmatrix": matrix, "mma": multiply, "wgmma": warpgroup, "cvta": address_space,
+    "elect": elect, "setmaxnreg": registers,
 }  # fmt: skip

@@ -1,9 +1,9 @@
 """PTX as text -> one kernel as basic blocks.
 
-A block ends at a branch, a return, a barrier of the whole CTA, or before a label that something branches to. Only what
-a kernel of Triton's has is read: one entry, registers, labels, instructions and the debug information that tells the
-line of the Python source. A variable of the kernel's own (`.shared` or `.local` with a size) is refused where an
-instruction names it, for it is no register.
+A block ends at a branch, a return, a barrier of CTAs, or before a label that something branches to. Only what a kernel
+of Triton's has is read: one entry, registers, labels, instructions and the debug information that tells the lines of
+the Python source. A variable of the kernel's own (`.shared` or `.local` with a size) is refused where an instruction
+names it, for it is no register.
 """
 
 import dataclasses
@@ -13,7 +13,14 @@ from collections.abc import Iterator, Mapping
 
 from ragged_attention.testing.ptx.errors import Unknown
 
-BARRIERS = ("bar.sync", "barrier.sync", "barrier.sync.aligned", "barrier.cta.sync", "barrier.cta.sync.aligned")
+BARRIERS = tuple(
+    f"{name}.{action}{aligned}"
+    for name in ("bar", "barrier", "bar.cta", "barrier.cta")
+    for action in ("sync", "arrive")
+    for aligned in (("", ".aligned") if name.startswith("barrier") else ("",))
+)
+Scope = tuple[int, ...]  # the braces around a statement, outermost first, by the order in which they open
+Location = tuple[str, ...]  # of a `.loc`: file, line, column
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +48,9 @@ class Instruction:
 class Block:
     """Instructions that run one after another, and where threads go from there.
 
-    `ending` is "fall" (to the next block), "branch" (to block `target`, if `guard` allows), "return" or "barrier"
-    (number `barrier`, for `expected` threads or, if None, all of the CTA); `opcode` says so in the text, and `line` is
-    that of the last statement.
+    `ending` is "fall" (to the next block), "branch" (to block `target`, if `guard` allows), "return", "barrier" (whose
+    number and, if not all threads of the CTA, how many it is for are the operands `barrier`) or "arrive" (the same,
+    without a wait); `opcode` says so in the text, and `line` is that of the last statement.
     """
 
     instructions: tuple[Instruction, ...]
@@ -52,8 +59,7 @@ class Block:
     opcode: str = ""
     target: int = -1
     guard: Guard | None = None
-    barrier: int = 0
-    expected: int | None = None
+    barrier: tuple[str, ...] = ()
     aligned: bool = False
 
 
@@ -61,9 +67,11 @@ class Block:
 class Kernel:
     """One kernel.
 
-    `params` are (name, type) in order, such as ("k_param_0", "u64"); `widths` the type of each register or, with a
-    `<` behind the prefix, of a numbered row of them; `sources` the Python line ("file:line") of each PTX line;
-    `symbols` the names of shared memory of a size that the launch tells; `threads` those of a CTA, 0 if not said.
+    `params` are (name, type) in order, such as ("k_param_0", "u64") or ("k_param_1", "b8[128]"); `widths` the type of
+    each register or, with a `<` behind the prefix, of a numbered row of them; `sources` the Python line ("file:line")
+    of each PTX line, behind the lines that call the function it is in, outermost first; `symbols` the names of shared
+    memory of a size that the launch tells; `locals` where in a thread's own memory its arrays begin and, by the empty
+    name, end; `variables` what arrays of constants hold; `threads` those of a CTA, 0 if not said.
     """
 
     name: str
@@ -74,14 +82,28 @@ class Kernel:
     text: str
     sources: Mapping[int, str]
     symbols: frozenset[str]
+    locals: Mapping[str, int]
+    variables: Mapping[str, bytes]
+
+    @functools.cached_property
+    def offsets(self) -> dict[str, int]:
+        """Where each parameter begins among them all, in bytes; arrays at multiples of 64."""
+        found, end = {}, 0
+        for name, kind in self.params:
+            size, alignment = size_of(kind), 64 if "[" in kind else size_of(kind)
+            found[name] = -(-end // alignment) * alignment
+            end = found[name] + size
+        return found
 
     def type_of(self, register: str) -> str | None:
         """The declared type of a register ("b32", "pred"), or None if there is no such register."""
-        return self.widths.get(register) or self.widths.get(re.sub(r"\d+$", "<", register))
+        return self.widths.get(register) or self.widths.get(f"{register.rstrip('0123456789')}<")
 
 
 def split_operands(text: str) -> tuple[str, ...]:
     """What stands between the commas that are outside all brackets."""
+    if not set(text) & set("{[("):
+        return tuple(part for part in map(str.strip, text.split(",")) if part)
     parts, depth, start = [], 0, 0
     for index, character in enumerate(text):
         depth += (character in "{[(") - (character in "}])")
@@ -98,8 +120,7 @@ def parse(text: str) -> Kernel:
     header = re.search(r"\.entry\s+([\w$]+)\s*\((.*?)\)(.*?)\{", text, re.S)
     if not header:
         raise Unknown("a PTX text without a kernel (.entry)")
-    words = [re.sub(r"//.*", "", one).split() for one in header[2].split(",")]
-    params = [(one[-1], one[1].lstrip(".")) for one in words if one]
+    params = [_param(one) for one in re.sub(r"//.*", "", header[2]).split(",") if one.strip()]
     threads = re.search(r"\.reqntid\s+(\d+)(?![\d\s]*,)", re.sub(r",\s*1\b", "", header[3]))
     if ".reqntid" in header[3] and not threads:
         raise Unknown("CTAs of more than one dimension (.reqntid)")
@@ -112,8 +133,37 @@ def parse(text: str) -> Kernel:
         threads=int(threads[1]) if threads else 0,
         text=text,
         sources=body.sources,
+        locals=body.locals,
+        variables=_variables(text),
         symbols=frozenset(re.findall(r"\.extern\s+\.shared\b[^;]*?([\w$]+)\s*\[\s*\]\s*;", text[: header.start()])),
     )
+
+
+def size_of(kind: str) -> int:
+    """Bytes of a parameter's type, such as u64 or b8[128]."""
+    width, _, count = kind[1:].rstrip("]").partition("[")
+    return int(width) // 8 * int(count or 1)
+
+
+def _variables(text: str) -> dict[str, bytes]:
+    """The arrays of the module that are given with what they hold."""
+    found = {}
+    array = r"^\s*\.global\s+(?:\.align\s+\d+\s+)?\.[busf](\d+)\s+([\w$]+)\[\d+\]\s*=\s*\{([^}]*)\}\s*;"
+    for bits, name, values in re.findall(array, text, re.MULTILINE):
+        if re.fullmatch(r"[-\d\s,]*", values):  # integers; others stay unknown
+            numbers = map(int, values.split(","))
+            found[name] = b"".join(number.to_bytes(int(bits) // 8, "little", signed=number < 0) for number in numbers)
+    return found
+
+
+def _param(text: str) -> tuple[str, str]:
+    """(name, type) of a parameter of the kernel."""
+    found = re.fullmatch(
+        r"\s*\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(?:\.ptr\b.*\s)?([\w$]+)\s*(\[\d+\])?\s*", text, re.S
+    )
+    if not found:
+        raise Unknown(f"the parameter {text.strip()}")
+    return found[2], found[1] + (found[3] or "")
 
 
 class _Body:
@@ -123,19 +173,25 @@ class _Body:
         self.widths: dict[str, str] = {}
         self.statements: list[str | Instruction] = []
         self.sources: dict[int, str] = {}
+        self.locals = {"": 0}
         self.last_line = 0
-        files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', text, re.M))
-        source = None
-        for line, piece in _pieces(text, begin):
-            if location := re.match(r"\.loc\s+(\d+)\s+(\d+)", piece):
-                known = location[1] in files and int(location[2]) > 0
-                source = f"{files[location[1]]}:{location[2]}" if known else None
+        source, sources = None, _Sources(text)
+        pieces = list(_pieces(text, begin))
+        labels = {(piece[:-1], scope) for _, piece, scope in pieces if re.fullmatch(r"[$\w%]+:", piece)}
+        for line, piece, scope in pieces:
+            if re.match(r"\.loc\b", piece):
+                source = sources.at(piece)
             elif label := re.fullmatch(r"([$\w%]+):", piece):
-                self.statements.append(label[1])
+                self.statements.append(_label(label[1], scope, labels))
             elif piece.startswith(".reg"):
                 self._declare(line, piece)
+            elif piece.startswith(".local"):
+                self._reserve(line, piece)
             elif not piece.startswith("."):
-                self.statements.append(_instruction(line, piece))
+                one = _instruction(line, piece)
+                if _is_branch(one):
+                    one = dataclasses.replace(one, operands=(_label(one.operands[0], scope, labels),))
+                self.statements.append(one)
                 if source:
                     self.sources[line] = source
                 self.last_line = line
@@ -149,29 +205,74 @@ class _Body:
             if self.widths.setdefault(name, declared[1]) != declared[1]:
                 raise Unknown(f"line {line}: register {name} of another type than in another scope")
 
+    def _reserve(self, line: int, piece: str) -> None:
+        """An array of each thread's own."""
+        array = re.fullmatch(r"\.local\s+(?:\.align\s+(\d+)\s+)?\.b8\s+([\w$]+)\[(\d+)\]", piece)
+        if not array:
+            raise Unknown(f"line {line}: {piece}")
+        self.locals[array[2]] = -(-self.locals[""] // 16) * 16
+        self.locals[""] = self.locals[array[2]] + int(array[3])
 
-def _pieces(text: str, begin: int) -> Iterator[tuple[int, str]]:
-    """(line, statement) up to the brace that closes the kernel; scopes inside it are flattened."""
-    number, depth, pending = text[:begin].count("\n") + 1, 1, ""
+
+class _Sources:
+    """The lines of Python that `.loc` directives name."""
+
+    def __init__(self, text: str) -> None:
+        self.files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', text, re.M))
+        self.callers: dict[Location, Location] = {}
+
+    def at(self, directive: str) -> str | None:
+        """The chain of lines from the kernel's own to the innermost, or None where the innermost is not known."""
+        numbers = r"(\d+)\s+(\d+)\s+(\d+)"
+        found = re.match(rf"\.loc\s+{numbers}(?:.*\binlined_at\s+{numbers})?", directive)
+        if not found or found[1] not in self.files or int(found[2]) == 0:
+            return None
+        place: Location | None = found.group(1, 2, 3)
+        if found[4]:
+            self.callers[place] = found.group(4, 5, 6)
+        else:
+            self.callers.pop(place, None)
+        chain: list[Location] = []
+        while place and place not in chain:
+            chain.append(place)
+            place = self.callers.get(place)
+        return " > ".join(f"{self.files.get(file, '?')}:{line}" for file, line, _ in reversed(chain))
+
+
+def _label(name: str, scope: Scope, labels: set[tuple[str, Scope]]) -> str:
+    """The label that a name means in a scope, by a name that no other label of the kernel has."""
+    for depth in range(len(scope), 0, -1):
+        if (name, scope[:depth]) in labels:
+            return f"{name} of scope {scope[depth - 1]}"
+    return name
+
+
+def _pieces(text: str, begin: int) -> Iterator[tuple[int, str, Scope]]:
+    """(line, statement, scope) up to the brace that closes the kernel."""
+    number, scope, opened, pending = text[:begin].count("\n") + 1, (), 0, ""
     for offset, raw in enumerate(text[begin:].split("\n")):
         line = raw.split("//")[0].strip()
-        if not pending and line.startswith((".loc", ".file")):
-            yield number + offset, line
+        if not pending and re.match(r"\.(loc|file)\b", line):
+            yield number + offset, line, scope
             continue
         pending = f"{pending} {line}".strip()
         while pending:
             if pending[0] in "{}":  # a brace that opens an operand is never at the start of a statement
-                depth += 1 if pending[0] == "{" else -1
-                if depth == 0:
+                if pending[0] == "{":
+                    opened += 1
+                    scope = (*scope, opened)
+                elif scope:
+                    scope = scope[:-1]
+                else:
                     return
                 pending = pending[1:].strip()
             elif label := re.match(r"[$\w%]+:(?!:)", pending):
-                yield number + offset, label[0]
+                yield number + offset, label[0], scope
                 pending = pending[label.end() :].strip()
             elif ";" in pending:
                 one, pending = (part.strip() for part in pending.split(";", 1))
                 if one:
-                    yield number + offset, one
+                    yield number + offset, one, scope
             else:
                 break  # the statement goes on in the next line
     raise Unknown("a kernel without an end")
@@ -222,9 +323,8 @@ def _block(inside: tuple[Instruction, ...], end: Instruction | None, labels: Map
         return Block(inside, end.line, "branch", end.opcode, labels[end.operands[0]], end.guard)
     if end.opcode in ("ret", "exit"):
         return Block(inside, end.line, "return", end.opcode, guard=end.guard)
-    numbers = [int(text, 0) for text in end.operands if re.fullmatch(r"0[xX][0-9a-fA-F]+|\d+", text)]
-    if end.guard or len(numbers) != len(end.operands) or not 1 <= len(numbers) <= 2:
+    ending = "arrive" if "arrive" in end.opcode else "barrier"
+    if end.guard or not 1 + (ending == "arrive") <= len(end.operands) <= 2:
         raise Unknown(str(end))
     aligned = end.opcode.startswith("bar.") or end.opcode.endswith(".aligned")
-    expected = numbers[1] if len(numbers) == 2 else None
-    return Block(inside, end.line, "barrier", end.opcode, barrier=numbers[0], expected=expected, aligned=aligned)
+    return Block(inside, end.line, ending, end.opcode, barrier=end.operands, aligned=aligned)

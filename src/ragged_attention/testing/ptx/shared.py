@@ -1,68 +1,36 @@
 """Shared memory and its shadow: who wrote and read each cell, at which of its warp's clocks.
 
-A warp's clock ticks at each barrier and proxy fence. Barriers join what the warps know of each other's clocks, so an
-access that no barrier orders after another warp's is reported in whatever order the two happened to run. A cell is as
-small as the kernel's narrowest access, at most 4 bytes.
+Barriers join what the warps know of each other's clocks (`clocks`), so an access that no barrier orders after another
+warp's is reported in whatever order the two happened to run. A cell is as small as the kernel's narrowest access, at
+most 4 bytes.
 
 Lenient: threads of one warp count as ordered; writing the value that is there already counts as no write after a
-write. A proxy fence counts for all that its warp knows of, whoever wrote it, and barriers pass it on; so it may stand
-before the barrier, in the writers, or after it, in the warps that go on to multiply.
+write; of several atomic operations on one place only the last counts for those that read it. A proxy fence counts for
+all that its warp knows of, whoever wrote it, and barriers pass it on; so it may stand before the barrier, in the
+writers, or after it, in the warps that go on to multiply.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ragged_attention.testing.ptx.clocks import Clocks
 from ragged_attention.testing.ptx.lanes import Indices, Lanes, Mask
-from ragged_attention.testing.ptx.memory import columns
+from ragged_attention.testing.ptx.memory import columns, in_turn
 from ragged_attention.testing.ptx.operands import SHARED_BASE
 
 Cells = NDArray[np.int64]
-ALWAYS = 1 << 60  # later than any clock
-
-
-class Clocks:
-    """What each warp knows of the others of its CTA.
-
-    `now` [warps]; `seen` [warps, warps of a CTA]: all accesses up to this clock of the other are behind a barrier;
-    `fenced`: the same, of writes that the asynchronous proxy sees.
-    """
-
-    def __init__(self, lanes: Lanes) -> None:
-        count = lanes.ctas * lanes.warps
-        self.lanes = lanes
-        self.now = np.ones(count, np.int64)
-        self.seen = np.zeros((count, lanes.warps), np.int64)
-        self.fenced = np.zeros((count, lanes.warps), np.int64)
-        self.seen[np.arange(count), np.arange(count) % lanes.warps] = ALWAYS
-
-    def known(self, warps: Indices) -> NDArray[np.int64]:
-        """What warps know, of themselves too: [warps, warps of a CTA]."""
-        known = self.seen[warps].copy()
-        known[np.arange(len(warps)), warps % self.lanes.warps] = self.now[warps]
-        return known
-
-    def join(self, warps: Indices) -> None:
-        """A barrier of some warps of one CTA."""
-        self.seen[warps] = self.known(warps).max(0)
-        self.fenced[warps] = self.fenced[warps].max(0)
-        self.seen[warps, warps % self.lanes.warps] = ALWAYS
-        self.now[warps] += 1
-
-    def fence(self, warps: Indices) -> None:
-        """A proxy fence."""
-        self.fenced[warps] = np.maximum(self.fenced[warps], self.known(warps))
-        self.now[warps] += 1
 
 
 class Shared:
     """The shared memory of some CTAs, `size` bytes each.
 
-    By cell: `written`, and by which warp of the CTA, at which clock and line of the PTX; `read_at` by warp; `pending`:
-    an asynchronous copy to it was not waited for; `reading`: how many wgmma in flight read it.
+    By cell: `written`, and by which warp of the CTA or agent, at which clock and line of the PTX; `read_at` by warp;
+    `pending`: an asynchronous copy to it was not waited for; `reading` and `storing`: how many wgmma and bulk copies to
+    global memory in flight read it; `opaque`: it is part of an mbarrier; `atomic`: an atomic operation wrote it last.
     """
 
     def __init__(self, lanes: Lanes, size: int, text: str) -> None:
@@ -72,13 +40,15 @@ class Shared:
         self.bytes = np.full(self.stride * lanes.ctas, 0xFF, np.uint8)
         self.cell = min([4, *(int(bits) // 8 for bits in re.findall(r"(?:ld|st)\.shared\S*\.[busf](\d+)", text))])
         cells = self.bytes.size // self.cell
-        self.written_by = np.zeros(cells, np.int8)
+        self.written_by = np.zeros(cells, np.int16)
         self.written_at = np.zeros(cells, np.int32)
         self.written_line = np.zeros(cells, np.int32)
         self.written = np.zeros(cells, bool)
         self.read_at = np.zeros((cells, lanes.warps), np.int32)
         self.pending = np.zeros(cells, bool)
-        self.reading = np.zeros(cells, np.int16)
+        self.reading, self.storing = np.zeros(cells, np.int16), np.zeros(cells, np.int16)
+        self.opaque, self.atomic = np.zeros(cells, bool), np.zeros(cells, bool)
+        self.watched = False  # whether anything was ever stored or opaque
 
     # ---- places
 
@@ -112,6 +82,8 @@ class Shared:
     def note_read(self, cells: Cells, lanes: Indices, line: int) -> None:
         """Plain reads of cells [lanes, n]."""
         warp, local = self.lanes.warp[lanes][:, None], self.lanes.local[lanes][:, None]
+        if self.watched:
+            self.hazard(line, cells, self.opaque[cells], "reads an mbarrier as if it were data")
         self.hazard(line, cells, self.pending[cells], "reads shared memory before a copy to it was waited for")
         unordered: Any = self.written_at[cells] > self.clocks.seen[warp, self.written_by[cells]]
         self.hazard(line, cells, unordered, "reads what another warp wrote, no barrier between")
@@ -122,21 +94,36 @@ class Shared:
         """Writes, plain or asynchronous, to cells [lanes, n]; `same`: which hold their value already."""
         warp = self.lanes.warp[lanes]
         self.hazard(line, cells, self.reading[cells] > 0, "writes what a wgmma in flight reads")
-        unordered: Any = (self.read_at[cells] > self.clocks.seen[warp][:, None, :]).any(-1)
+        if self.watched:
+            self.hazard(line, cells, self.storing[cells] > 0, "writes what a bulk copy in flight reads")
+            self.hazard(line, cells, self.opaque[cells], "writes over an mbarrier that was not invalidated")
+        unordered: Any = (self.read_at[cells] > self.clocks.seen[warp][:, None, : self.lanes.warps]).any(-1)
         self.hazard(line, cells, unordered, "overwrites what another warp read, no barrier between")
         unordered = self.written_at[cells] > self.clocks.seen[warp[:, None], self.written_by[cells]]
         self.hazard(line, cells, unordered & ~same, "overwrites what another warp wrote, no barrier between")
 
-    def mark_written(self, cells: Cells, lanes: Indices, line: int) -> None:
-        """The writes of lanes, which are visible to their warps from now on."""
+    def mark_written(self, cells: Cells, lanes: Indices, line: int, clocks: Any = None) -> None:
+        """The writes of lanes, visible to their warps from now on, at these clocks [lanes] or those of now."""
+        clocks = self.clocks.now[self.lanes.warp[lanes]] if clocks is None else clocks
         self.written_by[cells] = self.lanes.local[lanes][:, None]
-        self.written_at[cells] = self.clocks.now[self.lanes.warp[lanes]][:, None]
+        self.written_at[cells] = clocks[:, None]
         self.written_line[cells] = line
-        self.written[cells] = True
+        self.written[cells], self.atomic[cells] = True, False
 
     def same(self, bytes_there: NDArray[np.uint8], data: NDArray[np.uint8], cells: Cells) -> Any:
         """By cell, whether bytes [lanes, n] are equal."""
         return (bytes_there == data).reshape(*cells.shape, -1).all(-1)
+
+    def note_asynchronous(self, cells: Cells, warps: Iterable[int], line: int, who: str) -> None:
+        """A read of cells [n] by something asynchronous that warps started."""
+        self.hazard(line, cells, self.pending[cells], f"a {who} reads before a copy was waited for")
+        self.hazard(line, cells, ~self.written[cells], f"a {who} reads what nobody wrote")
+        writer, when = self.written_by[cells], self.written_at[cells]
+        for warp in warps:
+            unordered: Any = when > self.clocks.seen[warp, writer]
+            self.hazard(line, cells, unordered, f"a {who} reads what another warp wrote, no barrier between")
+            unfenced: Any = when > self.clocks.fenced[warp, writer]
+            self.hazard(line, cells, unfenced, f"a {who} reads what was written without a proxy fence after it")
 
     # ---- instructions
 
@@ -173,6 +160,40 @@ class Shared:
         if lanes.size:
             data = columns(values, self.lanes, lanes)
             self.write(lanes, self.place(lanes, address, offset, data.shape[1], line), data, line)
+
+    def change(
+        self,
+        operation: str,
+        kind: str,
+        size: int,
+        results: Sequence[Any],
+        address: Any,
+        offset: int,
+        values: Sequence[Sequence[Any]],
+        mask: Mask,
+        line: int,
+    ) -> None:
+        """atom.shared and red.shared; the arguments are as `GlobalAccess.atomic` has them, of one element."""
+        lanes = self.lanes.active(mask)
+        if not lanes.size:
+            return
+        index = self.place(lanes, address, offset, size, line)
+        cells, warp = self.cells(index, size), self.lanes.warp[lanes]
+        self.hazard(line, cells, self.pending[cells], "changes shared memory before a copy to it was waited for")
+        self.hazard(line, cells, ~self.written[cells], "changes shared memory that nobody wrote")
+        plain = ~self.atomic[cells]
+        unordered: Any = self.written_at[cells] > self.clocks.seen[warp[:, None], self.written_by[cells]]
+        self.hazard(line, cells, unordered & plain, "changes what another warp wrote, no barrier between")
+        self.note_write(cells, lanes, line, np.ones(cells.shape, bool))
+        operands = [self.lanes.spread(row[0])[lanes] for row in values]
+        before, changed = in_turn(self.bytes, index // size, operation, kind, size, operands)
+        self.lanes.changes += bool(changed.any())
+        if operation == "cas":
+            self.lanes.waits(lanes, (before != operands[0]) & ~changed)
+        if results and results[0] is not None:
+            results[0][lanes] = before
+        self.mark_written(cells, lanes, line)
+        self.atomic[cells] = True
 
     def fence(self, mask: Mask) -> None:
         """fence.proxy.async."""

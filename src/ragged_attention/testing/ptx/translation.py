@@ -1,7 +1,8 @@
 """PTX -> the source of one Python function a block, compiled once a kernel.
 
-A function takes the mask of the lanes that run (True: all of them) and returns where the block's branch is taken. Its
-globals are what `Names` collected, the modules it calls and the machine's objects; each machine makes its own.
+A function takes the mask of the lanes that run (True: all of them) and returns where the block's branch is taken, or
+which barrier threads come to. Its globals are what `Names` collected, the modules it calls and the machine's objects;
+each machine makes its own.
 """
 
 import dataclasses
@@ -10,13 +11,13 @@ import re
 from collections.abc import Iterator
 from types import CodeType
 
-from ragged_attention.testing.ptx import arithmetic, conversions, operations
+from ragged_attention.testing.ptx import arithmetic, asynchronous, conversions, operations
 from ragged_attention.testing.ptx.errors import Unknown
 from ragged_attention.testing.ptx.operands import Names, Statement, pieces_of
-from ragged_attention.testing.ptx.parsing import Guard, Instruction, Kernel
+from ragged_attention.testing.ptx.parsing import Block, Guard, Instruction, Kernel
 
-HANDLERS = {**arithmetic.HANDLERS, **conversions.HANDLERS, **operations.HANDLERS}
-WITHOUT_RESULT = ("st", "red", "cp", "stmatrix", "bar", "fence", "trap")
+HANDLERS = {**arithmetic.HANDLERS, **conversions.HANDLERS, **operations.HANDLERS, **asynchronous.HANDLERS}
+WITHOUT_RESULT = ("st", "red", "cp", "stmatrix", "bar", "fence", "trap", "tensormap")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,7 +38,7 @@ def translate(kernel: Kernel) -> Program:
         lines.append(f"def b{index}(m):")
         for instruction in block.instructions:
             lines += [f"    {line}" for line in _instruction(instruction, names, in_flight)]
-        lines.append(f"    return {_guard(block.guard, names)}")
+        lines.append(f"    return {_barrier(block, names) if block.barrier else _guard(block.guard, names)}")
     return Program(compile("\n".join(lines), f"<{kernel.name} from PTX>", "exec"), names)
 
 
@@ -45,6 +46,15 @@ def _guard(guard: Guard | None, names: Names) -> str:
     if guard is None:
         return "True"
     return names.predicate(f"!{guard.register}" if guard.negated else guard.register)
+
+
+def _barrier(block: Block, names: Names) -> str:
+    """The number of a barrier, and for how many threads it is or None."""
+    try:
+        number, *count = (names.value(operand, "u", 4) for operand in block.barrier)
+    except Unknown as error:
+        raise Unknown(f"line {block.line}: {block.opcode}: {error}") from error
+    return f"({number}, {count[0] if count else None})"
 
 
 def _instruction(instruction: Instruction, names: Names, in_flight: frozenset[str]) -> Iterator[str]:

@@ -20,20 +20,24 @@ from ragged_attention.testing.ptx.errors import Unknown
 from ragged_attention.testing.ptx.lanes import WARP, Indices, Lanes, Mask
 from ragged_attention.testing.ptx.operands import SHARED_BASE
 from ragged_attention.testing.ptx.shared import Cells, Shared
-from ragged_attention.testing.ptx.warps import Registers, left_operand
+from ragged_attention.testing.ptx.warps import Registers, left_operand, single
 
 GROUP = 4 * WARP
+DEPTH = 32  # bytes of k in one product
+WIDTHS = {"bf16": 2, "f16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1}
 SPANS = {0: 16, 1: 128, 2: 64, 3: 32}  # bytes of a row, by the descriptor's swizzle mode
 
 
 @dataclasses.dataclass
 class Product(Operation):
-    """One warpgroup's product: where its sums go, what it reads, and the names of its registers."""
+    """One warpgroup's product: where its sums go, what it reads, the names of its registers, and the sums' kind."""
 
     group: int
     out: Registers
     cells: Sequence[Cells]
     names: tuple[tuple[str, ...], tuple[str, ...]]
+    kind: str
+    limited: bool
 
     @property
     def key(self) -> tuple[int, int]:
@@ -53,14 +57,16 @@ class Warpgroups(Queue[Product]):
     def __init__(self, lanes: Lanes, shared: Shared) -> None:
         super().__init__(lanes)
         self.shared = shared
-        self.sums: dict[tuple[int, int], NDArray[np.float32]] = {}
+        self.sums: dict[tuple[int, int], NDArray[Any]] = {}
         self.busy: Counter[tuple[str, int, bool]] = Counter()
         self.loose: set[tuple[str, int]] = set()
 
     # ---- operands in shared memory
 
-    def _places(self, lanes: Indices, descriptor: Any, rows: int, transposed: int, line: int) -> NDArray[np.int64]:
-        """Where a matrix [rows (of M or N), 16 (of k)] of 16-bit elements lies: bytes [groups, rows, 16].
+    def _places(
+        self, lanes: Indices, descriptor: Any, rows: int, width: int, transposed: int, line: int
+    ) -> NDArray[np.int64]:
+        """Where a matrix [rows (of M or N), k] of elements of `width` bytes lies: bytes [groups, rows, k].
 
         Along the contiguous dimension (k, or the rows if transposed) runs a row of the swizzle's span; eight of them
         make a core matrix. The descriptor has its start and the distances between core matrices, in units of 16 bytes.
@@ -72,8 +78,8 @@ class Warpgroups(Queue[Product]):
         if ((bits >> np.uint64(49)) & np.uint64(7)).any() or len(modes) != 1:
             raise Unknown(f"line {line}: wgmma by descriptors with a base offset, or of several swizzle modes")
         span = SPANS[modes.pop()]
-        row, column = np.arange(rows)[:, None], np.arange(16)[None, :]
-        along, across = (2 * row, column) if transposed else (2 * column, row)
+        row, column = np.arange(rows)[:, None], np.arange(DEPTH // width)[None, :]
+        along, across = (width * row, column) if transposed else (width * column, row)
         if span == 16:
             outer, inner = (leading, stride) if transposed else (stride, leading)
             place = start + (across // 8) * outer + (along // 16) * inner + (across % 8) * 16 + along % 16
@@ -84,24 +90,17 @@ class Warpgroups(Queue[Product]):
         if span > 16:
             place = place ^ (((place >> 7) & (span // 16 - 1)) << 4)
         index = place - SHARED_BASE
-        if ((index < 0) | (index + 2 > self.shared.size)).any():
-            where = f"bytes {index.min()} to {index.max() + 2} of {self.shared.size}"
+        if ((index < 0) | (index + width > self.shared.size)).any():
+            where = f"bytes {index.min()} to {index.max() + width} of {self.shared.size}"
             raise self.reporter.fault(line, f"wgmma outside shared memory: {where}")
         return index + (self.lanes.cta[lanes] * self.shared.stride)[:, None, None]
 
     def _read(self, places: NDArray[np.int64], groups: Indices, line: int) -> list[Cells]:
         """Note an asynchronous read by warpgroups, whose first warps `groups` are. Returns the cells of each."""
-        shared, clocks, every = self.shared, self.shared.clocks, []
+        shared, every = self.shared, []
         for place, first in zip(places, groups.tolist(), strict=True):
             cells = np.unique(place // shared.cell)
-            shared.hazard(line, cells, shared.pending[cells], "a wgmma reads before a copy was waited for")
-            shared.hazard(line, cells, ~shared.written[cells], "a wgmma reads what nobody wrote")
-            writer, when = shared.written_by[cells], shared.written_at[cells]
-            for warp in range(first, first + 4):
-                unordered, unfenced = when > clocks.seen[warp, writer], when > clocks.fenced[warp, writer]
-                shared.hazard(line, cells, unordered, "a wgmma reads what another warp wrote, no barrier between")
-                text = "a wgmma reads what was written without a proxy fence after it"
-                shared.hazard(line, cells, unfenced, text)
+            shared.note_asynchronous(cells, range(first, first + 4), line, "wgmma")
             shared.reading[cells] += 1
             every.append(cells)
         return every
@@ -114,54 +113,62 @@ class Warpgroups(Queue[Product]):
         left: Any,
         right: Any,
         keep: Any,
-        kind: str,
+        kinds: tuple[str, str, str],
         transposed: tuple[int, int],
+        limited: bool,
         names: tuple[tuple[str, ...], tuple[str, ...]],
         mask: Mask,
         line: int,
     ) -> None:
-        """wgmma.mma_async: out [64, n] = left [64, 16] @ right [n, 16].T, plus what out has where `keep`.
+        """wgmma.mma_async: out [64, n] = left [64, k] @ right [n, k].T, plus what out has where `keep`.
 
-        `right` holds descriptors, `left` too or, as a tuple, the operand itself; `names` are the registers of the
-        results and of the left operand.
+        `right` holds descriptors, `left` too or, as a tuple, the operand itself; `kinds` are those of left, right and
+        the sums, `names` the registers of the results and of the left operand.
         """
         warps = self.lanes.whole_warps(mask, line)
         if len(warps) % 4 or (warps.reshape(-1, 4) != warps[::4, None] // 4 * 4 + np.arange(4)).any():
             raise self.reporter.fault(line, "part of a warpgroup executes wgmma")
         groups = warps[::4]
-        first, columns = groups * WARP, 2 * len(out)
-        halves = self.shared.bytes.view(np.uint16)
-        places = self._places(first, right, columns, transposed[1], line)
-        read = [self._read(places, groups, line)]
-        right_value = numbers.VALUES[kind](halves[places // 2])
+        columns = (4 if kinds[2] == "f16" else 2) * len(out)
+        right_value, cells = self._matrix(groups, right, columns, kinds[1], transposed[1], line)
+        read = [cells]
         if isinstance(left, tuple):
-            left_value = left_operand(left, warps, kind).reshape(len(groups), 64, 16)
+            left_value = left_operand(left, warps, kinds[0]).reshape(len(groups), 64, -1)
         else:
-            places = self._places(first, left, 64, transposed[0], line)
-            read.append(self._read(places, groups, line))
-            left_value = numbers.VALUES[kind](halves[places // 2])
+            left_value, cells = self._matrix(groups, left, 64, kinds[0], transposed[0], line)
+            read.append(cells)
         product = np.matmul(left_value, right_value.transpose(0, 2, 1)).reshape(
             len(groups), 4, 2, 8, columns // 8, 4, 2
         )
-        parts = product.transpose(0, 4, 2, 6, 1, 3, 5).reshape(len(groups), len(out), GROUP)
+        parts = product.transpose(0, 4, 2, 6, 1, 3, 5).reshape(len(groups), columns // 2, GROUP)
         kept = self.lanes.spread(keep)
         for number, group in enumerate(groups.tolist()):
             lanes = self.lanes.every[WARP * group : WARP * group + GROUP]
             cells = [row[number] for row in read]
-            operation = Product(lanes, self.committed[lanes], line, group, out, cells, names)
+            operation = Product(lanes, self.committed[lanes], line, group, out, cells, names, kinds[2], limited)
             self._issue(operation, parts[number], kept[lanes])
 
+    def _matrix(
+        self, groups: Indices, descriptor: Any, rows: int, kind: str, transposed: int, line: int
+    ) -> tuple[NDArray[np.float32], list[Cells]]:
+        """A matrix [groups, rows, k] in shared memory, and the cells that each group reads."""
+        width = WIDTHS[kind]
+        places = self._places(groups * WARP, descriptor, rows, width, transposed, line)
+        cells = self._read(places, groups, line)
+        return single(self.shared.bytes.view(f"u{width}")[places // width], kind), cells
+
     def _issue(self, operation: Product, product: NDArray[np.float32], keep: NDArray[Any]) -> None:
-        """Put a product [registers, threads] on its way."""
+        """Put a product [values, threads] on its way."""
         mine = slice(int(operation.lanes[0]), int(operation.lanes[-1]) + 1)
         if any((name, operation.group) in self.loose for names in operation.names for name in names):
             self.reporter.say(operation.line, "a wgmma uses registers that were written without a wgmma.fence after it")
         before = self.sums.get(operation.key)
         if before is None:  # products in flight do not add to these very registers, so they must not use any of them
             self._clash(operation, [(name, writes) for name in operation.names[0] for writes in (True, False)])
-            before = np.stack([register[mine] for register in operation.out]).view(np.float32)
+            before = numbers.unpack_sums(np.stack([register[mine] for register in operation.out]), operation.kind)
         self._clash(operation, [(name, True) for name in operation.names[1]])
-        self.sums[operation.key] = np.where(keep, before, np.float32(0)) + product
+        kept = np.where(keep, before, before.dtype.type(0))
+        self.sums[operation.key] = numbers.add_sums(kept, product, operation.kind, operation.limited)
         for register in operation.out:
             register[mine] = 0xFFFFFFFF
         self.busy.update(self._registers(operation))
@@ -195,8 +202,9 @@ class Warpgroups(Queue[Product]):
             raise self.reporter.fault(operation.line, "part of a warpgroup waits for a wgmma")
         last = all(other.key != operation.key for other in self.flight)  # else others go on adding
         if last and operation.key in self.sums:
-            for register, values in zip(operation.out, self.sums.pop(operation.key), strict=True):
-                register.view(np.float32)[operation.lanes] = values
+            words = numbers.pack_sums(self.sums.pop(operation.key), operation.kind)
+            for register, word in zip(operation.out, words, strict=True):
+                register[operation.lanes] = word
         for name in self._registers(operation):
             self.busy[name] -= 1
             if not self.busy[name]:

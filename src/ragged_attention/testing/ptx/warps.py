@@ -1,6 +1,6 @@
 """What the threads of a warp do together: shuffles, votes, reductions, and matrices in their registers.
 
-Sums of `mma` are float32 sums in NumPy's order; the ISA leaves theirs open.
+Sums of `mma` are float32 sums in NumPy's order (of 8-bit integers they are exact); the ISA leaves theirs open.
 """
 
 from collections.abc import Sequence
@@ -24,11 +24,19 @@ def gather(registers: Registers, warps: Indices) -> NDArray[Any]:
 def elements(words: NDArray[Any], kind: str) -> NDArray[np.float32]:
     """Words [...] as float32 [..., elements of a word]."""
     words = np.ascontiguousarray(words)
+    width = {"tf32": 4, "bf16": 2, "f16": 2}.get(kind, 1)
+    return single(words.view(f"u{width}").reshape(*words.shape, 4 // width), kind)
+
+
+def single(codes: NDArray[Any], kind: str) -> NDArray[np.float32]:
+    """Elements [...] as float32, each by itself."""
     if kind == "tf32":
-        return numbers.tf32_value(words)[..., None]
+        return numbers.tf32_value(codes)
     if kind in numbers.FP8:
-        return numbers.FP8[kind][words.view(np.uint8).reshape(*words.shape, 4)]
-    return numbers.VALUES[kind](words.view(np.uint16).reshape(*words.shape, 2))
+        return numbers.FP8[kind][codes]
+    if kind in ("s8", "u8"):
+        return codes.view(f"{'i' if kind == 's8' else 'u'}1").astype(np.float32)
+    return numbers.VALUES[kind](codes)
 
 
 def left_operand(registers: Registers, warps: Indices, kind: str) -> NDArray[np.float32]:
@@ -73,6 +81,21 @@ class Warps:
     def meet(self, named: Any, mask: Mask, line: int) -> None:
         """bar.warp.sync: nothing to do, for threads of a warp count as ordered."""
         self.members(named, mask, line)
+
+    def elect(self, out: Any, leads: Any, named: Any, mask: Mask, line: int) -> None:
+        """elect.sync: a leader among the members of each warp."""
+        active = self.members(named, mask, line)
+        table = active.reshape(-1, WARP)
+        leader = np.repeat(table.argmax(1), WARP)
+        leads[active] = (self.lanes.every % WARP == leader)[active]
+        if out is not None:
+            out[active] = leader[active]
+
+    def reserve(self, mask: Mask, line: int) -> None:
+        """setmaxnreg: all warps of a warpgroup execute it."""
+        groups = np.unique(self.lanes.whole_warps(mask, line) // 4, return_counts=True)[1]
+        if (groups != 4).any():
+            raise self.reporter.fault(line, "part of a warpgroup executes setmaxnreg")
 
     def trap(self, mask: Mask, line: int) -> None:
         """trap: a fault if any thread comes here."""
@@ -155,14 +178,16 @@ class Warps:
         left: Registers,
         right: Registers,
         addend: Registers,
-        kinds: tuple[str, str],
+        kinds: tuple[str, str, str],
+        limited: bool,
         mask: Mask,
         line: int,
     ) -> None:
-        """mma: out [16, 8] = left [16, k] @ right [k, 8] + addend, in each warp."""
+        """mma: out [16, 8] = left [16, k] @ right [k, 8] + addend, in each warp; `kinds` are those of these three."""
         warps = self.lanes.whole_warps(mask, line)
         product = np.matmul(left_operand(left, warps, kinds[0]), right_operand(right, warps, kinds[1]))
-        parts = product.reshape(len(warps), 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, len(warps), WARP)
-        sums = parts + gather(addend, warps)
-        for register, result in zip(out, sums, strict=True):
-            register.reshape(-1, WARP)[warps] = result
+        parts = product.reshape(len(warps), 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, -1)
+        before = numbers.unpack_sums(gather(addend, warps).reshape(len(addend), -1), kinds[2])
+        words = numbers.pack_sums(numbers.add_sums(before, parts, kinds[2], limited), kinds[2])
+        for register, result in zip(out, words, strict=True):
+            register.reshape(-1, WARP)[warps] = result.reshape(-1, WARP)

@@ -1,0 +1,281 @@
+"""Bulk copies: runs of bytes and whole tiles of tensors (TMA), between global and shared memory.
+
+A copy to shared memory reads global memory when it is issued, and its bytes arrive when somebody waits at its mbarrier;
+until then they are 0xFF, which is NaN in every float format. A copy to global memory reads shared memory when it is
+issued, which has to stay as it is until the thread that issued it waits; its bytes arrive in global memory when that
+thread waits for more than for the reading, or at the kernel's end.
+
+Lenient: what threads read of shared memory before a copy overwrites it needs a barrier, but no proxy fence; nor does
+what threads wrote to global memory before a copy reads it.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragged_attention.testing.ptx.copies import Operation, Queue
+from ragged_attention.testing.ptx.errors import Unknown
+from ragged_attention.testing.ptx.lanes import Indices, Lanes, Mask
+from ragged_attention.testing.ptx.mbarriers import Mbarriers
+from ragged_attention.testing.ptx.memory import GlobalAccess, Memory
+from ragged_attention.testing.ptx.operands import PARAM_BASE, PARAM_WINDOW, SHARED_BASE
+from ragged_attention.testing.ptx.shared import Shared
+from ragged_attention.testing.ptx.tensor_maps import LAYOUT, PIECE, TensorMap
+
+Place = tuple[Any, int]  # a register or None, and bytes beyond it
+MAP = LAYOUT.itemsize
+TILE_ALIGNMENT = 128  # of a tile in shared memory
+# The kinds of numbers that atomic operations on tiles are known on, by the map's elements, and their dtypes.
+CHANGED = {2: ("u", "u4"), 3: ("s", "i4"), 4: ("u", "u8"), 5: ("s", "i8"), 6: ("f16", "u2"), 7: ("f", "f4"),
+           10: ("bf16", "u2")}  # fmt: skip
+
+
+@dataclasses.dataclass
+class Store(Operation):
+    """One thread's copy to global memory: `write` brings the bytes there; `cells` are read until `free`."""
+
+    cells: NDArray[np.int64]
+    write: Callable[[], None]
+    free: bool = False
+
+
+class Bulk(Queue[Store]):
+    """The bulk copies of some CTAs; `params` are the bytes of the kernel's parameters."""
+
+    what = "bulk copy"
+
+    def __init__(
+        self, lanes: Lanes, shared: Shared, memory: GlobalAccess, mbarriers: Mbarriers, params: NDArray[np.uint8]
+    ) -> None:
+        super().__init__(lanes)
+        self.shared, self.memory, self.mbarriers, self.params = shared, memory, mbarriers, params
+        self.acquired: set[tuple[int, int]] = set()  # (CTA, place) of maps in global memory that fences made visible
+
+    # ---- tensor maps
+
+    def _map(self, lane: int, address: Place, line: int) -> TensorMap:
+        """The map at a generic address, in the kernel's parameters or in global memory."""
+        where = _number(address, lane)
+        begin = where - PARAM_WINDOW - PARAM_BASE
+        if where % 64:
+            raise self.reporter.fault(line, "a tensor map that is not aligned to 64 bytes")
+        if 0 <= begin <= self.params.size - MAP:
+            data = self.params[begin : begin + MAP]
+        else:
+            data = self._map_in_memory(lane, where, line)
+        try:
+            found = TensorMap.unpack(data)
+            wrong = found.wrong()
+        except Unknown as error:
+            raise Unknown(f"line {line}: {error}") from error
+        if wrong:
+            raise self.reporter.fault(line, f"a tensor map that is not lawful: {wrong}")
+        return found
+
+    def _map_in_memory(self, lane: int, where: int, line: int) -> NDArray[np.uint8]:
+        lanes, pieces = np.full(MAP // PIECE, lane), where + np.arange(0, MAP, PIECE)
+        index = self.memory.reach(lanes, pieces, PIECE, line, "read of a tensor map")
+        place = int(index[0])
+        written = self.memory.memory.writer.cta[place : place + MAP].any()
+        if written and (int(self.lanes.cta[lane]), place) not in self.acquired:
+            self.reporter.say(line, "uses a tensor map without a proxy fence after it was written")
+        return self.memory.read(lanes, index, PIECE, line).ravel()
+
+    def replace_field(self, address: Place, field: str, ordinal: int, value: Any, mask: Mask, line: int) -> None:
+        """tensormap.replace: one field of a map in shared memory."""
+        dtype, begin = LAYOUT.fields[field][:2]  # type: ignore[index]
+        base, count = dtype.base, int(np.prod(dtype.shape, dtype=int))
+        if not 0 <= ordinal < count:
+            raise self.reporter.fault(line, f"a tensor map has no {field} {ordinal}")
+        given = np.asarray(value).astype(base)
+        register, offset = address
+        self.shared.store((given,), register, offset + begin + ordinal * base.itemsize, base.itemsize, mask, line)
+
+    def publish_map(self, target: Place, source: Place, mask: Mask, line: int) -> None:
+        """tensormap.cp_fenceproxy: warps copy a map to global memory, for the proxy that uses it."""
+        for warp in self.lanes.whole_warps(mask, line).tolist():
+            lanes = warp * 32 + np.arange(MAP // PIECE)  # a piece each
+            pieces = np.arange(0, MAP, PIECE)
+            begin = self._shared_place(int(lanes[0]), source, MAP, line)
+            data = self.shared.read(lanes, begin + pieces, PIECE, line)
+            where = _number(target, int(lanes[0])) + pieces
+            self.memory.write(lanes, self.memory.reach(lanes, where, PIECE, line, "write"), data, line)
+
+    def acquire_map(self, address: Place, mask: Mask, line: int) -> None:
+        """fence.proxy.tensormap::generic.acquire: from now on a map in global memory may be used."""
+        for lane in self.lanes.active(mask).tolist():
+            self.acquired.add((int(self.lanes.cta[lane]), _number(address, lane) - Memory.START))
+
+    # ---- to shared memory
+
+    def _shared_place(self, lane: int, address: Place, alignment: int, line: int) -> int:
+        """Where something begins in `shared.bytes`."""
+        byte = _number(address, lane) - SHARED_BASE
+        if byte % alignment:
+            text = f"shared byte {byte} is not aligned to {alignment}, as this copy asks for"
+            raise self.reporter.fault(line, text)
+        return byte + int(self.lanes.cta[lane]) * self.shared.stride
+
+    def _inside(self, lane: int, places: NDArray[np.int64], piece: int, line: int) -> NDArray[np.int64]:
+        """Bytes [pieces, piece] of shared memory, which has to have them."""
+        begin = int(self.lanes.cta[lane]) * self.shared.stride
+        if places.min() < begin or places.max() + piece > begin + self.shared.size:
+            span = f"bytes {places.min() - begin} to {places.max() + piece - begin} of {self.shared.size}"
+            raise self.reporter.fault(line, f"a bulk copy outside shared memory: {span}")
+        return places[:, None] + np.arange(piece)
+
+    def load_tile(
+        self, target: Place, source: Place, corner: Sequence[Any], mbarrier: Place, mask: Mask, line: int
+    ) -> None:
+        """cp.async.bulk.tensor to shared memory: what lies outside the tensor is zeros, or NaN."""
+        for lane in self.lanes.active(mask).tolist():
+            found = self._map(lane, source, line)
+            address, inside, piece = found.tile(self._corner(found, corner, lane, line))
+            data = np.tile(found.filling(), (len(address), piece // found.width))
+            lanes = np.full(int(inside.sum()), lane)
+            if lanes.size:
+                index = self.memory.reach(lanes, address[inside], piece, line, "copy of a tile")
+                data[inside] = self.memory.read(lanes, index, piece, line)
+            begin = self._shared_place(lane, target, TILE_ALIGNMENT, line)
+            self._load(lane, self._inside(lane, found.places(begin, piece), piece, line), data, mbarrier, line)
+
+    def load(self, target: Place, source: Place, size: Any, mbarrier: Place, mask: Mask, line: int) -> None:
+        """cp.async.bulk to shared memory."""
+        for lane in self.lanes.active(mask).tolist():
+            pieces, lanes = self._pieces(lane, size, line)
+            begin, where = self._shared_place(lane, target, PIECE, line), _number(source, lane)
+            index = self.memory.reach(lanes, where + pieces, PIECE, line, "bulk copy")
+            data = self.memory.read(lanes, index, PIECE, line)
+            self._load(lane, self._inside(lane, begin + pieces, PIECE, line), data, mbarrier, line)
+
+    def _load(self, lane: int, places: NDArray[np.int64], data: NDArray[np.uint8], mbarrier: Place, line: int) -> None:
+        shared, who = self.shared, np.array([lane])
+        barrier = self.mbarriers.at(lane, *mbarrier, line)
+        cells = np.unique(places // shared.cell)
+        shared.hazard(line, cells, shared.pending[cells], "copies to where another copy is in flight")
+        warp = int(self.lanes.warp[lane])
+        unfenced: Any = shared.written_at[cells] > shared.clocks.fenced[warp, shared.written_by[cells]]
+        shared.hazard(line, cells, unfenced, "a bulk copy overwrites what was written without a proxy fence after it")
+        shared.note_write(cells[None, :], who, line, np.zeros((1, len(cells)), bool))
+        shared.bytes[places] = 0xFF
+        shared.pending[cells] = True
+
+        def land(clock: int) -> None:
+            shared.bytes[places] = data
+            shared.pending[cells] = False
+            shared.written_by[cells], shared.written_at[cells] = barrier.agent, clock
+            shared.written_line[cells], shared.written[cells] = line, True
+
+        self.mbarriers.start(barrier, land, data.size, line)
+
+    # ---- to global memory
+
+    def store_tile(
+        self, target: Place, corner: Sequence[Any], source: Place, change: str | None, mask: Mask, line: int
+    ) -> None:
+        """cp.async.bulk.tensor to global memory: what lies outside the tensor is dropped.
+
+        With `change`, cp.reduce.async.bulk.tensor: an atomic operation on each element.
+        """
+        for lane in self.lanes.active(mask).tolist():
+            found = self._map(lane, target, line)
+            address, inside, piece = found.tile(self._corner(found, corner, lane, line))
+            begin = self._shared_place(lane, source, TILE_ALIGNMENT, line)
+            places = self._inside(lane, found.places(begin, piece), piece, line)
+            lanes = np.full(int(inside.sum()), lane)
+            index = self.memory.reach(lanes, address[inside], piece, line, "copy of a tile") if lanes.size else lanes
+            self._store(lane, places, inside, index, line, (change, found.elemtype) if change else None)
+
+    def store(self, target: Place, source: Place, size: Any, mask: Mask, line: int) -> None:
+        """cp.async.bulk to global memory."""
+        for lane in self.lanes.active(mask).tolist():
+            pieces, lanes = self._pieces(lane, size, line)
+            places = self._inside(lane, self._shared_place(lane, source, PIECE, line) + pieces, PIECE, line)
+            index = self.memory.reach(lanes, _number(target, lane) + pieces, PIECE, line, "bulk copy")
+            self._store(lane, places, np.ones(len(pieces), bool), index, line)
+
+    def _store(
+        self,
+        lane: int,
+        places: NDArray[np.int64],
+        inside: NDArray[np.bool_],
+        index: Indices,
+        line: int,
+        change: tuple[str, int] | None = None,
+    ) -> None:
+        shared, who = self.shared, np.array([lane])
+        cells = np.unique(places // shared.cell)
+        shared.note_asynchronous(cells, [int(self.lanes.warp[lane])], line, self.what)
+        shared.storing[cells] += 1
+        shared.watched = True
+        data = shared.bytes[places][inside]
+
+        def write() -> None:
+            if data.size and change:
+                self._change(lane, index, data, *change, line)
+            elif data.size:
+                self.memory.write(np.full(len(index), lane), index, data, line)
+
+        self.flight.append(Store(who, self.committed[who], line, cells, write))
+
+    def _change(
+        self, lane: int, index: Indices, data: NDArray[np.uint8], operation: str, elemtype: int, line: int
+    ) -> None:
+        """An atomic operation on each element of some pieces."""
+        kind, dtype = CHANGED.get(elemtype, ("", ""))
+        if not kind or (kind[0] in "fb" and operation != "add"):
+            raise Unknown(f"line {line}: .{operation} on elements of the kind {elemtype}")
+        values = np.ascontiguousarray(data).view(dtype)
+        places = index[:, None] + np.arange(0, data.shape[1], values.itemsize)
+        lanes = np.full(places.size, lane)
+        self.memory.change(operation, kind, values.itemsize, lanes, places.ravel(), [values.ravel()], line)
+
+    def wait_read(self, left: int, mask: Mask, line: int) -> None:
+        """cp.async.bulk.wait_group.read: shared memory that at most `left` groups do not read may be written."""
+        active = self.lanes.marked(mask)
+        for operation in self.flight:
+            lane = operation.lanes[0]
+            if active[lane] and operation.groups[0] < self.committed[lane] - left:
+                self._free(operation)
+
+    def _free(self, operation: Store) -> None:
+        if not operation.free:
+            operation.free = True
+            warp = int(self.lanes.warp[operation.lanes[0]])
+            self.shared.storing[operation.cells] -= 1
+            self.shared.read_at[operation.cells, warp % self.lanes.warps] = self.shared.clocks.now[warp]
+
+    def arrive(self, operation: Store) -> None:
+        self._free(operation)
+        operation.write()
+
+    def end(self) -> None:
+        for operation in self.flight:
+            if not operation.free:
+                text = "the kernel ends before the reading of this bulk copy was waited for"
+                self.reporter.say(operation.line, text)
+            operation.write()
+
+    # ---- operands
+
+    def _corner(self, found: TensorMap, corner: Sequence[Any], lane: int, line: int) -> list[int]:
+        if len(corner) != len(found.dims):
+            text = f"a tile at {len(corner)} coordinates of a tensor of {len(found.dims)} dimensions"
+            raise self.reporter.fault(line, text)
+        return [int(self.lanes.spread(one)[lane]) for one in corner]
+
+    def _pieces(self, lane: int, size: Any, line: int) -> tuple[NDArray[np.int64], Indices]:
+        count = int(self.lanes.spread(size)[lane])
+        if count % PIECE or not count:
+            raise self.reporter.fault(line, f"a bulk copy of {count} bytes, no multiple of {PIECE}")
+        pieces = np.arange(0, count, PIECE)
+        return pieces, np.full(len(pieces), lane)
+
+
+def _number(address: Place, lane: int) -> int:
+    """An address of one lane as a number."""
+    register, offset = address
+    return offset if register is None else int(register[lane]) + offset

@@ -1,0 +1,255 @@
+"""mbarrier objects: phases that complete when enough threads arrived and as many bytes came as were expected.
+
+Copies that end at an mbarrier are landed when somebody waits for the phase that they count in, the oldest first, and
+no earlier: until then their bytes are not there. Whoever sees a phase complete knows of what those that arrived had
+done and of the copies that came; of an initialisation and an invalidation other threads know by barriers.
+
+Lenient: a thread that waits for a phase knows of all that is complete by then. Of a parity other than 0 and 1, which
+the ISA does not know, the lowest bit counts: Triton's warp-specialised loops say -1 for 1.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragged_attention.testing.ptx.clocks import NOTHING, Knowledge, joined
+from ragged_attention.testing.ptx.lanes import WARP, Indices, Lanes, Mask
+from ragged_attention.testing.ptx.shared import Shared
+
+SIZE, MOST, LARGEST = 8, (1 << 20) - 1, (1 << 20) - 1  # bytes of the object, arrivals and bytes of a phase
+
+
+@dataclasses.dataclass(eq=False)
+class Mbarrier:
+    """One object: `pending` of `expected` arrivals and `bytes` are still to come in phase number `phase`.
+
+    `agent` is the column of its copies in the clocks, `flight` what lands them, and their lines; `maker` and `made` the
+    warp that initialised it and its clock then, `used` each warp's clock at its last use of it. `coming` is what those
+    that arrived in this phase knew, `done` the same of all before.
+    """
+
+    cta: int
+    place: int
+    agent: int
+    expected: int
+    maker: int
+    made: int
+    used: NDArray[np.int64]
+    pending: int = 0
+    bytes: int = 0
+    phase: int = 0
+    coming: Knowledge = NOTHING
+    done: Knowledge = NOTHING
+    flight: list[tuple[Callable[[], None], int | None]] = dataclasses.field(default_factory=list)
+
+    def __str__(self) -> str:
+        return f"the mbarrier at shared byte {self.place}"
+
+
+class Mbarriers:
+    """Those of some CTAs, by where they begin in `shared.bytes`."""
+
+    def __init__(self, lanes: Lanes, shared: Shared) -> None:
+        self.lanes, self.shared, self.reporter = lanes, shared, lanes.reporter
+        self.clocks = shared.clocks
+        self.objects: dict[int, Mbarrier] = {}
+
+    # ---- which
+
+    def each(self, address: Any, offset: int, mask: Mask, line: int) -> Iterator[tuple[int, Indices]]:
+        """(place, the lanes that mean it)."""
+        lanes = self.lanes.active(mask)
+        if lanes.size:
+            places = self.shared.place(lanes, address, offset, SIZE, line)
+            yield from ((place, lanes[places == place]) for place in np.unique(places).tolist())
+
+    def find(self, place: int, lanes: Indices, line: int) -> Mbarrier:
+        """The object at a place, which lanes of its CTA use."""
+        found = self.objects.get(place)
+        if found is None:
+            byte, who = place % self.shared.stride, self.lanes.describe(int(lanes[0]))
+            raise self.reporter.fault(line, f"no mbarrier at shared byte {byte}, {who}")
+        warps = np.unique(self.lanes.warp[lanes])
+        if (self.clocks.seen[warps, found.maker] < found.made).any():
+            self.reporter.say(line, "uses an mbarrier that another warp initialised, no barrier between", str(found))
+        found.used[warps % self.lanes.warps] = self.clocks.now[warps]
+        return found
+
+    def at(self, lane: int, address: Any, offset: int, line: int) -> Mbarrier:
+        """The object that one lane names."""
+        lanes = np.array([lane])
+        return self.find(int(self.shared.place(lanes, address, offset, SIZE, line)[0]), lanes, line)
+
+    def _cells(self, place: int) -> NDArray[np.int64]:
+        return np.arange(place // self.shared.cell, (place + SIZE - 1) // self.shared.cell + 1)
+
+    # ---- beginning and end
+
+    def init(self, address: Any, offset: int, count: Any, mask: Mask, line: int) -> None:
+        """mbarrier.init: phase 0 of an object, for `count` arrivals a phase."""
+        counts, shared = self.lanes.spread(count), self.shared
+        for place, lanes in self.each(address, offset, mask, line):
+            lane, expected = lanes[:1], int(counts[lanes[0]])
+            if not 1 <= expected <= MOST or (counts[lanes] != expected).any():
+                raise self.reporter.fault(line, f"an mbarrier for {expected} arrivals")
+            if place in self.objects:
+                self.reporter.say(line, "initialises an mbarrier that was not invalidated", str(self.objects[place]))
+            shared.opaque[self._cells(place)] = False
+            shared.write(lane, np.array([place]), np.full((1, SIZE), 0xFF, np.uint8), line)
+            shared.opaque[self._cells(place)], shared.watched = True, True
+            warp = int(self.lanes.warp[lane[0]])
+            self.objects[place] = Mbarrier(
+                int(self.lanes.cta[lane[0]]), place % shared.stride, self.clocks.agent(place % shared.stride), expected,
+                warp % self.lanes.warps, int(self.clocks.now[warp]), np.zeros(self.lanes.warps, np.int64), expected,
+            )  # fmt: skip
+
+    def invalidate(self, address: Any, offset: int, mask: Mask, line: int) -> None:
+        """mbarrier.inval: its memory is memory again."""
+        for place, lanes in self.each(address, offset, mask, line):
+            found = self.find(place, lanes, line)
+            known = self.clocks.seen[self.lanes.warp[lanes[0]], : self.lanes.warps]
+            if (found.used > known).any():
+                self.reporter.say(line, "invalidates an mbarrier that another warp uses, no barrier between")
+            if found.flight:
+                self.reporter.say(line, "invalidates an mbarrier that a copy in flight ends at", str(found))
+                self._land(found, lambda: False)
+            del self.objects[place]
+            self.shared.opaque[self._cells(place)] = False
+
+    # ---- phases
+
+    def _complete(self, found: Mbarrier) -> None:
+        """Go on to the next phase if nothing is to come in this one."""
+        if found.pending == 0 and found.bytes == 0:
+            found.phase, found.pending = found.phase + 1, found.expected
+            found.done, found.coming = joined(found.done, found.coming), NOTHING
+            self.lanes.changes += 1
+
+    def expect(self, found: Mbarrier, count: int, line: int) -> None:
+        """Count `count` bytes more as still to come, or less if negative."""
+        found.bytes += count
+        if abs(found.bytes) > LARGEST:
+            raise self.reporter.fault(line, f"{found} has {found.bytes} bytes to come, more than it can count")
+
+    def expect_bytes(self, address: Any, offset: int, count: Any, sign: int, mask: Mask, line: int) -> None:
+        """mbarrier.expect_tx, and complete_tx with a negative sign."""
+        counts = self.lanes.spread(count)
+        for place, lanes in self.each(address, offset, mask, line):
+            found = self.find(place, lanes, line)
+            for lane in lanes.tolist():
+                self.expect(found, sign * int(counts[lane]), line)
+            self._complete(found)
+
+    def arrive(
+        self,
+        state: Any,
+        address: Any,
+        offset: int,
+        count: Any,
+        expected: Any,
+        release: bool,
+        mask: Mask,
+        line: int,
+    ) -> None:
+        """mbarrier.arrive for `count` arrivals a thread, which first expect so many bytes if `expected` is not None.
+
+        `state` is a register for what names the phase, or None.
+        """
+        counts = self.lanes.spread(count)
+        awaited = None if expected is None else self.lanes.spread(expected)
+        for place, lanes in self.each(address, offset, mask, line):
+            found = self.find(place, lanes, line)
+            told = {warp: self.clocks.tell(warp) for warp in np.unique(self.lanes.warp[lanes]).tolist() if release}
+            for lane in lanes.tolist():
+                if awaited is not None:
+                    self.expect(found, int(awaited[lane]), line)
+                if state is not None:
+                    state[lane] = found.phase
+                if (warp := lane // WARP) in told:
+                    found.coming = joined(found.coming, told[warp])
+                self._count(found, int(counts[lane]), line)
+
+    def _count(self, found: Mbarrier, count: int, line: int) -> None:
+        if not 1 <= count <= found.pending:
+            text = f"{count} arrive at {found}, which expects {found.pending} more in this phase"
+            raise self.reporter.fault(line, text)
+        found.pending -= count
+        self._complete(found)
+
+    # ---- copies
+
+    def start(self, found: Mbarrier, land: Callable[[int], None], count: int, line: int) -> None:
+        """Put a copy of `count` bytes on its way; `land` brings them, as those that the agent wrote at a clock."""
+
+        def come() -> None:
+            clock = self.clocks.tick(found.cta, found.agent)
+            land(clock)
+            seen = np.zeros(found.agent + 1, np.int64)
+            seen[found.agent] = clock
+            found.coming = joined(found.coming, Knowledge(seen, np.zeros_like(seen), {}))
+            self.expect(found, -count, line)
+            self._complete(found)
+
+        found.flight.append((come, line))
+
+    def arrive_later(
+        self,
+        found: Mbarrier,
+        land: Callable[[], None],
+        told: Knowledge,
+        count: int,
+        counted: bool,
+        line: int,
+    ) -> None:
+        """Let `count` threads arrive when `land` has brought what they wait for; more are expected if not `counted`."""
+        found.pending += 0 if counted else count
+
+        def come() -> None:
+            land()
+            found.coming = joined(found.coming, told)
+            for _ in range(count):
+                self._count(found, 1, line)
+
+        found.flight.append((come, None))  # who made the copies tells of those that nobody waits for
+
+    @staticmethod
+    def _land(found: Mbarrier, enough: Callable[[], bool]) -> None:
+        """Let copies arrive until it is enough."""
+        while found.flight and not enough():
+            found.flight.pop(0)[0]()
+
+    def wait(self, out: Any, address: Any, offset: int, phase: Any, parity: bool, mask: Mask, line: int) -> None:
+        """mbarrier.try_wait and test_wait: whether a phase, named by its parity or its state, is complete."""
+        phases = self.lanes.spread(np.asarray(phase) & 1 if parity else phase)
+        for place, lanes in self.each(address, offset, mask, line):
+            found = self.find(place, lanes, line)
+            for number in np.unique(phases[lanes]).tolist():
+                these = lanes[phases[lanes] == number]
+
+                def complete(found: Mbarrier = found, number: int = number) -> bool:
+                    return found.phase % 2 != number if parity else found.phase != number
+
+                self._land(found, complete)
+                out[these] = complete()
+                self.lanes.waits(these, not complete())
+                if complete():
+                    self.clocks.learn(np.unique(self.lanes.warp[these]), found.done)
+
+    def open(self) -> str:
+        """What mbarriers lack, for whoever waits for them in vain."""
+        lacking = [
+            f"{one} of CTA {self.lanes.number[one.cta * self.lanes.threads]} lacks {one.pending} arrivals and "
+            f"{one.bytes} bytes"
+            for one in self.objects.values()
+            if one.pending != one.expected or one.bytes
+        ]
+        return "; ".join(lacking[:4])
+
+    def end(self) -> None:
+        """The kernel is over."""
+        for found in self.objects.values():
+            for line in (line for _, line in found.flight if line is not None):
+                self.reporter.say(line, "the kernel ends before this copy was waited for", str(found))

@@ -1,0 +1,67 @@
+"""The memory of each thread's own, and the parameters of a kernel."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragged_attention.testing.ptx.lanes import Indices, Lanes, Mask
+from ragged_attention.testing.ptx.memory import columns
+from ragged_attention.testing.ptx.operands import LOCAL_BASE, PARAM_BASE
+
+
+class Local:
+    """Memory of each thread's own, of `size` bytes."""
+
+    def __init__(self, lanes: Lanes, size: int) -> None:
+        self.lanes, self.reporter = lanes, lanes.reporter
+        self.bytes = np.full((lanes.count, size), 0xFF, np.uint8)
+        self.written = np.zeros((lanes.count, size), bool)
+
+    def _places(self, lanes: Indices, address: Any, offset: int, size: int, line: int) -> tuple[Any, Any]:
+        """The rows and columns of accesses [lanes, size], which must be inside and aligned."""
+        given = np.zeros(len(lanes), np.int64) if address is None else address[lanes].astype(np.int64)
+        index = given + offset - LOCAL_BASE
+        if ((index < 0) | (index + size > self.bytes.shape[1]) | (index % size != 0)).any():
+            raise self.reporter.fault(line, f"an access of {size} bytes outside local memory, or unaligned")
+        return lanes[:, None], index[:, None] + np.arange(size)
+
+    def load(self, registers: Sequence[Any], address: Any, offset: int, dtype: str, mask: Mask, line: int) -> None:
+        """ld.local: each register gets an element of `dtype`, one behind the other."""
+        lanes = self.lanes.active(mask)
+        places = self._places(lanes, address, offset, int(dtype[1:]) * len(registers), line)
+        if not self.written[places].all():
+            self.reporter.say(line, "reads local memory that its thread did not write")
+        elements = self.bytes[places].view(dtype)
+        for number, register in enumerate(registers):
+            if register is not None:
+                register[lanes] = elements[:, number]
+
+    def store(self, values: Sequence[Any], address: Any, offset: int, size: int, mask: Mask, line: int) -> None:
+        """st.local: elements of `size` bytes, one behind the other."""
+        lanes = self.lanes.active(mask)
+        if lanes.size:
+            data = columns(values, self.lanes, lanes)
+            places = self._places(lanes, address, offset, data.shape[1], line)
+            self.bytes[places], self.written[places] = data, True
+
+
+class Parameters:
+    """The parameters of a kernel, read through addresses in their space."""
+
+    def __init__(self, lanes: Lanes, data: NDArray[np.uint8]) -> None:
+        self.lanes, self.data = lanes, data
+
+    def load(self, registers: Sequence[Any], address: Any, offset: int, dtype: str, mask: Mask, line: int) -> None:
+        """ld.param: each register gets an element of `dtype`, one behind the other."""
+        lanes = self.lanes.active(mask)
+        size = int(dtype[1:]) * len(registers)
+        given = np.zeros(len(lanes), np.int64) if address is None else address[lanes].astype(np.int64)
+        index = given + offset - PARAM_BASE
+        if ((index < 0) | (index + size > self.data.size) | (index % size != 0)).any():
+            raise self.lanes.reporter.fault(line, f"read of {size} bytes outside parameters, or unaligned")
+        elements = self.data[index[:, None] + np.arange(size)].view(dtype)
+        for number, register in enumerate(registers):
+            if register is not None:
+                register[lanes] = elements[:, number]
