@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --constraint
 # Tests start many processes; where bytecode is not kept, each compiles the package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-shard check conformance compile-matrix ptx-faults cuda-compile flash-mla-matrix tpu-compile bench bench-cpu bench-transformers vllm-check docs status clean
+.PHONY: demo test test-all test-shard check conformance compile-matrix ptx-faults cuda-compile predictions flash-mla-matrix tpu-compile bench bench-cpu bench-transformers vllm-check docs status clean
 
 demo: .venv/demo
 	$(BIN)/ragged-attention demo $(ARGS)
@@ -44,6 +44,16 @@ ptx-faults: .venv/all
 # Needs no GPU: nvcc comes from PyPI.
 cuda-compile: .venv/all
 	$(BIN)/python -m benchmarks.compiled.cuda_sass $(ARGS)
+
+# What compiled Triton kernels must take, ours and other projects'; the first time these are fetched, 380 MB of wheels.
+predictions: .venv/all peers/vllm
+	$(BIN)/python -m benchmarks.compiled.gate
+	$(BIN)/python -m benchmarks.compiled.loops $(ARGS)
+	$(BIN)/python -m benchmarks.compiled.pipelines $(ARGS)
+	$(BIN)/python -m benchmarks.compiled.peers $(ARGS)
+
+peers/vllm: | .venv/all
+	$(BIN)/python -m benchmarks.peers.sources
 
 flash-mla-matrix: .venv/all
 	$(BIN)/python -m benchmarks.flash_mla_matrix $(ARGS)

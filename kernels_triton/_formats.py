@@ -97,6 +97,14 @@ def decoded_at_once(values, readable):
 
 
 @triton.jit
+def unit_of(q):
+    """The power of two by which a row of queries is divided to lie below 2^9."""
+    exponent = (tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) >> 23) - 127 - 8
+    exponent = tl.minimum(tl.maximum(exponent, -118), 119)
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def encode_float8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
     """float32 to the bits of an 8-bit float: nearest even, saturating, NaN keeps its sign; the same bits everywhere."""
     bits = x.to(tl.uint32, bitcast=True)

@@ -77,22 +77,42 @@ def pages_are_valid(page_row_ptr, first_page, last_page, num_pages):
 
 
 @triton.jit
-def pages_of(page_row_ptr, block, keys, first, last, num_pages, MASKED: tl.constexpr, PAGE_SIZE: tl.constexpr,
+def pages_of(table_ptr, block, first, last, there, MASKED: tl.constexpr, PAGE_SIZE: tl.constexpr,
              BLOCK_KV: tl.constexpr):  # fmt: skip
-    """The pages of keys within a block, one for all where a block lies on one page, and which keys may be read."""
-    readable = keys < last
+    """The pages of the keys from `block` on, one for all where a block lies on one page.
+
+    If the block is not `there` nothing is read and they are -1; if MASKED, so are those of keys outside [first, last).
+    """
     if PAGE_SIZE % BLOCK_KV == 0:
-        page = tl.load(page_row_ptr + block // PAGE_SIZE)
-        if MASKED:
-            known = (page >= 0) & (page < num_pages)
-            readable = (keys >= tl.where(known, first, last)) & readable
-    elif MASKED:
-        readable = (keys >= first) & readable
-        page = tl.load(page_row_ptr + keys // PAGE_SIZE, mask=readable, other=-1)
-        readable = readable & (page >= 0) & (page < num_pages)
+        page = tl.load(table_ptr + block // PAGE_SIZE, mask=there, other=-1)
     else:
-        page = tl.load(page_row_ptr + keys // PAGE_SIZE)
-    return page, readable
+        keys = block + tl.arange(0, BLOCK_KV)
+        if MASKED:
+            readable = (keys >= first) & (keys < tl.where(there, last, first))
+        else:
+            readable = keys < tl.where(there, block + BLOCK_KV, block)
+        page = tl.load(table_ptr + keys // PAGE_SIZE, mask=readable, other=-1)
+    return page
+
+
+@triton.jit
+def are_readable(keys, page, first, last, num_pages, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """Which keys of a block are in [first, last) and on a page that there is."""
+    known = (page >= 0) & (page < num_pages)
+    if PAGE_SIZE % BLOCK_KV == 0:
+        readable = (keys >= tl.where(known, first, last)) & (keys < last)
+    else:
+        readable = (keys >= first) & (keys < last) & known
+    return readable
+
+
+@triton.jit
+def pages_of_block(table_ptr, blocks, index, visible, MASKED: tl.constexpr, PAGE_SIZE: tl.constexpr,
+                   BLOCK_KV: tl.constexpr):  # fmt: skip
+    """The pages of the block that a loop visits as number `index`; -1 behind the last."""
+    block = block_start(blocks, index, MASKED, BLOCK_KV)
+    return pages_of(table_ptr, block, visible.first, visible.last, index < blocks.num_blocks, MASKED, PAGE_SIZE,
+                    BLOCK_KV)  # fmt: skip
 
 
 @triton.jit
@@ -127,6 +147,12 @@ def hide(logits, keys, readable, visible, features):
 
 
 @triton.jit
+def twice(each):
+    """Each element beside itself."""
+    return tl.reshape(tl.join(each, each), [2 * each.shape[0]])
+
+
+@triton.jit
 def with_lost_weights(weights, rounded):
     """Rounded weights, each with what its rounding lost beside it: [rows, 2 * keys], for keys that each stand twice.
 
@@ -138,7 +164,7 @@ def with_lost_weights(weights, rounded):
 
 @triton.jit
 def attend(
-    q, state, blocks, visible, pages, scales, features, sizes,
+    q, unit, state, blocks, visible, pages, scales, features, sizes,
     MASKED: tl.constexpr, BLOCK_KV: tl.constexpr, WEIGHT_PARTS: tl.constexpr,
 ):  # fmt: skip
     """Online softmax of the rows of `q` over blocks of keys, from `state` = (m_i, l_i, acc) to what that becomes.
@@ -146,21 +172,28 @@ def attend(
     Unmasked, every row must see every key of them and every page must be valid. Masked, only keys in [first, last)
     on valid pages are read at all: what no row of the tile sees takes no part, NaN or not.
 
-    Rounded to bfloat16, a weight is off by up to 2^-9 of itself, too much where few keys share the output; a second
-    dot of what the rounding lost (WEIGHT_PARTS 2) corrects that.
+    Logits are multiplied by each row's `unit`, unless that is None. Rounded to bfloat16, a weight is off by up to 2^-9
+    of itself, too much where few keys share the output; a second dot of what the rounding lost (WEIGHT_PARTS 2)
+    corrects that.
+
+    The pages of a block are looked up while the block before is on its way: a lookup within the same turn would take
+    up the stages that copies of keys and values are to run ahead by (Triton 3.6 to 3.9).
     """
     m_i, l_i, acc = state
     inner_scale, outer_scale = scales
     JOINED: tl.constexpr = WEIGHT_PARTS == 2 and q.shape[0] >= 64 and sizes.DV_PAD >= 256
+    following = pages_of_block(pages.table_ptr, blocks, 0, visible, MASKED, sizes.PAGE_SIZE, BLOCK_KV)
     for index in range(blocks.num_blocks):
-        block = block_start(blocks, index, MASKED, BLOCK_KV)
-        keys = block + tl.arange(0, BLOCK_KV)
-        page, readable = pages_of(pages.table_ptr, block, keys, visible.first, visible.last, pages.num_pages, MASKED,
-                                  sizes.PAGE_SIZE, BLOCK_KV)  # fmt: skip
+        page = following
+        following = pages_of_block(pages.table_ptr, blocks, index + 1, visible, MASKED, sizes.PAGE_SIZE, BLOCK_KV)
+        keys = block_start(blocks, index, MASKED, BLOCK_KV) + tl.arange(0, BLOCK_KV)
+        readable = are_readable(keys, page, visible.first, visible.last, pages.num_pages, sizes.PAGE_SIZE, BLOCK_KV)
         k = load_slots(pages.k_ptr, pages.k_page_stride, pages.k_slot_stride, page, keys, readable, MASKED,
                        sizes.PAGE_SIZE, sizes.D, sizes.D_PAD)  # fmt: skip
         logits = tl.zeros([q.shape[0], BLOCK_KV], tl.float32)
         logits = matmul(q, tl.trans(decode(k, sizes.FORMAT, q.dtype)), logits)
+        if unit is not None:
+            logits = logits * unit[:, None]
         if features.HAS_SOFT_CAP:
             logits = tanh(logits * inner_scale)
         if MASKED:
@@ -169,12 +202,13 @@ def attend(
         rounded = narrow(weights, q.dtype)
         if JOINED:
             rounded = with_lost_weights(weights, rounded)
-            keys = block + tl.arange(0, 2 * BLOCK_KV) // 2
-            page, readable = pages_of(pages.table_ptr, block, keys, visible.first, visible.last, pages.num_pages,
-                                      MASKED, sizes.PAGE_SIZE, BLOCK_KV)  # fmt: skip
+            keys = twice(keys)
+            readable = twice(readable)
+            if sizes.PAGE_SIZE % BLOCK_KV != 0:
+                page = twice(page)
         if MASKED and features.HAS_DRAFT_MASK:  # a weight of 0 does not hide a NaN where no row sees the value
             used = tl.max(logits, 0) != float("-inf")
-            readable = readable & (tl.reshape(tl.join(used, used), [2 * BLOCK_KV]) if JOINED else used)
+            readable = readable & (twice(used) if JOINED else used)
         v = load_slots(pages.v_ptr, pages.v_page_stride, pages.v_slot_stride, page, keys, readable, MASKED,
                        sizes.PAGE_SIZE, sizes.DV, sizes.DV_PAD)  # fmt: skip
         values = decode(v, sizes.FORMAT, q.dtype)
@@ -229,7 +263,7 @@ def divide_keys(start, stop, visible, pages, features, PAGE_SIZE: tl.constexpr, 
 
 @triton.jit
 def attend_range(
-    q, start, stop, visible, pages, scales, features, sizes,
+    q, unit, start, stop, visible, pages, scales, features, sizes,
     BLOCK_KV: tl.constexpr, EDGE_KV: tl.constexpr, WEIGHT_PARTS: tl.constexpr, SPLIT_WEIGHTS_BELOW: tl.constexpr,
 ):  # fmt: skip
     """(m_i, l_i, acc) of the rows of `q` after the keys [start, stop), which lie within what is visible.
@@ -240,7 +274,7 @@ def attend_range(
     m_i = tl.full([q.shape[0]], float("-inf"), tl.float32)
     l_i = tl.zeros([q.shape[0]], tl.float32)
     acc = tl.zeros([q.shape[0], sizes.DV_PAD], tl.float32)
-    state = attend(q, (m_i, l_i, acc), whole_blocks(edges, BLOCK_KV), visible, pages, scales, features, sizes, False,
-                   BLOCK_KV, WEIGHT_PARTS)  # fmt: skip
-    return attend(q, state, end_blocks(edges, EDGE_KV), visible, pages, scales, features, sizes, True, EDGE_KV,
+    state = attend(q, unit, (m_i, l_i, acc), whole_blocks(edges, BLOCK_KV), visible, pages, scales, features, sizes,
+                   False, BLOCK_KV, WEIGHT_PARTS)  # fmt: skip
+    return attend(q, unit, state, end_blocks(edges, EDGE_KV), visible, pages, scales, features, sizes, True, EDGE_KV,
                   2 if q.dtype == tl.bfloat16 else 1)  # fmt: skip

@@ -20,10 +20,8 @@ def why_not(call: MlaDecode) -> str | None:
 def heuristic(call: MlaDecode) -> Tile:
     group = call.num_q_heads // call.num_kv_heads
     rows, jobs = (group, call.num_q_tokens) if call.sparse else (group * call.num_q_tokens, 1)
-    return plan.tile_for(
-        call, rows, call.num_seqs * jobs * call.num_kv_heads, call.capacity, dense=not call.sparse,
-        extra=call.extra_topk > 0,
-    )  # fmt: skip
+    jobs *= call.num_seqs * call.num_kv_heads
+    return plan.tile_for(call, rows, jobs, call.capacity, extra=call.extra_topk > 0)
 
 
 def run(call: MlaDecode, tile: Tile, launch: Any) -> Any:

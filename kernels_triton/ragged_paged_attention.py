@@ -1,10 +1,11 @@
 """Ragged paged attention in Triton: two kernels over one plan, and a combine.
 
 Sequences whose rows (query tokens times heads of a group) fit one small tile (decode, speculative decode) go to the
-*split* kernel, which divides their keys among several programs, each sequence into as many as its own length
-deserves; the *combine* kernel merges those. All other sequences go to the *tile* kernel, as in FlashAttention. Both
-kernels are launched over upper bounds that follow from shapes; each program finds its sequence by binary search over
-`cu_q_lens` and leaves at once if there is nothing for it to do, so nothing is read back from the device.
+*split* kernel, which divides the keys of all of them into parts of one length, however long each sequence is; the
+*combine* kernel merges the parts of a sequence. All other sequences go to the *tile* kernel, as in FlashAttention. The
+kernels are launched over upper bounds that follow from shapes. A program of the tile kernel finds its sequence by
+binary search over `cu_q_lens`, one of the split kernel its part by sums over all lengths; each leaves at once if there
+is nothing for it to do, so nothing is read back from the device.
 """
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
@@ -20,7 +21,14 @@ import triton.language as tl
 
 from ragged_attention.calls import RaggedPagedAttention, dtype_name
 from ragged_attention.errors import InvalidInput
-from ragged_attention.kernels_triton._formats import cache_format, cache_views, load_scale, narrow, scale_arguments
+from ragged_attention.kernels_triton._formats import (
+    cache_format,
+    cache_views,
+    load_scale,
+    narrow,
+    scale_arguments,
+    unit_of,
+)
 from ragged_attention.kernels_triton._pages import Features, Pages, PageSizes, Visible, attend_range
 from ragged_attention.kernels_triton._sequences import (
     VARYING,
@@ -45,8 +53,8 @@ from ragged_attention.kernels_triton._tiles import (
 
 SMALLEST_SCALE = 1e-30  # stands for a scale of 0, so that -inf times it stays -inf
 MIN_SPLIT = 256  # keys below which a split costs more than it saves
-MAX_SPLITS = 64
-SHORT = 1024  # keys that are not worth loading ahead
+MAX_SPLITS = 4096
+MOST_SEQUENCES = 4096  # of which a program sums the lengths
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "k_scale", "v_scale", "return_lse",
     "draft_mask",
@@ -67,12 +75,12 @@ class Tile:
     split_block_kv: int = 64
     split_num_warps: int = 4
     split_num_stages: int = 3
-    num_splits: int = 1  # programs that share one sequence's keys at most; 1 gives bits that depend on nothing else
+    num_splits: int = 1  # parts of all keys of a KV head; 1: one a sequence, whose bits then depend on nothing else
 
     def __post_init__(self) -> None:
         blocks = ("block_q", "block_kv", "edge_kv", "split_block_q", "split_block_kv")
         expect_power_of_two(self, **dict.fromkeys(blocks, (16, 256)), num_warps=(1, 16), split_num_warps=(1, 16))
-        expect_between(self, num_stages=(1, 8), split_num_stages=(1, 8), num_splits=(1, 256))
+        expect_between(self, num_stages=(1, 8), split_num_stages=(1, 8), num_splits=(1, MAX_SPLITS))
         if not isinstance(self.split_weights_below, int) or self.split_weights_below < 0:
             raise InvalidInput(f"expected split_weights_below >= 0, got {self.split_weights_below!r}")
 
@@ -88,8 +96,9 @@ def heuristic(call: RaggedPagedAttention) -> Tile:
     """
     block_q, block_kv, edge_kv, num_warps, num_stages = tile_sizes(call)
     block_q = min(block_q, max(16, next_power_of_2(call.num_tokens * call.group)))
-    if block_q < 64:  # whose products are narrower: with more keys eight warps spill
+    if block_q < 64:  # whose products are narrower
         block_kv = min(block_kv, 64)
+        num_warps = min(num_warps, 4) if call.device.arch.startswith("sm_") and padded_width(call) <= 128 else num_warps
     block_kv, num_stages = fit_pages(call, block_q, block_kv, num_stages)
     split_block_q = split_rows(call)
     split_block_kv, split_num_warps, split_num_stages = split_sizes(call, split_block_q)
@@ -116,21 +125,21 @@ def tile_sizes(call: Any) -> tuple[int, int, int, int, int]:
     """Rows, keys, keys at the edges, warps and stages of the tile kernel."""
     arch, width = call.device.arch, padded_width(call)
     if on_cuda_cores(call):
-        return 16, 16, 16, 4 if arch in ("sm_80", "sm_86") else 8, 2
+        return 16, 16, 16, 4 if arch in ("sm_80", "sm_86") else 8, 3
     if width > 256:  # 64 rows of 512 leave no registers for anything else, so no wgmma here
         return (32, 64, 32, 8, 2) if arch == "sm_90" else (32, 32, 32, 8, 2 if arch.startswith("sm_") else 1)
     if call.draft_mask is not None:  # addresses of its entries take registers
-        return 32, 32, 16, 4, 2
+        return 32, 32, 16, 4, 3
     if width > 128:
         if arch == "sm_90":
-            return 128, 32, 16, 8, 2
+            return 128, 32, 16, 8, 3
         return (64, 32, 32, 8, 2) if arch in WGMMA else (32, 32, 32, 4, 2)
     if arch == "sm_90":
         powers = all(n & (n - 1) == 0 for n in (call.group, call.page_size))
         windowed = call.sliding_window is not None and width > 64
         if cache_format(call) != "plain" or not powers or windowed:  # decoding, dividing and masks take registers
-            return 128, 64, 64, 8, 3
-        keys = 64 if call.page_size in (32, 64) else 128
+            return 128, 64, 32, 8, 3
+        keys = 64 if call.page_size in (1, 32, 64) else 128
         return (256, 64, 32, 8, 3) if width <= 64 else (128, keys, 64, 8, 3)
     if call.device.platform == "cpu":
         return 128, 64, 32, 8, 3
@@ -140,23 +149,17 @@ def tile_sizes(call: Any) -> tuple[int, int, int, int, int]:
         return 128, 32, 32, 4, 2
     one_product = dtype_name(call.q) == call.cache_dtype == "float16"  # and nothing to decode
     edge = 64 if cache_format(call) == "plain" else 32  # decoding takes registers
-    return (64, 32, 32, 4, 2) if one_product else (64, 64, edge, 8, 3 if arch == "sm_86" else 2)
+    return (64, 32, 32, 4, 3) if one_product else (64, 64, edge, 8, 3)
 
 
 def split_sizes(call: Any, rows: int) -> tuple[int, int, int]:
     """Keys, warps and stages of the split kernel."""
     width = padded_width(call)
     if on_cuda_cores(call):
-        return 16, 4 * max(1, rows // 32), 2
+        return 16, 4 * max(1, rows // 32), 3
     if width > 256:
-        return 32, 8, 2 if call.device.arch.startswith("sm_") else 1
-    if call.draft_mask is not None:
-        return 32, 4, 2
-    keys = 32 if width > 128 else 64
-    if call.device.arch not in WGMMA or call.capacity <= SHORT:
-        return keys, 4, 3 if width > 128 else 2
-    # Loading page numbers takes two stages of its own, where a block of keys has several; 32 rows leave no registers.
-    return keys, 4, 3 if call.page_size % keys == 0 or rows > 16 else 5
+        return 32, 8, 3 if call.device.arch.startswith("sm_") else 1
+    return 32 if width > 128 or call.draft_mask is not None else 64, 4, 3
 
 
 def fit_pages(call: Any, rows: int, keys: int, stages: int) -> tuple[int, int]:
@@ -164,8 +167,13 @@ def fit_pages(call: Any, rows: int, keys: int, stages: int) -> tuple[int, int]:
     width = next_power_of_2(call.head_dim)
     both = width + next_power_of_2(call.v_head_dim)
 
-    def size(keys: int, stages: int) -> int:  # a pipeline of n stages keeps n - 1 blocks in shared memory
-        return (max(stages - 1, 1) * keys * both + rows * (width + keys)) * item_size(call.q)
+    # A pipeline of n stages keeps n - 1 blocks in shared memory, and one more where products run on by themselves. Such
+    # products take weights from registers.
+    wide = call.device.arch in WGMMA and rows >= 64
+    more = 0 if wide else 1
+
+    def size(keys: int, stages: int) -> int:
+        return (max(stages - more, 1) * keys * both + rows * (width + more * keys)) * item_size(call.q)
 
     return fit(call, keys, stages, size, good_keys=32)
 
@@ -178,12 +186,12 @@ def split_rows(call: Any) -> int:
 
 
 def splits(call: Any) -> int:
-    """Eight programs per multiprocessor, as far as the longest sequence that the tables can hold has keys for it."""
-    work = max(call.max_num_seqs * call.num_kv_heads, 1)
-    wanted = next_power_of_2(cdiv(8 * call.device.num_multiprocessors, work))
+    """Parts for eight programs per multiprocessor, as far as there can be keys for them."""
     keys = call.capacity if call.sliding_window is None else min(call.capacity, call.sliding_window + 8)
-    # A power of two, since each number of splits is code of its own.
-    return min(wanted, next_power_of_2(cdiv(keys, MIN_SPLIT)), MAX_SPLITS)
+    if keys <= MIN_SPLIT or call.max_num_seqs > MOST_SEQUENCES:
+        return 1
+    wanted = cdiv(8 * call.device.num_multiprocessors, max(call.num_kv_heads, 1))
+    return min(wanted, call.max_num_seqs * cdiv(keys, MIN_SPLIT), MAX_SPLITS)
 
 
 class Rows(NamedTuple):
@@ -213,6 +221,18 @@ def load_rows(q_ptr, token_stride, head_stride, rows, negative, SIGNED: tl.const
         wide = q.to(tl.float32)
         q = tl.where(negative, -wide, wide).to(q.dtype)
     return q
+
+
+@triton.jit
+def in_float16(q):
+    """bfloat16 rows as float16, and the powers of two that they were divided by.
+
+    For caches of 8 bits: their codes are exact in float16 and a single conversion from it, while bfloat16 takes three
+    for two of them; and weights are rounded to 11 bits instead of 8.
+    """
+    wide = q.to(tl.float32)
+    unit = unit_of(wide)
+    return narrow(wide / unit[:, None], tl.float16), unit
 
 
 @triton.jit
@@ -250,6 +270,22 @@ def store_part(parts_ptr, lses_ptr, state, rows, part, DV: tl.constexpr, DV_PAD:
     mask = (rows.row < rows.num_rows)[:, None] & (dv < DV)[None, :]
     tl.store(parts_ptr + index[:, None] * DV + dv[None, :], acc, mask=mask)
     tl.store(lses_ptr + index, lse, mask=rows.row < rows.num_rows)
+
+
+@triton.jit
+def clear_rows(out_ptr, lse_ptr, cu_q_lens_ptr, num_seqs, num_tokens, kv_head, GROUP: tl.constexpr,
+               NUM_HEADS: tl.constexpr, ROWS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr):  # fmt: skip
+    """Write the rows that belong to no sequence, of a call that has no more than ROWS: 0 and -inf."""
+    row = tl.arange(0, ROWS)
+    token = row // GROUP
+    first = query_edge(cu_q_lens_ptr, 0, num_tokens)
+    last = query_edge(cu_q_lens_ptr, num_seqs, num_tokens)
+    nobodys = (token < num_tokens) & ((token < first) | (token >= last))
+    index = token.to(tl.int64) * NUM_HEADS + kv_head * GROUP + row % GROUP
+    dv = tl.arange(0, DV_PAD)
+    zeros = tl.zeros([ROWS, DV_PAD], out_ptr.dtype.element_ty)
+    tl.store(out_ptr + index[:, None] * DV + dv[None, :], zeros, mask=nobodys[:, None] & (dv < DV)[None, :])
+    tl.store(lse_ptr + index, tl.full([ROWS], float("-inf"), tl.float32), mask=nobodys)
 
 
 @triton.jit
@@ -319,6 +355,9 @@ def tile_kernel(
             k_scale_ptr, kv_head, k_scale_factor, sm_scale, soft_cap, K_SCALE_STRIDE, HAS_SOFT_CAP, SMALLEST
         )
         q = load_rows(q_ptr, q_token_stride, q_head_stride, rows, negative, SIGNED, GROUP, D, D_PAD)
+        unit = None
+        if FORMAT != "plain" and q.dtype == tl.bfloat16:
+            q, unit = in_float16(q)
         pages = Pages(
             k_ptr + kv_head.to(tl.int64) * k_head_stride, k_page_stride, k_slot_stride,
             v_ptr + v_offset + kv_head.to(tl.int64) * v_head_stride, v_page_stride, v_slot_stride,
@@ -330,7 +369,7 @@ def tile_kernel(
             kv_len - q_len,
         )  # fmt: skip
         state = attend_range(
-            q, first // EDGE_KV * EDGE_KV, last, visible, pages, (inner_scale, outer_scale),
+            q, unit, first // EDGE_KV * EDGE_KV, last, visible, pages, (inner_scale, outer_scale),
             Features(CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_DRAFT_MASK),
             PageSizes(PAGE_SIZE, D, D_PAD, DV, DV_PAD, FORMAT), BLOCK_KV, EDGE_KV, 1, SPLIT_WEIGHTS_BELOW,
         )  # fmt: skip
@@ -339,66 +378,95 @@ def tile_kernel(
 
 
 @triton.jit
-def split_bounds(first, last, MIN_KEYS: tl.constexpr, BLOCK_KV: tl.constexpr, NUM_SPLITS: tl.constexpr):
-    """(start, keys per split, splits used) for visible keys [first, last): no more splits than are worth it."""
-    start = first // BLOCK_KV * BLOCK_KV
-    keys = (last - start + NUM_SPLITS - 1) // NUM_SPLITS
-    keys = tl.maximum((keys + BLOCK_KV - 1) // BLOCK_KV * BLOCK_KV, MIN_KEYS)
-    used = tl.where(last > first, (last - start + keys - 1) // keys, 0)
-    return start, keys, used
+def short_sequence(seq, cu_q_lens_ptr, kv_lens_ptr, num_seqs, num_tokens, max_num_seqs, capacity, window,
+                   HAS_WINDOW: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr,
+                   BLOCK_Q: tl.constexpr):  # fmt: skip
+    """(start, q_len, kv_len, first, last) of one sequence or of several; q_len is 0 for one that is not live, or whose
+    rows are for the tile kernel."""
+    row = tl.minimum(seq, max_num_seqs - 1)
+    start = query_edge(cu_q_lens_ptr, row, num_tokens)
+    stop = tl.maximum(query_edge(cu_q_lens_ptr, row + 1, num_tokens), start)
+    q_len = tl.where((seq < num_seqs) & ((stop - start) * GROUP <= BLOCK_Q), stop - start, 0)
+    kv_len = tl.minimum(tl.maximum(tl.load(kv_lens_ptr + row), 0), capacity)
+    first, last = key_range(kv_len - q_len, kv_len - 1, kv_len, window, CAUSAL, HAS_WINDOW)
+    return start, q_len, kv_len, first, last
 
 
 @triton.jit
-def split_sequence(seq, cu_q_lens_ptr, kv_lens_ptr, num_seqs_ptr, num_tokens, max_num_seqs, capacity, window,
-                   HAS_NUM_SEQS: tl.constexpr, HAS_WINDOW: tl.constexpr, CAUSAL: tl.constexpr):  # fmt: skip
-    """(start, q_len, kv_len, first, last) of a sequence; q_len is 0 for one that is not live."""
-    num_seqs = count_sequences(num_seqs_ptr, max_num_seqs, HAS_NUM_SEQS)
-    start = query_edge(cu_q_lens_ptr, seq, num_tokens)
-    stop = tl.maximum(query_edge(cu_q_lens_ptr, seq + 1, num_tokens), start)
-    q_len = tl.where(seq < num_seqs, stop - start, 0)
-    kv_len = tl.minimum(tl.maximum(tl.load(kv_lens_ptr + seq), 0), capacity)
-    first, last = key_range(kv_len - q_len, kv_len - 1, kv_len, window, CAUSAL, HAS_WINDOW)
-    return start, q_len, kv_len, first, last
+def parts_of_all(cu_q_lens_ptr, kv_lens_ptr, num_seqs, num_tokens, max_num_seqs, capacity, window, num_splits,
+                 HAS_WINDOW: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr,
+                 BLOCK_KV: tl.constexpr, MIN_BLOCKS: tl.constexpr, SEQS: tl.constexpr):  # fmt: skip
+    """(the parts of each sequence, how many blocks of keys one has): about `num_splits` in all, one each at least."""
+    seq = tl.arange(0, SEQS)
+    _, q_len, _, first, last = short_sequence(seq, cu_q_lens_ptr, kv_lens_ptr, num_seqs, num_tokens, max_num_seqs,
+                                              capacity, window, HAS_WINDOW, CAUSAL, GROUP, BLOCK_Q)  # fmt: skip
+    blocks = tl.where(q_len > 0, (last + BLOCK_KV - 1) // BLOCK_KV - first // BLOCK_KV, 0)
+    each = (tl.sum(blocks.to(tl.int64), 0) + num_splits - 1) // num_splits
+    each = tl.maximum(each, MIN_BLOCKS).to(tl.int32)
+    return tl.where(q_len > 0, tl.maximum((blocks + each - 1) // each, 1), 0), each
 
 
 @triton.jit(do_not_specialize=VARYING)
 def split_kernel(
     q_ptr, k_ptr, v_ptr, kv_lens_ptr, page_indices_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr,
     k_scale_ptr, v_scale_ptr, draft_mask_ptr,
-    given_out_ptr, given_lse_ptr, out_ptr, lse_ptr,
+    given_out_ptr, given_lse_ptr, parts_ptr, part_lses_ptr, out_ptr, lse_ptr,
     num_tokens, max_num_seqs, num_pages, capacity, window, v_offset, table_stride,
     q_token_stride, q_head_stride, k_page_stride, k_slot_stride, k_head_stride,
     v_page_stride, v_slot_stride, v_head_stride,
-    sm_scale, soft_cap, k_scale_factor, v_scale_factor, draft_stride, draft_width,
+    sm_scale, soft_cap, k_scale_factor, v_scale_factor, draft_stride, draft_width, num_splits,
     K_SCALE_STRIDE: tl.constexpr, V_SCALE_STRIDE: tl.constexpr, HAS_NUM_SEQS: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, CAUSAL: tl.constexpr, HAS_DRAFT_MASK: tl.constexpr,
     SIGNED: tl.constexpr,
     GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     DV: tl.constexpr, DV_PAD: tl.constexpr, FORMAT: tl.constexpr, SMALLEST: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, WEIGHT_PARTS: tl.constexpr, NUM_SPLITS: tl.constexpr,
-    MIN_KEYS: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, WEIGHT_PARTS: tl.constexpr, WHOLE: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr, SEQS: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
-    """One split of a short sequence's keys for one KV head. With one split it finishes the rows itself.
+    """One part of a short sequence's keys for one KV head; a sequence of one part is finished here.
 
-    Otherwise out is [S, K, NUM_SPLITS, BLOCK_Q, DV] float32, each part normalised, and lse [S, K, NUM_SPLITS, BLOCK_Q]
-    in base 2.
+    Otherwise the result goes to parts [entries, K, BLOCK_Q, DV] float32, normalised, and its base-2 lse beside it. If
+    WHOLE every sequence is one part. Where no tile kernel runs (ALONE) the rows of no sequence are written here too.
     """
-    seq = tl.program_id(0)
+    entry = tl.program_id(0)  # the one axis without a small limit on some GPUs
     kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    start, q_len, kv_len, first, last = split_sequence(
-        seq, cu_q_lens_ptr, kv_lens_ptr, num_seqs_ptr, num_tokens, max_num_seqs, capacity, window,
-        HAS_NUM_SEQS, HAS_WINDOW, CAUSAL,
+    num_seqs = count_sequences(num_seqs_ptr, max_num_seqs, HAS_NUM_SEQS)
+    if ALONE:  # noqa: SIM102  (known when compiled)
+        if entry == 0:
+            clear_rows(out_ptr, lse_ptr, cu_q_lens_ptr, num_seqs, num_tokens, kv_head, GROUP, NUM_HEADS, BLOCK_Q, DV,
+                       DV_PAD)  # fmt: skip
+    seq = entry
+    part = 0
+    count = 1
+    if not WHOLE:
+        counts, each = parts_of_all(
+            cu_q_lens_ptr, kv_lens_ptr, num_seqs, num_tokens, max_num_seqs, capacity, window, num_splits,
+            HAS_WINDOW, CAUSAL, GROUP, BLOCK_Q, BLOCK_KV, MIN_BLOCKS, SEQS,
+        )  # fmt: skip
+        ends = tl.cumsum(counts, 0)
+        seq = tl.sum((ends <= entry).to(tl.int32), 0)
+        own = tl.arange(0, SEQS) == seq
+        count = tl.sum(tl.where(own, counts, 0), 0)
+        part = entry - tl.sum(tl.where(own, ends, 0), 0) + count
+    start, q_len, kv_len, first, last = short_sequence(
+        seq, cu_q_lens_ptr, kv_lens_ptr, num_seqs, num_tokens, max_num_seqs, capacity, window, HAS_WINDOW, CAUSAL,
+        GROUP, BLOCK_Q,
     )  # fmt: skip
     num_rows = q_len * GROUP
-    begin, keys, used = split_bounds(first, last, MIN_KEYS, BLOCK_KV, NUM_SPLITS)
-    if (num_rows > 0) & (num_rows <= BLOCK_Q) & ((split < used) | (NUM_SPLITS == 1)):
+    if num_rows > 0:
+        begin = first // BLOCK_KV * BLOCK_KV
+        stop = last
+        if not WHOLE:
+            begin += part * each * BLOCK_KV
+            stop = tl.minimum(begin + each * BLOCK_KV, last)
         rows = Rows(tl.arange(0, BLOCK_Q), num_rows, start, kv_head)
         inner_scale, outer_scale, negative = logit_scales(
             k_scale_ptr, kv_head, k_scale_factor, sm_scale, soft_cap, K_SCALE_STRIDE, HAS_SOFT_CAP, SMALLEST
         )
         q = load_rows(q_ptr, q_token_stride, q_head_stride, rows, negative, SIGNED, GROUP, D, D_PAD)
-        begin += split * keys
+        unit = None
+        if FORMAT != "plain" and q.dtype == tl.bfloat16:
+            q, unit = in_float16(q)
         pages = Pages(
             k_ptr + kv_head.to(tl.int64) * k_head_stride, k_page_stride, k_slot_stride,
             v_ptr + v_offset + kv_head.to(tl.int64) * v_head_stride, v_page_stride, v_slot_stride,
@@ -410,48 +478,57 @@ def split_kernel(
             kv_len - q_len,
         )  # fmt: skip
         state = attend_range(
-            q, begin, tl.minimum(begin + keys, last), visible, pages, (inner_scale, outer_scale),
+            q, unit, begin, stop, visible, pages, (inner_scale, outer_scale),
             Features(CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_DRAFT_MASK),
             PageSizes(PAGE_SIZE, D, D_PAD, DV, DV_PAD, FORMAT), BLOCK_KV, BLOCK_KV, WEIGHT_PARTS, 0,
         )  # fmt: skip
-        if NUM_SPLITS == 1:
+        if WHOLE or count == 1:
             v_scale = load_scale(v_scale_ptr, kv_head, v_scale_factor, V_SCALE_STRIDE)
             store_rows(out_ptr, lse_ptr, state, rows, sinks_ptr, v_scale, HAS_SINKS, GROUP, NUM_HEADS, DV, DV_PAD)
         else:
-            part = (seq.to(tl.int64) * (NUM_HEADS // GROUP) + kv_head) * NUM_SPLITS + split
-            store_part(out_ptr, lse_ptr, state, rows, part, DV, DV_PAD)
+            index = entry.to(tl.int64) * (NUM_HEADS // GROUP) + kv_head
+            store_part(parts_ptr, part_lses_ptr, state, rows, index, DV, DV_PAD)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def combine_kernel(
     parts_ptr, part_lses_ptr, kv_lens_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr, v_scale_ptr,
     given_out_ptr, given_lse_ptr, out_ptr, lse_ptr,
-    num_tokens, max_num_seqs, capacity, window, v_scale_factor,
+    num_tokens, max_num_seqs, capacity, window, v_scale_factor, num_splits,
     V_SCALE_STRIDE: tl.constexpr, HAS_NUM_SEQS: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr, NUM_HEADS: tl.constexpr,
     DV: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, MIN_KEYS: tl.constexpr, PARTS: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr, SEQS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One row of a short sequence: its splits, in order, into the result."""
-    seq = tl.program_id(0)  # the one axis without a small limit on some GPUs
+    """One row of a short sequence of several parts: these, in order, into the result."""
+    seq = tl.program_id(0)
     kv_head = tl.program_id(1)
     row = tl.program_id(2)
-    start, q_len, _, first, last = split_sequence(
-        seq, cu_q_lens_ptr, kv_lens_ptr, num_seqs_ptr, num_tokens, max_num_seqs, capacity, window,
-        HAS_NUM_SEQS, HAS_WINDOW, CAUSAL,
+    num_seqs = count_sequences(num_seqs_ptr, max_num_seqs, HAS_NUM_SEQS)
+    start, q_len, _, _, _ = short_sequence(
+        seq, cu_q_lens_ptr, kv_lens_ptr, num_seqs, num_tokens, max_num_seqs, capacity, window, HAS_WINDOW, CAUSAL,
+        GROUP, BLOCK_Q,
     )  # fmt: skip
     num_rows = q_len * GROUP
-    if (row < num_rows) & (num_rows <= BLOCK_Q):
-        _, _, used = split_bounds(first, last, MIN_KEYS, BLOCK_KV, NUM_SPLITS)
-        index = (seq.to(tl.int64) * (NUM_HEADS // GROUP) + kv_head) * NUM_SPLITS * BLOCK_Q + row
-        acc, m_i, l_i = merge_parts(
-            parts_ptr + index * DV, part_lses_ptr + index, used, BLOCK_Q * DV, BLOCK_Q, 1.0, PARTS, DV, DV_PAD
-        )
-        v_scale = load_scale(v_scale_ptr, kv_head, v_scale_factor, V_SCALE_STRIDE)
-        zero = tl.zeros([1], tl.float32)
-        rows = Rows(row + tl.arange(0, 1), num_rows, start, kv_head)
-        store_rows(out_ptr, lse_ptr, (m_i + zero, l_i + zero, acc[None, :]), rows, sinks_ptr, v_scale, HAS_SINKS,
-                   GROUP, NUM_HEADS, DV, DV_PAD)  # fmt: skip
+    if row < num_rows:
+        counts, _ = parts_of_all(
+            cu_q_lens_ptr, kv_lens_ptr, num_seqs, num_tokens, max_num_seqs, capacity, window, num_splits,
+            HAS_WINDOW, CAUSAL, GROUP, BLOCK_Q, BLOCK_KV, MIN_BLOCKS, SEQS,
+        )  # fmt: skip
+        entry = tl.sum(tl.where(tl.arange(0, SEQS) < seq, counts, 0), 0)
+        count = tl.sum(tl.where(tl.arange(0, SEQS) == seq, counts, 0), 0)
+        if count > 1:
+            KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
+            index = (entry.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_Q + row
+            step: tl.constexpr = KV_HEADS * BLOCK_Q
+            acc, m_i, l_i = merge_parts(
+                parts_ptr + index * DV, part_lses_ptr + index, count, step * DV, step, 1.0, PARTS, DV, DV_PAD
+            )
+            v_scale = load_scale(v_scale_ptr, kv_head, v_scale_factor, V_SCALE_STRIDE)
+            zero = tl.zeros([1], tl.float32)
+            rows = Rows(row + tl.arange(0, 1), num_rows, start, kv_head)
+            store_rows(out_ptr, lse_ptr, (m_i + zero, l_i + zero, acc[None, :]), rows, sinks_ptr, v_scale, HAS_SINKS,
+                       GROUP, NUM_HEADS, DV, DV_PAD)  # fmt: skip
 
 
 def shared_arguments(call: Any, v_arguments: dict[str, Any]) -> dict[str, Any]:
@@ -503,6 +580,64 @@ def attention_arguments(
     }
 
 
+def run_short(
+    call: Any, tile: Tile, launch: Any, inputs: Any, given: Any, shared: Any, attention: Any
+) -> list[Any]:  # fmt: skip
+    """Enqueue the kernels of short sequences: they write what the tile kernel left of `given`, or all without that."""
+    whole = tile.num_splits == 1
+    entries = call.max_num_seqs + (0 if whole else tile.num_splits)
+    parts = (1,) if whole else (entries, call.num_kv_heads, tile.split_block_q)
+    splitting = {
+        "BLOCK_Q": tile.split_block_q,
+        "BLOCK_KV": tile.split_block_kv,
+        "MIN_BLOCKS": cdiv(MIN_SPLIT, tile.split_block_kv),
+        "SEQS": 1 if whole else next_power_of_2(call.max_num_seqs),
+        "num_splits": tile.num_splits,
+    }
+    out, lse = given or (inputs[0], inputs[0])  # these stand for arrays that are not there
+    *partial, out, lse = launch(
+        split_kernel,
+        (entries, call.num_kv_heads),
+        (*inputs, out, lse),
+        [
+            ((1,) if whole else (*parts, call.v_head_dim), "float32"),
+            (parts, "float32"),
+            *([] if given else results(call)),
+        ],
+        inplace=(len(inputs), len(inputs) + 1) if given else (),
+        num_warps=tile.split_num_warps,
+        num_stages=tile.split_num_stages,
+        WEIGHT_PARTS=2 if in_bfloat16(call) else 1,
+        WHOLE=whole,
+        ALONE=given is None,
+        **splitting,
+        **attention,
+    )
+    if whole:
+        return [out, lse]
+    _, _, _, kv_lens, _, cu_q_lens, num_seqs, sinks, _, v_scale, _ = inputs
+    return launch(
+        combine_kernel,
+        (call.max_num_seqs, call.num_kv_heads, tile.split_block_q),
+        (*partial, kv_lens, cu_q_lens, num_seqs, sinks, v_scale, out, lse),
+        [],
+        inplace=(7, 8),
+        PARTS=min(next_power_of_2(tile.num_splits), max(1, 4096 // next_power_of_2(call.v_head_dim))),
+        **splitting,
+        **shared,
+    )
+
+
+def in_bfloat16(call: Any) -> bool:
+    """Whether products are of bfloat16, to which weights are rounded with care."""
+    return dtype_name(call.q) == call.cache_dtype == "bfloat16"
+
+
+def results(call: Any) -> list[Any]:
+    """Out and lse as a launcher allocates them."""
+    return [(call.out_shape, call.q.dtype), (call.q.shape[:2], "float32")]
+
+
 def run(call: RaggedPagedAttention, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernels; see the module's docstring for the plan."""
     q = launch.packed(call.q)
@@ -519,53 +654,25 @@ def run(call: RaggedPagedAttention, tile: Tile, launch: Any) -> Any:
         call, views, k_arguments, launch.strides(q), table_stride, launch.strides(draft_mask)[0]
     )
     inputs = (q, *views[:2], kv_lens, page_indices, cu_q_lens, num_seqs, sinks, k_scale, v_scale, draft_mask)
-    blocks = call.num_tokens * call.group // tile.block_q + call.max_num_seqs + 2
-    out, lse = launch(
-        tile_kernel,
-        (blocks if call.num_tokens else 0, call.num_kv_heads),
-        inputs,
-        [(call.out_shape, call.q.dtype), (call.q.shape[:2], "float32")],
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        BLOCK_Q=tile.block_q,
-        BLOCK_KV=tile.block_kv,
-        EDGE_KV=min(tile.edge_kv, tile.block_kv),
-        SPLIT_WEIGHTS_BELOW=tile.split_weights_below if dtype_name(q) == "bfloat16" else 0,
-        SPLIT_BLOCK_Q=tile.split_block_q,
-        **attention,
-    )
-    if not call.num_tokens or not call.max_num_seqs:
-        return (out, lse) if call.return_lse else out
-    splitting = {
-        "BLOCK_Q": tile.split_block_q,
-        "BLOCK_KV": tile.split_block_kv,
-        "NUM_SPLITS": tile.num_splits,
-        "MIN_KEYS": cdiv(MIN_SPLIT, tile.split_block_kv) * tile.split_block_kv,
-    }
-    parts = (call.max_num_seqs, call.num_kv_heads, tile.num_splits, tile.split_block_q)
-    whole = tile.num_splits == 1
-    first, second = launch(
-        split_kernel,
-        (call.max_num_seqs, call.num_kv_heads, tile.num_splits),
-        (*inputs, out, lse),
-        [] if whole else [((*parts, call.v_head_dim), "float32"), (parts, "float32")],
-        inplace=(len(inputs), len(inputs) + 1) if whole else (),
-        num_warps=tile.split_num_warps,
-        num_stages=tile.split_num_stages,
-        WEIGHT_PARTS=2 if dtype_name(q) == "bfloat16" else 1,
-        **splitting,
-        **attention,
-    )
-    if whole:
-        return (first, second) if call.return_lse else first
-    out, lse = launch(
-        combine_kernel,
-        (call.max_num_seqs, call.num_kv_heads, tile.split_block_q),
-        (first, second, kv_lens, cu_q_lens, num_seqs, sinks, v_scale, out, lse),
-        [],
-        inplace=(7, 8),
-        PARTS=min(next_power_of_2(tile.num_splits), max(1, 4096 // next_power_of_2(call.v_head_dim))),
-        **splitting,
-        **shared,
-    )
+    found = None
+    # Of so few rows no sequence can have too many for the split kernel.
+    if not 0 < call.num_tokens * call.group <= tile.split_block_q or not call.max_num_seqs:
+        blocks = call.num_tokens * call.group // tile.block_q + call.max_num_seqs + 2
+        found = launch(
+            tile_kernel,
+            (blocks if call.num_tokens else 0, call.num_kv_heads),
+            inputs,
+            results(call),
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+            BLOCK_Q=tile.block_q,
+            BLOCK_KV=tile.block_kv,
+            EDGE_KV=min(tile.edge_kv, tile.block_kv),
+            SPLIT_WEIGHTS_BELOW=tile.split_weights_below if in_bfloat16(call) else 0,
+            SPLIT_BLOCK_Q=tile.split_block_q,
+            **attention,
+        )
+    if call.num_tokens and call.max_num_seqs:
+        found = run_short(call, tile, launch, inputs, found, shared, attention)
+    out, lse = found
     return (out, lse) if call.return_lse else out

@@ -16,7 +16,7 @@ def why_not(call: SparseMlaPrefill) -> str | None:
 
 def heuristic(call: SparseMlaPrefill) -> Tile:
     rows = call.num_q_heads // call.num_kv_heads
-    return plan.tile_for(call, rows, call.num_tokens * call.num_kv_heads, call.topk, dense=False, extra=False)
+    return plan.tile_for(call, rows, call.num_tokens * call.num_kv_heads, call.topk, extra=False)
 
 
 def run(call: SparseMlaPrefill, tile: Tile, launch: Any) -> Any:

@@ -27,7 +27,7 @@ import triton.language as tl
 
 from ragged_attention.calls import SparseMlaPrefillBackward
 from ragged_attention.kernels_triton._formats import narrow
-from ragged_attention.kernels_triton._latent.lists import keys_of, list_length
+from ragged_attention.kernels_triton._latent.lists import entries_of, keys_of, list_length
 from ragged_attention.kernels_triton._latent.plan import LARGEST_INT
 from ragged_attention.kernels_triton._latent.rows import store_groups, whole_columns
 from ragged_attention.kernels_triton._sequences import VARYING
@@ -292,8 +292,12 @@ def gradient_kernel(
     kv_ptr += kv_head.to(tl.int64) * head_stride
     last = list_length(lens_ptr, token, 0, TOPK, lens_stride, 0, HAS_LENS)
     entries = list_ptr + wide_token * list_token_stride + kv_head.to(tl.int64) * list_head_stride
-    for block in range((last + BLOCK_KV - 1) // BLOCK_KV):
-        position, page, slot_in_page, readable = keys_of(entries, block, last, num_slots, True, PAGE_SIZE, BLOCK_KV)
+    blocks = (last + BLOCK_KV - 1) // BLOCK_KV
+    following = entries_of(entries, 0, blocks > 0, last, True, PAGE_SIZE, BLOCK_KV)
+    for block in range(blocks):
+        slots = following
+        following = entries_of(entries, block + 1, block + 1 < blocks, last, True, PAGE_SIZE, BLOCK_KV)
+        position, page, slot_in_page, readable = keys_of(slots, block, last, num_slots, True, PAGE_SIZE, BLOCK_KV)
         rows = kv_ptr + page.to(tl.int64) * page_stride + slot_in_page.to(tl.int64) * slot_stride
         if PARTS:
             entry = (job.to(tl.int64) * TOPK + position) * BLOCKS + block_of_heads

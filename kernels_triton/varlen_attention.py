@@ -87,10 +87,10 @@ def sizes(call: Any) -> tuple[int, int, int, int]:
         return (128, 32, 4, 2) if columns <= 320 else (64, 32, 4, 1)
     whole = not any(rest for _, rest in _varlen.widths(call))
     if arch == "sm_90" and columns <= 256 and whole and call.soft_cap is None:
-        return 128, 128, 8, 2
+        return 128, 128, 8, 3
     if arch in WGMMA:
         return (128, 64, 8, 3) if columns <= 320 else (128, 32, 8, 3)
-    return (128, 64, 8, 2) if columns <= 256 else (128, 32, 8, 2) if columns <= 320 else (64, 32, 8, 2)
+    return (128, 64, 8, 3) if columns <= 256 else (128, 32, 8, 3) if columns <= 320 else (64, 32, 8, 3)
 
 
 @triton.jit

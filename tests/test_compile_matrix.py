@@ -489,8 +489,8 @@ def tile_of(case: mla_cases.LatentCase, arch: str) -> tuple[Any, ...]:
 
 # A kernel's constants that change numbers in its code, not what is computed how; and those of which it matters only
 # whether they are 1.
-NUMBERS = {"NUM_HEADS", "SPLIT_BLOCK_Q", "ROWS", "TOPK", "KV_HEADS", "MIN_KEYS", "MIN_BLOCKS"}
-ONE_OR_MORE = {"GROUP", "NUM_SPLITS", "NUM_Q"}
+NUMBERS = {"NUM_HEADS", "SPLIT_BLOCK_Q", "ROWS", "TOPK", "KV_HEADS", "MIN_BLOCKS"}
+ONE_OR_MORE = {"GROUP", "SEQS", "NUM_Q", "PARTS"}
 
 
 def shape_of(launch: compiling.Launch) -> tuple[Any, ...]:

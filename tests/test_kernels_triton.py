@@ -22,7 +22,7 @@ torch = pytest.importorskip("torch")
     [
         ("ragged_paged_attention", {"block_q": 48}, "expected block_q to be a power of two from 16 to 256, got 48"),
         ("ragged_paged_attention", {"num_warps": 32}, "expected num_warps to be a power of two from 1 to 16, got 32"),
-        ("ragged_paged_attention", {"num_splits": 0}, "expected num_splits from 1 to 256, got 0"),
+        ("ragged_paged_attention", {"num_splits": 0}, "expected num_splits from 1 to 4096, got 0"),
         ("ragged_paged_attention", {"edge_kv": 8}, "expected edge_kv to be a power of two from 16 to 256, got 8"),
         ("ragged_paged_attention", {"split_weights_below": -1}, "expected split_weights_below >= 0, got -1"),
         ("write_kv_pages", {"block_t": 3}, "expected block_t to be a power of two from 1 to 256, got 3"),

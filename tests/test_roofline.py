@@ -31,6 +31,7 @@ class Counter:
         self.kernel = ""
         self.arrays: list[tuple[int, int, str]] = []
         self.work: dict[str, Work] = collections.defaultdict(Work)
+        self.products: dict[str, collections.Counter[Any]] = collections.defaultdict(collections.Counter)
 
     def launched(self, kernel: str, arguments: dict[str, Any]) -> None:
         self.kernel = kernel
@@ -48,9 +49,10 @@ class Counter:
         elif names & set(ROWS):
             self.work[self.kernel] += Work(rows=addresses.size * size)
 
-    def multiplied(self, a: Any, b: Any) -> None:
+    def multiplied(self, program: Any, a: Any, b: Any) -> None:
         (rows, inner), columns = a.data.shape, b.data.shape[1]
         self.work[self.kernel] += Work(flops=2 * rows * inner * columns)
+        self.products[self.kernel][program] += 1
 
 
 @pytest.fixture
@@ -70,7 +72,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Counter:
         return store(self, pointers, value, mask, *rest)
 
     def counted_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        counter.multiplied(a, b)
+        counter.multiplied(self.grid_idx, a, b)
         return dot(self, a, b, *rest)
 
     def counted_run(self: Any, *arguments: Any, **more: Any) -> Any:
@@ -120,6 +122,14 @@ def test_the_model_counts_what_the_kernels_do(
     want = {name: dataclasses.replace(work, flops=work.flops + work.again, again=0) for name, work in found.items()}
     assert {name: counter.work[name] for name in want} == want
     assert [name for name, work in counter.work.items() if work != Work() and name not in want] == []
+    # As many programs have keys as the plan says, and they share the products as it says.
+    for step in case.steps("triton", HOPPER, tile=tile):
+        if step.turns and len(step.programs) > 1 and step.name != "tile_kernel":  # of which both loops differ
+            shares = sorted(counter.products[step.name].values())
+            turns = sorted(sum(each) for each, number in step.programs.items() for _ in range(number))
+            assert [share / shares[-1] for share in shares] == pytest.approx([turn / turns[-1] for turn in turns])
+        elif step.turns:
+            assert len(counter.products[step.name]) == step.working
 
 
 # Cases that no backend has a plan for with an excess of less than a tenth, and why.
@@ -157,11 +167,14 @@ def test_it_is_known_which_cases_exceed_it_by_more_and_why(best: dict[str, roofl
 
 
 def test_a_plan_by_hand() -> None:
-    """Two decodes over 300 keys, blocks of 64: 16 rows where 4 are needed, and weights in two parts."""
+    """Two decodes over 300 keys, blocks of 64: 16 rows where 4 are needed, and weights in two parts.
+
+    Of ten blocks for four programs none has fewer than four, so that each sequence makes two parts.
+    """
     case = PagedCase(
         name="-", workload="-", q_lens=(1, 1), kv_lens=(300, 300), num_q_heads=8, num_kv_heads=2, head_dim=64
     )
-    tile = dispatch.load(case.operation, "triton").Tile(num_splits=2)
+    tile = dispatch.load(case.operation, "triton").Tile(num_splits=4)
     split, combined = case.steps("triton", HOPPER, tile=tile)
     assert split.work.flops == 2 * 2 * 2 * 16 * 320 * (64 + 64)
     assert split.work.again == split.work.flops // 2
@@ -172,6 +185,56 @@ def test_a_plan_by_hand() -> None:
     assert times["memory"] == case.needed_bytes()
     assert times["cache"] == (split.work.keys + split.work.rows) / 2
     assert times["arithmetic"] == split.work.flops * 1.5 / 4
+
+
+def test_the_launches_of_a_plan() -> None:
+    """Of a decode, and of a combine that has a program for each of 128 rows where there are 32 heads."""
+    plan = roofline.plan_of(catalogue.find("decode_64x4k"), "triton", HOPPER)
+    found = {launch.name: (launch.working, launch.programs) for launch in plan.launches}
+    assert found["split_kernel"] == (64 * 2 * 8, (64 + 132) * 8)
+    assert found["combine_kernel"][0] == 64 * 32
+    assert all(working <= programs for working, programs in found.values())
+    prefill = roofline.plan_of(catalogue.find("prefill_4k"), "triton", HOPPER)
+    assert {launch.name: launch.working for launch in prefill.launches}["tile_kernel"] == 4 * K * 4 // 128 * 8
+    assert roofline.plan_of(catalogue.find("mla_sparse_h16_b8"), "cuda", HOPPER).launches == ()
+
+
+# Kernels that leave at once whatever the lengths of such a batch: to be launched no more, and then taken from here.
+LAUNCHED_IN_VAIN = {"decode": {"tile_kernel"}, "prefill": {"split_kernel", "combine_kernel"}}
+MOST_LAUNCHES = {"decode": 3, "prefill": 3}
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_it_is_known_which_kernels_are_launched_in_vain(kind: str) -> None:
+    every = [
+        case for case in catalogue.paged.CASES.values() if all((n <= 8) == (kind == "decode") for n in case.q_lens)
+    ]
+    plans = [roofline.plan_of(case, "triton", HOPPER) for case in every]
+    idle = {launch.name for plan in plans for launch in plan.launches if not launch.working}
+    assert idle == LAUNCHED_IN_VAIN[kind]
+    assert max(len(plan.launches) for plan in plans) == MOST_LAUNCHES[kind]
+
+
+# Where one program has so many times the keys of one on average, the rest of the GPU waits for it.
+MOST_SKEW = 2.5
+
+
+def test_no_batch_is_skewed(best: dict[str, roofline.Plan]) -> None:
+    assert {name for name, plan in best.items() if plan.skew > MOST_SKEW} == set()
+
+
+def test_one_long_sequence_among_short_ones_is_cut_in_parts() -> None:
+    """63 x 16 and 2048 blocks of 64 keys, for 132 programs a KV head: 24 each at most."""
+    case = catalogue.find("decode_63x1k_1x128k")
+    step = next(case.steps("triton", HOPPER))
+    assert dict(step.programs) == {(16.0, 0.0): 63 * 8, (24.0, 0.0): 85 * 8, (8.0, 0.0): 8}
+    assert (step.working, step.longest) == ((63 + 86) * 8, 24.0)
+    assert step.skew == pytest.approx(24 * (63 + 86) / (63 * 16 + 2048))
+    whole = dispatch.load(case.operation, "triton").Tile(num_splits=1)
+    step = next(case.steps("triton", HOPPER, tile=whole))
+    assert dict(step.programs) == {(16.0, 0.0): 63 * 8, (2048.0, 0.0): 8}
+    even = next(catalogue.find("decode_64x4k").steps("triton", HOPPER))
+    assert even.skew == 1
 
 
 def test_rows_that_the_cache_has_lost_come_again() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.cases.base import Case, Compared, K, Tables, drawn, spans, taken
+from benchmarks.cases.base import Case, Compared, K, Span, Tables, drawn, spans, taken
 from benchmarks.compiled.compiling import ITEMSIZE
 from benchmarks.roofline import H200, Machine, Step, paged
 from ragged_attention.calls import Call, Device
@@ -26,6 +26,7 @@ class PagedCase(Case, Sample):
     q_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
     spare_pages: int = 1  # that nobody uses
+    head_scales: bool = False  # whether the scale is given as an array with one for each KV head
     num_tokens: int = dataclasses.field(init=False)
     max_num_seqs: int = dataclasses.field(init=False)
     max_len: int = dataclasses.field(init=False)
@@ -54,7 +55,8 @@ class PagedCase(Case, Sample):
     @property
     def wgmma_rows(self) -> int:
         rows = max(self.q_lens) * (self.num_q_heads // self.num_kv_heads)
-        return rows if self.head_dim <= LARGEST_WGMMA_HEAD else 0
+        # The addresses of a draft mask's entries take the registers that a tile of so many rows would need.
+        return rows if self.head_dim <= LARGEST_WGMMA_HEAD and self.draft is None else 0
 
     def needed_keys(self) -> int:
         """Cache positions that some query sees, over all sequences."""
@@ -87,10 +89,11 @@ class PagedCase(Case, Sample):
         """Head size, GQA ratio, page size and options stay.
 
         The longest sequence gets about `length` positions, the window shrinks in proportion, and of the sequences the
-        first of each kind (decode, chunk, prefill) stay.
+        first of each kind (decode, chunk, prefill, the longest) stay.
         """
         factor = max(1.0, max(self.kv_lens) / length)
-        order = sorted(range(len(self.q_lens)), key=lambda seq: self.q_lens[: seq + 1].count(self.q_lens[seq]))
+        kinds = [(q_len, kv_len == max(self.kv_lens)) for q_len, kv_len in zip(self.q_lens, self.kv_lens, strict=True)]
+        order = sorted(range(len(kinds)), key=lambda seq: kinds[: seq + 1].count(kinds[seq]))
         kept = [(self.q_lens[seq], self.kv_lens[seq]) for seq in order[:sequences]]
         kv_lens = [max(1, int(kv_len / factor) - index) for index, (_, kv_len) in enumerate(kept)]
         q_lens = [
@@ -117,6 +120,12 @@ class PagedCase(Case, Sample):
         for operation in ("merge_attention_states", "paged_attention", "prefill_attention"):
             yield self.call(operation, device)
 
+    def arguments(self, operation: str) -> dict[str, Any]:
+        given = super().arguments(operation)
+        if self.head_scales and given.get("k_scale") is not None:
+            given |= dict.fromkeys(("k_scale", "v_scale"), FakeArray((self.num_kv_heads,), "float32"))
+        return given
+
     def planned(self, device: Device) -> tuple[str, ...]:
         del device
         return ("triton",)
@@ -134,11 +143,18 @@ class PagedCase(Case, Sample):
         for seq, count in enumerate(self.pages_needed):
             page_indices[seq, :count] = order[start : start + count]
             start += count
-        return {
+        found = {
             "kv_lens": np.array(self.kv_lens, np.int32),
             "page_indices": page_indices,
             "cu_q_lens": np.concatenate([[0], np.cumsum(self.q_lens)]).astype(np.int32),
         }
+        if self.draft is not None:  # a tree: each new token sees itself and about half of those before it
+            found["draft_mask"] = np.concatenate([self._tree(q_len, generator) for q_len in self.q_lens])
+        return found
+
+    def _tree(self, q_len: int, generator: np.random.Generator) -> np.ndarray:
+        rows, columns = np.arange(q_len)[:, None], np.arange(self.draft or 0)
+        return (columns == rows) | ((columns < rows) & (generator.random((q_len, len(columns))) < 0.5))
 
     def changed(self) -> "Iterator[tuple[PagedCase, Tables]]":
         lengths = zip(self.q_lens, self.kv_lens, strict=True)
@@ -148,6 +164,8 @@ class PagedCase(Case, Sample):
 
     def values(self, name: str, array: FakeArray, generator: np.random.Generator) -> np.ndarray:
         values = super().values(name, array, generator)
+        if name in ("k_scale", "v_scale"):
+            return (self.scale or 1.0) * (1 + np.abs(values))
         return np.rint(values * 32).clip(-128, 127) if array.dtype == "int8" else values
 
     @property
@@ -156,7 +174,7 @@ class PagedCase(Case, Sample):
 
     def compared(self, inputs: dict[str, Any], out: Any, to_numpy: Any) -> Compared:
         page_indices = to_numpy(inputs["page_indices"])
-        for span in spans(self.q_lens, self.kv_lens):
+        for span in self._compared_spans():
             pages = page_indices[span.seq, : -(-span.kv_len // self.page_size)].astype(np.int64)
             given = inputs["kv_pages"] if self.split_pages else (inputs["kv_pages"],)
             gathered = tuple(to_numpy(taken(array, pages)) for array in given)
@@ -169,11 +187,23 @@ class PagedCase(Case, Sample):
                 sinks=to_numpy(inputs["sinks"]) if self.sinks else None,
                 sliding_window=self.sliding_window,
                 soft_cap=self.soft_cap,
-                k_scale=self.scale,
-                v_scale=self.scale,
+                draft_mask=to_numpy(inputs["draft_mask"][span.rows]).astype(bool) if self.draft else None,
+                **{name: self._scale_in(inputs, name, to_numpy) for name in ("k_scale", "v_scale")},
                 cache_dtype=self.stored,
             )
             yield str(span), to_numpy(out[span.rows]), want
+
+    def _compared_spans(self) -> Iterator[Span]:
+        """Some rows of some sequences; whole sequences beside a mask, whose columns count from the first new token."""
+        for span in spans(self.q_lens, self.kv_lens):
+            if self.draft is None:
+                yield span
+            elif span.start == sum(self.q_lens[: span.seq]):
+                stop = span.start + self.q_lens[span.seq]
+                yield dataclasses.replace(span, stop=stop, kv_len=self.kv_lens[span.seq])
+
+    def _scale_in(self, inputs: dict[str, Any], name: str, to_numpy: Any) -> Any:
+        return to_numpy(inputs[name]) if self.head_scales else self.scale
 
 
 def _decode(
@@ -207,6 +237,9 @@ _ALL = (
     _decode("decode_1x32k", "W2", 1, 32 * K, LLAMA_8B),
     _decode("decode_1x128k", "W2", 1, 128 * K, LLAMA_8B),
     _decode("decode_8x32k", "W2", 8, 32 * K, LLAMA_8B),
+    # One long sequence among short ones.
+    _batch("decode_63x1k_1x128k", "W2", [(1, 1 * K)] * 63 + [(1, 128 * K)], LLAMA_8B),
+    _batch("decode_255x1k_1x128k", "W2", [(1, 1 * K)] * 255 + [(1, 128 * K)], LLAMA_8B),
     _decode("decode_70b_64x4k", "W3", 64, 4 * K, LLAMA_70B),
     _decode("decode_70b_tp8_64x4k", "W3", 64, 4 * K, LLAMA_70B_TP8),
     _batch("prefill_2k", "W4", [(2 * K, 2 * K)], LLAMA_8B),
@@ -222,6 +255,7 @@ _ALL = (
     ),
     _batch("chunk_1k_at_2k", "W5", [(1 * K, 2 * K)], LLAMA_8B),
     _batch("speculative_64q4s4k", "W5", [(4, 4 * K)] * 64, LLAMA_8B),
+    _batch("speculative_tree_64q4s4k", "W5", [(4, 4 * K)] * 64, LLAMA_8B, draft=4),
     _decode("gpt_oss_window_64x4k", "W6", 64, 4 * K, GPT_OSS, sinks=True, sliding_window=128),
     _decode("gpt_oss_full_64x4k", "W6", 64, 4 * K, GPT_OSS, sinks=True),
     _batch("gpt_oss_prefill_4k", "W6", [(4 * K, 4 * K)], GPT_OSS, sinks=True, sliding_window=128),
@@ -232,7 +266,9 @@ _ALL = (
     _batch("gemma4_global_prefill_4k", "W7", [(4 * K, 4 * K)], GEMMA4),
     _decode("fp8_64x4k", "W8", 64, 4 * K, LLAMA_8B, **FP8),
     _decode("fp8_64x4k_page64", "W8", 64, 4 * K, LLAMA_8B, page_size=64, **FP8),
+    _decode("fp8_64x4k_head_scales", "W8", 64, 4 * K, LLAMA_8B, head_scales=True, **FP8),
     _batch("fp8_prefill_4k", "W8", [(4 * K, 4 * K)], LLAMA_8B, **FP8),
+    _batch("fp8_prefill_4k_head_scales", "W8", [(4 * K, 4 * K)], LLAMA_8B, head_scales=True, **FP8),
 )  # fmt: skip
 CASES = {case.name: case for case in _ALL}
 
@@ -242,6 +278,11 @@ _MORE = (
     _batch("phi_head_80_mixed", "-", [(512, 512)] + [(1, 1 * K)] * 8, (32, 32, 80), dtype="float16"),
     _batch("int8_mixed", "-", [(512, 512)] + [(1, 1 * K)] * 8, LLAMA_8B, cache_dtype="int8", scale=0.03),
     _batch("ratio_7_page_24", "-", [(512, 512)] + [(1, 1 * K)] * 8, (28, 4, 128), page_size=24, return_lse=True),
+    # Windows that no power of two divides, at widths that are none either.
+    _batch("window_2047_head_80", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, (32, 32, 80), sliding_window=2047),
+    _batch("window_2047_head_96", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, (32, 32, 96), sliding_window=2047),
+    _batch("window_2047_head_128", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, LLAMA_8B, sliding_window=2047),
+    _batch("draft_tree_64", "-", [(64, 4 * K)] + [(8, 4 * K)] * 8, LLAMA_8B, draft=64),
     # Sizes of one, which Triton makes constants of.
     _batch("one_of_everything", "-", [(1, 16)], (1, 1, 128), spare_pages=0),
     _batch("one_page_slot", "-", [(1, 1)], (1, 1, 16), page_size=1, spare_pages=0, return_lse=True),

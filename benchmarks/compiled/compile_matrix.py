@@ -51,11 +51,11 @@ COVERING = (
 )  # fmt: skip
 # With these, sm_90 has every code that the workloads' cases launch there, plain numbers apart.
 TARGETS = (
-    "decode_32x1k", "decode_1x32k", "decode_8x32k", "decode_64x4k_page64", "decode_64x4k_page256", "prefill_2k",
-    "mixed_128_decodes_1_prefill", "gpt_oss_full_64x4k", "gpt_oss_prefill_4k", "gemma2_32x4k", "gemma3_32x4k",
-    "gemma4_global_32x4k",
-    "fp8_64x4k_page64", "mla_dense_h128_128x4k", "mla_dense_h16_1x32k", "mla_sparse_h8_b64", "mla_sparse_h32_b64",
-    "mla_prefill_h16_32k", "mla_prefill_v4_h64_32k", "mha_128_4k_full", "mha_128_4k_full_backward", "mha_192_4k_full",
+    "decode_1x32k", "decode_8x32k", "decode_64x4k_page64", "decode_64x4k_page256", "gpt_oss_full_64x4k",
+    "gpt_oss_prefill_4k", "gemma2_32x4k", "gemma3_32x4k", "gemma4_global_32x4k", "fp8_64x4k_page64",
+    "fp8_64x4k_head_scales", "fp8_prefill_4k", "fp8_prefill_4k_head_scales", "mla_dense_h128_128x4k",
+    "mla_dense_h16_1x32k", "mla_sparse_h16_b1", "mla_sparse_h8_b64", "mla_sparse_h32_b64", "mla_prefill_h16_32k",
+    "mla_prefill_v4_h64_32k", "mha_128_4k_full", "mha_128_4k_full_backward", "mha_192_4k_full",
     "mha_192_4k_full_backward", "mha_gqa_8x2k", "mha_gqa_8x2k_backward",
 )  # fmt: skip
 # Architectures that differ from one of the others in little but their shared memory get the shapes that fill it.
@@ -99,7 +99,6 @@ ROTARY = "of 16 keys the 64 rotary columns are 8 bytes for each of 256 threads"
 EIGHT_BITS = "without e4m3, values go from shared memory straight into a product's operand, which takes them by 8 bytes"
 CODES = "of 16 keys 128 codes are 8 bytes for each of 256 threads"
 SCALES = "scales are words or bytes of their own"
-PAGE_NUMBERS = "masked loops read a page number for each key that a thread masks"
 BY_TWO = "the list's slots come by twos"
 NARROW: Exceptions = {
     ("split_kernel", "8 bits", "mma"): (0.47, EIGHT_BITS),
@@ -110,11 +109,6 @@ NARROW: Exceptions = {
 }
 OLDER = "3.6"
 NARROW_ON_OLDER: Exceptions = {
-    ("tile_kernel", "plain", "mma"): (0.53, PAGE_NUMBERS),
-    ("tile_kernel", "plain", "wgmma"): (0.53, PAGE_NUMBERS),
-    ("tile_kernel", "plain", "tcgen05"): (0.53, PAGE_NUMBERS),
-    ("tile_kernel", "8 bits", "wgmma"): (0.53, PAGE_NUMBERS),
-    ("tile_kernel", "8 bits", "tcgen05"): (0.34, PAGE_NUMBERS),
     ("tile_kernel", "8 bits", "mma"): (0.40, EIGHT_BITS),
     ("split_kernel", "8 bits", "mma"): (0.44, EIGHT_BITS),
     ("latent_kernel", "plain", "wgmma"): (0.64, BY_TWO),

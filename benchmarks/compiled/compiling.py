@@ -32,7 +32,7 @@ ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "floa
 POINTERS = {
     "float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "int8": "*i8", "uint8": "*u8",
     "bool": "*u8", "int32": "*i32",
-    "int64": "*i64",
+    "int64": "*i64", "float8_e4m3fn": "*fp8e4nv",  # as others pass it; ours comes as uint8
 }  # fmt: skip
 
 NVIDIA_COUNTS = {
@@ -54,10 +54,15 @@ class Launch:
     arguments: Mapping[str, Any]
     num_warps: int
     num_stages: int
+    grid: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
         return self.kernel.__name__
+
+    @property
+    def programs(self) -> int:
+        return math.prod(self.grid)
 
 
 class Recorder:
@@ -82,7 +87,7 @@ class Recorder:
         new += [inputs[index] for index in inplace]
         if 0 not in grid:
             operands = tuple(map(self.bits, (*inputs, *new)))
-            self.launches.append(Launch(kernel, operands, arguments, num_warps, num_stages))
+            self.launches.append(Launch(kernel, operands, arguments, num_warps, num_stages, grid))
         return new
 
     def sorted(self, numbers: Any) -> tuple[Any, Any]:
@@ -149,11 +154,16 @@ def specialise(launch: Launch, amd: bool) -> tuple[dict[str, Any], dict[Any, Any
             return type(value)(*types) if hasattr(value, "_fields") else tuple(types)
         if hasattr(value, "shape"):
             found, said = _operand(value, amd)
-        elif param.is_constexpr or value is None or (value == 1 and type(value) is int and not param.do_not_specialize):
+        elif (
+            param.is_constexpr
+            or value is None
+            or (value == 1 and type(value) is int and not (param.do_not_specialize or param.annotation_type))
+        ):
             constants[path] = value
             return "constexpr"
         else:
             found, said = _scalar(value)
+            found = param.annotation_type or found
             said = [] if param.do_not_specialize or param.do_not_specialize_on_alignment else said
         if said:
             attributes[path] = said
@@ -226,6 +236,17 @@ def digest(launch: Launch, arch: str) -> str:
 
 def compile_launch(launch: Launch, arch: str) -> Facts:
     """Compile for `arch` and read the result. Nothing is cached between runs: the caller sets a fresh cache folder."""
+    with _silence() as said:
+        try:
+            compiled = compiled_by_triton(launch, arch)
+        except Exception as error:  # compilers raise anything; what they say is the finding
+            return Facts(error=_first_words(error, said()))
+    facts = _read_amd(compiled) if arch.startswith("gfx") else _read_nvidia(compiled, launch.num_warps)
+    return dataclasses.replace(facts, shared=compiled.metadata.shared, limit=shared_memory_of(arch))
+
+
+def compiled_by_triton(launch: Launch, arch: str) -> Any:
+    """What Triton makes of a launch, as its launcher would specialise it."""
     triton = importlib.import_module("triton")
     compiler = importlib.import_module("triton.compiler")
     targets = importlib.import_module("triton.backends.compiler")
@@ -234,13 +255,7 @@ def compile_launch(launch: Launch, arch: str) -> Facts:
     source = compiler.ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
     target = targets.GPUTarget("hip", arch, 64) if amd else targets.GPUTarget("cuda", int(arch[3:]), 32)
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-    with _silence() as said:
-        try:
-            compiled = triton.compile(source, target=target, options=options)
-        except Exception as error:  # compilers raise anything; what they say is the finding
-            return Facts(error=_first_words(error, said()))
-    facts = _read_amd(compiled) if amd else _read_nvidia(compiled, launch.num_warps)
-    return dataclasses.replace(facts, shared=compiled.metadata.shared, limit=shared_memory_of(arch))
+    return triton.compile(source, target=target, options=options)
 
 
 def why_not() -> str | None:
@@ -263,6 +278,7 @@ def processes(jobs: int) -> Iterator[concurrent.futures.Executor]:
 
 def _start_worker(cache: str) -> None:
     os.environ["TRITON_CACHE_DIR"] = cache
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # its default, of which it would warn
 
 
 class _silence:
@@ -307,17 +323,31 @@ def _count(patterns: Mapping[str, str], text: str) -> tuple[tuple[str, int], ...
 
 
 def _read_nvidia(compiled: Any, num_warps: int) -> Facts:
+    code = machine_code(compiled)
+    return Facts(
+        instructions=_count(NVIDIA_COUNTS, compiled.asm["ptx"]),
+        registers=code.registers,
+        spilled=code.spilled,
+        loops=inner_loops(code.listing, num_warps),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class MachineCode:
+    """What NVIDIA's tools say of a kernel that Triton compiled."""
+
+    listing: str  # of its instructions
+    registers: int  # a thread
+    spilled: int  # bytes a thread
+
+
+def machine_code(compiled: Any) -> MachineCode:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
         code, resources = (sass.listing(flag, Path(file.name)) for flag in ("-sass", "-res-usage"))
     usage = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", resources)}
-    return Facts(
-        instructions=_count(NVIDIA_COUNTS, compiled.asm["ptx"]),
-        registers=usage["REG"],
-        spilled=max(usage["STACK"], usage["LOCAL"]),
-        loops=inner_loops(code, num_warps),
-    )
+    return MachineCode(code, usage["REG"], max(usage["STACK"], usage["LOCAL"]))
 
 
 def inner_loops(code: str, num_warps: int) -> tuple[Loop, ...]:

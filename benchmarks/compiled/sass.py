@@ -35,7 +35,13 @@ KINDS = {
     "barrier": r"BAR\.(?:SYNC|ARV)",
 }
 MATRIX = {"HGMMA": "wgmma", "HMMA": "mma", "UTCMMA": "tcgen05"}  # those that are matrix products, and PTX's names
-LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);", re.MULTILINE)
+# An instruction, and behind it the two words of its code, where the listing has them.
+LINE = re.compile(
+    r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);"
+    r"(?:\s*/\* 0x[0-9a-f]{16} \*/\s+/\* 0x([0-9a-f]{16}) \*/)?",
+    re.MULTILINE,
+)
+CONTROL = 41  # the bit of the second word from which on it says when the instruction is issued
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +52,7 @@ class Instruction:
     name: str
     operands: str
     predicated: bool
+    control: int | None = None  # the bits that say when it is issued, where the listing has them (`scoreboard.py`)
 
     @property
     def target(self) -> int | None:
@@ -145,6 +152,7 @@ def instructions_of(body: str) -> list[Instruction]:
             match[2],
             re.split(r"\s[&?]", match[3])[0].strip(),
             "@" in match[0].partition(match[2])[0],
+            int(match[4], 16) >> CONTROL & 0x1FFFFF if match[4] else None,
         )
         for match in LINE.finditer(body)
     ]
@@ -178,7 +186,9 @@ def count(code: Sequence[Instruction]) -> Counts:
     }
     loads: collections.Counter[int] = collections.Counter()
     for name, number in names.items():
-        if re.match(r"LDG(?:STS)?\b", name):
+        # Words that are loaded beside copies to shared memory are no elements: page numbers and slots, also for masks.
+        lookup = kinds["LDGSTS"] and name.startswith("LDG.") and load_width(name) == 4
+        if re.match(r"LDG(?:STS)?\b", name) and not lookup:
             loads[load_width(name)] += number
     # What stands behind the end of a kernel only fills its last line of instructions.
     real = len(code) - names["NOP"]
@@ -202,6 +212,8 @@ HMMA_SIZES = {"16816": 16 * 8 * 16, "1688": 16 * 8 * 8}
 SHARED = 128  # bytes to or from shared memory
 ISSUED = 4  # instructions of a warp
 SPECIAL = 16  # exponentials and the like
+# What the unit for those does; NVIDIA's assembler keeps single conversions 8 cycles apart in a warp, as exponentials.
+SPECIALS = ("MUFU", "F2F", "F2I", "I2F")
 
 
 def cycles(lines: Sequence[Instruction], num_warps: int) -> dict[str, float]:
@@ -224,7 +236,7 @@ def cycles(lines: Sequence[Instruction], num_warps: int) -> dict[str, float]:
             read += 128 * tiles * num_warps
         elif kind in ("LDS", "STS", "LDGSTS"):
             read += 32 * load_width(line.name) * num_warps
-        special += 32 * (kind == "MUFU") * num_warps
+        special += 32 * (kind in SPECIALS) * num_warps
     issued = sum(line.name != "NOP" for line in lines) * num_warps
     return {
         "matrices": products / PRODUCTS,

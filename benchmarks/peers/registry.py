@@ -259,24 +259,24 @@ def _clean_table(case: PagedCase, inputs: dict[str, Any]) -> Any:
 LONGEST_SPLIT_QUERY = 8  # tokens; from 0.33 on it splits the keys of such queries, given a row of scratch per token
 
 
-class _Nothing:
+class Nothing:
     """An object all of whose attributes and calls are false."""
 
-    def __getattr__(self, name: str) -> "_Nothing":
+    def __getattr__(self, name: str) -> "Nothing":
         return self
 
-    def __call__(self, *arguments: Any, **options: Any) -> "_Nothing":
+    def __call__(self, *arguments: Any, **options: Any) -> "Nothing":
         return self
 
     def __bool__(self) -> bool:
         return False
 
 
-def _anything(name: str) -> _Nothing:
+def _anything(name: str) -> Nothing:
     """Whatever is imported from a stand-in; what Python itself looks for, such as `__file__`, it does not have."""
     if name.startswith("__"):
         raise AttributeError(name)
-    return _Nothing()
+    return Nothing()
 
 
 class _Modes(enum.EnumMeta):
@@ -285,7 +285,7 @@ class _Modes(enum.EnumMeta):
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("_") or not name.isupper():
             raise AttributeError(name)
-        return _Nothing()
+        return Nothing()
 
 
 class _Quantisation(enum.IntEnum, metaclass=_Modes):
@@ -300,21 +300,26 @@ class _Quantisation(enum.IntEnum, metaclass=_Modes):
         return False
 
 
-class _Platform(_Nothing):
+class _Platform(Nothing):
     def fp8_dtype(self) -> Any:
         import torch
 
         return torch.float8_e4m3fn
 
 
-class _Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Modules of the package `vllm` that the carried sources import: files beside them, else stand-ins."""
+class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Modules of a package that carried sources import: files beside them, in a folder of its name or in none, else
+    stand-ins."""
+
+    def __init__(self, package: str = "vllm") -> None:
+        self.package = package
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         del path, target
-        if name.partition(".")[0] != "vllm":
+        if name.partition(".")[0] != self.package:
             return None
-        if files := sorted(FOLDER.glob(f"**/{name.rpartition('.')[2]}.py")):
+        folder = FOLDER / self.package if (FOLDER / self.package).is_dir() else FOLDER
+        if files := sorted(folder.glob(f"**/{name.rpartition('.')[2]}.py")):
             return importlib.util.spec_from_file_location(name, files[0])
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
@@ -344,7 +349,7 @@ def _vllm_triton(case: PagedCase, inputs: dict[str, Any]) -> Run:
     import torch
 
     if importlib.util.find_spec("vllm") is None:
-        sys.meta_path.append(_Stubs())
+        sys.meta_path.append(StandIns())
     function = importlib.import_module("vllm.v1.attention.ops.triton_unified_attention").unified_attention
     k_pages, v_pages = split_pages(case, inputs["kv_pages"])
     q = inputs["q"]

@@ -17,12 +17,16 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.compiled import compiling
 from ragged_attention.calls import Device
 
 if TYPE_CHECKING:
     from benchmarks.cases.base import Case
 
 KernelArgs = Mapping[str, Any]  # by name, without the arrays
+# Programs that have something to do, by how often they turn in each loop of their kernel: the one without masks, if
+# there are two, first.
+Programs = Mapping[tuple[float, ...], int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,7 +69,28 @@ class Step:
     work: Work
     fetched: float = 0  # bytes
     floor: float = 0  # seconds
-    turns: tuple[float, ...] = ()  # of each loop of its kernel: the one without masks, if there are two, first
+    programs: Programs = dataclasses.field(default_factory=dict)
+
+    @property
+    def turns(self) -> tuple[float, ...]:
+        """Of all programs together, in each loop."""
+        each = ([count * number for number in turns] for turns, count in self.programs.items())
+        return tuple(map(sum, zip(*each, strict=True)))
+
+    @property
+    def working(self) -> int:
+        """How many programs have something to do."""
+        return sum(self.programs.values())
+
+    @property
+    def longest(self) -> float:
+        """The turns of the program that has most."""
+        return max(map(sum, self.programs), default=0.0)
+
+    @property
+    def skew(self) -> float:
+        """The turns of the longest program, times those of all on average."""
+        return self.longest * self.working / sum(self.turns) if self.longest else 1.0
 
     def times(self, machine: Machine, *, exact: bool) -> dict[str, float]:
         """Seconds by what takes them; `exact`: with what is multiplied again."""
@@ -74,6 +99,24 @@ class Step:
             "cache": (self.work.keys + self.work.rows) / machine.cache,
             "arithmetic": (self.work.flops + exact * self.work.again) / machine.multiplying,
         }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Launched:
+    """A launch of a plan: all its programs, and those that have something to do."""
+
+    name: str
+    programs: int
+    working: int
+
+    def __str__(self) -> str:
+        return f"{self.name.removesuffix('_kernel')} {self.working} of {self.programs}"
+
+
+def launched(found: Iterable[compiling.Launch], steps: Iterable[Step]) -> tuple[Launched, ...]:
+    """The launches of a plan beside its steps; one that no step knows has nothing to do."""
+    working = {step.name: step.working for step in steps}
+    return tuple(Launched(launch.name, launch.programs, working.get(launch.name, 0)) for launch in found)
 
 
 def cdiv(a: int, b: int) -> int:
@@ -92,6 +135,8 @@ class Plan:
     bound: str
     flops: float  # times what the case needs
     asked: float  # times the bytes that it needs
+    launches: tuple[Launched, ...] = ()  # of the Triton room's
+    skew: float = 1.0  # of its kernel whose longest program exceeds the average most
 
     @property
     def excess(self) -> float:
@@ -103,6 +148,7 @@ def plan_of(case: "Case", backend: str, device: Device, machine: Machine = H200)
     found = list(case.steps(backend, device, machine))
     least, exact = ([step.times(machine, exact=exact) for step in found] for exact in (False, True))
     work = sum((step.work for step in found), Work())
+    recorded = compiling.record(case.attention_call(device)) if backend == "triton" else []
     return Plan(
         case=case,
         backend=backend,
@@ -112,6 +158,8 @@ def plan_of(case: "Case", backend: str, device: Device, machine: Machine = H200)
         bound=max(exact[0], key=exact[0].__getitem__),
         flops=(work.flops + work.again) / case.flops(),
         asked=(work.keys + work.rows) / case.needed_bytes(),
+        launches=launched(recorded, found),
+        skew=max((step.skew for step in found), default=1.0),
     )
 
 

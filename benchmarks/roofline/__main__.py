@@ -8,14 +8,18 @@ from benchmarks import roofline
 from benchmarks.cases import catalogue
 from ragged_attention.samples import device_of
 
-HEAD = "| | case | backend | floor, us | plan, us | bound by | excess | exactness | x FLOP | x bytes |\n"
+HEAD = (
+    "| | case | backend | floor, us | plan, us | bound by | excess | exactness | x FLOP | x bytes | skew "
+    "| programs at work, by launch |\n"
+)
 
 
 def table(found: Sequence[roofline.Plan]) -> str:
     lines = [
         f"| {plan.case.workload} | {plan.case.name} | {plan.backend} "
         f"| {plan.floor * 1e6:.1f} | {plan.exact * 1e6:.1f} | {plan.bound} "
-        f"| {plan.excess:.0%} | {plan.exact / plan.least - 1:.0%} | {plan.flops:.2f} | {plan.asked:.2f} |\n"
+        f"| {plan.excess:.0%} | {plan.exact / plan.least - 1:.0%} | {plan.flops:.2f} | {plan.asked:.2f} "
+        f"| {plan.skew:.1f} | {', '.join(map(str, plan.launches))} |\n"
         for plan in found
     ]
     return HEAD + "|---" * HEAD.count(" |") + "|\n" + "".join(lines)

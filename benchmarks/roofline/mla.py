@@ -1,5 +1,6 @@
 """The plans of latent attention."""
 
+import collections
 import dataclasses
 import importlib
 from collections.abc import Iterator
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.compiled import compiling
 from benchmarks.compiled.compiling import ITEMSIZE
-from benchmarks.roofline import KernelArgs, Machine, Step, Work, cdiv
+from benchmarks.roofline import KernelArgs, Machine, Programs, Step, Work, cdiv
 from ragged_attention import dispatch
 from ragged_attention.calls import Device
 
@@ -59,7 +60,7 @@ def cuda_tiles(case: "LatentCase", tile: Any) -> Tiles:
     )
 
 
-def attended(case: "LatentCase", tiles: Tiles) -> tuple[Work, Work]:
+def attended(case: "LatentCase", tiles: Tiles) -> tuple[Work, Programs, Work, Programs]:
     """What the attention kernel does, and what the one that combines its parts."""
     tokens = 1 if case.topk else case.num_q_tokens  # of a job
     group = case.num_q_heads // case.num_kv_heads
@@ -67,8 +68,9 @@ def attended(case: "LatentCase", tiles: Tiles) -> tuple[Work, Work]:
     lengths = [length for length in (case.topk, case.extra_topk) if length] or [case.max_len]
     each = case.d_qk * ITEMSIZE[case.dtype] if case.cache_format == "plain" else LATENT_BYTES[case.cache_format]
     blocks = sum(cdiv(length, tiles.keys) for length in lengths)
-    parts = cdiv(blocks, max(cdiv(blocks, tiles.num_splits), tiles.least_blocks))
-    job = Work()
+    longest = max(cdiv(blocks, tiles.num_splits), tiles.least_blocks)
+    parts = cdiv(blocks, longest)
+    job, programs = Work(), collections.Counter()
     for row in range(0, rows, tiles.rows):
         keys, count = sum(lengths), blocks
         if case.causal:
@@ -76,10 +78,13 @@ def attended(case: "LatentCase", tiles: Tiles) -> tuple[Work, Work]:
             count = cdiv(keys, tiles.keys)
         pairs = 2 * tiles.rows * tiles.keys * count
         job += Work(flops=pairs * tiles.columns, again=pairs * tiles.columns_again, keys=keys * each)
+        for first in range(0, blocks, longest):
+            programs[(float(max(min(longest, count - first), 0)),)] += jobs
     out, part = case.d_v * ITEMSIZE[case.dtype], 4 * case.d_v
     job += Work(rows=rows * (parts * (tiles.query_bytes + part) if parts > 1 else tiles.query_bytes + out))
-    combined = Work(rows=rows * (parts * part + out)) if parts > 1 else Work()
-    return job * jobs, combined * jobs
+    if parts == 1:
+        return job * jobs, programs, Work(), {}
+    return job * jobs, programs, Work(rows=rows * (parts * part + out)) * jobs, {(): rows * jobs}
 
 
 def fetched(case: "LatentCase", work: Work, row_blocks: int, machine: Machine) -> float:
@@ -102,12 +107,11 @@ def steps(case: "LatentCase", backend: str, device: Device, machine: Machine, ti
     floor, _ = case.floor_seconds(machine.memory, machine.multiplying)
     if case.topk:
         floor = max(floor, case.visible_pairs() * case.row_bytes / machine.cache)
-    work, combined = attended(case, tiles)
+    work, programs, combined, rows_combined = attended(case, tiles)
     rows = case.num_q_heads // case.num_kv_heads * (1 if case.topk else case.num_q_tokens)
-    turns = work.flops / (2 * tiles.rows * tiles.keys * tiles.columns)
-    yield Step("latent_kernel", work, fetched(case, work, cdiv(rows, tiles.rows), machine), floor, (turns,))
+    yield Step("latent_kernel", work, fetched(case, work, cdiv(rows, tiles.rows), machine), floor, programs)
     if combined.rows:
-        yield Step("combine_kernel", combined)
+        yield Step("combine_kernel", combined, programs=rows_combined)
 
 
 def cuda_takes(case: "LatentCase", device: Device) -> bool:

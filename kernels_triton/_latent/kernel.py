@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ragged_attention.calls import dtype_name
-from ragged_attention.kernels_triton._formats import has_e4m3
+from ragged_attention.kernels_triton._formats import has_e4m3, unit_of
 from ragged_attention.kernels_triton._latent.lists import divide, find_entry, list_length, split_edge, token_and_head
 from ragged_attention.kernels_triton._latent.plan import MIN_SPLIT, Tile, Work, columns
 from ragged_attention.kernels_triton._latent.rows import (
@@ -20,7 +20,6 @@ from ragged_attention.kernels_triton._latent.rows import (
     query_groups,
     store_columns,
     store_groups,
-    unit_of,
     whole_columns,
     zero_after,
 )

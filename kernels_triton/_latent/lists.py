@@ -7,7 +7,7 @@
 import triton
 import triton.language as tl
 
-from ragged_attention.kernels_triton._pages import pages_of
+from ragged_attention.kernels_triton._pages import are_readable, pages_of
 
 
 @triton.jit
@@ -69,17 +69,28 @@ def divide(blocks, count, SCHEDULED: tl.constexpr, MIN_BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def keys_of(list_ptr, block, last, num_slots, SPARSE: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr):
-    """A block of a list: (position, page, offset in the page, whether it may be read)."""
+def entries_of(list_ptr, block, there, last, SPARSE: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """What a list has for a block of keys, slots or in a dense call pages: -1 behind its last key, and for a block that
+    is not `there`."""
+    if SPARSE:
+        position = block * BLOCK_KV + tl.arange(0, BLOCK_KV)
+        entries = tl.load(list_ptr + position, mask=position < tl.where(there, last, 0), other=-1)
+    else:
+        entries = pages_of(list_ptr, block * BLOCK_KV, 0, last, there, True, PAGE_SIZE, BLOCK_KV)
+    return entries
+
+
+@triton.jit
+def keys_of(entries, block, last, num_slots, SPARSE: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """A block of a list from what `entries_of` found: (position, page, offset in the page, whether it may be read)."""
     position = block * BLOCK_KV + tl.arange(0, BLOCK_KV)
     if SPARSE:
-        slot = tl.load(list_ptr + position, mask=position < last, other=-1)
-        readable = (slot >= 0) & (slot < num_slots)
-        slot = tl.where(readable, slot, 0)
+        readable = (entries >= 0) & (entries < num_slots)
+        slot = tl.where(readable, entries, 0)
         page = slot // PAGE_SIZE
         offset = slot % PAGE_SIZE
     else:
-        page, readable = pages_of(list_ptr, block * BLOCK_KV, position, 0, last, num_slots // PAGE_SIZE, True,
-                                  PAGE_SIZE, BLOCK_KV)  # fmt: skip
+        page = entries
+        readable = are_readable(position, page, 0, last, num_slots // PAGE_SIZE, PAGE_SIZE, BLOCK_KV)
         offset = position % PAGE_SIZE
     return position, page, offset, readable

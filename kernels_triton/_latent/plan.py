@@ -138,29 +138,32 @@ def operand_size(call: Any) -> int:
     return item_size(call.q) if call.format == "plain" else 2
 
 
-def tile_for(call: Any, rows: int, jobs: int, keys: int, *, dense: bool, extra: bool) -> Tile:
+def tile_for(call: Any, rows: int, jobs: int, keys: int, *, extra: bool) -> Tile:
     """As few rows as suffice, wgmma-sized where there are 64; splits that fill the GPU.
 
     `jobs` counts jobs times KV heads, `keys` is the longest list there can be. Tile sizes depend on neither, so that
     with `num_splits` 1 a sequence's bits do not depend on its batch.
     """
     block_h, block_kv, num_warps, num_stages = sizes(
-        call, min(max(16, next_power_of_2(rows)), 16 if item_size(call.q) == 4 else 64), dense, extra
+        call, min(max(16, next_power_of_2(rows)), 16 if item_size(call.q) == 4 else 64), extra
     )
-    block_kv, num_stages = fit(
-        call, block_kv, num_stages, functools.partial(shared_bytes, call, block_h), good_keys=32, good_stages=num_stages
-    )
-    slots = call.device.num_multiprocessors * (2 if block_h <= 16 else 1)
+    size = functools.partial(shared_bytes, call, block_h)
+    block_kv, num_stages = fit(call, block_kv, num_stages, size, good_keys=32, good_stages=num_stages)
+    work, multiprocessors = jobs * cdiv(rows, block_h), call.device.num_multiprocessors
+    num_splits = splits(work, multiprocessors * (2 if block_h <= 16 else 1), keys, block_kv)
+    alone = work * num_splits <= multiprocessors  # so that there is no other program to work while one waits
+    if alone and call.device.arch == "sm_90" and block_h <= 16 and num_stages == 2 and item_size(call.q) == 2:
+        num_stages = 3
     return Tile(
         block_h=block_h,
         block_kv=block_kv,
         num_warps=num_warps,
         num_stages=num_stages,
-        num_splits=splits(jobs * cdiv(rows, block_h), slots, keys, block_kv),
+        num_splits=num_splits,
     )
 
 
-def sizes(call: Any, rows: int, dense: bool, extra: bool) -> tuple[int, int, int, int]:
+def sizes(call: Any, rows: int, extra: bool) -> tuple[int, int, int, int]:
     """Rows, keys, warps and stages; `extra` is whether there is a second cache, which needs registers of its own."""
     arch, plain = call.device.arch, call.format == "plain"
     if operand_size(call) == 4 and arch:  # no matrix unit is exact in float32
@@ -171,7 +174,7 @@ def sizes(call: Any, rows: int, dense: bool, extra: bool) -> tuple[int, int, int
     if not plain and item_size(call.q) == 4:  # products in three parts
         return 16, 32 if call.format == "fp8_v4" else 16, 8, 2
     if rows <= 16 or (not plain and budget < DECODED_SHARED_MEMORY):
-        return 16, 32, 4, 3 if dense and plain and arch == "sm_90" else 2
+        return 16, 32, 4, 3 if plain and arch == "sm_90" else 2
     wgmma = rows >= 64 and arch == "sm_90"
     if plain:
         if wgmma and not extra:

@@ -118,14 +118,6 @@ def group_scale(rows, readable, GROUP: tl.constexpr):
 
 
 @triton.jit
-def unit_of(q):
-    """The power of two by which a row of queries is divided to lie below 2^9."""
-    exponent = (tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) >> 23) - 127 - 8
-    exponent = tl.minimum(tl.maximum(exponent, -118), 119)
-    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def query_columns(rows, valid, unit, FIRST: tl.constexpr, LAST: tl.constexpr, WIDTH: tl.constexpr,
                   FORMAT: tl.constexpr):  # fmt: skip
     """Columns [FIRST, FIRST + WIDTH) of query rows as an operand for keys of a format, and what that lost."""

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ragged_attention.kernels_triton._formats import narrow
-from ragged_attention.kernels_triton._latent.lists import keys_of
+from ragged_attention.kernels_triton._latent.lists import entries_of, keys_of
 from ragged_attention.kernels_triton._latent.rows import Found, group_scale, key_groups, rotary_columns, whole_columns
 from ragged_attention.kernels_triton._softmax import LN2, LOG2E, matmul, online_softmax
 
@@ -156,9 +156,22 @@ def attend(queries, state, cache, keys_of_list, limit, logit_scale, features, la
     FOLDED: tl.constexpr = layout.FORMAT == "fp8_v32"
     ROWS: tl.constexpr = queries.groups[0].shape[0]
     m_i, largest, l_i, acc, acc_rest = state
+    # See `_pages.attend` for why entries are looked up a block ahead. Many rows leave no registers for that.
+    AHEAD: tl.constexpr = ROWS < SEPARATE_QK_ROWS
+    following = 0
+    if AHEAD:
+        following = entries_of(keys_of_list.ptr, keys_of_list.begin, keys_of_list.begin < keys_of_list.end,
+                               keys_of_list.last, features.SPARSE, layout.PAGE_SIZE, BLOCK_KV)  # fmt: skip
     for block in range(keys_of_list.begin, keys_of_list.end):
-        position, page, offset, readable = keys_of(keys_of_list.ptr, block, keys_of_list.last, cache.num_slots,
-                                                   features.SPARSE, layout.PAGE_SIZE, BLOCK_KV)  # fmt: skip
+        if AHEAD:
+            entries = following
+            following = entries_of(keys_of_list.ptr, block + 1, block + 1 < keys_of_list.end, keys_of_list.last,
+                                   features.SPARSE, layout.PAGE_SIZE, BLOCK_KV)  # fmt: skip
+        else:
+            entries = entries_of(keys_of_list.ptr, block, tl.full([], 1, tl.int1), keys_of_list.last, features.SPARSE,
+                                 layout.PAGE_SIZE, BLOCK_KV)  # fmt: skip
+        position, page, offset, readable = keys_of(entries, block, keys_of_list.last, cache.num_slots, features.SPARSE,
+                                                   layout.PAGE_SIZE, BLOCK_KV)  # fmt: skip
         pages = cache.ptr + page.to(tl.int64) * cache.page_stride * layout.PAGE_UNIT
         pages += tl.zeros_like(offset).to(tl.int64)
         found = Found(pages, pages + offset.to(tl.int64) * cache.slot_stride, offset, readable)

@@ -1,0 +1,214 @@
+"""How the loops of compiled kernels keep memory busy: buffers, waits, programs at once, and what they can reach.
+
+    python -m benchmarks.compiled.pipelines [--cases NAME ...] [--kernels NAME ...] [--tile FIELD=VALUE ...] [--json F]
+
+`loops.py` says how long units are busy, so it cannot see a loop that waits for its keys as soon as it has asked for
+them. Here every kernel that multiplies is compiled for Hopper and each of its inner loops is read: the buffers of
+Triton's intermediate form (`staging.py`), the waits of the machine code, how many programs fit a multiprocessor
+(`hopper.py`), how much of memory these have under way, and how long a turn takes where each instruction waits for
+what it needs (`scoreboard.py`). From that follows the bandwidth that the loop can reach at a latency of memory. It is
+good for ratios between loops: docs/predictions.md says how far from measurements such a model may be.
+
+`--tile` changes fields of the heuristic's tile for all cases that have them. Without `--cases` the part of
+docs/predictions.md about loops is written.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import catalogue
+from benchmarks.compiled import compiling, document, sass, scoreboard, staging
+from benchmarks.compiled.compile_matrix import ATTENTIONS, MULTIPLYING
+from benchmarks.compiled.hopper import ARCH, CLOCK, LATENCIES, MULTIPROCESSORS, in_flight_for, programs_at_once
+from benchmarks.roofline import H200, plan_of
+from ragged_attention import dispatch
+from ragged_attention.samples import device_of
+
+LEAST_BLOCKS = 2  # that a decode loop has under way when it waits for the first of them
+# The kernels that walk the keys of few rows, so that memory limits them.
+DECODING = ("split_kernel", "latent_kernel")
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """One inner loop of a compiled kernel."""
+
+    kernel: str
+    loop: int
+    num_warps: int
+    num_stages: int
+    registers: int
+    spilled: int
+    shared: int
+    programs: int  # that a multiprocessor holds
+    buffers: tuple[str, ...]
+    stages: int | None  # blocks that there is room for
+    least_wait: int | None  # groups of copies that the strictest wait leaves under way
+    copied: int  # bytes of keys and values a turn
+    in_flight: int  # bytes that a program has under way at most before it waits
+    chain: float  # cycles of a turn, of one program alone and with memory that answers at once
+    turns: tuple[tuple[float, float], ...]  # by latency of memory, cycles of a turn of one program alone
+    busy: tuple[tuple[str, float], ...]  # cycles that each unit is busy with a turn
+
+    @property
+    def blocks(self) -> float:
+        """Blocks of keys under way before the loop waits for the first of them."""
+        return self.in_flight / self.copied if self.copied else 0.0
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether keys are asked for a block ahead: while one block is waited for, another is under way."""
+        return bool(self.least_wait) and self.blocks >= LEAST_BLOCKS
+
+    def turn(self, latency: float, resident: float = 1) -> float:
+        """Cycles of a turn of each of so many programs beside each other: they share units, and wait by themselves."""
+        return max(dict(self.turns)[latency], resident * max(cycles for _, cycles in self.busy))
+
+    def reachable(self, latency: float, resident: float | None = None) -> float:
+        """Bytes in a second that all multiprocessors can have of memory, by default with as many programs as fit."""
+        count = self.programs if resident is None else min(resident, self.programs)
+        return count * self.copied / self.turn(latency, count) * MULTIPROCESSORS * CLOCK
+
+
+def walks(launch: compiling.Launch, latencies: Sequence[float] = LATENCIES) -> list[Walk]:
+    """The inner loops of a launch's kernel, compiled for Hopper."""
+    compiled = compiling.compiled_by_triton(launch, ARCH)
+    code, shared = compiling.machine_code(compiled), int(compiled.metadata.shared)
+    loops = sass.multiplying_loops(sass.instructions_of(code.listing))
+    staged = staging.read(compiled.asm["ttgir"])
+    if len(staged) != len(loops):  # a compiler may split a loop or drop one: then it is not known which is which
+        staged = [staging.Staging((), (), ())] * len(loops)
+    found = []
+    for index, (lines, stage) in enumerate(zip(loops, staged, strict=True)):
+        alone = {latency: scoreboard.turn(lines, launch.num_warps, latency) for latency in (0.0, *latencies)}
+        found.append(
+            Walk(
+                kernel=launch.name, loop=index, num_warps=launch.num_warps, num_stages=launch.num_stages,
+                registers=code.registers, spilled=code.spilled, shared=shared,
+                programs=programs_at_once(code.registers, shared, launch.num_warps),
+                buffers=tuple(map(str, stage.buffers)), stages=stage.stages,
+                least_wait=alone[0.0].least_wait, copied=scoreboard.copied(lines, launch.num_warps),
+                in_flight=alone[0.0].in_flight, chain=alone[0.0].cycles,
+                turns=tuple((latency, one.cycles) for latency, one in alone.items()),
+                busy=tuple(sass.cycles(lines, launch.num_warps).items()),
+            )
+        )  # fmt: skip
+    return found
+
+
+def launches_of(name: str, tile: Mapping[str, Any] | None = None) -> Iterator[compiling.Launch]:
+    """The launches of a case that multiply, each code once; `tile` has fields in place of the heuristic's."""
+    seen = set()
+    for call in catalogue.find(name).calls(device_of("torch", ARCH)):
+        module = dispatch.load(call.OPERATION, "triton") if call.OPERATION in ATTENTIONS else None
+        if module is None or module.why_not(call):
+            continue
+        chosen = module.heuristic(call)
+        changed = {key: value for key, value in (tile or {}).items() if hasattr(chosen, key)}
+        for launch in compiling.record(call, dataclasses.replace(chosen, **changed)):
+            digest = compiling.digest(launch, ARCH)
+            if launch.name in MULTIPLYING and digest not in seen:
+                seen.add(digest)
+                yield launch
+
+
+def read_case(name: str, kernels: Sequence[str] = (), tile: Mapping[str, Any] | None = None) -> list[Walk]:
+    """Every loop of the kernels of a case, if none are named of those that have something to do."""
+    idle = idle_kernels(name)
+    chosen = (one for one in launches_of(name, tile) if (one.name in kernels if kernels else one.name not in idle))
+    return [walk for launch in chosen for walk in walks(launch)]
+
+
+def idle_kernels(name: str) -> set[str]:
+    """The kernels that a case launches for nothing."""
+    case, device = catalogue.find(name), device_of("torch", ARCH)
+    if "triton" not in case.planned(device):
+        return set()
+    plan = plan_of(case, "triton", device)
+    return {launch.name for launch in plan.launches if not launch.working}
+
+
+# ---- the table
+
+HEAD = (
+    "| case | kernel | warps, stages | registers | spilled | shared, KiB | programs | buffers | wait | blocks ahead "
+    "| KiB ahead | chain, cycles | turn, cycles | units, cycles | reachable, TB/s |\n"
+)
+
+
+def line_of(name: str, walk: Walk) -> str:
+    turns = " - ".join(f"{walk.turn(latency):.0f}" for latency in LATENCIES)
+    rates = " - ".join(f"{walk.reachable(latency) / 1e12:.1f}" for latency in reversed(LATENCIES))
+    unit, cycles = max(walk.busy, key=lambda item: item[1])
+    ahead = f"{walk.blocks:.1f} | {walk.programs * walk.in_flight / 1024:.0f}"
+    wait = "-" if walk.least_wait is None else walk.least_wait
+    kernel = walk.kernel if walk.loop == 0 else f"{walk.kernel}, loop {walk.loop}"
+    return (
+        f"| {name} | {kernel} | {walk.num_warps}, {walk.num_stages} | {walk.registers} | {walk.spilled} "
+        f"| {walk.shared / 1024:.0f} | {walk.programs} | {walk.stages or '-'} | {wait} | {ahead} "
+        f"| {walk.chain:.0f} | {turns} | {cycles:.0f} {unit} | {rates} |\n"
+    )
+
+
+def table(found: Iterable[tuple[str, Walk]]) -> str:
+    return HEAD + "|---" * HEAD.count(" |") + "|\n" + "".join(line_of(name, walk) for name, walk in found)
+
+
+def needed() -> str:
+    """What Little's law asks of a multiprocessor, in words."""
+    amounts = " to ".join(f"{in_flight_for(H200.memory, latency) / 1024:.0f}" for latency in LATENCIES)
+    return f"{amounts} KiB under way in a multiprocessor, at any time, are {H200.memory / 1e12:.1f} TB/s."
+
+
+# One case for each code that matters, so that the document stays readable.
+SHOWN = (
+    "decode_64x4k", "decode_64x4k_page1", "decode_64x4k_page64", "decode_70b_tp8_64x4k", "speculative_tree_64q4s4k",
+    "gpt_oss_window_64x4k", "gpt_oss_full_64x4k", "gemma2_32x4k", "gemma3_32x4k", "gemma4_global_32x4k", "fp8_64x4k",
+    "fp8_64x4k_page64", "prefill_4k", "gemma2_prefill_4k", "mla_dense_h16_128x4k", "mla_dense_h128_128x4k",
+    "mla_sparse_h16_b8", "mla_sparse_h32_b8", "mla_sparse_h128_128q2", "mla_sparse_v4_h64_128q2",
+    "mla_prefill_h128_32k", "mha_128_4k", "mha_128_4k_backward",
+)  # fmt: skip
+
+
+def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.compiled.pipelines", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--cases", "--case", nargs="+", help="only these; nothing is written")
+    parser.add_argument("--kernels", nargs="+", default=[], help="of these only those of such names")
+    parser.add_argument("--tile", nargs="+", default=[], metavar="FIELD=VALUE", help="in place of the heuristic's")
+    parser.add_argument("--json", type=Path, help="write what was found to this file too")
+    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processes")
+    options = parser.parse_args(argv)
+    options.tile = {name: int(value) for name, _, value in (one.partition("=") for one in options.tile)}
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = options_of(argv)
+    if reason := compiling.why_not():
+        print(reason, file=sys.stderr)
+        return 2
+    names = options.cases or SHOWN
+    with compiling.processes(min(options.jobs, len(names))) as pool:
+        results = pool.map(read_case, names, [options.kernels] * len(names), [options.tile] * len(names))
+        found = [(name, walk) for name, walks_of_case in zip(names, results, strict=True) for walk in walks_of_case]
+    text = table(found)
+    if options.json:
+        rows = [{"case": name, **dataclasses.asdict(walk)} for name, walk in found]
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if options.cases:
+        print(text + "\n" + needed())
+    else:
+        document.replace("pipelines", text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

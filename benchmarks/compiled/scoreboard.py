@@ -1,0 +1,183 @@
+"""What a turn of a loop takes one program that has a multiprocessor to itself: instructions issued in order.
+
+`sass.cycles` says how long units are busy; waiting is in none of that. Yet the machine code says what waits for what.
+Each instruction of NVIDIA's carries bits that say how many cycles the next one stays behind, which of six barriers it
+sets when its result is there, which when its operands are read, and for which it waits. Copies to shared memory close
+groups (LDGDEPBAR) on such a barrier, and `DEPBAR.LE SB0, n` waits until no more than n groups are under way. So with
+latencies for what has no fixed one, a loop is issued here as a warp would issue it, all warps of the program in step,
+until its turns take the same time.
+
+The latencies are rounded from what others measured on Hopper, and memory's is whatever the caller says: under load it
+is 1000 to 1500 cycles, without any about 700. Results are good for ratios between loops, not for absolute times.
+"""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from benchmarks.compiled import sass
+from benchmarks.compiled.sass import Instruction
+
+# Cycles from when the unit has taken an instruction until its result is there.
+SHARED_LATENCY = 26
+SPECIAL_LATENCY = 18
+MATRIX_LATENCY = 30  # of HGMMA; of HMMA it is in the bits
+OTHER_LATENCY = 20
+READ_LATENCY = 10  # until operands are read
+BARRIER = 22  # all warps of a program
+L2_LATENCY = 300  # of page numbers, slots and lengths
+INDEX = {"LDGSTS": 4, "LDG": 8, "LD": 8}  # bytes a thread up to which a load is taken to be of those
+WARM_UP, MEASURED = 8, 8  # turns
+NO_BARRIER = 7
+
+
+class Control(NamedTuple):
+    """When an instruction is issued and what it sets."""
+
+    stall: int  # cycles until the next may be issued
+    sets: int | None  # the barrier that its result sets
+    reads: int | None  # the barrier that is set when its operands are read
+    waits: tuple[int, ...]  # barriers that must be set
+
+
+def control_of(bits: int) -> Control:
+    """The 21 bits of `Instruction.control`."""
+    sets, reads, waits = bits >> 5 & 7, bits >> 8 & 7, bits >> 11 & 63
+    return Control(
+        max(bits & 15, 1),
+        None if sets == NO_BARRIER else sets,
+        None if reads == NO_BARRIER else reads,
+        tuple(index for index in range(6) if waits >> index & 1),
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of a loop: cycles, what of memory is under way at most before something waits for it, and what waits."""
+
+    cycles: float
+    in_flight: int  # bytes
+    least_wait: int | None  # groups of copies that the strictest wait leaves under way; None: there are no groups
+
+
+@dataclasses.dataclass
+class _Pending:
+    """What will set a barrier, and the bytes that come with it."""
+
+    done: float
+    size: int = 0
+
+
+class Program:
+    """The state of one program's warps, in step."""
+
+    def __init__(self, num_warps: int, memory: float) -> None:
+        self.num_warps, self.memory = num_warps, memory
+        self.now = 0.0
+        self.free: dict[str, float] = {}  # when units have taken what they were given
+        self.barriers: list[list[_Pending]] = [[] for _ in range(6)]
+        self.copies = _Pending(0.0)  # of the group that is not closed yet
+        self.products: list[float] = []  # when the groups of HGMMAs are done
+        self.in_flight, self.least_wait = 0, None
+
+    def issue(self, line: Instruction, control: Control, unit: str, busy: float, latency: float) -> None:
+        """Wait for what the instruction waits for, give it to its unit, and go on."""
+        for index in control.waits:
+            self._wait(index)
+        kind = line.name.partition(".")[0]
+        if kind in ("DEPBAR", "WARPGROUP"):
+            self._wait_for_groups(line)
+        start = max(self.now, self.free.get(unit, 0.0)) if unit else self.now
+        if unit:
+            self.free[unit] = start + busy
+        done, size = start + busy + latency, 0
+        if kind in INDEX:
+            size = keys_of(line) * self.num_warps
+            done = start + (self.memory if size else min(L2_LATENCY, self.memory))
+        if kind == "LDGSTS":
+            self.copies.done = max(self.copies.done, done)
+            self.copies.size += size
+        elif kind == "LDGDEPBAR":
+            last = self.barriers[control.sets or 0][-1:]
+            self.barriers[control.sets or 0].append(
+                _Pending(max([self.copies.done, *(group.done for group in last)]), self.copies.size)
+            )
+            self.copies = _Pending(0.0)
+        elif control.sets is not None:
+            self.barriers[control.sets].append(_Pending(done, size))
+        if control.reads is not None:
+            self.barriers[control.reads].append(_Pending(start + busy + READ_LATENCY))
+        if kind == "HGMMA" and "gsb0" in line.operands:
+            self.products.append(done)
+        # What a unit is asked for while it is busy waits in its queue; of matrices and barriers nothing is queued.
+        held = start if unit in ("products", "barrier") else self.now
+        self.now = max(held + max(control.stall, self.num_warps / 4), done if unit == "barrier" else 0)
+
+    def _wait(self, index: int, left: int = 0) -> None:
+        """Until no more than `left` of what sets a barrier is under way."""
+        pending = self.barriers[index]
+        number = max(len(pending) - left, 0)
+        if any(one.size for one in pending[:number]):
+            every = sum(one.size for barrier in self.barriers for one in barrier)
+            self.in_flight = max(self.in_flight, every + self.copies.size)
+        self.now = max([self.now, *(one.done for one in pending[:number])])
+        del pending[:number]
+
+    def _wait_for_groups(self, line: Instruction) -> None:
+        """DEPBAR for copies, WARPGROUP.DEPBAR for HGMMAs."""
+        if copies := re.match(r"SB(\d), (0x[0-9a-f]+)", line.operands):
+            left = int(copies[2], 16)
+            self.least_wait = left if self.least_wait is None else min(self.least_wait, left)
+            self._wait(int(copies[1]), left)
+        elif products := re.match(r"gsb0, (0x[0-9a-f]+)", line.operands):
+            number = max(len(self.products) - int(products[1], 16), 0)
+            self.now = max([self.now, *self.products[:number]])
+            del self.products[:number]
+
+
+def keys_of(line: Instruction) -> int:
+    """Bytes of keys and values that a load asks of memory for a warp."""
+    width = sass.load_width(line.name)
+    return 32 * width if width > INDEX.get(line.name.partition(".")[0], width) else 0
+
+
+def use(line: Instruction, num_warps: int) -> tuple[str, float, float]:
+    """The unit that an instruction of every warp keeps busy, for how many cycles, and its result's latency after that.
+
+    No unit: what has its own place in the pipeline, whose latency the bits of the instructions say.
+    """
+    kind, *modifiers = line.name.split(".")
+    busy = sass.cycles([line], num_warps)
+    if kind == "HMMA":
+        return "products", busy["matrices"], 0.0
+    if kind == "HGMMA":
+        return "HGMMA", max(busy["matrices"], busy["shared memory"]), MATRIX_LATENCY
+    if kind in ("LDS", "LDSM", "STS", "STSM", "LDGSTS"):
+        return "shared memory", busy["shared memory"], SHARED_LATENCY
+    if kind in ("SHFL", "ATOMS", "LDG", "LD", "STG", "RED"):
+        return "shared memory", float(num_warps), SHARED_LATENCY
+    if kind in sass.SPECIALS:
+        return "special functions", busy["special functions"], SPECIAL_LATENCY
+    if kind == "BAR" and modifiers[:1] != ["ARV"]:
+        return "barrier", 0.0, BARRIER
+    return "", 0.0, OTHER_LATENCY
+
+
+def turn(lines: Sequence[Instruction], num_warps: int, memory: float) -> Turn:
+    """A turn of a loop once its turns take the same time, at a latency of memory in cycles."""
+    program = Program(num_warps, memory)
+    steps = [(line, control_of(line.control or 0), *use(line, num_warps)) for line in lines]
+    times = []
+    for number in range(WARM_UP + MEASURED):
+        if number == WARM_UP:
+            program.in_flight = 0
+        times.append(program.now)
+        for step in steps:
+            program.issue(*step)
+    return Turn((program.now - times[WARM_UP]) / MEASURED, program.in_flight, program.least_wait)
+
+
+def copied(lines: Sequence[Instruction], num_warps: int) -> int:
+    """The bytes of keys and values that a program asks of memory in a turn."""
+    return sum(map(keys_of, lines)) * num_warps

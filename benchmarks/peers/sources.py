@@ -1,0 +1,82 @@
+"""Sources of other projects' Triton kernels, taken from their wheels: to be read and measured, never part of ours.
+
+    python -m benchmarks.peers.sources [--folder FOLDER]
+
+downloads the wheels with pip, keeps the few files that the kernels need in `peers/` at the repository's root, which git
+ignores, and forgets the rest: 380 MB to fetch, 6 MB to keep.
+"""
+
+import argparse
+import fnmatch
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+FOLDER = Path(__file__).parents[2] / "peers"
+FLA = "fla-core"
+
+
+class Source(NamedTuple):
+    """Files of a wheel that are kept: in a folder of their own, with their paths where these matter."""
+
+    requirement: str
+    folder: str
+    members: tuple[str, ...]
+    flat: bool = True
+
+
+SOURCES = (
+    Source("vllm==0.33.0", "vllm", tuple(f"vllm/v1/attention/ops/triton_{name}.py" for name in (
+        "unified_attention", "attention_helpers", "decode_attention"))),
+    Source("sglang==0.5.23", "sglang", tuple(f"sglang/kernels/ops/attention/{name}.py" for name in (
+        "decode_attention", "score_mod"))),
+    Source("fla-core==0.6.0", FLA, ("fla/*.py",), flat=False),
+    Source("einops", FLA, ("einops/*.py",), flat=False),  # which FLA imports
+)  # fmt: skip
+
+
+def missing(folder: Path, package: str) -> str | None:
+    """Why a peer's sources cannot be read, or None."""
+    own = next(source for source in SOURCES if source.folder in (package, f"{package}-core"))
+    if any((folder / own.folder).rglob("*.py")):
+        return None
+    return f"expected {own.folder}/ in {folder.name}/: python -m benchmarks.peers.sources fetches it"
+
+
+def fetch(source: Source, folder: Path) -> None:
+    with tempfile.TemporaryDirectory() as wheels:
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
+        subprocess.run([*pip, "--dest", wheels, source.requirement], check=True)
+        (wheel,) = Path(wheels).glob("*.whl")
+        unpack(wheel, source, folder)
+
+
+def unpack(wheel: Path, source: Source, folder: Path) -> None:
+    """Keep what of a wheel is wanted."""
+    with zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            if any(fnmatch.fnmatch(name, member) for member in source.members):
+                path = PurePosixPath(name)
+                target = folder / source.folder / (path.name if source.flat else path)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(archive.read(name))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.peers.sources", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="where to keep them")
+    folder = parser.parse_args(argv).folder
+    for source in SOURCES:
+        fetch(source, folder)
+        print(f"{source.requirement}: {folder.name}/{source.folder}/")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

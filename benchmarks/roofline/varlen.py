@@ -1,0 +1,52 @@
+"""Which blocks the programs of attention without a cache visit, and of its gradient."""
+
+import collections
+from typing import TYPE_CHECKING
+
+from benchmarks.compiled.compiling import Launch
+from benchmarks.roofline import Programs, cdiv
+
+if TYPE_CHECKING:
+    from benchmarks.cases.varlen import VarlenCase
+
+
+def programs(case: "VarlenCase", launch: Launch) -> Programs:
+    """Of one of our kernels that visit keys or rows."""
+    arguments = launch.arguments
+    rows, keys, group = arguments["BLOCK_Q"], arguments["BLOCK_KV"], arguments["GROUP"]
+    by_keys = launch.name == "dkv_kernel"
+    found: collections.Counter[tuple[float, ...]] = collections.Counter()
+    for q_len, kv_len in zip(case.q_lens, case.kv_lens, strict=True):
+        own, block = (kv_len, keys) if by_keys else (q_len * group, rows)
+        for first in range(0, own, block):
+            if by_keys:
+                whole, ends = _rows_visited(case, q_len, kv_len, first, min(first + keys, kv_len) - 1, group, rows)
+                found[(ends, whole)] += case.num_kv_heads
+            else:
+                low, high = first // group, min((first + rows - 1) // group, q_len - 1)
+                found[_keys_visited(case, q_len, kv_len, low, high, keys)] += case.num_kv_heads
+    return found
+
+
+def _keys_visited(case: "VarlenCase", q_len: int, kv_len: int, low: int, high: int, block: int) -> tuple[float, float]:
+    """Blocks of keys that queries [low, high] see whole, and those that some see in part."""
+    low, high, window = (kv_len - q_len + low, kv_len - q_len + high, case.sliding_window)
+    start = max(low - window + 1, 0) // block if window else 0
+    end = max(cdiv(min(high + 1, kv_len) if case.causal else kv_len, block), start)
+    whole_start = min(max(high - window + block, start * block) // block, end) if window else start
+    whole_stop = max(max(min(kv_len, low + 1) if case.causal else kv_len, 0) // block, whole_start)
+    return float(whole_stop - whole_start), float(end - start - (whole_stop - whole_start))
+
+
+def _rows_visited(
+    case: "VarlenCase", q_len: int, kv_len: int, low: int, high: int, group: int, block: int
+) -> tuple[float, float]:
+    """Blocks of rows that see the keys [low, high] whole, and those that see some of them."""
+    ahead, window = kv_len - q_len, case.sliding_window
+    first, whole_first = (min(max(key - ahead, 0), q_len) if case.causal else 0 for key in (low, high))
+    last = min(max(high + window - ahead, first), q_len) if window else q_len
+    whole_last = min(max(low + window - ahead, 0), q_len) if window else q_len
+    start, end = first * group // block, cdiv(last * group, block)
+    whole_start = min(cdiv(whole_first * group, block), max(end, start))
+    whole = max(whole_last * group // block - whole_start, 0)
+    return float(whole), float(max(end - start, 0) - whole)
