@@ -9,6 +9,7 @@ does not split a sequence's keys among programs.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false
 
+import dataclasses
 from typing import Any
 
 import triton
@@ -146,7 +147,10 @@ def scaled_kernel(
 
 
 def heuristic(call: Any) -> Tile:
-    return ragged_paged_attention.heuristic(call.as_ragged())
+    tile = ragged_paged_attention.heuristic(call.as_ragged())
+    if call.quantized and call.device.arch.startswith("sm_"):  # scales take registers
+        return dataclasses.replace(tile, split_num_warps=8, split_num_stages=min(tile.split_num_stages, 2))
+    return tile
 
 
 def attend(call: Any, tile: Tile, launch: Any, lengths: Any, align: str) -> Any:
@@ -179,7 +183,7 @@ def attend_scaled(call: Any, tile: Tile, launch: Any, lengths: Any, align: str) 
     rows = call.group * (1 if decodes else call.num_tokens)
     if decodes:
         block_q, block_kv = tile.split_block_q, tile.split_block_kv
-        num_warps, num_stages = tile.split_num_warps, min(tile.split_num_stages, 3)  # scales take registers
+        num_warps, num_stages = tile.split_num_warps, tile.split_num_stages
     else:
         block_q, block_kv = tile.block_q, min(tile.block_kv, tile.edge_kv)  # there are masks for all keys
         num_warps, num_stages = tile.num_warps, tile.num_stages

@@ -52,9 +52,10 @@ from ragged_attention.kernels_triton._tiles import (
 )
 
 SMALLEST_SCALE = 1e-30  # stands for a scale of 0, so that -inf times it stays -inf
+LARGEST_INT: tl.constexpr = tl.constexpr(2**31 - 1)
 MIN_SPLIT = 256  # keys below which a split costs more than it saves
 MAX_SPLITS = 4096
-MOST_SEQUENCES = 4096  # of which a program sums the lengths
+SEQUENCES = (64, 256, 1024, 4096)  # how many a program sums the lengths of: few numbers, since each is code of its own
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "k_scale", "v_scale", "return_lse",
     "draft_mask",
@@ -96,9 +97,10 @@ def heuristic(call: RaggedPagedAttention) -> Tile:
     """
     block_q, block_kv, edge_kv, num_warps, num_stages = tile_sizes(call)
     block_q = min(block_q, max(16, next_power_of_2(call.num_tokens * call.group)))
-    if block_q < 64:  # whose products are narrower
+    if block_q < 64 and not on_cuda_cores(call):  # so that products are of warps
         block_kv = min(block_kv, 64)
-        num_warps = min(num_warps, 4) if call.device.arch.startswith("sm_") and padded_width(call) <= 128 else num_warps
+        if call.device.arch.startswith("sm_") and padded_width(call) <= 128:
+            num_warps = 4
     block_kv, num_stages = fit_pages(call, block_q, block_kv, num_stages)
     split_block_q = split_rows(call)
     split_block_kv, split_num_warps, split_num_stages = split_sizes(call, split_block_q)
@@ -125,11 +127,13 @@ def tile_sizes(call: Any) -> tuple[int, int, int, int, int]:
     """Rows, keys, keys at the edges, warps and stages of the tile kernel."""
     arch, width = call.device.arch, padded_width(call)
     if on_cuda_cores(call):
-        return 16, 16, 16, 4 if arch in ("sm_80", "sm_86") else 8, 3
+        return 16, 16, 16, 4 if arch in ("sm_80", "sm_86") else 8, 3 if arch.startswith("sm_") else 2
     if width > 256:  # 64 rows of 512 leave no registers for anything else, so no wgmma here
-        return (32, 64, 32, 8, 2) if arch == "sm_90" else (32, 32, 32, 8, 2 if arch.startswith("sm_") else 1)
+        if not arch.startswith("sm_"):
+            return 32, 16, 16, 8, 1
+        return (32, 64, 32, 8, 2) if arch == "sm_90" else (32, 32, 32, 8, 2)
     if call.draft_mask is not None:  # addresses of its entries take registers
-        return 32, 32, 16, 4, 3
+        return 32, 32, 16, 4, 3 if arch.startswith("sm_") else 2
     if width > 128:
         if arch == "sm_90":
             return 128, 32, 16, 8, 3
@@ -154,12 +158,29 @@ def tile_sizes(call: Any) -> tuple[int, int, int, int, int]:
 
 def split_sizes(call: Any, rows: int) -> tuple[int, int, int]:
     """Keys, warps and stages of the split kernel."""
+    arch, width = call.device.arch, padded_width(call)
+    if not arch.startswith("sm_"):
+        return split_sizes_elsewhere(call, rows)
+    if on_cuda_cores(call):
+        return 16, max(8, rows // 8), 3
+    if width > 256:
+        return 32, 8, 3
+    if width > 128 or call.draft_mask is not None:
+        return 32, 4, 3
+    # Where products are of warps, fewer keys let more programs run at once; masks of windows then spill.
+    return 64 if arch in WGMMA or call.sliding_window is not None else 32, 4, 3
+
+
+def split_sizes_elsewhere(call: Any, rows: int) -> tuple[int, int, int]:
+    """The same on AMD, and of an unknown device."""
     width = padded_width(call)
     if on_cuda_cores(call):
-        return 16, 4 * max(1, rows // 32), 3
+        return 16, 4 * max(1, rows // 32), 2
     if width > 256:
-        return 32, 8, 3 if call.device.arch.startswith("sm_") else 1
-    return 32 if width > 128 or call.draft_mask is not None else 64, 4, 3
+        return 16, 8, 1
+    if call.draft_mask is not None:
+        return 32, 4, 1  # two stages are more than Triton 3.6 can compile
+    return (32, 4, 3) if width > 128 else (64, 4, 2)
 
 
 def fit_pages(call: Any, rows: int, keys: int, stages: int) -> tuple[int, int]:
@@ -188,7 +209,7 @@ def split_rows(call: Any) -> int:
 def splits(call: Any) -> int:
     """Parts for eight programs per multiprocessor, as far as there can be keys for them."""
     keys = call.capacity if call.sliding_window is None else min(call.capacity, call.sliding_window + 8)
-    if keys <= MIN_SPLIT or call.max_num_seqs > MOST_SEQUENCES:
+    if keys <= MIN_SPLIT or call.max_num_seqs > SEQUENCES[-1]:
         return 1
     wanted = cdiv(8 * call.device.num_multiprocessors, max(call.num_kv_heads, 1))
     return min(wanted, call.max_num_seqs * cdiv(keys, MIN_SPLIT), MAX_SPLITS)
@@ -402,7 +423,7 @@ def parts_of_all(cu_q_lens_ptr, kv_lens_ptr, num_seqs, num_tokens, max_num_seqs,
                                               capacity, window, HAS_WINDOW, CAUSAL, GROUP, BLOCK_Q)  # fmt: skip
     blocks = tl.where(q_len > 0, (last + BLOCK_KV - 1) // BLOCK_KV - first // BLOCK_KV, 0)
     each = (tl.sum(blocks.to(tl.int64), 0) + num_splits - 1) // num_splits
-    each = tl.maximum(each, MIN_BLOCKS).to(tl.int32)
+    each = tl.minimum(tl.maximum(each, MIN_BLOCKS), LARGEST_INT // BLOCK_KV).to(tl.int32)
     return tl.where(q_len > 0, tl.maximum((blocks + each - 1) // each, 1), 0), each
 
 
@@ -458,7 +479,7 @@ def split_kernel(
         stop = last
         if not WHOLE:
             begin += part * each * BLOCK_KV
-            stop = tl.minimum(begin + each * BLOCK_KV, last)
+            stop = begin + tl.minimum(each * BLOCK_KV, last - begin)
         rows = Rows(tl.arange(0, BLOCK_Q), num_rows, start, kv_head)
         inner_scale, outer_scale, negative = logit_scales(
             k_scale_ptr, kv_head, k_scale_factor, sm_scale, soft_cap, K_SCALE_STRIDE, HAS_SOFT_CAP, SMALLEST
@@ -591,7 +612,7 @@ def run_short(
         "BLOCK_Q": tile.split_block_q,
         "BLOCK_KV": tile.split_block_kv,
         "MIN_BLOCKS": cdiv(MIN_SPLIT, tile.split_block_kv),
-        "SEQS": 1 if whole else next_power_of_2(call.max_num_seqs),
+        "SEQS": 1 if whole else next(count for count in SEQUENCES if count >= call.max_num_seqs),
         "num_splits": tile.num_splits,
     }
     out, lse = given or (inputs[0], inputs[0])  # these stand for arrays that are not there
@@ -622,7 +643,8 @@ def run_short(
         (*partial, kv_lens, cu_q_lens, num_seqs, sinks, v_scale, out, lse),
         [],
         inplace=(7, 8),
-        PARTS=min(next_power_of_2(tile.num_splits), max(1, 4096 // next_power_of_2(call.v_head_dim))),
+        num_stages=1,
+        PARTS=min(next_power_of_2(tile.num_splits), max(1, 2048 // next_power_of_2(call.v_head_dim))),
         **splitting,
         **shared,
     )

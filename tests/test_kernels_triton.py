@@ -15,6 +15,11 @@ from ragged_attention.samples import FakeArray, LatentSample, device_of
 from ragged_attention.testing.compare import agrees
 
 torch = pytest.importorskip("torch")
+triton = pytest.importorskip("triton")
+
+import triton.language as tl  # noqa: E402
+
+from ragged_attention.kernels_triton import ragged_paged_attention as paged  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -96,6 +101,41 @@ def test_every_split_of_a_list_has_keys(batch: int, heads: int, topk: int) -> No
     tile = module.heuristic(sample.call("mla_decode", device_of("torch", "sm_90")))
     blocks = -(-topk // tile.block_kv)
     assert -(-blocks // -(-blocks // tile.num_splits)) == tile.num_splits
+
+
+@triton.jit
+def parts_kernel(cu_q_lens_ptr, kv_lens_ptr, counts_ptr, each_ptr, num_seqs, num_tokens, max_num_seqs, capacity,
+                 num_splits, SEQS: tl.constexpr):  # fmt: skip
+    counts, each = paged.parts_of_all(cu_q_lens_ptr, kv_lens_ptr, num_seqs, num_tokens, max_num_seqs, capacity, 0,
+                                      num_splits, False, True, 4, 16, 64, 4, SEQS)  # fmt: skip
+    tl.store(counts_ptr + tl.arange(0, SEQS), counts)
+    tl.store(each_ptr, each)
+
+
+HUGE = 2**31 - 2**16  # the most keys that a sequence can have
+
+
+@pytest.mark.parametrize(
+    ("lens", "num_splits", "each", "counts"),
+    [
+        ([1000] * 8, 8, 16, [1] * 8),  # as many parts as asked for
+        ([1000] * 8, 1000, 4, [4] * 8),  # none of fewer than 256 keys
+        ([1000] * 7 + [10**6], 8, 1968, [1] * 7 + [8]),  # by their real lengths
+        ([0, 1, 64, 65], 4, 4, [1] * 4),  # what has no keys has a program too
+        ([HUGE] * 2, 4, HUGE // 64 // 2, [2] * 2),
+        ([HUGE] * 64, 2, (2**31 - 1) // 64, [1] * 64),  # no number of 32 bits overflows
+        ([HUGE, 5], 132, -(-(HUGE // 64 + 1) // 132), [132, 1]),
+    ],
+)
+def test_keys_are_divided_by_the_lengths_of_all(lens: list[int], num_splits: int, each: int, counts: list[int]) -> None:
+    """Of one query each, but for a prompt behind them and a sequence that is not live, which have no parts."""
+    count = len(lens) + 2
+    edges = torch.tensor([*range(len(lens) + 1), len(lens) + 5, len(lens) + 6]).int()
+    kv_lens, found, size = torch.tensor([*lens, 1000, 1000]).int(), torch.empty(128).int(), torch.empty(1).int()
+    parts_kernel[(1,)](edges, kv_lens, found, size, count - 1, count + 4, count, HUGE, num_splits, SEQS=128)
+    assert found.tolist() == counts + [0] * (128 - len(counts))
+    assert size.item() == each
+    assert sum(counts) <= num_splits + count
 
 
 def test_few_keys_are_exact_enough_in_a_table_for_many() -> None:

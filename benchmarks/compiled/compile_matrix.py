@@ -103,7 +103,7 @@ BY_TWO = "the list's slots come by twos"
 NARROW: Exceptions = {
     ("split_kernel", "8 bits", "mma"): (0.47, EIGHT_BITS),
     ("tile_kernel", "8 bits", "mma"): (0.44, EIGHT_BITS),
-    ("gradient_kernel", "plain", "mma"): (0.88, ROTARY),
+    ("gradient_kernel", "plain", "mma"): (0.80, f"{ROTARY}, {BY_TWO}"),
     ("latent_kernel", "fp8_v4", "mma"): (0.89, SCALES),
     ("latent_kernel", "fp8_v4", "wgmma"): (0.29, CODES),
 }
@@ -114,7 +114,6 @@ NARROW_ON_OLDER: Exceptions = {
     ("latent_kernel", "plain", "wgmma"): (0.64, BY_TWO),
     ("latent_kernel", "fp8_v32", "mma"): (0.74, f"{SCALES}, {BY_TWO}"),
     ("latent_kernel", "fp8_v4", "mma"): (0.86, f"{SCALES}, {BY_TWO}"),
-    ("gradient_kernel", "plain", "mma"): (0.80, f"{ROTARY}, {BY_TWO}"),
 }
 # Bytes per thread that the older Triton spills, since offsets of tokens have 64 bits; the newer one has room for them.
 SPILLED_ON_OLDER = {"dkv_kernel": 8, "forward_kernel": 8}

@@ -79,9 +79,10 @@ def tiled(case: "PagedCase", kernel_args: KernelArgs) -> tuple[Work, Programs]:
     return total * case.num_kv_heads, programs
 
 
-def split(case: "PagedCase", kernel_args: KernelArgs) -> tuple[Work, Programs, Work]:
-    """What the split kernel does, all keys cut in parts of one length, and what the kernel that combines them."""
-    total, combined = Work(), Work()
+def split(case: "PagedCase", kernel_args: KernelArgs) -> tuple[Work, Programs, Work, int]:
+    """What the split kernel does, all keys cut in parts of one length, and what the kernel that combines them, with the
+    rows that it combines."""
+    total, combined, rows_combined = Work(), Work(), 0
     programs: collections.Counter[tuple[float, ...]] = collections.Counter()
     block, item, dv = kernel_args["BLOCK_KV"], ITEMSIZE[case.dtype], kernel_args["DV"]
     short = [
@@ -102,7 +103,8 @@ def split(case: "PagedCase", kernel_args: KernelArgs) -> tuple[Work, Programs, W
         else:
             total += Work(rows=len(parts) * count * dv * 4)
             combined += Work(rows=len(parts) * count * dv * 4 + count * dv * item)
-    return total * case.num_kv_heads, programs, combined * case.num_kv_heads
+            rows_combined += count * case.num_kv_heads
+    return total * case.num_kv_heads, programs, combined * case.num_kv_heads, rows_combined
 
 
 def turns(name: str, work: Work, kernel_args: KernelArgs) -> tuple[float, ...]:
@@ -134,11 +136,11 @@ def steps(case: "PagedCase", device: Device, machine: Machine, tile: Any) -> Ite
         q_lens, kv_lens = zip(*found, strict=True)
         some = dataclasses.replace(case, q_lens=q_lens, kv_lens=kv_lens)
         floor, _ = some.floor_seconds(machine.memory, machine.multiplying)
-        own, combined = kernel_args[name], Work()
+        own, combined, rows = kernel_args[name], Work(), 0
         if name == "tile_kernel":
             work, programs = tiled(some, own)
         else:
-            work, programs, combined = split(some, own)
+            work, programs, combined, rows = split(some, own)
         yield Step(name, work, some.needed_bytes(), floor, programs)
-        if combined.rows:
-            yield Step("combine_kernel", combined, programs={(): sum(q_lens) * case.num_q_heads})
+        if rows:
+            yield Step("combine_kernel", combined, programs={(): rows})

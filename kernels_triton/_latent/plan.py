@@ -17,7 +17,7 @@ from ragged_attention.kernels_triton._tiles import (
     next_power_of_2,
 )
 
-MAX_SPLITS = 32
+MAX_SPLITS = 128
 
 
 MIN_SPLIT = 64  # keys below which a split is not worth its program

@@ -11,6 +11,7 @@ from ragged_attention.config import use_backend as use_backend
 from ragged_attention.dispatch import backends as backends
 from ragged_attention.errors import BackendMissing as BackendMissing
 from ragged_attention.errors import InvalidInput as InvalidInput
+from ragged_attention.errors import TooLarge as TooLarge
 from ragged_attention.errors import Unsupported as Unsupported
 from ragged_attention.explain import explain as explain
 
