@@ -203,6 +203,10 @@ class Runner:
         with fitting(at_tuned_widths):
             return self._refuses("mla_decode") is None
 
+    def overlapping(self) -> contextlib.AbstractContextManager[None]:
+        """Inside of which sequences may share rows, so that nothing says whose result these get."""
+        return contextlib.nullcontext()
+
     def apart(self) -> Sequence[str]:
         """The arguments that name this runner to a process of its own."""
         device = ["--device", self.device] if self.device else []

@@ -129,7 +129,8 @@ def _survives_here(runner: Runner, examples: int) -> int:
         for operation, example in every if examples > 12 else every[seed::examples]:
             ways = paths(runner, operation)
             try:
-                example(runner, seed, ways[seed % len(ways)])
+                with runner.overlapping():
+                    example(runner, seed, ways[seed % len(ways)])
                 taken += 1
             except Declined as refusal:
                 refusals.append(refusal)
