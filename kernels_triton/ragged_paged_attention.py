@@ -676,7 +676,7 @@ def run(call: RaggedPagedAttention, tile: Tile, launch: Any) -> Any:
         call, views, k_arguments, launch.strides(q), table_stride, launch.strides(draft_mask)[0]
     )
     inputs = (q, *views[:2], kv_lens, page_indices, cu_q_lens, num_seqs, sinks, k_scale, v_scale, draft_mask)
-    found = None
+    found: Any = None
     # Of so few rows no sequence can have too many for the split kernel.
     if not 0 < call.num_tokens * call.group <= tile.split_block_q or not call.max_num_seqs:
         blocks = call.num_tokens * call.group // tile.block_q + call.max_num_seqs + 2

@@ -104,14 +104,20 @@ def test_every_split_of_a_list_has_keys(batch: int, heads: int, topk: int) -> No
 
 
 @triton.jit
-def parts_kernel(cu_q_lens_ptr, kv_lens_ptr, counts_ptr, each_ptr, num_seqs, num_tokens, max_num_seqs, capacity,
-                 num_splits, SEQS: tl.constexpr):  # fmt: skip
-    counts, each = paged.parts_of_all(cu_q_lens_ptr, kv_lens_ptr, num_seqs, num_tokens, max_num_seqs, capacity, 0,
-                                      num_splits, False, True, 4, 16, 64, 4, SEQS)  # fmt: skip
+def parts_kernel(
+    cu_q_lens_ptr, kv_lens_ptr, counts_ptr, each_ptr, num_seqs, num_tokens, max_num_seqs, capacity, num_splits,
+    HAS_WINDOW: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr, SEQS: tl.constexpr,
+):  # fmt: skip
+    counts, each = paged.parts_of_all(
+        cu_q_lens_ptr, kv_lens_ptr, num_seqs, num_tokens, max_num_seqs, capacity, 0, num_splits,
+        HAS_WINDOW, CAUSAL, GROUP, BLOCK_Q, BLOCK_KV, MIN_BLOCKS, SEQS,
+    )  # fmt: skip
     tl.store(counts_ptr + tl.arange(0, SEQS), counts)
     tl.store(each_ptr, each)
 
 
+SIZES = {"GROUP": 4, "BLOCK_Q": 16, "BLOCK_KV": 64, "MIN_BLOCKS": 4, "SEQS": 128}
 HUGE = 2**31 - 2**16  # the most keys that a sequence can have
 
 
@@ -132,7 +138,8 @@ def test_keys_are_divided_by_the_lengths_of_all(lens: list[int], num_splits: int
     count = len(lens) + 2
     edges = torch.tensor([*range(len(lens) + 1), len(lens) + 5, len(lens) + 6]).int()
     kv_lens, found, size = torch.tensor([*lens, 1000, 1000]).int(), torch.empty(128).int(), torch.empty(1).int()
-    parts_kernel[(1,)](edges, kv_lens, found, size, count - 1, count + 4, count, HUGE, num_splits, SEQS=128)
+    numbers = (count - 1, count + 4, count, HUGE, num_splits)
+    parts_kernel[(1,)](edges, kv_lens, found, size, *numbers, HAS_WINDOW=False, CAUSAL=True, **SIZES)
     assert found.tolist() == counts + [0] * (128 - len(counts))
     assert size.item() == each
     assert sum(counts) <= num_splits + count
