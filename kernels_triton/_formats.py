@@ -99,7 +99,8 @@ def decoded_at_once(values, readable):
 @triton.jit
 def unit_of(q):
     """The power of two by which a row of queries is divided to lie below 2^9."""
-    exponent = (tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) >> 23) - 127 - 8
+    # Magnitudes are in order as whole numbers too, with NaN above all others.
+    exponent = (tl.max(q.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1) >> 23) - 127 - 8
     exponent = tl.minimum(tl.maximum(exponent, -118), 119)
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 

@@ -1,19 +1,13 @@
 """What jax lowers to, counted in a process that has no interpreter of Triton; needs no GPU."""
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.apart import apart
 
 
 def kernels_in(script: str) -> tuple[int, int]:
     """Triton's kernels in what `script` lowers for CUDA and for a CPU, which it prints; compiled into the text."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", "import jax_triton\n" + script],
-        env=environment | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
+    done = apart("-W", "ignore", "-c", "import jax_triton\n" + script, JAX_PLATFORMS="cpu")
     if "import jax_triton" in done.stderr and "ImportError" in done.stderr:
         pytest.skip("jax_triton cannot be imported: it needs a CUDA plugin of jax")
     assert done.returncode == 0, done.stderr

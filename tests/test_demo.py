@@ -3,10 +3,8 @@
 import dataclasses
 import functools
 import io
-import os
 import re
 import runpy
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -26,6 +24,7 @@ from ragged_attention.demo.pages import PageAllocator, chained_digest
 from ragged_attention.demo.prompts import PROMPTS
 from ragged_attention.demo.view import View, readable
 from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
+from tests.apart import printed
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -302,13 +301,9 @@ def test_the_triton_kernels_run_in_the_interpreter_without_being_asked_to(framew
     pytest.importorskip(framework)
     pytest.importorskip("triton")
     arguments = ["--framework", framework, "--backend", "triton", "--device", "cpu", "--max-new-tokens", "2"]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", SHORT, *arguments], env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "4 of 4 tokens equal" in done.stdout
-    assert re.search(r"^ +0 +16 +0 .* triton$", done.stdout, re.MULTILINE)
+    said = printed("-c", SHORT, *arguments)
+    assert "4 of 4 tokens equal" in said
+    assert re.search(r"^ +0 +16 +0 .* triton$", said, re.MULTILINE)
 
 
 def test_texts_grow_prefixes_are_shared_and_steps_are_mixed(capsys):

@@ -12,8 +12,6 @@ import gc
 import importlib
 import itertools
 import math
-import os
-import subprocess
 import sys
 import traceback
 import types
@@ -39,6 +37,7 @@ from ragged_attention.calls.base import Result, record  # noqa: E402
 from ragged_attention.calls.fields import ArrayKind, Kind, field  # noqa: E402
 from ragged_attention.errors import TooLarge  # noqa: E402
 from ragged_attention.torch import _launcher, _operators, _plan, _replay  # noqa: E402
+from tests.apart import printed  # noqa: E402
 
 rt: Any = importlib.import_module("ragged_attention.torch")
 ROOT = Path(__file__).resolve().parent.parent
@@ -559,12 +558,7 @@ def main() -> int:
 
 
 def test_all_checks_in_a_process_that_compiles(tmp_path: Path) -> None:
-    variables = {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
-    done = subprocess.run(
-        [sys.executable, __file__], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    printed(__file__, TRITON_CACHE_DIR=str(tmp_path))
 
 
 def states(offset: int = 0, seed: int = 0) -> tuple[Any, Any]:

@@ -1,8 +1,5 @@
 """What loops are said to take: counted by hand, compiled once, and as the document has it."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +9,7 @@ from benchmarks.cases import catalogue
 from benchmarks.compiled import document
 from benchmarks.compiled.sass import WARPWISE, cycles, instructions_of
 from ragged_attention.samples import device_of
+from tests.apart import printed
 
 ROOT = Path(__file__).parent.parent
 HOPPER = device_of("torch", "sm_90")
@@ -57,11 +55,8 @@ def test_turns_by_hand() -> None:
 
 
 def test_a_prediction_is_made() -> None:
-    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "benchmarks.compiled.loops", "--jobs", "1", "--case", "mla_sparse_h16_b64"]
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    (line,) = [line.split(" | ") for line in done.stdout.splitlines() if "mla_sparse_h16_b64" in line]
+    lines = printed("-m", "benchmarks.compiled.loops", "--jobs", "1", "--case", "mla_sparse_h16_b64").splitlines()
+    (line,) = [line.split(" | ") for line in lines if "mla_sparse_h16_b64" in line]
     assert line in [text.split(" | ") for text in document.part("loops").splitlines()]
     assert float(line[6]) >= float(line[3]) >= float(line[2])
     assert float(line[8].split(" - ")[0]) >= float(line[6])  # what waits takes no less than what is busy

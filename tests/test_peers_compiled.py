@@ -2,9 +2,6 @@
 
 import dataclasses
 import enum
-import os
-import subprocess
-import sys
 import types
 import zipfile
 from pathlib import Path
@@ -18,6 +15,7 @@ from benchmarks.cases.varlen import VarlenCase
 from benchmarks.compiled.compiling import Launch
 from benchmarks.peers import recorded, registry, sources
 from benchmarks.roofline import varlen
+from tests.apart import printed
 
 ROOT = Path(__file__).parent.parent
 
@@ -217,11 +215,9 @@ def test_a_peer_stands_beside_ours(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "triton_unified_attention.py").write_text(text)
     (tmp_path / "sglang" / "decode_attention.py").write_text("raise ImportError('not asked for')\n")
-    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = ("benchmarks.compiled.peers", "--cases", "speculative_64q4s4k", "--folder", str(tmp_path), "--jobs", "1")
-    done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, env=environ, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    mine, theirs = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| speculative")]
+    lines = printed("-m", *command).splitlines()
+    mine, theirs = [line.split(" | ") for line in lines if line.startswith("| speculative")]
     assert (mine[1], theirs[1]) == ("ours", "vLLM")
     assert (theirs[2], theirs[6], theirs[7]) == ("4, 3", "0", "1.0")  # one buffer, behind the page numbers
     assert (mine[-2], mine[-1].strip("| ")) == ("1.00", "1.00")

@@ -2,9 +2,6 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ from benchmarks import roofline
 from benchmarks.compiled import gate, hopper, loops, sass, scoreboard, staging
 from benchmarks.compiled.pipelines import Walk
 from benchmarks.compiled.sass import Instruction
+from tests.apart import printed
 
 ROOT = Path(__file__).parent.parent
 NONE = 7  # no barrier
@@ -209,20 +207,14 @@ def test_a_loop_must_be_known_or_ahead_and_no_longer_known_then() -> None:
     assert gate.failures({"a": [dataclasses.replace(late, kernel="tile_kernel")]}, set()) == []
 
 
-def apart(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environ, capture_output=True, text=True)
-
-
 def test_a_kernel_is_compiled_and_read(tmp_path: Path) -> None:
     """Fewer stages than the heuristic's leave one buffer, which is waited for at once."""
     pytest.importorskip("triton")
     file = tmp_path / "loops.json"
     command = ("benchmarks.compiled.pipelines", "--cases", "decode_64x4k", "--kernels", "split_kernel", "--jobs", "1")
-    done = apart("-m", *command, "--tile", "split_num_stages=2", "--json", str(file))
-    assert done.returncode == 0, done.stderr
+    lines = printed("-m", *command, "--tile", "split_num_stages=2", "--json", str(file))
     found = json.loads(file.read_text())
-    assert done.stdout.count("| decode_64x4k | split_kernel") == len(found) == 2
+    assert lines.count("| decode_64x4k | split_kernel") == len(found) == 2
     for one in found:
         assert (one["stages"], one["least_wait"], one["num_stages"]) == (1, 0, 2)
         assert one["copied"] == one["in_flight"] == 2 * 64 * 128 * 2
@@ -232,5 +224,4 @@ def test_a_kernel_is_compiled_and_read(tmp_path: Path) -> None:
 def test_decode_loops_keep_keys_ahead() -> None:
     """But for those that are known not to; whoever mends one takes it from the list."""
     pytest.importorskip("triton")
-    done = apart("-m", "benchmarks.compiled.gate", "--jobs", "1")
-    assert done.returncode == 0, done.stdout + done.stderr
+    printed("-m", "benchmarks.compiled.gate", "--jobs", "1")

@@ -24,7 +24,8 @@ descriptors = pytest.importorskip("triton.tools.tensor_descriptor")
 import triton.language as tl  # noqa: E402
 
 from ragged_attention.testing import ptx  # noqa: E402
-from tests.test_ptx_calls import ARCHITECTURES, apart  # noqa: E402
+from tests.apart import printed  # noqa: E402
+from tests.test_ptx_calls import ARCHITECTURES  # noqa: E402
 
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 SPECIALISES = VERSION >= (3, 9)  # before, Triton makes no such code for sm_90
@@ -249,7 +250,7 @@ def main() -> None:
 
 @pytest.fixture(scope="module")
 def answers() -> dict[tuple[str, str], str]:
-    lines = map(json.loads, apart(__file__).splitlines())
+    lines = map(json.loads, printed(__file__).splitlines())
     return {(line["arch"], line["name"]): line["error"] for line in lines}
 
 

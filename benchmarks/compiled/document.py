@@ -1,8 +1,14 @@
 """docs/predictions.md, parts of which commands write."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "predictions.md"
+
+
+def table(head: str, lines: Iterable[str]) -> str:
+    """A table of lines, which end as the head does."""
+    return head + "|---" * head.count(" |") + "|\n" + "".join(lines)
 
 
 def part(name: str, text: str | None = None) -> str:

@@ -54,13 +54,18 @@ def predicted(name: str) -> Prediction:
     for step in case.steps("triton", device):
         least = max(step.times(roofline.H200, exact=True).values())
         walks = pipelines.walks(launches[step.name]) if step.turns else []
-        # A list that comes in two caches is walked by two loops of the same code.
-        for walk, number in zip(walks, step.turns, strict=False):
-            for unit, cycles in walk.busy:
-                busy[unit] = busy.get(unit, 0.0) + cycles * number / (MULTIPROCESSORS * CLOCK)
+        keep_busy(busy, step, walks)
         for latency in LATENCIES:
             waiting[latency] += max(seconds(step, walks, latency) if walks else 0.0, least)
     return Prediction(roofline.plan_of(case, "triton", device), busy, waiting)
+
+
+def keep_busy(busy: dict[str, float], step: roofline.Step, walks: Sequence[Walk]) -> None:
+    """Add the seconds that a kernel's turns keep each kind of unit busy."""
+    # A list that comes in two caches is walked by two loops of the same code.
+    for walk, number in zip(walks, step.turns, strict=False):
+        for unit, cycles in walk.busy:
+            busy[unit] = busy.get(unit, 0.0) + cycles * number / (MULTIPROCESSORS * CLOCK)
 
 
 def seconds(step: roofline.Step, walks: Sequence[Walk], latency: float) -> float:
@@ -91,7 +96,7 @@ def table(found: Iterable[Prediction]) -> str:
             f"| {one.busy[one.bound] * 1e6:.1f} | {one.bound} | {one.least * 1e6:.1f} | {one.least / floor:.2f} "
             f"| {waits} | {', '.join(map(str, plan.launches))} | {plan.skew:.1f} |\n"
         )
-    return HEAD + "|---" * HEAD.count(" |") + "|\n" + "".join(lines)
+    return document.table(HEAD, lines)
 
 
 # Bounds in microseconds of the code and the tiles that were, before anybody had read what they compile to.

@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks.cases import catalogue
 from benchmarks.cases.varlen import VarlenCase
 from benchmarks.compiled import compiling, document, loops, pipelines
-from benchmarks.compiled.hopper import ARCH, CLOCK, LATENCIES, MULTIPROCESSORS
+from benchmarks.compiled.hopper import ARCH, LATENCIES, MULTIPROCESSORS
 from benchmarks.compiled.pipelines import Walk
 from benchmarks.peers import recorded, registry, sources
 from benchmarks.roofline import H200, Launched, Step, Work, varlen
@@ -65,9 +65,7 @@ def side_of(who: str, pairs: Iterable[recorded.Recorded], least: float) -> Side:
         walks = pipelines.walks(launch)
         if len(walks) != len(step.turns):  # one rule for all turns: the loop that all work is in
             walks = [max(walks, key=lambda walk: dict(walk.busy)["instructions"])]
-        for walk, number in zip(walks, step.turns, strict=False):
-            for unit, cycles in walk.busy:
-                busy[unit] = busy.get(unit, 0.0) + cycles * number / (MULTIPROCESSORS * CLOCK)
+        loops.keep_busy(busy, step, walks)
         for latency in LATENCIES:
             waiting[latency] += loops.seconds(step, walks, latency)
         walk, turns = max(zip(walks, step.turns, strict=False), key=lambda both: both[0].chain * both[1])
@@ -145,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = options.cases or SHOWN
     with compiling.processes(min(options.jobs, len(names))) as pool:
         found = list(pool.map(compared, names, [options.folder] * len(names)))
-    text = HEAD + "|---" * HEAD.count(" |") + "|\n" + "".join(map(lines_of, names, found))
+    text = document.table(HEAD, map(lines_of, names, found))
     if options.json:
         rows = [
             {"case": name, **dataclasses.asdict(side)}

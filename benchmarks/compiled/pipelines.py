@@ -157,7 +157,7 @@ def line_of(name: str, walk: Walk) -> str:
 
 
 def table(found: Iterable[tuple[str, Walk]]) -> str:
-    return HEAD + "|---" * HEAD.count(" |") + "|\n" + "".join(line_of(name, walk) for name, walk in found)
+    return document.table(HEAD, (line_of(name, walk) for name, walk in found))
 
 
 def needed() -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from benchmarks import roofline
 from benchmarks.cases import catalogue
+from benchmarks.compiled import document
 from ragged_attention.samples import device_of
 
 HEAD = (
@@ -22,7 +23,7 @@ def table(found: Sequence[roofline.Plan]) -> str:
         f"| {plan.skew:.1f} | {', '.join(map(str, plan.launches))} |\n"
         for plan in found
     ]
-    return HEAD + "|---" * HEAD.count(" |") + "|\n" + "".join(lines)
+    return document.table(HEAD, lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,8 +1,9 @@
 """A check of the suite, and how it is run: on a named batch, or on batches that Hypothesis draws and shrinks."""
 
 import dataclasses
+import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, settings
@@ -129,6 +130,20 @@ def built(check: Callable[[Runner, Any], None]) -> Callable[[Runner, Any], None]
     return lambda runner, spec: check(runner, spec.build())
 
 
+def taken_of(attempts: Iterable[Callable[[], object]]) -> int:
+    """How many attempts the backend takes; if it declines all, the first refusal is raised."""
+    count, refusals = 0, []
+    for attempt in attempts:
+        try:
+            attempt()
+            count += 1
+        except Declined as refusal:
+            refusals.append(refusal)
+    if refusals and not count:
+        raise refusals[0]
+    return count
+
+
 def on_corner(check: Callable[[Runner, Any], None], build: Callable[[], Any]) -> Callable[[Runner, int], int]:
     def run(runner: Runner, examples: int) -> int:
         del examples
@@ -154,16 +169,8 @@ def on_every_path(
 
     def run(runner: Runner, examples: int) -> int:
         del examples
-        batch, taken, refusals = build(), 0, []
-        for options in paths(runner, operation)[1:]:
-            try:
-                check(runner, batch, options)
-                taken += 1
-            except Declined as refusal:
-                refusals.append(refusal)
-        if refusals and not taken:
-            raise refusals[0]
-        return taken
+        batch = build()
+        return taken_of(functools.partial(check, runner, batch, options) for options in paths(runner, operation)[1:])
 
     return run
 

@@ -7,13 +7,13 @@ import argparse
 import ctypes
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ragged_attention import dispatch
-from ragged_attention.testing.drawing import paths
+from ragged_attention.testing.drawing import paths, taken_of
 from ragged_attention.testing.guarded import guarded, run_apart
 from ragged_attention.testing.heads_first import suite as heads_first_suite
 from ragged_attention.testing.mla import garbage as mla_safety
@@ -124,19 +124,15 @@ def check_garbage(runner: Runner, examples: int) -> int:
 def _survives_here(runner: Runner, examples: int) -> int:
     """With few examples, each of the operations gets one of them."""
     every = (*EXAMPLES, *mla_safety.EXAMPLES, *heads_first_suite.GARBAGE, *varlen_safety.EXAMPLES)
-    taken, refusals = 0, []
-    for seed in range(examples):
-        for operation, example in every if examples > 12 else every[seed::examples]:
-            ways = paths(runner, operation)
-            try:
-                with runner.overlapping():
-                    example(runner, seed, ways[seed % len(ways)])
-                taken += 1
-            except Declined as refusal:
-                refusals.append(refusal)
-    if refusals and not taken:
-        raise refusals[0]
-    return taken
+
+    def attempts() -> Iterator[Callable[[], None]]:
+        for seed in range(examples):
+            for operation, example in every if examples > 12 else every[seed::examples]:
+                ways = paths(runner, operation)
+                yield functools.partial(example, runner, seed, ways[seed % len(ways)])
+
+    with runner.overlapping():
+        return taken_of(attempts())
 
 
 class GuardedModule:

@@ -3,7 +3,7 @@
 import contextlib
 import ctypes
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -79,17 +79,6 @@ def on(device: torch.device, *, interpreted: bool = True) -> contextlib.Abstract
     return interpreting() if device.type == "cpu" and interpreted else _HERE
 
 
-@contextlib.contextmanager
-def _fitting() -> Iterator[None]:
-    """Where Triton's word for a launch that a device has no room for becomes ours; Triton need not be importable."""
-    try:
-        yield
-    except Exception as error:
-        if type(error).__name__ != "OutOfResources":
-            raise
-        raise TooLarge(f"expected options that fit this device: {error}") from error
-
-
 class Launcher:
     """Runs kernels for calls that hold torch tensors.
 
@@ -119,8 +108,13 @@ class Launcher:
         new = [torch.empty(tuple(shape), dtype=DTYPES.get(dtype, dtype), device=device) for shape, dtype in outputs]
         new += [inputs[index] for index in inplace]
         if 0 not in grid:
-            with on(device), _fitting():
-                kernel[grid](*map(to_bits, inputs), *map(to_bits, new), **OPTIONS | arguments)
+            with on(device):
+                try:
+                    kernel[grid](*map(to_bits, inputs), *map(to_bits, new), **OPTIONS | arguments)
+                except Exception as error:
+                    if type(error).__name__ != "OutOfResources":  # Triton's, which need not be importable
+                        raise
+                    raise TooLarge(f"expected options that fit this device: {error}") from error
         return new
 
     @property

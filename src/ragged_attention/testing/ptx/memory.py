@@ -139,9 +139,7 @@ class GlobalAccess:
         size = int(dtype[1:]) * len(registers)
         index = self.place(lanes, address, offset, size, line, "read")
         elements = self.read(lanes, index, size, line).view(dtype)
-        for number, register in enumerate(registers):
-            if register is not None:
-                register[lanes] = elements[:, number]
+        deal(elements, registers, lanes)
 
     def store(self, values: Sequence[Any], address: Any, offset: int, size: int, mask: Mask, line: int) -> None:
         """st.global: elements of `size` bytes, one behind the other."""
@@ -259,6 +257,13 @@ def in_turn(
         changed[now] = new != found[now]
         table[rows[now]] = new
     return found.view(f"u{size}"), changed
+
+
+def deal(elements: NDArray[Any], registers: Sequence[Any], lanes: Indices) -> None:
+    """Give registers the elements [lanes, n] that lanes loaded; one that is None wants none."""
+    for number, register in enumerate(registers):
+        if register is not None:
+            register[lanes] = elements[:, number]
 
 
 def columns(values: Sequence[Any], every: Lanes, lanes: Indices) -> NDArray[np.uint8]:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ragged_attention.testing.ptx.clocks import Clocks
 from ragged_attention.testing.ptx.lanes import Indices, Lanes, Mask
-from ragged_attention.testing.ptx.memory import columns, in_turn
+from ragged_attention.testing.ptx.memory import columns, deal, in_turn
 from ragged_attention.testing.ptx.operands import SHARED_BASE
 
 Cells = NDArray[np.int64]
@@ -150,9 +150,7 @@ class Shared:
             return
         size = int(dtype[1:]) * len(registers)
         elements = self.read(lanes, self.place(lanes, address, offset, size, line), size, line).view(dtype)
-        for number, register in enumerate(registers):
-            if register is not None:
-                register[lanes] = elements[:, number]
+        deal(elements, registers, lanes)
 
     def store(self, values: Sequence[Any], address: Any, offset: int, size: int, mask: Mask, line: int) -> None:
         """st.shared: elements of `size` bytes, one behind the other."""

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragged_attention.testing.ptx.lanes import Indices, Lanes, Mask
-from ragged_attention.testing.ptx.memory import columns
+from ragged_attention.testing.ptx.memory import columns, deal
 from ragged_attention.testing.ptx.operands import LOCAL_BASE, PARAM_BASE
 
 
@@ -34,9 +34,7 @@ class Local:
         if not self.written[places].all():
             self.reporter.say(line, "reads local memory that its thread did not write")
         elements = self.bytes[places].view(dtype)
-        for number, register in enumerate(registers):
-            if register is not None:
-                register[lanes] = elements[:, number]
+        deal(elements, registers, lanes)
 
     def store(self, values: Sequence[Any], address: Any, offset: int, size: int, mask: Mask, line: int) -> None:
         """st.local: elements of `size` bytes, one behind the other."""
@@ -62,6 +60,4 @@ class Parameters:
         if ((index < 0) | (index + size > self.data.size) | (index % size != 0)).any():
             raise self.lanes.reporter.fault(line, f"read of {size} bytes outside parameters, or unaligned")
         elements = self.data[index[:, None] + np.arange(size)].view(dtype)
-        for number, register in enumerate(registers):
-            if register is not None:
-                register[lanes] = elements[:, number]
+        deal(elements, registers, lanes)
