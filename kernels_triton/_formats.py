@@ -10,16 +10,18 @@ import triton
 import triton.language as tl
 
 
-def has_e4m3(arch: str) -> bool:
-    """Whether a GPU converts from e4m3 in hardware."""
-    return int(arch[3:]) >= 89 if arch.startswith("sm_") else arch in ("gfx942", "gfx950")
+def e4m3_format(arch: str) -> str:
+    """How a GPU decodes e4m3: in hardware, two codes at a time, or one by one."""
+    if arch.startswith("gfx"):  # gfx942 converts another e4m3, which has no negative zero and counts from 2^-8
+        return "e4m3" if arch == "gfx950" else "e4m3_pairs"
+    return "e4m3" if arch.startswith("sm_") and int(arch[3:]) >= 89 else "e4m3_bits"
 
 
 def cache_format(call: Any) -> str:
-    """How kernels are to read the cache: `plain`, or which 8-bit format, and whether e4m3 is in hardware."""
+    """How kernels are to read the cache: `plain`, or which 8-bit format, and how e4m3 is decoded."""
     kind = call.cache_dtype
     if kind == "float8_e4m3fn":
-        return "e4m3" if has_e4m3(call.device.arch) else "e4m3_bits"
+        return e4m3_format(call.device.arch)
     return {"float8_e5m2": "e5m2", "int8": "int8"}.get(kind, "plain")
 
 
@@ -68,6 +70,21 @@ def narrow(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def halves_of_e4m3(stored):
+    """e4m3 codes [rows, columns] as float16, two at a time in words of 32 bits.
+
+    Sign, exponent and mantissa go where float16 has them, whose exponents count from 2^-15 instead of 2^-7. The code of
+    NaN is the only one that reaches 2^14 when 2^7 is added; so it gets that bit too, and with it a whole exponent.
+    """
+    low, high = tl.split(tl.reshape(stored, [stored.shape[0], stored.shape[1] // 2, 2]))
+    codes = (low.to(tl.uint32) << 8) | (high.to(tl.uint32) << 24)
+    halves = ((codes >> 1) & 0x3F803F80) | (codes & 0x80008000)
+    halves = halves | ((halves + 0x00800080) & 0x40004000)
+    pairs = tl.join(halves.to(tl.uint16), (halves >> 16).to(tl.uint16))
+    return tl.reshape(pairs, stored.shape).to(tl.float16, bitcast=True) * 256.0
+
+
+@triton.jit
 def decode(stored, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     """Elements of the cache as operands; exact for every format, scales excluded."""
     if FORMAT == "plain":
@@ -78,6 +95,8 @@ def decode(stored, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
         value = stored.to(tl.float8e4nv, bitcast=True).to(DTYPE)
     elif FORMAT == "e5m2":
         value = (stored.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(DTYPE)
+    elif FORMAT == "e4m3_pairs":
+        value = halves_of_e4m3(stored).to(DTYPE)
     else:
         code = stored.to(tl.uint16)
         half = ((code & 0x80) << 8) | ((code & 0x7F) << 7)

@@ -19,7 +19,7 @@ from ragged_attention.kernels_triton import ragged_paged_attention
 from ragged_attention.kernels_triton._formats import cache_format, decode, narrow
 from ragged_attention.kernels_triton._sequences import VARYING, key_range
 from ragged_attention.kernels_triton._softmax import lost_to_rounding, matmul, online_softmax, tanh
-from ragged_attention.kernels_triton._tiles import cdiv, next_power_of_2
+from ragged_attention.kernels_triton._tiles import WGMMA, cdiv, next_power_of_2
 from ragged_attention.kernels_triton.ragged_paged_attention import (
     SMALLEST_SCALE,
     Rows,
@@ -147,10 +147,20 @@ def scaled_kernel(
 
 
 def heuristic(call: Any) -> Tile:
-    tile = ragged_paged_attention.heuristic(call.as_ragged())
-    if call.quantized and call.device.arch.startswith("sm_"):  # scales take registers
-        return dataclasses.replace(tile, split_num_warps=8, split_num_stages=min(tile.split_num_stages, 2))
-    return tile
+    return for_scales(call, ragged_paged_attention.heuristic(call.as_ragged()))
+
+
+def invariant_tile(call: Any) -> Tile:
+    return for_scales(call, ragged_paged_attention.invariant_tile(call.as_ragged()))
+
+
+def for_scales(call: Any, tile: Tile) -> Tile:
+    """A tile that leaves registers for scales."""
+    if not call.quantized or not call.device.arch.startswith("sm_"):
+        return tile
+    keys = tile.split_block_kv if call.device.arch in WGMMA else min(tile.split_block_kv, 32)
+    stages = min(tile.split_num_stages, 2)
+    return dataclasses.replace(tile, split_block_kv=keys, split_num_warps=8, split_num_stages=stages)
 
 
 def attend(call: Any, tile: Tile, launch: Any, lengths: Any, align: str) -> Any:

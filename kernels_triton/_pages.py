@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ragged_attention.kernels_triton._formats import INTERPRETED, decode, decoded_at_once, narrow
 from ragged_attention.kernels_triton._sequences import Edges, block_start, end_blocks, whole_blocks
-from ragged_attention.kernels_triton._softmax import lost_to_rounding, matmul, online_softmax, tanh
+from ragged_attention.kernels_triton._softmax import always, lost_to_rounding, matmul, online_softmax, tanh
 
 PAGE_SCAN: tl.constexpr = tl.constexpr(256)
 
@@ -177,21 +177,28 @@ def attend(
     corrects that.
 
     The pages of a block are looked up while the block before is on its way: a lookup within the same turn would take
-    up the stages that copies of keys and values are to run ahead by (Triton 3.6 to 3.9).
+    up the stages that copies of keys and values are to run ahead by (Triton 3.6 to 3.9). WIDE rows have no registers
+    for that. Their product with the keys stands in a branch that is always taken, past which compilers do not look:
+    else they give each warp rows of its own, for the second product's sake, and half of the warps repeat the others.
     """
     m_i, l_i, acc = state
     inner_scale, outer_scale = scales
+    WIDE: tl.constexpr = q.shape[0] >= 64 and sizes.DV_PAD >= 512
     JOINED: tl.constexpr = WEIGHT_PARTS == 2 and q.shape[0] >= 64 and sizes.DV_PAD >= 256
     following = pages_of_block(pages.table_ptr, blocks, 0, visible, MASKED, sizes.PAGE_SIZE, BLOCK_KV)
     for index in range(blocks.num_blocks):
-        page = following
-        following = pages_of_block(pages.table_ptr, blocks, index + 1, visible, MASKED, sizes.PAGE_SIZE, BLOCK_KV)
+        if WIDE:
+            page = pages_of_block(pages.table_ptr, blocks, index, visible, MASKED, sizes.PAGE_SIZE, BLOCK_KV)
+        else:
+            page = following
+            following = pages_of_block(pages.table_ptr, blocks, index + 1, visible, MASKED, sizes.PAGE_SIZE, BLOCK_KV)
         keys = block_start(blocks, index, MASKED, BLOCK_KV) + tl.arange(0, BLOCK_KV)
         readable = are_readable(keys, page, visible.first, visible.last, pages.num_pages, sizes.PAGE_SIZE, BLOCK_KV)
         k = load_slots(pages.k_ptr, pages.k_page_stride, pages.k_slot_stride, page, keys, readable, MASKED,
                        sizes.PAGE_SIZE, sizes.D, sizes.D_PAD)  # fmt: skip
         logits = tl.zeros([q.shape[0], BLOCK_KV], tl.float32)
-        logits = matmul(q, tl.trans(decode(k, sizes.FORMAT, q.dtype)), logits)
+        if not WIDE or always(index, 0):
+            logits = matmul(q, tl.trans(decode(k, sizes.FORMAT, q.dtype)), logits)
         if unit is not None:
             logits = logits * unit[:, None]
         if features.HAS_SOFT_CAP:

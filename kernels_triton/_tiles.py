@@ -11,6 +11,9 @@ from ragged_attention.errors import InvalidInput
 SMALLEST_SHARED_MEMORY = 64 * 1024  # for GPUs whose size is not known
 
 
+OLDER_COMPILER = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)  # needs 30 registers fewer than 3.9
+
+
 WGMMA = ("sm_90", "sm_100", "sm_103")  # where the matrix unit takes its operands from shared memory
 
 
@@ -61,6 +64,20 @@ def expect_between(tile: Any, **bounds: tuple[int, int]) -> None:
         value = getattr(tile, name)
         if not isinstance(value, int) or not low <= value <= high:
             raise InvalidInput(f"expected {name} from {low} to {high}, got {value!r}")
+
+
+def overlaps(call: Any) -> bool:
+    """Whether a kernel may begin before the one that it follows has ended: programmatic dependent launch.
+
+    It begins when all programs of the other have begun and said so, and waits for their end where it needs that.
+    """
+    device = call.device
+    return device.framework == "torch" and device.platform == "cuda" and int(device.arch.removeprefix("sm_")) >= 90
+
+
+def dependent(overlapping: bool) -> dict[str, bool]:
+    """The option of a launch that may begin so. Triton knows it for NVIDIA's GPUs only."""
+    return {"launch_pdl": True} if overlapping else {}
 
 
 def launchable(call: Any, kernel: Any) -> str | None:

@@ -19,7 +19,8 @@ from ragged_attention.kernels_triton._softmax import LOG2E, matmul
 from ragged_attention.kernels_triton._tiles import WGMMA, fit, item_size, next_power_of_2
 
 NARROWEST = 16  # columns that a matrix product takes at least
-LARGEST_TOKEN_STRIDE: tl.constexpr = tl.constexpr(2**22)  # times the 256 rows of the largest block it is 2^30
+LARGEST_OFFSET: tl.constexpr = tl.constexpr(2**30)  # that tokens, and heads, of a block may add in 32 bits
+LARGEST_TOKEN_STRIDE = LARGEST_OFFSET.value // 256  # of the largest block's rows
 # Stands for a scale of 0, so that -inf times it stays -inf and one can divide by it.
 SMALLEST_SCALE: tl.constexpr = tl.constexpr(1e-30)
 
@@ -34,7 +35,7 @@ def near(array: Any, rows: int, launch: Any) -> Any:
     """
     array = launch.packed(array)
     token, head, _ = launch.strides(array)
-    return array if token <= LARGEST_TOKEN_STRIDE.value and head * rows <= 2**30 else launch.contiguous(array)
+    return array if token <= LARGEST_TOKEN_STRIDE and head * rows <= LARGEST_OFFSET.value else launch.contiguous(array)
 
 
 def parts(width: int, split: bool = True) -> tuple[int, int]:
@@ -218,26 +219,33 @@ def store_columns(ptr, offsets, columns, writable, WIDTH: tl.constexpr, FROM: tl
 
 
 @triton.jit
-def row_offsets(array, first, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the rows [first, first + BLOCK) of an array lie, `first` being a multiple of BLOCK: a pointer, and how far
-    each row is from there.
+def row_offsets(array, first, GROUP: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr = 1):
+    """Where the rows [first, first + BLOCK) of an array lie, `first` being a multiple of BLOCK: a pointer, to a token
+    whose number is a multiple of TOKENS, and how far each row is from there.
 
-    What differs between blocks is a scalar of 64 bits; the rest is of 32 but for tokens that are very wide, as `near`
-    has seen to, and where GROUP divides BLOCK the same in each.
+    The pointer has 64 bits, the rest 32 but for tokens that are very wide, as `near` has seen to. With TOKENS = 1 only
+    the pointer differs between blocks, where GROUP divides BLOCK. A loop then keeps what each row adds to it, at two
+    registers for each row of a thread; with more TOKENS than a block has, it is computed in each turn.
     """
     inner = tl.arange(0, BLOCK)
     if BLOCK % GROUP != 0:
         inner += first % GROUP
-    if array.token_stride > LARGEST_TOKEN_STRIDE:
+    token = first // GROUP
+    if array.token_stride * (BLOCK + TOKENS - 1) > LARGEST_OFFSET:
         inner = inner.to(tl.int64)
-    ptr = array.ptr + tl.cast(first // GROUP, tl.int64) * array.token_stride
-    return ptr, (inner // GROUP) * array.token_stride + (inner % GROUP) * array.head_stride
+    inner_token = inner // GROUP
+    if TOKENS > 1:
+        inner_token += token % TOKENS
+        token -= token % TOKENS
+    ptr = array.ptr + tl.cast(token, tl.int64) * array.token_stride
+    return ptr, inner_token * array.token_stride + (inner % GROUP) * array.head_stride
 
 
 @triton.jit
-def load_rows(array, first, readable, MASKED: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, widths):
+def load_rows(array, first, readable, MASKED: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, widths,
+              TOKENS: tl.constexpr = 1):  # fmt: skip
     """The rows [first, first + BLOCK), as a tuple of their one or two parts; zero where not readable."""
-    ptr, offsets = row_offsets(array, first, GROUP, BLOCK)
+    ptr, offsets = row_offsets(array, first, GROUP, BLOCK, TOKENS)
     parts = (load_columns(ptr, offsets, readable, MASKED, widths.D, 0, widths.MAIN),)
     if widths.REST:
         parts += (load_columns(ptr, offsets, readable, MASKED, widths.D, widths.MAIN, widths.REST),)

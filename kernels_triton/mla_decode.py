@@ -1,5 +1,6 @@
 """MLA decode in Triton, dense and sparse: the call in the terms of `_latent`."""
 
+import dataclasses
 from typing import Any
 
 from ragged_attention.calls import MlaDecode
@@ -21,7 +22,15 @@ def heuristic(call: MlaDecode) -> Tile:
     group = call.num_q_heads // call.num_kv_heads
     rows, jobs = (group, call.num_q_tokens) if call.sparse else (group * call.num_q_tokens, 1)
     jobs *= call.num_seqs * call.num_kv_heads
-    return plan.tile_for(call, rows, jobs, call.capacity, extra=call.extra_topk > 0)
+    extra = call.extra_topk > 0
+    page_sizes = (call.page_size, call.extra_kv_cache.shape[1]) if extra else (call.page_size,)
+    walk = plan.Walk(dense=not call.sparse, extra=extra, page_sizes=page_sizes)
+    return plan.tile_for(call, rows, jobs, call.capacity, walk)
+
+
+def invariant_tile(call: MlaDecode) -> Tile:
+    """No size depends on the batch."""
+    return dataclasses.replace(heuristic(call), num_splits=plan.OWN_SPLITS, invariant=True)
 
 
 def run(call: MlaDecode, tile: Tile, launch: Any) -> Any:
@@ -55,7 +64,7 @@ def run(call: MlaDecode, tile: Tile, launch: Any) -> Any:
         causal=bool(call.causal),
         keys=keys,
         extra=extra,
-        schedule=call.schedule,
+        schedule=None if tile.invariant else call.schedule,
     )
     out, lse, _ = kernel.run(work, tile, launch, max_logits=False)
     return out, lse

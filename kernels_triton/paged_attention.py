@@ -5,6 +5,7 @@ from typing import Any
 from ragged_attention.calls import PagedAttention
 from ragged_attention.kernels_triton import _heads_first
 from ragged_attention.kernels_triton._heads_first import heuristic as heuristic
+from ragged_attention.kernels_triton._heads_first import invariant_tile as invariant_tile
 from ragged_attention.kernels_triton._tiles import launchable
 from ragged_attention.kernels_triton.ragged_paged_attention import Tile as Tile
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ragged_attention.calls import RaggedPagedAttention, dtype_name
 from ragged_attention.errors import InvalidInput
@@ -40,8 +41,10 @@ from ragged_attention.kernels_triton._sequences import (
 )
 from ragged_attention.kernels_triton._softmax import LN2, LOG2E, merge_parts
 from ragged_attention.kernels_triton._tiles import (
+    OLDER_COMPILER,
     WGMMA,
     cdiv,
+    dependent,
     expect_between,
     expect_power_of_two,
     fit,
@@ -49,11 +52,15 @@ from ragged_attention.kernels_triton._tiles import (
     launchable,
     next_power_of_2,
     on_cuda_cores,
+    overlaps,
 )
 
 SMALLEST_SCALE = 1e-30  # stands for a scale of 0, so that -inf times it stays -inf
 LARGEST_INT: tl.constexpr = tl.constexpr(2**31 - 1)
 MIN_SPLIT = 256  # keys below which a split costs more than it saves
+OWN_PART = 1024  # the same where a sequence's splits do not depend on the batch, so that there may be enough already
+OWN_PARTS = 16  # which there are then at most: enough for one sequence and eight KV heads to fill a GPU
+FEW_TOKENS = 4  # of a sequence that counts as decoding
 MAX_SPLITS = 4096
 SEQUENCES = (64, 256, 1024, 4096)  # how many a program sums the lengths of: few numbers, since each is code of its own
 FEATURES = frozenset({
@@ -76,7 +83,8 @@ class Tile:
     split_block_kv: int = 64
     split_num_warps: int = 4
     split_num_stages: int = 3
-    num_splits: int = 1  # parts of all keys of a KV head; 1: one a sequence, whose bits then depend on nothing else
+    num_splits: int = 1  # parts of all keys of a KV head; 1: one a sequence
+    invariant: bool = False  # num_splits are of each sequence, by its own length; the tile kernel's keys go in order
 
     def __post_init__(self) -> None:
         blocks = ("block_q", "block_kv", "edge_kv", "split_block_q", "split_block_kv")
@@ -95,14 +103,27 @@ def heuristic(call: RaggedPagedAttention) -> Tile:
 
     Every size is one that compiled without a spill for all of docs/compile_matrix.md.
     """
+    return dataclasses.replace(sizes(call, split_rows(call), call.num_tokens * call.group), num_splits=splits(call))
+
+
+def invariant_tile(call: RaggedPagedAttention) -> Tile:
+    """No size depends on the batch. All keys of the tile kernel go through its masked loop, in order, so that a row's
+    bits do not depend on the rows beside it either."""
+    split = call.sliding_window is None or call.sliding_window > OWN_PART
+    tile = sizes(call, most_split_rows(call, FEW_TOKENS))
+    return dataclasses.replace(tile, num_splits=OWN_PARTS if split else 1, invariant=True)
+
+
+def sizes(call: Any, split_block_q: int, rows: int | None = None) -> Tile:
+    """Tiles for so many rows of a KV head, or for any number, all keys of a sequence in one part."""
     block_q, block_kv, edge_kv, num_warps, num_stages = tile_sizes(call)
-    block_q = min(block_q, max(16, next_power_of_2(call.num_tokens * call.group)))
+    if rows is not None:
+        block_q = min(block_q, max(16, next_power_of_2(rows)))
     if block_q < 64 and not on_cuda_cores(call):  # so that products are of warps
         block_kv = min(block_kv, 64)
         if call.device.arch.startswith("sm_") and padded_width(call) <= 128:
             num_warps = 4
     block_kv, num_stages = fit_pages(call, block_q, block_kv, num_stages)
-    split_block_q = split_rows(call)
     split_block_kv, split_num_warps, split_num_stages = split_sizes(call, split_block_q)
     split_block_kv, split_num_stages = fit_pages(call, split_block_q, split_block_kv, split_num_stages)
     return Tile(
@@ -115,7 +136,6 @@ def heuristic(call: RaggedPagedAttention) -> Tile:
         split_block_kv=split_block_kv,
         split_num_warps=split_num_warps,
         split_num_stages=split_num_stages,
-        num_splits=splits(call),
     )
 
 
@@ -128,9 +148,11 @@ def tile_sizes(call: Any) -> tuple[int, int, int, int, int]:
     arch, width = call.device.arch, padded_width(call)
     if on_cuda_cores(call):
         return 16, 16, 16, 4 if arch in ("sm_80", "sm_86") else 8, 3 if arch.startswith("sm_") else 2
-    if width > 256:  # 64 rows of 512 leave no registers for anything else, so no wgmma here
+    if width > 256:
         if not arch.startswith("sm_"):
-            return 32, 16, 16, 8, 1
+            return 32, 16, 16, 4, 2 if arch == "gfx950" else 1
+        if arch == "sm_90" and leaves_registers(call):
+            return 64, 32, 16, 8, 3 if dtype_name(call.q) == "bfloat16" and call.head_dim == width else 2
         return (32, 64, 32, 8, 2) if arch == "sm_90" else (32, 32, 32, 8, 2)
     if call.draft_mask is not None:  # addresses of its entries take registers
         return 32, 32, 16, 4, 3 if arch.startswith("sm_") else 2
@@ -156,6 +178,13 @@ def tile_sizes(call: Any) -> tuple[int, int, int, int, int]:
     return (64, 32, 32, 4, 3) if one_product else (64, 64, edge, 8, 3)
 
 
+def leaves_registers(call: Any) -> bool:
+    """Whether 64 rows of 512 columns fit the registers, of which their sums alone are half: where little else is to
+    be done than to multiply."""
+    plain = cache_format(call) == "plain" and call.soft_cap is None and call.draft_mask is None
+    return plain and call.group & (call.group - 1) == 0 and not OLDER_COMPILER
+
+
 def split_sizes(call: Any, rows: int) -> tuple[int, int, int]:
     """Keys, warps and stages of the split kernel."""
     arch, width = call.device.arch, padded_width(call)
@@ -167,8 +196,11 @@ def split_sizes(call: Any, rows: int) -> tuple[int, int, int]:
         return 32, 8, 3
     if width > 128 or call.draft_mask is not None:
         return 32, 4, 3
-    # Where products are of warps, fewer keys let more programs run at once; masks of windows then spill.
-    return 64 if arch in WGMMA or call.sliding_window is not None else 32, 4, 3
+    # Where products are of warps, fewer keys let more programs run at once; masks of windows then spill, and so does
+    # what decodes e4m3 by integers.
+    spills = call.sliding_window is not None or (cache_format(call) == "e4m3_bits" and not OLDER_COMPILER)
+    wide = arch in WGMMA and not (OLDER_COMPILER and width <= 64)
+    return 64 if wide or spills else 32, 4, 3
 
 
 def split_sizes_elsewhere(call: Any, rows: int) -> tuple[int, int, int]:
@@ -177,7 +209,7 @@ def split_sizes_elsewhere(call: Any, rows: int) -> tuple[int, int, int]:
     if on_cuda_cores(call):
         return 16, 4 * max(1, rows // 32), 2
     if width > 256:
-        return 16, 8, 1
+        return 16, 4, 2
     if call.draft_mask is not None:
         return 32, 4, 1  # two stages are more than Triton 3.6 can compile
     return (32, 4, 3) if width > 128 else (64, 4, 2)
@@ -188,21 +220,25 @@ def fit_pages(call: Any, rows: int, keys: int, stages: int) -> tuple[int, int]:
     width = next_power_of_2(call.head_dim)
     both = width + next_power_of_2(call.v_head_dim)
 
-    # A pipeline of n stages keeps n - 1 blocks in shared memory, and one more where products run on by themselves. Such
-    # products take weights from registers.
+    # A pipeline of n stages keeps n - 1 blocks in shared memory, and one more where products run on by themselves, but
+    # for looking up the pages of WIDE rows (`_pages.attend`). Such products take weights from registers.
     wide = call.device.arch in WGMMA and rows >= 64
     more = 0 if wide else 1
+    fewer = 1 if width >= 512 else more
 
     def size(keys: int, stages: int) -> int:
-        return (max(stages - more, 1) * keys * both + rows * (width + more * keys)) * item_size(call.q)
+        return (max(stages - fewer, 1) * keys * both + rows * (width + more * keys)) * item_size(call.q)
 
     return fit(call, keys, stages, size, good_keys=32)
 
 
 def split_rows(call: Any) -> int:
     """Rows up to which a sequence counts as decoding: any in a batch of short ones, else four tokens' worth."""
-    tokens = cdiv(call.num_tokens, max(call.max_num_seqs, 1))
-    tokens = tokens if tokens <= 8 else 4
+    tokens = cdiv(call.num_tokens, max(call.max_num_seqs, 1)) if call.max_q_len is None else call.max_q_len
+    return most_split_rows(call, tokens if tokens <= 8 else FEW_TOKENS)
+
+
+def most_split_rows(call: Any, tokens: int) -> int:
     return min(max(16, next_power_of_2(call.group * tokens)), 64 if call.group <= 64 else 128)
 
 
@@ -294,19 +330,20 @@ def store_part(parts_ptr, lses_ptr, state, rows, part, DV: tl.constexpr, DV_PAD:
 
 
 @triton.jit
-def clear_rows(out_ptr, lse_ptr, cu_q_lens_ptr, num_seqs, num_tokens, kv_head, GROUP: tl.constexpr,
+def clear_rows(out_ptr, lse_ptr, cu_q_lens_ptr, num_seqs, num_tokens, entry, kv_head, GROUP: tl.constexpr,
                NUM_HEADS: tl.constexpr, ROWS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr):  # fmt: skip
-    """Write the rows that belong to no sequence, of a call that has no more than ROWS: 0 and -inf."""
-    row = tl.arange(0, ROWS)
-    token = row // GROUP
+    """Write the rows that belong to no sequence, 0 and -inf; the program of each entry looks after some."""
     first = query_edge(cu_q_lens_ptr, 0, num_tokens)
     last = query_edge(cu_q_lens_ptr, num_seqs, num_tokens)
-    nobodys = (token < num_tokens) & ((token < first) | (token >= last))
-    index = token.to(tl.int64) * NUM_HEADS + kv_head * GROUP + row % GROUP
     dv = tl.arange(0, DV_PAD)
     zeros = tl.zeros([ROWS, DV_PAD], out_ptr.dtype.element_ty)
-    tl.store(out_ptr + index[:, None] * DV + dv[None, :], zeros, mask=nobodys[:, None] & (dv < DV)[None, :])
-    tl.store(lse_ptr + index, tl.full([ROWS], float("-inf"), tl.float32), mask=nobodys)
+    for first_row in range(entry * ROWS, num_tokens * GROUP, tl.num_programs(0) * ROWS):
+        row = first_row + tl.arange(0, ROWS)
+        token = row // GROUP
+        nobodys = (token < num_tokens) & ((token < first) | (token >= last))
+        index = token.to(tl.int64) * NUM_HEADS + kv_head * GROUP + row % GROUP
+        tl.store(out_ptr + index[:, None] * DV + dv[None, :], zeros, mask=nobodys[:, None] & (dv < DV)[None, :])
+        tl.store(lse_ptr + index, tl.full([ROWS], float("-inf"), tl.float32), mask=nobodys)
 
 
 @triton.jit
@@ -348,9 +385,11 @@ def tile_kernel(
     GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     DV: tl.constexpr, DV_PAD: tl.constexpr, FORMAT: tl.constexpr, SMALLEST: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, EDGE_KV: tl.constexpr, SPLIT_WEIGHTS_BELOW: tl.constexpr,
-    SPLIT_BLOCK_Q: tl.constexpr,
+    SPLIT_BLOCK_Q: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One block of rows of one KV head, over all its keys; also writes the padding rows."""
+    if PDL:
+        gdc_launch_dependents()
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows see the most keys: begin with them
     kv_head = tl.program_id(1)
     num_seqs = count_sequences(num_seqs_ptr, max_num_seqs, HAS_NUM_SEQS)
@@ -401,13 +440,16 @@ def tile_kernel(
 @triton.jit
 def short_sequence(seq, cu_q_lens_ptr, kv_lens_ptr, num_seqs, num_tokens, max_num_seqs, capacity, window,
                    HAS_WINDOW: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr,
-                   BLOCK_Q: tl.constexpr):  # fmt: skip
+                   BLOCK_Q: tl.constexpr, ALONE: tl.constexpr):  # fmt: skip
     """(start, q_len, kv_len, first, last) of one sequence or of several; q_len is 0 for one that is not live, or whose
-    rows are for the tile kernel."""
+    rows are for the tile kernel, unless the split kernel is ALONE."""
     row = tl.minimum(seq, max_num_seqs - 1)
     start = query_edge(cu_q_lens_ptr, row, num_tokens)
     stop = tl.maximum(query_edge(cu_q_lens_ptr, row + 1, num_tokens), start)
-    q_len = tl.where((seq < num_seqs) & ((stop - start) * GROUP <= BLOCK_Q), stop - start, 0)
+    own = seq < num_seqs
+    if not ALONE:
+        own = own & ((stop - start) * GROUP <= BLOCK_Q)
+    q_len = tl.where(own, stop - start, 0)
     kv_len = tl.minimum(tl.maximum(tl.load(kv_lens_ptr + row), 0), capacity)
     first, last = key_range(kv_len - q_len, kv_len - 1, kv_len, window, CAUSAL, HAS_WINDOW)
     return start, q_len, kv_len, first, last
@@ -416,15 +458,44 @@ def short_sequence(seq, cu_q_lens_ptr, kv_lens_ptr, num_seqs, num_tokens, max_nu
 @triton.jit
 def parts_of_all(cu_q_lens_ptr, kv_lens_ptr, num_seqs, num_tokens, max_num_seqs, capacity, window, num_splits,
                  HAS_WINDOW: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr,
-                 BLOCK_KV: tl.constexpr, MIN_BLOCKS: tl.constexpr, SEQS: tl.constexpr):  # fmt: skip
-    """(the parts of each sequence, how many blocks of keys one has): about `num_splits` in all, one each at least."""
+                 BLOCK_KV: tl.constexpr, MIN_BLOCKS: tl.constexpr, SEQS: tl.constexpr,
+                 ALONE: tl.constexpr):  # fmt: skip
+    """(the parts of each sequence, how many blocks of keys one has): about `num_splits` in all, one each at least.
+
+    A sequence of more rows than a block holds is one part.
+    """
     seq = tl.arange(0, SEQS)
     _, q_len, _, first, last = short_sequence(seq, cu_q_lens_ptr, kv_lens_ptr, num_seqs, num_tokens, max_num_seqs,
-                                              capacity, window, HAS_WINDOW, CAUSAL, GROUP, BLOCK_Q)  # fmt: skip
-    blocks = tl.where(q_len > 0, (last + BLOCK_KV - 1) // BLOCK_KV - first // BLOCK_KV, 0)
+                                              capacity, window, HAS_WINDOW, CAUSAL, GROUP, BLOCK_Q,
+                                              ALONE)  # fmt: skip
+    short = (q_len > 0) & (q_len * GROUP <= BLOCK_Q)
+    blocks = tl.where(short, (last + BLOCK_KV - 1) // BLOCK_KV - first // BLOCK_KV, 0)
     each = (tl.sum(blocks.to(tl.int64), 0) + num_splits - 1) // num_splits
     each = tl.minimum(tl.maximum(each, MIN_BLOCKS), LARGEST_INT // BLOCK_KV).to(tl.int32)
     return tl.where(q_len > 0, tl.maximum((blocks + each - 1) // each, 1), 0), each
+
+
+@triton.jit
+def own_parts(num_rows, first, last, num_splits, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+              MIN_BLOCKS: tl.constexpr):  # fmt: skip
+    """The same of one sequence where its own length alone says how many parts there are, up to `num_splits`."""
+    blocks = tl.where(num_rows <= BLOCK_Q, (last + BLOCK_KV - 1) // BLOCK_KV - first // BLOCK_KV, 0)
+    each = tl.maximum((blocks + num_splits - 1) // num_splits, MIN_BLOCKS)
+    return tl.maximum((blocks + each - 1) // each, 1), each
+
+
+@triton.jit
+def later_rows(index, cu_q_lens_ptr, num_seqs, num_tokens, max_num_seqs, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr,
+               SEQS: tl.constexpr):  # fmt: skip
+    """Of the blocks of rows that are not a sequence's first, number `index`: (its sequence, its first row)."""
+    seq = tl.arange(0, SEQS)
+    row = tl.minimum(seq, max_num_seqs - 1)
+    q_len = query_edge(cu_q_lens_ptr, row + 1, num_tokens) - query_edge(cu_q_lens_ptr, row, num_tokens)
+    later = tl.where(seq < num_seqs, tl.maximum((q_len * GROUP - 1) // BLOCK_Q, 0), 0)
+    ends = tl.cumsum(later, 0)
+    found = tl.sum((ends <= index).to(tl.int32), 0)
+    before = tl.sum(tl.where(seq < found, later, 0), 0)
+    return found, (index - before + 1) * BLOCK_Q
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -442,27 +513,39 @@ def split_kernel(
     GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     DV: tl.constexpr, DV_PAD: tl.constexpr, FORMAT: tl.constexpr, SMALLEST: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, WEIGHT_PARTS: tl.constexpr, WHOLE: tl.constexpr,
-    MIN_BLOCKS: tl.constexpr, SEQS: tl.constexpr, ALONE: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr, SEQS: tl.constexpr, OWN: tl.constexpr, ALONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One part of a short sequence's keys for one KV head; a sequence of one part is finished here.
 
     Otherwise the result goes to parts [entries, K, BLOCK_Q, DV] float32, normalised, and its base-2 lse beside it. If
-    WHOLE every sequence is one part. Where no tile kernel runs (ALONE) the rows of no sequence are written here too.
+    WHOLE every sequence is one part. Where no tile kernel runs (ALONE) the rows of no sequence are written here too,
+    and if a sequence is not short after all, a program of those behind `most_parts` takes each further block of rows.
     """
+    if PDL:
+        gdc_launch_dependents()
     entry = tl.program_id(0)  # the one axis without a small limit on some GPUs
     kv_head = tl.program_id(1)
     num_seqs = count_sequences(num_seqs_ptr, max_num_seqs, HAS_NUM_SEQS)
-    if ALONE:  # noqa: SIM102  (known when compiled)
-        if entry == 0:
-            clear_rows(out_ptr, lse_ptr, cu_q_lens_ptr, num_seqs, num_tokens, kv_head, GROUP, NUM_HEADS, BLOCK_Q, DV,
-                       DV_PAD)  # fmt: skip
+    if ALONE:
+        clear_rows(out_ptr, lse_ptr, cu_q_lens_ptr, num_seqs, num_tokens, entry, kv_head, GROUP, NUM_HEADS, BLOCK_Q,
+                   DV, DV_PAD)  # fmt: skip
+    most_parts = max_num_seqs * num_splits if OWN else max_num_seqs + (0 if WHOLE else num_splits)
     seq = entry
+    first_row = 0
     part = 0
     count = 1
-    if not WHOLE:
+    each = 0
+    if ALONE and entry >= most_parts:
+        seq, first_row = later_rows(
+            entry - most_parts, cu_q_lens_ptr, num_seqs, num_tokens, max_num_seqs, GROUP, BLOCK_Q, SEQS
+        )
+    elif OWN:
+        seq = entry // num_splits
+        part = entry % num_splits
+    elif not WHOLE:
         counts, each = parts_of_all(
             cu_q_lens_ptr, kv_lens_ptr, num_seqs, num_tokens, max_num_seqs, capacity, window, num_splits,
-            HAS_WINDOW, CAUSAL, GROUP, BLOCK_Q, BLOCK_KV, MIN_BLOCKS, SEQS,
+            HAS_WINDOW, CAUSAL, GROUP, BLOCK_Q, BLOCK_KV, MIN_BLOCKS, SEQS, ALONE,
         )  # fmt: skip
         ends = tl.cumsum(counts, 0)
         seq = tl.sum((ends <= entry).to(tl.int32), 0)
@@ -471,16 +554,19 @@ def split_kernel(
         part = entry - tl.sum(tl.where(own, ends, 0), 0) + count
     start, q_len, kv_len, first, last = short_sequence(
         seq, cu_q_lens_ptr, kv_lens_ptr, num_seqs, num_tokens, max_num_seqs, capacity, window, HAS_WINDOW, CAUSAL,
-        GROUP, BLOCK_Q,
+        GROUP, BLOCK_Q, ALONE,
     )  # fmt: skip
     num_rows = q_len * GROUP
-    if num_rows > 0:
-        begin = first // BLOCK_KV * BLOCK_KV
-        stop = last
-        if not WHOLE:
-            begin += part * each * BLOCK_KV
-            stop = begin + tl.minimum(each * BLOCK_KV, last - begin)
-        rows = Rows(tl.arange(0, BLOCK_Q), num_rows, start, kv_head)
+    if OWN:
+        count, each = own_parts(num_rows, first, last, num_splits, BLOCK_Q, BLOCK_KV, MIN_BLOCKS)
+        num_rows = tl.where(part < count, num_rows, 0)
+    begin = first // BLOCK_KV * BLOCK_KV
+    stop = last
+    if not WHOLE:
+        begin += part * each * BLOCK_KV
+        stop = tl.where(count > 1, begin + tl.minimum(each * BLOCK_KV, last - begin), last)
+    if num_rows > first_row:
+        rows = Rows(first_row + tl.arange(0, BLOCK_Q), num_rows, start, kv_head)
         inner_scale, outer_scale, negative = logit_scales(
             k_scale_ptr, kv_head, k_scale_factor, sm_scale, soft_cap, K_SCALE_STRIDE, HAS_SOFT_CAP, SMALLEST
         )
@@ -509,6 +595,8 @@ def split_kernel(
         else:
             index = entry.to(tl.int64) * (NUM_HEADS // GROUP) + kv_head
             store_part(parts_ptr, part_lses_ptr, state, rows, index, DV, DV_PAD)
+    if PDL and not ALONE:  # what comes next has waited for this kernel only, and must find the tile kernel's rows too
+        gdc_wait()
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -519,33 +607,40 @@ def combine_kernel(
     V_SCALE_STRIDE: tl.constexpr, HAS_NUM_SEQS: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr, NUM_HEADS: tl.constexpr,
     DV: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
-    MIN_BLOCKS: tl.constexpr, SEQS: tl.constexpr, PARTS: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr, SEQS: tl.constexpr, PARTS: tl.constexpr, OWN: tl.constexpr, ALONE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row of a short sequence of several parts: these, in order, into the result."""
+    """One row of a short sequence of several parts, or some: these, in order, into the result."""
+    if PDL:
+        gdc_wait()
     seq = tl.program_id(0)
     kv_head = tl.program_id(1)
-    row = tl.program_id(2)
+    first_row = tl.program_id(2)
     num_seqs = count_sequences(num_seqs_ptr, max_num_seqs, HAS_NUM_SEQS)
-    start, q_len, _, _, _ = short_sequence(
+    start, q_len, _, first, last = short_sequence(
         seq, cu_q_lens_ptr, kv_lens_ptr, num_seqs, num_tokens, max_num_seqs, capacity, window, HAS_WINDOW, CAUSAL,
-        GROUP, BLOCK_Q,
+        GROUP, BLOCK_Q, ALONE,
     )  # fmt: skip
     num_rows = q_len * GROUP
-    if row < num_rows:
-        counts, _ = parts_of_all(
-            cu_q_lens_ptr, kv_lens_ptr, num_seqs, num_tokens, max_num_seqs, capacity, window, num_splits,
-            HAS_WINDOW, CAUSAL, GROUP, BLOCK_Q, BLOCK_KV, MIN_BLOCKS, SEQS,
-        )  # fmt: skip
-        entry = tl.sum(tl.where(tl.arange(0, SEQS) < seq, counts, 0), 0)
-        count = tl.sum(tl.where(tl.arange(0, SEQS) == seq, counts, 0), 0)
-        if count > 1:
-            KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
+    if first_row < num_rows:
+        if OWN:
+            count, _ = own_parts(num_rows, first, last, num_splits, BLOCK_Q, BLOCK_KV, MIN_BLOCKS)
+            entry = seq * num_splits
+        else:
+            counts, _ = parts_of_all(
+                cu_q_lens_ptr, kv_lens_ptr, num_seqs, num_tokens, max_num_seqs, capacity, window, num_splits,
+                HAS_WINDOW, CAUSAL, GROUP, BLOCK_Q, BLOCK_KV, MIN_BLOCKS, SEQS, ALONE,
+            )  # fmt: skip
+            entry = tl.sum(tl.where(tl.arange(0, SEQS) < seq, counts, 0), 0)
+            count = tl.sum(tl.where(tl.arange(0, SEQS) == seq, counts, 0), 0)
+        KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
+        step: tl.constexpr = KV_HEADS * BLOCK_Q
+        v_scale = load_scale(v_scale_ptr, kv_head, v_scale_factor, V_SCALE_STRIDE)
+        for row in range(first_row, tl.where(count > 1, num_rows, 0), tl.num_programs(2)):
             index = (entry.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_Q + row
-            step: tl.constexpr = KV_HEADS * BLOCK_Q
             acc, m_i, l_i = merge_parts(
                 parts_ptr + index * DV, part_lses_ptr + index, count, step * DV, step, 1.0, PARTS, DV, DV_PAD
             )
-            v_scale = load_scale(v_scale_ptr, kv_head, v_scale_factor, V_SCALE_STRIDE)
             zero = tl.zeros([1], tl.float32)
             rows = Rows(row + tl.arange(0, 1), num_rows, start, kv_head)
             store_rows(out_ptr, lse_ptr, (m_i + zero, l_i + zero, acc[None, :]), rows, sinks_ptr, v_scale, HAS_SINKS,
@@ -569,6 +664,7 @@ def shared_arguments(call: Any, v_arguments: dict[str, Any]) -> dict[str, Any]:
         "NUM_HEADS": call.num_q_heads,
         "DV": call.v_head_dim,
         "DV_PAD": next_power_of_2(call.v_head_dim),
+        "PDL": overlaps(call),
         **v_arguments,
     }
 
@@ -601,24 +697,39 @@ def attention_arguments(
     }
 
 
+def decodes(call: Any, tile: Tile) -> bool:
+    """Whether the split kernel can do without the tile kernel, as far as the host knows."""
+    few = most_tokens(call) * call.group <= tile.split_block_q
+    return few and call.num_tokens > 0 and 0 < call.max_num_seqs <= SEQUENCES[-1]
+
+
+def most_tokens(call: Any) -> int:
+    """Of a sequence in this batch, as far as the host knows; 1 at least."""
+    return max(1, call.num_tokens if call.max_q_len is None else min(call.max_q_len, call.num_tokens))
+
+
 def run_short(
     call: Any, tile: Tile, launch: Any, inputs: Any, given: Any, shared: Any, attention: Any
 ) -> list[Any]:  # fmt: skip
     """Enqueue the kernels of short sequences: they write what the tile kernel left of `given`, or all without that."""
     whole = tile.num_splits == 1
-    entries = call.max_num_seqs + (0 if whole else tile.num_splits)
+    own = tile.invariant and not whole
+    entries = call.max_num_seqs * tile.num_splits if own else call.max_num_seqs + (0 if whole else tile.num_splits)
+    later = 0 if given else call.num_tokens * call.group // tile.split_block_q
     parts = (1,) if whole else (entries, call.num_kv_heads, tile.split_block_q)
     splitting = {
         "BLOCK_Q": tile.split_block_q,
         "BLOCK_KV": tile.split_block_kv,
-        "MIN_BLOCKS": cdiv(MIN_SPLIT, tile.split_block_kv),
-        "SEQS": 1 if whole else next(count for count in SEQUENCES if count >= call.max_num_seqs),
+        "MIN_BLOCKS": cdiv(OWN_PART if own else MIN_SPLIT, tile.split_block_kv),
+        "OWN": own,
+        "SEQS": 1 if (whole or own) and given else next(count for count in SEQUENCES if count >= call.max_num_seqs),
         "num_splits": tile.num_splits,
+        "ALONE": given is None,
     }
     out, lse = given or (inputs[0], inputs[0])  # these stand for arrays that are not there
     *partial, out, lse = launch(
         split_kernel,
-        (entries, call.num_kv_heads),
+        (entries + later, call.num_kv_heads),
         (*inputs, out, lse),
         [
             ((1,) if whole else (*parts, call.v_head_dim), "float32"),
@@ -626,11 +737,11 @@ def run_short(
             *([] if given else results(call)),
         ],
         inplace=(len(inputs), len(inputs) + 1) if given else (),
+        **dependent(shared["PDL"] and given is not None),
         num_warps=tile.split_num_warps,
         num_stages=tile.split_num_stages,
         WEIGHT_PARTS=2 if in_bfloat16(call) else 1,
         WHOLE=whole,
-        ALONE=given is None,
         **splitting,
         **attention,
     )
@@ -639,15 +750,22 @@ def run_short(
     _, _, _, kv_lens, _, cu_q_lens, num_seqs, sinks, _, v_scale, _ = inputs
     return launch(
         combine_kernel,
-        (call.max_num_seqs, call.num_kv_heads, tile.split_block_q),
+        (call.max_num_seqs, call.num_kv_heads, min(tile.split_block_q, most_tokens(call) * call.group)),
         (*partial, kv_lens, cu_q_lens, num_seqs, sinks, v_scale, out, lse),
         [],
         inplace=(7, 8),
+        **dependent(shared["PDL"]),
         num_stages=1,
-        PARTS=min(next_power_of_2(tile.num_splits), max(1, 2048 // next_power_of_2(call.v_head_dim))),
+        # Of few parts there is no need to have so many numbers in registers.
+        PARTS=min(next_power_of_2(tile.num_splits), max(1, (512 if own else 2048) // next_power_of_2(call.v_head_dim))),
         **splitting,
         **shared,
     )
+
+
+def careful_below(call: Any, tile: Tile) -> int:
+    """Keys below which a row's weights are not just rounded."""
+    return tile.split_weights_below if in_bfloat16(call) else 0
 
 
 def in_bfloat16(call: Any) -> bool:
@@ -677,8 +795,7 @@ def run(call: RaggedPagedAttention, tile: Tile, launch: Any) -> Any:
     )
     inputs = (q, *views[:2], kv_lens, page_indices, cu_q_lens, num_seqs, sinks, k_scale, v_scale, draft_mask)
     found: Any = None
-    # Of so few rows no sequence can have too many for the split kernel.
-    if not 0 < call.num_tokens * call.group <= tile.split_block_q or not call.max_num_seqs:
+    if not decodes(call, tile):
         blocks = call.num_tokens * call.group // tile.block_q + call.max_num_seqs + 2
         found = launch(
             tile_kernel,
@@ -690,7 +807,7 @@ def run(call: RaggedPagedAttention, tile: Tile, launch: Any) -> Any:
             BLOCK_Q=tile.block_q,
             BLOCK_KV=tile.block_kv,
             EDGE_KV=min(tile.edge_kv, tile.block_kv),
-            SPLIT_WEIGHTS_BELOW=tile.split_weights_below if in_bfloat16(call) else 0,
+            SPLIT_WEIGHTS_BELOW=LARGEST_INT.value if tile.invariant else careful_below(call, tile),
             SPLIT_BLOCK_Q=tile.split_block_q,
             **attention,
         )

@@ -1,5 +1,6 @@
 """Sparse MLA prefill in Triton: in the terms of `_latent`, a decode of one query token per sequence."""
 
+import dataclasses
 from typing import Any
 
 from ragged_attention.calls import SparseMlaPrefill
@@ -16,7 +17,12 @@ def why_not(call: SparseMlaPrefill) -> str | None:
 
 def heuristic(call: SparseMlaPrefill) -> Tile:
     rows = call.num_q_heads // call.num_kv_heads
-    return plan.tile_for(call, rows, call.num_tokens * call.num_kv_heads, call.topk, extra=False)
+    return plan.tile_for(call, rows, call.num_tokens * call.num_kv_heads, call.topk, plan.Walk())
+
+
+def invariant_tile(call: SparseMlaPrefill) -> Tile:
+    """No size depends on the batch; of a prefill there are enough tokens without splits."""
+    return dataclasses.replace(heuristic(call), num_splits=1)
 
 
 def run(call: SparseMlaPrefill, tile: Tile, launch: Any) -> Any:

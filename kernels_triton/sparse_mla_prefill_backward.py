@@ -18,6 +18,7 @@ With p = exp(logit - lse), share = sigmoid(lse - sink) and delta = out . d_out a
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -58,6 +59,7 @@ class Tile:
     block_kv: int = 16  # keys per step
     num_warps: int = 4
     num_stages: int = 1
+    keys_first: bool = False  # tiles of pairs have keys for rows, and dq has columns for rows
     chunk_tokens: int = 16  # tokens whose entries' rows are stored at a time, where the result is deterministic
 
     def __post_init__(self) -> None:
@@ -83,6 +85,7 @@ def heuristic(call: SparseMlaPrefillBackward) -> Tile:
         block_kv=block_kv,
         num_warps=num_warps,
         num_stages=num_stages,
+        keys_first=has_wide_keys_first(call, block_h),
         chunk_tokens=min(max(PARTS_BYTES // a_token, 1), max(call.num_tokens, 1)),
     )
 
@@ -94,13 +97,24 @@ def sizes(call: Any) -> tuple[int, int, int, int]:
     """
     if item_size(call.q) == 4:
         return 16, 16, 8, 1
-    if call.device.arch.startswith("gfx"):
-        return 16, 16, 4, 1
     rows = max(16, next_power_of_2(call.num_q_heads // call.num_kv_heads))
+    if call.device.arch.startswith("gfx"):
+        return min(rows, 32 if call.device.arch == "gfx950" else 16), 16, 4, 2
+    if call.device.arch == "sm_90" and rows == 16:
+        return 16, 16, 4, 2  # two programs a multiprocessor do not wait for each other
+    if has_wide_keys_first(call, min(rows, 32)):
+        return 32, 32, 8, 2
     for heads, keys in ((32, 16), (16, 32), (16, 16)):
         if heads <= rows and shared_bytes(call, heads, keys) + MARGIN <= shared_memory(call):
             return heads, keys, 8, 2
     return 16, 16, 8, 1
+
+
+def has_wide_keys_first(call: Any, heads: int) -> bool:
+    """Whether dq, column by column, fills wgmma's rows; queries then lie in shared memory in two layouts."""
+    if call.device.arch != "sm_90" or heads < 32 or item_size(call.q) == 4 or call.d_v <= 256:
+        return False
+    return shared_bytes(call, 2 * heads, 32) + MARGIN <= shared_memory(call)
 
 
 def shared_memory(call: Any) -> int:
@@ -178,7 +192,7 @@ def gather_kernel(
 
 
 class Gradients(NamedTuple):
-    """Gradients of logits, and weights, of a block of heads and the keys of a block."""
+    """Gradients of logits, and weights, of the keys of a block and a block of heads."""
 
     dlogits: tl.tensor
     weights: tl.tensor
@@ -192,9 +206,9 @@ def give_columns(rows, gradients, q, d_out, FIRST: tl.constexpr, LAST: tl.conste
     """Columns from FIRST on of a block of rows' gradients: to where they are summed, or to each entry's own row."""
     columns: tl.constexpr = q.shape[1]
     dlogits = gradients.dlogits
-    found = matmul(tl.trans(dlogits), q, tl.zeros([dlogits.shape[1], columns], tl.float32)) * gradients.scale
+    found = matmul(dlogits, q, tl.zeros([dlogits.shape[0], columns], tl.float32)) * gradients.scale
     if IS_VALUE:
-        found = matmul(tl.trans(gradients.weights), d_out, found)
+        found = matmul(gradients.weights, d_out, found)
     column = FIRST + tl.arange(0, columns)
     mask = gradients.readable[:, None] & (column < LAST)[None, :]
     if PARTS:
@@ -223,20 +237,42 @@ def row_products(rows, groups, readable, D_V: tl.constexpr, WIDTH: tl.constexpr)
 
 
 @triton.jit
-def add_products(a, b, acc):
-    """acc + a @ b.T over groups of columns."""
-    for group in tl.static_range(len(a)):
-        acc = matmul(a[group], tl.trans(b[group]), acc)
+def add_products(heads, keys, acc, KEYS_FIRST: tl.constexpr):
+    """acc + the products of heads' and keys' rows over groups of columns, in an array of pairs."""
+    for group in tl.static_range(len(heads)):
+        if KEYS_FIRST:
+            acc = matmul(keys[group], tl.trans(heads[group]), acc)
+        else:
+            acc = matmul(heads[group], tl.trans(keys[group]), acc)
     return acc
 
 
 @triton.jit
-def add_rows(weights, groups, acc):
-    """acc + weights @ rows, group by group."""
+def add_rows(pairs, groups, acc, KEYS_FIRST: tl.constexpr):
+    """acc + for each head the sum of keys' rows times what stands at their pairs, group by group; transposed if
+    KEYS_FIRST."""
     sums = ()
     for group in tl.static_range(len(acc)):
-        sums += (matmul(weights, groups[group], acc[group]),)
+        if KEYS_FIRST:
+            sums += (matmul(tl.trans(groups[group]), pairs, acc[group]),)
+        else:
+            sums += (matmul(pairs, groups[group], acc[group]),)
     return sums
+
+
+@triton.jit
+def of_heads(vector, KEYS_FIRST: tl.constexpr):
+    """A number of each head, to be broadcast to pairs."""
+    return vector[None, :] if KEYS_FIRST else vector[:, None]
+
+
+@triton.jit
+def swapped(tiles, SWAPPED: tl.constexpr):
+    """The tiles, transposed if SWAPPED."""
+    found = ()
+    for index in tl.static_range(len(tiles)):
+        found += (tl.trans(tiles[index]) if SWAPPED else tiles[index],)
+    return found
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -249,9 +285,10 @@ def gradient_kernel(
     HAS_LENS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_D_LSE: tl.constexpr, PARTS: tl.constexpr,
     PAGE_SIZE: tl.constexpr, TOPK: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     GROUPS: tl.constexpr, WIDTH: tl.constexpr, D_V: tl.constexpr, D_REST: tl.constexpr, D_REST_PAD: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_KV: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_KV: tl.constexpr, KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_H heads of one token; the columns are GROUPS groups of the value's, and the rest."""
+    PAIRS: tl.constexpr = (BLOCK_KV, BLOCK_H) if KEYS_FIRST else (BLOCK_H, BLOCK_KV)
     BLOCKS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
     D: tl.constexpr = D_V + D_REST
     NUM_HEADS: tl.constexpr = KV_HEADS * GROUP
@@ -277,8 +314,8 @@ def gradient_kernel(
     q_rest = q[0]
     if D_REST > 0:
         q_rest = whole_columns(q_rows, some, D_V, D_REST, D_REST_PAD)
-    dq = (tl.zeros([BLOCK_H, WIDTH], tl.float32),) * GROUPS
-    dq_rest = tl.zeros([BLOCK_H, D_REST_PAD], tl.float32)
+    dq = swapped((tl.zeros([BLOCK_H, WIDTH], tl.float32),) * GROUPS, KEYS_FIRST)
+    dq_rest = swapped((tl.zeros([BLOCK_H, D_REST_PAD], tl.float32),), KEYS_FIRST)
 
     share = tl.full([BLOCK_H], 1.0, tl.float32)
     if HAS_SINKS:
@@ -305,26 +342,29 @@ def gradient_kernel(
         else:
             slot = page.to(tl.int64) * PAGE_SIZE + slot_in_page
             given = rows_ptr + (slot * KV_HEADS + kv_head) * D
-        zero = tl.zeros([BLOCK_H, BLOCK_KV], tl.float32)
+        zero = tl.zeros(PAIRS, tl.float32)
         keys = load_groups(rows, readable, D_V, GROUPS, WIDTH)
-        logits = add_products(q, keys, zero)
-        products = add_products(d_out, keys, zero)
+        logits = add_products(q, keys, zero, KEYS_FIRST)
+        products = add_products(d_out, keys, zero, KEYS_FIRST)
         if D_REST > 0:
             keys_rest = whole_columns(rows, readable, D_V, D_REST, D_REST_PAD)
-            logits = matmul(q_rest, tl.trans(keys_rest), logits)
-        weights = tl.math.exp2(logits * (scale * LOG2E) - level[:, None])
-        weights = tl.where(readable[None, :], weights, 0.0)
-        shared = weights * share[:, None]
-        dlogits = narrow(shared * products + weights * offset[:, None], q[0].dtype)
-        gradients = Gradients(dlogits, narrow(shared, q[0].dtype), readable, scale)
-        dq = add_rows(dlogits, keys, dq)
+            logits = add_products((q_rest,), (keys_rest,), logits, KEYS_FIRST)
+        weights = tl.math.exp2(logits * (scale * LOG2E) - of_heads(level, KEYS_FIRST))
+        weights = tl.where(readable[:, None] if KEYS_FIRST else readable[None, :], weights, 0.0)
+        shared = weights * of_heads(share, KEYS_FIRST)
+        dlogits = narrow(shared * products + weights * of_heads(offset, KEYS_FIRST), q[0].dtype)
+        by_key = swapped((dlogits, narrow(shared, q[0].dtype)), not KEYS_FIRST)
+        gradients = Gradients(by_key[0], by_key[1], readable, scale)
+        dq = add_rows(dlogits, keys, dq, KEYS_FIRST)
         for group in tl.static_range(GROUPS):
             give_columns(given, gradients, q[group], d_out[group], group * WIDTH, D_V, True, PARTS)
         if D_REST > 0:
-            dq_rest = matmul(dlogits, keys_rest, dq_rest)
+            dq_rest = add_rows(dlogits, (keys_rest,), dq_rest, KEYS_FIRST)
             give_columns(given, gradients, q_rest, d_out[0], D_V, D, False, PARTS)
     factor = tl.full([BLOCK_H], 1.0, tl.float32) * scale
-    store_groups(dq_ptr, index, dq, dq_rest, factor, factor, valid, WIDTH, D_V, D_REST > 0, D)
+    dq = swapped(dq, KEYS_FIRST)
+    dq_rest = swapped(dq_rest, KEYS_FIRST)
+    store_groups(dq_ptr, index, dq, dq_rest[0], factor, factor, valid, WIDTH, D_V, D_REST > 0, D)
 
 
 # ---- launching
@@ -396,6 +436,7 @@ def give(call: Any, tile: Tile, launch: Any, first: int, tokens: int, held: Any)
         D_REST_PAD=max(16, next_power_of_2(call.d_qk - call.d_v)),
         BLOCK_H=tile.block_h,
         BLOCK_KV=tile.block_kv,
+        KEYS_FIRST=tile.keys_first,
     )  # fmt: skip
 
 

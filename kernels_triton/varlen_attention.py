@@ -70,8 +70,13 @@ def why_not(call: VarlenAttention) -> str | None:
 
 def heuristic(call: VarlenAttention) -> Tile:
     """Tiles that fit registers and shared memory; see docs/compile_matrix.md."""
+    tile = invariant_tile(call)
+    return dataclasses.replace(tile, block_q=_varlen.rows_at_most(call, tile.block_q))
+
+
+def invariant_tile(call: VarlenAttention) -> Tile:
+    """The same for any number of rows."""
     block_q, block_kv, num_warps, num_stages = sizes(call)
-    block_q = _varlen.rows_at_most(call, block_q)
     block_kv, num_stages = _varlen.fit_rows(call, block_q * sum(_varlen.widths(call)[0]), block_kv, num_stages)
     return Tile(block_q=block_q, block_kv=block_kv, num_warps=num_warps, num_stages=num_stages)
 

@@ -11,7 +11,8 @@ d_logit = weight * (d_out . v + offset). Only sinks together with a gradient of 
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -54,10 +55,8 @@ from ragged_attention.kernels_triton._varlen import (
 )
 
 PREPARED = 2048  # elements of `out` that one program of the first kernel reads
-# Numbers of a row, with one to spare: loaded together they are an asynchronous copy of 16 bytes, alone one of 4 for
-# every thread that needs them.
-TERMS: tl.constexpr = tl.constexpr(4)
-EARLY = triton.__version__.startswith("3.6")  # needs fewer registers for masks than its successors
+TERMS: tl.constexpr = tl.constexpr(4)  # numbers of a row, with one to spare
+EARLY = triton.__version__.startswith("3.6")  # allots registers otherwise than its successors
 FEATURES = frozenset({
     "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "deterministic",
 })  # fmt: skip
@@ -107,6 +106,11 @@ def heuristic(call: VarlenAttentionBackward) -> Tile:
     )
 
 
+def stages_on_amd(arch: str, columns: int, most: int = 320) -> int:
+    """Two where copies go straight to shared memory: through registers they take a second program's."""
+    return 2 if arch == "gfx950" and columns <= most else 1
+
+
 def dkv_sizes(call: Any) -> tuple[int, int, int, int]:
     """Rows per step, keys, warps and stages of the kernel of dk and dv, both of which it holds in registers."""
     arch, columns = call.device.arch, _varlen.columns(call)
@@ -115,19 +119,30 @@ def dkv_sizes(call: Any) -> tuple[int, int, int, int]:
     if on_cuda_cores(call):
         return 16, 16, 4, 1
     if not arch.startswith("sm_"):
-        return 32, 64 if columns <= 320 and call.soft_cap is None else 32, 4, 1
+        num_stages = stages_on_amd(arch, columns, 256 if EARLY else 320)
+        return 32, 64 if columns <= 320 and call.soft_cap is None else 32, 4, num_stages
     if arch == "sm_90":
-        # Both sums of 64 keys or more, as wgmma wants, leave few registers: 64 rows only where nothing but masks and
-        # exponentials is done to logits, and only with a compiler that copes with that.
-        simple = call.soft_cap is None and not has_share(call) and 64 % call.group == 0
-        if columns <= 256:
-            return 64 if simple and EARLY and call.causal and not call.sliding_window else 32, 128, 8, 3
-        return (32, 128 if simple and EARLY else 64, 8, 3) if columns <= 320 else (32, 32, 8, 3)
+        return dkv_sizes_of_hopper(call, columns)
     if arch in WGMMA:
         return 64 if columns <= 256 else 32, 128 if columns <= 320 else 64, 8, 2
     if columns <= 128:
         return 32, 128, 8, 2
     return (64, 64, 8, 2) if columns <= 256 else (32, 64, 8, 2) if columns <= 384 else (32, 32, 8, 2)
+
+
+def dkv_sizes_of_hopper(call: Any, columns: int) -> tuple[int, int, int, int]:
+    """64 keys and four warps where these hold both sums: two programs a multiprocessor then do not wait for each other.
+
+    Sums of 320 columns leave few registers, which masks, soft caps and shares contend for.
+    """
+    if columns <= 256:
+        return 64 if columns <= 128 else 32, 64, 4, 3
+    if columns > 320:
+        return 32, 32, 8, 3
+    simple = call.soft_cap is None and not has_share(call)
+    if EARLY:
+        return 32, 128 if simple and 64 % call.group == 0 else 64, 8, 3
+    return 32 if simple and call.causal else 16, 64, 4, 3
 
 
 def dq_sizes(call: Any) -> tuple[int, int, int, int]:
@@ -138,7 +153,9 @@ def dq_sizes(call: Any) -> tuple[int, int, int, int]:
     if on_cuda_cores(call):
         return 16, 16, 8 if arch.startswith("sm_") else 4, 1
     if not arch.startswith("sm_"):
-        return (64, 32, 4, 1) if columns <= 320 else (32, 32, 4, 1)
+        return 64 if columns <= 320 else 32, 32, 4, stages_on_amd(arch, columns)
+    if arch == "sm_90" and columns <= 192:
+        return 64, 64, 4, 3
     if arch in WGMMA:
         num_stages = 3 if arch == "sm_90" or columns <= 256 else 2
         return 128, 64 if columns <= 320 else 32, 8, num_stages
@@ -221,13 +238,13 @@ def change(weights, slope, d_weights, offset, share, HAS_SOFT_CAP: tl.constexpr,
 
 
 class Seeing(NamedTuple):
-    """Which rows of a sequence see the keys of a block."""
+    """Which rows of a sequence see the keys of a block; tokens are counted from the first query, so that rows need no
+    registers for positions."""
 
     first: tl.tensor  # the rows [first, last) see some key
     last: tl.tensor
     key: tl.tensor
-    q_len: tl.tensor
-    kv_len: tl.tensor
+    q_len: tl.tensor  # where keys end, too
     window: tl.tensor
 
 
@@ -254,15 +271,16 @@ def visit_rows(
     k, v = keys
     dk, dv = sums
     inner, outer = scales
+    # Addresses that are computed anew leave registers to the sums where four warps have them; eight do without.
+    tokens: tl.constexpr = 2 * BLOCK_Q if k[0].shape[0] <= 64 and k[0].dtype != tl.float32 else 1
     for index in range(blocks.num_blocks):
         block = block_start(blocks, index, MASKED, BLOCK_Q)
         row = block + tl.arange(0, BLOCK_Q)
         readable = (row >= seeing.first) & (row < seeing.last)
-        q = load_rows(q_array, block, readable, MASKED, GROUP, BLOCK_Q, widths)
-        d_out = load_rows(d_out_array, block, readable, MASKED, GROUP, BLOCK_Q, v_widths)
+        q = load_rows(q_array, block, readable, MASKED, GROUP, BLOCK_Q, widths, tokens)
+        d_out = load_rows(d_out_array, block, readable, MASKED, GROUP, BLOCK_Q, v_widths, tokens)
         products = product(k, q)
-        position = seeing.kv_len - seeing.q_len + row // GROUP
-        seen = sees(position[None, :], seeing.key[:, None], seeing.kv_len, seeing.window, features.CAUSAL,
+        seen = sees((row // GROUP)[None, :], seeing.key[:, None], seeing.q_len, seeing.window, features.CAUSAL,
                     features.HAS_WINDOW)  # fmt: skip
         norm, offset, share = load_terms(terms_ptr, block, readable, MASKED, BLOCK_Q)
         # Without these two a key is seen by every row that there is.
@@ -294,14 +312,17 @@ def visit_all_rows(keys, q_array, d_out_array, terms_ptr, edges, seeing, scales,
 @triton.jit
 def load_terms(terms_ptr, first, readable, MASKED: tl.constexpr, BLOCK: tl.constexpr):
     """(norm, offset, share) of the rows [first, first + BLOCK); 0 where not readable, where neither q nor d_out will
-    be anything else."""
-    row = tl.arange(0, BLOCK)
-    addresses = terms_ptr + tl.cast(first, tl.int64) * TERMS + ((row * TERMS)[:, None] + tl.arange(0, TERMS)[None, :])
-    terms = tl.load(addresses, mask=readable[:, None], other=0.0) if MASKED else tl.load(addresses)
-    even, odd = tl.split(tl.reshape(terms, [BLOCK, 2, 2]))
-    norm, share = tl.split(even)
-    offset, _ = tl.split(odd)
-    return norm, offset, share
+    be anything else.
+
+    Each is loaded by itself, so that it takes registers no sooner than it is needed.
+    """
+    beyond = first % (2 * BLOCK)  # for what it is good says `row_offsets`
+    row_terms = terms_ptr + tl.cast(first - beyond, tl.int64) * TERMS + (beyond + tl.arange(0, BLOCK)) * TERMS
+    terms = ()
+    for index in tl.static_range(3):
+        one = tl.load(row_terms + index, mask=readable, other=0.0) if MASKED else tl.load(row_terms + index)
+        terms += (one,)
+    return terms
 
 
 @triton.jit
@@ -365,7 +386,7 @@ def dkv_kernel(
         dk, dv = visit_all_rows(
             (k, v), Array(q_ptr, q_token_stride, q_head_stride),
             Array(d_out_ptr, d_out_token_stride, d_out_head_stride), terms_ptr, edges,
-            Seeing(first, last, key, q_len, kv_len, window), (inner, outer),
+            Seeing(first, last, key - (kv_len - q_len), q_len, window), (inner, outer),
             Features(CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_SHARE), GROUP, BLOCK_Q, Widths(D, D_MAIN, D_REST),
             Widths(DV, DV_MAIN, DV_REST),
         )  # fmt: skip

@@ -15,5 +15,8 @@ def heuristic(call: Call) -> Tile:
     return Tile()
 
 
+invariant_tile = heuristic  # a definition takes one sequence after the other
+
+
 def why_not(call: Call) -> str | None:
     del call

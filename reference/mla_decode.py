@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike
 from ragged_attention.reference._kv_layout import Float64, latent_rows
 from ragged_attention.reference._no_tuning import Tile as Tile
 from ragged_attention.reference._no_tuning import heuristic as heuristic
+from ragged_attention.reference._no_tuning import invariant_tile as invariant_tile
 from ragged_attention.reference._no_tuning import why_not as why_not
 from ragged_attention.reference.merge_attention_states import merge_attention_states
 from ragged_attention.reference.sparse_mla_prefill import attend_latent, left_by_sinks, selected

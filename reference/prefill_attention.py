@@ -8,6 +8,7 @@ from numpy.typing import ArrayLike
 from ragged_attention.reference._kv_layout import Float64
 from ragged_attention.reference._no_tuning import Tile as Tile
 from ragged_attention.reference._no_tuning import heuristic as heuristic
+from ragged_attention.reference._no_tuning import invariant_tile as invariant_tile
 from ragged_attention.reference._no_tuning import why_not as why_not
 from ragged_attention.reference.paged_attention import values_of
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention

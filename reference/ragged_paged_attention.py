@@ -8,6 +8,7 @@ from numpy.typing import ArrayLike, NDArray
 from ragged_attention.reference._kv_layout import Float64, per_head, sequence_bounds, split_pages
 from ragged_attention.reference._no_tuning import Tile as Tile
 from ragged_attention.reference._no_tuning import heuristic as heuristic
+from ragged_attention.reference._no_tuning import invariant_tile as invariant_tile
 from ragged_attention.reference._no_tuning import why_not as why_not
 
 FEATURES = frozenset({
@@ -69,6 +70,7 @@ def ragged_paged_attention(
     cu_q_lens: ArrayLike,
     num_seqs: ArrayLike | None = None,
     *,
+    max_q_len: int | None = None,
     sm_scale: float | None = None,
     causal: bool = True,
     sliding_window: int | None = None,
@@ -86,6 +88,7 @@ def ragged_paged_attention(
     `new_kv` is written by `write_kv_pages` before this is called. `cache_dtype` names the format of a `kv_pages` given
     as the bits of 8-bit floats.
     """
+    del max_q_len  # which does not change the result
     assert new_kv is None
     q, page_indices = np.asarray(q, np.float64), np.asarray(page_indices)
     k_pages, v_pages = split_pages(kv_pages, cache_dtype)

@@ -41,6 +41,8 @@ def batches(sample: Any, windows: bool) -> Iterator[Any]:
         changed: dict[str, Any] = {"max_num_seqs": seqs, "num_tokens": tokens}
         if hasattr(sample, "max_len"):
             changed["max_len"] = draw.randint(2000, 40000)
+        if hasattr(sample, "max_q_len"):
+            changed["max_q_len"] = 1 if tokens == seqs else draw.randint(2, 5000)
         if windows:
             changed["sliding_window"] = draw.choice([1, 16, 127, 128, 1023, 1024])
         yield dataclasses.replace(sample, **changed)

@@ -35,8 +35,9 @@ def test_backends_have_all_operations_but_these(runner: Runner) -> None:
     known = {"triton": {"dequantize_mla_cache", "page_indices_to_slots"}, "numba": {"make_decode_schedule"}}
     assert lacking == known.get(runner.backend, set())
     splits = {operation for operation in CALLS if "num_splits" in runner.tunables(operation)}
-    cached = {name for name in CALLS if name.endswith("attention")} - {"varlen_attention"}
-    assert splits == (cached | {"sparse_mla_prefill", "mla_decode"} if runner.backend == "triton" else set())
+    attending = {name for name, record in CALLS.items() if record.ATTENDS}
+    known = {"triton": attending - {"varlen_attention"}, "numba": attending}
+    assert splits == known.get(runner.backend, set())
 
 
 def _has(backend: str, operation: str) -> bool:

@@ -213,7 +213,9 @@ def test_get_config_is_what_calls_follow(monkeypatch, tmp_path):
 
 def test_unknown_key_of_a_file_names_key_and_file(monkeypatch, tmp_path):
     path = named_file(monkeypatch, tmp_path, 'backends = "triton"')
-    with pytest.raises(InvalidInput, match=rf"expected keys backend, options, validate in {path}, got 'backends'"):
+    with pytest.raises(
+        InvalidInput, match=rf"expected keys backend, options, validate, batch_invariant in {path}, got 'backends'"
+    ):
         config.requested(ATTENTION)
 
 

@@ -79,7 +79,7 @@ def test_the_loop_that_works_is_found_with_its_slow_paths() -> None:
 
 def test_of_nested_loops_the_inner_one_is_meant() -> None:
     def loops(edges: dict[int, list[int]]) -> list[set[int]]:
-        return sorted(sass._natural_loops(edges), key=len)
+        return sorted(sass.natural_loops(edges), key=len)
 
     assert loops({0: [1], 1: [2], 2: [2, 3], 3: [1, 4], 4: []}) == [{2}, {1, 2, 3}]
     assert loops({0: [1, 2], 1: [2], 2: [1, 3], 3: []}) == []  # entered in two places: no loop of anybody's

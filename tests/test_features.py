@@ -61,7 +61,8 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
             "new_kv": (floats(5, 2, 16), floats(5, 2, 16)),
         },
         # A draft's mask replaces `causal` among the new tokens.
-        TABLES | {"q": floats(5, 4, 16), "kv_pages": floats(6, 4, 4, 16), "draft_mask": RNG.random((5, 3)) < 0.5},
+        TABLES | {"q": floats(5, 4, 16), "kv_pages": floats(6, 4, 4, 16), "draft_mask": RNG.random((5, 3)) < 0.5,
+                  "max_q_len": 3},
     ],
     "write_kv_pages": [
         TABLES | SCALES | {

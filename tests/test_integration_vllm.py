@@ -183,7 +183,7 @@ def test_what_vllm_is_told_we_support(vllm):
         assert not cls.supports_non_causal()
         assert not cls.supports_mm_prefix()
         assert not cls.supports_alibi_sqrt()
-        assert not cls.supports_batch_invariance()
+        assert cls.supports_batch_invariance() == (cls is plain)
         assert not cls.get_impl_cls().supports_pcp
         assert [cls.supports_attn_type(t) for t in ("decoder", "encoder", "encoder_only")] == [True, False, False]
         assert not cls.supports_kv_cache_dtype("nvfp4")

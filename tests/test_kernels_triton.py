@@ -107,11 +107,11 @@ def test_every_split_of_a_list_has_keys(batch: int, heads: int, topk: int) -> No
 def parts_kernel(
     cu_q_lens_ptr, kv_lens_ptr, counts_ptr, each_ptr, num_seqs, num_tokens, max_num_seqs, capacity, num_splits,
     HAS_WINDOW: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
-    MIN_BLOCKS: tl.constexpr, SEQS: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr, SEQS: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
     counts, each = paged.parts_of_all(
         cu_q_lens_ptr, kv_lens_ptr, num_seqs, num_tokens, max_num_seqs, capacity, 0, num_splits,
-        HAS_WINDOW, CAUSAL, GROUP, BLOCK_Q, BLOCK_KV, MIN_BLOCKS, SEQS,
+        HAS_WINDOW, CAUSAL, GROUP, BLOCK_Q, BLOCK_KV, MIN_BLOCKS, SEQS, ALONE,
     )  # fmt: skip
     tl.store(counts_ptr + tl.arange(0, SEQS), counts)
     tl.store(each_ptr, each)
@@ -121,6 +121,7 @@ SIZES = {"GROUP": 4, "BLOCK_Q": 16, "BLOCK_KV": 64, "MIN_BLOCKS": 4, "SEQS": 128
 HUGE = 2**31 - 2**16  # the most keys that a sequence can have
 
 
+@pytest.mark.parametrize("alone", [False, True], ids=["beside the tile kernel", "alone"])
 @pytest.mark.parametrize(
     ("lens", "num_splits", "each", "counts"),
     [
@@ -133,14 +134,17 @@ HUGE = 2**31 - 2**16  # the most keys that a sequence can have
         ([HUGE, 5], 132, -(-(HUGE // 64 + 1) // 132), [132, 1]),
     ],
 )
-def test_keys_are_divided_by_the_lengths_of_all(lens: list[int], num_splits: int, each: int, counts: list[int]) -> None:
-    """Of one query each, but for a prompt behind them and a sequence that is not live, which have no parts."""
+def test_keys_are_divided_by_the_lengths_of_all(
+    lens: list[int], num_splits: int, each: int, counts: list[int], alone: bool
+) -> None:
+    """Of one query each, but for a prompt behind them and a sequence that is not live. The latter has no parts, the
+    prompt one where there is no tile kernel that would take it."""
     count = len(lens) + 2
     edges = torch.tensor([*range(len(lens) + 1), len(lens) + 5, len(lens) + 6]).int()
     kv_lens, found, size = torch.tensor([*lens, 1000, 1000]).int(), torch.empty(128).int(), torch.empty(1).int()
     numbers = (count - 1, count + 4, count, HUGE, num_splits)
-    parts_kernel[(1,)](edges, kv_lens, found, size, *numbers, HAS_WINDOW=False, CAUSAL=True, **SIZES)
-    assert found.tolist() == counts + [0] * (128 - len(counts))
+    parts_kernel[(1,)](edges, kv_lens, found, size, *numbers, HAS_WINDOW=False, CAUSAL=True, ALONE=alone, **SIZES)
+    assert found.tolist() == [*counts, int(alone)] + [0] * (127 - len(counts))
     assert size.item() == each
     assert sum(counts) <= num_splits + count
 

@@ -136,7 +136,6 @@ def test_the_model_counts_what_the_kernels_do(
 PARTS = "its parts, which let every multiprocessor read keys, are as many bytes as the keys; all is done in 6 us"
 IN_EXCESS = {
     "gemma4_global_prefill_4k": "32 rows per program: an output of 512 columns for more rows fills the registers",
-    "mla_dense_fp8_h128_128x4k": "32 rows per program: decoding takes the registers that 64 would need",
     **dict.fromkeys((f"mla_sparse_h{heads}_b{batch}" for heads in (8, 16, 32) for batch in (1, 8)), PARTS),
 }
 TOO_WIDE = "gemma4_global_prefill_4k"
@@ -191,7 +190,7 @@ def test_the_launches_of_a_plan() -> None:
     """Of a decode, and of a combine that has a program for each of 128 rows where there are 32 heads."""
     plan = roofline.plan_of(catalogue.find("decode_64x4k"), "triton", HOPPER)
     found = {launch.name: (launch.working, launch.programs) for launch in plan.launches}
-    assert found["split_kernel"] == (64 * 2 * 8, (64 + 132) * 8)
+    assert found["split_kernel"] == (64 * 2 * 8, (64 + 132 + 64 * 4 // 16) * 8)
     assert found["combine_kernel"][0] == 64 * 32
     assert all(working <= programs for working, programs in found.values())
     prefill = roofline.plan_of(catalogue.find("prefill_4k"), "triton", HOPPER)
@@ -200,8 +199,8 @@ def test_the_launches_of_a_plan() -> None:
 
 
 # Kernels that leave at once whatever the lengths of such a batch: to be launched no more, and then taken from here.
-LAUNCHED_IN_VAIN = {"decode": {"tile_kernel"}, "prefill": {"split_kernel", "combine_kernel"}}
-MOST_LAUNCHES = {"decode": 3, "prefill": 3}
+LAUNCHED_IN_VAIN = {"decode": set(), "prefill": {"split_kernel", "combine_kernel"}}
+MOST_LAUNCHES = {"decode": 2, "prefill": 3}
 
 
 @pytest.mark.parametrize("kind", ["decode", "prefill"])

@@ -36,6 +36,7 @@ class Case(AnySample, abc.ABC):
     dtype: str
     num_tokens: int
     backward: bool = False
+    batch_invariant: bool = False  # whether kernels have the tiles for that
 
     @property
     @abc.abstractmethod

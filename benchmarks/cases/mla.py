@@ -73,9 +73,9 @@ class LatentCase(Case, LatentSample):
 
     @property
     def wgmma_rows(self) -> int:
-        """Quantised rows are decoded in registers, in tiles of fewer rows."""
+        """Under Triton 3.6 `fp8_v4` leaves no registers for as many rows as wgmma wants."""
         tokens = 1 if self.topk else self.num_q_tokens
-        return self.num_q_heads // self.num_kv_heads * tokens if self.cache_format == "plain" else 0
+        return self.num_q_heads // self.num_kv_heads * tokens if self.cache_format != "fp8_v4" else 0
 
     def needed_rows(self) -> int:
         """Rows that some query sees; the lists of a sequence's queries overlap as little as they can."""
@@ -294,6 +294,7 @@ _MORE = (
     _sparse("mla_float32_h16", "-", 8, 16, cache_format="plain", dtype="float32", topk=200),
     _sparse("mla_float32_fp8_h16", "-", 8, 16, dtype="float32", topk=200),
     _sparse("mla_float32_v4_h16", "-", 8, 16, **V4, dtype="float32", topk=200),
+    batch("mla_dense_page16_h64", "-", 8, 64, max_len=4 * K, page_size=16),
     _dense("mla_narrow_24_heads", 8, 1 * K, 24, num_kv_heads=2, d_qk=144, d_v=80, page_size=24, dtype="float16"),
     _prefill("mla_prefill_h16_2k", 2 * K, workload="-", num_q_tokens=512, topk=200, num_q_heads=16, sinks=True),
     _prefill(

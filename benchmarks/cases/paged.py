@@ -14,7 +14,7 @@ from ragged_attention.calls import Call, Device
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention
 from ragged_attention.samples import FakeArray, Sample
 
-LARGEST_WGMMA_HEAD = 256  # 64 rows of a wider output fill the registers of eight warps: whatever has wgmma there spills
+LARGEST_WGMMA_HEAD = 256  # 64 rows of a wider output leave registers for little else, and with Triton 3.6 too few
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,13 +27,16 @@ class PagedCase(Case, Sample):
     kv_lens: tuple[int, ...]
     spare_pages: int = 1  # that nobody uses
     head_scales: bool = False  # whether the scale is given as an array with one for each KV head
+    batch_invariant: bool = False
     num_tokens: int = dataclasses.field(init=False)
     max_num_seqs: int = dataclasses.field(init=False)
     max_len: int = dataclasses.field(init=False)
+    max_q_len: int = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         sizes = {"num_tokens": sum(self.q_lens), "max_num_seqs": len(self.kv_lens)}
-        for name, size in (sizes | {"max_len": max(self.kv_lens, default=0)}).items():
+        sizes |= {"max_len": max(self.kv_lens, default=0), "max_q_len": max(self.q_lens, default=0)}
+        for name, size in sizes.items():
             object.__setattr__(self, name, size)
 
     @property
@@ -283,6 +286,10 @@ _MORE = (
     _batch("window_2047_head_96", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, (32, 32, 96), sliding_window=2047),
     _batch("window_2047_head_128", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, LLAMA_8B, sliding_window=2047),
     _batch("draft_tree_64", "-", [(64, 4 * K)] + [(8, 4 * K)] * 8, LLAMA_8B, draft=64),
+    _batch("invariant_mixed", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, LLAMA_8B, batch_invariant=True),
+    _batch("invariant_fp8", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, LLAMA_8B, batch_invariant=True, **FP8),
+    _batch("invariant_sinks", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, GPT_OSS, batch_invariant=True, sinks=True),
+    _batch("invariant_head_256", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, GEMMA2, batch_invariant=True, soft_cap=50.0),
     # Sizes of one, which Triton makes constants of.
     _batch("one_of_everything", "-", [(1, 16)], (1, 1, 128), spare_pages=0),
     _batch("one_page_slot", "-", [(1, 1)], (1, 1, 16), page_size=1, spare_pages=0, return_lse=True),

@@ -51,10 +51,10 @@ COVERING = (
 )  # fmt: skip
 # With these, sm_90 has every code that the workloads' cases launch there, plain numbers apart.
 TARGETS = (
-    "decode_1x32k", "decode_8x32k", "decode_64x4k_page64", "decode_64x4k_page256", "gpt_oss_full_64x4k",
-    "gpt_oss_prefill_4k", "gemma2_32x4k", "gemma3_32x4k", "gemma4_global_32x4k", "fp8_64x4k_page64",
-    "fp8_prefill_4k_head_scales", "mla_dense_h128_128x4k",
-    "mla_dense_h16_1x32k", "mla_sparse_h16_b1", "mla_sparse_h8_b64", "mla_sparse_h32_b64", "mla_prefill_h16_32k",
+    "decode_64x4k_page256", "speculative_tree_64q4s4k", "gpt_oss_full_64x4k", "gpt_oss_prefill_4k", "gemma2_32x4k",
+    "gemma3_32x4k", "gemma4_global_32x4k", "fp8_64x4k_page64",
+    "fp8_64x4k_head_scales", "fp8_prefill_4k", "fp8_prefill_4k_head_scales", "mla_dense_h128_128x4k",
+    "mla_sparse_h16_b1", "mla_sparse_h8_b64", "mla_sparse_h32_b64", "mla_prefill_h16_32k",
     "mla_prefill_v4_h64_32k", "mha_128_4k_full", "mha_128_4k_full_backward", "mha_192_4k_full",
     "mha_192_4k_full_backward", "mha_gqa_8x2k", "mha_gqa_8x2k_backward",
 )  # fmt: skip
@@ -100,6 +100,7 @@ EIGHT_BITS = "without e4m3, values go from shared memory straight into a product
 CODES = "of 16 keys 128 codes are 8 bytes for each of 256 threads"
 SCALES = "scales are words or bytes of their own"
 BY_TWO = "the list's slots come by twos"
+TERMS = "a row's norm, offset and share are words of their own"
 NARROW: Exceptions = {
     ("split_kernel", "8 bits", "mma"): (0.47, EIGHT_BITS),
     ("tile_kernel", "8 bits", "mma"): (0.44, EIGHT_BITS),
@@ -113,6 +114,9 @@ NARROW_ON_OLDER: Exceptions = {
     ("split_kernel", "8 bits", "mma"): (0.44, EIGHT_BITS),
     ("latent_kernel", "plain", "wgmma"): (0.64, BY_TWO),
     ("latent_kernel", "fp8_v32", "mma"): (0.74, f"{SCALES}, {BY_TWO}"),
+    ("latent_kernel", "fp8_v32", "wgmma"): (0.64, f"{SCALES}, {BY_TWO}"),
+    ("dkv_kernel", "plain", "wgmma"): (0.64, TERMS),
+    ("dkv_kernel", "plain", "tcgen05"): (0.42, TERMS),
     ("latent_kernel", "fp8_v4", "mma"): (0.86, f"{SCALES}, {BY_TWO}"),
 }
 # Bytes per thread that the older Triton spills, since offsets of tokens have 64 bits; the newer one has room for them.
@@ -200,7 +204,8 @@ def declined(call: Call) -> str | None:
 
 @functools.cache
 def launches_for(case: str, arch: str, call: int) -> tuple[compiling.Launch, ...]:
-    return tuple(compiling.record(calls_for(case, arch)[call]))
+    chosen = calls_for(case, arch)[call]
+    return tuple(compiling.record(chosen, compiling.tile_of(catalogue.find(case), chosen)))
 
 
 def covering(arch: str) -> tuple[str, ...]:

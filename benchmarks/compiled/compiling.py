@@ -81,8 +81,10 @@ class Recorder:
         inplace: Sequence[int] = (),
         num_warps: int = 4,
         num_stages: int = 2,
+        launch_pdl: bool = False,
         **arguments: Any,
     ) -> list[Any]:
+        del launch_pdl  # which changes nothing in the code
         new = [FakeArray(tuple(shape), str(dtype).rpartition(".")[2]) for shape, dtype in outputs]
         new += [inputs[index] for index in inplace]
         if 0 not in grid:
@@ -112,6 +114,12 @@ class Recorder:
 
     def on_host(self, function: Any, call: Any, outputs: Any, **extra: Any) -> Any:
         raise TypeError(f"expected only kernel launches, got the host function {function.__name__}")
+
+
+def tile_of(case: Any, call: Call) -> Any:
+    """The Triton room's tile for a case's call."""
+    module: Any = dispatch.load(call.OPERATION, "triton")
+    return module.invariant_tile(call) if case.batch_invariant and call.ATTENDS else module.heuristic(call)
 
 
 def record(call: Call, tile: Any = None) -> list[Launch]:

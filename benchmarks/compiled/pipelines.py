@@ -102,17 +102,18 @@ def walks(launch: compiling.Launch, latencies: Sequence[float] = LATENCIES) -> l
     return found
 
 
-def launches_of(name: str, tile: Mapping[str, Any] | None = None) -> Iterator[compiling.Launch]:
+def launches_of(name: str, tile: Mapping[str, Any] | None = None, arch: str = ARCH) -> Iterator[compiling.Launch]:
     """The launches of a case that multiply, each code once; `tile` has fields in place of the heuristic's."""
     seen = set()
-    for call in catalogue.find(name).calls(device_of("torch", ARCH)):
+    case = catalogue.find(name)
+    for call in case.calls(device_of("torch", arch)):
         module = dispatch.load(call.OPERATION, "triton") if call.OPERATION in ATTENTIONS else None
         if module is None or module.why_not(call):
             continue
-        chosen = module.heuristic(call)
+        chosen = compiling.tile_of(case, call)
         changed = {key: value for key, value in (tile or {}).items() if hasattr(chosen, key)}
         for launch in compiling.record(call, dataclasses.replace(chosen, **changed)):
-            digest = compiling.digest(launch, ARCH)
+            digest = compiling.digest(launch, arch)
             if launch.name in MULTIPLYING and digest not in seen:
                 seen.add(digest)
                 yield launch

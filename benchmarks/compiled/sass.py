@@ -262,7 +262,7 @@ def multiplying_loops(code: Sequence[Instruction]) -> list[list[Instruction]]:
 
 def _innermost(code: Sequence[Instruction], works: Callable[[Counts], object]) -> list[list[Instruction]]:
     blocks = _blocks(code)
-    loops = _natural_loops({start: successors for start, (_, successors) in blocks.items()})
+    loops = natural_loops({start: successors for start, (_, successors) in blocks.items()})
     bodies = [frozenset(loop) for loop in loops]
 
     def lines(loop: Iterable[int]) -> list[Instruction]:
@@ -312,7 +312,7 @@ def _conditional(line: Instruction) -> bool:
     return line.predicated or "," in line.operands
 
 
-def _natural_loops(edges: Mapping[int, Sequence[int]]) -> list[set[int]]:
+def natural_loops(edges: Mapping[int, Sequence[int]]) -> list[set[int]]:
     """The loops of a flow graph: a block that leads back to one that every way to it passes, and all between."""
     order = sorted(edges)
     before: dict[int, set[int]] = {block: set() for block in order}

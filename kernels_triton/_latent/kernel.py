@@ -8,11 +8,12 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ragged_attention.calls import dtype_name
-from ragged_attention.kernels_triton._formats import has_e4m3, unit_of
+from ragged_attention.kernels_triton._formats import e4m3_format, unit_of
 from ragged_attention.kernels_triton._latent.lists import divide, find_entry, list_length, split_edge, token_and_head
-from ragged_attention.kernels_triton._latent.plan import MIN_SPLIT, Tile, Work, columns
+from ragged_attention.kernels_triton._latent.plan import MIN_SPLIT, OWN_SPLIT, Tile, Work, columns
 from ragged_attention.kernels_triton._latent.rows import (
     Columns,
     Layout,
@@ -22,6 +23,7 @@ from ragged_attention.kernels_triton._latent.rows import (
     store_groups,
     whole_columns,
     zero_after,
+    zeros_like,
 )
 from ragged_attention.kernels_triton._latent.softmax import (
     SEPARATE_QK_ROWS,
@@ -31,10 +33,19 @@ from ragged_attention.kernels_triton._latent.softmax import (
     Queries,
     attend,
     finish,
+    no_sums,
+    sum_of_each_row,
 )
 from ragged_attention.kernels_triton._sequences import VARYING
 from ragged_attention.kernels_triton._softmax import LN2, LOG2E, merge_parts
-from ragged_attention.kernels_triton._tiles import cdiv, item_size, next_power_of_2
+from ragged_attention.kernels_triton._tiles import (
+    OLDER_COMPILER,
+    cdiv,
+    dependent,
+    item_size,
+    next_power_of_2,
+    overlaps,
+)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -54,13 +65,16 @@ def latent_kernel(
     NUM_Q: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     DV: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, D_V: tl.constexpr, D_REST: tl.constexpr,
     D_REST_PAD: tl.constexpr, GROUP_PARTS: tl.constexpr, PARTS: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_KV: tl.constexpr, WHOLE: tl.constexpr, MIN_BLOCKS: tl.constexpr,
+    BLOCK_KV: tl.constexpr, SUMS_BY_COLUMN: tl.constexpr, WHOLE: tl.constexpr, MIN_BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_H rows of one job for one KV head, over one split of its keys. A job in one split is finished here.
 
     Otherwise the split's normalised result goes to parts [entries, jobs of a sequence, K, ROWS, DV], its base-2 lse
     and largest logit to arrays of that shape without DV.
     """
+    if PDL:
+        gdc_launch_dependents()
     JOBS: tl.constexpr = NUM_Q if SPARSE else 1  # pyright: ignore[reportAssignmentType]
     ROW_BLOCKS: tl.constexpr = (ROWS + BLOCK_H - 1) // BLOCK_H
     KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
@@ -102,8 +116,7 @@ def latent_kernel(
         end = tl.minimum(end, blocks)
         m_i = tl.full([BLOCK_H], float("-inf"), tl.float32)
         largest = m_i
-        l_i = tl.zeros([BLOCK_H], tl.float32)
-        unit = l_i + 1.0
+        unit = tl.full([BLOCK_H], 1.0, tl.float32)
         REST_IS_VALUE: tl.constexpr = FORMAT == "fp8_v32" and DV > D_V
         if FORMAT == "fp8_v32":
             unit = unit_of(whole_columns(q_rows, valid, 0, D_V, 4 * WIDTH).to(tl.float32))
@@ -115,23 +128,35 @@ def latent_kernel(
             q_rest, lost_rest = query_columns(
                 q_rows, valid, unit, D_V, D_V + D_REST, D_REST_PAD, "rotary" if FORMAT == "fp8_v32" else FORMAT
             )
-        queries = Queries(groups, lost, q_rest, lost_rest, unit)
         acc = (tl.zeros([BLOCK_H, WIDTH], tl.float32),) * GROUPS
         acc_rest = tl.zeros([BLOCK_H, D_REST_PAD], tl.float32)
-        state = attend(
-            queries, (m_i, largest, l_i, acc, acc_rest),
-            Cache(cache, page_stride, slot_stride, num_slots), KeyList(list_row, begin, end, last), limit, logit_scale,
-            Features(SPARSE, CAUSAL, REST_IS_VALUE), Layout(FORMAT, CODES, PAGE_SIZE, PAGE_UNIT),
-            Columns(GROUPS, WIDTH, D_V, D_REST, D_REST_PAD, GROUP_PARTS, PARTS), BLOCK_KV,
-        )  # fmt: skip
-        if HAS_EXTRA:
+        state = (m_i, largest, no_sums(m_i, BLOCK_KV, SUMS_BY_COLUMN), acc, acc_rest)
+        # Compilers (Triton 3.6 to 3.9) leave queries that were only loaded in shared memory, for wgmma to read, and
+        # fetch those that were computed into registers in every turn; but those that come around a loop they leave
+        # there too. So they go around one that turns once, which compilers cannot know.
+        AROUND: tl.constexpr = FORMAT == "fp8_v32" and BLOCK_H >= SEPARATE_QK_ROWS
+        once = 1
+        if AROUND:
+            once = tl.minimum(used - split, 1)
+        for _ in range(once):
+            queries = Queries(groups, lost, q_rest, lost_rest, unit)
             state = attend(
-                queries, state, Cache(extra_cache_ptr, extra_page_stride, extra_slot_stride, extra_num_slots),
-                KeyList(extra_row, first_extra, last_extra, extra_last), limit, logit_scale,
-                Features(SPARSE, CAUSAL, REST_IS_VALUE), Layout(FORMAT, CODES, EXTRA_PAGE_SIZE, EXTRA_PAGE_UNIT),
+                queries, state, Cache(cache, page_stride, slot_stride, num_slots),
+                KeyList(list_row, begin, end, last), limit, logit_scale,
+                Features(SPARSE, CAUSAL, REST_IS_VALUE), Layout(FORMAT, CODES, PAGE_SIZE, PAGE_UNIT),
                 Columns(GROUPS, WIDTH, D_V, D_REST, D_REST_PAD, GROUP_PARTS, PARTS), BLOCK_KV,
             )  # fmt: skip
-        m_i, largest, l_i, acc, acc_rest = state
+            if HAS_EXTRA:
+                state = attend(
+                    queries, state, Cache(extra_cache_ptr, extra_page_stride, extra_slot_stride, extra_num_slots),
+                    KeyList(extra_row, first_extra, last_extra, extra_last), limit, logit_scale,
+                    Features(SPARSE, CAUSAL, REST_IS_VALUE), Layout(FORMAT, CODES, EXTRA_PAGE_SIZE, EXTRA_PAGE_UNIT),
+                    Columns(GROUPS, WIDTH, D_V, D_REST, D_REST_PAD, GROUP_PARTS, PARTS), BLOCK_KV,
+                )  # fmt: skip
+            if AROUND:
+                groups = zeros_like(groups)
+        m_i, largest, sums, acc, acc_rest = state
+        l_i = sum_of_each_row(sums)
         regain = tl.full([BLOCK_H], 1.0, tl.float32)
         if FORMAT == "fp8_v32":
             regain = tl.math.exp2(tl.where(l_i == 0.0, 0.0, largest - m_i))
@@ -166,9 +191,11 @@ def combine_kernel(
     HAS_SINKS: tl.constexpr, HAS_MAX: tl.constexpr, SCHEDULED: tl.constexpr,
     NUM_Q: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DV: tl.constexpr,
     DV_PAD: tl.constexpr, BLOCK_KV: tl.constexpr, WHOLE: tl.constexpr, MIN_BLOCKS: tl.constexpr,
-    MERGED: tl.constexpr,
+    MERGED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row of a job that was computed in several splits, merged in their order."""
+    if PDL:
+        gdc_wait()
     JOBS: tl.constexpr = NUM_Q if SPARSE else 1  # pyright: ignore[reportAssignmentType]
     KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
     kv_head = tl.program_id(1)
@@ -245,15 +272,36 @@ def shared_arguments(work: Work, tile: Tile, entries: int, max_logits: bool, lau
         "BLOCK_KV": tile.block_kv,
         "fixed_splits": 1 if work.schedule is not None else tile.num_splits,
         "WHOLE": tile.num_splits == 1 and work.schedule is None,
-        "MIN_BLOCKS": cdiv(MIN_SPLIT, tile.block_kv),
+        "MIN_BLOCKS": cdiv(OWN_SPLIT if tile.invariant else MIN_SPLIT, tile.block_kv),
+        "PDL": overlaps(work.call),
     }
+
+
+def groups_of(call: Any, width: int, rows: int) -> int:
+    """How many operands the value's columns come in. In two, threads copy pieces of fewer rows than in one."""
+    if width <= 128:
+        return 1
+    return 2 if call.format == "plain" and rows >= SEPARATE_QK_ROWS.value else 4
+
+
+def sums_by_column(call: Any, tile: Tile) -> bool:
+    """Whether there are registers for it; 32 rows on four warps have none left.
+
+    64 rows of a plain cache have them, but compilers (Triton 3.6 to 3.9) would lay the sums out as an operand, and
+    take each exponential twice.
+    """
+    if call.d_v > 512:
+        return False
+    if call.format == "plain":
+        return tile.block_h < SEPARATE_QK_ROWS.value and tile.num_warps * 8 > tile.block_h
+    return {16: tile.num_stages > 1, 32: not OLDER_COMPILER}.get(tile.block_h, True)
 
 
 def attention_arguments(work: Work, tile: Tile, launch: Any) -> dict[str, Any]:
     """The further arguments of the attention kernel."""
     call = work.call
     width, rest = columns(call)
-    groups = 4 if width > 128 and (call.format != "plain" or tile.block_h < SEPARATE_QK_ROWS.value) else 1
+    groups = groups_of(call, width, tile.block_h)
     seq_stride, token_stride, head_stride = work.q_strides
     parts = 1 if call.format == "plain" or dtype_name(call.q) == "bfloat16" else 2
     return {
@@ -266,7 +314,7 @@ def attention_arguments(work: Work, tile: Tile, launch: Any) -> dict[str, Any]:
         "logit_scale": call.scale * LOG2E.value,
         "CAUSAL": work.causal,
         "FORMAT": call.format,
-        "CODES": "e4m3" if has_e4m3(call.device.arch) else "e4m3_bits",
+        "CODES": e4m3_format(call.device.arch),
         "PAGE_SIZE": work.keys.page_size,
         "EXTRA_PAGE_SIZE": (work.extra or work.keys).page_size,
         "GROUPS": groups,
@@ -278,6 +326,7 @@ def attention_arguments(work: Work, tile: Tile, launch: Any) -> dict[str, Any]:
         "GROUP_PARTS": parts if call.format == "fp8_v4" else 2 if parts == 2 and item_size(call.q) == 4 else 1,
         "PARTS": parts,
         "BLOCK_H": tile.block_h,
+        "SUMS_BY_COLUMN": sums_by_column(call, tile),
     }
 
 
@@ -319,6 +368,7 @@ def run(work: Work, tile: Tile, launch: Any, *, max_logits: bool) -> Any:
         (*partial, lens, extra_lens, num_splits, sinks, out, lse, maxima),
         [],
         inplace=(7, 8, 9),
+        **dependent(shared["PDL"]),
         num_warps=4,
         num_stages=1,
         DV_PAD=next_power_of_2(call.d_v),

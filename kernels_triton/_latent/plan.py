@@ -5,9 +5,9 @@ import functools
 import math
 from typing import Any
 
-import triton
-
+from ragged_attention.calls import dtype_name
 from ragged_attention.kernels_triton._tiles import (
+    OLDER_COMPILER,
     SMALLEST_SHARED_MEMORY,
     cdiv,
     expect_between,
@@ -23,6 +23,12 @@ MAX_SPLITS = 128
 MIN_SPLIT = 64  # keys below which a split is not worth its program
 
 
+OWN_SPLIT = 512  # the same where a job's splits do not depend on the batch, so that there may be enough already
+
+
+OWN_SPLITS = 16  # which there are then at most
+
+
 START_COST = 128  # of a program, in keys
 
 
@@ -30,9 +36,6 @@ MERGE_COST = 4  # of one more split to merge, in keys
 
 
 DECODED_SHARED_MEMORY = 128 * 1024  # what 32 rows and as many decoded keys need
-
-
-OLDER_COMPILER = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)  # needs 30 registers fewer than 3.9
 
 
 LARGEST_INT = 2**31 - 1
@@ -47,6 +50,7 @@ class Tile:
     num_warps: int = 4
     num_stages: int = 2
     num_splits: int = 1  # programs that share one job's keys at most; 1 gives bits that depend on nothing else
+    invariant: bool = False  # so do more, by the job's own length alone, whatever a schedule says
 
     def __post_init__(self) -> None:
         expect_power_of_two(self, block_h=(16, 128), block_kv=(16, 128), num_warps=(1, 16))
@@ -127,6 +131,15 @@ class Work:
         return self.num_q_tokens if self.sparse else 1
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Walk:
+    """What of a call decides how many registers a walk over its keys takes, besides the format."""
+
+    dense: bool = False  # through a table of pages instead of a list of slots
+    extra: bool = False  # on through a second cache
+    page_sizes: tuple[int, ...] = (1,)
+
+
 def columns(call: Any) -> tuple[int, int]:
     """Columns of the operand that serves as V, and of the other one."""
     if call.format == "plain":
@@ -138,14 +151,14 @@ def operand_size(call: Any) -> int:
     return item_size(call.q) if call.format == "plain" else 2
 
 
-def tile_for(call: Any, rows: int, jobs: int, keys: int, *, extra: bool) -> Tile:
+def tile_for(call: Any, rows: int, jobs: int, keys: int, walk: Walk) -> Tile:
     """As few rows as suffice, wgmma-sized where there are 64; splits that fill the GPU.
 
     `jobs` counts jobs times KV heads, `keys` is the longest list there can be. Tile sizes depend on neither, so that
     with `num_splits` 1 a sequence's bits do not depend on its batch.
     """
     block_h, block_kv, num_warps, num_stages = sizes(
-        call, min(max(16, next_power_of_2(rows)), 16 if item_size(call.q) == 4 else 64), extra
+        call, min(max(16, next_power_of_2(rows)), 16 if item_size(call.q) == 4 else 64), walk
     )
     size = functools.partial(shared_bytes, call, block_h)
     block_kv, num_stages = fit(call, block_kv, num_stages, size, good_keys=32, good_stages=num_stages)
@@ -163,28 +176,35 @@ def tile_for(call: Any, rows: int, jobs: int, keys: int, *, extra: bool) -> Tile
     )
 
 
-def sizes(call: Any, rows: int, extra: bool) -> tuple[int, int, int, int]:
-    """Rows, keys, warps and stages; `extra` is whether there is a second cache, which needs registers of its own."""
+def sizes(call: Any, rows: int, walk: Walk) -> tuple[int, int, int, int]:
+    """Rows, keys, warps and stages."""
     arch, plain = call.device.arch, call.format == "plain"
     if operand_size(call) == 4 and arch:  # no matrix unit is exact in float32
         return (16, 16, 8, 2 if OLDER_COMPILER else 1) if arch.startswith("sm_") else (16, 16, 4, 1)
     if arch.startswith("gfx"):
-        return min(rows, 32), 32 if plain else 16, 4, 1
+        # A second stage halves the turns over plain rows; over decoded ones it takes a second program's registers.
+        return min(rows, 32), 16, 4, 2 if plain else 1
     budget = call.device.shared_memory or SMALLEST_SHARED_MEMORY
     if not plain and item_size(call.q) == 4:  # products in three parts
         return 16, 32 if call.format == "fp8_v4" else 16, 8, 2
     if rows <= 16 or (not plain and budget < DECODED_SHARED_MEMORY):
         return 16, 32, 4, 3 if plain and arch == "sm_90" else 2
-    wgmma = rows >= 64 and arch == "sm_90"
+    wgmma = rows >= 64 and arch == "sm_90" and call.d_v <= 512
     if plain:
-        if wgmma and not extra:
-            return 64, 32, 8, 3
+        if wgmma and not (OLDER_COMPILER and walk.extra):
+            return (64, 32, 8, 3) if walk.dense and walk.page_sizes[0] % 64 else (64, 64, 8, 2)
         return 32, 32, 4 if arch.startswith("sm_8") else 8, 2
-    if OLDER_COMPILER:
-        return 32, 32, 8, 2
-    if call.format == "fp8_v4":
-        return (64, 16, 8, 2) if wgmma else (32, 32, 8, 2)
-    return 32, 64, 8, 2
+    if wgmma and fits_wgmma(call, walk):
+        return 64, 32, 8, 3
+    return 32, 32 if OLDER_COMPILER or call.format == "fp8_v4" else 64, 8, 2
+
+
+def fits_wgmma(call: Any, walk: Walk) -> bool:
+    """Whether 64 rows leave registers for decoding."""
+    if call.format == "fp8_v32":
+        return not walk.extra and not (OLDER_COMPILER and dtype_name(call.q) == "float16")
+    even = all(size.bit_count() == 1 for size in walk.page_sizes)
+    return dtype_name(call.q) == "bfloat16" and (even or not walk.extra) and not OLDER_COMPILER
 
 
 def shared_bytes(call: Any, rows: int, keys: int, stages: int) -> int:
@@ -192,7 +212,8 @@ def shared_bytes(call: Any, rows: int, keys: int, stages: int) -> int:
     values, rest = (next_power_of_2(n) if n else 0 for n in columns(call))
     own = rows * (values + rest + keys)
     if call.format == "plain":
-        return (max(stages - 1, 1) * keys * (values + rest) + own) * operand_size(call)
+        # A product that runs by itself (wgmma) holds one buffer more.
+        return (max(stages - (rows < 64), 1) * keys * (values + rest) + own) * operand_size(call)
     staged = 128 if call.format == "fp8_v4" else 0
     return (keys * (2 * values + rest + staged) + own) * operand_size(call) + (stages - 1) * keys * call.d_qk
 

@@ -147,6 +147,15 @@ def query_groups(rows, valid, unit, columns, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def zeros_like(groups):
+    """Operands of zeros."""
+    zeros = ()
+    for group in tl.static_range(len(groups)):
+        zeros += (tl.zeros_like(groups[group]),)
+    return zeros
+
+
+@triton.jit
 def zero_after(l_i):
     """0, but no compiler knows it before the sums `l_i` are there (they are never negative).
 

@@ -12,12 +12,12 @@ import triton.language as tl
 from ragged_attention.kernels_triton._formats import narrow
 from ragged_attention.kernels_triton._latent.lists import entries_of, keys_of
 from ragged_attention.kernels_triton._latent.rows import Found, group_scale, key_groups, rotary_columns, whole_columns
-from ragged_attention.kernels_triton._softmax import LN2, LOG2E, matmul, online_softmax
+from ragged_attention.kernels_triton._softmax import LN2, LOG2E, always, matmul, online_softmax
 
 # Rows from which on eight warps share each row. Where the result of a product leads to another product, compilers
 # (Triton 3.6 to 3.9) give every warp rows of its own instead, and let half of the warps repeat what the others do. So
-# the products of queries and keys stand apart, in a branch that is always taken, and each is scaled before they are
-# added, which would make one chain of them.
+# the products of queries and keys stand apart (`logits_apart`), and each is scaled before they are added, which would
+# make one chain of them.
 SEPARATE_QK_ROWS = tl.constexpr(64)
 
 
@@ -56,12 +56,6 @@ class Features(NamedTuple):
 
 
 @triton.jit
-def always(block, begin):
-    """True for a loop's `block` from `begin` on; compilers (Triton 3.6 to 3.9) do not see that, nor past the branch."""
-    return block >= begin
-
-
-@triton.jit
 def query_times(q, q_lost, keys, logits, PARTS: tl.constexpr):
     """logits + q . keys, with what a query's rounding lost as a second part."""
     transposed = tl.trans(keys)
@@ -72,35 +66,51 @@ def query_times(q, q_lost, keys, logits, PARTS: tl.constexpr):
 
 
 @triton.jit
-def group_logits(q, q_lost, keys, scale, logits, FOLDED: tl.constexpr, PARTS: tl.constexpr):
-    if FOLDED:
-        logits += query_times(q, q_lost, keys, tl.zeros(logits.shape, tl.float32), PARTS) * scale[None, :]
-    elif q.shape[0] >= SEPARATE_QK_ROWS:
-        logits += query_times(q, q_lost, keys, tl.zeros(logits.shape, tl.float32), PARTS) * scale
-    else:
-        logits = query_times(q, q_lost, keys, logits, PARTS)
-    return logits
+def scaled_product(queries, keys, scales, group: tl.constexpr, parts: tl.constexpr):
+    """A group's products of queries and keys, by themselves."""
+    none = tl.zeros([queries.groups[group].shape[0], keys[group].shape[0]], tl.float32)
+    logits = query_times(queries.groups[group], queries.lost[group], keys[group], none, parts)
+    return logits * scales[group]
 
 
 @triton.jit
 def block_logits(queries, keys, rest, scales, logit_scale, columns, FOLDED: tl.constexpr):
-    """Logits, in base 2, of rows and a block of keys; for SEPARATE_QK_ROWS see there."""
-    none = tl.zeros([queries.groups[0].shape[0], keys[0].shape[0]], tl.float32)
-    logits = none
+    """Logits, in base 2, of rows and a block of keys."""
+    logits = tl.zeros([queries.groups[0].shape[0], keys[0].shape[0]], tl.float32)
     for group in tl.static_range(columns.GROUPS):
-        logits = group_logits(queries.groups[group], queries.lost[group], keys[group], scales[group], logits, FOLDED,
-                              columns.GROUP_PARTS)  # fmt: skip
-    if none.shape[0] < SEPARATE_QK_ROWS:
         if FOLDED:
-            logits = logits * queries.unit[:, None]
-        if columns.D_REST > 0:
-            logits = query_times(queries.rest, queries.lost_rest, rest, logits, columns.PARTS)
-        logits = logits * logit_scale
-    else:
-        if FOLDED:
-            logits = logits * (queries.unit * logit_scale)[:, None]
-        if columns.D_REST > 0:
-            logits += query_times(queries.rest, queries.lost_rest, rest, none, columns.PARTS) * logit_scale
+            logits += scaled_product(queries, keys, scales, group, columns.GROUP_PARTS)
+        else:
+            logits = query_times(queries.groups[group], queries.lost[group], keys[group], logits, columns.GROUP_PARTS)
+    if FOLDED:
+        logits = logits * queries.unit[:, None]
+    if columns.D_REST > 0:
+        logits = query_times(queries.rest, queries.lost_rest, rest, logits, columns.PARTS)
+    return logits * logit_scale
+
+
+@triton.jit
+def logits_apart(present, queries, keys, rest, scales, logit_scale, columns, FOLDED: tl.constexpr):
+    """`block_logits` of SEPARATE_QK_ROWS rows and more, see there; `present` is `always` true.
+
+    One of several products stands before the branch. If the other way through the branch gave zeros, whose layout needs
+    no work to change, compilers would change that of the logits inside, and take each exponential once for either.
+    """
+    logits = tl.zeros([queries.groups[0].shape[0], keys[0].shape[0]], tl.float32)
+    BEFORE: tl.constexpr = 1 if columns.D_REST == 0 and columns.GROUPS > 1 else 0  # pyright: ignore[reportAssignmentType]
+    if columns.D_REST > 0:
+        logits = query_times(queries.rest, queries.lost_rest, rest, logits, columns.PARTS) * logit_scale
+    elif BEFORE == 1:
+        logits = scaled_product(queries, keys, scales, 0, columns.GROUP_PARTS)
+    factor = tl.zeros_like(logits)
+    if FOLDED:
+        factor = factor + (queries.unit * logit_scale)[:, None]
+    if present:
+        for group in tl.static_range(BEFORE, columns.GROUPS):
+            product = scaled_product(queries, keys, scales, group, columns.GROUP_PARTS)
+            if FOLDED:
+                product = product * factor
+            logits += product
     return logits
 
 
@@ -114,6 +124,39 @@ def group_scales(found, logit_scale, columns, FOLDED: tl.constexpr):
             scale = group_scale(found.rows, found.readable, group)
         scales += (scale,)
     return scales
+
+
+@triton.jit
+def no_sums(m_i, BLOCK_KV: tl.constexpr, BY_COLUMN: tl.constexpr):
+    """Sums of weights before the first block: of each row or, BY_COLUMN, of each of its columns in a block.
+
+    Those of columns are added up once, behind the loop, instead of over threads and warps in every turn.
+    """
+    sums = tl.zeros_like(m_i)
+    if BY_COLUMN:
+        sums = tl.zeros([m_i.shape[0], BLOCK_KV], tl.float32)
+    return sums
+
+
+@triton.jit
+def softmax_step(logits, m_i, sums):
+    """`online_softmax`, with either kind of `sums`."""
+    if len(sums.shape) == 1:
+        weights, alpha, higher, sums = online_softmax(logits, m_i, sums, 1.0)
+    else:
+        higher = tl.maximum(m_i, tl.max(logits, 1))
+        finite = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.math.exp2(logits - finite[:, None])
+        alpha = tl.math.exp2(m_i - finite)
+        sums = sums * alpha[:, None] + weights
+    return weights, alpha, higher, sums
+
+
+@triton.jit
+def sum_of_each_row(sums):
+    if len(sums.shape) == 2:
+        sums = tl.sum(sums, 1)
+    return sums
 
 
 @triton.jit
@@ -148,28 +191,21 @@ def add_values(weights, scales, keys, acc, alpha, FOLDED: tl.constexpr):
 
 @triton.jit
 def attend(queries, state, cache, keys_of_list, limit, logit_scale, features, layout, columns, BLOCK_KV: tl.constexpr):
-    """Blocks of a list of keys: `state` = (m_i, largest, l_i, acc, acc_rest), and what it becomes.
+    """Blocks of a list of keys: `state` = (m_i, largest, sums, acc, acc_rest), and what it becomes.
 
     `acc`, a tuple of the groups' sums, is relative to `largest`, a running maximum of logit plus log2 scale where
     scales are folded; all else is relative to `m_i`.
     """
     FOLDED: tl.constexpr = layout.FORMAT == "fp8_v32"
     ROWS: tl.constexpr = queries.groups[0].shape[0]
-    m_i, largest, l_i, acc, acc_rest = state
-    # See `_pages.attend` for why entries are looked up a block ahead. Many rows leave no registers for that.
-    AHEAD: tl.constexpr = ROWS < SEPARATE_QK_ROWS
-    following = 0
-    if AHEAD:
-        following = entries_of(keys_of_list.ptr, keys_of_list.begin, keys_of_list.begin < keys_of_list.end,
-                               keys_of_list.last, features.SPARSE, layout.PAGE_SIZE, BLOCK_KV)  # fmt: skip
+    m_i, largest, sums, acc, acc_rest = state
+    # See `_pages.attend` for why entries are looked up a block ahead.
+    following = entries_of(keys_of_list.ptr, keys_of_list.begin, keys_of_list.begin < keys_of_list.end,
+                           keys_of_list.last, features.SPARSE, layout.PAGE_SIZE, BLOCK_KV)  # fmt: skip
     for block in range(keys_of_list.begin, keys_of_list.end):
-        if AHEAD:
-            entries = following
-            following = entries_of(keys_of_list.ptr, block + 1, block + 1 < keys_of_list.end, keys_of_list.last,
-                                   features.SPARSE, layout.PAGE_SIZE, BLOCK_KV)  # fmt: skip
-        else:
-            entries = entries_of(keys_of_list.ptr, block, tl.full([], 1, tl.int1), keys_of_list.last, features.SPARSE,
-                                 layout.PAGE_SIZE, BLOCK_KV)  # fmt: skip
+        entries = following
+        following = entries_of(keys_of_list.ptr, block + 1, block + 1 < keys_of_list.end, keys_of_list.last,
+                               features.SPARSE, layout.PAGE_SIZE, BLOCK_KV)  # fmt: skip
         position, page, offset, readable = keys_of(entries, block, keys_of_list.last, cache.num_slots, features.SPARSE,
                                                    layout.PAGE_SIZE, BLOCK_KV)  # fmt: skip
         pages = cache.ptr + page.to(tl.int64) * cache.page_stride * layout.PAGE_UNIT
@@ -182,20 +218,22 @@ def attend(queries, state, cache, keys_of_list, limit, logit_scale, features, la
             rest = rotary_columns(found.rows, readable, 528).to(queries.rest.dtype)
         elif columns.D_REST > 0:
             rest = whole_columns(found.rows, readable, columns.D_V, columns.D_REST, columns.D_REST_PAD)
-        logits = tl.zeros([ROWS, BLOCK_KV], tl.float32)
-        if ROWS < SEPARATE_QK_ROWS or always(block, keys_of_list.begin):
+        if ROWS < SEPARATE_QK_ROWS:
             logits = block_logits(queries, keys, rest, scales, logit_scale, columns, FOLDED)
+        else:
+            present = always(block, keys_of_list.begin)
+            logits = logits_apart(present, queries, keys, rest, scales, logit_scale, columns, FOLDED)
         seen = readable[None, :]
         if features.CAUSAL:
             seen = seen & (position[None, :] < limit[:, None])
         logits = tl.where(seen, logits, float("-inf"))
-        weights, alpha, m_i, l_i = online_softmax(logits, m_i, l_i, 1.0)
+        weights, alpha, m_i, sums = softmax_step(logits, m_i, sums)
         if FOLDED:
             if features.REST_IS_VALUE:
                 acc_rest = matmul(narrow(weights, queries.rest.dtype), rest, acc_rest * alpha[:, None])
             weights, alpha, largest = rescale(weights, logits, m_i, largest, scales)
         acc = add_values(weights, scales, keys, acc, alpha, FOLDED)
-    return m_i, largest, l_i, acc, acc_rest
+    return m_i, largest, sums, acc, acc_rest
 
 
 @triton.jit

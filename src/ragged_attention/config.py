@@ -10,7 +10,8 @@ The first of these that names a backend for the operation decides:
 5. the environment variable RAGGED_ATTENTION_BACKEND
 6. the platform's own order, `ragged_attention.dispatch.ORDER`
 
-`options` follow the same order from 1 to 4, operation by operation. The file and the environment are read once, when a
+`options` follow the same order from 1 to 4, operation by operation; `validate` and `batch_invariant` from 2 to 5, the
+latter two by variables of their own. The file and the environment are read once, when a
 call first needs them, and again after `reload_config()`.
 """
 
@@ -34,6 +35,7 @@ from ragged_attention.errors import InvalidInput
 BACKEND_VARIABLE = "RAGGED_ATTENTION_BACKEND"
 CONFIG_VARIABLE = "RAGGED_ATTENTION_CONFIG"
 VALIDATE_VARIABLE = "RAGGED_ATTENTION_VALIDATE"
+BATCH_INVARIANT_VARIABLE = "RAGGED_ATTENTION_BATCH_INVARIANT"
 VALIDATION = ("static", "full")
 
 Names = tuple[str, ...]
@@ -51,6 +53,7 @@ class Config:
     backend: Mapping[str, Names] = dataclasses.field(default_factory=dict)
     options: Mapping[str, Mapping[str, Option]] = dataclasses.field(default_factory=dict)
     validate: str | None = None
+    batch_invariant: bool | None = None
     _key: Any = dataclasses.field(init=False, repr=False)
     _hash: int = dataclasses.field(init=False, repr=False)
 
@@ -62,11 +65,13 @@ class Config:
         options = {operation: expect_options(given, operation) for operation, given in self.options.items()}
         if self.validate is not None and self.validate not in VALIDATION:
             raise InvalidInput(f"expected validate to be one of {', '.join(VALIDATION)}, got {self.validate!r}")
+        if self.batch_invariant is not None and not isinstance(self.batch_invariant, bool):
+            raise TypeError(f"expected batch_invariant to be True or False, got {self.batch_invariant!r}")
         # By their representation, since 1, 1.0 and True are equal but not the same.
         said = frozenset(
             (operation, name, repr(value)) for operation in options for name, value in options[operation].items()
         )
-        key = (frozenset(self.backend.items()), frozenset(options), said, self.validate)
+        key = (frozenset(self.backend.items()), frozenset(options), said, self.validate, self.batch_invariant)
         for name, value in {"options": options, "_key": key, "_hash": hash(key)}.items():
             object.__setattr__(self, name, value)
 
@@ -176,6 +181,10 @@ class use_backend:  # reads as a verb, like torch.no_grad
     entered again, also within themselves. `options` maps an operation to its tunables, and `validate="full"` checks
     index values too (which reads the device back). `"auto"` returns the choice to the platform's order;
     `use_backend()` ends an earlier plain call.
+
+    With `batch_invariant=True` the bits of a sequence's attention depend on nothing but that sequence: not on the
+    others, their number, or the sizes of tables. Backends that cannot promise this refuse the call. Writes and
+    conversions keep to it anyway; gradients have `deterministic`.
     """
 
     def __init__(
@@ -184,8 +193,14 @@ class use_backend:  # reads as a verb, like torch.no_grad
         *,
         options: Mapping[str, Mapping[str, Any]] | None = None,
         validate: str | None = None,
+        batch_invariant: bool | None = None,
     ) -> None:
-        self.config = Config(backend=_parse_request(backend), options=expect_mapping(options or {}), validate=validate)
+        self.config = Config(
+            backend=_parse_request(backend),
+            options=expect_mapping(options or {}),
+            validate=validate,
+            batch_invariant=batch_invariant,
+        )
         _scope.install(self, self.config)
 
     def __enter__(self) -> Config:
@@ -226,7 +241,7 @@ def _read_file(named: str | None) -> Config:
         table = tools.get("ragged_attention", {}) if isinstance(tools, dict) else {}
         if not isinstance(table, dict):
             raise InvalidInput(f"expected tool.ragged_attention in {path} to be a table, got {table!r}")
-    known = ("backend", "options", "validate")
+    known = ("backend", "options", "validate", "batch_invariant")
     for key in table:
         if key not in known:
             raise InvalidInput(f"expected keys {', '.join(known)} in {path}, got {key!r}")
@@ -235,6 +250,7 @@ def _read_file(named: str | None) -> Config:
             backend=_parse_request(table.get("backend")),
             options=expect_mapping(table.get("options", {})),
             validate=table.get("validate"),
+            batch_invariant=table.get("batch_invariant"),
         )
     except (InvalidInput, TypeError) as error:
         raise type(error)(f"{path}: {error}") from None
@@ -245,7 +261,14 @@ def _environment() -> Config:
     validate = os.environ.get(VALIDATE_VARIABLE) or None
     if validate is not None and validate not in VALIDATION:
         raise InvalidInput(f"expected {VALIDATE_VARIABLE} to be one of {', '.join(VALIDATION)}, got {validate!r}")
-    return Config(backend={"*": parse_names(names)} if names else {}, validate=validate)
+    invariant = os.environ.get(BATCH_INVARIANT_VARIABLE) or None
+    if invariant not in (None, "0", "1"):
+        raise InvalidInput(f"expected {BATCH_INVARIANT_VARIABLE} to be 0 or 1, got {invariant!r}")
+    return Config(
+        backend={"*": parse_names(names)} if names else {},
+        validate=validate,
+        batch_invariant=None if invariant is None else invariant == "1",
+    )
 
 
 def state() -> tuple[tuple[Config, ...], ...]:
@@ -284,6 +307,11 @@ def validates_values() -> bool:
     return next((source.validate for source in _sources() if source.validate), "static") == "full"
 
 
+def is_batch_invariant() -> bool:
+    """Whether bits are to depend on nothing but a sequence: as the strongest source says that says anything."""
+    return next((source.batch_invariant for source in _sources() if source.batch_invariant is not None), False)
+
+
 def get_config() -> Config:
     """All sources merged: what a call without `backend=` and `options=` will follow."""
     backend: dict[str, Names] = {}
@@ -293,4 +321,9 @@ def get_config() -> Config:
             backend = {}
         backend |= dict(source.backend)
         options |= dict(source.options)
-    return Config(backend=backend, options=options, validate="full" if validates_values() else "static")
+    return Config(
+        backend=backend,
+        options=options,
+        validate="full" if validates_values() else "static",
+        batch_invariant=is_batch_invariant(),
+    )

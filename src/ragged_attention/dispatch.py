@@ -166,7 +166,12 @@ def by_default(operation: str, device: Device, backend: str | Sequence[str] | No
 def refusal(backend: str, call: Call, *, named: bool = True) -> str | None:
     """Why a backend does not run a call, None if it does; one that the call does not name may have more to say."""
     module = load(call.OPERATION, backend)
-    reason = call.device.why_unavailable(backend) or _not_honoured(module, call) or module.why_not(call)
+    reason = (
+        call.device.why_unavailable(backend)
+        or _not_honoured(module, call)
+        or module.why_not(call)
+        or _depends_on_batch(module, call)
+    )
     if reason is None and not named and hasattr(module, "why_not_by_default"):
         return module.why_not_by_default(call)  # type: ignore[attr-defined]
     return reason
@@ -182,6 +187,18 @@ def _not_honoured(module: Implementation, call: Call) -> str | None:
     taken = features(module) | call.SEPARABLE
     names = [name for name in call.changed() if name not in taken and not call.KINDS[name].hint]
     return f"does not honour {names[0]}" if names else None
+
+
+def _is_invariant(call: Call) -> bool:
+    """Whether the bits of a call's results are to depend on nothing but a sequence."""
+    return call.ATTENDS and config.is_batch_invariant()
+
+
+def _depends_on_batch(module: Implementation, call: Call) -> str | None:
+    """Why to refuse a call that is to be invariant, or None."""
+    if _is_invariant(call) and not hasattr(module, "invariant_tile"):
+        return "does not promise the same bits in every batch (batch_invariant)"
+    return None
 
 
 def verdicts(call: Call, names: Sequence[str], by_default: Collection[str] = ()) -> dict[str, str | None]:
@@ -215,9 +232,8 @@ def choose(
         missing = False
         reasons[name] = refusal(name, call, named=name not in unnamed)
         if reasons[name] is None:
-            return Choice(
-                name, module, tuning.tile_for(module, call, config.requested_options(call.OPERATION, options))
-            )
+            requested = config.requested_options(call.OPERATION, options)
+            return Choice(name, module, tuning.tile_for(module, call, requested, invariant=_is_invariant(call)))
     lines = "".join(f"\n  {name}: {reason}" for name, reason in reasons.items())
     rest = [name for name in (*ORDER["*"], *ORDER.get(call.device.platform, ())) if name != "portable"]
     others = verdicts(call, [*rest, PORTABLE[call.device.framework]], by_default=rest)

@@ -68,6 +68,7 @@ class Sample(AnySample):
     scale: float | None = None  # of a quantised cache, for K and V alike
     return_lse: bool = False
     draft: int | None = None  # columns of a draft mask
+    max_q_len: int | None = None
 
     @property
     def stored(self) -> str:
@@ -110,6 +111,7 @@ class Sample(AnySample):
             "sinks": self._sinks(),
             "return_lse": self.return_lse,
             "draft_mask": None if self.draft is None else FakeArray((self.num_tokens, self.draft), "bool"),
+            "max_q_len": self.max_q_len,
         }
 
     def _write_kv_pages(self) -> dict[str, Any]:

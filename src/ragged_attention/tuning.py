@@ -1,5 +1,7 @@
 """Tile sizes: explicit options, then a tuned file, then the backend's own heuristic.
 
+Where bits are to depend on nothing but a sequence, `invariant_tile` takes the place of the latter two.
+
 A backend's package may hold `tuned/<device>/<operation>.json`:
 
     {key: {"tile": {...}, "case": {...}, "us": ..., "date": ..., "commit": ...}}
@@ -37,10 +39,13 @@ def options_of(tile_type: type) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(tile_type))
 
 
-def tile_for(module: Any, call: Call, options: Mapping[str, Any]) -> Any:
-    """The `Tile` that `module` will run `call` with; `options` override single fields of it."""
-    tile = module.heuristic(call)
-    if hasattr(module, "tuning_key") and call.device.name:
+def tile_for(module: Any, call: Call, options: Mapping[str, Any], *, invariant: bool = False) -> Any:
+    """The `Tile` that `module` will run `call` with; `options` override single fields of it.
+
+    If `invariant`, bits are to depend on nothing but a sequence.
+    """
+    tile = module.invariant_tile(call) if invariant else module.heuristic(call)
+    if not invariant and hasattr(module, "tuning_key") and call.device.name:
         package, _, operation = module.__name__.rpartition(".")
         entry = tuned_table(package, device_slug(call.device.name), operation).get(module.tuning_key(call))
         tile = module.Tile(**entry["tile"]) if entry else tile

@@ -75,6 +75,7 @@ class Call(abc.ABC):
     TAKES_OUT: ClassVar[bool] = False  # whether from torch the first result, out, may be memory that the caller gives
     DIFFERENTIABLE: ClassVar[tuple[str, ...]] = ()  # arguments that `<operation>_backward` gives the gradients of
 
+    ATTENDS: ClassVar[bool] = False  # whether results are sums over the keys of sequences
     SEPARABLE: ClassVar[frozenset[str]] = frozenset()  # arguments that ask for what another operation can do before
 
     device: Device = NOWHERE

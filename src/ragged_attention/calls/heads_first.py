@@ -197,6 +197,7 @@ class PagedAttention(HeadsFirstCall):
     """The arguments of `paged_attention`, which says what they mean."""
 
     OPERATION: ClassVar[str] = "paged_attention"
+    ATTENDS: ClassVar[bool] = True
     TAKES_OUT: ClassVar[bool] = True
 
     q: Any = field(ArrayKind("S H D", FLOATS))
@@ -211,6 +212,9 @@ class PagedAttention(HeadsFirstCall):
     def max_num_seqs(self) -> int:
         return self.num_tokens
 
+    def as_ragged(self, **changes: Any) -> RaggedHeadsFirst:
+        return super().as_ragged(**{"max_q_len": 1} | changes)
+
     def check_values(self) -> None:
         """Raise `InvalidInput` naming the first sequence whose index values are invalid. Expects NumPy arrays."""
         for seq, (length, row) in enumerate(zip(self.lengths, self.page_indices, strict=True)):
@@ -222,6 +226,7 @@ class PrefillAttention(HeadsFirstCall):
     """The arguments of `prefill_attention`, which says what they mean."""
 
     OPERATION: ClassVar[str] = "prefill_attention"
+    ATTENDS: ClassVar[bool] = True
     TAKES_OUT: ClassVar[bool] = True
 
     q: Any = field(ArrayKind("T H D", FLOATS))

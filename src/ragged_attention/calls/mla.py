@@ -134,6 +134,7 @@ class SparseMlaPrefill(SparsePrefillCall):
     """The arguments of `sparse_mla_prefill`, which says what they mean."""
 
     OPERATION: ClassVar[str] = "sparse_mla_prefill"
+    ATTENDS: ClassVar[bool] = True
     TAKES_OUT: ClassVar[bool] = True
     NUM_RESULTS: ClassVar[int | None] = 3
     DIFFERENTIABLE: ClassVar[tuple[str, ...]] = ("q", "kv", "sinks")
@@ -210,6 +211,7 @@ class MlaDecode(LatentCall):
     """The arguments of `mla_decode`, which says what they mean; its schedule as the arrays that it consists of."""
 
     OPERATION: ClassVar[str] = "mla_decode"
+    ATTENDS: ClassVar[bool] = True
     TAKES_OUT: ClassVar[bool] = True
     NUM_RESULTS: ClassVar[int | None] = 2
 

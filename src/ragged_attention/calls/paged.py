@@ -142,6 +142,7 @@ class RaggedPagedAttention(PagedCall, GroupedCall):
     """The arguments of `ragged_paged_attention`, which says what they mean."""
 
     OPERATION: ClassVar[str] = "ragged_paged_attention"
+    ATTENDS: ClassVar[bool] = True
     TAKES_OUT: ClassVar[bool] = True
     NUM_RESULTS: ClassVar[int | None] = None
     SEPARABLE: ClassVar[frozenset[str]] = frozenset({"new_kv"})
@@ -152,6 +153,7 @@ class RaggedPagedAttention(PagedCall, GroupedCall):
     page_indices: Any = field(ArrayKind("S M", INT32))
     cu_q_lens: Any = field(ArrayKind("S+1", INT32))
     num_seqs: Any = field(Count(), default=None)
+    max_q_len: int | None = field(Integer(symbolic=True, hint=True), default=None)
     sm_scale: float | None = field(Number(), default=None)
     causal: bool = field(Flag(), default=True)
     sliding_window: int | None = field(Integer(least=1, symbolic=True), default=None)
@@ -219,12 +221,14 @@ class RaggedPagedAttention(PagedCall, GroupedCall):
             self.num_tokens,
             self.num_pages,
             self.page_size,
+            self.max_q_len,
         )
 
 
 def _check_ragged_values(
-    kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any, num_tokens: int, num_pages: int, page_size: int
-) -> None:
+    kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any, num_tokens: int, num_pages: int, page_size: int,
+    max_q_len: int | None = None,
+) -> None:  # fmt: skip
     max_num_seqs, pages_per_seq = page_indices.shape
     count = max_num_seqs if num_seqs is None else int(np.asarray(num_seqs).reshape(()))
     if not 0 <= count <= max_num_seqs:
@@ -238,6 +242,8 @@ def _check_ragged_values(
             raise InvalidInput(f"expected cu_q_lens to ascend, got {starts[seq]}, {starts[seq + 1]} at sequence {seq}")
         if starts[seq + 1] > num_tokens:
             raise InvalidInput(f"expected cu_q_lens[{seq + 1}] <= {num_tokens=}, got {starts[seq + 1]}")
+        if max_q_len is not None and q_len > max_q_len:
+            raise InvalidInput(f"expected no sequence of more than {max_q_len=} queries, got {q_len} at {seq}")
         if not 0 <= kv_len <= pages_per_seq * page_size:
             limit = f"pages_per_seq * page_size = {pages_per_seq * page_size}"
             raise InvalidInput(f"expected kv_lens[{seq}] between 0 and {limit}, got {kv_len}")

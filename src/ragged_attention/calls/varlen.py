@@ -114,6 +114,7 @@ class VarlenAttention(VarlenCall):
     """The arguments of `varlen_attention`, which says what they mean."""
 
     OPERATION: ClassVar[str] = "varlen_attention"
+    ATTENDS: ClassVar[bool] = True
     TAKES_OUT: ClassVar[bool] = True
     NUM_RESULTS: ClassVar[int | None] = 2
     DIFFERENTIABLE: ClassVar[tuple[str, ...]] = ("q", "k", "v", "sinks")

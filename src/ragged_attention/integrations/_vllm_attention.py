@@ -4,12 +4,15 @@ vLLM's cache of a layer is [blocks, K, block, D + D_v], K and V of a head side b
 engine likes; its two halves are our pair of pages by strides alone.
 """
 
+import contextlib
 import dataclasses
 import importlib
+import os
 from typing import Any, ClassVar
 
 import torch
 
+from ragged_attention.config import use_backend
 from ragged_attention.errors import Unsupported
 from ragged_attention.torch import ragged_paged_attention, write_kv_pages
 
@@ -52,6 +55,10 @@ class RaggedAttentionBackend(AnyPages, _vllm.AttentionBackend):
         return 16 <= head_size <= 512 and head_size % 8 == 0
 
     @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_sink(cls) -> bool:
         return True
 
@@ -64,11 +71,21 @@ class RaggedAttentionBackend(AnyPages, _vllm.AttentionBackend):
         return True
 
 
+def as_vllm_asks() -> contextlib.AbstractContextManager[Any]:
+    """Around an attention: batch invariant where vLLM's own variable says so."""
+    asked = os.environ.get("VLLM_BATCH_INVARIANT", "0") == "1"
+    return use_backend(batch_invariant=True) if asked else contextlib.nullcontext()
+
+
 @dataclasses.dataclass
 class RaggedMetadata(_vllm.AttentionMetadata):
-    """One step's tables, all of them on the device, by our names; nothing in them is ever read by the host."""
+    """One step's tables by our names, on the device, where the host never reads them.
+
+    It knows two numbers: `num_actual_tokens`, and `max_q_len`, which no query length exceeds.
+    """
 
     num_actual_tokens: int
+    max_q_len: int
     cu_q_lens: torch.Tensor
     kv_lens: torch.Tensor
     page_indices: torch.Tensor
@@ -97,6 +114,7 @@ class RaggedMetadataBuilder(_vllm.AttentionMetadataBuilder):
                 raise Unsupported(f"expected vLLM's {name} to be None, got {type(getattr(common, name)).__name__}")
         return RaggedMetadata(
             num_actual_tokens=common.num_actual_tokens,
+            max_q_len=common.max_query_len,
             cu_q_lens=common.query_start_loc,
             kv_lens=common.seq_lens,
             page_indices=common.block_table_tensor,
@@ -171,20 +189,22 @@ class RaggedAttentionImpl(_vllm.AttentionImpl):
         tokens = attn_metadata.num_actual_tokens
         k_scale, v_scale = self._scales(layer)
         pages = self._pages(kv_cache)
-        ragged_paged_attention(
-            query[:tokens],
-            pages,
-            attn_metadata.kv_lens,
-            attn_metadata.page_indices,
-            attn_metadata.cu_q_lens,
-            sm_scale=self.scale,
-            sliding_window=self.sliding_window,
-            soft_cap=self.logits_soft_cap,
-            sinks=None if self.sinks is None else self.sinks.detach().to(torch.float32),
-            k_scale=k_scale,
-            v_scale=v_scale,
-            out=output[:tokens].view(tokens, self.num_heads, pages[1].shape[-1]),
-        )
+        with as_vllm_asks():
+            ragged_paged_attention(
+                query[:tokens],
+                pages,
+                attn_metadata.kv_lens,
+                attn_metadata.page_indices,
+                attn_metadata.cu_q_lens,
+                max_q_len=attn_metadata.max_q_len,
+                sm_scale=self.scale,
+                sliding_window=self.sliding_window,
+                soft_cap=self.logits_soft_cap,
+                sinks=None if self.sinks is None else self.sinks.detach().to(torch.float32),
+                k_scale=k_scale,
+                v_scale=v_scale,
+                out=output[:tokens].view(tokens, self.num_heads, pages[1].shape[-1]),
+            )
         return output
 
     def do_kv_cache_update(

@@ -14,6 +14,7 @@ Pages = jax.Array | tuple[jax.Array, jax.Array]
 class AttentionKeywords(TypedDict, total=False):
     """The keyword arguments of `ragged_paged_attention` that its results' number does not depend on."""
 
+    max_q_len: int | None
     sm_scale: float | None
     causal: bool
     sliding_window: int | None
@@ -86,6 +87,7 @@ def ragged_paged_attention(
     cu_q_lens: jax.Array,
     num_seqs: int | jax.Array | None = None,
     *,
+    max_q_len: int | None = None,
     sm_scale: float | None = None,
     causal: bool = True,
     sliding_window: int | None = None,
@@ -115,6 +117,8 @@ def ragged_paged_attention(
             never read as pages.
         cu_q_lens: i32 [S + 1], prefix sums of the query lengths; entries past `num_seqs` are never read.
         num_seqs: how many sequences are live, an int or an i32 array of one (which stays on its device); None is S.
+        max_q_len: a number of queries that no sequence exceeds, known to the host: a hint by which kernels are
+            chosen. A batch that only decodes takes one launch less with 1. Results do not depend on it.
         sm_scale: factor on q . k; default `D ** -0.5`.
         causal: query i of a sequence stands at position `kv_len - q_len + i` and sees positions up to its own;
             otherwise it sees all of `kv_len`.

@@ -20,6 +20,7 @@ PATHS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
         {"num_splits": 1},
         {"num_splits": 3},
         {"num_splits": 5, "split_block_kv": 16},
+        {"num_splits": 2, "invariant": True},
         {"split_block_q": 64},
         {"block_q": 16, "block_kv": 16},
         {"split_weights_below": 10**6},
@@ -68,6 +69,7 @@ PATHS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
         {"block_kv": 16},
         {"block_h": 16, "block_kv": 16, "chunk_tokens": 1},
         {"block_h": 32, "block_kv": 32, "chunk_tokens": 3},
+        {"block_h": 32, "block_kv": 32, "chunk_tokens": 3, "keys_first": True},
     ),
 }
 

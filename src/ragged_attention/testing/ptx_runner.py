@@ -87,6 +87,7 @@ def _torch_launcher() -> Any:
                 self.emulator.forget(tensor)
             new += [inputs[index] for index in inplace]
             if 0 not in grid:
+                arguments.pop("launch_pdl", None)  # here one kernel ends before the next begins
                 options = {name: arguments.pop(name, default) for name, default in front.OPTIONS.items()}
                 operands = map(front.to_bits, (*inputs, *new))
                 _run(self.emulator, self.notice, kernel, grid, operands, arguments, options)

@@ -8,7 +8,7 @@ has shown nothing, which is a `Declined` check.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ragged_attention.testing import compare, formats
+from ragged_attention.testing import compare, formats, invariance
 from ragged_attention.testing.drawing import Check, built, on_corner, on_drawn, on_drawn_paths, on_every_path
 from ragged_attention.testing.heads_first import suite as heads_first_suite
 from ragged_attention.testing.mla import suite as mla_suite
@@ -97,6 +97,7 @@ def laws() -> Iterator[Check]:
     yield from heads_first_suite.laws()
     yield from mla_suite.laws()
     yield from varlen_suite.laws()
+    yield from invariance.laws()
 
 
 def memory() -> Iterator[Check]:

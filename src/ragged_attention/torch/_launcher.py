@@ -102,7 +102,7 @@ class Launcher:
 
         `outputs` are (shape, dtype) to allocate, uninitialised; behind them stand the inputs numbered in `inplace`,
         once more, which the kernel may write. 8-bit floats and bools reach the kernel as uint8. `num_warps` and
-        `num_stages` are among the arguments where they are not as in OPTIONS.
+        `num_stages` are among the arguments where they are not as in OPTIONS, and `launch_pdl` where it is True.
         """
         device = inputs[0].device
         new = [torch.empty(tuple(shape), dtype=DTYPES.get(dtype, dtype), device=device) for shape, dtype in outputs]

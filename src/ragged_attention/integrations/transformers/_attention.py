@@ -149,7 +149,7 @@ def _decoded(
     known: dict[str, Any],
 ) -> torch.Tensor:
     edges = torch.arange(query.shape[0] + 1, dtype=torch.int32, device=query.device)
-    out = ragged_paged_attention(query[:, :, 0], (k_pages, v_pages), kv_lens, table, edges, **known)
+    out = ragged_paged_attention(query[:, :, 0], (k_pages, v_pages), kv_lens, table, edges, max_q_len=1, **known)
     return out[:, None]
 
 

@@ -24,8 +24,8 @@ def attend(
         query, key, value: [1, H or K, T, D], the new tokens of all sequences, one after another.
         cache: transformers' paged cache.
         known: scale, soft cap, sinks and window, by the names of our operations.
-        places: `cu_seq_lens_q`, and by kind of layer or cache `cu_seq_lens_k`, `max_length_k`, `read_index` and
-            `write_index`, as continuous batching makes them.
+        places: `cu_seq_lens_q`, `max_length_q`, and by kind of layer or cache `cu_seq_lens_k`, `max_length_k`,
+            `read_index` and `write_index`, as continuous batching makes them.
 
     Returns:
         [1, T, H, D_v].
@@ -41,7 +41,8 @@ def attend(
             note(module, "ragged_paged_attention")
             pages = allocator._kv_page_views[module.layer_idx]
             table = page_table(slots, cu_kv_lens, int(places["max_length_k"][kind]), allocator.tokens_per_page)
-            return ragged_paged_attention(q, pages, cu_kv_lens.diff(), table, edges, **known)[None]
+            longest = places.get("max_length_q")
+            return ragged_paged_attention(q, pages, cu_kv_lens.diff(), table, edges, max_q_len=longest, **known)[None]
     elif kind == "sliding_attention":
         keys, values = cache.update(key, value, module.layer_idx, places)
         k, v = keys[0].transpose(0, 1), values[0].transpose(0, 1)

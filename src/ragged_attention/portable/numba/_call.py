@@ -12,14 +12,16 @@ from ragged_attention.portable.numba._formats import CODES
 from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._records import bits_of
 from ragged_attention.portable.numba._scales import numbers_of
+from ragged_attention.portable.numba._splits import expect_splits
 
 KERNEL = Kernel("paged_attention", _paged.FIELDS, _paged.plan, _paged.work)
+OWN_SPLITS = 8  # of a sequence, where nothing depends on the others
 ROOM = 384 * 256  # floats of a tile's queries and results: its keys are read for many, and a second cache holds all
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Tile:
-    """What may be tuned.
+class Blocks:
+    """What may be tuned of the gradient.
 
     Args:
         block_q: queries of a sequence that a program takes.
@@ -34,6 +36,22 @@ class Tile:
             raise InvalidInput(f"expected block_q from 1 to 1024, got {self.block_q!r}")
         if not isinstance(self.block_kv, int) or self.block_kv % 8 or not 8 <= self.block_kv <= 1024:
             raise InvalidInput(f"expected block_kv to be a multiple of 8 from 8 to 1024, got {self.block_kv!r}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tile(Blocks):
+    """What may be tuned.
+
+    Args:
+        num_splits: parts at most of the keys that a query sees, by their number alone; 0: by the share that they are of
+            all work.
+    """
+
+    num_splits: int = 0
+
+    def __post_init__(self) -> None:
+        Blocks.__post_init__(self)
+        expect_splits(self.num_splits)
 
 
 def block_q_of(call: Any) -> int:
@@ -51,6 +69,11 @@ def heuristic(call: Any) -> Tile:
     if call.num_tokens <= 4 * call.max_num_seqs:
         block_kv = 64 if call.cache_dtype in QUANTIZED else 16
     return Tile(block_q=block_q_of(call), block_kv=block_kv)
+
+
+def invariant_tile(call: Any) -> Tile:
+    """No size depends on the batch."""
+    return Tile(block_q=block_q_of(call), block_kv=64, num_splits=OWN_SPLITS)
 
 
 def cannot_run(call: Call) -> str | None:
@@ -170,6 +193,7 @@ def run(
             **v_numbers,
             "block_q": tile.block_q,
             "block_kv": tile.block_kv,
+            "num_splits": tile.num_splits,
             "num_threads": launch.num_threads,
         },
     )

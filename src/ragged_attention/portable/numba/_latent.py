@@ -44,7 +44,7 @@ FIELDS = Fields(
         "lse_head_stride", "layout", "cache_format", "head_stride", *CACHE, *(f"extra_{name}" for name in CACHE),
         "length", "list_seq_stride", "list_token_stride", "list_head_stride", "lens_seq_stride", "lens_token_stride",
         "extra_length", "extra_list_seq_stride", "extra_list_token_stride", "extra_lens_seq_stride",
-        "extra_lens_token_stride", "block_rows", "block_kv", "num_threads",
+        "extra_lens_token_stride", "block_rows", "block_kv", "num_splits", "num_threads",
     ),
     plan=SPLITS,
     floats=("scale", "work"),
@@ -83,7 +83,7 @@ def divide(call, units):
             keys = sum(lengths_of(call, seq, token))
             for first in range(0, rows, call.block_rows):
                 last = min(first + call.block_rows, rows)
-                num_splits = splits_of((last - first) * keys, keys, call.work, SHARES)
+                num_splits = splits_of((last - first) * keys, keys, call.work, SHARES, call.num_splits)
                 step = (keys + num_splits - 1) // num_splits
                 for split in range(num_splits if units else 0):
                     unit = units + 8 * len(UNIT) * (count + split)

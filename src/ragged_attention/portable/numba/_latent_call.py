@@ -10,14 +10,16 @@ from ragged_attention.portable.numba._formats import CODES
 from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._latent_rows import LAYOUTS
 from ragged_attention.portable.numba._records import bits_of
+from ragged_attention.portable.numba._splits import expect_splits
 
 KERNEL = Kernel("latent_attention", _latent.FIELDS, _latent.plan, _latent.work)
+OWN_SPLITS = 4  # of a job of decoding, where nothing depends on the others
 ROWS = 32  # of a tile: with rows this wide, what a core's second cache holds beside a tile of keys
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Tile:
-    """What may be tuned.
+class Blocks:
+    """What may be tuned of the gradient.
 
     Args:
         block_rows: rows of queries that a program takes.
@@ -34,9 +36,29 @@ class Tile:
             raise InvalidInput(f"expected block_kv to be a multiple of 8 from 8 to 1024, got {self.block_kv!r}")
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tile(Blocks):
+    """What may be tuned.
+
+    Args:
+        num_splits: parts at most of a job's keys, by their number alone; 0: by the share that they are of all work.
+    """
+
+    num_splits: int = 0
+
+    def __post_init__(self) -> None:
+        Blocks.__post_init__(self)
+        expect_splits(self.num_splits)
+
+
 def heuristic(call: MlaDecode | SparseMlaPrefill) -> Tile:
     del call
     return Tile(block_rows=ROWS, block_kv=32)
+
+
+def invariant_tile(call: MlaDecode | SparseMlaPrefill) -> Tile:
+    """No size depends on the batch. Of a prefill there are enough queries without splits."""
+    return dataclasses.replace(heuristic(call), num_splits=OWN_SPLITS if call.OPERATION == "mla_decode" else 1)
 
 
 def cache_of(array: Any, format: str, launch: Any) -> Any:
@@ -106,6 +128,7 @@ def run(
             **dict(zip(("extra_lens_seq_stride", "extra_lens_token_stride"), steps_of(extra_lens), strict=True)),
             "block_rows": tile.block_rows,
             "block_kv": tile.block_kv,
+            "num_splits": tile.num_splits,
             "num_threads": launch.num_threads,
         },
     )

@@ -61,7 +61,7 @@ FIELDS = Fields(
         "k_scales_page_stride", "k_scales_slot_stride", "k_scales_head_stride",
         "v_scales_page_stride", "v_scales_slot_stride", "v_scales_head_stride",
         "causal", "window", "drafted", "draft_width", "draft_stride", "scale", "soft_cap",
-        *fields_of("k_scale"), *fields_of("v_scale"), "block_q", "block_kv", "num_threads",
+        *fields_of("k_scale"), *fields_of("v_scale"), "block_q", "block_kv", "num_splits", "num_threads",
     ),
     plan=SPLITS,
     floats=("scale", "soft_cap", "k_scale_number", "v_scale_number", "work"),
@@ -86,6 +86,13 @@ def range_of(call, first_new, kv_len, first, last):
 
 
 @compiled
+def most_splits(call, num_queries):
+    """How many splits a block of so many queries may have, 0 if that is left to its work: fewer for more queries, each
+    of which has a partial result in each."""
+    return max(call.num_splits // num_queries, 1) if call.num_splits else 0
+
+
+@compiled
 def divide(call, units):
     """Count the units, or list them where `units` is their memory; `call.work` is the work of all, 0 before known."""
     work, count, partials = 0.0, 0, 0
@@ -97,7 +104,7 @@ def divide(call, units):
             last = min(first + call.block_q, stop - start)
             low, high = range_of(call, first_new, kv_len, first, last)
             keys = high - low
-            num_splits = splits_of((last - first) * keys, keys, call.work, SHARES)
+            num_splits = splits_of((last - first) * keys, keys, call.work, SHARES, most_splits(call, last - first))
             step = (keys + num_splits - 1) // num_splits
             if units:
                 for split in range(num_splits):
@@ -149,7 +156,8 @@ def plan(address):
     call.work = 0.0
     call.work = divide(call, 0)
     divide(call, 0)
-    rows = call.block_q * (call.num_q_heads // call.num_kv_heads)
+    queries = min(call.block_q, call.num_splits) if call.num_splits else call.block_q
+    rows = queries * (call.num_q_heads // call.num_kv_heads)
     if not provide(call, 8 * len(UNIT), rows * (call.v_head_dim + 2), call.num_kv_heads):
         return NO_MEMORY
     divide(call, call.units)

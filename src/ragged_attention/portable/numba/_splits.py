@@ -7,6 +7,7 @@ threads: results do not depend on those.
 
 import math
 
+from ragged_attention.errors import InvalidInput
 from ragged_attention.portable.numba._softmax import NOTHING, power
 from ragged_attention.portable.numba._tiles import begin
 from ragged_attention.portable.numba._vectors import add_to, allocate, compiled, float_at, set_float, zero
@@ -14,12 +15,21 @@ from ragged_attention.portable.numba._vectors import add_to, allocate, compiled,
 SPLITS = ("units", "num_units", "work", "partials", "num_partials", "counters", "partial_size")  # of a call's plan
 SHARES = 128  # of the work of attention
 FEWEST_KEYS = 512  # of a split
+MOST_SPLITS = 64
+
+
+def expect_splits(num_splits: int) -> None:
+    """Check the `num_splits` of a tile."""
+    if not isinstance(num_splits, int) or not 0 <= num_splits <= MOST_SPLITS:
+        raise InvalidInput(f"expected num_splits from 0 to {MOST_SPLITS}, got {num_splits!r}")
 
 
 @compiled
-def splits_of(work, keys, all_work, shares):
+def splits_of(work, keys, all_work, shares, most):
     """How many splits to make of keys that take so much work: more than one if it is more than one of the shares of
-    all; one as long as the work of all is not known."""
+    all; one as long as the work of all is not known. If `most` is given, as many as the keys allow up to that."""
+    if most:
+        return max(min(most, keys // FEWEST_KEYS), 1)
     if all_work == 0:
         return 1
     return max(min(math.ceil(work * shares / all_work), keys // FEWEST_KEYS), 1)

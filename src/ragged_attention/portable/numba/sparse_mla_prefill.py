@@ -8,6 +8,7 @@ from ragged_attention.portable.numba._call import why_not as why_not
 from ragged_attention.portable.numba._latent_call import KERNEL as KERNEL
 from ragged_attention.portable.numba._latent_call import Tile as Tile
 from ragged_attention.portable.numba._latent_call import heuristic as heuristic
+from ragged_attention.portable.numba._latent_call import invariant_tile as invariant_tile
 
 FEATURES = frozenset({"sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "deterministic"})
 

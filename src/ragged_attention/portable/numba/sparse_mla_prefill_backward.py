@@ -15,8 +15,7 @@ from ragged_attention.portable.numba._formats import CODES, narrow, size_of
 from ragged_attention.portable.numba._gradients import differentiate, new_tile, read_row, sink_gradient, tile_at
 from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._latent import length_of
-from ragged_attention.portable.numba._latent_call import Tile as Tile
-from ragged_attention.portable.numba._latent_call import heuristic as heuristic
+from ragged_attention.portable.numba._latent_call import Blocks
 from ragged_attention.portable.numba._products import ROWS, mix, scores
 from ragged_attention.portable.numba._records import NO_MEMORY, Fields, bits_of, programs
 from ragged_attention.portable.numba._tiles import read_rows, up_to
@@ -189,7 +188,15 @@ def work(address):
 KERNEL = Kernel("sparse_mla_prefill_backward", FIELDS, plan, work)
 
 
-def run(call: SparseMlaPrefillBackward, tile: Tile, launch: Any) -> tuple[Any, ...]:
+Tile = Blocks
+
+
+def heuristic(call: SparseMlaPrefillBackward) -> Blocks:
+    del call
+    return Blocks(block_rows=32, block_kv=32)
+
+
+def run(call: SparseMlaPrefillBackward, tile: Blocks, launch: Any) -> tuple[Any, ...]:
     q, kv, indices = launch.packed(call.q), launch.packed(call.kv), launch.packed(call.indices)
     steps = launch.strides(kv)
     given = {name: getattr(call, name) for name in ("d_out", "out", "lse", "d_lse", "sinks", "topk_lens")}

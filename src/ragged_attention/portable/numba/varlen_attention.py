@@ -5,6 +5,7 @@ from typing import Any
 from ragged_attention.calls import VarlenAttention, dtype_name
 from ragged_attention.portable.numba._call import KERNEL, block_q_of
 from ragged_attention.portable.numba._call import Tile as Tile
+from ragged_attention.portable.numba._call import invariant_tile as invariant_tile
 from ragged_attention.portable.numba._call import why_not as why_not
 from ragged_attention.portable.numba._formats import CODES
 from ragged_attention.portable.numba._records import bits_of
@@ -53,6 +54,7 @@ def run(call: VarlenAttention, tile: Tile, launch: Any) -> tuple[Any, Any]:
         "v_scale_number": bits_of(1.0),
         "block_q": tile.block_q,
         "block_kv": tile.block_kv,
+        "num_splits": tile.num_splits,
         "num_threads": launch.num_threads,
     }
     lse = (call.out_shape[:2], "float32")

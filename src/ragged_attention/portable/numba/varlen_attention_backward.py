@@ -8,7 +8,7 @@ the others its keys are split, and the last split to end adds up what all have o
 from typing import Any
 
 from ragged_attention.calls import VarlenAttentionBackward, dtype_name
-from ragged_attention.portable.numba._call import Tile as Tile
+from ragged_attention.portable.numba._call import Blocks as Tile
 from ragged_attention.portable.numba._call import strides_of_rows
 from ragged_attention.portable.numba._call import why_not as why_not
 from ragged_attention.portable.numba._formats import CODES, narrow, size_of, widen
@@ -68,7 +68,7 @@ def divide(call, units):
     for seq in range(call.max_num_seqs):
         start, stop = queries_of(call, seq)
         keys = kv_len_of(call, seq)
-        num_splits = splits_of((stop - start) * keys / call.num_kv_heads, keys, call.work, SHARES)
+        num_splits = splits_of((stop - start) * keys / call.num_kv_heads, keys, call.work, SHARES, 0)
         step = up_to((keys + num_splits - 1) // num_splits, LANES)
         for split in range(num_splits if units else 0):
             unit = units + 8 * len(UNIT) * (count + split)

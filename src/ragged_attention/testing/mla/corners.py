@@ -139,6 +139,18 @@ _DECODES: dict[str, DecodeSpec] = {
     "lengths 0": DecodeSpec(topk=9, lens="zero", sinks="normal", poison="nan"),
     **{f"{heads} heads": DecodeSpec(topk=11, heads=heads, dtype="bfloat16") for heads in (7, 16, 17)},
     "128 heads": DecodeSpec(topk=5, heads=128, kv_lens=(9,), dtype="bfloat16"),
+    # Tiles for the widest matrix instructions, with more keys than these take at once.
+    "576/512, 64 heads": DecodeSpec(
+        topk=150, heads=64, d_qk=576, d_v=512, kv_lens=(300,), page_size=16, lens="inside", dtype="bfloat16",
+        poison="nan",
+    ),
+    "fp8_v32, 64 heads": DecodeSpec(
+        **V32, topk=100, heads=64, kv_lens=(300,), scales="far apart", lens="inside", dtype="bfloat16", poison="nan"
+    ),
+    "fp8_v4, 64 heads": DecodeSpec(
+        **V4, topk=70, extra_topk=40, heads=64, kv_lens=(300,), page_size=16, sinks="mixed", dtype="bfloat16",
+        poison="nan",
+    ),
     "576/512": DecodeSpec(topk=9, heads=16, d_qk=576, d_v=512, dtype="bfloat16", q_tokens=2, poison="nan"),
     "sm_scale": DecodeSpec(topk=19, sm_scale=0.5, magnitude=3.0),
     "sm_scale negative": DecodeSpec(topk=19, sm_scale=-0.5, magnitude=3.0),

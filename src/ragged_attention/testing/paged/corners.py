@@ -83,6 +83,13 @@ _SPECS: dict[str, Spec] = {
     "sinks +inf": _plain(sinks="+inf", group=2),
     "sinks of all kinds": _plain(sinks="mixed", num_kv_heads=2, group=4, padding=2),
     "sinks over a long sequence": Spec(lens=((1, 700),), page_size=32, sinks="normal", group=2),
+    **{
+        f"max_q_len wrongly {limit}": Spec(
+            lens=((1, 700), (3, 600), (40, 800), (0, 5), (9, 9)), page_size=16, group=2, dtype="bfloat16", limit=limit,
+            padding=21, poison="nan", garbage=True, count="array", spare_seqs=1
+        )
+        for limit in ("0", "1")
+    },
     # Shapes.
     "page size 1": _plain(page_size=1, spare_columns=2, garbage=True, poison="nan"),
     "page size 3": _plain(page_size=3, garbage=True, poison="nan"),
@@ -98,6 +105,9 @@ _SPECS: dict[str, Spec] = {
             (192, "bfloat16"), (256, "float16"), (512, "bfloat16"),
         )
     },
+    "head_dim 512, a prompt": Spec(
+        lens=((50, 110), (1, 40)), page_size=16, group=2, head_dim=512, dtype="bfloat16", poison="nan", garbage=True
+    ),
     "a pair of pages": _plain(combined=False, num_kv_heads=2, group=2, poison="nan"),
     "V wider than K": _plain(combined=False, head_dim=16, v_head_dim=64, poison="nan"),
     "V narrower than K": _plain(combined=False, head_dim=192, v_head_dim=128, dtype="bfloat16", group=2),

@@ -135,6 +135,13 @@ def a_causal_draft_mask_is_causal(runner: Runner, spec: Spec) -> None:
     same(runner, batch.change(draft_mask=mask), batch)
 
 
+def hints_change_nothing(runner: Runner, spec: Spec) -> None:
+    """Nor do those that are wrong."""
+    batch = spec.build().change(max_q_len=None)
+    for limit in (0, 1, 71):
+        same(runner, batch.change(max_q_len=limit), batch)
+
+
 def a_huge_window_is_none(runner: Runner, spec: Spec) -> None:
     batch = spec.build().change(sliding_window=None)
     longest = int(batch.kv_lens.max(initial=1)) + len(batch.q) + 1
@@ -224,6 +231,7 @@ LAWS: dict[str, Law] = {
     "the output is a mixture of the values": output_is_a_mixture,
     "parts merge through their lse": parts_merge,
     "a causal draft mask is causal": a_causal_draft_mask_is_causal,
+    "hints change nothing": hints_change_nothing,
     "a huge window is none": a_huge_window_is_none,
     "a far cap is nearly none": a_far_cap_is_nearly_none,
     "a quantised cache is its dequantised values": quantised_is_dequantised,

@@ -88,6 +88,7 @@ class Batch(Arrays):
     page_indices: NDArray[np.int32]
     cu_q_lens: NDArray[np.int32]
     num_seqs: int | NDArray[np.int32] | None = None
+    max_q_len: int | None = None
     sm_scale: float | None = None
     causal: bool = True
     sliding_window: int | None = None
@@ -235,6 +236,7 @@ class Spec:
     spare_seqs: int = 0  # rows of the tables past num_seqs
     padding: int = 0  # query rows past the last sequence
     spare_columns: int = 0  # entries of page_indices no sequence is long enough for
+    limit: str | None = None  # how max_q_len is given: exact, loose, or wrongly as 0 or 1
     causal: bool = True
     sliding_window: int | None = None
     soft_cap: float | None = None
@@ -267,6 +269,7 @@ class Spec:
             page_indices=page_indices,
             cu_q_lens=cu_q_lens,
             num_seqs=num_seqs,
+            max_q_len=self._limit(max(q_lens, default=0)),
             sm_scale=self.sm_scale,
             causal=self.causal,
             sliding_window=self.sliding_window,
@@ -281,6 +284,9 @@ class Spec:
         )
         batch = batch.with_garbage_tails(self.seed) if self.garbage else batch
         return batch.poisoned(self.poison, self.seed) if self.poison else batch
+
+    def _limit(self, longest: int) -> int | None:
+        return {None: None, "exact": longest, "loose": longest + 7, "0": 0, "1": 1}[self.limit]
 
     def _tables(self, rng: np.random.Generator) -> tuple[NDArray[np.int32], int]:
         """Shuffled page tables, and the number of pages (a few of them in nobody's table)."""

@@ -46,6 +46,7 @@ def specs(draw: st.DrawFn, *, clean: bool = False, cache_dtypes: tuple[str | Non
         spare_seqs=0 if count == "none" else draw(st.integers(0, 3)),
         padding=draw(st.sampled_from([0, 1, 5])),
         spare_columns=draw(st.sampled_from([0, 0, 1, 3])),
+        limit=draw(st.sampled_from([None, "exact", "loose"])),
         causal=draw(st.sampled_from([True, True, False])),
         sliding_window=draw(st.sampled_from([None, None, 1, 2, 5, 17, 1000])),
         soft_cap=draw(st.sampled_from([None, None, 0.5, 30.0])),

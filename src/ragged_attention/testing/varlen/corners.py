@@ -84,6 +84,9 @@ SPARSES: dict[str, PrefillSpec] = {
     "sm_scale negative": _sparse(sm_scale=-0.2),
     "pages of 7": _sparse(page_size=7, rows=30, topk=15, dtype="bfloat16", poison="nan"),
     "strided pages of two KV heads": _sparse(strided=True, page_size=3, heads=4, kv_heads=2, poison="nan"),
+    "576/512, 40 heads": _sparse(
+        d_qk=576, d_v=512, heads=40, topk=70, dtype="bfloat16", sinks="normal", lens="wild", poison="nan",
+    ),
 }  # fmt: skip
 
 

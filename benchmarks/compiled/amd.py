@@ -1,0 +1,208 @@
+"""What binds the loops of the Triton kernels on AMD's GPUs, read from their machine code.
+
+    python -m benchmarks.compiled.amd [--cases NAME ...] [--arch gfx942 ...] [--kernels NAME ...] [--tile FIELD=VALUE]
+
+Every kernel of the main cases that multiplies is compiled for MI300X (gfx942) and MI355X (gfx950), and each of its
+inner loops is read (`gcn.py`): registers, programs at once, instructions by kind and width, cycles that units are busy,
+how early keys are asked for, how long a turn takes. docs/amd.md says what is assumed. With `--cases` it only prints;
+else it writes the tables of docs/amd.md.
+"""
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.compiled import compiling, document, gcn, pipelines
+from benchmarks.compiled.gcn import CHIPS, SIMDS, Chip, Counts, Turn
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "amd.md"
+LATENCIES = (1500.0, 2100.0)  # cycles of memory under load; not measured
+
+# One case for each code that matters; where a case has several kernels, those that are read.
+SHOWN: dict[str, tuple[str, ...]] = {
+    "decode_64x4k": (), "decode_64x4k_page1": (), "decode_64x4k_page64": (), "gpt_oss_full_64x4k": (),
+    "gemma2_32x4k": (), "gemma4_global_32x4k": (), "fp8_64x4k": (), "prefill_4k": (), "gpt_oss_prefill_4k": (),
+    "gemma2_prefill_4k": (), "fp8_prefill_4k": (), "mha_128_4k": (), "mha_128_4k_backward": (),
+    "mla_dense_h16_128x4k": (), "mla_dense_h128_128x4k": (), "mla_sparse_h16_b8": (), "mla_sparse_h128_128q2": (),
+    "mla_sparse_v4_h64_128q2": (), "mla_prefill_h16_32k": ("gradient_kernel",),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """One inner loop of a kernel compiled for AMD."""
+
+    kernel: str
+    loop: int
+    arch: str
+    num_warps: int
+    num_stages: int
+    vectors: int  # registers a thread, both files
+    accumulators: int  # those of them in the file for products
+    scalars: int
+    parked: int  # scalar registers that are kept in lanes of vector registers
+    spilled: int  # bytes a thread
+    lds: int
+    counts: Counts
+    busy: Mapping[str, float]  # cycles of each kind of unit
+    copied: int  # bytes of keys and values a turn
+    chain: Turn  # with memory that answers at once
+    turns: tuple[tuple[float, Turn], ...]  # by latency
+
+    @property
+    def chip(self) -> Chip:
+        return CHIPS[self.arch]
+
+    @property
+    def programs(self) -> int:
+        """That a compute unit holds."""
+        return gcn.programs_at_once(self.vectors, self.lds, self.num_warps, self.chip)
+
+    @property
+    def waves(self) -> float:
+        """On a SIMD."""
+        return self.programs * self.num_warps / SIMDS
+
+    @property
+    def needs(self) -> dict[str, float]:
+        """Cycles that a turn takes of each kind of unit, and of memory where keys come from there: a compute unit's
+        share of its bandwidth. Kernels of many rows have their keys from caches, where other programs' keys are too."""
+        memory = {"memory": self.copied / self.chip.share} if self.kernel in pipelines.DECODING else {}
+        return {**self.busy, **memory}
+
+    @property
+    def bound(self) -> str:
+        """What a turn keeps busy longest."""
+        return max(self.needs, key=self.needs.__getitem__)
+
+    def turn(self, latency: float) -> float:
+        """Cycles of a turn of each of the programs that a compute unit holds: they share units, and wait by
+        themselves."""
+        return max(dict(self.turns)[latency].cycles, self.programs * max(self.busy.values()))
+
+    def reachable(self, latency: float) -> float:
+        """Bytes in a second of keys and values that all compute units can take in."""
+        return self.programs * self.copied / self.turn(latency) * self.chip.units * self.chip.clock
+
+
+def loops(launch: compiling.Launch, arch: str) -> list[Loop]:
+    """The inner loops of a launch's kernel, compiled for a GPU."""
+    compiled = compiling.compiled_by_triton(launch, arch)
+    text, chip = compiled.asm["amdgcn"], CHIPS[arch]
+    facts = {name: gcn.metadata(text, name) for name in ("vgpr_count", "agpr_count", "sgpr_count", "sgpr_spill_count")}
+    spilled = max(gcn.metadata(text, "private_segment_fixed_size"), 4 * gcn.metadata(text, "vgpr_spill_count"))
+    return [
+        Loop(
+            launch.name, index, arch, launch.num_warps, launch.num_stages, facts["vgpr_count"], facts["agpr_count"],
+            facts["sgpr_count"], facts["sgpr_spill_count"], spilled, compiled.metadata.shared, gcn.count(lines),
+            gcn.busy(lines, launch.num_warps, chip), gcn.copied(lines, launch.num_warps),
+            gcn.turn(lines, launch.num_warps, chip, 0.0),
+            tuple((latency, gcn.turn(lines, launch.num_warps, chip, latency)) for latency in LATENCIES),
+        )
+        for index, lines in enumerate(gcn.multiplying_loops(text))
+    ]  # fmt: skip
+
+
+def read_case(name: str, arch: str, kernels: Sequence[str] = (), tile: Mapping[str, Any] | None = None) -> list[Loop]:
+    """Every loop of the kernels of a case, if none are named of those that have something to do."""
+    idle = pipelines.idle_kernels(name)
+    launches = pipelines.launches_of(name, tile, arch)
+    chosen = (one for one in launches if (one.name in kernels if kernels else one.name not in idle))
+    return [loop for launch in chosen for loop in loops(launch, arch)]
+
+
+# ---- tables
+
+CODE = (
+    "| case | kernel | warps, stages | vector registers | scalar | spilled | LDS, KiB | waves | products | vectors "
+    "| conversions | LDS reads | LDS writes | exchanges | loads | barriers |\n"
+)
+UNITS = ("matrices", "vectors", "LDS", "memory")
+TIME = f"| case | kernel | {' | '.join(UNITS)} | bound | matrices | wait | lead | chain | turn | reachable, TB/s |\n"
+
+
+def accesses(found: Counts, *kinds: str) -> str:
+    """`16 B x 8, 4 B x 5`; what goes past registers straight to LDS is marked."""
+    texts = [
+        f"{width} B x {number}{' direct' if kind == 'direct' else ''}"
+        for kind in kinds
+        for width, number in sorted(found.widths.get(kind, {}).items(), reverse=True)
+    ]
+    return ", ".join(texts) or "-"
+
+
+def label(loop: Loop) -> str:
+    return loop.kernel if loop.loop == 0 else f"{loop.kernel}, loop {loop.loop}"
+
+
+def code_line(case: str, loop: Loop) -> str:
+    counts = loop.counts
+    products = ", ".join(f"{shape} x {number}" for shape, number in sorted(counts.products.items()))
+    scalar = f"{loop.scalars}, {loop.parked} parked" if loop.parked else str(loop.scalars)
+    vectors = f"{loop.vectors}, {loop.accumulators} of them AGPRs" if loop.accumulators else str(loop.vectors)
+    return (
+        f"| {case} | {label(loop)} | {loop.num_warps}, {loop.num_stages} | {vectors} | {scalar} | {loop.spilled} "
+        f"| {loop.lds / 1024:.0f} | {loop.waves:g} | {products} | {counts['vector'] + counts['special']} "
+        f"| {counts['convert'] or '-'} | {accesses(counts, 'read')} | {accesses(counts, 'write')} "
+        f"| {counts['exchange'] or '-'} | {accesses(counts, 'load', 'direct')} | {counts['barrier']} |\n"
+    )
+
+
+def time_line(case: str, loop: Loop) -> str:
+    turns = " - ".join(f"{loop.turn(latency):.0f}" for latency in LATENCIES)
+    rates = " - ".join(f"{loop.reachable(latency) / 1e12:.1f}" for latency in reversed(LATENCIES))
+    wait = "-" if loop.chain.least_wait is None else loop.chain.least_wait
+    needs = " | ".join(f"{loop.needs[unit]:.0f}" if unit in loop.needs else "-" for unit in UNITS)
+    return (
+        f"| {case} | {label(loop)} | {needs} | {loop.bound} | {loop.busy['matrices'] / loop.needs[loop.bound]:.0%} "
+        f"| {wait} | {loop.chain.lead:.0f} | {loop.chain.cycles:.0f} | {turns} | {rates} |\n"
+    )
+
+
+Found = Sequence[tuple[str, Loop]]
+
+
+def tables(found: Found) -> str:
+    """What loops are made of, and how long they take."""
+    made = document.table(CODE, (code_line(case, loop) for case, loop in found))
+    return made + "\n" + document.table(TIME, (time_line(case, loop) for case, loop in found))
+
+
+def read_all(options: argparse.Namespace, arch: str) -> Found:
+    cases = {name: tuple(options.kernels) for name in options.cases} if options.cases else SHOWN
+    with compiling.processes(min(options.jobs, len(cases))) as pool:
+        results = list(
+            pool.map(read_case, cases, [arch] * len(cases), cases.values(), [options.tile] * len(cases), chunksize=1)
+        )
+    return [(name, loop) for name, found in zip(cases, results, strict=True) for loop in found]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.compiled.amd", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--cases", "--case", nargs="+", help="only these; nothing is written")
+    parser.add_argument("--arch", nargs="+", choices=CHIPS, default=list(CHIPS), help="for these GPUs")
+    parser.add_argument("--kernels", nargs="+", default=[], help="of these only those of such names")
+    parser.add_argument("--tile", nargs="+", default=[], metavar="FIELD=VALUE", help="in place of the heuristic's")
+    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processes")
+    options = parser.parse_args(argv)
+    options.tile = {name: int(value) for name, _, value in (one.partition("=") for one in options.tile)}
+    if reason := compiling.why_not():
+        print(reason, file=sys.stderr)
+        return 2
+    for arch in options.arch:
+        text = tables(read_all(options, arch))
+        if options.cases:
+            print(f"{arch}\n\n{text}")
+        else:
+            DOCUMENT.write_text(document.written(DOCUMENT.read_text(), arch, text))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""Laws of `batch_invariant`: the bits of a sequence's results are those that it has alone.
+
+They hold for backends whose operations offer an `invariant_tile`; the others refuse such calls.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragged_attention import dispatch
+from ragged_attention.config import use_backend
+from ragged_attention.errors import BackendMissing
+from ragged_attention.testing.compare import identical
+from ragged_attention.testing.drawing import Check, on_corner, on_drawn
+from ragged_attention.testing.heads_first.specs import PagedBatch, PagedSpec
+from ragged_attention.testing.mla.specs import DecodeBatch, DecodeSpec, PrefillBatch, PrefillSpec
+from ragged_attention.testing.mla.strategies import decode_specs, prefill_specs
+from ragged_attention.testing.paged.specs import Batch, Spec
+from ragged_attention.testing.paged.strategies import specs
+from ragged_attention.testing.runner import Absent, Runner
+from ragged_attention.testing.varlen.specs import VarlenBatch, VarlenSpec
+from ragged_attention.testing.varlen.strategies import varlen_specs
+
+# A sequence of a batch: the batch of it alone, and where its results are among those of all.
+Alone = Callable[[Any], Iterator[tuple[Any, tuple[Any, ...]]]]
+
+
+def wider(table: NDArray[np.int32]) -> NDArray[np.int32]:
+    """A page table with room for 2048 more pages, which lie nowhere."""
+    return np.pad(table, [(0, 0)] * (table.ndim - 1) + [(0, 2048)], constant_values=-1)
+
+
+def ragged_alone(batch: Batch) -> Iterator[tuple[Batch, tuple[Any, ...]]]:
+    for seq, (start, stop) in enumerate(batch.bounds()):
+        rows = slice(start, stop)
+        own = batch.change(
+            q=batch.q[rows],
+            kv_lens=batch.kv_lens[seq : seq + 1],
+            page_indices=wider(batch.page_indices[seq : seq + 1]),
+            cu_q_lens=np.array([0, stop - start], np.int32),
+            num_seqs=None,
+            max_q_len=None,
+            draft_mask=None if batch.draft_mask is None else batch.draft_mask[rows],
+        )
+        yield own, (rows, rows)
+
+
+def heads_first_alone(batch: PagedBatch) -> Iterator[tuple[PagedBatch, tuple[Any, ...]]]:
+    for seq in range(len(batch.q)):
+        row = slice(seq, seq + 1)
+        table = wider(batch.page_indices[row])
+        yield batch.change(q=batch.q[row], lengths=batch.lengths[row], page_indices=table), (row,)
+
+
+def latent_alone(batch: DecodeBatch) -> Iterator[tuple[DecodeBatch, tuple[Any, ...]]]:
+    for seq in range(batch.num_seqs):
+        row = slice(seq, seq + 1)
+        yield batch.alone(seq), (row, row)
+
+
+def tokens_alone(batch: PrefillBatch) -> Iterator[tuple[PrefillBatch, tuple[Any, ...]]]:
+    """Of sparse prefill, whose tokens have a list each."""
+    lens = batch.topk_lens
+    for token in range(len(batch.q)):
+        row = slice(token, token + 1)
+        own = {"q": batch.q[row], "indices": batch.indices[row], "topk_lens": None if lens is None else lens[row]}
+        yield batch.change(**own), (row, row, row)
+
+
+def packed_alone(batch: VarlenBatch) -> Iterator[tuple[VarlenBatch, tuple[Any, ...]]]:
+    for seq, (rows, _, _) in enumerate(batch.parts()):
+        yield batch.of([seq]).change(max_q_len=None, max_kv_len=None), (rows, rows)
+
+
+def law(operation: str, alone: Alone, **keywords: Any) -> Callable[[Runner, Any], None]:
+    """A check of specs for an operation; `keywords` make it return all that it can."""
+
+    def check(runner: Runner, spec: Any) -> None:
+        expect_promise(runner, operation)
+        batch = spec.build()
+        with use_backend(batch_invariant=True):
+            whole = results(runner.run(operation, batch, **keywords))
+            for number, (own, places) in enumerate(alone(batch)):
+                found = results(runner.run(operation, own, **keywords))
+                for index, (one, all_of_them, place) in enumerate(zip(found, whole, places, strict=True)):
+                    identical(one, all_of_them[place], f"result {index} of number {number}")
+
+    return check
+
+
+def results(given: Any) -> tuple[Any, ...]:
+    return given if isinstance(given, tuple) else (given,)
+
+
+def expect_promise(runner: Runner, operation: str) -> None:
+    try:
+        module = dispatch.load(operation, runner.backend)
+    except BackendMissing as missing:
+        raise Absent(str(missing)) from None
+    if not hasattr(module, "invariant_tile"):
+        raise Absent(f"{runner.backend} does not promise batch_invariant for {operation}")
+
+
+# Lengths that are split, and prompts beside them; the sequences' own kernels and tiles are what is to stay the same.
+LENGTHS = ((1, 2900), (1, 5), (70, 90), (1, 1100), (2, 40), (1, 0), (9, 1300))
+RAGGED = Spec(
+    lens=LENGTHS, page_size=16, num_kv_heads=2, group=4, dtype="bfloat16", count="array", spare_seqs=2, padding=3
+)
+LAWS: tuple[tuple[str, Callable[[Runner, Any], None], Any, Any], ...] = (
+    ("attention", law("ragged_paged_attention", ragged_alone, return_lse=True), RAGGED, specs(clean=True)),
+    (
+        "heads-first decode",
+        law("paged_attention", heads_first_alone),
+        PagedSpec(spec=Spec(lens=((1, 2900), (1, 5), (1, 1100)), page_size=16, num_kv_heads=2, group=4)),
+        None,
+    ),
+    (
+        "latent decode",
+        law("mla_decode", latent_alone),
+        DecodeSpec(topk=0, kv_lens=(1300, 3, 70), page_size=16, heads=3, dtype="bfloat16"),
+        decode_specs(clean=True),
+    ),
+    (
+        "sparse prefill",
+        law("sparse_mla_prefill", tokens_alone),
+        PrefillSpec(tokens=5, heads=3, dtype="bfloat16"),
+        prefill_specs(clean=True),
+    ),
+    (
+        "packed",
+        law("varlen_attention", packed_alone, return_lse=True),
+        VarlenSpec(lens=((5, 9), (300, 300), (3, 1100), (0, 4), (70, 70)), causal=True, group=2, dtype="bfloat16"),
+        varlen_specs(clean=True),
+    ),
+)
+
+
+def laws() -> Iterator[Check]:
+    for name, check, spec, drawn in LAWS:
+        yield Check("law", f"batch invariant, {name}", on_corner(check, lambda spec=spec: spec))
+        if drawn is not None:
+            yield Check("law", f"batch invariant, {name} on drawn batches", on_drawn(check, drawn, 0.2))

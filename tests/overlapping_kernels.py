@@ -1,0 +1,55 @@
+"""Where the kernels of a call wait for each other in their PTX; run as a script, without TRITON_INTERPRET."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.cases.paged import PagedCase
+from benchmarks.compiled import compiling
+from ragged_attention import dispatch
+from ragged_attention.samples import device_of
+
+HEADS: dict[str, Any] = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+CASES = {
+    "mixed": PagedCase(name="mixed", workload="-", q_lens=(40, 1), kv_lens=(1000, 3000), **HEADS),
+    "decode": PagedCase(name="decode", workload="-", q_lens=(1, 1), kv_lens=(1000, 3000), **HEADS),
+}
+MARKS = {
+    "begin": r"griddepcontrol\.launch_dependents",
+    "wait": r"griddepcontrol\.wait",
+    "memory": r"(?:ld|st)\.global|cp\.async\.c",
+    "ret": r"\bret;",
+}
+
+
+def marks(ptx: str) -> list[str]:
+    """In the order of the text what of MARKS there is, repetitions left out."""
+    found = [name for line in ptx.splitlines() for name, pattern in MARKS.items() if re.search(pattern, line)]
+    return [name for before, name in zip([None, *found], found, strict=False) if name != before]
+
+
+class Launches(compiling.Recorder):
+    """A recorder that also keeps which launches may begin early."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early: list[bool] = []
+
+    def __call__(self, *arguments: Any, launch_pdl: bool = False, **keywords: Any) -> Any:
+        self.early.append(launch_pdl)
+        return super().__call__(*arguments, **keywords)
+
+
+def kernels(case: PagedCase, arch: str) -> Iterator[tuple[str, bool, list[str]]]:
+    """Each launch of a case: its kernel, whether it may begin early, and its marks."""
+    module: Any = dispatch.load(case.operation, "triton")
+    call, recorder = case.attention_call(device_of("torch", arch)), Launches()
+    module.run(call, module.heuristic(call), recorder)
+    for launch, early in zip(recorder.launches, recorder.early, strict=True):
+        yield launch.name, early, marks(compiling.compiled_by_triton(launch, arch).asm["ptx"])
+
+
+if __name__ == "__main__":
+    said = {f"{name}, {arch}": [*kernels(case, arch)] for name, case in CASES.items() for arch in ("sm_90", "sm_80")}
+    print(json.dumps(said))  # noqa: T201
