@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --constraint
 # Tests start many processes; where bytecode is not kept, each compiles the package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-shard check conformance compile-matrix ptx-faults cuda-compile predictions flash-mla-matrix tpu-compile bench bench-cpu bench-transformers vllm-check docs status clean
+.PHONY: demo test test-all test-shard check conformance compile-matrix ptx-faults cuda-compile predictions flash-mla-matrix tpu-compile bench bench-cpu bench-transformers vllm-check docs docs-site status clean
 
 demo: .venv/demo
 	$(BIN)/ragged-attention demo $(ARGS)
@@ -51,6 +51,7 @@ predictions: .venv/all peers/vllm
 	$(BIN)/python -m benchmarks.compiled.loops $(ARGS)
 	$(BIN)/python -m benchmarks.compiled.pipelines $(ARGS)
 	$(BIN)/python -m benchmarks.compiled.peers $(ARGS)
+	$(BIN)/python -m benchmarks.compiled.amd $(ARGS)
 
 peers/vllm: | .venv/all
 	$(BIN)/python -m benchmarks.peers.sources
@@ -79,13 +80,19 @@ vllm-check: .venv-vllm/all
 
 docs: .venv/all
 	$(BIN)/python docs/support_table.py
+	$(BIN)/python docs/operation_pages.py
+	$(BIN)/python docs/pictures/draw.py
+
+# The documentation as a site in build/site; with ARGS="--version 0.1.0" kept in build/versions, beside earlier ones.
+docs-site: .venv-docs/all
+	.venv-docs/bin/python docs/build_site.py $(ARGS)
 
 # What the last run of the tests showed, as the table of docs/status.md.
 status: .venv/all
 	$(BIN)/python docs/status_table.py build/tests.json $(ARGS)
 
 clean:
-	rm -rf .venv .venv-tpu .venv-vllm .triton36 build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
+	rm -rf .venv .venv-docs .venv-tpu .venv-vllm .triton36 .cache build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
 
 .venv/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
@@ -117,4 +124,10 @@ clean:
 .venv-tpu/all: constraints.txt
 	$(PYTHON) -m venv .venv-tpu
 	.venv-tpu/bin/python -m pip --disable-pip-version-check install --constraint constraints.txt jax numpy rich 'libtpu==0.0.42.*'
+	touch $@
+
+.venv-docs/all: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip --disable-pip-version-check install 'pip>=25.1'
+	.venv-docs/bin/python -m pip --disable-pip-version-check install --constraint constraints.txt --group docs
 	touch $@

@@ -14,6 +14,8 @@ from ragged_attention import dispatch
 from ragged_attention.calls import CALLS, Call
 from ragged_attention.errors import InvalidInput
 
+VIEWED = ("ragged_paged_attention", "mla_decode")  # operations whose plan `ragged-attention view` shows
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answer:
@@ -52,6 +54,8 @@ def explanation(call: Call, *, backend: str | Sequence[str] | None = None) -> st
     rows = [f"{call.OPERATION} from {call.device.framework} on {call.device.name or call.device.platform}"]
     for answer in answers(call, backend=backend):
         rows.append(f"{'*' if answer.chosen else ' '} {answer.backend:10} {answer.text}")
+    if call.OPERATION in VIEWED:
+        rows.append("`ragged-attention view` shows how Triton's kernels divide such a batch.")
     return "\n".join(rows)
 
 

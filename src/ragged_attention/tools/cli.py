@@ -1,4 +1,4 @@
-"""The command line: `ragged-attention demo | doctor | explain | bench | conformance | build-cuda | warmup`.
+"""The command line: `ragged-attention demo | doctor | explain | view | bench | conformance | build-cuda | warmup`.
 
 Each command is imported when it is called, so that asking for help loads no framework. A user's mistake ends in
 one line and exit code 2.
@@ -26,6 +26,7 @@ from ragged_attention.samples import FRAMEWORKS, KINDS, LatentSample, Sample, Va
 # Commands that parse their own arguments: module with `main(argv)`, what the command does.
 ELSEWHERE = {
     "demo": ("ragged_attention.demo", "serve a dozen prompts with a tiny model and check every token"),
+    "view": ("ragged_attention.tools.view", "show a batch: its pages, the keys of each program, how they fill a GPU"),
     "bench": ("benchmarks.run", "measure this machine (in a checkout of the repository)"),
     "conformance": ("ragged_attention.testing.conformance", "judge a backend by the shipped suite"),
     "build-cuda": ("ragged_attention.build_cuda", "build the CUDA kernels for Hopper ahead of time"),

@@ -1,0 +1,203 @@
+"""Build the documentation's site in build/site and check every link of it.
+
+    python docs/build_site.py
+    python docs/build_site.py --version 0.1.0    # build/versions/0.1.0, beside the versions that are there already
+
+The pages of docs/ link to files elsewhere in the repository. Those become pages too: Markdown as it is, code as a
+listing, below repository/. So the site needs nothing from anywhere, and can be read from a disk.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS, SOURCE, SITE, VERSIONS = (ROOT / name for name in ("docs", "build/site-source", "build/site", "build/versions"))
+CONFIG = ROOT / "zensical.toml"
+AS_IT_IS = {".svg", ".png", ".css"}
+LISTINGS = {".py": "py", ".toml": "toml", ".cu": "cuda", ".h": "cpp", ".cc": "cpp", ".json": "json"}
+FENCE = re.compile(r"`{3,}")
+LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")
+
+
+def place(path: Path) -> Path:
+    """Where a file of the repository stands among the site's sources, relative to them."""
+    path = path.relative_to(DOCS) if path.is_relative_to(DOCS) else Path("repository") / path.relative_to(ROOT)
+    if path.suffix in AS_IT_IS | {".md"}:
+        return path
+    return path.with_suffix(".md") if path.suffix == ".ipynb" else path.with_name(f"{path.name}.md")
+
+
+def linked(path: Path, target: str) -> Path:
+    """The file that a link in a page leads to; of a folder its README."""
+    found = (path.parent / target).resolve()
+    found = found / "README.md" if found.is_dir() else found
+    if not found.is_file() or not found.is_relative_to(ROOT):
+        raise SystemExit(f"{path.relative_to(ROOT)}: expected a link to a file of the repository, got {target}")
+    return found
+
+
+def page(path: Path) -> str:
+    """A file's Markdown, with links as the repository has them."""
+    if path.suffix == ".ipynb":
+        return notebook(path)
+    text = path.read_text()
+    if path.suffix == ".md":
+        return text
+    if path.suffix not in LISTINGS:
+        raise SystemExit(
+            f"expected Markdown, a notebook, a picture, a style sheet or {', '.join(LISTINGS)}, got {path}"
+        )
+    return f"# {path.relative_to(ROOT)}\n\n``````{LISTINGS[path.suffix]}\n{text.rstrip()}\n``````\n"
+
+
+def notebook(path: Path) -> str:
+    """A notebook's cells, code and what it printed as fenced blocks."""
+    parts = []
+    for cell in json.loads(path.read_text())["cells"]:
+        source = "".join(cell["source"]).rstrip()
+        parts.append(source if cell["cell_type"] == "markdown" else f"``````py\n{source}\n``````")
+        for output in cell.get("outputs", ()):
+            printed = "".join(output.get("text", output.get("data", {}).get("text/plain", ()))).rstrip()
+            parts += [f"``````text\n{printed}\n``````"] if printed else []
+    return "\n\n".join(parts) + "\n"
+
+
+def navigation() -> list[Path]:
+    """The pages that the navigation lists, in order."""
+    waiting, found = [tomllib.loads(CONFIG.read_text())["project"]["nav"]], []
+    while waiting:
+        entry = waiting.pop(0)
+        if isinstance(entry, str):
+            found.append(Path(entry))
+        else:
+            waiting[:0] = entry.values() if isinstance(entry, dict) else entry
+    return found
+
+
+def stage(source: Path) -> list[Path]:
+    """Lay out the site's sources; returns their paths below `source`."""
+    waiting = [path for path in sorted(DOCS.rglob("*")) if path.suffix in AS_IT_IS | {".md", ".ipynb"}]
+    waiting += [ROOT / path.relative_to("repository") for path in navigation() if path.parts[0] == "repository"]
+    placed: dict[Path, Path] = {}
+    while waiting:
+        path = waiting.pop()
+        if path in placed:
+            continue
+        placed[path] = place(path)
+        destination = source / placed[path]
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix in AS_IT_IS:
+            shutil.copyfile(path, destination)
+            continue
+        text, found = with_links(path, page(path))
+        destination.write_text(text)
+        waiting += found
+    return sorted(placed.values())
+
+
+def with_links(path: Path, text: str) -> tuple[str, list[Path]]:
+    """A page whose links lead to where files stand on the site, and those files."""
+    found: list[Path] = []
+
+    def moved(link: re.Match) -> str:
+        if urlsplit(link[1]).scheme:
+            return link[0]
+        found.append(linked(path, unquote(link[1])))
+        return f"]({os.path.relpath(place(found[-1]), place(path).parent)}{link[2] or ''})"
+
+    lines, fence = [], ""
+    for line in text.splitlines(keepends=True):
+        is_code = fence or line.startswith("    ")
+        if ticks := FENCE.match(line):
+            fence = "" if fence == ticks[0] else fence or ticks[0]
+        lines.append(line if is_code else LINK.sub(moved, line))
+    return "".join(lines), found
+
+
+class Page(HTMLParser):
+    """What a built page leads to and loads, and the places in it that links can name."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.anchors: set[str] = set()
+        self.links: list[str] = []
+        self.loaded: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.anchors.update(value for name in ("id", "name") if (value := given.get(name)))
+        if tag == "a" and (link := given.get("href")):
+            self.links.append(link)
+        elif tag in ("link", "script", "img", "iframe", "source") and (link := given.get("href") or given.get("src")):
+            self.loaded.append(link)
+
+
+def faults(site: Path) -> Iterator[str]:
+    """Links of a built site that lead nowhere, and whatever it would load from elsewhere."""
+    pages = {path: Page(path.read_text()) for path in sorted(site.rglob("*.html"))}
+    for path, read in pages.items():
+        where = path.relative_to(site)
+        yield from (f"{where}: loads {link} from elsewhere" for link in read.loaded if urlsplit(link).netloc)
+        # The page for addresses that do not exist can be asked for at any depth, so its links are absolute.
+        for link in () if where.name == "404.html" else read.links + read.loaded:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            target = target / "index.html" if target.is_dir() else target
+            if not target.is_file():
+                yield f"{where}: leads to {link}, which is not there"
+            elif parts.fragment and target in pages and unquote(parts.fragment) not in pages[target].anchors:
+                yield f"{where}: leads to {link}, which has no such place"
+
+
+def built(site: Path) -> list[str]:
+    """Build the site; returns its faults. The generator's own warnings are errors, by zensical.toml."""
+    for folder in (SOURCE, SITE):
+        shutil.rmtree(folder, ignore_errors=True)
+    stage(SOURCE)
+    command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict"]
+    if code := subprocess.run(command, cwd=ROOT).returncode:
+        raise SystemExit(code)  # what is wrong has been printed
+    if site != SITE:
+        shutil.rmtree(site, ignore_errors=True)
+        shutil.copytree(SITE, site)
+    return list(faults(site))
+
+
+def list_versions(folder: Path) -> None:
+    """Write what the selector of versions reads, the newest first, and a page that leads to the newest."""
+    found = [path.name for path in folder.iterdir() if path.is_dir()]
+    found.sort(key=lambda name: [int(part) if part.isdecimal() else -1 for part in name.split(".")], reverse=True)
+    listed = [{"version": name, "title": name, "aliases": ["latest"] * (name == found[0])} for name in found]
+    (folder / "versions.json").write_text(json.dumps(listed, indent=1) + "\n")
+    (folder / "index.html").write_text(f'<meta http-equiv="refresh" content="0; url={found[0]}/index.html">\n')
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make docs-site", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--version", help="keep this one in build/versions, with the selector between them")
+    version = parser.parse_args().version
+    site = VERSIONS / version if version else SITE
+    found = built(site)
+    for fault in found:
+        print(fault, file=sys.stderr)
+    if version and not found:
+        list_versions(VERSIONS)
+    print(f"{site.relative_to(ROOT)}/index.html: {len(list(site.rglob('*.html')))} pages, {len(found)} faults")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""Runs a notebook of this folder without Jupyter, and compares what its cells print with what is stored in it.
+
+    python docs/notebooks/run.py docs/notebooks/paged_attention_from_zero.ipynb
+    python docs/notebooks/run.py --write docs/notebooks/paged_attention_from_zero.ipynb    # stores what they print
+
+The code cells run in order, in one namespace, in this process. What a cell with the tag `varies` prints depends on the
+machine, on versions or on how many checks the suite has, and is not compared.
+"""
+
+import argparse
+import contextlib
+import difflib
+import io
+import json
+import linecache
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+MAGIC = "%%writefile "  # the one magic that the notebooks use: the rest of the cell goes to a file
+
+
+def run_cell(source: str, name: str, namespace: dict[str, Any]) -> str:
+    """Run one cell and return what it printed."""
+    printed = io.StringIO()
+    # Tracebacks look the source up here, and so does Triton.
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    with contextlib.redirect_stdout(printed):
+        if source.startswith(MAGIC):
+            first, _, text = source.partition("\n")
+            path = Path(first.removeprefix(MAGIC))
+            print(f"Writing {path}")
+            path.write_text(f"{text}\n")
+        else:
+            exec(compile(source, name, "exec", dont_inherit=True), namespace)
+    return printed.getvalue()
+
+
+def stored(cell: dict[str, Any]) -> str:
+    """What a cell printed when the notebook was written."""
+    return "".join("".join(output["text"]) for output in cell["outputs"])
+
+
+def outputs_of(printed: str) -> list[dict[str, Any]]:
+    """What was printed, in the form of the format's outputs."""
+    if not printed:
+        return []
+    return [{"name": "stdout", "output_type": "stream", "text": printed.splitlines(keepends=True)}]
+
+
+def run(notebook: dict[str, Any], name: str) -> list[str]:
+    """Run all code cells, put what they print in place of what is stored, and return what differs, as lines."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    differences: list[str] = []
+    for number, cell in enumerate(notebook["cells"], 1):
+        if cell["cell_type"] != "code":
+            continue
+        where = f"{name}, cell {number} ({cell['id']})"
+        printed, before = run_cell("".join(cell["source"]), where, namespace), stored(cell)
+        if "varies" not in cell["metadata"].get("tags", ()):
+            lines = before.splitlines(), printed.splitlines()
+            differences += difflib.unified_diff(*lines, f"stored in {where}", "printed now", lineterm="")
+        cell["outputs"] = outputs_of(printed)
+    return differences
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0 if every cell ran and printed what is stored, 1 if not."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("notebook", type=Path)
+    parser.add_argument("--write", action="store_true", help="store what the cells print")
+    options = parser.parse_args(argv)
+    path = options.notebook.resolve()  # a notebook may change the working directory
+    notebook = json.loads(path.read_text())
+    try:
+        differences = run(notebook, path.name)
+    except Exception:
+        traceback.print_exc()  # unlike the interpreter's own, this shows the lines of cells
+        return 1
+    if options.write:
+        path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
+        return 0
+    for line in differences:
+        print(line, file=sys.stderr)
+    return int(bool(differences))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

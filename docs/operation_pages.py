@@ -1,0 +1,165 @@
+"""Write the generated parts of docs/operations/ from the docstrings of both front ends and the README's tables.
+
+    python docs/operation_pages.py
+
+A page of an operation has an introduction and an example, written by hand, and below them what its docstring says:
+signatures, arguments, results and errors, with what runs where from the README's support table. Nothing is imported:
+functions are read as text.
+"""
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ROOT / "docs" / "operations"
+BEGIN, END = "<!-- written by `make docs` -->\n", "<!-- end of what is written -->\n"
+SUPPORT = "<!-- support table: written by `make docs` -->\n", "<!-- end of support table -->\n"
+FRONT_ENDS = ("torch", "jax")
+REMARKS = "what follows the sections"
+SECTIONS = {"Args:": "Arguments", "Returns:": "Returns", "Raises:": "Errors", REMARKS: "Remarks"}
+ABOUT_SUPPORT = """\
+The backends that take each call, in the order in which they are asked; the first is what `"auto"` picks. `portable` is
+`eager` in torch and `xla` in jax. Whether a kernel has been run on such a device:
+[what has run where](../status.md)."""
+CODE = re.compile(r"(`[^`]+`)")
+
+
+def functions(front_end: str) -> dict[str, tuple[str, ast.FunctionDef]]:
+    """The public functions of a front end by name, each with the path of its file; of overloads the last one."""
+    package = ROOT / "src" / "ragged_attention" / front_end
+    found: dict[str, tuple[str, ast.FunctionDef]] = {}
+    for imported in ast.parse((package / "__init__.py").read_text()).body:
+        if not isinstance(imported, ast.ImportFrom) or imported.module is None:
+            continue
+        names = {alias.name for alias in imported.names if alias.name == alias.asname}
+        module = package / f"{imported.module.rpartition('.')[2]}.py"
+        for node in ast.parse(module.read_text()).body if names else ():
+            if isinstance(node, ast.FunctionDef) and node.name in names:
+                found[node.name] = (module.relative_to(ROOT).as_posix(), node)
+    return found
+
+
+def signature(function: ast.FunctionDef) -> str:
+    """A function's first lines as they stand in its file, one argument a line."""
+    given = function.args
+    defaults = [None] * (len(given.args) - len(given.defaults)) + list(given.defaults)
+    lines = [_argument(*pair) for pair in zip(given.args, defaults, strict=True)]
+    if given.kwonlyargs:
+        lines.append("*")
+    lines += [_argument(*pair) for pair in zip(given.kwonlyargs, given.kw_defaults, strict=True)]
+    arguments = "".join(f"    {line},\n" for line in lines)
+    result = ast.unparse(function.returns) if function.returns else "None"
+    return f"def {function.name}(\n{arguments}) -> {result}\n"
+
+
+def _argument(argument: ast.arg, default: ast.expr | None) -> str:
+    kind = f": {ast.unparse(argument.annotation)}" if argument.annotation else ""
+    return f"{argument.arg}{kind}" + (f" = {ast.unparse(default)}" if default else "").replace("'", '"')
+
+
+def prose(text: str, own: str, operations: set[str]) -> str:
+    """A paragraph of a docstring as Markdown, in which other operations are links to their pages."""
+    parts = []
+    for part in CODE.split(text):
+        if part.strip("`") in operations - {own} and part.startswith("`"):
+            parts.append(f"[{part}]({part.strip('`')}.md)")
+        else:
+            parts.append(part if part.startswith("`") else part.replace("*", "\\*").replace("<", "&lt;"))
+    return "".join(parts)
+
+
+def paragraphs(text: str) -> Iterator[tuple[bool, str]]:
+    """The paragraphs of a dedented text; of each, whether it is literal, being indented."""
+    for paragraph in re.split(r"\n\n+", text.strip("\n")):
+        yield paragraph.startswith("    "), paragraph
+
+
+def entries(text: str) -> Iterator[tuple[str, str]]:
+    """What an `Args:` or `Raises:` section lists: names, what is said of them."""
+    for entry in re.split(r"\n(?=\S)", text):
+        names, _, said = entry.partition(":")
+        yield " ".join(names.split()), " ".join(said.split())
+
+
+def sections(docstring: str) -> Iterator[tuple[str, str]]:
+    """The parts of a docstring in order, each with its heading; what stands in front of them has none."""
+    heading, held = "", []
+    for line in inspect.cleandoc(docstring).splitlines():
+        if line in SECTIONS or (heading not in ("", REMARKS) and line and not line.startswith(" ")):
+            yield heading, textwrap.dedent("\n".join(held)).strip("\n")
+            heading, held = (line, []) if line in SECTIONS else (REMARKS, [line])
+        else:
+            held.append(line)
+    yield heading, textwrap.dedent("\n".join(held)).strip("\n")
+
+
+def described(docstring: str, own: str, operations: set[str]) -> str:
+    """A docstring as Markdown."""
+    lines = []
+    for heading, text in sections(docstring):
+        if heading:
+            lines.append(f"## {SECTIONS[heading]}")
+        if heading in ("Args:", "Raises:"):
+            listed = []
+            for names, said in entries(text):
+                bold = ", ".join(f"`{name}`" for name in names.split(", "))
+                listed.append(f"- **{bold}**: {prose(said, own, operations)}")
+            lines.append("\n".join(listed))
+        else:
+            lines += [
+                literal if is_literal else prose(literal, own, operations) for is_literal, literal in paragraphs(text)
+            ]
+    return "\n\n".join(line for line in lines if line) + "\n"
+
+
+def support(operation: str) -> str:
+    """The operation's rows of the README's support table."""
+    table = (ROOT / "README.md").read_text().partition(SUPPORT[0])[2].partition(SUPPORT[1])[0].splitlines()
+    rows = [*table[:2], *(row for row in table if row.startswith(f"| `{operation}` |"))]
+    return "".join(f"|{row.split('|', 2)[2]}\n" for row in rows)
+
+
+def written(operation: str) -> str:
+    """The generated part of an operation's page."""
+    found = {front_end: functions(front_end) for front_end in FRONT_ENDS}
+    operations = set(found["torch"])
+    docstrings = {ast.get_docstring(found[front_end][operation][1]) for front_end in FRONT_ENDS}
+    if len(docstrings) != 1 or None in docstrings:
+        raise ValueError(f"expected one docstring of {operation} in both front ends, got {len(docstrings)}")
+    text = "## Signatures\n\n"
+    for front_end in FRONT_ENDS:
+        path, function = found[front_end][operation]
+        text += f"From {front_end}, in [{path}](../../{path}):\n\n```py\n{signature(function)}```\n\n"
+    text += "## What it does\n\n" + described(str(docstrings.pop()), operation, operations)
+    return f"{text}\n## What runs where\n\n{ABOUT_SUPPORT}\n\n{support(operation)}"
+
+
+def overview() -> str:
+    """The README's list of operations, each a link to its page."""
+    _, _, rest = (ROOT / "README.md").read_text().partition("\n## The operations\n\n")
+    table = rest.partition("\n\n")[0]
+    return re.sub(r"`(\w+)`", r"[`\1`](\1.md)", table) + "\n"
+
+
+def with_written(text: str, part: str) -> str:
+    """A page's text, its generated part written anew. What stands around the two lines is written by hand."""
+    before, found, rest = text.partition(BEGIN)
+    if not found or END not in rest:
+        raise ValueError(f"expected a page with the lines {BEGIN!r} and {END!r}")
+    return f"{before}{BEGIN}{part}{END}{rest.partition(END)[2]}"
+
+
+def pages() -> dict[Path, str]:
+    """Every page of docs/operations/ as it should be."""
+    parts = {"index": overview()} | {operation: written(operation) for operation in functions("torch")}
+    paths = {name: PAGES / f"{name}.md" for name in parts}
+    return {path: with_written(path.read_text(), parts[name]) for name, path in paths.items()}
+
+
+if __name__ == "__main__":
+    for path, text in pages().items():
+        path.write_text(text)

@@ -1,0 +1,340 @@
+"""Draw the pictures of the documentation from the code and the tables that they are about.
+
+    python docs/pictures/draw.py
+
+writes every SVG in this folder anew; a test holds them to what this would write now.
+"""
+
+import dataclasses
+import importlib
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ragged_attention import dispatch
+from ragged_attention.calls import CACHE_FORMATS, CacheFormat
+from ragged_attention.samples import Sample
+from ragged_attention.tools import drawing, schedule, view
+
+FOLDER = Path(__file__).resolve().parent
+DOCS = FOLDER.parent
+LEFT, WIDTH = drawing.LEFT, drawing.WIDTH
+
+
+def batch_of(q_lens: tuple[int, ...], kv_lens: tuple[int, ...], **features: Any) -> view.Batch:
+    """A batch of an 8B model on an H200, bfloat16."""
+    shapes = {"num_tokens": sum(q_lens), "max_num_seqs": len(q_lens), "max_len": max(kv_lens), "max_q_len": max(q_lens)}
+    sample = Sample(**shapes, **features)
+    return view.Batch(q_lens=q_lens, kv_lens=kv_lens, sample=sample, device=view.device_named("h200"))
+
+
+def pages() -> drawing.Drawing:
+    """A ragged batch: one decode, a speculative decode, a chunk of a prompt, a new prompt."""
+    batch = batch_of((1, 4, 24, 13), (90, 37, 64, 13), page_size=16)
+    size = batch.sample.page_size
+    drawn = drawing.Drawing(
+        "A ragged batch and its pages",
+        f"{len(batch.q_lens)} sequences of different lengths in one call; the cache of each lies in pages of {size} "
+        "slots, of which the last may not be full.",
+    )
+    drawn.text(10, 20, f"Sequence: this step's tokens, of so many keys, in so many pages of {size} slots", "head")
+    y = drawing.draw_pages(drawn, 42, batch.lengths, size) + 16
+    slots, used = sum(batch.pages) * size, sum(batch.kv_lens)
+    padded = len(batch.kv_lens) * max(batch.pages) * size
+    text = f"{used} keys in {slots} slots; if every sequence had room for the longest there would be {padded}"
+    drawn.text(LEFT, y, text, "small quiet")
+    return drawn
+
+
+def key_ranges() -> drawing.Drawing:
+    """The blocks that the programs of one sequence visit, as the kernels' plan has them."""
+    cases = {
+        "causal: 512 tokens behind 1536 cached ones": batch_of((512,), (2048,)),
+        "the same with a sliding window of 1100 keys": batch_of((512,), (2048,), sliding_window=1100),
+        "a draft of 64 tokens with a mask, behind 1400": batch_of((64,), (1464,), draft=64),
+    }
+    drawn = drawing.Drawing(
+        "Which keys a program visits",
+        "Three calls of ragged_paged_attention on an H200. A row is a program: a block of query tokens; blocks of keys "
+        "that all of them see need no masks, those at the edges do, all others are not visited.",
+    )
+    y = 20.0
+    for name, batch in cases.items():
+        launches = batch.launches()
+        programs = [program for launch in launches for program in launch.programs]
+        drawn.text(10, y, name, "head")
+        y = drawing.draw_keys(drawn, y + 20, programs, batch.kv_lens[0]) + 22
+    return drawn
+
+
+def with_one_count(launch: schedule.Launch, count: int, block: int) -> schedule.Launch:
+    """The same sequences, each in `count` parts, whatever its length."""
+    programs: list[schedule.Program] = []
+    for seq, group in itertools.groupby(launch.programs, key=lambda program: program.seq):
+        stop = max(program.span[1] for program in group)
+        each = math.ceil(stop / block / count) * block
+        for start in range(0, stop, each):
+            visits = (schedule.Visit(start, min(start + each, stop), block, False),)
+            programs.append(schedule.Program(len(programs), seq, (0, 0), visits))
+    return dataclasses.replace(launch, programs=tuple(programs))
+
+
+def splits() -> drawing.Drawing:
+    """One sequence of 128k keys among 63 of 1k: parts of one length, and one number of parts for all."""
+    batch = batch_of((1,) * 64, (1024,) * 63 + (131072,))
+    lanes = batch.device.num_multiprocessors
+    tile = dispatch.load(batch.operation, "triton").heuristic(batch.call())
+    ours = next(launch for launch in batch.launches() if launch.programs)
+    count = math.ceil(tile.num_splits / len(batch.kv_lens))
+    fixed = with_one_count(ours, count, tile.split_block_kv)
+    ends = [max(turn.stop for turn in schedule.timeline(launch, lanes)) for launch in (fixed, ours)]
+    drawn = drawing.Drawing(
+        "How a skewed batch fills a GPU",
+        f"Decode of 63 sequences of 1k keys and one of 128k on {lanes} multiprocessors, by list scheduling in keys. "
+        f"With {count} parts for every sequence it ends after {ends[0]} keys, with parts of one length after "
+        f"{ends[1]}.",
+    )
+    y = 20.0
+    for name, launch in ((f"{count} parts for every sequence", fixed), ("parts of one length for all", ours)):
+        share = schedule.filled(schedule.timeline(launch, lanes), lanes)
+        drawn.text(10, y, f"{name}: {launch.working} programs, {lanes} multiprocessors, {share:.0%} filled", "head")
+        drawn.legend(LEFT, y + 18, [("one", "63 sequences of 1k keys"), ("two", "one of 128k")])
+        y = drawing.draw_timeline(drawn, y + 28, launch, lanes, seq=63, end=max(ends)) + 24
+    return drawn
+
+
+def roles(layout: CacheFormat, tokens: int) -> list[tuple[int, str, int]]:
+    """Of each byte of a page: its token, what it is, and how many columns of the row change with it.
+
+    Found by changing one byte after another and looking at the rows that `dequantize_mla_cache` reads.
+    """
+    quantize, dequantize = (
+        getattr(importlib.import_module(f"ragged_attention.reference.{name}"), name)
+        for name in ("quantize_mla_cache", "dequantize_mla_cache")
+    )
+    rows = np.random.default_rng(0).normal(size=(1, tokens, 1, layout.width))
+    page = quantize(rows, layout.name)
+    before = dequantize(page, layout.name)
+    found: list[tuple[int, str, int]] = []
+    for index in range(page.size):
+        changed = page.copy()
+        changed.reshape(-1)[index] ^= 1
+        _, token, _, columns = np.nonzero(dequantize(changed, layout.name) != before)
+        kind = "values" if len(columns) == 1 else "scales"
+        if not len(columns):
+            found.append((found[-1][0], "padding", 0))
+        else:
+            found.append((int(token[0]), "rotary" if columns[0] >= layout.values else kind, len(columns)))
+    return found
+
+
+def runs_of(found: list[tuple[int, str, int]]) -> Iterator[tuple[int, int, int, str, int]]:
+    """Bytes [start, stop) that belong together, the token, what they are, and how many columns one stands for."""
+    start = 0
+    for (token, kind, columns), group in itertools.groupby(found):
+        stop = start + len(list(group))
+        yield start, stop, token, kind, columns
+        start = stop
+
+
+def explained(length: int, kind: str, columns: int, layout: CacheFormat) -> str:
+    if kind == "scales":
+        size = length * layout.group // layout.values
+        return f"{length // size} scales of {columns} columns, {'float32' if size == 4 else 'e8m0'}"
+    if kind == "padding":
+        return "padding"
+    return f"{length} e4m3 values" if kind == "values" else f"{length // 2} rotary columns, bfloat16"
+
+
+KINDS = {"values": "one", "scales": "two", "rotary": "three", "padding": "grey"}
+
+
+def mla_rows() -> drawing.Drawing:
+    """A latent cache byte by byte, in each format."""
+    drawn = drawing.Drawing(
+        "Formats of a latent cache, byte by byte",
+        "A row of a plain cache in bfloat16, and a page of two tokens in each format of eight bits: values, scales, "
+        "rotary columns and padding, with their offsets.",
+    )
+    v32 = CACHE_FORMATS["fp8_v32"]
+    scale = WIDTH / (2 * v32.token_bytes)
+    drawn.legend(LEFT, 20, [(kind, name) for name, kind in KINDS.items()])
+    drawn.text(LEFT - 8, 45, f"plain, bfloat16: {2 * v32.width} bytes", "small", "end")
+    drawn.boxes("one", [(LEFT, 34, 2 * v32.values * scale, 14)])
+    drawn.boxes("three", [(LEFT + 2 * v32.values * scale, 34, 2 * v32.rotary * scale, 14)])
+    drawn.text(LEFT, 61, f"0 - {2 * v32.values - 1}: {v32.values} values", "small quiet")
+    drawn.text(LEFT, 73, f"{2 * v32.values} - {2 * v32.width - 1}: {v32.rotary} rotary columns", "small quiet")
+    y = 92.0
+    for layout in CACHE_FORMATS.values():
+        found = list(runs_of(roles(layout, tokens=2)))
+        drawn.text(LEFT - 8, y + 11, f"{layout.name}: 2 x {layout.token_bytes} bytes", "small", "end")
+        for kind, colour in KINDS.items():
+            boxes = [
+                (LEFT + start * scale, y, (stop - start) * scale - 0.4, 14)
+                for start, stop, _, of, _ in found
+                if of == kind
+            ]
+            drawn.boxes(colour, boxes)
+        y += 27
+        for start, stop, token, kind, columns in found:
+            text = f"{start} - {stop - 1}" if stop - start > 1 else f"{start}"
+            what = explained(stop - start, kind, columns, layout)
+            drawn.text(LEFT, y, f"{text}: token {token}, {what}", "small quiet")
+            y += 12
+        y += 8
+    return drawn
+
+
+def formats() -> drawing.Drawing:
+    """Where the bits of each number format go."""
+    ml_dtypes = importlib.import_module("ml_dtypes")
+    names = {
+        "float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "e4m3": "float8_e4m3fn",
+        "e5m2": "float8_e5m2", "e8m0 (scale)": "float8_e8m0fnu",
+    }  # fmt: skip
+    drawn = drawing.Drawing(
+        "Number formats, bit by bit",
+        "Sign, exponent and fraction of float32, bfloat16, float16, e4m3, e5m2 and the scale e8m0, and int8.",
+    )
+    drawn.legend(LEFT, 20, [("four", "sign"), ("two", "exponent"), ("one", "fraction"), ("three", "integer")])
+    cell = WIDTH / 48
+    y = 32.0
+    for name, dtype in names.items():
+        facts = ml_dtypes.finfo(dtype)
+        sign = facts.bits - facts.nexp - facts.nmant
+        largest = float(facts.max)
+        largest = f"{largest:.3g}" if largest > 1e6 else f"{largest:.0f}"
+        text = f"up to {largest}, relative steps of 2^-{facts.nmant}" if facts.nmant else "powers of two"
+        _draw_bits(drawn, y, name, {"four": sign, "two": facts.nexp, "one": facts.nmant}, cell, text)
+        y += 22
+    text = f"{np.iinfo(np.int8).min} to {np.iinfo(np.int8).max}, times a scale"
+    _draw_bits(drawn, y, "int8", {"three": np.iinfo(np.int8).bits}, cell, text)
+    return drawn
+
+
+def _draw_bits(drawn: drawing.Drawing, y: float, name: str, counts: Mapping[str, int], cell: float, text: str) -> None:
+    x = float(LEFT)
+    drawn.text(LEFT - 8, y + 11, name, "small", "end")
+    for kind, count in counts.items():
+        drawn.boxes(kind, [(x + index * cell, y, cell - 1, 14) for index in range(count)])
+        x += count * cell
+    drawn.text(x + 8, y + 11, text, "small quiet")
+
+
+def loops() -> list[dict[str, str]]:
+    """The table of workloads of docs/predictions.md."""
+    page = (DOCS / "predictions.md").read_text()
+    table = page[page.index("<!-- loops -->") : page.index("<!-- end of loops -->")]
+    heads, _, *rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("|")]
+    return [dict(zip(["workload", *heads], row, strict=True)) for row in rows]
+
+
+def roofline() -> drawing.Drawing:
+    """What is predicted for each case, as times of its floor, on a scale of factors."""
+    rows = loops()
+    drawn = drawing.Drawing(
+        "Predictions for an H200, as times of the floor",
+        "For every case of the workloads: 1 is its floor, in which each needed byte comes once and no operation is "
+        "wasted; the bound of its plan and code; and an estimate with waiting. Nothing of this is measured.",
+    )
+    drawn.text(10, 20, "Predicted, not measured: times of the floor, on an H200", "head")
+    drawn.legend(LEFT + 60, 38, [("one", "bound of plan and code"), ("two", "estimate with waiting")])
+    left, most = LEFT + 60, 40.0
+    unit = (WIDTH - 100) / math.log2(most)
+    top = 52
+    y = float(top)
+    bars: dict[str, list[drawing.Box]] = {"one": [], "two": []}
+    for row in rows:
+        floor = float(row["floor, us"])
+        bound = float(row["of the floor"])
+        waiting = max(map(float, row["waiting, us"].split(" - "))) / float(row["bound, us"]) * bound
+        drawn.text(left - 8, y + 8, f"{row['workload']} {row['case']}, {floor:g} us", "small", "end")
+        ends = [math.log2(max(min(times, most), 1)) * unit for times in (bound, waiting)]
+        bars["one"].append((left, y, max(ends[0], 1), 9))
+        if ends[1] > ends[0]:
+            bars["two"].append((left + ends[0], y + 3, ends[1] - ends[0], 3))
+        drawn.text(left + max(ends) + 6, y + 8, f"{bound:.2f}, {waiting:.2f}", "small quiet")
+        y += 13
+    for kind, boxes in bars.items():
+        drawn.boxes(kind, boxes)
+    for power in range(math.floor(math.log2(most)) + 1):
+        drawn.line(left + power * unit, top - 2, left + power * unit, y, "dotted")
+        drawn.text(left + power * unit, y + 12, 2**power, "small quiet", "middle")
+    return drawn
+
+
+RATE = 2048  # multiplications of a multiprocessor's tensor cores in a cycle
+PRODUCT = {"QK": 64 * 64 * 576, "PV": 64 * 64 * 256}  # logits of a block; its weights and one half of its values
+
+
+def steps() -> list[dict[str, str]]:
+    """The table of the seesaw's steps in docs/cuda_kernels.md."""
+    page = (DOCS / "cuda_kernels.md").read_text()
+    rows = re.search(r"\| time \| W0: left.*?\n((?:\|.*\n)+)", page)
+    assert rows, "no table of the seesaw in docs/cuda_kernels.md"
+    names = ("time", "left", "right", "products", "released")
+    cells = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in rows[1].splitlines()[1:]]
+    return [dict(zip(names, row, strict=True)) for row in cells]
+
+
+def seesaw() -> drawing.Drawing:
+    """A pair of blocks in the Hopper kernels' seesaw, on an axis of the tensor cores' cycles."""
+    found = steps()
+    lengths = [[PRODUCT[word.split()[0]] // RATE for word in row["products"].split(", ")] for row in found]
+    total = sum(map(sum, lengths))
+    scale, y = (WIDTH + 120) / total, 60.0
+    left = LEFT - 120
+    drawn = drawing.Drawing(
+        "The seesaw of two warpgroups",
+        "A pair of blocks of 64 keys: which products the tensor cores do for which warpgroup, and what the two do "
+        f"meanwhile. The axis is cycles of the tensor cores, {total} for a pair; other work is not to scale.",
+    )
+    drawn.text(10, 20, f"A pair of blocks of 64 keys: {total} cycles of the tensor cores", "head")
+    drawn.legend(left, 40, [("one", "W0: left half of the output"), ("two", "W1: right half"), ("faint", "other work")])
+    for line, name in enumerate(("tensor cores", "W0", "W1")):
+        drawn.text(left - 8, y + 14 + 34 * line, name, "small", "end")
+    x = float(left)
+    for number, (row, each) in enumerate(zip(found, lengths, strict=True), start=1):
+        for word, cycles in zip(row["products"].split(", "), each, strict=True):
+            first = word.startswith("QK 0") or word.endswith("left")
+            kind = "one" if first else "two"
+            drawn.boxes(kind, [(x, y, cycles * scale - 1, 20), (x, y + (34 if first else 68), cycles * scale - 1, 20)])
+            drawn.text(x + 4, y + 14, word, "on")
+            x += cycles * scale
+        start = x - sum(each) * scale
+        for line, cell in ((34, row["left"]), (68, row["right"])):
+            if not ("logits" in cell or "+=" in cell or cell.startswith("(")):
+                drawn.boxes("faint", [(start, y + line, x - start - 1, 20)])
+        drawn.line(x, y - 4, x, y + 92, "dotted")
+        drawn.text(x - sum(each) * scale / 2, y + 104, number, "small quiet", "middle")
+    y += 122
+    for row in found:
+        released = f"; released: {row['released']}" if row["released"] else ""
+        drawn.text(left, y, f"{row['time']}.  W0: {row['left']}.  W1: {row['right']}{released}", "small")
+        y += 14
+    return drawn
+
+
+PICTURES: dict[str, Callable[[], drawing.Drawing]] = {
+    "pages": pages,
+    "key_ranges": key_ranges,
+    "splits": splits,
+    "mla_rows": mla_rows,
+    "formats": formats,
+    "roofline": roofline,
+    "seesaw": seesaw,
+}
+
+
+def main() -> None:
+    for name, draw in PICTURES.items():
+        (FOLDER / f"{name}.svg").write_text(draw().svg())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""Pictures of a batch and of what becomes of it, as SVG that is readable on light and on dark pages."""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+from xml.sax.saxutils import escape
+
+from ragged_attention.tools.schedule import Launch, Program, timeline
+
+Box = tuple[float, float, float, float]  # x, y, width, height
+
+LEFT, WIDTH, RIGHT = 200, 560, 40  # of what is drawn: labels are on its left
+STYLE = """
+text { font: 12px system-ui, sans-serif; fill: #24292f } .small { font-size: 10px } .quiet { fill: #57606a }
+.head { font-weight: 600 } .one { fill: #0969da } .two { fill: #bf8700 } .three { fill: #8250df }
+.four { fill: #1a7f37 } .grey { fill: #8c959f } .faint { fill: #8c959f40 }
+.line { stroke: #57606a; fill: none } .dotted { stroke: #57606a; stroke-dasharray: 3 3 }
+.on { fill: #ffffff; font-size: 10px }
+@media (prefers-color-scheme: dark) {
+text { fill: #e6edf3 } .quiet { fill: #9198a1 } .line, .dotted { stroke: #9198a1 } .on { fill: #0d1117 }
+.one { fill: #2f81f7 } .two { fill: #d29922 } .three { fill: #a371f7 } .four { fill: #3fb950 } }
+"""
+
+
+def number(value: float) -> str:
+    return f"{value:.1f}".removesuffix(".0")
+
+
+class Drawing:
+    """Marks in the order in which they are drawn, and how far down they reach."""
+
+    def __init__(self, title: str, description: str, width: int = LEFT + WIDTH + RIGHT) -> None:
+        self.title, self.description, self.width = title, description, width
+        self.height = 0.0
+        self.marks: list[str] = []
+
+    def text(self, x: float, y: float, text: object, kind: str = "", anchor: str = "") -> None:
+        kind = f' class="{kind}"' if kind else ""
+        anchor = f' text-anchor="{anchor}"' if anchor else ""
+        self.marks.append(f'<text x="{number(x)}" y="{number(y)}"{kind}{anchor}>{escape(str(text))}</text>')
+        self.height = max(self.height, y + 6)
+
+    def boxes(self, kind: str, boxes: Iterable[Box]) -> None:
+        """Any number of boxes of one colour, as one path."""
+        path = ""
+        for x, y, width, height in boxes:
+            path += f"M{number(x)} {number(y)}h{number(width)}v{number(height)}h{number(-width)}z"
+            self.height = max(self.height, y + height + 6)
+        if path:
+            self.marks.append(f'<path class="{kind}" d="{path}"/>')
+
+    def line(self, x1: float, y1: float, x2: float, y2: float, kind: str = "line") -> None:
+        ends = f'x1="{number(x1)}" y1="{number(y1)}" x2="{number(x2)}" y2="{number(y2)}"'
+        self.marks.append(f'<line class="{kind}" {ends}/>')
+        self.height = max(self.height, y1 + 6, y2 + 6)
+
+    def legend(self, x: float, y: float, entries: Iterable[tuple[str, str]]) -> None:
+        """Coloured boxes side by side, each with what it stands for."""
+        for kind, text in entries:
+            self.boxes(kind, [(x, y - 9, 10, 10)])
+            self.text(x + 15, y, text, "small")
+            x += 32 + 5.4 * len(text)
+
+    def svg(self) -> str:
+        height = round(self.height + 6)
+        lines = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width}" height="{height}" '
+            f'viewBox="0 0 {self.width} {height}" role="img">',
+            f"<title>{escape(self.title)}</title>",
+            f"<desc>{escape(self.description)}</desc>",
+            f"<style>{STYLE}</style>",
+            *self.marks,
+            "</svg>\n",
+        ]
+        return "\n".join(lines)
+
+
+def runs(lengths: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Sequences [first, last] that stand one after another and are alike."""
+    found: list[tuple[int, int]] = []
+    for _, group in itertools.groupby(enumerate(lengths), key=lambda pair: pair[1]):
+        members = [seq for seq, _ in group]
+        found.append((members[0], members[-1]))
+    return found
+
+
+def named(first: int, last: int) -> str:
+    return f"{first}" if first == last else f"{first} - {last}"
+
+
+def draw_pages(
+    drawing: Drawing, y: float, lengths: Sequence[tuple[int, int]], page_size: int, most_rows: int = 24
+) -> float:
+    """Each sequence's slots, in pages: cached keys, those of this step's tokens, and slots that are not used.
+
+    Sequences that are alike, one after another, share a row. Returns how far down it reaches.
+    """
+    longest = max(-(-kv_len // page_size) for _, kv_len in lengths) * page_size
+    scale = WIDTH / max(longest, 1)
+    gap = 1.0 if scale * page_size >= 6 else 0.0
+    drawing.legend(LEFT, y, [("one", "cached before"), ("two", "this step's tokens"), ("faint", "unused slots")])
+    y += 10
+    for first, last in runs(lengths)[:most_rows]:
+        q_len, kv_len = lengths[first]
+        pages = -(-kv_len // page_size)
+        drawing.text(LEFT - 8, y + 11, f"{named(first, last)}: {q_len} of {kv_len} in {pages}", "small", "end")
+        spans = {"one": (0, kv_len - q_len), "two": (kv_len - q_len, kv_len), "faint": (kv_len, pages * page_size)}
+        for kind, (start, stop) in spans.items():
+            drawing.boxes(kind, _cut(start, stop, page_size if gap else 0, scale, gap, y))
+        y += 19
+    return y
+
+
+def _cut(start: int, stop: int, page_size: int, scale: float, gap: float, y: float) -> list[Box]:
+    """The slots [start, stop) as boxes, none of them across a page; with a page size of 0 as one."""
+    edges = [start, *range((start // page_size + 1) * page_size, stop, page_size), stop] if page_size else [start, stop]
+    boxes: list[Box] = []
+    for left, right in itertools.pairwise(edges):
+        if right > left:
+            ends_page = gap if page_size and right % page_size == 0 else 0.0
+            boxes.append((LEFT + left * scale, y, (right - left) * scale - ends_page, 14))
+    return boxes
+
+
+def alike(programs: Iterable[Program]) -> list[list[Program]]:
+    """Programs that visit the same keys for the same tokens, such as those of other heads, together; in the order of
+    their tokens and keys."""
+    found: dict[Any, list[Program]] = {}
+    for program in sorted(programs, key=lambda program: (program.tokens, program.span)):
+        found.setdefault((program.tokens, program.visits), []).append(program)
+    return list(found.values())
+
+
+def evenly(rows: Sequence[Any], most: int) -> list[Any]:
+    """No more than so many of them, the first and the last among these."""
+    if len(rows) <= most:
+        return list(rows)
+    return [rows[round(index * (len(rows) - 1) / (most - 1))] for index in range(most)]
+
+
+def label_of(group: Sequence[Program]) -> str:
+    """Which programs these are; of several the first, and how many."""
+    first = group[0].index
+    return f"{first}" if len(group) == 1 else f"{first} and {len(group) - 1} more"
+
+
+def tokens_of(program: Program) -> str:
+    low, high = program.tokens
+    return f"token {low}" if low == high else f"tokens {low} - {high}"
+
+
+def draw_keys(drawing: Drawing, y: float, programs: Sequence[Program], kv_len: int, most_rows: int = 32) -> float:
+    """The blocks of a sequence's keys that its programs visit, a row for each program or for those that are alike."""
+    scale = WIDTH / max(kv_len, 1)
+    kinds = [("one", "without masks"), ("two", "with masks"), ("faint", "not visited")]
+    drawing.legend(LEFT, y, kinds)
+    y += 10
+    shown = evenly(alike(programs), most_rows)
+    drawing.boxes("faint", [(LEFT, y + 11 * row, kv_len * scale, 9) for row in range(len(shown))])
+    for masked, kind in ((False, "one"), (True, "two")):
+        boxes: list[Box] = []
+        for row, group in enumerate(shown):
+            for visit in group[0].visits:
+                if visit.masked == masked:
+                    stop = min(visit.stop, kv_len)
+                    boxes.append((LEFT + visit.start * scale, y + 11 * row, (stop - visit.start) * scale, 9))
+        drawing.boxes(kind, boxes)
+    for row, group in enumerate(shown):
+        text = f"{label_of(group)}: {tokens_of(group[0])}"
+        drawing.text(LEFT - 8, y + 11 * row + 8, text, "small", "end")
+    y += 11 * len(shown) + 10
+    drawing.text(LEFT, y, "key 0", "small quiet")
+    drawing.text(LEFT + WIDTH, y, f"key {kv_len - 1}", "small quiet", "end")
+    return y + 10
+
+
+Piece = tuple[int, int, bool]  # a program on a multiprocessor: from when, to when, of the chosen sequence or not
+
+
+def _joined(pieces: Sequence[Piece], least: float) -> list[Piece]:
+    """The same with programs of one kind, one after another, as one where they are too short to be told apart."""
+    found: list[Piece] = []
+    for start, stop, chosen in pieces:
+        if found and found[-1][1:] == (start, chosen) and stop - start < least:
+            found[-1] = (found[-1][0], stop, chosen)
+        else:
+            found.append((start, stop, chosen))
+    return found
+
+
+def _of_the_chosen(pieces: Sequence[Piece]) -> tuple[int, Sequence[Piece]]:
+    """Sorts multiprocessors by how long they work on the chosen sequence, most first."""
+    return -sum(stop - start for start, stop, chosen in pieces if chosen), pieces
+
+
+def draw_timeline(
+    drawing: Drawing, y: float, launch: Launch, lanes: int, seq: int, end: int | None = None, height: int = 132
+) -> float:
+    """Multiprocessors from top to bottom, each with the programs that it runs; those of one sequence stand out.
+
+    Multiprocessors are drawn in the order of how long they work on it, those with the same work as one.
+    """
+    work: dict[int, list[Piece]] = {lane: [] for lane in range(lanes)}
+    turns = timeline(launch, lanes)
+    for turn in turns:
+        work[turn.lane].append((turn.start, turn.stop, turn.program.seq == seq))
+    last = max((turn.stop for turn in turns), default=0)
+    end = max(end or last, 1)
+    scale, row = WIDTH / end, height / lanes
+    drawing.boxes("faint", [(LEFT, y, WIDTH, height)])
+    boxes: dict[bool, list[Box]] = {True: [], False: []}
+    done = 0
+    for pieces, group in itertools.groupby(
+        sorted((_joined(pieces, 5 / scale) for pieces in work.values()), key=_of_the_chosen)
+    ):
+        count = len(list(group))
+        for start, stop, chosen in pieces:
+            left, right = LEFT + start * scale, LEFT + stop * scale
+            boxes[chosen].append((left, y + done * row, max(right - left - 0.5, 0.5), count * row))
+        done += count
+    drawing.boxes("one", boxes[False])
+    drawing.boxes("two", boxes[True])
+    drawing.line(LEFT + last * scale, y - 4, LEFT + last * scale, y + height + 4, "dotted")
+    y += height + 14
+    drawing.text(LEFT, y, "0 keys", "small quiet")
+    drawing.text(LEFT + last * scale, y, f"{last} keys", "small quiet", "end")
+    return y + 10

@@ -1,0 +1,342 @@
+"""`ragged-attention view`: a batch, its pages, the keys that each program visits, and how the programs fill a GPU.
+
+Nothing is launched. Tiles are those that the Triton backend would choose for the device, and what its programs do is
+found by running the kernels' own plan (`ragged_attention.tools.schedule`). Times are counted in keys: how many of them
+a program visits. That shows who waits for whom, and says nothing about microseconds.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ragged_attention import dispatch
+from ragged_attention.calls import CACHE_FORMATS, Call, Device, MakeDecodeSchedule, MlaDecode
+from ragged_attention.errors import InvalidInput, Unsupported
+from ragged_attention.explain import VIEWED
+from ragged_attention.samples import FRAMEWORKS, LatentSample, Sample, device_of
+from ragged_attention.tools import drawing
+from ragged_attention.tools.schedule import Launch, Program, Turn, Visit, filled, launches_of, timeline
+
+DEVICES = {
+    "a100": "sm_80", "rtx3090": "sm_86", "h100": "sm_90", "h200": "sm_90", "b200": "sm_100", "rtxpro6000": "sm_120",
+    "mi300x": "gfx942", "mi355x": "gfx950",
+}  # fmt: skip
+CELLS = (12, 64)  # of a bar in the terminal, by its width
+BESIDE = 60  # columns of a terminal that a row needs for what is beside the bar
+SHADES = " ▁▂▃▄▅▆▇█"
+MOST_ROWS = 24
+MOST_ENTRIES = 2**26  # of page tables, which are made in full
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The lengths of a batch, and what else a plan depends on."""
+
+    q_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    sample: Sample | LatentSample
+    device: Device
+    scheduled: bool = False
+
+    @property
+    def lengths(self) -> list[tuple[int, int]]:
+        return list(zip(self.q_lens, self.kv_lens, strict=True))
+
+    @property
+    def pages(self) -> list[int]:
+        return [-(-kv_len // self.sample.page_size) for kv_len in self.kv_lens]
+
+    @property
+    def keys(self) -> list[int]:
+        """How many keys the programs of each sequence choose from: its own, or those of its list."""
+        topk = self.sample.topk if isinstance(self.sample, LatentSample) else 0
+        return [min(kv_len, topk) if topk else kv_len for kv_len in self.kv_lens]
+
+    def table(self) -> Any:
+        """Page tables, as if the pages had been handed out one after another."""
+        ends = np.cumsum(self.pages)
+        columns = np.arange(max(self.pages))
+        pages = (ends - self.pages)[:, None] + columns
+        return np.where(columns < np.asarray(self.pages)[:, None], pages, -1).astype(np.int32)
+
+    @property
+    def operation(self) -> str:
+        return "ragged_paged_attention" if isinstance(self.sample, Sample) else "mla_decode"
+
+    def arrays(self) -> dict[str, Any]:
+        """The arguments that say who does what: lengths and tables."""
+        kv_lens = np.asarray(self.kv_lens, np.int32)
+        if isinstance(self.sample, Sample):
+            edges = np.cumsum([0, *self.q_lens]).astype(np.int32)
+            return {"kv_lens": kv_lens, "page_indices": self.table(), "cu_q_lens": edges}
+        if self.sample.topk:
+            return {"topk_lens": np.asarray(self.keys, np.int32)}
+        return {"kv_lens": kv_lens, "page_indices": self.table()}
+
+    def call(self) -> Call:
+        """The record of the call, all but those arrays as shapes."""
+        scheduled = {"schedule": self.schedule()} if self.scheduled else {}
+        return self.sample.call(self.operation, self.device, **self.arrays(), **scheduled)
+
+    def schedule(self) -> Any:
+        """What `make_decode_schedule` divides the work of latent attention into, by its definition."""
+        sample: Any = self.sample
+        rows = sample.num_q_heads if sample.topk else sample.num_q_tokens * sample.num_q_heads // sample.num_kv_heads
+        side_by_side = sample.num_q_tokens if sample.topk else sample.num_kv_heads
+        made = MakeDecodeSchedule(
+            lens=np.asarray(self.keys, np.int32),
+            sparse=sample.topk > 0,
+            programs=side_by_side * -(-rows // 64),
+            device=self.device,
+        )
+        define: Any = dispatch.load("make_decode_schedule", "reference")
+        return define.make_decode_schedule(made.lens, None, made.sparse, made.num_ranges, made.overhead)
+
+    def launches(self) -> list[Launch]:
+        call = self.call()
+        room: Any = dispatch.load(call.OPERATION, "triton")
+        if self.device.platform != "cpu" and (reason := room.why_not(call)):
+            raise Unsupported(f"triton: {reason}")
+        return launches_of(call)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Show a batch that the arguments describe; with --svg draw it too."""
+    parsed = _parser().parse_args(argv)
+    batch = batch_of(parsed)
+    seq = max(range(len(batch.kv_lens)), key=batch.keys.__getitem__) if parsed.sequence is None else parsed.sequence
+    if not 0 <= seq < len(batch.kv_lens):
+        raise InvalidInput(f"expected --sequence from 0 to {len(batch.kv_lens) - 1}, got {seq}")
+    launches = batch.launches()
+    console = Console()
+    show_batch(console, batch, launches)
+    show_keys(console, batch, launches, seq)
+    show_launches(console, batch, launches)
+    if parsed.svg:
+        try:
+            parsed.svg.write_text(picture(batch, launches, seq).svg())
+        except OSError as error:
+            raise InvalidInput(f"expected --svg to name a file to write, got {parsed.svg} ({error.strerror})") from None
+        console.print(f"drawn in {escape(str(parsed.svg))}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ragged-attention view", description=__doc__)
+    add = parser.add_argument
+    add("--operation", choices=VIEWED, default=VIEWED[0])
+    add("--q-lens", required=True, metavar="N,N,...", help="query tokens of each sequence: 1,1,512 or 63x1,512")
+    add("--kv-lens", required=True, metavar="N,N,...", help="keys of each, this step's included: 4096,131072,512")
+    add("--page-size", type=int, help="default: 16 or, of latents, 64")
+    add("--heads", help="query heads / KV heads (default: 32/8 or, of latents, 128/1)")
+    add("--dtype", default="bfloat16", help="of the queries (default: bfloat16)")
+    add("--device", help=f"{', '.join(DEVICES)}, sm_90, cpu, ... (default: this machine's GPU or else h200)")
+    add("--sequence", type=int, help="whose keys to show (default: the one that has most)")
+    add("--svg", type=Path, metavar="FILE", help="draw it too")
+    add = parser.add_argument_group("of paged attention").add_argument
+    add("--head-dim", type=int, help=f"default: {Sample.head_dim}")
+    add("--cache-dtype", help="of the pages (default: as --dtype)")
+    add("--window", type=int, help="keys that a query sees at most")
+    add("--draft", type=int, metavar="WIDTH", help="columns of a draft mask, for speculative decoding over a tree")
+    add = parser.add_argument_group("of latent attention").add_argument
+    add("--cache-format", help=f"plain, {', '.join(CACHE_FORMATS)} (default: {LatentSample.cache_format})")
+    add("--topk", type=int, help="keys that a query lists (default: 0, a dense call)")
+    add("--schedule", action="store_true", help="divided by make_decode_schedule instead of by shapes")
+    return parser
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    found: list[int] = []
+    for word in text.split(","):
+        if not (match := re.fullmatch(r"\s*(?:([1-9]\d{0,5})x)?(\d{1,9})\s*", word)):
+            raise InvalidInput(f"expected lengths such as 1,1,512 or 63x1,512, got {text!r}")
+        found += [int(match[2])] * int(match[1] or 1)
+    return tuple(found)
+
+
+def _heads(text: str) -> tuple[int, int]:
+    if not (match := re.fullmatch(r"(\d+)(?:/(\d+))?", text)):
+        raise InvalidInput(f"expected heads such as 32/8, got {text!r}")
+    return int(match[1]), int(match[2] or match[1])
+
+
+def device_named(name: str | None) -> Device:
+    """A device that Triton's kernels run on, by its own name, its architecture's or the framework's."""
+    framework = next((found for found in FRAMEWORKS if importlib.util.find_spec(found)), FRAMEWORKS[0])
+    device = device_of(framework, DEVICES.get((name or "").lower(), name))
+    if name is None and device.platform not in ("cuda", "rocm"):
+        device = device_of(framework, DEVICES["h200"])
+    if device.platform not in ("cuda", "rocm", "cpu"):
+        raise InvalidInput(f"expected device to be a GPU of NVIDIA or AMD, or cpu, got {name or device.platform!r}")
+    return device
+
+
+def batch_of(parsed: argparse.Namespace) -> Batch:
+    """The batch that the arguments describe, checked."""
+    q_lens, kv_lens = _lengths(parsed.q_lens), _lengths(parsed.kv_lens)
+    if len(q_lens) != len(kv_lens):
+        raise InvalidInput(f"expected as many --kv-lens as --q-lens, {len(q_lens)}, got {len(kv_lens)}")
+    for seq, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
+        if not 1 <= q_len <= kv_len:
+            raise InvalidInput(f"expected 1 <= q_len <= kv_len={kv_len} of sequence {seq}, got {q_len}")
+    if parsed.page_size is not None and parsed.page_size < 1:
+        raise InvalidInput(f"expected --page-size >= 1, got {parsed.page_size}")
+    if (size := len(kv_lens) * -(-max(kv_lens) // (parsed.page_size or 16))) > MOST_ENTRIES:
+        raise InvalidInput(f"expected page tables of at most {MOST_ENTRIES} entries, got {size}")
+    latent = parsed.operation == MlaDecode.OPERATION
+    of_other = ("head_dim", "cache_dtype", "window", "draft") if latent else ("cache_format", "topk", "schedule")
+    for name in of_other:
+        if getattr(parsed, name):
+            raise InvalidInput(f"expected no --{name.replace('_', '-')} of {parsed.operation}, got one")
+    shapes = {"num_tokens": sum(q_lens), "max_num_seqs": len(q_lens), "max_len": max(kv_lens), "dtype": parsed.dtype}
+    names = ("page_size", "head_dim", "cache_dtype", "draft", "cache_format")
+    shapes |= {name: getattr(parsed, name) for name in names if getattr(parsed, name) is not None}
+    if parsed.heads:
+        shapes |= dict(zip(("num_q_heads", "num_kv_heads"), _heads(parsed.heads), strict=True))
+    if not latent:
+        sample: Any = Sample(**shapes, sliding_window=parsed.window, max_q_len=max(q_lens))
+    elif len(set(q_lens)) > 1:
+        raise InvalidInput(f"expected --q-lens of mla_decode to be all the same, got {min(q_lens)} and {max(q_lens)}")
+    else:
+        sample = LatentSample(**shapes, topk=parsed.topk or 0, causal=not parsed.topk and q_lens[0] > 1)
+    device = device_named(parsed.device)
+    return Batch(q_lens=q_lens, kv_lens=kv_lens, sample=sample, device=device, scheduled=parsed.schedule)
+
+
+def short(kernel: str) -> str:
+    return kernel.removesuffix("_kernel")
+
+
+def programs_of(launches: Sequence[Launch], seq: int) -> list[tuple[Launch, Program]]:
+    """What works on a sequence, for one KV head."""
+    return [(launch, program) for launch in launches for program in launch.programs if program.seq == seq]
+
+
+def show_batch(console: Console, batch: Batch, launches: Sequence[Launch]) -> None:
+    """Each sequence, its pages and its programs; those that are alike, one after another, in one row."""
+    sample, size = batch.sample, batch.sample.page_size
+    where = batch.device.name or batch.device.arch or batch.device.platform
+    heads = f"{sample.num_q_heads}/{sample.num_kv_heads} heads"
+    title = f"sequences: {len(batch.q_lens)}, tokens: {sum(batch.q_lens)}, {heads}, on {where}"
+    table = Table(title=title, title_justify="left")
+    for heading in ("sequence", "tokens", "keys", "pages", "unused slots", "programs per KV head"):
+        table.add_column(heading, justify="left" if heading.startswith(("sequence", "programs")) else "right")
+    rows = drawing.runs(batch.lengths)
+    for first, last in rows[:MOST_ROWS]:
+        q_len, kv_len = batch.lengths[first]
+        pages = batch.pages[first]
+        counts: dict[str, int] = {}
+        for launch, _ in programs_of(launches, first):
+            counts[launch.kernel] = counts.get(launch.kernel, 0) + 1
+        text = ", ".join(f"{short(name)} {count}" for name, count in counts.items())
+        table.add_row(drawing.named(first, last), str(q_len), str(kv_len), str(pages), str(pages * size - kv_len), text)
+    console.print(table)
+    if len(rows) > MOST_ROWS:
+        console.print(f"and {len(rows) - MOST_ROWS} more")
+    slots, used = sum(batch.pages) * size, sum(batch.kv_lens)
+    padded = max(batch.pages) * size * len(batch.kv_lens)
+    console.print(
+        f"pages of {size}: {sum(batch.pages)}; {used} of {slots} slots are used ({used / slots:.0%}); "
+        f"padded to the longest sequence they would be {padded}",
+        highlight=False,
+    )
+
+
+def shade(visit: Visit) -> str:
+    return "▒" if visit.masked else "█"
+
+
+def cells_of(console: Console) -> int:
+    return min(max(console.width - BESIDE, CELLS[0]), CELLS[1])
+
+
+def bar(program: Program, num_keys: int, cells: int) -> str:
+    """A sequence's keys from left to right: █ visited without masks, ▒ with masks, · not at all."""
+    line = ["·"] * cells
+    for visit in sorted(program.visits, key=lambda visit: visit.masked):
+        start, stop = visit.start * cells // num_keys, -(-min(visit.stop, num_keys) * cells // num_keys)
+        line[start:stop] = shade(visit) * (stop - start)
+    return "".join(line)
+
+
+def show_keys(console: Console, batch: Batch, launches: Sequence[Launch], seq: int) -> None:
+    """Which blocks of a sequence's keys each of its programs visits."""
+    found = programs_of(launches, seq)
+    keys = batch.keys[seq]
+    table = Table(title=f"Keys of sequence {seq}: █ without masks, ▒ with masks, · not visited", title_justify="left")
+    for heading in ("program", "tokens", "blocks of keys", f"keys 0 - {keys - 1}"):
+        table.add_column(heading, no_wrap=not heading.startswith("blocks"))
+    kernel = {program: launch.kernel for launch, program in found}
+    groups = drawing.alike(program for _, program in found)
+    for group in drawing.evenly(groups, MOST_ROWS):
+        visits = sorted(group[0].visits, key=lambda visit: visit.start)
+        blocks = ", ".join(f"{shade(visit)} {visit.start} - {visit.stop} by {visit.block}" for visit in visits)
+        name = f"{short(kernel[group[0]])} {drawing.label_of(group)}"
+        table.add_row(name, drawing.tokens_of(group[0]), blocks, bar(group[0], keys, cells_of(console)))
+    console.print(table)
+    if len(groups) > MOST_ROWS:
+        console.print(f"{MOST_ROWS} of {len(groups)} rows")
+
+
+def show_launches(console: Console, batch: Batch, launches: Sequence[Launch]) -> None:
+    """Grids, how many programs have something to do, and how they fill the multiprocessors one kernel after another."""
+    lanes = max(batch.device.num_multiprocessors, 1)
+    table = Table(title="Launches, in order", title_justify="left")
+    for heading in ("kernel", "grid", "work for", "longest", f"{lanes} multiprocessors over time"):
+        table.add_column(heading)
+    for launch in launches:
+        turns = timeline(launch, lanes)
+        end = max((turn.stop for turn in turns), default=0)
+        shares = busy(turns, lanes, end, cells_of(console) // 2)
+        text = f"{shares} {end} keys, {filled(turns, lanes):.0%} filled" if end else ""
+        grid = " x ".join(map(str, launch.grid))
+        working = f"{launch.working} of {np.prod(launch.grid)}"
+        longest = f"{launch.longest} keys" if launch.programs else ""
+        table.add_row(short(launch.kernel), grid, working, longest, text)
+    console.print(table)
+
+
+def busy(turns: Sequence[Turn], lanes: int, end: int, cells: int) -> str:
+    """The share of multiprocessors that have something to do, from a kernel's begin to its end."""
+    edges = np.linspace(0, end, cells + 1)
+    done = np.zeros(cells)
+    for turn in turns:
+        done += np.clip(np.minimum(edges[1:], turn.stop) - np.maximum(edges[:-1], turn.start), 0, None)
+    shares = done / (max(end, 1) / cells * lanes)
+    return "".join(SHADES[math.ceil(share * (len(SHADES) - 1) - 0.5) or int(share > 0)] for share in shares)
+
+
+def picture(batch: Batch, launches: Sequence[Launch], seq: int) -> drawing.Drawing:
+    """The batch and its pages, the keys of one sequence, and each kernel's programs on the multiprocessors."""
+    lanes = max(batch.device.num_multiprocessors, 1)
+    where = batch.device.name or batch.device.arch or batch.device.platform
+    text = f"{len(batch.q_lens)} sequences on {where}: their pages, the keys of sequence {seq}, and the schedule"
+    drawn = drawing.Drawing("A batch of ragged-attention", text)
+    drawn.text(
+        10,
+        20,
+        f"Sequence: this step's tokens, of so many keys, in so many pages of {batch.sample.page_size} slots",
+        "head",
+    )
+    y = drawing.draw_pages(drawn, 40, batch.lengths, batch.sample.page_size) + 24
+    drawn.text(10, y, f"Programs of sequence {seq}, and the keys that they visit", "head")
+    programs = [program for _, program in programs_of(launches, seq)]
+    y = drawing.draw_keys(drawn, y + 20, programs, batch.keys[seq]) + 24
+    for launch in launches:
+        if launch.programs:
+            share = filled(timeline(launch, lanes), lanes)
+            head = f"{launch.kernel}: {launch.working} programs on {lanes} multiprocessors, {share:.0%} filled"
+            drawn.text(10, y, head, "head")
+            drawn.legend(drawing.LEFT, y + 18, [("one", "other sequences"), ("two", f"sequence {seq}")])
+            y = drawing.draw_timeline(drawn, y + 28, launch, lanes, seq) + 24
+    return drawn

@@ -1,0 +1,141 @@
+"""The documentation's site: every page and every operation is in it, its links lead somewhere, what is generated is
+current. `make docs-site` builds it, and looks for dead links in what was built."""
+
+import importlib.util
+import json
+import re
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from ragged_attention.calls import CALLS
+
+ROOT = Path(__file__).resolve().parent.parent
+FENCE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+site, operation_pages = script("build_site"), script("operation_pages")
+
+
+def test_every_page_is_in_the_navigation_once(tmp_path):
+    listed = site.navigation()
+    assert len(listed) == len(set(listed))
+    ours = {site.place(path) for path in (ROOT / "docs").rglob("*") if path.suffix in (".md", ".ipynb")}
+    assert ours <= set(listed), "a page of docs/ that zensical.toml does not list"
+    assert set(listed) <= set(site.stage(tmp_path)), "zensical.toml lists a page that is not there"
+
+
+def test_staged_links_lead_to_staged_files(tmp_path):
+    staged = site.stage(tmp_path)
+    assert Path("repository/reference/README.md") in staged
+    assert Path("repository/examples/serve_jax.py.md") in staged  # code is a page too
+    for path in staged:
+        if path.suffix == ".md" and not path.stem.endswith(".py"):
+            for target, _ in site.LINK.findall((tmp_path / path).read_text()):
+                assert "://" in target or (tmp_path / path.parent / target).is_file(), f"{path}: {target}"
+
+
+def test_every_operation_has_a_page_with_an_example():
+    pages = {path.stem: path.read_text() for path in operation_pages.PAGES.glob("*.md")}
+    assert pages.keys() - {"index"} == CALLS.keys()
+    choice = (ROOT / "docs" / "start" / "which_operation.md").read_text()
+    for operation in CALLS:
+        (example,) = FENCE.findall(pages[operation])  # tests/test_docs.py runs it
+        assert f"{operation}(" in example
+        assert f"]({operation}.md)" in pages["index"]
+        assert f"](../operations/{operation}.md)" in choice
+
+
+@pytest.mark.parametrize("front_end", operation_pages.FRONT_ENDS)
+def test_public_functions_are_the_operations(front_end):
+    assert operation_pages.functions(front_end).keys() == CALLS.keys()
+
+
+def test_the_pages_of_operations_are_current():
+    for path, text in operation_pages.pages().items():
+        assert path.read_text() == text, f"run `make docs`: {path.name}"
+
+
+def test_a_docstring_becomes_markdown():
+    docstring = """One line.
+
+    Args:
+        a, b: [P, G]; p * G < n, see `mla_decode`,
+            and on.
+        c: more, for `own`.
+
+    Returns:
+        A formula:
+
+            x = a * b
+
+    Raises:
+        TypeError: never.
+
+    After someone.
+    """
+    assert operation_pages.described(docstring, "own", {"own", "mla_decode"}) == (
+        "One line.\n\n## Arguments\n\n"
+        "- **`a`, `b`**: [P, G]; p \\* G &lt; n, see [`mla_decode`](mla_decode.md), and on.\n"
+        "- **`c`**: more, for `own`.\n\n"
+        "## Returns\n\nA formula:\n\n    x = a * b\n\n## Errors\n\n- **`TypeError`**: never.\n\n"
+        "## Remarks\n\nAfter someone.\n"
+    )
+
+
+def test_a_page_without_its_marks_is_refused():
+    with pytest.raises(ValueError, match="expected a page with the lines"):
+        operation_pages.with_written("# A page\n", "text")
+
+
+def test_links_in_code_stay_and_others_move():
+    text = "[a](../reference/README.md#laws)\n```py\nx[0](../y)\n```\n    z[0](../y)\n[b](https://example.org/x.md)\n"
+    moved, found = site.with_links(ROOT / "docs" / "concepts.md", text)
+    assert moved == text.replace("../reference", "repository/reference")
+    assert found == [ROOT / "reference" / "README.md"]
+    with pytest.raises(SystemExit, match=r"docs/concepts.md: expected a link to a file of the repository, got gone.md"):
+        site.with_links(ROOT / "docs" / "concepts.md", "[c](gone.md)")
+
+
+def test_faults_of_a_built_site_are_found(tmp_path):
+    (tmp_path / "good.html").write_text('<p id="here"><a href="#here">x</a> <a href="https://example.org">y</a>')
+    assert list(site.faults(tmp_path)) == []
+    (tmp_path / "bad.html").write_text(
+        '<a href="gone.html">x</a> <a href="good.html#there">y</a> <script src="https://example.org/z.js"></script>'
+    )
+    assert list(site.faults(tmp_path)) == [
+        "bad.html: loads https://example.org/z.js from elsewhere",
+        "bad.html: leads to gone.html, which is not there",
+        "bad.html: leads to good.html#there, which has no such place",
+    ]
+
+
+def test_versions_are_listed_the_newest_first(tmp_path):
+    for name in ("0.9.0", "0.10.0", "dev"):
+        (tmp_path / name).mkdir()
+    site.list_versions(tmp_path)
+    listed = json.loads((tmp_path / "versions.json").read_text())
+    assert [(entry["version"], entry["aliases"]) for entry in listed] == [
+        ("0.10.0", ["latest"]),
+        ("0.9.0", []),
+        ("dev", []),
+    ]
+    assert "url=0.10.0/" in (tmp_path / "index.html").read_text()
+
+
+def test_the_table_of_devices_names_every_extra():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    page = (ROOT / "docs" / "start" / "install.md").read_text()
+    named = re.findall(r"pip install '\.\[([\w,-]+)\]'", page)
+    assert {extra for group in named for extra in group.split(",")} == set(extras)

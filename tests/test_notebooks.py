@@ -1,0 +1,122 @@
+"""The notebooks are valid, run from top to bottom, print what is stored in them, and their links lead to files."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "docs" / "notebooks"
+RUN = FOLDER / "run.py"
+NOTEBOOKS = [pytest.param(path, id=path.stem) for path in sorted(FOLDER.glob("*.ipynb"))]
+CELL_KEYS = {"cell_type", "id", "metadata", "source"}
+
+
+def run(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The runner in a process of its own, as a reader without settings would start it; warnings are errors."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("RAGGED_", "TRITON_"))}
+    environment["TMPDIR"] = str(cwd)  # what a notebook leaves behind is found there
+    command = [sys.executable, "-W", "error", str(RUN), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment)
+
+
+def code(source: str, printed: str = "", *tags: str) -> dict[str, Any]:
+    """A code cell; `printed` is what is stored of its output."""
+    outputs = [{"name": "stdout", "output_type": "stream", "text": [printed]}] if printed else []
+    metadata = {"tags": list(tags)} if tags else {}
+    return {"cell_type": "code", "id": "it", "metadata": metadata, "outputs": outputs, "source": [source]}
+
+
+def small(folder: Path, *cells: dict[str, Any]) -> Path:
+    path = folder / "small.ipynb"
+    path.write_text(json.dumps({"cells": cells}))
+    return path
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS)
+def test_a_notebook_runs_and_prints_what_is_stored(path, tmp_path):
+    pytest.importorskip("torch")
+    done = run(path, cwd=tmp_path)
+    again = f"if the new output is right: python docs/notebooks/run.py --write {path.relative_to(ROOT)}"
+    assert done.returncode == 0, f"{done.stderr}\n{again}"
+    assert not list(tmp_path.glob("tmp*"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS)
+def test_a_notebook_is_valid(path):
+    """What version 4.5 of the format asks for, as far as these notebooks make use of it."""
+    notebook = json.loads(path.read_text())
+    assert notebook.keys() == {"cells", "metadata", "nbformat", "nbformat_minor"}
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    ids = [cell["id"] for cell in notebook["cells"]]
+    assert len(set(ids)) == len(ids)
+    for cell in notebook["cells"]:
+        assert re.fullmatch(r"[\w-]{1,64}", cell["id"], re.ASCII)
+        assert all(isinstance(line, str) for line in cell["source"])
+        if cell["cell_type"] == "markdown":
+            assert cell.keys() == CELL_KEYS
+            continue
+        assert cell["cell_type"] == "code"
+        assert cell.keys() == CELL_KEYS | {"execution_count", "outputs"}
+        assert cell["execution_count"] is None
+        for output in cell["outputs"]:
+            assert output.keys() == {"name", "output_type", "text"}
+            assert (output["name"], output["output_type"]) == ("stdout", "stream")
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS)
+def test_links_lead_to_files(path):
+    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "markdown"]
+    text = "\n".join("".join(cell["source"]) for cell in cells)
+    targets = re.findall(r"\]\(([^)#]+)[^)]*\)", text)
+    assert targets
+    for target in targets:
+        assert (path.parent / target).exists(), target
+
+
+def test_the_readme_and_the_concepts_lead_to_all_of_them():
+    for paper, folder in ((ROOT / "README.md", "docs/notebooks"), (ROOT / "docs" / "concepts.md", "notebooks")):
+        for parameter in NOTEBOOKS:
+            (path,) = parameter.values
+            assert f"({folder}/{path.name})" in paper.read_text()  # type: ignore[union-attr]
+
+
+def test_a_failure_names_the_cell_and_shows_its_line(tmp_path):
+    done = run(small(tmp_path, code("x = 1"), code("y = 0\nx / y")), cwd=tmp_path)
+    assert done.returncode == 1
+    assert 'File "small.ipynb, cell 2 (it)", line 2' in done.stderr
+    assert "    x / y\n" in done.stderr
+    assert done.stderr.endswith("ZeroDivisionError: division by zero\n")
+
+
+def test_a_warning_is_a_failure(tmp_path):
+    done = run(small(tmp_path, code("import warnings\nwarnings.warn('beware')")), cwd=tmp_path)
+    assert done.returncode == 1
+    assert "UserWarning: beware" in done.stderr
+
+
+def test_other_output_is_a_failure_but_where_it_varies(tmp_path):
+    cells = [code("print(1 + 1)", "3\n"), code("print('now')", "then\n", "varies"), code("print(5)", "5\n")]
+    done = run(small(tmp_path, *cells), cwd=tmp_path)
+    assert done.returncode == 1
+    assert re.findall(r"^[-+](?![-+]).*$", done.stderr, re.MULTILINE) == ["-3", "+2"]
+
+
+def test_what_is_printed_is_stored(tmp_path):
+    path = small(tmp_path, code("print(1 + 1)", "3\n"), code("x = 1"))
+    assert run("--write", path, cwd=tmp_path).returncode == 0
+    first, second = json.loads(path.read_text())["cells"]
+    assert first["outputs"] == [{"name": "stdout", "output_type": "stream", "text": ["2\n"]}]
+    assert second["outputs"] == []
+    assert run(path, cwd=tmp_path).returncode == 0
+
+
+def test_a_cell_may_go_to_a_file(tmp_path):
+    cell = code("%%writefile module.py\nx = 5", "Writing module.py\n")
+    assert run(small(tmp_path, cell), cwd=tmp_path).returncode == 0
+    assert (tmp_path / "module.py").read_text() == "x = 5\n"

@@ -1,0 +1,88 @@
+"""The pictures of the documentation are what docs/pictures/draw.py draws now, and fit for any page."""
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parent.parent / "docs" / "pictures"
+SVG = "{http://www.w3.org/2000/svg}"
+MOST_BYTES = 30_000
+
+
+@pytest.fixture(scope="module")
+def draw() -> Any:
+    for name in ("torch", "triton", "ml_dtypes"):
+        pytest.importorskip(name)
+    spec = importlib.util.spec_from_file_location("draw_pictures", FOLDER / "draw.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+NAMES = sorted(path.stem for path in FOLDER.glob("*.svg"))
+
+
+def test_every_picture_has_a_script(draw: Any) -> None:
+    assert sorted(draw.PICTURES) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_picture_is_what_its_script_draws(draw: Any, name: str) -> None:
+    text = (FOLDER / f"{name}.svg").read_text()
+    assert text == draw.PICTURES[name]().svg(), f"{name}.svg is not current: python docs/pictures/draw.py"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_picture_is_small_and_readable_anywhere(name: str) -> None:
+    text = (FOLDER / f"{name}.svg").read_text()
+    assert len(text.encode()) < MOST_BYTES
+    root = ElementTree.fromstring(text)
+    assert root.tag == f"{SVG}svg"
+    assert [child.tag for child in root[:3]] == [f"{SVG}title", f"{SVG}desc", f"{SVG}style"]
+    assert all(len(child.text or "") > 10 for child in root[:2])
+    style = root[2].text or ""
+    assert "prefers-color-scheme: dark" in style
+    assert "font-face" not in style
+    assert not re.search(r'(fill|stroke|href|src)="', text)  # colours are the style's, and nothing is loaded
+    known = set(re.findall(r"\.(\w+)[ ,]", style))
+    used = {kind for element in root.iter() for kind in element.get("class", "").split()}
+    assert used <= known
+    width, height = (float(root.get(side, 0)) for side in ("width", "height"))
+    for element in root.iter(f"{SVG}text"):
+        assert 0 <= float(element.get("x", -1)) <= width
+        assert 0 <= float(element.get("y", -1)) <= height
+
+
+def test_bytes_of_a_latent_cache(draw: Any) -> None:
+    """As the formats are described to users of CacheFormat."""
+    v32, v4 = draw.CACHE_FORMATS.values()
+    assert [(start, stop, kind) for start, stop, token, kind, _ in draw.runs_of(draw.roles(v32, 2)) if token == 0] == [
+        (0, 512, "values"), (512, 528, "scales"), (528, 656, "rotary"),
+    ]  # fmt: skip
+    second = [(start, stop, kind) for start, stop, token, kind, _ in draw.runs_of(draw.roles(v4, 2)) if token == 1]
+    assert second == [
+        (576, 1024, "values"), (1024, 1152, "rotary"), (1152 + 8, 1152 + 15, "scales"), (1167, 1168, "padding"),
+    ]  # fmt: skip
+
+
+def test_one_count_of_parts_for_all_has_the_same_keys(draw: Any) -> None:
+    visits = [(draw.schedule.Visit(0, stop, 64, False),) for stop in (128, 6400)]
+    launch = draw.schedule.Launch(
+        "split_kernel",
+        (2, 1),
+        tuple(draw.schedule.Program(seq, seq, (0, 0), visit) for seq, visit in enumerate(visits)),
+    )
+    fixed = draw.with_one_count(launch, 3, 64)
+    spans = [program.span for program in fixed.programs]
+    assert spans == [(0, 64), (64, 128), (0, 2176), (2176, 4352), (4352, 6400)]
+
+
+def test_the_seesaws_products_are_those_of_two_blocks(draw: Any) -> None:
+    words = [word for row in draw.steps() for word in row["products"].split(", ")]
+    assert sum(draw.PRODUCT[word.split()[0]] for word in words) == 2 * 64 * 64 * 1088
