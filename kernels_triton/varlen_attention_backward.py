@@ -26,6 +26,7 @@ from ragged_attention.kernels_triton._formats import narrow
 from ragged_attention.kernels_triton._sequences import VARYING, Edges, block_start, end_blocks, whole_blocks
 from ragged_attention.kernels_triton._softmax import LOG2E, column_sums, sum_of_products, tanh
 from ragged_attention.kernels_triton._tiles import (
+    OLDER_COMPILER,
     WGMMA,
     cdiv,
     expect_between,
@@ -56,7 +57,6 @@ from ragged_attention.kernels_triton._varlen import (
 
 PREPARED = 2048  # elements of `out` that one program of the first kernel reads
 TERMS: tl.constexpr = tl.constexpr(4)  # numbers of a row, with one to spare
-EARLY = triton.__version__.startswith("3.6")  # allots registers otherwise than its successors
 FEATURES = frozenset({
     "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "deterministic",
 })  # fmt: skip
@@ -119,7 +119,7 @@ def dkv_sizes(call: Any) -> tuple[int, int, int, int]:
     if on_cuda_cores(call):
         return 16, 16, 4, 1
     if not arch.startswith("sm_"):
-        num_stages = stages_on_amd(arch, columns, 256 if EARLY else 320)
+        num_stages = stages_on_amd(arch, columns, 256 if OLDER_COMPILER else 320)
         return 32, 64 if columns <= 320 and call.soft_cap is None else 32, 4, num_stages
     if arch == "sm_90":
         return dkv_sizes_of_hopper(call, columns)
@@ -140,7 +140,7 @@ def dkv_sizes_of_hopper(call: Any, columns: int) -> tuple[int, int, int, int]:
     if columns > 320:
         return 32, 32, 8, 3
     simple = call.soft_cap is None and not has_share(call)
-    if EARLY:
+    if OLDER_COMPILER:
         return 32, 128 if simple and 64 % call.group == 0 else 64, 8, 3
     return 32 if simple and call.causal else 16, 64, 4, 3
 

@@ -41,6 +41,6 @@ def quick_interpreter() -> None:
 @pytest.fixture(autouse=True)
 def no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests start without the requests of whoever runs them."""
-    for name in ("RAGGED_ATTENTION_BACKEND", "RAGGED_ATTENTION_CONFIG", "RAGGED_ATTENTION_VALIDATE"):
-        monkeypatch.delenv(name, raising=False)
+    for name in ("BACKEND", "CONFIG", "VALIDATE", "BATCH_INVARIANT"):
+        monkeypatch.delenv(f"RAGGED_ATTENTION_{name}", raising=False)
     reload_config()

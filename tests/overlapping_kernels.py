@@ -7,7 +7,6 @@ from typing import Any
 
 from benchmarks.cases.paged import PagedCase
 from benchmarks.compiled import compiling
-from ragged_attention import dispatch
 from ragged_attention.samples import device_of
 
 HEADS: dict[str, Any] = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16}
@@ -29,25 +28,10 @@ def marks(ptx: str) -> list[str]:
     return [name for before, name in zip([None, *found], found, strict=False) if name != before]
 
 
-class Launches(compiling.Recorder):
-    """A recorder that also keeps which launches may begin early."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.early: list[bool] = []
-
-    def __call__(self, *arguments: Any, launch_pdl: bool = False, **keywords: Any) -> Any:
-        self.early.append(launch_pdl)
-        return super().__call__(*arguments, **keywords)
-
-
 def kernels(case: PagedCase, arch: str) -> Iterator[tuple[str, bool, list[str]]]:
     """Each launch of a case: its kernel, whether it may begin early, and its marks."""
-    module: Any = dispatch.load(case.operation, "triton")
-    call, recorder = case.attention_call(device_of("torch", arch)), Launches()
-    module.run(call, module.heuristic(call), recorder)
-    for launch, early in zip(recorder.launches, recorder.early, strict=True):
-        yield launch.name, early, marks(compiling.compiled_by_triton(launch, arch).asm["ptx"])
+    for launch in compiling.record(case.attention_call(device_of("torch", arch))):
+        yield launch.name, launch.launch_pdl, marks(compiling.compiled_by_triton(launch, arch).asm["ptx"])
 
 
 if __name__ == "__main__":

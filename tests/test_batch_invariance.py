@@ -1,7 +1,6 @@
 """`batch_invariant`: who refuses it, where it is asked for, and prompts in chunks. Its laws are the suite's."""
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,6 @@ TABLES = {"kv_lens": [3], "page_indices": [[0]], "cu_q_lens": [0, 1]}
 
 def tables() -> dict[str, Any]:
     return {name: torch.tensor(values, dtype=torch.int32) for name, values in TABLES.items()}
-
-
-@pytest.fixture(autouse=True)
-def nothing_configured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Each test starts in an empty folder without requests, and leaves none."""
-    for variable in (config.BACKEND_VARIABLE, config.CONFIG_VARIABLE, config.BATCH_INVARIANT_VARIABLE):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.chdir(tmp_path)
-    ra.reload_config()
-    yield
-    monkeypatch.undo()
-    ra.reload_config()
 
 
 def decode(backend: str | None) -> Any:

@@ -19,6 +19,7 @@ pytest.importorskip("torch")
 import torch
 
 import ragged_attention as ra
+from ragged_attention import config
 from ragged_attention.errors import Unsupported
 from ragged_attention.integrations import vllm as module
 from ragged_attention.testing.compare import agrees
@@ -171,6 +172,15 @@ def expect_the_same(fake: Any, found: Any, any_order: bool, what: str) -> None:
     parameters, known = inspect.signature(fake).parameters, [*inspect.signature(found).parameters]
     needed = [n for n, p in parameters.items() if n in known or p.default is inspect.Parameter.empty]
     assert set(needed) <= set(known) if any_order else known[: len(needed)] == needed, what
+
+
+def test_vllms_own_variable_asks_for_batch_invariance(vllm, monkeypatch):
+    attention = importlib.import_module("ragged_attention.integrations._vllm_attention")
+    for value, asked in (("1", True), ("0", False), ("1", True)):
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
+        with attention.as_vllm_asks():
+            assert config.is_batch_invariant() == asked
+        assert not config.is_batch_invariant()
 
 
 def test_what_vllm_is_told_we_support(vllm):

@@ -10,7 +10,6 @@ else it writes the tables of docs/amd.md.
 
 import argparse
 import dataclasses
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -108,11 +107,8 @@ def loops(launch: compiling.Launch, arch: str) -> list[Loop]:
 
 
 def read_case(name: str, arch: str, kernels: Sequence[str] = (), tile: Mapping[str, Any] | None = None) -> list[Loop]:
-    """Every loop of the kernels of a case, if none are named of those that have something to do."""
-    idle = pipelines.idle_kernels(name)
-    launches = pipelines.launches_of(name, tile, arch)
-    chosen = (one for one in launches if (one.name in kernels if kernels else one.name not in idle))
-    return [loop for launch in chosen for loop in loops(launch, arch)]
+    """Every loop of the kernels of a case that are `chosen`."""
+    return [loop for launch in pipelines.chosen(name, kernels, tile, arch) for loop in loops(launch, arch)]
 
 
 # ---- tables
@@ -135,18 +131,14 @@ def accesses(found: Counts, *kinds: str) -> str:
     return ", ".join(texts) or "-"
 
 
-def label(loop: Loop) -> str:
-    return loop.kernel if loop.loop == 0 else f"{loop.kernel}, loop {loop.loop}"
-
-
 def code_line(case: str, loop: Loop) -> str:
     counts = loop.counts
     products = ", ".join(f"{shape} x {number}" for shape, number in sorted(counts.products.items()))
     scalar = f"{loop.scalars}, {loop.parked} parked" if loop.parked else str(loop.scalars)
     vectors = f"{loop.vectors}, {loop.accumulators} of them AGPRs" if loop.accumulators else str(loop.vectors)
     return (
-        f"| {case} | {label(loop)} | {loop.num_warps}, {loop.num_stages} | {vectors} | {scalar} | {loop.spilled} "
-        f"| {loop.lds / 1024:.0f} | {loop.waves:g} | {products} | {counts['vector'] + counts['special']} "
+        f"| {case} | {pipelines.label(loop)} | {loop.num_warps}, {loop.num_stages} | {vectors} | {scalar} "
+        f"| {loop.spilled} | {loop.lds / 1024:.0f} | {loop.waves:g} | {products} | {counts['vector'] + counts['special']} "
         f"| {counts['convert'] or '-'} | {accesses(counts, 'read')} | {accesses(counts, 'write')} "
         f"| {counts['exchange'] or '-'} | {accesses(counts, 'load', 'direct')} | {counts['barrier']} |\n"
     )
@@ -158,8 +150,8 @@ def time_line(case: str, loop: Loop) -> str:
     wait = "-" if loop.chain.least_wait is None else loop.chain.least_wait
     needs = " | ".join(f"{loop.needs[unit]:.0f}" if unit in loop.needs else "-" for unit in UNITS)
     return (
-        f"| {case} | {label(loop)} | {needs} | {loop.bound} | {loop.busy['matrices'] / loop.needs[loop.bound]:.0%} "
-        f"| {wait} | {loop.chain.lead:.0f} | {loop.chain.cycles:.0f} | {turns} | {rates} |\n"
+        f"| {case} | {pipelines.label(loop)} | {needs} | {loop.bound} "
+        f"| {loop.busy['matrices'] / loop.needs[loop.bound]:.0%} | {wait} | {loop.chain.lead:.0f} | {loop.chain.cycles:.0f} | {turns} | {rates} |\n"
     )
 
 
@@ -185,13 +177,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.compiled.amd", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--cases", "--case", nargs="+", help="only these; nothing is written")
     parser.add_argument("--arch", nargs="+", choices=CHIPS, default=list(CHIPS), help="for these GPUs")
-    parser.add_argument("--kernels", nargs="+", default=[], help="of these only those of such names")
-    parser.add_argument("--tile", nargs="+", default=[], metavar="FIELD=VALUE", help="in place of the heuristic's")
-    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processes")
-    options = parser.parse_args(argv)
-    options.tile = {name: int(value) for name, _, value in (one.partition("=") for one in options.tile)}
+    options = pipelines.parse_choice(parser, argv)
     if reason := compiling.why_not():
         print(reason, file=sys.stderr)
         return 2

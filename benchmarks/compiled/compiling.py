@@ -24,7 +24,7 @@ from benchmarks.compiled import sass, sources
 from ragged_attention import dispatch
 from ragged_attention.calls import Call, dtype_name
 from ragged_attention.devices import shared_memory_of
-from ragged_attention.samples import MULTIPROCESSORS, FakeArray
+from ragged_attention.samples import MULTIPROCESSORS, FakeArray, ShapeLauncher
 
 ARCHITECTURES = tuple(MULTIPROCESSORS)
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
@@ -55,6 +55,7 @@ class Launch:
     num_warps: int
     num_stages: int
     grid: tuple[int, ...] = ()
+    launch_pdl: bool = False  # whether it may begin before the launch before it has ended, which is no matter of code
 
     @property
     def name(self) -> str:
@@ -65,8 +66,8 @@ class Launch:
         return math.prod(self.grid)
 
 
-class Recorder:
-    """A launcher that launches nothing and remembers everything; arrays are fake and contiguous."""
+class Recorder(ShapeLauncher):
+    """A launcher that launches nothing and remembers everything."""
 
     def __init__(self) -> None:
         self.launches: list[Launch] = []
@@ -84,33 +85,19 @@ class Recorder:
         launch_pdl: bool = False,
         **arguments: Any,
     ) -> list[Any]:
-        del launch_pdl  # which changes nothing in the code
         new = [FakeArray(tuple(shape), str(dtype).rpartition(".")[2]) for shape, dtype in outputs]
         new += [inputs[index] for index in inplace]
         if 0 not in grid:
             operands = tuple(map(self.bits, (*inputs, *new)))
-            self.launches.append(Launch(kernel, operands, arguments, num_warps, num_stages, grid))
+            self.launches.append(Launch(kernel, operands, arguments, num_warps, num_stages, grid, launch_pdl))
         return new
 
     def sorted(self, numbers: Any) -> tuple[Any, Any]:
         return numbers, FakeArray(numbers.shape, "int32")
 
-    def strides(self, array: Any) -> tuple[int, ...]:
-        return tuple(math.prod(array.shape[axis + 1 :]) for axis in range(len(array.shape)))
-
     def bits(self, array: Any) -> Any:
         """8-bit floats reach a kernel as uint8, whichever the front end."""
         return FakeArray(array.shape, "uint8") if dtype_name(array).startswith("float8") else array
-
-    def contiguous(self, array: Any) -> Any:
-        return array
-
-    def packed(self, array: Any) -> Any:
-        return array
-
-    def words(self, array: Any, *, packed_rows: bool) -> Any:
-        del packed_rows
-        return array
 
     def on_host(self, function: Any, call: Any, outputs: Any, **extra: Any) -> Any:
         raise TypeError(f"expected only kernel launches, got the host function {function.__name__}")

@@ -120,10 +120,17 @@ def launches_of(name: str, tile: Mapping[str, Any] | None = None, arch: str = AR
 
 
 def read_case(name: str, kernels: Sequence[str] = (), tile: Mapping[str, Any] | None = None) -> list[Walk]:
-    """Every loop of the kernels of a case, if none are named of those that have something to do."""
+    """Every loop of the kernels of a case that are `chosen`."""
+    return [walk for launch in chosen(name, kernels, tile) for walk in walks(launch)]
+
+
+def chosen(
+    name: str, kernels: Sequence[str], tile: Mapping[str, Any] | None, arch: str = ARCH
+) -> Iterator[compiling.Launch]:
+    """The launches of a case's kernels, if none are named of those that have something to do."""
     idle = idle_kernels(name)
-    chosen = (one for one in launches_of(name, tile) if (one.name in kernels if kernels else one.name not in idle))
-    return [walk for launch in chosen for walk in walks(launch)]
+    launches = launches_of(name, tile, arch)
+    return (one for one in launches if (one.name in kernels if kernels else one.name not in idle))
 
 
 def idle_kernels(name: str) -> set[str]:
@@ -143,15 +150,19 @@ HEAD = (
 )
 
 
+def label(found: Any) -> str:
+    """Of a loop that was read: its kernel, and which of its loops it is."""
+    return found.kernel if found.loop == 0 else f"{found.kernel}, loop {found.loop}"
+
+
 def line_of(name: str, walk: Walk) -> str:
     turns = " - ".join(f"{walk.turn(latency):.0f}" for latency in LATENCIES)
     rates = " - ".join(f"{walk.reachable(latency) / 1e12:.1f}" for latency in reversed(LATENCIES))
     unit, cycles = max(walk.busy, key=lambda item: item[1])
     ahead = f"{walk.blocks:.1f} | {walk.programs * walk.in_flight / 1024:.0f}"
     wait = "-" if walk.least_wait is None else walk.least_wait
-    kernel = walk.kernel if walk.loop == 0 else f"{walk.kernel}, loop {walk.loop}"
     return (
-        f"| {name} | {kernel} | {walk.num_warps}, {walk.num_stages} | {walk.registers} | {walk.spilled} "
+        f"| {name} | {label(walk)} | {walk.num_warps}, {walk.num_stages} | {walk.registers} | {walk.spilled} "
         f"| {walk.shared / 1024:.0f} | {walk.programs} | {walk.stages or '-'} | {wait} | {ahead} "
         f"| {walk.chain:.0f} | {turns} | {cycles:.0f} {unit} | {rates} |\n"
     )
@@ -181,10 +192,15 @@ def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.compiled.pipelines", description=(__doc__ or "").partition("\n")[0]
     )
+    parser.add_argument("--json", type=Path, help="write what was found to this file too")
+    return parse_choice(parser, argv)
+
+
+def parse_choice(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options that say what is read, beside those that the parser has."""
     parser.add_argument("--cases", "--case", nargs="+", help="only these; nothing is written")
     parser.add_argument("--kernels", nargs="+", default=[], help="of these only those of such names")
     parser.add_argument("--tile", nargs="+", default=[], metavar="FIELD=VALUE", help="in place of the heuristic's")
-    parser.add_argument("--json", type=Path, help="write what was found to this file too")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processes")
     options = parser.parse_args(argv)
     options.tile = {name: int(value) for name, _, value in (one.partition("=") for one in options.tile)}

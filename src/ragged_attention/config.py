@@ -10,9 +10,9 @@ The first of these that names a backend for the operation decides:
 5. the environment variable RAGGED_ATTENTION_BACKEND
 6. the platform's own order, `ragged_attention.dispatch.ORDER`
 
-`options` follow the same order from 1 to 4, operation by operation; `validate` and `batch_invariant` from 2 to 5, the
-latter two by variables of their own. The file and the environment are read once, when a
-call first needs them, and again after `reload_config()`.
+`options` follow the same order from 1 to 4, operation by operation; `validate` and `batch_invariant` follow it from 2
+to 5, each with a variable of its own. The file and the environment are read once, when a call first needs them, and
+again after `reload_config()`.
 """
 
 import contextvars

@@ -7,6 +7,7 @@ a sample too, follow from the lengths of its sequences.
 import dataclasses
 import importlib
 import importlib.util
+import math
 from typing import Any
 
 from ragged_attention.calls import CACHE_FORMATS, CALLS, QUANTIZED, Call, Device
@@ -25,6 +26,23 @@ class FakeArray:
 
     shape: tuple[int, ...]
     dtype: str
+
+
+class ShapeLauncher:
+    """What launchers of arrays without values share: these are contiguous, so none is ever copied."""
+
+    def strides(self, array: Any) -> tuple[int, ...]:
+        return tuple(math.prod(array.shape[axis + 1 :]) for axis in range(len(array.shape)))
+
+    def contiguous(self, array: Any) -> Any:
+        return array
+
+    def packed(self, array: Any) -> Any:
+        return array
+
+    def words(self, array: Any, *, packed_rows: bool) -> Any:
+        del packed_rows
+        return array
 
 
 class AnySample:

@@ -6,6 +6,7 @@ engine likes; its two halves are our pair of pages by strides alone.
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import os
 from typing import Any, ClassVar
@@ -73,8 +74,14 @@ class RaggedAttentionBackend(AnyPages, _vllm.AttentionBackend):
 
 def as_vllm_asks() -> contextlib.AbstractContextManager[Any]:
     """Around an attention: batch invariant where vLLM's own variable says so."""
-    asked = os.environ.get("VLLM_BATCH_INVARIANT", "0") == "1"
-    return use_backend(batch_invariant=True) if asked else contextlib.nullcontext()
+    return _invariant() if os.environ.get("VLLM_BATCH_INVARIANT", "0") == "1" else contextlib.nullcontext()
+
+
+@functools.cache
+def _invariant() -> use_backend:
+    block = use_backend(batch_invariant=True)
+    with block:  # a block that nobody has entered yet holds for the whole process
+        return block
 
 
 @dataclasses.dataclass

@@ -34,17 +34,8 @@ def wider(table: NDArray[np.int32]) -> NDArray[np.int32]:
 
 def ragged_alone(batch: Batch) -> Iterator[tuple[Batch, tuple[Any, ...]]]:
     for seq, (start, stop) in enumerate(batch.bounds()):
-        rows = slice(start, stop)
-        own = batch.change(
-            q=batch.q[rows],
-            kv_lens=batch.kv_lens[seq : seq + 1],
-            page_indices=wider(batch.page_indices[seq : seq + 1]),
-            cu_q_lens=np.array([0, stop - start], np.int32),
-            num_seqs=None,
-            max_q_len=None,
-            draft_mask=None if batch.draft_mask is None else batch.draft_mask[rows],
-        )
-        yield own, (rows, rows)
+        own, rows = batch.alone(seq), slice(start, stop)
+        yield own.change(page_indices=wider(own.page_indices)), (rows, rows)
 
 
 def heads_first_alone(batch: PagedBatch) -> Iterator[tuple[PagedBatch, tuple[Any, ...]]]:

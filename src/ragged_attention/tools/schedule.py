@@ -18,7 +18,7 @@ import numpy as np
 
 from ragged_attention import dispatch
 from ragged_attention.calls import Call, dtype_name
-from ragged_attention.samples import FakeArray
+from ragged_attention.samples import FakeArray, ShapeLauncher
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -292,7 +292,7 @@ class Walk:
                 yield Program(index=index, visits=tuple(self.visits), **self.found) if self.found else None, self.merges
 
 
-class Recorder:
+class Recorder(ShapeLauncher):
     """A launcher that launches nothing, but walks through the programs that would run."""
 
     def __init__(self) -> None:
@@ -316,15 +316,6 @@ class Recorder:
             name = getattr(kernel, "__name__", None) or kernel.fn.__name__
             self.launches.append(Launch(name, grid, working, sum(merges for _, merges in found)))
         return new
-
-    def strides(self, array: Any) -> tuple[int, ...]:
-        return tuple(math.prod(array.shape[axis + 1 :]) for axis in range(len(array.shape)))
-
-    def packed(self, array: Any) -> Any:
-        return array
-
-    def words(self, array: Any, *, packed_rows: bool) -> Any:
-        return array
 
 
 def launches_of(call: Call, tile: Any = None) -> list[Launch]:

@@ -70,14 +70,7 @@ def sequences_do_not_mix(runner: Runner, spec: Spec) -> None:
     batch = spec.build()
     out, lse = runner.run("ragged_paged_attention", batch, return_lse=True)
     for seq, (start, stop) in enumerate(batch.bounds()):
-        alone = batch.change(
-            q=batch.q[start:stop],
-            kv_lens=batch.kv_lens[seq : seq + 1],
-            page_indices=batch.page_indices[seq : seq + 1],
-            cu_q_lens=np.array([0, stop - start], np.int32),
-            num_seqs=None,
-        )
-        out_alone, lse_alone = runner.run("ragged_paged_attention", alone, return_lse=True)
+        out_alone, lse_alone = runner.run("ragged_paged_attention", batch.alone(seq), return_lse=True)
         agrees(out[start:stop], out_alone, batch.kind, f"out of sequence {seq}")
         agrees(lse[start:stop], lse_alone, f"lse {batch.kind}", f"lse of sequence {seq}")
 

@@ -118,6 +118,19 @@ class Batch(Arrays):
         """First and one-past-last query row of every live sequence."""
         return sequence_bounds(self.cu_q_lens, self.num_seqs, len(self.q))
 
+    def alone(self, seq: int) -> "Batch":
+        """The call of one of the live sequences."""
+        start, stop = self.bounds()[seq]
+        return self.change(
+            q=self.q[start:stop],
+            kv_lens=self.kv_lens[seq : seq + 1],
+            page_indices=self.page_indices[seq : seq + 1],
+            cu_q_lens=np.array([0, stop - start], np.int32),
+            num_seqs=None,
+            max_q_len=None,
+            draft_mask=None if self.draft_mask is None else self.draft_mask[start:stop],
+        )
+
     def kv_len(self, seq: int) -> int:
         return int(np.clip(self.kv_lens[seq], 0, self.page_indices.shape[1] * self.page_size))
 
