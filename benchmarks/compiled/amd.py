@@ -138,7 +138,8 @@ def code_line(case: str, loop: Loop) -> str:
     vectors = f"{loop.vectors}, {loop.accumulators} of them AGPRs" if loop.accumulators else str(loop.vectors)
     return (
         f"| {case} | {pipelines.label(loop)} | {loop.num_warps}, {loop.num_stages} | {vectors} | {scalar} "
-        f"| {loop.spilled} | {loop.lds / 1024:.0f} | {loop.waves:g} | {products} | {counts['vector'] + counts['special']} "
+        f"| {loop.spilled} | {loop.lds / 1024:.0f} | {loop.waves:g} | {products} "
+        f"| {counts['vector'] + counts['special']} "
         f"| {counts['convert'] or '-'} | {accesses(counts, 'read')} | {accesses(counts, 'write')} "
         f"| {counts['exchange'] or '-'} | {accesses(counts, 'load', 'direct')} | {counts['barrier']} |\n"
     )
@@ -151,7 +152,8 @@ def time_line(case: str, loop: Loop) -> str:
     needs = " | ".join(f"{loop.needs[unit]:.0f}" if unit in loop.needs else "-" for unit in UNITS)
     return (
         f"| {case} | {pipelines.label(loop)} | {needs} | {loop.bound} "
-        f"| {loop.busy['matrices'] / loop.needs[loop.bound]:.0%} | {wait} | {loop.chain.lead:.0f} | {loop.chain.cycles:.0f} | {turns} | {rates} |\n"
+        f"| {loop.busy['matrices'] / loop.needs[loop.bound]:.0%} | {wait} | {loop.chain.lead:.0f} "
+        f"| {loop.chain.cycles:.0f} | {turns} | {rates} |\n"
     )
 
 
