@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --constraint
 # Tests start many processes; where bytecode is not kept, each compiles the package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-shard check conformance compile-matrix ptx-faults cuda-compile predictions flash-mla-matrix tpu-compile bench bench-cpu bench-transformers vllm-check docs docs-site status clean
+.PHONY: demo test test-all test-shard check conformance compile-matrix ptx-faults cuda-compile predictions flash-mla-matrix tpu-compile bench bench-cpu bench-transformers vllm-check docs docs-site status dist release clean
 
 demo: .venv/demo
 	$(BIN)/ragged-attention demo $(ARGS)
@@ -83,7 +83,7 @@ docs: .venv/all
 	$(BIN)/python docs/operation_pages.py
 	$(BIN)/python docs/pictures/draw.py
 
-# The documentation as a site in build/site; with ARGS="--version 0.1.0" kept in build/versions, beside earlier ones.
+# The documentation as a site in build/site; with ARGS="--version 0.2.0" kept in build/versions, beside earlier ones.
 docs-site: .venv-docs/all
 	.venv-docs/bin/python docs/build_site.py $(ARGS)
 
@@ -91,8 +91,16 @@ docs-site: .venv-docs/all
 status: .venv/all
 	$(BIN)/python docs/status_table.py build/tests.json $(ARGS)
 
+# An sdist and a wheel in dist/, checked, and tried in fresh environments.
+dist: .venv-release/all
+	.venv-release/bin/python tools/release.py dist
+
+# Whether this commit can be released; ARGS=--tag tags it. Uploads nothing.
+release: .venv-release/all
+	.venv-release/bin/python tools/release.py release $(ARGS)
+
 clean:
-	rm -rf .venv .venv-docs .venv-tpu .venv-vllm .triton36 .cache build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
+	rm -rf .venv .venv-docs .venv-release .venv-tpu .venv-vllm .triton36 .cache build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
 
 .venv/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
@@ -130,4 +138,10 @@ clean:
 	$(PYTHON) -m venv .venv-docs
 	.venv-docs/bin/python -m pip --disable-pip-version-check install 'pip>=25.1'
 	.venv-docs/bin/python -m pip --disable-pip-version-check install --constraint constraints.txt --group docs
+	touch $@
+
+.venv-release/all: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/python -m pip --disable-pip-version-check install 'pip>=25.1'
+	.venv-release/bin/python -m pip --disable-pip-version-check install --constraint constraints.txt --group release
 	touch $@

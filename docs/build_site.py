@@ -1,7 +1,7 @@
 """Build the documentation's site in build/site and check every link of it.
 
     python docs/build_site.py
-    python docs/build_site.py --version 0.1.0    # build/versions/0.1.0, beside the versions that are there already
+    python docs/build_site.py --version 0.2.0    # build/versions/0.2.0, beside the versions that are there already
 
 The pages of docs/ link to files elsewhere in the repository. Those become pages too: Markdown as it is, code as a
 listing, below repository/. So the site needs nothing from anywhere, and can be read from a disk.
@@ -27,6 +27,10 @@ AS_IT_IS = {".svg", ".png", ".css"}
 LISTINGS = {".py": "py", ".toml": "toml", ".cu": "cuda", ".h": "cpp", ".cc": "cpp", ".json": "json"}
 FENCE = re.compile(r"`{3,}")
 LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")
+PAIR = re.compile(
+    r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="([^"]+)">\s*'
+    r'<img alt="([^"]+)" src="([^"]+)">\s*</picture>'
+)
 
 
 def place(path: Path) -> Path:
@@ -106,8 +110,12 @@ def stage(source: Path) -> list[Path]:
 
 
 def with_links(path: Path, text: str) -> tuple[str, list[Path]]:
-    """A page whose links lead to where files stand on the site, and those files."""
+    """A page whose links lead to where files stand on the site, and those files.
+
+    A picture in light and in dark follows the site's switch, not the system alone as `<picture>` does.
+    """
     found: list[Path] = []
+    text = PAIR.sub(r"![\2](\3#only-light) ![\2](\1#only-dark)", text)
 
     def moved(link: re.Match) -> str:
         if urlsplit(link[1]).scheme:

@@ -1,9 +1,9 @@
-"""Write the generated parts of docs/operations/ from the docstrings of both front ends and the README's tables.
+"""Write the generated parts of docs/operations/ from the docstrings of both front ends and docs/support.md.
 
     python docs/operation_pages.py
 
 A page of an operation has an introduction and an example, written by hand, and below them what its docstring says:
-signatures, arguments, results and errors, with what runs where from the README's support table. Nothing is imported:
+signatures, arguments, results and errors, with what runs where from the table of docs/support.md. Nothing is imported:
 functions are read as text.
 """
 
@@ -117,8 +117,8 @@ def described(docstring: str, own: str, operations: set[str]) -> str:
 
 
 def support(operation: str) -> str:
-    """The operation's rows of the README's support table."""
-    table = (ROOT / "README.md").read_text().partition(SUPPORT[0])[2].partition(SUPPORT[1])[0].splitlines()
+    """The operation's rows of the table of what runs where."""
+    table = (ROOT / "docs" / "support.md").read_text().partition(SUPPORT[0])[2].partition(SUPPORT[1])[0].splitlines()
     rows = [*table[:2], *(row for row in table if row.startswith(f"| `{operation}` |"))]
     return "".join(f"|{row.split('|', 2)[2]}\n" for row in rows)
 
@@ -138,13 +138,6 @@ def written(operation: str) -> str:
     return f"{text}\n## What runs where\n\n{ABOUT_SUPPORT}\n\n{support(operation)}"
 
 
-def overview() -> str:
-    """The README's list of operations, each a link to its page."""
-    _, _, rest = (ROOT / "README.md").read_text().partition("\n## The operations\n\n")
-    table = rest.partition("\n\n")[0]
-    return re.sub(r"`(\w+)`", r"[`\1`](\1.md)", table) + "\n"
-
-
 def with_written(text: str, part: str) -> str:
     """A page's text, its generated part written anew. What stands around the two lines is written by hand."""
     before, found, rest = text.partition(BEGIN)
@@ -154,8 +147,8 @@ def with_written(text: str, part: str) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """Every page of docs/operations/ as it should be."""
-    parts = {"index": overview()} | {operation: written(operation) for operation in functions("torch")}
+    """The page of every operation as it should be."""
+    parts = {operation: written(operation) for operation in functions("torch")}
     paths = {name: PAGES / f"{name}.md" for name in parts}
     return {path: with_written(path.read_text(), parts[name]) for name, path in paths.items()}
 

@@ -1,9 +1,9 @@
-"""Write the README's support table from what the backends themselves answer (`why_not`).
+"""Write the tables of what runs where, of docs/support.md and the README, from what the backends answer (`why_not`).
 
     python docs/support_table.py
 
 The backends of a platform are asked in its own order; those that take a call are listed, the first being the one that
-runs it. Nothing is run, and no device is needed.
+runs it. The README has the first alone, a line for each operation. Nothing is run, and no device is needed.
 """
 
 import dataclasses
@@ -13,7 +13,8 @@ from ragged_attention import dispatch
 from ragged_attention.calls import CACHE_FORMATS, FLOATS, QUANTIZED, Device
 from ragged_attention.samples import LatentSample, Sample, VarlenSample, device_of
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+DOCS = Path(__file__).resolve().parent
+PAGE, README = DOCS / "support.md", DOCS.parent / "README.md"
 BEGIN, END = "<!-- support table: written by `make docs` -->\n", "<!-- end of support table -->\n"
 
 # Column: (framework, device) that is asked.
@@ -29,8 +30,9 @@ DECODE = Sample()
 WIDE = dataclasses.replace(DECODE, num_tokens=512)
 LATENT = LatentSample()
 PLAIN = [LatentSample(cache_format="plain", dtype=dtype) for dtype in FLOATS]
-FP8 = {name: [LatentSample(cache_format=name, dtype=dtype) for dtype in FLOATS] for name in CACHE_FORMATS}
-ANY_FP8 = [sample for samples in FP8.values() for sample in samples]
+QUANTIZED_LATENTS = {name: [LatentSample(cache_format=name, dtype=dtype) for dtype in FLOATS] for name in CACHE_FORMATS}
+ANY_LATENTS = [sample for samples in QUANTIZED_LATENTS.values() for sample in samples]
+FORMATS = ", ".join(CACHE_FORMATS)
 ODD = "1, 3, 7, 16 heads; top-k of 100; pages of 1; sinks"
 ODD_SHAPES = [
     *(LatentSample(num_q_heads=heads) for heads in (1, 3, 7, 16)),
@@ -96,17 +98,19 @@ ROWS = {
         *(dataclasses.replace(WIDE, **change) for change in ({"sliding_window": 128}, {"soft_cap": 30.0})),
         *(dataclasses.replace(sample, num_tokens=512) for sample in ODD_HEADS),
     ],
-    ("mla_decode", "dense; f32, f16, bf16"): [dataclasses.replace(sample, topk=0) for sample in PLAIN],
-    ("mla_decode", "dense; fp8_v32 cache"): [dataclasses.replace(sample, topk=0) for sample in FP8["fp8_v32"]],
-    ("mla_decode", "dense; fp8_v4 cache"): [dataclasses.replace(sample, topk=0) for sample in FP8["fp8_v4"]],
-    ("mla_decode", "sparse; f32, f16, bf16"): PLAIN,
-    ("mla_decode", "sparse; fp8_v32 cache"): FP8["fp8_v32"],
-    ("mla_decode", "sparse; fp8_v4 cache"): FP8["fp8_v4"],
+    **{
+        ("mla_decode", f"{kind}; {what}"): [dataclasses.replace(sample, topk=topk) for sample in samples]
+        for kind, topk in (("dense", 0), ("sparse", LATENT.topk))
+        for what, samples in (
+            ("f32, f16, bf16", PLAIN),
+            *((f"{name} cache", QUANTIZED_LATENTS[name]) for name in QUANTIZED_LATENTS),
+        )
+    },
     ("mla_decode", ODD): ODD_SHAPES,
     ("sparse_mla_prefill", "f32, f16, bf16"): [dataclasses.replace(sample, num_tokens=512) for sample in PLAIN],
     **{
         ("sparse_mla_prefill", f"{name} cache"): [dataclasses.replace(sample, num_tokens=512) for sample in samples]
-        for name, samples in FP8.items()
+        for name, samples in QUANTIZED_LATENTS.items()
     },
     ("sparse_mla_prefill", ODD): ODD_SHAPES,
     ("sparse_mla_prefill_backward", "f16, bf16; f32 of 192 columns"): [
@@ -123,10 +127,10 @@ ROWS = {
         }.items()
     },
     ("make_decode_schedule", "dense, sparse"): [dataclasses.replace(LATENT, topk=topk) for topk in (0, 2048)],
-    ("quantize_mla_cache", "fp8_v32, fp8_v4"): ANY_FP8,
-    ("dequantize_mla_cache", "fp8_v32, fp8_v4"): ANY_FP8,
+    ("quantize_mla_cache", FORMATS): ANY_LATENTS,
+    ("dequantize_mla_cache", FORMATS): ANY_LATENTS,
     ("write_mla_cache", "f32, f16, bf16"): PLAIN,
-    ("write_mla_cache", "fp8_v32, fp8_v4 cache"): ANY_FP8,
+    ("write_mla_cache", f"{FORMATS} cache"): ANY_LATENTS,
     ("page_indices_to_slots", "any"): [LATENT],
 }
 
@@ -145,30 +149,64 @@ def _device(framework: str, name: str) -> Device:
     return Device(framework=framework, platform=name) if here else device_of(framework, name)
 
 
-def cell(operation: str, samples: list[Sample], devices: tuple[tuple[str, str], ...]) -> str:
+def common(operation: str, samples: list[Sample], devices: tuple[tuple[str, str], ...]) -> list[str]:
     """What all the devices of a column have in common, for torch and jax alike where both can be there."""
     answers = [takers(operation, samples, _device(*device)) for device in devices]
     if devices[0][1].startswith(("sm_", "gfx")):
         answers += [takers(operation, samples, _device("jax", name)) for _, name in devices]
-    common = [name for name in answers[0] if all(name in answer for answer in answers)]
-    return ", ".join(common) or "none"
+    return [name for name in answers[0] if all(name in answer for answer in answers)]
 
 
-def table() -> str:
-    """The table in Markdown."""
+Answers = dict[tuple[str, str], list[list[str]]]  # of each row, the backends of each column
+
+
+def answers() -> Answers:
+    """What the backends say to every call of the table."""
+    return {
+        (operation, what): [common(operation, samples, devices) for devices in COLUMNS.values()]
+        for (operation, what), samples in ROWS.items()
+    }
+
+
+def table(found: Answers) -> str:
+    """Every kind of call in Markdown, with all that take it."""
     lines = ["| operation | call | " + " | ".join(COLUMNS) + " |", "|---" * (2 + len(COLUMNS)) + "|"]
-    for (operation, what), samples in ROWS.items():
-        cells = [cell(operation, samples, devices) for devices in COLUMNS.values()]
+    for (operation, what), columns in found.items():
+        cells = [", ".join(names) or "none" for names in columns]
         lines.append(f"| `{operation}` | {what} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def with_table(text: str) -> str:
-    """The README's text, its table written anew."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}{table()}{END}{after}"
+def short_table(found: Answers) -> str:
+    """Every operation in Markdown, with what `"auto"` picks; where that depends on the call, each of them."""
+    lines = ["| operation | " + " | ".join(COLUMNS) + " |", "|---" * (1 + len(COLUMNS)) + "|"]
+    for operation in dict.fromkeys(operation for operation, _ in found):
+        rows = [columns for (name, _), columns in found.items() if name == operation]
+        picked = [
+            dict.fromkeys(names[0] if names else "none" for names in column) for column in zip(*rows, strict=True)
+        ]
+        page = f"[`{operation}`](docs/operations/{operation}.md)"
+        lines.append(f"| {page} | {' | '.join(' or '.join(names) for names in picked)} |")
+    return "\n".join(lines) + "\n"
+
+
+def with_table(text: str, written: str) -> str:
+    """A page's text, its table written anew."""
+    before, begin, rest = text.partition(BEGIN)
+    if not begin or END not in rest:
+        raise ValueError(f"expected a page with the lines {BEGIN!r} and {END!r}")
+    return f"{before}{BEGIN}{written}{END}{rest.partition(END)[2]}"
+
+
+def pages() -> dict[Path, str]:
+    """Both pages as they should be."""
+    found = answers()
+    return {
+        PAGE: with_table(PAGE.read_text(), table(found)),
+        README: with_table(README.read_text(), short_table(found)),
+    }
 
 
 if __name__ == "__main__":
-    README.write_text(with_table(README.read_text()))
+    for path, text in pages().items():
+        path.write_text(text)

@@ -9,7 +9,7 @@ from ragged_attention.kernels_cuda._latent import why_not_by_default as why_not_
 
 FEATURES = frozenset({
     "page_indices", "kv_lens", "indices", "d_v", "sm_scale", "causal", "sinks", "topk_lens", "schedule",
-    "cache_format",
+    "cache_format", "cache_layout",
 })  # fmt: skip
 
 

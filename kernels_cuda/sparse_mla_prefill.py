@@ -7,7 +7,7 @@ from ragged_attention.kernels_cuda import _latent
 from ragged_attention.kernels_cuda._latent import Tile as Tile
 from ragged_attention.kernels_cuda._latent import why_not_by_default as why_not_by_default
 
-FEATURES = frozenset({"sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "deterministic"})
+FEATURES = frozenset({"sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "cache_layout", "deterministic"})
 
 
 def tuning_key(call: SparseMlaPrefill) -> str:

@@ -85,8 +85,9 @@ def why_not(call: MlaDecode | SparseMlaPrefill) -> str | None:
         return reason
     if dtype_name(call.q) == "float64":
         return "takes q.dtype of at most 32 bits, got float64"
-    if call.format == "fp8_v4":
-        return "takes cache_format 'plain' and 'fp8_v32', got 'fp8_v4', whose pages no copy can cut into rows"
+    if call.format not in ("plain", "fp8_v32"):
+        why = ", whose pages no copy can cut into rows" if call.layout.planar else ""  # type: ignore[union-attr]
+        return f"takes cache_format 'plain' and 'fp8_v32', got {call.format!r}{why}"
     for cache in (getattr(call, "kv", None), getattr(call, "kv_cache", None), getattr(call, "extra_kv_cache", None)):
         rows = 0 if cache is None else math.prod(cache.shape[:-1])
         if rows > LARGEST_INT:

@@ -13,7 +13,7 @@ from ragged_attention.kernels_pallas._latent import why_not as why_not
 ROWS = 256  # of queries that a dense call computes together, unless a token's heads are more
 FEATURES = frozenset({
     "page_indices", "kv_lens", "indices", "d_v", "sm_scale", "causal", "sinks", "topk_lens", "extra_kv_cache",
-    "extra_indices", "extra_topk_lens", "schedule", "cache_format",
+    "extra_indices", "extra_topk_lens", "schedule", "cache_format", "cache_layout",
 })  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from ragged_attention.kernels_pallas import _latent
 from ragged_attention.kernels_pallas._latent import Tile as Tile
 from ragged_attention.kernels_pallas._latent import why_not as why_not
 
-FEATURES = frozenset({"sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "deterministic"})
+FEATURES = frozenset({"sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "cache_layout", "deterministic"})
 
 
 def tuning_key(call: Any) -> str:

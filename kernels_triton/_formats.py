@@ -143,6 +143,29 @@ def encode_float8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.con
 
 
 @triton.jit
+def e4m3_values(codes):
+    """Codes of e4m3 as float32, exactly; for scales, of which there are few."""
+    wide = codes.to(tl.uint16)
+    half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+    value = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    return tl.where((codes & 0x7F) == 0x7F, float("nan"), value)
+
+
+@triton.jit
+def encode_float4(x):
+    """float32 to the bits of e2m1, one in each byte: nearest even, saturating; the same bits everywhere.
+
+    A code is how many middles between two neighbours lie below; in the middle itself the even one is taken. NaN becomes
+    a 0 of its sign.
+    """
+    size = tl.abs(x)
+    code = (size > 0.25).to(tl.uint32) + (size >= 0.75).to(tl.uint32) + (size > 1.25).to(tl.uint32)
+    code += (size >= 1.75).to(tl.uint32) + (size > 2.5).to(tl.uint32) + (size >= 3.5).to(tl.uint32)
+    code += (size > 5.0).to(tl.uint32)
+    return code | ((x.to(tl.uint32, bitcast=True) >> 28) & 8)
+
+
+@triton.jit
 def encode(x, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     """float32 values as elements of the cache."""
     if FORMAT == "plain":

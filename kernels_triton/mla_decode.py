@@ -3,18 +3,23 @@
 import dataclasses
 from typing import Any
 
-from ragged_attention.calls import MlaDecode
+from ragged_attention.calls import CacheFormat, MlaDecode
 from ragged_attention.kernels_triton._latent import kernel, plan
 from ragged_attention.kernels_triton._latent.plan import Tile as Tile
-from ragged_attention.kernels_triton._tiles import launchable
+from ragged_attention.kernels_triton._tiles import OLDER_COMPILER, launchable
 
 FEATURES = frozenset({
     "page_indices", "kv_lens", "indices", "d_v", "sm_scale", "causal", "sinks", "topk_lens", "extra_kv_cache",
-    "extra_indices", "extra_topk_lens", "schedule", "cache_format",
+    "extra_indices", "extra_topk_lens", "schedule", "cache_format", "cache_layout",
 })  # fmt: skip
 
 
 def why_not(call: MlaDecode) -> str | None:
+    if OLDER_COMPILER and call.extra_format != call.format:
+        return (
+            f"needs Triton 3.7 for caches of two formats, which older ones compile wrongly, got {call.format!r} beside "
+            f"{call.extra_format!r}"
+        )
     return launchable(call, kernel.latent_kernel)
 
 
@@ -39,7 +44,7 @@ def run(call: MlaDecode, tile: Tile, launch: Any) -> Any:
     if not call.sparse:
         table, lens = launch.packed(call.page_indices), call.kv_lens
         keys = plan.Keys(
-            cache=plan.readable(call.kv_cache, call.format, launch),
+            cache=plan.readable(call.kv_cache, call.layout, launch),
             lists=table,
             list_strides=(launch.strides(table)[0], 0, 0),
             lens=lens,
@@ -47,9 +52,9 @@ def run(call: MlaDecode, tile: Tile, launch: Any) -> Any:
             page_size=call.page_size,
         )
     else:
-        keys = _selected(call, call.kv_cache, call.indices, call.topk_lens, launch)
+        keys = _selected(call.kv_cache, call.layout, call.indices, call.topk_lens, launch)
         if call.extra_indices is not None:
-            extra = _selected(call, call.extra_kv_cache, call.extra_indices, call.extra_topk_lens, launch)
+            extra = _selected(call.extra_kv_cache, call.extra_layout, call.extra_indices, call.extra_topk_lens, launch)
     q = launch.packed(call.q)
     seq_stride, token_stride, head_stride = launch.strides(q)[:3]
     work = plan.Work(
@@ -70,11 +75,11 @@ def run(call: MlaDecode, tile: Tile, launch: Any) -> Any:
     return out, lse
 
 
-def _selected(call: Any, cache: Any, indices: Any, lens: Any, launch: Any) -> plan.Keys:
+def _selected(cache: Any, layout: CacheFormat | None, indices: Any, lens: Any, launch: Any) -> plan.Keys:
     lists = launch.packed(indices)
     seq_stride, token_stride, _ = launch.strides(lists)
     return plan.Keys(
-        cache=plan.readable(cache, call.format, launch),
+        cache=plan.readable(cache, layout, launch),
         lists=lists,
         list_strides=(seq_stride, token_stride, 0),
         lens=lens,

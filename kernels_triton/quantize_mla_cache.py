@@ -7,7 +7,7 @@ from ragged_attention.kernels_triton import write_mla_cache
 from ragged_attention.kernels_triton._tiles import cdiv, launchable
 
 Tile = write_mla_cache.Tile
-FEATURES = frozenset({"power_of_two_scales"})
+FEATURES = frozenset({"power_of_two_scales", "cache_layout"})
 
 
 def why_not(call: QuantizeMlaCache) -> str | None:

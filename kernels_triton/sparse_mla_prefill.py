@@ -4,11 +4,21 @@ import dataclasses
 from typing import Any
 
 from ragged_attention.calls import SparseMlaPrefill
-from ragged_attention.kernels_triton._latent import kernel, plan
-from ragged_attention.kernels_triton._latent.plan import Tile as Tile
+from ragged_attention.errors import InvalidInput
+from ragged_attention.kernels_triton._latent import decoding, kernel, plan
 from ragged_attention.kernels_triton._tiles import launchable_in_float32
 
-FEATURES = frozenset({"sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "deterministic"})
+FEATURES = frozenset({"sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "cache_layout", "deterministic"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tile(plan.Tile):
+    decoded: bool = False  # whether all of a quantised cache is decoded first, not the rows of each list again
+
+    def __post_init__(self) -> None:
+        plan.Tile.__post_init__(self)
+        if self.decoded not in (False, True):
+            raise InvalidInput(f"expected decoded to be True or False, got {self.decoded!r}")
 
 
 def why_not(call: SparseMlaPrefill) -> str | None:
@@ -16,21 +26,38 @@ def why_not(call: SparseMlaPrefill) -> str | None:
 
 
 def heuristic(call: SparseMlaPrefill) -> Tile:
-    rows = call.num_q_heads // call.num_kv_heads
-    return plan.tile_for(call, rows, call.num_tokens * call.num_kv_heads, call.topk, plan.Walk())
+    return tile_for(call, decoded=plan.decodes_first(call, call.num_q_heads // call.num_kv_heads))
 
 
 def invariant_tile(call: SparseMlaPrefill) -> Tile:
     """No size depends on the batch; of a prefill there are enough tokens without splits."""
-    return dataclasses.replace(heuristic(call), num_splits=1)
+    return dataclasses.replace(tile_for(call, decoded=False), num_splits=1)
+
+
+def tile_for(call: SparseMlaPrefill, *, decoded: bool) -> Tile:
+    rows = call.num_q_heads // call.num_kv_heads
+    walk = plan.Walk(decoded=decoded)
+    sizes = plan.tile_for(call, rows, call.num_tokens * call.num_kv_heads, call.topk, walk)
+    return Tile(**dataclasses.asdict(sizes), decoded=decoded)
 
 
 def run(call: SparseMlaPrefill, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernels; returns out, max_logits and lse."""
+    if tile.decoded and call.format == "plain":
+        raise InvalidInput("expected decoded=False with a plain cache, got True")
+    decoded = tile.decoded and call.num_slots > 0
     lists = launch.packed(call.indices)
     token_stride, head_stride, _ = launch.strides(lists)
     q = launch.packed(call.q)
     q_token_stride, q_head_stride, _ = launch.strides(q)
+    keys = plan.Keys(
+        cache=plan.readable(call.kv, call.layout, launch),
+        lists=lists,
+        list_strides=(token_stride, 0, head_stride),
+        lens=call.topk_lens,
+        longest=call.topk,
+        page_size=call.page_size,
+    )
     work = plan.Work(
         call=call,
         q=q,
@@ -41,16 +68,10 @@ def run(call: SparseMlaPrefill, tile: Tile, launch: Any) -> Any:
         num_kv_heads=call.num_kv_heads,
         sparse=True,
         causal=False,
-        keys=plan.Keys(
-            cache=plan.readable(call.kv, call.format, launch),
-            lists=lists,
-            list_strides=(token_stride, 0, head_stride),
-            lens=call.topk_lens,
-            longest=call.topk,
-            page_size=call.page_size,
-        ),
+        keys=decoding.decoded(keys, call, launch) if decoded else keys,
         extra=None,
         schedule=None,
+        decoded=decoded,
     )
     out, lse, max_logits = kernel.run(work, tile, launch, max_logits=True)
     return out, max_logits, lse

@@ -16,11 +16,11 @@ import triton
 import triton.language as tl
 
 from ragged_attention.calls import CACHE_FORMATS, WriteMlaCache
-from ragged_attention.kernels_triton._formats import encode_float8, narrow
+from ragged_attention.kernels_triton._formats import e4m3_values, encode_float4, encode_float8, narrow
 from ragged_attention.kernels_triton._sequences import VARYING
 from ragged_attention.kernels_triton._tiles import cdiv, expect_power_of_two, launchable, next_power_of_2
 
-FEATURES = frozenset({"power_of_two_scales", "cache_format"})
+FEATURES = frozenset({"power_of_two_scales", "cache_format", "cache_layout"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +95,23 @@ def write_group(source, target, scale_target, live, POWERS: tl.constexpr, E8M0: 
 
 
 @triton.jit
+def write_group_of_4_bits(source, target, scale_target, live, GROUP: tl.constexpr):
+    """One group of columns of some rows as e2m1, and its e4m3 scales: largest magnitude over 6, NaN if there is one."""
+    columns = tl.arange(0, GROUP)
+    values = tl.load(source[:, None] + columns[None, :], mask=live[:, None], other=0).to(tl.float32)
+    largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # in this order NaN is the largest
+    nan = largest > 0x7F800000
+    scale = tl.where(nan, 0, largest).to(tl.float32, bitcast=True)
+    scale = tl.div_rn(scale, tl.full(largest.shape, 6.0, tl.float32))
+    stored = encode_float8(tl.minimum(tl.maximum(scale, 0.001953125), 448.0), 3, 7, 0x7E)
+    scaled = tl.div_rn(values, e4m3_values(stored)[:, None] + tl.zeros_like(values))
+    code = tl.where(nan[:, None], 0, encode_float4(scaled))
+    low, high = tl.split(tl.reshape(code, [code.shape[0], GROUP // 2, 2]))
+    store_bytes(target, low | (high << 4), live, 1)
+    store_bytes(scale_target, tl.where(nan, 0x7F, stored)[:, None], live, 1)
+
+
+@triton.jit
 def write_rotary(source, target, live, ROTARY: tl.constexpr):
     """The columns that stay in bfloat16."""
     columns = tl.arange(0, ROTARY)
@@ -109,10 +126,14 @@ def write_rows_kernel(
     kv_ptr, slots_ptr, given_cache_ptr, cache_ptr,
     num_tokens, num_slots, slots_stride, kv_page_stride, kv_row_stride, kv_head_stride,
     page_stride, row_stride, head_stride,
-    HAS_SLOTS: tl.constexpr, FORMAT: tl.constexpr, POWERS: tl.constexpr, KV_PAGE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, GROUP: tl.constexpr, BLOCK_T: tl.constexpr,
+    HAS_SLOTS: tl.constexpr, SCALES: tl.constexpr, PLANAR: tl.constexpr, POWERS: tl.constexpr, KV_PAGE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, VALUE_BYTES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr, GROUP: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Rows of `kv`, which lie KV_PAGE to a page, to their slots; without slots row i goes to slot i."""
+    """Rows of `kv`, which lie KV_PAGE to a page, to their slots; without slots row i goes to slot i.
+
+    SCALES is the format of the cache's scales, "" of a plain one; SCALE_BYTES a token's, with their padding.
+    """
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     part = tl.program_id(1)
     slot = token
@@ -123,7 +144,7 @@ def write_rows_kernel(
     source = kv_ptr + token // KV_PAGE * kv_page_stride + token % KV_PAGE * kv_row_stride
     page = cache_ptr + slot // PAGE_SIZE * page_stride
     row = slot % PAGE_SIZE
-    if FORMAT == "plain":
+    if SCALES == "":
         columns = tl.arange(0, GROUP)
         mask = live[:, None] & (columns < WIDTH)[None, :]
         source += part.to(tl.int64) * kv_head_stride
@@ -131,43 +152,48 @@ def write_rows_kernel(
         values = tl.load(source[:, None] + columns[None, :], mask=mask, other=0)
         tl.store(target[:, None] + columns[None, :], values, mask=mask)
     else:
-        planar: tl.constexpr = FORMAT == "fp8_v4"
         rotary: tl.constexpr = WIDTH - VALUES
-        if planar:
-            target = page + row * (VALUES + 2 * rotary)
-            scales = page + PAGE_SIZE * (VALUES + 2 * rotary) + row * 8
-            rotary_target = target + VALUES
+        e8m0: tl.constexpr = SCALES == "float8_e8m0fnu"
+        if PLANAR:
+            target = page + row * (VALUE_BYTES + 2 * rotary)
+            scales = page + PAGE_SIZE * (VALUE_BYTES + 2 * rotary) + row * SCALE_BYTES
+            rotary_target = target + VALUE_BYTES
         else:
             target = page + row * row_stride
-            scales = target + VALUES
-            rotary_target = scales + VALUES // GROUP * 4
-        if part * GROUP < VALUES:
-            scale_target = scales + (part if planar else part * 4)
-            write_group(source + part * GROUP, target + part * GROUP, scale_target, live, POWERS, planar, GROUP)
-        else:
+            scales = target + VALUE_BYTES
+            rotary_target = scales + SCALE_BYTES
+        if SCALES == "float8_e4m3fn":
+            write_group_of_4_bits(source + part * GROUP, target + part * (GROUP // 2), scales + part, live, GROUP)
+        elif part * GROUP < VALUES:
+            scale_target = scales + (part if e8m0 else part * 4)
+            write_group(source + part * GROUP, target + part * GROUP, scale_target, live, POWERS, e8m0, GROUP)
+        elif rotary > 0:
             write_rotary(source + VALUES, rotary_target, live, rotary)
-            if planar:
+            if e8m0 and SCALE_BYTES > VALUES // GROUP:
                 store_bytes(scales + VALUES // GROUP, tl.zeros([BLOCK_T, 1], tl.uint8), live, 1)
 
 
 def parts(name: str, num_kv_heads: int) -> int:
     """Programs that share a row."""
     layout = CACHE_FORMATS.get(name)
-    return layout.values // layout.group + 1 if layout else num_kv_heads
+    return layout.num_groups + (layout.rotary > 0) if layout else num_kv_heads
 
 
 def constants(call: Any, num_slots: int, page_size: int, tile: Tile) -> dict[str, Any]:
     """The arguments that writing and quantising have in common."""
-    layout, width = CACHE_FORMATS.get(call.format), call.kv.shape[-1]
+    layout, width = call.layout, call.kv.shape[-1]
     return {
         "num_warps": tile.num_warps,
         "num_stages": 1,
         "num_slots": num_slots,
-        "FORMAT": call.format,
+        "SCALES": layout.scales if layout else "",
+        "PLANAR": layout is not None and layout.planar,
         "POWERS": call.power_of_two_scales,
         "PAGE_SIZE": page_size,
         "WIDTH": width,
         "VALUES": layout.values if layout else 0,
+        "VALUE_BYTES": layout.value_bytes if layout else 0,
+        "SCALE_BYTES": layout.token_bytes - layout.row_bytes if layout else 0,
         "GROUP": layout.group if layout else next_power_of_2(width),
         "BLOCK_T": tile.block_t,
     }

@@ -16,12 +16,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ragged_attention.calls import CACHE_FORMATS, CacheFormat
+from ragged_attention.calls.mla_cache import laid_out
 
 Float64 = NDArray[np.float64]
 Bytes = NDArray[np.uint8]
 
 # Exponent bits, mantissa bits, exponent bias, code of the largest finite value.
 FORMATS = {"float8_e4m3fn": (4, 3, 7, 0x7E), "float8_e5m2": (5, 2, 15, 0x7B)}
+E2M1_VALUES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # by code; bit 3 is the sign; no infinity, no NaN
 
 
 @functools.cache
@@ -90,36 +92,43 @@ def sequence_bounds(cu_q_lens: ArrayLike, num_seqs: ArrayLike | None, num_tokens
     return [(int(start), int(max(start, stop))) for start, stop in itertools.pairwise(edges)]
 
 
-def latent_format(pages: NDArray[Any], cache_format: str | None = None) -> CacheFormat | None:
-    """The layout of latent pages, by the size of an element and of a token; None is plain."""
+def latent_format(
+    pages: NDArray[Any], cache_format: str | None = None, cache_layout: str | None = None
+) -> CacheFormat | None:
+    """The format of latent pages, by the size of an element and of a token, in a layout; None is plain."""
     if pages.dtype.itemsize > 1:
         return None
-    layouts = [layout for layout in CACHE_FORMATS.values() if cache_format in (None, layout.name)]
-    return next(layout for layout in layouts if layout.token_bytes == pages.shape[-1])
+    found = [layout for layout in CACHE_FORMATS.values() if cache_format in (None, layout.name)]
+    return laid_out(next(layout.name for layout in found if layout.token_bytes == pages.shape[-1]), cache_layout)
 
 
 def planes(pages: NDArray[Any], layout: CacheFormat) -> tuple[Bytes, Bytes, Bytes]:
     """The bytes of each token's values, scales and rotary columns, [P, G, ...] each: views of contiguous pages.
 
-    This is where the two formats differ: `fp8_v32` has all of a token together, `fp8_v4` has the scales of all
-    tokens of a page at its end.
+    This is where layouts differ: "token" has all of a token together, "page" has the scales of all tokens of a page at
+    its end.
     """
     num_pages, page_size, _, token_bytes = pages.shape
     tokens = pages.view(np.uint8).reshape(num_pages, page_size, token_bytes)
-    rotary_bytes = 2 * layout.rotary
-    if layout.name == "fp8_v32":
-        return tokens[..., : layout.values], tokens[..., layout.values : -rotary_bytes], tokens[..., -rotary_bytes:]
-    row_bytes = layout.values + rotary_bytes
+    if not layout.planar:
+        bounds = np.cumsum([layout.value_bytes, layout.scale_bytes])
+        return tokens[..., : bounds[0]], tokens[..., bounds[0] : bounds[1]], tokens[..., bounds[1] :]
+    row_bytes = layout.row_bytes
     whole = tokens.reshape(num_pages, page_size * token_bytes)
     rows = whole[:, : page_size * row_bytes].reshape(num_pages, page_size, row_bytes)
     scales = whole[:, page_size * row_bytes :].reshape(num_pages, page_size, token_bytes - row_bytes)
-    return rows[..., : layout.values], scales, rows[..., layout.values :]
+    return rows[..., : layout.value_bytes], scales, rows[..., layout.value_bytes :]
 
 
-def latent_rows(pages: ArrayLike, slots: NDArray[np.integer[Any]], cache_format: str | None = None) -> Float64:
+def latent_rows(
+    pages: ArrayLike,
+    slots: NDArray[np.integer[Any]],
+    cache_format: str | None = None,
+    cache_layout: str | None = None,
+) -> Float64:
     """The rows [n, K, d_qk] at `slots` [n], which lie within the cache; nothing else is read."""
     pages = np.asarray(pages)
-    layout = latent_format(pages, cache_format)
+    layout = latent_format(pages, cache_format, cache_layout)
     page, offset = np.divmod(slots, pages.shape[1])
     if layout is None:
         return np.asarray(pages[page, offset], np.float64)
@@ -128,36 +137,72 @@ def latent_rows(pages: ArrayLike, slots: NDArray[np.integer[Any]], cache_format:
 
 
 def dequantize_rows(codes: Bytes, scales: Bytes, rotary: Bytes, layout: CacheFormat) -> Float64:
-    """What a token's bytes stand for: each fp8 value times its group's scale, then the rotary columns; [..., d_qk]."""
-    if layout.name == "fp8_v32":
+    """What a token's bytes stand for: each value times its group's scale, then the rotary columns; [..., d_qk]."""
+    if layout.scales == "float32":
         factors = widened(scales.view("<f4"))
+    elif layout.scales == "float8_e8m0fnu":
+        factors = e8m0_values(scales[..., : layout.num_groups])
     else:
-        factors = e8m0_values(scales[..., : layout.values // layout.group])
-    grouped = decode(codes, "float8_e4m3fn").reshape(*factors.shape, layout.group)
+        factors = decode(scales, layout.scales)
+    elements = decode_e2m1(codes) if layout.codes == "float4_e2m1fn" else decode(codes, layout.codes)
+    grouped = elements.reshape(*factors.shape, layout.group)
     with np.errstate(invalid="ignore"):  # zero times an infinite scale is NaN
-        values = (grouped * factors[..., None]).reshape(codes.shape)
+        values = (grouped * factors[..., None]).reshape(elements.shape)
     return np.concatenate([values, bfloat16_values(rotary.view("<u2"))], axis=-1)
 
 
 def quantize_rows(rows: ArrayLike, layout: CacheFormat, power_of_two_scales: bool) -> tuple[Bytes, Bytes, Bytes]:
     """The bytes of rows [..., d_qk], as `planes` has them; all arithmetic is in float32.
 
-    A NaN among the quantised columns is stored as 0x7F whatever its sign, since hardware differs about the sign of one
-    that a division makes. The byte of padding is 0.
+    A NaN among columns quantised to 8 bits is stored as 0x7F whatever its sign, since hardware differs about the sign
+    of one that a division makes; 4 bits have no NaN, all of its group is stored as 0. The byte of padding is 0.
     """
     rows = np.asarray(rows, np.float32)
-    groups = rows[..., : layout.values].reshape(*rows.shape[:-1], layout.values // layout.group, layout.group)
+    groups = rows[..., : layout.values].reshape(*rows.shape[:-1], layout.num_groups, layout.group)
+    rotary = bfloat16_bits(rows[..., layout.values :]).astype("<u2").view(np.uint8)
+    if layout.codes == "float4_e2m1fn":
+        return *quantize_groups_to_e2m1(groups), rotary
     scales = group_scales(groups, power_of_two_scales)
     with np.errstate(invalid="ignore"):  # infinity over infinity is NaN
         scaled = groups / scales[..., None]
     codes = encode(np.where(np.isnan(scaled), np.float32(np.nan), scaled), "float8_e4m3fn")
-    if layout.name == "fp8_v32":
+    if layout.scales == "float32":
         stored = scales.astype("<f4").view(np.uint8)
     else:
-        exponents = (scales.view(np.uint32) >> 23).astype(np.uint8)  # 0xFF, e8m0's NaN, where not finite
-        stored = np.concatenate([exponents, np.zeros_like(exponents[..., :1])], axis=-1)
-    rotary = bfloat16_bits(rows[..., layout.values :]).astype("<u2").view(np.uint8)
+        stored = (scales.view(np.uint32) >> 23).astype(np.uint8)  # 0xFF, e8m0's NaN, where not finite
+        padding = layout.token_bytes - layout.row_bytes - layout.num_groups
+        stored = np.concatenate([stored, np.zeros((*stored.shape[:-1], padding), np.uint8)], axis=-1)
     return codes.reshape(*rows.shape[:-1], layout.values), stored, rotary
+
+
+def quantize_groups_to_e2m1(groups: NDArray[np.float32]) -> tuple[Bytes, Bytes]:
+    """The bytes of groups [..., groups, group] in 4 bits a value, and those of their e4m3 scales.
+
+    A scale is the largest magnitude over 6, from 2 ** -9 to 448, to the nearest e4m3; NaN, whose code is 0x7F, where
+    the group holds one.
+    """
+    with np.errstate(invalid="ignore"):
+        largest = np.abs(groups).max(axis=-1) / np.float32(6)
+        stored = encode(np.abs(np.clip(largest, np.float32(2**-9), np.float32(448))), "float8_e4m3fn")
+        scaled = groups / format_values("float8_e4m3fn")[stored].astype(np.float32)[..., None]
+    codes = np.where(np.isnan(scaled), 0, encode_e2m1(scaled)).astype(np.uint8)
+    packed = codes[..., 0::2] + 16 * codes[..., 1::2]
+    return packed.reshape(*stored.shape[:-1], groups.shape[-2] * groups.shape[-1] // 2), stored
+
+
+def encode_e2m1(values: NDArray[np.float32]) -> Bytes:
+    """Values as codes of 4 bits: to nearest, ties to the even code, saturating."""
+    magnitude = np.minimum(np.abs(np.nan_to_num(values, nan=0.0, posinf=6.0, neginf=-6.0)), np.float32(6))
+    middles = (E2M1_VALUES[:-1] + E2M1_VALUES[1:]) / 2
+    above, at_least = np.searchsorted(middles, magnitude), np.searchsorted(middles, magnitude, side="right")
+    code = np.where(above % 2 == 0, above, at_least)  # these differ in the middle between two
+    return (code | np.where(np.signbit(values), 8, 0)).astype(np.uint8)
+
+
+def decode_e2m1(codes: Bytes) -> Float64:
+    """Bytes [..., n] as values [..., 2 n]: the low half of a byte is the even one."""
+    pairs = np.stack([codes & 0xF, codes >> 4], axis=-1).reshape(*codes.shape[:-1], 2 * codes.shape[-1])
+    return np.where(pairs & 8, -1.0, 1.0) * E2M1_VALUES[pairs & 7]
 
 
 def group_scales(groups: NDArray[np.float32], power_of_two: bool) -> NDArray[np.float32]:

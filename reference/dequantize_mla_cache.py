@@ -10,10 +10,12 @@ from ragged_attention.reference._no_tuning import Tile as Tile
 from ragged_attention.reference._no_tuning import heuristic as heuristic
 from ragged_attention.reference._no_tuning import why_not as why_not
 
-FEATURES = frozenset({"format", "dtype"})
+FEATURES = frozenset({"format", "dtype", "cache_layout"})
 
 
-def dequantize_mla_cache(cache: ArrayLike, format: str | None = None, dtype: str = "bfloat16") -> Float64:
+def dequantize_mla_cache(
+    cache: ArrayLike, format: str | None = None, dtype: str = "bfloat16", cache_layout: str | None = None
+) -> Float64:
     """Bytes [P, G, 1, token_bytes] as rows [P, G, 1, d_qk], each product rounded to float32.
 
     Rounding to `dtype` is left to the caller's cast.
@@ -21,7 +23,7 @@ def dequantize_mla_cache(cache: ArrayLike, format: str | None = None, dtype: str
     del dtype
     cache = np.asarray(cache)
     num_pages, page_size = cache.shape[:2]
-    rows = latent_rows(cache, np.arange(num_pages * page_size), format)
+    rows = latent_rows(cache, np.arange(num_pages * page_size), format, cache_layout)
     with np.errstate(over="ignore"):
         return rows.astype(np.float32).astype(np.float64).reshape(num_pages, page_size, 1, rows.shape[-1])
 

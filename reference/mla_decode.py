@@ -16,7 +16,7 @@ from ragged_attention.reference.sparse_mla_prefill import attend_latent, left_by
 
 FEATURES = frozenset({
     "page_indices", "kv_lens", "indices", "d_v", "sm_scale", "causal", "sinks", "topk_lens", "extra_kv_cache",
-    "extra_indices", "extra_topk_lens", "schedule", "cache_format",
+    "extra_indices", "extra_topk_lens", "schedule", "cache_format", "cache_layout",
 })  # fmt: skip
 
 
@@ -65,6 +65,7 @@ def mla_decode(
     extra_topk_lens: ArrayLike | None = None,
     schedule: Any = None,
     cache_format: str | None = None,
+    cache_layout: str | None = None,
     *,
     num_splits: int = 1,
 ) -> tuple[Float64, Float64]:
@@ -91,7 +92,7 @@ def mla_decode(
         page_indices, kv_lens = np.asarray(page_indices), np.asarray(kv_lens)
         for seq in range(num_seqs):
             positions, slots = dense_slots(page_indices[seq], kv_lens[seq], num_pages, page_size)
-            rows = latent_rows(kv_cache, slots, cache_format)
+            rows = latent_rows(kv_cache, slots, cache_format, cache_layout)
             for token in range(num_q_tokens):
                 hidden = num_q_tokens - 1 - token if causal else 0  # later tokens of this step
                 stop = min(int(kv_lens[seq]), page_indices.shape[1] * page_size) - hidden
@@ -105,7 +106,9 @@ def mla_decode(
                 (cache, selected(lists[seq, token], list_lens(lens, lists)[seq, token], len(cache) * cache.shape[1]))
                 for cache, lists, lens in caches
             ]
-            attend(seq, token, np.concatenate([latent_rows(*selection, cache_format) for selection in selections]))
+            attend(
+                seq, token, np.concatenate([latent_rows(*selection, None, cache_layout) for selection in selections])
+            )
     return out * left_by_sinks(lse, sinks)[..., None], np.swapaxes(lse, 1, 2)
 
 

@@ -5,18 +5,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ragged_attention.calls import CACHE_FORMATS
+from ragged_attention.calls.mla_cache import laid_out
 from ragged_attention.reference._kv_layout import Bytes, planes, quantize_rows
 from ragged_attention.reference._no_tuning import Tile as Tile
 from ragged_attention.reference._no_tuning import heuristic as heuristic
 from ragged_attention.reference._no_tuning import why_not as why_not
 
-FEATURES = frozenset({"power_of_two_scales"})
+FEATURES = frozenset({"power_of_two_scales", "cache_layout"})
 
 
-def quantize_mla_cache(kv: ArrayLike, format: str, power_of_two_scales: bool = True) -> Bytes:
+def quantize_mla_cache(
+    kv: ArrayLike, format: str, power_of_two_scales: bool = True, cache_layout: str | None = None
+) -> Bytes:
     """Rows [P, G, 1, d_qk] as bytes [P, G, 1, token_bytes]."""
-    rows, layout = np.asarray(kv)[:, :, 0], CACHE_FORMATS[format]
+    rows, layout = np.asarray(kv)[:, :, 0], laid_out(format, cache_layout)
+    assert layout is not None  # there is nothing to quantise to "plain"
     cache = np.zeros((*rows.shape[:2], 1, layout.token_bytes), np.uint8)
     for plane, stored in zip(planes(cache, layout), quantize_rows(rows, layout, power_of_two_scales), strict=True):
         plane[...] = stored

@@ -11,7 +11,7 @@ from ragged_attention.reference._no_tuning import heuristic as heuristic
 from ragged_attention.reference._no_tuning import invariant_tile as invariant_tile
 from ragged_attention.reference._no_tuning import why_not as why_not
 
-FEATURES = frozenset({"sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "deterministic"})
+FEATURES = frozenset({"sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "cache_layout", "deterministic"})
 
 
 def attend_latent(q: Float64, rows: Float64, d_v: int, scale: float) -> tuple[Float64, Float64, Float64]:
@@ -55,6 +55,7 @@ def sparse_mla_prefill(
     sinks: ArrayLike | None = None,
     topk_lens: ArrayLike | None = None,
     cache_format: str | None = None,
+    cache_layout: str | None = None,
     deterministic: bool = False,
 ) -> tuple[Float64, Float64, Float64]:
     """Out [T, H, d_v], max_logits [T, H] and lse [T, H] in float64; the arguments are those of the record."""
@@ -70,7 +71,8 @@ def sparse_mla_prefill(
     max_logits, lse = np.zeros((num_tokens, num_q_heads)), np.zeros((num_tokens, num_q_heads))
     for token in range(num_tokens):
         for kv_head in range(num_kv_heads):
-            rows = latent_rows(pages, selected(indices[token, kv_head], lens[token], num_slots), cache_format)
+            slots = selected(indices[token, kv_head], lens[token], num_slots)
+            rows = latent_rows(pages, slots, cache_format, cache_layout)
             heads = slice(kv_head * group, (kv_head + 1) * group)
             out[token, heads], max_logits[token, heads], lse[token, heads] = attend_latent(
                 q[token, heads], rows[:, kv_head], d_v, scale

@@ -10,7 +10,7 @@ from ragged_attention.reference._no_tuning import Tile as Tile
 from ragged_attention.reference._no_tuning import heuristic as heuristic
 from ragged_attention.reference._no_tuning import why_not as why_not
 
-FEATURES = frozenset({"power_of_two_scales", "cache_format"})
+FEATURES = frozenset({"power_of_two_scales", "cache_format", "cache_layout"})
 
 
 def write_mla_cache(
@@ -19,6 +19,7 @@ def write_mla_cache(
     slot_mapping: ArrayLike,
     power_of_two_scales: bool = True,
     cache_format: str | None = None,
+    cache_layout: str | None = None,
 ) -> NDArray[Any]:
     """The new cache: the rows `kv` [T, K, d_qk] at their slots, anything else as it was.
 
@@ -28,7 +29,7 @@ def write_mla_cache(
     slots = np.asarray(slot_mapping)
     valid = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
     page, offset = np.divmod(slots[valid], cache.shape[1])
-    rows, layout = np.asarray(kv)[valid], latent_format(cache, cache_format)
+    rows, layout = np.asarray(kv)[valid], latent_format(cache, cache_format, cache_layout)
     if layout is None:
         cache[page, offset] = rows
     else:

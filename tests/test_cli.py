@@ -89,6 +89,7 @@ def test_explain_takes_every_feature(run_cli):
     "features",
     [
         {"cache-format": "fp8_v4", "heads": "16/1"},
+        {"cache-format": "fp4_v41", "heads": "12/1", "topk": "640"},
         {"cache-format": "plain", "dtype": "float16", "heads": "7/1", "d-qk": "96", "d-v": "64", "topk": "3"},
     ],
 )
@@ -140,7 +141,7 @@ def test_explain_says_so_when_nobody_takes_the_call(run_cli):
         (["mla_decode", "--d-qk", "20"], "expected q.shape.3. to be a multiple of 16 from 16 to 1024, got 20"),
         (
             ["mla_decode", "--cache-format", "fp4"],
-            "expected cache_format to be one of plain, fp8_v32, fp8_v4, got 'fp4'",
+            "expected cache_format to be one of plain, fp8_v32, fp8_v4, fp8_v41, fp4_v41, got 'fp4'",
         ),
         ([ATTENTION, "--device", "sm_1"], "expected device to be a torch device of this machine, .*, got 'sm_1'"),
         ([ATTENTION, "--framework", "numpy"], "argument --framework: invalid choice: 'numpy'"),

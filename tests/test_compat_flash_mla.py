@@ -52,6 +52,10 @@ V4 = DecodeCase(
     form="e2", b=2, s_q=2, s_k=60, h_q=3, d_qk=512, page_size=5, varlen=True, topk=37, topk_lens=True, sinks=True,
     extra=SECOND, seed=7,
 )  # fmt: skip
+V41 = DecodeCase(
+    form="e4", b=2, s_q=2, s_k=60, h_q=3, d_qk=512, page_size=5, varlen=True, topk=37, topk_lens=True, sinks=True,
+    extra=dataclasses.replace(SECOND, fp4=True), seed=7,
+)  # fmt: skip
 PREFILL = PrefillCase(form="e2", s_q=5, s_kv=70, topk=50, h_q=4, sinks=True, topk_lens=True, seed=8)
 MHA = MhaCase(s_q=12, s_k=15, h_q=4, h_kv=2, d_qk=24, d_v=16, varlen=True, causal=True, seed=9)
 
@@ -92,9 +96,9 @@ def decode(case: DecodeCase, form: str = "e2", **changes: Any) -> tuple[torch.Te
 
 def test_the_lists_are_as_long_as_flash_mlas():
     counts = {function.__name__: len(list(function())) for function in LISTS["all"]}
-    later = {"e2_dense": 2352, "e2_sparse": 4748, "e2_prefill": 617}
+    later = {"e2_dense": 2352, "e2_sparse": 4748, "e2_prefill": 617, "e4_sparse": 1590, "e4_prefill": 316}
     assert counts == {"e0_decode": 319, "e0_prefill": 34, **later, "mha": 32}
-    assert {name: len(functions) for name, functions in LISTS.items()}["all"] == 6
+    assert {name: len(functions) for name, functions in LISTS.items()}["all"] == 8
 
 
 @pytest.mark.parametrize(
@@ -104,6 +108,8 @@ def test_the_lists_are_as_long_as_flash_mlas():
         ("e2-dense", {"correctness": 2304, "corner": 32, "performance": 16}),
         ("e2-sparse", {"correctness": 3680, "corner": 1036, "performance": 32}),
         ("e2-prefill", {"correctness": 120, "features": 448, "corner": 36, "performance": 13}),
+        ("e4-sparse", {"correctness": 1120, "corner": 450, "performance": 20}),
+        ("e4-prefill", {"correctness": 60, "features": 224, "corner": 26, "performance": 6}),
         ("mha", {"correctness": 32}),
     ],
 )
@@ -136,7 +142,7 @@ def tiny(case: Any) -> Case:
     if isinstance(case, MhaCase):
         return replace(case, s_q=20, s_k=20)
     if isinstance(case, DecodeCase):
-        few, most = min(case.h_kv, 3), 1 if case.form == "e2" and case.lists else 2
+        few, most = min(case.h_kv, 3), 1 if case.form != "e0" and case.lists else 2
         return replace(
             case,
             b=min(case.b, most),
@@ -161,14 +167,14 @@ def test_the_whole_list_of_2025_on_eager(part):
         judge(whole_first_list()[part::PARTS])
 
 
-@pytest.mark.parametrize("name", ["e2-dense", "e2-sparse", "e2-prefill", "mha"])
+@pytest.mark.parametrize("name", ["e2-dense", "e2-sparse", "e2-prefill", "e4-sparse", "e4-prefill", "mha"])
 def test_a_covering_part_of_2026_on_eager(name):
     with ra.use_backend("eager"):
         judge(covering_part(name, 4, 1000))
 
 
 @pytest.mark.parametrize("part", range(2))
-@pytest.mark.parametrize("name", ["e0", "e2-dense", "e2-sparse", "e2-prefill", "mha"])
+@pytest.mark.parametrize("name", ["e0", "e2-dense", "e2-sparse", "e2-prefill", "e4-sparse", "e4-prefill", "mha"])
 def test_a_covering_part_on_the_interpreter(name, part, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setattr(flash_mla_data, "REPEATS", 0)
@@ -274,7 +280,7 @@ ARGUMENTS = {
     "get_mla_metadata": "cache_seqlens num_q_tokens_per_head_k num_heads_k num_heads_q is_fp8_kvcache topk",
     "flash_mla_with_kvcache": "q k_cache block_table cache_seqlens head_dim_v tile_scheduler_metadata num_splits "
     "softmax_scale causal is_fp8_kvcache indices attn_sink extra_k_cache extra_indices_in_kvcache topk_length "
-    "extra_topk_length",
+    "extra_topk_length enable_batch_invariant cache_layout",
     "flash_mla_sparse_fwd": "q kv indices sm_scale d_v attn_sink topk_length convention",
     "flash_attn_varlen_func": "q k v cu_seqlens_qo cu_seqlens_kv max_seqlen_qo max_seqlen_kv dropout_p softmax_scale "
     "causal deterministic is_varlen",
@@ -291,13 +297,53 @@ def test_names_and_order_of_arguments(name):
     assert sorted({*ARGUMENTS, "use_convention"}) == sorted(flash_mla.__all__)  # which is ours
 
 
-@pytest.mark.parametrize("case", [DENSE, replace(DENSE, causal=True), SPARSE, V4], ids=["dense", "causal", "fp8", "v4"])
+@pytest.mark.parametrize(
+    "case",
+    [DENSE, replace(DENSE, causal=True), SPARSE, V4, V41, replace(V41, layout="page")],
+    ids=["dense", "causal", "fp8", "v4", "v41", "v41, page"],
+)
 def test_both_call_forms(case, backend):
     """The older form takes the newer one's keywords too."""
     out, lse = decode(case, "e0")
     again, lse_again = decode(case, "e2")
     close(out, again, "decode out")
     close(lse, lse_again, "decode lse")
+
+
+@pytest.mark.parametrize("case", [DENSE, SPARSE], ids=["dense", "fp8"])
+@pytest.mark.parametrize("said", [{}, {"is_fp8_kvcache": None}])
+def test_the_dtype_tells_whether_a_cache_is_quantised(case, said):
+    """So that the defaults of every release hold."""
+    arguments = decode_inputs(case, "cpu")
+    with ra.use_backend("eager"):
+        want = flash_mla.flash_mla_with_kvcache(**arguments, tile_scheduler_metadata=flash_mla.get_mla_metadata()[0])
+        del arguments["is_fp8_kvcache"]
+        got = flash_mla.flash_mla_with_kvcache(
+            **arguments, **said, tile_scheduler_metadata=flash_mla.get_mla_metadata()[0]
+        )
+    assert all(map(torch.equal, got, want))
+
+
+def test_batch_invariance_is_asked_for_by_name():
+    """The same bits alone and in a batch; an object filled without it is refused; a backend without it refuses too."""
+    arguments = decode_inputs(V41, "cpu")
+    names = ("q", "block_table", "cache_seqlens", "indices", "extra_indices_in_kvcache", "topk_length")
+
+    def run(given: dict[str, Any], **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        named = {"tile_scheduler_metadata": META(), "enable_batch_invariant": True} | more
+        return flash_mla.flash_mla_with_kvcache(**given, **named)
+
+    with ra.use_backend({"mla_decode": "numba"}):
+        both = run(arguments)
+        for seq in range(2):
+            own = arguments | {name: arguments[name][seq : seq + 1] for name in (*names, "extra_topk_length")}
+            assert all(torch.equal(one[0], all_[seq]) for one, all_ in zip(run(own), both, strict=True))
+        used = META()
+        run(arguments, tile_scheduler_metadata=used, enable_batch_invariant=False)
+        with pytest.raises(InvalidInput, match=r"made for enable_batch_invariant=True, got one made for .*=False"):
+            run(arguments, tile_scheduler_metadata=used)
+    with ra.use_backend("eager"), pytest.raises(Unsupported, match="does not promise the same bits in every batch"):
+        run(arguments)
 
 
 @pytest.fixture
@@ -699,6 +745,11 @@ PARTS_OF_2, SPLITS_OF_2 = torch.zeros(4, 8, dtype=torch.int32), torch.arange(3, 
         (V4, {"topk_length": torch.zeros(2)}, InvalidInput, "expected topk_length.dtype to be int32, got float32"),
         (V4, {"extra_topk_length": torch.zeros(2)}, InvalidInput, "expected extra_topk_length.dtype to be int32"),
         (V4, {"attn_sink": torch.zeros(9)}, InvalidInput, r"expected attn_sink.shape to be \[H\] = \[3\], got \[9\]"),
+        (V41, {"cache_layout": "row"}, InvalidInput, "expected cache_layout to be one of token, page, got 'row'"),
+        (V4, {"cache_layout": "token"}, InvalidInput, "expected cache_layout='page' with cache_format='fp8_v4'"),
+        (V41, {"extra_k_cache": torch.zeros(2, 64, 1, 584, dtype=torch.uint8)}, InvalidInput,
+         "expected extra_k_cache in the format of k_cache, fp8_v41 or fp4_v41, got fp8_v4"),
+        (V41, {"enable_batch_invariant": 1}, TypeError, "expected enable_batch_invariant to be a bool, got int"),
         (V4, {"softmax_scale": "1"}, TypeError, "expected softmax_scale to be a number, got str"),
     ],
 )  # fmt: skip

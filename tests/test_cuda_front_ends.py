@@ -143,6 +143,8 @@ def test_what_is_taken(operation: str, sample: dict[str, Any]) -> None:
         ),
         ("mla_decode", {"cache_format": "fp8_v4"}, "takes cache_format 'plain' or 'fp8_v32', got 'fp8_v4'"),
         ("sparse_mla_prefill", {"cache_format": "fp8_v4"}, "takes cache_format 'plain' or 'fp8_v32', got 'fp8_v4'"),
+        ("mla_decode", {"cache_format": "fp8_v41"}, "takes cache_format 'plain' or 'fp8_v32', got 'fp8_v41'"),
+        ("sparse_mla_prefill", {"cache_format": "fp4_v41"}, "takes cache_format 'plain' or 'fp8_v32', got 'fp4_v41'"),
         (
             "mla_decode",
             {"topk": 0, "cache_format": "plain", "dtype": "float32"},

@@ -115,7 +115,8 @@ def test_toml_blocks_are_config_files(text, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("path", PAPERS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_to_files(path):
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text()):
+    text = path.read_text()
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text):
         if "://" not in target:
             assert (path.parent / target).exists(), target
 
@@ -135,10 +136,40 @@ def test_commands_exist(path):
         assert found.with_suffix(".py").is_file() or (found / "__main__.py").is_file(), module
 
 
-def test_extras_exist():
+@pytest.mark.parametrize("path", PAPERS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_extras_exist(path):
+    """tests/test_docs_site.py holds the page of installation to name all of them."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    quoted = re.findall(r"pip install '\.\[([\w,-]+)\]'", (ROOT / "README.md").read_text())
-    assert {extra for group in quoted for extra in group.split(",")} == set(extras)
+    quoted = re.findall(r"pip install '(?:\.|ragged-attention)\[([\w,-]+)\]'", path.read_text())
+    assert {extra for group in quoted for extra in group.split(",")} <= set(extras)
+
+
+def test_the_readme_fits_a_screen_and_says_what_has_not_been_run():
+    readme = (ROOT / "README.md").read_text()
+    assert len(readme.splitlines()) <= 100
+    assert len(FENCE.findall(readme)) == readme.count("<picture>") == 1
+    assert "**Nothing has been run on GPU or TPU hardware yet.**" in readme
+    assert "(docs/start/install.md)" in readme
+    for command in ("make demo", "make test"):
+        assert re.search(rf"^    {command} ", readme, re.MULTILINE)
+    for page in ("support", "status", "evidence", "cpu_measured", "operations/index", "commands"):
+        assert f"(docs/{page}.md)" in readme, page
+
+
+def test_every_command_has_a_line():
+    text = (ROOT / "docs" / "commands.md").read_text()
+    for command in (*cli.ELSEWHERE, "doctor", "explain"):
+        assert re.search(rf"^\| `ragged-attention {command}\b.*` \|", text, re.MULTILINE), command
+
+
+@pytest.mark.parametrize(
+    "line", re.findall(r"^    ragged-attention (.*)$", (ROOT / "docs" / "commands.md").read_text(), re.MULTILINE)
+)
+def test_commands_for_other_devices_run(line, tmp_path, monkeypatch, capsys):
+    for needed in ("torch", "jax", "triton"):
+        pytest.importorskip(needed)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(line.split()) == 0, capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", PAPERS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -165,7 +196,8 @@ def test_continuous_integration_runs_the_readmes_commands():
         assert f"step {command}" in script.read_text()
 
 
-def test_the_support_table_is_current():
+@pytest.fixture(scope="module")
+def support_table():
     for needed in ("torch", "jax", "triton"):
         pytest.importorskip(needed)
     spec = importlib.util.spec_from_file_location("support_table", ROOT / "docs" / "support_table.py")
@@ -173,11 +205,33 @@ def test_the_support_table_is_current():
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    readme = (ROOT / "README.md").read_text()
-    assert module.with_table(readme) == readme, "run `make docs`"
-    table = readme.partition(module.BEGIN)[2].partition(module.END)[0]
+    return module
+
+
+def test_the_support_tables_are_current(support_table):
+    for path, text in support_table.pages().items():
+        assert path.read_text() == text, f"run `make docs`: {path.name}"
+
+
+@pytest.mark.parametrize(
+    ("page", "form"), [("docs/support.md", "| `{}` |"), ("README.md", "| [`{}`](docs/operations/")]
+)
+def test_the_support_tables_name_every_operation(support_table, page, form):
+    table = (ROOT / page).read_text().partition(support_table.BEGIN)[2].partition(support_table.END)[0]
     for operation in CALLS:
-        assert f"| `{operation}` |" in table
+        assert f"\n{form.format(operation)}" in table
+
+
+def test_the_short_table_has_what_is_picked_for_some_call(support_table):
+    found = {
+        ("a", "first"): [["x", "portable"], ["x"]],
+        ("a", "second"): [["x"], ["portable"]],
+        ("b", "only"): [[], ["portable"]],
+    }
+    assert support_table.short_table(found).splitlines()[2:] == [
+        "| [`a`](docs/operations/a.md) | x | x or portable |",
+        "| [`b`](docs/operations/b.md) | none | portable |",
+    ]
 
 
 def test_every_environment_variable_is_described():

@@ -108,6 +108,16 @@ def test_links_in_code_stay_and_others_move():
         site.with_links(ROOT / "docs" / "concepts.md", "[c](gone.md)")
 
 
+def test_a_picture_in_two_colours_follows_the_sites_switch():
+    pair = (ROOT / "README.md").read_text().partition("<picture>")[2].partition("</picture>")[0]
+    moved, found = site.with_links(ROOT / "README.md", f"<picture>{pair}</picture>\n")
+    assert re.fullmatch(
+        r"!\[(.*)\]\(\.\./pictures/pages-light.svg#only-light\) !\[\1\]\(\.\./pictures/pages-dark.svg#only-dark\)\n",
+        moved,
+    )
+    assert [path.name for path in found] == ["pages-light.svg", "pages-dark.svg"]
+
+
 def test_faults_of_a_built_site_are_found(tmp_path):
     (tmp_path / "good.html").write_text('<p id="here"><a href="#here">x</a> <a href="https://example.org">y</a>')
     assert list(site.faults(tmp_path)) == []

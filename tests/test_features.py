@@ -19,7 +19,12 @@ from ragged_attention.reference.quantize_mla_cache import quantize_mla_cache
 from ragged_attention.samples import device_of, sample_of
 
 RNG = np.random.default_rng(0)
-SAME = {"deterministic", "cache_format", "format"}  # which may be said or left out, with the same results
+SAME = {
+    "deterministic",
+    "cache_format",
+    "cache_layout",
+    "format",
+}  # which may be said or left out, with the same results
 
 
 def floats(*shape: int) -> Any:
@@ -47,7 +52,7 @@ SPARSE = {
     "q": floats(3, 4, 576), "kv": floats(3, 4, 1, 576), "indices": ints([[0, 5, 7]], [[1, 9, 2]], [[4, -1, 3]]),
     "topk_lens": ints(1, 3, 2), "deterministic": True,
 }  # fmt: skip
-DECODE = {"q": floats(2, 2, 4, 576), "kv_cache": floats(4, 4, 1, 576), "cache_format": "plain"}
+DECODE = {"q": floats(2, 2, 4, 576), "kv_cache": floats(4, 4, 1, 576), "cache_format": "plain", "cache_layout": "token"}
 SECOND = {"extra_kv_cache": floats(2, 4, 1, 576), "extra_indices": ints([[1, 6], [2, 3]], [[7, 0], [5, 4]])}
 LISTS = {"indices": ints([[0, 5, 7], [1, 9, 2]], [[4, 11, 3], [8, 1, 6]]), "topk_lens": ints(2, 3)}
 SCHEDULE = tuple(make_decode_schedule(ints(2, 3), sparse=True, num_parts=1))
@@ -80,7 +85,7 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
     ],
     "varlen_attention": [VARLEN | SHARED],
     "varlen_attention_backward": [VARLEN | SHARED | OUT],
-    "sparse_mla_prefill": [SPARSE | LATENT | {"cache_format": "plain"}],
+    "sparse_mla_prefill": [SPARSE | LATENT | {"cache_format": "plain", "cache_layout": "token"}],
     "sparse_mla_prefill_backward": [
         SPARSE | LATENT | {
             "d_out": floats(3, 4, 256), "out": floats(3, 4, 256), "lse": floats(3, 4) + 2, "d_lse": floats(3, 4),
@@ -94,12 +99,16 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
         {"lens": ints(100, 0, 900), "extra_lens": ints(70, 1, 200), "sparse": True, "num_parts": 3, "overhead": 2,
          "programs": 2},
     ],
-    "quantize_mla_cache": [{"kv": floats(2, 3, 1, 576), "format": "fp8_v32", "power_of_two_scales": False}],
-    "dequantize_mla_cache": [{"cache": BYTES, "format": "fp8_v32", "dtype": "float32"}],
+    "quantize_mla_cache": [
+        {"kv": floats(2, 3, 1, 576), "format": "fp8_v32", "power_of_two_scales": False, "cache_layout": "token"},
+    ],
+    "dequantize_mla_cache": [
+        {"cache": BYTES, "format": "fp8_v32", "dtype": "float32", "cache_layout": "token"},
+    ],
     "write_mla_cache": [
         {
             "kv": floats(3, 1, 576), "cache": BYTES, "slot_mapping": ints(4, -1, 1), "power_of_two_scales": False,
-            "cache_format": "fp8_v32",
+            "cache_format": "fp8_v32", "cache_layout": "token",
         },
     ],
     "page_indices_to_slots": [{"positions": ints(3, 9), "page_indices": TABLES["page_indices"], "page_size": 4}],

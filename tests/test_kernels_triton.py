@@ -1,5 +1,6 @@
 """What is particular to the Triton room: its tiles' limits, and weights of few keys in a table made for many."""
 
+import dataclasses
 import importlib
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -9,10 +10,14 @@ import numpy as np
 import pytest
 
 import ragged_attention as ra
-from ragged_attention.calls import SparseMlaPrefillBackward
+from ragged_attention.calls import SparseMlaPrefill, SparseMlaPrefillBackward
+from ragged_attention.reference.quantize_mla_cache import quantize_mla_cache
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention as definition
+from ragged_attention.reference.sparse_mla_prefill import sparse_mla_prefill
 from ragged_attention.samples import FakeArray, LatentSample, device_of
 from ragged_attention.testing.compare import agrees
+from ragged_attention.testing.mla.specs import PrefillSpec
+from ragged_attention.testing.runner import runner_for
 
 torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
@@ -33,6 +38,7 @@ from ragged_attention.kernels_triton import ragged_paged_attention as paged  # n
         ("write_kv_pages", {"block_t": 3}, "expected block_t to be a power of two from 1 to 256, got 3"),
         ("merge_attention_states", {"num_warps": 3}, "expected num_warps to be a power of two from 1 to 16, got 3"),
         ("sparse_mla_prefill", {"block_h": 8}, "expected block_h to be a power of two from 16 to 128, got 8"),
+        ("sparse_mla_prefill", {"decoded": 2}, "expected decoded to be True or False, got 2"),
         ("mla_decode", {"block_kv": 48}, "expected block_kv to be a power of two from 16 to 128, got 48"),
         ("mla_decode", {"num_splits": 0}, "expected num_splits from 1 to 256, got 0"),
         ("quantize_mla_cache", {"block_t": 3}, "expected block_t to be a power of two from 1 to 256, got 3"),
@@ -91,6 +97,69 @@ def test_the_gradient_of_sparse_prefill_says_what_it_cannot(
     )  # fmt: skip
     module = importlib.import_module("ragged_attention.kernels_triton.sparse_mla_prefill_backward")
     assert module.why_not(call) == reason
+
+
+PREFILL = SparseMlaPrefill(
+    q=FakeArray((4096, 128, 576), "bfloat16"),
+    kv=FakeArray((512, 64, 1, 656), "uint8"),
+    indices=FakeArray((4096, 1, 2048), "int32"),
+    device=device_of("torch", "sm_90"),
+)
+V4_PREFILL = {"q": FakeArray((4096, 64, 512), "bfloat16"), "kv": FakeArray((512, 64, 1, 584), "uint8")}
+
+
+@pytest.mark.parametrize(
+    ("changed", "want"),
+    [
+        ({}, True),
+        (V4_PREFILL, True),
+        ({"device": device_of("jax", "sm_90")}, True),
+        ({"device": device_of("torch", "sm_80")}, False),  # where it was not found to be faster
+        ({"q": FakeArray((4096, 16, 576), "bfloat16")}, False),  # nor with these heads
+        ({"q": FakeArray((4096, 128, 576), "float16")}, False),
+        ({"kv": FakeArray((512, 64, 1, 576), "bfloat16")}, False),  # nothing to decode
+        ({"d_v": 576}, False),
+        ({"kv": FakeArray((8192, 64, 1, 656), "uint8")}, True),  # each slot 16 times
+        ({"kv": FakeArray((8193, 64, 1, 656), "uint8")}, False),
+        ({"indices": FakeArray((4096, 1, 16384), "int32"), "kv": FakeArray((14168, 64, 1, 656), "uint8")}, True),
+        ({"indices": FakeArray((4096, 1, 16384), "int32"), "kv": FakeArray((14170, 64, 1, 656), "uint8")}, False),
+        ({"indices": FakeArray((4096, 1, 31), "int32"), "kv": FakeArray((2, 64, 1, 656), "uint8")}, False),  # too few
+    ],
+)
+def test_a_cache_is_decoded_first_where_its_rows_are_listed_often(changed: dict[str, Any], want: bool) -> None:
+    module = importlib.import_module("ragged_attention.kernels_triton.sparse_mla_prefill")
+    call = dataclasses.replace(PREFILL, **changed)
+    assert module.heuristic(call).decoded == want
+    assert not module.invariant_tile(call).decoded  # for it depends on how many queries there are
+
+
+def test_a_plain_cache_is_not_decoded() -> None:
+    with pytest.raises(ra.InvalidInput, match=r"^expected decoded=False with a plain cache, got True$"):
+        runner_for("triton", "torch").run(
+            "sparse_mla_prefill", PrefillSpec(page_size=4).build(), options={"decoded": True}
+        )
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of NaN in the interpreter
+@pytest.mark.parametrize("scale", [1.0, 2.0**100, 1e-30, float("nan"), float("inf")])
+@pytest.mark.parametrize("listed", [True, False])
+def test_decoded_rows_of_every_code(listed: bool, scale: float) -> None:
+    """Codes that are NaN and scales of any size reach the queries that list their rows, and no others."""
+    rng = np.random.default_rng(0)
+    cache = rng.integers(0, 256, (4, 5, 1, 656), np.uint8)
+    cache[..., 528:] = 0
+    cache[..., 512:528] = np.full(4, scale, np.float32).view(np.uint8)
+    cache[:2] = quantize_mla_cache(rng.standard_normal((2, 5, 1, 576), np.float32) / 10, "fp8_v32")
+    indices = np.array([[[0, 9, 3, 10 if listed else 5]], [[7, 7, 2, -1]]], np.int32)
+    arguments = {"q": rng.standard_normal((2, 3, 576), np.float32), "kv": cache, "indices": indices}
+    taken = {name: torch.from_numpy(array) for name, array in arguments.items()}
+    run = importlib.import_module("ragged_attention.torch").sparse_mla_prefill
+    got = run(**taken, backend="triton", options={"decoded": True})
+    want = sparse_mla_prefill(**arguments)
+    for index, name in ((0, "out"), (2, "lse")):  # of NaN, the largest logit takes no notice
+        agrees(got[index].numpy(), want[index], f"prefill {name}", name)
+    assert all(np.isfinite(result[1].numpy()).all() for result in got)
+    assert np.isfinite(got[0][0].numpy()).all() != listed
 
 
 @pytest.mark.parametrize("batch", [1, 2, 4, 8, 16, 32, 64])
@@ -199,3 +268,17 @@ def test_threads_may_launch_at_the_same_time() -> None:
     finally:
         sys.setswitchinterval(before)
     assert all(torch.equal(each, found[0]) for each in found)
+
+
+def test_caches_of_two_formats_need_a_newer_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = importlib.import_module("ragged_attention.kernels_triton.mla_decode")
+    both = LatentSample(cache_format="fp8_v41", extra_format="fp4_v41", extra_topk=64)
+    alike = dataclasses.replace(both, extra_format=None)
+    calls = [sample.call("mla_decode", device_of("torch", "sm_90")) for sample in (both, alike)]
+    monkeypatch.setattr(room, "OLDER_COMPILER", False)
+    assert [room.why_not(call) for call in calls] == [None, None]
+    monkeypatch.setattr(room, "OLDER_COMPILER", True)
+    text = (
+        "needs Triton 3.7 for caches of two formats, which older ones compile wrongly, got 'fp8_v41' beside 'fp4_v41'"
+    )
+    assert [room.why_not(call) for call in calls] == [text, None]

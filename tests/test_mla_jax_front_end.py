@@ -32,7 +32,7 @@ page_indices_to_slots: Any = front.page_indices_to_slots
 NUM_SEQS, NUM_Q_TOKENS, NUM_Q_HEADS, TOPK = 3, 2, 4, 11
 NUM_PAGES, PAGE_SIZE, PAGES_PER_SEQ = 8, 6, 4
 FORMATS = ("plain", *CACHE_FORMATS)
-WIDTHS = {"plain": (48, 32), "fp8_v32": (576, 512), "fp8_v4": (512, 512)}
+WIDTHS = {"plain": (48, 32), "fp8_v32": (576, 512)} | dict.fromkeys(("fp8_v4", "fp8_v41", "fp4_v41"), (512, 512))
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 PREFILL = ("prefill out", "prefill max_logits", "prefill lse")
 DECODE = ("decode out", "decode lse")
@@ -170,7 +170,7 @@ def test_what_is_not_selected_may_be_nan(kind, cache_format):
                 continue
             if cache_format == "plain":
                 cache[page, offset] = np.nan
-            elif cache_format == "fp8_v32":
+            elif cache_format != "fp8_v4":
                 cache[page, offset] = 0xFF
             else:
                 flat = cache[page].reshape(-1)
@@ -339,7 +339,10 @@ ODD = (np.nan, -np.nan, np.inf, -np.inf, -0.0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize(("cache_format", "powers"), [("fp8_v32", True), ("fp8_v32", False), ("fp8_v4", True)])
+@pytest.mark.parametrize(
+    ("cache_format", "powers"),
+    [("fp8_v32", True), ("fp8_v32", False), ("fp8_v4", True), ("fp8_v41", True), ("fp4_v41", False)],
+)
 def test_quantised_bytes_are_those_of_the_definition(cache_format, powers, dtype):
     """A constant divisor must not become a product with its reciprocal, nor a NaN change its sign."""
     rows = np.array(randoms((5, 3, 1, WIDTHS[cache_format][0]), "float32"))
@@ -377,8 +380,11 @@ def test_every_code_is_dequantised(cache_format):
     flat[0, :256] = np.arange(256)
     if cache_format == "fp8_v4":
         flat[1, (layout.token_bytes - 8) * PAGE_SIZE :] = np.linspace(20, 255, 8 * PAGE_SIZE).astype(np.uint8)
-    else:
+    elif cache_format == "fp8_v32":
         flat[1, 512:528].view("<f4")[:] = 0.3, 1e30, np.nan, np.inf
+    else:
+        first, count = layout.value_bytes, layout.scale_bytes
+        flat[1, first : first + count] = np.linspace(20, 255, count).astype(np.uint8)
     for dtype in ("float32", "bfloat16", "float16"):  # some of which overflow
         values = [dequantize_mla_cache(cache, dtype=dtype, backend=backend) for backend in ("xla", "reference")]
         assert identical(*widened(values))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ragged_attention import dispatch
+from ragged_attention.calls import CACHE_FORMATS
 from ragged_attention.reference import _kv_layout
 from ragged_attention.reference import dequantize_mla_cache as dequantize
 from ragged_attention.reference import make_decode_schedule as schedule
@@ -29,6 +30,8 @@ HONEST: dict[str, Function] = {
     for module in (prefill, decode, schedule, quantize, dequantize, write, slots)
 }
 honest_attend, honest_selected, honest_splits = prefill.attend_latent, prefill.selected, decode.attend_in_splits
+honest_e2m1, honest_to_e2m1 = _kv_layout.decode_e2m1, _kv_layout.encode_e2m1
+honest_groups = _kv_layout.quantize_groups_to_e2m1
 honest_planes, honest_rows, honest_dense_slots = _kv_layout.planes, _kv_layout.dequantize_rows, decode.dense_slots
 honest_scales, honest_decode, honest_prefill = (
     _kv_layout.group_scales,
@@ -139,35 +142,72 @@ def sinks_are_ignored(lse: Any, sinks: Any) -> Any:
 
 # The bytes.
 def scales_are_truncated_to_powers_of_two(codes: Any, scales: Any, rotary: Any, layout: Any) -> Any:
-    if layout.name == "fp8_v32":
+    if layout.scales == "float32":
         scales = (np.ascontiguousarray(scales).view(np.uint32) & 0xFF800000).astype("<u4").view(np.uint8)
     return honest_rows(codes, scales, rotary, layout)
 
 
 def first_scale_serves_all(codes: Any, scales: Any, rotary: Any, layout: Any) -> Any:
-    size = 4 if layout.name == "fp8_v32" else 1
-    count = layout.values // layout.group
-    return honest_rows(codes, np.tile(scales[..., :size], count), rotary, layout)
+    size = layout.scale_bytes // layout.num_groups
+    return honest_rows(codes, np.tile(scales[..., :size], layout.num_groups), rotary, layout)
 
 
 def rotary_part_is_scaled(codes: Any, scales: Any, rotary: Any, layout: Any) -> Any:
     rows = honest_rows(codes, scales, rotary, layout)
+    if not layout.rotary:
+        return rows
     last = scales.view("<f4")[..., -1] if layout.name == "fp8_v32" else _kv_layout.e8m0_values(scales[..., 6])
     rows[..., layout.values :] *= last[..., None]
     return rows
 
 
 def scales_of_the_first_format(pages: Any, layout: Any) -> Any:
-    """The stale offset: every token's scales behind its own values, as if `fp8_v4` were token-major."""
-    if layout.name == "fp8_v32":
+    """The stale offset: every token's scales behind its own values, as if there were no layout but "token"."""
+    if not layout.planar:
         return honest_planes(pages, layout)
-    tokens = pages.view(np.uint8).reshape(*pages.shape[:2], pages.shape[-1])
-    return tokens[..., :448], tokens[..., 576:], tokens[..., 448:576]
+    tokens, row = pages.view(np.uint8).reshape(*pages.shape[:2], pages.shape[-1]), layout.row_bytes
+    return tokens[..., : layout.value_bytes], tokens[..., row:], tokens[..., layout.value_bytes : row]
 
 
 def scales_of_the_next_token(pages: Any, layout: Any) -> Any:
     values, scales, rotary = honest_planes(pages, layout)
-    return values, np.roll(scales, 1, axis=1) if layout.name == "fp8_v4" else scales, rotary
+    return values, np.roll(scales, 1, axis=1) if layout.planar else scales, rotary
+
+
+def the_layout_is_ignored(pages: Any, layout: Any) -> Any:
+    """Every format in its own layout, whatever is asked for."""
+    return honest_planes(pages, CACHE_FORMATS[layout.name])
+
+
+def halves_of_bytes_swapped(codes: Any) -> Any:
+    return honest_e2m1(codes >> 4 | codes << 4)
+
+
+def signs_of_4_bits_are_lost(codes: Any) -> Any:
+    return np.abs(honest_e2m1(codes))
+
+
+def smallest_of_4_bits_is_zero(codes: Any) -> Any:
+    """As on machines that take subnormal numbers for 0."""
+    found = honest_e2m1(codes)
+    return np.where(np.abs(found) == 0.5, 0.0, found)
+
+
+def four_bits_to_nearest_away_from_zero(values: Any) -> Any:
+    return honest_to_e2m1(values * np.float32(1 + 2**-20))
+
+
+def four_bits_wrap_around(values: Any) -> Any:
+    return np.where(np.abs(values) > 6, 0, honest_to_e2m1(values)).astype(np.uint8)
+
+
+def scales_of_4_bits_are_powers(groups: Any) -> Any:
+    packed, stored = honest_groups(groups)
+    return packed, stored & 0xF8
+
+
+def not_a_number_is_the_largest(groups: Any) -> Any:
+    return honest_groups(np.nan_to_num(groups, nan=6.0))
 
 
 LISTED = (
@@ -180,7 +220,7 @@ ATTENDED = (
     no_key_gives_plus_infinity,
 )  # fmt: skip
 READ = (scales_are_truncated_to_powers_of_two, first_scale_serves_all, rotary_part_is_scaled)
-PLACED = (scales_of_the_first_format, scales_of_the_next_token)
+PLACED = (scales_of_the_first_format, scales_of_the_next_token, the_layout_is_ignored)
 
 
 def _both(operation: str) -> dict[str, Function]:
@@ -394,6 +434,14 @@ OTHERS: dict[str, tuple[str, Function]] = {
         ("dequantize_mla_cache", "e8m0_values", powers_have_bias_128),
         ("dequantize_mla_cache", "e8m0_values", last_power_is_a_number),
         ("write_mla_cache", "planes", scales_of_the_first_format),
+        ("quantize_mla_cache", "planes", the_layout_is_ignored),
+        ("dequantize_mla_cache", "decode_e2m1", halves_of_bytes_swapped),
+        ("dequantize_mla_cache", "decode_e2m1", signs_of_4_bits_are_lost),
+        ("dequantize_mla_cache", "decode_e2m1", smallest_of_4_bits_is_zero),
+        ("quantize_mla_cache", "encode_e2m1", four_bits_to_nearest_away_from_zero),
+        ("quantize_mla_cache", "encode_e2m1", four_bits_wrap_around),
+        ("quantize_mla_cache", "quantize_groups_to_e2m1", scales_of_4_bits_are_powers),
+        ("quantize_mla_cache", "quantize_groups_to_e2m1", not_a_number_is_the_largest),
     )
 } | {
     mutant.__name__: (operation, given(operation, mutant))

@@ -16,7 +16,7 @@ from ragged_attention.portable.torch_eager import _latents, write_mla_cache
 from ragged_attention.torch import _plan
 from tests.operators import operator_arguments
 
-WIDTHS = {"plain": 48, "fp8_v32": 576, "fp8_v4": 512}
+WIDTHS = {"plain": 48, "fp8_v32": 576, "fp8_v4": 512, "fp8_v41": 512, "fp4_v41": 512}
 NUM_PAGES, PAGE_SIZE, NUM_HEADS, NUM_SEQS, NUM_Q_TOKENS = 6, 4, 3, 2, 2
 FORMATS = pytest.mark.parametrize("format", list(WIDTHS))
 
@@ -95,7 +95,7 @@ def test_writing_passes_opcheck(format: str) -> None:
     check_operator("write_mla_cache", new, latent_cache(format), torch.tensor([1, -1, 5]))
 
 
-@pytest.mark.parametrize("format", ["fp8_v32", "fp8_v4"])
+@pytest.mark.parametrize("format", ["fp8_v32", "fp8_v4", "fp8_v41", "fp4_v41"])
 def test_quantising_passes_opcheck(format: str) -> None:
     check_operator("quantize_mla_cache", normal(2, 3, 1, WIDTHS[format]), format)
     check_operator("dequantize_mla_cache", latent_cache(format), dtype=torch.float16)
@@ -254,7 +254,7 @@ def test_rows_of_a_page_may_lie_apart_where_they_are_read(format: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn])
-@pytest.mark.parametrize("format", ["fp8_v32", "fp8_v4"])
+@pytest.mark.parametrize("format", ["fp8_v32", "fp8_v4", "fp8_v41", "fp4_v41"])
 def test_bytes_may_be_of_any_kind(format: str, dtype: torch.dtype) -> None:
     inputs = dense(format)
     cache = inputs["kv_cache"].view(dtype)
@@ -304,8 +304,10 @@ def test_tokens_are_written_in_place_and_nothing_else(format: str, backend: str)
     slots = cache if format == "plain" else rt.dequantize_mla_cache(cache, dtype="float32")
     old = before if format == "plain" else rt.dequantize_mla_cache(before, dtype="float32")
     slots, old = slots.reshape(-1, width).clone(), old.reshape(-1, width)
+    # Half a step of 4 bits is a quarter of a number; a scale is the largest number's share, rounded by a sixteenth.
+    rtol, atol = (0.26, 0.3 * float(new.abs().max()) / 6) if format == "fp4_v41" else (0.08, 0.01)
     for token, slot in ((0, 9), (2, 2)):
-        torch.testing.assert_close(slots[slot], new[token], rtol=0.08, atol=0.01)
+        torch.testing.assert_close(slots[slot], new[token], rtol=rtol, atol=atol)
         slots[slot] = old[slot]
     assert torch.equal(slots, old)
     around = cache.as_strided((NUM_PAGES, 8), (cache.stride(0), 1), cache[0].numel())
@@ -324,6 +326,11 @@ def test_pages_that_bytes_do_not_address_cannot_be_written() -> None:
     message = r"expected cache with rows packed in each page \(stride 584\) for 'fp8_v4', got 1168"
     with pytest.raises(ra.InvalidInput, match=message):
         rt.write_mla_cache(normal(1, 512), cache, ints(0))
+    rows = torch.zeros(4, 3, 2, 528, dtype=torch.uint8)[:, :, :1]
+    message = r"expected cache with rows packed in each page \(stride 528\) for 'fp8_v41', got 1056"
+    with pytest.raises(ra.InvalidInput, match=message):
+        rt.write_mla_cache(normal(1, 512), rows, ints(0), cache_layout="page")
+    rt.write_mla_cache(normal(1, 512), rows, ints(0))
     cache = torch.cat([latent_cache("fp8_v32")] * 2, dim=2)[:, :, :1]  # its tokens hold all they need
     rt.write_mla_cache(torch.ones(1, 576), cache, ints(0))
     assert (rt.dequantize_mla_cache(cache)[0, 0] == 1).all()
@@ -588,7 +595,7 @@ def test_no_more_rows_are_gathered_at_once_than_the_tile_says(format: str, monke
     assert max(gathered) <= 4
 
 
-@pytest.mark.parametrize("format", ["fp8_v32", "fp8_v4"])
+@pytest.mark.parametrize("format", ["fp8_v32", "fp8_v4", "fp8_v41", "fp4_v41"])
 @pytest.mark.parametrize("chunk", [1, 3, 4, 9])
 def test_caches_are_converted_in_pieces(format: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = normal(NUM_PAGES, PAGE_SIZE, 1, WIDTHS[format])

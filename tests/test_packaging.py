@@ -1,6 +1,9 @@
 """What is built and installed: wheel, sdist and editable, from a copy of the tree, without a network."""
 
+import datetime
+import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,13 +13,14 @@ import tomllib
 import venv
 import zipfile
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "ragged_attention"
 ROOMS = ("reference", "kernels_triton", "kernels_pallas", "kernels_cuda")
-SHIPPED = ("src", *ROOMS, "pyproject.toml", "README.md", "LICENSE")
+SHIPPED = ("src", *ROOMS, "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE")
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
 
@@ -71,6 +75,9 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignore)
         else:
             shutil.copy(ROOT / name, copy / name)
+    for folder in ("tests", "benchmarks"):  # setuptools would take the first along
+        (copy / folder).mkdir()
+        (copy / folder / "test_nothing.py").touch()
     return copy
 
 
@@ -120,6 +127,20 @@ def test_wheel_holds_all_and_nothing_else(tree, built, kind):
     assert {top for top in tops if not top.endswith(".dist-info")} == {"ragged_attention"}
     assert {name for name in found if name.startswith("ragged_attention/")} == expected_members(tree)
     assert any(name.endswith("licenses/LICENSE") for name in found)
+    for needed in ("py.typed", "demo/weights.npz", "kernels_cuda/csrc/api.h", "kernels_cuda/csrc/xla_ffi.cc"):
+        assert f"ragged_attention/{needed}" in found
+    assert any(name.startswith("ragged_attention/kernels_cuda/csrc/sm90/") and name.endswith(".cu") for name in found)
+    assert not [name for name in found if "__pycache__" in name or "/tests/" in name]
+
+
+def test_entry_points_lead_somewhere(built):
+    with zipfile.ZipFile(built["wheel"]) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/entry_points.txt"))
+        text = archive.read(name).decode()
+    for group in ("console_scripts", "pytest11", "vllm.general_plugins"):
+        assert f"[{group}]" in text
+    for module in re.findall(r"= ([\w.]+)", text):
+        assert f"{module.replace('.', '/')}.py" in members(built["wheel"])
 
 
 def test_sdist_mirrors_the_repository(built):
@@ -127,6 +148,7 @@ def test_sdist_mirrors_the_repository(built):
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"README.md", "LICENSE", "pyproject.toml", "src/ragged_attention/calls/mla.py"} <= names
     assert {f"{room}/__init__.py" for room in ROOMS} <= names
+    assert not [name for name in names if name.startswith(("tests", "benchmarks"))]
 
 
 def fresh(folder: Path) -> Path:
@@ -188,3 +210,115 @@ def test_editable_install_sees_a_new_file_at_once(tree, tmp_path):
     (copy / "kernels_triton" / "an_operation.py").write_text("HERE = True\n")
     code = "from ragged_attention.kernels_triton.an_operation import HERE; print(HERE)"
     assert run_in(python, [python, "-c", code]).strip() == "True"
+
+
+# ---- tools/release.py
+
+
+def release_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("release", ROOT / "tools" / "release.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+releasing = release_script()
+TODAY = datetime.date(2031, 5, 7)
+CHANGELOG = "# Changelog\n\n## Unreleased\n\n## 1.2.3 - 2031-05-07\n\n### Added\n\n- One.\n\n## 1.2.2 - 2030-01-01\n"
+
+
+def test_the_newest_version_of_the_changelog_is_the_packages():
+    """Between releases too; only the date may be another day's."""
+    found = releasing.HEADING.search((ROOT / "CHANGELOG.md").read_text())
+    assert found["version"] == releasing.version_of(ROOT)
+    assert found["date"]
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A repository whose commit can be released."""
+    root = tmp_path / "project"
+    (root / "src" / "ragged_attention").mkdir(parents=True)
+    (root / "src" / "ragged_attention" / "__init__.py").write_text('__version__ = "1.2.3"\n')
+    shutil.copy(ROOT / "pyproject.toml", root)
+    (root / ".gitignore").write_text("dist/\n")
+    (root / "CHANGELOG.md").write_text(CHANGELOG)
+    releasing.git(root, "init", "--quiet")
+    for key, value in (("user.name", "Nobody"), ("user.email", "nobody@example.org"), ("core.hooksPath", "/dev/null")):
+        releasing.git(root, "config", key, value)
+    commit(root)
+    return root
+
+
+def commit(root: Path) -> None:
+    releasing.git(root, "add", "--all")
+    releasing.git(root, "commit", "--quiet", "--message", "All")
+
+
+def test_a_commit_that_can_be_released(project):
+    assert releasing.hindrances(project, TODAY) == []
+
+
+@pytest.mark.parametrize(
+    ("changelog", "message"),
+    [
+        (CHANGELOG.replace("1.2.3", "1.2.4"), "to be the package's, 1.2.3, got 1.2.4"),
+        ("# Changelog\n\n## Unreleased\n\n## older\n", "to be the package's, 1.2.3, got none"),
+        (CHANGELOG.replace("2031-05-07", "2031-05-06"), "to be of today, 2031-05-07, got 2031-05-06"),
+        (CHANGELOG.replace(" - 2031-05-07", ""), "to be of today, 2031-05-07, got None"),
+        (CHANGELOG.replace("## Unreleased\n", "## Unreleased\n\n- Two.\n"), "expected an empty section Unreleased"),
+        (CHANGELOG.replace("## Unreleased\n", ""), "expected an empty section Unreleased"),
+    ],
+)
+def test_a_changelog_that_is_not_ready(project, changelog, message):
+    (project / "CHANGELOG.md").write_text(changelog)
+    commit(project)
+    assert any(message in found for found in releasing.hindrances(project, TODAY))
+
+
+def test_an_unclean_tree_and_an_old_tag_are_hindrances(project, capsys):
+    (project / "left.txt").touch()
+    releasing.git(project, "tag", "v1.2.3")
+    assert releasing.release(project, TODAY, tag=True) == 1
+    assert re.fullmatch(
+        r"expected a clean tree, got\n\?\? left.txt\nexpected a new version, but the tag v1.2.3 exists\n",
+        capsys.readouterr().err,
+    )
+
+
+@pytest.mark.parametrize("tag", [False, True])
+def test_a_release_tags_only_when_told_and_uploads_nothing(project, monkeypatch, capsys, tag):
+    monkeypatch.setattr(releasing, "dist", lambda root: [root / "dist" / "a.tar.gz", root / "dist" / "a.whl"])
+    assert releasing.release(project, TODAY, tag) == 0
+    assert releasing.git(project, "tag", "--list").split() == (["v1.2.3"] if tag else [])
+    printed = capsys.readouterr().out
+    assert ("    git push origin v1.2.3\n" in printed) == tag
+    assert re.search(r"twine upload \S+/dist/a.tar.gz \S+/dist/a.whl", printed)
+
+
+def test_what_is_staged_is_what_git_knows_or_would_add(project, tmp_path):
+    (project / "dist").mkdir()
+    (project / "dist" / "built").touch()
+    (project / "new.txt").touch()
+    (project / "link").symlink_to("src")
+    (project / "CHANGELOG.md").unlink()
+    releasing.stage(project, tmp_path / "staged")
+    staged = {path.name for path in (tmp_path / "staged").iterdir()}
+    assert staged == {".gitignore", "pyproject.toml", "src", "new.txt", "link"}
+    assert (tmp_path / "staged" / "link").is_symlink()
+
+
+def test_wheels_that_differ_are_refused(tmp_path):
+    for name, text in (("a", "1"), ("b", "1"), ("c", "2")):
+        with zipfile.ZipFile(tmp_path / name, "w") as archive:
+            archive.writestr("module.py", text)
+    releasing.expect_same_contents(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(SystemExit, match=r"but they differ in \['module.py'\]"):
+        releasing.expect_same_contents(tmp_path / "a", tmp_path / "c")
+
+
+def test_a_command_that_fails_ends_the_script(capsys):
+    with pytest.raises(SystemExit, match=r"exit status 3 of: \S+ -c import sys"):
+        releasing.run(sys.executable, "-c", "import sys\nsys.exit(3)")

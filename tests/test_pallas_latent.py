@@ -55,6 +55,11 @@ def test_what_is_refused_and_why(operation: str) -> None:
         assert room.why_not(_call(operation, cache_format=form)) is None
     text = "takes cache_format 'plain' and 'fp8_v32', got 'fp8_v4', whose pages no copy can cut into rows"
     assert room.why_not(_call(operation, cache_format="fp8_v4")) == text
+    assert room.why_not(_call(operation, cache_format="fp8_v41", cache_layout="page")) == text.replace("v4'", "v41'")
+    assert (
+        room.why_not(_call(operation, cache_format="fp4_v41"))
+        == "takes cache_format 'plain' and 'fp8_v32', got 'fp4_v41'"
+    )
     torch = Device(framework="torch", platform="cpu")
     assert room.why_not(_call(operation, device=torch)) == "runs on jax arrays, got a call from torch"
 

@@ -1,5 +1,6 @@
 """The pictures of the documentation are what docs/pictures/draw.py draws now, and fit for any page."""
 
+import dataclasses
 import importlib.util
 import re
 from pathlib import Path
@@ -29,13 +30,13 @@ NAMES = sorted(path.stem for path in FOLDER.glob("*.svg"))
 
 
 def test_every_picture_has_a_script(draw: Any) -> None:
-    assert sorted(draw.PICTURES) == NAMES
+    assert sorted(draw.files()) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_picture_is_what_its_script_draws(draw: Any, name: str) -> None:
     text = (FOLDER / f"{name}.svg").read_text()
-    assert text == draw.PICTURES[name]().svg(), f"{name}.svg is not current: python docs/pictures/draw.py"
+    assert text == draw.files()[name](), f"{name}.svg is not current: python docs/pictures/draw.py"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -47,7 +48,7 @@ def test_a_picture_is_small_and_readable_anywhere(name: str) -> None:
     assert [child.tag for child in root[:3]] == [f"{SVG}title", f"{SVG}desc", f"{SVG}style"]
     assert all(len(child.text or "") > 10 for child in root[:2])
     style = root[2].text or ""
-    assert "prefers-color-scheme: dark" in style
+    assert ("prefers-color-scheme: dark" in style) != name.endswith(("-light", "-dark"))
     assert "font-face" not in style
     assert not re.search(r'(fill|stroke|href|src)="', text)  # colours are the style's, and nothing is loaded
     known = set(re.findall(r"\.(\w+)[ ,]", style))
@@ -59,16 +60,23 @@ def test_a_picture_is_small_and_readable_anywhere(name: str) -> None:
         assert 0 <= float(element.get("y", -1)) <= height
 
 
-def test_bytes_of_a_latent_cache(draw: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "layout", "token", "expected"),
+    [
+        ("fp8_v32", "token", 0, [(0, 512, "values"), (512, 528, "scales"), (528, 656, "rotary")]),
+        ("fp8_v4", "page", 1, [
+            (576, 1024, "values"), (1024, 1152, "rotary"), (1152 + 8, 1152 + 15, "scales"), (1167, 1168, "padding"),
+        ]),
+        ("fp8_v41", "token", 1, [(528, 1040, "values"), (1040, 1056, "scales")]),
+        ("fp8_v41", "page", 1, [(512, 1024, "values"), (1024 + 16, 1056, "scales")]),
+        ("fp4_v41", "token", 1, [(288, 544, "values"), (544, 576, "scales")]),
+        ("fp4_v41", "page", 1, [(256, 512, "values"), (512 + 32, 576, "scales")]),
+    ],
+)  # fmt: skip
+def test_bytes_of_a_latent_cache(draw: Any, name: str, layout: str, token: int, expected: list) -> None:
     """As the formats are described to users of CacheFormat."""
-    v32, v4 = draw.CACHE_FORMATS.values()
-    assert [(start, stop, kind) for start, stop, token, kind, _ in draw.runs_of(draw.roles(v32, 2)) if token == 0] == [
-        (0, 512, "values"), (512, 528, "scales"), (528, 656, "rotary"),
-    ]  # fmt: skip
-    second = [(start, stop, kind) for start, stop, token, kind, _ in draw.runs_of(draw.roles(v4, 2)) if token == 1]
-    assert second == [
-        (576, 1024, "values"), (1024, 1152, "rotary"), (1152 + 8, 1152 + 15, "scales"), (1167, 1168, "padding"),
-    ]  # fmt: skip
+    found = draw.runs_of(draw.roles(dataclasses.replace(draw.CACHE_FORMATS[name], layout=layout), 2))
+    assert [(start, stop, kind) for start, stop, of, kind, _ in found if of == token] == expected
 
 
 def test_one_count_of_parts_for_all_has_the_same_keys(draw: Any) -> None:

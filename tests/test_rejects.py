@@ -121,6 +121,7 @@ TWO = LISTS | {"extra_kv_cache": ones(3, 2, 1, 32), "extra_indices": ints([[0, 5
 CODES, SCALES = ones(2, 6, 4, 16, dtype=np.int8), ones(2, 6, 4, 1)
 # The same over bytes.
 BYTE_LISTS = LISTS | {"q": ones(2, 1, 4, 576), "kv_cache": raw(6, 4, 1, 656)}
+V41_LISTS = LISTS | {"q": ones(2, 1, 4, 512), "kv_cache": raw(6, 4, 1, 528)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -488,7 +489,8 @@ STATIC = [
     prefill(InvalidInput, "expected kv.shape to be [P, G, K, C] = [P, G, K, C], got [10, 32]", kv=ones(10, 32)),
     prefill(InvalidInput, "expected kv.shape[2] = d_qk=32, got 48", kv=ones(10, 1, 48)),
     prefill(InvalidInput, "expected kv.shape[3] = d_qk=32, got 48", kv=ones(2, 5, 1, 48)),
-    prefill(InvalidInput, "expected kv.shape[3] to be 656 (fp8_v32) or 584 (fp8_v4) for a cache of bytes, got 32",
+    prefill(InvalidInput, "expected kv.shape[3] to be 656 (fp8_v32) or 584 (fp8_v4) or 528 (fp8_v41) or 288 (fp4_v41) "
+            "for a cache of bytes, got 32",
             kv=raw(2, 5, 1, 32)),
     prefill(InvalidInput, "expected kv.shape[3] to be 584 (fp8_v4) for a cache of bytes, got 656",
             kv=raw(2, 5, 1, 656), cache_format="fp8_v4"),
@@ -509,7 +511,18 @@ STATIC = [
     prefill(InvalidInput, "expected sinks.shape to be [H] = [4], got [3]", sinks=ones(3)),
     prefill(InvalidInput, "expected topk_lens.shape to be [T] = [3], got [2]", topk_lens=ints(1, 2)),
     prefill(InvalidInput, "expected sm_scale to be finite, got inf", sm_scale=float("inf")),
-    prefill(InvalidInput, "expected cache_format to be one of plain, fp8_v32, fp8_v4, got 'fp8'", cache_format="fp8"),
+    prefill(InvalidInput, "expected cache_format to be one of plain, fp8_v32, fp8_v4, fp8_v41, fp4_v41, got 'fp8'",
+            cache_format="fp8"),
+    prefill(InvalidInput, "expected kv.shape[3] to be 288 (fp4_v41) for a cache of bytes, got 528",
+            kv=raw(2, 5, 1, 528), cache_format="fp4_v41"),
+    prefill(InvalidInput, "expected q's last dimension to be 512 with cache_format='fp8_v41', got 32",
+            kv=raw(2, 5, 1, 528)),
+    prefill(InvalidInput, "expected kv to have num_kv_heads = 1 with cache_format='fp4_v41', got 2",
+            kv=raw(2, 5, 2, 288)),
+    prefill(InvalidInput, "expected cache_layout to be one of token, page, got 'pages'", cache_layout="pages"),
+    prefill(InvalidInput, "expected cache_layout='token' with cache_format='plain', got 'page'", cache_layout="page"),
+    prefill(InvalidInput, "expected cache_layout='token' with cache_format='fp8_v32', got 'page'",
+            kv=raw(2, 5, 1, 656), cache_layout="page"),
     # Decode.
     decode(TypeError, "expected q to be an array, got NoneType", q=None, schedule=None),
     decode(TypeError, "expected kv_cache to be an array, got list", kv_cache=[1.0], schedule=None),
@@ -558,6 +571,14 @@ STATIC = [
            **TWO | {"extra_kv_cache": raw(3, 2, 1, 656)}),
     decode(InvalidInput, "expected extra_kv_cache in the format of kv_cache, fp8_v32, got fp8_v4",
            **TWO | BYTE_LISTS | {"extra_kv_cache": raw(3, 2, 1, 584)}),
+    decode(InvalidInput, "expected extra_kv_cache in the format of kv_cache, fp8_v41 or fp4_v41, got fp8_v4",
+           **TWO | V41_LISTS | {"extra_kv_cache": raw(3, 2, 1, 584)}),
+    decode(InvalidInput, "expected cache_layout='page' with cache_format='fp8_v4', got 'token'",
+           **TWO | BYTE_LISTS | {"extra_kv_cache": raw(3, 2, 1, 584), "cache_layout": "token"}),
+    decode(InvalidInput, "expected cache_layout to be one of token, page, got 'rows'", cache_layout="rows"),
+    decode(InvalidInput, "expected extra_kv_cache.shape[3] to be 656 (fp8_v32) or 584 (fp8_v4) or 528 (fp8_v41) or "
+           "288 (fp4_v41) for a cache of bytes, got 300",
+           **TWO | V41_LISTS | {"extra_kv_cache": raw(3, 2, 1, 300)}),
     decode(InvalidInput, "expected extra_kv_cache.shape[3] = d_qk=32, got 48",
            **TWO | {"extra_kv_cache": ones(3, 2, 1, 48)}),
     decode(InvalidInput, "expected extra_kv_cache to have num_kv_heads = 1, got 2",
@@ -614,7 +635,16 @@ STATIC = [
     # Quantised caches.
     quantize(TypeError, "expected kv to be an array, got NoneType", kv=None),
     quantize(TypeError, "expected power_of_two_scales to be a bool, got int", power_of_two_scales=1),
-    quantize(InvalidInput, "expected format to be one of fp8_v32, fp8_v4, got 'plain'", format="plain"),
+    quantize(InvalidInput, "expected format to be one of fp8_v32, fp8_v4, fp8_v41, fp4_v41, got 'plain'",
+             format="plain"),
+    quantize(InvalidInput, "expected cache_layout='token' with cache_format='fp8_v32', got 'page'",
+             cache_layout="page"),
+    quantize(InvalidInput, "expected cache_layout='page' with cache_format='fp8_v4', got 'token'",
+             kv=ones(2, 3, 1, 512), format="fp8_v4", cache_layout="token"),
+    quantize(InvalidInput, "expected cache_layout to be one of token, page, got 'row'",
+             kv=ones(2, 3, 1, 512), format="fp4_v41", cache_layout="row"),
+    quantize(InvalidInput, "expected power_of_two_scales=True with format='fp8_v41', got False",
+             kv=ones(2, 3, 1, 512), format="fp8_v41", power_of_two_scales=False),
     quantize(InvalidInput, f"expected kv.dtype to be {FLOATS}, got uint8", kv=raw(2, 3, 1, 576)),
     quantize(InvalidInput, "expected kv.shape to be [P, G, 1, D] = [P, G, 1, 576], got [2, 3, 1, 512]",
              kv=ones(2, 3, 1, 512)),
@@ -627,11 +657,14 @@ STATIC = [
     dequantize(InvalidInput, f"expected cache.dtype to be {BYTES}, got float32", cache=ones(2, 3, 1, 656)),
     dequantize(InvalidInput, "expected cache.shape to be [P, G, 1, C] = [P, G, 1, C], got [2, 3, 656]",
                cache=raw(2, 3, 656)),
-    dequantize(InvalidInput, "expected cache.shape[3] to be 656 (fp8_v32) or 584 (fp8_v4) for a cache of bytes, "
-               "got 600", cache=raw(2, 3, 1, 600)),
+    dequantize(InvalidInput, "expected cache.shape[3] to be 656 (fp8_v32) or 584 (fp8_v4) or 528 (fp8_v41) or 288 "
+               "(fp4_v41) for a cache of bytes, got 600", cache=raw(2, 3, 1, 600)),
     dequantize(InvalidInput, "expected cache.shape[3] to be 584 (fp8_v4) for a cache of bytes, got 656",
                format="fp8_v4"),
-    dequantize(InvalidInput, "expected format to be one of fp8_v32, fp8_v4, got 'plain'", format="plain"),
+    dequantize(InvalidInput, "expected format to be one of fp8_v32, fp8_v4, fp8_v41, fp4_v41, got 'plain'",
+               format="plain"),
+    dequantize(InvalidInput, "expected cache_layout='token' with cache_format='fp8_v32', got 'page'",
+               cache_layout="page"),
     dequantize(InvalidInput, "expected cache to have page_size >= 1, got 0", cache=raw(2, 0, 1, 656)),
     dequantize(InvalidInput, "expected dtype to be 'float32' or 'float16' or 'bfloat16', got 'int8'", dtype="int8"),
     # Writes of latents.
@@ -647,8 +680,12 @@ STATIC = [
                   kv=ones(3, 1, 576), cache=raw(2, 3, 1, 584)),
     write_latents(InvalidInput, "expected slot_mapping.dtype to be int32 or int64, got float32", slot_mapping=ones(3)),
     write_latents(InvalidInput, "expected slot_mapping.shape to be [T] = [3], got [2]", slot_mapping=ints(0, 1)),
-    write_latents(InvalidInput, "expected cache_format to be one of plain, fp8_v32, fp8_v4, got 'v4'",
+    write_latents(InvalidInput, "expected cache_format to be one of plain, fp8_v32, fp8_v4, fp8_v41, fp4_v41, got 'v4'",
                   cache_format="v4"),
+    write_latents(InvalidInput, "expected cache_layout='token' with cache_format='plain', got 'page'",
+                  cache_layout="page"),
+    write_latents(InvalidInput, "expected power_of_two_scales=True with cache_format='fp8_v41', got False",
+                  kv=ones(3, 1, 512), cache=raw(2, 3, 1, 528), power_of_two_scales=False),
     write_latents(InvalidInput, "expected power_of_two_scales=True with cache_format='fp8_v4', got False",
                   kv=ones(3, 1, 512), cache=raw(2, 3, 1, 584), power_of_two_scales=False),
     # Slots.

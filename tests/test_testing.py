@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragged_attention import dispatch
-from ragged_attention.calls import CACHE_FORMATS
 from ragged_attention.errors import TooLarge
 from ragged_attention.reference._kv_layout import FORMATS, format_values
 from ragged_attention.reference.mla_decode import mla_decode
@@ -231,16 +230,16 @@ def test_a_latent_spec_makes_the_same_valid_batch_again(spec: PrefillSpec | Deco
         np.testing.assert_allclose(other, result, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", CACHE_FORMATS)
+@pytest.mark.parametrize("name", latents.LAID_OUT)
 def test_the_fields_of_a_cache_are_all_of_it(name: str) -> None:
-    cache = np.zeros((2, 5, 1, CACHE_FORMATS[name].token_bytes), np.uint8)
+    cache = np.zeros((2, 5, 1, latents.LAID_OUT[name].token_bytes), np.uint8)
     fields = latents.fields_of(cache, name)
     for field in (fields.values, fields.scales, fields.rotary, fields.spare):
         field += 1
     assert (cache == 1).all()
 
 
-@pytest.mark.parametrize("name", [None, *CACHE_FORMATS])
+@pytest.mark.parametrize("name", [None, *latents.LAID_OUT])
 def test_latent_poison_is_everywhere_but_where_it_is_read(name: str | None) -> None:
     batch = DecodeSpec(format=name or "plain", d_v=32, topk=5, page_size=3, kv_lens=(7, 4)).build()
     (selection,) = batch.selections()
@@ -250,7 +249,7 @@ def test_latent_poison_is_everywhere_but_where_it_is_read(name: str | None) -> N
     assert np.array_equal(np.isnan(rows).any(axis=(1, 2)), selection.unread)
 
 
-@pytest.mark.parametrize("name", ["plain", *CACHE_FORMATS])
+@pytest.mark.parametrize("name", ["plain", *latents.LAID_OUT])
 def test_a_repaged_cache_has_the_same_rows(name: str) -> None:
     cache = DecodeSpec(format=name, page_size=3, kv_lens=(7, 4)).build().kv_cache
     order = np.random.default_rng(0).permutation(cache.shape[0] * 3)

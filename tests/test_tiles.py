@@ -33,6 +33,8 @@ CASES: list[tuple[str, dict[str, Any], int, str]] = [
     ("mla_sparse_v4_h64_128q2", {}, 200, "sm_80"),
     ("mla_sparse_v4_h16", {}, 200, "sm_90"),
     ("mla_float16_fp8_h16", {}, 200, "sm_90"),
+    ("mla_prefill_fp8_h128_32k", {}, 200, "sm_90"),
+    ("mla_prefill_v4_h64_32k", {}, 200, "sm_90"),
 ]
 
 

@@ -1,14 +1,16 @@
 """The case lists of FlashMLA's own tests, regenerated from their parameters; no framework is needed to read them.
 
 `e0-decode` and `e0-prefill` are those of September 2025 (319 and 34 cases); `e2-dense`, `e2-sparse` and `e2-prefill`
-those of April 2026 (2352, 4748 and 617); `mha`, dense multi-head attention, is the same in both (32). Inputs and
-judgement are in `benchmarks.flash_mla_data`.
+those of April 2026 (2352, 4748 and 617); `e4-sparse` and `e4-prefill` those of late September 2026 (1590 and 316), that
+draw some features of a case at random; `mha`, dense multi-head attention, is the same in all (32). Inputs and judgement
+are in `benchmarks.flash_mla_data`.
 """
 
 import abc
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from random import Random
 from typing import Any, ClassVar, Self
 
 D_V = 512
@@ -22,6 +24,7 @@ class Lists:
     topk: int
     page_size: int
     lengths: bool = False  # topk_length
+    fp4: bool = False  # the cache, beside one of fp8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +64,7 @@ class DecodeCase(Case):
 
     OPERATION: ClassVar[str] = "mla_decode"
 
-    form: str  # "e0" or "e2": whose rules the data follow, and how it is called
+    form: str  # "e0", "e2" or "e4": whose rules the data follow, and how it is called
     b: int
     s_q: int
     s_k: int
@@ -78,6 +81,7 @@ class DecodeCase(Case):
     sinks: bool = False
     extra: Lists | None = None
     fp8: bool | None = None  # the cache; by default of sparse cases, as FlashMLA has it
+    layout: str | None = None  # of the cache's bytes; None is the format's own
 
     @property
     def group(self) -> str:
@@ -129,6 +133,7 @@ class PrefillCase(Case):
     sinks: bool = False
     topk_lens: bool = False
     all_invalid: bool = False  # of some queries
+    amplified: bool = False  # some keys, by up to 256
 
     @property
     def group(self) -> str:
@@ -326,6 +331,94 @@ def e2_prefill() -> Iterator[PrefillCase]:
             )  # fmt: skip
 
 
+E4_SHAPES = (
+    (512, 64, 5), (512, 64, 69), (1024, 576, 2), (1024, 576, 61), (2046, 2048, 1), (2046, 2048, 64), (2046, 2048, 576),
+)  # fmt: skip
+E4_SECONDS = (
+    (512, 64, 5), (512, 64, 69), (1024, 576, 2), (1024, 576, 123), (2046, 2048, 1), (2046, 2048, 576),
+)  # fmt: skip
+E4_CACHES = ((False, False), (True, False), (True, True))  # whether there is a second cache; whether it is of fp4
+
+
+def _e4_batches(
+    shapes: Sequence[tuple[int, int, int]], seconds: Sequence[Lists | None], batches: Sequence[int], lens: bool
+) -> Iterator[dict[str, Any]]:
+    """Caches and batch; equal lengths only in the middle batch, and only where no list has a length."""
+    for (s_k, topk, page), second, b in itertools.product(shapes, seconds, batches):
+        some = lens or (second is not None and second.lengths)
+        for varlen in (True, False) if b == 74 and not some else (True,):
+            yield {
+                "form": "e4", "d_qk": 512, "s_k": s_k, "topk": topk, "page_size": page, "extra": second, "b": b,
+                "varlen": varlen, "topk_lens": lens,
+            }  # fmt: skip
+
+
+def e4_sparse() -> Iterator[DecodeCase]:
+    """Late September 2026, `tests/test-sparse-decode.py`: whether lists have lengths is drawn for each kind."""
+    seeds, random = itertools.count(), Random(0)
+    corners: list[DecodeCase] = []
+    for (second, fp4), h_q in itertools.product(E4_CACHES, (64, 128)):
+        lens, extra_lens = random.random() < 0.5, second and random.random() < 2 / 3
+
+        def lists(
+            shapes: Sequence[tuple[int, int, int]], own: bool = extra_lens, fp4: bool = fp4
+        ) -> list[Lists | None]:
+            return [Lists(s_k=s_k, topk=topk, page_size=page, lengths=own, fp4=fp4) for s_k, topk, page in shapes]
+
+        seconds = lists(E4_SECONDS) if second else [None]
+        for batch, s_q in itertools.product(_e4_batches(E4_SHAPES, seconds, (4, 74, 321), lens), (1, 3)):
+            yield DecodeCase(**batch, h_q=h_q, s_q=s_q, sinks=random.random() < 0.5, seed=next(seeds))
+        seconds = lists(SPARSE_CORNERS) if second else [None]
+        for batch in _e4_batches(SPARSE_CORNERS, seconds, (1, 74, 321), lens):
+            corners += [
+                DecodeCase(**batch, kind="corner", h_q=h_q, s_q=3, all_invalid=invalid, zero_lens=zero, sinks=sinks)
+                for invalid, zero, sinks in itertools.product((True, False), repeat=3)
+                if invalid or zero or sinks
+            ]
+    yield from (dataclasses.replace(case, seed=next(seeds)) for case in corners)
+    common: dict[str, Any] = {"form": "e4", "d_qk": 512, "topk": 128}
+    for fp4 in BOTH:
+        partial = Lists(s_k=512, topk=100, page_size=64, fp4=fp4)
+        yield DecodeCase(**common, kind="corner", b=4, s_q=3, s_k=512, varlen=True, extra=partial, seed=next(seeds))
+    for fp4, h_q, b in itertools.product(BOTH, (64, 128), (64, 128, 256, 512)):
+        extra = Lists(s_k=2048, topk=512, page_size=64, fp4=fp4)
+        yield DecodeCase(
+            **common, kind="performance", b=b, h_q=h_q, s_q=4, s_k=256, page_size=256, varlen=True, extra=extra,
+            seed=next(seeds),
+        )  # fmt: skip
+    for h_q, fp4 in itertools.product((64, 128), BOTH):
+        extra = Lists(s_k=4096, topk=512, page_size=64, fp4=fp4)
+        yield DecodeCase(**common, kind="performance", b=1, h_q=h_q, s_q=4096, s_k=4096, extra=extra, seed=next(seeds))
+
+
+def e4_prefill() -> Iterator[PrefillCase]:
+    """Late September 2026, `tests/test-sparse-prefill.py`; each case has a seed of its own."""
+    seeds, heads = itertools.count(), (128, 64)
+    for h_q, (s_kv, topk), s_q in itertools.product(heads, SHAPES, (1, 62, 213)):
+        yield PrefillCase(form="e4", s_q=s_q, s_kv=s_kv, topk=topk, h_q=h_q, d_qk=512, seed=next(seeds))
+    for h_q, (s_kv, topk), s_q, sinks, lens, amplified in itertools.product(
+        heads, SHAPES[3:], (62, 213), BOTH, BOTH, BOTH
+    ):
+        yield PrefillCase(
+            form="e4", kind="features", s_q=s_q, s_kv=s_kv, topk=topk, h_q=h_q, d_qk=512, sinks=sinks, topk_lens=lens,
+            amplified=amplified, seed=next(seeds),
+        )  # fmt: skip
+    hard: dict[str, Any] = {"form": "e4", "kind": "corner", "d_qk": 512, "sinks": True, "topk_lens": True}
+    invalid = ((1, 128, 128), (1, 256, 256), (1234, 4321, 4096), (4096, 2048, 2048))
+    for h_q, (s_q, s_kv, topk), amplified in itertools.product(heads, invalid, BOTH):
+        yield PrefillCase(
+            **hard, s_q=s_q, s_kv=s_kv, topk=topk, h_q=h_q, all_invalid=True, amplified=amplified, seed=next(seeds)
+        )
+    empty = ((1, 32, 2048), (1024, 32, 2048), (1, 64, 8192), (1024, 64, 8192), (70000, 256, 256))
+    for h_q, (s_q, s_kv, topk) in itertools.product(heads, empty):
+        yield PrefillCase(**hard, s_q=s_q, s_kv=s_kv, topk=topk, h_q=h_q, seed=next(seeds))
+    for h_q, s_kv in itertools.product((64, 128), (4096, 8192, 32768)):
+        yield PrefillCase(
+            form="e4", kind="performance", s_q=4096, s_kv=s_kv, topk=640, h_q=h_q, d_qk=512, sinks=True,
+            seed=next(seeds),
+        )  # fmt: skip
+
+
 def mha() -> Iterator[MhaCase]:
     """`tests/test_fmha_sm100.py`, but that gradients are asked of grouped heads too."""
     heads, widths = ((128, 128), (32, 4)), ((128, 128), (192, 128))
@@ -338,6 +431,8 @@ LISTS: dict[str, tuple[Callable[[], Iterator[Case]], ...]] = {
     "e2-dense": (e2_dense,),
     "e2-sparse": (e2_sparse,),
     "e2-prefill": (e2_prefill,),
+    "e4-sparse": (e4_sparse,),
+    "e4-prefill": (e4_prefill,),
     "mha": (mha,),
 }
 LISTS["all"] = tuple(itertools.chain.from_iterable(LISTS.values()))

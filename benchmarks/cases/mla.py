@@ -62,10 +62,10 @@ class LatentCase(Case, LatentSample):
         """One of them nobody uses."""
         return super().num_pages(page_size) + 1
 
-    def _cache(self, page_size: int) -> FakeArray:
+    def _cache(self, page_size: int, cache_format: str | None = None) -> FakeArray:
         if self.packed:
             return FakeArray((self.max_len, 1, self.num_kv_heads, self.d_qk), self.dtype)
-        return super()._cache(page_size)
+        return super()._cache(page_size, cache_format)
 
     def _rows(self) -> FakeArray:
         cache = super()._rows()
@@ -307,6 +307,9 @@ _MORE = (
         d_v=128,
         dtype="float32",
     ),
+    # Too few queries for decoding the cache first.
+    _prefill("mla_prefill_fp8_h128_64q", 32 * K, workload="-", num_q_tokens=64, cache_format="fp8_v32"),
+    _prefill("mla_prefill_v4_h64_64q", 32 * K, workload="-", num_q_tokens=64, num_q_heads=64, topk=512, **V4),
     _sparse("mla_one_of_everything", "-", 1, 1, cache_format="plain", max_len=1, topk=1, page_size=1),
 )
 COMPILED_ONLY = {case.name: case for case in _MORE}

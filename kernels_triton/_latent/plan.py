@@ -5,7 +5,8 @@ import functools
 import math
 from typing import Any
 
-from ragged_attention.calls import dtype_name
+from ragged_attention.calls import CacheFormat, dtype_name
+from ragged_attention.calls.mla_cache import MIXED
 from ragged_attention.kernels_triton._tiles import (
     OLDER_COMPILER,
     SMALLEST_SHARED_MEMORY,
@@ -33,6 +34,15 @@ START_COST = 128  # of a program, in keys
 
 
 MERGE_COST = 4  # of one more split to merge, in keys
+
+
+DECODED_EACH = 16  # how often lists name each slot on average from which on a cache is decoded first
+
+
+DECODED_LEAST = 2**17  # entries of lists below which that is not worth one more kernel
+
+
+DECODED_MOST = 2**30  # bytes that it may take
 
 
 DECODED_SHARED_MEMORY = 128 * 1024  # what 32 rows and as many decoded keys need
@@ -95,9 +105,16 @@ class Keys:
         }
 
 
-def readable(cache: Any, layout: str, launch: Any) -> Any:
+def readable(cache: Any, layout: CacheFormat | None, launch: Any) -> Any:
     """The cache, copied if kernels cannot read it as it lies: they read scales and rotary columns as words."""
-    return launch.packed(cache) if layout == "plain" else launch.words(cache, packed_rows=layout == "fp8_v4")
+    return launch.packed(cache) if layout is None else launch.words(cache, packed_rows=layout.planar)
+
+
+def format_of(layout: CacheFormat | None) -> str:
+    """What the kernels call a format in its layout."""
+    if layout is None:
+        return "plain"
+    return layout.name if layout.layout == layout.layouts[0] else f"{layout.name}_{layout.layout}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +133,19 @@ class Work:
     keys: Keys
     extra: Keys | None
     schedule: Any  # (parts, num_splits, ...) or None
+    decoded: bool = False  # whether `keys` are those that `decoding` wrote
+
+    @property
+    def format(self) -> str:
+        """How rows lie in the cache, or in place of it."""
+        if self.decoded:
+            return "decoded_v32" if self.call.format == "fp8_v32" else "decoded_v4"
+        return format_of(self.call.layout)
+
+    @property
+    def copied(self) -> bool:
+        """Whether rows are operands as they lie, and no more."""
+        return self.format in ("plain", "decoded_v4")
 
     @property
     def group(self) -> int:
@@ -138,13 +168,20 @@ class Walk:
     dense: bool = False  # through a table of pages instead of a list of slots
     extra: bool = False  # on through a second cache
     page_sizes: tuple[int, ...] = (1,)
+    decoded: bool = False  # over rows that were decoded before
 
 
 def columns(call: Any) -> tuple[int, int]:
     """Columns of the operand that serves as V, and of the other one."""
     if call.format == "plain":
         return call.d_v, call.d_qk - call.d_v
-    return (512, 0) if call.format == "fp8_v4" else (512, 64)
+    return (512, 64) if call.format == "fp8_v32" else (512, 0)
+
+
+def decoded_width(call: Any) -> int:
+    """Elements, of 16 bits, of a decoded row: with `fp8_v32` four scales between the columns, and 8 that nobody reads,
+    so that rows begin at multiples of 16."""
+    return 592 if call.format == "fp8_v32" else 512
 
 
 def operand_size(call: Any) -> int:
@@ -160,7 +197,7 @@ def tile_for(call: Any, rows: int, jobs: int, keys: int, walk: Walk) -> Tile:
     block_h, block_kv, num_warps, num_stages = sizes(
         call, min(max(16, next_power_of_2(rows)), 16 if item_size(call.q) == 4 else 64), walk
     )
-    size = functools.partial(shared_bytes, call, block_h)
+    size = functools.partial(shared_bytes, call, walk, block_h)
     block_kv, num_stages = fit(call, block_kv, num_stages, size, good_keys=32, good_stages=num_stages)
     work, multiprocessors = jobs * cdiv(rows, block_h), call.device.num_multiprocessors
     num_splits = splits(work, multiprocessors * (2 if block_h <= 16 else 1), keys, block_kv)
@@ -179,6 +216,8 @@ def tile_for(call: Any, rows: int, jobs: int, keys: int, walk: Walk) -> Tile:
 def sizes(call: Any, rows: int, walk: Walk) -> tuple[int, int, int, int]:
     """Rows, keys, warps and stages."""
     arch, plain = call.device.arch, call.format == "plain"
+    if walk.decoded:
+        return (64, 32, 8, 3) if call.format == "fp8_v32" else (64, 64, 8, 2)
     if operand_size(call) == 4 and arch:  # no matrix unit is exact in float32
         return (16, 16, 8, 2 if OLDER_COMPILER else 1) if arch.startswith("sm_") else (16, 16, 4, 1)
     if arch.startswith("gfx"):
@@ -186,8 +225,13 @@ def sizes(call: Any, rows: int, walk: Walk) -> tuple[int, int, int, int]:
         return min(rows, 32), 16, 4, 2 if plain else 1
     budget = call.device.shared_memory or SMALLEST_SHARED_MEMORY
     if not plain and item_size(call.q) == 4:  # products in three parts
-        return 16, 32 if call.format == "fp8_v4" else 16, 8, 2
-    if rows <= 16 or (not plain and budget < DECODED_SHARED_MEMORY):
+        return 16, 16 if call.format == "fp8_v32" else 32, 8, 2
+    little = budget < DECODED_SHARED_MEMORY
+    if call.format in MIXED and (
+        (little and OLDER_COMPILER) or (rows <= 16 and walk.extra and call.format != call.extra_format)
+    ):
+        return 16, 16, 4, 2  # scales of many groups, and of two formats, take registers
+    if rows <= 16 or (not plain and little):
         return 16, 32, 4, 3 if plain and arch == "sm_90" else 2
     wgmma = rows >= 64 and arch == "sm_90" and call.d_v <= 512
     if plain:
@@ -196,25 +240,42 @@ def sizes(call: Any, rows: int, walk: Walk) -> tuple[int, int, int, int]:
         return 32, 32, 4 if arch.startswith("sm_8") else 8, 2
     if wgmma and fits_wgmma(call, walk):
         return 64, 32, 8, 3
-    return 32, 32 if OLDER_COMPILER or call.format == "fp8_v4" else 64, 8, 2
+    return 32, 64 if not OLDER_COMPILER and call.format == "fp8_v32" else 32, 8, 2
 
 
 def fits_wgmma(call: Any, walk: Walk) -> bool:
     """Whether 64 rows leave registers for decoding."""
     if call.format == "fp8_v32":
         return not walk.extra and not (OLDER_COMPILER and dtype_name(call.q) == "float16")
+    if call.format != "fp8_v4":
+        return False
     even = all(size.bit_count() == 1 for size in walk.page_sizes)
     return dtype_name(call.q) == "bfloat16" and (even or not walk.extra) and not OLDER_COMPILER
 
 
-def shared_bytes(call: Any, rows: int, keys: int, stages: int) -> int:
+def decodes_first(call: Any, rows: int) -> bool:
+    """Whether a sparse prefill's quantised cache is better decoded once than for each query that lists a row of it.
+
+    Only where that was found to be faster: with the tiles of 64 rows of Hopper. Entries of lists that name no slot are
+    not known here and count too.
+    """
+    if call.format == "plain" or dtype_name(call.q) != "bfloat16" or call.d_v > 512:
+        return False
+    if call.device.arch != "sm_90" or next_power_of_2(rows) < 64:
+        return False
+    entries = call.num_tokens * call.topk
+    often = entries >= max(DECODED_EACH * call.num_slots, DECODED_LEAST)
+    return often and 2 * call.num_slots * decoded_width(call) <= DECODED_MOST
+
+
+def shared_bytes(call: Any, walk: Walk, rows: int, keys: int, stages: int) -> int:
     """About what a program needs: queries, weights, the rows in flight and, once decoded, each twice as an operand."""
     values, rest = (next_power_of_2(n) if n else 0 for n in columns(call))
     own = rows * (values + rest + keys)
-    if call.format == "plain":
+    if call.format == "plain" or walk.decoded:
         # A product that runs by itself (wgmma) holds one buffer more.
         return (max(stages - (rows < 64), 1) * keys * (values + rest) + own) * operand_size(call)
-    staged = 128 if call.format == "fp8_v4" else 0
+    staged = 0 if call.format == "fp8_v32" else 128
     return (keys * (2 * values + rest + staged) + own) * operand_size(call) + (stages - 1) * keys * call.d_qk
 
 

@@ -90,10 +90,71 @@ def v4_columns(found, FIRST: tl.constexpr, PAGE_SIZE: tl.constexpr, CODES: tl.co
 
 
 @triton.jit
+def place_of_scales(found, BYTES: tl.constexpr, SCALES: tl.constexpr, PAGE_SIZE: tl.constexpr, PLANAR: tl.constexpr):
+    """Where rows of BYTES of values and SCALES of scales begin, and their scales, in pages of either layout."""
+    if PLANAR:
+        rows = found.pages + found.offset.to(tl.int64) * BYTES
+        scales = found.pages + PAGE_SIZE * BYTES + found.offset * SCALES
+    else:
+        rows = found.rows
+        scales = found.rows + BYTES
+    return rows, scales
+
+
+@triton.jit
+def v41_columns(found, FIRST: tl.constexpr, PAGE_SIZE: tl.constexpr, PLANAR: tl.constexpr, CODES: tl.constexpr,
+                DTYPE: tl.constexpr):  # fmt: skip
+    """128 columns of `fp8_v41` rows: four groups of 32 codes with a power of two each."""
+    column = tl.arange(0, 128)[None, :]
+    rows, scales = place_of_scales(found, 512, 16, PAGE_SIZE, PLANAR)
+    codes = whole_columns(rows, found.readable, FIRST, 128, 128).to(tl.uint8, bitcast=True)
+    first = scales + FIRST // 32
+    low = tl.where(column < 32, power_of_two(first, found.readable)[:, None],
+                   power_of_two(first + 1, found.readable)[:, None])  # fmt: skip
+    high = tl.where(column < 96, power_of_two(first + 2, found.readable)[:, None],
+                    power_of_two(first + 3, found.readable)[:, None])  # fmt: skip
+    return narrow(decode(codes, CODES, tl.float32) * tl.where(column < 64, low, high), DTYPE)
+
+
+@triton.jit
+def fp4_values(codes):
+    """e2m1 codes as float32 of 2^-14 of their values: float16 has sign, exponent and mantissa in the same order."""
+    half = ((codes & 7) << 9) | ((codes & 8) << 12)
+    return half.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def fp4_columns(found, FIRST: tl.constexpr, PAGE_SIZE: tl.constexpr, PLANAR: tl.constexpr, DTYPE: tl.constexpr):
+    """128 columns of `fp4_v41` rows: eight groups of 8 bytes, of two codes each, with an e4m3 scale each."""
+    rows, scales = place_of_scales(found, 256, 32, PAGE_SIZE, PLANAR)
+    pairs = whole_columns(rows, found.readable, FIRST // 2, 64, 64).to(tl.uint8, bitcast=True).to(tl.uint32)
+    # The scales of 64 columns at once, in a word.
+    words = (scales + FIRST // 16).to(tl.pointer_type(tl.uint32))
+    low = tl.load(words, mask=found.readable, other=0)[:, None]
+    high = tl.load(words + 1, mask=found.readable, other=0)[:, None]
+    byte = tl.arange(0, 64)[None, :]
+    code = tl.where(byte < 32, low, high) >> (byte // 8 % 4 * 8).to(tl.uint32)
+    half = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
+    scale = half.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 4194304.0  # 2^8, and 2^14 of the values
+    scale = tl.where((code & 0x7F) == 0x7F, float("nan"), scale)
+    even = narrow(fp4_values(pairs) * scale, DTYPE)
+    odd = narrow(fp4_values(pairs >> 4) * scale, DTYPE)
+    return tl.reshape(tl.join(even, odd), [even.shape[0], 128])
+
+
+@triton.jit
 def key_columns(found, FIRST: tl.constexpr, layout, columns, DTYPE: tl.constexpr):
     """The group of columns from FIRST on as an operand; those of `fp8_v32` without their scale."""
     if layout.FORMAT == "fp8_v4":
         keys = v4_columns(found, FIRST, layout.PAGE_SIZE, layout.CODES, DTYPE)
+    elif layout.FORMAT == "fp8_v41":
+        keys = v41_columns(found, FIRST, layout.PAGE_SIZE, False, layout.CODES, DTYPE)
+    elif layout.FORMAT == "fp8_v41_page":
+        keys = v41_columns(found, FIRST, layout.PAGE_SIZE, True, layout.CODES, DTYPE)
+    elif layout.FORMAT == "fp4_v41":
+        keys = fp4_columns(found, FIRST, layout.PAGE_SIZE, False, DTYPE)
+    elif layout.FORMAT == "fp4_v41_page":
+        keys = fp4_columns(found, FIRST, layout.PAGE_SIZE, True, DTYPE)
     else:
         keys = whole_columns(found.rows, found.readable, FIRST, columns.D_V - FIRST, columns.WIDTH)
         if layout.FORMAT == "fp8_v32":
@@ -113,8 +174,9 @@ def key_groups(found, layout, columns, DTYPE: tl.constexpr):
 
 @triton.jit
 def group_scale(rows, readable, GROUP: tl.constexpr):
-    """The scale of a group of 128 columns of `fp8_v32` rows."""
-    return tl.load((rows + 512 + 4 * GROUP).to(tl.pointer_type(tl.float32)), mask=readable, other=0)
+    """The scale of a group of 128 columns of `fp8_v32` rows, or of such decoded."""
+    EACH: tl.constexpr = 32 // rows.dtype.element_ty.primitive_bitwidth  # elements
+    return tl.load((rows + 512 + EACH * GROUP).to(tl.pointer_type(tl.float32)), mask=readable, other=0)
 
 
 @triton.jit

@@ -194,9 +194,10 @@ def attend(queries, state, cache, keys_of_list, limit, logit_scale, features, la
     """Blocks of a list of keys: `state` = (m_i, largest, sums, acc, acc_rest), and what it becomes.
 
     `acc`, a tuple of the groups' sums, is relative to `largest`, a running maximum of logit plus log2 scale where
-    scales are folded; all else is relative to `m_i`.
+    weights times scales are float16; all else is relative to `m_i`.
     """
-    FOLDED: tl.constexpr = layout.FORMAT == "fp8_v32"
+    RESCALED: tl.constexpr = layout.FORMAT == "fp8_v32"
+    FOLDED: tl.constexpr = RESCALED or layout.FORMAT == "decoded_v32"
     ROWS: tl.constexpr = queries.groups[0].shape[0]
     m_i, largest, sums, acc, acc_rest = state
     # See `_pages.attend` for why entries are looked up a block ahead.
@@ -215,7 +216,7 @@ def attend(queries, state, cache, keys_of_list, limit, logit_scale, features, la
         keys = key_groups(found, layout, columns, queries.groups[0].dtype)
         rest = keys[0]
         if FOLDED:
-            rest = rotary_columns(found.rows, readable, 528).to(queries.rest.dtype)
+            rest = rotary_columns(found.rows, readable, 528 if RESCALED else 520).to(queries.rest.dtype)
         elif columns.D_REST > 0:
             rest = whole_columns(found.rows, readable, columns.D_V, columns.D_REST, columns.D_REST_PAD)
         if ROWS < SEPARATE_QK_ROWS:
@@ -231,7 +232,8 @@ def attend(queries, state, cache, keys_of_list, limit, logit_scale, features, la
         if FOLDED:
             if features.REST_IS_VALUE:
                 acc_rest = matmul(narrow(weights, queries.rest.dtype), rest, acc_rest * alpha[:, None])
-            weights, alpha, largest = rescale(weights, logits, m_i, largest, scales)
+            if RESCALED:
+                weights, alpha, largest = rescale(weights, logits, m_i, largest, scales)
         acc = add_values(weights, scales, keys, acc, alpha, FOLDED)
     return m_i, largest, sums, acc, acc_rest
 

@@ -15,4 +15,4 @@ from ragged_attention.errors import TooLarge as TooLarge
 from ragged_attention.errors import Unsupported as Unsupported
 from ragged_attention.explain import explain as explain
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -183,6 +183,8 @@ class LatentSample(AnySample):
     topk: int = 2048  # 0: dense
     extra_topk: int = 0  # into a second cache of as many positions
     extra_page_size: int = 64
+    extra_format: str | None = None  # None: that of the first
+    cache_layout: str | None = None
     sinks: bool = False
 
     @property
@@ -202,8 +204,8 @@ class LatentSample(AnySample):
     def num_pages(self, page_size: int) -> int:
         return self.max_num_seqs * self.pages_per_seq(page_size)
 
-    def _cache(self, page_size: int) -> FakeArray:
-        layout = CACHE_FORMATS.get(self.cache_format)
+    def _cache(self, page_size: int, cache_format: str | None = None) -> FakeArray:
+        layout = CACHE_FORMATS.get(cache_format or self.cache_format)
         row = layout.token_bytes if layout else self.width
         shape = (self.num_pages(page_size), page_size, self.num_kv_heads, row)
         return FakeArray(shape, "uint8" if layout else self.dtype)
@@ -218,6 +220,7 @@ class LatentSample(AnySample):
             "d_v": self.d_v,
             "sinks": self._sinks(),
             "cache_format": self.cache_format,
+            "cache_layout": self.cache_layout,
         }
 
     def _sparse_mla_prefill(self) -> dict[str, Any]:
@@ -227,7 +230,7 @@ class LatentSample(AnySample):
     def _sparse_mla_prefill_backward(self) -> dict[str, Any]:
         """Of plain rows, whatever the format: bytes have no gradient."""
         given = self._sparse_mla_prefill()
-        del given["cache_format"]
+        del given["cache_format"], given["cache_layout"]
         outs = FakeArray((self.num_tokens, self.num_q_heads, self.d_v), self.dtype)
         rows = FakeArray((*given["kv"].shape[:-1], self.width), self.dtype)
         return given | {"kv": rows, "d_out": outs, "out": outs, "lse": FakeArray(outs.shape[:-1], "float32")}
@@ -241,7 +244,7 @@ class LatentSample(AnySample):
         if self.topk:
             keys = {"indices": FakeArray((*tokens, self.topk), "int32")}
         if self.extra_topk:
-            keys["extra_kv_cache"] = self._cache(self.extra_page_size)
+            keys["extra_kv_cache"] = self._cache(self.extra_page_size, self.extra_format)
             keys["extra_indices"] = FakeArray((*tokens, self.extra_topk), "int32")
         return self._attention(tokens) | keys | {"kv_cache": self._cache(self.page_size), "causal": self.causal}
 
@@ -252,16 +255,18 @@ class LatentSample(AnySample):
 
     def _quantize_mla_cache(self) -> dict[str, Any]:
         kv = FakeArray((*self._cache(self.page_size).shape[:3], self.width), self.dtype)
-        return {"kv": kv, "format": self.cache_format}
+        return {"kv": kv, "format": self.cache_format, "cache_layout": self.cache_layout}
 
     def _dequantize_mla_cache(self) -> dict[str, Any]:
-        return {"cache": self._cache(self.page_size), "format": self.cache_format, "dtype": self.dtype}
+        said = {"format": self.cache_format, "dtype": self.dtype, "cache_layout": self.cache_layout}
+        return {"cache": self._cache(self.page_size), **said}
 
     def _write_mla_cache(self) -> dict[str, Any]:
         new = FakeArray((self.num_tokens, self.num_kv_heads, self.width), self.dtype)
         slots = FakeArray((self.num_tokens,), "int64")
         cache = self._cache(self.page_size)
-        return {"kv": new, "cache": cache, "slot_mapping": slots, "cache_format": self.cache_format}
+        said = {"cache_format": self.cache_format, "cache_layout": self.cache_layout}
+        return {"kv": new, "cache": cache, "slot_mapping": slots, **said}
 
     def _page_indices_to_slots(self) -> dict[str, Any]:
         table = FakeArray((self.max_num_seqs, self.pages_per_seq(self.page_size)), "int32")

@@ -24,7 +24,16 @@ from ragged_attention.calls.fields import (
     is_array,
     wide_dtype,
 )
-from ragged_attention.calls.mla_cache import CACHE_FORMATS, CacheKind, expect_cache, format_of
+from ragged_attention.calls.mla_cache import (
+    CACHE_FORMATS,
+    MIXED,
+    CacheFormat,
+    CacheKind,
+    expect_cache,
+    expect_layout,
+    format_of,
+    laid_out,
+)
 from ragged_attention.calls.mla_schedule import expect_list_lens, schedule_arrays, scheduled_lens
 from ragged_attention.calls.varlen import SINKS, like_lse, like_q
 from ragged_attention.errors import InvalidInput
@@ -147,6 +156,7 @@ class SparseMlaPrefill(SparsePrefillCall):
     sinks: Any = field(SINKS, default=None)
     topk_lens: Any = field(ArrayKind("T", INT32), default=None)
     cache_format: str | None = field(Text(), default=None)
+    cache_layout: str | None = field(Text(), default=None)
     deterministic: bool = field(Flag(), default=False)
 
     def _check(self, sizes: Sizes) -> None:
@@ -158,8 +168,9 @@ class SparseMlaPrefill(SparsePrefillCall):
             if self.kv.shape[1] < 1:
                 raise InvalidInput("expected kv to have num_kv_heads >= 1, got 0")
             found = format_of("kv", self.kv, self.cache_format)
+            expect_layout(found, self.cache_layout)
         else:
-            found = expect_cache("kv", self.kv, self.cache_format, WIDE_FLOATS)
+            found = expect_cache("kv", self.kv, self.cache_format, self.cache_layout, WIDE_FLOATS)
         self._check_rows("kv", self.kv, found)
         sizes["K"] = self.num_kv_heads
 
@@ -170,6 +181,11 @@ class SparseMlaPrefill(SparsePrefillCall):
     @property
     def format(self) -> str:
         return format_of("kv", self.kv, self.cache_format)
+
+    @property
+    def layout(self) -> CacheFormat | None:
+        """The format in the call's layout, None of plain rows."""
+        return laid_out(self.format, self.cache_layout)
 
 
 @record
@@ -230,6 +246,7 @@ class MlaDecode(LatentCall):
     extra_topk_lens: Any = field(ArrayKind(), default=None)  # [S] or [S, Q]
     schedule: Any = field(ArrayTuple(hint=True), default=None)  # as `DecodeSchedule`, what is None left out
     cache_format: str | None = field(Text(), default=None)
+    cache_layout: str | None = field(Text(), default=None)
 
     def _check(self, sizes: Sizes) -> None:
         self._check_queries()
@@ -268,9 +285,10 @@ class MlaDecode(LatentCall):
             if self.extra_topk_lens is not None:
                 raise InvalidInput("expected extra_topk_lens only together with extra_indices, got it without")
             return
-        extra = expect_cache("extra_kv_cache", self.extra_kv_cache, None)
-        if extra != found:
-            raise InvalidInput(f"expected extra_kv_cache in the format of kv_cache, {found}, got {extra}")
+        extra = expect_cache("extra_kv_cache", self.extra_kv_cache, None, self.cache_layout)
+        if extra != found and not (extra in MIXED and found in MIXED):
+            allowed = " or ".join(MIXED) if found in MIXED else found
+            raise InvalidInput(f"expected extra_kv_cache in the format of kv_cache, {allowed}, got {extra}")
         self._check_rows("extra_kv_cache", self.extra_kv_cache, extra)
         if (got := self.extra_kv_cache.shape[2]) != 1:
             raise InvalidInput(f"expected extra_kv_cache to have num_kv_heads = 1, got {got}")
@@ -333,6 +351,20 @@ class MlaDecode(LatentCall):
     @property
     def format(self) -> str:
         return format_of("kv_cache", self.kv_cache, self.cache_format)
+
+    @property
+    def layout(self) -> CacheFormat | None:
+        """The format in the call's layout, None of a plain cache."""
+        return laid_out(self.format, self.cache_layout)
+
+    @property
+    def extra_format(self) -> str:
+        """The format of the second cache; where there is none, that of the first."""
+        return self.format if self.extra_kv_cache is None else format_of("extra_kv_cache", self.extra_kv_cache, None)
+
+    @property
+    def extra_layout(self) -> CacheFormat | None:
+        return laid_out(self.extra_format, self.cache_layout)
 
     @property
     def out_shape(self) -> tuple[int, int, int, int]:

@@ -28,13 +28,23 @@ from ragged_attention.errors import InvalidInput
 BYTES = ("uint8", "float8_e4m3fn", "int8")
 
 
+LAYOUTS = ("token", "page")
+SCALE_BYTES = {"float32": 4, "float8_e8m0fnu": 1, "float8_e4m3fn": 1}
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheFormat:
-    """A quantised latent cache: what the bytes of one token hold.
+    """A quantised latent cache: what the bytes of one token hold, and where they lie.
 
-    `fp8_v32`: token after token, each 512 e4m3 values, 4 float32 scales, 64 bfloat16 rotary values.
-    `fp8_v4`: a page of G tokens holds G rows of 448 e4m3 values and 64 bfloat16 rotary values, then G rows of 7 e8m0
-    scales and a byte of padding; so token t's values begin at byte 576 t of its page, its scales at 576 G + 8 t.
+    `fp8_v32`: 512 e4m3 values, 4 float32 scales, 64 bfloat16 rotary values.
+    `fp8_v4`: 448 e4m3 values, 64 bfloat16 rotary values, 7 e8m0 scales and a byte of padding.
+    `fp8_v41`: 512 e4m3 values, 16 e8m0 scales; the rotary columns are quantised like the others.
+    `fp4_v41`: 512 e2m1 values, two to a byte, that of the even column in its low half; 32 e4m3 scales.
+
+    In the layout "token" a token's bytes follow one another: values, scales, rotary columns. In the layout "page" a
+    page of G tokens holds G rows of values and rotary columns, then G rows of scales and padding; so the values of
+    token t of `fp8_v4` begin at byte 576 t of its page, its scales at 576 G + 8 t. `fp8_v32` is "token", `fp8_v4` is
+    "page", the others can be either.
     """
 
     name: str
@@ -42,23 +52,78 @@ class CacheFormat:
     rotary: int  # bfloat16 columns behind them
     group: int  # quantised columns that share a scale
     token_bytes: int
+    codes: str  # the format of a value, e4m3 or e2m1
+    scales: str  # the format of a scale
+    layouts: tuple[str, ...]  # that there are, its own first
+    layout: str
 
     @property
     def width(self) -> int:
         """Columns of a row, `d_qk`."""
         return self.values + self.rotary
 
+    @property
+    def planar(self) -> bool:
+        """Whether a page holds the scales of all its tokens behind all their values."""
+        return self.layout == "page"
 
+    @property
+    def num_groups(self) -> int:
+        """Scales of a token."""
+        return self.values // self.group
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of a token's values."""
+        return self.values // 2 if self.codes == "float4_e2m1fn" else self.values
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of a token's scales, without padding."""
+        return self.num_groups * SCALE_BYTES[self.scales]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a token's values and rotary columns: what the layout "page" has in front of all scales."""
+        return self.value_bytes + 2 * self.rotary
+
+
+E4M3, E8M0 = "float8_e4m3fn", "float8_e8m0fnu"
 CACHE_FORMATS = {
-    "fp8_v32": CacheFormat("fp8_v32", 512, 64, 128, 656),
-    "fp8_v4": CacheFormat("fp8_v4", 448, 64, 64, 584),
+    found.name: found
+    for found in (
+        CacheFormat("fp8_v32", 512, 64, 128, 656, E4M3, "float32", ("token",), "token"),
+        CacheFormat("fp8_v4", 448, 64, 64, 584, E4M3, E8M0, ("page",), "page"),
+        CacheFormat("fp8_v41", 512, 0, 32, 528, E4M3, E8M0, LAYOUTS, "token"),
+        CacheFormat("fp4_v41", 512, 0, 16, 288, "float4_e2m1fn", E4M3, LAYOUTS, "token"),
+    )
 }
+MIXED = ("fp8_v41", "fp4_v41")  # may stand side by side as main and extra cache
+
+
+def laid_out(name: str, cache_layout: str | None) -> CacheFormat | None:
+    """The format of that name in a layout, its own by default; None is plain."""
+    if name == "plain":
+        return None
+    layout = CACHE_FORMATS[name]
+    return layout if cache_layout is None else dataclasses.replace(layout, layout=cache_layout)
 
 
 def expect_format(name: str, value: Any, plain: bool) -> None:
     known = ("plain",) * plain + tuple(CACHE_FORMATS)
     if value not in known:
         raise InvalidInput(f"expected {name} to be one of {', '.join(known)}, got {value!r}")
+
+
+def expect_layout(name: str, cache_layout: Any) -> None:
+    """Check a layout against the format `name`, `plain` among them."""
+    if cache_layout is None:
+        return
+    if cache_layout not in LAYOUTS:
+        raise InvalidInput(f"expected cache_layout to be one of {', '.join(LAYOUTS)}, got {cache_layout!r}")
+    has = CACHE_FORMATS[name].layouts if name != "plain" else ("token",)
+    if cache_layout not in has:
+        raise InvalidInput(f"expected cache_layout={has[0]!r} with cache_format={name!r}, got {cache_layout!r}")
 
 
 def format_of(name: str, cache: Any, given: str | None) -> str:
@@ -83,10 +148,13 @@ def format_of(name: str, cache: Any, given: str | None) -> str:
     raise InvalidInput(f"expected {name}.shape[3] to be {' or '.join(wanted)} for a cache of bytes, got {width}")
 
 
-def expect_cache(name: str, cache: Any, given: str | None, floats: tuple[str, ...] = FLOATS) -> str:
+def expect_cache(
+    name: str, cache: Any, given: str | None, cache_layout: str | None, floats: tuple[str, ...] = FLOATS
+) -> str:
     """Check a paged cache by itself; returns its format."""
     expect_array(name, cache, "P G K C", (*floats, *BYTES), {})
     found = format_of(name, cache, given)
+    expect_layout(found, cache_layout)
     _, page_size, num_kv_heads, _ = cache.shape
     if page_size < 1:
         raise InvalidInput(f"expected {name} to have page_size >= 1, got {page_size}")
@@ -103,7 +171,7 @@ class CacheKind(Kind):
     floats: tuple[str, ...] = FLOATS
 
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
-        expect_cache(name, value, call.given_format, self.floats)
+        expect_cache(name, value, call.given_format, call.cache_layout, self.floats)
         sizes.setdefault("K", value.shape[2])
 
 
@@ -116,9 +184,11 @@ class QuantizeMlaCache(Call):
     kv: Any = field(ArrayKind())
     format: str = field(Text())
     power_of_two_scales: bool = field(Flag(), default=True)
+    cache_layout: str | None = field(Text(), default=None)
 
     def _check(self, sizes: Sizes) -> None:
         expect_format("format", self.format, plain=False)
+        expect_layout(self.format, self.cache_layout)
         expect_array("kv", self.kv, "P G 1 D", FLOATS, {"1": 1, "D": CACHE_FORMATS[self.format].width})
         if self.kv.shape[1] < 1:
             raise InvalidInput(f"expected kv to have page_size >= 1, got {self.kv.shape[1]}")
@@ -126,6 +196,13 @@ class QuantizeMlaCache(Call):
 
     def results(self) -> tuple[Result, ...]:
         return (Result(self.out_shape, "uint8"),)
+
+    @property
+    def layout(self) -> CacheFormat:
+        """The format in the call's layout."""
+        found = laid_out(self.format, self.cache_layout)
+        assert found is not None  # "plain" is refused
+        return found
 
     @property
     def out_shape(self) -> tuple[int, ...]:
@@ -136,8 +213,8 @@ class QuantizeMlaCache(Call):
 
 
 def _expect_powers(name: str, value: str, power_of_two_scales: Any) -> None:
-    if value == "fp8_v4" and not power_of_two_scales:
-        raise InvalidInput(f"expected power_of_two_scales=True with {name}='fp8_v4', got False")
+    if value != "plain" and CACHE_FORMATS[value].scales == E8M0 and not power_of_two_scales:
+        raise InvalidInput(f"expected power_of_two_scales=True with {name}={value!r}, got False")
 
 
 @record
@@ -149,24 +226,27 @@ class DequantizeMlaCache(Call):
     cache: Any = field(ArrayKind(unit_stride=True))
     format: str | None = field(Text(), default=None)
     dtype: str = field(Dtype(choices=FLOATS), default="bfloat16")
+    cache_layout: str | None = field(Text(), default=None)
 
     def _check(self, sizes: Sizes) -> None:
         if self.format is not None:
             expect_format("format", self.format, plain=False)
         expect_array("cache", self.cache, "P G 1 C", BYTES, {"1": 1})
-        expect_cache("cache", self.cache, self.format)
+        expect_cache("cache", self.cache, self.format, self.cache_layout)
 
     def results(self) -> tuple[Result, ...]:
         return (Result(self.out_shape, self.dtype),)
 
     @property
-    def found(self) -> str:
-        """The format's name."""
-        return format_of("cache", self.cache, self.format)
+    def layout(self) -> CacheFormat:
+        """The format in the call's layout."""
+        found = laid_out(format_of("cache", self.cache, self.format), self.cache_layout)
+        assert found is not None  # plain caches are refused
+        return found
 
     @property
     def out_shape(self) -> tuple[int, ...]:
-        return (*self.cache.shape[:3], CACHE_FORMATS[self.found].width)
+        return (*self.cache.shape[:3], self.layout.width)
 
     def check_values(self) -> None:
         """No value is invalid."""
@@ -184,6 +264,7 @@ class WriteMlaCache(Call):
     slot_mapping: Any = field(ArrayKind("T", ("int32", "int64"), checked_last=True))
     power_of_two_scales: bool = field(Flag(), default=True)
     cache_format: str | None = field(Text(), default=None)
+    cache_layout: str | None = field(Text(), default=None)
 
     def _check(self, sizes: Sizes) -> None:
         found = self.format
@@ -211,6 +292,11 @@ class WriteMlaCache(Call):
         return format_of("cache", self.cache, self.cache_format)
 
     @property
+    def layout(self) -> CacheFormat | None:
+        """The format in the call's layout, None of a plain cache."""
+        return laid_out(self.format, self.cache_layout)
+
+    @property
     def page_size(self) -> int:
         return self.cache.shape[1]
 
@@ -219,10 +305,12 @@ class WriteMlaCache(Call):
         return self.cache.shape[0] * self.page_size
 
     def check_strides(self, strides: Callable[[Any], tuple[int, ...]]) -> None:
-        """Refuse what cannot be written in place: a page of `fp8_v4` is addressed by its bytes, not by rows."""
-        row, got = self.cache.shape[3], strides(self.cache)[1]
-        if self.format == "fp8_v4" and self.page_size > 1 and 0 not in self.cache.shape and got != row:
-            raise InvalidInput(f"expected cache with rows packed in each page (stride {row}) for 'fp8_v4', got {got}")
+        """Refuse what cannot be written in place: the layout "page" addresses a page's bytes, not its rows."""
+        row, got, planar = self.cache.shape[3], strides(self.cache)[1], self.layout is not None and self.layout.planar
+        if planar and self.page_size > 1 and 0 not in self.cache.shape and got != row:
+            raise InvalidInput(
+                f"expected cache with rows packed in each page (stride {row}) for {self.format!r}, got {got}"
+            )
 
     def check_values(self) -> None:
         """Raise `InvalidInput` naming the first slot outside the cache. Expects NumPy arrays."""

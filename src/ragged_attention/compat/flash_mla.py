@@ -1,26 +1,29 @@
 """FlashMLA's six functions, by its argument names, order and conventions, on every device.
 
-`import ragged_attention.compat.flash_mla as flash_mla` runs code written for the `flash_mla` package. Both of its call
+`import ragged_attention.compat.flash_mla as flash_mla` runs code written for the `flash_mla` package. All of its call
 forms are taken, and may be mixed:
 
 - that of September 2025, where `get_mla_metadata` takes six arguments and returns two int32 tensors, which go into
   `flash_mla_with_kvcache` as they are;
-- that of 2026, where it takes none and returns an empty object, filled by the first call that it goes into, and None.
+- that of 2026, where it takes none and returns an empty object, filled by the first call that it goes into, and None;
+- that of September 2026, which is the same with `enable_batch_invariant` and the caches of 528 and 288 bytes a token,
+  where `is_fp8_kvcache` need not be said. That release dropped the older formats and dense decode; here they stay.
 
 What differs from `ragged_attention.torch` is said here and nowhere else: the names, the `lse` of a fully masked
 query, which is +inf in decode, the base of prefill's logarithms, and packed tensors. FlashMLA's limits on devices,
 head counts, head sizes, page sizes, top-k, dtypes and gradients do not hold here.
 """
 
+import contextlib
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from ragged_attention.calls import DecodeSchedule, MlaDecode, dtype_name, is_array
+from ragged_attention.calls import DecodeSchedule, MlaDecode, dtype_name, expect_bool, is_array
 from ragged_attention.compat.names import say_in
-from ragged_attention.config import Scope
+from ragged_attention.config import Scope, use_backend
 from ragged_attention.errors import InvalidInput
 from ragged_attention.torch import make_decode_schedule, mla_decode, sparse_mla_prefill, varlen_attention
 from ragged_attention.torch._launcher import device_facts
@@ -181,37 +184,49 @@ def flash_mla_with_kvcache(
     num_splits: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    is_fp8_kvcache: bool = False,
+    is_fp8_kvcache: bool | None = None,
     indices: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None = None,
     extra_k_cache: torch.Tensor | None = None,
     extra_indices_in_kvcache: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
     extra_topk_length: torch.Tensor | None = None,
+    enable_batch_invariant: bool = False,
+    *,
+    cache_layout: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of a few query tokens per sequence over a paged latent cache, all of it or a top-k list.
 
     Args:
         q: [b, s_q, h_q, d_qk] bfloat16, float16 or float32.
         k_cache: [num_blocks, page_block_size, h_kv, d_qk] of q's dtype; or, with `is_fp8_kvcache`, bytes
-            [num_blocks, page_block_size, 1, 656 or 584] of dtype float8_e4m3fn, int8 or uint8. Either serves dense and
-            sparse calls.
+            [num_blocks, page_block_size, 1, 656, 584, 528 or 288] of dtype float8_e4m3fn, int8 or uint8. Each serves
+            dense and sparse calls, that of 288 bytes too, which FlashMLA takes as `extra_k_cache` alone.
         block_table, cache_seqlens: i32 [b, max_blocks], [b]; a sparse call ignores them.
         head_dim_v: columns of a row that are its value.
         tile_scheduler_metadata, num_splits: what `get_mla_metadata` returned.
         softmax_scale: default `d_qk ** -0.5`.
         causal: dense only; aligned at the end.
+        is_fp8_kvcache: whether `k_cache` is of bytes; default: by its dtype, so that callers may rely on the default of
+            any release (False until September 2026, True since).
         indices: i32 [b, s_q, topk], `block * page_block_size + offset`; makes the call sparse. Any that is not a slot
             of the cache, such as -1, is masked.
         attn_sink: f32 [h_q].
-        extra_k_cache, extra_indices_in_kvcache: a second cache and the lists into it.
+        extra_k_cache, extra_indices_in_kvcache: a second cache and the lists into it; of the same format, or of 288
+            bytes beside one of 528, or the reverse.
         topk_length, extra_topk_length: i32 [b], or [b, s_q].
+        enable_batch_invariant: the bits of a sequence depend on nothing else, as under
+            `ragged_attention.use_backend(batch_invariant=True)`.
+        cache_layout: ours alone; "page" for caches of 528 and 288 bytes that store the scales of a page behind all its
+            values, as the release of early September 2026 had them. Default: as in the newest.
 
     Returns:
         out [b, s_q, h_q, head_dim_v], and lse f32 [b, h_q, s_q], natural, +inf where a query sees no key.
     """
     _expect_tensor("q", q, 4)
     _expect_tensor("k_cache", k_cache, 4)
+    if is_fp8_kvcache is None:
+        is_fp8_kvcache = dtype_name(k_cache) in BYTES
     if (dtype_name(k_cache) in BYTES) != is_fp8_kvcache:
         wanted = " or ".join(BYTES) if is_fp8_kvcache else "that of q"
         raise InvalidInput(f"expected k_cache.dtype to be {wanted} with {is_fp8_kvcache=}, got {dtype_name(k_cache)}")
@@ -229,11 +244,14 @@ def flash_mla_with_kvcache(
         "extra_kv_cache": extra_k_cache,
         "extra_indices": extra_indices_in_kvcache,
         "extra_topk_lens": extra_topk_length,
+        "cache_layout": cache_layout,
     }
-    made_for = _shapes(call, is_fp8_kvcache)
+    expect_bool("enable_batch_invariant", enable_batch_invariant)
+    made_for = _shapes(call, is_fp8_kvcache) | {"enable_batch_invariant": enable_batch_invariant}
     try:
         schedule = _schedule_of(tile_scheduler_metadata, num_splits, call, made_for)
-        out, lse = mla_decode(**call, schedule=schedule)
+        with use_backend(batch_invariant=True) if enable_batch_invariant else contextlib.nullcontext():
+            out, lse = mla_decode(**call, schedule=schedule)
     except (InvalidInput, TypeError) as error:
         say_in(DECODE_NAMES, error)
     if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):

@@ -18,7 +18,7 @@ from rich.table import Table
 
 import ragged_attention
 from ragged_attention import config, dispatch
-from ragged_attention.calls import CALLS
+from ragged_attention.calls import CACHE_FORMATS, CALLS
 from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
 from ragged_attention.explain import answers
 from ragged_attention.samples import FRAMEWORKS, KINDS, LatentSample, Sample, VarlenSample, device_of, sample_of
@@ -115,8 +115,8 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     add("--soft-cap", type=float, help="default: none")
     add("--return-lse", action="store_true", default=None)
     add = parser.add_argument_group("of latent attention").add_argument
-    add("--cache-format", help=f"plain, fp8_v32 or fp8_v4 (default: {latent.cache_format})")
-    add("--d-qk", type=int, help="default: 512 of fp8_v4, else 576")
+    add("--cache-format", help=f"plain, {', '.join(CACHE_FORMATS)} (default: {latent.cache_format})")
+    add("--d-qk", type=int, help="default: the format's own, of plain 576")
     add("--d-v", type=int, help=f"default: {latent.d_v} or, without a cache, as --head-dim")
     add("--topk", type=int, help=f"keys that a query lists, 0 for a dense call (default: {latent.topk})")
     parser.set_defaults(run=_explain)

@@ -10,16 +10,21 @@ from ragged_attention.tools.schedule import Launch, Program, timeline
 Box = tuple[float, float, float, float]  # x, y, width, height
 
 LEFT, WIDTH, RIGHT = 200, 560, 40  # of what is drawn: labels are on its left
-STYLE = """
+LIGHT = """
 text { font: 12px system-ui, sans-serif; fill: #24292f } .small { font-size: 10px } .quiet { fill: #57606a }
 .head { font-weight: 600 } .one { fill: #0969da } .two { fill: #bf8700 } .three { fill: #8250df }
 .four { fill: #1a7f37 } .grey { fill: #8c959f } .faint { fill: #8c959f40 }
 .line { stroke: #57606a; fill: none } .dotted { stroke: #57606a; stroke-dasharray: 3 3 }
 .on { fill: #ffffff; font-size: 10px }
-@media (prefers-color-scheme: dark) {
-text { fill: #e6edf3 } .quiet { fill: #9198a1 } .line, .dotted { stroke: #9198a1 } .on { fill: #0d1117 }
-.one { fill: #2f81f7 } .two { fill: #d29922 } .three { fill: #a371f7 } .four { fill: #3fb950 } }
 """
+DARK = """
+text { fill: #e6edf3 } .quiet { fill: #9198a1 } .line, .dotted { stroke: #9198a1 } .on { fill: #0d1117 }
+.one { fill: #2f81f7 } .two { fill: #d29922 } .three { fill: #a371f7 } .four { fill: #3fb950 } """
+STYLES = {
+    "as the page": f"{LIGHT}@media (prefers-color-scheme: dark) {{{DARK}}}\n",
+    "light": LIGHT,
+    "dark": f"{LIGHT}{DARK.lstrip()}\n",
+}
 
 
 def number(value: float) -> str:
@@ -61,14 +66,15 @@ class Drawing:
             self.text(x + 15, y, text, "small")
             x += 32 + 5.4 * len(text)
 
-    def svg(self) -> str:
+    def svg(self, scheme: str = "as the page") -> str:
+        """The picture as a file, in the colours of one of STYLES."""
         height = round(self.height + 6)
         lines = [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width}" height="{height}" '
             f'viewBox="0 0 {self.width} {height}" role="img">',
             f"<title>{escape(self.title)}</title>",
             f"<desc>{escape(self.description)}</desc>",
-            f"<style>{STYLE}</style>",
+            f"<style>{STYLES[scheme]}</style>",
             *self.marks,
             "</svg>\n",
         ]

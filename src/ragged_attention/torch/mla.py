@@ -30,6 +30,7 @@ def sparse_mla_prefill(
     sinks: torch.Tensor | None = None,
     topk_lens: torch.Tensor | None = None,
     cache_format: str | None = None,
+    cache_layout: str | None = None,
     deterministic: bool = False,
     out: torch.Tensor | None = None,
     backend: str | Sequence[str] | None = None,
@@ -52,7 +53,8 @@ def sparse_mla_prefill(
         d_v: columns of the value, a multiple of 16 up to d_qk.
         sinks: f32 [H] (f64 beside float64 queries), one logit per head that joins the softmax's denominator only.
         topk_lens: i32 [T]; entries of `indices` from there on are ignored. Clamped to [0, N].
-        cache_format: `plain`, `fp8_v32` or `fp8_v4`; default by `kv`'s dtype and last dimension.
+        cache_format: `plain`, `fp8_v32`, `fp8_v4`, `fp8_v41` or `fp4_v41`; default by `kv`'s dtype and last dimension.
+        cache_layout: as in `mla_decode`.
         deterministic: the gradient has the same bits in every run: contributions to a row are added in the order of
             the queries that select it, by way of an index, where otherwise GPUs add them in any order.
         out: torch only: memory for the result of that name, as in `ragged_paged_attention`; no gradient then.
@@ -66,7 +68,7 @@ def sparse_mla_prefill(
         natural log-sum-exp of the logits (both float64 of float64 queries). Sinks multiply out by
         `sigmoid(lse - sink)` and change neither of the others. A query that selects nothing gets out 0, max_logits
         -inf and lse -inf. Rows that are not selected may hold NaN. Softmax and sums are in float32; a quantised value
-        is its fp8 value times its scale.
+        is its value of 8 or 4 bits times its scale.
 
         Differentiable with respect to q, a plain kv and sinks, through out and through lse (max_logits counts as a
         constant), by reverse mode, once. Rows that are not selected get a gradient of 0.
@@ -142,6 +144,7 @@ def mla_decode(
     extra_topk_lens: torch.Tensor | None = None,
     schedule: DecodeSchedule | None = None,
     cache_format: str | None = None,
+    cache_layout: str | None = None,
     out: torch.Tensor | None = None,
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
@@ -154,8 +157,9 @@ def mla_decode(
     Args:
         q: [S, Q, H, d_qk] bfloat16, float16 or float32; d_qk a multiple of 16 up to 1024.
         kv_cache: the latents. Plain: [P, G, K, d_qk] of q's dtype. Quantised: bytes (uint8, int8 or float8_e4m3fn)
-            [P, G, 1, 656] in the format `fp8_v32` (d_qk 576), or [P, G, 1, 584] in `fp8_v4` (d_qk 512); see
-            `quantize_mla_cache`. Any G. From torch pages may lie apart. The first `d_v` columns are the value.
+            [P, G, 1, 656] in the format `fp8_v32` (d_qk 576), or, of d_qk 512, [P, G, 1, 584] in `fp8_v4`, 528 in
+            `fp8_v41`, 288 in `fp4_v41`; see `quantize_mla_cache`. Any G. From torch pages may lie apart. The first
+            `d_v` columns are the value.
         page_indices: i32 [S, M], page p of a row holds positions p * G and on; entries past the last used page are
             never read as pages, one outside [0, P) makes its positions invisible. Only for dense calls.
         kv_lens: i32 [S], positions of each sequence in the cache. Only for dense calls, which are those without
@@ -170,9 +174,15 @@ def mla_decode(
         topk_lens: i32 [S] or [S, Q]; entries of `indices` from there on are ignored. Clamped to [0, N].
         extra_kv_cache, extra_indices, extra_topk_lens: a second cache, of the same format and its own number and
             size of pages, with its own lists i32 [S, Q, N'] and lengths: each query attends to both selections.
+            `fp8_v41` and `fp4_v41` may stand beside each other, either as the first. (FlashMLA takes `fp4_v41` as the
+            second beside `fp8_v41` alone; here it also serves by itself, and in dense calls.)
         schedule: from `make_decode_schedule`, how to divide the work. The result is the same without one, up to
             rounding: then the keys of a sequence are divided among programs by shapes alone.
-        cache_format: `plain`, `fp8_v32` or `fp8_v4`; default by the dtype and last dimension of `kv_cache`.
+        cache_format: `plain`, `fp8_v32`, `fp8_v4`, `fp8_v41` or `fp4_v41`; default by the dtype and last dimension of
+            `kv_cache`.
+        cache_layout: how the bytes lie, of both caches: "token", the bytes of a token one after another, or "page", all
+            values of a page and then all its scales; default the format's own, which is "page" for `fp8_v4` and "token"
+            for all others. Only `fp8_v41` and `fp4_v41` have both.
         out: torch only: memory for the result of that name, as in `ragged_paged_attention`.
         backend, options: as in `sparse_mla_prefill`. With the kernels of `triton` and `cuda`
             `options={"num_splits": 1}`, and no schedule, gives bits that depend on nothing but the sequence itself.
@@ -249,22 +259,29 @@ def quantize_mla_cache(
     format: str,
     power_of_two_scales: bool = True,
     *,
+    cache_layout: str | None = None,
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> torch.Tensor:
-    """Quantise a latent cache: e4m3 values with one scale per group of columns, the rotary columns in bfloat16.
+    """Quantise a latent cache: values of 8 or 4 bits with one scale per group of columns.
 
     Args:
-        kv: [P, G, 1, d_qk] bfloat16, float16 or float32; d_qk is 576 for `fp8_v32` and 512 for `fp8_v4`.
-        format: `fp8_v32` (656 bytes per token) or `fp8_v4` (584 bytes); `CacheFormat` describes the bytes.
-        power_of_two_scales: round scales up to a power of two; `fp8_v4` can store no others.
+        kv: [P, G, 1, d_qk] bfloat16, float16 or float32; d_qk is 576 for `fp8_v32` and 512 for the others.
+        format: `fp8_v32` (656 bytes per token) or `fp8_v4` (584 bytes), whose last 64 columns, the rotary ones, stay in
+            bfloat16; `fp8_v41` (528 bytes) or `fp4_v41` (288 bytes), which quantise every column. `CacheFormat`
+            describes the bytes.
+        power_of_two_scales: round scales up to a power of two; `fp8_v4` and `fp8_v41` can store no others. Those of
+            `fp4_v41` are e4m3 either way.
+        cache_layout: as in `mla_decode`.
         backend, options: as in `mla_decode`.
 
     Returns:
         uint8 [P, G, 1, bytes]. The scale of a group is its largest magnitude over 448, in float32, at least 1e-4;
         what is stored is the value over the scale, in float32, to the nearest e4m3 with ties to even. Every backend
         makes the same bytes. NaN becomes 0x7F. A group that holds NaN or an infinity has scale NaN or infinity
-        (`fp8_v4`: 0xFF, NaN).
+        (`fp8_v4` and `fp8_v41`: 0xFF, NaN). `fp4_v41`: the scale is the largest magnitude over 6, from 2 ** -9 to 448,
+        to the nearest e4m3; values are to the nearest e2m1, at most 6; a group that holds NaN has the scale NaN and
+        values 0.
 
     Raises:
         InvalidInput, TypeError, Unsupported: as `mla_decode`.
@@ -277,19 +294,21 @@ def dequantize_mla_cache(
     format: str | None = None,
     dtype: torch.dtype | str = "bfloat16",
     *,
+    cache_layout: str | None = None,
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> torch.Tensor:
     """The rows that a quantised latent cache holds.
 
     Args:
-        cache: bytes (uint8, int8 or float8_e4m3fn) [P, G, 1, 656 or 584].
-        format: `fp8_v32` or `fp8_v4`; default by the last dimension.
+        cache: bytes (uint8, int8 or float8_e4m3fn) [P, G, 1, 656, 584, 528 or 288].
+        format: `fp8_v32`, `fp8_v4`, `fp8_v41` or `fp4_v41`; default by the last dimension.
         dtype: of the result, "bfloat16", "float16" or "float32", or the framework's own dtype of that name.
+        cache_layout: as in `mla_decode`.
         backend, options: as in `mla_decode`.
 
     Returns:
-        [P, G, 1, d_qk] of `dtype`: fp8 value times scale in float32, then rounded once.
+        [P, G, 1, d_qk] of `dtype`: value times scale in float32, then rounded once.
 
     Raises:
         InvalidInput, TypeError, Unsupported: as `mla_decode`.
@@ -304,6 +323,7 @@ def write_mla_cache(
     *,
     power_of_two_scales: bool = True,
     cache_format: str | None = None,
+    cache_layout: str | None = None,
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> torch.Tensor:
@@ -315,7 +335,7 @@ def write_mla_cache(
         slot_mapping: i32 or i64 [T], the slot `page * G + offset` of each token; -1, and anything else outside
             [0, P * G), is skipped.
         power_of_two_scales: as in `quantize_mla_cache`.
-        cache_format: as in `mla_decode`.
+        cache_format, cache_layout: as in `mla_decode`.
         backend, options: as in `mla_decode`.
 
     Returns:

@@ -43,6 +43,7 @@ from ragged_attention.portable.numba._vectors import (
 
 CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "float8_e4m3fn": 3, "float8_e5m2": 4, "int8": 5}
 LARGE = 2.0**100  # a factor below it may be multiplied by 256
+TWICE_E2M1 = 0xC8643210  # 0, 1, 2, 3, 4, 6, 8, 12 in 4 bits each
 FLOAT32, BFLOAT16, FLOAT16, E4M3, E5M2, INT8 = CODES.values()
 BYTES, SHORTS, HALVES = (ir.VectorType(kind, LANES) for kind in (I8, I16, ir.HalfType()))
 
@@ -256,6 +257,24 @@ def widen_two_e4m3(builder: Any, source: Any, target: Any, index: Any, factor: A
         store_aligned(builder, builder.fmul(value, factor), place, 4)
 
 
+@function_of(types.none, types.int64, types.int64, types.int64, vector)
+def widen_e2m1_vector(builder: Any, source: Any, target: Any, index: Any, factor: Any) -> None:
+    """Write `factor` times a vector of e2m1 as float32; the low half of a byte is the even one."""
+    kind = ir.VectorType(I8, LANES // 2)
+    first = builder.lshr(index, ir.Constant(I64, 1))
+    stored = builder.zext(
+        load_aligned(builder, element(builder, source, first, I8), kind, 1), ir.VectorType(I32, LANES // 2)
+    )
+    twice = chosen(builder, [lane // 2 for lane in range(LANES)], stored)
+    codes = builder.lshr(twice, ir.Constant(INTS, [lane % 2 * 4 for lane in range(LANES)]))
+    places = builder.shl(builder.and_(codes, constant(INTS, 7)), constant(INTS, 2))
+    doubled = builder.and_(builder.lshr(constant(INTS, TWICE_E2M1), places), constant(INTS, 15))
+    sign = builder.shl(builder.and_(codes, constant(INTS, 8)), constant(INTS, 28))
+    value = builder.fmul(builder.sitofp(doubled, FLOATS), constant(FLOATS, 0.5))
+    value = builder.bitcast(builder.or_(builder.bitcast(value, INTS), sign), FLOATS)
+    store_aligned(builder, builder.fmul(value, factor), element(builder, target, index, F32), 4)
+
+
 _, write_some_float32 = _writer(FLOATS, _as_it_is, "float32")
 write_bfloat16, write_some_bfloat16 = _writer(SHORTS, _to_bfloat16, "bfloat16")
 write_weights, _ = _writer(SHORTS, _to_bfloat16_at_once, "weights")
@@ -315,6 +334,13 @@ def widen_e4m3(source, target, count, factor):
         store(target, index, read_e4m3(source, index) * scale)
     if whole < count:
         store(target, whole, read_some_e4m3(source, whole, count - whole) * scale)
+
+
+@compiled
+def widen_e2m1(source, target, count, factor):
+    """Write `factor` times `count` e2m1, whole vectors of them, as float32."""
+    for index in range(0, count, LANES):
+        widen_e2m1_vector(source, target, index, splat(factor))
 
 
 @compiled

@@ -41,7 +41,8 @@ FIELDS = Fields(
     numbers=(
         "num_seqs", "num_q_tokens", "num_q_heads", "num_kv_heads", "d_qk", "d_v", "sparse", "causal", "scale",
         "q_format", "q_seq_stride", "q_token_stride", "q_head_stride", "lse_seq_stride", "lse_token_stride",
-        "lse_head_stride", "layout", "cache_format", "head_stride", *CACHE, *(f"extra_{name}" for name in CACHE),
+        "lse_head_stride", "layout", "extra_layout", "cache_format", "head_stride", *CACHE,
+        *(f"extra_{name}" for name in CACHE),
         "length", "list_seq_stride", "list_token_stride", "list_head_stride", "lens_seq_stride", "lens_token_stride",
         "extra_length", "extra_list_seq_stride", "extra_list_token_stride", "extra_lens_seq_stride",
         "extra_lens_token_stride", "block_rows", "block_kv", "num_splits", "num_threads",
@@ -173,8 +174,8 @@ def list_next(call, tile, unit, head, first, count, length):
                 row, scale = place_of(call.layout, size, page, slot, call.page_stride, call.slot_stride, call.page_size)
             else:
                 base = call.extra_kv
-                row, scale = place_of(call.layout, size, page, slot, call.extra_page_stride, call.extra_slot_stride,
-                                      call.extra_page_size)  # fmt: skip
+                row, scale = place_of(call.extra_layout, size, page, slot, call.extra_page_stride,
+                                      call.extra_slot_stride, call.extra_page_size)  # fmt: skip
             row, scale = base + row, base + scale
             prefetch(row, size * call.d_qk)
         else:
@@ -193,7 +194,10 @@ def attend(call, tile, unit, head, rows):
     for first in range(low, high, tile.keys):
         count, holes, behind = min(tile.keys, high - first), next_holes, first + tile.keys
         turn_to_next(tile)
-        read_latents(call.layout, call.cache_format, tile.sources, tile.v_sources, tile.k, tile.width, call.d_qk, count)
+        own = within(length - first, count) if call.sparse else count  # those behind are of the second list
+        read_latents(call.layout, call.cache_format, tile.sources, tile.v_sources, tile.k, tile.width, call.d_qk, own)
+        read_latents(call.extra_layout, call.cache_format, tile.sources + 8 * own, tile.v_sources + 8 * own,
+                     tile.k + 4 * own * tile.width, tile.width, call.d_qk, count - own)  # fmt: skip
         next_holes = list_next(call, tile, unit, head, behind, min(tile.keys, high - behind), length)
         multiply_keys(tile, tile.k_rows, rows, first, count, call.scale * LOG2E, 0.0)
         weigh_keys(tile, rows, first, count, holes)

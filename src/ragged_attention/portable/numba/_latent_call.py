@@ -3,12 +3,12 @@
 import dataclasses
 from typing import Any
 
-from ragged_attention.calls import MlaDecode, SparseMlaPrefill, dtype_name
+from ragged_attention.calls import CacheFormat, MlaDecode, SparseMlaPrefill, dtype_name
 from ragged_attention.errors import InvalidInput
 from ragged_attention.portable.numba import _latent
 from ragged_attention.portable.numba._formats import CODES
 from ragged_attention.portable.numba._kernels import Kernel
-from ragged_attention.portable.numba._latent_rows import LAYOUTS
+from ragged_attention.portable.numba._latent_rows import code_of
 from ragged_attention.portable.numba._records import bits_of
 from ragged_attention.portable.numba._splits import expect_splits
 
@@ -61,9 +61,9 @@ def invariant_tile(call: MlaDecode | SparseMlaPrefill) -> Tile:
     return dataclasses.replace(heuristic(call), num_splits=OWN_SPLITS if call.OPERATION == "mla_decode" else 1)
 
 
-def cache_of(array: Any, format: str, launch: Any) -> Any:
+def cache_of(array: Any, layout: CacheFormat | None, launch: Any) -> Any:
     """A cache whose rows the kernel can address, or packed rows as pages of one row."""
-    return array if format == "plain" else launch.words(array, packed_rows=format == "fp8_v4")
+    return array if layout is None else launch.words(array, packed_rows=layout.planar)
 
 
 def cache_numbers(prefix: str, array: Any, launch: Any) -> dict[str, int]:
@@ -82,8 +82,10 @@ def run(
     max_logits: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Enqueue the kernel; `q_shape` is [S, Q, H, d_qk], strides are those of sequence, token and head."""
-    cache = cache_of(cache, call.format, launch)
-    extra_cache = None if extra_cache is None else cache_of(extra_cache, call.format, launch)
+    cache, extra_layout = cache_of(cache, call.layout, launch), call.layout
+    if extra_cache is not None:
+        extra_layout = call.extra_layout  # type: ignore[union-attr]
+        extra_cache = cache_of(extra_cache, extra_layout, launch)
     extra_lists = None if extra_lists is None else launch.packed(extra_lists)
     extra_strides = (0, 0) if extra_lists is None else launch.strides(extra_lists)[:2]
 
@@ -115,7 +117,8 @@ def run(
             "q_format": CODES[dtype_name(call.q)],
             **dict(zip(("q_seq_stride", "q_token_stride", "q_head_stride"), q_strides, strict=True)),
             **dict(zip(("lse_seq_stride", "lse_token_stride", "lse_head_stride"), lse_strides, strict=True)),
-            "layout": LAYOUTS[call.format],
+            "layout": code_of(call.layout),
+            "extra_layout": code_of(extra_layout),
             "cache_format": CODES[dtype_name(cache)] if call.format == "plain" else CODES["int8"],
             "head_stride": launch.strides(cache)[-2],
             **cache_numbers("", cache, launch),

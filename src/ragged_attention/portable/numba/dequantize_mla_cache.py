@@ -8,7 +8,7 @@ from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._formats import CODES, narrow, size_of
 from ragged_attention.portable.numba._kernels import Kernel
-from ragged_attention.portable.numba._latent_rows import LAYOUTS, place_of, read_latents
+from ragged_attention.portable.numba._latent_rows import code_of, place_of, read_latents
 from ragged_attention.portable.numba._records import Fields, programs
 from ragged_attention.portable.numba._vectors import allocate, release, set_int
 
@@ -18,7 +18,7 @@ FIELDS = Fields(
     numbers=("num_pages", "page_size", "width", "format", "page_stride", "slot_stride", "layout", "num_threads"),
 )
 call_of = FIELDS.at
-FEATURES = frozenset({"format", "dtype"})
+FEATURES = frozenset({"format", "dtype", "cache_layout"})
 
 
 def why_not(call: DequantizeMlaCache) -> str | None:
@@ -51,7 +51,7 @@ KERNEL = Kernel("dequantize_mla_cache", FIELDS, plan, work)
 
 def run(call: DequantizeMlaCache, tile: Tile, launch: Any) -> Any:
     del tile
-    cache = launch.words(call.cache, packed_rows=call.found == "fp8_v4")
+    cache = launch.words(call.cache, packed_rows=call.layout.planar)
     page_stride, slot_stride = launch.strides(cache)[:2]
     numbers = {
         "num_pages": cache.shape[0],
@@ -60,7 +60,7 @@ def run(call: DequantizeMlaCache, tile: Tile, launch: Any) -> Any:
         "format": CODES[call.dtype],
         "page_stride": page_stride,
         "slot_stride": slot_stride,
-        "layout": LAYOUTS[call.found],
+        "layout": code_of(call.layout),
         "num_threads": launch.num_threads,
     }
     return launch.native(KERNEL, {"cache": cache}, {"rows": (call.out_shape, call.dtype)}, numbers)["rows"]

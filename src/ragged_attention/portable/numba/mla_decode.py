@@ -15,7 +15,7 @@ from ragged_attention.portable.numba._latent_call import invariant_tile as invar
 
 FEATURES = frozenset({
     "page_indices", "kv_lens", "indices", "d_v", "sm_scale", "causal", "sinks", "topk_lens", "extra_kv_cache",
-    "extra_indices", "extra_topk_lens", "schedule", "cache_format",
+    "extra_indices", "extra_topk_lens", "schedule", "cache_format", "cache_layout",
 })  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._formats import CODES, size_of, widen
 from ragged_attention.portable.numba._kernels import Kernel
-from ragged_attention.portable.numba._latent_rows import LAYOUTS, place_of, store_latent
+from ragged_attention.portable.numba._latent_rows import code_of, place_of, store_latent
 from ragged_attention.portable.numba._records import Fields, programs
 from ragged_attention.portable.numba._vectors import allocate, release
 
@@ -19,7 +19,7 @@ FIELDS = Fields(
              "power_of_two", "num_threads"),
 )  # fmt: skip
 call_of = FIELDS.at
-FEATURES = frozenset({"power_of_two_scales"})
+FEATURES = frozenset({"power_of_two_scales", "cache_layout"})
 
 
 def why_not(call: QuantizeMlaCache) -> str | None:
@@ -61,7 +61,7 @@ def run(call: QuantizeMlaCache, tile: Tile, launch: Any) -> Any:
         "format": CODES[dtype_name(kv)],
         "page_stride": page_stride,
         "slot_stride": slot_stride,
-        "layout": LAYOUTS[call.format],
+        "layout": code_of(call.layout),
         "power_of_two": call.power_of_two_scales,
         "num_threads": launch.num_threads,
     }

@@ -11,7 +11,7 @@ from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._formats import CODES, size_of, widen
 from ragged_attention.portable.numba._kernels import Kernel
-from ragged_attention.portable.numba._latent_rows import LAYOUTS, PLAIN, place_of, store_latent
+from ragged_attention.portable.numba._latent_rows import PLAIN, code_of, place_of, store_latent
 from ragged_attention.portable.numba._records import Fields, programs
 from ragged_attention.portable.numba._vectors import LANES, allocate, compiled, copy, int32_at, int_at, release
 
@@ -23,7 +23,7 @@ FIELDS = Fields(
              "num_threads"),
 )  # fmt: skip
 call_of = FIELDS.at
-FEATURES = frozenset({"power_of_two_scales", "cache_format"})
+FEATURES = frozenset({"power_of_two_scales", "cache_format", "cache_layout"})
 PROGRAMS = 16
 
 
@@ -85,7 +85,7 @@ def run(call: WriteMlaCache, tile: Tile, launch: Any) -> Any:
         "page_stride": page_stride,
         "slot_stride": slot_stride,
         "head_stride": head_stride,
-        "layout": LAYOUTS[call.format],
+        "layout": code_of(call.layout),
         "power_of_two": call.power_of_two_scales,
         "num_threads": launch.num_threads,
     }

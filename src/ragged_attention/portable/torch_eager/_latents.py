@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ragged_attention.calls import CACHE_FORMATS, CacheFormat
+from ragged_attention.calls import CacheFormat
 from ragged_attention.errors import InvalidInput
 from ragged_attention.portable.torch_eager._cache import e4m3_to_float32
 from ragged_attention.portable.torch_eager._softmax import wide
@@ -14,23 +14,25 @@ from ragged_attention.portable.torch_eager.write_kv_pages import encode
 
 LARGEST = 448.0  # of float8_e4m3fn
 SMALLEST_SCALE = 1e-4
+LARGEST_E2M1, SMALLEST_E4M3 = 6.0, 2.0**-9
+TWICE_E2M1 = 0xC8643210 - 2**32  # 0, 1, 2, 3, 4, 6, 8, 12 in 4 bits each
 CHUNK = 2048  # tokens whose rows are converted at a time
 
 
 def parts_of(cache: torch.Tensor, layout: CacheFormat) -> list[torch.Tensor]:
-    """A cache of bytes as views [P, G, bytes] of what each token has together; `fp8_v4` stores scales apart.
+    """A cache of bytes as views [P, G, bytes] of what each token has together; the layout "page" stores scales apart.
 
-    A page of `fp8_v4` is addressed by its bytes: the cache is copied where they do not follow each other, and must not
-    be written then.
+    A page of that layout is addressed by its bytes: the cache is copied where they do not follow each other, and must
+    not be written then.
     """
     bits = cache.view(torch.uint8)
-    if layout.name == "fp8_v32":
+    if not layout.planar:
         return [bits[:, :, 0]]
     num_pages, page_size, _, token_bytes = bits.shape
     if (page_size > 1 and bits.stride(1) != token_bytes) or bits.stride(3) != 1:
         bits = bits.contiguous()
     page_stride, start = bits.stride(0), bits.storage_offset()
-    row_bytes = layout.values + 2 * layout.rotary
+    row_bytes = layout.row_bytes
     scale_bytes = token_bytes - row_bytes
     return [
         bits.as_strided((num_pages, page_size, row_bytes), (page_stride, row_bytes, 1), start),
@@ -42,24 +44,34 @@ def parts_of(cache: torch.Tensor, layout: CacheFormat) -> list[torch.Tensor]:
 
 def fields_of(parts: list[torch.Tensor], layout: CacheFormat) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The bytes of the values, of the scales and of the rotary columns, as views of the parts of some tokens."""
-    first, values, rotary_bytes = parts[0], layout.values, 2 * layout.rotary
-    scales = parts[1] if len(parts) == 2 else first[..., values:-rotary_bytes]
-    return first[..., :values], scales, first[..., -rotary_bytes:]
+    first, values = parts[0], layout.value_bytes
+    scales = parts[1] if len(parts) == 2 else first[..., values : values + layout.scale_bytes]
+    return first[..., :values], scales, first[..., first.shape[-1] - 2 * layout.rotary :]
 
 
 def dequantized(parts: list[torch.Tensor], layout: CacheFormat) -> torch.Tensor:
-    """Rows float32 [..., d_qk] from the bytes of their parts: each fp8 value times its group's scale."""
+    """Rows float32 [..., d_qk] from the bytes of their parts: each value times its group's scale."""
     codes, scales, rotary = fields_of(parts, layout)
-    count = layout.values // layout.group
-    if layout.name == "fp8_v32":
+    if layout.scales == "float32":
         factors = _copy(scales).view(torch.float32)
+    elif layout.scales == "float8_e4m3fn":
+        factors = e4m3_to_float32(scales.view(torch.int8))
     else:
-        exponents = scales[..., :count].to(torch.int32)
+        exponents = scales[..., : layout.num_groups].to(torch.int32)
         bits = (exponents << 23).masked_fill_(exponents == 0, 0x00400000).masked_fill_(exponents == 0xFF, 0x7FC00000)
         factors = bits.view(torch.float32)
-    values = e4m3_to_float32(codes.view(torch.int8))
-    values.unflatten(-1, (count, layout.group)).mul_(factors[..., None])
+    values = e2m1_to_float32(codes) if layout.codes == "float4_e2m1fn" else e4m3_to_float32(codes.view(torch.int8))
+    values.unflatten(-1, (layout.num_groups, layout.group)).mul_(factors[..., None])
+    if not layout.rotary:
+        return values
     return torch.cat([values, _copy(rotary).view(torch.bfloat16).to(torch.float32)], dim=-1)
+
+
+def e2m1_to_float32(codes: torch.Tensor) -> torch.Tensor:
+    """Bytes [..., n] as values [..., 2 n]: the low half of a byte is the even one."""
+    pairs = torch.stack([codes & 0xF, codes >> 4], dim=-1).flatten(-2).to(torch.int32)
+    doubled = (TWICE_E2M1 >> ((pairs & 7) << 2)) & 0xF
+    return (doubled.to(torch.float32) * 0.5).copysign_(7.5 - pairs)
 
 
 def _copy(field: torch.Tensor) -> torch.Tensor:
@@ -70,8 +82,11 @@ def _copy(field: torch.Tensor) -> torch.Tensor:
 def quantized(
     rows: torch.Tensor, layout: CacheFormat, power_of_two: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The bytes of rows [..., d_qk], as `fields_of` has them. Every NaN becomes the code 0x7F."""
+    """The bytes of rows [..., d_qk], as `fields_of` has them. Every NaN of 8 bits becomes the code 0x7F."""
     groups = rows[..., : layout.values].to(torch.float32).unflatten(-1, (-1, layout.group))
+    rotary = _copy(rows[..., layout.values :].to(torch.bfloat16)).view(torch.uint8)
+    if layout.codes == "float4_e2m1fn":
+        return *_quantized_to_e2m1(groups), rotary
     # Tensors as divisors, since some devices divide by a Python number through its reciprocal; filled on the device.
     largest, smallest = (groups.new_full((), value) for value in (LARGEST, SMALLEST_SCALE))
     scales = torch.maximum(groups.abs().amax(-1) / largest, smallest)
@@ -81,13 +96,27 @@ def quantized(
         scales = torch.where(scales.isfinite(), up, scales)
     scaled = groups / scales[..., None]
     codes = encode(scaled.masked_fill_(scaled.isnan(), torch.nan), torch.float8_e4m3fn).flatten(-2)
-    if layout.name == "fp8_v32":
+    if layout.scales == "float32":
         stored = scales.view(torch.uint8)
     else:
         exponents = (scales.view(torch.int32) >> 23).to(torch.uint8)  # 0xFF where not finite
-        stored = torch.cat([exponents, torch.zeros_like(exponents[..., :1])], dim=-1)
-    rotary = rows[..., layout.values :].to(torch.bfloat16).contiguous().view(torch.uint8)
+        padding = layout.token_bytes - layout.row_bytes - layout.num_groups
+        stored = torch.nn.functional.pad(exponents, (0, padding))
     return codes, stored, rotary
+
+
+def _quantized_to_e2m1(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bytes of groups [..., groups, group] of 4 bits a value, and those of their e4m3 scales."""
+    scales = (groups.abs().amax(-1) / groups.new_full((), LARGEST_E2M1)).clamp_(SMALLEST_E4M3, LARGEST)
+    stored = encode(scales.masked_fill_(scales.isnan(), torch.nan), torch.float8_e4m3fn)
+    scaled = groups / e4m3_to_float32(stored.view(torch.int8))[..., None]
+    magnitude = scaled.abs()
+    # A code is how many middles between two neighbours lie below; in the middle itself the even one is taken.
+    code = torch.zeros_like(magnitude, dtype=torch.uint8)
+    for index, middle in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
+        code += magnitude >= middle if index % 2 else magnitude > middle
+    code = torch.where(scaled.isnan(), 0, code | (scaled.signbit().to(torch.uint8) << 3)).flatten(-2)
+    return code[..., 0::2] | (code[..., 1::2] << 4), stored
 
 
 def chunks(array: torch.Tensor) -> list[tuple[slice, slice]]:
@@ -152,9 +181,9 @@ class _Windows:
 class Rows:
     """The rows of one cache, converted only when they are read."""
 
-    def __init__(self, cache: torch.Tensor, format: str) -> None:
+    def __init__(self, cache: torch.Tensor, layout: CacheFormat | None) -> None:
         """`cache` is [P, G, K, d_qk], or bytes [P, G, 1, token_bytes]; it has at least one slot."""
-        self.layout = CACHE_FORMATS.get(format)
+        self.layout = layout
         parts = [cache] if self.layout is None else parts_of(cache, self.layout)
         self.windows = [_Windows(part) for part in parts]
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ragged_attention.calls import CacheFormat
 from ragged_attention.portable.torch_eager._latents import Rows
 from ragged_attention.portable.torch_eager._softmax import Softmax
 
@@ -65,8 +66,8 @@ def _add(softmax: Softmax, rows: Rows, slots: torch.Tensor, hidden: torch.Tensor
         softmax.add(found, hidden[:, None, low : low + keys])
 
 
-def lists_of(cache: Any, format: str, indices: torch.Tensor, lens: torch.Tensor | None) -> Lists:
+def lists_of(cache: Any, layout: CacheFormat | None, indices: torch.Tensor, lens: torch.Tensor | None) -> Lists:
     """Lists [T, N] into a cache [P, G, 1, ...]."""
     num_slots = cache.shape[0] * cache.shape[1]
     last_slot = min(num_slots - 1, torch.iinfo(torch.int32).max)  # what an index can be compared with
-    return Lists(Rows(cache, format) if num_slots else None, indices, lens, last_slot)
+    return Lists(Rows(cache, layout) if num_slots else None, indices, lens, last_slot)

@@ -4,13 +4,13 @@ from typing import Any
 
 import torch
 
-from ragged_attention.calls import CACHE_FORMATS, DequantizeMlaCache
+from ragged_attention.calls import DequantizeMlaCache
 from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.torch_eager._host import framework_is_torch
 from ragged_attention.portable.torch_eager._latents import chunks, dequantized, parts_of
 
-FEATURES = frozenset({"format", "dtype"})
+FEATURES = frozenset({"format", "dtype", "cache_layout"})
 
 
 def why_not(call: DequantizeMlaCache) -> str | None:
@@ -19,7 +19,7 @@ def why_not(call: DequantizeMlaCache) -> str | None:
 
 def run(call: DequantizeMlaCache, tile: Tile, launch: Any) -> torch.Tensor:
     del tile, launch
-    layout = CACHE_FORMATS[call.found]
+    layout = call.layout
     rows = torch.empty(call.out_shape, dtype=getattr(torch, call.dtype), device=call.cache.device)
     parts = parts_of(call.cache, layout)
     for where in chunks(call.cache):

@@ -27,7 +27,7 @@ from ragged_attention.portable.torch_eager._softmax import Softmax
 QUERY_ROWS = 1024  # of one KV head that meet the keys together
 FEATURES = frozenset({
     "page_indices", "kv_lens", "indices", "d_v", "sm_scale", "causal", "sinks", "topk_lens", "extra_kv_cache",
-    "extra_indices", "extra_topk_lens", "schedule", "cache_format",
+    "extra_indices", "extra_topk_lens", "schedule", "cache_format", "cache_layout",
 })  # fmt: skip
 
 
@@ -46,10 +46,10 @@ def _sparse(call: Any, tile: Tile) -> list[torch.Tensor]:
             lens = lens[:, None].expand(-1, call.num_q_tokens)
         return None if lens is None else lens.flatten()
 
-    lists = [lists_of(call.kv_cache, call.format, call.indices.flatten(0, 1), of_tokens(call.topk_lens))]
+    lists = [lists_of(call.kv_cache, call.layout, call.indices.flatten(0, 1), of_tokens(call.topk_lens))]
     if call.extra_indices is not None:
         extra = call.extra_indices.flatten(0, 1)
-        lists.append(lists_of(call.extra_kv_cache, call.format, extra, of_tokens(call.extra_topk_lens)))
+        lists.append(lists_of(call.extra_kv_cache, call.extra_layout, extra, of_tokens(call.extra_topk_lens)))
     out = call.q.new_empty(call.out_shape)
     max_logits, lse = (call.q.new_empty(call.out_shape[:3], dtype=torch.float32) for _ in range(2))
     results = [result.flatten(0, 1) for result in (out, max_logits, lse)]
@@ -61,7 +61,7 @@ def _dense(call: Any, tile: Tile) -> list[torch.Tensor]:
     out = call.q.new_zeros(call.out_shape)
     lse = torch.full(call.lse_shape, -torch.inf, dtype=torch.float32, device=call.q.device)
     if call.num_slots:
-        rows, tables = Rows(call.kv_cache, call.format), on_host(call.page_indices)
+        rows, tables = Rows(call.kv_cache, call.layout), on_host(call.page_indices)
         for seq, kv_len in enumerate(held_kv_lens(call, call.num_seqs)):
             positions, slots = _keys(tables[seq], kv_len, call)
             _sequence(call, tile, rows, seq, kv_len - call.num_q_tokens, positions, slots, out[seq], lse[seq])

@@ -4,13 +4,13 @@ from typing import Any
 
 import torch
 
-from ragged_attention.calls import CACHE_FORMATS, QuantizeMlaCache
+from ragged_attention.calls import QuantizeMlaCache
 from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.torch_eager._host import framework_is_torch
 from ragged_attention.portable.torch_eager._latents import chunks, fields_of, parts_of, quantized
 
-FEATURES = frozenset({"power_of_two_scales"})
+FEATURES = frozenset({"power_of_two_scales", "cache_layout"})
 
 
 def why_not(call: QuantizeMlaCache) -> str | None:
@@ -19,7 +19,7 @@ def why_not(call: QuantizeMlaCache) -> str | None:
 
 def run(call: QuantizeMlaCache, tile: Tile, launch: Any) -> torch.Tensor:
     del tile, launch
-    layout = CACHE_FORMATS[call.format]
+    layout = call.layout
     cache = torch.empty(call.out_shape, dtype=torch.uint8, device=call.kv.device)
     fields = fields_of(parts_of(cache, layout), layout)
     for where in chunks(call.kv):

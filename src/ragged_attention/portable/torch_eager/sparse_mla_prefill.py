@@ -15,7 +15,7 @@ from ragged_attention.portable.torch_eager._latents import heuristic as heuristi
 from ragged_attention.portable.torch_eager._lists import attend, lists_of
 from ragged_attention.portable.torch_eager._softmax import wide
 
-FEATURES = frozenset({"sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "deterministic"})
+FEATURES = frozenset({"sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "cache_layout", "deterministic"})
 
 
 def why_not(call: SparseMlaPrefill) -> str | None:
@@ -30,7 +30,7 @@ def run(call: SparseMlaPrefill, tile: Tile, launch: Any) -> list[torch.Tensor]:
     group = call.num_q_heads // call.num_kv_heads
     for kv_head in range(call.num_kv_heads):
         heads = slice(kv_head * group, (kv_head + 1) * group)
-        lists = lists_of(cache[:, :, kv_head : kv_head + 1], call.format, call.indices[:, kv_head], call.topk_lens)
+        lists = lists_of(cache[:, :, kv_head : kv_head + 1], call.layout, call.indices[:, kv_head], call.topk_lens)
         sinks = None if call.sinks is None else call.sinks[heads]
         results = [result[:, heads] for result in (out, max_logits, lse)]
         attend(q[:, heads], [lists], call.scale, sinks, tile.block_kv, results)

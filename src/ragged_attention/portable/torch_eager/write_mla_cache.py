@@ -4,14 +4,14 @@ from typing import Any
 
 import torch
 
-from ragged_attention.calls import CACHE_FORMATS, WriteMlaCache
+from ragged_attention.calls import WriteMlaCache
 from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.torch_eager._host import readable_on_host
 from ragged_attention.portable.torch_eager._latents import CHUNK, fields_of, parts_of, quantized
 from ragged_attention.portable.torch_eager.write_kv_pages import last_writers
 
-FEATURES = frozenset({"power_of_two_scales", "cache_format"})
+FEATURES = frozenset({"power_of_two_scales", "cache_format", "cache_layout"})
 
 
 def why_not(call: WriteMlaCache) -> str | None:
@@ -20,7 +20,7 @@ def why_not(call: WriteMlaCache) -> str | None:
 
 def run(call: WriteMlaCache, tile: Tile, launch: Any) -> torch.Tensor:
     del tile, launch
-    cache, layout = call.cache, CACHE_FORMATS.get(call.format)
+    cache, layout = call.cache, call.layout
     fields = (cache,) if layout is None else fields_of(parts_of(cache, layout), layout)
     slots, tokens = last_writers(call.slot_mapping.to(torch.int64), call.num_slots)
     for some, rows in zip(slots.split(CHUNK), tokens.split(CHUNK), strict=True):

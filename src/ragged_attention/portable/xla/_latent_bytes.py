@@ -10,7 +10,7 @@ from jax import lax
 
 from ragged_attention._jax_pages import codes, quotient
 from ragged_attention.calls import CacheFormat
-from ragged_attention.portable.xla._latents import Stored, is_planar
+from ragged_attention.portable.xla._latents import Stored
 
 INFINITY, NAN = np.uint32(0x7F800000), np.uint32(0x7FC00000)
 LEAST_SCALE = np.float32(1e-4).view(np.uint32)
@@ -21,13 +21,17 @@ def quantized(rows: jax.Array, layout: CacheFormat, power_of_two_scales: bool) -
     shape = rows.shape[:-1]
     groups = rows[..., : layout.values].astype(jnp.float32).reshape(*shape, -1, layout.group)
     magnitudes = lax.bitcast_convert_type(groups, jnp.uint32) & 0x7FFFFFFF  # in order of size, NaN last
+    if layout.codes == "float4_e2m1fn":
+        values, stored = _to_e2m1(groups, magnitudes.max(axis=-1))
+        return Stored(values.reshape(*shape, -1), stored, jnp.zeros((*shape, 0), jnp.uint8))
     scales = _scales(magnitudes.max(axis=-1), power_of_two_scales)
     scaled = quotient(groups, lax.bitcast_convert_type(scales, jnp.float32)[..., None])
     scaled = jnp.where(jnp.isnan(scaled), jnp.float32(np.nan), scaled)  # the sign that a division gives one differs
     values = codes(scaled, 3, 7, 448.0)
-    if is_planar(layout):
+    if layout.scales == "float8_e8m0fnu":
         exponents = jnp.where(scales >= INFINITY, 255, scales >> 23).astype(jnp.uint8)
-        stored = jnp.pad(exponents, [(0, 0)] * len(shape) + [(0, 1)])
+        padding = layout.token_bytes - layout.row_bytes - layout.num_groups
+        stored = jnp.pad(exponents, [(0, 0)] * len(shape) + [(0, padding)])
     else:
         stored = lax.bitcast_convert_type(scales, jnp.uint8).reshape(*shape, -1)
     rotary = lax.bitcast_convert_type(_bfloat16_bits(rows[..., layout.values :]), jnp.uint8)
@@ -42,6 +46,25 @@ def _scales(largest: jax.Array, power_of_two: bool) -> jax.Array:
     if power_of_two:
         bits = jnp.where(bits < INFINITY, (bits + 0x7FFFFF) >> 23 << 23, bits)
     return jnp.where(bits > INFINITY, NAN, bits)
+
+
+def _to_e2m1(groups: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The bytes of groups of 4 bits a value, and those of their scales; `largest` has the largest magnitudes' bits.
+
+    A code is how many middles between two neighbours lie below; in the middle itself the even one is taken.
+    """
+    scale = quotient(lax.bitcast_convert_type(largest, jnp.float32), jnp.float32(6.0))
+    scale = jnp.clip(jnp.where(largest > INFINITY, jnp.float32(1), scale), jnp.float32(2.0**-9), jnp.float32(448.0))
+    nan = largest > INFINITY
+    stored = jnp.where(nan, jnp.uint8(0x7F), codes(scale, 3, 7, 448.0))
+    divisor = lax.bitcast_convert_type(jnp.where(nan, jnp.uint8(0x38), stored), jnp.float8_e4m3fn).astype(jnp.float32)
+    magnitude = jnp.abs(quotient(groups, divisor[..., None]))
+    code = jnp.zeros(groups.shape, jnp.uint8)
+    for index, middle in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
+        code += (magnitude >= middle if index % 2 else magnitude > middle).astype(jnp.uint8)
+    code |= (lax.bitcast_convert_type(groups, jnp.uint32) >> 31 << 3).astype(jnp.uint8)
+    pairs = jnp.where(nan[..., None], jnp.uint8(0), code).reshape(*groups.shape[:-2], -1, 2)
+    return pairs[..., 0] | (pairs[..., 1] << 4), stored
 
 
 def _bfloat16_bits(values: jax.Array) -> jax.Array:

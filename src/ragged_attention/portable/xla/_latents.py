@@ -4,13 +4,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from ragged_attention.calls import CACHE_FORMATS, CacheFormat
+from ragged_attention.calls import CacheFormat
 from ragged_attention.portable.xla._pages import BITS
 from ragged_attention.portable.xla._ragged import at
 
-UNIT = 8  # bytes; what lies in a page of `fp8_v4` begins at a multiple of it, and their count stays within int32
+UNIT = 8  # bytes; what lies in a page of the layout "page" begins at a multiple of it; their count stays within int32
+TWICE_E2M1 = np.uint32(0xC8643210)  # 0, 1, 2, 3, 4, 6, 8, 12 in 4 bits each
 
 
 class Stored(NamedTuple):
@@ -21,47 +23,56 @@ class Stored(NamedTuple):
     rotary: jax.Array  # [..., 2 * rotary]
 
 
-def is_planar(layout: CacheFormat) -> bool:
-    """Whether a page holds the scales of all its rows behind all their values."""
-    return layout.name == "fp8_v4"
-
-
 def all_rows(cache: jax.Array, layout: CacheFormat) -> Stored:
     """The bytes [P, G, 1, ...] of all rows of a cache."""
     cache = lax.bitcast_convert_type(cache, jnp.uint8)
     num_pages, page_size = cache.shape[:2]
-    if not is_planar(layout):
+    if not layout.planar:
         return _token_major(cache, layout)
-    row = layout.values + 2 * layout.rotary
+    row = layout.row_bytes
     flat = cache.reshape(num_pages, page_size * layout.token_bytes)
     data = flat[:, : page_size * row].reshape(num_pages, page_size, 1, row)
-    scales = flat[:, page_size * row :].reshape(num_pages, page_size, 1, UNIT)
+    scales = flat[:, page_size * row :].reshape(num_pages, page_size, 1, layout.token_bytes - row)
     return _planar(data, scales, layout)
 
 
 def dequantized(stored: Stored, layout: CacheFormat) -> jax.Array:
     """Rows [..., d_qk] in float32: values times scales, then the rotary columns."""
     shape = stored.values.shape[:-1]
-    values = lax.bitcast_convert_type(stored.values, jnp.float8_e4m3fn).astype(jnp.float32)
-    if is_planar(layout):
+    if layout.codes == "float4_e2m1fn":
+        values = _e2m1_values(stored.values)
+    else:
+        values = lax.bitcast_convert_type(stored.values, jnp.float8_e4m3fn).astype(jnp.float32)
+    if layout.scales == "float32":
+        scales = lax.bitcast_convert_type(stored.scales.reshape(*shape, -1, 4), jnp.float32)
+    elif layout.scales == "float8_e4m3fn":
+        scales = lax.bitcast_convert_type(stored.scales, jnp.float8_e4m3fn).astype(jnp.float32)
+    else:
         exponents = stored.scales.astype(jnp.uint32)
         bits = jnp.where(exponents == 0, 1 << 22, exponents << 23)  # 2**-127 is not a normal number
         scales = lax.bitcast_convert_type(jnp.where(exponents == 255, jnp.uint32(0x7FC00000), bits), jnp.float32)
-    else:
-        scales = lax.bitcast_convert_type(stored.scales.reshape(*shape, -1, 4), jnp.float32)
     values = (values.reshape(*shape, -1, layout.group) * scales[..., None]).reshape(*shape, -1)
+    if not layout.rotary:
+        return values
     rotary = lax.bitcast_convert_type(stored.rotary.reshape(*shape, -1, 2), jnp.bfloat16)
     return jnp.concatenate([values, rotary.astype(jnp.float32)], axis=-1)
 
 
+def _e2m1_values(codes: jax.Array) -> jax.Array:
+    """Bytes [..., n] as values [..., 2 n] in float32: the low half of a byte is the even one."""
+    pairs = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1).astype(jnp.uint32)
+    magnitude = ((TWICE_E2M1 >> ((pairs & 7) << 2)) & 15).astype(jnp.float32) * 0.5
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(magnitude, jnp.uint32) | (pairs >> 3 << 31), jnp.float32)
+
+
 def _token_major(tokens: jax.Array, layout: CacheFormat) -> Stored:
-    ends = layout.values, layout.token_bytes - 2 * layout.rotary
+    ends = layout.value_bytes, layout.value_bytes + layout.scale_bytes
     return Stored(tokens[..., : ends[0]], tokens[..., ends[0] : ends[1]], tokens[..., ends[1] :])
 
 
 def _planar(data: jax.Array, scales: jax.Array, layout: CacheFormat) -> Stored:
-    groups = layout.values // layout.group  # behind them is padding
-    return Stored(data[..., : layout.values], scales[..., :groups], data[..., layout.values :])
+    values = layout.value_bytes  # padding stands behind the scales
+    return Stored(data[..., :values], scales[..., : layout.num_groups], data[..., values:])
 
 
 class Latents:
@@ -70,10 +81,10 @@ class Latents:
     Plain rows come in their own dtype, quantised ones in float32.
     """
 
-    def __init__(self, cache: Any, cache_format: str) -> None:
+    def __init__(self, cache: Any, layout: CacheFormat | None) -> None:
         self.cache = cache
         self.page_size = cache.shape[1] if cache.ndim == 4 else 1  # each packed row is a page
-        self.layout = CACHE_FORMATS.get(cache_format)
+        self.layout = layout
 
     def at_slots(self, slot: jax.Array, head: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
         return self.read(slot // self.page_size, slot % self.page_size, head, wanted)
@@ -94,7 +105,7 @@ class Latents:
         if self.layout is None:
             rows = lax.bitcast_convert_type(at(bits, page, offset, head), cache.dtype)
         else:
-            planar = is_planar(self.layout)
+            planar = self.layout.planar
             stored = self._planar_rows(bits, page, offset) if planar else self._token_rows(bits, page, offset)
             rows = dequantized(stored, self.layout)
         return jnp.where(seen[..., None], rows, 0), seen
@@ -109,10 +120,15 @@ class Latents:
         assert self.layout is not None
         num_pages, page_size = cache.shape[:2]
         units = cache.reshape(num_pages, -1, UNIT)
-        count = self.layout.token_bytes // UNIT - 1
+        count, more = planar_units(self.layout)
         data = _spans(units, page, count * offset, count)
-        scales = _spans(units, page, count * page_size + offset, 1)
+        scales = _spans(units, page, count * page_size + more * offset, more)
         return _planar(data, scales, self.layout)
+
+
+def planar_units(layout: CacheFormat) -> tuple[int, int]:
+    """Units of a token's values and rotary columns, and of its scales, in the layout "page"."""
+    return layout.row_bytes // UNIT, (layout.token_bytes - layout.row_bytes) // UNIT
 
 
 def _spans(units: jax.Array, page: jax.Array, first: jax.Array, count: int) -> jax.Array:

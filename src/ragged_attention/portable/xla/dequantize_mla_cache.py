@@ -5,18 +5,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ragged_attention.calls import CACHE_FORMATS, DequantizeMlaCache
+from ragged_attention.calls import DequantizeMlaCache
 from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.xla._framework import why_not as why_not
 from ragged_attention.portable.xla._latents import all_rows, dequantized
 
-FEATURES = frozenset({"format", "dtype"})
+FEATURES = frozenset({"format", "dtype", "cache_layout"})
 
 
 def run(call: DequantizeMlaCache, tile: Tile, launch: Any) -> jax.Array:
     del tile, launch
     if len(call.cache) == 0:
         return jnp.zeros(call.out_shape, call.dtype)
-    layout = CACHE_FORMATS[call.found]
-    return dequantized(all_rows(call.cache, layout), layout).astype(call.dtype)
+    return dequantized(all_rows(call.cache, call.layout), call.layout).astype(call.dtype)

@@ -21,7 +21,7 @@ from ragged_attention.portable.xla._tile import Tile as Tile
 
 FEATURES = frozenset({
     "page_indices", "kv_lens", "indices", "d_v", "sm_scale", "causal", "sinks", "topk_lens", "extra_kv_cache",
-    "extra_indices", "extra_topk_lens", "schedule", "cache_format",
+    "extra_indices", "extra_topk_lens", "schedule", "cache_format", "cache_layout",
 })  # fmt: skip
 
 
@@ -46,12 +46,12 @@ def _sparse(call: MlaDecode, tile: Tile) -> tuple[jax.Array, jax.Array]:
     """Out [S * Q, H, d_v] and lse [S * Q, H]: each query token is a query with a list of its own."""
     shape = call.q.shape[:2]
     given = [
-        (call.kv_cache, call.indices, call.topk_lens),
-        (call.extra_kv_cache, call.extra_indices, call.extra_topk_lens),
+        (call.kv_cache, call.layout, call.indices, call.topk_lens),
+        (call.extra_kv_cache, call.extra_layout, call.extra_indices, call.extra_topk_lens),
     ]
     lists = [
-        Lists(Latents(cache, call.format), slots.reshape(-1, slots.shape[2]), lens_within(lens, shape, slots.shape[2]))
-        for cache, slots, lens in given
+        Lists(Latents(cache, layout), slots.reshape(-1, slots.shape[2]), lens_within(lens, shape, slots.shape[2]))
+        for cache, layout, slots, lens in given
         if cache is not None and len(cache)
     ]
     q = call.q.reshape(-1, *call.q.shape[2:])
@@ -90,7 +90,7 @@ def _attend(call: MlaDecode, seq: jax.Array, token: jax.Array, block_kv: int) ->
     if call.causal:
         visible = jnp.maximum(kv_len - (call.num_q_tokens - 1 - token), 0)
     stop = visible.max()
-    latents = Latents(call.kv_cache, call.format)
+    latents = Latents(call.kv_cache, call.layout)
     heads = jnp.arange(num_kv_heads, dtype=jnp.int32)[:, None]
 
     def step(block: jax.Array, state: Softmax) -> Softmax:

@@ -5,24 +5,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ragged_attention.calls import CACHE_FORMATS, QuantizeMlaCache
+from ragged_attention.calls import QuantizeMlaCache
 from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.xla._framework import why_not as why_not
 from ragged_attention.portable.xla._latent_bytes import quantized
-from ragged_attention.portable.xla._latents import is_planar
 
-FEATURES = frozenset({"power_of_two_scales"})
+FEATURES = frozenset({"power_of_two_scales", "cache_layout"})
 
 
 def run(call: QuantizeMlaCache, tile: Tile, launch: Any) -> jax.Array:
     del tile, launch
-    layout = CACHE_FORMATS[call.format]
+    layout = call.layout
     num_pages = len(call.kv)
     if num_pages == 0:
         return jnp.zeros(call.out_shape, jnp.uint8)
     stored = quantized(call.kv, layout, bool(call.power_of_two_scales))
-    if not is_planar(layout):
+    if not layout.planar:
         return jnp.concatenate([stored.values, stored.scales, stored.rotary], axis=-1)
     data = jnp.concatenate([stored.values, stored.rotary], axis=-1).reshape(num_pages, -1)
     return jnp.concatenate([data, stored.scales.reshape(num_pages, -1)], axis=-1).reshape(call.out_shape)

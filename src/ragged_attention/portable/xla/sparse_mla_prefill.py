@@ -11,7 +11,7 @@ from ragged_attention.portable.xla._latents import Latents
 from ragged_attention.portable.xla._lists import Lists, attend, lens_within, tile_for
 from ragged_attention.portable.xla._tile import Tile as Tile
 
-FEATURES = frozenset({"sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "deterministic"})
+FEATURES = frozenset({"sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "cache_layout", "deterministic"})
 
 
 def heuristic(call: SparseMlaPrefill) -> Tile:
@@ -28,7 +28,7 @@ def run(call: SparseMlaPrefill, tile: Tile, launch: Any) -> tuple[jax.Array, jax
     num_tokens, num_kv_heads = call.num_tokens, call.num_kv_heads
     q = call.q.reshape(num_tokens * num_kv_heads, -1, call.d_qk)
     lists = Lists(
-        Latents(call.kv, call.format),
+        Latents(call.kv, call.layout),
         call.indices.reshape(-1, call.topk),
         lens_within(call.topk_lens, (num_tokens, num_kv_heads), call.topk),
     )

@@ -8,17 +8,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from ragged_attention._jax_pages import addresses_of_slots
-from ragged_attention.calls import CACHE_FORMATS, WriteMlaCache
+from ragged_attention.calls import CacheFormat, WriteMlaCache
 from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.xla._framework import why_not as why_not
 from ragged_attention.portable.xla._latent_bytes import quantized
-from ragged_attention.portable.xla._latents import UNIT, is_planar
+from ragged_attention.portable.xla._latents import UNIT, planar_units
 from ragged_attention.portable.xla._pages import BITS
 from ragged_attention.portable.xla._ragged import at
 from ragged_attention.portable.xla._slots import put
 
-FEATURES = frozenset({"power_of_two_scales", "cache_format"})
+FEATURES = frozenset({"power_of_two_scales", "cache_format", "cache_layout"})
 
 
 def run(call: WriteMlaCache, tile: Tile, launch: Any) -> jax.Array:
@@ -29,18 +29,18 @@ def run(call: WriteMlaCache, tile: Tile, launch: Any) -> jax.Array:
         return cache
     page, offset = addresses_of_slots(call.slot_mapping, len(cache), call.page_size)
     page = _page_of_last(page, offset, len(cache), call.page_size)
-    if call.format == "plain":
+    layout = call.layout
+    if layout is None:
         return put(cache, lax.bitcast_convert_type(kv, BITS[kv.dtype.itemsize]), page, offset)
-    layout = CACHE_FORMATS[call.format]
     stored = quantized(kv[:, 0], layout, bool(call.power_of_two_scales))
     parts = stored.values, stored.scales, stored.rotary
-    if is_planar(layout):
+    if layout.planar:
         parts = stored.values, stored.rotary, stored.scales
     units = jnp.concatenate(parts, axis=-1).reshape(len(kv), -1, UNIT)
     if cache.dtype in (jnp.uint8, jnp.int8):
-        return _scatter(is_planar(layout), cache, units, page, offset)
+        return _scatter(layout, cache, units, page, offset)
     ways = {"cpu": _select, "default": _scatter}
-    ways = {name: functools.partial(way, is_planar(layout)) for name, way in ways.items()}
+    ways = {name: functools.partial(way, layout) for name, way in ways.items()}
     return lax.platform_dependent(cache, units, page, offset, **ways)
 
 
@@ -51,13 +51,13 @@ def _page_of_last(page: jax.Array, offset: jax.Array, num_pages: int, page_size:
     return jnp.where(last.at[page, offset].get(mode="fill", fill_value=-1) == token, page, num_pages)
 
 
-def _scatter(planar: bool, cache: jax.Array, units: jax.Array, page: jax.Array, offset: jax.Array) -> jax.Array:
+def _scatter(layout: CacheFormat, cache: jax.Array, units: jax.Array, page: jax.Array, offset: jax.Array) -> jax.Array:
     """The cache with `units` [T, U, UNIT] of tokens in it, where a page that does not exist is skipped."""
     count = units.shape[1]
     index = offset[:, None] * count + jnp.arange(count, dtype=jnp.int32)
-    if planar:  # the last unit of a token holds its scales
-        body = offset[:, None] * (count - 1) + jnp.arange(count - 1, dtype=jnp.int32)
-        index = jnp.concatenate([body, cache.shape[1] * (count - 1) + offset[:, None]], axis=1)
+    if layout.planar:  # the last units of a token hold its scales
+        body, scales = (offset[:, None] * some + jnp.arange(some, dtype=jnp.int32) for some in planar_units(layout))
+        index = jnp.concatenate([body, cache.shape[1] * body.shape[1] + scales], axis=1)
     # In the cache's own shape: reshaped it would be copied.
     where = jnp.stack([jnp.broadcast_to(page[:, None], index.shape), index // count, index % count * UNIT], axis=-1)
     numbers = lax.ScatterDimensionNumbers(
@@ -67,16 +67,17 @@ def _scatter(planar: bool, cache: jax.Array, units: jax.Array, page: jax.Array, 
     return lax.scatter(cache, where, new, numbers, mode=lax.GatherScatterMode.FILL_OR_DROP)
 
 
-def _select(planar: bool, cache: jax.Array, units: jax.Array, page: jax.Array, offset: jax.Array) -> jax.Array:
+def _select(layout: CacheFormat, cache: jax.Array, units: jax.Array, page: jax.Array, offset: jax.Array) -> jax.Array:
     """The same as a choice, unit by unit, between old and new bytes; see `_slots.put`."""
     num_pages, page_size = cache.shape[:2]
     count = units.shape[1]
     index = jnp.arange(page_size * count, dtype=jnp.int32)
     owner, part = index // count, index % count
-    if planar:
-        body = index < page_size * (count - 1)
-        owner = jnp.where(body, index // (count - 1), index - page_size * (count - 1))
-        part = jnp.where(body, index % (count - 1), count - 1)
+    if layout.planar:
+        own, more = planar_units(layout)
+        behind = index - page_size * own
+        owner = jnp.where(behind < 0, index // own, behind // more)
+        part = jnp.where(behind < 0, index % own, own + behind % more)
     tokens = jnp.full((num_pages, page_size), -1, jnp.int32)
     tokens = tokens.at[page, offset].set(jnp.arange(len(units), dtype=jnp.int32), mode="drop")
     cache, units, tokens = lax.optimization_barrier((cache, units, tokens))

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ragged_attention.calls import CACHE_FORMATS
 from ragged_attention.testing import formats
 from ragged_attention.testing.mla import latents
 from ragged_attention.testing.mla.latents import Cache
@@ -24,6 +23,12 @@ class QuantizeBatch(LatentArrays):
     kv: NDArray[np.float32]
     format: str
     power_of_two_scales: bool = True
+    cache_layout: str | None = None
+
+    @property
+    def laid_out(self) -> str:
+        """The format in its layout, as `latents` names it."""
+        return self.format if self.cache_layout is None else f"{self.format}, {self.cache_layout}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,6 +39,7 @@ class DequantizeBatch(LatentArrays):
 
     cache: latents.Bytes
     format: str | None = None
+    cache_layout: str | None = None
 
     def arguments(self) -> dict[str, Any]:
         return super().arguments() | {"dtype": self.dtype}
@@ -48,10 +54,11 @@ class LatentWriteBatch(LatentArrays):
     slot_mapping: NDArray[np.integer[Any]]
     power_of_two_scales: bool = True
     cache_format: str | None = None
+    cache_layout: str | None = None
 
     @property
     def format(self) -> str:
-        return latents.format_of(self.cache, self.cache_format)
+        return latents.format_of(self.cache, self.cache_format, self.cache_layout)
 
     def layout_of(self, name: str) -> str:
         return "blocks" if name == "cache" else "rows"
@@ -123,7 +130,7 @@ class QuantizeSpec:
 
     def build(self) -> QuantizeBatch:
         rng = np.random.default_rng(self.seed)
-        layout = CACHE_FORMATS[self.format]
+        layout = latents.LAID_OUT[self.format]
         shape = (self.num_pages, self.page_size, 1, layout.width)
         groups = -(-layout.width // layout.group)
         sizes = 10.0 ** rng.uniform(-self.reach, self.reach, (*shape[:3], groups))
@@ -133,7 +140,8 @@ class QuantizeSpec:
             rows = np.where(rng.random(shape) < 0.004, rng.choice(kinds, shape), rows)
         return QuantizeBatch(
             kv=formats.rounded(rows, self.dtype),
-            format=self.format,
+            format=layout.name,
+            cache_layout=latents.layout_of(self.format),
             power_of_two_scales=self.power_of_two_scales,
             dtype=self.dtype,
             strided=self.strided,
@@ -155,19 +163,26 @@ class DequantizeSpec:
 
     def build(self) -> DequantizeBatch:
         rng = np.random.default_rng(self.seed)
-        layout = CACHE_FORMATS[self.format]
+        layout = latents.LAID_OUT[self.format]
         shape = (self.num_pages, self.page_size, 1)
         if self.scales is None:
             cache = rng.integers(0, 256, (*shape, layout.token_bytes), np.uint8)
             # But nothing so small that devices would take it, or a product with it, for zero.
             fields = latents.fields_of(cache, self.format)
-            exponents = fields.scales[..., 3::4] if self.format == "fp8_v32" else fields.scales
-            exponents |= 0x20
+            if layout.scales != "float8_e4m3fn":
+                exponents = fields.scales[..., 3::4] if layout.scales == "float32" else fields.scales
+                exponents |= 0x20
             fields.rotary[..., 1::2] |= 0x20
         else:
             rows = rng.standard_normal((*shape, layout.width)).astype(np.float32)
             cache = latents.quantised(rows, self.format, self.scales, rng)
-        return DequantizeBatch(cache=cache, dtype=self.dtype, cache_dtype=self.cache_dtype, strided=self.strided)
+        return DequantizeBatch(
+            cache=cache,
+            cache_layout=latents.layout_of(self.format),
+            dtype=self.dtype,
+            cache_dtype=self.cache_dtype,
+            strided=self.strided,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -190,12 +205,12 @@ class LatentWriteSpec:
     def build(self) -> LatentWriteBatch:
         rng = np.random.default_rng(self.seed)
         plain = self.format == "plain"
-        width = self.d_qk if plain else CACHE_FORMATS[self.format].width
+        width = self.d_qk if plain else latents.LAID_OUT[self.format].width
         shape = (self.num_pages, self.page_size, self.kv_heads)
         if plain:
             cache = formats.rounded(rng.standard_normal((*shape, width)), self.dtype)
         else:
-            cache = rng.integers(0, 256, (*shape, CACHE_FORMATS[self.format].token_bytes), np.uint8)
+            cache = rng.integers(0, 256, (*shape, latents.LAID_OUT[self.format].token_bytes), np.uint8)
         num_slots = self.num_pages * self.page_size
         kv = formats.rounded(rng.standard_normal((self.tokens, self.kv_heads, width)), self.dtype)
         slots = np.full(self.tokens, -1, np.int64)
@@ -211,6 +226,7 @@ class LatentWriteSpec:
             kv=kv,
             cache=cache,
             slot_mapping=slots.astype(self.slots),
+            cache_layout=latents.layout_of(self.format),
             power_of_two_scales=self.power_of_two_scales,
             dtype=self.dtype,
             cache_dtype=self.cache_dtype,

@@ -24,6 +24,9 @@ from ragged_attention.testing.paged.specs import INT32
 
 V32 = {"format": "fp8_v32", "d_v": 512}
 V4 = {"format": "fp8_v4", "d_v": 512}
+V41 = {"format": "fp8_v41", "d_v": 512}
+FP4 = {"format": "fp4_v41", "d_v": 512}
+V41_PAGE, FP4_PAGE = {"format": "fp8_v41, page", "d_v": 512}, {"format": "fp4_v41, page", "d_v": 512}
 
 _PREFILLS: dict[str, PrefillSpec] = {
     # Lists.
@@ -68,9 +71,24 @@ _PREFILLS: dict[str, PrefillSpec] = {
     "fp8_v4": PrefillSpec(**V4, page_size=5, heads=2, topk=9, dtype="bfloat16", poison="nan"),
     "fp8_v4, garbage around": PrefillSpec(**V4, page_size=2, lens="wild", poison="inf", cache_dtype="int8"),
     "fp8_v32, V of 64": PrefillSpec(format="fp8_v32", d_v=64, page_size=4, poison="nan", dtype="float16"),
+    "fp8_v41": PrefillSpec(**V41, page_size=3, heads=2, topk=9, dtype="bfloat16", poison="nan"),
+    "fp4_v41": PrefillSpec(**FP4, page_size=5, heads=2, topk=9, dtype="bfloat16", poison="nan"),
+    "fp8_v41, page": PrefillSpec(**V41_PAGE, page_size=5, heads=2, lens="wild", poison="inf", cache_dtype="int8"),
+    "fp4_v41, page": PrefillSpec(**FP4_PAGE, page_size=2, heads=17, topk=13, dtype="float16", poison="nan"),
+    "fp4_v41, V of 64": PrefillSpec(format="fp4_v41", d_v=64, page_size=4, poison="nan", dtype="float32"),
+    # Without rotary columns, as some models are; their head counts and top-k.
+    "512/512, 12 heads, top-k 640": PrefillSpec(
+        d_qk=512, d_v=512, tokens=2, heads=12, rows=900, topk=640, lens="inside", dtype="bfloat16", poison="nan"
+    ),
+    "fp8_v41, 12 heads, top-k 1152": PrefillSpec(
+        **V41, tokens=1, heads=12, rows=1300, page_size=64, topk=1152, dtype="bfloat16", poison="nan"
+    ),
+    "256/256": PrefillSpec(d_qk=256, d_v=256, heads=12, topk=40, rows=60, dtype="bfloat16", poison="nan"),
     "strided": PrefillSpec(strided=True, heads=3, sinks="normal", lens="inside", dtype="bfloat16"),
     "strided pages": PrefillSpec(strided=True, page_size=3, heads=2),
     "strided fp8_v4": PrefillSpec(**V4, strided=True, page_size=3, dtype="bfloat16"),
+    "strided fp8_v41, page": PrefillSpec(**V41_PAGE, strided=True, page_size=3, dtype="bfloat16"),
+    "strided fp4_v41": PrefillSpec(**FP4, strided=True, page_size=3, dtype="bfloat16"),
 }  # fmt: skip
 
 
@@ -120,6 +138,14 @@ _DECODES: dict[str, DecodeSpec] = {
     ),
     "dense, fp8_v32": DecodeSpec(**V32, topk=0, heads=3, kv_lens=(9, 21), dtype="bfloat16", poison="nan"),
     "dense, fp8_v4": DecodeSpec(**V4, topk=0, heads=3, kv_lens=(9, 21), dtype="float16", poison="nan", causal=True),
+    "dense, fp8_v41": DecodeSpec(**V41, topk=0, heads=3, kv_lens=(9, 21), dtype="bfloat16", poison="nan"),
+    "dense, fp8_v41, page": DecodeSpec(
+        **V41_PAGE, topk=0, heads=3, kv_lens=(9, 21), dtype="float16", poison="nan", causal=True
+    ),
+    "dense, fp4_v41": DecodeSpec(**FP4, topk=0, heads=3, kv_lens=(9, 21), dtype="bfloat16", poison="nan", causal=True),
+    "dense, fp4_v41, page": DecodeSpec(
+        **FP4_PAGE, topk=0, heads=12, kv_lens=(70, 0), page_size=64, q_tokens=2, dtype="bfloat16", poison="nan"
+    ),
     "dense, strided": DecodeSpec(topk=0, strided=True, heads=2, q_tokens=2, sinks="normal", dtype="bfloat16"),
     "dense, sinks of all kinds": DecodeSpec(topk=0, heads=9, sinks="mixed", q_tokens=2),
     # Sparse.
@@ -172,6 +198,25 @@ _DECODES: dict[str, DecodeSpec] = {
     "fp8_v4, scales far apart": DecodeSpec(**V4, topk=16, kv_lens=(30,), scales="far apart", dtype="bfloat16"),
     "fp8_v32 as int8, strided": DecodeSpec(**V32, topk=9, cache_dtype="int8", strided=True, poison="nan"),
     "fp8_v4 as float8, strided": DecodeSpec(**V4, topk=9, cache_dtype="float8_e4m3fn", strided=True, poison="nan"),
+    "fp8_v41": DecodeSpec(**V41, topk=9, heads=3, q_tokens=2, page_size=3, dtype="bfloat16", poison="nan"),
+    "fp8_v41, page": DecodeSpec(**V41_PAGE, topk=9, page_size=1, lens="wild", poison="inf", dtype="float16"),
+    "fp4_v41": DecodeSpec(**FP4, topk=9, heads=3, q_tokens=2, page_size=3, dtype="bfloat16", poison="nan"),
+    "fp4_v41, page": DecodeSpec(**FP4_PAGE, topk=7, page_size=61, kv_lens=(70,), poison="nan"),
+    "fp8_v41, 12 heads, top-k 640": DecodeSpec(
+        **V41, topk=640, heads=12, kv_lens=(700,), page_size=64, dtype="bfloat16", lens="inside", poison="nan"
+    ),
+    "fp8_v41, 64 heads": DecodeSpec(
+        **V41, topk=100, heads=64, kv_lens=(300,), scales="far apart", lens="inside", dtype="bfloat16", poison="nan"
+    ),
+    "fp4_v41, 64 heads": DecodeSpec(
+        **FP4, topk=100, heads=64, kv_lens=(300,), scales="far apart", dtype="bfloat16", poison="nan"
+    ),
+    "fp4_v41, scales any sign": DecodeSpec(**FP4, topk=16, kv_lens=(30,), scales="any sign", heads=2),
+    "fp4_v41 as int8, strided": DecodeSpec(**FP4, topk=9, cache_dtype="int8", strided=True, poison="nan"),
+    "fp4_v41, page, strided": DecodeSpec(**FP4_PAGE, topk=9, strided=True, poison="nan", dtype="bfloat16"),
+    "fp8_v41 as float8, page, strided": DecodeSpec(
+        **V41_PAGE, topk=9, cache_dtype="float8_e4m3fn", strided=True, poison="nan"
+    ),
     # A second cache.
     "extra cache": DecodeSpec(topk=9, extra_topk=7, heads=3, q_tokens=2, poison="nan"),
     "extra cache, pages of 1 and 61": DecodeSpec(
@@ -189,6 +234,21 @@ _DECODES: dict[str, DecodeSpec] = {
     ),
     "extra cache fp8_v4": DecodeSpec(
         **V4, topk=6, extra_topk=7, page_size=5, extra_page_size=2, heads=2, dtype="bfloat16", poison="nan"
+    ),
+    "extra cache fp4_v41 beside fp8_v41": DecodeSpec(
+        **V41, topk=70, extra_format="fp4_v41", extra_topk=45, extra_slots=90, extra_lens="inside", kv_lens=(100, 7),
+        page_size=5, extra_page_size=2, heads=3, q_tokens=2, dtype="bfloat16", poison="nan",
+    ),
+    "extra cache fp4_v41 beside fp8_v41, page": DecodeSpec(
+        **V41_PAGE, topk=6, extra_format="fp4_v41, page", extra_topk=7, page_size=3, extra_page_size=64, heads=12,
+        sinks="mixed", dtype="float16", poison="nan",
+    ),
+    "extra cache fp8_v41 beside fp4_v41": DecodeSpec(
+        **FP4, topk=6, lens="wild", extra_format="fp8_v41", extra_topk=40, heads=2, poison="nan"
+    ),
+    "extra cache fp4_v41, 12 heads, top-k 640 and 512": DecodeSpec(
+        **V41, topk=640, extra_format="fp4_v41", extra_topk=512, extra_slots=600, extra_page_size=64, kv_lens=(700,),
+        page_size=256, heads=12, sinks="normal", dtype="bfloat16", poison="nan",
     ),
 }  # fmt: skip
 
@@ -232,7 +292,25 @@ ON_EVERY_PATH = (
     "fp8_v32, many blocks of keys",
     "extra cache with lengths",
     "extra cache fp8_v4",
+    "extra cache fp4_v41 beside fp8_v41",
 )
+# Of quantised caches, for backends that can decode all of one before they attend.
+PREFILLS_DECODED: dict[str, PrefillSpec] = {
+    **{name: _PREFILLS[name] for name in ("fp8_v32", "fp8_v4", "fp8_v4, garbage around", "strided fp8_v4")},
+    "fp8_v32, garbage around": PrefillSpec(**V32, page_size=2, lens="wild", poison="inf", dtype="float16"),
+    "strided fp8_v32": PrefillSpec(**V32, strided=True, page_size=3, dtype="bfloat16"),
+    "fp8_v32, V as wide as K": PrefillSpec(format="fp8_v32", d_v=576, page_size=3, heads=3, poison="nan"),
+    "fp8_v32, V of 64": _PREFILLS["fp8_v32, V of 64"],
+    "fp8_v32, large logits": PrefillSpec(**V32, page_size=3, sm_scale=10.0, magnitude=5.0, topk=16),
+    "fp8_v32, no rows": PrefillSpec(**V32, page_size=3, rows=0, sinks="normal"),
+    "fp8_v32, blocks of keys and heads": PrefillSpec(
+        **V32, tokens=2, rows=90, topk=70, heads=70, page_size=7, dtype="bfloat16", poison="nan"
+    ),
+    "fp8_v4, blocks of keys and heads": PrefillSpec(
+        **V4, tokens=2, rows=90, topk=70, heads=70, page_size=7, dtype="bfloat16", poison="nan", lens="inside"
+    ),
+}
+
 PREFILLS_ON_EVERY_PATH = ("many blocks of keys", "lengths over top-k and negative", "two KV heads", "fp8_v32")
 
 
@@ -246,25 +324,38 @@ def _special() -> dict[str, list[float]]:
         "ties": [448.0, 17.0, 19.0, 21.0, 2.0**-10, 3 * 2.0**-10, 5 * 2.0**-10, -464.0],
         "largest": [3.4028235e38, 1.0],
         "powers": [448.0, 447.99997, 448.00003, 224.0, 1e-30],
+        "beyond every scale": [2688.0, -2700.0, 1e9],
     }
 
 
 def _special_groups(format: str, **fields: Any) -> QuantizeBatch:
     kinds = list(_special().values())
-    layout = latents.CACHE_FORMATS[format]
+    layout = latents.LAID_OUT[format]
     kv = np.zeros((1, len(kinds), 1, layout.width), np.float32)
     for token, values in enumerate(kinds):
         # By column, so that every group and the rotary part have some of it; the first group has one at its end.
         kv[0, token, 0, layout.group - 1 :: layout.group] = values[0]
         for index, value in enumerate(values):
             kv[0, token, 0, 64 * index + 3] = value
-    return QuantizeBatch(kv=kv, format=format, **fields)
+    return QuantizeBatch(kv=kv, format=layout.name, cache_layout=latents.layout_of(format), **fields)
+
+
+def _halfway() -> QuantizeBatch:
+    """Every middle between two e2m1 and its neighbours, of either sign, under scales of every binade."""
+    middles = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], np.float32)
+    near = np.concatenate([np.nextafter(middles, np.float32(0)), middles, np.nextafter(middles, np.float32(9))])
+    near = np.concatenate([near, -near, [0.0, -0.0]]).astype(np.float32)
+    rows = np.full((1, 18, 1, 512), 6.0, np.float32)
+    for group in range(32):
+        some = np.resize(np.roll(near, 15 * group), 15)
+        rows[..., 16 * group + 1 : 16 * group + 16] = some
+    return QuantizeBatch(kv=rows * np.ldexp(np.float32(1), np.arange(-9, 9))[:, None, None], format="fp4_v41")
 
 
 QUANTIZE_CORNERS: dict[str, Callable[[], QuantizeBatch]] = {
     **{
         f"{format}, {dtype}": QuantizeSpec(format=format, dtype=dtype).build
-        for format in latents.CACHE_FORMATS
+        for format in latents.LAID_OUT
         for dtype in ("float32", "bfloat16", "float16")
     },
     "fp8_v32, scales as they come": QuantizeSpec(power_of_two_scales=False, reach=3).build,
@@ -273,6 +364,14 @@ QUANTIZE_CORNERS: dict[str, Callable[[], QuantizeBatch]] = {
     "fp8_v32, special values, scales as they come": lambda: _special_groups("fp8_v32", power_of_two_scales=False),
     "fp8_v4, special values": lambda: _special_groups("fp8_v4"),
     "fp8_v4, every size": QuantizeSpec(format="fp8_v4", reach=6).build,
+    "fp8_v41, special values": lambda: _special_groups("fp8_v41"),
+    "fp8_v41, page, every size": QuantizeSpec(format="fp8_v41, page", reach=6).build,
+    "fp4_v41, special values": lambda: _special_groups("fp4_v41"),
+    "fp4_v41, page, special values": lambda: _special_groups("fp4_v41, page"),
+    "fp4_v41, every size": QuantizeSpec(format="fp4_v41", reach=6, dtype="bfloat16").build,
+    "fp4_v41, halfway between codes": lambda: _halfway(),
+    "fp4_v41, strided": QuantizeSpec(format="fp4_v41", strided=True, page_size=7).build,
+    "fp4_v41, powers of two not asked for": QuantizeSpec(format="fp4_v41", power_of_two_scales=False).build,
     "no pages": QuantizeSpec(num_pages=0).build,
     "pages of 1": QuantizeSpec(format="fp8_v4", page_size=1).build,
     "pages of 64": QuantizeSpec(format="fp8_v4", page_size=64, num_pages=1, dtype="bfloat16").build,
@@ -298,14 +397,26 @@ def _every_power() -> DequantizeBatch:
     return batch.change(cache=cache)
 
 
+def _every_fp4_scale() -> DequantizeBatch:
+    """All scales of `fp4_v41` over all pairs of codes."""
+    batch = DequantizeSpec(format="fp4_v41", num_pages=1, page_size=256, scales="powers").build()
+    cache = batch.cache.copy()
+    fields = latents.fields_of(cache, "fp4_v41")
+    fields.scales[...] = np.arange(256, dtype=np.uint8)[None, :, None]
+    fields.values[...] = np.arange(256, dtype=np.uint8)
+    return batch.change(cache=cache)
+
+
 DEQUANTIZE_CORNERS: dict[str, Callable[[], DequantizeBatch]] = {
     **{
         f"{format} to {dtype}": DequantizeSpec(format=format, dtype=dtype).build
-        for format in latents.CACHE_FORMATS
+        for format in latents.LAID_OUT
         for dtype in ("float32", "bfloat16", "float16")
     },
-    **{f"{format}, every code": lambda format=format: _every_code(format) for format in latents.CACHE_FORMATS},
+    **{f"{format}, every code": lambda format=format: _every_code(format) for format in latents.LAID_OUT},
     "fp8_v4, every scale": _every_power,
+    "fp4_v41, every scale": _every_fp4_scale,
+    "fp4_v41, any bytes": DequantizeSpec(format="fp4_v41, page", scales=None, strided=True).build,
     "fp8_v32, any bytes": DequantizeSpec(scales=None).build,
     "fp8_v32, scales of any sign": DequantizeSpec(scales="any sign", dtype="bfloat16").build,
     "no pages": DequantizeSpec(num_pages=0).build,
@@ -327,12 +438,16 @@ LATENT_WRITE_CORNERS: dict[str, Callable[[], LatentWriteBatch]] = {
     },
     **{
         f"{format}, {dtype}": LatentWriteSpec(format=format, dtype=dtype).build
-        for format in latents.CACHE_FORMATS
+        for format in latents.LAID_OUT
         for dtype in ("float32", "bfloat16")
     },
     "fp8_v32, scales as they come": LatentWriteSpec(format="fp8_v32", power_of_two_scales=False).build,
     "fp8_v4, pages of 1": LatentWriteSpec(format="fp8_v4", page_size=1, num_pages=9).build,
     "fp8_v4, pages of 61": LatentWriteSpec(format="fp8_v4", page_size=61, tokens=9).build,
+    "fp8_v41, page, pages of 61": LatentWriteSpec(format="fp8_v41, page", page_size=61, tokens=9).build,
+    "fp4_v41, page, pages of 1": LatentWriteSpec(format="fp4_v41, page", page_size=1, num_pages=9).build,
+    "strided fp8_v41": LatentWriteSpec(format="fp8_v41", strided=True, dtype="bfloat16").build,
+    "strided fp4_v41, page": LatentWriteSpec(format="fp4_v41, page", strided=True, cache_dtype="float8_e4m3fn").build,
     "no tokens": LatentWriteSpec(format="fp8_v4", tokens=0).build,
     "a cache without pages": LatentWriteSpec(num_pages=0).build,
     "first and last slot": lambda: _slots(LatentWriteSpec(format="fp8_v4"), [11, 0, 12, -1]),

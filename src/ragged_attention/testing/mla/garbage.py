@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ragged_attention.testing.mla import latents
 from ragged_attention.testing.mla.cache_specs import (
     LatentWriteBatch,
     LatentWriteSpec,
@@ -19,7 +20,8 @@ from ragged_attention.testing.paged.specs import garbage
 from ragged_attention.testing.runner import Runner
 
 DTYPES = ("float32", "bfloat16", "float16")
-FORMATS = ("plain", "plain", "fp8_v32", "fp8_v4")
+QUANTISED = tuple(latents.LAID_OUT)
+FORMATS = ("plain", "plain", *QUANTISED)
 
 
 def _common(rng: np.random.Generator, seed: int) -> dict[str, Any]:
@@ -131,7 +133,7 @@ def _write(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
 def _quantize(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
     del options
     runner.run(
-        "quantize_mla_cache", QuantizeSpec(format=("fp8_v32", "fp8_v4")[seed % 2], special=True, seed=seed).build()
+        "quantize_mla_cache", QuantizeSpec(format=QUANTISED[seed % len(QUANTISED)], special=True, seed=seed).build()
     )
 
 

@@ -2,6 +2,8 @@
 
 A plain cache is float32 [P, G, K, d_qk] here, a quantised one uint8 [P, G, 1, bytes]. Nothing of this rests on the
 definition's own reading of the formats, so that the two check each other.
+
+What the definition has as a format and a layout is one name here: a format's own, or "fp8_v41, page".
 """
 
 import dataclasses
@@ -10,13 +12,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ragged_attention.calls import CACHE_FORMATS
+from ragged_attention.calls import CACHE_FORMATS, CacheFormat
 from ragged_attention.testing import formats
 
 Bytes = NDArray[np.uint8]
 Cache = NDArray[Any]  # float32 or bytes
-FLOAT32_SCALE = 4  # bytes; an e8m0 scale has one
 SCALES = ("powers", "arbitrary", "far apart", "any sign")
+
+
+LAID_OUT: dict[str, CacheFormat] = CACHE_FORMATS | {
+    f"{layout.name}, page": dataclasses.replace(layout, layout="page")
+    for layout in CACHE_FORMATS.values()
+    if layout.layout != "page" and "page" in layout.layouts
+}
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,25 +38,33 @@ class Fields:
     spare: Bytes
 
 
-def format_of(cache: Cache, given: str | None = None) -> str:
-    """`given`, or the format that the last dimension tells."""
-    by_width = {layout.token_bytes: name for name, layout in CACHE_FORMATS.items()}
-    return given or ("plain" if cache.dtype != np.uint8 else by_width[cache.shape[3]])
+def format_of(cache: Cache, given: str | None = None, layout: str | None = None) -> str:
+    """`given`, or the format that the last dimension tells, in a layout."""
+    by_width = {found.token_bytes: name for name, found in CACHE_FORMATS.items()}
+    name = given or ("plain" if cache.dtype != np.uint8 else by_width[cache.shape[3]])
+    return name if name == "plain" or layout in (None, CACHE_FORMATS[name].layout) else f"{name}, {layout}"
+
+
+def layout_of(name: str) -> str | None:
+    """The layout to ask for; None is the format's own."""
+    return "page" if name.endswith(", page") else None
 
 
 def fields_of(cache: Bytes, name: str) -> Fields:
+    """What the bytes of each token are, of a format in a layout."""
     num_pages, page_size, _, token_bytes = cache.shape
-    layout = CACHE_FORMATS[name]
-    if name == "fp8_v32":
+    layout = LAID_OUT[name]
+    values = layout.values * {"float8_e4m3fn": 8, "float4_e2m1fn": 4}[layout.codes] // 8
+    scales = layout.values // layout.group * {"float32": 4, "float8_e8m0fnu": 1, "float8_e4m3fn": 1}[layout.scales]
+    if layout.layout == "token":
         rows = cache[:, :, 0]
-        bounds = np.cumsum([layout.values, FLOAT32_SCALE * layout.values // layout.group])
-        return Fields(rows[..., : bounds[0]], rows[..., bounds[0] : bounds[1]], rows[..., bounds[1] :], rows[..., :0])
+        rotary = rows[..., values + scales :]
+        return Fields(rows[..., :values], rows[..., values : values + scales], rotary, rows[..., :0])
     page = cache.reshape(num_pages, page_size * token_bytes)
-    row_bytes = layout.values + 2 * layout.rotary
+    row_bytes = values + 2 * layout.rotary
     rows = page[:, : page_size * row_bytes].reshape(num_pages, page_size, row_bytes)
-    scales = page[:, page_size * row_bytes :].reshape(num_pages, page_size, token_bytes - row_bytes)
-    count = layout.values // layout.group
-    return Fields(rows[..., : layout.values], scales[..., :count], rows[..., layout.values :], scales[..., count:])
+    behind = page[:, page_size * row_bytes :].reshape(num_pages, page_size, token_bytes - row_bytes)
+    return Fields(rows[..., :values], behind[..., :scales], rows[..., values:], behind[..., scales:])
 
 
 def bits_of_bfloat16(values: NDArray[np.float32]) -> Bytes:
@@ -62,21 +79,41 @@ def from_bfloat16(stored: Bytes) -> NDArray[np.float32]:
 
 def scales_of(stored: Bytes, name: str) -> NDArray[np.float32]:
     """One float32 a group of columns, [P, G, groups]."""
-    if name == "fp8_v32":
+    kind = LAID_OUT[name].scales
+    if kind == "float32":
         return np.ascontiguousarray(stored).view("<f4")
+    if kind == "float8_e4m3fn":
+        return formats.values_of(stored, kind).astype(np.float32)
     with np.errstate(over="ignore"):
         powers = np.ldexp(np.float32(1), stored.astype(np.int32) - 127)
     return np.where(stored == 0xFF, np.float32(np.nan), powers)
+
+
+def values_of(codes: Bytes, name: str) -> NDArray[np.float64]:
+    """The values of the codes of quantised columns, without scales."""
+    if LAID_OUT[name].codes == "float8_e4m3fn":
+        return formats.values_of(codes, "float8_e4m3fn")
+    values = np.empty((*codes.shape[:-1], 2 * codes.shape[-1]))
+    values[..., ::2], values[..., 1::2] = E2M1[codes % 16], E2M1[codes // 16]
+    return values
+
+
+def codes_of(values: NDArray[np.floating[Any]], name: str) -> Bytes:
+    """Codes of values [..., n] near them."""
+    if LAID_OUT[name].codes == "float8_e4m3fn":
+        return formats.stored(values, "float8_e4m3fn")
+    nearest = np.abs(values[..., None] - E2M1).argmin(axis=-1).astype(np.uint8)
+    return nearest[..., ::2] + 16 * nearest[..., 1::2]
 
 
 def rows_of(cache: Cache, name: str) -> NDArray[np.float64]:
     """Every slot's row as values, [P * G, K, d_qk]."""
     if name == "plain":
         return cache.reshape(-1, *cache.shape[2:]).astype(np.float64)
-    fields, layout = fields_of(cache, name), CACHE_FORMATS[name]
+    fields, layout = fields_of(cache, name), LAID_OUT[name]
     with np.errstate(all="ignore"):  # some of the bytes may be any
         scales = np.repeat(scales_of(fields.scales, name).astype(np.float64), layout.group, axis=-1)
-        quantised = formats.values_of(fields.values, "float8_e4m3fn") * scales
+        quantised = values_of(fields.values, name) * scales
         rows = np.concatenate([quantised, from_bfloat16(fields.rotary).astype(np.float64)], axis=-1)
     return rows.reshape(-1, 1, layout.width)
 
@@ -85,14 +122,16 @@ def quantised(rows: NDArray[np.float32], name: str, scales: str, rng: np.random.
     """Bytes of a cache in which every row [P, G, 1, d_qk] is like the one given, its groups of columns scaled anew.
 
     `scales` is one of SCALES: powers of two, any in float32, any from so small that a group hardly counts, negative
-    and zero ones too. `fp8_v4` can hold powers of two alone.
+    and zero ones too. Scales of 8 bits are near those; e8m0 can hold powers of two alone.
     """
-    layout = CACHE_FORMATS[name]
+    layout = LAID_OUT[name]
     cache = np.zeros((*rows.shape[:3], layout.token_bytes), np.uint8)
     fields = fields_of(cache, name)
     groups = rows[:, :, 0, : layout.values].reshape(*rows.shape[:2], layout.values // layout.group, layout.group)
-    least = np.maximum(np.abs(groups).max(axis=-1) / np.float32(448), np.float32(1e-4))
-    fields.values[...] = formats.stored(groups / least[..., None], "float8_e4m3fn").reshape(fields.values.shape)
+    largest = np.float32(448 if layout.codes == "float8_e4m3fn" else 6)
+    least = np.maximum(np.abs(groups).max(axis=-1) / largest, np.float32(1e-4))
+    scaled = (groups / least[..., None]).reshape(*groups.shape[:2], layout.values)
+    fields.values[...] = codes_of(scaled, name)
     fields.rotary[...] = bits_of_bfloat16(formats.rounded(rows[:, :, 0, layout.values :], "bfloat16"))
     factor = {
         "powers": lambda: np.ones(least.shape),
@@ -100,10 +139,14 @@ def quantised(rows: NDArray[np.float32], name: str, scales: str, rng: np.random.
         "far apart": lambda: 10.0 ** rng.uniform(-5, 0.3, least.shape),
         "any sign": lambda: rng.choice([1.3, -0.7, 0.0], least.shape, p=[0.5, 0.4, 0.1]),
     }[scales]()
-    if name == "fp8_v4" or scales == "powers":
-        exponents = np.round(np.log2(least * np.maximum(np.abs(factor), 1e-6))).astype(np.int32)
-        powers = np.ldexp(np.float32(1), exponents)
-        fields.scales[...] = (exponents + 127).astype(np.uint8) if name == "fp8_v4" else powers.view(np.uint8)
+    exponents = np.round(np.log2(least * np.maximum(np.abs(factor), 1e-6))).astype(np.int32)
+    if layout.scales == "float8_e4m3fn":
+        factors = np.ldexp(1.0, exponents) if scales == "powers" else least * factor
+        fields.scales[...] = formats.stored(factors, layout.scales)
+    elif layout.scales == "float8_e8m0fnu":
+        fields.scales[...] = (exponents + 127).astype(np.uint8)
+    elif scales == "powers":
+        fields.scales[...] = np.ldexp(np.float32(1), exponents).view(np.uint8)
     else:
         fields.scales[...] = (least * factor).astype("<f4").view(np.uint8)
     return cache

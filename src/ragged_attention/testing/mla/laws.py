@@ -12,7 +12,6 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from ragged_attention.calls import CACHE_FORMATS
 from ragged_attention.testing import formats
 from ragged_attention.testing.compare import agrees, identical
 from ragged_attention.testing.mla import latents
@@ -29,6 +28,7 @@ from ragged_attention.testing.mla.cache_specs import (
 from ragged_attention.testing.mla.oracle import canonical, decode_agrees, prefill_agrees
 from ragged_attention.testing.mla.specs import DecodeBatch, DecodeSpec, PrefillBatch, PrefillSpec, Selection
 from ragged_attention.testing.mla.strategies import (
+    QUANTISED,
     decode_specs,
     latent_write_specs,
     prefill_specs,
@@ -197,6 +197,7 @@ def prefill_is_decode(runner: Runner, spec: PrefillSpec) -> None:
     decode = DecodeBatch(
         q=batch.q[:, None], kv_cache=batch.kv, indices=batch.indices, topk_lens=batch.topk_lens, d_v=batch.d_v,
         sm_scale=batch.sm_scale, sinks=batch.sinks, dtype=batch.dtype, cache_dtype=batch.cache_dtype,
+        cache_layout=batch.cache_layout,
     )  # fmt: skip
     out, _, lse = runner.run("sparse_mla_prefill", batch)
     decode_agrees(runner.run("mla_decode", decode), (out[:, None], lse[..., None]))
@@ -208,6 +209,9 @@ def extra_cache_is_a_longer_list(runner: Runner, spec: DecodeSpec) -> None:
     if batch.extra_kv_cache is None:
         return
     first, second = batch.selections()
+    if first.format != second.format:
+        batch = batch.widened()
+        first, second = batch.selections()
     rows = [latents.repaged(part.cache, part.format, np.arange(part.num_slots), 1) for part in (first, second)]
     lists = [np.where(part.selects, part.indices, -1) for part in (first, second)]
     lists[1] = np.where(lists[1] >= 0, lists[1] + first.num_slots, -1)
@@ -326,9 +330,13 @@ def _with_ones(selection: Selection, d_v: int) -> latents.Cache:
     if name == "plain":
         cache[..., :d_v] = 1
         return cache
-    layout, fields = CACHE_FORMATS[name], latents.fields_of(cache, name)
-    fields.values[...] = formats.stored(np.float32(1), "float8_e4m3fn")
-    fields.scales[...] = np.full(layout.values // layout.group, 1, "<f4").view(np.uint8) if name == "fp8_v32" else 127
+    layout, fields = latents.LAID_OUT[name], latents.fields_of(cache, name)
+    fields.values[...] = latents.codes_of(np.ones(layout.values), name)
+    fields.scales[...] = {
+        "float32": np.full(layout.values // layout.group, 1, "<f4").view(np.uint8),
+        "float8_e8m0fnu": 127,
+        "float8_e4m3fn": formats.stored(np.float32(1), "float8_e4m3fn"),
+    }[layout.scales]
     if d_v > layout.values:
         fields.rotary[...] = latents.bits_of_bfloat16(np.ones(layout.rotary, np.float32))
     return cache
@@ -358,8 +366,13 @@ def writing_is_quantising(runner: Runner, spec: LatentWriteSpec) -> None:
     rows = formats.rounded(rng.standard_normal((len(slots), 1, batch.kv.shape[2])), spec.dtype)
     kv = np.zeros((num_pages, page_size, *rows.shape[1:]), np.float32)
     kv[slots // page_size, slots % page_size] = rows
-    options = {"power_of_two_scales": spec.power_of_two_scales, "dtype": spec.dtype}
-    whole = runner.run("quantize_mla_cache", QuantizeBatch(kv=kv, format=spec.format, **options))
+    options = {
+        "power_of_two_scales": spec.power_of_two_scales,
+        "dtype": spec.dtype,
+        "cache_layout": latents.layout_of(spec.format),
+    }
+    name = latents.LAID_OUT[spec.format].name
+    whole = runner.run("quantize_mla_cache", QuantizeBatch(kv=kv, format=name, **options))
     empty = np.zeros_like(batch.cache)
     written = runner.run(
         "write_mla_cache", LatentWriteBatch(kv=rows, cache=empty, slot_mapping=slots.astype(np.int32), **options)
@@ -370,26 +383,33 @@ def writing_is_quantising(runner: Runner, spec: LatentWriteSpec) -> None:
 def what_is_dequantised_can_be_quantised(runner: Runner, spec: QuantizeSpec) -> None:
     """Quantising loses at most half a step, and a second time nothing."""
     batch = spec.build()
-    name, layout = spec.format, CACHE_FORMATS[spec.format]
+    name, layout = spec.format, latents.LAID_OUT[spec.format]
 
     def around(kv: NDArray[np.float32], dtype: str) -> NDArray[Any]:
         cache = runner.run("quantize_mla_cache", batch.change(kv=kv, dtype=dtype))
-        return runner.run("dequantize_mla_cache", DequantizeBatch(cache=cache))
+        return runner.run("dequantize_mla_cache", DequantizeBatch(cache=cache, cache_layout=batch.cache_layout))
 
     once = around(batch.kv, batch.dtype)
-    groups = np.abs(
-        batch.kv[..., : layout.values].reshape(*once.shape[:3], layout.values // layout.group, layout.group)
-    )
-    scale = np.repeat(np.maximum(groups.max(axis=-1) / 448, 1e-4), layout.group, axis=-1).astype(np.float64)
-    scale *= 2 if batch.power_of_two_scales else 1
     rows = batch.kv[..., : layout.values].astype(np.float64)
+    groups = np.abs(rows.reshape(*once.shape[:3], layout.values // layout.group, layout.group)).max(axis=-1)
+    if layout.codes == "float8_e4m3fn":
+        scale = np.maximum(groups / 448, 1e-4) * (2 if batch.power_of_two_scales else 1)
+        half, least, kept = 1 / 16, 2.0**-10, np.full(groups.shape, batch.power_of_two_scales)
+    else:  # a scale may be rounded down, and where it is subnormal, by up to half of it
+        rows = np.clip(rows, -448 * 6, 448 * 6)
+        scale = np.clip(groups / 6, 2.0**-9, 448)
+        half, least, kept = 1 / 4, 0.25, scale > 2.0**-6
+        scale = np.maximum(scale * (1 + 1 / 16), scale + 2.0**-10)
+        least = np.where(np.repeat(kept, layout.group, axis=-1), least, 1.0)
     error = np.abs(once[..., : layout.values] - rows)
-    worst = (error / (np.abs(rows) / 16 * 1.0001 + scale * 2.0**-10)).max(initial=0)
+    bound = np.abs(rows) * half * 1.0001 + np.repeat(scale, layout.group, axis=-1) * least
+    worst = (error / bound).max(initial=0)
     if worst > 1:
         raise AssertionError(f"expected a {name} cache within half a step, got {worst:.3g} times that")
     identical(once[..., layout.values :], formats.rounded(batch.kv[..., layout.values :], "bfloat16"), "rotary columns")
-    if batch.power_of_two_scales:
-        identical(around(once, "float32"), once, "rows quantised again")
+    kept = np.repeat(kept, layout.group, axis=-1)
+    again = around(once, "float32")
+    identical(again[..., : layout.values][kept], once[..., : layout.values][kept], "rows quantised again")
 
 
 def positions_become_slots(runner: Runner, spec: SlotsSpec) -> None:
@@ -418,8 +438,7 @@ _ANY = decode_specs(clean=True)
 _DENSE = decode_specs(clean=True, sparse=False)
 _SPARSE = decode_specs(clean=True, sparse=True)
 _PREFILL = prefill_specs(clean=True)
-_QUANTISED = tuple(CACHE_FORMATS)
-_WRITES = latent_write_specs(formats=_QUANTISED)
+_WRITES = latent_write_specs(formats=QUANTISED)
 _QUANTISED_VALUES = quantize_specs(special=False)
 
 MLA_LAWS: dict[str, Law] = {
@@ -439,10 +458,10 @@ MLA_LAWS: dict[str, Law] = {
         extra_cache_is_a_longer_list, decode_specs(clean=True, extra=True)
     ),
     "decode, a quantised cache is its dequantised values": Law(
-        quantised_is_dequantised, decode_specs(clean=True, formats=_QUANTISED)
+        quantised_is_dequantised, decode_specs(clean=True, formats=QUANTISED)
     ),
     "prefill, a quantised cache is its dequantised values": Law(
-        quantised_is_dequantised_in_prefill, prefill_specs(clean=True, formats=_QUANTISED)
+        quantised_is_dequantised_in_prefill, prefill_specs(clean=True, formats=QUANTISED)
     ),
     "decode, a double is its multiplicity": Law(a_double_is_its_multiplicity, _SPARSE),
     "prefill, a double is its multiplicity": Law(a_double_is_its_multiplicity_in_prefill, _PREFILL),

@@ -102,13 +102,17 @@ class PrefillBatch(LatentArrays):
     sinks: NDArray[np.float32] | None = None
     topk_lens: NDArray[np.int32] | None = None
     cache_format: str | None = None
+    cache_layout: str | None = None
     deterministic: bool = False
 
     @property
     def selection(self) -> Selection:
         pages = self.kv[:, None] if self.kv.ndim == 3 else self.kv
         lens = _lens(self.topk_lens, self.indices)
-        return Selection("kv", pages, latents.format_of(pages, self.cache_format), self.indices, lens)
+        return Selection("kv", pages, self.format_of(pages), self.indices, lens)
+
+    def format_of(self, pages: Cache) -> str:
+        return latents.format_of(pages, self.cache_format, self.cache_layout)
 
     @property
     def group(self) -> int:
@@ -126,7 +130,7 @@ class PrefillBatch(LatentArrays):
         """The same values in float32."""
         wide = self.selection.widened
         wide = wide[:, 0] if self.kv.ndim == 3 else wide
-        return self.change(kv=wide, dtype="float32", cache_format=None)
+        return self.change(kv=wide, dtype="float32", cache_format=None, cache_layout=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -149,6 +153,7 @@ class DecodeBatch(LatentArrays):
     extra_indices: NDArray[np.int32] | None = None
     extra_topk_lens: NDArray[np.int32] | None = None
     cache_format: str | None = None
+    cache_layout: str | None = None
 
     @property
     def sparse(self) -> bool:
@@ -160,7 +165,7 @@ class DecodeBatch(LatentArrays):
 
     @property
     def format(self) -> str:
-        return latents.format_of(self.kv_cache, self.cache_format)
+        return latents.format_of(self.kv_cache, self.cache_format, self.cache_layout)
 
     def selections(self) -> Iterator[Selection]:
         """The lists of the call with their caches; of a dense call what the page table and the lengths come to."""
@@ -171,7 +176,8 @@ class DecodeBatch(LatentArrays):
         yield Selection("kv_cache", self.kv_cache, self.format, self.indices, _lens(self.topk_lens, self.indices))
         if self.extra_kv_cache is not None and self.extra_indices is not None:
             lens = _lens(self.extra_topk_lens, self.extra_indices)
-            yield Selection("extra_kv_cache", self.extra_kv_cache, self.format, self.extra_indices, lens)
+            found = latents.format_of(self.extra_kv_cache, None, self.cache_layout)
+            yield Selection("extra_kv_cache", self.extra_kv_cache, found, self.extra_indices, lens)
 
     def listed(self) -> NDArray[np.int32]:
         """Of a dense call: the slots that each query sees, [S, Q, longest], -1 where it sees none."""
@@ -197,7 +203,7 @@ class DecodeBatch(LatentArrays):
     def widened(self) -> Self:
         """The same values in float32."""
         wide = {selection.name: selection.widened for selection in self.selections()}
-        return self.change(**wide, dtype="float32", cache_format=None)
+        return self.change(**wide, dtype="float32", cache_format=None, cache_layout=None)
 
     def alone(self, seq: int) -> Self:
         """The call of one of the sequences."""
@@ -230,16 +236,17 @@ class LatentSpec:
 
     @property
     def width(self) -> int:
-        return self.d_qk if self.format == "plain" else latents.CACHE_FORMATS[self.format].width
+        return self.d_qk if self.format == "plain" else latents.LAID_OUT[self.format].width
 
     def _queries(self, rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float32]:
         q = np.clip(rng.standard_normal((*shape, self.heads, self.width)), -1, 1) * self.magnitude
         return formats.rounded(q, self.dtype)
 
-    def _pages(self, rng: np.random.Generator, num_pages: int, page_size: int) -> Cache:
+    def _pages(self, rng: np.random.Generator, num_pages: int, page_size: int, format: str | None = None) -> Cache:
+        format = format or self.format
         rows = rng.standard_normal((num_pages, page_size, self.kv_heads, self.width)) / self.shrink
         rows = formats.rounded(rows, self.dtype)
-        return rows if self.format == "plain" else latents.quantised(rows, self.format, self.scales, rng)
+        return rows if format == "plain" else latents.quantised(rows, format, self.scales, rng)
 
     def _common(self, rng: np.random.Generator) -> dict[str, Any]:
         return {
@@ -248,6 +255,7 @@ class LatentSpec:
             "sinks": sinks_of(rng, self.heads, self.sinks),
             "dtype": self.dtype,
             "cache_dtype": self.cache_dtype,
+            "cache_layout": latents.layout_of(self.format),
             "strided": self.strided,
         }
 
@@ -383,6 +391,7 @@ class DecodeSpec(LatentSpec):
     lens: str | None = None  # of the lists: inside, zero, wild
     lens_by_query: bool = False  # given as [S, Q], not [S]
     extra_topk: int = 0
+    extra_format: str | None = None  # None: that of the first cache; else one of the same layout
     extra_slots: int = 10
     extra_page_size: int = 3
     extra_lens: str | None = None
@@ -435,7 +444,7 @@ class DecodeSpec(LatentSpec):
             lists = lists_of(rng, [slots] * len(own), self.extra_topk, self.entries, len(slots))
             counted = of_queries[: 1 + self.extra_lens_by_query]
             sparse |= {
-                "extra_kv_cache": self._pages(rng, num_pages, self.extra_page_size),
+                "extra_kv_cache": self._pages(rng, num_pages, self.extra_page_size, self.extra_format),
                 "extra_indices": lists.reshape(*of_queries, self.extra_topk),
                 "extra_topk_lens": lens_of(rng, counted, self.extra_topk, self.extra_lens),
             }

@@ -4,7 +4,6 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from ragged_attention.calls import CACHE_FORMATS
 from ragged_attention.testing.mla import latents
 from ragged_attention.testing.mla.cache_specs import (
     DequantizeSpec,
@@ -16,7 +15,13 @@ from ragged_attention.testing.mla.cache_specs import (
 from ragged_attention.testing.mla.specs import BYTES, DecodeSpec, PrefillSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
-FORMATS = ("plain", "plain", *CACHE_FORMATS)
+QUANTISED = tuple(latents.LAID_OUT)
+FORMATS = (*("plain",) * 3, *QUANTISED)
+BESIDE = {  # what a second cache may be besides
+    f"{one}{layout}": f"{other}{layout}"
+    for one, other in (("fp8_v41", "fp4_v41"), ("fp4_v41", "fp8_v41"))
+    for layout in ("", ", page")
+}
 HEADS = (1, 2, 3, 7, 16, 17)
 WIDTHS = ((48, 32), (64, 64), (80, 64), (16, 16), (96, 48), (48, 32), (64, 64), (576, 512), (512, 512))
 PAGE_SIZES = (1, 2, 3, 5, 16, 61)
@@ -26,11 +31,16 @@ SEEDS = st.integers(0, 2**32 - 1)
 kv_len = st.one_of(st.integers(1, 40), st.sampled_from([0, 1, 16, 64, 65, 130]))
 
 
+def only_powers(format: str) -> bool:
+    """Whether scales can be nothing but powers of two."""
+    return format != "plain" and latents.LAID_OUT[format].scales == "float8_e8m0fnu"
+
+
 @st.composite
 def latent(draw: st.DrawFn, clean: bool, formats: tuple[str, ...]) -> dict[str, Any]:
     """The fields of `LatentSpec`. `clean` leaves poison out, which a law brings in by itself."""
     format = draw(st.sampled_from(formats))
-    width = CACHE_FORMATS[format].width if format != "plain" else None
+    width = latents.LAID_OUT[format].width if format != "plain" else None
     d_qk, d_v = draw(st.sampled_from(WIDTHS)) if width is None else (width, draw(st.sampled_from([512, 512, 64, 480])))
     return {
         "format": format,
@@ -96,6 +106,7 @@ def decode_specs(
         lens=draw(st.sampled_from(LENS)) if sparse else None,
         lens_by_query=sparse and draw(st.booleans()),
         extra_topk=extra_topk,
+        extra_format=draw(st.sampled_from([None, BESIDE.get(common["format"])])) if extra_topk else None,
         extra_slots=draw(st.sampled_from([20, 20, 20, 0, 1])) if extra_topk else 10,
         extra_page_size=draw(st.sampled_from(PAGE_SIZES)) if extra_topk else 3,
         extra_lens=draw(st.sampled_from(LENS)) if extra_topk else None,
@@ -106,12 +117,12 @@ def decode_specs(
 @st.composite
 def quantize_specs(draw: st.DrawFn, *, special: bool = True) -> QuantizeSpec:
     """Any rows; `special` ones hold NaN and infinities here and there."""
-    format = draw(st.sampled_from(list(CACHE_FORMATS)))
+    format = draw(st.sampled_from(QUANTISED))
     return QuantizeSpec(
         format=format,
         num_pages=draw(st.integers(0, 3)),
         page_size=draw(st.sampled_from([1, 2, 3, 7])),
-        power_of_two_scales=format == "fp8_v4" or draw(st.booleans()),
+        power_of_two_scales=only_powers(format) or draw(st.booleans()),
         reach=draw(st.sampled_from([0, 2, 6])),
         special=special and draw(st.booleans()),
         dtype=draw(st.sampled_from(DTYPES)),
@@ -122,7 +133,7 @@ def quantize_specs(draw: st.DrawFn, *, special: bool = True) -> QuantizeSpec:
 
 dequantize_specs = st.builds(
     DequantizeSpec,
-    format=st.sampled_from(list(CACHE_FORMATS)),
+    format=st.sampled_from(QUANTISED),
     num_pages=st.integers(0, 3),
     page_size=st.sampled_from([1, 2, 3, 7]),
     scales=st.sampled_from([*latents.SCALES, None]),
@@ -144,7 +155,7 @@ def latent_write_specs(draw: st.DrawFn, *, formats: tuple[str, ...] = FORMATS) -
         page_size=draw(st.sampled_from([1, 2, 3, 7])),
         kv_heads=draw(st.sampled_from([1, 3])) if format == "plain" else 1,
         d_qk=draw(st.sampled_from([16, 48, 80, 576])),
-        power_of_two_scales=format == "fp8_v4" or draw(st.booleans()),
+        power_of_two_scales=only_powers(format) or draw(st.booleans()),
         slots=draw(st.sampled_from(["int32", "int64"])),
         dtype=draw(st.sampled_from(DTYPES)),
         cache_dtype=draw(st.sampled_from(BYTES)),

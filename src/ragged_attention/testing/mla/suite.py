@@ -17,7 +17,7 @@ from ragged_attention.testing.mla.oracle import (
     check_schedule,
     check_slots,
 )
-from ragged_attention.testing.mla.specs import DecodeBatch, DecodeSpec, PrefillSpec
+from ragged_attention.testing.mla.specs import DecodeBatch, DecodeSpec, PrefillBatch, PrefillSpec
 from ragged_attention.testing.mla.strategies import (
     decode_specs,
     dequantize_specs,
@@ -52,6 +52,13 @@ def check_invariance(runner: Runner, spec: DecodeSpec) -> None:
         own_out, own_lse = runner.run("mla_decode", batch.alone(seq), options=options)
         identical(own_out[0], out[seq], f"out of sequence {seq}")
         identical(own_lse[0], lse[seq], f"lse of sequence {seq}")
+
+
+def check_decoded(runner: Runner, batch: PrefillBatch) -> None:
+    """A quantised cache is decoded first, whether or not that is worth it."""
+    if "decoded" not in runner.tunables("sparse_mla_prefill"):
+        raise Absent(f"{runner.backend} has no decoded for sparse_mla_prefill")
+    check_prefill(runner, batch, {"decoded": True})
 
 
 def check_decode_determinism(runner: Runner, spec: DecodeSpec) -> None:
@@ -91,6 +98,8 @@ def corners() -> Iterator[Check]:
     for name in mla_corners.PREFILLS_ON_EVERY_PATH:
         run = on_every_path("sparse_mla_prefill", check_prefill, mla_corners.PREFILL_CORNERS[name])
         yield Check("corner", f"sparse prefill on every path, {name}", run)
+    for name, spec in mla_corners.PREFILLS_DECODED.items():
+        yield Check("corner", f"sparse prefill, decoded first, {name}", on_corner(check_decoded, spec.build))
     for name in mla_corners.ON_EVERY_PATH:
         run = _decode_on_every_path(mla_corners.DECODE_CORNERS[name])
         yield Check("corner", f"latent decode on every path, {name}", run)

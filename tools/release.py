@@ -1,0 +1,172 @@
+"""What is published: built, checked, tried and tagged.
+
+    python tools/release.py dist           # an sdist and a wheel in dist/, checked, and tried in fresh environments
+    python tools/release.py release        # whether this commit can be released; changes nothing but dist/
+    python tools/release.py release --tag  # the same, then the tag
+
+`make dist` and `make release` make the environment that this needs. Nothing is uploaded: the last lines that `release`
+prints are the commands which do that.
+"""
+
+import argparse
+import datetime
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+import venv
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+HEADING = re.compile(r"^## (?P<version>\d+\.\d+\.\d+)(?: - (?P<date>\d{4}-\d{2}-\d{2}))?$", re.MULTILINE)
+UNRELEASED = re.compile(r"^## Unreleased$(.*?)(?=^## )", re.MULTILINE | re.DOTALL)
+
+# In an environment without a framework: what is installed is the package, and the definition computes.
+WITHOUT_EXTRAS = """
+import numpy
+import ragged_attention
+from ragged_attention.reference.merge_attention_states import merge_attention_states
+out, lse = merge_attention_states(numpy.ones((2, 1, 1, 16)), numpy.zeros((2, 1, 1)))
+assert (out == 1).all() and numpy.allclose(lse, numpy.log(2))
+"""
+WITH_TORCH = """
+import torch
+from ragged_attention.torch import ragged_paged_attention
+q, kv_pages = torch.randn(5, 8, 64), torch.randn(6, 16, 4, 64)
+kv_lens, cu_q_lens = torch.tensor([4, 40]).int(), torch.tensor([0, 4, 5]).int()
+batch = (q, kv_pages, kv_lens, torch.tensor([[5, 0, 0], [2, 0, 4]]).int(), cu_q_lens)
+torch.testing.assert_close(ragged_paged_attention(*batch), ragged_paged_attention(*batch, backend="reference"))
+"""
+
+
+def run(*command: object, cwd: Path = ROOT) -> None:
+    """Run a command that may print; its failure ends this program."""
+    shown = " ".join(map(str, command)).partition("\n")[0]
+    print(f"\n$ {shown}", flush=True)
+    if code := subprocess.run(list(map(str, command)), cwd=cwd, env=environment()).returncode:
+        raise SystemExit(f"exit status {code} of: {shown}")
+
+
+def environment() -> dict[str, str]:
+    """Ours without what would let a fresh environment see this checkout, or change what it computes."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("RAGGED_", "PYTHONPATH"))}
+
+
+def git(root: Path, *arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=root, check=True, capture_output=True, text=True).stdout
+
+
+def stage(root: Path, folder: Path) -> None:
+    """Copy the files that git knows or would add: nothing else that lies in a checkout, built or cached, is shipped."""
+    for name in git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")[:-1]:
+        source, target = root / name, folder / name
+        if source.is_symlink() or source.is_file():  # one that was removed is still listed
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target, follow_symlinks=False)
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def expect_same_contents(first: Path, second: Path) -> None:
+    one, other = contents(first), contents(second)
+    if unequal := sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name)):
+        raise SystemExit(f"expected the sdist to give the wheel that the tree gives, but they differ in {unequal}")
+
+
+def try_install(wheel: Path, extra: str, code: str) -> None:
+    """Install a wheel where there is nothing else, ask the doctor, and run `code`, away from this checkout."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        venv.create(place / "env", with_pip=True)
+        binaries = place / "env" / "bin"
+        pip = (binaries / "python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet")
+        run(*pip, "--constraint", ROOT / "constraints.txt", f"{wheel}{extra}", cwd=place)
+        run(binaries / "ragged-attention", "doctor", cwd=place)
+        run(binaries / "python", "-W", "error", "-c", code, cwd=place)
+
+
+def dist(root: Path) -> list[Path]:
+    """Build into dist/ and check what was built; returns the sdist and the wheel."""
+    output = root / "dist"
+    shutil.rmtree(output, ignore_errors=True)
+    with tempfile.TemporaryDirectory() as folder:
+        tree, straight = Path(folder, "tree"), Path(folder, "straight")
+        stage(root, tree)
+        run(sys.executable, "-m", "build", "--outdir", output, tree)
+        run(sys.executable, "-m", "build", "--wheel", "--outdir", straight, tree)
+        (sdist,), (wheel,) = output.glob("*.tar.gz"), output.glob("*.whl")
+        expect_same_contents(next(straight.glob("*.whl")), wheel)
+        run(sys.executable, "-m", "twine", "check", "--strict", sdist, wheel)
+        run(sys.executable, "-m", "check_wheel_contents", wheel, cwd=tree)  # compares with the tree; see pyproject.toml
+    try_install(wheel, "", WITHOUT_EXTRAS)
+    try_install(wheel, "[torch]", WITH_TORCH)
+    return [sdist, wheel]
+
+
+def version_of(root: Path) -> str:
+    """The version where setuptools reads it."""
+    attribute = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["dynamic"]["version"]["attr"]
+    package, _, name = attribute.rpartition(".")
+    text = (root / "src" / package / "__init__.py").read_text()
+    (version,) = re.findall(rf'^{name} = "(.+)"$', text, re.MULTILINE)
+    return version
+
+
+def hindrances(root: Path, today: datetime.date) -> list[str]:
+    """Why this commit cannot be released, apart from what building shows."""
+    version, changelog = version_of(root), (root / "CHANGELOG.md").read_text()
+    heading, unreleased = HEADING.search(changelog), UNRELEASED.search(changelog)
+    found = []
+    if changed := git(root, "status", "--porcelain"):
+        found.append(f"expected a clean tree, got\n{changed.rstrip()}")
+    if heading is None or heading["version"] != version:
+        newest = heading["version"] if heading else "none"
+        found.append(f"expected the newest version of CHANGELOG.md to be the package's, {version}, got {newest}")
+    elif heading["date"] != today.isoformat():
+        found.append(f"expected version {version} of CHANGELOG.md to be of today, {today}, got {heading['date']}")
+    if unreleased is None or unreleased[1].strip():
+        found.append("expected an empty section Unreleased in CHANGELOG.md, above the versions")
+    if git(root, "tag", "--list", f"v{version}"):
+        found.append(f"expected a new version, but the tag v{version} exists")
+    return found
+
+
+def release(root: Path, today: datetime.date, tag: bool) -> int:
+    """Check, build and, if told to, tag; prints what remains to be done by hand."""
+    if found := hindrances(root, today):
+        print("\n".join(found), file=sys.stderr)
+        return 1
+    name, files = f"v{version_of(root)}", dist(root)
+    upload = f"{Path(sys.executable).parent / 'twine'} upload {' '.join(map(str, files))}"
+    if tag:
+        git(root, "tag", "--annotate", name, "--message", f"ragged-attention {name.removeprefix('v')}")
+        print(f"\nTagged {name}. To publish it:\n\n    git push origin {name}\n    {upload}")
+    else:
+        print(f"\nAll is well. With --tag this would tag {name}; then `{upload}` would publish it.")
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("dist", help="build, check and try an sdist and a wheel")
+    releasing = commands.add_parser("release", help="check that this commit can be released, and build")
+    releasing.add_argument("--tag", action="store_true", help="tag it when all is well")
+    chosen = parser.parse_args(arguments)
+    if chosen.command == "dist":
+        dist(ROOT)
+        return 0
+    return release(ROOT, datetime.date.today(), chosen.tag)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
