@@ -132,7 +132,8 @@ def top_k_indices(
 
     Returns:
         i32 [T, top_k], in each row the columns in ascending order, then -1. Of equal logits the larger column is
-        taken; NaN counts as -inf, and what is -inf is never chosen.
+        taken; NaN counts as -inf, and what is -inf is never chosen. Whether a subnormal number counts as 0 depends on
+        the device.
 
     Raises:
         InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
