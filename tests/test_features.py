@@ -51,6 +51,13 @@ DECODE = {"q": floats(2, 2, 4, 576), "kv_cache": floats(4, 4, 1, 576), "cache_fo
 SECOND = {"extra_kv_cache": floats(2, 4, 1, 576), "extra_indices": ints([[1, 6], [2, 3]], [[7, 0], [5, 4]])}
 LISTS = {"indices": ints([[0, 5, 7], [1, 9, 2]], [[4, 11, 3], [8, 1, 6]]), "topk_lens": ints(2, 3)}
 SCHEDULE = tuple(make_decode_schedule(ints(2, 3), sparse=True, num_parts=1))
+# The indexer: three tokens with 2 heads of 16, packed keys with scales, or the pages of TABLES.
+INDEX = {"q": floats(5, 2, 16), "weights": floats(5, 2)}
+RANGES = {
+    "keys": floats(9, 16), "key_scale": floats(9) ** 2 + 1, "starts": ints(0, 1, 2, 3, 4), "stops": ints(3, 5, 7, 8, 9),
+    "relative": True, "max_keys": 2,
+}  # fmt: skip
+INDEX_PAGES = TABLES | {"keys": floats(6, 4, 16), "num_seqs": ints(1), "ratio": 2}
 BYTES = quantize_mla_cache(floats(2, 3, 1, 576), "fp8_v32", power_of_two_scales=False)
 
 CALLS_WITH: dict[str, list[dict[str, Any]]] = {
@@ -101,6 +108,21 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
             "kv": floats(3, 1, 576), "cache": BYTES, "slot_mapping": ints(4, -1, 1), "power_of_two_scales": False,
             "cache_format": "fp8_v32",
         },
+    ],
+    "indexer_logits": [INDEX | RANGES, INDEX | INDEX_PAGES],
+    "indexer_topk": [
+        INDEX | RANGES | {"top_k": 1},
+        INDEX | INDEX_PAGES | {
+            "top_k": 2, "candidate_blocks": ints([0], [1], [1], [0], [0]), "candidate_block_size": 2,
+        },
+    ],
+    "top_k_indices": [
+        {"logits": floats(3, 9), "top_k": 4, "starts": ints(1, 5, 0), "stops": ints(4, 9, 6)},
+    ],
+    "quantize_indexer_keys": [{"k": floats(3, 16), "power_of_two": True}],
+    "write_indexer_cache": [
+        {"k": floats(3, 16), "cache": np.zeros((2, 4, 1, 20), np.uint8), "slot_mapping": ints(4, -1, 1),
+         "power_of_two": True},
     ],
     "page_indices_to_slots": [{"positions": ints(3, 9), "page_indices": TABLES["page_indices"], "page_size": 4}],
 }  # fmt: skip

@@ -83,6 +83,7 @@ EXACT: dict[str, IndexerSpec] = {
     "as in the model, top-k of 512": IndexerSpec(lens=((1, 1400),), **MODEL, exact=True, top_k=512, garbage=True),
     "as in the model, top-k of 1152": IndexerSpec(lens=((1, 1300),), **MODEL, exact=True, top_k=1152),
     "prefill as in the model": IndexerSpec(lens=((40, 150),), **MODEL, exact=True, top_k=64, poison=True),
+    "the best few of many": IndexerSpec(lens=((1, 2500),), **MODEL, exact=True, top_k=16, seed=7),
     "top-k of 1": IndexerSpec(lens=MIXED, exact=True, top_k=1, cache_dtype=BYTES, dtype="bfloat16"),
     "top-k of 4096": IndexerSpec(lens=((1, 60), (1, 9)), exact=True, top_k=4096),
     "every edge at once": IndexerSpec(lens=ALL_EDGES, exact=True, count="array", spare_seqs=2, padding=3, poison=True,
@@ -110,6 +111,7 @@ SELECT: dict[str, SelectSpec] = {
     "no rows": SelectSpec(rows=0),
     "ties": SelectSpec(columns=300, values="few", top_k=40),
     "all equal": SelectSpec(columns=300, values="one", top_k=40, edges="none"),
+    "zeros of both signs": SelectSpec(columns=300, values="zeros", top_k=40),
     "special values": SelectSpec(columns=300, values="special", top_k=40),
     "neighbouring floats": SelectSpec(columns=1000, values="close", top_k=300),
     "every exponent": SelectSpec(columns=1000, values="wide", top_k=100),
@@ -154,7 +156,15 @@ def _wild_candidates() -> TopkBatch:
     return batch.change(candidate_blocks=np.tile(lists, (len(batch.q), 1)))
 
 
-LOGITS_CORNERS: dict[str, Callable[[], IndexerBatch]] = {name: spec.build for name, spec in SPECS.items()}
+def _fewer_sequences() -> IndexerBatch:
+    """What lies behind the live sequences would pass for two more."""
+    return IndexerSpec(lens=(*MIXED, (2, 9), (3, 3))).build().change(num_seqs=np.array([len(MIXED)], np.int32))
+
+
+LOGITS_CORNERS: dict[str, Callable[[], IndexerBatch]] = {
+    **{name: spec.build for name, spec in SPECS.items()},
+    "sequences that do not count": _fewer_sequences,
+}
 TOPK_CORNERS: dict[str, Callable[[], TopkBatch]] = {name: spec.build_topk for name, spec in SPECS.items()}
 EXACT_CORNERS: dict[str, Callable[[], TopkBatch]] = {
     **{name: spec.build_topk for name, spec in EXACT.items()},

@@ -51,7 +51,7 @@ class SelectSpec:
     rows: int = 3
     columns: int = 40
     top_k: int = 5
-    values: str = "normal"  # normal, few (many equal), one (all equal), special, close (neighbours in float32), wide
+    values: str = "normal"  # few and one (many or all equal), zeros (of both signs), special, close (neighbours), wide
     edges: str = "both"  # none, starts, stops, both, wild
     strided: bool = False
     seed: int = 0
@@ -64,6 +64,8 @@ class SelectSpec:
             logits = rng.integers(-2, 3, shape).astype(np.float32) * rng.choice([1.0, -1.0], shape).astype(np.float32)
         elif self.values == "one":
             logits = np.full(shape, -0.5, np.float32)
+        elif self.values == "zeros":
+            logits = rng.choice(np.array([0.0, -0.0], np.float32), shape)
         elif self.values == "special":
             logits = np.where(rng.random(shape) < 0.6, rng.choice(KINDS, shape), logits)
         elif self.values == "close":

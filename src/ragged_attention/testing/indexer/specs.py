@@ -103,20 +103,25 @@ class IndexerBatch(Arrays):
         return self.change(keys=keys, q=q, weights=weights, key_scale=scale)
 
     def with_garbage_tails(self, seed: int) -> Self:
-        """Garbage in every entry of the tables that must not be read."""
+        """Garbage in every entry of the tables that must not be read: any int32, or what would pass for valid."""
         if self.page_indices is None:
             return self
         assert self.kv_lens is not None
         assert self.cu_q_lens is not None
         rng, bounds = np.random.default_rng(seed), self.bounds()
-        table = garbage(rng, self.page_indices.shape, len(self.keys))
+        tempting = rng.random() < 0.5
+
+        def filling(shape: int | tuple[int, ...], limit: int) -> NDArray[np.int32]:
+            return rng.integers(0, limit + 1, shape, np.int32) if tempting else garbage(rng, shape, limit)
+
+        table = filling(self.page_indices.shape, len(self.keys) - 1)
         for seq, (start, stop) in enumerate(bounds):
             rows = int(np.clip(self.kv_lens[seq], 0, self.columns * self.ratio)) // self.ratio
             used = -(-rows // self.keys.shape[1]) * (stop > start)
             table[seq, :used] = self.page_indices[seq, :used]
         kv_lens, cu_q_lens = self.kv_lens.copy(), self.cu_q_lens.copy()
-        kv_lens[len(bounds) :] = garbage(rng, len(kv_lens) - len(bounds), self.columns)
-        cu_q_lens[len(bounds) + 1 :] = garbage(rng, len(cu_q_lens) - len(bounds) - 1, len(self.q))
+        kv_lens[len(bounds) :] = filling(len(kv_lens) - len(bounds), self.columns * self.ratio)
+        cu_q_lens[len(bounds) + 1 :] = filling(len(cu_q_lens) - len(bounds) - 1, len(self.q))
         return self.change(page_indices=table, kv_lens=kv_lens, cu_q_lens=cu_q_lens)
 
 
