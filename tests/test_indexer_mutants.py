@@ -39,7 +39,7 @@ def with_seen(change: Callable[[Any], Any], which: str = "both") -> Function:
     """The logits where what a token sees is changed."""
 
     def mutant(*arguments: Any, **keywords: Any) -> Any:
-        patches = {
+        patches: dict[str, Any] = {
             "seen_in_pages": lambda *given: map(change if which != "ranges" else keep, honest_pages(*given)),
             "seen_of_ranges": lambda *given: map(change if which != "pages" else keep, honest_ranges(*given)),
         }
@@ -115,12 +115,12 @@ LOGITS: dict[str, Function] = {
 }
 
 
-def largest_with(change: Callable[[Any, int], Any]) -> Function:
-    """The selection of rows that are changed before."""
+def largest_with(operation: str, change: Callable[[Any, int], Any]) -> Function:
+    """An operation that selects in another way."""
 
     def mutant(*arguments: Any, **keywords: Any) -> Any:
-        with mock.patch.multiple(select_module, largest=change), mock.patch.multiple(topk_module, largest=change):
-            return HONEST_SELECTION[mutant.operation](*arguments, **keywords)
+        with mock.patch.object(select_module, "largest", change), mock.patch.object(topk_module, "largest", change):
+            return HONEST_SELECTION[operation](*arguments, **keywords)
 
     return mutant
 
@@ -247,16 +247,14 @@ def test_wrong_logits_are_caught(plant: Callable[..., Runner], name: str) -> Non
 @pytest.mark.parametrize("operation", HONEST_SELECTION)
 @pytest.mark.parametrize("name", SELECTIONS)
 def test_a_wrong_selection_is_caught(plant: Callable[..., Runner], name: str, operation: str) -> None:
-    mutant = largest_with(SELECTIONS[name])
-    mutant.operation = operation  # type: ignore[attr-defined]
+    mutant = largest_with(operation, SELECTIONS[name])
     words = {"indexer_topk": ("indexer top-k",), "top_k_indices": ("indexer selection",)}[operation]
     caught(plant(**{operation: mutant}), words, name)
 
 
 def test_an_order_of_zeros_is_caught(plant: Callable[..., Runner]) -> None:
     """Only the selection alone is given both zeros for sure."""
-    mutant = largest_with(negative_zero_is_less)
-    mutant.operation = "top_k_indices"  # type: ignore[attr-defined]
+    mutant = largest_with("top_k_indices", negative_zero_is_less)
     caught(plant(top_k_indices=mutant), ("indexer selection",), negative_zero_is_less.__name__)
 
 

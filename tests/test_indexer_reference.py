@@ -44,7 +44,7 @@ def bytes_of(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
 def test_the_score_is_the_formula() -> None:
     q, keys, weights = RNG.standard_normal((3, 2, 16)), RNG.standard_normal((5, 16)), RNG.standard_normal((3, 2))
     scale = RNG.uniform(1, 2, 5)
-    everything = {"starts": ints(0, 0, 0), "stops": ints(5, 5, 5)}
+    everything: dict[str, Any] = {"starts": ints(0, 0, 0), "stops": ints(5, 5, 5)}
     np.testing.assert_allclose(indexer_logits(q, keys, weights, **everything), by_hand(q, keys, weights), rtol=1e-12)
     np.testing.assert_allclose(
         indexer_logits(q, keys, weights, key_scale=scale, **everything), by_hand(q, keys, weights) * scale, rtol=1e-12
@@ -55,7 +55,7 @@ def test_queries_see_up_to_their_own_token_in_pages() -> None:
     """A sequence of 7 tokens, of which the last 3 are queries, in pages 2 and 0; and one of 1."""
     keys = RNG.standard_normal((3, 4, 16))
     q, weights = RNG.standard_normal((4, 2, 16)), RNG.standard_normal((4, 2))
-    tables = {"page_indices": ints([2, 0], [1, 77]), "kv_lens": ints(7, 1), "cu_q_lens": ints(0, 3, 4)}
+    tables: dict[str, Any] = {"page_indices": ints([2, 0], [1, 77]), "kv_lens": ints(7, 1), "cu_q_lens": ints(0, 3, 4)}
     logits = indexer_logits(q, keys, weights, **tables)
     row = by_hand(q, np.concatenate([keys[2], keys[0]]), weights)
     for query, seen in enumerate((5, 6, 7)):
@@ -68,7 +68,7 @@ def test_queries_see_up_to_their_own_token_in_pages() -> None:
 @pytest.mark.parametrize(("position", "seen"), [(0, 0), (2, 0), (3, 1), (6, 1), (7, 2), (11, 3)])
 def test_a_compressed_row_is_seen_once_its_last_token_is(position: int, seen: int) -> None:
     """With a ratio of 4 row j stands for the tokens 4 j to 4 j + 3."""
-    tables = {"page_indices": ints([0]), "kv_lens": ints(position + 1), "cu_q_lens": ints(0, 1)}
+    tables: dict[str, Any] = {"page_indices": ints([0]), "kv_lens": ints(position + 1), "cu_q_lens": ints(0, 1)}
     logits = indexer_logits(np.ones((1, 1, 16)), np.ones((1, 8, 16)), np.ones((1, 1)), ratio=4, **tables)
     assert (logits[0] != -INF).sum() == seen
 
@@ -76,7 +76,7 @@ def test_a_compressed_row_is_seen_once_its_last_token_is(position: int, seen: in
 def test_a_page_of_bytes_is_read_as_it_is_written_here() -> None:
     values, scales = RNG.integers(-8, 9, (3, 4, 16)).astype(np.float32), RNG.uniform(0.1, 3, (3, 4)).astype(np.float32)
     q, weights = RNG.standard_normal((1, 2, 16)), RNG.standard_normal((1, 2))
-    tables = {"page_indices": ints([2, 0, 1]), "kv_lens": ints(12), "cu_q_lens": ints(0, 1)}
+    tables: dict[str, Any] = {"page_indices": ints([2, 0, 1]), "kv_lens": ints(12), "cu_q_lens": ints(0, 1)}
     got = indexer_logits(q, bytes_of(values, scales), weights, **tables)
     want = by_hand(q, values[[2, 0, 1]].reshape(12, 16), weights) * scales[[2, 0, 1]].reshape(12)
     np.testing.assert_allclose(got, want, rtol=1e-12)
@@ -118,7 +118,7 @@ def test_candidates_are_a_set_of_blocks() -> None:
     """Keys 0 to 9 with logits 0 to 9 in blocks of 3; the last block is short."""
     q, keys = np.eye(16)[None, :1], np.zeros((10, 16))
     keys[:, 0] = np.arange(10)
-    call = {"starts": ints(0), "stops": ints(10), "candidate_block_size": 3}
+    call: dict[str, Any] = {"starts": ints(0), "stops": ints(10), "candidate_block_size": 3}
     for blocks, want in (
         ([3, 0, 0, -1], [1, 2, 9]), ([1], [3, 4, 5]), ([-1, 99, -(2**31)], [-1, -1, -1]), ([0, 1, 2, 3], [7, 8, 9]),
     ):  # fmt: skip
