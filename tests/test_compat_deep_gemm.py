@@ -21,7 +21,7 @@ def calc_diff(got: Any, want: Any) -> float:
     return float(1 - 2 * (got * want).sum() / (got * got + want * want).sum())
 
 
-def packed(seq_len: int, seq_len_kv: int, heads: int = 8, dim: int = 64) -> dict[str, Any]:
+def packed(seq_len: int, seq_len_kv: int, heads: int = 8, dim: int = 64) -> Any:
     generator = torch.Generator().manual_seed(seq_len)
     keys = torch.randn(seq_len_kv, dim, generator=generator)
     scale = keys.abs().amax(1).clamp(1e-4) / 448
