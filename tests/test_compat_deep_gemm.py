@@ -53,14 +53,14 @@ def test_packed_keys(seq_len: int, seq_len_kv: int, newer: bool) -> None:
     starts = torch.arange(seq_len, dtype=torch.int32) // 3
     stops = torch.arange(seq_len, dtype=torch.int32) + (seq_len_kv - seq_len)
     want = wanted(call, starts, stops)
+    q, kv, weights = call["q"], call["kv"], call["weights"]
     if newer:
-        got = deep_gemm.fp8_fp4_mqa_logits(**call | {"q": (call["q"], None)}, cu_seq_len_k_start=starts,
-                                           cu_seq_len_k_end=stops)  # fmt: skip
+        got = deep_gemm.fp8_fp4_mqa_logits((q, None), kv, weights, cu_seq_len_k_start=starts, cu_seq_len_k_end=stops)
     else:
-        got = deep_gemm.fp8_mqa_logits(*call.values(), starts, stops)
+        got = deep_gemm.fp8_mqa_logits(q, kv, weights, starts, stops)
     same(got, want)
     longest = int((stops - starts).max())
-    moved = deep_gemm.fp8_mqa_logits(*call.values(), starts, stops, clean_logits=False, max_seqlen_k=longest)
+    moved = deep_gemm.fp8_mqa_logits(q, kv, weights, starts, stops, clean_logits=False, max_seqlen_k=longest)
     assert moved.shape == (seq_len, longest)
     for row, (start, stop) in enumerate(zip(starts.tolist(), stops.tolist(), strict=True)):
         count = max(stop - start, 0)
