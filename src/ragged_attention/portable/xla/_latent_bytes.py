@@ -20,11 +20,7 @@ def quantized(rows: jax.Array, layout: CacheFormat, power_of_two_scales: bool) -
     """The bytes of rows [..., d_qk]; scales come with their padding."""
     shape = rows.shape[:-1]
     groups = rows[..., : layout.values].astype(jnp.float32).reshape(*shape, -1, layout.group)
-    magnitudes = lax.bitcast_convert_type(groups, jnp.uint32) & 0x7FFFFFFF  # in order of size, NaN last
-    scales = _scales(magnitudes.max(axis=-1), power_of_two_scales)
-    scaled = quotient(groups, lax.bitcast_convert_type(scales, jnp.float32)[..., None])
-    scaled = jnp.where(jnp.isnan(scaled), jnp.float32(np.nan), scaled)  # the sign that a division gives one differs
-    values = codes(scaled, 3, 7, 448.0)
+    values, scales = quantized_groups(groups, power_of_two_scales)
     if is_planar(layout):
         exponents = jnp.where(scales >= INFINITY, 255, scales >> 23).astype(jnp.uint8)
         stored = jnp.pad(exponents, [(0, 0)] * len(shape) + [(0, 1)])
@@ -32,6 +28,15 @@ def quantized(rows: jax.Array, layout: CacheFormat, power_of_two_scales: bool) -
         stored = lax.bitcast_convert_type(scales, jnp.uint8).reshape(*shape, -1)
     rotary = lax.bitcast_convert_type(_bfloat16_bits(rows[..., layout.values :]), jnp.uint8)
     return Stored(values.reshape(*shape, -1), stored, rotary.reshape(*shape, -1))
+
+
+def quantized_groups(groups: jax.Array, power_of_two: bool) -> tuple[jax.Array, jax.Array]:
+    """The codes of float32 groups [..., group], as uint8, and the bits of their scales [...], as uint32."""
+    magnitudes = lax.bitcast_convert_type(groups, jnp.uint32) & 0x7FFFFFFF  # in order of size, NaN last
+    scales = _scales(magnitudes.max(axis=-1), power_of_two)
+    scaled = quotient(groups, lax.bitcast_convert_type(scales, jnp.float32)[..., None])
+    scaled = jnp.where(jnp.isnan(scaled), jnp.float32(np.nan), scaled)  # the sign that a division gives one differs
+    return codes(scaled, 3, 7, 448.0), scales
 
 
 def _scales(largest: jax.Array, power_of_two: bool) -> jax.Array:
