@@ -80,7 +80,9 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
             "slot_mapping": ints(3, -1, 7, 0, 21),
         },
     ],
-    "merge_attention_states": [{"outs": floats(2, 3, 4, 16), "lses": floats(2, 3, 4)}],
+    "merge_attention_states": [
+        {"outs": floats(2, 3, 4, 16), "lses": floats(2, 3, 4), "sinks": floats(4), "out_dtype": "float16"},
+    ],
     "paged_attention": [PAGES | SHARED | {"q": floats(2, 4, 16), "lengths": ints(9, 7), **TABLES}],
     "prefill_attention": [
         PAGES | SHARED | {"length": ints(8), "page_indices": ints(1, 3, 0), "sliding_window": 2, "align": "end"},

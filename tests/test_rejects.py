@@ -553,6 +553,9 @@ STATIC = [
           outs=ones(3, 4, 16)),
     merge(InvalidInput, "expected lses.shape to be [N, T, H] = [2, 3, 4], got [2, 4, 3]", lses=ones(2, 4, 3)),
     merge(InvalidInput, "expected outs to hold at least one part, got 0", outs=ones(0, 3, 4, 16), lses=ones(0, 3, 4)),
+    merge(InvalidInput, "expected sinks.shape to be [H] = [4], got [3]", sinks=ones(3)),
+    merge(InvalidInput, "expected out_dtype to be 'float32' or 'float16' or 'bfloat16', got 'int8'", out_dtype="int8"),
+    merge(TypeError, "expected out_dtype to be a str, got int", out_dtype=3),
     # Sparse prefill.
     prefill(TypeError, "expected q to be an array, got NoneType", q=None),
     prefill(TypeError, "expected kv to be an array, got str", kv="rows"),

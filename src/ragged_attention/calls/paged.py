@@ -14,6 +14,7 @@ from ragged_attention.calls.fields import (
     ArrayKind,
     Arrays,
     Count,
+    Dtype,
     Flag,
     Integer,
     Number,
@@ -342,13 +343,16 @@ class MergeAttentionStates(Call):
 
     outs: Any = field(Stack("N T H D_v", FLOATS))
     lses: Any = field(Stack("N T H", ("float32",)))
+    sinks: Any = field(ArrayKind("H", ("float32",)), default=None)
+    out_dtype: str | None = field(Dtype(choices=FLOATS), default=None)
 
     def _check(self, sizes: Sizes) -> None:
         if self.outs.shape[0] < 1:
             raise InvalidInput("expected outs to hold at least one part, got 0")
 
     def results(self) -> tuple[Result, ...]:
-        return tuple(Result(parts.shape[1:], parts.dtype) for parts in (self.outs, self.lses))
+        out, lse = Result(self.outs.shape[1:], self.out_dtype or self.outs.dtype), self.lses
+        return out, Result(lse.shape[1:], lse.dtype)
 
     def check_values(self) -> None:
         """No value is invalid: a part whose lse is -inf weighs nothing."""
