@@ -395,7 +395,7 @@ _pair_e5m2 = _pairs_by_table(
 
 @function_of(types.none, types.int64, types.int64, types.int64, types.int64)
 def pairs_of_four_e4m3(builder: Any, source: Any, index: Any, target: Any, stride: Any) -> None:
-    """Write a vector of places that hold four e4m3 each as two of pairs, `stride` places apart: bytes 0 and 1, 2 and 3."""
+    """Write a vector of places of four e4m3 each as two of pairs, bytes 0 and 1, then `stride` behind it 2 and 3."""
     kind = ir.VectorType(I8, 4 * LANES)
     codes = load_aligned(builder, element(builder, source, index, F32), kind, 4)
     for half in range(2):
