@@ -115,7 +115,7 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
     "indexer_topk": [
         INDEX | RANGES | {"top_k": 1},
         INDEX | INDEX_PAGES | {
-            "top_k": 2, "candidate_blocks": ints([0], [1], [1], [0], [0]), "candidate_block_size": 2,
+            "top_k": 2, "candidate_blocks": ints([0, 3], [1, 2], [3, 1], [0, 1], [0, 1]), "candidate_block_size": 2,
         },
     ],
     "top_k_indices": [
@@ -239,7 +239,14 @@ def results_of(backend: str, operation: str, arguments: dict[str, Any]) -> list[
         call: Call = record(**arguments, device=device).map(lambda array: torch.from_numpy(array.copy()))  # type: ignore[call-arg]
         results = dispatch.choose(call, backend=backend).run(call, LAUNCHER)
     flat = results if isinstance(results, tuple | list) else [results]
-    return [np.asarray(array) if str(array.dtype) != "torch.bfloat16" else array.float().numpy() for array in flat]
+    return [as_numpy(array) for array in flat]
+
+
+def as_numpy(array: Any) -> np.ndarray:
+    """A framework's array; formats that NumPy has not become float32."""
+    if str(array.dtype) in ("torch.bfloat16", "torch.float8_e4m3fn"):
+        array = array.float()
+    return np.asarray(array.astype("float32") if str(array.dtype) == "float8_e4m3fn" else array)
 
 
 def is_data(value: Any) -> bool:

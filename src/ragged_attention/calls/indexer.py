@@ -39,11 +39,12 @@ def expect_top_k(top_k: int) -> None:
         raise InvalidInput(f"expected top_k <= {LARGEST_TOP_K}, got {top_k}")
 
 
-def expect_packed_pages(name: str, pages: Any, strides: Callable[[Any], tuple[int, ...]]) -> None:
-    """A page of bytes is one block: the values of its keys, then their scales."""
+def rows_apart(name: str, pages: Any, strides: Callable[[Any], tuple[int, ...]]) -> str | None:
+    """What is wrong if a page of bytes is not one block: the values of its keys, then their scales."""
     row, got = pages.shape[3], strides(pages)[1]
     if pages.shape[1] > 1 and 0 not in pages.shape and got != row:
-        raise InvalidInput(f"expected {name} with rows packed in each page (stride {row}), got {got}")
+        return f"expected {name} with rows packed in each page (stride {row}), got {got}"
+    return None
 
 
 @record
@@ -113,8 +114,8 @@ class IndexerCall(Call):
         return live_sequences(super().prepare(arguments, arrays))
 
     def check_strides(self, strides: Callable[[Any], tuple[int, ...]]) -> None:
-        if self.bytes:
-            expect_packed_pages("keys", self.keys, strides)
+        if self.bytes and (wrong := rows_apart("keys", self.keys, strides)):
+            raise InvalidInput(wrong)
 
     @property
     def paged(self) -> bool:
@@ -298,7 +299,8 @@ class WriteIndexerCache(Call):
         return self.cache.shape[0] * self.page_size
 
     def check_strides(self, strides: Callable[[Any], tuple[int, ...]]) -> None:
-        expect_packed_pages("cache", self.cache, strides)
+        if wrong := rows_apart("cache", self.cache, strides):
+            raise InvalidInput(wrong)
 
     def check_values(self) -> None:
         """Raise `InvalidInput` naming the first slot outside the cache. Expects NumPy arrays."""
