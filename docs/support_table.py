@@ -1,4 +1,4 @@
-"""Write the README's support table from what the backends themselves answer (`why_not`).
+"""Write the support tables, of the README and of sparse attention, from what backends themselves answer (`why_not`).
 
     python docs/support_table.py
 
@@ -11,9 +11,10 @@ from pathlib import Path
 
 from ragged_attention import dispatch
 from ragged_attention.calls import CACHE_FORMATS, FLOATS, QUANTIZED, Device
-from ragged_attention.samples import LatentSample, Sample, VarlenSample, device_of
+from ragged_attention.samples import IndexerSample, LatentSample, Sample, VarlenSample, device_of
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+ROOT = Path(__file__).resolve().parent.parent
+README, SPARSE = ROOT / "README.md", ROOT / "docs/sparse_attention.md"
 BEGIN, END = "<!-- support table: written by `make docs` -->\n", "<!-- end of support table -->\n"
 
 # Column: (framework, device) that is asked.
@@ -130,6 +131,37 @@ ROWS = {
     ("page_indices_to_slots", "any"): [LATENT],
 }
 
+# Of the lightning indexer: the formats of its keys.
+KEYS = {
+    "pages of bytes": [IndexerSample(dtype=dtype) for dtype in ("float8_e4m3fn", *FLOATS)],
+    "e4m3 keys with scales, packed": [IndexerSample(packed=True)],
+    "f32, f16, bf16 keys, packed or in pages": [
+        IndexerSample(dtype=dtype, cache_dtype=dtype, packed=packed) for dtype in FLOATS for packed in (False, True)
+    ],
+    "pages of bytes; 4 tokens a row; 1, 3, 32 heads of 32, 64, 256; pages of 1, 16": [
+        IndexerSample(ratio=4),
+        *(IndexerSample(num_q_heads=heads) for heads in (1, 3, 32)),
+        *(IndexerSample(head_dim=head_dim) for head_dim in (32, 64, 256)),
+        *(IndexerSample(page_size=size) for size in (1, 16)),
+    ],
+}
+NEW_KEYS = [IndexerSample(dtype=dtype) for dtype in FLOATS]
+INDEXER_ROWS = {
+    **{
+        (operation, what): samples for operation in ("indexer_logits", "indexer_topk") for what, samples in KEYS.items()
+    },
+    ("indexer_topk", "candidate blocks"): [IndexerSample(candidate_blocks=16)],
+    ("top_k_indices", "any"): [IndexerSample(top_k=top_k) for top_k in (1, 100, 2048, 4096)],
+    ("quantize_indexer_keys", "f32, f16, bf16"): NEW_KEYS,
+    ("write_indexer_cache", "f32, f16, bf16"): NEW_KEYS,
+}
+ATTENTION_ROWS = {
+    (operation, what): samples
+    for (operation, what), samples in ROWS.items()
+    if operation == "sparse_mla_prefill" or (operation == "mla_decode" and not what.startswith("dense"))
+}
+PAGES = {README: ROWS, SPARSE: {**INDEXER_ROWS, **ATTENTION_ROWS}}
+
 
 def takers(operation: str, samples: list[Sample], device: Device) -> list[str]:
     """The backends that take every one of the calls, in the platform's order; fallbacks count as `portable`."""
@@ -154,21 +186,23 @@ def cell(operation: str, samples: list[Sample], devices: tuple[tuple[str, str], 
     return ", ".join(common) or "none"
 
 
-def table() -> str:
-    """The table in Markdown."""
+def table(page: Path) -> str:
+    """The table of a page in Markdown."""
     lines = ["| operation | call | " + " | ".join(COLUMNS) + " |", "|---" * (2 + len(COLUMNS)) + "|"]
-    for (operation, what), samples in ROWS.items():
+    for (operation, what), samples in PAGES[page].items():
         cells = [cell(operation, samples, devices) for devices in COLUMNS.values()]
         lines.append(f"| `{operation}` | {what} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def with_table(text: str) -> str:
-    """The README's text, its table written anew."""
+def with_table(page: Path) -> str:
+    """A page's text, its table written anew."""
+    text = page.read_text()
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}{table()}{END}{after}"
+    return f"{before}{BEGIN}{table(page)}{END}{after}"
 
 
 if __name__ == "__main__":
-    README.write_text(with_table(README.read_text()))
+    for page in PAGES:
+        page.write_text(with_table(page))
