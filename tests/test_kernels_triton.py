@@ -247,7 +247,7 @@ def test_logits_may_be_made_in_chunks(walk: bool, packed: bool, listed: bool) ->
     """A chunk finds nothing of what the one before it left in memory."""
     import ragged_attention.torch as rt
 
-    call = index_call(13, packed=packed) | {"top_k": 7}
+    call: dict[str, Any] = index_call(13, packed=packed) | {"top_k": 7}
     if listed:
         lists = torch.tensor([3, 3, -1, 0, 2**31 - 1, 5, -(2**31), 40], dtype=torch.int32)
         call |= {"candidate_blocks": lists.repeat(13, 1), "candidate_block_size": 6}
