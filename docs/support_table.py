@@ -1,4 +1,4 @@
-"""Write the tables of what runs where, of docs/support.md and the README, from what the backends answer (`why_not`).
+"""Write the tables of what runs where, of docs/support.md, the README and docs/sparse_attention.md, from `why_not`.
 
     python docs/support_table.py
 
@@ -11,10 +11,10 @@ from pathlib import Path
 
 from ragged_attention import dispatch
 from ragged_attention.calls import CACHE_FORMATS, FLOATS, QUANTIZED, Device
-from ragged_attention.samples import LatentSample, Sample, VarlenSample, device_of
+from ragged_attention.samples import IndexerSample, LatentSample, Sample, VarlenSample, device_of
 
 DOCS = Path(__file__).resolve().parent
-PAGE, README = DOCS / "support.md", DOCS.parent / "README.md"
+PAGE, README, SPARSE = DOCS / "support.md", DOCS.parent / "README.md", DOCS / "sparse_attention.md"
 BEGIN, END = "<!-- support table: written by `make docs` -->\n", "<!-- end of support table -->\n"
 
 # Column: (framework, device) that is asked.
@@ -62,6 +62,31 @@ def of_floats(operation: str, *samples: Sample) -> dict[tuple[str, str], list[Sa
         for what, dtypes in kinds.items()
     }
 
+
+# Of the lightning indexer: the formats of its keys.
+KEYS = {
+    "pages of bytes": [IndexerSample(dtype=dtype) for dtype in ("float8_e4m3fn", *FLOATS)],
+    "e4m3 keys with scales, packed": [IndexerSample(packed=True)],
+    "f32, f16, bf16 keys, packed or in pages": [
+        IndexerSample(dtype=dtype, cache_dtype=dtype, packed=packed) for dtype in FLOATS for packed in (False, True)
+    ],
+    "pages of bytes; 4 tokens a row; 1, 3, 32 heads of 32, 64, 256; pages of 1, 16": [
+        IndexerSample(ratio=4),
+        *(IndexerSample(num_q_heads=heads) for heads in (1, 3, 32)),
+        *(IndexerSample(head_dim=head_dim) for head_dim in (32, 64, 256)),
+        *(IndexerSample(page_size=size) for size in (1, 16)),
+    ],
+}
+NEW_KEYS = [IndexerSample(dtype=dtype) for dtype in FLOATS]
+INDEXER_ROWS = {
+    **{
+        (operation, what): samples for operation in ("indexer_logits", "indexer_topk") for what, samples in KEYS.items()
+    },
+    ("indexer_topk", "candidate blocks"): [IndexerSample(candidate_blocks=16)],
+    ("top_k_indices", "any"): [IndexerSample(top_k=top_k) for top_k in (1, 100, 2048, 4096)],
+    ("quantize_indexer_keys", "f32, f16, bf16"): NEW_KEYS,
+    ("write_indexer_cache", "f32, f16, bf16"): NEW_KEYS,
+}
 
 # Row: the calls that must all be taken.
 ROWS = {
@@ -132,7 +157,15 @@ ROWS = {
     ("write_mla_cache", "f32, f16, bf16"): PLAIN,
     ("write_mla_cache", f"{FORMATS} cache"): ANY_LATENTS,
     ("page_indices_to_slots", "any"): [LATENT],
+    **INDEXER_ROWS,
 }
+SPARSE_ROWS = [
+    (operation, what)
+    for operation, what in ROWS
+    if (operation, what) in INDEXER_ROWS
+    or operation == "sparse_mla_prefill"
+    or (operation == "mla_decode" and not what.startswith("dense"))
+]
 
 
 def takers(operation: str, samples: list[Sample], device: Device) -> list[str]:
@@ -199,10 +232,11 @@ def with_table(text: str, written: str) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """Both pages as they should be."""
+    """The pages as they should be."""
     found = answers()
     return {
         PAGE: with_table(PAGE.read_text(), table(found)),
+        SPARSE: with_table(SPARSE.read_text(), table({row: found[row] for row in SPARSE_ROWS})),
         README: with_table(README.read_text(), short_table(found)),
     }
 

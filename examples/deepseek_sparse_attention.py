@@ -4,34 +4,46 @@
     python examples/deepseek_sparse_attention.py --device cuda --backend triton --topk 2048 --prompt 4096
 
 Two prompts are prefilled in one call straight from the quantised paged cache, then both sequences go on token by token
-from the same cache. Every result is compared with dense attention under a mask, over the dequantised cache, in
-float64. Weights and hidden states are random, for it is the layer alone; sizes are small but for those of the cache.
+from the same cache. The indexer's keys are e4m3 in pages of their own, which share the page table of the latents. Every
+choice is judged by logits in float64 on the same quantised numbers, every result compared with dense attention under a
+mask, over the dequantised cache, in float64. Weights and hidden states are random, for it is the layer alone; sizes are
+small but for those of the caches. docs/sparse_attention.md explains the operations.
 """
 
 import argparse
 import math
 import sys
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 import ragged_attention as ra
 from ragged_attention.testing import agrees
+from ragged_attention.testing.compare import chosen_agree
 from ragged_attention.torch import (
     dequantize_mla_cache,
+    indexer_topk,
     make_decode_schedule,
     mla_decode,
     page_indices_to_slots,
+    quantize_indexer_keys,
     sparse_mla_prefill,
+    write_indexer_cache,
     write_mla_cache,
 )
 
 LATENT, ROTARY, TOKEN_BYTES, PAGE_SIZE = 512, 64, 656, 64  # as in the model: the format fp8_v32
 HIDDEN, Q_RANK, NUM_HEADS, NOPE, VALUE = 256, 128, 8, 32, 32  # the model: 7168, 1536, 128, 128, 128
 INDEX_HEADS, INDEX_DIM = 4, 128  # the model: 64, 128
+SCALE_BYTES = 4  # of a key of the indexer, float32
 SM_SCALE = (NOPE + ROTARY) ** -0.5  # of the heads as they are before W_UK is absorbed
 LAYER_BOUND = 2**-7  # of the layer's output in norm: bfloat16 queries and latent outputs err by 2^-9 each
+OPERATIONS = (
+    "sparse_mla_prefill", "mla_decode", "make_decode_schedule", "write_mla_cache", "indexer_topk",
+    "quantize_indexer_keys", "write_indexer_cache",
+)  # fmt: skip
 
 SHAPES = {
     "q_down": (HIDDEN, Q_RANK), "q_up": (Q_RANK, NUM_HEADS, NOPE + ROTARY),
@@ -91,74 +103,102 @@ class Layer:
         keys = F.layer_norm(hidden @ self.weights["index_k"], (INDEX_DIM,))
         return torch.cat((rotate(keys[:, :ROTARY], positions), keys[:, ROTARY:]), dim=-1)
 
-    def index_scores(self, hidden: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """How much each token wants each position of its sequence [T, L]; keys are [T, L, INDEX_DIM]."""
+    def index_queries(self, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The indexer's queries [T, INDEX_HEADS, INDEX_DIM] in e4m3, and the weights of its heads with their scales."""
         low = rms_norm(hidden @ self.weights["q_down"])
         q = torch.einsum("tr,rhd->thd", low, self.weights["index_q"])
         q = torch.cat((rotate(q[..., :ROTARY], positions), q[..., ROTARY:]), dim=-1)
-        products = torch.einsum("thd,tld->thl", q, keys).relu() * INDEX_DIM**-0.5
-        scores = torch.einsum("thl,th->tl", products, hidden @ self.weights["index_weight"])
-        future = torch.arange(keys.shape[1], device=keys.device) > positions[:, None]
-        return scores.masked_fill(future, -torch.inf)
+        values, scales = quantize_indexer_keys(q.flatten(0, 1))
+        weights = hidden @ self.weights["index_weight"] * (INDEX_HEADS * INDEX_DIM) ** -0.5
+        return values.view(q.shape), weights * scales.view(weights.shape)
+
+
+class Step:
+    """Some new tokens of every sequence, those of one sequence after those of another: T in all."""
+
+    def __init__(self, starts: Sequence[int], counts: Sequence[int], generator: torch.Generator, device: torch.device):
+        number = torch.tensor(counts, dtype=torch.int32, device=device)
+        self.seqs = torch.arange(len(counts), device=device).repeat_interleave(number, output_size=sum(counts))
+        self.cu_q_lens = F.pad(number.cumsum(0, dtype=torch.int32), (1, 0))
+        self.kv_lens = torch.tensor(starts, dtype=torch.int32, device=device) + number
+        first = self.kv_lens - self.cu_q_lens[1:]  # of a sequence's tokens: what its place in the batch lacks
+        self.positions = torch.arange(sum(counts), device=device) + first[self.seqs]
+        self.hidden = torch.randn(sum(counts), HIDDEN, generator=generator).to(device)
 
 
 class Cache:
-    """The paged fp8 cache of all sequences, and the indexer's keys, which are kept apart."""
+    """The paged caches of all sequences: latents in fp8, and in pages of the same numbers the keys of the indexer."""
 
     def __init__(self, num_seqs: int, max_len: int, generator: torch.Generator, device: torch.device) -> None:
         pages_per_seq = -(-max_len // PAGE_SIZE)
         num_pages = num_seqs * pages_per_seq
         shuffled = torch.randperm(num_pages, generator=generator, dtype=torch.int32)
         self.page_indices = shuffled.view(num_seqs, pages_per_seq).to(device)
-        shape = (num_pages, PAGE_SIZE, 1, TOKEN_BYTES)
-        self.pages = torch.full(shape, 0xFF, dtype=torch.uint8, device=device)  # NaN until it is written
-        self.index_keys = torch.zeros(num_seqs, pages_per_seq * PAGE_SIZE, INDEX_DIM, device=device)
+        self.pages, self.index_pages = (  # NaN until they are written
+            torch.full((num_pages, PAGE_SIZE, 1, row), 0xFF, dtype=torch.uint8, device=device)
+            for row in (TOKEN_BYTES, INDEX_DIM + SCALE_BYTES)
+        )
 
     def slots(self, seqs: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Slots of positions [T, ...], token t's in its sequence seqs[t]; -1 for -1."""
         return page_indices_to_slots(positions.int(), self.page_indices[seqs], PAGE_SIZE)
 
     def rows(self, seq: int, length: int) -> torch.Tensor:
-        """The dequantised rows of a sequence, float64 on the CPU."""
+        """The dequantised latents of a sequence, float64 on the CPU."""
         rows = dequantize_mla_cache(self.pages[self.page_indices[seq]], dtype=torch.float32)
         return rows.flatten(0, 2)[:length].cpu().double()
 
+    def index_keys(self, seq: int, length: int) -> torch.Tensor:
+        """The dequantised keys of the indexer, float64 on the CPU: a page holds its values, then its scales."""
+        pages = self.index_pages[self.page_indices[seq]].flatten(1).cpu()
+        values, scales = pages.split((PAGE_SIZE * INDEX_DIM, PAGE_SIZE * SCALE_BYTES), dim=1)
+        keys = values.view(torch.float8_e4m3fn).double().view(-1, INDEX_DIM)
+        return (keys * scales.contiguous().view(torch.float32).double().view(-1, 1))[:length]
 
-def prepare(
-    layer: Layer, cache: Cache, hidden: torch.Tensor, seqs: torch.Tensor, positions: torch.Tensor, topk: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Caches T tokens, which may be of any sequences; returns queries, selected positions and their slots [T, topk]."""
-    slots = cache.slots(seqs, positions[:, None])[:, 0]
+
+class Chosen(NamedTuple):
+    """What T tokens attend with, and to what."""
+
+    q: torch.Tensor  # of the attention
+    index_q: torch.Tensor
+    index_weights: torch.Tensor
+    positions: torch.Tensor  # [T, topk], ascending, then -1
+    slots: torch.Tensor  # the same in the cache
+
+
+def prepare(layer: Layer, cache: Cache, step: Step, topk: int) -> Chosen:
+    """Caches the step's tokens, and chooses what each of them attends to."""
+    hidden, positions = step.hidden, step.positions
+    slots = cache.slots(step.seqs, positions[:, None])[:, 0]
     write_mla_cache(layer.latents(hidden, positions), cache.pages, slots)
-    cache.index_keys[seqs, positions] = layer.index_keys(hidden, positions)
-    longest = int(positions.max()) + 1
-    scores = layer.index_scores(hidden, positions, cache.index_keys[seqs, :longest])
-    scores = F.pad(scores, (0, max(topk - longest, 0)), value=-torch.inf)
-    best, selected = scores.topk(topk, dim=-1)
-    selected = selected.masked_fill(best == -torch.inf, -1)
-    return layer.absorbed_queries(hidden, positions), selected, cache.slots(seqs, selected)
+    write_indexer_cache(layer.index_keys(hidden, positions), cache.index_pages, slots)
+    index_q, weights = layer.index_queries(hidden, positions)
+    selected = indexer_topk(
+        index_q, cache.index_pages, weights, topk,
+        page_indices=cache.page_indices, kv_lens=step.kv_lens, cu_q_lens=step.cu_q_lens,
+    )  # fmt: skip
+    q = layer.absorbed_queries(hidden, positions)
+    return Chosen(q, index_q, weights, selected, cache.slots(step.seqs, selected))
 
 
 class Check:
-    """Compares with dense attention under a mask, and remembers the largest errors."""
+    """Judges choices, compares with dense attention under a mask, and remembers the largest errors."""
 
     def __init__(self, layer: Layer, cache: Cache) -> None:
         self.layer, self.cache = layer, cache
         self.out = self.lse = self.layer_error = 0.0
         self.selected: list[int] = []
 
-    def __call__(
-        self, kind: str, hidden: torch.Tensor, seqs: torch.Tensor, positions: torch.Tensor, q: torch.Tensor,
-        selected: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    ) -> None:  # fmt: skip
+    def __call__(self, kind: str, step: Step, chosen: Chosen, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Results of T tokens: out [T, H, LATENT], lse [T, H]. Raises AssertionError where they are off."""
-        for seq in seqs.unique().tolist():
-            own = seqs == seq
-            rows = self.cache.rows(seq, int(positions[own].max()) + 1)
-            wanted = selected[own].cpu()
-            mask = torch.zeros(len(wanted), len(rows) + 1, dtype=torch.bool)  # a column more for -1
-            mask = mask.scatter(1, wanted.remainder(len(rows) + 1), True)[:, None, :-1]
-            logits = torch.einsum("thd,ld->thl", q[own].cpu().double(), rows) * SM_SCALE
+        for seq, length in enumerate(step.kv_lens.tolist()):
+            own = step.seqs == seq
+            hidden, positions, wanted = step.hidden[own], step.positions[own], chosen.positions[own].cpu()
+            self._check_choice(chosen.index_q[own], chosen.index_weights[own], positions, wanted, seq)
+            rows = self.cache.rows(seq, length)
+            mask = torch.zeros(len(wanted), length + 1, dtype=torch.bool)  # a column more for -1
+            mask = mask.scatter(1, wanted.long().remainder(length + 1), True)[:, None, :-1]
+            logits = torch.einsum("thd,ld->thl", chosen.q[own].cpu().double(), rows) * SM_SCALE
             logits = logits.masked_fill(~mask, -torch.inf)
             want = logits.softmax(-1) @ rows[:, :LATENT]
             got, got_lse, want_lse = out[own].cpu().double(), lse[own].cpu().double(), logits.logsumexp(-1)
@@ -166,8 +206,21 @@ class Check:
             agrees(got_lse, want_lse, f"{kind} lse", f"lse of sequence {seq}")
             self.out = max(self.out, float((got - want).abs().max()))
             self.lse = max(self.lse, float((got_lse - want_lse).abs().max()))
-            self._check_layer(self.layer.output(out[own]), hidden[own], positions[own], rows, mask)
+            self._check_layer(self.layer.output(out[own]), hidden, positions, rows, mask)
             self.selected += mask.sum(-1).flatten().tolist()
+
+    def _check_choice(
+        self, q: torch.Tensor, weights: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor, seq: int
+    ) -> None:
+        """No position may be left out whose logit is above a chosen one's by more than rounding."""
+        keys = self.cache.index_keys(seq, int(positions.max()) + 1)
+        q, weights = q.cpu().double(), weights.cpu().double()
+        future = torch.arange(len(keys)) > positions.cpu()[:, None]
+        products = torch.einsum("thd,ld->thl", q, keys).relu()
+        logits = torch.einsum("thl,th->tl", products, weights).masked_fill(future, -torch.inf)
+        # What they would be if nothing cancelled: rounding is a part of that.
+        magnitudes = torch.einsum("thd,ld,th->tl", q.abs(), keys.abs(), weights.abs())
+        chosen_agree(wanted, logits, magnitudes, wanted.shape[1])
 
     def _check_layer(
         self, got: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor
@@ -201,26 +254,24 @@ def run(arguments: argparse.Namespace) -> None:
     layer = Layer(generator, device)
     cache = Cache(num_seqs, max(lens) + arguments.new_tokens, generator, device)
 
-    hidden = torch.randn(sum(lens), HIDDEN, generator=generator).to(device)
-    seqs = torch.arange(num_seqs).repeat_interleave(torch.tensor(lens)).to(device)
-    positions = torch.cat([torch.arange(length) for length in lens]).to(device)
-    q, selected, slots = prepare(layer, cache, hidden, seqs, positions, topk)
-    out, _, lse = sparse_mla_prefill(q, cache.pages, slots[:, None], sm_scale=SM_SCALE, d_v=LATENT)
+    step = Step([0] * num_seqs, lens, generator, device)
+    chosen = prepare(layer, cache, step, topk)
+    out, _, lse = sparse_mla_prefill(chosen.q, cache.pages, chosen.slots[:, None], sm_scale=SM_SCALE, d_v=LATENT)
     check = Check(layer, cache)
-    check("prefill", hidden, seqs, positions, q, selected, out, lse)
-    print(f"prefill of {len(hidden)} tokens in {num_seqs} sequences; {check}")
+    check("prefill", step, chosen, out, lse)
+    print(f"prefill of {sum(lens)} tokens in {num_seqs} sequences; {check}")
 
-    check, seqs = Check(layer, cache), torch.arange(num_seqs, device=device)
+    check = Check(layer, cache)
     # It serves every step and every layer.
     schedule = make_decode_schedule(None, num_seqs, 1, NUM_HEADS, topk=topk, device=device)
-    for step in range(arguments.new_tokens):
-        hidden = torch.randn(num_seqs, HIDDEN, generator=generator).to(device)
-        positions = torch.tensor(lens, device=device) + step
-        q, selected, slots = prepare(layer, cache, hidden, seqs, positions, topk)
+    for number in range(arguments.new_tokens):
+        step = Step([length + number for length in lens], [1] * num_seqs, generator, device)
+        chosen = prepare(layer, cache, step, topk)
         out, lse = mla_decode(
-            q[:, None], cache.pages, indices=slots[:, None], sm_scale=SM_SCALE, d_v=LATENT, schedule=schedule
-        )
-        check("decode", hidden, seqs, positions, q, selected, out[:, 0], lse[:, :, 0])
+            chosen.q[:, None], cache.pages, indices=chosen.slots[:, None], sm_scale=SM_SCALE, d_v=LATENT,
+            schedule=schedule,
+        )  # fmt: skip
+        check("decode", step, chosen, out[:, 0], lse[:, :, 0])
     print(f"decode of {arguments.new_tokens} tokens in {num_seqs} sequences; {check}")
 
 
@@ -229,13 +280,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--topk", type=int, default=32, help="positions that each token attends to")
     parser.add_argument("--prompt", type=int, default=96, help="tokens of the longer prompt")
     parser.add_argument("--new-tokens", type=int, default=8, help="tokens decoded after it")
-    parser.add_argument("--backend", default="auto", help="of the attention, the schedule and the cache's writing")
+    parser.add_argument("--backend", default="auto", help="of attention, indexer, schedule and writing")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
-    operations = ("sparse_mla_prefill", "mla_decode", "make_decode_schedule", "write_mla_cache")
     try:
-        with ra.use_backend(dict.fromkeys(operations, arguments.backend)):
+        with ra.use_backend(dict.fromkeys(OPERATIONS, arguments.backend)):
             run(arguments)
     except AssertionError as error:
         print(error, file=sys.stderr)

@@ -125,6 +125,18 @@ def unit_of(q):
 
 
 @triton.jit
+def in_float16(q):
+    """bfloat16 rows as float16, and the powers of two that they were divided by.
+
+    For caches of 8 bits: their codes are exact in float16 and a single conversion from it, while bfloat16 takes three
+    for two of them; and weights are rounded to 11 bits instead of 8.
+    """
+    wide = q.to(tl.float32)
+    unit = unit_of(wide)
+    return narrow(wide / unit[:, None], tl.float16), unit
+
+
+@triton.jit
 def encode_float8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
     """float32 to the bits of an 8-bit float: nearest even, saturating, NaN keeps its sign; the same bits everywhere."""
     bits = x.to(tl.uint32, bitcast=True)

@@ -25,10 +25,10 @@ from ragged_attention.errors import InvalidInput
 from ragged_attention.kernels_triton._formats import (
     cache_format,
     cache_views,
+    in_float16,
     load_scale,
     narrow,
     scale_arguments,
-    unit_of,
 )
 from ragged_attention.kernels_triton._pages import Features, Pages, PageSizes, Visible, attend_range
 from ragged_attention.kernels_triton._sequences import (
@@ -278,18 +278,6 @@ def load_rows(q_ptr, token_stride, head_stride, rows, negative, SIGNED: tl.const
         wide = q.to(tl.float32)
         q = tl.where(negative, -wide, wide).to(q.dtype)
     return q
-
-
-@triton.jit
-def in_float16(q):
-    """bfloat16 rows as float16, and the powers of two that they were divided by.
-
-    For caches of 8 bits: their codes are exact in float16 and a single conversion from it, while bfloat16 takes three
-    for two of them; and weights are rounded to 11 bits instead of 8.
-    """
-    wide = q.to(tl.float32)
-    unit = unit_of(wide)
-    return narrow(wide / unit[:, None], tl.float16), unit
 
 
 @triton.jit

@@ -10,14 +10,18 @@ from ragged_attention.reference._no_tuning import Tile as Tile
 from ragged_attention.reference._no_tuning import heuristic as heuristic
 from ragged_attention.reference._no_tuning import why_not as why_not
 
-FEATURES: frozenset[str] = frozenset()
+FEATURES = frozenset({"sinks", "out_dtype"})
 
 
-def merge_attention_states(outs: ArrayLike, lses: ArrayLike) -> tuple[Float64, Float64]:
+def merge_attention_states(
+    outs: ArrayLike, lses: ArrayLike, *, sinks: ArrayLike | None = None, out_dtype: str | None = None
+) -> tuple[Float64, Float64]:
     """Parts `outs` [N, T, H, D_v] with `lses` [N, T, H] into out [T, H, D_v] and lse [T, H].
 
-    A part whose lse is -inf weighs nothing, whatever its out holds; where all are, out is 0 and lse -inf.
+    A part whose lse is -inf weighs nothing, whatever its out holds; where all are, out is 0 and lse -inf. A head's
+    sink takes its share of the merged softmax. `out_dtype` is what the result is rounded to, elsewhere.
     """
+    del out_dtype
     outs, lses = np.asarray(outs, np.float64), np.asarray(lses, np.float64)
     m_i = lses.max(axis=0)
     some = m_i != -np.inf
@@ -26,10 +30,15 @@ def merge_attention_states(outs: ArrayLike, lses: ArrayLike) -> tuple[Float64, F
     parts = np.where(weights[..., None] > 0, outs, 0.0)
     with np.errstate(divide="ignore"):
         lse = np.where(some, m_i + np.log(l_i), -np.inf)
-    return (weights[..., None] * parts).sum(axis=0) / l_i[..., None], lse
+    out = (weights[..., None] * parts).sum(axis=0) / l_i[..., None]
+    if sinks is not None:
+        with np.errstate(over="ignore", invalid="ignore"):
+            share = 1 / (1 + np.exp(np.asarray(sinks, np.float64) - lse))
+        out *= np.where(some, share, 0.0)[..., None]
+    return out, lse
 
 
 def run(call: Any, tile: Tile, launch: Any) -> Any:
     del tile
-    outputs = [(call.outs.shape[1:], call.outs.dtype), (call.lses.shape[1:], "float32")]
+    outputs = [(result.shape, result.dtype) for result in call.results()]
     return launch.on_host(merge_attention_states, call, outputs)

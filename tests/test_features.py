@@ -56,6 +56,13 @@ DECODE = {"q": floats(2, 2, 4, 576), "kv_cache": floats(4, 4, 1, 576), "cache_fo
 SECOND = {"extra_kv_cache": floats(2, 4, 1, 576), "extra_indices": ints([[1, 6], [2, 3]], [[7, 0], [5, 4]])}
 LISTS = {"indices": ints([[0, 5, 7], [1, 9, 2]], [[4, 11, 3], [8, 1, 6]]), "topk_lens": ints(2, 3)}
 SCHEDULE = tuple(make_decode_schedule(ints(2, 3), sparse=True, num_parts=1))
+# The indexer: three tokens with 2 heads of 16, packed keys with scales, or the pages of TABLES.
+INDEX = {"q": floats(5, 2, 16), "weights": floats(5, 2)}
+RANGES = {
+    "keys": floats(9, 16), "key_scale": floats(9) ** 2 + 1, "starts": ints(0, 1, 2, 3, 4), "stops": ints(3, 5, 7, 8, 9),
+    "relative": True, "max_keys": 2,
+}  # fmt: skip
+INDEX_PAGES = TABLES | {"keys": floats(6, 4, 16), "num_seqs": ints(1), "ratio": 2}
 BYTES = quantize_mla_cache(floats(2, 3, 1, 576), "fp8_v32", power_of_two_scales=False)
 
 CALLS_WITH: dict[str, list[dict[str, Any]]] = {
@@ -78,7 +85,9 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
             "slot_mapping": ints(3, -1, 7, 0, 21),
         },
     ],
-    "merge_attention_states": [{"outs": floats(2, 3, 4, 16), "lses": floats(2, 3, 4)}],
+    "merge_attention_states": [
+        {"outs": floats(2, 3, 4, 16), "lses": floats(2, 3, 4), "sinks": floats(4), "out_dtype": "float16"},
+    ],
     "paged_attention": [PAGES | SHARED | {"q": floats(2, 4, 16), "lengths": ints(9, 7), **TABLES}],
     "prefill_attention": [
         PAGES | SHARED | {"length": ints(8), "page_indices": ints(1, 3, 0), "sliding_window": 2, "align": "end"},
@@ -110,6 +119,21 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
             "kv": floats(3, 1, 576), "cache": BYTES, "slot_mapping": ints(4, -1, 1), "power_of_two_scales": False,
             "cache_format": "fp8_v32", "cache_layout": "token",
         },
+    ],
+    "indexer_logits": [INDEX | RANGES, INDEX | INDEX_PAGES],
+    "indexer_topk": [
+        INDEX | RANGES | {"top_k": 1},
+        INDEX | INDEX_PAGES | {
+            "top_k": 2, "candidate_blocks": ints([0, 3], [1, 2], [3, 1], [0, 1], [0, 1]), "candidate_block_size": 2,
+        },
+    ],
+    "top_k_indices": [
+        {"logits": floats(3, 9), "top_k": 4, "starts": ints(1, 5, 0), "stops": ints(4, 9, 6)},
+    ],
+    "quantize_indexer_keys": [{"k": floats(3, 16), "power_of_two": True}],
+    "write_indexer_cache": [
+        {"k": floats(3, 16), "cache": np.zeros((2, 4, 1, 20), np.uint8), "slot_mapping": ints(4, -1, 1),
+         "power_of_two": True},
     ],
     "page_indices_to_slots": [{"positions": ints(3, 9), "page_indices": TABLES["page_indices"], "page_size": 4}],
 }  # fmt: skip
@@ -224,7 +248,14 @@ def results_of(backend: str, operation: str, arguments: dict[str, Any]) -> list[
         call: Call = record(**arguments, device=device).map(lambda array: torch.from_numpy(array.copy()))  # type: ignore[call-arg]
         results = dispatch.choose(call, backend=backend).run(call, LAUNCHER)
     flat = results if isinstance(results, tuple | list) else [results]
-    return [np.asarray(array) if str(array.dtype) != "torch.bfloat16" else array.float().numpy() for array in flat]
+    return [as_numpy(array) for array in flat]
+
+
+def as_numpy(array: Any) -> np.ndarray:
+    """A framework's array; formats that NumPy has not become float32."""
+    if str(array.dtype) in ("torch.bfloat16", "torch.float8_e4m3fn"):
+        array = array.float()
+    return np.asarray(array.astype("float32") if str(array.dtype) == "float8_e4m3fn" else array)
 
 
 def is_data(value: Any) -> bool:

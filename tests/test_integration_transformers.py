@@ -20,7 +20,8 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from ragged_attention.demo.tiny import FAMILIES, tiny_model  # noqa: E402
 from ragged_attention.errors import InvalidInput, Unsupported  # noqa: E402
 from ragged_attention.integrations import transformers as ragged  # noqa: E402
-from ragged_attention.integrations.transformers import _calls, _layout, _masks  # noqa: E402
+from ragged_attention.integrations.transformers import _calls, _indexer, _layout, _masks  # noqa: E402
+from ragged_attention.torch import indexer_topk  # noqa: E402
 
 # Warnings of transformers about itself.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -306,6 +307,71 @@ def test_absorbed_latent_attention(model: Any) -> None:
     said = ragged.explain()
     assert "sparse_mla_prefill" in said
     assert ("mla_decode" in said) == (model.config.model_type == "deepseek_v3")
+
+
+def chosen(model: Any, name: str, shown: Any, cache: str | None = None) -> tuple[Any, list[list[set[int]]]]:
+    """Generated tokens, and of each call of an indexer the keys that each query chose among those it sees."""
+    found: list[list[set[int]]] = []
+
+    def keep(module: Any, arguments: Any, picked: Any) -> None:
+        mask = arguments[3].expand(picked.shape[0], picked.shape[1], -1)
+        seen = mask if mask.dtype == torch.bool else mask == 0
+        found.append(
+            [
+                {key for key in keys if key >= 0 and sees[key]}
+                for keys, sees in zip(picked.flatten(0, 1).tolist(), seen.flatten(0, 1).tolist(), strict=True)
+            ]
+        )
+
+    indexers = [each for each in model.modules() if type(each).__name__.endswith("Indexer")]
+    hooks = [each.register_forward_hook(keep) for each in indexers]
+    out = generated(model, name, shown, cache_implementation=cache)
+    for hook in hooks:
+        hook.remove()
+    return out, found
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("kind", ["none", "left", "holes"])
+@each(SPARSE)
+def test_our_indexer_chooses_the_same_keys(model: Any, kind: str, cache: str | None) -> None:
+    shown, absorbed = padding(kind), ragged.absorb_mla(copy.deepcopy(model))
+    expected, theirs = chosen(model, "eager", shown, cache)
+    found, ours = chosen(absorbed, ragged.NAME, shown, cache)
+    assert torch.equal(found, expected)
+    assert len(theirs) >= NEW
+    assert ours == theirs
+    assert any(len(keys) == model.config.index_topk for keys in ours[-1])  # of more that are seen
+    assert "indexer_logits" in ragged.explain()
+
+
+@each(SPARSE)
+def test_the_fused_indexer_chooses_the_same_keys(model: Any) -> None:
+    """Of the same queries, keys and weights: `indexer_topk`, with the keys that each query sees as ranges."""
+    calls: list[tuple[Any, ...]] = []
+    indexer = model.model.layers[0].self_attn.indexer
+    hook = indexer.register_forward_hook(lambda module, arguments, picked: calls.append((*arguments[:4], picked)))
+    logits(model, "eager", padding("left"))
+    hook.remove()
+    ((hidden, low, places, mask, theirs),) = calls
+    with torch.no_grad():
+        q, keys, weights = _indexer.operands(indexer, hidden, low, places, None)
+    seen = (mask == 0).expand(len(q), -1, -1)
+    first = torch.arange(len(q))[:, None] * 13
+    starts, stops = first + seen.int().argmax(-1), first + 13 - seen.flip(-1).int().argmax(-1)
+    stops = torch.where(seen.any(-1), stops, starts)
+    ours = indexer_topk(q.flatten(0, 1), keys.flatten(0, 1), weights.flatten(0, 1), model.config.index_topk,
+                        starts=starts.flatten().int(), stops=stops.flatten().int())  # fmt: skip
+    for row, (picked, wanted, sees) in enumerate(
+        zip(ours.tolist(), theirs.flatten(0, 1).tolist(), seen.flatten(0, 1).tolist(), strict=True)
+    ):
+        assert {key % 13 for key in picked if key >= 0} == {key for key in wanted if sees[key]}, row
+
+
+def test_indexers_with_heads_of_other_sizes_stay_as_they_are() -> None:
+    absorbed = ragged.absorb_mla(tiny_model("deepseek_v32", index_head_dim=24))
+    assert type(absorbed.model.layers[0].self_attn.indexer).__name__ == "DeepseekV32Indexer"
+    assert_close(logits(absorbed, ragged.NAME), logits(tiny_model("deepseek_v32", index_head_dim=24), "eager"))
 
 
 @pytest.mark.parametrize("kind", ["none", "left", "right", "holes"])

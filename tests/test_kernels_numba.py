@@ -1,5 +1,6 @@
 """The kernels for CPUs beside the suite: numbers and formats, threads, forks, the cache, other CPUs, XLA."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -18,8 +19,12 @@ from ragged_attention.portable.numba import _formats, _softmax, _vectors  # noqa
 from ragged_attention.reference._kv_layout import encode, format_values  # noqa: E402
 from ragged_attention.torch import (  # noqa: E402
     dequantize_mla_cache,
+    indexer_logits,
+    indexer_topk,
     merge_attention_states,
     ragged_paged_attention,
+    top_k_indices,
+    write_indexer_cache,
     write_kv_pages,
 )
 
@@ -97,6 +102,21 @@ def test_every_code_becomes_half_of_a_pair(name: str) -> None:
         values = half[: len(stored)].view(np.float32)
         assert np.array_equal(values, widened(name, expected)[: len(stored)], equal_nan=True)
     assert (pairs[len(stored) :] == 7).all()
+
+
+@numba.njit
+def _pairs_of_four(source: int, target: int, count: int) -> None:
+    for index in range(0, count, LANES):
+        _formats.pairs_of_four_e4m3(source, index, target, count)
+
+
+def test_every_four_codes_become_two_pairs() -> None:
+    stored = np.concatenate([CODES, np.random.default_rng(0).integers(0, 256, 768).astype(np.uint8)])
+    pairs = np.full((2, len(stored) // 4), 7, np.uint32)
+    _pairs_of_four(stored.ctypes.data, pairs.ctypes.data, pairs.shape[1])
+    halves = np.stack([pairs[0] << 16, pairs[0] & 0xFFFF0000, pairs[1] << 16, pairs[1] & 0xFFFF0000], axis=1)
+    expected = widened("float8_e4m3fn", stored)[: len(stored)]
+    assert np.array_equal(halves.ravel().view(np.float32), expected, equal_nan=True)
 
 
 @numba.njit
@@ -333,6 +353,8 @@ def test_a_cpu_without_wide_registers_gives_the_same() -> None:
     here = Path(__file__)
     chosen = [f"{here}::{name}" for name, value in globals().items() if name.startswith("test_") and "numbers" in name]
     chosen += [f"{here}::test_every_code_of_every_format_is_decoded",
+               f"{here}::test_every_four_codes_become_two_pairs",
+               f"{here}::test_no_division_of_the_keys_changes_a_logit_or_a_choice",
                f"{here}::test_exponentials_and_tangents_are_accurate",
                f"{here}::test_the_number_of_threads_changes_no_bit"]  # fmt: skip
     command = [sys.executable, "-c", OTHER_CPU, *chosen]
@@ -400,3 +422,55 @@ def test_parts_that_saw_nothing_take_no_part_in_a_merge() -> None:
     out, lse = merge_attention_states(outs, lses, backend="numba")
     assert torch.allclose(out, outs[0])
     assert torch.allclose(lse, lses[0])
+
+
+# ---- the indexer
+
+
+def index_batch(lens: list[tuple[int, int]], heads: int = 3, head_dim: int = 64) -> dict[str, Any]:
+    """Sequences of so many queries and keys, in pages of 16 of bytes; their logits have many ties."""
+    generator = torch.Generator().manual_seed(0)
+    pages, tokens = max(keys for _, keys in lens) // 16 + 1, sum(queries for queries, _ in lens)
+    cache = torch.zeros(len(lens) * pages, 16, 1, head_dim + 4, dtype=torch.uint8)
+    keys = torch.randint(-2, 3, (len(lens) * pages * 16, head_dim), generator=generator).bfloat16()
+    write_indexer_cache(keys, cache, torch.arange(len(keys)), True, backend="numba")
+    return {
+        "q": torch.randint(-2, 3, (tokens, heads, head_dim), generator=generator).bfloat16(),
+        "keys": cache,
+        "weights": torch.randint(1, 3, (tokens, heads), generator=generator).float(),
+        "page_indices": torch.randperm(len(cache), generator=generator).view(len(lens), pages).int(),
+        "kv_lens": torch.tensor([keys for _, keys in lens]).int(),
+        "cu_q_lens": torch.tensor([0, *(queries for queries, _ in lens)]).cumsum(0).int(),
+    }
+
+
+def test_no_division_of_the_keys_changes_a_logit_or_a_choice() -> None:
+    """Neither threads nor blocks; the long sequence is divided among several programs, the last of which chooses."""
+    batch = index_batch([(1, 17)] * 6 + [(3, 9000), (40, 700)])
+    expected = indexer_logits(**batch, backend="numba")
+    chosen = top_k_indices(expected, 100, backend="reference")
+
+    def both(tile: dict[str, int]) -> Any:
+        options: dict[str, Any] = {"backend": "numba", "options": tile}
+        return indexer_logits(**batch, **options), indexer_topk(**batch, top_k=100, **options)
+
+    for threads, tile in ((1, {}), (3, {}), (2, {"block_q": 1, "block_kv": 8}), (2, {"block_q": 64, "block_kv": 160})):
+        logits, positions = with_threads(threads, functools.partial(both, tile))
+        assert torch.equal(logits, expected)
+        assert torch.equal(positions, chosen)
+
+
+def test_rows_of_logits_that_are_too_long_to_lie_side_by_side_are_chosen_from_one_by_one() -> None:
+    batch = index_batch([(3, 150_000), (9, 40_000)], heads=1, head_dim=16)
+    chosen = top_k_indices(indexer_logits(**batch, backend="numba"), 3000, backend="reference")
+    assert torch.equal(indexer_topk(**batch, top_k=3000, backend="numba"), chosen)
+
+
+def test_candidates_of_a_long_sequence_are_divided_too() -> None:
+    batch = index_batch([(2, 9000), (1, 30)])
+    blocks = torch.stack([torch.randperm(600)[:500] for _ in range(3)]).int()
+    logits = indexer_logits(**batch, backend="numba")
+    listed = (blocks[:, :, None] == torch.arange(logits.shape[1]) // 16).any(1)
+    chosen = top_k_indices(logits.where(listed, -torch.inf), 700, backend="reference")
+    options = {"candidate_blocks": blocks, "candidate_block_size": 16}
+    assert torch.equal(indexer_topk(**batch, top_k=700, **options, backend="numba"), chosen)

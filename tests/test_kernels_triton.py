@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ragged_attention as ra
-from ragged_attention.calls import SparseMlaPrefill, SparseMlaPrefillBackward
+from ragged_attention.calls import IndexerTopk, SparseMlaPrefill, SparseMlaPrefillBackward
 from ragged_attention.reference.quantize_mla_cache import quantize_mla_cache
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention as definition
 from ragged_attention.reference.sparse_mla_prefill import sparse_mla_prefill
@@ -58,6 +58,12 @@ from ragged_attention.kernels_triton import ragged_paged_attention as paged  # n
         ),
         ("varlen_attention_backward", {"dq_num_stages": 0}, "expected dq_num_stages from 1 to 8, got 0"),
         ("make_decode_schedule", {"num_warps": 0}, "expected num_warps to be a power of two from 1 to 16, got 0"),
+        ("indexer_logits", {"block_n": 8}, "expected block_n to be a power of two from 16 to 256, got 8"),
+        ("indexer_logits", {"num_parts": 0}, "expected num_parts from 1 to 65535, got 0"),
+        ("indexer_topk", {"chunk": 0}, "expected chunk from 1 to 2147483647, got 0"),
+        ("indexer_topk", {"select_block": 32}, "expected block to be a power of two from 64 to 16384, got 32"),
+        ("top_k_indices", {"num_splits": 65}, "expected num_splits from 1 to 64, got 65"),
+        ("write_indexer_cache", {"block_t": 3}, "expected block_t to be a power of two from 1 to 256, got 3"),
     ],
 )
 def test_tiles_have_limits(operation: str, fields: dict[str, int], text: str) -> None:
@@ -250,6 +256,86 @@ def test_scales_far_apart_are_honoured(smallest: int, largest: int, reach: float
     want, want_lse = rt.mla_decode(q.float(), cache, backend="reference", **call)
     assert float((out.double() - want).norm() / want.norm()) < 2**-9  # the output's own rounding
     agrees(lse.numpy(), want_lse.numpy(), "decode lse", "lse")
+
+
+@pytest.mark.parametrize("options", [{"num_splits": 7, "block": 64}, {"num_splits": 1, "block": 256}])
+@pytest.mark.parametrize("kind", ["few values", "outliers", "nothing", "close"])
+def test_a_row_may_be_chosen_from_in_parts(kind: str, options: dict[str, int]) -> None:
+    """Whatever the parts, and whether one pass or several are needed to find the smallest that is chosen."""
+    import ragged_attention.torch as rt
+
+    random = torch.Generator().manual_seed(2)
+    logits = torch.randn(5, 1500, generator=random)
+    if kind == "few values":
+        logits = logits.round()
+    elif kind == "outliers":
+        logits[:, ::97] = 3e38 * logits[:, ::97].sign()
+    elif kind == "nothing":
+        logits[1:4] = torch.tensor([float("-inf"), float("nan"), -0.0])[:, None]
+    else:
+        logits = 1 + (logits * 20).round() * 2**-23
+    for top_k in (1, 37, 300):
+        found = rt.top_k_indices(logits, top_k, backend="triton", options=options)
+        assert torch.equal(found, rt.top_k_indices(logits, top_k, backend="reference"))
+
+
+def index_call(num_tokens: int, *, packed: bool) -> dict[str, Any]:
+    """Exact logits of two sequences, some of whose keys are candidates."""
+    random = np.random.default_rng(3)
+
+    def integers(*shape: int) -> Any:
+        return torch.from_numpy(random.integers(-2, 3, shape).astype(np.float32))
+
+    call = {"q": integers(num_tokens, 5, 16), "weights": integers(num_tokens, 5)}
+    if packed:
+        starts = torch.arange(num_tokens, dtype=torch.int32) * 3
+        return call | {"keys": integers(90, 16), "starts": starts, "stops": starts + 33}
+    return call | {
+        "keys": integers(9, 16, 16),
+        "page_indices": torch.tensor([[3, 0, 7, 1], [8, 99, 2, 5]], dtype=torch.int32),
+        "kv_lens": torch.tensor([50, 64], dtype=torch.int32),
+        "cu_q_lens": torch.tensor([0, 4, num_tokens - 1], dtype=torch.int32),
+    }
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["pages", "packed"])
+@pytest.mark.parametrize("walk", [False, True], ids=["over tokens", "over keys"])
+def test_both_ways_to_the_logits_are_the_definition(walk: bool, packed: bool) -> None:
+    import ragged_attention.torch as rt
+
+    call = index_call(13, packed=packed)
+    want = rt.indexer_logits(**call, backend="reference")
+    for more in ({"block_n": 16, "block_t": 2, "num_parts": 3}, {"block_n": 64, "block_t": 16}):
+        assert torch.equal(rt.indexer_logits(**call, backend="triton", options={"walk": walk, **more}), want)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["pages", "packed"])
+@pytest.mark.parametrize("walk", [False, True], ids=["over tokens", "over keys"])
+@pytest.mark.parametrize("listed", [False, True], ids=["all", "candidates"])
+def test_logits_may_be_made_in_chunks(walk: bool, packed: bool, listed: bool) -> None:
+    """A chunk finds nothing of what the one before it left in memory."""
+    import ragged_attention.torch as rt
+
+    call: dict[str, Any] = index_call(13, packed=packed) | {"top_k": 7}
+    if listed:
+        lists = torch.tensor([3, 3, -1, 0, 2**31 - 1, 5, -(2**31), 40], dtype=torch.int32)
+        call |= {"candidate_blocks": lists.repeat(13, 1), "candidate_block_size": 6}
+    want = rt.indexer_topk(**call, backend="reference")
+    for more in ({"chunk": 5, "num_splits": 2, "select_block": 64}, {"chunk": 13, "block_t": 4}):
+        assert torch.equal(rt.indexer_topk(**call, backend="triton", options={"walk": walk, **more}), want)
+
+
+def test_candidates_beyond_counting_are_declined() -> None:
+    def array(*shape: int, dtype: str = "int32") -> FakeArray:
+        return FakeArray(shape, dtype)
+
+    call = IndexerTopk(
+        q=array(1, 1, 16, dtype="bfloat16"), keys=array(2**20, 16, dtype="bfloat16"), top_k=1,
+        weights=array(1, 1, dtype="float32"), starts=array(1), stops=array(1), candidate_blocks=array(1, 2048),
+        candidate_block_size=2**21, device=device_of("torch", "sm_90"),
+    )  # fmt: skip
+    module = importlib.import_module("ragged_attention.kernels_triton.indexer_topk")
+    assert module.why_not(call) == "expected candidate_blocks of at most 1073741824 positions, got 2147483648"
 
 
 def test_threads_may_launch_at_the_same_time() -> None:

@@ -166,14 +166,24 @@ def written_from_the_start(**given: Any) -> Any:
     return honest_write(**given)
 
 
-def parts_merge_unweighted(outs: Any, lses: Any) -> Any:
-    _, lse = honest_merge(outs, lses)
+def parts_merge_unweighted(outs: Any, lses: Any, **others: Any) -> Any:
+    _, lse = honest_merge(outs, lses, **others)
     return np.nan_to_num(outs, posinf=0.0).mean(axis=0), lse
 
 
-def empty_parts_leak(outs: Any, lses: Any) -> Any:
-    out, lse = honest_merge(outs, lses)
+def empty_parts_leak(outs: Any, lses: Any, **others: Any) -> Any:
+    out, lse = honest_merge(outs, lses, **others)
     return out + (0.0 * outs).sum(axis=0), lse
+
+
+def merged_sinks_are_ignored(outs: Any, lses: Any, **others: Any) -> Any:
+    return honest_merge(outs, lses, **others | {"sinks": None})
+
+
+def merged_sinks_count_in_the_lse(outs: Any, lses: Any, **others: Any) -> Any:
+    out, lse = honest_merge(outs, lses, **others)
+    sinks = others.get("sinks")
+    return out, lse if sinks is None else np.logaddexp(lse, sinks)
 
 
 ATTENTION: dict[str, Function] = {
@@ -196,7 +206,12 @@ ATTENTION: dict[str, Function] = {
     )
 } | {"query_heads_interleaved": query_heads_interleaved}  # fmt: skip
 WRITE = {m.__name__: m for m in (negative_slots_wrap_around, codes_are_truncated, written_from_the_start)}
-MERGE = {m.__name__: m for m in (parts_merge_unweighted, empty_parts_leak)}
+MERGE = {
+    mutant.__name__: mutant
+    for mutant in (
+        parts_merge_unweighted, empty_parts_leak, merged_sinks_are_ignored, merged_sinks_count_in_the_lse,
+    )
+}  # fmt: skip
 
 
 @pytest.fixture

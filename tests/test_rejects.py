@@ -107,7 +107,18 @@ VALID: dict[str, dict[str, Any]] = {
     "dequantize_mla_cache": {"cache": raw(2, 3, 1, 656)},
     "write_mla_cache": {"kv": ones(3, 1, 32), "cache": ones(2, 3, 1, 32), "slot_mapping": ints(0, -1, 5)},
     "page_indices_to_slots": {"positions": ints([0, 5], [1, -1]), "page_indices": ints([0, 1], [2, 3]), "page_size": 4},
-}
+    "indexer_logits": {
+        "q": ones(4, 3, 16), "keys": ones(6, 16), "weights": ones(4, 3), "starts": ints(0, 0, 2, 3),
+        "stops": ints(1, 2, 3, 6),
+    },
+    "indexer_topk": {
+        "q": ones(4, 3, 16), "keys": raw(6, 4, 1, 20), "weights": ones(4, 3), "top_k": 2, "kv_lens": ints(3, 8),
+        "page_indices": ints([0, 1], [2, 3]), "cu_q_lens": ints(0, 2, 4),
+    },
+    "top_k_indices": {"logits": ones(3, 9), "top_k": 2},
+    "quantize_indexer_keys": {"k": ones(3, 16)},
+    "write_indexer_cache": {"k": ones(3, 16), "cache": raw(2, 3, 1, 20), "slot_mapping": ints(0, -1, 5)},
+}  # fmt: skip
 TABLES = {"slot_mapping": None, "kv_lens": ints(3, 8), "page_indices": ints([0, 1], [2, 3]), "cu_q_lens": ints(0, 2, 4)}
 FLOATS, CACHES = (
     "float32 or float16 or bfloat16",
@@ -192,6 +203,26 @@ def slots(error: type[Exception], text: str, **changes: Any) -> Case:
     return Case("page_indices_to_slots", changes, error, text)
 
 
+def logits(error: type[Exception], text: str, **changes: Any) -> Case:
+    return Case("indexer_logits", changes, error, text)
+
+
+def topk(error: type[Exception], text: str, **changes: Any) -> Case:
+    return Case("indexer_topk", changes, error, text)
+
+
+def select(error: type[Exception], text: str, **changes: Any) -> Case:
+    return Case("top_k_indices", changes, error, text)
+
+
+def quantize_keys(error: type[Exception], text: str, **changes: Any) -> Case:
+    return Case("quantize_indexer_keys", changes, error, text)
+
+
+def write_keys(error: type[Exception], text: str, **changes: Any) -> Case:
+    return Case("write_indexer_cache", changes, error, text)
+
+
 def scheduled(**changes: Any) -> dict[str, Any]:
     """The dense decode with another schedule."""
     return {"schedule": dataclasses.replace(SCHEDULE, **changes)}
@@ -260,8 +291,73 @@ PACKED = [
     prefill_backward(TypeError, "expected deterministic to be a bool, got int", deterministic=0),
 ]  # fmt: skip
 
+INDEX_TABLES = {"page_indices": ints([0, 1], [2, 3]), "kv_lens": ints(3, 8), "cu_q_lens": ints(0, 2, 4)}
+ONE_FORM = "expected starts and stops, or page_indices, kv_lens, cu_q_lens, got"
+INDEXER = [
+    logits(TypeError, "expected q to be an array, got list", q=[[[1.0] * 16]]),
+    logits(InvalidInput, f"expected q.dtype to be {FLOATS} or float8_e4m3fn, got int8",
+           q=ones(4, 3, 16, dtype=np.int8)),
+    logits(InvalidInput, "expected q.shape[2] to be a multiple of 16 from 16 to 256, got 24", q=ones(4, 3, 24),
+           keys=ones(6, 24)),
+    logits(InvalidInput, "expected q.shape[2] to be a multiple of 16 from 16 to 256, got 272", q=ones(4, 3, 272)),
+    logits(InvalidInput, "expected q to have num_heads >= 1, got 0", q=ones(4, 0, 16), weights=ones(4, 0)),
+    logits(InvalidInput, "expected weights.shape to be [T, H] = [4, 3], got [4, 2]", weights=ones(4, 2)),
+    logits(InvalidInput, "expected weights.dtype to be float32, got float16", weights=ones(4, 3, dtype=np.float16)),
+    logits(InvalidInput, "expected keys.dtype to be float32 or float8_e4m3fn, got float16",
+           keys=ones(6, 16, dtype=np.float16)),
+    logits(InvalidInput, "expected keys.dtype to be float32 or float8_e4m3fn, got uint8", keys=raw(6, 20)),
+    logits(InvalidInput, "expected keys.shape to be [N, D] = [N, 16], got [6, 32]", keys=ones(6, 32)),
+    logits(InvalidInput, "expected key_scale.shape to be [N] = [6], got [5]", key_scale=ones(5)),
+    logits(InvalidInput, "expected starts.dtype to be int32, got float32", starts=ones(4)),
+    logits(InvalidInput, "expected stops.shape to be [T] = [4], got [3]", stops=ints(1, 2, 3)),
+    logits(InvalidInput, f"{ONE_FORM} stops", starts=None),
+    logits(InvalidInput, f"{ONE_FORM} neither", starts=None, stops=None),
+    logits(InvalidInput, f"{ONE_FORM} starts, stops, page_indices, kv_lens, cu_q_lens", **INDEX_TABLES),
+    logits(InvalidInput, f"{ONE_FORM} page_indices, kv_lens", starts=None, stops=None,
+           page_indices=ints([0, 1], [2, 3]), kv_lens=ints(3, 8)),
+    logits(InvalidInput, "expected num_seqs only with page_indices, got it with starts and stops", num_seqs=2),
+    logits(InvalidInput, "expected ratio only with page_indices, got it with starts and stops", ratio=4),
+    logits(InvalidInput, "expected max_keys only with relative=True, got 3", max_keys=3),
+    logits(InvalidInput, "expected max_keys >= 1, got 0", max_keys=0, relative=True),
+    logits(TypeError, "expected relative to be a bool, got int", relative=1),
+    topk(InvalidInput, "expected relative only with starts and stops, got it with page_indices", relative=True),
+    topk(InvalidInput, "expected max_keys only with starts and stops, got it with page_indices", max_keys=9),
+    topk(InvalidInput, "expected keys.shape to be [P, G, 1, D+4] = [P, G, 1, 20], got [6, 4, 1, 16]",
+         keys=raw(6, 4, 1, 16)),
+    topk(InvalidInput, "expected keys.dtype to be uint8, got float32", keys=ones(6, 4, 1, 20)),
+    topk(InvalidInput, "expected keys.shape to be [P, G, D] = [P, G, 16], got [6, 4, 32]", keys=ones(6, 4, 32)),
+    topk(InvalidInput, "expected keys to have page_size >= 1, got 0", keys=raw(6, 0, 1, 20)),
+    topk(InvalidInput, "expected key_scale=None with pages of bytes, which hold the scales, got an array",
+         key_scale=ones(6, 4)),
+    topk(InvalidInput, "expected key_scale.shape to be [P, G] = [6, 4], got [24]", keys=ones(6, 4, 16),
+         key_scale=ones(24)),
+    topk(InvalidInput, "expected ratio >= 1, got 0", ratio=0),
+    topk(InvalidInput, "expected num_seqs between 0 and max_num_seqs=2, got 3", num_seqs=3),
+    topk(InvalidInput, "expected top_k >= 1, got 0", top_k=0),
+    topk(InvalidInput, "expected top_k <= 4096, got 4097", top_k=4097),
+    topk(TypeError, "expected top_k to be an int, got float", top_k=2.0),
+    topk(InvalidInput, "expected candidate_block_size with candidate_blocks, got None",
+         candidate_blocks=ints(*[[0]] * 4)),
+    topk(InvalidInput, "expected candidate_blocks with candidate_block_size, got None", candidate_block_size=4),
+    topk(InvalidInput, "expected candidate_blocks.shape to be [T, B] = [4, B], got [2, 1]",
+         candidate_blocks=ints([0], [1]), candidate_block_size=4),
+    select(InvalidInput, "expected logits.dtype to be float32, got float16", logits=ones(3, 9, dtype=np.float16)),
+    select(InvalidInput, "expected logits.shape to be [T, N] = [T, N], got [9]", logits=ones(9)),
+    select(InvalidInput, "expected top_k <= 4096, got 5000", top_k=5000),
+    select(InvalidInput, "expected starts.shape to be [T] = [3], got [2]", starts=ints(0, 1)),
+    quantize_keys(InvalidInput, "expected k.shape to be [N, D] = [N, D], got [16]", k=ones(16)),
+    quantize_keys(InvalidInput, "expected k.shape[1] to be a multiple of 16 from 16 to 256, got 20", k=ones(3, 20)),
+    quantize_keys(TypeError, "expected power_of_two to be a bool, got int", power_of_two=1),
+    write_keys(InvalidInput, "expected k.shape[1] to be a multiple of 16 from 16 to 256, got 8", k=ones(3, 8)),
+    write_keys(InvalidInput, "expected cache.dtype to be uint8, got float32", cache=ones(2, 3, 1, 20)),
+    write_keys(InvalidInput, "expected cache.shape to be [P, G, 1, D+4] = [P, G, 1, 20], got [2, 3, 1, 16]",
+               cache=raw(2, 3, 1, 16)),
+    write_keys(InvalidInput, "expected cache to have page_size >= 1, got 0", cache=raw(2, 0, 1, 20)),
+    write_keys(InvalidInput, "expected slot_mapping.shape to be [T] = [3], got [2]", slot_mapping=ints(0, 1)),
+]  # fmt: skip
 STATIC = [
     *PACKED,
+    *INDEXER,
     # Kinds.
     attention(TypeError, "expected q to be an array, got list", q=[[[1.0] * 16]]),
     attention(TypeError, "expected kv_pages to be an array, got str", kv_pages="pages"),
@@ -458,6 +554,9 @@ STATIC = [
           outs=ones(3, 4, 16)),
     merge(InvalidInput, "expected lses.shape to be [N, T, H] = [2, 3, 4], got [2, 4, 3]", lses=ones(2, 4, 3)),
     merge(InvalidInput, "expected outs to hold at least one part, got 0", outs=ones(0, 3, 4, 16), lses=ones(0, 3, 4)),
+    merge(InvalidInput, "expected sinks.shape to be [H] = [4], got [3]", sinks=ones(3)),
+    merge(InvalidInput, "expected out_dtype to be 'float32' or 'float16' or 'bfloat16', got 'int8'", out_dtype="int8"),
+    merge(TypeError, "expected out_dtype to be a str, got int", out_dtype=3),
     # Sparse prefill.
     prefill(TypeError, "expected q to be an array, got NoneType", q=None),
     prefill(TypeError, "expected kv to be an array, got str", kv="rows"),
@@ -745,6 +844,15 @@ VALUES = [
            **TWO | scheduled(lens=ints(3, 3), extra_lens=ints(2, 1), made_for=(2, 1, 4, 1, 3, 2))),
     write_latents(InvalidInput, "expected slot_mapping[1] to be -1 or between 0 and 5, got 6",
                   slot_mapping=ints(0, 6, -1)),
+    logits(InvalidInput, "expected starts[1] between 0 and 6, got -1", starts=ints(0, -1, 2, 3)),
+    logits(InvalidInput, "expected stops[3] between 0 and 6, got 7", stops=ints(1, 2, 3, 7)),
+    topk(InvalidInput, "expected kv_lens[0] between 0 and pages_per_seq * page_size = 8, got 9", kv_lens=ints(9, 8)),
+    topk(InvalidInput, "expected kv_lens[0] between 0 and pages_per_seq * page_size * ratio = 16, got 17", ratio=2,
+         kv_lens=ints(17, 8)),
+    topk(InvalidInput, "expected page_indices[1, 1] between 0 and 5, got 6", page_indices=ints([0, 1], [2, 6])),
+    select(InvalidInput, "expected stops[2] between 0 and 9, got 10", stops=ints(1, 2, 10)),
+    write_keys(InvalidInput, "expected slot_mapping[1] to be -1 or between 0 and 5, got 6",
+               slot_mapping=ints(0, 6, -1)),
 ]  # fmt: skip
 
 

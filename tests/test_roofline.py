@@ -139,6 +139,8 @@ PARTS = "its parts, which let every multiprocessor read keys, are as many bytes 
 IN_EXCESS = {
     "gemma4_global_prefill_4k": "32 rows per program: an output of 512 columns for more rows fills the registers",
     **dict.fromkeys((f"mla_sparse_h{heads}_b{batch}" for heads in (8, 16, 32) for batch in (1, 8)), PARTS),
+    "indexer_decode_64q2s32k": "both tokens of a sequence read its keys",
+    "indexer_prefill_4k": "logits are written, and read four times to choose among them",
 }
 TOO_WIDE = "gemma4_global_prefill_4k"
 SHORT = 5e-6  # seconds of a floor under which launching and waiting rule, not what is read

@@ -5,6 +5,8 @@ import dataclasses
 import re
 import subprocess
 import sys
+import types
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 
 from ragged_attention import dispatch
 from ragged_attention.errors import TooLarge
+from ragged_attention.reference import merge_attention_states as merge_module
 from ragged_attention.reference._kv_layout import FORMATS, format_values
 from ragged_attention.reference.mla_decode import mla_decode
 from ragged_attention.reference.sparse_mla_prefill import sparse_mla_prefill
@@ -438,6 +441,24 @@ def test_runners_know_what_is_absent() -> None:
     assert set(absent) == {"torch-pallas", "jax-pallas"}
     with pytest.raises(ValueError, match="expected framework to be one of torch, jax, got 'numpy'"):
         runner_for("reference", "numpy")
+
+
+def test_a_backend_need_not_attend_to_be_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that offers nothing but a merge is present, and its merge is judged."""
+    room = types.ModuleType("merging_room")
+    room.__path__ = []  # type: ignore[attr-defined]
+    room.__spec__ = ModuleSpec("merging_room", None, is_package=True)
+    monkeypatch.setitem(sys.modules, "merging_room", room)
+    monkeypatch.setitem(sys.modules, "merging_room.merge_attention_states", merge_module)
+    monkeypatch.setattr(dispatch, "third_party_packages", lambda: {"merging": "merging_room"})
+    dispatch.load.cache_clear()
+    try:
+        present, absent = runners("merging", "torch", "cpu")
+        assert (list(map(str, present)), absent) == (["torch-merging"], {})
+        (check,) = [check for check in checks() if check.name == "merge, one part"]
+        assert check.run(present[0], 1) == 1
+    finally:
+        dispatch.load.cache_clear()
 
 
 def test_check_names_are_unique() -> None:

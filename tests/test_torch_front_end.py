@@ -55,7 +55,7 @@ def test_write_passes_opcheck(by_slot: bool, pair: bool) -> None:
 
 
 def test_merge_passes_opcheck() -> None:
-    arguments = (torch.randn(3, 5, 2, 16), torch.randn(3, 5, 2), "eager", None)
+    arguments = (torch.randn(3, 5, 2, 16), torch.randn(3, 5, 2), torch.randn(2), "bfloat16", "eager", None)
     torch.library.opcheck(torch.ops.ragged_attention.merge_attention_states.default, arguments)
 
 

@@ -1,11 +1,11 @@
-"""All named shapes, of paged, of latent and of uncached attention."""
+"""All named shapes, of paged, of latent and of uncached attention, and of the indexer."""
 
 from typing import Any
 
-from benchmarks.cases import mla, paged, varlen
+from benchmarks.cases import indexer, mla, paged, varlen
 from benchmarks.cases.base import Case
 
-FAMILIES = (paged, mla, varlen)
+FAMILIES = (paged, mla, varlen, indexer)
 CASES: dict[str, Case] = {name: case for family in FAMILIES for name, case in family.CASES.items()}
 COMPILED_ONLY: dict[str, Case] = {name: case for family in FAMILIES for name, case in family.COMPILED_ONLY.items()}
 

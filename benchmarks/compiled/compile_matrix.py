@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.cases import catalogue
+from benchmarks.cases import indexer as indexer_cases
 from benchmarks.cases import mla as mla_cases
 from benchmarks.cases import paged as paged_cases
 from benchmarks.cases import varlen as varlen_cases
@@ -48,6 +49,7 @@ COVERING = (
     "mla_sparse_bf16_h128_32q2", "mla_sparse_h16_b8", "mla_sparse_h32_b8", "mla_sparse_h128_128q2",
     "mla_sparse_v4_h64_128q2", "mla_prefill_h128_32k", "mla_prefill_fp8_h128_32k", *mla_cases.COMPILED_ONLY,
     "mha_128_4k", "mha_128_4k_backward", "mha_192_4k", "mha_192_4k_backward", *varlen_cases.COMPILED_ONLY,
+    "indexer_decode_64x32k", "indexer_prefill_4k", *indexer_cases.COMPILED_ONLY,
 )  # fmt: skip
 # With these, sm_90 has every code that the workloads' cases launch there, plain numbers apart.
 TARGETS = (
@@ -63,7 +65,8 @@ FEWER = (
     "decode_64x4k", "prefill_4k", "gemma2_prefill_4k", "gemma4_global_prefill_4k", "fp8_64x4k", "float32_mixed",
     "int8_mixed", "ratio_7_page_24", "mla_dense_h128_128q2s4k", "mla_sparse_h16_b8", "mla_sparse_v4_h64_128q2",
     "mla_prefill_h16_2k", "mha_192_4k", "mha_192_4k_backward", "mha_gemma_256", "mha_gemma_256_backward",
-    "mha_float32_80_backward",
+    "mha_float32_80_backward", "indexer_decode_64x32k", "indexer_prefill_4k", "indexer_prefill_bf16",
+    "indexer_decode_bf16_queries",
 )  # fmt: skip
 ALIKE = ("sm_86", "sm_100", "sm_120", "gfx950")
 # Latent attention takes long to compile: sm_90 gets all of its cases, the other architectures one for each tile.
@@ -74,13 +77,13 @@ LATENT_TILES = (
 )  # fmt: skip
 ATTENTIONS = (
     "ragged_paged_attention", "mla_decode", "sparse_mla_prefill", "sparse_mla_prefill_backward", "varlen_attention",
-    "varlen_attention_backward",
+    "varlen_attention_backward", "indexer_topk", "indexer_logits",
 )  # fmt: skip
 # All else is plain copying, so fewer shapes cover it.
 COPYING = (
     "decode_64x4k", "fp8_64x4k", "float32_mixed", "int8_mixed", "phi_head_80_mixed", "one_page_slot",
     "mla_sparse_h16_b8", "mla_sparse_v4_h64_128q2", "mla_float16_h32", "mla_float16_fp8_h16", "mla_narrow_24_heads",
-    "mla_float32_fp8_h16", "mla_one_of_everything",
+    "mla_float32_fp8_h16", "mla_one_of_everything", "indexer_decode_64x32k", "indexer_prefill_4k",
 )  # fmt: skip
 
 SPOT_CHECK = 24  # of so many compilations that did not change a check does one again
@@ -90,6 +93,7 @@ SAVED_EVERY = 30.0  # seconds, while compiling
 # this share must come 16 bytes at a time.
 MULTIPLYING = (
     "tile_kernel", "split_kernel", "latent_kernel", "forward_kernel", "dkv_kernel", "dq_kernel", "gradient_kernel",
+    "tile_logits_kernel", "walk_logits_kernel",
 )  # fmt: skip
 LEAST_WIDE = 0.9
 # Where it is less, the least that it is and why: by kernel, its case's `key_format`, and matrix unit;
@@ -101,12 +105,16 @@ CODES = "of 16 keys 128 codes are 8 bytes for each of 256 threads"
 SCALES = "scales are words or bytes of their own"
 BY_TWO = "the list's slots come by twos"
 TERMS = "a row's norm, offset and share are words of their own"
+WEIGHTS = "a token's weights come by twos, to every warp"
 NARROW: Exceptions = {
     ("split_kernel", "8 bits", "mma"): (0.47, EIGHT_BITS),
     ("tile_kernel", "8 bits", "mma"): (0.44, EIGHT_BITS),
     ("gradient_kernel", "plain", "mma"): (0.80, f"{ROTARY}, {BY_TWO}"),
     ("latent_kernel", "fp8_v4", "mma"): (0.89, SCALES),
     ("latent_kernel", "fp8_v4", "wgmma"): (0.29, CODES),
+    ("tile_logits_kernel", "8 bits", "wgmma"): (0.49, WEIGHTS),
+    ("tile_logits_kernel", "8 bits", "tcgen05"): (0.49, WEIGHTS),
+    ("tile_logits_kernel", "8 bits", "mma"): (0.49, WEIGHTS),
 }
 OLDER = "3.6"
 NARROW_ON_OLDER: Exceptions = {
@@ -122,7 +130,10 @@ NARROW_ON_OLDER: Exceptions = {
 # Bytes per thread that the older Triton spills, since offsets of tokens have 64 bits; the newer one has room for them.
 SPILLED_ON_OLDER = {"dkv_kernel": 8, "forward_kernel": 8}
 # Which of a kernel's block sizes is the rows of its products; 64 of them make a wgmma.
-ROWS = {"dkv_kernel": "kv", "latent_kernel": "h", "gradient_kernel": "h"}
+ROWS = {
+    "dkv_kernel": "kv", "latent_kernel": "h", "gradient_kernel": "h", "tile_logits_kernel": "n",
+    "walk_logits_kernel": "n",
+}  # fmt: skip
 WGMMA_ROWS = 64
 
 HEADER = """\

@@ -16,7 +16,7 @@ from pathlib import Path
 # Instructions that tell what a kernel does; a count each. Products are counted by shape beside this, global loads by
 # width.
 KINDS = {
-    "HGMMA": r"HGMMA\.",
+    "HGMMA": r"[HQ]GMMA\.",  # QGMMA multiplies 8-bit floats
     "HMMA": r"[HIDQO]MMA\.",
     "UTCMMA": r"UTC\w*MMA",
     "UTMALDG": r"UTMALDG",
@@ -178,7 +178,7 @@ def count(code: Sequence[Instruction]) -> Counts:
     names = collections.Counter(line.name for line in code)
     products: collections.Counter[str] = collections.Counter()
     for name, number in names.items():
-        if match := re.match(r"(?:HG|[HIDQO])MMA\.([\dx]+)", name):
+        if match := re.match(r"(?:[HQ]G|[HIDQO])MMA\.([\dx]+)", name):
             products[match[1]] += number
     kinds = {
         kind: sum(number for name, number in names.items() if re.match(pattern, name))
@@ -207,6 +207,7 @@ def load_width(name: str) -> int:
 
 # What a multiprocessor of Hopper does in a cycle.
 PRODUCTS = 2048  # multiplications with additions of 16-bit matrices by HGMMA
+WARPGROUPWISE = {"HGMMA": 2, "QGMMA": 1}  # bytes of an element; those of one byte are multiplied twice as fast
 WARPWISE = 0.63  # of that, what HMMA reaches; not from a datasheet, but from what kernels without HGMMA get at best
 HMMA_SIZES = {"16816": 16 * 8 * 16, "1688": 16 * 8 * 8}
 SHARED = 128  # bytes to or from shared memory
@@ -224,11 +225,12 @@ def cycles(lines: Sequence[Instruction], num_warps: int) -> dict[str, float]:
     products, read, special = 0.0, 0, 0
     for line in lines:
         kind, *modifiers = line.name.split(".")
-        if kind == "HGMMA":
+        if kind in WARPGROUPWISE:
             m, n, k = map(int, modifiers[0].split("x"))
             from_shared = line.operands.split(",")[1].strip().startswith("gdesc")
-            products += m * n * k * num_warps / 4
-            read += 2 * k * (n + m * from_shared) * num_warps // 4
+            size = WARPGROUPWISE[kind]
+            products += m * n * k * size / 2 * num_warps / 4
+            read += size * k * (n + m * from_shared) * num_warps // 4
         elif kind == "HMMA":
             products += HMMA_SIZES.get(modifiers[0], 0) * num_warps / WARPWISE
         elif kind in ("LDSM", "STSM"):

@@ -108,7 +108,7 @@ class Program:
             self.barriers[control.sets].append(_Pending(done, size))
         if control.reads is not None:
             self.barriers[control.reads].append(_Pending(start + busy + READ_LATENCY))
-        if kind == "HGMMA" and "gsb0" in line.operands:
+        if kind in sass.WARPGROUPWISE and "gsb0" in line.operands:
             self.products.append(done)
         # What a unit is asked for while it is busy waits in its queue; of matrices and barriers nothing is queued.
         held = start if unit in ("products", "barrier") else self.now
@@ -151,7 +151,7 @@ def use(line: Instruction, num_warps: int) -> tuple[str, float, float]:
     busy = sass.cycles([line], num_warps)
     if kind == "HMMA":
         return "products", busy["matrices"], 0.0
-    if kind == "HGMMA":
+    if kind in sass.WARPGROUPWISE:
         return "HGMMA", max(busy["matrices"], busy["shared memory"]), MATRIX_LATENCY
     if kind in ("LDS", "LDSM", "STS", "STSM", "LDGSTS"):
         return "shared memory", busy["shared memory"], SHARED_LATENCY

@@ -13,12 +13,20 @@ import torch
 from torch.nn import functional
 
 from benchmarks.cpu import peers
-from ragged_attention.torch import mla_decode, quantize_mla_cache, ragged_paged_attention, varlen_attention
+from ragged_attention.torch import (
+    indexer_topk,
+    mla_decode,
+    quantize_mla_cache,
+    ragged_paged_attention,
+    varlen_attention,
+    write_indexer_cache,
+)
 
 Contenders = Mapping[str, Callable[[], Any]]
 OURS, EAGER = "ours", "eager"
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 32
 D_QK, D_V, LATENT_SCALE = 576, 512, 192**-0.5
+INDEX_HEADS, INDEX_DIM, INDEX_PAGE_SIZE, INDEX_TOPK = 64, 128, 64, 2048
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,6 +182,43 @@ class Varlen(Case):
         return {name: lambda function=function: function(*arrays) for name, function in functions.items()}
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Index(Case):
+    """The top-k of the lightning indexer over pages of bytes; `lens` are query tokens and keys of each sequence."""
+
+    lens: tuple[tuple[int, int], ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(keys for _, keys in self.lens) * (INDEX_DIM + 4)
+
+    @property
+    def flops(self) -> int:
+        pairs = sum(tokens * (2 * keys - tokens + 1) // 2 for tokens, keys in self.lens)
+        return 2 * pairs * INDEX_HEADS * INDEX_DIM
+
+    def contenders(self) -> Contenders:
+        """All numbers are small integers and scales powers of two: logits are exact, and there is one answer."""
+        torch.manual_seed(0)
+        pages = -(-max(keys for _, keys in self.lens) // INDEX_PAGE_SIZE)
+        table = torch.randperm(len(self.lens) * pages).view(len(self.lens), pages).int()
+        cache = torch.zeros(table.numel(), INDEX_PAGE_SIZE, 1, INDEX_DIM + 4, dtype=torch.uint8)
+        slots = torch.arange(table.numel() * INDEX_PAGE_SIZE)
+        keys = torch.randint(-4, 5, (len(slots), INDEX_DIM)).to(self.dtype)
+        write_indexer_cache(keys, cache, slots, power_of_two=True)
+        edges = torch.tensor([0, *(tokens for tokens, _ in self.lens)]).cumsum(0).int()
+        q = torch.randint(-4, 5, (int(edges[-1]), INDEX_HEADS, INDEX_DIM)).to(self.dtype)
+        weights = torch.randint(-4, 5, q.shape[:2]).float()
+        lens = torch.tensor([keys for _, keys in self.lens]).int()
+
+        def ours(backend: str) -> Callable[[], Any]:
+            return lambda: indexer_topk(
+                q, cache, weights, INDEX_TOPK, page_indices=table, kv_lens=lens, cu_q_lens=edges, backend=backend
+            )
+
+        return {OURS: ours("numba"), EAGER: ours("eager")}
+
+
 F32, BF16 = torch.float32, torch.bfloat16
 DECODES, CHUNKS = ((1, 1024),) * 8, ((512, 1024),) * 2
 FROM_JAX = ("torch", "jax")
@@ -201,4 +246,6 @@ CASES: tuple[Case, ...] = (
     Varlen(name="C8b", what="its gradient, f32", dtype=F32, backward=True),
     Varlen(name="C8c", what="packed attention, 4 x 1k causal, bf16", dtype=BF16),
     Varlen(name="C8d", what="its gradient, bf16", dtype=BF16, backward=True),
+    Index(name="C9", what="indexer top-k 2048, 8 decodes at 4k, fp8 pages", dtype=BF16, lens=((1, 4096),) * 8),
+    Index(name="C9b", what="indexer top-k 2048, prefill of 256 at 4k, fp8 pages", dtype=BF16, lens=((256, 4096),)),
 )  # fmt: skip

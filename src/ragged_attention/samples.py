@@ -319,10 +319,87 @@ class VarlenSample(AnySample):
         return self._varlen_attention() | {"d_out": outs, "out": outs, "lse": lse, "d_lse": d_lse}
 
 
-KINDS = (Sample, LatentSample, VarlenSample)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IndexerSample(AnySample):
+    """A call of the lightning indexer; the defaults are DeepSeek-V3.2's decode of 32 sequences of up to 4096."""
+
+    dtype: str = "float8_e4m3fn"
+    cache_dtype: str = "uint8"  # pages of bytes; else that of plain pages, or of packed keys
+    num_q_heads: int = 64
+    head_dim: int = 128
+    page_size: int = 64
+    num_tokens: int = 32
+    max_num_seqs: int = 32
+    max_len: int = 4096  # tokens
+    packed: bool = False  # all keys in one array, with a range for each query
+    ratio: int = 1
+    top_k: int = 2048
+    candidate_blocks: int = 0  # in each query's list; 0: none
+    candidate_block_size: int = 64
+    sinks: bool = False
+
+    @property
+    def pages_per_seq(self) -> int:
+        return -(-self.max_len // (self.page_size * self.ratio))
+
+    @property
+    def new_dtype(self) -> str:
+        """Of keys before they are quantised."""
+        return "bfloat16" if self.dtype == "float8_e4m3fn" else self.dtype
+
+    def _cache(self) -> FakeArray:
+        pages = (self.max_num_seqs * self.pages_per_seq, self.page_size)
+        if self.cache_dtype == "uint8":
+            return FakeArray((*pages, 1, self.head_dim + 4), "uint8")
+        return FakeArray((*pages, self.head_dim), self.cache_dtype)
+
+    def _keys(self) -> dict[str, Any]:
+        tokens, seqs = self.num_tokens, self.max_num_seqs
+        if self.packed:
+            edges, count = FakeArray((tokens,), "int32"), seqs * self.max_len
+            keys = FakeArray((count, self.head_dim), self.dtype)
+            scale = FakeArray((count,), "float32") if self.dtype == "float8_e4m3fn" else None
+            return {"keys": keys, "key_scale": scale, "starts": edges, "stops": edges}
+        return {
+            "keys": self._cache(),
+            "page_indices": FakeArray((seqs, self.pages_per_seq), "int32"),
+            "kv_lens": FakeArray((seqs,), "int32"),
+            "cu_q_lens": FakeArray((seqs + 1,), "int32"),
+            "ratio": self.ratio,
+        }
+
+    def _indexer_logits(self) -> dict[str, Any]:
+        heads = (self.num_tokens, self.num_q_heads)
+        return self._keys() | {
+            "q": FakeArray((*heads, self.head_dim), self.dtype),
+            "weights": FakeArray(heads, "float32"),
+        }
+
+    def _indexer_topk(self) -> dict[str, Any]:
+        lists = {
+            "candidate_blocks": FakeArray((self.num_tokens, self.candidate_blocks), "int32"),
+            "candidate_block_size": self.candidate_block_size,
+        }
+        return self._indexer_logits() | {"top_k": self.top_k} | (lists if self.candidate_blocks else {})
+
+    def _top_k_indices(self) -> dict[str, Any]:
+        edges = FakeArray((self.num_tokens,), "int32")
+        logits = FakeArray((self.num_tokens, self.max_len), "float32")
+        return {"logits": logits, "top_k": self.top_k, "starts": edges, "stops": edges}
+
+    def _quantize_indexer_keys(self) -> dict[str, Any]:
+        return {"k": FakeArray((self.num_tokens, self.head_dim), self.new_dtype)}
+
+    def _write_indexer_cache(self) -> dict[str, Any]:
+        cache = dataclasses.replace(self, cache_dtype="uint8")._cache()
+        slots = FakeArray((self.num_tokens,), "int64")
+        return self._quantize_indexer_keys() | {"cache": cache, "slot_mapping": slots}
 
 
-def sample_of(operation: str, **options: Any) -> Sample | LatentSample | VarlenSample:
+KINDS = (Sample, LatentSample, VarlenSample, IndexerSample)
+
+
+def sample_of(operation: str, **options: Any) -> Sample | LatentSample | VarlenSample | IndexerSample:
     """A representative sample for an operation, changed by `options`, which are fields of it."""
     kind = next((kind for kind in KINDS if hasattr(kind, f"_{operation}")), LatentSample)
     known = [field.name for field in dataclasses.fields(kind)]

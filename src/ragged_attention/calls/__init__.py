@@ -31,6 +31,12 @@ from ragged_attention.calls.heads_first import PagedAttention as PagedAttention
 from ragged_attention.calls.heads_first import PrefillAttention as PrefillAttention
 from ragged_attention.calls.heads_first import RaggedHeadsFirst as RaggedHeadsFirst
 from ragged_attention.calls.heads_first import is_jax_quantized as is_jax_quantized
+from ragged_attention.calls.indexer import IndexerCall as IndexerCall
+from ragged_attention.calls.indexer import IndexerLogits as IndexerLogits
+from ragged_attention.calls.indexer import IndexerTopk as IndexerTopk
+from ragged_attention.calls.indexer import QuantizeIndexerKeys as QuantizeIndexerKeys
+from ragged_attention.calls.indexer import TopKIndices as TopKIndices
+from ragged_attention.calls.indexer import WriteIndexerCache as WriteIndexerCache
 from ragged_attention.calls.mla import MlaDecode as MlaDecode
 from ragged_attention.calls.mla import SparseMlaPrefill as SparseMlaPrefill
 from ragged_attention.calls.mla import SparseMlaPrefillBackward as SparseMlaPrefillBackward
@@ -68,5 +74,10 @@ CALLS: dict[str, type[Call]] = {
         DequantizeMlaCache,
         WriteMlaCache,
         PageIndicesToSlots,
+        IndexerLogits,
+        IndexerTopk,
+        TopKIndices,
+        QuantizeIndexerKeys,
+        WriteIndexerCache,
     )
 }

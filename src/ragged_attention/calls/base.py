@@ -76,6 +76,7 @@ class Call(abc.ABC):
     DIFFERENTIABLE: ClassVar[tuple[str, ...]] = ()  # arguments that `<operation>_backward` gives the gradients of
 
     ATTENDS: ClassVar[bool] = False  # whether results are sums over the keys of sequences
+    WHY_NO_GRADIENT: ClassVar[str] = "it works on a KV cache, for inference"
     SEPARABLE: ClassVar[frozenset[str]] = frozenset()  # arguments that ask for what another operation can do before
 
     device: Device = NOWHERE
@@ -110,7 +111,7 @@ class Call(abc.ABC):
     def no_gradient(cls) -> str:
         """Why differentiating the operation fails, where nothing gives its gradient."""
         is_gradient = cls.OPERATION.endswith("_backward")
-        reason = "it is a gradient itself" if is_gradient else "it works on a KV cache, for inference"
+        reason = "it is a gradient itself" if is_gradient else cls.WHY_NO_GRADIENT
         return f"{cls.OPERATION} has no gradient: {reason}"
 
     @classmethod

@@ -14,6 +14,7 @@ from ragged_attention.calls.fields import (
     ArrayKind,
     Arrays,
     Count,
+    Dtype,
     Flag,
     Integer,
     Number,
@@ -213,7 +214,7 @@ class RaggedPagedAttention(PagedCall, GroupedCall):
 
     def check_values(self) -> None:
         """Raise `InvalidInput` naming the first sequence whose index values are invalid. Expects NumPy arrays."""
-        _check_ragged_values(
+        check_ragged_values(
             self.kv_lens,
             self.page_indices,
             self.cu_q_lens,
@@ -225,10 +226,14 @@ class RaggedPagedAttention(PagedCall, GroupedCall):
         )
 
 
-def _check_ragged_values(
+def check_ragged_values(
     kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any, num_tokens: int, num_pages: int, page_size: int,
-    max_q_len: int | None = None,
+    max_q_len: int | None = None, ratio: int = 1,
 ) -> None:  # fmt: skip
+    """Raise `InvalidInput` naming the first invalid value of a ragged batch's tables. Expects NumPy arrays.
+
+    A page holds `page_size` rows, each of which stands for `ratio` tokens.
+    """
     max_num_seqs, pages_per_seq = page_indices.shape
     count = max_num_seqs if num_seqs is None else int(np.asarray(num_seqs).reshape(()))
     if not 0 <= count <= max_num_seqs:
@@ -244,12 +249,12 @@ def _check_ragged_values(
             raise InvalidInput(f"expected cu_q_lens[{seq + 1}] <= {num_tokens=}, got {starts[seq + 1]}")
         if max_q_len is not None and q_len > max_q_len:
             raise InvalidInput(f"expected no sequence of more than {max_q_len=} queries, got {q_len} at {seq}")
-        if not 0 <= kv_len <= pages_per_seq * page_size:
-            limit = f"pages_per_seq * page_size = {pages_per_seq * page_size}"
+        if not 0 <= kv_len <= pages_per_seq * page_size * ratio:
+            limit = f"pages_per_seq * page_size{' * ratio' * (ratio > 1)} = {pages_per_seq * page_size * ratio}"
             raise InvalidInput(f"expected kv_lens[{seq}] between 0 and {limit}, got {kv_len}")
         if q_len > kv_len:
             raise InvalidInput(f"expected q_len <= kv_lens[{seq}] = {kv_len}, got q_len {q_len} of sequence {seq}")
-        pages = page_indices[seq, : -(-kv_len // page_size)] if q_len else page_indices[seq, :0]
+        pages = page_indices[seq, : -(-(kv_len // ratio) // page_size)] if q_len else page_indices[seq, :0]
         bad = np.flatnonzero((pages < 0) | (pages >= num_pages))
         if bad.size:
             where = f"page_indices[{seq}, {bad[0]}]"
@@ -312,16 +317,20 @@ class WriteKvPages(PagedCall):
     def check_values(self) -> None:
         """Raise `InvalidInput` naming the first value that points outside the pages. Expects NumPy arrays."""
         if self.slot_mapping is None:
-            _check_ragged_values(
+            check_ragged_values(
                 self.kv_lens, self.page_indices, self.cu_q_lens, self.num_seqs,
                 self.num_tokens, self.num_pages, self.page_size,
             )  # fmt: skip
             return
-        slots = self.num_pages * self.page_size
-        bad = np.flatnonzero((self.slot_mapping < -1) | (self.slot_mapping >= slots))
-        if bad.size:
-            got = self.slot_mapping[bad[0]]
-            raise InvalidInput(f"expected slot_mapping[{bad[0]}] to be -1 or between 0 and {slots - 1}, got {got}")
+        check_slots(self.slot_mapping, self.num_pages * self.page_size)
+
+
+def check_slots(slot_mapping: Any, num_slots: int) -> None:
+    """Raise `InvalidInput` naming the first slot outside the cache. Expects NumPy arrays."""
+    bad = np.flatnonzero((slot_mapping < -1) | (slot_mapping >= num_slots))
+    if bad.size:
+        got = slot_mapping[bad[0]]
+        raise InvalidInput(f"expected slot_mapping[{bad[0]}] to be -1 or between 0 and {num_slots - 1}, got {got}")
 
 
 @record
@@ -334,13 +343,16 @@ class MergeAttentionStates(Call):
 
     outs: Any = field(Stack("N T H D_v", FLOATS))
     lses: Any = field(Stack("N T H", ("float32",)))
+    sinks: Any = field(ArrayKind("H", ("float32",)), default=None)
+    out_dtype: str | None = field(Dtype(choices=FLOATS), default=None)
 
     def _check(self, sizes: Sizes) -> None:
         if self.outs.shape[0] < 1:
             raise InvalidInput("expected outs to hold at least one part, got 0")
 
     def results(self) -> tuple[Result, ...]:
-        return tuple(Result(parts.shape[1:], parts.dtype) for parts in (self.outs, self.lses))
+        out, lse = Result(self.outs.shape[1:], self.out_dtype or self.outs.dtype), self.lses
+        return out, Result(lse.shape[1:], lse.dtype)
 
     def check_values(self) -> None:
         """No value is invalid: a part whose lse is -inf weighs nothing."""

@@ -13,7 +13,8 @@ WINDOW = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attent
 LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 16, "qk_rope_head_dim": 8,
           "qk_nope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
           "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}  # fmt: skip
-INDEXED = LATENT | {"index_topk": 8, "index_n_heads": 2, "index_head_dim": 16}
+# So many heads that hardly a key has a score of 0 by all of them: among equal scores an indexer may choose any.
+INDEXED = LATENT | {"index_topk": 8, "index_n_heads": 16, "index_head_dim": 16}
 # By family: the beginning of the names of its classes, that of its configuration, and what that gets beside COMMON.
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("Llama", "LlamaConfig", {}),

@@ -233,15 +233,15 @@ class Launcher:
         """
         given, inputs = inputs, [to_bits(array) for array in inputs]
         results = self._launch(kernel, grid, inputs, outputs, inplace, num_warps, num_stages, arguments)
-        last = results[len(outputs) :]
-        last = [_from_bits(array, given[index].dtype) for array, index in zip(last, inplace, strict=True)]
-        return [*results[: len(outputs)], *last]
+        dtypes = [*(jnp.dtype(dtype) for _, dtype in outputs), *(given[index].dtype for index in inplace)]
+        return [_from_bits(array, dtype) for array, dtype in zip(results, dtypes, strict=True)]
 
     def _launch(
         self, kernel: Any, grid: Any, inputs: Any, outputs: Any, inplace: Any, num_warps: int, num_stages: int,
         arguments: dict[str, Any],
     ) -> list[Any]:  # fmt: skip
-        shapes = [jax.ShapeDtypeStruct(tuple(shape), dtype) for shape, dtype in outputs]
+        dtypes = [jnp.uint8 if is_bits(jnp.dtype(dtype)) else dtype for _, dtype in outputs]
+        shapes = [jax.ShapeDtypeStruct(tuple(shape), dtype) for (shape, _), dtype in zip(outputs, dtypes, strict=True)]
         aliases = {index: len(shapes) + output for output, index in enumerate(inplace)}
         shapes += [jax.ShapeDtypeStruct(inputs[index].shape, inputs[index].dtype) for index in inplace]
         if 0 in grid:

@@ -213,6 +213,8 @@ def merge_attention_states(
     outs: jax.Array | Sequence[jax.Array],
     lses: jax.Array | Sequence[jax.Array],
     *,
+    sinks: jax.Array | None = None,
+    out_dtype: Any = None,
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -221,13 +223,15 @@ def merge_attention_states(
     Args:
         outs: [N, T, H, D_v] float32, float16 or bfloat16, or a sequence of N arrays [T, H, D_v].
         lses: f32 [N, T, H], natural log-sum-exps as `ragged_paged_attention` returns them, or a sequence.
+        sinks: f32 [H], one logit per head that joins the merged softmax's denominator only; for parts without them.
+        out_dtype: of the merged out, "float32", "float16" or "bfloat16", or the framework's own dtype of that name;
+            default that of `outs`.
         out: torch only: memory for the result of that name, as in `ragged_paged_attention`.
         backend, options: as in `ragged_paged_attention`.
 
     Returns:
-        out [T, H, D_v] of the dtype of `outs`, and lse [T, H] float32. A part whose lse is -inf weighs nothing,
-        whatever its out holds; where all are -inf, out is 0 and lse -inf. Sinks are for the merged result:
-        multiply out by `sigmoid(lse - sink)`.
+        out [T, H, D_v], and lse [T, H] float32, the sinks not counted. A part whose lse is -inf weighs nothing,
+        whatever its out holds; where all are -inf, out is 0 and lse -inf.
 
     Raises:
         InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.

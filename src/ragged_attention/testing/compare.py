@@ -110,3 +110,55 @@ def _same_direction(got: NDArray[np.float64], want: NDArray[np.float64], what: s
     difference = 1 - 2 * float((got * want).sum()) / total if total > 0 else 0.0
     if difference > bound:
         raise AssertionError(f"{what}: expected a cosine difference <= {bound:g}, got {difference:.3g}")
+
+
+# Of the indexer's logits: the cosine difference of all, and of each the part of the sum of its products' magnitudes.
+LOGITS = (5e-6, 5e-4)
+
+
+def logits_agree(got: ArrayLike, want: ArrayLike, magnitudes: ArrayLike, what: str = "logits") -> bool:
+    """Whether the indexer's logits are those wanted; `magnitudes` are what they would be if no product cancelled.
+
+    A matrix unit of 8-bit floats keeps about 13 bits of its sums, so each error is one of the products, not of what
+    is left of them.
+    """
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    if got.shape != want.shape:
+        raise AssertionError(f"{what}: expected shape {want.shape}, got {got.shape}")
+    for name, where in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
+        _same_places(name, where(got), where(want), got, want, what)
+    finite = np.isfinite(want)
+    bound = LOGITS[1] * np.asarray(magnitudes)[finite] + np.finfo(np.float32).tiny
+    excess = np.abs(got[finite] - want[finite]) / bound
+    if excess.size and excess.max() > 1:
+        index = np.argwhere(finite)[int(np.argmax(excess))].tolist()
+        raise AssertionError(
+            f"{what}{index}: expected {want[tuple(index)]:.8g} within {bound[np.argmax(excess)]:.3g}, "
+            f"got {got[tuple(index)]:.8g}; {int((excess > 1).sum())} of {excess.size} elements are beyond it"
+        )
+    _same_direction(got[finite], want[finite], what, LOGITS[0])
+    return True
+
+
+def chosen_agree(got: ArrayLike, logits: ArrayLike, magnitudes: ArrayLike, top_k: int) -> bool:
+    """Whether rows of columns are the `top_k` largest of the logits, as far as rounding of these leaves a choice."""
+    got, logits = np.asarray(got), np.asarray(logits, np.float64)
+    if got.shape != (len(logits), top_k):
+        raise AssertionError(f"expected shape {(len(logits), top_k)}, got {got.shape}")
+    for row, (columns, values, sizes) in enumerate(zip(got, logits, np.asarray(magnitudes), strict=True)):
+        values = np.where(np.isnan(values), -np.inf, values)
+        possible = values > -np.inf
+        count = min(top_k, int(possible.sum()))
+        chosen = columns[:count]
+        if (columns[count:] != -1).any() or (np.diff(chosen) <= 0).any():
+            raise AssertionError(f"row {row}: expected {count} columns in ascending order, then -1, got {columns}")
+        if not ((chosen >= 0) & (chosen < len(values))).all() or not possible[chosen].all():
+            raise AssertionError(f"row {row}: expected columns that are seen, got {columns}")
+        left = possible.copy()
+        left[chosen] = False
+        if count and left.any():
+            slack = LOGITS[1] * np.where(possible & np.isfinite(sizes), sizes, 0.0)
+            least, most = (values + slack)[chosen].min(), (values - slack)[left].max()
+            if least < most:
+                raise AssertionError(f"row {row}: expected no logit above {least:.8g} to be left out, got {most:.8g}")
+    return True

@@ -71,6 +71,25 @@ PATHS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
         {"block_h": 32, "block_kv": 32, "chunk_tokens": 3},
         {"block_h": 32, "block_kv": 32, "chunk_tokens": 3, "keys_first": True},
     ),
+    "indexer_logits": (
+        {"walk": True},
+        {"walk": False},
+        {"walk": True, "num_parts": 3, "block_n": 16},
+        {"walk": False, "block_n": 32, "block_t": 4},
+        {"block_q": 1, "block_kv": 8},
+        {"block_q": 3, "block_kv": 24},
+    ),
+    "indexer_topk": (
+        {"walk": True, "chunk": 3, "num_splits": 3, "select_block": 64},
+        {"walk": False, "block_n": 32, "block_t": 2, "chunk": 5},
+        {"block_q": 1, "block_kv": 8},
+        {"block_q": 3, "block_kv": 24},
+    ),
+    "top_k_indices": (
+        {"block": 64},
+        {"block": 64, "num_splits": 3},
+        {"num_splits": 7},
+    ),
 }
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ragged_attention import dispatch
 from ragged_attention.calls import CALLS, DecodeSchedule
 from ragged_attention.errors import BackendMissing, TooLarge, Unsupported
+from ragged_attention.samples import sample_of
 from ragged_attention.testing.mla.cache_specs import ScheduleBatch
 from ragged_attention.testing.mla.specs import DecodeSpec, PrefillSpec, as_it_is, at_tuned_widths, fitting
 from ragged_attention.testing.paged.specs import Arrays, Batch, Pages, Spec, WriteBatch, like_pages, pages_of
@@ -22,7 +23,8 @@ from ragged_attention.testing.varlen.specs import VarlenSpec
 
 HeadsFirstPages = NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]  # as they are stored, or with their scales
 FRAMEWORKS = ("torch", "jax")
-# A small call of each attention: a backend that takes one of them can run here.
+# A small call of each attention; of the other operations the calls of `samples` stand for all. A backend that takes one
+# of them can run here.
 SAMPLES = {
     "ragged_paged_attention": Spec(lens=((1, 1),)),
     "sparse_mla_prefill": PrefillSpec(tokens=1),
@@ -184,7 +186,7 @@ class Runner:
         if importlib.util.find_spec(self.framework) is None:
             return f"{self.framework} is not installed"
         with self.around():
-            reasons = [self._refuses(operation) for operation in SAMPLES]
+            reasons = [self._refuses(operation) for operation in (*SAMPLES, *(CALLS.keys() - SAMPLES.keys()))]
         if None in reasons:
             return None
         return next((text for text in reasons if text and "does not offer" not in text), reasons[0])
@@ -213,9 +215,13 @@ class Runner:
         return ["--backend", self.backend, "--framework", self.framework, *device]
 
     def _refuses(self, operation: str) -> str | None:
-        on_host, batch = dataclasses.replace(self, device=None), SAMPLES[operation].build()
-        arguments = {name: on_host._bring(batch, name, value) for name, value in batch.arguments().items()}
-        call = CALLS[operation](**arguments, device=self.front.facts(self.device))  # type: ignore[call-arg]
+        device = self.front.facts(self.device)
+        if operation in SAMPLES:
+            on_host, batch = dataclasses.replace(self, device=None), SAMPLES[operation].build()
+            arguments = {name: on_host._bring(batch, name, value) for name, value in batch.arguments().items()}
+            call = CALLS[operation](**arguments, device=device)  # type: ignore[call-arg]
+        else:
+            call = sample_of(operation).call(operation, device)
         try:
             return dispatch.refusal(self.backend, call)
         except BackendMissing as missing:

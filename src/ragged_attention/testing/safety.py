@@ -16,6 +16,7 @@ from ragged_attention import dispatch
 from ragged_attention.testing.drawing import paths, taken_of
 from ragged_attention.testing.guarded import guarded, run_apart
 from ragged_attention.testing.heads_first import suite as heads_first_suite
+from ragged_attention.testing.indexer import garbage as indexer_safety
 from ragged_attention.testing.mla import garbage as mla_safety
 from ragged_attention.testing.paged.specs import Batch, Spec, WriteBatch, garbage
 from ragged_attention.testing.paged.strategies import merge_batch, write_batch
@@ -107,6 +108,12 @@ EXAMPLES: tuple[tuple[str, Callable[[Runner, int, Mapping[str, Any]], None]], ..
     ("write_kv_pages", _write),
     ("merge_attention_states", _merge),
 )
+SLOWER = (
+    *mla_safety.EXAMPLES,
+    *heads_first_suite.GARBAGE,
+    *varlen_safety.EXAMPLES,
+    *indexer_safety.EXAMPLES,
+)
 
 
 def check_garbage(runner: Runner, examples: int) -> int:
@@ -123,7 +130,7 @@ def check_garbage(runner: Runner, examples: int) -> int:
 
 def _survives_here(runner: Runner, examples: int) -> int:
     """With few examples, each of the operations gets one of them."""
-    every = (*EXAMPLES, *mla_safety.EXAMPLES, *heads_first_suite.GARBAGE, *varlen_safety.EXAMPLES)
+    every = (*EXAMPLES, *SLOWER)
 
     def attempts() -> Iterator[Callable[[], None]]:
         for seed in range(examples):
@@ -210,8 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             runner = emulated(runner, options.emulated)
         for seed in range(0 if side == "end" else 1, options.examples, 2):
             # The slower half of them with every second seed, by turns.
-            slower = (*mla_safety.EXAMPLES, *heads_first_suite.GARBAGE, *varlen_safety.EXAMPLES)
-            turns = [pair for number, pair in enumerate(slower) if (seed // 2 + number) % 2 == 0]
+            turns = [pair for number, pair in enumerate(SLOWER) if (seed // 2 + number) % 2 == 0]
             for operation, example in (*EXAMPLES, *turns):
                 ways = paths(runner, operation)
                 path = ways[seed % len(ways)]

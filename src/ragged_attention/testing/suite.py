@@ -11,6 +11,7 @@ from typing import Any
 from ragged_attention.testing import compare, formats, invariance
 from ragged_attention.testing.drawing import Check, built, on_corner, on_drawn, on_drawn_paths, on_every_path
 from ragged_attention.testing.heads_first import suite as heads_first_suite
+from ragged_attention.testing.indexer import suite as indexer_suite
 from ragged_attention.testing.mla import suite as mla_suite
 from ragged_attention.testing.paged import updates
 from ragged_attention.testing.paged.corners import CORNERS, MERGE_CORNERS, WRITE_CORNERS
@@ -74,6 +75,7 @@ def corners() -> Iterator[Check]:
     yield from heads_first_suite.corners()
     yield from mla_suite.corners()
     yield from varlen_suite.corners()
+    yield from indexer_suite.corners()
 
 
 def agreement() -> Iterator[Check]:
@@ -88,6 +90,7 @@ def agreement() -> Iterator[Check]:
     yield from heads_first_suite.agreement()
     yield from mla_suite.agreement()
     yield from varlen_suite.agreement()
+    yield from indexer_suite.agreement()
 
 
 def laws() -> Iterator[Check]:
@@ -97,6 +100,7 @@ def laws() -> Iterator[Check]:
     yield from heads_first_suite.laws()
     yield from mla_suite.laws()
     yield from varlen_suite.laws()
+    yield from indexer_suite.laws()
     yield from invariance.laws()
 
 

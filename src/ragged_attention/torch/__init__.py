@@ -12,6 +12,11 @@ from ragged_attention.calls import CALLS, Call
 from ragged_attention.torch import _operators, _plan
 from ragged_attention.torch.heads_first import paged_attention as paged_attention
 from ragged_attention.torch.heads_first import prefill_attention as prefill_attention
+from ragged_attention.torch.indexer import indexer_logits as indexer_logits
+from ragged_attention.torch.indexer import indexer_topk as indexer_topk
+from ragged_attention.torch.indexer import quantize_indexer_keys as quantize_indexer_keys
+from ragged_attention.torch.indexer import top_k_indices as top_k_indices
+from ragged_attention.torch.indexer import write_indexer_cache as write_indexer_cache
 from ragged_attention.torch.mla import dequantize_mla_cache as dequantize_mla_cache
 from ragged_attention.torch.mla import make_decode_schedule as make_decode_schedule
 from ragged_attention.torch.mla import mla_decode as mla_decode

@@ -21,6 +21,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "int32": torch.int32,
     "uint8": torch.uint8,
+    "float8_e4m3fn": torch.float8_e4m3fn,
 }
 
 

@@ -11,7 +11,8 @@ call becomes depends on what it is:
     decode over a cache          `ragged_paged_attention` over the cache where it lies, padding left out by its pages
     `generate_batch`             `ragged_paged_attention` over the pages of its cache, nothing gathered; layers with a
                                  sliding window: `varlen_attention` over what their ring buffers hold
-    after `absorb_mla`           `mla_decode` and `sparse_mla_prefill` over the latents
+    after `absorb_mla`           `mla_decode` and `sparse_mla_prefill` over the latents; `indexer_logits` and
+                                 `top_k_indices` in indexers
 
 What these do not take (dropout, position biases, masks of another form) is computed densely in torch, with the same
 result: slower, and with all logits of a layer in memory. `explain` says what went where, and why.
@@ -70,7 +71,7 @@ def absorb_mla(model: Any) -> Any:
 
     The projection of latents to keys is multiplied into the queries, that to values follows the attention. The model is
     changed in place: its attention modules get another class, and its attention implementation becomes ours. Tested
-    with deepseek_v3, deepseek_v32 and glm_moe_dsa; indexers of sparse attention stay the model's own.
+    with deepseek_v3, deepseek_v32 and glm_moe_dsa, whose indexers then choose by `indexer_logits` and `top_k_indices`.
 
     Args:
         model: a model of transformers, or a module that holds one.

@@ -10,6 +10,7 @@ import torch
 
 from ragged_attention.errors import Unsupported
 from ragged_attention.integrations.transformers._calls import note
+from ragged_attention.integrations.transformers._indexer import index
 from ragged_attention.integrations.transformers._layout import (
     is_left_padding,
     is_padding,
@@ -46,6 +47,7 @@ def absorb(model: Any, name: str) -> Any:
         found += 1
     if not found and not any(map(is_absorbed, model.modules())):
         raise Unsupported(f"expected a model with latent attention, got {type(model).__name__}")
+    index(model)
     model.set_attn_implementation(name)
     return model
 

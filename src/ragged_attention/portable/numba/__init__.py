@@ -7,4 +7,5 @@ do; the front end's own threads take one program after another. No program waits
     _vectors   some floats at a time, memory by address         _formats   what is stored, to and from float32
     _tiles     one program's memory                             _products, _softmax   the steps of an attention
     _kernels   records, compiling, threads, XLA                 _paged, _latent, _varlen   where keys and values lie
+    _indexer   logits that choose what is attended to           _selection   the largest numbers of a row
 """

@@ -382,6 +382,20 @@ def _bfloat16_of(mantissa: int, bias: int, special: Callable[[int], float | None
     return np.array(values, np.float32).view(np.uint32) >> 16
 
 
+def _lookup(builder: Any, table: Any, codes: Any) -> Any:
+    """Pairs of bfloat16 by a table of the positive codes' bits; every code stands twice. Needs PAIRS."""
+    kind = codes.type
+    name = "llvm.x86.avx512.vpermi2var.qi.512"  # of a table of 128 bytes, by the lower seven bits
+    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind] * 3), name)
+    low, high = (
+        builder.call(function, [ir.Constant(kind, half[:64]), codes, ir.Constant(kind, half[64:])])
+        for half in ((table & 255).tolist(), (table >> 8).tolist())
+    )
+    alternate = chosen(builder, [place + 64 * (place % 2) for place in range(64)], low, high)
+    signs = builder.and_(codes, ir.Constant(kind, [0, 128] * 32))
+    return builder.bitcast(builder.or_(alternate, signs), FLOATS)
+
+
 def _pairs_by_table(table: Any, decode: Callable[[Any, Any], Any], name: str) -> Any:
     """A function that writes a vector of `pair`, by looking up both bytes of each number."""
 
@@ -389,17 +403,7 @@ def _pairs_by_table(table: Any, decode: Callable[[Any, Any], Any], name: str) ->
         rows = [load_aligned(builder, element(builder, row, index, I8), BYTES, 1) for row in (first, second)]
         if PAIRS:
             places = [place for lane in range(LANES) for place in (lane, lane, LANES + lane, LANES + lane)]
-            codes = chosen(builder, places, *rows)
-            kind = codes.type
-            name = "llvm.x86.avx512.vpermi2var.qi.512"  # of a table of 128 bytes, by the lower seven bits
-            lookup = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind] * 3), name)
-            low, high = (
-                builder.call(lookup, [ir.Constant(kind, half[:64]), codes, ir.Constant(kind, half[64:])])
-                for half in ((table & 255).tolist(), (table >> 8).tolist())
-            )
-            alternate = chosen(builder, [place + 64 * (place % 2) for place in range(64)], low, high)
-            signs = builder.and_(codes, ir.Constant(kind, [0, 128] * 32))
-            pairs = builder.bitcast(builder.or_(alternate, signs), FLOATS)
+            pairs = _lookup(builder, table, chosen(builder, places, *rows))
         else:
             pairs = join(builder, *(decode(builder, row) for row in rows))
         store_aligned(builder, pairs, element(builder, target, index, F32), 4)
@@ -408,10 +412,27 @@ def _pairs_by_table(table: Any, decode: Callable[[Any, Any], Any], name: str) ->
     return function_of(types.none, types.int64, types.int64, types.int64, types.int64)(write)
 
 
-_pair_e4m3 = _pairs_by_table(_bfloat16_of(3, 7, lambda code: np.nan if code == 127 else None), _from_e4m3, "e4m3")
+_E4M3 = _bfloat16_of(3, 7, lambda code: np.nan if code == 127 else None)
+_pair_e4m3 = _pairs_by_table(_E4M3, _from_e4m3, "e4m3")
 _pair_e5m2 = _pairs_by_table(
     _bfloat16_of(2, 15, lambda code: None if code < 124 else np.inf if code == 124 else np.nan), _from_e5m2, "e5m2"
 )
+
+
+@function_of(types.none, types.int64, types.int64, types.int64, types.int64)
+def pairs_of_four_e4m3(builder: Any, source: Any, index: Any, target: Any, stride: Any) -> None:
+    """Write a vector of places of four e4m3 each as two of pairs, bytes 0 and 1, then `stride` behind it 2 and 3."""
+    kind = ir.VectorType(I8, 4 * LANES)
+    codes = load_aligned(builder, element(builder, source, index, F32), kind, 4)
+    for half in range(2):
+        if PAIRS:
+            places = [4 * lane + 2 * half + byte for lane in range(LANES) for byte in (0, 0, 1, 1)]
+            pairs = _lookup(builder, _E4M3, chosen(builder, places, codes))
+        else:
+            both = (chosen(builder, list(range(2 * half + byte, 4 * LANES, 4)), codes) for byte in range(2))
+            pairs = join(builder, *(_from_e4m3(builder, each) for each in both))
+        place = builder.add(index, builder.mul(stride, ir.Constant(I64, half)))
+        store_aligned(builder, pairs, element(builder, target, place, F32), 4)
 
 
 @compiled

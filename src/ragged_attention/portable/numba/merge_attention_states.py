@@ -10,7 +10,7 @@ from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._formats import CODES, narrow, read_some, size_of
 from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._records import Fields, programs
-from ragged_attention.portable.numba._softmax import LN2, LOG2E, NOTHING, power
+from ragged_attention.portable.numba._softmax import LN2, LOG2E, NOTHING, power, weight_of_sink
 from ragged_attention.portable.numba._vectors import (
     LANES,
     allocate,
@@ -26,12 +26,12 @@ from ragged_attention.portable.numba._vectors import (
 )
 
 FIELDS = Fields(
-    operands=("outs", "lses"),
+    operands=("outs", "lses", "sinks"),
     results=("out", "lse"),
-    numbers=("num_parts", "num_rows", "width", "format", "num_threads"),
+    numbers=("num_parts", "num_rows", "num_heads", "width", "format", "out_format", "num_threads"),
 )
 call_of = FIELDS.at
-FEATURES: frozenset[str] = frozenset()
+FEATURES = frozenset({"sinks", "out_dtype"})
 ROWS = 256  # of a program
 
 
@@ -57,7 +57,10 @@ def merge(call, row, out):
         for column in range(0, width if weight > 0 else 0, LANES):
             values = read_some(call.format, call.outs + size * place * width, column, width - column)
             store(out, column, fma(splat(weight), values, load(out, column)))
-    narrow(call.format, out, call.out + size * row * width, width, l_i if m_i > NOTHING else 1.0)
+    whole = 1.0
+    if m_i > NOTHING:
+        whole = l_i + weight_of_sink(call.sinks, row % call.num_heads, m_i * LOG2E)
+    narrow(call.out_format, out, call.out + size_of(call.out_format) * row * width, width, whole)
     set_float(call.lse, row, m_i + math.log2(l_i) * LN2 if m_i > NOTHING else NOTHING)
 
 
@@ -78,16 +81,19 @@ KERNEL = Kernel("merge_attention_states", FIELDS, plan, work)
 def run(call: MergeAttentionStates, tile: Tile, launch: Any) -> Any:
     del tile
     outs, lses = launch.contiguous(call.outs), launch.contiguous(call.lses)
-    num_parts, *rows, width = outs.shape
+    num_parts, num_tokens, num_heads, width = outs.shape
+    out, lse = call.results()
     results = launch.native(
         KERNEL,
-        {"outs": outs, "lses": lses},
-        {"out": (outs.shape[1:], outs.dtype), "lse": (lses.shape[1:], "float32")},
+        {"outs": outs, "lses": lses, "sinks": None if call.sinks is None else launch.contiguous(call.sinks)},
+        {"out": (out.shape, out.dtype), "lse": (lse.shape, lse.dtype)},
         {
             "num_parts": num_parts,
-            "num_rows": rows[0] * rows[1],
+            "num_rows": num_tokens * num_heads,
+            "num_heads": num_heads,
             "width": width,
             "format": CODES[dtype_name(outs)],
+            "out_format": CODES[call.out_dtype or dtype_name(outs)],
             "num_threads": launch.num_threads,
         },
     )

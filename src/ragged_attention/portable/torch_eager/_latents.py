@@ -87,6 +87,18 @@ def quantized(
     rotary = _copy(rows[..., layout.values :].to(torch.bfloat16)).view(torch.uint8)
     if layout.codes == "float4_e2m1fn":
         return *_quantized_to_e2m1(groups), rotary
+    codes, scales = quantized_groups(groups, power_of_two)
+    if layout.scales == "float32":
+        stored = scales.view(torch.uint8)
+    else:
+        exponents = (scales.view(torch.int32) >> 23).to(torch.uint8)  # 0xFF where not finite
+        padding = layout.token_bytes - layout.row_bytes - layout.num_groups
+        stored = torch.nn.functional.pad(exponents, (0, padding))
+    return codes.flatten(-2), stored, rotary
+
+
+def quantized_groups(groups: torch.Tensor, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes of float32 groups [..., group], as uint8, and their scales [...]. Every NaN becomes the code 0x7F."""
     # Tensors as divisors, since some devices divide by a Python number through its reciprocal; filled on the device.
     largest, smallest = (groups.new_full((), value) for value in (LARGEST, SMALLEST_SCALE))
     scales = torch.maximum(groups.abs().amax(-1) / largest, smallest)
@@ -95,14 +107,7 @@ def quantized(
         up = ((scales.view(torch.int32) + 0x7FFFFF) & -0x800000).view(torch.float32)
         scales = torch.where(scales.isfinite(), up, scales)
     scaled = groups / scales[..., None]
-    codes = encode(scaled.masked_fill_(scaled.isnan(), torch.nan), torch.float8_e4m3fn).flatten(-2)
-    if layout.scales == "float32":
-        stored = scales.view(torch.uint8)
-    else:
-        exponents = (scales.view(torch.int32) >> 23).to(torch.uint8)  # 0xFF where not finite
-        padding = layout.token_bytes - layout.row_bytes - layout.num_groups
-        stored = torch.nn.functional.pad(exponents, (0, padding))
-    return codes, stored, rotary
+    return encode(scaled.masked_fill_(scaled.isnan(), torch.nan), torch.float8_e4m3fn), scales
 
 
 def _quantized_to_e2m1(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -153,7 +158,7 @@ def heuristic(call: Any) -> Tile:
     return Tile(block_kv=max(budget // (8 * call.d_qk + 12 * call.num_q_heads), 64))
 
 
-class _Windows:
+class Windows:
     """Equal pieces of memory, one at each slot of an array [P, G, ...] of any page and row strides."""
 
     def __init__(self, array: torch.Tensor) -> None:
@@ -185,7 +190,7 @@ class Rows:
         """`cache` is [P, G, K, d_qk], or bytes [P, G, 1, token_bytes]; it has at least one slot."""
         self.layout = layout
         parts = [cache] if self.layout is None else parts_of(cache, self.layout)
-        self.windows = [_Windows(part) for part in parts]
+        self.windows = [Windows(part) for part in parts]
 
     def at(self, slots: torch.Tensor) -> torch.Tensor:
         """Float32 [n, K, d_qk], float64 for a cache of that, at slots i64 [n], which lie within the cache."""

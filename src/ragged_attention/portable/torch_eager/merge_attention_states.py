@@ -9,7 +9,7 @@ from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.torch_eager._host import framework_is_torch
 
-FEATURES: frozenset[str] = frozenset()
+FEATURES = frozenset({"sinks", "out_dtype"})
 
 
 def why_not(call: MergeAttentionStates) -> str | None:
@@ -30,4 +30,7 @@ def run(call: MergeAttentionStates, tile: Tile, launch: Any) -> tuple[torch.Tens
         out += torch.where(weight[..., None] > 0, part, 0.0) * weight[..., None]
     l_i = torch.where(some, l_i, 1.0)
     lse = torch.where(some, base + torch.log(l_i), -torch.inf)
-    return out.div_(l_i[..., None]).to(call.outs.dtype), lse
+    if call.sinks is not None:
+        l_i = l_i + torch.where(some, torch.exp(call.sinks - base), 0.0)
+    dtype = call.outs.dtype if call.out_dtype is None else getattr(torch, call.out_dtype)
+    return out.div_(l_i[..., None]).to(dtype), lse

@@ -20,14 +20,11 @@ def quantized(rows: jax.Array, layout: CacheFormat, power_of_two_scales: bool) -
     """The bytes of rows [..., d_qk]; scales come with their padding."""
     shape = rows.shape[:-1]
     groups = rows[..., : layout.values].astype(jnp.float32).reshape(*shape, -1, layout.group)
-    magnitudes = lax.bitcast_convert_type(groups, jnp.uint32) & 0x7FFFFFFF  # in order of size, NaN last
     if layout.codes == "float4_e2m1fn":
+        magnitudes = lax.bitcast_convert_type(groups, jnp.uint32) & 0x7FFFFFFF  # in order of size, NaN last
         values, stored = _to_e2m1(groups, magnitudes.max(axis=-1))
         return Stored(values.reshape(*shape, -1), stored, jnp.zeros((*shape, 0), jnp.uint8))
-    scales = _scales(magnitudes.max(axis=-1), power_of_two_scales)
-    scaled = quotient(groups, lax.bitcast_convert_type(scales, jnp.float32)[..., None])
-    scaled = jnp.where(jnp.isnan(scaled), jnp.float32(np.nan), scaled)  # the sign that a division gives one differs
-    values = codes(scaled, 3, 7, 448.0)
+    values, scales = quantized_groups(groups, power_of_two_scales)
     if layout.scales == "float8_e8m0fnu":
         exponents = jnp.where(scales >= INFINITY, 255, scales >> 23).astype(jnp.uint8)
         padding = layout.token_bytes - layout.row_bytes - layout.num_groups
@@ -36,6 +33,15 @@ def quantized(rows: jax.Array, layout: CacheFormat, power_of_two_scales: bool) -
         stored = lax.bitcast_convert_type(scales, jnp.uint8).reshape(*shape, -1)
     rotary = lax.bitcast_convert_type(_bfloat16_bits(rows[..., layout.values :]), jnp.uint8)
     return Stored(values.reshape(*shape, -1), stored, rotary.reshape(*shape, -1))
+
+
+def quantized_groups(groups: jax.Array, power_of_two: bool) -> tuple[jax.Array, jax.Array]:
+    """The codes of float32 groups [..., group], as uint8, and the bits of their scales [...], as uint32."""
+    magnitudes = lax.bitcast_convert_type(groups, jnp.uint32) & 0x7FFFFFFF  # in order of size, NaN last
+    scales = _scales(magnitudes.max(axis=-1), power_of_two)
+    scaled = quotient(groups, lax.bitcast_convert_type(scales, jnp.float32)[..., None])
+    scaled = jnp.where(jnp.isnan(scaled), jnp.float32(np.nan), scaled)  # the sign that a division gives one differs
+    return codes(scaled, 3, 7, 448.0), scales
 
 
 def _scales(largest: jax.Array, power_of_two: bool) -> jax.Array:

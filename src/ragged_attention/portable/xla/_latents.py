@@ -121,8 +121,8 @@ class Latents:
         num_pages, page_size = cache.shape[:2]
         units = cache.reshape(num_pages, -1, UNIT)
         count, more = planar_units(self.layout)
-        data = _spans(units, page, count * offset, count)
-        scales = _spans(units, page, count * page_size + more * offset, more)
+        data = spans(units, page, count * offset, count)
+        scales = spans(units, page, count * page_size + more * offset, more)
         return _planar(data, scales, self.layout)
 
 
@@ -131,12 +131,13 @@ def planar_units(layout: CacheFormat) -> tuple[int, int]:
     return layout.row_bytes // UNIT, (layout.token_bytes - layout.row_bytes) // UNIT
 
 
-def _spans(units: jax.Array, page: jax.Array, first: jax.Array, count: int) -> jax.Array:
-    """`count` units of pages [P, N, UNIT] from unit `first` on, as bytes [..., count * UNIT]."""
+def spans(units: jax.Array, page: jax.Array, first: jax.Array, count: int) -> jax.Array:
+    """`count` units of pages [P, N, unit] from unit `first` on, as bytes [..., count * unit]."""
     rank = page.ndim
     numbers = lax.GatherDimensionNumbers(
         offset_dims=(rank, rank + 1), collapsed_slice_dims=(0,), start_index_map=(0, 1)
     )
     mode = lax.GatherScatterMode.PROMISE_IN_BOUNDS
-    spans = lax.gather(units, jnp.stack([page, first], axis=-1), numbers, (1, count, UNIT), mode=mode)
-    return spans.reshape(*page.shape, -1)
+    size = (1, count, units.shape[2])
+    found = lax.gather(units, jnp.stack([page, first], axis=-1), numbers, size, mode=mode)
+    return found.reshape(*page.shape, -1)

@@ -30,3 +30,29 @@ def _select(pages: jax.Array, bits: jax.Array, page: jax.Array, offset: jax.Arra
     rows = at(bits, jnp.maximum(tokens, 0))
     chosen = jnp.where((tokens >= 0)[..., None, None], rows, lax.bitcast_convert_type(pages, bits.dtype))
     return lax.bitcast_convert_type(chosen, pages.dtype)
+
+
+def page_of_last(page: jax.Array, offset: jax.Array, num_pages: int, page_size: int) -> jax.Array:
+    """The page of each token that is the last one for its slot, elsewhere `num_pages`; so no two rows are mixed."""
+    token = jnp.arange(len(page), dtype=jnp.int32)
+    last = jnp.full((num_pages, page_size), -1, jnp.int32).at[page, offset].max(token, mode="drop")
+    return jnp.where(last.at[page, offset].get(mode="fill", fill_value=-1) == token, page, num_pages)
+
+
+def put_units(cache: jax.Array, units: jax.Array, page: jax.Array, offset: jax.Array, *, planar: bool) -> jax.Array:
+    """The cache with `units` [T, U, bytes] of tokens in it, where a page that does not exist is skipped.
+
+    In a `planar` page the last unit of each token, which holds its scales, stands behind the other units of all.
+    """
+    count, unit = units.shape[1:]
+    index = offset[:, None] * count + jnp.arange(count, dtype=jnp.int32)
+    if planar:
+        body = offset[:, None] * (count - 1) + jnp.arange(count - 1, dtype=jnp.int32)
+        index = jnp.concatenate([body, cache.shape[1] * (count - 1) + offset[:, None]], axis=1)
+    # In the cache's own shape: reshaped it would be copied.
+    where = jnp.stack([jnp.broadcast_to(page[:, None], index.shape), index // count, index % count * unit], axis=-1)
+    numbers = lax.ScatterDimensionNumbers(
+        update_window_dims=(2,), inserted_window_dims=(0, 1, 2), scatter_dims_to_operand_dims=(0, 1, 3)
+    )
+    new = lax.bitcast_convert_type(units, cache.dtype)
+    return lax.scatter(cache, where, new, numbers, mode=lax.GatherScatterMode.FILL_OR_DROP)

@@ -10,7 +10,7 @@ from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.xla._framework import why_not as why_not
 
-FEATURES: frozenset[str] = frozenset()
+FEATURES = frozenset({"sinks", "out_dtype"})
 
 
 def run(call: MergeAttentionStates, tile: Tile, launch: Any) -> tuple[jax.Array, jax.Array]:
@@ -21,5 +21,8 @@ def run(call: MergeAttentionStates, tile: Tile, launch: Any) -> tuple[jax.Array,
     l_i = jnp.where(some, weights.sum(axis=0), 1.0)
     weights = weights[..., None]
     parts = jnp.where(weights > 0, call.outs.astype(jnp.float32), 0.0)  # a weight of 0 does not silence a NaN
+    lse = jnp.where(some, m_i + jnp.log(l_i), -jnp.inf)
+    if call.sinks is not None:
+        l_i += jnp.where(some, jnp.exp(call.sinks - m_i), 0.0)
     out = (weights * parts).sum(axis=0) / l_i[..., None]
-    return out.astype(call.outs.dtype), jnp.where(some, m_i + jnp.log(l_i), -jnp.inf)
+    return out.astype(call.out_dtype or call.outs.dtype), lse

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ragged_attention._jax_pages import addresses_of_slots
-from ragged_attention.calls import CacheFormat, WriteMlaCache
+from ragged_attention.calls import WriteMlaCache
 from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.xla._framework import why_not as why_not
@@ -16,7 +16,7 @@ from ragged_attention.portable.xla._latent_bytes import quantized
 from ragged_attention.portable.xla._latents import UNIT, planar_units
 from ragged_attention.portable.xla._pages import BITS
 from ragged_attention.portable.xla._ragged import at
-from ragged_attention.portable.xla._slots import put
+from ragged_attention.portable.xla._slots import page_of_last, put, put_units
 
 FEATURES = frozenset({"power_of_two_scales", "cache_format", "cache_layout"})
 
@@ -28,7 +28,7 @@ def run(call: WriteMlaCache, tile: Tile, launch: Any) -> jax.Array:
     if 0 in (len(kv), len(cache)):
         return cache
     page, offset = addresses_of_slots(call.slot_mapping, len(cache), call.page_size)
-    page = _page_of_last(page, offset, len(cache), call.page_size)
+    page = page_of_last(page, offset, len(cache), call.page_size)
     layout = call.layout
     if layout is None:
         return put(cache, lax.bitcast_convert_type(kv, BITS[kv.dtype.itemsize]), page, offset)
@@ -37,47 +37,25 @@ def run(call: WriteMlaCache, tile: Tile, launch: Any) -> jax.Array:
     if layout.planar:
         parts = stored.values, stored.rotary, stored.scales
     units = jnp.concatenate(parts, axis=-1).reshape(len(kv), -1, UNIT)
+    behind = planar_units(layout)[1] if layout.planar else 0
     if cache.dtype in (jnp.uint8, jnp.int8):
-        return _scatter(layout, cache, units, page, offset)
-    ways = {"cpu": _select, "default": _scatter}
-    ways = {name: functools.partial(way, layout) for name, way in ways.items()}
+        return put_units(cache, units, page, offset, behind=behind)
+    ways = {"cpu": _select, "default": put_units}
+    ways = {name: functools.partial(way, behind=behind) for name, way in ways.items()}
     return lax.platform_dependent(cache, units, page, offset, **ways)
 
 
-def _page_of_last(page: jax.Array, offset: jax.Array, num_pages: int, page_size: int) -> jax.Array:
-    """The page of each token that is the last one for its slot, elsewhere `num_pages`; so no two rows are mixed."""
-    token = jnp.arange(len(page), dtype=jnp.int32)
-    last = jnp.full((num_pages, page_size), -1, jnp.int32).at[page, offset].max(token, mode="drop")
-    return jnp.where(last.at[page, offset].get(mode="fill", fill_value=-1) == token, page, num_pages)
-
-
-def _scatter(layout: CacheFormat, cache: jax.Array, units: jax.Array, page: jax.Array, offset: jax.Array) -> jax.Array:
-    """The cache with `units` [T, U, UNIT] of tokens in it, where a page that does not exist is skipped."""
-    count = units.shape[1]
-    index = offset[:, None] * count + jnp.arange(count, dtype=jnp.int32)
-    if layout.planar:  # the last units of a token hold its scales
-        body, scales = (offset[:, None] * some + jnp.arange(some, dtype=jnp.int32) for some in planar_units(layout))
-        index = jnp.concatenate([body, cache.shape[1] * body.shape[1] + scales], axis=1)
-    # In the cache's own shape: reshaped it would be copied.
-    where = jnp.stack([jnp.broadcast_to(page[:, None], index.shape), index // count, index % count * UNIT], axis=-1)
-    numbers = lax.ScatterDimensionNumbers(
-        update_window_dims=(2,), inserted_window_dims=(0, 1, 2), scatter_dims_to_operand_dims=(0, 1, 3)
-    )
-    new = lax.bitcast_convert_type(units, cache.dtype)
-    return lax.scatter(cache, where, new, numbers, mode=lax.GatherScatterMode.FILL_OR_DROP)
-
-
-def _select(layout: CacheFormat, cache: jax.Array, units: jax.Array, page: jax.Array, offset: jax.Array) -> jax.Array:
+def _select(cache: jax.Array, units: jax.Array, page: jax.Array, offset: jax.Array, *, behind: int) -> jax.Array:
     """The same as a choice, unit by unit, between old and new bytes; see `_slots.put`."""
     num_pages, page_size = cache.shape[:2]
     count = units.shape[1]
     index = jnp.arange(page_size * count, dtype=jnp.int32)
     owner, part = index // count, index % count
-    if layout.planar:
-        own, more = planar_units(layout)
-        behind = index - page_size * own
-        owner = jnp.where(behind < 0, index // own, behind // more)
-        part = jnp.where(behind < 0, index % own, own + behind % more)
+    if behind:
+        own = count - behind
+        late = index - page_size * own
+        owner = jnp.where(late < 0, index // own, late // behind)
+        part = jnp.where(late < 0, index % own, own + late % behind)
     tokens = jnp.full((num_pages, page_size), -1, jnp.int32)
     tokens = tokens.at[page, offset].set(jnp.arange(len(units), dtype=jnp.int32), mode="drop")
     cache, units, tokens = lax.optimization_barrier((cache, units, tokens))

@@ -243,6 +243,13 @@ MERGE_CORNERS: dict[str, Callable[[], MergeBatch]] = {
     "bfloat16": lambda: merge_batch((3, 5, 4, 80), dtype="bfloat16", empty=0.3),
     "float16": lambda: merge_batch((3, 5, 4, 128), dtype="float16", empty=0.3),
     "strided": lambda: merge_batch((3, 5, 4, 64), strided=True, empty=0.3),
+    "sinks": lambda: merge_batch((3, 5, 4, 64), sinks="mixed", empty=0.3),
+    "sinks of everything": lambda: merge_batch((2, 3, 4, 16), sinks="+inf", empty=0.5),
+    "sinks of nothing": lambda: merge_batch((2, 3, 4, 16), sinks="-inf", empty=0.5),
+    "sinks far from the logits": lambda: merge_batch((2, 3, 4, 16), sinks="normal", spread=300.0, dtype="bfloat16"),
+    "to float32": lambda: merge_batch((3, 5, 4, 80), dtype="bfloat16", out_dtype="float32", sinks="normal"),
+    "to bfloat16": lambda: merge_batch((3, 5, 4, 80), out_dtype="bfloat16", empty=0.3),
+    "to float16, strided": lambda: merge_batch((3, 5, 4, 64), out_dtype="float16", strided=True),
     "no tokens": lambda: merge_batch((3, 0, 4, 64)),
     "values as they are": lambda: _equal_parts(),
 }

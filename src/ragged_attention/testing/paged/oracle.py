@@ -45,6 +45,6 @@ def _written(batch: WriteBatch, step: int) -> Pages:
 
 def check_merge(runner: Runner, batch: MergeBatch) -> None:
     out, lse = runner.run("merge_attention_states", batch)
-    want_out, want_lse = merge_attention_states(batch.outs, batch.lses)
-    agrees(out, want_out, batch.dtype)
+    want_out, want_lse = merge_attention_states(**batch.arguments())
+    agrees(out, want_out, batch.out_dtype or batch.dtype)
     agrees(lse, want_lse, f"lse {batch.dtype}", "lse")

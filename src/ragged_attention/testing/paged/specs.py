@@ -230,6 +230,8 @@ class MergeBatch(Arrays):
 
     outs: NDArray[np.float32]
     lses: NDArray[np.float32]
+    sinks: NDArray[np.float32] | None = None
+    out_dtype: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -287,7 +289,7 @@ class Spec:
             causal=self.causal,
             sliding_window=self.sliding_window,
             soft_cap=self.soft_cap,
-            sinks=self._sinks(rng, heads),
+            sinks=sinks_of(rng, heads, self.sinks),
             k_scale=self._scale(rng, cache_dtype),
             v_scale=self._scale(rng, cache_dtype),
             draft_mask=None if self.draft is None else rng.random((len(q), self.draft)) < 0.5,
@@ -331,21 +333,23 @@ class Spec:
             return k, v
         return np.stack([k, v], axis=3).reshape(num_pages, self.page_size, 2 * self.num_kv_heads, self.head_dim)
 
-    def _sinks(self, rng: np.random.Generator, heads: int) -> NDArray[np.float32] | None:
-        if self.sinks is None:
-            return None
-        normal = rng.standard_normal(heads).astype(np.float32)
-        if self.sinks == "mixed":
-            normal[rng.random(heads) < 0.4] = -np.inf
-            normal[rng.random(heads) < 0.2] = np.inf
-        return {"-inf": np.full_like(normal, -np.inf), "+inf": np.full_like(normal, np.inf)}.get(self.sinks, normal)
-
     def _scale(self, rng: np.random.Generator, cache_dtype: str) -> Any:
         size = 1 / 40 if cache_dtype == "int8" else 1.0
         values = (rng.uniform(0.5, 1.5, self.num_kv_heads) * size).astype(np.float32)
         if self.scales is None:
             return size if cache_dtype == "int8" else None
         return {"float": float(values[0]), "array": values[:1].reshape(()), "heads": values}[self.scales]
+
+
+def sinks_of(rng: np.random.Generator, heads: int, kind: str | None) -> NDArray[np.float32] | None:
+    """Sinks of so many heads: normal, all -inf or +inf, or mixed; none of them draws nothing."""
+    if kind is None:
+        return None
+    normal = rng.standard_normal(heads).astype(np.float32)
+    if kind == "mixed":
+        normal[rng.random(heads) < 0.4] = -np.inf
+        normal[rng.random(heads) < 0.2] = np.inf
+    return {"-inf": np.full_like(normal, -np.inf), "+inf": np.full_like(normal, np.inf)}.get(kind, normal)
 
 
 def expected(batch: Batch) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from ragged_attention.testing import formats
-from ragged_attention.testing.paged.specs import MergeBatch, Spec, WriteBatch, garbage
+from ragged_attention.testing.paged.specs import MergeBatch, Spec, WriteBatch, garbage, sinks_of
 
 PAGE_SIZES = (1, 2, 3, 4, 8, 16, 32)
 HEAD_DIMS = (16, 24, 40, 64, 80)
@@ -131,14 +131,15 @@ class MergeSpec:
     dtype: str = "float32"
     empty: float = 0.0
     spread: float = 1.0
+    sinks: str | None = None
+    out_dtype: str | None = None
     strided: bool = False
     seed: int = 0
 
     def build(self) -> MergeBatch:
         shape = (self.parts, self.tokens, self.heads, self.v_head_dim)
-        return merge_batch(
-            shape, dtype=self.dtype, empty=self.empty, spread=self.spread, strided=self.strided, seed=self.seed
-        )
+        options = {name: getattr(self, name) for name in ("dtype", "empty", "spread", "sinks", "out_dtype", "strided")}
+        return merge_batch(shape, **options, seed=self.seed)
 
 
 merge_specs = st.builds(
@@ -150,6 +151,8 @@ merge_specs = st.builds(
     dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
     empty=st.sampled_from([0.0, 0.3, 0.9, 1.0]),
     spread=st.sampled_from([0.1, 1.0, 30.0, 300.0]),
+    sinks=st.sampled_from([None, None, "normal", "mixed"]),
+    out_dtype=st.sampled_from([None, None, "float32", "bfloat16", "float16"]),
     strided=st.booleans(),
     seed=SEEDS,
 )
@@ -161,10 +164,12 @@ def merge_batch(
     dtype: str = "float32",
     empty: float = 0.0,
     spread: float = 1.0,
+    sinks: str | None = None,
+    out_dtype: str | None = None,
     strided: bool = False,
     seed: int = 0,
 ) -> MergeBatch:
-    """Random parts of `shape` [N, T, H, D_v], a share of them `empty`, their lse `spread` apart."""
+    """Random parts of `shape` [N, T, H, D_v], a share of them `empty`, their lse `spread` apart; sinks as in `Spec`."""
     rng = np.random.default_rng(seed)
     none = rng.random(shape[:3]) < empty
     outs = formats.rounded(rng.standard_normal(shape), dtype)
@@ -172,6 +177,8 @@ def merge_batch(
     return MergeBatch(
         outs=np.where(none[..., None], np.float32(np.nan), outs),
         lses=np.where(none, np.float32(-np.inf), lses),
+        sinks=sinks_of(rng, shape[2], sinks),
+        out_dtype=out_dtype,
         dtype=dtype,
         strided=strided,
     )

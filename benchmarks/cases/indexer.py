@@ -1,0 +1,291 @@
+"""Named shapes of the lightning indexer, W14: the keys that sparse latent attention reads, chosen.
+
+Every sequence of a case has the same lengths. A floor counts, as everywhere, each needed byte once and the operations
+that no mask hides: 2 * heads * head size for each pair of a query token and a key that it sees. The choice itself is in
+no floor. Values are small integers, so that logits are exact and there is one answer.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from benchmarks.cases.base import Case, Compared, K, Tables, taken
+from benchmarks.compiled.compiling import ITEMSIZE
+from benchmarks.roofline import H200, Machine, Step, indexer
+from ragged_attention.calls import Call, Device
+from ragged_attention.calls.indexer import E4M3, SCALE_BYTES
+from ragged_attention.reference._kv_layout import encode
+from ragged_attention.reference.indexer_topk import indexer_topk
+from ragged_attention.samples import FakeArray
+
+PAGES = 509  # that are drawn; a larger cache repeats them
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IndexerCase(Case):
+    """One batch of the indexer; the defaults are those of DeepSeek-V3.2, with queries and keys of 8 bits."""
+
+    name: str
+    workload: str
+    max_num_seqs: int
+    num_q_tokens: int  # of each sequence
+    max_len: int
+    num_tokens: int = dataclasses.field(init=False)
+    num_q_heads: int = 64
+    head_dim: int = 128
+    page_size: int = 64
+    dtype: str = E4M3
+    cache_dtype: str = "uint8"  # that of bytes, which hold their scales
+    packed: bool = False  # keys lie in no pages, and have scales of their own
+    relative: bool = False
+    topk: int = 2 * K
+    candidates: tuple[int, int] | None = None  # how many blocks of how many positions
+    sinks: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_tokens", self.max_num_seqs * self.num_q_tokens)
+
+    @property
+    def operation(self) -> str:
+        return "indexer_topk"
+
+    @property
+    def key_format(self) -> str:
+        return "8 bits" if self.stored == E4M3 else "plain"
+
+    @property
+    def stored(self) -> str:
+        """The dtype of the keys' values."""
+        return E4M3 if self.cache_dtype == "uint8" else self.cache_dtype
+
+    @property
+    def wgmma_rows(self) -> int:
+        """Keys are the rows of products."""
+        return 64
+
+    @property
+    def key_bytes(self) -> int:
+        scales = SCALE_BYTES if self.cache_dtype == "uint8" or self.packed else 0
+        return self.head_dim * ITEMSIZE[self.stored] + scales
+
+    def needed_bytes(self) -> int:
+        """Queries, weights, keys and the result, each byte once."""
+        queries = self.num_tokens * self.num_q_heads * (self.head_dim * ITEMSIZE[self.dtype] + 4)
+        return queries + self.max_num_seqs * self.max_len * self.key_bytes + 4 * self.num_tokens * self.topk
+
+    def visible_pairs(self) -> int:
+        hidden = self.num_q_tokens * (self.num_q_tokens - 1) // 2
+        return self.max_num_seqs * (self.num_q_tokens * self.max_len - hidden)
+
+    def flops(self) -> int:
+        return 2 * self.visible_pairs() * self.num_q_heads * self.head_dim
+
+    def floor_seconds(self, bytes_per_second: float, flops_per_second: float) -> tuple[float, str]:
+        """`flops_per_second` are of 16 bits; matrices of 8 are multiplied twice as fast."""
+        return super().floor_seconds(bytes_per_second, flops_per_second * (2 if self.dtype == E4M3 else 1))
+
+    def scaled_down(self, *, length: int = 77, sequences: int = 3) -> "IndexerCase":
+        """Widths and page sizes stay."""
+        factor = max(1.0, self.max_len / length)
+        return dataclasses.replace(
+            self,
+            name=f"{self.name}_small",
+            max_num_seqs=min(self.max_num_seqs, sequences),
+            num_q_tokens=min(self.num_q_tokens, 9),
+            max_len=int(self.max_len / factor),
+            num_q_heads=min(self.num_q_heads, 16),
+            topk=max(9, int(self.topk / factor)),
+        )
+
+    def calls(self, device: Device) -> Iterator[Call]:
+        """Those of a serving step, and the pieces by themselves."""
+        yield self.attention_call(device)
+        for operation in ("indexer_logits", "top_k_indices", "quantize_indexer_keys", "write_indexer_cache"):
+            if operation != "write_indexer_cache" or self.cache_dtype == "uint8":
+                yield self.call(operation, device)
+
+    def planned(self, device: Device) -> tuple[str, ...]:
+        del device
+        return () if self.packed or self.candidates else ("triton",)
+
+    def steps(self, backend: str, device: Device, machine: Machine = H200, tile: Any = None) -> Iterator[Step]:
+        del backend
+        return indexer.steps(self, device, machine, tile)
+
+    # ---- arguments
+
+    @property
+    def pages_per_seq(self) -> int:
+        return -(-self.max_len // self.page_size)
+
+    def _keys(self) -> dict[str, Any]:
+        tokens = FakeArray((self.num_tokens,), "int32")
+        if self.packed:
+            count = self.max_num_seqs * self.max_len
+            keys = {"keys": FakeArray((count, self.head_dim), self.stored), "starts": tokens, "stops": tokens}
+            return keys | {"key_scale": FakeArray((count,), "float32"), "relative": self.relative}
+        return {"keys": self._cache()} | {
+            "page_indices": FakeArray((self.max_num_seqs, self.pages_per_seq), "int32"),
+            "kv_lens": FakeArray((self.max_num_seqs,), "int32"),
+            "cu_q_lens": FakeArray((self.max_num_seqs + 1,), "int32"),
+        }
+
+    def _cache(self) -> FakeArray:
+        """One page more than are used."""
+        pages = (self.max_num_seqs * self.pages_per_seq + 1, self.page_size)
+        if self.cache_dtype == "uint8":
+            return FakeArray((*pages, 1, self.head_dim + SCALE_BYTES), "uint8")
+        return FakeArray((*pages, self.head_dim), self.cache_dtype)
+
+    def _indexer_logits(self) -> dict[str, Any]:
+        return self._keys() | {
+            "q": FakeArray((self.num_tokens, self.num_q_heads, self.head_dim), self.dtype),
+            "weights": FakeArray((self.num_tokens, self.num_q_heads), "float32"),
+        }
+
+    def _indexer_topk(self) -> dict[str, Any]:
+        listed = {}
+        if self.candidates:
+            count, size = self.candidates
+            listed = {"candidate_blocks": FakeArray((self.num_tokens, count), "int32"), "candidate_block_size": size}
+        return self._indexer_logits() | {"top_k": self.topk} | listed
+
+    def _top_k_indices(self) -> dict[str, Any]:
+        edges = FakeArray((self.num_tokens,), "int32")
+        columns = self.max_num_seqs * self.max_len if self.packed else self.pages_per_seq * self.page_size
+        logits = FakeArray((self.num_tokens, columns), "float32")
+        return {"logits": logits, "top_k": self.topk, "starts": edges, "stops": edges}
+
+    def _new_keys(self) -> FakeArray:
+        return FakeArray((self.num_tokens, self.head_dim), "bfloat16" if self.dtype == E4M3 else self.dtype)
+
+    def _quantize_indexer_keys(self) -> dict[str, Any]:
+        return {"k": self._new_keys()}
+
+    def _write_indexer_cache(self) -> dict[str, Any]:
+        return {"k": self._new_keys(), "cache": self._cache(), "slot_mapping": FakeArray((self.num_tokens,), "int64")}
+
+    # ---- inputs
+
+    def tables(self, seed: int = 0) -> Tables:
+        """Pages in random order, or ranges; the last query of a sequence sees all of its keys."""
+        generator = np.random.default_rng(seed)
+        found: Tables = {}
+        if self.packed:
+            token = np.arange(self.num_tokens)
+            found["starts"] = (token // self.num_q_tokens * self.max_len).astype(np.int32)
+            seen = self.max_len - self.num_q_tokens + token % self.num_q_tokens + 1
+            found["stops"] = (found["starts"] + seen).astype(np.int32)
+        else:
+            count = self.max_num_seqs * self.pages_per_seq
+            order = generator.permutation(count + 1)[:count].astype(np.int32)
+            found["page_indices"] = order.reshape(self.max_num_seqs, -1)
+            found["kv_lens"] = np.full(self.max_num_seqs, self.max_len, np.int32)
+            found["cu_q_lens"] = (np.arange(self.max_num_seqs + 1) * self.num_q_tokens).astype(np.int32)
+        if self.candidates:
+            count, size = self.candidates
+            blocks = max(1, self.max_len // size)
+            found["candidate_blocks"] = generator.integers(0, blocks, (self.num_tokens, count), np.int32)
+        return found
+
+    def changed(self) -> "Iterator[tuple[IndexerCase, Tables]]":
+        """Other pages, then those that were."""
+        yield self, self.tables(1)
+        yield self, self.tables(0)
+
+    def values(self, name: str, array: FakeArray, generator: np.random.Generator) -> np.ndarray:
+        if array.dtype != "uint8":
+            drawn = generator.integers(-2, 3, min(super().values(name, array, generator).size, 2**20))
+            return (2.0**drawn if name == "key_scale" else drawn).astype(np.float32)
+        count = min(array.shape[0], PAGES)
+        pages = np.empty((count, self.page_size * (self.head_dim + SCALE_BYTES)), np.uint8)
+        rows = generator.integers(-2, 3, (count, self.page_size * self.head_dim)).astype(np.float64)
+        pages[:, : rows.shape[1]] = encode(rows, E4M3)
+        scales = 2.0 ** generator.integers(-2, 3, (count, self.page_size))
+        pages[:, rows.shape[1] :] = scales.astype("<f4").view(np.uint8)
+        return pages.ravel()
+
+    # ---- results
+
+    @property
+    def bounds(self) -> str:
+        return "float32"
+
+    def compared(self, inputs: dict[str, Any], out: Any, to_numpy: Any) -> Compared:
+        """The choice of the first, a middle and the last token."""
+        for token in sorted({0, self.num_tokens // 2, self.num_tokens - 1}):
+            rows = slice(token, token + 1)
+            given = {name: to_numpy(inputs[name][rows]) for name in ("q", "weights")}
+            if self.candidates:
+                given["candidate_blocks"] = to_numpy(inputs["candidate_blocks"][rows])
+                given["candidate_block_size"] = self.candidates[1]
+            want = indexer_topk(
+                **given, **self._seen(inputs, token, to_numpy), top_k=self.topk, q_dtype=self.dtype,
+                key_dtype=self.stored,
+            )  # fmt: skip
+            yield f"token {token}", to_numpy(out[rows]).astype(np.float64), want.astype(np.float64)
+
+    def _seen(self, inputs: dict[str, Any], token: int, to_numpy: Any) -> dict[str, Any]:
+        """The keys of one token, as a call of its own."""
+        if self.packed:
+            names = ("starts", "stops")
+            given = {name: to_numpy(inputs[name][token : token + 1]) for name in names}
+            return given | {
+                "keys": to_numpy(inputs["keys"]),
+                "key_scale": to_numpy(inputs["key_scale"]),
+                "relative": self.relative,
+            }
+        seq, behind = token // self.num_q_tokens, self.num_q_tokens - 1 - token % self.num_q_tokens
+        pages = to_numpy(inputs["page_indices"][seq]).astype(np.int64)
+        return {
+            "keys": to_numpy(taken(inputs["keys"], pages)),
+            "page_indices": np.arange(len(pages), dtype=np.int32)[None],
+            "kv_lens": np.array([self.max_len - behind], np.int32),
+            "cu_q_lens": np.array([0, 1], np.int32),
+        }
+
+
+# ---- the cases
+
+
+def _decode(name: str, num_seqs: int, kv_len: int, **fields: Any) -> IndexerCase:
+    shape: dict[str, Any] = {"workload": "W14", "num_q_tokens": 1}
+    return IndexerCase(name=f"indexer_{name}", max_num_seqs=num_seqs, max_len=kv_len, **(shape | fields))
+
+
+def _prefill(name: str, num_tokens: int, kv_len: int, **fields: Any) -> IndexerCase:
+    shape: dict[str, Any] = {"workload": "W14", "max_num_seqs": 1}
+    return IndexerCase(name=f"indexer_{name}", num_q_tokens=num_tokens, max_len=kv_len, **(shape | fields))
+
+
+PLAIN: dict[str, Any] = {"workload": "-", "dtype": "bfloat16", "cache_dtype": "bfloat16"}
+FLOAT32: dict[str, Any] = {"workload": "-", "dtype": "float32", "cache_dtype": "float32"}
+
+_ALL = (
+    _decode("decode_64x32k", 64, 32 * K),
+    _decode("decode_64q2s32k", 64, 32 * K, num_q_tokens=2),
+    _decode("decode_1x128k", 1, 128 * K),
+    _prefill("prefill_4k", 4 * K, 4 * K),
+)
+CASES = {case.name: case for case in _ALL}
+
+# Shapes that no table reports but that compile to code of their own.
+_MORE = (
+    _decode("decode_bf16_queries", 64, 32 * K, workload="-", dtype="bfloat16"),
+    _decode("decode_bf16", 64, 32 * K, **PLAIN),
+    _decode("decode_float32", 64, 8 * K, **FLOAT32),
+    _decode("candidates", 64, 32 * K, workload="-", candidates=(64, 128)),
+    _prefill("prefill_bf16_queries", 4 * K, 4 * K, workload="-", dtype="bfloat16"),
+    _prefill("prefill_bf16", 4 * K, 4 * K, **PLAIN),
+    _prefill("prefill_float32", 512, 4 * K, **FLOAT32),
+    _prefill("prefill_page24", 4 * K, 4 * K, workload="-", page_size=24, num_q_heads=32),
+    _prefill("prefill_wide", 4 * K, 4 * K, head_dim=256, **PLAIN),
+    _prefill("narrow_5_heads", 512, 4 * K, num_q_heads=5, head_dim=80, **(PLAIN | {"dtype": "float16",
+             "cache_dtype": "float16"})),
+    _prefill("128_heads", 4 * K, 4 * K, workload="-", num_q_heads=128),
+    _prefill("packed", 4 * K, 4 * K, workload="-", packed=True, cache_dtype=E4M3),
+    _prefill("packed_relative", 4 * K, 4 * K, workload="-", packed=True, cache_dtype=E4M3, relative=True, topk=512),
+)  # fmt: skip
+COMPILED_ONLY = {case.name: case for case in _MORE}

@@ -1,0 +1,68 @@
+"""The plan of the lightning indexer: the logits of chunks of tokens, and the choice among them."""
+
+import collections
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.compiled import compiling
+from benchmarks.roofline import KernelArgs, Machine, Programs, Step, Work, cdiv
+from ragged_attention.calls import Device
+
+if TYPE_CHECKING:
+    from benchmarks.cases.indexer import IndexerCase
+
+PASSES = 4  # of the choice over a row: its range, what falls where in it, what is put aside, what is written
+
+
+def seen(case: "IndexerCase", token: int) -> int:
+    """Keys that a query of a sequence sees, by its number there."""
+    return max(case.max_len - case.num_q_tokens + token + 1, 0)
+
+
+def walked(case: "IndexerCase", arguments: KernelArgs) -> tuple[Work, Programs]:
+    """Tokens with programs that each walk over a part of their keys."""
+    block, parts, least = arguments["BLOCK_N"], arguments["num_parts"], 4
+    work, programs = Work(), collections.Counter[tuple[float, ...]]()
+    for token in range(case.num_q_tokens):
+        keys = seen(case, token)
+        blocks = cdiv(keys, block)
+        each = max(cdiv(blocks, parts), least)
+        for part in range(cdiv(blocks, each)):
+            programs[(float(min(each, blocks - part * each)),)] += case.max_num_seqs
+        work += token_work(case, arguments, blocks * block, keys) + Work(keys=keys * case.key_bytes)
+    return work * case.max_num_seqs, programs
+
+
+def tiled(case: "IndexerCase", arguments: KernelArgs) -> tuple[Work, Programs]:
+    """Blocks of keys with programs that each walk over a block of tokens; of one sequence, which is all there is."""
+    block, tokens = arguments["BLOCK_N"], arguments["BLOCK_T"]
+    work, programs = Work(), collections.Counter[tuple[float, ...]]()
+    for first in range(0, case.num_q_tokens, tokens):
+        count = min(tokens, case.num_q_tokens - first)
+        keys = seen(case, first + count - 1)
+        blocks = cdiv(keys, block)
+        programs[(float(count),)] += blocks * case.max_num_seqs
+        each = token_work(case, arguments, block, block)
+        work += each * (count * blocks) + Work(keys=keys * case.key_bytes)
+    return work * case.max_num_seqs, programs
+
+
+def token_work(case: "IndexerCase", arguments: KernelArgs, multiplied: int, written: int) -> Work:
+    """One token over some keys."""
+    heads = cdiv(case.num_q_heads, arguments["BLOCK_H"]) * arguments["BLOCK_H"]
+    columns = cdiv(case.head_dim, arguments["BLOCK_D"]) * arguments["BLOCK_D"]
+    flops = 2 * multiplied * heads * columns
+    # Rates are of 16 bits; of 8 there are twice as many products in a second.
+    flops //= 2 if arguments["Q_FORMAT"] == "e4m3_units" else 1
+    queries = case.num_q_heads * (case.head_dim * compiling.ITEMSIZE[case.dtype] + 4)
+    return Work(flops=flops, rows=queries + 4 * written)
+
+
+def steps(case: "IndexerCase", device: Device, machine: Machine, tile: Any) -> Iterator[Step]:
+    launches = {launch.name: launch for launch in compiling.record(case.attention_call(device), tile)}
+    floor, _ = case.floor_seconds(machine.memory, machine.multiplying)
+    name = next(name for name in launches if name.endswith("logits_kernel"))
+    work, programs = (walked if name.startswith("walk") else tiled)(case, launches[name].arguments)
+    yield Step(name, work, case.needed_bytes(), floor, programs)
+    chosen = Work(rows=4 * PASSES * case.visible_pairs() + 4 * case.num_tokens * case.topk)
+    yield Step("select_kernel", chosen, programs={(): case.num_tokens})

@@ -1,0 +1,361 @@
+"""One layer in the shape of DeepSeek-V4's compressed sparse attention: near tokens as they are, far ones compressed.
+
+    python examples/deepseek_v4_attention.py
+    python examples/deepseek_v4_attention.py --device cuda --backend triton --heads 64 --window 128 --topk 128 \\
+        --prompt 1024
+
+Each token attends, in one softmax with an attention sink, to the last tokens of its sequence and to the top-k of rows
+that each stand for 4 tokens. Both lie in fp8 caches; an indexer with compressed keys of its own in e4m3 makes the
+choice. One call of `mla_decode` reads both, for prompts as for decode steps, since each token comes with its own lists.
+One page table serves all three caches: what is a page of 64 tokens here is one of 16 compressed rows there.
+
+Every choice is judged by logits in float64 on the same quantised numbers, every result compared with dense attention
+under masks in float64 over the dequantised caches, and the layer's output with the layer in float64 without any cache.
+Weights and hidden states are random. docs/sparse_attention.md explains the operations.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+import ragged_attention as ra
+from ragged_attention.testing import agrees
+from ragged_attention.testing.compare import chosen_agree
+from ragged_attention.torch import (
+    dequantize_mla_cache,
+    indexer_topk,
+    mla_decode,
+    page_indices_to_slots,
+    quantize_indexer_keys,
+    write_indexer_cache,
+    write_mla_cache,
+)
+
+ROW, ROTARY, ROW_BYTES = 512, 64, 584  # as in the model: the format fp8_v4, rotary columns being the last ones
+PAGE_SIZE, RATIO = 64, 4  # tokens of a page, and tokens that a compressed row stands for
+HIDDEN, Q_RANK = 256, 128  # the model: 4096, 1024
+INDEX_HEADS, INDEX_DIM, SCALE_BYTES = 4, 128, 4  # the model: 64, 128
+SM_SCALE = ROW**-0.5
+GAIN = (
+    0.1  # of the norm of rows, a weight in the model, and the inverse of that of queries: the size of tests of kernels
+)
+LAYER_BOUND = 2**-4  # of the layer's output in norm: an e4m3 errs by up to 2^-4 of itself, 2^-5.3 in the mean
+
+OPERATIONS = ("mla_decode", "write_mla_cache", "indexer_topk", "quantize_indexer_keys", "write_indexer_cache")
+
+
+def shapes(num_heads: int) -> dict[str, tuple[int, ...]]:
+    """Of the weights; the sums that they enter run over the first axis, or the first two of `out`."""
+    return {
+        "q_down": (HIDDEN, Q_RANK), "q_up": (Q_RANK, num_heads, ROW), "kv": (HIDDEN, ROW),
+        "row_kv": (HIDDEN, 2, ROW), "row_gate": (HIDDEN, 2, ROW), "row_bias": (1, 2, RATIO, ROW),
+        "key_kv": (HIDDEN, 2, INDEX_DIM), "key_gate": (HIDDEN, 2, INDEX_DIM), "key_bias": (1, 2, RATIO, INDEX_DIM),
+        "index_q": (Q_RANK, INDEX_HEADS, INDEX_DIM), "index_weight": (HIDDEN, INDEX_HEADS),
+        "sinks": (1, num_heads), "out": (num_heads, ROW, HIDDEN),
+    }  # fmt: skip
+
+
+def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of the last ROTARY columns, in pairs of neighbours; x is [T, ..., D], positions [T]."""
+    half = ROTARY // 2
+    frequencies = 10000.0 ** -(torch.arange(half, device=x.device, dtype=x.dtype) / half)
+    angles = (positions[:, None] * frequencies).view(len(x), *[1] * (x.dim() - 2), half)
+    rest, even, odd = x[..., :-ROTARY], x[..., -ROTARY::2], x[..., 1 - ROTARY :: 2]
+    cos, sin = angles.cos(), angles.sin()
+    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
+    return torch.cat((rest, turned), dim=-1)
+
+
+def rms_norm(x: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(x, x.shape[-1:])
+
+
+def recent_tokens(hidden: torch.Tensor, seqs: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """The tokens of a group and those of the one before [N, 2, RATIO, HIDDEN]; before the first group it is anything.
+
+    `hidden` [S, L, HIDDEN] are all tokens; the groups are number `numbers` [N] of sequences `seqs` [N].
+    """
+    positions = numbers[:, None] * RATIO + torch.arange(-RATIO, RATIO, device=numbers.device)
+    return hidden[seqs[:, None], positions.clamp(min=0)].unflatten(1, (2, RATIO))
+
+
+class Layer:
+    """The projections around the attention; T tokens at a time, each at its position."""
+
+    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
+        self.weights = weights
+
+    @classmethod
+    def random(cls, num_heads: int, generator: torch.Generator, device: torch.device) -> "Layer":
+        weights = {}
+        for name, shape in shapes(num_heads).items():
+            fan_in = num_heads * ROW if name == "out" else shape[0]
+            weights[name] = (torch.randn(shape, generator=generator) * fan_in**-0.5).to(device)
+        return cls(weights)
+
+    def double(self) -> "Layer":
+        """The same in float64 on the CPU."""
+        return Layer({name: weight.cpu().double() for name, weight in self.weights.items()})
+
+    @property
+    def sinks(self) -> torch.Tensor:
+        return self.weights["sinks"][0]
+
+    def queries(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """[T, H, ROW]."""
+        low = rms_norm(hidden @ self.weights["q_down"])
+        return rotate(rms_norm(torch.einsum("tr,rhd->thd", low, self.weights["q_up"])) / GAIN, positions)
+
+    def rows(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """What is cached of a token: [T, ROW], key and value of all heads."""
+        return rotate(GAIN * rms_norm(hidden @ self.weights["kv"]), positions)
+
+    def compressed(self, name: str, recent: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """What is cached of RATIO tokens: means of theirs and of those before, weighted in each column by gates.
+
+        `recent` [N, 2, RATIO, HIDDEN] are the tokens before and the tokens themselves; `numbers` [N] counts such groups
+        from the sequence's first, before which there is none. The result stands at the position of its first token.
+        """
+        values = torch.einsum("npth,hpd->nptd", recent, self.weights[f"{name}_kv"])
+        gates = torch.einsum("npth,hpd->nptd", recent, self.weights[f"{name}_gate"]) + self.weights[f"{name}_bias"]
+        before = torch.tensor([True, False], device=numbers.device)
+        gates = gates.masked_fill(((numbers == 0)[:, None] & before)[:, :, None, None], -torch.inf)
+        rows = (gates.flatten(1, 2).softmax(1) * values.flatten(1, 2)).sum(1)
+        return rotate(GAIN * rms_norm(rows), numbers * RATIO)
+
+    def index_queries(self, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The indexer's queries [T, INDEX_HEADS, INDEX_DIM] in e4m3, and the weights of its heads with their scales."""
+        low = rms_norm(hidden @ self.weights["q_down"])
+        q = rotate(torch.einsum("tr,rhd->thd", low, self.weights["index_q"]), positions)
+        values, scales = quantize_indexer_keys(q.flatten(0, 1))
+        weights = hidden @ self.weights["index_weight"] * (INDEX_HEADS * INDEX_DIM) ** -0.5
+        return values.view(q.shape), weights * scales.view(weights.shape)
+
+    def output(self, attended: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The output projection of [T, H, ROW]; turning back makes what a row adds depend on its distance alone."""
+        return torch.einsum("thd,hde->te", rotate(attended, -positions), self.weights["out"])
+
+
+class Step:
+    """Some new tokens of every sequence, those of one sequence after those of another: T in all."""
+
+    def __init__(self, starts: Sequence[int], counts: Sequence[int], generator: torch.Generator, device: torch.device):
+        number = torch.tensor(counts, dtype=torch.int32, device=device)
+        self.seqs = torch.arange(len(counts), device=device).repeat_interleave(number, output_size=sum(counts))
+        self.cu_q_lens = F.pad(number.cumsum(0, dtype=torch.int32), (1, 0))
+        self.kv_lens = torch.tensor(starts, dtype=torch.int32, device=device) + number
+        first = self.kv_lens - self.cu_q_lens[1:]  # of a sequence's tokens: what its place in the batch lacks
+        self.positions = torch.arange(sum(counts), device=device) + first[self.seqs]
+        self.hidden = torch.randn(sum(counts), HIDDEN, generator=generator).to(device)
+
+
+class Cache:
+    """Three paged caches with one page table: rows of tokens, compressed rows, and the indexer's compressed keys."""
+
+    def __init__(self, num_seqs: int, max_len: int, generator: torch.Generator, device: torch.device) -> None:
+        pages_per_seq = -(-max_len // PAGE_SIZE)
+        num_pages = num_seqs * pages_per_seq
+        shuffled = torch.randperm(num_pages, generator=generator, dtype=torch.int32)
+        self.page_indices = shuffled.view(num_seqs, pages_per_seq).to(device)
+        kinds = ((PAGE_SIZE, ROW_BYTES), (PAGE_SIZE // RATIO, ROW_BYTES), (PAGE_SIZE // RATIO, INDEX_DIM + SCALE_BYTES))
+        self.near, self.far, self.keys = (  # NaN until they are written
+            torch.full((num_pages, size, 1, row), 0xFF, dtype=torch.uint8, device=device) for size, row in kinds
+        )
+        # An engine keeps the last RATIO to 2 * RATIO of a sequence, from which the next compressed row is made.
+        self.hidden = torch.zeros(num_seqs, pages_per_seq * PAGE_SIZE, HIDDEN, device=device)
+
+    def slots(self, seqs: torch.Tensor, positions: torch.Tensor, page_size: int) -> torch.Tensor:
+        """Slots of positions [T, ...], token t's in its sequence seqs[t]; -1 for a negative one."""
+        return page_indices_to_slots(positions.int(), self.page_indices[seqs], page_size)
+
+    def write(self, layer: Layer, step: Step) -> None:
+        """Caches T tokens, and what is compressed of those that complete RATIO of them."""
+        self.hidden[step.seqs, step.positions] = step.hidden
+        slots = self.slots(step.seqs, step.positions[:, None], PAGE_SIZE)[:, 0]
+        write_mla_cache(layer.rows(step.hidden, step.positions).bfloat16(), self.near, slots)
+        last = step.positions % RATIO == RATIO - 1
+        seqs, numbers = step.seqs[last], step.positions[last] // RATIO
+        recent = recent_tokens(self.hidden, seqs, numbers)
+        slots = self.slots(seqs, numbers[:, None], PAGE_SIZE // RATIO)[:, 0]
+        write_mla_cache(layer.compressed("row", recent, numbers).bfloat16(), self.far, slots)
+        write_indexer_cache(layer.compressed("key", recent, numbers), self.keys, slots)
+
+    def rows(self, pages: torch.Tensor, seq: int, length: int) -> torch.Tensor:
+        """The dequantised rows of a sequence, float64 on the CPU."""
+        rows = dequantize_mla_cache(pages[self.page_indices[seq]], dtype=torch.float32)
+        return rows.flatten(0, 2)[:length].cpu().double()
+
+    def index_keys(self, seq: int, length: int) -> torch.Tensor:
+        """The dequantised keys of the indexer, float64 on the CPU: a page holds its values, then its scales."""
+        pages = self.keys[self.page_indices[seq]].flatten(1).cpu()
+        size = PAGE_SIZE // RATIO
+        values, scales = pages.split((size * INDEX_DIM, size * SCALE_BYTES), dim=1)
+        keys = values.view(torch.float8_e4m3fn).double().view(-1, INDEX_DIM)
+        return (keys * scales.contiguous().view(torch.float32).double().view(-1, 1))[:length]
+
+
+class Chosen(NamedTuple):
+    """What T tokens attend with, and to what."""
+
+    q: torch.Tensor  # of the attention
+    index_q: torch.Tensor
+    index_weights: torch.Tensor
+    near: torch.Tensor  # slots of tokens [T, window], -1 where there is none
+    numbers: torch.Tensor  # of compressed rows [T, topk], ascending, then -1
+    far: torch.Tensor  # the same as slots
+
+
+def choose(layer: Layer, cache: Cache, step: Step, window: int, topk: int) -> Chosen:
+    """The lists of each token: the last ones of its sequence, and the compressed rows that its indexer wants most."""
+    index_q, weights = layer.index_queries(step.hidden, step.positions)
+    numbers = indexer_topk(
+        index_q, cache.keys, weights, topk,
+        page_indices=cache.page_indices, kv_lens=step.kv_lens, cu_q_lens=step.cu_q_lens, ratio=RATIO,
+    )  # fmt: skip
+    last = step.positions[:, None] - torch.arange(window, device=step.positions.device)
+    near = cache.slots(step.seqs, last, PAGE_SIZE)
+    far = cache.slots(step.seqs, numbers, PAGE_SIZE // RATIO)
+    return Chosen(layer.queries(step.hidden, step.positions).bfloat16(), index_q, weights, near, numbers, far)
+
+
+def attend(layer: Layer, cache: Cache, chosen: Chosen) -> tuple[torch.Tensor, torch.Tensor]:
+    """Out [T, H, ROW] and lse [T, H]. Lists are of each token, so that all may be tokens of one batch entry."""
+    out, lse = mla_decode(
+        chosen.q[None], cache.near, indices=chosen.near[None], extra_kv_cache=cache.far,
+        extra_indices=chosen.far[None], sinks=layer.sinks, sm_scale=SM_SCALE, d_v=ROW,
+    )  # fmt: skip
+    return out[0], lse[0].T
+
+
+def dense(
+    q: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor, sinks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of [T, H, ROW] to rows [L, ROW] under a mask [T, L]; lse is without the sinks."""
+    logits = (torch.einsum("thd,ld->thl", q, rows) * SM_SCALE).masked_fill(~mask[:, None], -torch.inf)
+    sink = sinks[:, None].expand(*logits.shape[:2], 1)
+    return torch.cat((logits, sink), -1).softmax(-1)[..., :-1] @ rows, logits.logsumexp(-1)
+
+
+class Check:
+    """Judges choices, compares with dense attention under masks, and remembers the largest errors."""
+
+    def __init__(self, layer: Layer, cache: Cache, window: int) -> None:
+        self.layer, self.exact, self.cache, self.window = layer, layer.double(), cache, window
+        self.out = self.lse = self.layer_error = 0.0
+        self.selected: list[int] = []
+
+    def __call__(self, step: Step, chosen: Chosen, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Results of T tokens: out [T, H, ROW], lse [T, H]. Raises AssertionError where they are off."""
+        for seq, length in enumerate(step.kv_lens.tolist()):
+            own = step.seqs == seq
+            positions, numbers = step.positions[own].cpu(), chosen.numbers[own].cpu()
+            self._check_choice(chosen.index_q[own], chosen.index_weights[own], positions, numbers, seq)
+            mask = self._mask(positions, numbers, length)
+            near, far = (
+                self.cache.rows(self.cache.near, seq, length),
+                self.cache.rows(self.cache.far, seq, length // RATIO),
+            )
+            sinks = self.exact.sinks
+            want, want_lse = dense(chosen.q[own].cpu().double(), torch.cat((near, far)), mask, sinks)
+            got, got_lse = out[own].cpu().double(), lse[own].cpu().double()
+            agrees(got, want, "decode out", f"out of sequence {seq}")
+            agrees(got_lse, want_lse, "decode lse", f"lse of sequence {seq}")
+            self.out = max(self.out, float((got - want).abs().max()))
+            self.lse = max(self.lse, float((got_lse - want_lse).abs().max()))
+            result = self.layer.output(out[own].float(), step.positions[own])
+            self._check_layer(result, self.cache.hidden[seq, :length].cpu().double(), positions, mask)
+            self.selected += (numbers >= 0).sum(-1).tolist()
+
+    def _mask(self, positions: torch.Tensor, numbers: torch.Tensor, length: int) -> torch.Tensor:
+        """Who sees which of the tokens and, behind them, of the compressed rows."""
+        distance = positions[:, None] - torch.arange(length)
+        far = torch.zeros(len(numbers), length // RATIO + 1, dtype=torch.bool)  # a column more for -1
+        far = far.scatter(1, numbers.long().remainder(far.shape[1]), True)[:, :-1]
+        return torch.cat(((distance >= 0) & (distance < self.window), far), 1)
+
+    def _check_choice(
+        self, q: torch.Tensor, weights: torch.Tensor, positions: torch.Tensor, numbers: torch.Tensor, seq: int
+    ) -> None:
+        """No row may be left out whose logit is above a chosen one's by more than rounding."""
+        keys = self.cache.index_keys(seq, (int(positions.max()) + 1) // RATIO)
+        q, weights = q.cpu().double(), weights.cpu().double()
+        future = torch.arange(len(keys)) >= (positions[:, None] + 1) // RATIO
+        products = torch.einsum("thd,ld->thl", q, keys).relu()
+        logits = torch.einsum("thl,th->tl", products, weights).masked_fill(future, -torch.inf)
+        # What they would be if nothing cancelled: rounding is a part of that.
+        magnitudes = torch.einsum("thd,ld,th->tl", q.abs(), keys.abs(), weights.abs())
+        chosen_agree(numbers, logits, magnitudes, numbers.shape[1])
+
+    def _check_layer(
+        self, got: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor
+    ) -> None:
+        """The layer over all tokens of a sequence, `hidden` [L, HIDDEN], in float64 and without a cache."""
+        near = self.exact.rows(hidden, torch.arange(len(hidden)))
+        numbers = torch.arange(len(hidden) // RATIO)
+        far = self.exact.compressed("row", recent_tokens(hidden[None], torch.zeros_like(numbers), numbers), numbers)
+        q = self.exact.queries(hidden[positions], positions)
+        out, _ = dense(q, torch.cat((near, far)), mask, self.exact.sinks)
+        want = self.exact.output(out, positions)
+        error = float((got.cpu() - want).norm() / want.norm())
+        if not error <= LAYER_BOUND:
+            raise AssertionError(f"expected the layer's output within {LAYER_BOUND:g} of its norm, got {error:g}")
+        self.layer_error = max(self.layer_error, error)
+
+    def __str__(self) -> str:
+        few, many = min(self.selected), max(self.selected)
+        return (
+            f"compressed rows per token: {few if few == many else f'{few} to {many}'}; "
+            f"largest error: out {self.out:.1e}, lse {self.lse:.1e}, layer {self.layer_error:.1e} of its norm"
+        )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Prefill, then decode; prints what was checked."""
+    device, generator = torch.device(arguments.device), torch.Generator().manual_seed(arguments.seed)
+    lens = [arguments.prompt, -(-arguments.prompt * 2 // 3)]
+    layer = Layer.random(arguments.heads, generator, device)
+    cache = Cache(len(lens), max(lens) + arguments.new_tokens, generator, device)
+
+    def forward(starts: Sequence[int], counts: Sequence[int], check: Check) -> None:
+        step = Step(starts, counts, generator, device)
+        cache.write(layer, step)
+        chosen = choose(layer, cache, step, arguments.window, arguments.topk)
+        check(step, chosen, *attend(layer, cache, chosen))
+
+    check = Check(layer, cache, arguments.window)
+    forward([0] * len(lens), lens, check)
+    print(f"prefill of {sum(lens)} tokens in {len(lens)} sequences; {check}")
+    check = Check(layer, cache, arguments.window)
+    for number in range(arguments.new_tokens):
+        forward([length + number for length in lens], [1] * len(lens), check)
+    print(f"decode of {arguments.new_tokens} tokens in {len(lens)} sequences; {check}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--heads", type=int, default=12, help="of the queries; 64 and 128 in the models")
+    parser.add_argument(
+        "--window", type=int, default=24, help="tokens that each token sees as they are; the model: 128"
+    )
+    parser.add_argument("--topk", type=int, default=8, help="compressed rows that it sees; the model: 512")
+    parser.add_argument("--prompt", type=int, default=90, help="tokens of the longer prompt")
+    parser.add_argument("--new-tokens", type=int, default=9, help="tokens decoded after it")
+    parser.add_argument("--backend", default="auto", help="of attention, indexer and writing")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args(argv)
+    try:
+        with ra.use_backend(dict.fromkeys(OPERATIONS, arguments.backend)):
+            run(arguments)
+    except AssertionError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,94 @@
+"""The keys with the largest logits of the lightning indexer, in Triton: tokens' logits, then the choice among them.
+
+A chunk of tokens at a time has its logits in memory, so that there is never a matrix of all of them. Of a row only what
+its token sees is written and read.
+"""
+
+import dataclasses
+from typing import Any
+
+from ragged_attention.calls import IndexerTopk
+from ragged_attention.kernels_triton import indexer_logits, top_k_indices
+from ragged_attention.kernels_triton._tiles import cdiv, expect_between
+
+FEATURES = indexer_logits.FEATURES | {"candidate_blocks", "candidate_block_size"}
+CHUNK_BYTES = 64 * 2**20  # of logits
+ALIGNMENT = 64  # rows of logits are multiples of so many columns
+MOST_CANDIDATES = 2**30
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tile(indexer_logits.Tile):
+    """What may be tuned: the logits' blocks, and those of the choice."""
+
+    chunk: int = 1024  # tokens whose logits are in memory at a time
+    select_block: int = 2048
+    select_num_warps: int = 4
+    num_splits: int = 1
+
+    def __post_init__(self) -> None:
+        indexer_logits.Tile.__post_init__(self)
+        expect_between(self, chunk=(1, 2**31 - 1))
+        self.selection()
+
+    def selection(self) -> top_k_indices.Tile:
+        return top_k_indices.Tile(block=self.select_block, num_warps=self.select_num_warps, num_splits=self.num_splits)
+
+
+def why_not(call: IndexerTopk) -> str | None:
+    if call.candidate_blocks is not None:
+        size = indexer_logits.candidate_size(call)
+        if (candidates := call.candidate_blocks.shape[1] * size) > MOST_CANDIDATES:
+            return f"expected candidate_blocks of at most {MOST_CANDIDATES} positions, got {candidates}"
+    return indexer_logits.why_not(call)
+
+
+def heuristic(call: IndexerTopk) -> Tile:
+    return tile_for(call, indexer_logits.decodes(call))
+
+
+def invariant_tile(call: IndexerTopk) -> Tile:
+    return tile_for(call, False)
+
+
+def tile_for(call: Any, walk: bool) -> Tile:
+    columns = row_stride(call)
+    chunk = max(1, min(CHUNK_BYTES // (4 * columns), call.num_tokens))
+    logits = indexer_logits.tile_for(call, walk)
+    chosen = top_k_indices.tile_for(call, chunk, call.columns)
+    return Tile(
+        **{field.name: getattr(logits, field.name) for field in dataclasses.fields(logits)},
+        chunk=chunk,
+        select_block=chosen.block,
+        select_num_warps=chosen.num_warps,
+        num_splits=chosen.num_splits,
+    )
+
+
+def row_stride(call: Any) -> int:
+    return cdiv(max(call.columns, 1), ALIGNMENT) * ALIGNMENT
+
+
+def run(call: IndexerTopk, tile: Tile, launch: Any) -> Any:
+    """Enqueue the kernels; returns the positions. The memory of one chunk's logits serves the next."""
+    work, width = indexer_logits.work_of(call, launch), row_stride(call)
+    rows = min(tile.chunk, max(call.num_tokens, 1))
+    logits: Any = None
+    chosen: Any = None
+    for first in range(0, max(call.num_tokens, 1), rows):
+        count = min(rows, call.num_tokens - first)
+        if call.candidate_blocks is not None:
+            logits = indexer_logits.filled(work, launch, rows, width, logits)
+        logits = indexer_logits.enqueue(work, tile, launch, first, count, width, logits, rows=rows, fill=False)
+        found = top_k_indices.Rows(
+            logits=logits,
+            num_rows=count,
+            row_stride=width,
+            columns=work.tables["num_kv_tokens"],
+            tables=(*work.arrays[4:6], *work.arrays[7:]),
+            arguments={name: work.tables[name] for name in work.tables if name != "num_kv_tokens"}
+            | {"COUNTED": "seen"},
+            first_token=first,
+        )
+        chosen = top_k_indices.enqueue(found, call.top_k, call.num_tokens, tile.selection(), launch, chosen)
+    return chosen

@@ -1,0 +1,126 @@
+"""Quantising the indexer's keys in Triton, into pages of bytes; `quantize_indexer_keys` runs the same kernel.
+
+Scales are stored byte by byte, for the pages of a cache may lie apart by any number of bytes; where strides allow, the
+compiler joins the bytes again.
+"""
+
+# Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+
+import dataclasses
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from ragged_attention.calls import WriteIndexerCache
+from ragged_attention.kernels_triton._formats import encode_float8
+from ragged_attention.kernels_triton._sequences import VARYING
+from ragged_attention.kernels_triton._tiles import cdiv, expect_power_of_two, launchable, next_power_of_2
+from ragged_attention.kernels_triton.write_mla_cache import group_scales, store_bytes
+
+FEATURES = frozenset({"power_of_two"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """What may be tuned."""
+
+    block_t: int = 16  # tokens of a program
+    num_warps: int = 4
+
+    def __post_init__(self) -> None:
+        expect_power_of_two(self, block_t=(1, 256), num_warps=(1, 16))
+
+
+def why_not(call: WriteIndexerCache) -> str | None:
+    return launchable(call, write_keys_kernel)
+
+
+def heuristic(call: WriteIndexerCache) -> Tile:
+    return tile_for(*call.k.shape)
+
+
+def tile_for(num_tokens: int, head_dim: int) -> Tile:
+    """About two thousand elements per program."""
+    return Tile(block_t=max(1, min(2048 // next_power_of_2(head_dim), next_power_of_2(num_tokens))))
+
+
+@triton.jit
+def quantized_rows(k_ptr, token, token_stride, live, POWERS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr):
+    """Rows of keys as e4m3 codes [rows, D_PAD], and their scales."""
+    d = tl.arange(0, D_PAD)
+    mask = live[:, None] & (d < D)[None, :]
+    rows = k_ptr + token * token_stride
+    values = tl.load(rows[:, None] + d[None, :], mask=mask, other=0).to(tl.float32)
+    scale = group_scales(values, POWERS)
+    scaled = tl.div_rn(values, scale[:, None] + tl.zeros_like(values))
+    code = encode_float8(scaled, 3, 7, 0x7E)
+    return tl.where(scaled == scaled, code, 0x7F).to(tl.uint8), scale  # machines differ about the sign of a NaN
+
+
+@triton.jit(do_not_specialize=VARYING)
+def write_keys_kernel(
+    k_ptr, slots_ptr, given_cache_ptr, cache_ptr,
+    num_tokens, num_slots, slots_stride, k_stride, page_stride,
+    POWERS: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Rows to their slots: codes to the front of a page, scales behind the codes of all of its keys."""
+    token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    slot = tl.load(slots_ptr + token * slots_stride, mask=token < num_tokens, other=-1).to(tl.int64)
+    live = (slot >= 0) & (slot < num_slots)
+    slot = tl.where(live, slot, 0)
+    code, scale = quantized_rows(k_ptr, token, k_stride, live, POWERS, D, D_PAD)
+    page = cache_ptr + slot // PAGE_SIZE * page_stride
+    offset = slot % PAGE_SIZE
+    d = tl.arange(0, D_PAD)
+    tl.store((page + offset * D)[:, None] + d[None, :], code, mask=live[:, None] & (d < D)[None, :])
+    store_bytes(page + PAGE_SIZE * D + offset * 4, scale.to(tl.uint32, bitcast=True)[:, None], live, 4)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def quantize_keys_kernel(
+    k_ptr, codes_ptr, scales_ptr, num_tokens, k_stride,
+    POWERS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Rows to rows of codes and their scales."""
+    token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    live = token < num_tokens
+    code, scale = quantized_rows(k_ptr, token, k_stride, live, POWERS, D, D_PAD)
+    d = tl.arange(0, D_PAD)
+    tl.store((codes_ptr + token * D)[:, None] + d[None, :], code, mask=live[:, None] & (d < D)[None, :])
+    tl.store(scales_ptr + token, scale, mask=live)
+
+
+def arguments_of(k: Any, power_of_two: bool, tile: Tile, launch: Any) -> dict[str, Any]:
+    """The arguments that both kernels have in common."""
+    num_tokens, head_dim = k.shape
+    return {
+        "num_warps": tile.num_warps,
+        "num_stages": 1,
+        "num_tokens": num_tokens,
+        "k_stride": launch.strides(k)[0],
+        "POWERS": power_of_two,
+        "D": head_dim,
+        "D_PAD": next_power_of_2(head_dim),
+        "BLOCK_T": tile.block_t,
+    }
+
+
+def run(call: WriteIndexerCache, tile: Tile, launch: Any) -> Any:
+    """Enqueue the kernel; returns the cache."""
+    k, slots = launch.packed(call.k), call.slot_mapping
+    (written,) = launch(
+        write_keys_kernel,
+        (cdiv(k.shape[0], tile.block_t),),
+        (k, slots, call.cache),
+        [],
+        inplace=(2,),
+        num_slots=call.num_slots,
+        slots_stride=launch.strides(slots)[0],
+        page_stride=launch.strides(call.cache)[0],
+        PAGE_SIZE=call.page_size,
+        **arguments_of(k, call.power_of_two, tile, launch),
+    )
+    return written

@@ -1,0 +1,61 @@
+"""The lightning indexer's logits: how much each query token wants each key."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ragged_attention.reference._indexer import seen_in_pages, seen_of_ranges
+from ragged_attention.reference._kv_layout import Float64, decode
+from ragged_attention.reference._no_tuning import Tile as Tile
+from ragged_attention.reference._no_tuning import heuristic as heuristic
+from ragged_attention.reference._no_tuning import invariant_tile as invariant_tile
+from ragged_attention.reference._no_tuning import why_not as why_not
+
+FEATURES = frozenset({
+    "key_scale", "starts", "stops", "relative", "max_keys", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "ratio",
+})  # fmt: skip
+
+
+def indexer_logits(
+    q: ArrayLike,
+    keys: ArrayLike,
+    weights: ArrayLike,
+    *,
+    key_scale: ArrayLike | None = None,
+    starts: ArrayLike | None = None,
+    stops: ArrayLike | None = None,
+    relative: bool = False,
+    max_keys: int | None = None,
+    page_indices: ArrayLike | None = None,
+    kv_lens: ArrayLike | None = None,
+    cu_q_lens: ArrayLike | None = None,
+    num_seqs: ArrayLike | None = None,
+    ratio: int = 1,
+    q_dtype: str | None = None,
+    key_dtype: str | None = None,
+) -> Float64:
+    """Logits [T, columns] in float64, -inf where nothing is seen; the arguments are those of the record.
+
+    `q_dtype` and `key_dtype` name the format of what is given as the bits of 8-bit floats.
+    """
+    q, weights, keys = decode(q, q_dtype), np.asarray(weights, np.float64), np.asarray(keys)
+    if page_indices is not None:
+        columns = np.shape(page_indices)[1] * keys.shape[1]
+        tables = (page_indices, kv_lens, cu_q_lens)
+        tokens = seen_in_pages(len(q), keys, key_dtype, key_scale, tables, num_seqs, ratio)
+    else:
+        columns = len(keys) if max_keys is None else max_keys
+        tokens = seen_of_ranges(keys, key_dtype, key_scale, starts, stops, relative, max_keys)
+    logits = np.full((len(q), columns), -np.inf)
+    for seen in tokens:
+        with np.errstate(invalid="ignore"):  # of infinities
+            products = np.maximum(q[seen.token] @ seen.keys.T, 0.0)
+            logits[seen.token, seen.columns] = weights[seen.token] @ products * seen.scales
+    return logits
+
+
+def run(call: Any, tile: Tile, launch: Any) -> Any:
+    del tile
+    formats = {"q_dtype": str(call.q.dtype).rpartition(".")[2], "key_dtype": call.key_dtype}
+    return launch.on_host(indexer_logits, call, [((call.num_tokens, call.columns), "float32")], **formats)[0]

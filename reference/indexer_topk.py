@@ -1,0 +1,42 @@
+"""The keys with the largest logits of the lightning indexer, for each query token."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ragged_attention.reference._indexer import largest
+from ragged_attention.reference._no_tuning import Tile as Tile
+from ragged_attention.reference._no_tuning import heuristic as heuristic
+from ragged_attention.reference._no_tuning import invariant_tile as invariant_tile
+from ragged_attention.reference._no_tuning import why_not as why_not
+from ragged_attention.reference.indexer_logits import FEATURES as FEATURES_OF_LOGITS
+from ragged_attention.reference.indexer_logits import indexer_logits
+
+FEATURES = FEATURES_OF_LOGITS | {"candidate_blocks", "candidate_block_size"}
+
+
+def indexer_topk(
+    q: ArrayLike,
+    keys: ArrayLike,
+    weights: ArrayLike,
+    top_k: int,
+    *,
+    candidate_blocks: ArrayLike | None = None,
+    candidate_block_size: int | None = None,
+    **others: Any,
+) -> NDArray[np.int32]:
+    """Positions [T, top_k] in ascending order, then -1; `others` are the arguments of `indexer_logits`."""
+    logits = indexer_logits(q, keys, weights, **others)
+    if candidate_blocks is not None:
+        assert candidate_block_size is not None
+        blocks = np.arange(logits.shape[1]) // candidate_block_size
+        listed = [np.isin(blocks, row) for row in np.asarray(candidate_blocks)]
+        logits = np.where(np.array(listed).reshape(logits.shape), logits, -np.inf)
+    return largest(logits, top_k)
+
+
+def run(call: Any, tile: Tile, launch: Any) -> Any:
+    del tile
+    formats = {"q_dtype": str(call.q.dtype).rpartition(".")[2], "key_dtype": call.key_dtype}
+    return launch.on_host(indexer_topk, call, [((call.num_tokens, call.top_k), "int32")], **formats)[0]

@@ -1,0 +1,24 @@
+"""Rows for the indexer, quantised; `_indexer.quantized` has the arithmetic."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ragged_attention.reference._indexer import quantized
+from ragged_attention.reference._no_tuning import Tile as Tile
+from ragged_attention.reference._no_tuning import heuristic as heuristic
+from ragged_attention.reference._no_tuning import why_not as why_not
+
+FEATURES = frozenset({"power_of_two"})
+
+
+def quantize_indexer_keys(k: ArrayLike, power_of_two: bool = False) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """Rows [N, D] as the bits of e4m3 values [N, D] and scales [N]."""
+    return quantized(k, power_of_two)
+
+
+def run(call: Any, tile: Tile, launch: Any) -> Any:
+    del tile
+    outputs = [(result.shape, result.dtype) for result in call.results()]
+    return launch.on_host(quantize_indexer_keys, call, outputs)

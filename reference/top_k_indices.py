@@ -1,0 +1,33 @@
+"""The columns of the largest logits of each row."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ragged_attention.reference._indexer import largest
+from ragged_attention.reference._no_tuning import Tile as Tile
+from ragged_attention.reference._no_tuning import heuristic as heuristic
+from ragged_attention.reference._no_tuning import invariant_tile as invariant_tile
+from ragged_attention.reference._no_tuning import why_not as why_not
+
+FEATURES = frozenset({"starts", "stops"})
+
+
+def top_k_indices(
+    logits: ArrayLike, top_k: int, starts: ArrayLike | None = None, stops: ArrayLike | None = None
+) -> NDArray[np.int32]:
+    """Columns [T, top_k] in ascending order, then -1; `starts` and `stops` say which of them count."""
+    logits = np.asarray(logits, np.float64)
+    columns = np.arange(logits.shape[1])
+    counts = np.ones(logits.shape, bool)
+    if starts is not None:
+        counts &= columns >= np.asarray(starts)[:, None]
+    if stops is not None:
+        counts &= columns < np.asarray(stops)[:, None]
+    return largest(np.where(counts, logits, -np.inf), top_k)
+
+
+def run(call: Any, tile: Tile, launch: Any) -> Any:
+    del tile
+    return launch.on_host(top_k_indices, call, [((call.num_tokens, call.top_k), "int32")])[0]

@@ -1,0 +1,36 @@
+"""This step's keys of the indexer, quantised and written into its pages."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ragged_attention.reference._indexer import planes, quantized
+from ragged_attention.reference._no_tuning import Tile as Tile
+from ragged_attention.reference._no_tuning import heuristic as heuristic
+from ragged_attention.reference._no_tuning import why_not as why_not
+
+FEATURES = frozenset({"power_of_two"})
+
+
+def write_indexer_cache(
+    k: ArrayLike, cache: ArrayLike, slot_mapping: ArrayLike, power_of_two: bool = False
+) -> NDArray[np.uint8]:
+    """The new cache: the rows `k` [T, D] at their slots, anything else as it was.
+
+    A slot outside [0, P*G) is skipped; of two tokens for one slot the later one wins.
+    """
+    cache = np.array(cache, order="C")
+    slots = np.asarray(slot_mapping)
+    valid = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
+    page, offset = np.divmod(slots[valid], cache.shape[1])
+    codes, factors = quantized(np.asarray(k)[valid], power_of_two)
+    values, scales = planes(cache)
+    values[page, offset] = codes
+    scales[page, offset] = factors.astype("<f4").view(np.uint8).reshape(-1, 4)
+    return cache
+
+
+def run(call: Any, tile: Tile, launch: Any) -> Any:
+    del tile
+    return launch.on_host(write_indexer_cache, call, "cache")[0]

@@ -1,0 +1,307 @@
+"""The records of the lightning indexer: logits of queries over keys, the top-k of them, its quantised keys."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ragged_attention.calls.base import Call, Result, record
+from ragged_attention.calls.fields import (
+    FLOATS,
+    INT32,
+    ArrayKind,
+    Arrays,
+    Count,
+    Flag,
+    Integer,
+    Sizes,
+    dtype_name,
+    expect_array,
+    field,
+)
+from ragged_attention.calls.paged import check_ragged_values, check_slots, live_sequences
+from ragged_attention.errors import InvalidInput
+
+E4M3 = "float8_e4m3fn"
+SCALE_BYTES = 4  # of a key in a page of bytes
+A_CHOICE = "it serves to choose keys, and a choice has none"
+LARGEST_TOP_K = 4096
+TABLES = ("page_indices", "kv_lens", "cu_q_lens")
+
+
+def expect_index_dim(name: str, size: int) -> None:
+    if size % 16 or not 16 <= size <= 256:
+        raise InvalidInput(f"expected {name} to be a multiple of 16 from 16 to 256, got {size}")
+
+
+def expect_top_k(top_k: int) -> None:
+    if top_k > LARGEST_TOP_K:
+        raise InvalidInput(f"expected top_k <= {LARGEST_TOP_K}, got {top_k}")
+
+
+def rows_apart(name: str, pages: Any, strides: Callable[[Any], tuple[int, ...]]) -> str | None:
+    """What is wrong if a page of bytes is not one block: the values of its keys, then their scales."""
+    row, got = pages.shape[3], strides(pages)[1]
+    if pages.shape[1] > 1 and 0 not in pages.shape and got != row:
+        return f"expected {name} with rows packed in each page (stride {row}), got {got}"
+    return None
+
+
+@record
+class IndexerCall(Call):
+    """What the logits and the top-k of them have in common: queries, weights, and the keys that each query sees."""
+
+    WHY_NO_GRADIENT: ClassVar[str] = A_CHOICE
+
+    q: Any = field(ArrayKind("T H D", (*FLOATS, E4M3)))
+    keys: Any = field(ArrayKind(unit_stride=True))
+    weights: Any = field(ArrayKind("T H", ("float32",)))
+    key_scale: Any = field(ArrayKind(), default=None)
+    starts: Any = field(ArrayKind("T", INT32), default=None)
+    stops: Any = field(ArrayKind("T", INT32), default=None)
+    relative: bool = field(Flag(), default=False)
+    max_keys: int | None = field(Integer(least=1), default=None)
+    page_indices: Any = field(ArrayKind("S M", INT32), default=None)
+    kv_lens: Any = field(ArrayKind("S", INT32), default=None)
+    cu_q_lens: Any = field(ArrayKind("S+1", INT32), default=None)
+    num_seqs: Any = field(Count(), default=None)
+    ratio: int = field(Integer(least=1), default=1)
+
+    def _check(self, sizes: Sizes) -> None:
+        expect_index_dim("q.shape[2]", self.head_dim)
+        if self.num_heads < 1:
+            raise InvalidInput("expected q to have num_heads >= 1, got 0")
+        self._expect_one_form()
+        self._expect_keys()
+        if self.max_keys is not None and not self.relative:
+            raise InvalidInput(f"expected max_keys only with relative=True, got {self.max_keys}")
+
+    def _expect_one_form(self) -> None:
+        """Packed keys with ranges, or paged ones with tables."""
+        ranges = [name for name in ("starts", "stops") if getattr(self, name) is not None]
+        tables = [name for name in TABLES if getattr(self, name) is not None]
+        if (len(ranges), len(tables)) not in ((2, 0), (0, 3)):
+            got = ", ".join(ranges + tables) or "neither"
+            raise InvalidInput(f"expected starts and stops, or {', '.join(TABLES)}, got {got}")
+        paged = {"relative": self.relative, "max_keys": self.max_keys is not None}
+        packed = {"num_seqs": self.num_seqs is not None, "ratio": self.ratio != 1}
+        for name, given in (paged if tables else packed).items():
+            if given:
+                wanted, other = ("starts and stops", "page_indices") if tables else ("page_indices", "starts and stops")
+                raise InvalidInput(f"expected {name} only with {wanted}, got it with {other}")
+
+    def _expect_keys(self) -> None:
+        own = (dtype_name(self.q), E4M3) if dtype_name(self.q) != E4M3 else (E4M3,)
+        if not self.paged:
+            expect_array("keys", self.keys, "N D", own, {"D": self.head_dim})
+        elif self.bytes:
+            sizes = {"1": 1, "D+4": self.head_dim + SCALE_BYTES}
+            expect_array("keys", self.keys, "P G 1 D+4", ("uint8",), sizes)
+        else:
+            expect_array("keys", self.keys, "P G D", own, {"D": self.head_dim})
+        if self.paged and self.page_size < 1:
+            raise InvalidInput(f"expected keys to have page_size >= 1, got {self.page_size}")
+        if self.key_scale is None:
+            return
+        if self.bytes:
+            raise InvalidInput("expected key_scale=None with pages of bytes, which hold the scales, got an array")
+        letters = "P G" if self.paged else "N"
+        known: dict[str, int] = dict(zip(letters.split(), self.keys.shape, strict=False))
+        expect_array("key_scale", self.key_scale, letters, ("float32",), known)
+
+    @classmethod
+    def prepare(cls, arguments: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
+        return live_sequences(super().prepare(arguments, arrays))
+
+    def check_strides(self, strides: Callable[[Any], tuple[int, ...]]) -> None:
+        if self.bytes and (wrong := rows_apart("keys", self.keys, strides)):
+            raise InvalidInput(wrong)
+
+    @property
+    def paged(self) -> bool:
+        return self.page_indices is not None
+
+    @property
+    def bytes(self) -> bool:
+        """Whether keys are pages of e4m3 values with their scales behind them."""
+        return self.paged and len(self.keys.shape) == 4
+
+    @property
+    def key_dtype(self) -> str:
+        """The dtype of the keys' values."""
+        return E4M3 if self.bytes else dtype_name(self.keys)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def num_heads(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def page_size(self) -> int:
+        """Positions of a page; packed keys are one page."""
+        return self.keys.shape[1] if self.paged else self.keys.shape[0]
+
+    @property
+    def columns(self) -> int:
+        """How many positions a query can tell apart: columns of its logits."""
+        if self.paged:
+            return self.page_indices.shape[1] * self.page_size
+        return self.keys.shape[0] if self.max_keys is None else self.max_keys
+
+    @property
+    def token_capacity(self) -> int:
+        """The most tokens that one sequence's row of `page_indices` can stand for; longer lengths count as this."""
+        return min(self.columns * self.ratio, 2**31 - 2**16)
+
+    def check_values(self) -> None:
+        """Raise `InvalidInput` naming the first range or sequence that is invalid. Expects NumPy arrays."""
+        if self.paged:
+            check_ragged_values(
+                self.kv_lens, self.page_indices, self.cu_q_lens, self.num_seqs,
+                self.num_tokens, self.keys.shape[0], self.page_size, ratio=self.ratio,
+            )  # fmt: skip
+        else:
+            check_ranges(self.starts, self.stops, self.keys.shape[0])
+
+
+def check_ranges(starts: Any, stops: Any, limit: int) -> None:
+    """Raise `InvalidInput` naming the first range that does not lie in [0, limit]. Expects NumPy arrays, or None."""
+    for name, edges in (("starts", starts), ("stops", stops)):
+        if edges is None:
+            continue
+        bad = np.flatnonzero((edges < 0) | (edges > limit))
+        if bad.size:
+            raise InvalidInput(f"expected {name}[{bad[0]}] between 0 and {limit}, got {edges[bad[0]]}")
+
+
+@record
+class IndexerLogits(IndexerCall):
+    """The arguments of `indexer_logits`, which says what they mean."""
+
+    OPERATION: ClassVar[str] = "indexer_logits"
+
+    def results(self) -> tuple[Result, ...]:
+        return (Result((self.num_tokens, self.columns), "float32"),)
+
+
+@record
+class IndexerTopk(IndexerCall):
+    """The arguments of `indexer_topk`, which says what they mean."""
+
+    OPERATION: ClassVar[str] = "indexer_topk"
+
+    top_k: int = field(Integer(least=1))
+    candidate_blocks: Any = field(ArrayKind("T B", INT32), default=None)
+    candidate_block_size: int | None = field(Integer(least=1), default=None)
+
+    def _check(self, sizes: Sizes) -> None:
+        super()._check(sizes)
+        expect_top_k(self.top_k)
+        if (self.candidate_blocks is None) != (self.candidate_block_size is None):
+            given, missing = "candidate_blocks", "candidate_block_size"
+            if self.candidate_blocks is None:
+                given, missing = missing, given
+            raise InvalidInput(f"expected {missing} with {given}, got None")
+
+    def results(self) -> tuple[Result, ...]:
+        return (Result((self.num_tokens, self.top_k), "int32"),)
+
+
+@record
+class TopKIndices(Call):
+    """The arguments of `top_k_indices`, which says what they mean."""
+
+    OPERATION: ClassVar[str] = "top_k_indices"
+    WHY_NO_GRADIENT: ClassVar[str] = A_CHOICE
+
+    logits: Any = field(ArrayKind("T N", ("float32",)))
+    top_k: int = field(Integer(least=1))
+    starts: Any = field(ArrayKind("T", INT32), default=None)
+    stops: Any = field(ArrayKind("T", INT32), default=None)
+
+    def _check(self, sizes: Sizes) -> None:
+        expect_top_k(self.top_k)
+
+    def results(self) -> tuple[Result, ...]:
+        return (Result((self.num_tokens, self.top_k), "int32"),)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.logits.shape[0]
+
+    @property
+    def columns(self) -> int:
+        return self.logits.shape[1]
+
+    def check_values(self) -> None:
+        """Raise `InvalidInput` naming the first range that is invalid. Expects NumPy arrays."""
+        check_ranges(self.starts, self.stops, self.columns)
+
+
+@record
+class QuantizeIndexerKeys(Call):
+    """The arguments of `quantize_indexer_keys`, which says what they mean."""
+
+    OPERATION: ClassVar[str] = "quantize_indexer_keys"
+    NUM_RESULTS: ClassVar[int | None] = 2
+
+    k: Any = field(ArrayKind("N D", FLOATS))
+    power_of_two: bool = field(Flag(), default=False)
+
+    def _check(self, sizes: Sizes) -> None:
+        expect_index_dim("k.shape[1]", self.k.shape[1])
+
+    def results(self) -> tuple[Result, ...]:
+        return Result(self.k.shape, E4M3), Result(self.k.shape[:1], "float32")
+
+    def check_values(self) -> None:
+        """No value is invalid."""
+
+
+@record
+class WriteIndexerCache(Call):
+    """The arguments of `write_indexer_cache`, which says what they mean."""
+
+    OPERATION: ClassVar[str] = "write_indexer_cache"
+    NUM_RESULTS: ClassVar[int | None] = 0
+
+    k: Any = field(ArrayKind("T D", FLOATS))
+    cache: Any = field(ArrayKind("P G 1 D+4", ("uint8",), unit_stride=True, written=True))
+    slot_mapping: Any = field(ArrayKind("T", ("int32", "int64")))
+    power_of_two: bool = field(Flag(), default=False)
+
+    def _check(self, sizes: Sizes) -> None:
+        expect_index_dim("k.shape[1]", self.head_dim)
+        expect_array("cache", self.cache, "P G 1 D+4", ("uint8",), {"1": 1, "D+4": self.head_dim + SCALE_BYTES})
+        if self.page_size < 1:
+            raise InvalidInput(f"expected cache to have page_size >= 1, got {self.page_size}")
+
+    def results(self) -> tuple[Result, ...]:
+        return (Result(self.cache.shape, "uint8"),)
+
+    @property
+    def head_dim(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def page_size(self) -> int:
+        return self.cache.shape[1]
+
+    @property
+    def num_slots(self) -> int:
+        return self.cache.shape[0] * self.page_size
+
+    def check_strides(self, strides: Callable[[Any], tuple[int, ...]]) -> None:
+        if wrong := rows_apart("cache", self.cache, strides):
+            raise InvalidInput(wrong)
+
+    def check_values(self) -> None:
+        """Raise `InvalidInput` naming the first slot outside the cache. Expects NumPy arrays."""
+        check_slots(self.slot_mapping, self.num_slots)

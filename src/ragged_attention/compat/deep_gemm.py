@@ -1,0 +1,215 @@
+"""DeepGEMM's logits of the lightning indexer, by its argument names, order and conventions, on every device.
+
+`import ragged_attention.compat.deep_gemm as deep_gemm` runs code written for these functions of the `deep_gemm`
+package, under their older names `fp8_*` and their newer ones `fp8_fp4_*`, of which the FP8 form is taken. DeepGEMM's
+limits on devices, head counts, head sizes and page sizes do not hold here. What it leaves unwritten is -inf here,
+whether or not `clean_logits` asks for it.
+"""
+
+import torch
+
+from ragged_attention.calls import dtype_name
+from ragged_attention.compat.names import say_in
+from ragged_attention.errors import InvalidInput
+from ragged_attention.torch import indexer_logits
+
+__all__ = [
+    "fp8_fp4_mqa_logits",
+    "fp8_fp4_paged_mqa_logits",
+    "fp8_mqa_logits",
+    "fp8_paged_mqa_logits",
+    "get_paged_mqa_logits_metadata",
+]
+
+Quantized = tuple[torch.Tensor, torch.Tensor | None]  # values and their scales
+# Our arguments' names and DeepGEMM's, for error messages.
+PACKED_NAMES = {
+    "keys": "kv[0]",
+    "key_scale": "kv[1]",
+    "starts": "cu_seq_len_k_start",
+    "stops": "cu_seq_len_k_end",
+    "max_keys": "max_seqlen_k",
+}
+PAGED_NAMES = {"keys": "kv_cache", "page_indices": "block_table", "kv_lens": "context_lens"}
+
+
+def fp8_mqa_logits(
+    q: torch.Tensor,
+    kv: tuple[torch.Tensor, torch.Tensor],
+    weights: torch.Tensor,
+    cu_seq_len_k_start: torch.Tensor,
+    cu_seq_len_k_end: torch.Tensor,
+    clean_logits: bool = True,
+    max_seqlen_k: int = 0,
+) -> torch.Tensor:
+    """How much each query wants each of the keys in its range.
+
+    Args:
+        q: [seq_len, num_heads, head_dim] float8_e4m3fn; bfloat16, float16 and float32 as well.
+        kv: the keys [seq_len_kv, head_dim], float8_e4m3fn or q's dtype, and their scales f32 [seq_len_kv].
+        weights: f32 [seq_len, num_heads], the scales of q in them; 16-bit ones are widened.
+        cu_seq_len_k_start, cu_seq_len_k_end: i32 [seq_len], the range of each query.
+        clean_logits: without effect: what is outside of a range is -inf either way. With `max_seqlen_k` it has to be
+            False, as in DeepGEMM.
+        max_seqlen_k: columns of a result that counts each row from its own start; 0 counts from the first key.
+
+    Returns:
+        f32 [seq_len, seq_len_kv], or [seq_len, max_seqlen_k].
+    """
+    return fp8_fp4_mqa_logits((q, None), kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k)
+
+
+def fp8_fp4_mqa_logits(
+    q: Quantized,
+    kv: tuple[torch.Tensor, torch.Tensor],
+    weights: torch.Tensor,
+    cu_seq_len_k_start: torch.Tensor,
+    cu_seq_len_k_end: torch.Tensor,
+    clean_logits: bool = True,
+    max_seqlen_k: int = 0,
+    logits_dtype: torch.dtype = torch.float32,
+    schedule_meta: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`fp8_mqa_logits` by its newer name: q is a pair of values and None.
+
+    Args:
+        logits_dtype: float32 or bfloat16, to which float32 logits are rounded.
+        schedule_meta: without effect: the work is divided by shapes.
+
+    The other arguments and the result are those of `fp8_mqa_logits`. FP4 values, and scales of q, are refused.
+    """
+    del schedule_meta
+    values = _fp8(q)
+    if clean_logits and max_seqlen_k:
+        raise InvalidInput(f"expected clean_logits=False with max_seqlen_k, got True with {max_seqlen_k=}")
+    keys, scale = kv
+    try:
+        logits = indexer_logits(
+            values,
+            keys,
+            _wide(weights),
+            key_scale=scale,
+            starts=cu_seq_len_k_start,
+            stops=cu_seq_len_k_end,
+            relative=max_seqlen_k > 0,
+            max_keys=max_seqlen_k or None,
+        )
+    except (InvalidInput, TypeError) as error:
+        say_in(PACKED_NAMES, error)
+    return _as(logits, logits_dtype)
+
+
+def get_paged_mqa_logits_metadata(
+    context_lens: torch.Tensor, block_kv: int, num_sms: int, indices: torch.Tensor | None = None
+) -> torch.Tensor:
+    """What `fp8_paged_mqa_logits` takes as `schedule_meta`: i32 [num_sms + 1, 2] of zeros.
+
+    Kernels here divide their work by shapes alone, so that there is nothing to schedule.
+    """
+    del block_kv, indices
+    return torch.zeros(num_sms + 1, 2, dtype=torch.int32, device=context_lens.device)
+
+
+def fp8_paged_mqa_logits(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    weights: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    schedule_meta: torch.Tensor | None,
+    max_context_len: int,
+    clean_logits: bool = False,
+    indices: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """How much each query of a decode step wants each key in the pages of its sequence.
+
+    Args:
+        q: [batch_size, next_n, num_heads, head_dim] float8_e4m3fn; bfloat16, float16 and float32 as well.
+        kv_cache: uint8 [num_blocks, block_kv, 1, head_dim + 4], the e4m3 values of all keys of a page, then their
+            float32 scales; what `write_indexer_cache` fills.
+        weights: f32 [batch_size * next_n, num_heads]; 16-bit ones are widened.
+        context_lens: i32 [batch_size, next_n], how many keys each query sees; or [batch_size], the length of each
+            sequence, whose last `next_n` tokens are the queries.
+        block_table: i32 [batch_size, blocks].
+        schedule_meta: without effect.
+        max_context_len: columns of the result.
+        clean_logits: without effect: what a query does not see is -inf either way.
+        indices: without effect: in DeepGEMM it says which rows belong to one sequence, to read its pages once.
+
+    Returns:
+        f32 [batch_size * next_n, max_context_len].
+    """
+    return fp8_fp4_paged_mqa_logits(
+        (q, None), kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, clean_logits,
+        indices=indices,
+    )  # fmt: skip
+
+
+def fp8_fp4_paged_mqa_logits(
+    q: Quantized,
+    kv_cache: torch.Tensor,
+    weights: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    schedule_meta: torch.Tensor | None,
+    max_context_len: int,
+    clean_logits: bool = False,
+    logits_dtype: torch.dtype = torch.float32,
+    indices: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`fp8_paged_mqa_logits` by its newer name: q is a pair of values and None.
+
+    Args:
+        logits_dtype: float32 or bfloat16, to which float32 logits are rounded.
+
+    The other arguments and the result are those of `fp8_paged_mqa_logits`. FP4 values, and scales of q, are refused.
+    """
+    del schedule_meta, clean_logits, indices
+    values = _fp8(q)
+    if values.dim() != 4:
+        got = list(values.shape)
+        raise InvalidInput(f"expected q.shape to be [batch_size, next_n, num_heads, head_dim], got {got}")
+    batch_size, next_n, *_ = values.shape
+    if context_lens.dim() not in (1, 2) or tuple(context_lens.shape) != (batch_size, next_n)[: context_lens.dim()]:
+        raise InvalidInput(
+            f"expected context_lens.shape to be [{batch_size=}] or [{batch_size=}, {next_n=}], "
+            f"got {list(context_lens.shape)}"
+        )
+    queries = next_n
+    if context_lens.dim() == 2:  # each query is a sequence of its own, which shares its pages
+        context_lens, block_table, queries = context_lens.flatten(), block_table.repeat_interleave(next_n, 0), 1
+    edges = torch.arange(len(context_lens) + 1, dtype=torch.int32, device=values.device) * queries
+    try:
+        logits = indexer_logits(
+            values.flatten(0, 1),
+            kv_cache,
+            _wide(weights),
+            page_indices=block_table,
+            kv_lens=context_lens,
+            cu_q_lens=edges,
+        )
+    except (InvalidInput, TypeError) as error:
+        say_in(PAGED_NAMES, error)
+    missing = max_context_len - logits.shape[1]
+    logits = torch.nn.functional.pad(logits, (0, max(missing, 0)), value=-torch.inf)
+    return _as(logits[:, :max_context_len], logits_dtype)
+
+
+def _fp8(q: Quantized) -> torch.Tensor:
+    """The values of a pair without scales."""
+    values, scales = q
+    if dtype_name(values) in ("int8", "uint8"):
+        raise InvalidInput(f"expected q in FP8, got {dtype_name(values)}: FP4 queries and keys are not supported")
+    if scales is not None:
+        raise InvalidInput("expected q without scales, which belong into weights, got some")
+    return values
+
+
+def _wide(weights: torch.Tensor) -> torch.Tensor:
+    return weights.float() if dtype_name(weights) in ("bfloat16", "float16") else weights
+
+
+def _as(logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise InvalidInput(f"expected logits_dtype to be float32 or bfloat16, got {dtype}")
+    return logits.to(dtype)

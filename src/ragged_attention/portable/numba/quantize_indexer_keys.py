@@ -1,0 +1,65 @@
+"""Rows for the indexer, quantised on a CPU."""
+
+from typing import Any
+
+from ragged_attention.calls import QuantizeIndexerKeys, dtype_name
+from ragged_attention.portable._no_tuning import Tile as Tile
+from ragged_attention.portable._no_tuning import heuristic as heuristic
+from ragged_attention.portable.numba._call import cannot_run
+from ragged_attention.portable.numba._formats import CODES, size_of, widen
+from ragged_attention.portable.numba._kernels import Kernel
+from ragged_attention.portable.numba._latent_rows import group_scale, quantize_group
+from ragged_attention.portable.numba._records import Fields, programs
+from ragged_attention.portable.numba._vectors import allocate, release, set_float
+
+FIELDS = Fields(
+    operands=("k",),
+    results=("values", "scale"),
+    numbers=("num_rows", "head_dim", "format", "row_stride", "power_of_two", "num_threads"),
+)
+call_of = FIELDS.at
+FEATURES = frozenset({"power_of_two"})
+ROWS = 64  # of a program
+
+
+def why_not(call: QuantizeIndexerKeys) -> str | None:
+    return cannot_run(call)
+
+
+def plan(address):
+    return (call_of(address).num_rows + ROWS - 1) // ROWS
+
+
+def work(address):
+    """Programs of some rows each."""
+    call = call_of(address)
+    row = allocate(4 * call.head_dim)
+    for index in programs(address, call.num_programs):
+        for each in range(index * ROWS, min((index + 1) * ROWS, call.num_rows)):
+            widen(call.format, call.k + size_of(call.format) * each * call.row_stride, row, call.head_dim)
+            scale = group_scale(row, call.head_dim, call.power_of_two)
+            set_float(call.scale, each, scale)
+            quantize_group(row, call.head_dim, scale, call.values + each * call.head_dim)
+    release(row)
+    return 0
+
+
+KERNEL = Kernel("quantize_indexer_keys", FIELDS, plan, work)
+
+
+def run(call: QuantizeIndexerKeys, tile: Tile, launch: Any) -> Any:
+    del tile
+    k = launch.packed(call.k)
+    values, scale = call.results()
+    numbers = {
+        "num_rows": k.shape[0],
+        "head_dim": k.shape[1],
+        "format": CODES[dtype_name(k)],
+        "row_stride": launch.strides(k)[0],
+        "power_of_two": call.power_of_two,
+        "num_threads": launch.num_threads,
+    }
+    results = launch.native(
+        KERNEL, {"k": k}, {"values": (values.shape, values.dtype), "scale": (scale.shape, scale.dtype)}, numbers
+    )
+    return results["values"], results["scale"]

@@ -1,0 +1,79 @@
+"""The columns of the largest logits of each row, on a CPU."""
+
+from typing import Any
+
+from ragged_attention.calls import TopKIndices
+from ragged_attention.portable._no_tuning import Tile as Tile
+from ragged_attention.portable._no_tuning import heuristic as heuristic
+from ragged_attention.portable.numba._call import cannot_run
+from ragged_attention.portable.numba._formats import FLOAT32, read_some
+from ragged_attention.portable.numba._kernels import Kernel
+from ragged_attention.portable.numba._records import Fields, programs
+from ragged_attention.portable.numba._selection import ordered, scratch_size, select
+from ragged_attention.portable.numba._sequences import within
+from ragged_attention.portable.numba._vectors import LANES, allocate, compiled, int32_at, load, release, store
+
+FIELDS = Fields(
+    operands=("logits", "starts", "stops"),
+    results=("indices",),
+    numbers=("num_tokens", "columns", "token_stride", "top_k", "num_threads"),
+)
+call_of = FIELDS.at
+FEATURES = frozenset({"starts", "stops"})
+invariant_tile = heuristic  # a choice is exact
+
+
+def why_not(call: TopKIndices) -> str | None:
+    return cannot_run(call)
+
+
+def plan(address):
+    return call_of(address).num_tokens
+
+
+@compiled
+def read_ordered(source, target, count):
+    """Write floats as integers of the same order, in whole vectors."""
+    whole = count // LANES * LANES
+    for index in range(0, whole, LANES):
+        store(target, index, ordered(load(source, index)))
+    if whole < count:
+        store(target, whole, ordered(read_some(FLOAT32, source, whole, count - whole)))
+
+
+def work(address):
+    """Programs, each of one row."""
+    call = call_of(address)
+    values = allocate(4 * (call.columns + LANES))
+    scratch = allocate(scratch_size(call.top_k))
+    for token in programs(address, call.num_programs):
+        start = within(int32_at(call.starts, token), 0, call.columns) if call.starts else 0
+        stop = within(int32_at(call.stops, token), 0, call.columns) if call.stops else call.columns
+        count = max(stop - start, 0)
+        read_ordered(call.logits + 4 * (token * call.token_stride + start), values, count)
+        select(values, count, call.top_k, start, 0, call.indices + 4 * token * call.top_k, scratch)
+    release(values)
+    release(scratch)
+    return 0
+
+
+KERNEL = Kernel("top_k_indices", FIELDS, plan, work)
+
+
+def run(call: TopKIndices, tile: Tile, launch: Any) -> Any:
+    del tile
+    logits = launch.packed(call.logits)
+    operands = {
+        "logits": logits,
+        "starts": None if call.starts is None else launch.contiguous(call.starts),
+        "stops": None if call.stops is None else launch.contiguous(call.stops),
+    }
+    numbers = {
+        "num_tokens": call.num_tokens,
+        "columns": call.columns,
+        "token_stride": launch.strides(logits)[0],
+        "top_k": call.top_k,
+        "num_threads": launch.num_threads,
+    }
+    results = {"indices": ((call.num_tokens, call.top_k), "int32")}
+    return launch.native(KERNEL, operands, results, numbers)["indices"]

@@ -1,0 +1,24 @@
+"""The lightning indexer's logits with plain torch operations, some tokens and some keys at a time."""
+
+from typing import Any
+
+import torch
+
+from ragged_attention.calls import IndexerLogits
+from ragged_attention.portable.torch_eager._indexer import FEATURES as FEATURES
+from ragged_attention.portable.torch_eager._indexer import Keys, blocks_of, logits_of
+from ragged_attention.portable.torch_eager._indexer import heuristic as heuristic
+from ragged_attention.portable.torch_eager._indexer import why_not as why_not
+from ragged_attention.portable.torch_eager._latents import Tile as Tile
+
+
+def run(call: IndexerLogits, tile: Tile, launch: Any) -> torch.Tensor:
+    del launch
+    given: Any = call
+    shape = (call.num_tokens, call.columns)
+    logits = torch.full(shape, -torch.inf, dtype=torch.float32, device=given.q.device)
+    keys = None
+    for block in blocks_of(call):
+        keys = keys or Keys(call)
+        logits[block.tokens, block.low : block.high] = logits_of(call, tile, keys, block, block.columns())
+    return logits

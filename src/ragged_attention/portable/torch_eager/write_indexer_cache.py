@@ -1,0 +1,32 @@
+"""This step's keys of the indexer, quantised and written into its pages with plain torch operations, in place."""
+
+from typing import Any
+
+import torch
+
+from ragged_attention.calls import WriteIndexerCache
+from ragged_attention.portable._no_tuning import Tile as Tile
+from ragged_attention.portable._no_tuning import heuristic as heuristic
+from ragged_attention.portable.torch_eager._host import readable_on_host
+from ragged_attention.portable.torch_eager._indexer import planes_of
+from ragged_attention.portable.torch_eager._latents import CHUNK, quantized_groups
+from ragged_attention.portable.torch_eager.write_kv_pages import last_writers
+
+FEATURES = frozenset({"power_of_two"})
+
+
+def why_not(call: WriteIndexerCache) -> str | None:
+    return readable_on_host(call)
+
+
+def run(call: WriteIndexerCache, tile: Tile, launch: Any) -> torch.Tensor:
+    del tile, launch
+    given: Any = call
+    values, scales = planes_of(given.cache)
+    slots, tokens = last_writers(given.slot_mapping.to(torch.int64), call.num_slots)
+    for some, rows in zip(slots.split(CHUNK), tokens.split(CHUNK), strict=True):
+        where = (some // call.page_size, some % call.page_size)
+        codes, factors = quantized_groups(given.k[rows].to(torch.float32), call.power_of_two)
+        values[where] = codes
+        scales[where] = factors.unsqueeze(-1).view(torch.uint8)
+    return given.cache

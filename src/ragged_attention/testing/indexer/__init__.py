@@ -1,0 +1,1 @@
+"""Checks of the lightning indexer: its logits, the top-k of them, its quantised keys."""

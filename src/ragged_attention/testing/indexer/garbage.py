@@ -1,0 +1,110 @@
+"""Garbage for the indexer: any int32 in every index array."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ragged_attention.testing.indexer.key_specs import (
+    QuantizeKeysSpec,
+    SelectBatch,
+    SelectSpec,
+    WriteKeysBatch,
+    WriteKeysSpec,
+)
+from ragged_attention.testing.indexer.specs import BYTES, E4M3, IndexerSpec, TopkBatch
+from ragged_attention.testing.paged.specs import garbage
+from ragged_attention.testing.runner import Runner
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def garbage_call(seed: int) -> TopkBatch:
+    """A valid call whose index arrays are then filled with any int32."""
+    rng = np.random.default_rng(seed)
+    packed = bool(rng.random() < 0.4)
+    batch = IndexerSpec(
+        lens=tuple((int(rng.integers(0, 5)), int(rng.integers(0, 30))) for _ in range(rng.integers(1, 4))),
+        packed=packed,
+        heads=int(rng.choice([1, 3, 17])),
+        head_dim=int(rng.choice([16, 48])),
+        dtype=str(rng.choice(DTYPES)),
+        cache_dtype=[None, E4M3, E4M3 if packed else BYTES][int(rng.integers(0, 3))],
+        page_size=int(rng.choice([1, 2, 3, 8])),
+        ratio=1 if packed else int(rng.choice([1, 4])),
+        scaled=bool(rng.random() < 0.5),
+        relative=packed and bool(rng.random() < 0.5),
+        count=str(rng.choice(["none", "array"])),
+        padding=int(rng.integers(0, 3)),
+        top_k=int(rng.choice([1, 5, 100])),
+        candidate_block_size=[None, 1, 4][int(rng.integers(0, 3))],
+        strided=bool(rng.random() < 0.3),
+        seed=seed,
+    ).build_topk()
+    near = {"starts": len(batch.keys), "stops": len(batch.keys), "page_indices": len(batch.keys)}
+    near |= {"kv_lens": 40, "cu_q_lens": len(batch.q), "num_seqs": 3, "candidate_blocks": 9}
+    wild = {}
+    for name, limit in near.items():
+        array = getattr(batch, name)
+        if isinstance(array, np.ndarray) and rng.random() < 0.7:  # so that single ones are tried among valid ones
+            wild[name] = garbage(rng, array.shape, limit)
+    return batch.change(**wild)
+
+
+def ascends(batch: TopkBatch) -> bool:
+    """Whether `cu_q_lens` does; if not, whose rows are whose is undefined."""
+    if batch.cu_q_lens is None:
+        return True
+    count = len(batch.bounds())
+    return bool((np.diff(batch.cu_q_lens[: count + 1].astype(np.int64)) >= 0).all())
+
+
+def garbage_write(seed: int) -> WriteKeysBatch:
+    rng = np.random.default_rng(seed)
+    keys = QuantizeKeysSpec(rows=int(rng.integers(0, 7)), strided=bool(rng.random() < 0.3), seed=seed)
+    batch = WriteKeysSpec(keys=keys, num_pages=int(rng.choice([0, 1, 3])), page_size=int(rng.choice([1, 3]))).build()
+    slots = garbage(rng, batch.slot_mapping.shape, batch.cache.shape[0] * batch.cache.shape[1])
+    wild = slots.astype(np.int64) << 8 if rng.random() < 0.3 else slots
+    return batch.change(k=np.nan_to_num(batch.k), slot_mapping=wild)
+
+
+def garbage_select(seed: int) -> SelectBatch:
+    return SelectSpec(rows=3, columns=int(np.random.default_rng(seed).integers(0, 90)), edges="wild", seed=seed).build()
+
+
+def _logits(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
+    batch = garbage_call(seed)
+    logits = runner.run("indexer_logits", batch.logits_call(), options=options)
+    if ascends(batch) and np.isnan(logits).any():
+        raise AssertionError("expected no NaN from finite inputs, got some")
+
+
+def _topk(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
+    batch = garbage_call(seed)
+    chosen = runner.run("indexer_topk", batch, options=options)
+    if ascends(batch) and not ((chosen >= -1) & (chosen < batch.columns)).all():
+        raise AssertionError(f"expected positions from -1 to {batch.columns - 1}, got others")
+
+
+def _select(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
+    runner.run("top_k_indices", garbage_select(seed), options=options)
+
+
+def _quantize(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
+    del options
+    runner.run("quantize_indexer_keys", QuantizeKeysSpec(special=True, seed=seed).build())
+
+
+def _write(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
+    del options
+    runner.run("write_indexer_cache", garbage_write(seed))
+
+
+# What is fed garbage, by the operation whose options it takes.
+EXAMPLES: tuple[tuple[str, Callable[[Runner, int, Mapping[str, Any]], None]], ...] = (
+    ("indexer_logits", _logits),
+    ("indexer_topk", _topk),
+    ("top_k_indices", _select),
+    ("quantize_indexer_keys", _quantize),
+    ("write_indexer_cache", _write),
+)

@@ -1,0 +1,268 @@
+"""Calls of the indexer's logits and top-k: their structure (`IndexerSpec`) and the NumPy arrays made from it."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragged_attention.reference._kv_layout import sequence_bounds
+from ragged_attention.testing import formats
+from ragged_attention.testing.paged.specs import INT32, Arrays, garbage
+
+E4M3 = "float8_e4m3fn"
+BYTES = "uint8"  # pages of e4m3 values with their scales behind them
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class IndexerBatch(Arrays):
+    """The arguments of one `indexer_logits` call in NumPy."""
+
+    q: NDArray[Any]
+    keys: NDArray[Any]
+    weights: NDArray[np.float32]
+    key_scale: NDArray[np.float32] | None = None
+    starts: NDArray[np.int32] | None = None
+    stops: NDArray[np.int32] | None = None
+    relative: bool = False
+    max_keys: int | None = None
+    page_indices: NDArray[np.int32] | None = None
+    kv_lens: NDArray[np.int32] | None = None
+    cu_q_lens: NDArray[np.int32] | None = None
+    num_seqs: int | NDArray[np.int32] | None = None
+    ratio: int = 1
+
+    def dtype_of(self, name: str, array: NDArray[Any]) -> str:
+        return {"q": self.dtype, "keys": self.cache_dtype}.get(name) or str(array.dtype)
+
+    def layout_of(self, name: str) -> str:
+        return "rows" if name != "keys" else "blocks" if self.cache_dtype == BYTES else "pages"
+
+    def definition(self) -> dict[str, Any]:
+        """The arguments as the definition takes them."""
+        return self.arguments() | {"q_dtype": self.dtype, "key_dtype": self.cache_dtype}
+
+    def logits_call(self) -> "IndexerBatch":
+        """The call of the logits alone."""
+        names = [field.name for field in dataclasses.fields(IndexerBatch)]
+        return IndexerBatch(**{name: getattr(self, name) for name in names})
+
+    @property
+    def paged(self) -> bool:
+        return self.page_indices is not None
+
+    @property
+    def columns(self) -> int:
+        if self.page_indices is not None:
+            return self.page_indices.shape[1] * self.keys.shape[1]
+        return len(self.keys) if self.max_keys is None else self.max_keys
+
+    def bounds(self) -> list[tuple[int, int]]:
+        """First and one-past-last query row of every live sequence of a paged call."""
+        assert self.cu_q_lens is not None
+        return sequence_bounds(self.cu_q_lens, self.num_seqs, len(self.q))
+
+    def seen(self) -> Iterator[tuple[int, NDArray[np.int64], Any]]:
+        """Of each token that sees a key: the columns, and where in `keys` these lie."""
+        if self.page_indices is None:
+            assert self.starts is not None and self.stops is not None  # noqa: PT018
+            for token, edges in enumerate(zip(self.starts.tolist(), self.stops.tolist(), strict=True)):
+                start, stop = (min(max(edge, 0), len(self.keys)) for edge in edges)
+                rows = np.arange(start, max(start, stop))[: self.max_keys]
+                if len(rows):
+                    yield token, rows - start * self.relative, rows
+            return
+        assert self.kv_lens is not None
+        page_size = self.keys.shape[1]
+        for seq, (first, stop) in enumerate(self.bounds()):
+            kv_len = int(np.clip(self.kv_lens[seq], 0, self.columns * self.ratio))
+            for token in range(first, stop):
+                columns = np.arange(max(kv_len - (stop - first) + token - first + 1, 0) // self.ratio)
+                pages = self.page_indices[seq, columns // page_size]
+                known = (pages >= 0) & (pages < len(self.keys))
+                if known.any():
+                    yield token, columns[known], (pages[known], columns[known] % page_size)
+
+    def poisoned(self) -> Self:
+        """NaN in every key that no query sees, and in every query that sees no key."""
+        unread = np.ones(self.keys.shape[: 2 if self.paged else 1], bool)
+        idle = np.ones(len(self.q), bool)
+        for token, _, where in self.seen():
+            unread[where] = False
+            idle[token] = False
+        keys, q, weights = self.keys.copy(), self.q.copy(), self.weights.copy()
+        scale = None if self.key_scale is None else np.where(unread, np.float32(np.nan), self.key_scale)
+        if self.cache_dtype == BYTES:
+            for plane in planes(keys):
+                plane[unread] = 0xFF
+        else:
+            keys[unread] = np.nan if keys.dtype.kind == "f" else 0x7F
+        q[idle] = np.nan if q.dtype.kind == "f" else 0x7F
+        weights[idle] = np.nan
+        return self.change(keys=keys, q=q, weights=weights, key_scale=scale)
+
+    def with_garbage_tails(self, seed: int) -> Self:
+        """Garbage in every entry of the tables that must not be read: any int32, or what would pass for valid."""
+        if self.page_indices is None:
+            return self
+        assert self.kv_lens is not None
+        assert self.cu_q_lens is not None
+        rng, bounds = np.random.default_rng(seed), self.bounds()
+        tempting = rng.random() < 0.5
+
+        def filling(shape: int | tuple[int, ...], limit: int) -> NDArray[np.int32]:
+            return rng.integers(0, limit + 1, shape, np.int32) if tempting else garbage(rng, shape, limit)
+
+        table = filling(self.page_indices.shape, len(self.keys) - 1)
+        for seq, (start, stop) in enumerate(bounds):
+            rows = int(np.clip(self.kv_lens[seq], 0, self.columns * self.ratio)) // self.ratio
+            used = -(-rows // self.keys.shape[1]) * (stop > start)
+            table[seq, :used] = self.page_indices[seq, :used]
+        kv_lens, cu_q_lens = self.kv_lens.copy(), self.cu_q_lens.copy()
+        kv_lens[len(bounds) :] = filling(len(kv_lens) - len(bounds), self.columns * self.ratio)
+        cu_q_lens[len(bounds) + 1 :] = filling(len(cu_q_lens) - len(bounds) - 1, len(self.q))
+        return self.change(page_indices=table, kv_lens=kv_lens, cu_q_lens=cu_q_lens)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class TopkBatch(IndexerBatch):
+    """The arguments of one `indexer_topk` call in NumPy."""
+
+    top_k: int
+    candidate_blocks: NDArray[np.int32] | None = None
+    candidate_block_size: int | None = None
+
+
+def planes(cache: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Views of the values [P, G, D] and the scales [P, G, 4] in contiguous pages of bytes."""
+    num_pages, page_size, _, row = cache.shape
+    values, scales = np.split(cache.reshape(num_pages, page_size * row), [page_size * (row - 4)], axis=1)
+    return values.reshape(num_pages, page_size, row - 4), scales.reshape(num_pages, page_size, 4)
+
+
+def pages_of_bytes(codes: NDArray[np.uint8], scales: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """Pages of bytes that hold e4m3 codes [P, G, D] and scales [P, G]."""
+    num_pages, page_size, head_dim = codes.shape
+    cache = np.empty((num_pages, page_size, 1, head_dim + 4), np.uint8)
+    for plane, stored in zip(planes(cache), (codes, scales[..., None].astype("<f4").view(np.uint8)), strict=True):
+        plane[...] = stored
+    return cache
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IndexerSpec:
+    """A call's structure: everything about it but the numbers."""
+
+    lens: tuple[tuple[int, int], ...] = ((1, 9),)  # (q_len, kv_len) of each sequence; packed ones too
+    packed: bool = False
+    heads: int = 3
+    head_dim: int = 16
+    dtype: str = "float32"
+    cache_dtype: str | None = None  # None: that of q
+    page_size: int = 4
+    ratio: int = 1
+    scaled: bool = False  # whether keys that are not pages of bytes have scales
+    exact: bool = False  # small integers, so that logits are exact, with many of them equal
+    special: bool = False  # some keys that are seen hold NaN or infinities
+    count: str = "none"  # how num_seqs is given: none, int, array
+    spare_seqs: int = 0
+    padding: int = 0  # query rows past the last sequence
+    spare_columns: int = 0
+    invalid_pages: bool = False
+    repeated_pages: bool = False  # each sequence lists one page all over
+    ranges: str = "causal"  # of packed keys: causal, any, or wild int32
+    relative: bool = False
+    max_keys: int | None = None
+    top_k: int = 4
+    candidate_block_size: int | None = None
+    poison: bool = False
+    garbage: bool = False
+    strided: bool = False
+    seed: int = 0
+
+    @property
+    def stored(self) -> str:
+        return self.cache_dtype or self.dtype
+
+    def build(self) -> IndexerBatch:
+        rng = np.random.default_rng(self.seed)
+        tables = self._ranges(rng) if self.packed else self._tables(rng)
+        num_tokens = sum(q_len for q_len, _ in self.lens) + self.padding * (not self.packed)
+        shape = (num_tokens, self.heads)
+        batch = IndexerBatch(
+            q=formats.stored(self._numbers(rng, (*shape, self.head_dim)), self.dtype),
+            weights=self._numbers(rng, shape).astype(np.float32),
+            **tables,
+            dtype=self.dtype,
+            cache_dtype=self.stored,
+            strided=self.strided,
+        )
+        batch = batch.with_garbage_tails(self.seed) if self.garbage else batch
+        return batch.poisoned() if self.poison else batch
+
+    def build_topk(self) -> TopkBatch:
+        batch, lists = self.build(), {}
+        if self.candidate_block_size is not None:
+            rng = np.random.default_rng(self.seed + 1)
+            blocks = -(-batch.columns // self.candidate_block_size)
+            listed = rng.integers(-1, blocks + 1, (len(batch.q), max(1, blocks // 2 + 1)), np.int32)
+            wild = garbage(rng, listed.shape, blocks)
+            lists = {
+                "candidate_blocks": np.where(rng.random(listed.shape) < 0.2, wild, listed),
+                "candidate_block_size": self.candidate_block_size,
+            }
+        values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+        return TopkBatch(**values, top_k=self.top_k, **lists)
+
+    def _numbers(self, rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[Any]:
+        return rng.integers(-2, 3, shape).astype(np.float32) if self.exact else rng.standard_normal(shape)
+
+    def _keys(self, rng: np.random.Generator, shape: tuple[int, ...]) -> dict[str, Any]:
+        """Keys of a leading shape, with their scales if they have some."""
+        numbers = self._numbers(rng, (*shape, self.head_dim))
+        if self.special:
+            kinds = np.array([np.nan, np.inf, -np.inf], np.float32)
+            numbers = np.where(rng.random((*shape, 1)) < 0.1, rng.choice(kinds, (*shape, 1)), numbers)
+        scales = rng.uniform(0.5, 2.0, shape).astype(np.float32)
+        if self.exact:
+            scales = (2.0 ** rng.integers(-1, 2, shape)).astype(np.float32)
+        if self.stored == BYTES:
+            return {"keys": pages_of_bytes(formats.stored(numbers, E4M3), scales)}
+        return {"keys": formats.stored(numbers, self.stored), "key_scale": scales if self.scaled else None}
+
+    def _ranges(self, rng: np.random.Generator) -> dict[str, Any]:
+        """Packed keys of sequences one after another, and what each query sees of them."""
+        edges = np.cumsum([0, *(kv_len for _, kv_len in self.lens)])
+        starts, stops = [], []
+        for (q_len, kv_len), first in zip(self.lens, edges.tolist(), strict=False):
+            starts += [first] * q_len
+            stops += [first + max(kv_len - q_len + row + 1, 0) for row in range(q_len)]
+        found = {"starts": np.array(starts, np.int32), "stops": np.array(stops, np.int32)}
+        limit = int(edges[-1])
+        if self.ranges == "any":
+            found = {name: rng.integers(-2, limit + 3, len(starts), np.int32) for name in found}
+        elif self.ranges == "wild":
+            found = {name: garbage(rng, len(starts), limit) for name in found}
+        return self._keys(rng, (limit,)) | found | {"relative": self.relative, "max_keys": self.max_keys}
+
+    def _tables(self, rng: np.random.Generator) -> dict[str, Any]:
+        used = [-(-(kv_len // self.ratio) // self.page_size) for _, kv_len in self.lens]
+        num_pages, spare = sum(used) + 2, self.spare_seqs * (self.count != "none")
+        order = rng.permutation(num_pages)
+        table = np.zeros((len(self.lens) + spare, max(used, default=0) + self.spare_columns), np.int32)
+        for seq, (count, start) in enumerate(zip(used, np.cumsum([0, *used]), strict=False)):
+            table[seq, :count] = order[start] if self.repeated_pages else order[start : start + count]
+        if self.invalid_pages:
+            beyond = np.array([-1, num_pages, INT32.min, INT32.max, -num_pages, 2**30], np.int64)
+            table = np.where(rng.random(table.shape) < 0.3, rng.choice(beyond, table.shape), table).astype(np.int32)
+        q_lens = [q_len for q_len, _ in self.lens]
+        return self._keys(rng, (num_pages, self.page_size)) | {
+            "page_indices": table,
+            "kv_lens": np.array([kv_len for _, kv_len in self.lens] + [0] * spare, np.int32),
+            "cu_q_lens": np.array([0, *np.cumsum(q_lens), *[sum(q_lens)] * spare], np.int32),
+            "num_seqs": {"none": None, "int": len(self.lens), "array": np.array([len(self.lens)], np.int32)}[
+                self.count
+            ],
+            "ratio": self.ratio,
+        }

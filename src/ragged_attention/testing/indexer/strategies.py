@@ -1,0 +1,85 @@
+"""Hypothesis strategies of the indexer's calls: they draw a structure and a seed."""
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from ragged_attention.testing.indexer.key_specs import QuantizeKeysSpec, SelectSpec, WriteKeysSpec
+from ragged_attention.testing.indexer.specs import BYTES, E4M3, IndexerSpec
+from ragged_attention.testing.paged.strategies import SEEDS, sequence
+
+DTYPES = ("float32", "bfloat16", "float16")
+HEADS = (1, 2, 3, 8, 17)
+HEAD_DIMS = (16, 32, 48, 128)
+
+
+@st.composite
+def indexer_specs(draw: st.DrawFn, *, clean: bool = False, **fixed: Any) -> IndexerSpec:
+    """Any valid call. `clean` leaves out what laws bring in by themselves: poison, garbage, missing pages."""
+    lens = tuple(draw(st.lists(sequence, min_size=1, max_size=4)))
+    packed = draw(st.sampled_from([False, False, True]))
+    dtype = draw(st.sampled_from([*DTYPES, E4M3]))
+    stored = [None, None, E4M3] if packed else [None, E4M3, BYTES, BYTES]
+    count = draw(st.sampled_from(["none", "int", "array"]))
+    relative = packed and draw(st.booleans())
+    drawn = {
+        "lens": lens,
+        "packed": packed,
+        "heads": draw(st.sampled_from(HEADS)),
+        "head_dim": draw(st.sampled_from(HEAD_DIMS)),
+        "dtype": dtype,
+        "cache_dtype": draw(st.sampled_from(stored)),
+        "page_size": draw(st.sampled_from([2, 1, 3, 8, 64])),
+        "ratio": 1 if packed else draw(st.sampled_from([1, 1, 1, 2, 4, 128])),
+        "scaled": draw(st.booleans()),
+        "exact": draw(st.booleans()),
+        "special": False if clean else draw(st.sampled_from([False, False, True])),
+        "count": count,
+        "spare_seqs": draw(st.integers(0, 3)),
+        "padding": draw(st.sampled_from([0, 1, 5])),
+        "spare_columns": draw(st.sampled_from([0, 1, 3])),
+        "invalid_pages": False if clean else draw(st.sampled_from([False, False, True])),
+        "repeated_pages": False if clean else draw(st.sampled_from([False, False, True])),
+        "ranges": draw(st.sampled_from(["causal", "causal", "any", "wild"])),
+        "relative": relative,
+        "max_keys": draw(st.sampled_from([None, 1, 7, 50])) if relative else None,
+        "top_k": draw(st.sampled_from([1, 2, 5, 16, 100])),
+        "candidate_block_size": None if clean else draw(st.sampled_from([None, None, 1, 3, 16])),
+        "poison": False if clean else draw(st.booleans()),
+        "garbage": False if clean else draw(st.booleans()),
+        "strided": draw(st.booleans()),
+        "seed": draw(SEEDS),
+    }
+    return IndexerSpec(**drawn | fixed)
+
+
+select_specs = st.builds(
+    SelectSpec,
+    rows=st.integers(0, 4),
+    columns=st.sampled_from([100, 1000, 31, 64, 2, 1, 0]),
+    top_k=st.sampled_from([5, 1, 2, 64, 512, 4096]),
+    values=st.sampled_from(["close", "zeros", "few", "special", "normal", "one", "wide"]),
+    edges=st.sampled_from(["none", "starts", "stops", "both", "wild"]),
+    strided=st.booleans(),
+    seed=SEEDS,
+)
+
+quantize_keys_specs = st.builds(
+    QuantizeKeysSpec,
+    rows=st.integers(0, 6),
+    head_dim=st.sampled_from([16, 48, 128, 256]),
+    power_of_two=st.booleans(),
+    reach=st.sampled_from([0, 3, 20]),
+    special=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+    strided=st.booleans(),
+    seed=SEEDS,
+)
+
+write_keys_specs = st.builds(
+    WriteKeysSpec,
+    keys=quantize_keys_specs,
+    num_pages=st.sampled_from([0, 1, 3]),
+    page_size=st.sampled_from([1, 2, 3, 64]),
+    slots=st.sampled_from(["int32", "int64"]),
+)

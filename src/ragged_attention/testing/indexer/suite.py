@@ -1,0 +1,86 @@
+"""The checks of the indexer, as `suite` takes them up."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from ragged_attention.testing.drawing import Check, built, on_corner, on_drawn, on_drawn_paths, on_every_path
+from ragged_attention.testing.indexer import corners as named
+from ragged_attention.testing.indexer.laws import LAWS
+from ragged_attention.testing.indexer.oracle import (
+    check_exact_topk,
+    check_logits,
+    check_quantize_keys,
+    check_select,
+    check_topk,
+    check_write_keys,
+)
+from ragged_attention.testing.indexer.specs import IndexerBatch, IndexerSpec
+from ragged_attention.testing.indexer.strategies import (
+    indexer_specs,
+    quantize_keys_specs,
+    select_specs,
+    write_keys_specs,
+)
+
+CheckOf = Callable[..., None]
+CORNERS: tuple[tuple[str, CheckOf, Mapping[str, Callable[[], Any]]], ...] = (
+    ("indexer logits", check_logits, named.LOGITS_CORNERS),
+    ("indexer top-k", check_topk, named.TOPK_CORNERS),
+    ("indexer top-k, exact", check_exact_topk, named.EXACT_CORNERS),
+    ("indexer selection", check_select, named.SELECT_CORNERS),
+    ("indexer keys quantised", check_quantize_keys, named.QUANTIZE_CORNERS),
+    ("indexer keys written", check_write_keys, named.WRITE_CORNERS),
+)
+ON_EVERY_PATH: tuple[tuple[str, str, CheckOf, Mapping[str, Callable[[], Any]], tuple[str, ...]], ...] = (
+    ("indexer logits", "indexer_logits", check_logits, named.LOGITS_CORNERS, named.ON_EVERY_PATH),
+    ("indexer top-k", "indexer_topk", check_exact_topk, named.EXACT_CORNERS, named.EXACT_ON_EVERY_PATH),
+    ("indexer selection", "top_k_indices", check_select, named.SELECT_CORNERS, named.SELECT_ON_EVERY_PATH),
+)
+
+
+def corners() -> Iterator[Check]:
+    """Every named call, once, as the backend's own heuristic would run it; some on every path."""
+    for what, check, builders in CORNERS:
+        for name, build in builders.items():
+            yield Check("corner", f"{what}, {name}", on_corner(check, build))
+    for what, operation, check, builders, names in ON_EVERY_PATH:
+        for name in names:
+            run = on_every_path(operation, check, builders[name])
+            yield Check("corner", f"{what} on every path, {name}", run)
+
+
+def agreement() -> Iterator[Check]:
+    """Drawn calls against the definition."""
+    yield Check(
+        "agreement", "indexer logits on drawn batches", on_drawn_paths("indexer_logits", check_logits, indexer_specs())
+    )
+    topk = indexer_specs().map(_Topk)
+    yield Check("agreement", "indexer top-k on drawn batches", on_drawn_paths("indexer_topk", check_topk, topk))
+    exact = indexer_specs(exact=True).map(_Topk)
+    yield Check("agreement", "indexer top-k, exact", on_drawn_paths("indexer_topk", check_exact_topk, exact))
+    yield Check(
+        "agreement", "indexer selection on drawn rows", on_drawn_paths("top_k_indices", check_select, select_specs)
+    )
+    for name, check, strategy in (
+        ("indexer keys quantised on drawn rows", check_quantize_keys, quantize_keys_specs),
+        ("indexer keys written on drawn rows", check_write_keys, write_keys_specs),
+    ):
+        yield Check("agreement", name, on_drawn(built(check), strategy, 0.5))
+
+
+class _Topk:
+    """A structure that builds the call of the top-k."""
+
+    def __init__(self, spec: IndexerSpec) -> None:
+        self.spec = spec
+
+    def __repr__(self) -> str:
+        return f"{self.spec!r}.build_topk()"
+
+    def build(self) -> IndexerBatch:
+        return self.spec.build_topk()
+
+
+def laws() -> Iterator[Check]:
+    for name, law in LAWS.items():
+        yield Check("law", f"indexer, {name}", on_drawn(law, indexer_specs(clean=True, exact=True), 0.3))

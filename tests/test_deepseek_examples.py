@@ -1,0 +1,139 @@
+"""The examples of DeepSeek's sparse attention: they agree with dense attention, and notice mistakes."""
+
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+def loaded(name: str) -> dict[str, Any]:
+    return runpy.run_path(str(EXAMPLES / f"{name}.py"))
+
+
+def test_sparse_attention_agrees_with_dense_attention(capsys):
+    assert loaded("deepseek_sparse_attention")["main"]([]) == 0
+    prefill, decode = capsys.readouterr().out.splitlines()
+    assert prefill.startswith("prefill of 160 tokens in 2 sequences; keys per token: 1 to 32; ")
+    assert decode.startswith("decode of 8 tokens in 2 sequences; keys per token: 32; ")
+
+
+def test_sparse_attention_runs_on_triton(capsys):
+    pytest.importorskip("triton")
+    arguments = ["--topk", "20", "--prompt", "9", "--new-tokens", "1", "--backend", "triton"]
+    assert loaded("deepseek_sparse_attention")["main"](arguments) == 0
+    assert "prefill of 15 tokens in 2 sequences; keys per token: 1 to 9; " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("heads", ["12", "64"])
+def test_compressed_attention_agrees_with_dense_attention(heads, capsys):
+    assert loaded("deepseek_v4_attention")["main"](["--heads", heads]) == 0
+    prefill, decode = capsys.readouterr().out.splitlines()
+    assert prefill.startswith("prefill of 150 tokens in 2 sequences; compressed rows per token: 0 to 8; ")
+    assert decode.startswith("decode of 9 tokens in 2 sequences; compressed rows per token: 8; ")
+
+
+def test_compressed_attention_with_rows_to_spare(capsys):
+    """The list is longer than what there is to choose from, and the window longer than the prompt."""
+    arguments = ["--topk", "40", "--window", "128", "--prompt", "30"]
+    assert loaded("deepseek_v4_attention")["main"](arguments) == 0
+    assert "prefill of 50 tokens in 2 sequences; compressed rows per token: 0 to 7; " in capsys.readouterr().out
+
+
+def test_compressed_attention_runs_on_triton(capsys):
+    pytest.importorskip("triton")
+    arguments = ["--topk", "3", "--window", "5", "--prompt", "21", "--new-tokens", "2", "--backend", "triton"]
+    assert loaded("deepseek_v4_attention")["main"](arguments) == 0
+    assert "prefill of 35 tokens in 2 sequences; compressed rows per token: 0 to 3; " in capsys.readouterr().out
+
+
+def without(right: Any, argument: str) -> Any:
+    """An operation that ignores an argument."""
+
+    def wrong(*args: Any, **named: Any) -> Any:
+        named.pop(argument, None)
+        return right(*args, **named)
+
+    return wrong
+
+
+OFF = r"out of sequence 0\[.*times the bound"
+
+
+@pytest.mark.parametrize(
+    ("example", "planted", "stage", "message"),
+    [
+        ("deepseek_sparse_attention", ("sparse_mla_prefill", "sm_scale"), "", OFF),
+        ("deepseek_sparse_attention", ("mla_decode", "sm_scale"), "prefill of", OFF),
+        ("deepseek_v4_attention", ("mla_decode", "sinks"), "", OFF),
+        ("deepseek_v4_attention", ("mla_decode", "extra_indices"), "", OFF),
+    ],
+)
+def test_an_ignored_argument_is_noticed(example, planted, stage, message, capsys, monkeypatch):
+    main = loaded(example)["main"]
+    names, (operation, argument) = main.__globals__, planted
+    wrong = without(names[operation], argument)
+    if argument == "extra_indices":
+        wrong = without(wrong, "extra_kv_cache")
+    monkeypatch.setitem(names, operation, wrong)
+    failed(main, stage, message, capsys)
+
+
+@pytest.mark.parametrize(
+    ("example", "factor", "bound"),
+    [("deepseek_sparse_attention", 1.02, "0.0078125"), ("deepseek_v4_attention", 1.1, "0.0625")],
+)
+def test_a_layer_that_is_off_is_noticed(example, factor, bound, capsys, monkeypatch):
+    found = loaded(example)
+    right = found["Layer"].output
+
+    def wrong(self: Any, attended: Any, *positions: Any) -> Any:
+        """Off where it is not what results are compared with."""
+        return right(self, attended, *positions) * (1 if str(attended.dtype) == "torch.float64" else factor)
+
+    monkeypatch.setattr(found["Layer"], "output", wrong)
+    failed(found["main"], "", rf"expected the layer's output within {bound} of its norm, got 0\.", capsys)
+
+
+@pytest.mark.parametrize("example", ["deepseek_sparse_attention", "deepseek_v4_attention"])
+@pytest.mark.parametrize("argument", ["weights", "top_k"])
+def test_a_wrong_choice_is_noticed(example, argument, capsys, monkeypatch):
+    main = loaded(example)["main"]
+    names = main.__globals__
+    right = names["indexer_topk"]
+
+    def wrong(q: Any, keys: Any, weights: Any, top_k: int, **named: Any) -> Any:
+        if argument == "weights":
+            return right(q, keys, -weights, top_k, **named)
+        chosen = right(q, keys, weights, top_k - 1, **named)
+        return names["F"].pad(chosen, (0, 1), value=-1)
+
+    monkeypatch.setitem(names, "indexer_topk", wrong)
+    expected = {
+        "weights": "expected no logit above .* to be left out",
+        "top_k": r"expected \d+ columns in ascending order",
+    }
+    failed(main, "", expected[argument], capsys)
+
+
+def test_a_compressed_row_in_a_wrong_place_is_noticed(capsys, monkeypatch):
+    main = loaded("deepseek_v4_attention")["main"]
+    names = main.__globals__
+    right = names["recent_tokens"]
+    # In the cache, whose numbers are of several sequences, not in what it is compared with.
+    monkeypatch.setitem(names, "recent_tokens", lambda hidden, *args: right(hidden.roll(len(hidden) - 1, 1), *args))
+    failed(main, "", "expected the layer's output within 0.0625 of its norm, got 0", capsys)
+
+
+def failed(main: Any, stage: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that ends after the stage, with a message that matches."""
+    assert main(["--prompt", "40", "--new-tokens", "1"]) == 1
+    printed = capsys.readouterr()
+    assert printed.out.startswith(stage)
+    assert len(printed.out.splitlines()) == bool(stage)
+    assert re.search(message, printed.err)

@@ -1,0 +1,273 @@
+"""The suite catches a wrong indexer: definitions with one planted fault each."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from ragged_attention import dispatch
+from ragged_attention.reference import _indexer as pieces
+from ragged_attention.reference import indexer_logits as logits_module
+from ragged_attention.reference import indexer_topk as topk_module
+from ragged_attention.reference import quantize_indexer_keys as quantize_module
+from ragged_attention.reference import top_k_indices as select_module
+from ragged_attention.reference import write_indexer_cache as write_module
+from ragged_attention.testing.indexer.suite import agreement, corners, laws
+from ragged_attention.testing.runner import Runner
+from tests.planting import Function, failures, planted
+
+pytest.importorskip("torch", reason="the mutants run through the torch front end")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN where a mutant lets it through
+
+honest_logits, honest_topk = logits_module.indexer_logits, topk_module.indexer_topk
+honest_select, honest_quantize = select_module.top_k_indices, quantize_module.quantize_indexer_keys
+honest_write, honest_largest, honest_quantized = write_module.write_indexer_cache, pieces.largest, pieces.quantized
+honest_pages, honest_ranges = pieces.seen_in_pages, pieces.seen_of_ranges
+
+
+def given(**change: Callable[[Any], Any]) -> Function:
+    """The logits of arguments that are each made from the one given."""
+    return lambda q, keys, weights, **others: honest_logits(
+        **{name: change.get(name, lambda value: value)(value)
+           for name, value in {"q": q, "keys": keys, "weights": weights, **others}.items()}
+    )  # fmt: skip
+
+
+def with_seen(change: Callable[[Any], Any], which: str = "both") -> Function:
+    """The logits where what a token sees is changed."""
+
+    def mutant(*arguments: Any, **keywords: Any) -> Any:
+        patches: dict[str, Any] = {
+            "seen_in_pages": lambda *given: map(change if which != "ranges" else keep, honest_pages(*given)),
+            "seen_of_ranges": lambda *given: map(change if which != "pages" else keep, honest_ranges(*given)),
+        }
+        with mock.patch.multiple(logits_module, **patches):
+            return honest_logits(*arguments, **keywords)
+
+    return mutant
+
+
+def keep(seen: Any) -> Any:
+    return seen
+
+
+def but_the_last_key(seen: Any) -> Any:
+    return seen._replace(columns=seen.columns[:-1], keys=seen.keys[:-1], scales=seen.scales[:-1])
+
+
+def of_other_columns(seen: Any) -> Any:
+    return seen._replace(columns=np.arange(len(seen.columns)))
+
+
+def without_relu(*arguments: Any, **keywords: Any) -> Any:
+    with mock.patch.object(logits_module.np, "maximum", lambda products, zero: products):
+        return honest_logits(*arguments, **keywords)
+
+
+def weights_inside_relu(q: Any, keys: Any, weights: Any, **others: Any) -> Any:
+    if others.get("q_dtype") == "float8_e4m3fn":
+        return honest_logits(q, keys, np.abs(weights), **others)
+    return honest_logits(q * np.asarray(weights)[..., None], keys, np.ones_like(weights), **others)
+
+
+def unseen_is_zero(*arguments: Any, **keywords: Any) -> Any:
+    logits = honest_logits(*arguments, **keywords)
+    return np.where(logits == -np.inf, 0.0, logits)
+
+
+def nan_is_lost(*arguments: Any, **keywords: Any) -> Any:
+    return np.nan_to_num(honest_logits(*arguments, **keywords), nan=0.0, posinf=np.inf, neginf=-np.inf)
+
+
+def rounded_to_bfloat16(*arguments: Any, **keywords: Any) -> Any:
+    logits = honest_logits(*arguments, **keywords).astype(np.float32)
+    return ((logits.view(np.uint32) + 0x8000) & 0xFFFF0000).view(np.float32)
+
+
+def scales_before_values(q: Any, keys: Any, weights: Any, **others: Any) -> Any:
+    keys = np.roll(keys.reshape(len(keys), -1), 4, axis=1).reshape(keys.shape) if np.ndim(keys) == 4 else keys
+    return honest_logits(q, keys, weights, **others)
+
+
+def a_head_is_forgotten(q: Any, keys: Any, weights: Any, **others: Any) -> Any:
+    return honest_logits(q, keys, weights * (np.arange(np.shape(weights)[1]) < 16), **others)
+
+
+LOGITS: dict[str, Function] = {
+    "without_relu": without_relu,
+    "weights_inside_relu": weights_inside_relu,
+    "unseen_is_zero": unseen_is_zero,
+    "nan_is_lost": nan_is_lost,
+    "rounded_to_bfloat16": rounded_to_bfloat16,
+    "scales_before_values": scales_before_values,
+    "a_head_is_forgotten": a_head_is_forgotten,
+    "the_own_key_is_not_seen": with_seen(but_the_last_key, "pages"),
+    "ranges_end_early": with_seen(but_the_last_key, "ranges"),
+    "columns_begin_at_zero": with_seen(of_other_columns, "ranges"),
+    "key_scale_is_ignored": with_seen(lambda seen: seen._replace(scales=np.ones_like(seen.scales))),
+    "ratio_is_ignored": given(ratio=lambda _: 1),
+    "ratio_rounds_up": given(kv_lens=lambda lens: None if lens is None else np.asarray(lens) + 1),
+    "num_seqs_is_ignored": given(num_seqs=lambda _: None),
+    "pages_are_held_within": given(page_indices=lambda table: None if table is None else np.maximum(table, 0)),
+    "max_keys_is_one_less": with_seen(lambda seen: but_the_last_key(seen) if len(seen.columns) > 5 else seen, "ranges"),
+}
+
+
+def largest_with(operation: str, change: Callable[[Any, int], Any]) -> Function:
+    """An operation that selects in another way."""
+
+    def mutant(*arguments: Any, **keywords: Any) -> Any:
+        with mock.patch.object(select_module, "largest", change), mock.patch.object(topk_module, "largest", change):
+            return HONEST_SELECTION[operation](*arguments, **keywords)
+
+    return mutant
+
+
+HONEST_SELECTION = {"indexer_topk": honest_topk, "top_k_indices": honest_select}
+
+
+def ties_to_the_smaller(logits: Any, top_k: int) -> Any:
+    columns = logits.shape[1]
+    chosen = honest_largest(logits[:, ::-1], top_k)
+    turned = np.where(chosen < 0, columns, columns - 1 - chosen)
+    return np.where(np.sort(turned) == columns, -1, np.sort(turned)).astype(np.int32)
+
+
+def negative_zero_is_less(logits: Any, top_k: int) -> Any:
+    return honest_largest(np.where((logits == 0) & np.signbit(logits), -1e-30, logits), top_k)
+
+
+def nan_is_the_largest(logits: Any, top_k: int) -> Any:
+    return honest_largest(np.where(np.isnan(logits), np.inf, logits), top_k)
+
+
+def infinities_are_chosen(logits: Any, top_k: int) -> Any:
+    return honest_largest(np.where(logits == -np.inf, -1e300, logits), top_k)
+
+
+def by_magnitude(logits: Any, top_k: int) -> Any:
+    return honest_largest(np.where(np.isneginf(logits), logits, np.abs(logits)), top_k)
+
+
+def in_order_of_logits(logits: Any, top_k: int) -> Any:
+    chosen = honest_largest(logits, top_k)
+    if not logits.shape[1]:
+        return chosen
+    values = np.where(chosen < 0, -np.inf, np.take_along_axis(logits, np.maximum(chosen, 0), axis=1))
+    return np.take_along_axis(chosen, np.argsort(-np.nan_to_num(values), axis=1, kind="stable"), axis=1)
+
+
+def of_upper_bits(logits: Any, top_k: int) -> Any:
+    """What a radix selection gives that stops too early."""
+    bits = np.ascontiguousarray(logits, np.float32).view(np.uint32) & 0xFFFF0000
+    return honest_largest(bits.view(np.float32).astype(np.float64), top_k)
+
+
+def one_too_few(logits: Any, top_k: int) -> Any:
+    chosen = honest_largest(logits, top_k)
+    chosen[:, top_k // 2 :] = np.where(chosen[:, -1:] >= 0, -1, chosen[:, top_k // 2 :])
+    return chosen
+
+
+SELECTIONS = {
+    function.__name__: function
+    for function in (
+        ties_to_the_smaller, nan_is_the_largest, infinities_are_chosen, by_magnitude, in_order_of_logits, of_upper_bits,
+        one_too_few,
+    )
+}  # fmt: skip
+
+
+def candidates_are_ignored(*arguments: Any, **keywords: Any) -> Any:
+    return honest_topk(*arguments, **keywords | {"candidate_blocks": None})
+
+
+def candidates_count_from_the_end(*arguments: Any, **keywords: Any) -> Any:
+    lists, size = keywords.get("candidate_blocks"), keywords.get("candidate_block_size")
+    if lists is not None:
+        lists = np.where(np.asarray(lists) == -1, 0, lists)
+    return honest_topk(*arguments, **keywords | {"candidate_blocks": lists, "candidate_block_size": size})
+
+
+def scale_is_not_floored(k: Any, power_of_two: bool = False) -> Any:
+    with mock.patch.object(pieces, "group_scales", lambda rows, _: np.abs(rows).max(axis=-1) / np.float32(448)):
+        return honest_quantize(k, power_of_two)
+
+
+def rounded_towards_zero(k: Any, power_of_two: bool = False) -> Any:
+    codes, scales = honest_quantize(k, power_of_two)
+    above = np.abs(pieces.decode(codes, pieces.E4M3)) > np.abs(np.asarray(k) / scales[:, None])
+    return codes - above.astype(np.uint8), scales
+
+
+def powers_round_down(k: Any, power_of_two: bool = False) -> Any:
+    codes, scales = honest_quantize(k, False)
+    return codes, (scales.view(np.uint32) & 0xFF800000).view(np.float32) if power_of_two else scales
+
+
+def written_at_slot_zero(k: Any, cache: Any, slot_mapping: Any, power_of_two: bool = False) -> Any:
+    return honest_write(k, cache, np.where(np.asarray(slot_mapping) < 0, 0, slot_mapping), power_of_two)
+
+
+def scales_beside_values(k: Any, cache: Any, slot_mapping: Any, power_of_two: bool = False) -> Any:
+    new = honest_write(k, cache, slot_mapping, power_of_two)
+    values, scales = (np.array(plane) for plane in pieces.planes(new))
+    return np.concatenate([values, scales], axis=-1).reshape(new.shape)
+
+
+@pytest.fixture
+def plant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Runner]]:
+    yield lambda **functions: planted(monkeypatch, functions)
+    dispatch.load.cache_clear()
+
+
+# What sixty drawn calls need not show: it takes a table that looks longer than it is, or logits that nearly tie.
+RARE = {"num_seqs_is_ignored", "of_upper_bits", "negative_zero_is_less"}
+
+
+def caught(runner: Runner, words: tuple[str, ...], name: str = "") -> None:
+    """Both the named calls and the drawn ones of an operation, by words in their names, must show the fault."""
+    for group in (corners,) if name in RARE else (corners, agreement):
+        chosen = [check for check in group() if check.name.startswith(words)]
+        assert any(failures(runner, chosen, 60)), f"no check of {group.__name__} caught it"
+
+
+def test_the_honest_backend_passes(plant: Callable[..., Runner]) -> None:
+    """The positive control: planted without a fault, nothing fails."""
+    assert list(failures(plant(), (*corners(), *agreement(), *laws()), 4)) == []
+
+
+@pytest.mark.parametrize("name", LOGITS)
+def test_wrong_logits_are_caught(plant: Callable[..., Runner], name: str) -> None:
+    caught(plant(indexer_logits=LOGITS[name]), ("indexer logits",), name)
+
+
+@pytest.mark.parametrize("operation", HONEST_SELECTION)
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_a_wrong_selection_is_caught(plant: Callable[..., Runner], name: str, operation: str) -> None:
+    mutant = largest_with(operation, SELECTIONS[name])
+    words = {"indexer_topk": ("indexer top-k",), "top_k_indices": ("indexer selection",)}[operation]
+    caught(plant(**{operation: mutant}), words, name)
+
+
+def test_an_order_of_zeros_is_caught(plant: Callable[..., Runner]) -> None:
+    """Only the selection alone is given both zeros for sure."""
+    mutant = largest_with("top_k_indices", negative_zero_is_less)
+    caught(plant(top_k_indices=mutant), ("indexer selection",), negative_zero_is_less.__name__)
+
+
+@pytest.mark.parametrize("mutant", [candidates_are_ignored, candidates_count_from_the_end])
+def test_wrong_candidates_are_caught(plant: Callable[..., Runner], mutant: Function) -> None:
+    caught(plant(indexer_topk=mutant), ("indexer top-k",))
+
+
+@pytest.mark.parametrize("mutant", [scale_is_not_floored, rounded_towards_zero, powers_round_down])
+def test_wrong_codes_are_caught(plant: Callable[..., Runner], mutant: Function) -> None:
+    caught(plant(quantize_indexer_keys=mutant), ("indexer keys quantised",))
+
+
+@pytest.mark.parametrize("mutant", [written_at_slot_zero, scales_beside_values])
+def test_a_wrong_write_is_caught(plant: Callable[..., Runner], mutant: Function) -> None:
+    caught(plant(write_indexer_cache=mutant), ("indexer keys written",))
