@@ -39,16 +39,17 @@ def page_of_last(page: jax.Array, offset: jax.Array, num_pages: int, page_size: 
     return jnp.where(last.at[page, offset].get(mode="fill", fill_value=-1) == token, page, num_pages)
 
 
-def put_units(cache: jax.Array, units: jax.Array, page: jax.Array, offset: jax.Array, *, planar: bool) -> jax.Array:
+def put_units(cache: jax.Array, units: jax.Array, page: jax.Array, offset: jax.Array, *, behind: int) -> jax.Array:
     """The cache with `units` [T, U, bytes] of tokens in it, where a page that does not exist is skipped.
 
-    In a `planar` page the last unit of each token, which holds its scales, stands behind the other units of all.
+    So many of the last units of each token, which hold its scales, stand `behind` the other units of all in a page.
     """
     count, unit = units.shape[1:]
-    index = offset[:, None] * count + jnp.arange(count, dtype=jnp.int32)
-    if planar:
-        body = offset[:, None] * (count - 1) + jnp.arange(count - 1, dtype=jnp.int32)
-        index = jnp.concatenate([body, cache.shape[1] * (count - 1) + offset[:, None]], axis=1)
+    own = count - behind
+    index = offset[:, None] * own + jnp.arange(own, dtype=jnp.int32)
+    if behind:
+        scales = cache.shape[1] * own + offset[:, None] * behind + jnp.arange(behind, dtype=jnp.int32)
+        index = jnp.concatenate([index, scales], axis=1)
     # In the cache's own shape: reshaped it would be copied.
     where = jnp.stack([jnp.broadcast_to(page[:, None], index.shape), index // count, index % count * unit], axis=-1)
     numbers = lax.ScatterDimensionNumbers(

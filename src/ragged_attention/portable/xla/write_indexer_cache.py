@@ -29,4 +29,4 @@ def run(call: WriteIndexerCache, tile: Tile, launch: Any) -> jax.Array:
     codes, scales = quantized_groups(k.astype(jnp.float32), bool(call.power_of_two))
     stored = lax.bitcast_convert_type(scales, jnp.uint8)
     units = jnp.concatenate([codes, stored], axis=-1).reshape(len(k), -1, UNIT)
-    return put_units(cache, units, page, offset, planar=True)
+    return put_units(cache, units, page, offset, behind=1)
