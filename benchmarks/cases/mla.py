@@ -73,9 +73,9 @@ class LatentCase(Case, LatentSample):
 
     @property
     def wgmma_rows(self) -> int:
-        """Under Triton 3.6 `fp8_v4` leaves no registers for as many rows as wgmma wants."""
+        """Rows for which wgmma is due. Formats with a scale for few columns have no tile of as many on every Triton."""
         tokens = 1 if self.topk else self.num_q_tokens
-        return self.num_q_heads // self.num_kv_heads * tokens if self.cache_format != "fp8_v4" else 0
+        return self.num_q_heads // self.num_kv_heads * tokens if self.cache_format in ("plain", "fp8_v32") else 0
 
     def needed_rows(self) -> int:
         """Rows that some query sees; the lists of a sequence's queries overlap as little as they can."""
@@ -257,6 +257,7 @@ def _prefill(name: str, kv_len: int, **fields: Any) -> LatentCase:
 
 
 V4: dict[str, Any] = {"cache_format": "fp8_v4", "d_qk": 512}
+V41: dict[str, Any] = {"cache_format": "fp8_v41", "d_qk": 512}
 V4_DECODE: dict[str, Any] = V4 | {
     "num_q_tokens": 2, "max_len": 16 * K, "topk": 128, "page_size": 256, "extra_topk": 512, "sinks": True,
 }  # fmt: skip
@@ -289,6 +290,11 @@ CASES = {case.name: case for case in _ALL}
 _MORE = (
     _sparse("mla_sparse_v4_h16", "-", 8, 16, **V4, page_size=61),
     _sparse("mla_sparse_v4_h32", "-", 8, 32, **V4),
+    _sparse("mla_sparse_v41_h16", "-", 8, 16, **V41),
+    _sparse("mla_sparse_v41_pages_h64", "-", 8, 64, **V41, cache_layout="page"),
+    _sparse("mla_sparse_fp4_h16", "-", 8, 16, **V41 | {"cache_format": "fp4_v41"}),
+    _sparse("mla_sparse_v41_fp4_h64", "-", 8, 64, **V41, extra_topk=512, extra_format="fp4_v41", sinks=True),
+    _prefill("mla_prefill_v41_h64_64q", 32 * K, workload="-", num_q_tokens=64, num_q_heads=64, topk=640, **V41),
     _sparse("mla_float16_h32", "-", 8, 32, cache_format="plain", dtype="float16", sinks=True),
     _sparse("mla_float16_fp8_h16", "-", 8, 16, dtype="float16"),
     _sparse("mla_float32_h16", "-", 8, 16, cache_format="plain", dtype="float32", topk=200),

@@ -73,7 +73,7 @@ ALIKE = ("sm_86", "sm_100", "sm_120", "gfx950")
 LATENT_TILES = (
     "mla_dense_h16_128x4k", "mla_dense_h128_128q2s4k", "mla_sparse_v4_h16", "mla_sparse_v4_h64_128q2",
     "mla_sparse_h16_b8", "mla_sparse_h128_128q2", "mla_float32_h16", "mla_float32_fp8_h16", "mla_float32_v4_h16",
-    "mla_prefill_h16_2k", "mla_prefill_float32_h16",
+    "mla_prefill_h16_2k", "mla_prefill_float32_h16", "mla_sparse_v41_h16", "mla_sparse_fp4_h16",
 )  # fmt: skip
 ATTENTIONS = (
     "ragged_paged_attention", "mla_decode", "sparse_mla_prefill", "sparse_mla_prefill_backward", "varlen_attention",

@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-import numpy as np
-
 from ragged_attention.calls.base import Call, Result, record
 from ragged_attention.calls.fields import (
     FLOATS,
@@ -23,6 +21,7 @@ from ragged_attention.calls.fields import (
     field,
     is_array,
 )
+from ragged_attention.calls.paged import check_slots
 from ragged_attention.errors import InvalidInput
 
 BYTES = ("uint8", "float8_e4m3fn", "int8")
@@ -314,11 +313,7 @@ class WriteMlaCache(Call):
 
     def check_values(self) -> None:
         """Raise `InvalidInput` naming the first slot outside the cache. Expects NumPy arrays."""
-        slots = self.num_slots
-        bad = np.flatnonzero((self.slot_mapping < -1) | (self.slot_mapping >= slots))
-        if bad.size:
-            got = self.slot_mapping[bad[0]]
-            raise InvalidInput(f"expected slot_mapping[{bad[0]}] to be -1 or between 0 and {slots - 1}, got {got}")
+        check_slots(self.slot_mapping, self.num_slots)
 
 
 @record
