@@ -200,6 +200,40 @@ def mla_rows() -> drawing.Drawing:
     return drawn
 
 
+def index_page() -> drawing.Drawing:
+    """A page of the indexer's keys byte by byte, found as `roles` finds those of latents."""
+    write, read = (
+        importlib.import_module(f"ragged_attention.reference.{name}") for name in ("write_indexer_cache", "_indexer")
+    )
+    keys, head_dim = 4, 128
+    rows = np.random.default_rng(0).choice((-1.0, 1.0), (keys, head_dim)) * np.linspace(1, 1.5, head_dim)
+    page = write.write_indexer_cache(rows, np.zeros((1, keys, 1, head_dim + 4), np.uint8), np.arange(keys))
+
+    def held(page: np.ndarray) -> np.ndarray:
+        values, scales = read.rows_of(page, None, None, np.zeros(keys, int), np.arange(keys))
+        return values * scales[:, None]
+
+    found: list[tuple[int, str, int]] = []
+    for index in range(page.size):
+        changed = page.copy()
+        changed.reshape(-1)[index] ^= 1
+        key, columns = np.nonzero(held(changed) != held(page))
+        found.append((int(key[0]), "values" if len(columns) == 1 else "scales", len(columns)))
+    drawn = drawing.Drawing(
+        "A page of the indexer's keys, byte by byte",
+        f"A page of {keys} keys of {head_dim}: the e4m3 values of all keys, then a float32 scale of each.",
+    )
+    drawn.legend(LEFT, 20, [("one", "values"), ("two", "scales")])
+    drawn.text(LEFT - 8, 45, f"{keys} keys of {head_dim}: {page.size} bytes", "small", "end")
+    scale, y = WIDTH / page.size, 61.0
+    for start, stop, key, kind, _ in runs_of(found):
+        drawn.boxes(KINDS[kind], [(LEFT + start * scale, 34, (stop - start) * scale - 0.4, 14)])
+        what = f"{stop - start} e4m3 values" if kind == "values" else "its scale, float32"
+        drawn.text(LEFT, y, f"{start} - {stop - 1}: key {key}, {what}", "small quiet")
+        y += 12
+    return drawn
+
+
 def formats() -> drawing.Drawing:
     """Where the bits of each number format go."""
     ml_dtypes = importlib.import_module("ml_dtypes")
@@ -382,6 +416,7 @@ PICTURES: dict[str, Callable[[], drawing.Drawing]] = {
     "key_ranges": key_ranges,
     "splits": splits,
     "mla_rows": mla_rows,
+    "index_page": index_page,
     "formats": formats,
     "roofline": roofline,
     "seesaw": seesaw,
