@@ -137,6 +137,7 @@ class Work:
 
 
 def work_of(call: Any, launch: Any) -> Work:
+    """A call's arrays as kernels take them, with what stands in for those that are not given."""
     q, weights = launch.packed(call.q), launch.packed(call.weights)
     keys = launch.words(call.keys, packed_rows=True) if call.bytes else call.keys
     scale = q if call.key_scale is None else call.key_scale
@@ -173,6 +174,7 @@ def tables_of(call: Any) -> dict[str, Any]:
 
 
 def key_addresses(call: Any, keys: Any, launch: Any) -> dict[str, Any]:
+    """Where keys and their scales lie, as arguments of kernels."""
     page, slot = (launch.strides(keys) if call.paged else (0, *launch.strides(keys)))[:2]
     scale_page, scale_slot = (0, 0) if call.key_scale is None else (0, *launch.strides(call.key_scale))[-2:]
     # Compilers learn that a number is a multiple of 16 or nothing; pages may begin at a multiple of less.

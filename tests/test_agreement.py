@@ -36,7 +36,8 @@ def test_backends_have_all_operations_but_these(runner: Runner) -> None:
     assert lacking == known.get(runner.backend, set())
     splits = {operation for operation in CALLS if "num_splits" in runner.tunables(operation)}
     attending = {name for name, record in CALLS.items() if record.ATTENDS}
-    known = {"triton": attending - {"varlen_attention"}, "numba": attending}
+    choosing = {"indexer_topk", "top_k_indices"}
+    known = {"triton": attending - {"varlen_attention"} | choosing, "numba": attending}
     assert splits == known.get(runner.backend, set())
 
 

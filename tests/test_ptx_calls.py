@@ -108,6 +108,13 @@ CORNERS = (
     "write latents, fp8_v41, page, float32",
     "latent decode, fp4_v41, page",
     "sparse gradient, duplicates in a fixed order",
+    "sparse prefill, decoded first, fp8_v32",
+    "indexer logits, mixed, pages of bytes",
+    "indexer top-k, exact, candidates",
+    "indexer top-k, exact, packed, wild ranges",
+    "indexer selection, ties",
+    "indexer keys quantised, rows",
+    "indexer keys written, page size 3",
 )
 TWO_FORMATS = "latents, sparse fp8_v41 and fp4_v41"  # which older compilers are not asked for
 CALLS = [name for name in (*SPECS, *CORNERS) if not (OLDER_COMPILER and name == TWO_FORMATS)]

@@ -39,7 +39,7 @@ def test_partial_results_may_be_far_apart(rows: int) -> None:
     outs, lses = unread(2 * rows * 128 + 128, torch.float32), unread(2 * rows + 1, torch.float32)
     outs[rows * 128 : rows * 128 + 128] = 2.0
     out, lse = torch.zeros(128), torch.zeros(1)
-    sizes: dict[str, Any] = {"PARTS": 2, "DV": 128, "DV_PAD": 128}
-    merge_kernel[(1,)](outs, lses, out, lse, count=2, rows=rows, **sizes)
+    sizes: dict[str, Any] = {"HAS_SINKS": False, "NUM_HEADS": 1, "PARTS": 2, "DV": 128, "DV_PAD": 128}
+    merge_kernel[(1,)](outs, lses, lses, out, lse, count=2, rows=rows, **sizes)
     assert torch.equal(out, torch.ones(128))
     assert float(lse) == pytest.approx(math.log(2))

@@ -48,14 +48,27 @@ def rows_apart(name: str, pages: Any, strides: Callable[[Any], tuple[int, ...]])
 
 
 @record
-class IndexerCall(Call):
-    """What the logits and the top-k of them have in common: queries, weights, and the keys that each query sees."""
+class IndexerQueries(Call):
+    """The arguments that the public functions have first."""
 
     WHY_NO_GRADIENT: ClassVar[str] = A_CHOICE
 
     q: Any = field(ArrayKind("T H D", (*FLOATS, E4M3)))
     keys: Any = field(ArrayKind(unit_stride=True))
     weights: Any = field(ArrayKind("T H", ("float32",)))
+
+
+@record
+class IndexerChoice(IndexerQueries):
+    """The one that stands behind them where keys are chosen."""
+
+    top_k: int = field(Integer(least=1))
+
+
+@record
+class IndexerCall(IndexerQueries):
+    """What the logits and the top-k of them have in common: queries, weights, and the keys that each query sees."""
+
     key_scale: Any = field(ArrayKind(), default=None)
     starts: Any = field(ArrayKind("T", INT32), default=None)
     stops: Any = field(ArrayKind("T", INT32), default=None)
@@ -192,12 +205,11 @@ class IndexerLogits(IndexerCall):
 
 
 @record
-class IndexerTopk(IndexerCall):
+class IndexerTopk(IndexerCall, IndexerChoice):
     """The arguments of `indexer_topk`, which says what they mean."""
 
     OPERATION: ClassVar[str] = "indexer_topk"
 
-    top_k: int = field(Integer(least=1))
     candidate_blocks: Any = field(ArrayKind("T B", INT32), default=None)
     candidate_block_size: int | None = field(Integer(least=1), default=None)
 

@@ -153,6 +153,13 @@ def devices(found: dict[str, ModuleType | Exception]) -> Iterator[tuple[str, str
         yield from (("jax", device) for device in seen)
 
 
+def _said(offered: list[str], lacking: list[str]) -> str:
+    """The operations that a backend offers, in few words."""
+    if len(lacking) > len(offered):
+        return ", ".join(offered)
+    return f"all but {', '.join(lacking)}" if lacking else "all operations"
+
+
 def backends() -> Iterator[tuple[str, str, str]]:
     """Each backend, the operations it offers, and whether they can be imported."""
     for backend in dispatch.backends():
@@ -166,7 +173,7 @@ def backends() -> Iterator[tuple[str, str, str]]:
             except Exception as error:
                 faults.append(f"{operation}: {one_line(error)}")
         state = "; ".join(faults) or ("present" if offered else f"absent: {', '.join(dict.fromkeys(absent))}")
-        yield backend, ", ".join(offered), state
+        yield backend, _said(offered, [operation for operation in CALLS if operation not in offered]), state
     for name in dispatch.shadowed():
         yield name, "", dispatch.why_shadowed(name)
 

@@ -90,9 +90,11 @@ def indexer_topk(
 ) -> torch.Tensor:
     """The keys with the largest `indexer_logits` of each query: what sparse latent attention attends to.
 
-    Letters, and all arguments that are not named here, as in `indexer_logits`. No matrix of all logits is kept.
+    Letters as in `indexer_logits`. No matrix of all logits is kept.
 
     Args:
+        q, keys, weights, key_scale, starts, stops, relative, max_keys: as in `indexer_logits`.
+        page_indices, kv_lens, cu_q_lens, num_seqs, ratio: as in `indexer_logits`.
         top_k: how many, from 1 to 4096.
         candidate_blocks: i32 [T, B], B blocks of positions that alone are looked at, in any order: block b is the
             positions `[b * candidate_block_size, (b + 1) * candidate_block_size)`. One that is listed twice counts
