@@ -213,7 +213,8 @@ def load_queries(token, first_head, first_column, rows, shape):
     place = token.to(tl.int64) * rows.q_token_stride + head.to(tl.int64) * rows.q_head_stride
     places = in_format(rows.q_ptr, shape.Q_FORMAT) + place[:, None] + d[None, :]
     if shape.HEADS % shape.BLOCK_H or shape.D % shape.BLOCK_D:
-        stored = tl.load(places, mask=(head < shape.HEADS)[:, None] & (d < shape.D)[None, :], other=0)
+        mask = (head < shape.HEADS)[:, None] & (d < shape.D)[None, :]
+        stored = tl.load(places, mask=mask, other=0.0 if shape.Q_FORMAT == "e4m3_units" else 0)
     else:
         stored = tl.load(places)
     if shape.Q_FORMAT != "plain" and shape.Q_FORMAT != "e4m3_units":

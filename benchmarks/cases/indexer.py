@@ -284,6 +284,7 @@ _MORE = (
     _prefill("prefill_wide", 4 * K, 4 * K, head_dim=256, **PLAIN),
     _prefill("narrow_5_heads", 512, 4 * K, num_q_heads=5, head_dim=80, **(PLAIN | {"dtype": "float16",
              "cache_dtype": "float16"})),
+    _decode("decode_8_heads", 64, 32 * K, workload="-", num_q_heads=8, head_dim=80),
     _prefill("128_heads", 4 * K, 4 * K, workload="-", num_q_heads=128),
     _prefill("packed", 4 * K, 4 * K, workload="-", packed=True, cache_dtype=E4M3),
     _prefill("packed_relative", 4 * K, 4 * K, workload="-", packed=True, cache_dtype=E4M3, relative=True, topk=512),
