@@ -20,6 +20,8 @@ def why_not(call: MlaDecode) -> str | None:
             f"needs Triton 3.7 for caches of two formats, which older ones compile wrongly, got {call.format!r} beside "
             f"{call.extra_format!r}"
         )
+    if OLDER_COMPILER and call.format == "fp4_v41":
+        return "needs Triton 3.7 for fp4_v41, which older ones compile wrongly"
     return launchable(call, kernel.latent_kernel)
 
 

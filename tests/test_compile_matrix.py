@@ -528,7 +528,7 @@ def test_the_document_has_every_covering_case() -> None:
         for arch in compiling.ARCHITECTURES:
             rows = part.partition(f"### {arch} ")[2].partition("\n### ")[0]
             for name in compile_matrix.covering(arch):
-                assert (name in rows) is (name not in declined), f"{name} on {arch}, Triton {version}"
+                assert name in rows or name in declined, f"{name} on {arch}, Triton {version}"
         assert "no failures" in part
 
 
