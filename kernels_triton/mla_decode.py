@@ -6,7 +6,7 @@ from typing import Any
 from ragged_attention.calls import CacheFormat, MlaDecode
 from ragged_attention.kernels_triton._latent import kernel, plan
 from ragged_attention.kernels_triton._latent.plan import Tile as Tile
-from ragged_attention.kernels_triton._tiles import OLDER_COMPILER, launchable
+from ragged_attention.kernels_triton._tiles import launchable
 
 FEATURES = frozenset({
     "page_indices", "kv_lens", "indices", "d_v", "sm_scale", "causal", "sinks", "topk_lens", "extra_kv_cache",
@@ -15,14 +15,7 @@ FEATURES = frozenset({
 
 
 def why_not(call: MlaDecode) -> str | None:
-    if OLDER_COMPILER and call.extra_format != call.format:
-        return (
-            f"needs Triton 3.7 for caches of two formats, which older ones compile wrongly, got {call.format!r} beside "
-            f"{call.extra_format!r}"
-        )
-    if OLDER_COMPILER and call.format == "fp4_v41":
-        return "needs Triton 3.7 for fp4_v41, which older ones compile wrongly"
-    return launchable(call, kernel.latent_kernel)
+    return plan.compiled_wrongly(call.format, call.extra_format) or launchable(call, kernel.latent_kernel)
 
 
 def heuristic(call: MlaDecode) -> Tile:

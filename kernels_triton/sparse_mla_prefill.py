@@ -6,7 +6,7 @@ from typing import Any
 from ragged_attention.calls import SparseMlaPrefill
 from ragged_attention.errors import InvalidInput
 from ragged_attention.kernels_triton._latent import decoding, kernel, plan
-from ragged_attention.kernels_triton._tiles import OLDER_COMPILER, launchable_in_float32
+from ragged_attention.kernels_triton._tiles import launchable_in_float32
 
 FEATURES = frozenset({"sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "cache_layout", "deterministic"})
 
@@ -22,9 +22,7 @@ class Tile(plan.Tile):
 
 
 def why_not(call: SparseMlaPrefill) -> str | None:
-    if OLDER_COMPILER and call.format == "fp4_v41":
-        return "needs Triton 3.7 for fp4_v41, which older ones compile wrongly"
-    return launchable_in_float32(call, kernel.latent_kernel)
+    return plan.compiled_wrongly(call.format) or launchable_in_float32(call, kernel.latent_kernel)
 
 
 def heuristic(call: SparseMlaPrefill) -> Tile:

@@ -8,7 +8,6 @@ compiler joins the bytes again.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false
 
-import dataclasses
 from typing import Any
 
 import triton
@@ -17,21 +16,11 @@ import triton.language as tl
 from ragged_attention.calls import WriteIndexerCache
 from ragged_attention.kernels_triton._formats import encode_float8
 from ragged_attention.kernels_triton._sequences import VARYING
-from ragged_attention.kernels_triton._tiles import cdiv, expect_power_of_two, launchable, next_power_of_2
+from ragged_attention.kernels_triton._tiles import cdiv, launchable, next_power_of_2
+from ragged_attention.kernels_triton.write_kv_pages import Tile as Tile
 from ragged_attention.kernels_triton.write_mla_cache import group_scales, store_bytes
 
 FEATURES = frozenset({"power_of_two"})
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Tile:
-    """What may be tuned."""
-
-    block_t: int = 16  # tokens of a program
-    num_warps: int = 4
-
-    def __post_init__(self) -> None:
-        expect_power_of_two(self, block_t=(1, 256), num_warps=(1, 16))
 
 
 def why_not(call: WriteIndexerCache) -> str | None:

@@ -9,7 +9,6 @@ anywhere in a cache whose pages lie apart; where strides allow, the compiler joi
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false
 
-import dataclasses
 from typing import Any
 
 import triton
@@ -18,20 +17,10 @@ import triton.language as tl
 from ragged_attention.calls import CACHE_FORMATS, WriteMlaCache
 from ragged_attention.kernels_triton._formats import e4m3_values, encode_float4, encode_float8, narrow
 from ragged_attention.kernels_triton._sequences import VARYING
-from ragged_attention.kernels_triton._tiles import cdiv, expect_power_of_two, launchable, next_power_of_2
+from ragged_attention.kernels_triton._tiles import cdiv, launchable, next_power_of_2
+from ragged_attention.kernels_triton.write_kv_pages import Tile as Tile
 
 FEATURES = frozenset({"power_of_two_scales", "cache_format", "cache_layout"})
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Tile:
-    """What may be tuned."""
-
-    block_t: int = 16  # tokens of a program
-    num_warps: int = 4
-
-    def __post_init__(self) -> None:
-        expect_power_of_two(self, block_t=(1, 256), num_warps=(1, 16))
 
 
 def why_not(call: WriteMlaCache) -> str | None:

@@ -85,8 +85,7 @@ class Recorder(ShapeLauncher):
         launch_pdl: bool = False,
         **arguments: Any,
     ) -> list[Any]:
-        new = [FakeArray(tuple(shape), str(dtype).rpartition(".")[2]) for shape, dtype in outputs]
-        new += [inputs[index] for index in inplace]
+        new = self.results(inputs, outputs, inplace)
         if 0 not in grid:
             operands = tuple(map(self.bits, (*inputs, *new)))
             self.launches.append(Launch(kernel, operands, arguments, num_warps, num_stages, grid, launch_pdl))

@@ -43,11 +43,7 @@ def agrees(got: ArrayLike, want: ArrayLike, kind: str, what: str = "out", *, con
     That is not done for values that are all the same (`constant`): one rounding is the error of them all. Nor is it for
     a gradient that has cancelled to less than a tenth of the bound: what is left is rounding, without a direction.
     """
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    if got.shape != want.shape:
-        raise AssertionError(f"{what}: expected shape {want.shape}, got {got.shape}")
-    for name, where in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
-        _same_places(name, where(got), where(want), got, want, what)
+    got, want = _finite_alike(got, want, what)
     finite = np.isfinite(want)
     error = np.abs(np.where(finite, got, 0.0) - np.where(finite, want, 0.0))
     excess, bound = _excess(error, np.abs(np.where(finite, want, 0.0)), kind)
@@ -96,6 +92,16 @@ def _worst(excess: NDArray[Any]) -> list[int]:
     return [int(index) for index in np.unravel_index(int(np.argmax(excess)), excess.shape)]
 
 
+def _finite_alike(got: ArrayLike, want: ArrayLike, what: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Both as float64, once they have one shape, and NaN and infinities in the same places."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    if got.shape != want.shape:
+        raise AssertionError(f"{what}: expected shape {want.shape}, got {got.shape}")
+    for name, where in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
+        _same_places(name, where(got), where(want), got, want, what)
+    return got, want
+
+
 def _same_places(name: str, got: Any, want: Any, got_values: Any, want_values: Any, what: str) -> None:
     if (differs := got != want).any():
         index = _worst(differs)
@@ -122,11 +128,7 @@ def logits_agree(got: ArrayLike, want: ArrayLike, magnitudes: ArrayLike, what: s
     A matrix unit of 8-bit floats keeps about 13 bits of its sums, so each error is one of the products, not of what
     is left of them.
     """
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    if got.shape != want.shape:
-        raise AssertionError(f"{what}: expected shape {want.shape}, got {got.shape}")
-    for name, where in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
-        _same_places(name, where(got), where(want), got, want, what)
+    got, want = _finite_alike(got, want, what)
     finite = np.isfinite(want)
     bound = LOGITS[1] * np.asarray(magnitudes)[finite] + np.finfo(np.float32).tiny
     excess = np.abs(got[finite] - want[finite]) / bound

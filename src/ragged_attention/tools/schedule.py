@@ -18,7 +18,7 @@ import numpy as np
 
 from ragged_attention import dispatch
 from ragged_attention.calls import Call, dtype_name
-from ragged_attention.samples import FakeArray, ShapeLauncher
+from ragged_attention.samples import ShapeLauncher
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -308,8 +308,7 @@ class Recorder(ShapeLauncher):
         inplace: Sequence[int] = (),
         **arguments: Any,
     ) -> list[Any]:
-        new = [FakeArray(tuple(shape), str(dtype)) for shape, dtype in outputs]
-        new += [inputs[index] for index in inplace]
+        new = self.results(inputs, outputs, inplace)
         if 0 not in grid:
             found = list(Walk(kernel, grid, (*inputs, *new), arguments).programs())
             working = tuple(program for program, _ in found if program)

@@ -21,11 +21,11 @@ ROOM = 384 * 256  # floats of a tile's queries and results: its keys are read fo
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Blocks:
-    """What may be tuned of the gradient.
+    """What may be tuned where sums of a query are never divided.
 
     Args:
         block_q: queries of a sequence that a program takes.
-        block_kv: keys converted to float32 at a time, a multiple of 8.
+        block_kv: keys converted, or multiplied, at a time, a multiple of 8.
     """
 
     block_q: int

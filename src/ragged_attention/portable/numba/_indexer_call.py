@@ -1,11 +1,10 @@
 """Calls of the indexer's logits and of their top-k in the terms of `_indexer`'s record."""
 
-import dataclasses
 from typing import Any
 
 from ragged_attention.calls import IndexerLogits, IndexerTopk, dtype_name
-from ragged_attention.errors import InvalidInput
 from ragged_attention.portable.numba import _indexer, _sequences
+from ragged_attention.portable.numba._call import Blocks as Tile
 from ragged_attention.portable.numba._formats import CODES
 from ragged_attention.portable.numba._kernels import Kernel
 
@@ -13,25 +12,6 @@ KERNEL = Kernel("indexer", _indexer.FIELDS, _indexer.plan, _indexer.work)
 FEATURES_OF_LOGITS = frozenset({
     "key_scale", "starts", "stops", "relative", "max_keys", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "ratio",
 })  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Tile:
-    """What may be tuned.
-
-    Args:
-        block_q: tokens that a program takes.
-        block_kv: keys that are multiplied at a time, a multiple of 8.
-    """
-
-    block_q: int
-    block_kv: int
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.block_q, int) or not 1 <= self.block_q <= 1024:
-            raise InvalidInput(f"expected block_q from 1 to 1024, got {self.block_q!r}")
-        if not isinstance(self.block_kv, int) or self.block_kv % 8 or not 8 <= self.block_kv <= 1024:
-            raise InvalidInput(f"expected block_kv to be a multiple of 8 from 8 to 1024, got {self.block_kv!r}")
 
 
 def heuristic(call: IndexerLogits | IndexerTopk) -> Tile:
