@@ -12,16 +12,25 @@ small but for those of the caches. docs/sparse_attention.md explains the operati
 
 import argparse
 import math
-import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from deepseek_parts import (
+    PAGE_SIZE,
+    SCALE_BYTES,
+    Step,
+    check_choice,
+    ended,
+    expect_close,
+    index_keys_in,
+    parser_of,
+    rms_norm,
+    shuffled_pages,
+)
 
-import ragged_attention as ra
 from ragged_attention.testing import agrees
-from ragged_attention.testing.compare import chosen_agree
 from ragged_attention.torch import (
     dequantize_mla_cache,
     indexer_topk,
@@ -34,10 +43,9 @@ from ragged_attention.torch import (
     write_mla_cache,
 )
 
-LATENT, ROTARY, TOKEN_BYTES, PAGE_SIZE = 512, 64, 656, 64  # as in the model: the format fp8_v32
+LATENT, ROTARY, TOKEN_BYTES = 512, 64, 656  # as in the model: the format fp8_v32
 HIDDEN, Q_RANK, NUM_HEADS, NOPE, VALUE = 256, 128, 8, 32, 32  # the model: 7168, 1536, 128, 128, 128
 INDEX_HEADS, INDEX_DIM = 4, 128  # the model: 64, 128
-SCALE_BYTES = 4  # of a key of the indexer, float32
 SM_SCALE = (NOPE + ROTARY) ** -0.5  # of the heads as they are before W_UK is absorbed
 LAYER_BOUND = 2**-7  # of the layer's output in norm: bfloat16 queries and latent outputs err by 2^-9 each
 OPERATIONS = (
@@ -61,10 +69,6 @@ def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     even, odd = x[..., 0::2], x[..., 1::2]
     cos, sin = angles.cos(), angles.sin()
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
-
-
-def rms_norm(x: torch.Tensor) -> torch.Tensor:
-    return F.rms_norm(x, x.shape[-1:])
 
 
 class Layer:
@@ -113,29 +117,13 @@ class Layer:
         return values.view(q.shape), weights * scales.view(weights.shape)
 
 
-class Step:
-    """Some new tokens of every sequence, those of one sequence after those of another: T in all."""
-
-    def __init__(self, starts: Sequence[int], counts: Sequence[int], generator: torch.Generator, device: torch.device):
-        number = torch.tensor(counts, dtype=torch.int32, device=device)
-        self.seqs = torch.arange(len(counts), device=device).repeat_interleave(number, output_size=sum(counts))
-        self.cu_q_lens = F.pad(number.cumsum(0, dtype=torch.int32), (1, 0))
-        self.kv_lens = torch.tensor(starts, dtype=torch.int32, device=device) + number
-        first = self.kv_lens - self.cu_q_lens[1:]  # of a sequence's tokens: what its place in the batch lacks
-        self.positions = torch.arange(sum(counts), device=device) + first[self.seqs]
-        self.hidden = torch.randn(sum(counts), HIDDEN, generator=generator).to(device)
-
-
 class Cache:
     """The paged caches of all sequences: latents in fp8, and in pages of the same numbers the keys of the indexer."""
 
     def __init__(self, num_seqs: int, max_len: int, generator: torch.Generator, device: torch.device) -> None:
-        pages_per_seq = -(-max_len // PAGE_SIZE)
-        num_pages = num_seqs * pages_per_seq
-        shuffled = torch.randperm(num_pages, generator=generator, dtype=torch.int32)
-        self.page_indices = shuffled.view(num_seqs, pages_per_seq).to(device)
+        self.page_indices = shuffled_pages(num_seqs, max_len, generator, device)
         self.pages, self.index_pages = (  # NaN until they are written
-            torch.full((num_pages, PAGE_SIZE, 1, row), 0xFF, dtype=torch.uint8, device=device)
+            torch.full((self.page_indices.numel(), PAGE_SIZE, 1, row), 0xFF, dtype=torch.uint8, device=device)
             for row in (TOKEN_BYTES, INDEX_DIM + SCALE_BYTES)
         )
 
@@ -149,11 +137,8 @@ class Cache:
         return rows.flatten(0, 2)[:length].cpu().double()
 
     def index_keys(self, seq: int, length: int) -> torch.Tensor:
-        """The dequantised keys of the indexer, float64 on the CPU: a page holds its values, then its scales."""
-        pages = self.index_pages[self.page_indices[seq]].flatten(1).cpu()
-        values, scales = pages.split((PAGE_SIZE * INDEX_DIM, PAGE_SIZE * SCALE_BYTES), dim=1)
-        keys = values.view(torch.float8_e4m3fn).double().view(-1, INDEX_DIM)
-        return (keys * scales.contiguous().view(torch.float32).double().view(-1, 1))[:length]
+        """The dequantised keys of the indexer, float64 on the CPU."""
+        return index_keys_in(self.index_pages[self.page_indices[seq]])[:length]
 
 
 class Chosen(NamedTuple):
@@ -194,7 +179,8 @@ class Check:
         for seq, length in enumerate(step.kv_lens.tolist()):
             own = step.seqs == seq
             hidden, positions, wanted = step.hidden[own], step.positions[own], chosen.positions[own].cpu()
-            self._check_choice(chosen.index_q[own], chosen.index_weights[own], positions, wanted, seq)
+            keys = self.cache.index_keys(seq, length)
+            check_choice(chosen.index_q[own], chosen.index_weights[own], keys, positions + 1, wanted)
             rows = self.cache.rows(seq, length)
             mask = torch.zeros(len(wanted), length + 1, dtype=torch.bool)  # a column more for -1
             mask = mask.scatter(1, wanted.long().remainder(length + 1), True)[:, None, :-1]
@@ -209,19 +195,6 @@ class Check:
             self._check_layer(self.layer.output(out[own]), hidden, positions, rows, mask)
             self.selected += mask.sum(-1).flatten().tolist()
 
-    def _check_choice(
-        self, q: torch.Tensor, weights: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor, seq: int
-    ) -> None:
-        """No position may be left out whose logit is above a chosen one's by more than rounding."""
-        keys = self.cache.index_keys(seq, int(positions.max()) + 1)
-        q, weights = q.cpu().double(), weights.cpu().double()
-        future = torch.arange(len(keys)) > positions.cpu()[:, None]
-        products = torch.einsum("thd,ld->thl", q, keys).relu()
-        logits = torch.einsum("thl,th->tl", products, weights).masked_fill(future, -torch.inf)
-        # What they would be if nothing cancelled: rounding is a part of that.
-        magnitudes = torch.einsum("thd,ld,th->tl", q.abs(), keys.abs(), weights.abs())
-        chosen_agree(wanted, logits, magnitudes, wanted.shape[1])
-
     def _check_layer(
         self, got: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor
     ) -> None:
@@ -233,10 +206,7 @@ class Check:
         logits = torch.einsum("thd,khd->thk", nope, keys) + torch.einsum("thd,kd->thk", rotary, rows[:, LATENT:])
         probabilities = (logits * SM_SCALE).masked_fill(~mask, -torch.inf).softmax(-1)
         want = torch.einsum("thk,khd,hde->te", probabilities, values, weights["out"])
-        error = float((got.cpu() - want).norm() / want.norm())
-        if not error <= LAYER_BOUND:
-            raise AssertionError(f"expected the layer's output within {LAYER_BOUND:g} of its norm, got {error:g}")
-        self.layer_error = max(self.layer_error, error)
+        self.layer_error = max(self.layer_error, expect_close(got, want, LAYER_BOUND))
 
     def __str__(self) -> str:
         few, many = min(self.selected), max(self.selected)
@@ -254,7 +224,7 @@ def run(arguments: argparse.Namespace) -> None:
     layer = Layer(generator, device)
     cache = Cache(num_seqs, max(lens) + arguments.new_tokens, generator, device)
 
-    step = Step([0] * num_seqs, lens, generator, device)
+    step = Step([0] * num_seqs, lens, HIDDEN, generator, device)
     chosen = prepare(layer, cache, step, topk)
     out, _, lse = sparse_mla_prefill(chosen.q, cache.pages, chosen.slots[:, None], sm_scale=SM_SCALE, d_v=LATENT)
     check = Check(layer, cache)
@@ -265,7 +235,7 @@ def run(arguments: argparse.Namespace) -> None:
     # It serves every step and every layer.
     schedule = make_decode_schedule(None, num_seqs, 1, NUM_HEADS, topk=topk, device=device)
     for number in range(arguments.new_tokens):
-        step = Step([length + number for length in lens], [1] * num_seqs, generator, device)
+        step = Step([length + number for length in lens], [1] * num_seqs, HIDDEN, generator, device)
         chosen = prepare(layer, cache, step, topk)
         out, lse = mla_decode(
             chosen.q[:, None], cache.pages, indices=chosen.slots[:, None], sm_scale=SM_SCALE, d_v=LATENT,
@@ -276,21 +246,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__, 96, 8, "attention, indexer, schedule and writing")
     parser.add_argument("--topk", type=int, default=32, help="positions that each token attends to")
-    parser.add_argument("--prompt", type=int, default=96, help="tokens of the longer prompt")
-    parser.add_argument("--new-tokens", type=int, default=8, help="tokens decoded after it")
-    parser.add_argument("--backend", default="auto", help="of attention, indexer, schedule and writing")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args(argv)
-    try:
-        with ra.use_backend(dict.fromkeys(OPERATIONS, arguments.backend)):
-            run(arguments)
-    except AssertionError as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+    return ended(run, parser.parse_args(argv), OPERATIONS)
 
 
 if __name__ == "__main__":

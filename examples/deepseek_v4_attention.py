@@ -15,16 +15,24 @@ Weights and hidden states are random. docs/sparse_attention.md explains the oper
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
+from deepseek_parts import (
+    PAGE_SIZE,
+    SCALE_BYTES,
+    Step,
+    check_choice,
+    ended,
+    expect_close,
+    index_keys_in,
+    parser_of,
+    rms_norm,
+    shuffled_pages,
+)
 
-import ragged_attention as ra
 from ragged_attention.testing import agrees
-from ragged_attention.testing.compare import chosen_agree
 from ragged_attention.torch import (
     dequantize_mla_cache,
     indexer_topk,
@@ -36,13 +44,12 @@ from ragged_attention.torch import (
 )
 
 ROW, ROTARY, ROW_BYTES = 512, 64, 584  # as in the model: the format fp8_v4, rotary columns being the last ones
-PAGE_SIZE, RATIO = 64, 4  # tokens of a page, and tokens that a compressed row stands for
+RATIO = 4  # tokens that a compressed row stands for
 HIDDEN, Q_RANK = 256, 128  # the model: 4096, 1024
-INDEX_HEADS, INDEX_DIM, SCALE_BYTES = 4, 128, 4  # the model: 64, 128
+INDEX_HEADS, INDEX_DIM = 4, 128  # the model: 64, 128
 SM_SCALE = ROW**-0.5
-GAIN = (
-    0.1  # of the norm of rows, a weight in the model, and the inverse of that of queries: the size of tests of kernels
-)
+# Of the norm of rows, a weight in the model, and the inverse of that of queries: the size of tests of kernels.
+GAIN = 0.1
 LAYER_BOUND = 2**-4  # of the layer's output in norm: an e4m3 errs by up to 2^-4 of itself, 2^-5.3 in the mean
 
 OPERATIONS = ("mla_decode", "write_mla_cache", "indexer_topk", "quantize_indexer_keys", "write_indexer_cache")
@@ -68,10 +75,6 @@ def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     cos, sin = angles.cos(), angles.sin()
     turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
     return torch.cat((rest, turned), dim=-1)
-
-
-def rms_norm(x: torch.Tensor) -> torch.Tensor:
-    return F.rms_norm(x, x.shape[-1:])
 
 
 def recent_tokens(hidden: torch.Tensor, seqs: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
@@ -140,27 +143,12 @@ class Layer:
         return torch.einsum("thd,hde->te", rotate(attended, -positions), self.weights["out"])
 
 
-class Step:
-    """Some new tokens of every sequence, those of one sequence after those of another: T in all."""
-
-    def __init__(self, starts: Sequence[int], counts: Sequence[int], generator: torch.Generator, device: torch.device):
-        number = torch.tensor(counts, dtype=torch.int32, device=device)
-        self.seqs = torch.arange(len(counts), device=device).repeat_interleave(number, output_size=sum(counts))
-        self.cu_q_lens = F.pad(number.cumsum(0, dtype=torch.int32), (1, 0))
-        self.kv_lens = torch.tensor(starts, dtype=torch.int32, device=device) + number
-        first = self.kv_lens - self.cu_q_lens[1:]  # of a sequence's tokens: what its place in the batch lacks
-        self.positions = torch.arange(sum(counts), device=device) + first[self.seqs]
-        self.hidden = torch.randn(sum(counts), HIDDEN, generator=generator).to(device)
-
-
 class Cache:
     """Three paged caches with one page table: rows of tokens, compressed rows, and the indexer's compressed keys."""
 
     def __init__(self, num_seqs: int, max_len: int, generator: torch.Generator, device: torch.device) -> None:
-        pages_per_seq = -(-max_len // PAGE_SIZE)
-        num_pages = num_seqs * pages_per_seq
-        shuffled = torch.randperm(num_pages, generator=generator, dtype=torch.int32)
-        self.page_indices = shuffled.view(num_seqs, pages_per_seq).to(device)
+        self.page_indices = shuffled_pages(num_seqs, max_len, generator, device)
+        num_pages, pages_per_seq = self.page_indices.numel(), self.page_indices.shape[1]
         kinds = ((PAGE_SIZE, ROW_BYTES), (PAGE_SIZE // RATIO, ROW_BYTES), (PAGE_SIZE // RATIO, INDEX_DIM + SCALE_BYTES))
         self.near, self.far, self.keys = (  # NaN until they are written
             torch.full((num_pages, size, 1, row), 0xFF, dtype=torch.uint8, device=device) for size, row in kinds
@@ -190,12 +178,8 @@ class Cache:
         return rows.flatten(0, 2)[:length].cpu().double()
 
     def index_keys(self, seq: int, length: int) -> torch.Tensor:
-        """The dequantised keys of the indexer, float64 on the CPU: a page holds its values, then its scales."""
-        pages = self.keys[self.page_indices[seq]].flatten(1).cpu()
-        size = PAGE_SIZE // RATIO
-        values, scales = pages.split((size * INDEX_DIM, size * SCALE_BYTES), dim=1)
-        keys = values.view(torch.float8_e4m3fn).double().view(-1, INDEX_DIM)
-        return (keys * scales.contiguous().view(torch.float32).double().view(-1, 1))[:length]
+        """The dequantised keys of the indexer, float64 on the CPU."""
+        return index_keys_in(self.keys[self.page_indices[seq]])[:length]
 
 
 class Chosen(NamedTuple):
@@ -253,7 +237,8 @@ class Check:
         for seq, length in enumerate(step.kv_lens.tolist()):
             own = step.seqs == seq
             positions, numbers = step.positions[own].cpu(), chosen.numbers[own].cpu()
-            self._check_choice(chosen.index_q[own], chosen.index_weights[own], positions, numbers, seq)
+            keys = self.cache.index_keys(seq, length // RATIO)
+            check_choice(chosen.index_q[own], chosen.index_weights[own], keys, (positions + 1) // RATIO, numbers)
             mask = self._mask(positions, numbers, length)
             near, far = (
                 self.cache.rows(self.cache.near, seq, length),
@@ -277,19 +262,6 @@ class Check:
         far = far.scatter(1, numbers.long().remainder(far.shape[1]), True)[:, :-1]
         return torch.cat(((distance >= 0) & (distance < self.window), far), 1)
 
-    def _check_choice(
-        self, q: torch.Tensor, weights: torch.Tensor, positions: torch.Tensor, numbers: torch.Tensor, seq: int
-    ) -> None:
-        """No row may be left out whose logit is above a chosen one's by more than rounding."""
-        keys = self.cache.index_keys(seq, (int(positions.max()) + 1) // RATIO)
-        q, weights = q.cpu().double(), weights.cpu().double()
-        future = torch.arange(len(keys)) >= (positions[:, None] + 1) // RATIO
-        products = torch.einsum("thd,ld->thl", q, keys).relu()
-        logits = torch.einsum("thl,th->tl", products, weights).masked_fill(future, -torch.inf)
-        # What they would be if nothing cancelled: rounding is a part of that.
-        magnitudes = torch.einsum("thd,ld,th->tl", q.abs(), keys.abs(), weights.abs())
-        chosen_agree(numbers, logits, magnitudes, numbers.shape[1])
-
     def _check_layer(
         self, got: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor
     ) -> None:
@@ -300,10 +272,7 @@ class Check:
         q = self.exact.queries(hidden[positions], positions)
         out, _ = dense(q, torch.cat((near, far)), mask, self.exact.sinks)
         want = self.exact.output(out, positions)
-        error = float((got.cpu() - want).norm() / want.norm())
-        if not error <= LAYER_BOUND:
-            raise AssertionError(f"expected the layer's output within {LAYER_BOUND:g} of its norm, got {error:g}")
-        self.layer_error = max(self.layer_error, error)
+        self.layer_error = max(self.layer_error, expect_close(got, want, LAYER_BOUND))
 
     def __str__(self) -> str:
         few, many = min(self.selected), max(self.selected)
@@ -321,7 +290,7 @@ def run(arguments: argparse.Namespace) -> None:
     cache = Cache(len(lens), max(lens) + arguments.new_tokens, generator, device)
 
     def forward(starts: Sequence[int], counts: Sequence[int], check: Check) -> None:
-        step = Step(starts, counts, generator, device)
+        step = Step(starts, counts, HIDDEN, generator, device)
         cache.write(layer, step)
         chosen = choose(layer, cache, step, arguments.window, arguments.topk)
         check(step, chosen, *attend(layer, cache, chosen))
@@ -336,25 +305,13 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__, 90, 9, "attention, indexer and writing")
     parser.add_argument("--heads", type=int, default=12, help="of the queries; 64 and 128 in the models")
     parser.add_argument(
         "--window", type=int, default=24, help="tokens that each token sees as they are; the model: 128"
     )
     parser.add_argument("--topk", type=int, default=8, help="compressed rows that it sees; the model: 512")
-    parser.add_argument("--prompt", type=int, default=90, help="tokens of the longer prompt")
-    parser.add_argument("--new-tokens", type=int, default=9, help="tokens decoded after it")
-    parser.add_argument("--backend", default="auto", help="of attention, indexer and writing")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args(argv)
-    try:
-        with ra.use_backend(dict.fromkeys(OPERATIONS, arguments.backend)):
-            run(arguments)
-    except AssertionError as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+    return ended(run, parser.parse_args(argv), OPERATIONS)
 
 
 if __name__ == "__main__":

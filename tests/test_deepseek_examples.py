@@ -9,7 +9,15 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch
+
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+@pytest.fixture(autouse=True)
+def beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Examples import what stands beside them, as they do when they are run as scripts."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
 
 
 def loaded(name: str) -> dict[str, Any]:
@@ -111,7 +119,7 @@ def test_a_wrong_choice_is_noticed(example, argument, capsys, monkeypatch):
         if argument == "weights":
             return right(q, keys, -weights, top_k, **named)
         chosen = right(q, keys, weights, top_k - 1, **named)
-        return names["F"].pad(chosen, (0, 1), value=-1)
+        return torch.nn.functional.pad(chosen, (0, 1), value=-1)
 
     monkeypatch.setitem(names, "indexer_topk", wrong)
     expected = {

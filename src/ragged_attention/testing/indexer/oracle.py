@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ragged_attention.reference._indexer import planes
 from ragged_attention.reference.indexer_logits import indexer_logits
 from ragged_attention.reference.indexer_topk import indexer_topk
 from ragged_attention.reference.quantize_indexer_keys import quantize_indexer_keys
@@ -13,7 +14,7 @@ from ragged_attention.reference.top_k_indices import top_k_indices
 from ragged_attention.reference.write_indexer_cache import write_indexer_cache
 from ragged_attention.testing.compare import chosen_agree, identical, logits_agree
 from ragged_attention.testing.indexer.key_specs import QuantizeKeysBatch, SelectBatch, WriteKeysBatch
-from ragged_attention.testing.indexer.specs import BYTES, IndexerBatch, TopkBatch, planes
+from ragged_attention.testing.indexer.specs import BYTES, IndexerBatch, TopkBatch
 from ragged_attention.testing.runner import Runner
 
 Logits = NDArray[np.float64]

@@ -7,11 +7,11 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from ragged_attention.reference._indexer import E4M3, planes
 from ragged_attention.reference._kv_layout import sequence_bounds
 from ragged_attention.testing import formats
-from ragged_attention.testing.paged.specs import INT32, Arrays, garbage
+from ragged_attention.testing.paged.specs import Arrays, garbage, misplaced, unread
 
-E4M3 = "float8_e4m3fn"
 BYTES = "uint8"  # pages of e4m3 values with their scales behind them
 
 
@@ -108,12 +108,7 @@ class IndexerBatch(Arrays):
             return self
         assert self.kv_lens is not None
         assert self.cu_q_lens is not None
-        rng, bounds = np.random.default_rng(seed), self.bounds()
-        tempting = rng.random() < 0.5
-
-        def filling(shape: int | tuple[int, ...], limit: int) -> NDArray[np.int32]:
-            return rng.integers(0, limit + 1, shape, np.int32) if tempting else garbage(rng, shape, limit)
-
+        filling, bounds = unread(np.random.default_rng(seed)), self.bounds()
         table = filling(self.page_indices.shape, len(self.keys) - 1)
         for seq, (start, stop) in enumerate(bounds):
             rows = int(np.clip(self.kv_lens[seq], 0, self.columns * self.ratio)) // self.ratio
@@ -132,13 +127,6 @@ class TopkBatch(IndexerBatch):
     top_k: int
     candidate_blocks: NDArray[np.int32] | None = None
     candidate_block_size: int | None = None
-
-
-def planes(cache: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Views of the values [P, G, D] and the scales [P, G, 4] in contiguous pages of bytes."""
-    num_pages, page_size, _, row = cache.shape
-    values, scales = np.split(cache.reshape(num_pages, page_size * row), [page_size * (row - 4)], axis=1)
-    return values.reshape(num_pages, page_size, row - 4), scales.reshape(num_pages, page_size, 4)
 
 
 def pages_of_bytes(codes: NDArray[np.uint8], scales: NDArray[np.float32]) -> NDArray[np.uint8]:
@@ -254,8 +242,7 @@ class IndexerSpec:
         for seq, (count, start) in enumerate(zip(used, np.cumsum([0, *used]), strict=False)):
             table[seq, :count] = order[start] if self.repeated_pages else order[start : start + count]
         if self.invalid_pages:
-            beyond = np.array([-1, num_pages, INT32.min, INT32.max, -num_pages, 2**30], np.int64)
-            table = np.where(rng.random(table.shape) < 0.3, rng.choice(beyond, table.shape), table).astype(np.int32)
+            table = misplaced(rng, table, num_pages)
         q_lens = [q_len for q_len, _ in self.lens]
         return self._keys(rng, (num_pages, self.page_size)) | {
             "page_indices": table,

@@ -5,6 +5,7 @@ its `Spec(...)`, as printed, makes the same arrays again.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Self
 
 import numpy as np
@@ -40,6 +41,20 @@ def garbage(rng: np.random.Generator, shape: int | tuple[int, ...], near: int) -
     wild = rng.integers(INT32.min, INT32.max, shape, np.int32, endpoint=True)
     close = rng.integers(-near - 1, near + 2, shape).astype(np.int32)
     return np.select([kind < 2, kind == 2, kind == 3], [close, INT32.max, INT32.min], wild).astype(np.int32)
+
+
+def unread(rng: np.random.Generator) -> Callable[[int | tuple[int, ...], int], NDArray[np.int32]]:
+    """What fills index entries that must not be read, by their shape and a limit: any int32, or what would pass for
+    valid values."""
+    if rng.random() < 0.5:
+        return lambda shape, limit: rng.integers(0, limit + 1, shape, np.int32)
+    return lambda shape, limit: garbage(rng, shape, limit)
+
+
+def misplaced(rng: np.random.Generator, table: NDArray[np.int32], num_pages: int) -> NDArray[np.int32]:
+    """A page table in which some entries name no page."""
+    beyond = np.array([-1, num_pages, INT32.min, INT32.max, -num_pages, 2**30], np.int64)
+    return np.where(rng.random(table.shape) < 0.3, rng.choice(beyond, table.shape), table).astype(np.int32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -176,12 +191,7 @@ class Batch(Arrays):
 
     def with_garbage_tails(self, seed: int = 0) -> "Batch":
         """Garbage in every index entry that must not be read: any int32, or values that would pass for valid ones."""
-        rng = np.random.default_rng(seed)
-        tempting = rng.random() < 0.5
-
-        def filling(shape: int | tuple[int, ...], limit: int) -> NDArray[np.int32]:
-            return rng.integers(0, limit + 1, shape, np.int32) if tempting else garbage(rng, shape, limit)
-
+        filling = unread(np.random.default_rng(seed))
         bounds, capacity = self.bounds(), self.page_indices.shape[1] * self.page_size
         kv_lens, cu_q_lens = self.kv_lens.copy(), self.cu_q_lens.copy()
         page_indices = filling(self.page_indices.shape, max(self.num_pages - 1, 0))
@@ -318,8 +328,7 @@ class Spec:
             elif self.sharing == "repeat" and count:
                 table[seq, :count] = table[seq, 0]
         if self.invalid_pages:
-            beyond = np.array([-1, num_pages, INT32.min, INT32.max, -num_pages, 2**30], np.int64)
-            table = np.where(rng.random(table.shape) < 0.3, rng.choice(beyond, table.shape), table).astype(np.int32)
+            table = misplaced(rng, table, num_pages)
         return table, num_pages
 
     def _pages(self, rng: np.random.Generator, num_pages: int, cache_dtype: str) -> Pages:
