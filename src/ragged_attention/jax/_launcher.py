@@ -232,29 +232,31 @@ class Launcher:
         The inputs numbered in `inplace` come back as new arrays, in their old memory where that is donated.
         """
         given, inputs = inputs, [to_bits(array) for array in inputs]
-        results = self._launch(kernel, grid, inputs, outputs, inplace, num_warps, num_stages, arguments)
-        dtypes = [*(jnp.dtype(dtype) for _, dtype in outputs), *(given[index].dtype for index in inplace)]
+        dtypes = [jnp.dtype(dtype) for _, dtype in outputs]
+        new = [
+            jax.ShapeDtypeStruct(tuple(shape), jnp.uint8 if is_bits(dtype) else dtype)
+            for (shape, _), dtype in zip(outputs, dtypes, strict=True)
+        ]
+        if 0 in grid:
+            results = [*(jnp.zeros(shape.shape, shape.dtype) for shape in new), *(inputs[index] for index in inplace)]
+        else:
+            results = self._launch(kernel, grid, inputs, new, inplace, num_warps, num_stages, arguments)
+        dtypes += [given[index].dtype for index in inplace]
         return [_from_bits(array, dtype) for array, dtype in zip(results, dtypes, strict=True)]
 
     def _launch(
-        self, kernel: Any, grid: Any, inputs: Any, outputs: Any, inplace: Any, num_warps: int, num_stages: int,
+        self, kernel: Any, grid: Any, inputs: Any, new: Any, inplace: Any, num_warps: int, num_stages: int,
         arguments: dict[str, Any],
     ) -> list[Any]:  # fmt: skip
-        dtypes = [jnp.uint8 if is_bits(jnp.dtype(dtype)) else dtype for _, dtype in outputs]
-        shapes = [jax.ShapeDtypeStruct(tuple(shape), dtype) for (shape, _), dtype in zip(outputs, dtypes, strict=True)]
-        aliases = {index: len(shapes) + output for output, index in enumerate(inplace)}
-        shapes += [jax.ShapeDtypeStruct(inputs[index].shape, inputs[index].dtype) for index in inplace]
-        if 0 in grid:
-            return [
-                *(jnp.zeros(shape.shape, shape.dtype) for shape in shapes[: len(outputs)]),
-                *(inputs[i] for i in inplace),
-            ]
+        """A launch that has programs; to it 8-bit floats are uint8, among the inputs and among the new arrays."""
+        shapes = [*new, *(jax.ShapeDtypeStruct(inputs[index].shape, inputs[index].dtype) for index in inplace)]
+        aliases = {index: len(new) + output for output, index in enumerate(inplace)}
         if hasattr(kernel, "cache_key") and self.device.platform != "cpu":
             return self._compiled(kernel, grid, inputs, shapes, aliases, arguments, num_warps, num_stages)
 
         def host(*arrays: Any) -> list[np.ndarray]:
             held = [np.array(array) for array in arrays]
-            results = [unwritten(shape) for shape in shapes[: len(outputs)]]
+            results = [unwritten(shape) for shape in new]
             results += [held[index] for index in inplace]
             with interpreting():  # XLA may run callbacks that need nothing of each other side by side
                 kernel[grid](*map(HostArray, held), *map(HostArray, results), **arguments)

@@ -110,25 +110,23 @@ def _jax_launcher() -> Any:
             self.emulator, self.notice = emulator, notice
 
         def _launch(
-            self, kernel: Any, grid: Any, inputs: Any, outputs: Any, inplace: Any, num_warps: int, num_stages: int,
+            self, kernel: Any, grid: Any, inputs: Any, new: Any, inplace: Any, num_warps: int, num_stages: int,
             arguments: dict[str, Any],
         ) -> list[Any]:  # fmt: skip
-            shapes = [jax.ShapeDtypeStruct(tuple(shape), dtype) for shape, dtype in outputs]
             given = [jax.ShapeDtypeStruct(inputs[index].shape, inputs[index].dtype) for index in inplace]
 
             def host(*arrays: Any) -> list[Any]:
                 held = [np.array(array) for array in arrays]
-                new = [np.empty(shape.shape, shape.dtype) for shape in shapes]
-                for array in new:
+                results = [np.empty(shape.shape, shape.dtype) for shape in new]
+                for array in results:
                     self.emulator.forget(array)
-                new += [held[index] for index in inplace]
-                if 0 not in grid:
-                    options = {"num_warps": num_warps, "num_stages": num_stages}
-                    with interpreting():  # XLA may run callbacks that need nothing of each other side by side
-                        _run(self.emulator, self.notice, kernel, grid, [*held, *new], arguments, options)
-                return new
+                results += [held[index] for index in inplace]
+                options = {"num_warps": num_warps, "num_stages": num_stages}
+                with interpreting():  # XLA may run callbacks that need nothing of each other side by side
+                    _run(self.emulator, self.notice, kernel, grid, [*held, *results], arguments, options)
+                return results
 
-            return list(jax.pure_callback(host, shapes + given, *inputs, vmap_method="sequential"))
+            return list(jax.pure_callback(host, [*new, *given], *inputs, vmap_method="sequential"))
 
     return EmulatedLauncher
 
