@@ -261,9 +261,9 @@ def divide_keys(start, stop, visible, pages, features, PAGE_SIZE: tl.constexpr, 
     if features.HAS_DRAFT_MASK:
         whole_stop = tl.minimum(whole_stop, visible.first_new)
     whole_stop = tl.maximum(whole_stop // BLOCK_KV * BLOCK_KV, whole_start)
-    valid = pages_are_valid(
-        pages.table_ptr, whole_start // PAGE_SIZE, (whole_stop + PAGE_SIZE - 1) // PAGE_SIZE, pages.num_pages
-    )
+    # Where no block is whole there is nothing to scan: after a window, whole_start may lie beyond the table.
+    last_page = tl.where(whole_stop > whole_start, (whole_stop + PAGE_SIZE - 1) // PAGE_SIZE, 0)
+    valid = pages_are_valid(pages.table_ptr, whole_start // PAGE_SIZE, last_page, pages.num_pages)
     unmasked = (valid == 1) & (fewest_keys(visible, features) >= SPLIT_WEIGHTS_BELOW)
     return Edges(start, whole_start, tl.where(unmasked, whole_stop, whole_start), end)
 

@@ -94,6 +94,7 @@ SPECS: dict[str, tuple[Callable[[Runner, Any], None], Any]] = {
 # Of the suite's corners, those of kernels and paths that are not above.
 CORNERS = (
     "attention, decode of a long sequence",  # its heads are small, and so is their merge
+    "attention, window within the last pages",  # which end before a block of keys does
     "packed gradient, 33/7",
     "write, by slots: float8_e4m3fn",
     "merge, lses far apart",

@@ -70,6 +70,7 @@ _SPECS: dict[str, Spec] = {
     "window": _plain(sliding_window=7, group=3, poison="nan"),
     "window of a page": _plain(sliding_window=8, page_size=8, poison="inf", garbage=True),
     "window in a long sequence": Spec(lens=((1, 600), (6, 500)), page_size=16, sliding_window=100, poison="nan"),
+    "window within the last pages": Spec(lens=((6, 14), (1, 29)), page_size=3, sliding_window=2, group=2),
     "window longer than all": _plain(sliding_window=2**31 - 1),
     "soft cap": _plain(soft_cap=2.0),
     "small soft cap": _plain(soft_cap=0.01, dtype="bfloat16"),
