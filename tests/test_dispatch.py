@@ -121,7 +121,7 @@ def test_a_list_is_asked_in_order_and_may_end_in_auto():
 
 
 def test_an_unknown_backend_lists_the_known_ones():
-    known = ", ".join(("auto", *dispatch.backends()))
+    known = ", ".join(("auto", *dispatch.backends(), "portable"))
     for name in ("tritom", ["triton", "tritom"]):
         with pytest.raises(InvalidInput, match=f"expected backend to be one of {known}, got 'tritom'"):
             dispatch.choose(sample(), backend=name)

@@ -327,8 +327,8 @@ def test_kernels_are_kept_on_disk_and_a_line_says_so(tmp_path: Path) -> None:
     first, second = (apart(SMALL, XDG_CACHE_HOME=str(tmp_path)) for _ in range(2))
     assert first.stdout == "192.0\n[0, 0]\n", first.stderr
     assert second.stdout == "192.0\n[1, 1]\n", second.stderr
-    told = f"ragged_attention: compiling merge_attention_states for this CPU, once, 10 to 20 s; kept in {tmp_path}"
-    assert first.stderr.startswith(told)
+    assert first.stderr.startswith("ragged_attention: compiling the kernel merge_attention_states for this CPU, once, ")
+    assert f" s; kept in {tmp_path}" in first.stderr
 
 
 def test_where_nothing_can_be_kept_kernels_run_all_the_same(tmp_path: Path) -> None:

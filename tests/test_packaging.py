@@ -244,6 +244,7 @@ def project(tmp_path: Path) -> Path:
     (root / "src" / "ragged_attention" / "__init__.py").write_text('__version__ = "1.2.3"\n')
     shutil.copy(ROOT / "pyproject.toml", root)
     (root / ".gitignore").write_text("dist/\n")
+    (root / "README.md").write_text("[install](docs/start/install.md)\n")
     (root / "CHANGELOG.md").write_text(CHANGELOG)
     releasing.git(root, "init", "--quiet")
     for key, value in (("user.name", "Nobody"), ("user.email", "nobody@example.org"), ("core.hooksPath", "/dev/null")):
@@ -306,8 +307,24 @@ def test_what_is_staged_is_what_git_knows_or_would_add(project, tmp_path):
     (project / "CHANGELOG.md").unlink()
     releasing.stage(project, tmp_path / "staged")
     staged = {path.name for path in (tmp_path / "staged").iterdir()}
-    assert staged == {".gitignore", "pyproject.toml", "src", "new.txt", "link"}
+    assert staged == {".gitignore", "README.md", "pyproject.toml", "src", "new.txt", "link"}
+    assert (tmp_path / "staged" / "README.md").read_text() == "install\n"
     assert (tmp_path / "staged" / "link").is_symlink()
+
+
+def test_readme_on_an_index_leads_to_the_repository():
+    """A package index shows README.md alone, and drops <source>."""
+    readme = (ROOT / "README.md").read_text()
+    shown = releasing.for_an_index(readme, "https://example.org/a", "v1")
+    assert "[install](https://example.org/a/blob/v1/docs/start/install.md)" in shown
+    assert re.findall(r'src="([^"]+)"', shown) == ["https://example.org/a/raw/v1/docs/pictures/pages-light.svg"]
+    targets = re.findall(r"\]\(([^)]+)\)", shown)
+    assert len(targets) == len(re.findall(r"\]\(", readme))
+    assert all("://" in target for target in targets)
+    shown = releasing.for_an_index(readme, None, "v1")
+    assert "](" not in shown
+    assert "<picture>" not in shown
+    assert shown.count("\n") > 80
 
 
 def test_wheels_that_differ_are_refused(tmp_path):

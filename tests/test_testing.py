@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragged_attention import dispatch
-from ragged_attention.errors import TooLarge
+from ragged_attention.errors import InvalidInput, TooLarge
 from ragged_attention.reference import merge_attention_states as merge_module
 from ragged_attention.reference._kv_layout import FORMATS, format_values
 from ragged_attention.reference.mla_decode import mla_decode
@@ -474,6 +474,22 @@ def test_the_command_judges_a_backend(capsys: pytest.CaptureFixture[str], framew
     printed = capsys.readouterr().out
     assert "law: pages may move" in printed
     assert "0 FAILED" in printed
+
+
+def test_the_command_has_a_line_for_each_reason_to_decline(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("numba")
+    pytest.importorskip("torch")
+    arguments = ["--backend", "numba", "--framework", "torch", "--only", "decode schedule, "]
+    assert conformance.main(arguments) == 0
+    printed = " ".join(re.sub("[│ \n]+", " ", capsys.readouterr().out).split())
+    assert re.search(r"11 checks: numba: does not offer [0-9. ]*declined make_decode_schedule", printed)
+    assert "0 passed, 11 declined, 0 FAILED" in printed
+
+
+def test_the_command_refuses_a_name_that_no_check_has() -> None:
+    pytest.importorskip("torch")
+    with pytest.raises(InvalidInput, match=r"expected --only to be part of a check's name, .*, got 'nobody'"):
+        conformance.main(["--backend", "reference", "--framework", "torch", "--only", "nobody"])
 
 
 def test_the_command_reports_failure(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,7 +174,10 @@ def test_nothing_is_written_for_a_call_that_is_refused() -> None:
     torch.testing.assert_close(pages, before, rtol=0, atol=0)
     want = results("ragged_paged_attention", kv_pages=before, new_kv=new)[0]
     out = packed(want)
-    assert results("ragged_paged_attention", kv_pages=pages, new_kv=new, out=out)[0] is out
+    found = results("ragged_paged_attention", kv_pages=pages, new_kv=new, out=out)
+    assert len(found) == 2
+    assert found[0] is out
+    assert found[1] is pages
     torch.testing.assert_close(out, want, rtol=0, atol=0)
 
 

@@ -62,12 +62,33 @@ def git(root: Path, *arguments: str) -> str:
 
 
 def stage(root: Path, folder: Path) -> None:
-    """Copy the files that git knows or would add: nothing else that lies in a checkout, built or cached, is shipped."""
+    """Copy the files that git knows or would add: nothing else that lies in a checkout, built or cached, is shipped.
+
+    README.md goes as an index shows it.
+    """
     for name in git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")[:-1]:
         source, target = root / name, folder / name
         if source.is_symlink() or source.is_file():  # one that was removed is still listed
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, target, follow_symlinks=False)
+    urls = tomllib.loads((folder / "pyproject.toml").read_text())["project"].get("urls", {})
+    readme = folder / "README.md"
+    readme.write_text(for_an_index(readme.read_text(), urls.get("Repository"), f"v{version_of(root)}"))
+
+
+LINK = re.compile(r"\[([^\]]*)\]\((?!\w+://)([^)]+)\)")
+PICTURE = re.compile(r'<picture>.*?(<img [^>]*src=")([^"]+)("[^>]*>).*?</picture>\n*', re.DOTALL)
+
+
+def for_an_index(readme: str, repository: str | None, tag: str) -> str:
+    """README as a package index shows it, with no file beside it: links lead to the repository, pictures come from it.
+
+    As long as `[project.urls]` has no Repository, of links the text stays, and pictures are left out.
+    """
+    if repository is None:
+        return LINK.sub(r"\1", PICTURE.sub("", readme))
+    readme = PICTURE.sub(rf"\1{repository}/raw/{tag}/\2\3\n\n", readme)
+    return LINK.sub(rf"[\1]({repository}/blob/{tag}/\2)", readme)
 
 
 def contents(wheel: Path) -> dict[str, bytes]:

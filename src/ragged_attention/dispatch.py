@@ -35,6 +35,7 @@ PACKAGES = {
 }
 TAKEN = (*PACKAGES, "auto", "portable")  # names that another package's backend cannot have
 NEEDS = {"triton": "triton", "pallas": "jax", "numba": "numba", "eager": "torch", "xla": "jax"}
+EXTRAS = {"triton": "triton", "jax": "jax", "numba": "cpu", "torch": "torch"}  # of this package, that bring those
 PORTABLE = {"torch": "eager", "jax": "xla", "numpy": "reference"}
 ORDER: Mapping[str, tuple[str, ...]] = {
     "cuda": ("cuda", "triton", "portable"),
@@ -117,7 +118,8 @@ def load(operation: str, backend: str) -> Implementation:
     if package is None:
         raise BackendMissing(f"unknown backend {backend!r}; known are {', '.join(backends())}")
     if (needs := NEEDS.get(backend)) and needs not in sys.modules and not _exists(needs):
-        raise BackendMissing(f"{needs} is not installed")
+        extra = f"; it comes with the extra {EXTRAS[needs]}" if needs in EXTRAS else ""
+        raise BackendMissing(f"{needs} is not installed{extra}")
     if backend not in PACKAGES and not _exists(package):
         raise BackendMissing(f"its package {package} cannot be found")
     if not _exists(f"{package}.{operation}"):
@@ -145,7 +147,8 @@ def candidates(operation: str, device: Device, backend: str | Sequence[str] | No
     names = [PORTABLE[device.framework] if name == "portable" else name for name in names]
     for name in names:
         if name not in PACKAGES and name not in third_party_packages():
-            raise InvalidInput(f"expected backend to be one of {', '.join(('auto', *backends()))}, got {name!r}")
+            known = ", ".join(("auto", *backends(), "portable"))
+            raise InvalidInput(f"expected backend to be one of {known}, got {name!r}")
     return tuple(dict.fromkeys(names))
 
 

@@ -95,13 +95,20 @@ def expect_array(name: str, value: Any, shape: str, dtypes: tuple[str, ...], siz
     got = tuple(value.shape)
     if len(got) != len(letters) or any(sizes.get(a, n) != n for a, n in zip(letters, got, strict=True)):
         named, expected = ", ".join(letters), ", ".join(str(sizes.get(letter, letter)) for letter in letters)
-        raise InvalidInput(f"expected {name}.shape to be [{named}] = [{expected}], got {list(got)}")
+        sized = f" = [{expected}]" if expected != named else ""
+        raise InvalidInput(f"expected {name}.shape to be [{named}]{sized}, got {list(got)}")
+
+
+def _kind(value: Any) -> str:
+    """What an error message calls a value that is of the wrong kind."""
+    name = type(value).__name__
+    return f"{name}: make it static, this is fixed when jax traces the call" if name.endswith("Tracer") else name
 
 
 def expect_number(name: str, value: Any, *, positive: bool = False) -> None:
     """Check a number that float32 can hold; a positive one without losing digits."""
     if not is_number(value):
-        raise TypeError(f"expected {name} to be a number, got {type(value).__name__}")
+        raise TypeError(f"expected {name} to be a number, got {_kind(value)}")
     if isinstance(value, float) and not math.isfinite(value):
         raise InvalidInput(f"expected {name} to be finite, got {value}")
     if not abs(value) <= LARGEST_FLOAT32:
@@ -115,7 +122,7 @@ def expect_number(name: str, value: Any, *, positive: bool = False) -> None:
 def expect_count(name: str, value: Any, least: int) -> None:
     """Check a plain integer from `least` to what int32 can hold."""
     if not is_integer(value):
-        raise TypeError(f"expected {name} to be an int, got {type(value).__name__}")
+        raise TypeError(f"expected {name} to be an int, got {_kind(value)}")
     if value < least:
         raise InvalidInput(f"expected {name} >= {least}, got {value}")
     if value > LARGEST_INT32:
@@ -124,7 +131,7 @@ def expect_count(name: str, value: Any, least: int) -> None:
 
 def expect_bool(name: str, value: Any) -> None:
     if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"expected {name} to be a bool, got {type(value).__name__}")
+        raise TypeError(f"expected {name} to be a bool, got {_kind(value)}")
 
 
 # ---- kinds

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from ragged_attention.errors import InvalidInput
 from ragged_attention.testing import environment
 from ragged_attention.testing.verdicts import Verdict
 
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--framework", choices=["torch", "jax"], help="one front end (default: all that can)")
     parser.add_argument("--device", default="cpu", help="cpu (default), a torch device such as cuda, or ptx:sm_90")
     parser.add_argument("--examples", type=int, help="drawn batches a check (default: by HYPOTHESIS_PROFILE)")
-    parser.add_argument("--only", default="", help="checks whose name contains this")
+    parser.add_argument("--only", default="", help="checks whose name contains this, such as packed")
     options = parser.parse_args(argv)
     environment.prepare(options.device)
 
@@ -40,9 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, reason in absent.items():
             console.print(f"[bold red]{name} cannot run here:[/] {reason}", highlight=False)
         return 2
-    failed = False
+    chosen, failed = _chosen(options.only), False
     for runner in present:
-        lines = _judge(console, runner, options.examples, options.only)
+        lines = _judge(console, runner, chosen, options.examples)
         _report(console, str(runner), options.device, lines)
         failed = failed or any(line.result == "FAILED" for line in lines)
     return int(failed)
@@ -72,10 +73,16 @@ def _runners(console: Console, backend: str, framework: str | None, device: str)
     return present, absent
 
 
-def _judge(console: Console, runner: object, examples: int | None, only: str) -> list[Verdict]:
+def _chosen(only: str) -> list[Any]:
     from ragged_attention.testing import suite
 
-    chosen = [check for check in suite.checks() if only in str(check)]
+    checks = suite.checks()
+    if found := [check for check in checks if only in str(check)]:
+        return found
+    raise InvalidInput(f"expected --only to be part of a check's name, such as {str(checks[0])!r}, got {only!r}")
+
+
+def _judge(console: Console, runner: object, chosen: Sequence[Any], examples: int | None) -> list[Verdict]:
     lines: list[Verdict] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
@@ -105,6 +112,12 @@ def _verdicts(runner: Any, chosen: Sequence[Any], examples: int | None) -> Itera
         yield verdicts.verdict_of(runner, check, examples or examples_of())
 
 
+def _reason(message: str) -> str:
+    """Of a refusal that lists what each backend said, what the first did."""
+    first, _, rest = message.partition("\n")
+    return (rest.partition("\n")[0] or first).strip()
+
+
 def _report(console: Console, runner: str, device: str, lines: list[Verdict]) -> None:
     for line in lines:
         if line.result == "FAILED":
@@ -123,7 +136,15 @@ def _report(console: Console, runner: str, device: str, lines: list[Verdict]) ->
 
 
 def _folded(lines: list[Verdict]) -> list[Verdict]:
-    """The corners that passed as one line, everything else as it is."""
+    """The corners that passed as one line, of what was declined one line for each reason, everything else as it is."""
+    reasons: dict[str, list[Verdict]] = {}
+    for line in lines:
+        if line.result == "declined":
+            reasons.setdefault(_reason(line.message), []).append(line)
+    lines = [line for line in lines if line.result != "declined"]
+    for reason, same in reasons.items():
+        name = f"{len(same)} checks: {reason}" if len(same) > 1 else f"{same[0].check}: {reason}"
+        lines.append(Verdict(name, "declined", seconds=sum(line.seconds for line in same)))
     passed = [line for line in lines if line.check.startswith("corner: ") and line.result == "passed"]
     rest = [line for line in lines if line not in passed]
     if not passed:

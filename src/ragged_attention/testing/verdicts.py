@@ -37,4 +37,7 @@ def verdict_of(runner: Runner, check: Check, examples: int) -> Verdict:
 
 def _described(error: Exception) -> str:
     """An error with the batch that Hypothesis shrank it to."""
-    return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+    lines = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
+    if "are NaN in one" in lines[0]:
+        lines.append("What no query may see holds NaN in these batches, and a weight of 0 times NaN is NaN.")
+    return "\n".join(lines)

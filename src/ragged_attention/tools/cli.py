@@ -41,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments and arguments[0] in ELSEWHERE:
             return _elsewhere(arguments[0], arguments[1:])
+        if not arguments:
+            _parser().print_help(sys.stderr)
+            return 2
         parsed = _parser().parse_args(arguments)
         return parsed.run(parsed)
     except SystemExit as stop:  # argparse has printed help or an error message

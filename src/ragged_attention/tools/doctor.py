@@ -187,7 +187,8 @@ def configuration() -> Iterator[tuple[str, str]]:
     yield "backend", ", ".join(f"{key}: {', '.join(names)}" for key, names in now.backend.items()) or "auto"
     yield "options", "; ".join(f"{key}: {dict(value)}" for key, value in now.options.items()) or "none"
     yield "validate", str(now.validate)
-    for variable in (config.BACKEND_VARIABLE, config.CONFIG_VARIABLE, config.VALIDATE_VARIABLE, "TRITON_INTERPRET"):
+    yield "batch_invariant", str(now.batch_invariant)
+    for variable in (*config.VARIABLES, "TRITON_INTERPRET"):
         yield variable, os.environ.get(variable, "not set")
 
 

@@ -114,7 +114,8 @@ def run_with_write(record: type[RaggedPagedAttention], arguments: Mapping[str, A
         if out is not None:
             _refuse_gradient(record.OPERATION, record.flatten(prepared))
     run_prepared(WriteKvPages, record.arguments_of_write(prepared), backend, None)
-    return run_prepared(record, prepared | {"new_kv": None}, backend, options, out)
+    results = run_prepared(record, prepared | {"new_kv": None}, backend, options, out)
+    return results[: 2 if arguments["return_lse"] else 1]  # with `out` an lse that nobody asked for is an empty tensor
 
 
 def _may_differentiate(flat: Sequence[Any]) -> bool:

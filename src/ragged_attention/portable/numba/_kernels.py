@@ -95,7 +95,7 @@ class Kernel:
     @functools.cached_property
     def compiled(self) -> tuple[Any, Any]:
         """`plan` and `work` in machine code; both take the address of a record and return a number."""
-        return machine_code(self.name, dict.fromkeys((self.plan, self.work), "int64(int64)"))
+        return machine_code(f"the kernel {self.name}", dict.fromkeys((self.plan, self.work), "int64(int64)"))
 
     def compile_ahead(self, *, for_jax: bool) -> None:
         """Compile it now and say nothing, with what XLA calls of it if asked to."""
