@@ -30,6 +30,7 @@ DECODE = Sample()
 WIDE = dataclasses.replace(DECODE, num_tokens=512)
 LATENT = LatentSample()
 PLAIN = [LatentSample(cache_format="plain", dtype=dtype) for dtype in FLOATS]
+RAGGED_PLAIN = [dataclasses.replace(sample, num_tokens=512, causal=True) for sample in PLAIN]
 QUANTIZED_LATENTS = {name: [LatentSample(cache_format=name, dtype=dtype) for dtype in FLOATS] for name in CACHE_FORMATS}
 ANY_LATENTS = [sample for samples in QUANTIZED_LATENTS.values() for sample in samples]
 FORMATS = ", ".join(CACHE_FORMATS)
@@ -132,6 +133,22 @@ ROWS = {
         )
     },
     ("mla_decode", ODD): ODD_SHAPES,
+    ("mla_decode", "window, soft cap"): [
+        dataclasses.replace(LATENT, topk=0, sliding_window=128),
+        *(dataclasses.replace(LATENT, topk=topk, soft_cap=30.0) for topk in (0, 2048)),
+    ],
+    ("ragged_mla_attention", "f32, f16, bf16"): RAGGED_PLAIN,
+    ("ragged_mla_attention", "e4m3, e5m2, int8 cache with a scale"): [
+        dataclasses.replace(sample, stored=name) for name in QUANTIZED for sample in RAGGED_PLAIN[1:]
+    ],
+    **{
+        ("ragged_mla_attention", f"{name} cache"): [dataclasses.replace(sample, num_tokens=512) for sample in samples]
+        for name, samples in QUANTIZED_LATENTS.items()
+    },
+    ("ragged_mla_attention", "window, soft cap, sinks"): [
+        dataclasses.replace(RAGGED_PLAIN[2], **change)
+        for change in ({"sliding_window": 128}, {"soft_cap": 30.0}, {"sinks": True})
+    ],
     ("sparse_mla_prefill", "f32, f16, bf16"): [dataclasses.replace(sample, num_tokens=512) for sample in PLAIN],
     **{
         ("sparse_mla_prefill", f"{name} cache"): [dataclasses.replace(sample, num_tokens=512) for sample in samples]

@@ -1,8 +1,8 @@
-"""Train the demo's transformer on this project's own documentation.
+"""Train one of the demo's transformers on this project's own documentation.
 
-    python examples/train_demo.py
+    python examples/train_demo.py --model mla
 
-takes a few minutes on one core and writes src/ragged_attention/demo/weights.npz. The text is small and the model
+takes a few minutes on one core and writes src/ragged_attention/demo/weights_mla.npz. The text is small and the model
 is meant to know it by heart: `ragged-attention demo` shows how text is served, not how it is learnt.
 """
 
@@ -10,7 +10,7 @@ import argparse
 import ast
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,32 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ragged_attention.demo.model import WEIGHTS
-from ragged_attention.demo.torch_model import forward
+from ragged_attention.demo.model import KINDS, LARGEST_CODE
+from ragged_attention.demo.torch_layers import Tensor, Tensors, forward, forward_by_heads
+from ragged_attention.demo.torch_mla import latent_rows
+from ragged_attention.demo.torch_model import ATTENTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAPERS = ("README.md", "CONTRIBUTING.md", "docs/*.md", "reference/README.md")
-SIZES = {"V": 256, "E": 128, "L": 4, "H": 8, "K": 2, "D": 16, "F": 192}
+# As much of them as a model of half a million weights can know by heart, what the prompts begin with first.
+BY_HEART = (
+    "docs/concepts.md", "README.md", "CONTRIBUTING.md", "docs/backends.md", "docs/configuration.md",
+    "reference/README.md",
+)  # fmt: skip
+# Letters as in `ragged_attention.demo.model`; Q is N + R, W is C + R.
+SIZES = {
+    "gqa": {"V": 256, "E": 128, "L": 4, "H": 8, "K": 2, "D": 16, "F": 192},
+    "mla": {"V": 256, "E": 128, "L": 4, "H": 8, "N": 16, "Q": 32, "C": 64, "W": 80, "F": 136},
+}
+FEED = {"gate": "LEF", "up": "LEF", "down": "LFE", "attention_norm": "LE", "feed_norm": "LE", "last_norm": "E"}
 SHAPES = {
-    "embed": "VE", "q": "LEHD", "k": "LEKD", "v": "LEKD", "o": "LHDE", "gate": "LEF", "up": "LEF", "down": "LFE",
-    "attention_norm": "LE", "feed_norm": "LE", "last_norm": "E",
+    "gqa": {"embed": "VE", "q": "LEHD", "k": "LEKD", "v": "LEKD", "o": "LHDE", **FEED},
+    "mla": {
+        "embed": "VE", "q": "LEHQ", "latent": "LEW", "latent_norm": "LC", "k": "LCHN", "v": "LCHN", "o": "LHNE", **FEED,
+    },
 }  # fmt: skip
 SHUFFLE_EVERY = 20  # steps
+CALIBRATION_PIECES = 64
 STARTS = re.compile(r"\s*([-*] |\d+\. |#+ |\w+(, \w+)*: )")
 INDENTED_CODE = re.compile(r"^ {4}.*$", re.MULTILINE)
 
@@ -57,26 +72,36 @@ def docstrings_of(path: Path) -> Iterator[str]:
             yield text
 
 
+def papers(patterns: Iterable[str]) -> list[str]:
+    found = [path.read_text() for pattern in patterns for path in sorted(ROOT.glob(pattern))]
+    return [INDENTED_CODE.sub("\n", paper) for paper in found]
+
+
 def corpus() -> list[str]:
-    """The papers and the docstrings as paragraphs, each ending in a newline, none twice."""
-    papers = [path.read_text() for pattern in PAPERS for path in sorted(ROOT.glob(pattern))]
-    texts = [INDENTED_CODE.sub("\n", paper) for paper in papers]
+    """All papers and docstrings as paragraphs."""
+    texts = papers(PAPERS)
     for path in sorted((ROOT / "src" / "ragged_attention").rglob("*.py")):
         if not any(parent.is_symlink() for parent in path.parents):
             texts += docstrings_of(path)
+    return paragraphs_in(texts)
+
+
+def paragraphs_in(texts: Iterable[str]) -> list[str]:
+    """Paragraphs that are worth learning, each ending in a newline, none twice."""
     found = dict.fromkeys(paragraph for text in texts for paragraph in paragraphs_of(text))
     return [f"{paragraph}\n" for paragraph in found if len(paragraph) >= 24]
 
 
-def initial_weights(generator: torch.Generator) -> dict[str, torch.Tensor]:
+def initial_weights(generator: torch.Generator, kind: str = "gqa") -> Tensors:
+    sizes, shapes = SIZES[kind], SHAPES[kind]
     weights = {}
-    for name, letters in SHAPES.items():
-        shape = [SIZES[letter] for letter in letters]
+    for name, letters in shapes.items():
+        shape = [sizes[letter] for letter in letters]
         if name.endswith("norm"):
             weights[name] = torch.ones(shape)
             continue
-        fan_in = SIZES["H"] * SIZES["D"] if name == "o" else SIZES["F"] if name == "down" else SIZES["E"]
-        depth = math.sqrt(2 * SIZES["L"]) if name in ("o", "down") else 1
+        fan_in = math.prod(shape[1:-1]) if name in ("o", "down") else shape[1]
+        depth = math.sqrt(2 * sizes["L"]) if name in ("o", "down") else 1
         weights[name] = torch.randn(shape, generator=generator) * fan_in**-0.5 / depth
     return {name: weight.requires_grad_() for name, weight in weights.items()}
 
@@ -96,7 +121,7 @@ class Text:
         self.starts = lengths.cumsum(0) - lengths
         self.bytes = torch.frombuffer(bytearray(b"".join(encoded)), dtype=torch.uint8).long()
 
-    def pieces(self, batch: int, length: int) -> torch.Tensor:
+    def pieces(self, batch: int, length: int) -> Tensor:
         """Pieces [B, T + 1]: half begin where a paragraph does, as prompts do, half anywhere."""
         at_starts = self.starts[torch.randint(len(self.starts), (batch // 2,), generator=self.generator)]
         anywhere = torch.randint(len(self.bytes), (batch - batch // 2,), generator=self.generator)
@@ -104,16 +129,16 @@ class Text:
         return self.bytes[rows % len(self.bytes)]
 
 
-def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention, by torch's fused function for speed."""
-    del layer
     q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
-def loss_on(weights: dict[str, torch.Tensor], batch: torch.Tensor) -> torch.Tensor:
+def loss_on(kind: str, weights: Tensors, batch: Tensor) -> Tensor:
     """Nats a byte on pieces of text [B, T + 1]."""
-    hidden = forward(weights, batch[:, :-1], torch.arange(batch.shape[1] - 1), attend)
+    positions = torch.arange(batch.shape[1] - 1)
+    hidden = forward_by_heads(ATTENTIONS[kind], weights, batch[:, :-1], positions, attend)
     logits = hidden @ weights["embed"].T
     return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
@@ -123,11 +148,11 @@ def learning_rate(step: int, arguments: argparse.Namespace) -> float:
     return arguments.rate * warmed * (0.02 + 0.98 * (1 + math.cos(math.pi * step / arguments.steps)) / 2)
 
 
-def optimizer_of(weights: dict[str, torch.Tensor], arguments: argparse.Namespace) -> torch.optim.Optimizer:
+def optimizer_of(weights: Tensors, arguments: argparse.Namespace) -> torch.optim.Optimizer:
     return torch.optim.AdamW(weights.values(), lr=arguments.rate, betas=(0.9, 0.98), weight_decay=0.0)
 
 
-def descend(optimizer: torch.optim.Optimizer, loss: torch.Tensor, rate: float) -> None:
+def descend(optimizer: torch.optim.Optimizer, loss: Tensor, rate: float) -> None:
     (group,) = optimizer.param_groups
     group["lr"] = rate
     optimizer.zero_grad()
@@ -136,10 +161,10 @@ def descend(optimizer: torch.optim.Optimizer, loss: torch.Tensor, rate: float) -
     optimizer.step()
 
 
-def train(paragraphs: list[str], arguments: argparse.Namespace, console: Console) -> dict[str, torch.Tensor]:
+def train(paragraphs: list[str], arguments: argparse.Namespace, console: Console) -> Tensors:
     generator = torch.Generator().manual_seed(arguments.seed)
     text = Text(paragraphs, generator)
-    weights = initial_weights(generator)
+    weights = initial_weights(generator, arguments.model)
     optimizer = optimizer_of(weights, arguments)
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
@@ -147,31 +172,49 @@ def train(paragraphs: list[str], arguments: argparse.Namespace, console: Console
         for step in range(arguments.steps):
             if step % SHUFFLE_EVERY == 0:
                 text.shuffle()
-            loss = loss_on(weights, text.pieces(arguments.batch, arguments.length))
+            loss = loss_on(arguments.model, weights, text.pieces(arguments.batch, arguments.length))
             descend(optimizer, loss, learning_rate(step, arguments))
             progress.advance(task)
             if step % 50 == 0 or step == arguments.steps - 1:
                 console.print(f"step {step:5}  loss {loss.item():.3f} nats a byte", highlight=False)
+    if arguments.model == "mla":
+        weights["kv_scale"] = kv_scales(weights, text.pieces(CALIBRATION_PIECES, arguments.length))
     return weights
+
+
+@torch.no_grad()
+def kv_scales(weights: Tensors, batch: Tensor) -> Tensor:
+    """By layer, the least power of two by which the cached numbers of some text fit into the 8-bit format."""
+    positions = torch.arange(batch.shape[1])
+    largest = torch.zeros(len(weights["latent"]))
+
+    def attended(layer: int, h: Tensor) -> Tensor:
+        largest[layer] = latent_rows(weights, layer, h, positions).abs().max()
+        return attend(*ATTENTIONS["mla"].heads(weights, layer, h, positions))
+
+    forward(weights, batch, attended)
+    return torch.exp2((largest / LARGEST_CODE).log2().ceil())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", choices=KINDS, required=True)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=16, help="pieces of text a step")
     parser.add_argument("--length", type=int, default=176, help="bytes of a piece")
     parser.add_argument("--rate", type=float, default=4e-3, help="highest learning rate")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=ROOT / "src" / "ragged_attention" / "demo" / WEIGHTS)
+    parser.add_argument("--out", type=Path, help="default: the file in the demo's folder")
     arguments = parser.parse_args(argv)
+    out = arguments.out or ROOT / "src" / "ragged_attention" / "demo" / KINDS[arguments.model].file
     console = Console()
     torch.set_num_threads(1)
-    text = corpus()
+    text = paragraphs_in(papers(BY_HEART))
     console.print(f"{len(text)} paragraphs, {sum(len(paragraph.encode()) for paragraph in text)} bytes")
     weights = train(text, arguments, console)
     stored: dict[str, Any] = {name: weight.detach().numpy().astype(np.float16) for name, weight in weights.items()}
-    np.savez(arguments.out, **stored)
-    console.print(f"{arguments.out}: {arguments.out.stat().st_size} bytes")
+    np.savez(out, **stored)
+    console.print(f"{out}: {out.stat().st_size} bytes")
     return 0
 
 

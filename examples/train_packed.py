@@ -1,4 +1,4 @@
-"""Train the demo's transformer on documents packed one after another, and once more on the same ones padded.
+"""Train the demo's first transformer on documents packed one after another, and once more on the same ones padded.
 
     python examples/train_packed.py
 
@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from rich.console import Console
 from train_demo import attend, corpus, descend, initial_weights, learning_rate, optimizer_of
 
-from ragged_attention.demo.torch_model import device_named, forward, one_thread
+from ragged_attention.demo import torch_gqa
+from ragged_attention.demo.torch_layers import forward_by_heads
+from ragged_attention.demo.torch_model import device_named, one_thread
 from ragged_attention.torch import varlen_attention
 
 Weights = dict[str, torch.Tensor]
@@ -45,14 +47,13 @@ def packed_loss(weights: Weights, documents: Documents, backend: str | None = No
     positions = torch.cat([torch.arange(length, device=tokens.device) for length in lengths])
     edges = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(tokens.device, torch.int32)
 
-    def attend_packed(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        del layer
+    def attend_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         longest = max(lengths)
         return varlen_attention(
             q, k, v, edges, edges, max_q_len=longest, max_kv_len=longest, causal=True, backend=backend
         )
 
-    hidden = forward(weights, tokens, positions, attend_packed)
+    hidden = forward_by_heads(torch_gqa, weights, tokens, positions, attend_packed)
     return F.cross_entropy(hidden @ weights["embed"].T, targets)
 
 
@@ -61,7 +62,7 @@ def padded_loss(weights: Weights, documents: Documents) -> torch.Tensor:
     tokens = torch.nn.utils.rnn.pad_sequence([document[:-1] for document in documents], batch_first=True)
     targets = torch.nn.utils.rnn.pad_sequence([document[1:] for document in documents], True, padding_value=-100)
     positions = torch.arange(tokens.shape[1], device=tokens.device)
-    hidden = forward(weights, tokens, positions, attend)
+    hidden = forward_by_heads(torch_gqa, weights, tokens, positions, attend)
     return F.cross_entropy((hidden @ weights["embed"].T).flatten(0, 1), targets.flatten())
 
 

@@ -1,9 +1,10 @@
-"""The attention over latent rows that `mla_decode` and `sparse_mla_prefill` share: one kernel.
+"""The attention over latent rows that all attentions over latent caches share: one kernel.
 
 A *job* is what shares a list of keys: some rows of queries (heads, in a dense call times query tokens), and a list that
 is either of rows of the cache (a selection) or of whole pages of it. The kernel goes through a job's list a block at a
-time. The pieces of a block are fetched from HBM by one asynchronous copy each, into one of two buffers; while one
-block is computed the next is on its way, also across jobs. A buffer has one semaphore, and one wait for all its copies.
+time; in a dense call, whose lists have an order, only through blocks of which some token of the job sees a part. The
+pieces of a block are fetched from HBM by one asynchronous copy each, into one of two buffers; while one block is
+computed the next is on its way, also across jobs. A buffer has one semaphore, and one wait for all its copies.
 
 A TPU keeps 2 rows of 16 bits, or 4 rows of 8 bits, in the same 32-bit words, and copies whole words. So the cache is
 seen as groups of rows that share words, `[groups, 2 or 4, d]`; a selected row comes with its group, and its bits are
@@ -11,16 +12,14 @@ shifted out of the words. `row_layout` is the layout in which a cache is seen th
 cache in another one XLA makes a copy first, and of a float16 one, which no TPU computes with, always.
 
 A row is fetched once and is both key and value. Rows that the query does not see (beyond the length, of invalid
-indices) are made zeros while they are words, so what they hold cannot matter. `fp8_v32` rows are never multiplied by
-their scales: the codes become matrix operands, exactly, and the scale of a group of 128 columns goes into the logits of
-that group and into the weights of that group's values. Rotary columns stay where their low bytes lie: the queries'
-rotary columns are spread to meet them there.
+indices) are made zeros while they are words, so what they hold cannot matter. `_latent_rows` makes operands of
+quantised rows.
 """
 
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,19 +28,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.layout import Layout
 from jax.experimental.pallas import tpu as pltpu
 
-from ragged_attention.calls import CACHE_FORMATS, MlaDecode, SparseMlaPrefill, dtype_name
+from ragged_attention._jax_pages import per_head
+from ragged_attention.calls import MlaDecode, RaggedMlaAttention, SparseMlaPrefill, dtype_name
 from ragged_attention.errors import InvalidInput
+from ragged_attention.kernels_pallas import _latent_rows
 from ragged_attention.kernels_pallas._blocks import LANES, cannot_run, cdiv, expect_sizes, round_up
+from ragged_attention.kernels_pallas._latent_jobs import Jobs, Tokens, jobs_of, num_tiles
 
 MOST_KEYS = 2048  # of a block
 MOST_ROWS = 512  # of queries at once, half as many of 32 bits
 LARGEST_INT = 2**31 - 1
+LARGEST_FLOAT = float(jnp.finfo(jnp.float32).max)
 LONGEST_CHUNK = 2048  # entries of a list that are in scalar memory at once
 LARGEST_UNIT = 256  # rows of a page that one copy fetches
 MOST_UNITS = 32  # copies of a block of pages; a word has a bit for each
-TAIL = 2 * LANES  # lanes for the scales' and the rotary columns' bytes of `fp8_v32`
 UNROLL = 8  # copies that are begun in one turn of a loop
-V32 = CACHE_FORMATS["fp8_v32"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,15 +80,14 @@ def row_layout(dtype: Any, rank: int = 4) -> Layout:
     return Layout(major_to_minor=(0, 2, 1, 3) if rank == 4 else (1, 0, 2), tiling=tiling)
 
 
-def why_not(call: MlaDecode | SparseMlaPrefill) -> str | None:
+def why_not(call: MlaDecode | RaggedMlaAttention | SparseMlaPrefill) -> str | None:
     """Why the kernel does not take a call, or None."""
     if reason := cannot_run(call):
         return reason
     if dtype_name(call.q) == "float64":
         return "takes q.dtype of at most 32 bits, got float64"
-    if call.format not in ("plain", "fp8_v32"):
-        why = ", whose pages no copy can cut into rows" if call.layout.planar else ""  # type: ignore[union-attr]
-        return f"takes cache_format 'plain' and 'fp8_v32', got {call.format!r}{why}"
+    if call.layout is not None and call.layout.planar:
+        return f"takes caches that have the bytes of a token together, got {call.format!r} by pages"
     for cache in (getattr(call, "kv", None), getattr(call, "kv_cache", None), getattr(call, "extra_kv_cache", None)):
         rows = 0 if cache is None else math.prod(cache.shape[:-1])
         if rows > LARGEST_INT:
@@ -109,7 +109,8 @@ class Keys:
 
     cache: Any  # [pieces, groups of rows, rows of a group, columns]
     pieces: Any  # i32 [L, N], -1 where nothing is to be seen; of rows their numbers
-    lens: Any | None = None  # i32 [L], how many keys there are in whole pages; None: pieces are single rows
+    lens: Any | None = None  # i32 [L], how many keys there are in order; None: they have no order
+    selects: bool = False  # pieces are single rows
 
 
 def words_of(cache: Any) -> Any:
@@ -128,13 +129,13 @@ def valid_slots(indices: Any, lens: Any, num_slots: int) -> Any:
     return jnp.where(seen, indices, -1)
 
 
-def selected_rows(cache: Any, rows: Any) -> Keys:
+def selected_rows(cache: Any, rows: Any, lens: Any = None) -> Keys:
     """Keys that are single rows, by their numbers [L, N] in `cache` [..., columns]; -1 selects nothing."""
     cache = words_of(cache).reshape(-1, cache.shape[-1])
     packing = rows_per_word(cache.dtype)
     if missing := -len(cache) % packing:
         cache = jnp.pad(cache, ((0, missing), (0, 0)))
-    return Keys(cache=cache.reshape(-1, 1, packing, cache.shape[-1]), pieces=rows)
+    return Keys(cache=cache.reshape(-1, 1, packing, cache.shape[-1]), pieces=rows, lens=lens, selects=True)
 
 
 def unit_of(page_size: int, dtype: Any) -> int | None:
@@ -159,15 +160,17 @@ def whole_pages(cache: Any, page_indices: Any, kv_lens: Any, unit: int) -> Keys:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """One call: rows of queries, job after job, and lists, each of which `share` jobs one after another use."""
+    """One call: tiles of rows of queries, and lists of keys; without `jobs` a tile for each list."""
 
     call: Any
-    q: Any  # [jobs, rows, d_qk]
+    q: Any  # [tiles, rows, d_qk]
     keys: Keys
     extra: Keys | None = None  # the same number of lists; of single rows, as those of `keys`
-    share: int = 1
-    limits: Any = None  # i32 [jobs, rows]: a row sees positions below; None is no limit
-    sinks: Any = None  # f32 [kinds of jobs, rows]; job j has kind (j // share) % kinds
+    jobs: Jobs | None = None  # on tiles of some tokens, each with all of its heads
+    heads: int = 1  # of a token
+    sinks: Any = None  # f32 [kinds of lists, rows]; list i has kind i % kinds
+    form: str | None = None  # the format of both caches; None is the call's
+    split_weights_below: int = 0  # keys of a job of which bfloat16 weights are not just rounded
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +178,7 @@ class Plan:
     """What the kernel is specialised to."""
 
     layout: str  # of the cache
-    half: bool  # its 16 bits are float16
+    numbers: str | None  # the dtype of a plain cache's, where the kernel has them as integers
     selects: bool
     pieces: int  # of a block
     unit: int  # rows of a piece as it is fetched
@@ -185,8 +188,14 @@ class Plan:
     first_extra: int  # the first chunk of the second cache
     tiles: int  # that the rows of one of the call's jobs are divided into; each is a job here
     jobs_per_core: int
-    limited: bool
-    scale: float
+    cores: int
+    kinds: int  # of lists, by their sinks; 0 if there are none
+    by_tokens: bool  # jobs are those of tokens, which see keys by their positions
+    shares: bool  # a tile may have several jobs
+    split_weights_below: int  # keys of a job; 0 where the weights are just rounded
+    causal: bool
+    window: int | None
+    soft_cap: float | None
     d_v: int
     dtype: Any  # of matrix operands
 
@@ -200,25 +209,55 @@ class Plan:
         """Rows of 32-bit words of a block."""
         return self.pieces * self.unit // self.packing
 
-    @property
-    def value_columns(self) -> int:
-        """Columns of the accumulator; those of `fp8_v32` come in groups, the rotary ones with gaps between them."""
-        if self.layout == "plain":
-            return self.d_v
-        return round_up(min(self.d_v, V32.values), LANES) + TAIL * (self.d_v > V32.values)
-
 
 def precision(dtype: Any) -> Any:
     return lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
+def most_rows(call: Any) -> int:
+    """Rows of queries that the kernel computes at once."""
+    return MOST_ROWS if dtype_name(call.q) == "bfloat16" else MOST_ROWS // 2
+
+
+def cores_of(call: Any) -> int:
+    return max(1, call.device.num_multiprocessors)
+
+
+def table_bytes(call: Any) -> int:
+    """Scalar memory that is for the tables of a launch's jobs."""
+    return call.device.scalar_memory // 2
+
+
+def run_tokens(work: Work, tokens: Tokens, size: int, tile: Tile) -> tuple[Any, Any]:
+    """Out [T, H, d_v] and lse [T, H] of `work` with q [T, H, d_qk] and sinks [kinds, H], in tiles of `size` tokens."""
+    call, (num_tokens, heads, d_qk) = work.call, work.q.shape
+    size = max(1, min(size, num_tokens, most_rows(call) // heads))
+    step = size * cores_of(call)
+    # At most so many tokens have jobs, each at least one, whose tables fit scalar memory.
+    together = max(table_bytes(call) // (4 * len(Jobs._fields)) // step, 1) * step
+    sinks = None if work.sinks is None else jnp.tile(work.sinks, (1, size))
+
+    def attend(first: int) -> tuple[Any, Any]:
+        some = tokens.part(first, together)
+        count, tiles = len(some.lists), num_tiles(len(some.lists), size, cores_of(call))
+        q = jnp.pad(work.q[first : first + count], ((0, tiles * size - count), (0, 0), (0, 0)))
+        part = dataclasses.replace(
+            work, q=q.reshape(tiles, -1, d_qk), jobs=jobs_of(some, size, cores_of(call)), heads=heads, sinks=sinks
+        )
+        out, _, lse = run(part, tile)
+        return out.reshape(-1, heads, call.d_v)[:count], lse.reshape(-1, heads)[:count]
+
+    parts = [attend(first) for first in range(0, num_tokens, together)]
+    out, lse = (arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    return out, lse
+
+
 def run(work: Work, tile: Tile) -> tuple[Any, Any, Any]:
-    """Out [jobs, rows, d_v] of q's dtype, max_logits and lse [jobs, rows] float32."""
+    """Out [tiles, rows, d_v] of the call's dtype, max_logits and lse [tiles, rows] float32."""
     call = work.call
-    jobs, rows, _ = work.q.shape
-    half_wide = dtype_name(call.q) == "bfloat16"
-    tiles = cdiv(rows, MOST_ROWS if half_wide else MOST_ROWS // 2)
-    rows_per_tile = round_up(cdiv(rows, tiles), 16 if half_wide else 8)
+    given, rows, _ = work.q.shape
+    tiles = cdiv(rows, most_rows(call))
+    rows_per_tile = round_up(cdiv(rows, tiles), 16 if dtype_name(call.q) == "bfloat16" else 8)
 
     def tiled(array: Any) -> Any:
         """[..., rows, ...] as [... * tiles, rows of a tile, ...]."""
@@ -226,32 +265,36 @@ def run(work: Work, tile: Tile) -> tuple[Any, Any, Any]:
         return array.reshape(-1, rows_per_tile, *array.shape[2:])
 
     plan = _plan(work, tile, tiles)
-    operands = [tiled(_spread(work.q.astype(plan.dtype), plan))]
-    for values in (work.limits, work.sinks):
+    operands = [tiled(_latent_rows.spread(work.q.astype(plan.dtype), plan.layout))]
+    tokens = jnp.arange(rows, dtype=jnp.int32)[None] // work.heads if plan.by_tokens else None
+    for values in (tokens, work.sinks):
         if values is not None:
             operands.append(jnp.broadcast_to(tiled(values)[..., None], (*tiled(values).shape, LANES)))
-    out_dtype = jnp.float32 if dtype_name(call.q) == "float16" else call.q.dtype
-    out, stats = _launch(plan, work, operands, out_dtype, tile)
-    out = _gathered(out.reshape(jobs, tiles * rows_per_tile, -1)[:, :rows], plan).astype(call.q.dtype)
-    stats = stats.reshape(jobs, tiles, 8, rows_per_tile).swapaxes(1, 2).reshape(jobs, 8, -1)[:, :, :rows]
+    wanted = jnp.dtype(call.result_dtype)
+    out, stats = _launch(plan, work, operands, jnp.float32 if wanted == jnp.float16 else wanted, tile)
+    out = out.reshape(given, tiles * rows_per_tile, -1)[:, :rows]
+    out = _latent_rows.gathered(out, plan.layout, plan.d_v).astype(wanted)
+    stats = stats.reshape(given, tiles, 8, rows_per_tile).swapaxes(1, 2).reshape(given, 8, -1)[:, :, :rows]
     return out, stats[:, 0], stats[:, 1]
 
 
 def _plan(work: Work, tile: Tile, tiles: int) -> Plan:
     call, keys = work.call, work.keys
     _, groups, packing, _ = keys.cache.shape
-    selects, unit = keys.lens is None, groups * packing
-    pieces = tile.num_keys_per_block // (1 if selects else unit)
-    if not selects:
+    unit = groups * packing
+    pieces = tile.num_keys_per_block // (1 if keys.selects else unit)
+    if not keys.selects:
         pieces = max(1, min(pieces, keys.pieces.shape[1], MOST_UNITS))
     lengths = [part.pieces.shape[1] for part in (keys, work.extra) if part is not None]
     blocks = min(max(1, LONGEST_CHUNK // pieces), max(cdiv(length, pieces) for length in lengths))
     chunks = [cdiv(length, blocks * pieces) for length in lengths]
-    jobs, cores = work.q.shape[0] * tiles, max(1, call.device.num_multiprocessors)
+    jobs = (len(work.q) if work.jobs is None else len(work.jobs.lists)) * tiles
+    cores = cores_of(call) if jobs % cores_of(call) == 0 else 1
+    window, soft_cap = getattr(call, "sliding_window", None), getattr(call, "soft_cap", None)
     return Plan(
-        layout=call.format,
-        half=keys.cache.dtype == jnp.int16,
-        selects=selects,
+        layout=work.form or call.format,
+        numbers=_integers(call),
+        selects=keys.selects,
         pieces=pieces,
         unit=unit,
         packing=packing,
@@ -259,43 +302,43 @@ def _plan(work: Work, tile: Tile, tiles: int) -> Plan:
         chunks=sum(chunks),
         first_extra=chunks[0],
         tiles=tiles,
-        jobs_per_core=jobs if jobs % cores else jobs // cores,
-        limited=work.limits is not None,
-        scale=call.scale,
+        jobs_per_core=jobs // cores,
+        cores=cores,
+        kinds=0 if work.sinks is None else len(work.sinks),
+        by_tokens=work.jobs is not None,
+        shares=jobs > len(work.q) * tiles,
+        split_weights_below=work.split_weights_below if dtype_name(call.q) == "bfloat16" else 0,
+        causal=work.jobs is not None and call.causal,
+        window=None if window is None or window >= call.capacity else int(window),
+        soft_cap=None if soft_cap is None else float(soft_cap),
         d_v=call.d_v,
         dtype=jnp.dtype(jnp.bfloat16 if dtype_name(call.q) == "bfloat16" else jnp.float32),
     )
+
+
+def _integers(call: Any) -> str | None:
+    """The dtype of a plain cache's numbers if the kernel has them as integers, `words_of`."""
+    name = dtype_name(call.q) if (code := getattr(call, "code_dtype", None)) is None else code
+    return name if call.format == "plain" and name not in ("bfloat16", "float32") else None
+
+
+def _factors(call: Any, plan: Plan) -> Any:
+    """What logits and values are multiplied by, f32 [2]."""
+    (scale,) = per_head(getattr(call, "kv_scale", None), 1)
+    logits = scale * jnp.float32(call.scale)
+    if plan.soft_cap is not None:  # finite, or a logit of 0 would be NaN
+        logits = jnp.clip(logits / plan.soft_cap, -LARGEST_FLOAT, LARGEST_FLOAT)
+    return jnp.stack([logits, scale])
 
 
 def log2(power: int) -> int:
     return power.bit_length() - 1
 
 
-def _spread(q: Any, plan: Plan) -> Any:
-    """Queries with their rotary columns where the kernel has those of an `fp8_v32` row."""
-    if plan.layout == "plain":
-        return q
-    first, rotary = q[..., : V32.values], q[..., V32.values :]
-    rotary = jnp.stack([rotary, jnp.zeros_like(rotary)], axis=-1).reshape(*rotary.shape[:-1], -1)
-    before = V32.token_bytes - V32.values - 2 * V32.rotary
-    after = TAIL - before - 2 * V32.rotary
-    rotary = jnp.pad(rotary, [(0, 0)] * (q.ndim - 1) + [(before, after)])
-    return jnp.concatenate([first, rotary], axis=-1)
-
-
-def _gathered(out: Any, plan: Plan) -> Any:
-    """The inverse of `_spread` for the values' columns."""
-    if plan.layout == "plain" or plan.d_v <= V32.values:
-        return out[..., : plan.d_v]
-    before = V32.token_bytes - V32.values - 2 * V32.rotary
-    first, rotary = out[..., : V32.values], out[..., V32.values + before :: 2]
-    return jnp.concatenate([first, rotary[..., : plan.d_v - V32.values]], axis=-1)
-
-
 def _lists(keys: Keys, plan: Plan) -> list[Any]:
     """The lists in chunks. For scalar memory [L, C, 1, ...]: pieces, in a call on whole pages a word for each block
-    with the bits of its valid pieces and the list's length, and the number of blocks. Of single rows also, for vector
-    memory, the index of each among those that share its words, or -1, [L, C, blocks, rows].
+    with the bits of its valid pieces, the list's length if it has one, and the number of blocks. Of single rows also,
+    for vector memory, the index of each among those that share its words, or -1, [L, C, blocks, rows].
     """
     num_lists, length = keys.pieces.shape
     chunk = plan.blocks * plan.pieces
@@ -309,151 +352,265 @@ def _lists(keys: Keys, plan: Plan) -> list[Any]:
     # Invalid pieces are fetched from all over the cache: fetching the same one again and again would be slow.
     numbers = jnp.where(pieces >= 0, pieces // (plan.packing if plan.selects else 1), (ordinal - 1) % len(keys.cache))
     numbers = numbers.reshape(num_lists, chunks, chunk)
-    if keys.lens is None:
-        scalars = jnp.concatenate([numbers, count], axis=-1)
+    ends = [count] if keys.lens is None else [jnp.broadcast_to(keys.lens[:, None, None], count.shape), count]
+    if plan.selects:
+        scalars = jnp.concatenate([numbers, *ends], axis=-1)
         return [scalars[:, :, None], jnp.where(in_blocks >= 0, in_blocks % plan.packing, -1)]
     bits = jnp.uint32(1) << jnp.arange(plan.pieces, dtype=jnp.uint32)
     bits = jnp.where(in_blocks >= 0, bits, 0).sum(axis=-1, dtype=jnp.uint32)
-    lens = jnp.broadcast_to(keys.lens[:, None, None], count.shape)
-    scalars = jnp.concatenate([numbers, lax.bitcast_convert_type(bits, jnp.int32), lens, count], axis=-1)
+    scalars = jnp.concatenate([numbers, lax.bitcast_convert_type(bits, jnp.int32), *ends], axis=-1)
     return [scalars[:, :, None]]
+
+
+class Maps:
+    """Which block of each array a step of a core needs, given the scalars that come before a kernel."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.steps = plan.jobs_per_core * plan.chunks
+
+    def job(self, core: Any, step: Any) -> tuple[Any, Any]:
+        """A job of the call, and which tile of its rows."""
+        index = core * self.plan.jobs_per_core + step // self.plan.chunks
+        return index // self.plan.tiles, index % self.plan.tiles
+
+    def of_queries(self, core: Any, step: Any, _: Any, *jobs: Any) -> tuple[Any, ...]:
+        job, tile = self.job(core, step)
+        return (Jobs(*jobs).tiles[job] if jobs else job) * self.plan.tiles + tile, 0, 0
+
+    def of_tile(self, core: Any, step: Any, *_: Any) -> tuple[Any, ...]:
+        return self.job(core, step)[1], 0, 0
+
+    def list(self, core: Any, step: Any, *jobs: Any) -> Any:
+        job = self.job(core, step)[0]
+        return Jobs(*jobs).lists[job] if jobs else job
+
+    def of_kind(self, core: Any, step: Any, _: Any, *jobs: Any) -> tuple[Any, ...]:
+        kind = self.list(core, step, *jobs) % self.plan.kinds
+        return kind * self.plan.tiles + self.job(core, step)[1], 0, 0
+
+    def of_chunk(self, core: Any, step: Any, _: Any, *jobs: Any) -> tuple[Any, ...]:
+        return self.list(core, step, *jobs) * self.plan.chunks + step % self.plan.chunks, 0, 0
+
+    def of_next_chunk(self, core: Any, step: Any, *scalars: Any) -> tuple[Any, ...]:
+        return self.of_chunk(core, jnp.minimum(step + 1, self.steps - 1), *scalars)
 
 
 def _launch(plan: Plan, work: Work, operands: list[Any], out_dtype: Any, tile: Tile) -> tuple[Any, Any]:
     parts = [keys for keys in (work.keys, work.extra) if keys is not None]
     chunked = [jnp.concatenate(arrays, axis=1) for arrays in zip(*(_lists(keys, plan) for keys in parts), strict=True)]
     scalars, *vectors = [array.reshape(-1, *array.shape[2:]) for array in chunked]
-    jobs, rows, _ = operands[0].shape
-    steps = plan.jobs_per_core * plan.chunks
-    share, kinds = work.share * plan.tiles, 1 if work.sinks is None else work.sinks.shape[0]
-
-    def job(core: Any, step: Any) -> Any:
-        return core * plan.jobs_per_core + step // plan.chunks
-
-    def chunk(core: Any, step: Any) -> Any:
-        return job(core, step) // share * plan.chunks + step % plan.chunks
-
-    def of_job(core: Any, step: Any) -> tuple[Any, ...]:
-        return job(core, step), 0, 0
-
-    def of_kind(core: Any, step: Any) -> tuple[Any, ...]:
-        return job(core, step) // share % kinds * plan.tiles + job(core, step) % plan.tiles, 0, 0
-
-    def of_chunk(core: Any, step: Any) -> tuple[Any, ...]:
-        return chunk(core, step), 0, 0
-
-    def of_next_chunk(core: Any, step: Any) -> tuple[Any, ...]:
-        return chunk(core, jnp.minimum(step + 1, steps - 1)), 0, 0
+    tiles, rows, _ = operands[0].shape
+    maps, first = Maps(plan), (_factors(work.call, plan), *(work.jobs or ()))
 
     def block(array: Any, index: Any, memory: Any = pltpu.VMEM) -> pl.BlockSpec:
         return pl.BlockSpec((None, *array.shape[1:]), index, memory_space=memory)
 
-    maps = [of_job, *([of_job] * plan.limited), *([of_kind] * (work.sinks is not None))]
+    wanted = [maps.of_queries, *([maps.of_tile] * plan.by_tokens), *([maps.of_kind] * (plan.kinds > 0))]
     whole = pl.BlockSpec(memory_space=pltpu.HBM)
     buffer = (2, plan.pieces, plan.unit // plan.packing, plan.packing, work.keys.cache.shape[-1])
-    columns = plan.value_columns
+    columns = _latent_rows.value_columns(plan.layout, plan.d_v)
+    results = [
+        jax.ShapeDtypeStruct((tiles, rows, columns), out_dtype),
+        jax.ShapeDtypeStruct((tiles, 8, rows), jnp.float32),
+    ]
     return pl.pallas_call(
-        functools.partial(_kernel, plan, work.sinks is not None, len(parts)),
-        grid=(jobs // plan.jobs_per_core, steps),
-        in_specs=[
-            block(scalars, of_chunk, pltpu.SMEM),
-            block(scalars, of_next_chunk, pltpu.SMEM),
-            *(block(array, of_chunk) for array in vectors),
-            *(block(array, index) for array, index in zip(operands, maps, strict=True)),
-            *[whole] * len(parts),
-        ],
-        out_specs=[pl.BlockSpec((None, rows, columns), of_job), pl.BlockSpec((None, 8, rows), of_job)],
-        out_shape=[
-            jax.ShapeDtypeStruct((jobs, rows, columns), out_dtype),
-            jax.ShapeDtypeStruct((jobs, 8, rows), jnp.float32),
-        ],
-        scratch_shapes=[
-            pltpu.VMEM(buffer, work.keys.cache.dtype),
-            pltpu.VMEM((rows, LANES), jnp.float32),
-            pltpu.VMEM((rows, LANES), jnp.float32),
-            pltpu.VMEM((rows, columns), jnp.float32),
-            pltpu.SMEM((1,), jnp.int32),
-            pltpu.SemaphoreType.DMA((2,)),
-        ],
+        lambda *refs: _kernel(plan, _named(plan, len(parts), refs)),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(first),
+            grid=(plan.cores, maps.steps),
+            in_specs=[
+                block(scalars, maps.of_chunk, pltpu.SMEM),
+                block(scalars, maps.of_next_chunk, pltpu.SMEM),
+                *(block(array, maps.of_chunk) for array in vectors),
+                *(block(array, index) for array, index in zip(operands, wanted, strict=True)),
+                *[whole] * len(parts),
+            ],
+            out_specs=[block(result, maps.of_queries) for result in results],
+            scratch_shapes=[
+                pltpu.VMEM(buffer, work.keys.cache.dtype),
+                pltpu.VMEM((rows, LANES), jnp.float32),
+                pltpu.VMEM((rows, LANES), jnp.float32),
+                pltpu.VMEM((rows, columns), jnp.float32),
+                pltpu.SMEM((1,), jnp.int32),
+                pltpu.SemaphoreType.DMA((2,)),
+            ],
+        ),
+        out_shape=results,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
             disable_bounds_checks=True,  # the numbers of pieces are clamped to the cache, and a check takes two thirds
             vmem_limit_bytes=tile.vmem_limit_bytes or None,  # of the time that beginning a copy takes
         ),
         name="latent_attention",
-    )(scalars, scalars, *vectors, *operands, *(keys.cache for keys in parts))
+    )(*first, scalars, scalars, *vectors, *operands, *(keys.cache for keys in parts))
 
 
 # ---- the kernel
 
 
-def _kernel(plan: Plan, has_sinks: bool, num_caches: int, lists: Any, next_lists: Any, *others: Any) -> None:
+class Refs(NamedTuple):
+    """The kernel's memory: scalars, blocks of this step, caches in HBM, buffers."""
+
+    factors: Any
+    jobs: Jobs | None
+    lists: Any
+    next_lists: Any
+    indices: Any  # of single rows, i32 [blocks, pieces]
+    q: Any
+    tokens: Any  # i32 [rows, LANES], which of the tile's each row is of
+    sinks: Any
+    caches: list[Any]
+    out: Any
+    stats: Any
+    buffer: Any
+    m_i: Any
+    l_i: Any
+    acc: Any
+    turn: Any  # i32 [1], the half of the buffer that is computed next
+    arrived: Any
+
+
+def _named(plan: Plan, num_caches: int, refs: Any) -> Refs:
+    """The references in the order in which Pallas gives them, by name."""
+    refs = list(refs)
+
+    def take(count: int) -> list[Any]:
+        return [refs.pop(0) for _ in range(count)]
+
+    (factors,), jobs = take(1), Jobs(*take(len(Jobs._fields))) if plan.by_tokens else None
+    lists = take(2)
+    (indices,), (q,) = take(1) if plan.selects else [None], take(1)
+    (tokens,), (sinks,) = take(1) if plan.by_tokens else [None], take(1) if plan.kinds else [None]
+    return Refs._make([factors, jobs, *lists, indices, q, tokens, sinks, take(num_caches), *refs])
+
+
+class Span(NamedTuple):
+    """What one step computes."""
+
+    position: Any  # of the tile's first token, were it the list's
+    begin: Any  # the tile's tokens that are the job's own
+    end: Any
+    low: Any  # the first key that they see
+    high: Any  # one past the last
+    first: Any  # the first block of the chunk with such keys
+    last: Any  # one past the last
+
+
+def _span(plan: Plan, refs: Refs, lists: Any, step: Any) -> Span:
+    count, nothing = lists[0, lists.shape[1] - 1], jnp.int32(0)
+    if refs.jobs is None:
+        return Span(nothing, nothing, nothing, nothing, nothing, nothing, count)
+    job = Maps(plan).job(pl.program_id(0), step)[0]
+    position, begin, end = refs.jobs.positions[job], refs.jobs.begins[job], refs.jobs.ends[job]
+    low, high = nothing, lists[0, lists.shape[1] - 2]
+    if plan.causal:
+        high = jnp.clip(position + end, 0, high)
+    if plan.window is not None:
+        low = jnp.clip(position + begin - (plan.window - 1), 0, high)
+    high = jnp.where(begin < end, high, low)
+    before = step % plan.chunks * plan.blocks
+    first = jnp.clip(low // plan.keys - before, 0, count)
+    last = jnp.where(low < high, jnp.clip(cdiv(high, plan.keys) - before, first, count), first)
+    return Span(position, begin, end, low, high, first, last)
+
+
+def _kernel(plan: Plan, refs: Refs) -> None:
     """One chunk of one job's list; the first chunk of a job begins its softmax, the last one finishes it."""
-    refs = list(others)
-    indices = refs.pop(0) if plan.selects else None
-    q = refs.pop(0)
-    limits = refs.pop(0) if plan.limited else None
-    sinks = refs.pop(0) if has_sinks else None
-    caches, (out, stats, buffer, m_i, l_i, acc, turn, arrived) = refs[:num_caches], refs[num_caches:]
-    step = pl.program_id(1)
+    buffer, turn, arrived = refs.buffer, refs.turn, refs.arrived
+    step, last_step = pl.program_id(1), pl.num_programs(1) - 1
     chunk = step % plan.chunks
     next_chunk = jnp.where(chunk + 1 == plan.chunks, 0, chunk + 1)
-    last = lists.shape[1] - 1
-    num_blocks = lists[0, last]
-    num_next = jnp.where(step == pl.num_programs(1) - 1, 0, next_lists[0, last])
+    span = _span(plan, refs, refs.lists, step)
+    coming = _span(plan, refs, refs.next_lists, jnp.minimum(step + 1, last_step))
+    some_come = (step < last_step) & (coming.first < coming.last)
 
     @pl.when(step == 0)
     def _() -> None:
         turn[0] = 0
 
-    pl.when(chunk == 0)(lambda: _begin(m_i, l_i, acc))
+    pl.when(chunk == 0)(lambda: _begin(refs.m_i, refs.l_i, refs.acc))
 
     def start(block: Any, own: Any, slot: Any) -> None:
         """Fetch a block of this step, or the first of the next; a piece that is not valid fetches some other."""
 
         def one(cache: Any, piece: Any) -> None:
             index = block * plan.pieces + piece
-            number = jnp.where(own, lists[0, index], next_lists[0, index])
+            number = jnp.where(own, refs.lists[0, index], refs.next_lists[0, index])
             pltpu.make_async_copy(cache.at[number], buffer.at[slot, piece], arrived.at[slot]).start()
 
         def fetch(cache: Any) -> None:
             pl.loop(0, plan.pieces, unroll=math.gcd(plan.pieces, UNROLL))(functools.partial(one, cache))
 
         extra = jnp.where(own, chunk, next_chunk) >= plan.first_extra
-        pl.when(jnp.logical_not(extra))(lambda: fetch(caches[0]))
-        if num_caches == 2:
-            pl.when(extra)(lambda: fetch(caches[1]))
+        pl.when(jnp.logical_not(extra))(lambda: fetch(refs.caches[0]))
+        if len(refs.caches) == 2:
+            pl.when(extra)(lambda: fetch(refs.caches[1]))
 
     def turn_over(block: Any, carry: None) -> None:
-        """Begin to fetch what comes after a block, then compute it; before the first block (-1) there is none."""
+        """Begin to fetch what comes after a block, then compute it; before the first block there is none."""
         slot = turn[0]
-        own = block + 1 < num_blocks
+        own = block + 1 < span.last
 
-        @pl.when(own | (num_next > 0))
+        @pl.when(own | some_come)
         def _() -> None:
-            start(jnp.where(own, block + 1, 0), own, jnp.where(block < 0, slot, 1 - slot))
+            start(jnp.where(own, block + 1, coming.first), own, jnp.where(block < span.first, slot, 1 - slot))
 
-        @pl.when(block >= 0)
+        @pl.when(block >= span.first)
         def _() -> None:
             pltpu.make_async_copy(buffer.at[slot], buffer.at[slot], arrived.at[slot]).wait()
-            first = (chunk * plan.blocks + block) * plan.keys
-            raw, seen, offset = _taken(buffer[slot], lists, indices, block, first, plan)
-            if limits is not None:
-                seen &= first + offset < limits[:, :1]
-            _extend(q, _operands(raw, plan), seen, plan, m_i, l_i, acc)
+            _compute(plan, refs, span, block, (chunk * plan.blocks + block) * plan.keys)
             turn[0] = 1 - slot
 
         return carry
 
     # The step before has begun to fetch this one's first block; but there is none before the first step.
-    lax.fori_loop(jnp.where((step == 0) | (num_blocks == 0), -1, 0), num_blocks, turn_over, None)
+    before = jnp.where((step == 0) | (span.first == span.last), 1, 0)
+    lax.fori_loop(span.first - before, span.last, turn_over, None)
+    pl.when(chunk == plan.chunks - 1)(lambda: _store(plan, refs, span))
 
-    @pl.when(chunk == plan.chunks - 1)
+
+def _compute(plan: Plan, refs: Refs, span: Span, block: Any, first: Any) -> None:
+    """One block of the chunk, whose keys begin at `first` in the list."""
+    raw, seen, offset = _taken(plan, refs, span, block, first)
+    if plan.causal or plan.window is not None:
+        key, position = first + offset, span.position + refs.tokens[:, :1]
+        if plan.causal:
+            seen &= key <= position
+        if plan.window is not None:
+            seen &= key > position - plan.window
+    few = span.high - span.low <= plan.split_weights_below
+    _extend(plan, refs, _operands(raw, plan), seen, few)
+
+
+def _store(plan: Plan, refs: Refs, span: Span) -> None:
+    """Normalise what a job has summed."""
+    lse, factor = _finished(refs.m_i[:, :1], refs.l_i[:, :1], None if refs.sinks is None else refs.sinks[:, :1])
+    factor *= refs.factors[1]
+    out = jnp.where(factor == 0.0, 0.0, refs.acc[...] * factor)
+    lane = lax.broadcasted_iota(jnp.int32, refs.m_i.shape, 1)
+    stats = jnp.where(lane == 0, refs.m_i[...], lse)
+    if plan.shares:
+        _store_own(plan, refs, span, out, stats)
+    else:
+        refs.out[...], refs.stats[...] = out.astype(refs.out.dtype), stats.T[:8]
+
+
+def _store_own(plan: Plan, refs: Refs, span: Span, out: Any, stats: Any) -> None:
+    """Store the rows of a job's own tokens; the tile's other ones are those of other jobs, or of none."""
+    tiles, job = refs.jobs.tiles, Maps(plan).job(pl.program_id(0), pl.program_id(1))[0]  # type: ignore[union-attr]
+    is_first = pl.program_id(1) < plan.chunks * plan.tiles  # of its core
+
+    @pl.when(is_first | (tiles[jnp.maximum(job - 1, 0)] != tiles[job]))
     def _() -> None:
-        lse, factor = _finished(m_i[:, :1], l_i[:, :1], None if sinks is None else sinks[:, :1])
-        out[...] = (acc[...] * factor).astype(out.dtype)
-        lane = lax.broadcasted_iota(jnp.int32, m_i.shape, 1)
-        stats[...] = jnp.where(lane == 0, m_i[...], lse).T[:8]
+        refs.out[...] = jnp.zeros(refs.out.shape, refs.out.dtype)
+        refs.stats[...] = jnp.full(refs.stats.shape, -jnp.inf, jnp.float32)
+
+    token, lane = refs.tokens[:, :1], lax.broadcasted_iota(jnp.int32, stats.shape, 1)
+    own = (token >= span.begin) & (token < span.end)
+    refs.out[...] = jnp.where(own, out, refs.out[...].astype(jnp.float32)).astype(refs.out.dtype)
+    stats = jnp.where(lane == 2, jnp.where(own, 1.0, 0.0), stats).T[:8]
+    refs.stats[...] = jnp.where(stats[2:3] > 0, stats, refs.stats[...])
 
 
 def _begin(m_i: Any, l_i: Any, acc: Any) -> None:
@@ -473,13 +630,20 @@ def _finished(m_i: Any, l_i: Any, sinks: Any) -> tuple[Any, Any]:
     return lse, factor
 
 
-def _taken(fetched: Any, lists: Any, indices: Any, block: Any, first: Any, plan: Plan) -> tuple[Any, Any, Any]:
+def _taken(plan: Plan, refs: Refs, span: Span, block: Any, first: Any) -> tuple[Any, Any, Any]:
     """The bits of a block's keys, which of them are valid, and their offset from `first`, where the block begins."""
-    if indices is not None:
-        return _selected(fetched, indices[pl.ds(block, 1), :], plan)
-    valid_pieces = lists[0, plan.blocks * plan.pieces + block]
-    kv_len = lists[0, lists.shape[1] - 2]
-    return _paged(fetched, valid_pieces, kv_len - first, plan)
+    fetched = refs.buffer[refs.turn[0]]
+    bounds = (span.low - first, span.high - first) if plan.by_tokens else None
+    if plan.selects:
+        return _selected(fetched, refs.indices[pl.ds(block, 1), :], bounds, plan)
+    valid_pieces = refs.lists[0, plan.blocks * plan.pieces + block]
+    return _paged(fetched, valid_pieces, bounds, plan)
+
+
+def _within(offset: Any, bounds: Any, plan: Plan) -> Any:
+    """Which offsets in a block some token of the job sees; only a window bounds them below."""
+    low, high = bounds
+    return (offset < high) if plan.window is None else (offset >= low) & (offset < high)
 
 
 def _words(fetched: Any) -> Any:
@@ -487,22 +651,25 @@ def _words(fetched: Any) -> Any:
     return pltpu.bitcast(fetched.reshape(-1, fetched.shape[-1]), jnp.int32)
 
 
-def _selected(fetched: Any, index: Any, plan: Plan) -> tuple[Any, Any, Any]:
+def _selected(fetched: Any, index: Any, bounds: Any, plan: Plan) -> tuple[Any, Any, Any]:
     """The bits of selected rows, [keys, columns], of the words each shares with others; zeros where `index` is -1.
 
     Also which of them are valid, and their offset in the block, [1, keys].
     """
     bits = 32 // plan.packing
+    offset = lax.broadcasted_iota(jnp.int32, (1, plan.keys), 1)
+    if bounds is not None:
+        index = jnp.where(_within(offset, bounds, plan), index, -1)
     column = jnp.broadcast_to(index, (8, plan.keys)).T[:, :1]
     words = _words(fetched)
     if plan.packing > 1:
         words = (words >> (bits * jnp.maximum(column, 0))) & ((1 << bits) - 1)
-    return jnp.where(column >= 0, words, 0), index >= 0, lax.broadcasted_iota(jnp.int32, (1, plan.keys), 1)
+    return jnp.where(column >= 0, words, 0), index >= 0, offset
 
 
 def _splits_words(plan: Plan) -> bool:
     """Whether keys of whole pages are taken out of their words, ordered by their index within a word."""
-    return plan.packing > 1 and (plan.layout != "plain" or plan.half)
+    return plan.packing > 1 and (plan.layout != "plain" or plan.numbers is not None)
 
 
 def _offsets(plan: Plan) -> Any:
@@ -514,20 +681,20 @@ def _offsets(plan: Plan) -> Any:
     return (lane - plan.words * index) * plan.packing + index
 
 
-def _paged(fetched: Any, valid_pieces: Any, kv_len: Any, plan: Plan) -> tuple[Any, Any, Any]:
-    """The bits of the rows of whole pages; zeros for what lies beyond the length, or in a page that does not exist.
+def _paged(fetched: Any, valid_pieces: Any, bounds: Any, plan: Plan) -> tuple[Any, Any, Any]:
+    """The bits of the rows of whole pages; zeros for what no token sees, or lies in a page that does not exist.
 
     [keys, columns] taken out of their words, or [words, columns] if the words serve as they are. Also which of them are
     valid, and their offset in the block, [1, keys].
     """
     offset = _offsets(plan)
-    seen = (offset < kv_len) & ((valid_pieces >> (offset >> log2(plan.unit))) & 1 != 0)
+    seen = _within(offset, bounds, plan) & ((valid_pieces >> (offset >> log2(plan.unit))) & 1 != 0)
     bits = 32 // plan.packing
     row = lax.broadcasted_iota(jnp.int32, (plan.words, 1), 0) * plan.packing
     present = jnp.zeros_like(row)
     for index in range(plan.packing):
         field = ((1 << bits) - 1) << (bits * index)
-        present |= jnp.where(row + index < kv_len, field - ((field >> 31) << 32), 0)
+        present |= jnp.where(_within(row + index, bounds, plan), field - ((field >> 31) << 32), 0)
     present = jnp.where((valid_pieces >> (row >> log2(plan.unit))) & 1 != 0, present, 0)
     words = _words(fetched) & present
     if not _splits_words(plan):
@@ -539,9 +706,9 @@ def _paged(fetched: Any, valid_pieces: Any, kv_len: Any, plan: Plan) -> tuple[An
 def _operands(raw: Any, plan: Plan) -> list[tuple[Any, Any]]:
     """Keys as matrix operands: parts of their columns [keys, ...], each with its scale as [1, keys] or None."""
     if plan.layout != "plain":
-        return _v32_operands(raw, plan)
-    if plan.half:
-        values = _from_bits(raw, exponent=5, mantissa=10)
+        return _latent_rows.operands(raw, plan.layout, plan.dtype)
+    if plan.numbers is not None:
+        values = _latent_rows.numbers(raw, plan.numbers)
     elif plan.selects or plan.packing == 1:
         values = pltpu.bitcast(raw << (32 - 32 // plan.packing), jnp.float32)
     else:
@@ -549,41 +716,9 @@ def _operands(raw: Any, plan: Plan) -> list[tuple[Any, Any]]:
     return [(values.astype(plan.dtype), None)]
 
 
-def _from_bits(raw: Any, *, exponent: int, mantissa: int) -> Any:
-    """Small floats, as integers, in float32; exactly, also where the unit flushes what is below the normal numbers."""
-    magnitude = raw & ((1 << (exponent + mantissa)) - 1)
-    up, bias = 23 - mantissa, 127 - ((1 << (exponent - 1)) - 1)
-    smallest = 2.0 ** (bias + 1 - 127)
-    normal = pltpu.bitcast((magnitude << up) + (bias << 23), jnp.float32)
-    below = pltpu.bitcast((magnitude << up) | ((bias + 1) << 23), jnp.float32) - jnp.float32(smallest)
-    value = jnp.where(magnitude < (1 << mantissa), below, normal)
-    if exponent == 5:
-        infinite = pltpu.bitcast((magnitude << up) | 0x7F800000, jnp.float32)
-        value = jnp.where(magnitude >= (31 << mantissa), infinite, value)
-    else:  # e4m3 has no infinity and one NaN
-        value = jnp.where(magnitude == (1 << (exponent + mantissa)) - 1, jnp.float32(jnp.nan), value)
-    return jnp.where((raw >> (exponent + mantissa)) != 0, -value, value)
-
-
-def _v32_operands(raw: Any, plan: Plan) -> list[tuple[Any, Any]]:
-    """Four groups of 128 columns with their scales, then the rotary columns at every other lane behind the scales'."""
-    num_keys = raw.shape[0]
-    tail = raw[:, V32.values :]
-    tail = jnp.concatenate([tail, jnp.zeros((num_keys, TAIL - tail.shape[1]), jnp.int32)], axis=1)
-    pairs = tail | (pltpu.roll(tail, TAIL - 1, 1) << 8)
-    scales = pltpu.bitcast(pairs | (pltpu.roll(pairs, TAIL - 2, 1) << 16), jnp.float32)[:, :LANES].T
-    lane = lax.broadcasted_iota(jnp.int32, tail.shape, 1)
-    first = V32.token_bytes - V32.values - 2 * V32.rotary
-    is_rotary = (lane >= first) & (lane < first + 2 * V32.rotary) & (lane % 2 == 0)
-    rotary = pltpu.bitcast(jnp.where(is_rotary, pairs << 16, 0), jnp.float32)
-    groups = range(V32.values // V32.group)
-    values = _from_bits(raw[:, : V32.values], exponent=4, mantissa=3).astype(plan.dtype)
-    parts = [(values[:, V32.group * g : V32.group * (g + 1)], scales[4 * g : 4 * g + 1]) for g in groups]
-    return [*parts, (rotary.astype(plan.dtype), None)]
-
-
-def _extend(q: Any, parts: list[tuple[Any, Any]], seen: Any, plan: Plan, m_i: Any, l_i: Any, acc: Any) -> None:
-    """Add a block of keys to the running softmax."""
+def _extend(plan: Plan, refs: Refs, parts: list[tuple[Any, Any]], seen: Any, few: Any) -> None:
+    """Add a block of keys to the running softmax; where a job sees `few`, with what bfloat16 cuts off the weights."""
+    q, m_i, l_i, acc = refs.q, refs.m_i, refs.l_i, refs.acc
     dot = functools.partial(lax.dot_general, precision=precision(plan.dtype), preferred_element_type=jnp.float32)
     products, column = [], 0
     for operand, scale in parts:
@@ -591,13 +726,17 @@ def _extend(q: Any, parts: list[tuple[Any, Any]], seen: Any, plan: Plan, m_i: An
         product = dot(q[:, column : column + width], operand, (((1,), (1,)), ((), ())))
         products.append(product if scale is None else product * scale)
         column += width
-    logits = jnp.where(seen, sum(products[1:], products[0]) * plan.scale, -jnp.inf)
+    logits = sum(products[1:], products[0]) * refs.factors[0]
+    if plan.soft_cap is not None:
+        logits = jnp.tanh(logits) * plan.soft_cap
+    logits = jnp.where(seen, logits, -jnp.inf)
     before = m_i[:, :1]
     high = jnp.maximum(before, logits.max(axis=1, keepdims=True))
     base = jnp.where(high == -jnp.inf, 0.0, high)
     weights, alpha = jnp.exp(logits - base), jnp.exp(before - base)
     m_i[...] = jnp.broadcast_to(high, m_i.shape)
     l_i[...] = l_i[...] * alpha + weights.sum(axis=1, keepdims=True)
+    mixed = []  # columns of values, their weights
     column = 0
     for operand, scale in parts:
         width = min(operand.shape[1], acc.shape[1] - column)
@@ -606,4 +745,13 @@ def _extend(q: Any, parts: list[tuple[Any, Any]], seen: Any, plan: Plan, m_i: An
         scaled = weights if scale is None else weights * jnp.where(seen, scale, 0.0)
         values = dot(scaled.astype(plan.dtype), operand[:, :width], (((1,), (0,)), ((), ())))
         acc[:, column : column + width] = acc[:, column : column + width] * alpha + values
+        mixed.append((slice(column, column + width), scaled, operand[:, :width]))
         column += width
+
+    def add_rest() -> None:
+        for columns, scaled, operand in mixed:
+            rest = scaled - scaled.astype(plan.dtype).astype(jnp.float32)
+            acc[:, columns] = acc[:, columns] + dot(rest.astype(plan.dtype), operand, (((1,), (0,)), ((), ())))
+
+    if plan.split_weights_below:
+        pl.when(few)(add_rest)

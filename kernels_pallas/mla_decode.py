@@ -9,11 +9,13 @@ from ragged_attention.kernels_pallas import _latent
 from ragged_attention.kernels_pallas._blocks import expect_sizes
 from ragged_attention.kernels_pallas._latent import row_layout as row_layout
 from ragged_attention.kernels_pallas._latent import why_not as why_not
+from ragged_attention.kernels_pallas._latent_jobs import Tokens
 
 ROWS = 256  # of queries that a dense call computes together, unless a token's heads are more
 FEATURES = frozenset({
-    "page_indices", "kv_lens", "indices", "d_v", "sm_scale", "causal", "sinks", "topk_lens", "extra_kv_cache",
-    "extra_indices", "extra_topk_lens", "schedule", "cache_format", "cache_layout",
+    "page_indices", "kv_lens", "indices", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks",
+    "topk_lens", "extra_kv_cache", "extra_indices", "extra_topk_lens", "schedule", "cache_format", "cache_layout",
+    "out_dtype",
 })  # fmt: skip
 
 
@@ -55,76 +57,89 @@ def run(call: Any, tile: Tile, launch: Any) -> tuple[Any, Any]:
     del launch  # pallas_call launches
     caches = [cache for cache in (call.kv_cache, call.extra_kv_cache) if cache is not None and len(cache)]
     if 0 in (call.num_seqs, call.capacity) or not caches:
-        return jnp.zeros(call.out_shape, call.q.dtype), jnp.full(call.lse_shape, -jnp.inf, jnp.float32)
+        return jnp.zeros(call.out_shape, call.result_dtype), jnp.full(call.lse_shape, -jnp.inf, jnp.float32)
     return _sparse(call, tile) if call.sparse else _dense(call, tile)
 
 
 def _sparse(call: Any, tile: Tile) -> tuple[Any, Any]:
     """Each query token is a job."""
     given = [
-        (call.kv_cache, call.indices, call.topk_lens),
-        (call.extra_kv_cache, call.extra_indices, call.extra_topk_lens),
+        (call.kv_cache, call.indices, call.topk_lens, call.format),
+        (call.extra_kv_cache, call.extra_indices, call.extra_topk_lens, call.extra_format),
     ]
-    keys = []
-    for cache, indices, lens in given:
+    keys, forms = [], []
+    for cache, indices, lens, form in given:
         if cache is not None and len(cache):
             slots = _latent.valid_slots(indices, lens, cache.shape[0] * cache.shape[1])
             keys.append(_latent.selected_rows(cache, slots.reshape(-1, indices.shape[2])))
+            forms.append(form)
+    attend = _in_one_format if len(set(forms)) == 1 else _in_two_formats
+    out, lse = attend(call, keys, forms, tile)
+    return out.reshape(call.out_shape), lse.reshape(call.q.shape[:3]).swapaxes(1, 2)
+
+
+def _in_one_format(call: Any, keys: list[_latent.Keys], forms: list[str], tile: Tile) -> tuple[Any, Any]:
+    """Out [jobs, H, d_v] and lse [jobs, H] over lists of rows of one format."""
     work = _latent.Work(
         call=call,
         q=call.q.reshape(-1, *call.q.shape[2:]),
         keys=keys[0],
         extra=keys[1] if len(keys) > 1 else None,
         sinks=None if call.sinks is None else call.sinks[None],
+        form=forms[0],
     )
     out, _, lse = _latent.run(work, tile)
-    return out.reshape(call.out_shape), lse.reshape(call.q.shape[:3]).swapaxes(1, 2)
+    return out, lse
+
+
+def _in_two_formats(call: Any, keys: list[_latent.Keys], forms: list[str], tile: Tile) -> tuple[Any, Any]:
+    """The same over one list in each format, for which columns are ordered differently: merged by their lse."""
+    part = dataclasses.replace(call, sinks=None, out_dtype="float32")
+    outs, lses = zip(*(_in_one_format(part, [keys[i]], [forms[i]], tile) for i in range(2)), strict=True)
+    lse = jnp.logaddexp(*lses)
+    base = jnp.where(lse == -jnp.inf, 0.0, lse)
+    one, other = (out * jnp.exp(own - base)[..., None] for out, own in zip(outs, lses, strict=True))
+    out = one + other
+    if call.sinks is not None:
+        out *= (1.0 / (1.0 + jnp.exp(call.sinks - base)))[..., None]
+    return out.astype(call.result_dtype), lse
 
 
 def _dense(call: Any, tile: Tile) -> tuple[Any, Any]:
-    """Some query tokens of a sequence, with the heads of a KV head, are a job; those of a KV head share a list."""
-    num_seqs, num_q_tokens, num_q_heads, d_qk = call.q.shape
+    """The tokens of a sequence, with the heads of one KV head, share a list."""
+    num_seqs, count, num_q_heads, d_qk = call.q.shape
     num_kv_heads = call.num_kv_heads
-    group = num_q_heads // num_kv_heads
-    size = min(tile.num_queries_per_block, num_q_tokens)
-    tiles = -(-num_q_tokens // size)
-    q = call.q.reshape(num_seqs, num_q_tokens, num_kv_heads, group, d_qk)
-    q = jnp.pad(q, ((0, 0), (0, tiles * size - num_q_tokens), (0, 0), (0, 0), (0, 0)))
-    q = q.reshape(num_seqs, tiles, size, num_kv_heads, group, d_qk).transpose(0, 3, 1, 2, 4, 5)
-    kv_lens = jnp.clip(call.kv_lens, 0, call.capacity)
+    lists, group = num_seqs * num_kv_heads, num_q_heads // num_kv_heads
+    kv_lens = jnp.repeat(jnp.clip(call.kv_lens, 0, call.capacity), num_kv_heads)
+    size = min(tile.num_queries_per_block, count)
+    tokens = Tokens(
+        lists=jnp.repeat(jnp.arange(lists, dtype=jnp.int32), count),
+        positions=(kv_lens[:, None] - count + jnp.arange(count, dtype=jnp.int32)).reshape(-1),
+        changes=lists if count % size else 0,
+    )
     work = _latent.Work(
         call=call,
-        q=q.reshape(-1, size * group, d_qk),
-        keys=_pages_or_rows(call, kv_lens),
-        share=tiles,
-        limits=_limits(call, kv_lens, tiles, size, group) if call.causal else None,
-        sinks=None if call.sinks is None else jnp.tile(call.sinks.reshape(num_kv_heads, group), (1, size)),
+        q=call.q.reshape(num_seqs, count, num_kv_heads, group, d_qk).swapaxes(1, 2).reshape(-1, group, d_qk),
+        keys=pages_or_rows(call, kv_lens),
+        sinks=None if call.sinks is None else call.sinks.reshape(num_kv_heads, group),
     )
-    out, _, lse = _latent.run(work, tile)
-    jobs = (num_seqs, num_kv_heads, tiles, size, group)
-    out = out.reshape(*jobs, call.d_v).transpose(0, 2, 3, 1, 4, 5).reshape(num_seqs, tiles * size, num_q_heads, -1)
-    lse = lse.reshape(jobs).transpose(0, 1, 4, 2, 3).reshape(num_seqs, num_q_heads, -1)
-    return out[:, :num_q_tokens], lse[:, :, :num_q_tokens]
+    out, lse = _latent.run_tokens(work, tokens, size, tile)
+    out = out.reshape(num_seqs, num_kv_heads, count, group, call.d_v).swapaxes(1, 2).reshape(call.out_shape)
+    return out, lse.reshape(num_seqs, num_kv_heads, count, group).swapaxes(2, 3).reshape(call.lse_shape)
 
 
-def _limits(call: Any, kv_lens: Any, tiles: int, size: int, group: int) -> Any:
-    """Below which position each row of each job sees keys."""
-    token = jnp.arange(tiles * size, dtype=jnp.int32)
-    limits = kv_lens[:, None] - jnp.maximum(call.num_q_tokens - 1 - token, 0)
-    shape = (call.num_seqs, call.num_kv_heads, tiles, size, group)
-    limits = limits.reshape(call.num_seqs, 1, tiles, size, 1)
-    return jnp.broadcast_to(limits, shape).reshape(-1, size * group)
+def pages_or_rows(call: Any, kv_lens: Any) -> _latent.Keys:
+    """Whole pages, or single rows where pages are not whole rows of words, or hold several KV heads.
 
-
-def _pages_or_rows(call: Any, kv_lens: Any) -> _latent.Keys:
-    """Whole pages, or single rows where pages are not whole rows of words, or hold several KV heads."""
-    unit = _latent.unit_of(call.page_size, call.kv_cache.dtype)
-    if unit is not None and call.num_kv_heads == 1:
+    There is a list for each KV head of each sequence, of the length that `kv_lens` says.
+    """
+    unit, num_kv_heads = _latent.unit_of(call.page_size, call.kv_cache.dtype), call.num_kv_heads
+    if unit is not None and num_kv_heads == 1:
         return _latent.whole_pages(call.kv_cache, call.page_indices, kv_lens, unit)
     position = jnp.arange(call.page_indices.shape[1] * call.page_size, dtype=jnp.int32)[: call.capacity]
     pages = call.page_indices[:, position // call.page_size]
-    seen = (pages >= 0) & (pages < call.kv_cache.shape[0]) & (position < kv_lens[:, None])
+    seen = (pages >= 0) & (pages < call.kv_cache.shape[0]) & (position < kv_lens[::num_kv_heads, None])
     slots = jnp.where(seen, pages, 0) * call.page_size + position % call.page_size
-    heads = jnp.arange(call.num_kv_heads, dtype=jnp.int32)[:, None]
-    numbers = jnp.where(seen[:, None], slots[:, None] * call.num_kv_heads + heads, -1)
-    return _latent.selected_rows(call.kv_cache, numbers.reshape(-1, len(position)))
+    heads = jnp.arange(num_kv_heads, dtype=jnp.int32)[:, None]
+    numbers = jnp.where(seen[:, None], slots[:, None] * num_kv_heads + heads, -1)
+    return _latent.selected_rows(call.kv_cache, numbers.reshape(-1, len(position)), kv_lens)

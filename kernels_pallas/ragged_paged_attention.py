@@ -178,7 +178,7 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
     if call.new_kv is not None and not tile.fused_update:
         write = call.write_of_new_kv()
         pages = write_kv_pages.run(write, write_kv_pages.heuristic(write), launch)
-        return [*run(call.after_write(pages[0] if call.combined else tuple(pages)), tile, launch), *pages]
+        return [*run(call.after_write(pages), tile, launch), *pages]
     num_tokens, block_q = call.num_tokens, queries_per_tile(tile)
     padded = max(num_tokens, block_q) if num_tokens > 1 else num_tokens
     pages = [call.kv_pages] if call.combined else list(call.kv_pages)

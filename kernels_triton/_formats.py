@@ -19,9 +19,13 @@ def e4m3_format(arch: str) -> str:
 
 def cache_format(call: Any) -> str:
     """How kernels are to read the cache: `plain`, or which 8-bit format, and how e4m3 is decoded."""
-    kind = call.cache_dtype
+    return number_format(call.cache_dtype, call.device.arch)
+
+
+def number_format(kind: str, arch: str) -> str:
+    """The same of numbers of a dtype."""
     if kind == "float8_e4m3fn":
-        return e4m3_format(call.device.arch)
+        return e4m3_format(arch)
     return {"float8_e5m2": "e5m2", "int8": "int8"}.get(kind, "plain")
 
 

@@ -9,8 +9,9 @@ from ragged_attention.kernels_triton._latent.plan import Tile as Tile
 from ragged_attention.kernels_triton._tiles import launchable
 
 FEATURES = frozenset({
-    "page_indices", "kv_lens", "indices", "d_v", "sm_scale", "causal", "sinks", "topk_lens", "extra_kv_cache",
-    "extra_indices", "extra_topk_lens", "schedule", "cache_format", "cache_layout",
+    "page_indices", "kv_lens", "indices", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks",
+    "topk_lens", "extra_kv_cache", "extra_indices", "extra_topk_lens", "schedule", "cache_format", "cache_layout",
+    "out_dtype",
 })  # fmt: skip
 
 
@@ -24,8 +25,10 @@ def heuristic(call: MlaDecode) -> Tile:
     jobs *= call.num_seqs * call.num_kv_heads
     extra = call.extra_topk > 0
     page_sizes = (call.page_size, call.extra_kv_cache.shape[1]) if extra else (call.page_size,)
-    walk = plan.Walk(dense=not call.sparse, extra=extra, page_sizes=page_sizes)
-    return plan.tile_for(call, rows, jobs, call.capacity, walk)
+    window = plan.window_of(call)
+    walk = plan.Walk(dense=not call.sparse, extra=extra, page_sizes=page_sizes, windowed=window is not None)
+    keys = call.capacity if window is None else min(call.capacity, window + call.num_q_tokens)
+    return plan.tile_for(call, rows, jobs, keys, walk)
 
 
 def invariant_tile(call: MlaDecode) -> Tile:
@@ -65,6 +68,8 @@ def run(call: MlaDecode, tile: Tile, launch: Any) -> Any:
         keys=keys,
         extra=extra,
         schedule=None if tile.invariant else call.schedule,
+        window=plan.window_of(call),
+        soft_cap=call.soft_cap,
     )
     out, lse, _ = kernel.run(work, tile, launch, max_logits=False)
     return out, lse

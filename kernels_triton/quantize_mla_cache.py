@@ -27,15 +27,20 @@ def run(call: QuantizeMlaCache, tile: Tile, launch: Any) -> Any:
     (cache,) = launch(
         write_mla_cache.write_rows_kernel,
         (cdiv(num_pages * page_size, tile.block_t), write_mla_cache.parts(call.format, 1)),
-        (kv, kv, kv),  # there are neither slots nor an older cache
+        (kv,) * 8,  # there are neither places nor an older cache
         [(call.out_shape, "uint8")],
         num_tokens=num_pages * page_size,
         slots_stride=0,
+        **write_mla_cache.no_tables(),
+        kv_scale_factor=1.0,
+        KV_SCALE_STRIDE=-1,
         **dict(zip(("kv_page_stride", "kv_row_stride", "kv_head_stride"), launch.strides(kv), strict=False)),
         page_stride=page_size * row,
         row_stride=row,
         head_stride=row,
-        HAS_SLOTS=False,
+        PLACES="rows",
+        SCALED=False,
+        CODES="plain",
         KV_PAGE=page_size,
         **write_mla_cache.constants(call, num_pages * page_size, page_size, tile),
     )

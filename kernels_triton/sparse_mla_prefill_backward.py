@@ -330,11 +330,11 @@ def gradient_kernel(
     last = list_length(lens_ptr, token, 0, TOPK, lens_stride, 0, HAS_LENS)
     entries = list_ptr + wide_token * list_token_stride + kv_head.to(tl.int64) * list_head_stride
     blocks = (last + BLOCK_KV - 1) // BLOCK_KV
-    following = entries_of(entries, 0, blocks > 0, last, True, PAGE_SIZE, BLOCK_KV)
+    following = entries_of(entries, 0, blocks > 0, 0, last, True, PAGE_SIZE, BLOCK_KV)
     for block in range(blocks):
         slots = following
-        following = entries_of(entries, block + 1, block + 1 < blocks, last, True, PAGE_SIZE, BLOCK_KV)
-        position, page, slot_in_page, readable = keys_of(slots, block, last, num_slots, True, PAGE_SIZE, BLOCK_KV)
+        following = entries_of(entries, block + 1, block + 1 < blocks, 0, last, True, PAGE_SIZE, BLOCK_KV)
+        position, page, slot_in_page, readable = keys_of(slots, block, 0, last, num_slots, True, PAGE_SIZE, BLOCK_KV)
         rows = kv_ptr + page.to(tl.int64) * page_stride + slot_in_page.to(tl.int64) * slot_stride
         if PARTS:
             entry = (job.to(tl.int64) * TOPK + position) * BLOCKS + block_of_heads

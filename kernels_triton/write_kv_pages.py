@@ -140,8 +140,10 @@ def run(call: WriteKvPages, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernel; returns the page arrays."""
     k, v = launch.packed(call.k), launch.packed(call.v)
     k_pages, v_pages, k_strides, v_strides, v_offset = cache_views(call, launch)
-    k_scale, k_arguments = scale_arguments("k_scale", call.k_scale, k, launch)
-    v_scale, v_arguments = scale_arguments("v_scale", call.v_scale, k, launch)
+    # What comes as it is stored goes through float32 as the integers that its bits are, and keeps them.
+    scales = (None, None) if call.copies else (call.k_scale, call.v_scale)
+    k_scale, k_arguments = scale_arguments("k_scale", scales[0], k, launch)
+    v_scale, v_arguments = scale_arguments("v_scale", scales[1], k, launch)
     by_slot = call.slot_mapping is not None
     if by_slot:
         slots = page_indices = kv_lens = cu_q_lens = call.slot_mapping
@@ -176,7 +178,7 @@ def run(call: WriteKvPages, tile: Tile, launch: Any) -> Any:
         **v_arguments,
         HAS_SLOTS=by_slot,
         HAS_NUM_SEQS=call.num_seqs is not None,
-        FORMAT=cache_format(call),
+        FORMAT="plain" if call.copies else cache_format(call),
         PAGE_SIZE=call.page_size,
         D=call.head_dim,
         D_PAD=next_power_of_2(call.head_dim),

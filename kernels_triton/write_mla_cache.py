@@ -15,12 +15,25 @@ import triton
 import triton.language as tl
 
 from ragged_attention.calls import CACHE_FORMATS, WriteMlaCache
-from ragged_attention.kernels_triton._formats import e4m3_values, encode_float4, encode_float8, narrow
-from ragged_attention.kernels_triton._sequences import VARYING
+from ragged_attention.kernels_triton._formats import (
+    e4m3_values,
+    encode,
+    encode_float4,
+    encode_float8,
+    load_scale,
+    narrow,
+    number_format,
+    scale_arguments,
+)
+from ragged_attention.kernels_triton._sequences import VARYING, count_sequences
 from ragged_attention.kernels_triton._tiles import cdiv, launchable, next_power_of_2
 from ragged_attention.kernels_triton.write_kv_pages import Tile as Tile
+from ragged_attention.kernels_triton.write_kv_pages import slots_from_tables
 
-FEATURES = frozenset({"power_of_two_scales", "cache_format", "cache_layout"})
+FEATURES = frozenset({
+    "slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "kv_scale", "power_of_two_scales",
+    "cache_format", "cache_layout",
+})  # fmt: skip
 
 
 def why_not(call: WriteMlaCache) -> str | None:
@@ -110,36 +123,56 @@ def write_rotary(source, target, live, ROTARY: tl.constexpr):
     store_bytes(target, values.to(tl.uint16, bitcast=True), live, 2)
 
 
+@triton.jit
+def write_plain(source, target, live, scale, SCALED: tl.constexpr, CODES: tl.constexpr, WIDTH: tl.constexpr,
+                PADDED: tl.constexpr):  # fmt: skip
+    """Some rows as they are or, if SCALED, divided by a scale and encoded."""
+    columns = tl.arange(0, PADDED)
+    mask = live[:, None] & (columns < WIDTH)[None, :]
+    values = tl.load(source[:, None] + columns[None, :], mask=mask, other=0)
+    if SCALED:
+        scaled = values.to(tl.float32)
+        scaled = tl.div_rn(scaled, scale + tl.zeros_like(scaled))
+        values = encode(scaled, CODES, target.dtype.element_ty)
+    tl.store(target[:, None] + columns[None, :], values, mask=mask)
+
+
 @triton.jit(do_not_specialize=VARYING)
 def write_rows_kernel(
-    kv_ptr, slots_ptr, given_cache_ptr, cache_ptr,
-    num_tokens, num_slots, slots_stride, kv_page_stride, kv_row_stride, kv_head_stride,
-    page_stride, row_stride, head_stride,
-    HAS_SLOTS: tl.constexpr, SCALES: tl.constexpr, PLANAR: tl.constexpr, POWERS: tl.constexpr, KV_PAGE: tl.constexpr,
+    kv_ptr, slots_ptr, page_indices_ptr, kv_lens_ptr, cu_q_lens_ptr, num_seqs_ptr, kv_scale_ptr,
+    given_cache_ptr, cache_ptr,
+    num_tokens, num_slots, max_num_seqs, capacity, table_stride, search_steps, slots_stride,
+    kv_page_stride, kv_row_stride, kv_head_stride, page_stride, row_stride, head_stride, kv_scale_factor,
+    PLACES: tl.constexpr, HAS_NUM_SEQS: tl.constexpr, KV_SCALE_STRIDE: tl.constexpr, SCALED: tl.constexpr,
+    CODES: tl.constexpr, SCALES: tl.constexpr, PLANAR: tl.constexpr, POWERS: tl.constexpr, KV_PAGE: tl.constexpr,
     PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, VALUE_BYTES: tl.constexpr,
     SCALE_BYTES: tl.constexpr, GROUP: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Rows of `kv`, which lie KV_PAGE to a page, to their slots; without slots row i goes to slot i.
+    """Rows of `kv`, which lie KV_PAGE to a page, to their slots. PLACES says where these are from: given one by one,
+    from the tables of an attention, or row i goes to slot i.
 
     SCALES is the format of the cache's scales, "" of a plain one; SCALE_BYTES a token's, with their padding.
     """
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     part = tl.program_id(1)
     slot = token
-    if HAS_SLOTS:
+    if PLACES == "slots":
         slot = tl.load(slots_ptr + token * slots_stride, mask=token < num_tokens, other=-1).to(tl.int64)
+    elif PLACES == "tables":
+        num_seqs = count_sequences(num_seqs_ptr, max_num_seqs, HAS_NUM_SEQS)
+        slot = slots_from_tables(
+            token.to(tl.int32), page_indices_ptr, kv_lens_ptr, cu_q_lens_ptr, num_seqs, num_tokens,
+            num_slots // PAGE_SIZE, capacity, table_stride, search_steps, PAGE_SIZE,
+        )  # fmt: skip
     live = (slot >= 0) & (slot < num_slots) & (token < num_tokens)
     slot = tl.where(live, slot, 0)
     source = kv_ptr + token // KV_PAGE * kv_page_stride + token % KV_PAGE * kv_row_stride
     page = cache_ptr + slot // PAGE_SIZE * page_stride
     row = slot % PAGE_SIZE
     if SCALES == "":
-        columns = tl.arange(0, GROUP)
-        mask = live[:, None] & (columns < WIDTH)[None, :]
-        source += part.to(tl.int64) * kv_head_stride
         target = page + row * row_stride + part.to(tl.int64) * head_stride
-        values = tl.load(source[:, None] + columns[None, :], mask=mask, other=0)
-        tl.store(target[:, None] + columns[None, :], values, mask=mask)
+        scale = load_scale(kv_scale_ptr, 0, kv_scale_factor, KV_SCALE_STRIDE)
+        write_plain(source + part.to(tl.int64) * kv_head_stride, target, live, scale, SCALED, CODES, WIDTH, GROUP)
     else:
         rotary: tl.constexpr = WIDTH - VALUES
         e8m0: tl.constexpr = SCALES == "float8_e8m0fnu"
@@ -188,23 +221,51 @@ def constants(call: Any, num_slots: int, page_size: int, tile: Tile) -> dict[str
     }
 
 
+def place_arguments(call: WriteMlaCache, launch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The kernel's arrays that say where rows go, and its other arguments about that."""
+    if call.slot_mapping is not None:
+        slots = call.slot_mapping
+        return (slots,) * 5, {"PLACES": "slots", **no_tables(), "slots_stride": launch.strides(slots)[0]}
+    page_indices, kv_lens, cu_q_lens = map(launch.packed, (call.page_indices, call.kv_lens, call.cu_q_lens))
+    max_num_seqs = kv_lens.shape[0]
+    arrays = (kv_lens, page_indices, kv_lens, cu_q_lens, kv_lens if call.num_seqs is None else call.num_seqs)
+    return arrays, {
+        "PLACES": "tables",
+        "HAS_NUM_SEQS": call.num_seqs is not None,
+        "max_num_seqs": max_num_seqs,
+        "capacity": call.capacity,
+        "table_stride": launch.strides(page_indices)[0],
+        "search_steps": (max_num_seqs + 1).bit_length() + 1,
+        "slots_stride": 0,
+    }
+
+
+def no_tables() -> dict[str, Any]:
+    """The kernel's arguments about tables where there are none."""
+    return {"HAS_NUM_SEQS": False, "max_num_seqs": 0, "capacity": 0, "table_stride": 0, "search_steps": 0}
+
+
 def run(call: WriteMlaCache, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernel; returns the cache."""
-    kv, slots, cache = launch.packed(call.kv), call.slot_mapping, call.cache
+    kv, cache = launch.packed(call.kv), call.cache
     num_tokens, num_kv_heads, _ = kv.shape
+    kv_scale, scale_numbers = scale_arguments("kv_scale", call.kv_scale, kv, launch)
+    places, numbers = place_arguments(call, launch)
     (written,) = launch(
         write_rows_kernel,
         (cdiv(num_tokens, tile.block_t), parts(call.format, num_kv_heads)),
-        (kv, slots, cache),
+        (kv, *places, kv_scale, cache),
         [],
-        inplace=(2,),
+        inplace=(7,),
         num_tokens=num_tokens,
-        slots_stride=launch.strides(slots)[0],
+        **numbers,
+        **scale_numbers,
         kv_page_stride=launch.strides(kv)[0],
         kv_row_stride=0,
         kv_head_stride=launch.strides(kv)[1],
         **dict(zip(("page_stride", "row_stride", "head_stride"), launch.strides(cache), strict=False)),
-        HAS_SLOTS=True,
+        SCALED=call.code_dtype is not None or call.kv_scale is not None,
+        CODES=number_format(call.code_dtype or "", call.device.arch),
         KV_PAGE=1,
         **constants(call, call.num_slots, call.page_size, tile),
     )

@@ -125,11 +125,17 @@ def latent_rows(
     slots: NDArray[np.integer[Any]],
     cache_format: str | None = None,
     cache_layout: str | None = None,
+    code_dtype: str | None = None,
 ) -> Float64:
-    """The rows [n, K, d_qk] at `slots` [n], which lie within the cache; nothing else is read."""
+    """The rows [n, K, d_qk] at `slots` [n], which lie within the cache; nothing else is read.
+
+    `code_dtype` names the numbers of a plain 8-bit cache, whose common scale is left out.
+    """
     pages = np.asarray(pages)
-    layout = latent_format(pages, cache_format, cache_layout)
     page, offset = np.divmod(slots, pages.shape[1])
+    if code_dtype is not None:
+        return decode(pages[page, offset], code_dtype)
+    layout = latent_format(pages, cache_format, cache_layout)
     if layout is None:
         return np.asarray(pages[page, offset], np.float64)
     codes, scales, rotary = (np.ascontiguousarray(plane[page, offset]) for plane in planes(pages, layout))

@@ -15,12 +15,15 @@ from ragged_attention.reference.merge_attention_states import merge_attention_st
 from ragged_attention.reference.sparse_mla_prefill import attend_latent, left_by_sinks, selected
 
 FEATURES = frozenset({
-    "page_indices", "kv_lens", "indices", "d_v", "sm_scale", "causal", "sinks", "topk_lens", "extra_kv_cache",
-    "extra_indices", "extra_topk_lens", "schedule", "cache_format", "cache_layout",
+    "page_indices", "kv_lens", "indices", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks",
+    "topk_lens", "extra_kv_cache", "extra_indices", "extra_topk_lens", "schedule", "cache_format", "cache_layout",
+    "out_dtype",
 })  # fmt: skip
 
 
-def attend_in_splits(q: Float64, rows: Float64, d_v: int, scale: float, num_splits: int) -> tuple[Float64, Float64]:
+def attend_in_splits(
+    q: Float64, rows: Float64, d_v: int, scale: float, soft_cap: float | None, num_splits: int
+) -> tuple[Float64, Float64]:
     """Attention of q [h, d_qk] over `rows` [n, d_qk], cut into ranges as even as possible and merged through their lse.
 
     This is how kernels fill a machine that the batch alone would not fill. The result does not depend on `num_splits`;
@@ -28,7 +31,7 @@ def attend_in_splits(q: Float64, rows: Float64, d_v: int, scale: float, num_spli
     """
     edges = np.arange(num_splits + 1) * len(rows) // num_splits
     ranges = [rows[start:stop] for start, stop in itertools.pairwise(edges)]
-    outs, _, lses = zip(*(attend_latent(q, part, d_v, scale) for part in ranges), strict=True)
+    outs, _, lses = zip(*(attend_latent(q, part, d_v, scale, soft_cap) for part in ranges), strict=True)
     out, lse = merge_attention_states(np.stack(outs)[:, None], np.stack(lses)[:, None])
     return out[0], lse[0]
 
@@ -58,6 +61,8 @@ def mla_decode(
     d_v: int = 512,
     sm_scale: float | None = None,
     causal: bool = False,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
     topk_lens: ArrayLike | None = None,
     extra_kv_cache: ArrayLike | None = None,
@@ -66,6 +71,7 @@ def mla_decode(
     schedule: Any = None,
     cache_format: str | None = None,
     cache_layout: str | None = None,
+    out_dtype: str | None = None,
     *,
     num_splits: int = 1,
 ) -> tuple[Float64, Float64]:
@@ -73,7 +79,7 @@ def mla_decode(
 
     Neither `schedule` nor `num_splits`, the ranges that each query's keys are cut into, changes the result.
     """
-    del schedule
+    del schedule, out_dtype
     q, kv_cache = np.asarray(q, np.float64), np.asarray(kv_cache)
     num_seqs, num_q_tokens, num_q_heads, d_qk = q.shape
     num_pages, page_size, num_kv_heads, _ = kv_cache.shape
@@ -85,7 +91,7 @@ def mla_decode(
         for kv_head in range(num_kv_heads):
             heads = slice(kv_head * group, (kv_head + 1) * group)
             out[seq, token, heads], lse[seq, token, heads] = attend_in_splits(
-                q[seq, token, heads], rows[:, kv_head], d_v, scale, num_splits
+                q[seq, token, heads], rows[:, kv_head], d_v, scale, soft_cap, num_splits
             )
 
     if indices is None:
@@ -94,9 +100,11 @@ def mla_decode(
             positions, slots = dense_slots(page_indices[seq], kv_lens[seq], num_pages, page_size)
             rows = latent_rows(kv_cache, slots, cache_format, cache_layout)
             for token in range(num_q_tokens):
-                hidden = num_q_tokens - 1 - token if causal else 0  # later tokens of this step
-                stop = min(int(kv_lens[seq]), page_indices.shape[1] * page_size) - hidden
-                attend(seq, token, rows[: np.searchsorted(positions, stop)])
+                later = num_q_tokens - 1 - token  # tokens of this step
+                end = min(int(kv_lens[seq]), page_indices.shape[1] * page_size)
+                first = 0 if sliding_window is None else end - later - sliding_window
+                stop = end - later if causal else end
+                attend(seq, token, rows[slice(*np.searchsorted(positions, [first, stop]))])
     else:
         caches = [(kv_cache, np.asarray(indices), topk_lens)]
         if extra_indices is not None:
@@ -114,4 +122,4 @@ def mla_decode(
 
 def run(call: Any, tile: Tile, launch: Any) -> Any:
     del tile
-    return launch.on_host(mla_decode, call, [(call.out_shape, call.q.dtype), (call.lse_shape, "float32")])
+    return launch.on_host(mla_decode, call, [(call.out_shape, call.result_dtype), (call.lse_shape, "float32")])

@@ -13,7 +13,7 @@ from ragged_attention.reference._no_tuning import why_not as why_not
 
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "k_scale", "v_scale", "return_lse",
-    "draft_mask",
+    "draft_mask", "out_dtype",
 })  # fmt: skip
 
 
@@ -81,6 +81,7 @@ def ragged_paged_attention(
     return_lse: bool = False,
     new_kv: None = None,
     draft_mask: ArrayLike | None = None,
+    out_dtype: str | None = None,
     cache_dtype: str | None = None,
 ) -> Any:
     """Out [T, H, D_v] in float64, and lse [T, H] with `return_lse`; the arguments are those of the record.
@@ -88,7 +89,7 @@ def ragged_paged_attention(
     `new_kv` is written by `write_kv_pages` before this is called. `cache_dtype` names the format of a `kv_pages` given
     as the bits of 8-bit floats.
     """
-    del max_q_len  # which does not change the result
+    del max_q_len, out_dtype  # which do not change the result
     assert new_kv is None
     q, page_indices = np.asarray(q, np.float64), np.asarray(page_indices)
     k_pages, v_pages = split_pages(kv_pages, cache_dtype)
@@ -122,6 +123,6 @@ def ragged_paged_attention(
 
 def run(call: Any, tile: Tile, launch: Any) -> Any:
     del tile
-    outputs = [(call.out_shape, call.q.dtype), (call.q.shape[:2], "float32")]
-    out = launch.on_host(ragged_paged_attention, call, outputs[: 1 + call.return_lse], cache_dtype=call.cache_dtype)
+    outputs = [(result.shape, result.dtype) for result in call.results()]
+    out = launch.on_host(ragged_paged_attention, call, outputs, cache_dtype=call.cache_dtype)
     return out if call.return_lse else out[0]

@@ -11,16 +11,22 @@ from ragged_attention.reference._no_tuning import heuristic as heuristic
 from ragged_attention.reference._no_tuning import invariant_tile as invariant_tile
 from ragged_attention.reference._no_tuning import why_not as why_not
 
-FEATURES = frozenset({"sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "cache_layout", "deterministic"})
+FEATURES = frozenset({
+    "sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "cache_layout", "deterministic", "out_dtype",
+})  # fmt: skip
 
 
-def attend_latent(q: Float64, rows: Float64, d_v: int, scale: float) -> tuple[Float64, Float64, Float64]:
+def attend_latent(
+    q: Float64, rows: Float64, d_v: int, scale: float, soft_cap: float | None = None
+) -> tuple[Float64, Float64, Float64]:
     """Queries q [h, d_qk] that each see every row of `rows` [n, d_qk] -> out [h, d_v], max_logits [h], lse [h].
 
     A row is the key, its first `d_v` columns are the value. Without any rows out is 0 and the others are -inf.
     """
     with np.errstate(invalid="ignore", divide="ignore"):  # selected rows may hold infinities
         logits = q @ rows.T * scale
+        if soft_cap is not None:
+            logits = soft_cap * np.tanh(logits / soft_cap)
         m_i = logits.max(axis=1, initial=-np.inf)
         some = m_i != -np.inf
         weights = np.exp(logits - np.where(some, m_i, 0.0)[:, None])
@@ -57,9 +63,10 @@ def sparse_mla_prefill(
     cache_format: str | None = None,
     cache_layout: str | None = None,
     deterministic: bool = False,
+    out_dtype: str | None = None,
 ) -> tuple[Float64, Float64, Float64]:
     """Out [T, H, d_v], max_logits [T, H] and lse [T, H] in float64; the arguments are those of the record."""
-    del deterministic  # which is about the gradient
+    del deterministic, out_dtype  # of which one is about the gradient, the other about how results are stored
     q, kv, indices = np.asarray(q, np.float64), np.asarray(kv), np.asarray(indices)
     pages = kv[:, None] if kv.ndim == 3 else kv  # packed rows are pages of one position
     num_tokens, num_q_heads, d_qk = q.shape
@@ -82,5 +89,4 @@ def sparse_mla_prefill(
 
 def run(call: Any, tile: Tile, launch: Any) -> Any:
     del tile
-    per_head = (call.q.shape[:2], call.lse_dtype)
-    return launch.on_host(sparse_mla_prefill, call, [(call.out_shape, call.q.dtype), per_head, per_head])
+    return launch.on_host(sparse_mla_prefill, call, [(result.shape, result.dtype) for result in call.results()])

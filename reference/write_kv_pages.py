@@ -50,8 +50,10 @@ def write_kv_pages(
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
     cache_dtype: str | None = None,
+    copies: bool = False,
 ) -> Any:
-    """The new pages, in the layout given. What is stored is `k / k_scale` in float32, encoded as `cache_dtype` says.
+    """The new pages, in the layout given. What is stored is `k / k_scale` in float32, encoded as `cache_dtype` says,
+    or, if it `copies`, `k` itself.
 
     A slot outside [0, P*G) is skipped; of two tokens for one slot the later one wins.
     """
@@ -64,8 +66,9 @@ def write_kv_pages(
     else:
         slots = np.asarray(slot_mapping)
     for pages, tokens, scale in ((new_k, k, k_scale), (new_v, v, v_scale)):
-        scaled = np.asarray(tokens, np.float32) / per_head(scale, num_kv_heads)[None, :, None]
-        stored = encode(scaled, cache_dtype)
+        stored = np.asarray(tokens)
+        if not copies:
+            stored = encode(stored.astype(np.float32) / per_head(scale, num_kv_heads)[None, :, None], cache_dtype)
         for token, slot in enumerate(slots):
             if 0 <= slot < num_pages * page_size:
                 pages[slot // page_size, slot % page_size] = stored[token]
@@ -74,4 +77,4 @@ def write_kv_pages(
 
 def run(call: Any, tile: Tile, launch: Any) -> Any:
     del tile
-    return launch.on_host(write_kv_pages, call, "kv_pages", cache_dtype=call.cache_dtype)
+    return launch.on_host(write_kv_pages, call, "kv_pages", cache_dtype=call.cache_dtype, copies=call.copies)

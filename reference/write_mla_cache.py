@@ -5,33 +5,52 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ragged_attention.reference._kv_layout import latent_format, planes, quantize_rows
+from ragged_attention.reference._kv_layout import encode, latent_format, per_head, planes, quantize_rows
 from ragged_attention.reference._no_tuning import Tile as Tile
 from ragged_attention.reference._no_tuning import heuristic as heuristic
 from ragged_attention.reference._no_tuning import why_not as why_not
+from ragged_attention.reference.write_kv_pages import slots_from_tables
 
-FEATURES = frozenset({"power_of_two_scales", "cache_format", "cache_layout"})
+FEATURES = frozenset({
+    "slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "kv_scale", "power_of_two_scales",
+    "cache_format", "cache_layout",
+})  # fmt: skip
 
 
 def write_mla_cache(
     kv: ArrayLike,
     cache: ArrayLike,
-    slot_mapping: ArrayLike,
+    slot_mapping: ArrayLike | None = None,
+    *,
+    page_indices: Any = None,
+    kv_lens: Any = None,
+    cu_q_lens: Any = None,
+    num_seqs: ArrayLike | None = None,
+    kv_scale: ArrayLike | None = None,
     power_of_two_scales: bool = True,
     cache_format: str | None = None,
     cache_layout: str | None = None,
+    code_dtype: str | None = None,
 ) -> NDArray[Any]:
     """The new cache: the rows `kv` [T, K, d_qk] at their slots, anything else as it was.
 
-    A slot outside [0, P*G) is skipped; of two tokens for one slot the later one wins.
+    A slot outside [0, P*G) is skipped; of two tokens for one slot the later one wins. What a plain cache stores is
+    `kv / kv_scale` in float32; `code_dtype` names the numbers of an 8-bit one.
     """
     cache = np.array(cache, order="C")
-    slots = np.asarray(slot_mapping)
+    num_pages, page_size, num_kv_heads, _ = cache.shape
+    if slot_mapping is None:
+        num_tokens = len(np.asarray(kv))
+        slots = slots_from_tables(page_indices, kv_lens, cu_q_lens, num_seqs, num_tokens, num_pages, page_size)
+    else:
+        slots = np.asarray(slot_mapping)
     valid = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
-    page, offset = np.divmod(slots[valid], cache.shape[1])
-    rows, layout = np.asarray(kv)[valid], latent_format(cache, cache_format, cache_layout)
+    page, offset = np.divmod(slots[valid], page_size)
+    rows = np.asarray(kv)[valid]
+    layout = None if code_dtype is not None else latent_format(cache, cache_format, cache_layout)
     if layout is None:
-        cache[page, offset] = rows
+        scaled = np.asarray(rows, np.float32) / per_head(kv_scale, num_kv_heads)[None, :, None]
+        cache[page, offset] = encode(scaled, code_dtype)
     else:
         stored = quantize_rows(rows[:, 0], layout, power_of_two_scales)
         for plane, new in zip(planes(cache, layout), stored, strict=True):
@@ -41,4 +60,4 @@ def write_mla_cache(
 
 def run(call: Any, tile: Tile, launch: Any) -> Any:
     del tile
-    return launch.on_host(write_mla_cache, call, "cache")[0]
+    return launch.on_host(write_mla_cache, call, "cache", code_dtype=call.code_dtype)[0]

@@ -121,6 +121,14 @@ CALLS: dict[str, tuple[str, tuple[int, ...], dict[str, Any] | Callable[[], dict[
         "q": normal(3, 3, 6, 96), "d_v": 64, "kv_cache": normal(6, 4, 1, 96), "page_indices": TABLES["page_indices"],
         "kv_lens": TABLES["kv_lens"],
     }),
+    "ragged latents": ("ragged_mla_attention", (0, 1, 2), {
+        "q": normal(14, 6, 96), "d_v": 64, "kv_cache": normal(6, 4, 1, 96), **TABLES, "cu_q_lens": int32(0, 7, 8, 14),
+        "sliding_window": 3, "return_lse": True,
+    }),
+    "ragged latents, 8-bit": ("ragged_mla_attention", (0, 1), lambda: {
+        "q": normal(5, 6, 96), "d_v": 64, "kv_cache": normal(6, 4, 1, 96).to(torch.float8_e4m3fn), **TABLES,
+        "kv_scale": 0.5,
+    }),
     "two lists, fp8_v4": ("mla_decode", (0, 1), lambda: {
         "q": normal(1, 3, 3, 512), "kv_cache": quantised("fp8_v4"), "indices": entries(1, 3, 5, below=24),
         "extra_kv_cache": quantised("fp8_v4"), "extra_indices": entries(1, 3, 5, below=24),
@@ -138,6 +146,7 @@ CALLS: dict[str, tuple[str, tuple[int, ...], dict[str, Any] | Callable[[], dict[
     "rows by slot": ("write_mla_cache", (0, 1, 2), {
         "kv": normal(3, 3, 96), "cache": normal(6, 4, 3, 96), "slot_mapping": int32(3, 22, 9),
     }),
+    "rows by table": ("write_mla_cache", (0, 1, 2), {"kv": normal(5, 3, 96), "cache": normal(6, 4, 3, 96), **TABLES}),
     "rows by slot, fp8_v4": ("write_mla_cache", (0,), lambda: {
         "kv": normal(3, 1, 512), "cache": quantised("fp8_v4"), "slot_mapping": int32(3, 22, 9),
     }),

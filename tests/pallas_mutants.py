@@ -30,8 +30,9 @@ class Mutant:
         return text.replace(self.honest, self.faulty)
 
 
-RAGGED, PAGED = "corner: attention, ", "corner: paged decode, "
+RAGGED, PAGED, RAGGED_LATENT = "corner: attention, ", "corner: paged decode, ", "corner: ragged latents, "
 CHUNK, LATENT, WRITE = "corner: chunked prefill, ", "corner: latent decode, dense, ", "corner: write, "
+LOGITS, SELECTION = "corner: indexer logits, ", "corner: indexer selection, "
 MUTANTS = {
     "pages are not waited for": Mutant(
         "_ragged_kernel", "            copy.wait()\n", "            del copy\n", "on_wait", (f"{RAGGED}speculative",)
@@ -62,8 +63,33 @@ MUTANTS = {
         "_latent", "arrived.at[slot]", "arrived.at[0]", "on_wait", (f"{LATENT}a long sequence",)
     ),
     "a latent that is not seen weighs": Mutant(
-        "_latent", "jnp.where(seen, sum(products[1:], products[0]) * plan.scale, -jnp.inf)",
-        "sum(products[1:], products[0]) * plan.scale", "eager", (f"{LATENT}causal",),
+        "_latent", "logits = jnp.where(seen, logits, -jnp.inf)", "logits = logits", "eager", (f"{LATENT}causal",),
+    ),
+    "a job stores the rows of others": Mutant(
+        "_latent", "own = (token >= span.begin) & (token < span.end)", "own = token >= 0", "eager",
+        (f"{RAGGED_LATENT}speculative",),
+    ),
+    "the window of latents is one key wider": Mutant(
+        "_latent", "key > position - plan.window", "key >= position - plan.window", "eager",
+        (f"{RAGGED_LATENT}window of 1",),
+    ),
+    "what comes before the window is not made zeros": Mutant(
+        "_latent", "(offset >= low) & (offset < high)", "(offset < high)", "eager",
+        (f"{RAGGED_LATENT}window in a long sequence",),
+    ),
+    "the next block of keys is fetched into the one in use": Mutant(
+        "_indexer", "start(next_lists, 1 - slot)", "start(next_lists, slot)", "on_wait",
+        (f"{LOGITS}decode of a long sequence",),
+    ),
+    "keys on pages that do not exist are seen": Mutant(
+        "_indexer", "padded(pieces.known[rows.seq])[:, None]", "True", "eager", (f"{LOGITS}invalid page indices",)
+    ),
+    "a query sees one key more": Mutant(
+        "_indexer", "(ends[seq][:, None] - rank) + 1, 0)", "(ends[seq][:, None] - rank) + 2, 0)", "eager",
+        (f"{LOGITS}more queries than keys",),
+    ),
+    "the first of equal logits is chosen": Mutant(
+        "top_k_indices", "behind >= wanted", "behind > wanted", "eager", (f"{SELECTION}all equal",)
     ),
     "written rows are not waited for": Mutant(
         "write_kv_pages", "semaphores.at[i]).wait()", "semaphores.at[i])", "on_wait", (f"{WRITE}by slots: int8",)

@@ -210,5 +210,6 @@ def test_the_environment_is_read_in_few_places():
                 if name.startswith("RAGGED_ATTENTION_") and name.isupper():
                     ours.add(name)
     assert ours == {
-        f"RAGGED_ATTENTION_{name}" for name in ("BACKEND", "CONFIG", "VALIDATE", "BATCH_INVARIANT", "VLLM_CPU")
+        f"RAGGED_ATTENTION_{name}"
+        for name in ("BACKEND", "CONFIG", "VALIDATE", "BATCH_INVARIANT", "VLLM_CPU", "TPU_MLA")
     }

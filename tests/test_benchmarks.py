@@ -17,6 +17,7 @@ from benchmarks import run, timing
 from benchmarks.cases import catalogue
 from benchmarks.cases import mla as mla_cases
 from benchmarks.cases import paged as paged_cases
+from benchmarks.cases import ragged_mla as ragged_cases
 from benchmarks.device import (
     __main__ as device,
 )
@@ -37,6 +38,7 @@ from ragged_attention.errors import BackendMissing
 from ragged_attention.kernels_cuda import _native
 from ragged_attention.kernels_cuda._build import compile, toolchain
 from ragged_attention.reference.mla_decode import mla_decode
+from ragged_attention.reference.ragged_mla_attention import ragged_mla_attention
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention as definition
 from ragged_attention.reference.sparse_mla_prefill import sparse_mla_prefill
 
@@ -110,6 +112,19 @@ def test_every_latent_case_is_valid_whole_and_scaled_down(name: str) -> None:
         assert "write_mla_cache" in operations
         assert ("quantize_mla_cache" in operations) == (case.cache_format != "plain")
     assert case.max_len <= 77
+
+
+@pytest.mark.parametrize("name", [*ragged_cases.CASES, *ragged_cases.COMPILED_ONLY])
+def test_every_case_of_ragged_latents_is_valid_whole_and_scaled_down(name: str) -> None:
+    for case in (catalogue.find(name), catalogue.find(f"{name}_small")):
+        assert [call.OPERATION for call in case.calls(NOWHERE)] == [case.operation, "write_mla_cache"]
+        assert all(0 < q_len <= kv_len for q_len, kv_len in zip(case.q_lens, case.kv_lens, strict=True))
+        assert case.needed_bytes() > 0
+    assert case.max_len <= 77
+    out = ragged_mla_attention(**case.numpy_inputs(), code_dtype=case.stored)
+    case.check(case.numpy_inputs(), out, np.asarray)
+    with pytest.raises(AssertionError, match=case.name):
+        case.check(case.numpy_inputs(), np.roll(out, 1, 2), np.asarray)
 
 
 def test_floors_of_latent_attention_on_an_h200() -> None:

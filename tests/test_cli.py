@@ -137,7 +137,7 @@ def test_explain_says_so_when_nobody_takes_the_call(run_cli):
         ([ATTENTION, "--dtype", "float64"], "expected q.dtype to be float32 or float16 or bfloat16, got float64"),
         ([ATTENTION, "--sliding-window", "0"], "expected sliding_window >= 1, got 0"),
         ([ATTENTION, "--topk", "9"], "expected options of ragged_paged_attention to be among dtype, .*, got topk"),
-        (["mla_decode", "--soft-cap", "9"], "expected options of mla_decode to be among dtype, .*, got soft_cap"),
+        (["mla_decode", "--head-dim", "9"], "expected options of mla_decode to be among dtype, .*, got head_dim"),
         (["mla_decode", "--d-qk", "20"], "expected q.shape.3. to be a multiple of 16 from 16 to 1024, got 20"),
         (
             ["mla_decode", "--cache-format", "fp4"],

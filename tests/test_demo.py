@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import io
 import re
 import runpy
@@ -19,7 +20,7 @@ from ragged_attention import demo
 from ragged_attention.demo import command
 from ragged_attention.demo.check import check
 from ragged_attention.demo.engine import STOP, Batch, Engine, Limits, Sequence
-from ragged_attention.demo.model import WEIGHTS, load_weights
+from ragged_attention.demo.model import KINDS, load_weights
 from ragged_attention.demo.pages import PageAllocator, chained_digest
 from ragged_attention.demo.prompts import PROMPTS
 from ragged_attention.demo.view import View, readable
@@ -273,11 +274,12 @@ def run_demo(capsys, *arguments: str) -> tuple[int, str]:
 BACKENDS = [("torch", "eager"), ("torch", "reference"), ("jax", "xla"), ("jax", "reference")]
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("framework", "backend"), BACKENDS)
-def test_the_demo_serves_what_full_attention_gives(framework, backend, capsys):
+def test_the_demo_serves_what_full_attention_gives(framework, backend, kind, capsys):
     pytest.importorskip(framework)
     arguments = ("--framework", framework, "--backend", backend, "--device", "cpu", "--max-new-tokens", "3")
-    code, output = run_demo(capsys, *arguments)
+    code, output = run_demo(capsys, "--model", kind, *arguments)
     assert code == 0, output
     right, of = numbers(EQUAL, output)
     assert right == of > 2 * len(PROMPTS)
@@ -296,19 +298,21 @@ sys.exit(command.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_the_triton_kernels_run_in_the_interpreter_without_being_asked_to(framework):
+def test_the_triton_kernels_run_in_the_interpreter_without_being_asked_to(framework, kind):
     pytest.importorskip(framework)
     pytest.importorskip("triton")
     arguments = ["--framework", framework, "--backend", "triton", "--device", "cpu", "--max-new-tokens", "2"]
-    said = printed("-c", SHORT, *arguments)
+    said = printed("-c", SHORT, "--model", kind, *arguments)
     assert "4 of 4 tokens equal" in said
     assert re.search(r"^ +0 +16 +0 .* triton$", said, re.MULTILINE)
 
 
-def test_texts_grow_prefixes_are_shared_and_steps_are_mixed(capsys):
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_grow_prefixes_are_shared_and_steps_are_mixed(kind, capsys):
     pytest.importorskip("torch")
-    code, output = run_demo(capsys, "--framework", "torch", "--device", "cpu")
+    code, output = run_demo(capsys, "--model", kind, "--framework", "torch", "--device", "cpu")
     assert code == 0, output
     assert numbers(r"(\d+) pages shared", output)[0] >= 12
     growth = [len(line) for line in output.splitlines() if line.startswith("#0 ")]
@@ -318,18 +322,30 @@ def test_texts_grow_prefixes_are_shared_and_steps_are_mixed(capsys):
     assert any(int(prefill) and int(decode) for prefill, decode in steps)
 
 
-def test_a_wrong_kernel_is_found_out(capsys, monkeypatch):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wrong_kernel_is_found_out(kind, capsys, monkeypatch):
     pytest.importorskip("torch")
-    from ragged_attention.demo import torch_model
-
-    monkeypatch.setattr(
-        torch_model, "ragged_paged_attention", functools.partial(torch_model.ragged_paged_attention, sliding_window=16)
-    )
-    code, output = run_demo(capsys, "--framework", "torch", "--device", "cpu", "--max-new-tokens", "8")
+    module, operation = importlib.import_module(f"ragged_attention.demo.torch_{kind}"), KINDS[kind].operation
+    monkeypatch.setattr(module, operation, functools.partial(getattr(module, operation), sliding_window=16))
+    arguments = ("--model", kind, "--framework", "torch", "--device", "cpu", "--max-new-tokens", "8")
+    code, output = run_demo(capsys, *arguments)
     assert code == 1
     right, of = numbers(EQUAL, output)
     assert right < of
     assert re.search(r"#\d+ new token \d+: served b'.*', full attention b'.*', ahead by", output)
+
+
+def test_rounding_to_8_bits_changes_logits_but_no_token(capsys, monkeypatch):
+    pytest.importorskip("torch")
+    from ragged_attention.demo import torch_mla
+
+    monkeypatch.setattr(torch_mla, "rounded", lambda rows, kv_scale: rows)
+    arguments = ("--model", "mla", "--framework", "torch", "--device", "cpu", "--max-new-tokens", "8")
+    code, output = run_demo(capsys, *arguments)
+    assert code == 0
+    found = re.search(r"largest difference of a logit (\S+);", output)
+    assert found
+    assert float(found[1]) > 0.1
 
 
 def test_the_verdict_counts_and_measures():
@@ -366,22 +382,34 @@ def test_on_a_terminal_the_texts_grow_in_place():
     assert all(len(re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", line)) <= 80 for line in output.splitlines())
 
 
-def test_the_weights_are_small_and_complete():
-    assert (ROOT / "src" / "ragged_attention" / "demo" / WEIGHTS).stat().st_size <= 1_100_000
-    weights = load_weights()
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_weights_are_small_and_complete(kind):
+    assert (ROOT / "src" / "ragged_attention" / "demo" / KINDS[kind].file).stat().st_size <= 1_100_000
+    weights = load_weights(kind)
     assert weights["embed"].shape[0] == 256
-    assert weights["q"].shape[2] > weights["k"].shape[2]  # grouped queries
     assert all(np.isfinite(value).all() and value.dtype == np.float32 for value in weights.values())
 
 
-def test_the_training_script_writes_such_weights(tmp_path, capsys):
+def test_the_first_model_has_grouped_queries_and_the_second_caches_little():
+    weights = load_weights("gqa")
+    assert weights["q"].shape[2] > weights["k"].shape[2]
+    weights = load_weights("mla")
+    num_layers, _, width = weights["latent"].shape
+    assert width < weights["k"].shape[2] * weights["k"].shape[3]  # than the keys of all heads
+    assert weights["kv_scale"].shape == (num_layers,)
+    assert set(np.frexp(weights["kv_scale"])[0]) == {0.5}  # powers of two, exact in half precision
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_training_script_writes_such_weights(kind, tmp_path, capsys):
     pytest.importorskip("torch")
     script = runpy.run_path(str(ROOT / "examples" / "train_demo.py"))
     out = tmp_path / "weights.npz"
-    assert script["main"](["--steps", "2", "--batch", "2", "--length", "32", "--out", str(out)]) == 0
+    arguments = ["--model", kind, "--steps", "2", "--batch", "2", "--length", "32", "--out", str(out)]
+    assert script["main"](arguments) == 0
     with np.load(out) as stored:
         assert {name: stored[name].shape for name in stored.files} == {
-            name: value.shape for name, value in load_weights().items()
+            name: value.shape for name, value in load_weights(kind).items()
         }
     assert "loss" in capsys.readouterr().out
 
@@ -457,9 +485,9 @@ def test_checkpoints_that_cannot_be_served(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     with pytest.raises(InvalidInput, match=r"expected a folder with a checkpoint of transformers, got .* without"):
         demo.main(["--model", str(tmp_path)])
-    with pytest.raises(InvalidInput, match=r"expected --model with --make-tiny, the folder to write .* to, got none"):
-        demo.main(["--make-tiny", "qwen3"])
-    with pytest.raises(InvalidInput, match="expected --framework torch with --model, got jax"):
+    with pytest.raises(InvalidInput, match=r"expected a folder as --model with --make-tiny, .*, got mla"):
+        demo.main(["--make-tiny", "qwen3", "--model", "mla"])
+    with pytest.raises(InvalidInput, match="expected --framework torch with a checkpoint, got jax"):
         demo.main(["--model", str(tmp_path), "--framework", "jax"])
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(BackendMissing, match=r"torch is not installed; it comes with the extra ragged-attention\[t"):

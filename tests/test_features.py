@@ -70,7 +70,7 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
         TABLES | SHARED | SCALES | {
             "q": floats(5, 4, 16), "kv_pages": floats(6, 4, 4, 16), "num_seqs": ints(1), "causal": False,
             "sliding_window": 4, "sinks": floats(4), "return_lse": True,
-            "new_kv": (floats(5, 2, 16), floats(5, 2, 16)),
+            "new_kv": (floats(5, 2, 16), floats(5, 2, 16)), "out_dtype": "float16",
         },
         # A draft's mask replaces `causal` among the new tokens.
         TABLES | {"q": floats(5, 4, 16), "kv_pages": floats(6, 4, 4, 16), "draft_mask": RNG.random((5, 3)) < 0.5,
@@ -94,15 +94,27 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
     ],
     "varlen_attention": [VARLEN | SHARED],
     "varlen_attention_backward": [VARLEN | SHARED | OUT],
-    "sparse_mla_prefill": [SPARSE | LATENT | {"cache_format": "plain", "cache_layout": "token"}],
+    "sparse_mla_prefill": [
+        SPARSE | LATENT | {"cache_format": "plain", "cache_layout": "token", "out_dtype": "float16"},
+    ],
     "sparse_mla_prefill_backward": [
         SPARSE | LATENT | {
             "d_out": floats(3, 4, 256), "out": floats(3, 4, 256), "lse": floats(3, 4) + 2, "d_lse": floats(3, 4),
         },
     ],
     "mla_decode": [
-        DECODE | LISTS | SECOND | LATENT | {"extra_topk_lens": ints(1, 2), "schedule": SCHEDULE},
-        DECODE | LATENT | {"page_indices": ints([2, 0], [1, 3]), "kv_lens": ints(7, 5), "causal": True},
+        DECODE | LISTS | SECOND | LATENT | {"extra_topk_lens": ints(1, 2), "schedule": SCHEDULE, "soft_cap": 1.5},
+        DECODE | LATENT | {
+            "page_indices": ints([2, 0], [1, 3]), "kv_lens": ints(7, 5), "causal": True, "sliding_window": 4,
+            "soft_cap": 1.5, "out_dtype": "float16",
+        },
+    ],
+    "ragged_mla_attention": [
+        TABLES | LATENT | {
+            "q": floats(5, 4, 576), "kv_cache": floats(6, 4, 1, 576), "num_seqs": ints(1), "max_q_len": 3,
+            "causal": False, "sliding_window": 4, "soft_cap": 1.5, "kv_scale": 0.5, "return_lse": True,
+            "new_kv": floats(5, 1, 576), "cache_format": "plain", "cache_layout": "token", "out_dtype": "float16",
+        },
     ],
     "make_decode_schedule": [
         {"lens": ints(100, 0, 900), "extra_lens": ints(70, 1, 200), "sparse": True, "num_parts": 3, "overhead": 2,
@@ -119,6 +131,7 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
             "kv": floats(3, 1, 576), "cache": BYTES, "slot_mapping": ints(4, -1, 1), "power_of_two_scales": False,
             "cache_format": "fp8_v32", "cache_layout": "token",
         },
+        TABLES | {"kv": floats(5, 1, 16), "cache": floats(6, 4, 1, 16), "num_seqs": ints(1), "kv_scale": 0.5},
     ],
     "indexer_logits": [INDEX | RANGES, INDEX | INDEX_PAGES],
     "indexer_topk": [

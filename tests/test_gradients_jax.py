@@ -153,6 +153,17 @@ def test_a_quantised_cache_has_no_gradient() -> None:
         jax.grad(total)(q)
 
 
+def test_a_result_of_another_dtype_has_no_gradient() -> None:
+    q, kv, _ = latents(jnp.bfloat16)
+
+    def total(q: Any, out_dtype: Any) -> Any:
+        return rj.sparse_mla_prefill(q, kv, LISTS, d_v=16, out_dtype=out_dtype)[0].sum()
+
+    jax.grad(total)(q, jnp.bfloat16)
+    with pytest.raises(InvalidInput, match=r"expected out_dtype to be that of q, bfloat16, .* got float32"):
+        jax.grad(total)(q, "float32")
+
+
 def test_a_gradient_can_be_exported() -> None:
     given = packed()
     step = jax.jit(lambda *given: gradients(partial(attend, backend=["pallas", "xla"]), given))

@@ -243,6 +243,15 @@ def test_a_quantised_cache_has_no_gradient() -> None:
         out.sum().backward()
 
 
+def test_a_result_of_another_dtype_has_no_gradient() -> None:
+    q, kv = normal(4, 4, 32, dtype=torch.bfloat16), normal(6, 2, 32, dtype=torch.bfloat16)
+    own, _, _ = rt.sparse_mla_prefill(q, kv, LISTS, d_v=16, out_dtype=torch.bfloat16)
+    own.sum().backward()
+    wide, _, _ = rt.sparse_mla_prefill(q, kv, LISTS, d_v=16, out_dtype="float32")
+    with pytest.raises(InvalidInput, match=r"expected out_dtype to be that of q, bfloat16, .* got float32"):
+        wide.sum().backward()
+
+
 def test_the_gradient_runs_where_the_call_runs_if_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[str] = []
     choose = dispatch.choose

@@ -253,6 +253,73 @@ def test_over_some_of_eight_devices():
     assert max(found.values()) < 1e-6
 
 
+INTERFACE = "tpu_inference.layers.common.attention_interface"
+
+
+@pytest.mark.parametrize("asked", [None, "0", "1"])
+def test_latent_attention_is_taken_over_for_those_who_ask(host, monkeypatch, asked):
+    layers = sys.modules[INTERFACE]
+    if asked is None:
+        monkeypatch.delenv(tpu_inference.MLA_VARIABLE, raising=False)
+    else:
+        monkeypatch.setenv(tpu_inference.MLA_VARIABLE, asked)
+    tpu_inference.register(mla=False)
+    assert layers.mla_ragged_paged_attention is None
+    tpu_inference.plugin()
+    assert (layers.mla_ragged_paged_attention is not None) == (asked == "1")
+    tpu_inference.register(mla=True)
+    assert layers.mla_ragged_paged_attention is not None
+
+
+def test_a_host_without_the_kernel_of_latent_attention(host, monkeypatch):
+    monkeypatch.delattr(sys.modules[INTERFACE], "mla_ragged_paged_attention")
+    with pytest.raises(ImportError, match=f"expected {INTERFACE} to call mla_ragged_paged_attention, got no such name"):
+        tpu_inference.register(mla=True)
+    monkeypatch.setitem(sys.modules, INTERFACE, None)
+    with pytest.raises(ImportError, match=f"expected {INTERFACE} to be importable, got ModuleNotFoundError"):
+        tpu_inference.register(mla=True)
+
+
+@pytest.mark.parametrize(("q_dtype", "kv_dtype"), [
+    ("float32", "float32"), ("bfloat16", "float8_e4m3fn"), ("float8_e4m3fn", "float8_e4m3fn"),
+])  # fmt: skip
+def test_a_mixed_batch_of_latent_attention(host, q_dtype, kv_dtype):
+    """As the host's layers call it: sizes that were tuned for its own kernel, quantised queries among the rest."""
+    tpu_inference.register(mla=True)
+    batch, latent, rotary = fakes.batch_of(MIXED), 48, 16
+    scales = {} if kv_dtype == "float32" else {"q_scale": 0.5, "k_scale": 0.4, "v_scale": 0.7}
+    generator = np.random.default_rng(1)
+
+    def drawn(dtype: str, *shape: int) -> Any:
+        return jnp.asarray(generator.standard_normal(shape), jnp.float32).astype(dtype)
+
+    tokens, pages = len(batch.q), len(batch.cache)
+    packing = 1 if kv_dtype == "float32" else 4
+    rows = drawn(kv_dtype, pages, fakes.PAGE_SIZE, 256)
+    arrays = [
+        drawn(q_dtype, fakes.HEADS, tokens, latent), drawn(q_dtype, tokens, fakes.HEADS, rotary),
+        drawn(kv_dtype, tokens, latent), drawn(kv_dtype, tokens, rotary),
+        rows.reshape(pages, fakes.PAGE_SIZE // packing, packing, 256),
+    ]  # fmt: skip
+    q = np.zeros((tokens, fakes.HEADS, 256), np.float32)
+    q[:, :, :latent], q[:, :, 128 : 128 + rotary] = arrays[0].swapaxes(0, 1), arrays[1]
+    new = np.zeros((tokens, 1, 256), np.float32)
+    new[:, 0, :latent], new[:, 0, 128 : 128 + rotary] = arrays[2], arrays[3]
+    both = np.repeat(np.asarray(rows, np.float32)[:, :, None], 2, axis=2)  # of `written`, as keys and as values
+    want = fakes.written(dataclasses.replace(batch, k=new, v=new, cache=both))
+    with use_backend("xla"):
+        out, cache = fakes.mla_layer(sys.modules[INTERFACE], batch, arrays, fakes.mesh_of(), **scales)
+    np.testing.assert_array_equal(np.asarray(cache, np.float32).reshape(rows.shape), want[:, :, 0])
+    dense = fakes.dense(dataclasses.replace(batch, q=q), want, sm_scale=0.1 * (0.2 if scales else 1.0))
+    dense = dense[:, :, :latent].swapaxes(0, 1) * (0.7 if scales else 1.0)
+    assert out.dtype == q_dtype
+    assert arrays[4].is_deleted()
+    if q_dtype == "float8_e4m3fn":
+        np.testing.assert_allclose(np.asarray(out, np.float32), dense, rtol=0.08, atol=0.02)
+    else:
+        agrees(np.asarray(out, np.float32), dense, q_dtype)
+
+
 class Axes:
     """A mesh, as far as refusals look at it."""
 

@@ -184,9 +184,9 @@ def test_padding_is_sorted_once_for_all_layers(model: Any, monkeypatch: pytest.M
 
 def test_what_is_found_out_about_a_mask_is_kept_for_those_of_a_forward_pass_only() -> None:
     shown = torch.tensor([[True, False]])
-    assert not _layout.is_left_padding(shown)
+    assert _layout.shown_first(shown)[1].tolist() == [1]
     shown[:] = True
-    assert _layout.is_left_padding(shown)
+    assert _layout.shown_first(shown)[1].tolist() == [2]
     ours = _masks.mask(1, 1, 2, 1, attention_mask=torch.tensor([[0, 1]]))
     assert ours is not None
     assert _layout.shown_first(ours) is _layout.shown_first(ours)
@@ -306,7 +306,7 @@ def test_absorbed_latent_attention(model: Any) -> None:
     assert_alike(trained(absorbed, ragged.NAME, **packed), trained(model, "eager", **packed))
     said = ragged.explain()
     assert "sparse_mla_prefill" in said
-    assert ("mla_decode" in said) == (model.config.model_type == "deepseek_v3")
+    assert ("ragged_mla_attention" in said) == (model.config.model_type == "deepseek_v3")
 
 
 def chosen(model: Any, name: str, shown: Any, cache: str | None = None) -> tuple[Any, list[list[set[int]]]]:
@@ -381,11 +381,38 @@ def test_absorbed_prompts_with_padding_anywhere(model: Any, kind: str) -> None:
     shown, absorbed = padding(kind), ragged.absorb_mla(copy.deepcopy(model))
     expected = logits(model, "eager", shown)
     assert_close(logits(absorbed, ragged.NAME, shown), expected, shown)
-    assert ("mla_decode" in ragged.explain()) == (kind in ("none", "left"))
     with torch.no_grad():
         first = absorbed(input_ids=tokens()[:, :4], attention_mask=shown[:, :4])
         rest = absorbed(input_ids=tokens()[:, 4:], attention_mask=shown, past_key_values=first.past_key_values)
     assert_close(rest.logits, expected[:, 4:], shown[:, 4:])
+    assert "ragged_mla_attention" in ragged.explain()
+    assert "sparse_mla_prefill" not in ragged.explain()
+
+
+@pytest.mark.parametrize("kind", ["none", "holes"])
+@each(("deepseek_v3",))
+def test_absorbed_prompts_compile_whole(model: Any, kind: str) -> None:
+    shown, absorbed = padding(kind), ragged.absorb_mla(copy.deepcopy(model))
+    expected = logits(model, "eager", shown)
+    with torch.no_grad():
+        compiled = torch.compile(absorbed, backend="aot_eager", fullgraph=True)
+        found = compiled(tokens(), attention_mask=shown, use_cache=False).logits
+    assert_close(found, expected, shown)
+
+
+@pytest.mark.parametrize("edges", [False, True], ids=["positions", "lengths"])
+@each(("deepseek_v3",))
+def test_absorbed_packed_sequences(model: Any, edges: bool) -> None:
+    """Each as if it stood by itself, and without lists of keys."""
+    absorbed = ragged.absorb_mla(copy.deepcopy(model))
+    packed = dict(DataCollatorWithFlattening(return_flash_attn_kwargs=edges)([{"input_ids": s} for s in SEQUENCES]))
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        wanted = torch.cat([model(torch.tensor([s])).logits for s in SEQUENCES], 1)
+        found = absorbed(**packed, use_cache=False).logits
+    assert_close(found, wanted)
+    assert "ragged_mla_attention" in ragged.explain()
+    assert "sparse_mla_prefill" not in ragged.explain()
 
 
 def test_latents_are_absorbed_for_long_prompts_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -211,6 +211,10 @@ def test_what_vllm_is_told_we_support(vllm):
     assert (mla.is_mla(), mla.is_sparse(), sparse.is_mla(), sparse.is_sparse()) == (True, False, True, True)
     assert mla.supports_head_size(576)
     assert not sparse.supports_head_size(512)
+    assert [cls.supports_kv_cache_dtype("fp8_e4m3") for cls in (mla, sparse)] == [True, False]
+    assert not mla.supports_kv_cache_dtype("fp8_e5m2")
+    assert mla.get_builder_cls().query_len_support.value == "varlen"
+    assert mla.get_builder_cls().reorder_batch_threshold == 128
     assert mla.get_impl_cls().supports_dcp
     assert not sparse.get_impl_cls().supports_dcp
     rest: tuple[Any, ...] = (64, True, False, False, False, None)
@@ -513,13 +517,13 @@ class Latents:
     def slots(self, row: int, positions: torch.Tensor) -> torch.Tensor:
         return self.table[row, positions // self.page].long() * self.page + positions % self.page
 
-    def write(self, impl: Any, cache: torch.Tensor, kv_cache_dtype: str = "auto") -> None:
+    def write(self, impl: Any, cache: torch.Tensor, kv_cache_dtype: str = "auto", scale: float = 1.0) -> None:
         """All latents by the implementation's own write, with padding and a slot of -1 at the end."""
         slots = torch.cat([self.slots(row, torch.arange(length)) for row, length in enumerate(self.lens)])
         rows = torch.cat([*self.rows, torch.randn(2, self.rank + self.rope)])
         slots = torch.cat((slots, torch.tensor([-1])))
         kv_c, k_pe = rows.split([self.rank, self.rope], -1)
-        impl.do_kv_cache_update(kv_c, k_pe.unsqueeze(1), cache, slots, kv_cache_dtype, torch.tensor(1.0), False)
+        impl.do_kv_cache_update(kv_c, k_pe.unsqueeze(1), cache, slots, kv_cache_dtype, torch.tensor(scale), False)
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, seen: Any = None) -> tuple[Any, Any]:
@@ -548,25 +552,61 @@ def latent_implementation(kind: str, rank: int, rope: int, heads: int = 2, **opt
     return getattr(ours, f"Ragged{kind}Backend").get_impl_cls()(**(arguments | options))
 
 
-@pytest.mark.parametrize("queries", [1, 3])
+def decode_of(data: Latents, q_lens: Sequence[int], longest: int | None = None, **changes: Any) -> SimpleNamespace:
+    """The metadata of requests whose last `q_lens` tokens are the queries, none of which has more than `longest`."""
+    edges = torch.tensor([0, *q_lens]).cumsum(0).int()
+    decode = SimpleNamespace(block_table=data.table, seq_lens=data.kv_lens)
+    metadata = {"decode": decode, "causal": True, "query_start_loc": edges, "max_query_len": longest or max(q_lens)}
+    return SimpleNamespace(**metadata | changes)
+
+
+def expect_decoded(data: Latents, q: torch.Tensor, q_lens: Sequence[int], got: Any, dtype: str = "float32") -> None:
+    """What came of the queries of all requests against dense attention; rows behind the last are padding."""
+    out, lse = got
+    rank, token = data.rank, 0
+    assert (out.shape, lse.shape, lse.dtype) == ((*q.shape[:2], rank), q.shape[:2], torch.float32)
+    for rows, length, queries in zip(data.rows, data.lens, q_lens, strict=True):
+        own, token = slice(token, token + queries), token + queries
+        seen = torch.arange(length) <= torch.arange(length - queries, length)[:, None]
+        want, want_lse = attend(q[own], rows, rows[:, :rank], 0.2, seen)
+        assert agrees(out[own], want, dtype)
+        assert agrees(lse[own], want_lse, f"lse {dtype}")
+    assert not out[token:].any()
+
+
+MIXES = {"decode": (1, 1, 1), "drafts": (3, 3, 3), "mixed": (1, 7, 2), "prompt": (1, 16, 0)}
+
+
+@pytest.mark.parametrize("q_lens", MIXES.values(), ids=MIXES)
 @pytest.mark.parametrize("parts", [False, True])
-def test_mla_decode(parts, queries, vllm, backend):
+def test_mla_short_requests(parts, q_lens, vllm, backend):
+    """Any mix in one call, beside a longer request (of which only the bound on lengths tells) and rows of padding."""
     data = Latents([40, 16, 5])
     impl = latent_implementation("MLA", 64, 16)
     data.write(impl, data.cache)
-    q = torch.randn(3 * queries, 2, 80)
-    metadata = SimpleNamespace(
-        decode=SimpleNamespace(block_table=data.table, seq_lens=data.kv_lens), causal=True, max_query_len=queries
-    )
+    q = torch.randn(sum(q_lens) + 2, 2, 80)
+    metadata = decode_of(data, q_lens, longest=300, num_prefills=1)
+    metadata.query_start_loc = torch.cat((metadata.query_start_loc, torch.tensor([300 + sum(q_lens)]).int()))
     given = tuple(q.split([64, 16], -1)) if parts else q
-    out, lse = impl.forward_mqa(given, data.cache, metadata, SimpleNamespace())
-    assert (out.shape, lse.shape, lse.dtype) == ((3 * queries, 2, 64), (3 * queries, 2), torch.float32)
+    expect_decoded(data, q, q_lens, impl.forward_mqa(given, data.cache, metadata, SimpleNamespace()))
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e4m3"])
+def test_mla_over_a_cache_of_eight_bits(kv_cache_dtype, vllm, backend):
+    """Written with the layer's scale, read by it, and as bytes that are 0x7f, NaN, where nothing was written."""
+    data = Latents([40, 16, 5])
+    impl = latent_implementation("MLA", 64, 16, kv_cache_dtype=kv_cache_dtype)
+    cache = torch.full(data.cache.shape, 127, dtype=torch.uint8)
+    data.write(impl, cache, kv_cache_dtype, scale=0.02)
+    codes = [(rows / 0.02).to(torch.float8_e4m3fn) for rows in data.rows]
     for row, length in enumerate(data.lens):
-        own = slice(row * queries, (row + 1) * queries)
-        seen = torch.arange(length) <= torch.arange(length - queries, length)[:, None]
-        want, want_lse = attend(q[own], data.rows[row], data.rows[row][:, :64], 0.2, seen)
-        assert agrees(out[own], want, "float32")
-        assert agrees(lse[own], want_lse, "lse float32")
+        slots = data.slots(row, torch.arange(length))
+        assert torch.equal(cache[slots // data.page, slots % data.page], codes[row].view(torch.uint8))
+    data.rows = [code.float() * 0.02 for code in codes]
+    q = torch.randn(10, 2, 80)
+    layer = SimpleNamespace(_k_scale=torch.tensor(0.02))
+    out = impl.forward_mqa(q, cache.view(torch.float8_e4m3fn), decode_of(data, (1, 7, 2)), layer)
+    expect_decoded(data, q, (1, 7, 2), out)
 
 
 def test_mla_decode_over_ranks(vllm, backend):
@@ -580,7 +620,8 @@ def test_mla_decode_over_ranks(vllm, backend):
         share.lens = [len(rows) for rows in share.rows]
         share.write(impl, share.cache)
         lens = torch.tensor(share.lens, dtype=torch.int32)
-        metadata = SimpleNamespace(decode=SimpleNamespace(block_table=share.table, seq_lens=lens), causal=True)
+        metadata = decode_of(share, (1, 1))
+        metadata.decode.seq_lens = lens
         parts.append(impl.forward_mqa(q, share.cache, metadata, SimpleNamespace()))
     assert impl.can_return_lse_for_decode
     assert impl.lse_base_on_e
@@ -615,7 +656,7 @@ def prefill_of(data: Latents, edges: Sequence[int], chunks: Sequence[Any]) -> Si
     )
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_ds_mla"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "fp8_ds_mla"])
 @pytest.mark.parametrize("earlier", [(0, 0, 0), (5, 0, 33)], ids=["whole", "later_chunks"])
 def test_mla_prefill(earlier, kv_cache_dtype, vllm, backend):
     """New tokens after what is cached, of which a long context comes in two pieces."""
@@ -626,20 +667,24 @@ def test_mla_prefill(earlier, kv_cache_dtype, vllm, backend):
     cache = data.cache
     if kv_cache_dtype == "fp8_ds_mla":
         cache = torch.full((*data.cache.shape[:2], 656), 255, dtype=torch.uint8)
-    data.write(impl, cache, kv_cache_dtype)
+    if kv_cache_dtype == "fp8":
+        cache = torch.full(data.cache.shape, 127, dtype=torch.uint8)
+    data.write(impl, cache, kv_cache_dtype, scale=0.02)
     edges = [0, 4, 11, 17]
     chunks = [chunk_of(0, edges, [(0, 5), (0, 0), (0, 16)]), chunk_of(2, edges, [(16, 17)])] if any(earlier) else []
     q = torch.randn(17, 2, NOPE + rope)
     kv_c, k_pe = torch.cat([r[-n:] for r, n in zip(data.rows, new, strict=True)]).split([rank, rope], -1)
     output = torch.zeros(17, 2 * V_SIZE)
     metadata = prefill_of(data, edges, chunks)
-    impl.forward_mha(q, kv_c, k_pe[:, None], cache, metadata, torch.tensor(1.0), output)
+    impl.forward_mha(q, kv_c, k_pe[:, None], cache, metadata, torch.tensor(0.02), output)
     for row, (n, before) in enumerate(zip(new, earlier, strict=True)):
         latents = data.rows[row].clone()
         if kv_cache_dtype == "fp8_ds_mla":
             slots = data.slots(row, torch.arange(before))
             held = cache.view(1, -1, 1, 656)[:, slots] if before else cache.view(1, -1, 1, 656)[:, :0]
             latents[:before] = dequantised(held)
+        if kv_cache_dtype == "fp8":
+            latents[:before] = (latents[:before] / 0.02).to(torch.float8_e4m3fn).float() * 0.02
         projected = impl.kv_b_proj(latents[:, :rank])[0].view(-1, 2, NOPE + V_SIZE)
         k = torch.cat((projected[..., :NOPE], latents[:, None, rank:].expand(-1, 2, -1)), -1)
         seen = torch.arange(n + before) <= torch.arange(before, n + before)[:, None]
@@ -675,8 +720,8 @@ def test_mla_context_on_several_ranks_is_vllms(vllm):
         ({"logits_soft_cap": 3.0}, "expected logits_soft_cap to be None for RAGGED_.*MLA, got 3.0"),
         ({"attn_type": "encoder"}, "expected attn_type='decoder' for RAGGED_.*MLA, got 'encoder'"),
         (
-            {"kv_cache_dtype": "fp8"},
-            "expected kv_cache_dtype to be one of auto, float16, bfloat16, fp8_ds_mla, got 'fp8'",
+            {"kv_cache_dtype": "fp8_e5m2"},
+            "expected kv_cache_dtype to be one of auto, float16, bfloat16, fp8_ds_mla,.* got 'fp8_e5m2'",
         ),
     ],
 )
@@ -686,16 +731,13 @@ def test_a_latent_layer_that_we_cannot_run_is_refused(options, message, kind, vl
 
 
 def test_a_latent_step_that_we_cannot_run_is_refused(vllm):
-    impl, q = latent_implementation("MLA", 64, 16), torch.randn(5, 2, 80)
-    cache, table = torch.zeros(2, 16, 80), torch.zeros(2, 1, dtype=torch.int32)
-    decode = SimpleNamespace(block_table=table, seq_lens=torch.ones(2, dtype=torch.int32))
-    with pytest.raises(Unsupported, match="as many decode queries for each request, got 5 for 2 requests"):
-        impl.forward_mqa(q, cache, SimpleNamespace(decode=decode, causal=True), None)
+    data, q = Latents([20, 20]), torch.randn(4, 2, 80)
+    impl = latent_implementation("MLA", 64, 16)
     impl.dcp_world_size = 2
     with pytest.raises(Unsupported, match="expected one decode query per request under context parallelism"):
-        impl.forward_mqa(q[:4], cache, SimpleNamespace(decode=decode, causal=True), None)
+        impl.forward_mqa(q, data.cache, decode_of(data, (2, 2)), None)
     with pytest.raises(Unsupported, match="expected output_scale to be None, got a quantised output"):
-        impl.forward_mha(q, q, q, cache, None, None, q, output_scale=torch.ones(1))
+        impl.forward_mha(q, q, q, data.cache, None, None, q, output_scale=torch.ones(1))
 
 
 def test_a_profiling_run_writes_no_latents(vllm):

@@ -1,6 +1,7 @@
 """The kernels for CPUs beside the suite: numbers and formats, threads, forks, the cache, other CPUs, XLA."""
 
 import functools
+import itertools
 import os
 import subprocess
 import sys
@@ -15,17 +16,23 @@ import pytest
 numba = pytest.importorskip("numba")
 torch = pytest.importorskip("torch")
 
+import ragged_attention as ra  # noqa: E402
 from ragged_attention.portable.numba import _formats, _softmax, _vectors  # noqa: E402
 from ragged_attention.reference._kv_layout import encode, format_values  # noqa: E402
+from ragged_attention.testing import agrees  # noqa: E402
 from ragged_attention.torch import (  # noqa: E402
     dequantize_mla_cache,
     indexer_logits,
     indexer_topk,
     merge_attention_states,
+    mla_decode,
+    quantize_mla_cache,
+    ragged_mla_attention,
     ragged_paged_attention,
     top_k_indices,
     write_indexer_cache,
     write_kv_pages,
+    write_mla_cache,
 )
 
 LANES = _vectors.LANES
@@ -422,6 +429,87 @@ def test_parts_that_saw_nothing_take_no_part_in_a_merge() -> None:
     out, lse = merge_attention_states(outs, lses, backend="numba")
     assert torch.allclose(out, outs[0])
     assert torch.allclose(lse, lses[0])
+
+
+# ---- latents
+
+
+def latent_batch(lens: list[tuple[int, int]], heads: int, cache_format: str, dtype: Any = torch.float32) -> Any:
+    """Sequences of so many queries and keys, in pages of 16; what no sequence has is NaN."""
+    generator = torch.Generator().manual_seed(0)
+    pages, tokens = max(keys for _, keys in lens) // 16 + 1, sum(queries for queries, _ in lens)
+    table = torch.randperm(len(lens) * pages, generator=generator).view(len(lens), pages).int()
+    rows = torch.randn(len(lens) * pages, 16, 1, 576, generator=generator).to(dtype)
+    for own, (_, keys) in zip(table, lens, strict=True):
+        rows[own[keys // 16].long(), keys % 16 :] = torch.nan
+        rows[own[keys // 16 + 1 :].long()] = torch.nan
+    return {
+        "q": torch.randn(tokens, heads, 576, generator=generator).to(dtype),
+        "kv_cache": rows if cache_format == "plain" else quantize_mla_cache(rows, cache_format, backend="numba"),
+        "kv_lens": torch.tensor([keys for _, keys in lens]).int(),
+        "page_indices": table,
+        "cu_q_lens": torch.tensor([0, *(queries for queries, _ in lens)]).cumsum(0).int(),
+    }
+
+
+@pytest.mark.parametrize("cache_format", ["plain", "fp8_v32"])
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 700, "soft_cap": 4.0}], ids=str)
+def test_no_division_of_prompts_and_decodes_changes_what_latents_give(cache_format: str, options: Any) -> None:
+    """Threads change no bit, blocks and splits what rounding does; one decode is so long that it is split."""
+    lens = [(1, 40), (33, 70), (5, 5), (0, 20), (2, 6000)]
+    batch = latent_batch(lens, 3, cache_format) | options | {"return_lse": True}
+
+    def ours(**tile: int) -> Any:
+        return ragged_mla_attention(**batch, backend="numba", options=tile)
+
+    expected = with_threads(1, ours)
+    assert all(torch.equal(*pair) for pair in zip(expected, with_threads(3, ours), strict=True))
+    eager = ragged_mla_attention(**batch, backend="eager")
+    tiles = ({}, {"block_rows": 1, "block_kv": 8}, {"block_rows": 5, "num_splits": 4}, {"block_rows": 128})
+    for tile in tiles:
+        assert all(agrees(*pair, "float32") for pair in zip(ours(**tile), eager, strict=True))
+
+
+def test_a_sequence_of_latents_has_the_same_bits_alone_and_in_a_batch() -> None:
+    lens = [(1, 5000), (40, 90), (1, 30), (2, 3000)]
+    batch = latent_batch(lens, 16, "plain", torch.bfloat16)
+    with ra.use_backend("numba", batch_invariant=True):
+        together = ragged_mla_attention(**batch)
+        for seq, (first, stop) in enumerate(itertools.pairwise(batch["cu_q_lens"].tolist())):
+            alone = batch | {name: batch[name][seq : seq + 1] for name in ("kv_lens", "page_indices")}
+            alone |= {"q": batch["q"][first:stop], "cu_q_lens": torch.tensor([0, stop - first]).int()}
+            assert torch.equal(ragged_mla_attention(**alone), together[first:stop])
+
+
+@pytest.mark.parametrize("heads", [3, 40])  # keys as they lie, and turned
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_rounded_weights_leave_latents_within_bounds_where_few_keys_have_all_weight(
+    heads: int, cache_dtype: Any
+) -> None:
+    batch = latent_batch([(3, 3), (1, 2), (4, 400)], heads, "plain", torch.bfloat16)
+    batch |= {"kv_cache": batch["kv_cache"].to(cache_dtype), "out_dtype": torch.float32}
+    in_float32 = batch | {"q": batch["q"].float(), "kv_cache": batch["kv_cache"].float()}
+    out, expected = (ragged_mla_attention(**each, backend="numba") for each in (batch, in_float32))
+    assert agrees(out, expected, "bfloat16")
+
+
+def test_a_key_that_is_listed_often_rounds_no_worse() -> None:
+    """Errors of equal weights would not cancel out."""
+    q, rows = torch.randn(2, 1, 5, 576).bfloat16(), torch.randn(4, 1, 1, 576).bfloat16()
+    indices = torch.randint(0, 4, (2, 1, 600)).int()
+    options: dict[str, Any] = {"indices": indices, "soft_cap": 1.5, "out_dtype": torch.float32, "backend": "numba"}
+    out, _ = mla_decode(q, rows, None, None, **options)
+    assert agrees(out, mla_decode(q.float(), rows.float(), None, None, **options)[0], "float32")
+
+
+def test_of_two_latents_for_one_position_the_later_one_wins_on_any_number_of_threads() -> None:
+    table = torch.arange(40).view(1, 40).int().expand(3, 40)  # the sequences have the same pages
+    edges, kv_lens = torch.tensor([0, 300, 310, 610]).int(), torch.tensor([300, 200, 300]).int()
+    kv, cache = torch.randn(610, 32).bfloat16(), torch.zeros(40, 8, 1, 32, dtype=torch.int8)
+    tables = {"page_indices": table, "kv_lens": kv_lens, "cu_q_lens": edges}
+    with_threads(3, lambda: write_mla_cache(kv, cache, **tables, kv_scale=0.05, backend="numba"))
+    stored = torch.from_numpy(encode((kv[310:].float() / torch.tensor(0.05)).numpy(), "int8"))
+    assert torch.equal(cache.view(320, 32)[:300], stored.view(torch.int8))
 
 
 # ---- the indexer

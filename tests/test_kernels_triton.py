@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 
 import ragged_attention as ra
+from benchmarks.compiled import compiling
 from ragged_attention.calls import IndexerTopk, SparseMlaPrefill, SparseMlaPrefillBackward
 from ragged_attention.reference.quantize_mla_cache import quantize_mla_cache
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention as definition
 from ragged_attention.reference.sparse_mla_prefill import sparse_mla_prefill
 from ragged_attention.samples import FakeArray, LatentSample, device_of
 from ragged_attention.testing.compare import agrees
+from ragged_attention.testing.mla.ragged import RaggedLatentSpec, check_ragged
 from ragged_attention.testing.mla.specs import PrefillSpec
+from ragged_attention.testing.paged.specs import Spec
 from ragged_attention.testing.runner import runner_for
 
 torch = pytest.importorskip("torch")
@@ -41,6 +44,14 @@ from ragged_attention.kernels_triton import ragged_paged_attention as paged  # n
         ("sparse_mla_prefill", {"decoded": 2}, "expected decoded to be True or False, got 2"),
         ("mla_decode", {"block_kv": 48}, "expected block_kv to be a power of two from 16 to 128, got 48"),
         ("mla_decode", {"num_splits": 0}, "expected num_splits from 1 to 256, got 0"),
+        ("ragged_mla_attention", {"block_h": 8}, "expected block_h to be a power of two from 16 to 128, got 8"),
+        (
+            "ragged_mla_attention",
+            {"split_block_kv": 256},
+            "expected split_block_kv to be a power of two from 16 to 128, got 256",
+        ),
+        ("ragged_mla_attention", {"num_splits": 0}, "expected num_splits from 1 to 4096, got 0"),
+        ("ragged_mla_attention", {"split_rows": 0}, "expected split_rows from 1 to 65536, got 0"),
         ("quantize_mla_cache", {"block_t": 3}, "expected block_t to be a power of two from 1 to 256, got 3"),
         ("write_mla_cache", {"num_warps": 5}, "expected num_warps to be a power of two from 1 to 16, got 5"),
         (
@@ -176,6 +187,49 @@ def test_every_split_of_a_list_has_keys(batch: int, heads: int, topk: int) -> No
     tile = module.heuristic(sample.call("mla_decode", device_of("torch", "sm_90")))
     blocks = -(-topk // tile.block_kv)
     assert -(-blocks // -(-blocks // tile.num_splits)) == tile.num_splits
+
+
+LATENTS, COMBINE = "ragged_latent_kernel", "combine_kernel"
+
+
+@pytest.mark.parametrize(
+    ("heads", "tokens", "max_q_len", "max_len", "kernels"),
+    [
+        (128, 32, 1, 4096, [LATENTS, COMBINE]),
+        (16, 32, 1, 4096, [LATENTS, COMBINE]),
+        (16, 32, 1, 64, [LATENTS]),  # of too few keys to divide
+        (128, 4096, None, 4096, [LATENTS, COMBINE]),  # tiles of prompts and of single tokens are the same
+        (4, 4096, None, 4096, [LATENTS, LATENTS, COMBINE]),
+    ],
+)
+def test_what_ragged_latents_launch(
+    heads: int, tokens: int, max_q_len: int | None, max_len: int, kernels: list[str]
+) -> None:
+    sample = LatentSample(cache_format="plain", num_q_heads=heads, num_tokens=tokens, max_len=max_len, causal=True)
+    call = sample.call("ragged_mla_attention", device_of("torch", "sm_90"), max_q_len=max_q_len)
+    assert [launch.name for launch in compiling.record(call)] == kernels
+
+
+# Decodes and drafts of very different lengths, prompts, and sequences without queries or keys.
+UNEVEN = ((1, 3), (2, 90), (1, 0), (30, 40), (0, 9), (1, 130), (3, 17), (1, 1), (70, 70))
+
+
+@pytest.mark.parametrize("limit", [None, "1"])  # the latter is wrong
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_splits": 1},
+        {"num_splits": 2},  # so that few of the sequences have several parts
+        {"num_splits": 9, "split_rows": 20, "block_h": 32},  # whose two kinds of programs have tiles of their own
+        {"num_splits": 9, "split_rows": 20, "split_block_h": 32, "block_h": 32},  # and one launch
+        {"num_splits": 3, "split_rows": 1000},  # all are short
+        {"num_splits": 3, "invariant": True},
+    ],
+    ids=str,
+)
+def test_ragged_latents_in_parts(options: dict[str, Any], limit: str | None) -> None:
+    tables = Spec(lens=UNEVEN, group=5, dtype="bfloat16", sliding_window=80, limit=limit, poison="nan", padding=2)
+    check_ragged(runner_for("triton", "torch"), RaggedLatentSpec(tables=tables).build(), options)
 
 
 @triton.jit

@@ -1,5 +1,6 @@
 """Latent attention, its schedule and its caches through the jax front end, under jax's own machinery."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 import ragged_attention as ra
-from ragged_attention.calls import CACHE_FORMATS
+from ragged_attention.calls import CACHE_FORMATS, QUANTIZED
 from ragged_attention.errors import InvalidInput
 from ragged_attention.testing.compare import agrees, identical
 from tests.lowering import kernels_in
@@ -27,6 +28,7 @@ make_decode_schedule: Any = front.make_decode_schedule
 quantize_mla_cache: Any = front.quantize_mla_cache
 dequantize_mla_cache: Any = front.dequantize_mla_cache
 write_mla_cache: Any = front.write_mla_cache
+ragged_mla_attention: Any = front.ragged_mla_attention
 page_indices_to_slots: Any = front.page_indices_to_slots
 
 NUM_SEQS, NUM_Q_TOKENS, NUM_Q_HEADS, TOPK = 3, 2, 4, 11
@@ -89,6 +91,14 @@ def dense_arguments(cache_format: str, heads: int = 1) -> dict[str, Any]:
     }
 
 
+def ragged_arguments(cache_format: str) -> dict[str, Any]:
+    """A sequence of one query, one of several, and a third that does not exist."""
+    arguments = dense_arguments(cache_format)
+    tables = {"cu_q_lens": jnp.asarray([0, 1, 5, INT_MIN], jnp.int32), "num_seqs": jnp.asarray([2], jnp.int32)}
+    q = arguments["q"].reshape(-1, *arguments["q"].shape[2:])
+    return arguments | tables | {"q": q, "sliding_window": 9, "soft_cap": 3.0, "return_lse": True}
+
+
 def prefill_arguments(cache_format: str, heads: int = 1) -> dict[str, Any]:
     return {
         "q": queries(cache_format).reshape(-1, NUM_Q_HEADS, WIDTHS[cache_format][0]),
@@ -109,6 +119,7 @@ def widened(pair: list[jax.Array]) -> tuple[Any, Any]:
 
 
 CALLS_OF = {"sparse": (mla_decode, sparse_arguments, DECODE), "dense": (mla_decode, dense_arguments, DECODE)}
+CALLS_OF["ragged"] = (ragged_mla_attention, ragged_arguments, DECODE)
 CALLS_OF["prefill"] = (sparse_mla_prefill, prefill_arguments, PREFILL)
 
 
@@ -157,7 +168,7 @@ def test_what_is_not_selected_may_be_nan(kind, cache_format):
     want = attend(**arguments, backend="xla")
     name = "kv" if kind == "prefill" else "kv_cache"
     cache = np.array(arguments[name])
-    if kind == "dense":
+    if kind in ("dense", "ragged"):
         seen = [(int(TABLE[seq, key // PAGE_SIZE]), key % PAGE_SIZE) for seq in range(2) for key in range(LENS[seq])]
     else:
         chosen = np.asarray(arguments["indices"]).reshape(-1, TOPK)
@@ -298,13 +309,19 @@ def test_one_function_lowers_to_triton_for_cuda_and_to_xla_for_a_cpu():
 BYTES = [(name, dtype) for name in CACHE_FORMATS for dtype in ("uint8", "int8", "float8_e4m3fn")]
 
 
-@pytest.mark.parametrize(("cache_format", "dtype"), [("plain", "float32"), ("plain", "bfloat16"), *BYTES])
+WRITTEN = [*(("plain", dtype) for dtype in ("float32", "bfloat16", *QUANTIZED)), *BYTES]
+
+
+@pytest.mark.parametrize(("cache_format", "dtype"), WRITTEN)
 def test_a_donated_cache_is_written_in_place(cache_format, dtype):
     """The compiled write keeps no second cache."""
     plain = cache_format == "plain"
     width = WIDTHS[cache_format][0]
     cache = jnp.zeros((512, 8, 1, width if plain else CACHE_FORMATS[cache_format].token_bytes), dtype)
-    kv, slots = randoms((4, width), dtype if plain else "bfloat16") + 3, jnp.asarray([5, -1, 4095, 4096], jnp.int32)
+    kv, slots = (
+        randoms((4, width), dtype if plain and dtype not in QUANTIZED else "bfloat16") + 3,
+        jnp.asarray([5, -1, 4095, 4096], jnp.int32),
+    )
 
     def write(cache: Any, kv: Any, slots: Any) -> Any:
         return write_mla_cache(kv, cache, slots, backend="xla")
@@ -319,14 +336,17 @@ def test_a_donated_cache_is_written_in_place(cache_format, dtype):
     assert np.asarray(written).tobytes() == np.asarray(want).tobytes()
 
 
-@pytest.mark.parametrize("cache_format", FORMATS)
-@pytest.mark.parametrize("kind", CALLS_OF)
+EIGHT_BITS = [("ragged", dtype) for dtype in QUANTIZED]
+
+
+@pytest.mark.parametrize(("kind", "cache_format"), [*itertools.product(CALLS_OF, FORMATS), *EIGHT_BITS])
 def test_attention_keeps_no_second_cache(kind, cache_format):
     """Beyond its arguments a call holds a block of keys, not what the sequences have in the cache."""
     attend, arguments_of, _ = CALLS_OF[kind]
-    arguments = arguments_of(cache_format)
+    arguments = arguments_of("plain" if cache_format in QUANTIZED else cache_format)
     name = "kv" if kind == "prefill" else "kv_cache"
-    cache = jnp.zeros((4096, *arguments[name].shape[1:]), arguments[name].dtype)
+    dtype = cache_format if cache_format in QUANTIZED else arguments[name].dtype
+    cache = jnp.zeros((4096, *arguments[name].shape[1:]), dtype)
 
     def call(cache: Any) -> Any:
         return attend(**arguments | {name: cache}, backend="xla")
@@ -559,6 +579,7 @@ def test_explain():
     cache = cache_of("fp8_v4")
     explained("sparse_mla_prefill", **prefill_arguments("fp8_v32"))
     explained("mla_decode", **sparse_arguments("plain"))
+    explained("ragged_mla_attention", **ragged_arguments("plain"))
     explained("make_decode_schedule", LENS, 3, 1, 16, num_parts=4)
     explained("quantize_mla_cache", randoms((1, 1, 1, 512)), "fp8_v4")
     explained("dequantize_mla_cache", cache, dtype=jnp.float32)
@@ -568,7 +589,15 @@ def test_explain():
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("sparse", "q"), ("sparse", "caches"), ("dense", "kv_cache"), ("dense", "page_indices"), ("prefill", "kv")],
+    [
+        ("sparse", "q"),
+        ("sparse", "caches"),
+        ("dense", "kv_cache"),
+        ("dense", "page_indices"),
+        ("prefill", "kv"),
+        ("ragged", "kv_cache"),
+        ("ragged", "page_indices"),
+    ],
 )
 def test_empty_arrays(kind, name):
     attend, arguments_of, kinds = CALLS_OF[kind]

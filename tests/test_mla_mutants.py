@@ -332,12 +332,12 @@ def invalid_pages_are_held_within(page_indices: Any, kv_len: Any, num_pages: int
     return honest_dense_slots(np.clip(page_indices, 0, num_pages - 1), kv_len, num_pages, page_size)
 
 
-def splits_are_averaged(q: Any, rows: Any, d_v: int, scale: float, num_splits: int) -> Any:
+def splits_are_averaged(q: Any, rows: Any, d_v: int, scale: float, soft_cap: float | None, num_splits: int) -> Any:
     """Two splits whose results are merged without their weights."""
-    halves = [honest_splits(q, part, d_v, scale, 1) for part in (rows[::2], rows[1::2]) if len(part)]
+    halves = [honest_splits(q, part, d_v, scale, soft_cap, 1) for part in (rows[::2], rows[1::2]) if len(part)]
     if not halves:
-        return honest_splits(q, rows, d_v, scale, 1)
-    return sum(out for out, _ in halves) / len(halves), honest_splits(q, rows, d_v, scale, 1)[1]
+        return honest_splits(q, rows, d_v, scale, soft_cap, 1)
+    return sum(out for out, _ in halves) / len(halves), honest_splits(q, rows, d_v, scale, soft_cap, 1)[1]
 
 
 PREFILL = _both("sparse_mla_prefill") | {

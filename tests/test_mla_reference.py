@@ -601,5 +601,5 @@ def test_quantised_rows_are_written_to_their_slots(name: str, dtype: Any) -> Non
 
 def test_scales_are_written_as_they_come_on_request() -> None:
     kv = np.random.default_rng(8).standard_normal((2, 1, 576)).astype(np.float32)
-    got = write_mla_cache(kv, np.zeros((1, 2, 1, 656), np.uint8), np.arange(2), False)
+    got = write_mla_cache(kv, np.zeros((1, 2, 1, 656), np.uint8), np.arange(2), power_of_two_scales=False)
     identical(got, quantize_mla_cache(kv[None], "fp8_v32", False))

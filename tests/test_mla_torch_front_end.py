@@ -44,6 +44,13 @@ def dense(format: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     }
 
 
+def ragged(format: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """With more queries in the second sequence than in the first, and a row of padding."""
+    inputs = dense(format, dtype)
+    q = torch.cat([inputs["q"].flatten(0, 1), normal(2, NUM_HEADS, WIDTHS[format], seed=3).to(dtype)])
+    return inputs | {"q": q, "cu_q_lens": ints(0, 1, 5), "sinks": normal(NUM_HEADS), "return_lse": True}
+
+
 def sparse(format: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     inputs = dense(format, dtype)
     del inputs["page_indices"], inputs["kv_lens"]
@@ -87,12 +94,16 @@ def test_attentions_pass_opcheck(format: str) -> None:
     check_operator("mla_decode", **dense(format), schedule=schedule, causal=True)
     check_operator("mla_decode", **with_extra(sparse(format)), sinks=sinks, sm_scale=1)
     check_operator("sparse_mla_prefill", **prefill(format), sinks=sinks)
+    check_operator("ragged_mla_attention", **ragged(format), num_seqs=ints(2), sliding_window=3)
+    check_operator("ragged_mla_attention", **but(ragged(format), return_lse=False), out_dtype=torch.bfloat16)
 
 
 @FORMATS
 def test_writing_passes_opcheck(format: str) -> None:
     new = normal(3, WIDTHS[format])
     check_operator("write_mla_cache", new, latent_cache(format), torch.tensor([1, -1, 5]))
+    tables = dense(format)["page_indices"], dense(format)["kv_lens"], ints(0, 1, 3)
+    check_operator("write_mla_cache", new, latent_cache(format), tables, num_seqs=ints(2))
 
 
 @pytest.mark.parametrize("format", ["fp8_v32", "fp8_v4", "fp8_v41", "fp4_v41"])
@@ -183,6 +194,10 @@ def test_fake_tensors_get_shapes_dtypes_and_static_checks(format: str) -> None:
         out, lse = rt.mla_decode(**inputs)
         assert (out.shape, out.dtype) == ((NUM_SEQS, NUM_Q_TOKENS, NUM_HEADS, 32), torch.bfloat16)
         assert (lse.shape, lse.dtype) == ((NUM_SEQS, NUM_HEADS, NUM_Q_TOKENS), torch.float32)
+        assert rt.mla_decode(**inputs, out_dtype="float32")[0].dtype == torch.float32
+        out, lse = rt.ragged_mla_attention(**fake(ragged(format, torch.bfloat16)), out_dtype=torch.float16)
+        assert (out.shape, out.dtype) == ((6, NUM_HEADS, 32), torch.float16)
+        assert (lse.shape, lse.dtype) == ((6, NUM_HEADS), torch.float32)
         out, max_logits, lse = rt.sparse_mla_prefill(**fake(prefill(format, torch.float16)))
         assert (out.shape, out.dtype) == ((NUM_SEQS, NUM_HEADS, 32), torch.float16)
         assert max_logits.shape == lse.shape == (NUM_SEQS, NUM_HEADS)
@@ -200,10 +215,11 @@ def test_fake_tensors_get_shapes_dtypes_and_static_checks(format: str) -> None:
             assert rt.dequantize_mla_cache(cache, dtype="float16").dtype == torch.float16
 
 
-@pytest.mark.parametrize("operation", ["mla_decode", "quantize_mla_cache"])
+@pytest.mark.parametrize("operation", ["mla_decode", "ragged_mla_attention", "quantize_mla_cache"])
 def test_there_is_no_gradient(operation: str) -> None:
     calls: dict[str, Any] = {
         "mla_decode": lambda q: rt.mla_decode(**but(dense("plain"), q=q))[0],
+        "ragged_mla_attention": lambda q: rt.ragged_mla_attention(**but(ragged("plain"), q=q.flatten(0, 1)))[0],
         "quantize_mla_cache": lambda q: rt.dequantize_mla_cache(rt.quantize_mla_cache(q, "fp8_v32"), dtype="float32"),
     }
     shape = (2, 3, 1, 576) if operation == "quantize_mla_cache" else (NUM_SEQS, NUM_Q_TOKENS, NUM_HEADS, 48)
@@ -496,13 +512,14 @@ def test_explain_takes_what_the_call_takes() -> None:
         "sparse_mla_prefill": ((), prefill("fp8_v4")),
         "sparse_mla_prefill_backward": ((), selected | {"d_out": out, "out": out, "lse": lse}),
         "mla_decode": ((), inputs | {"schedule": schedule, "options": {"block_kv": 24}}),
+        "ragged_mla_attention": ((), ragged("fp8_v32") | {"options": {"block_kv": 24}}),
         "make_decode_schedule": ((inputs["kv_lens"], NUM_SEQS, NUM_Q_TOKENS, NUM_HEADS), {}),
         "quantize_mla_cache": ((normal(2, 3, 1, 576), "fp8_v32"), {}),
         "dequantize_mla_cache": ((latent_cache("fp8_v32"),), {"dtype": torch.float32}),
         "write_mla_cache": ((normal(2, 48), inputs["kv_cache"], ints(0, 1)), {}),
         "page_indices_to_slots": ((ints([0], [1]), inputs["page_indices"], 4), {}),
     }
-    assert set(calls) == {name for name in CALLS if CALLS[name].__module__.rpartition(".")[2].startswith("mla")}
+    assert set(calls) == {name for name in CALLS if "mla" in CALLS[name].__module__.rpartition(".")[2]}
     for operation, (arguments, keywords) in calls.items():
         table = ra.explain(operation, *arguments, **keywords)
         assert table.startswith(f"{operation} from torch on cpu\n")
@@ -523,6 +540,8 @@ def test_explain_takes_what_the_call_takes() -> None:
 def test_options_are_checked(options: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         rt.mla_decode(**dense("plain"), options=options, backend="eager")
+    with pytest.raises(kind, match=message):
+        rt.ragged_mla_attention(**ragged("plain"), options=options, backend="eager")
     with pytest.raises(kind, match=message):
         rt.sparse_mla_prefill(**prefill("plain"), options=options, backend="eager")
 
@@ -569,6 +588,11 @@ def test_results_do_not_depend_on_the_size_of_pieces(format: str, backend: str, 
         whole = rt.mla_decode(**inputs, backend=backend)
         for block_kv in sizes:
             torch.testing.assert_close(rt.mla_decode(**inputs, options={"block_kv": block_kv}, backend=backend), whole)
+    inputs = ragged(format)
+    whole = rt.ragged_mla_attention(**inputs, sliding_window=5, backend=backend)
+    for block_kv in sizes:
+        found = rt.ragged_mla_attention(**inputs, sliding_window=5, options={"block_kv": block_kv}, backend=backend)
+        torch.testing.assert_close(found, whole)
     inputs = prefill(format)
     whole = rt.sparse_mla_prefill(**inputs, backend=backend)
     for block_kv in sizes:
@@ -590,6 +614,9 @@ def test_no_more_rows_are_gathered_at_once_than_the_tile_says(format: str, monke
     options = {"block_kv": 4}
     rt.mla_decode(**dense(format), options=options, backend="eager")
     assert sum(gathered) == 9 + 4  # the keys that some query sees, those of the lost page not among them
+    gathered.clear()
+    rt.ragged_mla_attention(**ragged(format), sliding_window=3, options=options, backend="eager")
+    assert sum(gathered) == 3 + 4  # a window of one query, and what four see of a page beside a lost one
     rt.mla_decode(**with_extra(sparse(format)), options=options, backend="eager")
     rt.sparse_mla_prefill(**prefill(format), options=options, backend="eager")
     assert max(gathered) <= 4

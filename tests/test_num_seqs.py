@@ -77,7 +77,7 @@ def written(batch: Batch) -> NDArray[Any]:
     return pages
 
 
-def attended(batch: Batch, kv_pages: NDArray[Any]) -> list[NDArray[Any]]:
+def attended(batch: Batch, kv_pages: Any) -> list[NDArray[Any]]:
     """Out and lse, from tables that hold nothing but the live sequences."""
     live = batch.live
     return definition(
@@ -167,6 +167,20 @@ def test_the_tokens_of_the_live_sequences_are_written(name: str) -> None:
     for batch in batches(BACKENDS[name]):
         found = BACKENDS[name].call("write_kv_pages", *batch.new, batch.kv_pages, **tables_of(batch))
         close(found, [written(batch)], batch)
+
+
+@pytest.mark.parametrize("name", [name for name in BACKENDS if "fused" not in name])
+def test_attention_over_latents_is_that_of_the_live_sequences(name: str) -> None:
+    """Before and after this step's rows are written; a cache of K alone is one of latents."""
+    backend = BACKENDS[name]
+    for batch in batches(backend):
+        for pages, more in ((batch.kv_pages, {}), (written(batch), {"new_kv": batch.new[0]})):
+            found = backend.call(
+                "ragged_mla_attention", batch.q, np.ascontiguousarray(batch.kv_pages[:, :, :1]), **tables_of(batch),
+                d_v=DIM, return_lse=True, **more,
+            )  # fmt: skip
+            cache = pages[:, :, :1]
+            close(found, [*attended(batch, (cache, cache)), *([cache] if more else [])], batch)
 
 
 @pytest.mark.parametrize("name", BACKENDS)

@@ -127,7 +127,8 @@ def test_wheel_holds_all_and_nothing_else(tree, built, kind):
     assert {top for top in tops if not top.endswith(".dist-info")} == {"ragged_attention"}
     assert {name for name in found if name.startswith("ragged_attention/")} == expected_members(tree)
     assert any(name.endswith("licenses/LICENSE") for name in found)
-    for needed in ("py.typed", "demo/weights.npz", "kernels_cuda/csrc/api.h", "kernels_cuda/csrc/xla_ffi.cc"):
+    weights = ("demo/weights.npz", "demo/weights_mla.npz")
+    for needed in ("py.typed", *weights, "kernels_cuda/csrc/api.h", "kernels_cuda/csrc/xla_ffi.cc"):
         assert f"ragged_attention/{needed}" in found
     assert any(name.startswith("ragged_attention/kernels_cuda/csrc/sm90/") and name.endswith(".cu") for name in found)
     assert not [name for name in found if "__pycache__" in name or "/tests/" in name]

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import ragged_attention as ra
-from ragged_attention.calls import Device, MlaDecode
+from ragged_attention.calls import CACHE_FORMATS, Device, MlaDecode
+from ragged_attention.reference.dequantize_mla_cache import dequantize_mla_cache
 from ragged_attention.samples import sample_of
 
 jax = pytest.importorskip("jax")
@@ -17,15 +18,26 @@ jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 from jax.experimental import pallas as pl  # noqa: E402
 
-from ragged_attention.kernels_pallas import _latent, mla_decode, sparse_mla_prefill  # noqa: E402
+from ragged_attention.kernels_pallas import (  # noqa: E402
+    _latent,
+    _latent_rows,
+    mla_decode,
+    ragged_mla_attention,
+    sparse_mla_prefill,
+)
+from ragged_attention.kernels_pallas._latent_jobs import Tokens, jobs_of, num_tiles, tokens_of_sequences  # noqa: E402
 from ragged_attention.testing.drawing import PROFILES, examples_of  # noqa: E402
 from ragged_attention.testing.tpu_interpreter import watched  # noqa: E402
 
 TPU = Device(framework="jax", platform="tpu", shared_memory=128 << 20)
-ROOMS = {"mla_decode": mla_decode, "sparse_mla_prefill": sparse_mla_prefill}
+ROOMS = {
+    "mla_decode": mla_decode,
+    "ragged_mla_attention": ragged_mla_attention,
+    "sparse_mla_prefill": sparse_mla_prefill,
+}
 
 
-@pytest.mark.parametrize("room", [mla_decode, sparse_mla_prefill])
+@pytest.mark.parametrize("room", ROOMS.values())
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
@@ -39,9 +51,30 @@ def test_tiles_have_limits(room: Any, fields: dict[str, int], text: str) -> None
         room.Tile(**fields)
 
 
-def test_query_blocks_have_limits() -> None:
+@pytest.mark.parametrize("room", [mla_decode, ragged_mla_attention])
+def test_query_blocks_have_limits(room: Any) -> None:
     with pytest.raises(ra.InvalidInput, match=r"^expected num_queries_per_block between 1 and 1024, got 0$"):
-        mla_decode.Tile(num_queries_per_block=0)
+        room.Tile(num_queries_per_block=0)
+
+
+def test_lengths_of_careful_weights_have_limits() -> None:
+    with pytest.raises(ra.InvalidInput, match=r"^expected split_weights_below between 0 and 2147483647, got -1$"):
+        ragged_mla_attention.Tile(split_weights_below=-1)
+
+
+@pytest.mark.parametrize(
+    ("sample", "tokens"),
+    [
+        ({"num_tokens": 32, "max_num_seqs": 32}, 1),  # a decode
+        ({"num_tokens": 512, "max_num_seqs": 65, "num_q_heads": 16}, 8),
+        ({"num_tokens": 512, "max_num_seqs": 4, "num_q_heads": 16}, 16),  # no more than 256 rows
+        ({"num_tokens": 512, "max_num_seqs": 4, "num_q_heads": 600}, 1),
+    ],
+)
+def test_a_tile_has_as_many_tokens_as_a_sequence(sample: dict[str, Any], tokens: int) -> None:
+    call = _call("ragged_mla_attention", cache_format="plain", **sample)
+    assert ragged_mla_attention.heuristic(call).num_queries_per_block == tokens
+    assert ragged_mla_attention.heuristic(dataclasses.replace(call, max_q_len=1)).num_queries_per_block == 1
 
 
 def _call(operation: str = "mla_decode", device: Device = TPU, **sample: Any) -> Any:
@@ -51,15 +84,13 @@ def _call(operation: str = "mla_decode", device: Device = TPU, **sample: Any) ->
 @pytest.mark.parametrize("operation", ROOMS)
 def test_what_is_refused_and_why(operation: str) -> None:
     room = ROOMS[operation]
-    for form in ("plain", "fp8_v32"):
+    for form in ("plain", "fp8_v32", "fp8_v41", "fp4_v41"):
         assert room.why_not(_call(operation, cache_format=form)) is None
-    text = "takes cache_format 'plain' and 'fp8_v32', got 'fp8_v4', whose pages no copy can cut into rows"
+    text = "takes caches that have the bytes of a token together, got 'fp8_v4' by pages"
     assert room.why_not(_call(operation, cache_format="fp8_v4")) == text
-    assert room.why_not(_call(operation, cache_format="fp8_v41", cache_layout="page")) == text.replace("v4'", "v41'")
-    assert (
-        room.why_not(_call(operation, cache_format="fp4_v41"))
-        == "takes cache_format 'plain' and 'fp8_v32', got 'fp4_v41'"
-    )
+    for form in ("fp8_v41", "fp4_v41"):
+        by_pages = _call(operation, cache_format=form, cache_layout="page")
+        assert room.why_not(by_pages) == text.replace("fp8_v4", form)
     torch = Device(framework="torch", platform="cpu")
     assert room.why_not(_call(operation, device=torch)) == "runs on jax arrays, got a call from torch"
 
@@ -104,14 +135,64 @@ def test_layouts_are_those_of_rows_that_share_words() -> None:
     assert _latent.row_layout(jnp.bfloat16, rank=3).major_to_minor == (1, 0, 2)
 
 
-@pytest.mark.parametrize(("dtype", "exponent"), [("float8_e4m3fn", 4), ("float16", 5)])
+# Index arrays of sequences that are empty, of padding on both sides, and of none.
+EDGES = [
+    (0, 5, 5, 6, 21),
+    (3, 3, 9, 10, 18),
+    (0, 0, 0),
+    (9, 4, 25, -3),  # not ascending, outside
+    (2**31 - 1, -(2**31), 7),
+]
+
+
+@pytest.mark.parametrize("edges", EDGES)
+@pytest.mark.parametrize("size", [1, 4, 32])
+@pytest.mark.parametrize("cores", [1, 2])
+def test_each_token_of_a_sequence_has_one_job(edges: tuple[int, ...], size: int, cores: int) -> None:
+    num_tokens, lens = 21, np.arange(len(edges) - 1) * 7
+    call = _call("ragged_mla_attention", cache_format="plain", num_tokens=num_tokens, max_num_seqs=len(lens))
+    given = {"cu_q_lens": jnp.array(edges, jnp.int32), "kv_lens": jnp.array(lens, jnp.int32)}
+    tokens = tokens_of_sequences(dataclasses.replace(call, **given))
+    jobs = jobs_of(tokens, size, cores)
+    tiles = num_tiles(num_tokens, size, cores)
+    owned, last = {}, {}
+    for index, (which, tile, position, begin, end) in enumerate(zip(*map(np.asarray, jobs), strict=True)):
+        core = index // (len(jobs.lists) // cores)
+        assert 0 <= tile < tiles
+        assert tile % cores == core
+        assert last.get(core, -1) <= tile  # a tile's jobs follow each other
+        last[core] = tile
+        for offset in range(begin, end):
+            token = tile * size + offset
+            assert token not in owned
+            owned[token] = (which, position + offset)
+    assert {*np.asarray(jobs.tiles)} == set(range(tiles))  # whose rows are all stored
+    lists, positions = np.asarray(tokens.lists), np.asarray(tokens.positions)
+    assert owned == {token: (lists[token], positions[token]) for token in range(num_tokens) if lists[token] >= 0}
+
+
+def test_tokens_are_those_of_their_sequences() -> None:
+    call = _call("ragged_mla_attention", cache_format="plain", num_tokens=9, max_num_seqs=4)
+    given = {"cu_q_lens": jnp.array([1, 3, 3, 7, 99], jnp.int32), "kv_lens": jnp.array([10, 5, 2, 7], jnp.int32)}
+    tokens = tokens_of_sequences(dataclasses.replace(call, **given, num_seqs=jnp.array([3], jnp.int32)))
+    assert tokens.lists.tolist() == [-1, 0, 0, 2, 2, 2, 2, -1, -1]
+    assert tokens.positions.tolist()[1:7] == [8, 9, -2, -1, 0, 1]
+
+
+def test_equal_counts_of_whole_tiles_have_no_job_too_many() -> None:
+    lists = jnp.repeat(jnp.arange(6, dtype=jnp.int32), 4)
+    jobs = jobs_of(Tokens(lists=lists, positions=jnp.zeros(24, jnp.int32), changes=0), 4, 1)
+    assert jobs.lists.tolist() == jobs.tiles.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(("dtype", "exponent"), [("float8_e4m3fn", 4), ("float8_e5m2", 5), ("float16", 5)])
 def test_every_small_float_is_decoded_exactly(dtype: str, exponent: int) -> None:
     """Integer arithmetic, since not every TPU has these floats, and none has numbers below the normal ones."""
     bits = jnp.dtype(dtype).itemsize * 8
     codes = np.arange(2**bits, dtype=np.int32).reshape(-1, 128)
 
     def kernel(given: Any, decoded: Any) -> None:
-        decoded[...] = _latent._from_bits(given[...], exponent=exponent, mantissa=bits - 1 - exponent)
+        decoded[...] = _latent_rows.from_bits(given[...], exponent=exponent, mantissa=bits - 1 - exponent)
 
     with watched("eager"):
         got = pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(codes.shape, jnp.float32))(codes)
@@ -122,11 +203,41 @@ def test_every_small_float_is_decoded_exactly(dtype: str, exponent: int) -> None
     )
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("form", ["fp8_v41", "fp4_v41"])
+def test_every_code_under_every_scale_is_the_value_itself(form: str, dtype: str) -> None:
+    """Products with the scales of these formats are exact in bfloat16 too; columns are where the queries' are."""
+    layout = CACHE_FORMATS[form]
+    scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], layout.scale_bytes, axis=1)
+    values = np.resize(np.arange(256, dtype=np.uint8), (256, layout.value_bytes))
+    rows = np.concatenate([values, scales], axis=1)
+
+    def kernel(given: Any, decoded: Any) -> None:
+        (operand, scale), *others = _latent_rows.operands(given[...], form, jnp.dtype(dtype))
+        assert (scale, others) == (None, [])
+        decoded[...] = operand.astype(jnp.float32)
+
+    with watched("eager"):
+        shape = jax.ShapeDtypeStruct((256, layout.width), jnp.float32)
+        got = pl.pallas_call(kernel, out_shape=shape)(rows.astype(np.int32))
+    with np.errstate(over="ignore"):
+        want = dequantize_mla_cache(rows[:, None, None], form)[:, 0, 0].astype(np.float32)
+    want[np.abs(want) < np.finfo(np.float32).smallest_normal] = 0  # some devices have no smaller numbers
+    if form == "fp8_v41":
+        want[0] *= 0  # which as a scale means such a number
+    got = np.array(_latent_rows.gathered(got, form, layout.width))
+    got[np.abs(got) < np.finfo(np.float32).smallest_normal] = 0
+    np.testing.assert_array_equal(got, want)
+    columns = _latent_rows.spread(jnp.arange(layout.width), form)
+    np.testing.assert_array_equal(_latent_rows.gathered(columns, form, 64), np.arange(64))
+
+
 # Lists of many chunks, on two cores, as they are with thousands of keys; more heads than go together.
 INTERPRETED = """
 import sys
+from unittest import mock
 from ragged_attention.kernels_pallas import _latent
-from ragged_attention.testing.mla import corners as mla_corners
+from ragged_attention.testing.mla import ragged
 from ragged_attention.testing.mla.specs import DecodeSpec, PrefillSpec
 from ragged_attention.testing.mla.oracle import check_decode, check_prefill
 from ragged_attention.testing.tpu_interpreter import InterpretedRunner
@@ -144,6 +255,14 @@ many = {"tokens": 2, "heads": 600, "kv_heads": 2, "topk": 9, "sinks": "mixed", "
 check_prefill(runner, PrefillSpec(**many).build(), options)
 fp8 = {"format": "fp8_v32", "d_v": 576, "page_size": 8, "kv_lens": (150, 9), "dtype": "bfloat16", "poison": "nan"}
 check_decode(runner, DecodeSpec(topk=0, **fp8).build(), options)
+window = {"topk": 0, "kv_lens": (150, 3, 0), "q_tokens": 3, "sliding_window": 40, "soft_cap": 2.0, "poison": "nan"}
+check_decode(runner, DecodeSpec(**window, page_size=7, heads=4, kv_heads=2, dtype="bfloat16").build(), options)
+_latent.MOST_ROWS = 16  # of which a token has more, then a tile fewer
+lens = ((1, 150), (0, 9), (9, 130), (3, 2), (2, 61))
+for group, scalar_memory in ((3, 160), (40, 1 << 20)):  # tables of some tokens at a time, then of all
+    spec = ragged._spec(lens=lens, group=group, sliding_window=70, page_size=2, padding=3, poison="nan")
+    with mock.patch.object(_latent, "table_bytes", lambda call, size=scalar_memory: size):
+        ragged.check_ragged(runner, spec.build(), options | {"num_queries_per_block": 4})
 """
 
 

@@ -60,6 +60,15 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "kv_lens": ints(7, 3),
         "d_v": 32,
     },
+    "ragged_mla_attention": {
+        "q": normal(6, 3, 48),
+        "kv_cache": normal(4, 4, 1, 48),
+        "kv_lens": ints(7, 3),
+        "page_indices": ints([0, 1], [3, 2]),
+        "cu_q_lens": ints(0, 3, 5),
+        "d_v": 32,
+        "return_lse": True,
+    },
     "sparse_mla_prefill": {
         "q": normal(4, 3, 48),
         "kv": normal(9, 1, 48),

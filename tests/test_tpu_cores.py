@@ -21,6 +21,9 @@ SHARED = (
     "corner: chunked prefill, a partial chunk",
     "corner: paged decode, lengths of every kind",
     "corner: latent decode, dense, two KV heads",
+    "corner: ragged latents, every edge at once",
+    "corner: indexer logits, every edge at once",
+    "corner: indexer top-k, exact, every edge at once",
     *(() if DEV else ("corner: attention, speculative",)),
 )
 MODES = list(interpreter.MODES)[: 1 if DEV else None]  # races are looked for in the first

@@ -60,6 +60,8 @@ SHARES = {
     "test_compat_jax_pallas.py::test_every_drop_in_on_the_tpu_kernels": 0,
     "test_compat_jax_pallas.py::test_quantised_caches[": 6,
     "test_compat_jax_pallas.py::test_ragged_attention_agrees_with_jaxs_reference_and_the_definition[": 12,
+    "test_compat_tpu_inference.py::test_a_cache_of_eight_bits_and_its_scales[": 3,
+    "test_compat_tpu_inference.py::test_a_mixed_batch[": 3,
     "test_compile_matrix.py::test_a_thousand_batches_compile_few_variants": 0,
     "test_compile_matrix.py::test_compiled_": 0,
     "test_cuda_emulation.py::test_no_index_makes_them_touch_what_is_not_theirs[": 3,

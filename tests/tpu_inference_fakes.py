@@ -21,7 +21,7 @@ if __name__ == "__main__":  # before jax looks for devices
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 4, 2, 16, 4
 NO_PAGE = 12345
@@ -138,6 +138,7 @@ def modules() -> dict[str, ModuleType]:
         "tpu_inference", "tpu_inference.layers", "tpu_inference.layers.common", "tpu_inference.layers.vllm",
         "tpu_inference.layers.vllm.backends", "tpu_inference.layers.common.attention_backend",
         "tpu_inference.layers.common.sharding", "tpu_inference.layers.vllm.backends.flash_attn",
+        "tpu_inference.layers.common.attention_interface",
     )  # fmt: skip
     made = {name: ModuleType(name) for name in names}
     made |= {name: ModuleType(name) for name in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends")}
@@ -160,6 +161,7 @@ def modules() -> dict[str, ModuleType]:
 
     backends, pallas = made[names[5]].__dict__, made[names[7]].__dict__
     backends |= {"AttentionBackend": AttentionBackend, "register_attention_backend": register_attention_backend}
+    made[names[8]].__dict__["mla_ragged_paged_attention"] = None  # the host's own kernel
     backends["_REGISTERED_BACKENDS"] = registered
     backends["create_attention_backend"] = lambda name: registered[name]()
     made[names[6]].__dict__["ShardingAxisName"] = ShardingAxisName
@@ -272,6 +274,23 @@ def dense(
             total = weights.sum() + (0 if sinks is None else np.exp(float(sinks[head]) - logits.max()))
             out[first + row, head] = weights @ values / total
     return out
+
+
+def mla_layer(interface: ModuleType, batch: Batch, arrays: Sequence[Any], mesh: Mesh, **scales: Any) -> Any:
+    """Latent attention as the host's layers call their kernel: new latents in parts, heads shared out over a mesh."""
+    md = batch.metadata()
+    tables = md.seq_lens, md.block_tables, md.query_start_loc, md.request_distribution
+
+    def local(*arrays: Any) -> Any:
+        return interface.mla_ragged_paged_attention(
+            *arrays, sm_scale=0.1, num_kv_pages_per_block=(3, 4, 5), num_queries_per_block=(1, 7, 9),
+            decode_batch_size=4, mixed_q_split=2, transpose_kv_cache=False, **scales,
+        )  # fmt: skip
+
+    whole, heads = PartitionSpec(), PartitionSpec("model")
+    specs = heads, PartitionSpec(None, "model"), *[whole] * 7
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(heads, whole), check_vma=False)
+    return jax.jit(mapped, donate_argnums=4)(*arrays, *tables)
 
 
 def allotted(backend: Any, batch: Batch, dtype: Any, devices: int = 1) -> jax.Array:

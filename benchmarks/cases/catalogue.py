@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from benchmarks.cases import indexer, mla, paged, varlen
+from benchmarks.cases import indexer, mla, paged, ragged_mla, varlen
 from benchmarks.cases.base import Case
 
-FAMILIES = (paged, mla, varlen, indexer)
+FAMILIES = (paged, mla, ragged_mla, varlen, indexer)
 CASES: dict[str, Case] = {name: case for family in FAMILIES for name, case in family.CASES.items()}
 COMPILED_ONLY: dict[str, Case] = {name: case for family in FAMILIES for name, case in family.COMPILED_ONLY.items()}
 

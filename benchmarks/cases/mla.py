@@ -80,7 +80,8 @@ class LatentCase(Case, LatentSample):
     def needed_rows(self) -> int:
         """Rows that some query sees; the lists of a sequence's queries overlap as little as they can."""
         if not self.topk:
-            return self.max_num_seqs * self.max_len
+            window = self.sliding_window or self.max_len
+            return self.max_num_seqs * min(self.max_len, window + self.num_q_tokens - 1)
         lists = [min(self.max_len, self.num_q_tokens * topk) for topk in (self.topk, self.extra_topk)]
         return self.max_num_seqs * sum(lists)
 
@@ -94,8 +95,13 @@ class LatentCase(Case, LatentSample):
     def visible_pairs(self) -> int:
         if self.topk:
             return self.num_tokens * (self.topk + self.extra_topk)
-        hidden = self.num_q_tokens * (self.num_q_tokens - 1) // 2 if self.causal else 0
-        return self.max_num_seqs * (self.num_q_tokens * self.max_len - hidden)
+        return self.max_num_seqs * sum(len(self._seen(token)) for token in range(self.num_q_tokens))
+
+    def _seen(self, token: int) -> range:
+        """The positions that a query of a dense case sees."""
+        own = self.max_len - self.num_q_tokens + token
+        first = max(own - self.sliding_window + 1, 0) if self.sliding_window else 0
+        return range(first, own + 1 if self.causal else self.max_len)
 
     def flops(self) -> int:
         return 2 * self.visible_pairs() * self.num_q_heads * (self.d_qk + self.d_v)
@@ -111,6 +117,7 @@ class LatentCase(Case, LatentSample):
             num_tokens=num_seqs * min(self.num_q_tokens, 9 if self.prefill else 2),
             max_len=int(self.max_len / factor),
             num_q_heads=min(self.num_q_heads, 16) * self.num_kv_heads,
+            sliding_window=self.sliding_window and max(1, int(self.sliding_window / factor)),
             topk=self.topk and max(9, int(self.topk / factor)),
             extra_topk=self.extra_topk and max(5, int(self.extra_topk / factor)),
         )
@@ -205,7 +212,8 @@ class LatentCase(Case, LatentSample):
                 slots = self._seen_slots(inputs, prefix, seq, token, to_numpy)
                 given[f"{prefix}kv_cache"], given[f"{prefix}indices"] = _gathered(cache, slots, to_numpy)
             sinks = to_numpy(inputs["sinks"]) if self.sinks else None
-            want, _ = mla_decode(to_numpy(inputs["q"][index])[None, None], d_v=self.d_v, sinks=sinks, **given)
+            options = {"d_v": self.d_v, "sinks": sinks, "soft_cap": self.soft_cap}
+            want, _ = mla_decode(to_numpy(inputs["q"][index])[None, None], **options, **given)
             yield f"sequence {seq}, query {token}", to_numpy(out[index]), want[0, 0]
 
     def _seen_slots(self, inputs: Any, prefix: str, seq: int, token: int, to_numpy: Any) -> np.ndarray:
@@ -214,7 +222,7 @@ class LatentCase(Case, LatentSample):
             lists = inputs[f"{prefix}indices"]
             slots = to_numpy(lists[token, 0] if self.prefill else lists[seq, token]).astype(np.int64)
             return slots[slots >= 0]
-        positions = np.arange(self.max_len - (self.num_q_tokens - 1 - token if self.causal else 0))
+        positions = np.array(self._seen(token))
         pages = to_numpy(inputs["page_indices"][seq]).astype(np.int64)
         return pages[positions // self.page_size] * self.page_size + positions % self.page_size
 
@@ -301,6 +309,17 @@ _MORE = (
     _sparse("mla_float32_fp8_h16", "-", 8, 16, dtype="float32", topk=200),
     _sparse("mla_float32_v4_h16", "-", 8, 16, **V4, dtype="float32", topk=200),
     batch("mla_dense_page16_h64", "-", 8, 64, max_len=4 * K, page_size=16),
+    batch(
+        "mla_dense_window_h128",
+        "-",
+        8,
+        128,
+        num_q_tokens=2,
+        max_len=4 * K,
+        causal=True,
+        sliding_window=1000,
+        soft_cap=30.0,
+    ),
     _dense("mla_narrow_24_heads", 8, 1 * K, 24, num_kv_heads=2, d_qk=144, d_v=80, page_size=24, dtype="float16"),
     _prefill("mla_prefill_h16_2k", 2 * K, workload="-", num_q_tokens=512, topk=200, num_q_heads=16, sinks=True),
     _prefill(

@@ -193,17 +193,29 @@ def _latent(
     operation: str = "mla_decode",
     arguments: Mapping[str, Any] | None = None,
     refused: str = "",
+    kernels: int = 1,
     **sample: Any,
 ) -> TpuCase:
     """Latent attention; the sample's defaults are DeepSeek-V3.2's sparse decode from an fp8_v32 cache."""
     return TpuCase(
-        name=f"mla_{name}", operation=operation, sample=sample, arguments=dict(arguments or {}), refused=refused
+        name=f"mla_{name}",
+        operation=operation,
+        sample=sample,
+        arguments=dict(arguments or {}),
+        kernels=kernels,
+        refused=refused,
     )
 
 
 PLAIN: dict[str, Any] = {"cache_format": "plain"}
 EXTRA = {
     "extra_kv_cache": samples.FakeArray((40, 16, 1, 656), "uint8"),
+    "extra_indices": samples.FakeArray((32, 1, 130), "int32"),
+}
+V41: dict[str, Any] = {"cache_format": "fp8_v41", "num_q_heads": 64}
+FP4: dict[str, Any] = {"cache_format": "fp4_v41", "num_q_heads": 64}
+EXTRA_FP4 = {
+    "extra_kv_cache": samples.FakeArray((40, 16, 1, 288), "uint8"),
     "extra_indices": samples.FakeArray((32, 1, 130), "int32"),
 }
 _LATENT = (
@@ -226,21 +238,81 @@ _LATENT = (
     _latent("sparse_prefill_h128_bf16", "sparse_mla_prefill", **PLAIN, num_tokens=512),
     _latent("sparse_prefill_h128_fp8_v32", "sparse_mla_prefill", num_tokens=512),
     _latent("sparse_prefill_h8x2_d128", "sparse_mla_prefill", **PLAIN, num_q_heads=8, num_kv_heads=2, d_qk=128, d_v=64),
+    _latent("dense_h64_fp8_v41", **V41, topk=0),
+    _latent("dense_h64_fp4_v41_f32", **FP4, topk=0, dtype="float32"),
+    _latent("sparse_h64_fp8_v41", **V41),
+    _latent("sparse_h64_fp4_v41", **FP4),
+    _latent("sparse_h64_fp8_v41_beside_fp4_v41", arguments=EXTRA_FP4, kernels=2, **V41, sinks=True),
+    _latent("sparse_prefill_h64_fp8_v41", "sparse_mla_prefill", **V41, num_tokens=512),
     _latent("sparse_fp8_v4", refused="got 'fp8_v4'", cache_format="fp8_v4"),
 )
 
-CASES: tuple[TpuCase, ...] = (*_RAGGED, *_WRITES, *_HEADS_FIRST, *_LATENT)
+
+def _ragged_latent(name: str, **sample: Any) -> TpuCase:
+    """A mixed batch of ragged attention over latents, plain ones unless said otherwise."""
+    fields: dict[str, Any] = PLAIN | MIXED | {"causal": True, "topk": 0} | sample
+    return _latent(f"ragged_{name}", "ragged_mla_attention", **fields)
+
+
+_RAGGED_LATENT = (
+    _ragged_latent("h128_bf16"),
+    _ragged_latent("h16_bf16", num_q_heads=16),
+    _ragged_latent("h16_bf16_decode", num_q_heads=16, num_tokens=32, max_num_seqs=32, max_len=4096),
+    _ragged_latent("h16_bf16_page16_window_cap", num_q_heads=16, page_size=16, sliding_window=128, soft_cap=30.0),
+    _ragged_latent("h16_bf16_page1024", num_q_heads=16, page_size=1024, max_len=4096),
+    _ragged_latent("h128_e4m3", stored=FP8, arguments={"kv_scale": 0.25}),
+    _ragged_latent("h16_e4m3_page16", num_q_heads=16, page_size=16, stored=FP8, arguments={"kv_scale": 0.25}),
+    _ragged_latent("h7_int8_f32", num_q_heads=7, dtype="float32", stored=INT8, arguments={"kv_scale": 0.25}),
+    _ragged_latent("h12_e5m2_d512_lse", num_q_heads=12, d_qk=512, stored="float8_e5m2", arguments={"return_lse": True}),
+    _ragged_latent("h16_fp8_v32_sinks", num_q_heads=16, cache_format="fp8_v32", sinks=True),
+    _ragged_latent("h16_f16_page61", num_q_heads=16, dtype="float16", page_size=61),
+    _ragged_latent("h16_bf16_to_f32", num_q_heads=16, arguments={"out_dtype": "float32", "causal": False}),
+)
+
+
+def _index(name: str, operation: str = "indexer_logits", **fields: Any) -> TpuCase:
+    """The indexer; the sample's defaults are DeepSeek-V3.2's decode from pages of bytes."""
+    more = {key: fields.pop(key) for key in ("arguments", "kernels", "refused") if key in fields}
+    return TpuCase(name=f"indexer_{name}", operation=operation, sample=fields, **more)
+
+
+PACKED: dict[str, Any] = {"packed": True, "num_tokens": 512, "max_num_seqs": 1}
+LONG: dict[str, Any] = PACKED | {"max_len": 2**14, "num_tokens": 4096}
+CHUNK: dict[str, Any] = {"num_tokens": 512, "max_num_seqs": 4}
+_INDEXER = (
+    _index("decode_h64"),
+    _index("decode_h64_bf16", dtype="bfloat16", cache_dtype="bfloat16"),
+    _index("prefill_h64", **CHUNK),
+    _index("prefill_h32_bf16_page16_d64", **CHUNK, dtype="bfloat16", cache_dtype="bfloat16", num_q_heads=32,
+           page_size=16, head_dim=64),
+    _index("prefill_h5_f32_page8", **CHUNK, dtype="float32", cache_dtype="float32", num_q_heads=5, page_size=8),
+    _index("prefill_h16_f16_page256", **CHUNK, dtype="float16", cache_dtype="float16", num_q_heads=16, page_size=256),
+    _index("packed_h64", **PACKED),
+    _index("packed_h64_bf16", **PACKED, dtype="bfloat16"),
+    _index("packed_h64_relative", **PACKED, arguments={"relative": True, "max_keys": 1024}),
+    _index("topk_decode_h64", "indexer_topk", kernels=2),
+    _index("topk_decode_h64_candidates", "indexer_topk", kernels=2, candidate_blocks=16),
+    _index("topk_packed_h64_of_16k", "indexer_topk", kernels=2, **LONG),
+    _index("select_2048_of_4096", "top_k_indices"),
+    _index("select_512_of_128k", "top_k_indices", top_k=512, max_len=2**17),
+    _index("select_2048_of_1m", "top_k_indices", max_len=2**20),
+    _index("select_from_too_many", "top_k_indices", refused="takes at most 1048576 columns", max_len=2**20 + 1),
+)  # fmt: skip
+
+CASES: tuple[TpuCase, ...] = (*_RAGGED, *_WRITES, *_HEADS_FIRST, *_LATENT, *_RAGGED_LATENT, *_INDEXER)
 
 # What the page of compilations shows: the first for every kind of TPU, the others for one of them.
 EVERYWHERE = (
     "rpa_32x8_d128_bf16", "rpa_32x8_d128_fp8", "write_bf16", "paged_32x8_d128_bf16", "prefill_32x8_d128_bf16",
-    "mla_dense_h128_bf16", "mla_sparse_h128_fp8_v32", "mla_sparse_prefill_h128_bf16",
+    "mla_dense_h128_bf16", "mla_sparse_h128_fp8_v32", "mla_sparse_prefill_h128_bf16", "mla_ragged_h128_bf16",
+    "indexer_decode_h64", "indexer_topk_decode_h64", "indexer_select_2048_of_4096",
 )  # fmt: skip
 FURTHER = (
     "rpa_32x8_d128_f32", "rpa_12x2_d128_bf16", "rpa_32x8_d128_bf16_window_cap", "rpa_16x8_d256_bf16",
     "rpa_32x8_d128_bf16_auto", "rpa_32x8_d128_int8", "rpa_64x8_d64_sinks_window", "rpa_8x1_d128_bf16",
     "rpa_32x8_d128_bf16_fused", "rpa_32x8_d128_table_of_2_mib", "write_fp8", "paged_32x8_d128_bf16_grid",
     "paged_32x8_d128_bf16_batch", "paged_32x8_d128_int8", "prefill_32x8_d128_int8", "mla_dense_h128_fp8_v32",
+    "mla_ragged_h16_bf16_decode", "mla_ragged_h16_e4m3_page16", "indexer_prefill_h64", "indexer_packed_h64_bf16",
 )  # fmt: skip
 MOST = "v6e"
 

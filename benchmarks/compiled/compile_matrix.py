@@ -32,6 +32,7 @@ from benchmarks.cases import catalogue
 from benchmarks.cases import indexer as indexer_cases
 from benchmarks.cases import mla as mla_cases
 from benchmarks.cases import paged as paged_cases
+from benchmarks.cases import ragged_mla as ragged_cases
 from benchmarks.cases import varlen as varlen_cases
 from benchmarks.compiled import compiling, kept_facts, sass
 from ragged_attention import dispatch, samples
@@ -47,7 +48,8 @@ COVERING = (
     "gemma4_global_prefill_4k", "fp8_64x4k", *paged_cases.COMPILED_ONLY,
     "mla_dense_h16_128x4k", "mla_dense_h128_128q2s4k", "mla_dense_fp8_h128_128x4k",
     "mla_sparse_bf16_h128_32q2", "mla_sparse_h16_b8", "mla_sparse_h32_b8", "mla_sparse_h128_128q2",
-    "mla_sparse_v4_h64_128q2", "mla_prefill_h128_32k", "mla_prefill_fp8_h128_32k", *mla_cases.COMPILED_ONLY,
+ "mla_sparse_v4_h64_128q2", "mla_prefill_h128_32k", "mla_prefill_fp8_h128_32k", *mla_cases.COMPILED_ONLY,
+    "mla_ragged_64x4k", "mla_ragged_h16_64x4k", "mla_ragged_4k", *ragged_cases.COMPILED_ONLY,
     "mha_128_4k", "mha_128_4k_backward", "mha_192_4k", "mha_192_4k_backward", *varlen_cases.COMPILED_ONLY,
     "indexer_decode_64x32k", "indexer_prefill_4k", *indexer_cases.COMPILED_ONLY,
 )  # fmt: skip
@@ -74,16 +76,18 @@ LATENT_TILES = (
     "mla_dense_h16_128x4k", "mla_dense_h128_128q2s4k", "mla_sparse_v4_h16", "mla_sparse_v4_h64_128q2",
     "mla_sparse_h16_b8", "mla_sparse_h128_128q2", "mla_float32_h16", "mla_float32_fp8_h16", "mla_float32_v4_h16",
     "mla_prefill_h16_2k", "mla_prefill_float32_h16", "mla_sparse_v41_h16", "mla_sparse_fp4_h16",
+    "mla_ragged_64x4k", "mla_ragged_h16_64x4k", "mla_ragged_window_cap", "mla_ragged_e4m3", "mla_ragged_float32_h16",
 )  # fmt: skip
 ATTENTIONS = (
-    "ragged_paged_attention", "mla_decode", "sparse_mla_prefill", "sparse_mla_prefill_backward", "varlen_attention",
-    "varlen_attention_backward", "indexer_topk", "indexer_logits",
+    "ragged_paged_attention", "mla_decode", "ragged_mla_attention", "sparse_mla_prefill",
+    "sparse_mla_prefill_backward", "varlen_attention", "varlen_attention_backward", "indexer_topk", "indexer_logits",
 )  # fmt: skip
 # All else is plain copying, so fewer shapes cover it.
 COPYING = (
     "decode_64x4k", "fp8_64x4k", "float32_mixed", "int8_mixed", "phi_head_80_mixed", "one_page_slot",
     "mla_sparse_h16_b8", "mla_sparse_v4_h64_128q2", "mla_float16_h32", "mla_float16_fp8_h16", "mla_narrow_24_heads",
-    "mla_float32_fp8_h16", "mla_one_of_everything", "indexer_decode_64x32k", "indexer_prefill_4k",
+    "mla_float32_fp8_h16", "mla_one_of_everything", "mla_ragged_64x4k", "mla_ragged_e4m3", "mla_ragged_int8_h16",
+    "indexer_decode_64x32k", "indexer_prefill_4k",
 )  # fmt: skip
 
 SPOT_CHECK = 24  # of so many compilations that did not change a check does one again
@@ -92,8 +96,8 @@ SAVED_EVERY = 30.0  # seconds, while compiling
 # The kernels that multiply, whose inner loops are judged in workloads' cases. Of what such a loop loads, no less than
 # this share must come 16 bytes at a time.
 MULTIPLYING = (
-    "tile_kernel", "split_kernel", "latent_kernel", "forward_kernel", "dkv_kernel", "dq_kernel", "gradient_kernel",
-    "tile_logits_kernel", "walk_logits_kernel",
+    "tile_kernel", "split_kernel", "latent_kernel", "ragged_latent_kernel", "forward_kernel", "dkv_kernel", "dq_kernel",
+    "gradient_kernel", "tile_logits_kernel", "walk_logits_kernel",
 )  # fmt: skip
 LEAST_WIDE = 0.9
 # Where it is less, the least that it is and why: by kernel, its case's `key_format`, and matrix unit;
@@ -132,8 +136,8 @@ DECLINED_ON_OLDER = ("mla_sparse_v41_fp4_h64", "mla_sparse_fp4_h16")  # it compi
 SPILLED_ON_OLDER = {"dkv_kernel": 8, "forward_kernel": 8}
 # Which of a kernel's block sizes is the rows of its products; 64 of them make a wgmma.
 ROWS = {
-    "dkv_kernel": "kv", "latent_kernel": "h", "gradient_kernel": "h", "tile_logits_kernel": "n",
-    "walk_logits_kernel": "n",
+    "dkv_kernel": "kv", "latent_kernel": "h", "ragged_latent_kernel": "h", "gradient_kernel": "h",
+    "tile_logits_kernel": "n", "walk_logits_kernel": "n",
 }  # fmt: skip
 WGMMA_ROWS = 64
 

@@ -17,6 +17,7 @@ from ragged_attention.torch import (
     indexer_topk,
     mla_decode,
     quantize_mla_cache,
+    ragged_mla_attention,
     ragged_paged_attention,
     varlen_attention,
     write_indexer_cache,
@@ -145,6 +146,35 @@ class Latent(Case):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RaggedLatent(Case):
+    """Attention over latents of prompts and decodes in one call; `lens` are query tokens and keys of each sequence."""
+
+    lens: tuple[tuple[int, int], ...]
+    heads: int
+    cache_format: str = "plain"
+
+    @property
+    def flops(self) -> int:
+        pairs = sum(tokens * (2 * keys - tokens + 1) // 2 for tokens, keys in self.lens)
+        return 2 * pairs * self.heads * (D_QK + D_V)
+
+    def contenders(self) -> Contenders:
+        torch.manual_seed(0)
+        pages = -(-max(keys for _, keys in self.lens) // PAGE_SIZE)
+        table = torch.randperm(len(self.lens) * pages).view(len(self.lens), pages).int()
+        cache = (torch.randn(table.numel(), PAGE_SIZE, 1, D_QK) / 4).to(self.dtype)
+        stored = cache if self.cache_format == "plain" else quantize_mla_cache(cache, self.cache_format)
+        edges = torch.tensor([0, *(tokens for tokens, _ in self.lens)]).cumsum(0).int()
+        q = torch.randn(int(edges[-1]), self.heads, D_QK).to(self.dtype)
+        lens = torch.tensor([keys for _, keys in self.lens]).int()
+
+        def ours(backend: str) -> Callable[[], Any]:
+            return lambda: ragged_mla_attention(q, stored, lens, table, edges, sm_scale=LATENT_SCALE, backend=backend)
+
+        return {OURS: ours("numba"), EAGER: ours("eager")}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Varlen(Case):
     """Causal attention of 4 packed sequences of 1024, or its gradient."""
 
@@ -221,6 +251,7 @@ class Index(Case):
 
 F32, BF16 = torch.float32, torch.bfloat16
 DECODES, CHUNKS = ((1, 1024),) * 8, ((512, 1024),) * 2
+MIXED = ((256, 512), *DECODES)
 FROM_JAX = ("torch", "jax")
 CASES: tuple[Case, ...] = (
     Paged(name="C1", what="8 decodes at 1k, f32", dtype=F32, lens=DECODES, frameworks=FROM_JAX),
@@ -242,6 +273,9 @@ CASES: tuple[Case, ...] = (
     Latent(name="C7c", what="MLA decode, 128 heads, 8 x 1k, bf16", dtype=BF16, heads=128),
     Latent(name="C7d", what="MLA decode, 16 heads, 8 x 1k, fp8_v32", dtype=BF16, heads=16, cache_format="fp8_v32"),
     Latent(name="C7e", what="sparse MLA decode, 16 heads, 8 x top-k 512, bf16", dtype=BF16, heads=16, topk=512),
+    RaggedLatent(name="C7f", what="latents: chunk of 256 at 512 beside 8 decodes at 1k, 16 heads, bf16", dtype=BF16,
+                 lens=MIXED, heads=16),
+    RaggedLatent(name="C7g", what="C7f, fp8_v32", dtype=BF16, lens=MIXED, heads=16, cache_format="fp8_v32"),
     Varlen(name="C8", what="packed attention, 4 x 1k causal, f32", dtype=F32),
     Varlen(name="C8b", what="its gradient, f32", dtype=F32, backward=True),
     Varlen(name="C8c", what="packed attention, 4 x 1k causal, bf16", dtype=BF16),

@@ -11,17 +11,22 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ragged_attention.calls import dtype_name
-from ragged_attention.kernels_triton._formats import e4m3_format, unit_of
-from ragged_attention.kernels_triton._latent.lists import divide, find_entry, list_length, split_edge, token_and_head
-from ragged_attention.kernels_triton._latent.plan import MIN_SPLIT, OWN_SPLIT, Tile, Work, columns, format_of
+from ragged_attention.kernels_triton._formats import number_format
+from ragged_attention.kernels_triton._latent.lists import (
+    divide,
+    find_entry,
+    first_seen,
+    list_length,
+    split_edge,
+    token_and_head,
+)
+from ragged_attention.kernels_triton._latent.plan import COPIED, MIN_SPLIT, OWN_SPLIT, Tile, Work, columns, format_of
 from ragged_attention.kernels_triton._latent.rows import (
     Columns,
     Layout,
-    query_columns,
-    query_groups,
+    load_queries,
     store_columns,
     store_groups,
-    whole_columns,
     zero_after,
     zeros_like,
 )
@@ -31,6 +36,8 @@ from ragged_attention.kernels_triton._latent.softmax import (
     Features,
     KeyList,
     Queries,
+    Scales,
+    Seen,
     attend,
     finish,
     no_sums,
@@ -57,9 +64,10 @@ def latent_kernel(
     list_seq_stride, list_token_stride, list_head_stride, lens_seq_stride, lens_token_stride,
     extra_page_stride, extra_slot_stride, extra_num_slots, extra_longest,
     extra_list_seq_stride, extra_list_token_stride, extra_lens_seq_stride, extra_lens_token_stride,
-    logit_scale,
-    SPARSE: tl.constexpr, CAUSAL: tl.constexpr, HAS_LENS: tl.constexpr, HAS_EXTRA: tl.constexpr,
-    HAS_EXTRA_LENS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_MAX: tl.constexpr, SCHEDULED: tl.constexpr,
+    window, logit_scale, capped_scale,
+    SPARSE: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
+    HAS_LENS: tl.constexpr, HAS_EXTRA: tl.constexpr, HAS_EXTRA_LENS: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_MAX: tl.constexpr, SCHEDULED: tl.constexpr,
     FORMAT: tl.constexpr, CODES: tl.constexpr, PAGE_SIZE: tl.constexpr, EXTRA_PAGE_SIZE: tl.constexpr,
     PAGE_UNIT: tl.constexpr, EXTRA_PAGE_UNIT: tl.constexpr, EXTRA_FORMAT: tl.constexpr,
     NUM_Q: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
@@ -84,7 +92,8 @@ def latent_kernel(
     entry = tl.program_id(0) // (ROW_BLOCKS * JOBS)
     seq, split, count = find_entry(entry, num_splits_ptr, num_seqs, num_entries, fixed_splits, SCHEDULED)
     last = list_length(lens_ptr, seq, job, longest, lens_seq_stride, lens_token_stride, HAS_LENS)
-    blocks = (last + BLOCK_KV - 1) // BLOCK_KV
+    skipped = first_seen(last - NUM_Q, window, HAS_WINDOW) // BLOCK_KV
+    blocks = (last + BLOCK_KV - 1) // BLOCK_KV - skipped
     extra_last = 0
     if HAS_EXTRA:
         extra_last = list_length(extra_lens_ptr, seq, job, extra_longest, extra_lens_seq_stride,
@@ -98,7 +107,14 @@ def latent_kernel(
         token, head = token_and_head(row, job, kv_head, GROUP, SPARSE)
         sequence = seq.to(tl.int64)
         limit = last - (NUM_Q - 1) + token
-        if CAUSAL:  # keys that no row sees are not read
+        first = 0
+        if HAS_WINDOW:  # keys that no row sees are not read
+            blocks += skipped
+            first_token = tl.program_id(0) % ROW_BLOCKS * BLOCK_H // GROUP
+            first = first_seen(last - NUM_Q + first_token, window, HAS_WINDOW)
+            begin = tl.maximum(begin + skipped, first // BLOCK_KV)
+            end += skipped
+        if CAUSAL:  # nor these
             last_token = tl.minimum((tl.program_id(0) % ROW_BLOCKS * BLOCK_H + BLOCK_H - 1) // GROUP, NUM_Q - 1)
             last = tl.maximum(last - (NUM_Q - 1) + last_token, 0)
             end = tl.minimum(end, (last + BLOCK_KV - 1) // BLOCK_KV)
@@ -116,18 +132,10 @@ def latent_kernel(
         end = tl.minimum(end, blocks)
         m_i = tl.full([BLOCK_H], float("-inf"), tl.float32)
         largest = m_i
-        unit = tl.full([BLOCK_H], 1.0, tl.float32)
         REST_IS_VALUE: tl.constexpr = (FORMAT == "fp8_v32" or FORMAT == "decoded_v32") and DV > D_V
-        if FORMAT == "fp8_v32":
-            unit = unit_of(whole_columns(q_rows, valid, 0, D_V, 4 * WIDTH).to(tl.float32))
-        groups, lost = query_groups(
-            q_rows, valid, unit, Columns(GROUPS, WIDTH, D_V, D_REST, D_REST_PAD, GROUP_PARTS, PARTS), FORMAT
+        groups, lost, q_rest, lost_rest, unit = load_queries(
+            q_rows, valid, Columns(GROUPS, WIDTH, D_V, D_REST, D_REST_PAD, GROUP_PARTS, PARTS), FORMAT
         )
-        q_rest, lost_rest = groups[0], lost[0]
-        if D_REST > 0:
-            q_rest, lost_rest = query_columns(
-                q_rows, valid, unit, D_V, D_V + D_REST, D_REST_PAD, "rotary" if FORMAT == "fp8_v32" else FORMAT
-            )
         acc = (tl.zeros([BLOCK_H, WIDTH], tl.float32),) * GROUPS
         acc_rest = tl.zeros([BLOCK_H, D_REST_PAD], tl.float32)
         state = (m_i, largest, no_sums(m_i, BLOCK_KV, SUMS_BY_COLUMN), acc, acc_rest)
@@ -143,15 +151,18 @@ def latent_kernel(
             queries = Queries(groups, lost, q_rest, lost_rest, unit)
             state = attend(
                 queries, state, Cache(cache, page_stride, slot_stride, num_slots),
-                KeyList(list_row, begin, end, last), limit, logit_scale,
-                Features(SPARSE, CAUSAL, REST_IS_VALUE), Layout(FORMAT, CODES, PAGE_SIZE, PAGE_UNIT),
+                KeyList(list_row, begin, end, first, last), Seen(limit - window, limit),
+                Scales(logit_scale, capped_scale),
+                Features(SPARSE, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, REST_IS_VALUE),
+                Layout(FORMAT, CODES, PAGE_SIZE, PAGE_UNIT),
                 Columns(GROUPS, WIDTH, D_V, D_REST, D_REST_PAD, GROUP_PARTS, PARTS), BLOCK_KV,
             )  # fmt: skip
             if HAS_EXTRA:
                 state = attend(
                     queries, state, Cache(extra_cache_ptr, extra_page_stride, extra_slot_stride, extra_num_slots),
-                    KeyList(extra_row, first_extra, last_extra, extra_last), limit, logit_scale,
-                    Features(SPARSE, CAUSAL, REST_IS_VALUE),
+                    KeyList(extra_row, first_extra, last_extra, 0, extra_last), Seen(limit - window, limit),
+                    Scales(logit_scale, capped_scale),
+                    Features(SPARSE, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, REST_IS_VALUE),
                     Layout(EXTRA_FORMAT, CODES, EXTRA_PAGE_SIZE, EXTRA_PAGE_UNIT),
                     Columns(GROUPS, WIDTH, D_V, D_REST, D_REST_PAD, GROUP_PARTS, PARTS), BLOCK_KV,
                 )  # fmt: skip
@@ -188,9 +199,9 @@ def combine_kernel(
     parts_ptr, part_lses_ptr, part_max_ptr, lens_ptr, extra_lens_ptr, num_splits_ptr, sinks_ptr,
     given_out_ptr, given_lse_ptr, given_max_ptr, out_ptr, lse_ptr, max_ptr,
     num_entries, fixed_splits, longest, lens_seq_stride, lens_token_stride,
-    extra_longest, extra_lens_seq_stride, extra_lens_token_stride,
-    SPARSE: tl.constexpr, HAS_LENS: tl.constexpr, HAS_EXTRA: tl.constexpr, HAS_EXTRA_LENS: tl.constexpr,
-    HAS_SINKS: tl.constexpr, HAS_MAX: tl.constexpr, SCHEDULED: tl.constexpr,
+    extra_longest, extra_lens_seq_stride, extra_lens_token_stride, window,
+    SPARSE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_LENS: tl.constexpr, HAS_EXTRA: tl.constexpr,
+    HAS_EXTRA_LENS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_MAX: tl.constexpr, SCHEDULED: tl.constexpr,
     NUM_Q: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DV: tl.constexpr,
     DV_PAD: tl.constexpr, BLOCK_KV: tl.constexpr, WHOLE: tl.constexpr, MIN_BLOCKS: tl.constexpr,
     MERGED: tl.constexpr, PDL: tl.constexpr,
@@ -210,7 +221,7 @@ def combine_kernel(
     else:
         first = seq * fixed_splits
         last = list_length(lens_ptr, seq, job, longest, lens_seq_stride, lens_token_stride, HAS_LENS)
-        blocks = (last + BLOCK_KV - 1) // BLOCK_KV
+        blocks = (last + BLOCK_KV - 1) // BLOCK_KV - first_seen(last - NUM_Q, window, HAS_WINDOW) // BLOCK_KV
         if HAS_EXTRA:
             last = list_length(extra_lens_ptr, seq, job, extra_longest, extra_lens_seq_stride,
                                extra_lens_token_stride, HAS_EXTRA_LENS)  # fmt: skip
@@ -259,7 +270,9 @@ def shared_arguments(work: Work, tile: Tile, entries: int, max_logits: bool, lau
         **keys.lengths(launch),
         # Without a second cache these are not used.
         **as_extra((extra or keys).lengths(launch)),
+        "window": work.window or 0,
         "SPARSE": work.sparse,
+        "HAS_WINDOW": work.window is not None,
         "HAS_LENS": keys.lens is not None,
         "HAS_EXTRA": extra is not None,
         "HAS_EXTRA_LENS": extra is not None and extra.lens is not None,
@@ -279,22 +292,47 @@ def shared_arguments(work: Work, tile: Tile, entries: int, max_logits: bool, lau
     }
 
 
-def groups_of(work: Work, width: int, rows: int) -> int:
+def logit_scales(scale: float, soft_cap: float | None) -> dict[str, Any]:
+    """The arguments of `Scales`, and whether there is a cap."""
+    inner, outer = (scale * LOG2E.value, 1.0) if soft_cap is None else (scale / soft_cap, soft_cap * LOG2E.value)
+    return {"logit_scale": inner, "capped_scale": outer, "HAS_SOFT_CAP": soft_cap is not None}
+
+
+def groups_of(layout: str, width: int, rows: int) -> int:
     """How many operands the value's columns come in. In two, threads copy pieces of fewer rows than in one."""
     if width <= 128:
         return 1
-    return 2 if work.copied and rows >= SEPARATE_QK_ROWS.value else 4
+    return 2 if layout in COPIED and rows >= SEPARATE_QK_ROWS.value else 4
 
 
-def sums_by_column(work: Work, tile: Tile) -> bool:
+def row_arguments(call: Any, layout: str, rows: int) -> dict[str, Any]:
+    """The attention kernels' arguments about rows of a layout as operands, for so many rows of queries."""
+    width, rest = columns(call)
+    groups = groups_of(layout, width, rows)
+    parts = 1 if call.format == "plain" or dtype_name(call.q) == "bfloat16" else 2
+    return {
+        "FORMAT": layout,
+        "CODES": number_format(call.code_dtype if layout == "codes" else "float8_e4m3fn", call.device.arch),
+        "GROUPS": groups,
+        "WIDTH": max(16, next_power_of_2(cdiv(width, groups))),
+        "D_V": width,
+        "D_REST": rest,
+        "D_REST_PAD": max(16, next_power_of_2(rest)),
+        # The number of products per query column: with float16 codes of `fp8_v32`, and with bfloat16 columns.
+        "GROUP_PARTS": 1 if layout == "fp8_v32" and item_size(call.q) == 2 else parts,
+        "PARTS": parts,
+    }
+
+
+def sums_by_column(call: Any, layout: str, tile: Tile) -> bool:
     """Whether there are registers for it; 32 rows on four warps have none left.
 
     64 rows of a plain cache have them, but compilers (Triton 3.6 to 3.9) would lay the sums out as an operand, and
     take each exponential twice.
     """
-    if work.call.d_v > 512:
+    if call.d_v > 512:
         return False
-    if work.copied:
+    if layout in COPIED:
         return tile.block_h < SEPARATE_QK_ROWS.value and tile.num_warps * 8 > tile.block_h
     return {16: tile.num_stages > 1, 32: not OLDER_COMPILER}.get(tile.block_h, True)
 
@@ -302,10 +340,7 @@ def sums_by_column(work: Work, tile: Tile) -> bool:
 def attention_arguments(work: Work, tile: Tile, launch: Any) -> dict[str, Any]:
     """The further arguments of the attention kernel."""
     call = work.call
-    width, rest = columns(call)
-    groups = groups_of(work, width, tile.block_h)
     seq_stride, token_stride, head_stride = work.q_strides
-    parts = 1 if call.format == "plain" or dtype_name(call.q) == "bfloat16" else 2
     return {
         "num_seqs": work.num_seqs,
         "q_seq_stride": seq_stride,
@@ -313,23 +348,14 @@ def attention_arguments(work: Work, tile: Tile, launch: Any) -> dict[str, Any]:
         "q_head_stride": head_stride,
         **work.keys.addresses(launch),
         **as_extra((work.extra or work.keys).addresses(launch)),
-        "logit_scale": call.scale * LOG2E.value,
+        **logit_scales(call.scale, work.soft_cap),
         "CAUSAL": work.causal,
-        "FORMAT": work.format,
         "EXTRA_FORMAT": work.format if work.extra is None else format_of(call.extra_layout),
-        "CODES": e4m3_format(call.device.arch),
         "PAGE_SIZE": work.keys.page_size,
         "EXTRA_PAGE_SIZE": (work.extra or work.keys).page_size,
-        "GROUPS": groups,
-        "WIDTH": max(16, next_power_of_2(cdiv(width, groups))),
-        "D_V": width,
-        "D_REST": rest,
-        "D_REST_PAD": max(16, next_power_of_2(rest)),
-        # The number of products per query column: with float16 codes of `fp8_v32`, and with bfloat16 columns.
-        "GROUP_PARTS": 1 if work.format == "fp8_v32" and item_size(call.q) == 2 else parts,
-        "PARTS": parts,
+        **row_arguments(call, work.format, tile.block_h),
         "BLOCK_H": tile.block_h,
-        "SUMS_BY_COLUMN": sums_by_column(work, tile),
+        "SUMS_BY_COLUMN": sums_by_column(call, work.format, tile),
     }
 
 
@@ -351,7 +377,7 @@ def run(work: Work, tile: Tile, launch: Any, *, max_logits: bool) -> Any:
         (entries * work.jobs_per_seq * cdiv(work.rows, tile.block_h), work.num_kv_heads),
         (work.q, keys.cache, keys.lists, lens, extra.cache, extra.lists, extra_lens, num_splits, sinks),
         [
-            (call.out_shape, call.q.dtype),
+            (call.out_shape, call.result_dtype),
             (work.lse_shape, "float32"),
             (work.lse_shape, "float32") if max_logits else nothing,
             nothing if whole else ((*parts, call.d_v), "float32"),

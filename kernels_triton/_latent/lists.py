@@ -58,6 +58,15 @@ def list_length(lens_ptr, seq, token, longest, seq_stride, token_stride, HAS_LEN
 
 
 @triton.jit
+def first_seen(position, window, HAS_WINDOW: tl.constexpr):
+    """The first key that a query at a position sees."""
+    first = 0
+    if HAS_WINDOW:
+        first = tl.maximum(position - window + 1, 0)
+    return first
+
+
+@triton.jit
 def divide(blocks, count, SCHEDULED: tl.constexpr, MIN_BLOCKS: tl.constexpr):
     """(blocks of a split, splits): a schedule's splits stay, others are no more than are worth it."""
     blocks_each = (blocks + tl.maximum(count, 1) - 1) // tl.maximum(count, 1)
@@ -69,19 +78,21 @@ def divide(blocks, count, SCHEDULED: tl.constexpr, MIN_BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def entries_of(list_ptr, block, there, last, SPARSE: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr):
+def entries_of(list_ptr, block, there, first, last, SPARSE: tl.constexpr, PAGE_SIZE: tl.constexpr,
+               BLOCK_KV: tl.constexpr):  # fmt: skip
     """What a list has for a block of keys, slots or in a dense call pages: -1 behind its last key, and for a block that
     is not `there`."""
     if SPARSE:
         position = block * BLOCK_KV + tl.arange(0, BLOCK_KV)
         entries = tl.load(list_ptr + position, mask=position < tl.where(there, last, 0), other=-1)
     else:
-        entries = pages_of(list_ptr, block * BLOCK_KV, 0, last, there, True, PAGE_SIZE, BLOCK_KV)
+        entries = pages_of(list_ptr, block * BLOCK_KV, first, last, there, True, PAGE_SIZE, BLOCK_KV)
     return entries
 
 
 @triton.jit
-def keys_of(entries, block, last, num_slots, SPARSE: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr):
+def keys_of(entries, block, first, last, num_slots, SPARSE: tl.constexpr, PAGE_SIZE: tl.constexpr,
+            BLOCK_KV: tl.constexpr):  # fmt: skip
     """A block of a list from what `entries_of` found: (position, page, offset in the page, whether it may be read)."""
     position = block * BLOCK_KV + tl.arange(0, BLOCK_KV)
     if SPARSE:
@@ -91,6 +102,6 @@ def keys_of(entries, block, last, num_slots, SPARSE: tl.constexpr, PAGE_SIZE: tl
         offset = slot % PAGE_SIZE
     else:
         page = entries
-        readable = are_readable(position, page, 0, last, num_slots // PAGE_SIZE, PAGE_SIZE, BLOCK_KV)
+        readable = are_readable(position, page, first, last, num_slots // PAGE_SIZE, PAGE_SIZE, BLOCK_KV)
         offset = position % PAGE_SIZE
     return position, page, offset, readable

@@ -51,6 +51,9 @@ DECODED_SHARED_MEMORY = 128 * 1024  # what 32 rows and as many decoded keys need
 LARGEST_INT = 2**31 - 1
 
 
+COPIED = ("plain", "decoded_v4")  # layouts of which rows are operands as they lie, and no more
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
     """What may be tuned."""
@@ -133,6 +136,8 @@ class Work:
     keys: Keys
     extra: Keys | None
     schedule: Any  # (parts, num_splits, ...) or None
+    window: int | None = None  # None: of all keys
+    soft_cap: float | None = None
     decoded: bool = False  # whether `keys` are those that `decoding` wrote
 
     @property
@@ -141,11 +146,6 @@ class Work:
         if self.decoded:
             return "decoded_v32" if self.call.format == "fp8_v32" else "decoded_v4"
         return format_of(self.call.layout)
-
-    @property
-    def copied(self) -> bool:
-        """Whether rows are operands as they lie, and no more."""
-        return self.format in ("plain", "decoded_v4")
 
     @property
     def group(self) -> int:
@@ -166,9 +166,17 @@ class Walk:
     """What of a call decides how many registers a walk over its keys takes, besides the format."""
 
     dense: bool = False  # through a table of pages instead of a list of slots
+    ragged: bool = False  # of which sequence, tokens and keys, a program finds by itself
     extra: bool = False  # on through a second cache
     page_sizes: tuple[int, ...] = (1,)
     decoded: bool = False  # over rows that were decoded before
+    windowed: bool = False  # with masks that begin where a window does
+    codes: bool = False  # over rows of 8-bit numbers, which share one scale
+
+
+def window_of(call: Any) -> int | None:
+    """The call's window; one as long as the longest sequence hides nothing."""
+    return call.sliding_window if call.sliding_window and call.sliding_window < call.capacity else None
 
 
 def columns(call: Any) -> tuple[int, int]:
@@ -194,13 +202,9 @@ def tile_for(call: Any, rows: int, jobs: int, keys: int, walk: Walk) -> Tile:
     `jobs` counts jobs times KV heads, `keys` is the longest list there can be. Tile sizes depend on neither, so that
     with `num_splits` 1 a sequence's bits do not depend on its batch.
     """
-    block_h, block_kv, num_warps, num_stages = sizes(
-        call, min(max(16, next_power_of_2(rows)), 16 if item_size(call.q) == 4 else 64), walk
-    )
-    size = functools.partial(shared_bytes, call, walk, block_h)
-    block_kv, num_stages = fit(call, block_kv, num_stages, size, good_keys=32, good_stages=num_stages)
+    block_h, block_kv, num_warps, num_stages = fitting_sizes(call, rows, walk)
     work, multiprocessors = jobs * cdiv(rows, block_h), call.device.num_multiprocessors
-    num_splits = splits(work, multiprocessors * (2 if block_h <= 16 else 1), keys, block_kv)
+    num_splits = splits(work, programs_at_once(call, block_h), keys, block_kv)
     alone = work * num_splits <= multiprocessors  # so that there is no other program to work while one waits
     if alone and call.device.arch == "sm_90" and block_h <= 16 and num_stages == 2 and item_size(call.q) == 2:
         num_stages = 3
@@ -213,9 +217,24 @@ def tile_for(call: Any, rows: int, jobs: int, keys: int, walk: Walk) -> Tile:
     )
 
 
+def programs_at_once(call: Any, block_h: int) -> int:
+    """How many programs the device runs, by estimate."""
+    return call.device.num_multiprocessors * (2 if block_h <= 16 else 1)
+
+
+def fitting_sizes(call: Any, rows: int, walk: Walk) -> tuple[int, int, int, int]:
+    """Rows, keys, warps and stages for so many rows, as the device's shared memory has room for them."""
+    block_h, block_kv, num_warps, num_stages = sizes(
+        call, min(max(16, next_power_of_2(rows)), 16 if item_size(call.q) == 4 else 64), walk
+    )
+    size = functools.partial(shared_bytes, call, walk, block_h)
+    block_kv, num_stages = fit(call, block_kv, num_stages, size, good_keys=32, good_stages=num_stages)
+    return block_h, block_kv, num_warps, num_stages
+
+
 def sizes(call: Any, rows: int, walk: Walk) -> tuple[int, int, int, int]:
     """Rows, keys, warps and stages."""
-    arch, plain = call.device.arch, call.format == "plain"
+    arch, plain = call.device.arch, call.format == "plain" and not walk.codes
     if walk.decoded:
         return (64, 32, 8, 3) if call.format == "fp8_v32" else (64, 64, 8, 2)
     if operand_size(call) == 4 and arch:  # no matrix unit is exact in float32
@@ -224,29 +243,38 @@ def sizes(call: Any, rows: int, walk: Walk) -> tuple[int, int, int, int]:
         # A second stage halves the turns over plain rows; over decoded ones it takes a second program's registers.
         return min(rows, 32), 16, 4, 2 if plain else 1
     budget = call.device.shared_memory or SMALLEST_SHARED_MEMORY
-    if not plain and item_size(call.q) == 4:  # products in three parts
-        return 16, 16 if call.format == "fp8_v32" else 32, 8, 2
     little = budget < DECODED_SHARED_MEMORY
+    if not plain and item_size(call.q) == 4:  # products in three parts
+        beside = little and walk.extra and call.format != call.extra_format
+        return 16, 16 if call.format == "fp8_v32" or beside else 32, 8, 2
     if call.format in MIXED and (
         (little and OLDER_COMPILER) or (rows <= 16 and walk.extra and call.format != call.extra_format)
     ):
         return 16, 16, 4, 2  # scales of many groups, and of two formats, take registers
-    if rows <= 16 or (not plain and little):
+    crowded = walk.ragged and walk.windowed and call.format == "fp8_v32"  # 32 rows of these spilled
+    if rows <= 16 or crowded or (not plain and little):
         return 16, 32, 4, 3 if plain and arch == "sm_90" else 2
     wgmma = rows >= 64 and arch == "sm_90" and call.d_v <= 512
     if plain:
         if wgmma and not (OLDER_COMPILER and walk.extra):
-            return (64, 32, 8, 3) if walk.dense and walk.page_sizes[0] % 64 else (64, 64, 8, 2)
-        return 32, 32, 4 if arch.startswith("sm_8") else 8, 2
+            fewer = walk.windowed or (walk.ragged and OLDER_COMPILER) or (walk.dense and walk.page_sizes[0] % 64)
+            return (64, 32, 8, 3) if fewer else (64, 64, 8, 2)
+        return 32, 32, 4 if arch.startswith("sm_8") and not walk.windowed else 8, 2
     if wgmma and fits_wgmma(call, walk):
         return 64, 32, 8, 3
-    return 32, 64 if not OLDER_COMPILER and call.format == "fp8_v32" else 32, 8, 2
+    if call.format == "fp8_v32":
+        return 32, 32 if walk.windowed or OLDER_COMPILER else 64, 8, 2
+    return 32, 32, 8, 2
 
 
 def fits_wgmma(call: Any, walk: Walk) -> bool:
     """Whether 64 rows leave registers for decoding."""
+    if walk.windowed:
+        return False
+    if walk.codes:
+        return dtype_name(call.q) == "bfloat16" and call.code_dtype != "int8"
     if call.format == "fp8_v32":
-        return not walk.extra and not (OLDER_COMPILER and dtype_name(call.q) == "float16")
+        return not walk.extra and not (OLDER_COMPILER and (walk.ragged or dtype_name(call.q) == "float16"))
     if call.format != "fp8_v4":
         return False
     even = all(size.bit_count() == 1 for size in walk.page_sizes)
@@ -282,6 +310,8 @@ def shared_bytes(call: Any, walk: Walk, rows: int, keys: int, stages: int) -> in
     """About what a program needs: queries, weights, the rows in flight and, once decoded, each twice as an operand."""
     values, rest = (next_power_of_2(n) if n else 0 for n in columns(call))
     own = rows * (values + rest + keys)
+    if walk.codes:
+        return (2 * keys * (values + rest) + own) * operand_size(call) + (stages - 1) * keys * call.d_qk
     if call.format == "plain" or walk.decoded:
         # A product that runs by itself (wgmma) holds one buffer more.
         return (max(stages - (rows < 64), 1) * keys * (values + rest) + own) * operand_size(call)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ragged_attention.kernels_triton._formats import decode, decoded_at_once, narrow
+from ragged_attention.kernels_triton._formats import decode, decoded_at_once, narrow, unit_of
 from ragged_attention.kernels_triton._softmax import lost_to_rounding
 
 
@@ -17,7 +17,7 @@ class Layout(NamedTuple):
     """How a cache stores its rows."""
 
     FORMAT: tl.constexpr
-    CODES: tl.constexpr  # how its 8-bit codes are decoded
+    CODES: tl.constexpr  # how its 8-bit codes are decoded; FORMAT "codes" has nothing else
     PAGE_SIZE: tl.constexpr
     PAGE_UNIT: tl.constexpr  # page strides are counted in this many elements
 
@@ -160,6 +160,17 @@ def key_columns(found, FIRST: tl.constexpr, layout, columns, DTYPE: tl.constexpr
         if layout.FORMAT == "fp8_v32":
             codes = decode(keys.to(tl.uint8, bitcast=True), layout.CODES, DTYPE)
             keys = decoded_at_once(codes, found.readable)
+        elif layout.FORMAT == "codes":
+            keys = decoded_at_once(decode(keys, layout.CODES, DTYPE), found.readable)
+    return keys
+
+
+@triton.jit
+def rest_columns(found, layout, columns, DTYPE: tl.constexpr):
+    """The columns behind D_V as an operand."""
+    keys = whole_columns(found.rows, found.readable, columns.D_V, columns.D_REST, columns.D_REST_PAD)
+    if layout.FORMAT == "codes":
+        keys = decoded_at_once(decode(keys, layout.CODES, DTYPE), found.readable)
     return keys
 
 
@@ -190,6 +201,9 @@ def query_columns(rows, valid, unit, FIRST: tl.constexpr, LAST: tl.constexpr, WI
         wide = given.to(tl.float32) / unit[:, None]
         q = narrow(wide, tl.float16)
         lost = lost_to_rounding(wide, q)
+    elif FORMAT == "codes":  # its keys are float16 unless queries are float32
+        if given.dtype == tl.bfloat16:
+            q = narrow(given.to(tl.float32) / unit[:, None], tl.float16)
     elif FORMAT != "plain" and given.dtype != tl.bfloat16:  # its keys are bfloat16
         q = narrow(given.to(tl.float32), tl.bfloat16)
         lost = lost_to_rounding(given.to(tl.float32), q)
@@ -206,6 +220,28 @@ def query_groups(rows, valid, unit, columns, FORMAT: tl.constexpr):
         groups += (q,)
         lost += (q_lost,)
     return groups, lost
+
+
+@triton.jit
+def load_queries(rows, valid, columns, FORMAT: tl.constexpr):
+    """(groups, lost, rest, lost_rest, unit) of rows as `Queries` has them."""
+    unit = tl.full([rows.shape[0]], 1.0, tl.float32)
+    if FORMAT == "fp8_v32":
+        unit = unit_of(whole_columns(rows, valid, 0, columns.D_V, 4 * columns.WIDTH).to(tl.float32))
+    elif FORMAT == "codes" and rows.dtype.element_ty == tl.bfloat16:
+        # Both are powers of two, of which the larger one is that of the whole row.
+        unit = unit_of(whole_columns(rows, valid, 0, columns.D_V, columns.GROUPS * columns.WIDTH).to(tl.float32))
+        if columns.D_REST > 0:
+            rest = whole_columns(rows, valid, columns.D_V, columns.D_REST, columns.D_REST_PAD)
+            unit = tl.maximum(unit, unit_of(rest.to(tl.float32)))
+    groups, lost = query_groups(rows, valid, unit, columns, FORMAT)
+    q_rest, lost_rest = groups[0], lost[0]
+    if columns.D_REST > 0:
+        q_rest, lost_rest = query_columns(
+            rows, valid, unit, columns.D_V, columns.D_V + columns.D_REST, columns.D_REST_PAD,
+            "rotary" if FORMAT == "fp8_v32" else FORMAT,
+        )  # fmt: skip
+    return groups, lost, q_rest, lost_rest, unit
 
 
 @triton.jit

@@ -11,8 +11,8 @@ import triton.language as tl
 
 from ragged_attention.kernels_triton._formats import narrow
 from ragged_attention.kernels_triton._latent.lists import entries_of, keys_of
-from ragged_attention.kernels_triton._latent.rows import Found, group_scale, key_groups, rotary_columns, whole_columns
-from ragged_attention.kernels_triton._softmax import LN2, LOG2E, always, matmul, online_softmax
+from ragged_attention.kernels_triton._latent.rows import Found, group_scale, key_groups, rest_columns, rotary_columns
+from ragged_attention.kernels_triton._softmax import LN2, LOG2E, always, matmul, online_softmax, tanh
 
 # Rows from which on eight warps share each row. Where the result of a product leads to another product, compilers
 # (Triton 3.6 to 3.9) give every warp rows of its own instead, and let half of the warps repeat what the others do. So
@@ -41,17 +41,34 @@ class Cache(NamedTuple):
 
 
 class KeyList(NamedTuple):
-    """Blocks [begin, end) of a list of keys, of which those before `last` count."""
+    """Blocks [begin, end) of a list of keys, of which [first, last) count; in a list of slots `first` is 0."""
 
     ptr: tl.tensor
     begin: tl.tensor
     end: tl.tensor
+    first: tl.tensor
     last: tl.tensor
+
+
+class Seen(NamedTuple):
+    """Of the keys that count each row sees those at positions in [lowest, limit)."""
+
+    lowest: tl.tensor
+    limit: tl.tensor
+
+
+class Scales(NamedTuple):
+    """What logits are multiplied by, before the cap and after it; without one, the first makes them base 2."""
+
+    inner: tl.tensor
+    outer: tl.tensor
 
 
 class Features(NamedTuple):
     SPARSE: tl.constexpr
     CAUSAL: tl.constexpr
+    HAS_WINDOW: tl.constexpr
+    HAS_SOFT_CAP: tl.constexpr
     REST_IS_VALUE: tl.constexpr  # of `fp8_v32` rows the rotary columns too
 
 
@@ -190,7 +207,8 @@ def add_values(weights, scales, keys, acc, alpha, FOLDED: tl.constexpr):
 
 
 @triton.jit
-def attend(queries, state, cache, keys_of_list, limit, logit_scale, features, layout, columns, BLOCK_KV: tl.constexpr):
+def attend(queries, state, cache, keys_of_list, seen_by_row, factors, features, layout, columns,
+           BLOCK_KV: tl.constexpr):  # fmt: skip
     """Blocks of a list of keys: `state` = (m_i, largest, sums, acc, acc_rest), and what it becomes.
 
     `acc`, a tuple of the groups' sums, is relative to `largest`, a running maximum of logit plus log2 scale where
@@ -202,31 +220,39 @@ def attend(queries, state, cache, keys_of_list, limit, logit_scale, features, la
     m_i, largest, sums, acc, acc_rest = state
     # See `_pages.attend` for why entries are looked up a block ahead.
     following = entries_of(keys_of_list.ptr, keys_of_list.begin, keys_of_list.begin < keys_of_list.end,
-                           keys_of_list.last, features.SPARSE, layout.PAGE_SIZE, BLOCK_KV)  # fmt: skip
+                           keys_of_list.first, keys_of_list.last, features.SPARSE, layout.PAGE_SIZE,
+                           BLOCK_KV)  # fmt: skip
     for block in range(keys_of_list.begin, keys_of_list.end):
         entries = following
-        following = entries_of(keys_of_list.ptr, block + 1, block + 1 < keys_of_list.end, keys_of_list.last,
-                               features.SPARSE, layout.PAGE_SIZE, BLOCK_KV)  # fmt: skip
-        position, page, offset, readable = keys_of(entries, block, keys_of_list.last, cache.num_slots, features.SPARSE,
-                                                   layout.PAGE_SIZE, BLOCK_KV)  # fmt: skip
+        following = entries_of(keys_of_list.ptr, block + 1, block + 1 < keys_of_list.end, keys_of_list.first,
+                               keys_of_list.last, features.SPARSE, layout.PAGE_SIZE, BLOCK_KV)  # fmt: skip
+        position, page, offset, readable = keys_of(entries, block, keys_of_list.first, keys_of_list.last,
+                                                   cache.num_slots, features.SPARSE, layout.PAGE_SIZE,
+                                                   BLOCK_KV)  # fmt: skip
         pages = cache.ptr + page.to(tl.int64) * cache.page_stride * layout.PAGE_UNIT
         pages += tl.zeros_like(offset).to(tl.int64)
         found = Found(pages, pages + offset.to(tl.int64) * cache.slot_stride, offset, readable)
-        scales = group_scales(found, logit_scale, columns, FOLDED)
+        scales = group_scales(found, factors.inner, columns, FOLDED)
         keys = key_groups(found, layout, columns, queries.groups[0].dtype)
         rest = keys[0]
         if FOLDED:
             rest = rotary_columns(found.rows, readable, 528 if RESCALED else 520).to(queries.rest.dtype)
         elif columns.D_REST > 0:
-            rest = whole_columns(found.rows, readable, columns.D_V, columns.D_REST, columns.D_REST_PAD)
+            rest = rest_columns(found, layout, columns, queries.rest.dtype)
         if ROWS < SEPARATE_QK_ROWS:
-            logits = block_logits(queries, keys, rest, scales, logit_scale, columns, FOLDED)
+            logits = block_logits(queries, keys, rest, scales, factors.inner, columns, FOLDED)
         else:
             present = always(block, keys_of_list.begin)
-            logits = logits_apart(present, queries, keys, rest, scales, logit_scale, columns, FOLDED)
+            logits = logits_apart(present, queries, keys, rest, scales, factors.inner, columns, FOLDED)
+        if layout.FORMAT == "codes":
+            logits = logits * queries.unit[:, None]
+        if features.HAS_SOFT_CAP:
+            logits = tanh(logits) * factors.outer
         seen = readable[None, :]
         if features.CAUSAL:
-            seen = seen & (position[None, :] < limit[:, None])
+            seen = seen & (position[None, :] < seen_by_row.limit[:, None])
+        if features.HAS_WINDOW:
+            seen = seen & (position[None, :] >= seen_by_row.lowest[:, None])
         logits = tl.where(seen, logits, float("-inf"))
         weights, alpha, m_i, sums = softmax_step(logits, m_i, sums)
         if FOLDED:

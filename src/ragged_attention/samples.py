@@ -193,6 +193,9 @@ class LatentSample(AnySample):
     extra_page_size: int = 64
     extra_format: str | None = None  # None: that of the first
     cache_layout: str | None = None
+    stored: str | None = None  # the dtype of a plain 8-bit cache
+    sliding_window: int | None = None
+    soft_cap: float | None = None
     sinks: bool = False
 
     @property
@@ -216,7 +219,7 @@ class LatentSample(AnySample):
         layout = CACHE_FORMATS.get(cache_format or self.cache_format)
         row = layout.token_bytes if layout else self.width
         shape = (self.num_pages(page_size), page_size, self.num_kv_heads, row)
-        return FakeArray(shape, "uint8" if layout else self.dtype)
+        return FakeArray(shape, "uint8" if layout else self.stored or self.dtype)
 
     def _rows(self) -> FakeArray:
         """What a prefill reads."""
@@ -254,7 +257,20 @@ class LatentSample(AnySample):
         if self.extra_topk:
             keys["extra_kv_cache"] = self._cache(self.extra_page_size, self.extra_format)
             keys["extra_indices"] = FakeArray((*tokens, self.extra_topk), "int32")
-        return self._attention(tokens) | keys | {"kv_cache": self._cache(self.page_size), "causal": self.causal}
+        more = {"causal": self.causal, "sliding_window": self.sliding_window, "soft_cap": self.soft_cap}
+        return self._attention(tokens) | keys | {"kv_cache": self._cache(self.page_size)} | more
+
+    def _ragged_mla_attention(self) -> dict[str, Any]:
+        tables = (self.max_num_seqs, self.pages_per_seq(self.page_size))
+        return self._attention((self.num_tokens,)) | {
+            "kv_cache": self._cache(self.page_size),
+            "kv_lens": FakeArray((self.max_num_seqs,), "int32"),
+            "page_indices": FakeArray(tables, "int32"),
+            "cu_q_lens": FakeArray((self.max_num_seqs + 1,), "int32"),
+            "causal": self.causal,
+            "sliding_window": self.sliding_window,
+            "soft_cap": self.soft_cap,
+        }
 
     def _make_decode_schedule(self) -> dict[str, Any]:
         lens = FakeArray((self.max_num_seqs,), "int32")

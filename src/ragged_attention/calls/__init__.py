@@ -14,6 +14,7 @@ from ragged_attention.calls.base import Call as Call
 from ragged_attention.calls.base import Device as Device
 from ragged_attention.calls.base import GroupedCall as GroupedCall
 from ragged_attention.calls.base import Result as Result
+from ragged_attention.calls.base import WritingCall as WritingCall
 from ragged_attention.calls.fields import FLOATS as FLOATS
 from ragged_attention.calls.fields import QUANTIZED as QUANTIZED
 from ragged_attention.calls.fields import WIDE_FLOATS as WIDE_FLOATS
@@ -52,6 +53,7 @@ from ragged_attention.calls.paged import MergeAttentionStates as MergeAttentionS
 from ragged_attention.calls.paged import PagedCall as PagedCall
 from ragged_attention.calls.paged import RaggedPagedAttention as RaggedPagedAttention
 from ragged_attention.calls.paged import WriteKvPages as WriteKvPages
+from ragged_attention.calls.ragged_mla import RaggedMlaAttention as RaggedMlaAttention
 from ragged_attention.calls.varlen import VarlenAttention as VarlenAttention
 from ragged_attention.calls.varlen import VarlenAttentionBackward as VarlenAttentionBackward
 from ragged_attention.calls.varlen import VarlenCall as VarlenCall
@@ -69,6 +71,7 @@ CALLS: dict[str, type[Call]] = {
         SparseMlaPrefill,
         SparseMlaPrefillBackward,
         MlaDecode,
+        RaggedMlaAttention,
         MakeDecodeSchedule,
         QuantizeMlaCache,
         DequantizeMlaCache,

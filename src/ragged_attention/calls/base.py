@@ -115,6 +115,11 @@ class Call(abc.ABC):
         return f"{cls.OPERATION} has no gradient: {reason}"
 
     @classmethod
+    def expect_gradient(cls, arguments: Mapping[str, Any]) -> None:
+        """Raise `InvalidInput` if a call of a differentiable operation has no gradient with these arguments."""
+        del arguments
+
+    @classmethod
     def argument_names(cls) -> tuple[str, ...]:
         return tuple(cls.KINDS)
 
@@ -193,6 +198,29 @@ def _is(value: Any, default: Any) -> bool:
     if isinstance(value, np.generic):
         value = value.item()
     return value is default or (isinstance(value, bool | int | float | str) and value == default)
+
+
+class WritingCall(Call):
+    """What the attentions share whose `new_kv`, this step's rows, another operation can write before."""
+
+    SEPARABLE: ClassVar[frozenset[str]] = frozenset({"new_kv"})
+    WRITE: ClassVar[type[Call]]  # the operation that writes
+    CACHE: ClassVar[str]  # the argument that is written, both here and there
+
+    @classmethod
+    @abc.abstractmethod
+    def arguments_of_write(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of the write that those of an attention with `new_kv` ask for."""
+
+    def write_of_new_kv(self) -> Any:
+        """The write that `new_kv` asks for, as a call of its own."""
+        return self.WRITE(**self.arguments_of_write(self.arguments()), device=self.device)
+
+    def after_write(self, written: Sequence[Any]) -> Self:
+        """The same call once `new_kv` is written, with what that gave."""
+        pair = isinstance(getattr(self, self.CACHE), tuple | list)
+        changed = {self.CACHE: tuple(written) if pair else written[0], "new_kv": None}
+        return self.unchecked(**self.arguments() | changed, device=self.device)
 
 
 class GroupedCall(Call):

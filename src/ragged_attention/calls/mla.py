@@ -9,10 +9,12 @@ from ragged_attention.calls.base import Call, Result, expect_groups, gradients_o
 from ragged_attention.calls.fields import (
     FLOATS,
     INT32,
+    QUANTIZED,
     WIDE_FLOATS,
     ArrayKind,
     Arrays,
     ArrayTuple,
+    Dtype,
     Flag,
     Integer,
     Number,
@@ -52,6 +54,7 @@ class LatentCall(Call):
     q: Any
     d_v: Any
     sm_scale: Any
+    out_dtype: str | None = None
 
     def _check_queries(self) -> None:
         expect_width(f"q.shape[{len(self.q.shape) - 1}]", self.d_qk)
@@ -67,7 +70,7 @@ class LatentCall(Call):
             raise InvalidInput(f"expected q's last dimension to be {width} with cache_format={found!r}, got {d_qk}")
         if width != d_qk:
             raise InvalidInput(f"expected {name}.shape[{len(cache.shape) - 1}] = {d_qk=}, got {width}")
-        if found == "plain" and dtype_name(cache) != dtype_name(self.q):
+        if found == "plain" and dtype_name(cache) not in (dtype_name(self.q), *QUANTIZED):
             raise InvalidInput(
                 f"expected {name}.dtype to be that of q, {dtype_name(self.q)}, or bytes, got {dtype_name(cache)}"
             )
@@ -84,6 +87,11 @@ class LatentCall(Call):
     @property
     def scale(self) -> float:
         return self.d_qk**-0.5 if self.sm_scale is None else float(self.sm_scale)
+
+    @property
+    def result_dtype(self) -> Any:
+        """The dtype of `out`."""
+        return self.out_dtype or self.q.dtype
 
     @property
     def lse_dtype(self) -> str:
@@ -158,6 +166,7 @@ class SparseMlaPrefill(SparsePrefillCall):
     cache_format: str | None = field(Text(), default=None)
     cache_layout: str | None = field(Text(), default=None)
     deterministic: bool = field(Flag(), default=False)
+    out_dtype: str | None = field(Dtype(choices=FLOATS), default=None)
 
     def _check(self, sizes: Sizes) -> None:
         self._check_queries()
@@ -176,7 +185,13 @@ class SparseMlaPrefill(SparsePrefillCall):
 
     def results(self) -> tuple[Result, ...]:
         max_logits = lse = Result(self.out_shape[:2], self.lse_dtype)
-        return Result(self.out_shape, self.q.dtype), max_logits, lse
+        return Result(self.out_shape, self.result_dtype), max_logits, lse
+
+    @classmethod
+    def expect_gradient(cls, arguments: Mapping[str, Any]) -> None:
+        own, got = dtype_name(arguments["q"]), arguments["out_dtype"]
+        if got not in (None, own):
+            raise InvalidInput(f"expected out_dtype to be that of q, {own}, where a gradient is required, got {got}")
 
     @property
     def format(self) -> str:
@@ -239,6 +254,8 @@ class MlaDecode(LatentCall):
     d_v: int = field(Integer(), default=512)
     sm_scale: float | None = field(Number(), default=None)
     causal: bool = field(Flag(), default=False)
+    sliding_window: int | None = field(Integer(least=1, symbolic=True), default=None)
+    soft_cap: float | None = field(Number(positive=True), default=None)
     sinks: Any = field(SINKS, default=None)
     topk_lens: Any = field(ArrayKind(), default=None)  # [S] or [S, Q]
     extra_kv_cache: Any = field(ArrayKind(unit_stride=True), default=None)
@@ -247,6 +264,7 @@ class MlaDecode(LatentCall):
     schedule: Any = field(ArrayTuple(hint=True), default=None)  # as `DecodeSchedule`, what is None left out
     cache_format: str | None = field(Text(), default=None)
     cache_layout: str | None = field(Text(), default=None)
+    out_dtype: str | None = field(Dtype(choices=FLOATS), default=None)
 
     def _check(self, sizes: Sizes) -> None:
         self._check_queries()
@@ -277,6 +295,11 @@ class MlaDecode(LatentCall):
             raise InvalidInput(f"expected kv_cache to have num_kv_heads = 1 with indices, got {self.num_kv_heads}")
         if self.causal:
             raise InvalidInput("expected causal=False with indices, which select the keys themselves, got True")
+        if self.sliding_window is not None:
+            got = self.sliding_window
+            raise InvalidInput(
+                f"expected sliding_window=None with indices, which select the keys themselves, got {got}"
+            )
         expect_list_lens("topk_lens", self.topk_lens, sizes)
         if (self.extra_kv_cache is None) != (self.extra_indices is None):
             absent = "extra_kv_cache" if self.extra_kv_cache is None else "extra_indices"
@@ -301,7 +324,7 @@ class MlaDecode(LatentCall):
         return super().prepare({**arguments, "schedule": schedule}, arrays)
 
     def results(self) -> tuple[Result, ...]:
-        return Result(self.out_shape, self.q.dtype), Result(self.lse_shape, "float32")
+        return Result(self.out_shape, self.result_dtype), Result(self.lse_shape, "float32")
 
     @property
     def given_format(self) -> str | None:

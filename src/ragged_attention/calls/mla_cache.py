@@ -7,13 +7,17 @@ from typing import Any, ClassVar
 from ragged_attention.calls.base import Call, Result, record
 from ragged_attention.calls.fields import (
     FLOATS,
+    INT32,
+    QUANTIZED,
     WIDE_FLOATS,
     ArrayKind,
     Arrays,
+    Count,
     Dtype,
     Flag,
     Integer,
     Kind,
+    Scale,
     Sizes,
     Text,
     dtype_name,
@@ -21,7 +25,7 @@ from ragged_attention.calls.fields import (
     field,
     is_array,
 )
-from ragged_attention.calls.paged import check_slots
+from ragged_attention.calls.paged import TableWrite, live_sequences, tables_for_slots
 from ragged_attention.errors import InvalidInput
 
 BYTES = ("uint8", "float8_e4m3fn", "int8")
@@ -125,11 +129,24 @@ def expect_layout(name: str, cache_layout: Any) -> None:
         raise InvalidInput(f"expected cache_layout={has[0]!r} with cache_format={name!r}, got {cache_layout!r}")
 
 
-def format_of(name: str, cache: Any, given: str | None) -> str:
-    """The format of a cache whose dtype and rank are known to be valid: `plain` or a name in CACHE_FORMATS."""
+def is_plain_8bit(cache: Any, row_width: int | None) -> bool:
+    """Whether a cache holds rows of this width as 8-bit numbers, which share one scale that the caller knows.
+
+    No quantised format has as many bytes to a token as it has columns.
+    """
+    return dtype_name(cache) in QUANTIZED and cache.shape[-1] == row_width
+
+
+def format_of(name: str, cache: Any, given: str | None, row_width: int | None = None) -> str:
+    """The format of a cache whose dtype and rank are known to be valid: `plain` or a name in CACHE_FORMATS.
+
+    With `row_width`, the columns of a row, 8-bit numbers can be plain as well.
+    """
     if given is not None:
         expect_format("cache_format", given, plain=True)
     dtype, width = dtype_name(cache), cache.shape[-1]
+    if given in (None, "plain") and is_plain_8bit(cache, row_width):
+        return "plain"
     if dtype in WIDE_FLOATS:
         if given not in (None, "plain"):
             raise InvalidInput(
@@ -148,11 +165,17 @@ def format_of(name: str, cache: Any, given: str | None) -> str:
 
 
 def expect_cache(
-    name: str, cache: Any, given: str | None, cache_layout: str | None, floats: tuple[str, ...] = FLOATS
+    name: str,
+    cache: Any,
+    given: str | None,
+    cache_layout: str | None,
+    floats: tuple[str, ...] = FLOATS,
+    row_width: int | None = None,
 ) -> str:
-    """Check a paged cache by itself; returns its format."""
-    expect_array(name, cache, "P G K C", (*floats, *BYTES), {})
-    found = format_of(name, cache, given)
+    """Check a paged cache by itself; returns its format. With `row_width` it may be 8-bit and plain."""
+    more = BYTES if row_width is None else (*BYTES, "float8_e5m2")
+    expect_array(name, cache, "P G K C", (*floats, *more), {})
+    found = format_of(name, cache, given, row_width)
     expect_layout(found, cache_layout)
     _, page_size, num_kv_heads, _ = cache.shape
     if page_size < 1:
@@ -165,12 +188,15 @@ def expect_cache(
 
 @dataclasses.dataclass(frozen=True)
 class CacheKind(Kind):
-    """A paged latent cache, plain or quantised; its format is the call's, or follows from its dtype and width."""
+    """A paged latent cache, plain or quantised; its format is the call's, or follows from its dtype and width.
+
+    It may be 8-bit and plain if the call knows the width of its rows, `row_width`.
+    """
 
     floats: tuple[str, ...] = FLOATS
 
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
-        expect_cache(name, value, call.given_format, call.cache_layout, self.floats)
+        expect_cache(name, value, call.given_format, call.cache_layout, self.floats, getattr(call, "row_width", None))
         sizes.setdefault("K", value.shape[2])
 
 
@@ -209,6 +235,16 @@ class QuantizeMlaCache(Call):
 
     def check_values(self) -> None:
         """No value is invalid."""
+
+
+def with_heads(kv: Any) -> Any:
+    """Rows [T, d_qk] as those of one KV head, [T, 1, d_qk]; anything else as it is, for the record to judge."""
+    return kv[:, None] if is_array(kv) and len(kv.shape) == 2 else kv
+
+
+def expect_scale(found: str, kv_scale: Any) -> None:
+    if found != "plain" and kv_scale is not None:
+        raise InvalidInput(f"expected kv_scale=None with {found!r}, which stores scales of its own, got one")
 
 
 def _expect_powers(name: str, value: str, power_of_two_scales: Any) -> None:
@@ -252,7 +288,7 @@ class DequantizeMlaCache(Call):
 
 
 @record
-class WriteMlaCache(Call):
+class WriteMlaCache(TableWrite):
     """The arguments of `write_mla_cache`, which says what they mean."""
 
     OPERATION: ClassVar[str] = "write_mla_cache"
@@ -260,24 +296,30 @@ class WriteMlaCache(Call):
 
     kv: Any = field(ArrayKind())
     cache: Any = field(CacheKind(unit_stride=True, written=True))
-    slot_mapping: Any = field(ArrayKind("T", ("int32", "int64"), checked_last=True))
+    slot_mapping: Any = field(ArrayKind("T", ("int32", "int64"), checked_last=True), default=None)
+    page_indices: Any = field(ArrayKind("S M", INT32), default=None)
+    kv_lens: Any = field(ArrayKind("S", INT32), default=None)
+    cu_q_lens: Any = field(ArrayKind("S+1", INT32), default=None)
+    num_seqs: Any = field(Count(), default=None)
+    kv_scale: Any = field(Scale(), default=None)
     power_of_two_scales: bool = field(Flag(), default=True)
     cache_format: str | None = field(Text(), default=None)
     cache_layout: str | None = field(Text(), default=None)
 
     def _check(self, sizes: Sizes) -> None:
+        self._expect_slots_or_tables()
         found = self.format
+        expect_scale(found, self.kv_scale)
         width = self.cache.shape[3] if found == "plain" else CACHE_FORMATS[found].width
-        dtypes = (dtype_name(self.cache),) if found == "plain" else FLOATS
+        dtypes = (dtype_name(self.cache),) if found == "plain" and self.code_dtype is None else FLOATS
         expect_array("kv", self.kv, "T K D", dtypes, {"K": sizes["K"], "D": width})
         sizes.bind("T K D", self.kv)
         _expect_powers("cache_format", found, self.power_of_two_scales)
 
     @classmethod
     def prepare(cls, arguments: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
-        prepared = super().prepare(arguments, arrays)
-        kv = prepared["kv"]
-        return prepared | {"kv": kv[:, None] if is_array(kv) and len(kv.shape) == 2 else kv}
+        prepared = live_sequences(super().prepare(tables_for_slots(arguments), arrays))
+        return prepared | {"kv": with_heads(prepared["kv"])}
 
     def results(self) -> tuple[Result, ...]:
         return (Result(self.cache.shape, self.cache.dtype),)
@@ -287,8 +329,25 @@ class WriteMlaCache(Call):
         return self.cache_format
 
     @property
+    def row_width(self) -> int | None:
+        return self.kv.shape[-1] if is_array(self.kv) and len(self.kv.shape) else None
+
+    @property
     def format(self) -> str:
-        return format_of("cache", self.cache, self.cache_format)
+        return format_of("cache", self.cache, self.cache_format, self.row_width)
+
+    @property
+    def code_dtype(self) -> str | None:
+        """The dtype of a plain 8-bit cache, None of any other."""
+        return dtype_name(self.cache) if is_plain_8bit(self.cache, self.row_width) else None
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.cache.shape[2]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.kv.shape[0]
 
     @property
     def layout(self) -> CacheFormat | None:
@@ -296,12 +355,21 @@ class WriteMlaCache(Call):
         return laid_out(self.format, self.cache_layout)
 
     @property
+    def num_pages(self) -> int:
+        return self.cache.shape[0]
+
+    @property
     def page_size(self) -> int:
         return self.cache.shape[1]
 
     @property
     def num_slots(self) -> int:
-        return self.cache.shape[0] * self.page_size
+        return self.num_pages * self.page_size
+
+    @property
+    def capacity(self) -> int:
+        """The most positions one sequence's row of `page_indices` can hold; longer lengths count as this."""
+        return min(self.page_indices.shape[1] * self.page_size, 2**31 - 2**16)
 
     def check_strides(self, strides: Callable[[Any], tuple[int, ...]]) -> None:
         """Refuse what cannot be written in place: the layout "page" addresses a page's bytes, not its rows."""
@@ -312,8 +380,8 @@ class WriteMlaCache(Call):
             )
 
     def check_values(self) -> None:
-        """Raise `InvalidInput` naming the first slot outside the cache. Expects NumPy arrays."""
-        check_slots(self.slot_mapping, self.num_slots)
+        """Raise `InvalidInput` naming the first value that points outside the cache. Expects NumPy arrays."""
+        self._check_places(self.num_tokens, self.num_pages, self.page_size)
 
 
 @record

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ragged_attention.calls.base import Call, GroupedCall, Result, expect_groups, record
+from ragged_attention.calls.base import Call, GroupedCall, Result, WritingCall, expect_groups, record
 from ragged_attention.calls.fields import (
     FLOATS,
     INT32,
@@ -62,12 +62,22 @@ def expect_new_kv(name: str, new_kv: Any, call: Any, sizes: Sizes) -> None:
     if len(new_kv) != 2:
         raise TypeError(f"expected {name} to be a pair (k, v), got {len(new_kv)} values")
     for index, shape in enumerate(("T K D", "T K D_v")):
-        expect_array(f"{name}[{index}]", new_kv[index], shape, (dtype_name(call.q),), sizes)
+        expect_array(f"{name}[{index}]", new_kv[index], shape, (dtype_name(call.q), *call.code_dtypes), sizes)
+    expect_one_dtype(name, new_kv)
+
+
+def expect_one_dtype(name: str, arrays: Any) -> None:
+    dtypes = [dtype_name(array) for array in arrays]
+    if len(set(dtypes)) > 1:
+        raise InvalidInput(f"expected {name} to have one dtype, got {' and '.join(dtypes)}")
 
 
 def expect_head_dim(name: str, head_dim: int) -> None:
     if head_dim % 8 or not 16 <= head_dim <= 512:
-        raise InvalidInput(f"expected {name} to be a multiple of 8 from 16 to 512, got {head_dim}")
+        advice = f": append zeros up to {max(16, -(-head_dim // 8) * 8)}" if 0 < head_dim < 512 else ""
+        if advice and name.startswith("q"):
+            advice += f", with sm_scale={head_dim}**-0.5"
+        raise InvalidInput(f"expected {name} to be a multiple of 8 from 16 to 512, got {head_dim}{advice}")
 
 
 def live_sequences(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -85,6 +95,49 @@ def live_sequences(arguments: dict[str, Any]) -> dict[str, Any]:
         "cu_q_lens": arguments["cu_q_lens"][: count + 1],
         "num_seqs": None,
     }
+
+
+TABLES = ("page_indices", "kv_lens", "cu_q_lens")
+
+
+def tables_for_slots(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments of a write; a tuple (page_indices, kv_lens, cu_q_lens) given for the slots becomes those three."""
+    tables = arguments["slot_mapping"]
+    if not isinstance(tables, tuple | list):
+        return arguments
+    if len(tables) != 3:
+        raise InvalidInput(
+            f"expected slot_mapping to be an array or (page_indices, kv_lens, cu_q_lens), got {len(tables)} values"
+        )
+    given = dict(zip(TABLES, tables, strict=True))
+    return {**arguments, **given, "slot_mapping": None}
+
+
+class TableWrite(Call):
+    """What the writes of this step's rows share: these go to slots, or to where an attention's tables have them."""
+
+    slot_mapping: Any
+    page_indices: Any
+    kv_lens: Any
+    cu_q_lens: Any
+    num_seqs: Any
+
+    def _expect_slots_or_tables(self) -> None:
+        tables = [name for name in TABLES if getattr(self, name) is not None]
+        if (self.slot_mapping is not None) == bool(tables) or len(tables) not in (0, 3):
+            got = ", ".join(tables + ["slot_mapping"] * (self.slot_mapping is not None)) or "neither"
+            raise InvalidInput(f"expected slot_mapping, or page_indices with kv_lens and cu_q_lens, got {got}")
+        if self.slot_mapping is not None and self.num_seqs is not None:
+            raise InvalidInput("expected num_seqs only with page_indices, got it with slot_mapping")
+
+    def _check_places(self, num_tokens: int, num_pages: int, page_size: int) -> None:
+        """Raise `InvalidInput` naming the first value that points outside the cache. Expects NumPy arrays."""
+        if self.slot_mapping is not None:
+            check_slots(self.slot_mapping, num_pages * page_size)
+            return
+        check_ragged_values(
+            self.kv_lens, self.page_indices, self.cu_q_lens, self.num_seqs, num_tokens, num_pages, page_size
+        )
 
 
 class PagedCall(Call):
@@ -117,6 +170,11 @@ class PagedCall(Call):
         return dtype_name(self.k_pages_like)
 
     @property
+    def code_dtypes(self) -> tuple[str, ...]:
+        """The dtype of 8-bit pages, in which new keys and values may come as well; none of others."""
+        return (self.cache_dtype,) if self.cache_dtype in QUANTIZED else ()
+
+    @property
     def num_pages(self) -> int:
         return self.k_pages_like.shape[0]
 
@@ -139,14 +197,64 @@ class PagedCall(Call):
 
 
 @record
-class RaggedPagedAttention(PagedCall, GroupedCall):
+class WriteKvPages(PagedCall, TableWrite):
+    """The arguments of `write_kv_pages`, which says what they mean."""
+
+    OPERATION: ClassVar[str] = "write_kv_pages"
+    NUM_RESULTS: ClassVar[int | None] = 0
+
+    k: Any = field(ArrayKind())  # [T, K, D], checked when the pages have said K and D
+    v: Any = field(ArrayKind("T K D_v", lambda call: (dtype_name(call.k),), checked_last=True))
+    kv_pages: Any = field(Pair(("kv_pages", "v_pages"), expect_pages, unit_stride=True, written=True))
+    slot_mapping: Any = field(ArrayKind("T", ("int32", "int64"), checked_last=True), default=None)
+    page_indices: Any = field(ArrayKind("S M", INT32), default=None)
+    kv_lens: Any = field(ArrayKind("S", INT32), default=None)
+    cu_q_lens: Any = field(ArrayKind("S+1", INT32), default=None)
+    num_seqs: Any = field(Count(), default=None)
+    k_scale: Any = field(Scale(), default=None)
+    v_scale: Any = field(Scale(), default=None)
+
+    def _check(self, sizes: Sizes) -> None:
+        self._expect_slots_or_tables()
+        expect_array("k", self.k, "T K D", (*FLOATS, *self.code_dtypes), sizes)
+        sizes.bind("T K D", self.k)
+        self._expect_cache("k", self.k)
+
+    @classmethod
+    def prepare(cls, arguments: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
+        return live_sequences(super().prepare(tables_for_slots(arguments), arrays))
+
+    def results(self) -> tuple[Result, ...]:
+        return tuple(Result(pages.shape, pages.dtype) for pages in self.written())
+
+    @property
+    def num_tokens(self) -> int:
+        return self.k.shape[0]
+
+    @property
+    def head_dim(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def copies(self) -> bool:
+        """Whether keys and values come as the pages store them, so that they are copied whatever the scales."""
+        return dtype_name(self.k) in QUANTIZED
+
+    def check_values(self) -> None:
+        """Raise `InvalidInput` naming the first value that points outside the pages. Expects NumPy arrays."""
+        self._check_places(self.num_tokens, self.num_pages, self.page_size)
+
+
+@record
+class RaggedPagedAttention(PagedCall, GroupedCall, WritingCall):
     """The arguments of `ragged_paged_attention`, which says what they mean."""
 
     OPERATION: ClassVar[str] = "ragged_paged_attention"
     ATTENDS: ClassVar[bool] = True
     TAKES_OUT: ClassVar[bool] = True
     NUM_RESULTS: ClassVar[int | None] = None
-    SEPARABLE: ClassVar[frozenset[str]] = frozenset({"new_kv"})
+    WRITE: ClassVar[type[Call]] = WriteKvPages
+    CACHE: ClassVar[str] = "kv_pages"
 
     q: Any = field(ArrayKind("T H D", FLOATS))
     kv_pages: Any = field(Pair(("kv_pages", "v_pages"), expect_pages, unit_stride=True))
@@ -165,6 +273,7 @@ class RaggedPagedAttention(PagedCall, GroupedCall):
     return_lse: bool = field(Flag(), default=False)
     new_kv: Any = field(Pair(("new_k", "new_v"), expect_new_kv), default=None)
     draft_mask: Any = field(ArrayKind("T W", ("bool",)), default=None)
+    out_dtype: str | None = field(Dtype(choices=FLOATS), default=None)
 
     def _check(self, sizes: Sizes) -> None:
         head_dim = self.head_dim
@@ -182,23 +291,14 @@ class RaggedPagedAttention(PagedCall, GroupedCall):
         return live_sequences(super().prepare(arguments, arrays))
 
     def results(self) -> tuple[Result, ...]:
-        out, lse = Result(self.out_shape, self.q.dtype), Result(self.q.shape[:2], "float32")
+        out, lse = Result(self.out_shape, self.result_dtype), Result(self.q.shape[:2], "float32")
         return (out, lse) if self.return_lse else (out,)
 
-    def write_of_new_kv(self) -> "WriteKvPages":
-        """The write that `new_kv` asks for, as a call of its own."""
-        return WriteKvPages(**self.arguments_of_write(self.arguments()), device=self.device)
-
-    @staticmethod
-    def arguments_of_write(arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of the write that those of an attention with `new_kv` ask for."""
+    @classmethod
+    def arguments_of_write(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
         k, v = arguments["new_kv"]
         names = ("kv_pages", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "k_scale", "v_scale")
         return {"k": k, "v": v, "slot_mapping": None, **{name: arguments[name] for name in names}}
-
-    def after_write(self, kv_pages: Any) -> "RaggedPagedAttention":
-        """The same call once `new_kv` is written, with the new pages."""
-        return self.unchecked(**self.arguments() | {"kv_pages": kv_pages, "new_kv": None}, device=self.device)
 
     @property
     def num_tokens(self) -> int:
@@ -211,6 +311,11 @@ class RaggedPagedAttention(PagedCall, GroupedCall):
     @property
     def out_shape(self) -> tuple[int, int, int]:
         return (self.num_tokens, self.num_q_heads, self.v_head_dim)
+
+    @property
+    def result_dtype(self) -> Any:
+        """The dtype of `out`."""
+        return self.out_dtype or self.q.dtype
 
     def check_values(self) -> None:
         """Raise `InvalidInput` naming the first sequence whose index values are invalid. Expects NumPy arrays."""
@@ -259,70 +364,6 @@ def check_ragged_values(
         if bad.size:
             where = f"page_indices[{seq}, {bad[0]}]"
             raise InvalidInput(f"expected {where} between 0 and {num_pages - 1}, got {pages[bad[0]]}")
-
-
-@record
-class WriteKvPages(PagedCall):
-    """The arguments of `write_kv_pages`, which says what they mean."""
-
-    OPERATION: ClassVar[str] = "write_kv_pages"
-    NUM_RESULTS: ClassVar[int | None] = 0
-
-    k: Any = field(ArrayKind())  # [T, K, D], checked when the pages have said K and D
-    v: Any = field(ArrayKind("T K D_v", lambda call: (dtype_name(call.k),), checked_last=True))
-    kv_pages: Any = field(Pair(("kv_pages", "v_pages"), expect_pages, unit_stride=True, written=True))
-    slot_mapping: Any = field(ArrayKind("T", ("int32", "int64"), checked_last=True), default=None)
-    page_indices: Any = field(ArrayKind("S M", INT32), default=None)
-    kv_lens: Any = field(ArrayKind("S", INT32), default=None)
-    cu_q_lens: Any = field(ArrayKind("S+1", INT32), default=None)
-    num_seqs: Any = field(Count(), default=None)
-    k_scale: Any = field(Scale(), default=None)
-    v_scale: Any = field(Scale(), default=None)
-
-    def _check(self, sizes: Sizes) -> None:
-        tables = [name for name in ("page_indices", "kv_lens", "cu_q_lens") if getattr(self, name) is not None]
-        if (self.slot_mapping is not None) == bool(tables) or len(tables) not in (0, 3):
-            got = ", ".join(tables + ["slot_mapping"] * (self.slot_mapping is not None)) or "neither"
-            raise InvalidInput(f"expected slot_mapping, or page_indices with kv_lens and cu_q_lens, got {got}")
-        if self.slot_mapping is not None and self.num_seqs is not None:
-            raise InvalidInput("expected num_seqs only with page_indices, got it with slot_mapping")
-        expect_array("k", self.k, "T K D", FLOATS, sizes)
-        sizes.bind("T K D", self.k)
-        self._expect_cache("k", self.k)
-
-    @classmethod
-    def prepare(cls, arguments: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
-        tables = arguments["slot_mapping"]
-        if isinstance(tables, tuple | list):
-            if len(tables) != 3:
-                raise InvalidInput(
-                    f"expected slot_mapping to be an array or (page_indices, kv_lens, cu_q_lens), "
-                    f"got {len(tables)} values"
-                )
-            given = dict(zip(("page_indices", "kv_lens", "cu_q_lens"), tables, strict=True))
-            arguments = {**arguments, **given, "slot_mapping": None}
-        return live_sequences(super().prepare(arguments, arrays))
-
-    def results(self) -> tuple[Result, ...]:
-        return tuple(Result(pages.shape, pages.dtype) for pages in self.written())
-
-    @property
-    def num_tokens(self) -> int:
-        return self.k.shape[0]
-
-    @property
-    def head_dim(self) -> int:
-        return self.k.shape[2]
-
-    def check_values(self) -> None:
-        """Raise `InvalidInput` naming the first value that points outside the pages. Expects NumPy arrays."""
-        if self.slot_mapping is None:
-            check_ragged_values(
-                self.kv_lens, self.page_indices, self.cu_q_lens, self.num_seqs,
-                self.num_tokens, self.num_pages, self.page_size,
-            )  # fmt: skip
-            return
-        check_slots(self.slot_mapping, self.num_pages * self.page_size)
 
 
 def check_slots(slot_mapping: Any, num_slots: int) -> None:

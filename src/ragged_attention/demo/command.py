@@ -14,7 +14,7 @@ from rich.console import Console
 from ragged_attention import config
 from ragged_attention.demo.check import check
 from ragged_attention.demo.engine import Engine, Limits, Sequence
-from ragged_attention.demo.model import load_weights
+from ragged_attention.demo.model import KINDS, load_weights
 from ragged_attention.demo.prompts import PROMPTS
 from ragged_attention.demo.view import View
 from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
@@ -27,20 +27,23 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     if arguments.max_new_tokens < 1:
         raise InvalidInput(f"expected max_new_tokens >= 1, got {arguments.max_new_tokens}")
-    if arguments.make_tiny is not None and arguments.model is None:
-        raise InvalidInput("expected --model with --make-tiny, the folder to write the checkpoint to, got none")
-    if arguments.model is not None:
+    if arguments.make_tiny is not None and arguments.model in KINDS:
+        raise InvalidInput(
+            f"expected a folder as --model with --make-tiny, to write the checkpoint to, got {arguments.model}"
+        )
+    if arguments.model not in KINDS:
         return serve_checkpoint(arguments)
-    framework = chosen_framework(arguments.framework)
+    kind, framework = arguments.model, chosen_framework(arguments.framework)
     limits = Limits()
-    model = build_model(framework, limits, arguments.device, arguments.backend)
+    model = build_model(kind, framework, limits, arguments.device, arguments.backend)
     sequences = [
         Sequence(number, prompt.text.encode(), arguments.max_new_tokens) for number, prompt in enumerate(PROMPTS)
     ]
     engine = Engine(model, limits)
     for sequence in sequences:
         engine.expect_servable(sequence)
-    title = f"{framework} on {model.platform}: {len(sequences)} prompts, at most {limits.max_tokens} tokens per step"
+    served = f"{len(sequences)} prompts, at most {limits.max_tokens} tokens per step"
+    title = f"{kind}, {framework} on {model.platform}: {served}"
     with View(Console(), title, limits.num_pages, model.backends) as view:
         began = time.perf_counter()
         num_steps = serve(engine, sequences, view)
@@ -48,20 +51,20 @@ def main(argv: list[str] | None = None) -> int:
     view.texts(sequences)
     view.line(f"\n{num_steps} steps in {seconds:.1f} s; {engine.pages.hits} pages shared instead of computed")
     verdict = check(model, sequences)
-    view.verdict(verdict)
+    view.verdict(verdict, KINDS[kind].judge)
     return 0 if verdict.agrees else 1
 
 
 def serve_checkpoint(arguments: argparse.Namespace) -> int:
     """The same prompts with a checkpoint of transformers."""
     if arguments.framework == "jax":
-        raise InvalidInput("expected --framework torch with --model, got jax")
+        raise InvalidInput("expected --framework torch with a checkpoint, got jax")
     for package in ("torch", "transformers"):
         if importlib.util.find_spec(package) is None:
             raise BackendMissing(f"{package} is not installed; it comes with the extra ragged-attention[transformers]")
     checkpoint = importlib.import_module("ragged_attention.demo.checkpoint")
     with config.use_backend(arguments.backend or "auto"):
-        return checkpoint.main(arguments.model, arguments.make_tiny, arguments.max_new_tokens, arguments.device)
+        return checkpoint.main(Path(arguments.model), arguments.make_tiny, arguments.max_new_tokens, arguments.device)
 
 
 def serve(engine: Engine, sequences: list[Sequence], view: View) -> int:
@@ -91,12 +94,13 @@ def chosen_framework(request: str | None) -> str:
     return found[0]
 
 
-def build_model(framework: str, limits: Limits, device: str | None, backend: str | None) -> Any:
+def build_model(kind: str, framework: str, limits: Limits, device: str | None, backend: str | None) -> Any:
     module = importlib.import_module(f"ragged_attention.demo.{framework}_model")
     device = module.device_named(device)
-    if device == "cpu" and "triton" in (config.requested("ragged_paged_attention", backend) or ()):
+    operation = KINDS[kind].operation
+    if device == "cpu" and "triton" in (config.requested(operation, backend) or ()):
         interpret_triton()
-    return module.Model(load_weights(), limits, device=device, backend=backend)
+    return module.Model(kind, load_weights(kind), limits, device=device, backend=backend)
 
 
 def interpret_triton() -> None:
@@ -119,9 +123,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--model",
-        type=Path,
-        metavar="DIR",
-        help="serve a checkpoint of transformers instead",
+        default="gqa",
+        metavar="gqa|mla|DIR",
+        help="a tiny model with grouped queries or with latents in an 8-bit cache, or a checkpoint of transformers; "
+        "default: %(default)s",
     )
     parser.add_argument("--make-tiny", metavar="FAMILY", help="first write a tiny random one to DIR: qwen3, ...")
     return parser

@@ -1,32 +1,61 @@
-"""The demo's transformer, apart from any framework: its weights, its shape, and the backends its calls take.
+"""The demo's transformers, apart from any framework: their weights, their shapes, and the backends their calls take.
 
-Bytes in, bytes out; RMSNorm, rotary positions, grouped queries, a gated feed-forward layer, embeddings shared by input
-and output. The shapes of the weights define its size:
+Bytes in, bytes out; RMSNorm, rotary positions, a gated feed-forward layer, embeddings shared by input and output. The
+shapes of the weights define the size:
 
-    embed [V, E]    q [L, E, H, D]    k, v [L, E, K, D]    o [L, H, D, E]    gate, up [L, E, F]    down [L, F, E]
-    attention_norm, feed_norm [L, E]    last_norm [E]
+    embed [V, E]    gate, up [L, E, F]    down [L, F, E]    attention_norm, feed_norm [L, E]    last_norm [E]
+
+The first has grouped queries, H of them and K keys and values per token:
+
+    q [L, E, H, D]    k, v [L, E, K, D]    o [L, H, D, E]
+
+The other caches a latent of C numbers and one rotary key of R, from which each head has a key of N + R numbers and a
+value of N; what is cached is divided by kv_scale and rounded to 8 bits:
+
+    q [L, E, H, N + R]    latent [L, E, C + R]    latent_norm [L, C]    k, v [L, C, H, N]    o [L, H, N, E]
+    kv_scale [L]
 """
 
+import dataclasses
 from importlib import resources
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ragged_attention import dispatch
-from ragged_attention.calls import Device, RaggedPagedAttention, WriteKvPages
+from ragged_attention.calls import Call
 
-WEIGHTS = "weights.npz"
 ROPE_BASE = 10_000.0
 NORM_EPSILON = 1e-5
 STEP_TABLES = ("kv_lens", "page_indices", "cu_q_lens", "num_seqs")
+LARGEST_CODE = 448.0  # of float8_e4m3fn, in which latents are cached
 
 Weights = dict[str, NDArray[np.float32]]
 
 
-def load_weights() -> Weights:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kind:
+    """One of the two models: its file, its attention, and what its tokens are compared with."""
+
+    file: str
+    operation: str
+    judge: str
+
+
+KINDS = {
+    "gqa": Kind("weights.npz", "ragged_paged_attention", "full attention without a cache"),
+    "mla": Kind(
+        "weights_mla.npz",
+        "ragged_mla_attention",
+        "full attention without a cache, its keys and values made from latents rounded to 8 bits",
+    ),
+}
+
+
+def load_weights(kind: str) -> Weights:
     """The weights that come with the package, stored in half precision, computed with in single."""
-    with resources.as_file(resources.files("ragged_attention.demo") / WEIGHTS) as path, np.load(path) as stored:
+    folder = resources.files("ragged_attention.demo")
+    with resources.as_file(folder / KINDS[kind].file) as path, np.load(path) as stored:
         return {name: stored[name].astype(np.float32) for name in stored.files}
 
 
@@ -35,9 +64,7 @@ def rope_frequencies(head_dim: int) -> NDArray[np.float32]:
     return (ROPE_BASE ** (-np.arange(0, head_dim, 2) / head_dim)).astype(np.float32)
 
 
-def chosen_backends(q: Any, k: Any, kv_pages: Any, tables: dict[str, Any], device: Device, backend: str | None) -> str:
+def chosen_backends(attention: Call, write: Call, backend: str | None) -> str:
     """Which backend a step's calls run on, by the choice that the calls themselves will make."""
-    attention = RaggedPagedAttention(q=q, kv_pages=kv_pages, **tables, device=device)
-    write = WriteKvPages(k=k, v=k, kv_pages=kv_pages, **tables, device=device)
     attends, writes = (dispatch.choose(call, backend=backend).backend for call in (attention, write))
     return attends if attends == writes else f"{attends}, writes {writes}"

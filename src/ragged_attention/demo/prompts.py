@@ -9,13 +9,14 @@ class Prompt:
     text: str
 
 
+# Both models know by heart what these go on with, so their choices are clear and rounding does not decide any.
 # Several prompts begin alike, as prompts with common instructions do; their pages are computed once.
 _COMMON = "This page explains the words that the rest of the project uses, from the beginning.\n"
 
 PROMPTS = (
     Prompt(0, _COMMON + "A language model writes one"),
     Prompt(0, "If each sequence had one long array of its own, the server"),
-    Prompt(2, "Ragged paged attention for every device"),
+    Prompt(2, "Half the bytes are half the time where memory"),
     Prompt(6, _COMMON + "Three things follow"),
     Prompt(8, "A server works on many sequences"),
     Prompt(11, "If each sequence had one long array of its own, the server would have to reserve"),

@@ -71,10 +71,10 @@ class View:
         for sequence in sequences:
             self.line(self._whole(sequence))
 
-    def verdict(self, verdict: Verdict) -> None:
+    def verdict(self, verdict: Verdict, judge: str) -> None:
         right = verdict.num_tokens - len(verdict.mismatches)
         self.line(
-            f"\n{right} of {verdict.num_tokens} tokens equal those of full attention without a cache",
+            f"\n{right} of {verdict.num_tokens} tokens equal those of {judge}",
             style="bold green" if verdict.agrees else "bold red",
         )
         self.line(

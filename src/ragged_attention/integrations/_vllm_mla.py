@@ -1,8 +1,9 @@
-"""The classes behind `RAGGED_MLA`: decode over the cached latents, prefill of whole prompts and of later chunks.
+"""The classes behind `RAGGED_MLA`: a step's short requests in one call over the cached latents, long prompts by keys.
 
-vLLM's own classes split a batch into decoding and prefilling requests, absorb W_UK into the queries that decode, and
-plan in which pieces a prefill reads the context that is already cached. What runs here are the attentions, the
-gathering of cached latents, and the merge.
+vLLM's own classes split a batch by query lengths, absorb W_UK into the queries of the short requests, and plan in which
+pieces a long one reads the context that is already cached. What runs here are the attentions, the gathering of cached
+latents, and the merge. Short are decodes, drafts and chunks of up to `ABSORBED` tokens, of any mix of lengths. A longer
+request costs less by keys and values of each head, whose dimensions are a third of a latent's.
 """
 
 import importlib
@@ -12,6 +13,7 @@ import torch
 
 from ragged_attention.errors import Unsupported
 from ragged_attention.integrations._vllm_attention import (
+    FP8,
     PLAIN,
     AnyPages,
     expect_cache_dtype,
@@ -20,7 +22,7 @@ from ragged_attention.integrations._vllm_attention import (
 from ragged_attention.torch import (
     dequantize_mla_cache,
     merge_attention_states,
-    mla_decode,
+    ragged_mla_attention,
     varlen_attention,
     write_mla_cache,
 )
@@ -29,6 +31,12 @@ _vllm: Any = importlib.import_module("vllm.v1.attention.backend")
 _mla: Any = importlib.import_module("vllm.model_executor.layers.attention.mla_attention")
 
 CACHE_FORMATS = dict.fromkeys(PLAIN, "plain") | {"fp8_ds_mla": "fp8_v32"}
+SCALED = ("fp8", "fp8_e4m3")  # e4m3 with one scale of the layer
+
+# With latents of 512 and heads of 128, a key of the context costs a head 512 * 256 products to be made and 320 a query,
+# against 1088 a query as a latent: below 170 queries the latent is cheaper, and it is read where it lies. vLLM puts
+# requests of up to so many tokens first and counts them as decodes.
+ABSORBED = 128
 
 
 class LatentPages(AnyPages):
@@ -49,6 +57,7 @@ class RaggedMLABackend(LatentPages, _mla.MLACommonBackend):
     """What vLLM asks about us before it chooses us for dense latent attention."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = [*CACHE_FORMATS, *SCALED]
 
     @staticmethod
     def get_name() -> str:
@@ -64,10 +73,11 @@ class RaggedMLABackend(LatentPages, _mla.MLACommonBackend):
 
 
 class RaggedMLAMetadataBuilder(_mla.MLACommonMetadataBuilder):
-    """vLLM's own builder, told that a decode may have several queries, as many for each request."""
+    """vLLM's own builder, told that what it counts as decodes may have several queries, any number for each request."""
 
     _cudagraph_support = _vllm.AttentionCGSupport.UNIFORM_BATCH
-    query_len_support = _mla.QueryLenSupport.UNIFORM
+    query_len_support = _mla.QueryLenSupport.VARLEN
+    reorder_batch_threshold = ABSORBED
 
 
 class RaggedMLAImpl(_mla.MLACommonImpl):
@@ -119,37 +129,39 @@ class RaggedMLAImpl(_mla.MLACommonImpl):
         attn_metadata: Any,
         layer: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Decode by absorbed queries over the cached latents.
+        """Short requests of any lengths, by absorbed queries over the cached latents.
 
         Args:
-            q: [tokens, H, L + R], or its two parts; as many tokens for each request.
+            q: [tokens, H, L + R], or its two parts.
             kv_c_and_k_pe_cache: [blocks, block, L + R], or bytes [blocks, block, 656].
-            attn_metadata: vLLM's `MLACommonMetadata`; under context parallelism its lengths and tables are those of
-                this rank's share of the cache.
-            layer: not read.
+            attn_metadata: vLLM's `MLACommonMetadata`, in which these requests come first; under context parallelism
+                their lengths and tables are those of this rank's share of the cache.
+            layer: vLLM's layer; its `_k_scale` belongs to a cache of `fp8`.
 
         Returns:
             out [tokens, H, L] and lse [tokens, H] float32, natural, by which vLLM merges ranks.
         """
         q = joined(q)
-        decode = attn_metadata.decode
+        decode, tokens = attn_metadata.decode, q.shape[0]
         requests = decode.seq_lens.shape[0]
-        tokens, heads, d_qk = q.shape
-        if requests == 0 or tokens % requests:
-            raise Unsupported(f"expected as many decode queries for each request, got {tokens} for {requests} requests")
         if tokens > requests and attn_metadata.causal and self.dcp_world_size > 1:
             raise Unsupported("expected one decode query per request under context parallelism, got several")
-        out, lse = mla_decode(
-            q.view(requests, tokens // requests, heads, d_qk),
-            kv_c_and_k_pe_cache.unsqueeze(2),
-            decode.block_table,
+        cache, cache_format = stored(kv_c_and_k_pe_cache, self.kv_cache_dtype)
+        out, lse = ragged_mla_attention(
+            q,
+            cache,
             decode.seq_lens,
+            decode.block_table,
+            attn_metadata.query_start_loc[: requests + 1],
+            max_q_len=min(attn_metadata.max_query_len, tokens),
             d_v=self.kv_lora_rank,
             sm_scale=self.scale,
             causal=bool(attn_metadata.causal),
-            cache_format=CACHE_FORMATS[self.kv_cache_dtype],
+            kv_scale=layer._k_scale if self.kv_cache_dtype in SCALED else None,
+            return_lse=True,
+            cache_format=cache_format,
         )
-        return out.view(tokens, heads, self.kv_lora_rank), lse.transpose(1, 2).reshape(tokens, heads)
+        return out, lse
 
     def forward_mha(
         self,
@@ -169,7 +181,7 @@ class RaggedMLAImpl(_mla.MLACommonImpl):
             kv_c_normed, k_pe: [tokens, L] and [tokens, 1, R], their latents.
             kv_c_and_k_pe_cache: as in `forward_mqa`; read where a request has earlier chunks or a shared prefix.
             attn_metadata: vLLM's `MLACommonMetadata`.
-            k_scale: not read, for no format that we take has it.
+            k_scale: of a cache of `fp8`.
             output: [tokens, H * v_head_dim], written.
             output_scale: must be None.
         """
@@ -186,7 +198,8 @@ class RaggedMLAImpl(_mla.MLACommonImpl):
         out = output.view(*v.shape)
         _, lse = varlen_attention(q, k, v, edges, edges, sm_scale=self.scale, causal=True, return_lse=True, out=out)
         for chunk in () if context is None else context.chunks:
-            latents = self._gathered(kv_c_and_k_pe_cache, prefill.block_table[chunk.request_slice], chunk, q.dtype)
+            tables = prefill.block_table[chunk.request_slice]
+            latents = self._gathered(kv_c_and_k_pe_cache, tables, chunk, k_scale, q.dtype)
             k, v = self._keys_and_values(*latents.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1))
             rows = chunk.token_slice
             part = varlen_attention(
@@ -205,7 +218,7 @@ class RaggedMLAImpl(_mla.MLACommonImpl):
         skip_scale: bool = False,
     ) -> None:
         """Write the step's latents to their slots; a slot of -1 is skipped."""
-        write_latents(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype)
+        write_latents(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)
 
     def _keys_and_values(self, kv_c: torch.Tensor, k_pe: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Latents [tokens, L] and rotary keys [tokens, (1,) R] as keys and values of every head."""
@@ -215,7 +228,7 @@ class RaggedMLAImpl(_mla.MLACommonImpl):
         return torch.cat((k_nope, shared), dim=-1), v
 
     def _gathered(
-        self, cache: torch.Tensor, page_indices: torch.Tensor, chunk: Any, dtype: torch.dtype
+        self, cache: torch.Tensor, page_indices: torch.Tensor, chunk: Any, k_scale: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
         """The cached latents [tokens, L + R] of one of vLLM's pieces of context, found without asking the device."""
         sequence = chunk.token_to_seq.long()
@@ -223,6 +236,9 @@ class RaggedMLAImpl(_mla.MLACommonImpl):
         position = token - chunk.cu_seq_lens[sequence] + chunk.starts[sequence]
         page_size = cache.shape[1]
         page = page_indices[sequence, position // page_size].long()
+        if self.kv_cache_dtype in SCALED:  # as bytes, since not all of torch's devices index 8-bit floats
+            codes = cache.view(torch.uint8)[page, position % page_size].view(FP8[self.kv_cache_dtype])
+            return (codes.float() * k_scale).to(dtype)
         rows = cache[page, position % page_size]
         if CACHE_FORMATS[self.kv_cache_dtype] == "plain":
             return rows
@@ -234,20 +250,34 @@ def joined(q: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     return torch.cat(q, dim=-1) if isinstance(q, tuple) else q
 
 
+def stored(cache: torch.Tensor, kv_cache_dtype: str) -> tuple[torch.Tensor, str]:
+    """A cache [blocks, block, width] of vLLM's as ours [P, G, 1, width], and its format; nothing is copied."""
+    if kv_cache_dtype in SCALED:  # which vLLM hands as bytes, or as its platform's own 8-bit floats
+        return cache.view(FP8[kv_cache_dtype]).unsqueeze(2), "plain"
+    return cache.unsqueeze(2), CACHE_FORMATS[kv_cache_dtype]
+
+
 def write_latents(
-    kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, kv_cache_dtype: str
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
 ) -> None:
     """Latents [tokens, L] with rotary keys [tokens, 1, R] into the slots of a cache [blocks, block, width]."""
     if kv_cache.numel() == 0:  # as in vLLM's profiling run
         return
     slots = slot_mapping.flatten()
     rows = torch.cat((kv_c, k_pe.squeeze(1)), dim=-1)[: slots.shape[0]]
+    cache, cache_format = stored(kv_cache, kv_cache_dtype)
     write_mla_cache(
         rows,
-        kv_cache.unsqueeze(2),
+        cache,
         slots,
+        kv_scale=k_scale if kv_cache_dtype in SCALED else None,
         power_of_two_scales=False,
-        cache_format=CACHE_FORMATS[kv_cache_dtype],
+        cache_format=cache_format,
     )
 
 

@@ -198,7 +198,7 @@ class RaggedSparseMLAImpl(_vllm.MLAAttentionImpl, _sparse.SharedTopkIndicesBuffe
         skip_scale: bool = False,
     ) -> None:
         """Write the step's latents to their slots; a slot of -1 is skipped."""
-        write_latents(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype)
+        write_latents(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)
 
 
 def slots_of_tokens(

@@ -4,6 +4,10 @@
 parsed, which is what the entry-point group `vllm.general_plugins` is for; `plugin()` is for an entry point there.
 Neither imports jax, for which most processes that load plugins have no use. Tested with tpu-inference 0.32.
 
+Models with latent attention (MLA) run by tpu-inference's own backend, whatever name is given. There
+`register(mla=True)`, or `RAGGED_ATTENTION_TPU_MLA=1` in the environment, puts `ragged_mla_attention` in the place of
+the kernel that this backend calls.
+
 A layer's cache is [P, G, 2K, D], K of head h at 2h and V at 2h + 1, with D the head size rounded up to a multiple of
 128. Keys and values arrive in the cache's dtype: tpu-inference quantises them before attention, and hands over the
 scales by which what was computed from them is to be multiplied.
@@ -13,6 +17,7 @@ import functools
 import importlib
 import importlib.metadata
 import logging
+import os
 import re
 from collections.abc import Callable
 from types import ModuleType
@@ -29,11 +34,17 @@ PACKAGE = "tpu-inference"
 TESTED = (0, 32)  # the release whose interface this is, any patch of it
 OTHER_PATH = "ragged_attention.integrations.vllm.RaggedAttentionBackend"
 LANES = 128  # columns of a TPU's tiles; XLA would copy a cache of narrower heads in each step
+MLA_VARIABLE = "RAGGED_ATTENTION_TPU_MLA"
+MLA_KERNEL = "mla_ragged_paged_attention"  # as the host's layers call it, whose caches it takes
 CACHE_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 
 
-def register() -> None:
+def register(mla: bool | None = None) -> None:
     """Make `--attention-backend ragged` known to tpu-inference and vLLM; calling it again changes nothing.
+
+    Args:
+        mla: also replace the kernel of latent attention, whatever backend is chosen; that imports jax. None asks the
+            environment: `RAGGED_ATTENTION_TPU_MLA=1`.
 
     Raises:
         ImportError: tpu-inference or something that it needs is missing, or its version is not one that was tested.
@@ -47,6 +58,11 @@ def register() -> None:
     if member is not None and member.get_path() == OTHER_PATH:
         registry.register_backend(member, path)
     host.register_attention_backend(NAME, attention=lambda: _attention_backend(host)(), vllm_backend=path)
+    if os.environ.get(MLA_VARIABLE) == "1" if mla is None else mla:
+        layers = _imported("tpu_inference.layers.common.attention_interface")
+        if not hasattr(layers, MLA_KERNEL):
+            raise ImportError(f"expected {layers.__name__} to call {MLA_KERNEL}, got no such name in it")
+        setattr(layers, MLA_KERNEL, _latent_attention)
 
 
 def plugin() -> None:
@@ -74,11 +90,23 @@ def _tested_host() -> ModuleType:
         raise ImportError(f"{wanted}, to be installed, got no such package") from None
     if tuple(map(int, re.findall(r"\d+", version)[:2])) != TESTED:
         raise ImportError(f"{wanted}, the version that ragged_attention was tested with, got {version}")
-    name = "tpu_inference.layers.common.attention_backend"
+    return _imported("tpu_inference.layers.common.attention_backend")
+
+
+def _imported(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
         raise ImportError(f"expected {name} to be importable, got {type(error).__name__}: {error}") from error
+
+
+def _latent_attention(*arrays: Any, **settings: Any) -> "tuple[jax.Array, jax.Array]":
+    """What stands in for the host's kernel, by its arguments; the sizes among them are tuned for that kernel alone."""
+    from ragged_attention.compat import tpu_inference
+
+    sizes = ("num_kv_pages_per_block", "num_queries_per_block", "decode_batch_size", "mixed_q_split")
+    kept = {name: value for name, value in settings.items() if name not in sizes}
+    return tpu_inference.mla_ragged_paged_attention(*arrays, **kept)
 
 
 class _Attention:

@@ -29,6 +29,7 @@ from ragged_attention.jax.mla import write_mla_cache as write_mla_cache
 from ragged_attention.jax.paged import merge_attention_states as merge_attention_states
 from ragged_attention.jax.paged import ragged_paged_attention as ragged_paged_attention
 from ragged_attention.jax.paged import write_kv_pages as write_kv_pages
+from ragged_attention.jax.ragged_mla import ragged_mla_attention as ragged_mla_attention
 from ragged_attention.jax.varlen import varlen_attention as varlen_attention
 from ragged_attention.jax.varlen import varlen_attention_backward as varlen_attention_backward
 

@@ -131,9 +131,11 @@ def _run(
         if gradient is None:
             raise RuntimeError(record.no_gradient())
         arrays, out, lse = saved
+        known = join(record, arrays, statics)
+        record.expect_gradient(known)
         # A result that is not used has no gradient.
         d_out, d_lse = (None if isinstance(each, SymbolicZero) else each for each in (cotangents[0], cotangents[-1]))
-        known = join(record, arrays, statics) | {"out": out, "lse": lse, "d_lse": d_lse}
+        known |= {"out": out, "lse": lse, "d_lse": d_lse}
         known["d_out"] = jnp.zeros_like(out) if d_out is None else d_out
         backward = CALLS[f"{record.OPERATION}_backward"]
         taken = {name: known[name] for name in backward.KINDS}
@@ -193,7 +195,7 @@ def _results(choice: dispatch.Choice, call: Any, request: Request, launch: Launc
     if choice.leaves(call):
         write = call.write_of_new_kv()
         written = _tuple(dispatch.choose(write, backend=request.names or "auto").run(write, launch))
-        call = call.after_write(written[0] if call.combined else written)
+        call = call.after_write(written)
     found = _tuple(choice.run(call, launch))
     missing = (call.NUM_RESULTS or len(found)) - len(found)  # an absent gradient, as in torch
     return *found, *[jnp.zeros(0, jnp.float32)] * missing, *written

@@ -36,6 +36,7 @@ def sparse_mla_prefill(
     cache_format: str | None = None,
     cache_layout: str | None = None,
     deterministic: bool = False,
+    out_dtype: Any = None,
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -60,6 +61,8 @@ def sparse_mla_prefill(
         cache_layout: as in `mla_decode`.
         deterministic: the gradient has the same bits in every run: contributions to a row are added in the order of
             the queries that select it, by way of an index, where otherwise GPUs add them in any order.
+        out_dtype: of `out`, "float32", "float16" or "bfloat16", or the framework's own dtype of that name; default
+            q's. With another one there is no gradient.
         out: torch only: memory for the result of that name, as in `ragged_paged_attention`; no gradient then.
         backend: this call's backend, a name or an ordered list of them; see `ragged_attention.config`. The gradient
             runs on it too if it offers `sparse_mla_prefill_backward`.
@@ -67,7 +70,7 @@ def sparse_mla_prefill(
             configuration's for `sparse_mla_prefill_backward`.
 
     Returns:
-        out [T, H, d_v] of q's dtype; max_logits [T, H] float32, the largest scaled logit; lse [T, H] float32, the
+        out [T, H, d_v]; max_logits [T, H] float32, the largest scaled logit; lse [T, H] float32, the
         natural log-sum-exp of the logits (both float64 of float64 queries). Sinks multiply out by
         `sigmoid(lse - sink)` and change neither of the others. A query that selects nothing gets out 0, max_logits
         -inf and lse -inf. Rows that are not selected may hold NaN. Softmax and sums are in float32; a quantised value
@@ -140,6 +143,8 @@ def mla_decode(
     d_v: int = 512,
     sm_scale: float | None = None,
     causal: bool = False,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
     sinks: jax.Array | None = None,
     topk_lens: jax.Array | None = None,
     extra_kv_cache: jax.Array | None = None,
@@ -148,6 +153,7 @@ def mla_decode(
     schedule: DecodeSchedule | None = None,
     cache_format: str | None = None,
     cache_layout: str | None = None,
+    out_dtype: Any = None,
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -172,6 +178,9 @@ def mla_decode(
         d_v: columns of the value, a multiple of 16 up to d_qk.
         sm_scale: factor on q . k; default `d_qk ** -0.5`.
         causal: dense only. Aligned at the end: query j of a sequence sees positions < kv_len - (Q - 1 - j).
+        sliding_window: dense only. Query j sees only positions >= kv_len - (Q - 1 - j) - sliding_window; 1 is its own
+            alone. With `causal=False` this bounds the left side only.
+        soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, after scaling.
         sinks: f32 [H], one logit per head that joins the softmax's denominator only.
         topk_lens: i32 [S] or [S, Q]; entries of `indices` from there on are ignored. Clamped to [0, N].
         extra_kv_cache, extra_indices, extra_topk_lens: a second cache, of the same format and its own number and
@@ -185,12 +194,14 @@ def mla_decode(
         cache_layout: how the bytes lie, of both caches: "token", the bytes of a token one after another, or "page", all
             values of a page and then all its scales; default the format's own, which is "page" for `fp8_v4` and "token"
             for all others. Only `fp8_v41` and `fp4_v41` have both.
+        out_dtype: of `out`, "float32", "float16" or "bfloat16", or the framework's own dtype of that name; default
+            q's. Partial results that `merge_attention_states` will merge are best kept in float32.
         out: torch only: memory for the result of that name, as in `ragged_paged_attention`.
         backend, options: as in `sparse_mla_prefill`. With the kernels of `triton` and `cuda`
             `options={"num_splits": 1}`, and no schedule, gives bits that depend on nothing but the sequence itself.
 
     Returns:
-        out [S, Q, H, d_v] of q's dtype, and lse [S, H, Q] float32, the natural log-sum-exp of the scaled logits;
+        out [S, Q, H, d_v], and lse [S, H, Q] float32, the natural log-sum-exp of the scaled logits;
         sinks multiply out by `sigmoid(lse - sink)` and leave lse as it is. A query that sees no key gets out 0 and
         lse -inf. No index value makes a kernel read outside the arrays: lengths are clamped to what the arrays can
         hold. What no query sees may be NaN.
@@ -320,8 +331,13 @@ def dequantize_mla_cache(
 def write_mla_cache(
     kv: jax.Array,
     cache: jax.Array,
-    slot_mapping: jax.Array,
+    slot_mapping: jax.Array | tuple[jax.Array, jax.Array, jax.Array] | None = None,
     *,
+    page_indices: jax.Array | None = None,
+    kv_lens: jax.Array | None = None,
+    cu_q_lens: jax.Array | None = None,
+    num_seqs: int | jax.Array | None = None,
+    kv_scale: float | jax.Array | None = None,
     power_of_two_scales: bool = True,
     cache_format: str | None = None,
     cache_layout: str | None = None,
@@ -332,9 +348,13 @@ def write_mla_cache(
 
     Args:
         kv: [T, K, d_qk], or [T, d_qk] for one KV head; float32, float16 or bfloat16.
-        cache: as `mla_decode` takes it, plain (of kv's dtype) or quantised.
+        cache: as `ragged_mla_attention` takes it: plain, of kv's dtype or 8-bit, or quantised.
         slot_mapping: i32 or i64 [T], the slot `page * G + offset` of each token; -1, and anything else outside
-            [0, P * G), is skipped.
+            [0, P * G), is skipped. A tuple `(page_indices, kv_lens, cu_q_lens)` is taken as those three.
+        page_indices, kv_lens, cu_q_lens, num_seqs: the tables of the attention call instead of slots: token i of a
+            sequence goes to position `kv_len - q_len + i`. A page index outside [0, P) is skipped.
+        kv_scale: of a plain cache; what is stored is `kv / kv_scale`, in float32, rounded to nearest even, in an 8-bit
+            cache saturating at the format's largest finite value; a float, or an array of [] or [K].
         power_of_two_scales: as in `quantize_mla_cache`.
         cache_format, cache_layout: as in `mla_decode`.
         backend, options: as in `mla_decode`.

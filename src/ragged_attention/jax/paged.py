@@ -23,6 +23,7 @@ class AttentionKeywords(TypedDict, total=False):
     k_scale: float | jax.Array | None
     v_scale: float | jax.Array | None
     draft_mask: jax.Array | None
+    out_dtype: Any
     backend: str | Sequence[str] | None
     options: Mapping[str, Any] | None
 
@@ -98,6 +99,7 @@ def ragged_paged_attention(
     return_lse: bool = False,
     new_kv: tuple[jax.Array, jax.Array] | None = None,
     draft_mask: jax.Array | None = None,
+    out_dtype: Any = None,
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> jax.Array | tuple[Pages, ...]:
@@ -128,12 +130,14 @@ def ragged_paged_attention(
         sinks: f32 [H], one logit per head that joins the softmax's denominator only.
         k_scale, v_scale: a cached value times its scale is the true one: a float, or an array of [] or [K].
         return_lse: also return the log-sum-exp.
-        new_kv: this step's keys and values, a pair of [T, K, D] and [T, K, D_v] of q's dtype, one per query. They
-            are written into the pages before attention, as `write_kv_pages` does by `page_indices`,
-            `kv_lens` and `cu_q_lens`. A backend may do both at once.
+        new_kv: this step's keys and values, a pair of [T, K, D] and [T, K, D_v] of q's dtype, or of the pages' own
+            8-bit dtype, one per query. They are written into the pages before attention, as `write_kv_pages` does by
+            `page_indices`, `kv_lens` and `cu_q_lens`. A backend may do both at once.
         draft_mask: bool [T, W], which of its sequence's new tokens each query sees, as tree speculative decoding needs:
             entry [t, j] is about the one at position `kv_len - q_len + j`. It replaces `causal` among those;
             earlier positions are seen as usual, new tokens from the W-th on are not. A window applies as well.
+        out_dtype: of `out`, "float32", "float16" or "bfloat16", or the framework's own dtype of that name; default
+            q's. Partial results that `merge_attention_states` will merge are best kept in float32.
         out: torch only: memory for the result of that name, which is then this very tensor: of its shape and dtype, any
             strides. What it held is not read. Where it is packed, begins at a multiple of 16 bytes and shares no
             storage with the arguments, `triton`, `cuda` and `numba` write it directly; else it is copied to. A call
@@ -142,7 +146,7 @@ def ragged_paged_attention(
         options: this call's tunables, fields of the chosen backend's `Tile`.
 
     Returns:
-        out [T, H, D_v] of q's dtype; with `return_lse` also lse [T, H] float32, the natural log-sum-exp of the
+        out [T, H, D_v]; with `return_lse` also lse [T, H] float32, the natural log-sum-exp of the
         visible logits, sinks not counted. A query that sees no key, and a padding row, gets out 0 and lse -inf.
         With `new_kv` the last result is the pages: in torch those given, written in place, in jax new ones, as from
         `write_kv_pages`.
@@ -187,7 +191,8 @@ def write_kv_pages(
     Letters as in `ragged_paged_attention`.
 
     Args:
-        k, v: [T, K, D] and [T, K, D_v], float32, float16 or bfloat16.
+        k, v: [T, K, D] and [T, K, D_v], float32, float16 or bfloat16; or of the pages' own 8-bit dtype: then they are
+            copied, and the scales are theirs already.
         kv_pages: combined pages or a pair, as `ragged_paged_attention` takes them.
         slot_mapping: i32 or i64 [T], the slot `page * G + offset` of each token; -1, and anything else outside
             [0, P * G), is skipped. A tuple `(page_indices, kv_lens, cu_q_lens)` is taken as those three.

@@ -55,6 +55,14 @@ PATHS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
         {"block_h": 32, "block_kv": 32, "num_splits": 2},
         {"num_keys_per_block": 16, "num_queries_per_block": 2},
     ),
+    "ragged_mla_attention": (
+        {"num_splits": 1},
+        {"num_splits": 3},
+        {"num_splits": 5, "split_block_kv": 16},
+        {"num_splits": 2, "invariant": True},
+        {"num_splits": 2, "split_rows": 1, "block_h": 32, "block_kv": 32},
+        {"num_keys_per_block": 16, "num_queries_per_block": 2},
+    ),
     "varlen_attention": (
         {"block_q": 16},
         {"block_q": 16, "block_kv": 16},
@@ -78,17 +86,22 @@ PATHS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
         {"walk": False, "block_n": 32, "block_t": 4},
         {"block_q": 1, "block_kv": 8},
         {"block_q": 3, "block_kv": 24},
+        {"num_queries_per_block": 1, "num_keys_per_block": 128},
+        {"num_queries_per_block": 3, "num_keys_per_block": 384},
     ),
     "indexer_topk": (
         {"walk": True, "chunk": 3, "num_splits": 3, "select_block": 64},
         {"walk": False, "block_n": 32, "block_t": 2, "chunk": 5},
         {"block_q": 1, "block_kv": 8},
         {"block_q": 3, "block_kv": 24},
+        {"num_queries_per_block": 2, "num_keys_per_block": 128, "num_rows_per_chunk": 5, "num_rows_per_block": 3},
     ),
     "top_k_indices": (
         {"block": 64},
         {"block": 64, "num_splits": 3},
         {"num_splits": 7},
+        {"num_rows_per_block": 1},
+        {"num_rows_per_block": 3},
     ),
 }
 

@@ -15,7 +15,7 @@ from ragged_attention import dispatch
 from ragged_attention.calls import CALLS, DecodeSchedule
 from ragged_attention.errors import BackendMissing, TooLarge, Unsupported
 from ragged_attention.samples import sample_of
-from ragged_attention.testing.mla.cache_specs import ScheduleBatch
+from ragged_attention.testing.mla.cache_specs import LatentWriteBatch, ScheduleBatch
 from ragged_attention.testing.mla.specs import DecodeSpec, PrefillSpec, as_it_is, at_tuned_widths, fitting
 from ragged_attention.testing.paged.specs import Arrays, Batch, Pages, Spec, WriteBatch, like_pages, pages_of
 from ragged_attention.testing.varlen.gradients import DIFFERENTIABLE, BackwardBatch, GradientBatch, Gradients
@@ -91,6 +91,13 @@ class Runner:
         pair = tuple(self._bring(new, name, getattr(new, name)) for name in ("k", "v"))
         return self.run("ragged_paged_attention", batch, options=options, return_lse=True, new_kv=pair)
 
+    def update_latents(self, batch: Arrays, new: LatentWriteBatch) -> tuple[Any, Any, NDArray[Any]]:
+        """Out, lse and the cache of an attention that is given the rows to write, into a cache that lies as theirs."""
+        kv, cache = (self._bring(new, name, getattr(new, name)) for name in ("kv", "cache"))
+        extra = {"return_lse": True, "new_kv": kv, "kv_cache": cache}
+        out, lse, written = self.run("ragged_mla_attention", batch, **extra)
+        return out, lse, written.view(new.cache.dtype)
+
     def gradients(self, batch: GradientBatch) -> Gradients:
         """What a call returns and its gradients, by the framework's automatic differentiation."""
         forward, names = batch.forward, batch.differentiated
@@ -131,7 +138,7 @@ class Runner:
         function = getattr(self.front.operations, operation)
 
         def call(**arguments: Any) -> Any:
-            return function(**arguments, **extra, backend=self.backend, options=options or None)
+            return function(**arguments | extra, backend=self.backend, options=options or None)
 
         try:
             with self.front.careful():

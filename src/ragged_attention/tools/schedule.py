@@ -190,10 +190,9 @@ class Language:
 # Functions of the kernels' modules that have to do with queries, keys and results, not with who does what; and how many
 # values each returns.
 STUBS = {
-    "clear_rows": 1, "draft_rows": 1, "finish": 3, "gdc_launch_dependents": 1, "gdc_wait": 1, "load_scale": 1,
-    "logit_scales": 3, "no_sums": 1, "query_columns": 2, "query_groups": 2, "store_columns": 1, "store_groups": 1,
-    "store_part": 1, "store_rows": 1, "sum_of_each_row": 1, "unit_of": 1, "whole_columns": 1, "zero_after": 1,
-    "zeros_like": 2,
+    "clear_rows": 1, "draft_rows": 1, "finish": 3, "gdc_launch_dependents": 1, "gdc_wait": 1, "load_queries": 5,
+    "load_scale": 1, "logit_scales": 3, "no_sums": 1, "store_columns": 1, "store_groups": 1, "store_part": 1,
+    "store_rows": 1, "sum_of_each_row": 1, "zero_after": 1, "zeros_like": 2,
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ragged_attention import config, dispatch
-from ragged_attention.calls import CALLS, Call, RaggedPagedAttention, Result, WriteKvPages
+from ragged_attention.calls import CALLS, Call, Result, WritingCall
 from ragged_attention.config import expect_options, parse_names
 from ragged_attention.torch import _plan
 from ragged_attention.torch._launcher import DTYPES
@@ -101,7 +101,7 @@ def _refuse_gradient(operation: str, flat: Sequence[Any]) -> None:
         raise RuntimeError(f"{operation} with out= has no gradient: expected arguments that do not require one")
 
 
-def run_with_write(record: type[RaggedPagedAttention], arguments: Mapping[str, Any]) -> list[torch.Tensor]:
+def run_with_write(record: type[WritingCall], arguments: Mapping[str, Any]) -> list[torch.Tensor]:
     """Run an attention whose `new_kv` another operator writes before, in place.
 
     Nothing is written for a call that will be refused. Under `torch.compile` all checks but those of the backend are
@@ -113,7 +113,7 @@ def run_with_write(record: type[RaggedPagedAttention], arguments: Mapping[str, A
         _plan.expect_runnable(record, prepared, _names(backend), encode_options(options), out)
         if out is not None:
             _refuse_gradient(record.OPERATION, record.flatten(prepared))
-    run_prepared(WriteKvPages, record.arguments_of_write(prepared), backend, None)
+    run_prepared(record.WRITE, record.arguments_of_write(prepared), backend, None)
     results = run_prepared(record, prepared | {"new_kv": None}, backend, options, out)
     return results[: 2 if arguments["return_lse"] else 1]  # with `out` an lse that nobody asked for is an empty tensor
 
@@ -254,6 +254,7 @@ def _gradient(record: type[Call]) -> tuple[Callable[..., Any], Callable[..., Non
         for index, tensor in zip(ctx.indices, tensors, strict=True):
             inputs[index] = tensor
         known = record.unflatten(inputs[:-2])
+        record.expect_gradient(known)
         known |= {
             "out": out,
             "lse": lse,

@@ -1,7 +1,8 @@
 """Latent attention without keys and values of each head.
 
 A module's `expand_kv` makes these of the cached latents. Here it hands the latents on, and the attention multiplies
-the projection to keys into the queries, and what comes out by that to values.
+the projection to keys into the queries, and what comes out by that to values. Prompts, tokens and packed sequences are
+one call over the latents. Only where gradients are wanted, or queries have keys of their own, do they list them.
 """
 
 from typing import Any
@@ -11,14 +12,9 @@ import torch
 from ragged_attention.errors import Unsupported
 from ragged_attention.integrations.transformers._calls import note
 from ragged_attention.integrations.transformers._indexer import index
-from ragged_attention.integrations.transformers._layout import (
-    is_left_padding,
-    is_padding,
-    packed_edges,
-    pages_of,
-    whole_mask,
-)
-from ragged_attention.torch import mla_decode, sparse_mla_prefill
+from ragged_attention.integrations.transformers._layout import packed_edges, pages_of, whole_mask
+from ragged_attention.integrations.transformers._masks import found_once
+from ragged_attention.torch import ragged_mla_attention, sparse_mla_prefill
 
 NEEDED = ("expand_kv", "kv_b_proj", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "num_heads")
 QUERIES = 256  # at a time where each lists its keys
@@ -75,28 +71,51 @@ def attend(
         q, latents = (torch.nn.functional.pad(tensor, (0, padding[0])) for tensor in (q, latents))
     d_v = width + padding[1]
     gradient = torch.is_grad_enabled() and (q.requires_grad or latents.requires_grad)
-    pages = None
-    if not gradient and others.get("indices") is None and _sees_all_before(q, latents, mask, others):
-        pages = pages_of(latents, latents, mask)
-    if pages is not None:
-        note(module, "mla_decode")
-        out, _ = mla_decode(q, pages[0], pages[3], pages[2], d_v=d_v, sm_scale=sm_scale, causal=True)
-    else:
+    if gradient or others.get("indices") is not None or (mask is not None and mask.ndim == 4):
         note(module, "sparse_mla_prefill")
         out = _by_lists(q, latents, mask, others, d_v, sm_scale)
+    else:
+        note(module, "ragged_mla_attention")
+        out = _at_once(q, latents, mask, others, d_v, sm_scale)
     return torch.einsum("bqhl,hvl->bqhv", out[..., :width], weight[:, nope:])
 
 
-def _sees_all_before(q: torch.Tensor, latents: torch.Tensor, mask: torch.Tensor | None, others: dict[str, Any]) -> bool:
-    """Whether each query sees the keys up to its own place, the last of which is the last one shown."""
-    if not is_padding(mask):
-        return False
+def _at_once(
+    q: torch.Tensor, latents: torch.Tensor, mask: torch.Tensor | None, others: dict[str, Any], d_v: int, sm_scale: float
+) -> torch.Tensor:
+    """Each query with the keys up to its own place in its row, without padding, or in its packed sequence."""
     (rows, q_len), length = q.shape[:2], latents.shape[2]
-    if q_len == 1:
-        return True
-    if torch.compiler.is_compiling() or packed_edges(rows, q_len, length, others) is not None:
-        return False
-    return is_left_padding(mask)
+    edges = packed_edges(rows, q_len, length, others) if mask is None else mask if mask.ndim == 1 else None
+    if edges is not None:
+        lens = edges.diff()
+        longest = int(others.get("max_length_q") or lens.max())
+        table = edges[:-1, None] + torch.arange(longest, dtype=torch.int32, device=q.device)
+        pages = latents.flatten(0, 2)[:, None, None]  # of one key, so that a sequence may begin anywhere
+        out = ragged_mla_attention(
+            q.flatten(0, 1), pages, lens, table, edges, max_q_len=longest, d_v=d_v, sm_scale=sm_scale
+        )
+        return out.unflatten(0, (rows, q_len))
+    found = pages_of(latents, latents, mask)
+    assert found is not None  # latents have just been put together, so they lie as pages do
+    pages, _, lens, table = found
+    order = None
+    if mask is not None and q_len > 1:
+        order = found_once(mask, ("padding first", q_len), lambda: _padding_first(mask[:, -q_len:]))
+    q = q if order is None else q.take_along_dim(order, 1)
+    edges = torch.arange(rows + 1, dtype=torch.int32, device=q.device) * q_len
+    out = ragged_mla_attention(q.flatten(0, 1), pages, lens, table, edges, max_q_len=q_len, d_v=d_v, sm_scale=sm_scale)
+    out = out.unflatten(0, (rows, q_len))
+    return out if order is None else torch.empty_like(out).scatter_(1, order.expand_as(out), out)
+
+
+def _padding_first(shown: torch.Tensor) -> torch.Tensor | None:
+    """The order [B, L_q, 1, 1] of queries in which the last are those that are shown; None if they are that already.
+
+    The last query of a row stands at its last key, so that padding in front of the others keeps these at their places.
+    """
+    if not torch.compiler.is_compiling() and bool((shown[:, 1:] >= shown[:, :-1]).all()):
+        return None
+    return torch.argsort(shown, dim=1, stable=True)[:, :, None, None]
 
 
 def _by_lists(

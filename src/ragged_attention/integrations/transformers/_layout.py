@@ -17,13 +17,6 @@ def shown_first(shown: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return found_once(shown, "order", lambda: (torch.argsort(~shown, dim=1, stable=True), shown.sum(1)))
 
 
-def is_left_padding(shown: torch.Tensor | None) -> bool:
-    """Whether the last key is the last that is shown, and none before it is hidden behind one that is shown."""
-    if shown is None:
-        return True
-    return found_once(shown, "left", lambda: bool((shown[:, 1:] >= shown[:, :-1]).all() and shown[:, -1].all()))
-
-
 def pages_of(
     key: torch.Tensor, value: torch.Tensor, shown: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:

@@ -8,4 +8,5 @@ do; the front end's own threads take one program after another. No program waits
     _tiles     one program's memory                             _products, _softmax   the steps of an attention
     _kernels   records, compiling, threads, XLA                 _paged, _latent, _varlen   where keys and values lie
     _indexer   logits that choose what is attended to           _selection   the largest numbers of a row
+    _slots     where this step's rows are written
 """

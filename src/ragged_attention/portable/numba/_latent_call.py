@@ -3,18 +3,21 @@
 import dataclasses
 from typing import Any
 
-from ragged_attention.calls import CacheFormat, MlaDecode, SparseMlaPrefill, dtype_name
+from ragged_attention.calls import CacheFormat, MlaDecode, RaggedMlaAttention, SparseMlaPrefill, dtype_name
 from ragged_attention.errors import InvalidInput
 from ragged_attention.portable.numba import _latent
 from ragged_attention.portable.numba._formats import CODES
 from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._latent_rows import code_of
 from ragged_attention.portable.numba._records import bits_of
+from ragged_attention.portable.numba._scales import numbers_of
 from ragged_attention.portable.numba._splits import expect_splits
+from ragged_attention.portable.numba._vectors import LANES
 
 KERNEL = Kernel("latent_attention", _latent.FIELDS, _latent.plan, _latent.work)
-OWN_SPLITS = 4  # of a job of decoding, where nothing depends on the others
-ROWS = 32  # of a tile: with rows this wide, what a core's second cache holds beside a tile of keys
+LatentCall = RaggedMlaAttention | MlaDecode | SparseMlaPrefill
+OWN_SPLITS = 4  # of a job of one query token, where nothing depends on the others
+SIZE = 4 * LANES  # rows of a tile, and its keys: what second caches hold, which are larger where vectors are
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,7 +44,8 @@ class Tile(Blocks):
     """What may be tuned.
 
     Args:
-        num_splits: parts at most of a job's keys, by their number alone; 0: by the share that they are of all work.
+        num_splits: parts at most of the keys of a query token, fewer where several tokens share them, by their number
+            alone; 0: by the share that they are of all work.
     """
 
     num_splits: int = 0
@@ -51,14 +55,14 @@ class Tile(Blocks):
         expect_splits(self.num_splits)
 
 
-def heuristic(call: MlaDecode | SparseMlaPrefill) -> Tile:
+def heuristic(call: LatentCall) -> Tile:
     del call
-    return Tile(block_rows=ROWS, block_kv=32)
+    return Tile(block_rows=SIZE, block_kv=SIZE)
 
 
-def invariant_tile(call: MlaDecode | SparseMlaPrefill) -> Tile:
-    """No size depends on the batch. Of a prefill there are enough queries without splits."""
-    return dataclasses.replace(heuristic(call), num_splits=OWN_SPLITS if call.OPERATION == "mla_decode" else 1)
+def invariant_tile(call: LatentCall) -> Tile:
+    """No size depends on the batch. Of a sparse prefill there are enough queries without splits."""
+    return dataclasses.replace(heuristic(call), num_splits=1 if call.OPERATION == "sparse_mla_prefill" else OWN_SPLITS)
 
 
 def cache_of(array: Any, layout: CacheFormat | None, launch: Any) -> Any:
@@ -74,61 +78,60 @@ def cache_numbers(prefix: str, array: Any, launch: Any) -> dict[str, int]:
     return {prefix + name: number for name, number in zip(_latent.CACHE, found, strict=True)}
 
 
+def steps_of(lens: Any, launch: Any) -> tuple[int, int]:
+    """The strides of sequence and token of lengths [S] or [S, Q], 0 without any."""
+    steps = (0, 0) if lens is None else (*launch.strides(lens), 0)
+    return steps[0], steps[1]
+
+
+def named(strides: dict[str, tuple[int, ...]]) -> dict[str, int]:
+    """The numbers of strides, which are those of sequence, token and head as far as they are given."""
+    return {
+        f"{name}_{axis}_stride": step
+        for name, steps in strides.items()
+        for axis, step in zip(("seq", "token", "head")[: len(steps)], steps, strict=True)
+    }
+
+
 def run(
-    call: MlaDecode | SparseMlaPrefill, tile: Tile, launch: Any, *, q_shape: tuple[int, int, int, int],
-    q_strides: tuple[int, int, int], lists: Any, list_strides: tuple[int, int, int], length: int, lens: Any,
-    lse_shape: tuple[int, ...], lse_strides: tuple[int, int, int], q: Any, cache: Any, sparse: bool,
-    causal: bool = False, extra_cache: Any = None, extra_lists: Any = None, extra_lens: Any = None,
-    max_logits: bool = False,
+    call: LatentCall, tile: Tile, launch: Any, *, cache: Any, lse_shape: Any,
+    operands: dict[str, Any], numbers: dict[str, int], extra_cache: Any = None, max_logits: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """Enqueue the kernel; `q_shape` is [S, Q, H, d_qk], strides are those of sequence, token and head."""
+    """Enqueue the kernel; `operands` and `numbers` are what only the operation knows, others than these are absent."""
     cache, extra_layout = cache_of(cache, call.layout, launch), call.layout
     if extra_cache is not None:
         extra_layout = call.extra_layout  # type: ignore[union-attr]
         extra_cache = cache_of(extra_cache, extra_layout, launch)
-    extra_lists = None if extra_lists is None else launch.packed(extra_lists)
-    extra_strides = (0, 0) if extra_lists is None else launch.strides(extra_lists)[:2]
-
-    def steps_of(lens: Any) -> tuple[int, int]:
-        steps = (0, 0) if lens is None else (*launch.strides(lens), 0)
-        return steps[0], steps[1]
-
-    lse = (lse_shape, "float32")
+    kv_scale, scale_numbers = numbers_of("kv_scale", getattr(call, "kv_scale", None), launch)
+    lse = None if lse_shape is None else (lse_shape, "float32")
     return launch.native(
         KERNEL,
-        {
-            "q": q,
+        dict.fromkeys(KERNEL.fields.operands)
+        | operands
+        | {
             "kv": cache,
             "extra_kv": extra_cache,
-            "lists": lists,
-            "extra_lists": extra_lists,
-            "lens": lens,
-            "extra_lens": extra_lens,
             "sinks": None if call.sinks is None else launch.contiguous(call.sinks),
+            "kv_scale": kv_scale,
         },
-        {"out": (call.out_shape, call.q.dtype), "lse": lse, "max_logits": lse if max_logits else None},
-        {
-            **dict(zip(("num_seqs", "num_q_tokens", "num_q_heads", "d_qk"), q_shape, strict=True)),
+        {"out": (call.out_shape, call.result_dtype), "lse": lse, "max_logits": lse if max_logits else None},
+        dict.fromkeys(KERNEL.fields.numbers, 0)
+        | numbers
+        | {
+            "num_q_heads": call.num_q_heads,
             "num_kv_heads": call.num_kv_heads,
+            "d_qk": call.d_qk,
             "d_v": call.d_v,
-            "sparse": sparse,
-            "causal": causal,
             "scale": bits_of(call.scale),
+            **scale_numbers,
             "q_format": CODES[dtype_name(call.q)],
-            **dict(zip(("q_seq_stride", "q_token_stride", "q_head_stride"), q_strides, strict=True)),
-            **dict(zip(("lse_seq_stride", "lse_token_stride", "lse_head_stride"), lse_strides, strict=True)),
+            "out_format": CODES[call.out_dtype or dtype_name(call.q)],
             "layout": code_of(call.layout),
             "extra_layout": code_of(extra_layout),
             "cache_format": CODES[dtype_name(cache)] if call.format == "plain" else CODES["int8"],
             "head_stride": launch.strides(cache)[-2],
             **cache_numbers("", cache, launch),
             **cache_numbers("extra_", cache if extra_cache is None else extra_cache, launch),
-            "length": length,
-            **dict(zip(("list_seq_stride", "list_token_stride", "list_head_stride"), list_strides, strict=True)),
-            **dict(zip(("lens_seq_stride", "lens_token_stride"), steps_of(lens), strict=True)),
-            "extra_length": 0 if extra_lists is None else extra_lists.shape[-1],
-            **dict(zip(("extra_list_seq_stride", "extra_list_token_stride"), extra_strides, strict=True)),
-            **dict(zip(("extra_lens_seq_stride", "extra_lens_token_stride"), steps_of(extra_lens), strict=True)),
             "block_rows": tile.block_rows,
             "block_kv": tile.block_kv,
             "num_splits": tile.num_splits,

@@ -80,13 +80,15 @@ def place_of(layout, size, page, slot, page_stride, slot_stride, page_size):
 
 
 @compiled
-def read_latents(layout, code, rows, scales, target, width, columns, count):
+def read_latents(first_layout, own, second_layout, code, rows, scales, target, width, columns, count):
     """Read rows by their addresses and those of their scales; a row without an address is zeros.
 
-    `code` is the format of the numbers of plain rows, `width` the distance of the rows written.
+    The first `own` ones are in one layout, the others in a second. `code` is the format of the numbers of plain rows,
+    `width` the distance of the rows written.
     """
     for key in range(count):
         row, scale, to = int_at(rows, key), int_at(scales, key), target + 4 * key * width
+        layout = first_layout if key < own else second_layout
         if not row:
             zero(to, 4 * columns)
         elif layout == PLAIN:

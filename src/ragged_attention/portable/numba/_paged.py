@@ -10,10 +10,10 @@ work than the average; the last of its splits to end merges them. How work is di
 
 import numpy as np
 
-from ragged_attention.portable.numba._formats import BFLOAT16, FLOAT16, FLOAT32, narrow, pair, size_of, widen
+from ragged_attention.portable.numba._formats import BFLOAT16, FLOAT16, FLOAT32, narrow, size_of
 from ragged_attention.portable.numba._records import NO_MEMORY, Fields, programs
 from ragged_attention.portable.numba._scales import fields_of, scale_of
-from ragged_attention.portable.numba._sequences import first_key_of, kv_len_of, num_sequences, queries_of
+from ragged_attention.portable.numba._sequences import first_key_of, gaps_by, kv_len_of, num_sequences, queries_of
 from ragged_attention.portable.numba._softmax import LOG2E, NOTHING, log_sum_exp, scale_row, weight_of_sink
 from ragged_attention.portable.numba._splits import SHARES, SPLITS, is_last, provide, splits_of
 from ragged_attention.portable.numba._tiles import (
@@ -23,6 +23,7 @@ from ragged_attention.portable.numba._tiles import (
     new_tile,
     pair_keys,
     pair_values,
+    read_query,
     read_rows,
     tile_at,
     turn_to_next,
@@ -33,7 +34,6 @@ from ragged_attention.portable.numba._vectors import (
     PAIRS,
     byte_at,
     compiled,
-    copy,
     fill,
     float_at,
     inlined,
@@ -69,6 +69,7 @@ FIELDS = Fields(
 call_of = FIELDS.at
 UNIT = ("seq", "first", "last", "low", "high", "split", "num_splits", "partial")
 SEQ, FIRST, LAST, LOW, HIGH, SPLIT, NUM_SPLITS, PARTIAL = range(len(UNIT))
+gaps = gaps_by(queries_of)
 
 
 # ---- dividing the work
@@ -135,24 +136,11 @@ def clear(call, first, stop):
         fill(call.lse, first * call.num_q_heads, stop * call.num_q_heads, NOTHING)
 
 
-@compiled
-def clear_what_no_sequence_has(call):
-    """Clear the rows that belong to no sequence; all of them where edges do not ascend."""
-    done = 0
-    for seq in range(num_sequences(call)):
-        first, stop = queries_of(call, seq)
-        if first < done:
-            clear(call, 0, call.num_tokens)
-            return
-        clear(call, done, first)
-        done = stop
-    clear(call, done, call.num_tokens)
-
-
 def plan(address):
     """List the units: blocks of queries with the splits of their keys; a program is one of them for one KV head."""
     call = call_of(address)
-    clear_what_no_sequence_has(call)
+    for first, stop in gaps(call):
+        clear(call, first, stop)
     call.work = 0.0
     call.work = divide(call, 0)
     divide(call, 0)
@@ -198,17 +186,6 @@ def factor_of(call, head):
 
 
 @inlined
-def read_query(call, tile, source, target, in_place):
-    """One query, its columns as those of the keys will be."""
-    if not tile.paired:
-        widen(call.q_format, source, target, call.head_dim)
-    elif in_place:
-        copy(target, source, 2 * call.head_dim)
-    else:
-        pair(call.q_format, source, source + call.head_dim, target, tile.width)
-
-
-@inlined
 def read_queries(call, tile, unit, head):
     """The block's queries of a KV head, each row with the keys that it sees."""
     group, seq = call.num_q_heads // call.num_kv_heads, int_at(unit, SEQ)
@@ -224,7 +201,7 @@ def read_queries(call, tile, unit, head):
         right = min(position + 1, kv_len) if call.causal and not call.drafted else kv_len
         for q_head in range(head * group, (head + 1) * group):
             source = call.q + size_of(call.q_format) * (token * call.q_token_stride + q_head * call.q_head_stride)
-            read_query(call, tile, source, tile.q + 4 * row * tile.width, in_place)
+            read_query(tile, row, call.q_format, source, call.head_dim, in_place)
             set_int(tile.left, row, left)
             set_int(tile.right, row, right)
             row += 1

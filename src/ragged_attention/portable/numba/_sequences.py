@@ -30,14 +30,39 @@ def kv_len_of(call, seq):
 
 
 @compiled
+def packed_queries_of(call, seq):
+    """A sequence's first and one-past-last row of queries that lie one sequence after another."""
+    first = within(int32_at(call.cu_q_lens, seq), 0, call.num_tokens)
+    return first, max(within(int32_at(call.cu_q_lens, seq + 1), 0, call.num_tokens), first)
+
+
+@compiled
 def queries_of(call, seq):
     """A sequence's first and one-past-last row of the queries."""
     if call.layout == ONE_EACH:
         return seq, seq + 1
     if call.layout == PACKED:
-        first = within(int32_at(call.cu_q_lens, seq), 0, call.num_tokens)
-        return first, max(within(int32_at(call.cu_q_lens, seq + 1), 0, call.num_tokens), first)
+        return packed_queries_of(call, seq)
     length, tokens = kv_len_of(call, 0), call.num_tokens
     if call.layout == CHUNK_END or tokens == 0:
         return 0, tokens
     return 0, (length - 1) % tokens + 1 if length else 0
+
+
+def gaps_by(queries_of):
+    """A function that gives the ranges of rows that belong to no sequence, by what gives the rows of a sequence."""
+
+    @compiled
+    def gaps(call):
+        """All rows among them where edges do not ascend."""
+        done = 0
+        for seq in range(num_sequences(call)):
+            first, stop = queries_of(call, seq)
+            if first < done:
+                yield 0, call.num_tokens
+                return
+            yield done, first
+            done = stop
+        yield done, call.num_tokens
+
+    return gaps

@@ -18,10 +18,12 @@ from ragged_attention.portable.numba._vectors import (
     LANES,
     allocate,
     compiled,
+    copy,
     fill,
     inlined,
     int_at,
     load,
+    pasted,
     set_float,
     set_int,
     transpose,
@@ -96,6 +98,18 @@ def begin(tile, rows):
         zero(tile.lost, 4 * whole * tile.s_width)
     zero(tile.l_i, 4 * whole)
     fill(tile.m_i, 0, whole, NOTHING)
+
+
+@pasted
+def read_query(tile, row, code, source, columns, in_place):
+    """Read one query, its columns as those of the keys will be, which are multiplied `in_place` or as they are read."""
+    target = tile.q + 4 * row * tile.width
+    if not tile.paired:
+        widen(code, source, target, columns)
+    elif in_place:
+        copy(target, source, 2 * columns)
+    else:
+        pair(code, source, source + columns, target, tile.width)
 
 
 @compiled
@@ -196,7 +210,7 @@ def turn(tile, keys, count):
                       tile.s_width)  # fmt: skip
 
 
-@inlined
+@pasted
 def multiply(tile, p, p_row, v, v_width, out, out_width, rows, keys, columns, fresh):
     """`mix` of what the tile holds."""
     if tile.paired:

@@ -33,6 +33,8 @@ OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck":
 
 inlined = numba.njit(forceinline=True, **OPTIONS)  # for what is called in a loop
 compiled = numba.njit(**OPTIONS)
+# Part of its callers from the start: compiled by itself, it and all that it calls would be optimised once more.
+pasted = numba.njit(inline="always", **OPTIONS)
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F32 = ir.FloatType()

@@ -8,7 +8,7 @@ from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._formats import CODES, narrow, size_of
 from ragged_attention.portable.numba._kernels import Kernel
-from ragged_attention.portable.numba._latent_rows import code_of, place_of, read_latents
+from ragged_attention.portable.numba._latent_rows import PLAIN, code_of, place_of, read_latents
 from ragged_attention.portable.numba._records import Fields, programs
 from ragged_attention.portable.numba._vectors import allocate, release, set_int
 
@@ -39,7 +39,7 @@ def work(address):
             place, its = place_of(call.layout, 1, page, slot, call.page_stride, call.slot_stride, call.page_size)
             set_int(source, 0, call.cache + place)
             set_int(scale, 0, call.cache + its)
-            read_latents(call.layout, 0, source, scale, row, call.width, call.width, 1)
+            read_latents(call.layout, 1, PLAIN, 0, source, scale, row, call.width, call.width, 1)
             target = (page * call.page_size + slot) * call.width * size_of(call.format)
             narrow(call.format, row, call.rows + target, call.width, 1.0)
     release(memory)

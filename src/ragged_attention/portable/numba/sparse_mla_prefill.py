@@ -17,11 +17,16 @@ def run(call: SparseMlaPrefill, tile: Tile, launch: Any) -> tuple[Any, Any, Any]
     """As a decode of one token per sequence."""
     q, kv, lists = launch.packed(call.q), launch.packed(call.kv), launch.packed(call.indices)
     token, head, _ = launch.strides(q)
-    steps = launch.strides(lists)
-    num_tokens, num_q_heads, _ = call.out_shape
+    list_token, list_head, _ = launch.strides(lists)
+    num_tokens, num_q_heads, d_v = call.out_shape
+    strides = {"q": (token, 0, head), "list": (list_token, 0, list_head), "out": (num_q_heads * d_v,),
+               "lens": _latent_call.steps_of(call.topk_lens, launch), "lse": (num_q_heads, 0, 1)}  # fmt: skip
     results = _latent_call.run(
-        call, tile, launch, q=q, q_shape=(num_tokens, 1, num_q_heads, call.d_qk), q_strides=(token, 0, head),
-        lists=lists, list_strides=(steps[0], 0, steps[1]), length=call.topk, lens=call.topk_lens,
-        lse_shape=(num_tokens, num_q_heads), lse_strides=(num_q_heads, 0, 1), cache=kv, sparse=True, max_logits=True,
+        call, tile, launch, cache=kv, lse_shape=(num_tokens, num_q_heads), max_logits=True,
+        operands={"q": q, "lists": lists, "lens": call.topk_lens},
+        numbers={
+            "max_num_seqs": num_tokens, "num_tokens": 1, "sparse": True, "length": call.topk,
+            **_latent_call.named(strides),
+        },
     )  # fmt: skip
     return results["out"], results["max_logits"], results["lse"]

@@ -8,23 +8,30 @@ from typing import Any
 from ragged_attention.calls import WriteMlaCache, dtype_name
 from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
+from ragged_attention.portable.numba import _slots
 from ragged_attention.portable.numba._call import cannot_run
-from ragged_attention.portable.numba._formats import CODES, size_of, widen
+from ragged_attention.portable.numba._formats import CODES, narrow, size_of, widen
 from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._latent_rows import PLAIN, code_of, place_of, store_latent
-from ragged_attention.portable.numba._records import Fields, programs
-from ragged_attention.portable.numba._vectors import LANES, allocate, compiled, copy, int32_at, int_at, release
+from ragged_attention.portable.numba._records import NO_MEMORY, Fields, programs
+from ragged_attention.portable.numba._scales import fields_of, numbers_of, scale_of
+from ragged_attention.portable.numba._slots import list_slots, tokens_of
+from ragged_attention.portable.numba._vectors import LANES, allocate, compiled, copy, release
 
 FIELDS = Fields(
-    operands=("kv", "cache", "slot_mapping"),
+    operands=("kv", "cache", *_slots.OPERANDS, "kv_scale"),
     results=("new_cache",),
-    numbers=("num_tokens", "num_kv_heads", "width", "format", "token_stride", "kv_head_stride", "wide_slots",
-             "num_pages", "page_size", "page_stride", "slot_stride", "head_stride", "layout", "power_of_two",
+    numbers=(*_slots.NUMBERS, "num_kv_heads", "width", "format", "cache_format", "token_stride", "kv_head_stride",
+             "page_stride", "slot_stride", "head_stride", "layout", "power_of_two", *fields_of("kv_scale"),
              "num_threads"),
+    plan=_slots.PLAN,
+    floats=("kv_scale_number",),
 )  # fmt: skip
 call_of = FIELDS.at
-FEATURES = frozenset({"power_of_two_scales", "cache_format", "cache_layout"})
-PROGRAMS = 16
+FEATURES = frozenset({
+    "slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "kv_scale", "power_of_two_scales",
+    "cache_format", "cache_layout",
+})  # fmt: skip
 
 
 def why_not(call: WriteMlaCache) -> str | None:
@@ -32,18 +39,26 @@ def why_not(call: WriteMlaCache) -> str | None:
 
 
 def plan(address):
-    return min(PROGRAMS, call_of(address).num_tokens)
+    """Find the slot of each token."""
+    call = call_of(address)
+    return min(_slots.PROGRAMS, call.num_tokens) if list_slots(call) else NO_MEMORY
 
 
 @compiled
-def write(call, token, page, slot, row):
+def write(call, token, slot, row):
     """One token's row, or rows of all KV heads, into its slot."""
-    size = size_of(call.format)
+    page, slot = slot // call.page_size, slot % call.page_size
+    size, stored = size_of(call.format), size_of(call.cache_format)
     for head in range(call.num_kv_heads):
+        kv_scale = scale_of(call.kv_scale, call.kv_scale_format, call.kv_scale_stride, call.kv_scale_number, head)
         source = call.kv + size * (token * call.token_stride + head * call.kv_head_stride)
         if call.layout == PLAIN:
             target = page * call.page_stride + slot * call.slot_stride + head * call.head_stride
-            copy(call.new_cache + size * target, source, size * call.width)
+            if kv_scale == 1 and call.cache_format == call.format:
+                copy(call.new_cache + size * target, source, size * call.width)
+            else:
+                widen(call.format, source, row, call.width)
+                narrow(call.cache_format, row, call.new_cache + stored * target, call.width, kv_scale)
         else:
             values, scales = place_of(call.layout, 1, page, slot, call.page_stride, call.slot_stride, call.page_size)
             widen(call.format, source, row, call.width)
@@ -55,10 +70,8 @@ def work(address):
     call = call_of(address)
     row = allocate(4 * (call.width + LANES))
     for index in programs(address, call.num_programs):
-        for token in range(call.num_tokens):
-            slot = int_at(call.slot_mapping, token) if call.wide_slots else int32_at(call.slot_mapping, token)
-            if 0 <= slot < call.num_pages * call.page_size and slot // call.page_size % call.num_programs == index:
-                write(call, token, slot // call.page_size, slot % call.page_size, row)
+        for token, slot in tokens_of(call, index):
+            write(call, token, slot, row)
     release(row)
     return 0
 
@@ -68,26 +81,26 @@ KERNEL = Kernel("write_mla_cache", FIELDS, plan, work)
 
 def run(call: WriteMlaCache, tile: Tile, launch: Any) -> Any:
     del tile
-    kv, slots = launch.packed(call.kv), launch.contiguous(call.slot_mapping)
-    num_tokens, num_kv_heads, width = kv.shape
+    kv, places = launch.packed(call.kv), _slots.operands_of(call, launch)
+    _, num_kv_heads, width = kv.shape
     token_stride, kv_head_stride = launch.strides(kv)[:2]
     page_stride, slot_stride, head_stride = launch.strides(call.cache)[:3]
+    kv_scale, scale_numbers = numbers_of("kv_scale", call.kv_scale, launch)
     numbers = {
-        "num_tokens": num_tokens,
+        **_slots.numbers_of(call, places, call.cache.shape[0], launch),
         "num_kv_heads": num_kv_heads,
         "width": width,
         "format": CODES[dtype_name(kv)],
+        "cache_format": CODES[dtype_name(call.cache)] if call.format == "plain" else CODES["int8"],
         "token_stride": token_stride,
         "kv_head_stride": kv_head_stride,
-        "wide_slots": dtype_name(slots) == "int64",
-        "num_pages": call.cache.shape[0],
-        "page_size": call.page_size,
         "page_stride": page_stride,
         "slot_stride": slot_stride,
         "head_stride": head_stride,
         "layout": code_of(call.layout),
         "power_of_two": call.power_of_two_scales,
+        **scale_numbers,
         "num_threads": launch.num_threads,
     }
-    operands = {"kv": kv, "cache": call.cache, "slot_mapping": slots}
+    operands = {"kv": kv, "cache": call.cache, **places, "kv_scale": kv_scale}
     return launch.native(KERNEL, operands, {"new_cache": "cache"}, numbers)["new_cache"]

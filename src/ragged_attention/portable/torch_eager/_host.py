@@ -26,6 +26,12 @@ def sequence_bounds(call: Any) -> list[tuple[int, int]]:
     return [(start, max(start, stop)) for start, stop in itertools.pairwise(edges)]
 
 
+def result_dtype(call: Any) -> torch.dtype:
+    """The dtype of out."""
+    given = call.result_dtype
+    return getattr(torch, given) if isinstance(given, str) else given
+
+
 def held_kv_lens(call: Any, count: int) -> list[int]:
     """The lengths of the first `count` sequences, each between 0 and what a row of `page_indices` can list."""
     return np.clip(on_host(call.kv_lens)[:count].astype(np.int64), 0, call.capacity).tolist()

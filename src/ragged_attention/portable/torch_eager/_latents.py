@@ -8,7 +8,7 @@ import torch
 
 from ragged_attention.calls import CacheFormat
 from ragged_attention.errors import InvalidInput
-from ragged_attention.portable.torch_eager._cache import e4m3_to_float32
+from ragged_attention.portable.torch_eager._cache import e4m3_to_float32, to_float32
 from ragged_attention.portable.torch_eager._softmax import wide
 from ragged_attention.portable.torch_eager.write_kv_pages import encode
 
@@ -188,13 +188,14 @@ class Rows:
 
     def __init__(self, cache: torch.Tensor, layout: CacheFormat | None) -> None:
         """`cache` is [P, G, K, d_qk], or bytes [P, G, 1, token_bytes]; it has at least one slot."""
-        self.layout = layout
-        parts = [cache] if self.layout is None else parts_of(cache, self.layout)
-        self.windows = [Windows(part) for part in parts]
+        self.layout, self.dtype = layout, cache.dtype
+        plain = cache.view(torch.int8) if cache.itemsize == 1 else cache
+        self.windows = [Windows(part) for part in ([plain] if layout is None else parts_of(cache, layout))]
 
     def at(self, slots: torch.Tensor) -> torch.Tensor:
         """Float32 [n, K, d_qk], float64 for a cache of that, at slots i64 [n], which lie within the cache."""
         parts = [windows.at(slots) for windows in self.windows]
         if self.layout is None:
-            return parts[0].to(wide(parts[0]))
+            (stored,) = parts
+            return to_float32(stored.view(self.dtype)) if stored.itemsize == 1 else stored.to(wide(stored))
         return dequantized(parts, self.layout).unsqueeze(1)

@@ -43,13 +43,13 @@ class Lists:
 
 def attend(
     q: torch.Tensor, lists: Sequence[Lists], scale: float, sinks: torch.Tensor | None, block_kv: int,
-    results: Sequence[torch.Tensor],
+    results: Sequence[torch.Tensor], soft_cap: float | None = None,
 ) -> None:  # fmt: skip
     """Attention of q [T, R, d_qk] into results: out [T, R, d_v], max_logits [T, R], log-sum-exp [T, R]."""
     step = max(block_kv // max(each.indices.shape[1] for each in lists), 1)
     for first in range(0, q.shape[0], step):
         tokens = slice(first, first + step)
-        softmax = Softmax(q[tokens], scale, results[0].shape[-1])
+        softmax = Softmax(q[tokens], scale, results[0].shape[-1], soft_cap)
         for each in lists:
             if each.rows is not None:
                 _add(softmax, each.rows, *each.of(tokens), block_kv)

@@ -14,10 +14,10 @@ class Softmax:
     Known to torch's automatic differentiation, for which m_i is a constant: it changes no result.
     """
 
-    def __init__(self, q: torch.Tensor, scale: float, d_v: int) -> None:
+    def __init__(self, q: torch.Tensor, scale: float | torch.Tensor, d_v: int, soft_cap: float | None = None) -> None:
         """`q` is [B, R, d_qk] of any float dtype."""
         self.q = q.to(wide(q)) * scale
-        self.d_v = d_v
+        self.d_v, self.soft_cap = d_v, soft_cap
         self.m_i: torch.Tensor | None = None  # [B, R]
         self.l_i = self.acc = self.q  # set with it: [B, R] and [B, R, d_v]
 
@@ -28,6 +28,9 @@ class Softmax:
         some query must be finite, unless all of these keys are hidden from it.
         """
         scores = torch.bmm(self.q, rows.transpose(1, 2))
+        if self.soft_cap is not None:
+            # Not by dividing the queries by the cap: with a tiny one their products would be infinity minus infinity.
+            scores.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
         if hidden is not None:
             scores.masked_fill_(hidden, -torch.inf)
         found = scores.detach().amax(-1)

@@ -23,6 +23,7 @@ from ragged_attention.portable.torch_eager._host import (
     held_kv_lens,
     on_host,
     readable_on_host,
+    result_dtype,
     sequence_bounds,
 )
 
@@ -30,7 +31,7 @@ SMALL = 2 * 2**20  # bytes of working memory that are always allowed
 SCORES = 2 * 2**20  # bytes of scores that stay in a CPU's cache
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "k_scale", "v_scale", "return_lse",
-    "draft_mask",
+    "draft_mask", "out_dtype",
 })  # fmt: skip
 
 
@@ -91,7 +92,7 @@ class Attention:
         self.query_factor = self._per_head(call.k_scale) * call.scale
         self.out_factor = None if call.v_scale is None else self._per_head(call.v_scale)
         self.sinks = None if call.sinks is None else call.sinks.view(call.num_kv_heads, 1, call.group)
-        self.out = call.q.new_zeros(call.out_shape)
+        self.out = call.q.new_zeros(call.out_shape, dtype=result_dtype(call))
         self.lse = None
         if call.return_lse:
             self.lse = torch.full(call.q.shape[:2], -torch.inf, dtype=torch.float32, device=device)

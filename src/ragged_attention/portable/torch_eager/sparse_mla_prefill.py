@@ -9,13 +9,15 @@ from typing import Any
 import torch
 
 from ragged_attention.calls import SparseMlaPrefill
-from ragged_attention.portable.torch_eager._host import framework_is_torch
+from ragged_attention.portable.torch_eager._host import framework_is_torch, result_dtype
 from ragged_attention.portable.torch_eager._latents import Tile as Tile
 from ragged_attention.portable.torch_eager._latents import heuristic as heuristic
 from ragged_attention.portable.torch_eager._lists import attend, lists_of
 from ragged_attention.portable.torch_eager._softmax import wide
 
-FEATURES = frozenset({"sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "cache_layout", "deterministic"})
+FEATURES = frozenset({
+    "sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "cache_layout", "deterministic", "out_dtype",
+})  # fmt: skip
 
 
 def why_not(call: SparseMlaPrefill) -> str | None:
@@ -25,7 +27,7 @@ def why_not(call: SparseMlaPrefill) -> str | None:
 def run(call: SparseMlaPrefill, tile: Tile, launch: Any) -> list[torch.Tensor]:
     del launch
     q, cache = call.q, call.kv.unsqueeze(1) if call.kv.dim() == 3 else call.kv
-    out = q.new_empty(call.out_shape)
+    out = q.new_empty(call.out_shape, dtype=result_dtype(call))
     max_logits, lse = (q.new_empty(call.out_shape[:2], dtype=wide(q)) for _ in range(2))
     group = call.num_q_heads // call.num_kv_heads
     for kv_head in range(call.num_kv_heads):

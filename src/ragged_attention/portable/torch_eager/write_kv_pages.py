@@ -21,8 +21,10 @@ def why_not(call: WriteKvPages) -> str | None:
     return readable_on_host(call)
 
 
-def _slots_from_tables(call: Any) -> torch.Tensor:
-    """The slot of each token, -1 for one that has none."""
+def slots_of(call: Any) -> torch.Tensor:
+    """The slot of each token, given or by the tables; -1 for one that these have none for."""
+    if call.slot_mapping is not None:
+        return call.slot_mapping.to(torch.int64)
     page_size, bounds = call.page_size, sequence_bounds(call)
     tables = on_host(call.page_indices)
     slots = np.full(call.num_tokens, -1, np.int64)
@@ -33,7 +35,7 @@ def _slots_from_tables(call: Any) -> torch.Tensor:
         pages = tables[seq, positions // page_size].astype(np.int64)
         valid = (pages >= 0) & (pages < call.num_pages)
         slots[start + lost : stop] = np.where(valid, pages * page_size + positions % page_size, -1)
-    return torch.from_numpy(slots).to(call.k.device)
+    return torch.from_numpy(slots).to(call.page_indices.device)
 
 
 def last_writers(slots: torch.Tensor, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,7 +58,8 @@ def encode(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(torch.isnan(values), nan, bits)
 
 
-def _stored(tokens: torch.Tensor, scale: Any, dtype: torch.dtype) -> torch.Tensor:
+def stored(tokens: torch.Tensor, scale: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Tokens [n, K, D] as they are stored; 8-bit floats come as their bits."""
     if scale is None and tokens.dtype == dtype:
         return tokens
     values = tokens.to(torch.float32)
@@ -71,13 +74,15 @@ def run(call: WriteKvPages, tile: Tile, launch: Any) -> list[torch.Tensor]:
     del tile
     arrays = [call.kv_pages] if call.combined else list(call.kv_pages)
     dtype = arrays[0].dtype
-    slots = _slots_from_tables(call) if call.slot_mapping is None else call.slot_mapping.to(torch.int64)
-    slots, tokens = last_writers(slots, call.num_pages * call.page_size)
+    slots, tokens = last_writers(slots_of(call), call.num_pages * call.page_size)
     if not len(slots):
         return arrays
     page, offset = slots // call.page_size, slots % call.page_size
     bits = [pages.view(torch.uint8) if pages.element_size() == 1 else pages for pages in arrays]
     k_pages, v_pages = (bits[0][:, :, 0::2], bits[0][:, :, 1::2]) if call.combined else bits
-    k_pages[page, offset] = _stored(call.k[tokens], call.k_scale, dtype).view(k_pages.dtype)
-    v_pages[page, offset] = _stored(call.v[tokens], call.v_scale, dtype).view(v_pages.dtype)
+    for target, new, scale in ((k_pages, call.k, call.k_scale), (v_pages, call.v, call.v_scale)):
+        if call.copies:
+            target[page, offset] = new.view(torch.uint8)[tokens]
+        else:
+            target[page, offset] = stored(new[tokens], scale, dtype).view(target.dtype)
     return arrays

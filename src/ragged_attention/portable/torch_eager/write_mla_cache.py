@@ -9,9 +9,12 @@ from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.torch_eager._host import readable_on_host
 from ragged_attention.portable.torch_eager._latents import CHUNK, fields_of, parts_of, quantized
-from ragged_attention.portable.torch_eager.write_kv_pages import last_writers
+from ragged_attention.portable.torch_eager.write_kv_pages import last_writers, slots_of, stored
 
-FEATURES = frozenset({"power_of_two_scales", "cache_format", "cache_layout"})
+FEATURES = frozenset({
+    "slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "kv_scale", "power_of_two_scales",
+    "cache_format", "cache_layout",
+})  # fmt: skip
 
 
 def why_not(call: WriteMlaCache) -> str | None:
@@ -21,11 +24,17 @@ def why_not(call: WriteMlaCache) -> str | None:
 def run(call: WriteMlaCache, tile: Tile, launch: Any) -> torch.Tensor:
     del tile, launch
     cache, layout = call.cache, call.layout
-    fields = (cache,) if layout is None else fields_of(parts_of(cache, layout), layout)
-    slots, tokens = last_writers(call.slot_mapping.to(torch.int64), call.num_slots)
+    if layout is None:
+        fields = (cache.view(torch.uint8) if cache.itemsize == 1 else cache,)
+    else:
+        fields = fields_of(parts_of(cache, layout), layout)
+    slots, tokens = last_writers(slots_of(call), call.num_slots)
     for some, rows in zip(slots.split(CHUNK), tokens.split(CHUNK), strict=True):
         new = call.kv[rows]
-        stored = (new,) if layout is None else quantized(new[:, 0], layout, call.power_of_two_scales)
-        for field, values in zip(fields, stored, strict=True):
-            field[some // call.page_size, some % call.page_size] = values
+        if layout is None:
+            found = (stored(new, call.kv_scale, cache.dtype),)
+        else:
+            found = quantized(new[:, 0], layout, call.power_of_two_scales)
+        for field, values in zip(fields, found, strict=True):
+            field[some // call.page_size, some % call.page_size] = values.view(field.dtype)
     return cache

@@ -78,7 +78,7 @@ def _planar(data: jax.Array, scales: jax.Array, layout: CacheFormat) -> Stored:
 class Latents:
     """Gathers rows of packed latents [s_kv, K, d_qk], or of a paged cache, plain or quantised.
 
-    Plain rows come in their own dtype, quantised ones in float32.
+    Plain rows come in their own dtype, quantised and other 8-bit ones in float32.
     """
 
     def __init__(self, cache: Any, layout: CacheFormat | None) -> None:
@@ -104,6 +104,7 @@ class Latents:
         bits = lax.bitcast_convert_type(cache, BITS[cache.dtype.itemsize])
         if self.layout is None:
             rows = lax.bitcast_convert_type(at(bits, page, offset, head), cache.dtype)
+            rows = rows.astype(jnp.float32) if cache.dtype.itemsize == 1 else rows
         else:
             planar = self.layout.planar
             stored = self._planar_rows(bits, page, offset) if planar else self._token_rows(bits, page, offset)

@@ -39,12 +39,14 @@ def lens_within(lens: Any, shape: tuple[int, ...], topk: int) -> jax.Array:
 
 
 def attend(
-    q: jax.Array, all_lists: list[Lists], heads: jax.Array, sinks: jax.Array | None, scale: float, d_v: int, tile: Tile
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    q: jax.Array, all_lists: list[Lists], heads: jax.Array, sinks: jax.Array | None, scale: float, d_v: int,
+    tile: Tile, dtype: Any, soft_cap: float | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Out [R, G, d_v], max_logits [R, G] and lse [R, G] of queries [R, G, D] that see KV heads `heads` [R].
 
-    `sinks` has one per row of a KV head, [K, G].
+    `sinks` has one per row of a KV head, [K, G]; out is of `dtype`.
     """
+    dtype = jnp.dtype(dtype)
     num_queries, group = q.shape[:2]
     size = min(tile.block_q, num_queries)
 
@@ -56,19 +58,20 @@ def attend(
         queries = lax.bitcast_convert_type(queries, q.dtype)
         state = Softmax.of_no_keys(size, group, d_v=d_v, dtype=wide(q.dtype))
         for lists in all_lists:
-            state = _over(lists, state, queries, row, head, scale, tile.block_kv)
+            state = _over(lists, state, queries, row, head, scale, soft_cap, tile.block_kv)
         out, lse = state.finished(None if sinks is None else at(sinks, head))
         # As bits: XLA's CPU compiler would convert all of a bfloat16 array to update a part of it.
-        return lax.bitcast_convert_type(out.astype(q.dtype), BITS[q.dtype.itemsize]), state.m_i, lse
+        return lax.bitcast_convert_type(out.astype(dtype), BITS[dtype.itemsize]), state.m_i, lse
 
     firsts = jnp.arange(0, num_queries, size, dtype=jnp.int32)
     out, max_logits, lse = (part.reshape(-1, *part.shape[2:])[:num_queries] for part in lax.map(attend_tile, firsts))
-    return lax.bitcast_convert_type(out, q.dtype), max_logits, lse
+    return lax.bitcast_convert_type(out, dtype), max_logits, lse
 
 
 def _over(
-    lists: Lists, state: Softmax, q: jax.Array, row: jax.Array, head: jax.Array, scale: float, block_kv: int
-) -> Softmax:
+    lists: Lists, state: Softmax, q: jax.Array, row: jax.Array, head: jax.Array, scale: float,
+    soft_cap: float | None, block_kv: int,
+) -> Softmax:  # fmt: skip
     """The state with the keys that the rows of a tile list."""
     lens = at(lists.lens, row)
     topk = lists.slots.shape[1]
@@ -78,6 +81,6 @@ def _over(
         index = block * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
         slot = at(lists.slots, row[:, None], jnp.minimum(index, topk - 1))
         keys, seen = lists.latents.at_slots(slot, head[:, None], index < lens[:, None])
-        return state.extended(q.astype(keys.dtype), keys, seen[:, None], scale)
+        return state.extended(q.astype(keys.dtype), keys, seen[:, None], scale, soft_cap)
 
     return lax.fori_loop(jnp.int32(0), (lens.max() + (block_kv - 1)) // block_kv, step, state)

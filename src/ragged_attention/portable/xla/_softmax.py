@@ -28,9 +28,12 @@ class Softmax(NamedTuple):
         zeros = functools.partial(jnp.zeros, dtype=dtype)
         return cls(jnp.full(rows, -jnp.inf, dtype), zeros(rows), zeros((*rows, d_v)))
 
-    def extended(self, q: jax.Array, keys: jax.Array, seen: jax.Array, scale: float) -> "Softmax":
+    def extended(
+        self, q: jax.Array, keys: jax.Array, seen: jax.Array, scale: float, soft_cap: float | None
+    ) -> "Softmax":
         """With the keys [..., N, D], whose first columns are their values, as far as they are `seen` [..., R, N]."""
-        logits = jnp.where(seen, dot("...rd,...nd->...rn", q, keys) * scale, -jnp.inf)
+        logits = logits_of(dot("...rd,...nd->...rn", q, keys), scale, soft_cap)
+        logits = jnp.where(seen, logits, -jnp.inf)
         return self.mixed(logits, keys[..., : self.acc.shape[-1]].astype(logits.dtype))
 
     def mixed(self, logits: jax.Array, values: jax.Array) -> "Softmax":

@@ -22,7 +22,7 @@ from ragged_attention.portable.xla._tile import Tile as Tile
 
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "k_scale", "v_scale", "return_lse",
-    "draft_mask",
+    "draft_mask", "out_dtype",
 })  # fmt: skip
 
 
@@ -41,18 +41,25 @@ def run(call: RaggedPagedAttention, tile: Tile, launch: Any) -> Any:
     return (out, lse) if call.return_lse else out
 
 
-def attention(call: RaggedPagedAttention, tile: Tile, blocks: Blocks) -> tuple[jax.Array, jax.Array]:
-    """Out and lse of a call whose keys and values `blocks` reads."""
+def attention(
+    call: RaggedPagedAttention, tile: Tile, blocks: Blocks, num_q_tokens: int | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Out and lse of a call whose keys and values `blocks` reads.
+
+    `num_q_tokens` is how many queries each sequence has, where that is known.
+    """
+    dtype = jnp.dtype(call.result_dtype)
     # As bits: XLA's CPU compiler would convert all of a bfloat16 array to update a part of it.
-    out = jnp.zeros(call.out_shape, BITS[2] if call.q.dtype == jnp.bfloat16 else call.q.dtype)
+    out = jnp.zeros(call.out_shape, BITS[2] if dtype == jnp.bfloat16 else dtype)
     lse = jnp.full(call.out_shape[:2], -jnp.inf, jnp.float32)
     if 0 not in (call.num_tokens, call.max_num_seqs, call.num_pages, call.page_indices.shape[1]):
         block_kv = min(tile.block_kv, call.capacity)
-        out, lse = _attend_in_tiles(call, blocks, 1, block_kv, (out, lse))
-        if call.num_tokens > 1:
-            size = max(2, min(tile.block_q, call.num_tokens))
+        if num_q_tokens in (None, 1):
+            out, lse = _attend_in_tiles(call, blocks, 1, block_kv, (out, lse))
+        if (most := call.num_tokens if num_q_tokens is None else num_q_tokens) > 1:
+            size = max(2, min(tile.block_q, most))
             out, lse = _attend_in_tiles(call, blocks, size, block_kv, (out, lse))
-    return lax.bitcast_convert_type(out, call.q.dtype), lse
+    return lax.bitcast_convert_type(out, dtype), lse
 
 
 class Queries(NamedTuple):
@@ -183,6 +190,6 @@ def _finish(
     factor *= per_head(call.v_scale, call.num_kv_heads)[:, None, None]
     out = acc.reshape(*shape, -1) * factor[..., None]
     return (
-        out.swapaxes(0, 1).reshape(size, call.num_q_heads, -1).astype(call.q.dtype),
+        out.swapaxes(0, 1).reshape(size, call.num_q_heads, -1).astype(call.result_dtype),
         lse.swapaxes(0, 1).reshape(size, call.num_q_heads),
     )

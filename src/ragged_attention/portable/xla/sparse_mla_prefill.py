@@ -11,7 +11,9 @@ from ragged_attention.portable.xla._latents import Latents
 from ragged_attention.portable.xla._lists import Lists, attend, lens_within, tile_for
 from ragged_attention.portable.xla._tile import Tile as Tile
 
-FEATURES = frozenset({"sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "cache_layout", "deterministic"})
+FEATURES = frozenset({
+    "sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "cache_layout", "deterministic", "out_dtype",
+})  # fmt: skip
 
 
 def heuristic(call: SparseMlaPrefill) -> Tile:
@@ -24,7 +26,7 @@ def run(call: SparseMlaPrefill, tile: Tile, launch: Any) -> tuple[jax.Array, jax
     rows = call.out_shape[:2]
     if 0 in (call.num_tokens, call.num_slots):
         nothing = jnp.full(rows, -jnp.inf, call.lse_dtype)
-        return jnp.zeros(call.out_shape, call.q.dtype), nothing, nothing
+        return jnp.zeros(call.out_shape, call.result_dtype), nothing, nothing
     num_tokens, num_kv_heads = call.num_tokens, call.num_kv_heads
     q = call.q.reshape(num_tokens * num_kv_heads, -1, call.d_qk)
     lists = Lists(
@@ -34,5 +36,5 @@ def run(call: SparseMlaPrefill, tile: Tile, launch: Any) -> tuple[jax.Array, jax
     )
     heads = jnp.tile(jnp.arange(num_kv_heads, dtype=jnp.int32), num_tokens)
     sinks = None if call.sinks is None else call.sinks.reshape(num_kv_heads, -1)
-    out, max_logits, lse = attend(q, [lists], heads, sinks, call.scale, call.d_v, tile)
+    out, max_logits, lse = attend(q, [lists], heads, sinks, call.scale, call.d_v, tile, call.result_dtype)
     return out.reshape(call.out_shape), max_logits.reshape(rows), lse.reshape(rows)

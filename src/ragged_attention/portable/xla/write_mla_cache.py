@@ -7,18 +7,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ragged_attention._jax_pages import addresses_of_slots
+from ragged_attention._jax_pages import addresses_of_slots, addresses_of_tokens, per_head, stored_bits
 from ragged_attention.calls import WriteMlaCache
 from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.xla._framework import why_not as why_not
 from ragged_attention.portable.xla._latent_bytes import quantized
 from ragged_attention.portable.xla._latents import UNIT, planar_units
-from ragged_attention.portable.xla._pages import BITS
 from ragged_attention.portable.xla._ragged import at
 from ragged_attention.portable.xla._slots import page_of_last, put, put_units
 
-FEATURES = frozenset({"power_of_two_scales", "cache_format", "cache_layout"})
+FEATURES = frozenset({
+    "slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "kv_scale", "power_of_two_scales",
+    "cache_format", "cache_layout",
+})  # fmt: skip
 
 
 def run(call: WriteMlaCache, tile: Tile, launch: Any) -> jax.Array:
@@ -27,11 +29,15 @@ def run(call: WriteMlaCache, tile: Tile, launch: Any) -> jax.Array:
     cache, kv = call.cache, call.kv
     if 0 in (len(kv), len(cache)):
         return cache
-    page, offset = addresses_of_slots(call.slot_mapping, len(cache), call.page_size)
+    if call.slot_mapping is None:
+        page, offset = addresses_of_tokens(call, call.num_tokens)
+    else:
+        page, offset = addresses_of_slots(call.slot_mapping, call.num_pages, call.page_size)
     page = page_of_last(page, offset, len(cache), call.page_size)
     layout = call.layout
     if layout is None:
-        return put(cache, lax.bitcast_convert_type(kv, BITS[kv.dtype.itemsize]), page, offset)
+        scale = None if call.kv_scale is None else per_head(call.kv_scale, call.num_kv_heads)
+        return put(cache, stored_bits(kv, scale, cache.dtype), page, offset)
     stored = quantized(kv[:, 0], layout, bool(call.power_of_two_scales))
     parts = stored.values, stored.scales, stored.rotary
     if layout.planar:

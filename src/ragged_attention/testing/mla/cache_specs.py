@@ -51,14 +51,30 @@ class LatentWriteBatch(LatentArrays):
 
     kv: NDArray[np.float32]
     cache: Cache
-    slot_mapping: NDArray[np.integer[Any]]
+    slot_mapping: NDArray[np.integer[Any]] | None = None
+    page_indices: NDArray[np.int32] | None = None
+    kv_lens: NDArray[np.int32] | None = None
+    cu_q_lens: NDArray[np.int32] | None = None
+    num_seqs: int | NDArray[np.int32] | None = None
+    kv_scale: float | NDArray[np.float32] | None = None
     power_of_two_scales: bool = True
     cache_format: str | None = None
     cache_layout: str | None = None
 
     @property
+    def code_dtype(self) -> str | None:
+        """The dtype of a plain 8-bit cache, None of any other."""
+        plain = self.cache.itemsize == 1 and self.cache.shape[3] == self.kv.shape[2]
+        return self.cache_dtype if plain else None
+
+    @property
     def format(self) -> str:
+        if self.code_dtype is not None:
+            return "plain"
         return latents.format_of(self.cache, self.cache_format, self.cache_layout)
+
+    def dtype_of(self, name: str, array: NDArray[Any]) -> str:
+        return self.cache_dtype if name == "cache" and self.code_dtype else super().dtype_of(name, array)
 
     def layout_of(self, name: str) -> str:
         return "blocks" if name == "cache" else "rows"
@@ -199,6 +215,9 @@ class LatentWriteSpec:
     slots: str = "int32"
     dtype: str = "float32"
     cache_dtype: str = "uint8"
+    stored: str | None = None  # the numbers of a plain 8-bit cache
+    scale: str | None = None  # of a plain cache, as the `scales` of a `Spec`: float, array, heads; or power, of two
+    reach: float = 1.0  # 1000 goes beyond what an 8-bit float can hold
     strided: bool = False
     seed: int = 0
 
@@ -208,11 +227,11 @@ class LatentWriteSpec:
         width = self.d_qk if plain else latents.LAID_OUT[self.format].width
         shape = (self.num_pages, self.page_size, self.kv_heads)
         if plain:
-            cache = formats.rounded(rng.standard_normal((*shape, width)), self.dtype)
+            cache = formats.stored(rng.standard_normal((*shape, width)), self.stored or self.dtype)
         else:
             cache = rng.integers(0, 256, (*shape, latents.LAID_OUT[self.format].token_bytes), np.uint8)
         num_slots = self.num_pages * self.page_size
-        kv = formats.rounded(rng.standard_normal((self.tokens, self.kv_heads, width)), self.dtype)
+        kv = formats.rounded(rng.standard_normal((self.tokens, self.kv_heads, width)) * self.reach, self.dtype)
         slots = np.full(self.tokens, -1, np.int64)
         count = min(self.tokens, num_slots)
         slots[:count] = rng.permutation(num_slots)[:count]
@@ -227,11 +246,18 @@ class LatentWriteSpec:
             cache=cache,
             slot_mapping=slots.astype(self.slots),
             cache_layout=latents.layout_of(self.format),
+            kv_scale=self._scale(rng) if plain else None,
             power_of_two_scales=self.power_of_two_scales,
             dtype=self.dtype,
-            cache_dtype=self.cache_dtype,
+            cache_dtype=(self.stored or self.dtype) if plain else self.cache_dtype,
             strided=self.strided,
         )
+
+    def _scale(self, rng: np.random.Generator) -> Any:
+        if self.scale in (None, "power"):
+            return self.scale and 0.25
+        values = (rng.uniform(0.5, 1.5, self.kv_heads) / (40 if self.stored == "int8" else 1)).astype(np.float32)
+        return {"float": float(values[0]), "array": values[:1].reshape(()), "heads": values}[self.scale]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

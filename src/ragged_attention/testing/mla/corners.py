@@ -271,6 +271,15 @@ _VALUES: dict[str, Callable[[], DecodeBatch]] = {
     "dense, kv_len over the table, causal": lambda: _changed(
         _decode(q_tokens=3, causal=True, spare_columns=1), "kv_lens", {0: 1000, 1: 26}
     ),
+    "dense, window": lambda: _decode(q_tokens=3, causal=True, sliding_window=4, poison="nan"),
+    "dense, window, not causal": lambda: _decode(q_tokens=2, sliding_window=1, poison="nan"),
+    "dense, window in a long sequence": lambda: _decode(
+        kv_lens=(700, 3), page_size=16, causal=True, sliding_window=100, poison="nan", heads=16
+    ),
+    "dense, soft cap": lambda: _decode(soft_cap=2.0, sm_scale=0.5, heads=3),
+    "soft cap and sinks": DecodeSpec(topk=8, soft_cap=1.0, sinks="normal", heads=2, extra_topk=5).build,
+    "to float32": DecodeSpec(topk=8, dtype="bfloat16", out_dtype="float32").build,
+    "dense, to float16": lambda: _decode(dtype="bfloat16", out_dtype="float16", causal=True),
     "dense, kv_len negative": lambda: _changed(_decode(), "kv_lens", {0: -1, 1: INT32.min}),
     "dense, tables without columns": lambda: _decode().change(page_indices=np.zeros((2, 0), np.int32)),
     "dense, shared pages": lambda: _decode().change(page_indices=np.ones((2, 5), np.int32)),
@@ -458,7 +467,20 @@ LATENT_WRITE_CORNERS: dict[str, Callable[[], LatentWriteBatch]] = {
     "strided fp8_v32": LatentWriteSpec(format="fp8_v32", strided=True, dtype="bfloat16").build,
     "strided fp8_v4": LatentWriteSpec(format="fp8_v4", strided=True, cache_dtype="float8_e4m3fn").build,
     "cache_format given": lambda: LatentWriteSpec(format="fp8_v4").build().change(cache_format="fp8_v4"),
-}
+    **{
+        f"plain {stored}, scale {scale}": LatentWriteSpec(
+            stored=stored, dtype=dtype, scale=scale, kv_heads=2, d_qk=80
+        ).build
+        for stored, dtype, scale in (
+            ("float8_e4m3fn", "bfloat16", "heads"), ("float8_e4m3fn", "float32", None),
+            ("float8_e5m2", "float16", "power"), ("int8", "bfloat16", "float"),
+        )
+    },
+    "values beyond float8_e4m3fn": LatentWriteSpec(stored="float8_e4m3fn", reach=1e4).build,
+    "values beyond int8": LatentWriteSpec(stored="int8", reach=1e4, scale="array").build,
+    "scaled float32": LatentWriteSpec(scale="power").build,
+    "strided float8_e5m2": LatentWriteSpec(stored="float8_e5m2", strided=True, dtype="bfloat16").build,
+}  # fmt: skip
 
 
 def _large_slots() -> SlotsBatch:

@@ -15,8 +15,9 @@ from ragged_attention.testing.mla.cache_specs import (
     SlotsSpec,
     schedule_batch,
 )
+from ragged_attention.testing.mla.ragged import RaggedLatentBatch, RaggedLatentSpec
 from ragged_attention.testing.mla.specs import DecodeBatch, DecodeSpec, PrefillBatch, PrefillSpec
-from ragged_attention.testing.paged.specs import garbage
+from ragged_attention.testing.paged.specs import Spec, garbage
 from ragged_attention.testing.runner import Runner
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -92,9 +93,50 @@ def garbage_write(seed: int) -> LatentWriteBatch:
         page_size=int(rng.choice([1, 3])), dtype=str(rng.choice(DTYPES)), strided=bool(rng.random() < 0.3), seed=seed,
     )  # fmt: skip
     batch = spec.build()
-    slots = garbage(rng, batch.slot_mapping.shape, batch.cache.shape[0] * batch.cache.shape[1])
+    kv, num_pages = np.nan_to_num(batch.kv), len(batch.cache)
+    if rng.random() < 0.4:
+        seqs = int(rng.integers(1, 4))
+        return batch.change(
+            kv=kv,
+            slot_mapping=None,
+            page_indices=garbage(rng, (seqs, int(rng.integers(0, 4))), num_pages),
+            kv_lens=garbage(rng, (seqs,), 20),
+            cu_q_lens=garbage(rng, (seqs + 1,), len(kv)),
+            num_seqs=garbage(rng, 1, seqs) if rng.random() < 0.5 else None,
+        )
+    slots = garbage(rng, (len(kv),), num_pages * batch.cache.shape[1])
     wild = slots.astype(np.int64) << 8 if rng.random() < 0.3 else slots
-    return batch.change(kv=np.nan_to_num(batch.kv), slot_mapping=wild)
+    return batch.change(kv=kv, slot_mapping=wild)
+
+
+def garbage_ragged(seed: int) -> RaggedLatentBatch:
+    """Ragged attention over latents whose index arrays are any int32."""
+    rng = np.random.default_rng(seed)
+    common = _common(rng, seed)
+    tables = Spec(
+        lens=tuple((int(rng.integers(0, 5)), int(rng.integers(0, 30))) for _ in range(rng.integers(1, 4))),
+        page_size=int(rng.choice([1, 2, 3, 8])),
+        group=common["heads"],
+        dtype=common["dtype"],
+        cache_dtype=[None, "float8_e4m3fn", "int8"][int(rng.integers(0, 3))] if common["format"] == "plain" else None,
+        count=str(rng.choice(["none", "array"])),
+        padding=int(rng.integers(0, 3)),
+        causal=bool(rng.random() < 0.7),
+        sliding_window=[None, None, 1, 5, 2**31 - 1][int(rng.integers(0, 5))],
+        sinks=common["sinks"],
+        strided=common["strided"],
+        seed=seed,
+    )
+    width = {name: common[name] for name in ("format", "d_qk", "d_v")}
+    batch = RaggedLatentSpec(tables=tables, **width).build()
+    wild = {
+        "kv_lens": garbage(rng, batch.kv_lens.shape, 40),
+        "page_indices": garbage(rng, batch.page_indices.shape, batch.num_pages),
+        "cu_q_lens": garbage(rng, batch.cu_q_lens.shape, len(batch.q)),
+        "num_seqs": None if batch.num_seqs is None else garbage(rng, 1, len(tables.lens)),
+    }
+    valid = [name for name in wild if rng.random() < 0.3]  # so that single arrays are tried against valid others
+    return batch.change(**{name: value for name, value in wild.items() if name not in valid})
 
 
 def _finite(*results: np.ndarray) -> None:
@@ -123,6 +165,10 @@ def _decode_by_garbage(runner: Runner, seed: int, options: Mapping[str, Any]) ->
         for name, array in wild.items()
     }
     runner.run("mla_decode", batch, options=options, schedule=dataclasses.replace(made, **given))
+
+
+def _ragged(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
+    _finite(*runner.run("ragged_mla_attention", garbage_ragged(seed), options=options, return_lse=True))
 
 
 def _write(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
@@ -154,6 +200,7 @@ EXAMPLES: tuple[tuple[str, Callable[[Runner, int, Mapping[str, Any]], None]], ..
     ("sparse_mla_prefill", _prefill),
     ("mla_decode", _decode),
     ("mla_decode", _decode_by_garbage),
+    ("ragged_mla_attention", _ragged),
     ("write_mla_cache", _write),
     ("quantize_mla_cache", _quantize),
     ("make_decode_schedule", _schedule),

@@ -186,7 +186,9 @@ def all_keys_listed_is_dense(runner: Runner, spec: DecodeSpec) -> None:
     listed = np.random.default_rng(spec.seed).permuted(batch.listed(), axis=-1)
     if not listed.shape[-1] or batch.kv_cache.shape[2] > 1:
         return
-    same_decode(runner, batch.change(indices=listed, page_indices=None, kv_lens=None, causal=False), batch)
+    same_decode(
+        runner, batch.change(indices=listed, page_indices=None, kv_lens=None, causal=False, sliding_window=None), batch
+    )
 
 
 def prefill_is_decode(runner: Runner, spec: PrefillSpec) -> None:

@@ -147,6 +147,8 @@ class DecodeBatch(LatentArrays):
     d_v: int = 512
     sm_scale: float | None = None
     causal: bool = False
+    sliding_window: int | None = None
+    soft_cap: float | None = None
     sinks: NDArray[np.float32] | None = None
     topk_lens: NDArray[np.int32] | None = None
     extra_kv_cache: Cache | None = None
@@ -154,6 +156,7 @@ class DecodeBatch(LatentArrays):
     extra_topk_lens: NDArray[np.int32] | None = None
     cache_format: str | None = None
     cache_layout: str | None = None
+    out_dtype: str | None = None
 
     @property
     def sparse(self) -> bool:
@@ -188,9 +191,12 @@ class DecodeBatch(LatentArrays):
         position = np.arange(self.page_indices.shape[1] * page_size)
         pages = self.page_indices.astype(np.int64)[:, position // page_size]
         slots = np.where((pages >= 0) & (pages < num_pages), pages * page_size + position % page_size, -1)
-        stop = np.clip(self.kv_lens, 0, len(position))[:, None]
-        stop = stop - (num_q_tokens - 1 - np.arange(num_q_tokens) if self.causal else np.zeros(num_q_tokens, int))
-        return np.where(position < stop[..., None], slots[:, None], -1).astype(np.int32)
+        end = np.clip(self.kv_lens, 0, len(position))[:, None]
+        own = end - (num_q_tokens - np.arange(num_q_tokens))  # where each query stands
+        first = np.zeros_like(own) if self.sliding_window is None else own - self.sliding_window + 1
+        stop = own + 1 if self.causal else np.broadcast_to(end, own.shape)
+        seen = (position >= first[..., None]) & (position < stop[..., None])
+        return np.where(seen, slots[:, None], -1).astype(np.int32)
 
     def fully_masked(self) -> NDArray[np.bool_]:
         """The queries that see no key, [S, Q]."""
@@ -203,7 +209,7 @@ class DecodeBatch(LatentArrays):
     def widened(self) -> Self:
         """The same values in float32."""
         wide = {selection.name: selection.widened for selection in self.selections()}
-        return self.change(**wide, dtype="float32", cache_format=None, cache_layout=None)
+        return self.change(**wide, dtype="float32", cache_format=None, cache_layout=None, out_dtype=None)
 
     def alone(self, seq: int) -> Self:
         """The call of one of the sequences."""
@@ -384,6 +390,9 @@ class DecodeSpec(LatentSpec):
     q_tokens: int = 1
     page_size: int = 4
     causal: bool = False
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    out_dtype: str | None = None
     spare_columns: int = 0  # entries of page_indices no sequence is long enough for
     spare_pages: int = 2
     invalid_pages: bool = False  # some page indices within the lengths are out of range
@@ -412,6 +421,9 @@ class DecodeSpec(LatentSpec):
             page_indices=table,
             kv_lens=np.array(self.kv_lens, np.int32),
             causal=self.causal,
+            sliding_window=self.sliding_window,
+            soft_cap=self.soft_cap,
+            out_dtype=self.out_dtype,
             **self._common(rng),
         )
         if self.topk:

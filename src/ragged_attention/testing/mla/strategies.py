@@ -4,6 +4,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from ragged_attention.testing.formats import QUANTIZED
 from ragged_attention.testing.mla import latents
 from ragged_attention.testing.mla.cache_specs import (
     DequantizeSpec,
@@ -98,6 +99,9 @@ def decode_specs(
         q_tokens=draw(st.sampled_from([1, 1, 2, 3])),
         page_size=draw(st.sampled_from(PAGE_SIZES)),
         causal=False if sparse else draw(st.booleans()),
+        sliding_window=None if sparse else draw(st.sampled_from([None, None, None, 1, 5, 40])),
+        soft_cap=draw(st.sampled_from([None, None, None, 2.0])),
+        out_dtype=draw(st.sampled_from([None, None, None, "float32", "bfloat16", "float16"])),
         spare_columns=draw(st.sampled_from([0, 1, 3])),
         spare_pages=draw(st.sampled_from([0, 2])),
         invalid_pages=not clean and not sparse and draw(st.sampled_from([False, False, True])),
@@ -159,6 +163,9 @@ def latent_write_specs(draw: st.DrawFn, *, formats: tuple[str, ...] = FORMATS) -
         slots=draw(st.sampled_from(["int32", "int64"])),
         dtype=draw(st.sampled_from(DTYPES)),
         cache_dtype=draw(st.sampled_from(BYTES)),
+        stored=draw(st.sampled_from([None, *QUANTIZED])) if format == "plain" else None,
+        scale=draw(st.sampled_from([None, "power", "float", "array", "heads"])),
+        reach=draw(st.sampled_from([1.0, 1.0, 1000.0])),
         strided=draw(st.booleans()),
         seed=draw(SEEDS),
     )

@@ -6,6 +6,7 @@ from typing import Any
 from ragged_attention.testing.compare import identical
 from ragged_attention.testing.drawing import Check, built, on_corner, on_drawn, on_drawn_paths, on_every_path
 from ragged_attention.testing.mla import corners as mla_corners
+from ragged_attention.testing.mla import ragged
 from ragged_attention.testing.mla.laws import MLA_LAWS
 from ragged_attention.testing.mla.oracle import (
     check_decode,
@@ -104,6 +105,7 @@ def corners() -> Iterator[Check]:
         run = _decode_on_every_path(mla_corners.DECODE_CORNERS[name])
         yield Check("corner", f"latent decode on every path, {name}", run)
     yield Check("corner", "latent decode, bits whatever the batch", on_corner(check_invariance, lambda: INVARIANT))
+    yield from ragged.corners()
 
 
 def agreement() -> Iterator[Check]:
@@ -128,9 +130,11 @@ def agreement() -> Iterator[Check]:
         ("slots on drawn batches", built(check_slots), slots_specs, 0.5),
     ):
         yield Check("agreement", name, on_drawn(check, strategy, share))
+    yield from ragged.agreement()
 
 
 def laws() -> Iterator[Check]:
     """What holds of latent attention without an oracle."""
     for name, law in MLA_LAWS.items():
         yield Check("law", name, on_drawn(law.holds, law.specs, 0.5))
+    yield from ragged.laws()

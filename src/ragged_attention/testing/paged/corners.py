@@ -7,7 +7,7 @@ import numpy as np
 
 from ragged_attention.testing import formats
 from ragged_attention.testing.paged.specs import INT32, Batch, MergeBatch, Spec, WriteBatch
-from ragged_attention.testing.paged.strategies import merge_batch, write_batch
+from ragged_attention.testing.paged.strategies import coded, merge_batch, write_batch
 
 MIXED = ((5, 5), (1, 37), (4, 21), (1, 9))  # prefill, decode, chunk, decode
 ALL_EDGES = ((0, 7), (3, 0), (4, 2), (1, 33), (0, 0), (6, 30))
@@ -223,6 +223,20 @@ WRITE_CORNERS: dict[str, Callable[[], WriteBatch]] = {
     "special values into float8_e4m3fn": _with_special_values,
     "special values into float8_e5m2": lambda: _with_special_values().change(cache_dtype="float8_e5m2"),
     "special values into int8": _special_int8,
+    **{
+        f"codes of {cache_dtype}, {how}": lambda spec=spec, how=how: coded(
+            write_batch(spec, by_tables=how == "by tables")
+        )
+        for cache_dtype, how, spec in (
+            ("float8_e4m3fn", "by slots", _plain(cache_dtype="float8_e4m3fn", scales="heads", num_kv_heads=2)),
+            (
+                "float8_e5m2",
+                "by tables",
+                _plain(cache_dtype="float8_e5m2", combined=False, v_head_dim=24, strided=True),
+            ),
+            ("int8", "by tables", _plain(cache_dtype="int8", dtype="bfloat16", scales="float", page_size=3)),
+        )
+    },
     "slots far outside": _extreme_slots,
 }
 

@@ -6,30 +6,40 @@ and raises AssertionError if the backend breaks it. They are the laws of `refere
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from ragged_attention.reference._kv_layout import per_head
 from ragged_attention.testing import formats
 from ragged_attention.testing.compare import agrees, identical
-from ragged_attention.testing.paged.specs import Batch, MergeBatch, Spec, WriteBatch, like_pages, pages_of, split
+from ragged_attention.testing.paged.specs import (
+    MergeBatch,
+    RaggedTables,
+    Spec,
+    WriteBatch,
+    like_pages,
+    pages_of,
+    split,
+)
 from ragged_attention.testing.runner import Runner
 
-Law = Callable[[Runner, Spec], None]
+RaggedSpec = Any  # a `Spec`, or another structure of ragged queries over pages
+Law = Callable[[Runner, Any], None]
 
 
-def same(runner: Runner, batch: Batch, other: Batch, kind: str | None = None) -> None:
+def same(runner: Runner, batch: RaggedTables, other: RaggedTables, kind: str | None = None) -> None:
     """Two batches give the same out and the same lse."""
-    out, lse = runner.run("ragged_paged_attention", batch, return_lse=True)
-    other_out, other_lse = runner.run("ragged_paged_attention", other, return_lse=True)
+    out, lse = runner.run(batch.OPERATION, batch, return_lse=True)
+    other_out, other_lse = runner.run(other.OPERATION, other, return_lse=True)
     agrees(out, other_out, kind or batch.kind)
     agrees(lse, other_lse, f"lse {kind or batch.kind}", "lse")
 
 
-def fully_masked_queries_give_nothing(runner: Runner, spec: Spec) -> None:
+def fully_masked_queries_give_nothing(runner: Runner, spec: RaggedSpec) -> None:
     batch = spec.build()
     for case in (batch, batch.change(kv_lens=np.zeros_like(batch.kv_lens)), _without_pages(batch)):
-        out, lse = runner.run("ragged_paged_attention", case, return_lse=True)
+        out, lse = runner.run(case.OPERATION, case, return_lse=True)
         rows = case.fully_masked()
         identical(out[rows], np.zeros_like(out[rows]), "out of queries that see no key")
         identical(lse[rows], np.full_like(lse[rows], -np.inf), "lse of queries that see no key")
@@ -37,22 +47,22 @@ def fully_masked_queries_give_nothing(runner: Runner, spec: Spec) -> None:
             raise AssertionError("lse of queries that see a key: expected finite values, got others")
 
 
-def _without_pages(batch: Batch) -> Batch:
+def _without_pages(batch: RaggedTables) -> RaggedTables:
     return batch.change(page_indices=np.full_like(batch.page_indices, -1))
 
 
-def unseen_takes_no_part(runner: Runner, spec: Spec) -> None:
+def unseen_takes_no_part(runner: Runner, spec: RaggedSpec) -> None:
     batch = spec.build()
     same(runner, batch.poisoned("nan", spec.seed).with_garbage_tails(spec.seed), batch)
     same(runner, batch.poisoned("inf", spec.seed), batch)
 
 
-def pages_may_move(runner: Runner, spec: Spec) -> None:
+def pages_may_move(runner: Runner, spec: RaggedSpec) -> None:
     batch = spec.build()
     order = np.random.default_rng(spec.seed).permutation(batch.num_pages)
-    moved = [pages[order] for pages in pages_of(batch.kv_pages)]
+    moved = batch.with_pages([pages[order] for pages in batch.pages])
     table = np.argsort(order)[batch.page_indices].astype(np.int32)
-    same(runner, batch.change(kv_pages=like_pages(batch.kv_pages, moved), page_indices=table), batch)
+    same(runner, moved.change(page_indices=table), batch)
 
 
 def pages_may_be_shared(runner: Runner, spec: Spec) -> None:
@@ -65,12 +75,12 @@ def pages_may_be_shared(runner: Runner, spec: Spec) -> None:
     same(runner, shared, shared.change(kv_pages=like_pages(shared.kv_pages, copies), page_indices=own))
 
 
-def sequences_do_not_mix(runner: Runner, spec: Spec) -> None:
+def sequences_do_not_mix(runner: Runner, spec: RaggedSpec) -> None:
     """One call over a batch equals one call a sequence."""
     batch = spec.build()
-    out, lse = runner.run("ragged_paged_attention", batch, return_lse=True)
+    out, lse = runner.run(batch.OPERATION, batch, return_lse=True)
     for seq, (start, stop) in enumerate(batch.bounds()):
-        out_alone, lse_alone = runner.run("ragged_paged_attention", batch.alone(seq), return_lse=True)
+        out_alone, lse_alone = runner.run(batch.OPERATION, batch.alone(seq), return_lse=True)
         agrees(out[start:stop], out_alone, batch.kind, f"out of sequence {seq}")
         agrees(lse[start:stop], lse_alone, f"lse {batch.kind}", f"lse of sequence {seq}")
 
@@ -92,7 +102,7 @@ def output_is_a_mixture(runner: Runner, spec: Spec) -> None:
     agrees(np.maximum(np.abs(out), highest), np.full_like(out, highest), batch.kind, what, constant=True)
 
 
-def _share(batch: Batch, lse: np.ndarray) -> np.ndarray:
+def _share(batch: RaggedTables, lse: np.ndarray) -> np.ndarray:
     """What the sinks leave to the keys, [T, H]; 0 where there is no key."""
     lse = lse.astype(np.float64)
     sinks = np.full(lse.shape[1], -np.inf) if batch.sinks is None else batch.sinks.astype(np.float64)
@@ -100,13 +110,13 @@ def _share(batch: Batch, lse: np.ndarray) -> np.ndarray:
         return np.where(lse == -np.inf, 0.0, 1 / (1 + np.exp(sinks - lse)))
 
 
-def parts_merge(runner: Runner, spec: Spec) -> None:
+def parts_merge(runner: Runner, spec: RaggedSpec) -> None:
     """Results over disjoint ranges of keys merge into the result over all; here each part has every other page."""
     batch = spec.build().widened().change(sinks=None)
     odd = np.arange(batch.page_indices.shape[1])[None] % 2 == 1
     parts = [
         runner.run(
-            "ragged_paged_attention",
+            batch.OPERATION,
             batch.change(page_indices=np.where(hidden, np.int32(-1), batch.page_indices)),
             return_lse=True,
         )
@@ -114,7 +124,7 @@ def parts_merge(runner: Runner, spec: Spec) -> None:
     ]
     outs, lses = (np.stack(arrays) for arrays in zip(*parts, strict=True))
     out, lse = runner.run("merge_attention_states", MergeBatch(outs=outs, lses=lses))
-    whole_out, whole_lse = runner.run("ragged_paged_attention", batch, return_lse=True)
+    whole_out, whole_lse = runner.run(batch.OPERATION, batch, return_lse=True)
     agrees(out, whole_out, batch.kind)
     agrees(lse, whole_lse, f"lse {batch.kind}", "lse")
 
@@ -128,14 +138,14 @@ def a_causal_draft_mask_is_causal(runner: Runner, spec: Spec) -> None:
     same(runner, batch.change(draft_mask=mask), batch)
 
 
-def hints_change_nothing(runner: Runner, spec: Spec) -> None:
+def hints_change_nothing(runner: Runner, spec: RaggedSpec) -> None:
     """Nor do those that are wrong."""
     batch = spec.build().change(max_q_len=None)
     for limit in (0, 1, 71):
         same(runner, batch.change(max_q_len=limit), batch)
 
 
-def a_huge_window_is_none(runner: Runner, spec: Spec) -> None:
+def a_huge_window_is_none(runner: Runner, spec: RaggedSpec) -> None:
     batch = spec.build().change(sliding_window=None)
     longest = int(batch.kv_lens.max(initial=1)) + len(batch.q) + 1
     same(runner, batch.change(sliding_window=longest), batch)
@@ -152,20 +162,20 @@ def a_far_cap_is_nearly_none(runner: Runner, spec: Spec) -> None:
     same(runner, batch.change(soft_cap=cap), batch, "bfloat16")
 
 
-def quantised_is_dequantised(runner: Runner, spec: Spec) -> None:
+def quantised_is_dequantised(runner: Runner, spec: RaggedSpec) -> None:
     batch = spec.build()
     same(runner, batch.change(dtype="float32"), batch.widened(), batch.kind)
 
 
-def sinks_take_their_share(runner: Runner, spec: Spec) -> None:
+def sinks_take_their_share(runner: Runner, spec: RaggedSpec) -> None:
     """A sink of -inf changes nothing, one of +inf makes out 0, none changes the lse; a finite one is exact."""
     batch = spec.build().change(sinks=None)
-    out, lse = runner.run("ragged_paged_attention", batch, return_lse=True)
+    out, lse = runner.run(batch.OPERATION, batch, return_lse=True)
     heads = batch.q.shape[1]
     normal = np.random.default_rng(spec.seed).standard_normal(heads).astype(np.float32)
     for sinks in (np.full(heads, -np.inf, np.float32), np.full(heads, np.inf, np.float32), normal):
         sunk = batch.change(sinks=sinks)
-        out_sunk, lse_sunk = runner.run("ragged_paged_attention", sunk, return_lse=True)
+        out_sunk, lse_sunk = runner.run(sunk.OPERATION, sunk, return_lse=True)
         agrees(lse_sunk, lse, f"lse {batch.kind}", "lse with sinks")
         agrees(out_sunk, out * _share(sunk, lse)[..., None], batch.kind, f"out with sinks {sinks[0]}")
 
@@ -195,19 +205,19 @@ def writing_is_having(runner: Runner, spec: Spec) -> None:
     same(runner, batch.change(kv_pages=written), batch)
 
 
-def a_double_is_its_multiplicity(runner: Runner, spec: Spec) -> None:
+def a_double_is_its_multiplicity(runner: Runner, spec: RaggedSpec) -> None:
     """Each page listed twice leaves out as it is and adds log 2 to the lse."""
     batch = spec.build()
     whole_pages = (batch.kv_lens // batch.page_size * batch.page_size).astype(np.int32)
     once = batch.change(causal=False, sliding_window=None, sinks=None, kv_lens=whole_pages)
     twice = once.change(kv_lens=2 * whole_pages, page_indices=_doubled(once))
-    out, lse = runner.run("ragged_paged_attention", once, return_lse=True)
-    out_twice, lse_twice = runner.run("ragged_paged_attention", twice, return_lse=True)
+    out, lse = runner.run(once.OPERATION, once, return_lse=True)
+    out_twice, lse_twice = runner.run(twice.OPERATION, twice, return_lse=True)
     agrees(out_twice, out, batch.kind)
     agrees(lse_twice, lse.astype(np.float64) + np.log(2), f"lse {batch.kind}", "lse")
 
 
-def _doubled(batch: Batch) -> np.ndarray:
+def _doubled(batch: RaggedTables) -> np.ndarray:
     table = np.zeros((batch.page_indices.shape[0], 2 * batch.page_indices.shape[1]), np.int32)
     for row, pages, kv_len in zip(table, batch.page_indices, batch.kv_lens, strict=True):
         used = kv_len // batch.page_size

@@ -1,6 +1,9 @@
 """What writes and merges must give, by the definition."""
 
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
 
 from ragged_attention.reference._kv_layout import per_head
 from ragged_attention.reference.merge_attention_states import merge_attention_states
@@ -17,28 +20,39 @@ def check_write(runner: Runner, batch: WriteBatch) -> None:
     Where a scale is no power of two, a device may divide by it with an error of two units in the last place of
     float32; then either neighbour of a value that close to a tie will do.
     """
-    lower, upper = (_written(batch, step) for step in ((-2, 2) if _inexact(batch) else (0, 0)))
+    exact = batch.copies or not (inexact(batch.k_scale) or inexact(batch.v_scale))
+    lower, upper = (_written(batch, step) for step in ((0, 0) if exact else (-2, 2)))
     got = runner.run("write_kv_pages", batch)
     for name, side, low, high in zip("kv", split(got), split(lower), split(upper), strict=True):
-        values, low, high = (formats.values_of(array, batch.cache_dtype) for array in (side, low, high))
-        low, high = np.fmin(low, high), np.fmax(low, high)
-        within = (values >= low) & (values <= high)
-        identical(np.where(within, low, values), low, f"{name} of the pages")
+        between(side, low, high, batch.cache_dtype, f"{name} of the pages")
 
 
-def _inexact(batch: WriteBatch) -> bool:
-    scales = [per_head(scale, 1 if np.ndim(scale) == 0 else len(scale)) for scale in (batch.k_scale, batch.v_scale)]  # type: ignore[arg-type]
-    return any((np.frexp(scale)[0] != 0.5).any() for scale in scales)
+def inexact(scale: Any) -> bool:
+    """Whether dividing by a scale may round."""
+    scales = per_head(scale, 1 if np.ndim(scale) == 0 else len(scale))
+    return bool((np.frexp(scales)[0] != 0.5).any())
+
+
+def between(got: NDArray[Any], lower: NDArray[Any], upper: NDArray[Any], cache_dtype: str, what: str) -> None:
+    """Every stored value is one of two bounds, whichever is the lower, or lies between them."""
+    values, low, high = (formats.values_of(array, cache_dtype) for array in (got, lower, upper))
+    low, high = np.fmin(low, high), np.fmax(low, high)
+    within = (values >= low) & (values <= high)
+    identical(np.where(within, low, values), low, what)
+
+
+def nudged(values: NDArray[np.float32], step: int) -> NDArray[np.float32]:
+    """Values `step` units in the last place of float32 away."""
+    for _ in range(abs(step)):
+        values = np.nextafter(values, np.float32(np.inf * step), dtype=np.float32)
+    return values
 
 
 def _written(batch: WriteBatch, step: int) -> Pages:
     """The definition's pages, for tokens that lie `step` units in the last place of float32 away."""
-    arguments = batch.arguments()
-    for name in ("k", "v"):
-        for _ in range(abs(step)):
-            arguments[name] = np.nextafter(arguments[name], np.float32(np.inf * step), dtype=np.float32)
-    if batch.cache_dtype in formats.QUANTIZED:
-        return write_kv_pages(**arguments, cache_dtype=batch.cache_dtype)
+    arguments = batch.change(k=nudged(batch.k, step), v=nudged(batch.v, step)).arguments()
+    if batch.quantized:
+        return write_kv_pages(**arguments, cache_dtype=batch.cache_dtype, copies=batch.copies)
     pages = write_kv_pages(**arguments)
     return like_pages(pages, [formats.rounded(array, batch.cache_dtype) for array in pages_of(pages)])
 

@@ -6,7 +6,7 @@ its `Spec(...)`, as printed, makes the same arrays again.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,11 +94,13 @@ class Arrays:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Batch(Arrays):
-    """The arguments of one `ragged_paged_attention` call in NumPy."""
+class RaggedTables(Arrays):
+    """What the batches of ragged queries over pages share: their tables, and what each query sees by them."""
+
+    OPERATION: ClassVar[str]
+    OF_TOKENS: ClassVar[tuple[str, ...]] = ("q",)  # the arguments that have a row for each token
 
     q: NDArray[np.float32]
-    kv_pages: Pages
     kv_lens: NDArray[np.int32]
     page_indices: NDArray[np.int32]
     cu_q_lens: NDArray[np.int32]
@@ -109,41 +111,48 @@ class Batch(Arrays):
     sliding_window: int | None = None
     soft_cap: float | None = None
     sinks: NDArray[np.float32] | None = None
-    k_scale: float | NDArray[np.float32] | None = None
-    v_scale: float | NDArray[np.float32] | None = None
-    draft_mask: NDArray[np.bool_] | None = None
+
+    @property
+    def pages(self) -> list[NDArray[Any]]:
+        """The arrays that hold the cache, each [P, G, ...]."""
+        raise NotImplementedError
+
+    def with_pages(self, arrays: list[NDArray[Any]]) -> Self:
+        """The same batch over other pages."""
+        raise NotImplementedError
+
+    def pages_poisoned(self, kind: str, unread: NDArray[np.bool_], rng: np.random.Generator) -> list[NDArray[Any]]:
+        """The pages with NaN or infinity in the slots `unread` [P, G]."""
+        raise NotImplementedError
+
+    def drafted(self, start: int, stop: int) -> NDArray[np.bool_] | None:
+        """Rows of a draft mask, if there is one."""
+        del start, stop
+        return None
 
     @property
     def page_size(self) -> int:
-        return pages_of(self.kv_pages)[0].shape[1]
+        return self.pages[0].shape[1]
 
     @property
     def num_pages(self) -> int:
-        return pages_of(self.kv_pages)[0].shape[0]
-
-    @property
-    def num_kv_heads(self) -> int:
-        return split(self.kv_pages)[0].shape[2]
-
-    @property
-    def group(self) -> int:
-        return self.q.shape[1] // self.num_kv_heads
+        return self.pages[0].shape[0]
 
     def bounds(self) -> list[tuple[int, int]]:
         """First and one-past-last query row of every live sequence."""
         return sequence_bounds(self.cu_q_lens, self.num_seqs, len(self.q))
 
-    def alone(self, seq: int) -> "Batch":
+    def alone(self, seq: int) -> Self:
         """The call of one of the live sequences."""
         start, stop = self.bounds()[seq]
+        of_tokens = {name: getattr(self, name) for name in self.OF_TOKENS}
         return self.change(
-            q=self.q[start:stop],
             kv_lens=self.kv_lens[seq : seq + 1],
             page_indices=self.page_indices[seq : seq + 1],
             cu_q_lens=np.array([0, stop - start], np.int32),
             num_seqs=None,
             max_q_len=None,
-            draft_mask=None if self.draft_mask is None else self.draft_mask[start:stop],
+            **{name: None if array is None else array[start:stop] for name, array in of_tokens.items()},
         )
 
     def kv_len(self, seq: int) -> int:
@@ -155,8 +164,7 @@ class Batch(Arrays):
         kv_len = self.kv_len(seq)
         pages = self.page_indices[seq, : -(-kv_len // self.page_size)]
         valid = np.repeat((pages >= 0) & (pages < self.num_pages), self.page_size)[:kv_len]
-        drafted = None if self.draft_mask is None else self.draft_mask[start:stop]
-        return visible(stop - start, kv_len, valid, self.causal, self.sliding_window, drafted)
+        return visible(stop - start, kv_len, valid, self.causal, self.sliding_window, self.drafted(start, stop))
 
     def slots(self, seq: int) -> NDArray[np.int64]:
         """The slot of each of a sequence's positions; meaningless where the page index is out of range."""
@@ -179,17 +187,14 @@ class Batch(Arrays):
             read[self.slots(seq)[self.seen(seq).any(axis=0)]] = True
         return read.reshape(self.num_pages, self.page_size)
 
-    def poisoned(self, kind: str, seed: int = 0) -> "Batch":
+    def poisoned(self, kind: str, seed: int = 0) -> Self:
         """NaN or infinity in every slot and every query row that takes no part."""
         rng = np.random.default_rng(seed)
-        unread = ~self.read_slots()
-        arrays = [pages.copy() for pages in pages_of(self.kv_pages)]
-        for pages in arrays:
-            pages[unread] = formats.poison(kind, self.cache_dtype, pages[unread].shape, rng)
+        arrays = self.pages_poisoned(kind, ~self.read_slots(), rng)
         q = np.where(self.fully_masked()[:, None, None], formats.poison(kind, "float32", self.q.shape, rng), self.q)
-        return self.change(q=q, kv_pages=like_pages(self.kv_pages, arrays))
+        return self.with_pages(arrays).change(q=q)
 
-    def with_garbage_tails(self, seed: int = 0) -> "Batch":
+    def with_garbage_tails(self, seed: int = 0) -> Self:
         """Garbage in every index entry that must not be read: any int32, or values that would pass for valid ones."""
         filling = unread(np.random.default_rng(seed))
         bounds, capacity = self.bounds(), self.page_indices.shape[1] * self.page_size
@@ -205,25 +210,62 @@ class Batch(Arrays):
         cu_q_lens[len(bounds) + 1 :] = filling(len(cu_q_lens) - len(bounds) - 1, len(self.q))
         return self.change(kv_lens=kv_lens, cu_q_lens=cu_q_lens, page_indices=page_indices)
 
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Batch(RaggedTables):
+    """The arguments of one `ragged_paged_attention` call in NumPy."""
+
+    OPERATION: ClassVar[str] = "ragged_paged_attention"
+    OF_TOKENS: ClassVar[tuple[str, ...]] = ("q", "draft_mask")
+
+    kv_pages: Pages
+    k_scale: float | NDArray[np.float32] | None = None
+    v_scale: float | NDArray[np.float32] | None = None
+    draft_mask: NDArray[np.bool_] | None = None
+
+    @property
+    def pages(self) -> list[NDArray[Any]]:
+        return pages_of(self.kv_pages)
+
+    def with_pages(self, arrays: list[NDArray[Any]]) -> "Batch":
+        return self.change(kv_pages=like_pages(self.kv_pages, arrays))
+
+    def pages_poisoned(self, kind: str, unread: NDArray[np.bool_], rng: np.random.Generator) -> list[NDArray[Any]]:
+        arrays = [pages.copy() for pages in self.pages]
+        for pages in arrays:
+            pages[unread] = formats.poison(kind, self.cache_dtype, pages[unread].shape, rng)
+        return arrays
+
+    def drafted(self, start: int, stop: int) -> NDArray[np.bool_] | None:
+        return None if self.draft_mask is None else self.draft_mask[start:stop]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return split(self.kv_pages)[0].shape[2]
+
+    @property
+    def group(self) -> int:
+        return self.q.shape[1] // self.num_kv_heads
+
     def widened(self) -> "Batch":
         """The same values in float32, a quantised cache dequantised into it."""
-        arrays = [formats.values_of(pages, self.cache_dtype) for pages in pages_of(self.kv_pages)]
+        arrays = [formats.values_of(pages, self.cache_dtype) for pages in self.pages]
         if self.quantized:
             scales = [per_head(scale, self.num_kv_heads) for scale in (self.k_scale, self.v_scale)]
             if len(arrays) == 1:
                 scales = [np.stack(scales, axis=1).reshape(-1)]
             arrays = [pages * scale[:, None] for pages, scale in zip(arrays, scales, strict=True)]
-        wide = like_pages(self.kv_pages, [pages.astype(np.float32) for pages in arrays])
         scales = {"k_scale": None, "v_scale": None} if self.quantized else {}
-        return self.change(kv_pages=wide, dtype="float32", cache_dtype="float32", **scales)
+        wide = self.with_pages([pages.astype(np.float32) for pages in arrays])
+        return wide.change(dtype="float32", cache_dtype="float32", **scales)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class WriteBatch(Arrays):
     """The arguments of one `write_kv_pages` call in NumPy."""
 
-    k: NDArray[np.float32]
-    v: NDArray[np.float32]
+    k: NDArray[Any]  # float32, or as the pages store it
+    v: NDArray[Any]
     kv_pages: Pages
     slot_mapping: NDArray[np.integer[Any]] | None = None
     page_indices: NDArray[np.int32] | None = None
@@ -232,6 +274,14 @@ class WriteBatch(Arrays):
     num_seqs: int | NDArray[np.int32] | None = None
     k_scale: float | NDArray[np.float32] | None = None
     v_scale: float | NDArray[np.float32] | None = None
+
+    @property
+    def copies(self) -> bool:
+        """Whether K and V come as the pages store them."""
+        return self.k.itemsize == 1
+
+    def dtype_of(self, name: str, array: NDArray[Any]) -> str:
+        return self.cache_dtype if name in ("k", "v") and self.copies else super().dtype_of(name, array)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

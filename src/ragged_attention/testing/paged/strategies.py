@@ -71,9 +71,11 @@ class WriteSpec:
     by_tables: bool = False
     slots: str = "int32"
     reach: float = 1.0  # 1000 goes beyond what an 8-bit float can hold
+    coded: bool = False  # K and V come as 8-bit pages store them
 
     def build(self) -> WriteBatch:
-        return write_batch(self.spec, by_tables=self.by_tables, slot_dtype=np.dtype(self.slots), reach=self.reach)
+        batch = write_batch(self.spec, by_tables=self.by_tables, slot_dtype=np.dtype(self.slots), reach=self.reach)
+        return coded(batch) if self.coded else batch
 
 
 write_specs = st.builds(
@@ -82,7 +84,19 @@ write_specs = st.builds(
     by_tables=st.booleans(),
     slots=st.sampled_from(["int32", "int64"]),
     reach=st.sampled_from([1.0, 1000.0]),
+    coded=st.sampled_from([False, False, True]),
 )
+
+
+def coded(batch: WriteBatch, *, finite: bool = False) -> WriteBatch:
+    """A write into 8-bit pages whose K and V are any codes of theirs, or of numbers; another write as it is."""
+    if not batch.quantized:
+        return batch
+    rng, dtype = np.random.default_rng(len(batch.k)), np.int8 if batch.cache_dtype == "int8" else np.uint8
+    k, v = (rng.integers(0, 256, array.shape, np.uint8).view(dtype) for array in (batch.k, batch.v))
+    if finite:
+        k, v = (formats.stored(rng.standard_normal(array.shape) * 3, batch.cache_dtype) for array in (k, v))
+    return batch.change(k=k, v=v)
 
 
 def write_batch(spec: Spec, *, by_tables: bool = False, slot_dtype: Any = np.int32, reach: float = 1.0) -> WriteBatch:

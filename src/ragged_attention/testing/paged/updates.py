@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from ragged_attention.testing import compare
+from ragged_attention.testing import compare, formats
 from ragged_attention.testing.drawing import Check, drawn
 from ragged_attention.testing.paged.corners import ALL_EDGES, MIXED
 from ragged_attention.testing.paged.specs import Spec, WriteBatch, expected, pages_of
-from ragged_attention.testing.paged.strategies import specs, write_batch
+from ragged_attention.testing.paged.strategies import coded, specs, write_batch
 from ragged_attention.testing.runner import Runner
 
 # In one operation where the backend has that, else in two.
@@ -38,10 +38,14 @@ UPDATES: dict[str, Spec] = {
 }
 
 
-def check_update(runner: Runner, spec: Spec, options: Mapping[str, Any] | None = None) -> None:
+def check_update(
+    runner: Runner, spec: Spec, options: Mapping[str, Any] | None = None, *, of_codes: bool = False
+) -> None:
     """The pages are to the last bit those that a write of its own leaves, and the attention sees them."""
     spec = dataclasses.replace(spec, sharing=None, poison=None)
     batch, new = spec.build(), _with_nan_where_nothing_goes(write_batch(spec, by_tables=True))
+    if of_codes:
+        new = coded(new, finite=True)
     out, lse, pages = runner.update(batch, new, options=options)
     for got, want in zip(pages_of(pages), pages_of(runner.run("write_kv_pages", new)), strict=True):
         compare.identical(got, want, "pages")
@@ -64,11 +68,11 @@ def _paths(runner: Runner) -> list[Mapping[str, Any]]:
     return [{}, *([FUSED] if "fused_update" in runner.tunables("ragged_paged_attention") else [])]
 
 
-def _on_each_path(spec: Spec) -> Callable[[Runner, int], int]:
+def _on_each_path(spec: Spec, *, of_codes: bool = False) -> Callable[[Runner, int], int]:
     def run(runner: Runner, examples: int) -> int:
         del examples
         for options in _paths(runner):
-            check_update(runner, spec, options)
+            check_update(runner, spec, options, of_codes=of_codes)
         return len(_paths(runner))
 
     return run
@@ -83,6 +87,8 @@ def corners() -> Iterator[Check]:
     """Every named update, in one operation and in two."""
     for name, spec in UPDATES.items():
         yield Check("corner", f"update, {name}", _on_each_path(spec))
+    for name in formats.QUANTIZED:
+        yield Check("corner", f"update, codes of {name}", _on_each_path(UPDATES[name], of_codes=True))
 
 
 def agreement() -> Iterator[Check]:

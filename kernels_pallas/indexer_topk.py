@@ -1,0 +1,95 @@
+"""The keys with the largest logits of the lightning indexer, on TPUs: tiles' logits, then the choice among them.
+
+Some tiles at a time have their logits in memory, so that there is never a matrix of all of them.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from ragged_attention.calls import IndexerTopk
+from ragged_attention.kernels_pallas import _indexer, top_k_indices
+from ragged_attention.kernels_pallas._blocks import cdiv, expect_sizes
+from ragged_attention.kernels_pallas._indexer import tuning_key as tuning_key
+
+FEATURES = _indexer.FEATURES | {"candidate_blocks", "candidate_block_size"}
+CHUNK_BYTES = 64 << 20  # of logits
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tile(_indexer.Tile):
+    """What may be tuned.
+
+    Args:
+        num_keys_per_block, num_queries_per_block, vmem_limit_bytes: as in `indexer_logits`.
+        num_rows_per_chunk: rows of logits that are in memory at a time, at least those of a tile.
+        num_rows_per_block: as in `top_k_indices`.
+    """
+
+    num_rows_per_chunk: int = 1024
+    num_rows_per_block: int = top_k_indices.ROWS
+
+    def __post_init__(self) -> None:
+        _indexer.Tile.__post_init__(self)
+        expect_sizes(self, num_rows_per_chunk=(1, _indexer.LARGEST_INT))
+        self.selection()
+
+    def selection(self) -> top_k_indices.Tile:
+        return top_k_indices.Tile(num_rows_per_block=self.num_rows_per_block, vmem_limit_bytes=self.vmem_limit_bytes)
+
+
+def why_not(call: IndexerTopk) -> str | None:
+    return _indexer.why_not(call) or top_k_indices.too_wide(call.columns)
+
+
+def heuristic(call: IndexerTopk) -> Tile:
+    tile, width = _indexer.heuristic(call), _indexer.width_of(call)
+    return Tile(
+        num_keys_per_block=tile.num_keys_per_block,
+        num_queries_per_block=tile.num_queries_per_block,
+        num_rows_per_chunk=max(1, CHUNK_BYTES // (4 * max(width, 1))),
+        num_rows_per_block=top_k_indices.rows_that_fit(_indexer.LARGEST_INT, call.columns),
+    )
+
+
+def run(call: IndexerTopk, tile: Tile, launch: Any) -> Any:
+    """Positions [T, top_k]."""
+    del launch  # pallas_call launches
+    if _indexer.sees_nothing(call):
+        return jnp.full((call.num_tokens, call.top_k), -1, jnp.int32)
+    rows, pieces = _indexer.rows_of(call, tile.num_queries_per_block), _indexer.pieces_of(call, tile)
+    width, tiles = _indexer.width_of(call), len(rows.seq)
+    together = min(max(1, tile.num_rows_per_chunk // tile.num_queries_per_block), tiles)
+
+    def choose(chunk: tuple[Any, ...]) -> Any:
+        token, starts, stops, seq = chunk
+        own = _indexer.Rows(token=token, starts=starts, stops=stops, seq=seq, of_token=None)
+        logits = _indexer.logits_of(call, pieces, own, tile).reshape(-1, width)
+        starts, stops = starts.reshape(-1), stops.reshape(-1)
+        if call.relative:
+            logits = _indexer.from_own_start(call, logits, starts)
+            starts, stops = jnp.zeros_like(starts), stops - starts
+        if call.candidate_blocks is not None:
+            logits = jnp.where(_listed(call, token.reshape(-1)), logits, -jnp.inf)
+        return top_k_indices.largest(logits, call.top_k, starts, stops, tile.selection())
+
+    chunks = []
+    for array in (rows.token, rows.starts, rows.stops, rows.seq):
+        spare = cdiv(tiles, together) * together - tiles
+        chunks.append(
+            jnp.pad(array, ((0, spare), *[(0, 0)] * (array.ndim - 1))).reshape(-1, together, *array.shape[1:])
+        )
+    chosen = lax.map(choose, tuple(chunks)).reshape(-1, call.top_k)
+    return _indexer.by_token(chosen, rows, call.num_tokens, -1)
+
+
+def _listed(call: Any, token: Any) -> Any:
+    """Which columns the tokens [R] list, bool [R, columns]."""
+    size = min(call.candidate_block_size, call.columns)  # a block that holds all holds no more
+    blocks = cdiv(call.columns, size)
+    lists = call.candidate_blocks[token]
+    lists = jnp.where((lists >= 0) & (lists < blocks), lists, blocks)
+    table = jnp.zeros((len(token), blocks + 1), bool).at[jnp.arange(len(token))[:, None], lists].set(True)
+    return jnp.repeat(table[:, :blocks], size, axis=1)[:, : call.columns]

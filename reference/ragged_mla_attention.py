@@ -1,0 +1,80 @@
+"""Ragged attention over a paged latent cache: one row per position serves all heads, as K and, its first part, as V."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ragged_attention.reference._kv_layout import latent_rows, per_head, sequence_bounds
+from ragged_attention.reference._no_tuning import Tile as Tile
+from ragged_attention.reference._no_tuning import heuristic as heuristic
+from ragged_attention.reference._no_tuning import invariant_tile as invariant_tile
+from ragged_attention.reference._no_tuning import why_not as why_not
+from ragged_attention.reference.mla_decode import dense_slots
+from ragged_attention.reference.ragged_paged_attention import attend, visible
+
+FEATURES = frozenset({
+    "num_seqs", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "kv_scale", "return_lse",
+    "cache_format", "cache_layout", "out_dtype",
+})  # fmt: skip
+
+
+def ragged_mla_attention(
+    q: ArrayLike,
+    kv_cache: ArrayLike,
+    kv_lens: ArrayLike,
+    page_indices: ArrayLike,
+    cu_q_lens: ArrayLike,
+    num_seqs: ArrayLike | None = None,
+    *,
+    max_q_len: int | None = None,
+    d_v: int = 512,
+    sm_scale: float | None = None,
+    causal: bool = True,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
+    kv_scale: ArrayLike | None = None,
+    return_lse: bool = False,
+    new_kv: None = None,
+    cache_format: str | None = None,
+    cache_layout: str | None = None,
+    out_dtype: str | None = None,
+    code_dtype: str | None = None,
+) -> Any:
+    """Out [T, H, d_v] in float64, and lse [T, H] with `return_lse`; the arguments are those of the record.
+
+    `new_kv` is written by `write_mla_cache` before this is called. `code_dtype` names the numbers of a plain 8-bit
+    cache.
+    """
+    del max_q_len, out_dtype  # which do not change the result
+    assert new_kv is None
+    q, kv_cache, page_indices = np.asarray(q, np.float64), np.asarray(kv_cache), np.asarray(page_indices)
+    num_pages, page_size = kv_cache.shape[:2]
+    num_tokens, num_q_heads, d_qk = q.shape
+    scale = d_qk**-0.5 if sm_scale is None else sm_scale
+    (factor,) = per_head(kv_scale, 1)
+    out = np.zeros((num_tokens, num_q_heads, d_v))
+    lse = np.full((num_tokens, num_q_heads), -np.inf)
+    for seq, (start, stop) in enumerate(sequence_bounds(cu_q_lens, num_seqs, num_tokens)):
+        kv_len = int(np.clip(np.asarray(kv_lens)[seq], 0, page_indices.shape[1] * page_size))
+        positions, slots = dense_slots(page_indices[seq], kv_len, num_pages, page_size)
+        if start == stop or not len(slots):
+            continue
+        rows = np.zeros((kv_len, d_qk))
+        rows[positions] = latent_rows(kv_cache, slots, cache_format, cache_layout, code_dtype)[:, 0]
+        valid = np.isin(np.arange(kv_len), positions)
+        seen = visible(stop - start, kv_len, valid, causal, sliding_window)
+        for head in range(num_q_heads):
+            sink = -np.inf if sinks is None else np.asarray(sinks, np.float64)[head]
+            out[start:stop, head], lse[start:stop, head] = attend(
+                q[start:stop, head], rows, rows[:, :d_v], seen, float(scale * factor), soft_cap, sink
+            )
+    return (out * factor, lse) if return_lse else out * factor
+
+
+def run(call: Any, tile: Tile, launch: Any) -> Any:
+    del tile
+    outputs = [(result.shape, result.dtype) for result in call.results()]
+    found = launch.on_host(ragged_mla_attention, call, outputs, code_dtype=call.code_dtype)
+    return found if call.return_lse else found[0]

@@ -1,0 +1,118 @@
+"""Ragged attention over a paged latent cache with plain torch operations.
+
+The lengths and the page tables are read on the host, so a call waits for its device. Sequence by sequence, as many
+queries as make a matrix of QUERY_ROWS meet the keys that some of them sees, which are gathered and converted to float32
+piece by piece. All queries of a KV head are rows of one matrix; keys are never repeated, and values are their columns.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ragged_attention.calls import RaggedMlaAttention
+from ragged_attention.portable.torch_eager._host import (
+    Ints,
+    held_kv_lens,
+    on_host,
+    readable_on_host,
+    result_dtype,
+    sequence_bounds,
+)
+from ragged_attention.portable.torch_eager._latents import Rows
+from ragged_attention.portable.torch_eager._latents import Tile as Tile
+from ragged_attention.portable.torch_eager._latents import heuristic as heuristic
+from ragged_attention.portable.torch_eager._softmax import Softmax
+
+QUERY_ROWS = 1024  # of one KV head that meet the keys together
+FEATURES = frozenset({
+    "num_seqs", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "kv_scale", "return_lse",
+    "cache_format", "cache_layout", "out_dtype",
+})  # fmt: skip
+
+
+def why_not(call: RaggedMlaAttention) -> str | None:
+    return readable_on_host(call)
+
+
+def run(call: RaggedMlaAttention, tile: Tile, launch: Any) -> Any:
+    del launch
+    attention = Attention(call, tile, call.q, call.kv_scale)
+    attention.run(sequence_bounds(call))
+    return (attention.out, attention.lse) if call.return_lse else attention.out
+
+
+class Attention:
+    """One call, of this operation or a dense one of `mla_decode`, and its results out [T, H, d_v] and lse [T, H]."""
+
+    def __init__(self, call: Any, tile: Tile, q: torch.Tensor, kv_scale: Any = None) -> None:
+        """`q` is [T, H, d_qk]."""
+        self.call, self.tile, self.q = call, tile, q
+        self.num_kv_heads, self.group = call.num_kv_heads, call.num_q_heads // call.num_kv_heads
+        self.scale, self.factor = call.scale, None
+        if kv_scale is not None:
+            self.factor = torch.as_tensor(kv_scale, dtype=torch.float32, device=q.device).reshape(())
+            self.scale = self.factor * call.scale
+        self.sinks = None if call.sinks is None else call.sinks.view(self.num_kv_heads, 1, self.group)
+        self.out = q.new_zeros((*q.shape[:2], call.d_v), dtype=result_dtype(call))
+        self.lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
+
+    def run(self, bounds: list[tuple[int, int]]) -> None:
+        """Fill in the results of sequences whose first and one-past-last query rows are given."""
+        call = self.call
+        if not call.num_slots:
+            return
+        rows, kv_lens = Rows(call.kv_cache, call.layout), held_kv_lens(call, len(bounds))
+        tables = on_host(call.page_indices[:, : -(-max(kv_lens, default=0) // call.page_size)])
+        for seq, ((start, stop), kv_len) in enumerate(zip(bounds, kv_lens, strict=True)):
+            if start < stop and kv_len > 0:
+                self._sequence(rows, tables[seq], start, stop, kv_len)
+
+    def _sequence(self, rows: Rows, table: Ints, start: int, stop: int, kv_len: int) -> None:
+        call = self.call
+        window = call.sliding_window
+        low = 0 if window is None else max(kv_len - (stop - start) - window + 1, 0)
+        positions, slots = _keys(table, low, kv_len, call)
+        first_seeing = max(start, stop - kv_len) if call.causal else start  # others stand before the first position
+        step = max(QUERY_ROWS // self.group, 1)
+        for first in range(first_seeing, stop, step):
+            own = kv_len - stop + np.arange(first, min(first + step, stop))
+            lows = np.zeros_like(own) if window is None else np.searchsorted(positions, own - window, side="right")
+            highs = np.searchsorted(positions, own, side="right") if call.causal else np.full_like(own, len(positions))
+            self._queries(rows, first, slots, lows, highs)
+
+    def _queries(self, rows: Rows, first: int, slots: torch.Tensor, lows: Ints, highs: Ints) -> None:
+        """The queries from row `first` on, of which each sees the keys at `slots[low:high]`; both bounds ascend."""
+        call, count, heads = self.call, len(lows), (self.num_kv_heads, self.group)
+        own = slice(first, first + count)
+        q = self.q[own].unflatten(1, heads).transpose(0, 1)
+        softmax = Softmax(q.flatten(1, 2), self.scale, call.d_v, call.soft_cap)
+        stop = int(highs[-1])
+        for low in range(int(lows[0]), stop, self.tile.block_kv):
+            high = min(low + self.tile.block_kv, stop)
+            hidden = None
+            if high > highs[0] or low < lows[-1]:
+                key = np.arange(low, high)
+                by_token = torch.from_numpy((key < lows[:, None]) | (key >= highs[:, None]))
+                hidden = by_token.to(slots.device).repeat_interleave(self.group, 0)
+            softmax.add(rows.at(slots[low:high]).transpose(0, 1), hidden)
+        sinks = None if self.sinks is None else self.sinks.expand(-1, count, -1).flatten(1, 2)
+        out, _, lse = softmax.finish(sinks)
+        if self.factor is not None:
+            out.mul_(self.factor)
+        self.out[own].unflatten(1, heads).copy_(out.unflatten(1, (count, self.group)).transpose(0, 1))
+        self.lse[own].unflatten(1, heads).copy_(lse.unflatten(1, (count, self.group)).transpose(0, 1))
+
+
+def _keys(table: Ints, low: int, high: int, call: Any) -> tuple[Ints, torch.Tensor]:
+    """The positions [low, high) of a sequence that lie on valid pages, ascending, and their slots."""
+    page_size = call.page_size
+    page = low // page_size
+    positions, own = np.arange(low, high), slice(low - page * page_size, high - page * page_size)
+    pages = table[page : -(-high // page_size)].astype(np.int64)
+    slots = (pages[:, None] * page_size + np.arange(page_size)).reshape(-1)[own]
+    valid = (pages >= 0) & (pages < call.kv_cache.shape[0])
+    if not valid.all():
+        seen = np.repeat(valid, page_size)[own]
+        positions, slots = positions[seen], slots[seen]
+    return positions, torch.from_numpy(slots).to(call.q.device)

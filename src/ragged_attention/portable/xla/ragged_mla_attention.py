@@ -1,0 +1,70 @@
+"""Ragged attention over a paged latent cache on plain jax operations.
+
+Ragged paged attention whose keys are the latent rows and whose values are their first columns: each block of rows is
+gathered once, as it is stored, and serves as both.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ragged_attention.calls import MlaDecode, RaggedMlaAttention, RaggedPagedAttention
+from ragged_attention.portable.xla._framework import why_not as why_not
+from ragged_attention.portable.xla._latents import Latents
+from ragged_attention.portable.xla._ragged import at
+from ragged_attention.portable.xla._tile import Tile as Tile
+from ragged_attention.portable.xla.ragged_paged_attention import attention
+
+FEATURES = frozenset({
+    "num_seqs", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "kv_scale", "return_lse",
+    "cache_format", "cache_layout", "out_dtype",
+})  # fmt: skip
+
+
+def heuristic(call: RaggedMlaAttention) -> Tile:
+    """Tiles near the mean query length, up to 256 rows or 8 tokens; blocks that stay in a core's cache."""
+    mean = -(-call.num_tokens // max(call.max_num_seqs, 1))
+    block_q = min(64, max(8, 256 // call.num_q_heads), 1 << max(mean - 1, 0).bit_length())
+    return Tile(block_q=block_q, block_kv=512 if block_q < 8 else 256)
+
+
+def run(call: RaggedMlaAttention, tile: Tile, launch: Any) -> Any:
+    del launch  # XLA launches
+    tables = {"cu_q_lens": call.cu_q_lens, "num_seqs": call.num_seqs}
+    out, lse = attend(call, tile, **tables, k_scale=call.kv_scale, v_scale=call.kv_scale)
+    return (out, lse) if call.return_lse else out
+
+
+def attend(
+    call: MlaDecode | RaggedMlaAttention, tile: Tile, num_q_tokens: int | None = None, **others: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Out [T, H, d_v] and lse [T, H] of a call over latents as one of ragged paged attention.
+
+    What the latter has by another name or in another shape is among `others`. `num_q_tokens` is how many queries each
+    sequence has, where that is known.
+    """
+    names = (
+        "q", "kv_lens", "page_indices", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "out_dtype",
+    )  # fmt: skip
+    rows = call.kv_cache.shape[:3]
+    values: dict[str, Any] = dict.fromkeys(RaggedPagedAttention.argument_names())
+    values |= {name: getattr(call, name) for name in names}
+    values["kv_pages"] = [jax.ShapeDtypeStruct((*rows, width), call.q.dtype) for width in (call.d_qk, call.d_v)]
+    ragged = RaggedPagedAttention.unchecked(**values | others, device=call.device)
+    return attention(ragged, tile, LatentBlocks(call), num_q_tokens)
+
+
+class LatentBlocks:
+    """Gathers latent rows, which are K and, in their first columns, V."""
+
+    def __init__(self, call: MlaDecode | RaggedMlaAttention) -> None:
+        self.latents = Latents(call.kv_cache, call.layout)
+        self.page_indices, self.d_v = call.page_indices, call.d_v
+        self.heads = jnp.arange(call.num_kv_heads, dtype=jnp.int32)[:, None]
+
+    def read(self, seq: jax.Array, key: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        page_size = self.latents.page_size
+        column = jnp.minimum(key // page_size, self.page_indices.shape[1] - 1)
+        rows, seen = self.latents.read(at(self.page_indices, seq, column), key % page_size, self.heads, wanted)
+        return rows, rows[..., : self.d_v].astype(jnp.float32), seen[0]
