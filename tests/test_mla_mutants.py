@@ -109,26 +109,26 @@ def last_block_is_skipped(indices: Any, topk_len: Any, num_slots: int) -> Any:
 
 
 # What is done with the rows.
-def rotary_part_is_dropped(q: Any, rows: Any, d_v: int, scale: float) -> Any:
-    return honest_attend(q[:, :d_v], rows[:, :d_v], d_v, scale)
+def rotary_part_is_dropped(q: Any, rows: Any, d_v: int, scale: float, soft_cap: Any = None) -> Any:
+    return honest_attend(q[:, :d_v], rows[:, :d_v], d_v, scale, soft_cap)
 
 
-def values_are_the_last_columns(q: Any, rows: Any, d_v: int, scale: float) -> Any:
-    _, highest, lse = honest_attend(q, rows, d_v, scale)
-    return honest_attend(q[:, ::-1], rows[:, ::-1], d_v, scale)[0][:, ::-1], highest, lse
+def values_are_the_last_columns(q: Any, rows: Any, d_v: int, scale: float, soft_cap: Any = None) -> Any:
+    _, highest, lse = honest_attend(q, rows, d_v, scale, soft_cap)
+    return honest_attend(q[:, ::-1], rows[:, ::-1], d_v, scale, soft_cap)[0][:, ::-1], highest, lse
 
 
-def logits_are_not_scaled(q: Any, rows: Any, d_v: int, scale: float) -> Any:
-    return honest_attend(q, rows, d_v, 1.0)
+def logits_are_not_scaled(q: Any, rows: Any, d_v: int, scale: float, soft_cap: Any = None) -> Any:
+    return honest_attend(q, rows, d_v, 1.0, soft_cap)
 
 
-def logarithms_in_base_two(q: Any, rows: Any, d_v: int, scale: float) -> Any:
-    out, highest, lse = honest_attend(q, rows, d_v, scale)
+def logarithms_in_base_two(q: Any, rows: Any, d_v: int, scale: float, soft_cap: Any = None) -> Any:
+    out, highest, lse = honest_attend(q, rows, d_v, scale, soft_cap)
     return out, highest / np.log(2), lse / np.log(2)
 
 
-def no_key_gives_plus_infinity(q: Any, rows: Any, d_v: int, scale: float) -> Any:
-    out, highest, lse = honest_attend(q, rows, d_v, scale)
+def no_key_gives_plus_infinity(q: Any, rows: Any, d_v: int, scale: float, soft_cap: Any = None) -> Any:
+    out, highest, lse = honest_attend(q, rows, d_v, scale, soft_cap)
     return out, highest, np.where(lse == -np.inf, np.inf, lse)
 
 
