@@ -171,7 +171,7 @@ def write_rows_kernel(
     row = slot % PAGE_SIZE
     if SCALES == "":
         target = page + row * row_stride + part.to(tl.int64) * head_stride
-        scale = load_scale(kv_scale_ptr, 0, kv_scale_factor, KV_SCALE_STRIDE)
+        scale = load_scale(kv_scale_ptr, part, kv_scale_factor, KV_SCALE_STRIDE)
         write_plain(source + part.to(tl.int64) * kv_head_stride, target, live, scale, SCALED, CODES, WIDTH, GROUP)
     else:
         rotary: tl.constexpr = WIDTH - VALUES
