@@ -69,12 +69,12 @@ class Judge:
     """Runs one batch with a kernel's PTX changed, and holds the results to the definition and to the kernel's own."""
 
     def __init__(self, arch: str, kernel: str, seed: int | None = None) -> None:
-        from ragged_attention.testing.paged.specs import Spec, expected
+        from ragged_attention.testing.paged.specs import Spec
 
         lens = ((1, 300), (20, 400), (40, 200), (3, 3))
         batch = Spec(lens=lens, page_size=16, num_kv_heads=2, group=2, head_dim=64, dtype="bfloat16").build()
         self.arch, self.kernel, self.seed = arch, kernel, seed
-        self.batch, self.wanted = batch, expected(batch)
+        self.batch, self.wanted = batch, batch.expected()
         self.text, self.reached = "", set[int]()
         self.right = self.results(None)[0]
 

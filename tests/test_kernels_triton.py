@@ -17,8 +17,9 @@ from ragged_attention.reference.ragged_paged_attention import ragged_paged_atten
 from ragged_attention.reference.sparse_mla_prefill import sparse_mla_prefill
 from ragged_attention.samples import FakeArray, LatentSample, device_of
 from ragged_attention.testing.compare import agrees
-from ragged_attention.testing.mla.ragged import RaggedLatentSpec, check_ragged
+from ragged_attention.testing.mla.ragged import RaggedLatentSpec
 from ragged_attention.testing.mla.specs import PrefillSpec
+from ragged_attention.testing.paged.oracle import check_attention
 from ragged_attention.testing.paged.specs import Spec
 from ragged_attention.testing.runner import runner_for
 
@@ -229,7 +230,7 @@ UNEVEN = ((1, 3), (2, 90), (1, 0), (30, 40), (0, 9), (1, 130), (3, 17), (1, 1), 
 )
 def test_ragged_latents_in_parts(options: dict[str, Any], limit: str | None) -> None:
     tables = Spec(lens=UNEVEN, group=5, dtype="bfloat16", sliding_window=80, limit=limit, poison="nan", padding=2)
-    check_ragged(runner_for("triton", "torch"), RaggedLatentSpec(tables=tables).build(), options)
+    check_attention(runner_for("triton", "torch"), RaggedLatentSpec(tables=tables).build(), options)
 
 
 @triton.jit

@@ -240,6 +240,7 @@ from ragged_attention.kernels_pallas import _latent
 from ragged_attention.testing.mla import ragged
 from ragged_attention.testing.mla.specs import DecodeSpec, PrefillSpec
 from ragged_attention.testing.mla.oracle import check_decode, check_prefill
+from ragged_attention.testing.paged.oracle import check_attention
 from ragged_attention.testing.tpu_interpreter import InterpretedRunner
 
 _latent.LONGEST_CHUNK = 32
@@ -262,7 +263,7 @@ lens = ((1, 150), (0, 9), (9, 130), (3, 2), (2, 61))
 for group, scalar_memory in ((3, 160), (40, 1 << 20)):  # tables of some tokens at a time, then of all
     spec = ragged._spec(lens=lens, group=group, sliding_window=70, page_size=2, padding=3, poison="nan")
     with mock.patch.object(_latent, "table_bytes", lambda call, size=scalar_memory: size):
-        ragged.check_ragged(runner, spec.build(), options | {"num_queries_per_block": 4})
+        check_attention(runner, spec.build(), options | {"num_queries_per_block": 4})
 """
 
 

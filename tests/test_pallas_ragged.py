@@ -81,7 +81,7 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 from ragged_attention.kernels_pallas import ragged_paged_attention as room
 from ragged_attention.testing import compare
-from ragged_attention.testing.paged.specs import Spec, expected
+from ragged_attention.testing.paged.specs import Spec
 from ragged_attention.testing.runner import runner_for
 
 spec = Spec(lens=((1, 9), (5, 18), (1, 40), (0, 3), (3, 3)), page_size=4, num_kv_heads=1, group=2, count="array",
@@ -94,8 +94,8 @@ room.table_bytes = lambda call: 3 * 4 * call.page_indices.shape[1]  # three sequ
 with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
     out, lse = runner_for("pallas", "jax").run("ragged_paged_attention", batch, return_lse=True)
 assert len(launches) == 6, launches
-compare.agrees(out, expected(batch)[0], batch.kind)
-compare.agrees(lse, expected(batch)[1], f"lse {batch.kind}", "lse")
+compare.agrees(out, batch.expected()[0], batch.kind)
+compare.agrees(lse, batch.expected()[1], f"lse {batch.kind}", "lse")
 """
 
 

@@ -41,7 +41,7 @@ from ragged_attention.testing.mla.cache_specs import SlotsSpec
 from ragged_attention.testing.mla.oracle import check_slots
 from ragged_attention.testing.mla.strategies import decode_specs, prefill_specs
 from ragged_attention.testing.paged.corners import MERGE_CORNERS, WRITE_CORNERS
-from ragged_attention.testing.paged.specs import expected, garbage, pages_of
+from ragged_attention.testing.paged.specs import garbage, pages_of
 from ragged_attention.testing.paged.strategies import specs, write_batch
 from ragged_attention.testing.runner import FRAMEWORKS, Absent, Declined, Runner, runner_for, runners
 from ragged_attention.testing.suite import checks
@@ -204,7 +204,7 @@ def test_a_spec_makes_the_same_valid_batch_again(spec: Spec) -> None:
         parts = zip(pages_of(value), pages_of(again.arguments()[name]), strict=True) if name == "kv_pages" else ()
         for one, other in parts or [(value, again.arguments()[name])]:
             np.testing.assert_array_equal(one, other)
-    out, lse = expected(batch)
+    out, lse = batch.expected()
     assert np.isfinite(out).all(), "what must not be read was read"
     assert not np.isnan(lse).any()
 

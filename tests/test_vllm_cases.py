@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("torch")
 
 from ragged_attention.testing import compare, formats
-from ragged_attention.testing.paged.specs import Batch, expected
+from ragged_attention.testing.paged.specs import Batch
 from ragged_attention.testing.runner import Runner
 
 LENGTHS = (((1, 1328), (5, 18), (129, 463)), ((1, 523), (1, 37), (1, 2011)))  # queries and keys of each sequence
@@ -74,7 +74,7 @@ QUANTISED = [Case(*case, None, None, CACHES[1]) for case in itertools.product(LE
 @functools.lru_cache(maxsize=1)  # for all backends in turn
 def answered(case: Case) -> tuple[Batch, Any]:
     batch = case.build()
-    return batch, expected(batch)
+    return batch, batch.expected()
 
 
 @pytest.mark.parametrize("backend", ["numba", "eager", "triton"])

@@ -31,6 +31,7 @@ from ragged_attention.calls.mla_cache import (
     MIXED,
     CacheFormat,
     CacheKind,
+    LatentPagesCall,
     expect_cache,
     expect_layout,
     format_of,
@@ -238,13 +239,14 @@ class SparseMlaPrefillBackward(SparsePrefillCall):
 
 
 @record
-class MlaDecode(LatentCall):
+class MlaDecode(LatentCall, LatentPagesCall):
     """The arguments of `mla_decode`, which says what they mean; its schedule as the arrays that it consists of."""
 
     OPERATION: ClassVar[str] = "mla_decode"
     ATTENDS: ClassVar[bool] = True
     TAKES_OUT: ClassVar[bool] = True
     NUM_RESULTS: ClassVar[int | None] = 2
+    CACHE: ClassVar[str] = "kv_cache"
 
     q: Any = field(ArrayKind("S Q H D", FLOATS))
     kv_cache: Any = field(CacheKind(unit_stride=True))
@@ -327,10 +329,6 @@ class MlaDecode(LatentCall):
         return Result(self.out_shape, self.result_dtype), Result(self.lse_shape, "float32")
 
     @property
-    def given_format(self) -> str | None:
-        return self.cache_format
-
-    @property
     def sparse(self) -> bool:
         return self.indices is not None
 
@@ -344,18 +342,6 @@ class MlaDecode(LatentCall):
         return self.q.shape[1]
 
     @property
-    def num_kv_heads(self) -> int:
-        return self.kv_cache.shape[2]
-
-    @property
-    def page_size(self) -> int:
-        return self.kv_cache.shape[1]
-
-    @property
-    def num_slots(self) -> int:
-        return self.kv_cache.shape[0] * self.page_size
-
-    @property
     def topk(self) -> int:
         """Entries of each list; 0 in a dense call."""
         return self.indices.shape[2] if self.sparse else 0
@@ -367,18 +353,7 @@ class MlaDecode(LatentCall):
     @property
     def capacity(self) -> int:
         """The most keys that one query can see."""
-        if self.sparse:
-            return self.topk + self.extra_topk
-        return min(self.page_indices.shape[1] * self.page_size, 2**31 - 2**16)
-
-    @property
-    def format(self) -> str:
-        return format_of("kv_cache", self.kv_cache, self.cache_format)
-
-    @property
-    def layout(self) -> CacheFormat | None:
-        """The format in the call's layout, None of a plain cache."""
-        return laid_out(self.format, self.cache_layout)
+        return self.topk + self.extra_topk if self.sparse else super().capacity
 
     @property
     def extra_format(self) -> str:

@@ -10,6 +10,7 @@ from ragged_attention.calls.fields import (
     INT32,
     QUANTIZED,
     WIDE_FLOATS,
+    Array,
     ArrayKind,
     Arrays,
     Count,
@@ -25,7 +26,7 @@ from ragged_attention.calls.fields import (
     field,
     is_array,
 )
-from ragged_attention.calls.paged import TableWrite, live_sequences, tables_for_slots
+from ragged_attention.calls.paged import TableWrite, live_sequences, table_capacity, tables_for_slots
 from ragged_attention.errors import InvalidInput
 
 BYTES = ("uint8", "float8_e4m3fn", "int8")
@@ -190,13 +191,13 @@ def expect_cache(
 class CacheKind(Kind):
     """A paged latent cache, plain or quantised; its format is the call's, or follows from its dtype and width.
 
-    It may be 8-bit and plain if the call knows the width of its rows, `row_width`.
+    It may be 8-bit and plain where the call has a `row_width`.
     """
 
     floats: tuple[str, ...] = FLOATS
 
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
-        expect_cache(name, value, call.given_format, call.cache_layout, self.floats, getattr(call, "row_width", None))
+        expect_cache(name, value, call.cache_format, call.cache_layout, self.floats, call.row_width)
         sizes.setdefault("K", value.shape[2])
 
 
@@ -287,12 +288,68 @@ class DequantizeMlaCache(Call):
         """No value is invalid."""
 
 
+class LatentPagesCall(Call):
+    """What the records with a paged latent cache share, the argument that `CACHE` names."""
+
+    CACHE: ClassVar[str]
+
+    page_indices: Any
+    cache_format: str | None
+    cache_layout: str | None
+
+    @property
+    def pages(self) -> Array:
+        """The cache."""
+        return getattr(self, self.CACHE)
+
+    @property
+    def row_width(self) -> int | None:
+        """The columns of a row, of a record that takes plain 8-bit caches."""
+        return None
+
+    @property
+    def num_pages(self) -> int:
+        return self.pages.shape[0]
+
+    @property
+    def page_size(self) -> int:
+        return self.pages.shape[1]
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_pages * self.page_size
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.pages.shape[2]
+
+    @property
+    def capacity(self) -> int:
+        """The most positions one sequence's row of `page_indices` can hold; longer lengths count as this."""
+        return table_capacity(self.page_indices, self.page_size)
+
+    @property
+    def format(self) -> str:
+        return format_of(self.CACHE, self.pages, self.cache_format, self.row_width)
+
+    @property
+    def layout(self) -> CacheFormat | None:
+        """The format in the call's layout, None of a plain cache."""
+        return laid_out(self.format, self.cache_layout)
+
+    @property
+    def code_dtype(self) -> str | None:
+        """The dtype of a plain 8-bit cache, None of any other."""
+        return dtype_name(self.pages) if is_plain_8bit(self.pages, self.row_width) else None
+
+
 @record
-class WriteMlaCache(TableWrite):
+class WriteMlaCache(LatentPagesCall, TableWrite):
     """The arguments of `write_mla_cache`, which says what they mean."""
 
     OPERATION: ClassVar[str] = "write_mla_cache"
     NUM_RESULTS: ClassVar[int | None] = 0
+    CACHE: ClassVar[str] = "cache"
 
     kv: Any = field(ArrayKind())
     cache: Any = field(CacheKind(unit_stride=True, written=True))
@@ -325,51 +382,12 @@ class WriteMlaCache(TableWrite):
         return (Result(self.cache.shape, self.cache.dtype),)
 
     @property
-    def given_format(self) -> str | None:
-        return self.cache_format
-
-    @property
     def row_width(self) -> int | None:
         return self.kv.shape[-1] if is_array(self.kv) and len(self.kv.shape) else None
 
     @property
-    def format(self) -> str:
-        return format_of("cache", self.cache, self.cache_format, self.row_width)
-
-    @property
-    def code_dtype(self) -> str | None:
-        """The dtype of a plain 8-bit cache, None of any other."""
-        return dtype_name(self.cache) if is_plain_8bit(self.cache, self.row_width) else None
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.cache.shape[2]
-
-    @property
     def num_tokens(self) -> int:
         return self.kv.shape[0]
-
-    @property
-    def layout(self) -> CacheFormat | None:
-        """The format in the call's layout, None of a plain cache."""
-        return laid_out(self.format, self.cache_layout)
-
-    @property
-    def num_pages(self) -> int:
-        return self.cache.shape[0]
-
-    @property
-    def page_size(self) -> int:
-        return self.cache.shape[1]
-
-    @property
-    def num_slots(self) -> int:
-        return self.num_pages * self.page_size
-
-    @property
-    def capacity(self) -> int:
-        """The most positions one sequence's row of `page_indices` can hold; longer lengths count as this."""
-        return min(self.page_indices.shape[1] * self.page_size, 2**31 - 2**16)
 
     def check_strides(self, strides: Callable[[Any], tuple[int, ...]]) -> None:
         """Refuse what cannot be written in place: the layout "page" addresses a page's bytes, not its rows."""

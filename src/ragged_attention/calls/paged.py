@@ -1,5 +1,6 @@
 """The records of the operations over a paged KV cache of K and V heads."""
 
+import abc
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -97,6 +98,11 @@ def live_sequences(arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def table_capacity(page_indices: Array, page_size: int) -> int:
+    """The most positions that a row of a page table can hold, as far as int32 counts them with room for a block."""
+    return min(page_indices.shape[1] * page_size, 2**31 - 2**16)
+
+
 TABLES = ("page_indices", "kv_lens", "cu_q_lens")
 
 
@@ -138,6 +144,61 @@ class TableWrite(Call):
         check_ragged_values(
             self.kv_lens, self.page_indices, self.cu_q_lens, self.num_seqs, num_tokens, num_pages, page_size
         )
+
+
+class RaggedCall(WritingCall):
+    """What the attentions of packed queries of many sequences over pages share."""
+
+    NUM_RESULTS: ClassVar[int | None] = None
+
+    q: Any
+    kv_lens: Any
+    page_indices: Any
+    cu_q_lens: Any
+    num_seqs: Any
+    max_q_len: int | None
+    return_lse: bool
+    out_dtype: str | None
+
+    @classmethod
+    def prepare(cls, arguments: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
+        return live_sequences(super().prepare(arguments, arrays))
+
+    def results(self) -> tuple[Result, ...]:
+        out, lse = Result(self.out_shape, self.result_dtype), Result(self.q.shape[:2], "float32")
+        return (out, lse) if self.return_lse else (out,)
+
+    @property
+    @abc.abstractmethod
+    def num_pages(self) -> int: ...
+
+    @property
+    @abc.abstractmethod
+    def page_size(self) -> int: ...
+
+    @property
+    @abc.abstractmethod
+    def out_shape(self) -> tuple[int, int, int]: ...
+
+    @property
+    def result_dtype(self) -> Any:
+        """The dtype of `out`."""
+        return self.out_dtype or self.q.dtype
+
+    @property
+    def num_tokens(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self.kv_lens.shape[0]
+
+    def check_values(self) -> None:
+        """Raise `InvalidInput` naming the first sequence whose index values are invalid. Expects NumPy arrays."""
+        check_ragged_values(
+            self.kv_lens, self.page_indices, self.cu_q_lens, self.num_seqs,
+            self.num_tokens, self.num_pages, self.page_size, self.max_q_len,
+        )  # fmt: skip
 
 
 class PagedCall(Call):
@@ -185,7 +246,7 @@ class PagedCall(Call):
     @property
     def capacity(self) -> int:
         """The most positions one sequence's row of `page_indices` can hold; longer lengths count as this."""
-        return min(self.page_indices.shape[1] * self.page_size, 2**31 - 2**16)
+        return table_capacity(self.page_indices, self.page_size)
 
     @property
     def num_kv_heads(self) -> int:
@@ -246,13 +307,12 @@ class WriteKvPages(PagedCall, TableWrite):
 
 
 @record
-class RaggedPagedAttention(PagedCall, GroupedCall, WritingCall):
+class RaggedPagedAttention(PagedCall, GroupedCall, RaggedCall):
     """The arguments of `ragged_paged_attention`, which says what they mean."""
 
     OPERATION: ClassVar[str] = "ragged_paged_attention"
     ATTENDS: ClassVar[bool] = True
     TAKES_OUT: ClassVar[bool] = True
-    NUM_RESULTS: ClassVar[int | None] = None
     WRITE: ClassVar[type[Call]] = WriteKvPages
     CACHE: ClassVar[str] = "kv_pages"
 
@@ -287,48 +347,14 @@ class RaggedPagedAttention(PagedCall, GroupedCall, WritingCall):
         expect_groups(self.num_q_heads, self.num_kv_heads)
 
     @classmethod
-    def prepare(cls, arguments: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
-        return live_sequences(super().prepare(arguments, arrays))
-
-    def results(self) -> tuple[Result, ...]:
-        out, lse = Result(self.out_shape, self.result_dtype), Result(self.q.shape[:2], "float32")
-        return (out, lse) if self.return_lse else (out,)
-
-    @classmethod
     def arguments_of_write(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
         k, v = arguments["new_kv"]
         names = ("kv_pages", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "k_scale", "v_scale")
         return {"k": k, "v": v, "slot_mapping": None, **{name: arguments[name] for name in names}}
 
     @property
-    def num_tokens(self) -> int:
-        return self.q.shape[0]
-
-    @property
-    def max_num_seqs(self) -> int:
-        return self.kv_lens.shape[0]
-
-    @property
     def out_shape(self) -> tuple[int, int, int]:
         return (self.num_tokens, self.num_q_heads, self.v_head_dim)
-
-    @property
-    def result_dtype(self) -> Any:
-        """The dtype of `out`."""
-        return self.out_dtype or self.q.dtype
-
-    def check_values(self) -> None:
-        """Raise `InvalidInput` naming the first sequence whose index values are invalid. Expects NumPy arrays."""
-        check_ragged_values(
-            self.kv_lens,
-            self.page_indices,
-            self.cu_q_lens,
-            self.num_seqs,
-            self.num_tokens,
-            self.num_pages,
-            self.page_size,
-            self.max_q_len,
-        )
 
 
 def check_ragged_values(

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from ragged_attention.calls.base import Call, Result, WritingCall, record
+from ragged_attention.calls.base import Call, record
 from ragged_attention.calls.fields import (
     FLOATS,
     INT32,
@@ -19,32 +19,27 @@ from ragged_attention.calls.fields import (
     Text,
     dtype_name,
     field,
-    is_array,
 )
 from ragged_attention.calls.mla import LatentCall
 from ragged_attention.calls.mla_cache import (
-    CacheFormat,
     CacheKind,
+    LatentPagesCall,
     WriteMlaCache,
     expect_scale,
-    format_of,
-    is_plain_8bit,
-    laid_out,
     with_heads,
 )
-from ragged_attention.calls.paged import check_ragged_values, live_sequences
+from ragged_attention.calls.paged import RaggedCall
 from ragged_attention.calls.varlen import SINKS
 from ragged_attention.errors import InvalidInput
 
 
 @record
-class RaggedMlaAttention(LatentCall, WritingCall):
+class RaggedMlaAttention(LatentCall, LatentPagesCall, RaggedCall):
     """The arguments of `ragged_mla_attention`, which says what they mean."""
 
     OPERATION: ClassVar[str] = "ragged_mla_attention"
     ATTENDS: ClassVar[bool] = True
     TAKES_OUT: ClassVar[bool] = True
-    NUM_RESULTS: ClassVar[int | None] = None
     WRITE: ClassVar[type[Call]] = WriteMlaCache
     CACHE: ClassVar[str] = "kv_cache"
 
@@ -77,7 +72,7 @@ class RaggedMlaAttention(LatentCall, WritingCall):
 
     @classmethod
     def prepare(cls, arguments: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
-        prepared = live_sequences(super().prepare(arguments, arrays))
+        prepared = super().prepare(arguments, arrays)
         return prepared | {"new_kv": with_heads(prepared["new_kv"])}
 
     @classmethod
@@ -88,68 +83,10 @@ class RaggedMlaAttention(LatentCall, WritingCall):
         known = {"kv": arguments["new_kv"], "cache": arguments["kv_cache"], "slot_mapping": None}
         return known | {"power_of_two_scales": True} | {name: arguments[name] for name in names}
 
-    def results(self) -> tuple[Result, ...]:
-        out, lse = Result(self.out_shape, self.result_dtype), Result(self.q.shape[:2], "float32")
-        return (out, lse) if self.return_lse else (out,)
-
     @property
-    def given_format(self) -> str | None:
-        return self.cache_format
-
-    @property
-    def row_width(self) -> int | None:
-        return self.q.shape[-1] if is_array(self.q) else None
-
-    @property
-    def num_kv_heads(self) -> int:
-        return 1
-
-    @property
-    def num_tokens(self) -> int:
-        return self.q.shape[0]
-
-    @property
-    def max_num_seqs(self) -> int:
-        return self.kv_lens.shape[0]
-
-    @property
-    def num_pages(self) -> int:
-        return self.kv_cache.shape[0]
-
-    @property
-    def page_size(self) -> int:
-        return self.kv_cache.shape[1]
-
-    @property
-    def num_slots(self) -> int:
-        return self.num_pages * self.page_size
-
-    @property
-    def capacity(self) -> int:
-        """The most positions one sequence's row of `page_indices` can hold; longer lengths count as this."""
-        return min(self.page_indices.shape[1] * self.page_size, 2**31 - 2**16)
-
-    @property
-    def format(self) -> str:
-        return format_of("kv_cache", self.kv_cache, self.cache_format, self.row_width)
-
-    @property
-    def layout(self) -> CacheFormat | None:
-        """The format in the call's layout, None of a plain cache."""
-        return laid_out(self.format, self.cache_layout)
-
-    @property
-    def code_dtype(self) -> str | None:
-        """The dtype of a plain 8-bit cache, None of any other."""
-        return dtype_name(self.kv_cache) if is_plain_8bit(self.kv_cache, self.row_width) else None
+    def row_width(self) -> int:
+        return self.d_qk
 
     @property
     def out_shape(self) -> tuple[int, int, int]:
         return (self.num_tokens, self.num_q_heads, self.d_v)
-
-    def check_values(self) -> None:
-        """Raise `InvalidInput` naming the first sequence whose index values are invalid. Expects NumPy arrays."""
-        check_ragged_values(
-            self.kv_lens, self.page_indices, self.cu_q_lens, self.num_seqs,
-            self.num_tokens, self.num_pages, self.page_size, self.max_q_len,
-        )  # fmt: skip

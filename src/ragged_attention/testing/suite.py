@@ -5,10 +5,9 @@ many examples the backend took. A backend that declines a batch (`why_not`) is n
 has shown nothing, which is a `Declined` check.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
-from ragged_attention.testing import compare, formats, invariance
+from ragged_attention.testing import formats, invariance
 from ragged_attention.testing.drawing import Check, built, on_corner, on_drawn, on_drawn_paths, on_every_path
 from ragged_attention.testing.heads_first import suite as heads_first_suite
 from ragged_attention.testing.indexer import suite as indexer_suite
@@ -16,10 +15,14 @@ from ragged_attention.testing.mla import suite as mla_suite
 from ragged_attention.testing.paged import updates
 from ragged_attention.testing.paged.corners import CORNERS, MERGE_CORNERS, WRITE_CORNERS
 from ragged_attention.testing.paged.laws import LAWS, quantised_is_dequantised
-from ragged_attention.testing.paged.oracle import check_merge, check_write
-from ragged_attention.testing.paged.specs import Batch, Spec, expected
+from ragged_attention.testing.paged.oracle import (
+    check_attention,
+    check_determinism,
+    check_merge,
+    check_without_lse,
+    check_write,
+)
 from ragged_attention.testing.paged.strategies import merge_specs, specs, write_specs
-from ragged_attention.testing.runner import Runner
 from ragged_attention.testing.safety import check_garbage
 from ragged_attention.testing.varlen import suite as varlen_suite
 
@@ -31,30 +34,6 @@ ON_EVERY_PATH = (
     "speculative",
     "invalid page indices with sinks",
 )
-
-
-def check_attention(runner: Runner, batch: Batch, options: Mapping[str, Any] | None = None) -> None:
-    """A batch's out and lse agree with the definition."""
-    out, lse = runner.run("ragged_paged_attention", batch, options=options, return_lse=True)
-    want_out, want_lse = expected(batch)
-    compare.agrees(out, want_out, batch.kind)
-    compare.agrees(lse, want_lse, f"lse {batch.kind}", "lse")
-
-
-def check_without_lse(runner: Runner, spec: Spec) -> None:
-    batch = spec.build()
-    out = runner.run("ragged_paged_attention", batch)
-    compare.agrees(out, expected(batch)[0], batch.kind)
-
-
-def check_determinism(runner: Runner, spec: Spec) -> None:
-    batch = spec.build()
-    first, again = (
-        runner.run("ragged_paged_attention", batch, return_lse=True),
-        runner.run("ragged_paged_attention", batch, return_lse=True),
-    )
-    compare.identical(first[0], again[0])
-    compare.identical(first[1], again[1], "lse")
 
 
 def corners() -> Iterator[Check]:
@@ -82,8 +61,8 @@ def agreement() -> Iterator[Check]:
     yield Check(
         "agreement", "attention on drawn batches", on_drawn_paths("ragged_paged_attention", check_attention, specs())
     )
-    yield Check("agreement", "attention without lse", on_drawn(check_without_lse, specs(), 0.2))
-    yield Check("agreement", "the same bits again", on_drawn(check_determinism, specs(), 0.1))
+    yield Check("agreement", "attention without lse", on_drawn(built(check_without_lse), specs(), 0.2))
+    yield Check("agreement", "the same bits again", on_drawn(built(check_determinism), specs(), 0.1))
     yield Check("agreement", "write on drawn batches", on_drawn(built(check_write), write_specs))
     yield Check("agreement", "merge on drawn batches", on_drawn(built(check_merge), merge_specs))
     yield from updates.agreement()

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ragged_attention.testing import formats
 from ragged_attention.testing.mla import latents
 from ragged_attention.testing.mla.latents import Cache
-from ragged_attention.testing.mla.specs import DecodeBatch, LatentArrays, lens_of
+from ragged_attention.testing.mla.specs import AnyLatents, DecodeBatch, LatentArrays, lens_of
 from ragged_attention.testing.paged.specs import INT32, garbage
 
 
@@ -46,8 +46,11 @@ class DequantizeBatch(LatentArrays):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class LatentWriteBatch(LatentArrays):
+class LatentWriteBatch(AnyLatents):
     """The arguments of one `write_mla_cache` call in NumPy."""
+
+    CACHE: ClassVar[str] = "cache"
+    ROWS: ClassVar[str] = "kv"
 
     kv: NDArray[np.float32]
     cache: Cache
@@ -58,23 +61,6 @@ class LatentWriteBatch(LatentArrays):
     num_seqs: int | NDArray[np.int32] | None = None
     kv_scale: float | NDArray[np.float32] | None = None
     power_of_two_scales: bool = True
-    cache_format: str | None = None
-    cache_layout: str | None = None
-
-    @property
-    def code_dtype(self) -> str | None:
-        """The dtype of a plain 8-bit cache, None of any other."""
-        plain = self.cache.itemsize == 1 and self.cache.shape[3] == self.kv.shape[2]
-        return self.cache_dtype if plain else None
-
-    @property
-    def format(self) -> str:
-        if self.code_dtype is not None:
-            return "plain"
-        return latents.format_of(self.cache, self.cache_format, self.cache_layout)
-
-    def dtype_of(self, name: str, array: NDArray[Any]) -> str:
-        return self.cache_dtype if name == "cache" and self.code_dtype else super().dtype_of(name, array)
 
     def layout_of(self, name: str) -> str:
         return "blocks" if name == "cache" else "rows"

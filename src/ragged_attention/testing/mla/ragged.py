@@ -1,7 +1,7 @@
 """Ragged attention over latents: batches, the structures they are made from, named ones, laws and checks."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -12,14 +12,20 @@ from ragged_attention.reference._kv_layout import per_head
 from ragged_attention.reference.ragged_mla_attention import ragged_mla_attention
 from ragged_attention.testing import formats
 from ragged_attention.testing.compare import agrees, identical
-from ragged_attention.testing.drawing import Check, on_corner, on_drawn, on_drawn_paths, on_every_path
+from ragged_attention.testing.drawing import Check, built, on_corner, on_drawn, on_drawn_paths, on_every_path
 from ragged_attention.testing.mla import latents
 from ragged_attention.testing.mla.cache_specs import LatentWriteBatch
-from ragged_attention.testing.mla.specs import BYTES, DecodeBatch, LatentArrays
+from ragged_attention.testing.mla.specs import BYTES, AnyLatents, DecodeBatch
 from ragged_attention.testing.paged import laws as paged_laws
 from ragged_attention.testing.paged import strategies as paged_strategies
 from ragged_attention.testing.paged.corners import ALL_EDGES, MIXED
-from ragged_attention.testing.paged.specs import Batch, MergeBatch, RaggedTables, Spec
+from ragged_attention.testing.paged.oracle import (
+    check_attention,
+    check_determinism,
+    check_without_lse,
+    expect_results,
+)
+from ragged_attention.testing.paged.specs import Batch, RaggedTables, Spec
 from ragged_attention.testing.runner import Runner
 
 TABLES = ("kv_lens", "page_indices", "cu_q_lens", "num_seqs")
@@ -28,30 +34,18 @@ LOGITS = ("sm_scale", "causal", "sliding_window", "soft_cap", "sinks")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class RaggedLatentBatch(LatentArrays, RaggedTables):
+class RaggedLatentBatch(AnyLatents, RaggedTables):
     """The arguments of one `ragged_mla_attention` call in NumPy."""
 
     OPERATION: ClassVar[str] = "ragged_mla_attention"
     PAGES: ClassVar[tuple[str, ...]] = ("kv_cache",)
+    CACHE: ClassVar[str] = "kv_cache"
+    ROWS: ClassVar[str] = "q"
 
     kv_cache: latents.Cache
     d_v: int = 512
     kv_scale: float | NDArray[np.float32] | None = None
-    cache_format: str | None = None
-    cache_layout: str | None = None
     out_dtype: str | None = None
-
-    @property
-    def code_dtype(self) -> str | None:
-        """The dtype of a plain 8-bit cache, None of any other."""
-        plain = self.kv_cache.itemsize == 1 and self.kv_cache.shape[3] == self.q.shape[2]
-        return self.cache_dtype if plain else None
-
-    @property
-    def format(self) -> str:
-        if self.code_dtype is not None:
-            return "plain"
-        return latents.format_of(self.kv_cache, self.cache_format, self.cache_layout)
 
     @property
     def kind(self) -> str:
@@ -59,9 +53,6 @@ class RaggedLatentBatch(LatentArrays, RaggedTables):
         if self.kv_cache.itemsize == 1:
             return "bfloat16"
         return self.dtype if self.dtype != "float32" else self.out_dtype or self.dtype
-
-    def dtype_of(self, name: str, array: NDArray[Any]) -> str:
-        return self.cache_dtype if name == "kv_cache" and self.code_dtype else super().dtype_of(name, array)
 
     @property
     def pages(self) -> list[NDArray[Any]]:
@@ -76,6 +67,9 @@ class RaggedLatentBatch(LatentArrays, RaggedTables):
         cache = self.kv_cache.copy()
         cache[unread] = formats.poison(kind, self.code_dtype, cache[unread].shape, rng)
         return [cache]
+
+    def expected(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        return ragged_mla_attention(**self.arguments(), return_lse=True, code_dtype=self.code_dtype)
 
     def rows(self) -> NDArray[np.float32]:
         """The cache's values [P, G, 1, d_qk]."""
@@ -149,39 +143,13 @@ class RaggedLatentSpec:
 # ---- checks
 
 
-def expected(batch: RaggedLatentBatch) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    return ragged_mla_attention(**batch.arguments(), return_lse=True, code_dtype=batch.code_dtype)
-
-
-def check_ragged(runner: Runner, batch: RaggedLatentBatch, options: Mapping[str, Any] | None = None) -> None:
-    """A batch's out and lse agree with the definition."""
-    out, lse = runner.run(batch.OPERATION, batch, options=options, return_lse=True)
-    want_out, want_lse = expected(batch)
-    agrees(out, want_out, batch.kind)
-    agrees(lse, want_lse, f"lse {batch.kind}", "lse")
-
-
-def check_without_lse(runner: Runner, spec: RaggedLatentSpec) -> None:
-    batch = spec.build()
-    agrees(runner.run(batch.OPERATION, batch), expected(batch)[0], batch.kind)
-
-
-def check_determinism(runner: Runner, spec: RaggedLatentSpec) -> None:
-    batch = spec.build()
-    results = zip(*(runner.run(batch.OPERATION, batch, return_lse=True) for _ in range(2)), strict=True)
-    for name, (first, again) in zip(("out", "lse"), results, strict=True):
-        identical(first, again, name)
-
-
 def check_update(runner: Runner, spec: RaggedLatentSpec) -> None:
     """The cache is to the last bit what a write of its own leaves, and the attention sees it."""
     spec = dataclasses.replace(spec, tables=dataclasses.replace(spec.tables, sharing=None, poison=None))
     batch, new = spec.build(), new_rows(spec)
     out, lse, cache = runner.update_latents(batch, new)
     identical(cache, runner.run("write_mla_cache", new), "cache")
-    want_out, want_lse = expected(batch.with_pages([cache]))
-    agrees(out, want_out, batch.kind)
-    agrees(lse, want_lse, f"lse {batch.kind}", "lse")
+    expect_results(batch, (out, lse), batch.with_pages([cache]))
 
 
 def new_rows(spec: RaggedLatentSpec) -> LatentWriteBatch:
@@ -235,22 +203,8 @@ def a_wider_result_is_rounded_once(runner: Runner, spec: RaggedLatentSpec) -> No
 
 
 def parts_merge(runner: Runner, spec: RaggedLatentSpec) -> None:
-    """Results over disjoint ranges of keys merge into the result over all, without a second rounding."""
-    batch = spec.build().change(sinks=None, out_dtype="float32")
-    odd = np.arange(batch.page_indices.shape[1])[None] % 2 == 1
-    parts = [
-        runner.run(
-            batch.OPERATION,
-            batch.change(page_indices=np.where(hidden, np.int32(-1), batch.page_indices)),
-            return_lse=True,
-        )
-        for hidden in (odd, ~odd)
-    ]
-    outs, lses = (np.stack(arrays) for arrays in zip(*parts, strict=True))
-    out, lse = runner.run("merge_attention_states", MergeBatch(outs=outs, lses=lses))
-    want_out, want_lse = runner.run(batch.OPERATION, batch, return_lse=True)
-    agrees(out, want_out, batch.kind)
-    agrees(lse, want_lse, f"lse {batch.kind}", "lse")
+    """Parts in float32 lose nothing by a second rounding, whatever the queries are."""
+    paged_laws.expect_parts_to_merge(runner, spec.build().change(sinks=None, out_dtype="float32"))
 
 
 def writing_first_is_the_same(runner: Runner, spec: RaggedLatentSpec) -> None:
@@ -417,20 +371,20 @@ LAWS: dict[str, tuple[Callable[[Runner, Any], None], st.SearchStrategy[Any]]] = 
 
 def corners() -> Iterator[Check]:
     for name, build in CORNERS.items():
-        yield Check("corner", f"ragged latents, {name}", on_corner(check_ragged, build))
+        yield Check("corner", f"ragged latents, {name}", on_corner(check_attention, build))
     for name in ON_EVERY_PATH:
-        run = on_every_path("ragged_mla_attention", check_ragged, CORNERS[name])
+        run = on_every_path("ragged_mla_attention", check_attention, CORNERS[name])
         yield Check("corner", f"ragged latents on every path, {name}", run)
     for name, spec in UPDATES.items():
         yield Check("corner", f"ragged latents, update, {name}", on_corner(check_update, lambda spec=spec: spec))
 
 
 def agreement() -> Iterator[Check]:
-    drawn = on_drawn_paths("ragged_mla_attention", check_ragged, ragged_specs())
+    drawn = on_drawn_paths("ragged_mla_attention", check_attention, ragged_specs())
     yield Check("agreement", "ragged latents on drawn batches", drawn)
     for name, check, share in (
-        ("ragged latents without lse", check_without_lse, 0.1),
-        ("ragged latents, the same bits again", check_determinism, 0.1),
+        ("ragged latents without lse", built(check_without_lse), 0.1),
+        ("ragged latents, the same bits again", built(check_determinism), 0.1),
         ("ragged latents, update on drawn batches", check_update, 0.3),
     ):
         yield Check("agreement", name, on_drawn(check, ragged_specs(), share))

@@ -41,6 +41,32 @@ class LatentArrays(Arrays):
         return self.dtype if name == "q" or name in CACHES else str(array.dtype)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class AnyLatents(LatentArrays):
+    """What the batches share whose cache may also be plain and of 8 bits: of bytes as many as a row has columns."""
+
+    CACHE: ClassVar[str]  # the argument
+    ROWS: ClassVar[str]  # one whose last dimension is that of rows
+
+    cache_format: str | None = None
+    cache_layout: str | None = None
+
+    @property
+    def code_dtype(self) -> str | None:
+        """The dtype of a plain 8-bit cache, None of any other."""
+        cache, rows = getattr(self, self.CACHE), getattr(self, self.ROWS)
+        return self.cache_dtype if cache.itemsize == 1 and cache.shape[-1] == rows.shape[-1] else None
+
+    @property
+    def format(self) -> str:
+        if self.code_dtype is not None:
+            return "plain"
+        return latents.format_of(getattr(self, self.CACHE), self.cache_format, self.cache_layout)
+
+    def dtype_of(self, name: str, array: NDArray[Any]) -> str:
+        return self.cache_dtype if name == self.CACHE and self.code_dtype else super().dtype_of(name, array)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Selection:
     """One cache of a call, and the lists into it."""

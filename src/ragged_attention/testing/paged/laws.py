@@ -111,8 +111,11 @@ def _share(batch: RaggedTables, lse: np.ndarray) -> np.ndarray:
 
 
 def parts_merge(runner: Runner, spec: RaggedSpec) -> None:
+    expect_parts_to_merge(runner, spec.build().widened().change(sinks=None))
+
+
+def expect_parts_to_merge(runner: Runner, batch: RaggedTables) -> None:
     """Results over disjoint ranges of keys merge into the result over all; here each part has every other page."""
-    batch = spec.build().widened().change(sinks=None)
     odd = np.arange(batch.page_indices.shape[1])[None] % 2 == 1
     parts = [
         runner.run(

@@ -1,5 +1,6 @@
 """What writes and merges must give, by the definition."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,37 @@ from ragged_attention.reference.merge_attention_states import merge_attention_st
 from ragged_attention.reference.write_kv_pages import write_kv_pages
 from ragged_attention.testing import formats
 from ragged_attention.testing.compare import agrees, identical
-from ragged_attention.testing.paged.specs import MergeBatch, Pages, WriteBatch, like_pages, pages_of, split
+from ragged_attention.testing.paged.specs import (
+    MergeBatch,
+    Pages,
+    RaggedTables,
+    WriteBatch,
+    like_pages,
+    pages_of,
+    split,
+)
 from ragged_attention.testing.runner import Runner
+
+
+def check_attention(runner: Runner, batch: RaggedTables, options: Mapping[str, Any] | None = None) -> None:
+    """A batch's out and lse agree with the definition."""
+    expect_results(batch, runner.run(batch.OPERATION, batch, options=options, return_lse=True), batch)
+
+
+def expect_results(batch: RaggedTables, got: Any, seen: RaggedTables) -> None:
+    """Out and lse of a batch are those that the definition has for what was `seen` of it."""
+    for name, mine, want in zip(("out", "lse"), got, seen.expected(), strict=True):
+        agrees(mine, want, batch.kind if name == "out" else f"lse {batch.kind}", name)
+
+
+def check_without_lse(runner: Runner, batch: RaggedTables) -> None:
+    agrees(runner.run(batch.OPERATION, batch), batch.expected()[0], batch.kind)
+
+
+def check_determinism(runner: Runner, batch: RaggedTables) -> None:
+    results = (runner.run(batch.OPERATION, batch, return_lse=True) for _ in range(2))
+    for name, first, again in zip(("out", "lse"), *results, strict=True):
+        identical(first, again, name)
 
 
 def check_write(runner: Runner, batch: WriteBatch) -> None:

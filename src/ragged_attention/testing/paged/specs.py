@@ -4,6 +4,7 @@ Structure and one seed are drawn, NumPy fills the data: so a failing batch shrin
 its `Spec(...)`, as printed, makes the same arrays again.
 """
 
+import abc
 import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar, Self
@@ -94,7 +95,7 @@ class Arrays:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class RaggedTables(Arrays):
+class RaggedTables(Arrays, abc.ABC):
     """What the batches of ragged queries over pages share: their tables, and what each query sees by them."""
 
     OPERATION: ClassVar[str]
@@ -113,17 +114,21 @@ class RaggedTables(Arrays):
     sinks: NDArray[np.float32] | None = None
 
     @property
+    @abc.abstractmethod
     def pages(self) -> list[NDArray[Any]]:
         """The arrays that hold the cache, each [P, G, ...]."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def with_pages(self, arrays: list[NDArray[Any]]) -> Self:
         """The same batch over other pages."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def pages_poisoned(self, kind: str, unread: NDArray[np.bool_], rng: np.random.Generator) -> list[NDArray[Any]]:
         """The pages with NaN or infinity in the slots `unread` [P, G]."""
-        raise NotImplementedError
+
+    @abc.abstractmethod
+    def expected(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Out and lse as the definition has them, in float64 on the inputs as rounded."""
 
     def drafted(self, start: int, stop: int) -> NDArray[np.bool_] | None:
         """Rows of a draft mask, if there is one."""
@@ -194,6 +199,17 @@ class RaggedTables(Arrays):
         q = np.where(self.fully_masked()[:, None, None], formats.poison(kind, "float32", self.q.shape, rng), self.q)
         return self.with_pages(arrays).change(q=q)
 
+    def with_any_tables(self, rng: np.random.Generator) -> Self:
+        """Any int32 in every index array; now and then one as it is, so that single ones are tried among valid ones."""
+        wild = {
+            "kv_lens": garbage(rng, self.kv_lens.shape, 40),
+            "page_indices": garbage(rng, self.page_indices.shape, self.num_pages),
+            "cu_q_lens": garbage(rng, self.cu_q_lens.shape, len(self.q)),
+            "num_seqs": None if self.num_seqs is None else garbage(rng, 1, len(self.bounds())),
+        }
+        valid = [name for name in wild if rng.random() < 0.3]
+        return self.change(**{name: value for name, value in wild.items() if name not in valid})
+
     def with_garbage_tails(self, seed: int = 0) -> Self:
         """Garbage in every index entry that must not be read: any int32, or values that would pass for valid ones."""
         filling = unread(np.random.default_rng(seed))
@@ -235,6 +251,10 @@ class Batch(RaggedTables):
         for pages in arrays:
             pages[unread] = formats.poison(kind, self.cache_dtype, pages[unread].shape, rng)
         return arrays
+
+    def expected(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        cache_dtype = self.cache_dtype if self.quantized else None
+        return ragged_paged_attention(**self.arguments(), return_lse=True, cache_dtype=cache_dtype)
 
     def drafted(self, start: int, stop: int) -> NDArray[np.bool_] | None:
         return None if self.draft_mask is None else self.draft_mask[start:stop]
@@ -409,9 +429,3 @@ def sinks_of(rng: np.random.Generator, heads: int, kind: str | None) -> NDArray[
         normal[rng.random(heads) < 0.4] = -np.inf
         normal[rng.random(heads) < 0.2] = np.inf
     return {"-inf": np.full_like(normal, -np.inf), "+inf": np.full_like(normal, np.inf)}.get(kind, normal)
-
-
-def expected(batch: Batch) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Out and lse as the definition has them, in float64 on the inputs as rounded."""
-    cache_dtype = batch.cache_dtype if batch.quantized else None
-    return ragged_paged_attention(**batch.arguments(), return_lse=True, cache_dtype=cache_dtype)

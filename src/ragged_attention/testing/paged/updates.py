@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from ragged_attention.testing import compare, formats
 from ragged_attention.testing.drawing import Check, drawn
 from ragged_attention.testing.paged.corners import ALL_EDGES, MIXED
-from ragged_attention.testing.paged.specs import Spec, WriteBatch, expected, pages_of
+from ragged_attention.testing.paged.oracle import expect_results
+from ragged_attention.testing.paged.specs import Spec, WriteBatch, pages_of
 from ragged_attention.testing.paged.strategies import coded, specs, write_batch
 from ragged_attention.testing.runner import Runner
 
@@ -49,9 +50,7 @@ def check_update(
     out, lse, pages = runner.update(batch, new, options=options)
     for got, want in zip(pages_of(pages), pages_of(runner.run("write_kv_pages", new)), strict=True):
         compare.identical(got, want, "pages")
-    want_out, want_lse = expected(batch.change(kv_pages=pages))
-    compare.agrees(out, want_out, batch.kind)
-    compare.agrees(lse, want_lse, f"lse {batch.kind}", "lse")
+    expect_results(batch, (out, lse), batch.change(kv_pages=pages))
 
 
 def _with_nan_where_nothing_goes(new: WriteBatch) -> WriteBatch:
