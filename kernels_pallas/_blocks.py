@@ -56,6 +56,12 @@ def item_size(array: Any) -> int:
     return jnp.dtype(dtype_name(array)).itemsize
 
 
+def written_dtype(call: Any) -> Any:
+    """The dtype of what a kernel writes as its result `out`; TPUs have no float16."""
+    wanted = jnp.dtype(call.out_dtype or dtype_name(call.q))
+    return jnp.dtype(jnp.float32) if wanted == jnp.float16 else wanted
+
+
 def is_vector_memory(scratch: Any) -> bool:
     """Whether a scratch shape lies in VMEM."""
     return getattr(scratch, "memory_space", None) == pltpu.VMEM

@@ -32,7 +32,7 @@ from ragged_attention._jax_pages import per_head
 from ragged_attention.calls import MlaDecode, RaggedMlaAttention, SparseMlaPrefill, dtype_name
 from ragged_attention.errors import InvalidInput
 from ragged_attention.kernels_pallas import _latent_rows
-from ragged_attention.kernels_pallas._blocks import LANES, cannot_run, cdiv, expect_sizes, round_up
+from ragged_attention.kernels_pallas._blocks import LANES, cannot_run, cdiv, expect_sizes, round_up, written_dtype
 from ragged_attention.kernels_pallas._latent_jobs import Jobs, Tokens, jobs_of, num_tiles
 
 MOST_KEYS = 2048  # of a block
@@ -270,10 +270,9 @@ def run(work: Work, tile: Tile) -> tuple[Any, Any, Any]:
     for values in (tokens, work.sinks):
         if values is not None:
             operands.append(jnp.broadcast_to(tiled(values)[..., None], (*tiled(values).shape, LANES)))
-    wanted = jnp.dtype(call.result_dtype)
-    out, stats = _launch(plan, work, operands, jnp.float32 if wanted == jnp.float16 else wanted, tile)
+    out, stats = _launch(plan, work, operands, written_dtype(call), tile)
     out = out.reshape(given, tiles * rows_per_tile, -1)[:, :rows]
-    out = _latent_rows.gathered(out, plan.layout, plan.d_v).astype(wanted)
+    out = _latent_rows.gathered(out, plan.layout, plan.d_v).astype(call.result_dtype)
     stats = stats.reshape(given, tiles, 8, rows_per_tile).swapaxes(1, 2).reshape(given, 8, -1)[:, :, :rows]
     return out, stats[:, 0], stats[:, 1]
 

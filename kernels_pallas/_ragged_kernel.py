@@ -47,6 +47,7 @@ class Plan(NamedTuple):
     split_weights_below: int
     num_updates: int | None  # new rows to write first
     dtype: Any  # of the products' operands
+    out_dtype: Any  # that the kernel writes
 
     @property
     def num_q_heads(self) -> int:
@@ -157,8 +158,8 @@ def scratch(plan: Plan, q: Any, pages: Any) -> list[Any]:
         pltpu.VMEM((plan.num_kv_heads, *plan.per_query), f32),
         pltpu.VMEM((plan.num_kv_heads, *plan.per_query), f32),
         pltpu.VMEM((plan.num_kv_heads, *plan.acc_shape), f32),
-        pltpu.VMEM((heads, plan.block_q, plan.v_head_dim), q.dtype),
-        pltpu.VMEM((plan.block_q, heads, plan.v_head_dim), q.dtype),
+        pltpu.VMEM((heads, plan.block_q, plan.v_head_dim), plan.out_dtype),
+        pltpu.VMEM((plan.block_q, heads, plan.v_head_dim), plan.out_dtype),
         pltpu.VMEM((round_up(heads, 8), round_up(plan.block_q, LANES)), f32),
         pltpu.VMEM((plan.block_q, 1, heads), f32),
         pltpu.SMEM((1,), jnp.int32),

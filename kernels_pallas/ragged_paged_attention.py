@@ -32,6 +32,7 @@ from ragged_attention.kernels_pallas._blocks import (
     next_power_of_2,
     round_up,
     vector_bytes,
+    written_dtype,
 )
 from ragged_attention.kernels_pallas._new_rows import new_rows, sent_once, slots_from_tables
 from ragged_attention.kernels_pallas._ragged_kernel import UPDATES, Plan, kernel, named, scratch
@@ -40,7 +41,7 @@ LARGEST_FLOAT = float(jnp.finfo(jnp.float32).max)
 SUBLANES = 16  # rows of a bfloat16 tile
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "k_scale", "v_scale", "return_lse",
-    "new_kv",
+    "new_kv", "out_dtype",
 })  # fmt: skip
 
 
@@ -170,6 +171,7 @@ def plan_of(call: Any, tile: Tile, block_q: int, num_tokens: int, num_updates: i
         split_weights_below=tile.split_weights_below,
         num_updates=num_updates,
         dtype=jnp.dtype(dtype_name(call.q)),
+        out_dtype=written_dtype(call),
     )
 
 
@@ -182,7 +184,7 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
     num_tokens, block_q = call.num_tokens, queries_per_tile(tile)
     padded = max(num_tokens, block_q) if num_tokens > 1 else num_tokens
     pages = [call.kv_pages] if call.combined else list(call.kv_pages)
-    out = jnp.zeros((padded, *call.out_shape[1:]), call.q.dtype)
+    out = jnp.zeros((padded, *call.out_shape[1:]), written_dtype(call))
     lse = jnp.full((padded, 1, call.num_q_heads), -jnp.inf, jnp.float32)
     if 0 not in (num_tokens, call.max_num_seqs, call.num_pages, call.page_indices.shape[1]):
         q = jnp.pad(call.q, ((0, padded - num_tokens), (0, 0), (0, 0)))
@@ -198,7 +200,7 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
                 plan = plan_of(call, tile, size, padded, None if update is None else num_tokens)
                 out, lse, pages = attend(plan, tile.vmem_limit_bytes, q, pages, some, factors, update, out, lse)
                 update = None
-    results = [out[:num_tokens], *([lse[:num_tokens, 0]] if call.return_lse else [])]
+    results = [out[:num_tokens].astype(call.result_dtype), *([lse[:num_tokens, 0]] if call.return_lse else [])]
     return [*results, *(pages if call.new_kv is not None else [])]
 
 

@@ -8,7 +8,9 @@ from ragged_attention.kernels_pallas import _latent
 from ragged_attention.kernels_pallas._latent import Tile as Tile
 from ragged_attention.kernels_pallas._latent import why_not as why_not
 
-FEATURES = frozenset({"sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "cache_layout", "deterministic"})
+FEATURES = frozenset({
+    "sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "cache_layout", "deterministic", "out_dtype",
+})  # fmt: skip
 
 
 def tuning_key(call: Any) -> str:
@@ -26,7 +28,7 @@ def run(call: Any, tile: Tile, launch: Any) -> tuple[Any, Any, Any]:
     rows = call.out_shape[:2]
     if 0 in (call.num_tokens, call.num_slots):
         nothing = jnp.full(rows, -jnp.inf, jnp.float32)
-        return jnp.zeros(call.out_shape, call.q.dtype), nothing, nothing
+        return jnp.zeros(call.out_shape, call.result_dtype), nothing, nothing
     num_tokens, num_kv_heads = call.num_tokens, call.num_kv_heads
     slots = _latent.valid_slots(call.indices, call.topk_lens, call.num_slots)
     heads = jnp.arange(num_kv_heads, dtype=jnp.int32)[:, None]

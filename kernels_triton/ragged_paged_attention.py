@@ -65,7 +65,7 @@ MAX_SPLITS = 4096
 SEQUENCES = (64, 256, 1024, 4096)  # how many a program sums the lengths of: few numbers, since each is code of its own
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "k_scale", "v_scale", "return_lse",
-    "draft_mask",
+    "draft_mask", "out_dtype",
 })  # fmt: skip
 
 
@@ -763,7 +763,7 @@ def in_bfloat16(call: Any) -> bool:
 
 def results(call: Any) -> list[Any]:
     """Out and lse as a launcher allocates them."""
-    return [(call.out_shape, call.q.dtype), (call.q.shape[:2], "float32")]
+    return [(call.out_shape, call.result_dtype), (call.q.shape[:2], "float32")]
 
 
 def run(call: RaggedPagedAttention, tile: Tile, launch: Any) -> Any:

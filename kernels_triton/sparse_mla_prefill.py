@@ -8,7 +8,9 @@ from ragged_attention.errors import InvalidInput
 from ragged_attention.kernels_triton._latent import decoding, kernel, plan
 from ragged_attention.kernels_triton._tiles import launchable_in_float32
 
-FEATURES = frozenset({"sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "cache_layout", "deterministic"})
+FEATURES = frozenset({
+    "sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "cache_layout", "deterministic", "out_dtype",
+})  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

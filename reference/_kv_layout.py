@@ -83,6 +83,20 @@ def per_head(scale: ArrayLike | None, num_kv_heads: int) -> NDArray[np.float32]:
     return np.broadcast_to(np.float32(1) if scale is None else np.asarray(scale, np.float32), (num_kv_heads,))
 
 
+def true_queries(q: ArrayLike, q_scale: ArrayLike | None, sm_scale: float, dtype: str | None) -> tuple[Float64, float]:
+    """Queries [T, H, D] and the factor on logits once the scale of 8-bit queries is applied.
+
+    A number multiplies the logits; an array, of one or of one for each head, the queries, in float32, which are then
+    rounded to `dtype`.
+    """
+    if q_scale is None or isinstance(q_scale, int | float):
+        return np.asarray(q, np.float64), sm_scale * (1.0 if q_scale is None else q_scale)
+    scaled = np.asarray(q, np.float32) * np.asarray(q_scale, np.float32).reshape(-1, 1)
+    if dtype == "bfloat16":
+        return bfloat16_values(bfloat16_bits(scaled)), sm_scale
+    return np.asarray(scaled.astype(dtype), np.float64), sm_scale
+
+
 def sequence_bounds(cu_q_lens: ArrayLike, num_seqs: ArrayLike | None, num_tokens: int) -> list[tuple[int, int]]:
     """First and one-past-last query row of every live sequence, clamped to the arrays whatever the values are."""
     cu_q_lens = np.asarray(cu_q_lens)

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ragged_attention.reference._kv_layout import latent_rows, per_head, sequence_bounds
+from ragged_attention.reference._kv_layout import latent_rows, per_head, sequence_bounds, true_queries
 from ragged_attention.reference._no_tuning import Tile as Tile
 from ragged_attention.reference._no_tuning import heuristic as heuristic
 from ragged_attention.reference._no_tuning import invariant_tile as invariant_tile
@@ -34,6 +34,7 @@ def ragged_mla_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
+    q_scale: ArrayLike | None = None,
     kv_scale: ArrayLike | None = None,
     return_lse: bool = False,
     new_kv: None = None,
@@ -41,18 +42,19 @@ def ragged_mla_attention(
     cache_layout: str | None = None,
     out_dtype: str | None = None,
     code_dtype: str | None = None,
+    q_dtype: str | None = None,
 ) -> Any:
     """Out [T, H, d_v] in float64, and lse [T, H] with `return_lse`; the arguments are those of the record.
 
     `new_kv` is written by `write_mla_cache` before this is called. `code_dtype` names the numbers of a plain 8-bit
-    cache.
+    cache, `q_dtype` that to which queries with an array as `q_scale` are rounded.
     """
     del max_q_len, out_dtype  # which do not change the result
     assert new_kv is None
-    q, kv_cache, page_indices = np.asarray(q, np.float64), np.asarray(kv_cache), np.asarray(page_indices)
+    kv_cache, page_indices = np.asarray(kv_cache), np.asarray(page_indices)
     num_pages, page_size = kv_cache.shape[:2]
-    num_tokens, num_q_heads, d_qk = q.shape
-    scale = d_qk**-0.5 if sm_scale is None else sm_scale
+    num_tokens, num_q_heads, d_qk = np.shape(q)
+    q, scale = true_queries(q, q_scale, d_qk**-0.5 if sm_scale is None else sm_scale, q_dtype)
     (factor,) = per_head(kv_scale, 1)
     out = np.zeros((num_tokens, num_q_heads, d_v))
     lse = np.full((num_tokens, num_q_heads), -np.inf)

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ragged_attention.reference._kv_layout import Float64, per_head, sequence_bounds, split_pages
+from ragged_attention.reference._kv_layout import Float64, per_head, sequence_bounds, split_pages, true_queries
 from ragged_attention.reference._no_tuning import Tile as Tile
 from ragged_attention.reference._no_tuning import heuristic as heuristic
 from ragged_attention.reference._no_tuning import invariant_tile as invariant_tile
@@ -76,6 +76,7 @@ def ragged_paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
+    q_scale: ArrayLike | None = None,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
     return_lse: bool = False,
@@ -83,19 +84,20 @@ def ragged_paged_attention(
     draft_mask: ArrayLike | None = None,
     out_dtype: str | None = None,
     cache_dtype: str | None = None,
+    q_dtype: str | None = None,
 ) -> Any:
     """Out [T, H, D_v] in float64, and lse [T, H] with `return_lse`; the arguments are those of the record.
 
     `new_kv` is written by `write_kv_pages` before this is called. `cache_dtype` names the format of a `kv_pages` given
-    as the bits of 8-bit floats.
+    as the bits of 8-bit floats, `q_dtype` that to which queries with an array as `q_scale` are rounded.
     """
     del max_q_len, out_dtype  # which do not change the result
     assert new_kv is None
-    q, page_indices = np.asarray(q, np.float64), np.asarray(page_indices)
+    page_indices = np.asarray(page_indices)
     k_pages, v_pages = split_pages(kv_pages, cache_dtype)
     num_pages, page_size, num_kv_heads, _ = k_pages.shape
-    num_tokens, num_q_heads, head_dim = q.shape
-    scale = head_dim**-0.5 if sm_scale is None else sm_scale
+    num_tokens, num_q_heads, head_dim = np.shape(q)
+    q, scale = true_queries(q, q_scale, head_dim**-0.5 if sm_scale is None else sm_scale, q_dtype)
     k_scale, v_scale = per_head(k_scale, num_kv_heads), per_head(v_scale, num_kv_heads)
     out = np.zeros((num_tokens, num_q_heads, v_pages.shape[-1]))
     lse = np.full((num_tokens, num_q_heads), -np.inf)

@@ -69,6 +69,22 @@ def setting() -> Iterator[Callable[[str, Any], None]]:
         jax.config.update(name, value)
 
 
+@pytest.mark.parametrize("scale", [0.5, np.float32(0.5), np.linspace(0.25, 2, NUM_KV_HEADS * GROUP, dtype=np.float32)])
+def test_e4m3_queries_are_widened_and_their_scale_may_be_traced(batch: tuple[Any, ...], scale: Any) -> None:
+    q, kv_pages, *tables = batch
+    q, kv_pages = q.astype(jnp.float8_e4m3fn), kv_pages.astype(jnp.bfloat16)
+    factor = scale.reshape(-1, 1) if isinstance(scale, np.ndarray) else scale
+    wide = (q.astype(jnp.float32) * factor).astype(jnp.bfloat16)
+    want = ragged_paged_attention(wide, kv_pages, *tables, backend="xla")
+    agrees(ragged_paged_attention(q, kv_pages, *tables, q_scale=scale, backend="xla"), want, "bfloat16")
+    traced = jax.jit(lambda q, scale: ragged_paged_attention(q, kv_pages, *tables, q_scale=scale, backend="xla"))
+    found = traced(q, jnp.asarray(scale))
+    assert found.dtype == jnp.bfloat16
+    agrees(found, want, "bfloat16")
+    with pytest.raises(InvalidInput, match=r"float array of shape \[\] or \[num_q_heads=4\], got float32\[5\]"):
+        ragged_paged_attention(q, kv_pages, *tables, q_scale=jnp.ones(5))
+
+
 @pytest.mark.parametrize("backend", ["xla", "reference"])
 def test_jit_with_traced_lengths_compiles_once(batch, backend):
     traces = []

@@ -23,6 +23,14 @@ def ints(*values: Any) -> np.ndarray:
     return np.array(values, np.int32)
 
 
+class Codes(np.ndarray):
+    """The bits of float8_e4m3fn numbers."""
+
+
+def codes(*shape: int) -> np.ndarray:
+    return np.zeros(shape, np.uint8).view(Codes)
+
+
 def raw(*shape: int) -> np.ndarray:
     """A cache of bytes."""
     return np.zeros(shape, np.uint8)
@@ -462,6 +470,15 @@ STATIC = [
     attention(InvalidInput, "expected soft_cap > 0, got -2.0", soft_cap=-2.0),
     attention(InvalidInput, "expected soft_cap to be finite, got inf", soft_cap=float("inf")),
     attention(InvalidInput, "expected k_scale to be finite, got nan", k_scale=float("nan")),
+    attention(InvalidInput, "expected q_scale only with q of float8_e4m3fn, got q.dtype float32", q_scale=0.5),
+    attention(InvalidInput, "expected q_scale only with q of float8_e4m3fn, got q.dtype float32", q_scale=ones(4)),
+    attention(InvalidInput, "expected q_scale to be a float array of shape [] or [num_q_heads=4], got float32[2]",
+              q=codes(4, 4, 16), q_scale=ones(2)),
+    attention(InvalidInput, "expected sm_scale within the range of float32, got a larger one",
+              q=codes(4, 4, 16), q_scale=1e30, sm_scale=1e30),
+    attention(InvalidInput, "expected q.shape to be [T, H, D], got [4, 16]", q=codes(4, 16), q_scale=0.5),
+    attention(InvalidInput, "expected q_scale to be finite, got inf", q_scale=float("inf")),
+    attention(TypeError, "expected q_scale to be a number or an array, got str", q_scale="1"),
     attention(InvalidInput, "expected options among none for this backend, got 'block_q'",
               backend="reference", options={"block_q": 16}),
     attention(InvalidInput, "expected backend to be one of auto, triton, pallas, cuda, numba, eager, xla, reference, "
@@ -783,6 +800,7 @@ STATIC = [
                    "'fp8'", cache_format="fp8"),
     ragged_latents(InvalidInput, "expected cache_layout='token' with cache_format='plain', got 'page'",
                    cache_layout="page"),
+    ragged_latents(InvalidInput, "expected q_scale only with q of float8_e4m3fn, got q.dtype float32", q_scale=2.0),
     ragged_latents(InvalidInput, "expected out_dtype to be 'float32' or 'float16' or 'bfloat16', got 'int8'",
                    out_dtype="int8"),
     # Schedules.
@@ -971,7 +989,8 @@ def refusal(case: Case, framework: str, **more: Any) -> Exception:
             return dataclasses.replace(value, **arrays)
         if not isinstance(value, np.ndarray):
             return value
-        return front.bring(value, str(value.dtype), layout="", place=lambda array: array, device=None)
+        dtype = "float8_e4m3fn" if isinstance(value, Codes) else str(value.dtype)
+        return front.bring(value, dtype, layout="", place=lambda array: array, device=None)
 
     arguments = {name: bring(value) for name, value in (VALID[case.operation] | case.changes | more).items()}
     try:

@@ -105,6 +105,8 @@ SMALL: list[tuple[str, int, dict[str, int]]] = [
     ("mla_sparse_h16_b8", 700, {}),
     ("mla_sparse_v4_h64_128q2", 200, {}),
     ("mla_prefill_h16_32k", 200, {}),
+    ("mla_ragged_h16_64x4k", 300, {"num_splits": 4}),
+    ("mla_ragged_mixed", 150, {"num_splits": 8}),
     ("mla_prefill_fp8_h128_32k", 200, {}),
     ("mla_prefill_v4_h64_32k", 200, {}),
 ]

@@ -99,6 +99,26 @@ def test_compiled_code_follows_changing_lengths() -> None:
         torch.testing.assert_close(compiled(**inputs), rt.ragged_paged_attention(**inputs))
 
 
+@pytest.mark.parametrize("scale", [0.5, torch.tensor(0.5), torch.linspace(0.25, 2, NUM_Q_HEADS)])
+def test_e4m3_queries_are_widened_in_compiled_code_too(scale: Any) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    inputs = batch() | {"backend": "eager"}
+    inputs["kv_pages"], inputs["q"] = inputs["kv_pages"].bfloat16(), inputs["q"].to(torch.float8_e4m3fn)
+    factor = scale.reshape(-1, 1) if isinstance(scale, torch.Tensor) else scale
+    wide = inputs | {"q": (inputs["q"].float() * factor).bfloat16()}
+    found = rt.ragged_paged_attention(**inputs, q_scale=scale)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, rt.ragged_paged_attention(**wide))
+    torch.testing.assert_close(compiled(**inputs, q_scale=scale), found)
+    with pytest.raises(
+        ra.InvalidInput, match=rf"float array of shape \[\] or \[num_q_heads={NUM_Q_HEADS}\], got float32"
+    ):
+        rt.ragged_paged_attention(**inputs, q_scale=torch.ones(NUM_Q_HEADS + 1))
+    with pytest.raises(ra.InvalidInput, match="expected sm_scale within the range of float32, got a larger one"):
+        rt.ragged_paged_attention(**inputs, sm_scale=1e30, q_scale=1e30)
+
+
 def test_dynamic_token_counts_compile() -> None:
     torch._dynamo.reset()
     compiled: Any = torch.compile(attention, fullgraph=True, backend="aot_eager", dynamic=True)

@@ -36,20 +36,28 @@ class Tiles:
 
 
 def triton_tiles(case: "LatentCase", kernel_args: KernelArgs) -> Tiles:
-    a, b = kernel_args["D_V"], kernel_args["D_REST"]
-    values = kernel_args["WIDTH"] * kernel_args["GROUPS"]
-    rest = kernel_args["D_REST_PAD"] if b else 0
-    layout = kernel_args["FORMAT"]
+    columns, again, queried = columns_of(case.d_v, kernel_args)
     return Tiles(
         rows=kernel_args["BLOCK_H"],
         keys=kernel_args["BLOCK_KV"],
         num_splits=kernel_args["fixed_splits"],
         least_blocks=kernel_args["MIN_BLOCKS"],
-        columns=2 * values + rest + (rest if layout.endswith("v32") and case.d_v > a else 0),
-        columns_again=values * (kernel_args["GROUP_PARTS"] - 1) + rest * (kernel_args["PARTS"] - 1),
-        query_bytes=(a + b + (a if layout == "fp8_v32" else 0)) * ITEMSIZE[case.dtype],
-        format=layout,
+        columns=columns,
+        columns_again=again,
+        query_bytes=queried * ITEMSIZE[case.dtype],
+        format=kernel_args["FORMAT"],
     )
+
+
+def columns_of(d_v: int, kernel_args: KernelArgs) -> tuple[int, int, int]:
+    """The columns that a Triton kernel multiplies for a row and a key, those it multiplies again, and the columns of
+    queries that it reads."""
+    a, b, layout = kernel_args["D_V"], kernel_args["D_REST"], kernel_args["FORMAT"]
+    values = kernel_args["WIDTH"] * kernel_args["GROUPS"]
+    rest = kernel_args["D_REST_PAD"] if b else 0
+    columns = 2 * values + rest + (rest if layout.endswith("v32") and d_v > a else 0)
+    again = values * (kernel_args["GROUP_PARTS"] - 1) + rest * (kernel_args["PARTS"] - 1)
+    return columns, again, a + b + (a if layout == "fp8_v32" else 0)
 
 
 def cuda_tiles(case: "LatentCase", tile: Any) -> Tiles:

@@ -150,7 +150,7 @@ class Call(abc.ABC):
     @classmethod
     def unflatten(cls, flat: Sequence[Any]) -> dict[str, Any]:
         """The inverse of `flatten`."""
-        arguments = {name: flat[first] for name, (first, _) in cls.RANGES.items()}
+        arguments = {name: flat[first] for name, (first, stop) in cls.RANGES.items() if first < stop}
         for name, kind in cls.REGROUPED.items():
             arguments[name] = kind.unflatten(flat[slice(*cls.RANGES[name])])
         return arguments

@@ -48,7 +48,7 @@ class Arrays(Protocol):
         """A new array that holds one number everywhere, on the device of the call's arrays."""
         ...
 
-    def float32(self, array: Any) -> Any: ...
+    def cast(self, array: Any, dtype: str) -> Any: ...
 
     def stack(self, parts: list[Any]) -> Any: ...
 
@@ -364,6 +364,32 @@ class Scale(Kind):
     def unflatten(self, values: Sequence[Any]) -> Any:
         array, number = values
         return number if array is None else array
+
+
+class QueryScale(Kind):
+    """What 8-bit queries are multiplied by; `prepare` of the record applies it, so that no backend sees it."""
+
+    def prepare(self, name: str, value: Any, arrays: Arrays) -> Any:
+        value = arrays.array(value)
+        if is_number(value):
+            expect_number(name, value)
+        elif not is_array(value):
+            raise TypeError(f"expected {name} to be a number or an array, got {type(value).__name__}")
+        return value
+
+    def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
+        """The record's `prepare` checks it."""
+
+    def schema(self, name: str) -> tuple[str, ...]:
+        del name
+        return ()
+
+    def flatten(self, name: str, value: Any) -> tuple[Any, ...]:
+        del name, value
+        return ()
+
+    def unflatten(self, values: Sequence[Any]) -> Any:
+        del values
 
 
 @dataclasses.dataclass(frozen=True)

@@ -59,7 +59,7 @@ class HeadsFirstPages(Pair):
 
     def prepare(self, name: str, value: Any, arrays: Arrays) -> Any:
         if is_jax_quantized(value):
-            return arrays.array(value.weight), arrays.float32(value.scales) / JAX_LARGEST
+            return arrays.array(value.weight), arrays.cast(value.scales, "float32") / JAX_LARGEST
         return super().prepare(name, value, arrays)
 
 

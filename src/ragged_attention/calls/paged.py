@@ -20,6 +20,7 @@ from ragged_attention.calls.fields import (
     Integer,
     Number,
     Pair,
+    QueryScale,
     Scale,
     Sizes,
     Stack,
@@ -29,6 +30,7 @@ from ragged_attention.calls.fields import (
     field,
     is_array,
     is_integer,
+    is_number,
 )
 from ragged_attention.errors import InvalidInput
 
@@ -103,6 +105,31 @@ def table_capacity(page_indices: Array, page_size: int) -> int:
     return min(page_indices.shape[1] * page_size, 2**31 - 2**16)
 
 
+def with_wide_queries(arguments: dict[str, Any], cache: Any, arrays: Arrays) -> dict[str, Any]:
+    """The arguments with queries of float8_e4m3fn widened to the dtype of `cache`, to bfloat16 where that is of 8 bits.
+
+    Their scale is applied: a number joins that of the logits, an array multiplies the queries in float32 before they
+    are rounded.
+    """
+    q, q_scale, sm_scale = (arguments[name] for name in ("q", "q_scale", "sm_scale"))
+    if not is_array(q) or dtype_name(q) != "float8_e4m3fn":
+        if q_scale is not None and is_array(q):
+            raise InvalidInput(f"expected q_scale only with q of float8_e4m3fn, got q.dtype {dtype_name(q)}")
+        return arguments
+    if is_array(q_scale):
+        num_q_heads = q.shape[1] if len(q.shape) == 3 else 1
+        if dtype_name(q_scale) not in FLOATS or tuple(q_scale.shape) not in ((), (1,), (num_q_heads,)):
+            raise InvalidInput(
+                f"expected q_scale to be a float array of shape [] or [{num_q_heads=}], "
+                f"got {dtype_name(q_scale)}{list(q_scale.shape)}"
+            )
+        q = arrays.cast(q, "float32") * arrays.cast(q_scale, "float32").reshape(-1, 1)
+    elif q_scale is not None and (sm_scale is None or is_number(sm_scale)):
+        sm_scale = (max(q.shape[-1], 1) ** -0.5 if sm_scale is None else sm_scale) * q_scale
+    wide = dtype_name(cache) if is_array(cache) and dtype_name(cache) in FLOATS else "bfloat16"
+    return arguments | {"q": arrays.cast(q, wide), "q_scale": None, "sm_scale": sm_scale}
+
+
 TABLES = ("page_indices", "kv_lens", "cu_q_lens")
 
 
@@ -162,7 +189,9 @@ class RaggedCall(WritingCall):
 
     @classmethod
     def prepare(cls, arguments: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
-        return live_sequences(super().prepare(arguments, arrays))
+        prepared = live_sequences(super().prepare(arguments, arrays))
+        cache = prepared[cls.CACHE]
+        return with_wide_queries(prepared, cache[0] if isinstance(cache, tuple) and cache else cache, arrays)
 
     def results(self) -> tuple[Result, ...]:
         out, lse = Result(self.out_shape, self.result_dtype), Result(self.q.shape[:2], "float32")
@@ -328,6 +357,7 @@ class RaggedPagedAttention(PagedCall, GroupedCall, RaggedCall):
     sliding_window: int | None = field(Integer(least=1, symbolic=True), default=None)
     soft_cap: float | None = field(Number(positive=True), default=None)
     sinks: Any = field(ArrayKind("H", ("float32",)), default=None)
+    q_scale: Any = field(QueryScale(), default=None)
     k_scale: Any = field(Scale(), default=None)
     v_scale: Any = field(Scale(), default=None)
     return_lse: bool = field(Flag(), default=False)

@@ -14,6 +14,7 @@ from ragged_attention.calls.fields import (
     Flag,
     Integer,
     Number,
+    QueryScale,
     Scale,
     Sizes,
     Text,
@@ -56,6 +57,7 @@ class RaggedMlaAttention(LatentCall, LatentPagesCall, RaggedCall):
     sliding_window: int | None = field(Integer(least=1, symbolic=True), default=None)
     soft_cap: float | None = field(Number(positive=True), default=None)
     sinks: Any = field(SINKS, default=None)
+    q_scale: Any = field(QueryScale(), default=None)
     kv_scale: Any = field(Scale(), default=None)
     return_lse: bool = field(Flag(), default=False)
     new_kv: Any = field(ArrayKind("T K D", lambda call: (dtype_name(call.q),)), default=None)

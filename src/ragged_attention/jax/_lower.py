@@ -28,8 +28,8 @@ class JaxArrays:
     def int32(self, shape: tuple[int, ...], value: int) -> jax.Array:
         return jnp.full(shape, value, jnp.int32)
 
-    def float32(self, array: Any) -> jax.Array:
-        return jnp.asarray(array, jnp.float32)
+    def cast(self, array: Any, dtype: str) -> jax.Array:
+        return jnp.asarray(array, dtype)
 
     def stack(self, parts: list[Any]) -> jax.Array:
         return jnp.stack(parts)

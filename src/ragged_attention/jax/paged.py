@@ -20,6 +20,7 @@ class AttentionKeywords(TypedDict, total=False):
     sliding_window: int | None
     soft_cap: float | None
     sinks: jax.Array | None
+    q_scale: float | jax.Array | None
     k_scale: float | jax.Array | None
     v_scale: float | jax.Array | None
     draft_mask: jax.Array | None
@@ -94,6 +95,7 @@ def ragged_paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
+    q_scale: float | jax.Array | None = None,
     k_scale: float | jax.Array | None = None,
     v_scale: float | jax.Array | None = None,
     return_lse: bool = False,
@@ -110,7 +112,9 @@ def ragged_paged_attention(
 
     Args:
         q: [T, H, D] float32, float16 or bfloat16; the queries of all sequences, one after another. Rows from
-            `cu_q_lens[num_seqs]` on are padding. D is a multiple of 8 from 16 to 512.
+            `cu_q_lens[num_seqs]` on are padding. D is a multiple of 8 from 16 to 512. float8_e4m3fn queries, which go
+            with `q_scale`, are widened to the dtype of `kv_pages`, or to bfloat16 where that is of 8 bits; below,
+            q's dtype is that one.
         kv_pages: the cache, [P, G, 2K, D] with K of head h at 2h and V at 2h + 1, or a pair `(k_pages, v_pages)` of
             [P, G, K, D] and [P, G, K, D_v]. Its dtype is that of `q`, or float8_e4m3fn, float8_e5m2 or int8. From
             torch any strides are taken, the last one being 1. Sequences may share pages.
@@ -128,6 +132,8 @@ def ragged_paged_attention(
             this bounds the left side only.
         soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, after scaling and before masking.
         sinks: f32 [H], one logit per head that joins the softmax's denominator only.
+        q_scale: of float8_e4m3fn queries; a query times it is the true one: a float, or an array of [] or [H]. A float
+            joins `sm_scale`; an array multiplies the queries, which are then rounded to the dtype they are widened to.
         k_scale, v_scale: a cached value times its scale is the true one: a float, or an array of [] or [K].
         return_lse: also return the log-sum-exp.
         new_kv: this step's keys and values, a pair of [T, K, D] and [T, K, D_v] of q's dtype, or of the pages' own

@@ -10,14 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragged_attention.calls import QUANTIZED as QUANTIZED
-from ragged_attention.reference._kv_layout import FORMATS, decode, encode
+from ragged_attention.reference._kv_layout import FORMATS as FORMATS
+from ragged_attention.reference._kv_layout import decode, encode
 
 NAN_CODES = {"float8_e4m3fn": (0x7F, 0xFF), "float8_e5m2": (0x7E, 0xFD)}
 INFINITY_CODES = {"float8_e4m3fn": (0x7E, 0xFE), "float8_e5m2": (0x7C, 0xFC)}  # e4m3fn has none: its largest value
 
 
 def rounded(values: Any, dtype: str) -> NDArray[np.float32]:
-    """Values to the nearest that float32, float16 or bfloat16 holds, ties to even."""
+    """Values to the nearest that the float dtype holds, ties to even."""
+    if dtype in FORMATS:
+        return values_of(stored(values, dtype), dtype).astype(np.float32)
     values = np.asarray(values, np.float32)
     if dtype == "float16":
         with np.errstate(over="ignore"):

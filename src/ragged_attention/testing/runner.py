@@ -15,6 +15,7 @@ from ragged_attention import dispatch
 from ragged_attention.calls import CALLS, DecodeSchedule
 from ragged_attention.errors import BackendMissing, TooLarge, Unsupported
 from ragged_attention.samples import sample_of
+from ragged_attention.testing import formats
 from ragged_attention.testing.mla.cache_specs import LatentWriteBatch, ScheduleBatch
 from ragged_attention.testing.mla.specs import DecodeSpec, PrefillSpec, as_it_is, at_tuned_widths, fitting
 from ragged_attention.testing.paged.specs import Arrays, Batch, Pages, Spec, WriteBatch, like_pages, pages_of
@@ -177,6 +178,8 @@ class Runner:
         if not isinstance(value, np.ndarray):
             return value
         dtype = batch.dtype_of(name, value)
+        if dtype in formats.FORMATS and value.dtype == np.float32:
+            value = formats.stored(value, dtype)
         strided = batch.strided  # type: ignore[attr-defined]
         layout = batch.layout_of(name) if strided else ""
         return self.front.bring(value, dtype, layout=layout, place=self.place, device=self.device)

@@ -36,8 +36,8 @@ class TorchArrays:
         device = tensors[0].device if tensors else self.arguments.get("device")
         return torch.full(shape, value, dtype=torch.int32, device=device)
 
-    def float32(self, array: torch.Tensor) -> torch.Tensor:
-        return array.to(torch.float32)
+    def cast(self, array: torch.Tensor, dtype: str) -> torch.Tensor:
+        return array.to(DTYPES[dtype])
 
     def stack(self, parts: list[torch.Tensor]) -> torch.Tensor:
         return torch.stack(parts)

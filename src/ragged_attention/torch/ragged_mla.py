@@ -19,6 +19,7 @@ class RaggedMlaKeywords(TypedDict, total=False):
     sliding_window: int | None
     soft_cap: float | None
     sinks: torch.Tensor | None
+    q_scale: float | torch.Tensor | None
     kv_scale: float | torch.Tensor | None
     cache_format: str | None
     cache_layout: str | None
@@ -82,6 +83,7 @@ def ragged_mla_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    q_scale: float | torch.Tensor | None = None,
     kv_scale: float | torch.Tensor | None = None,
     return_lse: bool = False,
     new_kv: torch.Tensor | None = None,
@@ -100,6 +102,8 @@ def ragged_mla_attention(
     Args:
         q: [T, H, d_qk] float32, float16 or bfloat16; the queries of all sequences, one after another, absorbed (in the
             space of the latents). Rows from `cu_q_lens[num_seqs]` on are padding. d_qk is a multiple of 16 up to 1024.
+            float8_e4m3fn queries, which go with `q_scale`, are widened to the dtype of `kv_cache`, or to bfloat16 where
+            that is of 8 bits; below, q's dtype is that one.
         kv_cache: the latents. Plain: [P, G, 1, d_qk] of q's dtype, or of float8_e4m3fn, float8_e5m2 or int8, which go
             with `kv_scale`. Quantised: bytes [P, G, 1, 656, 584, 528 or 288] in the formats that `mla_decode` takes.
             Sequences may share pages.
@@ -118,6 +122,8 @@ def ragged_mla_attention(
             this bounds the left side only.
         soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, after scaling and before masking.
         sinks: f32 [H], one logit per head that joins the softmax's denominator only.
+        q_scale: of float8_e4m3fn queries; a query times it is the true one: a float, or an array of [] or [H]. A float
+            joins `sm_scale`; an array multiplies the queries, which are then rounded to the dtype they are widened to.
         kv_scale: of a plain cache; a cached value times it is the true one: a float, or an array of [] or [1].
         return_lse: also return the log-sum-exp.
         new_kv: this step's latents, [T, d_qk] or [T, 1, d_qk] of q's dtype, one per query. They are written into the

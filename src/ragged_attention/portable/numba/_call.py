@@ -137,6 +137,7 @@ def _numbers(call: Any, q: Any, tables: Any, mask: Any, layout: int, launch: Any
         "max_num_seqs": call.num_seqs if isinstance(call.num_seqs, int) else call.max_num_seqs,
         "layout": layout,
         "q_format": CODES[dtype_name(q)],
+        "out_format": CODES[call.out_dtype or dtype_name(q)],
         **strides_of_rows("q", q, launch),
         "num_pages": call.num_pages,
         "page_size": call.page_size,
@@ -184,7 +185,7 @@ def run(
             "v_scales": scales[1],
             "draft_mask": mask,
         },
-        {"out": (call.out_shape, call.q.dtype), "lse": (call.q.shape[:2], "float32") if call.return_lse else None},
+        {"out": (call.out_shape, call.result_dtype), "lse": (call.q.shape[:2], "float32") if call.return_lse else None},
         {
             **_numbers(call, q, tables, mask, layout, launch),
             **strides_of_pages(call, axes, launch),

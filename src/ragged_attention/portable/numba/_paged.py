@@ -54,7 +54,7 @@ FIELDS = Fields(
     results=("out", "lse"),
     numbers=(
         "num_tokens", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "max_num_seqs", "layout",
-        "q_format", "q_token_stride", "q_head_stride",
+        "q_format", "out_format", "q_token_stride", "q_head_stride",
         "num_pages", "page_size", "capacity", "table_stride", "cache_format",
         "k_page_stride", "k_slot_stride", "k_head_stride",
         "v_page_stride", "v_slot_stride", "v_head_stride", "v_offset",
@@ -130,7 +130,7 @@ def divide(call, units):
 @compiled
 def clear(call, first, stop):
     """Set the results of the queries [first, stop) to those of no key."""
-    row = call.num_q_heads * call.v_head_dim * size_of(call.q_format)
+    row = call.num_q_heads * call.v_head_dim * size_of(call.out_format)
     zero(call.out + first * row, (stop - first) * row)
     if call.lse:
         fill(call.lse, first * call.num_q_heads, stop * call.num_q_heads, NOTHING)
@@ -342,13 +342,13 @@ def finish(call, tile, unit, head, rows):
     for row in range(rows):
         token, q_head = int_at(unit, FIRST) + row // group, head * group + row % group
         place, m_i, l_i = token * call.num_q_heads + q_head, float_at(tile.m_i, row), float_at(tile.l_i, row)
-        out, target = tile.out + 4 * row * tile.columns, call.out + size_of(call.q_format) * place * call.v_head_dim
+        out, target = tile.out + 4 * row * tile.columns, call.out + size_of(call.out_format) * place * call.v_head_dim
         if m_i == NOTHING:
-            zero(target, call.v_head_dim * size_of(call.q_format))
+            zero(target, call.v_head_dim * size_of(call.out_format))
         else:
             sink = weight_of_sink(call.sinks, q_head, m_i)
             scale_row(out, tile.columns, v_scale)
-            narrow(call.q_format, out, target, call.v_head_dim, l_i + sink)
+            narrow(call.out_format, out, target, call.v_head_dim, l_i + sink)
         if call.lse:
             set_float(call.lse, place, log_sum_exp(m_i, l_i))
 

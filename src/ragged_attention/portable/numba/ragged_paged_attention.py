@@ -12,7 +12,7 @@ from ragged_attention.portable.numba._call import why_not as why_not
 
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "k_scale", "v_scale", "return_lse",
-    "draft_mask",
+    "draft_mask", "out_dtype",
 })  # fmt: skip
 
 

@@ -42,6 +42,7 @@ def run(call: VarlenAttention, tile: Tile, launch: Any) -> tuple[Any, Any]:
         "max_num_seqs": call.num_seqs,
         "layout": PACKED,
         "q_format": CODES[dtype_name(q)],
+        "out_format": CODES[dtype_name(q)],
         "num_pages": call.num_kv_tokens,
         "page_size": 1,
         "capacity": call.num_kv_tokens,

@@ -40,6 +40,8 @@ _PREFILLS: dict[str, PrefillSpec] = {
     "no index valid": PrefillSpec(entries="none", topk=17, poison="nan"),
     "no index valid, with sinks": PrefillSpec(entries="none", heads=5, sinks="mixed"),
     "no rows": PrefillSpec(rows=0, sinks="normal"),
+    "to float32": PrefillSpec(dtype="bfloat16", out_dtype="float32", topk=12, sinks="normal", poison="nan"),
+    "to float16": PrefillSpec(dtype="bfloat16", out_dtype="float16", topk=9, heads=5),
     "no tokens": PrefillSpec(tokens=0),
     "lengths": PrefillSpec(tokens=6, topk=12, lens="inside", poison="nan", dtype="bfloat16"),
     "lengths over top-k and negative": PrefillSpec(tokens=8, topk=9, lens="wild", poison="nan", seed=1),

@@ -45,14 +45,6 @@ class RaggedLatentBatch(AnyLatents, RaggedTables):
     kv_cache: latents.Cache
     d_v: int = 512
     kv_scale: float | NDArray[np.float32] | None = None
-    out_dtype: str | None = None
-
-    @property
-    def kind(self) -> str:
-        """Which bounds hold: 8-bit caches are held to bfloat16's, results of 16 bits to theirs."""
-        if self.kv_cache.itemsize == 1:
-            return "bfloat16"
-        return self.dtype if self.dtype != "float32" else self.out_dtype or self.dtype
 
     @property
     def pages(self) -> list[NDArray[Any]]:
@@ -69,7 +61,7 @@ class RaggedLatentBatch(AnyLatents, RaggedTables):
         return [cache]
 
     def expected(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        return ragged_mla_attention(**self.arguments(), return_lse=True, code_dtype=self.code_dtype)
+        return ragged_mla_attention(**self.arguments(), return_lse=True, code_dtype=self.code_dtype, q_dtype=self.dtype)
 
     def rows(self) -> NDArray[np.float32]:
         """The cache's values [P, G, 1, d_qk]."""
@@ -100,7 +92,6 @@ class RaggedLatentSpec:
     format: str = "plain"
     bytes_as: str = "uint8"  # as which the bytes of a quantised cache are given
     group_scales: str = "arbitrary"
-    out_dtype: str | None = None
 
     @property
     def seed(self) -> int:
@@ -116,14 +107,16 @@ class RaggedLatentSpec:
         q = np.clip(rng.standard_normal((len(given.q), spec.group, width)), -1, 1) * spec.magnitude
         cache, stored = self._cache(rng, (given.num_pages, spec.page_size, 1, width))
         batch = RaggedLatentBatch(
-            q=formats.rounded(q, spec.dtype),
+            q=formats.rounded(q, given.q_dtype or spec.dtype),
             kv_cache=cache,
             max_q_len=given.max_q_len,
             d_v=self.d_v,
             kv_scale=given.k_scale if plain else None,
             cache_layout=latents.layout_of(self.format),
-            out_dtype=self.out_dtype,
+            q_scale=given.q_scale,
+            out_dtype=given.out_dtype,
             dtype=spec.dtype,
+            q_dtype=given.q_dtype,
             cache_dtype=stored,
             strided=spec.strided,
             **{name: getattr(given, name) for name in (*TABLES, *LOGITS)},
@@ -167,7 +160,7 @@ def new_rows(spec: RaggedLatentSpec) -> LatentWriteBatch:
 
 def it_is_ragged_attention_of_one_head(runner: Runner, spec: RaggedLatentSpec) -> None:
     """Of K and V that hold the rows and their first columns."""
-    batch = dataclasses.replace(spec, out_dtype=None).build()
+    batch = spec.build().change(out_dtype=None)
     cache = batch.kv_cache
     values = cache[..., : batch.d_v].copy()
     other = Batch(
@@ -250,20 +243,20 @@ def ragged_specs(
             v_head_dim=None,
             draft=None,
             cache_dtype=tables.cache_dtype if format == "plain" else None,
+            q_scales=tables.q_scales if format == "plain" or tables.dtype == "bfloat16" else None,
         ),
         d_qk=d_qk,
         d_v=d_v,
         format=format,
         bytes_as=draw(st.sampled_from(BYTES)),
         group_scales=draw(st.sampled_from(latents.SCALES)),
-        out_dtype=draw(st.sampled_from([None, None, None, "float32", "bfloat16", "float16"])),
     )
 
 
-def _spec(d_qk: int = 48, d_v: int = 32, format: str = "plain", out_dtype: str | None = None, **fields: Any) -> Any:
+def _spec(d_qk: int = 48, d_v: int = 32, format: str = "plain", **fields: Any) -> Any:
     """A structure over the usual mix of sequences; `fields` are those of the tables."""
     tables = Spec(**{"lens": MIXED, "group": 3, **fields})
-    return RaggedLatentSpec(tables=tables, d_qk=d_qk, d_v=d_v, format=format, out_dtype=out_dtype)
+    return RaggedLatentSpec(tables=tables, d_qk=d_qk, d_v=d_v, format=format)
 
 
 _SPECS: dict[str, RaggedLatentSpec] = {
@@ -311,6 +304,12 @@ _SPECS: dict[str, RaggedLatentSpec] = {
     "to bfloat16": _spec(out_dtype="bfloat16"),
     "to float16": _spec(dtype="bfloat16", out_dtype="float16", padding=2),
     "scaled": _spec(scales="float"),
+    "e4m3 queries": _spec(dtype="bfloat16", q_scales="heads", poison="nan", padding=2),
+    "e4m3 queries of float16 rows": _spec(dtype="float16", q_scales="array", soft_cap=3.0),
+    "e4m3 queries, 8-bit rows": _spec(
+        dtype="bfloat16", q_scales="float", cache_dtype="float8_e4m3fn", scales="float", sm_scale=0.3, strided=True
+    ),
+    "e4m3 queries, fp8_v32": _spec(d_v=512, format="fp8_v32", dtype="bfloat16", q_scales="heads", out_dtype="float32"),
     **{
         f"{cache_dtype}, {dtype} queries": _spec(
             dtype=dtype, cache_dtype=cache_dtype, scales=scales, poison="nan", d_qk=80, d_v=64

@@ -38,7 +38,9 @@ class LatentArrays(Arrays):
     def dtype_of(self, name: str, array: NDArray[Any]) -> str:
         if name in CACHES and array.dtype == np.uint8:
             return self.cache_dtype
-        return self.dtype if name == "q" or name in CACHES else str(array.dtype)
+        if name == "q":
+            return self.q_dtype or self.dtype
+        return self.dtype if name in CACHES else str(array.dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -130,6 +132,7 @@ class PrefillBatch(LatentArrays):
     cache_format: str | None = None
     cache_layout: str | None = None
     deterministic: bool = False
+    out_dtype: str | None = None
 
     @property
     def selection(self) -> Selection:
@@ -156,7 +159,7 @@ class PrefillBatch(LatentArrays):
         """The same values in float32."""
         wide = self.selection.widened
         wide = wide[:, 0] if self.kv.ndim == 3 else wide
-        return self.change(kv=wide, dtype="float32", cache_format=None, cache_layout=None)
+        return self.change(kv=wide, dtype="float32", cache_format=None, cache_layout=None, out_dtype=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -384,6 +387,7 @@ class PrefillSpec(LatentSpec):
     page_size: int | None = None  # None: packed rows
     lens: str | None = None  # of the lists: inside, zero, wild
     deterministic: bool = False
+    out_dtype: str | None = None
 
     def build(self) -> PrefillBatch:
         return _fit.get()(self)._built()
@@ -403,6 +407,7 @@ class PrefillSpec(LatentSpec):
             indices=indices.reshape(self.tokens, self.kv_heads, self.topk),
             topk_lens=lens_of(rng, (self.tokens,), self.topk, self.lens),
             deterministic=self.deterministic,
+            out_dtype=self.out_dtype,
             **self._common(rng),
         )
         return batch.poisoned(self.poison, self.seed) if self.poison else batch

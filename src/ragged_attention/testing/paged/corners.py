@@ -72,6 +72,15 @@ _SPECS: dict[str, Spec] = {
     "window in a long sequence": Spec(lens=((1, 600), (6, 500)), page_size=16, sliding_window=100, poison="nan"),
     "window within the last pages": Spec(lens=((6, 14), (1, 29)), page_size=3, sliding_window=2, group=2),
     "window longer than all": _plain(sliding_window=2**31 - 1),
+    "to float32": _plain(dtype="bfloat16", out_dtype="float32", sinks="normal", group=2),
+    "to bfloat16": _plain(out_dtype="bfloat16", lens=((1, 700), (3, 3)), page_size=16),
+    "to float16": _plain(dtype="bfloat16", out_dtype="float16", cache_dtype="int8", padding=2, num_kv_heads=2),
+    "e4m3 queries": _plain(dtype="bfloat16", q_scales="heads", group=3, num_kv_heads=2, poison="nan", padding=2),
+    "e4m3 queries over float32": _plain(q_scales="array", group=2, sliding_window=6),
+    "e4m3 queries over float16": _plain(dtype="float16", q_scales="float", soft_cap=3.0, sm_scale=0.2, combined=False),
+    "e4m3 queries, 8-bit cache": _plain(
+        dtype="bfloat16", q_scales="float", cache_dtype="float8_e4m3fn", scales="heads", num_kv_heads=2, strided=True
+    ),
     "soft cap": _plain(soft_cap=2.0),
     "small soft cap": _plain(soft_cap=0.01, dtype="bfloat16"),
     "soft cap and window": _plain(soft_cap=5.0, sliding_window=6, sinks="normal", group=2),

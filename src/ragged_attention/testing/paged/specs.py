@@ -64,6 +64,7 @@ class Arrays:
 
     dtype: str = "float32"
     cache_dtype: str = "float32"
+    q_dtype: str | None = None  # of q where it is another than dtype, to which it is then widened
     strided: bool = False  # in torch: every array a view with gaps of garbage
 
     @property
@@ -86,7 +87,7 @@ class Arrays:
     def dtype_of(self, name: str, array: NDArray[Any]) -> str:
         """The dtype in which an argument goes to the front end."""
         if name in ("q", "k", "v", "outs"):
-            return self.dtype
+            return self.q_dtype or self.dtype if name == "q" else self.dtype
         return self.cache_dtype if name == "kv_pages" else str(array.dtype)
 
     def layout_of(self, name: str) -> str:
@@ -112,6 +113,15 @@ class RaggedTables(Arrays, abc.ABC):
     sliding_window: int | None = None
     soft_cap: float | None = None
     sinks: NDArray[np.float32] | None = None
+    q_scale: float | NDArray[np.float32] | None = None
+    out_dtype: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """Which bounds hold: 8-bit caches are held to bfloat16's, results of 16 bits to theirs."""
+        if self.pages[0].itemsize == 1:
+            return "bfloat16"
+        return self.dtype if self.dtype != "float32" else self.out_dtype or self.dtype
 
     @property
     @abc.abstractmethod
@@ -254,7 +264,8 @@ class Batch(RaggedTables):
 
     def expected(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         cache_dtype = self.cache_dtype if self.quantized else None
-        return ragged_paged_attention(**self.arguments(), return_lse=True, cache_dtype=cache_dtype)
+        given = self.arguments()
+        return ragged_paged_attention(**given, return_lse=True, cache_dtype=cache_dtype, q_dtype=self.dtype)
 
     def drafted(self, start: int, stop: int) -> NDArray[np.bool_] | None:
         return None if self.draft_mask is None else self.draft_mask[start:stop]
@@ -277,7 +288,7 @@ class Batch(RaggedTables):
             arrays = [pages * scale[:, None] for pages, scale in zip(arrays, scales, strict=True)]
         scales = {"k_scale": None, "v_scale": None} if self.quantized else {}
         wide = self.with_pages([pages.astype(np.float32) for pages in arrays])
-        return wide.change(dtype="float32", cache_dtype="float32", **scales)
+        return wide.change(dtype="float32", cache_dtype="float32", out_dtype=None, **scales)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -339,6 +350,8 @@ class Spec:
     sinks: str | None = None  # normal, -inf, +inf, mixed
     draft: int | None = None  # columns of a draft mask, each entry of which is as likely set as not
     scales: str | None = None  # how k_scale and v_scale are given: float, array, heads
+    q_scales: str | None = None  # the same of q_scale, with e4m3 queries that are widened to dtype
+    out_dtype: str | None = None
     sharing: str | None = None  # prefix: sequences begin with the first one's pages; repeat: one page all over
     invalid_pages: bool = False  # some page indices within the lengths are out of range
     poison: str | None = None  # nan or inf in all that must not be read
@@ -357,8 +370,9 @@ class Spec:
         heads = self.num_kv_heads * self.group
         num_seqs = {"none": None, "int": len(self.lens), "array": np.array([len(self.lens)], np.int32)}[self.count]
         q = rng.standard_normal((sum(q_lens) + self.padding, heads, self.head_dim)) * self.magnitude
+        q_dtype = "float8_e4m3fn" if self.q_scales else None
         batch = Batch(
-            q=formats.rounded(q, self.dtype),
+            q=formats.rounded(q, q_dtype or self.dtype),
             kv_pages=self._pages(rng, num_pages, cache_dtype),
             kv_lens=np.array([kv_len for _, kv_len in self.lens] + [0] * len(spare), np.int32),
             page_indices=page_indices,
@@ -373,7 +387,10 @@ class Spec:
             k_scale=self._scale(rng, cache_dtype),
             v_scale=self._scale(rng, cache_dtype),
             draft_mask=None if self.draft is None else rng.random((len(q), self.draft)) < 0.5,
+            q_scale=scale_of(rng, self.q_scales, heads),
+            out_dtype=self.out_dtype,
             dtype=self.dtype,
+            q_dtype=q_dtype,
             cache_dtype=cache_dtype,
             strided=self.strided,
         )
@@ -414,10 +431,16 @@ class Spec:
 
     def _scale(self, rng: np.random.Generator, cache_dtype: str) -> Any:
         size = 1 / 40 if cache_dtype == "int8" else 1.0
-        values = (rng.uniform(0.5, 1.5, self.num_kv_heads) * size).astype(np.float32)
-        if self.scales is None:
-            return size if cache_dtype == "int8" else None
-        return {"float": float(values[0]), "array": values[:1].reshape(()), "heads": values}[self.scales]
+        given = scale_of(rng, self.scales, self.num_kv_heads, size)
+        return size if given is None and cache_dtype == "int8" else given
+
+
+def scale_of(rng: np.random.Generator, kind: str | None, heads: int, size: float = 1.0) -> Any:
+    """A scale about `size`: None, a float, an array of one, or one for each head."""
+    if kind is None:
+        return None
+    values = (rng.uniform(0.5, 1.5, heads) * size).astype(np.float32)
+    return {"float": float(values[0]), "array": values[:1].reshape(()), "heads": values}[kind]
 
 
 def sinks_of(rng: np.random.Generator, heads: int, kind: str | None) -> NDArray[np.float32] | None:

@@ -31,6 +31,8 @@ def specs(draw: st.DrawFn, *, clean: bool = False, cache_dtypes: tuple[str | Non
     combined = draw(st.booleans())
     head_dim = draw(st.sampled_from(HEAD_DIMS))
     cached = (None, None, *formats.QUANTIZED) if cache_dtypes is None else cache_dtypes
+    cache_dtype, dtype = draw(st.sampled_from(cached)), draw(st.sampled_from(["float32", "bfloat16", "float16"]))
+    widened = cache_dtype is None or dtype == "bfloat16"  # as e4m3 queries are beside an 8-bit cache
     count = draw(st.sampled_from(["none", "int", "array", "array"]))
     return Spec(
         lens=lens,
@@ -40,8 +42,8 @@ def specs(draw: st.DrawFn, *, clean: bool = False, cache_dtypes: tuple[str | Non
         head_dim=head_dim,
         v_head_dim=None if combined else draw(st.sampled_from([None, 16, 48])),
         combined=combined,
-        dtype=draw(st.sampled_from(["float32", "bfloat16", "float16"])),
-        cache_dtype=draw(st.sampled_from(cached)),
+        dtype=dtype,
+        cache_dtype=cache_dtype,
         count=count,
         spare_seqs=0 if count == "none" else draw(st.integers(0, 3)),
         padding=draw(st.sampled_from([0, 1, 5])),
@@ -54,6 +56,8 @@ def specs(draw: st.DrawFn, *, clean: bool = False, cache_dtypes: tuple[str | Non
         sinks=draw(st.sampled_from([None, None, "normal", "mixed"])),
         draft=None if clean else draw(st.sampled_from([None] * 6 + [2, 12])),
         scales=draw(st.sampled_from([None, "float", "array", "heads"])),
+        q_scales=draw(st.sampled_from([None] * 6 + ["float", "array", "heads"])) if widened and not clean else None,
+        out_dtype=None if clean else draw(st.sampled_from([None] * 4 + ["float32", "bfloat16", "float16"])),
         sharing=None if clean else draw(st.sampled_from([None, None, "prefix", "repeat"])),
         invalid_pages=False if clean else draw(st.sampled_from([False, False, True])),
         poison=None if clean else draw(st.sampled_from([None, "nan", "inf"])),
