@@ -199,9 +199,11 @@ def test_decode_in_bfloat16_under_jit(backend):
     agrees(np.asarray(out, np.float32), fakes.dense(batch, fakes.written(batch), sm_scale=SCALE), "bfloat16")
 
 
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
+@pytest.mark.parametrize(
+    ("dtype", "q_scale"), [("float8_e4m3fn", None), ("float8_e4m3fn", 0.01), ("float8_e5m2", None), ("int8", None)]
+)
 @pytest.mark.parametrize("q_dtype", ["float32", "bfloat16"])
-def test_a_cache_of_eight_bits_and_its_scales(backend, dtype, q_dtype):
+def test_a_cache_of_eight_bits_and_its_scales(backend, dtype, q_dtype, q_scale):
     batch, grow = fakes.batch_of(MIXED), 30.0 if dtype == "int8" else 1.0
     stored = {
         name: np.asarray(jnp.asarray(getattr(batch, name) * grow).astype(dtype).astype(jnp.float32))
@@ -213,8 +215,11 @@ def test_a_cache_of_eight_bits_and_its_scales(backend, dtype, q_dtype):
     with use_backend("xla"):
         cache, out = fakes.call(
             backend, batch, fakes.allotted(backend, batch, dtype), fakes.mesh_of(), q_dtype=q_dtype,
-            k_scale=k_scale, v_scale=v_scale,
+            k_scale=k_scale, v_scale=v_scale, q_scale=q_scale,
         )  # fmt: skip
+    if q_scale is not None:
+        q = q_scale * np.asarray(jnp.asarray(np.clip(q / q_scale, -448, 448)).astype(dtype), np.float32)
+        batch = dataclasses.replace(batch, q=q)
     want = fakes.written(batch)
     np.testing.assert_array_equal(cache[..., : fakes.HEAD_DIM].astype(jnp.float32), want)
     true = want.astype(np.float64)
@@ -328,7 +333,8 @@ class Axes:
 
 
 @pytest.mark.parametrize(("changes", "error", "message"), [
-    ({"q_scale": 0.5}, Unsupported, r"expected q_scale to be None, since queries are not quantised, got 0\.5"),
+    ({"q_scale": 0.5}, Unsupported, "expected q_scale only with a cache of float8_e4m3fn, got float32"),
+    ({"q_scale": np.ones(2)}, TypeError, "expected q_scale to be a number or None, got ndarray"),
     ({"mesh": Axes(dcp=2)}, Unsupported, "expected mesh axis 'dcp' of size 1, since context is not shared out, got 2"),
     ({"mesh": Axes(pcp=4)}, Unsupported, "expected mesh axis 'pcp' of size 1, since context is not shared out, got 4"),
     ({"mesh": Axes(model=3)}, Unsupported, "expected the number of KV heads to divide 3 devices, got 2"),

@@ -158,7 +158,8 @@ class _Attention:
             head_dim_original: without effect, for `sm_scale` is given.
             sm_scale: factor on q . k.
             attention_chunk_size: what tpu-inference calls the sliding window here: keys that a query sees.
-            q_scale: refused unless None.
+            q_scale: a number by which queries are divided, to be rounded to the cache's float8_e4m3fn; logits are
+                multiplied by it again.
             k_scale, v_scale: numbers, a cached value times its scale is the true one.
             sinks: [H], logits that join the softmax's denominator only.
             update_kv_cache: whether k and v are written; otherwise the cache has them, and it is returned as it is.
@@ -173,24 +174,22 @@ class _Attention:
             Unsupported, InvalidInput: the argument at fault is named.
         """
         del head_dim_original, decode_query_size
-        _refuse(kv_cache, k, v, md, mesh, q_scale, {"k_scale": k_scale, "v_scale": v_scale}, update_kv_cache)
+        scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        _refuse(kv_cache, k, v, md, mesh, scales, update_kv_cache)
         settings = {
             "sm_scale": sm_scale * (1.0 if k_scale is None else k_scale),
             "causal": use_causal_mask,
             "sliding_window": attention_chunk_size,
             "soft_cap": attn_logits_soft_cap,
+            "q_scale": q_scale,
         }
         local = functools.partial(_attend, settings, 1.0 if v_scale is None else v_scale, update_kv_cache)
         tables = shared_md.seq_lens, md.block_tables, shared_md.query_start_loc, shared_md.request_distribution
         return _over_heads(local, mesh, kv_cache, q, k, v, tables, sinks)
 
 
-def _refuse(
-    kv_cache: Any, k: Any, v: Any, md: Any, mesh: Any, q_scale: Any, scales: dict[str, Any], update_kv_cache: bool
-) -> None:
+def _refuse(kv_cache: Any, k: Any, v: Any, md: Any, mesh: Any, scales: dict[str, Any], update_kv_cache: bool) -> None:
     """Raise what calls raise that cannot be honoured; whatever `ragged_paged_attention` refuses is left to it."""
-    if q_scale is not None:
-        raise Unsupported(f"expected q_scale to be None, since queries are not quantised, got {q_scale}")
     for axis in ("dcp", "pcp"):
         if (size := mesh.shape.get(axis, 1)) > 1:
             raise Unsupported(f"expected mesh axis {axis!r} of size 1, since context is not shared out, got {size}")
@@ -201,6 +200,8 @@ def _refuse(
     for name, scale in scales.items():
         if scale is not None and not isinstance(scale, int | float):
             raise TypeError(f"expected {name} to be a number or None, got {type(scale).__name__}")
+    if scales["q_scale"] is not None and kv_cache.dtype != "float8_e4m3fn":
+        raise Unsupported(f"expected q_scale only with a cache of float8_e4m3fn, got {kv_cache.dtype}")
     for name, new in (("k", k), ("v", v)) if update_kv_cache else ():
         if new.dtype != kv_cache.dtype:
             raise InvalidInput(f"expected {name}.dtype to be that of kv_cache, {kv_cache.dtype}, got {new.dtype}")
@@ -253,20 +254,28 @@ def _attend(
 
     from ragged_attention.jax import ragged_paged_attention
 
+    dtype, queries, scale = q.dtype, q, settings["q_scale"]
+    if scale is not None:
+        largest = float(jnp.finfo(kv_cache.dtype).max)
+        queries = jnp.clip(q.astype(jnp.float32) / scale, -largest, largest).astype(kv_cache.dtype)
+        dtype = jnp.bfloat16  # to which the operation widens them
+
     def widened(rows: Any) -> Any:
-        """As wide as the cache's rows, in q's dtype, which holds every value of an 8-bit one."""
-        return jnp.pad(rows.astype(q.dtype), ((0, 0), (0, 0), (0, kv_cache.shape[-1] - rows.shape[-1])))
+        """As wide as the cache's rows."""
+        return jnp.pad(rows, ((0, 0), (0, 0), (0, kv_cache.shape[-1] - rows.shape[-1])))
 
     # The new rows are stored as they come. `k_scale=` would divide them by it once more, so the scales go to the
-    # logits, by way of sm_scale, and to the result.
+    # logits, by way of sm_scale, and to the result. `dtype` holds every value of an 8-bit cache.
     settings = settings | {"num_seqs": distribution[2:], "sinks": sinks}
-    given = widened(q), kv_cache, kv_lens, block_tables.reshape(len(kv_lens), -1), cu_q_lens
+    given = widened(queries), kv_cache, kv_lens, block_tables.reshape(len(kv_lens), -1), cu_q_lens
     if update_kv_cache:
-        out, kv_cache = ragged_paged_attention(*given, new_kv=(widened(k), widened(v)), **settings)
+        out, kv_cache = ragged_paged_attention(
+            *given, new_kv=(widened(k.astype(dtype)), widened(v.astype(dtype))), **settings
+        )
     else:
         out = ragged_paged_attention(*given, **settings)
     out = out[..., : q.shape[-1]]
-    return kv_cache, out if v_scale == 1.0 else (out.astype(jnp.float32) * v_scale).astype(q.dtype)
+    return kv_cache, (out if v_scale == 1.0 else out.astype(jnp.float32) * v_scale).astype(q.dtype)
 
 
 @functools.cache
