@@ -80,14 +80,21 @@ def row_layout(dtype: Any, rank: int = 4) -> Layout:
     return Layout(major_to_minor=(0, 2, 1, 3) if rank == 4 else (1, 0, 2), tiling=tiling)
 
 
+def planar_refusal(call: Any) -> str | None:
+    """Why caches of the call's layout are not taken, or None."""
+    if call.layout is not None and call.layout.planar:
+        return f"takes caches that have the bytes of a token together, got {call.format!r} by pages"
+    return None
+
+
 def why_not(call: MlaDecode | RaggedMlaAttention | SparseMlaPrefill) -> str | None:
     """Why the kernel does not take a call, or None."""
     if reason := cannot_run(call):
         return reason
     if dtype_name(call.q) == "float64":
         return "takes q.dtype of at most 32 bits, got float64"
-    if call.layout is not None and call.layout.planar:
-        return f"takes caches that have the bytes of a token together, got {call.format!r} by pages"
+    if (reason := planar_refusal(call)) is not None:
+        return reason
     for cache in (getattr(call, "kv", None), getattr(call, "kv_cache", None), getattr(call, "extra_kv_cache", None)):
         rows = 0 if cache is None else math.prod(cache.shape[:-1])
         if rows > LARGEST_INT:

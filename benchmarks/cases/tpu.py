@@ -270,6 +270,29 @@ _RAGGED_LATENT = (
 )
 
 
+def _write_latents(name: str, slots: bool = False, **sample: Any) -> TpuCase:
+    """Writing a mixed batch's new latents, by its tables or by slots."""
+    fields: dict[str, Any] = MIXED | {"causal": True, "topk": 0} | sample
+    arguments = dict(fields.pop("arguments", {}))
+    if slots:
+        arguments["slot_mapping"] = samples.FakeArray((512,), "int32")
+    else:
+        given = samples.sample_of("ragged_mla_attention", **fields).arguments("ragged_mla_attention")
+        arguments |= {"slot_mapping": None} | {name: given[name] for name in ("page_indices", "kv_lens", "cu_q_lens")}
+    return _latent(f"write_{name}", "write_mla_cache", arguments, **fields)
+
+
+_LATENT_WRITES = (
+    _write_latents("bf16", **PLAIN),
+    _write_latents("bf16_slots", slots=True, **PLAIN),
+    _write_latents("f32_slots", slots=True, **PLAIN, dtype="float32"),
+    _write_latents("e4m3", **PLAIN, stored=FP8, arguments={"kv_scale": 0.25}),
+    _write_latents("fp8_v32_slots", slots=True),
+    _write_latents("fp4_v41", cache_format="fp4_v41"),
+    _write_latents("fp8_v4", slots=True, refused="got 'fp8_v4'", cache_format="fp8_v4"),
+)
+
+
 def _index(name: str, operation: str = "indexer_logits", **fields: Any) -> TpuCase:
     """The indexer; the sample's defaults are DeepSeek-V3.2's decode from pages of bytes."""
     more = {key: fields.pop(key) for key in ("arguments", "kernels", "refused") if key in fields}
@@ -299,12 +322,13 @@ _INDEXER = (
     _index("select_from_too_many", "top_k_indices", refused="takes at most 1048576 columns", max_len=2**20 + 1),
 )  # fmt: skip
 
-CASES: tuple[TpuCase, ...] = (*_RAGGED, *_WRITES, *_HEADS_FIRST, *_LATENT, *_RAGGED_LATENT, *_INDEXER)
+CASES: tuple[TpuCase, ...] = (*_RAGGED, *_WRITES, *_HEADS_FIRST, *_LATENT, *_RAGGED_LATENT, *_LATENT_WRITES, *_INDEXER)
 
 # What the page of compilations shows: the first for every kind of TPU, the others for one of them.
 EVERYWHERE = (
     "rpa_32x8_d128_bf16", "rpa_32x8_d128_fp8", "write_bf16", "paged_32x8_d128_bf16", "prefill_32x8_d128_bf16",
     "mla_dense_h128_bf16", "mla_sparse_h128_fp8_v32", "mla_sparse_prefill_h128_bf16", "mla_ragged_h128_bf16",
+    "mla_write_fp8_v32_slots",
     "indexer_decode_h64", "indexer_topk_decode_h64", "indexer_select_2048_of_4096",
 )  # fmt: skip
 FURTHER = (
@@ -312,7 +336,8 @@ FURTHER = (
     "rpa_32x8_d128_bf16_auto", "rpa_32x8_d128_int8", "rpa_64x8_d64_sinks_window", "rpa_8x1_d128_bf16",
     "rpa_32x8_d128_bf16_fused", "rpa_32x8_d128_table_of_2_mib", "write_fp8", "paged_32x8_d128_bf16_grid",
     "paged_32x8_d128_bf16_batch", "paged_32x8_d128_int8", "prefill_32x8_d128_int8", "mla_dense_h128_fp8_v32",
-    "mla_ragged_h16_bf16_decode", "mla_ragged_h16_e4m3_page16", "indexer_prefill_h64", "indexer_packed_h64_bf16",
+    "mla_write_bf16", "mla_ragged_h16_bf16_decode", "mla_ragged_h16_e4m3_page16", "indexer_prefill_h64",
+    "indexer_packed_h64_bf16",
 )  # fmt: skip
 MOST = "v6e"
 

@@ -1,26 +1,19 @@
 """Rows of a latent cache: gathered as they are stored, dequantised after that."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ragged_attention._jax_latents import Stored
 from ragged_attention.calls import CacheFormat
 from ragged_attention.portable.xla._pages import BITS
 from ragged_attention.portable.xla._ragged import at
 
 UNIT = 8  # bytes; what lies in a page of the layout "page" begins at a multiple of it; their count stays within int32
 TWICE_E2M1 = np.uint32(0xC8643210)  # 0, 1, 2, 3, 4, 6, 8, 12 in 4 bits each
-
-
-class Stored(NamedTuple):
-    """The bytes of quantised rows, uint8."""
-
-    values: jax.Array  # [..., values]
-    scales: jax.Array  # [..., bytes]
-    rotary: jax.Array  # [..., 2 * rotary]
 
 
 def all_rows(cache: jax.Array, layout: CacheFormat) -> Stored:

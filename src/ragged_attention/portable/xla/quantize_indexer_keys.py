@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ragged_attention._jax_latents import quantized_groups
 from ragged_attention.calls import QuantizeIndexerKeys
 from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.xla._framework import why_not as why_not
-from ragged_attention.portable.xla._latent_bytes import quantized_groups
 
 FEATURES = frozenset({"power_of_two"})
 

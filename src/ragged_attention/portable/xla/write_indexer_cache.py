@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ragged_attention._jax_latents import quantized_groups
 from ragged_attention._jax_pages import addresses_of_slots
 from ragged_attention.calls import WriteIndexerCache
 from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.xla._framework import why_not as why_not
 from ragged_attention.portable.xla._indexer import UNIT
-from ragged_attention.portable.xla._latent_bytes import quantized_groups
 from ragged_attention.portable.xla._slots import page_of_last, put_units
 
 FEATURES = frozenset({"power_of_two"})

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ragged_attention._jax_latents import quantized
 from ragged_attention._jax_pages import addresses_of_slots, addresses_of_tokens, per_head, stored_bits
 from ragged_attention.calls import WriteMlaCache
 from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.xla._framework import why_not as why_not
-from ragged_attention.portable.xla._latent_bytes import quantized
 from ragged_attention.portable.xla._latents import UNIT, planar_units
 from ragged_attention.portable.xla._ragged import at
 from ragged_attention.portable.xla._slots import page_of_last, put, put_units

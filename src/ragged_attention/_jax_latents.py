@@ -1,7 +1,9 @@
-"""Latent rows as the bytes of a quantised cache, to the bit as `reference/` encodes them.
+"""Latent rows as the bytes of a quantised cache, to the bit as `reference/` encodes them, for backends in jax.
 
 Where rounding matters the arithmetic is on integers: XLA flushes what is smaller than a normal number.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +12,17 @@ from jax import lax
 
 from ragged_attention._jax_pages import codes, quotient
 from ragged_attention.calls import CacheFormat
-from ragged_attention.portable.xla._latents import Stored
 
 INFINITY, NAN = np.uint32(0x7F800000), np.uint32(0x7FC00000)
 LEAST_SCALE = np.float32(1e-4).view(np.uint32)
+
+
+class Stored(NamedTuple):
+    """The bytes of quantised rows, uint8."""
+
+    values: jax.Array  # [..., values]
+    scales: jax.Array  # [..., bytes]
+    rotary: jax.Array  # [..., 2 * rotary]
 
 
 def quantized(rows: jax.Array, layout: CacheFormat, power_of_two_scales: bool) -> Stored:

@@ -1,0 +1,205 @@
+"""Writing this step's latent rows into the cache, for TPU: groups of rows are fetched, changed and sent back.
+
+Rows of 8 and of 16 bits share their 32-bit words with neighbours, so that a copy moves a group of rows at least. Before
+the kernel runs, XLA finds the groups that a step changes, each of them once, and lays out what is new in their words.
+The grid walks over blocks of groups: the kernel fetches those of a block, all at once, changes their words, and sends
+them back. No group comes twice, so copies of different blocks never meet.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ragged_attention._jax_latents import quantized
+from ragged_attention._jax_pages import per_head, stored_bits
+from ragged_attention.calls import WriteMlaCache
+from ragged_attention.errors import InvalidInput
+from ragged_attention.kernels_pallas._blocks import (
+    LANES,
+    cannot_run,
+    expect_sizes,
+    in_pieces,
+    next_power_of_2,
+    round_up,
+)
+from ragged_attention.kernels_pallas._latent import planar_refusal, rows_per_word, words_of
+from ragged_attention.kernels_pallas._new_rows import slots, too_many_slots
+
+CHUNK = 8  # groups whose words are changed together
+FEATURES = frozenset({
+    "slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "kv_scale", "power_of_two_scales",
+    "cache_format", "cache_layout",
+})  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """What may be tuned.
+
+    Attributes:
+        num_groups_per_block: groups of rows that are fetched and sent back together, a multiple of 8.
+        vmem_limit_bytes: vector memory that the compiler may use, 0 for its default.
+    """
+
+    num_groups_per_block: int = 128
+    vmem_limit_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        expect_sizes(self, num_groups_per_block=(CHUNK, 8192), vmem_limit_bytes=(0, 2**31 - 1))
+        if self.num_groups_per_block % CHUNK:
+            raise InvalidInput(
+                f"expected num_groups_per_block to be a multiple of {CHUNK}, got {self.num_groups_per_block}"
+            )
+
+
+def why_not(call: WriteMlaCache) -> str | None:
+    if (reason := cannot_run(call) or planar_refusal(call) or too_many_slots(call)) is not None:
+        return reason
+    packing, rows = rows_per_word(call.cache.dtype), call.num_slots * call.num_kv_heads
+    if rows >= 2**31 - packing:
+        return f"numbers rows in int32, got {call.num_slots} slots of {call.num_kv_heads} KV heads"
+    if rows % packing:
+        return f"takes caches of a multiple of {packing} rows, which share words, got {rows}"
+    return None
+
+
+def tuning_key(call: Any) -> str:
+    """The bucket of static facts that a tuned file is keyed by."""
+    return f"row={call.cache.shape[3]} cache={call.format} tokens<={next_power_of_2(call.num_tokens)}"
+
+
+def heuristic(call: Any) -> Tile:
+    """All rows, up to 256 groups, as long as a block of them takes at most a sixteenth of vector memory and 4 MiB."""
+    row = round_up(call.cache.shape[3], LANES) * 4 * 8  # a row of words fills a tile
+    most = max(min(call.device.shared_memory // 16, 4 << 20) // row, CHUNK)
+    wanted = min(max(next_power_of_2(call.num_tokens * call.num_kv_heads), CHUNK), 256)
+    return Tile(num_groups_per_block=min(wanted, 1 << most.bit_length() - 1))
+
+
+def run(call: Any, tile: Tile, launch: Any) -> jax.Array:
+    """The new cache, in the old one's memory where that is donated."""
+    del launch
+    if 0 in (call.num_tokens, *call.cache.shape):
+        return call.cache
+    words = words_of(call.cache)
+    packing, block = rows_per_word(words.dtype), tile.num_groups_per_block
+    heads = jnp.arange(call.num_kv_heads, dtype=jnp.int32)
+    slot = slots(call)[:, None]
+    rows = jnp.where(slot >= 0, slot * call.num_kv_heads + heads, -1).reshape(-1)
+    rows = jnp.pad(rows, (0, -len(rows) % block), constant_values=-1)
+    groups, sources = changed_groups(rows, packing)
+    new, kept = new_words(row_bits(call), sources)
+    cache = words.reshape(-1, packing, words.shape[-1])
+    written = write_groups(cache, groups.reshape(-1, 1, block), new, kept, tile.vmem_limit_bytes)
+    written = written.reshape(call.cache.shape)
+    return written if written.dtype == call.cache.dtype else lax.bitcast_convert_type(written, call.cache.dtype)
+
+
+def row_bits(call: Any) -> jax.Array:
+    """The new rows [T * K, bytes or columns] as unsigned integers, as the cache stores them."""
+    layout = call.layout
+    if layout is None:
+        scale = None if call.kv_scale is None else per_head(call.kv_scale, call.num_kv_heads)
+        bits = stored_bits(call.kv, scale, call.cache.dtype)
+        return bits.reshape(-1, bits.shape[-1])
+    stored = quantized(call.kv[:, 0], layout, bool(call.power_of_two_scales))
+    return jnp.concatenate([stored.values, stored.scales, stored.rotary], axis=-1)
+
+
+def changed_groups(rows: jax.Array, packing: int) -> tuple[jax.Array, jax.Array]:
+    """The groups of `packing` rows that change, i32 [N], and what goes to each of their rows, i32 [N, packing].
+
+    `rows` [N] is where in the cache each new row goes, -1 nowhere. Groups come once, in order, then -1. What goes to a
+    row is the number of a new one, the last if there are several, or -1 if it stays as it is.
+    """
+    count = len(rows)
+    order = jnp.argsort(jnp.where(rows >= 0, rows, 2**31 - 1), stable=True).astype(jnp.int32)
+    rows = rows[order]
+    group = jnp.where(rows >= 0, rows // packing, -1)
+    begins = (group >= 0) & (group != jnp.roll(group, 1)).at[0].set(True)
+    stays = (rows >= 0) & (rows != jnp.roll(rows, -1)).at[-1].set(True)
+    place = jnp.cumsum(begins.astype(jnp.int32)) - 1
+    groups = jnp.full(count, -1, jnp.int32).at[jnp.where(begins, place, count)].set(group, mode="drop")
+    sources = jnp.full((count, packing), -1, jnp.int32)
+    return groups, sources.at[jnp.where(stays, place, count), rows % packing].set(order, mode="drop")
+
+
+def new_words(bits: jax.Array, sources: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Words [N, 1, columns] that hold the new rows of groups, 0 elsewhere, and those [N, 1, 1] of the bits to keep."""
+    width = bits.dtype.itemsize * 8
+    words, kept = jnp.zeros((len(sources), bits.shape[1]), jnp.uint32), jnp.zeros(len(sources), jnp.uint32)
+    for row in range(sources.shape[1]):
+        source, shift = sources[:, row], width * row
+        new = jnp.where(source[:, None] >= 0, bits[jnp.maximum(source, 0)].astype(jnp.uint32) << shift, 0)
+        words |= new
+        kept |= jnp.where(source >= 0, jnp.uint32(0), jnp.uint32(2**width - 1) << shift)
+    return words[:, None], kept[:, None, None]
+
+
+def kernel(groups: Any, new: Any, kept: Any, given: Any, cache: Any, buffer: Any, arrived: Any, left: Any) -> None:
+    """One block of groups of rows: their numbers, -1 behind the last, what is new in their words, the bits to keep."""
+    del given  # the cache by another name
+    block = groups.shape[-1]
+
+    def begin(copy: Any, semaphore: Any) -> Any:
+        def step(index: Any) -> Any:
+            ours, theirs = buffer.at[pl.ds(index, 1)], cache.at[pl.ds(groups[0, 0, index], 1)]
+            pltpu.make_async_copy(*copy(ours, theirs), semaphore).start()
+            return index + 1
+
+        return lax.while_loop(
+            lambda index: (index < block) & (groups[0, 0, jnp.minimum(index, block - 1)] >= 0), step, 0
+        )
+
+    def wait(semaphore: Any) -> Any:
+        def some(_: Any, size: int) -> None:
+            piece = buffer.at[pl.ds(0, size)]  # a semaphore counts bytes, whichever rows they are
+            pltpu.make_async_copy(piece, piece, semaphore).wait()
+
+        return some
+
+    in_pieces(begin(lambda ours, theirs: (theirs, ours), arrived), block, wait(arrived))
+
+    def change(chunk: Any, _: Any) -> Any:
+        some = pl.ds(chunk * CHUNK, CHUNK)
+        words = pltpu.bitcast(buffer[some], jnp.uint32)
+        buffer[some] = pltpu.bitcast((words & kept[some]) | new[some], buffer.dtype)
+        return _
+
+    lax.fori_loop(0, block // CHUNK, change, 0)
+    in_pieces(begin(lambda ours, theirs: (ours, theirs), left), block, wait(left))
+
+
+def write_groups(cache: jax.Array, groups: jax.Array, new: jax.Array, kept: jax.Array, limit: int) -> jax.Array:
+    """`cache` [groups, packing, columns] with the words of `groups` [blocks, 1, block] changed."""
+    _, packing, width = cache.shape
+    block = groups.shape[2]
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    return pl.pallas_call(
+        kernel,
+        grid=(len(groups),),
+        in_specs=[
+            pl.BlockSpec((1, 1, block), lambda i: (i, 0, 0), memory_space=pltpu.SMEM),
+            pl.BlockSpec((block, 1, width), lambda i: (i, 0, 0)),
+            pl.BlockSpec((block, 1, 1), lambda i: (i, 0, 0)),
+            anywhere,
+        ],
+        out_specs=anywhere,
+        out_shape=jax.ShapeDtypeStruct(cache.shape, cache.dtype),
+        scratch_shapes=[
+            pltpu.VMEM((block, packing, width), cache.dtype),
+            pltpu.SemaphoreType.DMA,
+            pltpu.SemaphoreType.DMA,
+        ],
+        input_output_aliases={3: 0},
+        compiler_params=pltpu.CompilerParams(
+            vmem_limit_bytes=limit or None,
+            disable_bounds_checks=True,  # slots are checked before
+        ),
+        name="write_mla_cache",
+    )(groups, new, kept, cache)
