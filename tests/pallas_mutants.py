@@ -32,6 +32,7 @@ class Mutant:
 
 RAGGED, PAGED, RAGGED_LATENT = "corner: attention, ", "corner: paged decode, ", "corner: ragged latents, "
 CHUNK, LATENT, WRITE = "corner: chunked prefill, ", "corner: latent decode, dense, ", "corner: write, "
+LATENT_WRITE = "corner: write latents, "
 LOGITS, SELECTION = "corner: indexer logits, ", "corner: indexer selection, "
 MUTANTS = {
     "pages are not waited for": Mutant(
@@ -90,6 +91,14 @@ MUTANTS = {
     ),
     "the first of equal logits is chosen": Mutant(
         "top_k_indices", "behind >= wanted", "behind > wanted", "eager", (f"{SELECTION}all equal",)
+    ),
+    "written groups of rows lose their neighbours": Mutant(
+        "write_mla_cache", "(words & kept[some]) | new[some]", "new[some]", "eager",
+        (f"{LATENT_WRITE}fp8_v32, float32",),
+    ),
+    "groups of rows are changed before they are there": Mutant(
+        "write_mla_cache", "(theirs, ours), arrived), block, wait(arrived))",
+        "(theirs, ours), arrived), block, lambda _, size: None)", "on_wait", (f"{LATENT_WRITE}fp8_v32, float32",),
     ),
     "written rows are not waited for": Mutant(
         "write_kv_pages", "semaphores.at[i]).wait()", "semaphores.at[i])", "on_wait", (f"{WRITE}by slots: int8",)

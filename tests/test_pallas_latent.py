@@ -1,6 +1,7 @@
 """Latent attention on TPUs: tiles' limits, what is refused, how small floats are decoded, lists of several chunks."""
 
 import dataclasses
+import re
 import subprocess
 import sys
 from typing import Any
@@ -24,6 +25,7 @@ from ragged_attention.kernels_pallas import (  # noqa: E402
     mla_decode,
     ragged_mla_attention,
     sparse_mla_prefill,
+    write_mla_cache,
 )
 from ragged_attention.kernels_pallas._latent_jobs import Tokens, jobs_of, num_tiles, tokens_of_sequences  # noqa: E402
 from ragged_attention.testing.drawing import PROFILES, examples_of  # noqa: E402
@@ -55,6 +57,45 @@ def test_tiles_have_limits(room: Any, fields: dict[str, int], text: str) -> None
 def test_query_blocks_have_limits(room: Any) -> None:
     with pytest.raises(ra.InvalidInput, match=r"^expected num_queries_per_block between 1 and 1024, got 0$"):
         room.Tile(num_queries_per_block=0)
+
+
+@pytest.mark.parametrize(
+    ("groups", "text"),
+    [
+        (0, "expected num_groups_per_block between 8 and 8192, got 0"),
+        (20, "expected num_groups_per_block to be a multiple of 8, got 20"),
+    ],
+)
+def test_blocks_of_written_groups_have_limits(groups: int, text: str) -> None:
+    with pytest.raises(ra.InvalidInput, match=f"^{text}$"):
+        write_mla_cache.Tile(num_groups_per_block=groups)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"cache_format": "fp8_v4"}, "takes caches that have the bytes of a token together, got 'fp8_v4' by pages"),
+        ({"page_size": 1, "max_num_seqs": 3, "max_len": 3}, "takes caches of a multiple of 4 rows, .* got 9"),
+        ({"max_num_seqs": 2**20}, r"expected num_pages \* page_size < 2\*\*31 - 1, got 4294967296"),
+        ({"cache_format": "plain", "num_kv_heads": 2, "max_num_seqs": 2**18}, "numbers rows in int32, got 1073741824"),
+        ({"cache_format": "plain", "page_size": 3}, None),
+    ],
+)
+def test_what_the_write_takes(fields: dict[str, Any], reason: str | None) -> None:
+    found = write_mla_cache.why_not(sample_of("write_mla_cache", **fields).call("write_mla_cache", TPU))
+    assert found is None if reason is None else re.match(reason, found or "")
+
+
+@pytest.mark.parametrize("packing", [1, 2, 4])
+def test_groups_of_rows_come_once_and_the_last_row_stays(packing: int) -> None:
+    rng = np.random.default_rng(packing)
+    rows = rng.integers(-1, 40, 64).astype(np.int32)
+    groups, sources = map(np.asarray, write_mla_cache.changed_groups(jnp.asarray(rows), packing))
+    last = {int(row): token for token, row in enumerate(rows) if row >= 0}
+    assert groups[groups >= 0].tolist() == sorted({row // packing for row in last})
+    assert (groups[np.count_nonzero(groups >= 0) :] == -1).all()
+    found = {int(g) * packing + r: int(sources[i, r]) for i, g in enumerate(groups) for r in range(packing) if g >= 0}
+    assert {row: token for row, token in found.items() if token >= 0} == last
 
 
 def test_lengths_of_careful_weights_have_limits() -> None:
