@@ -146,10 +146,13 @@ def kernel(groups: Any, new: Any, kept: Any, given: Any, cache: Any, buffer: Any
     del given  # the cache by another name
     block = groups.shape[-1]
 
-    def begin(copy: Any, semaphore: Any) -> Any:
+    def begin(semaphore: Any, *, fetching: bool) -> Any:
+        """Start all copies, whose number it returns."""
+
         def step(index: Any) -> Any:
             ours, theirs = buffer.at[pl.ds(index, 1)], cache.at[pl.ds(groups[0, 0, index], 1)]
-            pltpu.make_async_copy(*copy(ours, theirs), semaphore).start()
+            source, target = (theirs, ours) if fetching else (ours, theirs)
+            pltpu.make_async_copy(source, target, semaphore).start()
             return index + 1
 
         return lax.while_loop(
@@ -163,7 +166,7 @@ def kernel(groups: Any, new: Any, kept: Any, given: Any, cache: Any, buffer: Any
 
         return some
 
-    in_pieces(begin(lambda ours, theirs: (theirs, ours), arrived), block, wait(arrived))
+    in_pieces(begin(arrived, fetching=True), block, wait(arrived))
 
     def change(chunk: Any, _: Any) -> Any:
         some = pl.ds(chunk * CHUNK, CHUNK)
@@ -172,7 +175,7 @@ def kernel(groups: Any, new: Any, kept: Any, given: Any, cache: Any, buffer: Any
         return _
 
     lax.fori_loop(0, block // CHUNK, change, 0)
-    in_pieces(begin(lambda ours, theirs: (ours, theirs), left), block, wait(left))
+    in_pieces(begin(left, fetching=False), block, wait(left))
 
 
 def write_groups(cache: jax.Array, groups: jax.Array, new: jax.Array, kept: jax.Array, limit: int) -> jax.Array:

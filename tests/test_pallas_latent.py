@@ -82,7 +82,8 @@ def test_blocks_of_written_groups_have_limits(groups: int, text: str) -> None:
     ],
 )
 def test_what_the_write_takes(fields: dict[str, Any], reason: str | None) -> None:
-    found = write_mla_cache.why_not(sample_of("write_mla_cache", **fields).call("write_mla_cache", TPU))
+    call: Any = sample_of("write_mla_cache", **fields).call("write_mla_cache", TPU)
+    found = write_mla_cache.why_not(call)
     assert found is None if reason is None else re.match(reason, found or "")
 
 

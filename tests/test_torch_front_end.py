@@ -103,10 +103,10 @@ def test_compiled_code_follows_changing_lengths() -> None:
 def test_e4m3_queries_are_widened_in_compiled_code_too(scale: Any) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
-    inputs = batch() | {"backend": "eager"}
+    inputs: dict[str, Any] = batch() | {"backend": "eager"}
     inputs["kv_pages"], inputs["q"] = inputs["kv_pages"].bfloat16(), inputs["q"].to(torch.float8_e4m3fn)
     factor = scale.reshape(-1, 1) if isinstance(scale, torch.Tensor) else scale
-    wide = inputs | {"q": (inputs["q"].float() * factor).bfloat16()}
+    wide: dict[str, Any] = inputs | {"q": (inputs["q"].float() * factor).bfloat16()}
     found = rt.ragged_paged_attention(**inputs, q_scale=scale)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found, rt.ragged_paged_attention(**wide))
