@@ -246,13 +246,13 @@ def scores_of_heads(token, first_head, places, page, rows, shape, keys, queries,
                     QUERIES_HELD: tl.constexpr, HALVES: tl.constexpr):  # fmt: skip
     """What a block of heads adds to the logits of one token over a block of keys, but for the keys' scales.
 
-    `keys`, or `queries` and `weights`, are used where they are held; else they are loaded.
+    `keys`, or `queries`, transposed, and `weights`, are used where they are held; else they are loaded.
     """
     products = tl.zeros([shape.BLOCK_N, shape.BLOCK_H], tl.float32)
     if shape.D <= shape.BLOCK_D:
         k = keys if KEYS_HELD else load_keys(places, page, rows, 0, shape, HALVES)
-        q = queries if QUERIES_HELD else load_queries(token, first_head, 0, rows, shape)
-        products = matmul(k, tl.trans(q), products)
+        q = queries if QUERIES_HELD else tl.trans(load_queries(token, first_head, 0, rows, shape))
+        products = matmul(k, q, products)
     else:
         for first_column in range(0, shape.D, shape.BLOCK_D):
             k = load_keys(places, page, rows, first_column, shape, HALVES)
@@ -413,6 +413,8 @@ def walk(
         if HALVES:
             queries, unit = in_float16(queries)
             weights = weights * unit
+        # Here, for what a loop transposes compilers (Triton 3.6 to 3.9) copy to shared memory in every turn.
+        queries = tl.trans(queries)
     keys, seen = walked_keys(begin, end, first, last, listed_ptr, num_entries, LISTED, SIZE, RELATIVE, shape.BLOCK_N)
     page = pages_of_keys(keys, seen, seq, rows, shape.PAGE_SIZE)
     for index in range(end - begin):

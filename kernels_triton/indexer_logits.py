@@ -88,6 +88,8 @@ def sizes(call: Any, walk: bool) -> tuple[int, int, int]:
         return (64, 4, 1) if OLDER_COMPILER else (32, 4, 2)  # the others spilled
     if not arch.startswith("sm_"):
         return 64, 4, 2
+    if walk and item_size(call.q) == 2 and call.key_dtype == "float8_e4m3fn":
+        return 64, 4, 3  # decoding keys takes registers, and four programs of 64 wait less than two of 128
     if walk or (arch in WGMMA and call.head_dim <= 128):
         return 128, 4, 3
     if item_size(call.q) == 1 and not has_units(call) and call.num_heads <= MOST_HEADS:

@@ -125,7 +125,7 @@ class Tile:
 
 
 def why_not(call: RaggedMlaAttention) -> str | None:
-    return plan.compiled_wrongly(call.format) or launchable(call, ragged_latent_kernel)
+    return launchable(call, ragged_latent_kernel)
 
 
 def heuristic(call: RaggedMlaAttention) -> Tile:

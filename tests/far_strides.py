@@ -71,10 +71,20 @@ PACKED = {"q": normal(5, 6, 16), "k": normal(7, 3, 16), "v": normal(7, 3, 16)}
 PACKED |= {"cu_q_lens": int32(0, 2, 5), "cu_kv_lens": int32(0, 3, 7)}
 SPARSE = {"q": normal(3, 6, 96), "kv": normal(24, 3, 96), "indices": entries(3, 3, 9, below=24), "d_v": 64}
 SPARSE |= {"topk_lens": int32(9, 7, 4)}
+INDEXED = {"q": normal(14, 6, 32), "weights": normal(14, 6).float(), **TABLES, "cu_q_lens": int32(0, 7, 8, 14)}
+FEW_INDEXED = {"q": normal(5, 6, 32), "weights": normal(5, 6).float(), **TABLES}
+PACKED_KEYS = {"keys": normal(24, 32), "key_scale": normal(24).float()}
+PAGED_KEYS = {"keys": normal(6, 4, 32), "key_scale": normal(6, 4).float()}
+RANGES = {"starts": int32(0, 7, 3), "stops": int32(20, 24, 9)}
 
 
 def quantised(name: str) -> torch.Tensor:
     return rt.quantize_mla_cache(normal(6, 4, 1, {"fp8_v32": 576, "fp8_v4": 512}[name]), name, backend="reference")
+
+
+def pages_of_bytes() -> torch.Tensor:
+    cache = torch.zeros(6, 4, 1, 36, dtype=torch.uint8)
+    return rt.write_indexer_cache(normal(24, 32), cache, torch.arange(24, dtype=torch.int32), backend="reference")
 
 
 def gradient(forward: Callable[..., Any], arguments: dict[str, Any], d_out: torch.Tensor) -> dict[str, Any]:
@@ -149,6 +159,26 @@ CALLS: dict[str, tuple[str, tuple[int, ...], dict[str, Any] | Callable[[], dict[
     "rows by table": ("write_mla_cache", (0, 1, 2), {"kv": normal(5, 3, 96), "cache": normal(6, 4, 3, 96), **TABLES}),
     "rows by slot, fp8_v4": ("write_mla_cache", (0,), lambda: {
         "kv": normal(3, 1, 512), "cache": quantised("fp8_v4"), "slot_mapping": int32(3, 22, 9),
+    }),
+    "indexer": ("indexer_logits", (0, 1), INDEXED | PAGED_KEYS),
+    "indexer, bytes": ("indexer_logits", (0,), lambda: INDEXED | {"keys": pages_of_bytes()}),
+    "indexer, packed": ("indexer_logits", (0,), {
+        "q": normal(7, 6, 32), "weights": normal(7, 6).float(), **PACKED_KEYS,
+        "starts": int32(0, 3, 3, 5, 0, 20, 1), "stops": int32(9, 24, 3, 12, 24, 21, 8),
+    }),
+    "indexer, few tokens": ("indexer_logits", (0, 1), FEW_INDEXED | PAGED_KEYS),
+    "indexer, few tokens, bytes": ("indexer_logits", (0,), lambda: FEW_INDEXED | {"keys": pages_of_bytes()}),
+    "indexer, relative": ("indexer_logits", (0,), {
+        "q": normal(3, 6, 32), "weights": normal(3, 6).float(), **PACKED_KEYS, **RANGES, "relative": True,
+    }),
+    "top-k": ("indexer_topk", (0, 1), INDEXED | PAGED_KEYS | {"top_k": 3}),
+    "top-k of candidates": ("indexer_topk", (0,), lambda: FEW_INDEXED | {
+        "keys": pages_of_bytes(), "top_k": 2, "candidate_blocks": entries(5, 2, below=4), "candidate_block_size": 2,
+    }),
+    "choice": ("top_k_indices", (0,), {"logits": normal(3, 24).float(), "top_k": 5, **RANGES}),
+    "quantise keys": ("quantize_indexer_keys", (0,), {"k": normal(5, 32)}),
+    "keys by slot": ("write_indexer_cache", (0,), lambda: {
+        "k": normal(3, 32), "cache": pages_of_bytes(), "slot_mapping": int32(3, 22, 9),
     }),
 }  # fmt: skip
 

@@ -409,24 +409,3 @@ def test_threads_may_launch_at_the_same_time() -> None:
     finally:
         sys.setswitchinterval(before)
     assert all(torch.equal(each, found[0]) for each in found)
-
-
-def test_caches_of_two_formats_need_a_newer_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    room, plan = (
-        importlib.import_module(f"ragged_attention.kernels_triton.{name}") for name in ("mla_decode", "_latent.plan")
-    )
-    both = LatentSample(cache_format="fp8_v41", extra_format="fp4_v41", extra_topk=64)
-    alike = dataclasses.replace(both, extra_format=None)
-    calls = [sample.call("mla_decode", device_of("torch", "sm_90")) for sample in (both, alike)]
-    monkeypatch.setattr(plan, "OLDER_COMPILER", False)
-    assert [room.why_not(call) for call in calls] == [None, None]
-    monkeypatch.setattr(plan, "OLDER_COMPILER", True)
-    text = (
-        "needs Triton 3.7 for caches of two formats, which older ones compile wrongly, got 'fp8_v41' beside 'fp4_v41'"
-    )
-    assert [room.why_not(call) for call in calls] == [text, None]
-    four_bits = LatentSample(cache_format="fp4_v41")
-    for operation in ("mla_decode", "sparse_mla_prefill"):
-        room = importlib.import_module(f"ragged_attention.kernels_triton.{operation}")
-        reason = room.why_not(four_bits.call(operation, device_of("torch", "sm_90")))
-        assert reason == "needs Triton 3.7 for fp4_v41, which older ones compile wrongly"

@@ -221,6 +221,16 @@ def test_a_kernel_is_compiled_and_read(tmp_path: Path) -> None:
         assert dict(map(tuple, one["turns"]))[1000.0] > one["chain"] + 500
 
 
+def test_the_indexers_decoding_reaches_the_bandwidth() -> None:
+    """At least 85 % of it, with queries of 8 bits and of 16."""
+    pytest.importorskip("triton")
+    cases = ("indexer_decode_64x32k", "indexer_decode_bf16_queries")
+    command = ("benchmarks.compiled.pipelines", "--cases", *cases, "--kernels", "walk_logits_kernel", "--jobs", "1")
+    rows = [line.split("|") for line in printed("-m", *command).splitlines() if "walk_logits_kernel" in line]
+    assert {row[1].strip() for row in rows} == set(cases)
+    assert min(float(row[-2].split("-")[0]) for row in rows) >= 0.85 * roofline.H200.memory / 1e12
+
+
 def test_decode_loops_keep_keys_ahead() -> None:
     """But for those that are known not to; whoever mends one takes it from the list."""
     pytest.importorskip("triton")

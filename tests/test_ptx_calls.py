@@ -26,7 +26,6 @@ torch = pytest.importorskip("torch")
 import triton.language as tl  # noqa: E402
 
 from ragged_attention.errors import InvalidInput  # noqa: E402
-from ragged_attention.kernels_triton._tiles import OLDER_COMPILER  # noqa: E402
 from ragged_attention.testing import conformance, ptx, ptx_runner, suite  # noqa: E402
 from ragged_attention.testing.mla.oracle import check_decode, check_prefill  # noqa: E402
 from ragged_attention.testing.mla.specs import DecodeSpec, PrefillSpec  # noqa: E402
@@ -123,8 +122,7 @@ CORNERS = (
     "indexer keys quantised, rows",
     "indexer keys written, page size 3",
 )
-TWO_FORMATS = "latents, sparse fp8_v41 and fp4_v41"  # which older compilers are not asked for
-CALLS = [name for name in (*SPECS, *CORNERS) if not (OLDER_COMPILER and name == TWO_FORMATS)]
+CALLS = (*SPECS, *CORNERS)
 
 
 def call(runner: Runner, name: str) -> None:

@@ -20,6 +20,17 @@ ROOT = Path(__file__).parent.parent
 EARLIEST = ROOT / ".triton36"  # from `make .triton36`
 TRITONS = {"newest": None, "earliest": str(EARLIEST)}
 PIECE = 28  # checks
+# Products of 16 keys with values of four bits, under either Triton on one of the architectures.
+FEW_KEYS = [
+    f"corner: latent decode, {batch}"
+    for batch in (
+        "fp4_v41",
+        "fp4_v41, page",
+        "extra cache fp4_v41 beside fp8_v41",
+        "extra cache fp4_v41 beside fp8_v41, page",
+        "extra cache fp8_v41 beside fp4_v41",
+    )
+]
 
 
 def pieces_of(*kinds: str) -> list[list[str]]:
@@ -49,6 +60,13 @@ def expect_agreement(arch: str, names: list[str], triton: str | None = None, fra
 @pytest.mark.parametrize("arch", ptx.ARCHITECTURES)
 def test_named_batches(arch: str, triton: str, names: list[str]) -> None:
     expect_agreement(arch, names, TRITONS[triton])
+
+
+@pytest.mark.parametrize("triton", TRITONS)
+@pytest.mark.parametrize("arch", ["sm_86", "sm_90"])
+def test_four_bits_in_steps_of_few_keys(arch: str, triton: str) -> None:
+    """Of which Triton 3.6 gives threads more neighbouring keys than there are if they are loaded in single bytes."""
+    expect_agreement(arch, FEW_KEYS, TRITONS[triton])
 
 
 @pytest.mark.parametrize("names", numbered(pieces_of("agreement", "law", "memory")))

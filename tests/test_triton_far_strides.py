@@ -1,5 +1,6 @@
 """Operands of which entries lie further apart than 32 bits count: each kernel reads and writes where they are."""
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -11,7 +12,12 @@ pytest.importorskip("triton")
 
 import torch
 
+import ragged_attention.torch as rt
+from ragged_attention.calls import IndexerLogits
+from ragged_attention.kernels_triton import indexer_logits
 from ragged_attention.kernels_triton.merge_attention_states import merge_kernel
+from ragged_attention.samples import device_of
+from ragged_attention.torch._launcher import LAUNCHER
 from tests import far_strides
 from tests.far_strides import unread
 
@@ -43,3 +49,17 @@ def test_partial_results_may_be_far_apart(rows: int) -> None:
     merge_kernel[(1,)](outs, lses, lses, out, lse, count=2, rows=rows, **sizes)
     assert torch.equal(out, torch.ones(128))
     assert float(lse) == pytest.approx(math.log(2))
+
+
+@pytest.mark.parametrize("walk", [False, True])
+def test_rows_of_logits_may_be_far_apart(walk: bool) -> None:
+    """Of three tokens, whose results are larger together than 32 bits count."""
+    arguments = {"q": far_strides.normal(3, 6, 32), "weights": far_strides.normal(3, 6).float()}
+    arguments |= far_strides.PACKED_KEYS | far_strides.RANGES
+    call = IndexerLogits(**arguments, device=device_of("torch"))
+    stride, tile = 2**30 + 64, dataclasses.replace(indexer_logits.heuristic(call), walk=walk)
+    memory = unread(far_strides.FAR + 3 * stride, torch.float32)  # an offset that wraps around finds some, too
+    logits = memory[far_strides.FAR :].view(3, stride)
+    indexer_logits.enqueue(indexer_logits.work_of(call, LAUNCHER), tile, LAUNCHER, 0, 3, stride, logits, fill=True)
+    want = rt.indexer_logits(**arguments, backend="triton", options={"walk": walk})
+    assert torch.equal(logits[:, :24], want)

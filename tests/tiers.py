@@ -112,6 +112,7 @@ SHARES = {
     "test_peers_compiled.py::test_a_peer_stands_beside_ours": 0,
     "test_pipelines.py::test_a_kernel_is_compiled_and_read": 0,
     "test_pipelines.py::test_decode_loops_keep_keys_ahead": 0,
+    "test_pipelines.py::test_the_indexers_decoding_reaches_the_bandwidth": 0,
     "test_portable_varlen.py::test_eager_holds_few_logits_of_long_sequences[": 2,
     "test_portable_varlen.py::test_xla_tiles_of_any_size_agree[": 3,
     "test_ptx_cuda.py::": 0,

@@ -131,7 +131,6 @@ NARROW_ON_OLDER: Exceptions = {
     ("dkv_kernel", "plain", "tcgen05"): (0.42, TERMS),
     ("latent_kernel", "fp8_v4", "mma"): (0.86, f"{SCALES}, {BY_TWO}"),
 }
-DECLINED_ON_OLDER = ("mla_sparse_v41_fp4_h64", "mla_sparse_fp4_h16")  # it compiles fp4_v41, and two formats, wrongly
 # Bytes per thread that the older Triton spills, since offsets of tokens have 64 bits; the newer one has room for them.
 SPILLED_ON_OLDER = {"dkv_kernel": 8, "forward_kernel": 8}
 # Which of a kernel's block sizes is the rows of its products; 64 of them make a wgmma.

@@ -281,16 +281,6 @@ def fits_wgmma(call: Any, walk: Walk) -> bool:
     return dtype_name(call.q) == "bfloat16" and (even or not walk.extra) and not OLDER_COMPILER
 
 
-def compiled_wrongly(name: str, extra: str | None = None) -> str | None:
-    """Why caches of these formats, the second beside the first, are nothing for this Triton."""
-    if not OLDER_COMPILER:
-        return None
-    if extra not in (None, name):
-        both = f"got {name!r} beside {extra!r}"
-        return f"needs Triton 3.7 for caches of two formats, which older ones compile wrongly, {both}"
-    return "needs Triton 3.7 for fp4_v41, which older ones compile wrongly" if name == "fp4_v41" else None
-
-
 def decodes_first(call: Any, rows: int) -> bool:
     """Whether a sparse prefill's quantised cache is better decoded once than for each query that lists a row of it.
 

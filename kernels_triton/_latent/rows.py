@@ -127,7 +127,10 @@ def fp4_values(codes):
 def fp4_columns(found, FIRST: tl.constexpr, PAGE_SIZE: tl.constexpr, PLANAR: tl.constexpr, DTYPE: tl.constexpr):
     """128 columns of `fp4_v41` rows: eight groups of 8 bytes, of two codes each, with an e4m3 scale each."""
     rows, scales = place_of_scales(found, 256, 32, PAGE_SIZE, PLANAR)
-    pairs = whole_columns(rows, found.readable, FIRST // 2, 64, 64).to(tl.uint8, bitcast=True).to(tl.uint32)
+    # Two bytes at a time: where an operand was loaded in single bytes and joined, Triton 3.6 gives each thread eight
+    # neighbouring keys out of 32, even if the product with the values has only 16.
+    both = whole_columns(rows.to(tl.pointer_type(tl.uint16)), found.readable, FIRST // 4, 32, 32)
+    pairs = tl.reshape(tl.join(both & 0xFF, both >> 8), [both.shape[0], 64]).to(tl.uint32)
     # The scales of 64 columns at once, in a word.
     words = (scales + FIRST // 16).to(tl.pointer_type(tl.uint32))
     low = tl.load(words, mask=found.readable, other=0)[:, None]
