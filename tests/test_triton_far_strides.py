@@ -51,15 +51,19 @@ def test_partial_results_may_be_far_apart(rows: int) -> None:
     assert float(lse) == pytest.approx(math.log(2))
 
 
+@pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("walk", [False, True])
-def test_rows_of_logits_may_be_far_apart(walk: bool) -> None:
-    """Of three tokens, whose results are larger together than 32 bits count."""
-    arguments = {"q": far_strides.normal(3, 6, 32), "weights": far_strides.normal(3, 6).float()}
-    arguments |= far_strides.PACKED_KEYS | far_strides.RANGES
+def test_rows_of_logits_may_be_far_apart(walk: bool, paged: bool) -> None:
+    """Of a chunk of three tokens out of five, whose results are larger together than 32 bits count; they do not see the
+    last block of packed keys."""
+    arguments: dict[str, Any] = {"q": far_strides.normal(5, 6, 32), "weights": far_strides.normal(5, 6).float()}
+    arguments |= far_strides.TABLES | far_strides.PAGED_KEYS if paged else far_strides.PACKED_KEYS
+    if not paged:
+        arguments |= {"starts": far_strides.int32(0, 7, 3, 0, 9), "stops": far_strides.int32(20, 24, 9, 16, 12)}
     call = IndexerLogits(**arguments, device=device_of("torch"))
-    stride, tile = 2**30 + 64, dataclasses.replace(indexer_logits.heuristic(call), walk=walk)
+    stride, tile = 2**30 + 64, dataclasses.replace(indexer_logits.heuristic(call), walk=walk, block_n=16)
     memory = unread(far_strides.FAR + 3 * stride, torch.float32)  # an offset that wraps around finds some, too
     logits = memory[far_strides.FAR :].view(3, stride)
-    indexer_logits.enqueue(indexer_logits.work_of(call, LAUNCHER), tile, LAUNCHER, 0, 3, stride, logits, fill=True)
-    want = rt.indexer_logits(**arguments, backend="triton", options={"walk": walk})
-    assert torch.equal(logits[:, :24], want)
+    indexer_logits.enqueue(indexer_logits.work_of(call, LAUNCHER), tile, LAUNCHER, 2, 3, stride, logits, fill=True)
+    want = rt.indexer_logits(**arguments, backend="triton", options={"walk": walk, "block_n": 16})
+    assert torch.equal(logits[:, : want.shape[1]], want[2:])
