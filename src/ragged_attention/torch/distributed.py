@@ -295,7 +295,10 @@ def context_parallel_mla_decode(
     num_seqs, num_q, num_heads = q.shape[:3]
     if indices is not None:
         chosen, topk_lens = _own_of_lists(shard, indices, topk_lens)
-        given: dict[str, Any] = {"indices": page_indices_to_slots(chosen, page_indices), "topk_lens": topk_lens}
+        given: dict[str, Any] = {
+            "indices": page_indices_to_slots(chosen, page_indices, kv_cache.shape[1]),
+            "topk_lens": topk_lens,
+        }
     elif causal and num_q > 1 and kv_lens is not None:  # of each query the positions that it sees, as a sequence
         seen = kv_lens[:, None] - torch.arange(num_q - 1, -1, -1, dtype=torch.int32, device=kv_lens.device)
         given = {"kv_lens": shard.lengths(seen.clip(0).flatten()), "topk_lens": topk_lens}
@@ -338,7 +341,7 @@ def _expect_agreement(group: Group, own: Mapping[str, Any], rank: int) -> None:
         for name, value in own.items():
             if said[name] != value:
                 raise InvalidInput(
-                    f"expected {name}={value} on every rank, as on rank {rank}, got {said[name]} on {other}"
+                    f"expected {name}={value} on every rank, as on rank {rank}, got {said[name]} on rank {other}"
                 )
 
 
