@@ -21,18 +21,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ragged_attention as ra
 from ragged_attention import torch as rt
 from ragged_attention.calls import CALLS
 from ragged_attention.errors import InvalidInput
-from ragged_attention.samples import LatentSample, Sample, VarlenSample, sample_of
 from ragged_attention.sharding import KvShard, heads_of_arguments
 from ragged_attention.torch import distributed as rd
+from tests.divided import HEADS, KV_HEADS, LENS, PAGE, WIDTH, divisible_arguments, shards_of
 
-PAGE = 4
 TIMEOUT = timedelta(seconds=60)
 
 
@@ -91,74 +90,14 @@ def refused(match: str, function: Callable[..., Any], *arguments: Any, **keyword
 # ---- heads
 
 
-def filled(name: str, array: Any, operation: str) -> Any:
-    """A tensor of a sample's shape and dtype with values that make sense under its name."""
-    if isinstance(array, tuple):
-        return tuple(filled(name, part, operation) for part in array)
-    if not hasattr(array, "shape"):
-        return array
-    dtype, shape = getattr(torch, array.dtype), array.shape
-    if name.startswith("cu_"):
-        apart = {"varlen_attention": 8, "varlen_attention_backward": 8, "ragged_mla_attention": 1}
-        return torch.arange(shape[0], dtype=dtype) * apart.get(operation, 2)
-    if name in ("kv_lens", "lengths", "length", "lens", "stops"):
-        return torch.randint(2, 8, shape, dtype=dtype)
-    if name == "starts":
-        return torch.zeros(shape, dtype=dtype)
-    if name == "page_indices":
-        return torch.arange(array.shape[-1] * (shape[0] if len(shape) > 1 else 1), dtype=dtype).reshape(shape)
-    if name == "slot_mapping":
-        return torch.randperm(shape[0]).to(dtype)
-    if dtype in (torch.int32, torch.int64):
-        return torch.randint(-1, 8, shape, dtype=dtype)
-    if dtype == torch.uint8:
-        return torch.randint(0, 100, shape, dtype=dtype)
-    return torch.randn(shape).to(dtype)
-
-
 def operator_call(operation: str, size: int) -> tuple[dict[str, Any], list[Any]]:
     """A record's arguments with heads that `size` ranks divide, and the same as its operator takes them."""
-    small: dict[str, Any] = {"dtype": "float32", "num_q_heads": 4 * size, "max_num_seqs": 3, "num_tokens": 6}
-    if operation == "ragged_mla_attention":  # where tokens share a block of rows, fewer heads make other blocks
-        small["num_tokens"] = small["max_num_seqs"]
-    kind = type(sample_of(operation))
-    if kind is LatentSample:
-        fp8 = operation in ("quantize_mla_cache", "dequantize_mla_cache")
-        small |= {
-            "cache_format": "fp8_v32" if fp8 else "plain",
-            "max_len": 8,
-            "page_size": PAGE,
-            "topk": 5,
-            "sinks": True,
-        }
-        small |= {} if fp8 else {"d_qk": 32, "d_v": 16}
-    elif kind is Sample:
-        small |= {
-            "num_kv_heads": size,
-            "head_dim": 16,
-            "max_len": 8,
-            "page_size": PAGE,
-            "return_lse": True,
-            "sinks": True,
-        }
-    elif kind is VarlenSample:
-        small |= {"num_kv_heads": size, "head_dim": 16, "num_tokens": 24, "sinks": True}
-    else:
-        small |= {"cache_dtype": "float32", "head_dim": 16, "page_size": PAGE, "max_len": 8, "top_k": 3}
-    record = CALLS[operation]
-    torch.manual_seed(0)
-    arguments = dict.fromkeys(record.KINDS) | dict(record.DEFAULTS) | sample_of(operation, **small).arguments(operation)
-    arguments = {name: filled(name, value, operation) for name, value in arguments.items()}
-    if "k_scale" in arguments:
-        arguments |= {name: torch.rand(size) + 0.5 for name in ("k_scale", "v_scale")}
-    if operation.endswith("_backward"):  # what the forward gives
-        forward = CALLS[operation.removesuffix("_backward")]
-        known = {name: arguments.get(name) for name in forward.KINDS} | {"deterministic": False}
-        known = dict(forward.DEFAULTS) | {name: value for name, value in known.items() if value is not None}
-        operator = getattr(torch.ops.ragged_attention, forward.OPERATION)
-        results = operator(*forward.flatten(dict.fromkeys(forward.KINDS) | known), None, None)
-        arguments |= {"out": results[0], "lse": results[-1]}
-    return arguments, record.flatten(arguments)
+    arguments = {
+        name: tuple(map(torch.from_numpy, value)) if isinstance(value, tuple)
+        else torch.from_numpy(value) if hasattr(value, "shape") else value
+        for name, value in divisible_arguments(operation, size).items()
+    }  # fmt: skip
+    return arguments, CALLS[operation].flatten(arguments)
 
 
 def check_heads(rank: int, size: int) -> Any:
@@ -290,15 +229,6 @@ def check_what_heads_refuse(rank: int, size: int) -> None:
 
 
 # ---- positions
-
-
-def shards_of(size: int) -> list[KvShard]:
-    """Rules: pages dealt round, two by two, positions dealt round, ranges."""
-    return [KvShard(size, interleave) for interleave in (PAGE, 2 * PAGE, 1, 3, 4 * PAGE)]
-
-
-LENS = (41, 3, 0, 18)  # of the sequences; of the last two ranks of four some have nothing
-HEADS, KV_HEADS, WIDTH = 12, 4, 16
 
 
 def own_table(shard: KvShard) -> torch.Tensor:

@@ -20,6 +20,9 @@ LATENTS = frozenset(
 SUMS_OVER_HEADS = frozenset({"indexer_logits"})  # whose result has no heads: each rank gives its part of a sum
 NEEDS_ALL_HEADS = frozenset({"indexer_topk"})  # which chooses by the sum over all of them
 
+# Whose latent rows serve all heads, so that there is nothing to divide.
+WITHOUT_HEADS = frozenset({"quantize_mla_cache", "dequantize_mla_cache"})
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Heads:
@@ -50,13 +53,18 @@ class Heads:
         return size
 
 
+def heads_of_fields(record: type[Call]) -> dict[str, Heads]:
+    """Where the arrays of each argument of an operation have heads; one that is not listed has none."""
+    found = {name: _heads_of(name, kind) for name, kind in record.KINDS.items()}
+    return {name: heads for name, heads in found.items() if heads is not None}
+
+
 def heads_of_arguments(record: type[Call]) -> dict[str, Heads]:
-    """Where each flat argument of an operation has heads; one that is not listed has none."""
+    """The same by the names of the flat arguments, as torch's operators have them."""
     return {
         flat.split()[-1]: heads
-        for name, kind in record.KINDS.items()
-        if (heads := _heads_of(name, kind)) is not None
-        for flat in kind.schema(name)
+        for name, heads in heads_of_fields(record).items()
+        for flat in record.KINDS[name].schema(name)
         if flat.startswith("Tensor")
     }
 
@@ -77,9 +85,9 @@ def _heads_of(name: str, kind: Kind) -> Heads | None:
     return Heads(-2, "K") if name in LATENTS and not letters else None
 
 
-def written_arguments(record: type[Call]) -> set[str]:
-    """The flat arguments that the operation writes."""
-    return {flat.split()[-1] for name, kind in record.KINDS.items() if kind.written for flat in kind.schema(name)}
+def written_fields(record: type[Call]) -> list[str]:
+    """The arguments that the operation writes."""
+    return [name for name, kind in record.KINDS.items() if kind.written]
 
 
 def expect_each_its_own_heads(record: type[Call]) -> None:

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ragged_attention import config
 from ragged_attention.calls import CALLS, FLOATS, Call, dtype_name, expect_bool
@@ -30,7 +31,7 @@ from ragged_attention.sharding import (
     expect_each_its_own_heads,
     heads_of_arguments,
     heads_of_results,
-    written_arguments,
+    written_fields,
     zigzag_order,
     zigzag_pairs,
 )
@@ -137,9 +138,10 @@ def _local(
         value = DTensor.from_local(value, division.mesh, division.placements(Replicate()), run_check=False)
     if value.placements == wanted:
         return value.to_local()
-    written = name in written_arguments(record) or (name == "out" and record.TAKES_OUT)
+    written = {flat for field in written_fields(record) for flat in record.KINDS[field].schema(field)}
+    is_written = any(flat.endswith(f" {name}") for flat in written) or (name == "out" and record.TAKES_OUT)
     replicated = all(own in (need, Replicate()) for own, need in zip(value.placements, wanted, strict=True))
-    if name not in GRADIENTS and (written or not replicated):
+    if name not in GRADIENTS and (is_written or not replicated):
         raise InvalidInput(
             f"expected {name} placed as {_said(wanted)}, as its heads are, got {_said(value.placements)}"
         )
@@ -528,7 +530,7 @@ class _RingJob:
 
     group: Group
     causal: bool
-    keywords: dict[str, Any]
+    keywords: Any
 
     def edges(self, cu_lens: torch.Tensor, rank: int, size: int, rows: int) -> list[torch.Tensor]:
         """The sequences' edges within each of the two pieces of a rank."""
@@ -568,8 +570,9 @@ class _RingAttention(torch.autograd.Function):
             passing = ring.pass_on(packed) if step < ring.size - 1 else None
             keys = _unpacked(packed, k, v)
             for i, j, q_edges, kv_edges, causal in pairs:
+                k_piece, v_piece = keys[j]
                 out, lse = varlen_attention(
-                    queries[i], *keys[j], q_edges, kv_edges, causal=causal, return_lse=True, **job.keywords
+                    queries[i], k_piece, v_piece, q_edges, kv_edges, causal=causal, return_lse=True, **job.keywords
                 )
                 parts[i] = _added(parts[i], out.float(), lse)
             packed = packed if passing is None else passing.wait()
@@ -596,8 +599,9 @@ class _RingAttention(torch.autograd.Function):
             keys, d_keys = _unpacked(packed, k, v), _unpacked(d_packed, k, v)
             for i, j, q_edges, kv_edges, causal in pairs:
                 d_piece, q_piece, out_piece, lse_piece, d_lse_piece = by_piece[i]
+                k_piece, v_piece = keys[j]
                 found = varlen_attention_backward(
-                    d_piece, q_piece, *keys[j], out_piece, lse_piece, q_edges, kv_edges, d_lse=d_lse_piece,
+                    d_piece, q_piece, k_piece, v_piece, out_piece, lse_piece, q_edges, kv_edges, d_lse=d_lse_piece,
                     causal=causal, sinks=sinks, **job.keywords,
                 )  # fmt: skip
                 for total, part in zip((dq.chunk(2)[i], *d_keys[j]), found[:3], strict=True):
