@@ -5,6 +5,7 @@ wrong, and prints what they return as JSON. With `RANK` and `WORLD_SIZE` in the 
 processes of `jax.distributed`, which have two devices each.
 """
 
+import functools
 import json
 import os
 import re
@@ -77,11 +78,6 @@ WITHOUT_HEADS = {  # which have no heads to divide, or choose by all of them
 }  # fmt: skip
 
 
-def public_arguments(operation: str, size: int) -> dict[str, Any]:
-    arguments = divisible_arguments(operation, size)
-    return {name: jax.tree.map(jnp.asarray, value) if value is not None else None for name, value in arguments.items()}
-
-
 def check_heads() -> list[str]:
     """Every operation over eight devices: the bits of one, and nothing said among them."""
     mesh, divided = mesh_of(8, "heads"), []
@@ -102,15 +98,14 @@ def check_heads() -> list[str]:
                 specs = rd._specs(rd.heads_of_fields(CALLS[operation]).get(name), name, value, 8, "heads")
                 placed[name] = jax.device_put(value, NamedSharding(mesh, specs))
             said = collectives(jax.jit(over), placed)
-        if operation == "indexer_logits":
+        if operation in ("indexer_logits", "sparse_mla_prefill_backward"):  # sums over heads
             assert said == {"all-reduce": 1}, said
             close(found, expected)
         else:
             assert not said, (operation, said)
             same(found, expected)
-            leaves = jax.tree.leaves(jax.jit(over)(placed))
-            assert all(not leaf.sharding.is_fully_replicated for leaf in leaves), operation
-            divided.append(operation)
+            if not any(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(jax.jit(over)(placed))):
+                divided.append(operation)
     return divided
 
 
@@ -126,8 +121,9 @@ def check_gradients_over_heads() -> None:
             return (attend(q, k, v, edges, edges, causal=True, sinks=sinks) ** 2).sum()
 
         over = rd.over_heads(rj.varlen_attention, "heads", mesh=mesh)
-        found = jax.jit(jax.grad(lambda *leaves: loss(over, *leaves), argnums=(0, 1, 2, 3)))(q, k, v, sinks)
-        expected = jax.grad(lambda *leaves: loss(rj.varlen_attention, *leaves), argnums=(0, 1, 2, 3))(q, k, v, sinks)
+        gradient = functools.partial(jax.grad, argnums=(0, 1, 2, 3))
+        found = jax.jit(gradient(functools.partial(loss, over)))(q, k, v, sinks)
+        expected = gradient(functools.partial(loss, rj.varlen_attention))(q, k, v, sinks)
         close(found, expected)
 
 
@@ -351,7 +347,7 @@ def check_varlen() -> dict[str, Any]:
         close(found, expected, rtol=2e-5, atol=2e-5)
         placed = [jax.device_put(leaf, NamedSharding(mesh, PartitionSpec("keys"))) for leaf in leaves[:3]]
         said[f"forward over {size}"] = collectives(jax.jit(attend), *placed, leaves[3])
-        training = jax.jit(jax.grad(lambda *given: attend(*given)[0].sum(), argnums=(0, 1, 2)))
+        training = jax.jit(jax.grad(lambda *given, attend=attend: attend(*given)[0].sum(), argnums=(0, 1, 2)))
         said[f"training over {size}"] = collectives(training, *placed, leaves[3])
     return said
 

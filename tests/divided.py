@@ -11,6 +11,7 @@ from ragged_attention.sharding import KvShard
 PAGE = 4
 LENS = (41, 3, 0, 18)  # of sequences over several ranks, some of which have nothing of some
 HEADS, KV_HEADS, WIDTH = 12, 4, 16
+TRAFFIC = {"tokens": 32, "heads": 12, "kv_heads": 4, "width": 32, "piece": 64}  # of calls whose bytes are counted
 
 
 def shards_of(size: int) -> list[KvShard]:
