@@ -170,6 +170,12 @@ def bytes_of(count: float) -> str:
     raise AssertionError
 
 
+def milliseconds(seconds: float) -> str:
+    """A time for people."""
+    count = 1e3 * seconds
+    return f"{count:.0f} ms" if count >= 100 else f"{count:.3g} ms"
+
+
 def decode_table(networks: Sequence[Network], machine: Machine) -> Iterator[str]:
     names = [network.name for network in networks]
     yield f"| model | devices | heads x positions | exchanged | all-reduced | {' | '.join(names)} |"
@@ -191,8 +197,8 @@ def prefill_table(networks: Sequence[Network], machine: Machine, tokens: int = 2
     for model in MODELS:
         for devices in DEVICES:
             found = [prefill(model, tokens, devices, network, machine) for network in networks]
-            times = [f"{1e3 * each.sending:.3g} ms" for each in found]
-            computing = f"{1e3 * found[0].computing:.3g} ms"
+            times = [milliseconds(each.sending) for each in found]
+            computing = milliseconds(found[0].computing)
             yield f"| {model.name} | {devices} | {bytes_of(found[0].moved)} | {computing} | {' | '.join(times)} |"
 
 

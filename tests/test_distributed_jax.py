@@ -60,21 +60,12 @@ def test_a_devices_memory_falls_as_devices_grow() -> None:
 def test_two_processes() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        coordinator = "127.0.0.1:{}".format(free.getsockname()[1])
+        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environ = {**os.environ, "PYTHONPATH": path, "XLA_FLAGS": QUICK, "WORLD_SIZE": "2", "COORDINATOR": coordinator}
     command = [sys.executable, "-m", "tests.devices", "processes"]
-    running = [
-        subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environ | {"RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )  # fmt: skip
-        for rank in range(2)
-    ]
+    talk: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    running = [subprocess.Popen(command, cwd=ROOT, env=environ | {"RANK": str(rank)}, **talk) for rank in range(2)]
     try:
         for process in running:
             out, _ = process.communicate(timeout=300)
