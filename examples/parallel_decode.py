@@ -14,7 +14,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ragged_attention.torch import (
     mla_decode,
@@ -72,10 +73,10 @@ def decode(device: torch.device) -> dict[str, float]:
         k, v = (torch.randn(len(positions), KV_HEADS, SIZE, device=device) for _ in "kv")
         write_kv_pages(k, v, pages, slots_of(positions, seqs, table, alone))
         write_kv_pages(k, v, own_pages, slots_of(positions, seqs, table, shard))
-        parts = [distribute_tensor(new, mesh, [Shard(1)], src_data_rank=None) for new in (k, v)]
-        write_kv_pages(*parts, by_heads, slots_of(positions, seqs, table, alone))
+        k, v = (distribute_tensor(new, mesh, [Shard(1)], src_data_rank=None) for new in (k, v))
+        write_kv_pages(k, v, by_heads, slots_of(positions, seqs, table, alone))
 
-    lens = list(PROMPTS)
+    lens: list[int] = list(PROMPTS)
     write(lens, [0] * SEQS)
     edges = torch.arange(SEQS + 1, dtype=torch.int32, device=device)
     for _ in range(STEPS):

@@ -65,9 +65,14 @@ def test_two_ranks_give_what_one_device_gives() -> None:
     expect_traffic(found["traffic"], 2)
 
 
+def test_one_rank_is_a_group_too() -> None:
+    ranks(1, "gradients_over_heads", "decode", "mla_decode", "varlen")
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_heads_of_every_operator(size: int) -> None:
-    found = ranks(size, "heads", "gradients_over_heads", "writes_over_heads", "what_heads_refuse")
+    meshes = ["meshes"] if size == 4 else []
+    found = ranks(size, "heads", "gradients_over_heads", "writes_over_heads", "what_heads_refuse", *meshes)
     assert set(found["heads"]) == DIVIDED
 
 

@@ -40,17 +40,17 @@ class Heads:
         size = shape[self.axis] if len(shape) >= -self.axis else 1
         return size // 2 if combined else size
 
-    def parts(self, argument: str, shape: tuple[int, ...], size: int, combined: bool = False) -> int:
-        """Into how many parts the heads are divided among `size` ranks: 1 where the only KV head serves all of them.
+    def are_divided(self, argument: str, shape: tuple[int, ...], size: int, combined: bool = False) -> bool:
+        """Whether `size` ranks divide the heads: not a single KV head, which serves the queries of all of them.
 
         Raises:
             InvalidInput: `size` does not divide their number.
         """
         count = self.count(shape, combined)
-        if count == 1 and self.letter == "K":
-            return 1
+        if count == 1 and self.letter == "K" and size > 1:
+            return False
         expect_divisible(f"{self.name} of {argument}", count, size, "the mesh's size")
-        return size
+        return True
 
 
 def heads_of_fields(record: type[Call]) -> dict[str, Heads]:

@@ -117,7 +117,7 @@ def _specs(heads: Heads | None, name: str, value: Any, size: int, axis_name: Axi
 
     def spec(array: Any) -> PartitionSpec:
         rows_alone = name in ("kv", "new_kv") and len(array.shape) == 2  # latents without an axis of heads
-        if heads is None or rows_alone or heads.parts(name, array.shape, size, combined) == 1:
+        if heads is None or rows_alone or not heads.are_divided(name, array.shape, size, combined):
             return PartitionSpec()
         axis = len(array.shape) + heads.axis
         return PartitionSpec(*[None] * axis, axis_name)

@@ -130,7 +130,7 @@ def _local(
     if not isinstance(value, torch.Tensor):
         return value
     wanted = division.placements(Replicate())
-    if heads is not None and heads.parts(name, tuple(value.shape), division.size, _is_combined(name, values)) > 1:
+    if heads is not None and heads.are_divided(name, tuple(value.shape), division.size, _is_combined(name, values)):
         wanted = division.placements(Shard(value.ndim + heads.axis))
     if not isinstance(value, DTensor):
         if value.is_floating_point() and value.numel() != 1:
@@ -591,7 +591,8 @@ class _RingAttention(torch.autograd.Function):
         d_out = torch.zeros_like(out) if d_out is None else d_out
         d_lses = (None, None) if d_lse is None else d_lse.chunk(2)
         by_piece = list(zip(d_out.chunk(2), q.chunk(2), out.chunk(2), lse.chunk(2), d_lses, strict=True))
-        dq, d_sinks = torch.zeros_like(q, dtype=torch.float32), None
+        dq = torch.zeros_like(q, dtype=torch.float32)
+        d_sinks = None if sinks is None else torch.zeros_like(sinks)
         packed = _packed(k, v)
         d_packed = torch.zeros_like(packed, dtype=torch.float32)
         for step, pairs in enumerate(job.steps(ring, cu_lens, by_piece[0][0].shape[0])):
@@ -606,8 +607,9 @@ class _RingAttention(torch.autograd.Function):
                 )  # fmt: skip
                 for total, part in zip((dq.chunk(2)[i], *d_keys[j]), found[:3], strict=True):
                     total += part
-                if step == 0 and i == j and sinks is not None:  # every call gives that of all its queries
-                    d_sinks = found[3] if d_sinks is None else d_sinks + found[3]
+                own = step == 0 and i == j  # once for each query: every call gives that of all its queries
+                if own and d_sinks is not None and found[3] is not None:
+                    d_sinks += found[3]
             if ring.size > 1:
                 d_packed = ring.pass_on(d_packed).wait()
             packed = packed if passing is None else passing.wait()
