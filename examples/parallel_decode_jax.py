@@ -119,7 +119,9 @@ def decode(run: Run) -> None:
 
     def write_own(pages: Any, k: Any, v: Any, positions: Any, seqs: Any) -> Any:
         shard = RULE.at(jax.lax.axis_index("keys"))
-        return write_kv_pages(k, v, pages, slots_of(positions, seqs, table, shard))[None]
+        written = write_kv_pages(k, v, pages, slots_of(positions, seqs, table, shard))
+        assert isinstance(written, jax.Array)
+        return written[None]
 
     def attend_own(pages: Any, q: Any, kv_lens: Any) -> Any:
         return context_parallel_decode(q, pages, kv_lens, table, edges, axis_name="keys", shard=RULE, max_q_len=1)
