@@ -230,6 +230,21 @@ def check_decode() -> None:
 HEADS_KEYS = PartitionSpec(None, "keys")
 
 
+def check_live_sequences() -> None:
+    """What stands behind the live sequences is never read, nor is it where a query of theirs is looked up."""
+    random = np.random.default_rng(8)
+    rows = random.normal(size=(len(LENS), max(LENS), 2 * KV_HEADS, WIDTH)).astype(np.float32)
+    q = jnp.asarray(random.normal(size=(6, HEADS, WIDTH)), jnp.float32)
+    kv_lens, edges = jnp.array([41, 3, 10**9, -7]), jnp.array([0, 3, 4, -(10**9), 2])
+    whole, whole_table = (jnp.asarray(array[0]) for array in own_caches(KvShard(1, PAGE), rows))
+
+    def decode(cache: Any, table: Any, q: Any) -> Any:
+        return rd.context_parallel_decode(q, cache, kv_lens, table, edges, 2, axis_name="keys")
+
+    found = over_keys(mesh_of(4, "keys"), decode, WHOLE)(*own_caches(KvShard(4, PAGE), rows), q)
+    close(found, rj.ragged_paged_attention(q, whole, kv_lens, whole_table, edges, 2))
+
+
 def check_mla_decode() -> None:
     random = np.random.default_rng(3)
     rows = random.normal(size=(len(LENS), max(LENS), 1, 48)).astype(np.float32)

@@ -326,6 +326,21 @@ def check_decode(rank: int, size: int) -> None:
         same(own, found[0].chunk(size, 1)[rank].to(torch.bfloat16), "own heads")
 
 
+def check_live_sequences(rank: int, size: int) -> None:
+    """What stands behind the live sequences is never read, nor is it where a query of theirs is looked up."""
+    torch.manual_seed(8)
+    rows = torch.randn(len(LENS), max(LENS), 2 * KV_HEADS, WIDTH)
+    kv_lens, q = torch.tensor([41, 3, 10**9, -7], dtype=torch.int32), torch.randn(6, HEADS, WIDTH)
+    edges = torch.tensor([0, 3, 4, -(10**9), 2], dtype=torch.int32)
+    whole, whole_table = own_cache(KvShard(1, PAGE, 0), rows)
+    pages, table = own_cache(KvShard(size, PAGE, rank), rows)
+    for count in (2, torch.tensor([2], dtype=torch.int32)):
+        expected = rt.ragged_paged_attention(q, whole, kv_lens, whole_table, edges, count)
+        found = rd.context_parallel_decode(q, pages, kv_lens, table, edges, count)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        assert not found[4:].any()
+
+
 def check_mla_decode(rank: int, size: int) -> None:
     """Latent decode over caches of several ranks, dense, causal and over lists of positions."""
     torch.manual_seed(3)
@@ -443,6 +458,11 @@ def check_varlen(rank: int, size: int) -> None:
             torch.testing.assert_close(part, value.detach(), rtol=2e-5, atol=2e-5)
     order = rd.zigzag_part(torch.arange(4 * size))
     same(order, torch.tensor([2 * rank, 2 * rank + 1, 4 * size - 2 * rank - 2, 4 * size - 2 * rank - 1]), "zigzag")
+    own = [rd.zigzag_part(leaf).requires_grad_() for leaf in leaves[:3]]
+    tunables = {"backend": "numba", "options": {"block_kv": 32}}  # of the forward pass: its gradient has others
+    rd.context_parallel_varlen_attention(*own, edges, **tunables).sum().backward()
+    with ra.use_backend("eager"):  # which autograd's own thread would not know
+        rd.context_parallel_varlen_attention(*own, edges).sum().backward()
     half = [leaf.to(torch.bfloat16) for leaf in leaves[:3]]
     found = rd.zigzag_whole(rd.context_parallel_varlen_attention(*map(rd.zigzag_part, half), edges))
     expected = rt.varlen_attention(*half, edges, edges, causal=True)

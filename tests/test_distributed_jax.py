@@ -40,7 +40,7 @@ def test_heads_of_every_operation() -> None:
 
 
 def test_positions() -> None:
-    devices("decode", "mla_decode")
+    devices("decode", "live_sequences", "mla_decode")
 
 
 def test_a_ring_exchanges_keys_and_nothing_else() -> None:

@@ -14,9 +14,7 @@ from ragged_attention.errors import InvalidInput
 
 # ---- heads
 
-LATENTS = frozenset(
-    {"k", "kv", "kv_cache", "cache", "extra_kv_cache"}
-)  # fields without a shape in letters: [..., K, D]
+LATENTS = frozenset({"k", "kv", "kv_cache", "cache", "extra_kv_cache"})  # [..., K, D], which their kinds do not say
 SUMS_OVER_HEADS = frozenset({"indexer_logits"})  # whose result has no heads: each rank gives its part of a sum
 NEEDS_ALL_HEADS = frozenset({"indexer_topk"})  # which chooses by the sum over all of them
 
@@ -47,7 +45,7 @@ class Heads:
             InvalidInput: `size` does not divide their number.
         """
         count = self.count(shape, combined)
-        if count == 1 and self.letter == "K" and size > 1:
+        if len(shape) < -self.axis or (count == 1 and self.letter == "K" and size > 1):
             return False
         expect_divisible(f"{self.name} of {argument}", count, size, "the mesh's size")
         return True

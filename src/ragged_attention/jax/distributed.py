@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from ragged_attention import config, dispatch
 from ragged_attention._jax_axes import as_varied_as, fori_loop, varied_axes, varying
 from ragged_attention.calls import CALLS, FLOATS, Call, dtype_name, expect_bool, is_array
 from ragged_attention.errors import InvalidInput
@@ -399,7 +400,9 @@ def context_parallel_varlen_attention(
     if dtype_name(q) not in FLOATS:
         raise InvalidInput(f"expected q.dtype to be {' or '.join(FLOATS)}, got {dtype_name(q)}")
     keywords = {"sm_scale": sm_scale, "soft_cap": soft_cap, "deterministic": deterministic, "backend": backend}
-    ring = _Ring(axis_name, causal, keywords | {"options": options})
+    named = None if backend is None else ",".join(config.parse_names(backend))
+    gradients = keywords | {"backend": dispatch.backends_offering("varlen_attention_backward", named)}
+    ring = _Ring(axis_name, causal, keywords | {"options": options}, gradients)
 
     @jax.custom_vjp
     def attend(q: Any, k: Any, v: Any, sinks: Any, cu_lens: Any) -> Any:
@@ -443,8 +446,9 @@ class _Ring:
     A device's rows are two pieces, so that its arrays are [2, rows of a piece, ...] here.
     """
 
-    def __init__(self, axis_name: AxisName, causal: bool, keywords: dict[str, Any]) -> None:
-        self.axis_name, self.causal, self.keywords = axis_name, causal, keywords
+    def __init__(self, axis_name: AxisName, causal: bool, keywords: Any, gradients: Any) -> None:
+        self.axis_name, self.causal = axis_name, causal
+        self.keywords, self.gradients = keywords, gradients  # of varlen_attention, and of its gradient
         self.size = lax.axis_size(axis_name)
 
     @property
@@ -526,7 +530,7 @@ class _Ring:
                 found = varlen_attention_backward(
                     _at(d_out, i), _at(q, i), _at(keys[0], j), _at(keys[1], j), _at(out, i), _at(lse, i),
                     _at(edges[0], i), _at(edges[1], j), d_lse=_at(d_lse, i), causal=causal, sinks=sinks,
-                    **self.keywords,
+                    **self.gradients,
                 )  # fmt: skip
                 dq, dk, dv = dq.at[i].add(found[0]), dk.at[j].add(found[1]), dv.at[j].add(found[2])
                 if sinks is not None and own and i == j:  # every call gives that of all its queries

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from ragged_attention import config
+from ragged_attention import config, dispatch
 from ragged_attention.calls import CALLS, FLOATS, Call, dtype_name, expect_bool
 from ragged_attention.errors import InvalidInput
 from ragged_attention.sharding import (
@@ -356,11 +356,12 @@ def _one_query_each(
     positions that it sees are counted instead. A padding row sees none.
     """
     tokens = torch.arange(q.shape[0], dtype=torch.int32, device=kv_lens.device)
-    ends = cu_q_lens[1:]
-    seqs = torch.searchsorted(ends.contiguous(), tokens, right=True).clip(max=kv_lens.shape[0] - 1)
-    seen = kv_lens[seqs] - (ends[seqs] - 1 - tokens)
-    count = kv_lens.shape[0] if num_seqs is None else num_seqs
-    live = (tokens < ends[-1]) & (seqs < count)
+    order = torch.arange(kv_lens.shape[0], dtype=torch.int32, device=kv_lens.device)
+    is_live = order < (kv_lens.shape[0] if num_seqs is None else num_seqs)
+    ends = torch.where(is_live, cu_q_lens[1:], torch.iinfo(torch.int32).max)  # behind the live ones anything may be
+    seqs = torch.searchsorted(ends, tokens, right=True).clip(max=kv_lens.shape[0] - 1)
+    seen = kv_lens[seqs] - (cu_q_lens[1:][seqs] - 1 - tokens)
+    live = (tokens < cu_q_lens[1:][seqs]) & is_live[seqs]
     edges = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=kv_lens.device)
     return (seen.clip(0) * live).to(torch.int32), page_indices[seqs], edges
 
@@ -463,7 +464,7 @@ def context_parallel_varlen_attention(
     if dtype_name(q) not in FLOATS:
         raise InvalidInput(f"expected q.dtype to be {' or '.join(FLOATS)}, got {dtype_name(q)}")
     keywords = {"sm_scale": sm_scale, "soft_cap": soft_cap, "deterministic": deterministic, "backend": backend}
-    job = _RingJob(group, causal, keywords | {"options": options})
+    job = _RingJob(group, causal, keywords | {"options": options}, keywords | _gradients_request(backend))
     out, lse = _RingAttention.apply(q, k, v, sinks, cu_lens, job)
     return (out, lse) if return_lse else out
 
@@ -491,6 +492,14 @@ def zigzag_whole(part: torch.Tensor, *, group: Group = None) -> torch.Tensor:
     for piece, rows in zip(pieces, gathered.split(len(pieces[0])), strict=True):
         whole[piece.start : piece.stop] = rows
     return whole
+
+
+def _gradients_request(backend: Any) -> dict[str, Any]:
+    """The backend and options of the gradient, which are those in force now: autograd runs it in another thread."""
+    operation = "varlen_attention_backward"
+    named = None if backend is None else ",".join(config.parse_names(backend))
+    names = config.requested(operation, dispatch.backends_offering(operation, named))
+    return {"backend": names, "options": dict(config.requested_options(operation))}
 
 
 class _Ring:
@@ -530,7 +539,8 @@ class _RingJob:
 
     group: Group
     causal: bool
-    keywords: Any
+    keywords: Any  # of varlen_attention
+    gradients: Any  # of varlen_attention_backward
 
     def edges(self, cu_lens: torch.Tensor, rank: int, size: int, rows: int) -> list[torch.Tensor]:
         """The sequences' edges within each of the two pieces of a rank."""
@@ -603,7 +613,7 @@ class _RingAttention(torch.autograd.Function):
                 k_piece, v_piece = keys[j]
                 found = varlen_attention_backward(
                     d_piece, q_piece, k_piece, v_piece, out_piece, lse_piece, q_edges, kv_edges, d_lse=d_lse_piece,
-                    causal=causal, sinks=sinks, **job.keywords,
+                    causal=causal, sinks=sinks, **job.gradients,
                 )  # fmt: skip
                 for total, part in zip((dq.chunk(2)[i], *d_keys[j]), found[:3], strict=True):
                     total += part
