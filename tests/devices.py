@@ -142,6 +142,19 @@ def check_without_exceptions() -> None:
         assert gradient(q).shape == q.shape if backend != "reference" else mapped(q, k, k, edges).shape == q.shape
 
 
+def check_the_mesh_in_force() -> None:
+    """A mesh of explicit axes, named nowhere: arrays that lie otherwise are moved, results lie by heads."""
+    q, pages = jnp.ones((3, 8, 16)), jnp.ones((8, PAGE, 16, 16))
+    tables = jnp.array([6, 4, 3]), jnp.zeros((3, 2), jnp.int32), jnp.arange(4)
+    expected = rj.ragged_paged_attention(q, pages, *tables)
+    over = rd.over_heads(rj.ragged_paged_attention, "heads")
+    with jax.set_mesh(jax.make_mesh((4,), ("heads",))):
+        for function in (over, jax.jit(over)):
+            found = function(q, pages, *tables)
+            assert found.sharding.spec[1] == "heads"
+            close(found, expected)
+
+
 def check_what_heads_refuse() -> None:
     mesh, edges = mesh_of(4, "heads"), jnp.array([0, 5])
     over = rd.over_heads(rj.varlen_attention, "heads", mesh=mesh)

@@ -309,7 +309,6 @@ def check_decode(rank: int, size: int) -> None:
                     tables = rd._one_query_each(q, *tables, None)
                 alone = rt.ragged_paged_attention(
                     q, pages, rule.at(other).lengths(tables[0]), *tables[1:], causal=False, return_lse=True,
-                    out_dtype="float32",
                     max_q_len=1, **keywords,
                 )  # fmt: skip
                 outs.append(alone[0])
@@ -324,6 +323,22 @@ def check_decode(rank: int, size: int) -> None:
             )  # fmt: skip
         assert watched.calls == {"alltoall_base_": 1}, watched.calls
         same(own, found[0].chunk(size, 1)[rank].to(torch.bfloat16), "own heads")
+
+
+def check_half(rank: int, size: int) -> None:
+    """Queries and pages in bfloat16, on a backend by name."""
+    torch.manual_seed(9)
+    rows = torch.randn(len(LENS), max(LENS), 2 * KV_HEADS, WIDTH)
+    kv_lens, q = torch.tensor(LENS, dtype=torch.int32), torch.randn(len(LENS), HEADS, WIDTH).bfloat16()
+    edges = torch.arange(len(LENS) + 1, dtype=torch.int32)
+    whole, whole_table = own_cache(KvShard(1, PAGE, 0), rows)
+    pages, table = own_cache(KvShard(size, PAGE, rank), rows)
+    for backend in ("numba", "eager"):
+        found = rd.context_parallel_decode(
+            q, pages.bfloat16(), kv_lens, table, edges, max_q_len=1, out_dtype="float32", backend=backend
+        )
+        expected = rt.ragged_paged_attention(q.float(), whole.bfloat16().float(), kv_lens, whole_table, edges)
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
 
 
 def check_live_sequences(rank: int, size: int) -> None:

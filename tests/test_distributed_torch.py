@@ -62,7 +62,15 @@ def expect_traffic(found: dict[str, int], size: int) -> None:
 
 def test_two_ranks_give_what_one_device_gives() -> None:
     found = ranks(
-        2, "decode", "live_sequences", "mla_decode", "varlen", "what_heads_refuse", "what_positions_refuse", "traffic"
+        2,
+        "decode",
+        "half",
+        "live_sequences",
+        "mla_decode",
+        "varlen",
+        "what_heads_refuse",
+        "what_positions_refuse",
+        "traffic",
     )
     expect_traffic(found["traffic"], 2)
 
@@ -80,7 +88,7 @@ def test_heads_of_every_operator(size: int) -> None:
 
 @pytest.mark.parametrize("size", [3, 4])
 def test_positions_over_more_ranks(size: int) -> None:
-    found = ranks(size, "decode", "live_sequences", "mla_decode", "varlen", "what_positions_refuse", "traffic")
+    found = ranks(size, "decode", "half", "live_sequences", "mla_decode", "varlen", "what_positions_refuse", "traffic")
     expect_traffic(found["traffic"], size)
 
 

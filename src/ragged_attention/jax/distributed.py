@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ragged_attention import config, dispatch
 from ragged_attention._jax_axes import as_varied_as, fori_loop, varied_axes, varying
@@ -96,7 +96,8 @@ def over_heads(operation: Operation, axis_name: AxisName, *, mesh: jax.sharding.
         axes = (axis_name,) if isinstance(axis_name, str) else axis_name
         size = math.prod(on.shape[axis] for axis in axes)
         specs = {name: _specs(fields.get(name), name, value, size, axis_name) for name, value in arrays.items()}
-        whole = jax.eval_shape(lambda arrays: operation(**others, **arrays), arrays)
+        shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), arrays)
+        whole = jax.eval_shape(lambda arrays: operation(**others, **arrays), shapes)
         summed, out_specs = _of_results(record, whole, arrays, specs, axis_name)
 
         def local(arrays: dict[str, Any]) -> Any:
@@ -104,6 +105,10 @@ def over_heads(operation: Operation, axis_name: AxisName, *, mesh: jax.sharding.
             leaves = [lax.psum(leaf, axis_name) if sums else leaf for leaf, sums in zip(leaves, summed, strict=True)]
             return jax.tree.unflatten(structure, leaves)
 
+        if getattr(on, "explicit_axes", ()):  # else jax moves arrays that lie otherwise
+            arrays = jax.tree.map(
+                lambda array, spec: jax.sharding.reshard(array, NamedSharding(on, spec)), arrays, specs
+            )
         pallas_is_no_choice = device_facts(default_platform()).why_unavailable("pallas") is not None
         return jax.shard_map(
             local, mesh=mesh, in_specs=(specs,), out_specs=out_specs, check_vma=pallas_is_no_choice
@@ -193,9 +198,9 @@ def context_parallel_decode(
 
     Returns:
         out [T, H, D_v] (or [T, H / size, D_v]) of q's dtype or `out_dtype`, the same bits on every device; with
-        `return_lse` also lse [T, H] float32. One exchange of T * H * (D_v + 1) float32 for each device. It has no
-        gradient. jax does not see that the devices' results are the same, where they are: `check_vma=False`, or an
-        axis in `out_specs`.
+        `return_lse` also lse [T, H] float32. Parts are of q's dtype, merged in float32. One exchange of
+        T * H * (D_v + 1) float32 for each device. It has no gradient. jax does not see that the devices' results are
+        the same, where they are: `check_vma=False`, or an axis in `out_specs`.
 
     Raises:
         InvalidInput: what `ragged_paged_attention` raises; a shard of another size than the axis's, or of one rank;
@@ -211,9 +216,10 @@ def context_parallel_decode(
         num_seqs = None
     out, lse = ragged_paged_attention(
         q, kv_pages, shard.lengths(kv_lens), page_indices, cu_q_lens, num_seqs, max_q_len=1, sm_scale=sm_scale,
-        causal=False, soft_cap=soft_cap, k_scale=k_scale, v_scale=v_scale, return_lse=True, out_dtype="float32",
+        causal=False, soft_cap=soft_cap, k_scale=k_scale, v_scale=v_scale, return_lse=True,
         backend=backend, options=options,
     )  # fmt: skip
+    out = out.astype(jnp.float32)
     merged, lse = _merge_over(axis_name, out, lse, sinks, own_heads, out_dtype or q.dtype)
     return (merged, lse) if return_lse else merged
 
@@ -282,7 +288,7 @@ def context_parallel_mla_decode(
         given |= {"page_indices": page_indices, "kv_lens": None if kv_lens is None else shard.lengths(kv_lens)}
     out, lse = mla_decode(
         q, kv_cache, **given, d_v=d_v, sm_scale=sm_scale, soft_cap=soft_cap, cache_format=cache_format,
-        cache_layout=cache_layout, out_dtype="float32", backend=backend, options=options,
+        cache_layout=cache_layout, out_dtype=_of_parts(q), backend=backend, options=options,
     )  # fmt: skip
     out, lse = out.reshape(-1, num_heads, d_v), lse.swapaxes(1, 2).reshape(-1, num_heads)
     merged, lse = _merge_over(axis_name, out, lse, sinks, own_heads, out_dtype)
@@ -298,6 +304,11 @@ def _shard_of(axis_name: AxisName, shard: KvShard | None, page_size: int) -> KvS
     if shard.rank is not None:
         raise InvalidInput(f"expected shard.rank=None in jax, where each device has its own, got {shard.rank}")
     return shard.at(lax.axis_index(axis_name))
+
+
+def _of_parts(q: jax.Array) -> str | None:
+    """What is asked for so that partial results are float32: nothing where they are, for not every backend takes it."""
+    return None if dtype_name(q) == "float32" else "float32"
 
 
 def _one_query_each(

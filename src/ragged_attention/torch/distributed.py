@@ -217,8 +217,9 @@ def context_parallel_decode(
 
     Returns:
         out [T, H, D_v] (or [T, H / size, D_v]) of q's dtype or `out_dtype`, the same bits on every rank and in every
-        run; with `return_lse` also lse [T, H] float32. One exchange of T * H * (D_v + 1) float32 for each rank. A
-        sequence of which a rank has no key costs it nothing but the exchange. It has no gradient.
+        run; with `return_lse` also lse [T, H] float32. Parts are of q's dtype, merged in float32. One exchange of
+        T * H * (D_v + 1) float32 for each rank. A sequence of which a rank has no key costs it nothing but the
+        exchange. It has no gradient.
 
     Raises:
         InvalidInput: what `ragged_paged_attention` raises; a shard of another size or rank than the group's, or heads
@@ -237,10 +238,10 @@ def context_parallel_decode(
         num_seqs = None
     out, lse = ragged_paged_attention(
         q, kv_pages, shard.lengths(kv_lens), page_indices, cu_q_lens, num_seqs, max_q_len=1, sm_scale=sm_scale,
-        causal=False, soft_cap=soft_cap, k_scale=k_scale, v_scale=v_scale, return_lse=True, out_dtype="float32",
+        causal=False, soft_cap=soft_cap, k_scale=k_scale, v_scale=v_scale, return_lse=True,
         backend=backend, options=options,
     )  # fmt: skip
-    merged, lse = _merge_over(group, out, lse, sinks, own_heads, out_dtype or q.dtype)
+    merged, lse = _merge_over(group, out.float(), lse, sinks, own_heads, out_dtype or q.dtype)
     return (merged, lse) if return_lse else merged
 
 
@@ -311,7 +312,7 @@ def context_parallel_mla_decode(
         given = {"page_indices": page_indices, "kv_lens": own_lens, "topk_lens": topk_lens}
     out, lse = mla_decode(
         q, kv_cache, **given, d_v=d_v, sm_scale=sm_scale, soft_cap=soft_cap, cache_format=cache_format,
-        cache_layout=cache_layout, out_dtype="float32", backend=backend, options=options,
+        cache_layout=cache_layout, out_dtype=_of_parts(q), backend=backend, options=options,
     )  # fmt: skip
     out, lse = out.reshape(-1, num_heads, d_v), lse.transpose(1, 2).reshape(-1, num_heads)
     merged, lse = _merge_over(group, out, lse, sinks, own_heads, out_dtype or q.dtype)
@@ -345,6 +346,11 @@ def _expect_agreement(group: Group, own: Mapping[str, Any], rank: int) -> None:
                 raise InvalidInput(
                     f"expected {name}={value} on every rank, as on rank {rank}, got {said[name]} on rank {other}"
                 )
+
+
+def _of_parts(q: torch.Tensor) -> str | None:
+    """What is asked for so that partial results are float32: nothing where they are, for not every backend takes it."""
+    return None if dtype_name(q) == "float32" else "float32"
 
 
 def _one_query_each(
