@@ -97,9 +97,8 @@ def _on_shards(
 
 def _divide(record: type[Call], heads: Mapping[str, Heads], values: Mapping[str, Any]) -> _Division:
     """The mesh of a call's DTensors and the dimensions of it that divide heads."""
-    distributed = {name: value for name, value in values.items() if isinstance(value, DTensor)}
-    if not distributed:  # a schedule's arrays alone
-        raise InvalidInput(f"expected the arrays of {record.OPERATION} to be DTensors, got only those of a schedule")
+    given = [(name, each) for name, value in values.items() for each in (value if isinstance(value, list) else [value])]
+    distributed = {name: value for name, value in given if isinstance(value, DTensor)}
     first, mesh = next((name, value.device_mesh) for name, value in distributed.items())
     for name, value in distributed.items():
         if value.device_mesh != mesh:
