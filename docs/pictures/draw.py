@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -411,6 +412,42 @@ def _draw_ratios(drawn: drawing.Drawing, left: float, top: float, width: float, 
         drawn.text(x, bottom + 12, f"{2.0**power:g}", "small quiet", "middle")
 
 
+def scaling() -> drawing.Drawing:
+    """Tokens a second of three models over the devices of three networks, as `benchmarks/scaling.py` plans them."""
+    plan = importlib.import_module("benchmarks.scaling")
+    drawn = drawing.Drawing(
+        "Tokens a second over devices",
+        f"Decode of {plan.BATCH} sequences of {plan.CONTEXT} positions by three models over 8 to 1024 devices on three "
+        "networks, KV heads divided first and then positions. A plan, nothing of it is measured.",
+    )
+    drawn.text(10, 20, f"Planned, not measured: tokens a second, {plan.BATCH} sequences of 128k positions", "head")
+    kinds = dict(zip((network.name for network in plan.NETWORKS), ("one", "two", "three"), strict=True))
+    drawn.legend(LEFT, 38, [(kind, name) for name, kind in kinds.items()])
+    devices = [2**power for power in range(3, 11)]
+    panel, height, top = (LEFT + WIDTH - 20) / len(plan.MODELS), 150.0, 70.0
+    for number, model in enumerate(plan.MODELS):
+        left, width = 50 + number * panel, panel - 60
+        steps = {n.name: [plan.decode_step(model, d, n, plan.Machine()) for d in devices] for n in plan.NETWORKS}
+        most = max(step.tokens_a_second for found in steps.values() for step in found)
+        unit, spacing = height / most, width / (len(devices) - 1)
+        drawn.text(left, top - 12, model.name, "head")
+        for share in (0.0, 0.5, 1.0):
+            y = top + height * (1 - share)
+            drawn.line(left, y, left + width, y, "line" if share == 0 else "dotted")
+            drawn.text(left - 4, y + 4, f"{most * share:.0f}", "small quiet", "end")
+        for name, found in steps.items():
+            points = [
+                (left + index * spacing, top + height - step.tokens_a_second * unit) for index, step in enumerate(found)
+            ]
+            for before, after in itertools.pairwise(points):
+                drawn.line(*before, *after, "dotted")
+            drawn.boxes(kinds[name], [(x - 3, y - 3, 6, 6) for x, y in points])
+        for index, count in enumerate(devices):
+            drawn.text(left + index * spacing, top + height + 14, count, "small quiet", "middle")
+    drawn.text(LEFT, top + height + 30, "devices", "small quiet")
+    return drawn
+
+
 PICTURES: dict[str, Callable[[], drawing.Drawing]] = {
     "pages": pages,
     "key_ranges": key_ranges,
@@ -421,9 +458,10 @@ PICTURES: dict[str, Callable[[], drawing.Drawing]] = {
     "roofline": roofline,
     "seesaw": seesaw,
     "cpu": cpu,
+    "scaling": scaling,
 }
 # These are also there in light and in dark colours alone, for `<picture>`: a page may have a switch of its own.
-IN_PAIRS = ("pages", "cpu")
+IN_PAIRS = ("pages", "cpu", "scaling")
 
 
 def files() -> dict[str, Callable[[], str]]:
@@ -436,6 +474,7 @@ def files() -> dict[str, Callable[[], str]]:
 
 
 def main() -> None:
+    sys.path.insert(0, str(DOCS.parent))  # where benchmarks/ lies
     for name, written in files().items():
         (FOLDER / f"{name}.svg").write_text(written())
 

@@ -184,6 +184,8 @@ class RaggedCall(WritingCall):
     cu_q_lens: Any
     num_seqs: Any
     max_q_len: int | None
+    causal: bool
+    sliding_window: int | None
     return_lse: bool
     out_dtype: str | None
 
@@ -227,6 +229,7 @@ class RaggedCall(WritingCall):
         check_ragged_values(
             self.kv_lens, self.page_indices, self.cu_q_lens, self.num_seqs,
             self.num_tokens, self.num_pages, self.page_size, self.max_q_len,
+            within=self.causal or self.sliding_window is not None,
         )  # fmt: skip
 
 
@@ -389,11 +392,12 @@ class RaggedPagedAttention(PagedCall, GroupedCall, RaggedCall):
 
 def check_ragged_values(
     kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any, num_tokens: int, num_pages: int, page_size: int,
-    max_q_len: int | None = None, ratio: int = 1,
+    max_q_len: int | None = None, ratio: int = 1, within: bool = True,
 ) -> None:  # fmt: skip
     """Raise `InvalidInput` naming the first invalid value of a ragged batch's tables. Expects NumPy arrays.
 
-    A page holds `page_size` rows, each of which stands for `ratio` tokens.
+    A page holds `page_size` rows, each of which stands for `ratio` tokens. The queries are the last of a sequence's
+    positions where it matters to them (`within`); else, as over a part of a cache, they may be more than its keys.
     """
     max_num_seqs, pages_per_seq = page_indices.shape
     count = max_num_seqs if num_seqs is None else int(np.asarray(num_seqs).reshape(()))
@@ -413,7 +417,7 @@ def check_ragged_values(
         if not 0 <= kv_len <= pages_per_seq * page_size * ratio:
             limit = f"pages_per_seq * page_size{' * ratio' * (ratio > 1)} = {pages_per_seq * page_size * ratio}"
             raise InvalidInput(f"expected kv_lens[{seq}] between 0 and {limit}, got {kv_len}")
-        if q_len > kv_len:
+        if within and q_len > kv_len:
             raise InvalidInput(f"expected q_len <= kv_lens[{seq}] = {kv_len}, got q_len {q_len} of sequence {seq}")
         pages = page_indices[seq, : -(-(kv_len // ratio) // page_size)] if q_len else page_indices[seq, :0]
         bad = np.flatnonzero((pages < 0) | (pages >= num_pages))

@@ -12,6 +12,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from ragged_attention import config, dispatch
+from ragged_attention._jax_axes import as_varied_as, varied_axes, varying
 from ragged_attention.calls import CALLS, Call
 from ragged_attention.errors import InvalidInput, Unsupported
 from ragged_attention.jax._launcher import PLATFORMS, Launcher, Statics, device_facts, join, split
@@ -144,7 +145,8 @@ def _run(
         with _own_rules():
             found = _run(backward, given, others, gradient, None, traced, state)
         by_index = {record.RANGES[name][0]: value for name, value in zip(record.DIFFERENTIABLE, found, strict=False)}
-        return ({index: by_index.get(index) for index in arrays},)
+        found = {index: by_index.get(index) for index in arrays}
+        return ({i: each if each is None else as_varied_as(each, arrays[i]) for i, each in found.items()},)
 
     compute.defvjp(save, differentiate, symbolic_zeros=True)
     return compute(arrays)
@@ -163,7 +165,11 @@ def _on_the_platform(
             return record(**join(record, values, statics), device=device)
 
         choice = request.choose(build(arrays))
-        return choice, lambda values: _results(choice, build(values), request, Launcher(device))
+
+        def run(values: dict[int, Any]) -> tuple[jax.Array, ...]:
+            return varying(_results(choice, build(values), request, Launcher(device)), varied_axes(values))
+
+        return choice, run
 
     here = default_platform()
     choices: dict[str, Any] = {}

@@ -13,7 +13,7 @@ def why_not(call: Call) -> str | None:
             if isinstance(array, jax.Array) and (axes := _explicit_axes(array)):
                 return (
                     f"expected {name} on a mesh whose axes are Auto or Manual, got Explicit {', '.join(axes)}: "
-                    "call it within jax.sharding.auto_axes or jax.shard_map(check_vma=False)"
+                    "call it within jax.sharding.auto_axes or jax.shard_map"
                 )
     return None
 

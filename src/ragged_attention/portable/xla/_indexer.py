@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ragged_attention._jax_axes import cond, fori_loop
 from ragged_attention.calls import IndexerTopk
 from ragged_attention.portable.xla._latents import spans
 from ragged_attention.portable.xla._pages import BITS, addresses_of
@@ -75,7 +76,7 @@ def _packed_tiles(call: Any, tile: Tile, results: jax.Array, rows: Rows) -> jax.
         seen = Seen(row, jnp.full(size, True), at(starts, row), at(stops, row), jnp.int32(0))
         return _put(results, rows(seen, _logits(call, seen, limit, tile.block_kv)), seen)
 
-    return lax.fori_loop(0, -(-call.num_tokens // size), add, results)
+    return fori_loop(0, -(-call.num_tokens // size), add, results)
 
 
 def _paged_tiles(call: Any, tile: Tile, size: int, results: jax.Array, rows: Rows) -> jax.Array:
@@ -97,7 +98,7 @@ def _paged_tiles(call: Any, tile: Tile, size: int, results: jax.Array, rows: Row
         seen = Seen(row, own, jnp.zeros_like(row), stops, seq)
         return _put(results, rows(seen, _logits(call, seen, call.columns, tile.block_kv)), seen)
 
-    return lax.fori_loop(jnp.int32(0), ends[-1], add, results) if len(ends) else results
+    return fori_loop(jnp.int32(0), ends[-1], add, results) if len(ends) else results
 
 
 def _put(results: jax.Array, rows: jax.Array, seen: Seen) -> jax.Array:
@@ -131,11 +132,11 @@ def _logits(call: Any, seen: Seen, width: int, block_kv: int) -> jax.Array:
             found = found if scales is None else found * scales
             return jnp.where(visible & known, found, -jnp.inf)
 
-        found = lax.cond(visible.any(), look, lambda: unseen)
+        found = cond(visible.any(), look, unseen)
         return lax.dynamic_update_slice(logits, found, (jnp.int32(0), first))
 
     count = (jnp.maximum(high - low, 0) + (block_kv - 1)) // block_kv
-    return lax.fori_loop(jnp.int32(0), count, step, jnp.full((size, width), -jnp.inf, jnp.float32))
+    return fori_loop(jnp.int32(0), count, step, jnp.full((size, width), -jnp.inf, jnp.float32))
 
 
 def _dot(letters: str, one: jax.Array, other: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ragged_attention._jax_axes import fori_loop
 from ragged_attention.portable.xla._latents import Latents
 from ragged_attention.portable.xla._pages import BITS
 from ragged_attention.portable.xla._ragged import at
@@ -83,4 +84,4 @@ def _over(
         keys, seen = lists.latents.at_slots(slot, head[:, None], index < lens[:, None])
         return state.extended(q.astype(keys.dtype), keys, seen[:, None], scale, soft_cap)
 
-    return lax.fori_loop(jnp.int32(0), (lens.max() + (block_kv - 1)) // block_kv, step, state)
+    return fori_loop(jnp.int32(0), (lens.max() + (block_kv - 1)) // block_kv, step, state)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ragged_attention._jax_axes import fori_loop
 from ragged_attention.calls import VarlenCall
 from ragged_attention.portable.xla._framework import why_not as why_not
 from ragged_attention.portable.xla._ragged import at
@@ -107,7 +108,7 @@ def over_tiles(call: VarlenCall, tile: Tile, step: Callable[[Queries, Any], Any]
             start = jnp.maximum(kv_stop - (stop - first) - (window - 1), kv_start)
         return step(Queries(row, (row >= first) & (row <= last_row), last, start, end), state)
 
-    return lax.fori_loop(jnp.int32(0), ends[-1], one, state)
+    return fori_loop(jnp.int32(0), ends[-1], one, state)
 
 
 def over_keys(call: VarlenCall, tile: Tile, queries: Queries, step: Callable[[Keys, Any], Any], state: Any) -> Any:
@@ -127,7 +128,7 @@ def over_keys(call: VarlenCall, tile: Tile, queries: Queries, step: Callable[[Ke
         return step(Keys(first, size, by_row, seen.any(axis=0)[:, None]), state)
 
     count = (jnp.maximum(queries.stop - queries.start, 0) + (size - 1)) // size
-    return lax.fori_loop(jnp.int32(0), count, one, state)
+    return fori_loop(jnp.int32(0), count, one, state)
 
 
 def _edges(cu_lens: Any, num_tokens: int) -> tuple[jax.Array, jax.Array]:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ragged_attention._jax_axes import fori_loop
 from ragged_attention._jax_pages import per_head
 from ragged_attention.calls import RaggedPagedAttention
 from ragged_attention.portable.xla._framework import why_not as why_not
@@ -95,7 +96,7 @@ def _attend_in_tiles(call: RaggedPagedAttention, blocks: Blocks, size: int, bloc
         tile = Queries(seq, first, jnp.minimum(stop, first + size), row, position, first_new)
         return _put(results, _attend(call, blocks, tile, kv_len, block_kv), tile)
 
-    return lax.fori_loop(jnp.int32(0), ends[-1], attend, results)
+    return fori_loop(jnp.int32(0), ends[-1], attend, results)
 
 
 def _put(results: Any, parts: Any, tile: Queries) -> Any:
@@ -165,7 +166,7 @@ def _attend(
     state = jnp.full(rows, -jnp.inf), jnp.zeros(rows), jnp.zeros((*rows, call.v_head_dim))
     state = tuple(part.astype(jnp.float32) for part in state)
     count = (jnp.maximum(stop - start, 0) + (block_kv - 1)) // block_kv
-    return _finish(call, size, *lax.fori_loop(jnp.int32(0), count, step, state))
+    return _finish(call, size, *fori_loop(jnp.int32(0), count, step, state))
 
 
 def _drafted(mask: jax.Array, tile: Queries, key: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ragged_attention._jax_axes import fori_loop
 from ragged_attention.calls import SparseMlaPrefillBackward
 from ragged_attention.portable.xla import _framework
 from ragged_attention.portable.xla._latents import Latents
@@ -62,7 +63,7 @@ def run(call: SparseMlaPrefillBackward, tile: Tile, launch: Any) -> Arrays:
         jnp.zeros((num_kv_heads, group), dtype),
     )
     tiles = -(-len(queries.head) // size)
-    dq, d_rows, d_sinks = lax.fori_loop(jnp.int32(0), jnp.int32(tiles), on_tile, results)
+    dq, d_rows, d_sinks = fori_loop(jnp.int32(0), jnp.int32(tiles), on_tile, results)
     found = (dq, d_rows, d_sinks)[: len(given)]
     return tuple(array.reshape(like.shape).astype(like.dtype) for array, like in zip(found, given, strict=True))
 
@@ -130,7 +131,7 @@ def _tile(
         return dq + dot("bgn,bnd->bgd", d_products, rows), d_rows
 
     count = (jnp.where(own, queries.lens, 0).max() + (block_kv - 1)) // block_kv
-    dq, d_rows = lax.fori_loop(jnp.int32(0), count, step, (jnp.zeros_like(q), d_rows))
+    dq, d_rows = fori_loop(jnp.int32(0), count, step, (jnp.zeros_like(q), d_rows))
     return dq, d_rows, terms.d_sinks
 
 

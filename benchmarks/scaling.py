@@ -1,0 +1,228 @@
+"""What attention over 8 to 1024 devices moves, and a plan of how long it takes. Nothing of it is measured.
+
+    python -m benchmarks.scaling            the tables of docs/scaling.md
+    python -m benchmarks.scaling --bandwidth 50 --latency 5     another network: GB/s and microseconds
+
+The numbers of bytes are those that `ragged_attention.torch.distributed` hands to process groups; tests hold them to
+what the operating system counts. The times are those of a machine that reads memory, computes and sends at its full
+rates: a bound to plan by, not a forecast.
+"""
+
+import argparse
+import dataclasses
+import math
+import sys
+from collections.abc import Iterator, Sequence
+
+FLOAT32 = 4  # bytes; partial results and gradients of keys travel as such
+
+
+# ---- bytes that one device sends in one call
+
+
+def decode_bytes(tokens: int, heads: int, d_v: int, size: int, *, own_heads: bool = False) -> int:
+    """Of `context_parallel_decode` and `context_parallel_mla_decode` over `size` devices: out and lse, float32."""
+    whole = (size - 1) * tokens * heads * (d_v + 1) * FLOAT32
+    return whole // size if own_heads else whole
+
+
+def ring_bytes(rows: int, kv_heads: int, widths: int, itemsize: int, size: int) -> int:
+    """Of `context_parallel_varlen_attention`, forward, with so many rows on a device; `widths` is D + D_v."""
+    return (size - 1) * rows * kv_heads * widths * itemsize
+
+
+def training_bytes(rows: int, kv_heads: int, widths: int, itemsize: int, size: int) -> int:
+    """Of the same with its gradient: keys and values once more, and their gradients, which come home."""
+    gradients = size * rows * kv_heads * widths * FLOAT32 if size > 1 else 0
+    return 2 * ring_bytes(rows, kv_heads, widths, itemsize, size) + gradients
+
+
+# ---- what they run on, and what runs
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Network:
+    """A flat network: every device sends and receives at a rate, whomever it speaks to."""
+
+    name: str
+    bandwidth: float  # bytes a second that a device sends
+    latency: float  # seconds until the first of them arrives
+
+    def exchange(self, sent: float, size: int) -> float:
+        """Seconds of a collective in which a device sends so many bytes, in rounds that double who has heard."""
+        return 0.0 if size == 1 else math.ceil(math.log2(size)) * self.latency + sent / self.bandwidth
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Machine:
+    """A device: an H200 unless said otherwise."""
+
+    memory: float = 141e9  # bytes
+    memory_bandwidth: float = 4.8e12
+    flops: float = 989e12  # bfloat16
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Model:
+    """A decoder; `kv_heads` 1 with rows of latents is multi-head latent attention."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int  # of queries and keys
+    d_v: int
+    row_bytes: int  # of the cache: one position of one layer
+    weight_bytes: float  # that a step of a large batch reads
+
+
+NETWORKS = (
+    Network("NVLink", 450e9, 2e-6),  # fourth generation, as in one server of 8 or one rack with switches between
+    Network("InfiniBand", 50e9, 5e-6),  # NDR, one port of 400 Gb/s for each device
+    Network("ICI", 90e9, 1e-6),  # of a TPU v5p one link of six, as a ring along one axis of the torus has it
+)
+MODELS = (
+    Model("8B", 32, 4096, 32, 8, 128, 128, 2 * 8 * 128 * 2, 16e9),
+    Model("70B", 80, 8192, 64, 8, 128, 128, 2 * 8 * 128 * 2, 141e9),
+    Model("DeepSeek-V3", 61, 7168, 128, 1, 576, 512, 656, 671e9),
+)
+DEVICES = (8, 32, 128, 512, 1024)
+BATCH, CONTEXT = 16, 131072
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """One decode step of a batch over devices, `by_heads` times `by_positions` of them."""
+
+    devices: int
+    by_heads: int
+    by_positions: int
+    fits: bool
+    exchanged: int  # bytes that a device sends in all layers: queries to the ranks of a group, out and lse back
+    reduced: int  # bytes that it sends for the two all-reduces of a layer, which any division of weights has
+    reading: float  # seconds that it reads weights and cache
+    sending: float
+
+    @property
+    def tokens_a_second(self) -> float:
+        return BATCH / (self.reading + self.sending)
+
+
+def decode_step(model: Model, devices: int, network: Network, machine: Machine) -> Step:
+    """KV heads are divided first, as they need no exchange; devices beyond their number divide positions.
+
+    Weights are divided among all devices. Each computes its own query heads, hears those of the devices that have
+    other positions of the same KV heads, and gets its own heads of the merged result (`own_heads`).
+    """
+    by_heads = math.gcd(devices, model.kv_heads)
+    by_positions = devices // by_heads
+    heads = model.heads // by_heads  # that meet at one KV head's devices
+    cache = model.layers * model.row_bytes * CONTEXT * BATCH / devices
+    held = cache + model.weight_bytes / devices
+    queries = BATCH * heads * model.head_dim * 2 * (by_positions - 1) // by_positions
+    # A device has at least one head, beyond their number several have the same one.
+    merged = decode_bytes(BATCH, heads, model.d_v, by_positions, own_heads=True)
+    reduced = 2 * 2 * BATCH * model.hidden * 2 * (devices - 1) // devices  # twice a layer, each there and back
+    layer = network.exchange(queries, by_positions) + network.exchange(merged, by_positions)
+    layer += 2 * network.exchange(reduced / 2, devices) + 2 * math.ceil(math.log2(devices)) * network.latency
+    return Step(
+        devices=devices,
+        by_heads=by_heads,
+        by_positions=by_positions,
+        fits=held <= machine.memory,
+        exchanged=model.layers * (queries + merged),
+        reduced=model.layers * reduced,
+        reading=held / machine.memory_bandwidth,
+        sending=model.layers * layer,
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prefill:
+    """Causal attention of one prompt in one layer over a ring of devices, forward."""
+
+    devices: int
+    moved: int  # bytes that a device sends
+    computing: float  # seconds
+    sending: float  # seconds, of which only what exceeds the computing is waited for
+
+
+def prefill(model: Model, tokens: int, devices: int, network: Network, machine: Machine) -> Prefill:
+    """Latents are made into keys and values of each head first, as prefill does, and those travel."""
+    kv_heads = model.heads if model.kv_heads == 1 else model.kv_heads
+    widths = 192 + 128 if model.kv_heads == 1 else model.head_dim + model.d_v
+    moved = ring_bytes(tokens // devices, kv_heads, widths, 2, devices)
+    products = model.heads * widths * tokens * tokens  # multiplications and additions of the half that is seen
+    sending = moved / network.bandwidth + (devices - 1) * network.latency
+    return Prefill(devices, moved, products / devices / machine.flops, sending)
+
+
+# ---- what is printed
+
+
+def bytes_of(count: float) -> str:
+    """A number of bytes for people."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    raise AssertionError
+
+
+def milliseconds(seconds: float) -> str:
+    """A time for people."""
+    count = 1e3 * seconds
+    return f"{count:.0f} ms" if count >= 100 else f"{count:.3g} ms"
+
+
+def decode_table(networks: Sequence[Network], machine: Machine) -> Iterator[str]:
+    names = [network.name for network in networks]
+    yield f"| model | devices | heads x positions | exchanged | all-reduced | {' | '.join(names)} |"
+    yield "|" + "---|" * (5 + len(names))
+    for model in MODELS:
+        for devices in DEVICES:
+            steps = [decode_step(model, devices, network, machine) for network in networks]
+            first = steps[0]
+            rates = [f"{step.tokens_a_second:.0f}" if step.fits else "does not fit" for step in steps]
+            moved = f"{bytes_of(first.exchanged)} | {bytes_of(first.reduced)}"
+            division = f"{first.by_heads} x {first.by_positions}"
+            yield f"| {model.name} | {devices} | {division} | {moved} | {' | '.join(rates)} |"
+
+
+def prefill_table(networks: Sequence[Network], machine: Machine, tokens: int = 2**20) -> Iterator[str]:
+    names = [f"sending, {network.name}" for network in networks]
+    yield f"| model | devices | moved | computing | {' | '.join(names)} |"
+    yield "|" + "---|" * (4 + len(names))
+    for model in MODELS:
+        for devices in DEVICES:
+            found = [prefill(model, tokens, devices, network, machine) for network in networks]
+            times = [milliseconds(each.sending) for each in found]
+            computing = milliseconds(found[0].computing)
+            yield f"| {model.name} | {devices} | {bytes_of(found[0].moved)} | {computing} | {' | '.join(times)} |"
+
+
+def tables(networks: Sequence[Network] = NETWORKS, machine: Machine | None = None) -> dict[str, str]:
+    """The tables of docs/scaling.md by their marks."""
+    machine = Machine() if machine is None else machine
+    return {
+        "decode": "\n".join(decode_table(networks, machine)),
+        "prefill": "\n".join(prefill_table(networks, machine)),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description="Plans over many devices.")
+    parser.add_argument("--bandwidth", type=float, help="of another network, GB/s that a device sends")
+    parser.add_argument("--latency", type=float, default=5.0, help="of that network, microseconds (default 5)")
+    given = parser.parse_args(argv)
+    networks = NETWORKS
+    if given.bandwidth is not None:
+        networks = (Network("network", given.bandwidth * 1e9, given.latency * 1e-6),)
+    for name, table in tables(networks).items():
+        print(f"{name}\n\n{table}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""Attention over several processes, each of which checks itself against attention on one device.
+
+    torchrun --nproc-per-node 2 examples/parallel_decode.py
+
+runs anywhere: two, three or four processes on a CPU (gloo), or one for each GPU (nccl). Six sequences are decoded for a
+few steps, their cache divided by heads, then by positions: every process writes the keys and values that are its own,
+and no other. Then a latent cache, dense and by lists, and a training step of packed sequences in a ring. Rank 0 prints
+how far each lies from one device; the exit status says whether all are near enough.
+"""
+
+import os
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from ragged_attention.torch import (
+    mla_decode,
+    page_indices_to_slots,
+    ragged_paged_attention,
+    varlen_attention,
+    write_kv_pages,
+    write_mla_cache,
+)
+from ragged_attention.torch.distributed import (
+    KvShard,
+    context_parallel_decode,
+    context_parallel_mla_decode,
+    context_parallel_varlen_attention,
+    zigzag_part,
+    zigzag_whole,
+)
+
+SEQS, STEPS, PAGE = 6, 4, 16
+KV_HEADS, GROUP, SIZE = 12, 2, 64  # 12 KV heads are divided by 2, 3, 4 or 6 processes
+LATENT, D_V = 96, 64
+PROMPTS = (100, 37, 64, 5, 81, 16)
+BOUND = 1e-4
+
+Cache = tuple[torch.Tensor, torch.Tensor]  # pages, and the table that says which are whose
+
+
+def empty_cache(row: tuple[int, ...], device: torch.device) -> Cache:
+    """Room for every sequence, its pages in no order."""
+    columns = -(-(max(PROMPTS) + STEPS) // PAGE)
+    table = torch.randperm(SEQS * columns, device=device).reshape(SEQS, columns).to(torch.int32)
+    return torch.zeros(SEQS * columns, PAGE, *row, device=device), table
+
+
+def slots_of(positions: torch.Tensor, seqs: torch.Tensor, table: torch.Tensor, shard: KvShard) -> torch.Tensor:
+    """Where a rank keeps tokens at these positions of these sequences: -1, which is skipped, where it does not."""
+    return page_indices_to_slots(shard.local(positions)[:, None], table[seqs.long()], PAGE).flatten()
+
+
+def decode(device: torch.device) -> dict[str, float]:
+    """Steps of decode with the cache whole, divided by heads, and divided by positions."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh(device.type, (size,))
+    alone, shard = KvShard(1, PAGE, 0), KvShard(size, PAGE, rank)
+    pages, table = empty_cache((2 * KV_HEADS, SIZE), device)
+    own_pages = pages.clone()  # enough for any rank; a server would allot a part
+    by_heads = distribute_tensor(pages.clone(), mesh, [Shard(2)], src_data_rank=None)
+    differences = {"by heads": 0.0, "by positions": 0.0}
+
+    def write(lens: list[int], first: list[int]) -> None:
+        """New tokens of every sequence into the whole cache, and into this rank's part of it."""
+        spans = [torch.arange(start, stop, device=device) for start, stop in zip(first, lens, strict=True)]
+        positions = torch.cat(spans).to(torch.int32)
+        seqs = torch.cat([torch.full_like(span, seq) for seq, span in enumerate(spans)])
+        k, v = (torch.randn(len(positions), KV_HEADS, SIZE, device=device) for _ in "kv")
+        write_kv_pages(k, v, pages, slots_of(positions, seqs, table, alone))
+        write_kv_pages(k, v, own_pages, slots_of(positions, seqs, table, shard))
+        k, v = (distribute_tensor(new, mesh, [Shard(1)], src_data_rank=None) for new in (k, v))
+        write_kv_pages(k, v, by_heads, slots_of(positions, seqs, table, alone))
+
+    lens: list[int] = list(PROMPTS)
+    write(lens, [0] * SEQS)
+    edges = torch.arange(SEQS + 1, dtype=torch.int32, device=device)
+    for _ in range(STEPS):
+        write([length + 1 for length in lens], lens)
+        lens = [length + 1 for length in lens]
+        kv_lens = torch.tensor(lens, dtype=torch.int32, device=device)
+        q = torch.randn(SEQS, GROUP * KV_HEADS, SIZE, device=device)
+        expected = ragged_paged_attention(q, pages, kv_lens, table, edges)
+        divided = distribute_tensor(q, mesh, [Shard(1)], src_data_rank=None)
+        found = ragged_paged_attention(divided, by_heads, kv_lens, table, edges)
+        assert isinstance(found, DTensor)
+        assert found.placements == (Shard(1),)
+        whole = found.redistribute(mesh, [Replicate()]).to_local()  # for the comparison alone
+        merged = context_parallel_decode(q, own_pages, kv_lens, table, edges, shard=shard, max_q_len=1)
+        assert isinstance(merged, torch.Tensor)
+        for name, result in (("by heads", whole), ("by positions", merged)):
+            differences[name] = max(differences[name], float((result - expected).abs().max()))
+    return differences
+
+
+def decode_latents(device: torch.device) -> dict[str, float]:
+    """The same over latents: all of them, and those at positions that an indexer would list."""
+    alone, shard = KvShard(1, PAGE, 0), KvShard(dist.get_world_size(), PAGE, dist.get_rank())
+    cache, table = empty_cache((1, LATENT), device)
+    own_cache = cache.clone()
+    spans = [torch.arange(length, device=device) for length in PROMPTS]
+    positions = torch.cat(spans).to(torch.int32)
+    seqs = torch.cat([torch.full_like(span, seq) for seq, span in enumerate(spans)])
+    rows = torch.randn(len(positions), 1, LATENT, device=device)
+    write_mla_cache(rows, cache, slots_of(positions, seqs, table, alone))
+    write_mla_cache(rows, own_cache, slots_of(positions, seqs, table, shard))
+    q = torch.randn(SEQS, 2, GROUP * KV_HEADS, LATENT, device=device)
+    kv_lens = torch.tensor(PROMPTS, dtype=torch.int32, device=device)
+    listed = torch.stack([torch.randint(-1, length, (2, 24), device=device) for length in PROMPTS]).to(torch.int32)
+    dense, _ = context_parallel_mla_decode(q, own_cache, table, kv_lens, causal=True, d_v=D_V, shard=shard)
+    sparse, _ = context_parallel_mla_decode(q, own_cache, table, indices=listed, d_v=D_V, shard=shard)
+    slots = page_indices_to_slots(listed, table, PAGE)
+    return {
+        "latents": float((dense - mla_decode(q, cache, table, kv_lens, causal=True, d_v=D_V)[0]).abs().max()),
+        "latents by lists": float((sparse - mla_decode(q, cache, indices=slots, d_v=D_V)[0]).abs().max()),
+    }
+
+
+def train(device: torch.device) -> dict[str, float]:
+    """Packed sequences in a ring, forward and backward."""
+    tokens = 48 * dist.get_world_size()
+    edges = torch.tensor([0, 30, 31, tokens - 5], dtype=torch.int32, device=device)
+    heads = (GROUP * KV_HEADS, KV_HEADS, KV_HEADS)
+    whole = [torch.randn(tokens, count, SIZE, device=device) for count in heads]
+    weights = torch.randn(tokens, heads[0], SIZE, device=device)
+    own = [zigzag_part(leaf).requires_grad_() for leaf in whole]
+    out = context_parallel_varlen_attention(own[0], own[1], own[2], edges)
+    assert isinstance(out, torch.Tensor)
+    (out * zigzag_part(weights)).sum().backward()
+    q, k, v = (leaf.requires_grad_() for leaf in whole)
+    expected = varlen_attention(q, k, v, edges, edges, causal=True)
+    (expected * weights).sum().backward()
+    pairs = [(out.detach(), expected.detach())]
+    for part, leaf in zip(own, whole, strict=True):
+        assert part.grad is not None
+        assert leaf.grad is not None
+        pairs.append((part.grad, leaf.grad))
+    found = [float((zigzag_whole(part) - value).abs().max()) for part, value in pairs]
+    return {"a ring": found[0], "its gradients": max(found[1:])}
+
+
+def main() -> int:
+    on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("WORLD_SIZE", "1"))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpus else torch.device("cpu")
+    if on_gpus:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpus else "gloo", timeout=timedelta(minutes=2))
+    torch.manual_seed(0)  # every process draws the same, of which it uses its part
+    differences = decode(device) | decode_latents(device) | train(device)
+    worst = torch.tensor(list(differences.values()), device=device)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    good = bool((worst < BOUND).all())
+    if dist.get_rank() == 0:
+        print(f"{dist.get_world_size()} processes on {device.type}; largest difference from one device:")
+        for name, difference in zip(differences, worst.tolist(), strict=True):
+            print(f"  {name:<20} {difference:.1e} {'' if difference < BOUND else 'TOO FAR'}".rstrip())
+    dist.destroy_process_group()
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""Attention over several devices in jax, checked against attention on one.
+
+    python examples/parallel_decode_jax.py
+    python examples/parallel_decode_jax.py --devices 3
+
+On a CPU the devices are virtual. Six sequences are decoded for a few steps, their cache divided by heads, then by
+positions: each device writes the keys and values that are its own, and no other. Then a latent cache, dense and by
+lists, and a training step of packed sequences in a ring. Printed are the differences from one device and what the
+devices say to each other, as the compiled functions have it; the exit status says whether all are near enough.
+"""
+
+import argparse
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+SEQS, STEPS, PAGE = 6, 4, 16
+KV_HEADS, GROUP, SIZE = 12, 2, 64  # 12 KV heads are divided by 2, 3, 4 or 6 devices
+LATENT, D_V = 96, 64
+PROMPTS = (100, 37, 64, 5, 81, 16)
+BOUND = 1e-4
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--devices", type=int, default=4, help="2, 3, 4 or 6 (default 4)")
+    given = parser.parse_args(argv)
+    if given.devices < 1 or KV_HEADS % given.devices:
+        parser.error(f"expected --devices to divide {KV_HEADS} heads, got {given.devices}")
+    return given
+
+
+GIVEN = arguments(None if __name__ == "__main__" else [])
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={GIVEN.devices}"
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
+
+from ragged_attention.jax import (  # noqa: E402
+    mla_decode,
+    page_indices_to_slots,
+    ragged_paged_attention,
+    varlen_attention,
+    write_kv_pages,
+    write_mla_cache,
+)
+from ragged_attention.jax.distributed import (  # noqa: E402
+    KvShard,
+    context_parallel_decode,
+    context_parallel_mla_decode,
+    context_parallel_varlen_attention,
+    over_heads,
+    zigzag_part,
+)
+
+WHOLE, KEYS = PartitionSpec(), PartitionSpec("keys")
+RULE = KvShard(GIVEN.devices, PAGE)
+EXCHANGES = r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+
+
+class Run:
+    """One run: a mesh, random numbers, and what has been found."""
+
+    def __init__(self) -> None:
+        self.mesh = Mesh(np.array(jax.devices()[: GIVEN.devices]), ("keys",))
+        self.random = np.random.default_rng(0)
+        self.found: dict[str, tuple[float, Counter[str]]] = {}
+
+    def normal(self, *shape: int) -> jax.Array:
+        return jnp.asarray(self.random.normal(size=shape), jnp.float32)
+
+    def table(self) -> jax.Array:
+        """A page table with room for every sequence, its pages in no order."""
+        columns = -(-(max(PROMPTS) + STEPS) // PAGE)
+        return jnp.asarray(self.random.permutation(SEQS * columns).reshape(SEQS, columns), jnp.int32)
+
+    def on_each(self, function: Callable[..., Any], others: int, out_spec: Any) -> Callable[..., Any]:
+        """A function of every device's own cache [devices, ...] and of `others` arrays that all of them have."""
+
+        def local(cache: jax.Array, *arrays: jax.Array) -> Any:
+            return function(cache[0], *arrays)
+
+        specs = (KEYS, *[WHOLE] * others)
+        # Each device merges the same parts in the same order, but jax cannot know that: check_vma.
+        mapped = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=out_spec, check_vma=False)
+        return jax.jit(mapped)
+
+    def compare(self, name: str, function: Any, given: Sequence[Any], expected: Any) -> None:
+        """Note how far a jitted function's result lies from one device, and what its devices say to each other."""
+        difference = float(jnp.abs(function(*given) - expected).max())
+        said = Counter(re.findall(EXCHANGES, function.lower(*given).compile().as_text()))
+        before = self.found.get(name, (0.0, said))
+        self.found[name] = max(before[0], difference), said
+
+
+def slots_of(positions: jax.Array, seqs: jax.Array, table: jax.Array, shard: KvShard) -> jax.Array:
+    """Where a device keeps tokens at these positions of these sequences: -1, which is skipped, where it does not."""
+    own = jnp.expand_dims(shard.local(positions), 1)
+    return page_indices_to_slots(own, table[seqs], PAGE)[:, 0]
+
+
+def tokens(first: Sequence[int], stop: Sequence[int]) -> tuple[jax.Array, jax.Array]:
+    """Positions and sequences of tokens from `first` to `stop` of each sequence."""
+    spans = [np.arange(*span, dtype=np.int32) for span in zip(first, stop, strict=True)]
+    seqs = [np.full(len(span), seq, np.int32) for seq, span in enumerate(spans)]
+    return jnp.asarray(np.concatenate(spans)), jnp.asarray(np.concatenate(seqs))
+
+
+def decode(run: Run) -> None:
+    table, alone = run.table(), KvShard(1, PAGE, 0)
+    shape = (table.size, PAGE, 2 * KV_HEADS, SIZE)
+    pages, own_pages = jnp.zeros(shape), jnp.zeros((GIVEN.devices, *shape))  # a server would allot parts
+    edges = jnp.arange(SEQS + 1, dtype=jnp.int32)
+
+    def write_own(pages: Any, k: Any, v: Any, positions: Any, seqs: Any) -> Any:
+        shard = RULE.at(jax.lax.axis_index("keys"))
+        written = write_kv_pages(k, v, pages, slots_of(positions, seqs, table, shard))
+        assert isinstance(written, jax.Array)
+        return written[None]
+
+    def attend_own(pages: Any, q: Any, kv_lens: Any) -> Any:
+        return context_parallel_decode(q, pages, kv_lens, table, edges, axis_name="keys", shard=RULE, max_q_len=1)
+
+    by_heads = jax.jit(over_heads(ragged_paged_attention, "keys", mesh=run.mesh))
+    writing, attending = run.on_each(write_own, 4, KEYS), run.on_each(attend_own, 2, WHOLE)
+    lens = [0] * SEQS
+    for step in range(STEPS + 1):
+        stop = [length + 1 for length in lens] if step else list(PROMPTS)
+        positions, seqs = tokens(lens, stop)
+        k, v = (run.normal(len(positions), KV_HEADS, SIZE) for _ in "kv")
+        written = write_kv_pages(k, v, pages, slots_of(positions, seqs, table, alone))
+        assert isinstance(written, jax.Array)
+        pages, own_pages, lens = written, writing(own_pages, k, v, positions, seqs), stop
+        if step:
+            q, kv_lens = run.normal(SEQS, GROUP * KV_HEADS, SIZE), jnp.array(lens, jnp.int32)
+            expected = ragged_paged_attention(q, pages, kv_lens, table, edges)
+            run.compare("by heads", by_heads, (q, pages, kv_lens, table, edges), expected)
+            run.compare("by positions", attending, (own_pages, q, kv_lens), expected)
+
+
+def decode_latents(run: Run) -> None:
+    table, alone = run.table(), KvShard(1, PAGE, 0)
+    positions, seqs = tokens([0] * SEQS, PROMPTS)
+    rows = run.normal(len(positions), 1, LATENT)
+    cache = write_mla_cache(rows, jnp.zeros((table.size, PAGE, 1, LATENT)), slots_of(positions, seqs, table, alone))
+    parts = [
+        write_mla_cache(rows, jnp.zeros_like(cache), slots_of(positions, seqs, table, RULE.at(rank)))
+        for rank in range(GIVEN.devices)
+    ]
+    own, kv_lens = jnp.stack(parts), jnp.array(PROMPTS, jnp.int32)
+    q = run.normal(SEQS, 2, GROUP * KV_HEADS, LATENT)
+    listed = jnp.asarray(np.stack([run.random.integers(-1, length, (2, 24)) for length in PROMPTS]), jnp.int32)
+
+    def attend(cache: Any, q: Any, *, indices: Any = None) -> Any:
+        return context_parallel_mla_decode(
+            q, cache, table, None if indices is not None else kv_lens, indices=indices, causal=indices is None,
+            d_v=D_V, axis_name="keys", shard=RULE,
+        )[0]  # fmt: skip
+
+    expected, _ = mla_decode(q, cache, table, kv_lens, causal=True, d_v=D_V)
+    run.compare("latents", run.on_each(attend, 1, WHOLE), (own, q), expected)
+    expected, _ = mla_decode(q, cache, indices=page_indices_to_slots(listed, table, PAGE), d_v=D_V)
+    sparse = run.on_each(lambda cache, q, listed: attend(cache, q, indices=listed), 2, WHOLE)
+    run.compare("latents by lists", sparse, (own, q, listed), expected)
+
+
+def train(run: Run) -> None:
+    rows = 48 * GIVEN.devices
+    edges = jnp.array([0, 30, 31, rows - 5], jnp.int32)
+    leaves = [run.normal(rows, count, SIZE) for count in (GROUP * KV_HEADS, KV_HEADS, KV_HEADS)]
+    weights = run.normal(rows, GROUP * KV_HEADS, SIZE)
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return context_parallel_varlen_attention(q, k, v, edges, axis_name="keys")
+
+    around = jax.jit(jax.shard_map(attend, mesh=run.mesh, in_specs=(KEYS, KEYS, KEYS), out_specs=KEYS))
+    rows_of_each = NamedSharding(run.mesh, KEYS)
+    own = [jax.device_put(zigzag_part(leaf, GIVEN.devices), rows_of_each) for leaf in leaves]
+
+    def alone(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return varlen_attention(q, k, v, edges, edges, causal=True)
+
+    expected = alone(*leaves)
+    run.compare("a ring", around, own, zigzag_part(expected, GIVEN.devices))
+    parts = zigzag_part(weights, GIVEN.devices)
+
+    def gradients(*own: Any) -> Any:
+        found = jax.grad(lambda *own: (around(*own) * parts).sum(), argnums=(0, 1, 2))(*own)
+        return jnp.concatenate(found, axis=1)
+
+    whole = jax.grad(lambda *leaves: (alone(*leaves) * weights).sum(), argnums=(0, 1, 2))(*leaves)
+    expected = zigzag_part(jnp.concatenate(whole, axis=1), GIVEN.devices)
+    run.compare("its gradients", jax.jit(gradients), [*own], expected)
+
+
+def main() -> int:
+    run = Run()
+    for part in (decode, decode_latents, train):
+        part(run)
+    print(f"{GIVEN.devices} devices, {jax.default_backend()}; largest difference from one, and what they exchange:")
+    for name, (difference, said) in run.found.items():
+        exchanged = ", ".join(f"{count} {what}" for what, count in said.items()) or "nothing"
+        print(f"  {name:<20} {difference:.1e}  {exchanged} {'' if difference < BOUND else 'TOO FAR'}".rstrip())
+    return 0 if all(difference < BOUND for difference, _ in run.found.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

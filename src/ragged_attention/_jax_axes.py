@@ -1,0 +1,52 @@
+"""Over which axes of a mesh arrays differ among the devices of `jax.shard_map`, where jax keeps count (`check_vma`)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+
+
+def varied_axes(arrays: Any) -> frozenset[Any]:
+    """The axes over which some of the arrays differ; none where nobody counts."""
+    leaves = jax.tree.leaves(arrays)
+    return frozenset().union(*(_axes(leaf) for leaf in leaves))
+
+
+def _axes(array: Any) -> frozenset[Any]:
+    kind = array if isinstance(array, jax.ShapeDtypeStruct) else jax.typeof(array)
+    counted = getattr(kind, "manual_axis_type", None)  # `vma` before jax 0.10
+    return (getattr(kind, "vma", None) if counted is None else counted.varying) or frozenset()
+
+
+def varying(arrays: Any, axes: frozenset[Any]) -> Any:
+    """The same arrays, to be taken for different ones over these axes."""
+
+    def vary(array: Any) -> Any:
+        missing = tuple(axes - _axes(array))
+        return lax.pcast(array, missing, to="varying") if missing else array
+
+    return jax.tree.map(vary, arrays)
+
+
+def as_varied_as(array: jax.Array, like: jax.Array) -> jax.Array:
+    """A gradient as that of `like`: summed over the axes over which only the gradient differs among devices."""
+    missing = tuple(_axes(array) - _axes(like))
+    return lax.psum(array, missing) if missing else varying(array, _axes(like))
+
+
+def fori_loop(lower: Any, upper: Any, body: Callable[[Any, Any], Any], state: Any) -> Any:
+    """`lax.fori_loop` that may stand within `jax.shard_map`.
+
+    There jax wants a state to differ among devices from the start where it does in the end; loops begin with constants.
+    """
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return lax.fori_loop(lower, upper, body, state)
+    axes = varied_axes(state) | varied_axes(jax.eval_shape(body, lower, state))
+    return lax.fori_loop(lower, upper, lambda index, state: varying(body(index, state), axes), varying(state, axes))
+
+
+def cond(predicate: jax.Array, do: Callable[[], jax.Array], otherwise: jax.Array) -> jax.Array:
+    """What `do` gives if the predicate holds, else another array of the same type; also within `jax.shard_map`."""
+    axes = varied_axes(jax.eval_shape(do)) if jax.sharding.get_abstract_mesh().manual_axes else frozenset()
+    return lax.cond(predicate, do, lambda: varying(otherwise, axes))

@@ -1,0 +1,570 @@
+"""Attention over several devices, by `jax.shard_map` as it is.
+
+**Heads.** `over_heads` makes any operation one whose heads are divided over an axis of a mesh, under `jit` and for
+arrays with a `NamedSharding`; no device hears of another.
+
+**Positions.** Within a `jax.shard_map` of the caller, `context_parallel_decode` and `context_parallel_mla_decode`
+attend to a KV cache whose positions are dealt among devices, and exchange `(out, lse)` once.
+`context_parallel_varlen_attention` passes the keys and values of packed sequences around a ring, forward and backward.
+Every sum is taken in the order of the ranks.
+
+A rank is a device's index along the axis, the group's size the axis's.
+"""
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ragged_attention import config, dispatch
+from ragged_attention._jax_axes import as_varied_as, fori_loop, varied_axes, varying
+from ragged_attention.calls import CALLS, FLOATS, Call, dtype_name, expect_bool, is_array
+from ragged_attention.errors import InvalidInput
+from ragged_attention.jax._launcher import device_facts
+from ragged_attention.jax._lower import default_platform, to_jax
+from ragged_attention.jax.mla import mla_decode, page_indices_to_slots
+from ragged_attention.jax.paged import merge_attention_states, ragged_paged_attention
+from ragged_attention.jax.varlen import varlen_attention, varlen_attention_backward
+from ragged_attention.sharding import (
+    SUMS_OVER_HEADS,
+    WITHOUT_HEADS,
+    Heads,
+    KvShard,
+    expect_divisible,
+    expect_each_its_own_heads,
+    heads_of_fields,
+    heads_of_results,
+    written_fields,
+    zigzag_order,
+    zigzag_pairs,
+)
+
+__all__ = [
+    "KvShard",
+    "context_parallel_decode",
+    "context_parallel_mla_decode",
+    "context_parallel_varlen_attention",
+    "over_heads",
+    "zigzag_part",
+    "zigzag_whole",
+]
+
+AxisName = str | tuple[str, ...]
+Operation = TypeVar("Operation", bound=Callable[..., Any])
+
+# ---- heads
+
+
+def over_heads(operation: Operation, axis_name: AxisName, *, mesh: jax.sharding.Mesh | None = None) -> Operation:
+    """An operation of `ragged_attention.jax` whose heads are divided over an axis of a mesh.
+
+    Args:
+        operation: a public function, such as `ragged_paged_attention`.
+        axis_name: the axis, or axes, of the mesh that divide heads.
+        mesh: None is the one in force (`jax.set_mesh`).
+
+    Returns:
+        the same function of the same whole arrays. Queries, caches, sinks and scales of each KV head go to the devices
+        by heads, index arrays to all of them; results come divided by heads. Nothing is exchanged where the arrays
+        already lie like this, but for what is a sum over heads: the logits of an indexer, and the gradient of a single
+        KV head that serves all query heads. The bits are those of one device under `batch_invariant=True`; else a
+        kernel may divide the keys of fewer heads otherwise.
+
+    Raises (when called):
+        InvalidInput: a number of heads that the axis does not divide; an operation that needs all heads, or has none.
+        All that the operation raises.
+    """
+    record = CALLS[operation.__name__]
+    signature = inspect.signature(operation)
+    fields = heads_of_fields(record)
+    if not fields or record.OPERATION in WITHOUT_HEADS:
+        raise InvalidInput(f"expected an operation with heads, got {record.OPERATION}")
+
+    @functools.wraps(operation)
+    def divided(*arguments: Any, **keywords: Any) -> Any:
+        expect_each_its_own_heads(record)
+        given = {name: to_jax(value) for name, value in signature.bind(*arguments, **keywords).arguments.items()}
+        arrays = {name: value for name, value in given.items() if any(map(is_array, jax.tree.leaves(value)))}
+        others = {name: value for name, value in given.items() if name not in arrays}
+        on = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+        axes = (axis_name,) if isinstance(axis_name, str) else axis_name
+        size = math.prod(on.shape[axis] for axis in axes)
+        specs = {name: _specs(fields.get(name), name, value, size, axis_name) for name, value in arrays.items()}
+        shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), arrays)
+        whole = jax.eval_shape(lambda arrays: operation(**others, **arrays), shapes)
+        summed, out_specs = _of_results(record, whole, arrays, specs, axis_name)
+
+        def local(arrays: dict[str, Any]) -> Any:
+            leaves, structure = jax.tree.flatten(operation(**others, **arrays))
+            leaves = [lax.psum(leaf, axis_name) if sums else leaf for leaf, sums in zip(leaves, summed, strict=True)]
+            return jax.tree.unflatten(structure, leaves)
+
+        if getattr(on, "explicit_axes", ()):  # else jax moves arrays that lie otherwise
+            arrays = jax.tree.map(
+                lambda array, spec: jax.sharding.reshard(array, NamedSharding(on, spec)), arrays, specs
+            )
+        pallas_is_no_choice = device_facts(default_platform()).why_unavailable("pallas") is not None
+        return jax.shard_map(
+            local, mesh=mesh, in_specs=(specs,), out_specs=out_specs, check_vma=pallas_is_no_choice
+        )(arrays)  # fmt: skip
+
+    return divided  # type: ignore[return-value]
+
+
+def _specs(heads: Heads | None, name: str, value: Any, size: int, axis_name: AxisName) -> Any:
+    """How the arrays of an argument are divided."""
+    combined = name == "kv_pages" and is_array(value)
+
+    def spec(array: Any) -> PartitionSpec:
+        rows_alone = name in ("kv", "new_kv") and len(array.shape) == 2  # latents without an axis of heads
+        if heads is None or rows_alone or not heads.are_divided(name, array.shape, size, combined):
+            return PartitionSpec()
+        axis = len(array.shape) + heads.axis
+        return PartitionSpec(*[None] * axis, axis_name)
+
+    return jax.tree.map(spec, value)
+
+
+def _of_results(
+    record: type[Call], whole: Any, arrays: Mapping[str, Any], specs: Mapping[str, Any], axis_name: AxisName
+) -> tuple[list[bool], Any]:
+    """Of each result whether it is a sum over devices, and how it is divided."""
+    leaves, structure = jax.tree.flatten(whole)
+    cache = next((name for name in (*written_fields(record), getattr(record, "CACHE", "")) if name in arrays), "")
+    pages = jax.tree.leaves(specs[cache]) if record.NUM_RESULTS == 0 or "new_kv" in arrays else []
+    attended = leaves[: len(leaves) - len(pages)]
+    summed, divided = [], []
+    for leaf, home in zip(attended, heads_of_results(record, [len(leaf.shape) for leaf in attended]), strict=False):
+        name, heads = home if home is not None else ("", Heads(-1, "H"))
+        sums = home is not None and (
+            record.OPERATION in SUMS_OVER_HEADS or (heads.letter == "K" and heads.count(arrays[name].shape) == 1)
+        )
+        summed.append(sums)
+        axis = len(leaf.shape) + heads.axis
+        divided.append(PartitionSpec() if sums or home is None else PartitionSpec(*[None] * axis, axis_name))
+    return [*summed, *[False] * len(pages)], jax.tree.unflatten(structure, [*divided, *pages])
+
+
+# ---- positions: decode
+
+
+def context_parallel_decode(
+    q: jax.Array,
+    kv_pages: jax.Array | tuple[jax.Array, jax.Array],
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: int | jax.Array | None = None,
+    *,
+    axis_name: AxisName,
+    shard: KvShard | None = None,
+    own_heads: bool = False,
+    max_q_len: int | None = None,
+    sm_scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    k_scale: float | jax.Array | None = None,
+    v_scale: float | jax.Array | None = None,
+    return_lse: bool = False,
+    out_dtype: Any = None,
+    backend: str | Sequence[str] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """`ragged_paged_attention`, causal, of few queries over a cache whose positions are dealt among devices.
+
+    Letters as in `ragged_paged_attention`. To be called within `jax.shard_map`, by every device of the axis with the
+    same of all but its own pages.
+
+    Args:
+        q, kv_lens, cu_q_lens, num_seqs: of the whole batch, as `ragged_paged_attention` takes them: [T, H, D], i32 [S]
+            lengths over all devices, i32 [S + 1].
+        kv_pages: this device's pages, as `ragged_paged_attention` takes them.
+        page_indices: i32 [S, M], this device's pages of each sequence, numbered as they are on it: its own positions,
+            without gaps, in order.
+        axis_name: the axis, or axes, over which positions are dealt.
+        shard: which positions are whose, its rank None; None deals pages round (`interleave` is the page size).
+        own_heads: give each device its own H / size heads of the result alone, in order. The exchange is then an
+            all-to-all of as much less, instead of an all-gather: for layers whose heads the same axis divides.
+        max_q_len: 1 says that no sequence has more queries, which spares a gather of the page table.
+        sinks: f32 [H]; they count once, in the merged result.
+        sm_scale, soft_cap, k_scale, v_scale, out_dtype, backend, options: as in `ragged_paged_attention`.
+        return_lse: also return the log-sum-exp over all devices' keys.
+
+    Returns:
+        out [T, H, D_v] (or [T, H / size, D_v]) of q's dtype or `out_dtype`, the same bits on every device; with
+        `return_lse` also lse [T, H] float32. Parts are of q's dtype, merged in float32. One exchange of
+        T * H * (D_v + 1) float32 for each device. It has no gradient. jax does not see that the devices' results are
+        the same, where they are: `check_vma=False`, or an axis in `out_specs`.
+
+    Raises:
+        InvalidInput: what `ragged_paged_attention` raises; a shard of another size than the axis's, or of one rank;
+            heads that the axis does not divide.
+        TypeError, Unsupported: as `ragged_paged_attention`.
+    """
+    expect_bool("own_heads", own_heads)
+    expect_bool("return_lse", return_lse)
+    page_size = (kv_pages[0] if isinstance(kv_pages, tuple | list) else kv_pages).shape[1]
+    shard = _shard_of(axis_name, shard, page_size)
+    if max_q_len != 1:
+        kv_lens, page_indices, cu_q_lens = _one_query_each(q, kv_lens, page_indices, cu_q_lens, num_seqs)
+        num_seqs = None
+    out, lse = ragged_paged_attention(
+        q, kv_pages, shard.lengths(kv_lens), page_indices, cu_q_lens, num_seqs, max_q_len=1, sm_scale=sm_scale,
+        causal=False, soft_cap=soft_cap, k_scale=k_scale, v_scale=v_scale, return_lse=True,
+        backend=backend, options=options,
+    )  # fmt: skip
+    out = out.astype(jnp.float32)
+    merged, lse = _merge_over(axis_name, out, lse, sinks, own_heads, out_dtype or q.dtype)
+    return (merged, lse) if return_lse else merged
+
+
+def context_parallel_mla_decode(
+    q: jax.Array,
+    kv_cache: jax.Array,
+    page_indices: jax.Array,
+    kv_lens: jax.Array | None = None,
+    *,
+    axis_name: AxisName,
+    indices: jax.Array | None = None,
+    topk_lens: jax.Array | None = None,
+    shard: KvShard | None = None,
+    own_heads: bool = False,
+    d_v: int = 512,
+    sm_scale: float | None = None,
+    causal: bool = False,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    cache_format: str | None = None,
+    cache_layout: str | None = None,
+    out_dtype: Any = None,
+    backend: str | Sequence[str] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`mla_decode`, dense or sparse, over a latent cache whose positions are dealt among devices.
+
+    Letters as in `mla_decode`. To be called within `jax.shard_map`, by every device of the axis with the same of all
+    but its own cache and pages.
+
+    Args:
+        q: [S, Q, H, d_qk], as `mla_decode` takes it.
+        kv_cache: this device's pages, in any format.
+        page_indices: i32 [S, M], this device's pages of each sequence: its own positions, without gaps, in order.
+        kv_lens: i32 [S], lengths over all devices; of dense calls, as in `mla_decode`.
+        indices: i32 [S, Q, N], makes the call sparse: **positions** of each query's own sequence, over all devices, as
+            indexers give them; not slots. Each device takes those that are its own, in their order, and works on no
+            more than those. Negative ones select nothing.
+        topk_lens: i32 [S] or [S, Q]; entries of `indices` from there on are ignored.
+        axis_name, shard, own_heads: as in `context_parallel_decode`.
+        sinks: f32 [H]; they count once, in the merged result.
+        d_v, sm_scale, causal, soft_cap, cache_format, cache_layout, out_dtype, backend, options: as in `mla_decode`.
+
+    Returns:
+        out [S, Q, H, d_v] (or H / size heads of it) of q's dtype or `out_dtype`, and lse [S, H, Q] float32; the same
+        bits on every device. One exchange of S * Q * H * (d_v + 1) float32 for each device. It has no gradient.
+
+    Raises:
+        InvalidInput, TypeError, Unsupported: as `context_parallel_decode`, and what `mla_decode` raises.
+    """
+    expect_bool("own_heads", own_heads)
+    shard = _shard_of(axis_name, shard, kv_cache.shape[1])
+    num_seqs, num_q, num_heads = q.shape[:3]
+    out_dtype = out_dtype or q.dtype
+    given: dict[str, Any] = {"topk_lens": topk_lens}
+    if indices is not None:
+        chosen, given["topk_lens"] = _own_of_lists(shard, indices, topk_lens)
+        given["indices"] = page_indices_to_slots(chosen, page_indices, kv_cache.shape[1])
+    elif causal and num_q > 1 and kv_lens is not None:  # of each query the positions that it sees, as a sequence
+        seen = kv_lens[:, None] - jnp.arange(num_q - 1, -1, -1, dtype=jnp.int32)
+        given["kv_lens"] = shard.lengths(seen.clip(0).reshape(-1))
+        given["page_indices"] = jnp.repeat(page_indices, num_q, axis=0)
+        q = q.reshape(-1, 1, *q.shape[2:])
+    else:
+        given |= {"page_indices": page_indices, "kv_lens": None if kv_lens is None else shard.lengths(kv_lens)}
+    out, lse = mla_decode(
+        q, kv_cache, **given, d_v=d_v, sm_scale=sm_scale, soft_cap=soft_cap, cache_format=cache_format,
+        cache_layout=cache_layout, out_dtype=_of_parts(q), backend=backend, options=options,
+    )  # fmt: skip
+    out, lse = out.reshape(-1, num_heads, d_v), lse.swapaxes(1, 2).reshape(-1, num_heads)
+    merged, lse = _merge_over(axis_name, out, lse, sinks, own_heads, out_dtype)
+    return merged.reshape(num_seqs, num_q, -1, d_v), lse.reshape(num_seqs, num_q, -1).swapaxes(1, 2)
+
+
+def _shard_of(axis_name: AxisName, shard: KvShard | None, page_size: int) -> KvShard:
+    """This device's part by the caller's rule, or by that of pages dealt round."""
+    size = lax.axis_size(axis_name)
+    if shard is None:
+        shard = KvShard(size, page_size)
+    shard.expect(size, None)
+    if shard.rank is not None:
+        raise InvalidInput(f"expected shard.rank=None in jax, where each device has its own, got {shard.rank}")
+    return shard.at(lax.axis_index(axis_name))
+
+
+def _of_parts(q: jax.Array) -> str | None:
+    """What is asked for so that partial results are float32: nothing where they are, for not every backend takes it."""
+    return None if dtype_name(q) == "float32" else "float32"
+
+
+def _one_query_each(
+    q: jax.Array, kv_lens: jax.Array, page_indices: jax.Array, cu_q_lens: jax.Array, num_seqs: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The lengths, tables and edges of the same batch in which every query is a sequence of its own.
+
+    A device's keys are not the last of a sequence, so that causality cannot be counted from their end: of each query
+    the positions that it sees are counted instead. A padding row sees none.
+    """
+    tokens, ends = jnp.arange(q.shape[0], dtype=jnp.int32), cu_q_lens[1:]
+    count = jnp.asarray(kv_lens.shape[0] if num_seqs is None else num_seqs, jnp.int32).reshape(())
+    live_ends = jnp.where(jnp.arange(len(ends)) < count, ends, jnp.iinfo(jnp.int32).max)  # what lies behind may be any
+    seqs = jnp.minimum(jnp.sum(live_ends[None] <= tokens[:, None], axis=1, dtype=jnp.int32), kv_lens.shape[0] - 1)
+    seen = kv_lens[seqs] - (ends[seqs] - 1 - tokens)
+    live = (tokens < ends[seqs]) & (seqs < count)
+    return jnp.where(live, seen.clip(0), 0), page_indices[seqs], jnp.arange(q.shape[0] + 1, dtype=jnp.int32)
+
+
+def _own_of_lists(shard: KvShard, positions: jax.Array, topk_lens: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """This device's numbers of the positions that are its own, [S, Q, N] with those first, and their count [S, Q]."""
+    own = shard.local(positions)
+    if topk_lens is not None:
+        lens = topk_lens[:, None] if topk_lens.ndim == 1 else topk_lens
+        own = jnp.where(jnp.arange(own.shape[-1], dtype=jnp.int32) < lens[..., None], own, -1)
+    order = jnp.argsort(own < 0, axis=-1, stable=True)
+    return jnp.take_along_axis(own, order, axis=-1), jnp.sum(own >= 0, axis=-1, dtype=jnp.int32)
+
+
+def _merge_over(
+    axis_name: AxisName, out: jax.Array, lse: jax.Array, sinks: jax.Array | None, own_heads: bool, out_dtype: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Exchange partial results [T, H, D_v] and [T, H], float32, in one message and merge them in order of rank."""
+    size, (tokens, heads, width) = lax.axis_size(axis_name), out.shape
+    if own_heads:
+        heads = expect_divisible("num_q_heads of q", heads, size, "the axis's size")
+        parts = out.reshape(tokens, size, heads, width), lse.reshape(tokens, size, heads)
+        sent = jnp.concatenate([part.swapaxes(0, 1).reshape(size, -1) for part in parts], axis=1)
+        received = lax.all_to_all(sent, axis_name, 0, 0)
+        if sinks is not None:
+            sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index(axis_name) * heads, heads)
+    else:
+        received = lax.all_gather(jnp.concatenate([out.reshape(-1), lse.reshape(-1)]), axis_name)
+    values = tokens * heads * width
+    outs = received[:, :values].reshape(size, tokens, heads, width)
+    lses = received[:, values:].reshape(size, tokens, heads)
+    return merge_attention_states(outs, lses, sinks=sinks, out_dtype=out_dtype)
+
+
+# ---- positions: packed sequences
+
+
+def context_parallel_varlen_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cu_lens: jax.Array,
+    *,
+    axis_name: AxisName,
+    causal: bool = True,
+    sm_scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str | Sequence[str] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """`varlen_attention` of packed sequences to themselves, their tokens divided among devices in zigzag order.
+
+    To be called within `jax.shard_map`. With T tokens over all devices, each has T / size rows: `zigzag_part` puts
+    them in order. Keys and values go around a ring, each device sending to the next while it works on what it has.
+
+    Args:
+        q, k, v: this device's rows, [T / size, H, D], [T / size, K, D] and [T / size, K, D_v], float32, float16 or
+            bfloat16.
+        cu_lens: i32 [S + 1], prefix sums of the sequences' lengths over all devices, the same on each; up to T, rows
+            from the last one on are padding.
+        axis_name: the axis that divides tokens.
+        sinks: f32 [H], the same on every device.
+        causal, sm_scale, soft_cap, return_lse, deterministic, backend, options: as in `varlen_attention`. A window
+            is not offered.
+
+    Returns:
+        out [T / size, H, D_v] of q's dtype, in the same order; with `return_lse` also lse [T / size, H] float32.
+        Differentiable like `varlen_attention`, once. Partial results are merged, and gradients of keys summed, in
+        float32 and in an order that is fixed by the rank. A device sends its keys and values size - 1 times, and for
+        the gradient again, with their float32 gradients size times.
+
+    Raises:
+        InvalidInput: what `varlen_attention` raises; an odd number of rows, another number of keys than of queries.
+        TypeError, Unsupported: as `varlen_attention`.
+    """
+    expect_bool("return_lse", return_lse)
+    expect_bool("causal", causal)
+    expect_divisible("q.shape[0]", q.shape[0], 2, "the pieces of a rank")
+    for name, array in (("k", k), ("v", v)):
+        if array.shape[0] != q.shape[0]:
+            raise InvalidInput(f"expected {name}.shape[0] = q.shape[0] = {q.shape[0]}, got {array.shape[0]}")
+    if dtype_name(q) not in FLOATS:
+        raise InvalidInput(f"expected q.dtype to be {' or '.join(FLOATS)}, got {dtype_name(q)}")
+    keywords = {"sm_scale": sm_scale, "soft_cap": soft_cap, "deterministic": deterministic, "backend": backend}
+    named = None if backend is None else ",".join(config.parse_names(backend))
+    gradients = keywords | {"backend": dispatch.backends_offering("varlen_attention_backward", named)}
+    ring = _Ring(axis_name, causal, keywords | {"options": options}, gradients)
+
+    @jax.custom_vjp
+    def attend(q: Any, k: Any, v: Any, sinks: Any, cu_lens: Any) -> Any:
+        return ring.forward(q, k, v, sinks, cu_lens)
+
+    def save(*given: Any) -> Any:
+        results = attend(*given)
+        return results, (*given, *results)
+
+    attend.defvjp(save, ring.backward)
+    out, lse = attend(q, k, v, sinks, cu_lens)
+    return (out, lse) if return_lse else out
+
+
+def zigzag_part(whole: jax.Array, size: int) -> jax.Array:
+    """Rows over all tokens [T, ...] so ordered that the first T / size are those of the first device, and so on.
+
+    The tokens are cut into 2 * size pieces; rank r has piece r and then piece 2 * size - 1 - r, which for causal
+    attention makes the same work for each. For use outside of `jax.shard_map`, whose spec then divides the first
+    axis. Positions and labels go the same way.
+
+    Raises:
+        InvalidInput: T is no multiple of 2 * size; pad the batch.
+    """
+    return jnp.concatenate([whole[rows.start : rows.stop] for rows in zigzag_order(whole.shape[0], size)])
+
+
+def zigzag_whole(parts: jax.Array, size: int) -> jax.Array:
+    """The inverse of `zigzag_part`: rows [T, ...] in the order of the tokens."""
+    order = zigzag_order(parts.shape[0], size)
+    pieces = sorted(zip(order, jnp.split(parts, len(order)), strict=True), key=lambda pair: pair[0].start)
+    return jnp.concatenate([piece for _, piece in pieces])
+
+
+Keys = tuple[jax.Array, jax.Array]
+
+
+class _Ring:
+    """Attention over a ring of devices: one call's forward and backward pass.
+
+    A device's rows are two pieces, so that its arrays are [2, rows of a piece, ...] here.
+    """
+
+    def __init__(self, axis_name: AxisName, causal: bool, keywords: Any, gradients: Any) -> None:
+        self.axis_name, self.causal = axis_name, causal
+        self.keywords, self.gradients = keywords, gradients  # of varlen_attention, and of its gradient
+        self.size = lax.axis_size(axis_name)
+
+    @property
+    def rank(self) -> jax.Array:
+        return lax.axis_index(self.axis_name)
+
+    def pass_on(self, arrays: Any) -> Any:
+        """Send to the next device, and get the previous one's."""
+        turns = [(rank, (rank + 1) % self.size) for rank in range(self.size)]
+        return jax.tree.map(lambda array: lax.ppermute(array, self.axis_name, turns), arrays)
+
+    def around(self, attend: Callable[..., Any], keys: Keys, stays: Any, follows: Any) -> tuple[Any, Any]:
+        """What stays, and what follows the keys, after `attend(source, own, keys, stays, follows)` for all keys.
+
+        A device's own keys come first. Keys are sent on while they are worked with, size - 1 times; what follows them
+        is sent after, and comes home.
+        """
+        work = functools.partial(attend, self.rank, True)
+        axes = varied_axes((keys, self.rank)) | varied_axes(jax.eval_shape(work, keys, stays, follows))
+        stays, follows = varying((stays, follows), axes)
+        if self.size == 1:
+            return work(keys, stays, follows)
+
+        def turn(index: Any, own: bool, keys: Keys, stays: Any, follows: Any) -> tuple[Keys, Any, Any]:
+            following = self.pass_on(keys)
+            stays, follows = attend((self.rank - index) % self.size, own, keys, stays, follows)
+            return following, stays, self.pass_on(follows)
+
+        carried = turn(0, True, keys, stays, follows)
+        if self.size > 2:
+            carried = fori_loop(1, self.size - 1, lambda index, carried: turn(index, False, *carried), carried)
+        stays, follows = attend((self.rank + 1) % self.size, False, *carried)
+        return stays, self.pass_on(follows)
+
+    def edges(self, cu_lens: jax.Array, rank: Any, rows: int) -> jax.Array:
+        """The sequences' edges within each of the two pieces of a rank, i32 [2, S + 1]."""
+        return jnp.stack([jnp.clip(cu_lens - piece * rows, 0, rows) for piece in (rank, 2 * self.size - 1 - rank)])
+
+    def pairs(self, source: Any, own: bool) -> list[tuple[Any, Any, bool]]:
+        """Which pieces of queries attend to which pieces of a source's keys, and if causally.
+
+        As `sharding.zigzag_pairs` has it, but that only the device knows whether the source is earlier.
+        """
+        if own or not self.causal:
+            return zigzag_pairs(0, 0, self.causal)
+        later = (source > self.rank).astype(jnp.int32)
+        return [(1, 0, False), (later, later, False)]
+
+    def forward(self, q: Any, k: Any, v: Any, sinks: Any, cu_lens: Any) -> tuple[jax.Array, jax.Array]:
+        q, k, v = map(_halves, (q, k, v))
+        rows = q.shape[1]
+
+        def attend(source: Any, own: bool, keys: Keys, state: Any, follows: Any) -> Any:
+            edges = self.edges(cu_lens, self.rank, rows), self.edges(cu_lens, source, rows)
+            for i, j, causal in self.pairs(source, own):
+                out, lse = varlen_attention(
+                    _at(q, i), _at(keys[0], j), _at(keys[1], j), _at(edges[0], i), _at(edges[1], j), causal=causal,
+                    return_lse=True, **self.keywords,
+                )  # fmt: skip
+                before, before_lse = (_at(each, i) for each in state)
+                merged = merge_attention_states([before, out.astype(jnp.float32)], [before_lse, lse])
+                state = tuple(each.at[i].set(part) for each, part in zip(state, merged, strict=True))
+            return state, follows
+
+        out = jnp.zeros((*q.shape[:-1], v.shape[-1]), jnp.float32)
+        (out, lse), _ = self.around(attend, (k, v), (out, jnp.full(q.shape[:-1], -jnp.inf, jnp.float32)), ())
+        return merge_attention_states([_joined(out)], [_joined(lse)], sinks=sinks, out_dtype=q.dtype)
+
+    def backward(self, saved: Any, cotangents: Any) -> Any:
+        given, (d_out, d_lse) = saved[:5], cotangents
+        sinks, cu_lens = given[3:]
+        q, k, v, out, lse, d_out, d_lse = map(_halves, (*given[:3], *saved[5:], d_out, d_lse))
+        rows = q.shape[1]
+
+        def attend(source: Any, own: bool, keys: Keys, state: Any, follows: Any) -> Any:
+            edges = self.edges(cu_lens, self.rank, rows), self.edges(cu_lens, source, rows)
+            (dq, d_sinks), (dk, dv) = state, follows
+            for i, j, causal in self.pairs(source, own):
+                found = varlen_attention_backward(
+                    _at(d_out, i), _at(q, i), _at(keys[0], j), _at(keys[1], j), _at(out, i), _at(lse, i),
+                    _at(edges[0], i), _at(edges[1], j), d_lse=_at(d_lse, i), causal=causal, sinks=sinks,
+                    **self.gradients,
+                )  # fmt: skip
+                dq, dk, dv = dq.at[i].add(found[0]), dk.at[j].add(found[1]), dv.at[j].add(found[2])
+                if sinks is not None and own and i == j:  # every call gives that of all its queries
+                    d_sinks += found[3]
+            return (dq, d_sinks), (dk, dv)
+
+        zeros = [jnp.zeros(each.shape, jnp.float32) for each in (q, k, v)]
+        state = zeros[0], None if sinks is None else jnp.zeros_like(sinks)
+        (dq, d_sinks), (dk, dv) = self.around(attend, (k, v), state, tuple(zeros[1:]))
+        found = [_joined(each).astype(q.dtype) for each in (dq, dk, dv)] + [d_sinks]
+        return *(
+            None if each is None else as_varied_as(each, like) for each, like in zip(found, given[:4], strict=True)
+        ), None  # fmt: skip
+
+
+def _halves(array: jax.Array) -> jax.Array:
+    return array.reshape(2, -1, *array.shape[1:])
+
+
+def _joined(pieces: jax.Array) -> jax.Array:
+    return pieces.reshape(-1, *pieces.shape[2:])
+
+
+def _at(pieces: jax.Array, index: Any) -> jax.Array:
+    """One of two pieces, by an index that may be known on the device alone."""
+    return pieces[index] if isinstance(index, int) else lax.dynamic_index_in_dim(pieces, index, keepdims=False)

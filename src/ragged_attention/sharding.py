@@ -1,0 +1,215 @@
+"""How attention is divided among devices: where the heads lie in its arrays, and which positions a rank holds.
+
+Of neither framework: `ragged_attention.torch.distributed` and `ragged_attention.jax.distributed` take the rules from
+here and add the exchange.
+"""
+
+import dataclasses
+from typing import Any
+
+from ragged_attention.calls import CALLS, Call, expect_count
+from ragged_attention.calls.fields import ArrayKind, Kind, Pair, Scale
+from ragged_attention.calls.heads_first import HeadsFirstPages
+from ragged_attention.errors import InvalidInput
+
+# ---- heads
+
+LATENTS = frozenset({"k", "kv", "kv_cache", "cache", "extra_kv_cache"})  # [..., K, D], which their kinds do not say
+SUMS_OVER_HEADS = frozenset({"indexer_logits"})  # whose result has no heads: each rank gives its part of a sum
+NEEDS_ALL_HEADS = frozenset({"indexer_topk"})  # which chooses by the sum over all of them
+
+# Whose latent rows serve all heads, so that there is nothing to divide.
+WITHOUT_HEADS = frozenset({"quantize_mla_cache", "dequantize_mla_cache"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Heads:
+    """Where an array has its heads: the axis, counted from the end, of query heads (H) or of KV heads (K)."""
+
+    axis: int
+    letter: str
+
+    @property
+    def name(self) -> str:
+        return "num_q_heads" if self.letter == "H" else "num_kv_heads"
+
+    def count(self, shape: tuple[int, ...], combined: bool = False) -> int:
+        """How many heads an array of a shape has; in combined pages each KV head takes two entries."""
+        size = shape[self.axis] if len(shape) >= -self.axis else 1
+        return size // 2 if combined else size
+
+    def are_divided(self, argument: str, shape: tuple[int, ...], size: int, combined: bool = False) -> bool:
+        """Whether `size` ranks divide the heads: not a single KV head, which serves the queries of all of them.
+
+        Raises:
+            InvalidInput: `size` does not divide their number.
+        """
+        count = self.count(shape, combined)
+        if len(shape) < -self.axis or (count == 1 and self.letter == "K" and size > 1):
+            return False
+        expect_divisible(f"{self.name} of {argument}", count, size, "the mesh's size")
+        return True
+
+
+def heads_of_fields(record: type[Call]) -> dict[str, Heads]:
+    """Where the arrays of each argument of an operation have heads; one that is not listed has none."""
+    found = {name: _heads_of(name, kind) for name, kind in record.KINDS.items()}
+    return {name: heads for name, heads in found.items() if heads is not None}
+
+
+def heads_of_arguments(record: type[Call]) -> dict[str, Heads]:
+    """The same by the names of the flat arguments, as torch's operators have them."""
+    return {
+        flat.split()[-1]: heads
+        for name, heads in heads_of_fields(record).items()
+        for flat in record.KINDS[name].schema(name)
+        if flat.startswith("Tensor")
+    }
+
+
+def _heads_of(name: str, kind: Kind) -> Heads | None:
+    if isinstance(kind, HeadsFirstPages):
+        return Heads(-4, "K")
+    if isinstance(kind, Pair):
+        return Heads(-2, "K")
+    if isinstance(kind, Scale):
+        return Heads(-1, "K")
+    if not isinstance(kind, ArrayKind):
+        return None
+    letters = [] if kind.shape is None else kind.shape.split()
+    for letter in "HK":
+        if letter in letters:
+            return Heads(letters.index(letter) - len(letters), letter)
+    return Heads(-2, "K") if name in LATENTS and not letters else None
+
+
+def written_fields(record: type[Call]) -> list[str]:
+    """The arguments that the operation writes."""
+    return [name for name, kind in record.KINDS.items() if kind.written]
+
+
+def expect_each_its_own_heads(record: type[Call]) -> None:
+    """Raise `InvalidInput` for an operation that no rank can do for its own heads."""
+    if record.OPERATION in NEEDS_ALL_HEADS:
+        raise InvalidInput(f"expected {record.OPERATION} with all heads on each device, got q sharded over heads")
+
+
+def heads_of_results(record: type[Call], ranks: list[int]) -> list[tuple[str, Heads] | None]:
+    """Where each result has heads, and the argument that has as many; `ranks` are the results' numbers of axes."""
+    arguments = heads_of_arguments(record)
+    if record.OPERATION.endswith("_backward"):
+        forward = CALLS[record.OPERATION.removesuffix("_backward")]
+        return [(name, arguments[name]) for name in forward.DIFFERENTIABLE]
+    query = next((name for name, heads in arguments.items() if heads.letter == "H"), None)
+    if query is None:
+        return [None] * len(ranks)
+    if record.OPERATION == "mla_decode":  # whose lse is [S, H, Q]
+        return [(query, Heads(-2, "H"))] * len(ranks)
+    return [(query, Heads(-2 if rank == 3 else -1, "H")) for rank in ranks]
+
+
+# ---- positions
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KvShard:
+    """Which positions of every sequence a rank holds: `interleave` of them a turn, the ranks taking turns in order.
+
+    Position p belongs to rank `p // interleave % size`, whose own positions are numbered from 0 without gaps. With
+    the page size as `interleave` pages are dealt round; with `pages * page_size` the first rank has the first `pages`
+    pages of a sequence, the next rank the next, as long as a sequence is no longer than all of them. vLLM's
+    `cp_kv_cache_interleave_size` is the same number.
+
+    Args:
+        size: how many ranks there are.
+        interleave: positions of a turn.
+        rank: whose part this is, an int or (in jax) a traced i32; None where it is only known where the work is done.
+
+    Raises:
+        InvalidInput, TypeError: numbers that are none or out of range.
+    """
+
+    size: int
+    interleave: int
+    rank: Any = None
+
+    def __post_init__(self) -> None:
+        expect_count("size", self.size, 1)
+        expect_count("interleave", self.interleave, 1)
+        if isinstance(self.rank, int) and not 0 <= self.rank < self.size:
+            raise InvalidInput(f"expected rank between 0 and {self.size - 1}, got {self.rank}")
+
+    def at(self, rank: Any) -> "KvShard":
+        """The same rule for another rank."""
+        return dataclasses.replace(self, rank=rank)
+
+    def lengths(self, kv_lens: Any) -> Any:
+        """How many of the first `kv_lens` positions the rank holds: integers of any shape, of any framework."""
+        rounds, rest = kv_lens // (self.size * self.interleave), kv_lens % (self.size * self.interleave)
+        return rounds * self.interleave + (rest - self._rank() * self.interleave).clip(0, self.interleave)
+
+    def local(self, positions: Any) -> Any:
+        """The rank's own numbers of positions, -1 for those of other ranks and for negative ones."""
+        turn, within = positions // self.interleave, positions % self.interleave
+        mine = (positions >= 0) & (turn % self.size == self._rank())
+        return mine * (turn // self.size * self.interleave + within + 1) - 1
+
+    def columns(self, pages_per_seq: int, page_size: int) -> list[int]:
+        """The columns of a whole page table [S, pages_per_seq] that are the rank's, in order.
+
+        Raises:
+            InvalidInput: the rule divides pages, so that none is one rank's alone.
+        """
+        if self.interleave % page_size:
+            raise InvalidInput(f"expected interleave to be a multiple of {page_size=}, got {self.interleave}")
+        pages = self.interleave // page_size
+        return [page for page in range(pages_per_seq) if page // pages % self.size == self._rank()]
+
+    def expect(self, size: int, rank: int | None) -> None:
+        """Raise `InvalidInput` unless this is the rule of a group of that size, and the part of that rank."""
+        if self.size != size:
+            raise InvalidInput(f"expected a shard of a group of size {size}, got one of a group of size {self.size}")
+        if self.rank is not None and rank is not None and self.rank != rank:
+            raise InvalidInput(f"expected the shard of rank {rank}, got that of rank {self.rank}")
+
+    def _rank(self) -> Any:
+        if self.rank is None:
+            raise InvalidInput("expected a shard with a rank, as `shard.at(rank)` gives, got rank=None")
+        return self.rank
+
+
+def expect_divisible(name: str, count: int, size: int, what: str) -> int:
+    """The part of each of `size` ranks."""
+    if count < 1 or count % size:
+        raise InvalidInput(f"expected {name} to be a multiple of {what} = {size}, got {count}")
+    return count // size
+
+
+# ---- rows of packed sequences
+
+
+def zigzag_order(num_tokens: int, size: int) -> list[range]:
+    """The rows of packed tokens that each rank has in zigzag order, as `2 * size` ranges, two for each rank in turn.
+
+    The tokens are cut into `2 * size` pieces of one length, and rank r has pieces r and `2 * size - 1 - r`: causal
+    attention is the same work for every rank.
+
+    Raises:
+        InvalidInput: the number of tokens is no multiple of `2 * size`; pad the batch, rows after the last sequence
+            belong to none.
+    """
+    piece = expect_divisible("the number of tokens", num_tokens, 2 * size, "2 * the group's size")
+    pieces = [index for rank in range(size) for index in (rank, 2 * size - 1 - rank)]
+    return [range(index * piece, (index + 1) * piece) for index in pieces]
+
+
+def zigzag_pairs(rank: int, source: int, causal: bool) -> list[tuple[int, int, bool]]:
+    """Which of a rank's two pieces of queries attend to which of another rank's two pieces of keys, and if causally.
+
+    Between two ranks it is always two pairs of four, so that in a ring nobody waits for another's work.
+    """
+    if not causal:
+        return [(0, 0, False), (0, 1, False), (1, 0, False), (1, 1, False)]
+    if source == rank:
+        return [(0, 0, True), (1, 0, False), (1, 1, True)]
+    return [(0, 0, False), (1, 0, False)] if source < rank else [(1, 0, False), (1, 1, False)]

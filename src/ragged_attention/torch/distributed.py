@@ -1,0 +1,637 @@
+"""Attention over several devices, by `torch.distributed` as it is.
+
+**Heads.** Importing this module tells DTensor how each operator is divided by heads: arrays whose axis of heads is
+sharded go in, results sharded over heads come out, and no rank hears of another. Index arrays are replicated, as
+DTensors or as plain tensors.
+
+**Positions.** `context_parallel_decode` and `context_parallel_mla_decode` attend to a KV cache whose positions are
+dealt among the ranks of a group, and exchange `(out, lse)` once. `context_parallel_varlen_attention` passes the keys
+and values of packed sequences around a ring, forward and backward. Every sum is taken in the order of the ranks, so no
+bit depends on which of them is first.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from ragged_attention import config, dispatch
+from ragged_attention.calls import CALLS, FLOATS, Call, dtype_name, expect_bool
+from ragged_attention.errors import InvalidInput
+from ragged_attention.sharding import (
+    SUMS_OVER_HEADS,
+    Heads,
+    KvShard,
+    expect_divisible,
+    expect_each_its_own_heads,
+    heads_of_arguments,
+    heads_of_results,
+    written_fields,
+    zigzag_order,
+    zigzag_pairs,
+)
+from ragged_attention.torch.mla import mla_decode, page_indices_to_slots
+from ragged_attention.torch.paged import Pages, merge_attention_states, ragged_paged_attention
+from ragged_attention.torch.varlen import varlen_attention, varlen_attention_backward
+
+__all__ = [
+    "KvShard",
+    "context_parallel_decode",
+    "context_parallel_mla_decode",
+    "context_parallel_varlen_attention",
+    "zigzag_part",
+    "zigzag_whole",
+]
+
+Group = dist.ProcessGroup | None
+
+# ---- heads: what DTensor asks of each operator
+
+GRADIENTS = ("d_out", "d_lse")  # which autograd brings as it has them; all else is the caller's to place
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Division:
+    """How one call is divided: the mesh, and its dimensions over which heads are sharded."""
+
+    mesh: DeviceMesh
+    dims: frozenset[int]
+
+    @property
+    def size(self) -> int:
+        size = 1
+        for dim in self.dims:
+            size *= self.mesh.size(dim)
+        return size
+
+    def placements(self, where_heads_are: Placement) -> tuple[Placement, ...]:
+        return tuple(where_heads_are if dim in self.dims else Replicate() for dim in range(self.mesh.ndim))
+
+
+def _on_shards(
+    record: type[Call], cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+) -> Any:
+    """An operator's call on DTensors: the same call on what this rank has of them."""
+    del cls, types
+    values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | (kwargs or {})
+    heads = heads_of_arguments(record) | ({"out": Heads(-2, "H")} if record.TAKES_OUT else {})
+    division = _divide(record, heads, values)
+    local = {name: _local(record, name, value, heads.get(name), values, division) for name, value in values.items()}
+    found = func(**local)
+    if found is None:
+        return None
+    results = list(found) if isinstance(found, tuple | list) else [found]
+    given = 1 if "out" in values and record.TAKES_OUT else 0  # the first result is the caller's memory
+    homes = heads_of_results(record, [3] * given + [result.ndim for result in results])[given:]
+    wrapped = [
+        DTensor.from_local(result, division.mesh, _placed(record, result, home, values, division), run_check=False)
+        for result, home in zip(results, homes, strict=True)
+    ]
+    return type(found)(wrapped) if isinstance(found, tuple | list) else wrapped[0]
+
+
+def _divide(record: type[Call], heads: Mapping[str, Heads], values: Mapping[str, Any]) -> _Division:
+    """The mesh of a call's DTensors and the dimensions of it that divide heads."""
+    given = [(name, each) for name, value in values.items() for each in (value if isinstance(value, list) else [value])]
+    distributed = {name: value for name, value in given if isinstance(value, DTensor)}
+    first, mesh = next((name, value.device_mesh) for name, value in distributed.items())
+    for name, value in distributed.items():
+        if value.device_mesh != mesh:
+            sizes = f"{mesh.size()}, got one of size {value.device_mesh.size()}"
+            raise InvalidInput(f"expected {name} on the mesh of {first}, of size {sizes}")
+    dims = {
+        dim
+        for name, value in distributed.items()
+        for dim, placement in enumerate(value.placements)
+        if name in heads and placement.is_shard(value.ndim + heads[name].axis)
+    }
+    if dims:
+        expect_each_its_own_heads(record)
+    return _Division(mesh, frozenset(dims))
+
+
+def _is_combined(name: str, values: Mapping[str, Any]) -> bool:
+    """Whether an array is of pages that hold keys and values by turns."""
+    return name == "kv_pages" and values["v_pages"] is None
+
+
+def _local(
+    record: type[Call], name: str, value: Any, heads: Heads | None, values: Mapping[str, Any], division: _Division
+) -> Any:
+    """This rank's part of an argument."""
+    if isinstance(value, tuple | list):
+        return [_local(record, name, each, None, values, division) for each in value]
+    if not isinstance(value, torch.Tensor):
+        return value
+    wanted = division.placements(Replicate())
+    if heads is not None and heads.are_divided(name, tuple(value.shape), division.size, _is_combined(name, values)):
+        wanted = division.placements(Shard(value.ndim + heads.axis))
+    if not isinstance(value, DTensor):
+        if value.is_floating_point() and value.numel() != 1:
+            raise InvalidInput(f"expected {name} to be a DTensor, as other arrays of the call are, got a Tensor")
+        value = DTensor.from_local(value, division.mesh, division.placements(Replicate()), run_check=False)
+    if value.placements == wanted:
+        return value.to_local()
+    written = {flat for field in written_fields(record) for flat in record.KINDS[field].schema(field)}
+    is_written = any(flat.endswith(f" {name}") for flat in written) or (name == "out" and record.TAKES_OUT)
+    replicated = all(own in (need, Replicate()) for own, need in zip(value.placements, wanted, strict=True))
+    if name not in GRADIENTS and (is_written or not replicated):
+        raise InvalidInput(
+            f"expected {name} placed as {_said(wanted)}, as its heads are, got {_said(value.placements)}"
+        )
+    return value.redistribute(division.mesh, wanted).to_local()
+
+
+def _said(placements: Sequence[Placement]) -> str:
+    return ", ".join(map(repr, placements))
+
+
+def _placed(
+    record: type[Call], result: torch.Tensor, home: tuple[str, Heads] | None, values: Mapping[str, Any],
+    division: _Division,
+) -> tuple[Placement, ...]:  # fmt: skip
+    """How a result's parts make the whole."""
+    if home is None or result.shape == (0,):  # an empty tensor in place of an absent one
+        return division.placements(Replicate())
+    argument, heads = home
+    if record.OPERATION in SUMS_OVER_HEADS or (heads.letter == "K" and heads.count(values[argument].shape) == 1):
+        return division.placements(Partial())
+    return division.placements(Shard(result.ndim + heads.axis))
+
+
+for _record in CALLS.values():
+    for _overload in ("", ".out")[: 2 if _record.TAKES_OUT else 1]:
+        torch.library.register_torch_dispatch(
+            f"ragged_attention::{_record.OPERATION}{_overload}", DTensor, functools.partial(_on_shards, _record)
+        )
+
+
+# ---- positions: decode
+
+
+def context_parallel_decode(
+    q: torch.Tensor,
+    kv_pages: Pages,
+    kv_lens: torch.Tensor,
+    page_indices: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    num_seqs: int | torch.Tensor | None = None,
+    *,
+    group: Group = None,
+    shard: KvShard | None = None,
+    own_heads: bool = False,
+    max_q_len: int | None = None,
+    sm_scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
+    return_lse: bool = False,
+    out_dtype: Any = None,
+    backend: str | Sequence[str] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`ragged_paged_attention`, causal, of few queries over a cache whose positions are dealt among ranks.
+
+    Letters as in `ragged_paged_attention`; every rank calls it, with the same of all but its own pages.
+
+    Args:
+        q, kv_lens, cu_q_lens, num_seqs: of the whole batch, as `ragged_paged_attention` takes them: [T, H, D], i32 [S]
+            lengths over all ranks, i32 [S + 1].
+        kv_pages: this rank's pages, as `ragged_paged_attention` takes them.
+        page_indices: i32 [S, M], this rank's pages of each sequence: its own positions, without gaps, in order.
+        group: the process group; None is the default one.
+        shard: which positions are whose; None deals pages round (`interleave` is the page size).
+        own_heads: give each rank its own H / size heads of the result alone, in order of rank. The exchange is then an
+            all-to-all of as much less, instead of an all-gather: for layers whose heads the same ranks divide.
+        max_q_len: 1 says that no sequence has more queries, which spares a gather of the page table.
+        sinks: f32 [H]; they count once, in the merged result.
+        sm_scale, soft_cap, k_scale, v_scale, out_dtype, backend, options: as in `ragged_paged_attention`.
+        return_lse: also return the log-sum-exp over all ranks' keys.
+
+    Returns:
+        out [T, H, D_v] (or [T, H / size, D_v]) of q's dtype or `out_dtype`, the same bits on every rank and in every
+        run; with `return_lse` also lse [T, H] float32. Parts are of q's dtype, merged in float32. One exchange of
+        T * H * (D_v + 1) float32 for each rank. A sequence of which a rank has no key costs it nothing but the
+        exchange. It has no gradient.
+
+    Raises:
+        InvalidInput: what `ragged_paged_attention` raises; a shard of another size or rank than the group's, or heads
+            that the group does not divide. Under `validate="full"` also a rule, or a shape of q, that differs among
+            ranks, at the price of another exchange.
+        TypeError, Unsupported: as `ragged_paged_attention`.
+        RuntimeError: an argument requires grad; a rank of the group is gone.
+    """
+    expect_bool("own_heads", own_heads)
+    expect_bool("return_lse", return_lse)
+    _refuse_gradient("context_parallel_decode", q, kv_pages, sinks)
+    page_size = (kv_pages[0] if isinstance(kv_pages, tuple | list) else kv_pages).shape[1]
+    shard = _shard_of(group, shard, page_size, q)
+    if max_q_len != 1:
+        kv_lens, page_indices, cu_q_lens = _one_query_each(q, kv_lens, page_indices, cu_q_lens, num_seqs)
+        num_seqs = None
+    out, lse = ragged_paged_attention(
+        q, kv_pages, shard.lengths(kv_lens), page_indices, cu_q_lens, num_seqs, max_q_len=1, sm_scale=sm_scale,
+        causal=False, soft_cap=soft_cap, k_scale=k_scale, v_scale=v_scale, return_lse=True,
+        backend=backend, options=options,
+    )  # fmt: skip
+    merged, lse = _merge_over(group, out.float(), lse, sinks, own_heads, out_dtype or q.dtype)
+    return (merged, lse) if return_lse else merged
+
+
+def context_parallel_mla_decode(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    page_indices: torch.Tensor,
+    kv_lens: torch.Tensor | None = None,
+    *,
+    indices: torch.Tensor | None = None,
+    topk_lens: torch.Tensor | None = None,
+    group: Group = None,
+    shard: KvShard | None = None,
+    own_heads: bool = False,
+    d_v: int = 512,
+    sm_scale: float | None = None,
+    causal: bool = False,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    cache_format: str | None = None,
+    cache_layout: str | None = None,
+    out_dtype: Any = None,
+    backend: str | Sequence[str] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`mla_decode`, dense or sparse, over a latent cache whose positions are dealt among ranks.
+
+    Letters as in `mla_decode`; every rank calls it, with the same of all but its own cache and pages.
+
+    Args:
+        q: [S, Q, H, d_qk], as `mla_decode` takes it.
+        kv_cache: this rank's pages, in any format.
+        page_indices: i32 [S, M], this rank's pages of each sequence: its own positions, without gaps, in order.
+        kv_lens: i32 [S], lengths over all ranks; of dense calls, as in `mla_decode`.
+        indices: i32 [S, Q, N], makes the call sparse: **positions** of each query's own sequence, over all ranks, as
+            indexers give them; not slots. Each rank takes those that are its own, in their order, and works on no
+            more than those. Negative ones select nothing.
+        topk_lens: i32 [S] or [S, Q]; entries of `indices` from there on are ignored.
+        group, shard, own_heads: as in `context_parallel_decode`.
+        sinks: f32 [H]; they count once, in the merged result.
+        d_v, sm_scale, causal, soft_cap, cache_format, cache_layout, out_dtype, backend, options: as in `mla_decode`.
+
+    Returns:
+        out [S, Q, H, d_v] (or H / size heads of it) of q's dtype or `out_dtype`, and lse [S, H, Q] float32; the same
+        bits on every rank and in every run. One exchange of S * Q * H * (d_v + 1) float32 for each rank. It has no
+        gradient.
+
+    Raises:
+        InvalidInput, TypeError, Unsupported, RuntimeError: as `context_parallel_decode`, and what `mla_decode` raises.
+    """
+    expect_bool("own_heads", own_heads)
+    _refuse_gradient("context_parallel_mla_decode", q, kv_cache, sinks)
+    shard = _shard_of(group, shard, kv_cache.shape[1], q)
+    num_seqs, num_q, num_heads = q.shape[:3]
+    if indices is not None:
+        chosen, topk_lens = _own_of_lists(shard, indices, topk_lens)
+        given: dict[str, Any] = {
+            "indices": page_indices_to_slots(chosen, page_indices, kv_cache.shape[1]),
+            "topk_lens": topk_lens,
+        }
+    elif causal and num_q > 1 and kv_lens is not None:  # of each query the positions that it sees, as a sequence
+        seen = kv_lens[:, None] - torch.arange(num_q - 1, -1, -1, dtype=torch.int32, device=kv_lens.device)
+        given = {"kv_lens": shard.lengths(seen.clip(0).flatten()), "topk_lens": topk_lens}
+        given["page_indices"] = page_indices.repeat_interleave(num_q, 0)
+        q = q.flatten(0, 1)[:, None]
+    else:
+        own_lens = None if kv_lens is None else shard.lengths(kv_lens)
+        given = {"page_indices": page_indices, "kv_lens": own_lens, "topk_lens": topk_lens}
+    out, lse = mla_decode(
+        q, kv_cache, **given, d_v=d_v, sm_scale=sm_scale, soft_cap=soft_cap, cache_format=cache_format,
+        cache_layout=cache_layout, out_dtype=_of_parts(q), backend=backend, options=options,
+    )  # fmt: skip
+    out, lse = out.reshape(-1, num_heads, d_v), lse.transpose(1, 2).reshape(-1, num_heads)
+    merged, lse = _merge_over(group, out, lse, sinks, own_heads, out_dtype or q.dtype)
+    return merged.unflatten(0, (num_seqs, num_q)), lse.unflatten(0, (num_seqs, num_q)).transpose(1, 2)
+
+
+def _refuse_gradient(operation: str, *values: Any) -> None:
+    arrays = [array for value in values for array in (value if isinstance(value, tuple | list) else (value,))]
+    if torch.is_grad_enabled() and any(isinstance(array, torch.Tensor) and array.requires_grad for array in arrays):
+        raise RuntimeError(f"{operation} has no gradient: it works on a KV cache, for inference")
+
+
+def _shard_of(group: Group, shard: KvShard | None, page_size: int, q: torch.Tensor) -> KvShard:
+    """This rank's part by the caller's rule, or by that of pages dealt round."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if shard is None:
+        shard = KvShard(size, page_size)
+    shard.expect(size, rank)
+    if config.validates_values():
+        _expect_agreement(group, {"shard.interleave": shard.interleave, "q.shape": list(q.shape)}, rank)
+    return shard.at(rank)
+
+
+def _expect_agreement(group: Group, own: Mapping[str, Any], rank: int) -> None:
+    """Raise `InvalidInput` if ranks call with different rules or shapes, which an exchange would mix up."""
+    others: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(others, dict(own), group)
+    for other, said in enumerate(others):
+        for name, value in own.items():
+            if said[name] != value:
+                raise InvalidInput(
+                    f"expected {name}={value} on every rank, as on rank {rank}, got {said[name]} on rank {other}"
+                )
+
+
+def _of_parts(q: torch.Tensor) -> str | None:
+    """What is asked for so that partial results are float32: nothing where they are, for not every backend takes it."""
+    return None if dtype_name(q) == "float32" else "float32"
+
+
+def _one_query_each(
+    q: torch.Tensor, kv_lens: torch.Tensor, page_indices: torch.Tensor, cu_q_lens: torch.Tensor, num_seqs: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The lengths, tables and edges of the same batch in which every query is a sequence of its own.
+
+    A rank's keys are not the last of a sequence, so that causality cannot be counted from their end: of each query the
+    positions that it sees are counted instead. A padding row sees none.
+    """
+    tokens = torch.arange(q.shape[0], dtype=torch.int32, device=kv_lens.device)
+    order = torch.arange(kv_lens.shape[0], dtype=torch.int32, device=kv_lens.device)
+    is_live = order < (kv_lens.shape[0] if num_seqs is None else num_seqs)
+    ends = torch.where(is_live, cu_q_lens[1:], torch.iinfo(torch.int32).max)  # behind the live ones anything may be
+    seqs = torch.searchsorted(ends, tokens, right=True).clip(max=kv_lens.shape[0] - 1)
+    seen = kv_lens[seqs] - (cu_q_lens[1:][seqs] - 1 - tokens)
+    live = (tokens < cu_q_lens[1:][seqs]) & is_live[seqs]
+    edges = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=kv_lens.device)
+    return (seen.clip(0) * live).to(torch.int32), page_indices[seqs], edges
+
+
+def _own_of_lists(
+    shard: KvShard, positions: torch.Tensor, topk_lens: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's numbers of the positions that are its own, [S, Q, N] with those first, and their count [S, Q]."""
+    own = shard.local(positions)
+    if topk_lens is not None:
+        lens = topk_lens[:, None] if topk_lens.ndim == 1 else topk_lens
+        listed = torch.arange(own.shape[-1], dtype=torch.int32, device=own.device) < lens[..., None]
+        own = torch.where(listed, own, -1)
+    mine = own >= 0
+    order = torch.argsort(mine.to(torch.int8), dim=-1, descending=True, stable=True)
+    return own.gather(-1, order), mine.sum(-1, dtype=torch.int32)
+
+
+def _merge_over(
+    group: Group, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None, own_heads: bool, out_dtype: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Exchange partial results [T, H, D_v] and [T, H], float32, in one message and merge them in order of rank."""
+    size, (tokens, heads, width) = dist.get_world_size(group), out.shape
+    if own_heads:
+        heads = expect_divisible("num_q_heads of q", heads, size, "the group's size")
+        parts = out.unflatten(1, (size, heads)).transpose(0, 1), lse.unflatten(1, (size, heads)).transpose(0, 1)
+        sent = torch.cat([part.reshape(size, -1) for part in parts], 1)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        sinks = None if sinks is None else sinks.unflatten(0, (size, heads))[dist.get_rank(group)]
+    else:
+        sent = torch.cat([out.flatten(), lse.flatten()])
+        received = _all_gathered(sent, group).view(size, -1)
+    values = tokens * heads * width
+    outs = received[:, :values].view(size, tokens, heads, width)
+    lses = received[:, values:].view(size, tokens, heads)
+    return merge_attention_states(outs, lses, sinks=sinks, out_dtype=out_dtype)
+
+
+def _all_gathered(part: torch.Tensor, group: Group) -> torch.Tensor:
+    """All ranks' parts one after another."""
+    whole = part.new_empty(dist.get_world_size(group) * part.shape[0], *part.shape[1:])
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+    gather(whole, part, group=group)
+    return whole
+
+
+# ---- positions: packed sequences
+
+
+def context_parallel_varlen_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_lens: torch.Tensor,
+    *,
+    group: Group = None,
+    causal: bool = True,
+    sm_scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str | Sequence[str] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`varlen_attention` of packed sequences to themselves, their tokens divided among ranks in zigzag order.
+
+    With T tokens over all ranks, each has T / size rows: `zigzag_part` gives them. Keys and values go around a ring,
+    each rank sending to the next while it works on what it has; a rank never holds more than its own and one other's.
+
+    Args:
+        q, k, v: this rank's rows, [T / size, H, D], [T / size, K, D] and [T / size, K, D_v], float32, float16 or
+            bfloat16.
+        cu_lens: i32 [S + 1], prefix sums of the sequences' lengths over all ranks, the same on each; up to T, rows
+            from the last one on are padding.
+        group: the process group; None is the default one.
+        sinks: f32 [H], the same on every rank. Their gradient is that of this rank's queries: sum it over the group,
+            as those of all replicated parameters.
+        causal, sm_scale, soft_cap, return_lse, deterministic, backend, options: as in `varlen_attention`. A window
+            is not offered.
+
+    Returns:
+        out [T / size, H, D_v] of q's dtype, in the same order; with `return_lse` also lse [T / size, H] float32.
+        Differentiable like `varlen_attention`, once. Partial results are merged, and gradients of keys summed, in
+        float32 and in an order that is fixed by the rank. A rank sends its keys and values size - 1 times, and for the
+        gradient again, with their float32 gradients size times.
+
+    Raises:
+        InvalidInput: what `varlen_attention` raises; an odd number of rows, another number of keys than of queries.
+        TypeError, Unsupported: as `varlen_attention`.
+        RuntimeError: a rank of the group is gone.
+    """
+    expect_bool("return_lse", return_lse)
+    expect_bool("causal", causal)
+    expect_divisible("q.shape[0]", q.shape[0], 2, "the pieces of a rank")
+    for name, array in (("k", k), ("v", v)):
+        if array.shape[0] != q.shape[0]:
+            raise InvalidInput(f"expected {name}.shape[0] = q.shape[0] = {q.shape[0]}, got {array.shape[0]}")
+    if dtype_name(q) not in FLOATS:
+        raise InvalidInput(f"expected q.dtype to be {' or '.join(FLOATS)}, got {dtype_name(q)}")
+    keywords = {"sm_scale": sm_scale, "soft_cap": soft_cap, "deterministic": deterministic, "backend": backend}
+    job = _RingJob(group, causal, keywords | {"options": options}, keywords | _gradients_request(backend))
+    out, lse = _RingAttention.apply(q, k, v, sinks, cu_lens, job)
+    return (out, lse) if return_lse else out
+
+
+def zigzag_part(whole: torch.Tensor, *, group: Group = None) -> torch.Tensor:
+    """This rank's rows of an array over all tokens [T, ...], in zigzag order: [T / size, ...].
+
+    The tokens are cut into 2 * size pieces; rank r has piece r and then piece 2 * size - 1 - r, which for causal
+    attention makes the same work for each. Positions and labels go the same way.
+
+    Raises:
+        InvalidInput: T is no multiple of 2 * size; pad the batch.
+    """
+    rank = dist.get_rank(group)
+    pieces = zigzag_order(whole.shape[0], dist.get_world_size(group))[2 * rank : 2 * rank + 2]
+    return torch.cat([whole[piece.start : piece.stop] for piece in pieces])
+
+
+def zigzag_whole(part: torch.Tensor, *, group: Group = None) -> torch.Tensor:
+    """The array over all tokens [T, ...] that has these parts [T / size, ...] in zigzag order; it has no gradient."""
+    size = dist.get_world_size(group)
+    gathered = _all_gathered(part.detach().contiguous(), group)
+    whole = torch.empty_like(gathered)
+    pieces = zigzag_order(gathered.shape[0], size)
+    for piece, rows in zip(pieces, gathered.split(len(pieces[0])), strict=True):
+        whole[piece.start : piece.stop] = rows
+    return whole
+
+
+def _gradients_request(backend: Any) -> dict[str, Any]:
+    """The backend and options of the gradient, which are those in force now: autograd runs it in another thread."""
+    operation = "varlen_attention_backward"
+    named = None if backend is None else ",".join(config.parse_names(backend))
+    names = config.requested(operation, dispatch.backends_offering(operation, named))
+    return {"backend": names, "options": dict(config.requested_options(operation))}
+
+
+class _Ring:
+    """Sends a tensor to the next rank and gets the previous rank's of the same shape."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        world = dist.group.WORLD if group is None else group
+        assert world is not None
+        self.peers = [dist.get_global_rank(world, (self.rank + step) % self.size) for step in (1, -1)]
+
+    def pass_on(self, tensor: torch.Tensor) -> "_Passing":
+        received = torch.empty_like(tensor)
+        send = dist.P2POp(dist.isend, tensor, self.peers[0], self.group)
+        receive = dist.P2POp(dist.irecv, received, self.peers[1], self.group)
+        return _Passing(dist.batch_isend_irecv([send, receive]), tensor, received)
+
+
+@dataclasses.dataclass(slots=True)
+class _Passing:
+    """A tensor on its way, which has to live until it has been sent."""
+
+    works: list[Any]
+    sent: torch.Tensor
+    received: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        for work in self.works:
+            work.wait()
+        return self.received
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _RingJob:
+    """What the forward and the backward pass of a call share besides arrays."""
+
+    group: Group
+    causal: bool
+    keywords: Any  # of varlen_attention
+    gradients: Any  # of varlen_attention_backward
+
+    def edges(self, cu_lens: torch.Tensor, rank: int, size: int, rows: int) -> list[torch.Tensor]:
+        """The sequences' edges within each of the two pieces of a rank."""
+        return [(cu_lens - piece * rows).clip(0, rows) for piece in (rank, 2 * size - 1 - rank)]
+
+    def steps(self, ring: _Ring, cu_lens: torch.Tensor, rows: int) -> Any:
+        """For each rank whose keys pass by: the pairs of pieces that attend, with their edges and causality."""
+        own = self.edges(cu_lens, ring.rank, ring.size, rows)
+        for step in range(ring.size):
+            source = (ring.rank - step) % ring.size
+            others = self.edges(cu_lens, source, ring.size, rows)
+            yield [(i, j, own[i], others[j], causal) for i, j, causal in zigzag_pairs(ring.rank, source, self.causal)]
+
+
+def _packed(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Keys and values as one message."""
+    return torch.cat([k.flatten(), v.flatten()])
+
+
+def _unpacked(packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The two pieces of keys and values in a message, shaped like these."""
+    parts = packed[: k.numel()].view(k.shape), packed[k.numel() :].view(v.shape)
+    return list(zip(*(part.chunk(2) for part in parts), strict=True))
+
+
+class _RingAttention(torch.autograd.Function):
+    """Attention over a ring of ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
+        cu_lens: torch.Tensor, job: _RingJob,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        ring, queries, packed = _Ring(job.group), q.chunk(2), _packed(k, v)
+        parts: list[Any] = [None, None]
+        for step, pairs in enumerate(job.steps(ring, cu_lens, queries[0].shape[0])):
+            passing = ring.pass_on(packed) if step < ring.size - 1 else None
+            keys = _unpacked(packed, k, v)
+            for i, j, q_edges, kv_edges, causal in pairs:
+                k_piece, v_piece = keys[j]
+                out, lse = varlen_attention(
+                    queries[i], k_piece, v_piece, q_edges, kv_edges, causal=causal, return_lse=True, **job.keywords
+                )
+                parts[i] = _added(parts[i], out.float(), lse)
+            packed = packed if passing is None else passing.wait()
+        merged = [merge_attention_states([out], [lse], sinks=sinks, out_dtype=q.dtype) for out, lse in parts]
+        out, lse = (torch.cat(pieces) for pieces in zip(*merged, strict=True))
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, sinks, cu_lens, out, lse)
+        ctx.job = job
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        q, k, v, sinks, cu_lens, out, lse = ctx.saved_tensors
+        job, ring = ctx.job, _Ring(ctx.job.group)
+        d_out, d_lse = gradients
+        d_out = torch.zeros_like(out) if d_out is None else d_out
+        d_lses = (None, None) if d_lse is None else d_lse.chunk(2)
+        by_piece = list(zip(d_out.chunk(2), q.chunk(2), out.chunk(2), lse.chunk(2), d_lses, strict=True))
+        dq = torch.zeros_like(q, dtype=torch.float32)
+        d_sinks = None if sinks is None else torch.zeros_like(sinks)
+        packed = _packed(k, v)
+        d_packed = torch.zeros_like(packed, dtype=torch.float32)
+        for step, pairs in enumerate(job.steps(ring, cu_lens, by_piece[0][0].shape[0])):
+            passing = ring.pass_on(packed) if step < ring.size - 1 else None
+            keys, d_keys = _unpacked(packed, k, v), _unpacked(d_packed, k, v)
+            for i, j, q_edges, kv_edges, causal in pairs:
+                d_piece, q_piece, out_piece, lse_piece, d_lse_piece = by_piece[i]
+                k_piece, v_piece = keys[j]
+                found = varlen_attention_backward(
+                    d_piece, q_piece, k_piece, v_piece, out_piece, lse_piece, q_edges, kv_edges, d_lse=d_lse_piece,
+                    causal=causal, sinks=sinks, **job.gradients,
+                )  # fmt: skip
+                for total, part in zip((dq.chunk(2)[i], *d_keys[j]), found[:3], strict=True):
+                    total += part
+                own = step == 0 and i == j  # once for each query: every call gives that of all its queries
+                if own and d_sinks is not None and found[3] is not None:
+                    d_sinks += found[3]
+            if ring.size > 1:
+                d_packed = ring.pass_on(d_packed).wait()
+            packed = packed if passing is None else passing.wait()
+        dk, dv = d_packed[: k.numel()].view(k.shape), d_packed[k.numel() :].view(v.shape)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sinks, None, None
+
+
+def _added(before: Any, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What has been merged so far, None at first, and one more partial result."""
+    return (out, lse) if before is None else merge_attention_states([before[0], out], [before[1], lse])

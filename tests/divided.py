@@ -1,0 +1,67 @@
+"""Arguments of calls that several devices divide, for tests in torch and in jax."""
+
+from typing import Any
+
+import numpy as np
+
+from ragged_attention.calls import CALLS
+from ragged_attention.samples import LatentSample, Sample, VarlenSample, sample_of
+from ragged_attention.sharding import KvShard
+
+PAGE = 4
+LENS = (41, 3, 0, 18)  # of sequences over several ranks, some of which have nothing of some
+HEADS, KV_HEADS, WIDTH = 12, 4, 16
+TRAFFIC = {"tokens": 32, "heads": 12, "kv_heads": 4, "width": 32, "piece": 64}  # of calls whose bytes are counted
+
+
+def shards_of(size: int) -> list[KvShard]:
+    """Rules: pages dealt round, two by two, positions dealt round, ranges."""
+    return [KvShard(size, interleave) for interleave in (PAGE, 2 * PAGE, 1, 3, 4 * PAGE)]
+
+
+def divisible_arguments(operation: str, size: int) -> dict[str, Any]:
+    """A record's arguments, arrays of NumPy's, with heads that `size` ranks divide."""
+    small: dict[str, Any] = {"dtype": "float32", "num_q_heads": 4 * size, "max_num_seqs": 3, "num_tokens": 6}
+    kind = type(sample_of(operation))
+    if kind is LatentSample:
+        fp8 = operation in ("quantize_mla_cache", "dequantize_mla_cache")
+        # With fewer heads tokens share a block of rows, or leave it unfilled, and that may round otherwise.
+        small |= {"num_q_heads": 32 * size, "max_len": 8, "page_size": PAGE, "topk": 5, "sinks": True}
+        small |= {"cache_format": "fp8_v32"} if fp8 else {"cache_format": "plain", "d_qk": 32, "d_v": 16}
+    elif kind is Sample:
+        small |= {"num_kv_heads": size, "head_dim": 16, "max_len": 8, "page_size": PAGE, "return_lse": True}
+        small |= {"sinks": True}
+    elif kind is VarlenSample:
+        small |= {"num_kv_heads": size, "head_dim": 16, "num_tokens": 24, "sinks": True}
+    else:
+        small |= {"cache_dtype": "float32", "head_dim": 16, "page_size": PAGE, "max_len": 8, "top_k": 3}
+    record, random = CALLS[operation], np.random.default_rng(0)
+    arguments = dict.fromkeys(record.KINDS) | dict(record.DEFAULTS) | sample_of(operation, **small).arguments(operation)
+    arguments = {name: _filled(name, value, operation, random) for name, value in arguments.items()}
+    if "k_scale" in arguments:
+        arguments |= {name: random.random(size).astype(np.float32) + 0.5 for name in ("k_scale", "v_scale")}
+    return arguments
+
+
+def _filled(name: str, array: Any, operation: str, random: np.random.Generator) -> Any:
+    """An array of a sample's shape and dtype with values that make sense under its name."""
+    if isinstance(array, tuple):
+        return tuple(_filled(name, part, operation, random) for part in array)
+    if not hasattr(array, "shape"):
+        return array
+    dtype, shape = np.dtype(array.dtype), array.shape
+    if name.startswith("cu_"):
+        return np.arange(shape[0], dtype=dtype) * (8 if operation.startswith("varlen") else 2)
+    if name in ("kv_lens", "lengths", "length", "lens", "stops"):
+        return random.integers(2, 8, shape, dtype)
+    if name == "starts":
+        return np.zeros(shape, dtype)
+    if name == "page_indices":
+        return np.arange(np.prod(shape), dtype=dtype).reshape(shape)
+    if name == "slot_mapping":
+        return random.permutation(shape[0]).astype(dtype)
+    if dtype == np.uint8:
+        return random.integers(0, 100, shape, dtype)
+    if dtype.kind == "i":
+        return random.integers(-1, 8, shape, dtype)
+    return random.normal(size=shape).astype(dtype) + (3 if name == "lse" else 0)

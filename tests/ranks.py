@@ -1,0 +1,604 @@
+"""Checks that several processes make together, as ranks of a gloo group; run as a script.
+
+`python -m tests.ranks 4 heads decode` forks four ranks, which is quicker than to start them, and has all of them make
+these checks one after another. A check is a function `check_<name>(rank, size)` that raises where something is wrong;
+what rank 0 returns is printed as JSON. A rank that fails ends all.
+"""
+
+import importlib
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import ragged_attention as ra
+from ragged_attention.calls import CALLS
+from ragged_attention.errors import InvalidInput
+from ragged_attention.sharding import KvShard, heads_of_arguments
+from tests.divided import HEADS, KV_HEADS, LENS, PAGE, TRAFFIC, WIDTH, divisible_arguments, shards_of
+
+# Called in ways that their overloads do not list.
+rt: Any = importlib.import_module("ragged_attention.torch")
+rd: Any = importlib.import_module("ragged_attention.torch.distributed")
+TIMEOUT = timedelta(seconds=60)
+
+
+# ---- what is counted
+
+
+class Watched(TorchDispatchMode):
+    """Counts the operations of process groups, and the most bytes of new tensors that are alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.alive = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.calls[func._schema.name.partition("::")[2]] += 1
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor):
+                self._meet(tensor.untyped_storage())
+        return found
+
+    def _meet(self, storage: Any) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._known:
+            self._known.add(key)
+            self.alive += size
+            self.most = max(self.most, self.alive)
+            weakref.finalize(storage, self._part, key, size)
+
+    def _part(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.alive -= size
+
+
+def written_bytes() -> int:
+    """What this process has written so far by system calls, sockets among it."""
+    return int(dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())["wchar"])
+
+
+def same(found: Any, expected: Any, said: str) -> None:
+    assert torch.equal(found, expected), f"{said}: {(found.double() - expected.double()).abs().max()}"
+
+
+def refused(match: str, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:
+    try:
+        function(*arguments, **keywords)
+    except (InvalidInput, RuntimeError) as error:
+        said = str(error)
+    else:
+        said = "nothing"
+    assert said == match, said
+
+
+# ---- heads
+
+
+def operator_call(operation: str, size: int) -> tuple[dict[str, Any], list[Any]]:
+    """A record's arguments with heads that `size` ranks divide, and the same as its operator takes them."""
+    arguments = {
+        name: tuple(map(torch.from_numpy, value)) if isinstance(value, tuple)
+        else torch.from_numpy(value) if hasattr(value, "shape") else value
+        for name, value in divisible_arguments(operation, size).items()
+    }  # fmt: skip
+    return arguments, CALLS[operation].flatten(arguments)
+
+
+def check_heads(rank: int, size: int) -> Any:
+    """Every operator on DTensors that are sharded over heads: the bits of one device, and not one message."""
+    mesh = init_device_mesh("cpu", (size,))
+    divided = []
+    for operation, record in CALLS.items():
+        arguments, flat = operator_call(operation, size)
+        operator = getattr(torch.ops.ragged_attention, operation)
+        heads = heads_of_arguments(record)
+        names = [argument.name for argument in operator.default._schema.arguments]
+        whole = [value.clone() if isinstance(value, torch.Tensor) else value for value in flat]
+        parts = []
+        for name, value in zip(names, flat, strict=False):
+            if isinstance(value, torch.Tensor):
+                where = heads.get(name) if operation != "indexer_topk" else None
+                combined = name == "kv_pages" and arguments["kv_pages"] is value
+                many = where is not None and where.count(tuple(value.shape), combined) > 1
+                placement = Shard(value.ndim + where.axis) if where is not None and many else Replicate()
+                value = distribute_tensor(value, mesh, [placement], src_data_rank=None)
+            parts.append(value)
+        with ra.use_backend(batch_invariant=True):  # else a call with fewer heads may divide its keys otherwise
+            expected = operator(*whole, None, None)
+            with Watched() as watched:
+                found = operator(*parts, None, None)
+        assert not watched.calls, (operation, watched.calls)
+        if expected is None:  # what was written
+            pairs = [(part, value) for part, value in zip(parts, whole, strict=True) if isinstance(part, DTensor)]
+        else:
+            several = isinstance(expected, tuple | list)
+            pairs = list(zip(found if several else [found], expected if several else [expected], strict=True))
+        for index, (part, value) in enumerate(pairs):
+            assert part.shape == value.shape, (operation, index, part.shape, value.shape)
+            placed = part.placements[0]
+            divided += [operation] * placed.is_shard()
+            if placed.is_partial():
+                torch.testing.assert_close(part.full_tensor(), value, rtol=1e-4, atol=1e-5)
+            else:
+                same(
+                    part.to_local(), distribute_tensor(value, mesh, [placed], src_data_rank=None).to_local(), operation
+                )
+    return sorted(set(divided))
+
+
+def check_gradients_over_heads(rank: int, size: int) -> None:
+    """Autograd through DTensors: gradients are divided as what they are of, that of a shared key is a part of a sum."""
+    mesh = init_device_mesh("cpu", (size,))
+    edges = torch.tensor([0, 7, 7, 12], dtype=torch.int32)
+    for kv_heads in (size, 1):
+        torch.manual_seed(1)
+        leaves = [torch.randn(12, heads, 16) for heads in (2 * size, kv_heads, kv_heads)] + [torch.randn(2 * size)]
+        weights = torch.randn(12, 2 * size, 16)
+        places = [Shard(1), *[Shard(1) if kv_heads > 1 else Replicate()] * 2, Shard(0)]
+        whole = [leaf.clone().requires_grad_() for leaf in leaves]
+        parts = [
+            distribute_tensor(leaf, mesh, [place], src_data_rank=None).requires_grad_()
+            for leaf, place in zip(leaves, places, strict=True)
+        ]
+        scored = distribute_tensor(weights, mesh, [Replicate()], src_data_rank=None)
+        (rt.varlen_attention(*whole[:3], edges, edges, causal=True, sinks=whole[3]) * weights).sum().backward()
+        with Watched() as watched:
+            out = rt.varlen_attention(*parts[:3], edges, edges, causal=True, sinks=parts[3])
+            (out * scored).sum().backward()
+        assert not watched.calls, watched.calls
+        for part, value in zip(parts, whole, strict=True):
+            assert isinstance(part.grad, DTensor)
+            gradient = part.grad.redistribute(mesh, [Replicate()]).to_local()
+            torch.testing.assert_close(gradient, value.grad, rtol=1e-5, atol=1e-5)
+    compiled = torch.compile(
+        lambda q, k, v: rt.varlen_attention(q, k, v, edges, edges) * 2, fullgraph=True, backend="aot_eager"
+    )
+    expected = rt.varlen_attention(*(part.detach() for part in parts[:3]), edges, edges) * 2
+    same(compiled(*(part.detach() for part in parts[:3])).to_local(), expected.to_local(), "compiled")
+
+
+def check_meshes(rank: int, size: int) -> None:
+    """Heads over one dimension of a mesh of two, and over both."""
+    mesh = init_device_mesh("cpu", (2, size // 2))
+    edges = torch.tensor([0, 7, 12], dtype=torch.int32)
+    torch.manual_seed(7)
+    rows = [torch.randn(12, heads, 16) for heads in (2 * size, size, size)]
+    expected = rt.varlen_attention(*rows, edges, edges)
+    for places in ([Replicate(), Shard(1)], [Shard(1), Replicate()], [Shard(1), Shard(1)]):
+        parts = [distribute_tensor(row, mesh, places, src_data_rank=None) for row in rows]
+        with Watched() as watched:
+            found = rt.varlen_attention(*parts, edges, edges)
+        assert not watched.calls, watched.calls
+        assert list(found.placements) == places
+        same(found.to_local(), distribute_tensor(expected, mesh, places, src_data_rank=None).to_local(), str(places))
+
+
+def check_writes_over_heads(rank: int, size: int) -> None:
+    """`new_kv=` and `out=` on DTensors write this rank's own memory."""
+    mesh = init_device_mesh("cpu", (size,))
+    arguments, _ = operator_call("ragged_paged_attention", size)
+    tables = [arguments[name] for name in ("kv_lens", "page_indices", "cu_q_lens")]
+    new = tuple(torch.randn(6, size, 16) for _ in "kv")
+    pages = arguments["kv_pages"].clone()
+    expected, pages = rt.ragged_paged_attention(arguments["q"], pages, *tables, new_kv=new)
+
+    def divided(array: torch.Tensor, axis: int) -> Any:
+        return distribute_tensor(array.clone(), mesh, [Shard(axis)], src_data_rank=None)
+
+    q, own_pages, own_new = divided(arguments["q"], 1), divided(arguments["kv_pages"], 2), [divided(n, 1) for n in new]
+    memory = divided(torch.full_like(expected, torch.nan), 1)
+    found, written = rt.ragged_paged_attention(q, own_pages, *tables, new_kv=tuple(own_new), out=memory)
+    assert found is memory
+    assert written is own_pages
+    same(memory.to_local(), divided(expected, 1).to_local(), "out")
+    same(own_pages.to_local(), divided(pages, 2).to_local(), "pages")
+
+
+def check_what_heads_refuse(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (size,))
+    edges = torch.tensor([0, 5], dtype=torch.int32)
+
+    def attend(q_heads: int, kv_heads: int, q_place: Any, kv_place: Any) -> Any:
+        arrays = [torch.zeros(5, heads, 16) for heads in (q_heads, kv_heads, kv_heads)]
+        places = [q_place, kv_place, kv_place]
+        parts = [distribute_tensor(a, mesh, [p], src_data_rank=None) for a, p in zip(arrays, places, strict=True)]
+        return rt.varlen_attention(*parts, edges, edges)
+
+    odd, heads, what = size + 1, 4 * size, f"to be a multiple of the mesh's size = {size}, got {size + 1}"
+    refused(f"expected num_q_heads of q {what}", attend, odd, 1, Shard(1), Replicate())
+    refused(f"expected num_kv_heads of k {what}", attend, odd * size, odd, Shard(1), Replicate())
+    said = "expected q placed as Shard(dim=1), as its heads are, got Shard(dim=0)"
+    refused(said, attend, heads, heads, Shard(0), Shard(1))
+    assert attend(heads, heads, Replicate(), Shard(1)).placements == (Shard(1),)  # a rank has those heads already
+    one, two = (distribute_tensor(torch.zeros(5, heads, 16), mesh, [Shard(1)], src_data_rank=None) for _ in "ab")
+    refused("expected v to be a DTensor, as other arrays of the call are, got a Tensor",
+            rt.varlen_attention, one, two, torch.zeros(5, heads, 16), edges, edges)  # fmt: skip
+    alone = init_device_mesh("cpu", (size, 1), mesh_dim_names=("a", "b"))["b"]
+    other = DTensor.from_local(torch.zeros(5, heads, 16), alone, [Shard(1)], run_check=False)
+    refused(f"expected v on the mesh of q, of size {size}, got one of size 1",
+            rt.varlen_attention, one, two, other, edges, edges)  # fmt: skip
+    pages = distribute_tensor(torch.zeros(2, PAGE, 2 * size, 16), mesh, [Replicate()], src_data_rank=None)
+    new = [distribute_tensor(torch.zeros(2, size, 16), mesh, [Shard(1)], src_data_rank=None) for _ in "kv"]
+    refused("expected kv_pages placed as Shard(dim=2), as its heads are, got Replicate()",
+            rt.write_kv_pages, *new, pages, torch.zeros(2, dtype=torch.int32))  # fmt: skip
+    q = distribute_tensor(torch.zeros(2, size, 16), mesh, [Shard(1)], src_data_rank=None)
+    weights = distribute_tensor(torch.zeros(2, size), mesh, [Shard(1)], src_data_rank=None)
+    keys = distribute_tensor(torch.zeros(8, 16), mesh, [Replicate()], src_data_rank=None)
+    ends = torch.full((2,), 8, dtype=torch.int32)
+    refused("expected indexer_topk with all heads on each device, got q sharded over heads",
+            rt.indexer_topk, q, keys, weights, 3, starts=torch.zeros_like(ends), stops=ends)  # fmt: skip
+
+
+# ---- positions
+
+
+def own_table(shard: KvShard) -> torch.Tensor:
+    """A page table with room for all positions of a rank, its pages in no order."""
+    pages = -(-max(LENS) // PAGE) + 1
+    generator = torch.Generator().manual_seed(shard.rank)
+    return torch.randperm(len(LENS) * pages, generator=generator).reshape(len(LENS), pages).to(torch.int32)
+
+
+def own_cache(shard: KvShard, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of rows [S, L, ...] a rank's pages [P, G, ...], NaN where nothing is, and its table."""
+    table = own_table(shard)
+    pages = torch.full((table.numel() * PAGE, *rows.shape[2:]), torch.nan)
+    for seq, length in enumerate(LENS):
+        positions = shard.local(torch.arange(length, dtype=torch.int32))[None]
+        slots = rt.page_indices_to_slots(positions, table[seq : seq + 1], PAGE)[0]
+        pages[slots[slots >= 0].long()] = rows[seq, :length][slots >= 0]
+        assert int((slots >= 0).sum()) == int(shard.lengths(torch.tensor(length)))
+    pages = pages.unflatten(0, (-1, PAGE))
+    table[:, -1] = 10**6  # which nobody is to look up
+    return pages, table
+
+
+def check_decode(rank: int, size: int) -> None:
+    """Decode and drafts over pages of several ranks: what one device gives, as a merge in order of rank has it."""
+    torch.manual_seed(2)
+    rows = torch.randn(len(LENS), max(LENS), 2 * KV_HEADS, WIDTH)
+    sinks, kv_lens = torch.randn(HEADS), torch.tensor(LENS, dtype=torch.int32)
+    whole, whole_table = own_cache(KvShard(1, PAGE, 0), rows)
+    rule: Any = None
+    pages: Any = None
+    table: Any = None
+    found: Any = None
+    for lens_q in ((1, 1, 0, 1), (5, 2, 0, 1)):
+        edges = torch.tensor([0, *torch.tensor(lens_q).cumsum(0)], dtype=torch.int32)
+        q = torch.randn(int(edges[-1]) + 2, HEADS, WIDTH)  # and two rows of padding
+        keywords: dict[str, Any] = {"soft_cap": 20.0, "k_scale": 0.5, "v_scale": 2.0}
+        expected = rt.ragged_paged_attention(
+            q, whole, kv_lens, whole_table, edges, sinks=sinks, return_lse=True, **keywords
+        )
+        for rule in shards_of(size):
+            pages, table = own_cache(rule.at(rank), rows)
+            with Watched() as watched:
+                found = rd.context_parallel_decode(
+                    q, pages, kv_lens, table, edges, shard=rule, sinks=sinks, return_lse=True, **keywords,
+                    max_q_len=1 if max(lens_q) == 1 else None,
+                )  # fmt: skip
+            assert watched.calls == {"_allgather_base_": 1}, watched.calls
+            for part, value in zip(found, expected, strict=True):
+                torch.testing.assert_close(part, value, rtol=1e-5, atol=1e-5)
+            outs, lses = [], []
+            for other in range(size):  # the same on one device
+                pages, table = own_cache(rule.at(other), rows)
+                tables = (kv_lens, table, edges)
+                if max(lens_q) > 1:
+                    tables = rd._one_query_each(q, *tables, None)
+                alone = rt.ragged_paged_attention(
+                    q, pages, rule.at(other).lengths(tables[0]), *tables[1:], causal=False, return_lse=True,
+                    max_q_len=1, **keywords,
+                )  # fmt: skip
+                outs.append(alone[0])
+                lses.append(alone[1])
+            merged = rt.merge_attention_states(outs, lses, sinks=sinks)
+            for part, value in zip(found, merged, strict=True):
+                same(part, value, f"{rule}")
+        with Watched() as watched:
+            own = rd.context_parallel_decode(
+                q, *own_cache(rule.at(rank), rows)[:1], kv_lens, own_cache(rule.at(rank), rows)[1], edges, shard=rule,
+                sinks=sinks, own_heads=True, out_dtype="bfloat16", **keywords,
+            )  # fmt: skip
+        assert watched.calls == {"alltoall_base_": 1}, watched.calls
+        same(own, found[0].chunk(size, 1)[rank].to(torch.bfloat16), "own heads")
+
+
+def check_half(rank: int, size: int) -> None:
+    """Queries and pages in bfloat16, on a backend by name."""
+    torch.manual_seed(9)
+    rows = torch.randn(len(LENS), max(LENS), 2 * KV_HEADS, WIDTH)
+    kv_lens, q = torch.tensor(LENS, dtype=torch.int32), torch.randn(len(LENS), HEADS, WIDTH).bfloat16()
+    edges = torch.arange(len(LENS) + 1, dtype=torch.int32)
+    whole, whole_table = own_cache(KvShard(1, PAGE, 0), rows)
+    pages, table = own_cache(KvShard(size, PAGE, rank), rows)
+    for backend in ("numba", "eager"):
+        found = rd.context_parallel_decode(
+            q, pages.bfloat16(), kv_lens, table, edges, max_q_len=1, out_dtype="float32", backend=backend
+        )
+        expected = rt.ragged_paged_attention(q.float(), whole.bfloat16().float(), kv_lens, whole_table, edges)
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+
+
+def check_live_sequences(rank: int, size: int) -> None:
+    """What stands behind the live sequences is never read, nor is it where a query of theirs is looked up."""
+    torch.manual_seed(8)
+    rows = torch.randn(len(LENS), max(LENS), 2 * KV_HEADS, WIDTH)
+    kv_lens, q = torch.tensor([41, 3, 10**9, -7], dtype=torch.int32), torch.randn(6, HEADS, WIDTH)
+    edges = torch.tensor([0, 3, 4, -(10**9), 2], dtype=torch.int32)
+    whole, whole_table = own_cache(KvShard(1, PAGE, 0), rows)
+    pages, table = own_cache(KvShard(size, PAGE, rank), rows)
+    for count in (2, torch.tensor([2], dtype=torch.int32)):
+        expected = rt.ragged_paged_attention(q, whole, kv_lens, whole_table, edges, count)
+        found = rd.context_parallel_decode(q, pages, kv_lens, table, edges, count)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        assert not found[4:].any()
+
+
+def check_mla_decode(rank: int, size: int) -> None:
+    """Latent decode over caches of several ranks, dense, causal and over lists of positions."""
+    torch.manual_seed(3)
+    rows = torch.randn(len(LENS), max(LENS), 1, 48)
+    sinks, kv_lens = torch.randn(HEADS), torch.tensor(LENS, dtype=torch.int32)
+    whole, whole_table = own_cache(KvShard(1, PAGE, 0), rows)
+    rule: Any = None
+    pages: Any = None
+    table: Any = None
+    found: Any = None
+    q = torch.randn(len(LENS), 2, HEADS, 48)
+    listed = torch.stack([torch.randint(-1, max(length, 1), (2, 9), dtype=torch.int32) for length in LENS])
+    listed[2] = -1  # an empty sequence has nothing to list
+    slots = rt.page_indices_to_slots(listed, whole_table, PAGE)
+    for lens in (None, torch.tensor([9, 4, 7, 0], dtype=torch.int32), torch.full((len(LENS), 2), 5, dtype=torch.int32)):
+        expected = rt.mla_decode(q, whole, indices=slots, topk_lens=lens, d_v=32, sinks=sinks)
+        for rule in shards_of(size):
+            pages, table = own_cache(rule.at(rank), rows)
+            found = rd.context_parallel_mla_decode(
+                q, pages, table, indices=listed, topk_lens=lens, shard=rule, d_v=32, sinks=sinks
+            )
+            for part, value in zip(found, expected, strict=True):
+                torch.testing.assert_close(part, value, rtol=1e-5, atol=1e-5)
+    for causal in (False, True):
+        expected = rt.mla_decode(q, whole, whole_table, kv_lens, causal=causal, d_v=32, sinks=sinks)
+        for rule in shards_of(size):
+            pages, table = own_cache(rule.at(rank), rows)
+            with Watched() as watched:
+                found = rd.context_parallel_mla_decode(
+                    q, pages, table, kv_lens, causal=causal, shard=rule, d_v=32, sinks=sinks
+                )
+            assert watched.calls == {"_allgather_base_": 1}, watched.calls
+            for part, value in zip(found, expected, strict=True):
+                torch.testing.assert_close(part, value, rtol=1e-5, atol=1e-5)
+        own, lse = rd.context_parallel_mla_decode(
+            q, pages, table, kv_lens, causal=causal, shard=rule, d_v=32, sinks=sinks, own_heads=True
+        )
+        same(own, found[0].chunk(size, 2)[rank], "own heads")
+        same(lse, found[1].chunk(size, 1)[rank], "own heads")
+
+
+def check_what_positions_refuse(rank: int, size: int) -> None:
+    pages = torch.zeros(8, PAGE, 2, WIDTH)
+    tables = torch.tensor([3], dtype=torch.int32), torch.zeros(1, 3, dtype=torch.int32), torch.tensor([0, 1])
+    tables = (*tables[:2], tables[2].to(torch.int32))
+    q = torch.zeros(1, size + 1, WIDTH)
+
+    def decode(shard: Any, q: Any = q, **keywords: Any) -> Any:
+        return rd.context_parallel_decode(q, pages, *tables, shard=shard, **keywords)
+
+    refused(f"expected a shard of a group of size {size}, got one of a group of size {size + 1}",
+            decode, KvShard(size + 1, PAGE))  # fmt: skip
+    other = (rank + 1) % size
+    refused(f"expected the shard of rank {rank}, got that of rank {other}", decode, KvShard(size, PAGE, other))
+    refused(f"expected num_q_heads of q to be a multiple of the group's size = {size}, got {size + 1}",
+            decode, None, own_heads=True)  # fmt: skip
+    with ra.use_backend(validate="full"):
+        decode(KvShard(size, PAGE))
+        own, theirs, other = (PAGE, 2 * PAGE, 1) if rank == 0 else (2 * PAGE, PAGE, 0)
+        said = f"expected shard.interleave={own} on every rank, as on rank {rank}, got {theirs} on rank {other}"
+        refused(said, decode, KvShard(size, own))
+    for leaf in (q, pages):
+        leaf.requires_grad_()
+        refused("context_parallel_decode has no gradient: it works on a KV cache, for inference", decode, None)
+        leaf.requires_grad_(False)
+    rows = torch.zeros(3, 2, WIDTH)
+    edges = torch.tensor([0, 3], dtype=torch.int32)
+    attend = rd.context_parallel_varlen_attention
+    refused("expected q.shape[0] to be a multiple of the pieces of a rank = 2, got 3", attend, rows, rows, rows, edges)
+    refused("expected k.shape[0] = q.shape[0] = 2, got 3", attend, rows[:2], rows, rows, edges)
+    double = rows[:2].double()
+    refused("expected q.dtype to be float32 or float16 or bfloat16, got float64", attend, double, double, double, edges)
+    refused(f"expected the number of tokens to be a multiple of 2 * the group's size = {2 * size}, got 3",
+            rd.zigzag_part, rows)  # fmt: skip
+
+
+# ---- packed sequences
+
+
+def packed(size: int, pieces: int, heads: tuple[int, int] = (4, 2)) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Leaves q, k, v and sinks over `2 * size` pieces of so many tokens, and edges of sequences of all kinds."""
+    torch.manual_seed(4)
+    tokens = 2 * size * pieces
+    leaves = [torch.randn(tokens, count, width) for count, width in ((heads[0], 16), (heads[1], 16), (heads[1], 8))]
+    cuts = [0, 1, 1, pieces - 1, 2 * pieces + 2, tokens - 3]  # one of a token, an empty one, across pieces, padding
+    return [*leaves, torch.randn(heads[0])], torch.tensor(cuts, dtype=torch.int32)
+
+
+def check_varlen(rank: int, size: int) -> None:
+    """A ring of packed sequences gives what one device gives, with its gradients, and always the same bits."""
+    leaves, edges = packed(size, 6)
+    weights, lse_weights = torch.randn(len(leaves[0]), 4, 8), torch.randn(len(leaves[0]), 4)
+    live = (torch.arange(len(leaves[0])) < edges[-1])[:, None]
+    for causal in (True, False):
+        whole = [leaf.clone().requires_grad_() for leaf in leaves]
+        keywords: dict[str, Any] = {"soft_cap": 5.0, "deterministic": True, "return_lse": True}
+        expected = rt.varlen_attention(*whole[:3], edges, edges, causal=causal, sinks=whole[3], **keywords)
+        loss = (expected[0] * weights).sum() + torch.where(live, expected[1] * lse_weights, 0.0).sum()
+        loss.backward()
+        runs = []
+        for _ in range(2):
+            own = [rd.zigzag_part(leaf).requires_grad_() for leaf in leaves[:3]] + [leaves[3].clone().requires_grad_()]
+            found = rd.context_parallel_varlen_attention(*own[:3], edges, causal=causal, sinks=own[3], **keywords)
+            lse_part = torch.where(rd.zigzag_part(live), found[1] * rd.zigzag_part(lse_weights), 0.0)
+            ((found[0] * rd.zigzag_part(weights)).sum() + lse_part.sum()).backward()
+            gradients: list[Any] = [leaf.grad for leaf in own]
+            dist.all_reduce(gradients[3])  # as of every replicated parameter
+            runs.append([*(part.detach() for part in found), *gradients])
+        for one, two in zip(*runs, strict=True):
+            same(one, two, "another run")
+        wholes = [*(rd.zigzag_whole(part) for part in runs[0][:5]), runs[0][5]]
+        for part, value in zip(
+            wholes, [*expected, *(leaf.grad for leaf in whole if leaf.grad is not None)], strict=True
+        ):
+            torch.testing.assert_close(part, value.detach(), rtol=2e-5, atol=2e-5)
+    order = rd.zigzag_part(torch.arange(4 * size))
+    same(order, torch.tensor([2 * rank, 2 * rank + 1, 4 * size - 2 * rank - 2, 4 * size - 2 * rank - 1]), "zigzag")
+    own = [rd.zigzag_part(leaf).requires_grad_() for leaf in leaves[:3]]
+    tunables = {"backend": "numba", "options": {"block_kv": 32}}  # of the forward pass: its gradient has others
+    rd.context_parallel_varlen_attention(*own, edges, **tunables).sum().backward()
+    with ra.use_backend("eager"):  # which autograd's own thread would not know
+        rd.context_parallel_varlen_attention(*own, edges).sum().backward()
+    half = [leaf.to(torch.bfloat16) for leaf in leaves[:3]]
+    found = rd.zigzag_whole(rd.context_parallel_varlen_attention(*map(rd.zigzag_part, half), edges))
+    expected = rt.varlen_attention(*half, edges, edges, causal=True)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+# ---- what moves, what is held
+
+
+def moved(work: Callable[[], Any]) -> int:
+    """The bytes that this rank's process writes to others while it does some work; none is buffered on the way."""
+    work()  # connections are made
+    dist.barrier()
+    before = written_bytes()
+    work()
+    after = written_bytes()
+    dist.barrier()
+    return after - before
+
+
+def check_traffic(rank: int, size: int) -> dict[str, int]:
+    """The bytes that each form moves, as the kernel counts them."""
+    form = TRAFFIC
+    q = torch.randn(form["tokens"], form["heads"], form["width"])
+    lens = torch.full((form["tokens"],), 4, dtype=torch.int32)
+    pages = torch.randn(form["tokens"], PAGE, 2 * form["kv_heads"], form["width"])
+    table = torch.arange(form["tokens"], dtype=torch.int32)[:, None]
+    edges = torch.arange(form["tokens"] + 1, dtype=torch.int32)
+    rows = [torch.randn(2 * form["piece"], form[heads], form["width"]) for heads in ("heads", "kv_heads", "kv_heads")]
+    whole = torch.tensor([0, 2 * form["piece"] * size], dtype=torch.int32)
+
+    def decode(**keywords: Any) -> None:
+        rd.context_parallel_decode(q, pages, lens, table, edges, max_q_len=1, **keywords)
+
+    def step() -> None:
+        own = [row.clone().requires_grad_() for row in rows]
+        rd.context_parallel_varlen_attention(*own, whole).sum().backward()
+
+    return {
+        "decode": moved(decode),
+        "decode_own_heads": moved(lambda: decode(own_heads=True)),
+        "prefill": moved(lambda: rd.context_parallel_varlen_attention(*rows, whole)),
+        "training": moved(step),
+    }
+
+
+def check_memory(rank: int, size: int) -> dict[str, int]:
+    """The most bytes that a rank holds besides its inputs over a forward and a backward pass of 3072 tokens."""
+    leaves, _ = packed(size, 1536 // size)
+    own = [rd.zigzag_part(leaf).requires_grad_() for leaf in leaves[:3]]
+    edges = torch.tensor([0, 3072], dtype=torch.int32)
+    with Watched() as watched:
+        rd.context_parallel_varlen_attention(*own, edges).sum().backward()
+    return {"bytes": watched.most}
+
+
+def check_death(rank: int, size: int) -> None:
+    """A rank that dies in the middle of a call: the others are to see an error, not to wait."""
+    if rank == size - 1:
+        os._exit(3)
+    leaves, edges = packed(size, 4)
+    began = time.monotonic()
+    try:
+        rd.context_parallel_varlen_attention(*(rd.zigzag_part(leaf) for leaf in leaves[:3]), edges)
+        rd.context_parallel_decode(
+            leaves[0][:1], torch.zeros(2, PAGE, 4, 16), edges[:1] + 2, edges[None, :2], torch.tensor([0, 1]).int()
+        )
+    except RuntimeError as error:
+        sys.stdout.write(json.dumps({"rank": rank, "seconds": time.monotonic() - began, "said": str(error)}) + "\n")
+        sys.stdout.flush()
+        raise
+    raise AssertionError("a rank is gone, and nothing was said")
+
+
+def check_silence(rank: int, size: int) -> None:
+    """A rank that never answers: after the group's timeout the others see an error."""
+    group = dist.new_group(timeout=timedelta(seconds=4))
+    leaves, edges = packed(size, 4)
+    if rank > 0:
+        time.sleep(12)
+        return
+    began = time.monotonic()
+    try:
+        rd.context_parallel_varlen_attention(*(rd.zigzag_part(leaf) for leaf in leaves[:3]), edges, group=group)
+    except RuntimeError as error:
+        said = str(error)
+    else:
+        said = "nothing"
+    assert "imed out" in said, said
+    assert time.monotonic() - began < 10
+
+
+# ---- the processes
+
+
+def work(rank: int, size: int, checks: list[str], rendezvous: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=TIMEOUT)
+    try:
+        for name in checks:
+            found = globals()[f"check_{name}"](rank, size)
+            if rank == 0:
+                sys.stdout.write(json.dumps({name: found}) + "\n")
+    except BaseException:
+        traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(1)  # without waiting for ranks that wait for this one
+    sys.stdout.flush()
+    dist.destroy_process_group()
+
+
+def main(size: int, checks: list[str]) -> int:
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [context.Process(target=work, args=(rank, size, checks, f"{folder}/ranks")) for rank in range(size)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+    return max(abs(process.exitcode or 0) for process in ranks)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))

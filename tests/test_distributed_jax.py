@@ -1,0 +1,83 @@
+"""Attention over several devices of jax: `tests/devices.py` makes the checks, here they are started and judged."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.apart import ROOT, printed
+
+pytest.importorskip("jax")
+
+DIVIDED = {
+    "merge_attention_states", "mla_decode", "paged_attention", "prefill_attention", "ragged_mla_attention",
+    "ragged_paged_attention", "sparse_mla_prefill", "varlen_attention", "varlen_attention_backward", "write_kv_pages",
+}  # fmt: skip
+QUICK = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+
+
+def devices(*checks: str) -> dict[str, Any]:
+    """What eight virtual devices say of each check."""
+    found: dict[str, Any] = {}
+    for line in printed("-m", "tests.devices", *checks, XLA_FLAGS=QUICK).splitlines():
+        found |= json.loads(line)
+    assert found.keys() == set(checks)
+    return found
+
+
+def test_what_is_refused() -> None:
+    devices("the_mesh_in_force", "what_heads_refuse", "what_positions_refuse")
+
+
+def test_heads_of_every_operation() -> None:
+    found = devices("heads", "gradients_over_heads", "without_exceptions")
+    assert set(found["heads"]) == DIVIDED
+
+
+def test_positions() -> None:
+    devices("decode", "live_sequences", "mla_decode")
+
+
+def test_a_ring_exchanges_keys_and_nothing_else() -> None:
+    """Keys and values, each a message: once before the loop and once in it; for the gradient their gradients too."""
+    said = devices("varlen")["varlen"]
+    assert said["forward over 4"] == said["forward over 3"] == {"collective-permute": 4}
+    assert said["forward over 2"] == {"collective-permute": 2}
+    assert said["forward over 1"] == said["training over 1"] == {}
+    assert all(each.keys() <= {"collective-permute"} for each in said.values())
+
+
+def test_a_devices_memory_falls_as_devices_grow() -> None:
+    most = devices("memory")["memory"]
+    assert all(most[str(2 * size)] < 0.65 * most[str(size)] for size in (1, 2, 4))
+
+
+def test_two_processes() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environ = {**os.environ, "PYTHONPATH": path, "XLA_FLAGS": QUICK, "WORLD_SIZE": "2", "COORDINATOR": coordinator}
+    command = [sys.executable, "-m", "tests.devices", "processes"]
+    talk: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    running = [subprocess.Popen(command, cwd=ROOT, env=environ | {"RANK": str(rank)}, **talk) for rank in range(2)]
+    try:
+        for process in running:
+            out, _ = process.communicate(timeout=300)
+            assert process.returncode == 0, out
+    finally:
+        for process in running:
+            process.kill()
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_the_example_agrees_with_one_device(count: int) -> None:
+    out = printed("examples/parallel_decode_jax.py", "--devices", str(count), XLA_FLAGS=QUICK)
+    assert re.search(r"by heads +\S+ +nothing", out), out
+    assert len(re.findall(r"1 all-gather$", out, re.MULTILINE)) == 3
+    assert len(re.findall(r"\d collective-permute$", out, re.MULTILINE)) == 2
