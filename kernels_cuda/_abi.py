@@ -4,9 +4,9 @@ import ctypes
 
 from ragged_attention.errors import BackendMissing
 
-VERSION = 1
+VERSION = 2
 # The codes of api.h; a positive code is CUDA's own.
-WRONG_DEVICE, NO_KERNEL, DEADLOCK = -1, -2, -3
+WRONG_DEVICE, NO_KERNEL, DEADLOCK, NO_TENSOR_MAP = -1, -2, -3, -4
 DTYPES = {"bfloat16": 0, "float16": 1}
 FORMATS = {"plain": 0, "fp8_v32": 1}
 
@@ -66,6 +66,7 @@ def bind(library: ctypes.CDLL) -> ctypes.CDLL:
     number = ctypes.POINTER(ctypes.c_int)
     library.ra_status.argtypes = (ctypes.c_int, number, number, number)
     library.ra_status.restype = ctypes.c_int
+    library.ra_versions.argtypes, library.ra_versions.restype = (number, number), None
     library.ra_error_string.argtypes = (ctypes.c_int,)
     library.ra_error_string.restype = ctypes.c_char_p
     for name, record in LAUNCHERS.items():

@@ -6,7 +6,7 @@
 #include <stdint.h>
 
 #define RA_API __attribute__((visibility("default")))
-#define RA_ABI_VERSION 1
+#define RA_ABI_VERSION 2
 
 #ifdef __cplusplus
 extern "C" {
@@ -16,6 +16,7 @@ enum {
   RA_WRONG_DEVICE = -1,  // a device is here, but not of the architecture that the kernels are made for
   RA_NO_KERNEL = -2,     // arguments that no kernel was compiled for
   RA_DEADLOCK = -3,      // the emulation's: every thread waits, or does what the hardware does not define
+  RA_NO_TENSOR_MAP = -4,  // the driver did not take the address, sizes or strides of the cache's pages for TMA
 };
 
 enum { RA_BFLOAT16 = 0, RA_FLOAT16 = 1 };              // RaLatent::dtype, of q, out and a plain cache
@@ -66,6 +67,8 @@ RA_API int ra_abi_version(void);
 RA_API int64_t ra_size_of_latent(void);    // sizeof(RaLatent), for bindings to compare with their own
 RA_API int64_t ra_size_of_schedule(void);
 RA_API int ra_status(int device, int* major, int* minor, int* num_multiprocessors);
+// The newest CUDA that the driver knows, 0 where there is none, and that of the runtime in here: 13020 is 13.2.
+RA_API void ra_versions(int* driver, int* runtime);
 RA_API const char* ra_error_string(int code);
 
 RA_API int ra_mla_decode_dense(const RaLatent* call, void* stream);        // plain cache

@@ -16,39 +16,74 @@ RA_HD int clamped(int64_t value, int64_t low, int64_t high) {
 }
 RA_HD int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+// A divisor known before the launch; dividing what is below 2^31 by it is a multiplication and a shift.
+struct Divisor {
+  uint32_t multiplier;  // 2^(31 + shift) / divisor, rounded up
+  int shift;            // 2^shift is the divisor, or the next power of two
+};
+inline Divisor divisor_of(uint32_t number) {
+  int shift = 0;
+  while ((uint64_t(1) << shift) < number) ++shift;
+  return {uint32_t(((uint64_t(1) << (31 + shift)) + number - 1) / number), shift};
+}
+RA_HD uint32_t divide(uint32_t number, Divisor by) {
+  return uint32_t(uint64_t(number * 2) * by.multiplier >> 32) >> by.shift;
+}
+
+// The rows of a cache, and the lists that name them. Where a row lies is counted in units of 16 bytes, in 32 bits, and
+// sums may wrap on the way: slot s of a sparse call is at s * slot + (s / page_size) * gap, position p of a page at
+// p % page_size * slot + page * (page_size * slot + gap).
+struct Keys {
+  char const* cache;
+  int const* lists;  // of slots, or in a dense call of pages
+  int const* lens;
+  int64_t seq_stride, token_stride, head_stride, lens_seq_stride, lens_token_stride;
+  int longest;       // keys of any list
+  uint32_t count;    // an entry from here on is none: slots, or pages
+  int page_size;
+  Divisor by_page_size;
+  uint32_t slot, gap, head;
+};
+constexpr int kUnit = 16;
+
 // A call with what is derived from it, in numbers that fit registers.
 struct Plan {
   RaLatent call;
-  int num_seqs, num_q_tokens, num_q_heads, num_kv_heads, group, page_size, num_pages, num_parts, num_splits;
-  int longest;   // keys of any list
+  Keys keys;
+  int num_seqs, num_q_tokens, num_q_heads, num_kv_heads, group, num_parts, num_splits;
   int rows;      // that share a list: the tokens and heads of a KV head, in sparse calls the heads of one token
   int tiles;     // of 64 rows
   int tokens;    // with lists of their own
   float scale;   // of logits to base 2
 };
+inline Keys keys_of(RaLatent const& call) {
+  int const size = call.format == RA_PLAIN ? 2 : 1;
+  auto const units = [size](int64_t elements) { return uint32_t(elements * size / kUnit); };
+  int64_t const keys = call.sparse ? call.list_length : call.list_length * call.page_size;
+  int64_t const entries = call.sparse ? call.num_pages * call.page_size : call.num_pages;
+  return {
+      static_cast<char const*>(call.kv), call.lists, call.lens, call.list_seq_stride, call.list_token_stride,
+      call.list_head_stride, call.lens_seq_stride, call.lens_token_stride, clamped(keys, 0, kMostKeys),
+      uint32_t(clamped(entries, 0, INT32_MAX)), int(call.page_size), divisor_of(uint32_t(call.page_size)),
+      units(call.slot_stride), units(call.page_stride) - uint32_t(call.page_size) * units(call.slot_stride),
+      units(call.head_stride),
+  };
+}
 inline Plan plan_of(RaLatent const& call) {
   Plan plan{};
   plan.call = call;
+  plan.keys = keys_of(call);
   plan.num_seqs = int(call.num_seqs);
   plan.num_q_tokens = int(call.num_q_tokens);
   plan.num_q_heads = int(call.num_q_heads);
   plan.num_kv_heads = int(call.num_kv_heads);
   plan.group = int(call.num_q_heads / call.num_kv_heads);
-  plan.page_size = int(call.page_size);
-  plan.num_pages = int(call.num_pages);
   plan.num_parts = int(call.num_parts);
   plan.num_splits = int(call.num_splits);
-  plan.longest = clamped(call.sparse ? call.list_length : call.list_length * call.page_size, 0, kMostKeys);
   plan.rows = call.sparse ? plan.group : plan.group * plan.num_q_tokens;
   plan.tiles = ceil_div(plan.rows, 64);
   plan.tokens = call.sparse ? plan.num_q_tokens : 1;
   plan.scale = float(call.sm_scale * kLog2e);
-  // Slots of pages that follow each other are rows of pages of one, which are found without a division.
-  if (call.sparse && call.page_stride == call.page_size * call.slot_stride) {
-    plan.num_pages = clamped(call.num_pages * call.page_size, 0, INT32_MAX);
-    plan.page_size = 1;
-    plan.call.page_stride = call.slot_stride;
-  }
   return plan;
 }
 
@@ -65,8 +100,9 @@ inline bool sizes_fit(RaLatent const& call) {
 
 // Keys of a sequence, in sparse calls of the list of one of its query tokens.
 RA_HD int length_of(Plan const& plan, int seq, int token) {
-  if (plan.call.lens == nullptr) return plan.longest;
-  return clamped(plan.call.lens[seq * plan.call.lens_seq_stride + token * plan.call.lens_token_stride], 0, plan.longest);
+  Keys const& keys = plan.keys;
+  if (keys.lens == nullptr) return keys.longest;
+  return clamped(keys.lens[seq * keys.lens_seq_stride + token * keys.lens_token_stride], 0, keys.longest);
 }
 
 // Where a part begins: a sequence, and a block of it. Each part ends where the next begins, so that whatever lengths a

@@ -2,6 +2,7 @@
 #pragma once
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#include <string.h>
 
 #include <cute/arch/cluster_sm90.hpp>
 #include <cute/atom/copy_traits_sm90_tma.hpp>
@@ -26,6 +27,13 @@ RA_DEV int fresh_bid() {
   int b;
   asm volatile("mov.u32 %0, %%ctaid.x;\n" : "=r"(b));
   return b;
+}
+// The same pointer, of which the compiler knows no more than that: what is read at offsets from it is addressed by these
+// as immediates, where otherwise each address would be a sum of its own.
+template <class T>
+RA_DEV T* opaque(T* pointer) {
+  asm volatile("" : "+l"(pointer));
+  return pointer;
 }
 RA_DEV void syncthreads() { __syncthreads(); }
 RA_DEV void syncwarp() { __syncwarp(); }
@@ -54,6 +62,17 @@ RA_DEV void copy16(void* shared, void const* global, bool valid) {
                "l"(global), "r"(valid ? 16 : 0)
                : "memory");
 }
+RA_DEV int load_constant(int const* global) { return __ldg(global); }
+// 16 bytes, zeros where there is nothing to load. A predicate rather than a branch, so that loads follow each other.
+RA_DEV uint4 load16(void const* global, bool valid) {
+  uint4 words = {0, 0, 0, 0};
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n"
+      "@p ld.global.nc.L1::no_allocate.L2::128B.v4.b32 {%0, %1, %2, %3}, [%4];\n}\n"
+      : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w)
+      : "l"(global), "r"(int(valid)));
+  return words;
+}
 RA_DEV void arrive_after_copies(MBar& bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(
                    cute::cast_smem_ptr_to_uint(&bar.state))
@@ -69,6 +88,13 @@ template <class Tensor, class Layout>
 auto make_tma(Tensor const& global, Layout const& shared) {
   auto copy = cute::make_tma_copy(cute::SM90_TMA_LOAD{}, global, shared);
   return Tma<decltype(copy), std::decay_t<decltype(global.shape())>>{copy, global.shape()};
+}
+// Whether the driver took the tensor's sizes, strides and address. CuTe only prints when it does not, and goes on with a
+// descriptor of zeros.
+template <class Tma>
+bool is_made(Tma const& tma) {
+  cute::TmaDescriptor const none = {};
+  return memcmp(tma.copy.get_tma_descriptor(), &none, sizeof none) != 0;
 }
 template <class Tma, class Target>
 RA_DEV void tma_load(Tma const& tma, int row_tile, int column_tile, int head, int page, MBar& bar, Target&& target) {
@@ -159,8 +185,12 @@ int launch(int64_t grid, int shared_bytes, void* stream, Params const& params) {
   auto function = kernel<Body, Params>;
   if (cudaError_t error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes))
     return error;
-  function<<<static_cast<unsigned>(grid), Body::kThreads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(params);
-  return cudaGetLastError();
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(grid));
+  config.blockDim = dim3(Body::kThreads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  return cudaLaunchKernelEx(&config, function, params);  // of this launch alone, unlike cudaGetLastError
 }
 
 }  // namespace op

@@ -15,19 +15,22 @@ struct Segment {
   int seq, length, begin, end, slot;
 };
 
-// The producer's threads stand eight to a row and sixteen rows apart four times: these are a thread's rows of a block, as
-// what lies before them in the cache, in units of 16 bytes.
+// The producer's threads stand eight to a row and sixteen rows apart four times. Of a thread's rows of a block: what the
+// list says, loaded long before it is needed; and where they lie in the cache, in units.
+struct Entries {
+  int of[4];
+};
 constexpr uint32_t kUnseen = ~0u;
 struct Block {
   uint32_t at[4];
   int page, tile;  // where TMA finds it; page -1: it does not
 };
 
-// A segment's list of keys: slots, or pages.
+// A segment's list of keys.
 struct List {
   int const* entries;
   int length;
-  uint32_t head;  // what lies before a row's KV head
+  uint32_t head;  // what lies before a row's KV head, in units
 };
 
 // What a kernel is given: the call, and where pages are whole numbers of blocks the tensor map to fetch them by.
@@ -106,33 +109,49 @@ struct LatentBase {
     return {0, 0, 0, 0, kAbsent};
   }
 
-  RA_DEV static uint32_t units(int64_t elements) { return uint32_t(elements * kElementBytes >> 4); }
   RA_DEV static List list_of(Plan const& plan, Segment const& segment) {
     Job const job = LatentBase::job(plan);
-    RaLatent const& call = plan.call;
-    int const* entries = call.lists + segment.seq * call.list_seq_stride;
-    if (kSparse) entries += job.token * call.list_token_stride + job.kv_head * call.list_head_stride;
-    return {entries, segment.length, units(job.kv_head * call.head_stride)};
+    Keys const& keys = plan.keys;
+    int const* entries = keys.lists + segment.seq * keys.seq_stride;
+    if (kSparse) entries += job.token * keys.token_stride + job.kv_head * keys.head_stride;
+    return {op::opaque(entries), segment.length, job.kv_head * keys.head};
   }
-  RA_DEV static uint32_t locate_row(Plan const& plan, List const& list, int position) {
-    if (position >= list.length) return kUnseen;
-    int const entry = list.entries[kSparse ? position : position / plan.page_size];
-    bool const rows = kSparse && plan.page_size == 1;
-    int const page = !kSparse || rows || entry < 0 ? entry : entry / plan.page_size;
-    if (page < 0 || page >= plan.num_pages) return kUnseen;
-    int const inside = rows ? 0 : (kSparse ? entry : position) % plan.page_size;
-    return units(page * plan.call.page_stride + inside * plan.call.slot_stride) + list.head;
+  // What the list says of this thread's rows. No load waits for another: behind the end of the list its last entry is
+  // read, of a list that has one.
+  RA_DEV static Entries look_up(Plan const& plan, List const& list, int block, int t) {
+    Entries found;
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      int const position = block * kBlock + t / 8 + 16 * i, last = list.length - 1;
+      uint32_t const inside = position < last ? position : last;
+      found.of[i] = op::load_constant(list.entries + (kSparse ? inside : divide(inside, plan.keys.by_page_size)));
+    }
+    return found;
   }
-  RA_DEV static Block locate(Plan const& plan, List const& list, int block, int t) {
+  // Where those rows lie. kPacked: pages follow each other without a gap.
+  template <bool kPacked = false>
+  RA_DEV static Block locate(Plan const& plan, List const& list, Entries const& entries, int block, int t) {
+    Keys const& keys = plan.keys;
     Block found;
     found.page = -1;
     CUTE_UNROLL
-    for (int i = 0; i < 4; ++i) found.at[i] = locate_row(plan, list, block * kBlock + t / 8 + 16 * i);
+    for (int i = 0; i < 4; ++i) {
+      int const position = block * kBlock + t / 8 + 16 * i;
+      uint32_t const entry = uint32_t(entries.of[i]), slot = kSparse ? entry : uint32_t(position);
+      uint32_t at = slot * keys.slot + list.head;
+      if (!kSparse) {
+        uint32_t const rows = uint32_t(keys.page_size) * keys.slot;
+        at += entry * (rows + keys.gap) - divide(slot, keys.by_page_size) * rows;
+      } else if (!kPacked) {
+        at += divide(slot, keys.by_page_size) * keys.gap;
+      }
+      found.at[i] = position < list.length && entry < keys.count ? at : kUnseen;
+    }
     return found;
   }
-  // A row that is not there is not read, but its address should be valid all the same: a cache may have no rows.
-  RA_DEV static char const* row_at(RaLatent const& call, uint32_t at) {
-    return at == kUnseen ? static_cast<char const*>(call.q) : static_cast<char const*>(call.kv) + int64_t(at) * 16;
+  // The address of a row's share of a thread, given that of row 0; that of a row that is not there is not read.
+  RA_DEV static char const* row_at(char const* cache, uint32_t at) {
+    return op::opaque(cache + uint64_t(at == kUnseen ? 0 : at) * kUnit);
   }
   RA_DEV static char const* query_at(Plan const& plan, Job const& job, int seq, int row) {
     RaLatent const& call = plan.call;

@@ -47,17 +47,17 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
     return i < kHalf ? H * kHalf + i : 8;
   }
 
-  template <class Tma>
-  RA_DEV static Block locate(Params<Tma> const& params, List const& list, int block, int t) {
+  template <bool kPacked, class Tma>
+  RA_DEV static Block locate(Params<Tma> const& params, List const& list, Entries const& entries, int block, int t) {
+    Keys const& keys = params.plan.keys;
     if constexpr (!kSparse) {
-      int const first = block * kBlock;
-      if (params.use_tma && first + kBlock <= list.length) {
-        int const page = list.entries[first / params.plan.page_size];
-        if (page >= 0 && page < params.plan.num_pages)
-          return {{0, 0, 0, 0}, page, first % params.plan.page_size / kBlock};
+      int const first = block * kBlock, page = entries.of[0];
+      if (params.use_tma && first + kBlock <= list.length && uint32_t(page) < keys.count) {
+        int const inside = first - int(divide(first, keys.by_page_size)) * keys.page_size;
+        return {{0, 0, 0, 0}, page, inside / kBlock};
       }
     }
-    return Base::locate(params.plan, list, block, t);
+    return Base::template locate<kPacked>(params.plan, list, entries, block, t);
   }
 
   // Which keys of a block are there at all. Its sixteen writers arrive once more than others, since the arrival that
@@ -72,7 +72,7 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
 
   // Fill half H of stage S when its reader is done with what was there.
   template <int S, int H, class Tma>
-  RA_DEV static void fill(Params<Tma> const& params, Block const& block, int turn, Smem& s, int t) {
+  RA_DEV static void fill(Params<Tma> const& params, char const* rows, Block const& block, int turn, Smem& s, int t) {
     s.empty[S][H].wait((turn & 1) ^ 1);
     if (S == H) store_seen(s.seen[S], block, t, s.full[S][H]);
     if constexpr (!kSparse) {
@@ -81,11 +81,11 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
     int const chunk = t % 8;
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) {
-      char const* const row = Base::row_at(params.plan.call, block.at[i]);
+      char const* const row = Base::row_at(rows, block.at[i]);
       CUTE_UNROLL
       for (int j = 0; j < kFilled<S, H>; ++j) {
         int const slab = slab_of<S, H>(j);
-        op::copy16(s.keys[S][slab] + Base::offset_of(t / 8 + 16 * i, chunk), row + (slab * 64 + chunk * 8) * 2,
+        op::copy16(s.keys[S][slab] + Base::offset_of(t / 8 + 16 * i, chunk), row + slab * 128,
                    block.at[i] != kUnseen);
       }
     }
@@ -114,10 +114,10 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
     }
   }
 
-  template <class Tma>
+  template <bool kPacked, class Tma>
   RA_DEV static void produce(Params<Tma> const& params, Smem& s) {
-    op::reg_dealloc<72>();
     int const t = op::tid() % 128;
+    char const* const rows = op::opaque(params.plan.keys.cache + t % 8 * 16);
     int turns[2] = {0, 0}, turn = 0, seq = 0;
     for (bool more = true; more; ++turn) {
       Segment const segment = Base::next_segment(params.plan, seq);
@@ -129,16 +129,30 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
         s.q_full.arrive();
       }
       op::arrive_after_copies(s.q_full);
+      if (segment.begin >= segment.end) continue;
       List const list = Base::list_of(params.plan, segment);
-      for (int index = segment.begin, end = segment.end; index < end; index += 2) {
-        bool const two = index + 1 < end;
-        Block const first = locate(params, list, index, t), second = locate(params, list, index + two, t);
-        fill<0, 0>(params, first, turns[0], s, t);
-        if (two) fill<1, 1>(params, second, turns[1], s, t);
-        fill<0, 1>(params, first, turns[0]++, s, t);
-        if (two) fill<1, 0>(params, second, turns[1]++, s, t);
+      int const last = segment.end - 1;
+      // What the list says is asked for a pair ahead.
+      auto const ahead = [&](int block) { return Base::look_up(params.plan, list, block < last ? block : last, t); };
+      Entries entries[2] = {ahead(segment.begin), ahead(segment.begin + 1)};
+      for (int index = segment.begin; index <= last; index += 2) {
+        bool const two = index < last;
+        Block const first = locate<kPacked>(params, list, entries[0], index, t);
+        Block const second = locate<kPacked>(params, list, entries[1], index + two, t);
+        entries[0] = ahead(index + 2);
+        entries[1] = ahead(index + 3);
+        fill<0, 0>(params, rows, first, turns[0], s, t);
+        if (two) fill<1, 1>(params, rows, second, turns[1], s, t);
+        fill<0, 1>(params, rows, first, turns[0]++, s, t);
+        if (two) fill<1, 0>(params, rows, second, turns[1]++, s, t);
       }
     }
+  }
+  template <class Tma>
+  RA_DEV static void produce(Params<Tma> const& params, Smem& s) {
+    op::reg_dealloc<72>();
+    if (kSparse && params.plan.keys.gap == 0) produce<true>(params, s);
+    else produce<false>(params, s);
   }
 
   // ---- consumers
