@@ -13,7 +13,7 @@
 //   load_constant                               a number of global memory that no kernel at work writes
 //   load16                                      16 bytes of global memory, zeros where there is nothing to load
 //   copy16, arrive_after_copies                 the same, asynchronously and to shared memory
-//   make_tma, is_made, tma_load                 tiles of 64 x 64 of a (rows, columns, (heads, pages)) tensor
+//   make_tma, descriptor_of, tma_load           tiles of 64 x 64 of a (rows, columns, (heads, pages)) tensor
 //   store                                       an ordinary write of what wgmma will read
 //   wgmma_ss, wgmma_rs, wgmma_wait<N>           asynchronous products; the wait names the accumulators it settles
 //   exp2, log2, reciprocal, pack<T>             2^x, the base-2 logarithm, 1/x, two floats as one word of T

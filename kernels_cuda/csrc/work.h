@@ -189,6 +189,13 @@ RA_HD Query query_of(Plan const& plan, Job const& job, int row, bool sparse) {
   return {row / plan.group, job.kv_head * plan.group + row % plan.group};
 }
 
+// Whether nothing was ever written there.
+inline bool is_zero(void const* memory, size_t size) {
+  for (size_t i = 0; i < size; ++i)
+    if (static_cast<unsigned char const*>(memory)[i]) return false;
+  return true;
+}
+
 // The power of two by which a row of queries with this largest magnitude is divided to lie below 2^9, as its exponent.
 RA_HD int unit_exponent(uint32_t largest_bits) { return clamped(int(largest_bits >> 23) - 127 - 8, -118, 119); }
 // The exponent that a key's scales are taken relative to: that of the largest. Below 2^-60 they bring nothing that

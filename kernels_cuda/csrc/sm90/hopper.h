@@ -2,7 +2,6 @@
 #pragma once
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
-#include <string.h>
 
 #include <cute/arch/cluster_sm90.hpp>
 #include <cute/atom/copy_traits_sm90_tma.hpp>
@@ -89,12 +88,10 @@ auto make_tma(Tensor const& global, Layout const& shared) {
   auto copy = cute::make_tma_copy(cute::SM90_TMA_LOAD{}, global, shared);
   return Tma<decltype(copy), std::decay_t<decltype(global.shape())>>{copy, global.shape()};
 }
-// Whether the driver took the tensor's sizes, strides and address. CuTe only prints when it does not, and goes on with a
-// descriptor of zeros.
+// The descriptor that was made, which CuTe leaves zero, and only prints, where the driver does not take the tensor.
 template <class Tma>
-bool is_made(Tma const& tma) {
-  cute::TmaDescriptor const none = {};
-  return memcmp(tma.copy.get_tma_descriptor(), &none, sizeof none) != 0;
+auto const* descriptor_of(Tma const& tma) {
+  return tma.copy.get_tma_descriptor();
 }
 template <class Tma, class Target>
 RA_DEV void tma_load(Tma const& tma, int row_tile, int column_tile, int head, int page, MBar& bar, Target&& target) {

@@ -42,7 +42,7 @@ int launch_latent(RaLatent const& call, void* stream) {
     code = op::launch<Kernel>(jobs, sizeof(typename Kernel::Smem), stream, LatentParams<char>{plan, 0, false});
   } else {
     auto const tma = op::make_tma(pages_of<Kernel>(call), typename Kernel::template Rows<64>{});
-    if (!op::is_made(tma)) return RA_NO_TENSOR_MAP;
+    if (is_zero(op::descriptor_of(tma), sizeof *op::descriptor_of(tma))) return RA_NO_TENSOR_MAP;
     LatentParams<std::decay_t<decltype(tma)>> const params{plan, tma, pages_by_tma(call)};
     code = op::launch<Kernel>(jobs, sizeof(typename Kernel::Smem), stream, params);
   }
