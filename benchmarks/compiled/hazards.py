@@ -105,13 +105,16 @@ def unordered(code: Sequence[Instruction]) -> Iterator[Instruction]:
 def serial_loads(loop: Sequence[Instruction]) -> int:
     """Loads from global memory in a turn of a loop that are issued only after something has waited for an earlier one.
 
-    A load that was issued long before, in instructions or in the turn before, costs its waiter nothing.
+    A load that was issued long before, in instructions or in the turn before, costs its waiter nothing; nor does one
+    behind which a producer first waits for its readers, as it does wherever it is ahead of them.
     """
     issued: dict[int, int] = {}  # barriers that loads of this turn will set, and when they were issued
     now = serial = 0
     waited = False
     for line in loop:
         control = control_of(line.control or 0)
+        if line.name.startswith("SYNCS.PHASECHK"):
+            issued.clear()
         for barrier in control.waits:
             since = issued.pop(barrier, None)
             waited |= since is not None and now - since < EXPOSED

@@ -31,7 +31,10 @@ logger = logging.getLogger("ragged_attention")
 PACKAGE = Path(__file__).parent.parent
 SOURCES = PACKAGE / "csrc"
 PREBUILT = PACKAGE / "prebuilt"
-UNITS = ("sm90/mla_decode_dense", "sm90/sparse_mla_prefill", "sm90/mla_decode_sparse_fp8", "common")
+UNITS = (
+    "sm90/mla_decode_dense", "sm90/sparse_mla_prefill", "sm90/mla_decode_sparse_fp8", "sm90/mla_decode_sparse_fp8_v4",
+    "common",
+)  # fmt: skip
 EMULATOR = "emulator"  # the folder that is for g++ alone
 NVCC_FLAGS = (
     "-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "--expt-relaxed-constexpr",

@@ -30,8 +30,8 @@ RA_HD uint32_t divide(uint32_t number, Divisor by) {
   return uint32_t(uint64_t(number * 2) * by.multiplier >> 32) >> by.shift;
 }
 
-// The rows of a cache, and the lists that name them. Where a row lies is counted in units of 16 bytes, in 32 bits, and
-// sums may wrap on the way: slot s of a sparse call is at s * slot + (s / page_size) * gap, position p of a page at
+// The rows of a cache, and the lists that name them. Where a row lies is counted in units of so many bytes, in 32 bits,
+// and sums may wrap on the way: slot s of a sparse call is at s * slot + (s / page_size) * gap, position p of a page at
 // p % page_size * slot + page * (page_size * slot + gap).
 struct Keys {
   char const* cache;
@@ -44,35 +44,48 @@ struct Keys {
   Divisor by_page_size;
   uint32_t slot, gap, head;
 };
-constexpr int kUnit = 16;
 
 // A call with what is derived from it, in numbers that fit registers.
 struct Plan {
   RaLatent call;
-  Keys keys;
+  Keys keys, extra;
   int num_seqs, num_q_tokens, num_q_heads, num_kv_heads, group, num_parts, num_splits;
   int rows;      // that share a list: the tokens and heads of a KV head, in sparse calls the heads of one token
   int tiles;     // of 64 rows
   int tokens;    // with lists of their own
   float scale;   // of logits to base 2
 };
-inline Keys keys_of(RaLatent const& call) {
+constexpr int kV4Row = 576, kV4Scales = 8;  // bytes of an fp8_v4 page for each of its tokens
+
+inline Keys keys_of(RaLatent const& call, int unit) {
   int const size = call.format == RA_PLAIN ? 2 : 1;
-  auto const units = [size](int64_t elements) { return uint32_t(elements * size / kUnit); };
+  auto const units = [=](int64_t elements) { return uint32_t(elements * size / unit); };
   int64_t const keys = call.sparse ? call.list_length : call.list_length * call.page_size;
   int64_t const entries = call.sparse ? call.num_pages * call.page_size : call.num_pages;
+  uint32_t const slot = units(call.format == RA_FP8_V4 ? kV4Row : call.slot_stride);
   return {
       static_cast<char const*>(call.kv), call.lists, call.lens, call.list_seq_stride, call.list_token_stride,
       call.list_head_stride, call.lens_seq_stride, call.lens_token_stride, clamped(keys, 0, kMostKeys),
-      uint32_t(clamped(entries, 0, INT32_MAX)), int(call.page_size), divisor_of(uint32_t(call.page_size)),
-      units(call.slot_stride), units(call.page_stride) - uint32_t(call.page_size) * units(call.slot_stride),
-      units(call.head_stride),
+      uint32_t(clamped(entries, 0, INT32_MAX)), int(call.page_size), divisor_of(uint32_t(call.page_size)), slot,
+      units(call.page_stride) - uint32_t(call.page_size) * slot, units(call.head_stride),
   };
 }
-inline Plan plan_of(RaLatent const& call) {
+// The call as if its second cache were the first.
+inline RaLatent extra_call_of(RaLatent call) {
+  call.kv = call.extra_kv, call.lists = call.extra_lists, call.lens = call.extra_lens;
+  call.num_pages = call.extra_num_pages, call.page_size = call.extra_page_size;
+  call.page_stride = call.extra_page_stride, call.slot_stride = call.extra_slot_stride, call.head_stride = 0;
+  call.list_seq_stride = call.extra_list_seq_stride, call.list_token_stride = call.extra_list_token_stride;
+  call.list_head_stride = 0, call.list_length = call.extra_list_length;
+  call.lens_seq_stride = call.extra_lens_seq_stride, call.lens_token_stride = call.extra_lens_token_stride;
+  return call;
+}
+// Rows are found in units of so many bytes.
+inline Plan plan_of(RaLatent const& call, int unit) {
   Plan plan{};
   plan.call = call;
-  plan.keys = keys_of(call);
+  plan.keys = keys_of(call, unit);
+  if (call.extra_lists) plan.extra = keys_of(extra_call_of(call), unit);
   plan.num_seqs = int(call.num_seqs);
   plan.num_q_tokens = int(call.num_q_tokens);
   plan.num_q_heads = int(call.num_q_heads);
@@ -90,19 +103,25 @@ inline Plan plan_of(RaLatent const& call) {
 // Whether sizes fit the 32 bits in which kernels count rows, keys and parts. What a stride multiplies has 64 bits.
 inline bool sizes_fit(RaLatent const& call) {
   auto const fits = [](int64_t size, int64_t least) { return size >= least && size <= kMostKeys; };
-  for (int64_t size : {call.num_seqs, call.num_q_tokens, call.num_q_heads, call.num_pages, call.list_length})
+  for (int64_t size : {call.num_seqs, call.num_q_tokens, call.num_q_heads, call.num_pages, call.list_length,
+                       call.extra_num_pages, call.extra_list_length})
     if (!fits(size, 0)) return false;
   if (!fits(call.num_kv_heads, 1) || !fits(call.page_size, 1) || !fits(call.num_q_tokens * call.num_q_heads, 0)) return false;
+  if (call.extra_lists && (!call.sparse || call.num_kv_heads != 1 || !fits(call.extra_page_size, 1))) return false;
   if (call.parts) return fits(call.num_parts, 1) && fits(2 * call.num_parts, 0);
   return call.num_splits >= 1 && call.num_splits <= kMostSplits && call.num_parts == call.num_seqs * call.num_splits &&
          fits(call.num_parts, 0);
 }
 
 // Keys of a sequence, in sparse calls of the list of one of its query tokens.
-RA_HD int length_of(Plan const& plan, int seq, int token) {
-  Keys const& keys = plan.keys;
+RA_HD int length_of(Keys const& keys, int seq, int token) {
   if (keys.lens == nullptr) return keys.longest;
   return clamped(keys.lens[seq * keys.lens_seq_stride + token * keys.lens_token_stride], 0, keys.longest);
+}
+// Blocks of a sequence: a second list begins at a new one.
+RA_HD int blocks_of(Plan const& plan, int seq, int token) {
+  int const blocks = ceil_div(length_of(plan.keys, seq, token), kBlock);
+  return plan.extra.lists ? blocks + ceil_div(length_of(plan.extra, seq, token), kBlock) : blocks;
 }
 
 // Where a part begins: a sequence, and a block of it. Each part ends where the next begins, so that whatever lengths a

@@ -340,14 +340,19 @@ inline void copy16(void* shared, void const* global, bool valid) {
   else machine.begin(copy);
 }
 inline int load_constant(int const* global) { return *global; }
-inline uint4 load16(void const* global, bool valid) {
-  uint4 words = {0, 0, 0, 0};
+template <class Words>
+Words load(void const* global, bool valid) {
+  Words words = {};
   emu::watch::Unseen unseen;
   if (!valid) return words;
-  if (reinterpret_cast<uintptr_t>(global) % 16 != 0) machine.fault("expected a load from 16 aligned bytes");
+  if (reinterpret_cast<uintptr_t>(global) % sizeof words != 0)
+    machine.fault("expected a load from %ld aligned bytes", long(sizeof words));
   memcpy(&words, global, sizeof words);
   return words;
 }
+inline uint4 load16(void const* global, bool valid) { return load<uint4>(global, valid); }
+inline uint2 load8(void const* global, bool valid) { return load<uint2>(global, valid); }
+inline uint32_t load4(void const* global, bool valid) { return load<uint32_t>(global, valid); }
 inline void arrive_after_copies(MBar& bar) {
   emu::CountedBarrier& made = bar.made();
   emu::watch::Unseen unseen;
@@ -471,6 +476,10 @@ inline float log2(float x) { return off(std::log2(flushed(x)), x); }
 template <class T>
 uint32_t pack(float low, float high) {
   return uint32_t(T(low).storage) | uint32_t(T(high).storage) << 16;
+}
+inline uint32_t multiply(uint32_t a, uint32_t b) {
+  auto const wide = [](uint32_t bits) { return emu::widened<bf16>(uint16_t(bits)); };
+  return pack<bf16>(wide(a) * wide(b), wide(a >> 16) * wide(b >> 16));
 }
 // Two e4m3 codes, the first in the low byte, as two float16.
 inline uint32_t half_pair(uint16_t codes) {

@@ -12,8 +12,8 @@
 #pragma once
 #include "latent.h"
 
-struct Fp8Decode : LatentBase<f16, bf16, true, 1> {
-  using Base = LatentBase<f16, bf16, true, 1>;
+struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
+  using Base = LatentBase<f16, bf16, true, 16, 1>;
   static constexpr int kColumns = 576, kGroups = 4;
   static constexpr float kSmallestRatio = 8.67361737988403547e-19f;  // 2^-60, in place of a scale of 0 in logits
 
@@ -173,11 +173,11 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 1> {
       op::fence_async_shared();
       s.q_full.arrive();
       if (segment.begin >= segment.end) continue;
-      List const list = list_of(plan, segment);
+      Lists const lists = lists_of(plan, segment, 0);
       int const last = segment.end - 1;
       // What is loaded is decoded one half later, and what the list says is asked for before the half before is decoded:
       // there is always something under way, and registers are left.
-      Block block = locate(plan, list, look_up(plan, list, segment.begin, t), segment.begin, t);
+      Block block = locate(plan, lists, look_up(plan, lists, segment.begin, t), segment.begin, t);
       Codes left, right;
       load<0>(rows, block, left);
       Scales scales = load_scales(plan, block, chunk);
@@ -185,9 +185,9 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 1> {
         int const next = index < last ? index + 1 : last;
         load<1>(rows, block, right);
         begin(rows, block, scales, turn, s, t);
-        Entries const entries = look_up(plan, list, next, t);
+        Entries const entries = look_up(plan, lists, next, t);
         fill<0>(left, turn, s);
-        block = locate(plan, list, entries, next, t);
+        block = locate(plan, lists, entries, next, t);
         load<0>(rows, block, left);
         scales = load_scales(plan, block, chunk);
         fill<1>(right, turn, s);

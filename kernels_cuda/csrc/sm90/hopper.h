@@ -62,7 +62,7 @@ RA_DEV void copy16(void* shared, void const* global, bool valid) {
                : "memory");
 }
 RA_DEV int load_constant(int const* global) { return __ldg(global); }
-// 16 bytes, zeros where there is nothing to load. A predicate rather than a branch, so that loads follow each other.
+// 16, 8 or 4 bytes, zeros where there is nothing to load. A predicate rather than a branch, so that loads follow each other.
 RA_DEV uint4 load16(void const* global, bool valid) {
   uint4 words = {0, 0, 0, 0};
   asm volatile(
@@ -71,6 +71,22 @@ RA_DEV uint4 load16(void const* global, bool valid) {
       : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w)
       : "l"(global), "r"(int(valid)));
   return words;
+}
+RA_DEV uint2 load8(void const* global, bool valid) {
+  uint2 words = {0, 0};
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n@p ld.global.nc.L2::128B.v2.b32 {%0, %1}, [%2];\n}\n"
+      : "+r"(words.x), "+r"(words.y)
+      : "l"(global), "r"(int(valid)));
+  return words;
+}
+RA_DEV uint32_t load4(void const* global, bool valid) {
+  uint32_t word = 0;
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p ld.global.nc.b32 %0, [%1];\n}\n"
+      : "+r"(word)
+      : "l"(global), "r"(int(valid)));
+  return word;
 }
 RA_DEV void arrive_after_copies(MBar& bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(
@@ -156,6 +172,12 @@ RA_DEV uint32_t pack(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(word) : "f"(high), "f"(low));
   else
     asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+}
+// Products of two bfloat16 each.
+RA_DEV uint32_t multiply(uint32_t a, uint32_t b) {
+  uint32_t word;
+  asm("mul.rn.bf16x2 %0, %1, %2;\n" : "=r"(word) : "r"(a), "r"(b));
   return word;
 }
 // Two e4m3 codes, the first in the low byte, as two float16.

@@ -9,9 +9,9 @@
 #pragma once
 #include "latent.h"
 
-template <class Element, int kWidth, bool kSparse>
-struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
-  using Base = LatentBase<Element, Element, kSparse, 2>;
+template <class Element, int kWidth, bool kSparse, int kUnit>
+struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
+  using Base = LatentBase<Element, Element, kSparse, kUnit>;
   using Base::kHalf, Base::kSlab;
   template <int kColumns>
   using Rows = typename Base::template Rows<kColumns>;
@@ -47,17 +47,17 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
     return i < kHalf ? H * kHalf + i : 8;
   }
 
-  template <bool kPacked, class Tma>
-  RA_DEV static Block locate(Params<Tma> const& params, List const& list, Entries const& entries, int block, int t) {
+  template <Finds kFinds, class Tma>
+  RA_DEV static Block locate(Params<Tma> const& params, Lists const& lists, Entries const& entries, int block, int t) {
     Keys const& keys = params.plan.keys;
     if constexpr (!kSparse) {
       int const first = block * kBlock, page = entries.of[0];
-      if (params.use_tma && first + kBlock <= list.length && uint32_t(page) < keys.count) {
+      if (params.use_tma && first + kBlock <= lists.length && uint32_t(page) < keys.count) {
         int const inside = first - int(divide(first, keys.by_page_size)) * keys.page_size;
-        return {{0, 0, 0, 0}, page, inside / kBlock};
+        return {lists.rows, {0, 0, 0, 0}, page, inside / kBlock};
       }
     }
-    return Base::template locate<kPacked>(params.plan, list, entries, block, t);
+    return Base::template locate<kFinds>(params.plan, lists, entries, block, t);
   }
 
   // Which keys of a block are there at all. Its sixteen writers arrive once more than others, since the arrival that
@@ -72,7 +72,7 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
 
   // Fill half H of stage S when its reader is done with what was there.
   template <int S, int H, class Tma>
-  RA_DEV static void fill(Params<Tma> const& params, char const* rows, Block const& block, int turn, Smem& s, int t) {
+  RA_DEV static void fill(Params<Tma> const& params, Block const& block, int turn, Smem& s, int t) {
     s.empty[S][H].wait((turn & 1) ^ 1);
     if (S == H) store_seen(s.seen[S], block, t, s.full[S][H]);
     if constexpr (!kSparse) {
@@ -81,7 +81,7 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
     int const chunk = t % 8;
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) {
-      char const* const row = Base::row_at(rows, block.at[i]);
+      char const* const row = Base::row_at(block.rows, block.at[i]);
       CUTE_UNROLL
       for (int j = 0; j < kFilled<S, H>; ++j) {
         int const slab = slab_of<S, H>(j);
@@ -114,45 +114,56 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
     }
   }
 
-  template <bool kPacked, class Tma>
-  RA_DEV static void produce(Params<Tma> const& params, Smem& s) {
-    int const t = op::tid() % 128;
-    char const* const rows = op::opaque(params.plan.keys.cache + t % 8 * 16);
-    int turns[2] = {0, 0}, turn = 0, seq = 0;
+  // The segments of this thread block, one after the other: their queries, then `pairs(segment)`, which fills the stages
+  // with their blocks.
+  // The thread's number is read again for each, so that nothing that follows from it takes a register in between.
+  template <class Pairs>
+  RA_DEV static void produce(Plan const& plan, Smem& s, Pairs pairs) {
+    int turn = 0, seq = 0;
     for (bool more = true; more; ++turn) {
-      Segment const segment = Base::next_segment(params.plan, seq);
+      Segment const segment = Base::next_segment(plan, seq);
       more = segment.slot != kAbsent;
       s.q_empty.wait((turn & 1) ^ 1);
-      if (segment.begin < segment.end) fill_queries(params.plan, segment.seq, s, t);
-      if (t == 0) {
+      if (segment.begin < segment.end) fill_queries(plan, segment.seq, s, op::fresh_tid() % 128);
+      if (op::fresh_tid() % 128 == 0) {
         s.segments[turn & 1] = segment;
         s.q_full.arrive();
       }
       op::arrive_after_copies(s.q_full);
-      if (segment.begin >= segment.end) continue;
-      List const list = Base::list_of(params.plan, segment);
+      if (segment.begin < segment.end) pairs(segment, op::fresh_tid() % 128);
+    }
+  }
+  template <Finds kFinds, class Tma>
+  RA_DEV static void produce(Params<Tma> const& params, Smem& s) {
+    Plan const& plan = params.plan;
+    int turns[2] = {0, 0};
+    produce(plan, s, [&](Segment const& segment, int t) {
+      Lists lists = Base::lists_of(plan, segment, t % 8 * 16);
+      lists.rows = op::opaque(lists.rows);
       int const last = segment.end - 1;
-      // What the list says is asked for a pair ahead.
-      auto const ahead = [&](int block) { return Base::look_up(params.plan, list, block < last ? block : last, t); };
+      // What the lists say is asked for a pair ahead.
+      auto const ahead = [&](int block) {
+        return Base::template look_up<kFinds>(plan, lists, block < last ? block : last, t);
+      };
       Entries entries[2] = {ahead(segment.begin), ahead(segment.begin + 1)};
       for (int index = segment.begin; index <= last; index += 2) {
         bool const two = index < last;
-        Block const first = locate<kPacked>(params, list, entries[0], index, t);
-        Block const second = locate<kPacked>(params, list, entries[1], index + two, t);
+        Block const first = locate<kFinds>(params, lists, entries[0], index, t);
+        Block const second = locate<kFinds>(params, lists, entries[1], index + two, t);
         entries[0] = ahead(index + 2);
         entries[1] = ahead(index + 3);
-        fill<0, 0>(params, rows, first, turns[0], s, t);
-        if (two) fill<1, 1>(params, rows, second, turns[1], s, t);
-        fill<0, 1>(params, rows, first, turns[0]++, s, t);
-        if (two) fill<1, 0>(params, rows, second, turns[1]++, s, t);
+        fill<0, 0>(params, first, turns[0], s, t);
+        if (two) fill<1, 1>(params, second, turns[1], s, t);
+        fill<0, 1>(params, first, turns[0]++, s, t);
+        if (two) fill<1, 0>(params, second, turns[1]++, s, t);
       }
-    }
+    });
   }
+  static constexpr int kProducerRegisters = 72, kConsumerRegisters[2] = {216, 216};
   template <class Tma>
   RA_DEV static void produce(Params<Tma> const& params, Smem& s) {
-    op::reg_dealloc<72>();
-    if (kSparse && params.plan.keys.gap == 0) produce<true>(params, s);
-    else produce<false>(params, s);
+    if (Base::is_packed(params.plan)) produce<Finds::kPacked>(params, s);
+    else produce<Finds::kAny>(params, s);
   }
 
   // ---- consumers
@@ -338,8 +349,9 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
       phases ^= two ? 3 : 1;
     }
 
+    template <int kRegisters>
     RA_DEV void run() {
-      op::reg_alloc<216>();
+      op::reg_alloc<kRegisters>();
       for (;; phases ^= 4) {
         s.q_full.wait(phases >> 2);
         op::fence_async_shared();
@@ -375,8 +387,9 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
     }
   };
 
-  template <class Tma>
-  RA_DEV static void run(Params<Tma> const& params, Smem& s) {
+  // `Kernel` is this with a producer of its own, perhaps.
+  template <class Kernel, class Tma>
+  RA_DEV static void run_as(Params<Tma> const& params, Smem& s) {
     if (op::tid() == 0) {
       s.q_full.init(128 + 1);
       s.q_empty.init(8);
@@ -388,8 +401,22 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
     }
     op::syncthreads();
     int const warpgroup = op::tid() / 128;
-    if (warpgroup == 0) Consumer<0>(s, params.plan).run();
-    else if (warpgroup == 1) Consumer<1>(s, params.plan).run();
-    else produce(params, s);
+    if (warpgroup == 0) {
+      Consumer<0>(s, params.plan).template run<Kernel::kConsumerRegisters[0]>();
+    } else if (warpgroup == 1) {
+      Consumer<1>(s, params.plan).template run<Kernel::kConsumerRegisters[1]>();
+    } else {
+      op::reg_dealloc<Kernel::kProducerRegisters>();
+      Kernel::produce(params, s);
+    }
+  }
+};
+
+template <class Element, int kWidth, bool kSparse>
+struct Seesaw : SeesawBase<Element, kWidth, kSparse, 16> {
+  using Body = SeesawBase<Element, kWidth, kSparse, 16>;
+  template <class Tma>
+  RA_DEV static void run(LatentParams<Tma> const& params, typename Body::Smem& s) {
+    Body::template run_as<Seesaw>(params, s);
   }
 };
