@@ -62,6 +62,7 @@ const char* ra_error_string(int) { return "all is well"; }
 int ra_mla_decode_dense(const RaLatent*, void*) { return 1; }
 int ra_sparse_mla_prefill(const RaLatent*, void*) { return 2; }
 int ra_mla_decode_sparse_fp8(const RaLatent*, void*) { return 3; }
+int ra_mla_decode_sparse_fp8_v4(const RaLatent*, void*) { return 5; }
 int ra_make_decode_schedule(const RaSchedule*, void*) { return 4; }
 """
 

@@ -35,6 +35,8 @@ REGISTERS = 168
 CONSUMERS, REGISTER_FILE = 2, 65536 // 128
 AROUND = ("Combine<", "Deal")  # the other kernels: merging of splits, the schedule
 DENSE = ", false>"  # how the bodies end that find keys by pages and so fetch them by TMA
+# Loads of a turn that wait for an earlier one, where a producer has no registers for all of them at once.
+SERIAL = {"Fp8V4": 3}
 RESERVED = 1024  # bytes of a block's shared memory that are the system's
 
 HEADER = """\
@@ -46,8 +48,9 @@ for its products one by one, has other registers than planned, or needs more sha
 {limit} KiB. Nor may an instruction touch the registers of a product under way, a product be issued that no
 WARPGROUP.ARRIVE orders behind writes to its operands, or a load wait for another load of the same turn. CI compares.
 
-A kernel's name is that of its body: `Seesaw<operands, width of a row, lists>` of plain caches, `Fp8Decode` of quantised
-ones, `Combine<results>` which merges splits, `Deal` which makes a schedule.
+A kernel's name is that of its body: `Seesaw<operands, width of a row, lists>` of plain caches, `Fp8Decode` of `fp8_v32`
+and `Fp8V4` of `fp8_v4` ones, `Combine<results>` which merges splits, `Deal` which makes a schedule. For the loads of
+`Fp8V4` there are not registers enough to have all under way at once: {serial} of a turn wait for the one before.
 """
 KERNELS = """\
 ## Kernels
@@ -62,9 +65,9 @@ of 16 bytes; instructions in all.
 LOOPS = """\
 ## Inner loops
 
-The loops in which products are computed or keys are fetched, one turn of each: two blocks of 64 keys in `Seesaw`, one
-in `Fp8Decode`. Products by shape, and how often their end is waited for; TMA loads and asynchronous copies;
-exponentials; other arithmetic in float; loads and stores of shared memory; those of local memory; waits for memory
+The loops in which products are computed or keys are fetched, one turn of each: two blocks of 64 keys in `Seesaw` and
+`Fp8V4`, one in `Fp8Decode`. Products by shape, and how often their end is waited for; TMA loads and asynchronous
+copies; exponentials; other arithmetic in float; loads and stores of shared memory; those of local memory; waits for memory
 barriers; words between warpgroups.
 
 | kernel | loop | instructions | products | settled | copies | ex2 | float | LDS | STS | local | waits | barriers |
@@ -88,13 +91,14 @@ say FlashMLA's. Where a loop of its prefill has twice the products of QK, the fi
 NOT_READ = "| - | FlashMLA: not read yet | | | | | | | | | |\n"
 OURS = {  # the kernels that compute what FlashMLA's do, and what that is called
     "Seesaw<bf16, 576, false>": "dense decode", "Seesaw<bf16, 576, true>": "sparse prefill",
-    "Fp8Decode": "sparse decode, fp8",
+    "Fp8Decode": "sparse decode, fp8", "Fp8V4": "sparse decode, fp8",
 }  # fmt: skip
 
 SIZES = """\
 #include "schedule.h"
 #include "sm90/combine.h"
 #include "sm90/fp8_decode.h"
+#include "sm90/fp8_v4.h"
 #include "sm90/seesaw.h"
 template <class T, class Smem = typename T::Smem> constexpr size_t size_of(int) {{ return sizeof(Smem); }}
 template <class T> constexpr size_t size_of(long) {{ return 0; }}
@@ -146,7 +150,7 @@ def failures(found: Sequence[sass.Kernel], shared: Mapping[str, int]) -> list[st
             complain(f"registers are changed to {asked}, {REGISTER_FILE} are to be had")
         if sum(bool(loop["HGMMA"]) for loop in kernel.loops) != CONSUMERS:
             complain(f"{len(kernel.loops)} inner loops, one a consumer is planned, and the producer's")
-        for hazard in hazards.found(kernel.code):
+        for hazard in hazards.found(kernel.code, SERIAL.get(kernel.type, 0)):
             complain(hazard)
         for loop in kernel.loops:
             if 2 * loop["settled"] > loop["HGMMA"]:  # what ptxas does where it cannot prove them independent
@@ -169,7 +173,7 @@ def document(
 ) -> str:
     """The page; `theirs` are the lines of the table that have FlashMLA's loops."""
     wrong = failures(found, shared)
-    lines = [HEADER.format(limit=shared_memory_of("sm_90") // 1024), compiler, ""]
+    lines = [HEADER.format(limit=shared_memory_of("sm_90") // 1024, serial=SERIAL["Fp8V4"]), compiler, ""]
     lines += [f"{len(found)} kernels, {len(wrong) or 'no'} failure{'s' if len(wrong) != 1 else ''}.", ""]
     lines += [f"- {text}" for text in wrong] + ([""] if wrong else [])
     # What two units have both, the merging of splits, is one line.

@@ -9,6 +9,16 @@
 // left half of the output; warpgroup 1, the follower, holds the right half. Both read the weights from shared memory,
 // where they take the place of the block's last 64 columns, whose logits are done by then. While the leader is at its
 // exponentials, the follower's product of the block before has the tensor cores.
+//
+//   barrier       who arrives                                     of    a phase is    protects
+//   q_full        each producer thread; one for the segment       129   a segment     q, unit, segments[turn % 2]
+//   q_empty       a thread of each consumer warp                  8     a segment     q, unit
+//   full[S][0]    each producer thread                            128   a use of S    left half of stage S, scales
+//   full[S][1]    each producer thread, and its copies            256   a use of S    right half, and slab 8
+//   empty[S][H]   a thread of each warp of warpgroup H            4     a use of S    half H; slab 8 and scales are both's
+//   kWeights + S  the leader; the follower waits                  256   a use of S    weights in slab 8, factor[S]
+//   kSums         both, and wait                                  256   a segment     sums, maximum, level
+//   kRestRead     the leader, and waits                           128   a block       slab 8 before weights take its place
 #pragma once
 #include "latent.h"
 

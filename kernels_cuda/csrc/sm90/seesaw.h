@@ -6,6 +6,19 @@
 // in halves of columns; half H of either stage is last read by warpgroup H, which alone hands it back, so that a half is
 // filled again as soon as its reader is done. Slab 8 has the last 64 columns of 576, which are key and not value; once
 // its logits are computed, the block's weights take that slab's place.
+//
+//   barrier         who arrives                                              of       a phase is     protects
+//   q_full          the copies of each producer thread; one for the segment  129      a segment      q, segments[turn % 2]
+//   q_empty         a thread of each consumer warp                           8        a segment      q
+//   full[S][H]      the copies of each producer thread, or one for TMA's     128      a use of S     half H of stage S; slab 8
+//                   bytes and the others at once; of H = S also the 16       144                     comes with half 1 - S, seen
+//                   writers of `seen`                                                                with half S
+//   empty[S][H]     a thread of each warp of warpgroup H                     4        a use of S     the same
+//   kFirstMaximum   warpgroup 0; 1 waits                                     256      a pair         maximum[0]
+//   kSecondWeights  warpgroup 1; 0 waits                                     256      a whole pair   maximum[1], weights of block 1
+//   kFirstWeights   warpgroup 0; 1 waits                                     256      a pair         weights of block 0
+//   kSums           both, and wait                                           256      a segment      sums[turn % 2]
+//   kRestRead       warpgroup 0, and waits                                   128      a lone block   slab 8 of stage 0
 #pragma once
 #include "latent.h"
 
