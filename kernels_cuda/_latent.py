@@ -7,6 +7,10 @@ A thread block computes 64 rows of a job over one split of its keys, and has a m
 """
 
 import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ragged_attention.calls import CACHE_FORMATS, Call, MlaDecode, SparseMlaPrefill, dtype_name
@@ -24,6 +28,7 @@ ARCH = "sm_90"
 D_QK, D_V = (576, 512), 512
 MOST_UNITS = 2**32 - 1  # of a cache: where rows lie is counted in units of as many bytes as rows are aligned to
 NOT_BY_DEFAULT = "not yet measured to beat Triton's kernel, so taken only where it is asked for by name"
+PROVEN = Path(__file__).parent / "proven"  # written by `python -m benchmarks.device.proven`
 
 Attention = MlaDecode | SparseMlaPrefill
 
@@ -60,10 +65,19 @@ def cannot_run(call: Call) -> str | None:
     return _native.why_not()
 
 
-def why_not_by_default(call: Call) -> str | None:
-    """Why a call that names no backend goes elsewhere."""
-    del call
-    return NOT_BY_DEFAULT
+def why_not_by_default(call: Call, key: str | None) -> str | None:
+    """Why a call that names no backend goes elsewhere; None where a run on its device has proven its kind of call.
+
+    `key` is the kind, as the operation's module gives it; None has nothing that could be proven.
+    """
+    return None if key in _proven(call.OPERATION).get(call.device.name, ()) else NOT_BY_DEFAULT
+
+
+@functools.cache
+def _proven(operation: str) -> Mapping[str, Mapping[str, Any]]:
+    """What has been proven of an operation, by what the framework calls the device and by kind of call."""
+    path = PROVEN / f"{operation}.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def cannot_take(call: Attention, *, sparse: bool) -> str | None:

@@ -5,7 +5,6 @@ from typing import Any
 from ragged_attention.calls import MlaDecode
 from ragged_attention.kernels_cuda import _latent
 from ragged_attention.kernels_cuda._latent import Tile as Tile
-from ragged_attention.kernels_cuda._latent import why_not_by_default as why_not_by_default
 
 FEATURES = frozenset({
     "page_indices", "kv_lens", "indices", "d_v", "sm_scale", "causal", "sinks", "topk_lens", "schedule",
@@ -30,6 +29,10 @@ def why_not(call: MlaDecode) -> str | None:
     if call.format == "fp8_v32" and call.extra_kv_cache is not None:
         return "takes extra_kv_cache with cache_format 'plain' or 'fp8_v4', got 'fp8_v32'"
     return _latent.cannot_take(call, sparse=call.sparse) or _latent.cannot_run(call)
+
+
+def why_not_by_default(call: MlaDecode) -> str | None:
+    return _latent.why_not_by_default(call, tuning_key(call))
 
 
 def heuristic(call: MlaDecode) -> Tile:

@@ -5,7 +5,6 @@ from typing import Any
 from ragged_attention.calls import SparseMlaPrefill
 from ragged_attention.kernels_cuda import _latent
 from ragged_attention.kernels_cuda._latent import Tile as Tile
-from ragged_attention.kernels_cuda._latent import why_not_by_default as why_not_by_default
 
 FEATURES = frozenset({"sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "cache_layout", "deterministic"})
 
@@ -20,6 +19,10 @@ def tuning_key(call: SparseMlaPrefill) -> str:
 
 def why_not(call: SparseMlaPrefill) -> str | None:
     return _latent.cannot_take(call, sparse=True) or _latent.cannot_run(call)
+
+
+def why_not_by_default(call: SparseMlaPrefill) -> str | None:
+    return _latent.why_not_by_default(call, tuning_key(call))
 
 
 def heuristic(call: SparseMlaPrefill) -> Tile:

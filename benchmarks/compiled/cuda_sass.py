@@ -67,8 +67,8 @@ LOOPS = """\
 
 The loops in which products are computed or keys are fetched, one turn of each: two blocks of 64 keys in `Seesaw` and
 `Fp8V4`, one in `Fp8Decode`. Products by shape, and how often their end is waited for; TMA loads and asynchronous
-copies; exponentials; other arithmetic in float; loads and stores of shared memory; those of local memory; waits for memory
-barriers; words between warpgroups.
+copies; exponentials; other arithmetic in float; loads and stores of shared memory; those of local memory; waits for
+memory barriers; words between warpgroups.
 
 | kernel | loop | instructions | products | settled | copies | ex2 | float | LDS | STS | local | waits | barriers |
 |---|---|---|---|---|---|---|---|---|---|---|---|---|
