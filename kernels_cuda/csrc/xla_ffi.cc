@@ -141,7 +141,7 @@ struct Arrays {
   }
 };
 
-enum { kQ, kKv, kLists, kLens, kSinks, kParts, kExtraKv, kExtraLists, kExtraLens, kOut, kLse, kMaxLogits, kPartialOut, kPartialLse, kPartialMax };
+enum { kQ, kKv, kLists, kLens, kSinks, kParts, kMoreKv, kMoreLists, kMoreLens, kOut, kLse, kMaxLogits, kPartialOut, kPartialLse, kPartialMax };
 constexpr const char* kLatentNames[] = {"q",   "kv",  "lists",      "lens",        "sinks",       "parts",
                                         "extra_kv", "extra_lists", "extra_lens",
                                         "out", "lse", "max_logits", "partial_out", "partial_lse", "partial_max"};
@@ -153,8 +153,8 @@ void check_types(Check& check, LatentArrays const& arrays, RaLatent const& call)
   check.that(call.format >= RA_PLAIN && call.format <= RA_FP8_V4, "format 0, 1 or 2", std::to_string(call.format));
   ffi::DataType const type = call.dtype == RA_BFLOAT16 ? ffi::BF16 : ffi::F16;
   check.type(arrays[kQ], type);
-  for (size_t index : {kKv, kExtraKv}) check.type(arrays[index], call.format == RA_PLAIN ? type : ffi::U8);
-  for (size_t index : {kLists, kLens, kParts, kExtraLists, kExtraLens}) check.type(arrays[index], ffi::S32);
+  for (size_t index : {kKv, kMoreKv}) check.type(arrays[index], call.format == RA_PLAIN ? type : ffi::U8);
+  for (size_t index : {kLists, kLens, kParts, kMoreLists, kMoreLens}) check.type(arrays[index], ffi::S32);
   check.type(arrays[kSinks], ffi::F32);
   check.type(arrays[kOut], type);
   for (size_t index : {kLse, kMaxLogits, kPartialOut, kPartialLse, kPartialMax}) check.type(arrays[index], ffi::F32);
@@ -175,9 +175,9 @@ void check_sizes(Check& check, LatentArrays const& arrays, RaLatent const& call)
   check.entries(arrays[kLens], product({call.num_seqs, call.lens_token_stride ? call.num_q_tokens : 1}), true);
   check.entries(arrays[kSinks], call.num_q_heads, true);
   check.entries(arrays[kParts], product({call.num_parts, 8}), true);
-  check.entries(arrays[kExtraKv], product({call.extra_num_pages, call.extra_page_size, width}));
-  check.entries(arrays[kExtraLists], product({call.num_seqs, call.num_q_tokens, call.extra_list_length}));
-  check.entries(arrays[kExtraLens], product({call.num_seqs, call.extra_lens_token_stride ? call.num_q_tokens : 1}), true);
+  check.entries(arrays[kMoreKv], product({call.extra_num_pages, call.extra_page_size, width}));
+  check.entries(arrays[kMoreLists], product({call.num_seqs, call.num_q_tokens, call.extra_list_length}));
+  check.entries(arrays[kMoreLens], product({call.num_seqs, call.extra_lens_token_stride ? call.num_q_tokens : 1}), true);
   check.entries(arrays[kOut], product({rows, kDv}));
   check.entries(arrays[kLse], rows);
   check.entries(arrays[kMaxLogits], rows, true);
@@ -202,14 +202,14 @@ void check_strides(Check& check, LatentArrays const& arrays, RaLatent const& cal
                {call.list_seq_stride, call.list_token_stride, call.list_head_stride}, call.list_length);
   if (arrays[kLens].count())
     check.within(arrays[kLens], {call.num_seqs, call.num_q_tokens}, {call.lens_seq_stride, call.lens_token_stride}, 1);
-  check.within(arrays[kExtraKv], {call.extra_num_pages, call.extra_page_size},
+  check.within(arrays[kMoreKv], {call.extra_num_pages, call.extra_page_size},
                {call.extra_page_stride, call.extra_slot_stride}, width);
-  check.within(arrays[kExtraLists], {call.num_seqs, call.num_q_tokens},
+  check.within(arrays[kMoreLists], {call.num_seqs, call.num_q_tokens},
                {call.extra_list_seq_stride, call.extra_list_token_stride}, call.extra_list_length);
-  if (arrays[kExtraLens].count())
-    check.within(arrays[kExtraLens], {call.num_seqs, call.num_q_tokens},
+  if (arrays[kMoreLens].count())
+    check.within(arrays[kMoreLens], {call.num_seqs, call.num_q_tokens},
                  {call.extra_lens_seq_stride, call.extra_lens_token_stride}, 1);
-  for (size_t index : {kQ, kKv, kExtraKv}) check.aligned(arrays[index]);
+  for (size_t index : {kQ, kKv, kMoreKv}) check.aligned(arrays[index]);
 }
 
 void check_numbers(Check& check, RaLatent const& call) {
@@ -243,9 +243,9 @@ ffi::Error latent(const char* function, int (*launch)(const RaLatent*, void*), v
   call.lens = static_cast<const int32_t*>(arrays[kLens].data());
   call.sinks = static_cast<const float*>(arrays[kSinks].data());
   call.parts = static_cast<const int32_t*>(arrays[kParts].data());
-  call.extra_kv = arrays[kExtraKv].data();
-  call.extra_lists = static_cast<const int32_t*>(arrays[kExtraLists].data());
-  call.extra_lens = static_cast<const int32_t*>(arrays[kExtraLens].data());
+  call.extra_kv = arrays[kMoreKv].data();
+  call.extra_lists = static_cast<const int32_t*>(arrays[kMoreLists].data());
+  call.extra_lens = static_cast<const int32_t*>(arrays[kMoreLens].data());
   call.out = arrays[kOut].data();
   call.lse = static_cast<float*>(arrays[kLse].data());
   call.max_logits = static_cast<float*>(arrays[kMaxLogits].data());
