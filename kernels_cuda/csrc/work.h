@@ -108,6 +108,7 @@ inline bool sizes_fit(RaLatent const& call) {
     if (!fits(size, 0)) return false;
   if (!fits(call.num_kv_heads, 1) || !fits(call.page_size, 1) || !fits(call.num_q_tokens * call.num_q_heads, 0)) return false;
   if (call.extra_lists && (!call.sparse || call.num_kv_heads != 1 || !fits(call.extra_page_size, 1))) return false;
+  if (!fits(call.list_length + call.extra_list_length, 0)) return false;  // positions go on from one list to the other
   if (call.parts) return fits(call.num_parts, 1) && fits(2 * call.num_parts, 0);
   return call.num_splits >= 1 && call.num_splits <= kMostSplits && call.num_parts == call.num_seqs * call.num_splits &&
          fits(call.num_parts, 0);
