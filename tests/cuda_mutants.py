@@ -114,7 +114,7 @@ MUTANTS = {
         "sm90/seesaw.h", "seen[t / 8 + 16 * i] = block.at[i] != kUnseen", "seen[t / 8 + 16 * i] = true", "lists"
     ),
     "a row that is not there is read": Mutant(
-        "sm90/latent.h", "&& entry < keys.count ?", "&& int(entry) >= 0 ?", "lists"
+        "sm90/latent.h", "&& entry < count ?", "&& int(entry) >= 0 ?", "lists"
     ),
     "a part's result goes to its neighbour's place": Mutant("work.h", "    slot = part;\n", "    slot = part + 1;\n"),
     "a part begins a block late": Mutant("work.h", "begin = clamped(from, 0", "begin = clamped(from + (from > 0), 0"),
