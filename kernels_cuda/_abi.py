@@ -4,17 +4,17 @@ import ctypes
 
 from ragged_attention.errors import BackendMissing
 
-VERSION = 1
+VERSION = 2
 # The codes of api.h; a positive code is CUDA's own.
-WRONG_DEVICE, NO_KERNEL, DEADLOCK = -1, -2, -3
+WRONG_DEVICE, NO_KERNEL, DEADLOCK, NO_TENSOR_MAP = -1, -2, -3, -4
 DTYPES = {"bfloat16": 0, "float16": 1}
-FORMATS = {"plain": 0, "fp8_v32": 1}
+FORMATS = {"plain": 0, "fp8_v32": 1, "fp8_v4": 2}
 
 
 class Latent(ctypes.Structure):
     """`RaLatent`: attention over latent rows, dense or of lists."""
 
-    OPERANDS = ("q", "kv", "lists", "lens", "sinks", "parts")
+    OPERANDS = ("q", "kv", "lists", "lens", "sinks", "parts", "extra_kv", "extra_lists", "extra_lens")
     RESULTS = ("out", "lse", "max_logits", "partial_out", "partial_lse", "partial_max")
     NUMBERS = (
         "num_seqs", "num_q_tokens", "num_q_heads", "num_kv_heads", "d_qk",
@@ -23,6 +23,9 @@ class Latent(ctypes.Structure):
         "num_pages", "page_size", "page_stride", "slot_stride", "head_stride",
         "list_seq_stride", "list_token_stride", "list_head_stride", "list_length",
         "lens_seq_stride", "lens_token_stride",
+        "extra_num_pages", "extra_page_size", "extra_page_stride", "extra_slot_stride",
+        "extra_list_seq_stride", "extra_list_token_stride", "extra_list_length",
+        "extra_lens_seq_stride", "extra_lens_token_stride",
         "num_parts", "num_splits", "num_partials",
     )  # fmt: skip
     _fields_ = (
@@ -49,6 +52,7 @@ LAUNCHERS = {
     "ra_mla_decode_dense": Latent,
     "ra_sparse_mla_prefill": Latent,
     "ra_mla_decode_sparse_fp8": Latent,
+    "ra_mla_decode_sparse_fp8_v4": Latent,
     "ra_make_decode_schedule": Schedule,
 }
 
@@ -66,6 +70,7 @@ def bind(library: ctypes.CDLL) -> ctypes.CDLL:
     number = ctypes.POINTER(ctypes.c_int)
     library.ra_status.argtypes = (ctypes.c_int, number, number, number)
     library.ra_status.restype = ctypes.c_int
+    library.ra_versions.argtypes, library.ra_versions.restype = (number, number), None
     library.ra_error_string.argtypes = (ctypes.c_int,)
     library.ra_error_string.restype = ctypes.c_char_p
     for name, record in LAUNCHERS.items():

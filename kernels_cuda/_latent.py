@@ -7,6 +7,10 @@ A thread block computes 64 rows of a job over one split of its keys, and has a m
 """
 
 import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ragged_attention.calls import CACHE_FORMATS, Call, MlaDecode, SparseMlaPrefill, dtype_name
@@ -22,14 +26,19 @@ MERGE_COST = 3  # of the kernel that merges splits, in blocks
 SPLITS_PER_BLOCK = 16  # that it merges in the time of one more
 ARCH = "sm_90"
 D_QK, D_V = (576, 512), 512
-MOST_BYTES = 2**36 - 16  # of a cache: kernels count units of 16 bytes in 32 bits
+MOST_UNITS = 2**32 - 1  # of a cache: where rows lie is counted in units of as many bytes as rows are aligned to
 NOT_BY_DEFAULT = "not yet measured to beat Triton's kernel, so taken only where it is asked for by name"
+PROVEN = Path(__file__).parent / "proven"  # written by `python -m benchmarks.device.proven`
 
 Attention = MlaDecode | SparseMlaPrefill
 
 DENSE = Native("ra_mla_decode_dense")
 LISTS = Native("ra_sparse_mla_prefill")
-FP8_LISTS = Native("ra_mla_decode_sparse_fp8")
+LISTS_OF = {  # the function for lists of each format
+    "plain": LISTS,
+    "fp8_v32": Native("ra_mla_decode_sparse_fp8"),
+    "fp8_v4": Native("ra_mla_decode_sparse_fp8_v4"),
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +65,19 @@ def cannot_run(call: Call) -> str | None:
     return _native.why_not()
 
 
-def why_not_by_default(call: Call) -> str | None:
-    """Why a call that names no backend goes elsewhere."""
-    del call
-    return NOT_BY_DEFAULT
+def why_not_by_default(call: Call, key: str | None) -> str | None:
+    """Why a call that names no backend goes elsewhere; None where a run on its device has proven its kind of call.
+
+    `key` is the kind, as the operation's module gives it; None has nothing that could be proven.
+    """
+    return None if key in _proven(call.OPERATION).get(call.device.name, ()) else NOT_BY_DEFAULT
+
+
+@functools.cache
+def _proven(operation: str) -> Mapping[str, Mapping[str, Any]]:
+    """What has been proven of an operation, by what the framework calls the device and by kind of call."""
+    path = PROVEN / f"{operation}.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def cannot_take(call: Attention, *, sparse: bool) -> str | None:
@@ -76,15 +94,23 @@ def cannot_take(call: Attention, *, sparse: bool) -> str | None:
         return f"takes d_qk {' or '.join(map(str, D_QK))}, got {call.d_qk}"
     if call.d_v != D_V:
         return f"takes d_v {D_V}, got {call.d_v}"
-    if (size := cache_bytes(call)) > MOST_BYTES:
-        return f"takes a cache of at most {MOST_BYTES} bytes, got {size}"
+    most = MOST_UNITS * alignment(call.format)
+    if (size := cache_bytes(call)) > most:
+        return f"takes a cache of at most {most} bytes, got {size}"
     return None
 
 
+def alignment(cache_format: str) -> int:
+    """The bytes at whose multiples rows of a cache begin."""
+    return 8 if cache_format == "fp8_v4" else 16
+
+
 def cache_bytes(call: Attention) -> int:
-    """The size of a cache whose pages follow each other; the library itself refuses one that strides make larger."""
+    """The size of the larger cache if its pages follow each other; one that strides make larger the library refuses."""
     row = call.d_qk * 2 if call.format == "plain" else CACHE_FORMATS[call.format].token_bytes
-    return call.num_slots * call.num_kv_heads * row
+    extra = getattr(call, "extra_kv_cache", None)
+    slots = 0 if extra is None else extra.shape[0] * extra.shape[1]
+    return max(call.num_slots * call.num_kv_heads, slots) * row
 
 
 # ---- choosing splits
@@ -114,6 +140,15 @@ def splits(call: Attention, jobs: int, rows: int, keys: int) -> int:
 # ---- the call
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Extra:
+    """A second cache with lists of its own, in the terms of the C ABI."""
+
+    cache: Any
+    lists: Any  # i32 [S, Q, N']
+    lens: Any  # i32 [S] or [S, Q], or None
+
+
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Work:
     """One call in the terms of the C ABI."""
@@ -128,12 +163,21 @@ class Work:
     list_strides: tuple[int, int, int]  # of sequence, query token, KV head
     lens: Any  # i32 [S] or [S, Q], or None
     causal: bool = False
+    format: str = "plain"
     schedule: Any = None  # (parts, ...) or None
+    extra: Extra | None = None
 
 
 def function_of(call: Attention) -> Native:
     """The function that runs a call over lists."""
-    return LISTS if call.format == "plain" else FP8_LISTS
+    return LISTS_OF[call.format]
+
+
+def aligned(cache: Any, cache_format: str, launch: Any) -> Any:
+    """A cache, copied where its rows do not lie as they are read: aligned, and in an fp8_v4 page without gaps."""
+    if cache_format == "fp8_v4":
+        cache = launch.words(cache, packed_rows=True)
+    return launch.aligned(cache, alignment(cache_format))
 
 
 def strides_of(array: Any, launch: Any) -> tuple[int, ...]:
@@ -157,7 +201,7 @@ def _numbers(work: Work, scale: float, num_splits: int, launch: Any) -> dict[str
         "num_kv_heads": num_kv_heads,
         "d_qk": d_qk,
         "dtype": _abi.DTYPES[dtype_name(work.q)],
-        "format": work.function is FP8_LISTS,
+        "format": _abi.FORMATS[work.format],
         "sparse": work.function is not DENSE,
         "causal": work.causal,
         "q_seq_stride": work.q_strides[0],
@@ -174,10 +218,31 @@ def _numbers(work: Work, scale: float, num_splits: int, launch: Any) -> dict[str
         "list_length": work.lists.shape[-1],
         "lens_seq_stride": lens_strides[0] if lens_strides else 0,
         "lens_token_stride": lens_strides[1] if len(lens_strides) > 1 else 0,
+        **_extra_numbers(work.extra, launch),
         "num_parts": parts,
         "num_splits": num_splits,
         "num_partials": 2 * parts if work.schedule else 0 if num_splits == 1 else parts,
         "sm_scale": scale,
+    }
+
+
+def _extra_numbers(extra: Extra | None, launch: Any) -> dict[str, int]:
+    if extra is None:
+        names = [name for name in _abi.Latent.NUMBERS if name.startswith("extra_")]
+        return dict.fromkeys(names, 0) | {"extra_page_size": 1}
+    num_pages, page_size, *_ = extra.cache.shape
+    page_stride, slot_stride, *_ = strides_of(extra.cache, launch)
+    steps, lens = launch.strides(extra.lists), () if extra.lens is None else launch.strides(extra.lens)
+    return {
+        "extra_num_pages": num_pages,
+        "extra_page_size": page_size,
+        "extra_page_stride": page_stride,
+        "extra_slot_stride": slot_stride,
+        "extra_list_seq_stride": steps[0],
+        "extra_list_token_stride": steps[1],
+        "extra_list_length": extra.lists.shape[-1],
+        "extra_lens_seq_stride": lens[0] if lens else 0,
+        "extra_lens_token_stride": lens[1] if len(lens) > 1 else 0,
     }
 
 
@@ -202,6 +267,9 @@ def run(call: Attention, work: Work, tile: Tile, launch: Any, *, max_logits: boo
             "lens": work.lens,
             "sinks": None if call.sinks is None else launch.packed(call.sinks),
             "parts": launch.contiguous(schedule[0]) if schedule else None,
+            "extra_kv": work.extra and work.extra.cache,
+            "extra_lists": work.extra and work.extra.lists,
+            "extra_lens": work.extra and work.extra.lens,
         },
         {
             "out": (call.out_shape, call.q.dtype),

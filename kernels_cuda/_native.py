@@ -8,6 +8,7 @@ import contextlib
 import contextvars
 import ctypes
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -131,7 +132,7 @@ def emulated() -> Emulation | None:
 def why_not() -> str | None:
     """What `library()` lacks here, in one sentence; None if nothing is known to be missing. Never builds or raises."""
     if KERNELS in _loaded:
-        return None
+        return _refusal(_loaded[KERNELS])
     if KERNELS in _failed:
         return f"the CUDA kernels could not be built in this process: {_failed[KERNELS].splitlines()[-1]}"
     return None if compile.prebuilt() else toolchain.missing_to_compile() or compile.missing_to_store()
@@ -146,13 +147,27 @@ def status(device: int = 0) -> Status:
     return Status(code, text, major.value, minor.value, processors.value)
 
 
+@functools.cache
+def _refusal(kernels: ctypes.CDLL) -> str | None:
+    """What the driver has against loaded kernels, asked once; None if it runs them, or if there is no driver at all."""
+    driver, runtime = ctypes.c_int(), ctypes.c_int()
+    kernels.ra_versions(driver, runtime)
+    if driver.value == 0 or driver.value >= runtime.value:
+        return None
+    wanted, got = (f"{found.value // 1000}.{found.value % 1000 // 10}" for found in (runtime, driver))
+    return f"expected a driver for CUDA {wanted} or later, which the kernels were compiled with, got one for CUDA {got}"
+
+
 # ---- what a launcher gets
 
 
 def _library_for(platform: str) -> ctypes.CDLL:
     """The library for a platform's arrays; refuses a CPU's outside `emulating`."""
     if platform != "cpu":
-        return library()
+        found = library()
+        if reason := _refusal(found):
+            raise Unsupported(reason)
+        return found
     if emulated() is None:
         raise Unsupported(NOT_EMULATING)
     return emulation()

@@ -5,7 +5,6 @@ from typing import Any
 
 from ragged_attention.calls import MakeDecodeSchedule
 from ragged_attention.kernels_cuda import _latent
-from ragged_attention.kernels_cuda._latent import why_not_by_default as why_not_by_default
 from ragged_attention.kernels_cuda._native import Native
 
 FEATURES = frozenset({"extra_lens", "sparse", "num_parts", "overhead"})
@@ -19,6 +18,10 @@ class Tile:
 
 def why_not(call: MakeDecodeSchedule) -> str | None:
     return _latent.cannot_run(call)
+
+
+def why_not_by_default(call: MakeDecodeSchedule) -> str | None:
+    return _latent.why_not_by_default(call, None)
 
 
 def heuristic(call: MakeDecodeSchedule) -> Tile:

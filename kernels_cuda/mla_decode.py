@@ -5,17 +5,20 @@ from typing import Any
 from ragged_attention.calls import MlaDecode
 from ragged_attention.kernels_cuda import _latent
 from ragged_attention.kernels_cuda._latent import Tile as Tile
-from ragged_attention.kernels_cuda._latent import why_not_by_default as why_not_by_default
 
 FEATURES = frozenset({
     "page_indices", "kv_lens", "indices", "d_v", "sm_scale", "causal", "sinks", "topk_lens", "schedule",
-    "cache_format", "cache_layout",
+    "cache_format", "cache_layout", "extra_kv_cache", "extra_indices", "extra_topk_lens",
 })  # fmt: skip
 
 
 def tuning_key(call: MlaDecode) -> str:
     """The bucket of static facts that a tuned file is keyed by."""
-    keys = f"topk={call.topk}" if call.sparse else f"blocks<={_latent.power_of_2(_latent.cdiv(call.capacity, 64))}"
+    keys = (
+        f"topk={call.topk}{f'+{call.extra_topk}' * bool(call.extra_topk)}"
+        if call.sparse
+        else f"blocks<={_latent.power_of_2(_latent.cdiv(call.capacity, 64))}"
+    )
     return (
         f"heads={call.num_q_heads}/{call.num_kv_heads} q={call.num_q_tokens} d={call.d_qk} cache={call.format} "
         f"seqs<={_latent.power_of_2(call.num_seqs)} {keys}"
@@ -23,7 +26,13 @@ def tuning_key(call: MlaDecode) -> str:
 
 
 def why_not(call: MlaDecode) -> str | None:
+    if call.format == "fp8_v32" and call.extra_kv_cache is not None:
+        return "takes extra_kv_cache with cache_format 'plain' or 'fp8_v4', got 'fp8_v32'"
     return _latent.cannot_take(call, sparse=call.sparse) or _latent.cannot_run(call)
+
+
+def why_not_by_default(call: MlaDecode) -> str | None:
+    return _latent.why_not_by_default(call, tuning_key(call))
 
 
 def heuristic(call: MlaDecode) -> Tile:
@@ -34,7 +43,7 @@ def heuristic(call: MlaDecode) -> Tile:
 
 def run(call: MlaDecode, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernels; returns out and lse."""
-    sparse, q, cache = call.sparse, launch.aligned(call.q), launch.aligned(call.kv_cache)
+    sparse, q, cache = call.sparse, launch.aligned(call.q), _latent.aligned(call.kv_cache, call.format, launch)
     lists = launch.packed(call.indices if sparse else call.page_indices)
     steps = launch.strides(lists)
     work = _latent.Work(
@@ -48,7 +57,17 @@ def run(call: MlaDecode, tile: Tile, launch: Any) -> Any:
         list_strides=(steps[0], steps[1] if sparse else 0, 0),
         lens=call.topk_lens if sparse else call.kv_lens,
         causal=bool(call.causal),
+        format=call.format,
         schedule=call.schedule,
+        extra=None if call.extra_kv_cache is None else _extra(call, launch),
     )
     results = _latent.run(call, work, tile, launch)
     return results["out"], results["lse"]
+
+
+def _extra(call: MlaDecode, launch: Any) -> _latent.Extra:
+    return _latent.Extra(
+        cache=_latent.aligned(call.extra_kv_cache, call.format, launch),
+        lists=launch.packed(call.extra_indices),
+        lens=call.extra_topk_lens,
+    )

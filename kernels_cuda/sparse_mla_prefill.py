@@ -5,7 +5,6 @@ from typing import Any
 from ragged_attention.calls import SparseMlaPrefill
 from ragged_attention.kernels_cuda import _latent
 from ragged_attention.kernels_cuda._latent import Tile as Tile
-from ragged_attention.kernels_cuda._latent import why_not_by_default as why_not_by_default
 
 FEATURES = frozenset({"sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "cache_layout", "deterministic"})
 
@@ -20,6 +19,10 @@ def tuning_key(call: SparseMlaPrefill) -> str:
 
 def why_not(call: SparseMlaPrefill) -> str | None:
     return _latent.cannot_take(call, sparse=True) or _latent.cannot_run(call)
+
+
+def why_not_by_default(call: SparseMlaPrefill) -> str | None:
+    return _latent.why_not_by_default(call, tuning_key(call))
 
 
 def heuristic(call: SparseMlaPrefill) -> Tile:
@@ -39,7 +42,8 @@ def run(call: SparseMlaPrefill, tile: Tile, launch: Any) -> Any:
         q_shape=(num_tokens, 1, num_q_heads, d_qk),
         q_strides=(token_stride, d_qk, head_stride),
         lse_shape=(num_tokens, num_q_heads),
-        cache=launch.aligned(call.kv),
+        cache=_latent.aligned(call.kv, call.format, launch),
+        format=call.format,
         lists=lists,
         list_strides=(list_token_stride, 0, list_head_stride),
         lens=call.topk_lens,

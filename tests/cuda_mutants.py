@@ -23,6 +23,7 @@ UNITS = {
     "dense": ("mla_decode_dense", "seesaw", "Seesaw<bf16, 576, false>"),
     "lists": ("sparse_mla_prefill", "seesaw", "Seesaw<bf16, 576, true>"),
     "fp8": ("mla_decode_sparse_fp8", "fp8_decode", "Fp8Decode"),
+    "v4": ("mla_decode_sparse_fp8_v4", "fp8_v4", "Fp8V4"),
 }
 CHECKS = {
     "dense": (
@@ -42,6 +43,12 @@ CHECKS = {
         "corner: latent decode, fp8_v32, scales far apart",
         "corner: sparse prefill on every path, fp8_v32",
         "corner: latent decode on every path, fp8_v32, many blocks of keys",
+    ),
+    "v4": (
+        "corner: latent decode, fp8_v4, pages of 61",
+        "corner: latent decode, extra cache fp8_v4",
+        "corner: latent decode on every path, extra cache fp8_v4",
+        "corner: latent decode, fp8_v4, scales far apart",
     ),
 }
 # What is kept of the library: one kernel, the schedule and what a caller may ask, in one file, which compiles soonest.
@@ -107,13 +114,23 @@ MUTANTS = {
         "sm90/seesaw.h", "seen[t / 8 + 16 * i] = block.at[i] != kUnseen", "seen[t / 8 + 16 * i] = true", "lists"
     ),
     "a row that is not there is read": Mutant(
-        "sm90/latent.h", "if (page < 0 || page >= plan.num_pages) return", "if (page < 0) return", "lists"
+        "sm90/latent.h", "&& entry < count ?", "&& int(entry) >= 0 ?", "lists"
     ),
     "a part's result goes to its neighbour's place": Mutant("work.h", "    slot = part;\n", "    slot = part + 1;\n"),
     "a part begins a block late": Mutant("work.h", "begin = clamped(from, 0", "begin = clamped(from + (from > 0), 0"),
     "parts have the same weight": Mutant("sm90/combine.h", "op::exp2(lse - m_i)", "1.f"),
     "the scale of another group": Mutant(
         "sm90/fp8_decode.h", "s.ratio[stage][2 * W][column]", "s.ratio[stage][2 - 2 * W][column]", "fp8"
+    ),
+    "decoded rows are not fenced": Mutant(
+        "sm90/fp8_v4.h", "    op::fence_async_shared();\n    s.full[S][H]", "    s.full[S][H]", "v4"
+    ),
+    "the scales of the row before": Mutant("sm90/fp8_v4.h", "(slot - page", "(slot - 1 - page", "v4"),
+    "a second list is read from the first cache": Mutant(
+        "sm90/fp8_v4.h", "rows.extra ? plan.extra.cache : plan.keys.cache", "plan.keys.cache", "v4"
+    ),
+    "a second list begins where the first ends": Mutant(
+        "sm90/latent.h", "? (lists.length + kBlock - 1) / kBlock * kBlock :", "? lists.length :", "v4"
     ),
     "the level is the maximum": Mutant("sm90/fp8_decode.h", "op::exp2(level[r] - maximum[r])", "1.f", "fp8"),
     "sinks weigh before the maximum is taken off": Mutant(

@@ -140,11 +140,13 @@ RA_API int ra_abi_version(void) { return RA_ABI_VERSION; }
 RA_API int64_t ra_size_of_latent(void) { return sizeof(RaLatent); }
 RA_API int64_t ra_size_of_schedule(void) { return sizeof(RaSchedule); }
 RA_API int ra_status(int, int*, int*, int*) { return RA_WRONG_DEVICE; }
+RA_API void ra_versions(int* driver, int* runtime) { *driver = *runtime = 0; }
 RA_API const char* ra_error_string(int) { return "said by plain_abi.cc"; }
 RA_API void ra_emulate(int, uint64_t) {}
 RA_API int ra_mla_decode_dense(const RaLatent* call, void*) { return run(*call, false, RA_PLAIN); }
 RA_API int ra_sparse_mla_prefill(const RaLatent* call, void*) { return run(*call, true, RA_PLAIN); }
 RA_API int ra_mla_decode_sparse_fp8(const RaLatent* call, void*) { return run(*call, true, RA_FP8_V32); }
+RA_API int ra_mla_decode_sparse_fp8_v4(const RaLatent*, void*) { return RA_NO_KERNEL; }
 
 RA_API int ra_make_decode_schedule(const RaSchedule* call, void*) {
   int64_t total = 0, seq = 0, block = 0, split = 0;

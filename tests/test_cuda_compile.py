@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 
 from ragged_attention import dispatch, kernels_cuda
-from ragged_attention.errors import BackendMissing, InvalidInput
+from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
 from ragged_attention.kernels_cuda import _abi, _native, _report
 from ragged_attention.kernels_cuda._build import compile, toolchain
 from ragged_attention.tools import cli
@@ -57,10 +57,12 @@ int ra_abi_version(void) { return RA_ABI_VERSION; }
 int64_t ra_size_of_latent(void) { return sizeof(RaLatent); }
 int64_t ra_size_of_schedule(void) { return sizeof(RaSchedule); }
 int ra_status(int, int* major, int* minor, int* count) { *major = 9, *minor = 0, *count = 132; return 0; }
+void ra_versions(int* driver, int* runtime) { *driver = 13010, *runtime = 13000; }
 const char* ra_error_string(int) { return "all is well"; }
 int ra_mla_decode_dense(const RaLatent*, void*) { return 1; }
 int ra_sparse_mla_prefill(const RaLatent*, void*) { return 2; }
 int ra_mla_decode_sparse_fp8(const RaLatent*, void*) { return 3; }
+int ra_mla_decode_sparse_fp8_v4(const RaLatent*, void*) { return 5; }
 int ra_make_decode_schedule(const RaSchedule*, void*) { return 4; }
 """
 
@@ -345,7 +347,7 @@ def test_a_file_system_without_locks_will_do(small, monkeypatch):
         raise OSError("no locks available")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    assert _native.library().ra_abi_version() == 1
+    assert _native.library().ra_abi_version() == _abi.VERSION
 
 
 def test_a_failed_build_shows_the_command_and_the_compilers_last_words(small, capfd):
@@ -367,6 +369,61 @@ def test_a_failed_build_shows_the_command_and_the_compilers_last_words(small, ca
     reason = _native.why_not()
     assert reason is not None
     assert reason == f"the CUDA kernels could not be built in this process: {said[-1]}"
+
+
+SERIALISED = (
+    "ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized due to "
+    "insufficient register resources for the function 'kernel'"
+)
+
+
+def says(home: Path, text: str) -> None:
+    """Let the compiler print a line and go on."""
+    program = home / "bin" / "nvcc"
+    program.write_text(program.read_text().replace("    time.sleep", f"    print({text!r})\n    time.sleep"))
+
+
+def test_serialised_products_fail_the_build(small):
+    says(small, SERIALISED)
+    with pytest.raises(BackendMissing) as caught:
+        _native.library()
+    assert str(caught.value) == f"building the CUDA kernels was given up, for the compiler said: {SERIALISED}"
+    assert not list((small.parent / "cache").rglob("*.so"))
+
+
+def test_what_the_compiler_says_beside_is_logged(small, caplog):
+    says(small, "ptxas warning : Registers are spilled to local memory in function 'kernel'")
+    with caplog.at_level(logging.WARNING, logger="ragged_attention"):
+        _native.library()
+    assert "the compiler of the CUDA kernels said, and went on:\ncommon.cu:\nptxas warning" in caplog.text
+
+
+@pytest.mark.parametrize("release", ["12.7", "9.2"])
+def test_an_nvcc_that_is_too_old(afresh, monkeypatch, tmp_path, release):
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "old"))
+    program = stand_in(tmp_path / "old", release)
+    assert _native.why_not() == f"expected nvcc of release 12.8 or later, got {release} in {program}"
+    with pytest.raises(BackendMissing, match=r"expected nvcc of release 12\.8 or later, got "):
+        _native.library()
+
+
+def test_the_driver_is_asked_once(small):
+    source = SOURCE.replace("*driver = 13010", "static int asked; *driver = asked++ ? 99000 : 12040")
+    (compile.SOURCES / "common.cu").write_text(source)
+    assert _native.why_not() is None  # nothing is built for the question alone
+    _native.library()
+    reason = "expected a driver for CUDA 13.0 or later, which the kernels were compiled with, got one for CUDA 12.4"
+    assert _native.why_not() == _native.why_not() == reason
+    with pytest.raises(Unsupported) as caught:
+        _native.Native("ra_mla_decode_dense").on("cuda")
+    assert str(caught.value) == reason
+
+
+@pytest.mark.parametrize("driver", [0, 13000, 13020])
+def test_no_driver_and_a_newer_one_are_no_reason(small, driver):
+    (compile.SOURCES / "common.cu").write_text(SOURCE.replace("13010", str(driver)))
+    _native.library()
+    assert _native.why_not() is None
 
 
 def test_what_changes_while_it_is_compiled_is_not_kept(small, monkeypatch):
@@ -425,7 +482,7 @@ def test_a_library_that_was_cut_short_is_built_again(small, share):
     whole = path.read_bytes()
     path.write_bytes(whole[: int(len(whole) * share)])
     assert compile.built() is None
-    assert _native.library().ra_abi_version() == 1
+    assert _native.library().ra_abi_version() == _abi.VERSION
     assert path.stat().st_size == len(whole)
     assert len(calls(small)) == 4
 
@@ -628,6 +685,7 @@ def test_codes_mirror_the_header():
     codes = {name: int(value) for name, value in re.findall(r"(RA_\w+) = (-?\d+)", HEADER)}
     assert codes == {
         "RA_WRONG_DEVICE": _abi.WRONG_DEVICE, "RA_NO_KERNEL": _abi.NO_KERNEL, "RA_DEADLOCK": _abi.DEADLOCK,
+        "RA_NO_TENSOR_MAP": _abi.NO_TENSOR_MAP,
         **{f"RA_{name.upper()}": code for name, code in (_abi.DTYPES | _abi.FORMATS).items()},
     }  # fmt: skip
     assert f"#define RA_ABI_VERSION {_abi.VERSION}\n" in HEADER
@@ -636,7 +694,7 @@ def test_codes_mirror_the_header():
 @pytest.mark.parametrize(
     ("was", "now", "error_message"),
     [
-        ("return RA_ABI_VERSION", "return 7", "expected CUDA kernels of ABI version 1, got 7"),
+        ("return RA_ABI_VERSION", "return 7", "expected CUDA kernels of ABI version 2, got 7"),
         ("sizeof(RaLatent)", "8", r"expected ra_size_of_latent\(\) == \d+ of the CUDA kernels, got 8"),
         ("sizeof(RaSchedule)", "9", r"expected ra_size_of_schedule\(\) == \d+ of the CUDA kernels, got 9"),
     ],

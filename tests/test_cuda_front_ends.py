@@ -122,6 +122,9 @@ def nothing_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         ("mla_decode", {"cache_format": "fp8_v32", "topk": 100}),
         ("sparse_mla_prefill", {"cache_format": "plain"}),
         ("sparse_mla_prefill", {"cache_format": "fp8_v32"}),
+        ("sparse_mla_prefill", {"cache_format": "fp8_v4"}),
+        ("mla_decode", {"cache_format": "fp8_v4", "extra_topk": 20}),
+        ("mla_decode", {"cache_format": "plain", "extra_topk": 20}),
         ("make_decode_schedule", {}),
     ],
 )
@@ -129,7 +132,8 @@ def test_what_is_taken(operation: str, sample: dict[str, Any]) -> None:
     if sample.get("topk") == 0:
         sample["cache_format"] = "plain"
     assert refusal(operation, **sample) is None
-    assert ROOMS[operation].why_not_by_default(None) == _latent.NOT_BY_DEFAULT
+    call = LatentSample(**sample).call(operation, HOPPER)
+    assert ROOMS[operation].why_not_by_default(call) == _latent.NOT_BY_DEFAULT
 
 
 @pytest.mark.usefixtures("nothing_missing")
@@ -141,10 +145,21 @@ def test_what_is_taken(operation: str, sample: dict[str, Any]) -> None:
             {"topk": 0, "cache_format": "fp8_v32"},
             "takes cache_format 'plain' in a dense call (one without indices), got 'fp8_v32'",
         ),
-        ("mla_decode", {"cache_format": "fp8_v4"}, "takes cache_format 'plain' or 'fp8_v32', got 'fp8_v4'"),
-        ("sparse_mla_prefill", {"cache_format": "fp8_v4"}, "takes cache_format 'plain' or 'fp8_v32', got 'fp8_v4'"),
-        ("mla_decode", {"cache_format": "fp8_v41"}, "takes cache_format 'plain' or 'fp8_v32', got 'fp8_v41'"),
-        ("sparse_mla_prefill", {"cache_format": "fp4_v41"}, "takes cache_format 'plain' or 'fp8_v32', got 'fp4_v41'"),
+        (
+            "mla_decode",
+            {"cache_format": "fp8_v32", "extra_topk": 20},
+            "takes extra_kv_cache with cache_format 'plain' or 'fp8_v4', got 'fp8_v32'",
+        ),
+        (
+            "mla_decode",
+            {"cache_format": "fp8_v41"},
+            "takes cache_format 'plain' or 'fp8_v32' or 'fp8_v4', got 'fp8_v41'",
+        ),
+        (
+            "sparse_mla_prefill",
+            {"cache_format": "fp4_v41"},
+            "takes cache_format 'plain' or 'fp8_v32' or 'fp8_v4', got 'fp4_v41'",
+        ),
         (
             "mla_decode",
             {"topk": 0, "cache_format": "plain", "dtype": "float32"},
@@ -202,13 +217,13 @@ def test_a_cache_of_more_than_64_gib_is_refused(cache_format: str, row: int) -> 
 
 
 @pytest.mark.usefixtures("nothing_missing")
-def test_a_second_cache_is_refused() -> None:
+def test_a_second_cache_is_taken() -> None:
     cache, lists = FakeArray((3, 64, 1, 576), "bfloat16"), FakeArray((2, 1, 64), "int32")
     call = MlaDecode(
         q=FakeArray((2, 1, 4, 576), "bfloat16"), kv_cache=cache, indices=lists, extra_kv_cache=cache,
         extra_indices=FakeArray((2, 1, 8), "int32"), device=HOPPER,
     )  # fmt: skip
-    assert dispatch.refusal("cuda", call) == "does not honour extra_kv_cache"
+    assert dispatch.refusal("cuda", call) is None
 
 
 @pytest.mark.parametrize("operation", ROOMS)
@@ -526,9 +541,10 @@ def test_lowering_for_a_gpu_needs_none() -> None:
     calls = re.findall(r"custom_call @(\w+)\(([^)]*)\)", text)
     counts = {name: [len(operands.split(",")) for found, operands in calls if found == name] for name in _abi.LAUNCHERS}
     assert counts == {
-        "ra_mla_decode_dense": [6],
-        "ra_sparse_mla_prefill": [6, 6],
-        "ra_mla_decode_sparse_fp8": [6],
+        "ra_mla_decode_dense": [9],
+        "ra_sparse_mla_prefill": [9, 9],
+        "ra_mla_decode_sparse_fp8": [9],
+        "ra_mla_decode_sparse_fp8_v4": [],
         "ra_make_decode_schedule": [2],
     }
     checks = [export.DisabledSafetyCheck.custom_call(name) for name in _abi.LAUNCHERS]
@@ -559,6 +575,9 @@ SHAPES = {
     "lens": ((2,), "int32"),
     "sinks": ((4,), "float32"),
     "parts": ((0,), "int32"),
+    "extra_kv": ((0,), "bfloat16"),
+    "extra_lists": ((0,), "int32"),
+    "extra_lens": ((0,), "int32"),
     "out": ((2, 3, 4, 512), "bfloat16"),
     "lse": ((2, 4, 3), "float32"),
     "max_logits": ((2, 4, 3), "float32"),
@@ -570,7 +589,8 @@ NUMBERS = {
     "num_seqs": 2, "num_q_tokens": 3, "num_q_heads": 4, "num_kv_heads": 1, "d_qk": 576,
     "q_seq_stride": 6912, "q_token_stride": 2304, "q_head_stride": 576,
     "num_pages": 5, "page_size": 16, "page_stride": 9216, "slot_stride": 576, "head_stride": 576,
-    "list_seq_stride": 6, "list_length": 6, "lens_seq_stride": 1, "num_parts": 4, "num_splits": 2, "num_partials": 4,
+    "list_seq_stride": 6, "list_length": 6, "lens_seq_stride": 1, "extra_page_size": 1,
+    "num_parts": 4, "num_splits": 2, "num_partials": 4,
 }  # fmt: skip
 
 
@@ -597,14 +617,17 @@ def test_the_ffi_library_takes_what_it_should() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"drop": "parts"}, "expected 6 operands, got 5"),
+    ({"drop": "parts"}, "expected 9 operands, got 8"),
     ({"drop": "partial_max"}, "expected 6 results, got 5"),
-    ({"numbers": [1, 2, 3]}, "expected 26 numbers, got 3"),
+    ({"extra_num_pages": 3, "extra_page_size": 2}, "expected extra_kv of 3456 entries, got [0]"),
+    ({"extra_list_length": 5}, "expected extra_lists of 30 entries, got [0]"),
+    ({"extra_page_size": 0}, "expected sizes from 1 to 2^31, got 0"),
+    ({"numbers": [1, 2, 3]}, "expected 35 numbers, got 3"),
     ({"num_seqs": -1}, "expected sizes below 2^31, got -1"),
     ({"num_q_heads": 0}, "expected sizes from 1 to 2^31, got 0"),
     ({"page_size": 2**31}, "expected sizes from 1 to 2^31, got 2147483648"),
     ({"dtype": 2}, "expected dtype 0 or 1, got 2"),
-    ({"format": -1}, "expected format 0 or 1, got -1"),
+    ({"format": -1}, "expected format 0, 1 or 2, got -1"),
     ({"dtype": 1}, "expected q of float16, got bfloat16"),
     ({"q": ((2, 3, 4, 576), "float32")}, "expected q of bfloat16, got float32"),
     ({"kv": ((5, 16, 1, 576), "float16")}, "expected kv of bfloat16, got float16"),

@@ -36,8 +36,9 @@ REPORTS = (
     "block 0, thread 5: expected the thread's index in its warpgroup, got 6",
     "expected one product of all lanes of a warp",
     "expected an operand in shared memory",
+    "expected a proxy fence between ordinary writes and a load by TMA to the same place",
 )
-UNFENCED, FENCED = len(REPORTS), len(REPORTS) + 1
+UNFENCED, COPIED, FENCED, ARRIVED = range(len(REPORTS), len(REPORTS) + 4)
 MODES = range(len(_native.MODES))
 LAST, UNKNOWN = MODES[-1], 6  # in the last mode an mbarrier that is not known yet is not made yet either
 CASES = [(deed, mode) for deed in range(len(REPORTS)) for mode in MODES if (deed, mode) != (UNKNOWN, LAST)]
@@ -55,7 +56,9 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     found.ra_emulate.argtypes = (ctypes.c_int, ctypes.c_uint64)
     found.ra_error_string.restype = ctypes.c_char_p
     found.low_half.restype = ctypes.c_float
-    found.half_pair.restype = ctypes.c_uint32
+    found.half_pair.restype = found.quotient.restype = ctypes.c_uint32
+    found.quotient.argtypes = (ctypes.c_uint32, ctypes.c_uint32)
+    found.approximate.argtypes, found.approximate.restype = (ctypes.c_int, ctypes.c_float), ctypes.c_float
     for name in ("pack_halves", "pack_bfloats"):
         function = getattr(found, name)
         function.argtypes, function.restype = (ctypes.c_float, ctypes.c_float), ctypes.c_uint32
@@ -81,13 +84,44 @@ def test_what_is_not_defined_is_reported(machine: ctypes.CDLL, deed: int, mode: 
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_products_see_what_a_fence_covers(machine: ctypes.CDLL, mode: int) -> None:
-    code, report, sums = judged(machine, FENCED, mode)
+@pytest.mark.parametrize(("honest", "faulty"), [(FENCED, UNFENCED), (ARRIVED, COPIED)])
+def test_products_see_what_a_fence_covers(machine: ctypes.CDLL, honest: int, faulty: int, mode: int) -> None:
+    """A fence covers what its thread has written and what it was told of, which copies' own arrivals do not tell."""
+    code, report, sums = judged(machine, honest, mode)
     assert (code, report) == (0, "no error")
     assert (sums == 64).all()
-    code, _, sums = judged(machine, UNFENCED, mode)
+    code, _, sums = judged(machine, faulty, mode)
     assert code == 0
     assert np.isnan(sums).all()
+
+
+@pytest.mark.parametrize(("function", "exact"), [(0, np.exp2), (1, np.reciprocal), (2, np.log2)])
+def test_functions_are_as_approximate_as_the_hardware_s(machine: ctypes.CDLL, function: int, exact: np.ufunc) -> None:
+    arguments = np.exp2(np.linspace(-20, 6, 400)).astype(np.float32)
+    found = np.array([machine.approximate(function, float(x)) for x in arguments], np.float32)
+    wanted = exact(arguments.astype(np.float64)).astype(np.float32)
+    ulps = np.abs(found - wanted) / np.spacing(np.abs(wanted))
+    assert 1 < ulps.max() <= 3  # 2, and the rounding of what is exact
+    assert (ulps > 0).mean() > 0.5
+
+
+def test_subnormal_numbers_are_zeros(machine: ctypes.CDLL) -> None:
+    assert machine.approximate(0, -127.0) == 0.0
+    assert machine.approximate(1, 1e-40) == np.inf
+    assert machine.approximate(1, 2.0**127) == 0.0
+    assert machine.approximate(2, 1e-40) == -np.inf
+    assert machine.approximate(0, -np.inf) == 0.0
+
+
+def test_divisions_by_multiplication_are_exact(machine: ctypes.CDLL) -> None:
+    rng = np.random.default_rng(0)
+    divisors = [*range(1, 70), 127, 128, 129, 1000, 65535, 65537, 2**30 - 1, 2**30, 2**30 + 1, 2**31 - 65536]
+    for by in divisors:
+        near = [by * times + step for times in (1, 2, 3, (2**31 - 1) // by) for step in (-1, 0, 1)]
+        numbers = [0, 1, 2**31 - 1, *near, *rng.integers(0, 2**31, 20).tolist()]
+        for number in numbers:
+            if number < 2**31:
+                assert machine.quotient(number, by) == number // by, (number, by)
 
 
 def test_a_block_has_only_so_much_memory(machine: ctypes.CDLL) -> None:

@@ -68,6 +68,7 @@ SHARES = {
     "test_cuda_emulation.py::test_the_kernels_agree_with_the_definition[": 3,
     "test_cuda_front_ends.py::test_decode[": 6,
     "test_cuda_front_ends.py::test_on_a_gpu_the_ffi_library_asks_for_the_stream": 0,
+    "test_cuda_layouts.py::": 0,
     "test_cuda_library.py::": 0,
     "test_cuda_mutants.py::test_a_planted_fault_is_caught[": 0,
     "test_cuda_mutants.py::test_an_honest_kernel_passes[": 0,

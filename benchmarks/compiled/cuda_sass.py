@@ -1,10 +1,12 @@
 """The CUDA kernels as compiled for Hopper: registers, memory, instructions, and what each turn of their loops costs.
 
-    python -m benchmarks.compiled.cuda_sass [--check]
+    python -m benchmarks.compiled.cuda_sass [--check] [--peer]
 
 Needs nvcc, g++ and the CUTLASS headers, but no GPU. Writes docs/cuda_compile.md; with `--check` it compares instead.
 It fails on a kernel that uses local memory, lacks the matrix or copy instructions that it is built on, takes other
-registers than planned, or needs more shared memory than a thread block can have.
+registers than planned, needs more shared memory than a thread block can have, or has one of the hazards that
+`hazards.py` finds. With `--peer` FlashMLA's own kernels are read as well, from the library that
+`python -m benchmarks.peers.sources` fetches; without it what the page says of them stays.
 """
 
 import argparse
@@ -18,7 +20,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.compiled import sass
+from benchmarks.compiled import chains, flash_mla, hazards, sass
 from ragged_attention import build_cuda
 from ragged_attention.devices import shared_memory_of
 from ragged_attention.errors import BackendMissing
@@ -33,6 +35,8 @@ REGISTERS = 168
 CONSUMERS, REGISTER_FILE = 2, 65536 // 128
 AROUND = ("Combine<", "Deal")  # the other kernels: merging of splits, the schedule
 DENSE = ", false>"  # how the bodies end that find keys by pages and so fetch them by TMA
+# Loads of a turn that wait for an earlier one, where a producer has no registers for all of them at once.
+SERIAL = {"Fp8V4": 3}
 RESERVED = 1024  # bytes of a block's shared memory that are the system's
 
 HEADER = """\
@@ -41,10 +45,12 @@ HEADER = """\
 Read from the machine code of the library for sm_90a, which takes no GPU. Written by `make cuda-compile`, which fails on
 a kernel that uses local memory, lacks the matrix (HGMMA) or copy (UTMALDG, LDGSTS) instructions that it rests on, waits
 for its products one by one, has other registers than planned, or needs more shared memory than a thread block's
-{limit} KiB; CI compares.
+{limit} KiB. Nor may an instruction touch the registers of a product under way, a product be issued that no
+WARPGROUP.ARRIVE orders behind writes to its operands, or a load wait for another load of the same turn. CI compares.
 
-A kernel's name is that of its body: `Seesaw<operands, width of a row, lists>` of plain caches, `Fp8Decode` of quantised
-ones, `Combine<results>` which merges splits, `Deal` which makes a schedule.
+A kernel's name is that of its body: `Seesaw<operands, width of a row, lists>` of plain caches, `Fp8Decode` of `fp8_v32`
+and `Fp8V4` of `fp8_v4` ones, `Combine<results>` which merges splits, `Deal` which makes a schedule. For the loads of
+`Fp8V4` there are not registers enough to have all under way at once: {serial} of a turn wait for the one before.
 """
 KERNELS = """\
 ## Kernels
@@ -59,19 +65,40 @@ of 16 bytes; instructions in all.
 LOOPS = """\
 ## Inner loops
 
-The loops in which products are computed or keys are fetched, one turn of each: two blocks of 64 keys in `Seesaw`, one
-in `Fp8Decode`. Products by shape, and how often their end is waited for; TMA loads and asynchronous copies;
-exponentials; other arithmetic in float; loads and stores of shared memory; those of local memory; waits for memory
-barriers; words between warpgroups.
+The loops in which products are computed or keys are fetched, one turn of each: two blocks of 64 keys in `Seesaw` and
+`Fp8V4`, one in `Fp8Decode`. Products by shape, and how often their end is waited for; TMA loads and asynchronous
+copies; exponentials; other arithmetic in float; loads and stores of shared memory; those of local memory; waits for
+memory barriers; words between warpgroups.
 
 | kernel | loop | instructions | products | settled | copies | ex2 | float | LDS | STS | local | waits | barriers |
 |---|---|---|---|---|---|---|---|---|---|---|---|---|
 """
 
+PEER = """\
+## Beside FlashMLA's own binary
+
+The loops of FlashMLA's kernels for Hopper, as its authors' compiler made them, and ours, read by the same program:
+`python -m benchmarks.peers.sources` fetches the library, `python -m benchmarks.compiled.cuda_sass --peer` reads it.
+FlashMLA's sparse decode with 128 heads runs in pairs of thread blocks that decode half of each block's rows, so its
+producer's turn is half a block; its dense kernels have no producer. Chain: cycles, as the control bits say them, from
+the wait for the last product of QK to the first product of PV; waits: how often QK waits for all that is under way;
+in series: loads that wait for another load of their turn. Shared memory is asked for at launch, so a binary does not
+say FlashMLA's. Where a loop of its prefill has twice the products of QK, the first QK, which comes once, is among them.
+
+| what | kernel | loop | instructions | products | chain | waits | in series | registers | changed to | shared |
+|---|---|---|---|---|---|---|---|---|---|---|
+"""
+NOT_READ = "| - | FlashMLA: not read yet | | | | | | | | | |\n"
+OURS = {  # the kernels that compute what FlashMLA's do, and what that is called
+    "Seesaw<bf16, 576, false>": "dense decode", "Seesaw<bf16, 576, true>": "sparse prefill",
+    "Fp8Decode": "sparse decode, fp8", "Fp8V4": "sparse decode, fp8",
+}  # fmt: skip
+
 SIZES = """\
 #include "schedule.h"
 #include "sm90/combine.h"
 #include "sm90/fp8_decode.h"
+#include "sm90/fp8_v4.h"
 #include "sm90/seesaw.h"
 template <class T, class Smem = typename T::Smem> constexpr size_t size_of(int) {{ return sizeof(Smem); }}
 template <class T> constexpr size_t size_of(long) {{ return 0; }}
@@ -123,6 +150,8 @@ def failures(found: Sequence[sass.Kernel], shared: Mapping[str, int]) -> list[st
             complain(f"registers are changed to {asked}, {REGISTER_FILE} are to be had")
         if sum(bool(loop["HGMMA"]) for loop in kernel.loops) != CONSUMERS:
             complain(f"{len(kernel.loops)} inner loops, one a consumer is planned, and the producer's")
+        for hazard in hazards.found(kernel.code, SERIAL.get(kernel.type, 0)):
+            complain(hazard)
         for loop in kernel.loops:
             if 2 * loop["settled"] > loop["HGMMA"]:  # what ptxas does where it cannot prove them independent
                 complain(f"{loop['settled']} waits for {loop['HGMMA']} products, which should run one behind another")
@@ -139,17 +168,58 @@ def held_registers(kernel: sass.Kernel) -> int | None:
     return producer + (sum(consumers) if len(consumers) == CONSUMERS else CONSUMERS * consumers[0])
 
 
-def document(found: Sequence[sass.Kernel], shared: Mapping[str, int], compiler: str) -> str:
-    """The page."""
+def document(
+    found: Sequence[sass.Kernel], shared: Mapping[str, int], compiler: str, theirs: Sequence[str] = (NOT_READ,)
+) -> str:
+    """The page; `theirs` are the lines of the table that have FlashMLA's loops."""
     wrong = failures(found, shared)
-    lines = [HEADER.format(limit=shared_memory_of("sm_90") // 1024), compiler, ""]
+    lines = [HEADER.format(limit=shared_memory_of("sm_90") // 1024, serial=SERIAL["Fp8V4"]), compiler, ""]
     lines += [f"{len(found)} kernels, {len(wrong) or 'no'} failure{'s' if len(wrong) != 1 else ''}.", ""]
     lines += [f"- {text}" for text in wrong] + ([""] if wrong else [])
     # What two units have both, the merging of splits, is one line.
     table = KERNELS + "".join(dict.fromkeys(_kernel_line(kernel, shared) for kernel in found))
     attention = [kernel for kernel in found if kernel.counts["HGMMA"]]
     loops = LOOPS + "".join(_loop_line(kernel, loop) for kernel in attention for loop in kernel.loops)
-    return "\n".join([*lines, table, loops])
+    ours = [
+        line
+        for kernel in found
+        if kernel.name in OURS
+        for line in peer_lines(OURS[kernel.name], f"`{kernel.name}`", kernel, shared.get(kernel.type, 0))
+    ]
+    return "\n".join([*lines, table, loops, PEER + "".join(sorted([*ours, *theirs]))])
+
+
+def peer_lines(what: str, name: str, kernel: sass.Kernel, shared: object) -> list[str]:
+    """The loops of a kernel, ours or FlashMLA's, as lines of the table that compares them."""
+    lines = []
+    for loop in {(loop[0].address, loop[-1].address): loop for loop in sass.working_loops(kernel.code)}.values():
+        counts, chain = sass.count(loop), chains.chain_of(loop)
+        kind = "consumer" if counts["HGMMA"] else "producer"
+        cells = (
+            what, name, kind, counts.instructions, _products(counts), chain.cycles if chain else "-",
+            chain.waits if chain else "-", hazards.serial_loads(loop), kernel.registers,
+            ", ".join(map(str, kernel.set_registers)) or "-", shared,
+        )  # fmt: skip
+        lines.append(_line(cells))
+    return lines
+
+
+def read_peer() -> list[str]:
+    """The lines of FlashMLA's loops, from its library."""
+    path = flash_mla.library()
+    if not path.is_file():
+        raise BackendMissing(f"expected FlashMLA's library at {path}: python -m benchmarks.peers.sources fetches it")
+    return [
+        line
+        for what, kernel in flash_mla.kernels(path)
+        for line in peer_lines(what, f"FlashMLA `{flash_mla.short(kernel)}`", kernel, "?")
+    ]
+
+
+def kept_peer() -> list[str]:
+    """Those lines as the page has them."""
+    text = DOCUMENT.read_text() if DOCUMENT.is_file() else ""
+    return re.findall(r"^\|[^|\n]*\| FlashMLA.*\n", text, re.MULTILINE) or [NOT_READ]
 
 
 def _kernel_line(kernel: sass.Kernel, shared: Mapping[str, int]) -> str:
@@ -194,15 +264,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """0 if all is well, 1 if a kernel is not as planned or the page is not of this code, 2 if nothing can be built."""
     parser = argparse.ArgumentParser(prog="cuda_sass", description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare with docs/cuda_compile.md, write nothing")
+    parser.add_argument("--peer", action="store_true", help="read FlashMLA's own library too")
     options = parser.parse_args(arguments)
     console = Console(stderr=True, soft_wrap=True)
     try:
         found = sass.read(build_cuda.shown(lambda progress: kernels.build(kernels.kernels_recipe(), progress), console))
         shared, with_what = shared_memory(found), compiler()
+        theirs = read_peer() if options.peer else kept_peer()
     except BackendMissing as error:
         console.print(str(error), style="red", markup=False)
         return 2
-    wrong, text = failures(found, shared), document(found, shared, with_what)
+    wrong, text = failures(found, shared), document(found, shared, with_what, theirs)
     for line in wrong:
         console.print(line, style="red", markup=False, highlight=False)
     if options.check:

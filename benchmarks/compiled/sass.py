@@ -87,6 +87,7 @@ class Kernel:
     set_registers: tuple[int, ...]  # what warpgroups ask for at run time
     counts: Counts
     loops: tuple[Counts, ...]  # those in which the work is done
+    code: tuple[Instruction, ...] = ()
 
     @property
     def name(self) -> str:
@@ -137,7 +138,7 @@ def kernels_of(sass: str, usage: str) -> list[Kernel]:
         found.append(
             Kernel(
                 symbol, body_type(demangled(symbol)), used["REG"], used["STACK"], used["LOCAL"], used["SHARED"],
-                tuple(sorted(wanted)), count(code), tuple(map(count, working_loops(code))),
+                tuple(sorted(wanted)), count(code), tuple(map(count, working_loops(code))), tuple(code),
             )
         )  # fmt: skip
     return sorted(found, key=lambda kernel: kernel.name)
@@ -292,8 +293,10 @@ def _multiplies(counts: Counts) -> bool:
 
 def _blocks(code: Sequence[Instruction]) -> dict[int, tuple[list[Instruction], list[int]]]:
     """Stretches without a branch inside, by their first address: their instructions and where they lead."""
+    if not code:
+        return {}
     targets = {line.target for line in code}
-    starts = {code[0].address} if code else set()
+    starts = {code[0].address}
     for line, following in itertools.pairwise(code):
         if following.address in targets or line.name.startswith(("BRA", "EXIT", "RET")):
             starts.add(following.address)

@@ -3,7 +3,8 @@
     python -m benchmarks.peers.sources [--folder FOLDER]
 
 downloads the wheels with pip, keeps the few files that the kernels need in `peers/` at the repository's root, which git
-ignores, and forgets the rest: 380 MB to fetch, 6 MB to keep.
+ignores, and forgets the rest: 390 MB to fetch, 20 MB to keep. Of FlashMLA that is its compiled library, whose machine
+code is read beside ours.
 """
 
 import argparse
@@ -35,6 +36,7 @@ SOURCES = (
     Source("sglang==0.5.23", "sglang", tuple(f"sglang/kernels/ops/attention/{name}.py" for name in (
         "decode_attention", "score_mod"))),
     Source("fla-core==0.6.0", FLA, ("fla/*.py",), flat=False),
+    Source("sgl-flash-mla==1.0.0", "flash_mla", ("flash_mla/_C_legacy.abi3.so",)),
     Source("einops", FLA, ("einops/*.py",), flat=False),  # which FLA imports
 )  # fmt: skip
 

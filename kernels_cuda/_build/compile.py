@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import logging
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -30,11 +31,15 @@ logger = logging.getLogger("ragged_attention")
 PACKAGE = Path(__file__).parent.parent
 SOURCES = PACKAGE / "csrc"
 PREBUILT = PACKAGE / "prebuilt"
-UNITS = ("sm90/mla_decode_dense", "sm90/sparse_mla_prefill", "sm90/mla_decode_sparse_fp8", "common")
+UNITS = (
+    "sm90/mla_decode_dense", "sm90/sparse_mla_prefill", "sm90/mla_decode_sparse_fp8", "sm90/mla_decode_sparse_fp8_v4",
+    "common",
+)  # fmt: skip
 EMULATOR = "emulator"  # the folder that is for g++ alone
 NVCC_FLAGS = (
     "-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "--expt-relaxed-constexpr",
-    "--expt-extended-lambda", "-Xcompiler=-fPIC,-fvisibility=hidden", "-DNDEBUG", "-lineinfo", "-cudart", "static",
+    "--expt-extended-lambda", "-Xcompiler=-fPIC,-fvisibility=hidden", "-DNDEBUG", "-lineinfo", "-Xptxas=--warn-on-spills",
+    "-cudart", "static",
 )  # fmt: skip
 # CuTe views fragments of registers through other types, which strict aliasing would turn into zeros.
 EMULATION_FLAGS = (
@@ -43,6 +48,8 @@ EMULATION_FLAGS = (
 FFI_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden")
 SHOWN_LINES = 30  # of a failed compiler's output
 NO_CACHE = "no folder to store the CUDA kernels in: set HOME or XDG_CACHE_HOME"
+# What ptxas says, and goes on, where it has each product wait for the one before: C7510 and its neighbours.
+SERIALISED = r".*\(C75\d\d\).*"
 UNFINISHED = "building-"  # how the names of folders begin that a build works in
 
 Progress = Callable[[int, int, str], None]  # steps done, steps in all, what was done or is next
@@ -61,6 +68,7 @@ class Recipe:
     compiler: tuple[str, ...]
     linker: tuple[str, ...]
     libraries: tuple[str, ...] = ()
+    refused: str = ""  # a pattern: a compiler that prints it has made something that must not run, though it exits with 0
 
     @property
     def path(self) -> Path:
@@ -114,6 +122,7 @@ def kernels_recipe() -> Recipe:
             nvcc.path, "-shared", *NVCC_FLAGS, "-Xlinker", f"--exclude-libs,ALL,-soname,{name}",
             *(f"-L{folder}" for folder in nvcc.libraries),
         ),
+        refused=SERIALISED,
     )  # fmt: skip
 
 
@@ -259,6 +268,9 @@ def _make(recipe: Recipe, progress: Progress | None) -> None:
         for done, future in enumerate(concurrent.futures.as_completed(started), 1):
             future.result()
             tell(done, started[future].name)
+        printed = "".join(f"{unit.name}:\n{text}" for future, unit in started.items() if (text := future.result()))
+        if printed:
+            logger.warning("the compiler of the %s said, and went on:\n%s", recipe.what, printed)
         linked = Path(folder, recipe.name)
         run.later((*recipe.linker, "-o", str(linked), *map(str, objects), *recipe.libraries)).result()
         if digest_of(*recipe.texts) != recipe.as_read:
@@ -272,7 +284,7 @@ class _Compilers:
     """Commands of a recipe, one per core at a time; leaving by an exception, Ctrl-C too, ends them all."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self._what = recipe.what
+        self._what, self._refused = recipe.what, recipe.refused
         self._pool = concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0)))
         self._running: set[subprocess.Popen[str]] = set()
         self._lock, self._ended = threading.Lock(), False
@@ -289,14 +301,14 @@ class _Compilers:
                         os.killpg(process.pid, signal.SIGTERM)  # nvcc and the programs that it has started
         self._pool.shutdown(cancel_futures=True)
 
-    def later(self, command: Sequence[str]) -> concurrent.futures.Future[None]:
-        """The future of a command, which fails with the last of what it has printed."""
+    def later(self, command: Sequence[str]) -> concurrent.futures.Future[str]:
+        """The future of what a command prints; it fails with the last of that, or with what the recipe refuses in it."""
         return self._pool.submit(self._call, command)
 
-    def _call(self, command: Sequence[str]) -> None:
+    def _call(self, command: Sequence[str]) -> str:
         with self._lock:
             if self._ended:
-                return
+                return ""
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                 errors="replace", process_group=0,
@@ -311,6 +323,9 @@ class _Compilers:
             raise BackendMissing(
                 f"building the {self._what} failed with exit code {process.returncode}:\n{shlex.join(command)}\n{last}"
             )
+        if self._refused and (found := re.search(self._refused, printed)):
+            raise BackendMissing(f"building the {self._what} was given up, for the compiler said: {found[0].strip()}")
+        return printed
 
 
 def prebuilt() -> Path | None:

@@ -24,6 +24,7 @@ NO_NVCC = (
     "ragged-attention[cuda-toolchain]"
 )
 NO_CUTLASS = "no CUTLASS headers: install ragged-attention[cuda] or nvidia-cutlass"
+LEAST_NVCC = (12, 8)  # what older ones make of wgmma was never read
 NO_GXX = "no g++ on PATH"
 NO_HEADERS = "no CUDA headers (cuda_runtime.h and cuda/std) beside nvcc or in nvidia.cu13"
 
@@ -41,6 +42,12 @@ class Nvcc:
     includes: tuple[str, ...]
     libraries: tuple[str, ...]
 
+    @property
+    def number(self) -> tuple[int, int] | None:
+        """The release as numbers, (13, 0); None if it cannot be read."""
+        found = re.search(r"release (\d+)\.(\d+)", self.release)
+        return (int(found[1]), int(found[2])) if found else None
+
 
 def missing_to_compile() -> str | None:
     """What is missing to compile the kernels, in one sentence; None if nothing is."""
@@ -51,6 +58,9 @@ def missing_to_compile() -> str | None:
         return f"expected CUDACXX to name a compiler, got {wanted!r}"
     if nvcc_path() is None:
         return NO_NVCC
+    if (found := nvcc()) and (number := found.number) and number < LEAST_NVCC:
+        least, got = (".".join(map(str, release)) for release in (LEAST_NVCC, number))
+        return f"expected nvcc of release {least} or later, got {got} in {found.path}"
     return NO_GXX if gxx() is None else NO_CUTLASS if cutlass() is None else None
 
 

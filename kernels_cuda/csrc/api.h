@@ -6,7 +6,7 @@
 #include <stdint.h>
 
 #define RA_API __attribute__((visibility("default")))
-#define RA_ABI_VERSION 1
+#define RA_ABI_VERSION 2
 
 #ifdef __cplusplus
 extern "C" {
@@ -16,23 +16,29 @@ enum {
   RA_WRONG_DEVICE = -1,  // a device is here, but not of the architecture that the kernels are made for
   RA_NO_KERNEL = -2,     // arguments that no kernel was compiled for
   RA_DEADLOCK = -3,      // the emulation's: every thread waits, or does what the hardware does not define
+  RA_NO_TENSOR_MAP = -4,  // the driver did not take the address, sizes or strides of the cache's pages for TMA
 };
 
 enum { RA_BFLOAT16 = 0, RA_FLOAT16 = 1 };              // RaLatent::dtype, of q, out and a plain cache
-enum { RA_PLAIN = 0, RA_FP8_V32 = 1 };                 // RaLatent::format of the cache
+enum { RA_PLAIN = 0, RA_FP8_V32 = 1, RA_FP8_V4 = 2 };  // RaLatent::format of the cache
 
 // Attention over latent rows. Dense: `lists` is the page table [S, M] and `lens` the sequences' lengths [S]. Sparse:
 // `lists` has slots (page * page_size + offset) [S, Q, K, N], `lens` their lengths [S, Q] or null. Any value in either
-// is safe. Arrays first, in the order in which the FFI library takes its operands and results, then numbers.
-// Strides count elements of the array's dtype (bytes of a quantised cache); a row's elements are adjacent.
+// is safe. A sparse call may have a second cache of the same format with lists of its own, whose keys count like those
+// of the first. Arrays first, in the order in which the FFI library takes its operands and results, then numbers.
+// Strides count elements of the array's dtype (bytes of a quantised cache); a row's elements are adjacent. A page of an
+// fp8_v4 cache has rows of 576 bytes, then rows of 8 with their scales; it needs no slot stride.
 typedef struct RaLatent {
   // operands; null where the call has none
   const void* q;              // [S, Q, H, d_qk]
-  const void* kv;             // [P, G, K, d_qk] or bytes; rows begin at multiples of 16 bytes
+  const void* kv;             // [P, G, K, d_qk] or bytes; rows begin at multiples of 16 bytes (fp8_v4: 8)
   const int32_t* lists;
   const int32_t* lens;
   const float* sinks;         // [H]
   const int32_t* parts;       // a schedule's [num_parts, 8]
+  const void* extra_kv;       // [P', G', 1, d_qk] or bytes
+  const int32_t* extra_lists; // [S, Q, 1, N'], null exactly if there is no second cache
+  const int32_t* extra_lens;  // [S, Q]
   // results, packed; null where not wanted
   void* out;                  // [S, Q, H, d_v]
   float* lse;                 // [S, H, Q]
@@ -47,6 +53,9 @@ typedef struct RaLatent {
   int64_t num_pages, page_size, page_stride, slot_stride, head_stride;
   int64_t list_seq_stride, list_token_stride, list_head_stride, list_length;  // length: M of a table, N of lists
   int64_t lens_seq_stride, lens_token_stride;
+  int64_t extra_num_pages, extra_page_size, extra_page_stride, extra_slot_stride;
+  int64_t extra_list_seq_stride, extra_list_token_stride, extra_list_length;
+  int64_t extra_lens_seq_stride, extra_lens_token_stride;
   int64_t num_parts;          // of the schedule, or S * num_splits without one
   int64_t num_splits;         // without a schedule: the most parts that a sequence is cut into
   int64_t num_partials;       // 0, S * num_splits, or 2 * num_parts with a schedule
@@ -66,11 +75,14 @@ RA_API int ra_abi_version(void);
 RA_API int64_t ra_size_of_latent(void);    // sizeof(RaLatent), for bindings to compare with their own
 RA_API int64_t ra_size_of_schedule(void);
 RA_API int ra_status(int device, int* major, int* minor, int* num_multiprocessors);
+// The newest CUDA that the driver knows, 0 where there is none, and that of the runtime in here: 13020 is 13.2.
+RA_API void ra_versions(int* driver, int* runtime);
 RA_API const char* ra_error_string(int code);
 
 RA_API int ra_mla_decode_dense(const RaLatent* call, void* stream);        // plain cache
 RA_API int ra_sparse_mla_prefill(const RaLatent* call, void* stream);      // plain cache, bfloat16; decode of lists too
 RA_API int ra_mla_decode_sparse_fp8(const RaLatent* call, void* stream);   // fp8_v32 cache, bfloat16 queries
+RA_API int ra_mla_decode_sparse_fp8_v4(const RaLatent* call, void* stream);  // fp8_v4 cache, bfloat16 queries
 RA_API int ra_make_decode_schedule(const RaSchedule* call, void* stream);
 
 #ifdef __cplusplus

@@ -21,6 +21,7 @@ int ra_status(int, int* major, int* minor, int* num_multiprocessors) {
   *num_multiprocessors = 132;
   return 0;
 }
+void ra_versions(int* driver, int* runtime) { *driver = *runtime = 0; }
 // Of the last launch that returned RA_DEADLOCK: who waits for what, or what it did that the hardware does not define.
 static char const* text_of(int code) { return code == RA_DEADLOCK ? emu::machine.report.c_str() : "no error"; }
 
@@ -33,6 +34,10 @@ int ra_status(int device, int* major, int* minor, int* num_multiprocessors) {
   if (int error = cudaDeviceGetAttribute(num_multiprocessors, cudaDevAttrMultiProcessorCount, device)) return error;
   return *major == 9 && *minor == 0 ? 0 : RA_WRONG_DEVICE;
 }
+void ra_versions(int* driver, int* runtime) {
+  if (cudaDriverGetVersion(driver)) *driver = 0;
+  if (cudaRuntimeGetVersion(runtime)) *runtime = 0;
+}
 static char const* text_of(int code) { return cudaGetErrorString(static_cast<cudaError_t>(code)); }
 
 #endif
@@ -40,6 +45,7 @@ static char const* text_of(int code) { return cudaGetErrorString(static_cast<cud
 char const* ra_error_string(int code) {
   if (code == RA_WRONG_DEVICE) return "the device is not of architecture sm_90";
   if (code == RA_NO_KERNEL) return "no kernel was compiled for these arguments";
+  if (code == RA_NO_TENSOR_MAP) return "no tensor map could be made of the cache's pages";
   return text_of(code);
 }
 

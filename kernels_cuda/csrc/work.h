@@ -16,57 +16,113 @@ RA_HD int clamped(int64_t value, int64_t low, int64_t high) {
 }
 RA_HD int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+// A divisor known before the launch; dividing what is below 2^31 by it is a multiplication and a shift.
+struct Divisor {
+  uint32_t multiplier;  // 2^(31 + shift) / divisor, rounded up
+  int shift;            // 2^shift is the divisor, or the next power of two
+};
+inline Divisor divisor_of(uint32_t number) {
+  int shift = 0;
+  while ((uint64_t(1) << shift) < number) ++shift;
+  return {uint32_t(((uint64_t(1) << (31 + shift)) + number - 1) / number), shift};
+}
+RA_HD uint32_t divide(uint32_t number, Divisor by) {
+  return uint32_t(uint64_t(number * 2) * by.multiplier >> 32) >> by.shift;
+}
+
+// The rows of a cache, and the lists that name them. Where a row lies is counted in units of so many bytes, in 32 bits,
+// and sums may wrap on the way: slot s of a sparse call is at s * slot + (s / page_size) * gap, position p of a page at
+// p % page_size * slot + page * (page_size * slot + gap).
+struct Keys {
+  char const* cache;
+  int const* lists;  // of slots, or in a dense call of pages
+  int const* lens;
+  int64_t seq_stride, token_stride, head_stride, lens_seq_stride, lens_token_stride;
+  int longest;       // keys of any list
+  uint32_t count;    // an entry from here on is none: slots, or pages
+  int page_size;
+  Divisor by_page_size;
+  uint32_t slot, gap, head;
+};
+
 // A call with what is derived from it, in numbers that fit registers.
 struct Plan {
   RaLatent call;
-  int num_seqs, num_q_tokens, num_q_heads, num_kv_heads, group, page_size, num_pages, num_parts, num_splits;
-  int longest;   // keys of any list
+  Keys keys, extra;
+  int num_seqs, num_q_tokens, num_q_heads, num_kv_heads, group, num_parts, num_splits;
   int rows;      // that share a list: the tokens and heads of a KV head, in sparse calls the heads of one token
   int tiles;     // of 64 rows
   int tokens;    // with lists of their own
   float scale;   // of logits to base 2
 };
-inline Plan plan_of(RaLatent const& call) {
+constexpr int kV4Row = 576, kV4Scales = 8;  // bytes of an fp8_v4 page for each of its tokens
+
+inline Keys keys_of(RaLatent const& call, int unit) {
+  int const size = call.format == RA_PLAIN ? 2 : 1;
+  auto const units = [=](int64_t elements) { return uint32_t(elements * size / unit); };
+  int64_t const keys = call.sparse ? call.list_length : call.list_length * call.page_size;
+  int64_t const entries = call.sparse ? call.num_pages * call.page_size : call.num_pages;
+  uint32_t const slot = units(call.format == RA_FP8_V4 ? kV4Row : call.slot_stride);
+  return {
+      static_cast<char const*>(call.kv), call.lists, call.lens, call.list_seq_stride, call.list_token_stride,
+      call.list_head_stride, call.lens_seq_stride, call.lens_token_stride, clamped(keys, 0, kMostKeys),
+      uint32_t(clamped(entries, 0, INT32_MAX)), int(call.page_size), divisor_of(uint32_t(call.page_size)), slot,
+      units(call.page_stride) - uint32_t(call.page_size) * slot, units(call.head_stride),
+  };
+}
+// The call as if its second cache were the first.
+inline RaLatent extra_call_of(RaLatent call) {
+  call.kv = call.extra_kv, call.lists = call.extra_lists, call.lens = call.extra_lens;
+  call.num_pages = call.extra_num_pages, call.page_size = call.extra_page_size;
+  call.page_stride = call.extra_page_stride, call.slot_stride = call.extra_slot_stride, call.head_stride = 0;
+  call.list_seq_stride = call.extra_list_seq_stride, call.list_token_stride = call.extra_list_token_stride;
+  call.list_head_stride = 0, call.list_length = call.extra_list_length;
+  call.lens_seq_stride = call.extra_lens_seq_stride, call.lens_token_stride = call.extra_lens_token_stride;
+  return call;
+}
+// Rows are found in units of so many bytes.
+inline Plan plan_of(RaLatent const& call, int unit) {
   Plan plan{};
   plan.call = call;
+  plan.keys = keys_of(call, unit);
+  if (call.extra_lists) plan.extra = keys_of(extra_call_of(call), unit);
   plan.num_seqs = int(call.num_seqs);
   plan.num_q_tokens = int(call.num_q_tokens);
   plan.num_q_heads = int(call.num_q_heads);
   plan.num_kv_heads = int(call.num_kv_heads);
   plan.group = int(call.num_q_heads / call.num_kv_heads);
-  plan.page_size = int(call.page_size);
-  plan.num_pages = int(call.num_pages);
   plan.num_parts = int(call.num_parts);
   plan.num_splits = int(call.num_splits);
-  plan.longest = clamped(call.sparse ? call.list_length : call.list_length * call.page_size, 0, kMostKeys);
   plan.rows = call.sparse ? plan.group : plan.group * plan.num_q_tokens;
   plan.tiles = ceil_div(plan.rows, 64);
   plan.tokens = call.sparse ? plan.num_q_tokens : 1;
   plan.scale = float(call.sm_scale * kLog2e);
-  // Slots of pages that follow each other are rows of pages of one, which are found without a division.
-  if (call.sparse && call.page_stride == call.page_size * call.slot_stride) {
-    plan.num_pages = clamped(call.num_pages * call.page_size, 0, INT32_MAX);
-    plan.page_size = 1;
-    plan.call.page_stride = call.slot_stride;
-  }
   return plan;
 }
 
 // Whether sizes fit the 32 bits in which kernels count rows, keys and parts. What a stride multiplies has 64 bits.
 inline bool sizes_fit(RaLatent const& call) {
   auto const fits = [](int64_t size, int64_t least) { return size >= least && size <= kMostKeys; };
-  for (int64_t size : {call.num_seqs, call.num_q_tokens, call.num_q_heads, call.num_pages, call.list_length})
+  for (int64_t size : {call.num_seqs, call.num_q_tokens, call.num_q_heads, call.num_pages, call.list_length,
+                       call.extra_num_pages, call.extra_list_length})
     if (!fits(size, 0)) return false;
   if (!fits(call.num_kv_heads, 1) || !fits(call.page_size, 1) || !fits(call.num_q_tokens * call.num_q_heads, 0)) return false;
+  if (call.extra_lists && (!call.sparse || call.num_kv_heads != 1 || !fits(call.extra_page_size, 1))) return false;
+  if (!fits(call.list_length + call.extra_list_length, 0)) return false;  // positions go on from one list to the other
   if (call.parts) return fits(call.num_parts, 1) && fits(2 * call.num_parts, 0);
   return call.num_splits >= 1 && call.num_splits <= kMostSplits && call.num_parts == call.num_seqs * call.num_splits &&
          fits(call.num_parts, 0);
 }
 
 // Keys of a sequence, in sparse calls of the list of one of its query tokens.
-RA_HD int length_of(Plan const& plan, int seq, int token) {
-  if (plan.call.lens == nullptr) return plan.longest;
-  return clamped(plan.call.lens[seq * plan.call.lens_seq_stride + token * plan.call.lens_token_stride], 0, plan.longest);
+RA_HD int length_of(Keys const& keys, int seq, int token) {
+  if (keys.lens == nullptr) return keys.longest;
+  return clamped(keys.lens[seq * keys.lens_seq_stride + token * keys.lens_token_stride], 0, keys.longest);
+}
+// Blocks of a sequence: a second list begins at a new one.
+RA_HD int blocks_of(Plan const& plan, int seq, int token) {
+  int const blocks = ceil_div(length_of(plan.keys, seq, token), kBlock);
+  return plan.extra.lists ? blocks + ceil_div(length_of(plan.extra, seq, token), kBlock) : blocks;
 }
 
 // Where a part begins: a sequence, and a block of it. Each part ends where the next begins, so that whatever lengths a
@@ -151,6 +207,13 @@ struct Query {
 RA_HD Query query_of(Plan const& plan, Job const& job, int row, bool sparse) {
   if (sparse) return {job.token, job.kv_head * plan.group + row};
   return {row / plan.group, job.kv_head * plan.group + row % plan.group};
+}
+
+// Whether nothing was ever written there.
+inline bool is_zero(void const* memory, size_t size) {
+  for (size_t i = 0; i < size; ++i)
+    if (static_cast<unsigned char const*>(memory)[i]) return false;
+  return true;
 }
 
 // The power of two by which a row of queries with this largest magnitude is divided to lie below 2^9, as its exponent.

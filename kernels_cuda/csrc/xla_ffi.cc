@@ -19,7 +19,7 @@ namespace ffi = xla::ffi;
 
 namespace {
 
-constexpr int64_t kDv = 512, kFp8Row = 656;
+constexpr int64_t kDv = 512, kRows[] = {0, 656, 584};  // bytes of a token, by format
 
 // An array as XLA hands it over.
 struct Array {
@@ -141,26 +141,31 @@ struct Arrays {
   }
 };
 
-enum { kQ, kKv, kLists, kLens, kSinks, kParts, kOut, kLse, kMaxLogits, kPartialOut, kPartialLse, kPartialMax };
+enum { kQ, kKv, kLists, kLens, kSinks, kParts, kMoreKv, kMoreLists, kMoreLens, kOut, kLse, kMaxLogits, kPartialOut, kPartialLse, kPartialMax };
 constexpr const char* kLatentNames[] = {"q",   "kv",  "lists",      "lens",        "sinks",       "parts",
+                                        "extra_kv", "extra_lists", "extra_lens",
                                         "out", "lse", "max_logits", "partial_out", "partial_lse", "partial_max"};
-using LatentArrays = Arrays<6, 6>;
+using LatentArrays = Arrays<9, 6>;
 constexpr size_t kLatentNumbers = (offsetof(RaLatent, sm_scale) - offsetof(RaLatent, num_seqs)) / sizeof(int64_t);
 
 void check_types(Check& check, LatentArrays const& arrays, RaLatent const& call) {
   check.that(call.dtype == RA_BFLOAT16 || call.dtype == RA_FLOAT16, "dtype 0 or 1", std::to_string(call.dtype));
-  check.that(call.format == RA_PLAIN || call.format == RA_FP8_V32, "format 0 or 1", std::to_string(call.format));
+  check.that(call.format >= RA_PLAIN && call.format <= RA_FP8_V4, "format 0, 1 or 2", std::to_string(call.format));
   ffi::DataType const type = call.dtype == RA_BFLOAT16 ? ffi::BF16 : ffi::F16;
   check.type(arrays[kQ], type);
-  check.type(arrays[kKv], call.format == RA_PLAIN ? type : ffi::U8);
-  for (size_t index : {kLists, kLens, kParts}) check.type(arrays[index], ffi::S32);
+  for (size_t index : {kKv, kMoreKv}) check.type(arrays[index], call.format == RA_PLAIN ? type : ffi::U8);
+  for (size_t index : {kLists, kLens, kParts, kMoreLists, kMoreLens}) check.type(arrays[index], ffi::S32);
   check.type(arrays[kSinks], ffi::F32);
   check.type(arrays[kOut], type);
   for (size_t index : {kLse, kMaxLogits, kPartialOut, kPartialLse, kPartialMax}) check.type(arrays[index], ffi::F32);
 }
 
+int64_t width_of(RaLatent const& call) {
+  bool const known = call.format > RA_PLAIN && call.format <= RA_FP8_V4;
+  return known ? kRows[call.format] : call.d_qk;
+}
 void check_sizes(Check& check, LatentArrays const& arrays, RaLatent const& call) {
-  int64_t const width = call.format == RA_PLAIN ? call.d_qk : kFp8Row;
+  int64_t const width = width_of(call);
   int64_t const rows = product({call.num_seqs, call.num_q_tokens, call.num_q_heads});
   int64_t const lists = call.sparse ? call.num_q_tokens * call.num_kv_heads : 1;
   int64_t const partial_rows = product({call.num_partials, call.num_q_tokens, call.num_q_heads});
@@ -170,6 +175,9 @@ void check_sizes(Check& check, LatentArrays const& arrays, RaLatent const& call)
   check.entries(arrays[kLens], product({call.num_seqs, call.lens_token_stride ? call.num_q_tokens : 1}), true);
   check.entries(arrays[kSinks], call.num_q_heads, true);
   check.entries(arrays[kParts], product({call.num_parts, 8}), true);
+  check.entries(arrays[kMoreKv], product({call.extra_num_pages, call.extra_page_size, width}));
+  check.entries(arrays[kMoreLists], product({call.num_seqs, call.num_q_tokens, call.extra_list_length}));
+  check.entries(arrays[kMoreLens], product({call.num_seqs, call.extra_lens_token_stride ? call.num_q_tokens : 1}), true);
   check.entries(arrays[kOut], product({rows, kDv}));
   check.entries(arrays[kLse], rows);
   check.entries(arrays[kMaxLogits], rows, true);
@@ -185,7 +193,7 @@ void check_sizes(Check& check, LatentArrays const& arrays, RaLatent const& call)
 }
 
 void check_strides(Check& check, LatentArrays const& arrays, RaLatent const& call) {
-  int64_t const width = call.format == RA_PLAIN ? call.d_qk : kFp8Row;
+  int64_t const width = width_of(call);
   check.within(arrays[kQ], {call.num_seqs, call.num_q_tokens, call.num_q_heads},
                {call.q_seq_stride, call.q_token_stride, call.q_head_stride}, call.d_qk);
   check.within(arrays[kKv], {call.num_pages, call.page_size, call.num_kv_heads},
@@ -194,14 +202,22 @@ void check_strides(Check& check, LatentArrays const& arrays, RaLatent const& cal
                {call.list_seq_stride, call.list_token_stride, call.list_head_stride}, call.list_length);
   if (arrays[kLens].count())
     check.within(arrays[kLens], {call.num_seqs, call.num_q_tokens}, {call.lens_seq_stride, call.lens_token_stride}, 1);
-  check.aligned(arrays[kQ]);
-  check.aligned(arrays[kKv]);
+  check.within(arrays[kMoreKv], {call.extra_num_pages, call.extra_page_size},
+               {call.extra_page_stride, call.extra_slot_stride}, width);
+  check.within(arrays[kMoreLists], {call.num_seqs, call.num_q_tokens},
+               {call.extra_list_seq_stride, call.extra_list_token_stride}, call.extra_list_length);
+  if (arrays[kMoreLens].count())
+    check.within(arrays[kMoreLens], {call.num_seqs, call.num_q_tokens},
+                 {call.extra_lens_seq_stride, call.extra_lens_token_stride}, 1);
+  for (size_t index : {kQ, kKv, kMoreKv}) check.aligned(arrays[index]);
 }
 
 void check_numbers(Check& check, RaLatent const& call) {
-  for (int64_t size : {call.num_seqs, call.num_pages, call.list_length, call.num_parts, call.num_partials})
+  for (int64_t size : {call.num_seqs, call.num_pages, call.list_length, call.num_parts, call.num_partials,
+                       call.extra_num_pages, call.extra_list_length})
     check.that(size >= 0 && size < (int64_t(1) << 31), "sizes below 2^31", std::to_string(size));
-  for (int64_t size : {call.num_q_tokens, call.num_q_heads, call.num_kv_heads, call.d_qk, call.page_size})
+  for (int64_t size : {call.num_q_tokens, call.num_q_heads, call.num_kv_heads, call.d_qk, call.page_size,
+                       call.extra_page_size})
     check.that(size >= 1 && size < (int64_t(1) << 31), "sizes from 1 to 2^31", std::to_string(size));
 }
 
@@ -227,6 +243,9 @@ ffi::Error latent(const char* function, int (*launch)(const RaLatent*, void*), v
   call.lens = static_cast<const int32_t*>(arrays[kLens].data());
   call.sinks = static_cast<const float*>(arrays[kSinks].data());
   call.parts = static_cast<const int32_t*>(arrays[kParts].data());
+  call.extra_kv = arrays[kMoreKv].data();
+  call.extra_lists = static_cast<const int32_t*>(arrays[kMoreLists].data());
+  call.extra_lens = static_cast<const int32_t*>(arrays[kMoreLens].data());
   call.out = arrays[kOut].data();
   call.lse = static_cast<float*>(arrays[kLse].data());
   call.max_logits = static_cast<float*>(arrays[kMaxLogits].data());
@@ -296,6 +315,7 @@ auto bind() {
 RA_LATENT_HANDLER(ra_mla_decode_dense)
 RA_LATENT_HANDLER(ra_sparse_mla_prefill)
 RA_LATENT_HANDLER(ra_mla_decode_sparse_fp8)
+RA_LATENT_HANDLER(ra_mla_decode_sparse_fp8_v4)
 
 extern "C" RA_API XLA_FFI_Error* ra_make_decode_schedule_ffi(XLA_FFI_CallFrame* frame);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(

@@ -222,6 +222,10 @@ inline int tid() { return machine.current; }
 inline int fresh_tid() { return machine.current; }
 inline int fresh_bid() { return machine.block; }
 inline int bid() { return machine.block; }
+template <class T>
+T* opaque(T* pointer) {
+  return pointer;
+}
 inline void syncthreads() {
   emu::watch::Unseen unseen;
   machine.sync(0, machine.threads);
@@ -330,18 +334,38 @@ inline void copy16(void* shared, void const* global, bool valid) {
     machine.fault("expected a copy to 16 aligned bytes of shared memory");
   if (valid && reinterpret_cast<uintptr_t>(global) % 16 != 0) machine.fault("expected a copy from 16 aligned bytes");
   auto const offset = uint32_t(static_cast<unsigned char*>(shared) - machine.shared);
-  uint32_t const epoch = machine.fibers[machine.current].clock[machine.current];
-  emu::Copy const copy{offset, epoch, valid ? global : nullptr, nullptr, nullptr};
+  uint32_t const epoch = machine.copies_of(machine.fibers[machine.current].clock, machine.current);
+  emu::Copy const copy{offset, epoch, valid ? global : nullptr, nullptr};
   if (machine.copies_at_once()) machine.land(machine.current, copy);
   else machine.begin(copy);
 }
+inline int load_constant(int const* global) { return *global; }
+template <class Words>
+Words load(void const* global, bool valid) {
+  Words words = {};
+  emu::watch::Unseen unseen;
+  if (!valid) return words;
+  if (reinterpret_cast<uintptr_t>(global) % sizeof words != 0)
+    machine.fault("expected a load from %ld aligned bytes", long(sizeof words));
+  memcpy(&words, global, sizeof words);
+  return words;
+}
+inline uint4 load16(void const* global, bool valid) { return load<uint4>(global, valid); }
+inline uint2 load8(void const* global, bool valid) { return load<uint2>(global, valid); }
+inline uint32_t load4(void const* global, bool valid) { return load<uint32_t>(global, valid); }
 inline void arrive_after_copies(MBar& bar) {
-  if (machine.copies_at_once()) return bar.arrive();
   emu::CountedBarrier& made = bar.made();
   emu::watch::Unseen unseen;
-  emu::Clock& clock = machine.fibers[machine.current].clock;
-  machine.begin({0, 0, nullptr, &made, std::make_shared<emu::Clock>(clock)});
-  ++clock[machine.current];
+  emu::Fiber& self = machine.fibers[machine.current];
+  uint32_t const epoch = machine.copies_of(self.clock, machine.current);
+  machine.step(self);
+  if (machine.copies_at_once()) {
+    machine.give_copies(made, machine.current, epoch);
+    emu::watch::release(&made.tags[made.turn & 1]);
+    machine.complete(made, 1, 0);
+  } else {
+    machine.begin({0, epoch, nullptr, &made});
+  }
   machine.stir();
 }
 template <class T>
@@ -357,6 +381,10 @@ template <class Tensor, class Layout>
 Tensor make_tma(Tensor const& global, Layout const&) {
   return global;
 }
+template <class Tensor>
+Tensor const* descriptor_of(Tensor const& tensor) {
+  return &tensor;  // which has a shape, so it is not zero
+}
 template <class Source, class Target>
 void tma_load(Source const& source, int row_tile, int column_tile, int head, int page, MBar& mbar, Target&& target) {
   using namespace cute;
@@ -364,6 +392,9 @@ void tma_load(Source const& source, int row_tile, int column_tile, int head, int
   int const number = int(uint32_t(mbar.state));
   emu::watch::Unseen unseen;
   if (!bar.fenced) machine.fault("expected fence_barrier_init before a load that arrives at an mbarrier");
+  auto const at = uint32_t(reinterpret_cast<unsigned char*>(&target(0, 0)) - machine.shared);
+  if (machine.is_unfenced(at, sizeof(target(0, 0)) * decltype(size(target))::value))
+    machine.fault("expected a proxy fence between ordinary writes and a load by TMA to the same place");
   auto const fill = [source, row_tile, column_tile, head, page, target] {
     emu::fill(source, row_tile, column_tile, head, page, target);
   };
@@ -401,7 +432,7 @@ void wgmma_ss(Mma, int t, SA const& a, SB const& b, Acc& acc, bool zero) {
   emu::enlisted(product);
 }
 template <class Mma, class RA, class SB, class Acc>
-void wgmma_rs(Mma, int t, RA const& a, SB const& b, Acc& acc, bool zero = false) {
+void wgmma_rs(Mma, int t, RA& a, SB const& b, Acc& acc, bool zero = false) {
   emu::watch::Unseen unseen;
   emu::Product& product = emu::enlist(t, b, acc);
   constexpr int depth = decltype(cute::size<1>(b))::value;
@@ -409,7 +440,11 @@ void wgmma_rs(Mma, int t, RA const& a, SB const& b, Acc& acc, bool zero = false)
   emu::Share const& left = emu::share_of_left<Mma, depth>(a);
   product.left.resize(16 * depth);
   std::vector<int> const& offsets = left.in_tile[t % emu::kWarp];
-  for (size_t i = 0; i < offsets.size(); ++i) product.left[offsets[i]] = float(a(int(i)));
+  for (size_t i = 0; i < offsets.size(); ++i) {
+    product.left[offsets[i]] = float(a(int(i)));
+    // The hardware reads these registers until the product is waited for: what is taken from them before is no use.
+    a(int(i)) = std::remove_reference_t<decltype(a(0))>(NAN);
+  }
   if (product.lanes == 0)
     product.multiply = [&share, b, zero](emu::Product& whole) {
       emu::compute(whole, share, b, zero, [&]() -> std::vector<float> const& { return whole.left; });
@@ -422,13 +457,29 @@ void wgmma_wait(Acc&...) {
   emu::settle(N);
 }
 
-// As the hardware's, but for its rounding.
-inline float exp2(float x) { return std::exp2(x); }
-inline float reciprocal(float x) { return 1.f / x; }
-inline float log2(float x) { return std::log2(x); }
+// The hardware's functions are approximate: up to 2 units in the last place off, here by a number that follows from the
+// argument, and without subnormal numbers, which count as 0 and become 0.
+inline float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.f, x) : x; }
+inline float off(float exact, float argument) {
+  uint32_t word, mixed;
+  memcpy(&word, &exact, sizeof word);
+  memcpy(&mixed, &argument, sizeof mixed);
+  if (flushed(exact) == 0.f || !std::isfinite(exact)) return flushed(exact);
+  int const ulps = int((mixed * 2654435761u >> 24) % 5) - 2;
+  word += uint32_t(ulps);
+  memcpy(&exact, &word, sizeof word);
+  return flushed(exact);
+}
+inline float exp2(float x) { return off(std::exp2(flushed(x)), x); }
+inline float reciprocal(float x) { return off(1.f / flushed(x), x); }
+inline float log2(float x) { return off(std::log2(flushed(x)), x); }
 template <class T>
 uint32_t pack(float low, float high) {
   return uint32_t(T(low).storage) | uint32_t(T(high).storage) << 16;
+}
+inline uint32_t multiply(uint32_t a, uint32_t b) {
+  auto const wide = [](uint32_t bits) { return emu::widened<bf16>(uint16_t(bits)); };
+  return pack<bf16>(wide(a) * wide(b), wide(a >> 16) * wide(b >> 16));
 }
 // Two e4m3 codes, the first in the low byte, as two float16.
 inline uint32_t half_pair(uint16_t codes) {

@@ -23,7 +23,6 @@
 #include <deque>
 #include <functional>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -116,8 +115,9 @@ constexpr int kMostRegisters = 255;  // of a thread
 
 enum Mode { kEager = 0, kLate = 1, kCrossed = 2 };
 
-// How much of each thread's doings somebody knows of.
-using Clock = std::array<uint32_t, kMostThreads>;
+// How much of each thread's doings somebody knows of, and behind these entries of its asynchronous copies: an arrival that
+// these bring about speaks of them alone, any other of both.
+using Clock = std::array<uint32_t, 2 * kMostThreads>;
 
 // A write of the generic proxy that no proxy fence has covered yet.
 struct Write {
@@ -152,8 +152,7 @@ struct CountedBarrier : Passage {  // an mbarrier
 struct Copy {
   uint32_t offset, epoch;
   void const* source;  // null: zeros
-  CountedBarrier* bar;           // null: no arrival
-  std::shared_ptr<Clock> clock;  // of the thread, when it asked for the arrival
+  CountedBarrier* bar;  // null: no arrival
 };
 
 // What a thread waits for, for the report of a deadlock.
@@ -276,22 +275,31 @@ struct Machine {
 
   // -------------------------------------------------------------------------------------------------- who knows what
   void join(Clock& into, Clock const& from) const {
-    for (int i = 0; i < threads; ++i) into[i] = std::max(into[i], from[i]);
+    for (int i = 0; i < 2 * threads; ++i) into[i] = std::max(into[i], from[i]);
   }
+  uint32_t& copies_of(Clock& clock, int thread) const { return clock[threads + thread]; }
+  // From here on what the thread does is something new.
+  void step(Fiber& self) const { ++self.clock[current], ++copies_of(self.clock, current); }
   void give(Passage& passage) {
     Fiber& self = fibers[current];
     join(passage.given, self.clock);
-    ++self.clock[current];
+    step(self);
     watch::release(&passage.tags[passage.turn & 1]);
+  }
+  // A thread's copies up to this one have landed.
+  void give_copies(Passage& passage, int thread, uint32_t epoch) const {
+    uint32_t& known = copies_of(passage.given, thread);
+    known = std::max(known, epoch);
   }
   void take(Passage& passage, unsigned turn) {
     join(fibers[current].clock, passage.taken);
     watch::acquire(&passage.tags[turn & 1]);
+    if (watch::kOn) askers[current].run(&passage.tags[turn & 1], &fibers[current].copied, [] {});
   }
   void turn_over(Passage& passage, bool orders_memory = true) {
     if (orders_memory) {
-      std::copy_n(passage.given.begin(), threads, passage.taken.begin());
-      std::fill_n(passage.given.begin(), threads, 0);
+      std::copy_n(passage.given.begin(), 2 * threads, passage.taken.begin());
+      std::fill_n(passage.given.begin(), 2 * threads, 0);
     }
     ++passage.turn;
     wake(passage.line);
@@ -379,13 +387,23 @@ struct Machine {
       memcpy(shared + apart + list[covered].offset, list[covered].bytes, list[covered].size);
     list.erase(list.begin(), list.begin() + covered);
   }
+  // Whether a write that no fence has covered yet lies within these bytes: what the async proxy writes there now may end up
+  // below it.
+  bool is_unfenced(uint32_t offset, uint32_t size) const {
+    auto const meets = [&](Write const& write) {
+      return write.offset < offset + size && offset < write.offset + write.size;
+    };
+    for (int thread : unfenced)
+      for (auto const* list : {&fibers[thread].stored, &fibers[thread].landed})
+        if (std::any_of(list->begin(), list->end(), meets)) return true;
+    return false;
+  }
   void fence() {
     size_t kept = 0;
     for (int thread : unfenced) {
       Fiber& writer = fibers[thread];
-      uint32_t const known = fibers[current].clock[thread];
-      flush(writer.stored, known);
-      flush(writer.landed, known);
+      flush(writer.stored, fibers[current].clock[thread]);
+      flush(writer.landed, copies_of(fibers[current].clock, thread));
       if (!writer.stored.empty() || !writer.landed.empty()) unfenced[kept++] = thread;
     }
     unfenced.resize(kept);
@@ -394,7 +412,6 @@ struct Machine {
   // -------------------------------------------------------------------------------------------------- under way
   void begin(Copy const& copy) {
     Fiber& self = fibers[current];
-    watch::release(&self.copied);
     if (self.copies.empty()) copying.push_back(current);
     self.copies.push_back(copy);
   }
@@ -430,7 +447,7 @@ struct Machine {
         watch::Unseen unseen;
         if (bar == nullptr) land(thread, copy);
       });
-      if (bar != nullptr) join(bar->given, *copy.clock);
+      if (bar != nullptr) give_copies(*bar, thread, copy.epoch);
     }
     if (fiber.copies.empty()) copying.pop_back();
     if (bar != nullptr) complete(*bar, 1, 0);
@@ -444,7 +461,9 @@ struct Machine {
   unsigned char* stacks = nullptr;
   std::vector<unsigned char> memory;
   std::vector<watch::Thread> sanitized;
-  std::deque<watch::Engine> copiers, multipliers, loaders;  // by thread, warp and mbarrier
+  // By thread, warp and mbarrier; and by thread who asks for its copies: that knows of all that barriers told the thread,
+  // but of nothing that the thread has written, which copies are not ordered behind.
+  std::deque<watch::Engine> copiers, multipliers, loaders, askers;
   std::mutex busy;
 
   static void enter();
@@ -458,6 +477,7 @@ struct Machine {
     }
     while (sanitized.size() < size_t(count)) sanitized.emplace_back();
     copiers.resize(std::max(copiers.size(), size_t(count)));
+    askers.resize(copiers.size());
     multipliers.resize(std::max(multipliers.size(), size_t(count)));
     threads = count;
     shared_bytes = bytes;
@@ -492,7 +512,7 @@ struct Machine {
       Fiber& fiber = fibers[i];
       fiber.seen = sanitized[i].who;
       fiber.clock.fill(0);
-      fiber.clock[i] = 1;
+      fiber.clock[i] = copies_of(fiber.clock, i) = 1;
       fiber.registers = registers;
       getcontext(&fiber.context);
       fiber.context.uc_stack.ss_sp = stacks + i * kStack + kPage;

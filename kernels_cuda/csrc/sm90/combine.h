@@ -19,7 +19,7 @@ struct Combine {
     if (row >= call.num_seqs * call.num_q_tokens * call.num_q_heads) return;
     int const head = int(row % call.num_q_heads), token = int(row / call.num_q_heads % call.num_q_tokens);
     int const seq = int(row / (call.num_q_heads * call.num_q_tokens));
-    int const blocks = (length_of(plan, seq, token) + kBlock - 1) / kBlock, first = first_part_of(plan, seq);
+    int const blocks = blocks_of(plan, seq, token), first = first_part_of(plan, seq);
     if (range_of(plan, first, seq, blocks).slot == kWhole) return;
     float m_i = -INFINITY, maximum = -INFINITY, l_i = 0.f;
     float4 acc[4] = {};

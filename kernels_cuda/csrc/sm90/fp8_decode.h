@@ -9,11 +9,21 @@
 // left half of the output; warpgroup 1, the follower, holds the right half. Both read the weights from shared memory,
 // where they take the place of the block's last 64 columns, whose logits are done by then. While the leader is at its
 // exponentials, the follower's product of the block before has the tensor cores.
+//
+//   barrier       who arrives                                     of    a phase is    protects
+//   q_full        each producer thread; one for the segment       129   a segment     q, unit, segments[turn % 2]
+//   q_empty       a thread of each consumer warp                  8     a segment     q, unit
+//   full[S][0]    each producer thread                            128   a use of S    left half of stage S, scales
+//   full[S][1]    each producer thread, and its copies            256   a use of S    right half, and slab 8
+//   empty[S][H]   a thread of each warp of warpgroup H            4     a use of S    half H; slab 8 and scales are both's
+//   kWeights + S  the leader; the follower waits                  256   a use of S    weights in slab 8, factor[S]
+//   kSums         both, and wait                                  256   a segment     sums, maximum, level
+//   kRestRead     the leader, and waits                           128   a block       slab 8 before weights take its place
 #pragma once
 #include "latent.h"
 
-struct Fp8Decode : LatentBase<f16, bf16, true, 1> {
-  using Base = LatentBase<f16, bf16, true, 1>;
+struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
+  using Base = LatentBase<f16, bf16, true, 16, 1>;
   static constexpr int kColumns = 576, kGroups = 4;
   static constexpr float kSmallestRatio = 8.67361737988403547e-19f;  // 2^-60, in place of a scale of 0 in logits
 
@@ -40,52 +50,51 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 1> {
 
   // ---- producer
 
-  RA_DEV static uint4 load16(char const* at, bool seen) {
-    return seen ? *reinterpret_cast<uint4 const*>(at) : uint4{0, 0, 0, 0};
-  }
-
   // A thread's share of half H of a block: of each of its rows 16 codes of either group.
   struct Codes {
     uint4 of[4][2];
   };
   template <int H>
-  RA_DEV static void load(RaLatent const& call, Block const& block, Codes& codes, int chunk) {
+  RA_DEV static void load(char const* rows, Block const& block, Codes& codes) {
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i)
       CUTE_UNROLL
       for (int j = 0; j < 2; ++j)
-        codes.of[i][j] =
-            load16(row_at(call, block.at[i]) + H * 256 + j * 128 + chunk * 16, block.at[i] != kUnseen);
+        codes.of[i][j] = op::load16(row_at(rows, block.at[i]) + H * 256 + j * 128, block.at[i] != kUnseen);
   }
-  // A row's scales are read by one of its first four threads.
-  RA_DEV static float4 load_scales(RaLatent const& call, Block const& block, int chunk) {
-    float4 scales = {0.f, 0.f, 0.f, 0.f};
+  // A row's scales are loaded and stored by one of its first four threads: which row that is comes first, so that one
+  // load is enough.
+  struct Scales {
+    uint4 of;
+    bool seen;
+  };
+  RA_DEV static Scales load_scales(Plan const& plan, Block const& block, int chunk) {
+    uint32_t at = block.at[0];
     CUTE_UNROLL
-    for (int i = 0; i < 4; ++i)
-      if (chunk == i && block.at[i] != kUnseen)
-        scales = *reinterpret_cast<float4 const*>(row_at(call, block.at[i]) + 512);
-    return scales;
+    for (int i = 1; i < 4; ++i) at = chunk == i ? block.at[i] : at;
+    return {op::load16(row_at(plan.keys.cache, at) + 512, chunk < 4 && at != kUnseen), at != kUnseen};
   }
 
   // 16 codes of a row become 32 bytes of float16; the order of the two stores spreads a row's eight threads over banks.
   RA_DEV static void decode(uint4 const& codes, f16* slab, int row, int chunk_pair, bool high_first) {
-    uint32_t const words[4] = {codes.x, codes.y, codes.z, codes.w};
-    uint32_t halves[8];
-    CUTE_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      halves[2 * i] = op::half_pair(words[i] & 0xffff);
-      halves[2 * i + 1] = op::half_pair(words[i] >> 16);
-    }
-    uint4 const low = {halves[0], halves[1], halves[2], halves[3]}, high = {halves[4], halves[5], halves[6], halves[7]};
+    uint32_t const words[4] = {high_first ? codes.z : codes.x, high_first ? codes.w : codes.y,
+                               high_first ? codes.x : codes.z, high_first ? codes.y : codes.w};
     int const first = 2 * chunk_pair + high_first;
-    op::store(reinterpret_cast<uint4*>(slab + offset_of(row, first)), high_first ? high : low);
-    op::store(reinterpret_cast<uint4*>(slab + offset_of(row, first ^ 1)), high_first ? low : high);
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      uint32_t const low = words[2 * i], high = words[2 * i + 1];
+      op::store(reinterpret_cast<uint4*>(slab + offset_of(row, first ^ i)),
+                uint4{op::half_pair(low & 0xffff), op::half_pair(low >> 16), op::half_pair(high & 0xffff),
+                      op::half_pair(high >> 16)});
+    }
   }
 
   // Logits grow group by group; after each group they are multiplied by what suits the next (Horner's scheme), so that
   // one accumulator is enough: after the last group by its own ratio and the power that all ratios are relative to.
-  RA_DEV static void store_scales(float4 const& scales, bool seen, int stage, int row, Smem& s) {
-    float ratio[kGroups] = {scales.x, scales.y, scales.z, scales.w}, divisor[kGroups];
+  RA_DEV static void store_scales(Scales const& scales, int stage, int row, Smem& s) {
+    bool const seen = scales.seen;
+    float ratio[kGroups] = {float_of(scales.of.x), float_of(scales.of.y), float_of(scales.of.z), float_of(scales.of.w)};
+    float divisor[kGroups];
     float largest = 0.f;
     CUTE_UNROLL
     for (int i = 0; i < kGroups; ++i) largest = fmaxf(largest, fabsf(ratio[i]));
@@ -104,20 +113,20 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 1> {
   }
 
   // What belongs to neither half, once both are free: scales, which keys there are, and the rest, copied as it is.
-  RA_DEV static void begin(RaLatent const& call, Block const& block, float4 const& scales, int turn, Smem& s, int t) {
+  RA_DEV static void begin(char const* rows, Block const& block, Scales const& scales, int turn, Smem& s, int t) {
     int const stage = turn & 1, row = t / 8, chunk = t % 8;
     for (int half = 0; half < 2; ++half) s.empty[stage][half].wait((turn >> 1 & 1) ^ 1);
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i)
-      op::copy16(s.keys[stage][8] + offset_of(row + 16 * i, chunk), row_at(call, block.at[i]) + 528 + chunk * 16,
+      op::copy16(s.keys[stage][8] + offset_of(row + 16 * i, chunk), row_at(rows, block.at[i]) + 528,
                  block.at[i] != kUnseen);
     op::arrive_after_copies(s.full[stage][1]);
-    CUTE_UNROLL
-    for (int i = 0; i < 4; ++i)
-      if (chunk == i) store_scales(scales, block.at[i] != kUnseen, stage, row + 16 * i, s);
+    if (chunk < 4) store_scales(scales, stage, row + 16 * chunk, s);
   }
   template <int H>
-  RA_DEV static void fill(Codes const& codes, int turn, Smem& s, int t) {
+  RA_DEV static void fill(Codes const& codes, int turn, Smem& s) {
+    // The thread's number is read again, so that what follows from it is not kept in registers beside so many codes.
+    int const t = op::fresh_tid() % 128;
     int const stage = turn & 1, row = t / 8, chunk = t % 8;
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i)
@@ -134,7 +143,7 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 1> {
     float largest = 0.f;
     CUTE_UNROLL
     for (int slab = 0; slab < 8; ++slab) {
-      given[slab] = load16(at + (slab * 64 + chunk * 8) * 2, valid);
+      given[slab] = op::load16(at + (slab * 64 + chunk * 8) * 2, valid);
       uint32_t const words[4] = {given[slab].x, given[slab].y, given[slab].z, given[slab].w};
       CUTE_UNROLL
       for (int i = 0; i < 4; ++i) largest = fmaxf(largest, fmaxf(fabsf(low_of(words[i])), fabsf(high_of(words[i]))));
@@ -151,7 +160,7 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 1> {
       for (int i = 0; i < 4; ++i) words[i] = op::pack<f16>(low_of(words[i]) * factor, high_of(words[i]) * factor);
       op::store(reinterpret_cast<uint4*>(s.q[slab] + offset_of(row, chunk)), uint4{words[0], words[1], words[2], words[3]});
     }
-    op::store(reinterpret_cast<uint4*>(s.q[8] + offset_of(row, chunk)), load16(at + 1024 + chunk * 16, valid));
+    op::store(reinterpret_cast<uint4*>(s.q[8] + offset_of(row, chunk)), op::load16(at + 1024 + chunk * 16, valid));
   }
   // The two bfloat16 of a word.
   RA_HD static float low_of(uint32_t word) { return float_of(word << 16); }
@@ -160,42 +169,49 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 1> {
   RA_DEV static void produce(Plan const& plan, Smem& s) {
     op::reg_dealloc<120>();
     int const t = op::tid() % 128, chunk = t % 8;
+    char const* const rows = plan.keys.cache + chunk * 16;
     int turn = 0, segment_turn = 0, seq = 0;
     for (bool more = true; more; ++segment_turn) {
       Segment const segment = next_segment(plan, seq);
       more = segment.slot != kAbsent;
       s.q_empty.wait((segment_turn & 1) ^ 1);
-      if (segment.begin < segment.end) {
-        Job const job = Base::job(plan);
-        CUTE_NO_UNROLL
-        for (int inside = t / 8; inside < 64; inside += 16) {
-          int const row = job.tile * 64 + inside;
-          fill_query(query_at(plan, job, segment.seq, row < plan.rows ? row : 0), row < plan.rows, inside, chunk, s);
-        }
-      }
+      if (segment.begin < segment.end) fill_queries(plan, segment.seq, s, t);
       if (t == 0) {
         s.segments[segment_turn & 1] = segment;
         s.q_full.arrive();
       }
       op::fence_async_shared();
       s.q_full.arrive();
-      // What is loaded is decoded one half later, so that there is always something under way.
-      List const list = list_of(plan, segment);
+      if (segment.begin >= segment.end) continue;
+      Lists const lists = lists_of(plan, segment, 0);
+      int const last = segment.end - 1;
+      // What is loaded is decoded one half later, and what the list says is asked for before the half before is decoded:
+      // there is always something under way, and registers are left.
+      Block block = locate(plan, lists, look_up(plan, lists, segment.begin, t), segment.begin, t);
       Codes left, right;
-      Block block = locate(plan, list, segment.begin, t);
-      load<0>(plan.call, block, left, chunk);
-      for (int index = segment.begin, end = segment.end; index < end; ++index, ++turn) {
-        float4 const scales = load_scales(plan.call, block, chunk);
-        load<1>(plan.call, block, right, chunk);
-        begin(plan.call, block, scales, turn, s, t);
-        fill<0>(left, turn, s, t);
-        block = locate(plan, list, index + 1, t);
-        load<0>(plan.call, block, left, chunk);
-        fill<1>(right, turn, s, t);
+      load<0>(rows, block, left);
+      Scales scales = load_scales(plan, block, chunk);
+      for (int index = segment.begin; index <= last; ++index, ++turn) {
+        int const next = index < last ? index + 1 : last;
+        load<1>(rows, block, right);
+        begin(rows, block, scales, turn, s, t);
+        Entries const entries = look_up(plan, lists, next, t);
+        fill<0>(left, turn, s);
+        block = locate(plan, lists, entries, next, t);
+        load<0>(rows, block, left);
+        scales = load_scales(plan, block, chunk);
+        fill<1>(right, turn, s);
       }
     }
   }
-
+  RA_DEV static void fill_queries(Plan const& plan, int seq, Smem& s, int t) {
+    Job const job = Base::job(plan);
+    CUTE_NO_UNROLL
+    for (int inside = t / 8; inside < 64; inside += 16) {
+      int const row = job.tile * 64 + inside;
+      fill_query(query_at(plan, job, seq, row < plan.rows ? row : 0), row < plan.rows, inside, t % 8, s);
+    }
+  }
   // ---- consumers
 
   struct Consumer : Base::Consumer {

@@ -27,6 +27,13 @@ RA_DEV int fresh_bid() {
   asm volatile("mov.u32 %0, %%ctaid.x;\n" : "=r"(b));
   return b;
 }
+// The same pointer, of which the compiler knows no more than that: what is read at offsets from it is addressed by these
+// as immediates, where otherwise each address would be a sum of its own.
+template <class T>
+RA_DEV T* opaque(T* pointer) {
+  asm volatile("" : "+l"(pointer));
+  return pointer;
+}
 RA_DEV void syncthreads() { __syncthreads(); }
 RA_DEV void syncwarp() { __syncwarp(); }
 template <int N>
@@ -54,6 +61,33 @@ RA_DEV void copy16(void* shared, void const* global, bool valid) {
                "l"(global), "r"(valid ? 16 : 0)
                : "memory");
 }
+RA_DEV int load_constant(int const* global) { return __ldg(global); }
+// 16, 8 or 4 bytes, zeros where there is nothing to load. A predicate rather than a branch, so that loads follow each other.
+RA_DEV uint4 load16(void const* global, bool valid) {
+  uint4 words = {0, 0, 0, 0};
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n"
+      "@p ld.global.nc.L1::no_allocate.L2::128B.v4.b32 {%0, %1, %2, %3}, [%4];\n}\n"
+      : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w)
+      : "l"(global), "r"(int(valid)));
+  return words;
+}
+RA_DEV uint2 load8(void const* global, bool valid) {
+  uint2 words = {0, 0};
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n@p ld.global.nc.L2::128B.v2.b32 {%0, %1}, [%2];\n}\n"
+      : "+r"(words.x), "+r"(words.y)
+      : "l"(global), "r"(int(valid)));
+  return words;
+}
+RA_DEV uint32_t load4(void const* global, bool valid) {
+  uint32_t word = 0;
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p ld.global.nc.b32 %0, [%1];\n}\n"
+      : "+r"(word)
+      : "l"(global), "r"(int(valid)));
+  return word;
+}
 RA_DEV void arrive_after_copies(MBar& bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(
                    cute::cast_smem_ptr_to_uint(&bar.state))
@@ -69,6 +103,11 @@ template <class Tensor, class Layout>
 auto make_tma(Tensor const& global, Layout const& shared) {
   auto copy = cute::make_tma_copy(cute::SM90_TMA_LOAD{}, global, shared);
   return Tma<decltype(copy), std::decay_t<decltype(global.shape())>>{copy, global.shape()};
+}
+// The descriptor that was made, which CuTe leaves zero, and only prints, where the driver does not take the tensor.
+template <class Tma>
+auto const* descriptor_of(Tma const& tma) {
+  return tma.copy.get_tma_descriptor();
 }
 template <class Tma, class Target>
 RA_DEV void tma_load(Tma const& tma, int row_tile, int column_tile, int head, int page, MBar& bar, Target&& target) {
@@ -135,6 +174,12 @@ RA_DEV uint32_t pack(float low, float high) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(word) : "f"(high), "f"(low));
   return word;
 }
+// Products of two bfloat16 each.
+RA_DEV uint32_t multiply(uint32_t a, uint32_t b) {
+  uint32_t word;
+  asm("mul.rn.bf16x2 %0, %1, %2;\n" : "=r"(word) : "r"(a), "r"(b));
+  return word;
+}
 // Two e4m3 codes, the first in the low byte, as two float16.
 RA_DEV uint32_t half_pair(uint16_t codes) {
   uint32_t word;
@@ -159,8 +204,12 @@ int launch(int64_t grid, int shared_bytes, void* stream, Params const& params) {
   auto function = kernel<Body, Params>;
   if (cudaError_t error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes))
     return error;
-  function<<<static_cast<unsigned>(grid), Body::kThreads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(params);
-  return cudaGetLastError();
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(grid));
+  config.blockDim = dim3(Body::kThreads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  return cudaLaunchKernelEx(&config, function, params);  // of this launch alone, unlike cudaGetLastError
 }
 
 }  // namespace op

@@ -12,23 +12,31 @@ constexpr float kLn2 = 0.6931471805599453f;
 
 // What a part has to do of one sequence: blocks [begin, end) of a list of so many keys.
 struct Segment {
-  int seq, length, begin, end, slot;
+  int seq, length, extra, begin, end, slot;  // extra: keys of the second list
 };
 
-// The producer's threads stand eight to a row and sixteen rows apart four times: these are a thread's rows of a block, as
-// what lies before them in the cache, in units of 16 bytes.
+// The producer's threads stand eight to a row and sixteen rows apart four times. Of a thread's rows of a block: what the
+// list says, loaded long before it is needed; and where they lie in the cache, in units.
+struct Entries {
+  int of[4];
+};
 constexpr uint32_t kUnseen = ~0u;
 struct Block {
+  char const* rows;  // the cache that it is of, at this thread's share of row 0
   uint32_t at[4];
   int page, tile;  // where TMA finds it; page -1: it does not
 };
 
-// A segment's list of keys: slots, or pages.
-struct List {
-  int const* entries;
-  int length;
-  uint32_t head;  // what lies before a row's KV head
+// A segment's lists of keys: of the first cache, and of the second.
+struct Lists {
+  int const *entries, *extra_entries;
+  int length, extra_length;
+  uint32_t head;     // what lies before a row's KV head, in units
+  char const* rows;  // as in Block
+  int share;         // of a row, this thread's: where it begins
 };
+// How general the finding of rows has to be: one list, and pages that follow each other without a gap; or anything.
+enum class Finds { kPacked, kAny };
 
 // What a kernel is given: the call, and where pages are whole numbers of blocks the tensor map to fetch them by.
 template <class Tma>
@@ -38,13 +46,13 @@ struct LatentParams {
   bool use_tma;
 };
 
-template <class Element_, class Out_, bool kSparse, int kElementBytes>
+template <class Element_, class Out_, bool kSparse, int kUnit_ = 16, int kCaches = 2>
 struct LatentBase {
   using Element = Element_;  // of the operands
   using Out = Out_;          // of queries and results
   static constexpr int kThreads = 384, kSlab = 64 * 64, kHalf = 4;  // slab: elements; half of a row: slabs
-  static constexpr int kValue = 512;
-  static constexpr bool kLists = kSparse;
+  static constexpr int kValue = 512, kUnit = kUnit_;  // unit: bytes, of where rows lie
+  static constexpr bool kLists = kSparse, kTwo = kSparse && kCaches == 2;  // two: perhaps a second cache
 
   // ---- tiles
 
@@ -96,43 +104,87 @@ struct LatentBase {
     Job const job = LatentBase::job(plan);
     Seqs const seqs = seqs_of(plan, job.part);
     for (seq = seq < seqs.first ? seqs.first : seq; seq <= seqs.last;) {
-      int const length = length_of(plan, seq, job.token);
-      Range const range = range_of(plan, job.part, seq, ceil_div(length, kBlock));
-      int const seen = limit_of(plan, job, (job.tile < plan.tiles - 1 ? job.tile * 64 + 64 : plan.rows) - 1, length);
-      int const stop = ceil_div(seen > 0 ? seen : 0, kBlock);
-      Segment const found = {seq++, length, range.begin, range.end < stop ? range.end : stop, range.slot};
+      int const length = length_of(plan.keys, seq, job.token);
+      int const blocks = kTwo ? blocks_of(plan, seq, job.token) : ceil_div(length, kBlock);
+      int const extra = kTwo && plan.extra.lists ? length_of(plan.extra, seq, job.token) : 0;
+      Range const range = range_of(plan, job.part, seq, blocks);
+      int stop = blocks;
+      if (!kSparse) {
+        int const last = (job.tile < plan.tiles - 1 ? job.tile * 64 + 64 : plan.rows) - 1;
+        int const seen = limit_of(plan, job, last, length);
+        stop = ceil_div(seen > 0 ? seen : 0, kBlock);
+      }
+      Segment const found = {seq++, length, extra, range.begin, range.end < stop ? range.end : stop, range.slot};
       if (range.slot != kAbsent) return found;
     }
-    return {0, 0, 0, 0, kAbsent};
+    return {0, 0, 0, 0, 0, kAbsent};
   }
 
-  RA_DEV static uint32_t units(int64_t elements) { return uint32_t(elements * kElementBytes >> 4); }
-  RA_DEV static List list_of(Plan const& plan, Segment const& segment) {
+  // share: where a thread's part of a row begins.
+  RA_DEV static Lists lists_of(Plan const& plan, Segment const& segment, int share) {
     Job const job = LatentBase::job(plan);
-    RaLatent const& call = plan.call;
-    int const* entries = call.lists + segment.seq * call.list_seq_stride;
-    if (kSparse) entries += job.token * call.list_token_stride + job.kv_head * call.list_head_stride;
-    return {entries, segment.length, units(job.kv_head * call.head_stride)};
+    Keys const &keys = plan.keys, &extra = plan.extra;
+    int const* entries = keys.lists + segment.seq * keys.seq_stride;
+    if (kSparse) entries += job.token * keys.token_stride + job.kv_head * keys.head_stride;
+    int const* const extra_entries = extra.lists + segment.seq * extra.seq_stride + job.token * extra.token_stride;
+    return {op::opaque(entries), kTwo ? extra_entries : nullptr, segment.length, segment.extra, job.kv_head * keys.head,
+            keys.cache + share, share};
   }
-  RA_DEV static uint32_t locate_row(Plan const& plan, List const& list, int position) {
-    if (position >= list.length) return kUnseen;
-    int const entry = list.entries[kSparse ? position : position / plan.page_size];
-    bool const rows = kSparse && plan.page_size == 1;
-    int const page = !kSparse || rows || entry < 0 ? entry : entry / plan.page_size;
-    if (page < 0 || page >= plan.num_pages) return kUnseen;
-    int const inside = rows ? 0 : (kSparse ? entry : position) % plan.page_size;
-    return units(page * plan.call.page_stride + inside * plan.call.slot_stride) + list.head;
+  // Whether a block is of the second list, and the position in its list at which it begins.
+  RA_DEV static bool is_extra(Lists const& lists, int block) { return kTwo && block * kBlock >= lists.length; }
+  RA_DEV static int first_of(Lists const& lists, int block, bool extra) {
+    return block * kBlock - (extra ? (lists.length + kBlock - 1) / kBlock * kBlock : 0);
   }
-  RA_DEV static Block locate(Plan const& plan, List const& list, int block, int t) {
-    Block found;
-    found.page = -1;
+  // What the lists say of this thread's rows. No load waits for another: behind the end of a list its last entry is read,
+  // of a list that has one.
+  template <Finds kFinds = Finds::kAny>
+  RA_DEV static Entries look_up(Plan const& plan, Lists const& lists, int block, int t) {
+    bool const extra = kFinds == Finds::kAny && is_extra(lists, block);
+    int const* const entries = extra ? lists.extra_entries : lists.entries;
+    int const first = first_of(lists, block, extra);
+    int const last = (extra ? lists.extra_length : lists.length) - 1;
+    Entries found;
     CUTE_UNROLL
-    for (int i = 0; i < 4; ++i) found.at[i] = locate_row(plan, list, block * kBlock + t / 8 + 16 * i);
+    for (int i = 0; i < 4; ++i) {
+      int const position = first + t / 8 + 16 * i;
+      uint32_t const inside = position < last ? position : last;
+      found.of[i] = op::load_constant(entries + (kSparse ? inside : divide(inside, plan.keys.by_page_size)));
+    }
     return found;
   }
-  // A row that is not there is not read, but its address should be valid all the same: a cache may have no rows.
-  RA_DEV static char const* row_at(RaLatent const& call, uint32_t at) {
-    return at == kUnseen ? static_cast<char const*>(call.q) : static_cast<char const*>(call.kv) + int64_t(at) * 16;
+  // Where those rows lie.
+  template <Finds kFinds = Finds::kAny>
+  RA_DEV static Block locate(Plan const& plan, Lists const& lists, Entries const& entries, int block, int t) {
+    bool const extra = kFinds == Finds::kAny && is_extra(lists, block);
+    Keys const &keys = plan.keys, &more = plan.extra;
+    int const first = first_of(lists, block, extra), length = extra ? lists.extra_length : lists.length;
+    uint32_t const count = extra ? more.count : keys.count, step = extra ? more.slot : keys.slot;
+    uint32_t const gap = extra ? more.gap : keys.gap;
+    Divisor const by = {extra ? more.by_page_size.multiplier : keys.by_page_size.multiplier,
+                        extra ? more.by_page_size.shift : keys.by_page_size.shift};
+    Block found;
+    found.rows = extra ? more.cache + lists.share : lists.rows;
+    found.page = -1;
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      int const position = first + t / 8 + 16 * i;
+      uint32_t const entry = uint32_t(entries.of[i]), slot = kSparse ? entry : uint32_t(position);
+      uint32_t at = slot * step + (extra ? 0 : lists.head);
+      if (!kSparse) {
+        uint32_t const rows = uint32_t(keys.page_size) * step;
+        at += entry * (rows + gap) - divide(slot, by) * rows;
+      } else if (kFinds == Finds::kAny) {
+        at += divide(slot, by) * gap;
+      }
+      found.at[i] = position < length && entry < count ? at : kUnseen;
+    }
+    return found;
+  }
+  // Whether one list of rows without gaps is all that there is.
+  RA_DEV static bool is_packed(Plan const& plan) { return kSparse && plan.keys.gap == 0 && !plan.extra.lists; }
+  // The address of a row's share of a thread, given that of row 0; that of a row that is not there is not read.
+  RA_DEV static char const* row_at(char const* cache, uint32_t at) {
+    return op::opaque(cache + uint64_t(at == kUnseen ? 0 : at) * kUnit);
   }
   RA_DEV static char const* query_at(Plan const& plan, Job const& job, int seq, int row) {
     RaLatent const& call = plan.call;

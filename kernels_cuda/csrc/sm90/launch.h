@@ -2,8 +2,8 @@
 #pragma once
 #include "combine.h"
 
-// A row is addressed by what lies before it, counted in units of 16 bytes in 32 bits.
-constexpr int64_t kMostBytes = (int64_t(1) << 36) - 16;
+// A row is addressed by what lies before it, counted in units in 32 bits.
+constexpr int64_t most_bytes(int unit) { return ((int64_t(1) << 32) - 1) * unit; }
 inline int64_t cache_bytes(RaLatent const& call) {
   return (call.num_pages * call.page_stride + call.page_size * call.slot_stride + call.num_kv_heads * call.head_stride) *
          (call.format == RA_PLAIN ? 2 : 1);
@@ -30,18 +30,20 @@ template <class Kernel>
 int launch_latent(RaLatent const& call, void* stream) {
   using Merge = Combine<typename Kernel::Out>;
   if (!sizes_fit(call)) return RA_NO_KERNEL;
-  Plan const plan = plan_of(call);
+  Plan const plan = plan_of(call, Kernel::kUnit);
   int64_t const jobs = num_jobs(plan), rows = call.num_seqs * call.num_q_tokens * call.num_q_heads;
   constexpr int64_t kMostRows = int64_t(INT32_MAX) * (Merge::kThreads / 32);  // of the grid that merges splits
   if (jobs <= 0) return 0;
   bool const splits = call.parts != nullptr || call.num_splits > 1;
-  if (jobs > INT32_MAX || cache_bytes(call) > kMostBytes) return RA_NO_KERNEL;
+  if (jobs > INT32_MAX || cache_bytes(call) > most_bytes(Kernel::kUnit)) return RA_NO_KERNEL;
+  if (call.extra_lists && cache_bytes(extra_call_of(call)) > most_bytes(Kernel::kUnit)) return RA_NO_KERNEL;
   if (splits && (call.partial_out == nullptr || rows > kMostRows)) return RA_NO_KERNEL;
   int code;
   if constexpr (Kernel::kLists) {
     code = op::launch<Kernel>(jobs, sizeof(typename Kernel::Smem), stream, LatentParams<char>{plan, 0, false});
   } else {
     auto const tma = op::make_tma(pages_of<Kernel>(call), typename Kernel::template Rows<64>{});
+    if (is_zero(op::descriptor_of(tma), sizeof *op::descriptor_of(tma))) return RA_NO_TENSOR_MAP;
     LatentParams<std::decay_t<decltype(tma)>> const params{plan, tma, pages_by_tma(call)};
     code = op::launch<Kernel>(jobs, sizeof(typename Kernel::Smem), stream, params);
   }

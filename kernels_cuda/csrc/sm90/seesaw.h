@@ -6,12 +6,25 @@
 // in halves of columns; half H of either stage is last read by warpgroup H, which alone hands it back, so that a half is
 // filled again as soon as its reader is done. Slab 8 has the last 64 columns of 576, which are key and not value; once
 // its logits are computed, the block's weights take that slab's place.
+//
+//   barrier         who arrives                                              of       a phase is     protects
+//   q_full          the copies of each producer thread; one for the segment  129      a segment      q, segments[turn % 2]
+//   q_empty         a thread of each consumer warp                           8        a segment      q
+//   full[S][H]      the copies of each producer thread, or one for TMA's     128      a use of S     half H of stage S; slab 8
+//                   bytes and the others at once; of H = S also the 16       144                     comes with half 1 - S, seen
+//                   writers of `seen`                                                                with half S
+//   empty[S][H]     a thread of each warp of warpgroup H                     4        a use of S     the same
+//   kFirstMaximum   warpgroup 0; 1 waits                                     256      a pair         maximum[0]
+//   kSecondWeights  warpgroup 1; 0 waits                                     256      a whole pair   maximum[1], weights of block 1
+//   kFirstWeights   warpgroup 0; 1 waits                                     256      a pair         weights of block 0
+//   kSums           both, and wait                                           256      a segment      sums[turn % 2]
+//   kRestRead       warpgroup 0, and waits                                   128      a lone block   slab 8 of stage 0
 #pragma once
 #include "latent.h"
 
-template <class Element, int kWidth, bool kSparse>
-struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
-  using Base = LatentBase<Element, Element, kSparse, 2>;
+template <class Element, int kWidth, bool kSparse, int kUnit>
+struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
+  using Base = LatentBase<Element, Element, kSparse, kUnit>;
   using Base::kHalf, Base::kSlab;
   template <int kColumns>
   using Rows = typename Base::template Rows<kColumns>;
@@ -47,17 +60,17 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
     return i < kHalf ? H * kHalf + i : 8;
   }
 
-  template <class Tma>
-  RA_DEV static Block locate(Params<Tma> const& params, List const& list, int block, int t) {
+  template <Finds kFinds, class Tma>
+  RA_DEV static Block locate(Params<Tma> const& params, Lists const& lists, Entries const& entries, int block, int t) {
+    Keys const& keys = params.plan.keys;
     if constexpr (!kSparse) {
-      int const first = block * kBlock;
-      if (params.use_tma && first + kBlock <= list.length) {
-        int const page = list.entries[first / params.plan.page_size];
-        if (page >= 0 && page < params.plan.num_pages)
-          return {{0, 0, 0, 0}, page, first % params.plan.page_size / kBlock};
+      int const first = block * kBlock, page = entries.of[0];
+      if (params.use_tma && first + kBlock <= lists.length && uint32_t(page) < keys.count) {
+        int const inside = first - int(divide(first, keys.by_page_size)) * keys.page_size;
+        return {lists.rows, {0, 0, 0, 0}, page, inside / kBlock};
       }
     }
-    return Base::locate(params.plan, list, block, t);
+    return Base::template locate<kFinds>(params.plan, lists, entries, block, t);
   }
 
   // Which keys of a block are there at all. Its sixteen writers arrive once more than others, since the arrival that
@@ -81,11 +94,11 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
     int const chunk = t % 8;
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) {
-      char const* const row = Base::row_at(params.plan.call, block.at[i]);
+      char const* const row = Base::row_at(block.rows, block.at[i]);
       CUTE_UNROLL
       for (int j = 0; j < kFilled<S, H>; ++j) {
         int const slab = slab_of<S, H>(j);
-        op::copy16(s.keys[S][slab] + Base::offset_of(t / 8 + 16 * i, chunk), row + (slab * 64 + chunk * 8) * 2,
+        op::copy16(s.keys[S][slab] + Base::offset_of(t / 8 + 16 * i, chunk), row + slab * 128,
                    block.at[i] != kUnseen);
       }
     }
@@ -114,31 +127,56 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
     }
   }
 
-  template <class Tma>
-  RA_DEV static void produce(Params<Tma> const& params, Smem& s) {
-    op::reg_dealloc<72>();
-    int const t = op::tid() % 128;
-    int turns[2] = {0, 0}, turn = 0, seq = 0;
+  // The segments of this thread block, one after the other: their queries, then `pairs(segment)`, which fills the stages
+  // with their blocks.
+  // The thread's number is read again for each, so that nothing that follows from it takes a register in between.
+  template <class Pairs>
+  RA_DEV static void produce(Plan const& plan, Smem& s, Pairs pairs) {
+    int turn = 0, seq = 0;
     for (bool more = true; more; ++turn) {
-      Segment const segment = Base::next_segment(params.plan, seq);
+      Segment const segment = Base::next_segment(plan, seq);
       more = segment.slot != kAbsent;
       s.q_empty.wait((turn & 1) ^ 1);
-      if (segment.begin < segment.end) fill_queries(params.plan, segment.seq, s, t);
-      if (t == 0) {
+      if (segment.begin < segment.end) fill_queries(plan, segment.seq, s, op::fresh_tid() % 128);
+      if (op::fresh_tid() % 128 == 0) {
         s.segments[turn & 1] = segment;
         s.q_full.arrive();
       }
       op::arrive_after_copies(s.q_full);
-      List const list = Base::list_of(params.plan, segment);
-      for (int index = segment.begin, end = segment.end; index < end; index += 2) {
-        bool const two = index + 1 < end;
-        Block const first = locate(params, list, index, t), second = locate(params, list, index + two, t);
+      if (segment.begin < segment.end) pairs(segment, op::fresh_tid() % 128);
+    }
+  }
+  template <Finds kFinds, class Tma>
+  RA_DEV static void produce(Params<Tma> const& params, Smem& s) {
+    Plan const& plan = params.plan;
+    int turns[2] = {0, 0};
+    produce(plan, s, [&](Segment const& segment, int t) {
+      Lists lists = Base::lists_of(plan, segment, t % 8 * 16);
+      lists.rows = op::opaque(lists.rows);
+      int const last = segment.end - 1;
+      // What the lists say is asked for a pair ahead.
+      auto const ahead = [&](int block) {
+        return Base::template look_up<kFinds>(plan, lists, block < last ? block : last, t);
+      };
+      Entries entries[2] = {ahead(segment.begin), ahead(segment.begin + 1)};
+      for (int index = segment.begin; index <= last; index += 2) {
+        bool const two = index < last;
+        Block const first = locate<kFinds>(params, lists, entries[0], index, t);
+        Block const second = locate<kFinds>(params, lists, entries[1], index + two, t);
+        entries[0] = ahead(index + 2);
+        entries[1] = ahead(index + 3);
         fill<0, 0>(params, first, turns[0], s, t);
         if (two) fill<1, 1>(params, second, turns[1], s, t);
         fill<0, 1>(params, first, turns[0]++, s, t);
         if (two) fill<1, 0>(params, second, turns[1]++, s, t);
       }
-    }
+    });
+  }
+  static constexpr int kProducerRegisters = 72, kConsumerRegisters[2] = {216, 216};
+  template <class Tma>
+  RA_DEV static void produce(Params<Tma> const& params, Smem& s) {
+    if (Base::is_packed(params.plan)) produce<Finds::kPacked>(params, s);
+    else produce<Finds::kAny>(params, s);
   }
 
   // ---- consumers
@@ -324,8 +362,9 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
       phases ^= two ? 3 : 1;
     }
 
+    template <int kRegisters>
     RA_DEV void run() {
-      op::reg_alloc<216>();
+      op::reg_alloc<kRegisters>();
       for (;; phases ^= 4) {
         s.q_full.wait(phases >> 2);
         op::fence_async_shared();
@@ -361,8 +400,9 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
     }
   };
 
-  template <class Tma>
-  RA_DEV static void run(Params<Tma> const& params, Smem& s) {
+  // `Kernel` is this with a producer of its own, perhaps.
+  template <class Kernel, class Tma>
+  RA_DEV static void run_as(Params<Tma> const& params, Smem& s) {
     if (op::tid() == 0) {
       s.q_full.init(128 + 1);
       s.q_empty.init(8);
@@ -374,8 +414,22 @@ struct Seesaw : LatentBase<Element, Element, kSparse, 2> {
     }
     op::syncthreads();
     int const warpgroup = op::tid() / 128;
-    if (warpgroup == 0) Consumer<0>(s, params.plan).run();
-    else if (warpgroup == 1) Consumer<1>(s, params.plan).run();
-    else produce(params, s);
+    if (warpgroup == 0) {
+      Consumer<0>(s, params.plan).template run<Kernel::kConsumerRegisters[0]>();
+    } else if (warpgroup == 1) {
+      Consumer<1>(s, params.plan).template run<Kernel::kConsumerRegisters[1]>();
+    } else {
+      op::reg_dealloc<Kernel::kProducerRegisters>();
+      Kernel::produce(params, s);
+    }
+  }
+};
+
+template <class Element, int kWidth, bool kSparse>
+struct Seesaw : SeesawBase<Element, kWidth, kSparse, 16> {
+  using Body = SeesawBase<Element, kWidth, kSparse, 16>;
+  template <class Tma>
+  RA_DEV static void run(LatentParams<Tma> const& params, typename Body::Smem& s) {
+    Body::template run_as<Seesaw>(params, s);
   }
 };
