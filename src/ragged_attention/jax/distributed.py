@@ -198,9 +198,9 @@ def context_parallel_decode(
 
     Returns:
         out [T, H, D_v] (or [T, H / size, D_v]) of q's dtype or `out_dtype`, the same bits on every device; with
-        `return_lse` also lse [T, H] float32. Parts are of q's dtype, merged in float32. One exchange of
-        T * H * (D_v + 1) float32 for each device. It has no gradient. jax does not see that the devices' results are
-        the same, where they are: `check_vma=False`, or an axis in `out_specs`.
+        `return_lse` also lse [T, H] float32. One exchange of T * H * (D_v + 1) float32 for each device. It has no
+        gradient. jax does not see that the devices' results are the same, where they are: `check_vma=False`, or an
+        axis in `out_specs`.
 
     Raises:
         InvalidInput: what `ragged_paged_attention` raises; a shard of another size than the axis's, or of one rank;
@@ -216,10 +216,9 @@ def context_parallel_decode(
         num_seqs = None
     out, lse = ragged_paged_attention(
         q, kv_pages, shard.lengths(kv_lens), page_indices, cu_q_lens, num_seqs, max_q_len=1, sm_scale=sm_scale,
-        causal=False, soft_cap=soft_cap, k_scale=k_scale, v_scale=v_scale, return_lse=True,
+        causal=False, soft_cap=soft_cap, k_scale=k_scale, v_scale=v_scale, return_lse=True, out_dtype=_of_parts(q),
         backend=backend, options=options,
     )  # fmt: skip
-    out = out.astype(jnp.float32)
     merged, lse = _merge_over(axis_name, out, lse, sinks, own_heads, out_dtype or q.dtype)
     return (merged, lse) if return_lse else merged
 

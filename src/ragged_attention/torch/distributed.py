@@ -216,9 +216,8 @@ def context_parallel_decode(
 
     Returns:
         out [T, H, D_v] (or [T, H / size, D_v]) of q's dtype or `out_dtype`, the same bits on every rank and in every
-        run; with `return_lse` also lse [T, H] float32. Parts are of q's dtype, merged in float32. One exchange of
-        T * H * (D_v + 1) float32 for each rank. A sequence of which a rank has no key costs it nothing but the
-        exchange. It has no gradient.
+        run; with `return_lse` also lse [T, H] float32. One exchange of T * H * (D_v + 1) float32 for each rank. A
+        sequence of which a rank has no key costs it nothing but the exchange. It has no gradient.
 
     Raises:
         InvalidInput: what `ragged_paged_attention` raises; a shard of another size or rank than the group's, or heads
@@ -237,10 +236,10 @@ def context_parallel_decode(
         num_seqs = None
     out, lse = ragged_paged_attention(
         q, kv_pages, shard.lengths(kv_lens), page_indices, cu_q_lens, num_seqs, max_q_len=1, sm_scale=sm_scale,
-        causal=False, soft_cap=soft_cap, k_scale=k_scale, v_scale=v_scale, return_lse=True,
+        causal=False, soft_cap=soft_cap, k_scale=k_scale, v_scale=v_scale, return_lse=True, out_dtype=_of_parts(q),
         backend=backend, options=options,
     )  # fmt: skip
-    merged, lse = _merge_over(group, out.float(), lse, sinks, own_heads, out_dtype or q.dtype)
+    merged, lse = _merge_over(group, out, lse, sinks, own_heads, out_dtype or q.dtype)
     return (merged, lse) if return_lse else merged
 
 
