@@ -111,6 +111,17 @@ def check_heads() -> list[str]:
     return divided
 
 
+def check_scaled_queries() -> None:
+    """8-bit queries divided by heads, with one scale or one for each head."""
+    random = np.random.default_rng(2)
+    q = jnp.asarray(random.normal(size=(3, 8, 16)), jnp.float8_e4m3fn)
+    pages = jnp.asarray(random.normal(size=(8, PAGE, 16, 16)), jnp.bfloat16)
+    tables = jnp.array([6, 4, 3]), jnp.zeros((3, 2), jnp.int32), jnp.arange(4)
+    over = rd.over_heads(rj.ragged_paged_attention, "heads", mesh=mesh_of(4, "heads"))
+    for scale in (0.5, jnp.float32(0.5), jnp.ones(1), jnp.linspace(0.25, 2, 8)):
+        close(over(q, pages, *tables, q_scale=scale), rj.ragged_paged_attention(q, pages, *tables, q_scale=scale))
+
+
 def check_gradients_over_heads() -> None:
     mesh = mesh_of(8, "heads")
     edges, random = jnp.array([0, 7, 7, 12]), np.random.default_rng(1)

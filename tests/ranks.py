@@ -341,6 +341,27 @@ def check_half(rank: int, size: int) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
 
 
+def check_scaled_queries(rank: int, size: int) -> None:
+    """8-bit queries divided by heads, with one scale or one for each head."""
+    mesh = init_device_mesh("cpu", (size,))
+    torch.manual_seed(5)
+    q, pages = (
+        torch.randn(3, HEADS, WIDTH).to(torch.float8_e4m3fn),
+        torch.randn(8, PAGE, 2 * KV_HEADS, WIDTH).bfloat16(),
+    )
+    tables = torch.tensor([6, 4, 3]).int(), torch.tensor([[0, 5], [2, 7], [1, 3]]).int(), torch.arange(4).int()
+    parts = [distribute_tensor(array, mesh, [Shard(axis)], src_data_rank=None) for array, axis in ((q, 1), (pages, 2))]
+    for scale in (0.5, torch.tensor(0.5), torch.linspace(0.25, 2, HEADS)):
+        own: Any = scale
+        if isinstance(scale, torch.Tensor):
+            placement = Shard(0) if scale.ndim else Replicate()
+            own = distribute_tensor(scale, mesh, [placement], src_data_rank=None)
+        expected = rt.ragged_paged_attention(q, pages, *tables, q_scale=scale, backend="eager")
+        found = rt.ragged_paged_attention(parts[0], parts[1], *tables, q_scale=own, backend="eager")
+        mine = expected.chunk(size, 1)[rank]
+        torch.testing.assert_close(found.to_local(), mine, rtol=1e-2, atol=1e-2)
+
+
 def check_live_sequences(rank: int, size: int) -> None:
     """What stands behind the live sequences is never read, nor is it where a query of theirs is looked up."""
     torch.manual_seed(8)

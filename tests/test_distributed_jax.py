@@ -31,7 +31,7 @@ def devices(*checks: str) -> dict[str, Any]:
 
 
 def test_what_is_refused() -> None:
-    devices("the_mesh_in_force", "what_heads_refuse", "what_positions_refuse")
+    devices("the_mesh_in_force", "scaled_queries", "what_heads_refuse", "what_positions_refuse")
 
 
 def test_heads_of_every_operation() -> None:

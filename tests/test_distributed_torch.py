@@ -65,6 +65,7 @@ def test_two_ranks_give_what_one_device_gives() -> None:
         2,
         "decode",
         "half",
+        "scaled_queries",
         "live_sequences",
         "mla_decode",
         "varlen",

@@ -8,7 +8,7 @@ import dataclasses
 from typing import Any
 
 from ragged_attention.calls import CALLS, Call, expect_count
-from ragged_attention.calls.fields import ArrayKind, Kind, Pair, Scale
+from ragged_attention.calls.fields import ArrayKind, Kind, Pair, QueryScale, Scale
 from ragged_attention.calls.heads_first import HeadsFirstPages
 from ragged_attention.errors import InvalidInput
 
@@ -39,13 +39,14 @@ class Heads:
         return size // 2 if combined else size
 
     def are_divided(self, argument: str, shape: tuple[int, ...], size: int, combined: bool = False) -> bool:
-        """Whether `size` ranks divide the heads: not a single KV head, which serves the queries of all of them.
+        """Whether `size` ranks divide the heads: not a single KV head or a single scale, which serve all queries.
 
         Raises:
             InvalidInput: `size` does not divide their number.
         """
         count = self.count(shape, combined)
-        if len(shape) < -self.axis or (count == 1 and self.letter == "K" and size > 1):
+        serves_all = count == 1 and (self.letter == "K" or argument == "q_scale")
+        if len(shape) < -self.axis or (serves_all and size > 1):
             return False
         expect_divisible(f"{self.name} of {argument}", count, size, "the mesh's size")
         return True
@@ -74,6 +75,8 @@ def _heads_of(name: str, kind: Kind) -> Heads | None:
         return Heads(-2, "K")
     if isinstance(kind, Scale):
         return Heads(-1, "K")
+    if isinstance(kind, QueryScale):
+        return Heads(-1, "H")
     if not isinstance(kind, ArrayKind):
         return None
     letters = [] if kind.shape is None else kind.shape.split()
