@@ -141,7 +141,6 @@ PARTS = "its parts, which let every multiprocessor read keys, are as many bytes 
 IN_EXCESS = {
     "gemma4_global_prefill_4k": "32 rows per program: an output of 512 columns for more rows fills the registers",
     **dict.fromkeys((f"mla_sparse_h{heads}_b{batch}" for heads in (8, 16, 32) for batch in (1, 8)), PARTS),
-    "mla_prefill_v4_h64_32k": "the cache is decoded first, and its rows are twice as long then",
     "indexer_decode_64q2s32k": "both tokens of a sequence read its keys",
     "indexer_prefill_4k": "logits are written, and read four times to choose among them",
 }

@@ -25,16 +25,15 @@ sequence = st.one_of(decode, prefill, chunk, speculative, odd)
 
 @st.composite
 def specs(draw: st.DrawFn, *, clean: bool = False, cache_dtypes: tuple[str | None, ...] | None = None) -> Spec:
-    """Any valid batch. `clean` leaves out what laws bring in by themselves: drafts, poison, missing pages, sharing."""
+    """Any valid batch. `clean` leaves out drafts, scales of queries and dtypes of results, and what laws bring in by
+    themselves: poison, missing pages, sharing."""
     lens = tuple(draw(st.lists(sequence, min_size=1, max_size=4)))
     num_kv_heads, group = draw(st.sampled_from(HEADS))
     combined = draw(st.booleans())
     head_dim = draw(st.sampled_from(HEAD_DIMS))
     cached = (None, None, *formats.QUANTIZED) if cache_dtypes is None else cache_dtypes
-    cache_dtype, dtype = draw(st.sampled_from(cached)), draw(st.sampled_from(["float32", "bfloat16", "float16"]))
-    widened = cache_dtype is None or dtype == "bfloat16"  # as e4m3 queries are beside an 8-bit cache
     count = draw(st.sampled_from(["none", "int", "array", "array"]))
-    return Spec(
+    spec = Spec(
         lens=lens,
         page_size=draw(st.sampled_from(PAGE_SIZES)),
         num_kv_heads=num_kv_heads,
@@ -42,8 +41,8 @@ def specs(draw: st.DrawFn, *, clean: bool = False, cache_dtypes: tuple[str | Non
         head_dim=head_dim,
         v_head_dim=None if combined else draw(st.sampled_from([None, 16, 48])),
         combined=combined,
-        dtype=dtype,
-        cache_dtype=cache_dtype,
+        dtype=draw(st.sampled_from(["float32", "bfloat16", "float16"])),
+        cache_dtype=draw(st.sampled_from(cached)),
         count=count,
         spare_seqs=0 if count == "none" else draw(st.integers(0, 3)),
         padding=draw(st.sampled_from([0, 1, 5])),
@@ -56,14 +55,20 @@ def specs(draw: st.DrawFn, *, clean: bool = False, cache_dtypes: tuple[str | Non
         sinks=draw(st.sampled_from([None, None, "normal", "mixed"])),
         draft=None if clean else draw(st.sampled_from([None] * 6 + [2, 12])),
         scales=draw(st.sampled_from([None, "float", "array", "heads"])),
-        q_scales=draw(st.sampled_from([None] * 6 + ["float", "array", "heads"])) if widened and not clean else None,
-        out_dtype=None if clean else draw(st.sampled_from([None] * 4 + ["float32", "bfloat16", "float16"])),
         sharing=None if clean else draw(st.sampled_from([None, None, "prefix", "repeat"])),
         invalid_pages=False if clean else draw(st.sampled_from([False, False, True])),
         poison=None if clean else draw(st.sampled_from([None, "nan", "inf"])),
         garbage=False if clean else draw(st.sampled_from([True, True, False])),
         strided=draw(st.booleans()),
         seed=draw(SEEDS),
+    )
+    if clean:
+        return spec
+    widened = spec.cache_dtype is None or spec.dtype == "bfloat16"  # as e4m3 queries are beside an 8-bit cache
+    return dataclasses.replace(
+        spec,
+        q_scales=draw(st.sampled_from([None] * 6 + ["float", "array", "heads"])) if widened else None,
+        out_dtype=draw(st.sampled_from([None] * 4 + ["float32", "bfloat16", "float16"])),
     )
 
 

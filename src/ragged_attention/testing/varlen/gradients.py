@@ -25,7 +25,7 @@ DEFINITIONS = {
     "sparse_mla_prefill": (sparse_mla_prefill, sparse_mla_prefill_backward),
 }
 DIFFERENTIABLE = ("q", "k", "v", "kv", "sinks")
-NOT_OF_THE_GRADIENT = ("cache_format", "cache_layout")  # arguments of the forward that the gradient's record has not
+NOT_OF_THE_GRADIENT = ("cache_format", "cache_layout", "out_dtype")  # arguments that only the forward's record has
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
