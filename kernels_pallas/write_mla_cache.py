@@ -15,8 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ragged_attention._jax_latents import quantized
-from ragged_attention._jax_pages import per_head, stored_bits
+from ragged_attention._jax_latents import new_rows
 from ragged_attention.calls import WriteMlaCache
 from ragged_attention.errors import InvalidInput
 from ragged_attention.kernels_pallas._blocks import (
@@ -93,22 +92,12 @@ def run(call: Any, tile: Tile, launch: Any) -> jax.Array:
     rows = jnp.where(slot >= 0, slot * call.num_kv_heads + heads, -1).reshape(-1)
     rows = jnp.pad(rows, (0, -len(rows) % block), constant_values=-1)
     groups, sources = changed_groups(rows, packing)
-    new, kept = new_words(row_bits(call), sources)
+    bits = new_rows(call)
+    new, kept = new_words(bits.reshape(-1, bits.shape[-1]), sources)
     cache = words.reshape(-1, packing, words.shape[-1])
     written = write_groups(cache, groups.reshape(-1, 1, block), new, kept, tile.vmem_limit_bytes)
     written = written.reshape(call.cache.shape)
     return written if written.dtype == call.cache.dtype else lax.bitcast_convert_type(written, call.cache.dtype)
-
-
-def row_bits(call: Any) -> jax.Array:
-    """The new rows [T * K, bytes or columns] as unsigned integers, as the cache stores them."""
-    layout = call.layout
-    if layout is None:
-        scale = None if call.kv_scale is None else per_head(call.kv_scale, call.num_kv_heads)
-        bits = stored_bits(call.kv, scale, call.cache.dtype)
-        return bits.reshape(-1, bits.shape[-1])
-    stored = quantized(call.kv[:, 0], layout, bool(call.power_of_two_scales))
-    return jnp.concatenate([stored.values, stored.scales, stored.rotary], axis=-1)
 
 
 def changed_groups(rows: jax.Array, packing: int) -> tuple[jax.Array, jax.Array]:

@@ -3,14 +3,14 @@
 Where rounding matters the arithmetic is on integers: XLA flushes what is smaller than a normal number.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ragged_attention._jax_pages import codes, quotient
+from ragged_attention._jax_pages import codes, per_head, quotient, stored_bits
 from ragged_attention.calls import CacheFormat
 
 INFINITY, NAN = np.uint32(0x7F800000), np.uint32(0x7FC00000)
@@ -23,6 +23,22 @@ class Stored(NamedTuple):
     values: jax.Array  # [..., values]
     scales: jax.Array  # [..., bytes]
     rotary: jax.Array  # [..., 2 * rotary]
+
+
+def new_rows(call: Any) -> jax.Array:
+    """The rows of a `write_mla_cache` call as its cache stores them, in unsigned integers.
+
+    Of a plain cache [T, K, columns]; of bytes [T, bytes], in the order in which they lie.
+    """
+    layout = call.layout
+    if layout is None:
+        scale = None if call.kv_scale is None else per_head(call.kv_scale, call.num_kv_heads)
+        return stored_bits(call.kv, scale, call.cache.dtype)
+    stored = quantized(call.kv[:, 0], layout, bool(call.power_of_two_scales))
+    parts = stored.values, stored.scales, stored.rotary
+    if layout.planar:
+        parts = stored.values, stored.rotary, stored.scales
+    return jnp.concatenate(parts, axis=-1)
 
 
 def quantized(rows: jax.Array, layout: CacheFormat, power_of_two_scales: bool) -> Stored:

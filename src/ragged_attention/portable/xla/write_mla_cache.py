@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ragged_attention._jax_latents import quantized
-from ragged_attention._jax_pages import addresses_of_slots, addresses_of_tokens, per_head, stored_bits
+from ragged_attention._jax_latents import new_rows
+from ragged_attention._jax_pages import addresses_of_slots, addresses_of_tokens
 from ragged_attention.calls import WriteMlaCache
 from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
@@ -34,15 +34,10 @@ def run(call: WriteMlaCache, tile: Tile, launch: Any) -> jax.Array:
     else:
         page, offset = addresses_of_slots(call.slot_mapping, call.num_pages, call.page_size)
     page = page_of_last(page, offset, len(cache), call.page_size)
-    layout = call.layout
+    layout, rows = call.layout, new_rows(call)
     if layout is None:
-        scale = None if call.kv_scale is None else per_head(call.kv_scale, call.num_kv_heads)
-        return put(cache, stored_bits(kv, scale, cache.dtype), page, offset)
-    stored = quantized(kv[:, 0], layout, bool(call.power_of_two_scales))
-    parts = stored.values, stored.scales, stored.rotary
-    if layout.planar:
-        parts = stored.values, stored.rotary, stored.scales
-    units = jnp.concatenate(parts, axis=-1).reshape(len(kv), -1, UNIT)
+        return put(cache, rows, page, offset)
+    units = rows.reshape(len(kv), -1, UNIT)
     behind = planar_units(layout)[1] if layout.planar else 0
     if cache.dtype in (jnp.uint8, jnp.int8):
         return put_units(cache, units, page, offset, behind=behind)
