@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cases.catalogue import CASES
+from benchmarks.cases.mla import CASES
 from benchmarks.device import proven
 from ragged_attention.kernels_cuda import _latent, make_decode_schedule, mla_decode
 from ragged_attention.samples import device_of
