@@ -16,7 +16,7 @@ FEATURES = frozenset({
 
 
 def why_not(call: MlaDecode) -> str | None:
-    return launchable(call, kernel.latent_kernel)
+    return launchable(call, kernel.latent_kernel) or plan.too_wide(call, plan.Walk())
 
 
 def heuristic(call: MlaDecode) -> Tile:

@@ -125,7 +125,8 @@ class Tile:
 
 
 def why_not(call: RaggedMlaAttention) -> str | None:
-    return launchable(call, ragged_latent_kernel)
+    walk = plan.Walk(codes=call.code_dtype is not None)
+    return launchable(call, ragged_latent_kernel) or plan.too_wide(call, walk)
 
 
 def heuristic(call: RaggedMlaAttention) -> Tile:

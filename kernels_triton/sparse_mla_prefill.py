@@ -24,7 +24,7 @@ class Tile(plan.Tile):
 
 
 def why_not(call: SparseMlaPrefill) -> str | None:
-    return launchable_in_float32(call, kernel.latent_kernel)
+    return launchable_in_float32(call, kernel.latent_kernel) or plan.too_wide(call, plan.Walk())
 
 
 def heuristic(call: SparseMlaPrefill) -> Tile:

@@ -32,6 +32,8 @@ CASES: list[tuple[str, dict[str, Any], int, str]] = [
     ("mla_sparse_v4_h64_128q2", {}, 200, "sm_90"),
     ("mla_sparse_v4_h64_128q2", {}, 200, "sm_80"),
     ("mla_sparse_v4_h16", {}, 200, "sm_90"),
+    ("mla_sparse_v41_pages_h64", {}, 200, "sm_90"),
+    ("mla_sparse_v41_h64_128q2", {}, 200, "sm_90"),
     ("mla_float16_fp8_h16", {}, 200, "sm_90"),
     ("mla_prefill_fp8_h128_32k", {}, 200, "sm_90"),
     ("mla_prefill_v4_h64_32k", {}, 200, "sm_90"),
@@ -56,3 +58,17 @@ def test_the_tiles_of_gpus_agree_with_the_definition(
     run = getattr(importlib.import_module("ragged_attention.torch"), case.operation)
     out = case.judged(run(**inputs, backend="triton", options=fields))
     case.check(inputs, out, importlib.import_module("ragged_attention.torch._launcher").to_numpy)
+
+
+@pytest.mark.parametrize("name", ["mla_ragged_4k", "mla_sparse_bf16_h128_32q2", "mla_prefill_h16_32k"])
+def test_rows_of_which_no_tile_fits_a_device_are_declined(name: str) -> None:
+    case = catalogue.find(name)
+    wide = dataclasses.replace(case, dtype="float32", d_qk=1024)
+
+    def reason(case: Any, arch: str) -> str | None:
+        call = case.attention_call(device_of("torch", arch))
+        return dispatch.load(call.OPERATION, "triton").why_not(call)
+
+    assert reason(case, "sm_86") is None
+    assert reason(wide, "sm_80") is None
+    assert (reason(wide, "sm_86") or "").endswith("got d_qk 1024 in float32, for 132096 bytes")

@@ -44,9 +44,17 @@ class LatentCase(Case, LatentSample):
 
     @property
     def row_bytes(self) -> int:
-        if self.cache_format != "plain":
-            return CACHE_FORMATS[self.cache_format].token_bytes
+        return self._row_bytes(self.cache_format)
+
+    def _row_bytes(self, cache_format: str) -> int:
+        if cache_format != "plain":
+            return CACHE_FORMATS[cache_format].token_bytes
         return self.num_kv_heads * self.d_qk * ITEMSIZE[self.dtype]
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """The bytes of a row of either cache."""
+        return self.row_bytes, self._row_bytes(self.extra_format or self.cache_format)
 
     @property
     def q_shape(self) -> tuple[int, ...]:
@@ -79,18 +87,30 @@ class LatentCase(Case, LatentSample):
 
     def needed_rows(self) -> int:
         """Rows that some query sees; the lists of a sequence's queries overlap as little as they can."""
+        return sum(self._needed_rows())
+
+    def _needed_rows(self) -> tuple[int, int]:
+        """The same of either cache."""
         if not self.topk:
             window = self.sliding_window or self.max_len
-            return self.max_num_seqs * min(self.max_len, window + self.num_q_tokens - 1)
-        lists = [min(self.max_len, self.num_q_tokens * topk) for topk in (self.topk, self.extra_topk)]
-        return self.max_num_seqs * sum(lists)
+            return self.max_num_seqs * min(self.max_len, window + self.num_q_tokens - 1), 0
+        own, extra = (min(self.max_len, self.num_q_tokens * topk) for topk in (self.topk, self.extra_topk))
+        return self.max_num_seqs * own, self.max_num_seqs * extra
+
+    def needed_cache_bytes(self, widths: tuple[int, int]) -> int:
+        """Those of the rows that some query sees, where a row of either cache has so many."""
+        return sum(rows * width for rows, width in zip(self._needed_rows(), widths, strict=True))
+
+    def listed_bytes(self) -> int:
+        """Those of the rows that lists name, each time that one does."""
+        return self.num_tokens * (self.topk * self.widths[0] + self.extra_topk * self.widths[1])
 
     def needed_bytes(self) -> int:
         """Queries, latent rows, lists or tables, and the output, each byte once."""
         queries = math.prod(self.q_shape[:-1]) * (self.d_qk + self.d_v) * ITEMSIZE[self.dtype]
         lists = self.num_tokens * (self.topk + self.extra_topk) * self.num_kv_heads
         tables = lists if self.topk else self.max_num_seqs * (self.pages_per_seq(self.page_size) + 1)
-        return queries + self.needed_rows() * self.row_bytes + 4 * tables
+        return queries + self.needed_cache_bytes(self.widths) + 4 * tables
 
     def visible_pairs(self) -> int:
         if self.topk:
@@ -191,7 +211,8 @@ class LatentCase(Case, LatentSample):
         if array.dtype == "uint8":
             num_pages, page_size = min(array.shape[0], -(-ROWS // array.shape[1])), array.shape[1]
             rows = generator.standard_normal((num_pages, page_size, 1, self.d_qk), np.float32) / 10
-            return quantize_mla_cache(rows, self.cache_format).ravel()
+            cache_format = self.extra_format if name.startswith("extra_") else None
+            return quantize_mla_cache(rows, cache_format or self.cache_format, cache_layout=self.cache_layout).ravel()
         values = super().values(name, array, generator)
         return values.clip(-1, 1) if name == "q" else values if name == "sinks" else values / 10
 
@@ -212,7 +233,7 @@ class LatentCase(Case, LatentSample):
                 slots = self._seen_slots(inputs, prefix, seq, token, to_numpy)
                 given[f"{prefix}kv_cache"], given[f"{prefix}indices"] = _gathered(cache, slots, to_numpy)
             sinks = to_numpy(inputs["sinks"]) if self.sinks else None
-            options = {"d_v": self.d_v, "sinks": sinks, "soft_cap": self.soft_cap}
+            options = {"d_v": self.d_v, "sinks": sinks, "soft_cap": self.soft_cap, "cache_layout": self.cache_layout}
             want, _ = mla_decode(to_numpy(inputs["q"][index])[None, None], **options, **given)
             yield f"sequence {seq}, query {token}", to_numpy(out[index]), want[0, 0]
 
@@ -270,6 +291,8 @@ V4_DECODE: dict[str, Any] = V4 | {
     "num_q_tokens": 2, "max_len": 16 * K, "topk": 128, "page_size": 256, "extra_topk": 512, "sinks": True,
 }  # fmt: skip
 
+V41_DECODE: dict[str, Any] = V4_DECODE | V41 | {"extra_format": "fp4_v41"}
+
 _ALL = (
     _dense("mla_dense_h128_128x4k", 128, 4 * K, 128),
     _dense("mla_dense_h128_128q2s4k", 128, 4 * K, 128, num_q_tokens=2, causal=True),
@@ -280,6 +303,7 @@ _ALL = (
     _sparse("mla_sparse_h128_128q2", "W10", 128, 128, num_q_tokens=2),
     _sparse("mla_sparse_bf16_h128_32q2", "W10", 32, 128, num_q_tokens=2, cache_format="plain"),
     _sparse("mla_sparse_v4_h64_128q2", "W10", 128, 64, **V4_DECODE),
+    _sparse("mla_sparse_v41_h64_128q2", "W10", 128, 64, **V41_DECODE),
     *(
         _sparse(f"mla_sparse_h{heads}_b{num_seqs}", "W11", num_seqs, heads)
         for heads in (8, 16, 32)

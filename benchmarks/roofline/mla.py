@@ -16,9 +16,14 @@ if TYPE_CHECKING:
     from benchmarks.cases.mla import LatentCase
 
 LATENT_BYTES = {
-    "fp8_v32": 512 + 4 * 4 + 2 * 64, "fp8_v4": 448 + 7 + 2 * 64,
+    "fp8_v32": 512 + 4 * 4 + 2 * 64, "fp8_v4": 448 + 7 + 2 * 64, "fp8_v41": 512 + 16, "fp4_v41": 256 + 32,
     "decoded_v32": 2 * 512 + 4 * 4 + 2 * 64, "decoded_v4": 2 * 512,
 }  # fmt: skip
+
+
+def latent_bytes(case: "LatentCase", layout: str) -> int:
+    """The bytes that are read of a row as kernels find it, by what they call its format in one of its layouts."""
+    return case.d_qk * ITEMSIZE[case.dtype] if layout == "plain" else LATENT_BYTES[layout.removesuffix("_page")]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,6 +38,7 @@ class Tiles:
     columns_again: int
     query_bytes: int  # read of each row
     format: str  # in which rows are read
+    extra_format: str  # those of the second cache
 
 
 def triton_tiles(case: "LatentCase", kernel_args: KernelArgs) -> Tiles:
@@ -46,6 +52,7 @@ def triton_tiles(case: "LatentCase", kernel_args: KernelArgs) -> Tiles:
         columns_again=again,
         query_bytes=queried * ITEMSIZE[case.dtype],
         format=kernel_args["FORMAT"],
+        extra_format=kernel_args["EXTRA_FORMAT"],
     )
 
 
@@ -71,6 +78,7 @@ def cuda_tiles(case: "LatentCase", tile: Any) -> Tiles:
         columns_again=0,
         query_bytes=case.d_qk * ITEMSIZE[case.dtype],
         format=case.cache_format,
+        extra_format=case.extra_format or case.cache_format,
     )
 
 
@@ -80,18 +88,19 @@ def attended(case: "LatentCase", tiles: Tiles) -> tuple[Work, Programs, Work, Pr
     group = case.num_q_heads // case.num_kv_heads
     jobs, rows = case.num_tokens // tokens * case.num_kv_heads, group * tokens
     lengths = [length for length in (case.topk, case.extra_topk) if length] or [case.max_len]
-    each = case.d_qk * ITEMSIZE[case.dtype] if tiles.format == "plain" else LATENT_BYTES[tiles.format]
+    widths = [latent_bytes(case, layout) for layout in (tiles.format, tiles.extra_format)]
+    listed = sum(length * width for length, width in zip(lengths, widths, strict=False))
     blocks = sum(cdiv(length, tiles.keys) for length in lengths)
     longest = max(cdiv(blocks, tiles.num_splits), tiles.least_blocks)
     parts = cdiv(blocks, longest)
     job, programs = Work(), collections.Counter()
     for row in range(0, rows, tiles.rows):
-        keys, count = sum(lengths), blocks
+        read, count = listed, blocks
         if case.causal:
-            keys -= max(tokens - 1 - (row + tiles.rows - 1) // group, 0)
-            count = cdiv(keys, tiles.keys)
+            hidden = max(tokens - 1 - (row + tiles.rows - 1) // group, 0)
+            read, count = listed - hidden * widths[0], cdiv(case.max_len - hidden, tiles.keys)
         pairs = 2 * tiles.rows * tiles.keys * count
-        job += Work(flops=pairs * tiles.columns, again=pairs * tiles.columns_again, keys=keys * each)
+        job += Work(flops=pairs * tiles.columns, again=pairs * tiles.columns_again, keys=read)
         for first in range(0, blocks, longest):
             programs[(float(max(min(longest, count - first), 0)),)] += jobs
     out, part = case.d_v * ITEMSIZE[case.dtype], 4 * case.d_v
@@ -101,14 +110,14 @@ def attended(case: "LatentCase", tiles: Tiles) -> tuple[Work, Programs, Work, Pr
     return job * jobs, programs, Work(rows=rows * (parts * part + out)) * jobs, {(): rows * jobs}
 
 
-def fetched(case: "LatentCase", work: Work, row_blocks: int, machine: Machine, row_bytes: int) -> float:
+def fetched(case: "LatentCase", work: Work, row_blocks: int, machine: Machine, widths: tuple[int, int]) -> float:
     """Bytes that come from memory: of rows that many lists name, those that the cache has lost meanwhile come again.
 
     Programs that read the same list or the same sequence stand side by side and read it once.
     """
-    needed = case.needed_rows() * row_bytes
+    needed = case.needed_cache_bytes(widths)
     again = max(work.keys / row_blocks - needed, 0) * max(0, 1 - machine.cache_size / needed)
-    return case.needed_bytes() + needed - case.needed_rows() * case.row_bytes + again
+    return case.needed_bytes() + needed - case.needed_cache_bytes(case.widths) + again
 
 
 def decoded(case: "LatentCase", launch: compiling.Launch) -> Step:
@@ -131,11 +140,11 @@ def steps(case: "LatentCase", backend: str, device: Device, machine: Machine, ti
             yield decoded(case, launches["decode_kernel"])
     floor, _ = case.floor_seconds(machine.memory, machine.multiplying)
     if case.topk:
-        floor = max(floor, case.visible_pairs() * case.row_bytes / machine.cache)
+        floor = max(floor, case.listed_bytes() / machine.cache)
     work, programs, combined, rows_combined = attended(case, tiles)
     rows = case.num_q_heads // case.num_kv_heads * (1 if case.topk else case.num_q_tokens)
-    row_bytes = case.row_bytes if tiles.format == case.cache_format else LATENT_BYTES[tiles.format]
-    memory = fetched(case, work, cdiv(rows, tiles.rows), machine, row_bytes)
+    widths = (LATENT_BYTES[tiles.format],) * 2 if tiles.format.startswith("decoded") else case.widths
+    memory = fetched(case, work, cdiv(rows, tiles.rows), machine, widths)
     yield Step("latent_kernel", work, memory, floor, programs)
     if combined.rows:
         yield Step("combine_kernel", combined, programs=rows_combined)
@@ -143,7 +152,5 @@ def steps(case: "LatentCase", backend: str, device: Device, machine: Machine, ti
 
 def cuda_takes(case: "LatentCase", device: Device) -> bool:
     """Whether the room has a kernel for the case, built or not."""
-    if case.extra_topk:
-        return False
     latent = importlib.import_module("ragged_attention.kernels_cuda._latent")
     return latent.cannot_take(case.attention_call(device), sparse=case.topk > 0) is None

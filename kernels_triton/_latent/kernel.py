@@ -325,7 +325,7 @@ def row_arguments(call: Any, layout: str, rows: int) -> dict[str, Any]:
 
 
 def sums_by_column(call: Any, layout: str, tile: Tile) -> bool:
-    """Whether there are registers for it; 32 rows on four warps have none left.
+    """Whether there are registers for it; 32 rows on four warps have none left, nor 64 rows over two formats.
 
     64 rows of a plain cache have them, but compilers (Triton 3.6 to 3.9) would lay the sums out as an operand, and
     take each exponential twice.
@@ -334,7 +334,7 @@ def sums_by_column(call: Any, layout: str, tile: Tile) -> bool:
         return False
     if layout in COPIED:
         return tile.block_h < SEPARATE_QK_ROWS.value and tile.num_warps * 8 > tile.block_h
-    return {16: tile.num_stages > 1, 32: not OLDER_COMPILER}.get(tile.block_h, True)
+    return {16: tile.num_stages > 1, 32: not OLDER_COMPILER, 64: tile.num_stages > 2}.get(tile.block_h, True)
 
 
 def attention_arguments(work: Work, tile: Tile, launch: Any) -> dict[str, Any]:

@@ -51,6 +51,9 @@ DECODED_SHARED_MEMORY = 128 * 1024  # what 32 rows and as many decoded keys need
 LARGEST_INT = 2**31 - 1
 
 
+LEAST = 16  # rows, and keys, of a tile
+
+
 COPIED = ("plain", "decoded_v4")  # layouts of which rows are operands as they lie, and no more
 
 
@@ -261,10 +264,24 @@ def sizes(call: Any, rows: int, walk: Walk) -> tuple[int, int, int, int]:
             return (64, 32, 8, 3) if fewer else (64, 64, 8, 2)
         return 32, 32, 4 if arch.startswith("sm_8") and not walk.windowed else 8, 2
     if wgmma and fits_wgmma(call, walk):
-        return 64, 32, 8, 3
+        return 64, 32, 8, 2 if call.format in MIXED and walk.extra else 3  # of two formats, scales take registers
     if call.format == "fp8_v32":
         return 32, 32 if walk.windowed or OLDER_COMPILER else 64, 8, 2
     return 32, 32, 8, 2
+
+
+def too_wide(call: Any, walk: Walk) -> str | None:
+    """Why no tile of a call fits the shared memory of its device, which AMD's do not hold operands in, or None."""
+    budget = call.device.shared_memory
+    if call.device.platform != "cuda" or not budget:
+        return None
+    least = shared_bytes(call, walk, LEAST, LEAST, 1)
+    if least <= budget:
+        return None
+    return (
+        f"takes rows of which {LEAST} fit {budget} bytes of shared memory beside {LEAST} keys, got d_qk {call.d_qk} in "
+        f"{dtype_name(call.q)}, for {least} bytes"
+    )
 
 
 def fits_wgmma(call: Any, walk: Walk) -> bool:
@@ -275,10 +292,11 @@ def fits_wgmma(call: Any, walk: Walk) -> bool:
         return dtype_name(call.q) == "bfloat16" and call.code_dtype != "int8"
     if call.format == "fp8_v32":
         return not walk.extra and not (OLDER_COMPILER and (walk.ragged or dtype_name(call.q) == "float16"))
-    if call.format != "fp8_v4":
+    if dtype_name(call.q) != "bfloat16" or OLDER_COMPILER:
         return False
-    even = all(size.bit_count() == 1 for size in walk.page_sizes)
-    return dtype_name(call.q) == "bfloat16" and (even or not walk.extra) and not OLDER_COMPILER
+    if call.format in MIXED:
+        return call.format == "fp8_v41" or not walk.extra
+    return not walk.extra or all(size.bit_count() == 1 for size in walk.page_sizes)
 
 
 def decodes_first(call: Any, rows: int) -> bool:
