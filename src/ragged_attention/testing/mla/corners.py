@@ -245,6 +245,10 @@ _DECODES: dict[str, DecodeSpec] = {
         **V41_PAGE, topk=6, extra_format="fp4_v41, page", extra_topk=7, page_size=3, extra_page_size=64, heads=12,
         sinks="mixed", dtype="float16", poison="nan",
     ),
+    "extra cache fp4_v41 beside fp8_v41, 64 heads": DecodeSpec(
+        **V41, topk=70, extra_format="fp4_v41", extra_topk=45, extra_slots=90, kv_lens=(100,), heads=64,
+        scales="far apart", dtype="bfloat16", poison="nan",
+    ),
     "extra cache fp8_v41 beside fp4_v41": DecodeSpec(
         **FP4, topk=6, lens="wild", extra_format="fp8_v41", extra_topk=40, heads=2, poison="nan"
     ),
