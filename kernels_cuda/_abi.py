@@ -52,6 +52,7 @@ LAUNCHERS = {
     "ra_mla_decode_dense": Latent,
     "ra_sparse_mla_prefill": Latent,
     "ra_mla_decode_sparse_fp8": Latent,
+    "ra_mla_decode_sparse_fp8_narrow": Latent,
     "ra_mla_decode_sparse_fp8_v4": Latent,
     "ra_make_decode_schedule": Schedule,
 }

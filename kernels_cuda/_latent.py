@@ -22,6 +22,7 @@ ROWS = 64  # of a thread block
 BLOCK = 64  # keys per step
 MAX_SPLITS = 128
 START_COST = 5  # of a thread block, in blocks of keys; what a decode schedule counts for a sequence
+NARROW_START_COST = 2  # of one made for few rows: nothing but what its first block takes to come
 MERGE_COST = 3  # of the kernel that merges splits, in blocks
 SPLITS_PER_BLOCK = 16  # that it merges in the time of one more
 ARCH = "sm_90"
@@ -39,6 +40,8 @@ LISTS_OF = {  # the function for lists of each format
     "fp8_v32": Native("ra_mla_decode_sparse_fp8"),
     "fp8_v4": Native("ra_mla_decode_sparse_fp8_v4"),
 }
+NARROW = {"fp8_v32": Native("ra_mla_decode_sparse_fp8_narrow")}  # the same, made for few rows
+NARROW_ROWS = 32
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +49,11 @@ class Tile:
     """What may be tuned."""
 
     num_splits: int = 1  # thread blocks that share one job's keys at most; 1 gives bits that depend on nothing else
+    narrow: bool = True  # whether the kernel made for few rows runs where there is one
 
     def __post_init__(self) -> None:
+        if not isinstance(self.narrow, bool):
+            raise InvalidInput(f"expected narrow to be a bool, got {self.narrow!r}")
         if not isinstance(self.num_splits, int) or not 1 <= self.num_splits <= 256:
             raise InvalidInput(f"expected num_splits from 1 to 256, got {self.num_splits!r}")
 
@@ -125,14 +131,20 @@ def power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def splits(call: Attention, jobs: int, rows: int, keys: int) -> int:
+def is_narrow(call: Attention, tile: Tile | None = None) -> bool:
+    """Whether the kernel made for few rows runs a call over lists."""
+    return call.format in NARROW and call.num_q_heads <= NARROW_ROWS and (tile is None or tile.narrow)
+
+
+def splits(call: Attention, jobs: int, rows: int, keys: int, *, narrow: bool = False) -> int:
     """The number of splits of a job's keys: the fastest if every list is as long as it can be."""
+    start_cost = NARROW_START_COST if narrow else START_COST
     work, blocks = jobs * cdiv(rows, ROWS), max(1, cdiv(keys, BLOCK))
     slots = call.device.num_multiprocessors
     return min(
         range(1, min(MAX_SPLITS, blocks) + 1),
         key=lambda n: (
-            cdiv(work * n, slots) * (cdiv(blocks, n) + START_COST) + (n > 1) * (MERGE_COST + n / SPLITS_PER_BLOCK)
+            cdiv(work * n, slots) * (cdiv(blocks, n) + start_cost) + (n > 1) * (MERGE_COST + n / SPLITS_PER_BLOCK)
         ),
     )
 
@@ -168,9 +180,9 @@ class Work:
     extra: Extra | None = None
 
 
-def function_of(call: Attention) -> Native:
+def function_of(call: Attention, tile: Tile) -> Native:
     """The function that runs a call over lists."""
-    return LISTS_OF[call.format]
+    return (NARROW if is_narrow(call, tile) else LISTS_OF)[call.format]
 
 
 def aligned(cache: Any, cache_format: str, launch: Any) -> Any:

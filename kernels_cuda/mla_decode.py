@@ -38,7 +38,8 @@ def why_not_by_default(call: MlaDecode) -> str | None:
 def heuristic(call: MlaDecode) -> Tile:
     group = call.num_q_heads // call.num_kv_heads
     rows, jobs = (group, call.num_q_tokens) if call.sparse else (group * call.num_q_tokens, call.num_kv_heads)
-    return Tile(num_splits=_latent.splits(call, call.num_seqs * jobs, rows, call.capacity))
+    narrow = bool(call.sparse) and _latent.is_narrow(call)
+    return Tile(num_splits=_latent.splits(call, call.num_seqs * jobs, rows, call.capacity, narrow=narrow))
 
 
 def run(call: MlaDecode, tile: Tile, launch: Any) -> Any:
@@ -47,7 +48,7 @@ def run(call: MlaDecode, tile: Tile, launch: Any) -> Any:
     lists = launch.packed(call.indices if sparse else call.page_indices)
     steps = launch.strides(lists)
     work = _latent.Work(
-        function=_latent.function_of(call) if sparse else _latent.DENSE,
+        function=_latent.function_of(call, tile) if sparse else _latent.DENSE,
         q=q,
         q_shape=q.shape,
         q_strides=_latent.strides_of(q, launch)[:3],

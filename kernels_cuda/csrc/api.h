@@ -82,6 +82,7 @@ RA_API const char* ra_error_string(int code);
 RA_API int ra_mla_decode_dense(const RaLatent* call, void* stream);        // plain cache
 RA_API int ra_sparse_mla_prefill(const RaLatent* call, void* stream);      // plain cache, bfloat16; decode of lists too
 RA_API int ra_mla_decode_sparse_fp8(const RaLatent* call, void* stream);   // fp8_v32 cache, bfloat16 queries
+RA_API int ra_mla_decode_sparse_fp8_narrow(const RaLatent* call, void* stream);  // the same, of at most 32 heads
 RA_API int ra_mla_decode_sparse_fp8_v4(const RaLatent* call, void* stream);  // fp8_v4 cache, bfloat16 queries
 RA_API int ra_make_decode_schedule(const RaSchedule* call, void* stream);
 

@@ -315,6 +315,7 @@ auto bind() {
 RA_LATENT_HANDLER(ra_mla_decode_dense)
 RA_LATENT_HANDLER(ra_sparse_mla_prefill)
 RA_LATENT_HANDLER(ra_mla_decode_sparse_fp8)
+RA_LATENT_HANDLER(ra_mla_decode_sparse_fp8_narrow)
 RA_LATENT_HANDLER(ra_mla_decode_sparse_fp8_v4)
 
 extern "C" RA_API XLA_FFI_Error* ra_make_decode_schedule_ffi(XLA_FFI_CallFrame* frame);
