@@ -22,6 +22,7 @@
 //   exp2, log2, reciprocal, pack<T>             2^x, the base-2 logarithm, 1/x, two floats as one word of T
 //   multiply                                    the products of two bfloat16 each
 //   half_pair, low_half, high_half              two e4m3 codes as a word of float16, and its two as float
+//   half_pairs                                  four e4m3 codes as two such words
 //   launch                                      a grid of blocks that run Body::run(params, shared memory)
 #pragma once
 #include <cute/tensor.hpp>

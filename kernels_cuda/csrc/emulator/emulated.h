@@ -560,7 +560,10 @@ inline uint32_t multiply(uint32_t a, uint32_t b) {
 inline uint32_t bytes_of(uint32_t a, uint32_t b, uint32_t selector) {
   uint64_t const both = uint64_t(b) << 32 | a;
   uint32_t word = 0;
-  for (int i = 0; i < 4; ++i) word |= uint32_t(both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+  for (int i = 0; i < 4; ++i) {
+    uint32_t const digit = selector >> 4 * i & 15, byte = both >> 8 * (digit & 7) & 0xff;
+    word |= (digit < 8 ? byte : byte < 0x80 ? 0 : 0xff) << 8 * i;
+  }
   return word;
 }
 // Two e4m3 codes, the first in the low byte, as two float16.
@@ -572,6 +575,10 @@ inline uint32_t half_pair(uint16_t codes) {
     word |= (bits | (magnitude == 0x7f ? 0 : (code & 0x80) << 8)) << 16 * i;
   }
   return word;
+}
+inline void half_pairs(uint32_t codes, uint32_t& low, uint32_t& high) {
+  low = half_pair(uint16_t(codes));
+  high = half_pair(uint16_t(codes >> 16));
 }
 inline float low_half(uint32_t word) { return emu::widened<f16>(uint16_t(word)); }
 inline float high_half(uint32_t word) { return emu::widened<f16>(uint16_t(word >> 16)); }

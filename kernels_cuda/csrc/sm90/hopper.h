@@ -208,13 +208,24 @@ RA_DEV uint32_t multiply(uint32_t a, uint32_t b) {
   asm("mul.rn.bf16x2 %0, %1, %2;\n" : "=r"(word) : "r"(a), "r"(b));
   return word;
 }
-// Four of the bytes 0 to 3 of `a` and 4 to 7 of `b`: digit i of the selector says which is byte i.
-RA_DEV uint32_t bytes_of(uint32_t a, uint32_t b, uint32_t selector) { return __byte_perm(a, b, selector); }
+// Four of the bytes 0 to 3 of `a` and 4 to 7 of `b`: digit i of the selector says which is byte i. From a digit of 8 on it
+// is the sign of byte digit - 8, eight times.
+RA_DEV uint32_t bytes_of(uint32_t a, uint32_t b, uint32_t selector) {
+  uint32_t word;
+  asm("prmt.b32 %0, %1, %2, %3;\n" : "=r"(word) : "r"(a), "r"(b), "r"(selector));
+  return word;
+}
 // Two e4m3 codes, the first in the low byte, as two float16.
 RA_DEV uint32_t half_pair(uint16_t codes) {
   uint32_t word;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;\n" : "=r"(word) : "h"(codes));
   return word;
+}
+// Four codes, as two words of two float16.
+RA_DEV void half_pairs(uint32_t codes, uint32_t& low, uint32_t& high) {
+  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}\n"
+      : "=r"(low), "=r"(high)
+      : "r"(codes));
 }
 
 // The two float16 of a word.

@@ -189,8 +189,7 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
             CUTE_UNROLL
             for (int r = 0; r < 2; ++r) {
               uint32_t const word = word_of(words[m][r][i / 4], i % 4);
-              a[m][r] = op::half_pair(word & 0xffff);
-              a[m][r + 2] = op::half_pair(word >> 16);
+              op::half_pairs(word, a[m][r], a[m][r + 2]);
             }
           op::mma<f16>(codes, a, q[i]);
         }
@@ -278,8 +277,7 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
             // Two columns of two keys: the codes of the first column first.
             uint32_t const four = op::bytes_of(word_of(codes[2 * i], j / 2), word_of(codes[2 * i + 1], j / 2),
                                                j % 2 ? 0x7362 : 0x5140);
-            a[j][2 * i] = op::half_pair(four & 0xffff);
-            a[j][2 * i + 1] = op::half_pair(four >> 16);
+            op::half_pairs(four, a[j][2 * i], a[j][2 * i + 1]);
           }
         op::mma<f16>(out, a, b);
       }
