@@ -1,12 +1,12 @@
 // The partial results of sequences that were computed in several parts, merged in their order: a thread block a query
 // row. For calls with few rows and many parts, where a warp a row (`combine.h`) would leave most of the GPU idle and wait
-// for one part after the other: here each thread asks for one part's lse, all at once, then for 4 columns of 8 parts.
+// for one part after the other: here each thread asks for one part's lse, all at once, then for 4 columns of 16 parts.
 #pragma once
 #include "latent.h"
 
 template <class Out>
 struct NarrowCombine {
-  static constexpr int kThreads = 128, kRowsOfBlock = 1, kValue = 512, kAtOnce = 8;
+  static constexpr int kThreads = 128, kRowsOfBlock = 1, kValue = 512, kAtOnce = 16;
   // Of the parts at hand, one a thread: where their results are, kAbsent if nowhere, and the rows' lse and maximum.
   struct Smem {
     int slot[kThreads];
