@@ -137,9 +137,6 @@ MUTANTS = {
     "the scale of another group": Mutant(
         "sm90/fp8_decode.h", "s.ratio[stage][2 * W][column]", "s.ratio[stage][2 - 2 * W][column]", "fp8"
     ),
-    "decoded rows are not fenced": Mutant(
-        "sm90/fp8_v4.h", "    op::fence_async_shared();\n    s.full[S][H]", "    s.full[S][H]", "v4"
-    ),
     "the scales of the row before": Mutant("sm90/fp8_v4.h", "(slot - page", "(slot - 1 - page", "v4"),
     "a second list is read from the first cache": Mutant(
         "sm90/fp8_v4.h", "rows.extra ? plan.extra.cache : plan.keys.cache", "plan.keys.cache", "v4"
@@ -189,9 +186,6 @@ MUTANTS = {
         "sm90/narrow_combine.h", "op::exp2(s.lse[from + i] - reference)", "(s.slot[from + i] < 0 ? 0.f : 1.f)", "narrow"
     ),
     # Caches of 2026.
-    "decoded rows of two formats are not fenced": Mutant(
-        "sm90/v41.h", "    op::fence_async_shared();\n    s.full[S][H]", "    s.full[S][H]", "v41"
-    ),
     "the format of the first cache is the second's": Mutant(
         "sm90/v41.h", "extra ? plan.call.extra_format : plan.call.format", "plan.call.format", "v41"
     ),
