@@ -23,7 +23,7 @@ ROWS = 64  # of a thread block
 BLOCK = 64  # keys per step
 MAX_SPLITS = 128
 START_COST = 5  # of a thread block, in blocks of keys; what a decode schedule counts for a sequence
-# The same where the kernel for few rows runs: a start is what the first block takes to come, a merge has more under way.
+# The same where the kernel for few rows runs: a start is what a block takes to come, a merge has more under way.
 NARROW_START_COST, NARROW_SPLITS_PER_BLOCK = 2, 32
 MERGE_COST = 3  # of the kernel that merges splits, in blocks
 SPLITS_PER_BLOCK = 16  # that it merges in the time of one more
@@ -143,16 +143,12 @@ def is_narrow(call: Attention, tile: Tile | None = None) -> bool:
 
 def splits(call: Attention, jobs: int, rows: int, keys: int, *, narrow: bool = False) -> int:
     """The number of splits of a job's keys: the fastest if every list is as long as it can be."""
-    start_cost, at_once = (
-        (NARROW_START_COST, NARROW_SPLITS_PER_BLOCK) if narrow else (START_COST, SPLITS_PER_BLOCK)
-    )
+    start_cost, at_once = (NARROW_START_COST, NARROW_SPLITS_PER_BLOCK) if narrow else (START_COST, SPLITS_PER_BLOCK)
     work, blocks = jobs * cdiv(rows, ROWS), max(1, cdiv(keys, BLOCK))
     slots = call.device.num_multiprocessors
     return min(
         range(1, min(MAX_SPLITS, blocks) + 1),
-        key=lambda n: (
-            cdiv(work * n, slots) * (cdiv(blocks, n) + start_cost) + (n > 1) * (MERGE_COST + n / at_once)
-        ),
+        key=lambda n: cdiv(work * n, slots) * (cdiv(blocks, n) + start_cost) + (n > 1) * (MERGE_COST + n / at_once),
     )
 
 

@@ -172,7 +172,7 @@ MUTANTS = {
         "sm90/narrow.h", "          op::named_sync(kWeights + kTeam, 128);\n", "", "narrow", mode="crossed"
     ),
     "the other team is not waited for": Mutant(
-        "sm90/narrow.h", "op::named_sync(kMerge + kWhich, kMerging)", "op::named_arrive(kMerge + kWhich, kMerging)", "narrow"
+        "sm90/narrow.h", "op::named_sync(kMerge + kWhich", "op::named_arrive(kMerge + kWhich", "narrow"
     ),
     "the other team's level is taken for this one's": Mutant(
         "sm90/narrow.h", "theirs = op::exp2(other - both)", "theirs = factor", "narrow"
@@ -181,15 +181,22 @@ MUTANTS = {
         "sm90/narrow.h", "kByHeads ? 0 : kTeam * kTeamKeys,", "kByHeads ? 0 : (1 - kTeam / 2) * kTeamKeys,", "narrow"
     ),
     "columns of values change places": Mutant("sm90/narrow.h", "j % 2 ? 0x7362 : 0x5140", "0x5140", "narrow"),
-    "the output is not brought to the new level": Mutant("sm90/narrow.h", "out[j][t][c] *= by, out[j][t][c + 2] *= by;", ";", "narrow"),
+    "the output is not brought to the new level": Mutant(
+        "sm90/narrow.h", "out[j][t][c] *= by, out[j][t][c + 2] *= by;", ";", "narrow"
+    ),
     "a part counts as much as another": Mutant(
-        "sm90/narrow_combine.h", "op::exp2(s.lse[from + i] - reference)", "(s.slot[from + i] < 0 ? 0.f : 1.f)", "narrow"
+        "sm90/narrow_combine.h",
+        "op::exp2(s.lse[from + i] - reference)",
+        "(s.slot[from + i] < 0 ? 0.f : 1.f)",
+        "narrow",
     ),
     # Caches of 2026.
     "the format of the first cache is the second's": Mutant(
         "sm90/v41.h", "extra ? plan.call.extra_format : plan.call.format", "plan.call.format", "v41"
     ),
-    "odd columns before even ones": Mutant("sm90/v41.h", "codes & 0x7777", "(codes >> 4 & 0x707 | codes << 4 & 0x7070)", "v41"),
+    "odd columns before even ones": Mutant(
+        "sm90/v41.h", "codes & 0x7777", "(codes >> 4 & 0x707 | codes << 4 & 0x7070)", "v41"
+    ),
     "the scales of a page begin where its rows do": Mutant(
         "work.h", "planes.row ? page_size * slot :", "planes.row ? 0 :", "v41"
     ),

@@ -49,11 +49,11 @@ rests on, waits for its products one by one, has other registers than planned, o
 block's {limit} KiB. Nor may an instruction touch the registers of a product under way, a product be issued that no
 WARPGROUP.ARRIVE orders behind writes to its operands, or a load wait for another load of the same turn. CI compares.
 
-A kernel's name is that of its body: `Seesaw<operands, width of a row, lists>` of plain caches, `Fp8Decode` of `fp8_v32`,
-`Narrow<8 heads so many times, teams by heads>` of those with few heads, `Fp8V4` of `fp8_v4`, `V41` of `fp8_v41` and
-`fp4_v41` ones, `Combine<results>` and `NarrowCombine<results>` which merge splits, `Deal` which makes a schedule. For the
-loads of the decoding producers there are not registers enough to have all under way at once: {serial} of a turn of
-`Fp8V4` wait for the one before, and of `V41` {serial_41} of those of both formats, of which a block has one.
+A kernel's name is that of its body: `Seesaw<operands, width of a row, lists>` of plain caches, `Fp8Decode` of
+`fp8_v32`, `Narrow<8 heads so many times, teams by heads>` of those with few heads, `Fp8V4` of `fp8_v4`, `V41` of
+`fp8_v41` and `fp4_v41` ones, `Combine<results>` and `NarrowCombine<results>` which merge splits, `Deal` which makes a
+schedule. For the loads of the decoding producers there are not registers enough to have all under way at once: {serial}
+of a turn of `Fp8V4` wait for the one before, and of `V41` {serial_41} of those of both formats, of which a block has one.
 """
 KERNELS = """\
 ## Kernels
@@ -69,9 +69,9 @@ LOOPS = """\
 ## Inner loops
 
 The loops in which products are computed or keys are fetched, one turn of each: two blocks of 64 keys in `Seesaw`,
-`Fp8V4` and `V41`, one in `Fp8Decode` and `Narrow`, of which a team of the latter has half, by keys or by heads. The loop of
-`V41`'s producer has the code for both formats. Products by shape, and how often their end is waited for; loads by TMA and
-asynchronous copies; exponentials; other arithmetic in float; loads and stores of shared memory; those of local memory; waits for
+`Fp8V4` and `V41`, one in `Fp8Decode` and `Narrow`, of which a team of the latter has half, by keys or by heads. The
+loop of `V41`'s producer has the code for both formats. Products by shape, and how often their end is waited for; loads
+by TMA and asynchronous copies; exponentials; other arithmetic in float; loads and stores of shared memory; those of local memory; waits for
 memory barriers; words between warpgroups.
 
 | kernel | loop | instructions | products | settled | copies | ex2 | float | LDS | STS | local | waits | barriers |
@@ -184,7 +184,11 @@ def document(
 ) -> str:
     """The page; `theirs` are the lines of the table that have FlashMLA's loops."""
     wrong = failures(found, shared)
-    lines = [HEADER.format(limit=shared_memory_of("sm_90") // 1024, serial=SERIAL["Fp8V4"], serial_41=SERIAL["V41"]), compiler, ""]
+    lines = [
+        HEADER.format(limit=shared_memory_of("sm_90") // 1024, serial=SERIAL["Fp8V4"], serial_41=SERIAL["V41"]),
+        compiler,
+        "",
+    ]
     lines += [f"{len(found)} kernels, {len(wrong) or 'no'} failure{'s' if len(wrong) != 1 else ''}.", ""]
     lines += [f"- {text}" for text in wrong] + ([""] if wrong else [])
     # What two units have both, the merging of splits, is one line.

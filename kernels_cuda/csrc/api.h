@@ -32,8 +32,9 @@ enum {  // RaLatent::format of the cache, and extra_format of the second
 
 // Attention over latent rows. Dense: `lists` is the page table [S, M] and `lens` the sequences' lengths [S]. Sparse:
 // `lists` has slots (page * page_size + offset) [S, Q, K, N], `lens` their lengths [S, Q] or null. Any value in either
-// is safe. A sparse call may have a second cache with lists of its own, whose keys count like those of the first; it is of
-// the same format, or both are of the formats from RA_FP8_V41 on. Arrays first, in the order in which the FFI library takes its operands and results, then numbers.
+// is safe. A sparse call may have a second cache with lists of its own, whose keys count like those of the first; it is
+// of the same format, or both are of the formats from RA_FP8_V41 on. Arrays first, in the order in which the FFI library
+// takes its operands and results, then numbers.
 // Strides count elements of the array's dtype (bytes of a quantised cache); a row's elements are adjacent. A page of an
 // fp8_v4 cache has rows of 576 bytes, then rows of 8 with their scales; one of RA_FP8_V41_PAGE of 512 and 16, of
 // RA_FP4_V41_PAGE of 256 and 32. These need no slot stride.
@@ -93,7 +94,7 @@ RA_API int ra_sparse_mla_prefill(const RaLatent* call, void* stream);      // pl
 RA_API int ra_mla_decode_sparse_fp8(const RaLatent* call, void* stream);   // fp8_v32 cache, bfloat16 queries
 RA_API int ra_mla_decode_sparse_fp8_narrow(const RaLatent* call, void* stream);  // the same, of at most 32 heads
 RA_API int ra_mla_decode_sparse_fp8_v4(const RaLatent* call, void* stream);  // fp8_v4 cache, bfloat16 queries
-RA_API int ra_mla_decode_sparse_v41(const RaLatent* call, void* stream);  // the formats from RA_FP8_V41 on, bfloat16 queries
+RA_API int ra_mla_decode_sparse_v41(const RaLatent* call, void* stream);  // formats from RA_FP8_V41 on, bfloat16 queries
 RA_API int ra_make_decode_schedule(const RaSchedule* call, void* stream);
 
 #ifdef __cplusplus

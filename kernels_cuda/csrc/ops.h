@@ -14,7 +14,7 @@
 //   load_constant                               a number of global memory that no kernel at work writes
 //   load16, load8, load4                        so many bytes of global memory, zeros where there is nothing to load
 //   copy16, arrive_after_copies                 16 bytes asynchronously to shared memory, zeros likewise
-//   bulk_load                                   whole 16 bytes of a row asynchronously to shared memory, as a load by TMA
+//   bulk_load                                   a row's bytes, at an mbarrier as those of a load by TMA
 //   make_tma, descriptor_of, tma_load           tiles of 64 x 64 of a (rows, columns, (heads, pages)) tensor
 //   store                                       an ordinary write of what wgmma will read
 //   wgmma_ss, wgmma_rs, wgmma_wait<N>           asynchronous products; the wait names the accumulators it settles

@@ -43,7 +43,8 @@ struct Keys {
   int page_size;
   Divisor by_page_size;
   uint32_t slot, gap, head;
-  uint32_t scales, scale_slot, scale_gap;  // of formats from RA_FP8_V41 on: those of slot 0, and as `slot` and `gap` those of s
+  // Of formats from RA_FP8_V41 on: where the scales of slot 0 are, and what `slot` and `gap` are of a slot's scales.
+  uint32_t scales, scale_slot, scale_gap;
 };
 
 // A call with what is derived from it, in numbers that fit registers.

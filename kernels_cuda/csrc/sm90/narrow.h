@@ -6,21 +6,21 @@
 // Two teams of four warps. Warp w of a team has group w of columns, the 128 codes that share a scale, both as keys and
 // as values, and 16 of the 64 last columns. Its part of a logit is (codes . q) * scale + rest; the four parts meet in
 // shared memory, where each warp takes a quarter of the heads, makes weights of logits and hands those back to all. A
-// warp's weights times its group's scales are a float16 operand, held near 1 by a running `level` of its own: the output
-// of group w is relative to level[w], the sum of weights to the maximum. Queries are float16 too, each group of a row
-// divided by a power of two.
+// warp's weights times its group's scales are a float16 operand, held near 1 by a running `level` of its own: the
+// output of group w is relative to level[w], the sum of weights to the maximum. Queries are float16 too, each group of
+// a row divided by a power of two.
 //
 // Up to 16 heads the teams share a block's keys, 32 and 32, and merge what they have at the end of a segment; of up to
 // 32 heads each team has half, over all keys, and there is nothing to merge. A third warpgroup fetches, 16 threads of
-// each warp a row each: a row is one bulk copy of 656 bytes, which takes no register. A warp issues its copies one by one.
+// each warp, since a warp issues its copies one by one, a row each: a bulk copy of 656 bytes, which takes no register.
 //
 //   barrier          who arrives                              of       a phase is    protects
 //   full[S]          a producer thread a row, and its bytes   64       a use of S    rows and seen of stage S
 //   empty[S]         a thread of each warp of the teams       8        a use of S    the same
-//   kLogits + team   the team, and waits                      128      a block       part before it is read, weight while it is
-//   kWeights + team  the team, and waits                      128      a block       weight and maximum, part while it is read
-//   kMerge           all who merge, and wait: both teams or   256/128  a segment     sent, sums, maxima and levels
-//   kMerged          one (kMerge + team)                               a segment     the same, before the next are written
+//   kLogits + team   the team, and waits                      128      a block       part; weight while it is read
+//   kWeights + team  the team, and waits                      128      a block       weight, maximum; part while it is read
+//   kMerge           both teams, and wait; where teams have   256      a segment     sent, top, sum, level
+//   kMerged          heads, each by itself (+ team)           or 128   a segment     the same while they are read
 #pragma once
 #include "latent.h"
 #include "narrow_combine.h"
@@ -34,7 +34,8 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
   static constexpr int kStages = 4, kRow = 656, kScales = 512, kRest = 528;  // bytes of a row, and where these begin
   static constexpr int kTeamHeads = 8 * kTiles, kHeads = kTeamHeads * (kByHeads ? kTeams : 1);
   static constexpr int kTeamKeys = kByHeads ? kBlock : kBlock / kTeams, kSteps = kTeamKeys / 16;
-  static constexpr int kColumnTiles = 8, kKept = kByHeads ? kColumnTiles : kColumnTiles / kTeams;  // of 16 columns; written by a team
+  static constexpr int kColumnTiles = 8;                                             // of 16 columns, of a group
+  static constexpr int kKept = kByHeads ? kColumnTiles : kColumnTiles / kTeams;      // that a team writes
   static constexpr int kProducerRegisters = 40, kTeamRegisters = 232;
   // Of the warp's own heads: how many, and how many keys of each a thread has.
   static constexpr int kOwn = kTeamHeads / kWarps, kEach = kTeamKeys * kOwn / 32;
@@ -46,7 +47,7 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
     unsigned char rows[kStages][kBlock][kRow];
     float part[kTeams][kWarps][kTeamKeys * kTeamHeads];  // of logits, in the order of `part_at`
     float weight[kTeams][kTeamHeads][kTeamKeys + 8];     // 8: so that four heads lie in banks of their own
-    float4 sent[kByHeads ? 1 : kTeams][kWarps][kTiles * (kColumnTiles - kKept) + kByHeads][32];  // output that the other team finishes
+    float4 sent[kByHeads ? 1 : kTeams][kWarps][kByHeads ? 1 : kTiles * kKept][32];  // output that the other team finishes
     float maximum[kTeams][kTeamHeads];  // so far
     float top[kTeams][kTeamHeads], sum[kTeams][kTeamHeads], level[kTeams][kWarps][kTeamHeads];  // of the segment
     uint8_t seen[kStages][kBlock];
@@ -123,8 +124,8 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
     static constexpr int kFirstKey = kByHeads ? 0 : kTeam * kTeamKeys, kFirstHead = kByHeads ? kTeam * kTeamHeads : 0;
 
     uint32_t q[8][kTiles][2], q_rest[1][kTiles][2];  // of head 8 t + group, as right operands
-    float unit[kTiles][2];                           // of heads 8 t + 2 pair and the next: what q was divided by, times the scale
-    float out[kColumnTiles][kTiles][4];              // columns 16 group + 2 j and the next, of heads 8 t + 2 pair and the next
+    float unit[kTiles][2];                           // what q was divided by, times the scale, of heads 8 t + 2 pair + c
+    float out[kColumnTiles][kTiles][4];              // columns 16 group + 2 j + r of heads 8 t + 2 pair + c: element c + 2 r
     float level[kTiles];                             // of head 8 t + group
     float maximum, sum;                              // of head warp * kOwn + lane % kOwn; the sum over this thread's keys
 
