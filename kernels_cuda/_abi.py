@@ -4,11 +4,14 @@ import ctypes
 
 from ragged_attention.errors import BackendMissing
 
-VERSION = 2
+VERSION = 3
 # The codes of api.h; a positive code is CUDA's own.
 WRONG_DEVICE, NO_KERNEL, DEADLOCK, NO_TENSOR_MAP = -1, -2, -3, -4
 DTYPES = {"bfloat16": 0, "float16": 1}
-FORMATS = {"plain": 0, "fp8_v32": 1, "fp8_v4": 2}
+# Of caches; "page": with the scales of a page behind all its codes, where a format can be without.
+FORMATS = {
+    "plain": 0, "fp8_v32": 1, "fp8_v4": 2, "fp8_v41": 3, "fp8_v41_page": 4, "fp4_v41": 5, "fp4_v41_page": 6,
+}  # fmt: skip
 
 
 class Latent(ctypes.Structure):
@@ -18,7 +21,7 @@ class Latent(ctypes.Structure):
     RESULTS = ("out", "lse", "max_logits", "partial_out", "partial_lse", "partial_max")
     NUMBERS = (
         "num_seqs", "num_q_tokens", "num_q_heads", "num_kv_heads", "d_qk",
-        "dtype", "format", "sparse", "causal",
+        "dtype", "format", "extra_format", "sparse", "causal",
         "q_seq_stride", "q_token_stride", "q_head_stride",
         "num_pages", "page_size", "page_stride", "slot_stride", "head_stride",
         "list_seq_stride", "list_token_stride", "list_head_stride", "list_length",
@@ -52,7 +55,9 @@ LAUNCHERS = {
     "ra_mla_decode_dense": Latent,
     "ra_sparse_mla_prefill": Latent,
     "ra_mla_decode_sparse_fp8": Latent,
+    "ra_mla_decode_sparse_fp8_narrow": Latent,
     "ra_mla_decode_sparse_fp8_v4": Latent,
+    "ra_mla_decode_sparse_v41": Latent,
     "ra_make_decode_schedule": Schedule,
 }
 

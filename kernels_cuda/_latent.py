@@ -9,11 +9,12 @@ A thread block computes 64 rows of a job over one split of its keys, and has a m
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ragged_attention.calls import CACHE_FORMATS, Call, MlaDecode, SparseMlaPrefill, dtype_name
+from ragged_attention.calls import CACHE_FORMATS, CacheFormat, Call, MlaDecode, SparseMlaPrefill, dtype_name
 from ragged_attention.errors import InvalidInput
 from ragged_attention.kernels_cuda import _abi, _native
 from ragged_attention.kernels_cuda._native import NOT_EMULATING, Native
@@ -22,6 +23,8 @@ ROWS = 64  # of a thread block
 BLOCK = 64  # keys per step
 MAX_SPLITS = 128
 START_COST = 5  # of a thread block, in blocks of keys; what a decode schedule counts for a sequence
+# The same where the kernel for few rows runs: a start is what a block takes to come, a merge has more under way.
+NARROW_START_COST, NARROW_SPLITS_PER_BLOCK = 2, 32
 MERGE_COST = 3  # of the kernel that merges splits, in blocks
 SPLITS_PER_BLOCK = 16  # that it merges in the time of one more
 ARCH = "sm_90"
@@ -34,11 +37,16 @@ Attention = MlaDecode | SparseMlaPrefill
 
 DENSE = Native("ra_mla_decode_dense")
 LISTS = Native("ra_sparse_mla_prefill")
+V41 = Native("ra_mla_decode_sparse_v41")
 LISTS_OF = {  # the function for lists of each format
     "plain": LISTS,
     "fp8_v32": Native("ra_mla_decode_sparse_fp8"),
     "fp8_v4": Native("ra_mla_decode_sparse_fp8_v4"),
+    "fp8_v41": V41,
+    "fp4_v41": V41,
 }
+NARROW = {"fp8_v32": Native("ra_mla_decode_sparse_fp8_narrow")}  # the same, made for few rows
+NARROW_ROWS = 32
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +54,11 @@ class Tile:
     """What may be tuned."""
 
     num_splits: int = 1  # thread blocks that share one job's keys at most; 1 gives bits that depend on nothing else
+    narrow: bool = True  # whether the kernel made for few rows runs where there is one
 
     def __post_init__(self) -> None:
+        if not isinstance(self.narrow, bool):
+            raise InvalidInput(f"expected narrow to be a bool, got {self.narrow!r}")
         if not isinstance(self.num_splits, int) or not 1 <= self.num_splits <= 256:
             raise InvalidInput(f"expected num_splits from 1 to 256, got {self.num_splits!r}")
 
@@ -83,8 +94,8 @@ def _proven(operation: str) -> Mapping[str, Mapping[str, Any]]:
 def cannot_take(call: Attention, *, sparse: bool) -> str | None:
     """Why the kernels do not take a call, on whatever device, or None."""
     dtype, dense = dtype_name(call.q), "a dense call"
-    if call.format not in _abi.FORMATS:
-        return f"takes cache_format {' or '.join(map(repr, _abi.FORMATS))}, got {call.format!r}"
+    if call.format not in LISTS_OF:
+        return f"takes cache_format {' or '.join(map(repr, LISTS_OF))}, got {call.format!r}"
     if call.format != "plain" and not sparse:
         return f"takes cache_format 'plain' in {dense} (one without indices), got {call.format!r}"
     allowed = ("bfloat16",) if sparse else tuple(_abi.DTYPES)
@@ -109,8 +120,8 @@ def cache_bytes(call: Attention) -> int:
     """The size of the larger cache if its pages follow each other; one that strides make larger the library refuses."""
     row = call.d_qk * 2 if call.format == "plain" else CACHE_FORMATS[call.format].token_bytes
     extra = getattr(call, "extra_kv_cache", None)
-    slots = 0 if extra is None else extra.shape[0] * extra.shape[1]
-    return max(call.num_slots * call.num_kv_heads, slots) * row
+    extra_bytes = 0 if extra is None else math.prod(extra.shape) * (2 if call.format == "plain" else 1)
+    return max(call.num_slots * call.num_kv_heads * row, extra_bytes)
 
 
 # ---- choosing splits
@@ -125,15 +136,19 @@ def power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def splits(call: Attention, jobs: int, rows: int, keys: int) -> int:
+def is_narrow(call: Attention, tile: Tile | None = None) -> bool:
+    """Whether the kernel made for few rows runs a call over lists."""
+    return call.format in NARROW and call.num_q_heads <= NARROW_ROWS and (tile is None or tile.narrow)
+
+
+def splits(call: Attention, jobs: int, rows: int, keys: int, *, narrow: bool = False) -> int:
     """The number of splits of a job's keys: the fastest if every list is as long as it can be."""
+    start_cost, at_once = (NARROW_START_COST, NARROW_SPLITS_PER_BLOCK) if narrow else (START_COST, SPLITS_PER_BLOCK)
     work, blocks = jobs * cdiv(rows, ROWS), max(1, cdiv(keys, BLOCK))
     slots = call.device.num_multiprocessors
     return min(
         range(1, min(MAX_SPLITS, blocks) + 1),
-        key=lambda n: (
-            cdiv(work * n, slots) * (cdiv(blocks, n) + START_COST) + (n > 1) * (MERGE_COST + n / SPLITS_PER_BLOCK)
-        ),
+        key=lambda n: cdiv(work * n, slots) * (cdiv(blocks, n) + start_cost) + (n > 1) * (MERGE_COST + n / at_once),
     )
 
 
@@ -147,6 +162,7 @@ class Extra:
     cache: Any
     lists: Any  # i32 [S, Q, N']
     lens: Any  # i32 [S] or [S, Q], or None
+    format: str = "plain"  # as in Work
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -163,21 +179,30 @@ class Work:
     list_strides: tuple[int, int, int]  # of sequence, query token, KV head
     lens: Any  # i32 [S] or [S, Q], or None
     causal: bool = False
-    format: str = "plain"
+    format: str = "plain"  # as the C ABI names it
     schedule: Any = None  # (parts, ...) or None
     extra: Extra | None = None
 
 
-def function_of(call: Attention) -> Native:
+def function_of(call: Attention, tile: Tile) -> Native:
     """The function that runs a call over lists."""
-    return LISTS_OF[call.format]
+    return (NARROW if is_narrow(call, tile) else LISTS_OF)[call.format]
 
 
-def aligned(cache: Any, cache_format: str, launch: Any) -> Any:
-    """A cache, copied where its rows do not lie as they are read: aligned, and in an fp8_v4 page without gaps."""
-    if cache_format == "fp8_v4":
+def aligned(cache: Any, layout: CacheFormat | None, launch: Any) -> Any:
+    """A cache, copied where its rows do not lie as they are read: aligned, and without gaps in pages of planes."""
+    if layout is None:
+        return launch.aligned(cache)
+    if layout.planar:
         cache = launch.words(cache, packed_rows=True)
-    return launch.aligned(cache, alignment(cache_format))
+    return launch.aligned(cache, alignment(layout.name))
+
+
+def format_name(layout: CacheFormat | None) -> str:
+    """What the C ABI calls a format in a layout; None is plain."""
+    if layout is None:
+        return "plain"
+    return layout.name if layout.layout == layout.layouts[0] else f"{layout.name}_{layout.layout}"
 
 
 def strides_of(array: Any, launch: Any) -> tuple[int, ...]:
@@ -202,6 +227,7 @@ def _numbers(work: Work, scale: float, num_splits: int, launch: Any) -> dict[str
         "d_qk": d_qk,
         "dtype": _abi.DTYPES[dtype_name(work.q)],
         "format": _abi.FORMATS[work.format],
+        "extra_format": _abi.FORMATS[work.extra.format if work.extra else work.format],
         "sparse": work.function is not DENSE,
         "causal": work.causal,
         "q_seq_stride": work.q_strides[0],

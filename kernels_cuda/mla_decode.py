@@ -27,7 +27,7 @@ def tuning_key(call: MlaDecode) -> str:
 
 def why_not(call: MlaDecode) -> str | None:
     if call.format == "fp8_v32" and call.extra_kv_cache is not None:
-        return "takes extra_kv_cache with cache_format 'plain' or 'fp8_v4', got 'fp8_v32'"
+        return "takes extra_kv_cache with any other cache_format, got 'fp8_v32'"
     return _latent.cannot_take(call, sparse=call.sparse) or _latent.cannot_run(call)
 
 
@@ -38,16 +38,17 @@ def why_not_by_default(call: MlaDecode) -> str | None:
 def heuristic(call: MlaDecode) -> Tile:
     group = call.num_q_heads // call.num_kv_heads
     rows, jobs = (group, call.num_q_tokens) if call.sparse else (group * call.num_q_tokens, call.num_kv_heads)
-    return Tile(num_splits=_latent.splits(call, call.num_seqs * jobs, rows, call.capacity))
+    narrow = bool(call.sparse) and _latent.is_narrow(call)
+    return Tile(num_splits=_latent.splits(call, call.num_seqs * jobs, rows, call.capacity, narrow=narrow))
 
 
 def run(call: MlaDecode, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernels; returns out and lse."""
-    sparse, q, cache = call.sparse, launch.aligned(call.q), _latent.aligned(call.kv_cache, call.format, launch)
+    sparse, q, cache = call.sparse, launch.aligned(call.q), _latent.aligned(call.kv_cache, call.layout, launch)
     lists = launch.packed(call.indices if sparse else call.page_indices)
     steps = launch.strides(lists)
     work = _latent.Work(
-        function=_latent.function_of(call) if sparse else _latent.DENSE,
+        function=_latent.function_of(call, tile) if sparse else _latent.DENSE,
         q=q,
         q_shape=q.shape,
         q_strides=_latent.strides_of(q, launch)[:3],
@@ -57,7 +58,7 @@ def run(call: MlaDecode, tile: Tile, launch: Any) -> Any:
         list_strides=(steps[0], steps[1] if sparse else 0, 0),
         lens=call.topk_lens if sparse else call.kv_lens,
         causal=bool(call.causal),
-        format=call.format,
+        format=_latent.format_name(call.layout),
         schedule=call.schedule,
         extra=None if call.extra_kv_cache is None else _extra(call, launch),
     )
@@ -67,7 +68,8 @@ def run(call: MlaDecode, tile: Tile, launch: Any) -> Any:
 
 def _extra(call: MlaDecode, launch: Any) -> _latent.Extra:
     return _latent.Extra(
-        cache=_latent.aligned(call.extra_kv_cache, call.format, launch),
+        cache=_latent.aligned(call.extra_kv_cache, call.extra_layout, launch),
+        format=_latent.format_name(call.extra_layout),
         lists=launch.packed(call.extra_indices),
         lens=call.extra_topk_lens,
     )

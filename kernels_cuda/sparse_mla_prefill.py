@@ -27,7 +27,8 @@ def why_not_by_default(call: SparseMlaPrefill) -> str | None:
 
 def heuristic(call: SparseMlaPrefill) -> Tile:
     rows = call.num_q_heads // call.num_kv_heads
-    return Tile(num_splits=_latent.splits(call, call.num_tokens * call.num_kv_heads, rows, call.topk))
+    jobs, narrow = call.num_tokens * call.num_kv_heads, _latent.is_narrow(call)
+    return Tile(num_splits=_latent.splits(call, jobs, rows, call.topk, narrow=narrow))
 
 
 def run(call: SparseMlaPrefill, tile: Tile, launch: Any) -> Any:
@@ -37,13 +38,13 @@ def run(call: SparseMlaPrefill, tile: Tile, launch: Any) -> Any:
     token_stride, head_stride, _ = _latent.strides_of(q, launch)
     list_token_stride, list_head_stride, _ = launch.strides(lists)
     work = _latent.Work(
-        function=_latent.function_of(call),
+        function=_latent.function_of(call, tile),
         q=q,
         q_shape=(num_tokens, 1, num_q_heads, d_qk),
         q_strides=(token_stride, d_qk, head_stride),
         lse_shape=(num_tokens, num_q_heads),
-        cache=_latent.aligned(call.kv, call.format, launch),
-        format=call.format,
+        cache=_latent.aligned(call.kv, call.layout, launch),
+        format=_latent.format_name(call.layout),
         lists=lists,
         list_strides=(list_token_stride, 0, list_head_stride),
         lens=call.topk_lens,

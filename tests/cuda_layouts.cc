@@ -41,6 +41,8 @@ extern "C" CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType
 
 #include "sm90/fp8_decode.h"
 #include "sm90/launch.h"
+#include <cute/atom/mma_traits_sm80.hpp>
+
 #include "sm90/seesaw.h"
 
 namespace {
@@ -105,6 +107,43 @@ int some_keys(int keys, Fault fault) {
   return wrong<true, Fp8Decode::MmaValuesR<128>, false>(some, memory, fault);
 }
 
+// ---- fragments of mma.m16n8k16
+
+// Elements of the sums that the emulation computes from other elements of the operands than CuTe's layouts of (thread,
+// element) say.
+int wrong_fragments() {
+  using Traits = MMA_Traits<SM80_16x8x16_F32F16F16F32_TN>;
+  int bad = 0;
+  static uint32_t a[32][4], b[32][2];
+  static float acc[32][4];
+  emu::Warp warp;
+  for (int lane = 0; lane < 32; ++lane) warp.fragments[lane] = {a[lane], b[lane], acc[lane]};
+  // One element of a and one of b is 1 at a time, wherever CuTe says that it lies.
+  typename Traits::ALayout left;
+  typename Traits::BLayout right;
+  typename Traits::CLayout sums;
+  auto const put = [](uint32_t* words, int element) { words[element / 2] |= 0x3c00u << 16 * (element % 2); };
+  for (int lane = 0; lane < 32; ++lane)
+    for (int element = 0; element < 8; ++element) {
+      int const at = left(lane, element), row = at % 16, k = at / 16;
+      for (int other = 0; other < 32; ++other)
+        for (int i = 0; i < 4; ++i) {
+          int const place = right(other, i), column = place % 8;
+          memset(a, 0, sizeof a), memset(b, 0, sizeof b), memset(acc, 0, sizeof acc);
+          put(a[lane], element);
+          put(b[other], i);
+          emu::multiply_tile<f16>(warp, 0, 0, 0);
+          for (int thread = 0; thread < 32; ++thread)
+            for (int c = 0; c < 4; ++c) {
+              int const sum = sums(thread, c);
+              bool const here = sum % 16 == row && sum / 16 == column && place / 8 == k;
+              bad += acc[thread][c] != float(here);
+            }
+        }
+    }
+  return bad;
+}
+
 // ---- tensor maps
 
 RaLatent call_of(char* pages, int64_t const* numbers) {
@@ -135,6 +174,8 @@ RA_API int wrong_elements(int which, int fault_number) {
   }
   return -1;
 }
+
+RA_API int wrong_products(void) { return wrong_fragments(); }
 
 // Make the tensor map of a cache of pages: 0 if the driver takes it. `numbers`: pages, page size, KV heads, and the strides
 // of page, slot and head. Of the tile (row_tile, column_tile, head, page) it returns the first byte and the box.

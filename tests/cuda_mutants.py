@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ragged_attention.kernels_cuda import _native
+from ragged_attention.kernels_cuda import _latent, _native
 from ragged_attention.kernels_cuda._build import compile
 from ragged_attention.testing import environment, verdicts
 from ragged_attention.testing.cuda_emulator import EmulatedRunner
@@ -24,7 +24,11 @@ UNITS = {
     "lists": ("sparse_mla_prefill", "seesaw", "Seesaw<bf16, 576, true>"),
     "fp8": ("mla_decode_sparse_fp8", "fp8_decode", "Fp8Decode"),
     "v4": ("mla_decode_sparse_fp8_v4", "fp8_v4", "Fp8V4"),
+    "v41": ("mla_decode_sparse_v41", "v41", "V41"),
+    "narrow": ("mla_decode_sparse_fp8_narrow", "narrow", "Narrow<2, false>"),
 }
+# `fp8_v32` caches have two kernels: each kind of build has one, which then runs all such calls.
+FP8 = {"fp8": "ra_mla_decode_sparse_fp8", "narrow": "ra_mla_decode_sparse_fp8_narrow"}
 CHECKS = {
     "dense": (
         "corner: latent decode, dense, pages of 64",
@@ -49,6 +53,17 @@ CHECKS = {
         "corner: latent decode, extra cache fp8_v4",
         "corner: latent decode on every path, extra cache fp8_v4",
         "corner: latent decode, fp8_v4, scales far apart",
+    ),
+    "v41": (
+        "corner: latent decode, extra cache fp4_v41 beside fp8_v41",
+        "corner: latent decode, extra cache fp4_v41 beside fp8_v41, page",
+        "corner: latent decode, fp4_v41, scales any sign",
+        "corner: latent decode, fp8_v41, 12 heads, top-k 640",
+    ),
+    "narrow": (
+        "corner: latent decode, fp8_v32, 13 heads",
+        "corner: latent decode on every path, fp8_v32, many blocks of keys",
+        "corner: latent decode, fp8_v32, scales far apart",
     ),
 }
 # What is kept of the library: one kernel, the schedule and what a caller may ask, in one file, which compiles soonest.
@@ -122,9 +137,6 @@ MUTANTS = {
     "the scale of another group": Mutant(
         "sm90/fp8_decode.h", "s.ratio[stage][2 * W][column]", "s.ratio[stage][2 - 2 * W][column]", "fp8"
     ),
-    "decoded rows are not fenced": Mutant(
-        "sm90/fp8_v4.h", "    op::fence_async_shared();\n    s.full[S][H]", "    s.full[S][H]", "v4"
-    ),
     "the scales of the row before": Mutant("sm90/fp8_v4.h", "(slot - page", "(slot - 1 - page", "v4"),
     "a second list is read from the first cache": Mutant(
         "sm90/fp8_v4.h", "rows.extra ? plan.extra.cache : plan.keys.cache", "plan.keys.cache", "v4"
@@ -133,6 +145,62 @@ MUTANTS = {
         "sm90/latent.h", "? (lists.length + kBlock - 1) / kBlock * kBlock :", "? lists.length :", "v4"
     ),
     "the level is the maximum": Mutant("sm90/fp8_decode.h", "op::exp2(level[r] - maximum[r])", "1.f", "fp8"),
+    # The kernel for few heads.
+    "rows are read before they are there": Mutant(
+        "sm90/narrow.h", "          s.full[stage].wait(turn / kStages & 1);\n", "", "narrow"
+    ),
+    "a stage of rows is filled while it is read": Mutant(
+        "sm90/narrow.h", "        s.empty[turn % kStages].wait((turn / kStages & 1) ^ 1);\n", "", "narrow", mode="crossed"
+    ),
+    "a stage of rows is handed back too early": Mutant(
+        "sm90/narrow.h",
+        "          add_values(stage);\n          op::syncwarp();  // the other threads have read their rows too\n"
+        "          if (lane == 0) s.empty[stage].arrive();\n",
+        "          if (lane == 0) s.empty[stage].arrive();\n          add_values(stage);\n",
+        "narrow",
+        mode="crossed",
+    ),
+    "a row tells too few bytes": Mutant("sm90/narrow.h", "arrive_expect(kRow)", "arrive_expect(kRow - 16)", "narrow"),
+    "zeros are not fenced from copies": Mutant(
+        "sm90/narrow.h", "      op::fence_async_shared();  // a bulk copy comes to the same place later\n", "", "narrow"
+    ),
+    "rows that are not there keep what was there": Mutant("sm90/narrow.h", "      clear(row);\n", "", "narrow"),
+    "logits are not waited for": Mutant(
+        "sm90/narrow.h", "          op::named_sync(kLogits + kTeam, 128);\n", "", "narrow"
+    ),
+    "weights are not waited for": Mutant(
+        "sm90/narrow.h", "          op::named_sync(kWeights + kTeam, 128);\n", "", "narrow", mode="crossed"
+    ),
+    "the other team is not waited for": Mutant(
+        "sm90/narrow.h", "op::named_sync(kMerge + kWhich", "op::named_arrive(kMerge + kWhich", "narrow"
+    ),
+    "the other team's level is taken for this one's": Mutant(
+        "sm90/narrow.h", "theirs = op::exp2(other - both)", "theirs = factor", "narrow"
+    ),
+    "a team's keys are those of the other": Mutant(
+        "sm90/narrow.h", "kByHeads ? 0 : kTeam * kTeamKeys,", "kByHeads ? 0 : (1 - kTeam / 2) * kTeamKeys,", "narrow"
+    ),
+    "columns of values change places": Mutant("sm90/narrow.h", "j % 2 ? 0x7362 : 0x5140", "0x5140", "narrow"),
+    "the output is not brought to the new level": Mutant(
+        "sm90/narrow.h", "out[j][t][c] *= by, out[j][t][c + 2] *= by;", ";", "narrow"
+    ),
+    "a part counts as much as another": Mutant(
+        "sm90/narrow_combine.h",
+        "op::exp2(s.lse[from + i] - reference)",
+        "(s.slot[from + i] < 0 ? 0.f : 1.f)",
+        "narrow",
+    ),
+    # Caches of 2026.
+    "the format of the first cache is the second's": Mutant(
+        "sm90/v41.h", "extra ? plan.call.extra_format : plan.call.format", "plan.call.format", "v41"
+    ),
+    "odd columns before even ones": Mutant(
+        "sm90/v41.h", "codes & 0x7777", "(codes >> 4 & 0x707 | codes << 4 & 0x7070)", "v41"
+    ),
+    "the scales of a page begin where its rows do": Mutant(
+        "work.h", "planes.row ? page_size * slot :", "planes.row ? 0 :", "v41"
+    ),
+    "a scale for each 64": Mutant("sm90/v41.h", "chunk % 4 : chunk / 2)", "chunk % 4 : chunk / 4)", "v41"),
     "sinks weigh before the maximum is taken off": Mutant(
         "sm90/latent.h", " * float(kLog2e) - maximum[R])", " * float(kLog2e))"
     ),
@@ -140,6 +208,12 @@ MUTANTS = {
 # What no result tells, since here the threads of a block come by luck in a good order: ThreadSanitizer does.
 RACES = {
     "the sums are not waited for": Mutant("sm90/seesaw.h", "both_sync(kSums);", "both_arrive(kSums);"),
+    "the next segment's sums come early": Mutant(
+        "sm90/narrow.h", "      if (!first) op::named_sync(kMerged + kWhich, kMerging);\n", "", "narrow"
+    ),
+    "a stage of rows is handed back by one for all": Mutant(
+        "sm90/narrow.h", "          op::syncwarp();  // the other threads have read their rows too\n", "", "narrow"
+    ),
     "weights take the place of what others read": Mutant(
         "sm90/seesaw.h", "          op::named_sync(kRestRead, 128);", "          ;"
     ),
@@ -172,6 +246,8 @@ def judge(mutant: Mutant, folder: Path, flags: tuple[str, ...], modes: Sequence[
     built = _native.emulation(flags, folder)
     _native.emulation = lambda *_: built
     known = {str(check): check for check in checks()}
+    if mutant.kind in FP8:
+        _latent.NARROW, _latent.LISTS_OF["fp8_v32"] = {}, _native.Native(FP8[mutant.kind])
     for mode in modes:
         for name in CHECKS[mutant.kind][:most]:
             verdict = verdicts.verdict_of(EmulatedRunner(framework="torch", mode=mode), known[name], 10)

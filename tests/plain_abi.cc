@@ -146,7 +146,11 @@ RA_API void ra_emulate(int, uint64_t) {}
 RA_API int ra_mla_decode_dense(const RaLatent* call, void*) { return run(*call, false, RA_PLAIN); }
 RA_API int ra_sparse_mla_prefill(const RaLatent* call, void*) { return run(*call, true, RA_PLAIN); }
 RA_API int ra_mla_decode_sparse_fp8(const RaLatent* call, void*) { return run(*call, true, RA_FP8_V32); }
+RA_API int ra_mla_decode_sparse_fp8_narrow(const RaLatent* call, void*) {
+  return call->num_q_heads <= 32 ? run(*call, true, RA_FP8_V32) : RA_NO_KERNEL;
+}
 RA_API int ra_mla_decode_sparse_fp8_v4(const RaLatent*, void*) { return RA_NO_KERNEL; }
+RA_API int ra_mla_decode_sparse_v41(const RaLatent*, void*) { return RA_NO_KERNEL; }
 
 RA_API int ra_make_decode_schedule(const RaSchedule* call, void*) {
   int64_t total = 0, seq = 0, block = 0, split = 0;

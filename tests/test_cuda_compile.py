@@ -62,7 +62,9 @@ const char* ra_error_string(int) { return "all is well"; }
 int ra_mla_decode_dense(const RaLatent*, void*) { return 1; }
 int ra_sparse_mla_prefill(const RaLatent*, void*) { return 2; }
 int ra_mla_decode_sparse_fp8(const RaLatent*, void*) { return 3; }
+int ra_mla_decode_sparse_fp8_narrow(const RaLatent*, void*) { return 6; }
 int ra_mla_decode_sparse_fp8_v4(const RaLatent*, void*) { return 5; }
+int ra_mla_decode_sparse_v41(const RaLatent*, void*) { return 7; }
 int ra_make_decode_schedule(const RaSchedule*, void*) { return 4; }
 """
 
@@ -694,7 +696,7 @@ def test_codes_mirror_the_header():
 @pytest.mark.parametrize(
     ("was", "now", "error_message"),
     [
-        ("return RA_ABI_VERSION", "return 7", "expected CUDA kernels of ABI version 2, got 7"),
+        ("return RA_ABI_VERSION", "return 7", "expected CUDA kernels of ABI version 3, got 7"),
         ("sizeof(RaLatent)", "8", r"expected ra_size_of_latent\(\) == \d+ of the CUDA kernels, got 8"),
         ("sizeof(RaSchedule)", "9", r"expected ra_size_of_schedule\(\) == \d+ of the CUDA kernels, got 9"),
     ],

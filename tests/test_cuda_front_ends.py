@@ -123,6 +123,10 @@ def nothing_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         ("sparse_mla_prefill", {"cache_format": "plain"}),
         ("sparse_mla_prefill", {"cache_format": "fp8_v32"}),
         ("sparse_mla_prefill", {"cache_format": "fp8_v4"}),
+        ("sparse_mla_prefill", {"cache_format": "fp8_v41"}),
+        ("sparse_mla_prefill", {"cache_format": "fp4_v41"}),
+        ("mla_decode", {"cache_format": "fp8_v41"}),
+        ("mla_decode", {"cache_format": "fp4_v41", "extra_topk": 20}),
         ("mla_decode", {"cache_format": "fp8_v4", "extra_topk": 20}),
         ("mla_decode", {"cache_format": "plain", "extra_topk": 20}),
         ("make_decode_schedule", {}),
@@ -148,17 +152,12 @@ def test_what_is_taken(operation: str, sample: dict[str, Any]) -> None:
         (
             "mla_decode",
             {"cache_format": "fp8_v32", "extra_topk": 20},
-            "takes extra_kv_cache with cache_format 'plain' or 'fp8_v4', got 'fp8_v32'",
+            "takes extra_kv_cache with any other cache_format, got 'fp8_v32'",
         ),
         (
             "mla_decode",
-            {"cache_format": "fp8_v41"},
-            "takes cache_format 'plain' or 'fp8_v32' or 'fp8_v4', got 'fp8_v41'",
-        ),
-        (
-            "sparse_mla_prefill",
-            {"cache_format": "fp4_v41"},
-            "takes cache_format 'plain' or 'fp8_v32' or 'fp8_v4', got 'fp4_v41'",
+            {"topk": 0, "cache_format": "fp4_v41"},
+            "takes cache_format 'plain' in a dense call (one without indices), got 'fp4_v41'",
         ),
         (
             "mla_decode",
@@ -172,7 +171,7 @@ def test_what_is_taken(operation: str, sample: dict[str, Any]) -> None:
                 "takes q.dtype bfloat16 in a sparse call, got float16",
             )
             for operation in ("mla_decode", "sparse_mla_prefill")
-            for form in ("plain", "fp8_v32")
+            for form in ("plain", "fp8_v32", "fp8_v41")
         ),
     ],
 )
@@ -253,6 +252,26 @@ def test_only_by_name_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---- how work is split
+
+
+def test_few_heads_have_a_kernel_of_their_own() -> None:
+    def function(heads: int, narrow: bool = True, **sample: Any) -> str:
+        call = LatentSample(num_q_heads=heads, **({"cache_format": "fp8_v32"} | sample)).call("mla_decode", HOPPER)
+        return _latent.function_of(call, _latent.Tile(narrow=narrow)).name
+
+    assert [function(heads) for heads in (1, 8, 32)] == ["ra_mla_decode_sparse_fp8_narrow"] * 3
+    assert function(33) == function(16, narrow=False) == "ra_mla_decode_sparse_fp8"
+    assert function(16, cache_format="fp8_v4") == "ra_mla_decode_sparse_fp8_v4"
+    with pytest.raises(InvalidInput, match=r"^expected narrow to be a bool, got 1$"):
+        _latent.Tile(narrow=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_seqs", [1, 4, 8, 16, 64])
+def test_with_few_heads_all_multiprocessors_have_work(num_seqs: int) -> None:
+    """Lists of 2048 keys, so 32 blocks each."""
+    sample = {"cache_format": "fp8_v32", "num_q_heads": 16, "num_tokens": num_seqs, "topk": 2048}
+    num_splits = splits_of("mla_decode", max_num_seqs=num_seqs, **sample)
+    assert min(32 * num_seqs, 120) <= num_splits * num_seqs <= 132
 
 
 @pytest.mark.parametrize("value", [0, 257, 2.0])
@@ -543,8 +562,10 @@ def test_lowering_for_a_gpu_needs_none() -> None:
     assert counts == {
         "ra_mla_decode_dense": [9],
         "ra_sparse_mla_prefill": [9, 9],
-        "ra_mla_decode_sparse_fp8": [9],
+        "ra_mla_decode_sparse_fp8": [],
+        "ra_mla_decode_sparse_fp8_narrow": [9],
         "ra_mla_decode_sparse_fp8_v4": [],
+        "ra_mla_decode_sparse_v41": [],
         "ra_make_decode_schedule": [2],
     }
     checks = [export.DisabledSafetyCheck.custom_call(name) for name in _abi.LAUNCHERS]
@@ -622,12 +643,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"extra_num_pages": 3, "extra_page_size": 2}, "expected extra_kv of 3456 entries, got [0]"),
     ({"extra_list_length": 5}, "expected extra_lists of 30 entries, got [0]"),
     ({"extra_page_size": 0}, "expected sizes from 1 to 2^31, got 0"),
-    ({"numbers": [1, 2, 3]}, "expected 35 numbers, got 3"),
+    ({"numbers": [1, 2, 3]}, "expected 36 numbers, got 3"),
     ({"num_seqs": -1}, "expected sizes below 2^31, got -1"),
     ({"num_q_heads": 0}, "expected sizes from 1 to 2^31, got 0"),
     ({"page_size": 2**31}, "expected sizes from 1 to 2^31, got 2147483648"),
     ({"dtype": 2}, "expected dtype 0 or 1, got 2"),
-    ({"format": -1}, "expected format 0, 1 or 2, got -1"),
+    ({"format": -1}, "expected a format from 0 to 6, got -1"),
     ({"dtype": 1}, "expected q of float16, got bfloat16"),
     ({"q": ((2, 3, 4, 576), "float32")}, "expected q of bfloat16, got float32"),
     ({"kv": ((5, 16, 1, 576), "float16")}, "expected kv of bfloat16, got float16"),

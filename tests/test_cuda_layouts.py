@@ -43,6 +43,10 @@ def test_a_wrong_descriptor_is_noticed(layouts: ctypes.CDLL, operand: int, fault
     assert layouts.wrong_elements(operand, fault) > 0
 
 
+def test_products_of_a_warp_are_of_the_elements_that_cute_says(layouts: ctypes.CDLL) -> None:
+    assert layouts.wrong_products() == 0
+
+
 def tensor_map(layouts: ctypes.CDLL, *numbers: int, tile: tuple[int, ...] = (0, 0, 0, 0), shift: int = 0):
     """The code, the byte of a tile and its box, of a cache whose strides are counted in elements."""
     memory = np.zeros(4096, np.uint8)

@@ -33,31 +33,34 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "cuda_compile.md"
 # then two warpgroups take what the third, which only copies, gives back.
 REGISTERS = 168
 CONSUMERS, REGISTER_FILE = 2, 65536 // 128
-AROUND = ("Combine<", "Deal")  # the other kernels: merging of splits, the schedule
+AROUND = ("Combine<", "NarrowCombine<", "Deal")  # the other kernels: merging of splits, the schedule
+NARROW = "Narrow<"  # how the body begins whose warps multiply by themselves, of rows that bulk copies fetch
 DENSE = ", false>"  # how the bodies end that find keys by pages and so fetch them by TMA
 # Loads of a turn that wait for an earlier one, where a producer has no registers for all of them at once.
-SERIAL = {"Fp8V4": 3}
+SERIAL = {"Fp8V4": 3, "V41": 7}
 RESERVED = 1024  # bytes of a block's shared memory that are the system's
 
 HEADER = """\
 # What the CUDA kernels compile to
 
 Read from the machine code of the library for sm_90a, which takes no GPU. Written by `make cuda-compile`, which fails on
-a kernel that uses local memory, lacks the matrix (HGMMA) or copy (UTMALDG, LDGSTS) instructions that it rests on, waits
-for its products one by one, has other registers than planned, or needs more shared memory than a thread block's
-{limit} KiB. Nor may an instruction touch the registers of a product under way, a product be issued that no
+a kernel that uses local memory, lacks the matrix (HGMMA, HMMA) or copy (UTMALDG, LDGSTS, UBLKCP) instructions that it
+rests on, waits for its products one by one, has other registers than planned, or needs more shared memory than a thread
+block's {limit} KiB. Nor may an instruction touch the registers of a product under way, a product be issued that no
 WARPGROUP.ARRIVE orders behind writes to its operands, or a load wait for another load of the same turn. CI compares.
 
-A kernel's name is that of its body: `Seesaw<operands, width of a row, lists>` of plain caches, `Fp8Decode` of `fp8_v32`
-and `Fp8V4` of `fp8_v4` ones, `Combine<results>` which merges splits, `Deal` which makes a schedule. For the loads of
-`Fp8V4` there are not registers enough to have all under way at once: {serial} of a turn wait for the one before.
+A kernel's name is that of its body: `Seesaw<operands, width of a row, lists>` of plain caches, `Fp8Decode` of
+`fp8_v32`, `Narrow<8 heads so many times, teams by heads>` of those with few heads, `Fp8V4` of `fp8_v4`, `V41` of
+`fp8_v41` and `fp4_v41` ones, `Combine<results>` and `NarrowCombine<results>` which merge splits, `Deal` which makes a
+schedule. For the loads of the decoding producers there are not registers enough to have all under way at once: {serial}
+of a turn of `Fp8V4` wait for the one before, and of `V41` {serial_41} of those of both formats, of which a block has one.
 """
 KERNELS = """\
 ## Kernels
 
 Registers a thread at launch, and what warpgroups change them to; bytes of stack that are set aside, and loads and
-stores of local memory; shared memory in bytes, asked for at launch; products by shape; TMA loads, asynchronous copies
-of 16 bytes; instructions in all.
+stores of local memory; shared memory in bytes, asked for at launch; products by shape; loads by TMA, of tiles or whole
+rows; asynchronous copies of 16 bytes; instructions in all.
 
 | kernel | registers | changed to | stack | local | shared | products | TMA | copies | instructions |
 |---|---|---|---|---|---|---|---|---|---|
@@ -65,9 +68,10 @@ of 16 bytes; instructions in all.
 LOOPS = """\
 ## Inner loops
 
-The loops in which products are computed or keys are fetched, one turn of each: two blocks of 64 keys in `Seesaw` and
-`Fp8V4`, one in `Fp8Decode`. Products by shape, and how often their end is waited for; TMA loads and asynchronous
-copies; exponentials; other arithmetic in float; loads and stores of shared memory; those of local memory; waits for
+The loops in which products are computed or keys are fetched, one turn of each: two blocks of 64 keys in `Seesaw`,
+`Fp8V4` and `V41`, one in `Fp8Decode` and `Narrow`, of which a team of the latter has half, by keys or by heads. The
+loop of `V41`'s producer has the code for both formats. Products by shape, and how often their end is waited for; loads
+by TMA and asynchronous copies; exponentials; other arithmetic in float; loads and stores of shared memory; those of local memory; waits for
 memory barriers; words between warpgroups.
 
 | kernel | loop | instructions | products | settled | copies | ex2 | float | LDS | STS | local | waits | barriers |
@@ -91,7 +95,7 @@ say FlashMLA's. Where a loop of its prefill has twice the products of QK, the fi
 NOT_READ = "| - | FlashMLA: not read yet | | | | | | | | | |\n"
 OURS = {  # the kernels that compute what FlashMLA's do, and what that is called
     "Seesaw<bf16, 576, false>": "dense decode", "Seesaw<bf16, 576, true>": "sparse prefill",
-    "Fp8Decode": "sparse decode, fp8", "Fp8V4": "sparse decode, fp8",
+    "Fp8Decode": "sparse decode, fp8", "Fp8V4": "sparse decode, fp8", "Narrow<2, false>": "sparse decode, fp8",
 }  # fmt: skip
 
 SIZES = """\
@@ -99,7 +103,9 @@ SIZES = """\
 #include "sm90/combine.h"
 #include "sm90/fp8_decode.h"
 #include "sm90/fp8_v4.h"
+#include "sm90/narrow.h"
 #include "sm90/seesaw.h"
+#include "sm90/v41.h"
 template <class T, class Smem = typename T::Smem> constexpr size_t size_of(int) {{ return sizeof(Smem); }}
 template <class T> constexpr size_t size_of(long) {{ return 0; }}
 {lines}
@@ -138,7 +144,7 @@ def failures(found: Sequence[sass.Kernel], shared: Mapping[str, int]) -> list[st
             complain(f"needs {needed} bytes of shared memory, a thread block has {limit}")
         if kernel.type.startswith(AROUND):
             continue
-        for kind in ("HGMMA", "LDGSTS"):
+        for kind in ("HMMA", "UBLKCP") if kernel.type.startswith(NARROW) else ("HGMMA", "LDGSTS"):
             if not counts[kind]:
                 complain(f"no {kind}")
         if bool(counts["UTMALDG"]) != kernel.type.endswith(DENSE):
@@ -148,7 +154,7 @@ def failures(found: Sequence[sass.Kernel], shared: Mapping[str, int]) -> list[st
         if (held := held_registers(kernel)) is None or held > REGISTER_FILE:
             asked = ", ".join(map(str, kernel.set_registers)) or "nothing"
             complain(f"registers are changed to {asked}, {REGISTER_FILE} are to be had")
-        if sum(bool(loop["HGMMA"]) for loop in kernel.loops) != CONSUMERS:
+        if sum(map(_multiplies, kernel.loops)) != CONSUMERS:
             complain(f"{len(kernel.loops)} inner loops, one a consumer is planned, and the producer's")
         for hazard in hazards.found(kernel.code, SERIAL.get(kernel.type, 0)):
             complain(hazard)
@@ -158,6 +164,11 @@ def failures(found: Sequence[sass.Kernel], shared: Mapping[str, int]) -> list[st
     if all(kernel.type.startswith(AROUND) for kernel in found):
         wrong.append("no attention kernel is in the library")
     return wrong
+
+
+def _multiplies(counts: sass.Counts) -> bool:
+    """Whether a loop is a consumer's."""
+    return bool(counts["HGMMA"] or counts["HMMA"])
 
 
 def held_registers(kernel: sass.Kernel) -> int | None:
@@ -173,12 +184,16 @@ def document(
 ) -> str:
     """The page; `theirs` are the lines of the table that have FlashMLA's loops."""
     wrong = failures(found, shared)
-    lines = [HEADER.format(limit=shared_memory_of("sm_90") // 1024, serial=SERIAL["Fp8V4"]), compiler, ""]
+    lines = [
+        HEADER.format(limit=shared_memory_of("sm_90") // 1024, serial=SERIAL["Fp8V4"], serial_41=SERIAL["V41"]),
+        compiler,
+        "",
+    ]
     lines += [f"{len(found)} kernels, {len(wrong) or 'no'} failure{'s' if len(wrong) != 1 else ''}.", ""]
     lines += [f"- {text}" for text in wrong] + ([""] if wrong else [])
     # What two units have both, the merging of splits, is one line.
     table = KERNELS + "".join(dict.fromkeys(_kernel_line(kernel, shared) for kernel in found))
-    attention = [kernel for kernel in found if kernel.counts["HGMMA"]]
+    attention = [kernel for kernel in found if _multiplies(kernel.counts)]
     loops = LOOPS + "".join(_loop_line(kernel, loop) for kernel in attention for loop in kernel.loops)
     ours = [
         line
@@ -194,7 +209,7 @@ def peer_lines(what: str, name: str, kernel: sass.Kernel, shared: object) -> lis
     lines = []
     for loop in {(loop[0].address, loop[-1].address): loop for loop in sass.working_loops(kernel.code)}.values():
         counts, chain = sass.count(loop), chains.chain_of(loop)
-        kind = "consumer" if counts["HGMMA"] else "producer"
+        kind = "consumer" if _multiplies(counts) else "producer"
         cells = (
             what, name, kind, counts.instructions, _products(counts), chain.cycles if chain else "-",
             chain.waits if chain else "-", hazards.serial_loads(loop), kernel.registers,
@@ -227,18 +242,18 @@ def _kernel_line(kernel: sass.Kernel, shared: Mapping[str, int]) -> str:
     local = counts["LDL"] + counts["STL"]
     cells = (
         f"`{kernel.name}`", kernel.registers, ", ".join(map(str, kernel.set_registers)) or "-", kernel.stack,
-        f"**{local}**" if local else 0, shared.get(kernel.type, 0), _products(counts), counts["UTMALDG"],
-        counts["LDGSTS"], counts.instructions,
+        f"**{local}**" if local else 0, shared.get(kernel.type, 0), _products(counts),
+        counts["UTMALDG"] + counts["UBLKCP"], counts["LDGSTS"], counts.instructions,
     )  # fmt: skip
     return _line(cells)
 
 
 def _loop_line(kernel: sass.Kernel, loop: sass.Counts) -> str:
-    kind = "consumer" if loop["HGMMA"] else "producer"
-    kind += " by TMA" if loop["UTMALDG"] else " by copies" if loop["LDGSTS"] else " by loads" if loop["LDG"] else ""
+    by = "TMA" if loop["UTMALDG"] else "copies" if loop["LDGSTS"] else "rows" if loop["UBLKCP"] else "loads"
+    kind = "consumer" if _multiplies(loop) else f"producer by {by}"
     cells = (
         f"`{kernel.name}`", kind, loop.instructions, _products(loop), loop["settled"],
-        loop["UTMALDG"] + loop["LDGSTS"], loop["EX2"],
+        loop["UTMALDG"] + loop["LDGSTS"] + loop["UBLKCP"], loop["EX2"],
         loop["float"], loop["LDS"], loop["STS"], loop["LDL"] + loop["STL"], loop["mbarrier"], loop["barrier"],
     )  # fmt: skip
     return _line(cells)

@@ -21,6 +21,7 @@ KINDS = {
     "UTCMMA": r"UTC\w*MMA",
     "UTMALDG": r"UTMALDG",
     "LDGSTS": r"LDGSTS",
+    "UBLKCP": r"UBLKCP",
     "LDG": r"LDG\.",
     "USETMAXREG": r"USETMAXREG",
     "LDL": r"LDL",
@@ -278,8 +279,8 @@ def _innermost(code: Sequence[Instruction], works: Callable[[Counts], object]) -
 
 def _works(counts: Counts) -> bool:
     """Whether this does the kernel's main work; what nobody waits for happens once, before or after it."""
-    copies = counts["UTMALDG"] or counts["LDGSTS"] or (counts["LDG"] and counts["STS"])
-    return bool(counts["mbarrier"] and (counts["HGMMA"] or copies))
+    copies = counts["UTMALDG"] or counts["LDGSTS"] or counts["UBLKCP"] or (counts["LDG"] and counts["STS"])
+    return bool(counts["mbarrier"] and (counts["HGMMA"] or counts["HMMA"] or copies))
 
 
 def _multiplies_matrices(counts: Counts) -> bool:

@@ -41,6 +41,10 @@ SMALL = (
     _small("lists", 64, topk=130),
     _small("lists_512", 128, topk=70, d_qk=512, page_size=1),
     _small("lists_fp8", 128, topk=130, num_q_tokens=2, cache_format="fp8_v32"),
+    _small("lists_fp8_h16", 16, topk=130, cache_format="fp8_v32", sinks=True),
+    _small("lists_fp8_h32", 32, topk=130, cache_format="fp8_v32"),
+    _small("lists_v4", 64, topk=130, d_qk=512, cache_format="fp8_v4"),
+    _small("lists_v41_fp4", 64, topk=130, d_qk=512, cache_format="fp8_v41", extra_topk=70, extra_format="fp4_v41"),
     _small("prefill", 128, num_seqs=1, num_q_tokens=3, topk=130, prefill=True, sinks=True),
     _small("prefill_fp8", 16, num_seqs=1, num_q_tokens=3, topk=90, prefill=True, cache_format="fp8_v32"),
 )

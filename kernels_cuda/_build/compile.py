@@ -32,8 +32,8 @@ PACKAGE = Path(__file__).parent.parent
 SOURCES = PACKAGE / "csrc"
 PREBUILT = PACKAGE / "prebuilt"
 UNITS = (
-    "sm90/mla_decode_dense", "sm90/sparse_mla_prefill", "sm90/mla_decode_sparse_fp8", "sm90/mla_decode_sparse_fp8_v4",
-    "common",
+    "sm90/mla_decode_dense", "sm90/sparse_mla_prefill", "sm90/mla_decode_sparse_fp8",
+    "sm90/mla_decode_sparse_fp8_narrow", "sm90/mla_decode_sparse_fp8_v4", "sm90/mla_decode_sparse_v41", "common",
 )  # fmt: skip
 EMULATOR = "emulator"  # the folder that is for g++ alone
 NVCC_FLAGS = (

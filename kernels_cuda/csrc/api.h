@@ -6,7 +6,7 @@
 #include <stdint.h>
 
 #define RA_API __attribute__((visibility("default")))
-#define RA_ABI_VERSION 2
+#define RA_ABI_VERSION 3
 
 #ifdef __cplusplus
 extern "C" {
@@ -20,14 +20,24 @@ enum {
 };
 
 enum { RA_BFLOAT16 = 0, RA_FLOAT16 = 1 };              // RaLatent::dtype, of q, out and a plain cache
-enum { RA_PLAIN = 0, RA_FP8_V32 = 1, RA_FP8_V4 = 2 };  // RaLatent::format of the cache
+enum {  // RaLatent::format of the cache, and extra_format of the second
+  RA_PLAIN = 0,
+  RA_FP8_V32 = 1,
+  RA_FP8_V4 = 2,
+  RA_FP8_V41 = 3,
+  RA_FP8_V41_PAGE = 4,  // with the scales of a page behind all its codes
+  RA_FP4_V41 = 5,
+  RA_FP4_V41_PAGE = 6,
+};
 
 // Attention over latent rows. Dense: `lists` is the page table [S, M] and `lens` the sequences' lengths [S]. Sparse:
 // `lists` has slots (page * page_size + offset) [S, Q, K, N], `lens` their lengths [S, Q] or null. Any value in either
-// is safe. A sparse call may have a second cache of the same format with lists of its own, whose keys count like those
-// of the first. Arrays first, in the order in which the FFI library takes its operands and results, then numbers.
+// is safe. A sparse call may have a second cache with lists of its own, whose keys count like those of the first; it is
+// of the same format, or both are of the formats from RA_FP8_V41 on. Arrays first, in the order in which the FFI library
+// takes its operands and results, then numbers.
 // Strides count elements of the array's dtype (bytes of a quantised cache); a row's elements are adjacent. A page of an
-// fp8_v4 cache has rows of 576 bytes, then rows of 8 with their scales; it needs no slot stride.
+// fp8_v4 cache has rows of 576 bytes, then rows of 8 with their scales; one of RA_FP8_V41_PAGE of 512 and 16, of
+// RA_FP4_V41_PAGE of 256 and 32. These need no slot stride.
 typedef struct RaLatent {
   // operands; null where the call has none
   const void* q;              // [S, Q, H, d_qk]
@@ -48,7 +58,7 @@ typedef struct RaLatent {
   float* partial_max;         // scratch [num_partials, Q, H]; null with max_logits
   // numbers
   int64_t num_seqs, num_q_tokens, num_q_heads, num_kv_heads, d_qk;
-  int64_t dtype, format, sparse, causal;
+  int64_t dtype, format, extra_format, sparse, causal;
   int64_t q_seq_stride, q_token_stride, q_head_stride;
   int64_t num_pages, page_size, page_stride, slot_stride, head_stride;
   int64_t list_seq_stride, list_token_stride, list_head_stride, list_length;  // length: M of a table, N of lists
@@ -82,7 +92,9 @@ RA_API const char* ra_error_string(int code);
 RA_API int ra_mla_decode_dense(const RaLatent* call, void* stream);        // plain cache
 RA_API int ra_sparse_mla_prefill(const RaLatent* call, void* stream);      // plain cache, bfloat16; decode of lists too
 RA_API int ra_mla_decode_sparse_fp8(const RaLatent* call, void* stream);   // fp8_v32 cache, bfloat16 queries
+RA_API int ra_mla_decode_sparse_fp8_narrow(const RaLatent* call, void* stream);  // the same, of at most 32 heads
 RA_API int ra_mla_decode_sparse_fp8_v4(const RaLatent* call, void* stream);  // fp8_v4 cache, bfloat16 queries
+RA_API int ra_mla_decode_sparse_v41(const RaLatent* call, void* stream);  // formats from RA_FP8_V41 on, bfloat16 queries
 RA_API int ra_make_decode_schedule(const RaSchedule* call, void* stream);
 
 #ifdef __cplusplus

@@ -43,6 +43,8 @@ struct Keys {
   int page_size;
   Divisor by_page_size;
   uint32_t slot, gap, head;
+  // Of formats from RA_FP8_V41 on: where the scales of slot 0 are, and what `slot` and `gap` are of a slot's scales.
+  uint32_t scales, scale_slot, scale_gap;
 };
 
 // A call with what is derived from it, in numbers that fit registers.
@@ -57,21 +59,37 @@ struct Plan {
 };
 constexpr int kV4Row = 576, kV4Scales = 8;  // bytes of an fp8_v4 page for each of its tokens
 
+// Of a format with the scales of a page behind all its rows: bytes of a row, and of its scales.
+struct Planes {
+  int row, scales;
+};
+RA_HD Planes planes_of(int64_t format) {
+  if (format == RA_FP8_V4) return {kV4Row, kV4Scales};
+  if (format == RA_FP8_V41_PAGE) return {512, 16};
+  if (format == RA_FP4_V41_PAGE) return {256, 32};
+  return {0, 0};
+}
+
 inline Keys keys_of(RaLatent const& call, int unit) {
   int const size = call.format == RA_PLAIN ? 2 : 1;
   auto const units = [=](int64_t elements) { return uint32_t(elements * size / unit); };
   int64_t const keys = call.sparse ? call.list_length : call.list_length * call.page_size;
   int64_t const entries = call.sparse ? call.num_pages * call.page_size : call.num_pages;
-  uint32_t const slot = units(call.format == RA_FP8_V4 ? kV4Row : call.slot_stride);
+  Planes const planes = planes_of(call.format);
+  int64_t const row = planes.row ? planes.row : call.slot_stride;
+  uint32_t const slot = units(row), page = units(call.page_stride), page_size = uint32_t(call.page_size);
+  uint32_t const scale_slot = planes.row ? units(planes.scales) : slot;
+  uint32_t const scales = planes.row ? page_size * slot : units(call.format >= RA_FP4_V41 ? 256 : 512);
   return {
       static_cast<char const*>(call.kv), call.lists, call.lens, call.list_seq_stride, call.list_token_stride,
       call.list_head_stride, call.lens_seq_stride, call.lens_token_stride, clamped(keys, 0, kMostKeys),
       uint32_t(clamped(entries, 0, INT32_MAX)), int(call.page_size), divisor_of(uint32_t(call.page_size)), slot,
-      units(call.page_stride) - uint32_t(call.page_size) * slot, units(call.head_stride),
+      page - page_size * slot, units(call.head_stride), scales, scale_slot, page - page_size * scale_slot,
   };
 }
 // The call as if its second cache were the first.
 inline RaLatent extra_call_of(RaLatent call) {
+  call.format = call.extra_format;
   call.kv = call.extra_kv, call.lists = call.extra_lists, call.lens = call.extra_lens;
   call.num_pages = call.extra_num_pages, call.page_size = call.extra_page_size;
   call.page_stride = call.extra_page_stride, call.slot_stride = call.extra_slot_stride, call.head_stride = 0;

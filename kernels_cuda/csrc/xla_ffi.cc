@@ -19,7 +19,7 @@ namespace ffi = xla::ffi;
 
 namespace {
 
-constexpr int64_t kDv = 512, kRows[] = {0, 656, 584};  // bytes of a token, by format
+constexpr int64_t kDv = 512, kRows[] = {0, 656, 584, 528, 528, 288, 288};  // bytes of a token, by format
 
 // An array as XLA hands it over.
 struct Array {
@@ -150,22 +150,24 @@ constexpr size_t kLatentNumbers = (offsetof(RaLatent, sm_scale) - offsetof(RaLat
 
 void check_types(Check& check, LatentArrays const& arrays, RaLatent const& call) {
   check.that(call.dtype == RA_BFLOAT16 || call.dtype == RA_FLOAT16, "dtype 0 or 1", std::to_string(call.dtype));
-  check.that(call.format >= RA_PLAIN && call.format <= RA_FP8_V4, "format 0, 1 or 2", std::to_string(call.format));
+  for (int64_t format : {call.format, call.extra_format})
+    check.that(format >= RA_PLAIN && format <= RA_FP4_V41_PAGE, "a format from 0 to 6", std::to_string(format));
   ffi::DataType const type = call.dtype == RA_BFLOAT16 ? ffi::BF16 : ffi::F16;
   check.type(arrays[kQ], type);
-  for (size_t index : {kKv, kMoreKv}) check.type(arrays[index], call.format == RA_PLAIN ? type : ffi::U8);
+  check.type(arrays[kKv], call.format == RA_PLAIN ? type : ffi::U8);
+  check.type(arrays[kMoreKv], call.extra_format == RA_PLAIN ? type : ffi::U8);
   for (size_t index : {kLists, kLens, kParts, kMoreLists, kMoreLens}) check.type(arrays[index], ffi::S32);
   check.type(arrays[kSinks], ffi::F32);
   check.type(arrays[kOut], type);
   for (size_t index : {kLse, kMaxLogits, kPartialOut, kPartialLse, kPartialMax}) check.type(arrays[index], ffi::F32);
 }
 
-int64_t width_of(RaLatent const& call) {
-  bool const known = call.format > RA_PLAIN && call.format <= RA_FP8_V4;
-  return known ? kRows[call.format] : call.d_qk;
+int64_t width_of(RaLatent const& call, int64_t format) {
+  bool const known = format > RA_PLAIN && format <= RA_FP4_V41_PAGE;
+  return known ? kRows[format] : call.d_qk;
 }
 void check_sizes(Check& check, LatentArrays const& arrays, RaLatent const& call) {
-  int64_t const width = width_of(call);
+  int64_t const width = width_of(call, call.format);
   int64_t const rows = product({call.num_seqs, call.num_q_tokens, call.num_q_heads});
   int64_t const lists = call.sparse ? call.num_q_tokens * call.num_kv_heads : 1;
   int64_t const partial_rows = product({call.num_partials, call.num_q_tokens, call.num_q_heads});
@@ -175,7 +177,7 @@ void check_sizes(Check& check, LatentArrays const& arrays, RaLatent const& call)
   check.entries(arrays[kLens], product({call.num_seqs, call.lens_token_stride ? call.num_q_tokens : 1}), true);
   check.entries(arrays[kSinks], call.num_q_heads, true);
   check.entries(arrays[kParts], product({call.num_parts, 8}), true);
-  check.entries(arrays[kMoreKv], product({call.extra_num_pages, call.extra_page_size, width}));
+  check.entries(arrays[kMoreKv], product({call.extra_num_pages, call.extra_page_size, width_of(call, call.extra_format)}));
   check.entries(arrays[kMoreLists], product({call.num_seqs, call.num_q_tokens, call.extra_list_length}));
   check.entries(arrays[kMoreLens], product({call.num_seqs, call.extra_lens_token_stride ? call.num_q_tokens : 1}), true);
   check.entries(arrays[kOut], product({rows, kDv}));
@@ -193,7 +195,7 @@ void check_sizes(Check& check, LatentArrays const& arrays, RaLatent const& call)
 }
 
 void check_strides(Check& check, LatentArrays const& arrays, RaLatent const& call) {
-  int64_t const width = width_of(call);
+  int64_t const width = width_of(call, call.format);
   check.within(arrays[kQ], {call.num_seqs, call.num_q_tokens, call.num_q_heads},
                {call.q_seq_stride, call.q_token_stride, call.q_head_stride}, call.d_qk);
   check.within(arrays[kKv], {call.num_pages, call.page_size, call.num_kv_heads},
@@ -203,7 +205,7 @@ void check_strides(Check& check, LatentArrays const& arrays, RaLatent const& cal
   if (arrays[kLens].count())
     check.within(arrays[kLens], {call.num_seqs, call.num_q_tokens}, {call.lens_seq_stride, call.lens_token_stride}, 1);
   check.within(arrays[kMoreKv], {call.extra_num_pages, call.extra_page_size},
-               {call.extra_page_stride, call.extra_slot_stride}, width);
+               {call.extra_page_stride, call.extra_slot_stride}, width_of(call, call.extra_format));
   check.within(arrays[kMoreLists], {call.num_seqs, call.num_q_tokens},
                {call.extra_list_seq_stride, call.extra_list_token_stride}, call.extra_list_length);
   if (arrays[kMoreLens].count())
@@ -315,7 +317,9 @@ auto bind() {
 RA_LATENT_HANDLER(ra_mla_decode_dense)
 RA_LATENT_HANDLER(ra_sparse_mla_prefill)
 RA_LATENT_HANDLER(ra_mla_decode_sparse_fp8)
+RA_LATENT_HANDLER(ra_mla_decode_sparse_fp8_narrow)
 RA_LATENT_HANDLER(ra_mla_decode_sparse_fp8_v4)
+RA_LATENT_HANDLER(ra_mla_decode_sparse_v41)
 
 extern "C" RA_API XLA_FFI_Error* ra_make_decode_schedule_ffi(XLA_FFI_CallFrame* frame);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(

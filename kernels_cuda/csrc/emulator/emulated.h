@@ -94,6 +94,29 @@ inline void multiply(float const* left, float const* right, float* sums, int n, 
     }
 }
 
+// A product of a warp, m16n8k16 in PTX's layouts, given by where it begins in each lane's operands and sums.
+template <class T>
+void multiply_tile(Warp& warp, int left, int right, int sums) {
+  float a[16][16], b[8][16];  // both along k
+  for (int lane = 0; lane < kWarp; ++lane) {
+    Fragment const& own = warp.fragments[lane];
+    int const group = lane / 4, pair = lane % 4;
+    for (int half = 0; half < 2; ++half)  // of a word
+      for (int i = 0; i < 4; ++i) {
+        int const k = 2 * pair + half + i / 2 * 8;
+        a[group + i % 2 * 8][k] = widened<T>(uint16_t(own.a[left + i] >> 16 * half));
+        if (i % 2 == 0) b[group][k] = widened<T>(uint16_t(own.b[right + i / 2] >> 16 * half));
+      }
+  }
+  for (int lane = 0; lane < kWarp; ++lane)
+    for (int i = 0; i < 4; ++i) {
+      float const *const row = a[lane / 4 + i / 2 * 8], *const column = b[lane % 4 * 2 + i % 2];
+      float sum = warp.fragments[lane].acc[sums + i];
+      for (int k = 0; k < 16; ++k) sum += row[k] * column[k];
+      warp.fragments[lane].acc[sums + i] = sum;
+    }
+}
+
 // For each lane of a warp, where its elements of a 16 x n accumulator or a 16 x depth left operand lie in that, and in
 // its own registers.
 struct Share {
@@ -241,6 +264,13 @@ inline float shfl_xor(float value, int mask) {
   warp.lanes[warp.turn & 1][lane] = value;
   unsigned const turn = machine.meet(2, false, "warp %ld at a shuffle", [] {});
   return warp.lanes[turn & 1][lane ^ mask];
+}
+inline float shfl(float value, int from) {
+  emu::watch::Unseen unseen;
+  emu::Warp& warp = machine.warps[machine.current / emu::kWarp];
+  warp.lanes[warp.turn & 1][machine.current % emu::kWarp] = value;
+  unsigned const turn = machine.meet(2, false, "warp %ld at a shuffle", [] {});
+  return warp.lanes[turn & 1][from % emu::kWarp];
 }
 // The first eight hardware barriers are CUTLASS's own.
 inline void named_sync(int id, int threads) {
@@ -415,6 +445,52 @@ void tma_load(Source const& source, int row_tile, int column_tile, int head, int
   machine.stir();
 }
 
+inline void bulk_load(void* shared, void const* global, int bytes, MBar& mbar) {
+  emu::CountedBarrier& bar = mbar.made();
+  int const number = int(uint32_t(mbar.state));
+  emu::watch::Unseen unseen;
+  if (!bar.fenced) machine.fault("expected fence_barrier_init before a load that arrives at an mbarrier");
+  if (bytes <= 0 || bytes % 16 != 0 || reinterpret_cast<uintptr_t>(global) % 16 != 0)
+    machine.fault("expected a bulk copy of whole 16 bytes from 16 aligned ones, got %d", bytes);
+  auto* const to = static_cast<unsigned char*>(shared);
+  if (!machine.is_shared(to, bytes) || reinterpret_cast<uintptr_t>(to) % 16 != 0)
+    machine.fault("expected a bulk copy to 16 aligned bytes of shared memory");
+  if (machine.is_unfenced(uint32_t(to - machine.shared), bytes))
+    machine.fault("expected a proxy fence between ordinary writes and a bulk copy to the same place");
+  auto const fill = [=] {
+    for (unsigned char* proxy : {to, to + machine.apart}) {
+      memcpy(proxy, global, bytes);
+      emu::watch::writes(proxy, bytes);
+    }
+  };
+  if (machine.copies_at_once()) {
+    fill();
+    emu::watch::release(&bar.tags[bar.turn & 1]);
+    return machine.complete(bar, 0, bytes);
+  }
+  emu::watch::release(&bar.loads);
+  machine.loads.push_back([fill, &bar, number, bytes] {
+    machine.loaders[number].run(&bar.loads, &bar.tags[bar.turn & 1], [&] {
+      emu::watch::Unseen unseen;
+      fill();
+    });
+    machine.complete(bar, 0, bytes);
+  });
+  machine.stir();
+}
+
+// Products of one warp, done when its last lane has come with its share of the operands and sums.
+template <class T, int M, int N>
+void mma(float (&acc)[M][N][4], uint32_t const (&a)[M][4], uint32_t const (&b)[N][2]) {
+  emu::watch::Unseen unseen;
+  emu::Warp& warp = machine.warps[machine.current / emu::kWarp];
+  warp.fragments[machine.current % emu::kWarp] = {&a[0][0], &b[0][0], &acc[0][0][0]};
+  machine.meet(4, false, "warp %ld at a product", [&] {
+    for (int m = 0; m < M; ++m)
+      for (int n = 0; n < N; ++n) emu::multiply_tile<T>(warp, 4 * m, 2 * n, 4 * (m * N + n));
+  });
+}
+
 // Both of these take `t`, the thread's index in its warpgroup, and only begin a product.
 template <class Mma, class SA, class SB, class Acc>
 void wgmma_ss(Mma, int t, SA const& a, SB const& b, Acc& acc, bool zero) {
@@ -481,6 +557,15 @@ inline uint32_t multiply(uint32_t a, uint32_t b) {
   auto const wide = [](uint32_t bits) { return emu::widened<bf16>(uint16_t(bits)); };
   return pack<bf16>(wide(a) * wide(b), wide(a >> 16) * wide(b >> 16));
 }
+inline uint32_t bytes_of(uint32_t a, uint32_t b, uint32_t selector) {
+  uint64_t const both = uint64_t(b) << 32 | a;
+  uint32_t word = 0;
+  for (int i = 0; i < 4; ++i) {
+    uint32_t const digit = selector >> 4 * i & 15, byte = both >> 8 * (digit & 7) & 0xff;
+    word |= (digit < 8 ? byte : byte < 0x80 ? 0 : 0xff) << 8 * i;
+  }
+  return word;
+}
 // Two e4m3 codes, the first in the low byte, as two float16.
 inline uint32_t half_pair(uint16_t codes) {
   uint32_t word = 0;
@@ -490,6 +575,10 @@ inline uint32_t half_pair(uint16_t codes) {
     word |= (bits | (magnitude == 0x7f ? 0 : (code & 0x80) << 8)) << 16 * i;
   }
   return word;
+}
+inline void half_pairs(uint32_t codes, uint32_t& low, uint32_t& high) {
+  low = half_pair(uint16_t(codes));
+  high = half_pair(uint16_t(codes >> 16));
 }
 inline float low_half(uint32_t word) { return emu::widened<f16>(uint16_t(word)); }
 inline float high_half(uint32_t word) { return emu::widened<f16>(uint16_t(word >> 16)); }

@@ -182,9 +182,16 @@ struct Product {
   std::function<void(Product&)> multiply;
 };
 
+// A lane's share of synchronous products.
+struct Fragment {
+  uint32_t const *a, *b;
+  float* acc;
+};
+
 struct Warp : Passage {
   int kind = 0, count = 0;
   float lanes[2][kWarp];
+  Fragment fragments[kWarp];
   std::deque<Product> products;
   uint64_t settled = 0;                   // products that are no longer in the list
   std::array<uint64_t, kWarp> issued{};

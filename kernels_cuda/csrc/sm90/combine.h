@@ -4,7 +4,7 @@
 
 template <class Out>
 struct Combine {
-  static constexpr int kThreads = 128, kValue = 512;
+  static constexpr int kThreads = 128, kRowsOfBlock = kThreads / 32, kValue = 512;
   struct Smem {
     char none;
   };

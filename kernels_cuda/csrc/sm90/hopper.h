@@ -44,6 +44,7 @@ RA_DEV void reg_dealloc() { cutlass::arch::warpgroup_reg_dealloc<N>(); }
 RA_DEV void named_sync(int id, int threads) { cutlass::arch::NamedBarrier::sync(threads, id); }
 RA_DEV void named_arrive(int id, int threads) { cutlass::arch::NamedBarrier::arrive(threads, id); }
 RA_DEV float shfl_xor(float value, int mask) { return __shfl_xor_sync(~0u, value, mask); }
+RA_DEV float shfl(float value, int lane) { return __shfl_sync(~0u, value, lane); }
 RA_DEV void fence_async_shared() { cutlass::arch::fence_view_async_shared(); }
 RA_DEV void fence_barrier_init() { cutlass::arch::fence_barrier_init(); }
 
@@ -118,6 +119,11 @@ RA_DEV void tma_load(Tma const& tma, int row_tile, int column_tile, int head, in
   copy(tma.copy.with(bar.state), slice.partition_S(source), slice.partition_D(target));
 }
 
+// So many bytes, a multiple of 16 at such addresses, which `bar` counts as it counts those of a load by TMA.
+RA_DEV void bulk_load(void* shared, void const* global, int bytes, MBar& bar) {
+  cute::SM90_BULK_COPY_G2S::copy(global, &bar.state, shared, bytes);
+}
+
 template <class T>
 RA_DEV void store(T* shared, T value) { *shared = value; }
 
@@ -154,6 +160,28 @@ RA_DEV void wgmma_wait(Acc&... acc) {
   (cute::warpgroup_fence_operand(acc), ...);
 }
 
+// acc[m][n] += a[m] x b[n], products of one warp: 16 x 8 x 16 each, operands and sums in registers as PTX has it for
+// mma.m16n8k16. A thread has rows lane / 4 and 8 behind of a, and column lane / 4 of b.
+template <class T, int M, int N>
+RA_DEV void mma(float (&acc)[M][N][4], uint32_t const (&a)[M][4], uint32_t const (&b)[N][2]) {
+  CUTE_UNROLL
+  for (int m = 0; m < M; ++m)
+    CUTE_UNROLL
+    for (int n = 0; n < N; ++n) {
+      float(&c)[4] = acc[m][n];
+      if constexpr (std::is_same_v<T, bf16>)
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+            "{%0, %1, %2, %3};\n"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a[m][0]), "r"(a[m][1]), "r"(a[m][2]), "r"(a[m][3]), "r"(b[n][0]), "r"(b[n][1]));
+      else
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+            "{%0, %1, %2, %3};\n"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a[m][0]), "r"(a[m][1]), "r"(a[m][2]), "r"(a[m][3]), "r"(b[n][0]), "r"(b[n][1]));
+    }
+}
+
 RA_DEV float exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
@@ -180,11 +208,24 @@ RA_DEV uint32_t multiply(uint32_t a, uint32_t b) {
   asm("mul.rn.bf16x2 %0, %1, %2;\n" : "=r"(word) : "r"(a), "r"(b));
   return word;
 }
+// Four of the bytes 0 to 3 of `a` and 4 to 7 of `b`: digit i of the selector says which is byte i. From a digit of 8 on it
+// is the sign of byte digit - 8, eight times.
+RA_DEV uint32_t bytes_of(uint32_t a, uint32_t b, uint32_t selector) {
+  uint32_t word;
+  asm("prmt.b32 %0, %1, %2, %3;\n" : "=r"(word) : "r"(a), "r"(b), "r"(selector));
+  return word;
+}
 // Two e4m3 codes, the first in the low byte, as two float16.
 RA_DEV uint32_t half_pair(uint16_t codes) {
   uint32_t word;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;\n" : "=r"(word) : "h"(codes));
   return word;
+}
+// Four codes, as two words of two float16.
+RA_DEV void half_pairs(uint32_t codes, uint32_t& low, uint32_t& high) {
+  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}\n"
+      : "=r"(low), "=r"(high)
+      : "r"(codes));
 }
 
 // The two float16 of a word.

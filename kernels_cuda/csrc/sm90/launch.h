@@ -26,13 +26,23 @@ auto pages_of(RaLatent const& call) {
       cute::make_stride(serves ? call.slot_stride : call.d_qk, cute::_1{}, cute::make_stride(head_stride, page_stride)));
 }
 
+// What merges a kernel's partial results.
+template <class Kernel, class = void>
+struct MergeOf {
+  using type = Combine<typename Kernel::Out>;
+};
+template <class Kernel>
+struct MergeOf<Kernel, std::void_t<typename Kernel::Merge>> {
+  using type = typename Kernel::Merge;
+};
+
 template <class Kernel>
 int launch_latent(RaLatent const& call, void* stream) {
-  using Merge = Combine<typename Kernel::Out>;
+  using Merge = typename MergeOf<Kernel>::type;
   if (!sizes_fit(call)) return RA_NO_KERNEL;
   Plan const plan = plan_of(call, Kernel::kUnit);
   int64_t const jobs = num_jobs(plan), rows = call.num_seqs * call.num_q_tokens * call.num_q_heads;
-  constexpr int64_t kMostRows = int64_t(INT32_MAX) * (Merge::kThreads / 32);  // of the grid that merges splits
+  constexpr int64_t kMostRows = int64_t(INT32_MAX) * Merge::kRowsOfBlock;  // of the grid that merges splits
   if (jobs <= 0) return 0;
   bool const splits = call.parts != nullptr || call.num_splits > 1;
   if (jobs > INT32_MAX || cache_bytes(call) > most_bytes(Kernel::kUnit)) return RA_NO_KERNEL;
@@ -49,8 +59,8 @@ int launch_latent(RaLatent const& call, void* stream) {
   }
   if (code) return code;
   if (!splits) return 0;
-  int64_t const blocks = (rows + Merge::kThreads / 32 - 1) / (Merge::kThreads / 32);
-  return op::launch<Merge>(blocks, 0, stream, typename Merge::Params{plan});
+  int64_t const blocks = (rows + Merge::kRowsOfBlock - 1) / Merge::kRowsOfBlock;
+  return op::launch<Merge>(blocks, sizeof(typename Merge::Smem), stream, typename Merge::Params{plan});
 }
 
 inline bool takes(RaLatent const& call, int format, bool sparse) {

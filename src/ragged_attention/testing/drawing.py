@@ -47,6 +47,7 @@ PATHS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
         {"block_h": 16, "block_kv": 16},
         {"block_h": 32, "block_kv": 32, "num_splits": 2},
         {"num_keys_per_block": 16},
+        {"narrow": False, "num_splits": 2},
     ),
     "mla_decode": (
         {"num_splits": 1},
@@ -54,6 +55,7 @@ PATHS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
         {"num_splits": 5, "block_kv": 16},
         {"block_h": 32, "block_kv": 32, "num_splits": 2},
         {"num_keys_per_block": 16, "num_queries_per_block": 2},
+        {"narrow": False, "num_splits": 2},
     ),
     "ragged_mla_attention": (
         {"num_splits": 1},

@@ -190,6 +190,13 @@ _DECODES: dict[str, DecodeSpec] = {
     "fp8_v32, many blocks of keys": DecodeSpec(
         **V32, topk=261, kv_lens=(300, 40), page_size=16, heads=2, dtype="bfloat16", lens="inside", poison="nan"
     ),
+    **{
+        f"fp8_v32, {heads} heads": DecodeSpec(
+            **V32, topk=390, heads=heads, kv_lens=(400, 9), page_size=16, scales=scales, sinks="mixed",
+            dtype="bfloat16", poison="nan",
+        )
+        for heads, scales in ((13, "far apart"), (27, "any sign"))
+    },
     "fp8_v4": DecodeSpec(**V4, topk=9, heads=3, q_tokens=2, page_size=3, dtype="bfloat16", poison="nan"),
     "fp8_v4, pages of 1": DecodeSpec(**V4, topk=9, page_size=1, lens="wild", poison="inf", dtype="float16"),
     "fp8_v4, pages of 61": DecodeSpec(**V4, topk=7, page_size=61, kv_lens=(70,), poison="nan"),

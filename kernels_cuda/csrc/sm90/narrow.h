@@ -1,0 +1,490 @@
+// Attention by lists of few query heads, at most 32, over rows of an `fp8_v32` cache: 512 e4m3 codes, four float32
+// scales, 64 bfloat16 columns. What such a call takes is bytes and latency, so this body is made of other parts than
+// those for 64 rows: keys are the rows of the products, 16 by 16, so that heads are padded to 8; rows stay in shared
+// memory as they are in the cache, four stages of them, and become operands on the way to registers.
+//
+// Two teams of four warps. Warp w of a team has group w of columns, the 128 codes that share a scale, both as keys and
+// as values, and 16 of the 64 last columns. Its part of a logit is (codes . q) * scale + rest; the four parts meet in
+// shared memory, where each warp takes a quarter of the heads, makes weights of logits and hands those back to all. A
+// warp's weights times its group's scales are a float16 operand, held near 1 by a running `level` of its own: the
+// output of group w is relative to level[w], the sum of weights to the maximum. Queries are float16 too, each group of
+// a row divided by a power of two.
+//
+// Up to 16 heads the teams share a block's keys, 32 and 32, and merge what they have at the end of a segment; of up to
+// 32 heads each team has half, over all keys, and there is nothing to merge. A third warpgroup fetches, 16 threads of
+// each warp, since a warp issues its copies one by one, a row each: a bulk copy of 656 bytes, which takes no register.
+//
+//   barrier          who arrives                              of       a phase is    protects
+//   full[S]          a producer thread a row, and its bytes   64       a use of S    rows and seen of stage S
+//   empty[S]         a thread of each warp of the teams       8        a use of S    the same
+//   kLogits + team   the team, and waits                      128      a block       part; weight while it is read
+//   kWeights + team  the team, and waits                      128      a block       weight, maximum; part while it is read
+//   kMerge           both teams, and wait; where teams have   256      a segment     sent, top, sum, level
+//   kMerged          heads, each by itself (+ team)           or 128   a segment     the same while they are read
+#pragma once
+#include "latent.h"
+#include "narrow_combine.h"
+
+// kTiles: of 8 heads, of a team. kByHeads: teams share heads, not keys.
+template <int kTiles, bool kByHeads>
+struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
+  using Base = LatentBase<f16, bf16, true, 16, 1>;
+  using Merge = NarrowCombine<bf16>;
+  static constexpr int kTeams = 2, kWarps = 4, kThreads = (kTeams + 1) * 128;
+  static constexpr int kStages = 4, kRow = 656, kScales = 512, kRest = 528;  // bytes of a row, and where these begin
+  static constexpr int kTeamHeads = 8 * kTiles, kHeads = kTeamHeads * (kByHeads ? kTeams : 1);
+  static constexpr int kTeamKeys = kByHeads ? kBlock : kBlock / kTeams, kSteps = kTeamKeys / 16;
+  static constexpr int kColumnTiles = 8;                                             // of 16 columns, of a group
+  static constexpr int kKept = kByHeads ? kColumnTiles : kColumnTiles / kTeams;      // that a team writes
+  static constexpr int kProducerRegisters = 40, kTeamRegisters = 232;
+  // Of the warp's own heads: how many, and how many keys of each a thread has.
+  static constexpr int kOwn = kTeamHeads / kWarps, kEach = kTeamKeys * kOwn / 32;
+
+  enum { kLogits, kWeights = kLogits + kTeams, kMerge = kWeights + kTeams, kMerged = kMerge + kTeams };
+  static constexpr int kMerging = kByHeads ? kWarps * 32 : kTeams * kWarps * 32;  // threads
+
+  struct alignas(128) Smem {
+    unsigned char rows[kStages][kBlock][kRow];
+    float part[kTeams][kWarps][kTeamKeys * kTeamHeads];  // of logits, in the order of `part_at`
+    float weight[kTeams][kTeamHeads][kTeamKeys + 8];     // 8: so that four heads lie in banks of their own
+    float4 sent[kByHeads ? 1 : kTeams][kWarps][kByHeads ? 1 : kTiles * kKept][32];  // output that the other team finishes
+    float maximum[kTeams][kTeamHeads];  // so far
+    float top[kTeams][kTeamHeads], sum[kTeams][kTeamHeads], level[kTeams][kWarps][kTeamHeads];  // of the segment
+    uint8_t seen[kStages][kBlock];
+    op::MBar full[kStages], empty[kStages];
+  };
+  static_assert(sizeof(Smem) <= 232448, "more than a block of sm_90 can have");
+
+  // Where the part of a logit lies: neighbouring heads side by side, and what a warp writes or reads at once in banks of
+  // its own, be that 8 keys of two heads each four times or all keys of a thread's own heads.
+  RA_HD static constexpr int part_at(int key, int head) {
+    return kTiles == 2 ? key * 16 + (head ^ (key & 2) * 4 ^ (key & 4)) : key * 8 + (head ^ (key >> 2 & 3) * 2);
+  }
+
+  // ---- producer
+
+  struct Found {
+    uint32_t at;
+    bool seen;
+  };
+  RA_DEV static Found find(Plan const& plan, int position, int length, int entry) {
+    uint32_t const slot = uint32_t(entry);
+    return {slot * plan.keys.slot + divide(slot, plan.keys.by_page_size) * plan.keys.gap,
+            position < length && slot < plan.keys.count};
+  }
+  RA_DEV static void clear(unsigned char* row) {
+    CUTE_NO_UNROLL
+    for (int i = 0; i < kRow / 16; ++i) op::store(reinterpret_cast<uint4*>(row) + i, uint4{0, 0, 0, 0});
+  }
+  // This thread's row of a block. One that is not there is zeros, so that nothing times a weight of 0 is no number.
+  RA_DEV static void fill(Plan const& plan, Found const& found, int t, int stage, Smem& s) {
+    unsigned char* const row = s.rows[stage][t];
+    s.seen[stage][t] = found.seen;
+    if (found.seen) {
+      s.full[stage].arrive_expect(kRow);
+      op::bulk_load(row, plan.keys.cache + uint64_t(found.at) * kUnit, kRow, s.full[stage]);
+    } else {
+      clear(row);
+      op::fence_async_shared();  // a bulk copy comes to the same place later
+      s.full[stage].arrive();
+    }
+  }
+  RA_DEV static void produce(Plan const& plan, Smem& s) {
+    int const lane = op::tid() % 32, t = op::tid() % 128 / 32 * 16 + lane;
+    int turn = 0, seq = 0;
+    if (lane >= 16) return;
+    for (;;) {
+      Segment const segment = Base::next_segment(plan, seq);
+      if (segment.slot == kAbsent) return;
+      if (segment.begin >= segment.end) continue;
+      int const* const list = Base::lists_of(plan, segment, 0).entries;
+      // What is asked for two blocks ahead is where a block's rows are; behind the end of a list its last entry is read.
+      auto const ask = [&](int block) {
+        int const position = block * kBlock + t;
+        return op::load_constant(list + (position < segment.length ? position : segment.length - 1));
+      };
+      int next[2] = {ask(segment.begin), ask(segment.begin + 1)};
+      for (int block = segment.begin; block < segment.end; ++block, ++turn) {
+        Found const found = find(plan, block * kBlock + t, segment.length, next[0]);
+        next[0] = next[1], next[1] = ask(block + 2);
+        s.empty[turn % kStages].wait((turn / kStages & 1) ^ 1);
+        fill(plan, found, t, turn % kStages, s);
+      }
+    }
+  }
+
+  // ---- the teams
+
+  template <int kTeam>
+  struct Worker {
+    Plan const& plan;
+    Smem& s;
+    // `group` is the row of a product that a thread has, and 8 behind it another; `pair` which two of 8 columns.
+    int const warp = op::tid() % 128 / 32, lane = op::tid() % 32, group = lane / 4, pair = lane % 4;
+    static constexpr int kFirstKey = kByHeads ? 0 : kTeam * kTeamKeys, kFirstHead = kByHeads ? kTeam * kTeamHeads : 0;
+
+    uint32_t q[8][kTiles][2], q_rest[1][kTiles][2];  // of head 8 t + group, as right operands
+    float unit[kTiles][2];                           // what q was divided by, times the scale, of heads 8 t + 2 pair + c
+    float out[kColumnTiles][kTiles][4];              // columns 16 group + 2 j + r of heads 8 t + 2 pair + c: element c + 2 r
+    float level[kTiles];                             // of head 8 t + group
+    float maximum, sum;                              // of head warp * kOwn + lane % kOwn; the sum over this thread's keys
+
+    RA_DEV Worker(Plan const& plan, Smem& s) : plan(plan), s(s) {}
+
+    // What the thread of head 8 t + group has of it, for heads 8 t + 2 pair + c.
+    RA_DEV float of_head(float value, int c) const { return op::shfl(value, (2 * pair + c) * 4); }
+
+    // This warp's columns of the queries, in the order in which a thread reads codes: step i of the product has columns
+    // 32 pair + 4 i to + 3 of the group.
+    RA_DEV void load_queries(int seq) {
+      Job const job = Base::job(plan);
+      CUTE_UNROLL
+      for (int t = 0; t < kTiles; ++t) {
+        int const row = kFirstHead + 8 * t + group;
+        bool const valid = row < plan.rows;
+        char const* const at = Base::query_at(plan, job, seq, valid ? row : 0);
+        uint32_t words[16];
+        CUTE_UNROLL
+        for (int i = 0; i < 4; ++i) {
+          uint4 const four = op::load16(at + warp * 256 + pair * 64 + i * 16, valid);
+          words[4 * i] = four.x, words[4 * i + 1] = four.y, words[4 * i + 2] = four.z, words[4 * i + 3] = four.w;
+        }
+        uint2 const rest = op::load8(at + 1024 + warp * 32 + pair * 8, valid);
+        q_rest[0][t][0] = rest.x, q_rest[0][t][1] = rest.y;
+        float largest = 0.f;
+        CUTE_UNROLL
+        for (int i = 0; i < 16; ++i)
+          largest = fmaxf(largest, fmaxf(fabsf(float_of(words[i] << 16)), fabsf(float_of(words[i] & 0xffff0000u))));
+        largest = fmaxf(largest, op::shfl_xor(largest, 1));
+        largest = fmaxf(largest, op::shfl_xor(largest, 2));
+        int const exponent = unit_exponent(bits_of(largest));
+        float const factor = power_of_two(-exponent), back = power_of_two(exponent) * plan.scale;
+        CUTE_UNROLL
+        for (int i = 0; i < 16; ++i)
+          q[i / 2][t][i % 2] = op::pack<f16>(float_of(words[i] << 16) * factor, float_of(words[i] & 0xffff0000u) * factor);
+        CUTE_UNROLL
+        for (int c = 0; c < 2; ++c) unit[t][c] = of_head(back, c);
+      }
+    }
+
+    // This warp's part of the logits of its team's keys, 32 at a time.
+    RA_DEV void logits(int stage) {
+      CUTE_UNROLL
+      for (int step = 0; step < kSteps; step += 2) {
+        unsigned char const* const rows = s.rows[stage][kFirstKey + 16 * step + group];
+        float codes[2][kTiles][4] = {}, rest[2][kTiles][4] = {};
+        uint4 words[2][2][2];
+        CUTE_UNROLL
+        for (int m = 0; m < 2; ++m)
+          CUTE_UNROLL
+          for (int r = 0; r < 2; ++r)
+            CUTE_UNROLL
+            for (int i = 0; i < 2; ++i)
+              words[m][r][i] =
+                  *reinterpret_cast<uint4 const*>(rows + (16 * m + 8 * r) * kRow + warp * 128 + pair * 32 + i * 16);
+        CUTE_UNROLL
+        for (int i = 0; i < 8; ++i) {
+          uint32_t a[2][4];
+          CUTE_UNROLL
+          for (int m = 0; m < 2; ++m)
+            CUTE_UNROLL
+            for (int r = 0; r < 2; ++r) {
+              uint32_t const word = word_of(words[m][r][i / 4], i % 4);
+              op::half_pairs(word, a[m][r], a[m][r + 2]);
+            }
+          op::mma<f16>(codes, a, q[i]);
+        }
+        uint32_t a[2][4];
+        CUTE_UNROLL
+        for (int m = 0; m < 2; ++m)
+          CUTE_UNROLL
+          for (int r = 0; r < 2; ++r) {
+            uint2 const two = *reinterpret_cast<uint2 const*>(rows + (16 * m + 8 * r) * kRow + kRest + warp * 32 + pair * 8);
+            a[m][r] = two.x, a[m][r + 2] = two.y;
+          }
+        op::mma<bf16>(rest, a, q_rest[0]);
+        CUTE_UNROLL
+        for (int m = 0; m < 2; ++m)
+          CUTE_UNROLL
+          for (int r = 0; r < 2; ++r) {
+            int const key = 16 * (step + m) + 8 * r + group;
+            float const scale = *reinterpret_cast<float const*>(rows + (16 * m + 8 * r) * kRow + kScales + warp * 4);
+            CUTE_UNROLL
+            for (int t = 0; t < kTiles; ++t) {
+              float const low = codes[m][t][2 * r] * scale * unit[t][0] + rest[m][t][2 * r] * plan.scale;
+              float const high = codes[m][t][2 * r + 1] * scale * unit[t][1] + rest[m][t][2 * r + 1] * plan.scale;
+              *reinterpret_cast<float2*>(&s.part[kTeam][warp][part_at(key, 8 * t + 2 * pair)]) = float2{low, high};
+            }
+          }
+      }
+    }
+    RA_DEV static uint32_t word_of(uint4 const& words, int i) {
+      return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
+    }
+
+    // The logits of this warp's own heads become weights relative to the heads' new maxima.
+    RA_DEV void weigh(int stage) {
+      int const head = warp * kOwn + lane % kOwn;
+      float logit[kEach], m_new = maximum;
+      CUTE_UNROLL
+      for (int i = 0; i < kEach; ++i) {
+        int const key = lane / kOwn + i * (32 / kOwn), at = part_at(key, head);
+        float const whole = (s.part[kTeam][0][at] + s.part[kTeam][1][at]) + (s.part[kTeam][2][at] + s.part[kTeam][3][at]);
+        logit[i] = s.seen[stage][kFirstKey + key] ? whole : -INFINITY;
+        m_new = fmaxf(m_new, logit[i]);
+      }
+      CUTE_UNROLL
+      for (int mask = kOwn; mask < 32; mask *= 2) m_new = fmaxf(m_new, op::shfl_xor(m_new, mask));
+      float const reference = finite(m_new);
+      sum *= op::exp2(maximum - reference);
+      maximum = m_new;
+      CUTE_UNROLL
+      for (int i = 0; i < kEach; ++i) {
+        float const weight = op::exp2(logit[i] - reference);
+        sum += weight;
+        s.weight[kTeam][head][lane / kOwn + i * (32 / kOwn)] = weight;
+      }
+      if (lane < kOwn) s.maximum[kTeam][head] = m_new;
+    }
+    RA_DEV static float finite(float x) { return x == -INFINITY ? 0.f : x; }
+
+    // out += this group's codes, transposed, x weights times scales. A thread's keys of 16 are 2 pair, the next, and
+    // those 8 behind.
+    RA_DEV void add_values(int stage) {
+      unsigned char const* const rows = s.rows[stage][kFirstKey + 2 * pair];
+      float scaled[kSteps][kTiles][4], shift[kTiles];
+      CUTE_UNROLL
+      for (int step = 0; step < kSteps; ++step) scale_weights(rows, step, scaled[step]);
+      raise_levels(scaled, shift);
+      if (kByHeads) op::syncwarp();  // registers are too few to keep so many until they are needed: read them again
+      CUTE_UNROLL
+      for (int step = 0; step < kSteps; ++step) {
+        if (kByHeads) scale_weights(rows, step, scaled[step]);
+        uint32_t b[kTiles][2];
+        CUTE_UNROLL
+        for (int t = 0; t < kTiles; ++t)
+          CUTE_UNROLL
+          for (int i = 0; i < 2; ++i)
+            b[t][i] = op::pack<f16>(scaled[step][t][2 * i] * shift[t], scaled[step][t][2 * i + 1] * shift[t]);
+        uint4 codes[4];
+        CUTE_UNROLL
+        for (int i = 0; i < 4; ++i)
+          codes[i] = *reinterpret_cast<uint4 const*>(rows + (16 * step + key_of(i)) * kRow + warp * 128 + group * 16);
+        uint32_t a[kColumnTiles][4];
+        CUTE_UNROLL
+        for (int j = 0; j < kColumnTiles; ++j)
+          CUTE_UNROLL
+          for (int i = 0; i < 2; ++i) {
+            // Two columns of two keys: the codes of the first column first.
+            uint32_t const four = op::bytes_of(word_of(codes[2 * i], j / 2), word_of(codes[2 * i + 1], j / 2),
+                                               j % 2 ? 0x7362 : 0x5140);
+            op::half_pairs(four, a[j][2 * i], a[j][2 * i + 1]);
+          }
+        op::mma<f16>(out, a, b);
+      }
+    }
+    RA_DEV void scale_weights(unsigned char const* rows, int step, float (&scaled)[kTiles][4]) const {
+      float scale[4];
+      CUTE_UNROLL
+      for (int i = 0; i < 4; ++i)
+        scale[i] = *reinterpret_cast<float const*>(rows + (16 * step + key_of(i)) * kRow + kScales + warp * 4);
+      CUTE_UNROLL
+      for (int t = 0; t < kTiles; ++t)
+        CUTE_UNROLL
+        for (int i = 0; i < 4; i += 2) {
+          float2 const two =
+              *reinterpret_cast<float2 const*>(&s.weight[kTeam][8 * t + group][16 * step + 2 * pair + key_of(i)]);
+          scaled[t][i] = two.x * scale[i];
+          scaled[t][i + 1] = two.y * scale[i + 1];
+        }
+    }
+    // Of a thread's four keys.
+    RA_HD static constexpr int key_of(int i) { return i % 2 + i / 2 * 8; }
+
+    // Weights times scales, which are relative to the maximum, come below 2 by `shift`: they are relative to the level
+    // then, as the output is.
+    RA_DEV void raise_levels(float const (&scaled)[kSteps][kTiles][4], float (&shift)[kTiles]) {
+      CUTE_UNROLL
+      for (int t = 0; t < kTiles; ++t) {
+        float largest = 0.f;
+        CUTE_UNROLL
+        for (int i = 0; i < 4 * kSteps; ++i) largest = fmaxf(largest, fabsf(scaled[i / 4][t][i % 4]));
+        largest = fmaxf(largest, op::shfl_xor(largest, 1));
+        largest = fmaxf(largest, op::shfl_xor(largest, 2));
+        int const exponent = int(bits_of(largest) >> 23);  // 0: nothing that counts
+        float const reference = s.maximum[kTeam][8 * t + group];
+        float const reached = fmaxf(level[t], exponent ? reference + float(exponent - 127) : -INFINITY);
+        float const factor = op::exp2(level[t] - finite(reached));
+        shift[t] = reached == -INFINITY ? 0.f : op::exp2(reference - reached);
+        level[t] = reached;
+        CUTE_UNROLL
+        for (int c = 0; c < 2; ++c) {
+          float const by = of_head(factor, c);
+          CUTE_UNROLL
+          for (int j = 0; j < kColumnTiles; ++j) out[j][t][c] *= by, out[j][t][c + 2] *= by;
+        }
+      }
+    }
+
+    // ---- the end of a segment
+
+    // Tell the others what they need to finish: sums, maxima, levels, and of the other team's columns the output.
+    RA_DEV void share(bool first) {
+      constexpr int kWhich = kByHeads ? kTeam : 0;
+      CUTE_UNROLL
+      for (int mask = kOwn; mask < 32; mask *= 2) sum += op::shfl_xor(sum, mask);
+      if (!first) op::named_sync(kMerged + kWhich, kMerging);
+      if (lane < kOwn) {
+        s.top[kTeam][warp * kOwn + lane] = maximum;
+        s.sum[kTeam][warp * kOwn + lane] = sum;
+      }
+      CUTE_UNROLL
+      for (int t = 0; t < kTiles; ++t)
+        if (pair == 0) s.level[kTeam][warp][8 * t + group] = level[t];
+      if constexpr (!kByHeads) {
+        CUTE_UNROLL
+        for (int j = 0; j < kKept; ++j)
+          CUTE_UNROLL
+          for (int t = 0; t < kTiles; ++t) {
+            float const(&four)[4] = out[(1 - kTeam) * kKept + j][t];
+            s.sent[kTeam][warp][j * kTiles + t][lane] = float4{four[0], four[1], four[2], four[3]};
+          }
+      }
+      op::named_sync(kMerge + kWhich, kMerging);
+    }
+    // The maximum and the sum of a head over all keys of the segment.
+    struct Total {
+      float maximum, sum;
+    };
+    RA_DEV Total total_of(int head) const {
+      Total total = {s.top[kTeam][head], s.sum[kTeam][head]};
+      if constexpr (!kByHeads) {
+        float const other = s.top[1 - kTeam][head], both = fmaxf(total.maximum, other), reference = finite(both);
+        total.sum = total.sum * op::exp2(total.maximum - reference) + s.sum[1 - kTeam][head] * op::exp2(other - reference);
+        total.maximum = both;
+      }
+      return total;
+    }
+    static constexpr int kFirst = kByHeads ? 0 : kTeam * kKept;  // of the tiles of columns that this team writes
+    RA_DEV void finish(Segment const& segment) {
+      if constexpr (!kByHeads) {
+        CUTE_UNROLL
+        for (int t = 0; t < kTiles; ++t)
+          CUTE_UNROLL
+          for (int c = 0; c < 2; ++c) {
+            int const head = 8 * t + 2 * pair + c;
+            float const mine = s.level[kTeam][warp][head], other = s.level[1 - kTeam][warp][head];
+            float const both = finite(fmaxf(mine, other)), factor = op::exp2(mine - both), theirs = op::exp2(other - both);
+            CUTE_UNROLL
+            for (int j = 0; j < kKept; ++j) {
+              float const* const four = reinterpret_cast<float const*>(&s.sent[1 - kTeam][warp][j * kTiles + t][lane]);
+              CUTE_UNROLL
+              for (int i = c; i < 4; i += 2) out[kFirst + j][t][i] = out[kFirst + j][t][i] * factor + four[i] * theirs;
+            }
+          }
+      }
+      cute::for_each(cute::make_seq<2 * kTiles>{}, [&](auto which) { finish_head<which / 2, which % 2>(segment); });
+    }
+    // Head 8 t + 2 pair + c.
+    template <int t, int c>
+    RA_DEV void finish_head(Segment const& segment) {
+      Job const job = Base::job(plan);
+      RaLatent const& call = plan.call;
+      bool const whole = segment.slot == kWhole;
+      int const head = 8 * t + 2 * pair + c, row = kFirstHead + head;
+      if (row >= plan.rows) return;
+      Total const total = total_of(head);
+      float const mine = s.level[kTeam][warp][head];
+      float const level = kByHeads ? mine : fmaxf(mine, s.level[1 - kTeam][warp][head]);
+      bool const fully_masked = total.sum == 0.f;
+      float denominator = total.sum;
+      if (whole && call.sinks && !fully_masked)
+        denominator += op::exp2(call.sinks[row] * float(kLog2e) - total.maximum);
+      float const factor = fully_masked ? 0.f : op::exp2(level - total.maximum) / denominator;
+      int64_t const index =
+          ((whole ? segment.seq : segment.slot) * call.num_q_tokens + job.token) * call.num_q_heads + row;
+      write<t, c>(index * kValue + warp * 128 + group * 16 + 2 * kFirst, whole, factor);
+      if (warp == 0 && group == 0 && (kByHeads || kTeam == 0)) write_sums(segment, job, index, row, total);
+    }
+    template <int t, int c>
+    RA_DEV void write(int64_t column, bool whole, float factor) {
+      CUTE_UNROLL
+      for (int j = 0; j < kKept; j += 4) {
+        float wide[8];
+        CUTE_UNROLL
+        for (int i = 0; i < 8; ++i) wide[i] = out[kFirst + j + i / 2][t][c + i % 2 * 2] * factor;
+        if (whole) {
+          *reinterpret_cast<uint4*>(static_cast<Out*>(plan.call.out) + column + 2 * j) =
+              uint4{op::pack<Out>(wide[0], wide[1]), op::pack<Out>(wide[2], wide[3]), op::pack<Out>(wide[4], wide[5]),
+                    op::pack<Out>(wide[6], wide[7])};
+        } else {
+          float4* const to = reinterpret_cast<float4*>(plan.call.partial_out + column + 2 * j);
+          to[0] = float4{wide[0], wide[1], wide[2], wide[3]};
+          to[1] = float4{wide[4], wide[5], wide[6], wide[7]};
+        }
+      }
+    }
+    RA_DEV void write_sums(Segment const& segment, Job const& job, int64_t index, int row, Total const& total) {
+      RaLatent const& call = plan.call;
+      float const lse = total.sum == 0.f ? -INFINITY : total.maximum + op::log2(total.sum);
+      int64_t const finished = (segment.seq * call.num_q_heads + row) * call.num_q_tokens + job.token;
+      bool const whole = segment.slot == kWhole;
+      if (whole) call.lse[finished] = lse * kLn2;
+      else call.partial_lse[index] = lse;
+      if (!call.max_logits) return;
+      if (whole) call.max_logits[finished] = total.maximum * kLn2;
+      else call.partial_max[index] = total.maximum;
+    }
+
+    RA_DEV void run() {
+      int turn = 0, seq = 0;
+      for (bool first = true;; first = false) {
+        Segment const segment = Base::next_segment(plan, seq);
+        if (segment.slot == kAbsent) return;
+        if (segment.begin < segment.end) load_queries(segment.seq);
+        maximum = -INFINITY, sum = 0.f;
+        CUTE_UNROLL
+        for (int t = 0; t < kTiles; ++t) {
+          level[t] = -INFINITY;
+          CUTE_UNROLL
+          for (int i = 0; i < 4 * kColumnTiles; ++i) out[i / 4][t][i % 4] = 0.f;
+        }
+        CUTE_NO_UNROLL
+        for (int block = segment.begin; block < segment.end; ++block, ++turn) {
+          int const stage = turn % kStages;
+          s.full[stage].wait(turn / kStages & 1);
+          logits(stage);
+          op::named_sync(kLogits + kTeam, 128);
+          weigh(stage);
+          op::named_sync(kWeights + kTeam, 128);
+          add_values(stage);
+          op::syncwarp();  // the other threads have read their rows too
+          if (lane == 0) s.empty[stage].arrive();
+        }
+        share(first);
+        finish(segment);
+      }
+    }
+  };
+
+  template <class Tma>
+  RA_DEV static void run(LatentParams<Tma> const& params, Smem& s) {
+    if (op::tid() == 0) {
+      for (int stage = 0; stage < kStages; ++stage) {
+        s.full[stage].init(kBlock);
+        s.empty[stage].init(kTeams * kWarps);
+      }
+      op::fence_barrier_init();
+    }
+    op::syncthreads();
+    int const team = op::tid() / 128;
+    if (team == kTeams) {
+      op::reg_dealloc<kProducerRegisters>();
+      produce(params.plan, s);
+    } else {
+      op::reg_alloc<kTeamRegisters>();
+      if (team == 0) Worker<0>(params.plan, s).run();
+      else Worker<1>(params.plan, s).run();
+    }
+  }
+};

@@ -1,0 +1,151 @@
+// Attention by lists over rows of `fp8_v41` and `fp4_v41` caches, also of one beside the other: 512 e4m3 codes with an
+// e8m0 scale for each 32, or 512 e2m1 codes, two to a byte, with an e4m3 scale for each 16. A row's scales follow its
+// codes, or those of all rows of a page follow all their codes.
+//
+// A code times its scale is a bfloat16 exactly: of e4m3 since the scale is a power of two, of e2m1 since the product has
+// six bits. So the producer decodes rows into what `Seesaw` reads, and all else is its own. Eight threads take a row,
+// each 16 columns of every 128, which have one scale in either format; e2m1 codes become e4m3 codes of the same values
+// first. A block is of one cache, so which of the formats it has is nothing that threads differ in.
+#pragma once
+#include "fp8_v4.h"
+
+struct V41 : SeesawBase<bf16, 512, true, 16> {
+  using Body = SeesawBase<bf16, 512, true, 16>;
+  static constexpr int kProducerRegisters = 80, kConsumerRegisters[2] = {208, 216};
+  static constexpr int kPieces = 2;  // of 16 columns, that a thread has of half a row
+
+  // A thread's share of half H of a block. Of e2m1 codes the first two words are a piece, until they are widened.
+  struct Share {
+    uint4 codes[4][kPieces];
+    uint32_t scales[4][kPieces];  // the four among which a piece's is
+  };
+
+  struct Rows {
+    Block block;
+    uint32_t scales[4];  // where they begin, in units
+    bool extra, four;    // of the second cache; of e2m1 codes
+  };
+  RA_HD static bool has_four(int64_t format) { return format >= RA_FP4_V41; }
+  RA_DEV static Rows find(Plan const& plan, Lists const& lists, Entries const& entries, int index, int t) {
+    bool const extra = Body::Base::is_extra(lists, index);
+    Rows found = {Body::Base::locate(plan, lists, entries, index, t), {}, extra,
+                  has_four(extra ? plan.call.extra_format : plan.call.format)};
+    Keys const &keys = plan.keys, &more = plan.extra;
+    uint32_t const begin = extra ? more.scales : keys.scales, step = extra ? more.scale_slot : keys.scale_slot;
+    uint32_t const gap = extra ? more.scale_gap : keys.scale_gap;
+    Divisor const by = {extra ? more.by_page_size.multiplier : keys.by_page_size.multiplier,
+                        extra ? more.by_page_size.shift : keys.by_page_size.shift};
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      uint32_t const slot = uint32_t(entries.of[i]);
+      found.scales[i] = begin + slot * step + divide(slot, by) * gap;
+    }
+    return found;
+  }
+
+  template <int H, bool kFour>
+  RA_DEV static void load(Plan const& plan, Rows const& rows, Share& share) {
+    constexpr int kBytes = kFour ? 8 : 16, kScales = kFour ? 8 : 4;  // of a piece; of half a half
+    char const* const cache = rows.extra ? plan.extra.cache : plan.keys.cache;
+    int const chunk = op::fresh_tid() % 8;
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      bool const seen = rows.block.at[i] != kUnseen;
+      char const* const row = row_at(cache + chunk * kBytes, rows.block.at[i]);
+      char const* const scales = row_at(cache + (kFour ? chunk / 4 * 4 : 0), seen ? rows.scales[i] : kUnseen);
+      CUTE_UNROLL
+      for (int j = 0; j < kPieces; ++j) {
+        share.scales[i][j] = op::load4(scales + (H * kPieces + j) * kScales, seen);
+        if constexpr (kFour) {
+          uint2 const words = op::load8(row + (H * kPieces + j) * 8 * kBytes, seen);
+          share.codes[i][j] = {words.x, words.y, 0, 0};
+        } else {
+          share.codes[i][j] = op::load16(row + (H * kPieces + j) * 8 * kBytes, seen);
+        }
+      }
+    }
+  }
+  // Of 16 bits the four e2m1 codes as e4m3 codes of the same values: by a table of eight magnitudes, and the signs.
+  RA_DEV static uint32_t widened(uint32_t codes) {
+    uint32_t const magnitudes = op::bytes_of(0x3c383000, 0x4c484440, codes & 0x7777);
+    uint32_t const signs = op::bytes_of(0x80808080, 0x80808080, codes);  // 0xff where a digit has its high bit
+    return magnitudes | (signs << 1 & 0x80808080);
+  }
+  // A power of two, or an e4m3 code's value, as two bfloat16.
+  RA_DEV static uint32_t scale_of(uint32_t code, bool four) {
+    if (!four) return Fp8V4::scale_of(code);
+    float const value = op::low_half(op::half_pair(uint16_t(code)));
+    return op::pack<bf16>(value, value);
+  }
+  template <int S, int H, bool kFour>
+  RA_DEV static void store(Share const& share, Smem& s, int t) {
+    int const chunk = t % 8;
+    bool const high_first = chunk >= 4;  // spreads a row's eight threads over banks
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i)
+      CUTE_UNROLL
+      for (int j = 0; j < kPieces; ++j) {
+        uint4 codes = share.codes[i][j];
+        if constexpr (kFour) codes = {widened(codes.x), widened(codes.x >> 16), widened(codes.y), widened(codes.y >> 16)};
+        uint32_t const words[4] = {high_first ? codes.z : codes.x, high_first ? codes.w : codes.y,
+                                   high_first ? codes.x : codes.z, high_first ? codes.y : codes.w};
+        uint32_t const scale = scale_of(share.scales[i][j] >> 8 * (kFour ? chunk % 4 : chunk / 2) & 0xff, kFour);
+        bf16* const slab = s.keys[S][H * kHalf + 2 * j + chunk / 4];
+        CUTE_UNROLL
+        for (int k = 0; k < 2; ++k) {
+          uint32_t halves[4];
+          op::half_pairs(words[2 * k], halves[0], halves[1]);
+          op::half_pairs(words[2 * k + 1], halves[2], halves[3]);
+          CUTE_UNROLL
+          for (uint32_t& word : halves)
+            word = op::multiply(op::pack<bf16>(op::low_half(word), op::high_half(word)), scale);
+          op::store(reinterpret_cast<uint4*>(slab + offset_of(t / 8 + 16 * i, 2 * (chunk % 4) + (high_first ? 1 - k : k))),
+                    uint4{halves[0], halves[1], halves[2], halves[3]});
+        }
+      }
+  }
+  // Fill half H of stage S. Its rows are on their way while its reader is waited for.
+  template <int S, int H, bool kFour>
+  RA_DEV static void fill(Plan const& plan, Rows const& rows, int turn, Smem& s) {
+    Share share = {};
+    load<H, kFour>(plan, rows, share);
+    s.empty[S][H].wait((turn & 1) ^ 1);
+    if (S == H) store_seen(s.seen[S], rows.block, op::fresh_tid() % 128, s.full[S][H]);
+    store<S, H, kFour>(share, s, op::fresh_tid() % 128);
+    op::fence_async_shared();
+    s.full[S][H].arrive();
+  }
+  template <int S, int H>
+  RA_DEV static void fill(Plan const& plan, Rows const& rows, int turn, Smem& s) {
+    if (rows.four) fill<S, H, true>(plan, rows, turn, s);
+    else fill<S, H, false>(plan, rows, turn, s);
+  }
+
+  template <class Tma>
+  RA_DEV static void produce(LatentParams<Tma> const& params, Smem& s) {
+    Plan const& plan = params.plan;
+    int turns[2] = {0, 0};
+    Body::produce(plan, s, [&](Segment const& segment, int t) {
+      Lists const lists = Body::Base::lists_of(plan, segment, 0);
+      int const last = segment.end - 1;
+      // What the lists say is asked for a fill before it is needed, and no sooner: registers are scarce.
+      auto const ask = [&](int index) { return Body::Base::look_up(plan, lists, index < last ? index : last, t); };
+      Entries next = ask(segment.begin);
+      for (int index = segment.begin; index <= last; index += 2) {
+        bool const two = index < last;
+        Rows const first = find(plan, lists, next, index, t);
+        next = ask(index + 1);
+        fill<0, 0>(plan, first, turns[0], s);
+        Rows const second = find(plan, lists, next, index + two, t);
+        if (two) fill<1, 1>(plan, second, turns[1], s);
+        fill<0, 1>(plan, first, turns[0]++, s);
+        next = ask(index + 2);
+        if (two) fill<1, 0>(plan, second, turns[1]++, s);
+      }
+    });
+  }
+  template <class Tma>
+  RA_DEV static void run(LatentParams<Tma> const& params, Smem& s) {
+    Body::template run_as<V41>(params, s);
+  }
+};
