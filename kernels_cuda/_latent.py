@@ -198,13 +198,6 @@ def aligned(cache: Any, layout: CacheFormat | None, launch: Any) -> Any:
     return launch.aligned(cache, alignment(layout.name))
 
 
-def format_name(layout: CacheFormat | None) -> str:
-    """What the C ABI calls a format in a layout; None is plain."""
-    if layout is None:
-        return "plain"
-    return layout.name if layout.layout == layout.layouts[0] else f"{layout.name}_{layout.layout}"
-
-
 def strides_of(array: Any, launch: Any) -> tuple[int, ...]:
     """The strides of an array; an axis of one entry gets that of a packed row, since its own may be anything."""
     shape, strides = array.shape, launch.strides(array)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ragged_attention.calls import MlaDecode
+from ragged_attention.calls import MlaDecode, name_in_layout
 from ragged_attention.kernels_cuda import _latent
 from ragged_attention.kernels_cuda._latent import Tile as Tile
 
@@ -58,7 +58,7 @@ def run(call: MlaDecode, tile: Tile, launch: Any) -> Any:
         list_strides=(steps[0], steps[1] if sparse else 0, 0),
         lens=call.topk_lens if sparse else call.kv_lens,
         causal=bool(call.causal),
-        format=_latent.format_name(call.layout),
+        format=name_in_layout(call.layout),
         schedule=call.schedule,
         extra=None if call.extra_kv_cache is None else _extra(call, launch),
     )
@@ -69,7 +69,7 @@ def run(call: MlaDecode, tile: Tile, launch: Any) -> Any:
 def _extra(call: MlaDecode, launch: Any) -> _latent.Extra:
     return _latent.Extra(
         cache=_latent.aligned(call.extra_kv_cache, call.extra_layout, launch),
-        format=_latent.format_name(call.extra_layout),
+        format=name_in_layout(call.extra_layout),
         lists=launch.packed(call.extra_indices),
         lens=call.extra_topk_lens,
     )

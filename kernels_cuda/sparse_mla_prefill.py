@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ragged_attention.calls import SparseMlaPrefill
+from ragged_attention.calls import SparseMlaPrefill, name_in_layout
 from ragged_attention.kernels_cuda import _latent
 from ragged_attention.kernels_cuda._latent import Tile as Tile
 
@@ -44,7 +44,7 @@ def run(call: SparseMlaPrefill, tile: Tile, launch: Any) -> Any:
         q_strides=(token_stride, d_qk, head_stride),
         lse_shape=(num_tokens, num_q_heads),
         cache=_latent.aligned(call.kv, call.layout, launch),
-        format=_latent.format_name(call.layout),
+        format=name_in_layout(call.layout),
         lists=lists,
         list_strides=(list_token_stride, 0, list_head_stride),
         lens=call.topk_lens,

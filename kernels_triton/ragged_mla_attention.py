@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ragged_attention.calls import RaggedMlaAttention
+from ragged_attention.calls import RaggedMlaAttention, name_in_layout
 from ragged_attention.kernels_triton._formats import load_scale, scale_arguments
 from ragged_attention.kernels_triton._latent import plan
 from ragged_attention.kernels_triton._latent.kernel import logit_scales, row_arguments, sums_by_column
@@ -449,7 +449,7 @@ def shared_arguments(call: RaggedMlaAttention, tile: Tile, scale: dict[str, Any]
 
 def body_arguments(call: RaggedMlaAttention, body: plan.Tile) -> dict[str, Any]:
     """The attention kernel's arguments that follow from the tile of one of its launches."""
-    layout = plan.format_of(call.layout) if call.code_dtype is None else "codes"
+    layout = name_in_layout(call.layout) if call.code_dtype is None else "codes"
     return {
         **row_arguments(call, layout, body.block_h),
         "BLOCK_H": body.block_h,

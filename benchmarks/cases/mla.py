@@ -325,7 +325,6 @@ _MORE = (
     _sparse("mla_sparse_v41_h16", "-", 8, 16, **V41),
     _sparse("mla_sparse_v41_pages_h64", "-", 8, 64, **V41, cache_layout="page"),
     _sparse("mla_sparse_fp4_h16", "-", 8, 16, **V41 | {"cache_format": "fp4_v41"}),
-    _sparse("mla_sparse_v41_fp4_h64", "-", 8, 64, **V41, extra_topk=512, extra_format="fp4_v41", sinks=True),
     _prefill("mla_prefill_v41_h64_64q", 32 * K, workload="-", num_q_tokens=64, num_q_heads=64, topk=640, **V41),
     _sparse("mla_float16_h32", "-", 8, 32, cache_format="plain", dtype="float16", sinks=True),
     _sparse("mla_float16_fp8_h16", "-", 8, 16, dtype="float16"),

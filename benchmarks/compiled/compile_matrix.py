@@ -48,7 +48,8 @@ COVERING = (
     "gemma4_global_prefill_4k", "fp8_64x4k", *paged_cases.COMPILED_ONLY,
     "mla_dense_h16_128x4k", "mla_dense_h128_128q2s4k", "mla_dense_fp8_h128_128x4k",
     "mla_sparse_bf16_h128_32q2", "mla_sparse_h16_b8", "mla_sparse_h32_b8", "mla_sparse_h128_128q2",
- "mla_sparse_v4_h64_128q2", "mla_prefill_h128_32k", "mla_prefill_fp8_h128_32k", *mla_cases.COMPILED_ONLY,
+    "mla_sparse_v4_h64_128q2", "mla_sparse_v41_h64_128q2", "mla_prefill_h128_32k", "mla_prefill_fp8_h128_32k",
+    *mla_cases.COMPILED_ONLY,
     "mla_ragged_64x4k", "mla_ragged_h16_64x4k", "mla_ragged_4k", *ragged_cases.COMPILED_ONLY,
     "mha_128_4k", "mha_128_4k_backward", "mha_192_4k", "mha_192_4k_backward", *varlen_cases.COMPILED_ONLY,
     "indexer_decode_64x32k", "indexer_prefill_4k", *indexer_cases.COMPILED_ONLY,
@@ -106,6 +107,7 @@ Exceptions = dict[tuple[str, str, str], tuple[float, str]]
 ROTARY = "of 16 keys the 64 rotary columns are 8 bytes for each of 256 threads"
 EIGHT_BITS = "without e4m3, values go from shared memory straight into a product's operand, which takes them by 8 bytes"
 CODES = "of 16 keys 128 codes are 8 bytes for each of 256 threads"
+HALVES = "of 32 keys 128 codes of 4 bits are 8 bytes for each of 256 threads"
 SCALES = "scales are words or bytes of their own"
 BY_TWO = "the list's slots come by twos"
 TERMS = "a row's norm, offset and share are words of their own"
@@ -116,6 +118,7 @@ NARROW: Exceptions = {
     ("gradient_kernel", "plain", "mma"): (0.80, f"{ROTARY}, {BY_TWO}"),
     ("latent_kernel", "fp8_v4", "mma"): (0.89, SCALES),
     ("latent_kernel", "fp8_v4", "wgmma"): (0.29, CODES),
+    ("latent_kernel", "fp8_v41", "wgmma"): (0.0, f"{HALVES}, {SCALES}"),
     ("tile_logits_kernel", "8 bits", "wgmma"): (0.49, WEIGHTS),
     ("tile_logits_kernel", "8 bits", "tcgen05"): (0.49, WEIGHTS),
     ("tile_logits_kernel", "8 bits", "mma"): (0.49, WEIGHTS),
@@ -130,6 +133,7 @@ NARROW_ON_OLDER: Exceptions = {
     ("dkv_kernel", "plain", "wgmma"): (0.64, TERMS),
     ("dkv_kernel", "plain", "tcgen05"): (0.42, TERMS),
     ("latent_kernel", "fp8_v4", "mma"): (0.86, f"{SCALES}, {BY_TWO}"),
+    ("latent_kernel", "fp8_v41", "mma"): (0.0, f"{HALVES}, {SCALES}"),
 }
 # Bytes per thread that the older Triton spills, since offsets of tokens have 64 bits; the newer one has room for them.
 SPILLED_ON_OLDER = {"dkv_kernel": 8, "forward_kernel": 8}

@@ -14,8 +14,9 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from ragged_attention.calls import name_in_layout
 from ragged_attention.kernels_triton._formats import e4m3_format, narrow
-from ragged_attention.kernels_triton._latent.plan import Keys, decoded_width, format_of
+from ragged_attention.kernels_triton._latent.plan import Keys, decoded_width
 from ragged_attention.kernels_triton._latent.rows import (
     Columns,
     Found,
@@ -69,7 +70,7 @@ def decoded(keys: Keys, call: Any, launch: Any) -> Keys:
         num_warps=4,
         num_stages=1,
         **{name: where[name] for name in ("page_stride", "slot_stride", "num_slots", "PAGE_UNIT")},
-        FORMAT=format_of(call.layout),
+        FORMAT=name_in_layout(call.layout),
         CODES=e4m3_format(call.device.arch),
         PAGE_SIZE=keys.page_size,
         WIDTH=width,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ragged_attention.calls import dtype_name
+from ragged_attention.calls import dtype_name, name_in_layout
 from ragged_attention.kernels_triton._formats import number_format
 from ragged_attention.kernels_triton._latent.lists import (
     divide,
@@ -20,7 +20,7 @@ from ragged_attention.kernels_triton._latent.lists import (
     split_edge,
     token_and_head,
 )
-from ragged_attention.kernels_triton._latent.plan import COPIED, MIN_SPLIT, OWN_SPLIT, Tile, Work, columns, format_of
+from ragged_attention.kernels_triton._latent.plan import COPIED, MIN_SPLIT, OWN_SPLIT, Tile, Work, columns
 from ragged_attention.kernels_triton._latent.rows import (
     Columns,
     Layout,
@@ -350,7 +350,7 @@ def attention_arguments(work: Work, tile: Tile, launch: Any) -> dict[str, Any]:
         **as_extra((work.extra or work.keys).addresses(launch)),
         **logit_scales(call.scale, work.soft_cap),
         "CAUSAL": work.causal,
-        "EXTRA_FORMAT": work.format if work.extra is None else format_of(call.extra_layout),
+        "EXTRA_FORMAT": work.format if work.extra is None else name_in_layout(call.extra_layout),
         "PAGE_SIZE": work.keys.page_size,
         "EXTRA_PAGE_SIZE": (work.extra or work.keys).page_size,
         **row_arguments(call, work.format, tile.block_h),

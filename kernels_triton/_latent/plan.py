@@ -5,7 +5,7 @@ import functools
 import math
 from typing import Any
 
-from ragged_attention.calls import CacheFormat, dtype_name
+from ragged_attention.calls import CacheFormat, dtype_name, name_in_layout
 from ragged_attention.calls.mla_cache import MIXED
 from ragged_attention.kernels_triton._tiles import (
     OLDER_COMPILER,
@@ -116,13 +116,6 @@ def readable(cache: Any, layout: CacheFormat | None, launch: Any) -> Any:
     return launch.packed(cache) if layout is None else launch.words(cache, packed_rows=layout.planar)
 
 
-def format_of(layout: CacheFormat | None) -> str:
-    """What the kernels call a format in its layout."""
-    if layout is None:
-        return "plain"
-    return layout.name if layout.layout == layout.layouts[0] else f"{layout.name}_{layout.layout}"
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """One call in the kernel's terms."""
@@ -148,7 +141,7 @@ class Work:
         """How rows lie in the cache, or in place of it."""
         if self.decoded:
             return "decoded_v32" if self.call.format == "fp8_v32" else "decoded_v4"
-        return format_of(self.call.layout)
+        return name_in_layout(self.call.layout)
 
     @property
     def group(self) -> int:

@@ -47,6 +47,7 @@ from ragged_attention.calls.mla_cache import DequantizeMlaCache as DequantizeMla
 from ragged_attention.calls.mla_cache import PageIndicesToSlots as PageIndicesToSlots
 from ragged_attention.calls.mla_cache import QuantizeMlaCache as QuantizeMlaCache
 from ragged_attention.calls.mla_cache import WriteMlaCache as WriteMlaCache
+from ragged_attention.calls.mla_cache import name_in_layout as name_in_layout
 from ragged_attention.calls.mla_schedule import DecodeSchedule as DecodeSchedule
 from ragged_attention.calls.mla_schedule import MakeDecodeSchedule as MakeDecodeSchedule
 from ragged_attention.calls.paged import MergeAttentionStates as MergeAttentionStates

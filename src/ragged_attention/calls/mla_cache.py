@@ -113,6 +113,13 @@ def laid_out(name: str, cache_layout: str | None) -> CacheFormat | None:
     return layout if cache_layout is None else dataclasses.replace(layout, layout=cache_layout)
 
 
+def name_in_layout(layout: CacheFormat | None) -> str:
+    """What kernels call a format: by its name, with the layout behind it where that is not the format's own."""
+    if layout is None:
+        return "plain"
+    return layout.name if layout.layout == layout.layouts[0] else f"{layout.name}_{layout.layout}"
+
+
 def expect_format(name: str, value: Any, plain: bool) -> None:
     known = ("plain",) * plain + tuple(CACHE_FORMATS)
     if value not in known:
