@@ -150,7 +150,11 @@ MUTANTS = {
         "sm90/narrow.h", "          s.full[stage].wait(turn / kStages & 1);\n", "", "narrow"
     ),
     "a stage of rows is filled while it is read": Mutant(
-        "sm90/narrow.h", "        s.empty[turn % kStages].wait((turn / kStages & 1) ^ 1);\n", "", "narrow", mode="crossed"
+        "sm90/narrow.h",
+        "        s.empty[turn % kStages].wait((turn / kStages & 1) ^ 1);\n",
+        "",
+        "narrow",
+        mode="crossed",
     ),
     "a stage of rows is handed back too early": Mutant(
         "sm90/narrow.h",

@@ -47,7 +47,16 @@ def test_the_kernels_agree_with_the_definition(emulated: EmulatedRunner, kind: s
 
 
 @pytest.mark.parametrize(
-    "some", ["prefill, 576", "prefill, fp8_v32", "dense, 576", "decode, fp8_v32", "decode schedule"]
+    "some",
+    [
+        "prefill, 576",
+        "prefill, fp8_v32",
+        "dense, 576",
+        "decode, fp8_v32",
+        "decode, fp8_v41",
+        "decode, fp4_v41",
+        "decode schedule",
+    ],
 )
 def test_every_operation_is_judged(some: str) -> None:
     """None of them passes because it declines all."""

@@ -115,6 +115,10 @@ def sparse(fp8: bool) -> tuple[str, dict[str, np.ndarray]]:
     return ("ra_mla_decode_sparse_fp8" if fp8 else "ra_sparse_mla_prefill"), given
 
 
+def narrow() -> tuple[str, dict[str, np.ndarray]]:
+    return "ra_mla_decode_sparse_fp8_narrow", sparse(True)[1]
+
+
 CASES: dict[str, tuple[Any, dict[str, tuple[int, ...]]]] = {
     "q": (dense(2), {"q": (4 * FAR, 2 * FAR, FAR // 2, 1)}),
     "table and lengths": (dense(2), {"lists": (FAR, 1), "lens": (FAR,)}),
@@ -125,6 +129,8 @@ CASES: dict[str, tuple[Any, dict[str, tuple[int, ...]]]] = {
     "slots of lists in pages of one": (sparse(False), {"kv": (3 * FAR // 2, FAR // 2, 576, 1)}),
     "lists and their lengths": (sparse(False), {"lists": (4 * FAR, 2 * FAR, FAR, 1), "lens": (2 * FAR, FAR)}),
     "rows of bytes": (sparse(True), {"kv": (3 * FAR, FAR, 656, 1)}),
+    "rows of bytes, few heads": (narrow(), {"kv": (3 * FAR, FAR, 656, 1)}),
+    "q beside bytes, few heads": (narrow(), {"q": (4 * FAR, 2 * FAR, FAR // 2, 1)}),
     "q beside bytes": (sparse(True), {"q": (4 * FAR, 2 * FAR, FAR // 2, 1)}),
 }
 

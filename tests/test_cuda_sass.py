@@ -180,6 +180,15 @@ def test_what_counts_as_a_failure(changes: dict[str, object], failure: str) -> N
     assert dict.fromkeys(cuda_sass.failures([kernel], {})) == {f"{kernel.name}: {failure}": None}
 
 
+def test_a_kernel_of_few_heads_has_products_and_copies_of_its_own() -> None:
+    kinds = {"HMMA": 136, "UBLKCP": 1, "HGMMA": 0, "LDGSTS": 0}
+    loops = tuple(sass.Counts(600, (), kind) for kind in ({"HMMA": 68}, {"HMMA": 68}, {"UBLKCP": 1}))
+    plan = {"type": "Narrow<2, false>", "set_registers": (40, 232), "loops": loops}
+    assert cuda_sass.failures([planned(**plan, kinds=kinds)], {}) == []
+    for kind in ("HMMA", "UBLKCP"):
+        assert cuda_sass.failures([planned(**plan, kinds=kinds | {kind: 0})], {}) == [f"Narrow<2, false>: no {kind}"]
+
+
 def test_shared_memory_has_a_limit() -> None:
     size = {planned().type: 232448}
     assert cuda_sass.failures([planned()], size) == []

@@ -52,8 +52,9 @@ WARPGROUP.ARRIVE orders behind writes to its operands, or a load wait for anothe
 A kernel's name is that of its body: `Seesaw<operands, width of a row, lists>` of plain caches, `Fp8Decode` of
 `fp8_v32`, `Narrow<8 heads so many times, teams by heads>` of those with few heads, `Fp8V4` of `fp8_v4`, `V41` of
 `fp8_v41` and `fp4_v41` ones, `Combine<results>` and `NarrowCombine<results>` which merge splits, `Deal` which makes a
-schedule. For the loads of the decoding producers there are not registers enough to have all under way at once: {serial}
-of a turn of `Fp8V4` wait for the one before, and of `V41` {serial_41} of those of both formats, of which a block has one.
+schedule. For the loads of the decoding producers there are not registers enough to have all under way at once:
+{serial} of a turn of `Fp8V4` wait for the one before, and of `V41` {serial_41} of those of both formats, of which a
+block has one.
 """
 KERNELS = """\
 ## Kernels
@@ -71,8 +72,8 @@ LOOPS = """\
 The loops in which products are computed or keys are fetched, one turn of each: two blocks of 64 keys in `Seesaw`,
 `Fp8V4` and `V41`, one in `Fp8Decode` and `Narrow`, of which a team of the latter has half, by keys or by heads. The
 loop of `V41`'s producer has the code for both formats. Products by shape, and how often their end is waited for; loads
-by TMA and asynchronous copies; exponentials; other arithmetic in float; loads and stores of shared memory; those of local memory; waits for
-memory barriers; words between warpgroups.
+by TMA and asynchronous copies; exponentials; other arithmetic in float; loads and stores of shared memory; those of
+local memory; waits for memory barriers; words between warpgroups.
 
 | kernel | loop | instructions | products | settled | copies | ex2 | float | LDS | STS | local | waits | barriers |
 |---|---|---|---|---|---|---|---|---|---|---|---|---|
