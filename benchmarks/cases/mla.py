@@ -40,7 +40,7 @@ class LatentCase(Case, LatentSample):
 
     @property
     def key_format(self) -> str:
-        return self.cache_format
+        return f"{self.cache_format} beside {self.extra_format}" if self.extra_format else self.cache_format
 
     @property
     def row_bytes(self) -> int:

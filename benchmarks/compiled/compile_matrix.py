@@ -118,7 +118,7 @@ NARROW: Exceptions = {
     ("gradient_kernel", "plain", "mma"): (0.80, f"{ROTARY}, {BY_TWO}"),
     ("latent_kernel", "fp8_v4", "mma"): (0.89, SCALES),
     ("latent_kernel", "fp8_v4", "wgmma"): (0.29, CODES),
-    ("latent_kernel", "fp8_v41", "wgmma"): (0.0, f"{HALVES}, {SCALES}"),
+    ("latent_kernel", "fp8_v41 beside fp4_v41", "wgmma"): (0.0, f"{HALVES}, {SCALES}"),
     ("tile_logits_kernel", "8 bits", "wgmma"): (0.49, WEIGHTS),
     ("tile_logits_kernel", "8 bits", "tcgen05"): (0.49, WEIGHTS),
     ("tile_logits_kernel", "8 bits", "mma"): (0.49, WEIGHTS),
@@ -133,7 +133,7 @@ NARROW_ON_OLDER: Exceptions = {
     ("dkv_kernel", "plain", "wgmma"): (0.64, TERMS),
     ("dkv_kernel", "plain", "tcgen05"): (0.42, TERMS),
     ("latent_kernel", "fp8_v4", "mma"): (0.86, f"{SCALES}, {BY_TWO}"),
-    ("latent_kernel", "fp8_v41", "mma"): (0.0, f"{HALVES}, {SCALES}"),
+    ("latent_kernel", "fp8_v41 beside fp4_v41", "mma"): (0.0, f"{HALVES}, {SCALES}"),
 }
 # Bytes per thread that the older Triton spills, since offsets of tokens have 64 bits; the newer one has room for them.
 SPILLED_ON_OLDER = {"dkv_kernel": 8, "forward_kernel": 8}
