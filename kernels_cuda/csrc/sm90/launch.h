@@ -50,7 +50,7 @@ int launch_latent(RaLatent const& call, void* stream) {
   if (code) return code;
   if (!splits) return 0;
   int64_t const blocks = (rows + Merge::kThreads / 32 - 1) / (Merge::kThreads / 32);
-  return op::launch<Merge>(blocks, 0, stream, typename Merge::Params{plan});
+  return op::launch_dependent<Merge>(blocks, 0, stream, typename Merge::Params{plan});
 }
 
 inline bool takes(RaLatent const& call, int format, bool sparse) {
