@@ -13,6 +13,7 @@ using Mma = decltype(cute::make_tiled_mma(
 enum Deed {
   kWaitAlone, kOtherCount, kHalfWarp, kNoSuchBarrier, kApart, kUnmade, kUnknown, kTooMany, kCopyAskew, kCopyFromAskew,
   kStoreAside, kNoRegisters, kKeepMore, kWantLess, kLoadUnfenced, kWrongPlace, kTwoTiles, kOperandAside, kLoadOver,
+  kMatricesAskew, kNeverWaits, kReadsEarly,
   kUnfenced, kCopied, kStored, kArrived, kDeeds
 };
 
@@ -75,6 +76,8 @@ struct Body {
     if (kDeed == kCopyFromAskew && first) op::copy16(s.tiles[0], params.global + 1, true);
     float aside = 0;
     if (kDeed == kStoreAside && first) op::store(&aside, 1.f);
+    if (kDeed == kMatricesAskew && t < 32) op::store_matrices(&s.tiles[0][t * 8 + 4], {0, 0, 0, 0});
+    if (kDeed == kReadsEarly) op::given(params.sums), op::wait_for_grid_before();
     if (kDeed == kNoRegisters) op::reg_alloc<216>();
     if (kDeed == kKeepMore && first) op::reg_dealloc<200>();
     if (kDeed == kWantLess && first) op::reg_alloc<40>();
@@ -105,7 +108,8 @@ int launch(int deed, char const* global, float* sums) {
   if constexpr (kDeed < kDeeds) {
     using B = Body<kDeed>;
     if (deed != kDeed) return launch<kDeed + 1>(deed, global, sums);
-    return op::launch<B>(1, sizeof(typename B::Smem), nullptr, typename B::Params{global, sums});
+    bool const dependent = kDeed == kNeverWaits || kDeed == kReadsEarly;
+    return op::launch<B>(1, sizeof(typename B::Smem), nullptr, typename B::Params{global, sums}, dependent);
   }
   return RA_NO_KERNEL;
 }

@@ -108,7 +108,7 @@ MUTANTS = {
         "sm90/seesaw.h", "op::wgmma_wait<1>()", "op::wgmma_wait<2>()", mode="crossed"
     ),
     "every thread hands a stage back, not one of a group": Mutant(
-        "sm90/latent.h", "if (pair == 0 && row0 % 8 == 0) bar.arrive();", "bar.arrive();"
+        "sm90/latent.h", "if (op::fresh_tid() % 32 == 0) bar.arrive();", "bar.arrive();"
     ),
     "queries are not waited for": Mutant("sm90/seesaw.h", "        s.q_full.wait(phases >> 2);\n", ""),
     # What each proxy sees.
@@ -144,7 +144,31 @@ MUTANTS = {
     "a second list begins where the first ends": Mutant(
         "sm90/latent.h", "? (lists.length + kBlock - 1) / kBlock * kBlock :", "? lists.length :", "v4"
     ),
-    "the level is the maximum": Mutant("sm90/fp8_decode.h", "op::exp2(level[r] - maximum[r])", "1.f", "fp8"),
+    "values and sums are relative to the same": Mutant(
+        "sm90/fp8_decode.h", "power_of_two(kHeadroom) * power_of_two(-exponent)", "power_of_two(-exponent)", "fp8"
+    ),
+    "the level moves, and the output stays": Mutant(
+        "sm90/fp8_decode.h", "      if (__builtin_expect(op::any_in_warp(moves), false)) rescale(factor);\n", "", "fp8"
+    ),
+    "an accumulator is multiplied while it grows": Mutant(
+        "sm90/fp8_decode.h", "op::wgmma_wait<1>(odd);\n      take_step", "op::wgmma_wait<2>(odd);\n      take_step", "fp8"
+    ),
+    "the step of another group": Mutant(
+        "sm90/fp8_decode.h", "take_step(s.step[stage][1], odd)", "take_step(s.step[stage][0], odd)", "fp8"
+    ),
+    "the rest is not divided as the queries are": Mutant(
+        "sm90/fp8_decode.h", "op::pack<bf16>(low, high)", "op::pack<bf16>(low / factor, high / factor)", "fp8"
+    ),
+    "rows of weights are stored in each other's place": Mutant(
+        "sm90/latent.h", "offset_of(t / 32 * 16 + t % 16, j", "offset_of(t / 32 * 16 + (t % 16 ^ 8), j", "lists"
+    ),
+    "the output's neighbours exchange the wrong words": Mutant(
+        "sm90/latent.h", "op::shfl_xor(odd ? first : second, 1)", "op::shfl_xor(odd ? second : first, 1)"
+    ),
+    "partial results are not waited for": Mutant("sm90/combine.h", "    op::wait_for_grid_before();\n", ""),
+    "partial results of few heads are not waited for": Mutant(
+        "sm90/narrow_combine.h", "    op::wait_for_grid_before();\n", "", "narrow"
+    ),
     # The kernel for few heads.
     "rows are read before they are there": Mutant(
         "sm90/narrow.h", "          s.full[stage].wait(turn / kStages & 1);\n", "", "narrow"
@@ -206,7 +230,7 @@ MUTANTS = {
     ),
     "a scale for each 64": Mutant("sm90/v41.h", "chunk % 4 : chunk / 2)", "chunk % 4 : chunk / 4)", "v41"),
     "sinks weigh before the maximum is taken off": Mutant(
-        "sm90/latent.h", " * float(kLog2e) - maximum[R])", " * float(kLog2e))"
+        "sm90/latent.h", " * float(kLog2e) - reference[R])", " * float(kLog2e))"
     ),
 }  # fmt: skip
 # What no result tells, since here the threads of a block come by luck in a good order: ThreadSanitizer does.

@@ -103,9 +103,19 @@ def test_the_chain_is_read_round_the_loop() -> None:
     stalls = ((LOGITS, 9), (SETTLE, 2), (LOGITS, 9), (SETTLE, 3), ("FMUL R2, R2, R3", 5), ("MUFU.EX2 R2, R2", 7))
     lines = [ARRIVE, *((code, control(stall=stall)) for code, stall in (*stalls, (VALUES, 11))), SETTLE]
     for turn in range(len(lines)):
-        assert chains.chain_of(listing(*lines[turn:], *lines[:turn])) == (15, 2)
+        assert chains.chain_of(listing(*lines[turn:], *lines[:turn])) == (15, 2, 0)
     assert chains.chain_of(listing(VALUES, SETTLE)) is None
     assert chains.chain_of(listing("MOV R2, R3")) is None
+
+
+def test_what_a_branch_jumps_over_is_counted_by_itself() -> None:
+    def lines(branch: str) -> list[sass.Instruction]:
+        stalls = ((LOGITS, 1), (SETTLE, 2), (branch, 5), ("FMUL R2, R2, R3", 8), ("FMUL R3, R2, R3", 8), ("MOV R2, R3", 4))
+        return listing(*((code, control(stall=stall)) for code, stall in (*stalls, (VALUES, 1), (SETTLE, 1))))
+
+    assert chains.chain_of(lines("@P1 BRA 0x50")) == (11, 1, 16)
+    assert chains.chain_of(lines("BRA 0x50")) == (27, 1, 0)
+    assert chains.chain_of(lines("@P1 BRA 0x200")) == (27, 1, 0)
 
 
 def test_the_peer_s_lines_stay_where_it_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,9 @@ REPORTS = (
     "expected one product of all lanes of a warp",
     "expected an operand in shared memory",
     "expected a proxy fence between ordinary writes and a load by TMA to the same place",
+    "expected rows of matrices at 16 aligned bytes of shared memory",
+    "expected every thread to wait for the grid before",
+    "expected a wait for the grid before what it has written is read",
 )
 UNFENCED, COPIED, FENCED, ARRIVED = range(len(REPORTS), len(REPORTS) + 4)
 MODES = range(len(_native.MODES))

@@ -18,6 +18,7 @@ class Chain(NamedTuple):
 
     cycles: int  # stalls from the wait for the last product of QK to the first product of PV
     waits: int  # for all products under way, from the first product of QK to that wait
+    at_times: int = 0  # further stalls of what a branch jumps over, such as a rescaling that hardly ever comes
 
 
 def chain_of(loop: Sequence[Instruction]) -> Chain | None:
@@ -40,8 +41,22 @@ def chain_of(loop: Sequence[Instruction]) -> Chain | None:
     last = max(index for index in range(values) if shapes[index] == LOGITS)
     waits = [index for index in range(values) if _waits_for_all(turn[index])]
     settled = next((index for index in waits if index > last), last)
-    cycles = sum(control_of(line.control or 0).stall for line in turn[settled:values])
-    return Chain(cycles, sum(index <= settled for index in waits))
+    chain = turn[settled:values]
+    jumped = _jumped_over(chain)
+    stalls = [control_of(line.control or 0).stall for line in chain]
+    at_times = sum(stall for index, stall in enumerate(stalls) if index in jumped)
+    return Chain(sum(stalls) - at_times, sum(index <= settled for index in waits), at_times)
+
+
+def _jumped_over(code: Sequence[Instruction]) -> set[int]:
+    """The instructions that conditional branches within a stretch of code lead past."""
+    places = {line.address: index for index, line in enumerate(code)}
+    return {
+        between
+        for index, line in enumerate(code)
+        if line.predicated and line.target is not None and (end := places.get(line.target, 0)) > index
+        for between in range(index + 1, end)
+    }
 
 
 def _shape(line: Instruction) -> str | None:

@@ -86,7 +86,8 @@ The loops of FlashMLA's kernels for Hopper, as its authors' compiler made them, 
 `python -m benchmarks.peers.sources` fetches the library, `python -m benchmarks.compiled.cuda_sass --peer` reads it.
 FlashMLA's sparse decode with 128 heads runs in pairs of thread blocks that decode half of each block's rows, so its
 producer's turn is half a block; its dense kernels have no producer. Chain: cycles, as the control bits say them, from
-the wait for the last product of QK to the first product of PV; waits: how often QK waits for all that is under way;
+the wait for the last product of QK to the first product of PV, and behind a plus those of stretches that a branch jumps
+over, such as a rescaling that hardly ever comes; waits: how often QK waits for all that is under way;
 in series: loads that wait for another load of their turn. Shared memory is asked for at launch, so a binary does not
 say FlashMLA's. Where a loop of its prefill has twice the products of QK, the first QK, which comes once, is among them.
 
@@ -212,7 +213,7 @@ def peer_lines(what: str, name: str, kernel: sass.Kernel, shared: object) -> lis
         counts, chain = sass.count(loop), chains.chain_of(loop)
         kind = "consumer" if _multiplies(counts) else "producer"
         cells = (
-            what, name, kind, counts.instructions, _products(counts), chain.cycles if chain else "-",
+            what, name, kind, counts.instructions, _products(counts), _chain(chain),
             chain.waits if chain else "-", hazards.serial_loads(loop), kernel.registers,
             ", ".join(map(str, kernel.set_registers)) or "-", shared,
         )  # fmt: skip
@@ -262,6 +263,12 @@ def _loop_line(kernel: sass.Kernel, loop: sass.Counts) -> str:
 
 def _line(cells: Sequence[object]) -> str:
     return "| " + " | ".join(map(str, cells)) + " |\n"
+
+
+def _chain(chain: chains.Chain | None) -> str:
+    if chain is None:
+        return "-"
+    return f"{chain.cycles} (+{chain.at_times})" if chain.at_times else str(chain.cycles)
 
 
 def _products(counts: sass.Counts) -> str:

@@ -9,6 +9,7 @@
 //   bytes_of                                    four bytes of two words, chosen by the digits of a selector
 //   reg_alloc<N>, reg_dealloc<N>                registers a thread of this warpgroup, from here on
 //   syncthreads, syncwarp, named_sync, named_arrive, shfl_xor, shfl
+//   any_in_warp                                 whether a condition holds for a thread of the warp
 //   MBar: init, arrive, arrive_expect, wait     a barrier of arrivals and bytes, with a phase bit
 //   fence_barrier_init, fence_async_shared      the latter between ordinary writes and wgmma's or TMA's view of them
 //   load_constant                               a number of global memory that no kernel at work writes
@@ -17,6 +18,8 @@
 //   bulk_load                                   a row's bytes, at an mbarrier as those of a load by TMA
 //   make_tma, descriptor_of, tma_load           tiles of 64 x 64 of a (rows, columns, (heads, pages)) tensor
 //   store                                       an ordinary write of what wgmma will read
+//   store_matrices                              four matrices of 8 x 8 16-bit numbers, by a warp, otherwise likewise
+//   load_matrices                               the converse
 //   wgmma_ss, wgmma_rs, wgmma_wait<N>           asynchronous products; the wait names the accumulators it settles
 //   mma<T>                                      synchronous products of a warp, 16 x 8 x 16 each, of registers
 //   exp2, log2, reciprocal, pack<T>             2^x, the base-2 logarithm, 1/x, two floats as one word of T
@@ -24,6 +27,9 @@
 //   half_pair, low_half, high_half              two e4m3 codes as a word of float16, and its two as float
 //   half_pairs                                  four e4m3 codes as two such words
 //   launch                                      a grid of blocks that run Body::run(params, shared memory)
+//   launch_dependent                            likewise, as soon as all blocks of the grid before let it or have ended
+//   let_dependents_launch                       this block lets it
+//   wait_for_grid_before, given                 until that has ended, in every thread; what it wrote to global memory
 #pragma once
 #include <cute/tensor.hpp>
 #include <cutlass/bfloat16.h>

@@ -234,8 +234,12 @@ inline bool is_zero(void const* memory, size_t size) {
   return true;
 }
 
-// The power of two by which a row of queries with this largest magnitude is divided to lie below 2^9, as its exponent.
-RA_HD int unit_exponent(uint32_t largest_bits) { return clamped(int(largest_bits >> 23) - 127 - 8, -118, 119); }
+// The power of two by which a row of queries with this largest magnitude is divided to lie below 2^9, as its exponent. If
+// its rest is larger by far, as much greater as brings that below 2^69, so that its products stay within float32.
+RA_HD int unit_exponent(uint32_t largest_bits, uint32_t rest_bits = 0) {
+  int const value = int(largest_bits >> 23) - 127 - 8, rest = int(rest_bits >> 23) - 127 - 68;
+  return clamped(value > rest ? value : rest, -118, 119);
+}
 // The exponent that a key's scales are taken relative to: that of the largest. Below 2^-60 they bring nothing that
 // could be told from 0 beside a finite logit, and 2^-127 would be no normal number.
 RA_HD int scale_exponent(uint32_t largest_bits) { return clamped(int(largest_bits >> 23) - 127, -60, 126); }

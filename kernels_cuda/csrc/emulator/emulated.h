@@ -272,6 +272,21 @@ inline float shfl(float value, int from) {
   unsigned const turn = machine.meet(2, false, "warp %ld at a shuffle", [] {});
   return warp.lanes[turn & 1][from % emu::kWarp];
 }
+inline uint32_t shfl_xor(uint32_t value, int mask) {
+  float bits;
+  memcpy(&bits, &value, sizeof bits);
+  bits = shfl_xor(bits, mask);
+  memcpy(&value, &bits, sizeof bits);
+  return value;
+}
+inline bool any_in_warp(bool condition) {
+  emu::watch::Unseen unseen;
+  emu::Warp& warp = machine.warps[machine.current / emu::kWarp];
+  warp.lanes[warp.turn & 1][machine.current % emu::kWarp] = condition;
+  unsigned const turn = machine.meet(4, false, "warp %ld at a vote", [] {});
+  float const* const said = warp.lanes[turn & 1];
+  return std::any_of(said, said + emu::kWarp, [](float one) { return one != 0; });
+}
 // The first eight hardware barriers are CUTLASS's own.
 inline void named_sync(int id, int threads) {
   emu::watch::Unseen unseen;
@@ -405,6 +420,39 @@ void store(T* shared, T value) {
   auto const offset = uint32_t(reinterpret_cast<unsigned char*>(shared) - machine.shared);
   emu::Fiber& self = machine.fibers[machine.current];
   machine.write(self.stored, machine.current, offset, self.clock[machine.current], &value, sizeof(T));
+}
+
+// Each thread writes the row that it says, of the words that four threads have of it.
+inline void store_matrices(void* row, uint32_t const (&words)[4]) {
+  uint4 found;
+  {
+    emu::watch::Unseen unseen;
+    emu::Warp& warp = machine.warps[machine.current / emu::kWarp];
+    int const lane = machine.current % emu::kWarp;
+    if (!machine.is_shared(row, 16) || reinterpret_cast<uintptr_t>(row) % 16 != 0)
+      machine.fault("expected rows of matrices at 16 aligned bytes of shared memory");
+    memcpy(warp.matrices[warp.turn & 1][lane], words, sizeof words);
+    unsigned const turn = machine.meet(5, false, "warp %ld at a store of matrices", [] {});
+    auto const* const given = &warp.matrices[turn & 1][lane % 8 * 4];
+    found = {given[0][lane / 8], given[1][lane / 8], given[2][lane / 8], given[3][lane / 8]};
+  }
+  store(static_cast<uint4*>(row), found);
+}
+
+// Each thread reads its words of rows that others say.
+inline uint4 load_matrices(void const* row) {
+  uint32_t const* rows[4];
+  int const lane = machine.current % emu::kWarp;
+  {
+    emu::watch::Unseen unseen;
+    emu::Warp& warp = machine.warps[machine.current / emu::kWarp];
+    if (!machine.is_shared(row, 16) || reinterpret_cast<uintptr_t>(row) % 16 != 0)
+      machine.fault("expected rows of matrices at 16 aligned bytes of shared memory");
+    memcpy(warp.matrices[warp.turn & 1][lane], &row, sizeof row);
+    unsigned const turn = machine.meet(6, false, "warp %ld at a load of matrices", [] {});
+    for (int i = 0; i < 4; ++i) memcpy(&rows[i], warp.matrices[turn & 1][8 * i + lane / 4], sizeof rows[i]);
+  }
+  return {rows[0][lane % 4], rows[1][lane % 4], rows[2][lane % 4], rows[3][lane % 4]};
 }
 
 template <class Tensor, class Layout>
@@ -583,18 +631,33 @@ inline void half_pairs(uint32_t codes, uint32_t& low, uint32_t& high) {
 inline float low_half(uint32_t word) { return emu::widened<f16>(uint16_t(word)); }
 inline float high_half(uint32_t word) { return emu::widened<f16>(uint16_t(word >> 16)); }
 
+inline void let_dependents_launch() {}
+inline void wait_for_grid_before() { machine.fibers[machine.current].waited = true; }
+template <class T>
+T given(T const* global) {
+  if (machine.dependent && !machine.fibers[machine.current].waited)
+    machine.fault("expected a wait for the grid before what it has written is read");
+  return *global;
+}
+
 // Runs the whole grid before it returns.
 template <class Body, class Params>
-int launch(int64_t grid, int shared_bytes, void*, Params const& params) {
+int launch(int64_t grid, int shared_bytes, void*, Params const& params, bool dependent = false) {
   static_assert(Body::kThreads % emu::kWarp == 0 && Body::kThreads <= emu::kMostThreads);
   std::lock_guard<std::mutex> const alone(machine.busy);
   if (shared_bytes > emu::kMostShared) return RA_NO_KERNEL;
   machine.prepare(Body::kThreads, shared_bytes);
   machine.params = &params;
+  machine.dependent = dependent;
   machine.body = [](void const* params, void* shared) {
     Body::run(*static_cast<Params const*>(params), *static_cast<typename Body::Smem*>(shared));
   };
   return machine.run(grid) ? 0 : RA_DEADLOCK;
+}
+
+template <class Body, class Params>
+int launch_dependent(int64_t grid, int shared_bytes, void* stream, Params const& params) {
+  return launch<Body>(grid, shared_bytes, stream, params, true);
 }
 
 }  // namespace op

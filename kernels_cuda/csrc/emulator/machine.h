@@ -170,6 +170,7 @@ struct Fiber {
   std::deque<Copy> copies;
   std::vector<Write> stored, landed;  // each in the order of its epochs
   char copied;                        // a tag
+  bool waited = false;                // for the grid before
 };
 
 // A product of a warp: each of its lanes adds its share, the last makes it whole.
@@ -192,6 +193,7 @@ struct Warp : Passage {
   int kind = 0, count = 0;
   float lanes[2][kWarp];
   Fragment fragments[kWarp];
+  uint32_t matrices[2][kWarp][4];
   std::deque<Product> products;
   uint64_t settled = 0;                   // products that are no longer in the list
   std::array<uint64_t, kWarp> issued{};
@@ -464,6 +466,7 @@ struct Machine {
   // -------------------------------------------------------------------------------------------------- a launch
   void (*body)(void const* params, void* shared) = nullptr;
   void const* params = nullptr;
+  bool dependent = false;  // it may have begun before the grid before has ended
   char started, ended;  // tags
   unsigned char* stacks = nullptr;
   std::vector<unsigned char> memory;
@@ -581,6 +584,9 @@ inline void Machine::enter() {
   watch::show();
   machine.body(machine.params, machine.shared);
   watch::hide();
+  // Otherwise this grid could end before that, and what follows begin.
+  if (machine.dependent && !machine.fibers[machine.current].waited)
+    machine.fault("expected every thread to wait for the grid before");
   watch::release(&machine.ended);
   ++machine.done;
   machine.resume(machine.next());

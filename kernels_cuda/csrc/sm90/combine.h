@@ -1,4 +1,5 @@
-// The partial results of sequences that were computed in several parts, merged in their order: one warp a query row.
+// The partial results of sequences that were computed in several parts, merged in their order: one warp a query row. Its
+// launch overlaps with the end of the grid that leaves them.
 #pragma once
 #include "latent.h"
 
@@ -15,6 +16,7 @@ struct Combine {
   RA_DEV static void run(Params const& params, Smem&) {
     Plan const& plan = params.plan;
     RaLatent const& call = plan.call;
+    op::wait_for_grid_before();
     int64_t const row = int64_t(op::bid()) * (kThreads / 32) + op::tid() / 32, lane = op::tid() % 32;
     if (row >= call.num_seqs * call.num_q_tokens * call.num_q_heads) return;
     int const head = int(row % call.num_q_heads), token = int(row / call.num_q_heads % call.num_q_tokens);
@@ -27,21 +29,21 @@ struct Combine {
       Range const range = range_of(plan, part, seq, blocks);
       if (range.slot < 0) continue;
       int64_t const index = (range.slot * call.num_q_tokens + token) * call.num_q_heads + head;
-      m_i = fmaxf(m_i, call.partial_lse[index]);
-      if (call.max_logits) maximum = fmaxf(maximum, call.partial_max[index]);
+      m_i = fmaxf(m_i, op::given(call.partial_lse + index));
+      if (call.max_logits) maximum = fmaxf(maximum, op::given(call.partial_max + index));
     }
     for (int part = first; part == first || goes_on(plan, part, seq); ++part) {
       Range const range = range_of(plan, part, seq, blocks);
       if (range.slot < 0) continue;
       int64_t const index = (range.slot * call.num_q_tokens + token) * call.num_q_heads + head;
-      float const lse = call.partial_lse[index];
+      float const lse = op::given(call.partial_lse + index);
       if (lse == -INFINITY) continue;
       float const weight = op::exp2(lse - m_i);
       l_i += weight;
       float4 const* const given = reinterpret_cast<float4 const*>(call.partial_out + index * kValue);
       CUTE_UNROLL
       for (int i = 0; i < 4; ++i) {
-        float4 const part_out = given[lane + 32 * i];
+        float4 const part_out = op::given(given + lane + 32 * i);
         acc[i].x += weight * part_out.x;
         acc[i].y += weight * part_out.y;
         acc[i].z += weight * part_out.z;

@@ -1,9 +1,9 @@
 // Attention by lists over rows of an `fp8_v32` cache: 512 e4m3 codes, four float32 scales, 64 bfloat16 columns.
 //
 // A code becomes a float16 operand, exactly, and is never multiplied: the scale of a group of 128 columns is folded into
-// its share of the logits and into the weights of its values. Such weights are held near 1 by a second running maximum,
-// `level`, of logit plus exponent of the key's largest scale. Queries become float16 as well, divided by a power of two
-// a row; the 64 columns behind the value stay bfloat16.
+// its share of the logits and into the weights of its values. Such weights are held near 1 by `level`, a running maximum
+// of logit plus exponent of the key's largest scale, which is followed only where it lags. Queries become float16 as
+// well, divided by a power of two a row; the 64 columns behind the value stay bfloat16.
 //
 // A producer warpgroup decodes rows into two stages. Warpgroup 0, the leader, computes logits and weights and holds the
 // left half of the output; warpgroup 1, the follower, holds the right half. Both read the weights from shared memory,
@@ -11,13 +11,13 @@
 // exponentials, the follower's product of the block before has the tensor cores.
 //
 //   barrier       who arrives                                     of    a phase is    protects
-//   q_full        each producer thread; one for the segment       129   a segment     q, unit, segments[turn % 2]
-//   q_empty       a thread of each consumer warp                  8     a segment     q, unit
+//   q_full        each producer thread; one for the segment       129   a segment     q, unit, spoilt, segments[turn % 2]
+//   q_empty       a thread of each consumer warp                  8     a segment     q, unit, spoilt
 //   full[S][0]    each producer thread                            128   a use of S    left half of stage S, scales
 //   full[S][1]    each producer thread, and its copies            256   a use of S    right half, and slab 8
 //   empty[S][H]   a thread of each warp of warpgroup H            4     a use of S    half H; slab 8 and scales are both's
 //   kWeights + S  the leader; the follower waits                  256   a use of S    weights in slab 8, factor[S]
-//   kSums         both, and wait                                  256   a segment     sums, maximum, level
+//   kSums         both, and wait                                  256   a segment     sums, reference, regain
 //   kRestRead     the leader, and waits                           128   a block       slab 8 before weights take its place
 #pragma once
 #include "latent.h"
@@ -26,6 +26,9 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
   using Base = LatentBase<f16, bf16, true, 16, 1>;
   static constexpr int kColumns = 576, kGroups = 4;
   static constexpr float kSmallestRatio = 8.67361737988403547e-19f;  // 2^-60, in place of a scale of 0 in logits
+  // The sum's weights are 2^33 times those of values, of which each has its key's exponent, -60 to 126, taken off: so that
+  // the largest lies between 2^-93 and 2^99 and neither what counts beside it nor the sum of 2^28 of them leaves float32.
+  static constexpr int kHeadroom = 33;
 
   // Named barriers: the weights of a block, one for each stage; the rows' sums; and, of the leader alone, that the rest
   // is no longer read.
@@ -35,11 +38,14 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
     f16 q[9][kSlab];                  // slab 8: bfloat16
     f16 keys[2][9][kSlab];            // slab 8: the rest in bfloat16, then the block's weights
     float ratio[2][kGroups][64];      // a group's scale over 2^exponent
-    float step[2][kGroups][64];       // what logits are multiplied by after each group
-    float exponent[2][64], power[2][64];  // power: 2^exponent; of a key that is not there -inf and 0
-    float unit[64];                   // what rows of q were divided by
+    float step[2][kGroups - 1][64];   // what logits are multiplied by after groups 0 to 2
+    float2 last[2][64];               // and after the last, and what is added then: 0, of a key that is not there -inf
+    float exponent[2][64], power[2][64];  // power: 2^(exponent - kHeadroom); of a key that is not there -inf and 0
+    float unit[64], spoilt[64];       // what logits of a row are multiplied by, and sums gain: 0, or NaN
     float factor[2][64];              // what the output of the blocks before is multiplied by
-    float maximum[2][64], level[2][64], sums[2][64];
+    float reference[2][64], regain[2][64], sums[2][64];
+    float level[64];                  // what the output is relative to
+    float2 most[128];                 // of the leader's threads, the largest logits of both rows
     Segment segments[2];              // that the producer is at, and that consumers may still be finishing
     op::MBar q_full, q_empty, full[2][2], empty[2][2];
   };
@@ -55,12 +61,10 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
     uint4 of[4][2];
   };
   template <int H>
-  RA_DEV static void load(char const* rows, Block const& block, Codes& codes) {
+  RA_DEV static void load(Plan const& plan, Block const& block, int i, Codes& codes) {
+    char const* const row = row_at(plan.keys.cache + op::fresh_tid() % 8 * 16, block.at[i]) + H * 256;
     CUTE_UNROLL
-    for (int i = 0; i < 4; ++i)
-      CUTE_UNROLL
-      for (int j = 0; j < 2; ++j)
-        codes.of[i][j] = op::load16(row_at(rows, block.at[i]) + H * 256 + j * 128, block.at[i] != kUnseen);
+    for (int j = 0; j < 2; ++j) codes.of[i][j] = op::load16(row + j * 128, block.at[i] != kUnseen);
   }
   // A row's scales are loaded and stored by one of its first four threads: which row that is comes first, so that one
   // load is enough.
@@ -89,8 +93,9 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
     }
   }
 
-  // Logits grow group by group; after each group they are multiplied by what suits the next (Horner's scheme), so that
-  // one accumulator is enough: after the last group by its own ratio and the power that all ratios are relative to.
+  // Logits grow group by group, those of even groups in one accumulator, those of odd ones in another. After each group
+  // they are multiplied by what suits the next of theirs (Horner's scheme), while the other accumulator grows; after the
+  // last by its own ratio and the power that all ratios are relative to.
   RA_DEV static void store_scales(Scales const& scales, int stage, int row, Smem& s) {
     bool const seen = scales.seen;
     float ratio[kGroups] = {float_of(scales.of.x), float_of(scales.of.y), float_of(scales.of.z), float_of(scales.of.w)};
@@ -106,77 +111,99 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
       divisor[i] = fabsf(ratio[i]) < kSmallestRatio ? kSmallestRatio : ratio[i];
     }
     s.exponent[stage][row] = seen ? float(exponent) : -INFINITY;
-    s.power[stage][row] = seen ? power_of_two(exponent) : 0.f;
+    s.power[stage][row] = seen ? power_of_two(exponent - kHeadroom) : 0.f;
     CUTE_UNROLL
-    for (int i = 0; i < kGroups - 1; ++i) s.step[stage][i][row] = divisor[i] * op::reciprocal(divisor[i + 1]);
-    s.step[stage][kGroups - 1][row] = divisor[kGroups - 1] * power_of_two(exponent);
+    for (int i = 0; i < 2; ++i) s.step[stage][i][row] = divisor[i] * op::reciprocal(divisor[i + 2]);
+    s.step[stage][2][row] = divisor[2] * power_of_two(exponent);
+    s.last[stage][row] = {divisor[3] * power_of_two(exponent), seen ? 0.f : -INFINITY};
   }
 
   // What belongs to neither half, once both are free: scales, which keys there are, and the rest, copied as it is.
-  RA_DEV static void begin(char const* rows, Block const& block, Scales const& scales, int turn, Smem& s, int t) {
+  RA_DEV static void begin(Plan const& plan, Block const& block, Scales const& scales, int turn, Smem& s, int t) {
     int const stage = turn & 1, row = t / 8, chunk = t % 8;
     for (int half = 0; half < 2; ++half) s.empty[stage][half].wait((turn >> 1 & 1) ^ 1);
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i)
-      op::copy16(s.keys[stage][8] + offset_of(row + 16 * i, chunk), row_at(rows, block.at[i]) + 528,
+      op::copy16(s.keys[stage][8] + offset_of(row + 16 * i, chunk), row_at(plan.keys.cache + chunk * 16, block.at[i]) + 528,
                  block.at[i] != kUnseen);
     op::arrive_after_copies(s.full[stage][1]);
     if (chunk < 4) store_scales(scales, stage, row + 16 * chunk, s);
   }
-  template <int H>
-  RA_DEV static void fill(Codes const& codes, int turn, Smem& s) {
-    // The thread's number is read again, so that what follows from it is not kept in registers beside so many codes.
+  // Decode half H. Once a row of it is, and its registers are free, `load(i)` asks for what comes six rows later.
+  template <int H, class Load>
+  RA_DEV static void fill(Codes const& codes, int turn, Smem& s, Load load) {
     int const t = op::fresh_tid() % 128;
     int const stage = turn & 1, row = t / 8, chunk = t % 8;
     CUTE_UNROLL
-    for (int i = 0; i < 4; ++i)
+    for (int i = 0; i < 4; ++i) {
       CUTE_UNROLL
       for (int j = 0; j < 2; ++j)
         decode(codes.of[i][j], s.keys[stage][H * kHalf + 2 * j + chunk / 4], row + 16 * i, chunk % 4, chunk >= 4);
+      load(i);
+    }
     op::fence_async_shared();
     s.full[stage][H].arrive();
   }
 
-  // A row of queries as float16, divided by a power of two that brings its largest below 2^9; the rest as it is.
-  RA_DEV static void fill_query(char const* at, bool valid, int row, int chunk, Smem& s) {
+  // A row of queries as float16, divided by a power of two that brings its largest below 2^9; the rest, divided by the
+  // same, as bfloat16. So that the largest product is the largest logit, the sign of their scale is the queries'. A row
+  // with what is no finite number becomes zeros, for it must not spoil products with keys that are not there.
+  RA_DEV static void fill_query(char const* at, bool valid, int row, int chunk, float scale, Smem& s) {
+    uint32_t largest[2] = {0, 0};
     uint4 given[8];
-    float largest = 0.f;
     CUTE_UNROLL
-    for (int slab = 0; slab < 8; ++slab) {
-      given[slab] = op::load16(at + (slab * 64 + chunk * 8) * 2, valid);
-      uint32_t const words[4] = {given[slab].x, given[slab].y, given[slab].z, given[slab].w};
-      CUTE_UNROLL
-      for (int i = 0; i < 4; ++i) largest = fmaxf(largest, fmaxf(fabsf(low_of(words[i])), fabsf(high_of(words[i]))));
+    for (int slab = 8; slab >= 0; --slab) {  // the rest is loaded once more
+      uint4 const words = op::load16(at + (slab * 64 + chunk * 8) * 2, valid);
+      if (slab < 8) given[slab] = words;
+      raise_magnitude(largest[slab == 8], words);
     }
     CUTE_UNROLL
-    for (int mask = 1; mask < 8; mask *= 2) largest = fmaxf(largest, op::shfl_xor(largest, mask));
-    int const exponent = unit_exponent(bits_of(largest));
-    if (chunk == 0) s.unit[row] = power_of_two(exponent);
-    float const factor = power_of_two(-exponent);
-    CUTE_UNROLL
-    for (int slab = 0; slab < 8; ++slab) {
-      uint32_t words[4] = {given[slab].x, given[slab].y, given[slab].z, given[slab].w};
+    for (int mask = 1; mask < 8; mask *= 2)
       CUTE_UNROLL
-      for (int i = 0; i < 4; ++i) words[i] = op::pack<f16>(low_of(words[i]) * factor, high_of(words[i]) * factor);
-      op::store(reinterpret_cast<uint4*>(s.q[slab] + offset_of(row, chunk)), uint4{words[0], words[1], words[2], words[3]});
+      for (int i = 0; i < 2; ++i) largest[i] = larger(largest[i], op::shfl_xor(largest[i], mask));
+    int const exponent = unit_exponent(largest[0] << 16, largest[1] << 16);
+    bool const finite = larger(largest[0], largest[1]) < 0x7f80;
+    if (chunk == 0) {
+      // Where all logits are 0 any unit serves that is a normal number, which -inf can be multiplied with.
+      s.unit[row] = scale == 0.f ? 1.f : fmaxf(power_of_two(exponent) * fabsf(scale), power_of_two(-126));
+      s.spoilt[row] = finite ? 0.f : NAN;
     }
-    op::store(reinterpret_cast<uint4*>(s.q[8] + offset_of(row, chunk)), op::load16(at + 1024 + chunk * 16, valid));
+    float const factor = power_of_two(-exponent) * (scale == 0.f ? 0.f : scale < 0.f ? -1.f : 1.f);
+    CUTE_UNROLL
+    for (int slab = 0; slab < 9; ++slab) {
+      uint4 const words = slab < 8 ? given[slab] : op::load16(at + 1024 + chunk * 16, valid);
+      uint32_t divided[4] = {words.x, words.y, words.z, words.w};
+      CUTE_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        float const low = low_of(divided[i]) * factor, high = high_of(divided[i]) * factor;
+        divided[i] = !finite ? 0 : slab < 8 ? op::pack<f16>(low, high) : op::pack<bf16>(low, high);
+      }
+      op::store(reinterpret_cast<uint4*>(s.q[slab] + offset_of(row, chunk)),
+                uint4{divided[0], divided[1], divided[2], divided[3]});
+    }
+  }
+  RA_HD static uint32_t larger(uint32_t a, uint32_t b) { return a < b ? b : a; }
+  // The largest of some bfloat16, without their signs: as whole numbers they are in the same order.
+  RA_HD static void raise_magnitude(uint32_t& largest, uint4 const& words) {
+    for (uint32_t word : {words.x, words.y, words.z, words.w})
+      largest = larger(largest, larger(word & 0x7fff, word >> 16 & 0x7fff));
   }
   // The two bfloat16 of a word.
   RA_HD static float low_of(uint32_t word) { return float_of(word << 16); }
   RA_HD static float high_of(uint32_t word) { return float_of(word & 0xffff0000u); }
 
+  static constexpr int kLeaderRegisters = 224, kFollowerRegisters = 168, kProducerRegisters = 112;
   RA_DEV static void produce(Plan const& plan, Smem& s) {
-    op::reg_dealloc<120>();
-    int const t = op::tid() % 128, chunk = t % 8;
-    char const* const rows = plan.keys.cache + chunk * 16;
+    op::reg_dealloc<kProducerRegisters>();
+    // The thread's number is read again wherever it is asked for, so that it takes no register beside so many codes.
+    auto const t = [] { return op::fresh_tid() % 128; };
     int turn = 0, segment_turn = 0, seq = 0;
     for (bool more = true; more; ++segment_turn) {
       Segment const segment = next_segment(plan, seq);
       more = segment.slot != kAbsent;
       s.q_empty.wait((segment_turn & 1) ^ 1);
-      if (segment.begin < segment.end) fill_queries(plan, segment.seq, s, t);
-      if (t == 0) {
+      if (segment.begin < segment.end) fill_queries(plan, segment.seq, s);
+      if (t() == 0) {
         s.segments[segment_turn & 1] = segment;
         s.q_full.arrive();
       }
@@ -185,31 +212,40 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
       if (segment.begin >= segment.end) continue;
       Lists const lists = lists_of(plan, segment, 0);
       int const last = segment.end - 1;
-      // What is loaded is decoded one half later, and what the list says is asked for before the half before is decoded:
-      // there is always something under way, and registers are left.
-      Block block = locate(plan, lists, look_up(plan, lists, segment.begin, t), segment.begin, t);
+      // A block's rows are loaded in eight steps, four of left halves and four of right ones, six steps before they are
+      // decoded; what the list says is asked for a block before that.
+      auto const ahead = [&](int index) { return look_up(plan, lists, index < last ? index : last, t()); };
+      Block block = locate(plan, lists, ahead(segment.begin), segment.begin, t());
+      Entries entries = ahead(segment.begin + 1);
       Codes left, right;
-      load<0>(rows, block, left);
-      Scales scales = load_scales(plan, block, chunk);
+      CUTE_UNROLL
+      for (int i = 0; i < 4; ++i) load<0>(plan, block, i, left);
+      load<1>(plan, block, 0, right);
+      load<1>(plan, block, 1, right);
+      Scales scales = load_scales(plan, block, t() % 8);
       for (int index = segment.begin; index <= last; ++index, ++turn) {
-        int const next = index < last ? index + 1 : last;
-        load<1>(rows, block, right);
-        begin(rows, block, scales, turn, s, t);
-        Entries const entries = look_up(plan, lists, next, t);
-        fill<0>(left, turn, s);
-        block = locate(plan, lists, entries, next, t);
-        load<0>(rows, block, left);
-        scales = load_scales(plan, block, chunk);
-        fill<1>(right, turn, s);
+        Block const next = locate(plan, lists, entries, index + 1, t());
+        entries = ahead(index + 2);
+        begin(plan, block, scales, turn, s, t());
+        scales = load_scales(plan, next, t() % 8);
+        fill<0>(left, turn, s, [&](int i) {
+          if (i < 2) load<1>(plan, block, i + 2, right);
+          else load<0>(plan, next, i - 2, left);
+        });
+        fill<1>(right, turn, s, [&](int i) {
+          if (i < 2) load<0>(plan, next, i + 2, left);
+          else load<1>(plan, next, i - 2, right);
+        });
+        block = next;
       }
     }
   }
-  RA_DEV static void fill_queries(Plan const& plan, int seq, Smem& s, int t) {
+  RA_DEV static void fill_queries(Plan const& plan, int seq, Smem& s) {
     Job const job = Base::job(plan);
     CUTE_NO_UNROLL
-    for (int inside = t / 8; inside < 64; inside += 16) {
-      int const row = job.tile * 64 + inside;
-      fill_query(query_at(plan, job, seq, row < plan.rows ? row : 0), row < plan.rows, inside, t % 8, s);
+    for (int first = 0; first < 64; first += 16) {
+      int const t = op::fresh_tid() % 128, inside = first + t / 8, row = job.tile * 64 + inside;  // as in `fill`
+      fill_query(query_at(plan, job, seq, row < plan.rows ? row : 0), row < plan.rows, inside, t % 8, plan.scale, s);
     }
   }
   // ---- consumers
@@ -220,209 +256,275 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
 
     RA_DEV Consumer(Smem& s, Plan const& plan) : Base::Consumer(plan), s(s) {}
 
-    // out += the weights in shared memory x half W of the stage's values, 16 keys at a time, by the two groups of
-    // columns with scales of their own.
-    template <int W>
-    RA_DEV void add_values(int stage) {
-      int const t = op::fresh_tid() % 128, row0 = t / 32 * 16 + t % 32 / 4, pair = t % 4;  // offsets are computed anew
+    // tOrO += the weights x half W of the stage's values, 16 keys at a time, by the two groups of columns with scales of
+    // their own. `weigh(keys).of(r + 2 * j)`: the weights of row r and keys 8 j + 2 pair and the next. Registers are few, so
+    // the operand of a product is made while only that before it is under way.
+    template <int W, class Weigh>
+    RA_DEV void add_values(int stage, int pair, Weigh weigh) {
       CUTE_UNROLL
       for (int keys = 0; keys < 4; ++keys) {
-        if (keys >= 2) op::wgmma_wait<2>();  // registers for so many weights, no more
-        auto first = cute::make_tensor<f16>(Left{}), second = cute::make_tensor<f16>(Left{});
-        auto words = cute::recast<uint32_t>(cute::make_tensor(first.data(), cute::Layout<cute::_4>{}));
-        auto others = cute::recast<uint32_t>(cute::make_tensor(second.data(), cute::Layout<cute::_4>{}));
-        CUTE_UNROLL
-        for (int i = 0; i < 4; ++i) {
-          int const j = 2 * keys + i / 2, column = 8 * j + 2 * pair;
-          uint32_t const word = *weight_word(s.keys[stage][8], row0 + i % 2 * 8, j, pair);
-          float const low = op::low_half(word), high = op::high_half(word);
-          float const* const ratio = &s.ratio[stage][2 * W][column];
-          words(i) = op::pack<f16>(low * ratio[0], high * ratio[1]);
-          others(i) = op::pack<f16>(low * ratio[64], high * ratio[65]);
-        }
-        add_columns<W, 0>(stage, keys, first);
-        add_columns<W, 1>(stage, keys, second);
+        auto const weights = weigh(keys);
+        float const* const ratio = &s.ratio[stage][2 * W][16 * keys + 2 * pair];
+        if (keys) op::wgmma_wait<1>();
+        add_columns<W, 0>(stage, keys, weights, ratio);
+        if (keys) op::wgmma_wait<1>();
+        add_columns<W, 1>(stage, keys, weights, ratio + 64);
       }
     }
     using Left = cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::_1>>;
     template <int W, int I, class Weights>
-    RA_DEV void add_columns(int stage, int keys, Weights& weights) {
+    RA_DEV void add_columns(int stage, int keys, Weights const& weights, float const* ratio) {
+      auto tOrP = cute::make_tensor<f16>(Left{});
+      auto words = cute::recast<uint32_t>(cute::make_tensor(tOrP.data(), cute::Layout<cute::_4>{}));
+      CUTE_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        float2 const weight = weights.of(i);
+        words(i) = op::pack<f16>(weight.x * ratio[i / 2 * 8], weight.y * ratio[i / 2 * 8 + 1]);
+      }
       auto columns = cute::make_tensor(
-          out.data() + 64 * I,
+          tOrO.data() + 64 * I,
           cute::make_layout(cute::partition_shape_C(MmaValuesR<128>{}, cute::Shape<cute::_64, cute::_128>{})));
       auto const values = cute::local_tile(shared<Values<128>>(s.keys[stage][2 * (2 * W + I)]),
                                            cute::Shape<cute::_128, cute::_16>{}, cute::make_coord(0, keys));
-      op::wgmma_rs(MmaValuesR<128>{}, thread(), weights, values, columns);
+      op::wgmma_rs(MmaValuesR<128>{}, thread(), tOrP, values, columns);
     }
     RA_DEV void next_block() { phases = (phases & 4) | ((phases + 1) & 3); }
     // Wait for the next segment; whether there is one.
     RA_DEV bool begin() {
       s.q_full.wait(phases >> 2);
-      cute::clear(out);
+      cute::clear(tOrO);
       return segment().slot != kAbsent;
     }
     RA_DEV Segment const& segment() const { return s.segments[phases >> 2]; }
-    // The output is relative to `level`, the sum to `maximum`.
-    template <int W>
-    RA_DEV void finish_rows(float const (&level)[2]) {
-      float regain[2];
-      CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) regain[r] = sum[r] == 0.f ? 0.f : op::exp2(level[r] - maximum[r]);
-      Base::Consumer::template finish_rows<W>(segment(), regain[0], regain[1]);
-    }
   };
 
   struct Leader : Consumer {
-    float level[2];
-    Logits block;
+    // While two accumulators are at work no register is to spare. So what a thread keeps from block to block is in shared
+    // memory: `level` and `most`; and its number is read again where it is asked for.
+    RA_DEV static int mine() { return op::fresh_tid() % 128; }
+    Logits tSrS;
     RA_DEV Leader(Smem& s, Plan const& plan) : Consumer(s, plan) {}
 
-    // block = q . keys.
-    RA_DEV void logits(int stage) {
-      s.full[stage][0].wait(phases >> 1 & 1);
-      CUTE_UNROLL
-      for (int group = 0; group < kGroups; ++group) {
-        if (group == 2) s.full[stage][1].wait(phases >> 1 & 1);
-        op::wgmma_ss(MmaLogits<f16>{}, thread(), shared<Rows<128>>(s.q[2 * group]),
-                     shared<Rows<128>>(s.keys[stage][2 * group]), block, group == 0);
-        op::wgmma_wait<0>(block);
-        CUTE_UNROLL
-        for (int j = 0; j < 8; ++j)
-          CUTE_UNROLL
-          for (int c = 0; c < 2; ++c) {
-            float const step = s.step[stage][group][8 * j + 2 * pair + c];
-            CUTE_UNROLL
-            for (int r = 0; r < 2; ++r)
-              block(at(c, r, j)) *= group < kGroups - 1 ? step : step * s.unit[row0 + 8 * r];
-          }
-      }
-      op::fence_async_shared();  // the rest was copied by ordinary writes
-      op::wgmma_ss(MmaLogits<bf16>{}, thread(), shared<Rows<64, bf16>>(reinterpret_cast<bf16*>(s.q[8])),
-                   shared<Rows<64, bf16>>(reinterpret_cast<bf16*>(s.keys[stage][8])), block, false);
-      op::wgmma_wait<0>(block);
-    }
+    // Its weights where they were computed: those of wgmma's accumulators lie as its left operand needs them.
+    struct Held {
+      Logits const& tSrS;
+      int first;
+      RA_DEV float2 of(int i) const { return {tSrS(first + 2 * i), tSrS(first + 2 * i + 1)}; }
+    };
 
-    // Scale and mask the logits; the rows' new maxima and levels.
-    RA_DEV void mask(int stage, float (&m_new)[2], float (&reached)[2]) {
-      CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) m_new[r] = reached[r] = -INFINITY;
+    template <class T, int kGroup>
+    RA_DEV void add_group(int stage, Logits& logits) {
+      constexpr int kColumns = kGroup < kGroups ? 128 : 64;
+      op::wgmma_ss(MmaLogits<T>{}, thread(), shared<Rows<kColumns, T>>(reinterpret_cast<T*>(s.q[2 * kGroup])),
+                   shared<Rows<kColumns, T>>(reinterpret_cast<T*>(s.keys[stage][2 * kGroup])), logits, kGroup < 2);
+    }
+    RA_DEV static void take_step(float const (&step)[64], Logits& logits) {
+      int const pair = op::fresh_tid() % 4;
       CUTE_UNROLL
       for (int j = 0; j < 8; ++j)
         CUTE_UNROLL
         for (int c = 0; c < 2; ++c) {
-          int const column = 8 * j + 2 * pair + c;
-          float const exponent = s.exponent[stage][column];
+          float const factor = step[8 * j + 2 * pair + c];
           CUTE_UNROLL
-          for (int r = 0; r < 2; ++r) {
-            float& logit = block(at(c, r, j));
-            logit = exponent == -INFINITY ? -INFINITY : logit * plan.scale;
-            m_new[r] = fmaxf(m_new[r], logit);
-            reached[r] = fmaxf(reached[r], logit + exponent);
-          }
+          for (int r = 0; r < 2; ++r) logits(at(c, r, j)) *= factor;
         }
-      raise_in_row(m_new);
-      raise_in_row(reached);
-      raise(m_new, maximum);
-      raise(reached, level);
+    }
+    // tSrS = q . keys, yet to be multiplied by `unit`. Even groups and the rest grow in one accumulator, odd groups in
+    // another: a product is always under way while the result of the one before is multiplied.
+    RA_DEV void logits(int stage) {
+      Logits odd;
+      s.full[stage][0].wait(phases >> 1 & 1);
+      add_group<f16, 0>(stage, tSrS);
+      add_group<f16, 1>(stage, odd);
+      s.full[stage][1].wait(phases >> 1 & 1);
+      op::fence_async_shared();  // the rest was copied by ordinary writes
+      op::wgmma_wait<1>(tSrS);
+      take_step(s.step[stage][0], tSrS);
+      add_group<f16, 2>(stage, tSrS);
+      op::wgmma_wait<1>(odd);
+      take_step(s.step[stage][1], odd);
+      add_group<f16, 3>(stage, odd);
+      op::wgmma_wait<1>(tSrS);
+      take_step(s.step[stage][2], tSrS);
+      add_group<bf16, 4>(stage, tSrS);
+      op::wgmma_wait<1>(odd);
+      int const pair = op::fresh_tid() % 4;
+      CUTE_UNROLL
+      for (int j = 0; j < 8; ++j)
+        CUTE_UNROLL
+        for (int c = 0; c < 2; ++c) {
+          float2 const last = s.last[stage][8 * j + 2 * pair + c];
+          CUTE_UNROLL
+          for (int r = 0; r < 2; ++r) odd(at(c, r, j)) = odd(at(c, r, j)) * last.x + last.y;
+        }
+      op::wgmma_wait<0>(tSrS);
+      CUTE_UNROLL
+      for (int i = 0; i < cute::size(tSrS); ++i) tSrS(i) += odd(i);
     }
 
-    // The logits become weights relative to `reached`, in shared memory; the rows' sums are relative to `m_new`.
-    RA_DEV void weigh(int stage, float const (&m_new)[2], float const (&reached)[2]) {
-      float factor[2];
-      factors(maximum, m_new, factor);
+    // The level follows what is reached only where that is ahead by more than kLag: until then weights grow to 2^kLag, and
+    // nothing is multiplied anew. By what factor that which is relative to it shrinks, and whether it does.
+    static constexpr float kLag = 6.f;
+    RA_DEV static bool follow(float& level, float reached, float& factor) {
+      bool const moves = reached > level + kLag;
+      factor = moves ? op::exp2(level - reached) : 1.f;
+      level = moves ? reached : level;
+      return moves;
+    }
+    // What the rows' logits reach, each with the exponent of its key.
+    RA_DEV void reach(int stage, int pair, float const (&unit)[2], float (&reached)[2]) {
       CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) {
-        float const reference = finite(m_new[r]), shift = op::exp2(reference - finite(reached[r]));
-        sum[r] *= factor[r];
+      for (int r = 0; r < 2; ++r) reached[r] = -INFINITY;
+      CUTE_UNROLL
+      for (int j = 0; j < 8; ++j)
         CUTE_UNROLL
-        for (int j = 0; j < 8; ++j) {
-          float weight[2];
+        for (int c = 0; c < 2; ++c) {
+          float const exponent = s.exponent[stage][8 * j + 2 * pair + c];
           CUTE_UNROLL
-          for (int c = 0; c < 2; ++c) {
-            weight[c] = op::exp2(block(at(c, r, j)) - reference);
-            sum[r] += weight[c];
-            weight[c] *= shift * s.power[stage][8 * j + 2 * pair + c];
-          }
-          op::store(weight_word(s.keys[stage][8], row0 + 8 * r, j, pair), op::pack<f16>(weight[0], weight[1]));
+          for (int r = 0; r < 2; ++r) reached[r] = fmaxf(reached[r], fmaf(tSrS(at(c, r, j)), unit[r], exponent));
         }
-        maximum[r] = m_new[r];
+      raise_in_row(reached);
+      if (__builtin_expect(plan.call.max_logits != nullptr, false)) {
+        float2 most = s.most[mine()];
+        CUTE_UNROLL
+        for (int i = 0; i < cute::size(tSrS); ++i) {
+          float& largest = i / 2 % 2 ? most.y : most.x;
+          largest = fmaxf(largest, tSrS(i));
+        }
+        s.most[mine()] = most;
       }
+    }
+
+    // The logits become weights relative to `level`. The rows' sums are of such without the keys' exponents.
+    RA_DEV void weigh(int stage, int pair, float const (&unit)[2], float const (&level)[2]) {
+      float const least[2] = {kHeadroom - finite(level[0]), kHeadroom - finite(level[1])};
+      CUTE_UNROLL
+      for (int j = 0; j < 8; ++j)
+        CUTE_UNROLL
+        for (int c = 0; c < 2; ++c) {
+          float const power = s.power[stage][8 * j + 2 * pair + c];
+          CUTE_UNROLL
+          for (int r = 0; r < 2; ++r) {
+            float& weight = tSrS(at(c, r, j));
+            weight = op::exp2(fmaf(weight, unit[r], least[r]));
+            sum[r] += weight;
+            weight *= power;
+          }
+        }
+    }
+    RA_DEV void share_weights(int stage) {
+      auto words = cute::make_tensor<uint32_t>(cute::Layout<cute::_16>{});
+      CUTE_UNROLL
+      for (int i = 0; i < 16; ++i) words(i) = op::pack<f16>(tSrS(2 * i), tSrS(2 * i + 1));
+      op::named_sync(kRestRead, 128);  // other warps may still multiply the rest, whose place the weights take
+      store_weights(s.keys[stage][8], mine(), words);
+      op::named_arrive(kWeights + stage, 256);
     }
 
     RA_DEV void attend() {
       int const stage = phases & 1;
-      float m_new[2], reached[2], factor[2];
+      float reached[2], factor[2];
       logits(stage);
-      mask(stage, m_new, reached);
-      op::named_sync(kRestRead, 128);  // other warps may still multiply the rest, whose place the weights take
-      weigh(stage, m_new, reached);
-      factors(level, reached, factor);
+      int const t = mine(), row0 = t / 32 * 16 + t % 32 / 4, pair = t % 4;
+      float const unit[2] = {s.unit[row0], s.unit[row0 + 8]};
+      float level[2] = {s.level[row0], s.level[row0 + 8]};
+      reach(stage, pair, unit, reached);
+      bool moves = false;
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
-        level[r] = reached[r];
-        if (pair == 0) s.factor[stage][row0 + 8 * r] = factor[r];
+        moves |= follow(level[r], reached[r], factor[r]);
+        sum[r] *= factor[r];
+        if (pair) continue;
+        s.factor[stage][row0 + 8 * r] = factor[r];
+        s.level[row0 + 8 * r] = level[r];
       }
-      op::named_arrive(kWeights + stage, 256);
-      rescale(factor);
-      add_values<0>(stage);
-      op::wgmma_wait<0>(out);
+      weigh(stage, pair, unit, level);
+      share_weights(stage);
+      if (__builtin_expect(op::any_in_warp(moves), false)) rescale(factor);
+      add_values<0>(stage, pair, [&](int keys) { return Held{tSrS, 8 * keys}; });
+      op::wgmma_wait<0>(tOrO);
       release(s.empty[stage][0]);
       next_block();
     }
 
     RA_DEV void run() {
-      op::reg_alloc<208>();
+      op::reg_alloc<kLeaderRegisters>();
       for (; begin(); phases ^= 4) {
-        CUTE_UNROLL
-        for (int r = 0; r < 2; ++r) {
-          maximum[r] = level[r] = -INFINITY;
-          sum[r] = 0.f;
-        }
+        s.most[mine()] = {-INFINITY, -INFINITY};
+        sum[0] = sum[1] = 0.f;
+        op::syncwarp();  // what was level so far has been read
+        if (mine() % 32 < 16) s.level[mine() / 32 * 16 + mine() % 16] = -INFINITY;
+        op::syncwarp();
         for (int blocks = segment().end - segment().begin; blocks > 0; --blocks) attend();
-        add_in_row();
-        CUTE_UNROLL
-        for (int r = 0; r < 2; ++r) {
-          if (pair) continue;
-          s.sums[phases >> 2][row0 + 8 * r] = sum[r];
-          s.maximum[phases >> 2][row0 + 8 * r] = maximum[r];
-          s.level[phases >> 2][row0 + 8 * r] = level[r];
-        }
-        release(s.q_empty);
-        op::named_sync(kSums, 256);
-        finish_rows<0>(level);
+        finish_segment();
       }
+    }
+    // The sum becomes a number of 1 to 2, and the reference what suits that: then sinks may lie far from it.
+    RA_DEV void finish_segment() {
+      op::syncwarp();
+      int const t = mine(), row0 = t / 32 * 16 + t % 32 / 4, pair = t % 4;
+      float regain[2], level[2] = {s.level[row0], s.level[row0 + 8]};
+      highest[0] = s.most[mine()].x, highest[1] = s.most[mine()].y;
+      add_in_row();
+      raise_in_row(highest);
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        highest[r] *= s.unit[row0 + 8 * r];
+        if (sum[r] > 0.f) sum[r] += s.spoilt[row0 + 8 * r];
+        int const exponent = sum[r] > 0.f && sum[r] < INFINITY ? int(bits_of(sum[r]) >> 23) - 127 : 0;
+        sum[r] *= power_of_two(-exponent);
+        reference[r] = level[r] - kHeadroom + exponent;
+        regain[r] = power_of_two(kHeadroom) * power_of_two(-exponent);
+        if (pair) continue;
+        s.sums[phases >> 2][row0 + 8 * r] = sum[r];
+        s.reference[phases >> 2][row0 + 8 * r] = reference[r];
+        s.regain[phases >> 2][row0 + 8 * r] = regain[r];
+      }
+      release(s.q_empty);
+      op::named_sync(kSums, 256);
+      finish_rows<0>(segment(), regain[0], regain[1]);
     }
   };
 
   struct Follower : Consumer {
     RA_DEV Follower(Smem& s, Plan const& plan) : Consumer(s, plan) {}
 
+    // Weights as the leader has shared them.
+    struct Shared {
+      uint4 words;
+      RA_DEV float2 of(int i) const {
+        uint32_t const word = i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
+        return {op::low_half(word), op::high_half(word)};
+      }
+    };
+
     RA_DEV void attend() {
       int const stage = phases & 1;
       op::named_sync(kWeights + stage, 256);
       s.full[stage][1].wait(phases >> 1 & 1);
       float const factor[2] = {s.factor[stage][row0], s.factor[stage][row0 + 8]};
-      rescale(factor);
-      add_values<1>(stage);
-      op::wgmma_wait<0>(out);
+      if (op::any_in_warp(factor[0] != 1.f || factor[1] != 1.f)) rescale(factor);
+      int const t = op::fresh_tid() % 128;  // offsets are computed anew
+      add_values<1>(stage, t % 4, [&](int keys) { return Shared{load_weights(s.keys[stage][8], t, 2 * keys)}; });
+      op::wgmma_wait<0>(tOrO);
       release(s.empty[stage][1]);
       next_block();
     }
 
     RA_DEV void run() {
-      op::reg_alloc<176>();
+      op::reg_alloc<kFollowerRegisters>();
       for (; begin(); phases ^= 4) {
         for (int blocks = segment().end - segment().begin; blocks > 0; --blocks) attend();
         release(s.q_empty);
         op::named_sync(kSums, 256);
-        float level[2];
+        float regain[2];
         CUTE_UNROLL
         for (int r = 0; r < 2; ++r) {
           sum[r] = s.sums[phases >> 2][row0 + 8 * r];
-          maximum[r] = s.maximum[phases >> 2][row0 + 8 * r];
-          level[r] = s.level[phases >> 2][row0 + 8 * r];
+          reference[r] = s.reference[phases >> 2][row0 + 8 * r];
+          regain[r] = s.regain[phases >> 2][row0 + 8 * r];
         }
-        finish_rows<1>(level);
+        finish_rows<1>(segment(), regain[0], regain[1]);
       }
     }
   };
@@ -439,6 +541,7 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
         }
       op::fence_barrier_init();
     }
+    op::let_dependents_launch();
     op::syncthreads();
     int const warpgroup = op::tid() / 128;
     if (warpgroup == 0) Leader(s, params.plan).run();

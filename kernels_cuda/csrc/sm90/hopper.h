@@ -19,6 +19,7 @@ RA_DEV int tid() { return threadIdx.x; }
 RA_DEV int fresh_tid() {
   int t;
   asm volatile("mov.u32 %0, %%tid.x;\n" : "=r"(t));
+  __builtin_assume(t >= 0 && t < 1024);  // so that division by a power of two is a shift
   return t;
 }
 RA_DEV int bid() { return blockIdx.x; }
@@ -45,6 +46,8 @@ RA_DEV void named_sync(int id, int threads) { cutlass::arch::NamedBarrier::sync(
 RA_DEV void named_arrive(int id, int threads) { cutlass::arch::NamedBarrier::arrive(threads, id); }
 RA_DEV float shfl_xor(float value, int mask) { return __shfl_xor_sync(~0u, value, mask); }
 RA_DEV float shfl(float value, int lane) { return __shfl_sync(~0u, value, lane); }
+RA_DEV uint32_t shfl_xor(uint32_t value, int mask) { return __shfl_xor_sync(~0u, value, mask); }
+RA_DEV bool any_in_warp(bool condition) { return __any_sync(~0u, condition); }
 RA_DEV void fence_async_shared() { cutlass::arch::fence_view_async_shared(); }
 RA_DEV void fence_barrier_init() { cutlass::arch::fence_barrier_init(); }
 
@@ -126,6 +129,23 @@ RA_DEV void bulk_load(void* shared, void const* global, int bytes, MBar& bar) {
 
 template <class T>
 RA_DEV void store(T* shared, T value) { *shared = value; }
+// stmatrix .x4: a thread of eight, of four groups of them, says where a row of its group's matrix goes; of matrix I it has
+// the numbers of row (lane / 4) in columns 2 (lane % 4) and the next, which is how wgmma's accumulators lie.
+RA_DEV void store_matrices(void* row, uint32_t const (&words)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(
+                   cute::cast_smem_ptr_to_uint(row)),
+               "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+}
+// ldmatrix .x4, the converse.
+RA_DEV uint4 load_matrices(void const* row) {
+  uint4 words;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "r"(cute::cast_smem_ptr_to_uint(row))
+               : "memory");
+  return words;
+}
 
 template <class Mma, class SA, class SB, class Acc>
 RA_DEV void wgmma_ss(Mma mma, int t, SA const& a, SB const& b, Acc& acc, bool zero) {
@@ -240,8 +260,13 @@ __global__ void __launch_bounds__(Body::kThreads, 1) kernel(__grid_constant__ Pa
 #endif
 }
 
+RA_DEV void let_dependents_launch() { asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory"); }
+RA_DEV void wait_for_grid_before() { asm volatile("griddepcontrol.wait;\n" ::: "memory"); }
+template <class T>
+RA_DEV T given(T const* global) { return *global; }
+
 template <class Body, class Params>
-int launch(int64_t grid, int shared_bytes, void* stream, Params const& params) {
+int launch(int64_t grid, int shared_bytes, void* stream, Params const& params, bool dependent = false) {
   auto function = kernel<Body, Params>;
   if (cudaError_t error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes))
     return error;
@@ -250,7 +275,17 @@ int launch(int64_t grid, int shared_bytes, void* stream, Params const& params) {
   config.blockDim = dim3(Body::kThreads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = dependent;
   return cudaLaunchKernelEx(&config, function, params);  // of this launch alone, unlike cudaGetLastError
+}
+
+template <class Body, class Params>
+int launch_dependent(int64_t grid, int shared_bytes, void* stream, Params const& params) {
+  return launch<Body>(grid, shared_bytes, stream, params, true);
 }
 
 }  // namespace op

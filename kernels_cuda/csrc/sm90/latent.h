@@ -74,7 +74,9 @@ struct LatentBase {
   using MmaValuesS = decltype(cute::make_tiled_mma(
       cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::Int<kColumns>, cute::_64>,
                                  cute::GMMA::Major::K, cute::GMMA::Major::MN>()));
-  // Accumulators. A thread has two rows, 8 apart, and of every 8 columns two neighbours.
+  // Accumulators, named as CuTe does: tSrS of logits, tOrO of the output, tOrP the weights as its left operand. A thread has
+  // two rows, 8 apart, and of every 8 columns two neighbours (PTX, "WGMMA .m64nNk16 register fragment layout for
+  // accumulator matrix D"): `at` is the place of columns 8 j + 2 (lane % 4) + c of row lane / 4 + 8 r.
   using Logits = decltype(cute::partition_fragment_C(MmaLogits<Element>{}, cute::Shape<cute::_64, cute::_64>{}));
   using Output = decltype(cute::partition_fragment_C(MmaValuesS<256>{}, cute::Shape<cute::_64, cute::_256>{}));
   RA_HD static constexpr int at(int c, int r, int j) { return c + 2 * r + 4 * j; }
@@ -85,9 +87,22 @@ struct LatentBase {
   }
   // The offset in a slab at which 8 columns of a row begin.
   RA_HD static int offset_of(int row, int chunk) { return row * 64 + ((chunk ^ (row & 7)) * 8); }
+  // Write a warpgroup's 64 x 64 weights to a slab, words(r + 2 * j) being those of row r and columns 8 j + 2 pair and the
+  // next: two times two matrices of 8 x 8 at a time.
+  template <class Words>
+  RA_DEV static void store_weights(Element* slab, int t, Words const& words) {
+    CUTE_UNROLL
+    for (int j = 0; j < 8; j += 2)
+      op::store_matrices(weights_at(slab, t, j), {words(2 * j), words(2 * j + 1), words(2 * j + 2), words(2 * j + 3)});
+  }
   // The word of weights (row, 8 j + 2 pair) in a slab.
   RA_DEV static uint32_t* weight_word(Element* slab, int row, int j, int pair) {
     return reinterpret_cast<uint32_t*>(slab + offset_of(row, j)) + pair;
+  }
+  // The same words, i for r + 2 * (j - first), of 16 columns.
+  RA_DEV static uint4 load_weights(Element* slab, int t, int j) { return op::load_matrices(weights_at(slab, t, j)); }
+  RA_DEV static Element* weights_at(Element* slab, int t, int j) {
+    return slab + offset_of(t / 32 * 16 + t % 16, j + t % 32 / 16);
   }
 
   // ---- what a thread block has to do
@@ -199,15 +214,16 @@ struct LatentBase {
     Plan const& plan;
     // This thread's first row, and which two of 8 columns it has.
     int const row0 = op::tid() % 128 / 32 * 16 + op::tid() % 32 / 4, pair = op::tid() % 4;
-    float maximum[2], sum[2];
-    Output out;
+    // What the sum's weights are relative to, in `Seesaw` the largest logit; and that, where it is asked for.
+    float reference[2], sum[2], highest[2];
+    Output tOrO;
 
     RA_DEV explicit Consumer(Plan const& plan) : plan(plan) {}
 
     RA_DEV static int thread() { return op::tid() % 128; }
     RA_DEV void release(op::MBar& bar) const {
       op::syncwarp();  // each warp's own products are done, so each says so
-      if (pair == 0 && row0 % 8 == 0) bar.arrive();
+      if (op::fresh_tid() % 32 == 0) bar.arrive();  // read again: nothing kept in a register through the loop
     }
     RA_DEV static float finite(float x) { return x == -INFINITY ? 0.f : x; }
     // What is relative to `from` becomes relative to `to` by this factor.
@@ -228,7 +244,7 @@ struct LatentBase {
     }
     RA_DEV void rescale(float const (&factor)[2]) {
       CUTE_UNROLL
-      for (int i = 0; i < cute::size(out); ++i) out(i) *= factor[i / 2 % 2];
+      for (int i = 0; i < cute::size(tOrO); ++i) tOrO(i) *= factor[i / 2 % 2];
     }
     RA_DEV void add_in_row() {
       CUTE_UNROLL
@@ -250,34 +266,42 @@ struct LatentBase {
       RaLatent const& call = plan.call;
       bool const whole = segment.slot == kWhole;
       int const row = job.tile * 64 + thread % 128 / 32 * 16 + thread % 32 / 4 + 8 * R;
-      if (row >= plan.rows) return;
+      bool const exists = row < plan.rows;  // threads without a row still give their neighbours what they ask for
       Query const query = query_of(plan, job, row, kSparse);
       int64_t const index =
           ((whole ? segment.seq : segment.slot) * call.num_q_tokens + query.token) * call.num_q_heads + query.head;
       bool const fully_masked = sum[R] == 0.f;
       float denominator = sum[R];
-      if (whole && call.sinks && !fully_masked) denominator += op::exp2(call.sinks[query.head] * float(kLog2e) - maximum[R]);
+      if (exists && whole && call.sinks && !fully_masked)
+        denominator += op::exp2(call.sinks[query.head] * float(kLog2e) - reference[R]);
       float const factor = fully_masked ? 0.f : regain / denominator;
-      int64_t const column = index * kValue + W * 256 + 2 * (thread % 4);
+      int64_t const column = index * kValue + W * 256;
       if (whole) {
-        Out* const to = static_cast<Out*>(call.out) + column;
+        // Neighbours exchange words of two times 8 columns, so that each has four columns that lie side by side and the four
+        // threads of a row fill a whole sector of 32 bytes.
+        bool const odd = thread % 2;
+        Out* const to = static_cast<Out*>(call.out) + column + 8 * odd + thread % 4 / 2 * 4;
+        CUTE_UNROLL
+        for (int j = 0; j < 32; j += 2) {
+          uint32_t const first = op::pack<Out>(tOrO(at(0, R, j)) * factor, tOrO(at(1, R, j)) * factor);
+          uint32_t const second = op::pack<Out>(tOrO(at(0, R, j + 1)) * factor, tOrO(at(1, R, j + 1)) * factor);
+          uint32_t const other = op::shfl_xor(odd ? first : second, 1);
+          if (exists) *reinterpret_cast<uint2*>(to + 8 * j) = odd ? uint2{other, second} : uint2{first, other};
+        }
+      } else if (exists) {
+        float* const to = call.partial_out + column + 2 * (thread % 4);
         CUTE_UNROLL
         for (int j = 0; j < 32; ++j)
-          *reinterpret_cast<uint32_t*>(to + 8 * j) = op::pack<Out>(out(at(0, R, j)) * factor, out(at(1, R, j)) * factor);
-      } else {
-        float* const to = call.partial_out + column;
-        CUTE_UNROLL
-        for (int j = 0; j < 32; ++j)
-          *reinterpret_cast<float2*>(to + 8 * j) = float2{out(at(0, R, j)) * factor, out(at(1, R, j)) * factor};
+          *reinterpret_cast<float2*>(to + 8 * j) = float2{tOrO(at(0, R, j)) * factor, tOrO(at(1, R, j)) * factor};
       }
-      if (W == 0 && thread % 4 == 0) {
-        float const lse = fully_masked ? -INFINITY : maximum[R] + op::log2(sum[R]);
+      if (W == 0 && exists && thread % 4 == 0) {
+        float const lse = fully_masked ? -INFINITY : reference[R] + op::log2(sum[R]);
         int64_t const finished = (segment.seq * call.num_q_heads + query.head) * call.num_q_tokens + query.token;
         if (whole) call.lse[finished] = lse * kLn2;
         else call.partial_lse[index] = lse;
         if (call.max_logits) {
-          if (whole) call.max_logits[finished] = maximum[R] * kLn2;
-          else call.partial_max[index] = maximum[R];
+          if (whole) call.max_logits[finished] = highest[R] * kLn2;
+          else call.partial_max[index] = highest[R];
         }
       }
     }

@@ -60,7 +60,7 @@ int launch_latent(RaLatent const& call, void* stream) {
   if (code) return code;
   if (!splits) return 0;
   int64_t const blocks = (rows + Merge::kRowsOfBlock - 1) / Merge::kRowsOfBlock;
-  return op::launch<Merge>(blocks, sizeof(typename Merge::Smem), stream, typename Merge::Params{plan});
+  return op::launch_dependent<Merge>(blocks, sizeof(typename Merge::Smem), stream, typename Merge::Params{plan});
 }
 
 inline bool takes(RaLatent const& call, int format, bool sparse) {

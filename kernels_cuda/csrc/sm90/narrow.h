@@ -476,6 +476,7 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
       }
       op::fence_barrier_init();
     }
+    op::let_dependents_launch();
     op::syncthreads();
     int const team = op::tid() / 128;
     if (team == kTeams) {

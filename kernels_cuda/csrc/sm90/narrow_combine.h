@@ -1,6 +1,7 @@
 // The partial results of sequences that were computed in several parts, merged in their order: a thread block a query
 // row. For calls with few rows and many parts, where a warp a row (`combine.h`) would leave most of the GPU idle and wait
 // for one part after the other: here each thread asks for one part's lse, all at once, then for 4 columns of 16 parts.
+// Its launch overlaps with the end of the grid that leaves them.
 #pragma once
 #include "latent.h"
 
@@ -20,6 +21,7 @@ struct NarrowCombine {
   RA_DEV static void run(Params const& params, Smem& s) {
     Plan const& plan = params.plan;
     RaLatent const& call = plan.call;
+    op::wait_for_grid_before();
     int64_t const row = op::bid();
     int const t = op::tid(), head = int(row % call.num_q_heads), token = int(row / call.num_q_heads % call.num_q_tokens);
     int const seq = int(row / (call.num_q_heads * call.num_q_tokens));
@@ -71,28 +73,29 @@ struct NarrowCombine {
     if (!s.going[t]) return;
     int const slot = range_of(plan, part, seq, blocks).slot;
     if (slot < 0) return;
-    s.lse[t] = plan.call.partial_lse[index_of(slot)];
-    if (plan.call.max_logits) s.maximum[t] = plan.call.partial_max[index_of(slot)];
+    s.lse[t] = op::given(plan.call.partial_lse + index_of(slot));
+    if (plan.call.max_logits) s.maximum[t] = op::given(plan.call.partial_max + index_of(slot));
     if (s.lse[t] != -INFINITY) s.slot[t] = slot;
   }
   // The columns of this thread of so many parts, asked for before any is needed.
   template <class IndexOf>
   RA_DEV static void add(RaLatent const& call, Smem const& s, int from, float reference, IndexOf index_of, int t, float& sum,
                          float4& acc) {
-    uint4 words[kAtOnce];
+    float4 out[kAtOnce];
     CUTE_UNROLL
     for (int i = 0; i < kAtOnce; ++i) {
       int const slot = s.slot[from + i];  // kAbsent behind the last part
-      words[i] = op::load16(call.partial_out + index_of(slot < 0 ? 0 : slot) * kValue + 4 * t, slot >= 0);
+      out[i] = float4{};
+      if (slot >= 0) out[i] = op::given(reinterpret_cast<float4 const*>(call.partial_out + index_of(slot) * kValue) + t);
     }
     CUTE_UNROLL
     for (int i = 0; i < kAtOnce; ++i) {
       float const weight = op::exp2(s.lse[from + i] - reference);
       sum += weight;
-      acc.x += weight * float_of(words[i].x);
-      acc.y += weight * float_of(words[i].y);
-      acc.z += weight * float_of(words[i].z);
-      acc.w += weight * float_of(words[i].w);
+      acc.x += weight * out[i].x;
+      acc.y += weight * out[i].y;
+      acc.z += weight * out[i].z;
+      acc.w += weight * out[i].w;
     }
   }
 };

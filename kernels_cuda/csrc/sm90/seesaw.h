@@ -181,17 +181,19 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
 
   // ---- consumers
 
-  // The elements that a thread has of 64 x 64 weights, as it has them of a left operand.
+  // The elements that a thread has of 64 x 64 weights, as wgmma takes them for a left operand from registers: four times a
+  // fragment of 64 x 16 (PTX, "WGMMA .m64k16 register fragment layout for matrix A"), whose words lie as the logits'
+  // accumulators do.
   using WeightsA = cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::_4>,
                                 cute::Stride<cute::Stride<cute::_1, cute::_2, cute::_4>, cute::_0, cute::_8>>;
 
   template <int W>
   struct Consumer : Base::Consumer {
     using Parent = typename Base::Consumer;
-    using Parent::out, Parent::maximum, Parent::sum, Parent::row0, Parent::plan, Parent::release, Parent::thread;
+    using Parent::tOrO, Parent::reference, Parent::sum, Parent::row0, Parent::plan, Parent::release, Parent::thread;
     Smem& s;
     uint32_t phases = 0;  // bit S: of the barriers of stage S; bit 2: of the queries'
-    typename Base::Logits block;
+    typename Base::Logits tSrS;
 
     RA_DEV Consumer(Smem& s, Plan const& plan) : Base::Consumer(plan), s(s) {}
 
@@ -202,20 +204,20 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
     RA_DEV static void both_arrive(int id) { op::named_arrive(id, 256); }
     RA_DEV static void both_sync(int id) { op::named_sync(id, 256); }
 
-    // block = q . keys of stage W, its own half first.
+    // tSrS = q . keys of stage W, its own half first.
     RA_DEV void logits() {
       wait_full(W, W);
       add_logits<kHalf>(W * kHalf, true);
       wait_full(W, 1 - W);
       add_logits<kHalf>((1 - W) * kHalf, false);
       if constexpr (kRest) add_logits<1>(8, false);
-      op::wgmma_wait<0>(block);
+      op::wgmma_wait<0>(tSrS);
     }
     template <int kSlabs>
     RA_DEV void add_logits(int slab, bool zero) {
       op::wgmma_ss(typename Base::template MmaLogits<Element>{}, thread(),
                    Base::template shared<Rows<64 * kSlabs>>(s.q[slab]),
-                   Base::template shared<Rows<64 * kSlabs>>(s.keys[W][slab]), block, zero);
+                   Base::template shared<Rows<64 * kSlabs>>(s.keys[W][slab]), tSrS, zero);
     }
 
     // Scale and mask the logits; the rows' maxima over this block.
@@ -229,7 +231,7 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
           bool const seen = s.seen[W][column];
           CUTE_UNROLL
           for (int r = 0; r < 2; ++r) {
-            float& logit = block(Base::at(c, r, j));
+            float& logit = tSrS(Base::at(c, r, j));
             logit = seen && (kSparse || first + column < limit[r]) ? logit * plan.scale : -INFINITY;
             m_new[r] = fmaxf(m_new[r], logit);
           }
@@ -246,19 +248,24 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
         for (int j = 0; j < 8; ++j)
           CUTE_UNROLL
           for (int c = 0; c < 2; ++c) {
-            float& weight = block(Base::at(c, r, j));
+            float& weight = tSrS(Base::at(c, r, j));
             weight = op::exp2(weight - reference);
             l_new[r] += weight;
           }
       }
     }
     RA_DEV void share_weights(float const (&factor)[2]) {
+      auto words = cute::make_tensor<uint32_t>(cute::Layout<cute::_16>{});
       CUTE_UNROLL
-      for (int j = 0; j < 8; ++j)
+      for (int i = 0; i < 16; ++i)
+        words(i) = op::template pack<Element>(tSrS(2 * i) * factor[i % 2], tSrS(2 * i + 1) * factor[i % 2]);
+      if constexpr (W == 0) {
+        Base::store_weights(s.keys[W][8], thread(), words);
+      } else {  // whose product waits for these stores: words that are ready one by one are stored one by one
         CUTE_UNROLL
-        for (int r = 0; r < 2; ++r)
-          op::store(Base::weight_word(s.keys[W][8], row0 + 8 * r, j, this->pair),
-                    op::template pack<Element>(block(Base::at(0, r, j)) * factor[r], block(Base::at(1, r, j)) * factor[r]));
+        for (int i = 0; i < 16; ++i)
+          op::store(Base::weight_word(s.keys[W][8], row0 + i % 2 * 8, i / 2, this->pair), words(i));
+      }
       op::fence_async_shared();
     }
     RA_DEV void share_maximum(float const (&m_new)[2]) {
@@ -271,33 +278,33 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
       for (int r = 0; r < 2; ++r) m_new[r] = s.maximum[1 - W][row0 + 8 * r];
     }
 
-    // out += this warpgroup's weights x its half of the values of stage W.
+    // tOrO += this warpgroup's weights x its half of the values of stage W.
     RA_DEV void add_own() {
-      auto a = cute::make_tensor<Element>(WeightsA{});
-      auto words = cute::recast<uint32_t>(cute::make_tensor(a.data(), cute::Layout<cute::_32>{}));
+      auto tOrP = cute::make_tensor<Element>(WeightsA{});
+      auto words = cute::recast<uint32_t>(cute::make_tensor(tOrP.data(), cute::Layout<cute::_32>{}));
       CUTE_UNROLL
       for (int j = 0; j < 8; ++j)
         CUTE_UNROLL
         for (int r = 0; r < 2; ++r)
-          words(r + 2 * j) = op::template pack<Element>(block(Base::at(0, r, j)), block(Base::at(1, r, j)));
-      op::wgmma_rs(typename Base::template MmaValuesR<256>{}, thread(), a,
-                   Base::template shared<Values<256>>(s.keys[W][W * kHalf]), out);
+          words(r + 2 * j) = op::template pack<Element>(tSrS(Base::at(0, r, j)), tSrS(Base::at(1, r, j)));
+      op::wgmma_rs(typename Base::template MmaValuesR<256>{}, thread(), tOrP,
+                   Base::template shared<Values<256>>(s.keys[W][W * kHalf]), tOrO);
     }
-    // out += the other warpgroup's weights x this one's half of the values of its stage.
+    // tOrO += the other warpgroup's weights x this one's half of the values of its stage.
     RA_DEV void add_other() {
       wait_full(1 - W, W);
       op::wgmma_ss(typename Base::template MmaValuesS<256>{}, thread(), Base::template shared<Rows<64>>(s.keys[1 - W][8]),
-                   Base::template shared<Values<256>>(s.keys[1 - W][W * kHalf]), out, false);
+                   Base::template shared<Values<256>>(s.keys[1 - W][W * kHalf]), tOrO, false);
     }
 
     // Move to a new maximum; `l_new` is what the row's sum gains.
     RA_DEV void move(float const (&m_new)[2], float const (&l_new)[2]) {
       float factor[2];
-      Parent::factors(maximum, m_new, factor);
+      Parent::factors(reference, m_new, factor);
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
         sum[r] = sum[r] * factor[r] + l_new[r];
-        maximum[r] = m_new[r];
+        reference[r] = m_new[r];
       }
       Parent::rescale(factor);
     }
@@ -309,7 +316,7 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
       if constexpr (W == 0) {
         logits();
         mask(first, limit, m_new);
-        Parent::raise(m_new, maximum);
+        Parent::raise(m_new, reference);
         weigh(m_new, l_new);
         share_maximum(m_new);
         both_arrive(kFirstMaximum);
@@ -318,18 +325,18 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
         if (two) {
           both_sync(kSecondWeights);
           read_maximum(others);
-          Parent::factors(maximum, others, factor);
+          Parent::factors(reference, others, factor);
         } else if constexpr (kRest) {
           op::named_sync(kRestRead, 128);  // other warps may still multiply the rest, whose place the weights take
         }
         share_weights(factor);
         both_arrive(kFirstWeights);
-        op::wgmma_wait<0>(out);
+        op::wgmma_wait<0>(tOrO);
         release(s.empty[0][0]);
         if (two) {
           move(others, kNone);
           add_other();
-          op::wgmma_wait<0>(out);
+          op::wgmma_wait<0>(tOrO);
           release(s.empty[1][0]);
         }
       } else {
@@ -356,7 +363,7 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
           op::wgmma_wait<1>();
           release(s.empty[1][1]);
         }
-        op::wgmma_wait<0>(out);
+        op::wgmma_wait<0>(tOrO);
         release(s.empty[0][1]);
       }
       phases ^= two ? 3 : 1;
@@ -370,11 +377,11 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
         op::fence_async_shared();
         Segment const& segment = s.segments[phases >> 2];
         if (segment.slot == kAbsent) return;
-        cute::clear(out);
+        cute::clear(tOrO);
         int limit[2];
         CUTE_UNROLL
         for (int r = 0; r < 2; ++r) {
-          maximum[r] = -INFINITY;
+          reference[r] = -INFINITY;
           sum[r] = 0.f;
           Job const job = Base::job(plan);
           limit[r] = Base::limit_of(plan, job, job.tile * 64 + row0 + 8 * r, segment.length);
@@ -384,6 +391,8 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
         for (; index < end; index += 2) attend(index * kBlock, index + 1 < end, limit);
         release(s.q_empty);
         if (some) add_sums(phases >> 2);
+        CUTE_UNROLL
+        for (int r = 0; r < 2; ++r) this->highest[r] = reference[r];
         this->template finish_rows<W>(s.segments[phases >> 2], 1.f, 1.f);
       }
     }
@@ -412,6 +421,7 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
       }
       op::fence_barrier_init();
     }
+    op::let_dependents_launch();
     op::syncthreads();
     int const warpgroup = op::tid() / 128;
     if (warpgroup == 0) {
