@@ -146,10 +146,11 @@ def failures(found: Sequence[sass.Kernel], shared: Mapping[str, int]) -> list[st
             complain(f"needs {needed} bytes of shared memory, a thread block has {limit}")
         if kernel.type.startswith(AROUND):
             continue
-        for kind in ("HMMA", "UBLKCP") if kernel.type.startswith(NARROW) else ("HGMMA", "LDGSTS"):
+        narrow = kernel.type.startswith(NARROW)
+        for kind in ("HMMA", "UBLKCP") if narrow else ("HGMMA", "LDGSTS"):
             if not counts[kind]:
                 complain(f"no {kind}")
-        if bool(counts["UTMALDG"]) != kernel.type.endswith(DENSE):
+        if bool(counts["UTMALDG"]) != (kernel.type.endswith(DENSE) and not narrow):
             complain(f"{counts['UTMALDG']} UTMALDG, TMA is for pages of dense calls")
         if kernel.registers != REGISTERS:
             complain(f"{kernel.registers} registers, {REGISTERS} are planned")
