@@ -118,7 +118,7 @@ MUTANTS = {
     "codes are not fenced": Mutant(
         "sm90/fp8_decode.h", "    op::fence_async_shared();\n    s.full[stage][H]", "    s.full[stage][H]", "fp8"
     ),
-    "products are not waited for": Mutant("sm90/seesaw.h", "      op::wgmma_wait<0>(block);\n", ""),
+    "products are not waited for": Mutant("sm90/seesaw.h", "      op::wgmma_wait<0>(tSrS);\n", ""),
     # Arithmetic.
     "one key too many": Mutant("sm90/seesaw.h", "first + column < limit[r]", "first + column <= limit[r]"),
     "the output is not rescaled": Mutant("sm90/seesaw.h", "      Parent::rescale(factor);\n", ""),
@@ -135,7 +135,7 @@ MUTANTS = {
     "a part begins a block late": Mutant("work.h", "begin = clamped(from, 0", "begin = clamped(from + (from > 0), 0"),
     "parts have the same weight": Mutant("sm90/combine.h", "op::exp2(lse - m_i)", "1.f"),
     "the scale of another group": Mutant(
-        "sm90/fp8_decode.h", "s.ratio[stage][2 * W][column]", "s.ratio[stage][2 - 2 * W][column]", "fp8"
+        "sm90/fp8_decode.h", "s.ratio[stage][2 * W][16", "s.ratio[stage][2 - 2 * W][16", "fp8"
     ),
     "the scales of the row before": Mutant("sm90/fp8_v4.h", "(slot - page", "(slot - 1 - page", "v4"),
     "a second list is read from the first cache": Mutant(
@@ -151,7 +151,7 @@ MUTANTS = {
         "sm90/fp8_decode.h", "      if (__builtin_expect(op::any_in_warp(moves), false)) rescale(factor);\n", "", "fp8"
     ),
     "an accumulator is multiplied while it grows": Mutant(
-        "sm90/fp8_decode.h", "op::wgmma_wait<1>(odd);\n      take_step", "op::wgmma_wait<2>(odd);\n      take_step", "fp8"
+        "sm90/fp8_decode.h", "wgmma_wait<1>(odd);\n      take_step", "wgmma_wait<2>(odd);\n      take_step", "fp8"
     ),
     "the step of another group": Mutant(
         "sm90/fp8_decode.h", "take_step(s.step[stage][1], odd)", "take_step(s.step[stage][0], odd)", "fp8"

@@ -110,7 +110,8 @@ def test_the_chain_is_read_round_the_loop() -> None:
 
 def test_what_a_branch_jumps_over_is_counted_by_itself() -> None:
     def lines(branch: str) -> list[sass.Instruction]:
-        stalls = ((LOGITS, 1), (SETTLE, 2), (branch, 5), ("FMUL R2, R2, R3", 8), ("FMUL R3, R2, R3", 8), ("MOV R2, R3", 4))
+        jumped = (("FMUL R2, R2, R3", 8), ("FMUL R3, R2, R3", 8))
+        stalls = ((LOGITS, 1), (SETTLE, 2), (branch, 5), *jumped, ("MOV R2, R3", 4))
         return listing(*((code, control(stall=stall)) for code, stall in (*stalls, (VALUES, 1), (SETTLE, 1))))
 
     assert chains.chain_of(lines("@P1 BRA 0x50")) == (11, 1, 16)

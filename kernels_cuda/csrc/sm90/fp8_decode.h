@@ -258,7 +258,7 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
 
     // tOrO += the weights x half W of the stage's values, 16 keys at a time, by the two groups of columns with scales of
     // their own. `weigh(keys).of(r + 2 * j)`: the weights of row r and keys 8 j + 2 pair and the next. Registers are few, so
-    // the operand of a product is made while only that before it is under way.
+    // the operands of two products are made while only the one before them is under way.
     template <int W, class Weigh>
     RA_DEV void add_values(int stage, int pair, Weigh weigh) {
       CUTE_UNROLL
@@ -267,7 +267,6 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
         float const* const ratio = &s.ratio[stage][2 * W][16 * keys + 2 * pair];
         if (keys) op::wgmma_wait<1>();
         add_columns<W, 0>(stage, keys, weights, ratio);
-        if (keys) op::wgmma_wait<1>();
         add_columns<W, 1>(stage, keys, weights, ratio + 64);
       }
     }

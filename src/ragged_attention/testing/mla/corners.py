@@ -188,7 +188,8 @@ _DECODES: dict[str, DecodeSpec] = {
     "strided": DecodeSpec(topk=9, strided=True, heads=2, q_tokens=2, lens="inside", dtype="float16"),
     "fp8_v32": DecodeSpec(**V32, topk=9, heads=3, q_tokens=2, page_size=3, dtype="bfloat16", poison="nan"),
     "fp8_v32, many blocks of keys": DecodeSpec(
-        **V32, topk=261, kv_lens=(300, 40), page_size=16, heads=2, dtype="bfloat16", lens="inside", poison="nan"
+        **V32, topk=261, kv_lens=(300, 40), page_size=16, heads=2, scales="far apart", magnitude=3.0, sm_scale=-1.0,
+        dtype="bfloat16", lens="inside", poison="nan",
     ),
     **{
         f"fp8_v32, {heads} heads": DecodeSpec(
