@@ -191,6 +191,10 @@ _DECODES: dict[str, DecodeSpec] = {
         **V32, topk=261, kv_lens=(300, 40), page_size=16, heads=2, scales="far apart", magnitude=3.0, sm_scale=-1.0,
         dtype="bfloat16", lens="inside", poison="nan",
     ),
+    # More than parts of a schedule, so that one part has several.
+    "fp8_v32, many short lists": DecodeSpec(
+        **V32, topk=70, heads=9, kv_lens=(40, 90, 1, 80, 9, 75, 20), page_size=16, dtype="bfloat16", poison="nan"
+    ),
     **{
         f"fp8_v32, {heads} heads": DecodeSpec(
             **V32, topk=390, heads=heads, kv_lens=(400, 9), page_size=16, scales=scales, sinks="mixed",
@@ -313,6 +317,7 @@ ON_EVERY_PATH = (
     "dense, sinks of all kinds",
     "many blocks of keys",
     "fp8_v32, many blocks of keys",
+    "fp8_v32, many short lists",
     "extra cache with lengths",
     "extra cache fp8_v4",
     "extra cache fp4_v41 beside fp8_v41",
