@@ -290,7 +290,7 @@ if __name__ == "__main__":
     name, folder, *sanitized = sys.argv[1:]
     mutant = {**HONEST, **MUTANTS, **RACES}[name]
     modes = ["eager", "late"] if sanitized else [mutant.mode]
-    # The sanitizer is slow, and more of the same shows no other race; but of few heads one check has many blocks, the other
-    # many segments.
+    # The sanitizer is slow, and more of the same shows no other race; but of few heads one check has many blocks, the
+    # other many segments.
     most = len(CHECKS[mutant.kind]) if not sanitized else 2 if mutant.kind == "narrow" else 1
     sys.stdout.write(judge(mutant, Path(folder), flags_of(bool(sanitized)), modes, most))
