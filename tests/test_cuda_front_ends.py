@@ -255,8 +255,8 @@ def test_only_by_name_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_few_heads_have_a_kernel_of_their_own() -> None:
-    def function(heads: int, narrow: bool = True, **sample: Any) -> str:
-        call = LatentSample(num_q_heads=heads, **({"cache_format": "fp8_v32"} | sample)).call("mla_decode", HOPPER)
+    def function(heads: int, narrow: bool = True, cache_format: str = "fp8_v32") -> str:
+        call: Any = LatentSample(num_q_heads=heads, cache_format=cache_format).call("mla_decode", HOPPER)
         return _latent.function_of(call, _latent.Tile(narrow=narrow)).name
 
     assert [function(heads) for heads in (1, 8, 32)] == ["ra_mla_decode_sparse_fp8_narrow"] * 3
@@ -269,7 +269,7 @@ def test_few_heads_have_a_kernel_of_their_own() -> None:
 @pytest.mark.parametrize("num_seqs", [1, 4, 8, 16, 64])
 def test_with_few_heads_all_multiprocessors_have_work(num_seqs: int) -> None:
     """Lists of 2048 keys, so 32 blocks each."""
-    sample = {"cache_format": "fp8_v32", "num_q_heads": 16, "num_tokens": num_seqs, "topk": 2048}
+    sample: Any = {"cache_format": "fp8_v32", "num_q_heads": 16, "num_tokens": num_seqs, "topk": 2048}
     num_splits = splits_of("mla_decode", max_num_seqs=num_seqs, **sample)
     assert min(32 * num_seqs, 120) <= num_splits * num_seqs <= 132
 
