@@ -21,9 +21,9 @@ LATENT_BYTES = {
 }  # fmt: skip
 
 
-def latent_bytes(case: "LatentCase", layout: str) -> int:
-    """The bytes that are read of a row as kernels find it, by what they call its format in one of its layouts."""
-    return case.d_qk * ITEMSIZE[case.dtype] if layout == "plain" else LATENT_BYTES[layout.removesuffix("_page")]
+def latent_bytes(layout: str) -> int:
+    """The bytes that are read of a row, by what kernels call its format in one of its layouts."""
+    return LATENT_BYTES[layout.removesuffix("_page")]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,7 +88,8 @@ def attended(case: "LatentCase", tiles: Tiles) -> tuple[Work, Programs, Work, Pr
     group = case.num_q_heads // case.num_kv_heads
     jobs, rows = case.num_tokens // tokens * case.num_kv_heads, group * tokens
     lengths = [length for length in (case.topk, case.extra_topk) if length] or [case.max_len]
-    widths = [latent_bytes(case, layout) for layout in (tiles.format, tiles.extra_format)]
+    formats, plain = (tiles.format, tiles.extra_format), case.d_qk * ITEMSIZE[case.dtype]
+    widths = [plain if layout == "plain" else latent_bytes(layout) for layout in formats]
     listed = sum(length * width for length, width in zip(lengths, widths, strict=False))
     blocks = sum(cdiv(length, tiles.keys) for length in lengths)
     longest = max(cdiv(blocks, tiles.num_splits), tiles.least_blocks)
@@ -143,7 +144,9 @@ def steps(case: "LatentCase", backend: str, device: Device, machine: Machine, ti
         floor = max(floor, case.listed_bytes() / machine.cache)
     work, programs, combined, rows_combined = attended(case, tiles)
     rows = case.num_q_heads // case.num_kv_heads * (1 if case.topk else case.num_q_tokens)
-    widths = (LATENT_BYTES[tiles.format],) * 2 if tiles.format.startswith("decoded") else case.widths
+    widths = case.widths
+    if tiles.format.startswith("decoded"):
+        widths = latent_bytes(tiles.format), 0
     memory = fetched(case, work, cdiv(rows, tiles.rows), machine, widths)
     yield Step("latent_kernel", work, memory, floor, programs)
     if combined.rows:

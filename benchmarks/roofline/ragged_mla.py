@@ -54,7 +54,7 @@ def attended(case: "RaggedLatentCase", kernel_args: KernelArgs) -> tuple[Work, P
     block, count, heads = kernel_args["BLOCK_KV"], kernel_args["BLOCK_H"], case.num_q_heads
     columns, again, queried = columns_of(case.d_v, kernel_args)
     plain = kernel_args["FORMAT"] in ("plain", "codes")
-    key_bytes = case.width * ITEMSIZE[case.stored or case.dtype] if plain else latent_bytes(case, kernel_args["FORMAT"])
+    key_bytes = case.width * ITEMSIZE[case.stored or case.dtype] if plain else latent_bytes(kernel_args["FORMAT"])
     item = ITEMSIZE[case.dtype]
     for span in spans(case, kernel_args):
         ahead, num_rows = span.kv_len - span.q_len, span.q_len * heads
