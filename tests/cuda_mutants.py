@@ -243,6 +243,9 @@ RACES = {
     "a stage of rows is handed back by one for all": Mutant(
         "sm90/narrow.h", "          op::syncwarp();  // the other threads have read their rows too\n", "", "narrow"
     ),
+    "a row's level is written while its other threads read it": Mutant(
+        "sm90/fp8_decode.h", "      op::named_sync(kRestRead, 128);\n      CUTE_UNROLL", "      CUTE_UNROLL", "fp8"
+    ),
     "weights take the place of what others read": Mutant(
         "sm90/seesaw.h", "          op::named_sync(kRestRead, 128);", "          ;"
     ),

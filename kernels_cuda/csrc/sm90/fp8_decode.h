@@ -18,7 +18,7 @@
 //   empty[S][H]   a thread of each warp of warpgroup H            4     a use of S    half H; slab 8 and scales are both's
 //   kWeights + S  the leader; the follower waits                  256   a use of S    weights in slab 8, factor[S]
 //   kSums         both, and wait                                  256   a segment     sums, reference, regain
-//   kRestRead     the leader, and waits                           128   a block       slab 8 before weights take its place
+//   kRestRead     the leader, and waits                           128   a block       slab 8 before weights take its place; level
 #pragma once
 #include "latent.h"
 
@@ -411,11 +411,18 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
           }
         }
     }
-    RA_DEV void share_weights(int stage) {
+    RA_DEV void share_weights(int stage, int row0, int pair, float const (&level)[2], float const (&factor)[2]) {
       auto words = cute::make_tensor<uint32_t>(cute::Layout<cute::_16>{});
       CUTE_UNROLL
       for (int i = 0; i < 16; ++i) words(i) = op::pack<f16>(tSrS(2 * i), tSrS(2 * i + 1));
-      op::named_sync(kRestRead, 128);  // other warps may still multiply the rest, whose place the weights take
+      // Other warps may still multiply the rest, whose place the weights take, and a row's other threads read its level.
+      op::named_sync(kRestRead, 128);
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        if (pair) continue;
+        s.factor[stage][row0 + 8 * r] = factor[r];
+        s.level[row0 + 8 * r] = level[r];
+      }
       store_weights(s.keys[stage][8], mine(), words);
       op::named_arrive(kWeights + stage, 256);
     }
@@ -433,12 +440,9 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
       for (int r = 0; r < 2; ++r) {
         moves |= follow(level[r], reached[r], factor[r]);
         sum[r] *= factor[r];
-        if (pair) continue;
-        s.factor[stage][row0 + 8 * r] = factor[r];
-        s.level[row0 + 8 * r] = level[r];
       }
       weigh(stage, pair, unit, level);
-      share_weights(stage);
+      share_weights(stage, row0, pair, level, factor);
       if (__builtin_expect(op::any_in_warp(moves), false)) rescale(factor);
       add_values<0>(stage, pair, [&](int keys) { return Held{tSrS, 8 * keys}; });
       op::wgmma_wait<0>(tOrO);
