@@ -138,7 +138,7 @@ MUTANTS = {
     "the scale of another group": Mutant(
         "sm90/fp8_decode.h", "s.ratio[stage][2 * W][16", "s.ratio[stage][2 - 2 * W][16", "fp8"
     ),
-    "the scales of the row before": Mutant("sm90/fp8_v4.h", "(slot - page", "(slot - 1 - page", "v4"),
+    "the scales of the row before": Mutant("sm90/decoding.h", "begin + slot * step", "begin + (slot - 1) * step", "v4"),
     "a second list is read from the first cache": Mutant(
         "sm90/fp8_v4.h", "rows.extra ? plan.extra.cache : plan.keys.cache", "plan.keys.cache", "v4"
     ),
@@ -221,7 +221,7 @@ MUTANTS = {
     ),
     # Caches of 2026.
     "the format of the first cache is the second's": Mutant(
-        "sm90/v41.h", "extra ? plan.call.extra_format : plan.call.format", "plan.call.format", "v41"
+        "sm90/v41.h", "rows.extra ? plan.call.extra_format : plan.call.format", "plan.call.format", "v41"
     ),
     "odd columns before even ones": Mutant(
         "sm90/v41.h", "codes & 0x7777", "(codes >> 4 & 0x707 | codes << 4 & 0x7070)", "v41"

@@ -10,7 +10,7 @@ from benchmarks.compiled import compiling
 from benchmarks.compiled.compiling import ITEMSIZE
 from benchmarks.roofline import KernelArgs, Machine, Programs, Step, Work, cdiv
 from ragged_attention import dispatch
-from ragged_attention.calls import Device
+from ragged_attention.calls import Call, Device
 
 if TYPE_CHECKING:
     from benchmarks.cases.mla import LatentCase
@@ -67,10 +67,11 @@ def columns_of(d_v: int, kernel_args: KernelArgs) -> tuple[int, int, int]:
     return columns, again, a + b + (a if layout == "fp8_v32" else 0)
 
 
-def cuda_tiles(case: "LatentCase", tile: Any) -> Tiles:
-    """Of the sources in csrc: blocks of 64 rows and 64 keys."""
+def cuda_tiles(case: "LatentCase", call: Call, tile: Any) -> Tiles:
+    """Of the sources in csrc: blocks of 64 rows, or of few heads in eights, and 64 keys."""
+    latent = importlib.import_module("ragged_attention.kernels_cuda._latent")
     return Tiles(
-        rows=64,
+        rows=max(8, latent.power_of_2(case.num_q_heads)) if latent.is_narrow(call, tile) else latent.ROWS,
         keys=64,
         num_splits=tile.num_splits,
         least_blocks=1,
@@ -133,7 +134,7 @@ def steps(case: "LatentCase", backend: str, device: Device, machine: Machine, ti
     """A list's rows must come from the cache, at least, for every query that names them."""
     call = case.attention_call(device)
     if backend == "cuda":
-        tiles = cuda_tiles(case, tile or dispatch.load(case.operation, "cuda").heuristic(call))
+        tiles = cuda_tiles(case, call, tile or dispatch.load(case.operation, "cuda").heuristic(call))
     else:
         launches = {launch.name: launch for launch in compiling.record(call, tile)}
         tiles = triton_tiles(case, launches["latent_kernel"].arguments)

@@ -43,7 +43,7 @@ struct Keys {
   int page_size;
   Divisor by_page_size;
   uint32_t slot, gap, head;
-  // Of formats from RA_FP8_V41 on: where the scales of slot 0 are, and what `slot` and `gap` are of a slot's scales.
+  // Of formats from RA_FP8_V4 on: where the scales of slot 0 are, and what `slot` and `gap` are of a slot's scales.
   uint32_t scales, scale_slot, scale_gap;
 };
 
@@ -57,14 +57,13 @@ struct Plan {
   int tokens;    // with lists of their own
   float scale;   // of logits to base 2
 };
-constexpr int kV4Row = 576, kV4Scales = 8;  // bytes of an fp8_v4 page for each of its tokens
 
 // Of a format with the scales of a page behind all its rows: bytes of a row, and of its scales.
 struct Planes {
   int row, scales;
 };
 RA_HD Planes planes_of(int64_t format) {
-  if (format == RA_FP8_V4) return {kV4Row, kV4Scales};
+  if (format == RA_FP8_V4) return {576, 8};
   if (format == RA_FP8_V41_PAGE) return {512, 16};
   if (format == RA_FP4_V41_PAGE) return {256, 32};
   return {0, 0};

@@ -202,11 +202,44 @@ inline void enlisted(Product& product) {
   if (++product.lanes == kWarp && machine.products_at_once()) finish(product);
 }
 
+// The values of all lanes of the warp, which come to the same instruction.
+inline float const* of_lanes(float value, char const* what) {
+  Warp& warp = machine.warps[machine.current / kWarp];
+  warp.lanes[warp.turn & 1][machine.current % kWarp] = value;
+  return warp.lanes[machine.meet(false, what, [] {}) & 1];
+}
+
+// Sixteen bytes at a time.
+inline bool is_aligned(void const* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+inline void expect_row_of_matrices(void const* row) {
+  if (!machine.is_shared(row, 16) || !is_aligned(row))
+    machine.fault("expected rows of matrices at 16 aligned bytes of shared memory");
+}
+
+// What TMA brings, by `fill`: at once or as late as may be. `bar` counts its bytes.
+template <class Fill>
+void land(CountedBarrier& bar, int number, int64_t bytes, Fill fill) {
+  if (machine.copies_at_once()) {
+    fill();
+    watch::release(&bar.tags[bar.turn & 1]);
+    return machine.complete(bar, 0, bytes);
+  }
+  watch::release(&bar.loads);
+  machine.loads.push_back([fill, &bar, number, bytes] {
+    machine.loaders[number].run(&bar.loads, &bar.tags[bar.turn & 1], [&] {
+      watch::Unseen unseen;
+      fill();
+    });
+    machine.complete(bar, 0, bytes);
+  });
+  machine.stir();
+}
+
 // Until at most so many of the warp's products are still under way.
 inline void settle(size_t most) {
   Warp& warp = machine.warps[machine.current / kWarp];
   uint64_t const issued = warp.issued[machine.current % kWarp];
-  machine.meet(3, false, "warp %ld at wgmma_wait", [&] {
+  machine.meet(false, "warp %ld at wgmma_wait", [&] {
     for (; warp.settled + most < issued; ++warp.settled, warp.products.pop_front())
       if (!warp.products.front().done) finish(warp.products.front());
   });
@@ -255,23 +288,13 @@ inline void syncthreads() {
 }
 inline void syncwarp() {
   emu::watch::Unseen unseen;
-  machine.meet(1, true, "warp %ld at syncwarp", [] {});
-}
-inline float shfl_xor(float value, int mask) {
-  emu::watch::Unseen unseen;
-  emu::Warp& warp = machine.warps[machine.current / emu::kWarp];
-  int const lane = machine.current % emu::kWarp;
-  warp.lanes[warp.turn & 1][lane] = value;
-  unsigned const turn = machine.meet(2, false, "warp %ld at a shuffle", [] {});
-  return warp.lanes[turn & 1][lane ^ mask];
+  machine.meet(true, "warp %ld at syncwarp", [] {});
 }
 inline float shfl(float value, int from) {
   emu::watch::Unseen unseen;
-  emu::Warp& warp = machine.warps[machine.current / emu::kWarp];
-  warp.lanes[warp.turn & 1][machine.current % emu::kWarp] = value;
-  unsigned const turn = machine.meet(2, false, "warp %ld at a shuffle", [] {});
-  return warp.lanes[turn & 1][from % emu::kWarp];
+  return emu::of_lanes(value, "warp %ld at a shuffle")[from % emu::kWarp];
 }
+inline float shfl_xor(float value, int mask) { return shfl(value, machine.current ^ mask); }
 inline uint32_t shfl_xor(uint32_t value, int mask) {
   float bits;
   memcpy(&bits, &value, sizeof bits);
@@ -281,10 +304,7 @@ inline uint32_t shfl_xor(uint32_t value, int mask) {
 }
 inline bool any_in_warp(bool condition) {
   emu::watch::Unseen unseen;
-  emu::Warp& warp = machine.warps[machine.current / emu::kWarp];
-  warp.lanes[warp.turn & 1][machine.current % emu::kWarp] = condition;
-  unsigned const turn = machine.meet(4, false, "warp %ld at a vote", [] {});
-  float const* const said = warp.lanes[turn & 1];
+  float const* const said = emu::of_lanes(condition, "warp %ld at a vote");
   return std::any_of(said, said + emu::kWarp, [](float one) { return one != 0; });
 }
 // The first eight hardware barriers are CUTLASS's own.
@@ -375,7 +395,7 @@ inline void fence_async_shared() {
 
 inline void copy16(void* shared, void const* global, bool valid) {
   emu::watch::Unseen unseen;
-  if (!machine.is_shared(shared, 16) || reinterpret_cast<uintptr_t>(shared) % 16 != 0)
+  if (!machine.is_shared(shared, 16) || !emu::is_aligned(shared))
     machine.fault("expected a copy to 16 aligned bytes of shared memory");
   if (valid && reinterpret_cast<uintptr_t>(global) % 16 != 0) machine.fault("expected a copy from 16 aligned bytes");
   auto const offset = uint32_t(static_cast<unsigned char*>(shared) - machine.shared);
@@ -429,10 +449,9 @@ inline void store_matrices(void* row, uint32_t const (&words)[4]) {
     emu::watch::Unseen unseen;
     emu::Warp& warp = machine.warps[machine.current / emu::kWarp];
     int const lane = machine.current % emu::kWarp;
-    if (!machine.is_shared(row, 16) || reinterpret_cast<uintptr_t>(row) % 16 != 0)
-      machine.fault("expected rows of matrices at 16 aligned bytes of shared memory");
+    emu::expect_row_of_matrices(row);
     memcpy(warp.matrices[warp.turn & 1][lane], words, sizeof words);
-    unsigned const turn = machine.meet(5, false, "warp %ld at a store of matrices", [] {});
+    unsigned const turn = machine.meet(false, "warp %ld at a store of matrices", [] {});
     auto const* const given = &warp.matrices[turn & 1][lane % 8 * 4];
     found = {given[0][lane / 8], given[1][lane / 8], given[2][lane / 8], given[3][lane / 8]};
   }
@@ -446,10 +465,9 @@ inline uint4 load_matrices(void const* row) {
   {
     emu::watch::Unseen unseen;
     emu::Warp& warp = machine.warps[machine.current / emu::kWarp];
-    if (!machine.is_shared(row, 16) || reinterpret_cast<uintptr_t>(row) % 16 != 0)
-      machine.fault("expected rows of matrices at 16 aligned bytes of shared memory");
+    emu::expect_row_of_matrices(row);
     memcpy(warp.matrices[warp.turn & 1][lane], &row, sizeof row);
-    unsigned const turn = machine.meet(6, false, "warp %ld at a load of matrices", [] {});
+    unsigned const turn = machine.meet(false, "warp %ld at a load of matrices", [] {});
     for (int i = 0; i < 4; ++i) memcpy(&rows[i], warp.matrices[turn & 1][8 * i + lane / 4], sizeof rows[i]);
   }
   return {rows[0][lane % 4], rows[1][lane % 4], rows[2][lane % 4], rows[3][lane % 4]};
@@ -476,21 +494,7 @@ void tma_load(Source const& source, int row_tile, int column_tile, int head, int
   auto const fill = [source, row_tile, column_tile, head, page, target] {
     emu::fill(source, row_tile, column_tile, head, page, target);
   };
-  constexpr int64_t bytes = sizeof(target(0, 0)) * decltype(size(target))::value;
-  if (machine.copies_at_once()) {
-    fill();
-    emu::watch::release(&bar.tags[bar.turn & 1]);
-    return machine.complete(bar, 0, bytes);
-  }
-  emu::watch::release(&bar.loads);
-  machine.loads.push_back([fill, &bar, number] {
-    machine.loaders[number].run(&bar.loads, &bar.tags[bar.turn & 1], [&] {
-      emu::watch::Unseen unseen;
-      fill();
-    });
-    machine.complete(bar, 0, bytes);
-  });
-  machine.stir();
+  emu::land(bar, number, sizeof(target(0, 0)) * decltype(size(target))::value, fill);
 }
 
 inline void bulk_load(void* shared, void const* global, int bytes, MBar& mbar) {
@@ -498,10 +502,10 @@ inline void bulk_load(void* shared, void const* global, int bytes, MBar& mbar) {
   int const number = int(uint32_t(mbar.state));
   emu::watch::Unseen unseen;
   if (!bar.fenced) machine.fault("expected fence_barrier_init before a load that arrives at an mbarrier");
-  if (bytes <= 0 || bytes % 16 != 0 || reinterpret_cast<uintptr_t>(global) % 16 != 0)
+  if (bytes <= 0 || bytes % 16 != 0 || !emu::is_aligned(global))
     machine.fault("expected a bulk copy of whole 16 bytes from 16 aligned ones, got %d", bytes);
   auto* const to = static_cast<unsigned char*>(shared);
-  if (!machine.is_shared(to, bytes) || reinterpret_cast<uintptr_t>(to) % 16 != 0)
+  if (!machine.is_shared(to, bytes) || !emu::is_aligned(to))
     machine.fault("expected a bulk copy to 16 aligned bytes of shared memory");
   if (machine.is_unfenced(uint32_t(to - machine.shared), bytes))
     machine.fault("expected a proxy fence between ordinary writes and a bulk copy to the same place");
@@ -511,20 +515,7 @@ inline void bulk_load(void* shared, void const* global, int bytes, MBar& mbar) {
       emu::watch::writes(proxy, bytes);
     }
   };
-  if (machine.copies_at_once()) {
-    fill();
-    emu::watch::release(&bar.tags[bar.turn & 1]);
-    return machine.complete(bar, 0, bytes);
-  }
-  emu::watch::release(&bar.loads);
-  machine.loads.push_back([fill, &bar, number, bytes] {
-    machine.loaders[number].run(&bar.loads, &bar.tags[bar.turn & 1], [&] {
-      emu::watch::Unseen unseen;
-      fill();
-    });
-    machine.complete(bar, 0, bytes);
-  });
-  machine.stir();
+  emu::land(bar, number, bytes, fill);
 }
 
 // Products of one warp, done when its last lane has come with its share of the operands and sums.
@@ -533,7 +524,7 @@ void mma(float (&acc)[M][N][4], uint32_t const (&a)[M][4], uint32_t const (&b)[N
   emu::watch::Unseen unseen;
   emu::Warp& warp = machine.warps[machine.current / emu::kWarp];
   warp.fragments[machine.current % emu::kWarp] = {&a[0][0], &b[0][0], &acc[0][0][0]};
-  machine.meet(4, false, "warp %ld at a product", [&] {
+  machine.meet(false, "warp %ld at a product", [&] {
     for (int m = 0; m < M; ++m)
       for (int n = 0; n < N; ++n) emu::multiply_tile<T>(warp, 4 * m, 2 * n, 4 * (m * N + n));
   });

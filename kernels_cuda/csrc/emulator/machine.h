@@ -190,7 +190,8 @@ struct Fragment {
 };
 
 struct Warp : Passage {
-  int kind = 0, count = 0;
+  int count = 0;              // of lanes that have come
+  char const* at = nullptr;  // to what
   float lanes[2][kWarp];
   Fragment fragments[kWarp];
   uint32_t matrices[2][kWarp][4];
@@ -333,12 +334,12 @@ struct Machine {
     while (named[id].turn == turn) wait(named[id].line, {"barrier %ld of %ld threads", id, count});
     take(named[id], turn);
   }
-  // Every lane of the warp comes here, to the same instruction. Returns the turn.
+  // Every lane of the warp comes here, to the same instruction, which `what` tells apart. Returns the turn.
   template <class Last>
-  unsigned meet(int kind, bool orders_memory, char const* what, Last last) {
+  unsigned meet(bool orders_memory, char const* what, Last last) {
     Warp& warp = warps[current / kWarp];
-    if (warp.count > 0 && warp.kind != kind) fault("expected the warp to stay together, got another instruction");
-    warp.kind = kind;
+    if (warp.count > 0 && strcmp(warp.at, what) != 0) fault("expected the warp to stay together, got another instruction");
+    warp.at = what;
     unsigned const turn = warp.turn;
     if (orders_memory) give(warp);
     if (++warp.count == kWarp) {

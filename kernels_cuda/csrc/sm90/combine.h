@@ -3,6 +3,36 @@
 #pragma once
 #include "latent.h"
 
+// A query row whose partial results are merged.
+struct MergedRow {
+  Plan const& plan;
+  int const head, token, seq, blocks, first;
+
+  RA_DEV MergedRow(Plan const& plan, int64_t row)
+      : plan(plan),
+        head(int(row % plan.call.num_q_heads)),
+        token(int(row / plan.call.num_q_heads % plan.call.num_q_tokens)),
+        seq(int(row / (plan.call.num_q_heads * plan.call.num_q_tokens))),
+        blocks(blocks_of(plan, seq, token)),
+        first(first_part_of(plan, seq)) {}
+
+  RA_DEV int slot_of(int part) const { return range_of(plan, part, seq, blocks).slot; }
+  RA_DEV bool has(int part) const { return part == first || goes_on(plan, part, seq); }
+  RA_DEV int64_t index_of(int slot) const {
+    return (int64_t(slot) * plan.call.num_q_tokens + token) * plan.call.num_q_heads + head;
+  }
+  // What the sum of weighted parts is multiplied by, from the largest lse `m_i` and the sum of weights.
+  RA_DEV float factor(float m_i, float l_i) const {
+    if (m_i == -INFINITY) return 0.f;  // fully masked
+    return 1.f / (plan.call.sinks ? l_i + op::exp2(plan.call.sinks[head] * float(kLog2e) - m_i) : l_i);
+  }
+  RA_DEV void write_sums(float m_i, float l_i, float maximum) const {
+    int64_t const finished = (int64_t(seq) * plan.call.num_q_heads + head) * plan.call.num_q_tokens + token;
+    plan.call.lse[finished] = m_i == -INFINITY ? -INFINITY : (m_i + op::log2(l_i)) * kLn2;
+    if (plan.call.max_logits) plan.call.max_logits[finished] = maximum * kLn2;
+  }
+};
+
 template <class Out>
 struct Combine {
   static constexpr int kThreads = 128, kRowsOfBlock = kThreads / 32, kValue = 512;
@@ -17,25 +47,23 @@ struct Combine {
     Plan const& plan = params.plan;
     RaLatent const& call = plan.call;
     op::wait_for_grid_before();
-    int64_t const row = int64_t(op::bid()) * (kThreads / 32) + op::tid() / 32, lane = op::tid() % 32;
+    int64_t const row = int64_t(op::bid()) * kRowsOfBlock + op::tid() / 32, lane = op::tid() % 32;
     if (row >= call.num_seqs * call.num_q_tokens * call.num_q_heads) return;
-    int const head = int(row % call.num_q_heads), token = int(row / call.num_q_heads % call.num_q_tokens);
-    int const seq = int(row / (call.num_q_heads * call.num_q_tokens));
-    int const blocks = blocks_of(plan, seq, token), first = first_part_of(plan, seq);
-    if (range_of(plan, first, seq, blocks).slot == kWhole) return;
+    MergedRow const merged(plan, row);
+    if (merged.slot_of(merged.first) == kWhole) return;
     float m_i = -INFINITY, maximum = -INFINITY, l_i = 0.f;
     float4 acc[4] = {};
-    for (int part = first; part == first || goes_on(plan, part, seq); ++part) {
-      Range const range = range_of(plan, part, seq, blocks);
-      if (range.slot < 0) continue;
-      int64_t const index = (range.slot * call.num_q_tokens + token) * call.num_q_heads + head;
+    for (int part = merged.first; merged.has(part); ++part) {
+      int const slot = merged.slot_of(part);
+      if (slot < 0) continue;
+      int64_t const index = merged.index_of(slot);
       m_i = fmaxf(m_i, op::given(call.partial_lse + index));
       if (call.max_logits) maximum = fmaxf(maximum, op::given(call.partial_max + index));
     }
-    for (int part = first; part == first || goes_on(plan, part, seq); ++part) {
-      Range const range = range_of(plan, part, seq, blocks);
-      if (range.slot < 0) continue;
-      int64_t const index = (range.slot * call.num_q_tokens + token) * call.num_q_heads + head;
+    for (int part = merged.first; merged.has(part); ++part) {
+      int const slot = merged.slot_of(part);
+      if (slot < 0) continue;
+      int64_t const index = merged.index_of(slot);
       float const lse = op::given(call.partial_lse + index);
       if (lse == -INFINITY) continue;
       float const weight = op::exp2(lse - m_i);
@@ -50,10 +78,7 @@ struct Combine {
         acc[i].w += weight * part_out.w;
       }
     }
-    bool const fully_masked = m_i == -INFINITY;
-    float denominator = l_i;
-    if (call.sinks && !fully_masked) denominator += op::exp2(call.sinks[head] * float(kLog2e) - m_i);
-    float const factor = fully_masked ? 0.f : 1.f / denominator;
+    float const factor = merged.factor(m_i, l_i);
     Out* const out = static_cast<Out*>(call.out) + row * kValue;
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) {
@@ -61,10 +86,6 @@ struct Combine {
                            op::pack<Out>(acc[i].z * factor, acc[i].w * factor)};
       *reinterpret_cast<uint2*>(out + 4 * (lane + 32 * i)) = words;
     }
-    if (lane == 0) {
-      int64_t const finished = (int64_t(seq) * call.num_q_heads + head) * call.num_q_tokens + token;
-      call.lse[finished] = fully_masked ? -INFINITY : (m_i + op::log2(l_i)) * kLn2;
-      if (call.max_logits) call.max_logits[finished] = maximum * kLn2;
-    }
+    if (lane == 0) merged.write_sums(m_i, l_i, maximum);
   }
 };

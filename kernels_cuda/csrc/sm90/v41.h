@@ -3,15 +3,13 @@
 // codes, or those of all rows of a page follow all their codes.
 //
 // A code times its scale is a bfloat16 exactly: of e4m3 since the scale is a power of two, of e2m1 since the product has
-// six bits. So the producer decodes rows into what `Seesaw` reads, and all else is its own. Eight threads take a row,
-// each 16 columns of every 128, which have one scale in either format; e2m1 codes become e4m3 codes of the same values
-// first. A block is of one cache, so which of the formats it has is nothing that threads differ in.
+// six bits. Eight threads take a row, each 16 columns of every 128, which have one scale in either format; e2m1 codes
+// become e4m3 codes of the same values first. A block is of one cache, so which of the formats it has is nothing that
+// threads differ in.
 #pragma once
 #include "fp8_v4.h"
 
-struct V41 : SeesawBase<bf16, 512, true, 16> {
-  using Body = SeesawBase<bf16, 512, true, 16>;
-  static constexpr int kProducerRegisters = 80, kConsumerRegisters[2] = {208, 216};
+struct V41 : Decoding<V41, 16> {
   static constexpr int kPieces = 2;  // of 16 columns, that a thread has of half a row
 
   // A thread's share of half H of a block. Of e2m1 codes the first two words are a piece, until they are widened.
@@ -19,29 +17,6 @@ struct V41 : SeesawBase<bf16, 512, true, 16> {
     uint4 codes[4][kPieces];
     uint32_t scales[4][kPieces];  // the four among which a piece's is
   };
-
-  struct Rows {
-    Block block;
-    uint32_t scales[4];  // where they begin, in units
-    bool extra, four;    // of the second cache; of e2m1 codes
-  };
-  RA_HD static bool has_four(int64_t format) { return format >= RA_FP4_V41; }
-  RA_DEV static Rows find(Plan const& plan, Lists const& lists, Entries const& entries, int index, int t) {
-    bool const extra = Body::Base::is_extra(lists, index);
-    Rows found = {Body::Base::locate(plan, lists, entries, index, t), {}, extra,
-                  has_four(extra ? plan.call.extra_format : plan.call.format)};
-    Keys const &keys = plan.keys, &more = plan.extra;
-    uint32_t const begin = extra ? more.scales : keys.scales, step = extra ? more.scale_slot : keys.scale_slot;
-    uint32_t const gap = extra ? more.scale_gap : keys.scale_gap;
-    Divisor const by = {extra ? more.by_page_size.multiplier : keys.by_page_size.multiplier,
-                        extra ? more.by_page_size.shift : keys.by_page_size.shift};
-    CUTE_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      uint32_t const slot = uint32_t(entries.of[i]);
-      found.scales[i] = begin + slot * step + divide(slot, by) * gap;
-    }
-    return found;
-  }
 
   template <int H, bool kFour>
   RA_DEV static void load(Plan const& plan, Rows const& rows, Share& share) {
@@ -104,48 +79,15 @@ struct V41 : SeesawBase<bf16, 512, true, 16> {
         }
       }
   }
-  // Fill half H of stage S. Its rows are on their way while its reader is waited for.
   template <int S, int H, bool kFour>
-  RA_DEV static void fill(Plan const& plan, Rows const& rows, int turn, Smem& s) {
-    Share share = {};
-    load<H, kFour>(plan, rows, share);
-    s.empty[S][H].wait((turn & 1) ^ 1);
-    if (S == H) store_seen(s.seen[S], rows.block, op::fresh_tid() % 128, s.full[S][H]);
-    store<S, H, kFour>(share, s, op::fresh_tid() % 128);
-    op::fence_async_shared();
-    s.full[S][H].arrive();
+  RA_DEV static void fill_of(Plan const& plan, Rows const& rows, int turn, Smem& s) {
+    decode<S, H, Share>(
+        rows, turn, s, [&](Share& share) { load<H, kFour>(plan, rows, share); },
+        [&](Share const& share, int t) { store<S, H, kFour>(share, s, t); });
   }
   template <int S, int H>
   RA_DEV static void fill(Plan const& plan, Rows const& rows, int turn, Smem& s) {
-    if (rows.four) fill<S, H, true>(plan, rows, turn, s);
-    else fill<S, H, false>(plan, rows, turn, s);
-  }
-
-  template <class Tma>
-  RA_DEV static void produce(LatentParams<Tma> const& params, Smem& s) {
-    Plan const& plan = params.plan;
-    int turns[2] = {0, 0};
-    Body::produce(plan, s, [&](Segment const& segment, int t) {
-      Lists const lists = Body::Base::lists_of(plan, segment, 0);
-      int const last = segment.end - 1;
-      // What the lists say is asked for a fill before it is needed, and no sooner: registers are scarce.
-      auto const ask = [&](int index) { return Body::Base::look_up(plan, lists, index < last ? index : last, t); };
-      Entries next = ask(segment.begin);
-      for (int index = segment.begin; index <= last; index += 2) {
-        bool const two = index < last;
-        Rows const first = find(plan, lists, next, index, t);
-        next = ask(index + 1);
-        fill<0, 0>(plan, first, turns[0], s);
-        Rows const second = find(plan, lists, next, index + two, t);
-        if (two) fill<1, 1>(plan, second, turns[1], s);
-        fill<0, 1>(plan, first, turns[0]++, s);
-        next = ask(index + 2);
-        if (two) fill<1, 0>(plan, second, turns[1]++, s);
-      }
-    });
-  }
-  template <class Tma>
-  RA_DEV static void run(LatentParams<Tma> const& params, Smem& s) {
-    Body::template run_as<V41>(params, s);
+    if ((rows.extra ? plan.call.extra_format : plan.call.format) >= RA_FP4_V41) fill_of<S, H, true>(plan, rows, turn, s);
+    else fill_of<S, H, false>(plan, rows, turn, s);
   }
 };

@@ -1,0 +1,75 @@
+// Attention by lists over rows that are not what `Seesaw` reads: the producer decodes them into bfloat16, and all else is
+// the seesaw's. A format has `fill<S, H>`, which fills half H of stage S by `decode`.
+#pragma once
+#include "seesaw.h"
+
+template <class Format, int kUnit>
+struct Decoding : SeesawBase<bf16, 512, true, kUnit> {
+  using Body = SeesawBase<bf16, 512, true, kUnit>;
+  using Base = typename Body::Base;
+  using Smem = typename Body::Smem;
+  static constexpr int kProducerRegisters = 80, kConsumerRegisters[2] = {208, 216};
+
+  // A thread's rows of a block.
+  struct Rows {
+    Block block;
+    uint32_t scales[4];  // where they begin, in units
+    bool extra;          // of the second cache
+  };
+  RA_DEV static Rows find(Plan const& plan, Lists const& lists, Entries const& entries, int index, int t) {
+    bool const extra = Base::is_extra(lists, index);
+    Rows found = {Base::locate(plan, lists, entries, index, t), {}, extra};
+    Keys const &keys = plan.keys, &more = plan.extra;
+    uint32_t const begin = extra ? more.scales : keys.scales, step = extra ? more.scale_slot : keys.scale_slot;
+    uint32_t const gap = extra ? more.scale_gap : keys.scale_gap;
+    Divisor const by = {extra ? more.by_page_size.multiplier : keys.by_page_size.multiplier,
+                        extra ? more.by_page_size.shift : keys.by_page_size.shift};
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      uint32_t const slot = uint32_t(entries.of[i]);
+      found.scales[i] = begin + slot * step + divide(slot, by) * gap;
+    }
+    return found;
+  }
+
+  // Fill half H of stage S from what `load` asks for of a thread's rows, by what `store` makes of it. They are on their way
+  // while the half's reader is waited for.
+  template <int S, int H, class Share, class Load, class Store>
+  RA_DEV static void decode(Rows const& rows, int turn, Smem& s, Load load, Store store) {
+    Share share = {};
+    load(share);
+    s.empty[S][H].wait((turn & 1) ^ 1);
+    if (S == H) Body::store_seen(s.seen[S], rows.block, op::fresh_tid() % 128, s.full[S][H]);
+    store(share, op::fresh_tid() % 128);
+    op::fence_async_shared();
+    s.full[S][H].arrive();
+  }
+
+  template <class Tma>
+  RA_DEV static void produce(LatentParams<Tma> const& params, Smem& s) {
+    Plan const& plan = params.plan;
+    int turns[2] = {0, 0};
+    Body::produce(plan, s, [&](Segment const& segment, int t) {
+      Lists const lists = Base::lists_of(plan, segment, 0);
+      int const last = segment.end - 1;
+      // What the lists say is asked for a fill before it is needed, and no sooner: registers are scarce.
+      auto const ask = [&](int index) { return Base::look_up(plan, lists, index < last ? index : last, t); };
+      Entries next = ask(segment.begin);
+      for (int index = segment.begin; index <= last; index += 2) {
+        bool const two = index < last;
+        Rows const first = find(plan, lists, next, index, t);
+        next = ask(index + 1);
+        Format::template fill<0, 0>(plan, first, turns[0], s);
+        Rows const second = find(plan, lists, next, index + two, t);
+        if (two) Format::template fill<1, 1>(plan, second, turns[1], s);
+        Format::template fill<0, 1>(plan, first, turns[0]++, s);
+        next = ask(index + 2);
+        if (two) Format::template fill<1, 0>(plan, second, turns[1]++, s);
+      }
+    });
+  }
+  template <class Tma>
+  RA_DEV static void run(LatentParams<Tma> const& params, Smem& s) {
+    Body::template run_as<Format>(params, s);
+  }
+};
