@@ -1,7 +1,7 @@
 """Attention over latent rows on Hopper, as `mla_decode` and `sparse_mla_prefill` share it: limits, splits, the call.
 
-One kernel body serves three functions of the C ABI, which differ in how keys are found and stored. Sparse prefill is
-sparse decode of one token per sequence, and packed rows are pages of one row. A *job* is what shares a list of keys:
+The functions of the C ABI take the same call, and differ in how keys are found and stored. Sparse prefill is sparse
+decode of one token per sequence, and packed rows are pages of one row. A *job* is what shares a list of keys:
 in a dense call the query tokens and heads of one KV head of a sequence, in a sparse call the heads of one query token.
 A thread block computes 64 rows of a job over one split of its keys, and has a multiprocessor to itself.
 """
@@ -268,11 +268,9 @@ def _extra_numbers(extra: Extra | None, launch: Any) -> dict[str, int]:
 def run(call: Attention, work: Work, tile: Tile, launch: Any, *, max_logits: bool = False) -> dict[str, Any]:
     """Enqueue the kernels; returns the results by name."""
     num_seqs, num_q_tokens, num_q_heads, _ = work.q_shape
-    if work.schedule and not (
-        num_seqs and work.schedule[0].shape[0]
-    ):  # there is nothing to divide, or no part to take it
-        work.schedule = None
     schedule = work.schedule
+    if schedule and not (num_seqs and schedule[0].shape[0]):  # nothing to divide, or no part to take it
+        schedule = work.schedule = None
     numbers = _numbers(work, call.scale, 1 if schedule else tile.num_splits, launch)
     partials = (numbers["num_partials"], num_q_tokens, num_q_heads)
     lse, partial = (work.lse_shape, "float32"), (partials, "float32")

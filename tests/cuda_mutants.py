@@ -139,6 +139,15 @@ MUTANTS = {
         "sm90/fp8_decode.h", "s.ratio[stage][2 * W][16", "s.ratio[stage][2 - 2 * W][16", "fp8"
     ),
     "the scales of the row before": Mutant("sm90/decoding.h", "begin + slot * step", "begin + (slot - 1) * step", "v4"),
+    "decoded rows are not fenced": Mutant("sm90/decoding.h", "    op::fence_async_shared();\n", "", "v4"),
+    "a half is decoded before its reader is done": Mutant(
+        "sm90/decoding.h", "    s.empty[S][H].wait((turn & 1) ^ 1);\n", "", "v4"
+    ),
+    "a half's rows are the next block's": Mutant(
+        "sm90/decoding.h", "fill<0, 1>(plan, first,", "fill<0, 1>(plan, second,", "v4"
+    ),
+    "the scales of the other half": Mutant("sm90/fp8_v4.h", "+ 4 * H, seen", "+ 4 - 4 * H, seen", "v4"),
+    "the last columns twice": Mutant("sm90/fp8_v4.h", "row + 456", "row + 448", "v4"),
     "a second list is read from the first cache": Mutant(
         "sm90/fp8_v4.h", "rows.extra ? plan.extra.cache : plan.keys.cache", "plan.keys.cache", "v4"
     ),

@@ -6,8 +6,10 @@ what jax gives; in the larger ones all do in every mode. What the judge is worth
 
 import itertools
 
+import numpy as np
 import pytest
 
+from ragged_attention import kernels_cuda
 from ragged_attention.testing import conformance, cuda_emulator, verdicts
 from ragged_attention.testing.cuda_emulator import EmulatedRunner
 from ragged_attention.testing.drawing import PROFILES, Check, examples_of
@@ -67,6 +69,27 @@ def test_every_operation_is_judged(some: str) -> None:
 def test_no_index_makes_them_touch_what_is_not_theirs(emulated: EmulatedRunner) -> None:
     (check,) = memory()
     assert check.run(emulated, EXAMPLES[emulated.framework])
+
+
+@pytest.mark.parametrize("heads", [64, 8])
+@pytest.mark.parametrize("num_keys", [1, 3, 70])
+@pytest.mark.parametrize("exponent", [-60, -9, 122, 125])
+def test_sums_of_fp8_rows_are_exact_whatever_their_scales(exponent: int, num_keys: int, heads: int) -> None:
+    """They are sums of weights from which the scales are taken off, so scales of any size must leave room for both ends
+    of float32, and those of usual size for what an lse near 0 has behind the point."""
+    torch = pytest.importorskip("torch")
+    from ragged_attention.torch import mla_decode
+
+    rng = np.random.default_rng(0)
+    codes = torch.from_numpy(rng.standard_normal((2, 64, 1, 512))).float().to(torch.float8_e4m3fn).view(torch.uint8)
+    scales = torch.from_numpy(2.0**exponent * rng.uniform(1, 2, (2, 64, 1, 4))).float().view(torch.uint8)
+    cache = torch.cat([codes, scales, torch.zeros(2, 64, 1, 128, dtype=torch.uint8)], -1)
+    q = torch.from_numpy(rng.standard_normal((1, 1, heads, 576)) * 2.0**-exponent / 12).bfloat16()
+    indices = torch.from_numpy(rng.permutation(128)[:num_keys]).int()[None, None]
+    with kernels_cuda.emulating():
+        _, lse = mla_decode(q, cache, indices=indices, backend="cuda")
+    _, want = mla_decode(q, cache, indices=indices, backend="reference")
+    assert float((lse - want).abs().max()) < (1e-6 if exponent == -9 else 4e-6)
 
 
 def test_the_command_judges_cuda_kernels_in_every_mode(capsys: pytest.CaptureFixture[str]) -> None:

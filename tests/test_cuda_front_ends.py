@@ -546,26 +546,43 @@ def test_lowering_for_a_gpu_needs_none() -> None:
     from ragged_attention.jax import sparse_mla_prefill as prefill
 
     q, kv, table, lens = jax_case()
-    lists, cache = jax.numpy.zeros((2, 2, 70), "int32"), jax.numpy.zeros((6, 16, 1, 656), "uint8")
+    lists = jax.numpy.zeros((2, 2, 70), "int32")
+    caches = {
+        name: jax.numpy.zeros((6, 16, 1, size), "uint8")
+        for name, size in {"fp8_v32": 656, "fp8_v4": 584, "fp8_v41": 528, "fp4_v41": 288}.items()
+    }
 
-    def step(q: Any, kv: Any, cache: Any, table: Any, lens: Any, lists: Any) -> Any:
+    def step(q: Any, kv: Any, caches: Any, table: Any, lens: Any, lists: Any) -> Any:
         schedule = schedule_of(lens, 2, 2, 5, num_parts=4, backend="cuda")
         dense = attend(q, kv, table, lens, schedule=schedule, backend="cuda")
         sparse = attend(q, kv, indices=lists, backend="cuda")
-        quantised = attend(q, cache, indices=lists, backend="cuda", options={"num_splits": 2})
-        return dense, sparse, quantised, prefill(q[0], kv, lists[0][:, None], backend="cuda")
+        packed = prefill(q[0], kv, lists[0][:, None], backend="cuda")
+        narrow, wide = (
+            attend(many, caches["fp8_v32"], indices=lists, backend="cuda", options={"num_splits": 2})
+            for many in (q, jax.numpy.tile(q, (1, 1, 7, 1)))
+        )
+        plain = q[..., :512]
+        of_v4 = attend(plain, caches["fp8_v4"], indices=lists, backend="cuda")
+        of_two = {
+            kind: attend(
+                plain, caches[kind], indices=lists, cache_format=kind, backend="cuda",
+                extra_kv_cache=caches[other], extra_indices=lists[:, :, :64],
+            )
+            for kind, other in (("fp8_v4", "fp8_v4"), ("fp8_v41", "fp4_v41"), ("fp4_v41", "fp4_v41"))
+        }  # fmt: skip
+        return dense, sparse, packed, narrow, wide, of_v4, of_two
 
-    arguments = (q, kv, cache, table, lens, lists)
+    arguments = (q, kv, caches, table, lens, lists)
     text = lowered(step, *arguments)
     calls = re.findall(r"custom_call @(\w+)\(([^)]*)\)", text)
     counts = {name: [len(operands.split(",")) for found, operands in calls if found == name] for name in _abi.LAUNCHERS}
     assert counts == {
         "ra_mla_decode_dense": [9],
         "ra_sparse_mla_prefill": [9, 9],
-        "ra_mla_decode_sparse_fp8": [],
+        "ra_mla_decode_sparse_fp8": [9],
         "ra_mla_decode_sparse_fp8_narrow": [9],
-        "ra_mla_decode_sparse_fp8_v4": [],
-        "ra_mla_decode_sparse_v41": [],
+        "ra_mla_decode_sparse_fp8_v4": [9, 9],
+        "ra_mla_decode_sparse_v41": [9, 9],
         "ra_make_decode_schedule": [2],
     }
     checks = [export.DisabledSafetyCheck.custom_call(name) for name in _abi.LAUNCHERS]

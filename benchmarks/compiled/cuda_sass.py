@@ -37,7 +37,7 @@ AROUND = ("Combine<", "NarrowCombine<", "Deal")  # the other kernels: merging of
 NARROW = "Narrow<"  # how the body begins whose warps multiply by themselves, of rows that bulk copies fetch
 DENSE = ", false>"  # how the bodies end that find keys by pages and so fetch them by TMA
 # Loads of a turn that wait for an earlier one, where a producer has no registers for all of them at once.
-SERIAL = {"Fp8V4": 3, "V41": 7}
+SERIAL = {"Fp8V4": 3, "V41": 5}
 RESERVED = 1024  # bytes of a block's shared memory that are the system's
 
 HEADER = """\

@@ -13,8 +13,8 @@
 //   MBar: init, arrive, arrive_expect, wait     a barrier of arrivals and bytes, with a phase bit
 //   fence_barrier_init, fence_async_shared      the latter between ordinary writes and wgmma's or TMA's view of them
 //   load_constant                               a number of global memory that no kernel at work writes
-//   load16, load8, load4                        so many bytes of global memory, zeros where there is nothing to load
-//   copy16, arrive_after_copies                 16 bytes asynchronously to shared memory, zeros likewise
+//   load16<Reuse>, load8<Reuse>, load4          so many bytes of global memory, zeros where there is nothing to load
+//   copy16<Reuse>, arrive_after_copies          16 bytes asynchronously to shared memory, zeros likewise
 //   bulk_load                                   a row's bytes, at an mbarrier as those of a load by TMA
 //   make_tma, descriptor_of, tma_load           tiles of 64 x 64 of a (rows, columns, (heads, pages)) tensor
 //   store                                       an ordinary write of what wgmma will read
@@ -37,6 +37,9 @@
 
 using bf16 = cutlass::bfloat16_t;
 using f16 = cutlass::half_t;
+
+// Whether what is loaded will be asked for again, by this thread's neighbours or by other thread blocks, as rows of keys are.
+enum Reuse { kOnce, kAgain };
 
 #ifdef RA_EMULATE
 #include "emulator/emulated.h"

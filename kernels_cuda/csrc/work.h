@@ -240,8 +240,8 @@ RA_HD int unit_exponent(uint32_t largest_bits, uint32_t rest_bits = 0) {
   return clamped(value > rest ? value : rest, -118, 119);
 }
 // The exponent that a key's scales are taken relative to: that of the largest. Below 2^-60 they bring nothing that
-// could be told from 0 beside a finite logit, and 2^-127 would be no normal number.
-RA_HD int scale_exponent(uint32_t largest_bits) { return clamped(int(largest_bits >> 23) - 127, -60, 126); }
+// could be told from 0 beside a finite logit; of one above 2^122 the rest stays with the scales.
+RA_HD int scale_exponent(uint32_t largest_bits) { return clamped(int(largest_bits >> 23) - 127, -60, 122); }
 RA_HD uint32_t bits_of(float x) {
   uint32_t bits;
   memcpy(&bits, &x, sizeof bits);

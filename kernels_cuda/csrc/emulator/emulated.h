@@ -393,7 +393,8 @@ inline void fence_async_shared() {
   machine.stir();
 }
 
-inline void copy16(void* shared, void const* global, bool valid) {
+template <Reuse>
+void copy16(void* shared, void const* global, bool valid) {
   emu::watch::Unseen unseen;
   if (!machine.is_shared(shared, 16) || !emu::is_aligned(shared))
     machine.fault("expected a copy to 16 aligned bytes of shared memory");
@@ -415,8 +416,10 @@ Words load(void const* global, bool valid) {
   memcpy(&words, global, sizeof words);
   return words;
 }
-inline uint4 load16(void const* global, bool valid) { return load<uint4>(global, valid); }
-inline uint2 load8(void const* global, bool valid) { return load<uint2>(global, valid); }
+template <Reuse>
+uint4 load16(void const* global, bool valid) { return load<uint4>(global, valid); }
+template <Reuse>
+uint2 load8(void const* global, bool valid) { return load<uint2>(global, valid); }
 inline uint32_t load4(void const* global, bool valid) { return load<uint32_t>(global, valid); }
 inline void arrive_after_copies(MBar& bar) {
   emu::CountedBarrier& made = bar.made();

@@ -26,9 +26,10 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
   using Base = LatentBase<f16, bf16, true, 16, 1>;
   static constexpr int kColumns = 576, kGroups = 4;
   static constexpr float kSmallestRatio = 8.67361737988403547e-19f;  // 2^-60, in place of a scale of 0 in logits
-  // The sum's weights are 2^33 times those of values, of which each has its key's exponent, -60 to 126, taken off: so that
-  // the largest lies between 2^-93 and 2^99 and neither what counts beside it nor the sum of 2^28 of them leaves float32.
-  static constexpr int kHeadroom = 33;
+  // The sum's weights are 2^20 times those of values, of which each has its key's exponent, -60 to 122, taken off: so that
+  // the largest lies between 2^-102 and 2^86 and neither what counts beside it nor the sum of 2^28 of them leaves float32.
+  // No more than that, for an exponent is rounded by what it is large: those of usual scales, -7 to -11, stay below 32.
+  static constexpr int kHeadroom = 20;
 
   // Named barriers: the weights of a block, one for each stage; the rows' sums; and, of the leader alone, that the rest
   // is no longer read.
@@ -64,7 +65,7 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
   RA_DEV static void load(Plan const& plan, Block const& block, int i, Codes& codes) {
     char const* const row = row_at(plan.keys.cache + op::fresh_tid() % 8 * 16, block.at[i]) + H * 256;
     CUTE_UNROLL
-    for (int j = 0; j < 2; ++j) codes.of[i][j] = op::load16(row + j * 128, block.at[i] != kUnseen);
+    for (int j = 0; j < 2; ++j) codes.of[i][j] = op::load16<kAgain>(row + j * 128, block.at[i] != kUnseen);
   }
   // A row's scales are loaded and stored by one of its first four threads: which row that is comes first, so that one
   // load is enough.
@@ -76,7 +77,7 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
     uint32_t at = block.at[0];
     CUTE_UNROLL
     for (int i = 1; i < 4; ++i) at = chunk == i ? block.at[i] : at;
-    return {op::load16(row_at(plan.keys.cache, at) + 512, chunk < 4 && at != kUnseen), at != kUnseen};
+    return {op::load16<kAgain>(row_at(plan.keys.cache, at) + 512, chunk < 4 && at != kUnseen), at != kUnseen};
   }
 
   // 16 codes of a row become 32 bytes of float16; the order of the two stores spreads a row's eight threads over banks.
@@ -124,8 +125,8 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
     for (int half = 0; half < 2; ++half) s.empty[stage][half].wait((turn >> 1 & 1) ^ 1);
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i)
-      op::copy16(s.keys[stage][8] + offset_of(row + 16 * i, chunk), row_at(plan.keys.cache + chunk * 16, block.at[i]) + 528,
-                 block.at[i] != kUnseen);
+      op::copy16<kAgain>(s.keys[stage][8] + offset_of(row + 16 * i, chunk),
+                         row_at(plan.keys.cache + chunk * 16, block.at[i]) + 528, block.at[i] != kUnseen);
     op::arrive_after_copies(s.full[stage][1]);
     if (chunk < 4) store_scales(scales, stage, row + 16 * chunk, s);
   }
@@ -153,7 +154,7 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
     uint4 given[8];
     CUTE_UNROLL
     for (int slab = 8; slab >= 0; --slab) {  // the rest is loaded once more
-      uint4 const words = op::load16(at + (slab * 64 + chunk * 8) * 2, valid);
+      uint4 const words = op::load16<kOnce>(at + (slab * 64 + chunk * 8) * 2, valid);
       if (slab < 8) given[slab] = words;
       raise_magnitude(largest[slab == 8], words);
     }
@@ -171,7 +172,7 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
     float const factor = power_of_two(-exponent) * (scale == 0.f ? 0.f : scale < 0.f ? -1.f : 1.f);
     CUTE_UNROLL
     for (int slab = 0; slab < 9; ++slab) {
-      uint4 const words = slab < 8 ? given[slab] : op::load16(at + 1024 + chunk * 16, valid);
+      uint4 const words = slab < 8 ? given[slab] : op::load16<kOnce>(at + 1024 + chunk * 16, valid);
       uint32_t divided[4] = {words.x, words.y, words.z, words.w};
       CUTE_UNROLL
       for (int i = 0; i < 4; ++i) {

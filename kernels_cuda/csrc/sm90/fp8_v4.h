@@ -23,13 +23,13 @@ struct Fp8V4 : Decoding<Fp8V4, 8> {
     for (int i = 0; i < 4; ++i) {
       bool const seen = rows.block.at[i] != kUnseen;
       char const* const row = row_at(cache + chunk * 8, rows.block.at[i]);
-      share.scales[i] = op::load4(row_at(cache, seen ? rows.scales[i] : kUnseen) + 4 * H, seen);
+      share.scales[i] = op::load4(row_at(cache, rows.scales[i]) + 4 * H, seen);
       CUTE_UNROLL
       for (int j = 0; j < kHalf; ++j)
-        if (H * kHalf + j < 7) share.codes[i][j] = op::load8(row + (H * kHalf + j) * 64, seen);
+        if (H * kHalf + j < 7) share.codes[i][j] = op::load8<kAgain>(row + (H * kHalf + j) * 64, seen);
       if (H == 0) continue;
-      share.codes[i][3] = op::load8(row + 448 + chunk * 8, seen);  // 16 bytes a thread: 8 of them here
-      share.rest[i] = op::load8(row + 456 + chunk * 8, seen);
+      share.codes[i][3] = op::load8<kAgain>(row + 448 + chunk * 8, seen);  // 16 bytes a thread: 8 of them here
+      share.rest[i] = op::load8<kAgain>(row + 456 + chunk * 8, seen);
     }
   }
   // 2^(code - 127) as two bfloat16; 255 is no number.

@@ -60,30 +60,45 @@ struct MBar {
   RA_DEV void wait(uint32_t parity) { reinterpret_cast<Barrier*>(&state)->wait(parity); }
 };
 
+// What is asked for again is kept longest, in L2 or, where sectors come in pieces, in L1; and L2 fetches 256 bytes at a time,
+// since the rest of a row follows.
+template <Reuse kReuse>
 RA_DEV void copy16(void* shared, void const* global, bool valid) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(cute::cast_smem_ptr_to_uint(shared)),
-               "l"(global), "r"(valid ? 16 : 0)
-               : "memory");
+  auto const to = cute::cast_smem_ptr_to_uint(shared);
+  if constexpr (kReuse == kAgain)
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::256B [%0], [%1], 16, %2, %3;\n" ::"r"(to), "l"(global),
+                 "r"(valid ? 16 : 0), "l"(uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST))
+                 : "memory");
+  else
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(to), "l"(global), "r"(valid ? 16 : 0)
+                 : "memory");
 }
 RA_DEV int load_constant(int const* global) { return __ldg(global); }
 // 16, 8 or 4 bytes, zeros where there is nothing to load. A predicate rather than a branch, so that loads follow each other.
+#define RA_LOAD16(hints)                                                                                    \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p ld.global.nc." hints ".v4.b32 {%0, %1, %2, %3}, [%4];\n}\n" \
+               : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w)                                  \
+               : "l"(global), "r"(int(valid)))
+#define RA_LOAD8(hints)                                                                               \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n@p ld.global.nc." hints ".v2.b32 {%0, %1}, [%2];\n}\n" \
+               : "+r"(words.x), "+r"(words.y)                                                          \
+               : "l"(global), "r"(int(valid)))
+template <Reuse kReuse>
 RA_DEV uint4 load16(void const* global, bool valid) {
   uint4 words = {0, 0, 0, 0};
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n"
-      "@p ld.global.nc.L1::no_allocate.L2::128B.v4.b32 {%0, %1, %2, %3}, [%4];\n}\n"
-      : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w)
-      : "l"(global), "r"(int(valid)));
+  if constexpr (kReuse == kAgain) RA_LOAD16("L1::evict_last.L2::256B");
+  else RA_LOAD16("L1::no_allocate.L2::128B");
   return words;
 }
+template <Reuse kReuse>
 RA_DEV uint2 load8(void const* global, bool valid) {
   uint2 words = {0, 0};
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n@p ld.global.nc.L2::128B.v2.b32 {%0, %1}, [%2];\n}\n"
-      : "+r"(words.x), "+r"(words.y)
-      : "l"(global), "r"(int(valid)));
+  if constexpr (kReuse == kAgain) RA_LOAD8("L1::evict_last.L2::256B");
+  else RA_LOAD8("L1::no_allocate.L2::128B");
   return words;
 }
+#undef RA_LOAD16
+#undef RA_LOAD8
 RA_DEV uint32_t load4(void const* global, bool valid) {
   uint32_t word = 0;
   asm volatile(

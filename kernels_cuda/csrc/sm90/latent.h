@@ -197,9 +197,9 @@ struct LatentBase {
   }
   // Whether one list of rows without gaps is all that there is.
   RA_DEV static bool is_packed(Plan const& plan) { return kSparse && plan.keys.gap == 0 && !plan.extra.lists; }
-  // The address of a row's share of a thread, given that of row 0; that of a row that is not there is not read.
+  // The address of a row's share of a thread, given that of row 0. That of a row that is not there is nowhere: it is not read.
   RA_DEV static char const* row_at(char const* cache, uint32_t at) {
-    return op::opaque(cache + uint64_t(at == kUnseen ? 0 : at) * kUnit);
+    return op::opaque(cache + uint64_t(at) * kUnit);
   }
   RA_DEV static char const* query_at(Plan const& plan, Job const& job, int seq, int row) {
     RaLatent const& call = plan.call;

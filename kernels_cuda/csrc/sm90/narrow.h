@@ -146,10 +146,10 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
         uint32_t words[16];
         CUTE_UNROLL
         for (int i = 0; i < 4; ++i) {
-          uint4 const four = op::load16(at + warp * 256 + pair * 64 + i * 16, valid);
+          uint4 const four = op::load16<kOnce>(at + warp * 256 + pair * 64 + i * 16, valid);
           words[4 * i] = four.x, words[4 * i + 1] = four.y, words[4 * i + 2] = four.z, words[4 * i + 3] = four.w;
         }
-        uint2 const rest = op::load8(at + 1024 + warp * 32 + pair * 8, valid);
+        uint2 const rest = op::load8<kOnce>(at + 1024 + warp * 32 + pair * 8, valid);
         q_rest[0][t][0] = rest.x, q_rest[0][t][1] = rest.y;
         float largest = 0.f;
         CUTE_UNROLL

@@ -98,8 +98,8 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
       CUTE_UNROLL
       for (int j = 0; j < kFilled<S, H>; ++j) {
         int const slab = slab_of<S, H>(j);
-        op::copy16(s.keys[S][slab] + Base::offset_of(t / 8 + 16 * i, chunk), row + slab * 128,
-                   block.at[i] != kUnseen);
+        op::copy16<kAgain>(s.keys[S][slab] + Base::offset_of(t / 8 + 16 * i, chunk), row + slab * 128,
+                           block.at[i] != kUnseen);
       }
     }
     op::arrive_after_copies(s.full[S][H]);
@@ -123,7 +123,7 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
       char const* const at = Base::query_at(plan, job, seq, row < plan.rows ? row : 0);
       CUTE_UNROLL
       for (int slab = 0; slab < kWidth / 64; ++slab)
-        op::copy16(s.q[slab] + Base::offset_of(inside, chunk), at + (slab * 64 + chunk * 8) * 2, row < plan.rows);
+        op::copy16<kOnce>(s.q[slab] + Base::offset_of(inside, chunk), at + (slab * 64 + chunk * 8) * 2, row < plan.rows);
     }
   }
 

@@ -27,15 +27,15 @@ struct V41 : Decoding<V41, 16> {
     for (int i = 0; i < 4; ++i) {
       bool const seen = rows.block.at[i] != kUnseen;
       char const* const row = row_at(cache + chunk * kBytes, rows.block.at[i]);
-      char const* const scales = row_at(cache + (kFour ? chunk / 4 * 4 : 0), seen ? rows.scales[i] : kUnseen);
+      char const* const scales = row_at(cache + (kFour ? chunk / 4 * 4 : 0), rows.scales[i]);
       CUTE_UNROLL
       for (int j = 0; j < kPieces; ++j) {
         share.scales[i][j] = op::load4(scales + (H * kPieces + j) * kScales, seen);
         if constexpr (kFour) {
-          uint2 const words = op::load8(row + (H * kPieces + j) * 8 * kBytes, seen);
+          uint2 const words = op::load8<kAgain>(row + (H * kPieces + j) * 8 * kBytes, seen);
           share.codes[i][j] = {words.x, words.y, 0, 0};
         } else {
-          share.codes[i][j] = op::load16(row + (H * kPieces + j) * 8 * kBytes, seen);
+          share.codes[i][j] = op::load16<kAgain>(row + (H * kPieces + j) * 8 * kBytes, seen);
         }
       }
     }
