@@ -253,3 +253,5 @@ RA_HD float float_of(uint32_t bits) {
   return x;
 }
 RA_HD float power_of_two(int exponent) { return float_of(uint32_t(exponent + 127) << 23); }
+// Of a positive number; of what is none, such as 0 and NaN, it is 0.
+RA_HD int exponent_of(float x) { return x > 0.f && x < INFINITY ? int(bits_of(x) >> 23) - 127 : 0; }

@@ -28,7 +28,7 @@ struct MergedRow {
   }
   RA_DEV void write_sums(float m_i, float l_i, float maximum) const {
     int64_t const finished = (int64_t(seq) * plan.call.num_q_heads + head) * plan.call.num_q_tokens + token;
-    plan.call.lse[finished] = m_i == -INFINITY ? -INFINITY : (m_i + op::log2(l_i)) * kLn2;
+    plan.call.lse[finished] = m_i == -INFINITY ? -INFINITY : lse_of(m_i, l_i) * kLn2;
     if (plan.call.max_logits) plan.call.max_logits[finished] = maximum * kLn2;
   }
 };

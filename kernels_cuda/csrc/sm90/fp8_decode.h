@@ -475,7 +475,7 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
       for (int r = 0; r < 2; ++r) {
         highest[r] *= s.unit[row0 + 8 * r];
         if (sum[r] > 0.f) sum[r] += s.spoilt[row0 + 8 * r];
-        int const exponent = sum[r] > 0.f && sum[r] < INFINITY ? int(bits_of(sum[r]) >> 23) - 127 : 0;
+        int const exponent = exponent_of(sum[r]);
         sum[r] *= power_of_two(-exponent);
         reference[r] = level[r] - kHeadroom + exponent;
         regain[r] = power_of_two(kHeadroom) * power_of_two(-exponent);

@@ -426,7 +426,7 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
     }
     RA_DEV void write_sums(Segment const& segment, Job const& job, int64_t index, int row, Total const& total) {
       RaLatent const& call = plan.call;
-      float const lse = total.sum == 0.f ? -INFINITY : total.maximum + op::log2(total.sum);
+      float const lse = total.sum == 0.f ? -INFINITY : lse_of(total.maximum, total.sum);
       int64_t const finished = (segment.seq * call.num_q_heads + row) * call.num_q_tokens + job.token;
       bool const whole = segment.slot == kWhole;
       if (whole) call.lse[finished] = lse * kLn2;
