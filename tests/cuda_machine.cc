@@ -72,8 +72,8 @@ struct Body {
     if (kDeed != kLoadUnfenced && first) op::fence_barrier_init();
     op::syncthreads();
     if (kDeed == kTooMany && first) s.bar.arrive_expect(16), s.bar.arrive();
-    if (kDeed == kCopyAskew && first) op::copy16(&s.tiles[0][1], params.global, true);
-    if (kDeed == kCopyFromAskew && first) op::copy16(s.tiles[0], params.global + 1, true);
+    if (kDeed == kCopyAskew && first) op::copy16<kOnce>(&s.tiles[0][1], params.global, true);
+    if (kDeed == kCopyFromAskew && first) op::copy16<kOnce>(s.tiles[0], params.global + 1, true);
     float aside = 0;
     if (kDeed == kStoreAside && first) op::store(&aside, 1.f);
     if (kDeed == kMatricesAskew && t < 32) op::store_matrices(&s.tiles[0][t * 8 + 4], {0, 0, 0, 0});
