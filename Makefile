@@ -28,7 +28,7 @@ test-shard: .venv/all .triton36
 check: .venv/all
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pyright
+	$(BIN)/pyright --threads
 
 conformance: .venv/all
 	$(BIN)/ragged-attention conformance $(or $(ARGS),--backend triton)
