@@ -1,9 +1,10 @@
 """Attention over latent rows on Hopper, as `mla_decode` and `sparse_mla_prefill` share it: limits, splits, the call.
 
 The functions of the C ABI take the same call, and differ in how keys are found and stored. Sparse prefill is sparse
-decode of one token per sequence, and packed rows are pages of one row. A *job* is what shares a list of keys:
-in a dense call the query tokens and heads of one KV head of a sequence, in a sparse call the heads of one query token.
-A thread block computes 64 rows of a job over one split of its keys, and has a multiprocessor to itself.
+decode of one token per sequence, and packed rows are pages of one row. A *job* is what shares a list of keys: in a
+dense call the query tokens and heads of one KV head of a sequence, in a sparse call the heads of one query token. A
+thread block computes 64 rows of a job, or those few that it has, over one split of its keys, and has a multiprocessor
+to itself.
 """
 
 import dataclasses

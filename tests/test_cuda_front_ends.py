@@ -19,7 +19,7 @@ import pytest
 
 import ragged_attention as ra
 from ragged_attention import dispatch
-from ragged_attention.calls import CALLS, Device, MlaDecode
+from ragged_attention.calls import CACHE_FORMATS, CALLS, Device, MlaDecode
 from ragged_attention.errors import InvalidInput, Unsupported
 from ragged_attention.explain import explanation
 from ragged_attention.kernels_cuda import (
@@ -548,8 +548,8 @@ def test_lowering_for_a_gpu_needs_none() -> None:
     q, kv, table, lens = jax_case()
     lists = jax.numpy.zeros((2, 2, 70), "int32")
     caches = {
-        name: jax.numpy.zeros((6, 16, 1, size), "uint8")
-        for name, size in {"fp8_v32": 656, "fp8_v4": 584, "fp8_v41": 528, "fp4_v41": 288}.items()
+        name: jax.numpy.zeros((6, 16, 1, CACHE_FORMATS[name].token_bytes), "uint8")
+        for name in ("fp8_v32", "fp8_v4", "fp8_v41", "fp4_v41")
     }
 
     def step(q: Any, kv: Any, caches: Any, table: Any, lens: Any, lists: Any) -> Any:

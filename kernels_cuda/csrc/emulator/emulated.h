@@ -209,7 +209,7 @@ inline float const* of_lanes(float value, char const* what) {
   return warp.lanes[machine.meet(false, what, [] {}) & 1];
 }
 
-// Sixteen bytes at a time.
+// As what moves sixteen bytes at a time asks.
 inline bool is_aligned(void const* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 inline void expect_row_of_matrices(void const* row) {
   if (!machine.is_shared(row, 16) || !is_aligned(row))
@@ -398,7 +398,7 @@ void copy16(void* shared, void const* global, bool valid) {
   emu::watch::Unseen unseen;
   if (!machine.is_shared(shared, 16) || !emu::is_aligned(shared))
     machine.fault("expected a copy to 16 aligned bytes of shared memory");
-  if (valid && reinterpret_cast<uintptr_t>(global) % 16 != 0) machine.fault("expected a copy from 16 aligned bytes");
+  if (valid && !emu::is_aligned(global)) machine.fault("expected a copy from 16 aligned bytes");
   auto const offset = uint32_t(static_cast<unsigned char*>(shared) - machine.shared);
   uint32_t const epoch = machine.copies_of(machine.fibers[machine.current].clock, machine.current);
   emu::Copy const copy{offset, epoch, valid ? global : nullptr, nullptr};

@@ -477,7 +477,7 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
         if (sum[r] > 0.f) sum[r] += s.spoilt[row0 + 8 * r];
         int const exponent = exponent_of(sum[r]);
         sum[r] *= power_of_two(-exponent);
-        reference[r] = level[r] - kHeadroom + exponent;
+        reference[r] = level[r] - kHeadroom + exponent;  // the first difference rounded as `weigh` rounds it
         regain[r] = power_of_two(kHeadroom) * power_of_two(-exponent);
         if (pair) continue;
         s.sums[phases >> 2][row0 + 8 * r] = sum[r];
