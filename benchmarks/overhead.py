@@ -163,11 +163,14 @@ def table_of(found: Sequence[Overhead], where: str) -> Table:
 
 
 def measured(names: Sequence[str], device: str) -> list[Overhead]:
-    """What the named cases cost on the GPU that is here, or on the CPU in its place."""
-    if device == "cuda":
-        return [measure(CASES[name], device) for name in names]
-    # A CPU's allocator takes its time for large results, of which a GPU's only changes the bookkeeping.
+    """What the named cases cost on the GPU that is here, or on the CPU in its place.
+
+    A long prefill is scaled down, which costs the host the same: thousands of calls would wait for the GPU, and a CPU's
+    allocator takes its time for large results.
+    """
     cases = [case if case.num_tokens <= MOST_TOKENS else case.scaled_down() for case in map(CASES.__getitem__, names)]
+    if device == "cuda":
+        return [measure(case, device) for case in cases]
     with standing_in(StandInDriver()):
         return [measure(case, device) for case in cases]
 

@@ -32,7 +32,7 @@ ARCH = "sm_90"
 D_QK, D_V = (576, 512), 512
 MOST_UNITS = 2**32 - 1  # of a cache: where rows lie is counted in units of as many bytes as rows are aligned to
 NOT_BY_DEFAULT = "not yet measured to beat Triton's kernel, so taken only where it is asked for by name"
-PROVEN = Path(__file__).parent / "proven"  # written by `python -m benchmarks.device.proven`
+PROVEN = Path(__file__).parent / "proven"  # written by `python -m benchmarks.device.publish`
 
 Attention = MlaDecode | SparseMlaPrefill
 
@@ -80,13 +80,15 @@ def cannot_run(call: Call) -> str | None:
 def why_not_by_default(call: Call, key: str | None) -> str | None:
     """Why a call that names no backend goes elsewhere; None where a run on its device has proven its kind of call.
 
-    `key` is the kind, as the operation's module gives it; None has nothing that could be proven.
+    `key` is the kind, as the operation's module gives it; None has nothing that could be proven. A kind is proven from
+    the front ends from which the suite passed on that device.
     """
-    return None if key in _proven(call.OPERATION).get(call.device.name, ()) else NOT_BY_DEFAULT
+    entry = _proven(call.OPERATION).get(call.device.name, {}).get(key or "", {})
+    return None if call.device.framework in entry.get("frameworks", ()) else NOT_BY_DEFAULT
 
 
 @functools.cache
-def _proven(operation: str) -> Mapping[str, Mapping[str, Any]]:
+def _proven(operation: str) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
     """What has been proven of an operation, by what the framework calls the device and by kind of call."""
     path = PROVEN / f"{operation}.json"
     return json.loads(path.read_text()) if path.is_file() else {}

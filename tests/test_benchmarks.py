@@ -1,12 +1,9 @@
-"""The measurements' own numbers: floors, inputs, checks, timings, and the plumbing of the device command."""
+"""The measurements' own numbers: floors, inputs, checks, timings, replays."""
 
 import dataclasses
 import json
-import os
 import sys
-import time
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +15,9 @@ from benchmarks.cases import catalogue
 from benchmarks.cases import mla as mla_cases
 from benchmarks.cases import paged as paged_cases
 from benchmarks.cases import ragged_mla as ragged_cases
-from benchmarks.device import (
-    __main__ as device,
-)
-from benchmarks.device import (
-    checks as device_checks,
-)
-from benchmarks.device import (
-    cuda as device_cuda,
-)
-from benchmarks.device import (
-    session as device_session,
-)
 from benchmarks.peers import mla as mla_peers
 from benchmarks.peers import registry
-from ragged_attention import dispatch, samples
 from ragged_attention.calls import NOWHERE
-from ragged_attention.errors import BackendMissing
-from ragged_attention.kernels_cuda import _native
-from ragged_attention.kernels_cuda._build import compile, toolchain
 from ragged_attention.reference.mla_decode import mla_decode
 from ragged_attention.reference.ragged_mla_attention import ragged_mla_attention
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention as definition
@@ -552,48 +533,7 @@ def test_flash_attention_3_gets_its_arguments_by_position() -> None:
     assert named["page_table"].min() >= 0
 
 
-# ---- device
-
-
-def has_no_gpu() -> bool:
-    return not device._has_gpu()
-
-
-@pytest.mark.skipif("not has_no_gpu()", reason="there is a GPU")
-def test_without_a_gpu_there_is_nothing_to_do(capsys: pytest.CaptureFixture[str]) -> None:
-    assert device.main([]) == 2
-    assert device.main(["--allow-no-gpu"]) == 0
-    assert capsys.readouterr().out.splitlines() == ["no GPU: nothing to do"] * 2
-
-
-def test_an_unknown_step_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        device.main(["--steps", "env,nothing"])
-    assert f"expected steps among {', '.join(device.STEPS)}, got nothing" in capsys.readouterr().err
-
-
-def test_a_rehearsal_writes_both_reports_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torch")
-    monkeypatch.setattr(device_cuda, "absent", lambda session: "not here")
-    common = ["--rehearse", "--out", str(tmp_path)]
-    assert device.main([*common, "--steps", "env,memcheck,bench"]) == 0
-    (file,) = tmp_path.glob("*.json")
-    report = json.loads(file.read_text())
-    assert report["env"]["torch"] != "absent"
-    assert report["memcheck"]["result"] == "cannot run"
-    assert {row["who"] for rows in report["bench"].values() for row in rows} == {"eager"}
-    page = file.with_suffix(".md").read_text()
-    assert "## Environment" in page
-    assert "decode_64x4k_small" in page
-
-    def again(*arguments: Any, **keywords: Any) -> Any:
-        raise AssertionError("a case that is done was timed again")
-
-    monkeypatch.setattr(device, "run_case", again)
-    assert device.main([*common, "--steps", "checks,bench"]) == 0
-    report = json.loads(file.read_text())
-    assert report["env"]["torch"] != "absent"
-    assert [check["passed"] for check in report["checks"]] == [True] * len(device.REHEARSED)
+# ---- replays
 
 
 @pytest.mark.parametrize("name", ["decode_64x4k_small", *LATENT[:3]])
@@ -612,103 +552,3 @@ def test_a_replay_is_checked_on_other_lengths_or_lists_and_then_on_its_own(name:
             now.check(inputs, definition(**inputs, cache_dtype=case.stored), np.asarray)
     assert all(np.array_equal(inputs[key], table) for key, table in case.numpy_inputs(2).items()
                if key in back)  # fmt: skip
-
-
-def test_a_failing_check_fails_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torch")
-
-    def wrong(case: Any, backend: str, where: str) -> None:
-        raise AssertionError("expected a | b, got c")
-
-    monkeypatch.setattr(device_checks, "ANYWHERE", (wrong,))
-    monkeypatch.setattr(device_cuda, "absent", lambda session: "not here")
-    assert device.main(["--rehearse", "--out", str(tmp_path), "--steps", "checks"]) == 1
-    page = next(tmp_path.glob("*.md")).read_text()
-    assert "FAILED: AssertionError: expected a / b, got c" in page
-
-
-# ---- the CUDA kernels on a device
-
-
-@pytest.fixture
-def rehearsed(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
-    """Rehearse some steps, which must pass; the report."""
-    pytest.importorskip("torch")
-
-    def run(steps: str) -> dict[str, Any]:
-        assert device.main(["--rehearse", "--quick", "--out", str(tmp_path), "--steps", steps]) == 0
-        (file,) = tmp_path.glob("*.json")
-        return json.loads(file.read_text()) | {"page": file.with_suffix(".md").read_text()}
-
-    return run
-
-
-@pytest.mark.parametrize("case", device_cuda.SMALL, ids=lambda case: case.name)
-def test_the_kernels_take_what_the_checkers_exercise(case: mla_cases.LatentCase) -> None:
-    """On a Hopper GPU, so far as is known without one."""
-    call = case.attention_call(samples.device_of("torch", "sm_90"))
-    declined = dispatch.load(case.operation, "cuda").why_not(call)
-    assert declined is None or declined == _native.why_not()
-
-
-def test_the_steps_of_the_kernels_are_rehearsed(rehearsed: Callable[[str], dict[str, Any]]) -> None:
-    if reason := toolchain.missing_to_emulate():
-        pytest.skip(reason)
-    report = rehearsed("build,checks,sanitizers,flashmla,bench")
-    assert set(report["cuda_build"]) == {"nvcc", "CUTLASS", "emulation"}
-    checked = [check["name"] for check in report["checks"]]
-    assert "compiled, mla_sparse_h16_b8_small, cuda" in checked
-    assert report["sanitizers"]["memcheck"]["result"] == "passed", report["sanitizers"]["memcheck"]["said"]
-    assert report["flash_mla"]["result"] == "passed", report["flash_mla"]["said"]
-    timed = {(row["case"], row["who"]): row.get("why") for rows in report["bench"].values() for row in rows}
-    assert timed["mla_sparse_h16_b8_small", "cuda"] is None
-    assert ("decode_64x4k_small", "cuda") not in timed
-    for heading in ("## CUDA kernels", "## Checkers on the CUDA kernels", "## FlashMLA's cases by the CUDA kernels"):
-        assert heading in report["page"]
-
-
-def test_what_calls_cost_the_host_is_reported(rehearsed: Callable[[str], dict[str, Any]]) -> None:
-    report = rehearsed("overhead")
-    (call,) = report["overhead"]["calls"]
-    assert call["call"] > call["launch"] > 0
-    assert f"| {call['case']} | {call['operation']} | {call['launches']} |" in report["page"]
-
-
-def test_without_the_kernels_their_steps_say_why(
-    rehearsed: Callable[[str], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(toolchain, "missing_to_emulate", lambda: "no g++ on PATH")
-    report = rehearsed("sanitizers,flashmla")
-    for row in (report["flash_mla"], *report["sanitizers"].values()):
-        assert (row["result"], row["said"]) == ("cannot run", ["no g++ on PATH"])
-
-
-def test_a_build_that_fails_is_a_row_and_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(recipe: compile.Recipe) -> Path:
-        raise BackendMissing("building it failed:\nthis command\nthat error")
-
-    monkeypatch.setattr(compile, "build", wrong)
-    monkeypatch.setattr(compile, "emulation_recipe", lambda: compile.Recipe("it", "it.so", "0", (), "", (), (), ()))
-    assert device.main(["--rehearse", "--out", str(tmp_path), "--steps", "build"]) == 1
-    assert "- failed: building it failed: ... that error" in next(tmp_path.glob("*.md")).read_text()
-
-
-def test_every_checker_is_run_on_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a stand-in for compute-sanitizer that finds something in one of its three modes."""
-    tool = tmp_path / "compute-sanitizer"
-    tool.write_text('#!/bin/sh\necho "$@" >> "$0.log"\ntest "$2" != racecheck || exit 9\n')
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(device_cuda, "absent", lambda session: None)
-    console = pytest.importorskip("rich.console").Console()
-    session = device_session.Session(
-        tmp_path, True, False, time.monotonic() + 600, console, {"name": "x"}, lambda report: ""
-    )
-    assert not device_cuda.sanitizers(session)
-    results = {name: row["result"] for name, row in session.report["sanitizers"].items()}
-    assert results == {"memcheck": "passed", "racecheck": "FAILED: something was found", "synccheck": "passed"}
-    called = (tmp_path / "compute-sanitizer.log").read_text().splitlines()
-    assert [line.split()[1] for line in called] == list(device_cuda.TOOLS)
-    assert all("--error-exitcode 9" in line and "exercise(1)" in line for line in called)
-    assert not device_cuda.sanitizers(session)  # what has passed is not run again
-    assert len((tmp_path / "compute-sanitizer.log").read_text().splitlines()) == 4

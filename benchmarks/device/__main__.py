@@ -1,329 +1,176 @@
-"""All that a machine with a GPU is good for, in one command.
+"""Prove and measure the kernels on a machine with a GPU that is there for minutes.
 
-    python -m benchmarks.device [--quick] [--out DIR] [--steps env,build,...] [--minutes N]
+    python -m benchmarks.device --prepare                      on any machine, before: makes carried/
+    python -m benchmarks.device prove --out DIR                five minutes: are they right?
+    python -m benchmarks.device measure --out DIR              six minutes: how fast are they?
+    python -m benchmarks.device prove --device cpu --out DIR   a rehearsal: the same on a few small items
 
-Steps: env (versions, device, measured ceilings), build (the CUDA kernels, timed), conformance (every backend, both
-front ends), checks (torch.compile, graph replay with changed lengths, streams, no synchronisation), memcheck (any index
-values under compute-sanitizer), sanitizers (its three checkers on the CUDA kernels), flashmla (FlashMLA's own cases by
-them), bench (the cases W1 to W13 with the peers present). Results are written as they come, as JSON and Markdown, and a
-later command with the same folder, device and commit goes on where the last one stopped, so each can stay short.
+Each call appends to DIR/record.jsonl as results come, and goes on where that record ends, or one of an earlier call in
+carried/. It exits with 0 if nothing failed, 1 if something did or nothing passed, 2 if there is no GPU.
+docs/device.md says more.
 """
 
 import argparse
-import contextlib
 import dataclasses
-import datetime
 import importlib.metadata
-import importlib.util
-import json
+import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from benchmarks.device import carried, plan, summary
+from benchmarks.device.pool import LEAST, ROOT, PhaseRun, Pool
+from benchmarks.device.record import FAILED, NAME, PASSED, Record
 
-from benchmarks.cases.base import Case
-from benchmarks.cases.catalogue import CASES
-from benchmarks.device import cuda as device_cuda
-from benchmarks.device.session import ROOT, Session, apart, apart_checked, compute_sanitizer, outcomes
-from benchmarks.peers import registry
-from benchmarks.run import HEADS, Machine, Result, cells, default_backends, is_red, run_case, this_machine
-from ragged_attention.tuning import device_slug
-
-STEPS = ("env", "build", "conformance", "checks", "overhead", "memcheck", "sanitizers", "flashmla", "bench")
-PACKAGES = ("torch", "triton", "jax", "jaxlib", "jax-triton", "numpy", "nvidia-cutlass", "flashinfer-python", "vllm")
-CHECKED = (
-    "decode_64x4k", "mixed_2q2k_32q1s1k", "gpt_oss_window_64x4k", "fp8_64x4k", "speculative_64q4s4k",
-    "mla_dense_h128_128q2s4k", "mla_sparse_h16_b8", "mla_sparse_v4_h64_128q2", "mla_prefill_fp8_h128_32k",
-    "mha_gqa_8x2k", "mha_gqa_8x2k_backward",
+MINUTES = {"prove": 5.2, "measure": 6.0}
+REHEARSED, REHEARSAL_MINUTES = 3, 30  # items of each phase, and the time of a call, where a CPU rehearses
+RESERVE = 5.0  # seconds for the summary
+QUERIED = "name,driver_version,clocks.sm,clocks.mem,temperature.gpu,power.limit,memory.used,memory.total"
+PACKAGES = (
+    "torch", "triton", "jax", "jaxlib", "jax-cuda13-plugin", "jax-triton", "numpy", "numba", "hypothesis",
 )  # fmt: skip
-QUICK = (
-    "decode_64x4k", "prefill_4k", "mixed_2q2k_32q1s1k", "gpt_oss_full_64x4k", "fp8_64x4k",
-    "mla_dense_h16_128x4k", "mla_sparse_h128_128q2", "mla_sparse_h16_b8", "mla_prefill_h128_32k",
-    "mha_128_4k", "mha_128_4k_backward", "mha_192_4k", "mha_192_4k_backward",
-)  # fmt: skip
-REHEARSED = ("decode_64x4k", "mixed_2q2k_32q1s1k", "mla_sparse_h16_b8", "mha_gqa_8x2k_backward")
-CHECKED_CUDA = (
-    "mla_dense_h128_128q2s4k", "mla_sparse_bf16_h128_32q2", "mla_sparse_h16_b8", "mla_prefill_h128_32k",
-    "mla_prefill_fp8_h128_32k",
-)  # fmt: skip
-REHEARSED_CUDA = ("mla_sparse_h16_b8",)
-
-
-def commit() -> str:
-    """The commit of the checkout, with a mark where files differ from it; empty where git cannot say."""
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=ROOT, capture_output=True, text=True
-    )
-    return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def begin(options: argparse.Namespace, console: Console) -> Session:
-    """A session that goes on with the report of this day, device and commit, if there is one."""
-    import torch
-
-    name = "rehearsal" if options.rehearse else torch.cuda.get_device_name()
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    head = {"name": f"{today}_{device_slug(name)}", "device": name, "date": today, "commit": options.commit or commit()}
-    path = options.out / f"{head['name']}.json"
-    report = json.loads(path.read_text()) if path.is_file() else {}
-    if report.get("commit") != head["commit"]:
-        report = head
-    until = time.monotonic() + 60 * options.minutes
-    return Session(options.out, options.quick, options.rehearse, until, console, report, markdown)
-
-
-# ---- steps
-
-
-def environment(session: Session) -> bool:
-    """Versions, the device as its driver describes it, and the ceilings that floors are computed from."""
-    facts: dict[str, Any] = {"python": platform.python_version(), "machine": platform.machine()}
-    for package in PACKAGES:
-        try:
-            facts[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            facts[package] = "absent"
-    if shutil.which("nvidia-smi"):
-        query = "--query-gpu=name,driver_version,clocks.sm,clocks.mem,temperature.gpu,power.limit"
-        done = subprocess.run(["nvidia-smi", query, "--format=csv,noheader"], capture_output=True, text=True)
-        facts["nvidia-smi"] = done.stdout.strip()
-    if not session.rehearse:
-        from benchmarks import timing
-
-        facts["copy_bytes_per_second"] = timing.copy_bandwidth()
-        facts["bf16_flops_per_second"] = timing.matmul_rate()
-    facts["peers"] = {name: why or "present" for name, why in registry.presence().items()}
-    session.report["env"] = facts
-    return True
-
-
-def conformance(session: Session) -> bool:
-    """The shipped suite on every backend through both front ends, each in a process of its own."""
-    rows = session.report.setdefault("conformance", {})
-    cuda = () if device_cuda.absent(session) else ("cuda",)
-    backends = {"torch": ("triton", "eager", *cuda), "jax": ("triton", "xla", *cuda)}
-    examples = 2 if session.quick else 25
-    for framework, names in backends.items():
-        for backend in names:
-            key = f"{framework}-{backend}"
-            if rows.get(key, {}).get("result") == "passed" or importlib.util.find_spec(framework) is None:
-                continue
-            arguments = ["--backend", backend, "--framework", framework, "--device", session.device]
-            arguments += ["--examples", str(examples)] + (["--only", "decode"] if session.rehearse else [])
-            code = f"import sys; from ragged_attention.testing.conformance import main; sys.exit(main({arguments!r}))"
-            rows[key] = apart(session, [sys.executable, "-c", code], {0: "passed", 2: "cannot run"})
-            session.store()
-            if session.left < 60:
-                break
-    return all(row["result"] in ("passed", "cannot run") for row in rows.values())
-
-
-def checks(session: Session) -> bool:
-    from benchmarks.device import checks as device_checks
-
-    cases = device_checks.small(REHEARSED if session.rehearse else CHECKED, 48 if session.rehearse else 333)
-    backend = "eager" if session.rehearse else "triton"
-    timed = None if session.rehearse else CASES["decode_64x4k"]
-    found = device_checks.checks(cases, backend, session.device, timed=timed)
-    if not device_cuda.absent(session):
-        length = 48 if session.rehearse else 333
-        cases = device_checks.small(REHEARSED_CUDA if session.rehearse else CHECKED_CUDA, length)
-        timed = None if session.rehearse else CASES["mla_dense_h128_128x4k"]
-        with device_cuda.in_place(session):
-            found += device_checks.checks(cases, "cuda", session.device, timed=timed)
-    session.report["checks"] = [dataclasses.asdict(check) for check in found]
-    return all(check.passed for check in found)
-
-
-def overhead(session: Session) -> bool:
-    """What calls cost the host, in a process where Triton compiles."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "overhead.json")
-        cases = [REHEARSED[0]] if session.rehearse else []
-        command = [sys.executable, "-m", "benchmarks.overhead", *cases, "--json", str(file)]
-        done = apart(session, command, {0: "passed"}, TRITON_INTERPRET="0")
-        session.report["overhead"] = done | {"calls": json.loads(file.read_text()) if file.is_file() else []}
-    return done["result"] == "passed"
-
-
-def memcheck(session: Session) -> bool:
-    """Calls with any index values, under the memory checker where there is one."""
-    tool = compute_sanitizer()
-    if tool is None or session.rehearse:
-        session.report["memcheck"] = {"result": "cannot run", "said": ["compute-sanitizer is not here"]}
-        return True
-    code = f"from benchmarks.device.checks import poke; poke({4 if session.quick else 24})"
-    session.report["memcheck"] = apart_checked(session, tool, "memcheck", code, "stray accesses")
-    return session.report["memcheck"]["result"] == "passed"
-
-
-def bench(session: Session) -> bool:
-    """Every case with every peer; those that this report already has are not timed again."""
-    done = session.report.setdefault("bench", {})
-    chosen = [case for case in CASES.values() if not session.quick or case.name in QUICK]
-    if session.rehearse:
-        chosen = [CASES[name].scaled_down(length=48) for name in REHEARSED]
-    machine = _machine(session)
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=session.console) as progress:
-        task = progress.add_task("timing", total=len(chosen))
-        for case in chosen:
-            progress.update(task, advance=1, description=case.name)
-            if case.name in done or session.left < 30:
-                continue
-            done[case.name] = [result.as_json() for result in _one_case(case, machine, session)]
-            session.store()
-    session.report["bench_missing"] = [case.name for case in chosen if case.name not in done]
-    return not any(is_red(Result(**row)) for rows in done.values() for row in rows)
-
-
-def _machine(session: Session) -> Machine:
-    facts = session.report.get("env", {})
-    if session.rehearse:
-        return Machine("torch", False, "CPU")
-    if "copy_bytes_per_second" not in facts:
-        return this_machine("torch", ceilings=True)
-    return Machine(
-        "torch", True, session.report["device"], facts["copy_bytes_per_second"], facts["bf16_flops_per_second"]
-    )
-
-
-def _one_case(case: Case, machine: Machine, session: Session) -> list[Result]:
-    import torch
-
-    rounds = 3 if session.rehearse else 20 if session.quick else 50
-    backends = default_backends(machine)
-    if not device_cuda.absent(session):
-        with device_cuda.in_place(session):
-            if device_cuda.takes(case, "torch", session.device):
-                backends.insert(0, "cuda")  # what the others are compared with
-    if machine.gpu and case.num_tokens > 64:
-        backends = [name for name in backends if name != "eager"]  # minutes, and it answers no question there
-    with device_cuda.in_place(session) if "cuda" in backends else contextlib.nullcontext():
-        results = run_case(case, machine, backends, with_peers=not session.rehearse, rounds=rounds)
-    if machine.gpu:
-        torch.cuda.empty_cache()
-    return results
-
-
-RUN: dict[str, Callable[[Session], bool]] = {
-    "env": environment,
-    "build": device_cuda.build,
-    "conformance": conformance,
-    "checks": checks,
-    "overhead": overhead,
-    "memcheck": memcheck,
-    "sanitizers": device_cuda.sanitizers,
-    "flashmla": device_cuda.flash_mla,
-    "bench": bench,
-}
-
-
-# ---- the report
-
-
-def markdown(report: dict[str, Any]) -> str:
-    """The report as a page."""
-    lines = [f"# {report['device']}, {report['date']}", "", f"Commit {report['commit'] or 'unknown'}.", ""]
-    if facts := report.get("env"):
-        lines += ["## Environment", ""]
-        lines += [f"- {name}: {_fact_line(name, value)}" for name, value in facts.items() if name != "peers"]
-        lines += ["", "Peers: " + "; ".join(f"{name}: {why}" for name, why in facts["peers"].items()) + ".", ""]
-    if rows := report.get("conformance"):
-        lines += outcomes("Conformance", "backend", rows)
-    if found := report.get("checks"):
-        lines += ["## Checks", "", "| check | result |", "|---|---|"]
-        for check in found:
-            message = check["message"].replace("\n", " ").replace("|", "/")
-            lines.append(f"| {check['name']} | {'passed' if check['passed'] else 'FAILED: ' + message} |")
-        lines.append("")
-    if row := report.get("overhead"):
-        lines += ["## Microseconds of the host per call", ""]
-        lines += _overhead_lines(row["calls"]) if row["calls"] else ["```", *row["said"][-25:], "```", ""]
-    if row := report.get("memcheck"):
-        lines += ["## Memory checker", "", f"{row['result']}. {' '.join(row['said'][-1:])}", ""]
-    return "\n".join(lines + device_cuda.markdown(report) + _bench_lines(report))
-
-
-def _overhead_lines(calls: Sequence[dict[str, Any]]) -> list[str]:
-    rows = [[f"{value:.1f}" if isinstance(value, float) else str(value) for value in call.values()] for call in calls]
-    return [f"| {' | '.join(row)} |" for row in (list(calls[0]), ["---"] * len(calls[0]), *rows)] + [""]
-
-
-def _fact_line(name: str, value: Any) -> str:
-    if name.endswith("bytes_per_second"):
-        return f"{value / 1e12:.2f} TB/s"
-    return f"{value / 1e12:.0f} TFLOP/s" if name.endswith("flops_per_second") else str(value)
-
-
-def _bench_lines(report: dict[str, Any]) -> list[str]:
-    rows = [Result(**row) for name, rows in report.get("bench", {}).items() for row in rows]
-    if not rows:
-        return []
-    lines = ["## Times", ""]
-    lines += [
-        "Kernel time, cold L2 cache, median. `time / ours`: above 1, ours is faster. `host us`: a call, ungraphed."
-    ]
-    lines += ["", "| | " + " | ".join(HEADS) + " |", "|---" * (1 + len(HEADS)) + "|"]
-    for row in sorted(rows, key=lambda row: (len(row.workload), row.workload)):
-        lines.append(f"| {row.workload} | " + " | ".join(cell.replace("|", "/") for cell in cells(row)) + " |")
-    if missing := report.get("bench_missing"):
-        lines += ["", "Not reached in time: " + ", ".join(missing) + "."]
-    return [*lines, ""]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.device", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="a minute or two: fewer cases, rounds and examples")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the results")
-    parser.add_argument("--steps", default=",".join(STEPS), help=f"some of {','.join(STEPS)}")
-    parser.add_argument("--minutes", type=float, default=9.0, help="begin nothing that this leaves no time for")
-    parser.add_argument("--commit", default="", help="the commit to report, where git cannot say")
-    parser.add_argument("--allow-no-gpu", action="store_true", help="exit with 0 where there is no GPU")
-    parser.add_argument("--rehearse", action="store_true", help="run the steps' plumbing on the CPU, on tiny cases")
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.device", description=__doc__, formatter_class=form)
+    parser.add_argument("call", nargs="?", choices=tuple(MINUTES), help="what to do on the device")
+    parser.add_argument("--prepare", action="store_true", help="make what travels; needs no GPU, but a network")
+    parser.add_argument("--only", default="", metavar="PARTS", help="with --prepare: some of its parts")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "device", help="folder of the record")
+    parser.add_argument("--minutes", type=float, help="the time of the call; default 5.2 to prove, 6 to measure")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu rehearses")
+    parser.add_argument("--phases", default="", help="only the phases whose name contains one of these, by commas")
+    parser.add_argument("--items", type=int, help=f"at most so many items a phase; on a CPU {REHEARSED}")
+    parser.add_argument("--workers", type=int, help="at most so many processes; default: the number of cores")
+    parser.add_argument("--afresh", action="store_true", help="run again what has passed")
     options = parser.parse_args(argv)
-    options.steps = options.steps.split(",")
-    if unknown := [step for step in options.steps if step not in STEPS]:
-        parser.error(f"expected steps among {', '.join(STEPS)}, got {', '.join(unknown)}")
+    if options.prepare == bool(options.call):
+        parser.error("expected one of prove, measure and --prepare")
     return options
 
 
-def _has_gpu() -> bool:
-    if importlib.util.find_spec("torch") is None:
-        return False
-    import torch
+def facts(device: str) -> dict[str, Any]:
+    """The machine and its software, asked for without touching the device."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    name = "CPU" if device == "cpu" else ""
+    found: dict[str, Any] = {"device": name, "python": platform.python_version(), "versions": versions}
+    found |= {"cores": len(os.sched_getaffinity(0)), "ptxas": plan.newer_ptxas()}
+    if device == "cuda" and (tool := shutil.which("nvidia-smi")):
+        command = [tool, f"--query-gpu={QUERIED}", "--format=csv,noheader"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        found |= {"device": done.stdout.partition(",")[0].strip(), "nvidia-smi": done.stdout.strip()}
+    return found
 
-    return torch.cuda.is_available()
+
+def brief(here: dict[str, Any]) -> str:
+    """The facts in a line."""
+    known = here["carried"]
+    parts = ", ".join(known["parts"]) if known else "nothing"
+    old = " (made for other sources)" if known and carried.is_stale() else ""
+    versions = ", ".join(f"{name} {version or 'absent'}" for name, version in here["versions"].items())
+    travelled = f"carried: {parts}{old}, unpacked in {here['unpacked']} s"
+    return f"{here['cores']} cores, python {here['python']}, {versions}; {travelled}"
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def conduct(options: argparse.Namespace) -> int:
+    """Run the phases of a call one after another."""
+    began, rehearsal = time.monotonic(), options.device == "cpu"
+    minutes = options.minutes or (REHEARSAL_MINUTES if rehearsal else MINUTES[options.call])
+    here, at = facts(options.device), carried.commit()
+    say(f"{here['device'] or 'no GPU'}, commit {at or 'unknown'}")
+    if not rehearsal and not here["device"]:
+        say("nvidia-smi names no GPU: nothing to do; --device cpu rehearses")
+        return 2
+    record = Record.begun(options.out, [carried.FOLDER / NAME])
+    record.stamp = {"call": options.call, "device": here["device"], "commit": at, "triton": here["versions"]["triton"]}
+    record.since = time.time() if options.afresh else 0.0
+    here |= carried.unpack(measuring=options.call == "measure")
+    record.write("facts", **here)
+    say(brief(here))
+    conductor = Conductor(options, record, Pool(options.device), began + 60 * minutes - RESERVE)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through `finally`
+    try:
+        conductor.run()
+    finally:
+        conductor.pool.end()
+        for line in summary.lines(record, options.call):
+            say(line)
+        say(f"{time.monotonic() - began:.0f} s")
+    results = {line["result"] for line in record.items().values()}
+    return int(FAILED in results or PASSED not in results)
+
+
+class Conductor:
+    """What runs the phases of a call, each with the processes that it needs."""
+
+    def __init__(self, options: argparse.Namespace, record: Record, pool: Pool, until: float) -> None:
+        self.options, self.record, self.pool, self.until = options, record, pool, until
+        self.cores = options.workers or len(os.sched_getaffinity(0))
+        self.rehearsal = options.device == "cpu"
+        self.most = options.items or (REHEARSED if self.rehearsal else 0)
+
+    def run(self) -> None:
+        words = [word.strip() for word in self.options.phases.split(",")]
+        phases = [one for one in plan.phases(self.options.call, self.record) if any(word in one.name for word in words)]
+        for phase, following in zip(phases, [*phases[1:], None], strict=True):
+            if self.until - time.monotonic() < LEAST:
+                say(f"{phase.name}: not begun, for the time is up")
+                continue
+            self.begin(phase, following)
+            self.phase(phase)
+            if phase.name.endswith("smoke"):
+                say(summary.smoke(self.record))
+
+    def workers(self, phase: plan.Phase) -> int:
+        return min(phase.workers, self.cores)
+
+    def begin(self, phase: plan.Phase, following: plan.Phase | None) -> None:
+        """End the processes that no phase needs next, and start those of the next while this one runs."""
+        ahead = following if following and not phase.alone and not following.alone else None
+        self.pool.keep(phase.start, *([ahead.start] if ahead else []))
+        if ahead and ahead.start != phase.start:
+            self.pool.start_ahead(ahead.start, self.workers(ahead))
+
+    def phase(self, phase: plan.Phase) -> None:
+        space = plan.SPACE if self.rehearsal else 1
+        phase = dataclasses.replace(phase, item_seconds=space * phase.item_seconds, seconds=space * phase.seconds)
+        run = PhaseRun(
+            phase, self.pool, self.record, min(self.until, time.monotonic() + phase.seconds), self.workers(phase),
+            lambda names: phase.chosen(self.record, names, self.most),
+        )  # fmt: skip
+        try:
+            run.run()
+        except Exception as error:  # a fault of this program costs a phase, not the call
+            traceback.print_exc()
+            said = f"{type(error).__name__}: {error}"
+            self.record.write("item", phase=phase.name, item="", result=FAILED, message=said)
+        say(summary.of_phase(self.record, phase.name))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
-    console = Console(soft_wrap=True)
-    if not options.rehearse and not _has_gpu():
-        console.print("no GPU: nothing to do")
-        return 0 if options.allow_no_gpu else 2
-    session = begin(options, console)
-    failed = []
-    for step in options.steps:
-        if session.left < 30:
-            console.print(f"{step}: no time left")
-            failed.append(step)
-            continue
-        began = time.monotonic()
-        good = RUN[step](session)
-        session.store()
-        console.print(f"{step}: {'passed' if good else 'FAILED'} in {time.monotonic() - began:.0f} s")
-        failed += [] if good else [step]
-    console.print(markdown(session.report), markup=False, highlight=False)
-    return 1 if failed else 0
+    if options.prepare:
+        from benchmarks.device import prepare
+
+        return prepare.prepare([part for part in options.only.split(",") if part])
+    return conduct(options)
 
 
 if __name__ == "__main__":

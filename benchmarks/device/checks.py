@@ -1,23 +1,30 @@
-"""What only a device can show: capture and replay, compilation around the operators, streams, stray accesses."""
+"""Items: what only a device can show: capture and replay, compilation around the operators, streams, no waiting."""
 
-import dataclasses
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks.cases.base import Case
-from benchmarks.cases.catalogue import find
+from benchmarks.cases.catalogue import CASES
+from benchmarks.device import cuda
+from benchmarks.device.record import PASSED
 from benchmarks.run import to_numpy
+from ragged_attention.testing import environment
 from ragged_attention.testing.compare import identical
 
-
-@dataclasses.dataclass
-class Check:
-    """One check's outcome."""
-
-    name: str
-    passed: bool
-    message: str = ""
+SMALL = {
+    "triton": (
+        "decode_64x4k", "mixed_2q2k_32q1s1k", "gpt_oss_window_64x4k", "fp8_64x4k", "speculative_64q4s4k",
+        "mla_dense_h128_128q2s4k", "mla_sparse_h16_b8", "mla_sparse_v4_h64_128q2", "mla_prefill_fp8_h128_32k",
+        "mla_ragged_mixed", "mha_gqa_8x2k", "mha_gqa_8x2k_backward", "indexer_decode_64x32k",
+    ),
+    "cuda": (
+        "mla_dense_h128_128q2s4k", "mla_sparse_bf16_h128_32q2", "mla_sparse_h16_b8", "mla_prefill_h128_32k",
+        "mla_prefill_fp8_h128_32k",
+    ),
+}  # fmt: skip
+WHOLE = {"triton": "decode_64x4k", "cuda": "mla_dense_h128_128x4k"}  # the cases that are timed
+LENGTH, CPU_LENGTH, SEQUENCES = 333, 48, 6
 
 
 def _operation(case: Case) -> Callable[..., Any]:
@@ -123,31 +130,53 @@ def flat_in_padding(case: Case, backend: str, device: str) -> None:
         raise AssertionError(f"expected a 10x longer page table to cost under 3 % more, got {growth - 1:.1%}")
 
 
-ANYWHERE = (compiled,)
-ON_A_GPU = (compiled, replayed, on_another_stream, without_waiting)
-TIMED = (flat_in_padding,)
-NEW_QUERIES = (replayed, on_another_stream)  # for which a gradient's other arguments would be no forward pass's
+ANYWHERE: dict[str, Callable[..., None]] = {"compiled": compiled}
+ON_A_GPU = ANYWHERE | {
+    "replayed": replayed, "on another stream": on_another_stream, "without waiting": without_waiting
+}  # fmt: skip
+NEW_QUERIES = ("replayed", "on another stream")  # for which a gradient's other arguments would be no forward pass's
 
 
-def checks(cases: list[Case], backend: str, device: str, *, timed: Case | None = None) -> list[Check]:
-    """Every check on every case that the device allows."""
-    chosen: list[tuple[Callable[..., None], Case]] = [
-        (check, case)
-        for case in cases
-        for check in (ON_A_GPU if device == "cuda" else ANYWHERE)
-        if not (case.backward and check in NEW_QUERIES)
-    ]
-    if timed is not None and device == "cuda":
-        chosen += [(check, timed) for check in TIMED]
-    found = []
-    for check, case in chosen:
-        name = f"{check.__name__.replace('_', ' ')}, {case.name}, {backend}"
-        try:
-            check(case, backend, device)
-            found.append(Check(name, True))
-        except Exception as error:  # a row of the report
-            found.append(Check(name, False, f"{type(error).__name__}: {str(error)[:400]}"))
-    return found
+class Items:
+    def __init__(self, device: str) -> None:
+        environment.prepare(device)
+        self.device = device
+        self.calls = dict(self._calls())
+
+    def _calls(self) -> Iterator[tuple[str, tuple[Callable[..., None], Case, str]]]:
+        """By name a check, its case and its backend; where a CPU rehearses, eager takes Triton's place."""
+        gpu = self.device == "cuda"
+        for backend, names in SMALL.items():
+            if backend == "cuda" and cuda.absent(self.device):
+                continue
+            by = backend if gpu or backend == "cuda" else "eager"
+            for check, run in (ON_A_GPU if gpu else ANYWHERE).items():
+                for name in names:
+                    case = CASES[name].scaled_down(length=LENGTH if gpu else CPU_LENGTH, sequences=SEQUENCES)
+                    if not (case.backward and check in NEW_QUERIES):
+                        yield f"{check}, {name}, {by}", (run, case, by)
+            if gpu:
+                yield f"flat in padding, {WHOLE[backend]}, {by}", (flat_in_padding, CASES[WHOLE[backend]], by)
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+    def names(self, what: str) -> list[str]:
+        del what
+        return list(self.calls)
+
+    def run(self, what: str, name: str) -> dict[str, Any]:
+        del what
+        check, case, backend = self.calls[name]
+        with cuda.in_place(self.device):
+            check(case, backend, self.device)
+        return {"result": PASSED}
+
+    def settle(self) -> None:
+        if self.device == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
 
 
 def poke(seeds: int, backend: str = "triton", device: str = "cuda") -> None:
@@ -164,7 +193,3 @@ def poke(seeds: int, backend: str = "triton", device: str = "cuda") -> None:
                 example(runner, seed, {})
             except Declined:
                 continue
-
-
-def small(names: tuple[str, ...], length: int = 333) -> list[Case]:
-    return [find(name).scaled_down(length=length, sequences=6) for name in names]

@@ -40,6 +40,13 @@ SOURCES = (
     Source("einops", FLA, ("einops/*.py",), flat=False),  # which FLA imports
 )  # fmt: skip
 
+# What stands beside ours on a GPU, as it was compiled for the torch of constraints-device.txt.
+DEVICE_SOURCES = (
+    Source("vllm==0.26.0", "vllm", (
+        "vllm/_flashmla_C.abi3.so", "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so",
+        "vllm/v1/attention/ops/triton_unified_attention.py", "vllm/v1/attention/ops/triton_attention_helpers.py")),
+)  # fmt: skip
+
 
 def missing(folder: Path, package: str) -> str | None:
     """Why a peer's sources cannot be read, or None."""

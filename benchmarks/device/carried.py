@@ -1,0 +1,163 @@
+"""What `--prepare` made on another machine, and how a call takes it: compiled kernels, a library, wheels, peers.
+
+A machine that is lent for minutes has no network, and compiling there costs most of its time. All that can be made
+before travels in one folder, `carried/` at the root of the checkout, which git ignores. A call unpacks it into the
+folder for temporary files; the checkout and the home folder may be read-only.
+"""
+
+import contextlib
+import functools
+import hashlib
+import importlib
+import importlib.metadata
+import json
+import lzma
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "carried"
+MANIFEST, MODIFIED = "manifest.json", "-modified"
+# Each is a file PART.tar.xz that becomes a folder of that name; `site` is a folder of Python packages.
+TRITON, LIBRARY, PEERS, SITE = PARTS = ("triton", "library", "peers", "site")
+FOR_MEASURING = (PEERS,)
+SOURCES = ("src", "reference", "kernels_triton", "kernels_pallas", "kernels_cuda", "benchmarks")
+SUFFIXES = (".py", ".cu", ".cc", ".h")
+
+
+def unpacked() -> Path:
+    """Where a call's processes find what was carried, and keep what they make."""
+    return Path(tempfile.gettempdir(), "ragged-attention-device")
+
+
+def manifest() -> dict[str, Any]:
+    """What the folder holds and of which commit it was made; empty if nothing was carried."""
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        return json.loads((FOLDER / MANIFEST).read_text())
+    return {}
+
+
+def source_digest(root: Path = ROOT, folders: tuple[str, ...] = SOURCES) -> str:
+    """A name for the sources as they are, for trees that git knows nothing of."""
+    found = hashlib.sha256()
+    # Links in src lead to folders of the root, which are taken by themselves.
+    paths = (path for folder in folders for path in (root / folder).rglob("*") if path.suffix in SUFFIXES)
+    for path in sorted(paths):
+        if not any(parent.is_symlink() for parent in path.parents):
+            found.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    return found.hexdigest()[:20]
+
+
+def is_stale() -> bool:
+    """Whether what was carried was made of other sources than those that are here."""
+    return bool(known := manifest()) and known["sources"] != source_digest()
+
+
+def commit() -> str:
+    """The commit of the checkout, marked where files differ from it; where git cannot say, what was carried does."""
+    command = ["git", "describe", "--always", f"--dirty={MODIFIED}", "--abbrev=12", "--exclude=*"]
+    with contextlib.suppress(OSError):  # there is no git
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            return done.stdout.strip()
+    prepared = manifest().get("commit", "")
+    return prepared.removesuffix(MODIFIED) + MODIFIED if prepared and is_stale() else prepared
+
+
+# ---- for the process that conducts a call
+
+
+def unpack(*, measuring: bool) -> dict[str, Any]:
+    """Unpack what a call needs of what was carried; what there is, and how long it took."""
+    began, target, known = time.monotonic(), unpacked(), manifest()
+    for name in ("cache", TRITON):
+        (target / name).mkdir(parents=True, exist_ok=True)
+    for part, made in known.get("parts", {}).items():
+        mark = target / f"{part}.digest"
+        if (part in FOR_MEASURING and not measuring) or (mark.is_file() and mark.read_text() == made["digest"]):
+            continue
+        shutil.rmtree(target / part, ignore_errors=True)
+        with lzma.open(FOLDER / f"{part}.tar.xz") as file, tarfile.open(fileobj=file) as archive:
+            archive.extractall(target / part, filter="data")
+        if part == TRITON:
+            _move_groups(target / part)
+        mark.write_text(made["digest"])
+    return {"carried": known or None, "unpacked": round(time.monotonic() - began, 1)}
+
+
+def _move_groups(cache: Path) -> None:
+    """Triton's cache lists the files of a kernel by their absolute paths, which are others here."""
+    for path in cache.glob("*/__grp__*"):
+        group = json.loads(path.read_text())
+        group["child_paths"] = {name: str(path.parent / name) for name in group["child_paths"]}
+        path.write_text(json.dumps(group))
+
+
+# ---- for the processes that it starts
+
+
+def environment() -> dict[str, str]:
+    """Settings that all processes share, so that one finds what another compiled; caches where one may write."""
+    base = unpacked()
+    settings = {
+        "TRITON_CACHE_DIR": str(base / TRITON),
+        "TRITON_DEFAULT_FP_FUSION": "1",  # part of the key of every compiled kernel
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # jax would take three quarters of the card
+    }
+    if not _home_is_writable():
+        names = ("XDG_CACHE_HOME", "NUMBA_CACHE_DIR", "CUDA_CACHE_PATH")
+        settings |= {name: str(base / "cache" / name.partition("_")[0].lower()) for name in names}
+    return settings
+
+
+def _home_is_writable() -> bool:
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except (OSError, RuntimeError):
+        return False
+
+
+def use(device: str) -> None:
+    """Let this process find what was carried. To be called before triton, jax or a backend is imported."""
+    base = unpacked()
+    if (site := base / SITE).is_dir() and str(site) not in sys.path:
+        sys.path.append(str(site))
+    if (peers := base / PEERS).is_dir():
+        registry: Any = importlib.import_module("benchmarks.peers.registry")
+        registry.FOLDER = peers
+    if (library := base / LIBRARY).is_dir():
+        builder: Any = importlib.import_module("ragged_attention.kernels_cuda._build.compile")
+        builder.PREBUILT = library
+    if device == "cuda" and manifest().get("triton") == _version("triton"):
+        steady_triton_key()
+
+
+def steady_triton_key() -> None:
+    """Name compiled kernels by Triton's version, not by its files, which may differ from one machine to another."""
+    if _version("triton") is None:
+        return
+    cache: Any = importlib.import_module("triton.runtime.cache")
+    if hasattr(cache, "triton_key"):
+        cache.triton_key = functools.partial("triton-{}".format, _version("triton"))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def size() -> int:
+    """Bytes that travel."""
+    return sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file())

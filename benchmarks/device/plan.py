@@ -1,0 +1,164 @@
+"""What the two calls run, in which order, and how long each part may take.
+
+`prove` asks whether kernels are right: all of them in five minutes, what tells most first. `measure` runs again what
+failed, also compiled and launched in other ways, and then times. The limits are for a machine with 16 cores; a phase
+that ends early leaves its time to those behind it, and the last ones take what is left.
+"""
+
+import dataclasses
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from benchmarks.device.record import FAILED, Record
+
+QUICK = (
+    "decode_64x4k", "prefill_4k", "mixed_2q2k_32q1s1k", "gpt_oss_full_64x4k", "fp8_64x4k",
+    "mla_dense_h16_128x4k", "mla_sparse_h128_128q2", "mla_sparse_h16_b8", "mla_prefill_h128_32k",
+    "mha_128_4k", "mha_128_4k_backward", "mha_192_4k", "mha_192_4k_backward",
+)  # fmt: skip
+WITHOUT_PDL = "without-pdl"
+FURTHEST = 3  # cases that are profiled
+SPACE = 8  # a rehearsal on a CPU may take so many times as long
+Choice = Callable[[Record, list[str]], list[str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """How a process is started: the module with its items, what these are made with, additions to the environment."""
+
+    module: str
+    arguments: tuple[str, ...] = ()
+    environ: tuple[tuple[str, str], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Items of one kind, and the limits of time for each and for all."""
+
+    name: str
+    start: Start
+    what: str = ""
+    workers: int
+    item_seconds: float
+    seconds: float
+    every: int = 1  # one item in so many
+    alone: bool = False  # nothing else may run beside it: it measures time
+    choose: Choice | None = None  # which items, where that follows from the record
+
+    def chosen(self, record: Record, names: list[str], most: int = 0) -> list[str]:
+        """The items to be run, those first that failed before; with `most` at most so many."""
+        wanted = self.choose(record, names) if self.choose else names[:: self.every]
+        if most and len(wanted) > most:
+            wanted = wanted[:: -(-len(wanted) // most)]
+        known, done = record.items(), record.done(self.name)
+        left = [name for name in wanted if name not in done]
+        return sorted(left, key=lambda name: (self.name, name) not in known)
+
+
+def _suite(name: str, what: str, workers: int, seconds: float, *, every: int = 1, each: float = 30.0) -> Phase:
+    framework = name.partition(" ")[0]
+    start = Start("benchmarks.device.suite", (framework,))
+    return Phase(
+        name=name, start=start, what=what, workers=workers, item_seconds=each, seconds=seconds, every=every
+    )  # fmt: skip
+
+
+PROVE = (
+    _suite("torch smoke", "smoke", 3, 45, each=40),
+    _suite("jax smoke", "smoke", 3, 45, each=40),
+    _suite("torch cuda", "cuda corner", 8, 30),
+    _suite("torch triton", "triton corner", 12, 60),
+    Phase(
+        name="checks", start=Start("benchmarks.device.checks"), workers=6, item_seconds=60, seconds=45
+    ),
+    _suite("torch eager", "eager corner", 8, 30),
+    _suite("jax cuda", "cuda corner", 6, 35, every=3),
+    _suite("jax triton", "triton corner", 12, 30, every=8, each=40),
+    _suite("jax xla", "xla corner", 8, 25, every=8, each=40),
+    _suite("torch cuda drawn", "cuda drawn", 8, 25, each=60),
+    _suite("torch triton drawn", "triton drawn", 12, 60, each=60),
+    _suite("jax triton", "triton corner", 12, 600, each=40),
+    _suite("jax cuda", "cuda corner", 8, 600),
+)  # fmt: skip
+
+
+def bench(name: str, cases: str, seconds: float) -> Phase:
+    return Phase(
+        name=name, start=Start("benchmarks.device.bench"), what=cases, workers=1, item_seconds=60, seconds=seconds,
+        alone=True,
+    )  # fmt: skip
+
+
+def tools(name: str, what: str, seconds: float, each: float, choose: Choice | None = None) -> Phase:
+    return Phase(
+        name=name, start=Start("benchmarks.device.tools"), what=what, workers=1, item_seconds=each, seconds=seconds,
+        choose=choose,
+    )  # fmt: skip
+
+
+def furthest(record: Record, names: list[str]) -> list[str]:
+    """Of the cases that were timed those whose time is the most times their floor."""
+    shares = {}
+    for line in record.items().values():
+        for row in line.get("rows", ()):
+            if row["who"] in ("triton", "cuda") and row.get("share_of_floor"):
+                shares[f"{row['who']} {row['case']}"] = row["share_of_floor"]
+    return [name for name in sorted(shares, key=lambda name: shares[name]) if name in names][:FURTHEST]
+
+
+MEASURE = (
+    bench("bench", "quick", 110),
+    bench("bench", "latent", 90),
+    tools("memcheck", "memcheck", 60, 50),
+    tools("profile", "profile", 45, 30, furthest),
+    bench("bench", "all", 150),
+    tools("sanitizers", "sanitizers", 90, 60),
+    tools("host", "host", 60, 60),
+    tools("flash_mla", "flash_mla", 600, 300),
+    bench("bench", "all", 600),
+)
+
+
+def newer_ptxas() -> str | None:
+    """The assembler of the CUDA toolkit that is installed, which is newer than that of Triton's own wheel."""
+    return shutil.which("ptxas") or next((p for p in ("/usr/local/cuda/bin/ptxas",) if Path(p).is_file()), None)
+
+
+def ways() -> dict[str, Callable[[Phase], Phase]]:
+    """Ways to run a phase again: as it was, and what else may tell a compiler's fault from ours."""
+    found: dict[str, Callable[[Phase], Phase]] = {"": lambda phase: phase}
+    if path := newer_ptxas():
+        environ = (("TRITON_PTXAS_PATH", path),)
+        found[", with CUDA's ptxas"] = lambda phase: _started(phase, environ=environ)
+    found[", without PDL"] = lambda phase: _started(phase, arguments=(*phase.start.arguments, WITHOUT_PDL))
+    return found
+
+
+def _started(phase: Phase, **changes: tuple) -> Phase:
+    return dataclasses.replace(phase, start=dataclasses.replace(phase.start, **changes))
+
+
+def repeats(record: Record) -> Iterator[Phase]:
+    """The failed items of `prove` once more; those of Triton kernels in other ways too."""
+    last = record.items()
+    for phase in {phase.name: phase for phase in PROVE}.values():
+        failed = [item for (name, item), line in last.items() if name == phase.name and line["result"] == FAILED]
+        if not failed:
+            continue
+        for way, changed in ways().items():
+            if way and "triton" not in phase.what:
+                continue
+            yield dataclasses.replace(
+                changed(phase), name=f"{phase.name}{way}", seconds=20,
+                choose=lambda record, names, failed=failed: [name for name in names if name in failed],
+            )  # fmt: skip
+
+
+def phases(call: str, record: Record) -> Iterator[Phase]:
+    """The phases of a call; later ones may follow from what earlier ones have written to the record."""
+    if call == "prove":
+        yield from PROVE
+        return
+    yield from repeats(record)
+    yield from MEASURE

@@ -1,0 +1,187 @@
+"""Compile for a GPU that is not here all Triton kernels that a call on it will ask for, into a cache that can travel.
+
+    python -m benchmarks.device.precompile CACHE --list FILE [--shard 0/2] [--kinds corners,drawn,checks,bench,peers]
+
+runs the suite and the cases with a stand-in for Triton's driver: kernels are compiled for `sm_90` and launched into
+nothing, and the C code that launches them is compiled too. FILE gets the names of the cache's folders that were used.
+It must run with the Triton and the Python of the machine with the GPU; `prepare` starts it so.
+"""
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from benchmarks.device import carried
+from benchmarks.device.plan import QUICK
+from benchmarks.peers import registry
+from ragged_attention.testing import environment
+
+ARCH = "sm_90"
+KINDS = ("bench", "checks", "corners", "peers", "drawn")
+STUB = "libcuda.so.1"
+COMPARISONS = ("agrees", "identical", "logits_agree", "chosen_agree")  # which have nothing to compare here
+
+
+def stub_of_the_driver(folder: Path) -> None:
+    """A library with the driver's name and nothing in it: enough to link what Triton compiles."""
+    command = ["gcc", "-shared", "-fPIC", f"-Wl,-soname,{STUB}", "-x", "c", "-", "-o", str(folder / STUB)]
+    subprocess.run(command, input="", text=True, check=True)
+
+
+class Used:
+    """The folders of the cache that were asked for, and what was compiled anew."""
+
+    def __init__(self) -> None:
+        self.folders: set[str] = set()
+        self.compiled = self.asked = 0
+
+    def kernel(self, *, metadata_group: dict[str, str], cache_hit: bool, **rest: Any) -> None:
+        self.folders |= {Path(path).parent.name for path in metadata_group.values()}
+        self.asked += 1
+        self.compiled += not cache_hit
+
+    def module(self, name: str, path: str) -> Any:
+        """In place of a module in C, which without the driver could not be loaded."""
+        del name
+        self.folders.add(Path(path).parent.name)
+        return registry.Nothing()
+
+
+def driver_of(used: Used) -> Any:
+    """A stand-in for Triton's driver that also has the launchers of kernels compiled."""
+    nvidia = importlib.import_module("triton.backends.nvidia.driver")
+    overhead = importlib.import_module("benchmarks.overhead")
+    builder: Any = importlib.import_module("triton.runtime.build")
+    builder._load_module_from_path = used.module
+    nvidia.CudaUtils()
+
+    class Driver(overhead.StandInDriver):
+        def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., Any]:
+            nvidia.CudaLauncher(source, metadata)
+            return self.note
+
+    return Driver(ARCH)
+
+
+# ---- what is called
+
+
+def calls(kinds: Sequence[str]) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Everything that a call on the device runs by Triton's kernels, by name."""
+    from benchmarks import overhead
+    from benchmarks.cases.catalogue import CASES
+    from benchmarks.device import checks
+
+    front = importlib.import_module("ragged_attention.torch")
+
+    def of_case(case: Any) -> Callable[[], Any]:
+        return lambda: getattr(front, case.operation)(**overhead.inputs_of(case, "cpu"), backend="triton")
+
+    if "bench" in kinds:
+        for name in sorted(CASES, key=lambda name: name not in QUICK):
+            yield f"bench {name}", of_case(CASES[name])
+    if "checks" in kinds:
+        for name in checks.SMALL["triton"]:
+            small = CASES[name].scaled_down(length=checks.LENGTH, sequences=checks.SEQUENCES)
+            yield f"checks {name}", of_case(small)
+    if "peers" in kinds:
+        yield from of_peers()
+    yield from of_suite([kind for kind in ("corners", "drawn") if kind in kinds])
+
+
+def of_peers() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """vLLM's Triton kernels on the cases that they take."""
+    from benchmarks import overhead
+    from benchmarks.cases.catalogue import CASES
+    from benchmarks.cases.paged import PagedCase
+
+    if not any(registry.FOLDER.glob("**/triton_unified_attention.py")):
+        return
+    for name, case in CASES.items():
+        if isinstance(case, PagedCase) and registry._vllm_declines(case) is None:
+            yield f"vLLM {name}", lambda case=case: registry._vllm_triton(case, overhead.inputs_of(case, "cpu"))()
+
+
+def of_suite(kinds: Sequence[str]) -> Iterator[tuple[str, Callable[[], Any]]]:
+    from benchmarks.device.suite import EXAMPLES, KINDS
+    from ragged_attention.testing.runner import Runner
+    from ragged_attention.testing.suite import checks
+    from ragged_attention.testing.verdicts import verdict_of
+
+    runner = Runner(framework="torch", backend="triton")
+    wanted = [name for kind in kinds for name in KINDS[kind.removesuffix("s")]]
+    for check in checks():
+        if check.kind in wanted:
+            yield str(check), lambda check=check: verdict_of(runner, check, EXAMPLES)
+
+
+@contextlib.contextmanager
+def nothing_compared() -> Iterator[None]:
+    """Kernels are launched into nothing here, so results hold whatever was in memory."""
+    compare = importlib.import_module("ragged_attention.testing.compare")
+    with contextlib.ExitStack() as stack:
+        for name in COMPARISONS:
+            old = getattr(compare, name)
+            for module in list(sys.modules.values()):
+                if getattr(module, name, None) is old:
+                    stack.enter_context(mock.patch.object(module, name, return_value=True))
+        yield
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.device.precompile", description=__doc__)
+    parser.add_argument("cache", type=Path)
+    parser.add_argument("--list", type=Path, required=True)
+    parser.add_argument("--shard", default="0/1", help="of all calls one part, such as 1/4")
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--peers", type=Path, help="the folder with vLLM's kernels")
+    options = parser.parse_args(argv)
+    which, count = map(int, options.shard.split("/"))
+    with tempfile.TemporaryDirectory() as folder:
+        stub_of_the_driver(Path(folder))
+        os.environ |= carried.environment() | {"TRITON_CACHE_DIR": str(options.cache), "TRITON_LIBCUDA_PATH": folder}
+        environment.prepare("cuda")
+        used, failed = compile_all(options.kinds.split(","), which, count, options.peers)
+    options.list.write_text(json.dumps({"folders": sorted(used.folders), "failed": failed}))
+    return 0
+
+
+def compile_all(kinds: Sequence[str], which: int, count: int, peers: Path | None) -> tuple[Used, dict[str, str]]:
+    """Make every call, and say which failed; those are left to the device."""
+    from benchmarks import overhead
+    from ragged_attention.samples import device_of
+    from ragged_attention.testing import torch_front
+
+    carried.steady_triton_key()
+    registry.FOLDER = peers or registry.FOLDER
+    used, failed, began = Used(), {}, time.monotonic()
+    importlib.import_module("triton").knobs.compilation.listener = used.kernel
+    facts = mock.patch.object(torch_front, "facts", return_value=device_of("torch", ARCH))
+    with overhead.standing_in(driver_of(used)), facts:
+        every = list(calls(kinds))[which::count]
+        with nothing_compared():
+            for number, (name, call) in enumerate(every, 1):
+                try:
+                    call()
+                except Exception as error:
+                    failed[name] = f"{type(error).__name__}: {error}"[:200]
+                if number % 50 == 0 or number == len(every):
+                    print(
+                        f"{number} of {len(every)} calls, {used.compiled} of {used.asked} kernels compiled anew, "
+                        f"{time.monotonic() - began:.0f} s", flush=True,
+                    )  # fmt: skip
+    return used, failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,300 @@
+"""Turn records of calls on devices into what readers see.
+
+    python -m benchmarks.device.publish [RECORD ...] [--check]
+
+Each RECORD is kept as benchmarks/results/<date>_<device>.jsonl. From all that are kept there follow, and are written
+anew: the rows for devices in docs/status.md, the table of times in README.md, and kernels_cuda/proven/<operation>.json,
+by which CUDA kernels become the default on a device. With --check nothing is written, and the exit status is 1 if any
+of them would change.
+
+An operation on a backend counts by its items' last results. A kind of call (operation, heads, widths, format, sizes:
+the key that the operation's module gives it) is proven on a device, from a front end, if all corners of the shipped
+suite passed there on the CUDA kernels or were declined, and each timed case of that kind took them less time than
+Triton's.
+"""
+
+import argparse
+import collections
+import dataclasses
+import datetime
+import importlib
+import importlib.util
+import json
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases.catalogue import CASES
+from benchmarks.device.plan import QUICK
+from benchmarks.device.record import DONE, FAILED, PASSED, Record, read
+from ragged_attention import dispatch
+from ragged_attention.calls import CALLS
+from ragged_attention.samples import device_of
+from ragged_attention.tuning import device_slug
+
+ROOT = Path(__file__).parents[2]
+BEGIN, END = "<!-- devices: written by `python -m benchmarks.device.publish` -->\n", "<!-- end of devices -->\n"
+NOTHING = "**Nothing has been run on GPU or TPU hardware yet.**"
+NEVER = "not yet verified on hardware"
+# On which kinds of devices a backend runs, each with how its devices' names begin.
+KINDS = {
+    "triton": {"NVIDIA": "NVIDIA", "AMD": "AMD"},
+    "cuda": {"NVIDIA Hopper": "NVIDIA"},
+    "pallas": {"TPU (any)": "TPU"},
+    "eager": {"NVIDIA": "NVIDIA", "AMD, MPS, XPU": "AMD"},
+    "xla": {"NVIDIA": "NVIDIA", "AMD, TPU": "AMD"},
+}
+PEERS = {"flashmla": "FlashMLA", "fa3": "FA3", "fa3-mla": "FA3", "fa3-varlen": "FA3", "vllm-triton": "vLLM's Triton",
+         "sdpa-cudnn": "cuDNN", "sdpa": "SDPA", "sdpa-mla": "SDPA"}  # fmt: skip
+COLUMNS = ("FlashMLA", "FA3", "vLLM's Triton", "cuDNN", "SDPA")
+
+
+@dataclasses.dataclass(frozen=True)
+class Ran:
+    """How the checks ended that ran an operation on a backend, from a front end, on a device."""
+
+    device: str
+    framework: str
+    date: str
+    commit: str
+    results: collections.Counter[str]
+
+    @property
+    def outcome(self) -> str:
+        passed, failed = self.results[PASSED], self.results[FAILED]
+        return f"{passed} checks passed" + (f", {failed} FAILED" if failed else "")
+
+
+# ---- reading records
+
+
+def records(folder: Path) -> list[Record]:
+    """What is kept, the oldest first."""
+    return [Record(path, list(read(path))) for path in sorted(folder.glob("*.jsonl"))]
+
+
+def device(record: Record) -> str:
+    return next((line["device"] for line in reversed(record.lines) if line.get("device")), "")
+
+
+def date(line: dict[str, Any]) -> str:
+    return datetime.datetime.fromtimestamp(line["at"], datetime.UTC).date().isoformat()
+
+
+def suites(record: Record) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
+    """Framework, backend, check and line of each item of the suite."""
+    for (phase, item), line in record.items().items():
+        framework, _, rest = phase.partition(" ")
+        backend, _, more = rest.partition(" ")
+        if item and framework in ("torch", "jax") and backend in KINDS and more in ("", "drawn"):
+            yield framework, backend, item, line
+
+
+def subject(check: str) -> str:
+    """What a check is about, as its name begins."""
+    return check.partition(",")[0]
+
+
+def ran(record: Record) -> dict[tuple[str, str], list[Ran]]:
+    """By operation and backend what a record shows. A check that fails counts for all that checks like it ran."""
+    about: dict[str, set[str]] = collections.defaultdict(set)
+    for _, _, check, line in suites(record):
+        about[subject(check)] |= {*line.get("answered", ())}
+    found: dict[tuple[str, str, str], collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    last: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for framework, backend, check, line in suites(record):
+        operations = {*line.get("answered", ())}
+        if line["result"] == FAILED:
+            operations = operations or about[subject(check)] or set(CALLS)
+        for operation in operations:
+            key = operation, backend, framework
+            found[key][line["result"]] += 1
+            last[key] = line
+    rows: dict[tuple[str, str], list[Ran]] = collections.defaultdict(list)
+    for (operation, backend, framework), results in found.items():
+        line = last[operation, backend, framework]
+        rows[operation, backend].append(Ran(device(record), framework, date(line), line["commit"], results))
+    return rows
+
+
+# ---- docs/status.md
+
+
+def offered(operation: str) -> Iterator[str]:
+    """The backends that have an operation and run on devices."""
+    for backend in KINDS:
+        package = dispatch.PACKAGES[backend]
+        if importlib.util.find_spec(f"{package}.{operation}"):
+            yield backend
+
+
+def status(kept: Sequence[Record]) -> str:
+    """The rows of docs/status.md."""
+    newest: dict[tuple[str, str, str, str], Ran] = {}
+    for record in kept:
+        for (operation, backend), rows in ran(record).items():
+            newest |= {(operation, backend, row.device, row.framework): row for row in rows}
+    lines = [] if newest else [NOTHING, ""]
+    lines += ["| operation | backend | device | from | last run | commit | outcome |", "|---" * 7 + "|"]
+    for operation in CALLS:
+        for backend in offered(operation):
+            rows = [row for key, row in newest.items() if key[:2] == (operation, backend)]
+            for row in sorted(rows, key=lambda row: (row.device, row.framework)):
+                lines.append(
+                    f"| `{operation}` | `{backend}` | {row.device} | {row.framework} | {row.date} | {row.commit} | "
+                    f"{row.outcome} |"
+                )
+            for kind, begins in KINDS[backend].items():
+                if not any(row.device.startswith(begins) for row in rows):
+                    lines.append(f"| `{operation}` | `{backend}` | {kind} | | never | | {NEVER} |")
+    return "\n".join(lines) + "\n"
+
+
+# ---- README.md
+
+
+def times(kept: Sequence[Record]) -> str:
+    """The table of README.md: the newest times of the quick cases on each device."""
+    by_device: dict[str, dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]] = collections.defaultdict(dict)
+    for record in kept:
+        for (phase, case), line in record.items().items():
+            if phase == "bench" and case in QUICK and line.get("rows"):
+                by_device[device(record)][case] = line, line["rows"]
+    lines = [] if any(ran(record) for record in kept) else [NOTHING]
+    for name, cases in by_device.items():
+        line = next(iter(cases.values()))[0]
+        lines += [f"On one {name}, Triton {line['triton']}, {date(line)}, commit {line['commit']}. Time of others over"
+                  " ours, above 1 ours is faster:", "",
+                  f"| case | ours, us | of the floor | {' | '.join(COLUMNS)} |",
+                  "|---" * (3 + len(COLUMNS)) + "|"]  # fmt: skip
+        lines += [_row(case, cases[case][1]) for case in QUICK if case in cases]
+        lines.append("")
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _row(case: str, rows: Iterable[dict[str, Any]]) -> str:
+    """Ours is the faster one of those that a call would get by default or by name."""
+    timed = {row["who"]: row for row in rows if row.get("seconds")}
+    ours = min((timed[who] for who in ("cuda", "triton") if who in timed), key=lambda row: row["seconds"], default=None)
+    if ours is None:
+        return f"| {case} | not timed | {'| ' * (1 + len(COLUMNS))}|"
+    cells: dict[str, str] = dict.fromkeys(COLUMNS, "")
+    for who, row in timed.items():
+        if who in PEERS:
+            cells[PEERS[who]] = f"{row['seconds'] / ours['seconds']:.2f}"
+    share = ours.get("share_of_floor")
+    floor = "" if share is None else f"{share:.0%}"
+    return f"| {case} | {1e6 * ours['seconds']:.0f} ({ours['who']}) | {floor} | {' | '.join(cells.values())} |"
+
+
+# ---- proven kernels
+
+
+def proven(kept: Sequence[Record]) -> dict[str, dict[str, dict[str, Any]]]:
+    """By operation, device and key: the times of the slowest case beside Triton's, and the front ends that it is of."""
+    found: dict[str, dict[str, dict[str, Any]]] = collections.defaultdict(lambda: collections.defaultdict(dict))
+    for record in kept:
+        frameworks = [framework for framework in ("torch", "jax") if _whole(record, f"{framework} cuda")]
+        if frameworks:
+            for operation, key, entry in _faster(record):
+                found[operation][device(record)][key] = entry | {"frameworks": frameworks}
+    return {operation: dict(devices) for operation, devices in found.items()}
+
+
+def _whole(record: Record, phase: str) -> bool:
+    """Whether all items of a phase were run and none failed."""
+    counts = [line["items"] for line in record.of_kind("phase") if line["phase"] == phase]
+    results = [line["result"] for (name, item), line in record.items().items() if name == phase and item]
+    run = bool(counts) and len(results) == counts[-1]
+    return run and PASSED in results and all(result in DONE for result in results)
+
+
+def _faster(record: Record) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Operation, key and times of the kinds of calls in which the CUDA kernels won each case."""
+    cases: dict[tuple[str, str], list[dict[str, Any]]] = collections.defaultdict(list)
+    for (phase, name), line in record.items().items():
+        seconds = {row["who"]: row["seconds"] for row in line.get("rows", ()) if row.get("seconds")}
+        if phase != "bench" or name not in CASES or not seconds.keys() >= {"cuda", "triton"}:
+            continue
+        call = CASES[name].attention_call(device_of("torch", "sm_90"))
+        key = importlib.import_module(f"ragged_attention.kernels_cuda.{call.OPERATION}").tuning_key(call)
+        entry = {"us": 1e6 * seconds["cuda"], "triton_us": 1e6 * seconds["triton"], "case": name}
+        cases[call.OPERATION, key].append(entry | {"commit": line["commit"], "date": date(line)})
+    for (operation, key), entries in cases.items():
+        slowest = max(entries, key=lambda entry: entry["us"] / entry["triton_us"])
+        if slowest["us"] < slowest["triton_us"]:
+            yield operation, key, slowest
+
+
+# ---- the command
+
+
+def keep(path: Path, folder: Path) -> Path:
+    """A copy of a record under the name of its day and device; it must be of a device."""
+    record = Record(path, list(read(path)))
+    name = device(record)
+    if not record.lines or name in ("", "CPU"):
+        raise SystemExit(f"expected a record of a GPU in {path}, got {name or 'nothing'}")
+    kept = folder / f"{date(record.lines[-1])}_{device_slug(name)}.jsonl"
+    if kept.is_file():  # of another call of that day
+        before = list(read(kept))
+        lines = before + [line for line in record.lines if line not in before]
+        kept.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    else:
+        shutil.copyfile(path, kept)
+    return kept
+
+
+def written(root: Path) -> dict[Path, str]:
+    """Every file that follows from the records, as it should be."""
+    kept = records(root / "benchmarks" / "results")
+    pages = {root / "docs" / "status.md": status(kept), root / "README.md": times(kept)}
+    files = {path: _between(path.read_text(), text) for path, text in pages.items()}
+    folder = root / "kernels_cuda" / "proven"
+    for operation, devices in proven(kept).items():
+        files[folder / f"{operation}.json"] = json.dumps(devices, indent=1, sort_keys=True) + "\n"
+    return files
+
+
+def _between(page: str, text: str) -> str:
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise SystemExit(f"expected the lines {BEGIN.strip()} and {END.strip()} in the page")
+    return f"{before}{begin}{text}{end}{after}"
+
+
+def stale(root: Path) -> list[Path]:
+    """The files that are not as they should be."""
+    wanted = written(root)
+    left_over = [path for path in (root / "kernels_cuda" / "proven").glob("*.json") if path not in wanted]
+    return left_over + [path for path, text in wanted.items() if not path.is_file() or path.read_text() != text]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.device.publish", description=__doc__)
+    parser.add_argument("record", nargs="*", type=Path, help="a record.jsonl that a call on a device wrote")
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 if something would change")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the checkout")
+    options = parser.parse_args(argv)
+    for path in () if options.check else options.record:
+        print(f"kept as {keep(path, options.root / 'benchmarks' / 'results').relative_to(options.root)}")
+    changed = stale(options.root)
+    for path in changed:
+        print(f"{path.relative_to(options.root)}: {'is not what the records say' if options.check else 'written'}")
+    if options.check:
+        return int(bool(changed))
+    wanted = written(options.root)
+    for path in changed:
+        if path in wanted:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(wanted[path])
+        else:
+            path.unlink()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

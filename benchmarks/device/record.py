@@ -1,0 +1,91 @@
+"""The record of calls on a device: a file with one JSON object per line, appended to while a call runs.
+
+A line's `kind` says what it is:
+
+    facts   the machine and its software, once per call
+    phase   a phase has begun: how many items it has, and how many of these it was to run
+    item    what became of an item: phase, item, result, seconds, message, and what its worker adds
+    end     a phase has ended: seconds, and how many items were not reached
+
+A result is passed, declined, FAILED or "cannot run". Of an item that was run more than once the last line counts.
+"""
+
+import dataclasses
+import json
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+NAME = "record.jsonl"
+PASSED, DECLINED, FAILED, CANNOT = "passed", "declined", "FAILED", "cannot run"
+DONE = (PASSED, DECLINED)
+Line = dict[str, Any]
+
+
+def read(path: Path) -> Iterator[Line]:
+    """The lines of a record; what a killed call left half written at the end is no line."""
+    for text in path.read_text(errors="replace").splitlines() if path.is_file() else ():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict):
+            yield line
+
+
+@dataclasses.dataclass
+class Record:
+    """The lines so far, and the file that further ones are appended to.
+
+    `stamp` is added to each of these. Items that were run before `since` count as not yet run.
+    """
+
+    path: Path
+    lines: list[Line] = dataclasses.field(default_factory=list)
+    stamp: Line = dataclasses.field(default_factory=dict)
+    since: float = 0.0
+    _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    @classmethod
+    def begun(cls, folder: Path, earlier: Iterable[Path] = ()) -> "Record":
+        """The record in a folder, which goes on where that of the folder or of earlier calls ended."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / NAME
+        lines = list(read(path))
+        for other in earlier:
+            if other.is_file() and other.resolve() != path.resolve():
+                lines += [line for line in read(other) if line not in lines]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return cls(path, lines)
+
+    def write(self, kind: str, **fields: Any) -> None:
+        line = {"kind": kind, **fields, "at": round(time.time()), **self.stamp}
+        with self._lock:
+            self.lines.append(line)
+            with open(self.path, "a") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def of_kind(self, kind: str) -> list[Line]:
+        with self._lock:
+            return [line for line in self.lines if line.get("kind") == kind]
+
+    def items(self) -> dict[tuple[str, str], Line]:
+        """The last line of each item, by phase and name; the name "" is of a phase that could not begin."""
+        found: dict[tuple[str, str], Line] = {}
+        with self._lock:
+            for line in self.lines:
+                if line.get("kind") == "phase":
+                    found.pop((line["phase"], ""), None)
+                elif line.get("kind") == "item":
+                    found[line["phase"], line["item"]] = line
+        return found
+
+    def done(self, phase: str) -> set[str]:
+        """The items of a phase that have passed or were declined: these are not run again."""
+        return {
+            item
+            for (name, item), line in self.items().items()
+            if name == phase and line["result"] in DONE and line["at"] >= self.since
+        }

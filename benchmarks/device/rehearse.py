@@ -1,0 +1,65 @@
+"""Rehearse both calls on a CPU as a machine with a GPU would run them: python -m benchmarks.device.rehearse.
+
+The tree is copied without git, as it travels, carried/ included; the home folder cannot be written; Python and packages
+are those of constraints-device.txt. Fails if a call breaks, if any item fails, or if a phase ran none.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.device import carried, prepare, record
+
+NOWHERE = "/proc/home"  # where no folder can be made
+# On a CPU these say that they cannot run, or have nothing to choose from.
+WITHOUT = ("profile",)
+
+
+def rehearse(python: Path, arguments: Sequence[str]) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        tree, out, temporary = (Path(folder, name) for name in ("tree", "out", "tmp"))
+        copy(tree)
+        temporary.mkdir()
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "GIT_", "XDG_"))}
+        environ |= {"HOME": NOWHERE, "TMPDIR": str(temporary), "GIT_DIR": NOWHERE}
+        for call in ("prove", "measure"):
+            command = [str(python), "-m", "benchmarks.device", call, "--device", "cpu", "--out", str(out), *arguments]
+            print(f"\n== {' '.join(command[1:])}", flush=True)
+            if subprocess.run(command, cwd=tree, env=environ, check=False).returncode:
+                return 1
+        return faults(record.Record.begun(out))
+
+
+def copy(tree: Path) -> None:
+    """The tree as it travels."""
+    for path in prepare.tree():
+        target = tree / path.relative_to(prepare.ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, target, follow_symlinks=False)
+    if carried.FOLDER.is_dir():
+        shutil.copytree(carried.FOLDER, tree / carried.FOLDER.name)
+
+
+def faults(found: record.Record) -> int:
+    """What the record shows that should not be: phases without an item that passed."""
+    passed = {phase for (phase, _), line in found.items().items() if line["result"] in record.DONE}
+    begun = {line["phase"] for kind in ("phase", "item") for line in found.of_kind(kind)} - {*WITHOUT}
+    for phase in sorted(begun - passed):
+        print(f"{phase}: no item passed or was declined")
+    return int(bool(begun - passed))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.device.rehearse", description=__doc__)
+    parser.add_argument("--python", type=Path, default=prepare.PYTHON, help="another Python than that of .venv-device")
+    options, more = parser.parse_known_args(argv)
+    return rehearse(options.python, more)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""Items: the checks of the shipped suite on each backend, from one front end; at first one batch for each backend."""
+
+import dataclasses
+import importlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+from benchmarks.device.plan import WITHOUT_PDL
+from benchmarks.device.record import CANNOT, DECLINED, PASSED
+from ragged_attention.testing import environment
+
+BACKENDS = {"torch": ("triton", "cuda", "eager"), "jax": ("triton", "cuda", "xla")}
+# What stands for a backend at first: the first of these that it takes.
+SMOKE = ("corner: attention, mixed prefill and decode", "corner: latent decode", "corner: attention")
+EXAMPLES = 2  # drawn for each check
+KINDS = {"corner": ("corner",), "drawn": ("agreement", "law")}
+
+
+class Items:
+    def __init__(self, device: str, framework: str, *options: str) -> None:
+        environment.prepare(device)
+        self.device, self.framework = device, framework
+        self.module = importlib.import_module(framework)
+        if device == "cuda" and not self.sees_a_gpu():
+            raise RuntimeError(f"{framework} sees no GPU")
+        if WITHOUT_PDL in options:
+            tiles = importlib.import_module("ragged_attention.kernels_triton._tiles")
+            mock.patch.object(tiles, "overlaps", return_value=False).start()
+        self.compilations = Compilations() if device == "cuda" else None
+        from ragged_attention.testing.suite import checks
+
+        self.checks = {str(check): check for check in checks() if check.kind != "memory"}  # `tools` has those
+        self.runners: dict[str, Any] = {}
+
+    def sees_a_gpu(self) -> bool:
+        """Without one, jax would run everything on the CPU and find it good."""
+        return self.module.default_backend() == "gpu" if self.framework == "jax" else self.module.cuda.is_available()
+
+    def facts(self) -> dict[str, Any]:
+        if self.framework == "jax":
+            return {"device": self.module.devices()[0].device_kind, "jax": self.module.__version__}
+        gpu = self.device == "cuda"
+        name = self.module.cuda.get_device_name() if gpu else "CPU"
+        return {"device": name, "torch": self.module.__version__}
+
+    def runner(self, backend: str) -> Any:
+        """The backend as the suite calls it; on a CPU the CUDA kernels are emulated."""
+        if backend not in self.runners:
+            from ragged_attention.testing import cuda_emulator
+            from ragged_attention.testing.runner import runner_for
+
+            runner = runner_for(backend, self.framework, self.device)
+            if backend == "cuda" and self.device == "cpu":
+                if reason := cuda_emulator.missing():
+                    raise RuntimeError(reason)
+                runner = cuda_emulator.emulated(runner, "eager")
+            if reason := runner.absent():
+                raise RuntimeError(reason)
+            self.runners[backend] = runner
+        return self.runners[backend]
+
+    def names(self, what: str) -> list[str]:
+        if what == "smoke":
+            return list(BACKENDS[self.framework])
+        backend, kind = what.split()
+        self.runner(backend)
+        return [name for name, check in self.checks.items() if check.kind in KINDS[kind]]
+
+    def run(self, what: str, name: str) -> dict[str, Any]:
+        if what == "smoke":
+            return self.smoke(name)
+        return self.judged(what.split()[0], name)
+
+    def judged(self, backend: str, name: str) -> dict[str, Any]:
+        from ragged_attention.testing.verdicts import verdict_of
+
+        verdict = verdict_of(self.runner(backend), self.checks[name], EXAMPLES)
+        said = {"result": verdict.result, "message": verdict.message, "answered": list(verdict.answered)}
+        if self.compilations is not None:
+            said |= self.compilations.since_last()
+        return said
+
+    def smoke(self, backend: str) -> dict[str, Any]:
+        """The first batch that the backend takes, of those that stand for it."""
+        try:
+            self.runner(backend)
+        except RuntimeError as reason:
+            return {"result": CANNOT, "message": str(reason)}
+        said: dict[str, Any] = {"result": CANNOT, "message": "takes none of the batches that stand for all"}
+        for name in self._telling():
+            said = self.judged(backend, name)
+            if said["result"] != DECLINED:
+                return said | {"message": f"{name}: {said['message']}" if said["result"] != PASSED else name}
+        return said
+
+    def _telling(self) -> Iterator[str]:
+        for part in SMOKE:
+            yield from (name for name in self.checks if name.startswith(part))
+
+    def settle(self) -> None:
+        """Wait for the device: what a kernel did wrong is then known before the next item begins."""
+        if self.framework == "jax":
+            self.module.effects_barrier()
+            self.module.block_until_ready(self.module.numpy.zeros(1) + 1)
+        elif self.device == "cuda":
+            self.module.cuda.synchronize()
+
+
+@dataclasses.dataclass
+class Compilations:
+    """How many kernels Triton compiled here, and how many it found compiled in its cache."""
+
+    compiled: int = 0
+    found: int = 0
+
+    def __post_init__(self) -> None:
+        if hasattr(importlib.import_module("triton"), "knobs"):
+            importlib.import_module("triton").knobs.compilation.listener = self._note
+
+    def _note(self, *, cache_hit: bool, **rest: Any) -> None:
+        self.found += cache_hit
+        self.compiled += not cache_hit
+
+    def since_last(self) -> dict[str, int]:
+        said = {"compiled": self.compiled, "found_compiled": self.found}
+        self.compiled = self.found = 0
+        return {name: count for name, count in said.items() if count}

@@ -1,0 +1,95 @@
+"""A process that runs items for `pool`: python -m benchmarks.device.worker MODULE DEVICE [ARGUMENT ...]
+
+It answers each line of standard input with one on standard output, both JSON. MODULE has a class `Items`:
+
+    Items(device, *arguments)    device is "cuda" or "cpu"; an exception says why nothing can run here
+    facts() -> dict              what is told about the process when it is ready
+    names(what) -> list[str]     the items; an exception says why there are none
+    run(what, name) -> dict      result, message, and whatever the record should have; an exception is a failure
+    settle()                     waits for the device, so that an error of an item shows with that item
+"""
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from typing import IO, Any
+
+from benchmarks.device import carried
+from benchmarks.device.record import FAILED
+
+DUMP = signal.SIGUSR1  # asks where the process hangs; it answers on standard error
+LONGEST = 1500  # characters of a message
+# After one of these nothing that the process does says anything; after the last ones it holds memory that others need.
+POISON = (
+    "CUDA error", "CUDA_ERROR", "cudaError", "illegal memory access", "misaligned address", "illegal instruction",
+    "unspecified launch failure", "device-side assert", "CUBLAS_STATUS", "CUDNN_STATUS", "out of memory",
+    "RESOURCE_EXHAUSTED",
+)  # fmt: skip
+
+
+def is_poison(message: str) -> bool:
+    """Whether a message says that this process should run nothing else."""
+    return any(word in message for word in POISON)
+
+
+def answered(items: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """What becomes of a request."""
+    began = time.perf_counter()
+    try:
+        if "list" in request:
+            return {"names": items.names(request["list"])}
+        said = items.run(request["what"], request["run"])
+        with contextlib.suppress(AttributeError):
+            items.settle()
+    except Exception as error:
+        said: dict[str, Any] = {"result": FAILED, "message": f"{type(error).__name__}: {error}"}
+        if "list" in request:
+            return {"absent": said["message"][:LONGEST]}
+    said["seconds"] = round(time.perf_counter() - began, 3)
+    said["message"] = str(said.get("message", ""))[:LONGEST]
+    if said["result"] == FAILED and is_poison(said["message"]):
+        said["poisoned"] = True
+    return said
+
+
+def serve(module: str, device: str, arguments: Sequence[str], requests: IO[str], answers: IO[str]) -> None:
+    def say(said: dict[str, Any]) -> None:
+        answers.write(json.dumps(said) + "\n")
+        answers.flush()
+
+    try:
+        carried.use(device)
+        items = importlib.import_module(module).Items(device, *arguments)
+        say({"ready": items.facts()})
+    except Exception as error:
+        say({"absent": f"{type(error).__name__}: {error}"[:LONGEST]})
+        return
+    for line in requests:
+        said = answered(items, json.loads(line))
+        say(said)
+        if said.get("poisoned"):
+            answers.close()
+            os._exit(3)  # an ordinary end would wait for a device that answers no more
+
+
+def main() -> None:
+    module, device, *arguments = sys.argv[1:]
+    faulthandler.enable()
+    faulthandler.register(DUMP)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no worker outlives the call that started it
+    # Whatever libraries print must not get among the answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    serve(module, device, arguments, sys.stdin, answers)
+
+
+if __name__ == "__main__":
+    main()
