@@ -59,9 +59,9 @@ def prepare(record: type[Call], arguments: Mapping[str, Any]) -> dict[str, Any]:
     return record.prepare(arguments, ARRAYS)
 
 
-def run(record: type[Call], arguments: Mapping[str, Any]) -> tuple[jax.Array, ...]:
-    """Run a public function's call: its arguments by name, `backend` and `options` among them."""
-    return run_prepared(record, prepare(record, arguments), arguments["backend"], arguments["options"])
+def run(record: type[Call], arguments: Mapping[str, Any], backend: Any, options: Any) -> tuple[jax.Array, ...]:
+    """Run a public function's call: the arguments that the record takes, by name, and what goes with every call."""
+    return run_prepared(record, prepare(record, arguments), backend, options)
 
 
 def run_prepared(record: type[Call], prepared: Mapping[str, Any], backend: Any, options: Any) -> tuple[jax.Array, ...]:
