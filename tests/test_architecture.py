@@ -210,6 +210,14 @@ def test_arguments_are_found_neither_in_frames_nor_by_text():
         assert not lines, f"{name_of(path)} calls locals or eval in lines {lines}"
 
 
+def test_kinds_are_asked_for_by_tuples_where_torch_compiles():
+    """`torch.compile` follows a call through these modules, and before torch 2.10 not through `tuple | list`."""
+    for path in [*sources(PACKAGE / "calls"), *sources(PACKAGE / "torch"), PACKAGE / "config.py"]:
+        calls = calls_in(ast.parse(path.read_text()), "isinstance")
+        lines = [call.lineno for call in calls if isinstance(call.args[1], ast.BinOp)]
+        assert not lines, f"{name_of(path)} asks isinstance of a union in lines {lines}: expected a tuple of types"
+
+
 def test_nothing_but_the_tests_imports_the_test_kit():
     for path in installed_sources():
         if not path.is_relative_to(PACKAGE / "testing"):

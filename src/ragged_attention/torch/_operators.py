@@ -94,7 +94,7 @@ def _run_into(record: type[Call], operator: Any, out: torch.Tensor, *values: Any
     others = operator(*values, out=out)
     if record.NUM_RESULTS == 1:
         return out
-    return out, *(others if isinstance(others, tuple | list) else (others,))
+    return out, *(others if isinstance(others, (tuple, list)) else (others,))
 
 
 def _refuse_gradient(operation: str, flat: Sequence[Any]) -> None:
@@ -189,7 +189,7 @@ def _implementation(record: type[Call]) -> Callable[..., Any]:
             _mark_written(record.OPERATION, "out", out)
         with _without_autocast(first.device):
             found = _plan.execute(record, arguments, *values[-2:], out=out)
-            found = list(found) if isinstance(found, tuple | list) else [found]
+            found = list(found) if isinstance(found, (tuple, list)) else [found]
             if out is None:
                 return _as_declared(found, record.NUM_RESULTS, first)
             result, *others = found
