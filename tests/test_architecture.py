@@ -1,12 +1,15 @@
 """Who may import whom, read from the source; and the sizes that keep the code readable."""
 
 import ast
+import functools
 import graphlib
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+
+from ragged_attention.calls import CALLS
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "ragged_attention"
@@ -162,6 +165,57 @@ def test_a_front_end_knows_neither_rooms_nor_the_other(framework):
     for path in sources(PACKAGE / framework):
         found = of_us(imports_of(path))
         assert not found & {other, "portable", "compat", "testing", *ROOMS}, name_of(path)
+
+
+def names_of(node: ast.FunctionDef) -> list[str]:
+    """The parameters of a function."""
+    return [each.arg for each in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]]
+
+
+def calls_in(tree: ast.AST, *names: str) -> list[ast.Call]:
+    """The calls of plain names in a piece of source."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in names]
+
+
+@functools.cache
+def public_functions(framework: str) -> dict[str, ast.FunctionDef]:
+    """A front end's functions by operation; of one with overloads the last definition, which has the body."""
+    trees = [ast.parse(path.read_text()) for path in sources(PACKAGE / framework)]
+    found = {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)}
+    return {operation: found[operation] for operation in CALLS}
+
+
+@pytest.mark.parametrize("operation", CALLS)
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_public_functions_hand_on_each_argument_by_its_own_name(framework, operation):
+    """Once: `dict(q=q, ...)` is for the record, and what goes with every call stands beside it."""
+    function = public_functions(framework)[operation]
+    (record,) = calls_in(function, "dict")
+    assert not record.args
+    assert [ast.unparse(each.value) for each in record.keywords] == [each.arg for each in record.keywords]
+    runs = calls_in(function, "run", "run_with_write", "run_prepared")
+    (beside,) = {tuple(map(ast.unparse, call.args[2:])) for call in runs}
+    takes_out = framework == "torch" and CALLS[operation].TAKES_OUT
+    assert beside == ("backend", "options", *(["out"] if takes_out else []))
+    own = ["return_lse"] if operation == "varlen_attention" else []  # always computed, for the gradient
+    handed = [each.arg or "**" for each in record.keywords] + [*beside]
+    assert sorted(handed + own) == sorted(names_of(function))
+
+
+def test_arguments_are_found_neither_in_frames_nor_by_text():
+    """Older torches' Dynamo cannot trace `locals()`, and nobody can follow an argument through it."""
+    for path in installed_sources():
+        lines = [call.lineno for call in calls_in(ast.parse(path.read_text()), "locals", "eval")]
+        assert not lines, f"{name_of(path)} calls locals or eval in lines {lines}"
+
+
+def test_kinds_are_asked_for_by_tuples_where_torch_compiles():
+    """`torch.compile` follows a call through these modules, and before torch 2.10 not through `tuple | list`."""
+    for path in [*sources(PACKAGE / "calls"), *sources(PACKAGE / "torch"), PACKAGE / "config.py"]:
+        calls = calls_in(ast.parse(path.read_text()), "isinstance")
+        lines = [call.lineno for call in calls if isinstance(call.args[1], ast.BinOp)]
+        assert not lines, f"{name_of(path)} asks isinstance of a union in lines {lines}: expected a tuple of types"
 
 
 def test_nothing_but_the_tests_imports_the_test_kit():

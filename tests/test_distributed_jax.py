@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.apart import ROOT, printed
+from tests.tiers import QUICK_TO_COMPILE
 
 pytest.importorskip("jax")
 
@@ -18,13 +19,12 @@ DIVIDED = {
     "merge_attention_states", "mla_decode", "paged_attention", "prefill_attention", "ragged_mla_attention",
     "ragged_paged_attention", "sparse_mla_prefill", "varlen_attention", "varlen_attention_backward", "write_kv_pages",
 }  # fmt: skip
-QUICK = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 
 
 def devices(*checks: str) -> dict[str, Any]:
     """What eight virtual devices say of each check."""
     found: dict[str, Any] = {}
-    for line in printed("-m", "tests.devices", *checks, XLA_FLAGS=QUICK).splitlines():
+    for line in printed("-m", "tests.devices", *checks, XLA_FLAGS=QUICK_TO_COMPILE).splitlines():
         found |= json.loads(line)
     assert found.keys() == set(checks)
     return found
@@ -62,7 +62,13 @@ def test_two_processes() -> None:
         free.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{free.getsockname()[1]}"
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environ = {**os.environ, "PYTHONPATH": path, "XLA_FLAGS": QUICK, "WORLD_SIZE": "2", "COORDINATOR": coordinator}
+    environ = {
+        **os.environ,
+        "PYTHONPATH": path,
+        "XLA_FLAGS": QUICK_TO_COMPILE,
+        "WORLD_SIZE": "2",
+        "COORDINATOR": coordinator,
+    }
     command = [sys.executable, "-m", "tests.devices", "processes"]
     talk: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     running = [subprocess.Popen(command, cwd=ROOT, env=environ | {"RANK": str(rank)}, **talk) for rank in range(2)]
@@ -77,7 +83,7 @@ def test_two_processes() -> None:
 
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_the_example_agrees_with_one_device(count: int) -> None:
-    out = printed("examples/parallel_decode_jax.py", "--devices", str(count), XLA_FLAGS=QUICK)
+    out = printed("examples/parallel_decode_jax.py", "--devices", str(count), XLA_FLAGS=QUICK_TO_COMPILE)
     assert re.search(r"by heads +\S+ +nothing", out), out
     assert len(re.findall(r"1 all-gather$", out, re.MULTILINE)) == 3
     assert len(re.findall(r"\d collective-permute$", out, re.MULTILINE)) == 2

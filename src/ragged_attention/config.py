@@ -121,7 +121,7 @@ def expect_options(options: Any, of: str | None = None) -> dict[str, Option]:
             raise TypeError(f"expected options to have strings for names, got {name!r}")
         if isinstance(value, np.generic):
             value = value.item()
-        if value is not None and not isinstance(value, int | float | str):
+        if value is not None and not isinstance(value, (int, float, str)):
             raise TypeError(
                 f"expected option {name} to be a number, a string, a bool or None, got {type(value).__name__}"
             )
@@ -234,7 +234,7 @@ def _read_file(named: str | None) -> Config:
             return Config()
         if isinstance(error, ValueError):
             raise InvalidInput(f"expected {path} to be TOML, got: {error}") from None
-        if isinstance(error, FileNotFoundError | IsADirectoryError):
+        if isinstance(error, (FileNotFoundError, IsADirectoryError)):
             raise InvalidInput(f"expected {CONFIG_VARIABLE} to name a file, got {named!r}") from None
         raise InvalidInput(f"expected {path} to be readable, got: {error}") from None
     if not named:

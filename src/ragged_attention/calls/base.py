@@ -166,7 +166,7 @@ class Call(abc.ABC):
     def written(self) -> tuple[Any, ...]:
         """The arrays that the operation writes."""
         values = [getattr(self, name) for name, kind in self.KINDS.items() if kind.written]
-        return tuple(array for value in values for array in (value if isinstance(value, tuple | list) else (value,)))
+        return tuple(array for value in values for array in (value if isinstance(value, (tuple, list)) else (value,)))
 
     @classmethod
     def unchecked(cls, **values: Any) -> Self:
@@ -180,7 +180,7 @@ class Call(abc.ABC):
         """The same call with every array changed; nothing is checked again, so only kind or storage may differ."""
         values = self.arguments()
         for name, value in values.items():
-            if isinstance(value, tuple | list):
+            if isinstance(value, (tuple, list)):
                 values[name] = tuple(change(item) if is_array(item) else item for item in value)
             elif is_array(value):
                 values[name] = change(value)
@@ -197,7 +197,7 @@ def _ranges(kinds: Mapping[str, Kind]) -> Iterator[tuple[str, tuple[int, int]]]:
 def _is(value: Any, default: Any) -> bool:
     if isinstance(value, np.generic):
         value = value.item()
-    return value is default or (isinstance(value, bool | int | float | str) and value == default)
+    return value is default or (isinstance(value, (bool, int, float, str)) and value == default)
 
 
 class WritingCall(Call):
@@ -218,7 +218,7 @@ class WritingCall(Call):
 
     def after_write(self, written: Sequence[Any]) -> Self:
         """The same call once `new_kv` is written, with what that gave."""
-        pair = isinstance(getattr(self, self.CACHE), tuple | list)
+        pair = isinstance(getattr(self, self.CACHE), (tuple, list))
         changed = {self.CACHE: tuple(written) if pair else written[0], "new_kv": None}
         return self.unchecked(**self.arguments() | changed, device=self.device)
 

@@ -130,7 +130,7 @@ def expect_count(name: str, value: Any, least: int) -> None:
 
 
 def expect_bool(name: str, value: Any) -> None:
-    if not isinstance(value, bool | np.bool_):
+    if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"expected {name} to be a bool, got {_kind(value)}")
 
 
@@ -292,7 +292,7 @@ class Dtype(Text):
         said = str(value)
         if said.startswith("torch."):
             return said.removeprefix("torch.")
-        return np.dtype(value).name if isinstance(value, np.dtype | type) or hasattr(value, "dtype") else value
+        return np.dtype(value).name if isinstance(value, (np.dtype, type)) or hasattr(value, "dtype") else value
 
 
 class Count(Kind):
@@ -400,7 +400,7 @@ class Pair(Kind):
     expect: Callable[[str, Any, Any, Sizes], None]  # of the name, the value, the record and its sizes
 
     def prepare(self, name: str, value: Any, arrays: Arrays) -> Any:
-        if isinstance(value, tuple | list):
+        if isinstance(value, (tuple, list)):
             return tuple(map(arrays.array, value))
         return arrays.array(value)
 
@@ -413,7 +413,7 @@ class Pair(Kind):
         return f"{tensor}{'?' if self.optional else ''} {first}", f"{tensor}? {second}"
 
     def flatten(self, name: str, value: Any) -> tuple[Any, ...]:
-        if not isinstance(value, tuple | list):
+        if not isinstance(value, (tuple, list)):
             return value, None
         if len(value) != 2:
             self.expect(name, value, None, Sizes())
@@ -428,7 +428,7 @@ class Stack(ArrayKind):
     """An array, or a sequence of arrays that are stacked."""
 
     def prepare(self, name: str, value: Any, arrays: Arrays) -> Any:
-        if not isinstance(value, tuple | list):
+        if not isinstance(value, (tuple, list)):
             return arrays.array(value)
         if not value:
             raise InvalidInput(f"expected {name} to hold at least one part, got 0")

@@ -39,7 +39,7 @@ def expect_pages(name: str, kv_pages: Any, call: Any, sizes: Sizes) -> None:
     """Check `kv_pages` by itself: combined `[P, G, 2K, D]`, or a `(k_pages, v_pages)` pair of `[P, G, K, D]`."""
     del call
     dtypes = (*FLOATS, *QUANTIZED)
-    if not isinstance(kv_pages, tuple | list):
+    if not isinstance(kv_pages, (tuple, list)):
         expect_array(name, kv_pages, "P G 2K D", dtypes, {})
         num_pages, page_size, combined, head_dim = kv_pages.shape
         if combined % 2 or combined == 0:
@@ -60,7 +60,7 @@ def expect_pages(name: str, kv_pages: Any, call: Any, sizes: Sizes) -> None:
 
 def expect_new_kv(name: str, new_kv: Any, call: Any, sizes: Sizes) -> None:
     """Check this step's keys and values, a pair of `[T, K, D]` and `[T, K, D_v]`."""
-    if not isinstance(new_kv, tuple | list):
+    if not isinstance(new_kv, (tuple, list)):
         raise TypeError(f"expected {name} to be a pair (k, v), got {type(new_kv).__name__}")
     if len(new_kv) != 2:
         raise TypeError(f"expected {name} to be a pair (k, v), got {len(new_kv)} values")
@@ -136,7 +136,7 @@ TABLES = ("page_indices", "kv_lens", "cu_q_lens")
 def tables_for_slots(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     """The arguments of a write; a tuple (page_indices, kv_lens, cu_q_lens) given for the slots becomes those three."""
     tables = arguments["slot_mapping"]
-    if not isinstance(tables, tuple | list):
+    if not isinstance(tables, (tuple, list)):
         return arguments
     if len(tables) != 3:
         raise InvalidInput(
@@ -252,7 +252,7 @@ class PagedCall(Call):
     @property
     def combined(self) -> bool:
         """Whether K and V lie interleaved in one array."""
-        return not isinstance(self.kv_pages, tuple | list)
+        return not isinstance(self.kv_pages, (tuple, list))
 
     @property
     def k_pages_like(self) -> Array:

@@ -14,7 +14,7 @@ from jax.custom_derivatives import SymbolicZero
 from ragged_attention import config, dispatch
 from ragged_attention._jax_axes import as_varied_as, varied_axes, varying
 from ragged_attention.calls import CALLS, Call
-from ragged_attention.errors import InvalidInput, Unsupported
+from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
 from ragged_attention.jax._launcher import PLATFORMS, Launcher, Statics, device_facts, join, split
 
 PORTABLE = ("xla", "reference")  # the same operations on every platform
@@ -59,9 +59,9 @@ def prepare(record: type[Call], arguments: Mapping[str, Any]) -> dict[str, Any]:
     return record.prepare(arguments, ARRAYS)
 
 
-def run(record: type[Call], arguments: Mapping[str, Any]) -> tuple[jax.Array, ...]:
-    """Run a public function's call: its arguments by name, `backend` and `options` among them."""
-    return run_prepared(record, prepare(record, arguments), arguments["backend"], arguments["options"])
+def run(record: type[Call], arguments: Mapping[str, Any], backend: Any, options: Any) -> tuple[jax.Array, ...]:
+    """Run a public function's call: the arguments that the record takes, by name, and what goes with every call."""
+    return run_prepared(record, prepare(record, arguments), backend, options)
 
 
 def run_prepared(record: type[Call], prepared: Mapping[str, Any], backend: Any, options: Any) -> tuple[jax.Array, ...]:
@@ -70,6 +70,7 @@ def run_prepared(record: type[Call], prepared: Mapping[str, Any], backend: Any, 
     if config.validates_values():
         _check_values(call)
     request = Request.of(record.OPERATION, backend, options)
+    _load_candidates(record.OPERATION, request.names)
     gradient = None
     if record.DIFFERENTIABLE:
         name = f"{record.OPERATION}_backward"
@@ -79,6 +80,18 @@ def run_prepared(record: type[Call], prepared: Mapping[str, Any], backend: Any, 
     traced = any(isinstance(value, jax.core.Tracer) for value in arrays.values())
     with _own_rules():
         return _run(record, arrays, statics, request, gradient, traced, dispatch.state())
+
+
+@functools.cache
+def _load_candidates(operation: str, names: tuple[str, ...] | None) -> None:
+    """Import the backends that may be chosen before jax traces: an import adds to what a trace depends on.
+
+    Pallas adds a setting of jax's own and Numba's package its `state`, so that the second call would be traced again.
+    """
+    for platform in PLATFORMS:
+        for backend in dispatch.candidates(operation, device_facts(platform), names or "auto"):
+            with contextlib.suppress(BackendMissing):
+                dispatch.load(operation, backend)
 
 
 @contextlib.contextmanager

@@ -87,7 +87,11 @@ def sparse_mla_prefill(
     The operation is FlashMLA's `flash_mla_sparse_fwd` (DeepSeek-V3.2), made general; `compat.flash_mla` has its own
     conventions (base-2 logits).
     """
-    out, max_logits, lse = run(SparseMlaPrefill, locals())
+    arguments = dict(
+        q=q, kv=kv, indices=indices, sm_scale=sm_scale, d_v=d_v, sinks=sinks, topk_lens=topk_lens,
+        cache_format=cache_format, cache_layout=cache_layout, deterministic=deterministic, out_dtype=out_dtype,
+    )  # fmt: skip
+    out, max_logits, lse = run(SparseMlaPrefill, arguments, backend, options)
     return out, max_logits, lse
 
 
@@ -129,7 +133,11 @@ def sparse_mla_prefill_backward(
     Raises:
         InvalidInput, TypeError, Unsupported: as `sparse_mla_prefill`.
     """
-    dq, dkv, d_sinks = run(SparseMlaPrefillBackward, locals())
+    arguments = dict(
+        d_out=d_out, q=q, kv=kv, indices=indices, out=out, lse=lse, d_lse=d_lse, sm_scale=sm_scale, d_v=d_v,
+        sinks=sinks, topk_lens=topk_lens, deterministic=deterministic,
+    )  # fmt: skip
+    dq, dkv, d_sinks = run(SparseMlaPrefillBackward, arguments, backend, options)
     return dq, dkv, None if sinks is None else d_sinks
 
 
@@ -214,7 +222,13 @@ def mla_decode(
     The operation is FlashMLA's `flash_mla_with_kvcache` made general (any heads, pages, formats, top-k);
     `compat.flash_mla` has its own conventions (lse +inf for a query that sees no key).
     """
-    out, lse = run(MlaDecode, locals())
+    arguments = dict(
+        q=q, kv_cache=kv_cache, page_indices=page_indices, kv_lens=kv_lens, indices=indices, d_v=d_v, sm_scale=sm_scale,
+        causal=causal, sliding_window=sliding_window, soft_cap=soft_cap, sinks=sinks, topk_lens=topk_lens,
+        extra_kv_cache=extra_kv_cache, extra_indices=extra_indices, extra_topk_lens=extra_topk_lens, schedule=schedule,
+        cache_format=cache_format, cache_layout=cache_layout, out_dtype=out_dtype,
+    )  # fmt: skip
+    out, lse = run(MlaDecode, arguments, backend, options)
     return out, lse
 
 
@@ -261,7 +275,11 @@ def make_decode_schedule(
 
     The algorithm and the order of the fields of `parts` are those of FlashMLA's `get_mla_metadata` of September 2025.
     """
-    arguments = locals()
+    arguments = dict(
+        kv_lens=kv_lens, batch_size=batch_size, num_q_tokens=num_q_tokens, num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads, topk=topk, topk_lens=topk_lens, extra_topk=extra_topk,
+        extra_topk_lens=extra_topk_lens, num_parts=num_parts, overhead=overhead,
+    )  # fmt: skip
     prepared = prepare(MakeDecodeSchedule, arguments)
     return schedule_for(arguments, prepared, run_prepared(MakeDecodeSchedule, prepared, backend, options))
 
@@ -298,7 +316,8 @@ def quantize_mla_cache(
     Raises:
         InvalidInput, TypeError, Unsupported: as `mla_decode`.
     """
-    return run(QuantizeMlaCache, locals())[0]
+    arguments = dict(kv=kv, format=format, power_of_two_scales=power_of_two_scales, cache_layout=cache_layout)
+    return run(QuantizeMlaCache, arguments, backend, options)[0]
 
 
 def dequantize_mla_cache(
@@ -325,7 +344,8 @@ def dequantize_mla_cache(
     Raises:
         InvalidInput, TypeError, Unsupported: as `mla_decode`.
     """
-    return run(DequantizeMlaCache, locals())[0]
+    arguments = dict(cache=cache, format=format, dtype=dtype, cache_layout=cache_layout)
+    return run(DequantizeMlaCache, arguments, backend, options)[0]
 
 
 def write_mla_cache(
@@ -368,7 +388,12 @@ def write_mla_cache(
         InvalidInput, TypeError, Unsupported: as `mla_decode`; slots out of range, except -1, only under
             `validate="full"`.
     """
-    return run(WriteMlaCache, locals())[0]
+    arguments = dict(
+        kv=kv, cache=cache, slot_mapping=slot_mapping, page_indices=page_indices, kv_lens=kv_lens, cu_q_lens=cu_q_lens,
+        num_seqs=num_seqs, kv_scale=kv_scale, power_of_two_scales=power_of_two_scales, cache_format=cache_format,
+        cache_layout=cache_layout,
+    )  # fmt: skip
+    return run(WriteMlaCache, arguments, backend, options)[0]
 
 
 def page_indices_to_slots(
@@ -394,4 +419,5 @@ def page_indices_to_slots(
     Raises:
         InvalidInput, TypeError, Unsupported: as `mla_decode`.
     """
-    return run(PageIndicesToSlots, locals())[0]
+    arguments = dict(positions=positions, page_indices=page_indices, page_size=page_size)
+    return run(PageIndicesToSlots, arguments, backend, options)[0]

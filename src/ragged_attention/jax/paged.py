@@ -168,7 +168,13 @@ def ragged_paged_attention(
     The operation is JAX's `ragged_paged_attention` joined with ejKernel's version of it (sinks); online softmax after
     Milakov and Gimelshein (2018) and FlashAttention, splits of the keys after Flash-Decoding.
     """
-    results = run(RaggedPagedAttention, locals())
+    arguments = dict(
+        q=q, kv_pages=kv_pages, kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens, num_seqs=num_seqs,
+        max_q_len=max_q_len, sm_scale=sm_scale, causal=causal, sliding_window=sliding_window, soft_cap=soft_cap,
+        sinks=sinks, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, new_kv=new_kv,
+        draft_mask=draft_mask, out_dtype=out_dtype,
+    )  # fmt: skip
+    results = run(RaggedPagedAttention, arguments, backend, options)
     if new_kv is None:
         return (results[0], results[1]) if return_lse else results[0]
     if isinstance(kv_pages, tuple | list):
@@ -216,7 +222,11 @@ def write_kv_pages(
     Raises:
         InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
     """
-    pages = run(WriteKvPages, locals())
+    arguments = dict(
+        k=k, v=v, kv_pages=kv_pages, slot_mapping=slot_mapping, page_indices=page_indices, kv_lens=kv_lens,
+        cu_q_lens=cu_q_lens, num_seqs=num_seqs, k_scale=k_scale, v_scale=v_scale,
+    )  # fmt: skip
+    pages = run(WriteKvPages, arguments, backend, options)
     return (pages[0], pages[1]) if isinstance(kv_pages, tuple | list) else pages[0]
 
 
@@ -247,5 +257,6 @@ def merge_attention_states(
     Raises:
         InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
     """
-    out, lse = run(MergeAttentionStates, locals())
+    arguments = dict(outs=outs, lses=lses, sinks=sinks, out_dtype=out_dtype)
+    out, lse = run(MergeAttentionStates, arguments, backend, options)
     return out, lse

@@ -153,5 +153,11 @@ def ragged_mla_attention(
     keys; where all sequences have as many queries, it is that of `mla_decode` with `causal=True`. The operation is
     tpu-inference's `mla_ragged_paged_attention` with the cache formats of FlashMLA.
     """
-    results = run(RaggedMlaAttention, locals())
+    arguments = dict(
+        q=q, kv_cache=kv_cache, kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens, num_seqs=num_seqs,
+        max_q_len=max_q_len, d_v=d_v, sm_scale=sm_scale, causal=causal, sliding_window=sliding_window,
+        soft_cap=soft_cap, sinks=sinks, q_scale=q_scale, kv_scale=kv_scale, return_lse=return_lse, new_kv=new_kv,
+        cache_format=cache_format, cache_layout=cache_layout, out_dtype=out_dtype,
+    )  # fmt: skip
+    results = run(RaggedMlaAttention, arguments, backend, options)
     return results if return_lse or new_kv is not None else results[0]

@@ -214,7 +214,7 @@ class Launcher:
         results = results if isinstance(results, tuple) else (results,)
         if isinstance(outputs, str):
             given = getattr(call, outputs)
-            new = list(given) if isinstance(given, tuple | list) else [given]
+            new = list(given) if isinstance(given, (tuple, list)) else [given]
         else:
             device = next(value for value in call.arguments().values() if isinstance(value, torch.Tensor)).device
             new = [torch.empty(tuple(shape), dtype=DTYPES.get(dtype, dtype), device=device) for shape, dtype in outputs]

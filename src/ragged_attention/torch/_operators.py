@@ -1,7 +1,8 @@
 """The operators `torch.ops.ragged_attention.*`, derived from the records, and how a public function calls one.
 
-A public function hands its arguments over by name; the record says how they become those of its operator. Everything
-else (checks, choice of backend, launch) happens inside the operator, out of sight of `torch.compile`.
+A public function hands its arguments over by name, each written out, so that every torch's Dynamo, a type checker and a
+reader can follow them; the record says how they become those of its operator. Everything else (checks, choice of
+backend, launch) happens inside the operator, out of sight of `torch.compile`.
 """
 
 import contextlib
@@ -57,10 +58,11 @@ def prepare(record: type[Call], arguments: Mapping[str, Any]) -> dict[str, Any]:
     return record.prepare(arguments, TorchArrays(arguments))
 
 
-def run(record: type[Call], arguments: Mapping[str, Any]) -> Any:
-    """Run a public function's call: its arguments by name, `backend` and `options` among them."""
-    out = arguments["out"] if record.TAKES_OUT else None
-    return run_prepared(record, prepare(record, arguments), arguments["backend"], arguments["options"], out)
+def run(
+    record: type[Call], arguments: Mapping[str, Any], backend: Any, options: Any, out: torch.Tensor | None = None
+) -> Any:
+    """Run a public function's call: the arguments that the record takes, by name, and what goes with every call."""
+    return run_prepared(record, prepare(record, arguments), backend, options, out)
 
 
 def run_prepared(
@@ -92,7 +94,7 @@ def _run_into(record: type[Call], operator: Any, out: torch.Tensor, *values: Any
     others = operator(*values, out=out)
     if record.NUM_RESULTS == 1:
         return out
-    return out, *(others if isinstance(others, tuple | list) else (others,))
+    return out, *(others if isinstance(others, (tuple, list)) else (others,))
 
 
 def _refuse_gradient(operation: str, flat: Sequence[Any]) -> None:
@@ -101,13 +103,14 @@ def _refuse_gradient(operation: str, flat: Sequence[Any]) -> None:
         raise RuntimeError(f"{operation} with out= has no gradient: expected arguments that do not require one")
 
 
-def run_with_write(record: type[WritingCall], arguments: Mapping[str, Any]) -> list[torch.Tensor]:
+def run_with_write(
+    record: type[WritingCall], arguments: Mapping[str, Any], backend: Any, options: Any, out: torch.Tensor | None
+) -> list[torch.Tensor]:
     """Run an attention whose `new_kv` another operator writes before, in place.
 
     Nothing is written for a call that will be refused. Under `torch.compile` all checks but those of the backend are
     made by the operators' fake kernels, before anything runs.
     """
-    backend, options, out = arguments["backend"], arguments["options"], arguments["out"]
     prepared = prepare(record, arguments)
     if not torch.compiler.is_compiling():
         _plan.expect_runnable(record, prepared, _names(backend), encode_options(options), out)
@@ -186,7 +189,7 @@ def _implementation(record: type[Call]) -> Callable[..., Any]:
             _mark_written(record.OPERATION, "out", out)
         with _without_autocast(first.device):
             found = _plan.execute(record, arguments, *values[-2:], out=out)
-            found = list(found) if isinstance(found, tuple | list) else [found]
+            found = list(found) if isinstance(found, (tuple, list)) else [found]
             if out is None:
                 return _as_declared(found, record.NUM_RESULTS, first)
             result, *others = found

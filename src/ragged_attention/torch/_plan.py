@@ -150,8 +150,8 @@ def _check_tensors(call: Call, device: torch.device) -> None:
     """Arrays must be torch tensors on one device, rows of caches contiguous, what is written not expanded."""
     for name, kind in call.KINDS.items():
         value = getattr(call, name)
-        for item in value if isinstance(value, tuple | list) else (value,):
-            if item is None or isinstance(item, bool | int | float | str):
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if item is None or isinstance(item, (bool, int, float, str)):
                 continue
             if not isinstance(item, torch.Tensor):
                 raise TypeError(f"expected {name} to be a torch.Tensor, got {type(item).__name__}")

@@ -270,7 +270,7 @@ def record(call: Call, run: Callable[[Any, Any], Any]) -> LaunchRecording | None
 
 
 def _indices(results: Any) -> Any:
-    if isinstance(results, tuple | list):
+    if isinstance(results, (tuple, list)):
         return tuple(map(_indices, results))
     if not isinstance(results, StandIn):
         raise Unrecorded

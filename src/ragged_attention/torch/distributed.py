@@ -85,14 +85,14 @@ def _on_shards(
     found = func(**local)
     if found is None:
         return None
-    results = list(found) if isinstance(found, tuple | list) else [found]
+    results = list(found) if isinstance(found, (tuple, list)) else [found]
     given = 1 if "out" in values and record.TAKES_OUT else 0  # the first result is the caller's memory
     homes = heads_of_results(record, [3] * given + [result.ndim for result in results])[given:]
     wrapped = [
         DTensor.from_local(result, division.mesh, _placed(record, result, home, values, division), run_check=False)
         for result, home in zip(results, homes, strict=True)
     ]
-    return type(found)(wrapped) if isinstance(found, tuple | list) else wrapped[0]
+    return type(found)(wrapped) if isinstance(found, (tuple, list)) else wrapped[0]
 
 
 def _divide(record: type[Call], heads: Mapping[str, Heads], values: Mapping[str, Any]) -> _Division:
@@ -124,7 +124,7 @@ def _local(
     record: type[Call], name: str, value: Any, heads: Heads | None, values: Mapping[str, Any], division: _Division
 ) -> Any:
     """This rank's part of an argument."""
-    if isinstance(value, tuple | list):
+    if isinstance(value, (tuple, list)):
         return [_local(record, name, each, None, values, division) for each in value]
     if not isinstance(value, torch.Tensor):
         return value
@@ -229,7 +229,7 @@ def context_parallel_decode(
     expect_bool("own_heads", own_heads)
     expect_bool("return_lse", return_lse)
     _refuse_gradient("context_parallel_decode", q, kv_pages, sinks)
-    page_size = (kv_pages[0] if isinstance(kv_pages, tuple | list) else kv_pages).shape[1]
+    page_size = (kv_pages[0] if isinstance(kv_pages, (tuple, list)) else kv_pages).shape[1]
     shard = _shard_of(group, shard, page_size, q)
     if max_q_len != 1:
         kv_lens, page_indices, cu_q_lens = _one_query_each(q, kv_lens, page_indices, cu_q_lens, num_seqs)
@@ -318,7 +318,7 @@ def context_parallel_mla_decode(
 
 
 def _refuse_gradient(operation: str, *values: Any) -> None:
-    arrays = [array for value in values for array in (value if isinstance(value, tuple | list) else (value,))]
+    arrays = [array for value in values for array in (value if isinstance(value, (tuple, list)) else (value,))]
     if torch.is_grad_enabled() and any(isinstance(array, torch.Tensor) and array.requires_grad for array in arrays):
         raise RuntimeError(f"{operation} has no gradient: it works on a KV cache, for inference")
 

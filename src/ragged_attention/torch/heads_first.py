@@ -49,7 +49,11 @@ def paged_attention(
     Raises:
         InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
     """
-    return run(PagedAttention, locals())
+    arguments = dict(
+        q=q, k_pages=k_pages, v_pages=v_pages, lengths=lengths, page_indices=page_indices, sm_scale=sm_scale,
+        soft_cap=soft_cap,
+    )  # fmt: skip
+    return run(PagedAttention, arguments, backend, options, out)
 
 
 def prefill_attention(
@@ -94,4 +98,8 @@ def prefill_attention(
     Raises:
         InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
     """
-    return run(PrefillAttention, locals())
+    arguments = dict(
+        q=q, k_pages=k_pages, v_pages=v_pages, length=length, page_indices=page_indices, sm_scale=sm_scale,
+        soft_cap=soft_cap, sliding_window=sliding_window, align=align,
+    )  # fmt: skip
+    return run(PrefillAttention, arguments, backend, options, out)

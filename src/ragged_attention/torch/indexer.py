@@ -64,7 +64,12 @@ def indexer_logits(
     The score is that of DeepSeek-V3.2's technical report; ranges, `key_scale` and pages of bytes are DeepGEMM's. There
     is no gradient.
     """
-    return run(IndexerLogits, locals())
+    arguments = dict(
+        q=q, keys=keys, weights=weights, key_scale=key_scale, starts=starts, stops=stops, relative=relative,
+        max_keys=max_keys, page_indices=page_indices, kv_lens=kv_lens, cu_q_lens=cu_q_lens, num_seqs=num_seqs,
+        ratio=ratio,
+    )  # fmt: skip
+    return run(IndexerLogits, arguments, backend, options)
 
 
 def indexer_topk(
@@ -111,7 +116,12 @@ def indexer_topk(
     Raises:
         InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
     """
-    return run(IndexerTopk, locals())
+    arguments = dict(
+        q=q, keys=keys, weights=weights, top_k=top_k, key_scale=key_scale, starts=starts, stops=stops,
+        relative=relative, max_keys=max_keys, page_indices=page_indices, kv_lens=kv_lens, cu_q_lens=cu_q_lens,
+        num_seqs=num_seqs, ratio=ratio, candidate_blocks=candidate_blocks, candidate_block_size=candidate_block_size,
+    )  # fmt: skip
+    return run(IndexerTopk, arguments, backend, options)
 
 
 def top_k_indices(
@@ -140,7 +150,8 @@ def top_k_indices(
     Raises:
         InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
     """
-    return run(TopKIndices, locals())
+    arguments = dict(logits=logits, top_k=top_k, starts=starts, stops=stops)
+    return run(TopKIndices, arguments, backend, options)
 
 
 def quantize_indexer_keys(
@@ -166,7 +177,8 @@ def quantize_indexer_keys(
     Raises:
         InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
     """
-    values, scale = run(QuantizeIndexerKeys, locals())
+    arguments = dict(k=k, power_of_two=power_of_two)
+    values, scale = run(QuantizeIndexerKeys, arguments, backend, options)
     return values, scale
 
 
@@ -197,5 +209,6 @@ def write_indexer_cache(
     Raises:
         InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
     """
-    run(WriteIndexerCache, locals())
+    arguments = dict(k=k, cache=cache, slot_mapping=slot_mapping, power_of_two=power_of_two)
+    run(WriteIndexerCache, arguments, backend, options)
     return cache

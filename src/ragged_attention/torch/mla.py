@@ -84,7 +84,11 @@ def sparse_mla_prefill(
     The operation is FlashMLA's `flash_mla_sparse_fwd` (DeepSeek-V3.2), made general; `compat.flash_mla` has its own
     conventions (base-2 logits).
     """
-    attended, max_logits, lse = run(SparseMlaPrefill, locals())
+    arguments = dict(
+        q=q, kv=kv, indices=indices, sm_scale=sm_scale, d_v=d_v, sinks=sinks, topk_lens=topk_lens,
+        cache_format=cache_format, cache_layout=cache_layout, deterministic=deterministic, out_dtype=out_dtype,
+    )  # fmt: skip
+    attended, max_logits, lse = run(SparseMlaPrefill, arguments, backend, options, out)
     return attended, max_logits, lse
 
 
@@ -126,7 +130,11 @@ def sparse_mla_prefill_backward(
     Raises:
         InvalidInput, TypeError, Unsupported: as `sparse_mla_prefill`.
     """
-    dq, dkv, d_sinks = run(SparseMlaPrefillBackward, locals())
+    arguments = dict(
+        d_out=d_out, q=q, kv=kv, indices=indices, out=out, lse=lse, d_lse=d_lse, sm_scale=sm_scale, d_v=d_v,
+        sinks=sinks, topk_lens=topk_lens, deterministic=deterministic,
+    )  # fmt: skip
+    dq, dkv, d_sinks = run(SparseMlaPrefillBackward, arguments, backend, options)
     return dq, dkv, None if sinks is None else d_sinks
 
 
@@ -212,7 +220,13 @@ def mla_decode(
     The operation is FlashMLA's `flash_mla_with_kvcache` made general (any heads, pages, formats, top-k);
     `compat.flash_mla` has its own conventions (lse +inf for a query that sees no key).
     """
-    attended, lse = run(MlaDecode, locals())
+    arguments = dict(
+        q=q, kv_cache=kv_cache, page_indices=page_indices, kv_lens=kv_lens, indices=indices, d_v=d_v, sm_scale=sm_scale,
+        causal=causal, sliding_window=sliding_window, soft_cap=soft_cap, sinks=sinks, topk_lens=topk_lens,
+        extra_kv_cache=extra_kv_cache, extra_indices=extra_indices, extra_topk_lens=extra_topk_lens, schedule=schedule,
+        cache_format=cache_format, cache_layout=cache_layout, out_dtype=out_dtype,
+    )  # fmt: skip
+    attended, lse = run(MlaDecode, arguments, backend, options, out)
     return attended, lse
 
 
@@ -260,7 +274,11 @@ def make_decode_schedule(
 
     The algorithm and the order of the fields of `parts` are those of FlashMLA's `get_mla_metadata` of September 2025.
     """
-    arguments = locals()
+    arguments = dict(
+        kv_lens=kv_lens, batch_size=batch_size, num_q_tokens=num_q_tokens, num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads, topk=topk, topk_lens=topk_lens, extra_topk=extra_topk,
+        extra_topk_lens=extra_topk_lens, num_parts=num_parts, overhead=overhead, device=device,
+    )  # fmt: skip
     prepared = prepare(MakeDecodeSchedule, arguments)
     return schedule_for(arguments, prepared, run_prepared(MakeDecodeSchedule, prepared, backend, options))
 
@@ -297,7 +315,8 @@ def quantize_mla_cache(
     Raises:
         InvalidInput, TypeError, Unsupported: as `mla_decode`.
     """
-    return run(QuantizeMlaCache, locals())
+    arguments = dict(kv=kv, format=format, power_of_two_scales=power_of_two_scales, cache_layout=cache_layout)
+    return run(QuantizeMlaCache, arguments, backend, options)
 
 
 def dequantize_mla_cache(
@@ -324,7 +343,8 @@ def dequantize_mla_cache(
     Raises:
         InvalidInput, TypeError, Unsupported: as `mla_decode`.
     """
-    return run(DequantizeMlaCache, locals())
+    arguments = dict(cache=cache, format=format, dtype=dtype, cache_layout=cache_layout)
+    return run(DequantizeMlaCache, arguments, backend, options)
 
 
 def write_mla_cache(
@@ -367,7 +387,12 @@ def write_mla_cache(
         InvalidInput, TypeError, Unsupported: as `mla_decode`; slots out of range, except -1, only under
             `validate="full"`.
     """
-    run(WriteMlaCache, locals())
+    arguments = dict(
+        kv=kv, cache=cache, slot_mapping=slot_mapping, page_indices=page_indices, kv_lens=kv_lens, cu_q_lens=cu_q_lens,
+        num_seqs=num_seqs, kv_scale=kv_scale, power_of_two_scales=power_of_two_scales, cache_format=cache_format,
+        cache_layout=cache_layout,
+    )  # fmt: skip
+    run(WriteMlaCache, arguments, backend, options)
     return cache
 
 
@@ -394,4 +419,5 @@ def page_indices_to_slots(
     Raises:
         InvalidInput, TypeError, Unsupported: as `mla_decode`.
     """
-    return run(PageIndicesToSlots, locals())
+    arguments = dict(positions=positions, page_indices=page_indices, page_size=page_size)
+    return run(PageIndicesToSlots, arguments, backend, options)

@@ -170,10 +170,15 @@ def ragged_paged_attention(
     The operation is JAX's `ragged_paged_attention` joined with ejKernel's version of it (sinks); online softmax after
     Milakov and Gimelshein (2018) and FlashAttention, splits of the keys after Flash-Decoding.
     """
-    arguments = locals()
+    arguments = dict(
+        q=q, kv_pages=kv_pages, kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens, num_seqs=num_seqs,
+        max_q_len=max_q_len, sm_scale=sm_scale, causal=causal, sliding_window=sliding_window, soft_cap=soft_cap,
+        sinks=sinks, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, new_kv=new_kv,
+        draft_mask=draft_mask, out_dtype=out_dtype,
+    )  # fmt: skip
     if new_kv is not None:
-        return *run_with_write(RaggedPagedAttention, arguments), kv_pages
-    results = run(RaggedPagedAttention, arguments)
+        return *run_with_write(RaggedPagedAttention, arguments, backend, options, out), kv_pages
+    results = run(RaggedPagedAttention, arguments, backend, options, out)
     return (results[0], results[1]) if return_lse else results[0]
 
 
@@ -216,7 +221,11 @@ def write_kv_pages(
     Raises:
         InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
     """
-    run(WriteKvPages, locals())
+    arguments = dict(
+        k=k, v=v, kv_pages=kv_pages, slot_mapping=slot_mapping, page_indices=page_indices, kv_lens=kv_lens,
+        cu_q_lens=cu_q_lens, num_seqs=num_seqs, k_scale=k_scale, v_scale=v_scale,
+    )  # fmt: skip
+    run(WriteKvPages, arguments, backend, options)
     return kv_pages
 
 
@@ -248,5 +257,6 @@ def merge_attention_states(
     Raises:
         InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
     """
-    merged, lse = run(MergeAttentionStates, locals())
+    arguments = dict(outs=outs, lses=lses, sinks=sinks, out_dtype=out_dtype)
+    merged, lse = run(MergeAttentionStates, arguments, backend, options, out)
     return merged, lse

@@ -155,8 +155,13 @@ def ragged_mla_attention(
     keys; where all sequences have as many queries, it is that of `mla_decode` with `causal=True`. The operation is
     tpu-inference's `mla_ragged_paged_attention` with the cache formats of FlashMLA.
     """
-    arguments = locals()
+    arguments = dict(
+        q=q, kv_cache=kv_cache, kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens, num_seqs=num_seqs,
+        max_q_len=max_q_len, d_v=d_v, sm_scale=sm_scale, causal=causal, sliding_window=sliding_window,
+        soft_cap=soft_cap, sinks=sinks, q_scale=q_scale, kv_scale=kv_scale, return_lse=return_lse, new_kv=new_kv,
+        cache_format=cache_format, cache_layout=cache_layout, out_dtype=out_dtype,
+    )  # fmt: skip
     if new_kv is not None:
-        return *run_with_write(RaggedMlaAttention, arguments), kv_cache
-    results = run(RaggedMlaAttention, arguments)
+        return *run_with_write(RaggedMlaAttention, arguments, backend, options, out), kv_cache
+    results = run(RaggedMlaAttention, arguments, backend, options, out)
     return (results[0], results[1]) if return_lse else results[0]

@@ -115,9 +115,13 @@ def varlen_attention(
     The operation is FlashMLA's and FlashAttention's `flash_attn_varlen_func`; online softmax after Milakov and
     Gimelshein (2018), the recomputing gradient after Dao et al. (FlashAttention, 2022).
     """
-    arguments = locals()
+    arguments = dict(
+        q=q, k=k, v=v, cu_q_lens=cu_q_lens, cu_kv_lens=cu_kv_lens, max_q_len=max_q_len, max_kv_len=max_kv_len,
+        sm_scale=sm_scale, causal=causal, sliding_window=sliding_window, soft_cap=soft_cap, sinks=sinks,
+        deterministic=deterministic,
+    )  # fmt: skip
     expect_bool("return_lse", return_lse)
-    attended, lse = run(VarlenAttention, arguments)
+    attended, lse = run(VarlenAttention, arguments, backend, options, out)
     return (attended, lse) if return_lse else attended
 
 
@@ -169,5 +173,10 @@ def varlen_attention_backward(
     Raises:
         InvalidInput, TypeError, Unsupported: as `varlen_attention`.
     """
-    dq, dk, dv, d_sinks = run(VarlenAttentionBackward, locals())
+    arguments = dict(
+        d_out=d_out, q=q, k=k, v=v, out=out, lse=lse, cu_q_lens=cu_q_lens, cu_kv_lens=cu_kv_lens, d_lse=d_lse,
+        max_q_len=max_q_len, max_kv_len=max_kv_len, sm_scale=sm_scale, causal=causal, sliding_window=sliding_window,
+        soft_cap=soft_cap, sinks=sinks, deterministic=deterministic,
+    )  # fmt: skip
+    dq, dk, dv, d_sinks = run(VarlenAttentionBackward, arguments, backend, options)
     return dq, dk, dv, None if sinks is None else d_sinks
