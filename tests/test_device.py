@@ -199,7 +199,24 @@ def test_without_a_gpu_there_is_nothing_to_do(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert device.main(["prove", "--out", str(tmp_path)]) == 2
-    assert "nvidia-smi names no GPU: nothing to do" in capsys.readouterr().out
+    assert "neither nvidia-smi nor torch names a GPU: nothing to do" in capsys.readouterr().out
+
+
+def test_the_device_is_named_by_torch_where_there_is_no_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "ASKING_TORCH", "print('NVIDIA H100 80GB HBM3')")
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert device.facts("cuda")["device"] == "NVIDIA H100 80GB HBM3"
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_nothing_runs_on_a_cpu_where_a_gpu_is_meant(framework: str) -> None:
+    """A framework that does not see the GPU would run all of it on the CPU, and find it good."""
+    pytest.importorskip(framework)
+    code = f"from benchmarks.device.suite import Items; Items('cuda', {framework!r})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        pytest.skip("there is a GPU")
+    assert f"RuntimeError: {framework} sees no GPU" in done.stderr
 
 
 def test_a_call_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -422,6 +439,10 @@ def test_without_git_the_commit_is_the_one_that_was_prepared(
     assert carried.commit() == prepared.removesuffix(carried.MODIFIED) + carried.MODIFIED
     monkeypatch.setattr(carried, "manifest", dict)
     assert carried.commit() == ""
+
+
+def test_jax_leaves_the_card_to_others() -> None:
+    assert carried.environment()["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
 
 
 def test_caches_lie_where_one_may_write(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,10 @@ docs/device.md says more.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.metadata
+import itertools
 import os
 import platform
 import shutil
@@ -33,6 +35,7 @@ MINUTES = {"prove": 5.2, "measure": 6.0}
 REHEARSED, REHEARSAL_MINUTES = 3, 30  # items of each phase, and the time of a call, where a CPU rehearses
 RESERVE = 5.0  # seconds for the summary
 QUERIED = "name,driver_version,clocks.sm,clocks.mem,temperature.gpu,power.limit,memory.used,memory.total"
+ASKING_TORCH = "import torch; print(torch.cuda.get_device_name())"
 PACKAGES = (
     "torch", "triton", "jax", "jaxlib", "jax-cuda13-plugin", "jax-triton", "numpy", "numba", "hypothesis",
 )  # fmt: skip
@@ -68,11 +71,19 @@ def facts(device: str) -> dict[str, Any]:
     name = "CPU" if device == "cpu" else ""
     found: dict[str, Any] = {"device": name, "python": platform.python_version(), "versions": versions}
     found |= {"cores": len(os.sched_getaffinity(0)), "ptxas": plan.newer_ptxas()}
-    if device == "cuda" and (tool := shutil.which("nvidia-smi")):
-        command = [tool, f"--query-gpu={QUERIED}", "--format=csv,noheader"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        found |= {"device": done.stdout.partition(",")[0].strip(), "nvidia-smi": done.stdout.strip()}
+    if device == "cuda":
+        said = printed(shutil.which("nvidia-smi") or "nvidia-smi", f"--query-gpu={QUERIED}", "--format=csv,noheader")
+        found |= {"device": said.partition(",")[0] or printed(sys.executable, "-c", ASKING_TORCH), "nvidia-smi": said}
     return found
+
+
+def printed(*command: str) -> str:
+    """What a command prints, on its first line; nothing if it fails or is not there."""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        if done.returncode == 0:
+            return done.stdout.partition("\n")[0].strip()
+    return ""
 
 
 def brief(here: dict[str, Any]) -> str:
@@ -96,7 +107,7 @@ def conduct(options: argparse.Namespace) -> int:
     here, at = facts(options.device), carried.commit()
     say(f"{here['device'] or 'no GPU'}, commit {at or 'unknown'}")
     if not rehearsal and not here["device"]:
-        say("nvidia-smi names no GPU: nothing to do; --device cpu rehearses")
+        say("neither nvidia-smi nor torch names a GPU: nothing to do; --device cpu rehearses")
         return 2
     record = Record.begun(options.out, [carried.FOLDER / NAME])
     record.stamp = {"call": options.call, "device": here["device"], "commit": at, "triton": here["versions"]["triton"]}
@@ -129,7 +140,7 @@ class Conductor:
     def run(self) -> None:
         words = [word.strip() for word in self.options.phases.split(",")]
         phases = [one for one in plan.phases(self.options.call, self.record) if any(word in one.name for word in words)]
-        for phase, following in zip(phases, [*phases[1:], None], strict=True):
+        for phase, following in itertools.zip_longest(phases, phases[1:]):
             if self.until - time.monotonic() < LEAST:
                 say(f"{phase.name}: not begun, for the time is up")
                 continue

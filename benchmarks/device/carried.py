@@ -110,6 +110,7 @@ def environment() -> dict[str, str]:
         "TRITON_CACHE_DIR": str(base / TRITON),
         "TRITON_DEFAULT_FP_FUSION": "1",  # part of the key of every compiled kernel
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # jax would take three quarters of the card
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # each process would start as many as there are cores
     }
     if not _home_is_writable():
         names = ("XDG_CACHE_HOME", "NUMBA_CACHE_DIR", "CUDA_CACHE_PATH")

@@ -27,6 +27,7 @@ from benchmarks.device.record import CANNOT, FAILED, Record
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 120.0  # for what a process imports, all of them at once
+END_SECONDS = 10.0  # for the end of a process that was killed
 LEAST = 2.0  # seconds: with less left nothing is begun
 MOST_STARTS = 3  # failed ones in a row, after which a phase is given up
 
@@ -96,7 +97,8 @@ class Worker:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold on to a process that it waits for
+            self._process.wait(END_SECONDS)
         self._errors.seek(0, os.SEEK_END)
         self._errors.seek(max(0, self._errors.tell() - worker.LONGEST))
         said = self._errors.read().decode(errors="replace")
