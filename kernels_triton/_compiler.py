@@ -32,9 +32,9 @@ def fence_copies(a):
     On Hopper such a product is a `wgmma`, which reads shared memory another way than threads write it. The PTX ISA
     wants a proxy fence after the wait for the copies and before the product. The compiler leaves this one in its place:
     behind the wait and the barrier, where later versions put theirs, and in the same turn of a pipelined loop. It is
-    two to six of NVIDIA's instructions, there and here. Of 89 kernels one takes a register more, and none spills. On
-    Blackwell it would do nothing: the compiler moves `tcgen05` products to other turns of a loop than what stands in
-    front of them.
+    two to six instructions of the machine's, as theirs is. Under Triton 3.6.0, 78 of 89 kernels need it; one takes a
+    register more for it, and none spills more. On Blackwell it would do nothing: the compiler moves `tcgen05` products
+    to other turns of a loop than what stands in front of them.
     """
     if FENCELESS and a.shape[0] >= 64 and a.dtype != tl.float32 and compiled_for("sm90"):
         tl.inline_asm_elementwise("fence.proxy.async.shared::cta;\nmov.b32 $0, 0;", "=r", [], tl.int32, False, 1)

@@ -161,6 +161,33 @@ def test_products_that_no_fence_stands_before(lines: tuple[str, ...], found: lis
     assert fences.unfenced("\n".join(lines)) == found
 
 
+@pytest.mark.parametrize(
+    ("left", "right", "expected"),
+    [
+        ("%registers", "%turned", True),
+        ("%tensor", "%turned", True),
+        ("%filled", "%turned", True),
+        ("%registers", "%buffer", False),
+        ("%view", "%turned", False),
+        ("%registers", "%carried", False),  # around a loop, so it may be anything
+    ],
+)
+def test_products_that_read_no_copies_need_no_fence(left: str, right: str, expected: bool) -> None:
+    kind = "tensor" if left == "%registers" else "!ttg.memdesc"
+    code = f"""
+    %filled = ttg.local_alloc %value : (tensor<64x128xf16>) -> !ttg.memdesc<64x128xf16>
+    %buffer = ttg.local_alloc : () -> !ttg.memdesc<2x64x128xf16>
+    %view = ttg.memdesc_index %buffer[%turn] : !ttg.memdesc<2x64x128xf16> -> !ttg.memdesc<64x128xf16>
+    %copies = ttg.async_copy_global_to_local %pointers, %view mask %mask : tensor<64x128x!tt.ptr<f16>>
+    %turned = ttg.memdesc_trans %filled {{order = array<i32: 1, 0>}} : !ttg.memdesc<64x128xf16>
+    %tensor = ttng.tmem_alloc %value : (tensor<64x128xf16>) -> !ttg.memdesc<64x128xf16, #tmem>
+    %sums = ttng.warp_group_dot {left}, {right}, %zeros {{isAsync = true}} : {kind}<64x128xf16> * !ttg.memdesc<128x64>
+    """
+    assert fences.only_reads_what_threads_wrote(code) == expected
+    assert fences.only_reads_what_threads_wrote(code.replace("warp_group_dot", "tc_gen5_mma")) == expected
+    assert not fences.only_reads_what_threads_wrote(code.replace("warp_group_dot", "another"))
+
+
 GOOD = loop({16: 8, 4: 2})
 
 

@@ -318,7 +318,7 @@ def _count(patterns: Mapping[str, str], text: str) -> tuple[tuple[str, int], ...
 
 def _read_nvidia(compiled: Any, num_warps: int) -> Facts:
     code, ptx = machine_code(compiled), compiled.asm["ptx"]
-    lacking = len(fences.unfenced(ptx))
+    lacking = 0 if fences.only_reads_what_threads_wrote(compiled.asm["ttgir"]) else len(fences.unfenced(ptx))
     return Facts(
         instructions=_count(NVIDIA_COUNTS, ptx) + ((("unfenced", lacking),) if lacking else ()),
         registers=code.registers,
