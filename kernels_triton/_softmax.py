@@ -12,6 +12,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from ragged_attention.kernels_triton._compiler import fence_copies
 from ragged_attention.kernels_triton._formats import INTERPRETED, narrow
 from ragged_attention.kernels_triton._sequences import VARYING
 from ragged_attention.kernels_triton._tiles import cdiv
@@ -43,6 +44,7 @@ def matmul(a, b, acc):
     if INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
+    fence_copies(a)
     return tl.dot(a, b, acc, input_precision="ieee")
 
 

@@ -7,11 +7,12 @@ import triton
 
 from ragged_attention.calls import dtype_name
 from ragged_attention.errors import InvalidInput
+from ragged_attention.kernels_triton._compiler import VERSION
 
 SMALLEST_SHARED_MEMORY = 64 * 1024  # for GPUs whose size is not known
 
 
-OLDER_COMPILER = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)  # needs 30 registers fewer than 3.9
+OLDER_COMPILER = VERSION < (3, 7)  # needs 30 registers fewer than 3.9
 
 
 WGMMA = ("sm_90", "sm_100", "sm_103")  # where the matrix unit takes its operands from shared memory

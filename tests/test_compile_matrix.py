@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.cases import catalogue
 from benchmarks.cases import mla as mla_cases
-from benchmarks.compiled import compile_matrix, compiling, kept_facts
+from benchmarks.compiled import compile_matrix, compiling, fences, kept_facts
 from ragged_attention import dispatch, samples
 from ragged_attention.calls import dtype_name
 from tests.apart import apart
@@ -126,6 +126,66 @@ def test_what_counts_as_a_failure() -> None:
     assert compile_matrix.failures([row(shared=4096)]) == [expected]
     assert compile_matrix.failures([row(error="X: no")])[0] == where + "does not compile: X: no"
     assert compile_matrix.failures([row(instructions=())]) == ["sm_90 (prefill_4k): no launch uses wgmma"]
+
+
+def test_a_product_without_its_fence_is_a_failure_on_hopper() -> None:
+    unfenced = row(instructions=(("wgmma", 4), ("unfenced", 2)))
+    (wrong,) = compile_matrix.failures([unfenced])
+    assert wrong == "sm_90 some_kernel (prefill_4k): 2 wgmma with no proxy fence after a wait for copies"
+    assert compile_matrix.failures([dataclasses.replace(unfenced, arch="sm_100")]) == []
+
+
+WAIT, FENCE, WGMMA = (
+    "cp.async.wait_group 0;",
+    "fence.proxy.async.shared::cta;",
+    "wgmma.mma_async.sync.aligned.m64n8k16 x;",
+)
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        ((WAIT, "bar.sync 0;", WGMMA), [3]),
+        ((WAIT, "bar.sync 0;", FENCE, WGMMA), []),
+        ((WAIT, FENCE, "bar.sync 0;", WGMMA, WGMMA), []),
+        ((FENCE, WAIT, "tcgen05.mma.cta_group::1 x;"), [3]),
+        ((WAIT, "fence.proxy.async.global;", WGMMA), [3]),  # of other memory
+        (("$L__BB0_1:", WGMMA, WAIT, "@%p1 bra $L__BB0_1;", "ret;"), [2]),  # in the next turn of a loop
+        (("$L__BB0_1:", FENCE, WGMMA, WAIT, "@%p1 bra $L__BB0_1;", WGMMA, "ret;"), [6]),
+        ((WAIT, "@!%p1 bra $L__BB0_1;", FENCE, "$L__BB0_1:", WGMMA), [5]),  # around a fence
+        ((WAIT, "bra.uni $L__BB0_1;", WGMMA, "$L__BB0_1:", FENCE, WGMMA), []),
+        ((WAIT, "ret;", WGMMA), []),
+    ],
+)
+def test_products_that_no_fence_stands_before(lines: tuple[str, ...], found: list[int]) -> None:
+    assert fences.unfenced("\n".join(lines)) == found
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "expected"),
+    [
+        ("%registers", "%turned", True),
+        ("%tensor", "%turned", True),
+        ("%filled", "%turned", True),
+        ("%registers", "%buffer", False),
+        ("%view", "%turned", False),
+        ("%registers", "%carried", False),  # around a loop, so it may be anything
+    ],
+)
+def test_products_that_read_no_copies_need_no_fence(left: str, right: str, expected: bool) -> None:
+    kind = "tensor" if left == "%registers" else "!ttg.memdesc"
+    code = f"""
+    %filled = ttg.local_alloc %value : (tensor<64x128xf16>) -> !ttg.memdesc<64x128xf16>
+    %buffer = ttg.local_alloc : () -> !ttg.memdesc<2x64x128xf16>
+    %view = ttg.memdesc_index %buffer[%turn] : !ttg.memdesc<2x64x128xf16> -> !ttg.memdesc<64x128xf16>
+    %copies = ttg.async_copy_global_to_local %pointers, %view mask %mask : tensor<64x128x!tt.ptr<f16>>
+    %turned = ttg.memdesc_trans %filled {{order = array<i32: 1, 0>}} : !ttg.memdesc<64x128xf16>
+    %tensor = ttng.tmem_alloc %value : (tensor<64x128xf16>) -> !ttg.memdesc<64x128xf16, #tmem>
+    %sums = ttng.warp_group_dot {left}, {right}, %zeros {{isAsync = true}} : {kind}<64x128xf16> * !ttg.memdesc<128x64>
+    """
+    assert fences.only_reads_what_threads_wrote(code) == expected
+    assert fences.only_reads_what_threads_wrote(code.replace("warp_group_dot", "tc_gen5_mma")) == expected
+    assert not fences.only_reads_what_threads_wrote(code.replace("warp_group_dot", "another"))
 
 
 GOOD = loop({16: 8, 4: 2})

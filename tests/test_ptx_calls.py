@@ -311,8 +311,6 @@ def answers() -> Answers:
 def test_a_call_is_right_and_nothing_is_reported(arch: str, name: str, answers: Answers) -> None:
     (answer,) = (line for line in answers(arch) if line.get("name") == name)
     ANSWERED.update((operation, "ptx") for operation in answer["operations"])
-    if any(text in answer["error"] for text in CompiledRunner().tolerated):
-        pytest.xfail("this Triton puts no fence between what threads copy and the wgmma that reads it")
     assert not answer["error"], answer["error"]
 
 

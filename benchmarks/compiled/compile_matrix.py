@@ -7,8 +7,8 @@ and writes that version's section of docs/compile_matrix.md. What each compilati
 docs/compile_matrix.json, so only what changed since is compiled (all of it with `--afresh`), and an interrupted run
 goes on where it stopped. `--check` compares instead of writing, and compiles some of what did not change as well. It
 fails on a kernel that does not compile, spills, needs more shared memory than the
-device has, on sm_90 does without wgmma where there are rows for it, or in its inner loops uses local memory or, in a
-workload's case, loads less at a time than it should.
+device has, on sm_90 does without wgmma where there are rows for it or without a proxy fence that one needs, or in its
+inner loops uses local memory or, in a workload's case, loads less at a time than it should.
 """
 
 import argparse
@@ -149,9 +149,10 @@ HEADER = """\
 
 What the Triton kernels compile to, at the tiles their heuristics choose for the shapes of `benchmarks/cases/`, for GPUs
 that need not be there. Written by `make compile-matrix`, which fails on a kernel that does not compile, spills, needs
-more shared memory than the device has, or on sm_90 does without wgmma where there are 64 rows for it (in 16 bits; of
-pages up to head size 256, of latents plain ones); and on an inner loop that uses local memory, that has 64 rows on
-sm_90 and other products than wgmma, or that loads too little 16 bytes at a time (see below).
+more shared memory than the device has, or on sm_90 has an unfenced product or does without wgmma where there are 64
+rows for it (in 16 bits; of pages up to head size 256, of latents plain ones); and on an inner loop that uses local
+memory, that has 64 rows on sm_90 and other products than wgmma, or that loads too little 16 bytes at a time (see
+below).
 
 What each compilation found lies in `compile_matrix.json`, under a digest of all that it is made from: the sources of
 the kernel and of what it calls (comments apart), types, constants, alignments and options. So only what changed is
@@ -159,10 +160,12 @@ compiled. CI compares, and of what did not change it compiles one in twenty-four
 
 Columns: block sizes of the tile; warps and stages of this launch; instructions in the code, as
 counts (wgmma: Hopper's matrix instructions, tcgen05: Blackwell's, mma: those of Ampere and later, mfma: AMD's,
-cp.async: asynchronous copies to shared memory); registers a thread (on AMD: vector registers); bytes a thread that do
-not fit the registers; shared memory in KiB, and the most one program can have; loads, read from NVIDIA's machine code:
-of the bytes that a thread asks of global memory in a turn of an innermost loop of products, how many come 16, 8, 4, 2
-or 1 at a time (a kernel's loops in order, those that are alike once; - where there is none or it is not read).
+cp.async: asynchronous copies to shared memory; unfenced: those of wgmma and tcgen05 with no proxy fence between them
+and a wait for copies before them, see [what the emulator found](ptx.md#what-it-found)); registers a thread (on AMD:
+vector registers); bytes a thread that do not fit the registers; shared memory in KiB, and the most one program can
+have; loads, read from NVIDIA's machine code: of the bytes that a thread asks of global memory in a turn of an innermost
+loop of products, how many come 16, 8, 4, 2 or 1 at a time (a kernel's loops in order, those that are alike once; -
+where there is none or it is not read).
 
 In the workloads' cases, of what such a loop loads {least} must come 16 bytes at a time, one word for each longer
 load apart, a row's page number or slot. Known exceptions, with the share that they may not fall below:
@@ -369,7 +372,8 @@ def failures(rows: Sequence[Row], version: str = "") -> list[str]:
 
 
 def _failures_by_row(rows: Iterable[Row], version: str) -> list[str]:
-    reasons = ((row, reason) for row in rows for reason in (fit_failure(row, version), loop_failure(row, version)))
+    judged = (fit_failure, fence_failure, loop_failure)
+    reasons = ((row, judge(row, version)) for row in rows for judge in judged)
     return [f"{row.where}: {reason}" for row, reason in reasons if reason]
 
 
@@ -380,6 +384,12 @@ def fit_failure(row: Row, version: str = "") -> str | None:
         loops = tuple(dataclasses.replace(loop, local=0) for loop in row.facts.loops)
         return dataclasses.replace(row.facts, spilled=0, loops=loops).failure
     return row.facts.failure
+
+
+def fence_failure(row: Row, version: str = "") -> str | None:
+    """Whether copies may come too late for a wgmma. On Blackwell, no kernel can mend what the compiler leaves out."""
+    lacking = dict(row.facts.instructions).get("unfenced", 0)
+    return f"{lacking} wgmma with no proxy fence after a wait for copies" if lacking and row.arch == "sm_90" else None
 
 
 def loop_failure(row: Row, version: str = "") -> str | None:

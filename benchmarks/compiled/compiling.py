@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compiled import sass, sources
+from benchmarks.compiled import fences, sass, sources
 from ragged_attention import dispatch
 from ragged_attention.calls import Call, dtype_name
 from ragged_attention.devices import shared_memory_of
@@ -317,9 +317,10 @@ def _count(patterns: Mapping[str, str], text: str) -> tuple[tuple[str, int], ...
 
 
 def _read_nvidia(compiled: Any, num_warps: int) -> Facts:
-    code = machine_code(compiled)
+    code, ptx = machine_code(compiled), compiled.asm["ptx"]
+    lacking = 0 if fences.only_reads_what_threads_wrote(compiled.asm["ttgir"]) else len(fences.unfenced(ptx))
     return Facts(
-        instructions=_count(NVIDIA_COUNTS, compiled.asm["ptx"]),
+        instructions=_count(NVIDIA_COUNTS, ptx) + ((("unfenced", lacking),) if lacking else ()),
         registers=code.registers,
         spilled=code.spilled,
         loops=inner_loops(code.listing, num_warps),

@@ -41,10 +41,6 @@ FOUND = re.compile(r"(?:Hazard: |(?=(?:Fault|Unknown): )).*?(?=^-{10}|\Z)", re.D
 SCHEDULES = (None, 1)  # the seeds of the orders in which warps run; None: in turn
 TIMEOUT = 600.0
 SLOWER = 100  # so many times fewer batches are drawn than elsewhere, unless a number is asked for: each is compiled
-# What Triton leaves out on sm_90 before this version, and NVIDIA's CUTLASS as well where copies go by cp.async; see
-# docs/ptx.md. No kernel of ours can mend it.
-FENCES_SINCE = (3, 8)
-FENCELESS = "without a proxy fence"
 OVERLAP = "write different values to one place of global memory"
 
 
@@ -174,8 +170,7 @@ class CompiledRunner(Runner):
     @functools.cached_property
     def tolerated(self) -> set[str]:
         """What a report may contain and is no fault of a kernel's."""
-        version = tuple(map(int, importlib.import_module("triton").__version__.split(".")[:2]))
-        return {FENCELESS} if version < FENCES_SINCE else set()
+        return set()
 
     @contextlib.contextmanager
     def overlapping(self) -> Iterator[None]:
