@@ -135,6 +135,7 @@ ANYWHERE: dict[str, Callable[..., None]] = {"compiled": compiled}
 ON_A_GPU: dict[str, Callable[..., None]] = {
     "replayed": replayed, "on another stream": on_another_stream, "without waiting": without_waiting, **ANYWHERE
 }  # fmt: skip
+TIMED = "flat in padding"
 NEW_QUERIES = ("replayed", "on another stream")  # for which a gradient's other arguments would be no forward pass's
 
 
@@ -145,7 +146,10 @@ class Items:
         self.calls = dict(self._calls())
 
     def _calls(self) -> Iterator[tuple[str, tuple[Callable[..., None], Case, str]]]:
-        """By name a check, its case and its backend; where a CPU rehearses, eager takes Triton's place."""
+        """By name a check, its case and its backend; where a CPU rehearses, eager takes Triton's place.
+
+        Those of `TIMED` measure, so nothing else may use the device meanwhile.
+        """
         gpu = self.device == "cuda"
         for backend, names in SMALL.items():
             if backend == "cuda" and cuda.absent(self.device):
@@ -157,14 +161,13 @@ class Items:
                     if not (case.backward and check in NEW_QUERIES):
                         yield f"{check}, {name}, {by}", (run, case, by)
             if gpu:
-                yield f"flat in padding, {WHOLE[backend]}, {by}", (flat_in_padding, CASES[WHOLE[backend]], by)
+                yield f"{TIMED}, {WHOLE[backend]}, {by}", (flat_in_padding, CASES[WHOLE[backend]], by)
 
     def facts(self) -> dict[str, Any]:
         return {}
 
     def names(self, what: str) -> list[str]:
-        del what
-        return list(self.calls)
+        return [name for name in self.calls if name.startswith(TIMED) == (what == "timed")]
 
     def run(self, what: str, name: str) -> dict[str, Any]:
         del what

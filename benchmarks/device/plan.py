@@ -44,6 +44,7 @@ class Phase:
     seconds: float
     every: int = 1  # one item in so many
     alone: bool = False  # nothing else may run beside it: it measures time
+    always: bool = False  # also what has passed before, on a machine that may have been another one
     choose: Choice | None = None  # which items, where that follows from the record
 
     def chosen(self, record: Record, names: list[str], most: int = 0) -> list[str]:
@@ -51,16 +52,23 @@ class Phase:
         wanted = self.choose(record, names) if self.choose else names[:: self.every]
         if most and len(wanted) > most:
             wanted = wanted[:: -(-len(wanted) // most)]
-        known, done = record.items(), record.done(self.name)
+        known, done = record.items(), set() if self.always else record.done(self.name)
         left = [name for name in wanted if name not in done]
         return sorted(left, key=lambda name: (self.name, name) not in known)
 
 
 def _suite(name: str, what: str, workers: int, seconds: float, *, every: int = 1, each: float = 30.0) -> Phase:
-    framework = name.partition(" ")[0]
-    start = Start("benchmarks.device.suite", (framework,))
+    start = Start("benchmarks.device.suite", (name.partition(" ")[0],))
     return Phase(
-        name=name, start=start, what=what, workers=workers, item_seconds=each, seconds=seconds, every=every
+        name=name, start=start, what=what, workers=workers, item_seconds=each, seconds=seconds, every=every,
+        always=what == "smoke",
+    )  # fmt: skip
+
+
+def _checks(name: str, what: str, workers: int, seconds: float, *, alone: bool = False) -> Phase:
+    return Phase(
+        name=name, start=Start("benchmarks.device.checks"), what=what, workers=workers, item_seconds=60,
+        seconds=seconds, alone=alone,
     )  # fmt: skip
 
 
@@ -69,9 +77,7 @@ PROVE = (
     _suite("jax smoke", "smoke", 3, 45, each=40),
     _suite("torch cuda", "cuda corner", 8, 30),
     _suite("torch triton", "triton corner", 12, 60),
-    Phase(
-        name="checks", start=Start("benchmarks.device.checks"), workers=6, item_seconds=60, seconds=45
-    ),
+    _checks("checks", "right", 6, 45),
     _suite("torch eager", "eager corner", 8, 30),
     _suite("jax cuda", "cuda corner", 6, 35, every=3),
     _suite("jax triton", "triton corner", 12, 30, every=8, each=40),
@@ -110,6 +116,7 @@ def furthest(record: Record, names: list[str]) -> list[str]:
 MEASURE = (
     bench("bench", "quick", 110),
     bench("bench", "latent", 90),
+    _checks("timed checks", "timed", 1, 30, alone=True),
     tools("memcheck", "memcheck", 60, 50),
     tools("profile", "profile", 45, 30, furthest),
     bench("bench", "all", 150),

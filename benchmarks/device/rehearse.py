@@ -17,7 +17,7 @@ from benchmarks.device import carried, prepare, record
 
 NOWHERE = "/proc/home"  # where no folder can be made
 # On a CPU these say that they cannot run, or have nothing to choose from.
-WITHOUT = ("profile",)
+WITHOUT = ("profile", "timed checks")
 
 
 def rehearse(python: Path, arguments: Sequence[str]) -> int:
