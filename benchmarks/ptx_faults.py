@@ -2,10 +2,11 @@
 
     python -m benchmarks.ptx_faults [--arch sm_90] [--kernel tile_kernel] [--kind TEXT] [--most 4] [--seed N]
 
-One attention over a paged cache is run as it is compiled, and then once for each fault: an instruction of the kernel's
-PTX is dropped or changed. What notices is a report of the emulator, with a right or a wrong result; a fault, with which
-a run cannot go on; or the definition alone, to which the result does not agree. What is left is unnoticed: some
-barriers and waits are there for no access of this batch, or of any.
+One call is run as it is compiled, and then once for each fault: an instruction of the kernel's PTX is dropped or
+changed. Of Triton's kernels it is an attention over a paged cache, of the CUDA kernels one of `CUDA`. What notices is a
+report of the emulator, with a right or a wrong result; a fault, with which a run cannot go on; or the definition alone,
+to which the result does not agree. What is left is unnoticed: some barriers and waits are there for no access of this
+batch, or of any.
 """
 
 import argparse
@@ -40,21 +41,67 @@ def _other_lane(text: str) -> str:
     return re.sub(r", (\d+), 31,", lambda found: f", {int(found[1]) ^ 3}, 31,", text)
 
 
+def _dropped(text: str) -> str:
+    return ""
+
+
+def _counted(number: int) -> Edit:
+    """An mbarrier for so many arrivals more."""
+    instead = rf"{{ .reg .b32 count; add.s32 count, \2, {number}; mbarrier.init.shared::cta.b64 \1, count; }}"
+    return lambda text: re.sub(r"mbarrier\.init\S* (\S+), (%r\d+);", instead, text)
+
+
+def _more_bytes(text: str) -> str:
+    instead = r"{ .reg .b32 bytes; add.s32 bytes, \2, 16; mbarrier.arrive.expect_tx.shared::cta.b64 _, \1, bytes; }"
+    return re.sub(r"mbarrier\.arrive\.expect_tx\S* _, (\S+), (%r\d+);", instead, text)
+
+
 # Where a fault can be planted in a line of PTX, and what the line is then.
 KINDS: dict[str, tuple[str, Edit]] = {
-    "bar.sync dropped": (r"\s*bar\.sync\s+0;", lambda text: ""),
-    "cp.async.wait_group dropped": (r"\s*cp\.async\.wait_group\s+\d+;", lambda text: ""),
+    "bar.sync dropped": (r"\s*bar\.sync\s+\S.*;", _dropped),
+    "bar.arrive dropped": (r"\s*bar\.arrive\s.*;", _dropped),
+    "mbarrier wait dropped": (r"\s*mbarrier\.try_wait\S* P1,.*;", lambda text: "setp.eq.b32 P1, 0, 0;"),
+    "mbarrier arrival dropped": (r"\s*mbarrier\.arrive\.shared.*;", _dropped),
+    "mbarrier for one arrival more": (r"\s*mbarrier\.init.*;", _counted(1)),
+    "mbarrier for one arrival less": (r"\s*mbarrier\.init.*;", _counted(-1)),
+    "more bytes expected at an mbarrier": (r"\s*mbarrier\.arrive\.expect_tx.*;", _more_bytes),
+    "arrival after copies dropped": (r"\s*cp\.async\.mbarrier\.arrive.*;", _dropped),
+    "cp.async dropped": (r"\s*cp\.async\.c[ag]\..*;", _dropped),
+    "bulk copy dropped": (r"\s*cp\.async\.bulk\.shared.*;", _dropped),
+    "cp.async.wait_group dropped": (r"\s*cp\.async\.wait_group\s+\d+;", _dropped),
     "cp.async.wait_group, one group less": (r"\s*cp\.async\.wait_group\s+\d+;", _one_more),
-    "cp.async.commit_group dropped": (r"\s*cp\.async\.commit_group;", lambda text: ""),
-    "fence.proxy.async dropped": (r"\s*fence\.proxy\.async\S*;", lambda text: ""),
-    "wgmma.wait_group dropped": (r"\s*wgmma\.wait_group\S*\s+\d+;", lambda text: ""),
+    "cp.async.commit_group dropped": (r"\s*cp\.async\.commit_group;", _dropped),
+    "fence.proxy.async dropped": (r"\s*fence\.proxy\.async\S*;", _dropped),
+    "wgmma.wait_group dropped": (r"\s*wgmma\.wait_group\S*\s+\d+;", _dropped),
     "wgmma.wait_group, one group less": (r"\s*wgmma\.wait_group\S*\s+\d+;", _one_more),
+    "wgmma.fence dropped": (r"\s*wgmma\.fence\S*;", _dropped),
+    "wgmma.commit_group dropped": (r"\s*wgmma\.commit_group\S*;", _dropped),
+    "setmaxnreg.dec dropped": (r"\s*setmaxnreg\.dec.*;", _dropped),
+    "griddepcontrol.wait dropped": (r"\s*griddepcontrol\.wait;", _dropped),
     "wgmma descriptor, another swizzle": (r".*\.b64.*-?\d{18,20};", _other_swizzle),
     "swizzle by or, not xor": (r"\s*xor\.b32.*;", lambda text: text.replace("xor", "or")),
-    "ldmatrix transposed, or not": (r"\s*ldmatrix.*;", _transposed),
+    "matrices transposed, or not": (r"\s*(?:ld|st)matrix.*;", _transposed),
     "shfl from another lane": (r"\s*shfl\.sync\.bfly.*, \d+, 31,", _other_lane),
 }
 ANSWERS = ("report, wrong", "report, right", "fault", "wrong", "other bits", "unnoticed")
+
+
+# The CUDA kernels: a part of the name in the PTX; a batch of latent decode by its fields; and the splits of its keys,
+# or by "parts" a schedule of two parts, in which a CTA goes on from one sequence to the next.
+CUDA: dict[str, tuple[str, dict[str, Any], int | str]] = {
+    "cuda dense": ("Seesaw", {"topk": 0, "heads": 16, "q_tokens": 2}, "parts"),
+    "cuda dense, row by row": ("Seesaw", {"topk": 0, "heads": 16, "page_size": 16}, 1),
+    "cuda lists": ("Seesaw", {"heads": 16}, "parts"),
+    "cuda fp8_v32": ("Fp8Decode", {"heads": 40, "format": "fp8_v32"}, "parts"),
+    "cuda fp8_v32 of 16 heads": ("NarrowILi2ELb0", {"heads": 16, "format": "fp8_v32"}, "parts"),
+    "cuda fp8_v32 of 32 heads": ("NarrowILi2ELb1", {"heads": 32, "format": "fp8_v32"}, "parts"),
+    "cuda fp8_v4": ("Fp8V4", {"heads": 16, "format": "fp8_v4"}, "parts"),
+    "cuda fp8_v41 and fp4_v41": (
+        "V41", {"heads": 16, "format": "fp8_v41", "extra_format": "fp4_v41", "extra_topk": 70, "extra_slots": 128}, 1,
+    ),
+    "cuda merge": ("7Combine", {"heads": 16}, 2),
+    "cuda merge of few rows": ("NarrowCombine", {"heads": 16, "format": "fp8_v32"}, 3),
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,41 +116,69 @@ class Judge:
     """Runs one batch with a kernel's PTX changed, and holds the results to the definition and to the kernel's own."""
 
     def __init__(self, arch: str, kernel: str, seed: int | None = None) -> None:
+        self.arch, self.seed = arch, seed
+        self.kernel, self.launch = self._cuda(*CUDA[kernel]) if kernel in CUDA else self._triton(kernel)
+        self.text, self.reached = "", set[int]()
+        self.right = self.results(None)[0]
+
+    def _triton(self, kernel: str) -> tuple[str, Callable[..., Any]]:
         from ragged_attention.testing.paged.specs import Spec
 
         lens = ((1, 300), (20, 400), (40, 200), (3, 3))
         batch = Spec(lens=lens, page_size=16, num_kv_heads=2, group=2, head_dim=64, dtype="bfloat16").build()
-        self.arch, self.kernel, self.seed = arch, kernel, seed
-        self.batch, self.wanted = batch, batch.expected()
-        self.text, self.reached = "", set[int]()
-        self.right = self.results(None)[0]
+        self.kind, self.wanted = batch.kind, batch.expected()
+        return kernel, self._prepared("triton", "ragged_paged_attention", batch, None, return_lse=True)
+
+    def _cuda(self, kernel: str, fields: dict[str, Any], splits: int | str) -> tuple[str, Callable[..., Any]]:
+        from ragged_attention.reference.mla_decode import mla_decode
+        from ragged_attention.testing.mla.specs import DecodeSpec
+        from ragged_attention.testing.runner import runner_for
+
+        given = {"topk": 330, "kv_lens": (400, 60, 330), "page_size": 64, "dtype": "bfloat16", "d_v": 512} | fields
+        batch = DecodeSpec(**given, d_qk=576, entries="distinct").build()
+        self.kind, self.wanted = "bfloat16", mla_decode(**batch.arguments())
+        if splits == "parts":
+            from ragged_attention.testing.mla.cache_specs import schedule_batch
+
+            schedule = runner_for("reference", "torch").schedule(schedule_batch(batch, num_parts=2))
+            parts = schedule.parts, schedule.num_splits
+            return kernel, self._prepared("cuda", "mla_decode", batch, None, schedule=parts)
+        return kernel, self._prepared("cuda", "mla_decode", batch, {"num_splits": splits})
+
+    def _prepared(self, backend: str, operation: str, batch: Any, tile: Any, **extra: Any) -> Callable[..., Any]:
+        """What makes the call by a launcher."""
+        from ragged_attention import dispatch
+        from ragged_attention.calls import CALLS
+        from ragged_attention.testing import ptx_runner
+
+        runner = ptx_runner.CompiledRunner(arch=self.arch)
+        record: Any = CALLS[operation]
+        module = dispatch.load(operation, backend)
+
+        def launch(launcher: Any) -> Any:
+            arguments = {name: runner._bring(batch, name, value) for name, value in batch.arguments().items()}
+            call = record(**arguments, **extra, device=ptx_runner.device_of(self.arch))
+            return module.run(call, module.Tile(**tile) if tile else module.heuristic(call), launcher)
+
+        return launch
 
     def results(self, text: str | None) -> tuple[list[Any], list[str]]:
         """Out and lse with another PTX of the kernel, or as it is, and what was reported."""
-        from ragged_attention import dispatch
-        from ragged_attention.calls import CALLS
         from ragged_attention.testing import ptx, ptx_runner, torch_front
 
         def change(name: str, own: str) -> str:
-            if name == self.kernel and text is None:
+            if self.kernel in name and text is None:
                 self.text = own
-            return text if name == self.kernel and text is not None else own
+            return text if self.kernel in name and text is not None else own
 
         def notice(name: str, outcome: Any) -> None:
             reports.extend(report.text for report in outcome.reports.values())
-            if name == self.kernel and text is None:
+            if self.kernel in name and text is None:
                 self.reached |= outcome.lines
 
         reports: list[str] = []
-        runner, emulator = (
-            ptx_runner.CompiledRunner(arch=self.arch),
-            ptx.Emulator(self.arch, seed=self.seed, lanes=8192, change=change),
-        )
-        arguments = {name: runner._bring(self.batch, name, value) for name, value in self.batch.arguments().items()}
-        record: Any = CALLS["ragged_paged_attention"]
-        call = record(**arguments, return_lse=True, device=ptx_runner.device_of(self.arch))
-        module = dispatch.load(call.OPERATION, "triton")
-        found = module.run(call, module.heuristic(call), ptx_runner.launcher_of(emulator, notice=notice))
+        emulator = ptx.Emulator(self.arch, seed=self.seed, lanes=8192, change=change)
+        found = self.launch(ptx_runner.launcher_of(emulator, notice=notice))
         return [torch_front.take_back(array) for array in found], reports
 
     def __call__(self, number: int, edit: Edit) -> Answer:
@@ -118,8 +193,8 @@ class Judge:
             return Answer("fault", str(error))
         same = all((a.view("u1") == b.view("u1")).all() for a, b in zip(found, self.right, strict=True))
         try:
-            compare.agrees(found[0], self.wanted[0], self.batch.kind)
-            compare.agrees(found[1], self.wanted[1], f"lse {self.batch.kind}", "lse")
+            compare.agrees(found[0], self.wanted[0], self.kind)
+            compare.agrees(found[1], self.wanted[1], f"lse {self.kind}", "lse")
             wrong = ""
         except AssertionError as error:
             wrong = str(error)
@@ -143,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print a table of what notices what, and each fault that nothing noticed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", default="sm_90", help="sm_80, sm_86, sm_89 or sm_90")
-    parser.add_argument("--kernel", default="tile_kernel", help="tile_kernel or split_kernel")
+    parser.add_argument("--kernel", default="tile_kernel", help=f"tile_kernel, split_kernel, {', '.join(CUDA)}")
     parser.add_argument("--kind", default="", help="kinds of faults whose name contains this")
     parser.add_argument("--most", type=int, default=4, help="places that each kind is planted in, one at a time")
     parser.add_argument("--seed", type=int, help="draws the order in which warps run (default: in turn)")
@@ -155,6 +230,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         table.add_column(name, justify="left" if name == "fault" else "right")
     for kind in (kind for kind in KINDS if options.kind in kind):
         answers = {number: judge(number, KINDS[kind][1]) for number in judge.sites(kind, options.most)}
+        if not answers:
+            continue
         counts = Counter(answer.kind for answer in answers.values())
         table.add_row(kind, str(len(answers)), *(str(counts[name] or "") for name in ANSWERS))
         for number, answer in answers.items():

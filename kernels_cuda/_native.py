@@ -2,6 +2,7 @@
 
 library()                    the kernels, for a GPU; loads on a machine without one too, where `status` says so
 with emulating(): ...        inside, calls on a CPU run the same sources, compiled for its threads: `emulation()`
+recorder(name)               a function's kernels as PTX, and its host code, which tells of launches and makes none
 """
 
 import contextlib
@@ -82,6 +83,12 @@ def emulation(extra_flags: Sequence[str] = (), sources: Path = compile.SOURCES) 
 
     key = ("emulation", tuple(extra_flags), sources)
     return _once(key, lambda: compile.emulation_recipe(extra_flags, sources), opened)
+
+
+def recorder(function: str) -> Path:
+    """The library in which a function of the C ABI tells of its launches; built if need be. It has the kernels' PTX."""
+    unit = f"sm90/{function.removeprefix('ra_')}"
+    return compile.build(compile.recorder_recipe(unit if unit in compile.UNITS else "common"))
 
 
 def ffi_library(jax_include: str, emulated: bool = False) -> ctypes.CDLL:

@@ -346,7 +346,12 @@ def test_interpreted_kernels_are_refused() -> None:
     ("arguments", "reason"),
     [
         (["--backend", "triton", "--device", "ptx:sm_100"], "tcgen05"),
-        (["--backend", "numba", "--device", "ptx:sm_90"], "expected the backend triton for ptx:sm_90, got numba"),
+        (
+            ["--backend", "numba", "--device", "ptx:sm_90"],
+            "expected the backend triton or cuda for ptx:sm_90, got numba",
+        ),
+        (["--backend", "cuda", "--framework", "jax", "--device", "ptx:sm_90"], "cuda is emulated from torch only"),
+        (["--backend", "cuda", "--device", "ptx:sm_80"], "the CUDA kernels are for sm_90, got sm_80"),
     ],
 )
 def test_the_command_says_what_it_cannot_judge(

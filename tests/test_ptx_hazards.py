@@ -6,8 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ragged_attention.testing.ptx.machine import Fault, Outcome
+from ragged_attention.testing.ptx.machine import Fault, Outcome, launch
+from ragged_attention.testing.ptx.memory import Memory
 from ragged_attention.testing.ptx.operands import SHARED_BASE
+from ragged_attention.testing.ptx.parsing import parse
 from tests.ptx_texts import kernel_text, run_text
 
 THREADS = 256
@@ -242,6 +244,49 @@ def test_part_of_a_warp(instruction, text):
         exchange(body)
     if instruction.startswith(("shfl", "vote", "redux", "bar.warp", "elect")):
         assert not exchange(body.replace("-1", "65535"))[0].reports  # which names just those that are there
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_threads_meet_where_the_text_goes_on_before_what_some_do(seed):
+    """A warp's threads wait at a barrier for those that come to it from below."""
+    body = f"""{PLACES}
+        mov.b32 %r1, 0;
+        and.b32 %r2, %thread, 3;
+        setp.eq.u32 %p1, %r2, 0;
+        @%p1 bra BELOW;
+        MEET:
+        st.shared.b32 [%r10], %r1;
+        bar.sync 0;
+        ld.shared.b32 %r2, [%r11];
+        st.global.b32 [%d2], %r2;
+        ret;
+        BELOW:
+        add.s32 %r1, %r1, 1;
+        setp.lt.u32 %p2, %r1, 3;
+        @%p2 bra BELOW;
+        bra.uni MEET;
+    """
+    outcome, out = exchange(body, seed=seed)
+    assert not outcome.reports
+    np.testing.assert_array_equal(out[:THREADS], np.where((np.arange(THREADS) ^ 127) % 4 == 0, 3, 0))
+
+
+def test_registers_that_nobody_gave_back():
+    """Of 384 threads with 168 each, two warpgroups take 232 when the third keeps 40."""
+    body = """
+        setp.lt.u32 %p1, %thread, 256;
+        @%p1 bra MORE;
+        setmaxnreg.dec.sync.aligned.u32 40;  // give
+        bra.uni OVER;
+        MORE:
+        setmaxnreg.inc.sync.aligned.u32 232;
+        OVER:
+    """
+    assert not run_text(kernel_text(body, [], 384), {}).reports
+    with pytest.raises(Fault, match="a CTA asks for 80896 registers by setmaxnreg, and has 64512"):
+        run_text(kernel_text(without(body, "give"), [], 384), {})
+    with pytest.raises(Fault, match="a CTA asks for 64512 registers by setmaxnreg, and has 61440"):
+        run_text(kernel_text(body, [], 384).replace(".reqntid 384", ".reqntid 384\n.maxnreg 160"), {})
 
 
 def test_part_of_a_warpgroup_sets_its_registers():
@@ -531,12 +576,13 @@ def test_copies_that_are_not_waited_for(mark, instead, report):
     assert right == (mark == "first")  # what is read too early is not there yet; without a barrier, by luck
 
 
-def test_copies_of_less_than_their_size_are_filled_up_with_zeros():
+@pytest.mark.parametrize(("hints", "policy"), [("", ""), (".L2::cache_hint.L2::256B", ", %d7")])
+def test_copies_of_less_than_their_size_are_filled_up_with_zeros(hints, policy):
     body = f"""{PLACES}
         and.b32 %r1, %thread, 3;  mul.lo.s32 %r2, %r9, 4;  add.s32 %r3, %r8, %r2;
         mul.wide.u32 %d3, %thread, 16;  add.s64 %d4, %p_a, %d3;
         mul.lo.s32 %r4, %r1, 5;
-        cp.async.cg.shared.global [%r3], [%d4], 16, %r4;
+        cp.async.cg.shared.global{hints} [%r3], [%d4], 16, %r4{policy};
         cp.async.wait_all;
         ld.shared.v4.b32 {{%r5, %r6, %r7, %r12}}, [%r3];
         add.s64 %d5, %p_out, %d3;  st.global.v4.b32 [%d5], {{%r5, %r6, %r7, %r12}};
@@ -696,3 +742,101 @@ def test_a_copy_that_a_product_reads():
     assert (arrays["out"] == 16).all()
     outcome = run_text(kernel_text(body.replace("cp.async.wait_all;", ""), list(arrays), 128), arrays, shared=4096)
     assert "a wgmma reads before a copy was waited for" in texts_of(outcome)
+
+
+def test_a_copy_that_arrives_at_an_mbarrier_and_that_a_product_reads():
+    """A fence of who copies says nothing of bytes that are still to come; who waited for them has to have one."""
+    copy = """
+        setp.eq.u32 %p1, %thread, 0;
+        @%p1 mbarrier.init.shared::cta.b64 [%r8+4096], 128;
+        bar.sync 0;
+        cp.async.cg.shared.global [%r10+2048], [%d3], 16;
+        cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%r8+4096];
+    """
+    wait = """
+        bar.sync 0;
+        WAIT:
+        mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r8+4096], 0;
+        @!%p2 bra WAIT;
+        fence.proxy.async.shared::cta;  // late
+    """
+    body = without(without(PRODUCT, "right", copy), "barrier", wait)
+    body = "mul.wide.u32 %d4, %thread, 16;  add.s64 %d3, %p_a, %d4;\n" + body
+    arrays = {"a": np.full(512, 0x3F803F80, np.uint32), "out": np.zeros(512, np.float32)}
+    assert not run_text(kernel_text(body, list(arrays), 128), arrays, shared=8192).reports
+    assert (arrays["out"] == 16).all()
+    outcome = run_text(kernel_text(without(body, "late"), list(arrays), 128), arrays, shared=8192)
+    assert texts_of(outcome).startswith("a wgmma reads what was written without a proxy fence after it")
+
+
+def test_copies_that_arrive_and_are_waited_for_by_their_thread():
+    """Whoever waits for its own copies knows of them, whichever mbarrier they came to."""
+    body = f"""{PLACES}
+        setp.eq.u32 %p1, %thread, 0;
+        @%p1 mbarrier.init.shared::cta.b64 [%r8+1024], {THREADS};
+        bar.sync 0;
+        cp.async.ca.shared.global [%r10], [%d2], 4;
+        cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%r8+1024];
+        setp.lt.u32 %p2, %thread, 32;
+        @!%p2 bra OWN;
+        WAIT:
+        mbarrier.try_wait.parity.shared::cta.b64 %p3, [%r8+1024], 0;  // by the first warp
+        @!%p3 bra WAIT;
+        OWN:
+        cp.async.wait_all;  // own
+        ld.shared.b32 %r1, [%r10];
+        add.s32 %r1, %r1, 1;  st.global.b32 [%d2], %r1;
+    """
+    out = zeros(THREADS)
+    for text, right in ((body, True), (without(body, "own"), False)):
+        outcome = run_text(kernel_text(text, ["out"], THREADS), {"out": out}, shared=2048)
+        assert bool(outcome.reports) != right, texts_of(outcome)
+
+
+# ---- a launch that begins before the one before it has ended
+
+WRITER = "st.global.b32 [%p_a], 7;  ld.global.b32 %r1, [%p_b];"
+WAIT = "griddepcontrol.wait;"
+
+
+def after_a_writer(body: str, *, overlapping: bool = True) -> str:
+    """What is reported of a launch behind one that writes `a` and reads `b`."""
+    memory = Memory()
+    addresses = {name: np.uint64(memory.add(np.zeros(64, np.uint8), name)) for name in "ab"}
+    outcomes = []
+    for text, later in ((WRITER, False), (body, overlapping)):
+        memory.seal(overlapping=later)
+        outcomes.append(launch(parse(kernel_text(text, ["a", "b"], 32)), memory, addresses, (1,), 32, 0))
+        memory.back()
+    assert not outcomes[0].reports
+    return texts_of(outcomes[1])
+
+
+@pytest.mark.parametrize(
+    ("touch", "report"),
+    [
+        ("ld.global.b32 %r1, [%p_a];", "reads what the launch before writes, and did not wait for it"),
+        ("st.global.b32 [%p_a], 8;", "writes what the launch before touches, and did not wait for it"),
+        ("st.global.b32 [%p_b], 8;", "writes what the launch before touches, and did not wait for it"),
+        ("red.global.add.u32 [%p_b], 8;", "writes what the launch before touches, and did not wait for it"),
+        ("ld.global.b32 %r1, [%p_b];", ""),
+        ("st.global.b32 [%p_a+4], 8;", ""),
+    ],
+)
+def test_a_launch_waits_for_the_one_before(touch, report):
+    found = after_a_writer(touch)
+    assert report in found
+    assert bool(report) == bool(found)
+    assert not after_a_writer(f"{WAIT}\n{touch}")
+    assert not after_a_writer(touch, overlapping=False)
+    some = f"setp.lt.u32 %p1, %thread, 31;\n@%p1 {WAIT}\n"  # a thread did not
+    assert after_a_writer(some + touch) == found
+
+
+def test_loads_of_constants_meet_no_writes():
+    report = "reads by ld.nc what this launch or the one before it writes"
+    constant = "ld.global.nc.b32 %r1, [%p_a];"
+    assert report in after_a_writer(f"{WAIT}\n{constant}")  # waiting for that launch is not enough
+    assert not after_a_writer(constant, overlapping=False)
+    assert report in after_a_writer(f"st.global.b32 [%p_a], 1;\n{constant}", overlapping=False)
+    assert not after_a_writer(f"st.global.b32 [%p_a+4], 1;\n{constant}", overlapping=False)

@@ -1188,6 +1188,7 @@ def test_wgmma_from_registers():
         "bar.red.popc.u32 %r1, 0, %p1;",
         "barrier.cluster.arrive;",
         "setmaxnreg.inc.sync.aligned.u32 20;",
+        "cp.async.cg.shared.global.L2::cache_hint [%r1], [%d1], 16, %r2;",
         "prefetch.global.L2 [%d1];",
         "cvta.shared.u64 %d1, %d2;",
         "mma.sync.aligned.m16n8k16.row.col.f16.bf16.bf16.f16 {%r1, %r2}, {%r3, %r4, %r5, %r6}, {%r7, %r8}, {%r1, %r2};",
@@ -1208,6 +1209,22 @@ def test_what_is_not_known_is_refused(code):
     opcode = code.split()[0].rstrip(";")
     with pytest.raises(Unknown, match=rf"^line \d+: {opcode.replace('.', '[.]')}"):
         run_text(kernel_text(code, [], 32), {})
+
+
+def test_one_of_several_kernels():
+    """Each has its own text, registers and parameters; line numbers are those of the module."""
+    text = kernel_text("mov.b32 %r1, 1;", ["a"], 32)
+    second = kernel_text("wgmma.fence.sync.aligned;", ["b"], 128).replace("test(", "other(").partition("smem[];")[2]
+    module = text + second
+    first, other = parse(module), parse(module, "other")
+    assert (first.name, first.params, first.threads) == ("test", [("a", "u64")], 32)
+    assert (other.name, other.params, other.threads) == ("other", [("b", "u64")], 128)
+    assert "wgmma" not in first.text
+    assert "mov.b32 %r1, 1" not in other.text
+    (fence,) = (one for block in other.blocks for one in block.instructions if "wgmma" in one.opcode)
+    assert "wgmma" in module.split("\n")[fence.line - 1]
+    with pytest.raises(Unknown, match=r"without the kernel third \(\.entry\)"):
+        parse(module, "third")
 
 
 def test_refused_texts():

@@ -415,6 +415,15 @@ def test_copies_that_arrive_too_early_or_never():
         arriving(ARRIVING, THREADS + 1)
 
 
+def test_copies_that_arrive_when_a_phase_is_over():
+    """One arrival less is expected than there are: a thread's copy comes after those that were waited for."""
+    first = without(without(ARRIVING, "second"), "wait for the second", "setp.eq.u32 %p3, 0, 0;")
+    first = first.replace("cp.async.ca.shared.global [%r10+512], [%d5+512], 4;", "")
+    first = first.replace("ld.shared.b32 %r4, [%r11+512];", "mov.b32 %r4, 0;")
+    assert not arriving(first)[0].reports
+    assert "reads shared memory before a copy to it was waited for" in texts_of(arriving(first, THREADS - 1)[0])
+
+
 # ---- faults in copies
 
 

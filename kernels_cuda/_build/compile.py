@@ -1,4 +1,4 @@
-"""Builds the kernels, the emulation of them and the library for XLA, and keeps them by content.
+"""Builds the kernels, the emulation of them, the recorders of their launches and the library for XLA, by content.
 
 A library is stored in ~/.cache/ragged_attention under a digest of everything it is made of: sources, flags, architecture,
 the compiler's release, the release of CUTLASS. One built ahead of time may be in `kernels_cuda/prebuilt/`: its name
@@ -35,11 +35,16 @@ UNITS = (
     "sm90/mla_decode_dense", "sm90/sparse_mla_prefill", "sm90/mla_decode_sparse_fp8",
     "sm90/mla_decode_sparse_fp8_narrow", "sm90/mla_decode_sparse_fp8_v4", "sm90/mla_decode_sparse_v41", "common",
 )  # fmt: skip
-EMULATOR = "emulator"  # the folder that is for g++ alone
+EMULATOR = "emulator"  # the folder of what is for a CPU alone
 NVCC_FLAGS = (
     "-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "--expt-relaxed-constexpr",
     "--expt-extended-lambda", "-Xcompiler=-fPIC,-fvisibility=hidden", "-DNDEBUG", "-lineinfo", "-Xptxas=--warn-on-spills",
     "-cudart", "static",
+)  # fmt: skip
+# PTX instead of machine code, and as text, for what reads it out of the library.
+RECORDER_FLAGS = (
+    "-std=c++17", "-O3", "-gencode=arch=compute_90a,code=compute_90a", "--no-compress", "--expt-relaxed-constexpr",
+    "--expt-extended-lambda", "-Xcompiler=-fPIC,-fvisibility=hidden", "-DNDEBUG", "-lineinfo", "-cudart", "none",
 )  # fmt: skip
 # CuTe views fragments of registers through other types, which strict aliasing would turn into zeros.
 EMULATION_FLAGS = (
@@ -105,9 +110,7 @@ def digest_of(*parts: object) -> str:
 
 def kernels_recipe() -> Recipe:
     """The kernels, by nvcc. Raises `BackendMissing` where a tool is missing."""
-    nvcc, include = toolchain.nvcc(), toolchain.cutlass()
-    if (reason := toolchain.missing_to_compile()) or nvcc is None or include is None:
-        raise BackendMissing(reason or f"{toolchain.nvcc_path()} does not run")
+    nvcc, include = _nvcc()
     texts = _kernel_texts()
     name = _kernels_name(texts)
     return Recipe(
@@ -137,6 +140,14 @@ def _kernel_texts() -> tuple[Path, ...]:
 
 def _texts(sources: Path) -> list[Path]:
     return sorted([*sources.rglob("*.h"), *sources.rglob("*.cu")])
+
+
+def _nvcc() -> tuple[toolchain.Nvcc, Path]:
+    """nvcc, and the folder of CUTLASS."""
+    nvcc, include = toolchain.nvcc(), toolchain.cutlass()
+    if (reason := toolchain.missing_to_compile()) or nvcc is None or include is None:
+        raise BackendMissing(reason or f"{toolchain.nvcc_path()} does not run")
+    return nvcc, include
 
 
 def _gxx() -> tuple[str, str]:
@@ -169,6 +180,27 @@ def emulation_recipe(extra_flags: Sequence[str] = (), sources: Path = SOURCES) -
         units=(*(sources / f"{unit}.cu" for unit in UNITS if unit != "common"), entry),  # which includes common.cu
         compiler=(gxx, *flags, *includes, "-x", "c++"),
         linker=(gxx, "-shared", *flags, "-pthread", f"-Wl,-soname,{name}"),
+    )
+
+
+def recorder_recipe(unit: str) -> Recipe:
+    """One of `UNITS` as PTX, and its host code with what tells of launches in place of the CUDA runtime.
+
+    The functions of the C ABI work as they do on a GPU, up to the launch. See csrc/emulator/recorder.cc.
+    """
+    nvcc, include = _nvcc()
+    texts = (*_kernel_texts(), SOURCES / EMULATOR / "recorder.cc")
+    digest = digest_of(unit, *RECORDER_FLAGS, *texts, nvcc.release, toolchain.cutlass_release(include))
+    return Recipe(
+        what=f"recorder of the launches of {unit}.cu",
+        name=f"libragged_attention_recorder-{digest}.so",
+        digest=digest,
+        texts=texts,
+        as_read=digest_of(*texts),
+        units=(SOURCES / f"{unit}.cu", texts[-1]),
+        compiler=(nvcc.path, *RECORDER_FLAGS, f"-I{SOURCES}", f"-I{include}"),
+        # The library's own names come first, whatever CUDA the process has loaded; and none is missing.
+        linker=(nvcc.path, "-shared", *RECORDER_FLAGS, "-Xlinker", "-Bsymbolic,-z,defs"),
     )
 
 

@@ -1,8 +1,8 @@
 """`ragged-attention conformance`: the suite on one backend, with a progress bar and a table at the end.
 
 On a CPU a backend of Pallas TPU kernels is judged by jax's interpreter of them, and the CUDA kernels by an emulation of
-the GPU, once in each of their modes. On `--device ptx:sm_90` the Triton kernels are compiled for such a GPU and their
-PTX is emulated, from torch under two schedules.
+the GPU, once in each of their modes. On `--device ptx:sm_90` the Triton or the CUDA kernels are compiled for such a GPU
+and their PTX is emulated, from torch under two schedules.
 """
 
 import argparse

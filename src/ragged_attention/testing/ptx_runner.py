@@ -1,12 +1,13 @@
-"""The suite on compiled Triton kernels where there is no GPU: each launch's PTX runs in an emulator.
+"""The suite on compiled Triton and CUDA kernels where there is no GPU: each launch's PTX runs in an emulator.
 
 Calls go through a front end whose arrays lie on the CPU, but everything is chosen as on a GPU of the named
 architecture: kernels, tiles, what is declined. A check fails if a result is wrong, and also if the emulator reports
 anything: memory that is not an array's or that nobody wrote, what no barrier or wait orders, instructions by part of a
 warp. See `testing/ptx`.
 
-`ragged-attention conformance --backend triton --device ptx:sm_90` does this. `judged` does it in a process apart, for
-whoever has Triton interpret, or asks for another Triton.
+`ragged-attention conformance --backend triton --device ptx:sm_90` does this, and with `--backend cuda` the same from
+torch: nvcc compiles a file of kernels when one of them is first called, and their own host code asks for the launches.
+`judged` does it in a process apart, for whoever has Triton interpret, or asks for another Triton.
 """
 
 import argparse
@@ -25,16 +26,18 @@ from unittest import mock
 from ragged_attention.calls import Device
 from ragged_attention.devices import shared_memory_of
 from ragged_attention.interpreting import interpreting
+from ragged_attention.kernels_cuda import _latent, _native
+from ragged_attention.kernels_cuda._build import compile, toolchain
 from ragged_attention.testing import apart, environment
 from ragged_attention.testing.drawing import examples_of
 from ragged_attention.testing.environment import PTX
-from ragged_attention.testing.ptx import Emulator, Hazard, launcher, machine
+from ragged_attention.testing.ptx import Emulator, Hazard, launcher, machine, recorded
 from ragged_attention.testing.runner import FRAMEWORKS, Runner
 from ragged_attention.testing.suite import checks
 from ragged_attention.testing.verdicts import Verdict
 
 MODULE = "ragged_attention.testing.ptx_runner"
-BACKEND = "triton"
+BACKENDS = {"triton": FRAMEWORKS, "cuda": ("torch",)}  # and the front ends from which each is called
 MULTIPROCESSORS = 4  # few, so that small batches are split as large ones are on a real device
 # In jax's account of an error: what was found, without the traces around it.
 FOUND = re.compile(r"(?:Hazard: |(?=(?:Fault|Unknown): )).*?(?=^-{10}|\Z)", re.DOTALL | re.MULTILINE)
@@ -69,7 +72,7 @@ def _torch_launcher() -> Any:
     front = importlib.import_module("ragged_attention.torch._launcher")
 
     class EmulatedLauncher(front.Launcher):
-        """Allocates on the CPU and runs there what Triton compiles for a GPU."""
+        """Allocates on the CPU and runs there what Triton or nvcc compiles for a GPU."""
 
         def __init__(self, emulator: Emulator, notice: Notice) -> None:
             super().__init__()
@@ -89,7 +92,21 @@ def _torch_launcher() -> Any:
                 _run(self.emulator, self.notice, kernel, grid, operands, arguments, options)
             return new
 
+        def _enqueue(self, function: Any, record: Any, arrays: Any) -> int:
+            for name in function.record.RESULTS:
+                if name in arrays:
+                    self.emulator.forget(arrays[name])
+            library = _recorder(function.name)
+            if code := recorded.run(self.emulator, library, function.name, record, arrays, self.notice):
+                raise RuntimeError(f"expected {function.name} to return 0, got {code}")
+            return code
+
     return EmulatedLauncher
+
+
+@functools.cache
+def _recorder(function: str) -> recorded.Library:
+    return recorded.Library(_native.recorder(function))
 
 
 @functools.cache
@@ -149,12 +166,12 @@ def launcher_of(emulator: Emulator, framework: str = "torch", notice: Notice = e
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledRunner(Runner):
-    """Triton's kernels as they are compiled for a GPU, emulated in this very process."""
+    """A backend's kernels as they are compiled for a GPU, emulated in this very process."""
 
     notices_steps_outside = True
 
     framework: str = "torch"
-    backend: str = BACKEND
+    backend: str = "triton"
     arch: str = "sm_90"
     seed: int | None = None
 
@@ -214,7 +231,7 @@ class CompiledRunner(Runner):
             yield
 
     def absent(self) -> str | None:
-        return missing(self.arch, self.framework) or super().absent()
+        return missing(self.arch, self.framework, self.backend) or super().absent()
 
 
 @contextlib.contextmanager
@@ -228,13 +245,17 @@ def _traced_anew(module: Any) -> Iterator[None]:
         clear()
 
 
-def missing(arch: str, framework: str = "torch") -> str | None:
+def missing(arch: str, framework: str = "torch", backend: str = "triton") -> str | None:
     """Why nothing can be compiled and emulated in this process, or None."""
     if reason := launcher.why_not(arch):
         return reason
-    for name in (framework, "triton"):
+    for name in (framework, *(("triton",) if backend == "triton" else ())):
         if importlib.util.find_spec(name) is None:
             return f"{name} is not installed"
+    if backend == "cuda":
+        if arch != _latent.ARCH:
+            return f"the CUDA kernels are for {_latent.ARCH}, got {arch}"
+        return toolchain.missing_to_compile() or compile.missing_to_store()
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "expected TRITON_INTERPRET to be unset, got 1: the interpreter compiles nothing"
     return None
@@ -244,11 +265,14 @@ def runners(backend: str, framework: str | None, device: str | None) -> tuple[li
     """A runner for each schedule if the device's name asks for an emulated one, and why there is none."""
     if (arch := arch_of(device)) is None:
         return [], {}
-    if backend != BACKEND:
-        return [], {f"{backend} on {device}": f"expected the backend {BACKEND} for {device}, got {backend}"}
+    if backend not in BACKENDS:
+        expected = " or ".join(BACKENDS)
+        return [], {f"{backend} on {device}": f"expected the backend {expected} for {device}, got {backend}"}
+    if framework and framework not in BACKENDS[backend]:
+        return [], {f"{framework}-{backend} on {device}": f"{backend} is emulated from {BACKENDS[backend][0]} only"}
     present, absent = [], {}
-    for name in (framework,) if framework else FRAMEWORKS:
-        every = [CompiledRunner(framework=name, arch=arch, seed=seed) for seed in SCHEDULES]
+    for name in (framework,) if framework else BACKENDS[backend]:
+        every = [CompiledRunner(framework=name, backend=backend, arch=arch, seed=seed) for seed in SCHEDULES]
         if reason := every[0].absent():
             absent[str(every[0])] = reason
         else:

@@ -147,21 +147,22 @@ class Launcher:
             return torch.empty(shape, dtype=dtype, device=device)
 
         results = {name: memory(name, given) for name, given in outputs.items()}
-        record = function.record(**numbers)
-        for arrays in (operands, results):
-            for name, tensor in arrays.items():
-                if tensor is not None:
-                    setattr(record, name, tensor.data_ptr())
-        launch = function.on(device.type)
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                code = launch(ctypes.byref(record), torch.cuda.current_stream(device).cuda_stream)
-        else:
-            code = launch(ctypes.byref(record), None)
-        if code:
-            shapes = {name: tensor.shape for name, tensor in {**operands, **results}.items() if tensor is not None}
+        arrays = {name: tensor for name, tensor in {**operands, **results}.items() if tensor is not None}
+        if code := self._enqueue(function, function.record(**numbers), arrays):
+            shapes = {name: tensor.shape for name, tensor in arrays.items()}
             raise RuntimeError(function.error_message(code, device.type, shapes))
         return results
+
+    def _enqueue(self, function: Any, record: Any, arrays: Mapping[str, torch.Tensor]) -> int:
+        """Call a compiled function with a record of these arrays; returns the code that it does."""
+        device = next(iter(arrays.values())).device
+        for name, tensor in arrays.items():
+            setattr(record, name, tensor.data_ptr())
+        launch = function.on(device.type)
+        if device.type != "cuda":
+            return launch(ctypes.byref(record), None)
+        with torch.cuda.device(device):
+            return launch(ctypes.byref(record), torch.cuda.current_stream(device).cuda_stream)
 
     def sorted(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Numbers [N] in ascending order, and their i32 indices before sorting; equal ones keep their order."""

@@ -43,7 +43,7 @@ class Clocks:
         self.fenced = np.zeros((count, lanes.warps), np.int64)
         self.seen[np.arange(count), np.arange(count) % lanes.warps] = ALWAYS
         self.abroad: list[Abroad] = [{} for _ in range(count)]
-        self._agents: dict[int, int] = {}
+        self._agents: dict[tuple[int, bool], int] = {}
         self._ticks: defaultdict[tuple[int, int], int] = defaultdict(int)
 
     def known(self, warps: Indices) -> NDArray[np.int64]:
@@ -54,12 +54,16 @@ class Clocks:
 
     # ---- agents
 
-    def agent(self, key: int) -> int:
-        """The column of an agent, the same in each CTA; writes of agents need no proxy fence."""
+    def agent(self, place: int, *, generic: bool = False) -> int:
+        """The column of the agent of an mbarrier, the same in each CTA.
+
+        There are two: what bulk copies write needs no proxy fence, what `generic` ones do needs one like a thread's.
+        """
+        key = place, generic
         if key not in self._agents:
             self._agents[key] = self.seen.shape[1]
             self.seen = np.pad(self.seen, ((0, 0), (0, 1)))
-            self.fenced = np.pad(self.fenced, ((0, 0), (0, 1)), constant_values=ALWAYS)
+            self.fenced = np.pad(self.fenced, ((0, 0), (0, 1)), constant_values=0 if generic else ALWAYS)
         return self._agents[key]
 
     def tick(self, cta: int, agent: int) -> int:

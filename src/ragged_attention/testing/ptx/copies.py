@@ -5,12 +5,13 @@ A copy reads global memory when it is issued, and its bytes arrive at the wait t
 """
 
 import dataclasses
+from collections import defaultdict
 from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ragged_attention.testing.ptx.clocks import NOTHING, joined
+from ragged_attention.testing.ptx.clocks import NOTHING, Knowledge, joined
 from ragged_attention.testing.ptx.lanes import Indices, Lanes, Mask
 from ragged_attention.testing.ptx.mbarriers import Mbarriers
 from ragged_attention.testing.ptx.memory import GlobalAccess
@@ -82,16 +83,19 @@ class Queue(Generic[Kind]):
 class Copy(Operation):
     """Bytes [lanes, n] on their way to `places` of shared memory, which lie in `cells`.
 
-    `told` are the clocks at which the lanes' warps said that they would arrive at an mbarrier, 0 where they did not.
+    `told` are the clocks at which the lanes' warps said that they would arrive at an mbarrier, 0 where they did not;
+    `agent` and `clock` who then brings the bytes, and when by its own clock.
     """
 
     places: NDArray[np.int64]
     cells: Cells
     data: NDArray[np.uint8]
     told: NDArray[np.int64]
+    agent: NDArray[np.int64]
+    clock: NDArray[np.int64]
 
     def split(self, chosen: NDArray[np.bool_]) -> Self:
-        names = ("lanes", "groups", "places", "cells", "data", "told")
+        names = ("lanes", "groups", "places", "cells", "data", "told", "agent", "clock")
         return dataclasses.replace(self, **{name: getattr(self, name)[chosen] for name in names})
 
 
@@ -103,6 +107,8 @@ class Copies(Queue[Copy]):
     def __init__(self, lanes: Lanes, shared: Shared, memory: GlobalAccess) -> None:
         super().__init__(lanes)
         self.shared, self.memory = shared, memory
+        self.brought: defaultdict[int, dict[int, int]] = defaultdict(dict)  # by warp: the last clock of each agent
+        self.by_agents = False  # whether it is these that bring what lands
 
     def start(
         self,
@@ -132,8 +138,8 @@ class Copies(Queue[Copy]):
         self._check(lanes, cells, places, data, line)
         self.shared.bytes[places] = 0xFF
         self.shared.pending[cells] = True
-        told = np.zeros(len(lanes), np.int64)
-        self.flight.append(Copy(lanes, self.committed[lanes], line, places, cells, data, told))
+        told, agent, clock = np.zeros((3, len(lanes)), np.int64)
+        self.flight.append(Copy(lanes, self.committed[lanes], line, places, cells, data, told, agent, clock))
 
     def _source(self, lanes: Indices, source: Any, offset: int, size: int, length: int, line: int) -> NDArray[np.uint8]:
         """The first `length` bytes from an address aligned to `size`, by accesses of a power of two."""
@@ -168,23 +174,52 @@ class Copies(Queue[Copy]):
         if (self.shared.bytes[operation.places] != operation.data).any():
             self.reporter.say(operation.line, "two threads copy different values to one place of shared memory")
         self.shared.pending[operation.cells] = False
-        now = self.shared.clocks.now[self.lanes.warp[operation.lanes]]
-        clocks = np.where(operation.told > 0, operation.told, now)
-        self.shared.mark_written(operation.cells, operation.lanes, operation.line, clocks)
+        now, told = self.shared.clocks.now[self.lanes.warp[operation.lanes]], operation.told
+        own = np.where(told > 0, told, now)
+        clocks = np.where(told > 0, operation.clock, now) if self.by_agents else own
+        agents = np.where(told > 0, operation.agent, -1) if self.by_agents else None
+        self.shared.mark_written(operation.cells, operation.lanes, operation.line, clocks, agents)
+
+    def wait(self, left: int, mask: Mask, line: int) -> None:
+        super().wait(left, mask, line)
+        self._know(mask)
+
+    def wait_all(self, mask: Mask, line: int) -> None:
+        super().wait_all(mask, line)
+        self._know(mask)
+
+    def _know(self, mask: Mask) -> None:
+        """Warps that wait know of their copies, whoever brought them."""
+        for warp in np.unique(self.lanes.warp[self.lanes.active(mask)]).tolist() if self.brought else ():
+            for agent, clock in self.brought[warp].items():
+                seen = self.shared.clocks.seen
+                seen[warp, agent] = max(seen[warp, agent], clock)
+
+    def _told(self, warp: int, agent: int, clock: int) -> Knowledge:
+        """What a warp knows that arrives when its copies have, which an agent brings at a clock."""
+        self.brought[warp][agent] = clock
+        told = self.shared.clocks.tell(warp)
+        for other, when in self.brought[warp].items():
+            told.seen[other] = max(told.seen[other], when)
+        return told
 
     def arrive_at(self, mbarriers: Mbarriers, address: Any, offset: int, counted: bool, mask: Mask, line: int) -> None:
         """cp.async.mbarrier.arrive: each thread arrives when its copies so far have; `counted`: as was expected."""
         clocks = self.shared.clocks
         for place, lanes in mbarriers.each(address, offset, mask, line):
             now, told = clocks.now.copy(), NOTHING
+            agent = clocks.agent(place % self.shared.stride, generic=True)
+            clock = clocks.tick(int(self.lanes.cta[lanes[0]]), agent)
             for warp in np.unique(self.lanes.warp[lanes]).tolist():
-                told = joined(told, clocks.tell(warp))
+                told = joined(told, self._told(warp, agent, clock))
             for one in self.flight:
                 new = np.isin(one.lanes, lanes) & (one.told == 0)
-                one.told[new] = now[self.lanes.warp[one.lanes[new]]]
+                one.told[new], one.agent[new], one.clock[new] = now[self.lanes.warp[one.lanes[new]]], agent, clock
 
-            def land(lanes: Indices = lanes, now: NDArray[np.int64] = now) -> None:
+            def land(lanes: Indices, now: NDArray[np.int64] = now) -> None:
                 before = [(one.told > 0) & (one.told <= now[self.lanes.warp[one.lanes]]) for one in self.flight]
+                self.by_agents = True
                 self._land([np.isin(one.lanes, lanes) & these for one, these in zip(self.flight, before, strict=True)])
+                self.by_agents = False
 
-            mbarriers.arrive_later(mbarriers.find(place, lanes, line), land, told, len(lanes), counted, line)
+            mbarriers.arrive_later(mbarriers.find(place, lanes, line), land, told, lanes, counted, line)

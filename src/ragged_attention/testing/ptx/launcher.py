@@ -133,7 +133,7 @@ class Emulator:
         program = parsing.parse(text)
         values = list(compiled.values(given))
         operands = ((name, value.operand if isinstance(value, Tiles) else value) for name, value in values)
-        space, addresses = self._mapped([(name, value) for name, value in operands if isinstance(value, Operand)])
+        space, addresses = self.mapped([(name, value) for name, value in operands if isinstance(value, Operand)])
         flat = [value.within(addresses) if isinstance(value, Operand | Tiles) else value for _, value in values]
         flat += self._for_triton(space, math.prod(grid) * compiled.scratch)[: len(program.params) - len(flat)]
         numbers = {name: number(kind, value) for (name, kind), value in zip(program.params, flat, strict=True)}
@@ -158,8 +158,8 @@ class Emulator:
             return [0, 0]
         return [space.add(np.zeros(size, np.uint8), "Triton's global scratch", None, np.zeros(size, bool)), 0]
 
-    def _mapped(self, operands: Sequence[tuple[str, "Operand"]]) -> tuple[memory.Memory, dict[int, int]]:
-        """Memory that holds the operands' allocations, and the address of each operand by its id.
+    def mapped(self, operands: Sequence[tuple[str, "Operand"]]) -> tuple[memory.Memory, dict[int, int]]:
+        """Memory, to be sealed, that holds the operands' allocations, and the address of each operand by its id.
 
         Operands that share an allocation share it there; what may be touched are the elements of any of them.
         """

@@ -1,14 +1,15 @@
 """Runs a kernel over a grid: where each thread is, barriers, and the objects that do the work.
 
 Threads of several CTAs run at a time, as lanes of the same arrays. Among lanes that stand at different blocks those at
-the lowest go first, so that lanes that diverged meet again where they can; with a seed, warps (or warpgroups) are drawn
-that may run ahead of others. Hazards are found by clocks, not by chance, so one order shows most; other orders show
-what a value does that another thread took too early. Lanes that wait, at an mbarrier or for a lock, let others go
-first; if nobody else can go on, that is a deadlock.
+the lowest go first, so that lanes that diverged meet again where they can. The text need not have blocks in such an
+order: before what a warp executes together, lanes wait for those of their warp that can still come there. With a seed,
+warps (or warpgroups) are drawn that may run ahead of others. Hazards are found by clocks, not by chance, so one order
+shows most; other orders show what a value does that another thread took too early. Lanes that wait, at an mbarrier or
+for a lock, let others go first; if nobody else can go on, that is a deadlock.
 
 Known leniencies beside those that the modules name: threads that have ended count as arrived at a barrier that says no
-number of threads; a loop that waits for another thread to change memory by other than atomic operations may never end;
-setmaxnreg counts no registers. Refused, as `Unknown`: clusters, tcgen05, generic addresses, calls.
+number of threads; a loop that waits for another thread to change memory by other than atomic operations may never end.
+Refused, as `Unknown`: clusters, tcgen05, generic addresses, calls.
 """
 
 import dataclasses
@@ -33,7 +34,7 @@ from ragged_attention.testing.ptx.shared import Shared
 from ragged_attention.testing.ptx.spaces import Local, Parameters
 from ragged_attention.testing.ptx.translation import Program, translate
 from ragged_attention.testing.ptx.warpgroups import GROUP, Warpgroups
-from ragged_attention.testing.ptx.warps import Warps
+from ragged_attention.testing.ptx.warps import Warps, most_registers
 
 __all__ = ["Fault", "Outcome", "Report", "Unknown", "launch"]
 
@@ -124,10 +125,11 @@ class Machine:
         self.mbarriers = Mbarriers(lanes, self.shared)
         parameters = Parameters(lanes, image(self.kernel, params))
         self.bulk = Bulk(lanes, self.shared, access, self.mbarriers, parameters.data)
+        self.warps = Warps(lanes, self.shared, self.kernel.most_registers or most_registers(lanes.threads))
         self.warpgroups = Warpgroups(lanes, self.shared)
         space = _storage(program.names, lanes, params) | _variables(program.names, memory) | {
             "np": np, "n": numbers, "memory": access, "shared": self.shared, "copies": self.copies,
-            "warps": Warps(lanes, self.shared), "warpgroups": self.warpgroups, "busy": self.warpgroups.busy,
+            "warps": self.warps, "warpgroups": self.warpgroups, "busy": self.warpgroups.busy,
             "mbarriers": self.mbarriers, "bulk": self.bulk, "params": parameters,
             "local": Local(lanes, self.kernel.locals[""]),
         }  # fmt: skip
@@ -138,6 +140,7 @@ class Machine:
         self.barrier, self.counted = np.zeros(lanes.count, np.int64), np.zeros(lanes.count, np.int64)
         self.together_only = np.array([_needs_a_warp(block) for block in self.kernel.blocks])
         self.arrived: dict[tuple[int, int], list[tuple[int, list[Knowledge]]]] = {}
+        self.before: dict[int, NDArray[np.bool_]] = {}  # by a block that warps execute together: see `_before`
         self.executed, self.reached = 0, set()
         self.looked, self.changes = 0, 0  # how often all that wait looked again since the last of `lanes.changes`
         whole_groups = "wgmma" in self.kernel.text and lanes.threads % GROUP == 0
@@ -158,7 +161,7 @@ class Machine:
                 self._go_on(index, block, mask, taken)
         if self.parked.any():
             raise self._deadlock(self.parked)
-        for one in (self.copies, self.warpgroups, self.bulk, self.mbarriers):
+        for one in (self.copies, self.warpgroups, self.bulk, self.mbarriers, self.warps):
             one.end()
 
     def _deadlock(self, stuck: NDArray[np.bool_]) -> Fault:
@@ -194,6 +197,29 @@ class Machine:
 
     def _choose(self, free: NDArray[np.bool_]) -> tuple[int, NDArray[np.bool_]]:
         """The block to execute, and the lanes that do."""
+        left = free
+        while left.any():
+            index, mask = self._lowest(left)
+            early = self._early(index, mask, free)
+            if early is None:
+                return index, mask
+            if (whole := mask & ~early).any():
+                return index, whole
+            left = left & ~early
+        return self._lowest(free)
+
+    def _early(self, index: int, mask: NDArray[np.bool_], free: NDArray[np.bool_]) -> NDArray[np.bool_] | None:
+        """Of lanes at a block that warps execute together, those before which others of their warp can come to it."""
+        if not self.together_only[index]:
+            return None
+        if index not in self.before:
+            self.before[index] = _before(self.kernel.blocks, index)
+        coming = free & ~mask & self.before[index][np.minimum(self.at, len(self.kernel.blocks))]
+        warps = (coming.reshape(-1, WARP).any(1) & mask.reshape(-1, WARP).any(1)).repeat(WARP)
+        return mask & warps if warps.any() else None
+
+    def _lowest(self, free: NDArray[np.bool_]) -> tuple[int, NDArray[np.bool_]]:
+        """The lowest block at which lanes stand, or that of a warp which is drawn; and the lanes there."""
         if self.rng is None:
             index = int(self.at[free].min())
             return index, free & (self.at == index)
@@ -264,6 +290,24 @@ def _variables(names: Names, memory: Memory) -> dict[str, Any]:
     if missing := names.variables.keys() - memory.variables.keys():
         raise Unknown(f"the variable {', '.join(missing)}, which is not in memory")
     return {name: np.uint64(memory.variables[variable]) for variable, name in names.variables.items()}
+
+
+def _before(blocks: Sequence[Block], index: int) -> NDArray[np.bool_]:
+    """[blocks and one more]: those from which threads can come to a block; not itself, nor the last, where they end."""
+    comes_from: dict[int, list[int]] = {}
+    for number, block in enumerate(blocks):
+        ways = {number + 1} if block.ending != "branch" or block.guard else set()
+        ways |= {block.target} if block.ending == "branch" else set()
+        for way in ways if block.ending != "return" or block.guard else ():
+            comes_from.setdefault(way, []).append(number)
+    found, left = np.zeros(len(blocks) + 1, bool), [index]
+    while left:
+        for number in comes_from.get(left.pop(), ()):
+            if not found[number]:
+                found[number] = True
+                left.append(number)
+    found[index] = False
+    return found
 
 
 def _needs_a_warp(block: Block) -> bool:

@@ -198,20 +198,26 @@ class Mbarriers:
     def arrive_later(
         self,
         found: Mbarrier,
-        land: Callable[[], None],
+        land: Callable[[Indices], None],
         told: Knowledge,
-        count: int,
+        lanes: Indices,
         counted: bool,
         line: int,
     ) -> None:
-        """Let `count` threads arrive when `land` has brought what they wait for; more are expected if not `counted`."""
-        found.pending += 0 if counted else count
+        """Let each of `lanes` arrive when `land` has brought what it waits for; more are expected if not `counted`.
 
-        def come() -> None:
-            land()
+        Those that a phase does without arrive in the next one, after it.
+        """
+        found.pending += 0 if counted else len(lanes)
+
+        def come(lanes: Indices = lanes) -> None:
+            first = lanes if found.bytes else lanes[: found.pending]
+            land(first)
             found.coming = joined(found.coming, told)
-            for _ in range(count):
+            for _ in range(len(first)):
                 self._count(found, 1, line)
+            if (rest := lanes[len(first) :]).size:
+                found.flight.insert(0, (lambda: come(rest), None))
 
         found.flight.append((come, None))  # who made the copies tells of those that nobody waits for
 

@@ -5,6 +5,9 @@ written, one's read of what the other wrote, or a plain access to what the other
 flags that are atomic operations which release and acquire are understood (`ordering`), others not: their reads are
 reported. Accesses outside the buffers or not aligned to their size end the run. Not watched: threads of one CTA racing
 in global memory.
+
+A launch may begin before the one before it has ended. Then a thread that touches what that one wrote, or writes what
+that one read, must have waited for it: `griddepcontrol.wait` counts for the thread that executes it alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,8 +48,15 @@ class Memory:
         for name, data in variables.items():
             self.variables[name] = self.add(np.frombuffer(bytearray(data), np.uint8), name)
 
-    def seal(self) -> None:
-        """Copy the buffers' bytes to where kernels see them."""
+    def seal(self, *, overlapping: bool = False) -> None:
+        """Copy the buffers' bytes to where kernels see them.
+
+        `overlapping`: for a launch that may begin before the last one has ended, which the buffers are as left by.
+        """
+        self.unfinished: tuple[NDArray[np.bool_], NDArray[np.bool_]] | None = None  # what that one wrote, and touched
+        if overlapping:
+            written = (self.writer.cta != 0) | (self.changer.cta != 0)
+            self.unfinished = written, written | (self.reader.cta != 0)
         self.bytes = np.full(self.size, 0xFF, np.uint8)
         allowed = np.zeros(self.size, bool)
         self.ready = np.zeros(self.size, bool)
@@ -91,6 +101,7 @@ class GlobalAccess:
         self.memory, self.lanes, self.reporter = memory, lanes, lanes.reporter
         self.order = Order(lanes, clocks, memory.released)
         self.found: dict[int, tuple[Any, Any]] = {}  # by line: what each lane found there, and whether it ever did
+        self.early = np.full(lanes.count, memory.unfinished is not None)  # which did not wait for the launch before
 
     def place(self, lanes: Indices, address: Any, offset: int, size: int, line: int, what: str) -> Indices:
         """Where [lanes] accesses of `size` bytes begin in memory, which must be allowed and aligned."""
@@ -121,9 +132,21 @@ class GlobalAccess:
             row = int(np.flatnonzero(bad.any(1))[0])
             self.reporter.say(line, text, self.memory.name_of(int(rows[row]) * size + int(bad[row].argmax())))
 
+    def wait_for_launch_before(self, mask: Mask) -> None:
+        """griddepcontrol.wait."""
+        self.early[self.lanes.active(mask)] = False
+
+    def _expect_waited(self, lanes: Indices, rows: Indices, size: int, line: int, writes: bool) -> None:
+        """Report what lanes that did not wait for the launch before touch of its memory."""
+        if self.memory.unfinished is not None and (early := self.early[lanes]).any():
+            bad = self.memory.unfinished[writes].reshape(-1, size)[rows] & early[:, None]
+            how = "writes what the launch before touches" if writes else "reads what the launch before writes"
+            self._say(line, rows, size, bad, f"{how}, and did not wait for it")
+
     def read(self, lanes: Indices, index: Indices, size: int, line: int) -> NDArray[np.uint8]:
         """Bytes [lanes, size] at `index`."""
         rows = index // size
+        self._expect_waited(lanes, rows, size, line, writes=False)
         self._say(line, rows, size, ~self.memory.ready.reshape(-1, size)[rows], "reads what nobody wrote")
         for shadow, how in ((self.memory.writer, "wrote"), (self.memory.changer, "changes by atomic operations")):
             others = self.order.others(shadow, rows, size, lanes)
@@ -141,6 +164,19 @@ class GlobalAccess:
         elements = self.read(lanes, index, size, line).view(dtype)
         deal(elements, registers, lanes)
 
+    def load_constant(
+        self, registers: Sequence[Any], address: Any, offset: int, dtype: str, mask: Mask, line: int
+    ) -> None:
+        """ld.global.nc, by a cache that nobody tells of writes: of what no launch writes that may still run."""
+        lanes, memory = self.lanes.active(mask), self.memory
+        size = int(dtype[1:]) * len(registers)
+        rows = self.place(lanes, address, offset, size, line, "read") // size
+        written = (memory.writer.cta.reshape(-1, size)[rows] | memory.changer.cta.reshape(-1, size)[rows]) != 0
+        if memory.unfinished is not None:
+            written |= memory.unfinished[0].reshape(-1, size)[rows]
+        self._say(line, rows, size, written, "reads by ld.nc what this launch or the one before it writes")
+        self.load(registers, address, offset, dtype, mask, line)
+
     def store(self, values: Sequence[Any], address: Any, offset: int, size: int, mask: Mask, line: int) -> None:
         """st.global: elements of `size` bytes, one behind the other."""
         lanes = self.lanes.active(mask)
@@ -153,6 +189,7 @@ class GlobalAccess:
         """Bytes [lanes, n] to where `index` says."""
         size, order = data.shape[1], self.order
         rows, table = index // size, self.memory.bytes.reshape(-1, size)
+        self._expect_waited(lanes, rows, size, line, writes=True)
         different = order.others(self.memory.writer, rows, size, lanes) & (table[rows] != data)
         self._say(line, rows, size, different, "two CTAs write different values to one place of global memory")
         read = order.others(self.memory.reader, rows, size, lanes) & (table[rows] != data)
@@ -214,6 +251,7 @@ class GlobalAccess:
         """An atomic operation of each lane at its index: the bits that each found, and which changed any."""
         rows, looks = index // size, operation == LOOK
         verb = "reads" if looks else "changes"
+        self._expect_waited(lanes, rows, size, line, writes=not looks)
         if reads:
             self._say(line, rows, size, ~self.memory.ready.reshape(-1, size)[rows], f"{verb} what nobody wrote")
         shadows = ((self.memory.writer, "wrote"), (self.memory.reader, "read"))

@@ -13,7 +13,7 @@ from ragged_attention.testing.ptx.operands import PARAM_WINDOW, Statement, Type,
 
 # Hints, which change how fast memory is and nothing else.
 CACHE_HINTS = (
-    *("ca", "cg", "cs", "cv", "lu", "wb", "wt", "nc"),
+    *("ca", "cg", "cs", "cv", "lu", "wb", "wt"),
     *(f"L1::{word}" for word in ("evict_normal", "evict_unchanged", "evict_first", "evict_last", "no_allocate")),
     *("L2::64B", "L2::128B", "L2::256B"),
 )
@@ -26,7 +26,8 @@ FENCES = {
 WITHOUT_EFFECT = {
     "membar.cta",
     *(f"fence.{order}.{scope}" for order in ("acq_rel", "sc", "acquire", "release") for scope in ("cta", "cluster")),
-    *("griddepcontrol.wait", "griddepcontrol.launch_dependents", "fence.proxy.async.global"),
+    "fence.proxy.async.global",
+    "griddepcontrol.launch_dependents",  # lets a launch begin that could have begun anyway, had this one ended
     "fence.mbarrier_init.release.cluster",  # other CTAs of a cluster need it, of which there are none
 }
 WORD, LONG = ("u", 4), ("u", 8)
@@ -78,6 +79,7 @@ def load(s: Statement) -> list[str]:
         s.modifiers.clear()
         return s.extend(s.names.parameter(s.operands[1], t.size), "u", t.size)
     space = "params" if s.flag("param") else _space(s)
+    constant = space == "memory" and s.flag("nc")
     _hints(s)
     strong = _strong(s, "acquire") if space == "memory" else None
     registers = _registers(s, 0, s.take("v2", "v4"))
@@ -93,7 +95,8 @@ def load(s: Statement) -> list[str]:
         orders = (strong == "acquire", False)
         return [f"memory.atomic('look', 'u', {t.size}, ({targets}), {address}, {offset}, (), {orders}, {ends})"]
     dtype = f"{'i' if letter == 's' else 'u'}{t.size}"
-    return [f"{space}.load(({targets}), {address}, {offset}, '{dtype}', {ends})"]
+    name = "load_constant" if constant else "load"
+    return [f"{space}.{name}(({targets}), {address}, {offset}, '{dtype}', {ends})"]
 
 
 def store(s: Statement) -> list[str]:
@@ -188,11 +191,15 @@ def copy(s: Statement) -> list[str]:
     s.need("ca", "cg")
     s.need("shared", "shared::cta")
     s.need("global")
+    policy = s.flag("L2::cache_hint")
     _hints(s)
-    s.expect(3, 4)
-    if len(s.operands) == 4 and s.names.kernel.type_of(s.operands[3].lstrip("!")) == "pred":
+    s.expect(3 + policy, 4 + policy)
+    if policy:  # how long the L2 cache keeps the bytes
+        s.value(len(s.operands) - 1, "u", 8)
+    sized = len(s.operands) == 4 + policy
+    if sized and s.names.kernel.type_of(s.operands[3].lstrip("!")) == "pred":
         raise s.refused("a predicate that has the source ignored")
-    given = s.value(3, "u", 4) if len(s.operands) == 4 else "None"
+    given = s.value(3, "u", 4) if sized else "None"
     (target, target_offset), (source, source_offset) = map(s.names.address, s.operands[:2])
     size = int(s.operands[2], 0)
     return [f"copies.start({target}, {target_offset}, {source}, {source_offset}, {size}, {given}, {s.mask}, {s.line})"]
@@ -208,6 +215,9 @@ def nothing(s: Statement) -> list[str]:
     if s.instruction.opcode in FENCES:
         s.modifiers.clear()
         return [f"memory.fence({s.mask})"]
+    if s.instruction.opcode == "griddepcontrol.wait":
+        s.modifiers.clear()
+        return [f"memory.wait_for_launch_before({s.mask})"]
     if s.instruction.opcode in WITHOUT_EFFECT:
         s.modifiers.clear()
     elif s.instruction.opcode == "bar.warp.sync":
@@ -229,7 +239,7 @@ def elect(s: Statement) -> list[str]:
 
 
 def registers(s: Statement) -> list[str]:
-    """setmaxnreg, which has no effect here."""
+    """setmaxnreg, of which only the sum over a CTA matters here."""
     s.need("inc", "dec")
     for modifier in ("sync", "aligned", "u32"):
         s.need(modifier)
@@ -237,7 +247,7 @@ def registers(s: Statement) -> list[str]:
     count = int(s.operands[0])
     if count % 8 or not 24 <= count <= 256:
         raise s.refused("a number of registers that cannot be")
-    return [f"warps.reserve({s.mask}, {s.line})"]
+    return [f"warps.reserve({count}, {s.mask}, {s.line})"]
 
 
 def trap(s: Statement) -> list[str]:

@@ -71,7 +71,8 @@ class Kernel:
     each register or, with a `<` behind the prefix, of a numbered row of them; `sources` the Python line ("file:line")
     of each PTX line, behind the lines that call the function it is in, outermost first; `symbols` the names of shared
     memory of a size that the launch tells; `locals` where in a thread's own memory its arrays begin and, by the empty
-    name, end; `variables` what arrays of constants hold; `threads` those of a CTA, 0 if not said.
+    name, end; `variables` what arrays of constants hold; `threads` those of a CTA and `most_registers` those of a
+    thread, 0 if not said.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Kernel:
     symbols: frozenset[str]
     locals: Mapping[str, int]
     variables: Mapping[str, bytes]
+    most_registers: int
 
     @functools.cached_property
     def offsets(self) -> dict[str, int]:
@@ -115,26 +117,29 @@ def split_operands(text: str) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=64)
-def parse(text: str) -> Kernel:
-    """Read the first kernel of a PTX module."""
-    header = re.search(r"\.entry\s+([\w$]+)\s*\((.*?)\)(.*?)\{", text, re.S)
+def parse(text: str, name: str = "") -> Kernel:
+    """Read a kernel of a PTX module: the one of this name, or the first."""
+    wanted = re.escape(name) or r"[\w$]+"
+    header = re.search(rf"\.entry\s+({wanted})\s*\((.*?)\)(.*?)\{{", text, re.S)
     if not header:
-        raise Unknown("a PTX text without a kernel (.entry)")
+        raise Unknown(f"a PTX text without {f'the kernel {name}' if name else 'a kernel'} (.entry)")
     params = [_param(one) for one in re.sub(r"//.*", "", header[2]).split(",") if one.strip()]
     threads = re.search(r"\.reqntid\s+(\d+)(?![\d\s]*,)", re.sub(r",\s*1\b", "", header[3]))
     if ".reqntid" in header[3] and not threads:
         raise Unknown("CTAs of more than one dimension (.reqntid)")
     body = _Body(text, header.end())
+    behind = re.compile(r"^\s*(?:\.visible\s+)?\.(?:entry|func)\b", re.M).search(text, header.end())
     return Kernel(
         name=header[1],
         params=params,
         widths=body.widths,
         blocks=_blocks(body.statements, body.last_line),
         threads=int(threads[1]) if threads else 0,
-        text=text,
+        text=text[header.start() : behind.start() if behind else len(text)],
         sources=body.sources,
         locals=body.locals,
         variables=_variables(text),
+        most_registers=int(registers[1]) if (registers := re.search(r"\.maxnreg\s+(\d+)", header[3])) else 0,
         symbols=frozenset(re.findall(r"\.extern\s+\.shared\b[^;]*?([\w$]+)\s*\[\s*\]\s*;", text[: header.start()])),
     )
 

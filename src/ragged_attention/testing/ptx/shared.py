@@ -102,10 +102,14 @@ class Shared:
         unordered = self.written_at[cells] > self.clocks.seen[warp[:, None], self.written_by[cells]]
         self.hazard(line, cells, unordered & ~same, "overwrites what another warp wrote, no barrier between")
 
-    def mark_written(self, cells: Cells, lanes: Indices, line: int, clocks: Any = None) -> None:
-        """The writes of lanes, visible to their warps from now on, at these clocks [lanes] or those of now."""
+    def mark_written(self, cells: Cells, lanes: Indices, line: int, clocks: Any = None, by: Any = None) -> None:
+        """The writes of lanes, visible to their warps from now on, at these clocks [lanes] or those of now.
+
+        `by` [lanes] are agents in whose name they are, and -1 of those in a warp's own.
+        """
         clocks = self.clocks.now[self.lanes.warp[lanes]] if clocks is None else clocks
-        self.written_by[cells] = self.lanes.local[lanes][:, None]
+        local = self.lanes.local[lanes]
+        self.written_by[cells] = (local if by is None else np.where(by < 0, local, by))[:, None]
         self.written_at[cells] = clocks[:, None]
         self.written_line[cells] = line
         self.written[cells], self.atomic[cells] = True, False

@@ -1,8 +1,11 @@
 """What the threads of a warp do together: shuffles, votes, reductions, and matrices in their registers.
 
+Of setmaxnreg only what warpgroups have in the end is counted, not when.
+
 Sums of `mma` are float32 sums in NumPy's order (of 8-bit integers they are exact); the ISA leaves theirs open.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +17,8 @@ from ragged_attention.testing.ptx.lanes import WARP, Indices, Lanes, Mask
 from ragged_attention.testing.ptx.shared import Shared
 
 Registers = Sequence[NDArray[Any]]
+PER_GROUP = 4  # warps of a warpgroup
+REGISTERS = 1 << 16  # of a multiprocessor, each of 32 bits
 
 
 def gather(registers: Registers, warps: Indices) -> NDArray[Any]:
@@ -56,11 +61,21 @@ def right_operand(registers: Registers, warps: Indices, kind: str) -> NDArray[np
     return parts.transpose(1, 0, 3, 4, 2).reshape(len(warps), -1, 8)
 
 
-class Warps:
-    """The warps of some CTAs."""
+def most_registers(threads: int) -> int:
+    """Of a thread of a CTA of so many: what a multiprocessor has for each, as ptxas gives them out."""
+    return min(255, REGISTERS // threads // 8 * 8)
 
-    def __init__(self, lanes: Lanes, shared: Shared) -> None:
+
+class Warps:
+    """The warps of some CTAs, whose threads are launched with so many `registers` each.
+
+    `reserved` has by warp how many registers it asked for with setmaxnreg, and at which lines.
+    """
+
+    def __init__(self, lanes: Lanes, shared: Shared, registers: int) -> None:
         self.lanes, self.shared, self.reporter = lanes, shared, lanes.reporter
+        self.registers = registers
+        self.reserved: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
 
     def members(self, named: Any, mask: Mask, line: int) -> NDArray[np.bool_]:
         """The lanes that take part, as bools [lanes].
@@ -91,11 +106,28 @@ class Warps:
         if out is not None:
             out[active] = leader[active]
 
-    def reserve(self, mask: Mask, line: int) -> None:
-        """setmaxnreg: all warps of a warpgroup execute it."""
-        groups = np.unique(self.lanes.whole_warps(mask, line) // 4, return_counts=True)[1]
-        if (groups != 4).any():
-            raise self.reporter.fault(line, "part of a warpgroup executes setmaxnreg")
+    def reserve(self, count: int, mask: Mask, line: int) -> None:
+        """setmaxnreg: what a warp's threads may use from here on; all of its warpgroup have to ask for the same."""
+        for warp in self.lanes.whole_warps(mask, line).tolist():
+            self.reserved[warp].append((count, line))
+
+    def end(self) -> None:
+        """The kernel is over: whether CTAs had the registers that they asked for, for which warps else wait in vain."""
+        groups = -(-self.lanes.warps // PER_GROUP)
+        for cta in range(self.lanes.ctas if self.reserved else 0):
+            total = 0
+            for group in range(groups):
+                first = cta * self.lanes.warps + group * PER_GROUP
+                asked = [
+                    self.reserved[warp] for warp in range(first, min(first + PER_GROUP, (cta + 1) * self.lanes.warps))
+                ]
+                if any(one != asked[0] for one in asked):
+                    line = max(line for one in asked for _, line in one)
+                    raise self.reporter.fault(line, "part of a warpgroup executes setmaxnreg")
+                total += (asked[0][-1][0] if asked[0] else self.registers) * len(asked) * WARP
+            if total > (given := self.registers * self.lanes.threads):
+                line = max(line for one in self.reserved.values() for _, line in one)
+                raise self.reporter.fault(line, f"a CTA asks for {total} registers by setmaxnreg, and has {given}")
 
     def trap(self, mask: Mask, line: int) -> None:
         """trap: a fault if any thread comes here."""

@@ -1,0 +1,100 @@
+// In place of the CUDA runtime and driver, for a machine without either: a launch and a tensor map that the kernels' host
+// code asks for are told to whoever listens, and nothing runs. Linked with what nvcc makes of the kernels, whose PTX is in
+// the library.
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstring>
+#include <map>
+#include <string>
+
+#include "../api.h"
+
+extern "C" {
+
+// Of a launch: the name of the kernel in the PTX, its arguments, and the numbers below. Returns a cudaError_t.
+enum { RA_GRID = 0, RA_BLOCK = 3, RA_SHARED = 6, RA_DEPENDENT = 7, RA_LAUNCH_NUMBERS = 8 };
+typedef int (*RaLaunched)(char const* kernel, void** arguments, int64_t const* numbers);
+// Of a tensor map, what cuTensorMapEncodeTiled takes; `codes` are type, interleaving, swizzle and filling. Returns a CUresult.
+typedef int (*RaEncoded)(void* map, void* address, uint32_t rank, uint64_t const* dims, uint64_t const* strides,
+                         uint32_t const* box, uint32_t const* steps, int32_t const* codes);
+
+static RaLaunched launched;
+static RaEncoded encoded;
+static void const* binary;
+
+static std::map<void const*, std::string>& kernels() {
+  static std::map<void const*, std::string> found;  // made on first use, which may be while libraries are loaded
+  return found;
+}
+
+RA_API void ra_listen(RaLaunched on_launch, RaEncoded on_encode) { launched = on_launch, encoded = on_encode; }
+RA_API void const* ra_fat_binary(void) { return binary; }
+
+// ---- what nvcc's own code calls when the library is loaded
+
+struct FatBinary {
+  int magic, version;
+  void const* data;
+  void const* unused;
+};
+void** __cudaRegisterFatBinary(void* given) {
+  static void* handle;
+  binary = static_cast<FatBinary*>(given)->data;
+  return &handle;
+}
+void __cudaRegisterFatBinaryEnd(void**) {}
+void __cudaUnregisterFatBinary(void**) {}
+void __cudaRegisterFunction(void**, char const* function, char*, char const* name, int, void*, void*, void*, void*, int*) {
+  kernels()[function] = name;
+}
+// Variables of the device, of which the kernels read none.
+void __cudaRegisterVar(void**, char*, char*, char const*, int, size_t, int, int) {}
+// Launches by <<< >>>, which the kernels' host code has none of; nvcc's code for each kernel names them all the same, those
+// of CUDA 12 or those of 13.
+cudaError_t __cudaPopCallConfiguration(dim3*, dim3*, size_t*, void*) { return cudaErrorNotSupported; }
+cudaError_t __cudaGetKernel(cudaKernel_t*, void const*) { return cudaErrorNotSupported; }
+cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3, dim3, void**, size_t, cudaStream_t) { return cudaErrorNotSupported; }
+cudaError_t cudaLaunchKernel(void const*, dim3, dim3, void**, size_t, cudaStream_t) { return cudaErrorNotSupported; }
+
+// ---- the runtime
+
+cudaError_t cudaFuncSetAttribute(void const*, cudaFuncAttribute, int) { return cudaSuccess; }
+cudaError_t cudaLaunchKernelExC(cudaLaunchConfig_t const* config, void const* function, void** arguments) {
+  int64_t dependent = 0;
+  for (unsigned i = 0; i < config->numAttrs; ++i) {
+    if (config->attrs[i].id != cudaLaunchAttributeProgrammaticStreamSerialization) return cudaErrorNotSupported;
+    dependent = config->attrs[i].val.programmaticStreamSerializationAllowed;
+  }
+  auto const found = kernels().find(function);
+  if (!launched || found == kernels().end()) return cudaErrorInvalidDeviceFunction;
+  dim3 const grid = config->gridDim, block = config->blockDim;
+  int64_t const numbers[RA_LAUNCH_NUMBERS] = {
+      grid.x, grid.y, grid.z, block.x, block.y, block.z, int64_t(config->dynamicSmemBytes), dependent};
+  return cudaError_t(launched(found->second.c_str(), arguments, numbers));
+}
+
+static CUresult encode(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* address, cuuint64_t const* dims,
+                       cuuint64_t const* strides, cuuint32_t const* box, cuuint32_t const* steps,
+                       CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle, CUtensorMapL2promotion,
+                       CUtensorMapFloatOOBfill fill) {
+  int32_t const codes[] = {int32_t(type), int32_t(interleave), int32_t(swizzle), int32_t(fill)};
+  if (!encoded) return CUDA_ERROR_NOT_INITIALIZED;
+  return CUresult(encoded(map, address, rank, reinterpret_cast<uint64_t const*>(dims),
+                          reinterpret_cast<uint64_t const*>(strides), box, steps, codes));
+}
+cudaError_t cudaGetDriverEntryPointByVersion(char const* name, void** function, unsigned, unsigned long long,
+                                             cudaDriverEntryPointQueryResult* result) {
+  bool const known = !strcmp(name, "cuTensorMapEncodeTiled");
+  *function = known ? reinterpret_cast<void*>(&encode) : nullptr;
+  *result = known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  return cudaSuccess;
+}
+
+// Of the functions that ask about a device or say what an error is, which only users of a GPU call.
+cudaError_t cudaDeviceGetAttribute(int*, cudaDeviceAttr, int) { return cudaErrorNoDevice; }
+cudaError_t cudaDriverGetVersion(int*) { return cudaErrorNoDevice; }
+cudaError_t cudaRuntimeGetVersion(int*) { return cudaErrorNoDevice; }
+char const* cudaGetErrorString(cudaError_t) { return "no device is here"; }
+
+}  // extern "C"

@@ -1,0 +1,156 @@
+"""Launches of CUDA kernels that nvcc compiled: their own host code asks for them, and their PTX is emulated.
+
+The library has that host code, linked with what tells of launches and tensor maps in place of the CUDA runtime
+(`kernels_cuda/csrc/emulator/recorder.cc`), and the PTX. So grids, parameters and tensor maps are those of a GPU.
+"""
+
+import ctypes
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragged_attention.devices import shared_memory_of
+from ragged_attention.testing.ptx import machine, parsing
+from ragged_attention.testing.ptx.errors import Unknown
+from ragged_attention.testing.ptx.launcher import Emulator, Operand
+from ragged_attention.testing.ptx.tensor_maps import TensorMap
+
+MAGIC, PTX = 0xBA55ED50, 1  # of a fat binary, and of those of its entries that are PTX
+# The codes of CUtensorMapDataType in those of tensor maps, where they are others.
+ELEMENTS = {8: 9, 9: 10}
+INVALID_VALUE, UNKNOWN = 1, 999  # errors of CUDA
+Launched = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_int64)
+)
+Encoded = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32, ctypes.POINTER(ctypes.c_uint64),
+    ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_uint32), ctypes.POINTER(ctypes.c_uint32),
+    ctypes.POINTER(ctypes.c_int32),
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A launch as the host code asked for it; `dependent`: it may begin before the one before it has ended."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    threads: int
+    shared: int
+    dependent: bool
+    params: tuple[NDArray[np.uint8], ...]
+
+
+class Library:
+    """A library of kernels that tells of its launches."""
+
+    def __init__(self, path: Path) -> None:
+        self.loaded = ctypes.CDLL(str(path))
+        self.loaded.ra_fat_binary.restype = ctypes.c_void_p
+        self.text = ptx_of(self.loaded.ra_fat_binary())
+        self._launches: list[Launch] = []
+        self._failed: list[Exception] = []
+        self._listeners = Launched(self._launched), Encoded(self._encoded)
+
+    def launches(self, function: str, record: ctypes.Structure) -> tuple[int, list[Launch]]:
+        """What a function of the library returns for a record, and the launches that it asked for."""
+        self._launches, self._failed = [], []
+        self.loaded.ra_listen(*self._listeners)  # which lives for as long as it is called, whoever else listened before
+        code = getattr(self.loaded, function)(ctypes.byref(record), None)
+        if self._failed:
+            raise self._failed[0]
+        return code, self._launches
+
+    def _launched(self, name: bytes, arguments: Any, numbers: Any) -> int:
+        try:
+            kernel = parsing.parse(self.text, name.decode())
+            sizes = [parsing.size_of(kind) for _, kind in kernel.params]
+            params = tuple(np.array(_bytes(arguments[at], size)) for at, size in enumerate(sizes))
+            if numbers[4] != 1 or numbers[5] != 1:
+                raise Unknown("CTAs of more than one dimension")
+            grid = numbers[0], numbers[1], numbers[2]
+            self._launches.append(Launch(kernel.name, grid, numbers[3], numbers[6], bool(numbers[7]), params))
+        except Exception as error:  # which cannot pass through C
+            self._failed.append(error)
+            return UNKNOWN
+        return 0
+
+    def _encoded(
+        self, target: int, address: int, rank: int, dims: Any, strides: Any, box: Any, steps: Any, codes: Any
+    ) -> int:
+        try:
+            elements, interleaving, swizzle, filling = map(int, codes[:4])
+            if interleaving or any(step != 1 for step in steps[:rank]):
+                raise Unknown("a tensor map with steps between elements or with interleaving")
+            found = TensorMap(
+                address, tuple(dims[:rank]), tuple(strides[: rank - 1]), tuple(box[:rank]),
+                ELEMENTS.get(elements, elements), swizzle, bool(filling),
+            )  # fmt: skip
+            if found.wrong():
+                return INVALID_VALUE
+            data = found.pack()
+            ctypes.memmove(target, data.tobytes(), data.size)
+        except Exception as error:
+            self._failed.append(error)
+            return UNKNOWN
+        return 0
+
+
+def ptx_of(binary: int) -> str:
+    """The PTX in the fat binary at an address: a header, then entries, each with a header of its own."""
+    magic, _, header, size = np.frombuffer(_bytes(binary, 16), "u4, u2, u2, u8")[0].tolist()
+    if magic != MAGIC:
+        raise Unknown("expected a fat binary, got something else")
+    at, end = binary + header, binary + header + size
+    while at < end:
+        kind, _, header, size = np.frombuffer(_bytes(at, 16), "u2, u2, u4, u8")[0].tolist()
+        if kind == PTX:
+            return bytes(_bytes(at + header, size)).rstrip(b"\0").decode()
+        at += header + size
+    raise Unknown("expected PTX in the library, got none")
+
+
+def _bytes(address: int, size: int) -> NDArray[np.uint8]:
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
+
+
+def run(
+    emulator: Emulator,
+    library: Library,
+    function: str,
+    record: ctypes.Structure,
+    arrays: Mapping[str, Any],
+    notice: Callable[[str, machine.Outcome], None],
+) -> int:
+    """Call a function of a library with a record of `arrays`, and run what it launches, which writes them in place.
+
+    `notice` is given the kernel's name and what came of it after each launch. Returns the function's code.
+    """
+    operands = [(name, Operand.of(array)) for name, array in arrays.items()]
+    space, addresses = emulator.mapped(operands)
+    for name, operand in operands:
+        setattr(record, name, addresses[id(operand)])
+    code, launches = library.launches(function, record)
+    for launch in launches:
+        if launch.shared > shared_memory_of(emulator.arch):
+            raise Unknown(f"a launch of {launch.kernel} with {launch.shared} bytes of shared memory")
+        text = library.text if emulator.change is None else emulator.change(launch.kernel, library.text)
+        kernel = parsing.parse(text, launch.kernel)
+        space.seal(overlapping=launch.dependent)
+        params = {name: data for (name, _), data in zip(kernel.params, launch.params, strict=True)}
+        try:
+            outcome = machine.launch(
+                kernel, space, params, launch.grid, launch.threads, launch.shared, lanes=emulator.lanes,
+                seed=emulator.seed,
+            )  # fmt: skip
+        except (machine.Fault, machine.Unknown) as error:
+            error.add_note(f"in {launch.kernel}")
+            raise
+        space.back()
+        emulator.launches[launch.kernel] += 1
+        notice(launch.kernel, outcome)
+    return code
