@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -415,6 +416,39 @@ def test_what_travelled_is_unpacked_once(travelling: Path, made: dict[str, Any],
     prepare.prepare()
     carried.unpack(measuring=True)
     assert (there / "library" / "lib.so").read_text() == "changed"
+
+
+ONE_CASE = """
+import sys
+from benchmarks.device import checks, precompile
+checks.SMALL = {"triton": ("mla_sparse_h16_b8",)}
+sys.exit(precompile.main(sys.argv[1:]))
+"""
+
+
+def test_kernels_that_travelled_are_not_compiled_again(travelling: Path, tmp_path: Path) -> None:
+    """Compiled for Hopper by Triton 3.6, packed, unpacked elsewhere, and asked for."""
+    earlier = ROOT / ".triton36"
+    if not earlier.is_dir():
+        pytest.skip("no Triton 3.6: make .triton36")
+    listed = tmp_path / "list.json"
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environ["PYTHONPATH"] = os.pathsep.join(map(str, (earlier, ROOT, ROOT / "src")))
+
+    def compiled(cache: Path) -> str:
+        command = [sys.executable, "-c", ONE_CASE, str(cache), "--list", str(listed), "--kinds", "checks"]
+        done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True)
+        assert json.loads(listed.read_text())["failed"] == {}
+        return done.stdout
+
+    assert "1 of 1 kernels compiled anew" in compiled(tmp_path / "cache")
+    travelling.mkdir()
+    path = travelling / "triton.tar.xz"
+    prepare.pack_kernels(path, tmp_path / "cache", json.loads(listed.read_text())["folders"])
+    (travelling / carried.MANIFEST).write_text(json.dumps({"parts": {"triton": {"digest": "x"}}}))
+    shutil.rmtree(tmp_path / "cache")
+    carried.unpack(measuring=False)
+    assert "0 of 1 kernels compiled anew" in compiled(tmp_path / "there" / "triton")
 
 
 def test_packing_the_same_files_gives_the_same_bytes(tmp_path: Path) -> None:

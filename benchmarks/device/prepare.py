@@ -115,10 +115,15 @@ def compiled_kernels(path: Path) -> dict[str, Any]:
         print(f"  not compiled ahead: {name}: {why}")
     for gone in {entry.name for entry in cache.iterdir()} - folders:
         shutil.rmtree(cache / gone)
-    # The files of a kernel are packed beside those of kernels like it, for what is alike costs nothing then.
-    files = [file for folder in folders for file in (cache / folder).iterdir() if file.suffix in KEPT]
-    _pack(path, ((file, f"{file.parent.name}/{file.name}") for file in sorted(files, key=lambda f: (f.suffix, f.name))))
+    pack_kernels(path, cache, folders)
     return {"folders": len(folders), "failed": len(failed)}
+
+
+def pack_kernels(path: Path, cache: Path, folders: Iterable[str]) -> None:
+    """Pack folders of Triton's cache, the files of kernels that are alike beside each other: so they pack best."""
+    files = [file for folder in folders for file in (cache / folder).iterdir() if file.suffix in KEPT]
+    files.sort(key=lambda file: (file.suffix, file.name, file.parent.name))
+    _pack(path, ((file, f"{file.parent.name}/{file.name}") for file in files))
 
 
 def python() -> Path:
