@@ -13,6 +13,7 @@ import importlib.metadata
 import json
 import lzma
 import os
+import pkgutil
 import shutil
 import subprocess
 import sys
@@ -140,16 +141,28 @@ def use(device: str) -> None:
         builder: Any = importlib.import_module("ragged_attention.kernels_cuda._build.compile")
         builder.PREBUILT = library
     if device == "cuda" and manifest().get("triton") == _version("triton"):
-        steady_triton_key()
+        steady_kernel_keys()
 
 
-def steady_triton_key() -> None:
-    """Name compiled kernels by Triton's version, not by its files, which may differ from one machine to another."""
+def steady_kernel_keys() -> None:
+    """Have every process give a kernel the same name in Triton's cache.
+
+    Triton's own files are part of it, which may differ from one machine to another: its version takes their place.
+    And Triton 3.6 takes account of the globals that a called function uses only if that function was named before, so
+    names depend on which kernel runs first: all functions are named at once, in one order.
+    """
     if _version("triton") is None:
         return
     cache: Any = importlib.import_module("triton.runtime.cache")
     if hasattr(cache, "triton_key"):
         cache.triton_key = functools.partial("triton-{}".format, _version("triton"))
+    kind = importlib.import_module("triton.runtime.jit").JITFunction
+    package = importlib.import_module("ragged_attention.kernels_triton")
+    names = sorted(module.name for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."))
+    for module in map(importlib.import_module, names):
+        for _, function in sorted(vars(module).items()):
+            if isinstance(function, kind):
+                function.cache_key  # noqa: B018  (which names it)
 
 
 def _version(package: str) -> str | None:

@@ -162,7 +162,7 @@ def compile_all(kinds: Sequence[str], which: int, count: int, peers: Path | None
     from ragged_attention.samples import device_of
     from ragged_attention.testing import torch_front
 
-    carried.steady_triton_key()
+    carried.steady_kernel_keys()
     registry.FOLDER = peers or registry.FOLDER
     used, failed, began = Used(), {}, time.monotonic()
     importlib.import_module("triton").knobs.compilation.listener = used.kernel
