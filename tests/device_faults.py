@@ -2,8 +2,10 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 FAULTS = ("abort", "killed", "hang", "poison", "full card", "wrong", "noise", "asynchronous")
@@ -31,6 +33,8 @@ class Items:
     def names(self, what: str) -> list[str]:
         if what == "faults":
             return [name for fault in FAULTS for name in (f"before {fault}", fault)] + ["the last"]
+        if what == "hang alone":
+            return ["hang"]
         if what == "slow":
             return [f"slow {number}" for number in range(20)]
         raise RuntimeError("there is nothing of that kind")
@@ -51,6 +55,9 @@ class Items:
                 raise MemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
             case "wrong":
                 raise AssertionError("expected 1.5, got 2.5")
+            case "child":
+                child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+                Path(f"{self.log}.child").write_text(str(child.pid))
             case "noise":
                 sys.stdout.write("what a library prints\n")
                 os.write(1, b"and what one in C prints\n")

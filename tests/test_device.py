@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from benchmarks.cases.mla import CASES
 from benchmarks.device import __main__ as device
 from benchmarks.device import carried, plan, prepare, publish, rehearse, summary, worker
 from benchmarks.device import cuda as device_cuda
-from benchmarks.device.pool import PhaseRun, Pool
+from benchmarks.device.pool import PhaseRun, Pool, environment, telling
 from benchmarks.device.record import NAME, Record
 from ragged_attention import dispatch, samples
 from ragged_attention.kernels_cuda import _latent, _native, make_decode_schedule, mla_decode
@@ -114,18 +115,26 @@ def test_a_second_call_runs_what_failed_and_what_was_not_reached(planted: Plante
     planted.phase("faults")
     assert sorted(planted.ran()) == sorted(ONE_COSTS)
     again = Record.begun(planted.folder / "other", [planted.record.path])
-    assert again.done("planted") == planted.record.done("planted") != set()
+    assert again.turns("planted") == planted.record.turns("planted")
+    assert set(again.turns("planted").values()) == {0, plan.RUN_ALREADY}
     again.since = time.time() + 1
-    assert again.done("planted") == set()
+    assert again.turns("planted") == {}
 
 
 def test_what_failed_is_run_first(planted: Planted) -> None:
-    names = ["a", "b", "c", "d"]
-    for item, result in (("b", "FAILED"), ("c", "passed")):
+    names = ["a", "b", "c", "d", "e", "f"]
+    for item, result, sources, name in (
+        ("b", "FAILED", "new", "H100"), ("c", "passed", "new", "H100"), ("e", "declined", "old", "H100"),
+        ("f", "passed", "new", "H200"),
+    ):  # fmt: skip
+        planted.record.stamp = {"sources": sources, "device": name}
         planted.record.write("item", phase="x", item=item, result=result)
+    planted.record.stamp = {"sources": "new", "device": "H100"}
     phase = plan.Phase(name="x", start=plan.Start("m"), workers=1, item_seconds=1, seconds=1)
-    assert phase.chosen(planted.record, names) == ["b", "a", "d"]
-    assert phase.chosen(planted.record, names, 2) == ["a"]
+    # What failed, what this device never ran, what passed with other sources; not what passed.
+    assert phase.chosen(planted.record, names) == ["b", "a", "d", "f", "e"]
+    assert phase.chosen(planted.record, names, 2) == ["a", "d"]
+    assert dataclasses.replace(phase, always=True).chosen(planted.record, names) == names
 
 
 def test_an_item_that_the_end_of_a_phase_cuts_off_has_not_failed(planted: Planted) -> None:
@@ -181,9 +190,82 @@ def test_a_line_that_was_cut_off_is_no_line(tmp_path: Path) -> None:
     with open(record.path, "a") as file:
         file.write('{"kind": "item", "phase": "x", "it')
     again = Record.begun(tmp_path)
-    assert again.done("x") == {"a"}
+    assert set(again.turns("x")) == {"a"}
     again.write("item", phase="x", item="b", result="passed")
-    assert Record.begun(tmp_path).done("x") == {"a", "b"}
+    assert set(Record.begun(tmp_path).turns("x")) == {"a", "b"}
+
+
+def test_lines_of_several_calls_are_in_the_order_of_time(tmp_path: Path) -> None:
+    """The last one counts, whichever record it came from."""
+    for folder, at, result in (("here", 2, "passed"), ("carried", 1, "FAILED")):
+        (tmp_path / folder).mkdir()
+        line = {"kind": "item", "phase": "x", "item": "a", "result": result, "at": at}
+        (tmp_path / folder / NAME).write_text(json.dumps(line) + "\n")
+    record = Record.begun(tmp_path / "here", [tmp_path / "carried" / NAME])
+    assert record.items()["x", "a"]["result"] == "passed"
+
+
+def test_an_item_that_hangs_until_the_end_of_its_phase_has_failed(planted: Planted) -> None:
+    """If it had time enough; its limit may be longer than the phase."""
+    planted.phase("hang alone", seconds=plan.ENOUGH + 4, each=60.0)
+    assert "no end after 1" in planted.results()["hang"]["message"]
+    assert "hang_here" in planted.results()["hang"]["message"]
+
+
+def test_limits_of_items_fit_into_those_of_their_phases() -> None:
+    for phase in (*plan.PROVE, *plan.MEASURE):
+        assert 2 * phase.item_seconds <= phase.seconds, phase.name
+
+
+def test_who_answers_no_more_is_not_waited_for(tmp_path: Path) -> None:
+    """A child of the process keeps its output open, as one may that a driver holds on to."""
+    pool = Pool("cpu")
+    one = pool.take(plan.Start("tests.device_faults", (str(tmp_path / "log"),)))
+    one.ready(60)
+    assert one.ask({"what": "faults", "run": "child"}, 10)["result"] == "passed"
+    began = time.monotonic()
+    pool.end()
+    assert time.monotonic() - began < 5
+    os.kill(int((tmp_path / "log.child").read_text()), signal.SIGKILL)
+
+
+def test_what_is_killed_at_the_end_of_a_call_has_not_failed(planted: Planted) -> None:
+    phase = plan.Phase(
+        name="planted", start=plan.Start("tests.device_faults", (str(planted.log),)), what="hang alone", workers=1,
+        item_seconds=60, seconds=60,
+    )  # fmt: skip
+    pool = Pool("cpu")
+    run = PhaseRun(phase, pool, planted.record, time.monotonic() + 60, 1, lambda names: names)
+    running = threading.Thread(target=run.run)
+    running.start()
+    until = time.monotonic() + 30
+    while "hang" not in planted.ran() and time.monotonic() < until:
+        time.sleep(0.1)
+    pool.end()
+    running.join(timeout=30)
+    assert not running.is_alive()
+    assert planted.record.of_kind("item") == []
+
+
+def test_the_place_of_a_crash_is_kept() -> None:
+    frames = [f'  File "ours.py", line {number} in f{number}' for number in range(3)]
+    outer = [f'  File "library.py", line {number} in g' for number in range(200)]
+    head = ["noise", "Fatal Python error: Aborted", "", "Current thread 0x1 (most recent call first):"]
+    said = "\n".join([*head, *frames, *outer, "", f"Extension modules: {'x, ' * 900}"])
+    found = telling(said)
+    assert found.startswith("Current thread")
+    assert "f0" in found
+    assert len(found) <= worker.LONGEST
+    assert telling("a warning\nan error") == "a warning\nan error"
+
+
+def test_settings_of_the_machines_image_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "/usr/local/cuda/bin/ptxas")  # would be part of every kernel's key
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    found = environment({"TRITON_PTXAS_PATH": "/another"})
+    assert found["TRITON_PTXAS_PATH"] == "/another"
+    assert "TRITON_PTXAS_PATH" not in environment({})
+    assert "JAX_PLATFORMS" not in found
 
 
 # ---- the calls
@@ -282,6 +364,7 @@ def test_every_checker_is_run_on_the_kernels(tmp_path: Path, monkeypatch: pytest
     assert "exit status 9" in results["racecheck cuda"]["message"]
     called = (tmp_path / "compute-sanitizer.log").read_text()
     assert called.count("--error-exitcode 9") == 4
+    assert called.count("--report-api-errors no") == 2  # which memcheck alone knows
     assert "cuda.exercise(1, 'cuda')" in called
 
 
@@ -303,11 +386,29 @@ def test_what_failed_is_measured_in_other_ways_too(tmp_path: Path, monkeypatch: 
     assert set(again) == {
         "torch triton", "torch triton, with CUDA's ptxas", "torch triton, without PDL", "torch eager",
     }  # fmt: skip
+    assert sum(phase.seconds for phase in again.values()) <= plan.REPEATED + 20
     for phase in again.values():
         assert phase.chosen(record, ["corner: a", "corner: b", "corner: c"]) == ["corner: a"]
     assert again["torch triton, with CUDA's ptxas"].start.environ == (("TRITON_PTXAS_PATH", "/cuda/ptxas"),)
     assert again["torch triton, without PDL"].start.arguments[-1] == plan.WITHOUT_PDL
     assert [phase.name for phase in plan.phases("measure", record)][:4] == list(again)
+    way = "torch triton, without PDL"
+    record.write("item", phase=way, item="corner: a", result="FAILED")
+    assert (way, "corner: a") in record.items()
+    record.write("item", phase="torch triton", item="corner: a", result="passed")
+    assert (way, "corner: a") not in record.items()  # it tells nothing any more
+
+
+def test_of_failures_of_a_kind_one_is_run_in_other_ways(tmp_path: Path) -> None:
+    record = Record.begun(tmp_path)
+    for number in range(40):
+        message = f"AssertionError: error {number}.0 times the bound" if number < 30 else f"ValueError: {'x' * number}"
+        record.write("item", phase="torch triton", item=str(number), result="FAILED", message=message)
+    again = {phase.name: phase for phase in plan.repeats(record)}
+    names = [str(number) for number in range(40)]
+    assert len(again["torch triton"].chosen(record, names)) == 40
+    assert again["torch triton, without PDL"].chosen(record, names) == ["0", *names[30:35]]
+    assert again["torch triton, without PDL"].workers == plan.TELLING
 
 
 def test_the_cases_furthest_from_their_floor_are_profiled(tmp_path: Path) -> None:
@@ -451,6 +552,16 @@ def test_kernels_that_travelled_are_not_compiled_again(travelling: Path, tmp_pat
     assert "0 of 1 kernels compiled anew" in compiled(tmp_path / "there" / "triton")
 
 
+def test_a_part_that_cannot_be_unpacked_leaves_the_others(
+    travelling: Path, made: dict[str, Any], tmp_path: Path
+) -> None:
+    prepare.prepare()
+    (travelling / "library.tar.xz").write_bytes(b"cut off")
+    said = carried.unpack(measuring=True)
+    assert list(said["not_unpacked"]) == ["library"]
+    assert (tmp_path / "there" / "peers" / "peer.so").is_file()
+
+
 def test_packing_the_same_files_gives_the_same_bytes(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("a")
     packed = []
@@ -569,13 +680,13 @@ DEVICE = "NVIDIA H200"
 
 
 def lines_of_a_run() -> list[dict[str, Any]]:
-    stamp = {"device": DEVICE, "commit": "abc", "at": 1796083200, "triton": "3.6.0"}
+    stamp = {"device": DEVICE, "commit": "abc", "sources": "x", "at": 1796083200, "triton": "3.6.0"}
 
     def item(phase: str, name: str, result: str = "passed", **fields: Any) -> dict[str, Any]:
         return {"kind": "item", "phase": phase, "item": name, "result": result, **fields, **stamp}
 
     return [
-        {"kind": "phase", "phase": "torch cuda", "items": 2, "todo": 2, **stamp},
+        {"kind": "phase", "phase": "torch cuda", "items": 2, "todo": ["corner: merge, one"], **stamp},
         item("torch cuda", "corner: latent decode, dense", answered=["mla_decode"]),
         item("torch cuda", "corner: merge, one", "declined"),
         item("jax cuda", "corner: latent decode, dense", "cannot run"),
@@ -661,16 +772,35 @@ def changed(item: str, **fields: Any) -> list[dict[str, Any]]:
         changed("corner: latent decode, dense", result="FAILED"),
         changed("corner: merge, one", result="cannot run"),
         changed("corner: merge, one", phase="another"),
+        changed("corner: merge, one", sources="others"),
+        changed("corner: merge, one", device="NVIDIA H100"),
         changed(CASE, rows=[{"who": "cuda", "seconds": 4e-4}, {"who": "triton", "seconds": 4e-4}]),
         changed(CASE, rows=[{"who": "cuda", "why": "declined"}, {"who": "triton", "seconds": 4e-4}]),
         changed(CASE, phase="another"),
     ],
-    ids=["suite failed", "suite could not run", "suite not whole", "not faster", "no time", "no case"],
+    ids=[
+        "suite failed",
+        "suite could not run",
+        "suite not whole",
+        "two sources",
+        "two devices",
+        "not faster",
+        "no time",
+        "no case",
+    ],
 )
 def test_what_a_record_does_not_prove(lines: list[dict[str, Any]], checkout: Path) -> None:
     published(lines, checkout)
     assert list(checkout.glob("kernels_cuda/proven/*.json")) == []
     assert mla_decode.why_not_by_default(call_on(DEVICE)) == _latent.NOT_BY_DEFAULT
+
+
+def test_lines_of_two_devices_are_kept_apart(checkout: Path) -> None:
+    others = [line | {"device": "NVIDIA H100 80GB HBM3"} for line in lines_of_a_run()]
+    published([*lines_of_a_run(), *others], checkout)
+    names = sorted(path.name for path in (checkout / "benchmarks" / "results").iterdir())
+    assert names == ["2026-12-01_nvidia_h100_80gb_hbm3.jsonl", "2026-12-01_nvidia_h200.jsonl"]
+    assert mla_decode.why_not_by_default(call_on("NVIDIA H100 80GB HBM3")) is None
 
 
 def test_what_is_proven_no_more_is_removed(checkout: Path) -> None:

@@ -5,14 +5,14 @@
     python -m benchmarks.device measure --out DIR              six minutes: how fast are they?
     python -m benchmarks.device prove --device cpu --out DIR   a rehearsal: the same on a few small items
 
-Each call appends to DIR/record.jsonl as results come, and goes on where that record ends, or one of an earlier call in
-carried/. It exits with 0 if nothing failed, 1 if something did or nothing passed, 2 if there is no GPU.
-docs/device.md says more.
+Each call appends to DIR/record.jsonl as results come, and resumes from that record, or from carried/record.jsonl. It
+exits with 0 if nothing failed, 1 if something did or nothing passed, 2 if there is no GPU. docs/device.md says more.
 """
 
 import argparse
 import contextlib
 import dataclasses
+import faulthandler
 import importlib.metadata
 import itertools
 import os
@@ -33,7 +33,8 @@ from benchmarks.device.record import FAILED, NAME, PASSED, Record
 
 MINUTES = {"prove": 5.2, "measure": 6.0}
 REHEARSED, REHEARSAL_MINUTES = 3, 30  # items of each phase, and the time of a call, where a CPU rehearses
-RESERVE = 5.0  # seconds for the summary
+RESERVE = 8.0  # seconds for ending processes and for the summary
+OVERDUE = 40.0  # seconds after its time in which a call that does not end is ended
 QUERIED = "name,driver_version,clocks.sm,clocks.mem,temperature.gpu,power.limit,memory.used,memory.total"
 ASKING_TORCH = "import torch; print(torch.cuda.get_device_name())"
 PACKAGES = (
@@ -51,9 +52,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, help="the time of the call; default 5.2 to prove, 6 to measure")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu rehearses")
     parser.add_argument("--phases", default="", help="only the phases whose name contains one of these, by commas")
-    parser.add_argument("--items", type=int, help=f"at most so many items a phase; on a CPU {REHEARSED}")
-    parser.add_argument("--workers", type=int, help="at most so many processes; default: the number of cores")
-    parser.add_argument("--afresh", action="store_true", help="run again what has passed")
+    parser.add_argument("--items", type=int, help=f"maximum number of items per phase; on a CPU {REHEARSED}")
+    parser.add_argument("--workers", type=int, help="maximum number of worker processes; default: the number of cores")
+    parser.add_argument("--afresh", action="store_true", help="also run items that have passed")
     options = parser.parse_args(argv)
     if options.prepare == bool(options.call):
         parser.error("expected one of prove, measure and --prepare")
@@ -90,7 +91,10 @@ def brief(here: dict[str, Any]) -> str:
     """The facts in a line."""
     known = here["carried"]
     parts = ", ".join(known["parts"]) if known else "nothing"
-    old = " (made for other sources)" if known and carried.is_stale() else ""
+    missing = [part for part in carried.PARTS if not known or part not in known["parts"]]
+    parts += f", MISSING: {', '.join(missing)}" if missing else ""
+    parts += "".join(f", NOT UNPACKED: {part}: {why}" for part, why in here["not_unpacked"].items())
+    old = " (MADE FOR OTHER SOURCES)" if known and carried.is_stale() else ""
     versions = ", ".join(f"{name} {version or 'absent'}" for name, version in here["versions"].items())
     travelled = f"carried: {parts}{old}, unpacked in {here['unpacked']} s"
     return f"{here['cores']} cores, python {here['python']}, {versions}; {travelled}"
@@ -110,20 +114,30 @@ def conduct(options: argparse.Namespace) -> int:
         say("neither nvidia-smi nor torch names a GPU: nothing to do; --device cpu rehearses")
         return 2
     record = Record.begun(options.out, [carried.FOLDER / NAME])
-    record.stamp = {"call": options.call, "device": here["device"], "commit": at, "triton": here["versions"]["triton"]}
+    record.stamp = {
+        "call": options.call,
+        "device": here["device"],
+        "commit": at,
+        "sources": carried.source_digest(carried.KERNELS),
+        "triton": here["versions"]["triton"],
+    }
     record.since = time.time() if options.afresh else 0.0
     here |= carried.unpack(measuring=options.call == "measure")
     record.write("facts", **here)
     say(brief(here))
     conductor = Conductor(options, record, Pool(options.device), began + 60 * minutes - RESERVE)
+    conductor.space = plan.SPACE if rehearsal else max(1.0, minutes / MINUTES[options.call])
+    faulthandler.dump_traceback_later(60 * minutes + OVERDUE, exit=True)  # if all else fails; the record is written
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through `finally`
     try:
         conductor.run()
     finally:
         conductor.pool.end()
-        for line in summary.lines(record, options.call):
+        lines = [*summary.lines(record, options.call), f"{time.monotonic() - began:.0f} s"]
+        (options.out / "summary.txt").write_text("\n".join([f"{here['device']}, commit {at}", brief(here), *lines, ""]))
+        for line in lines:
             say(line)
-        say(f"{time.monotonic() - began:.0f} s")
+        faulthandler.cancel_dump_traceback_later()
     results = {line["result"] for line in record.items().values()}
     return int(FAILED in results or PASSED not in results)
 
@@ -134,8 +148,8 @@ class Conductor:
     def __init__(self, options: argparse.Namespace, record: Record, pool: Pool, until: float) -> None:
         self.options, self.record, self.pool, self.until = options, record, pool, until
         self.cores = options.workers or len(os.sched_getaffinity(0))
-        self.rehearsal = options.device == "cpu"
-        self.most = options.items or (REHEARSED if self.rehearsal else 0)
+        self.most = options.items or (REHEARSED if options.device == "cpu" else 0)
+        self.space = 1.0  # by which the phases' limits are multiplied
 
     def run(self) -> None:
         words = [word.strip() for word in self.options.phases.split(",")]
@@ -147,21 +161,22 @@ class Conductor:
             self.begin(phase, following)
             self.phase(phase)
             if phase.name.endswith("smoke"):
-                say(summary.smoke(self.record))
+                say(summary.verdict(self.record))
 
     def workers(self, phase: plan.Phase) -> int:
         return min(phase.workers, self.cores)
 
     def begin(self, phase: plan.Phase, following: plan.Phase | None) -> None:
-        """End the processes that no phase needs next, and start those of the next while this one runs."""
+        """End the processes that no phase needs next, and start those of this one and of the next."""
         ahead = following if following and not phase.alone and not following.alone else None
         self.pool.keep(phase.start, *([ahead.start] if ahead else []))
+        self.pool.start_ahead(phase.start, min(self.workers(phase), self.most or self.cores))
         if ahead and ahead.start != phase.start:
-            self.pool.start_ahead(ahead.start, self.workers(ahead))
+            self.pool.start_ahead(ahead.start, min(self.workers(ahead), self.most or self.cores))
 
     def phase(self, phase: plan.Phase) -> None:
-        space = plan.SPACE if self.rehearsal else 1
-        phase = dataclasses.replace(phase, item_seconds=space * phase.item_seconds, seconds=space * phase.seconds)
+        each, seconds = self.space * phase.item_seconds, self.space * phase.seconds
+        phase = dataclasses.replace(phase, item_seconds=each, seconds=seconds)
         run = PhaseRun(
             phase, self.pool, self.record, min(self.until, time.monotonic() + phase.seconds), self.workers(phase),
             lambda names: phase.chosen(self.record, names, self.most),

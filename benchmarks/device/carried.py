@@ -1,7 +1,7 @@
 """What `--prepare` made on another machine, and how a call takes it: compiled kernels, a library, wheels, peers.
 
-A machine that is lent for minutes has no network, and compiling there costs most of its time. All that can be made
-before travels in one folder, `carried/` at the root of the checkout, which git ignores. A call unpacks it into the
+A machine that is lent for minutes has no network, and compiling there would use up most of the time. All that can be
+made before travels in one folder, `carried/` at the root of the checkout, which git ignores. A call unpacks it into the
 folder for temporary files; the checkout and the home folder may be read-only.
 """
 
@@ -29,7 +29,8 @@ MANIFEST, MODIFIED = "manifest.json", "-modified"
 # Each is a file PART.tar.xz that becomes a folder of that name; `site` is a folder of Python packages.
 TRITON, LIBRARY, PEERS, SITE = PARTS = ("triton", "library", "peers", "site")
 FOR_MEASURING = (PEERS,)
-SOURCES = ("src", "reference", "kernels_triton", "kernels_pallas", "kernels_cuda", "benchmarks")
+KERNELS = ("src", "reference", "kernels_triton", "kernels_pallas", "kernels_cuda")  # what a result is a result of
+SOURCES = (*KERNELS, "benchmarks")
 SUFFIXES = (".py", ".cu", ".cc", ".h")
 
 
@@ -45,14 +46,14 @@ def manifest() -> dict[str, Any]:
     return {}
 
 
-def source_digest(root: Path = ROOT, folders: tuple[str, ...] = SOURCES) -> str:
+def source_digest(folders: tuple[str, ...] = SOURCES) -> str:
     """A name for the sources as they are, for trees that git knows nothing of."""
     found = hashlib.sha256()
     # Links in src lead to folders of the root, which are taken by themselves.
-    paths = (path for folder in folders for path in (root / folder).rglob("*") if path.suffix in SUFFIXES)
+    paths = (path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES)
     for path in sorted(paths):
         if not any(parent.is_symlink() for parent in path.parents):
-            found.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+            found.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
     return found.hexdigest()[:20]
 
 
@@ -76,21 +77,24 @@ def commit() -> str:
 
 
 def unpack(*, measuring: bool) -> dict[str, Any]:
-    """Unpack what a call needs of what was carried; what there is, and how long it took."""
-    began, target, known = time.monotonic(), unpacked(), manifest()
+    """Unpack what a call needs of what was carried; what there is, how long it took, and what could not be unpacked."""
+    began, target, known, broken = time.monotonic(), unpacked(), manifest(), {}
     for name in ("cache", TRITON):
         (target / name).mkdir(parents=True, exist_ok=True)
     for part, made in known.get("parts", {}).items():
         mark = target / f"{part}.digest"
         if (part in FOR_MEASURING and not measuring) or (mark.is_file() and mark.read_text() == made["digest"]):
             continue
-        shutil.rmtree(target / part, ignore_errors=True)
-        with lzma.open(FOLDER / f"{part}.tar.xz") as file, tarfile.open(fileobj=file) as archive:
-            archive.extractall(target / part, filter="data")
-        if part == TRITON:
-            _move_groups(target / part)
-        mark.write_text(made["digest"])
-    return {"carried": known or None, "unpacked": round(time.monotonic() - began, 1)}
+        try:
+            shutil.rmtree(target / part, ignore_errors=True)
+            with lzma.open(FOLDER / f"{part}.tar.xz") as file, tarfile.open(fileobj=file) as archive:
+                archive.extractall(target / part, filter="data")
+            if part == TRITON:
+                _move_groups(target / part)
+            mark.write_text(made["digest"])
+        except (OSError, EOFError, lzma.LZMAError, tarfile.TarError) as error:  # the others are of use without it
+            broken[part] = f"{type(error).__name__}: {error}"
+    return {"carried": known or None, "unpacked": round(time.monotonic() - began, 1), "not_unpacked": broken}
 
 
 def _move_groups(cache: Path) -> None:

@@ -1,8 +1,8 @@
 """What the two calls run, in which order, and how long each part may take.
 
-`prove` asks whether kernels are right: all of them in five minutes, what tells most first. `measure` runs again what
-failed, also compiled and launched in other ways, and then times. The limits are for a machine with 16 cores; a phase
-that ends early leaves its time to those behind it, and the last ones take what is left.
+`prove` asks whether kernels are right: all of them in five minutes, the most informative items first. `measure` runs
+again what failed in `prove`, also compiled and launched in other ways, and then times. The limits are for a machine
+with 16 cores; a phase that ends early leaves its time to the next ones, and the last phases take what is left.
 """
 
 import dataclasses
@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from benchmarks.device import summary
 from benchmarks.device.record import FAILED, Record
 
 QUICK = (
@@ -20,6 +21,12 @@ QUICK = (
 WITHOUT_PDL = "without-pdl"
 FURTHEST = 3  # cases that are profiled
 SPACE = 8  # a rehearsal on a CPU may take so many times as long
+NEVER_REACHED, RUN_ALREADY = 1, 3  # of `Record.turns`
+REPEATED = 75.0  # seconds for all that is repeated
+ENOUGH = 10.0  # seconds: an item that got as many and gave no answer hangs, whatever its limit
+TELLING = 6  # failed items that are run in other ways: one of each kind
+# Many processes share the cores, and the reference's products would each take all of them.
+ONE_THREAD = tuple((f"{name}_NUM_THREADS", "1") for name in ("OMP", "OPENBLAS", "MKL", "NUMBA"))
 Choice = Callable[[Record, list[str]], list[str]]
 
 
@@ -42,23 +49,23 @@ class Phase:
     workers: int
     item_seconds: float
     seconds: float
-    every: int = 1  # one item in so many
+    every: int = 1  # run every n-th item
     alone: bool = False  # nothing else may run beside it: it measures time
     always: bool = False  # also what has passed before, on a machine that may have been another one
     choose: Choice | None = None  # which items, where that follows from the record
 
     def chosen(self, record: Record, names: list[str], most: int = 0) -> list[str]:
-        """The items to be run, those first that failed before; with `most` at most so many."""
+        """The items to be run, those that failed before first; with `most`, at most that number of items."""
         wanted = self.choose(record, names) if self.choose else names[:: self.every]
         if most and len(wanted) > most:
             wanted = wanted[:: -(-len(wanted) // most)]
-        known, done = record.items(), set() if self.always else record.done(self.name)
-        left = [name for name in wanted if name not in done]
-        return sorted(left, key=lambda name: (self.name, name) not in known)
+        turns = {} if self.always else record.turns(self.name)
+        due = {name: turns.get(name, NEVER_REACHED) for name in wanted}
+        return sorted((name for name in wanted if due[name] < RUN_ALREADY), key=due.__getitem__)
 
 
-def _suite(name: str, what: str, workers: int, seconds: float, *, every: int = 1, each: float = 30.0) -> Phase:
-    start = Start("benchmarks.device.suite", (name.partition(" ")[0],))
+def _suite(name: str, what: str, workers: int, seconds: float, *, every: int = 1, each: float = 12.0) -> Phase:
+    start = Start("benchmarks.device.suite", (name.partition(" ")[0],), ONE_THREAD)
     return Phase(
         name=name, start=start, what=what, workers=workers, item_seconds=each, seconds=seconds, every=every,
         always=what == "smoke",
@@ -67,44 +74,44 @@ def _suite(name: str, what: str, workers: int, seconds: float, *, every: int = 1
 
 def _checks(name: str, what: str, workers: int, seconds: float, *, alone: bool = False) -> Phase:
     return Phase(
-        name=name, start=Start("benchmarks.device.checks"), what=what, workers=workers, item_seconds=60,
-        seconds=seconds, alone=alone,
+        name=name, start=Start("benchmarks.device.checks", (), ONE_THREAD), what=what, workers=workers,
+        item_seconds=seconds / 2, seconds=seconds, alone=alone,
     )  # fmt: skip
 
 
 PROVE = (
-    _suite("torch smoke", "smoke", 3, 45, each=40),
-    _suite("jax smoke", "smoke", 3, 45, each=40),
+    _suite("torch smoke", "smoke", 3, 45, each=20),
+    _suite("jax smoke", "smoke", 3, 60, each=30),
     _suite("torch cuda", "cuda corner", 8, 30),
     _suite("torch triton", "triton corner", 12, 60),
     _checks("checks", "right", 6, 45),
     _suite("torch eager", "eager corner", 8, 30),
     _suite("jax cuda", "cuda corner", 6, 35, every=3),
-    _suite("jax triton", "triton corner", 12, 30, every=8, each=40),
-    _suite("jax xla", "xla corner", 8, 25, every=8, each=40),
-    _suite("torch cuda drawn", "cuda drawn", 8, 25, each=60),
-    _suite("torch triton drawn", "triton drawn", 12, 60, each=60),
-    _suite("jax triton", "triton corner", 12, 600, each=40),
+    _suite("jax triton", "triton corner", 12, 40, every=8, each=20),
+    _suite("jax xla", "xla corner", 8, 30, every=8, each=15),
+    _suite("torch cuda drawn", "cuda drawn", 8, 40, each=20),
+    _suite("torch triton drawn", "triton drawn", 12, 60, each=20),
+    _suite("jax triton", "triton corner", 12, 600, each=20),
     _suite("jax cuda", "cuda corner", 8, 600),
 )  # fmt: skip
 
 
 def bench(name: str, cases: str, seconds: float) -> Phase:
     return Phase(
-        name=name, start=Start("benchmarks.device.bench"), what=cases, workers=1, item_seconds=60, seconds=seconds,
+        name=name, start=Start("benchmarks.device.bench"), what=cases, workers=1, item_seconds=40, seconds=seconds,
         alone=True,
     )  # fmt: skip
 
 
-def tools(name: str, what: str, seconds: float, each: float, choose: Choice | None = None) -> Phase:
+def tools(name: str, what: str, seconds: float, each: float, workers: int = 1, choose: Choice | None = None) -> Phase:
     return Phase(
-        name=name, start=Start("benchmarks.device.tools"), what=what, workers=1, item_seconds=each, seconds=seconds,
-        choose=choose,
+        name=name, start=Start("benchmarks.device.tools"), what=what, workers=workers, item_seconds=each,
+        seconds=seconds, choose=choose,
     )  # fmt: skip
 
 
 def furthest(record: Record, names: list[str]) -> list[str]:
-    """Of the cases that were timed those whose time is the most times their floor."""
+    """The timed cases furthest above their floor."""
     shares = {}
     for line in record.items().values():
         for row in line.get("rows", ()):
@@ -117,11 +124,11 @@ MEASURE = (
     bench("bench", "quick", 110),
     bench("bench", "latent", 90),
     _checks("timed checks", "timed", 1, 30, alone=True),
-    tools("memcheck", "memcheck", 60, 50),
-    tools("profile", "profile", 45, 30, furthest),
+    tools("memcheck", "memcheck", 90, 45, workers=2),
+    tools("profile", "profile", 60, 30, choose=furthest),
     bench("bench", "all", 150),
-    tools("sanitizers", "sanitizers", 90, 60),
-    tools("host", "host", 60, 60),
+    tools("sanitizers", "sanitizers", 120, 60, workers=2),
+    tools("host", "host", 90, 45),
     tools("flash_mla", "flash_mla", 600, 300),
     bench("bench", "all", 600),
 )
@@ -147,18 +154,32 @@ def _started(phase: Phase, **changes: tuple) -> Phase:
 
 
 def repeats(record: Record) -> Iterator[Phase]:
-    """The failed items of `prove` once more; those of Triton kernels in other ways too."""
+    """The failed items of `prove` once more; one of each kind of those of Triton kernels in other ways too.
+
+    All of it together leaves most of the call's time to what it is for.
+    """
+    found = list(_repeats(record))
+    for phase in found:
+        seconds = max(REPEATED / len(found), 2 * ENOUGH)
+        yield dataclasses.replace(phase, seconds=seconds, item_seconds=min(phase.item_seconds, seconds / 2))
+
+
+def _repeats(record: Record) -> Iterator[Phase]:
     last = record.items()
     for phase in {phase.name: phase for phase in PROVE}.values():
-        failed = [item for (name, item), line in last.items() if name == phase.name and line["result"] == FAILED]
-        if not failed:
+        failed = {item: line for (name, item), line in last.items() if name == phase.name and line["result"] == FAILED}
+        if not failed or phase.always:
             continue
+        kinds: dict[str, str] = {}
+        for item, line in failed.items():
+            kinds.setdefault(summary.kind_of(line.get("message", "")), item)
         for way, changed in ways().items():
             if way and "triton" not in phase.what:
                 continue
+            items = list(kinds.values())[:TELLING] if way else list(failed)
             yield dataclasses.replace(
-                changed(phase), name=f"{phase.name}{way}", seconds=20,
-                choose=lambda record, names, failed=failed: [name for name in names if name in failed],
+                changed(phase), name=f"{phase.name}{way}", workers=min(phase.workers, len(items)), every=1,
+                choose=lambda record, names, items=items: [name for name in names if name in items],
             )  # fmt: skip
 
 

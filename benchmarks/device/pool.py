@@ -1,8 +1,8 @@
-"""Processes that answer for items, and the run of a phase on several of them.
+"""Worker processes, and a phase's items run on several of them.
 
-Every item runs in a process apart and within a limit. A crash, a hang, a poisoned context or a full card costs the item
-that met it: its process is ended, the next item gets another. This module and those that use it import neither torch
-nor jax, so the process that conducts a call never touches the device.
+Each item runs in a worker process with a time limit. A crash, a hang, a poisoned context or a full card costs the item
+that met it: its process is killed, and the next item gets another. This module and those that use it import neither
+torch nor jax, so the process that conducts a call never touches the device.
 """
 
 import concurrent.futures
@@ -17,19 +17,22 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.device import carried, worker
-from benchmarks.device.plan import Phase, Start
+from benchmarks.device.plan import ENOUGH, Phase, Start
 from benchmarks.device.record import CANNOT, FAILED, Record
 
 ROOT = Path(__file__).parents[2]
-START_SECONDS = 120.0  # for what a process imports, all of them at once
-END_SECONDS = 10.0  # for the end of a process that was killed
+START_SECONDS = 120.0  # for a process's imports, while others import too
+END_SECONDS = 10.0  # for killed processes to be gone; a driver may hold on to one
 LEAST = 2.0  # seconds: with less left nothing is begun
 MOST_STARTS = 3  # failed ones in a row, after which a phase is given up
+DUMPED = 2**16  # bytes of standard error in which the place of a crash is looked for
+# Settings of a machine's image that would change what is compiled, or where things run.
+DROPPED = ("TRITON_", "JAX_PLATFORMS", "XLA_FLAGS", "CUDA_LAUNCH_BLOCKING")
 
 
 class Late(Exception):
@@ -44,7 +47,7 @@ class Worker:
     """One process."""
 
     def __init__(self, start: Start, device: str) -> None:
-        self.start, self.facts = start, None
+        self.start, self.facts, self._ending = start, None, threading.Lock()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `end`)
         command = [sys.executable, "-m", worker.__name__, start.module, device, *start.arguments]
         self._process = subprocess.Popen(
@@ -55,8 +58,10 @@ class Worker:
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
-        with contextlib.suppress(ValueError):  # closed meanwhile
-            for line in self._process.stdout or ():
+        """Pass on what the process answers. This thread alone closes the pipe, for whoever does so waits for a read."""
+        assert self._process.stdout is not None
+        with self._process.stdout as answers:
+            for line in answers:
                 self._lines.put(line)
         self._lines.put(None)
 
@@ -66,12 +71,18 @@ class Worker:
         except queue.Empty:
             raise Late from None
         if line is None:
-            code = self._process.wait()
-            raise Ended(f"the process ended: {signal.Signals(-code).name if code < 0 else f'exit status {code}'}")
+            raise Ended(f"the process ended: {self._how_it_ended()}")
         return json.loads(line)
 
+    def _how_it_ended(self) -> str:
+        try:
+            code = self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "it closed its output and stays"
+        return signal.Signals(-code).name if code < 0 else f"exit status {code}"
+
     def ready(self, seconds: float) -> Mapping[str, Any]:
-        """What the process says of itself; waits for it to be there. `Ended` says why it cannot be."""
+        """What the process says of itself once it has started. `Ended` says why it cannot run."""
         if self.facts is None:
             said = self._answer(seconds)
             if "absent" in said:
@@ -80,39 +91,62 @@ class Worker:
         return self.facts
 
     def ask(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        try:
+        with contextlib.suppress(BrokenPipeError, ValueError):  # then `_answer` says how it ended
             assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.write(json.dumps({**request, "seconds": seconds}) + "\n")
             self._process.stdin.flush()
-        except (BrokenPipeError, ValueError):
-            pass  # `_answer` says how it ended
         return self._answer(seconds)
 
-    def end(self, *, dump: bool = False) -> str:
-        """End the process and all that it started; with `dump` it first says where it hangs. The last that it said."""
+    def kill(self) -> None:
+        """Kill the process and all that it started, without waiting."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+
+    def end(self, *, dump: bool = False, seconds: float = END_SECONDS) -> str:
+        """Kill the process and return the end of its standard error; with `dump` it first writes where it hangs."""
         if dump:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(worker.DUMP)
                 time.sleep(0.5)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold on to a process that it waits for
-            self._process.wait(END_SECONDS)
-        self._errors.seek(0, os.SEEK_END)
-        self._errors.seek(max(0, self._errors.tell() - worker.LONGEST))
-        said = self._errors.read().decode(errors="replace")
-        self._errors.close()
-        for stream in (self._process.stdin, self._process.stdout):
-            with contextlib.suppress(BrokenPipeError, ValueError):
-                stream.close()  # type: ignore[union-attr]
-        return said.strip()
+        self.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(0.1, seconds))
+        with self._ending:  # the phase and the end of the call may both want it
+            if self._errors.closed:
+                return ""
+            self._errors.seek(0, os.SEEK_END)
+            self._errors.seek(max(0, self._errors.tell() - DUMPED))
+            said = self._errors.read().decode(errors="replace")
+            self._errors.close()
+        with contextlib.suppress(BrokenPipeError, ValueError):
+            self._process.stdin.close()  # type: ignore[union-attr]
+        return telling(said)
+
+
+def telling(said: str) -> str:
+    """The part of a process's standard error that tells why it ended: from the last dump on, innermost frames first."""
+    lines = [line for line in said.splitlines() if not line.startswith("Extension modules:")]
+    dumps = [number for number, line in enumerate(lines) if worker.DUMPS in line or line.startswith("Fatal Python")]
+    # A dump lists every thread, the one that runs the items last.
+    text = "\n".join(lines[dumps[-1] :]) if dumps else "\n".join(lines)
+    return (text[: worker.LONGEST] if dumps else text[-worker.LONGEST :]).strip()
 
 
 def environment(more: dict[str, str]) -> dict[str, str]:
-    """What workers start with: our sources, caches in places that can be written, and settings that calls share."""
+    """What workers start with: our sources, caches in writable places, and the settings that calls share."""
     paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | carried.environment() | more
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(DROPPED)}
+    return inherited | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | carried.environment() | more
+
+
+def end_all(workers: Iterable[Worker]) -> None:
+    """Kill processes together, then wait for all of them."""
+    workers, until = list(workers), time.monotonic() + END_SECONDS
+    for one in workers:
+        one.kill()
+    for one in workers:
+        one.end(seconds=until - time.monotonic())
 
 
 @dataclasses.dataclass
@@ -122,6 +156,7 @@ class Pool:
     device: str
     idle: list[Worker] = dataclasses.field(default_factory=list)
     running: set[Worker] = dataclasses.field(default_factory=set)
+    stopping: bool = False  # nothing more is begun, and what is killed has not failed
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     # A process dies with the thread that started it (PR_SET_PDEATHSIG), so one thread starts all of them.
     _starter: concurrent.futures.Executor = dataclasses.field(
@@ -132,7 +167,7 @@ class Pool:
         return self._starter.submit(Worker, start, self.device).result()
 
     def take(self, start: Start) -> Worker:
-        """A process that is started so, one that is there already if possible."""
+        """A process with this start: an idle one, or else a new one."""
         with self._lock:
             found = next((one for one in self.idle if one.start == start), None)
             if found:
@@ -153,24 +188,25 @@ class Pool:
         return one.end(dump=dump)
 
     def start_ahead(self, start: Start, count: int) -> None:
-        """Have so many processes import what they need while others still work."""
+        """Start processes before they are needed, so that they import while others still work."""
         missing = count - sum(one.start == start for one in self.idle)
         started = [self._started(start) for _ in range(max(0, missing))]
         with self._lock:
             self.idle += started
 
     def keep(self, *starts: Start) -> None:
-        """End all idle processes but those that are started so."""
+        """End all idle processes except those with these starts."""
         with self._lock:
             gone = [one for one in self.idle if one.start not in starts]
             self.idle = [one for one in self.idle if one.start in starts]
-        for one in gone:
-            one.end()
+        end_all(gone)
 
     def end(self) -> None:
-        self.keep()
-        for one in list(self.running):
-            self.drop(one)
+        self.stopping = True
+        with self._lock:
+            gone = [*self.idle, *self.running]
+            self.idle, self.running = [], set()
+        end_all(gone)
         self._starter.shutdown()
 
 
@@ -183,7 +219,7 @@ class PhaseRun:
     record: Record
     until: float
     workers: int
-    chosen: Callable[[list[str]], list[str]]  # of the items' names those that are to be run
+    chosen: Callable[[list[str]], list[str]]  # which of the items are to be run, by name
     todo: "queue.Queue[str]" = dataclasses.field(default_factory=queue.Queue)
     failed_starts: int = 0
 
@@ -191,14 +227,18 @@ class PhaseRun:
     def left(self) -> float:
         return self.until - time.monotonic()
 
+    @property
+    def goes_on(self) -> bool:
+        return self.left > LEAST and self.failed_starts < MOST_STARTS and not self.pool.stopping
+
     def run(self) -> None:
-        """Run the items, most at once; what time does not allow is left for the next call."""
+        """Run the items, on several processes at a time; the next call runs those that time does not allow."""
         began, name = time.monotonic(), self.phase.name
         first = self._listed()
         if first is None:
             return
         threads = [
-            threading.Thread(target=self._work, args=(first if number == 0 else None,))
+            threading.Thread(target=self._work, args=(first if number == 0 else None,), daemon=True)
             for number in range(min(self.workers, max(1, self.todo.qsize())))
         ]
         for thread in threads:
@@ -226,7 +266,7 @@ class PhaseRun:
             return None
         names = said["names"]
         todo = self.chosen(names)
-        self.record.write("phase", phase=self.phase.name, items=len(names), todo=len(todo), process=facts)
+        self.record.write("phase", phase=self.phase.name, items=len(names), todo=todo, process=facts)
         for item in todo:
             self.todo.put(item)
         if not todo:
@@ -239,7 +279,7 @@ class PhaseRun:
 
     def _work(self, one: Worker | None) -> None:
         """Run items one after another, in one process as long as that is good."""
-        while self.left > LEAST and self.failed_starts < MOST_STARTS:
+        while self.goes_on:
             try:
                 item = self.todo.get_nowait()
             except queue.Empty:
@@ -255,10 +295,15 @@ class PhaseRun:
 
     def _started(self, one: Worker | None) -> Worker | None:
         one = one or self.pool.take(self.phase.start)
+        limit = min(START_SECONDS, self.left)
         try:
-            one.ready(min(START_SECONDS, self.left))
+            one.ready(limit)
         except Late:
-            self.pool.drop(one)
+            if limit < START_SECONDS:  # the phase is over, and the next one may want the process
+                self.pool.give(one)
+            else:
+                self.pool.drop(one)
+                self.failed_starts += 1
             return None
         except Ended:
             self.pool.drop(one)
@@ -272,13 +317,17 @@ class PhaseRun:
         limit, began = min(self.phase.item_seconds, self.left), time.monotonic()
 
         def failed(message: str) -> None:
-            self._said(item, {"result": FAILED, "message": message, "seconds": round(time.monotonic() - began, 3)})
+            if self.pool.stopping:  # it was killed
+                self.todo.put(item)
+            else:
+                seconds = round(time.monotonic() - began, 3)
+                self._said(item, {"result": FAILED, "message": message, "seconds": seconds})
 
         try:
             said = one.ask({"what": self.phase.what, "run": item}, limit)
         except Late:
             last = self.pool.drop(one, dump=True)
-            if limit < self.phase.item_seconds:  # the phase's time was up, not the item's: the next call runs it
+            if limit < min(self.phase.item_seconds, ENOUGH):  # the phase's time was up, not the item's
                 self.todo.put(item)
             else:
                 failed(f"no end after {limit:.0f} s\n{last}")

@@ -1,4 +1,4 @@
-"""Compile for a GPU that is not here all Triton kernels that a call on it will ask for, into a cache that can travel.
+"""Compile ahead of time, without a GPU, every Triton kernel that a call will use, into a cache that can travel.
 
     python -m benchmarks.device.precompile CACHE --list FILE [--shard 0/2] [--kinds corners,drawn,checks,bench,peers]
 

@@ -2,15 +2,15 @@
 
     python -m benchmarks.device.publish [RECORD ...] [--check]
 
-Each RECORD is kept as benchmarks/results/<date>_<device>.jsonl. From all that are kept there follow, and are written
-anew: the rows for devices in docs/status.md, the table of times in README.md, and kernels_cuda/proven/<operation>.json,
-by which CUDA kernels become the default on a device. With --check nothing is written, and the exit status is 1 if any
-of them would change.
+Each RECORD is kept as benchmarks/results/<date>_<device>.jsonl, one file per device. From all kept records the command
+regenerates the rows for devices in docs/status.md, the table of times in README.md, and
+kernels_cuda/proven/<operation>.json, by which CUDA kernels become the default on a device. With --check nothing is
+written, and the exit status is 1 if any of them would change.
 
-An operation on a backend counts by its items' last results. A kind of call (operation, heads, widths, format, sizes:
-the key that the operation's module gives it) is proven on a device, from a front end, if all corners of the shipped
-suite passed there on the CUDA kernels or were declined, and each timed case of that kind took them less time than
-Triton's.
+For each item its last result counts. A kind of call (operation, heads, widths, format, sizes: the key that the
+operation's module gives it) is proven for a device and a front end if, with the same sources, every corner of the
+shipped suite passed on the CUDA kernels or was declined, and the CUDA kernel was faster than Triton's in each timed
+case.
 """
 
 import argparse
@@ -20,7 +20,6 @@ import datetime
 import importlib
 import importlib.util
 import json
-import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -71,8 +70,16 @@ class Ran:
 
 
 def records(folder: Path) -> list[Record]:
-    """What is kept, the oldest first."""
+    """The kept records, the oldest first."""
     return [Record(path, list(read(path))) for path in sorted(folder.glob("*.jsonl"))]
+
+
+def by_device(path: Path) -> dict[str, Record]:
+    """A record's lines apart by the devices that they are from: calls may have had different ones."""
+    lines: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
+    for line in read(path):
+        lines[line.get("device", "")].append(line)
+    return {name: Record(path, found) for name, found in lines.items()}
 
 
 def device(record: Record) -> str:
@@ -193,7 +200,7 @@ def _row(case: str, rows: Iterable[dict[str, Any]]) -> str:
 
 
 def proven(kept: Sequence[Record]) -> dict[str, dict[str, dict[str, Any]]]:
-    """By operation, device and key: the times of the slowest case beside Triton's, and the front ends that it is of."""
+    """By operation, device and key: the times of the slowest case beside Triton's, and the proven front ends."""
     found: dict[str, dict[str, dict[str, Any]]] = collections.defaultdict(lambda: collections.defaultdict(dict))
     for record in kept:
         frameworks = [framework for framework in ("torch", "jax") if _whole(record, f"{framework} cuda")]
@@ -204,11 +211,12 @@ def proven(kept: Sequence[Record]) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def _whole(record: Record, phase: str) -> bool:
-    """Whether all items of a phase were run and none failed."""
+    """Whether all items of a phase were run with the same sources and none failed."""
     counts = [line["items"] for line in record.of_kind("phase") if line["phase"] == phase]
-    results = [line["result"] for (name, item), line in record.items().items() if name == phase and item]
-    run = bool(counts) and len(results) == counts[-1]
-    return run and PASSED in results and all(result in DONE for result in results)
+    lines = [line for (name, item), line in record.items().items() if name == phase and item]
+    results = {line["result"] for line in lines}
+    run = bool(counts) and len(lines) == counts[-1] and len({line["sources"] for line in lines}) == 1
+    return run and PASSED in results and results <= {*DONE}
 
 
 def _faster(record: Record) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -231,19 +239,18 @@ def _faster(record: Record) -> Iterator[tuple[str, str, dict[str, Any]]]:
 # ---- the command
 
 
-def keep(path: Path, folder: Path) -> Path:
-    """A copy of a record under the name of its day and device; it must be of a device."""
-    record = Record(path, list(read(path)))
-    name = device(record)
-    if not record.lines or name in ("", "CPU"):
-        raise SystemExit(f"expected a record of a GPU in {path}, got {name or 'nothing'}")
-    kept = folder / f"{date(record.lines[-1])}_{device_slug(name)}.jsonl"
-    if kept.is_file():  # of another call of that day
-        before = list(read(kept))
+def keep(path: Path, folder: Path) -> list[Path]:
+    """Copies of a record's lines under the names of their day and device, which must be a GPU."""
+    found = {name: record for name, record in by_device(path).items() if name not in ("", "CPU")}
+    if not found:
+        raise SystemExit(f"expected a record of a GPU in {path}, got {', '.join(by_device(path)) or 'nothing'}")
+    kept = []
+    for name, record in found.items():
+        target = folder / f"{date(record.lines[-1])}_{device_slug(name)}.jsonl"
+        before = list(read(target))  # of another call of that day
         lines = before + [line for line in record.lines if line not in before]
-        kept.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    else:
-        shutil.copyfile(path, kept)
+        target.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        kept.append(target)
     return kept
 
 
@@ -280,7 +287,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--root", type=Path, default=ROOT, help="the checkout")
     options = parser.parse_args(argv)
     for path in () if options.check else options.record:
-        print(f"kept as {keep(path, options.root / 'benchmarks' / 'results').relative_to(options.root)}")
+        for kept in keep(path, options.root / "benchmarks" / "results"):
+            print(f"kept as {kept.relative_to(options.root)}")
     changed = stale(options.root)
     for path in changed:
         print(f"{path.relative_to(options.root)}: {'is not what the records say' if options.check else 'written'}")

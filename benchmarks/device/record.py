@@ -3,11 +3,12 @@
 A line's `kind` says what it is:
 
     facts   the machine and its software, once per call
-    phase   a phase has begun: how many items it has, and how many of these it was to run
+    phase   a phase has begun: how many items it has, and which of these it was to run
     item    what became of an item: phase, item, result, seconds, message, and what its worker adds
     end     a phase has ended: seconds, and how many items were not reached
 
-A result is passed, declined, FAILED or "cannot run". Of an item that was run more than once the last line counts.
+A result is passed, declined, FAILED or "cannot run"; declined means that the backend says it does not support the item.
+If an item ran more than once, its last line counts.
 """
 
 import dataclasses
@@ -39,7 +40,8 @@ def read(path: Path) -> Iterator[Line]:
 class Record:
     """The lines so far, and the file that further ones are appended to.
 
-    `stamp` is added to each of these. Items that were run before `since` count as not yet run.
+    `stamp` is added to each of these: the device and the sources among it. Items that were run before `since` count as
+    not yet run.
     """
 
     path: Path
@@ -57,6 +59,7 @@ class Record:
         for other in earlier:
             if other.is_file() and other.resolve() != path.resolve():
                 lines += [line for line in read(other) if line not in lines]
+        lines.sort(key=lambda line: line.get("at", 0))
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         return cls(path, lines)
 
@@ -72,7 +75,10 @@ class Record:
             return [line for line in self.lines if line.get("kind") == kind]
 
     def items(self) -> dict[tuple[str, str], Line]:
-        """The last line of each item, by phase and name; the name "" is of a phase that could not begin."""
+        """The last line of each item, by phase and name; the name "" is of a phase that could not begin.
+
+        An item that was run in other ways since it failed (`plan.ways`) is left out there once it has passed itself.
+        """
         found: dict[tuple[str, str], Line] = {}
         with self._lock:
             for line in self.lines:
@@ -80,12 +86,24 @@ class Record:
                     found.pop((line["phase"], ""), None)
                 elif line.get("kind") == "item":
                     found[line["phase"], line["item"]] = line
+        passed = {key for key, line in found.items() if line["result"] in DONE}
+        return {key: line for key, line in found.items() if (way_of(key[0]), key[1]) not in passed}
+
+    def turns(self, phase: str) -> dict[str, int]:
+        """When items of a phase are due: 0 those that failed, 2 those that passed with other sources, 3 never.
+
+        Those that are not named were never reached on this device, and are due in between.
+        """
+        found = {}
+        for (name, item), line in self.items().items():
+            if name != phase or line["at"] < self.since or line.get("device") != self.stamp.get("device"):
+                continue
+            same = line.get("sources") == self.stamp.get("sources")
+            found[item] = 0 if line["result"] not in DONE else 3 if same else 2
         return found
 
-    def done(self, phase: str) -> set[str]:
-        """The items of a phase that have passed or were declined: these are not run again."""
-        return {
-            item
-            for (name, item), line in self.items().items()
-            if name == phase and line["result"] in DONE and line["at"] >= self.since
-        }
+
+def way_of(phase: str) -> str:
+    """The phase that another one runs in another way; "" if it is none of that kind."""
+    base, comma, _ = phase.partition(", ")
+    return base if comma else ""

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+from hypothesis import Phase
+
 from benchmarks.device.plan import WITHOUT_PDL
 from benchmarks.device.record import CANNOT, DECLINED, PASSED
 from ragged_attention.testing import environment
@@ -27,6 +29,9 @@ class Items:
         if WITHOUT_PDL in options:
             tiles = importlib.import_module("ragged_attention.kernels_triton._tiles")
             mock.patch.object(tiles, "overlaps", return_value=False).start()
+        if device == "cuda":  # shrinking what fails would take minutes
+            drawing: Any = importlib.import_module("ragged_attention.testing.drawing")
+            drawing.PHASES = (Phase.explicit, Phase.generate)
         self.compilations = Compilations() if device == "cuda" else None
         from ragged_attention.testing.suite import checks
 

@@ -15,9 +15,10 @@ MOST_GROUPS, MOST_CASES = 22, 14
 SEVERITY = (
     ("the process ended", "crashed"),
     ("no end after", "hung"),
+    ("out of memory", "no memory"),
+    ("RESOURCE_EXHAUSTED", "no memory"),
     ("illegal", "poisoned"),
     ("CUDA", "poisoned"),
-    ("out of memory", "no memory"),
     ("AssertionError", "wrong"),
     ("wrong", "wrong"),
     ("", "error"),
@@ -32,6 +33,8 @@ def kind_of(message: str) -> str:
     """A message without what differs between failures of one kind: numbers, and all but its first telling line."""
     lines = [line.strip() for line in message.splitlines() if line.strip()] or [""]
     first = lines[0]
+    if severity(message)[1] == "hung":  # the limit that was left says nothing
+        first = "no end"
     if first.startswith("exit status") or first.endswith("Traceback (most recent call last):"):
         first += f": {lines[-1]}"
     elif severity(message)[1] in ("crashed", "hung"):  # the last frame of ours says more
@@ -43,23 +46,21 @@ def kind_of(message: str) -> str:
 def lines(record: Record, call: str) -> list[str]:
     """The summary of a record, after a call."""
     items = record.items()
-    found = [_verdict(items), *_failures(items), *_cannot(items), *_counts(record, items), *_cases(items)]
+    found = [verdict(record), *_failures(items), *_cannot(items), *_counts(record, items), *_cases(items)]
     ending = [f"{call} is over. Everything is in {record.path.name}; docs/device.md says what to do with it."]
     return [line[:WIDTH] for line in [*found[: LINES - 1], *ending]]
 
 
-def smoke(record: Record) -> str:
-    """The verdict of the first minute."""
-    return _verdict(record.items())
-
-
-def _verdict(items: dict[tuple[str, str], Line]) -> str:
-    said = []
-    for (phase, item), line in items.items():
+def verdict(record: Record) -> str:
+    """The verdict of the first minute: which backend works, from which front end."""
+    asked = [(line["phase"], item) for line in record.of_kind("phase") for item in line["todo"]]
+    items, said = record.items(), {}
+    for phase, item in [*asked, *items]:
         if phase.endswith("smoke"):
             name = f"{phase.partition(' ')[0]}-{item}" if item else phase
-            said.append(f"{name} {'runs' if line['result'] == PASSED else line['result']}")
-    return "VERDICT: " + ("; ".join(said) or "no smoke test was run")
+            result = items[phase, item]["result"] if (phase, item) in items else "gave no answer"
+            said[name] = f"{name} {'runs' if result == PASSED else result}"
+    return "VERDICT: " + ("; ".join(said.values()) or "no smoke test was run")
 
 
 def _failures(items: dict[tuple[str, str], Line]) -> Iterator[str]:

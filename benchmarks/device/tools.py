@@ -1,9 +1,11 @@
-"""Items: programs that watch ours: NVIDIA's checkers and profiler, FlashMLA's cases, the cost of a call to the host.
+"""Items that run external tools: NVIDIA's checkers and profiler, FlashMLA's cases, the cost of a call to the host.
 
-Each is a command of its own. A process of this module starts it and reads what it prints, and never touches the device.
+Each item is a command. A process of this module starts it and reads what it prints, and never touches the device.
 """
 
+import csv
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -13,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases.catalogue import CASES
-from benchmarks.device.pool import environment
+from benchmarks.device.pool import ROOT, environment
 from benchmarks.device.record import CANNOT, FAILED, PASSED
 
 FOUND = 9  # the exit status by which a checker says that it found something
 LAST = 1200  # characters of what a command printed
-SECONDS = 280.0  # for one command; the limit of its item is the one that counts
+SPARE = 3.0  # seconds of an item's limit in which a command that is late is ended and its output read
 CHECKERS = ("memcheck", "racecheck", "synccheck")
 PROFILED = "dram__bytes.sum.per_second,gpu__time_duration.sum,sm__throughput.avg.pct_of_peak_sustained_elapsed"
 MOST_LAUNCHES = 4  # of one call that are looked at
@@ -32,6 +34,7 @@ def program(name: str) -> str | None:
 class Items:
     def __init__(self, device: str) -> None:
         self.device = device
+        self.limit = 600.0
         few = "" if device == "cuda" else ", cuda.SMALL[3:4]"
         self.checked = {
             "triton": watched_code(device, f"checks.poke(2, device={device!r})"),
@@ -66,9 +69,10 @@ class Items:
             tool = program("compute-sanitizer")
             if tool is None:
                 return {"result": CANNOT, "message": "compute-sanitizer is not here"}
-            command = [tool, "--tool", checker, "--error-exitcode", str(FOUND), *command]
+            options = ["--error-exitcode", str(FOUND), "--report-api-errors", "no"]
+            command = [tool, "--tool", checker, *(options if checker == "memcheck" else options[:2]), *command]
         # torch keeps freed memory, so a stray access could land in what it holds; without that each array stands alone.
-        return said(command, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+        return self.said(command, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
 
     def profiled(self, name: str) -> dict[str, Any]:
         """What the profiler counts of the kernels of one call; the clocks are left as they are."""
@@ -81,22 +85,63 @@ class Items:
             tool, "--clock-control", "none", "--profile-from-start", "off", "--launch-count", str(MOST_LAUNCHES),
             "--metrics", PROFILED, "--csv", sys.executable, "-c", code,
         ]  # fmt: skip
-        return said(command)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "metrics.csv")
+            found = self.said([*command[:1], "--log-file", str(file), *command[1:]])
+            return found | {"metrics": metrics(file.read_text() if file.is_file() else "")}
 
     def host(self, name: str) -> dict[str, Any]:
         """What a call costs the host, on small cases."""
         del name
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "overhead.json")
-            found = said([sys.executable, "-m", "benchmarks.overhead", "--json", str(file)])
+            found = self.said(module(self.device, "benchmarks.overhead", "--json", str(file)))
             return found | {"calls": json.loads(file.read_text()) if file.is_file() else []}
 
     def flash_mla(self, name: str) -> dict[str, Any]:
         """A part of FlashMLA's own cases that covers all pairs of parameters, by the CUDA kernels."""
         del name
         few = ["--list", "e0", "--heads", "2", "--max-tokens", "60", "--limit", "3"]
-        command = [sys.executable, "-m", "benchmarks.flash_mla_matrix", "--backend", "cuda", "--device", self.device]
-        return said([*command, *(few if self.device == "cpu" else ["--covering"])], COLUMNS="160")
+        arguments = ["--backend", "cuda", "--device", self.device, *(few if self.device == "cpu" else ["--covering"])]
+        return self.said(module(self.device, "benchmarks.flash_mla_matrix", *arguments), COLUMNS="160")
+
+    def said(self, command: Sequence[str], **more: str) -> dict[str, Any]:
+        """Run a command within the item's limit; whether it ended well, and the last that it printed."""
+        with tempfile.TemporaryFile() as printed:
+            running = subprocess.Popen(
+                command, cwd=ROOT, env=environment(more), stdin=subprocess.DEVNULL, stdout=printed,
+                stderr=subprocess.STDOUT,
+            )  # fmt: skip
+            try:
+                ended = f"exit status {running.wait(max(1.0, self.limit - SPARE))}"
+            except subprocess.TimeoutExpired:
+                running.kill()
+                ended = f"no end after {self.limit - SPARE:.0f} s"
+            size = printed.seek(0, os.SEEK_END)
+            printed.seek(max(0, size - LAST))
+            text = printed.read().decode(errors="replace").strip()
+        if ended == "exit status 0":
+            return {"result": PASSED, "message": text}
+        return {"result": FAILED, "message": f"{ended}\n{text}"}
+
+    def settle(self) -> None:
+        """A command has ended, and with it all that it did to the device."""
+
+
+def module(device: str, name: str, *arguments: str) -> list[str]:
+    """A command that runs a module, which then finds what was carried."""
+    code = (
+        "import runpy, sys\nfrom benchmarks.device import carried\n"
+        f"carried.use({device!r})\nsys.argv = {[name, *arguments]!r}\nrunpy.run_module({name!r}, run_name='__main__')"
+    )
+    return [sys.executable, "-c", code]
+
+
+def metrics(text: str) -> list[dict[str, str]]:
+    """What the profiler wrote as CSV, behind its own messages: a row for each kernel and metric."""
+    table = [line for line in text.splitlines() if line.startswith('"')]
+    wanted = ("Kernel Name", "Metric Name", "Metric Unit", "Metric Value")
+    return [{name: row.get(name, "") for name in wanted} for row in csv.DictReader(table)]
 
 
 def watched_code(device: str, call: str) -> str:
@@ -108,12 +153,3 @@ def watched_code(device: str, call: str) -> str:
         f"carried.use({device!r})\n"
         f"with cuda.in_place({device!r}):\n    {call}\n"
     )
-
-
-def said(command: Sequence[str], **more: str) -> dict[str, Any]:
-    """Run a command; whether it ended well, and the last that it printed."""
-    done = subprocess.run(command, env=environment(more), capture_output=True, text=True, timeout=SECONDS, check=False)
-    printed = done.stdout[-LAST:].strip()
-    if done.returncode == 0:
-        return {"result": PASSED, "message": printed}
-    return {"result": FAILED, "message": f"exit status {done.returncode}\n{printed}\n{done.stderr[-LAST:].strip()}"}

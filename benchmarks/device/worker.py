@@ -7,9 +7,9 @@ It answers each line of standard input with one on standard output, both JSON. M
     names(what) -> list[str]     the items; an exception says why there are none
     run(what, name) -> dict      result, message, and whatever the record should have; an exception is a failure
     settle()                     waits for the device, so that an error of an item shows with that item
+    limit                        seconds that the item may take, set before each
 """
 
-import contextlib
 import ctypes
 import faulthandler
 import importlib
@@ -25,8 +25,9 @@ from benchmarks.device import carried
 from benchmarks.device.record import FAILED
 
 DUMP = signal.SIGUSR1  # asks where the process hangs; it answers on standard error
+DUMPS = "(most recent call first)"  # in the first line of each thread that faulthandler lists
 LONGEST = 1500  # characters of a message
-# After one of these nothing that the process does says anything; after the last ones it holds memory that others need.
+# After one of these errors a process's further results mean nothing, or it holds memory that others need.
 POISON = (
     "CUDA error", "CUDA_ERROR", "cudaError", "illegal memory access", "misaligned address", "illegal instruction",
     "unspecified launch failure", "device-side assert", "CUBLAS_STATUS", "CUDNN_STATUS", "out of memory",
@@ -45,18 +46,20 @@ def answered(items: Any, request: dict[str, Any]) -> dict[str, Any]:
     try:
         if "list" in request:
             return {"names": items.names(request["list"])}
+        items.limit = request["seconds"]
         said = items.run(request["what"], request["run"])
-        with contextlib.suppress(AttributeError):
-            items.settle()
     except Exception as error:
         said: dict[str, Any] = {"result": FAILED, "message": f"{type(error).__name__}: {error}"}
         if "list" in request:
             return {"absent": said["message"][:LONGEST]}
-    said["seconds"] = round(time.perf_counter() - began, 3)
-    said["message"] = str(said.get("message", ""))[:LONGEST]
-    if said["result"] == FAILED and is_poison(said["message"]):
+    message = str(said.get("message", ""))
+    try:
+        items.settle()
+    except Exception as error:  # what the item did to the device shows only now
+        said["result"], message = FAILED, f"{type(error).__name__}: {error}\n{message}"
+    if said["result"] == FAILED and is_poison(message):
         said["poisoned"] = True
-    return said
+    return said | {"message": message[:LONGEST], "seconds": round(time.perf_counter() - began, 3)}
 
 
 def serve(module: str, device: str, arguments: Sequence[str], requests: IO[str], answers: IO[str]) -> None:
