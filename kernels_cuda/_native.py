@@ -86,7 +86,7 @@ def emulation(extra_flags: Sequence[str] = (), sources: Path = compile.SOURCES) 
 
 
 def recorder(function: str) -> Path:
-    """The library in which a function of the C ABI tells of its launches; built if need be. It has the kernels' PTX."""
+    """The library in which a function of the C ABI records its launches, with the kernels' PTX; built if need be."""
     unit = f"sm90/{function.removeprefix('ra_')}"
     return compile.build(compile.recorder_recipe(unit if unit in compile.UNITS else "common"))
 

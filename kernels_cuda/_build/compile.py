@@ -41,7 +41,7 @@ NVCC_FLAGS = (
     "--expt-extended-lambda", "-Xcompiler=-fPIC,-fvisibility=hidden", "-DNDEBUG", "-lineinfo", "-Xptxas=--warn-on-spills",
     "-cudart", "static",
 )  # fmt: skip
-# PTX instead of machine code, and as text, for what reads it out of the library.
+# PTX as text instead of machine code, so that it can be read out of the library.
 RECORDER_FLAGS = (
     "-std=c++17", "-O3", "-gencode=arch=compute_90a,code=compute_90a", "--no-compress", "--expt-relaxed-constexpr",
     "--expt-extended-lambda", "-Xcompiler=-fPIC,-fvisibility=hidden", "-DNDEBUG", "-lineinfo", "-cudart", "none",
@@ -184,7 +184,7 @@ def emulation_recipe(extra_flags: Sequence[str] = (), sources: Path = SOURCES) -
 
 
 def recorder_recipe(unit: str) -> Recipe:
-    """One of `UNITS` as PTX, and its host code with what tells of launches in place of the CUDA runtime.
+    """One of `UNITS` as PTX, and its host code linked with a recorder of launches in place of the CUDA runtime.
 
     The functions of the C ABI work as they do on a GPU, up to the launch. See csrc/emulator/recorder.cc.
     """

@@ -12,10 +12,10 @@
 
 extern "C" {
 
-// Of a launch: the name of the kernel in the PTX, its arguments, and the numbers below. Returns a cudaError_t.
+// Receives a launch: the kernel's name in the PTX, its arguments, and the numbers below. Returns a cudaError_t.
 enum { RA_GRID = 0, RA_BLOCK = 3, RA_SHARED = 6, RA_DEPENDENT = 7, RA_LAUNCH_NUMBERS = 8 };
 typedef int (*RaLaunched)(char const* kernel, void** arguments, int64_t const* numbers);
-// Of a tensor map, what cuTensorMapEncodeTiled takes; `codes` are type, interleaving, swizzle and filling. Returns a CUresult.
+// Receives what cuTensorMapEncodeTiled takes; `codes` are type, interleaving, swizzle and filling. Returns a CUresult.
 typedef int (*RaEncoded)(void* map, void* address, uint32_t rank, uint64_t const* dims, uint64_t const* strides,
                          uint32_t const* box, uint32_t const* steps, int32_t const* codes);
 
@@ -48,7 +48,7 @@ void __cudaUnregisterFatBinary(void**) {}
 void __cudaRegisterFunction(void**, char const* function, char*, char const* name, int, void*, void*, void*, void*, int*) {
   kernels()[function] = name;
 }
-// Variables of the device, of which the kernels read none.
+// Device variables; the kernels read none.
 void __cudaRegisterVar(void**, char*, char*, char const*, int, size_t, int, int) {}
 // Launches by <<< >>>, which the kernels' host code has none of; nvcc's code for each kernel names them all the same, those
 // of CUDA 12 or those of 13.
@@ -91,7 +91,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(char const* name, void** function, 
   return cudaSuccess;
 }
 
-// Of the functions that ask about a device or say what an error is, which only users of a GPU call.
+// Functions that ask about a device or describe an error; only users of a GPU call them.
 cudaError_t cudaDeviceGetAttribute(int*, cudaDeviceAttr, int) { return cudaErrorNoDevice; }
 cudaError_t cudaDriverGetVersion(int*) { return cudaErrorNoDevice; }
 cudaError_t cudaRuntimeGetVersion(int*) { return cudaErrorNoDevice; }

@@ -189,14 +189,14 @@ class Copies(Queue[Copy]):
         self._know(mask)
 
     def _know(self, mask: Mask) -> None:
-        """Warps that wait know of their copies, whoever brought them."""
+        """Warps that wait know of their copies, whichever agent made them."""
         for warp in np.unique(self.lanes.warp[self.lanes.active(mask)]).tolist() if self.brought else ():
             for agent, clock in self.brought[warp].items():
                 seen = self.shared.clocks.seen
                 seen[warp, agent] = max(seen[warp, agent], clock)
 
     def _told(self, warp: int, agent: int, clock: int) -> Knowledge:
-        """What a warp knows that arrives when its copies have, which an agent brings at a clock."""
+        """The knowledge of a warp that arrives once its copies have landed; an agent brings them at a clock."""
         self.brought[warp][agent] = clock
         told = self.shared.clocks.tell(warp)
         for other, when in self.brought[warp].items():

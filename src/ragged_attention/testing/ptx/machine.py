@@ -209,7 +209,7 @@ class Machine:
         return self._lowest(free)
 
     def _early(self, index: int, mask: NDArray[np.bool_], free: NDArray[np.bool_]) -> NDArray[np.bool_] | None:
-        """Of lanes at a block that warps execute together, those before which others of their warp can come to it."""
+        """Where warps execute a block together: the lanes that must wait, for others of their warp can still reach it."""
         if not self.together_only[index]:
             return None
         if index not in self.before:
@@ -219,7 +219,7 @@ class Machine:
         return mask & warps if warps.any() else None
 
     def _lowest(self, free: NDArray[np.bool_]) -> tuple[int, NDArray[np.bool_]]:
-        """The lowest block at which lanes stand, or that of a warp which is drawn; and the lanes there."""
+        """The lowest block at which lanes stand, or the block of a drawn warp; and the lanes there."""
         if self.rng is None:
             index = int(self.at[free].min())
             return index, free & (self.at == index)
@@ -293,7 +293,7 @@ def _variables(names: Names, memory: Memory) -> dict[str, Any]:
 
 
 def _before(blocks: Sequence[Block], index: int) -> NDArray[np.bool_]:
-    """[blocks and one more]: those from which threads can come to a block; not itself, nor the last, where they end."""
+    """[blocks + 1]: the blocks from which threads can reach a block; neither itself nor the last, where they end."""
     comes_from: dict[int, list[int]] = {}
     for number, block in enumerate(blocks):
         ways = {number + 1} if block.ending != "branch" or block.guard else set()

@@ -137,7 +137,7 @@ class GlobalAccess:
         self.early[self.lanes.active(mask)] = False
 
     def _expect_waited(self, lanes: Indices, rows: Indices, size: int, line: int, writes: bool) -> None:
-        """Report what lanes that did not wait for the launch before touch of its memory."""
+        """Report accesses to an earlier launch's memory by lanes that did not wait for that launch."""
         if self.memory.unfinished is not None and (early := self.early[lanes]).any():
             bad = self.memory.unfinished[writes].reshape(-1, size)[rows] & early[:, None]
             how = "writes what the launch before touches" if writes else "reads what the launch before writes"
@@ -167,7 +167,7 @@ class GlobalAccess:
     def load_constant(
         self, registers: Sequence[Any], address: Any, offset: int, dtype: str, mask: Mask, line: int
     ) -> None:
-        """ld.global.nc, by a cache that nobody tells of writes: of what no launch writes that may still run."""
+        """ld.global.nc reads through a cache that sees no writes, so no launch that may still run may write there."""
         lanes, memory = self.lanes.active(mask), self.memory
         size = int(dtype[1:]) * len(registers)
         rows = self.place(lanes, address, offset, size, line, "read") // size

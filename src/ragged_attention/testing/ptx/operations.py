@@ -239,7 +239,7 @@ def elect(s: Statement) -> list[str]:
 
 
 def registers(s: Statement) -> list[str]:
-    """setmaxnreg, of which only the sum over a CTA matters here."""
+    """setmaxnreg; only the sum over a CTA matters here."""
     s.need("inc", "dec")
     for modifier in ("sync", "aligned", "u32"):
         s.need(modifier)

@@ -20,7 +20,7 @@ from ragged_attention.testing.ptx.launcher import Emulator, Operand
 from ragged_attention.testing.ptx.tensor_maps import TensorMap
 
 MAGIC, PTX = 0xBA55ED50, 1  # of a fat binary, and of those of its entries that are PTX
-# The codes of CUtensorMapDataType in those of tensor maps, where they are others.
+# CUtensorMapDataType where its codes differ from those that tensor maps hold.
 ELEMENTS = {8: 9, 9: 10}
 INVALID_VALUE, UNKNOWN = 1, 999  # errors of CUDA
 Launched = ctypes.CFUNCTYPE(
@@ -46,7 +46,7 @@ class Launch:
 
 
 class Library:
-    """A library of kernels that tells of its launches."""
+    """A library of kernels that records its launches."""
 
     def __init__(self, path: Path) -> None:
         self.loaded = ctypes.CDLL(str(path))
@@ -57,7 +57,7 @@ class Library:
         self._listeners = Launched(self._launched), Encoded(self._encoded)
 
     def launches(self, function: str, record: ctypes.Structure) -> tuple[int, list[Launch]]:
-        """What a function of the library returns for a record, and the launches that it asked for."""
+        """Call a function of the library with a record; its return code, and the launches that it asked for."""
         self._launches, self._failed = [], []
         self.loaded.ra_listen(*self._listeners)  # which lives for as long as it is called, whoever else listened before
         code = getattr(self.loaded, function)(ctypes.byref(record), None)

@@ -62,12 +62,12 @@ def right_operand(registers: Registers, warps: Indices, kind: str) -> NDArray[np
 
 
 def most_registers(threads: int) -> int:
-    """Of a thread of a CTA of so many: what a multiprocessor has for each, as ptxas gives them out."""
+    """The registers that a multiprocessor has for each thread of a CTA of this size, rounded as ptxas rounds."""
     return min(255, REGISTERS // threads // 8 * 8)
 
 
 class Warps:
-    """The warps of some CTAs, whose threads are launched with so many `registers` each.
+    """The warps of some CTAs, whose threads are launched with `registers` registers each.
 
     `reserved` has by warp how many registers it asked for with setmaxnreg, and at which lines.
     """
@@ -112,7 +112,7 @@ class Warps:
             self.reserved[warp].append((count, line))
 
     def end(self) -> None:
-        """The kernel is over: whether CTAs had the registers that they asked for, for which warps else wait in vain."""
+        """At the end of the kernel, report CTAs whose warps wait forever for more registers than there are."""
         groups = -(-self.lanes.warps // PER_GROUP)
         for cta in range(self.lanes.ctas if self.reserved else 0):
             total = 0
