@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks.device import summary
-from benchmarks.device.record import FAILED, Record
+from benchmarks.device.record import FAILED, Record, way_of
 
 QUICK = (
     "decode_64x4k", "prefill_4k", "mixed_2q2k_32q1s1k", "gpt_oss_full_64x4k", "fp8_64x4k",
@@ -20,9 +20,9 @@ QUICK = (
 )  # fmt: skip
 WITHOUT_PDL = "without-pdl"
 FURTHEST = 3  # cases that are profiled
-SPACE = 8  # a rehearsal on a CPU may take so many times as long
+SPACE = 8  # times as long may a rehearsal on a CPU take
 NEVER_REACHED, RUN_ALREADY = 1, 3  # of `Record.turns`
-REPEATED = 75.0  # seconds for all that is repeated
+REPEATED, MOST_REPEATS = 75.0, 9  # seconds for all that is repeated, and the most phases of that
 ENOUGH = 10.0  # seconds: an item that got as many and gave no answer hangs, whatever its limit
 TELLING = 6  # failed items that are run in other ways: one of each kind
 # Many processes share the cores, and the reference's products would each take all of them.
@@ -143,8 +143,8 @@ def ways() -> dict[str, Callable[[Phase], Phase]]:
     """Ways to run a phase again: as it was, and what else may tell a compiler's fault from ours."""
     found: dict[str, Callable[[Phase], Phase]] = {"": lambda phase: phase}
     if path := newer_ptxas():
-        environ = (("TRITON_PTXAS_PATH", path),)
-        found[", with CUDA's ptxas"] = lambda phase: _started(phase, environ=environ)
+        more = ("TRITON_PTXAS_PATH", path)
+        found[", with CUDA's ptxas"] = lambda phase: _started(phase, environ=(*phase.start.environ, more))
     found[", without PDL"] = lambda phase: _started(phase, arguments=(*phase.start.arguments, WITHOUT_PDL))
     return found
 
@@ -154,13 +154,13 @@ def _started(phase: Phase, **changes: tuple) -> Phase:
 
 
 def repeats(record: Record) -> Iterator[Phase]:
-    """The failed items of `prove` once more; one of each kind of those of Triton kernels in other ways too.
+    """The failed items of `prove` once more, and of those of Triton kernels one of each kind in other ways too.
 
-    All of it together leaves most of the call's time to what it is for.
+    Together they take `REPEATED` seconds at most, so that the call measures however much has failed.
     """
-    found = list(_repeats(record))
+    found = sorted(_repeats(record), key=lambda phase: way_of(phase.name) != "")[:MOST_REPEATS]
     for phase in found:
-        seconds = max(REPEATED / len(found), 2 * ENOUGH)
+        seconds = REPEATED / max(len(found), 3)
         yield dataclasses.replace(phase, seconds=seconds, item_seconds=min(phase.item_seconds, seconds / 2))
 
 

@@ -209,7 +209,7 @@ class Machine:
         return self._lowest(free)
 
     def _early(self, index: int, mask: NDArray[np.bool_], free: NDArray[np.bool_]) -> NDArray[np.bool_] | None:
-        """Where warps execute a block together: the lanes that must wait, for others of their warp can still reach it."""
+        """Lanes that must wait at a block that warps execute together: others of their warp can still reach it."""
         if not self.together_only[index]:
             return None
         if index not in self.before:
