@@ -431,6 +431,15 @@ def test_the_cases_furthest_from_their_floor_are_profiled(tmp_path: Path) -> Non
     assert plan.furthest(record, names) == ["triton c3", "triton c1", "triton c2"]
 
 
+def test_cases_that_failed_beside_peers_are_timed_without_them(tmp_path: Path) -> None:
+    record = Record.begun(tmp_path)
+    record.write("item", phase=plan.BENCH, item="a", result="FAILED")
+    record.write("item", phase=plan.BENCH, item="b", result="passed")
+    assert plan.failed_cases(record, ["a", "b", "c"]) == ["a"]
+    alone = [phase for phase in plan.MEASURE if phase.choose is plan.failed_cases]
+    assert {phase.start.arguments for phase in alone} == {(plan.WITHOUT_PEERS,)}
+
+
 # ---- what travels
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from benchmarks.device.plan import QUICK
+from benchmarks.device.plan import QUICK, WITHOUT_PEERS
 from benchmarks.device.record import FAILED, PASSED
 from ragged_attention.testing import environment
 
@@ -13,8 +13,9 @@ MANY_TOKENS = 64  # beyond which eager takes minutes and answers no question
 
 
 class Items:
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, *options: str) -> None:
         environment.prepare(device)
+        self.with_peers = device == "cuda" and WITHOUT_PEERS not in options
         from benchmarks import run, timing
         from benchmarks.cases.catalogue import CASES
         from benchmarks.device import cuda
@@ -51,7 +52,9 @@ class Items:
                 backends.insert(0, "cuda")  # what the others are compared with
             if gpu and case.num_tokens > MANY_TOKENS:
                 backends.remove("eager")
-            results = self.run_case(case, self.machine, backends, with_peers=gpu, rounds=ROUNDS if gpu else FEW_ROUNDS)
+            results = self.run_case(
+                case, self.machine, backends, with_peers=self.with_peers, rounds=ROUNDS if gpu else FEW_ROUNDS
+            )
         rows = [result.as_json() for result in results]
         broken = [one for one in results if one.who in backends and one.why and not one.why.startswith("Unsupported")]
         message = "; ".join(f"{result.who}: {result.why}" for result in broken)

@@ -18,7 +18,8 @@ QUICK = (
     "mla_dense_h16_128x4k", "mla_sparse_h128_128q2", "mla_sparse_h16_b8", "mla_prefill_h128_32k",
     "mha_128_4k", "mha_128_4k_backward", "mha_192_4k", "mha_192_4k_backward",
 )  # fmt: skip
-WITHOUT_PDL = "without-pdl"
+BENCH, BENCH_ALONE = "bench", "bench without peers"  # the phases that time cases
+WITHOUT_PDL, WITHOUT_PEERS = "without-pdl", "without-peers"
 FURTHEST = 3  # cases that are profiled
 SPACE = 8  # times as long may a rehearsal on a CPU take
 NEVER_REACHED, RUN_ALREADY = 1, 3  # of `Record.turns`
@@ -96,11 +97,17 @@ PROVE = (
 )  # fmt: skip
 
 
-def bench(name: str, cases: str, seconds: float) -> Phase:
+def bench(name: str, cases: str, seconds: float, *options: str, choose: Choice | None = None) -> Phase:
     return Phase(
-        name=name, start=Start("benchmarks.device.bench"), what=cases, workers=1, item_seconds=40, seconds=seconds,
-        alone=True,
+        name=name, start=Start("benchmarks.device.bench", options), what=cases, workers=1,
+        item_seconds=min(40, seconds / 2), seconds=seconds, alone=True, choose=choose,
     )  # fmt: skip
+
+
+def failed_cases(record: Record, names: list[str]) -> list[str]:
+    """The cases that failed, perhaps by the fault of a peer: an illegal access of one leaves ours untimed too."""
+    last = record.items()
+    return [name for name in names if last.get((BENCH, name), {}).get("result") == FAILED]
 
 
 def tools(name: str, what: str, seconds: float, each: float, workers: int = 1, choose: Choice | None = None) -> Phase:
@@ -121,16 +128,18 @@ def furthest(record: Record, names: list[str]) -> list[str]:
 
 
 MEASURE = (
-    bench("bench", "quick", 110),
-    bench("bench", "latent", 90),
+    bench(BENCH, "quick", 110),
+    bench(BENCH, "latent", 90),
+    bench(BENCH_ALONE, "all", 45, WITHOUT_PEERS, choose=failed_cases),
     _checks("timed checks", "timed", 1, 30, alone=True),
     tools("memcheck", "memcheck", 90, 45, workers=2),
     tools("profile", "profile", 60, 30, choose=furthest),
-    bench("bench", "all", 150),
+    bench(BENCH, "all", 150),
     tools("sanitizers", "sanitizers", 120, 60, workers=2),
     tools("host", "host", 90, 45),
     tools("flash_mla", "flash_mla", 600, 300),
-    bench("bench", "all", 600),
+    bench(BENCH, "all", 600),
+    bench(BENCH_ALONE, "all", 600, WITHOUT_PEERS, choose=failed_cases),
 )
 
 

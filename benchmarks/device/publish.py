@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases.catalogue import CASES
-from benchmarks.device.plan import QUICK
+from benchmarks.device.plan import BENCH, BENCH_ALONE, QUICK
 from benchmarks.device.record import DONE, FAILED, PASSED, Record, read
 from ragged_attention import dispatch
 from ragged_attention.calls import CALLS
@@ -167,7 +167,7 @@ def times(kept: Sequence[Record]) -> str:
     by_device: dict[str, dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]] = collections.defaultdict(dict)
     for record in kept:
         for (phase, case), line in record.items().items():
-            if phase == "bench" and case in QUICK and line.get("rows"):
+            if phase in (BENCH, BENCH_ALONE) and case in QUICK and line.get("rows"):
                 by_device[device(record)][case] = line, line["rows"]
     lines = [] if any(ran(record) for record in kept) else [NOTHING]
     for name, cases in by_device.items():
@@ -224,7 +224,7 @@ def _faster(record: Record) -> Iterator[tuple[str, str, dict[str, Any]]]:
     cases: dict[tuple[str, str], list[dict[str, Any]]] = collections.defaultdict(list)
     for (phase, name), line in record.items().items():
         seconds = {row["who"]: row["seconds"] for row in line.get("rows", ()) if row.get("seconds")}
-        if phase != "bench" or name not in CASES or not seconds.keys() >= {"cuda", "triton"}:
+        if phase not in (BENCH, BENCH_ALONE) or name not in CASES or not seconds.keys() >= {"cuda", "triton"}:
             continue
         call = CASES[name].attention_call(device_of("torch", "sm_90"))
         key = importlib.import_module(f"ragged_attention.kernels_cuda.{call.OPERATION}").tuning_key(call)

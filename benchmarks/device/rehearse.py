@@ -13,11 +13,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.device import carried, prepare, record
+from benchmarks.device import carried, plan, prepare, record
 
 NOWHERE = "/proc/home"  # where no folder can be made
 # On a CPU these say that they cannot run, or have nothing to choose from.
-WITHOUT = ("profile", "timed checks")
+WITHOUT = ("profile", "timed checks", plan.BENCH_ALONE)
 
 
 def rehearse(python: Path, arguments: Sequence[str]) -> int:
