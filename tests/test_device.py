@@ -262,10 +262,12 @@ def test_the_place_of_a_crash_is_kept() -> None:
 def test_settings_of_the_machines_image_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_PTXAS_PATH", "/usr/local/cuda/bin/ptxas")  # would be part of every kernel's key
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("TRITON_LIBCUDA_PATH", "/where/the/driver/lies")
     found = environment({"TRITON_PTXAS_PATH": "/another"})
     assert found["TRITON_PTXAS_PATH"] == "/another"
     assert "TRITON_PTXAS_PATH" not in environment({})
     assert "JAX_PLATFORMS" not in found
+    assert found["TRITON_LIBCUDA_PATH"] == "/where/the/driver/lies"
 
 
 # ---- the calls

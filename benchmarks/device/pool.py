@@ -31,8 +31,9 @@ END_SECONDS = 10.0  # for killed processes to be gone; a driver may hold on to o
 LEAST = 2.0  # seconds: with less left nothing is begun
 MOST_STARTS = 3  # failed ones in a row, after which a phase is given up
 DUMPED = 2**16  # bytes of standard error in which the place of a crash is looked for
-# Settings of a machine's image that would change what is compiled, or where things run.
+# Settings of a machine's image that would change what is compiled, or where things run; where the driver lies would not.
 DROPPED = ("TRITON_", "JAX_PLATFORMS", "XLA_FLAGS", "CUDA_LAUNCH_BLOCKING")
+NEEDED = ("TRITON_LIBCUDA_PATH",)
 
 
 class Late(Exception):
@@ -136,7 +137,8 @@ def telling(said: str) -> str:
 def environment(more: dict[str, str]) -> dict[str, str]:
     """What workers start with: our sources, caches in writable places, and the settings that calls share."""
     paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(DROPPED)}
+    given = os.environ.items()
+    inherited = {name: value for name, value in given if name in NEEDED or not name.startswith(DROPPED)}
     return inherited | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | carried.environment() | more
 
 
