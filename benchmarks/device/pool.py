@@ -31,7 +31,7 @@ END_SECONDS = 10.0  # for killed processes to be gone; a driver may hold on to o
 LEAST = 2.0  # seconds: with less left nothing is begun
 MOST_STARTS = 3  # failed ones in a row, after which a phase is given up
 DUMPED = 2**16  # bytes of standard error in which the place of a crash is looked for
-# Settings of a machine's image that would change what is compiled, or where things run; where the driver lies would not.
+# Settings of a machine's image that would change what is compiled, or where things run; all but where the driver lies.
 DROPPED = ("TRITON_", "JAX_PLATFORMS", "XLA_FLAGS", "CUDA_LAUNCH_BLOCKING")
 NEEDED = ("TRITON_LIBCUDA_PATH",)
 
