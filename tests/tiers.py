@@ -55,8 +55,6 @@ SHARES = {
     "test_laws.py::test_law[jax-triton-": 20,
     "test_laws.py::test_law[jax-xla-": 12,
     "test_laws.py::test_law[torch-triton-": 9,
-    "test_benchmarks.py::test_the_steps_of_the_kernels_are_rehearsed": 0,
-    "test_benchmarks.py::test_what_calls_cost_the_host_is_reported": 0,
     "test_compat_easydel.py::test_any_heads_and_page_sizes[": 4,
     "test_compat_easydel.py::test_decode_and_its_scale[": 4,
     "test_compat_easydel.py::test_every_length_of_a_chunk[": 3,
