@@ -198,8 +198,11 @@ Product& enlist(int t, SB const& b, Acc& acc) {
   watch::release(&warp.begun);
   return product;
 }
+// The lanes of a warp come to a product together. Where it is computed at once, none may go on before that: a fence behind
+// the product must not reach what it reads.
 inline void enlisted(Product& product) {
-  if (++product.lanes == kWarp && machine.products_at_once()) finish(product);
+  ++product.lanes;
+  if (machine.products_at_once()) machine.meet(false, "warp %ld at a product", [&] { finish(product); });
 }
 
 // The values of all lanes of the warp, which come to the same instruction.
