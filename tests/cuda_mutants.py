@@ -49,6 +49,7 @@ CHECKS = {
         "corner: latent decode on every path, fp8_v32, many blocks of keys",
     ),
     "v4": (
+        "corner: latent decode, fp8_v4, 64 heads",
         "corner: latent decode, fp8_v4, pages of 61",
         "corner: latent decode, extra cache fp8_v4",
         "corner: latent decode on every path, extra cache fp8_v4",
@@ -141,7 +142,6 @@ MUTANTS = {
         "sm90/fp8_decode.h", "s.ratio[stage][2 * W][16", "s.ratio[stage][2 - 2 * W][16", "fp8"
     ),
     "the scales of the row before": Mutant("sm90/decoding.h", "begin + slot * step", "begin + (slot - 1) * step", "v4"),
-    "decoded rows are not fenced": Mutant("sm90/decoding.h", "    op::fence_async_shared();\n", "", "v4"),
     "a half is decoded before its reader is done": Mutant(
         "sm90/decoding.h", "    s.empty[S][H].wait((turn & 1) ^ 1);\n", "", "v4"
     ),
