@@ -32,9 +32,9 @@ from benchmarks.device.pool import LEAST, ROOT, PhaseRun, Pool
 from benchmarks.device.record import FAILED, NAME, PASSED, Record
 
 MINUTES = {"prove": 5.2, "measure": 6.0}
-REHEARSED, REHEARSAL_MINUTES = 3, 30  # items of each phase, and the time of a call, where a CPU rehearses
+REHEARSED, REHEARSAL_MINUTES = 3, 30  # items per phase, and minutes per call, on a CPU
 RESERVE = 8.0  # seconds for ending processes and for the summary
-OVERDUE = 40.0  # seconds after its time in which a call that does not end is ended
+OVERDUE = 40.0  # seconds after which a call that is over its time is ended by force
 QUERIED = "name,driver_version,clocks.sm,clocks.mem,temperature.gpu,power.limit,memory.used,memory.total"
 ASKING_TORCH = "import torch; print(torch.cuda.get_device_name())"
 PACKAGES = (
@@ -79,7 +79,7 @@ def facts(device: str) -> dict[str, Any]:
 
 
 def printed(*command: str) -> str:
-    """What a command prints, on its first line; nothing if it fails or is not there."""
+    """The first line that a command prints; "" if it fails or does not exist."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
         if done.returncode == 0:
@@ -143,7 +143,7 @@ def conduct(options: argparse.Namespace) -> int:
 
 
 class Conductor:
-    """What runs the phases of a call, each with the processes that it needs."""
+    """Runs the phases of a call, each with the processes that it needs."""
 
     def __init__(self, options: argparse.Namespace, record: Record, pool: Pool, until: float) -> None:
         self.options, self.record, self.pool, self.until = options, record, pool, until
@@ -167,7 +167,7 @@ class Conductor:
         return min(phase.workers, self.cores)
 
     def begin(self, phase: plan.Phase, following: plan.Phase | None) -> None:
-        """End the processes that no phase needs next, and start those of this one and of the next."""
+        """End processes that are not needed next, and start those of this phase and of the following one."""
         ahead = following if following and not phase.alone and not following.alone else None
         self.pool.keep(phase.start, *([ahead.start] if ahead else []))
         self.pool.start_ahead(phase.start, min(self.workers(phase), self.most or self.cores))

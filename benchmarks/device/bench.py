@@ -1,4 +1,4 @@
-"""Items: the named cases, each judged and then timed beside the peers that are here, while nothing else runs."""
+"""Items: the named cases, each checked and then timed beside the peers that are installed, while nothing else runs."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from ragged_attention.testing import environment
 LATENT = ("W9", "W10", "W11", "W12")
 ROUNDS, FEW_ROUNDS = 20, 3
 LENGTH = 48  # of the longest sequence where a CPU stands in
-MANY_TOKENS = 64  # beyond which eager takes minutes and answers no question
+MANY_TOKENS = 64  # with more, eager takes minutes and its time is of no interest
 
 
 class Items:
@@ -29,7 +29,7 @@ class Items:
             self.machine = run.Machine("torch", True, run.this_machine("torch").name, *rates)
 
     def facts(self) -> dict[str, Any]:
-        """The ceilings that floors are computed from, and which peers are here; none of jax's is asked for."""
+        """The measured ceilings, from which floors are computed, and which of torch's peers are installed."""
         from benchmarks.peers import registry
 
         return {
@@ -61,7 +61,7 @@ class Items:
         return {"result": FAILED if broken else PASSED, "message": message, "rows": rows}
 
     def settle(self) -> None:
-        """Give back what a case held, for the next may need all of the card."""
+        """Free the memory of a case, since the next one may need all of it."""
         if self.machine.gpu:
             import torch
 
@@ -69,11 +69,11 @@ class Items:
             torch.cuda.empty_cache()
 
 
-CALLS = 2  # before the one that a profiler looks at
+CALLS = 2  # before the one that the profiler watches
 
 
 def call(name: str, backend: str) -> None:
-    """Call a case, the last time for a profiler that waits to be told."""
+    """Call a case, and have the profiler watch the last call."""
     import torch
 
     from benchmarks import run

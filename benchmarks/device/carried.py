@@ -29,7 +29,7 @@ MANIFEST, MODIFIED = "manifest.json", "-modified"
 # Each is a file PART.tar.xz that becomes a folder of that name; `site` is a folder of Python packages.
 TRITON, LIBRARY, PEERS, SITE = PARTS = ("triton", "library", "peers", "site")
 FOR_MEASURING = (PEERS,)
-KERNELS = ("src", "reference", "kernels_triton", "kernels_pallas", "kernels_cuda")  # what a result is a result of
+KERNELS = ("src", "reference", "kernels_triton", "kernels_pallas", "kernels_cuda")  # what results depend on
 SOURCES = (*KERNELS, "benchmarks")
 SUFFIXES = (".py", ".cu", ".cc", ".h")
 
@@ -47,9 +47,9 @@ def manifest() -> dict[str, Any]:
 
 
 def source_digest(folders: tuple[str, ...] = SOURCES) -> str:
-    """A name for the sources as they are, for trees that git knows nothing of."""
+    """A digest of the sources, which also works where git does not."""
     found = hashlib.sha256()
-    # Links in src lead to folders of the root, which are taken by themselves.
+    # Links in src lead to folders of the root, which are in the list themselves.
     paths = (path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES)
     for path in sorted(paths):
         if not any(parent.is_symlink() for parent in path.parents):
@@ -58,12 +58,12 @@ def source_digest(folders: tuple[str, ...] = SOURCES) -> str:
 
 
 def is_stale() -> bool:
-    """Whether what was carried was made of other sources than those that are here."""
+    """Whether the carried parts were made from other sources than those that are here."""
     return bool(known := manifest()) and known["sources"] != source_digest()
 
 
 def commit() -> str:
-    """The commit of the checkout, marked where files differ from it; where git cannot say, what was carried does."""
+    """The commit of the checkout, marked if files differ from it; without git, the commit of the carried parts."""
     command = ["git", "describe", "--always", f"--dirty={MODIFIED}", "--abbrev=12", "--exclude=*"]
     with contextlib.suppress(OSError):  # there is no git
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -92,13 +92,13 @@ def unpack(*, measuring: bool) -> dict[str, Any]:
             if part == TRITON:
                 _move_groups(target / part)
             mark.write_text(made["digest"])
-        except (OSError, EOFError, lzma.LZMAError, tarfile.TarError) as error:  # the others are of use without it
+        except (OSError, EOFError, lzma.LZMAError, tarfile.TarError) as error:  # the other parts are useful without it
             broken[part] = f"{type(error).__name__}: {error}"
     return {"carried": known or None, "unpacked": round(time.monotonic() - began, 1), "not_unpacked": broken}
 
 
 def _move_groups(cache: Path) -> None:
-    """Triton's cache lists the files of a kernel by their absolute paths, which are others here."""
+    """Triton's cache lists a kernel's files by absolute paths; write the paths that hold here."""
     for path in cache.glob("*/__grp__*"):
         group = json.loads(path.read_text())
         group["child_paths"] = {name: str(path.parent / name) for name in group["child_paths"]}

@@ -1,4 +1,4 @@
-"""Items: what only a device can show: capture and replay, compilation around the operators, streams, no waiting."""
+"""Items: checks that only a device allows: graph capture and replay, torch.compile, streams, no synchronisation."""
 
 import importlib
 from collections.abc import Callable, Iterator

@@ -21,7 +21,7 @@ QUICK = (
 BENCH, BENCH_ALONE = "bench", "bench without peers"  # the phases that time cases
 WITHOUT_PDL, WITHOUT_PEERS = "without-pdl", "without-peers"
 FURTHEST = 3  # cases that are profiled
-SPACE = 8  # times as long may a rehearsal on a CPU take
+SPACE = 8  # a rehearsal on a CPU may take this many times as long
 NEVER_REACHED, RUN_ALREADY = 1, 3  # of `Record.turns`
 REPEATED, MOST_REPEATS = 75.0, 9  # seconds for all that is repeated, and the most phases of that
 ENOUGH = 10.0  # seconds: an item that got as many and gave no answer hangs, whatever its limit
@@ -52,8 +52,8 @@ class Phase:
     seconds: float
     every: int = 1  # run every n-th item
     alone: bool = False  # nothing else may run beside it: it measures time
-    always: bool = False  # also what has passed before, on a machine that may have been another one
-    choose: Choice | None = None  # which items, where that follows from the record
+    always: bool = False  # also items that have passed: the machine may be another one
+    choose: Choice | None = None  # which items, if that depends on the record
 
     def chosen(self, record: Record, names: list[str], most: int = 0) -> list[str]:
         """The items to be run, those that failed before first; with `most`, at most that number of items."""

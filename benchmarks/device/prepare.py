@@ -31,17 +31,17 @@ from typing import Any
 from benchmarks.device import carried
 from benchmarks.device.carried import FOLDER, LIBRARY, PEERS, ROOT, SITE, TRITON
 
-CACHE = ROOT / ".cache" / "device"  # what is kept to make the parts from
+CACHE = ROOT / ".cache" / "device"  # compiled kernels and downloads, from which the parts are made
 PYTHON = ROOT / ".venv-device" / "bin" / "python"
 CONSTRAINTS = ROOT / "constraints-device.txt"
-LIMIT = 64 * 2**20  # bytes of a tree that travels, what git ignores and nobody names left out
+LIMIT = 64 * 2**20  # bytes of the tree and of the ignored folders that are named
 LACKING = ("jax-triton",)  # packages that the machine lacks
-KEPT = (".cubin", ".json", ".so")  # of the files of compiled kernels those that running them takes
+KEPT = (".cubin", ".json", ".so")  # the files of a compiled kernel that are needed to run it
 COMPILED_FROM = ("src", "kernels_triton", "benchmarks/cases", "benchmarks/device/precompile.py")
 
 
 def prepare(only: Sequence[str] = ()) -> int:
-    """Make the parts that are not as they should be. 0 if all of it is there and may travel, else 1."""
+    """Make the parts that are missing or stale. 0 if all parts are there and fit into the limit, else 1."""
     known, made = carried.manifest().get("parts", {}), {}
     FOLDER.mkdir(exist_ok=True)
     broken = []
@@ -57,7 +57,7 @@ def prepare(only: Sequence[str] = ()) -> int:
                 print(f"{part}: as it should be, {_mib(path.stat().st_size)}")
                 continue
             note = make(path)
-        except Exception as error:  # one part that fails leaves the others of use
+        except Exception as error:  # the other parts are useful without it
             broken.append(part)
             print(f"{part}: FAILED: {type(error).__name__}: {error}", flush=True)
             continue
@@ -69,7 +69,7 @@ def prepare(only: Sequence[str] = ()) -> int:
 
 
 def parts() -> dict[str, tuple[Callable[[], str], Callable[[Path], dict[str, Any]]]]:
-    """How each part is named by what it is made of, and how it is made."""
+    """For each part, the digest of what it is made of, and the function that makes it."""
     return {
         TRITON: (lambda: _digest(CONSTRAINTS, *_sources()), compiled_kernels),
         LIBRARY: (_library_name, cuda_library),
@@ -94,7 +94,7 @@ def _report(broken: Sequence[str]) -> int:
 
 
 def compiled_kernels(path: Path) -> dict[str, Any]:
-    """Compile in as many processes as there are cores, then keep what was asked for."""
+    """Compile in one process per core, then pack the kernels that were asked for."""
     cores, cache = len(os.sched_getaffinity(0)), CACHE / "triton"
     cache.mkdir(parents=True, exist_ok=True)
     kept_peers = CACHE / "peers"
@@ -120,14 +120,14 @@ def compiled_kernels(path: Path) -> dict[str, Any]:
 
 
 def pack_kernels(path: Path, cache: Path, folders: Iterable[str]) -> None:
-    """Pack folders of Triton's cache, the files of kernels that are alike beside each other: so they pack best."""
+    """Pack folders of Triton's cache; similar files stand side by side, which packs best."""
     files = [file for folder in folders for file in (cache / folder).iterdir() if file.suffix in KEPT]
     files.sort(key=lambda file: (file.suffix, file.name, file.parent.name))
     _pack(path, ((file, f"{file.parent.name}/{file.name}") for file in files))
 
 
 def python() -> Path:
-    """The Python of the machine's versions, in an environment that is made if need be."""
+    """The Python of an environment with that machine's versions, which is made if it is missing."""
     subprocess.run(["make", "--no-print-directory", ".venv-device/all"], cwd=ROOT, check=True)
     return PYTHON
 

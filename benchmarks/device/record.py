@@ -26,7 +26,7 @@ Line = dict[str, Any]
 
 
 def read(path: Path) -> Iterator[Line]:
-    """The lines of a record; what a killed call left half written at the end is no line."""
+    """The lines of a record; a line that a killed call left half written is skipped."""
     for text in path.read_text(errors="replace").splitlines() if path.is_file() else ():
         try:
             line = json.loads(text)
@@ -52,7 +52,7 @@ class Record:
 
     @classmethod
     def begun(cls, folder: Path, earlier: Iterable[Path] = ()) -> "Record":
-        """The record in a folder, which goes on where that of the folder or of earlier calls ended."""
+        """The record in a folder, with the lines that it and the records of earlier calls already have."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / NAME
         lines = list(read(path))
@@ -90,7 +90,7 @@ class Record:
         return {key: line for key, line in found.items() if (way_of(key[0]), key[1]) not in passed}
 
     def turns(self, phase: str) -> dict[str, int]:
-        """When items of a phase are due: 0 those that failed, 2 those that passed with other sources, 3 never.
+        """When items of a phase are due: 0 if they failed, 2 if they passed with other sources, 3 if they need not run.
 
         Those that are not named were never reached on this device, and are due in between.
         """
@@ -104,6 +104,6 @@ class Record:
 
 
 def way_of(phase: str) -> str:
-    """The phase that another one runs in another way; "" if it is none of that kind."""
+    """The phase whose items this one runs in another way; "" if it is a phase of its own."""
     base, comma, _ = phase.partition(", ")
     return base if comma else ""

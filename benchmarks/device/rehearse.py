@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.device import carried, plan, prepare, record
 
 NOWHERE = "/proc/home"  # where no folder can be made
-# On a CPU these say that they cannot run, or have nothing to choose from.
+# These phases cannot run on a CPU, or have no items there.
 WITHOUT = ("profile", "timed checks", plan.BENCH_ALONE)
 
 
@@ -46,7 +46,7 @@ def copy(tree: Path) -> None:
 
 
 def faults(found: record.Record) -> int:
-    """What the record shows that should not be: phases without an item that passed."""
+    """Report the phases in which no item passed or was declined."""
     passed = {phase for (phase, _), line in found.items().items() if line["result"] in record.DONE}
     begun = {line["phase"] for kind in ("phase", "item") for line in found.of_kind(kind)} - {*WITHOUT}
     for phase in sorted(begun - passed):

@@ -1,4 +1,4 @@
-"""Items: the checks of the shipped suite on each backend, from one front end; at first one batch for each backend."""
+"""Items: the checks of the shipped suite on each backend, from one front end; and a smoke test for each backend."""
 
 import dataclasses
 import importlib
@@ -13,7 +13,7 @@ from benchmarks.device.record import CANNOT, DECLINED, PASSED
 from ragged_attention.testing import environment
 
 BACKENDS = {"torch": ("triton", "cuda", "eager"), "jax": ("triton", "cuda", "xla")}
-# What stands for a backend at first: the first of these that it takes.
+# The smoke test of a backend is the first of these checks that it takes.
 SMOKE = ("corner: attention, mixed prefill and decode", "corner: latent decode", "corner: attention")
 EXAMPLES = 2  # drawn for each check
 KINDS = {"corner": ("corner",), "drawn": ("agreement", "law")}
@@ -39,7 +39,7 @@ class Items:
         self.runners: dict[str, Any] = {}
 
     def sees_a_gpu(self) -> bool:
-        """Without one, jax would run everything on the CPU and find it good."""
+        """Without a GPU, jax would run every item on the CPU, and all would pass."""
         return self.module.default_backend() == "gpu" if self.framework == "jax" else self.module.cuda.is_available()
 
     def facts(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class Items:
         return said
 
     def smoke(self, backend: str) -> dict[str, Any]:
-        """The first batch that the backend takes, of those that stand for it."""
+        """Run the first check of the smoke test that the backend takes."""
         try:
             self.runner(backend)
         except RuntimeError as reason:
@@ -104,7 +104,7 @@ class Items:
             yield from (name for name in self.checks if name.startswith(part))
 
     def settle(self) -> None:
-        """Wait for the device: what a kernel did wrong is then known before the next item begins."""
+        """Wait for the device, so that a kernel's fault shows before the next item begins."""
         if self.framework == "jax":
             self.module.effects_barrier()
             self.module.block_until_ready(self.module.numpy.zeros(1) + 1)

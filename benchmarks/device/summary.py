@@ -11,7 +11,7 @@ from benchmarks.device.record import CANNOT, DECLINED, FAILED, PASSED, Line, Rec
 LINES, WIDTH = 60, 200
 OURS = ("cuda", "triton", "eager")
 MOST_GROUPS, MOST_CASES = 22, 14
-# How bad a failure is, by what its message begins with or contains: a wrong process before a wrong number.
+# How bad a failure is, by what its message contains; the worst first: a dead process is worse than a wrong number.
 SEVERITY = (
     ("the process ended", "crashed"),
     ("no end after", "hung"),
@@ -30,7 +30,7 @@ def severity(message: str) -> tuple[int, str]:
 
 
 def kind_of(message: str) -> str:
-    """A message without what differs between failures of one kind: numbers, and all but its first telling line."""
+    """What failures of one kind have in common: the message's most telling line, without its numbers."""
     lines = [line.strip() for line in message.splitlines() if line.strip()] or [""]
     first = lines[0]
     if severity(message)[1] == "hung":  # the limit that was left says nothing
@@ -88,7 +88,7 @@ def _cannot(items: dict[tuple[str, str], Line]) -> Iterator[str]:
 
 
 def of_phase(record: Record, phase: str) -> str:
-    """What a phase has come to."""
+    """The line of a phase."""
     found = [line for line in _counts(record, record.items()) if line.startswith(f"{phase}: ")]
     cannot = [line for line in _cannot(record.items()) if line.startswith(f"CANNOT RUN: {phase}")]
     return (found or cannot or [f"{phase}: nothing to run"])[0][:WIDTH]
@@ -118,7 +118,7 @@ def rows(items: dict[tuple[str, str], Line]) -> Iterator[dict[str, Any]]:
 
 
 def _cases(items: dict[tuple[str, str], Line]) -> Iterator[str]:
-    """What was timed, the cases first in which ours lose most."""
+    """The timed cases; those in which ours lose most come first."""
     cases: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
     for row in rows(items):
         cases[row["case"]].append(row)

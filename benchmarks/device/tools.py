@@ -20,10 +20,10 @@ from benchmarks.device.record import CANNOT, FAILED, PASSED
 
 FOUND = 9  # the exit status by which a checker says that it found something
 LAST = 1200  # characters of what a command printed
-SPARE = 3.0  # seconds of an item's limit in which a command that is late is ended and its output read
+SPARE = 3.0  # seconds of an item's limit that are left for ending a late command and reading its output
 CHECKERS = ("memcheck", "racecheck", "synccheck")
 PROFILED = "dram__bytes.sum.per_second,gpu__time_duration.sum,sm__throughput.avg.pct_of_peak_sustained_elapsed"
-MOST_LAUNCHES = 4  # of one call that are looked at
+MOST_LAUNCHES = 4  # of one call that are profiled
 
 
 def program(name: str) -> str | None:
@@ -99,14 +99,14 @@ class Items:
             return found | {"calls": json.loads(file.read_text()) if file.is_file() else []}
 
     def flash_mla(self, name: str) -> dict[str, Any]:
-        """A part of FlashMLA's own cases that covers all pairs of parameters, by the CUDA kernels."""
+        """A subset of FlashMLA's own cases that covers all pairs of parameters, on the CUDA kernels."""
         del name
         few = ["--list", "e0", "--heads", "2", "--max-tokens", "60", "--limit", "3"]
         arguments = ["--backend", "cuda", "--device", self.device, *(few if self.device == "cpu" else ["--covering"])]
         return self.said(module(self.device, "benchmarks.flash_mla_matrix", *arguments), COLUMNS="160")
 
     def said(self, command: Sequence[str], **more: str) -> dict[str, Any]:
-        """Run a command within the item's limit; whether it ended well, and the last that it printed."""
+        """Run a command within the item's limit; its outcome, and the end of its output."""
         with tempfile.TemporaryFile() as printed:
             running = subprocess.Popen(
                 command, cwd=ROOT, env=environment(more), stdin=subprocess.DEVNULL, stdout=printed,
@@ -125,7 +125,7 @@ class Items:
         return {"result": FAILED, "message": f"{ended}\n{text}"}
 
     def settle(self) -> None:
-        """A command has ended, and with it all that it did to the device."""
+        """Nothing is left to wait for: the command has ended."""
 
 
 def module(device: str, name: str, *arguments: str) -> list[str]:
@@ -138,7 +138,7 @@ def module(device: str, name: str, *arguments: str) -> list[str]:
 
 
 def metrics(text: str) -> list[dict[str, str]]:
-    """What the profiler wrote as CSV, behind its own messages: a row for each kernel and metric."""
+    """The rows of the profiler's CSV, one for each kernel and metric, without its messages."""
     table = [line for line in text.splitlines() if line.startswith('"')]
     wanted = ("Kernel Name", "Metric Name", "Metric Unit", "Metric Value")
     return [{name: row.get(name, "") for name in wanted} for row in csv.DictReader(table)]
