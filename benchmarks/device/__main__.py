@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import dataclasses
 import faulthandler
-import importlib.metadata
 import itertools
 import os
 import platform
@@ -63,12 +62,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def facts(device: str) -> dict[str, Any]:
     """The machine and its software, asked for without touching the device."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
+    versions = {package: carried.version(package) for package in PACKAGES}
     name = "CPU" if device == "cpu" else ""
     found: dict[str, Any] = {"device": name, "python": platform.python_version(), "versions": versions}
     found |= {"cores": len(os.sched_getaffinity(0)), "ptxas": plan.newer_ptxas()}
@@ -109,7 +103,8 @@ def conduct(options: argparse.Namespace) -> int:
     began, rehearsal = time.monotonic(), options.device == "cpu"
     minutes = options.minutes or (REHEARSAL_MINUTES if rehearsal else MINUTES[options.call])
     here, at = facts(options.device), carried.commit()
-    say(f"{here['device'] or 'no GPU'}, commit {at or 'unknown'}")
+    head = [f"{here['device'] or 'no GPU'}, commit {at or 'unknown'}"]
+    say(head[0])
     if not rehearsal and not here["device"]:
         say("neither nvidia-smi nor torch names a GPU: nothing to do; --device cpu rehearses")
         return 2
@@ -124,9 +119,10 @@ def conduct(options: argparse.Namespace) -> int:
     record.since = time.time() if options.afresh else 0.0
     here |= carried.unpack(measuring=options.call == "measure")
     record.write("facts", **here)
-    say(brief(here))
-    conductor = Conductor(options, record, Pool(options.device), began + 60 * minutes - RESERVE)
-    conductor.space = plan.SPACE if rehearsal else max(1.0, minutes / MINUTES[options.call])
+    head.append(brief(here))
+    say(head[1])
+    space = plan.SPACE if rehearsal else max(1.0, minutes / MINUTES[options.call])
+    conductor = Conductor(options, record, Pool(options.device), began + 60 * minutes - RESERVE, space)
     faulthandler.dump_traceback_later(60 * minutes + OVERDUE, exit=True)  # if all else fails; the record is written
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through `finally`
     try:
@@ -134,7 +130,7 @@ def conduct(options: argparse.Namespace) -> int:
     finally:
         conductor.pool.end()
         lines = [*summary.lines(record, options.call), f"{time.monotonic() - began:.0f} s"]
-        (options.out / "summary.txt").write_text("\n".join([f"{here['device']}, commit {at}", brief(here), *lines, ""]))
+        (options.out / "summary.txt").write_text("\n".join([*head, *lines, ""]))
         for line in lines:
             say(line)
         faulthandler.cancel_dump_traceback_later()
@@ -143,13 +139,12 @@ def conduct(options: argparse.Namespace) -> int:
 
 
 class Conductor:
-    """Runs the phases of a call, each with the processes that it needs."""
+    """Runs the phases of a call, each with the processes that it needs; their limits are multiplied by `space`."""
 
-    def __init__(self, options: argparse.Namespace, record: Record, pool: Pool, until: float) -> None:
-        self.options, self.record, self.pool, self.until = options, record, pool, until
+    def __init__(self, options: argparse.Namespace, record: Record, pool: Pool, until: float, space: float) -> None:
+        self.options, self.record, self.pool, self.until, self.space = options, record, pool, until, space
         self.cores = options.workers or len(os.sched_getaffinity(0))
         self.most = options.items or (REHEARSED if options.device == "cpu" else 0)
-        self.space = 1.0  # by which the phases' limits are multiplied
 
     def run(self) -> None:
         words = [word.strip() for word in self.options.phases.split(",")]

@@ -144,7 +144,7 @@ def use(device: str) -> None:
     if (library := base / LIBRARY).is_dir():
         builder: Any = importlib.import_module("ragged_attention.kernels_cuda._build.compile")
         builder.PREBUILT = library
-    if device == "cuda" and manifest().get("triton") == _version("triton"):
+    if device == "cuda" and manifest().get("triton") == version("triton"):
         steady_kernel_keys()
 
 
@@ -155,11 +155,11 @@ def steady_kernel_keys() -> None:
     And Triton 3.6 takes account of the globals that a called function uses only if that function was named before, so
     names depend on which kernel runs first: all functions are named at once, in one order.
     """
-    if _version("triton") is None:
+    if version("triton") is None:
         return
     cache: Any = importlib.import_module("triton.runtime.cache")
     if hasattr(cache, "triton_key"):
-        cache.triton_key = functools.partial("triton-{}".format, _version("triton"))
+        cache.triton_key = functools.partial("triton-{}".format, version("triton"))
     kind = importlib.import_module("triton.runtime.jit").JITFunction
     package = importlib.import_module("ragged_attention.kernels_triton")
     names = sorted(module.name for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."))
@@ -169,7 +169,8 @@ def steady_kernel_keys() -> None:
                 function.cache_key  # noqa: B018  (which names it)
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """The version of an installed package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

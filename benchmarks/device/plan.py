@@ -8,7 +8,6 @@ with 16 cores; a phase that ends early leaves its time to the next ones, and the
 import dataclasses
 import shutil
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from benchmarks.device import summary
 from benchmarks.device.record import FAILED, Record, way_of
@@ -143,9 +142,14 @@ MEASURE = (
 )
 
 
+def program(name: str) -> str | None:
+    """One of CUDA's programs, if it is installed."""
+    return shutil.which(name) or shutil.which(f"/usr/local/cuda/bin/{name}")
+
+
 def newer_ptxas() -> str | None:
     """The assembler of the CUDA toolkit that is installed, which is newer than that of Triton's own wheel."""
-    return shutil.which("ptxas") or next((p for p in ("/usr/local/cuda/bin/ptxas",) if Path(p).is_file()), None)
+    return program("ptxas")
 
 
 def ways() -> dict[str, Callable[[Phase], Phase]]:

@@ -6,7 +6,6 @@ Each item is a command. A process of this module starts it and reads what it pri
 import csv
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases.catalogue import CASES
+from benchmarks.device.plan import program
 from benchmarks.device.pool import ROOT, environment
 from benchmarks.device.record import CANNOT, FAILED, PASSED
 
@@ -24,11 +24,6 @@ SPARE = 3.0  # seconds of an item's limit that are left for ending a late comman
 CHECKERS = ("memcheck", "racecheck", "synccheck")
 PROFILED = "dram__bytes.sum.per_second,gpu__time_duration.sum,sm__throughput.avg.pct_of_peak_sustained_elapsed"
 MOST_LAUNCHES = 4  # of one call that are profiled
-
-
-def program(name: str) -> str | None:
-    """One of CUDA's programs, if it is here."""
-    return shutil.which(name) or shutil.which(f"/usr/local/cuda/bin/{name}")
 
 
 class Items:
