@@ -12,7 +12,7 @@ environment.prepare("cpu")  # before any test module imports triton or jax
 
 from ragged_attention.testing import triton_interpreter  # noqa: E402
 from ragged_attention.testing.collection import *  # noqa: E402, F403
-from tests import record, tiers  # noqa: E402
+from tests import durations, record, tiers  # noqa: E402
 from tests.record import pytest_runtest_call as pytest_runtest_call  # noqa: E402
 from tests.tiers import pytest_collection_modifyitems as pytest_collection_modifyitems  # noqa: E402
 
@@ -21,16 +21,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add_options(parser)
     group = parser.getgroup("ragged_attention")
     tiers.add_options(group)
+    durations.add_options(group)
     record.add_options(group)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     tiers.configure(config)
+    durations.configure(config)
     record.configure(config)
 
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # thousands of tests are no garbage, and to look at them again and again takes time
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else what the tests hold of Triton is there to the end, and nanobind lists it as leaked
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,19 +1,16 @@
 """Compiled Triton kernels on a CPU: calls of every kernel, and kernels that are not ours, in the emulator of PTX.
 
 Where these tests run Triton interprets, for good. So the calls are made in a process of their own for each
-architecture, in which Triton compiles. There this file is a script: it runs what `CALLS` and `OTHERS` name, prints a
-line of JSON for each, and at the end one with the kernels that ran.
+architecture, in which Triton compiles. There this file is a script, which answers for the checks that it is asked for.
 """
 
 import importlib
 import importlib.util
-import json
+import os
 import pkgutil
 import re
 import sys
-import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +23,8 @@ torch = pytest.importorskip("torch")
 import triton.language as tl  # noqa: E402
 
 from ragged_attention.errors import InvalidInput  # noqa: E402
-from ragged_attention.testing import conformance, ptx, ptx_runner, suite  # noqa: E402
+from ragged_attention.testing import apart, conformance, ptx, ptx_runner, suite  # noqa: E402
+from ragged_attention.testing.drawing import Check  # noqa: E402
 from ragged_attention.testing.mla.oracle import check_decode, check_prefill  # noqa: E402
 from ragged_attention.testing.mla.specs import DecodeSpec, PrefillSpec  # noqa: E402
 from ragged_attention.testing.paged.specs import Spec  # noqa: E402
@@ -41,7 +39,12 @@ from tests.apart import printed  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOM = "ragged_attention.kernels_triton"
-ARCHITECTURES = ("sm_80", "sm_90")
+SEEDS = {"sm_80": None, "sm_90": 1}  # an architecture and the order in which warps take turns there
+COMPILING = {
+    "TRITON_INTERPRET": "0",
+    "TRITON_DEFAULT_FP_FUSION": "1",  # its default, of which Triton would warn
+    "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+}
 
 # ---- calls of our kernels, at the tiles of GPUs
 
@@ -122,18 +125,55 @@ CORNERS = (
     "indexer keys quantised, rows",
     "indexer keys written, page size 3",
 )
-CALLS = (*SPECS, *CORNERS)
 
 
-def call(runner: Runner, name: str) -> None:
-    """Make one of the calls and hold what it gives to the definition."""
-    with runner.around():
-        if name in SPECS:
-            check, spec = SPECS[name]
-            check(runner, spec if check is check_update else spec.build())
-        else:
-            (corner,) = (check for check in suite.corners() if check.name == name)
-            corner.run(runner, 1)
+# Of each kernel a call that runs it.
+RUN_BY = {
+    "_heads_first.chunk_edges_kernel": "chunked prefill, a partial chunk",
+    "_heads_first.decode_edges_kernel": "paged decode, lengths of every kind",
+    "_heads_first.scaled_kernel": "paged decode, quantised, soft cap",
+    "_indexer.fill_kernel": "indexer top-k, exact, candidates",
+    "_indexer.tile_logits_kernel": "indexer top-k, exact, packed, wild ranges",
+    "_indexer.walk_logits_kernel": "indexer top-k, exact, candidates",
+    "_latent.decoding.decode_kernel": "sparse prefill, decoded first, fp8_v32",
+    "_latent.kernel.combine_kernel": "latents, dense",
+    "_latent.kernel.latent_kernel": "latents, dense",
+    "_softmax.sum_kernel": "packed gradient",
+    "make_decode_schedule.schedule_kernel": "decode schedule, sparse, lengths",
+    "merge_attention_states.merge_kernel": "merge, lses far apart",
+    "ragged_mla_attention.combine_kernel": "ragged latents, window in a long sequence",
+    "ragged_mla_attention.ragged_latent_kernel": "ragged latents, mixed",
+    "ragged_paged_attention.combine_kernel": "attention, decode of a long sequence",
+    "ragged_paged_attention.split_kernel": "decode and prefill",
+    "ragged_paged_attention.tile_kernel": "float8 cache",
+    "sparse_mla_prefill_backward.gather_kernel": "sparse gradient, duplicates in a fixed order",
+    "sparse_mla_prefill_backward.gradient_kernel": "sparse gradient, duplicates in a fixed order",
+    "sparse_mla_prefill_backward.narrow_kernel": "sparse gradient",
+    "sparse_mla_prefill_backward.rows_kernel": "sparse gradient, duplicates in a fixed order",
+    "sparse_mla_prefill_backward.zero_kernel": "sparse gradient, duplicates in a fixed order",
+    "top_k_indices.select_kernel": "indexer top-k, exact, packed, wild ranges",
+    "varlen_attention.forward_kernel": "packed",
+    "varlen_attention_backward.dkv_kernel": "packed gradient, 33/7",
+    "varlen_attention_backward.dq_kernel": "packed gradient, 33/7",
+    "varlen_attention_backward.prepare_kernel": "packed gradient, 33/7",
+    "write_indexer_cache.quantize_keys_kernel": "indexer keys quantised, rows",
+    "write_indexer_cache.write_keys_kernel": "indexer keys written, page size 3",
+    "write_kv_pages.write_kernel": "write, by slots: float8_e4m3fn",
+    "write_mla_cache.write_rows_kernel": "quantize latents, fp8_v32, bfloat16",
+}
+
+
+def calls() -> Iterator[Check]:
+    for name, (check, spec) in SPECS.items():
+        yield Check("call", name, lambda runner, _, check=check, spec=spec: make(runner, check, spec))
+    for corner in suite.corners():
+        if corner.name in CORNERS:
+            yield Check("call", corner.name, corner.run)
+
+
+def make(runner: Runner, check: Callable[[Runner, Any], None], spec: Any) -> int:
+    check(runner, spec if check is check_update else spec.build())
+    return 1
 
 
 # ---- kernels of others
@@ -247,10 +287,13 @@ def comes_from_jax(arch: str) -> None:
     if importlib.util.find_spec("jax") is None:
         return
     runner = CompiledRunner(framework="jax", arch=arch)
-    call(runner, "merge, lses far apart")
+    corners = {check.name: check for check in suite.corners()}
+    with runner.around():
+        corners["merge, lses far apart"].run(runner, 1)
     assert set(runner.emulator.launches) == {f"{ROOM}.merge_attention_states.merge_kernel"}
     runner.emulator.change = lambda name, text: text.replace("bar.sync", "bar.unknown")
-    expect("Unknown: line", lambda: call(runner, "merge, many parts"))
+    with runner.around():
+        expect("Unknown: line", lambda: corners["merge, many parts"].run(runner, 1))
 
 
 def expect(text: str, run: Callable[[], Any]) -> None:
@@ -259,64 +302,48 @@ def expect(text: str, run: Callable[[], Any]) -> None:
         run()
 
 
-OTHERS = {
-    function.__name__: function for function in (multiplies, softens, takes_tuples, is_watched, refuses, comes_from_jax)
-}
+def others(arch: str) -> Iterator[Check]:
+    for function in (multiplies, softens, takes_tuples, is_watched, refuses, comes_from_jax):
+        yield Check("other", function.__name__, lambda runner, _, function=function: function(arch) or 1)
 
 
 # ---- the process that compiles
 
 
 def main(arch: str) -> None:
-    runner = CompiledRunner(arch=arch, seed={"sm_80": None, "sm_90": 1}[arch])
-    for name in (*CALLS, *OTHERS):
-        begun, error = time.perf_counter(), ""
-        ANSWERED.clear()
-        try:
-            OTHERS[name](arch) if name in OTHERS else call(runner, name)
-        except Exception:
-            error = traceback.format_exc()
-        operations = sorted({operation for operation, _ in ANSWERED})
-        say({"name": name, "error": error, "seconds": time.perf_counter() - begun, "operations": operations})
-    say({"kernels": sorted(runner.emulator.launches)})
+    runner = CompiledRunner(arch=arch, seed=SEEDS[arch])
+    apart.serve(runner, [watched(check) for check in calls()] + [*others(arch)], 1)
 
 
-def say(line: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(line) + "\n")
-    sys.stdout.flush()
+def watched(check: Check) -> Check:
+    """A check that also sees to it that the kernels which it is there for have run."""
 
+    def run(runner: Any, examples: int) -> int:
+        before = runner.emulator.launches.copy()
+        taken = check.run(runner, examples)
+        missing = {kernel for kernel, name in RUN_BY.items() if name == check.name}
+        missing -= {kernel.removeprefix(f"{ROOM}.") for kernel in runner.emulator.launches - before}
+        assert not missing, f"expected a launch of {', '.join(sorted(missing))}"
+        return taken
 
-class Answers:
-    """What the processes say, each started when it is first asked for."""
-
-    def __init__(self) -> None:
-        self.of: dict[str, list[dict[str, Any]]] = {}
-
-    def __call__(self, arch: str) -> list[dict[str, Any]]:
-        if arch not in self.of:
-            self.of[arch] = [json.loads(line) for line in printed(__file__, arch, JAX_PLATFORMS="cpu").splitlines()]
-        return self.of[arch]
+    return Check(check.kind, check.name, run)
 
 
 # ---- tests
 
 
-@pytest.fixture(scope="module")
-def answers() -> Answers:
-    return Answers()
+@pytest.mark.parametrize("name", [str(check) for check in (*calls(), *others(""))])
+@pytest.mark.parametrize("arch", SEEDS)
+def test_a_call_is_right_and_nothing_is_reported(arch: str, name: str) -> None:
+    command = sys.executable, __file__, arch
+    (verdict,) = apart.judged(command, [name], timeout=600, environ=COMPILING)
+    ANSWERED.update((operation, "ptx") for operation in verdict.answered)
+    assert verdict.result == "passed", verdict.message
 
 
-@pytest.mark.parametrize("name", [*CALLS, *OTHERS])
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_a_call_is_right_and_nothing_is_reported(arch: str, name: str, answers: Answers) -> None:
-    (answer,) = (line for line in answers(arch) if line.get("name") == name)
-    ANSWERED.update((operation, "ptx") for operation in answer["operations"])
-    assert not answer["error"], answer["error"]
-
-
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_every_kernel_of_the_room_ran(arch: str, answers: Answers) -> None:
-    assert not kernels_of_the_room() - set(answers(arch)[-1]["kernels"])
+def test_every_kernel_of_the_room_has_a_call() -> None:
+    assert set(RUN_BY) == kernels_of_the_room()
+    assert set(RUN_BY.values()) <= {check.name for check in calls()}
 
 
 def kernels_of_the_room() -> set[str]:
@@ -324,7 +351,7 @@ def kernels_of_the_room() -> set[str]:
     for module in pkgutil.walk_packages(room.__path__, f"{ROOM}."):
         for name, value in vars(importlib.import_module(module.name)).items():
             if name.endswith("_kernel") and hasattr(value, "arg_names"):
-                found.add(f"{value.fn.__module__}.{value.fn.__name__}")
+                found.add(f"{value.fn.__module__}.{value.fn.__name__}".removeprefix(f"{ROOM}."))
     return found
 
 
