@@ -10,7 +10,7 @@ INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --constraint
 # Tests start many processes; where bytecode is not kept, each compiles the package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-shard check conformance compile-matrix ptx-faults cuda-compile predictions flash-mla-matrix tpu-compile bench bench-cpu bench-transformers vllm-check docs docs-site status dist release device-prepare device-rehearsal clean
+.PHONY: demo test test-all test-shard test-durations test-versions check conformance compile-matrix ptx-faults cuda-compile predictions flash-mla-matrix tpu-compile bench bench-cpu bench-transformers vllm-check docs docs-site status dist release device-prepare device-rehearsal clean
 
 demo: .venv/demo
 	$(BIN)/ragged-attention demo $(ARGS)
@@ -26,6 +26,14 @@ test-all: .venv/all .triton36
 # Of what `make test` leaves out one part in so many: make test-shard SHARD=3/16, or any text in the place of 3.
 test-shard: .venv/all .triton36
 	HYPOTHESIS_PROFILE=ci $(PYTEST) --tier rest --shard $(SHARD) $(ARGS)
+
+# What tests/tiers.py chooses by; on an idle machine.
+test-durations: .venv/all
+	$(PYTEST) --keep-durations $(ARGS)
+
+# In environments of the oldest versions that are allowed, of later and of the newest ones; 6 GB of disk for each.
+test-versions:
+	$(PYTHON) tools/versions.py $(ARGS)
 
 check: .venv/all
 	$(BIN)/ruff format --check .
@@ -110,7 +118,7 @@ release: .venv-release/all
 	.venv-release/bin/python tools/release.py release $(ARGS)
 
 clean:
-	rm -rf .venv .venv-device .venv-docs .venv-release .venv-tpu .venv-vllm .triton36 .cache build carried dist *.egg-info .pytest_cache .hypothesis .ruff_cache
+	rm -rf .venv .venv-device .venv-docs .venv-release .venv-tpu .venv-versions .venv-vllm .triton36 .cache build carried dist *.egg-info .pytest_cache .hypothesis .ruff_cache
 
 .venv/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'

@@ -1,40 +1,95 @@
-"""The covering part and the rest are together everything, and no operation, backend or front end is left out."""
+"""The covering part keeps to its budget and leaves out no group; it and the rest are together everything."""
 
+import json
 import zlib
-from pathlib import Path
 
 import pytest
 
 from ragged_attention.testing.suite import corners, laws
-from tests import tiers
+from tests import durations, tiers
+from tests.durations import Durations
 
-TESTS = Path(__file__).parent
-RUNNERS = ("torch-reference", "torch-eager", "torch-triton", "jax-reference", "jax-xla", "jax-triton")
+KNOWN = durations.known()
 CHECKS = {"test_agreement.py::test_corner": [*map(str, corners())], "test_laws.py::test_law": [*map(str, laws())]}
-NODES = {
-    f"tests/{test}[{runner}-{check}]": check
-    for test, checks in CHECKS.items()
-    for runner in RUNNERS
-    for check in checks
-}
-COVERING = {*NODES} - tiers.left_out_of_the_covering_part(NODES)
+RUNNERS = ("torch-reference", "torch-eager", "torch-triton", "jax-reference", "jax-xla", "jax-triton")
 
 
-def test_the_covering_part_is_less_than_half() -> None:
-    assert len(COVERING) < len(NODES) / 2
+def covering(groups: dict[str, list[str]], known: Durations = KNOWN) -> set[str]:
+    return {node for nodes in groups.values() for node in nodes} - tiers.left_out_of_the_covering_part(groups, known)
 
 
-@pytest.mark.parametrize("name", RUNNERS)
-def test_the_covering_part_has_every_operation_on_every_runner(name: str) -> None:
-    every = {tiers.subject_of(check) for check in NODES.values()}
-    taken = {tiers.subject_of(check) for node, check in NODES.items() if f"[{name}-" in node and node in COVERING}
-    assert taken == every
-    assert len(every) > 20
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("test", CHECKS)
+def test_the_covering_part_has_every_operation_on_every_runner(test: str, runner: str) -> None:
+    groups: dict[str, list[str]] = {}
+    for check in CHECKS[test]:
+        node = f"tests/{test}[{runner}-{check}]"
+        groups.setdefault(durations.group_of(node, check), []).append(node)
+    taken = covering(groups)
+    assert len(groups) > 20
+    assert all(taken & {*nodes} for nodes in groups.values())
 
 
-@pytest.mark.parametrize("name", ["torch-eager", "torch-reference"])
-def test_the_covering_part_has_every_law(name: str) -> None:
-    assert all(f"tests/test_laws.py::test_law[{name}-{law}]" in COVERING for law in map(str, laws()))
+def test_the_covering_part_keeps_to_its_budget() -> None:
+    each = tiers.allowance(KNOWN)
+    slow = sum(tiers.taken_of(*group, each) * group[1] for group in KNOWN.slow.values())
+    assert slow + sum(KNOWN.quick.values()) <= tiers.BUDGET
+    assert each > 1
+
+
+@pytest.mark.parametrize("group", KNOWN.slow)
+def test_what_is_known_is_of_tests_that_exist(group: str) -> None:
+    assert durations.exists(group)
+
+
+def test_cases_are_left_out_evenly_and_one_stays() -> None:
+    known = Durations(
+        {"test_a.py::test_long": (1, 900.0), "test_a.py::test_some": (40, 50.0), "test_b.py::test": (9, 2)}, {}
+    )
+    groups = {group: [f"{group}[{number}]" for number in range(cases)] for group, (cases, _) in known.slow.items()}
+    groups["test_c.py::test_new"] = [f"test_c.py::test_new[{number}]" for number in range(20)]
+    taken = covering(groups, known)
+    assert {group: len(taken & {*nodes}) for group, nodes in groups.items()} == {
+        "test_a.py::test_long": 1,
+        "test_a.py::test_some": 1,
+        "test_b.py::test": 9 if tiers.BUDGET > 968 else 1,
+        "test_c.py::test_new": 20,
+    }
+    places = [tiers.places_of("some", 10, 3), tiers.places_of("another", 10, 3)]
+    for found in places:
+        gaps = {(second - first) % 10 for first, second in zip(found, [*found[1:], found[0]], strict=True)}
+        assert gaps <= {3, 4}
+
+
+def test_a_quick_group_takes_all_that_a_slow_one_leaves() -> None:
+    known = Durations({"test_a.py::test_slow": (100, 20.0), "test_b.py::test_quick": (100, 0.5)}, {"test_c.py": 30.0})
+    each = tiers.allowance(known)
+    assert tiers.taken_of(100, 0.5, each) == 100
+    assert tiers.taken_of(100, 20.0, each) == int((tiers.BUDGET - 80) / 20)
+
+
+def test_groups_are_those_of_a_test_a_runner_and_an_operation() -> None:
+    node = "tests/test_laws.py::test_law[jax-xla-law: packed, gradients have their sums]"
+    assert (
+        durations.group_of(node, "law: packed, gradients have their sums")
+        == "test_laws.py::test_law[jax-xla-law: packed]"
+    )
+    assert durations.group_of("tests/test_some.py::test_one[a-b[c]]", "") == "test_some.py::test_one"
+
+
+def test_a_run_replaces_what_is_known_of_its_groups() -> None:
+    gone, here, other = (
+        "test_gone.py::test_it",
+        "test_tiers.py::test_shards_part_the_tests",
+        "test_tiers.py::test_any_text_names_a_shard",
+    )
+    known = Durations(
+        {gone: (1, 5.0), here: (2, 3.0)}, {"test_tiers.py": 9.0, "test_gone.py": 1.0, "test_docs.py": 2.0}
+    )
+    updated = known.updated({here: (4, 0.1), other: (3, 2.5)})
+    assert updated == Durations({other: (3, 2.5)}, {"test_docs.py": 2.0, "test_tiers.py": 0.4})
+    read = json.loads(updated.written())
+    assert read == {"slow": {other: [3, 2.5]}, "quick": {"test_docs.py": 2.0, "test_tiers.py": 0.4}}
 
 
 def test_shards_part_the_tests() -> None:
@@ -51,20 +106,3 @@ def test_any_text_names_a_shard() -> None:
     node = next(f"{number}" for number in range(999) if zlib.crc32(f"{number}".encode()) % 16 == which)
     assert tiers.in_shard(node, f"{commit}/16")
     assert not tiers.in_shard(node, f"{which + 1}/16")
-
-
-@pytest.mark.parametrize("prefix", tiers.SHARES)
-def test_what_is_thinned_out_exists(prefix: str) -> None:
-    file, _, test = prefix.partition("::")
-    name, cases, _ = test.partition("[")
-    assert f"def {name}{'(' if cases else ''}" in (TESTS / file).read_text()
-
-
-def test_a_share_is_of_a_group_and_none_of_it_is_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers, "SHARES", {"test_some.py::test_long": 0, "test_some.py::test_one[": 3})
-    nodes = {f"tests/test_some.py::test_one[{number}]": "" for number in range(7)}
-    others = {"tests/test_some.py::test_long": "", "tests/test_some.py::test_another": ""}
-    taken = {*nodes, *others} - tiers.left_out_of_the_covering_part(nodes | others)
-    assert "tests/test_some.py::test_another" in taken
-    assert "tests/test_some.py::test_long" not in taken
-    assert 2 <= len(taken & {*nodes}) <= 3

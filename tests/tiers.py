@@ -87,16 +87,20 @@ def left_out_of_the_covering_part(groups: Mapping[str, Sequence[str]], known: Du
     left_out: set[str] = set()
     for group, nodes in groups.items():
         taken = taken_of(len(nodes), known.slow[group][1], each) if group in known.slow else len(nodes)
-        # Where a group begins differs, so that runners do not all take the same checks.
-        first = zlib.crc32(group.encode()) % len(nodes)
-        places = {(first + number * len(nodes) // taken) % len(nodes) for number in range(taken)}
+        places = places_of(group, len(nodes), taken)
         left_out.update(node for place, node in enumerate(nodes) if place not in places)
     return left_out
 
 
+def places_of(group: str, cases: int, taken: int) -> list[int]:
+    """Which cases are taken; where a group begins differs, so that runners do not all take the same checks."""
+    first = zlib.crc32(group.encode()) % cases
+    return [(first + number * cases // taken) % cases for number in range(taken)]
+
+
 def taken_of(cases: int, seconds: float, each: float) -> int:
     """How many of a group's cases a number of seconds for each group allows, one at least."""
-    return max(1, min(cases, int(each / seconds)))
+    return max(1, min(cases, int(each / seconds + 1e-6)))
 
 
 def allowance(known: Durations) -> float:
