@@ -50,25 +50,26 @@ class Environment:
 
     python: str
     packages: Mapping[str, str]
-    # What is installed after the rest, without what it asks for: torch for CUDA wants the Triton that it was built for.
+    # What is installed after the rest, without what it asks for: torch for CUDA wants the Triton that it was built for,
+    # and jax's plugin the libraries of CUDA.
     apart: Mapping[str, str]
 
 
 ENVIRONMENTS = {
     "oldest": Environment(
         "3.11",
-        {"torch": "2.9.0", "jax": "0.9.0", "numpy": "2.0.2", "numba": "0.62.0", "transformers": "5.23.0"},
-        {"triton": "3.6.0", "jax-triton": "0.3.1"},
+        {"torch": "2.9.0", "jax": "0.9.0", "numpy": "2.0.2", "numba": "0.63.0", "transformers": "5.23.0"},
+        {"triton": "3.6.0", "jax-triton": "0.3.1", "jax-cuda13-plugin": "0.9.0"},
     ),
     "later": Environment(
         "3.12",
         {"torch": "2.11.0", "jax": "0.11.2", "numpy": "2.5.2", "numba": "0.68.1", "transformers": "5.23.0"},
-        {"triton": "3.6.0", "jax-triton": "0.3.1"},
+        {"triton": "3.6.0", "jax-triton": "0.3.1", "jax-cuda13-plugin": "0.11.2"},
     ),
     "newest": Environment(
         "3.13",
         {"torch": "2.15.0", "jax": "0.12.0.1", "numpy": "2.5.5", "numba": "0.68.1", "transformers": "5.24.0"},
-        {"triton": "3.9.0", "jax-triton": "0.4.1"},
+        {"triton": "3.9.0", "jax-triton": "0.4.1", "jax-cuda13-plugin": "0.12.0.1"},
     ),
 }
 COLUMNS = {"Python": "python", "torch": "torch", "Triton": "triton", "jax": "jax", "NumPy": "numpy", "Numba": "numba"}
