@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ragged_attention import forking
 from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
 from ragged_attention.kernels_cuda import _abi
 from ragged_attention.kernels_cuda._build import compile, toolchain
@@ -51,7 +52,7 @@ def _once(
     """The library of `source`, built and opened once per process; a failure is remembered too: building is slow."""
     if key in _loaded:
         return _loaded[key]
-    with _lock:
+    with forking.postponed(), _lock:
         if key in _failed:
             raise BackendMissing(_failed[key])
         if key not in _loaded:
@@ -201,8 +202,8 @@ class Native:
         name = f"{self.name}.{_library_for(platform)._name}" if emulated else self.name
         return name, getattr(ffi_library(include, emulated=emulated), f"{self.name}_ffi")
 
-    def error_message(self, code: int, platform: str, shapes: Mapping[str, Any]) -> str:
-        """The message for a code that is not 0, with the arrays of the call that returned it."""
+    def error(self, code: int, platform: str, shapes: Mapping[str, Any]) -> RuntimeError:
+        """What to raise for a code that is not 0, with the arrays of the call that returned it."""
         text = _library_for(platform).ra_error_string(code).decode()
         arrays = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
-        return f"{self.name} failed with code {code}, {text}: {arrays}"
+        return RuntimeError(f"{self.name} failed with code {code}, {text}: {arrays}")

@@ -42,16 +42,17 @@ TOOLCHAINS = {
     "jax": {"jax", "jaxlib", "numpy"},
 }
 # Our own modules that a room may import beside itself.
-FOR_ROOMS = ("calls", "errors", "devices")
+FOR_ROOMS = ("calls", "errors", "devices", "forking", "caches")
 # The modules that a bare `import ragged_attention` loads, and what they may import of the package.
 CORE = {
     "errors": set(),
     "devices": set(),
     "calls": {"errors"},
-    "config": {"calls", "errors"},
+    "forking": set(),
+    "config": {"calls", "errors", "forking"},
     "tuning": {"calls", "errors"},
     "protocols": {"calls"},
-    "dispatch": {"calls", "config", "errors", "protocols", "tuning"},
+    "dispatch": {"calls", "config", "errors", "forking", "protocols", "tuning"},
     "explain": {"calls", "dispatch", "errors"},
 }
 

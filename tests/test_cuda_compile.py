@@ -456,7 +456,7 @@ def test_a_cache_that_cannot_be_written(small, monkeypatch):
 
 
 def test_a_library_in_a_cache_that_is_not_ours_is_found(small, monkeypatch):
-    """Built by somebody else: neither the folder nor the lock in it can be written."""
+    """Built by root: neither the folder nor the lock in it can be written."""
     path = compile.build(compile.kernels_recipe())
     (path.parent / "lock").unlink()
     (path.parent / "lock").mkdir()  # which nobody can open, not even root
@@ -559,6 +559,27 @@ def test_no_home_is_no_place_to_keep_a_library(small, monkeypatch):
             load()
 
 
+def test_a_library_that_others_may_have_written_is_not_loaded(small):
+    path = compile.build(compile.kernels_recipe())
+    for place in (path, path.parent):
+        mode = place.stat().st_mode
+        place.chmod(0o777)
+        assert compile.built() is None
+        with pytest.raises(BackendMissing, match=f"cannot be stored in .*: others can write {place}"):
+            compile.build(compile.kernels_recipe())
+        place.chmod(mode)
+    assert compile.built() == path
+
+
+def test_no_umask_lets_others_write_a_library(small):
+    before = os.umask(0)
+    try:
+        path = compile.build(compile.kernels_recipe())
+    finally:
+        os.umask(before)
+    assert compile.built() == path
+
+
 def test_a_gxx_that_does_not_run(small, monkeypatch, tmp_path):
     broken = tmp_path / "broken" / "g++"
     broken.parent.mkdir()
@@ -573,6 +594,8 @@ def test_a_gxx_that_does_not_run(small, monkeypatch, tmp_path):
 def test_the_cache_is_where_caches_are(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
+    assert compile.cache_folder() == tmp_path / ".cache" / "ragged_attention"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which would be a folder of whoever wrote the files here
     assert compile.cache_folder() == tmp_path / ".cache" / "ragged_attention"
 
 

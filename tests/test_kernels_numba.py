@@ -34,6 +34,7 @@ from ragged_attention.torch import (  # noqa: E402
     write_kv_pages,
     write_mla_cache,
 )
+from tests.apart import printed  # noqa: E402
 
 LANES = _vectors.LANES
 CODES = np.arange(256, dtype=np.uint8)
@@ -294,28 +295,52 @@ def test_calls_of_several_threads_do_not_disturb_each_other() -> None:
     assert not wrong
 
 
-FORK = """
-import os, signal, torch
-from ragged_attention.torch import merge_attention_states as merge
-torch.set_num_threads(2)
-parts = torch.randn(3, 700, 4, 16), torch.randn(3, 700, 4)
-expected = merge(*parts, backend="numba")[0]
+# In a copy of the process each call starts threads of its own, here first as many as it likes, then none for want of
+# memory for their stacks; and an exception that comes during a call is raised when that is done.
+IN_A_COPY = """
+import os, resource, signal, torch
+from ragged_attention.torch import ragged_paged_attention as attention
+torch.set_num_threads(3)
+q, kv = torch.randn(1600, 2, 64), torch.randn(100, 16, 4, 64)
+rest = torch.tensor([1600]).int(), torch.arange(100).int()[None], torch.tensor([0, 1600]).int()
+out, given = torch.empty_like(q), {"backend": "numba", "options": {"block_q": 64}}
+expected = attention(q, kv, *rest, **given)
+def equal(found):
+    return all(torch.equal(*pair) for pair in zip(found.split(200), expected.split(200)))  # too small for OpenMP
+def stop(*_):
+    raise KeyboardInterrupt
 child = os.fork()
 if not child:
-    signal.alarm(60)  # a team of OpenMP's would wait for threads that the fork has not copied, and so would torch's own
-    found = merge(*parts, backend="numba")[0]
-    torch.set_num_threads(1)
-    os._exit(0 if torch.equal(found, expected) else 3)
+    signal.alarm(60)
+    signal.signal(signal.SIGPROF, stop)
+    assert equal(attention(q, kv, *rest, **given))
+    for part in range(8):
+        out.view(-1).numpy()[:] = 0
+        signal.setitimer(signal.ITIMER_PROF, 0.001 + part * 0.004)
+        try:
+            attention(q, kv, *rest, out=out, **given)
+        except KeyboardInterrupt:
+            assert equal(out)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+    torch.set_num_threads(9)
+    used = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGESIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**22,) * 2)
+    assert equal(attention(q, kv, *rest, out=out, **given))
+    os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
-assert torch.equal(merge(*parts, backend="numba")[0], expected)
 print("well")
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
-def test_a_forked_process_computes_too() -> None:
-    done = apart(FORK)
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are not kept to here")
+def test_threads_that_a_call_has_started_end_before_it() -> None:
+    done = apart(IN_A_COPY)
     assert done.stdout == "well\n", done.stdout + done.stderr
+
+
+def test_a_call_for_which_there_is_no_memory_fails_as_a_whole() -> None:
+    pytest.importorskip("jax")
+    assert printed("-m", "tests.no_memory").endswith("\nwell\n")
 
 
 # ---- compiling
@@ -335,15 +360,7 @@ def test_kernels_are_kept_on_disk_and_a_line_says_so(tmp_path: Path) -> None:
     assert first.stdout == "192.0\n[0, 0]\n", first.stderr
     assert second.stdout == "192.0\n[1, 1]\n", second.stderr
     assert first.stderr.startswith("ragged_attention: compiling the kernel merge_attention_states for this CPU, once, ")
-    assert f" s; kept in {tmp_path}" in first.stderr
-
-
-def test_where_nothing_can_be_kept_kernels_run_all_the_same(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    done = apart(SMALL, XDG_CACHE_HOME=str(file))
-    assert done.stdout == "192.0\n[0, 0]\n", done.stderr
-    assert "not kept, since" in done.stderr
+    assert f" s; to be kept in {tmp_path}" in first.stderr
 
 
 OTHER_CPU = """

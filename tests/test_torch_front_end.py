@@ -244,3 +244,31 @@ def test_numpys_integers_count() -> None:
     )
     with pytest.raises(ra.InvalidInput, match="expected option block_q to be finite, got inf"):
         rt.ragged_paged_attention(**inputs, options={"block_q": float("inf")})
+
+
+@pytest.mark.parametrize("backend", ["numba", "eager", "triton", "reference"])
+@pytest.mark.parametrize("size", [0, 4])
+def test_a_tensor_without_its_memory_is_refused(backend: str, size: int) -> None:
+    """Its storage was resized, as by what frees parameters between layers."""
+    names = ("q", "kv_pages", "kv_lens", "page_indices", "cu_q_lens", "out")
+    for name in names:
+        given: dict[str, Any] = {
+            "q": torch.zeros(2, 4, 16),
+            "kv_pages": torch.zeros(4, 8, 4, 16),
+            "kv_lens": torch.tensor([3, 9]).int(),
+            "page_indices": torch.arange(4).int().view(2, 2),
+            "cu_q_lens": torch.arange(3).int(),
+            "out": torch.zeros(2, 4, 16),
+        }
+        given[name].untyped_storage().resize_(size)
+        with pytest.raises(ra.InvalidInput, match=f"expected {name} with memory for .*, got {size} bytes"):
+            rt.ragged_paged_attention(**given, backend=backend)
+
+
+def test_tensors_without_entries_need_no_memory() -> None:
+    empty = torch.zeros(0, 4, 16)
+    empty.untyped_storage().resize_(0)
+    out = rt.ragged_paged_attention(
+        empty, torch.zeros(4, 8, 4, 16), torch.tensor([3]).int(), torch.zeros(1, 2).int(), torch.tensor([0, 0]).int()
+    )
+    assert out.shape == empty.shape

@@ -12,7 +12,6 @@ import importlib
 import importlib.metadata
 import json
 import lzma
-import os
 import pkgutil
 import shutil
 import subprocess
@@ -22,6 +21,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from ragged_attention import caches
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "carried"
@@ -124,8 +125,8 @@ def environment() -> dict[str, str]:
 
 
 def _home_is_writable() -> bool:
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     try:
+        folder = caches.cache_home()
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return True

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from ragged_attention import caches
 from ragged_attention.errors import BackendMissing
 from ragged_attention.kernels_cuda._build import toolchain
 
@@ -82,10 +83,8 @@ class Recipe:
 
 def cache_folder() -> Path:
     """Where built libraries are stored."""
-    if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base, "ragged_attention")
     try:
-        return Path.home() / ".cache" / "ragged_attention"
+        return caches.cache_folder()
     except RuntimeError as error:
         raise BackendMissing(NO_CACHE) from error
 
@@ -244,9 +243,11 @@ def is_whole(path: Path) -> bool:
 def build(recipe: Recipe, progress: Progress | None = None) -> Path:
     """The recipe's library, from the cache or made now. A failure raises `BackendMissing` with the compiler's output."""
     try:
-        if is_whole(recipe.path):  # perhaps in a cache that others fill, where we may not even take a lock
+        _expect_trusted(recipe.path)
+        if is_whole(recipe.path):  # perhaps in a cache that root fills, where we may not even take a lock
             return recipe.path
-        recipe.path.parent.mkdir(parents=True, exist_ok=True)
+        caches.make_folder(recipe.path.parent)
+        _expect_trusted(recipe.path)
         with _alone(recipe.path.parent) as alone:
             if not is_whole(recipe.path):
                 if alone:
@@ -255,6 +256,11 @@ def build(recipe: Recipe, progress: Progress | None = None) -> Path:
     except OSError as error:
         raise BackendMissing(f"the {recipe.what} cannot be stored in {cache_folder()}: {error}") from error
     return recipe.path
+
+
+def _expect_trusted(path: Path) -> None:
+    if reason := caches.why_untrusted(path):
+        raise PermissionError(reason)
 
 
 @contextlib.contextmanager
@@ -307,6 +313,7 @@ def _make(recipe: Recipe, progress: Progress | None) -> None:
         run.later((*recipe.linker, "-o", str(linked), *map(str, objects), *recipe.libraries)).result()
         if digest_of(*recipe.texts) != recipe.as_read:
             raise BackendMissing(f"the sources of the {recipe.what} changed while they were compiled")
+        linked.chmod(linked.stat().st_mode & ~0o022)  # whatever the umask says
         os.replace(linked, recipe.path)
     tell(steps, recipe.name)
     logger.info("built the %s in %.0f s: %s", recipe.what, time.perf_counter() - start, recipe.path)
@@ -373,4 +380,7 @@ def built() -> Path | None:
     if toolchain.missing_to_compile() or missing_to_store() or toolchain.nvcc() is None:
         return None
     path = kernels_recipe().path
-    return path if is_whole(path) else None
+    try:
+        return path if is_whole(path) and not caches.why_untrusted(path) else None
+    except OSError:
+        return None

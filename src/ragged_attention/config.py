@@ -29,6 +29,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from ragged_attention import forking
 from ragged_attention.calls import CALLS
 from ragged_attention.errors import InvalidInput
 
@@ -148,11 +149,11 @@ class Scope(Generic[T]):
         self._lock = threading.Lock()
 
     def install(self, owner: Any, value: T) -> None:
-        with self._lock:
+        with forking.postponed(), self._lock:
             self._set([*self._installed, (weakref.ref(owner), value)])
 
     def enter(self, owner: Any, value: T) -> None:
-        with self._lock:
+        with forking.postponed(), self._lock:
             self._set([entry for entry in self._installed if entry[0]() is not owner])
         self.blocks.set((value, *self.blocks.get()))
 

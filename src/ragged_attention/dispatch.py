@@ -17,7 +17,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from ragged_attention import config, tuning
+from ragged_attention import config, forking, tuning
 from ragged_attention.calls import Call, Device
 from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
 from ragged_attention.protocols import Implementation, Launcher
@@ -112,6 +112,7 @@ def package_of(backend: str) -> str | None:
 
 
 @functools.cache
+@forking.postponed()  # a module that is half imported would stay so in a copy of the process
 def load(operation: str, backend: str) -> Implementation:
     """Import one implementation. Absence raises `BackendMissing`; if it is found, its import error is raised as is."""
     package = package_of(backend)

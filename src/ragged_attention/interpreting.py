@@ -9,16 +9,29 @@ from typing import Any
 
 import numpy as np
 
-_one_at_a_time = threading.Lock()  # the interpreter replaces parts of triton.language for as long as a launch runs
+from ragged_attention import forking
+
+_one_at_a_time = threading.RLock()  # the interpreter replaces parts of triton.language for as long as a launch runs
+_running = False
 
 
 @contextlib.contextmanager
 def interpreting() -> Iterator[None]:
-    """One launch at a time, and without NumPy's warnings of infinities, which a GPU makes in silence."""
-    with _one_at_a_time, np.errstate(all="ignore"):
+    """One launch at a time, and without NumPy's warnings of infinities, which a GPU makes in silence.
+
+    Raises `RuntimeError` within another one of the same thread, as where a signal's handler launches a kernel.
+    """
+    global _running
+    with forking.postponed(), _one_at_a_time, np.errstate(all="ignore"):
+        if _running:
+            raise RuntimeError("expected no launch within one that Triton's interpreter runs")
         if (interpreter := sys.modules.get("triton.runtime.interpreter")) is not None:
             let_scalars_be_indices(interpreter)
-        yield
+        _running = True
+        try:
+            yield
+        finally:
+            _running = False
 
 
 @functools.cache

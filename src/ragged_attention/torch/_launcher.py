@@ -150,7 +150,7 @@ class Launcher:
         arrays = {name: tensor for name, tensor in {**operands, **results}.items() if tensor is not None}
         if code := self._enqueue(function, function.record(**numbers), arrays):
             shapes = {name: tensor.shape for name, tensor in arrays.items()}
-            raise RuntimeError(function.error_message(code, device.type, shapes))
+            raise function.error(code, device.type, shapes)
         return results
 
     def _enqueue(self, function: Any, record: Any, arrays: Mapping[str, torch.Tensor]) -> int:

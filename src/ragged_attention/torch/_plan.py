@@ -34,6 +34,7 @@ class Plan:
     choice: dispatch.Choice
     validates: bool  # whether values are to be checked
     result: Result | None  # the first one, of an operation that takes memory for it
+    extents: tuple[int, ...]  # how many bytes of memory each tensor reaches over
     recordings: dict[tuple[int, ...], LaunchRecording | None] = dataclasses.field(default_factory=dict)
 
 
@@ -56,13 +57,16 @@ def execute(
     Kernels write the first result to `out`, if one is given and they can; whoever gives it copies it there if not.
     """
     plan, tensors = _plan(record, arguments, backend, options)
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    if plan.device.platform == "cpu" or 0 in addresses:
+        _expect_memory(arguments, tensors, addresses, plan.extents)
     if out is not None:
         expect_out(plan.result, out, tensors[0].device)
+        _expect_memory({"out": out}, [out], [out.data_ptr()], [_extent_of(out)])
         out = out if _takes_results(out, tensors) else None
     if plan.validates:
         _call(record, arguments, plan).map(indices_to_numpy).check_values()
     if plan.choice.backend in RECORDED:
-        addresses = [tensor.data_ptr() for tensor in tensors]
         recording = _recording(record, arguments, plan, alignments(tensors, addresses))
         if recording is not None:
             try:
@@ -82,6 +86,26 @@ def _takes_results(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
     storages = [tensor.untyped_storage() for tensor in tensors]
     end = first + out.nbytes
     return all(end <= each.data_ptr() or each.data_ptr() + each.nbytes() <= first for each in storages)
+
+
+def _extent_of(tensor: torch.Tensor) -> int:
+    """How many bytes of memory a tensor reaches over, from its address."""
+    if not tensor.numel():
+        return 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.element_size() * (1 + sum((size - 1) * step for size, step in steps))
+
+
+def _expect_memory(
+    arguments: Mapping[str, Any], tensors: Sequence[torch.Tensor], addresses: Sequence[int], extents: Sequence[int]
+) -> None:
+    """Raise unless each tensor's storage holds all of it, as one does not that was resized to 0."""
+    for tensor, address, extent in zip(tensors, addresses, extents, strict=True):
+        storage = tensor.untyped_storage()
+        if extent and not address + extent <= storage.data_ptr() + storage.nbytes():
+            given = ((name, value if isinstance(value, tuple) else (value,)) for name, value in arguments.items())
+            name = next(name for name, values in given if any(value is tensor for value in values))
+            raise InvalidInput(f"expected {name} with memory for {list(tensor.shape)}, got {storage.nbytes()} bytes")
 
 
 def _recording(
@@ -125,7 +149,8 @@ def _plan(
         if len(_plans) >= _MOST_PLANS:
             _plans.clear()
         result = call.results()[0] if record.TAKES_OUT else None
-        plan = _plans[key] = Plan(call.device, choice, config.validates_values(), result)
+        extents = tuple(map(_extent_of, tensors))
+        plan = _plans[key] = Plan(call.device, choice, config.validates_values(), result, extents)
     return plan, tensors
 
 

@@ -8,6 +8,7 @@ from ragged_attention.calls import QUANTIZED, RaggedPagedAttention, dtype_name
 from ragged_attention.calls.base import Call
 from ragged_attention.errors import InvalidInput
 from ragged_attention.portable.numba import _paged, _sequences
+from ragged_attention.portable.numba._compiling import WHY_NOT
 from ragged_attention.portable.numba._formats import CODES
 from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._records import bits_of
@@ -78,6 +79,8 @@ def invariant_tile(call: Any) -> Tile:
 
 def cannot_run(call: Call) -> str | None:
     """Why these kernels do not run where the call's arrays are, or None."""
+    if WHY_NOT:
+        return WHY_NOT
     if call.device.platform != "cpu":
         return f"runs on CPUs, got a call from {call.device.platform}"
     if sys.platform not in ("linux", "darwin"):

@@ -3,79 +3,96 @@
 import contextlib
 import functools
 import hashlib
-import os
+import pickle
+import platform
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import llvmlite
 import numba
-from numba.core.caching import CacheImpl, _CacheLocator
+from numba.core import config, sigutils
+from numba.core.ccallback import CFunc
+from numba.core.compiler import CompileResult
+from numba.core.serialize import dumps
 
+from ragged_attention import caches, forking
 from ragged_attention.calls import mla_cache
 from ragged_attention.portable.numba._vectors import OPTIONS
 
+SETTINGS = (
+    "OPT",
+    "LOOP_VECTORIZE",
+    "SLP_VECTORIZE",
+    "BOUNDSCHECK",
+    "DEBUGINFO_DEFAULT",
+)  # of Numba, that code depends on
+WHY_NOT = "NUMBA_DISABLE_JIT has Numba compile nothing" if config.DISABLE_JIT else None  # type: ignore[attr-defined]
+
+# ---- keeping
+
 
 def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ragged_attention" / "numba"
+    return caches.cache_folder() / "numba"
 
 
-@functools.cache
-def _writable() -> bool:
-    """Whether compiled kernels can be kept."""
+def _why_not_kept() -> str | None:
+    """Why compiled kernels cannot be kept, as far as a folder shows it."""
     try:
-        _cache_folder().mkdir(parents=True, exist_ok=True)
-        return os.access(_cache_folder(), os.W_OK)
-    except (OSError, RuntimeError):
-        return False
+        folder = _cache_folder() / _digest()
+        caches.make_folder(folder)
+        return caches.why_untrusted(folder)
+    except (OSError, RuntimeError) as error:
+        return str(error)
 
 
 @functools.cache
 def _digest() -> str:
-    """Of everything that kernels are made of: a kernel is compiled again if any function that it calls may differ."""
+    """Of everything that kernels are made of and by: what may differ is compiled again, and kept beside the other."""
     digest = hashlib.sha256()
+    for part in (numba.__version__, llvmlite.__version__, platform.python_implementation(), sys.version):
+        digest.update(part.encode() + b"\0")
     for file in (*sorted(Path(__file__).parent.glob("*.py")), Path(mla_cache.__file__)):  # whose sizes are constants
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 
 
-class _Kept(_CacheLocator):
-    """Where Numba keeps what is compiled of this package; other functions are left to its own places."""
+class _Shelf:
+    """What a CFunc calls its cache: where the code of one function is kept. Whatever is wrong there, nothing fails."""
 
-    def __init__(self, line: int) -> None:
-        self.line = line
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._name = f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}"
 
-    def get_cache_path(self) -> str:  # type: ignore[override]
-        return str(_cache_folder() / _digest())
+    def _path(self, signature: Any, context: Any) -> Path:
+        """By what else the code depends on: the CPU, and how Numba is set."""
+        settings = [getattr(config, name, None) for name in SETTINGS]
+        key = hashlib.sha256(repr((signature, context.codegen().magic_tuple(), settings)).encode()).hexdigest()
+        return _cache_folder() / _digest() / f"{self._name}-{key[:16]}"
 
-    def get_source_stamp(self) -> str:  # type: ignore[override]
-        return _digest()
+    def load_overload(self, signature: Any, context: Any) -> Any:
+        context.refresh()
+        try:
+            kept = caches.read(self._path(signature, context))
+            return None if kept is None else CompileResult._rebuild(context, *pickle.loads(kept))
+        except Exception:  # of whatever another program left there: it is compiled and written again
+            return None
 
-    def get_disambiguator(self) -> str:  # type: ignore[override]
-        return str(self.line)
-
-    @classmethod
-    def from_function(cls, py_func: Any, py_file: str) -> Any:
-        ours = Path(py_file).parent == Path(__file__).parent and _writable()
-        return cls(py_func.__code__.co_firstlineno) if ours else None
-
-
-CacheImpl._locator_classes.insert(0, _Kept)
-_compiling = threading.RLock()
-
-
-def _after_fork() -> None:
-    global _compiling
-    _compiling = threading.RLock()  # which another thread may have held
+    def save_overload(self, signature: Any, result: Any) -> None:
+        try:
+            if result.library.has_dynamic_globals:
+                raise ValueError("its code holds addresses of this process")
+            caches.write(self._path(signature, result.target_context), dumps(result._reduce()))
+        except Exception as error:
+            _say_once(f"what is compiled is not kept: {error}")
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
-
+# ---- compiling
 
 PATIENCE = 1.0  # seconds of compiling before a line says so
 _quiet = False  # where somebody else says it
+_said: set[str] = set()
 
 
 @contextlib.contextmanager
@@ -89,25 +106,69 @@ def quietly() -> Iterator[None]:
         _quiet = before
 
 
-def _say(name: str) -> None:
-    if _quiet:
-        return
-    kept = f"kept in {_cache_folder()}" if _writable() else f"not kept, since {_cache_folder()} cannot be written"
-    sys.stderr.write(f"ragged_attention: compiling {name} for this CPU, once, 10 to 20 s; {kept}\n")
+def _say_once(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        sys.stderr.write(f"ragged_attention: {text}\n")
+
+
+class _Teller:
+    """Says that something is compiled, once it has taken a while."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._timer = threading.Timer(PATIENCE, self._say)
+        self._timer.daemon = True
+
+    def begin(self) -> None:
+        if not _quiet and self._timer.ident is None:
+            self._timer.start()
+
+    def end(self) -> None:
+        self._timer.cancel()
+
+    def _say(self) -> None:
+        reason = _why_not_kept()
+        kept = f"not kept, since {reason}" if reason else f"to be kept in {_cache_folder()}"
+        _say_once(f"compiling {self._name} for this CPU, once, 10 to 20 s; {kept}")
+
+
+class _Function(CFunc):
+    """A function compiled for C callers, or taken from the disk."""
+
+    def __init__(self, function: Callable[..., Any], types: str, teller: _Teller) -> None:
+        options = {key: value for key, value in OPTIONS.items() if key not in ("nogil", "no_cpython_wrapper")}
+        super().__init__(function, sigutils.normalize_signature(types), {}, options)
+        self._cache, self._teller = _Shelf(function), teller
+
+    def _compile_uncached(self) -> Any:
+        self._teller.begin()
+        return super()._compile_uncached()  # type: ignore[misc]
+
+
+_compiling = threading.RLock()
+_made: dict[tuple[Callable[..., Any], ...], tuple[Any, ...]] = {}
 
 
 def machine_code(name: str, functions: Mapping[Callable[..., Any], str]) -> tuple[Any, ...]:
-    """Functions compiled for C callers, each with its signature, or taken from the disk.
+    """Functions compiled for C callers, each with its signature, or taken from the disk; the same ones in every call.
 
     They must be a module's own, so that they can be kept.
     """
-    options = {key: value for key, value in OPTIONS.items() if key not in ("nogil", "no_cpython_wrapper")}
-    with _compiling:
-        teller = threading.Timer(PATIENCE, _say, (name,))
-        teller.daemon = True
-        teller.start()
-        try:
-            made = (numba.cfunc(types, cache=_writable(), **options)(each) for each, types in functions.items())
-            return tuple(made)
-        finally:
-            teller.cancel()
+    key = tuple(functions)
+    if (found := _made.get(key)) is not None:
+        return found
+    if WHY_NOT:
+        raise RuntimeError(f"{name} is not compiled: {WHY_NOT}")
+    with forking.postponed(), _compiling:
+        if key not in _made:
+            teller = _Teller(name)
+            made = tuple(_Function(function, types, teller) for function, types in functions.items())
+            try:
+                for function in made:
+                    function.compile()
+                    _ = function.ctypes  # made under a lock of Python's, which no later call is to take
+            finally:
+                teller.end()
+            _made[key] = made
+        return _made[key]

@@ -40,8 +40,9 @@ HEADER = -(-8 * (len(SIZES) + len(ADDRESSES)) // 64) * 64  # bytes of the record
 
 @compiled
 def new_tile(rows, keys, width, v_width, latent):
-    """The address of a tile for so many rows and keys, all of whose numbers are 0; `latent`: keys hold the values.
+    """The address of a tile for so many rows and keys, all of whose numbers are 0; 0 if there is no memory.
 
+    In a `latent` one the keys hold the values.
     Rows of queries, keys and values are widened to what a product takes together, with zeros behind their columns.
     """
     rows, keys = up_to(rows, ROWS), up_to(keys, LANES)
@@ -49,6 +50,8 @@ def new_tile(rows, keys, width, v_width, latent):
     floats = (rows + 2 * keys) * (width + v_width) + 2 * rows * keys + v_width + 4 * rows
     size = HEADER + 4 * floats + 8 * (2 * rows + 4 * keys) + 64 * len(ADDRESSES)
     address = allocate(size)
+    if address == 0:
+        return address
     zero(address, size)
     tile = tile_at(address)
     tile.rows, tile.keys, tile.width, tile.v_width = rows, keys, width, v_width

@@ -214,7 +214,7 @@ def pairs_up(call):
 
 @compiled
 def new_tile(call):
-    """The address of a tile: a record in front of what it describes, queries, keys and what is made of them.
+    """The address of a tile, 0 if there is no memory: a record, then queries, keys and what is made of them.
 
     Places of 32 bits hold a number or a pair of them, as in `_products`; `v_sources` are those of the keys' scales.
     """
@@ -223,6 +223,8 @@ def new_tile(call):
     width = call.head_dim // 2 if paired else call.head_dim
     floats = width * (tokens * heads + keys) + keys * (call.head_dim + 2)
     address = allocate(HEADER + 4 * floats + 8 * (2 * tokens + 5 * keys) + 64 * len(ADDRESSES))
+    if address == 0:
+        return address
     tile = tile_at(address)
     tile.keys, tile.width, tile.heads, tile.paired = keys, width, heads, paired
     end = address + HEADER
@@ -246,9 +248,7 @@ def new_tile(call):
 
 @compiled
 def room_to_choose(call, tile):
-    """The address of what a tile needs to choose: rows of numbers, and a list of candidates."""
-    if not call.top_k:
-        return 0
+    """The address of what a tile needs to choose, 0 if there is no memory: rows of numbers, a list of candidates."""
     rows, places = 4 * (call.longest + LANES), 0
     if call.candidate_size:
         places = up_to(4 * places_of(call, call.columns), 64) + num_blocks(call)
@@ -524,9 +524,15 @@ def program(call, tile, unit):
 def work(address):
     """Programs, one after another, until none is left."""
     call = call_of(address)
-    memory = new_tile(call)
+    memory, choice = new_tile(call), 0
+    if memory == 0:
+        return NO_MEMORY
     tile = tile_at(memory)
-    choice = room_to_choose(call, tile)
+    if call.top_k:
+        choice = room_to_choose(call, tile)
+        if choice == 0:
+            release(memory)
+            return NO_MEMORY
     for index in programs(address, call.num_programs):
         program(call, tile, call.units + 8 * len(UNIT) * index)
     release(choice)

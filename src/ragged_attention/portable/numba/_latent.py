@@ -330,6 +330,8 @@ def work(address):
     paired = pairs_up(call)
     width = call.d_qk // 2 if paired else call.d_qk
     memory = new_tile(call.block_rows, call.block_kv, width, call.d_v, not paired, paired)
+    if memory == 0:
+        return NO_MEMORY
     tile = tile_at(memory)
     for index in programs(address, call.num_programs):
         program(call, tile, index)

@@ -375,6 +375,8 @@ def work(address):
     paired = pairs_up(call)
     width = call.head_dim // 2 if paired else call.head_dim
     memory = new_tile(rows, call.block_kv, width, call.v_head_dim, False, paired)
+    if memory == 0:
+        return NO_MEMORY
     tile = tile_at(memory)
     for index in programs(address, call.num_programs):
         program(call, tile, index)

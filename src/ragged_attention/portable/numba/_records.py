@@ -5,7 +5,6 @@ kernel's plan adds.
 """
 
 import ctypes
-import functools
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -15,11 +14,11 @@ import numpy as np
 from numba.core import types
 from numba.extending import intrinsic
 
-from ragged_attention.portable.numba._vectors import add_to, compiled
+from ragged_attention.portable.numba._vectors import add_to, compiled, set_int
 
 NO_MEMORY = -1
-STATE = ("claimed", "num_programs", "workspace", "finished")  # in front of every record
-CLAIMED, NUM_PROGRAMS, WORKSPACE, FINISHED = range(len(STATE))
+STATE = ("claimed", "num_programs", "workspace", "failed")  # in front of every record
+CLAIMED, NUM_PROGRAMS, WORKSPACE, FAILED = range(len(STATE))
 
 
 def record_at(layout: np.dtype) -> Any:
@@ -53,27 +52,34 @@ class Fields:
         names = (*STATE, *operands, *results, *numbers, *plan)
         self.layout = np.dtype([(name, np.float64 if name in floats else np.int64) for name in names])
         self.at = record_at(self.layout)
-
-    @functools.cached_property
-    def structure(self) -> type[Any]:
-        """The record as ctypes has it."""
         members = {
             "OPERANDS": self.operands,
             "RESULTS": self.results,
             "NUMBERS": self.numbers,
-            "_fields_": [(name, ctypes.c_int64) for name in self.layout.names or ()],
+            "_fields_": [(name, ctypes.c_int64) for name in names],
         }
-        return type("Record", (ctypes.Structure,), members)
+        self.structure: type[Any] = type("Record", (ctypes.Structure,), members)  # the record as ctypes has it
 
 
 @compiled
 def programs(address, num_programs):
-    """The numbers of programs that no other thread takes, until none is left; `address` is the record's.
-
-    When the next number is asked for, the program before it counts as done, and with it everything that it wrote.
-    """
+    """The numbers of programs that no other thread takes, until none is left; `address` is the record's."""
     index = add_to(address + 8 * CLAIMED, 1)
     while index < num_programs:
         yield index
-        add_to(address + 8 * FINISHED, 1)
         index = add_to(address + 8 * CLAIMED, 1)
+
+
+@compiled
+def fails(address):
+    """Let a call fail of which one program found no memory."""
+    set_int(address, FAILED, 1)
+
+
+@compiled
+def end(address, num_programs):
+    """Let no thread take another program; returns whether all were taken, which those that are done do not show.
+
+    A thread that finds no memory takes none, so some are left where no thread found any.
+    """
+    return add_to(address + 8 * CLAIMED, num_programs) >= num_programs

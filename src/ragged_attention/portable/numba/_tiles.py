@@ -48,9 +48,9 @@ def up_to(count, step):
 
 @compiled
 def new_tile(rows, keys, width, columns, latent, paired):
-    """The address of a tile for so many rows and keys; `width` is the places of a key, `columns` those of a value.
+    """The address of a tile for so many rows and keys, 0 if there is no memory.
 
-    In a `latent` one the keys hold the values.
+    `width` is the places of a key, `columns` those of a value; in a `latent` tile the keys hold the values.
     """
     rows, keys = up_to(rows, ROWS), up_to(keys, LANES)
     width = up_to(width, LANES)
@@ -58,6 +58,8 @@ def new_tile(rows, keys, width, columns, latent, paired):
     columns, s_width = up_to(columns, COLUMNS), up_to(keys, COLUMNS)
     floats = rows * (width + columns + 2 * s_width + 2) + keys * (width + (0 if latent else v_width)) + s_width * width
     address = allocate(HEADER + 4 * floats + 8 * (2 * rows + 5 * keys) + 64 * len(ADDRESSES))
+    if address == 0:
+        return address
     tile = tile_at(address)
     tile.rows, tile.keys, tile.width, tile.v_width, tile.columns = rows, keys, width, v_width, columns
     tile.s_width, tile.paired = s_width, paired

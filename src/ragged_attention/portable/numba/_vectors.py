@@ -413,6 +413,27 @@ def call_at(builder: Any, function: Any, value: Any) -> Any:
     return builder.call(builder.inttoptr(function, kind), [value])
 
 
+@function_of(types.none, types.int64, types.int64, types.int64, types.int64)
+def in_team(builder: Any, team: Any, function: Any, value: Any, num_threads: Any) -> None:
+    """Call a function by its address in so many threads of an OpenMP library, whose GOMP_parallel `team` is."""
+    kind = ir.FunctionType(ir.VoidType(), [I64, I64, I32, I32]).as_pointer()
+    count = builder.trunc(num_threads, I32)
+    builder.call(builder.inttoptr(team, kind), [function, value, count, ir.Constant(I32, 0)])
+
+
+@function_of(types.int64, types.int64, types.int64, types.int64)
+def start_thread(builder: Any, place: Any, function: Any, value: Any) -> Any:
+    """Call a function by its address in a thread of its own, whose handle is written to `place`; 0 if that began."""
+    begun = _external(builder, "pthread_create", I32, place, ir.Constant(I64, 0), function, value)
+    return builder.sext(begun, I64)
+
+
+@function_of(types.none, types.int64)
+def join_thread(builder: Any, handle: Any) -> None:
+    """Wait for the end of a thread."""
+    _external(builder, "pthread_join", I32, handle, ir.Constant(I64, 0))
+
+
 @inlined
 def fill(address, first, stop, value):
     """Set the floats from `first` to before `stop`."""

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from llvmlite import binding, ir
 
+from ragged_attention import forking
 from ragged_attention.portable.numba._compiling import machine_code
-from ragged_attention.portable.numba._records import FINISHED, NUM_PROGRAMS, WORKSPACE, record_at
+from ragged_attention.portable.numba._records import FAILED, NUM_PROGRAMS, STATE, WORKSPACE, end, record_at
 from ragged_attention.portable.numba._vectors import (
     I64,
     add_to,
@@ -40,10 +41,11 @@ RESOURCE_EXHAUSTED = 8
 
 about_at = record_at(
     np.dtype([(name, np.int64) for name in ("version", "words", "num_operands", "num_results", "num_numbers",
-                                            "plan", "work", "task", "message")])
+                                            "plan", "work", "task", "no_memory")])
 )  # fmt: skip
-# In front of a call's record: how many threads still hold it, and arguments for XLA's functions.
-HOLDERS, WORK, ARGUMENTS, WORDS = 0, 1, 2, 16
+# In front of a call's record: how many threads still hold it, how many of the pool's are at work, and arguments for
+# XLA's functions.
+HOLDERS, WORK, RUNNING, ARGUMENTS, WORDS = 0, 1, 2, 3, 17
 
 
 @compiled
@@ -78,7 +80,9 @@ def let_go(block):
 
 def task(block):
     """What a thread of the pool does for a call."""
+    add_to(block + 8 * RUNNING, 1)
     call_at(int_at(block, WORK), block + 8 * WORDS)
+    add_to(block + 8 * RUNNING, -1)
     let_go(block)
     return 0
 
@@ -94,10 +98,12 @@ def handle(frame, address):
         return 0
     api, context = int_at(frame, API), int_at(frame, CONTEXT)
     block = allocate(8 * (WORDS + about.words))
+    if block == 0:
+        return call_at(int_at(api, CREATE_ERROR), about.no_memory)
     record = block + 8 * WORDS
     for word in range(WORDS + about.words):
         set_int(block, word, 0)
-    word = FINISHED + 1
+    word = len(STATE)
     for index in range(about.num_operands):
         set_int(record, word, data_of(int_at(int_at(frame, OPERANDS), index)))
         word += 1
@@ -112,7 +118,7 @@ def handle(frame, address):
     set_int(record, NUM_PROGRAMS, count)
     set_int(block, WORK, about.work)
     add_to(block + 8 * HOLDERS, 1)
-    arguments = block + 8 * ARGUMENTS
+    arguments, complete = block + 8 * ARGUMENTS, True
     if count > 0:
         set_int(arguments, 2, context)
         set_int(arguments, 3, arguments + 64)
@@ -127,17 +133,12 @@ def handle(frame, address):
             if not succeeds(api, SCHEDULE, arguments, 5):
                 add_to(block + 8 * HOLDERS, -1)
         call_at(about.work, record)
-        while add_to(record + 8 * FINISHED, 0) < count:
+        complete = end(record, count)  # threads of the pool that come later find nothing to do, so none is waited for
+        while add_to(block + 8 * RUNNING, 0) > 0:
             let_others_run()
-    error = 0
-    if count < 0:
-        set_int(arguments, 0, 32)
-        set_int(arguments, 1, 0)
-        set_int(arguments, 2, about.message)
-        set_int(arguments, 3, RESOURCE_EXHAUSTED)
-        error = call_at(int_at(api, CREATE_ERROR), arguments)
+        complete = complete and int_at(record, FAILED) == 0
     let_go(block)
-    return error
+    return 0 if count >= 0 and complete else call_at(int_at(api, CREATE_ERROR), about.no_memory)
 
 
 @functools.cache
@@ -162,14 +163,16 @@ _alive: list[Any] = []  # the code and numbers of handlers, which XLA keeps for 
 
 
 @functools.cache  # for every trace of a call asks for it
+@forking.postponed()
 def handler(kernel: Any, include: str) -> Any:
     """A kernel's handler, as a ctypes function."""
     (plan, work), (shared, on_pool) = kernel.compiled, _shared()
-    message = ctypes.create_string_buffer(kernel.error_message(-1, "cpu", {}).encode())
+    message = ctypes.create_string_buffer(str(kernel.error(-1, "cpu", {})).encode())
+    no_memory = np.array([32, 0, ctypes.addressof(message), RESOURCE_EXHAUSTED], np.int64)  # of XLA_FFI_Error_Create
     fields = kernel.fields
     about = np.array(
         [_version(include), len(fields.layout), *map(len, (fields.operands, fields.results, fields.numbers)),
-         plan.address, work.address, on_pool.address, ctypes.addressof(message)], np.int64,
+         plan.address, work.address, on_pool.address, no_memory.ctypes.data], np.int64,
     )  # fmt: skip
     module = ir.Module()
     stub = ir.Function(module, ir.FunctionType(I64, [I64]), name=f"handle_{kernel.name}")
@@ -180,5 +183,5 @@ def handler(kernel: Any, include: str) -> Any:
     machine = binding.Target.from_default_triple().create_target_machine(jit=True)
     engine = binding.create_mcjit_compiler(binding.parse_assembly(str(module)), machine)
     engine.finalize_object()
-    _alive.extend((message, about, engine))
+    _alive.extend((message, no_memory, about, engine))
     return ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(engine.get_function_address(stub.name))

@@ -9,7 +9,7 @@ from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._formats import CODES, narrow, size_of
 from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._latent_rows import PLAIN, code_of, place_of, read_latents
-from ragged_attention.portable.numba._records import Fields, programs
+from ragged_attention.portable.numba._records import NO_MEMORY, Fields, programs
 from ragged_attention.portable.numba._vectors import allocate, release, set_int
 
 FIELDS = Fields(
@@ -33,6 +33,8 @@ def work(address):
     """Programs, each of one page."""
     call = call_of(address)
     memory = allocate(16 + 4 * call.width)
+    if memory == 0:
+        return NO_MEMORY
     source, scale, row = memory, memory + 8, memory + 16
     for page in programs(address, call.num_programs):
         for slot in range(call.page_size):

@@ -9,7 +9,7 @@ from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._formats import CODES, narrow, read_some, size_of
 from ragged_attention.portable.numba._kernels import Kernel
-from ragged_attention.portable.numba._records import Fields, programs
+from ragged_attention.portable.numba._records import NO_MEMORY, Fields, programs
 from ragged_attention.portable.numba._softmax import LN2, LOG2E, NOTHING, power, weight_of_sink
 from ragged_attention.portable.numba._vectors import (
     LANES,
@@ -68,6 +68,8 @@ def work(address):
     """Programs of some rows each."""
     call = call_of(address)
     out = allocate(4 * (call.width + LANES))
+    if out == 0:
+        return NO_MEMORY
     for index in programs(address, call.num_programs):
         for row in range(index * ROWS, min((index + 1) * ROWS, call.num_rows)):
             merge(call, row, out)

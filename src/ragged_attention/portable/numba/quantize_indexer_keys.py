@@ -9,7 +9,7 @@ from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._formats import CODES, size_of, widen
 from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._latent_rows import group_scale, quantize_group
-from ragged_attention.portable.numba._records import Fields, programs
+from ragged_attention.portable.numba._records import NO_MEMORY, Fields, programs
 from ragged_attention.portable.numba._vectors import allocate, release, set_float
 
 FIELDS = Fields(
@@ -34,6 +34,8 @@ def work(address):
     """Programs of some rows each."""
     call = call_of(address)
     row = allocate(4 * call.head_dim)
+    if row == 0:
+        return NO_MEMORY
     for index in programs(address, call.num_programs):
         for each in range(index * ROWS, min((index + 1) * ROWS, call.num_rows)):
             widen(call.format, call.k + size_of(call.format) * each * call.row_stride, row, call.head_dim)

@@ -9,7 +9,7 @@ from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._formats import CODES, size_of, widen
 from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._latent_rows import code_of, place_of, store_latent
-from ragged_attention.portable.numba._records import Fields, programs
+from ragged_attention.portable.numba._records import NO_MEMORY, Fields, programs
 from ragged_attention.portable.numba._vectors import allocate, release
 
 FIELDS = Fields(
@@ -34,6 +34,8 @@ def work(address):
     """Programs, each of one page."""
     call = call_of(address)
     row = allocate(4 * call.width)
+    if row == 0:
+        return NO_MEMORY
     for page in programs(address, call.num_programs):
         for slot in range(call.page_size):
             source = call.kv + size_of(call.format) * (page * call.page_stride + slot * call.slot_stride)

@@ -178,6 +178,8 @@ def work(address):
     """Programs, one after another, until none is left."""
     call = call_of(address)
     memory = new_tile(call.block_rows, max(call.block_kv, call.block_rows), call.head_dim, call.v_head_dim, True)
+    if memory == 0:
+        return NO_MEMORY
     tile = tile_at(memory)
     for index in programs(address, call.num_programs):
         program(call, tile, index)

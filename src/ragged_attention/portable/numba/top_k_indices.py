@@ -8,9 +8,10 @@ from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._formats import FLOAT32, read_some
 from ragged_attention.portable.numba._kernels import Kernel
-from ragged_attention.portable.numba._records import Fields, programs
+from ragged_attention.portable.numba._records import NO_MEMORY, Fields, programs
 from ragged_attention.portable.numba._selection import ordered, scratch_size, select
 from ragged_attention.portable.numba._sequences import within
+from ragged_attention.portable.numba._tiles import up_to
 from ragged_attention.portable.numba._vectors import LANES, allocate, compiled, int32_at, load, release, store
 
 FIELDS = Fields(
@@ -44,8 +45,11 @@ def read_ordered(source, target, count):
 def work(address):
     """Programs, each of one row."""
     call = call_of(address)
-    values = allocate(4 * (call.columns + LANES))
-    scratch = allocate(scratch_size(call.top_k))
+    room = up_to(4 * (call.columns + LANES), 64)
+    values = allocate(room + scratch_size(call.top_k))
+    if values == 0:
+        return NO_MEMORY
+    scratch = values + room
     for token in programs(address, call.num_programs):
         start = within(int32_at(call.starts, token), 0, call.columns) if call.starts else 0
         stop = within(int32_at(call.stops, token), 0, call.columns) if call.stops else call.columns
@@ -53,7 +57,6 @@ def work(address):
         read_ordered(call.logits + 4 * (token * call.token_stride + start), values, count)
         select(values, count, call.top_k, start, 0, call.indices + 4 * token * call.top_k, scratch)
     release(values)
-    release(scratch)
     return 0
 
 

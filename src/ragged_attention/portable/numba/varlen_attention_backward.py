@@ -15,7 +15,7 @@ from ragged_attention.portable.numba._formats import CODES, narrow, size_of, wid
 from ragged_attention.portable.numba._gradients import differentiate, new_tile, read_row, sink_gradient, tile_at
 from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._products import COLUMNS, ROWS, mix, scores
-from ragged_attention.portable.numba._records import NO_MEMORY, Fields, bits_of, programs
+from ragged_attention.portable.numba._records import NO_MEMORY, Fields, bits_of, fails, programs
 from ragged_attention.portable.numba._sequences import PACKED, first_key_of, kv_len_of, queries_of
 from ragged_attention.portable.numba._splits import splits_of
 from ragged_attention.portable.numba._tiles import up_to, within
@@ -238,18 +238,20 @@ def program(call, tile, index):
     """One unit for one KV head, or one sink; False if there is no memory for it."""
     if index >= call.num_units * call.num_kv_heads:
         sink_gradient(call, tile, index - call.num_units * call.num_kv_heads)
-        return
+        return True
     unit, head = call.units + 8 * len(UNIT) * (index // call.num_kv_heads), index % call.num_kv_heads
     seq, num_splits, split = int_at(unit, SEQ), int_at(unit, NUM_SPLITS), int_at(unit, SPLIT)
     start, stop = queries_of(call, seq)
     count = ((stop - start) * (call.num_q_heads // call.num_kv_heads) + ROWS) * tile.width
     if num_splits == 1:
         dq = allocate(4 * count)
+        if dq == 0:
+            return False
         zero(dq, 4 * count)
         attend_backward(call, tile, unit, head, dq)
         write_query_gradients(call, tile, seq, head, dq)
         release(dq)
-        return
+        return True
     partials = call.partials + 4 * (int_at(unit, PARTIAL) * call.num_kv_heads + head * num_splits * count)
     dq = partials + 4 * split * count
     zero(dq, 4 * count)
@@ -259,6 +261,7 @@ def program(call, tile, index):
             for column in range(0, count, LANES):
                 store(partials, column, load(partials, column) + load(partials + 4 * other * count, column))
         write_query_gradients(call, tile, seq, head, partials)
+    return True
 
 
 def work(address):
@@ -266,9 +269,12 @@ def work(address):
     call = call_of(address)
     rows = call.block_q * (call.num_q_heads // call.num_kv_heads)
     memory = new_tile(rows, call.block_kv, call.head_dim, call.v_head_dim, False)
+    if memory == 0:
+        return NO_MEMORY
     tile = tile_at(memory)
     for index in programs(address, call.num_programs):
-        program(call, tile, index)
+        if not program(call, tile, index):
+            fails(address)
     release(memory)
     return 0
 

@@ -12,7 +12,7 @@ from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._formats import CODES, size_of, widen
 from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._latent_rows import group_scale, quantize_group
-from ragged_attention.portable.numba._records import Fields, programs
+from ragged_attention.portable.numba._records import NO_MEMORY, Fields, programs
 from ragged_attention.portable.numba._vectors import allocate, compiled, int32_at, int_at, release, set_float
 
 FIELDS = Fields(
@@ -48,6 +48,8 @@ def work(address):
     """Programs, each of the tokens of some pages."""
     call = call_of(address)
     row = allocate(4 * call.head_dim)
+    if row == 0:
+        return NO_MEMORY
     for index in programs(address, call.num_programs):
         for token in range(call.num_tokens):
             slot = int_at(call.slot_mapping, token) if call.wide_slots else int32_at(call.slot_mapping, token)

@@ -71,6 +71,8 @@ def work(address):
     """Programs, each of the tokens of some pages."""
     call = call_of(address)
     row = allocate(4 * (max(call.head_dim, call.v_head_dim) + LANES))
+    if row == 0:
+        return NO_MEMORY
     for index in programs(address, call.num_programs):
         for token, slot in tokens_of(call, index):
             write(call, token, slot, row)

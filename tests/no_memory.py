@@ -1,0 +1,102 @@
+"""Kernels for CPUs whose memory runs out at any one of their requests; for a process of its own.
+
+Every operation is called again and again, its first request refused, then all but the first, and so on: each call fails
+as it should, or gives what the definition gives.
+"""
+
+import ctypes
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from llvmlite import binding
+
+from ragged_attention.testing import environment
+
+environment.prepare("cpu")
+
+import torch  # noqa: E402
+
+from ragged_attention import dispatch  # noqa: E402
+from ragged_attention.calls import CALLS  # noqa: E402
+from ragged_attention.errors import BackendMissing  # noqa: E402
+from ragged_attention.testing.drawing import Check  # noqa: E402
+from ragged_attention.testing.runner import ANSWERED, Declined, Runner, runner_for  # noqa: E402
+from ragged_attention.testing.suite import corners  # noqa: E402
+
+ALLOCATES_NOTHING = "page_indices_to_slots"
+FOR_JAX = {"attention": "ragged_paged_attention", "packed gradient": "varlen_attention_backward"}
+granted, asked = sys.maxsize, 0  # requests, of one call
+real = ctypes.CDLL(None).aligned_alloc
+real.argtypes, real.restype = (ctypes.c_size_t, ctypes.c_size_t), ctypes.c_void_p
+
+
+@ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t)
+def limited(alignment: int, size: int) -> int | None:
+    global asked
+    asked += 1
+    return real(alignment, size) if asked <= granted else None
+
+
+def run(runner: Runner, check: Check, limit: int) -> bool:
+    """Run a check with so many requests granted; returns whether it found no memory."""
+    global granted, asked
+    granted, asked = limit, 0
+    try:
+        check.run(runner, 1)
+    except (MemoryError, RuntimeError, ValueError) as error:
+        on_jax = runner.framework == "jax"
+        expected = isinstance(error, MemoryError) or (on_jax and str(error).startswith("RESOURCE_EXHAUSTED: "))
+        if not expected or "found no memory to work in" not in str(error) or asked <= limit:
+            raise
+        return True
+    finally:
+        granted = sys.maxsize
+    return False
+
+
+def first_corners() -> dict[str, Check]:
+    """The first one of each kind, by what its name begins with."""
+    found: dict[str, Check] = {}
+    for check in corners():
+        found.setdefault(check.name.partition(",")[0], check)
+    return found
+
+
+def starve(runner: Runner, checks: Iterable[Check], operations: Iterable[str]) -> None:
+    """Print how many limits each check fails under that is the first to call one of the operations."""
+    left = set(operations)
+    for check in checks:
+        ANSWERED.clear()
+        try:
+            check.run(runner, 1)
+        except Declined:
+            continue
+        if not (called := {operation for operation, _ in ANSWERED} & left):
+            continue
+        left -= called
+        failed, limit = 0, 0
+        while limit == 0 or asked >= limit:  # it asked for more than it was granted
+            failed += run(runner, check, limit)
+            limit += 1
+        assert failed, check
+        sys.stdout.write(f"{runner} {', '.join(sorted(called))} {failed}\n")
+    assert not left, f"no corner calls {', '.join(sorted(left))}"
+
+
+def offered(operation: str) -> Any:
+    try:
+        return dispatch.load(operation, "numba")
+    except BackendMissing:
+        return None
+
+
+if __name__ == "__main__":
+    binding.add_symbol("aligned_alloc", ctypes.cast(limited, ctypes.c_void_p).value)
+    torch.set_num_threads(2)
+    kinds = first_corners()
+    starve(
+        runner_for("numba", "torch"), kinds.values(), {name for name in CALLS if offered(name)} - {ALLOCATES_NOTHING}
+    )
+    starve(runner_for("numba", "jax"), [kinds[name] for name in FOR_JAX], FOR_JAX.values())
+    sys.stdout.write("well\n")
