@@ -30,9 +30,9 @@ OLDEST, NEWEST = versions.ENVIRONMENTS["oldest"], versions.ENVIRONMENTS["newest"
 
 
 def allowed(oldest: str, newest: str) -> str:
-    """From the release that the oldest version is of to that of the newest."""
+    """From the oldest version to the release that the newest one is of."""
     release, minor = newest.split(".")[:2]
-    return f">={'.'.join(oldest.split('.')[:2])},<{release}.{int(minor) + 1}"
+    return f">={oldest.removesuffix('.0')},<{release}.{int(minor) + 1}"
 
 
 def asked_for(name: str) -> set[str]:

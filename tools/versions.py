@@ -41,7 +41,8 @@ TESTS = (
     "test_torch_front_end.py",
     "test_torch_out.py",
 )
-TOOLS = ("hypothesis", "ml_dtypes", "pytest", "pytest-xdist", "rich")
+# What tests need, and of what is installed apart: absl-py is jax-triton's.
+TOOLS = ("absl-py", "hypothesis", "ml_dtypes", "pytest", "pytest-xdist", "rich")
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ class Environment:
 ENVIRONMENTS = {
     "oldest": Environment(
         "3.11",
-        {"torch": "2.9.0", "jax": "0.9.0", "numpy": "2.0.2", "numba": "0.63.0", "transformers": "5.23.0"},
-        {"triton": "3.6.0", "jax-triton": "0.3.1", "jax-cuda13-plugin": "0.9.0"},
+        {"torch": "2.9.0", "jax": "0.10.2", "numpy": "2.0.2", "numba": "0.63.0", "transformers": "5.23.0"},
+        {"triton": "3.6.0", "jax-triton": "0.3.1", "jax-cuda13-plugin": "0.10.2"},
     ),
     "later": Environment(
         "3.12",
