@@ -245,7 +245,7 @@ def most_split_rows(call: Any, tokens: int) -> int:
 def splits(call: Any) -> int:
     """Parts for eight programs per multiprocessor, as far as there can be keys for them."""
     keys = call.capacity if call.sliding_window is None else min(call.capacity, call.sliding_window + 8)
-    if keys <= MIN_SPLIT or call.max_num_seqs > SEQUENCES[-1]:
+    if keys <= MIN_SPLIT or not 0 < call.max_num_seqs <= SEQUENCES[-1]:
         return 1
     wanted = cdiv(8 * call.device.num_multiprocessors, max(call.num_kv_heads, 1))
     return min(wanted, call.max_num_seqs * cdiv(keys, MIN_SPLIT), MAX_SPLITS)

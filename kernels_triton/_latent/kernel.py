@@ -365,7 +365,9 @@ def attention_arguments(work: Work, tile: Tile, launch: Any) -> dict[str, Any]:
 def run(work: Work, tile: Tile, launch: Any, *, max_logits: bool) -> Any:
     """Enqueue the kernels; returns out, lse and, if requested, max_logits, else a stand-in for it."""
     call, keys, extra, scheduled = work.call, work.keys, work.extra or work.keys, work.schedule is not None
-    entries = work.num_seqs + work.schedule[0].shape[0] if scheduled else work.num_seqs * tile.num_splits
+    entries = work.num_seqs * tile.num_splits
+    if scheduled and work.num_seqs:  # a program of a schedule looks for its sequence, so there has to be one
+        entries = work.num_seqs + work.schedule[0].shape[0]
     whole = tile.num_splits == 1 and not scheduled
     absent = work.q  # stands for arrays that are not there
     lens = absent if keys.lens is None else keys.lens
