@@ -142,6 +142,7 @@ class Attention:
                 hidden = right | self._outside_the_window(new, own)
                 fully_masked &= hidden.all(1)
                 unseen = torch.nn.functional.pad(hidden.all(0), (high - low - len(new), 0))
+                right = right if len(new) else None  # the new tokens' pages are missing
             if low < high:
                 yield Block(first, last, low, high, right, left, fully_masked, unseen)
 
