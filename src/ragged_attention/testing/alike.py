@@ -46,7 +46,8 @@ def alike(batch: Any, axes: dict[str, int]) -> Any:
 
 
 def _attention() -> Iterator[Case]:
-    lens, size = ((1, 9), (4, 9)), {"page_size": 4, "num_kv_heads": 2, "group": 2}
+    lens = ((1, 9), (4, 9))
+    size: dict[str, Any] = {"page_size": 4, "num_kv_heads": 2, "group": 2}
     for spec in (
         Spec(lens=lens, **size),
         Spec(lens=lens, **size, combined=False, cache_dtype="int8", dtype="bfloat16"),

@@ -52,7 +52,7 @@ from ragged_attention.testing.varlen.oracle import check_gradients, check_varlen
 from ragged_attention.testing.varlen.specs import VarlenSpec
 
 Case = tuple[Callable[[Runner, Any], None], Callable[[], Any]]  # a check, and what builds its batch
-Cases = dict[str, Case]
+Cases = Mapping[str, Case]
 
 OF_TOKENS = ("q", "k", "v", "kv", "weights", "draft_mask", "candidate_blocks", "slot_mapping")
 OF_SEQUENCES = ("kv_lens", "page_indices")
@@ -222,7 +222,12 @@ def prefill() -> Cases:
 
 
 def ragged_latents() -> Cases:
-    every = {"cache_dtype": "float8_e4m3fn", "scales": "float", "q_scales": "heads", "out_dtype": "float32"}
+    every: dict[str, Any] = {
+        "cache_dtype": "float8_e4m3fn",
+        "scales": "float",
+        "q_scales": "heads",
+        "out_dtype": "float32",
+    }
     specs = {
         "plain": RaggedLatentSpec(tables=Spec(**_TABLES, group=3)),
         "every argument": RaggedLatentSpec(tables=Spec(**_ALL, group=3, dtype="bfloat16", **every)),
@@ -239,7 +244,7 @@ def ragged_latents() -> Cases:
 
 
 def latent_caches() -> Cases:
-    cases: Cases = {}
+    cases: dict[str, Case] = {}
     for format in ("plain", "fp8_v32", "fp8_v4"):
         write = LatentWriteSpec(format=format)
         cases |= {
@@ -314,7 +319,7 @@ def indexer() -> Cases:
         "no keys": lambda batch: _cut(batch, PAGES),
         "nothing at all": lambda batch: _cut(batch, (*OF_TOKENS, "starts", "stops", *PAGES)),
     }
-    cases: Cases = {}
+    cases: dict[str, Case] = {}
     for name, some in {"numbers": spec, "bytes": pages}.items():
         for check, build in ((check_logits, some.build), (check_topk, some.build_topk)):
             found = _ragged(check, build)

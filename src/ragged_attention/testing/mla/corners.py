@@ -26,6 +26,7 @@ V32 = {"format": "fp8_v32", "d_v": 512}
 V4 = {"format": "fp8_v4", "d_v": 512}
 V41 = {"format": "fp8_v41", "d_v": 512}
 FP4 = {"format": "fp4_v41", "d_v": 512}
+PAGES_OF_64: dict[str, Any] = {"page_size": 64}
 EVERY_FORMAT: dict[str, dict[str, Any]] = {
     "576/512": {"d_qk": 576, "d_v": 512, "dtype": "bfloat16"},
     **{of["format"]: of | {"page_size": 64, "dtype": "bfloat16"} for of in (V32, V4, V41, FP4)},
@@ -129,7 +130,7 @@ _DECODES: dict[str, DecodeSpec] = {
     "dense, no keys": DecodeSpec(topk=0, kv_lens=(0, 9, 0), garbage=True, spare_columns=1, poison="nan"),
     **{
         f"lengths 0, {name}, {heads} heads": DecodeSpec(
-            **{"page_size": 64} | of_format, heads=heads, lens="zero", sinks="normal"
+            **of_format | PAGES_OF_64, heads=heads, lens="zero", sinks="normal"
         )
         for name, of_format in EVERY_FORMAT.items()
         for heads in (16, 64)
