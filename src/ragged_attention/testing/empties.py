@@ -56,9 +56,10 @@ Cases = Mapping[str, Case]
 
 OF_TOKENS = ("q", "k", "v", "kv", "weights", "draft_mask", "candidate_blocks", "slot_mapping")
 OF_SEQUENCES = ("kv_lens", "page_indices")
+# What has a row for each sequence where each has as many queries.
 OF_LISTS = (
-    *("q", "page_indices", "kv_lens", "indices", "topk_lens", "extra_indices", "extra_topk_lens", "lengths"),
-)  # what has a row for each sequence where each has as many queries
+    "q", "page_indices", "kv_lens", "indices", "topk_lens", "extra_indices", "extra_topk_lens", "lengths",
+)  # fmt: skip
 PAGES = ("kv_pages", "kv_cache", "cache", "keys", "key_scale", "extra_kv_cache")
 
 
@@ -120,6 +121,7 @@ _UPDATES: dict[str, Spec] = {
 
 
 def attention() -> Cases:
+    """Ragged attention, with new keys too."""
     every = Spec(**_ALL, **_STORED, draft=3, q_scales="heads", dtype="bfloat16", out_dtype="float32")
     return {
         **_ragged(check_attention, Spec(**_TABLES).build),
@@ -130,6 +132,7 @@ def attention() -> Cases:
 
 
 def writes() -> Cases:
+    """Keys and values, by tables and by slots."""
     spec = Spec(lens=((1, 5), (1, 20)), **_STORED, dtype="bfloat16")
     by_slots = {"no tokens": OF_TOKENS, "no pages": PAGES, "neither": OF_TOKENS + PAGES}
     return {
@@ -142,6 +145,7 @@ def writes() -> Cases:
 
 
 def heads_first() -> Cases:
+    """Decodes and chunks over heads-first pages."""
     spec = Spec(lens=((1, 5), (1, 20)), spare_columns=300, page_size=16, soft_cap=3.0, group=2, num_kv_heads=2)
     pages = ("k_pages", "v_pages")
     paged = {
@@ -177,6 +181,7 @@ _LISTS: dict[str, Any] = _LATENT | {"topk": 8, "kv_lens": (9, 30), "lens": "insi
 
 
 def decode() -> Cases:
+    """Latent decodes, dense and of lists, with a schedule and without."""
     dense = DecodeSpec(topk=0, kv_lens=(9, 30), sliding_window=7, causal=True, soft_cap=3.0, **_LATENT)
     lists = {
         "plain": DecodeSpec(**_LISTS, extra_lens="inside"),
@@ -197,6 +202,7 @@ def decode() -> Cases:
 
 
 def prefill() -> Cases:
+    """Sparse prefills and their gradients."""
     without: dict[str, Callable[[Any], Any]] = {
         "no tokens": lambda batch: _cut(batch, ("q", "indices", "topk_lens")),
         "no rows": lambda batch: _cut(batch, ("kv",)),
@@ -222,6 +228,7 @@ def prefill() -> Cases:
 
 
 def ragged_latents() -> Cases:
+    """Ragged attention over latents, with new rows too."""
     every: dict[str, Any] = {
         "cache_dtype": "float8_e4m3fn",
         "scales": "float",
@@ -244,6 +251,7 @@ def ragged_latents() -> Cases:
 
 
 def latent_caches() -> Cases:
+    """Latents written, quantised, dequantised, and their slots."""
     cases: dict[str, Case] = {}
     for format in ("plain", "fp8_v32", "fp8_v4"):
         write = LatentWriteSpec(format=format)
@@ -272,6 +280,7 @@ def latent_caches() -> Cases:
 
 
 def schedules() -> Cases:
+    """Schedules of decodes of no sequence."""
     specs = {
         "dense": ScheduleSpec(seqs=0),
         "dense, as many parts as there is room for": ScheduleSpec(seqs=0, num_parts=None),
@@ -285,6 +294,7 @@ def schedules() -> Cases:
 
 
 def packed() -> Cases:
+    """Attention over packed sequences and its gradient."""
     every: dict[str, Any] = {"sinks": "normal", "sliding_window": 3, "soft_cap": 2.0, "causal": True, "group": 2}
     specs = {
         "no sequences": VarlenSpec(lens=(), q_padding=3, kv_padding=2, limits="exact", **every),
@@ -300,6 +310,7 @@ def packed() -> Cases:
 
 
 def merges() -> Cases:
+    """Partial results of nothing."""
     return {
         "no tokens": (check_merge, lambda: merge_batch((3, 0, 4, 16), sinks="normal", out_dtype="bfloat16")),
         "no heads": (check_merge, lambda: merge_batch((2, 3, 0, 16))),
@@ -310,6 +321,7 @@ def merges() -> Cases:
 
 
 def indexer() -> Cases:
+    """Logits, choices, and keys quantised and written."""
     spec = IndexerSpec(lens=((1, 5), (1, 20)), spare_columns=300, padding=2, scaled=True)
     pages = IndexerSpec(lens=((1, 5), (1, 20)), padding=2, cache_dtype="uint8", dtype="bfloat16")
     chosen = IndexerSpec(lens=((1, 5), (1, 20)), candidate_block_size=4)
