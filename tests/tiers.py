@@ -155,6 +155,7 @@ SHARES = {
     "test_ptx_suite.py::": 0,
     "test_rejects.py::test_invalid_values_are_else_no_error[": 4,
     "test_roofline.py::test_the_model_counts_what_the_kernels_do[": 6,
+    "test_soft_caps.py::test_a_cap_gives_what_the_definition_gives[": 2,
     "test_soft_caps.py::test_a_cap_in_the_kernels_for_tpus": 0,
     "test_tiles.py::test_the_tiles_of_gpus_agree_with_the_definition[": 0,
     "test_torch_front_end.py::test_a_whole_step_compiles_into_one_graph[": 3,
