@@ -13,7 +13,7 @@ def soft_capped(scores: torch.Tensor, soft_cap: float) -> torch.Tensor:
     x = scores / soft_cap
     # Where x is its own tangent; over a huge cap it is subnormal, and some devices take that for 0.
     same = x.detach().abs() < torch.finfo(x.dtype).eps ** 0.5 / 2
-    return torch.where(same, scores, x.tanh_().mul_(soft_cap))
+    return torch.where(same, scores, x.tanh_() * soft_cap)
 
 
 class Softmax:
