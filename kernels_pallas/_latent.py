@@ -28,6 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.layout import Layout
 from jax.experimental.pallas import tpu as pltpu
 
+from ragged_attention._jax_logits import soft_capped
 from ragged_attention._jax_pages import per_head
 from ragged_attention.calls import MlaDecode, RaggedMlaAttention, SparseMlaPrefill, dtype_name
 from ragged_attention.errors import InvalidInput
@@ -38,7 +39,6 @@ from ragged_attention.kernels_pallas._latent_jobs import Jobs, Tokens, jobs_of, 
 MOST_KEYS = 2048  # of a block
 MOST_ROWS = 512  # of queries at once, half as many of 32 bits
 LARGEST_INT = 2**31 - 1
-LARGEST_FLOAT = float(jnp.finfo(jnp.float32).max)
 LONGEST_CHUNK = 2048  # entries of a list that are in scalar memory at once
 LARGEST_UNIT = 256  # rows of a page that one copy fetches
 MOST_UNITS = 32  # copies of a block of pages; a word has a bit for each
@@ -332,8 +332,6 @@ def _factors(call: Any, plan: Plan) -> Any:
     """What logits and values are multiplied by, f32 [2]."""
     (scale,) = per_head(getattr(call, "kv_scale", None), 1)
     logits = scale * jnp.float32(call.scale)
-    if plan.soft_cap is not None:  # finite, or a logit of 0 would be NaN
-        logits = jnp.clip(logits / plan.soft_cap, -LARGEST_FLOAT, LARGEST_FLOAT)
     return jnp.stack([logits, scale])
 
 
@@ -734,7 +732,7 @@ def _extend(plan: Plan, refs: Refs, parts: list[tuple[Any, Any]], seen: Any, few
         column += width
     logits = sum(products[1:], products[0]) * refs.factors[0]
     if plan.soft_cap is not None:
-        logits = jnp.tanh(logits) * plan.soft_cap
+        logits = soft_capped(logits, plan.soft_cap)
     logits = jnp.where(seen, logits, -jnp.inf)
     before = m_i[:, :1]
     high = jnp.maximum(before, logits.max(axis=1, keepdims=True))

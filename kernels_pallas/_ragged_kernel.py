@@ -13,6 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ragged_attention._jax_logits import soft_capped
 from ragged_attention.kernels_pallas._blocks import LANES, LN2, LOG2E, MASKED, NOWHERE, cdiv, in_pieces, round_up
 
 CHUNK = 16  # tokens whose heads are turned at a time, so that they stay in registers
@@ -552,7 +553,7 @@ def weigh(plan: Plan, refs: Refs, head: int, first: int, logits: Any, seen: Any)
     keys, own = 0 if plan.in_columns else 1, own_queries(plan, head, first)
     logits = logits * refs.factor[head]
     if plan.soft_cap is not None:
-        logits = jnp.tanh(logits) * (plan.soft_cap * LOG2E)
+        logits = soft_capped(logits, plan.soft_cap) * LOG2E
     logits = jnp.where(seen, logits, MASKED)
     before = refs.m_i[own]
     m_i = jnp.maximum(before, jnp.max(logits, axis=keys, keepdims=True))

@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ragged_attention._jax_logits import soft_capped
 from ragged_attention.calls import PagedAttention, dtype_name
 from ragged_attention.errors import InvalidInput
 from ragged_attention.kernels_pallas._blocks import LANES, MASKED, cdiv, expect_sizes, next_power_of_2, round_up
@@ -403,7 +404,7 @@ def attend(refs: Refs, plan: Plan, slot: Any, keys: Any) -> None:
                 logits[-1] *= scale_row(scale_buffers[0][slot, head], plan.page_rows)
         s = own(logits) * plan.scale
         if plan.soft_cap is not None:
-            s = plan.soft_cap * jnp.tanh(s / plan.soft_cap)
+            s = soft_capped(s, plan.soft_cap)
         s = jnp.where(seen, s, -jnp.inf)
         before = m_i[tile]
         after = jnp.maximum(before, jnp.max(s, axis=1, keepdims=True))

@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ragged_attention._jax_logits import soft_capped
 from ragged_attention.calls import PrefillAttention, dtype_name
 from ragged_attention.errors import InvalidInput
 from ragged_attention.kernels_pallas._blocks import LANES, MASKED, cdiv, expect_sizes, next_power_of_2
@@ -397,7 +398,7 @@ def attend(refs: Refs, plan: Plan, slot: Any, mask: jax.Array | None, careful: b
         if scale_buffers:
             s = s * scale_row(scale_buffers[0][slot, head], plan.page_rows)
         if plan.soft_cap is not None:
-            s = plan.soft_cap * jnp.tanh(s / plan.soft_cap)
+            s = soft_capped(s, plan.soft_cap)
         if mask is not None:
             s = jnp.where(mask, s, -jnp.inf)
         before = m_i[head]

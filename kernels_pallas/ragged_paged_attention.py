@@ -37,7 +37,6 @@ from ragged_attention.kernels_pallas._blocks import (
 from ragged_attention.kernels_pallas._new_rows import new_rows, sent_once, slots_from_tables
 from ragged_attention.kernels_pallas._ragged_kernel import UPDATES, Plan, kernel, named, scratch
 
-LARGEST_FLOAT = float(jnp.finfo(jnp.float32).max)
 SUBLANES = 16  # rows of a bfloat16 tile
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "k_scale", "v_scale", "return_lse",
@@ -239,8 +238,6 @@ def factors_of(call: Any) -> Factors:
     factor = per_head(call.k_scale, call.num_kv_heads) * jnp.float32(call.scale)
     if call.soft_cap is None:
         factor = factor * LOG2E
-    else:  # finite, or a logit of 0 would be NaN
-        factor = jnp.clip(factor / call.soft_cap, -LARGEST_FLOAT, LARGEST_FLOAT)
     return Factors(factor, per_head(call.v_scale, call.num_kv_heads), call.sinks)
 
 

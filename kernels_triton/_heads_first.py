@@ -18,7 +18,7 @@ import triton.language as tl
 from ragged_attention.kernels_triton import ragged_paged_attention
 from ragged_attention.kernels_triton._formats import cache_format, decode, narrow
 from ragged_attention.kernels_triton._sequences import VARYING, key_range
-from ragged_attention.kernels_triton._softmax import lost_to_rounding, matmul, online_softmax, tanh
+from ragged_attention.kernels_triton._softmax import lost_to_rounding, matmul, online_softmax, soft_capped
 from ragged_attention.kernels_triton._tiles import WGMMA, cdiv, next_power_of_2
 from ragged_attention.kernels_triton.ragged_paged_attention import (
     SMALLEST_SCALE,
@@ -103,7 +103,9 @@ def scaled_kernel(
         HAS_WINDOW,
     )  # fmt: skip
     last = tl.where(first_row < live * GROUP, last, first)
-    inner_scale, outer_scale, negative = logit_scales(q_ptr, 0, 1.0, sm_scale, soft_cap, -1, HAS_SOFT_CAP, SMALLEST)
+    inner_scale, outer_scale, cap, negative = logit_scales(
+        q_ptr, 0, 1.0, sm_scale, soft_cap, -1, HAS_SOFT_CAP, SMALLEST
+    )
     queries = Rows(row, live * GROUP, seq * tokens, kv_head)
     q = load_rows(q_ptr, q_token_stride, q_head_stride, queries, negative, SIGNED, GROUP, D, D_PAD)
     k_ptr += kv_head.to(tl.int64) * k_head_stride
@@ -128,7 +130,7 @@ def scaled_kernel(
         logits = matmul(q, tl.trans(decode(k, FORMAT, q.dtype)), tl.zeros([BLOCK_Q, BLOCK_KV], tl.float32))
         logits = logits * k_scale[None, :]
         if HAS_SOFT_CAP:
-            logits = tanh(logits * inner_scale)
+            logits = soft_capped(logits * inner_scale, cap)
         seen = readable[None, :] & (keys[None, :] <= position[:, None]) & (row < live * GROUP)[:, None]
         if HAS_WINDOW:
             seen = seen & (keys[None, :] > position[:, None] - window)

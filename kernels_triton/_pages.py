@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ragged_attention.kernels_triton._formats import INTERPRETED, decode, decoded_at_once, narrow
 from ragged_attention.kernels_triton._sequences import Edges, block_start, end_blocks, whole_blocks
-from ragged_attention.kernels_triton._softmax import always, lost_to_rounding, matmul, online_softmax, tanh
+from ragged_attention.kernels_triton._softmax import always, lost_to_rounding, matmul, online_softmax, soft_capped
 
 PAGE_SCAN: tl.constexpr = tl.constexpr(256)
 
@@ -182,7 +182,7 @@ def attend(
     else they give each warp rows of its own, for the second product's sake, and half of the warps repeat the others.
     """
     m_i, l_i, acc = state
-    inner_scale, outer_scale = scales
+    inner_scale, outer_scale, cap = scales
     WIDE: tl.constexpr = q.shape[0] >= 64 and sizes.DV_PAD >= 512
     JOINED: tl.constexpr = WEIGHT_PARTS == 2 and q.shape[0] >= 64 and sizes.DV_PAD >= 256
     following = pages_of_block(pages.table_ptr, blocks, 0, visible, MASKED, sizes.PAGE_SIZE, BLOCK_KV)
@@ -202,7 +202,7 @@ def attend(
         if unit is not None:
             logits = logits * unit[:, None]
         if features.HAS_SOFT_CAP:
-            logits = tanh(logits * inner_scale)
+            logits = soft_capped(logits * inner_scale, cap)
         if MASKED:
             logits = hide(logits, keys, readable, visible, features)
         weights, alpha, m_i, l_i = online_softmax(logits, m_i, l_i, outer_scale)

@@ -24,13 +24,24 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def tanh(x):
-    """By its series where the closed form would cancel; relative error about 4e-7."""
+def unit_under_cap(soft_cap):
+    """What logits and their cap are to be multiplied by, so that neither the cap nor its inverse is subnormal."""
+    return tl.where(soft_cap < 1.0, 1.0, 0.0625)
+
+
+@triton.jit
+def soft_capped(logits, cap):
+    """cap * tanh(logits / cap); relative error about 4e-7.
+
+    By its series where the closed form would cancel, which begins with the logits themselves: over a huge cap they are
+    subnormal, and many devices take that for 0.
+    """
+    x = logits * (1.0 / cap)
     square = x * x
-    series = x * (1 + square * (-0.33333334 + square * (0.13333334 + square * (-0.05396825 + square * 0.02186949))))
+    series = 1 + square * (-0.33333334 + square * (0.13333334 + square * (-0.05396825 + square * 0.02186949)))
     small = tl.math.exp2(tl.abs(x) * (-2 * LOG2E))
-    closed = (1 - small) / (1 + small)
-    return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0, -closed, closed))
+    closed = cap * ((1 - small) / (1 + small))
+    return tl.where(tl.abs(x) < 0.25, logits * series, tl.where(x < 0, -closed, closed))
 
 
 @triton.jit

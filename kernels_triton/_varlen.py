@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ragged_attention.kernels_triton._formats import narrow
 from ragged_attention.kernels_triton._sequences import Edges, find_segment, key_range, query_edge, segment_edge
-from ragged_attention.kernels_triton._softmax import LOG2E, matmul
+from ragged_attention.kernels_triton._softmax import LOG2E, matmul, unit_under_cap
 from ragged_attention.kernels_triton._tiles import WGMMA, fit, item_size, next_power_of_2
 
 NARROWEST = 16  # columns that a matrix product takes at least
@@ -324,10 +324,13 @@ def sees(position, key, kv_len, window, CAUSAL: tl.constexpr, HAS_WINDOW: tl.con
 
 @triton.jit
 def logit_scales(sm_scale, soft_cap, HAS_SOFT_CAP: tl.constexpr):
-    """What logits are multiplied by before and after the cap, so that they are in base 2; neither is 0."""
+    """(inner, outer, cap): what logits are multiplied by before and after `cap`, to be in base 2; none is 0."""
     inner = tl.where(tl.abs(sm_scale) < SMALLEST_SCALE, SMALLEST_SCALE, sm_scale)
     outer = inner * LOG2E
+    cap = soft_cap
     if HAS_SOFT_CAP:
-        inner = inner / soft_cap
-        outer = soft_cap * LOG2E
-    return inner, outer
+        unit = unit_under_cap(soft_cap)
+        inner = inner * unit
+        outer = LOG2E / unit
+        cap = soft_cap * unit
+    return inner, outer, cap

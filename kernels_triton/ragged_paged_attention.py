@@ -39,7 +39,7 @@ from ragged_attention.kernels_triton._sequences import (
     query_edge,
     segment_edge,
 )
-from ragged_attention.kernels_triton._softmax import LN2, LOG2E, merge_parts
+from ragged_attention.kernels_triton._softmax import LN2, LOG2E, merge_parts, unit_under_cap
 from ragged_attention.kernels_triton._tiles import (
     OLDER_COMPILER,
     WGMMA,
@@ -245,7 +245,7 @@ def most_split_rows(call: Any, tokens: int) -> int:
 def splits(call: Any) -> int:
     """Parts for eight programs per multiprocessor, as far as there can be keys for them."""
     keys = call.capacity if call.sliding_window is None else min(call.capacity, call.sliding_window + 8)
-    if keys <= MIN_SPLIT or call.max_num_seqs > SEQUENCES[-1]:
+    if keys <= MIN_SPLIT or not 0 < call.max_num_seqs <= SEQUENCES[-1]:
         return 1
     wanted = cdiv(8 * call.device.num_multiprocessors, max(call.num_kv_heads, 1))
     return min(wanted, call.max_num_seqs * cdiv(keys, MIN_SPLIT), MAX_SPLITS)
@@ -337,15 +337,18 @@ def clear_rows(out_ptr, lse_ptr, cu_q_lens_ptr, num_seqs, num_tokens, entry, kv_
 @triton.jit
 def logit_scales(k_scale_ptr, kv_head, k_scale_factor, sm_scale, soft_cap,
                  K_SCALE_STRIDE: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, SMALLEST: tl.constexpr):  # fmt: skip
-    """(inner, outer, negative): what logits are multiplied by before and after the cap, as magnitudes, and the sign."""
+    """(inner, outer, cap, negative): what logits are multiplied by, in magnitude, before and after `cap`; the sign."""
     scale = load_scale(k_scale_ptr, kv_head, k_scale_factor, K_SCALE_STRIDE) * sm_scale
     magnitude = tl.maximum(tl.abs(scale), SMALLEST)
     inner = magnitude
     outer = magnitude * LOG2E
+    cap = soft_cap
     if HAS_SOFT_CAP:
-        inner = magnitude / soft_cap
-        outer = soft_cap * LOG2E
-    return inner, outer, scale < 0
+        unit = unit_under_cap(soft_cap)
+        inner = magnitude * unit
+        outer = LOG2E / unit
+        cap = soft_cap * unit
+    return inner, outer, cap, scale < 0
 
 
 @triton.jit
@@ -399,7 +402,7 @@ def tile_kernel(
             low = kv_len - q_len + first_row // GROUP
             high = kv_len - q_len + tl.minimum((first_row + BLOCK_Q - 1) // GROUP, q_len - 1)
         first, last = key_range(low, high, kv_len, window, CAUSAL, HAS_WINDOW)
-        inner_scale, outer_scale, negative = logit_scales(
+        inner_scale, outer_scale, cap, negative = logit_scales(
             k_scale_ptr, kv_head, k_scale_factor, sm_scale, soft_cap, K_SCALE_STRIDE, HAS_SOFT_CAP, SMALLEST
         )
         q = load_rows(q_ptr, q_token_stride, q_head_stride, rows, negative, SIGNED, GROUP, D, D_PAD)
@@ -417,7 +420,7 @@ def tile_kernel(
             kv_len - q_len,
         )  # fmt: skip
         state = attend_range(
-            q, unit, first // EDGE_KV * EDGE_KV, last, visible, pages, (inner_scale, outer_scale),
+            q, unit, first // EDGE_KV * EDGE_KV, last, visible, pages, (inner_scale, outer_scale, cap),
             Features(CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_DRAFT_MASK),
             PageSizes(PAGE_SIZE, D, D_PAD, DV, DV_PAD, FORMAT), BLOCK_KV, EDGE_KV, 1, SPLIT_WEIGHTS_BELOW,
         )  # fmt: skip
@@ -555,7 +558,7 @@ def split_kernel(
         stop = tl.where(count > 1, begin + tl.minimum(each * BLOCK_KV, last - begin), last)
     if num_rows > first_row:
         rows = Rows(first_row + tl.arange(0, BLOCK_Q), num_rows, start, kv_head)
-        inner_scale, outer_scale, negative = logit_scales(
+        inner_scale, outer_scale, cap, negative = logit_scales(
             k_scale_ptr, kv_head, k_scale_factor, sm_scale, soft_cap, K_SCALE_STRIDE, HAS_SOFT_CAP, SMALLEST
         )
         q = load_rows(q_ptr, q_token_stride, q_head_stride, rows, negative, SIGNED, GROUP, D, D_PAD)
@@ -573,7 +576,7 @@ def split_kernel(
             kv_len - q_len,
         )  # fmt: skip
         state = attend_range(
-            q, unit, begin, stop, visible, pages, (inner_scale, outer_scale),
+            q, unit, begin, stop, visible, pages, (inner_scale, outer_scale, cap),
             Features(CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_DRAFT_MASK),
             PageSizes(PAGE_SIZE, D, D_PAD, DV, DV_PAD, FORMAT), BLOCK_KV, BLOCK_KV, WEIGHT_PARTS, 0,
         )  # fmt: skip

@@ -18,7 +18,7 @@ from ragged_attention.calls import VarlenAttention
 from ragged_attention.kernels_triton import _varlen
 from ragged_attention.kernels_triton._formats import narrow
 from ragged_attention.kernels_triton._sequences import VARYING, block_start, end_blocks, whole_blocks
-from ragged_attention.kernels_triton._softmax import LN2, LOG2E, online_softmax, tanh
+from ragged_attention.kernels_triton._softmax import LN2, LOG2E, online_softmax, soft_capped
 from ragged_attention.kernels_triton._tiles import (
     WGMMA,
     expect_between,
@@ -109,7 +109,7 @@ def attend(
     the tile sees takes no part, NaN or not.
     """
     m_i, l_i, acc = state
-    inner, outer = scales
+    inner, outer, cap = scales
     for index in range(blocks.num_blocks):
         block = block_start(blocks, index, MASKED, BLOCK_KV)
         key = block + tl.arange(0, BLOCK_KV)
@@ -117,7 +117,7 @@ def attend(
         k = load_rows(k_array, block, readable, MASKED, 1, BLOCK_KV, widths)
         logits = product(q, k)
         if features.HAS_SOFT_CAP:
-            logits = tanh(logits * inner)
+            logits = soft_capped(logits * inner, cap)
         if MASKED:
             seen = sees(visible.position[:, None], key[None, :], visible.kv_len, visible.window, features.CAUSAL,
                         features.HAS_WINDOW)  # fmt: skip
@@ -174,7 +174,7 @@ def forward_kernel(
         q_ptr = head_start(q_ptr, start, kv_head, q_token_stride, q_head_stride, GROUP)
         k_ptr = head_start(k_ptr, kv_start, kv_head, k_token_stride, k_head_stride, 1)
         v_ptr = head_start(v_ptr, kv_start, kv_head, v_token_stride, v_head_stride, 1)
-        inner, outer = logit_scales(tl.abs(sm_scale), soft_cap, HAS_SOFT_CAP)
+        scales = logit_scales(tl.abs(sm_scale), soft_cap, HAS_SOFT_CAP)
         q = load_rows(Array(q_ptr, q_token_stride, q_head_stride), first_row, readable, True, GROUP, BLOCK_Q,
                       Widths(D, D_MAIN, D_REST))  # fmt: skip
         if NEGATIVE:  # the softmax's maximum needs a positive factor
@@ -185,7 +185,7 @@ def forward_kernel(
         first, last, edges = key_blocks(low, high, kv_len, window, CAUSAL, HAS_WINDOW, BLOCK_KV)
         m_i, l_i, acc = attend_all(
             q, Array(k_ptr, k_token_stride, 0), Array(v_ptr, v_token_stride, 0), edges,
-            Visible(first, last, position, kv_len, window), (inner, outer),
+            Visible(first, last, position, kv_len, window), scales,
             Features(CAUSAL, HAS_WINDOW, HAS_SOFT_CAP), BLOCK_KV, Widths(D, D_MAIN, D_REST),
             Widths(DV, DV_MAIN, DV_REST),
         )  # fmt: skip

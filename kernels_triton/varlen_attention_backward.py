@@ -24,7 +24,7 @@ from ragged_attention.calls import VarlenAttentionBackward
 from ragged_attention.kernels_triton import _varlen
 from ragged_attention.kernels_triton._formats import narrow
 from ragged_attention.kernels_triton._sequences import VARYING, Edges, block_start, end_blocks, whole_blocks
-from ragged_attention.kernels_triton._softmax import LOG2E, column_sums, sum_of_products, tanh
+from ragged_attention.kernels_triton._softmax import LOG2E, column_sums, soft_capped, sum_of_products
 from ragged_attention.kernels_triton._tiles import (
     OLDER_COMPILER,
     WGMMA,
@@ -214,12 +214,14 @@ def prepare_kernel(
 
 
 @triton.jit
-def weigh(products, norm, seen, inner, outer, MASKED: tl.constexpr, HAS_SOFT_CAP: tl.constexpr):
+def weigh(products, norm, seen, scales, MASKED: tl.constexpr, HAS_SOFT_CAP: tl.constexpr):
     """(weights, slope) of pairs of row and key, from q . k: 2^(logit - norm) and the slope of the soft cap there."""
+    inner, outer, cap = scales
     slope = 1.0
     if HAS_SOFT_CAP:
-        products = tanh(products * inner)
-        slope = 1 - products * products
+        products = soft_capped(products * inner, cap)
+        share_of_cap = products * (1.0 / cap)
+        slope = 1 - share_of_cap * share_of_cap
     exponents = products * outer - norm
     if MASKED:
         exponents = tl.where(seen, exponents, float("-inf"))
@@ -270,7 +272,6 @@ def visit_rows(
     """
     k, v = keys
     dk, dv = sums
-    inner, outer = scales
     # Addresses that are computed anew leave registers to the sums where four warps have them; eight do without.
     tokens: tl.constexpr = 2 * BLOCK_Q if k[0].shape[0] <= 64 and k[0].dtype != tl.float32 else 1
     for index in range(blocks.num_blocks):
@@ -285,7 +286,7 @@ def visit_rows(
         norm, offset, share = load_terms(terms_ptr, block, readable, MASKED, BLOCK_Q)
         # Without these two a key is seen by every row that there is.
         hidden: tl.constexpr = MASKED and (features.CAUSAL or features.HAS_WINDOW)
-        weights, slope = weigh(products, norm[None, :], seen, inner, outer, hidden, features.HAS_SOFT_CAP)
+        weights, slope = weigh(products, norm[None, :], seen, scales, hidden, features.HAS_SOFT_CAP)
         shared = weights
         if features.HAS_SHARE:
             shared = weights * share[None, :]
@@ -377,7 +378,7 @@ def dkv_kernel(
         q_ptr = head_start(q_ptr, q_start, kv_head, q_token_stride, q_head_stride, GROUP)
         d_out_ptr = head_start(d_out_ptr, q_start, kv_head, d_out_token_stride, d_out_head_stride, GROUP)
         terms_ptr += (kv_head.to(tl.int64) * num_q_tokens + q_start) * (GROUP * TERMS)
-        inner, outer = logit_scales(sm_scale, soft_cap, HAS_SOFT_CAP)
+        scales = logit_scales(sm_scale, soft_cap, HAS_SOFT_CAP)
         k = load_rows(Array(k_ptr, k_token_stride, 0), low, readable, True, 1, BLOCK_KV, Widths(D, D_MAIN, D_REST))
         v = load_rows(Array(v_ptr, v_token_stride, 0), low, readable, True, 1, BLOCK_KV, Widths(DV, DV_MAIN, DV_REST))
         first, last, edges = row_blocks(
@@ -386,7 +387,7 @@ def dkv_kernel(
         dk, dv = visit_all_rows(
             (k, v), Array(q_ptr, q_token_stride, q_head_stride),
             Array(d_out_ptr, d_out_token_stride, d_out_head_stride), terms_ptr, edges,
-            Seeing(first, last, key - (kv_len - q_len), q_len, window), (inner, outer),
+            Seeing(first, last, key - (kv_len - q_len), q_len, window), scales,
             Features(CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_SHARE), GROUP, BLOCK_Q, Widths(D, D_MAIN, D_REST),
             Widths(DV, DV_MAIN, DV_REST),
         )  # fmt: skip
@@ -406,7 +407,6 @@ def visit_keys(
     widths, v_widths,
 ):  # fmt: skip
     """What blocks of keys add to dq; which they are and what is read of them as in the forward kernel."""
-    inner, outer = scales
     for index in range(blocks.num_blocks):
         block = block_start(blocks, index, MASKED, BLOCK_KV)
         key = block + tl.arange(0, BLOCK_KV)
@@ -417,7 +417,7 @@ def visit_keys(
         d_weights = product(rows.d_out, v)
         seen = sees(visible.position[:, None], key[None, :], visible.kv_len, visible.window, features.CAUSAL,
                     features.HAS_WINDOW)  # fmt: skip
-        weights, slope = weigh(products, rows.norm[:, None], seen, inner, outer, MASKED, features.HAS_SOFT_CAP)
+        weights, slope = weigh(products, rows.norm[:, None], seen, scales, MASKED, features.HAS_SOFT_CAP)
         d_logits = change(weights, slope, d_weights, rows.offset[:, None], rows.share[:, None], features.HAS_SOFT_CAP,
                           features.HAS_SHARE)  # fmt: skip
         dq = accumulate(narrow(d_logits, rows.q[0].dtype), k, dq)
@@ -468,7 +468,7 @@ def dq_kernel(
         k_ptr = head_start(k_ptr, kv_start, kv_head, k_token_stride, k_head_stride, 1)
         v_ptr = head_start(v_ptr, kv_start, kv_head, v_token_stride, v_head_stride, 1)
         terms_ptr += (kv_head.to(tl.int64) * num_q_tokens + start) * (GROUP * TERMS)
-        inner, outer = logit_scales(sm_scale, soft_cap, HAS_SOFT_CAP)
+        scales = logit_scales(sm_scale, soft_cap, HAS_SOFT_CAP)
         q = load_rows(Array(q_ptr, q_token_stride, q_head_stride), first_row, inside, True, GROUP, BLOCK_Q,
                       Widths(D, D_MAIN, D_REST))  # fmt: skip
         d_out = load_rows(Array(d_out_ptr, d_out_token_stride, d_out_head_stride), first_row, inside, True, GROUP,
@@ -476,7 +476,7 @@ def dq_kernel(
         norm, offset, share = load_terms(terms_ptr, first_row, inside, True, BLOCK_Q)
         dq = visit_all_keys(
             RowTerms(q, d_out, norm, offset, share), Array(k_ptr, k_token_stride, 0), Array(v_ptr, v_token_stride, 0),
-            edges, Visible(first, last, position, kv_len, window), (inner, outer),
+            edges, Visible(first, last, position, kv_len, window), scales,
             Features(CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_SHARE), BLOCK_KV, Widths(D, D_MAIN, D_REST),
             Widths(DV, DV_MAIN, DV_REST),
         )  # fmt: skip

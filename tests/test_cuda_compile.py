@@ -690,20 +690,26 @@ def test_the_report_has_a_row_for_each_part(small):
 # ---- the ABI
 
 
-def fields_of(name: str) -> list[str]:
-    """The names of a record's fields in the header, in order."""
+def fields_of(name: str) -> list[tuple[str, str]]:
+    """A record's fields in the header, in order: the name and the kind of each."""
     body = re.search(rf"typedef struct {name} {{(.*?)}} {name};", HEADER, re.DOTALL)
     assert body is not None
-    lines = re.sub(r"//.*", "", body[1])
-    return re.findall(r"(\w+)\s*[,;]", lines)
+    declarations = re.findall(r"(const )?(\w+\*?) ([\w, ]+);", re.sub(r"//.*", "", body[1]))
+    return [
+        (field.strip(), ("operand" if const else "result") if kind.endswith("*") else kind)
+        for const, kind, names in declarations
+        for field in names.split(",")
+    ]
 
 
 @pytest.mark.parametrize(("name", "record"), [("RaLatent", _abi.Latent), ("RaSchedule", _abi.Schedule)])
 def test_records_mirror_the_header(name: str, record: type[Any]):
-    assert [field for field, _ in record._fields_] == fields_of(name)
-    assert (*record.OPERANDS, *record.RESULTS, *record.NUMBERS) == tuple(fields_of(name))[: len(record._fields_)] or (
-        record is _abi.Latent and fields_of(name)[-1] == "sm_scale"
-    )
+    pointer = ctypes.c_void_p
+    kinds = {"operand": pointer, "result": pointer, "int64_t": ctypes.c_int64, "double": ctypes.c_double}
+    fields = fields_of(name)
+    assert [(field, kinds[kind]) for field, kind in fields] == list(record._fields_)
+    for group, kind in ((record.OPERANDS, "operand"), (record.RESULTS, "result"), (record.NUMBERS, "int64_t")):
+        assert group == tuple(field for field, of in fields if of == kind)
 
 
 def test_codes_mirror_the_header():

@@ -740,11 +740,15 @@ def test_a_latent_step_that_we_cannot_run_is_refused(vllm):
         impl.forward_mha(q, q, q, data.cache, None, None, q, output_scale=torch.ones(1))
 
 
-def test_a_profiling_run_writes_no_latents(vllm):
-    impl = latent_implementation("MLA", 64, 16)
-    impl.do_kv_cache_update(
-        torch.ones(2, 64), torch.ones(2, 1, 16), torch.tensor([]), torch.tensor([0, 1]), "auto", None
-    )
+def test_a_profiling_run_writes_no_latents(vllm, monkeypatch):
+    impl, written = latent_implementation("MLA", 64, 16), []
+    home = inspect.getmodule(impl.do_kv_cache_update)
+    monkeypatch.setattr(home, "write_mla_cache", lambda rows, *_, **__: written.append(rows))
+    latents, slots = (torch.ones(2, 64), torch.ones(2, 1, 16)), torch.tensor([0, 1])
+    impl.do_kv_cache_update(*latents, torch.tensor([]), slots, "auto", None)
+    assert not written
+    impl.do_kv_cache_update(*latents, torch.zeros(1, 16, 80), slots, "auto", None)
+    assert [rows.shape for rows in written] == [(2, 80)]
 
 
 # Sparse latent attention

@@ -216,9 +216,9 @@ def _map_exp2(source: int, target: int, count: int) -> None:
 
 
 @numba.njit
-def _map_tanh(source: int, target: int, count: int) -> None:
+def _map_capped(source: int, target: int, count: int) -> None:
     for index in range(0, count, LANES):
-        _vectors.store(target, index, _softmax.tanh(_vectors.load(source, index)))
+        _vectors.store(target, index, _softmax.soft_capped(_vectors.load(source, index), _vectors.splat(1.0)))
 
 
 def mapped(function: Any, values: np.ndarray) -> np.ndarray:
@@ -233,9 +233,9 @@ def test_exponentials_and_tangents_are_accurate() -> None:
     rest = np.array([-127, -300, -np.inf, np.nan] + [0] * 12, np.float32)
     assert np.array_equal(mapped(_map_exp2, rest), [0, 0, 0, np.nan] + [1] * 12, equal_nan=True)
     x = np.concatenate([np.geomspace(1e-30, 20, 40000), -np.geomspace(1e-30, 20, 40000)]).astype(np.float32)
-    assert np.max(np.abs(mapped(_map_tanh, x) / np.tanh(x.astype(np.float64)) - 1)) < 4e-7
+    assert np.max(np.abs(mapped(_map_capped, x) / np.tanh(x.astype(np.float64)) - 1)) < 4e-7
     rest = np.array([np.inf, -np.inf, np.nan] + [0] * 13, np.float32)
-    assert np.array_equal(mapped(_map_tanh, rest), [1, -1, np.nan] + [0] * 13, equal_nan=True)
+    assert np.array_equal(mapped(_map_capped, rest), [1, -1, np.nan] + [0] * 13, equal_nan=True)
 
 
 def test_the_largest_scale_of_a_quantised_row_loses_nothing() -> None:

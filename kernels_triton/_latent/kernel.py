@@ -64,7 +64,7 @@ def latent_kernel(
     list_seq_stride, list_token_stride, list_head_stride, lens_seq_stride, lens_token_stride,
     extra_page_stride, extra_slot_stride, extra_num_slots, extra_longest,
     extra_list_seq_stride, extra_list_token_stride, extra_lens_seq_stride, extra_lens_token_stride,
-    window, logit_scale, capped_scale,
+    window, logit_scale, soft_cap, capped_scale,
     SPARSE: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
     HAS_LENS: tl.constexpr, HAS_EXTRA: tl.constexpr, HAS_EXTRA_LENS: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_MAX: tl.constexpr, SCHEDULED: tl.constexpr,
@@ -152,7 +152,7 @@ def latent_kernel(
             state = attend(
                 queries, state, Cache(cache, page_stride, slot_stride, num_slots),
                 KeyList(list_row, begin, end, first, last), Seen(limit - window, limit),
-                Scales(logit_scale, capped_scale),
+                Scales(logit_scale, soft_cap, capped_scale),
                 Features(SPARSE, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, REST_IS_VALUE),
                 Layout(FORMAT, CODES, PAGE_SIZE, PAGE_UNIT),
                 Columns(GROUPS, WIDTH, D_V, D_REST, D_REST_PAD, GROUP_PARTS, PARTS), BLOCK_KV,
@@ -161,7 +161,7 @@ def latent_kernel(
                 state = attend(
                     queries, state, Cache(extra_cache_ptr, extra_page_stride, extra_slot_stride, extra_num_slots),
                     KeyList(extra_row, first_extra, last_extra, 0, extra_last), Seen(limit - window, limit),
-                    Scales(logit_scale, capped_scale),
+                    Scales(logit_scale, soft_cap, capped_scale),
                     Features(SPARSE, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, REST_IS_VALUE),
                     Layout(EXTRA_FORMAT, CODES, EXTRA_PAGE_SIZE, EXTRA_PAGE_UNIT),
                     Columns(GROUPS, WIDTH, D_V, D_REST, D_REST_PAD, GROUP_PARTS, PARTS), BLOCK_KV,
@@ -294,8 +294,11 @@ def shared_arguments(work: Work, tile: Tile, entries: int, max_logits: bool, lau
 
 def logit_scales(scale: float, soft_cap: float | None) -> dict[str, Any]:
     """The arguments of `Scales`, and whether there is a cap."""
-    inner, outer = (scale * LOG2E.value, 1.0) if soft_cap is None else (scale / soft_cap, soft_cap * LOG2E.value)
-    return {"logit_scale": inner, "capped_scale": outer, "HAS_SOFT_CAP": soft_cap is not None}
+    if soft_cap is None:
+        return {"logit_scale": scale * LOG2E.value, "soft_cap": 1.0, "capped_scale": 1.0, "HAS_SOFT_CAP": False}
+    unit = 1.0 if soft_cap < 1 else 0.0625  # as `unit_under_cap` has it
+    scales = {"logit_scale": scale * unit, "soft_cap": soft_cap * unit, "capped_scale": LOG2E.value / unit}
+    return scales | {"HAS_SOFT_CAP": True}
 
 
 def groups_of(layout: str, width: int, rows: int) -> int:
@@ -362,7 +365,9 @@ def attention_arguments(work: Work, tile: Tile, launch: Any) -> dict[str, Any]:
 def run(work: Work, tile: Tile, launch: Any, *, max_logits: bool) -> Any:
     """Enqueue the kernels; returns out, lse and, if requested, max_logits, else a stand-in for it."""
     call, keys, extra, scheduled = work.call, work.keys, work.extra or work.keys, work.schedule is not None
-    entries = work.num_seqs + work.schedule[0].shape[0] if scheduled else work.num_seqs * tile.num_splits
+    entries = work.num_seqs * tile.num_splits
+    if scheduled and work.num_seqs:  # a program of a schedule looks for its sequence, so there has to be one
+        entries = work.num_seqs + work.schedule[0].shape[0]
     whole = tile.num_splits == 1 and not scheduled
     absent = work.q  # stands for arrays that are not there
     lens = absent if keys.lens is None else keys.lens

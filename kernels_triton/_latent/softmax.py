@@ -12,7 +12,7 @@ import triton.language as tl
 from ragged_attention.kernels_triton._formats import narrow
 from ragged_attention.kernels_triton._latent.lists import entries_of, keys_of
 from ragged_attention.kernels_triton._latent.rows import Found, group_scale, key_groups, rest_columns, rotary_columns
-from ragged_attention.kernels_triton._softmax import LN2, LOG2E, always, matmul, online_softmax, tanh
+from ragged_attention.kernels_triton._softmax import LN2, LOG2E, always, matmul, online_softmax, soft_capped
 
 # Rows from which on eight warps share each row. Where the result of a product leads to another product, compilers
 # (Triton 3.6 to 3.9) give every warp rows of its own instead, and let half of the warps repeat what the others do. So
@@ -61,6 +61,7 @@ class Scales(NamedTuple):
     """What logits are multiplied by, before the cap and after it; without one, the first makes them base 2."""
 
     inner: tl.tensor
+    cap: tl.tensor
     outer: tl.tensor
 
 
@@ -247,7 +248,7 @@ def attend(queries, state, cache, keys_of_list, seen_by_row, factors, features, 
         if layout.FORMAT == "codes":
             logits = logits * queries.unit[:, None]
         if features.HAS_SOFT_CAP:
-            logits = tanh(logits) * factors.outer
+            logits = soft_capped(logits, factors.cap) * factors.outer
         seen = readable[None, :]
         if features.CAUSAL:
             seen = seen & (position[None, :] < seen_by_row.limit[:, None])

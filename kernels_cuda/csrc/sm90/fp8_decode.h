@@ -473,7 +473,7 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
       raise_in_row(highest);
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
-        highest[r] *= s.unit[row0 + 8 * r];
+        if (highest[r] != -INFINITY) highest[r] *= s.unit[row0 + 8 * r];  // without keys no query brought a unit
         if (sum[r] > 0.f) sum[r] += s.spoilt[row0 + 8 * r];
         int const exponent = exponent_of(sum[r]);
         sum[r] *= power_of_two(-exponent);

@@ -182,7 +182,8 @@ class Runner:
             value = formats.stored(value, dtype)
         strided = batch.strided  # type: ignore[attr-defined]
         layout = batch.layout_of(name) if strided else ""
-        return self.front.bring(value, dtype, layout=layout, place=self.place, device=self.device)
+        found = self.front.bring(value, dtype, layout=layout, place=self.place, device=self.device)
+        return self.front.once(found, batch.alike[name]) if name in batch.alike else found
 
     def tunables(self, operation: str) -> tuple[str, ...]:
         """The options that the backend takes for an operation, none if it has not that."""

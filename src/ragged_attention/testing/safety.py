@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ragged_attention import dispatch
+from ragged_attention.testing import empties
 from ragged_attention.testing.drawing import paths, taken_of
 from ragged_attention.testing.guarded import guarded, run_apart
 from ragged_attention.testing.heads_first import suite as heads_first_suite
@@ -214,14 +215,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             for operation, example in (*EXAMPLES, *turns):
                 ways = paths(runner, operation)
                 path = ways[seed % len(ways)]
-                sys.stdout.write(f"{operation}, seed {seed}, guarded at the {side}, options {dict(path)}\n")
-                sys.stdout.flush()
-                try:
-                    with runner.around():
-                        example(runner, seed, path)
-                except Declined as refusal:
-                    sys.stdout.write(f"declined: {refusal}\n")
+                what = f"{operation}, seed {seed}, guarded at the {side}, options {dict(path)}"
+                _survive(runner, what, functools.partial(example, runner, seed, path))
+        if side == "end" and options.framework == "torch":  # jax lays out all arrays but results by itself
+            for name, attempt in empties.attempts(runner):
+                _survive(runner, f"nothing to do, {name}, guarded at the end", attempt)
     return 0
+
+
+def _survive(runner: Runner, what: str, attempt: Callable[[], None]) -> None:
+    """Say what is attempted, then attempt it: of a process that ends in it, that is the last line."""
+    sys.stdout.write(f"{what}\n")
+    sys.stdout.flush()
+    try:
+        with runner.around():
+            attempt()
+    except Declined as refusal:
+        sys.stdout.write(f"declined: {refusal}\n")
 
 
 if __name__ == "__main__":

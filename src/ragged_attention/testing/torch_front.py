@@ -69,6 +69,11 @@ def bring(array: NDArray[Any], dtype: str, *, layout: str, place: Place, device:
     return tensor.to(device or "cpu")[where]
 
 
+def once(tensor: torch.Tensor, axis: int) -> torch.Tensor:
+    """The tensor with a stride of 0 along an axis over which it is alike."""
+    return tensor.narrow(axis, 0, min(1, tensor.shape[axis])).expand_as(tensor)
+
+
 def take_back(tensor: torch.Tensor) -> NDArray[Any]:
     """Floats as float32, 8-bit floats as bits, integers as they are."""
     tensor = tensor.detach().cpu()

@@ -191,7 +191,7 @@ class Language:
 # values each returns.
 STUBS = {
     "clear_rows": 1, "draft_rows": 1, "finish": 3, "gdc_launch_dependents": 1, "gdc_wait": 1, "load_queries": 5,
-    "load_scale": 1, "logit_scales": 3, "no_sums": 1, "store_columns": 1, "store_groups": 1, "store_part": 1,
+    "load_scale": 1, "logit_scales": 4, "no_sums": 1, "store_columns": 1, "store_groups": 1, "store_part": 1,
     "store_rows": 1, "sum_of_each_row": 1, "zero_after": 1, "zeros_like": 2,
 }  # fmt: skip
 

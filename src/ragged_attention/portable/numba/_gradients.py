@@ -11,7 +11,7 @@ import numpy as np
 from ragged_attention.portable.numba._formats import size_of, widen
 from ragged_attention.portable.numba._products import COLUMNS, ROWS
 from ragged_attention.portable.numba._records import record_at
-from ragged_attention.portable.numba._softmax import LOG2E, NOTHING, tanh
+from ragged_attention.portable.numba._softmax import LOG2E, NOTHING, soft_capped
 from ragged_attention.portable.numba._tiles import up_to
 from ragged_attention.portable.numba._vectors import (
     LANES,
@@ -128,8 +128,9 @@ def differentiate(tile, row, left, right, count, scale, soft_cap):
     for index in range(0, whole, LANES):
         logits, slope = load(s, index) * splat(scale), splat(scale)
         if soft_cap > 0:
-            bent = tanh(logits / splat(soft_cap))
-            logits, slope = bent * splat(soft_cap), slope * (splat(1.0) - bent * bent)
+            logits = soft_capped(logits, splat(soft_cap))
+            bent = logits / splat(soft_cap)
+            slope = slope * (splat(1.0) - bent * bent)
         weights = exp2(logits * splat(LOG2E) - lse)
         gradients = fma(splat(share), load(d_s, index) - splat(delta), splat(d_lse))
         store(d_s, index, slope * weights * gradients)

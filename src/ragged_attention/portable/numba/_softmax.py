@@ -30,26 +30,30 @@ MANY = np.float32(128)  # keys of equal weight, among which errors of 2 ** -8 of
 
 
 @inlined
-def tanh(x):
-    """Hyperbolic tangent: near 0 a polynomial, so that small numbers keep their digits (Cephes' tanhf)."""
-    size = magnitude(x)
-    square = size * size
+def soft_capped(logits, cap):
+    """cap * tanh(logits / cap); near 0 by a polynomial (Cephes' tanhf) of the logits themselves.
+
+    So small logits keep their digits, and a huge cap, over which they are subnormal, does not make them 0 where the
+    caller has subnormal numbers flushed.
+    """
+    size = magnitude(logits)
+    x = size / cap
+    square = x * x
     p = fma(splat(-5.70498872745e-3), square, splat(2.06390887954e-2))
     p = fma(p, square, splat(-5.37397155531e-2))
     p = fma(p, square, splat(1.33314422036e-1))
     p = fma(p, square, splat(-3.33332819422e-1))
     near = fma(p * square, size, size)
-    e = exp2(size * splat(-2 * LOG2E))
-    far = (splat(1.0) - e) / (splat(1.0) + e)
-    return with_sign(where_less(size, splat(0.625), near, far), x)
+    e = exp2(x * splat(-2 * LOG2E))
+    far = (splat(1.0) - e) / (splat(1.0) + e) * cap
+    return with_sign(where_less(x, splat(0.625), near, far), logits)
 
 
 @compiled
 def capped(s, count, soft_cap):
     """Turn logits into `soft_cap` * tanh(logit / soft_cap) in powers of two."""
-    cap, factor = splat(soft_cap), splat(soft_cap * LOG2E)
     for index in range(0, count, LANES):
-        store(s, index, tanh(load(s, index) / cap) * factor)
+        store(s, index, soft_capped(load(s, index), splat(soft_cap)) * splat(LOG2E))
 
 
 @inlined

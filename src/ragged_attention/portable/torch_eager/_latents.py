@@ -163,8 +163,8 @@ class Windows:
 
     def __init__(self, array: torch.Tensor) -> None:
         num_pages, self.page_size, *inner = array.shape
-        page_stride = array.stride(0) if num_pages > 1 else 0
         row_stride = array.stride(1) if self.page_size > 1 else 0
+        page_stride = array.stride(0) if num_pages > 1 else self.page_size * row_stride
         # Windows at every multiple of what divides both strides, most of which belong to no slot and overlap.
         step = math.gcd(page_stride, row_stride) or 1
         self.page_step, self.row_step = page_stride // step, row_stride // step
@@ -175,7 +175,7 @@ class Windows:
         """The pieces at slots i64 [n], which lie within the array, in new memory."""
         if self.page_size == 1:
             where = slots if self.page_step == 1 else slots * self.page_step
-        elif self.row_step == 1 and self.page_step in (0, self.page_size):
+        elif self.row_step == 1 and self.page_step == self.page_size:
             where = slots
         else:
             page = slots // self.page_size

@@ -8,6 +8,14 @@ def wide(tensor: torch.Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
+def soft_capped(scores: torch.Tensor, soft_cap: float) -> torch.Tensor:
+    """`soft_cap` * tanh(scores / `soft_cap`), known to torch's automatic differentiation."""
+    x = scores / soft_cap
+    # Where x is its own tangent; over a huge cap it is subnormal, and some devices take that for 0.
+    same = x.detach().abs() < torch.finfo(x.dtype).eps ** 0.5 / 2
+    return torch.where(same, scores, x.tanh_() * soft_cap)
+
+
 class Softmax:
     """A batch of query rows, and what they have seen of their keys so far: online softmax, all in the keys' dtype.
 
@@ -30,7 +38,7 @@ class Softmax:
         scores = torch.bmm(self.q, rows.transpose(1, 2))
         if self.soft_cap is not None:
             # Not by dividing the queries by the cap: with a tiny one their products would be infinity minus infinity.
-            scores.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
+            scores = soft_capped(scores, self.soft_cap)
         if hidden is not None:
             scores.masked_fill_(hidden, -torch.inf)
         found = scores.detach().amax(-1)

@@ -26,6 +26,7 @@ from ragged_attention.portable.torch_eager._host import (
     result_dtype,
     sequence_bounds,
 )
+from ragged_attention.portable.torch_eager._softmax import soft_capped
 
 SMALL = 2 * 2**20  # bytes of working memory that are always allowed
 SCORES = 2 * 2**20  # bytes of scores that stay in a CPU's cache
@@ -141,6 +142,7 @@ class Attention:
                 hidden = right | self._outside_the_window(new, own)
                 fully_masked &= hidden.all(1)
                 unseen = torch.nn.functional.pad(hidden.all(0), (high - low - len(new), 0))
+                right = right if len(new) else None  # the new tokens' pages are missing
             if low < high:
                 yield Block(first, last, low, high, right, left, fully_masked, unseen)
 
@@ -229,7 +231,7 @@ class Attention:
                 scores[..., start - low : stop - low] = torch.bmm(q, k.read(start, stop).transpose(1, 2))
         if self.call.soft_cap is not None:
             # Not by dividing the queries by the cap: with a tiny one their products would be infinity minus infinity.
-            scores.div_(self.call.soft_cap).tanh_().mul_(self.call.soft_cap)
+            scores = soft_capped(scores, self.call.soft_cap)
         by_row = scores.view(q.shape[0], block.last - block.first, self.group, -1)
         if block.left is not None:
             by_row[..., : block.left.shape[1]].masked_fill_(block.left[:, None], -torch.inf)

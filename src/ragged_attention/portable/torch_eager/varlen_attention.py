@@ -11,7 +11,7 @@ import torch
 
 from ragged_attention.calls import VarlenAttention
 from ragged_attention.portable.torch_eager._host import readable_on_host
-from ragged_attention.portable.torch_eager._softmax import wide
+from ragged_attention.portable.torch_eager._softmax import soft_capped, wide
 from ragged_attention.portable.torch_eager._varlen import Block, by_kv_head, by_token, hide, sequences
 from ragged_attention.portable.torch_eager._varlen import Tile as Tile
 from ragged_attention.portable.torch_eager._varlen import heuristic as heuristic
@@ -49,7 +49,7 @@ def _attend(
     q = by_kv_head(call.q[block.rows], heads, group).to(k.dtype) * call.scale
     scores = torch.bmm(q, k[:, block.keys].transpose(1, 2))
     if call.soft_cap is not None:
-        scores = torch.tanh(scores / call.soft_cap) * call.soft_cap
+        scores = soft_capped(scores, call.soft_cap)
     weights = torch.softmax(hide(scores, block, group), -1)
     # The largest logit has the weight exp(m_i - lse): two cheap reductions instead of a pass of exponentials.
     lse = scores.amax(-1) - torch.log(weights.amax(-1))

@@ -10,7 +10,7 @@ import torch
 
 from ragged_attention.calls import VarlenAttentionBackward
 from ragged_attention.portable.torch_eager._host import readable_on_host
-from ragged_attention.portable.torch_eager._softmax import RowTerms, wide
+from ragged_attention.portable.torch_eager._softmax import RowTerms, soft_capped, wide
 from ragged_attention.portable.torch_eager._varlen import Block, by_kv_head, by_token, hide, sequences
 from ragged_attention.portable.torch_eager._varlen import Tile as Tile
 from ragged_attention.portable.torch_eager._varlen import heuristic as heuristic
@@ -59,9 +59,8 @@ def _block(
     scores = torch.bmm(q * call.scale, k.transpose(1, 2))
     slope = None
     if call.soft_cap is not None:
-        scores.div_(call.soft_cap).tanh_()
-        slope = 1 - scores * scores
-        scores.mul_(call.soft_cap)
+        scores = soft_capped(scores, call.soft_cap)
+        slope = 1 - (scores / call.soft_cap).square_()
     weights = terms.weights(hide(scores, block, group))
     dv.baddbmm_(weights.transpose(1, 2), terms.d_out)
     d_scores = terms.d_logits(weights, v)

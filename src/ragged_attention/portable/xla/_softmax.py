@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ragged_attention._jax_logits import soft_capped
+
 
 def wide(dtype: Any) -> Any:
     """The dtype to compute in: float64 inputs ask for exactness."""
@@ -93,9 +95,5 @@ class RowTerms(NamedTuple):
 
 def logits_of(products: jax.Array, scale: Any, soft_cap: float | None) -> jax.Array:
     """Products of queries and keys as logits; `scale` broadcasts against them."""
-    if soft_cap is None:
-        return products * scale
-    # One factor, which stays finite under the smallest cap: a product of 0 times infinity would be NaN.
-    largest = jnp.finfo(products.dtype).max
-    factor = jnp.clip(jnp.asarray(scale, products.dtype) / soft_cap, -largest, largest)
-    return soft_cap * jnp.tanh(products * factor)
+    logits = products * scale
+    return logits if soft_cap is None else soft_capped(logits, soft_cap)

@@ -26,6 +26,11 @@ V32 = {"format": "fp8_v32", "d_v": 512}
 V4 = {"format": "fp8_v4", "d_v": 512}
 V41 = {"format": "fp8_v41", "d_v": 512}
 FP4 = {"format": "fp4_v41", "d_v": 512}
+PAGES_OF_64: dict[str, Any] = {"page_size": 64}
+EVERY_FORMAT: dict[str, dict[str, Any]] = {
+    "576/512": {"d_qk": 576, "d_v": 512, "dtype": "bfloat16"},
+    **{of["format"]: of | {"page_size": 64, "dtype": "bfloat16"} for of in (V32, V4, V41, FP4)},
+}
 V41_PAGE, FP4_PAGE = {"format": "fp8_v41, page", "d_v": 512}, {"format": "fp4_v41, page", "d_v": 512}
 
 _PREFILLS: dict[str, PrefillSpec] = {
@@ -46,6 +51,11 @@ _PREFILLS: dict[str, PrefillSpec] = {
     "lengths": PrefillSpec(tokens=6, topk=12, lens="inside", poison="nan", dtype="bfloat16"),
     "lengths over top-k and negative": PrefillSpec(tokens=8, topk=9, lens="wild", poison="nan", seed=1),
     "lengths 0": PrefillSpec(lens="zero", sinks="normal", poison="nan"),
+    **{
+        f"lengths 0, {name}, {heads} heads": PrefillSpec(**of_format, heads=heads, lens="zero", sinks="normal")
+        for name, of_format in EVERY_FORMAT.items()
+        for heads in (16, 64)
+    },
     # Heads, widths, dtypes.
     **{f"{heads} heads": PrefillSpec(heads=heads, topk=11, dtype="bfloat16") for heads in (3, 7, 16, 17)},
     "128 heads": PrefillSpec(tokens=1, heads=128, topk=5, rows=8, dtype="bfloat16"),
@@ -118,6 +128,16 @@ _DECODES: dict[str, DecodeSpec] = {
     "dense": DecodeSpec(topk=0, kv_lens=(17, 1, 40), heads=3, poison="nan", garbage=True, spare_columns=2),
     "dense, a long sequence": DecodeSpec(topk=0, kv_lens=(700, 3), page_size=16, heads=2, dtype="bfloat16"),
     "dense, no keys": DecodeSpec(topk=0, kv_lens=(0, 9, 0), garbage=True, spare_columns=1, poison="nan"),
+    **{
+        f"lengths 0, {name}, {heads} heads": DecodeSpec(
+            **of_format | PAGES_OF_64, heads=heads, lens="zero", sinks="normal"
+        )
+        for name, of_format in EVERY_FORMAT.items()
+        for heads in (16, 64)
+    },
+    "dense, no keys, 576/512, 64 heads": DecodeSpec(
+        **EVERY_FORMAT["576/512"], topk=0, kv_lens=(0, 0), page_size=64, heads=64, sinks="normal"
+    ),
     "dense, no keys with sinks": DecodeSpec(topk=0, kv_lens=(0, 9), heads=5, sinks="mixed"),
     "dense, empty cache": DecodeSpec(topk=0, kv_lens=(0, 0), spare_pages=0, sinks="normal"),
     "dense, more queries than keys": DecodeSpec(topk=0, kv_lens=(1, 2, 5), q_tokens=4, heads=2, causal=True),

@@ -154,8 +154,21 @@ def _empty_tables() -> Batch:
     return _plain().build().change(page_indices=np.zeros((len(MIXED), 0), np.int32))
 
 
+def _cut_tables(columns: int) -> Batch:
+    batch = Spec(lens=((2, 6), (3, 12)), draft=4, sinks="normal").build()
+    return batch.change(page_indices=batch.page_indices[:, :columns])
+
+
 def _no_pages() -> Batch:
     return _plain().build().change(kv_pages=np.zeros((0, 4, 2, 16), np.float32))
+
+
+def _without_new_pages(**fields: Any) -> Batch:
+    """The pages of a sequence's new tokens are missing; the last sequence has none at all."""
+    batch = Spec(lens=((2, 6), (3, 12), (4, 16), (2, 9)), num_kv_heads=2, group=2, **fields).build()
+    table = batch.page_indices.copy()
+    table[0, 1], table[1, 2], table[2, 3], table[3] = -1, INT32.min, batch.num_pages, -7
+    return batch.change(page_indices=table)
 
 
 def _all_invalid() -> Batch:
@@ -175,6 +188,18 @@ _VALUES: dict[str, Callable[[], Batch]] = {
     "num_seqs over the maximum": lambda: _plain().build().change(num_seqs=np.array([INT32.max], np.int32)),
     "num_seqs negative": lambda: _plain(padding=1).build().change(num_seqs=np.array([-3], np.int32)),
     "every page index invalid": _all_invalid,
+    **{
+        f"new tokens' pages missing, {name}": lambda fields=fields: _without_new_pages(**fields)
+        for name, fields in {
+            "causal": {},
+            "not causal": {"causal": False, "sliding_window": 3},
+            "drafted": {"draft": 4},
+            "drafted, a window": {"draft": 2, "sliding_window": 3, "sinks": "mixed"},
+            "drafted, an 8-bit cache": {"draft": 4, "cache_dtype": "int8", "dtype": "bfloat16", "combined": False},
+        }.items()
+    },
+    "drafted, tables without columns": lambda: _cut_tables(0),
+    "drafted, tables of fewer columns": lambda: _cut_tables(1),
     "tables without columns": _empty_tables,
     "a cache without pages": _no_pages,
     "tables without rows": _no_room_for_sequences,

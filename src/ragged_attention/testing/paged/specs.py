@@ -6,7 +6,7 @@ its `Spec(...)`, as printed, makes the same arrays again.
 
 import abc
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -66,6 +66,8 @@ class Arrays:
     cache_dtype: str = "float32"
     q_dtype: str | None = None  # of q where it is another than dtype, to which it is then widened
     strided: bool = False  # in torch: every array a view with gaps of garbage
+    # In torch: arguments that lie in memory once along an axis, over which all that they hold is alike.
+    alike: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def quantized(self) -> bool:

@@ -1,0 +1,18 @@
+"""The soft cap on logits, as every backend in jax computes it."""
+
+import jax
+import jax.numpy as jnp
+
+
+def soft_capped(logits: jax.Array, soft_cap: float) -> jax.Array:
+    """`soft_cap` * tanh(logits / `soft_cap`) of logits in float32 or float64, of any cap that float32 has.
+
+    XLA and TPUs take subnormal numbers for 0. So a huge cap and the logits are divided by 32 before the quotient is
+    taken, and where that is so small that it is its own tangent, the logits stay as they are. The bounds, at which the
+    tangent is 1, also keep XLA from making one factor of several, which could be 0 or infinite.
+    """
+    unit = 1.0 if soft_cap < 1 else 2.0**-5
+    cap = soft_cap * unit
+    x = jnp.clip(logits * unit, -32 * cap, 32 * cap) * (1 / cap)
+    same = jnp.abs(x) < jnp.finfo(logits.dtype).eps ** 0.5 / 2
+    return jnp.where(same, logits, soft_cap * jnp.tanh(x))

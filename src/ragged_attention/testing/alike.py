@@ -1,0 +1,120 @@
+"""Calls over arrays with a stride of 0: what a dummy cache is, and whatever else a caller has expanded.
+
+An array then lies in memory once along an axis, over which all that it holds is alike.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from ragged_attention.testing.drawing import Check, taken_of
+from ragged_attention.testing.heads_first.specs import ChunkSpec, PagedSpec, check_chunk, check_paged
+from ragged_attention.testing.indexer.key_specs import SelectSpec
+from ragged_attention.testing.indexer.oracle import check_logits, check_select, check_topk
+from ragged_attention.testing.indexer.specs import BYTES, IndexerSpec
+from ragged_attention.testing.mla.cache_specs import DequantizeSpec, QuantizeSpec, SlotsSpec
+from ragged_attention.testing.mla.oracle import (
+    check_decode,
+    check_dequantize,
+    check_prefill,
+    check_quantize,
+    check_slots,
+)
+from ragged_attention.testing.mla.ragged import RaggedLatentSpec
+from ragged_attention.testing.mla.specs import DecodeSpec, PrefillSpec
+from ragged_attention.testing.paged.oracle import check_attention, check_merge
+from ragged_attention.testing.paged.specs import Spec
+from ragged_attention.testing.paged.strategies import merge_batch
+from ragged_attention.testing.runner import Runner
+from ragged_attention.testing.varlen.oracle import check_varlen
+from ragged_attention.testing.varlen.specs import VarlenSpec
+
+Case = tuple[Callable[[Runner, Any], None], Callable[[], Any], dict[str, int]]  # check, batch, axes of arguments
+
+
+def alike(batch: Any, axes: dict[str, int]) -> Any:
+    """The batch with arguments alike along an axis of theirs, all as the first there; of a pair both."""
+
+    def repeated(value: Any, axis: int) -> Any:
+        if isinstance(value, tuple):
+            return tuple(repeated(each, axis) for each in value)
+        return np.repeat(np.take(value, [0], axis), value.shape[axis], axis)
+
+    return batch.change(**{name: repeated(getattr(batch, name), axis) for name, axis in axes.items()}, alike=axes)
+
+
+def _attention() -> Iterator[Case]:
+    lens = ((1, 9), (4, 9))
+    size: dict[str, Any] = {"page_size": 4, "num_kv_heads": 2, "group": 2}
+    for spec in (
+        Spec(lens=lens, **size),
+        Spec(lens=lens, **size, combined=False, cache_dtype="int8", dtype="bfloat16"),
+    ):
+        for axes in ({"kv_pages": 0}, {"kv_pages": 1}, {"q": 0}, {"q": 1}, {"page_indices": 0, "kv_lens": 0}):
+            yield check_attention, spec.build, axes
+    yield check_attention, Spec(lens=lens, draft=4).build, {"draft_mask": 0}
+    for axis in (0, 1, 2):
+        yield check_paged, PagedSpec(spec=Spec(lens=lens, **size)).build, {"k_pages": axis, "v_pages": axis}
+        yield check_chunk, ChunkSpec(spec=Spec(lens=lens, **size), length=9, chunk=4).build, {"k_pages": axis}
+
+
+def _latents() -> Iterator[Case]:
+    for format, d_v in (("plain", 32), ("fp8_v32", 512), ("fp8_v4", 512), ("fp8_v41", 512), ("fp4_v41, page", 512)):
+        # A page whose parts lie apart has no rows that could be repeated.
+        for axis in (0,) if format in ("fp8_v4", "fp4_v41, page") else (0, 1):
+            of_format: dict[str, Any] = {"format": format, "d_v": d_v, "page_size": 3, "heads": 2}
+            tables = Spec(lens=((1, 9), (3, 7)), page_size=3, group=2)
+            yield check_decode, DecodeSpec(**of_format, topk=0, kv_lens=(9, 7)).build, {"kv_cache": axis}
+            yield check_decode, DecodeSpec(**of_format, topk=5, kv_lens=(9, 7)).build, {"kv_cache": axis}
+            yield check_prefill, PrefillSpec(**of_format).build, {"kv": axis}
+            yield check_attention, RaggedLatentSpec(tables=tables, format=format, d_v=d_v).build, {"kv_cache": axis}
+            if format != "plain":
+                yield check_dequantize, DequantizeSpec(format=format).build, {"cache": axis}
+                yield check_quantize, QuantizeSpec(format=format.partition(",")[0]).build, {"kv": axis}
+    yield check_prefill, PrefillSpec(heads=2).build, {"kv": 0, "indices": 0}
+    yield check_decode, DecodeSpec(topk=5, heads=2, lens="inside").build, {"indices": 0, "topk_lens": 0, "q": 0}
+    yield check_slots, SlotsSpec().build, {"positions": 0, "page_indices": 0}
+
+
+def _indexer() -> Iterator[Case]:
+    for spec in (
+        IndexerSpec(lens=((1, 9), (3, 7)), scaled=True),
+        IndexerSpec(lens=((1, 9), (3, 7)), cache_dtype=BYTES),
+    ):
+        for axes in ({"keys": 0}, {"q": 0, "weights": 0}):
+            yield check_logits, spec.build, axes
+            yield check_topk, spec.build_topk, axes
+    yield check_logits, IndexerSpec(lens=((1, 9),), scaled=True).build, {"keys": 1, "key_scale": 1}
+    yield check_logits, IndexerSpec(lens=((3, 9),), packed=True, scaled=True).build, {"keys": 0, "key_scale": 0}
+    yield check_select, SelectSpec(columns=20).build, {"logits": 0, "starts": 0}
+
+
+def _packed() -> Iterator[Case]:
+    for axes in ({"k": 0, "v": 0}, {"q": 0}, {"k": 1, "v": 1}):
+        yield check_varlen, VarlenSpec(kv_heads=2, causal=True).build, axes
+    yield check_merge, lambda: merge_batch((3, 4, 2, 16)), {"outs": 0, "lses": 0}
+
+
+FAMILIES = {"attention": _attention, "latents": _latents, "the indexer": _indexer, "packed sequences": _packed}
+
+
+def _attempt(runner: Runner, case: Case) -> None:
+    check, build, axes = case
+    try:
+        check(runner, alike(build(), axes))
+    except Exception as error:
+        error.add_note(f"with strides of 0: {check.__name__}, {axes}")
+        raise
+
+
+def _in_turn(runner: Runner, examples: int, *, cases: Callable[[], Iterator[Case]]) -> int:
+    del examples
+    return taken_of(functools.partial(_attempt, runner, case) for case in cases())
+
+
+def corners() -> Iterator[Check]:
+    """A check for each family."""
+    for family, cases in FAMILIES.items():
+        yield Check("corner", f"strides of 0, {family}", functools.partial(_in_turn, cases=cases))
