@@ -177,7 +177,7 @@ def quantize_rows(rows: ArrayLike, layout: CacheFormat, power_of_two_scales: boo
     A NaN among columns quantised to 8 bits is stored as 0x7F whatever its sign, since hardware differs about the sign
     of one that a division makes; 4 bits have no NaN, all of its group is stored as 0. The byte of padding is 0.
     """
-    rows = np.asarray(rows, np.float32)
+    rows = np.asarray(rows, np.float32, order="C")
     groups = rows[..., : layout.values].reshape(*rows.shape[:-1], layout.num_groups, layout.group)
     rotary = bfloat16_bits(rows[..., layout.values :]).astype("<u2").view(np.uint8)
     if layout.codes == "float4_e2m1fn":

@@ -171,8 +171,6 @@ class SparseMlaPrefill(SparsePrefillCall):
 
     def _check(self, sizes: Sizes) -> None:
         self._check_queries()
-        if not is_array(self.kv):
-            raise TypeError(f"expected kv to be an array, got {type(self.kv).__name__}")
         if len(self.kv.shape) == 3:
             expect_array("kv", self.kv, "s_kv K D", WIDE_FLOATS, {})
             if self.kv.shape[1] < 1:

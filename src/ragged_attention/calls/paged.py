@@ -136,8 +136,8 @@ TABLES = ("page_indices", "kv_lens", "cu_q_lens")
 def tables_for_slots(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     """The arguments of a write; a tuple (page_indices, kv_lens, cu_q_lens) given for the slots becomes those three."""
     tables = arguments["slot_mapping"]
-    if not isinstance(tables, (tuple, list)):
-        return arguments
+    if not isinstance(tables, (tuple, list)) or any(map(is_number, tables)):
+        return arguments  # a list of slots is not an array, as the record will say
     if len(tables) != 3:
         raise InvalidInput(
             f"expected slot_mapping to be an array or (page_indices, kv_lens, cu_q_lens), got {len(tables)} values"
@@ -274,6 +274,10 @@ class PagedCall(Call):
     @property
     def page_size(self) -> int:
         return self.k_pages_like.shape[1]
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_pages * self.page_size
 
     @property
     def capacity(self) -> int:

@@ -19,10 +19,10 @@ def as_int32(name: str, value: Any) -> jax.Array:
         raise TypeError(f"expected {name} to be an array, got {type(value).__name__}")
     if not jnp.issubdtype(value.dtype, jnp.integer):
         raise InvalidInput(f"expected {name}.dtype to be an integer one, got {dtype_name(value)}")
-    value = jnp.asarray(value)
-    limits = jnp.iinfo(jnp.int32)
-    held = jnp.clip(value, limits.min, limits.max) if value.dtype.itemsize > 4 else value
-    return held.astype(jnp.int32)
+    limits, own = jnp.iinfo(jnp.int32), jnp.iinfo(value.dtype)
+    least, most = max(limits.min, own.min), min(limits.max, own.max)
+    held = value.clip(least, most) if (least, most) != (own.min, own.max) else value  # before jax narrows it
+    return jnp.asarray(held.astype(jnp.int32))
 
 
 def even(soft_cap: Any) -> Any:

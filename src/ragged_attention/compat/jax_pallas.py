@@ -22,6 +22,7 @@ import numpy as np
 from ragged_attention import dispatch, tuning
 from ragged_attention import jax as operations
 from ragged_attention.calls import (
+    FLOATS,
     PagedAttention,
     RaggedPagedAttention,
     dtype_name,
@@ -359,7 +360,7 @@ def _core_arguments(
 
 def _stand_ins(q: Any, kv_pages: Any) -> dict[str, Any]:
     """Shapes and dtypes of the queries and pages that the operation will be given."""
-    if is_array(q) and is_array(kv_pages):
+    if all(is_array(array) and dtype_name(array) in FLOATS for array in (q, kv_pages)):
         q, kv_pages = jax.eval_shape(widened, q, kv_pages)
     return {"q": q, "kv_pages": kv_pages}
 

@@ -381,7 +381,9 @@ def write_mla_cache(
     Returns:
         The cache. In torch it is written in place and is the tensor given; in jax it is a new array, in the memory of
         the given one if that is donated. Nothing but the tokens' slots is touched. Of two tokens for one slot either
-        may remain.
+        may remain. kv may lie in the cache: it is read as it was before.
+
+        A write has no gradient; where one is asked for, RuntimeError says so.
 
     Raises:
         InvalidInput, TypeError, Unsupported: as `mla_decode`; slots out of range, except -1, only under

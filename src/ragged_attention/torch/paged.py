@@ -216,7 +216,9 @@ def write_kv_pages(
     Returns:
         The pages. In torch they are written in place and are the tensors given; in jax they are new arrays, whose
         memory is that of the given ones if those are donated. Nothing but the tokens' slots is touched. Of two
-        tokens for one slot either may remain.
+        tokens for one slot either may remain. k and v may lie in the pages: they are read as they were before.
+
+        A write has no gradient; where one is asked for, RuntimeError says so.
 
     Raises:
         InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
