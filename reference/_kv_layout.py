@@ -83,6 +83,12 @@ def per_head(scale: ArrayLike | None, num_kv_heads: int) -> NDArray[np.float32]:
     return np.broadcast_to(np.float32(1) if scale is None else np.asarray(scale, np.float32), (num_kv_heads,))
 
 
+def divisors(scale: ArrayLike | None, num_kv_heads: int) -> NDArray[np.float32]:
+    """What new rows of each KV head are divided by: a scale below the smallest normal float32 is 0, of its sign."""
+    scales = per_head(scale, num_kv_heads)
+    return np.where(np.abs(scales) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), scales), scales)
+
+
 def true_queries(q: ArrayLike, q_scale: ArrayLike | None, sm_scale: float, dtype: str | None) -> tuple[Float64, float]:
     """Queries [T, H, D] and the factor on logits once the scale of 8-bit queries is applied.
 

@@ -366,3 +366,82 @@ def test_a_donated_cache_may_be_its_own_source(backend: str) -> None:
     cache = jnp.repeat(jnp.arange(8.0), 16).reshape(2, 4, 1, 16)
     moved = jax.jit(move, donate_argnums=0)(cache)
     assert moved[..., 0].ravel().tolist() == [0, 0, 1, 2, 3, 4, 5, 6]
+
+
+# ---- what is divided by
+
+
+@pytest.mark.parametrize("small", [0.0, -0.0, 1e-50, 1e-40, -1e-40])
+@pytest.mark.parametrize("front", [rt, rj])
+def test_numbers_that_float32_cannot_divide_by_are_refused(front: Any, small: float) -> None:
+    array = torch.tensor if front is rt else jnp.asarray
+    for operation, index, name in (
+        ("write_kv_pages", 0, "k_scale"), ("write_kv_pages", 1, "v_scale"), ("write_mla_cache", 1, "kv_scale"),
+        ("ragged_paged_attention", 0, "v_scale"), ("ragged_mla_attention", 0, "kv_scale"),
+    ):  # fmt: skip
+        arguments = given(operation, index, array) | {name: small}
+        with pytest.raises(
+            ra.InvalidInput, match=rf"expected {name} of a magnitude of at least 1.17\d*e-38, the smallest"
+        ):
+            getattr(front, operation)(**arguments)
+    reads = given("ragged_paged_attention", 0, array) | {"k_scale": small, "new_kv": None}
+    front.ragged_paged_attention(**reads, backend="reference")  # what is multiplied by it may be small
+
+
+SMALL_SCALES = [0.0, -0.0, 1e-40, -1e-40, 1e-45, float("nan"), float("inf"), 1.1754944e-38]
+DIVIDED = [0.0, -0.0, 1.0, -2.0, float("inf"), -float("inf"), 1e-3, -1e-30] * 2
+
+
+def of_small_scales(dtype: str) -> list[list[float]]:
+    """What stands for each of DIVIDED over each of SMALL_SCALES in a format."""
+    largest = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0, "float32": np.inf}[dtype]
+    scales = np.float32(SMALL_SCALES)
+    flushed = np.where(np.abs(scales) < np.finfo(np.float32).tiny, np.copysign(0, scales), scales)
+    with np.errstate(all="ignore"):
+        found = (np.float32(DIVIDED) / flushed[:, None]).astype(np.float32)
+    if dtype == "int8":
+        return np.clip(np.rint(np.nan_to_num(found, nan=0.0, posinf=np.inf, neginf=-np.inf)), -128, 127).tolist()
+    return np.clip(found, -largest, largest).tolist()
+
+
+@pytest.mark.parametrize("backend", ["reference", "eager", "numba", "triton", "xla"])
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8", "float32"])
+def test_small_numbers_among_scales_count_as_zero(dtype: str, backend: str) -> None:
+    heads = len(SMALL_SCALES)
+    rows, scales = np.broadcast_to(np.float32(DIVIDED), (1, heads, 16)), np.float32(SMALL_SCALES)
+    if backend == "xla":
+        pages = jnp.zeros((1, 1, 2 * heads, 16), dtype)
+        pages = rj.write_kv_pages(rows, rows, pages, ints(0), k_scale=scales, v_scale=scales, backend=backend)
+        found = np.asarray(pages.astype(jnp.float32))
+        row = rj.write_mla_cache(rows[:, :1], pages[:, :, :1], ints(0), kv_scale=scales[2:3], backend=backend)
+        row = np.asarray(row.astype(jnp.float32))
+    else:
+        pages, new = torch.zeros(1, 1, 2 * heads, 16).to(getattr(torch, dtype)), torch.tensor(rows)
+        divisors = torch.tensor(scales)
+        rt.write_kv_pages(new, new, pages, ints_of([0]), k_scale=divisors, v_scale=divisors, backend=backend)
+        found, row = pages.float().numpy(), pages[:, :, :1].clone()
+        rt.write_mla_cache(new[:, :1], row, ints_of([0]), kv_scale=divisors[2:3], backend=backend)
+        row = row.float().numpy()
+    want = np.float32(of_small_scales(dtype))
+    for part in (found[0, 0, 0::2], found[0, 0, 1::2]):
+        assert np.array_equal(part, want, equal_nan=True)
+        is_zero = (want == 0) & (dtype != "int8")
+        assert np.array_equal(np.signbit(part[is_zero]), np.signbit(want[is_zero]))
+    assert np.array_equal(row[0, 0, 0], want[2], equal_nan=True)
+
+
+@pytest.mark.parametrize("backend", ["reference", "eager", "numba", "triton", "xla"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rotary_columns_that_are_nan_keep_their_bits(backend: str, dtype: str) -> None:
+    """Sign and the upper bits of the payload."""
+    bits = np.array([0x7FC00000, 0xFFC00000, 0x7FE00000, 0xFFE10000, 0x7F800000], np.uint32)
+    rows = np.ones((1, 1, 1, 576), np.float32)
+    rows[..., 512:517] = bits.view(np.float32)
+    if dtype == "bfloat16":
+        rows = (rows.view(np.uint32) >> 16).astype(np.uint16)
+    if backend == "xla":
+        found = rj.quantize_mla_cache(jnp.asarray(rows).view(dtype), "fp8_v32", backend=backend)
+    else:
+        found = rt.quantize_mla_cache(torch.tensor(rows).view(getattr(torch, dtype)), "fp8_v32", backend=backend)
+    want = [0x7FC0, 0xFFC0, 0x7FE0, 0xFFE1, 0x7F80]
+    assert np.asarray(found)[0, 0, 0, 528:538].view(np.uint16).tolist() == want

@@ -128,6 +128,14 @@ def expect_number(name: str, value: Any, *, positive: bool = False) -> None:
         raise InvalidInput(f"expected {name} >= {SMALLEST_FLOAT32}, the smallest normal float32, got {value}")
 
 
+def expect_divisor(name: str, value: Any) -> None:
+    """Check a number that float32 can divide by."""
+    expect_number(name, value)
+    if not abs(value) >= SMALLEST_FLOAT32:
+        least = f"{SMALLEST_FLOAT32}, the smallest normal float32"
+        raise InvalidInput(f"expected {name} of a magnitude of at least {least}, got {value}")
+
+
 def expect_count(name: str, value: Any, least: int) -> None:
     """Check a plain integer from `least` to what int32 can hold."""
     if not is_integer(value):
@@ -350,12 +358,18 @@ def _expect_one_int32(name: str, value: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Scale(Kind):
-    """What cached values are multiplied by: a number, an array of one or of one per KV head, or None for 1."""
+    """What cached values are multiplied by: a number, an array of one or of one per KV head, or None for 1.
+
+    What is written to a cache, by a write or as an attention's `new_kv`, is divided by it.
+    """
+
+    divides: bool = False  # always
 
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
         del sizes
         if is_number(value):
-            expect_number(name, value)
+            divides = self.divides or getattr(call, "new_kv", None) is not None
+            (expect_divisor if divides else expect_number)(name, value)
             return
         if not is_array(value):
             raise TypeError(f"expected {name} to be a number or an array, got {type(value).__name__}")

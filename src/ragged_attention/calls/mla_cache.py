@@ -368,7 +368,7 @@ class WriteMlaCache(LatentPagesCall, TableWrite):
     kv_lens: Any = field(ArrayKind("S", INT32), default=None)
     cu_q_lens: Any = field(ArrayKind("S+1", INT32), default=None)
     num_seqs: Any = field(Count(), default=None)
-    kv_scale: Any = field(Scale(), default=None)
+    kv_scale: Any = field(Scale(divides=True), default=None)
     power_of_two_scales: bool = field(Flag(), default=True)
     cache_format: str | None = field(Text(), default=None)
     cache_layout: str | None = field(Text(), default=None)

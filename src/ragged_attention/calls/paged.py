@@ -308,8 +308,8 @@ class WriteKvPages(PagedCall, TableWrite):
     kv_lens: Any = field(ArrayKind("S", INT32), default=None)
     cu_q_lens: Any = field(ArrayKind("S+1", INT32), default=None)
     num_seqs: Any = field(Count(), default=None)
-    k_scale: Any = field(Scale(), default=None)
-    v_scale: Any = field(Scale(), default=None)
+    k_scale: Any = field(Scale(divides=True), default=None)
+    v_scale: Any = field(Scale(divides=True), default=None)
 
     def _check(self, sizes: Sizes) -> None:
         self._expect_slots_or_tables()
