@@ -176,8 +176,8 @@ def _mark_written(operation: str, name: str, tensor: torch.Tensor) -> None:
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """The addresses between which a tensor's elements lie."""
     first = tensor.data_ptr()
-    if not tensor.numel():
-        return first, first
+    if tensor.is_contiguous():
+        return first, first + tensor.nbytes
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return first, first + (last + 1) * tensor.element_size()
 
