@@ -3,6 +3,7 @@
 The calls are those of `CALLS_WITH`, so that a new argument is tried here on the day it is added.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +14,6 @@ import pytest
 import ragged_attention as ra
 from ragged_attention import dispatch
 from ragged_attention.calls import CALLS
-from ragged_attention.calls.paged import RaggedPagedAttention
 from tests.test_features import CALLS_WITH, EACH, arguments_of, ints
 
 torch: Any = pytest.importorskip("torch")
@@ -21,19 +21,17 @@ jax: Any = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
 
-import ragged_attention.jax as rj  # noqa: E402
-import ragged_attention.torch as rt  # noqa: E402
+import ragged_attention.jax as jax_front  # noqa: E402
+import ragged_attention.torch as torch_front  # noqa: E402
 from ragged_attention.compat.jax_arguments import as_int32  # noqa: E402
 from ragged_attention.jax._lower import held_by_jax  # noqa: E402
 
+rj: Any = jax_front
+rt: Any = torch_front
 SCHEDULE = {
-    "batch_size": 2,
-    "num_q_tokens": 2,
-    "num_q_heads": 4,
-    "num_kv_heads": 1,
-    "topk": 8,
+    "kv_lens": None, "batch_size": 2, "num_q_tokens": 2, "num_q_heads": 4, "num_kv_heads": 1, "topk": 8,
     "topk_lens": ints(3, 9),
-} | {"kv_lens": None}
+}  # fmt: skip
 Refused = (ra.InvalidInput, TypeError)
 
 
@@ -150,6 +148,33 @@ def test_wide_floats_are_seen_before_jax_rounds_them(operation: str, index: int)
     for run in (call, jax.jit(lambda: call())):
         with pytest.raises(ra.InvalidInput, match=r"expected .*dtype to be .*, got float64"):
             run()
+
+
+@pytest.mark.parametrize("backend", ["xla", "numba", "reference"])
+def test_wide_arrays_that_jax_held_before_are_no_other(backend: str) -> None:
+    """An array of int64 outlives `jax_enable_x64`, and what is computed with it then would wrap."""
+    k, pages = np.ones((4, 1, 16), np.float32), np.zeros((2, 4, 2, 16), np.float32)
+    with jax.enable_x64(True):
+        slots, q = jnp.asarray([2**32, 5, 2**32 + 1, -(2**63)]), jnp.ones((4, 1, 16), jnp.float64)
+    assert slots.dtype == jnp.int64
+    for write in (rj.write_kv_pages, jax.jit(rj.write_kv_pages, static_argnames="backend")):
+        written = np.asarray(write(k, k, pages, slots, backend=backend))
+        assert np.flatnonzero(written[:, :, 0].any(-1)).tolist() == [5]
+    with pytest.raises(ra.InvalidInput, match=r"q\.dtype to be one that jax holds without jax_enable_x64, got float64"):
+        rj.varlen_attention(q, q, q, ints(0, 4), ints(0, 4), backend=backend)
+
+
+@pytest.mark.parametrize("front", [rt, rj])
+@pytest.mark.parametrize("name", ["parts", "num_splits", "lens"])
+def test_a_schedule_of_wide_integers_is_refused(front: Any, name: str) -> None:
+    array = torch.tensor if front is rt else jnp.asarray
+    tables = {"page_indices": array(ints([0, 1], [2, 3])), "kv_lens": array(ints(7, 3))}
+    schedule = front.make_decode_schedule(tables["kv_lens"], 2, 1, 4, 1)
+    wide = np.asarray(getattr(schedule, name)).astype(np.int64)
+    schedule = dataclasses.replace(schedule, **{name: torch.tensor(wide) if front is rt else wide})
+    rows = array(np.ones((2, 1, 4, 48), np.float32)), array(np.ones((4, 4, 1, 48), np.float32))
+    with pytest.raises(ra.InvalidInput, match=f"expected schedule.{name}.dtype to be int32, got int64"):
+        front.mla_decode(*rows, **tables, d_v=32, schedule=schedule)
 
 
 def test_slots_that_only_int64_can_name_are_refused_without_it() -> None:
@@ -305,7 +330,7 @@ def test_a_gradient_that_a_write_would_lose_is_refused(operation: str, index: in
 def test_a_gradient_that_new_kv_would_lose_is_refused(operation: str) -> None:
     arguments = given(operation, 0, torch.tensor)
     arguments["new_kv"] = mapped(lambda value: value.requires_grad_(), arguments["new_kv"])
-    cache = RaggedPagedAttention.CACHE if operation == "ragged_paged_attention" else "kv_cache"
+    cache = CALLS[operation].CACHE  # type: ignore[attr-defined]
     before = arguments[cache].clone()
     with pytest.raises(RuntimeError, match=r"write_\w+ has no gradient: it works on a KV cache, for inference; detach"):
         getattr(rt, operation)(**arguments, backend="eager")
@@ -395,10 +420,10 @@ DIVIDED = [0.0, -0.0, 1.0, -2.0, float("inf"), -float("inf"), 1e-3, -1e-30] * 2
 def of_small_scales(dtype: str) -> list[list[float]]:
     """What stands for each of DIVIDED over each of SMALL_SCALES in a format."""
     largest = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0, "float32": np.inf}[dtype]
-    scales = np.float32(SMALL_SCALES)
+    scales = np.array(SMALL_SCALES, np.float32)
     flushed = np.where(np.abs(scales) < np.finfo(np.float32).tiny, np.copysign(0, scales), scales)
     with np.errstate(all="ignore"):
-        found = (np.float32(DIVIDED) / flushed[:, None]).astype(np.float32)
+        found = (np.array(DIVIDED, np.float32) / flushed[:, None]).astype(np.float32)
     if dtype == "int8":
         return np.clip(np.rint(np.nan_to_num(found, nan=0.0, posinf=np.inf, neginf=-np.inf)), -128, 127).tolist()
     return np.clip(found, -largest, largest).tolist()
@@ -408,7 +433,7 @@ def of_small_scales(dtype: str) -> list[list[float]]:
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8", "float32"])
 def test_small_numbers_among_scales_count_as_zero(dtype: str, backend: str) -> None:
     heads = len(SMALL_SCALES)
-    rows, scales = np.broadcast_to(np.float32(DIVIDED), (1, heads, 16)), np.float32(SMALL_SCALES)
+    rows, scales = np.broadcast_to(np.array(DIVIDED, np.float32), (1, heads, 16)), np.array(SMALL_SCALES, np.float32)
     if backend == "xla":
         pages = jnp.zeros((1, 1, 2 * heads, 16), dtype)
         pages = rj.write_kv_pages(rows, rows, pages, ints(0), k_scale=scales, v_scale=scales, backend=backend)
@@ -422,7 +447,7 @@ def test_small_numbers_among_scales_count_as_zero(dtype: str, backend: str) -> N
         found, row = pages.float().numpy(), pages[:, :, :1].clone()
         rt.write_mla_cache(new[:, :1], row, ints_of([0]), kv_scale=divisors[2:3], backend=backend)
         row = row.float().numpy()
-    want = np.float32(of_small_scales(dtype))
+    want = np.array(of_small_scales(dtype), np.float32)
     for part in (found[0, 0, 0::2], found[0, 0, 1::2]):
         assert np.array_equal(part, want, equal_nan=True)
         is_zero = (want == 0) & (dtype != "int8")

@@ -476,6 +476,9 @@ class ArrayTuple(Kind):
 
     schema_type = "Tensor[]"
 
+    def prepare(self, name: str, value: Any, arrays: Arrays) -> Any:
+        return tuple(arrays.array(f"{name}[{index}]", item) for index, item in enumerate(value))
+
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
         """The record checks it."""
 

@@ -279,6 +279,8 @@ class MlaDecode(LatentCall, LatentPagesCall):
         if self.schedule is not None:
             expect_array("schedule.num_splits", self.schedule[1], "S+1", INT32, sizes)
             expect_array("schedule.parts", self.schedule[0], "R 8", INT32, {"8": 8})
+            for name, lens in zip(("lens", "extra_lens"), self.schedule[2:], strict=False):
+                expect_array(f"schedule.{name}", lens, "S", INT32, sizes)
 
     def _check_dense(self, sizes: Sizes) -> None:
         for name in ("page_indices", "kv_lens"):

@@ -71,24 +71,24 @@ def _is_held(dtype: np.dtype) -> bool:
 
 
 def expect_held(**given: Any) -> None:
-    """Raise `InvalidInput` for NumPy arrays whose values jax would wrap or round."""
+    """Raise `InvalidInput` for arrays whose values jax would wrap or round."""
     for name, value in given.items():
         for array in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(array, np.ndarray) and not _is_held(array.dtype):
+            if is_array(array) and not _is_held(array.dtype):
                 advice = "without jax_enable_x64"
                 raise InvalidInput(f"expected {name}.dtype to be one that jax holds {advice}, got {array.dtype}")
 
 
 def held_by_jax(call: Any, name: str, value: Any) -> Any:
-    """A valid argument whose NumPy arrays are jax arrays as well; raises for values that jax cannot hold."""
-    if isinstance(value, tuple | list):
-        return type(value)(held_by_jax(call, name, item) for item in value)
-    if not isinstance(value, np.ndarray):
-        return value
-    if value.dtype != np.int64:
+    """A valid argument in dtypes that jax holds; raises for values that it cannot hold."""
+    if name != "slot_mapping" or not is_array(value) or _is_held(value.dtype):
         expect_held(**{name: value})
         return value
-    slots, limits = value, np.iinfo(np.int32)  # nothing else is of int64
+    limits = np.iinfo(np.int32)
+    if isinstance(value, jax.core.Tracer):  # of an array that was made with jax_enable_x64
+        with jax.enable_x64(True):
+            return jnp.where((limits.min <= value) & (value <= limits.max), value, -1).astype(jnp.int32)
+    slots = np.asarray(value)
     fits = (limits.min <= slots) & (slots <= limits.max)
     lost = slots[~fits & (slots >= 0) & (slots < call.num_slots)]
     if lost.size:
