@@ -57,6 +57,13 @@ def load_scale(scale_ptr, kv_head, factor, STRIDE: tl.constexpr):
     return scale
 
 
+@triton.jit
+def divided(numbers, scale):
+    """float32 numbers over a scale, rounded once; below the smallest normal float32 it is 0, of its sign."""
+    scale = tl.where(tl.abs(scale) < 1.1754943508222875e-38, scale * 0, scale)
+    return tl.div_rn(numbers, scale - tl.zeros_like(numbers))  # a sum with 0 would lose the sign of -0
+
+
 # The interpreter's own arithmetic has no bfloat16: it multiplies the bits and rounds towards zero.
 INTERPRETED: tl.constexpr = tl.constexpr(not isinstance(load_scale, triton.JITFunction))
 

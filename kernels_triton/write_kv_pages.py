@@ -11,7 +11,14 @@ import triton
 import triton.language as tl
 
 from ragged_attention.calls import WriteKvPages
-from ragged_attention.kernels_triton._formats import cache_format, cache_views, encode, load_scale, scale_arguments
+from ragged_attention.kernels_triton._formats import (
+    cache_format,
+    cache_views,
+    divided,
+    encode,
+    load_scale,
+    scale_arguments,
+)
 from ragged_attention.kernels_triton._sequences import VARYING, count_sequences, query_edge
 from ragged_attention.kernels_triton._tiles import cdiv, expect_power_of_two, launchable, next_power_of_2
 
@@ -92,7 +99,7 @@ def write_rows(new, pages, token, kv_head, slot, live, FORMAT: tl.constexpr, PAG
     source = new.ptr + token.to(tl.int64) * new.token_stride + kv_head * new.head_stride
     numbers = tl.load(source[:, None] + d[None, :], mask=mask, other=0).to(tl.float32)
     scale = load_scale(new.scale_ptr, kv_head, new.scale_factor, new.SCALE_STRIDE)
-    numbers = tl.div_rn(numbers, scale + tl.zeros_like(numbers))
+    numbers = divided(numbers, scale)
     target = pages.ptr + slot // PAGE_SIZE * pages.page_stride + slot % PAGE_SIZE * pages.slot_stride
     target += kv_head * pages.head_stride
     stored = encode(numbers, FORMAT, pages.ptr.dtype.element_ty)

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from ragged_attention.calls import CACHE_FORMATS, WriteMlaCache
 from ragged_attention.kernels_triton._formats import (
+    divided,
     e4m3_values,
     encode,
     encode_float4,
@@ -131,9 +132,7 @@ def write_plain(source, target, live, scale, SCALED: tl.constexpr, CODES: tl.con
     mask = live[:, None] & (columns < WIDTH)[None, :]
     values = tl.load(source[:, None] + columns[None, :], mask=mask, other=0)
     if SCALED:
-        scaled = values.to(tl.float32)
-        scaled = tl.div_rn(scaled, scale + tl.zeros_like(scaled))
-        values = encode(scaled, CODES, target.dtype.element_ty)
+        values = encode(divided(values.to(tl.float32), scale), CODES, target.dtype.element_ty)
     tl.store(target[:, None] + columns[None, :], values, mask=mask)
 
 

@@ -83,6 +83,12 @@ def per_head(scale: ArrayLike | None, num_kv_heads: int) -> NDArray[np.float32]:
     return np.broadcast_to(np.float32(1) if scale is None else np.asarray(scale, np.float32), (num_kv_heads,))
 
 
+def divisors(scale: ArrayLike | None, num_kv_heads: int) -> NDArray[np.float32]:
+    """What new rows of each KV head are divided by: a scale below the smallest normal float32 is 0, of its sign."""
+    scales = per_head(scale, num_kv_heads)
+    return np.where(np.abs(scales) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), scales), scales)
+
+
 def true_queries(q: ArrayLike, q_scale: ArrayLike | None, sm_scale: float, dtype: str | None) -> tuple[Float64, float]:
     """Queries [T, H, D] and the factor on logits once the scale of 8-bit queries is applied.
 
@@ -177,7 +183,7 @@ def quantize_rows(rows: ArrayLike, layout: CacheFormat, power_of_two_scales: boo
     A NaN among columns quantised to 8 bits is stored as 0x7F whatever its sign, since hardware differs about the sign
     of one that a division makes; 4 bits have no NaN, all of its group is stored as 0. The byte of padding is 0.
     """
-    rows = np.asarray(rows, np.float32)
+    rows = np.asarray(rows, np.float32, order="C")
     groups = rows[..., : layout.values].reshape(*rows.shape[:-1], layout.num_groups, layout.group)
     rotary = bfloat16_bits(rows[..., layout.values :]).astype("<u2").view(np.uint8)
     if layout.codes == "float4_e2m1fn":

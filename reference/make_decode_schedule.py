@@ -64,9 +64,10 @@ def make_decode_schedule(
 
 def run(call: Any, tile: Tile, launch: Any) -> Any:
     del tile
+    num_ranges = call.num_ranges
 
     def define(*, num_parts: int | None, programs: int, **arguments: Any) -> tuple[Any, Any]:
         del num_parts, programs  # from which the record derives the number of ranges
-        return make_decode_schedule(**arguments, num_parts=call.num_ranges)
+        return make_decode_schedule(**arguments, num_parts=num_ranges)
 
-    return launch.on_host(define, call, [((call.num_ranges, 8), "int32"), ((call.num_seqs + 1,), "int32")])
+    return launch.on_host(define, call, [((num_ranges, 8), "int32"), ((call.num_seqs + 1,), "int32")])

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ragged_attention.reference._kv_layout import encode, per_head, sequence_bounds
+from ragged_attention.reference._kv_layout import divisors, encode, sequence_bounds
 from ragged_attention.reference._no_tuning import Tile as Tile
 from ragged_attention.reference._no_tuning import heuristic as heuristic
 from ragged_attention.reference._no_tuning import why_not as why_not
@@ -68,7 +68,9 @@ def write_kv_pages(
     for pages, tokens, scale in ((new_k, k, k_scale), (new_v, v, v_scale)):
         stored = np.asarray(tokens)
         if not copies:
-            stored = encode(stored.astype(np.float32) / per_head(scale, num_kv_heads)[None, :, None], cache_dtype)
+            with np.errstate(divide="ignore", invalid="ignore"):  # a quotient by 0 saturates, or is NaN
+                quotients = stored.astype(np.float32) / divisors(scale, num_kv_heads)[None, :, None]
+            stored = encode(quotients, cache_dtype)
         for token, slot in enumerate(slots):
             if 0 <= slot < num_pages * page_size:
                 pages[slot // page_size, slot % page_size] = stored[token]

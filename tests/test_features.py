@@ -148,7 +148,10 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
         {"k": floats(3, 16), "cache": np.zeros((2, 4, 1, 20), np.uint8), "slot_mapping": ints(4, -1, 1),
          "power_of_two": True},
     ],
-    "page_indices_to_slots": [{"positions": ints(3, 9), "page_indices": TABLES["page_indices"], "page_size": 4}],
+    "page_indices_to_slots": [
+        {"positions": ints([[3, 9], [-1, 5]], [[11, 12], [0, 7]]), "page_indices": TABLES["page_indices"],
+         "page_size": 4},
+    ],
 }  # fmt: skip
 EACH = [(operation, index) for operation, calls in CALLS_WITH.items() for index in range(len(calls))]
 DEVICES = {

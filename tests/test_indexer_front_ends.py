@@ -223,9 +223,15 @@ def test_a_page_of_bytes_with_rows_apart_is_not_written() -> None:
         rt.write_indexer_cache(whole(2, D), rows_apart(pages_of_bytes()), torch.arange(2), backend="eager")
 
 
-def test_pages_of_one_key_are_packed_however_they_lie() -> None:
-    given = inputs("bytes") | {"keys": pages_of_bytes()[:, :1, :, : D + 4]}
-    call("indexer_logits", given, "eager")  # its only row has a stride that says nothing
+@INDEXERS
+def test_pages_of_one_key_are_packed_however_they_lie(operation: str) -> None:
+    """Their only row has a stride that says nothing."""
+    whole_pages = pages_of_bytes().flatten(1)
+    packed = torch.cat((whole_pages[:, :D], whole_pages[:, G * D : G * D + 4]), 1).view(P, 1, 1, D + 4)
+    apart = rows_apart(packed)
+    assert apart.stride(1) == D + 12
+    want, got = (call(operation, inputs("bytes", operation) | {"keys": keys}) for keys in (packed, apart))
+    assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("name", ["keys", "cache"])

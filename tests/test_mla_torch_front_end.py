@@ -425,7 +425,7 @@ SCHEDULE_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"extra_topk_lens": ints(1)}, ra.InvalidInput, "expected extra_topk_lens only together with topk"),
     ({"batch_size": 3}, ra.InvalidInput, r"expected kv_lens.shape to be \[S\] = \[3\], got \[2\]"),
     ({"kv_lens": ints(1, 2).long()}, ra.InvalidInput, "expected kv_lens.dtype to be int32, got int64"),
-    ({"kv_lens": np.zeros(2, np.int32)}, TypeError, "expected lens to be a torch.Tensor, got ndarray"),
+    ({"kv_lens": np.zeros(2, np.int32)}, TypeError, "expected kv_lens to be a torch.Tensor, got ndarray"),
     (
         {"kv_lens": None, "topk": 8, "num_q_heads": 4, "num_kv_heads": 2},
         ra.InvalidInput,

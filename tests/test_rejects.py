@@ -562,6 +562,8 @@ STATIC = [
     write(TypeError, "expected k to be an array, got NoneType", k=None),
     write(TypeError, "expected slot_mapping to be an array, got str", slot_mapping="slots"),
     write(TypeError, "expected k_scale to be a number or an array, got str", k_scale="1"),
+    write(InvalidInput, "expected k_scale of a magnitude of at least 1.1754943508222875e-38, the smallest "
+          "normal float32, got 0.0", k_scale=0.0),
     write(TypeError, "expected kv_pages to be an array or a pair (k_pages, v_pages), got 1 values",
           kv_pages=(ones(6, 4, 2, 16),)),
     write(InvalidInput, f"expected k.dtype to be {FLOATS}, got int32", k=ones(4, 2, 16, dtype=np.int32)),

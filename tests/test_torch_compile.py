@@ -57,3 +57,22 @@ def test_compiled_calls_have_the_bits_of_plain_ones(operation: str, index: int, 
     if into:
         assert _pytree.tree_leaves(got)[0] is traced.pop("out")
     assert bits(traced) == bits(plain)
+
+
+@pytest.mark.parametrize(("operation", "index"), [(operation, index) for operation, index, into in EACH if not into])
+def test_numbers_and_sizes_may_be_left_open(operation: str, index: int) -> None:
+    """As `dynamic=True` leaves them, and every compiled function at the second value it sees, such as a layer's."""
+
+    def call(given: dict[str, Any]) -> Any:
+        return getattr(rt, operation)(**given, backend="eager")
+
+    def with_floats_times(factor: float) -> dict[str, Any]:
+        given = on_torch(operation, index)
+        return {name: value * factor if type(value) is float else value for name, value in given.items()}
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)
+    for factor in (1.0, 1.25):
+        plain, traced = with_floats_times(factor), with_floats_times(factor)
+        assert bits(compiled(traced)) == bits(call(plain))
+        assert bits(traced) == bits(plain)

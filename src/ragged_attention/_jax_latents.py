@@ -56,7 +56,8 @@ def quantized(rows: jax.Array, layout: CacheFormat, power_of_two_scales: bool) -
         stored = jnp.pad(exponents, [(0, 0)] * len(shape) + [(0, padding)])
     else:
         stored = lax.bitcast_convert_type(scales, jnp.uint8).reshape(*shape, -1)
-    rotary = lax.bitcast_convert_type(_bfloat16_bits(rows[..., layout.values :]), jnp.uint8)
+    # Sliced as bits: XLA may move bfloat16 by way of float32, which changes NaNs.
+    rotary = lax.bitcast_convert_type(_bfloat16_bits(rows)[..., layout.values :], jnp.uint8)
     return Stored(values.reshape(*shape, -1), stored, rotary.reshape(*shape, -1))
 
 
@@ -99,9 +100,10 @@ def _to_e2m1(groups: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Arra
 
 
 def _bfloat16_bits(values: jax.Array) -> jax.Array:
-    """Values to the nearest bfloat16, ties to even, as uint16."""
+    """Values to the nearest bfloat16, ties to even, as uint16; a NaN stays one of its sign, and becomes quiet."""
     if values.dtype == jnp.bfloat16:
-        return lax.bitcast_convert_type(values, jnp.uint16)
+        own = lax.bitcast_convert_type(values, jnp.uint16)
+        return jnp.where((own & 0x7FFF) > 0x7F80, own | 0x40, own)
     bits = lax.bitcast_convert_type(values.astype(jnp.float32), jnp.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return jnp.where((bits & 0x7FFFFFFF) > INFINITY, (bits >> 16) | 0x40, rounded).astype(jnp.uint16)

@@ -56,10 +56,12 @@ def quotient(values: jax.Array, divisor: jax.Array) -> jax.Array:
     """`values / divisor` in float32, rounded once; the divisor is broadcast.
 
     XLA multiplies by the reciprocal of a divisor that is a constant or a broadcast, which rounds twice. So each
-    element gets its own divisor: the given one plus a zero that is known only at run time.
+    element gets its own divisor: the given one plus a zero that is known only at run time. Below the smallest normal
+    float32 it counts as 0, of its sign, as where a device flushes it.
     """
-    bits = lax.bitcast_convert_type(values, jnp.uint32)
-    own = lax.bitcast_convert_type(divisor, jnp.uint32) + (lax.population_count(bits) >> 6)
+    bits, given = (lax.bitcast_convert_type(each, jnp.uint32) for each in (values, divisor))
+    given = jnp.where(given & np.uint32(0x7F800000) == 0, given & np.uint32(0x80000000), given)
+    own = given + (lax.population_count(bits) >> 6)
     return values / lax.bitcast_convert_type(own, jnp.float32)
 
 

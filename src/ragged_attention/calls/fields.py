@@ -40,8 +40,11 @@ class Array(Protocol):
 class Arrays(Protocol):
     """How a front end converts an argument to the form that records take."""
 
-    def array(self, value: Any) -> Any:
-        """What the front end takes for arrays and numbers, as its own; anything else as it is."""
+    def array(self, name: str, value: Any) -> Any:
+        """What the front end takes for arrays and numbers, as its own but of the dtype given; anything else as it is.
+
+        Raises `TypeError` for an array of another framework.
+        """
         ...
 
     def int32(self, shape: tuple[int, ...], value: int) -> Any:
@@ -84,10 +87,14 @@ def is_integer(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
-def expect_array(name: str, value: Any, shape: str, dtypes: tuple[str, ...], sizes: Mapping[str, int]) -> None:
-    """Check one array's kind, dtype and shape; `shape` is letters such as "S M", each a size or a new axis."""
+def expect_any_array(name: str, value: Any) -> None:
     if not is_array(value):
         raise TypeError(f"expected {name} to be an array, got {type(value).__name__}")
+
+
+def expect_array(name: str, value: Any, shape: str, dtypes: tuple[str, ...], sizes: Mapping[str, int]) -> None:
+    """Check one array's kind, dtype and shape; `shape` is letters such as "S M", each a size or a new axis."""
+    expect_any_array(name, value)
     if (dtype := dtype_name(value)) not in dtypes:
         advice = ": convert it once a step, not in every layer" if dtype == "int64" and dtypes == INT32 else ""
         raise InvalidInput(f"expected {name}.dtype to be {' or '.join(dtypes)}, got {dtype}{advice}")
@@ -109,14 +116,24 @@ def expect_number(name: str, value: Any, *, positive: bool = False) -> None:
     """Check a number that float32 can hold; a positive one without losing digits."""
     if not is_number(value):
         raise TypeError(f"expected {name} to be a number, got {_kind(value)}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise InvalidInput(f"expected {name} to be finite, got {value}")
-    if not abs(value) <= LARGEST_FLOAT32:
+    if (
+        not abs(value) <= LARGEST_FLOAT32
+    ):  # comparisons alone, which torch.compile follows with a float that it leaves open
+        if value != value or abs(value) == math.inf:
+            raise InvalidInput(f"expected {name} to be finite, got {value}")
         raise InvalidInput(f"expected {name} within the range of float32, got a larger one")
     if positive and not value > 0:
         raise InvalidInput(f"expected {name} > 0, got {value}")
     if positive and value < SMALLEST_FLOAT32:
         raise InvalidInput(f"expected {name} >= {SMALLEST_FLOAT32}, the smallest normal float32, got {value}")
+
+
+def expect_divisor(name: str, value: Any) -> None:
+    """Check a number that float32 can divide by."""
+    expect_number(name, value)
+    if not abs(value) >= SMALLEST_FLOAT32:
+        least = f"{SMALLEST_FLOAT32}, the smallest normal float32"
+        raise InvalidInput(f"expected {name} of a magnitude of at least {least}, got {value}")
 
 
 def expect_count(name: str, value: Any, least: int) -> None:
@@ -132,6 +149,11 @@ def expect_count(name: str, value: Any, least: int) -> None:
 def expect_bool(name: str, value: Any) -> None:
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"expected {name} to be a bool, got {_kind(value)}")
+
+
+def expect_text(name: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"expected {name} to be a str, got {_kind(value)}")
 
 
 # ---- kinds
@@ -169,8 +191,7 @@ class Kind(abc.ABC):
 
     def prepare(self, name: str, value: Any, arrays: Arrays) -> Any:
         """A public function's argument as the record takes it."""
-        del name
-        return arrays.array(value)
+        return arrays.array(name, value)
 
     @abc.abstractmethod
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
@@ -198,6 +219,7 @@ class ArrayKind(Kind):
 
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
         if self.shape is None:
+            expect_any_array(name, value)
             return
         dtypes = self.dtypes(call) if callable(self.dtypes) else self.dtypes
         expect_array(name, value, self.shape, dtypes, sizes)
@@ -277,8 +299,7 @@ class Text(_Scalar):
 
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
         del call, sizes
-        if not isinstance(value, str):
-            raise TypeError(f"expected {name} to be a str, got {type(value).__name__}")
+        expect_text(name, value)
         if self.choices and value not in self.choices:
             raise InvalidInput(f"expected {name} to be {' or '.join(map(repr, self.choices))}, got {value!r}")
 
@@ -292,7 +313,8 @@ class Dtype(Text):
         said = str(value)
         if said.startswith("torch."):
             return said.removeprefix("torch.")
-        return np.dtype(value).name if isinstance(value, (np.dtype, type)) or hasattr(value, "dtype") else value
+        is_dtype = isinstance(value, (np.dtype, type)) or (hasattr(value, "dtype") and not is_array(value))
+        return np.dtype(value).name if is_dtype else value
 
 
 class Count(Kind):
@@ -317,7 +339,7 @@ class Length(Kind):
 
     def prepare(self, name: str, value: Any, arrays: Arrays) -> Any:
         if not is_integer(value):
-            return arrays.array(value)
+            return arrays.array(name, value)
         if not 0 <= value <= LARGEST_INT32:
             raise InvalidInput(f"expected {name} between 0 and {LARGEST_INT32}, got {value}")
         return arrays.int32((1,), int(value))
@@ -336,12 +358,18 @@ def _expect_one_int32(name: str, value: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Scale(Kind):
-    """What cached values are multiplied by: a number, an array of one or of one per KV head, or None for 1."""
+    """What cached values are multiplied by: a number, an array of one or of one per KV head, or None for 1.
+
+    What is written to a cache, by a write or as an attention's `new_kv`, is divided by it.
+    """
+
+    divides: bool = False  # always
 
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
         del sizes
         if is_number(value):
-            expect_number(name, value)
+            divides = self.divides or getattr(call, "new_kv", None) is not None
+            (expect_divisor if divides else expect_number)(name, value)
             return
         if not is_array(value):
             raise TypeError(f"expected {name} to be a number or an array, got {type(value).__name__}")
@@ -370,7 +398,7 @@ class QueryScale(Kind):
     """What 8-bit queries are multiplied by; `prepare` of the record applies it, so that no backend sees it."""
 
     def prepare(self, name: str, value: Any, arrays: Arrays) -> Any:
-        value = arrays.array(value)
+        value = arrays.array(name, value)
         if is_number(value):
             expect_number(name, value)
         elif not is_array(value):
@@ -401,8 +429,8 @@ class Pair(Kind):
 
     def prepare(self, name: str, value: Any, arrays: Arrays) -> Any:
         if isinstance(value, (tuple, list)):
-            return tuple(map(arrays.array, value))
-        return arrays.array(value)
+            return tuple(arrays.array(f"{name}[{index}]", item) for index, item in enumerate(value))
+        return arrays.array(name, value)
 
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
         self.expect(name, value, call, sizes)
@@ -429,10 +457,17 @@ class Stack(ArrayKind):
 
     def prepare(self, name: str, value: Any, arrays: Arrays) -> Any:
         if not isinstance(value, (tuple, list)):
-            return arrays.array(value)
+            return arrays.array(name, value)
         if not value:
             raise InvalidInput(f"expected {name} to hold at least one part, got 0")
-        return arrays.stack([arrays.array(part) for part in value])
+        parts = [arrays.array(f"{name}[{index}]", part) for index, part in enumerate(value)]
+        shape, sizes, dtypes = str(self.shape).partition(" ")[2], Sizes(), self.dtypes
+        for index, part in enumerate(parts):  # frameworks would stack what differs in dtype
+            assert not callable(dtypes)
+            expect_array(f"{name}[{index}]", part, shape, dtypes, sizes)
+            sizes.bind(shape, part)
+            dtypes = (dtype_name(part),)
+        return arrays.stack(parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -440,6 +475,9 @@ class ArrayTuple(Kind):
     """A tuple of arrays, of any number; the record checks them."""
 
     schema_type = "Tensor[]"
+
+    def prepare(self, name: str, value: Any, arrays: Arrays) -> Any:
+        return tuple(arrays.array(f"{name}[{index}]", item) for index, item in enumerate(value))
 
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
         """The record checks it."""

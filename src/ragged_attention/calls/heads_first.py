@@ -22,6 +22,7 @@ from ragged_attention.calls.fields import (
     dtype_name,
     expect_array,
     field,
+    is_array,
 )
 from ragged_attention.calls.paged import RaggedPagedAttention, expect_head_dim
 from ragged_attention.errors import InvalidInput
@@ -59,7 +60,10 @@ class HeadsFirstPages(Pair):
 
     def prepare(self, name: str, value: Any, arrays: Arrays) -> Any:
         if is_jax_quantized(value):
-            return arrays.array(value.weight), arrays.cast(value.scales, "float32") / JAX_LARGEST
+            weight, scales = (arrays.array(name, array) for array in (value.weight, value.scales))
+            if is_array(scales) and dtype_name(scales) in FLOATS:
+                scales = arrays.cast(scales, "float32") / JAX_LARGEST
+            return weight, scales
         return super().prepare(name, value, arrays)
 
 

@@ -171,8 +171,6 @@ class SparseMlaPrefill(SparsePrefillCall):
 
     def _check(self, sizes: Sizes) -> None:
         self._check_queries()
-        if not is_array(self.kv):
-            raise TypeError(f"expected kv to be an array, got {type(self.kv).__name__}")
         if len(self.kv.shape) == 3:
             expect_array("kv", self.kv, "s_kv K D", WIDE_FLOATS, {})
             if self.kv.shape[1] < 1:
@@ -281,6 +279,8 @@ class MlaDecode(LatentCall, LatentPagesCall):
         if self.schedule is not None:
             expect_array("schedule.num_splits", self.schedule[1], "S+1", INT32, sizes)
             expect_array("schedule.parts", self.schedule[0], "R 8", INT32, {"8": 8})
+            for name, lens in zip(("lens", "extra_lens"), self.schedule[2:], strict=False):
+                expect_array(f"schedule.{name}", lens, "S", INT32, sizes)
 
     def _check_dense(self, sizes: Sizes) -> None:
         for name in ("page_indices", "kv_lens"):

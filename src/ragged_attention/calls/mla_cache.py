@@ -23,6 +23,7 @@ from ragged_attention.calls.fields import (
     Text,
     dtype_name,
     expect_array,
+    expect_text,
     field,
     is_array,
 )
@@ -122,6 +123,7 @@ def name_in_layout(layout: CacheFormat | None) -> str:
 
 def expect_format(name: str, value: Any, plain: bool) -> None:
     known = ("plain",) * plain + tuple(CACHE_FORMATS)
+    expect_text(name, value)
     if value not in known:
         raise InvalidInput(f"expected {name} to be one of {', '.join(known)}, got {value!r}")
 
@@ -130,6 +132,7 @@ def expect_layout(name: str, cache_layout: Any) -> None:
     """Check a layout against the format `name`, `plain` among them."""
     if cache_layout is None:
         return
+    expect_text("cache_layout", cache_layout)
     if cache_layout not in LAYOUTS:
         raise InvalidInput(f"expected cache_layout to be one of {', '.join(LAYOUTS)}, got {cache_layout!r}")
     has = CACHE_FORMATS[name].layouts if name != "plain" else ("token",)
@@ -365,7 +368,7 @@ class WriteMlaCache(LatentPagesCall, TableWrite):
     kv_lens: Any = field(ArrayKind("S", INT32), default=None)
     cu_q_lens: Any = field(ArrayKind("S+1", INT32), default=None)
     num_seqs: Any = field(Count(), default=None)
-    kv_scale: Any = field(Scale(), default=None)
+    kv_scale: Any = field(Scale(divides=True), default=None)
     power_of_two_scales: bool = field(Flag(), default=True)
     cache_format: str | None = field(Text(), default=None)
     cache_layout: str | None = field(Text(), default=None)

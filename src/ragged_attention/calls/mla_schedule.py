@@ -89,7 +89,7 @@ class MakeDecodeSchedule(Call):
 
     @classmethod
     def prepare(cls, arguments: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
-        given = {name: arrays.array(value) for name, value in arguments.items()}
+        given = {name: arrays.array(name, value) for name, value in arguments.items()}
         for name, least in SHAPE_ARGUMENTS.items():
             expect_count(name, given[name], least)
         batch_size, num_q_tokens, num_q_heads, num_kv_heads = (given[name] for name in SHAPE_ARGUMENTS)

@@ -136,8 +136,8 @@ TABLES = ("page_indices", "kv_lens", "cu_q_lens")
 def tables_for_slots(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     """The arguments of a write; a tuple (page_indices, kv_lens, cu_q_lens) given for the slots becomes those three."""
     tables = arguments["slot_mapping"]
-    if not isinstance(tables, (tuple, list)):
-        return arguments
+    if not isinstance(tables, (tuple, list)) or any(map(is_number, tables)):
+        return arguments  # a list of slots is not an array, as the record will say
     if len(tables) != 3:
         raise InvalidInput(
             f"expected slot_mapping to be an array or (page_indices, kv_lens, cu_q_lens), got {len(tables)} values"
@@ -276,6 +276,10 @@ class PagedCall(Call):
         return self.k_pages_like.shape[1]
 
     @property
+    def num_slots(self) -> int:
+        return self.num_pages * self.page_size
+
+    @property
     def capacity(self) -> int:
         """The most positions one sequence's row of `page_indices` can hold; longer lengths count as this."""
         return table_capacity(self.page_indices, self.page_size)
@@ -304,8 +308,8 @@ class WriteKvPages(PagedCall, TableWrite):
     kv_lens: Any = field(ArrayKind("S", INT32), default=None)
     cu_q_lens: Any = field(ArrayKind("S+1", INT32), default=None)
     num_seqs: Any = field(Count(), default=None)
-    k_scale: Any = field(Scale(), default=None)
-    v_scale: Any = field(Scale(), default=None)
+    k_scale: Any = field(Scale(divides=True), default=None)
+    v_scale: Any = field(Scale(divides=True), default=None)
 
     def _check(self, sizes: Sizes) -> None:
         self._expect_slots_or_tables()

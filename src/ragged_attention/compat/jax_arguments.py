@@ -5,12 +5,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ragged_attention import dispatch, tuning
 from ragged_attention.calls import CALLS, FLOATS, dtype_name, is_array, is_number
 from ragged_attention.errors import BackendMissing, InvalidInput
 from ragged_attention.jax import _lower
 from ragged_attention.jax._launcher import device_facts
+from ragged_attention.jax._lower import to_jax
 
 
 def as_int32(name: str, value: Any) -> jax.Array:
@@ -19,10 +21,16 @@ def as_int32(name: str, value: Any) -> jax.Array:
         raise TypeError(f"expected {name} to be an array, got {type(value).__name__}")
     if not jnp.issubdtype(value.dtype, jnp.integer):
         raise InvalidInput(f"expected {name}.dtype to be an integer one, got {dtype_name(value)}")
-    value = jnp.asarray(value)
-    limits = jnp.iinfo(jnp.int32)
-    held = jnp.clip(value, limits.min, limits.max) if value.dtype.itemsize > 4 else value
-    return held.astype(jnp.int32)
+    limits, own = jnp.iinfo(jnp.int32), jnp.iinfo(value.dtype)
+    least, most = max(limits.min, own.min), min(limits.max, own.max)
+    held = value.clip(least, most) if (least, most) != (own.min, own.max) else value  # before jax narrows it
+    return jnp.asarray(held.astype(jnp.int32))
+
+
+def held_as_int32(**tables: Any) -> list[Any]:
+    """Index arrays that jax holds; NumPy's of wider integers, which the other projects' functions wrap, are clamped."""
+    held = {name: to_jax(value) for name, value in tables.items()}
+    return [as_int32(name, value) if isinstance(value, np.ndarray) else value for name, value in held.items()]
 
 
 def even(soft_cap: Any) -> Any:

@@ -9,6 +9,7 @@
 - Keys that a query does not see have no part in its result, whatever `mask_value` is.
 - `num_kv_pages_per_block` and the other tunables are checked as JAX checks them. They reach the kernel where the
   backend that is chosen on jax's default device has them, and are ignored otherwise.
+- NumPy index arrays of wider integers than jax holds are clamped to int32, where JAX wraps them; float64 is refused.
 - Keys, values and their scales are multiplied in float32; JAX rounds the products to the queries' dtype or to bfloat16.
 """
 
@@ -22,6 +23,7 @@ import numpy as np
 from ragged_attention import dispatch, tuning
 from ragged_attention import jax as operations
 from ragged_attention.calls import (
+    FLOATS,
     PagedAttention,
     RaggedPagedAttention,
     dtype_name,
@@ -30,7 +32,14 @@ from ragged_attention.calls import (
     is_array,
     is_number,
 )
-from ragged_attention.compat.jax_arguments import as_int32, even, expect_number_or_none, known_options, widened
+from ragged_attention.compat.jax_arguments import (
+    as_int32,
+    even,
+    expect_number_or_none,
+    held_as_int32,
+    known_options,
+    widened,
+)
 from ragged_attention.compat.names import say_in
 from ragged_attention.errors import InvalidInput
 from ragged_attention.jax._launcher import device_facts
@@ -95,7 +104,7 @@ def ragged_paged_attention(
     expect_number_or_none("mask_value", mask_value)
     if sm_scale is None:
         raise TypeError("expected sm_scale to be a number, got NoneType")
-    tables = to_jax((kv_lens, page_indices, cu_q_lens, num_seqs))
+    tables = held_as_int32(kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens, num_seqs=num_seqs)
     q, kv_pages = to_jax((q, kv_pages))
     tunables = {
         "num_kv_pages_per_block": num_kv_pages_per_block,
@@ -307,6 +316,7 @@ def decode(
     """`ragged_attention.jax.paged_attention` of a call by JAX's rules; its tunables are JAX's."""
     expect_number_or_none("mask_value", mask_value)
     arguments = prepare(PagedAttention, arguments)
+    (arguments["lengths"],) = held_as_int32(lengths=arguments["lengths"])
     tunables = {name: to_jax(value) for name, value in tunables.items()}
     q = arguments["q"]
     pages = ("q", "k_pages", "v_pages")
@@ -359,7 +369,7 @@ def _core_arguments(
 
 def _stand_ins(q: Any, kv_pages: Any) -> dict[str, Any]:
     """Shapes and dtypes of the queries and pages that the operation will be given."""
-    if is_array(q) and is_array(kv_pages):
+    if all(is_array(array) and dtype_name(array) in FLOATS for array in (q, kv_pages)):
         q, kv_pages = jax.eval_shape(widened, q, kv_pages)
     return {"q": q, "kv_pages": kv_pages}
 

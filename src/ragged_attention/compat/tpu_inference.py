@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from ragged_attention import jax as operations
 from ragged_attention.calls import FLOATS, QUANTIZED, dtype_name, expect_bool, is_array, is_number
 from ragged_attention.calls.fields import INT32, expect_array, is_integer
-from ragged_attention.compat.jax_arguments import even, expect_number_or_none, known_options, widened
+from ragged_attention.compat.jax_arguments import even, expect_number_or_none, held_as_int32, known_options, widened
 from ragged_attention.compat.names import say_in
 from ragged_attention.errors import InvalidInput, Unsupported
 from ragged_attention.jax._lower import to_jax
@@ -181,7 +181,9 @@ def mla_ragged_paged_attention(
         expect_bool(name, flag)
     expect_bool("p_same_dtype_as_v", p_same_dtype_as_v)
     rows = to_jax((ql_nope, q_pe, new_kv_c, new_k_pe, cache_kv))
-    tables = to_jax((kv_lens, page_indices, cu_q_lens, distribution))
+    tables = tuple(
+        held_as_int32(kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens, distribution=distribution)
+    )
     pages = _of_cases("num_kv_pages_per_block", num_kv_pages_per_block)
     queries = _of_cases("num_queries_per_block", num_queries_per_block)
     static_validate_inputs(

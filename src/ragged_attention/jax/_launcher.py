@@ -359,9 +359,10 @@ class Launcher:
         shapes = [jax.ShapeDtypeStruct(tuple(shape), dtype) for shape, dtype in outputs]
         arrays, statics = split(call.flatten(call.arguments()))
         leaves, structure = jax.tree.flatten(arrays)
+        record = type(call)  # the callback outlives the trace, whose arrays the call holds
 
         def host(*values: Any) -> list[np.ndarray]:
-            given = join(type(call), jax.tree.unflatten(structure, list(map(to_numpy, values))), statics)
+            given = join(record, jax.tree.unflatten(structure, list(map(to_numpy, values))), statics)
             results = function(**given, **extra)
             results = results if isinstance(results, tuple) else (results,)
             return [_from_numpy(result, shape) for result, shape in zip(results, shapes, strict=True)]

@@ -13,7 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from ragged_attention import config, dispatch
 from ragged_attention._jax_axes import as_varied_as, varied_axes, varying
-from ragged_attention.calls import CALLS, Call
+from ragged_attention.calls import CALLS, Call, is_array
 from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
 from ragged_attention.jax._launcher import PLATFORMS, Launcher, Statics, device_facts, join, split
 
@@ -23,7 +23,14 @@ PORTABLE = ("xla", "reference")  # the same operations on every platform
 class JaxArrays:
     """How public arguments become the records' on jax arrays."""
 
-    def array(self, value: Any) -> Any:
+    def array(self, name: str, value: Any) -> Any:
+        if not is_array(value):
+            return value
+        if not (isinstance(value, jax.Array | np.ndarray | np.generic) or hasattr(value, "__jax_array__")):
+            raise TypeError(f"expected {name} to be an array of jax or NumPy, got {type(value).__name__}")
+        if not all(isinstance(size, int) for size in value.shape):
+            advice = "export the function once for each shape"
+            raise InvalidInput(f"expected {name} of known sizes, got {list(value.shape)}: {advice}")
         return to_jax(value)
 
     def int32(self, shape: tuple[int, ...], value: int) -> jax.Array:
@@ -46,12 +53,47 @@ ARRAYS = JaxArrays()
 
 
 def to_jax(value: Any) -> Any:
-    """NumPy arrays as jax arrays, NumPy numbers as Python's; anything else as it is, for the record to judge."""
+    """NumPy arrays as jax arrays, NumPy numbers as Python's; anything else as it is, for the record to judge.
+
+    A NumPy array of a dtype that jax does not hold, int64 or float64 without `jax_enable_x64`, stays what it is: jax
+    would wrap or round its values.
+    """
     if isinstance(value, tuple | list):
         return type(value)(to_jax(item) for item in value)
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray) and _is_held(value.dtype):
         return jnp.asarray(value)
     return value.item() if isinstance(value, np.generic) else value
+
+
+def _is_held(dtype: np.dtype) -> bool:
+    """Whether jax has arrays of a dtype as things are; V is the kind of NumPy's for bfloat16 and the like."""
+    return dtype.kind in "biufV" and dtype.itemsize <= 8 and jax.dtypes.canonicalize_dtype(dtype) == dtype
+
+
+def expect_held(**given: Any) -> None:
+    """Raise `InvalidInput` for arrays whose values jax would wrap or round."""
+    for name, value in given.items():
+        for array in value if isinstance(value, tuple | list) else (value,):
+            if is_array(array) and not _is_held(array.dtype):
+                advice = "without jax_enable_x64"
+                raise InvalidInput(f"expected {name}.dtype to be one that jax holds {advice}, got {array.dtype}")
+
+
+def held_by_jax(call: Any, name: str, value: Any) -> Any:
+    """A valid argument in dtypes that jax holds; raises for values that it cannot hold."""
+    if name != "slot_mapping" or not is_array(value) or _is_held(value.dtype):
+        expect_held(**{name: value})
+        return value
+    limits = np.iinfo(np.int32)
+    if isinstance(value, jax.core.Tracer):  # of an array that was made with jax_enable_x64
+        with jax.enable_x64(True):
+            return jnp.where((limits.min <= value) & (value <= limits.max), value, -1).astype(jnp.int32)
+    slots = np.asarray(value)
+    fits = (limits.min <= slots) & (slots <= limits.max)
+    lost = slots[~fits & (slots >= 0) & (slots < call.num_slots)]
+    if lost.size:
+        raise InvalidInput(f"expected {name} within int32 without jax_enable_x64, got {lost[0]}")
+    return jnp.asarray(np.where(fits, slots, -1).astype(np.int32))  # what is in no page is skipped, as -1 is
 
 
 def prepare(record: type[Call], arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,7 +118,8 @@ def run_prepared(record: type[Call], prepared: Mapping[str, Any], backend: Any, 
         name = f"{record.OPERATION}_backward"
         named = dispatch.backends_offering(name, None if backend is None else ",".join(config.parse_names(backend)))
         gradient = Request.of(name, named, None)
-    arrays, statics = split(record.flatten(prepared))
+    held = {name: held_by_jax(call, name, value) for name, value in prepared.items()}
+    arrays, statics = split(record.flatten(held))
     traced = any(isinstance(value, jax.core.Tracer) for value in arrays.values())
     with _own_rules():
         return _run(record, arrays, statics, request, gradient, traced, dispatch.state())
@@ -231,14 +274,17 @@ def _check_values(call: Call) -> None:
     leaves, structure = jax.tree.flatten(arrays)
     known = [str(leaf.dtype) in ("int32", "int64") for leaf in leaves]
     indices = [leaf for leaf, wanted in zip(leaves, known, strict=True) if wanted]
+    traced = [leaf for leaf in indices if isinstance(leaf, jax.core.Tracer)]
+    known_now = [None if isinstance(leaf, jax.core.Tracer) else leaf for leaf in indices]
     shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
 
     def check(values: list[Any]) -> None:
-        rest = iter(values)
+        later = iter(values)
+        rest = iter([next(later) if leaf is None else leaf for leaf in known_now])
         held = [np.asarray(next(rest)) if wanted else shape for shape, wanted in zip(shapes, known, strict=True)]
         record(**join(record, jax.tree.unflatten(structure, held), statics)).check_values()
 
-    if any(isinstance(value, jax.core.Tracer) for value in indices):
-        jax.debug.callback(check, indices)
+    if traced:
+        jax.debug.callback(check, traced)
     else:
-        check(indices)
+        check([])

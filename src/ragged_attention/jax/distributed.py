@@ -27,7 +27,7 @@ from ragged_attention._jax_axes import as_varied_as, fori_loop, varied_axes, var
 from ragged_attention.calls import CALLS, FLOATS, Call, dtype_name, expect_bool, is_array
 from ragged_attention.errors import InvalidInput
 from ragged_attention.jax._launcher import device_facts
-from ragged_attention.jax._lower import default_platform, to_jax
+from ragged_attention.jax._lower import default_platform, expect_held, held_by_jax, prepare, to_jax
 from ragged_attention.jax.mla import mla_decode, page_indices_to_slots
 from ragged_attention.jax.paged import merge_attention_states, ragged_paged_attention
 from ragged_attention.jax.varlen import varlen_attention, varlen_attention_backward
@@ -89,7 +89,10 @@ def over_heads(operation: Operation, axis_name: AxisName, *, mesh: jax.sharding.
     @functools.wraps(operation)
     def divided(*arguments: Any, **keywords: Any) -> Any:
         expect_each_its_own_heads(record)
-        given = {name: to_jax(value) for name, value in signature.bind(*arguments, **keywords).arguments.items()}
+        given = signature.bind(*arguments, **keywords).arguments
+        absent = {name: each.default for name, each in signature.parameters.items()}
+        call = record(**prepare(record, absent | given), device=device_facts(default_platform()))
+        given = {name: held_by_jax(call, name, to_jax(value)) for name, value in given.items()}
         arrays = {name: value for name, value in given.items() if any(map(is_array, jax.tree.leaves(value)))}
         others = {name: value for name, value in given.items() if name not in arrays}
         on = jax.sharding.get_abstract_mesh() if mesh is None else mesh
@@ -209,6 +212,10 @@ def context_parallel_decode(
     """
     expect_bool("own_heads", own_heads)
     expect_bool("return_lse", return_lse)
+    expect_held(
+        q=q, kv_pages=kv_pages, kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens, num_seqs=num_seqs,
+        sinks=sinks, k_scale=k_scale, v_scale=v_scale,
+    )  # fmt: skip
     page_size = (kv_pages[0] if isinstance(kv_pages, tuple | list) else kv_pages).shape[1]
     shard = _shard_of(axis_name, shard, page_size)
     if max_q_len != 1:
@@ -271,6 +278,10 @@ def context_parallel_mla_decode(
         InvalidInput, TypeError, Unsupported: as `context_parallel_decode`, and what `mla_decode` raises.
     """
     expect_bool("own_heads", own_heads)
+    expect_held(
+        q=q, kv_cache=kv_cache, page_indices=page_indices, kv_lens=kv_lens, indices=indices, topk_lens=topk_lens,
+        sinks=sinks,
+    )  # fmt: skip
     shard = _shard_of(axis_name, shard, kv_cache.shape[1])
     num_seqs, num_q, num_heads = q.shape[:3]
     out_dtype = out_dtype or q.dtype
@@ -319,7 +330,7 @@ def _one_query_each(
     the positions that it sees are counted instead. A padding row sees none.
     """
     tokens, ends = jnp.arange(q.shape[0], dtype=jnp.int32), cu_q_lens[1:]
-    count = jnp.asarray(kv_lens.shape[0] if num_seqs is None else num_seqs, jnp.int32).reshape(())
+    count = jnp.reshape(kv_lens.shape[0] if num_seqs is None else num_seqs, ())
     live_ends = jnp.where(jnp.arange(len(ends)) < count, ends, jnp.iinfo(jnp.int32).max)  # what lies behind may be any
     seqs = jnp.minimum(jnp.sum(live_ends[None] <= tokens[:, None], axis=1, dtype=jnp.int32), kv_lens.shape[0] - 1)
     seen = kv_lens[seqs] - (ends[seqs] - 1 - tokens)
@@ -403,6 +414,7 @@ def context_parallel_varlen_attention(
     """
     expect_bool("return_lse", return_lse)
     expect_bool("causal", causal)
+    expect_held(q=q, k=k, v=v, sinks=sinks, cu_lens=cu_lens)
     expect_divisible("q.shape[0]", q.shape[0], 2, "the pieces of a rank")
     for name, array in (("k", k), ("v", v)):
         if array.shape[0] != q.shape[0]:

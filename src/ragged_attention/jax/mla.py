@@ -74,7 +74,9 @@ def sparse_mla_prefill(
         natural log-sum-exp of the logits (both float64 of float64 queries). Sinks multiply out by
         `sigmoid(lse - sink)` and change neither of the others. A query that selects nothing gets out 0, max_logits
         -inf and lse -inf. Rows that are not selected may hold NaN. Softmax and sums are in float32; a quantised value
-        is its value of 8 or 4 bits times its scale.
+        is its value of 8 or 4 bits times its scale. `triton` multiplies quantised rows by weights of 16 bits where q is
+        float32 too, so that out is then as exact as that of bfloat16 queries. An e8m0 scale of 2 ** -127, which is
+        below what is quantised here, counts as 0 where a device flushes such numbers, as XLA does.
 
         Differentiable with respect to q, a plain kv and sinks, through out and through lse (max_logits counts as a
         constant), by reverse mode, once. Rows that are not selected get a gradient of 0.
@@ -212,7 +214,8 @@ def mla_decode(
         out [S, Q, H, d_v], and lse [S, H, Q] float32, the natural log-sum-exp of the scaled logits;
         sinks multiply out by `sigmoid(lse - sink)` and leave lse as it is. A query that sees no key gets out 0 and
         lse -inf. No index value makes a kernel read outside the arrays: lengths are clamped to what the arrays can
-        hold. What no query sees may be NaN.
+        hold. What no query sees may be NaN. Softmax and sums are in float32, quantised rows as in
+        `sparse_mla_prefill`.
 
     Raises:
         InvalidInput: (a ValueError) shapes, dtypes or options that contradict the above; values of the index arrays,
@@ -370,11 +373,14 @@ def write_mla_cache(
         kv: [T, K, d_qk], or [T, d_qk] for one KV head; float32, float16 or bfloat16.
         cache: as `ragged_mla_attention` takes it: plain, of kv's dtype or 8-bit, or quantised.
         slot_mapping: i32 or i64 [T], the slot `page * G + offset` of each token; -1, and anything else outside
-            [0, P * G), is skipped. A tuple `(page_indices, kv_lens, cu_q_lens)` is taken as those three.
+            [0, P * G), is skipped. NumPy arrays may be of i64 without `jax_enable_x64` too, but not as arguments of
+            the caller's own `jax.jit`, which wraps them before this function sees them. A tuple
+            `(page_indices, kv_lens, cu_q_lens)` is taken as those three.
         page_indices, kv_lens, cu_q_lens, num_seqs: the tables of the attention call instead of slots: token i of a
             sequence goes to position `kv_len - q_len + i`. A page index outside [0, P) is skipped.
         kv_scale: of a plain cache; what is stored is `kv / kv_scale`, in float32, rounded to nearest even, in an 8-bit
-            cache saturating at the format's largest finite value; a float, or an array of [] or [K].
+            cache saturating at the format's largest finite value; a float, or an array of [] or [K]. What
+            `write_kv_pages` says of small scales holds here too.
         power_of_two_scales: as in `quantize_mla_cache`.
         cache_format, cache_layout: as in `mla_decode`.
         backend, options: as in `mla_decode`.
@@ -382,7 +388,9 @@ def write_mla_cache(
     Returns:
         The cache. In torch it is written in place and is the tensor given; in jax it is a new array, in the memory of
         the given one if that is donated. Nothing but the tokens' slots is touched. Of two tokens for one slot either
-        may remain.
+        may remain. kv may lie in the cache: it is read as it was before.
+
+        A write has no gradient; where one is asked for, RuntimeError says so.
 
     Raises:
         InvalidInput, TypeError, Unsupported: as `mla_decode`; slots out of range, except -1, only under

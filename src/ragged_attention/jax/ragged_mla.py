@@ -122,7 +122,8 @@ def ragged_mla_attention(
         sinks: f32 [H], one logit per head that joins the softmax's denominator only.
         q_scale: of float8_e4m3fn queries; a query times it is the true one: a float, or an array of [] or [H]. A float
             joins `sm_scale`; an array multiplies the queries, which are then rounded to the dtype they are widened to.
-        kv_scale: of a plain cache; a cached value times it is the true one: a float, or an array of [] or [1].
+        kv_scale: of a plain cache; a cached value times it is the true one: a float, or an array of [] or [1];
+            with `new_kv` as in `write_mla_cache`.
         return_lse: also return the log-sum-exp.
         new_kv: this step's latents, [T, d_qk] or [T, 1, d_qk] of q's dtype, one per query. They are written into the
             cache before attention, as `write_mla_cache` does by `page_indices`, `kv_lens` and `cu_q_lens`.
@@ -141,7 +142,7 @@ def ragged_mla_attention(
         is the cache: in torch the one given, written in place, in jax a new one, as from `write_mla_cache`.
         No index value makes a kernel read outside the arrays: lengths are clamped to what the arrays can hold, and a
         page index outside [0, P) makes its positions invisible. What no query sees may be NaN. Softmax and sums are in
-        float32.
+        float32, quantised rows as in `sparse_mla_prefill`.
 
     Raises:
         InvalidInput: (a ValueError) shapes, dtypes or options that contradict the above; values of the index arrays

@@ -15,7 +15,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ragged_attention import config, dispatch
-from ragged_attention.calls import CALLS, Call, Result, WritingCall
+from ragged_attention.calls import CALLS, Call, Result, WritingCall, is_array
 from ragged_attention.config import expect_options, parse_names
 from ragged_attention.torch import _plan
 from ragged_attention.torch._launcher import DTYPES
@@ -29,8 +29,14 @@ class TorchArrays:
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self.arguments = arguments
 
-    def array(self, value: Any) -> Any:
-        return value.item() if isinstance(value, np.generic) else value
+    def array(self, name: str, value: Any) -> Any:
+        if value is None or isinstance(value, (torch.Tensor, bool, int, float, str)):
+            return value
+        if isinstance(value, np.generic):
+            return value.item()
+        if is_array(value):
+            raise TypeError(f"expected {name} to be a torch.Tensor, got {type(value).__name__}")
+        return value
 
     def int32(self, shape: tuple[int, ...], value: int) -> torch.Tensor:
         tensors = [given for given in self.arguments.values() if isinstance(given, torch.Tensor)]
@@ -44,7 +50,7 @@ class TorchArrays:
         return torch.stack(parts)
 
     def copy(self, array: torch.Tensor) -> torch.Tensor:
-        return array.clone() if isinstance(array, torch.Tensor) else array  # which the record will refuse
+        return array.clone()
 
     def largest_of_rows(self, array: torch.Tensor) -> torch.Tensor:
         return array.amax(1)
@@ -55,7 +61,12 @@ class TorchArrays:
 
 def prepare(record: type[Call], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The record's arguments from a public function's, by name."""
-    return record.prepare(arguments, TorchArrays(arguments))
+    try:
+        return record.prepare(arguments, TorchArrays(arguments))
+    except RuntimeError:
+        if (error := _plan.fault_of_layout(arguments)) is not None:
+            raise error from None  # a nested tensor has no shape to look at
+        raise
 
 
 def run(
@@ -77,30 +88,21 @@ def run_prepared(
     if not compiling and forward_ad._current_level >= 0:
         _refuse_tangents(record.OPERATION, flat)
     try:
-        if compiling or _may_differentiate(flat):
+        if compiling or _may_differentiate(flat if out is None else [*flat, out]):
             return operator(*flat, _names(backend), encode_options(options))
         with torch._C._AutoDispatchBelowAutograd():  # which would find the same, at the price of a second dispatch
             return operator(*flat, _names(backend), encode_options(options))
     except (RuntimeError, TypeError):
-        call = _plan.checked(record, prepared)  # a schema's error does not name our argument; the record's does
-        if out is not None:
-            _plan.expect_out(call.results()[0], out, flat[0].device)
+        if (error := _plan.fault(record, prepared, out)) is not None:
+            raise error from None  # which names our argument, as a schema's error does not
         raise
 
 
 def _run_into(record: type[Call], operator: Any, out: torch.Tensor, *values: Any) -> Any:
-    if not torch.compiler.is_compiling():
-        _refuse_gradient(record.OPERATION, values)
     others = operator(*values, out=out)
     if record.NUM_RESULTS == 1:
         return out
     return out, *(others if isinstance(others, (tuple, list)) else (others,))
-
-
-def _refuse_gradient(operation: str, flat: Sequence[Any]) -> None:
-    """As torch does for its own operations with `out=`."""
-    if _requires_gradient(flat):
-        raise RuntimeError(f"{operation} with out= has no gradient: expected arguments that do not require one")
 
 
 def run_with_write(
@@ -114,8 +116,9 @@ def run_with_write(
     prepared = prepare(record, arguments)
     if not torch.compiler.is_compiling():
         _plan.expect_runnable(record, prepared, _names(backend), encode_options(options), out)
+        _plan.expect_memory(record.CACHE, prepared[record.CACHE])
         if out is not None:
-            _refuse_gradient(record.OPERATION, record.flatten(prepared))
+            _refuse_gradient_into(record, record.flatten(prepared))
     run_prepared(record.WRITE, record.arguments_of_write(prepared), backend, None)
     results = run_prepared(record, prepared | {"new_kv": None}, backend, options, out)
     return results[: 2 if arguments["return_lse"] else 1]  # with `out` an lse that nobody asked for is an empty tensor
@@ -164,27 +167,59 @@ def _mark_written(operation: str, name: str, tensor: torch.Tensor) -> None:
     """What torch does by itself for its own operations in place: refuse what cannot be written, count versions."""
     if tensor is None:
         return  # which the record will refuse
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError(f"{operation} writes {name} in place, and that has no gradient: expected it without one")
     if not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
     elif not torch.is_inference_mode_enabled():
         raise RuntimeError(f"{operation} writes {name}, an inference tensor, in place outside torch.inference_mode()")
 
 
-def _implementation(record: type[Call]) -> Callable[..., Any]:
-    written = [name for name, kind in record.KINDS.items() if kind.written]
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses between which a tensor's elements lie."""
+    first = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return first, first + tensor.nbytes
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return first, first + (last + 1) * tensor.element_size()
 
+
+def _apart(arguments: dict[str, Any], targets: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """The arguments with copies of the tensors that lie between the addresses of what is written.
+
+    Kernels read and write in any order, so that a row to be copied could be overwritten before it is read.
+    """
+
+    def apart(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(apart, value))
+        if not isinstance(value, torch.Tensor):
+            return value
+        first, end = _extent(value)
+        return value.clone() if any(first < stop and start < end for start, stop in targets) else value
+
+    return {name: apart(value) for name, value in arguments.items()}
+
+
+def _written(record: type[Call], arguments: Mapping[str, Any]) -> dict[str, tuple[torch.Tensor, ...]]:
+    """The tensors that an operation writes, by the names of their arguments."""
+    given = {name: arguments[name] for name, kind in record.KINDS.items() if kind.written}
+    return {name: value if isinstance(value, tuple) else (value,) for name, value in given.items()}
+
+
+def _implementation(record: type[Call]) -> Callable[..., Any]:
     def implementation(*values: Any, out: torch.Tensor | None = None) -> Any:
         arguments = record.unflatten(values[:-2])
         first = next((value for value in values if isinstance(value, torch.Tensor)), None)
         if first is None:  # a schema takes None for a tensor
             _plan.checked(record, arguments)
         assert first is not None
-        for name in written:
-            given = arguments[name]
-            for tensor in given if isinstance(given, tuple) else (given,):
-                _mark_written(record.OPERATION, name, tensor)
+        if record.NUM_RESULTS == 0:
+            written = _written(record, arguments)
+            targets = [_extent(tensor) for tensors in written.values() for tensor in tensors if tensor is not None]
+            sources = {name: value for name, value in arguments.items() if name not in written}
+            arguments |= _apart(sources, targets)
+            for name, tensors in written.items():
+                for tensor in tensors:
+                    _mark_written(record.OPERATION, name, tensor)
         if out is not None:
             _mark_written(record.OPERATION, "out", out)
         with _without_autocast(first.device):
@@ -296,12 +331,51 @@ def _not_differentiable(record: type[Call]) -> Callable[..., Any]:
     return backward
 
 
+def _refuse_gradient_into(record: type[Call], flat: Sequence[Any], out: torch.Tensor | None = None) -> None:
+    """As torch does for its own operations with `out=`."""
+    if _requires_gradient(flat):
+        raise RuntimeError(f"{record.OPERATION} with out= has no gradient: expected arguments that do not require one")
+    _refuse_gradient_of_memory(record.OPERATION, "out", out)
+
+
+def _refuse_gradient_of_write(record: type[Call], flat: Sequence[Any]) -> None:
+    arguments = record.unflatten(flat)
+    written = _written(record, arguments)
+    for name, tensors in written.items():
+        for tensor in tensors:
+            _refuse_gradient_of_memory(record.OPERATION, name, tensor)
+    for name, value in arguments.items():
+        if name not in written and isinstance(value, torch.Tensor) and value.requires_grad:
+            reason = f"detach {name}, or write it under torch.no_grad()"
+            raise RuntimeError(f"{record.no_gradient()}; {reason}")
+
+
+def _refuse_gradient_of_memory(operation: str, name: str, tensor: torch.Tensor | None) -> None:
+    if tensor is not None and _requires_gradient([tensor]):
+        raise RuntimeError(f"{operation} writes {name} in place, and that has no gradient: expected it without one")
+
+
+def _refusing(record: type[Call], overload: str, refuse: Callable[..., None]) -> Callable[..., Any]:
+    """What autograd does for an operator that writes: without it a gradient would be lost and nothing said."""
+
+    def refusing(*values: Any, **out: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():
+            refuse(record, values[:-2], **out)
+        with torch._C._AutoDispatchBelowAutograd():
+            return getattr(getattr(torch.ops.ragged_attention, record.OPERATION), overload)(*values, **out)
+
+    return refusing
+
+
 def _define(record: type[Call]) -> None:
     name, count = record.OPERATION, record.NUM_RESULTS
     _define_operator(record, name, "", "Tensor[]" if count is None else _tensors(count))
     if record.TAKES_OUT:
         _define_operator(record, f"{name}.out", ", *, Tensor(o!) out", _tensors(_num_others(record)))
-    if count != 0:
+        _library.impl(f"{name}.out", _refusing(record, "out", _refuse_gradient_into), "Autograd")
+    if count == 0:
+        _library.impl(name, _refusing(record, "default", _refuse_gradient_of_write), "Autograd")
+    else:
         backward, save = _gradient(record) if record.DIFFERENTIABLE else (_not_differentiable(record), None)
         torch.library.register_autograd(f"ragged_attention::{name}", backward, setup_context=save, lib=_library)
 

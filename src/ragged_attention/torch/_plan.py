@@ -139,9 +139,14 @@ def _plan(
 ) -> tuple[Plan, list[torch.Tensor]]:
     """The plan of a call, and its tensors in the order of its arguments."""
     tensors: list[torch.Tensor] = []
-    statics = [_static(value, tensors) for value in arguments.values()]
-    key = (record, backend, options, config.state(), dispatch.state(), *statics)
-    plan = _plans.get(key)
+    try:
+        statics = [_static(value, tensors) for value in arguments.values()]
+        key = (record, backend, options, config.state(), dispatch.state(), *statics)
+        plan = _plans.get(key)
+    except (RuntimeError, TypeError):
+        if (error := fault(record, arguments)) is not None:
+            raise error from None  # what has no strides, or cannot be a part of a key, is no valid argument
+        raise
     if plan is None or plan.choice.module is not dispatch.load(record.OPERATION, plan.choice.backend):
         call = checked(record, arguments)
         names = backend.split(",") if backend else None
@@ -165,10 +170,39 @@ def expect_runnable(
 
 def checked(record: type[Call], arguments: Mapping[str, Any]) -> Any:
     """The call's record, which checks what can be known without reading an array; for fake tensors too."""
+    if (error := fault_of_layout(arguments)) is not None:
+        raise error
     first = next((value for value in arguments.values() if isinstance(value, torch.Tensor)), None)
     call = record(**arguments, device=NOWHERE if first is None else device_facts(first.device))
     _check_tensors(call, torch.device("cpu") if first is None else first.device)
     return call
+
+
+def fault(
+    record: type[Call], arguments: Mapping[str, Any], out: torch.Tensor | None = None
+) -> InvalidInput | TypeError | None:
+    """What is wrong with a call's arguments, as the record says it."""
+    try:
+        call = checked(record, arguments)
+        if out is not None:
+            expect_out(
+                call.results()[0],
+                out,
+                next(each for each in arguments.values() if isinstance(each, torch.Tensor)).device,
+            )
+    except (InvalidInput, TypeError) as error:
+        return error
+    return None
+
+
+def fault_of_layout(arguments: Mapping[str, Any]) -> InvalidInput | None:
+    """What is wrong if a tensor has no strides: a sparse or nested one."""
+    for name, value in arguments.items():
+        for tensor in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(tensor, torch.Tensor) and (tensor.is_nested or tensor.layout is not torch.strided):
+                got = "a nested one" if tensor.is_nested else tensor.layout
+                return InvalidInput(f"expected {name} to be a dense tensor, got {got}")
+    return None
 
 
 def _check_tensors(call: Call, device: torch.device) -> None:
@@ -185,12 +219,18 @@ def _check_tensors(call: Call, device: torch.device) -> None:
             if kind.unit_stride and item.shape[-1] > 1 and item.stride(-1) != 1 and item.numel():
                 raise InvalidInput(f"expected {name} with a last stride of 1, got {item.stride(-1)}")
             if kind.written:
-                _expect_apart(name, item)
+                expect_memory(name, item)
     call.check_strides(lambda tensor: tensor.stride())
 
 
-def _expect_apart(name: str, tensor: torch.Tensor) -> None:
-    """What is written must not be expanded."""
+def expect_memory(name: str, tensor: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+    """What is written must not be expanded, and must hold the values that it stands for."""
+    if isinstance(tensor, tuple):
+        for item in tensor:
+            expect_memory(name, item)
+        return
+    if tensor.is_neg():
+        raise InvalidInput(f"expected {name} to hold its values, got a view that negates them: call its resolve_neg()")
     repeated = any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
     if repeated and tensor.numel():
         raise InvalidInput(f"expected {name} without overlapping memory, got strides {tensor.stride()}")
@@ -208,4 +248,4 @@ def expect_out(result: Result | None, out: Any, device: torch.device) -> None:
         raise InvalidInput(f"expected out.shape to be {list(result.shape)}, got {list(out.shape)}")
     if out.device != device:
         raise InvalidInput(f"expected out on the device of the others, {device}, got {out.device}")
-    _expect_apart("out", out)
+    expect_memory("out", out)

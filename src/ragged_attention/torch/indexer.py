@@ -204,7 +204,10 @@ def write_indexer_cache(
 
     Returns:
         The cache. In torch it is written in place and is the tensor given; in jax it is a new array, whose memory is
-        that of the given one if that is donated. Of two tokens for one slot either may remain.
+        that of the given one if that is donated. Of two tokens for one slot either may remain. k may lie in
+        the cache: it is read as it was before.
+
+        A write has no gradient; where one is asked for, RuntimeError says so.
 
     Raises:
         InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.

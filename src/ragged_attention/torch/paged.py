@@ -136,7 +136,8 @@ def ragged_paged_attention(
         sinks: f32 [H], one logit per head that joins the softmax's denominator only.
         q_scale: of float8_e4m3fn queries; a query times it is the true one: a float, or an array of [] or [H]. A float
             joins `sm_scale`; an array multiplies the queries, which are then rounded to the dtype they are widened to.
-        k_scale, v_scale: a cached value times its scale is the true one: a float, or an array of [] or [K].
+        k_scale, v_scale: a cached value times its scale is the true one: a float, or an array of [] or [K]; with
+            `new_kv` as in `write_kv_pages`.
         return_lse: also return the log-sum-exp.
         new_kv: this step's keys and values, a pair of [T, K, D] and [T, K, D_v] of q's dtype, or of the pages' own
             8-bit dtype, one per query. They are written into the pages before attention, as `write_kv_pages` does by
@@ -210,13 +211,18 @@ def write_kv_pages(
         page_indices, kv_lens, cu_q_lens, num_seqs: the tables of the attention call instead of slots: token i of a
             sequence goes to position `kv_len - q_len + i`. A page index outside [0, P) is skipped.
         k_scale, v_scale: what is stored is `k / k_scale`, in float32, rounded to nearest even and saturating at the
-            format's largest finite value; a float, or an array of [] or [K].
+            format's largest finite value; a float, of a magnitude of at least the smallest normal float32, or an array
+            of [] or [K], in which a smaller number counts as 0 of its sign: of that a quotient saturates (in float
+            pages it is infinite), or is NaN if k is 0 as well. A NaN is stored as 0 by int8. Where a device flushes
+            them, as XLA does, such small numbers count as 0 among k and v too.
         backend, options: as in `ragged_paged_attention`.
 
     Returns:
         The pages. In torch they are written in place and are the tensors given; in jax they are new arrays, whose
         memory is that of the given ones if those are donated. Nothing but the tokens' slots is touched. Of two
-        tokens for one slot either may remain.
+        tokens for one slot either may remain. k and v may lie in the pages: they are read as they were before.
+
+        A write has no gradient; where one is asked for, RuntimeError says so.
 
     Raises:
         InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.

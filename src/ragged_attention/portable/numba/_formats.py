@@ -12,6 +12,7 @@ import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
 
+from ragged_attention.calls.fields import SMALLEST_FLOAT32
 from ragged_attention.portable.numba._vectors import (
     F32,
     FLOATS,
@@ -471,7 +472,12 @@ def over(source, index, each, divided):
 
 @compiled
 def narrow(code, source, target, count, divisor):
-    """Write `count` float32 over `divisor` in a format; `source` is read in whole vectors."""
+    """Write `count` float32 over `divisor` in a format; `source` is read in whole vectors.
+
+    A divisor below the smallest normal float32 is 0, of its sign.
+    """
+    if abs(divisor) < SMALLEST_FLOAT32:
+        divisor *= np.float32(0)
     each, divided, whole = splat(divisor), divisor != 1, count // LANES * LANES
     if code == FLOAT32:
         for index in range(0, whole, LANES):

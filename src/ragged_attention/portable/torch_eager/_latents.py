@@ -84,7 +84,7 @@ def quantized(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The bytes of rows [..., d_qk], as `fields_of` has them. Every NaN of 8 bits becomes the code 0x7F."""
     groups = rows[..., : layout.values].to(torch.float32).unflatten(-1, (-1, layout.group))
-    rotary = _copy(rows[..., layout.values :].to(torch.bfloat16)).view(torch.uint8)
+    rotary = bfloat16_bits(rows[..., layout.values :]).view(torch.uint8)
     if layout.codes == "float4_e2m1fn":
         return *_quantized_to_e2m1(groups), rotary
     codes, scales = quantized_groups(groups, power_of_two)
@@ -95,6 +95,13 @@ def quantized(
         padding = layout.token_bytes - layout.row_bytes - layout.num_groups
         stored = torch.nn.functional.pad(exponents, (0, padding))
     return codes.flatten(-2), stored, rotary
+
+
+def bfloat16_bits(values: torch.Tensor) -> torch.Tensor:
+    """The bits of values as bfloat16, packed, as int16; a NaN stays one of its sign and payload, on every device."""
+    values = values.to(torch.float32).contiguous()
+    nan = (values.view(torch.int32) >> 16 | 0x40).to(torch.int16)
+    return torch.where(values.isnan(), nan, values.to(torch.bfloat16).view(torch.int16))
 
 
 def quantized_groups(groups: torch.Tensor, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor]:

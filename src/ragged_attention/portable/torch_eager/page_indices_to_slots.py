@@ -18,9 +18,10 @@ def why_not(call: PageIndicesToSlots) -> str | None:
 
 def run(call: PageIndicesToSlots, tile: Tile, launch: Any) -> torch.Tensor:
     del tile, launch
-    tables, positions, page_size = call.page_indices, call.positions.to(torch.int64), call.page_size
+    tables, page_size = call.page_indices, call.page_size
+    positions = call.positions.to(torch.int64).contiguous()  # whose strides the result takes over
     if positions.numel() == 0 or tables.shape[1] == 0:
-        return torch.full_like(call.positions, -1)
+        return torch.full_like(positions, -1, dtype=torch.int32)
     page = positions.flatten(1) if positions.dim() > 1 else positions[:, None]
     page = page.div(page_size, rounding_mode="floor").clamp_(0, tables.shape[1] - 1)
     base = tables.gather(1, page).view(positions.shape).to(torch.int64)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ragged_attention.calls import WriteKvPages
+from ragged_attention.calls.fields import SMALLEST_FLOAT32
 from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.torch_eager._host import held_kv_lens, on_host, readable_on_host, sequence_bounds
@@ -66,6 +67,7 @@ def stored(tokens: torch.Tensor, scale: Any, dtype: torch.dtype) -> torch.Tensor
     if scale is not None:
         # A tensor even for a number: some devices divide by a Python number through its reciprocal.
         scale = torch.as_tensor(scale, dtype=torch.float32, device=tokens.device)
+        scale = torch.where(scale.abs() < SMALLEST_FLOAT32, scale * 0, scale)
         values = values / scale.reshape(1, -1, 1)
     return encode(values, dtype)
 
