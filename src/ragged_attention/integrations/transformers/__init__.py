@@ -28,7 +28,7 @@ __all__ = ["NAME", "PAGED_NAME", "absorb_mla", "explain", "register", "unregiste
 
 NAME = "ragged"
 PAGED_NAME = NAME  # what `generate_batch` takes
-OLDEST, NEWEST = (5, 23), (5, 24)  # interfaces: from this release to before that one
+OLDEST, NEWEST = (5, 23), (5, 25)  # interfaces: from this release to before that one
 
 
 def _check_host() -> None:
@@ -40,7 +40,7 @@ def _check_host() -> None:
         ) from None
     release = tuple(int(part) for part in version.split(".")[:2])
     if not OLDEST <= release < NEWEST:
-        tested = ".".join(map(str, OLDEST))
+        tested = "5.23 or 5.24"
         raise Unsupported(f"expected transformers {tested}, with which this was tested, got {version}")
 
 

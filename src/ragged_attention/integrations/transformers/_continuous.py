@@ -32,6 +32,8 @@ def attend(
     """
     allocator = cache.layer_to_allocator[module.layer_idx]
     kind = allocator.layer_type
+    if kind == "sliding_attention" and known["sliding_window"] is None:
+        known = {**known, "sliding_window": allocator.sliding_window}
     edges, cu_kv_lens = places["cu_seq_lens_q"].int(), places["cu_seq_lens_k"][kind].int()
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if kind == "full_attention":
@@ -44,7 +46,8 @@ def attend(
             longest = places.get("max_length_q")
             return ragged_paged_attention(q, pages, cu_kv_lens.diff(), table, edges, max_q_len=longest, **known)[None]
     elif kind == "sliding_attention":
-        keys, values = cache.update(key, value, module.layer_idx, places)
+        gather = getattr(type(cache).update, "asked", type(cache).update)  # `_host` puts a function before it
+        keys, values = gather(cache, key, value, module.layer_idx, dict(places))
         k, v = keys[0].transpose(0, 1), values[0].transpose(0, 1)
     else:
         raise Unsupported(f"expected full or sliding attention in continuous batching, got {kind}")

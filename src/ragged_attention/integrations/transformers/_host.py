@@ -11,6 +11,9 @@ from ragged_attention.integrations.transformers._masks import mask
 # Where continuous batching asks whether an implementation is flash attention: packed queries, no mask.
 ASKING = (cache, continuous_api, initialization)
 QUESTION = "is_flash_attention_requested"
+# From transformers 5.24 on layers have the paged cache gather all keys before they attend. Ours attends to them where
+# they lie, so it is handed the cache instead, as it is by transformers 5.23.
+PAGED = cache.PagedAttentionCache
 
 
 def _answer(asked: Any, ours: str) -> Any:
@@ -26,6 +29,19 @@ def _answer(asked: Any, ours: str) -> Any:
     return is_flash_attention_requested
 
 
+def _deferring(update: Any, ours: str) -> Any:
+    def deferred(
+        self: Any, key_states: Any, value_states: Any, layer_idx: int, kwargs: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        if self.config._attn_implementation != ours:
+            return update(self, key_states, value_states, layer_idx, kwargs)
+        kwargs["cache"] = self
+        return key_states, value_states
+
+    deferred.asked = update  # type: ignore[attr-defined]
+    return deferred
+
+
 def register(name: str) -> None:
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
@@ -33,6 +49,8 @@ def register(name: str) -> None:
         asked = getattr(module, QUESTION)
         if not hasattr(asked, "asked"):
             setattr(module, QUESTION, _answer(asked, name))
+    if not hasattr(PAGED.update, "asked"):
+        PAGED.update = _deferring(PAGED.update, name)  # type: ignore[method-assign]
 
 
 def unregister(name: str) -> None:
@@ -41,3 +59,4 @@ def unregister(name: str) -> None:
     for module in ASKING:
         asked = getattr(module, QUESTION)
         setattr(module, QUESTION, getattr(asked, "asked", asked))
+    PAGED.update = getattr(PAGED.update, "asked", PAGED.update)  # type: ignore[method-assign]
