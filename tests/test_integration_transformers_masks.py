@@ -1,5 +1,6 @@
 """Masks of transformers on our operations: what its own eager attention computes by its own mask, for every mask."""
 
+import copy
 import inspect
 import os
 from collections.abc import Iterator
@@ -175,21 +176,29 @@ def test_packed_rows_and_functions_of_ones_own(maker: str) -> None:
     assert_attends_alike(whole, ours, LENGTH, LENGTH)
 
 
+class Turning(torch.nn.Module):
+    is_causal, num_key_value_groups = True, HEADS // GROUPS
+
+    def forward(self, hidden_states: Any, position_embeddings: Any = None) -> Any: ...
+
+
 def test_positions_are_no_packed_sequences_where_a_mask_or_a_cache_is_given() -> None:
     """They reach the layer too; where there is neither mask nor cache they are what its model left out of its mask."""
     q, k = random(1, HEADS, 5, WIDTH), random(1, GROUPS, 5, WIDTH, seed=1)
     apart, jumps, text = (torch.tensor([x]) for x in ([0, 1, 0, 1, 2], [0, 1, 7, 8, 9], [0, 1, 2, 3, 4]))
     ones = torch.ones(1, 5, dtype=torch.bool)
-    for shown, positions, use_cache, splits in (
-        (None, apart, False, True), (None, jumps, False, False), (None, text, False, False),
-        (ones, apart, False, False), (None, apart, True, False), (None, apart, None, False),
+    for module, shown, positions, use_cache, splits in (
+        (Turning(), None, apart, False, True), (module_of(True), None, apart, False, False),
+        (Turning(), None, jumps, False, False), (Turning(), None, text, False, False),
+        (Turning(), ones, apart, False, False), (Turning(), None, apart, True, False),
+        (Turning(), None, apart, None, False),
     ):  # fmt: skip
         ours = _masks.mask(1, 5, 5, attention_mask=shown)
-        found, _ = attention(module_of(True), q, k, k, ours, position_ids=positions, use_cache=use_cache)
+        found, _ = attention(module, q, k, k, ours, position_ids=positions, use_cache=use_cache)
         whole = _masks.mask(1, 5, 5) + 0
         if splits:
             whole[:, :, 2:, :2] = -torch.inf
-        torch.testing.assert_close(found, eager_attention_forward(module_of(True), q, k, k, whole, WIDTH**-0.5)[0])
+        torch.testing.assert_close(found, eager_attention_forward(module.eval(), q, k, k, whole, WIDTH**-0.5)[0])
 
 
 # ---- functions of masks, read by what they are
@@ -262,16 +271,15 @@ def test_a_mask_is_a_tensor_like_any_other() -> None:
     for use in (
         lambda mask: mask[:, :, 1:, :3], lambda mask: mask[:, 0], lambda mask: mask + 1, lambda mask: mask.bool(),
         lambda mask: mask.float(), lambda mask: torch.cat((mask, mask), 1), lambda mask: mask.expand(2, -1, -1, -1),
-        lambda mask: torch.where(mask == 0, 1, 2), lambda mask: mask.clone(),
+        lambda mask: torch.where(mask == 0, 1, 2), lambda mask: mask.transpose(2, 3),
     ):  # fmt: skip
         assert type(use(ours)) is torch.Tensor
         assert torch.equal(use(ours), use(whole))
     for keep in (
-        lambda mask: mask[:, :, :, :4],
-        lambda mask: mask.detach(),
-        lambda mask: mask.to("cpu"),
-        lambda mask: mask[:],
-    ):
+        lambda mask: mask[:, :, :, :4], lambda mask: mask[:], lambda mask: torch.narrow(mask, 3, 0, 4),
+        lambda mask: mask.detach(), lambda mask: mask.to("cpu"), lambda mask: mask.clone(), copy.deepcopy,
+    ):  # fmt: skip
+        assert torch.equal(keep(ours) + 0, whole)
         assert _masks.pattern_of(keep(ours)) is not None
     assert "Mask(" in repr(ours)
 
@@ -301,6 +309,15 @@ def test_other_masks_are_taken_by_their_word() -> None:
                 found, _ = attention(module_of(causal), q, k, k, mine)
                 expected, _ = sdpa_attention_forward(module_of(causal), q, k, k, mine + 0 if mine is mask else mine)
                 torch.testing.assert_close(found, expected)
+    for rows in ((1, 2), (2, 1)):  # learned queries, or keys, that are one for all
+        q, k = random(rows[0], HEADS, 4, WIDTH), random(rows[1], GROUPS, 4, WIDTH, seed=1)
+        for mask in (
+            _masks.mask(2, 4, 4),
+            _masks.mask(2, 4, 4, attention_mask=torch.arange(4) > torch.tensor([[-1], [0]])),
+        ):
+            found, _ = attention(module_of(True), q, k, k, mask)
+            expected, _ = eager_attention_forward(module_of(True), q, k, k, mask + 0, WIDTH**-0.5)
+            torch.testing.assert_close(found[:, 1:], expected[:, 1:])
     for mask in (torch.ones(2, 6, dtype=torch.long), "causal"):
         with pytest.raises(Unsupported, match="expected a mask of bool or of numbers to add, got"):
             attention(module_of(True), q, k, k, mask)  # type: ignore[arg-type]

@@ -58,6 +58,8 @@ def attention(
     }
     if cache is not None:
         expect_no_more_than_places(module, {"dropout": dropout or None, **others})
+        if attention_mask is not None and pattern_of(attention_mask) is None:
+            raise Unsupported(f"expected continuous batching without masks, got one of {type(module).__name__}'s own")
         if _latent.is_absorbed(module):
             kind = type(module).__name__
             raise Unsupported(f"expected absorbed latent attention without continuous batching, got {kind} with it")
@@ -65,9 +67,11 @@ def attention(
         return _continuous.attend(module, query, key, value, cache, known, others), None
     if others.get("read_index") is not None:
         raise Unsupported(f"expected a paged cache in continuous batching, got {type(module).__name__} without one")
+    rows = max(query.shape[0], key.shape[0])  # either may be one for all
+    query, key, value = (tensor.expand(rows, -1, -1, -1) for tensor in (query, key, value))
     eager = own_attention(module, others)
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
-    pattern = _pattern(attention_mask, query, key, causal, others)
+    pattern = _pattern(module, attention_mask, query, key, causal, others)
     if eager is not None:
         note(module, "the model's own eager attention", "it has keywords that only that knows")
         mask = _whole(attention_mask, pattern, query, key)
@@ -94,7 +98,12 @@ def attention(
 
 
 def _pattern(
-    mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, causal: bool, others: dict[str, Any]
+    module: torch.nn.Module,
+    mask: torch.Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    causal: bool,
+    others: dict[str, Any],
 ) -> Pattern | None:
     """What is said of who sees whom, by a mask, by a module where there is none, and by lengths of packed sequences."""
     q_len, kv_len = query.shape[2], key.shape[2]
@@ -105,13 +114,13 @@ def _pattern(
     if not isinstance(mask, torch.Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
         raise Unsupported(f"expected a mask of bool or of numbers to add, got {getattr(mask, 'dtype', type(mask))}")
     pattern = pattern_of(mask)
-    if pattern is None:
-        return None
-    if not pattern.hides_nothing and mask.shape[2:] != (q_len, kv_len):
+    if pattern is None or (not pattern.hides_nothing and mask.shape[2:] != (q_len, kv_len)):
         return None
     if pattern.is_of_rows:
         return pattern if mask.shape[0] == query.shape[0] else None
-    return pattern if pattern.end is not None else pattern._replace(edges=told_edges(pattern, query, key, others))
+    if pattern.end is not None:
+        return pattern
+    return pattern._replace(edges=told_edges(module, pattern, query, key, others))
 
 
 def _whole(mask: Any, pattern: Pattern | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,7 @@
 """Where transformers keeps keys and values, in the terms of our operations."""
 
+import functools
+import inspect
 from typing import Any
 
 import torch
@@ -77,11 +79,13 @@ def _listed(shown: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]
     return (torch.arange(shown.shape[0], device=shown.device)[:, None] * step + order).int(), lens.int()
 
 
-def told_edges(pattern: Pattern, query: torch.Tensor, key: torch.Tensor, others: dict[str, Any]) -> torch.Tensor | None:
+def told_edges(
+    module: torch.nn.Module, pattern: Pattern, query: torch.Tensor, key: torch.Tensor, others: dict[str, Any]
+) -> torch.Tensor | None:
     """Edges of packed sequences of which a mask does not know, though its layer is told.
 
-    By their lengths; or, where there is neither a cache nor a mask of padding, by positions that begin again at 0: some
-    models leave them out where they make their mask.
+    By their lengths; or, where there is neither a cache nor a mask of padding, by positions that begin again at 0, if
+    the layer turns queries and keys by them: some models leave them out where they make their mask.
     """
     if others.get("cu_seq_lens_q") is not None:
         return others["cu_seq_lens_q"].int()
@@ -90,8 +94,15 @@ def told_edges(pattern: Pattern, query: torch.Tensor, key: torch.Tensor, others:
         return None
     if not q_len == key.shape[2] > 1 or positions.shape != (rows, q_len) or torch.compiler.is_compiling():
         return None
+    if not _turns(type(module)):
+        return None
     begins = positions[:, 1:] == 0
     goes_on = positions.diff(dim=1) == 1
     if not bool(begins.any() & (begins | goes_on).all() & (positions[:, 0] == 0).all()):
         return None
     return edges_of(torch.nn.functional.pad(begins, (1, 0)).cumsum(1))
+
+
+@functools.cache
+def _turns(kind: type) -> bool:
+    return "position_embeddings" in inspect.signature(kind.forward).parameters

@@ -115,6 +115,9 @@ class Mask(torch.Tensor):
             return self
         return self.numbers()[index]
 
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.clone()
+
     def __setitem__(self, index: Any, value: Any) -> None:
         self.numbers()[index] = value
 
@@ -169,8 +172,8 @@ class Mask(torch.Tensor):
 
 
 def _changes_nothing(func: Any, mask: Mask, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether an operation gives the same mask again: an alias, a slice of everything, a copy on a device."""
-    if func in (aten.detach.default, aten.alias.default):
+    """Whether an operation gives the same mask again: an alias, a copy, also on a device, a slice of everything."""
+    if func in (aten.detach.default, aten.alias.default, aten.clone.default):
         return True
     if func is aten.slice.Tensor:
         dim, start, end, step = (*args[1:], *(0, None, None, 1)[len(args) - 1 :])
