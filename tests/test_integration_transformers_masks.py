@@ -17,9 +17,10 @@ from transformers import DynamicCache, StaticCache, masking_utils  # noqa: E402
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 from transformers.models.llama.modeling_llama import eager_attention_forward  # noqa: E402
 
+from ragged_attention.demo.tiny import tiny_model  # noqa: E402
 from ragged_attention.errors import Unsupported  # noqa: E402
 from ragged_attention.integrations import transformers as ragged  # noqa: E402
-from ragged_attention.integrations.transformers import _calls, _masks  # noqa: E402
+from ragged_attention.integrations.transformers import _calls, _continuous, _masks  # noqa: E402
 from ragged_attention.integrations.transformers._attention import attention  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -403,10 +404,13 @@ def test_masks_that_the_host_must_look_at_leave_the_graph() -> None:
         apart = _masks.mask(1, 3, 3, mask_function=packed, allow_is_causal_skip=False)
         return torch.cat([attention(module_of(None), q, q, q, mask)[0] for mask in (padded, apart)])
 
-    torch._dynamo.reset()
     arguments = random(1, HEADS, 3, WIDTH), torch.tensor([[False, True, True]]), torch.tensor([[0, 0, 1]])
-    found = torch.compile(made, backend="aot_eager")(*arguments)
-    torch.testing.assert_close(found, made(*arguments))
+    for fullgraph in (False, True):  # which is without our operations
+        torch._dynamo.reset()
+        found = torch.compile(made, backend="aot_eager", fullgraph=fullgraph)(*arguments)
+        for row in (0, 1):
+            real = 1 - row
+            torch.testing.assert_close(found[row, real:], made(*arguments)[row, real:])
 
 
 # ---- keywords
@@ -447,8 +451,164 @@ def test_keywords_are_never_swallowed() -> None:
             call(q, k, k, mask, **named)
     with pytest.raises(Unsupported, match="expected output_attentions=False, got True"):
         attention(torch.nn.Module(), q, k, k, mask, output_attentions=True)
-    with pytest.raises(Unsupported, match="expected a paged cache in continuous batching, got Module without one"):
-        attention(torch.nn.Module(), q, k, k, mask, read_index=[])
     for named in ({"dropout": 0.5}, {"position_bias": q}, {"indices": q}, {"lift": 1}):
         with pytest.raises(Unsupported, match=f"expected .* without {next(iter(named))}, got some from Lifting"):
             attention(Lifting(), q, k, k, None, cache=object(), **named)
+
+
+# ---- models
+
+
+SMALL = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+GROUPED = {**SMALL, "num_key_value_heads": 2}
+TWO_SIDED = {"vocab_size": 64, "d_model": 64, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
+             "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "pad_token_id": 0}  # fmt: skip
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+          "image_size": 28, "patch_size": 14}  # fmt: skip
+SIDE = {**GROUPED, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 4}
+MODELS: dict[str, tuple[str, dict[str, Any], str]] = {  # what tiny models are made of, and what they are a case of
+    "phimoe": ("PhimoeForCausalLM", {**GROUPED, "sliding_window": 4, "num_local_experts": 2}, "a window of the mask alone"),
+    "splinter": ("SplinterModel", SMALL, "an encoder that does not say what it is"),
+    "align": ("AlignTextModel", SMALL, "another one"),
+    "clap": ("ClapTextModel", SMALL, "another one"),
+    "bart": ("BartForConditionalGeneration", TWO_SIDED, "a longer encoder without a mask"),
+    "t5": ("T5ForConditionalGeneration", {"vocab_size": 64, "d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 1,
+                                          "num_heads": 4}, "the same beside a bias of positions"),
+    "bigbird": ("BigBirdPegasusForCausalLM", TWO_SIDED, "a decoder that calls itself not causal"),
+    "t5gemma": ("T5GemmaForConditionalGeneration",
+                {"encoder": SIDE, "decoder": {**SIDE, "cross_attention_hidden_size": 64}, "vocab_size": 64},
+                "a window that cross-attention has not"),
+    "doge": ("DogeForCausalLM", {**GROUPED, "keep_window_size": 4}, "masks that are made of ours"),
+    "git": ("GitForCausalLM", {**SMALL, "vision_config": VISION}, "attention of its own"),
+}  # fmt: skip
+
+
+def tiny(name: str) -> Any:
+    family, options, _ = MODELS[name]
+    kind = getattr(transformers, family)
+    model = kind(kind.config_class(**options)).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.15, generator=generator)
+    return model
+
+
+def tokens(length: int, seed: int = 0) -> Any:
+    return torch.randint(3, 64, (ROWS, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("padded", ["none", "left", "right"])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_have_the_values_of_eager(name: str, padded: str) -> None:
+    model, shown = tiny(name), padding(padded, 13)
+    arguments = {"input_ids": tokens(13), "attention_mask": shown, "use_cache": False}
+    if model.config.is_encoder_decoder:
+        arguments["decoder_input_ids"] = tokens(5, seed=1)
+    found = []
+    for implementation in ("eager", ragged.NAME):
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            out = model(**arguments)
+        found.append(out.logits if hasattr(out, "logits") else out[0])
+    if shown is not None and not model.config.is_encoder_decoder:
+        found = [each[shown.bool()] for each in found]
+    assert (found[1] - found[0]).abs().max() <= 2e-5 * found[0].abs().max()
+
+
+@pytest.mark.parametrize("kind", ["plain", "window", "packed", "numbers", "training"])
+def test_absorbed_layers_carry_over_what_they_are_told(kind: str) -> None:
+    """Sinks, soft caps and windows; where lists of keys are needed, no soft cap."""
+    model = tiny_model("deepseek_v3")
+    layer, absorbed = (each.model.layers[0].self_attn for each in (model, ragged.absorb_mla(copy.deepcopy(model))))
+    model.set_attn_implementation(ragged.NAME)
+    function = masking_utils.causal_mask_function
+    if kind == "window":
+        function = masking_utils.sliding_window_causal_mask_function(3)
+    elif kind == "packed":
+        numbers = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [*range(7)]])
+        function = masking_utils.and_masks(function, masking_utils.packed_sequence_mask_function(numbers))
+    mask = _masks.mask(2, 7, 7, mask_function=function)
+    mask = mask + 0 if kind == "numbers" else mask
+    hidden = random(2, 7, model.config.hidden_size)
+    told = {"s_aux": random(model.config.num_attention_heads, seed=3), "softcap": 2.0}
+    by_lists = kind in ("numbers", "training")
+    with torch.set_grad_enabled(kind == "training"):
+        turned = model.model.rotary_emb(hidden, torch.arange(7)[None])
+        if by_lists:
+            with pytest.raises(Unsupported, match="expected lists of latents without a soft cap, got AbsorbedDeepseek"):
+                absorbed(hidden, turned, mask, **told)
+            del told["softcap"]
+        found, expected = (each(hidden, turned, mask, **told)[0] for each in (absorbed, layer))
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_masks_that_lists_of_latents_cannot_say_are_refused() -> None:
+    absorbed = ragged.absorb_mla(tiny_model("deepseek_v3")).model.layers[0].self_attn
+    query, latents = random(1, 4, 3, 24), random(1, 1, 3, 40)
+    with torch.no_grad():
+        with pytest.raises(Unsupported, match="expected one mask for all heads over latents, got one of shape"):
+            attention(absorbed, query, latents, latents, random(1, 4, 3, 3))
+        with pytest.raises(Unsupported, match="expected a mask over latents to be bool, or 0 and the smallest number"):
+            attention(absorbed, query, latents, latents, random(1, 1, 3, 3))
+        with pytest.raises(Unsupported, match="expected absorbed latent attention without a bias of positions, got"):
+            attention(absorbed, query, latents, latents, None, position_bias=random(1, 4, 3, 3))
+
+
+# ---- continuous batching
+
+
+def test_layers_attend_once_in_a_step_of_another_cache() -> None:
+    class Cache:
+        layer_to_allocator = (type("Allocator", (), {"layer_type": "linear_attention"}),)
+
+    layer, cache, x, edges = torch.nn.Module(), Cache(), random(1, 2, 3, WIDTH), torch.tensor([0, 3])
+    layer.layer_idx = 0  # type: ignore[assignment]
+    step: dict[str, Any] = {
+        "cu_seq_lens_q": edges,
+        "cu_seq_lens_k": {"linear_attention": edges},
+        "write_index": [edges],
+    }
+    other, twice = "got linear_attention", "expected layers that attend once in a step of continuous batching, got Mod"
+    for named, refused in ((step, other), (step, twice), ({**step, "write_index": [edges]}, other)):
+        with pytest.raises(Unsupported, match=refused):
+            attention(layer, x, x, x, None, cache=cache, **named)
+    with pytest.raises(Unsupported, match="expected continuous batching without masks, got one of Module's own"):
+        attention(layer, x, x, x, random(1, 1, 3, 3), cache=cache, **step)
+    with pytest.raises(Unsupported, match="expected continuous batching with a cache for each layer, got Module with"):
+        attention(layer, x, x, x, None, read_index=[edges], **step)
+
+
+def test_keys_are_gathered_where_a_layer_reads_them() -> None:
+    """As one does that attends twice, to the halves of its values, or repeats keys; else they stay in their pages."""
+    slots, edges = torch.tensor([9, 8, 2, 3, 1]), torch.tensor([0, 2, 5]).int()
+    tokens = random(12, GROUPS, WIDTH), random(12, GROUPS, WIDTH, seed=1)
+    pages = tuple(each[:, None] for each in tokens)
+    held = _continuous.Pages(tokens, pages, slots, edges, 3, 1)  # type: ignore[arg-type]
+    key, value = _continuous.Gathered(held, 0), _continuous.Gathered(held, 1)
+    query, layer = random(1, HEADS, 2, WIDTH, seed=2), module_of(True)
+    places = {"cu_seq_lens_q": torch.tensor([0, 1, 2]), "cu_seq_lens_k": edges, "read_index": [slots]}
+    found = [attention(layer, query, *each, None, **places)[0] for each in ((key, value), (key + 0, value + 0))]
+    torch.testing.assert_close(found[0], found[1])
+    whole, there = (each[slots].transpose(0, 1)[None] for each in tokens)
+    assert torch.equal(key + 0, whole)
+    for i, part in enumerate((slice(0, 2), slice(2, 5))):
+        alone = attention(layer, query[:, :, i : i + 1], whole[:, :, part], there[:, :, part], None)[0]
+        torch.testing.assert_close(found[0][:, i : i + 1], alone)
+    halves = [attention(layer, query, key, half, None, **places)[0] for half in value.chunk(2, dim=-1)]
+    torch.testing.assert_close(torch.cat(halves, -1), found[0])
+    swapped = attention(layer, query, key, key, None, **places)[0]
+    torch.testing.assert_close(swapped, attention(layer, query, key + 0, key + 0, None, **places)[0])
+    assert "ragged_paged_attention" in ragged.explain()
+
+
+def test_compressed_keys_get_what_padding_has_attended_to() -> None:
+    """Where layers mix tokens outside of attention, padding attends as in eager attention too."""
+    mixing = config(ragged.NAME)
+    mixing.compress_rates = {"heavily_compressed_attention": 4}
+    shown = torch.arange(5)[None] > 1
+    assert _masks.pattern_of(_masks.mask(1, 5, 5, attention_mask=shown, config=mixing)) is None
+    assert _masks.pattern_of(_masks.mask(1, 5, 5, config=mixing)) is not None
+    assert _masks.pattern_of(_masks.mask(1, 1, 5, 4, attention_mask=shown, config=mixing)) is not None

@@ -40,7 +40,7 @@ def attention(
             module's attribute of that name says so queries see the keys up to their own place, counted from the first,
             as transformers' SDPA attention has it.
         sliding_window: heeded in continuous batching only, which has no masks.
-        cache: in continuous batching the paged cache, of which `others` name the places.
+        cache: in continuous batching with transformers 5.23 the paged cache; `others` name its places.
 
     Returns:
         [B, L_q, H, D_v], and None in the place of weights.
@@ -56,7 +56,7 @@ def attention(
         "soft_cap": softcap or None,
         "sinks": None if s_aux is None else s_aux.float(),
     }
-    if cache is not None:
+    if cache is not None or others.get("read_index") is not None:
         expect_no_more_than_places(module, {"dropout": dropout or None, **others})
         if attention_mask is not None and pattern_of(attention_mask) is None:
             raise Unsupported(f"expected continuous batching without masks, got one of {type(module).__name__}'s own")
@@ -65,8 +65,6 @@ def attention(
             raise Unsupported(f"expected absorbed latent attention without continuous batching, got {kind} with it")
         known["sliding_window"] = sliding_window
         return _continuous.attend(module, query, key, value, cache, known, others), None
-    if others.get("read_index") is not None:
-        raise Unsupported(f"expected a paged cache in continuous batching, got {type(module).__name__} without one")
     rows = max(query.shape[0], key.shape[0])  # either may be one for all
     query, key, value = (tensor.expand(rows, -1, -1, -1) for tensor in (query, key, value))
     eager = own_attention(module, others)

@@ -5,14 +5,14 @@ from typing import Any
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.generation.continuous_batching import cache, continuous_api, initialization
 
+from ragged_attention.integrations.transformers import _continuous
 from ragged_attention.integrations.transformers._attention import attention
 from ragged_attention.integrations.transformers._masks import mask
 
 # Where continuous batching asks whether an implementation is flash attention: packed queries, no mask.
 ASKING = (cache, continuous_api, initialization)
 QUESTION = "is_flash_attention_requested"
-# From transformers 5.24 on layers have the paged cache gather all keys before they attend. Ours attends to them where
-# they lie, so it is handed the cache instead, as it is by transformers 5.23.
+# The cache whose `update` gathers all keys before a layer attends, which ours attends to where they lie.
 PAGED = cache.PagedAttentionCache
 
 
@@ -29,17 +29,13 @@ def _answer(asked: Any, ours: str) -> Any:
     return is_flash_attention_requested
 
 
-def _deferring(update: Any, ours: str) -> Any:
-    def deferred(
-        self: Any, key_states: Any, value_states: Any, layer_idx: int, kwargs: dict[str, Any]
-    ) -> tuple[Any, Any]:
-        if self.config._attn_implementation != ours:
-            return update(self, key_states, value_states, layer_idx, kwargs)
-        kwargs["cache"] = self
-        return key_states, value_states
+def _instead(asked: Any, ours: str) -> Any:
+    def update(self: Any, key_states: Any, value_states: Any, layer_idx: int, kwargs: dict[str, Any]) -> Any:
+        mine = self.config._attn_implementation == ours
+        return (_continuous.update if mine else asked)(self, key_states, value_states, layer_idx, kwargs)
 
-    deferred.asked = update  # type: ignore[attr-defined]
-    return deferred
+    update.asked = asked  # type: ignore[attr-defined]
+    return update
 
 
 def register(name: str) -> None:
@@ -50,7 +46,7 @@ def register(name: str) -> None:
         if not hasattr(asked, "asked"):
             setattr(module, QUESTION, _answer(asked, name))
     if not hasattr(PAGED.update, "asked"):
-        PAGED.update = _deferring(PAGED.update, name)  # type: ignore[method-assign]
+        PAGED.update = _instead(PAGED.update, name)  # type: ignore[method-assign]
 
 
 def unregister(name: str) -> None:

@@ -29,7 +29,7 @@ HARMLESS = {
 # Where continuous batching has put the keys of a step, for `_continuous`.
 PLACES = frozenset(
     ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "read_index", "write_index", "logits_indices",
-     "block_table", "k_cache", "v_cache")
+     "block_table", "k_cache", "v_cache", "window")
 )  # fmt: skip
 EAGER = "eager_attention_forward"  # how the functions are called, or how their names end
 

@@ -346,11 +346,12 @@ def mask(
     compiling = torch.compiler.is_compiling()
     if not compiling or _is_plain(q_length, mask_function, attention_mask, others):
         pattern = _pattern(use_vmap=others.get("use_vmap", False), **known)
-    elif torch.compiler.is_dynamo_compiling():
+    elif torch.compiler.is_dynamo_compiling() and not _is_one_graph():
         return _outside_the_graph(**others, **known, dtype=dtype)
     else:
         pattern = None
-    if pattern is None:
+    mixed = q_length > 1 and getattr(others.get("config"), "compress_rates", None) is not None
+    if pattern is None or (mixed and pattern.shown is not None):  # what padding attends to reaches other tokens
         return masking_utils.eager_mask(**whole)
     if compiling:  # whose graph has the numbers only where they are read
         made = masking_utils.eager_mask(**whole)
@@ -361,7 +362,15 @@ def mask(
     return Mask(pattern, (batch_size, 1, q_length, kv_length), dtype, device)
 
 
-@torch.compiler.disable(reason="a mask of packed sequences, images, chunks or a padded window is looked at by the host")
+@torch.compiler.assume_constant_result
+def _is_one_graph() -> bool:
+    """Whether the graph that is being compiled must not break."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return bool(getattr(InstructionTranslator.current_tx(), "one_graph", True))
+
+
+@torch.compiler.disable(reason="masks of packed sequences, images, chunks or padded windows are looked at by the host")
 def _outside_the_graph(**arguments: Any) -> torch.Tensor:
     return mask(**arguments)
 
