@@ -169,7 +169,7 @@ def test_packed_rows_and_functions_of_ones_own(maker: str) -> None:
     ):
         _calls.clear()
         whole, ours = masks(maker, LENGTH, None, options, **{"attention_mask": None, **arguments})
-        shown = arguments.get("attention_mask")
+        shown: Any = arguments.get("attention_mask")
         assert_attends_alike(whole, ours, LENGTH, LENGTH, None if shown is None else shown.bool())
         assert ("dense" in ragged.explain()) != (ours_take_it and maker != "chunked_causal"), arguments
     cache = DynamicCache()
@@ -451,6 +451,7 @@ def test_keywords_are_never_swallowed() -> None:
             call(q, k, k, mask, **named)
     with pytest.raises(Unsupported, match="expected output_attentions=False, got True"):
         attention(torch.nn.Module(), q, k, k, mask, output_attentions=True)
+    named: Any
     for named in ({"dropout": 0.5}, {"position_bias": q}, {"indices": q}, {"lift": 1}):
         with pytest.raises(Unsupported, match=f"expected .* without {next(iter(named))}, got some from Lifting"):
             attention(Lifting(), q, k, k, None, cache=object(), **named)
@@ -468,7 +469,7 @@ VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "n
           "image_size": 28, "patch_size": 14}  # fmt: skip
 SIDE = {**GROUPED, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 4}
 MODELS: dict[str, tuple[str, dict[str, Any], str]] = {  # what tiny models are made of, and what they are a case of
-    "phimoe": ("PhimoeForCausalLM", {**GROUPED, "sliding_window": 4, "num_local_experts": 2}, "a window of the mask alone"),
+    "phimoe": ("PhimoeForCausalLM", {**GROUPED, "sliding_window": 4, "num_local_experts": 2}, "a mask's own window"),
     "splinter": ("SplinterModel", SMALL, "an encoder that does not say what it is"),
     "align": ("AlignTextModel", SMALL, "another one"),
     "clap": ("ClapTextModel", SMALL, "another one"),

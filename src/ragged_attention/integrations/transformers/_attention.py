@@ -65,8 +65,9 @@ def attention(
             raise Unsupported(f"expected absorbed latent attention without continuous batching, got {kind} with it")
         known["sliding_window"] = sliding_window
         return _continuous.attend(module, query, key, value, cache, known, others), None
-    rows = max(query.shape[0], key.shape[0])  # either may be one for all
-    query, key, value = (tensor.expand(rows, -1, -1, -1) for tensor in (query, key, value))
+    if query.shape[0] != key.shape[0]:  # either may be one for all
+        rows = max(query.shape[0], key.shape[0])
+        query, key, value = (tensor.expand(rows, -1, -1, -1) for tensor in (query, key, value))
     eager = own_attention(module, others)
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     pattern = _pattern(module, attention_mask, query, key, causal, others)

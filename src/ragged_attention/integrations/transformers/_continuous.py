@@ -13,7 +13,7 @@ from ragged_attention.torch import ragged_paged_attention, varlen_attention
 
 # By cache and layer, the places of the step in which it was written last.
 _written: WeakKeyDictionary[Any, dict[int, Any]] = WeakKeyDictionary()
-_gather = PagedAttentionCache.update  # transformers' own, before which `_host` puts a function
+_gather: Any = PagedAttentionCache.update  # type: ignore[attr-defined]  # transformers' own, before which `_host` puts a function
 
 
 class Pages(NamedTuple):
@@ -30,7 +30,7 @@ class Pages(NamedTuple):
 class Gathered(torch.Tensor):
     """Keys or values [1, K, N, D] of a step's sequences, which are gathered only if something reads them."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, held: Pages, part: int) -> "Gathered":

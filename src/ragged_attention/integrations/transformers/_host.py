@@ -13,7 +13,7 @@ from ragged_attention.integrations.transformers._masks import mask
 ASKING = (cache, continuous_api, initialization)
 QUESTION = "is_flash_attention_requested"
 # The cache whose `update` gathers all keys before a layer attends, which ours attends to where they lie.
-PAGED = cache.PagedAttentionCache
+PAGED: Any = cache.PagedAttentionCache
 
 
 def _answer(asked: Any, ours: str) -> Any:
@@ -46,7 +46,7 @@ def register(name: str) -> None:
         if not hasattr(asked, "asked"):
             setattr(module, QUESTION, _answer(asked, name))
     if not hasattr(PAGED.update, "asked"):
-        PAGED.update = _instead(PAGED.update, name)  # type: ignore[method-assign]
+        PAGED.update = _instead(PAGED.update, name)
 
 
 def unregister(name: str) -> None:
@@ -55,4 +55,4 @@ def unregister(name: str) -> None:
     for module in ASKING:
         asked = getattr(module, QUESTION)
         setattr(module, QUESTION, getattr(asked, "asked", asked))
-    PAGED.update = getattr(PAGED.update, "asked", PAGED.update)  # type: ignore[method-assign]
+    PAGED.update = getattr(PAGED.update, "asked", PAGED.update)

@@ -17,15 +17,18 @@ from ragged_attention.errors import Unsupported
 KNOWN = frozenset(
     ("position_bias", "indices", "block_indices", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 )
-HARMLESS = {
-    # Queries and keys come rotated; the mask says who sees whom, packed sequences too.
-    "position_ids": "positions", "cache_position": "positions", "position_embeddings": "positions",
-    # The layer has put its keys and values into its cache, and has got all of them back.
-    "use_cache": "the cache", "past_key_values": "the cache",
-    # What a model returns, and how a loss is taken.
-    "return_dict": "results", "output_hidden_states": "results", "output_router_logits": "results",
-    "num_items_in_batch": "the loss", "labels": "the loss", "logits_to_keep": "the loss",
-}  # fmt: skip
+# Not for the attention itself.
+HARMLESS = frozenset(
+    (
+        # Queries and keys come rotated, and who sees whom is said by the mask.
+        "position_ids", "cache_position", "position_embeddings",
+        # The layer has put its keys and values into its cache, and has got all of them back.
+        "use_cache", "past_key_values",
+        # What a model returns, and how a loss is taken. Weights, which we have not, are refused.
+        "return_dict", "output_hidden_states", "output_router_logits", "output_attentions",
+        "num_items_in_batch", "labels", "logits_to_keep",
+    )
+)  # fmt: skip
 # Where continuous batching has put the keys of a step, for `_continuous`.
 PLACES = frozenset(
     ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "read_index", "write_index", "logits_indices",
@@ -47,8 +50,9 @@ def own_attention(module: torch.nn.Module, others: dict[str, Any]) -> Callable[.
 def expect_no_more_than_places(module: torch.nn.Module, others: dict[str, Any]) -> None:
     """Continuous batching takes no keyword beside those of its own."""
     unknown = _beside(PLACES, others)
-    if unknown and (unknown[0] in KNOWN or _who_takes(type(module), unknown) is not None):
-        raise Unsupported(f"expected continuous batching without {unknown[0]}, got some from {type(module).__name__}")
+    if unknown and (not KNOWN.isdisjoint(unknown) or _who_takes(type(module), unknown) is not None):
+        names = ", ".join(unknown)
+        raise Unsupported(f"expected continuous batching without {names}, got some from {type(module).__name__}")
 
 
 def _beside(known: frozenset[str], others: dict[str, Any]) -> tuple[str, ...]:
@@ -56,14 +60,15 @@ def _beside(known: frozenset[str], others: dict[str, Any]) -> tuple[str, ...]:
         raise Unsupported("expected output_attentions=False, got True: weights are not kept")
     return tuple(
         name for name, value in others.items()
-        if value is not None and name not in known and name not in HARMLESS and name != "output_attentions"
+        if value is not None and name not in known and name not in HARMLESS
     )  # fmt: skip
 
 
 @torch.compiler.assume_constant_result
 def _who_takes(kind: type, unknown: tuple[str, ...]) -> Callable[..., Any] | None:
     forward = inspect.unwrap(kind.forward)
-    eager = next((forward.__globals__[name] for name in forward.__code__.co_names if name.endswith(EAGER)), None)
+    names = [name for name in forward.__code__.co_names if name.endswith(EAGER)]
+    eager = next((forward.__globals__[name] for name in names if name in forward.__globals__), None)
     taken = () if eager is None else inspect.signature(eager).parameters
     named = str(forward.__code__.co_consts)
     for name in unknown:

@@ -78,7 +78,7 @@ class Mask(torch.Tensor):
 
     pattern: Pattern | None
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -176,7 +176,7 @@ def _changes_nothing(func: Any, mask: Mask, args: Any, kwargs: dict[str, Any]) -
     if func in (aten.detach.default, aten.alias.default, aten.clone.default):
         return True
     if func is aten.slice.Tensor:
-        dim, start, end, step = (*args[1:], *(0, None, None, 1)[len(args) - 1 :])
+        dim, start, end, step = tuple(args[1:]) + (0, None, None, 1)[len(args) - 1 :]
         return (start or 0) == 0 and (end is None or end >= mask.shape[dim]) and step == 1
     if func is aten._to_copy.default:
         return kwargs.keys() <= {"device", "dtype", "non_blocking"} and kwargs.get("dtype", mask.dtype) == mask.dtype
@@ -293,8 +293,8 @@ def _padding(mask: torch.Tensor | None, rows: int, first: Any, length: int, devi
     """Which of `length` keys, the first of which stands at `first`, a mask of padding shows; None if it shows all."""
     if mask is None:
         return None
-    mask = masking_utils.prepare_padding_mask(mask, length, first)
-    shown = mask[:, first : first + length].to(device=device, dtype=torch.bool).expand(rows, -1)
+    there: Any = masking_utils.prepare_padding_mask(mask, length, first)
+    shown = there[:, first : first + length].to(device=device, dtype=torch.bool).expand(rows, -1)
     compiling = torch.compiler.is_compiling()  # when the host cannot look
     return None if not compiling and bool(shown.all()) else shown
 
@@ -340,9 +340,11 @@ def mask(
     """The mask of our attention implementation; the arguments are those of transformers' mask interface."""
     if attention_mask is not None:
         attention_mask = attention_mask.bool()
-    known = dict(batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-                 mask_function=mask_function, attention_mask=attention_mask, device=device)  # fmt: skip
-    whole = {**others, **known, "dtype": dtype, "allow_is_bidirectional_skip": False}
+    known: dict[str, Any] = dict(
+        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+        mask_function=mask_function, attention_mask=attention_mask, device=device,
+    )  # fmt: skip
+    whole: dict[str, Any] = {**others, **known, "dtype": dtype, "allow_is_bidirectional_skip": False}
     compiling = torch.compiler.is_compiling()
     if not compiling or _is_plain(q_length, mask_function, attention_mask, others):
         pattern = _pattern(use_vmap=others.get("use_vmap", False), **known)
@@ -388,7 +390,7 @@ def _pattern(
 ) -> Pattern | None:
     def of_one_query() -> Pattern:
         """Which keys a row's only query sees, whatever the function is."""
-        row = masking_utils.sdpa_mask(
+        row: Any = masking_utils.sdpa_mask(
             batch_size, 1, kv_length, q_offset, kv_offset, mask_function, attention_mask,
             allow_is_causal_skip=False, use_vmap=use_vmap, device=device,
         )  # fmt: skip
