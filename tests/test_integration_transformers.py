@@ -145,7 +145,6 @@ def test_a_cache_is_read_where_it_lies() -> None:
     shown = torch.ones(2, 11, dtype=torch.bool)
     shown[1, :4] = False
     found = _layout.pages_of(room, room, shown)
-    assert found is not None
     k_pages, _, kv_lens, table = found
     assert kv_lens.tolist() == [11, 7]
     assert k_pages.data_ptr() == room.data_ptr()
@@ -160,11 +159,20 @@ def test_keys_and_values_that_lie_otherwise_become_pages_too() -> None:
     shown = torch.ones(2, 11, dtype=torch.bool)
     shown[1, :4] = False
     found = _layout.pages_of(key, value, shown)
-    assert found is not None
     k_pages, v_pages, kv_lens, table = found
     assert k_pages.data_ptr() == key.data_ptr()
     for pages, given in ((k_pages, key), (v_pages, value)):
         assert torch.equal(pages[table[1, : kv_lens[1]].long(), 0], given[1, :, 4:].transpose(0, 1))
+
+
+def test_one_key_a_row_lies_anyhow() -> None:
+    """Where a key is all that a row has, how far the next one would be is anyone's guess."""
+    key, value = torch.randn(3, 1, 2, 8).transpose(1, 2), torch.randn(3, 2, 1, 8)
+    shown = torch.tensor([[True], [False], [True]])
+    k_pages, v_pages, kv_lens, table = _layout.pages_of(key, value, shown)
+    assert kv_lens.tolist() == [1, 0, 1]
+    for pages, given in ((k_pages, key), (v_pages, value)):
+        assert torch.equal(pages[table[:, 0].long()][:, 0], given[:, :, 0])
 
 
 @each(("qwen3",))

@@ -202,6 +202,34 @@ def test_positions_are_no_packed_sequences_where_a_mask_or_a_cache_is_given() ->
         torch.testing.assert_close(found, eager_attention_forward(module.eval(), q, k, k, whole, WIDTH**-0.5)[0])
 
 
+def turned(tensor: Any) -> Any:
+    """The same, with the numbers of a key lying apart."""
+    return tensor.transpose(2, 3).contiguous().transpose(2, 3)
+
+
+@pytest.mark.parametrize("widths", [(512, 512), (264, 16), (12, 12), (8, 24)], ids=str)
+@pytest.mark.parametrize("maker", ["causal", "sliding_window_causal", "bidirectional"])
+def test_heads_of_any_size(maker: str, widths: tuple[int, int]) -> None:
+    """Wide ones in pages, where a prompt lies too, and those that do not fit pages packed; densely with a gradient."""
+    for q_len in (1, LENGTH):
+        for padded in ("none", "left", "right") if q_len > 1 else ("none",):
+            shown = padding(padded, q_len)
+            whole, ours = masks(maker, q_len, None, {"sliding_window": WINDOW}, attention_mask=shown)
+            q, k = random(ROWS, HEADS, q_len, widths[0]), random(ROWS, GROUPS, q_len, widths[0], seed=1)
+            v = random(ROWS, GROUPS, q_len, widths[1], seed=2)
+            expected, _ = eager_attention_forward(module_of(None), q, k, v, whole, scaling=0.1)
+            _calls.clear()
+            found = [attention(module_of(None), q, k, v, ours, scaling=0.1)[0]]
+            assert "dense" not in ragged.explain()
+            found.append(attention(module_of(None), q.requires_grad_(), k, v, ours, scaling=0.1)[0])
+            assert ("dense" in ragged.explain()) == (max(widths) > 256)
+            q.requires_grad_(False)
+            found.append(attention(module_of(None), q, turned(k), turned(v), ours, scaling=0.1)[0])
+            judged = torch.ones(ROWS, q_len).bool() if shown is None or maker == "bidirectional" else shown.bool()
+            for each in found:
+                torch.testing.assert_close(each[judged], expected[judged], rtol=2e-5, atol=2e-5)
+
+
 # ---- functions of masks, read by what they are
 
 

@@ -8,7 +8,14 @@ from ragged_attention.errors import Unsupported
 from ragged_attention.integrations.transformers import _continuous, _dense, _latent
 from ragged_attention.integrations.transformers._calls import note
 from ragged_attention.integrations.transformers._keywords import expect_no_more_than_places, own_attention
-from ragged_attention.integrations.transformers._layout import pages_of, queries_first, shown_first, told_edges
+from ragged_attention.integrations.transformers._layout import (
+    pages_of,
+    queries_first,
+    queries_last,
+    shown_first,
+    takes_pages,
+    told_edges,
+)
 from ragged_attention.integrations.transformers._masks import Pattern, as_numbers, pattern_of, seen
 from ragged_attention.torch import ragged_paged_attention, varlen_attention
 
@@ -87,11 +94,10 @@ def attention(
     if isinstance(pattern.end, int):
         key, value = key[:, :, : pattern.end], value[:, :, : pattern.end]
     known["sliding_window"] = pattern.window
-    if query.shape[2] == 1 and pattern.edges is None and not _needs_gradient(query, key, value):
-        pages = pages_of(key, value, pattern.shown)
-        if pages is not None:
-            note(module, "ragged_paged_attention")
-            return _decoded(query, *pages, known), None
+    wanted = query.shape[2] == 1 or _width(query, value) > LARGEST_HEAD
+    if wanted and _may_lie_in_pages(query, key, value, pattern):
+        note(module, "ragged_paged_attention")
+        return _over_pages(query, *pages_of(key, value, pattern.shown), pattern, known), None
     note(module, "varlen_attention")
     return _packed(query, key, value, pattern, known, others), None
 
@@ -130,6 +136,10 @@ def _whole(mask: Any, pattern: Pattern | None, query: torch.Tensor, key: torch.T
     return seen(pattern, rows, query.shape[2], key.shape[2], query.device)
 
 
+def _width(query: torch.Tensor, value: torch.Tensor) -> int:
+    return max(query.shape[-1], value.shape[-1])
+
+
 def _needs_gradient(*tensors: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
@@ -155,8 +165,8 @@ def _why_dense(
         return "its mask is no causal one, window or padding"
     if query.dtype not in DTYPES:
         return f"it is in {query.dtype}"
-    if max(query.shape[-1], value.shape[-1]) > LARGEST_HEAD:
-        return f"its heads have more than {LARGEST_HEAD} dimensions"
+    if (width := _width(query, value)) > LARGEST_HEAD and not _may_lie_in_pages(query, key, value, pattern):
+        return f"its heads have {width} dimensions"
     return None
 
 
@@ -176,20 +186,30 @@ def _densely(
     return _dense.attend(query, key, value, shown, bias=others.get("position_bias"), dropout=dropout, **known)
 
 
-# ---- decode over a cache
+# ---- over a cache
 
 
-def _decoded(
+def _may_lie_in_pages(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pattern: Pattern) -> bool:
+    return pattern.edges is None and takes_pages(query, value) and not _needs_gradient(query, key, value)
+
+
+def _over_pages(
     query: torch.Tensor,
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
     kv_lens: torch.Tensor,
     table: torch.Tensor,
+    pattern: Pattern,
     known: dict[str, Any],
 ) -> torch.Tensor:
-    edges = torch.arange(query.shape[0] + 1, dtype=torch.int32, device=query.device)
-    out = ragged_paged_attention(query[:, :, 0], (k_pages, v_pages), kv_lens, table, edges, max_q_len=1, **known)
-    return out[:, None]
+    rows, _, q_len, _ = query.shape
+    q, order = query.transpose(1, 2), queries_last(pattern, q_len)
+    q = q if order is None else q.take_along_dim(order, 1)
+    edges = torch.arange(rows + 1, dtype=torch.int32, device=query.device) * q_len
+    out = ragged_paged_attention(
+        q.flatten(0, 1), (k_pages, v_pages), kv_lens, table, edges, max_q_len=q_len, causal=pattern.causal, **known
+    ).unflatten(0, (rows, q_len))
+    return out if order is None else torch.empty_like(out).scatter_(1, order.expand_as(out), out)
 
 
 # ---- packed

@@ -9,6 +9,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 
 from ragged_attention.errors import Unsupported
 from ragged_attention.integrations.transformers._calls import note
+from ragged_attention.integrations.transformers._layout import takes_pages
 from ragged_attention.torch import ragged_paged_attention, varlen_attention
 
 # By cache and layer, the places of the step in which it was written last.
@@ -112,7 +113,7 @@ def attend(
     edges, q = places["cu_seq_lens_q"].int(), query[0].transpose(0, 1)
     if isinstance(key, Gathered) and isinstance(value, Gathered) and (key.part, value.part) == (0, 1):
         held = key.held
-        if value.held is held:
+        if value.held is held and takes_pages(query, value):
             note(module, "ragged_paged_attention")
             table = page_table(held.slots, held.cu_kv_lens, held.longest, held.page_size)
             return ragged_paged_attention(

@@ -12,8 +12,8 @@ import torch
 from ragged_attention.errors import Unsupported
 from ragged_attention.integrations.transformers._calls import note
 from ragged_attention.integrations.transformers._indexer import index
-from ragged_attention.integrations.transformers._layout import pages_of, queries_shown
-from ragged_attention.integrations.transformers._masks import Pattern, found_once, seen
+from ragged_attention.integrations.transformers._layout import pages_of, queries_last
+from ragged_attention.integrations.transformers._masks import Pattern, seen
 from ragged_attention.torch import ragged_mla_attention, sparse_mla_prefill
 
 NEEDED = ("expand_kv", "kv_b_proj", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "num_heads")
@@ -106,29 +106,13 @@ def _at_once(
         out = ragged_mla_attention(q.flatten(0, 1), pages, lens, table, edges, max_q_len=longest, **known)
         return out.unflatten(0, (rows, q_len))
     latents = latents[:, :, : pattern.end] if isinstance(pattern.end, int) else latents
-    found = pages_of(latents, latents, pattern.shown)
-    assert found is not None  # latents have just been put together, so they lie as pages do
-    pages, _, lens, table = found
-    shown, order = pattern.shown, None
-    if shown is not None and pattern.causal and q_len > 1:
-        order = found_once(
-            shown, ("padding first", q_len), lambda: _padding_first(queries_shown(pattern, shown, q_len))
-        )
+    pages, _, lens, table = pages_of(latents, latents, pattern.shown)
+    order = queries_last(pattern, q_len)
     q = q if order is None else q.take_along_dim(order, 1)
     edges = torch.arange(rows + 1, dtype=torch.int32, device=q.device) * q_len
     out = ragged_mla_attention(q.flatten(0, 1), pages, lens, table, edges, max_q_len=q_len, **known)
     out = out.unflatten(0, (rows, q_len))
     return out if order is None else torch.empty_like(out).scatter_(1, order.expand_as(out), out)
-
-
-def _padding_first(shown: torch.Tensor) -> torch.Tensor | None:
-    """The order [B, L_q, 1, 1] of queries in which the last are those that are shown; None if they are that already.
-
-    The last query of a row stands at its last key, so that padding in front of the others keeps these at their places.
-    """
-    if not torch.compiler.is_compiling() and bool((shown[:, 1:] >= shown[:, :-1]).all()):
-        return None
-    return torch.argsort(shown, dim=1, stable=True)[:, :, None, None]
 
 
 def _by_lists(

@@ -35,25 +35,50 @@ def queries_first(pattern: Pattern, shown: torch.Tensor, q_len: int) -> tuple[to
     return found_once(shown, ("queries", q_len, pattern.causal), lambda: _shown_first(real))
 
 
+def queries_last(pattern: Pattern, q_len: int) -> torch.Tensor | None:
+    """The order [B, L_q, 1, 1] of queries in which the last are those that are no padding; None if that is theirs.
+
+    The last query of a row stands at its last key, so that padding in front of the others keeps these at their places.
+    """
+    shown = pattern.shown
+    if shown is None or not pattern.causal or q_len == 1:
+        return None
+    return found_once(shown, ("padding first", q_len), lambda: _padding_first(queries_shown(pattern, shown, q_len)))
+
+
+def _padding_first(shown: torch.Tensor) -> torch.Tensor | None:
+    if not torch.compiler.is_compiling() and bool((shown[:, 1:] >= shown[:, :-1]).all()):
+        return None
+    return torch.argsort(shown, dim=1, stable=True)[:, :, None, None]
+
+
+def takes_pages(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether heads are of a size that operations over pages take."""
+    return all(tensor.shape[-1] % 8 == 0 and 16 <= tensor.shape[-1] <= 512 for tensor in (query, value))
+
+
 def pages_of(
     key: torch.Tensor, value: torch.Tensor, shown: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """A cache [B, K, L, D] as pages where it lies: k_pages, v_pages, kv_lens, page_indices; None if it cannot be.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A cache [B, K, L, D] as pages where it lies: k_pages, v_pages, kv_lens, page_indices.
 
     Without padding a row is a page. With it a page is one key, so that a row's list can leave keys out: page p begins p
-    keys behind the cache's first number, which is the same place in every head. Keys and values that do not lie alike,
-    such as those that a layer has just computed from latents, are copied where that makes them.
+    keys behind the cache's first number, which is the same place in every head. Keys and values that do not lie so, or
+    not alike, such as those that a layer has just computed from latents, are copied.
     """
     rows, _, length, _ = key.shape
     device = key.device
-    if shown is None and device.type == "cpu":  # where kernels are not compiled for a page size
+    in_rows = all(tensor.stride(3) == 1 for tensor in (key, value))
+    if shown is None and in_rows and device.type == "cpu":  # where kernels are not compiled for a page size
         table = torch.arange(rows, dtype=torch.int32, device=device)[:, None]
         return key.transpose(1, 2), value.transpose(1, 2), torch.full_like(table[:, 0], length), table
-    if _step(key) != _step(value):
-        key, value = key.contiguous(), value.contiguous()
     step = _step(key)
     if step is None or step != _step(value):
-        return None
+        step = key.shape[1] * length
+        key, value = (
+            tensor if _step(tensor) == step else tensor.clone(memory_format=torch.contiguous_format)
+            for tensor in (key, value)
+        )
     if shown is None:
         shown = torch.ones(rows, length, dtype=torch.bool, device=device)
     table, lens = found_once(shown, step, lambda: _listed(shown, step))
@@ -64,7 +89,7 @@ def pages_of(
         )
         for tensor in (key, value)
     )
-    return *pages, lens, table  # type: ignore[return-value]
+    return (*pages, lens, table)  # type: ignore[return-value]
 
 
 def _step(tensor: torch.Tensor) -> int | None:
