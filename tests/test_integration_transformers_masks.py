@@ -3,6 +3,7 @@
 import copy
 import inspect
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -574,8 +575,9 @@ def test_absorbed_layers_carry_over_what_they_are_told(kind: str) -> None:
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
 
 
-def test_masks_that_lists_of_latents_cannot_say_are_refused() -> None:
-    absorbed = ragged.absorb_mla(tiny_model("deepseek_v3")).model.layers[0].self_attn
+def test_masks_that_lists_of_latents_cannot_say_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ragged.absorb_mla(tiny_model("deepseek_v3"))
+    absorbed = model.model.layers[0].self_attn
     query, latents = random(1, 4, 3, 24), random(1, 1, 3, 40)
     with torch.no_grad():
         with pytest.raises(Unsupported, match="expected one mask for all heads over latents, got one of shape"):
@@ -584,6 +586,11 @@ def test_masks_that_lists_of_latents_cannot_say_are_refused() -> None:
             attention(absorbed, query, latents, latents, random(1, 1, 3, 3))
         with pytest.raises(Unsupported, match="expected absorbed latent attention without a bias of positions, got"):
             attention(absorbed, query, latents, latents, None, position_bias=random(1, 4, 3, 3))
+        monkeypatch.setattr(
+            sys.modules[type(model).__module__], "eager_attention_forward", lifting_eager_attention_forward
+        )
+        with pytest.raises(Unsupported, match="expected absorbed latent attention without keywords that only its own"):
+            attention(absorbed, query, latents, latents, None, lift=1.0)
 
 
 # ---- continuous batching

@@ -68,8 +68,7 @@ def attention(
         if attention_mask is not None and pattern_of(attention_mask) is None:
             raise Unsupported(f"expected continuous batching without masks, got one of {type(module).__name__}'s own")
         if _latent.is_absorbed(module):
-            kind = type(module).__name__
-            raise Unsupported(f"expected absorbed latent attention without continuous batching, got {kind} with it")
+            raise _latent.unsupported(module, "continuous batching")
         known["sliding_window"] = sliding_window
         return _continuous.attend(module, query, key, value, cache, known, others), None
     if query.shape[0] != key.shape[0]:  # either may be one for all
@@ -78,6 +77,8 @@ def attention(
     eager = own_attention(module, others)
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     pattern = _pattern(module, attention_mask, query, key, causal, others)
+    if eager is not None and _latent.is_absorbed(module):
+        raise _latent.unsupported(module, "keywords that only its own eager attention knows")
     if eager is not None:
         note(module, "the model's own eager attention", "it has keywords that only that knows")
         mask = _whole(attention_mask, pattern, query, key)
@@ -99,7 +100,9 @@ def attention(
         note(module, "ragged_paged_attention")
         return _over_pages(query, *pages_of(key, value, pattern.shown), pattern, known), None
     note(module, "varlen_attention")
-    return _packed(query, key, value, pattern, known, others), None
+    told = attention_mask is None or pattern_of(attention_mask).edges is None  # type: ignore[union-attr]
+    cu_kv_lens = others.get("cu_seq_lens_k") if told else None
+    return _packed(query, key, value, pattern, cu_kv_lens, known), None
 
 
 def _pattern(
@@ -220,8 +223,8 @@ def _packed(
     key: torch.Tensor,
     value: torch.Tensor,
     pattern: Pattern,
+    cu_kv_lens: torch.Tensor | None,
     known: dict[str, Any],
-    others: dict[str, Any],
 ) -> torch.Tensor:
     """Rows laid out one after another; with padding, that comes last in its row and is a sequence of its own there."""
     rows, heads, q_len, _ = query.shape
@@ -229,7 +232,6 @@ def _packed(
         return _without_padding(query, key, value, pattern, pattern.shown, known)
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     if pattern.edges is not None:
-        cu_kv_lens = others.get("cu_seq_lens_k")
         cu_q_lens, cu_kv_lens = pattern.edges, pattern.edges if cu_kv_lens is None else cu_kv_lens.int()
     else:
         sequences = torch.arange(rows + 1, dtype=torch.int32, device=query.device)

@@ -33,6 +33,10 @@ def is_absorbed(module: torch.nn.Module) -> bool:
     return isinstance(module, Absorbed)
 
 
+def unsupported(module: Any, what: str) -> Unsupported:
+    return Unsupported(f"expected absorbed latent attention without {what}, got {type(module).__name__} with it")
+
+
 def absorb(model: Any, name: str) -> Any:
     found = 0
     for module in model.modules():
@@ -64,7 +68,7 @@ def attend(
     """
     for what, is_there in (("dropout", dropout), ("a bias of positions", others.get("position_bias") is not None)):
         if is_there:
-            raise Unsupported(f"expected absorbed latent attention without {what}, got {type(module).__name__} with it")
+            raise unsupported(module, what)
     width, nope = module.kv_lora_rank, module.qk_nope_head_dim
     weight = module.kv_b_proj.weight.view(module.num_heads, nope + module.v_head_dim, width)
     q = torch.einsum("bhqn,hnl->bqhl", query[..., :nope], weight[:, :nope])
