@@ -509,6 +509,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {  # what tiny models are m
     "t5gemma": ("T5GemmaForConditionalGeneration",
                 {"encoder": SIDE, "decoder": {**SIDE, "cross_attention_hidden_size": 64}, "vocab_size": 64},
                 "a window that cross-attention has not"),
+    "modernbert": ("ModernBertModel", {**SMALL, "local_attention": 6, "deterministic_flash_attn": True},
+                   "windows to both sides, and gradients with the same bits"),
     "doge": ("DogeForCausalLM", {**GROUPED, "keep_window_size": 4}, "masks that are made of ours"),
     "git": ("GitForCausalLM", {**SMALL, "vision_config": VISION}, "attention of its own"),
 }  # fmt: skip
@@ -586,6 +588,10 @@ def test_masks_that_lists_of_latents_cannot_say_are_refused(monkeypatch: pytest.
             attention(absorbed, query, latents, latents, random(1, 1, 3, 3))
         with pytest.raises(Unsupported, match="expected absorbed latent attention without a bias of positions, got"):
             attention(absorbed, query, latents, latents, None, position_bias=random(1, 4, 3, 3))
+        with pytest.raises(
+            Unsupported, match="expected absorbed latent attention without deterministic gradients, got"
+        ):
+            attention(absorbed, query, latents, latents, None, deterministic=True)
         monkeypatch.setattr(
             sys.modules[type(model).__module__], "eager_attention_forward", lifting_eager_attention_forward
         )

@@ -102,6 +102,7 @@ def attention(
     note(module, "varlen_attention")
     told = attention_mask is None or pattern_of(attention_mask).edges is None  # type: ignore[union-attr]
     cu_kv_lens = others.get("cu_seq_lens_k") if told else None
+    known["deterministic"] = bool(others.get("deterministic"))
     return _packed(query, key, value, pattern, cu_kv_lens, known), None
 
 

@@ -15,8 +15,9 @@ from ragged_attention.errors import Unsupported
 
 # Read by our attention.
 KNOWN = frozenset(
-    ("position_bias", "indices", "block_indices", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-)
+    ("position_bias", "indices", "block_indices", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
+     "deterministic")
+)  # fmt: skip
 # Not for the attention itself.
 HARMLESS = frozenset(
     (

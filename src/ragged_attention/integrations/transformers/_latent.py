@@ -66,8 +66,10 @@ def attend(
 
     Where `pattern` is None, `mask` says who sees whom. `known` has the scale, soft cap and sinks.
     """
-    for what, is_there in (("dropout", dropout), ("a bias of positions", others.get("position_bias") is not None)):
-        if is_there:
+    wanted = {"dropout": dropout or None, "a bias of positions": others.get("position_bias"),
+              "deterministic gradients": others.get("deterministic") or None}  # fmt: skip
+    for what, value in wanted.items():
+        if value is not None:
             raise unsupported(module, what)
     width, nope = module.kv_lora_rank, module.qk_nope_head_dim
     weight = module.kv_b_proj.weight.view(module.num_heads, nope + module.v_head_dim, width)
