@@ -4,8 +4,8 @@
     ragged.register()
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation=ragged.NAME)
 
-Tested with transformers 5.23. One name serves `forward`, `generate`, `generate_batch` and training. Which operation a
-call becomes depends on what it is:
+Tested with transformers 5.23 and 5.24. One name serves `forward`, `generate`, `generate_batch` and training. Which
+operation a call becomes depends on what it is:
 
     training, prefill            `varlen_attention`, packed without the padding
     decode over a cache          `ragged_paged_attention` over the cache where it lies, padding left out by its pages
@@ -15,7 +15,8 @@ call becomes depends on what it is:
                                  `top_k_indices` in indexers
 
 What these do not take (dropout, position biases, masks of another form) is computed densely in torch, with the same
-result: slower, and with all logits of a layer in memory. `explain` says what went where, and why.
+result: slower, and with all logits of a layer in memory. `explain` says what went where, and why. Who sees whom is what
+the model's mask says; a keyword that is not known here is never ignored.
 """
 
 import importlib.metadata
@@ -28,7 +29,7 @@ __all__ = ["NAME", "PAGED_NAME", "absorb_mla", "explain", "register", "unregiste
 
 NAME = "ragged"
 PAGED_NAME = NAME  # what `generate_batch` takes
-OLDEST, NEWEST = (5, 23), (5, 24)  # interfaces: from this release to before that one
+OLDEST, NEWEST = (5, 23), (5, 25)  # interfaces: from this release to before that one
 
 
 def _check_host() -> None:
@@ -40,7 +41,7 @@ def _check_host() -> None:
         ) from None
     release = tuple(int(part) for part in version.split(".")[:2])
     if not OLDEST <= release < NEWEST:
-        tested = ".".join(map(str, OLDEST))
+        tested = "5.23 or 5.24"
         raise Unsupported(f"expected transformers {tested}, with which this was tested, got {version}")
 
 
@@ -48,7 +49,8 @@ def register() -> None:
     """Make `attn_implementation="ragged"` known to transformers; again is nothing.
 
     `generate_batch` takes two implementations by name and else only flash attention's: the functions by which its three
-    modules recognise those are replaced by ones that recognise ours too.
+    modules recognise those are replaced by ones that recognise ours too. Its cache's `update` is replaced by one that
+    leaves ours the keys where they lie.
 
     Raises:
         Unsupported: transformers is not installed, or is a release whose interfaces this was not written for.
@@ -80,7 +82,8 @@ def absorb_mla(model: Any) -> Any:
         The model.
 
     Raises:
-        Unsupported: it has no latent attention, or has it in a form that is not known here.
+        Unsupported: it has no latent attention, or has it in a form that is not known here. Calls are refused with
+            dropout, position biases, soft caps beside lists of keys, and in continuous batching.
     """
     register()
     from ragged_attention.integrations.transformers import _latent

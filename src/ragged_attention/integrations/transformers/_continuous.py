@@ -1,12 +1,82 @@
 """Continuous batching: attention over the pages of transformers' own cache."""
 
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
+from torch.utils._pytree import tree_map_only
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from ragged_attention.errors import Unsupported
 from ragged_attention.integrations.transformers._calls import note
+from ragged_attention.integrations.transformers._layout import takes_pages
 from ragged_attention.torch import ragged_paged_attention, varlen_attention
+
+# By cache and layer, the places of the step in which it was written last.
+_written: WeakKeyDictionary[Any, dict[int, Any]] = WeakKeyDictionary()
+_gather: Any = PagedAttentionCache.update  # type: ignore[attr-defined]  # transformers' own, before which `_host` puts a function
+
+
+class Pages(NamedTuple):
+    """A layer's part of a paged cache, and which of its tokens a step's sequences have, one sequence after another."""
+
+    tokens: tuple[torch.Tensor, torch.Tensor]
+    pages: tuple[torch.Tensor, torch.Tensor]
+    slots: torch.Tensor
+    cu_kv_lens: torch.Tensor
+    longest: int
+    page_size: int
+
+
+class Gathered(torch.Tensor):
+    """Keys or values [1, K, N, D] of a step's sequences, which are gathered only if something reads them."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, held: Pages, part: int) -> "Gathered":
+        _, heads, width = held.tokens[part].shape
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, (1, heads, held.slots.numel(), width), dtype=held.tokens[part].dtype, device=held.tokens[part].device
+        )
+
+    def __init__(self, held: Pages, part: int) -> None:
+        self.held, self.part = held, part
+
+    def numbers(self) -> torch.Tensor:
+        return self.held.tokens[self.part].index_select(0, self.held.slots).transpose(0, 1)[None]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(Gathered, Gathered.numbers, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def update(
+    cache: Any, key: torch.Tensor, value: torch.Tensor, layer: int, places: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `PagedAttentionCache.update` does, but that keys and values of full attention are not gathered.
+
+    `places` become those of the layer, in place, and `window` among them that of a cache which keeps no more.
+    """
+    allocator = cache.layer_to_allocator[layer]
+    kind = allocator.layer_type
+    if kind == "full_attention" and places["read_index"][allocator.index].numel():
+        tokens = allocator._kv_token_views[layer]
+        for there, new in zip(tokens, (key, value), strict=True):
+            there.index_copy_(0, places["write_index"][allocator.index], new[0].transpose(0, 1))
+        places["cu_seq_lens_k"] = places["cu_seq_lens_k"][kind].int()
+        places["max_length_k"] = int(places["max_length_k"][kind])
+        held = Pages(
+            tokens, allocator._kv_page_views[layer], places["read_index"][allocator.index], places["cu_seq_lens_k"],
+            places["max_length_k"], allocator.tokens_per_page,
+        )  # fmt: skip
+        return Gathered(held, 0), Gathered(held, 1)
+    if kind == "sliding_attention":
+        places["window"] = allocator.sliding_window
+    elif kind != "full_attention":
+        raise Unsupported(f"expected full or sliding attention in continuous batching, got {kind}")
+    return _gather(cache, key, value, layer, places)
 
 
 def attend(
@@ -18,43 +88,55 @@ def attend(
     known: dict[str, Any],
     places: dict[str, Any],
 ) -> torch.Tensor:
-    """One step of a layer: new keys and values are written, then each sequence attends to its own.
+    """One step of a layer: each sequence attends to its own.
 
     Args:
-        query, key, value: [1, H or K, T, D], the new tokens of all sequences, one after another.
-        cache: transformers' paged cache.
+        query: [1, H, T, D], the new tokens of all sequences, one after another.
+        key, value: what `update` returned; or, if there is a `cache`, what is to be written first.
+        cache: transformers' paged cache, up to transformers 5.23. Later layers have updated it themselves.
         known: scale, soft cap, sinks and window, by the names of our operations.
-        places: `cu_seq_lens_q`, `max_length_q`, and by kind of layer or cache `cu_seq_lens_k`, `max_length_k`,
-            `read_index` and `write_index`, as continuous batching makes them.
+        places: `cu_seq_lens_q`, `max_length_q`, and `cu_seq_lens_k`, `max_length_k`, `read_index` and `write_index`,
+            those by kind of layer or cache until `update` has made them those of the layer.
 
     Returns:
         [1, T, H, D_v].
+
+    Raises:
+        Unsupported: the layer is of another kind, or has keys and values of which nothing is known.
     """
-    allocator = cache.layer_to_allocator[module.layer_idx]
-    kind = allocator.layer_type
-    edges, cu_kv_lens = places["cu_seq_lens_q"].int(), places["cu_seq_lens_k"][kind].int()
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    if kind == "full_attention":
-        slots = places["read_index"][allocator.index]
-        _write(allocator, module.layer_idx, k, v, places["write_index"][allocator.index])
-        if slots.numel():
+    if cache is not None:
+        places = dict(places)
+        _expect_once(module, cache, places)
+        key, value = update(cache, key, value, module.layer_idx, places)
+    if known["sliding_window"] is None:
+        known = {**known, "sliding_window": places.get("window")}
+    edges, q = places["cu_seq_lens_q"].int(), query[0].transpose(0, 1)
+    if isinstance(key, Gathered) and isinstance(value, Gathered) and (key.part, value.part) == (0, 1):
+        held = key.held
+        if value.held is held and takes_pages(query, value):
             note(module, "ragged_paged_attention")
-            pages = allocator._kv_page_views[module.layer_idx]
-            table = page_table(slots, cu_kv_lens, int(places["max_length_k"][kind]), allocator.tokens_per_page)
-            longest = places.get("max_length_q")
-            return ragged_paged_attention(q, pages, cu_kv_lens.diff(), table, edges, max_q_len=longest, **known)[None]
-    elif kind == "sliding_attention":
-        keys, values = cache.update(key, value, module.layer_idx, places)
-        k, v = keys[0].transpose(0, 1), values[0].transpose(0, 1)
-    else:
-        raise Unsupported(f"expected full or sliding attention in continuous batching, got {kind}")
+            table = page_table(held.slots, held.cu_kv_lens, held.longest, held.page_size)
+            return ragged_paged_attention(
+                q, held.pages, held.cu_kv_lens.diff(), table, edges, max_q_len=places.get("max_length_q"), **known
+            )[None]
+    cu_kv_lens = places["cu_seq_lens_k"]
+    if not isinstance(cu_kv_lens, torch.Tensor):
+        raise Unsupported(
+            f"expected continuous batching with a cache for each layer, got {type(module).__name__} without one"
+        )
     note(module, "varlen_attention")
-    return varlen_attention(q, k, v, edges, cu_kv_lens, causal=True, **known)[None]
+    k, v = (tensor[0].transpose(0, 1) for tensor in (key, value))
+    return varlen_attention(q, k, v, edges, cu_kv_lens.int(), causal=True, **known)[None]
 
 
-def _write(allocator: Any, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-    for tokens, new in zip(allocator._kv_token_views[layer], (k, v), strict=True):
-        tokens.index_copy_(0, slots, new)
+def _expect_once(module: Any, cache: Any, places: dict[str, Any]) -> None:
+    """A layer that attends again in a step would write again, over what it has written."""
+    step, written = places.get("write_index"), _written.setdefault(cache, {})
+    if step is not None and written.get(module.layer_idx) is step:
+        raise Unsupported(
+            f"expected layers that attend once in a step of continuous batching, got {type(module).__name__}"
+        )
+    written[module.layer_idx] = step
 
 
 def page_table(slots: torch.Tensor, cu_kv_lens: torch.Tensor, longest: int, page_size: int) -> torch.Tensor:

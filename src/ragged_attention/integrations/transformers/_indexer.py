@@ -29,10 +29,15 @@ class Indexed:
         attention_mask: torch.Tensor,
         position_ids: torch.Tensor | None = None,
         past_key_values: Any = None,
+        cache: Any = None,
     ) -> torch.Tensor:
-        """The keys [B, L_q, N] that each query attends to, in ascending order, then -1; `attention_mask` is 3D."""
+        """The keys [B, L_q, N] that each query attends to, in ascending order, then -1; `attention_mask` is 3D.
+
+        The cache is `past_key_values` up to transformers 5.23.
+        """
         del position_ids
-        q, keys, weights = operands(self, hidden_states, q_resid, position_embeddings, past_key_values)
+        cache = past_key_values if cache is None else cache
+        q, keys, weights = operands(self, hidden_states, q_resid, position_embeddings, cache)
         note(self, "indexer_logits")
         (rows, q_len), length = q.shape[:2], keys.shape[1]
         start = torch.arange(rows, dtype=torch.int32, device=q.device).repeat_interleave(q_len) * length
@@ -52,7 +57,7 @@ def operands(
     hidden_states: torch.Tensor,
     q_resid: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
-    past_key_values: Any,
+    cache: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What `indexer_logits` takes, by rows: q [B, L_q, H, D], keys [B, L_k, D] with those of the cache, weights."""
     rotary = indexer.qk_rope_head_dim
@@ -61,8 +66,8 @@ def operands(
     turned = rotate_of(indexer)(q[..., :rotary], keys[..., :rotary], *position_embeddings, unsqueeze_dim=2)
     q, keys = (torch.cat((part, x[..., rotary:]), -1) for part, x in zip(turned, (q, keys), strict=True))
     keys = keys.squeeze(2)
-    if past_key_values is not None:
-        keys = past_key_values.update_indexer(keys, indexer.layer_idx)
+    if cache is not None:
+        keys = cache.update_indexer(keys, indexer.layer_idx)
     weights = indexer.weights_proj(hidden_states.to(indexer.weights_proj.weight.dtype)).float()
     weights = weights * (indexer.n_heads**-0.5 * indexer.softmax_scale)
     dtype = q.dtype if q.dtype in DTYPES and q.dtype == keys.dtype else torch.float32

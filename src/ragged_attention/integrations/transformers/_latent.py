@@ -12,8 +12,8 @@ import torch
 from ragged_attention.errors import Unsupported
 from ragged_attention.integrations.transformers._calls import note
 from ragged_attention.integrations.transformers._indexer import index
-from ragged_attention.integrations.transformers._layout import packed_edges, pages_of, whole_mask
-from ragged_attention.integrations.transformers._masks import found_once
+from ragged_attention.integrations.transformers._layout import pages_of, queries_last
+from ragged_attention.integrations.transformers._masks import Pattern, seen
 from ragged_attention.torch import ragged_mla_attention, sparse_mla_prefill
 
 NEEDED = ("expand_kv", "kv_b_proj", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "num_heads")
@@ -31,6 +31,10 @@ class Absorbed:
 
 def is_absorbed(module: torch.nn.Module) -> bool:
     return isinstance(module, Absorbed)
+
+
+def unsupported(module: Any, what: str) -> Unsupported:
+    return Unsupported(f"expected absorbed latent attention without {what}, got {type(module).__name__} with it")
 
 
 def absorb(model: Any, name: str) -> Any:
@@ -53,15 +57,20 @@ def attend(
     query: torch.Tensor,
     latents: torch.Tensor,
     mask: torch.Tensor | None,
-    sm_scale: float,
+    pattern: Pattern | None,
+    known: dict[str, Any],
     dropout: float,
     others: dict[str, Any],
-    cache: Any,
 ) -> torch.Tensor:
-    """Attention of an absorbed module: queries [B, H, L_q, D], latents [B, 1, L_k, L + R]; returns [B, L_q, H, D_v]."""
-    if cache is not None or dropout:
-        what = "continuous batching" if cache is not None else "dropout"
-        raise Unsupported(f"expected absorbed latent attention without {what}, got {type(module).__name__} with it")
+    """Attention of an absorbed module: queries [B, H, L_q, D], latents [B, 1, L_k, L + R]; returns [B, L_q, H, D_v].
+
+    Where `pattern` is None, `mask` says who sees whom. `known` has the scale, soft cap and sinks.
+    """
+    wanted = {"dropout": dropout or None, "a bias of positions": others.get("position_bias"),
+              "deterministic gradients": others.get("deterministic") or None}  # fmt: skip
+    for what, value in wanted.items():
+        if value is not None:
+            raise unsupported(module, what)
     width, nope = module.kv_lora_rank, module.qk_nope_head_dim
     weight = module.kv_b_proj.weight.view(module.num_heads, nope + module.v_head_dim, width)
     q = torch.einsum("bhqn,hnl->bqhl", query[..., :nope], weight[:, :nope])
@@ -69,73 +78,87 @@ def attend(
     padding = -latents.shape[-1] % ALIGNMENT, -width % ALIGNMENT
     if padding[0]:
         q, latents = (torch.nn.functional.pad(tensor, (0, padding[0])) for tensor in (q, latents))
-    d_v = width + padding[1]
+    known = {**known, "d_v": width + padding[1]}
     gradient = torch.is_grad_enabled() and (q.requires_grad or latents.requires_grad)
-    if gradient or others.get("indices") is not None or (mask is not None and mask.ndim == 4):
+    at_once = pattern is not None and _is_within(pattern, latents)
+    if gradient or others.get("indices") is not None or not at_once:
         note(module, "sparse_mla_prefill")
-        out = _by_lists(q, latents, mask, others, d_v, sm_scale)
+        if known.pop("soft_cap") is not None:
+            raise Unsupported(f"expected lists of latents without a soft cap, got {type(module).__name__} with one")
+        whole = None if pattern is not None else _seen_by(mask, q.shape[0], q.shape[1], latents.shape[2])
+        out = _by_lists(q, latents, whole, pattern, others, known)
     else:
         note(module, "ragged_mla_attention")
-        out = _at_once(q, latents, mask, others, d_v, sm_scale)
+        assert pattern is not None
+        out = _at_once(q, latents, pattern, others, known)
     return torch.einsum("bqhl,hvl->bqhv", out[..., :width], weight[:, nope:])
 
 
+def _is_within(pattern: Pattern, latents: torch.Tensor) -> bool:
+    return isinstance(pattern.end, torch.Tensor) or pattern.end is None or pattern.end <= latents.shape[2]
+
+
 def _at_once(
-    q: torch.Tensor, latents: torch.Tensor, mask: torch.Tensor | None, others: dict[str, Any], d_v: int, sm_scale: float
+    q: torch.Tensor, latents: torch.Tensor, pattern: Pattern, others: dict[str, Any], known: dict[str, Any]
 ) -> torch.Tensor:
     """Each query with the keys up to its own place in its row, without padding, or in its packed sequence."""
-    (rows, q_len), length = q.shape[:2], latents.shape[2]
-    edges = packed_edges(rows, q_len, length, others) if mask is None else mask if mask.ndim == 1 else None
-    if edges is not None:
+    rows, q_len = q.shape[:2]
+    known = {**known, "causal": pattern.causal, "sliding_window": pattern.window}
+    if (edges := pattern.edges) is not None:
         lens = edges.diff()
         longest = int(others.get("max_length_q") or lens.max())
         table = edges[:-1, None] + torch.arange(longest, dtype=torch.int32, device=q.device)
         pages = latents.flatten(0, 2)[:, None, None]  # of one key, so that a sequence may begin anywhere
-        out = ragged_mla_attention(
-            q.flatten(0, 1), pages, lens, table, edges, max_q_len=longest, d_v=d_v, sm_scale=sm_scale
-        )
+        out = ragged_mla_attention(q.flatten(0, 1), pages, lens, table, edges, max_q_len=longest, **known)
         return out.unflatten(0, (rows, q_len))
-    found = pages_of(latents, latents, mask)
-    assert found is not None  # latents have just been put together, so they lie as pages do
-    pages, _, lens, table = found
-    order = None
-    if mask is not None and q_len > 1:
-        order = found_once(mask, ("padding first", q_len), lambda: _padding_first(mask[:, -q_len:]))
+    latents = latents[:, :, : pattern.end] if isinstance(pattern.end, int) else latents
+    pages, _, lens, table = pages_of(latents, latents, pattern.shown)
+    order = queries_last(pattern, q_len)
     q = q if order is None else q.take_along_dim(order, 1)
     edges = torch.arange(rows + 1, dtype=torch.int32, device=q.device) * q_len
-    out = ragged_mla_attention(q.flatten(0, 1), pages, lens, table, edges, max_q_len=q_len, d_v=d_v, sm_scale=sm_scale)
+    out = ragged_mla_attention(q.flatten(0, 1), pages, lens, table, edges, max_q_len=q_len, **known)
     out = out.unflatten(0, (rows, q_len))
     return out if order is None else torch.empty_like(out).scatter_(1, order.expand_as(out), out)
 
 
-def _padding_first(shown: torch.Tensor) -> torch.Tensor | None:
-    """The order [B, L_q, 1, 1] of queries in which the last are those that are shown; None if they are that already.
-
-    The last query of a row stands at its last key, so that padding in front of the others keeps these at their places.
-    """
-    if not torch.compiler.is_compiling() and bool((shown[:, 1:] >= shown[:, :-1]).all()):
-        return None
-    return torch.argsort(shown, dim=1, stable=True)[:, :, None, None]
-
-
 def _by_lists(
-    q: torch.Tensor, latents: torch.Tensor, mask: torch.Tensor | None, others: dict[str, Any], d_v: int, sm_scale: float
+    q: torch.Tensor,
+    latents: torch.Tensor,
+    whole: torch.Tensor | None,
+    pattern: Pattern | None,
+    others: dict[str, Any],
+    known: dict[str, Any],
 ) -> torch.Tensor:
     """Each query with the list of its keys, some queries at a time, so that lists of all keys stay small."""
     (rows, q_len), length = q.shape[:2], latents.shape[2]
-    mask = packed_edges(rows, q_len, length, others) if mask is None else mask
     flat, first = latents.flatten(0, 2)[:, None], torch.arange(rows, device=q.device)[:, None, None] * length
     parts = []
     for start in range(0, q_len, QUERIES):
         queries = slice(start, start + QUERIES)
-        shown = whole_mask(mask, rows, q_len, length, causal=True, queries=queries, device=q.device)[:, 0].expand(
-            rows, -1, -1
-        )
-        lists = _lists(shown if shown.dtype == torch.bool else shown == 0, queries, others.get("indices"))
+        if pattern is not None:
+            sees = seen(pattern, rows, q_len, length, q.device, queries)
+        else:
+            assert whole is not None
+            sees = whole[:, :, queries]
+        lists = _lists(sees[:, 0], queries, others.get("indices"))
         lists = torch.where(lists < 0, -1, lists + first).int().flatten(0, 1)[:, None]
-        out, _, _ = sparse_mla_prefill(q[:, queries].flatten(0, 1), flat, lists, d_v=d_v, sm_scale=sm_scale)
+        out, _, _ = sparse_mla_prefill(q[:, queries].flatten(0, 1), flat, lists, **known)
         parts.append(out.unflatten(0, (rows, -1)))
     return torch.cat(parts, 1)
+
+
+def _seen_by(mask: Any, rows: int, q_len: int, length: int) -> torch.Tensor:
+    """A mask that no pattern stands for, bool [B, 1, L_q, L_k]: lists of keys can say no more than which are seen."""
+    if mask.ndim > 2 and mask.shape[-3] != 1:
+        raise Unsupported(f"expected one mask for all heads over latents, got one of shape {tuple(mask.shape)}")
+    if mask.dtype != torch.bool:
+        hidden = mask <= torch.finfo(mask.dtype).min / 2
+        if torch.compiler.is_compiling() or bool(((mask != 0) & ~hidden).any()):
+            raise Unsupported(
+                "expected a mask over latents to be bool, or 0 and the smallest number, got other numbers"
+            )
+        mask = ~hidden
+    return mask.expand(rows, 1, q_len, length)
 
 
 def _lists(shown: torch.Tensor, queries: slice, indices: torch.Tensor | None) -> torch.Tensor:

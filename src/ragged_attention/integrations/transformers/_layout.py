@@ -1,41 +1,84 @@
 """Where transformers keeps keys and values, in the terms of our operations."""
 
+import functools
+import inspect
 from typing import Any
 
 import torch
 
-from ragged_attention.integrations.transformers._masks import edges_of, found_once
-
-
-def is_padding(mask: torch.Tensor | None) -> bool:
-    """Whether a mask of `_masks.mask` says no more than which keys are padding."""
-    return mask is None or mask.ndim == 2
+from ragged_attention.integrations.transformers._masks import Pattern, edges_of, found_once
 
 
 def shown_first(shown: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The keys of each row, those that are shown first and in their order; and how many are shown."""
-    return found_once(shown, "order", lambda: (torch.argsort(~shown, dim=1, stable=True), shown.sum(1)))
+    return found_once(shown, "order", lambda: _shown_first(shown))
+
+
+def _shown_first(shown: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.argsort(~shown, dim=1, stable=True), shown.sum(1)
+
+
+def queries_shown(pattern: Pattern, shown: torch.Tensor, q_len: int) -> torch.Tensor:
+    """Which queries [B, L_q] are no padding; unless causal, none of them is known to be any."""
+    if not pattern.causal:
+        return shown.new_ones(shown.shape[0], q_len)
+    if isinstance(pattern.end, torch.Tensor):
+        return shown[:, pattern.end - q_len + torch.arange(q_len, device=shown.device)]
+    return shown if q_len == shown.shape[1] else shown[:, -q_len:]
+
+
+def queries_first(pattern: Pattern, shown: torch.Tensor, q_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The queries of each row, those that are no padding first, in the same way as the keys."""
+    real = queries_shown(pattern, shown, q_len)
+    if real is shown:
+        return shown_first(shown)
+    return found_once(shown, ("queries", q_len, pattern.causal), lambda: _shown_first(real))
+
+
+def queries_last(pattern: Pattern, q_len: int) -> torch.Tensor | None:
+    """The order [B, L_q, 1, 1] of queries in which the last are those that are no padding; None if that is theirs.
+
+    The last query of a row stands at its last key, so that padding in front of the others keeps these at their places.
+    """
+    shown = pattern.shown
+    if shown is None or not pattern.causal or q_len == 1:
+        return None
+    return found_once(shown, ("padding first", q_len), lambda: _padding_first(queries_shown(pattern, shown, q_len)))
+
+
+def _padding_first(shown: torch.Tensor) -> torch.Tensor | None:
+    if not torch.compiler.is_compiling() and bool((shown[:, 1:] >= shown[:, :-1]).all()):
+        return None
+    return torch.argsort(shown, dim=1, stable=True)[:, :, None, None]
+
+
+def takes_pages(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether heads are of a size that operations over pages take."""
+    return all(tensor.shape[-1] % 8 == 0 and 16 <= tensor.shape[-1] <= 512 for tensor in (query, value))
 
 
 def pages_of(
     key: torch.Tensor, value: torch.Tensor, shown: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """A cache [B, K, L, D] as pages where it lies: k_pages, v_pages, kv_lens, page_indices; None if it cannot be.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A cache [B, K, L, D] as pages where it lies: k_pages, v_pages, kv_lens, page_indices.
 
     Without padding a row is a page. With it a page is one key, so that a row's list can leave keys out: page p begins p
-    keys behind the cache's first number, which is the same place in every head. Keys and values that do not lie alike,
-    such as those that a layer has just computed from latents, are copied where that makes them.
+    keys behind the cache's first number, which is the same place in every head. Keys and values that do not lie so, or
+    not alike, such as those that a layer has just computed from latents, are copied.
     """
     rows, _, length, _ = key.shape
     device = key.device
-    if shown is None and device.type == "cpu":  # where kernels are not compiled for a page size
+    in_rows = all(tensor.stride(3) == 1 for tensor in (key, value))
+    if shown is None and in_rows and device.type == "cpu":  # where kernels are not compiled for a page size
         table = torch.arange(rows, dtype=torch.int32, device=device)[:, None]
         return key.transpose(1, 2), value.transpose(1, 2), torch.full_like(table[:, 0], length), table
-    if _step(key) != _step(value):
-        key, value = key.contiguous(), value.contiguous()
     step = _step(key)
     if step is None or step != _step(value):
-        return None
+        step = key.shape[1] * length
+        key, value = (
+            tensor if _step(tensor) == step else tensor.clone(memory_format=torch.contiguous_format)
+            for tensor in (key, value)
+        )
     if shown is None:
         shown = torch.ones(rows, length, dtype=torch.bool, device=device)
     table, lens = found_once(shown, step, lambda: _listed(shown, step))
@@ -46,7 +89,7 @@ def pages_of(
         )
         for tensor in (key, value)
     )
-    return *pages, lens, table  # type: ignore[return-value]
+    return (*pages, lens, table)  # type: ignore[return-value]
 
 
 def _step(tensor: torch.Tensor) -> int | None:
@@ -61,44 +104,30 @@ def _listed(shown: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]
     return (torch.arange(shown.shape[0], device=shown.device)[:, None] * step + order).int(), lens.int()
 
 
-def packed_edges(rows: int, q_len: int, kv_len: int, others: dict[str, Any]) -> torch.Tensor | None:
-    """The edges of sequences that only the arguments tell of: named, or seen by positions that do not go on."""
+def told_edges(
+    module: torch.nn.Module, pattern: Pattern, query: torch.Tensor, key: torch.Tensor, others: dict[str, Any]
+) -> torch.Tensor | None:
+    """Edges of packed sequences of which a mask does not know, though its layer is told.
+
+    By their lengths; or, where there is neither a cache nor a mask of padding, by positions that begin again at 0, if
+    the layer turns queries and keys by them: some models leave them out where they make their mask.
+    """
     if others.get("cu_seq_lens_q") is not None:
         return others["cu_seq_lens_q"].int()
-    positions = others.get("position_ids")
-    if positions is None or not q_len == kv_len > 1 or torch.compiler.is_compiling():
+    positions, (rows, _, q_len, _) = others.get("position_ids"), query.shape
+    if positions is None or others.get("use_cache") is not False or not pattern.causal or pattern.told:
         return None
-    if positions.ndim != 2 or positions.shape != (rows, q_len):
+    if not q_len == key.shape[2] > 1 or positions.shape != (rows, q_len) or torch.compiler.is_compiling():
         return None
-    numbers = (positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1).cumsum(1)
-    return edges_of(numbers) if bool(numbers[:, -1].any()) else None
+    if not _turns(type(module)):
+        return None
+    begins = positions[:, 1:] == 0
+    goes_on = positions.diff(dim=1) == 1
+    if not bool(begins.any() & (begins | goes_on).all() & (positions[:, 0] == 0).all()):
+        return None
+    return edges_of(torch.nn.functional.pad(begins, (1, 0)).cumsum(1))
 
 
-def whole_mask(
-    mask: torch.Tensor | None,
-    rows: int,
-    q_len: int,
-    kv_len: int,
-    *,
-    causal: bool,
-    window: int | None = None,
-    queries: slice = slice(None),
-    device: Any = "cpu",
-) -> torch.Tensor:
-    """Whatever `_masks.mask` made as a mask [B, 1, queries, L_k]: bool, or numbers where it was of numbers.
-
-    The last query stands at the last key, behind which a cache of fixed size may have room.
-    """
-    if mask is not None and mask.ndim == 4:
-        return mask[:, :, queries, :kv_len]
-    end = mask.shape[1] if mask is not None and mask.ndim == 2 else kv_len
-    position = torch.arange(end - q_len, end, device=device)[queries, None]
-    key = torch.arange(kv_len, device=device)
-    seen = key <= position if causal else key < end
-    if window is not None:
-        seen = seen & (key > position - window)
-    seen = seen.expand(rows, 1, position.shape[0], kv_len)
-    if mask is not None and mask.ndim == 1:
-        number = torch.bucketize(torch.arange(rows * kv_len, device=device), mask[1:], right=True).view(rows, kv_len)
-        return seen & (number[:, queries, None] == number[:, None])[:, None]
-    return seen if mask is None else seen & torch.nn.functional.pad(mask, (0, kv_len - end))[:, None, None]
+@functools.cache
+def _turns(kind: type) -> bool:
+    return "position_embeddings" in inspect.signature(kind.forward).parameters
