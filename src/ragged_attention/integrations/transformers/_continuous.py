@@ -14,7 +14,7 @@ from ragged_attention.torch import ragged_paged_attention, varlen_attention
 
 # By cache and layer, the places of the step in which it was written last.
 _written: WeakKeyDictionary[Any, dict[int, Any]] = WeakKeyDictionary()
-_gather: Any = PagedAttentionCache.update  # type: ignore[attr-defined]  # transformers' own, before which `_host` puts a function
+_gather: Any = vars(PagedAttentionCache)["update"]  # transformers' own, before which `_host` puts a function
 
 
 class Pages(NamedTuple):
