@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.shards import in_shard
 from ragged_attention.testing.drawing import PROFILES, examples_of
 from tests import durations
 from tests.durations import Durations
@@ -114,13 +115,6 @@ def allowance(known: Durations) -> float:
 
     steps = sorted({taken * seconds for cases, seconds in known.slow.values() for taken in range(1, cases + 1)})
     return next((each for each in reversed(steps) if fits(each)), 0.0)
-
-
-def in_shard(node: str, shard: str) -> bool:
-    """Whether a test belongs to shard "WHICH/COUNT"."""
-    which, _, count = shard.rpartition("/")
-    wanted = int(which) if which.isdecimal() else zlib.crc32(which.encode())
-    return zlib.crc32(node.encode()) % int(count) == wanted % int(count)
 
 
 def check_of(item: pytest.Item) -> str:
