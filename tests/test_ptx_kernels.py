@@ -25,7 +25,7 @@ import triton.language as tl  # noqa: E402
 
 from ragged_attention.testing import ptx  # noqa: E402
 from tests.apart import printed  # noqa: E402
-from tests.test_ptx_calls import ARCHITECTURES  # noqa: E402
+from tests.test_ptx_calls import SEEDS  # noqa: E402
 
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 SPECIALISES = VERSION >= (3, 9)  # before, Triton makes no such code for sm_90
@@ -234,7 +234,7 @@ KERNELS: dict[str, Callable[[str], None]] = {
 
 
 def main() -> None:
-    for arch in ARCHITECTURES:
+    for arch in SEEDS:
         for name, function in KERNELS.items():
             begun, error = time.perf_counter(), ""
             try:
@@ -255,7 +255,7 @@ def answers() -> dict[tuple[str, str], str]:
 
 
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", SEEDS)
 def test_a_kernel_is_right_and_nothing_is_reported(arch: str, name: str, answers: dict[tuple[str, str], str]) -> None:
     assert not answers[arch, name], answers[arch, name]
 
