@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.shards import in_shard
 from ragged_attention.testing.suite import corners, laws
 from tests import tiers
 
@@ -39,7 +40,7 @@ def test_the_covering_part_has_every_law(name: str) -> None:
 
 def test_shards_part_the_tests() -> None:
     nodes = [f"test_some.py::test_one[{number}]" for number in range(300)]
-    shards = [{node for node in nodes if tiers.in_shard(node, f"{which}/4")} for which in range(4)]
+    shards = [{node for node in nodes if in_shard(node, f"{which}/4")} for which in range(4)]
     assert set.union(*shards) == set(nodes)
     assert sum(map(len, shards)) == len(nodes)
     assert min(map(len, shards)) > 40
@@ -49,8 +50,8 @@ def test_any_text_names_a_shard() -> None:
     commit = "4a61f0b1"
     which = zlib.crc32(commit.encode()) % 16
     node = next(f"{number}" for number in range(999) if zlib.crc32(f"{number}".encode()) % 16 == which)
-    assert tiers.in_shard(node, f"{commit}/16")
-    assert not tiers.in_shard(node, f"{which + 1}/16")
+    assert in_shard(node, f"{commit}/16")
+    assert not in_shard(node, f"{which + 1}/16")
 
 
 @pytest.mark.parametrize("prefix", tiers.SHARES)

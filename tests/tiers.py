@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.shards import in_shard
 from ragged_attention.testing.drawing import PROFILES, examples_of
 
 TIERS = ("covering", "rest", "all")
@@ -224,13 +225,6 @@ def subject_of(check: str) -> str:
     """What a check is about, as its name begins: "corner: latent decode"."""
     kind, _, name = check.partition(": ")
     return f"{kind}: {name.partition(',')[0]}" if "," in name else kind
-
-
-def in_shard(node: str, shard: str) -> bool:
-    """Whether a test belongs to shard "WHICH/COUNT"."""
-    which, _, count = shard.rpartition("/")
-    wanted = int(which) if which.isdecimal() else zlib.crc32(which.encode())
-    return zlib.crc32(node.encode()) % int(count) == wanted % int(count)
 
 
 def _check_of(item: pytest.Item) -> str:
