@@ -13,6 +13,11 @@ def note(module: torch.nn.Module, operation: str, reason: str = "") -> None:
         _calls[type(module).__name__, operation, reason] += 1
 
 
+def counts() -> dict[tuple[str, str, str], int]:
+    """How often calls of a class of modules became an operation, for a reason or for none ("")."""
+    return dict(_calls)
+
+
 def explain() -> str:
     lines = [
         f"{count:8d} {module}: {operation}" + (f", since {reason}" if reason else "")
