@@ -10,7 +10,7 @@ INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --constraint
 # Tests start many processes; where bytecode is not kept, each compiles the package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-shard check conformance compile-matrix ptx-faults cuda-compile predictions flash-mla-matrix tpu-compile bench bench-cpu bench-transformers vllm-check docs docs-site status dist release device-prepare device-rehearsal clean
+.PHONY: demo test test-all test-shard check conformance compile-matrix ptx-faults cuda-compile predictions flash-mla-matrix tpu-compile bench bench-cpu bench-transformers transformers-models vllm-check docs docs-site status dist release device-prepare device-rehearsal clean
 
 demo: .venv/demo
 	$(BIN)/ragged-attention demo $(ARGS)
@@ -75,6 +75,10 @@ bench-cpu: .venv/all
 # Models of transformers with its attention and with ours, on a CPU; ARGS=--save keeps what was measured.
 bench-transformers: .venv/all
 	$(BIN)/python -m benchmarks.transformers_cpu $(ARGS)
+
+# Every family of models in transformers, tiny: the same results? ARGS=--save keeps what was found.
+transformers-models: .venv/all
+	$(BIN)/python -m benchmarks.transformers_models $(ARGS)
 
 # Tiny models in vLLM on a CPU, with its attention and with ours; needs 3 GB of disk for an environment of its own.
 vllm-check: .venv-vllm/all

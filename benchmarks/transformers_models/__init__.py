@@ -1,0 +1,1 @@
+"""Every family of models in transformers, tiny, with our attention and with its own."""

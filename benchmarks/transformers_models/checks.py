@@ -1,0 +1,70 @@
+"""What is compared of a model: each way to use it, with transformers' own attention and with ours."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.transformers_models.images import BEHIND
+from benchmarks.transformers_models.outcomes import Outcome, compare
+from benchmarks.transformers_models.running import (
+    Inputs,
+    continuous_batching,
+    generate,
+    left_padding,
+    logits,
+    packed_or_alone,
+    packed_training,
+    padded_training,
+    right_padding,
+    static_cache,
+    train,
+)
+from ragged_attention.errors import Unsupported
+from ragged_attention.integrations import transformers as ragged
+
+
+def compare_absorbed(model: Any, exact: Any, another: Any) -> Iterator[Outcome]:
+    """After `absorb_mla`, where that takes `another` model like this one."""
+    try:
+        absorbed = ragged.absorb_mla(another)
+    except Unsupported:
+        return
+    for run in (generate, left_padding, padded_training):
+        yield compare(model, exact, run, ours=absorbed)
+    yield compare(model, exact, packed_or_alone, packed_training, ours=absorbed)
+
+
+def compare_images(model: Any, exact: Any, inputs: Inputs) -> Iterator[Outcome]:
+    """Prompts with images, and training with them where they have text."""
+    yield compare(model, exact, lambda each, name: generate(each, name, inputs))
+    if "input_ids" in inputs:
+        labels = inputs["input_ids"].clone()
+        labels[:, :-BEHIND] = -100
+        yield compare(model, exact, lambda each, name: train(each, name, [inputs | {"labels": labels}]))
+
+
+def compare_all(
+    model: Any, exact: Any, another: Any, kind: str, images: Inputs | None
+) -> Iterator[tuple[str, Outcome]]:
+    """All checks that a model takes, by the columns of the table; the last may hang.
+
+    Args:
+        model: what is judged.
+        exact: the same model in float32; this one itself if it is that.
+        another: one more like it, which may be changed.
+        kind: one of `building.KINDS`.
+        images: prompts with images, if it takes some.
+    """
+    yield "generate", compare(model, exact, generate)
+    for run in (logits, left_padding, right_padding):
+        yield "logits", compare(model, exact, run)
+    yield "static cache", compare(model, exact, static_cache, generate)
+    yield "padded", compare(model, exact, padded_training)
+    if kind != "seq2seq":
+        yield "packed", compare(model, exact, packed_or_alone, packed_training)
+    if images is not None:
+        for outcome in compare_images(model, exact, images):
+            yield "images", outcome
+    for outcome in compare_absorbed(model, exact, another):
+        yield "absorbed", outcome
+    if kind == "causal" and exact is model and not model.config.is_encoder_decoder:
+        yield "batching", compare(model, exact, continuous_batching)

@@ -1,0 +1,180 @@
+"""Ways to use a model: each runs it with one attention and returns tensors.
+
+Those of generation are the logits of tokens that are given to it, so that no choice between two likely ones hides or
+magnifies a difference.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers.data.data_collator import DataCollatorWithFlattening
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+from benchmarks.transformers_models.outcomes import EAGER, Result
+from benchmarks.transformers_models.sizes import VOCABULARY
+from ragged_attention.integrations import transformers as ragged
+
+Inputs = dict[str, torch.Tensor]
+
+ROWS, LENGTH, NEW = 3, 17, 10
+PADDING = (4, 0, 10)  # of each row
+
+
+def tokens(rows: int = ROWS, length: int = LENGTH, seed: int = 0) -> torch.Tensor:
+    return torch.randint(4, VOCABULARY - 4, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def padding(*, right: bool = False) -> torch.Tensor:
+    """Which of the tokens are none: 1 for those that are."""
+    left = (torch.arange(LENGTH) >= torch.tensor(PADDING)[:, None]).long()
+    return left.flip(1) if right else left
+
+
+DECODED = tokens(length=9, seed=5)  # of a decoder behind an encoder
+SEQUENCES = [tokens(1, length, seed=length)[0].tolist() for length in (5, 9, 3, 12)]
+PROMPTS = [tokens(1, length, seed=length)[0].tolist() for length in (3, 11, 7, 30, 5)]
+PROMPTS.append([*PROMPTS[3][:20], 7, 8])  # shares a beginning
+
+
+class Given(LogitsProcessor):
+    """Lets `generate` choose given tokens, the same in each row."""
+
+    def __init__(self) -> None:
+        self._left = iter(tokens(1, NEW, seed=99)[0].tolist())
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        del input_ids
+        chosen = torch.full_like(scores, -torch.inf)
+        chosen[..., next(self._left)] = 0.0
+        return chosen
+
+
+# ---- checks
+
+
+def generate(model: Any, attention: str, inputs: Inputs | None = None, **options: Any) -> Result:
+    """Prompts with padding on the left, and tokens behind them."""
+    model.eval().set_attn_implementation(attention)
+    inputs = in_dtype(model, inputs or {"input_ids": tokens(), "attention_mask": padding()})
+    model.generation_config.update(pad_token_id=0, eos_token_id=None)
+    with torch.no_grad():
+        made = model.generate(
+            **inputs, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, num_beams=1, use_cache=True,
+            logits_processor=LogitsProcessorList([Given()]), output_logits=True, return_dict_in_generate=True,
+            disable_compile=True, **options,
+        )  # fmt: skip
+    return (torch.stack(made.logits, 1),)
+
+
+def in_dtype(model: Any, inputs: Inputs) -> Inputs:
+    """Inputs with images in the numbers of the model."""
+    return {name: value.to(model.dtype) if value.is_floating_point() else value for name, value in inputs.items()}
+
+
+def static_cache(model: Any, attention: str) -> Result:
+    return generate(model, attention, cache_implementation="static")
+
+
+def logits(model: Any, attention: str, mask: torch.Tensor | None = None) -> Result:
+    """Of one forward pass, those of padding left out."""
+    model.eval().set_attn_implementation(attention)
+    inputs = {"input_ids": tokens()} | ({} if mask is None else {"attention_mask": mask})
+    decodes = model.config.is_encoder_decoder
+    inputs |= {"decoder_input_ids": DECODED} if decodes else {}
+    with torch.no_grad():
+        found = model(**inputs, use_cache=False).logits
+    return (found if mask is None or decodes else found[mask.bool()],)
+
+
+def left_padding(model: Any, attention: str) -> Result:
+    return logits(model, attention, padding())
+
+
+def right_padding(model: Any, attention: str) -> Result:
+    return logits(model, attention, padding(right=True))
+
+
+def train(model: Any, attention: str, batches: Sequence[Inputs], weights: Sequence[float] = (1.0,)) -> Result:
+    """The loss over some batches and its gradients, which stand in one tensor."""
+    model.train().set_attn_implementation(attention)
+    model.zero_grad()
+    losses = torch.stack([model(**in_dtype(model, batch), use_cache=False).loss for batch in batches])
+    loss = losses @ torch.tensor(weights, dtype=losses.dtype)
+    loss.backward()
+    found = [torch.zeros(each.numel()) if each.grad is None else each.grad.flatten() for each in model.parameters()]
+    model.zero_grad()
+    gradients = torch.cat([each.float() for each in found])
+    return loss.detach(), gradients
+
+
+def padded_training(model: Any, attention: str) -> Result:
+    """A batch with padding on the left; a decoder behind an encoder has text of its own, without padding."""
+    mask = padding()
+    labels = tokens().masked_fill(mask == 0, -100)
+    labels[:, 1:][mask[:, :-1] == 0] = -100  # what padding predicts is not specified
+    labels = DECODED if model.config.is_encoder_decoder else labels
+    return train(model, attention, [{"input_ids": tokens(), "attention_mask": mask, "labels": labels}])
+
+
+def packed_training(model: Any, attention: str) -> Result:
+    """Sequences in one row, which their positions part."""
+    collate: Any = DataCollatorWithFlattening(return_flash_attn_kwargs=False)
+    return train(model, attention, [dict(collate([{"input_ids": each, "labels": each} for each in SEQUENCES]))])
+
+
+def packed_or_alone(model: Any, attention: str) -> Result:
+    """`packed_training`; of transformers' own attention that of each sequence alone, whose mean loss is the same."""
+    if attention != EAGER:
+        return packed_training(model, attention)
+    counts = [len(each) - 1 for each in SEQUENCES]
+    batches = [{"input_ids": torch.tensor([each]), "labels": torch.tensor([each])} for each in SEQUENCES]
+    return train(model, attention, batches, [count / sum(counts) for count in counts])
+
+
+def continuous_batching(model: Any, attention: str) -> Result:
+    """The tokens of `generate_batch`; of transformers' own those of `sdpa`, if they are those of `generate`."""
+    if attention == ragged.NAME:
+        return _batched(model, ragged.PAGED_NAME)
+    made, alone = _batched(model, "sdpa"), _alone(model)
+    if not torch.equal(*made, *alone):
+        raise ValueError("generate_batch chooses other tokens than generate")
+    return made
+
+
+def _batched(model: Any, attention: str) -> Result:
+    model.eval().set_attn_implementation(attention)
+    errors = Errors()
+    log = logging.getLogger("ContinuousBatchingLogger")
+    log.handlers, log.propagate = [errors], False
+    made = model.generate_batch(
+        PROMPTS,
+        generation_config=GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0),
+        continuous_batching_config=ContinuousBatchingConfig(
+            page_size=8, num_blocks=40, max_batch_tokens=24, max_requests_per_batch=8
+        ),
+        warmup=False,
+    )
+    found = [made[name].generated_tokens for name in sorted(made, key=lambda name: int(name.rpartition("_")[2]))]
+    if [len(each) for each in found] != [NEW] * len(PROMPTS):
+        raise errors.last or RuntimeError(f"expected {NEW} tokens for each of {len(PROMPTS)} prompts, got {found}")
+    return (torch.tensor(found),)
+
+
+def _alone(model: Any) -> Result:
+    """The tokens that `generate` chooses behind each prompt."""
+    model.eval().set_attn_implementation(EAGER)
+    model.generation_config.update(pad_token_id=0, eos_token_id=None)
+    made = [model.generate(torch.tensor([each]), max_new_tokens=NEW, do_sample=False) for each in PROMPTS]
+    return (torch.cat([each[:, -NEW:] for each in made]),)
+
+
+class Errors(logging.Handler):
+    """Keeps what a thread of continuous batching raised last, which it only logs."""
+
+    last: BaseException | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.last = (record.exc_info and record.exc_info[1]) or self.last

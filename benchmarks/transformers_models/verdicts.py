@@ -1,0 +1,69 @@
+"""What is said of a family, from the record of what was found out about it.
+
+A record has "family", "kind" and, as far as it came, "unbuilt" or "refused" (why), "checks" (outcomes by columns),
+"calls" (what each attention call became: class, operation, reason), "kinds" and "own" of `watching`, and "ended".
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.transformers_models.outcomes import CRASHES, DIFFERS, EQUAL, NOT_JUDGED, REFUSED
+
+Record = Mapping[str, Any]
+COLUMNS = ("generate", "logits", "static cache", "padded", "packed", "batching", "absorbed", "images")
+WRONG = (DIFFERS, CRASHES)
+SIGNS = {EQUAL: "=", DIFFERS: "differs", REFUSED: "refused", CRASHES: "crashes", NOT_JUDGED: ""}
+DENSE = "dense attention in torch"
+
+
+def verdict(record: Record) -> str:
+    """One of the verdicts of docs/transformers_models.md, and behind a colon why."""
+    if "unbuilt" in record:
+        return f"cannot be built: {record['unbuilt']}"
+    checks = record.get("checks", {})
+    found = [(column, word, why) for column, outcomes in checks.items() for word, why in outcomes]
+    for wanted in (*WRONG, REFUSED):
+        columns: dict[str, list[str]] = {}  # by what is said of them
+        for column, word, why in found:
+            if word == wanted:
+                columns.setdefault("" if wanted == DIFFERS else f" ({why})", []).append(column)
+        if columns:
+            return f"{wanted}: " + "; ".join(", ".join(dict.fromkeys(each)) + why for why, each in columns.items())
+    if "ended" in record:
+        return f"{CRASHES}: {record['ended']}"
+    if not any(word == EQUAL for _, word, _ in found):
+        return f"cannot be built: {found[0][2] if found else 'nothing was compared'}"
+    return "; ".join(_equal(record))
+
+
+def _equal(record: Record) -> list[str]:
+    calls = [call for call in record["calls"] if not call[0].startswith("Absorbed")]
+    reasons = list(dict.fromkeys(reason for _, operation, reason in calls if operation == DENSE))
+    own = ", ".join(record["own"])
+    if not calls:
+        if own:
+            return [f"own code: {own}"]
+        return ["no softmax"]
+    if not reasons:
+        said = [EQUAL]
+    elif all(operation == DENSE for _, operation, _ in calls):
+        said = [f"dense: {', '.join(reasons)}"]
+    else:
+        said = [f"{EQUAL}, partly dense: {', '.join(reasons)}"]
+    return said + ([f"partly own code: {own}"] if own else [])
+
+
+def is_wrong(record: Record) -> bool:
+    return verdict(record).partition(":")[0] in WRONG
+
+
+def cells(record: Record) -> list[str]:
+    """The columns of the table."""
+    signs = []
+    for column in COLUMNS:
+        words = [word for word, _ in record.get("checks", {}).get(column, ())]
+        worst = next((word for word in (*WRONG, REFUSED, EQUAL) if word in words), NOT_JUDGED)
+        signs.append(SIGNS[worst])
+    if "text_only" in record:
+        signs[-1] = f"text only: {record['text_only']}"
+    return [record["family"], ", ".join(record.get("kinds", ())), verdict(record), *signs]
