@@ -107,3 +107,8 @@ def test_any_text_names_a_shard() -> None:
     node = next(f"{number}" for number in range(999) if zlib.crc32(f"{number}".encode()) % 16 == which)
     assert in_shard(node, f"{commit}/16")
     assert not in_shard(node, f"{which + 1}/16")
+
+
+def test_the_longest_of_many_cases_does_not_count() -> None:
+    assert durations.typical([1.0, 1.0, 40.0, 4.0]) == 2.0
+    assert durations.typical([1.0, 3.0]) == 2.0

@@ -152,7 +152,7 @@ def known() -> dict[str, Any]:
 
 
 def main(argv: Iterable[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="tools/versions.py", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="tools/versions.py", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(ENVIRONMENTS)}; default: all")
     parser.add_argument("--save", action="store_true", help=f"write the outcome to {PAGE.relative_to(ROOT)}")
     options, arguments = parser.parse_known_args(argv)

@@ -198,8 +198,8 @@ def write_indexer_cache(
         cache: uint8 [P, G, 1, D + 4]: a page holds the e4m3 values of its G keys, then their G float32 scales. Its
             bytes follow each other, pages may lie apart. This is DeepGEMM's layout.
         slot_mapping: i32 or i64 [T], the slot `page * G + offset` of each token; -1, and anything else outside
-            [0, P * G), is skipped. NumPy arrays may be of i64 without `jax_enable_x64` too, but not as arguments of
-            the caller's own `jax.jit`, which wraps them before this function sees them.
+            [0, P * G), is skipped. jax takes NumPy arrays of i64 without `jax_enable_x64` too, but not as
+            arguments of the caller's own `jax.jit`, which wraps them before this function sees them.
         power_of_two: round scales up to a power of two.
         backend, options: as in `ragged_paged_attention`.
 

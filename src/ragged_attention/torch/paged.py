@@ -207,7 +207,9 @@ def write_kv_pages(
             copied, and the scales are theirs already.
         kv_pages: combined pages or a pair, as `ragged_paged_attention` takes them.
         slot_mapping: i32 or i64 [T], the slot `page * G + offset` of each token; -1, and anything else outside
-            [0, P * G), is skipped. A tuple `(page_indices, kv_lens, cu_q_lens)` is taken as those three.
+            [0, P * G), is skipped. jax takes NumPy arrays of i64 without `jax_enable_x64` too, but not as
+            arguments of the caller's own `jax.jit`, which wraps them before this function sees them. A tuple
+            `(page_indices, kv_lens, cu_q_lens)` is taken as those three.
         page_indices, kv_lens, cu_q_lens, num_seqs: the tables of the attention call instead of slots: token i of a
             sequence goes to position `kv_len - q_len + i`. A page index outside [0, P) is skipped.
         k_scale, v_scale: what is stored is `k / k_scale`, in float32, rounded to nearest even and saturating at the
