@@ -158,6 +158,7 @@ def main() -> int:
         print(f"{dist.get_world_size()} processes on {device.type}; largest difference from one device:")
         for name, difference in zip(differences, worst.tolist(), strict=True):
             print(f"  {name:<20} {difference:.1e} {'' if difference < BOUND else 'TOO FAR'}".rstrip())
+    dist.barrier()  # gloo ends a process that leaves while another still talks to it
     dist.destroy_process_group()
     return 0 if good else 1
 

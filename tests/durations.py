@@ -35,7 +35,7 @@ class Durations:
         for group, (cases, seconds) in ran.items():
             slow.pop(group, None)
             if cases * seconds >= QUICK:
-                slow[group] = cases, round(seconds, 2)
+                slow[group] = cases, round(seconds, 4)
             else:
                 quick[file_of(group)] = quick.get(file_of(group), 0) + cases * seconds
         return Durations(
