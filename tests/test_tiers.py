@@ -45,9 +45,7 @@ def test_what_is_known_is_of_tests_that_exist(group: str) -> None:
 
 def test_cases_are_left_out_evenly_and_one_stays_if_it_is_not_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "BUDGET", 20.0)
-    known = Durations(
-        {"test_a.py::test_long": (2, 100.0), "test_a.py::test": (40, 5), "test_b.py::test": (9, 1)}, {}
-    )
+    known = Durations({"test_a.py::test_long": (2, 100.0), "test_a.py::test": (40, 5), "test_b.py::test": (9, 1)}, {})
     groups = {group: [f"{group}[{number}]" for number in range(cases)] for group, (cases, _) in known.slow.items()}
     groups["test_c.py::test_new"] = [f"test_c.py::test_new[{number}]" for number in range(20)]
     taken = covering(groups, known)
