@@ -1,6 +1,7 @@
 """How long tests take, by groups: what tests/tiers.py chooses by, and what keeps that up to date.
 
-A group is the cases of one test, and where the test runs the suite, those of one runner and one operation. Groups that
+A group is the cases of one test, where the test runs the suite those of one runner and one operation, and where it is
+marked with `each` those of one value. Groups that
 take a second or more stand in tests/durations.json with the number of their cases and the mean seconds of one; quick
 ones are summed up by files, for they always run whole. `pytest --keep-durations`, on an idle machine and over whole
 files, replaces what is known of the groups that it runs; groups whose test is gone are dropped.
@@ -55,9 +56,11 @@ def known() -> Durations:
     return Durations({group: (cases, seconds) for group, (cases, seconds) in record["slow"].items()}, record["quick"])
 
 
-def group_of(node: str, check: str) -> str:
-    """The group of a test by its id and the check of the suite that it runs, or ""."""
+def group_of(node: str, check: str = "", value: str = "") -> str:
+    """The group of a test by its id, and by the check of the suite that it runs or the value of `each`."""
     node = node.removeprefix("tests/")
+    if value:
+        return f"{node.partition('[')[0]}[{value}]"
     if check and node.endswith(f"{check}]"):
         return f"{node.removesuffix(f'{check}]')}{subject_of(check)}]"
     return node.partition("[")[0]

@@ -332,6 +332,7 @@ def watched(check: Check) -> Check:
 # ---- tests
 
 
+@pytest.mark.each("name")
 @pytest.mark.parametrize("name", [str(check) for check in (*calls(), *others(""))])
 @pytest.mark.parametrize("arch", SEEDS)
 def test_a_call_is_right_and_nothing_is_reported(arch: str, name: str) -> None:

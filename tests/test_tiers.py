@@ -73,7 +73,8 @@ def test_groups_are_those_of_a_test_a_runner_and_an_operation() -> None:
         durations.group_of(node, "law: packed, gradients have their sums")
         == "test_laws.py::test_law[jax-xla-law: packed]"
     )
-    assert durations.group_of("tests/test_some.py::test_one[a-b[c]]", "") == "test_some.py::test_one"
+    assert durations.group_of("tests/test_some.py::test_one[a-b[c]]") == "test_some.py::test_one"
+    assert durations.group_of("tests/test_some.py::test_one[sm_90-b]", value="b") == "test_some.py::test_one[b]"
 
 
 def test_a_run_replaces_what_is_known_of_its_groups() -> None:

@@ -74,6 +74,7 @@ def expect_agreement(names: list[str], mode: str) -> int:
     return taken
 
 
+@pytest.mark.each("operation")
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("mode", interpreter.MODES)
 def test_the_kernels_agree_with_the_definition(mode: str, operation: str) -> None:

@@ -4,7 +4,8 @@
 shard of the rest, chosen by the commit, so that over the commits everything runs.
 
 The covering part keeps to a budget, by what tests/durations.json knows of each group of tests: the cases of one test,
-and within the suite the checks of one operation on one runner. Each group may take the same time, as much as the budget
+within the suite the checks of one operation on one runner, and where a test is marked with `each`, the cases of one
+value of the parameter that this names. Each group may take the same time, as much as the budget
 allows; of one that needs more, cases are left out, evenly, but one always runs, unless one alone takes longer than
 dozens of others. So quick tests all run, a new test runs whole until it is measured, and the suite still checks every
 operation on every backend through both front ends. The rest is what was left out, with the tests that draw batches, for
@@ -45,7 +46,7 @@ QUICK_TO_COMPILE = quick_to_compile()
 # Seconds that the tests of the covering part may take together. Two processes share them, which have 480 s, and need
 # some of that to collect the tests and for what is not even.
 BUDGET = 800.0
-LONGEST = 5.0  # seconds; a longer case is no part of it
+LONGEST = 6.0  # seconds; a longer case is no part of it
 
 
 def add_options(group: Any) -> None:
@@ -60,6 +61,7 @@ def tier_of(config: pytest.Config) -> str:
 
 
 def configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "each(parameter): at least one case of each of its values runs, if it is quick")
     if tier_of(config) == "covering":
         # Compiling is most of what tests from jax do. Where everything runs, XLA optimises as it does for users.
         os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
@@ -69,12 +71,12 @@ def configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     tier, shard = tier_of(config), config.getoption("--shard")
     groups: dict[str, list[str]] = defaultdict(list)
-    for item in items:
-        groups[durations.group_of(item.nodeid, check_of(item))].append(item.nodeid)
+    group_of = {item.nodeid: durations.group_of(item.nodeid, check_of(item), value_of(item)) for item in items}
+    for node, group in group_of.items():
+        groups[group].append(node)
     left_out = left_out_of_the_covering_part(groups, durations.known())
     for item in items:
-        group = durations.group_of(item.nodeid, check_of(item))
-        durations.note(item, group, len(groups[group]))
+        durations.note(item, group_of[item.nodeid], len(groups[group_of[item.nodeid]]))
     kept, spared = [], []
     for item in items:
         draws = "examples" in getattr(item, "fixturenames", ())
@@ -118,5 +120,15 @@ def allowance(known: Durations) -> float:
 
 
 def check_of(item: pytest.Item) -> str:
-    params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-    return str(params.get("check", ""))
+    """The check of the suite that a test runs, or ""."""
+    return str(params_of(item).get("check", ""))
+
+
+def value_of(item: pytest.Item) -> str:
+    """The value of the parameter that `pytest.mark.each` names, if the test has that mark: each value is a group."""
+    mark = item.get_closest_marker("each")
+    return "" if mark is None else str(params_of(item)[mark.args[0]])
+
+
+def params_of(item: pytest.Item) -> Mapping[str, Any]:
+    return item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
