@@ -16,7 +16,14 @@ from ragged_attention.integrations.transformers._layout import (
     takes_pages,
     told_edges,
 )
-from ragged_attention.integrations.transformers._masks import Pattern, as_numbers, pattern_of, seen
+from ragged_attention.integrations.transformers._masks import (
+    Pattern,
+    as_numbers,
+    hides_nothing,
+    is_of_rows,
+    pattern_of,
+    seen,
+)
 from ragged_attention.torch import ragged_paged_attention, varlen_attention
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -123,9 +130,9 @@ def _pattern(
     if not isinstance(mask, torch.Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
         raise Unsupported(f"expected a mask of bool or of numbers to add, got {getattr(mask, 'dtype', type(mask))}")
     pattern = pattern_of(mask)
-    if pattern is None or (not pattern.hides_nothing and mask.shape[2:] != (q_len, kv_len)):
+    if pattern is None or (not hides_nothing(pattern) and mask.shape[2:] != (q_len, kv_len)):
         return None
-    if pattern.is_of_rows:
+    if is_of_rows(pattern):
         return pattern if mask.shape[0] == query.shape[0] else None
     if pattern.end is not None:
         return pattern
@@ -136,7 +143,7 @@ def _whole(mask: Any, pattern: Pattern | None, query: torch.Tensor, key: torch.T
     """Who sees whom as a tensor that goes with [B, H, L_q, L_k], bool or numbers to add."""
     if pattern is None:
         return mask
-    rows = query.shape[0] if pattern.is_of_rows else 1
+    rows = query.shape[0] if is_of_rows(pattern) else 1
     return seen(pattern, rows, query.shape[2], key.shape[2], query.device)
 
 

@@ -38,15 +38,18 @@ class Pattern(NamedTuple):
     edges: torch.Tensor | None = None
     told: bool = False
 
-    @property
-    def is_of_rows(self) -> bool:
-        """Whether it says something of each row by itself."""
-        return self.shown is not None or self.edges is not None
 
-    @property
-    def hides_nothing(self) -> bool:
-        """Whether all see all, however many they are."""
-        return not self.causal and self.window is None and self.end is None and not self.is_of_rows
+# Functions, not properties: Dynamo of torch 2.9 does not follow those of a tuple.
+
+
+def is_of_rows(pattern: Pattern) -> bool:
+    """Whether it says something of each row by itself."""
+    return pattern.shown is not None or pattern.edges is not None
+
+
+def hides_nothing(pattern: Pattern) -> bool:
+    """Whether all see all, however many they are."""
+    return not pattern.causal and pattern.window is None and pattern.end is None and not is_of_rows(pattern)
 
 
 def seen(
