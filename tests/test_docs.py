@@ -1,6 +1,5 @@
 """The papers: their code is run, their commands and files exist, and what is generated is current."""
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -14,6 +13,7 @@ from benchmarks.device import publish
 from ragged_attention import config, dispatch
 from ragged_attention.calls import CALLS
 from ragged_attention.tools import cli
+from tests import scripts
 
 ROOT = Path(__file__).resolve().parent.parent
 PAPERS = [
@@ -160,12 +160,7 @@ def test_continuous_integration_runs_the_readmes_commands():
 def support_table():
     for needed in ("torch", "jax", "triton"):
         pytest.importorskip(needed)
-    spec = importlib.util.spec_from_file_location("support_table", ROOT / "docs" / "support_table.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return scripts.load(ROOT / "docs" / "support_table.py")
 
 
 def test_the_support_tables_are_current(support_table):

@@ -1,31 +1,21 @@
 """The documentation's site: every page and every operation is in it, its links lead somewhere, what is generated is
 current. `make docs-site` builds it, and looks for dead links in what was built."""
 
-import importlib.util
 import json
 import re
 import tomllib
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from ragged_attention.calls import CALLS
+from tests import scripts
 
 ROOT = Path(__file__).resolve().parent.parent
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-site, operation_pages = script("build_site"), script("operation_pages")
+site, operation_pages = (scripts.load(ROOT / "docs" / f"{name}.py") for name in ("build_site", "operation_pages"))
 
 
 def test_every_page_is_in_the_navigation_once(tmp_path):

@@ -3,7 +3,6 @@
 import copy
 import importlib.metadata
 import os
-from collections.abc import Iterator
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -20,26 +19,16 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from ragged_attention.demo.tiny import FAMILIES, tiny_model  # noqa: E402
 from ragged_attention.errors import InvalidInput, Unsupported  # noqa: E402
 from ragged_attention.integrations import transformers as ragged  # noqa: E402
-from ragged_attention.integrations.transformers import _calls, _indexer, _layout, _masks  # noqa: E402
+from ragged_attention.integrations.transformers import _indexer, _layout, _masks  # noqa: E402
 from ragged_attention.torch import indexer_topk  # noqa: E402
+from tests.with_transformers import registered as registered  # noqa: E402
 
 # Warnings of transformers about itself.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("registered")]
 LATENT = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
 SPARSE = LATENT[1:]
 PLAIN = tuple(family for family in FAMILIES if family not in LATENT)
 NEW = 10  # tokens
-
-
-@pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    ragged.register()
-    _calls.clear()
-    yield
-    ragged.unregister()
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import copy
 import inspect
 import os
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -23,25 +22,15 @@ from ragged_attention.errors import Unsupported  # noqa: E402
 from ragged_attention.integrations import transformers as ragged  # noqa: E402
 from ragged_attention.integrations.transformers import _calls, _continuous, _masks  # noqa: E402
 from ragged_attention.integrations.transformers._attention import attention  # noqa: E402
+from tests.with_transformers import registered as registered  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("registered")]
 ROWS, HEADS, GROUPS, WIDTH, LENGTH, WINDOW = 3, 4, 2, 16, 9, 4
 CACHE = "cache" if "cache" in inspect.signature(masking_utils.create_causal_mask).parameters else "past_key_values"
 MAKERS = {name: getattr(masking_utils, f"create_{name}_mask") for name in (
     "causal", "sliding_window_causal", "chunked_causal", "bidirectional", "bidirectional_sliding_window"
 )}  # fmt: skip
 OURS = ("causal", "sliding_window_causal", "bidirectional")  # masks that our operations take
-
-
-@pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    ragged.register()
-    _calls.clear()
-    yield
-    ragged.unregister()
-    torch.set_num_threads(threads)
 
 
 def config(name: str, **options: Any) -> Any:

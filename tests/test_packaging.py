@@ -1,7 +1,6 @@
 """What is built and installed: wheel, sdist and editable, from a copy of the tree, without a network."""
 
 import datetime
-import importlib.util
 import os
 import re
 import shutil
@@ -13,9 +12,10 @@ import tomllib
 import venv
 import zipfile
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from tests import scripts
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "ragged_attention"
@@ -216,16 +216,7 @@ def test_editable_install_sees_a_new_file_at_once(tree, tmp_path):
 # ---- tools/release.py
 
 
-def release_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("release", ROOT / "tools" / "release.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-releasing = release_script()
+releasing = scripts.load(ROOT / "tools" / "release.py")
 TODAY = datetime.date(2031, 5, 7)
 CHANGELOG = "# Changelog\n\n## Unreleased\n\n## 1.2.3 - 2031-05-07\n\n### Added\n\n- One.\n\n## 1.2.2 - 2030-01-01\n"
 

@@ -1,13 +1,14 @@
 """The pictures of the documentation are what docs/pictures/draw.py draws now, and fit for any page."""
 
 import dataclasses
-import importlib.util
 import re
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+
+from tests import scripts
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -18,12 +19,7 @@ MOST_BYTES = 30_000
 def draw() -> Any:
     for name in ("torch", "triton", "ml_dtypes"):
         pytest.importorskip(name)
-    spec = importlib.util.spec_from_file_location("draw_pictures", FOLDER / "draw.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return scripts.load(FOLDER / "draw.py")
 
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.svg"))

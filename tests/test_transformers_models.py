@@ -25,6 +25,7 @@ from benchmarks.transformers_models.watching import watching  # noqa: E402
 from ragged_attention.errors import Unsupported  # noqa: E402
 from ragged_attention.integrations import transformers as ragged  # noqa: E402
 from ragged_attention.integrations.transformers import _calls, _host  # noqa: E402
+from tests.with_transformers import registered as registered  # noqa: E402
 
 # Warnings of transformers about itself, and of Python about forks.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -34,15 +35,11 @@ KERNEL, DENSE = ["XAttention", "varlen_attention", ""], ["XAttention", "dense at
 
 
 @pytest.fixture(autouse=True)
-def left_as_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    threads, level = torch.get_num_threads(), logging.root.manager.disable
-    torch.set_num_threads(1)
+def left_as_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, registered: None) -> Iterator[None]:
+    level = logging.root.manager.disable
     monkeypatch.setattr(sweep, "RAW", tmp_path / "raw.jsonl")
-    ragged.register()
     yield
-    ragged.unregister()
     _calls.clear()
-    torch.set_num_threads(threads)
     logging.disable(level)
 
 

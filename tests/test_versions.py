@@ -1,31 +1,20 @@
 """The versions that pip is asked for are those that tools/versions.py tries, and the page says how that ended."""
 
-import importlib.util
 import json
 import re
-import sys
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from tests import scripts
 
 ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OUTCOMES = json.loads((ROOT / "benchmarks" / "results" / "versions.json").read_text())
 
 
-def load() -> Any:
-    spec = importlib.util.spec_from_file_location("versions", ROOT / "tools" / "versions.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["versions"] = module  # where its dataclass looks itself up
-    spec.loader.exec_module(module)
-    return module
-
-
-versions = load()
+versions = scripts.load(ROOT / "tools" / "versions.py")
 OLDEST, NEWEST = versions.ENVIRONMENTS["oldest"], versions.ENVIRONMENTS["newest"]
 
 

@@ -12,6 +12,7 @@ operation on every backend through both front ends. The rest is what was left ou
 these draw more.
 """
 
+import bisect
 import os
 import zlib
 from collections import defaultdict
@@ -116,7 +117,8 @@ def allowance(known: Durations) -> float:
         return sum(taken_of(*group, each) * group[1] for group in known.slow.values()) <= room
 
     steps = sorted({taken * seconds for cases, seconds in known.slow.values() for taken in range(1, cases + 1)})
-    return next((each for each in reversed(steps) if fits(each)), 0.0)
+    fitting = bisect.bisect_left(steps, True, key=lambda each: not fits(each))
+    return steps[fitting - 1] if fitting else 0.0
 
 
 def check_of(item: pytest.Item) -> str:

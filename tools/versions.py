@@ -73,8 +73,7 @@ ENVIRONMENTS = {
         {"triton": "3.9.0", "jax-triton": "0.4.1", "jax-cuda13-plugin": "0.12.0.1"},
     ),
 }
-COLUMNS = {"Python": "python", "torch": "torch", "Triton": "triton", "jax": "jax", "NumPy": "numpy", "Numba": "numba"}
-COLUMNS |= {"transformers": "transformers"}
+COLUMNS = ("Python", "torch", "Triton", "jax", "NumPy", "Numba", "transformers")
 
 
 def python_of(version: str) -> str:
@@ -92,9 +91,9 @@ def python_of(version: str) -> str:
     raise SystemExit(f"expected Python {version} under ~/.pyenv, on PATH or from uv, found none")
 
 
-def run(*command: object, **environ: str) -> None:
+def run(*command: object) -> None:
     print("\n$", *command, flush=True)
-    subprocess.run(list(map(str, command)), cwd=ROOT, env=os.environ | environ, check=True)
+    subprocess.run(list(map(str, command)), cwd=ROOT, check=True)
 
 
 def pinned(packages: Mapping[str, str]) -> list[str]:
@@ -137,7 +136,7 @@ def table(outcomes: Mapping[str, Mapping[str, Any]]) -> str:
     rows = [["", *COLUMNS, "passed", "failed", "on"], ["---"] * (len(COLUMNS) + 4)]
     for name in (name for name in ENVIRONMENTS if name in outcomes):
         versions, tests = outcomes[name]["versions"], outcomes[name]["tests"]
-        rows.append([name, *(versions[column] for column in COLUMNS.values())])
+        rows.append([name, *(versions[column.lower()] for column in COLUMNS)])
         rows[-1] += [f"{tests.get('passed', 0):,}", str(tests.get("failed", 0)), outcomes[name]["date"]]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
