@@ -243,11 +243,11 @@ def is_whole(path: Path) -> bool:
 def build(recipe: Recipe, progress: Progress | None = None) -> Path:
     """The recipe's library, from the cache or made now. A failure raises `BackendMissing` with the compiler's output."""
     try:
-        _expect_trusted(recipe.path)
+        caches.expect_trusted(recipe.path)
         if is_whole(recipe.path):  # perhaps in a cache that root fills, where we may not even take a lock
             return recipe.path
         caches.make_folder(recipe.path.parent)
-        _expect_trusted(recipe.path)
+        caches.expect_trusted(recipe.path)
         with _alone(recipe.path.parent) as alone:
             if not is_whole(recipe.path):
                 if alone:
@@ -256,11 +256,6 @@ def build(recipe: Recipe, progress: Progress | None = None) -> Path:
     except OSError as error:
         raise BackendMissing(f"the {recipe.what} cannot be stored in {cache_folder()}: {error}") from error
     return recipe.path
-
-
-def _expect_trusted(path: Path) -> None:
-    if reason := caches.why_untrusted(path):
-        raise PermissionError(reason)
 
 
 @contextlib.contextmanager

@@ -51,6 +51,12 @@ def why_untrusted(path: Path) -> str | None:
     return None
 
 
+def expect_trusted(path: Path) -> None:
+    """Raise `OSError` unless nobody else could have written what is at a path."""
+    if reason := why_untrusted(path):
+        raise PermissionError(reason)
+
+
 def _others_write(found: os.stat_result) -> bool:
     """Whether the mode of a file lets anybody write but its owner."""
     if found.st_mode & stat.S_IWOTH:
@@ -91,8 +97,7 @@ def read(path: Path) -> bytes | None:
 def write(path: Path, content: bytes) -> None:
     """Keep something at a path, in one step, whoever writes there too. Raises `OSError`."""
     make_folder(path.parent)
-    if reason := why_untrusted(path.parent):
-        raise PermissionError(reason)
+    expect_trusted(path.parent)
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
         with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "wb") as file:

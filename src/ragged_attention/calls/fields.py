@@ -116,9 +116,8 @@ def expect_number(name: str, value: Any, *, positive: bool = False) -> None:
     """Check a number that float32 can hold; a positive one without losing digits."""
     if not is_number(value):
         raise TypeError(f"expected {name} to be a number, got {_kind(value)}")
-    if (
-        not abs(value) <= LARGEST_FLOAT32
-    ):  # comparisons alone, which torch.compile follows with a float that it leaves open
+    # Comparisons alone, which torch.compile follows with a float that it leaves open.
+    if not abs(value) <= LARGEST_FLOAT32:
         if value != value or abs(value) == math.inf:
             raise InvalidInput(f"expected {name} to be finite, got {value}")
         raise InvalidInput(f"expected {name} within the range of float32, got a larger one")

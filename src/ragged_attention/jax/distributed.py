@@ -82,6 +82,7 @@ def over_heads(operation: Operation, axis_name: AxisName, *, mesh: jax.sharding.
     """
     record = CALLS[operation.__name__]
     signature = inspect.signature(operation)
+    absent = {name: parameter.default for name, parameter in signature.parameters.items()}
     fields = heads_of_fields(record)
     if not fields or record.OPERATION in WITHOUT_HEADS:
         raise InvalidInput(f"expected an operation with heads, got {record.OPERATION}")
@@ -90,7 +91,6 @@ def over_heads(operation: Operation, axis_name: AxisName, *, mesh: jax.sharding.
     def divided(*arguments: Any, **keywords: Any) -> Any:
         expect_each_its_own_heads(record)
         given = signature.bind(*arguments, **keywords).arguments
-        absent = {name: each.default for name, each in signature.parameters.items()}
         call = record(**prepare(record, absent | given), device=device_facts(default_platform()))
         given = {name: held_by_jax(call, name, to_jax(value)) for name, value in given.items()}
         arrays = {name: value for name, value in given.items() if any(map(is_array, jax.tree.leaves(value)))}

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ragged_attention.testing.drawing import Check, taken_of
+from ragged_attention.testing.drawing import Case, Check, on_cases
 from ragged_attention.testing.heads_first.specs import ChunkSpec, PagedSpec, check_chunk, check_paged
 from ragged_attention.testing.indexer.key_specs import SelectSpec
 from ragged_attention.testing.indexer.oracle import check_logits, check_select, check_topk
@@ -31,7 +31,7 @@ from ragged_attention.testing.runner import Runner
 from ragged_attention.testing.varlen.oracle import check_varlen
 from ragged_attention.testing.varlen.specs import VarlenSpec
 
-Case = tuple[Callable[[Runner, Any], None], Callable[[], Any], dict[str, int]]  # check, batch, axes of arguments
+Alike = tuple[Callable[[Runner, Any], None], Callable[[], Any], dict[str, int]]  # check, batch, axes of arguments
 
 
 def alike(batch: Any, axes: dict[str, int]) -> Any:
@@ -45,7 +45,7 @@ def alike(batch: Any, axes: dict[str, int]) -> Any:
     return batch.change(**{name: repeated(getattr(batch, name), axis) for name, axis in axes.items()}, alike=axes)
 
 
-def _attention() -> Iterator[Case]:
+def _attention() -> Iterator[Alike]:
     lens = ((1, 9), (4, 9))
     size: dict[str, Any] = {"page_size": 4, "num_kv_heads": 2, "group": 2}
     for spec in (
@@ -60,7 +60,7 @@ def _attention() -> Iterator[Case]:
         yield check_chunk, ChunkSpec(spec=Spec(lens=lens, **size), length=9, chunk=4).build, {"k_pages": axis}
 
 
-def _latents() -> Iterator[Case]:
+def _latents() -> Iterator[Alike]:
     for format, d_v in (("plain", 32), ("fp8_v32", 512), ("fp8_v4", 512), ("fp8_v41", 512), ("fp4_v41, page", 512)):
         # A page whose parts lie apart has no rows that could be repeated.
         for axis in (0,) if format in ("fp8_v4", "fp4_v41, page") else (0, 1):
@@ -78,7 +78,7 @@ def _latents() -> Iterator[Case]:
     yield check_slots, SlotsSpec().build, {"positions": 0, "page_indices": 0}
 
 
-def _indexer() -> Iterator[Case]:
+def _indexer() -> Iterator[Alike]:
     for spec in (
         IndexerSpec(lens=((1, 9), (3, 7)), scaled=True),
         IndexerSpec(lens=((1, 9), (3, 7)), cache_dtype=BYTES),
@@ -91,7 +91,7 @@ def _indexer() -> Iterator[Case]:
     yield check_select, SelectSpec(columns=20).build, {"logits": 0, "starts": 0}
 
 
-def _packed() -> Iterator[Case]:
+def _packed() -> Iterator[Alike]:
     for axes in ({"k": 0, "v": 0}, {"q": 0}, {"k": 1, "v": 1}):
         yield check_varlen, VarlenSpec(kv_heads=2, causal=True).build, axes
     yield check_merge, lambda: merge_batch((3, 4, 2, 16)), {"outs": 0, "lses": 0}
@@ -100,21 +100,13 @@ def _packed() -> Iterator[Case]:
 FAMILIES = {"attention": _attention, "latents": _latents, "the indexer": _indexer, "packed sequences": _packed}
 
 
-def _attempt(runner: Runner, case: Case) -> None:
-    check, build, axes = case
-    try:
-        check(runner, alike(build(), axes))
-    except Exception as error:
-        error.add_note(f"with strides of 0: {check.__name__}, {axes}")
-        raise
-
-
-def _in_turn(runner: Runner, examples: int, *, cases: Callable[[], Iterator[Case]]) -> int:
-    del examples
-    return taken_of(functools.partial(_attempt, runner, case) for case in cases())
+def _cases(family: Callable[[], Iterator[Alike]]) -> Iterator[Case]:
+    for check, build, axes in family():
+        name = f"with strides of 0: {check.__name__}, {axes}"
+        yield Case(name, check, lambda build=build, axes=axes: alike(build(), axes))
 
 
 def corners() -> Iterator[Check]:
     """A check for each family."""
-    for family, cases in FAMILIES.items():
-        yield Check("corner", f"strides of 0, {family}", functools.partial(_in_turn, cases=cases))
+    for name, family in FAMILIES.items():
+        yield Check("corner", f"strides of 0, {name}", on_cases(functools.partial(_cases, family)))

@@ -180,6 +180,32 @@ def taken_of(attempts: Iterable[Callable[[], object]]) -> int:
     return count
 
 
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A batch to be checked, among others of one check."""
+
+    name: str  # which a failure is told with
+    check: Callable[[Runner, Any], None]
+    build: Callable[[], Any]
+
+    def attempt(self, runner: Runner) -> None:
+        try:
+            self.check(runner, self.build())
+        except Exception as error:
+            error.add_note(self.name)
+            raise
+
+
+def on_cases(cases: Callable[[], Iterable[Case]]) -> Callable[[Runner, int], int]:
+    """Cases one after another; not all of them need be taken."""
+
+    def run(runner: Runner, examples: int) -> int:
+        del examples
+        return taken_of(functools.partial(case.attempt, runner) for case in cases())
+
+    return run
+
+
 def on_corner(check: Callable[[Runner, Any], None], build: Callable[[], Any]) -> Callable[[Runner, int], int]:
     def run(runner: Runner, examples: int) -> int:
         del examples

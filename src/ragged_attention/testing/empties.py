@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ragged_attention.testing.drawing import Check, taken_of
+from ragged_attention.testing.drawing import Case, Check, on_cases
 from ragged_attention.testing.heads_first.specs import ChunkSpec, PagedSpec
 from ragged_attention.testing.heads_first.suite import check_chunk, check_paged
 from ragged_attention.testing.indexer.key_specs import QuantizeKeysSpec, SelectSpec, WriteKeysSpec
@@ -51,8 +51,8 @@ from ragged_attention.testing.varlen.gradients import GradientSpec
 from ragged_attention.testing.varlen.oracle import check_gradients, check_varlen
 from ragged_attention.testing.varlen.specs import VarlenSpec
 
-Case = tuple[Callable[[Runner, Any], None], Callable[[], Any]]  # a check, and what builds its batch
-Cases = Mapping[str, Case]
+Empty = tuple[Callable[[Runner, Any], None], Callable[[], Any]]  # a check, and what builds its batch
+Cases = Mapping[str, Empty]
 
 OF_TOKENS = ("q", "k", "v", "kv", "weights", "draft_mask", "candidate_blocks", "slot_mapping")
 OF_SEQUENCES = ("kv_lens", "page_indices")
@@ -102,7 +102,7 @@ RAGGED: Mapping[str, Callable[[Any], Any]] = {
 
 
 def _ragged(check: Any, build: Callable[[], Any]) -> Cases:
-    def made(empty: Callable[[Any], Any]) -> Case:
+    def made(empty: Callable[[Any], Any]) -> Empty:
         return check, lambda: empty(build())
 
     return {name: made(empty) for name, empty in RAGGED.items()}
@@ -252,7 +252,7 @@ def ragged_latents() -> Cases:
 
 def latent_caches() -> Cases:
     """Latents written, quantised, dequantised, and their slots."""
-    cases: dict[str, Case] = {}
+    cases: dict[str, Empty] = {}
     for format in ("plain", "fp8_v32", "fp8_v4"):
         write = LatentWriteSpec(format=format)
         cases |= {
@@ -331,7 +331,7 @@ def indexer() -> Cases:
         "no keys": lambda batch: _cut(batch, PAGES),
         "nothing at all": lambda batch: _cut(batch, (*OF_TOKENS, "starts", "stops", *PAGES)),
     }
-    cases: dict[str, Case] = {}
+    cases: dict[str, Empty] = {}
     for name, some in {"numbers": spec, "bytes": pages}.items():
         for check, build in ((check_logits, some.build), (check_topk, some.build_topk)):
             found = _ragged(check, build)
@@ -367,26 +367,17 @@ FAMILIES: Mapping[str, Cases] = {
 
 def attempts(runner: Runner) -> Iterator[tuple[str, Callable[[], None]]]:
     """Every case by its name, to be run."""
-    for family, cases in FAMILIES.items():
-        for name, case in cases.items():
-            yield f"{family}, {name}", functools.partial(_attempt, runner, name, case)
+    for family in FAMILIES:
+        for case in cases_of(family):
+            yield f"{family}, {case.name}", functools.partial(case.attempt, runner)
 
 
-def _attempt(runner: Runner, name: str, case: Case) -> None:
-    check, build = case
-    try:
-        check(runner, build())
-    except Exception as error:
-        error.add_note(f"with nothing to do: {name}")
-        raise
-
-
-def _in_turn(runner: Runner, examples: int, *, cases: Cases) -> int:
-    del examples
-    return taken_of(functools.partial(_attempt, runner, name, case) for name, case in cases.items())
+def cases_of(family: str) -> Iterator[Case]:
+    for name, (check, build) in FAMILIES[family].items():
+        yield Case(f"with nothing to do: {name}", check, build)
 
 
 def corners() -> Iterator[Check]:
     """A check for each family."""
-    for family, cases in FAMILIES.items():
-        yield Check("corner", f"nothing to do, {family}", functools.partial(_in_turn, cases=cases))
+    for family in FAMILIES:
+        yield Check("corner", f"nothing to do, {family}", on_cases(functools.partial(cases_of, family)))

@@ -219,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 _survive(runner, what, functools.partial(example, runner, seed, path))
         if side == "end" and options.framework == "torch":  # jax lays out all arrays but results by itself
             for name, attempt in empties.attempts(runner):
-                _survive(runner, f"nothing to do, {name}, guarded at the end", attempt)
+                _survive(runner, f"{name}, guarded at the end", attempt)
     return 0
 
 

@@ -173,13 +173,10 @@ def _mark_written(operation: str, name: str, tensor: torch.Tensor) -> None:
         raise RuntimeError(f"{operation} writes {name}, an inference tensor, in place outside torch.inference_mode()")
 
 
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """The addresses between which a tensor's elements lie."""
     first = tensor.data_ptr()
-    if tensor.is_contiguous():
-        return first, first + tensor.nbytes
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return first, first + (last + 1) * tensor.element_size()
+    return first, first + _plan.extent_of(tensor)
 
 
 def _apart(arguments: dict[str, Any], targets: Sequence[tuple[int, int]]) -> dict[str, Any]:
@@ -193,7 +190,7 @@ def _apart(arguments: dict[str, Any], targets: Sequence[tuple[int, int]]) -> dic
             return tuple(map(apart, value))
         if not isinstance(value, torch.Tensor):
             return value
-        first, end = _extent(value)
+        first, end = _span(value)
         return value.clone() if any(first < stop and start < end for start, stop in targets) else value
 
     return {name: apart(value) for name, value in arguments.items()}
@@ -214,7 +211,7 @@ def _implementation(record: type[Call]) -> Callable[..., Any]:
         assert first is not None
         if record.NUM_RESULTS == 0:
             written = _written(record, arguments)
-            targets = [_extent(tensor) for tensors in written.values() for tensor in tensors if tensor is not None]
+            targets = [_span(tensor) for tensors in written.values() for tensor in tensors if tensor is not None]
             sources = {name: value for name, value in arguments.items() if name not in written}
             arguments |= _apart(sources, targets)
             for name, tensors in written.items():

@@ -62,7 +62,7 @@ def execute(
         _expect_memory(arguments, tensors, addresses, plan.extents)
     if out is not None:
         expect_out(plan.result, out, tensors[0].device)
-        _expect_memory({"out": out}, [out], [out.data_ptr()], [_extent_of(out)])
+        _expect_memory({"out": out}, [out], [out.data_ptr()], [extent_of(out)])
         out = out if _takes_results(out, tensors) else None
     if plan.validates:
         _call(record, arguments, plan).map(indices_to_numpy).check_values()
@@ -88,7 +88,7 @@ def _takes_results(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
     return all(end <= each.data_ptr() or each.data_ptr() + each.nbytes() <= first for each in storages)
 
 
-def _extent_of(tensor: torch.Tensor) -> int:
+def extent_of(tensor: torch.Tensor) -> int:
     """How many bytes of memory a tensor reaches over, from its address."""
     if not tensor.numel():
         return 0
@@ -154,7 +154,7 @@ def _plan(
         if len(_plans) >= _MOST_PLANS:
             _plans.clear()
         result = call.results()[0] if record.TAKES_OUT else None
-        extents = tuple(map(_extent_of, tensors))
+        extents = tuple(map(extent_of, tensors))
         plan = _plans[key] = Plan(call.device, choice, config.validates_values(), result, extents)
     return plan, tensors
 

@@ -41,7 +41,7 @@ def _check_host() -> None:
         ) from None
     release = tuple(int(part) for part in version.split(".")[:2])
     if not OLDEST <= release < NEWEST:
-        tested = "5.23 or 5.24"
+        tested = " or ".join(f"{OLDEST[0]}.{minor}" for minor in range(OLDEST[1], NEWEST[1]))
         raise Unsupported(f"expected transformers {tested}, with which this was tested, got {version}")
 
 

@@ -21,6 +21,7 @@ from ragged_attention.integrations.transformers._masks import (
     as_numbers,
     hides_nothing,
     is_of_rows,
+    is_within,
     pattern_of,
     seen,
 )
@@ -172,7 +173,7 @@ def _why_dense(
         return "it has a bias of positions"
     if others.get("indices") is not None:
         return "each query has its own list of keys"
-    if pattern is None or (isinstance(pattern.end, int) and pattern.end > key.shape[2]):
+    if pattern is None or not is_within(pattern, key.shape[2]):
         return "its mask is no causal one, window or padding"
     if query.dtype not in DTYPES:
         return f"it is in {query.dtype}"

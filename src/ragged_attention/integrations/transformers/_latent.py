@@ -13,7 +13,7 @@ from ragged_attention.errors import Unsupported
 from ragged_attention.integrations.transformers._calls import note
 from ragged_attention.integrations.transformers._indexer import index
 from ragged_attention.integrations.transformers._layout import pages_of, queries_last
-from ragged_attention.integrations.transformers._masks import Pattern, seen
+from ragged_attention.integrations.transformers._masks import Pattern, is_within, seen
 from ragged_attention.torch import ragged_mla_attention, sparse_mla_prefill
 
 NEEDED = ("expand_kv", "kv_b_proj", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "num_heads")
@@ -80,7 +80,7 @@ def attend(
         q, latents = (torch.nn.functional.pad(tensor, (0, padding[0])) for tensor in (q, latents))
     known = {**known, "d_v": width + padding[1]}
     gradient = torch.is_grad_enabled() and (q.requires_grad or latents.requires_grad)
-    at_once = pattern is not None and _is_within(pattern, latents)
+    at_once = pattern is not None and is_within(pattern, latents.shape[2])
     if gradient or others.get("indices") is not None or not at_once:
         note(module, "sparse_mla_prefill")
         if known.pop("soft_cap") is not None:
@@ -92,10 +92,6 @@ def attend(
         assert pattern is not None
         out = _at_once(q, latents, pattern, others, known)
     return torch.einsum("bqhl,hvl->bqhv", out[..., :width], weight[:, nope:])
-
-
-def _is_within(pattern: Pattern, latents: torch.Tensor) -> bool:
-    return isinstance(pattern.end, torch.Tensor) or pattern.end is None or pattern.end <= latents.shape[2]
 
 
 def _at_once(

@@ -24,7 +24,7 @@ class Pattern(NamedTuple):
     """Who sees whom, in the terms of our operations; with every field at its default, all see all.
 
     causal: a query sees the keys up to its own position; the last query stands at the last key before `end`.
-    window: it sees no more than so many keys, itself included.
+    window: the most keys that a query sees, the one at its own position among them.
     shown: bool [B, N], which of the first N keys of each row are seen at all; those behind them are not.
     end: where the keys end, a number or a tensor of one, if that is not the last key: a cache of fixed size has room.
     edges: int32 [S + 1], edges of sequences that are packed into rows, all rows laid out one after another.
@@ -50,6 +50,11 @@ def is_of_rows(pattern: Pattern) -> bool:
 def hides_nothing(pattern: Pattern) -> bool:
     """Whether all see all, however many they are."""
     return not pattern.causal and pattern.window is None and pattern.end is None and not is_of_rows(pattern)
+
+
+def is_within(pattern: Pattern, kv_len: int) -> bool:
+    """Whether the keys end within the first `kv_len`, as those that a cache of fixed size has do."""
+    return isinstance(pattern.end, torch.Tensor) or pattern.end is None or pattern.end <= kv_len
 
 
 def seen(

@@ -22,13 +22,8 @@ from ragged_attention import caches, forking
 from ragged_attention.calls import mla_cache
 from ragged_attention.portable.numba._vectors import OPTIONS
 
-SETTINGS = (
-    "OPT",
-    "LOOP_VECTORIZE",
-    "SLP_VECTORIZE",
-    "BOUNDSCHECK",
-    "DEBUGINFO_DEFAULT",
-)  # of Numba, that code depends on
+# Settings of Numba that code depends on.
+SETTINGS = ("OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "BOUNDSCHECK", "DEBUGINFO_DEFAULT")
 WHY_NOT = "NUMBA_DISABLE_JIT has Numba compile nothing" if config.DISABLE_JIT else None  # type: ignore[attr-defined]
 
 # ---- keeping

@@ -40,7 +40,7 @@ HEADER = -(-8 * (len(SIZES) + len(ADDRESSES)) // 64) * 64  # bytes of the record
 
 @compiled
 def new_tile(rows, keys, width, v_width, latent):
-    """The address of a tile for so many rows and keys, all of whose numbers are 0; 0 if there is no memory.
+    """The address of a new tile, all of whose numbers are 0; 0 if there is no memory.
 
     In a `latent` one the keys hold the values.
     Rows of queries, keys and values are widened to what a product takes together, with zeros behind their columns.

@@ -22,7 +22,7 @@ from ragged_attention.portable.numba._vectors import (
 
 @compiled
 def in_own_threads(work, record, num_threads):
-    """Call `work` in so many threads, of which the calling one is the first; in fewer where no more can be had."""
+    """Call `work` in `num_threads` threads, the calling one among them; in fewer where the system starts no more."""
     handles, started = allocate(8 * num_threads), 1
     if handles:
         while started < num_threads and start_thread(handles + 8 * started, work, record) == 0:

@@ -48,7 +48,7 @@ def up_to(count, step):
 
 @compiled
 def new_tile(rows, keys, width, columns, latent, paired):
-    """The address of a tile for so many rows and keys, 0 if there is no memory.
+    """The address of a new tile, 0 if there is no memory.
 
     `width` is the places of a key, `columns` those of a value; in a `latent` tile the keys hold the values.
     """

@@ -415,7 +415,7 @@ def call_at(builder: Any, function: Any, value: Any) -> Any:
 
 @function_of(types.none, types.int64, types.int64, types.int64, types.int64)
 def in_team(builder: Any, team: Any, function: Any, value: Any, num_threads: Any) -> None:
-    """Call a function by its address in so many threads of an OpenMP library, whose GOMP_parallel `team` is."""
+    """Call a function by its address in `num_threads` threads of an OpenMP library; `team` is its GOMP_parallel."""
     kind = ir.FunctionType(ir.VoidType(), [I64, I64, I32, I32]).as_pointer()
     count = builder.trunc(num_threads, I32)
     builder.call(builder.inttoptr(team, kind), [function, value, count, ir.Constant(I32, 0)])
