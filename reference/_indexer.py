@@ -34,7 +34,7 @@ def seen_of_ranges(
     for token, (start, stop) in enumerate(np.clip(np.stack([starts, stops], axis=-1).astype(np.int64), 0, limit)):
         rows = np.arange(start, stop if max_keys is None else min(stop, start + max_keys))
         if len(rows):
-            scales = np.ones(len(rows)) if key_scale is None else np.asarray(key_scale, np.float64)[rows]
+            scales = np.ones(len(rows)) if key_scale is None else widened(key_scale)[rows]
             yield Seen(token, rows - start if relative else rows, decode(keys[rows], key_dtype), scales)
 
 
@@ -68,7 +68,7 @@ def rows_of(
     if keys.ndim == 4:
         values, scales = planes(keys)
         return decode(values[page, offset], E4M3), widened(np.ascontiguousarray(scales[page, offset]).view("<f4")[:, 0])
-    scales = np.ones(len(page)) if key_scale is None else np.asarray(key_scale, np.float64)[page, offset]
+    scales = np.ones(len(page)) if key_scale is None else widened(key_scale)[page, offset]
     return decode(keys[page, offset], key_dtype), scales
 
 
@@ -85,7 +85,7 @@ def quantized(k: ArrayLike, power_of_two: bool) -> tuple[NDArray[np.uint8], NDAr
 
     A NaN is stored as 0x7F whatever its sign, since hardware differs about the sign of one that a division makes.
     """
-    rows = np.asarray(k, np.float32)
+    rows = widened(k, np.float32)
     scales = group_scales(rows, power_of_two)
     with np.errstate(invalid="ignore"):  # infinity over infinity is NaN
         scaled = rows / scales[:, None]

@@ -45,7 +45,7 @@ def decode(stored: ArrayLike, cache_dtype: str | None = None) -> Float64:
     """Stored elements as values: bits of an 8-bit float through its table, anything else as it is."""
     if cache_dtype in FORMATS:
         return format_values(cache_dtype)[np.asarray(stored)]
-    return np.asarray(stored, np.float64)
+    return widened(stored)
 
 
 def encode(values: ArrayLike, cache_dtype: str | None = None) -> NDArray[Any]:
@@ -53,7 +53,7 @@ def encode(values: ArrayLike, cache_dtype: str | None = None) -> NDArray[Any]:
 
     8-bit floats keep the sign of a NaN; int8 stores 0 for it. Formats of 16 and 32 bits are left to the caller's cast.
     """
-    values = np.asarray(values, np.float64)
+    values = widened(values)
     if cache_dtype == "int8":
         return np.clip(np.rint(np.nan_to_num(values, nan=0.0)), -128, 127).astype(np.int8)
     if cache_dtype not in FORMATS:
@@ -80,7 +80,7 @@ def split_pages(kv_pages: object, cache_dtype: str | None = None) -> tuple[Float
 
 def per_head(scale: ArrayLike | None, num_kv_heads: int) -> NDArray[np.float32]:
     """A scale in any of its forms (None, number, [] or [K]) as one float32 per KV head."""
-    return np.broadcast_to(np.float32(1) if scale is None else np.asarray(scale, np.float32), (num_kv_heads,))
+    return np.broadcast_to(np.float32(1) if scale is None else widened(scale, np.float32), (num_kv_heads,))
 
 
 def divisors(scale: ArrayLike | None, num_kv_heads: int) -> NDArray[np.float32]:
@@ -96,11 +96,11 @@ def true_queries(q: ArrayLike, q_scale: ArrayLike | None, sm_scale: float, dtype
     rounded to `dtype`.
     """
     if q_scale is None or isinstance(q_scale, int | float):
-        return np.asarray(q, np.float64), sm_scale * (1.0 if q_scale is None else q_scale)
-    scaled = np.asarray(q, np.float32) * np.asarray(q_scale, np.float32).reshape(-1, 1)
+        return widened(q), sm_scale * (1.0 if q_scale is None else q_scale)
+    scaled = widened(q, np.float32) * widened(q_scale, np.float32).reshape(-1, 1)
     if dtype == "bfloat16":
         return bfloat16_values(bfloat16_bits(scaled)), sm_scale
-    return np.asarray(scaled.astype(dtype), np.float64), sm_scale
+    return widened(scaled.astype(dtype)), sm_scale
 
 
 def sequence_bounds(cu_q_lens: ArrayLike, num_seqs: ArrayLike | None, num_tokens: int) -> list[tuple[int, int]]:
@@ -157,7 +157,7 @@ def latent_rows(
         return decode(pages[page, offset], code_dtype)
     layout = latent_format(pages, cache_format, cache_layout)
     if layout is None:
-        return np.asarray(pages[page, offset], np.float64)
+        return widened(pages[page, offset])
     codes, scales, rotary = (np.ascontiguousarray(plane[page, offset]) for plane in planes(pages, layout))
     return dequantize_rows(codes, scales, rotary, layout)[:, None]
 
@@ -183,7 +183,7 @@ def quantize_rows(rows: ArrayLike, layout: CacheFormat, power_of_two_scales: boo
     A NaN among columns quantised to 8 bits is stored as 0x7F whatever its sign, since hardware differs about the sign
     of one that a division makes; 4 bits have no NaN, all of its group is stored as 0. The byte of padding is 0.
     """
-    rows = np.asarray(rows, np.float32, order="C")
+    rows = np.ascontiguousarray(widened(rows, np.float32))
     groups = rows[..., : layout.values].reshape(*rows.shape[:-1], layout.num_groups, layout.group)
     rotary = bfloat16_bits(rows[..., layout.values :]).astype("<u2").view(np.uint8)
     if layout.codes == "float4_e2m1fn":
@@ -250,9 +250,10 @@ def bfloat16_values(bits: NDArray[np.uint16]) -> Float64:
     return widened((bits.astype(np.uint32) << 16).view(np.float32))
 
 
-def widened(values: NDArray[np.float32]) -> Float64:
-    with np.errstate(invalid="ignore"):  # a cache may hold NaNs of the signaling kind
-        return values.astype(np.float64)
+def widened(values: ArrayLike, to: type[np.floating] = np.float64) -> NDArray[Any]:
+    """Values in a wider dtype; NaNs of the signaling kind become quiet, of which no warning tells."""
+    with np.errstate(invalid="ignore"):
+        return np.asarray(values, to) * to(1)  # float16 widens as it is, by the product it is quiet
 
 
 def bfloat16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:

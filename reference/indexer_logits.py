@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ragged_attention.reference._indexer import seen_in_pages, seen_of_ranges
-from ragged_attention.reference._kv_layout import Float64, decode
+from ragged_attention.reference._kv_layout import Float64, decode, widened
 from ragged_attention.reference._no_tuning import Tile as Tile
 from ragged_attention.reference._no_tuning import heuristic as heuristic
 from ragged_attention.reference._no_tuning import invariant_tile as invariant_tile
@@ -39,7 +39,7 @@ def indexer_logits(
 
     `q_dtype` and `key_dtype` name the format of what is given as the bits of 8-bit floats.
     """
-    q, weights, keys = decode(q, q_dtype), np.asarray(weights, np.float64), np.asarray(keys)
+    q, weights, keys = decode(q, q_dtype), widened(weights), np.asarray(keys)
     if page_indices is not None:
         columns = np.shape(page_indices)[1] * keys.shape[1]
         tables = (page_indices, kv_lens, cu_q_lens)

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ragged_attention.reference._kv_layout import Float64
+from ragged_attention.reference._kv_layout import Float64, widened
 from ragged_attention.reference._no_tuning import Tile as Tile
 from ragged_attention.reference._no_tuning import heuristic as heuristic
 from ragged_attention.reference._no_tuning import why_not as why_not
@@ -22,7 +22,7 @@ def merge_attention_states(
     sink takes its share of the merged softmax. `out_dtype` is what the result is rounded to, elsewhere.
     """
     del out_dtype
-    outs, lses = np.asarray(outs, np.float64), np.asarray(lses, np.float64)
+    outs, lses = widened(outs), widened(lses)
     m_i = lses.max(axis=0)
     some = m_i != -np.inf
     weights = np.exp(lses - np.where(some, m_i, 0.0))
@@ -33,7 +33,7 @@ def merge_attention_states(
     out = (weights[..., None] * parts).sum(axis=0) / l_i[..., None]
     if sinks is not None:
         with np.errstate(over="ignore", invalid="ignore"):
-            share = 1 / (1 + np.exp(np.asarray(sinks, np.float64) - lse))
+            share = 1 / (1 + np.exp(widened(sinks) - lse))
         out *= np.where(some, share, 0.0)[..., None]
     return out, lse
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ragged_attention.reference._kv_layout import Float64, latent_rows
+from ragged_attention.reference._kv_layout import Float64, latent_rows, widened
 from ragged_attention.reference._no_tuning import Tile as Tile
 from ragged_attention.reference._no_tuning import heuristic as heuristic
 from ragged_attention.reference._no_tuning import invariant_tile as invariant_tile
@@ -80,7 +80,7 @@ def mla_decode(
     Neither `schedule` nor `num_splits`, the ranges that each query's keys are cut into, changes the result.
     """
     del schedule, out_dtype
-    q, kv_cache = np.asarray(q, np.float64), np.asarray(kv_cache)
+    q, kv_cache = widened(q), np.asarray(kv_cache)
     num_seqs, num_q_tokens, num_q_heads, d_qk = q.shape
     num_pages, page_size, num_kv_heads, _ = kv_cache.shape
     group = num_q_heads // num_kv_heads

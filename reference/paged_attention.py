@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ragged_attention.reference._kv_layout import Float64, decode
+from ragged_attention.reference._kv_layout import Float64, decode, widened
 from ragged_attention.reference._no_tuning import Tile as Tile
 from ragged_attention.reference._no_tuning import heuristic as heuristic
 from ragged_attention.reference._no_tuning import invariant_tile as invariant_tile
@@ -22,7 +22,7 @@ def values_of(pages: Any, cache_dtype: str | None = None) -> Float64:
     """Heads-first pages [K, P, G, D], or a pair of those and their scales [K, P, G, 1], as values [P, G, K, D]."""
     weight, scales = pages if isinstance(pages, tuple | list) else (pages, 1.0)
     with np.errstate(invalid="ignore"):  # what no query sees may be zero times infinity
-        return np.moveaxis(decode(weight, cache_dtype) * np.asarray(scales, np.float64), 0, 2)
+        return np.moveaxis(decode(weight, cache_dtype) * widened(scales), 0, 2)
 
 
 def paged_attention(

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ragged_attention.reference._kv_layout import latent_rows, per_head, sequence_bounds, true_queries
+from ragged_attention.reference._kv_layout import latent_rows, per_head, sequence_bounds, true_queries, widened
 from ragged_attention.reference._no_tuning import Tile as Tile
 from ragged_attention.reference._no_tuning import heuristic as heuristic
 from ragged_attention.reference._no_tuning import invariant_tile as invariant_tile
@@ -68,7 +68,7 @@ def ragged_mla_attention(
         valid = np.isin(np.arange(kv_len), positions)
         seen = visible(stop - start, kv_len, valid, causal, sliding_window)
         for head in range(num_q_heads):
-            sink = -np.inf if sinks is None else np.asarray(sinks, np.float64)[head]
+            sink = -np.inf if sinks is None else widened(sinks)[head]
             out[start:stop, head], lse[start:stop, head] = attend(
                 q[start:stop, head], rows, rows[:, :d_v], seen, float(scale * factor), soft_cap, sink
             )

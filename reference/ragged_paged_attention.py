@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ragged_attention.reference._kv_layout import Float64, per_head, sequence_bounds, split_pages, true_queries
+from ragged_attention.reference._kv_layout import Float64, per_head, sequence_bounds, split_pages, true_queries, widened
 from ragged_attention.reference._no_tuning import Tile as Tile
 from ragged_attention.reference._no_tuning import heuristic as heuristic
 from ragged_attention.reference._no_tuning import invariant_tile as invariant_tile
@@ -115,7 +115,7 @@ def ragged_paged_attention(
         seen = visible(q_len, kv_len, valid, causal, sliding_window, drafted)
         for head in range(num_q_heads):
             kv_head = head // (num_q_heads // num_kv_heads)
-            sink = -np.inf if sinks is None else np.asarray(sinks, np.float64)[head]
+            sink = -np.inf if sinks is None else widened(sinks)[head]
             out[start:stop, head], lse[start:stop, head] = attend(
                 q[start:stop, head], k[:, kv_head], v[:, kv_head], seen, float(scale * k_scale[kv_head]), soft_cap, sink
             )

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ragged_attention.reference._kv_layout import Float64, latent_rows
+from ragged_attention.reference._kv_layout import Float64, latent_rows, widened
 from ragged_attention.reference._no_tuning import Tile as Tile
 from ragged_attention.reference._no_tuning import heuristic as heuristic
 from ragged_attention.reference._no_tuning import invariant_tile as invariant_tile
@@ -41,7 +41,7 @@ def left_by_sinks(lse: Float64, sinks: ArrayLike | None) -> Float64:
     if sinks is None:
         return np.ones(lse.shape)
     with np.errstate(over="ignore", invalid="ignore"):
-        left = 1 / (1 + np.exp(np.asarray(sinks, np.float64) - lse))
+        left = 1 / (1 + np.exp(widened(sinks) - lse))
     return np.where(lse == -np.inf, 0.0, left)
 
 
@@ -67,7 +67,7 @@ def sparse_mla_prefill(
 ) -> tuple[Float64, Float64, Float64]:
     """Out [T, H, d_v], max_logits [T, H] and lse [T, H] in float64; the arguments are those of the record."""
     del deterministic, out_dtype  # of which one is about the gradient, the other about how results are stored
-    q, kv, indices = np.asarray(q, np.float64), np.asarray(kv), np.asarray(indices)
+    q, kv, indices = widened(q), np.asarray(kv), np.asarray(indices)
     pages = kv[:, None] if kv.ndim == 3 else kv  # packed rows are pages of one position
     num_tokens, num_q_heads, d_qk = q.shape
     num_kv_heads, topk = indices.shape[1:]

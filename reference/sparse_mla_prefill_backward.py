@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ragged_attention.reference._kv_layout import Float64
+from ragged_attention.reference._kv_layout import Float64, widened
 from ragged_attention.reference._no_tuning import Tile as Tile
 from ragged_attention.reference._no_tuning import heuristic as heuristic
 from ragged_attention.reference._no_tuning import why_not as why_not
@@ -31,8 +31,8 @@ def sparse_mla_prefill_backward(
 ) -> tuple[Float64, Float64, Float64 | None]:
     """dq, dkv and d_sinks in float64, of the shapes of what they are gradients of; the record has the formulas."""
     del deterministic  # every sum here has one order
-    q, kv, d_out = (np.asarray(array, np.float64) for array in (q, kv, d_out))
-    indices, lse = np.asarray(indices), np.asarray(lse, np.float64)
+    q, kv, d_out = (widened(array) for array in (q, kv, d_out))
+    indices, lse = np.asarray(indices), widened(lse)
     num_tokens, num_q_heads, d_qk = q.shape
     num_kv_heads, topk = indices.shape[1:]
     rows = kv.reshape(-1, num_kv_heads, d_qk)  # packed rows, or pages one after another

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ragged_attention.reference._indexer import largest
+from ragged_attention.reference._kv_layout import widened
 from ragged_attention.reference._no_tuning import Tile as Tile
 from ragged_attention.reference._no_tuning import heuristic as heuristic
 from ragged_attention.reference._no_tuning import invariant_tile as invariant_tile
@@ -18,7 +19,7 @@ def top_k_indices(
     logits: ArrayLike, top_k: int, starts: ArrayLike | None = None, stops: ArrayLike | None = None
 ) -> NDArray[np.int32]:
     """Columns [T, top_k] in ascending order, then -1; `starts` and `stops` say which of them count."""
-    logits = np.asarray(logits, np.float64)
+    logits = widened(logits)
     columns = np.arange(logits.shape[1])
     counts = np.ones(logits.shape, bool)
     if starts is not None:

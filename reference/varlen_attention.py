@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ragged_attention.reference._kv_layout import Float64, sequence_bounds
+from ragged_attention.reference._kv_layout import Float64, sequence_bounds, widened
 from ragged_attention.reference._no_tuning import Tile as Tile
 from ragged_attention.reference._no_tuning import heuristic as heuristic
 from ragged_attention.reference._no_tuning import invariant_tile as invariant_tile
@@ -48,7 +48,7 @@ def varlen_attention(
 ) -> tuple[Float64, Float64]:
     """Out [T_q, H, D_v] and lse [T_q, H] in float64; the arguments are those of the record."""
     del max_q_len, max_kv_len, deterministic  # which do not change the result
-    q, k, v = (np.asarray(array, np.float64) for array in (q, k, v))
+    q, k, v = (widened(array) for array in (q, k, v))
     num_q_tokens, num_q_heads, head_dim = q.shape
     num_kv_tokens, num_kv_heads, _ = k.shape
     scale = head_dim**-0.5 if sm_scale is None else sm_scale
@@ -57,7 +57,7 @@ def varlen_attention(
     for rows, keys, seen in sequences(cu_q_lens, cu_kv_lens, num_q_tokens, num_kv_tokens, causal, sliding_window):
         for head in range(num_q_heads):
             kv_head = head // (num_q_heads // num_kv_heads)
-            sink = -np.inf if sinks is None else float(np.asarray(sinks, np.float64)[head])
+            sink = -np.inf if sinks is None else float(widened(sinks)[head])
             out[rows, head], lse[rows, head] = attend(
                 q[rows, head], k[keys, kv_head], v[keys, kv_head], seen, scale, soft_cap, sink
             )

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ragged_attention.reference._kv_layout import Float64
+from ragged_attention.reference._kv_layout import Float64, widened
 from ragged_attention.reference._no_tuning import Tile as Tile
 from ragged_attention.reference._no_tuning import heuristic as heuristic
 from ragged_attention.reference._no_tuning import why_not as why_not
@@ -46,12 +46,12 @@ def row_terms(
     d_out: ArrayLike, out: ArrayLike, lse: ArrayLike, d_lse: ArrayLike | None, sinks: ArrayLike | None
 ) -> tuple[Float64, Float64, Float64, Float64 | None]:
     """Per row and head [T, H]: share, delta and d_lse, each 0 where lse is -inf; and d_sinks [H], if any."""
-    lse = np.asarray(lse, np.float64)
+    lse = widened(lse)
     some = lse != -np.inf
     share = np.where(some, left_by_sinks(lse, sinks), 0.0)
-    products = np.asarray(out, np.float64) * np.where(some[..., None], np.asarray(d_out, np.float64), 0.0)
+    products = widened(out) * np.where(some[..., None], widened(d_out), 0.0)
     delta = products.sum(axis=-1)
-    d_lse = np.where(some, 0.0 if d_lse is None else np.asarray(d_lse, np.float64), 0.0)
+    d_lse = np.where(some, 0.0 if d_lse is None else widened(d_lse), 0.0)
     d_sinks = None if sinks is None else np.where(some, (share - 1) * delta, 0.0).sum(axis=0)
     return share, delta, d_lse, d_sinks
 
@@ -77,8 +77,8 @@ def varlen_attention_backward(
 ) -> tuple[Float64, Float64, Float64, Float64 | None]:
     """dq, dk, dv and d_sinks in float64, of the shapes of what they are gradients of; the record has the formulas."""
     del max_q_len, max_kv_len, deterministic  # which do not change the result
-    q, k, v, d_out = (np.asarray(array, np.float64) for array in (q, k, v, d_out))
-    lse = np.asarray(lse, np.float64)
+    q, k, v, d_out = (widened(array) for array in (q, k, v, d_out))
+    lse = widened(lse)
     num_q_tokens, num_q_heads, head_dim = q.shape
     num_kv_tokens, num_kv_heads, _ = k.shape
     scale = head_dim**-0.5 if sm_scale is None else sm_scale

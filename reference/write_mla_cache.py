@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ragged_attention.reference._kv_layout import divisors, encode, latent_format, planes, quantize_rows
+from ragged_attention.reference._kv_layout import divisors, encode, latent_format, planes, quantize_rows, widened
 from ragged_attention.reference._no_tuning import Tile as Tile
 from ragged_attention.reference._no_tuning import heuristic as heuristic
 from ragged_attention.reference._no_tuning import why_not as why_not
@@ -50,7 +50,7 @@ def write_mla_cache(
     layout = None if code_dtype is not None else latent_format(cache, cache_format, cache_layout)
     if layout is None:
         with np.errstate(divide="ignore", invalid="ignore"):  # a quotient by 0 saturates, or is NaN
-            scaled = np.asarray(rows, np.float32) / divisors(kv_scale, num_kv_heads)[None, :, None]
+            scaled = widened(rows, np.float32) / divisors(kv_scale, num_kv_heads)[None, :, None]
         cache[page, offset] = encode(scaled, code_dtype)
     else:
         stored = quantize_rows(rows[:, 0], layout, power_of_two_scales)

@@ -106,6 +106,27 @@ def test_parts_that_are_stacked_have_one_dtype_and_shape(front: Any) -> None:
             front.merge_attention_states([outs[0], other], lses)
 
 
+# ---- values that are none
+
+
+def signaling(array: Any) -> Any:
+    """Signaling NaNs, which a conversion to another dtype makes quiet and reports to whoever listens."""
+    return np.full(array.shape, 0x7FA00000, np.uint32).view(np.float32) if array.dtype == np.float32 else array
+
+
+@pytest.mark.parametrize("backend", ["reference", "numba"])
+@pytest.mark.parametrize("front", [rt, rj])
+@pytest.mark.parametrize(("operation", "index"), [each for each in EACH if each[0] != "make_decode_schedule"])
+def test_signaling_nans_are_nans_and_no_warning(operation: str, index: int, front: Any, backend: str) -> None:
+    """Python's warnings are errors here."""
+    array = torch.tensor if front is rt else jnp.asarray
+    call = getattr(front, operation)
+    call(**given(operation, index, lambda value: array(signaling(value))), backend=backend)
+    for name, value in arrays_of(arguments := given(operation, index, np.asarray)):
+        changed = arguments | {name: mapped(signaling, value)}
+        call(**{key: mapped(array, value) for key, value in changed.items()}, backend=backend)
+
+
 # ---- dtypes that jax does not hold
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragged_attention.reference._kv_layout import decode, encode, format_values
+from ragged_attention.reference._kv_layout import decode, encode, format_values, widened
 from ragged_attention.reference.paged_attention import paged_attention
 from ragged_attention.reference.prefill_attention import prefill_attention
 from ragged_attention.reference.write_kv_pages import slots_from_tables
@@ -36,6 +36,15 @@ def test_encoding_rounds_as_the_format_does_and_saturates(name: str, bits: list[
     np.testing.assert_array_equal(got[~nan], want[~nan])
     assert np.isnan(decode(got, name)[nan]).all()
     np.testing.assert_array_equal(got >> 7, np.signbit(values))
+
+
+@pytest.mark.parametrize(("bits", "narrow"), [(0x7D00, "2"), (0x7FA00000, "4"), (0x7FF4000000000000, "8")])
+@pytest.mark.parametrize("to", [np.float32, np.float64])
+def test_signaling_nans_become_quiet(bits: int, narrow: str, to: type[np.floating]) -> None:
+    """No operation on what comes of it may warn, and Python's warnings are errors here."""
+    values = np.array([bits], f"u{narrow}").view(f"f{narrow}")
+    assert np.isnan(widened(values, to) @ np.ones(1, to))
+    assert np.signbit(widened(np.array([-0.0], f"f{narrow}"), to))
 
 
 def test_int8_rounds_half_to_even_and_saturates() -> None:

@@ -167,7 +167,10 @@ def to_numpy(array: Any) -> np.ndarray:
     array = np.asarray(array)
     if is_bits(array.dtype):
         return array.view(np.uint8)
-    return array.astype(np.float64) if jnp.issubdtype(array.dtype, jnp.floating) else array
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        return array
+    with np.errstate(invalid="ignore"):  # NaNs of the signaling kind
+        return array.astype(np.float64)
 
 
 def to_bits(array: Any) -> Any:

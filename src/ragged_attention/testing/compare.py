@@ -94,7 +94,8 @@ def _worst(excess: NDArray[Any]) -> list[int]:
 
 def _finite_alike(got: ArrayLike, want: ArrayLike, what: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Both as float64, once they have one shape, and NaN and infinities in the same places."""
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    with np.errstate(invalid="ignore"):  # NaNs of the signaling kind
+        got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     if got.shape != want.shape:
         raise AssertionError(f"{what}: expected shape {want.shape}, got {got.shape}")
     for name, where in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
