@@ -46,6 +46,29 @@ def test_the_language_is_prepared_once_and_restored(monkeypatch: pytest.MonkeyPa
     assert tl.core.is_builtin(tl.tensor.__add__)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "held"),
+    [(tl.bfloat16, np.uint16), (tl.int1, np.bool_), (tl.float8e5, np.uint8), (tl.pointer_type(tl.float32), np.uint64)],
+)
+def test_dtypes_are_those_of_the_interpreter(dtype: Any, held: Any) -> None:
+    assert triton_interpreter.quicken()
+    for _ in range(2):
+        assert interpreter._get_np_dtype(dtype) == interpreter._get_np_dtype(tl.block_type(dtype, [4])) == held
+
+
+@triton.jit
+def doubled(x_ptr, out_ptr):
+    tl.store(out_ptr, tl.load(x_ptr) + tl.load(x_ptr))
+
+
+def test_sums_of_integers_wrap_as_they_did() -> None:
+    assert triton_interpreter.quicken()
+    assert not interpreter.interpreter_builder.options.sanitize_overflow
+    x, out, kernel = torch.tensor([2**31 - 1], dtype=torch.int32), torch.zeros(1, dtype=torch.int32), doubled
+    kernel[(1,)](x, out)  # type: ignore[index]
+    assert out.item() == -2
+
+
 def test_no_interpreter_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET")
     assert not triton_interpreter.quicken()
