@@ -1,6 +1,6 @@
 """The library that nvcc makes of the CUDA kernels: that it loads without a driver and shows its ABI alone.
 
-The first test builds it, which takes minutes, unless that was done before.
+Building takes minutes. `make test` takes the library that `make cuda-compile` has built; the other tiers build it.
 """
 
 import ctypes
@@ -14,14 +14,17 @@ import pytest
 
 from ragged_attention.kernels_cuda import _abi, _native
 from ragged_attention.kernels_cuda._build import compile, toolchain
+from tests import tiers
 
 HEADER = (compile.SOURCES / "api.h").read_text()
 
 
 @pytest.fixture(scope="module")
-def kernels() -> ctypes.CDLL:
+def kernels(pytestconfig: pytest.Config) -> ctypes.CDLL:
     if reason := _native.why_not():
         pytest.skip(reason)
+    if tiers.tier_of(pytestconfig) == "covering" and not compile.built():
+        pytest.skip("the library has not been built: make cuda-compile builds it")
     return _native.library()
 
 
