@@ -339,6 +339,50 @@ def test_code_of_other_settings_is_another(kept: Kept, monkeypatch: pytest.Monke
     monkeypatch.undo()
 
 
+TWO_KERNELS = """
+import sys, numba
+from ragged_attention.portable.numba._compiling import machine_code
+
+def scaled(by):
+    @numba.njit(error_model="numpy")
+    def helper(x):
+        for step in range(x):
+            x += step % 3 * by if x % 7 else step // 5
+            x ^= step * 11 if x % 5 else by
+            x -= x // 13 if x & by else -step
+        return x * by
+    return helper
+
+twice, thrice = scaled(2), scaled(3)
+
+def first(x):
+    return twice(x) + twice(x + 1)
+
+def second(x):
+    return thrice(x) + thrice(x + 1)
+
+for name in sys.argv[1:]:
+    (function,) = machine_code(name, {globals()[name]: "int64(int64)"})
+    assert function.ctypes(21) == globals()[name](21), name
+    print(function.cache_hits)
+"""
+
+
+def test_kernels_that_two_processes_have_kept_do_not_share_functions(home: Path, tmp_path: Path) -> None:
+    """Numba counts functions in each process anew, and so names those of both kernels alike."""
+    pytest.importorskip("numba")
+    file = tmp_path / "two_kernels.py"
+    file.write_text(TWO_KERNELS)
+
+    def hits(*kernels: str) -> list[str]:
+        done = subprocess.run([sys.executable, file, *kernels], capture_output=True, text=True, env=os.environ)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    assert hits("first") == hits("second") == ["0"]
+    assert hits("first", "second") == hits("second", "first") == ["1", "1"]
+
+
 SWITCHED = """
 import torch, ragged_attention.torch as rt
 from ragged_attention import warmup

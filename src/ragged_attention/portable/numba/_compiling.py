@@ -138,7 +138,26 @@ class _Function(CFunc):
 
     def _compile_uncached(self) -> Any:
         self._teller.begin()
-        return super()._compile_uncached()  # type: ignore[misc]
+        result = super()._compile_uncached()  # type: ignore[misc]
+        _keep_functions_apart(result.library, result.fndesc.llvm_cfunc_wrapper_name)
+        return result
+
+
+def _keep_functions_apart(library: Any, entry: str) -> None:
+    """Let no other code see the functions of a library that is yet to be linked, but for its entry.
+
+    Numba names a function by a count within the process. Of code that two processes have kept on the disk, both parts
+    may so have a function of one name, and whoever loads both would run one of these in place of the other.
+    """
+    optimize = library._optimize_final_module
+
+    def hide_and_optimize() -> None:
+        for function in library._final_module.functions:
+            if not function.is_declaration and function.name != entry:
+                function.linkage = "internal"
+        optimize()
+
+    library._optimize_final_module = hide_and_optimize
 
 
 _compiling = threading.RLock()
