@@ -360,27 +360,32 @@ def first(x):
 
 def second(x):
     return thrice(x) + thrice(x + 1)
-
+"""
+RUN = """
 for name in sys.argv[1:]:
     (function,) = machine_code(name, {globals()[name]: "int64(int64)"})
     assert function.ctypes(21) == globals()[name](21), name
     print(function.cache_hits)
 """
+# By Numba's count `thrice` is the second function of this process, as `twice` is of the one that kept it.
+BEFORE = "numba.njit(lambda: 0)()\nassert thrice(21) == thrice.py_func(21)\n"
+AFTER = "assert numba.njit(lambda x: thrice(x) + thrice(x + 1))(21) == second(21)\n"
 
 
 def test_kernels_that_two_processes_have_kept_do_not_share_functions(home: Path, tmp_path: Path) -> None:
-    """Numba counts functions in each process anew, and so names those of both kernels alike."""
+    """Neither with each other nor with what the process that loads them compiles by itself."""
     pytest.importorskip("numba")
-    file = tmp_path / "two_kernels.py"
-    file.write_text(TWO_KERNELS)
 
-    def hits(*kernels: str) -> list[str]:
-        done = subprocess.run([sys.executable, file, *kernels], capture_output=True, text=True, env=os.environ)
+    def hits(*kernels: str, before: str = "", after: str = "") -> list[str]:
+        (tmp_path / "two_kernels.py").write_text(TWO_KERNELS + before + RUN + after)
+        command = [sys.executable, tmp_path / "two_kernels.py", *kernels]
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=60)
         assert done.returncode == 0, done.stderr
         return done.stdout.split()
 
     assert hits("first") == hits("second") == ["0"]
     assert hits("first", "second") == hits("second", "first") == ["1", "1"]
+    assert hits("first", before=BEFORE, after=AFTER) == ["1"]
 
 
 SWITCHED = """

@@ -7,6 +7,7 @@ import pickle
 import platform
 import sys
 import threading
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -144,20 +145,22 @@ class _Function(CFunc):
 
 
 def _keep_functions_apart(library: Any, entry: str) -> None:
-    """Let no other code see the functions of a library that is yet to be linked, but for its entry.
+    """Give the functions of a library that is yet to be linked names that no other code has, but for its entry.
 
-    Numba names a function by a count within the process. Of code that two processes have kept on the disk, both parts
-    may so have a function of one name, and whoever loads both would run one of these in place of the other.
+    Numba names a function by a count within the process, so that code which another process has kept may call one of
+    its own by the name of another function here. Whichever is there first then runs in place of both.
     """
     optimize = library._optimize_final_module
 
-    def hide_and_optimize() -> None:
-        for function in library._final_module.functions:
+    def rename_and_optimize() -> None:
+        prefix = f"ragged_attention.{uuid.uuid4().hex}."
+        for function in [*library._final_module.functions]:
             if not function.is_declaration and function.name != entry:
+                function.name = prefix + function.name
                 function.linkage = "internal"
         optimize()
 
-    library._optimize_final_module = hide_and_optimize
+    library._optimize_final_module = rename_and_optimize
 
 
 _compiling = threading.RLock()
