@@ -103,8 +103,10 @@ class Watch:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._seconds[report.nodeid] += report.duration
-        group, cases = dict(report.user_properties)[PROPERTY]  # type: ignore[misc]
-        self._group[report.nodeid] = group, cases
+        properties: dict[str, Any] = dict(report.user_properties)  # type: ignore[arg-type]
+        if PROPERTY in properties:  # not where the process of the test came to an end
+            group, cases = properties[PROPERTY]
+            self._group[report.nodeid] = group, cases
 
     def pytest_sessionfinish(self) -> None:
         FILE.write_text(known().updated(self.by_groups()).written())
