@@ -120,8 +120,8 @@ class Watch:
 
 
 def typical(seconds: Sequence[float]) -> float:
-    """The mean, of three or more without the longest, which may have compiled what the others use."""
-    taken = sorted(seconds)[:-1] if len(seconds) > 2 else seconds
+    """The mean, of several without the longest, which may have compiled what the others use."""
+    taken = sorted(seconds)[:-1] if len(seconds) > 1 else seconds
     return sum(taken) / len(taken)
 
 

@@ -35,7 +35,7 @@ def test_the_covering_part_keeps_to_its_budget() -> None:
     each = tiers.allowance(KNOWN)
     slow = sum(tiers.taken_of(*group, each) * group[1] for group in KNOWN.slow.values())
     assert slow + sum(KNOWN.quick.values()) <= tiers.BUDGET
-    assert each > 0.5
+    assert each > 0.25
 
 
 @pytest.mark.parametrize("group", KNOWN.slow)
@@ -110,4 +110,5 @@ def test_any_text_names_a_shard() -> None:
 
 def test_the_longest_of_many_cases_does_not_count() -> None:
     assert durations.typical([1.0, 1.0, 40.0, 4.0]) == 2.0
-    assert durations.typical([1.0, 3.0]) == 2.0
+    assert durations.typical([1.0, 3.0]) == 1.0
+    assert durations.typical([3.0]) == 3.0
