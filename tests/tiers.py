@@ -5,11 +5,10 @@ shard of the rest, chosen by the commit, so that over the commits everything run
 
 The covering part keeps to a budget, by what tests/durations.json knows of each group of tests: the cases of one test,
 within the suite the checks of one operation on one runner, and where a test is marked with `each`, the cases of one
-value of the parameter that this names. Each group may take the same time, as much as the budget
-allows; of one that needs more, cases are left out, evenly, but one always runs, unless one alone takes longer than
-dozens of others. So quick tests all run, a new test runs whole until it is measured, and the suite still checks every
-operation on every backend through both front ends. The rest is what was left out, with the tests that draw batches, for
-these draw more.
+value of the parameter that this names. Each group may take the same time, as much as the budget allows; of one that
+needs more, cases are left out, evenly, but one always runs, unless it alone takes longer than dozens of others. So
+quick tests all run, a new test runs whole until it is measured, and the suite still checks every operation on every
+backend through both front ends. The rest is what was left out, with the tests that draw batches, for these draw more.
 """
 
 import bisect
