@@ -34,7 +34,7 @@ def seen_of_ranges(
     for token, (start, stop) in enumerate(np.clip(np.stack([starts, stops], axis=-1).astype(np.int64), 0, limit)):
         rows = np.arange(start, stop if max_keys is None else min(stop, start + max_keys))
         if len(rows):
-            scales = np.ones(len(rows)) if key_scale is None else widened(key_scale)[rows]
+            scales = np.ones(len(rows)) if key_scale is None else widened(np.asarray(key_scale)[rows])
             yield Seen(token, rows - start if relative else rows, decode(keys[rows], key_dtype), scales)
 
 
@@ -68,7 +68,7 @@ def rows_of(
     if keys.ndim == 4:
         values, scales = planes(keys)
         return decode(values[page, offset], E4M3), widened(np.ascontiguousarray(scales[page, offset]).view("<f4")[:, 0])
-    scales = np.ones(len(page)) if key_scale is None else widened(key_scale)[page, offset]
+    scales = np.ones(len(page)) if key_scale is None else widened(np.asarray(key_scale)[page, offset])
     return decode(keys[page, offset], key_dtype), scales
 
 

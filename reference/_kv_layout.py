@@ -83,6 +83,11 @@ def per_head(scale: ArrayLike | None, num_kv_heads: int) -> NDArray[np.float32]:
     return np.broadcast_to(np.float32(1) if scale is None else widened(scale, np.float32), (num_kv_heads,))
 
 
+def sink_of_each(sinks: ArrayLike | None, num_q_heads: int) -> Float64:
+    """The sink of each query head, -inf where there are none."""
+    return np.full(num_q_heads, -np.inf) if sinks is None else widened(sinks)
+
+
 def divisors(scale: ArrayLike | None, num_kv_heads: int) -> NDArray[np.float32]:
     """What new rows of each KV head are divided by: a scale below the smallest normal float32 is 0, of its sign."""
     scales = per_head(scale, num_kv_heads)
@@ -251,9 +256,9 @@ def bfloat16_values(bits: NDArray[np.uint16]) -> Float64:
 
 
 def widened(values: ArrayLike, to: type[np.floating] = np.float64) -> NDArray[Any]:
-    """Values in a wider dtype; NaNs of the signaling kind become quiet, of which no warning tells."""
+    """Values in a wider dtype; signaling NaNs become quiet ones, without a warning."""
     with np.errstate(invalid="ignore"):
-        return np.asarray(values, to) * to(1)  # float16 widens as it is, by the product it is quiet
+        return np.asarray(values, to) * to(1)  # float16 is widened with the NaN still signaling; the product is quiet
 
 
 def bfloat16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ragged_attention.reference._kv_layout import latent_rows, per_head, sequence_bounds, true_queries, widened
+from ragged_attention.reference._kv_layout import latent_rows, per_head, sequence_bounds, sink_of_each, true_queries
 from ragged_attention.reference._no_tuning import Tile as Tile
 from ragged_attention.reference._no_tuning import heuristic as heuristic
 from ragged_attention.reference._no_tuning import invariant_tile as invariant_tile
@@ -58,6 +58,7 @@ def ragged_mla_attention(
     (factor,) = per_head(kv_scale, 1)
     out = np.zeros((num_tokens, num_q_heads, d_v))
     lse = np.full((num_tokens, num_q_heads), -np.inf)
+    sinks = sink_of_each(sinks, num_q_heads)
     for seq, (start, stop) in enumerate(sequence_bounds(cu_q_lens, num_seqs, num_tokens)):
         kv_len = int(np.clip(np.asarray(kv_lens)[seq], 0, page_indices.shape[1] * page_size))
         positions, slots = dense_slots(page_indices[seq], kv_len, num_pages, page_size)
@@ -68,9 +69,8 @@ def ragged_mla_attention(
         valid = np.isin(np.arange(kv_len), positions)
         seen = visible(stop - start, kv_len, valid, causal, sliding_window)
         for head in range(num_q_heads):
-            sink = -np.inf if sinks is None else widened(sinks)[head]
             out[start:stop, head], lse[start:stop, head] = attend(
-                q[start:stop, head], rows, rows[:, :d_v], seen, float(scale * factor), soft_cap, sink
+                q[start:stop, head], rows, rows[:, :d_v], seen, float(scale * factor), soft_cap, sinks[head]
             )
     return (out * factor, lse) if return_lse else out * factor
 

@@ -5,7 +5,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ragged_attention.reference._kv_layout import Float64, per_head, sequence_bounds, split_pages, true_queries, widened
+from ragged_attention.reference._kv_layout import (
+    Float64,
+    per_head,
+    sequence_bounds,
+    sink_of_each,
+    split_pages,
+    true_queries,
+)
 from ragged_attention.reference._no_tuning import Tile as Tile
 from ragged_attention.reference._no_tuning import heuristic as heuristic
 from ragged_attention.reference._no_tuning import invariant_tile as invariant_tile
@@ -101,6 +108,7 @@ def ragged_paged_attention(
     k_scale, v_scale = per_head(k_scale, num_kv_heads), per_head(v_scale, num_kv_heads)
     out = np.zeros((num_tokens, num_q_heads, v_pages.shape[-1]))
     lse = np.full((num_tokens, num_q_heads), -np.inf)
+    sinks = sink_of_each(sinks, num_q_heads)
     for seq, (start, stop) in enumerate(sequence_bounds(cu_q_lens, num_seqs, num_tokens)):
         q_len = stop - start
         kv_len = int(np.clip(np.asarray(kv_lens)[seq], 0, page_indices.shape[1] * page_size))
@@ -115,9 +123,9 @@ def ragged_paged_attention(
         seen = visible(q_len, kv_len, valid, causal, sliding_window, drafted)
         for head in range(num_q_heads):
             kv_head = head // (num_q_heads // num_kv_heads)
-            sink = -np.inf if sinks is None else widened(sinks)[head]
+            factor = float(scale * k_scale[kv_head])
             out[start:stop, head], lse[start:stop, head] = attend(
-                q[start:stop, head], k[:, kv_head], v[:, kv_head], seen, float(scale * k_scale[kv_head]), soft_cap, sink
+                q[start:stop, head], k[:, kv_head], v[:, kv_head], seen, factor, soft_cap, sinks[head]
             )
             out[start:stop, head] *= v_scale[kv_head]
     return (out, lse) if return_lse else out

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ragged_attention.reference._kv_layout import Float64, sequence_bounds, widened
+from ragged_attention.reference._kv_layout import Float64, sequence_bounds, sink_of_each, widened
 from ragged_attention.reference._no_tuning import Tile as Tile
 from ragged_attention.reference._no_tuning import heuristic as heuristic
 from ragged_attention.reference._no_tuning import invariant_tile as invariant_tile
@@ -54,12 +54,12 @@ def varlen_attention(
     scale = head_dim**-0.5 if sm_scale is None else sm_scale
     out = np.zeros((num_q_tokens, num_q_heads, v.shape[2]))
     lse = np.full((num_q_tokens, num_q_heads), -np.inf)
+    sinks = sink_of_each(sinks, num_q_heads)
     for rows, keys, seen in sequences(cu_q_lens, cu_kv_lens, num_q_tokens, num_kv_tokens, causal, sliding_window):
         for head in range(num_q_heads):
             kv_head = head // (num_q_heads // num_kv_heads)
-            sink = -np.inf if sinks is None else float(widened(sinks)[head])
             out[rows, head], lse[rows, head] = attend(
-                q[rows, head], k[keys, kv_head], v[keys, kv_head], seen, scale, soft_cap, sink
+                q[rows, head], k[keys, kv_head], v[keys, kv_head], seen, scale, soft_cap, sinks[head]
             )
     return out, lse
 

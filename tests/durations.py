@@ -1,10 +1,10 @@
 """How long tests take, by groups: what tests/tiers.py chooses by, and what keeps that up to date.
 
-A group is the cases of one test, where the test runs the suite those of one runner and one operation, and where it is
-marked with `each` those of one value. Groups that
-take a second or more stand in tests/durations.json with the number of their cases and the mean seconds of one; quick
-ones are summed up by files, for they always run whole. `pytest --keep-durations`, on an idle machine and over whole
-files, replaces what is known of the groups that it runs; groups whose test is gone are dropped.
+A group is the cases of one test; where the test runs the suite, those of one runner and one operation; and where it is
+marked with `each`, those of one value. Groups that take a second or more stand in tests/durations.json with the number
+of their cases and the mean seconds of one; quick ones are summed up by files, for they always run whole. `pytest
+--keep-durations`, on an idle machine and over whole files, replaces what is known of the groups that it runs; groups
+whose test is gone are dropped.
 """
 
 import json
@@ -120,7 +120,7 @@ class Watch:
 
 
 def typical(seconds: Sequence[float]) -> float:
-    """The mean, of several without the longest, which may have compiled what the others use."""
+    """The mean without the longest, which may have compiled what the others use; a single one as it is."""
     taken = sorted(seconds)[:-1] if len(seconds) > 1 else seconds
     return sum(taken) / len(taken)
 

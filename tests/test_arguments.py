@@ -106,7 +106,7 @@ def test_parts_that_are_stacked_have_one_dtype_and_shape(front: Any) -> None:
             front.merge_attention_states([outs[0], other], lses)
 
 
-# ---- values that are none
+# ---- signaling NaNs
 
 
 def signaling(array: Any) -> Any:
@@ -117,7 +117,7 @@ def signaling(array: Any) -> Any:
 @pytest.mark.parametrize("backend", ["reference", "numba"])
 @pytest.mark.parametrize("front", [rt, rj])
 @pytest.mark.parametrize(("operation", "index"), [each for each in EACH if each[0] != "make_decode_schedule"])
-def test_signaling_nans_are_nans_and_no_warning(operation: str, index: int, front: Any, backend: str) -> None:
+def test_signaling_nans_make_no_warning(operation: str, index: int, front: Any, backend: str) -> None:
     """Python's warnings are errors here."""
     array = torch.tensor if front is rt else jnp.asarray
     call = getattr(front, operation)

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ragged_attention.reference._kv_layout import widened
+
 SIXTEEN_BITS = (8e-4, 2.01 / 128)
 # |got - want| <= first + second * |want|, by the dtype of the output; 8-bit caches are held to bfloat16's.
 BOUNDS = {
@@ -94,8 +96,7 @@ def _worst(excess: NDArray[Any]) -> list[int]:
 
 def _finite_alike(got: ArrayLike, want: ArrayLike, what: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Both as float64, once they have one shape, and NaN and infinities in the same places."""
-    with np.errstate(invalid="ignore"):  # NaNs of the signaling kind
-        got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    got, want = widened(got), widened(want)
     if got.shape != want.shape:
         raise AssertionError(f"{what}: expected shape {want.shape}, got {got.shape}")
     for name, where in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
@@ -145,7 +146,7 @@ def logits_agree(got: ArrayLike, want: ArrayLike, magnitudes: ArrayLike, what: s
 
 def chosen_agree(got: ArrayLike, logits: ArrayLike, magnitudes: ArrayLike, top_k: int) -> bool:
     """Whether rows of columns are the `top_k` largest of the logits, as far as rounding of these leaves a choice."""
-    got, logits = np.asarray(got), np.asarray(logits, np.float64)
+    got, logits = np.asarray(got), widened(logits)
     if got.shape != (len(logits), top_k):
         raise AssertionError(f"expected shape {(len(logits), top_k)}, got {got.shape}")
     for row, (columns, values, sizes) in enumerate(zip(got, logits, np.asarray(magnitudes), strict=True)):

@@ -1,9 +1,9 @@
-"""Triton's interpreter made faster: it leaves out work whose result nobody sees, which is half of a small launch.
+"""Triton's interpreter made faster: it leaves out work whose result nobody sees.
 
-At every call of a `@triton.jit` function from another one, it walks through all of `triton.language` to replace what it
-has replaced already when the kernel was launched. Whether a sum or product of integers overflows it computes in 64
-bits, and drops the answer unless it debugs. The NumPy dtype of one of Triton's it looks up in a dictionary that it
-builds for that.
+At every call of a `@triton.jit` function from another one, the interpreter walks through all of `triton.language` to
+replace what it has replaced already when the kernel was launched. It computes in 64 bits whether a sum, difference or
+product of integers overflows, and drops the answer unless it debugs. Each time that it needs the NumPy dtype for one of
+Triton's, it builds a dictionary of them all.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ PRIVATE = ("_patch_lang", "_LangPatchScope", "_get_np_dtype", "interpreter_build
 
 
 def quicken() -> bool:
-    """Let this process's interpreter leave that out; returns whether it does.
+    """Let the interpreter of this process leave this work out; returns whether it does.
 
     Where a version of Triton lacks one of the private names, the interpreter stays as it is.
     """

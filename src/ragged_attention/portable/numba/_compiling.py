@@ -5,9 +5,9 @@ import functools
 import hashlib
 import pickle
 import platform
+import secrets
 import sys
 import threading
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -145,15 +145,15 @@ class _Function(CFunc):
 
 
 def _keep_functions_apart(library: Any, entry: str) -> None:
-    """Give the functions of a library that is yet to be linked names that no other code has, but for its entry.
+    """Name each function of a library, except its entry, as no other code names one. The library is not linked yet.
 
-    Numba names a function by a count within the process, so that code which another process has kept may call one of
-    its own by the name of another function here. Whichever is there first then runs in place of both.
+    Numba names a function by a count within the process. Two processes may so give one name to different functions,
+    and where the code of both is loaded, one of these functions runs in place of the other.
     """
     optimize = library._optimize_final_module
 
     def rename_and_optimize() -> None:
-        prefix = f"ragged_attention.{uuid.uuid4().hex}."
+        prefix = f"ragged_attention.{secrets.token_hex(8)}."
         for function in [*library._final_module.functions]:
             if not function.is_declaration and function.name != entry:
                 function.name = prefix + function.name
