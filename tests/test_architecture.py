@@ -49,7 +49,7 @@ CORE = {
     "devices": set(),
     "calls": {"errors"},
     "forking": set(),
-    "config": {"calls", "errors", "forking"},
+    "config": {"calls", "errors"},
     "tuning": {"calls", "errors"},
     "protocols": {"calls"},
     "dispatch": {"calls", "config", "errors", "forking", "protocols", "tuning"},

@@ -26,7 +26,7 @@ def wide_and_unconfigured(monkeypatch, tmp_path):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.chdir(tmp_path)
     yield
-    ragged_attention.use_backend()
+    ragged_attention.set_backend()
 
 
 @pytest.fixture

@@ -46,7 +46,7 @@ def nothing_configured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.chdir(tmp_path)
     forget()
     yield
-    ra.use_backend()
+    ra.set_backend()
     monkeypatch.undo()
     forget()
 
