@@ -2,9 +2,7 @@
 
 import dataclasses
 import inspect
-import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +15,7 @@ from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
 from ragged_attention.explain import explanation
 from ragged_attention.samples import Sample, device_of, sample_of
 from ragged_attention.tools import doctor
+from tests.apart import loaded, printed
 
 ATTENTION, MERGE = "ragged_paged_attention", "merge_attention_states"
 CPU = Device(framework="torch", platform="cpu")
@@ -385,19 +384,11 @@ def test_both_front_ends_have_one_signature(operation):
 
 
 def test_importing_the_package_loads_no_framework():
-    code = """
-        import sys
-        import numpy
-        import time
-        start = time.process_time()  # not what else the machine does
-        import ragged_attention
-        seconds = time.process_time() - start
-        loaded = {"torch", "jax", "triton", "rich", "hypothesis", "pytest"} & set(sys.modules)
-        assert not loaded, loaded
-        assert seconds < 0.2, seconds
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert loaded("ragged_attention", "torch", "jax", "triton", "rich", "hypothesis", "pytest") == []
+
+
+def test_importing_the_package_is_quick():
+    assert float(printed("-m", "tests.programs.quick_import")) < 0.2
 
 
 def test_devices_that_are_not_here_can_be_asked_about():
