@@ -197,8 +197,8 @@ def set_backend(
 ) -> None:
     """Choose backends for the whole process, until the next `set_backend`.
 
-    Each call replaces all that an earlier call set, so `set_backend()` removes it. A call's own arguments and `with
-    use_backend(...)` blocks take precedence.
+    Each `set_backend` replaces all that the earlier one set, so `set_backend()` removes it. The arguments of an
+    operation's call and `use_backend` blocks take precedence.
 
     Args:
         backend: a name such as "triton"; an ordered list, `["cuda", "triton"]` or "cuda,triton", of which the first
