@@ -1,6 +1,5 @@
 """The jax front end under jax's own machinery: transformations, export, donation, configuration, traced errors."""
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -51,20 +50,6 @@ def tokens() -> tuple[Any, ...]:
 
 def defined(batch: tuple[Any, ...], **options: Any) -> Any:
     return definition(*map(np.asarray, batch), **options)
-
-
-@pytest.fixture
-def setting() -> Iterator[Callable[[str, Any], None]]:
-    """Sets a jax option for the test."""
-    before: dict[str, Any] = {}
-
-    def update(name: str, value: Any) -> None:
-        before.setdefault(name, getattr(jax.config, name))
-        jax.config.update(name, value)
-
-    yield update
-    for name, value in before.items():
-        jax.config.update(name, value)
 
 
 @pytest.mark.parametrize("scale", [0.5, np.float32(0.5), np.linspace(0.25, 2, NUM_KV_HEADS * GROUP, dtype=np.float32)])

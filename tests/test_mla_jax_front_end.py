@@ -1,7 +1,7 @@
 """Latent attention, its schedule and its caches through the jax front end, under jax's own machinery."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -608,20 +608,6 @@ def test_writing_nothing_and_nowhere():
         stored = quantize_mla_cache(rows, cache_format, backend="xla")
         assert stored.shape == (0, 2, 1, CACHE_FORMATS[cache_format].token_bytes)
         assert dequantize_mla_cache(stored, backend="xla").shape == rows.shape
-
-
-@pytest.fixture
-def setting() -> Iterator[Callable[[str, Any], None]]:
-    """Sets a jax option for the test."""
-    before: dict[str, Any] = {}
-
-    def update(name: str, value: Any) -> None:
-        before.setdefault(name, getattr(jax.config, name))
-        jax.config.update(name, value)
-
-    yield update
-    for name, value in before.items():
-        jax.config.update(name, value)
 
 
 @pytest.mark.parametrize(("name", "value"), [("jax_enable_x64", True), ("jax_numpy_dtype_promotion", "strict")])
