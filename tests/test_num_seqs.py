@@ -1,14 +1,13 @@
-"""Sequences past `num_seqs`, an array, do not exist: nothing that stands there in any index array changes a result.
+"""Sequences past `num_seqs`, an array, do not exist: no value of theirs in an index array changes a result.
 
-Each batch is one of a table of (num_seqs, S), and ends in zeros, as many schedulers pad, or in garbage. What is
-expected comes from the live sequences alone.
+A case is a backend, `num_seqs`, the number S of sequences in the arrays, and the values after the last live sequence:
+zeros, as many schedulers pad, or garbage. The expected result is computed from the live sequences alone.
 """
 
 import contextlib
 import importlib
 import importlib.util
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -131,18 +130,37 @@ BACKENDS = {
 }  # fmt: skip
 
 
-def batches(backend: Backend) -> Iterator[Batch]:
-    for needed in (backend.framework, *(["triton"] if backend.name == "triton" else [])):
-        if importlib.util.find_spec(needed) is None:
-            pytest.skip(f"{needed} is not installed")
-    for (count, size), tail in itertools.product(backend.counts, TAILS):
-        yield batch_of(count, size, tail)
+UNFUSED = [name for name in BACKENDS if "fused" not in name]
 
 
-def close(results: list[NDArray[Any]], expected: list[NDArray[Any]], batch: Batch) -> None:
+def each_case(names: Iterable[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Parametrise a test by the names of backends and the arguments of `batch_of`."""
+    cases = [
+        pytest.param(name, (count, size, tail), id=f"{name}-{count} of {size}-{tail}")
+        for name in names
+        for count, size in BACKENDS[name].counts
+        for tail in TAILS
+    ]
+    mark = pytest.mark.parametrize(("name", "case"), cases)
+    return lambda test: pytest.mark.each("name")(mark(test))
+
+
+@pytest.fixture
+def backend(name: str) -> Backend:
+    found = BACKENDS[name]
+    for needed in (found.framework, *(["triton"] if found.name == "triton" else [])):
+        pytest.importorskip(needed)
+    return found
+
+
+@pytest.fixture
+def batch(case: tuple[int, int, str]) -> Batch:
+    return batch_of(*case)
+
+
+def close(results: list[NDArray[Any]], expected: list[NDArray[Any]]) -> None:
     for result, want in zip(results, expected, strict=True):
-        where = f"num_seqs={batch.num_seqs}, S={len(batch.kv_lens)}, cu_q_lens={batch.cu_q_lens}"
-        np.testing.assert_allclose(result, want, rtol=2e-5, atol=2e-5, err_msg=where)
+        np.testing.assert_allclose(result, want, rtol=2e-5, atol=2e-5)
 
 
 def tables_of(batch: Batch) -> dict[str, NDArray[Any]]:
@@ -154,46 +172,38 @@ def tables_of(batch: Batch) -> dict[str, NDArray[Any]]:
     }
 
 
-@pytest.mark.parametrize("name", [name for name in BACKENDS if "fused" not in name])
-def test_attention_is_that_of_the_live_sequences(name: str) -> None:
-    for batch in batches(BACKENDS[name]):
-        found = BACKENDS[name].call(
-            "ragged_paged_attention", batch.q, batch.kv_pages, **tables_of(batch), return_lse=True
-        )
-        close(found, attended(batch, batch.kv_pages), batch)
+@each_case(UNFUSED)
+def test_attention_is_that_of_the_live_sequences(backend: Backend, batch: Batch) -> None:
+    found = backend.call("ragged_paged_attention", batch.q, batch.kv_pages, **tables_of(batch), return_lse=True)
+    close(found, attended(batch, batch.kv_pages))
 
 
-@pytest.mark.parametrize("name", [name for name in BACKENDS if "fused" not in name])
-def test_the_tokens_of_the_live_sequences_are_written(name: str) -> None:
-    for batch in batches(BACKENDS[name]):
-        found = BACKENDS[name].call("write_kv_pages", *batch.new, batch.kv_pages, **tables_of(batch))
-        close(found, [written(batch)], batch)
+@each_case(UNFUSED)
+def test_the_tokens_of_the_live_sequences_are_written(backend: Backend, batch: Batch) -> None:
+    found = backend.call("write_kv_pages", *batch.new, batch.kv_pages, **tables_of(batch))
+    close(found, [written(batch)])
 
 
-@pytest.mark.parametrize("name", [name for name in BACKENDS if "fused" not in name])
-def test_attention_over_latents_is_that_of_the_live_sequences(name: str) -> None:
+@each_case(UNFUSED)
+def test_attention_over_latents_is_that_of_the_live_sequences(backend: Backend, batch: Batch) -> None:
     """Before and after this step's rows are written; a cache of K alone is one of latents."""
-    backend = BACKENDS[name]
-    for batch in batches(backend):
-        steps: list[tuple[Any, dict[str, Any]]] = [(batch.kv_pages, {})]
-        if dispatch.backends_offering("write_mla_cache", backend.name):
-            steps.append((written(batch), {"new_kv": batch.new[0]}))
-        for pages, more in steps:
-            found = backend.call(
-                "ragged_mla_attention", batch.q, np.ascontiguousarray(batch.kv_pages[:, :, :1]), **tables_of(batch),
-                d_v=DIM, return_lse=True, **more,
-            )  # fmt: skip
-            cache = pages[:, :, :1]
-            close(found, [*attended(batch, (cache, cache)), *([cache] if more else [])], batch)
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_an_update_writes_those_and_attends_to_them(name: str) -> None:
-    backend = BACKENDS[name]
-    for batch in batches(backend):
+    steps: list[tuple[Any, dict[str, Any]]] = [(batch.kv_pages, {})]
+    if dispatch.backends_offering("write_mla_cache", backend.name):
+        steps.append((written(batch), {"new_kv": batch.new[0]}))
+    for pages, more in steps:
         found = backend.call(
-            "ragged_paged_attention", batch.q, batch.kv_pages, **tables_of(batch), return_lse=True, new_kv=batch.new,
-            options=backend.options,
+            "ragged_mla_attention", batch.q, np.ascontiguousarray(batch.kv_pages[:, :, :1]), **tables_of(batch),
+            d_v=DIM, return_lse=True, **more,
         )  # fmt: skip
-        pages = written(batch)
-        close(found, [*attended(batch, pages), pages], batch)
+        cache = pages[:, :, :1]
+        close(found, [*attended(batch, (cache, cache)), *([cache] if more else [])])
+
+
+@each_case(BACKENDS)
+def test_an_update_writes_those_and_attends_to_them(backend: Backend, batch: Batch) -> None:
+    found = backend.call(
+        "ragged_paged_attention", batch.q, batch.kv_pages, **tables_of(batch), return_lse=True, new_kv=batch.new,
+        options=backend.options,
+    )  # fmt: skip
+    pages = written(batch)
+    close(found, [*attended(batch, pages), pages])
