@@ -9,7 +9,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ragged_attention.kernels_triton._formats import INTERPRETED
+from ragged_attention.kernels_triton._constants import INTERPRETED
 
 VERSION = tuple(map(int, re.findall(r"\d+", triton.__version__)[:3]))
 

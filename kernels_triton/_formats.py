@@ -9,6 +9,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from ragged_attention.kernels_triton._constants import INTERPRETED
+
 
 def e4m3_format(arch: str) -> str:
     """How a GPU decodes e4m3: in hardware, two codes at a time, or one by one."""
@@ -64,13 +66,12 @@ def divided(numbers, scale):
     return tl.div_rn(numbers, scale - tl.zeros_like(numbers))  # a sum with 0 would lose the sign of -0
 
 
-# The interpreter's own arithmetic has no bfloat16: it multiplies the bits and rounds towards zero.
-INTERPRETED: tl.constexpr = tl.constexpr(not isinstance(load_scale, triton.JITFunction))
-
-
 @triton.jit
 def narrow(x, DTYPE: tl.constexpr):
-    """float32 to a float type of 16 or 32 bits, to nearest even."""
+    """Convert float32 to a float type of 16 or 32 bits, rounding to nearest even.
+
+    The interpreter has no arithmetic for bfloat16: it would round towards zero.
+    """
     if INTERPRETED and tl.bfloat16 == DTYPE:
         bits = x.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16

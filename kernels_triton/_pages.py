@@ -9,7 +9,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ragged_attention.kernels_triton._formats import INTERPRETED, decode, decoded_at_once, narrow
+from ragged_attention.kernels_triton._constants import INTERPRETED
+from ragged_attention.kernels_triton._formats import decode, decoded_at_once, narrow
 from ragged_attention.kernels_triton._sequences import Edges, block_start, end_blocks, whole_blocks
 from ragged_attention.kernels_triton._softmax import always, lost_to_rounding, matmul, online_softmax, soft_capped
 

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 
 from ragged_attention.kernels_triton._compiler import fence_copies
-from ragged_attention.kernels_triton._formats import INTERPRETED, narrow
+from ragged_attention.kernels_triton._constants import INTERPRETED
+from ragged_attention.kernels_triton._formats import narrow
 from ragged_attention.kernels_triton._sequences import VARYING
 from ragged_attention.kernels_triton._tiles import cdiv
 
