@@ -41,6 +41,7 @@ class Division(Constants):
     BLOCK_KV: int  # keys of a block; a split consists of whole blocks
     SPLIT_KV: bool  # whether a sequence's keys can come in several splits
     BATCH_INVARIANT: bool = False  # a sequence is split by its own length, whatever else is in the batch
+    COMPACT: bool = False  # only splits of sequences that have several take room where splits are stored
     ALL_SEQUENCES: bool = False  # this launch has programs for the rows of long sequences and of none, too
     MIN_BLOCKS: int = 1  # fewest blocks of a split, unless the sequence has no more
     MAX_SEQS: int = 1  # the batch's sequences at most, one of SEQUENCES
@@ -69,7 +70,7 @@ class Split(NamedTuple):
     index: tl.tensor  # which of the sequence's splits
     count: tl.tensor  # of the sequence's splits
     blocks: tl.tensor  # of keys in each split but the last
-    place: tl.tensor  # where the sequence's first split is stored, if it has several: those of one are not stored
+    place: tl.tensor  # where this split is stored, if the sequence has several
     first_row: tl.tensor  # above 0 only for long sequences
 
 
@@ -84,7 +85,7 @@ def sequences_at_most(max_num_seqs: int) -> int:
 
 
 def splits_at_most(max_num_seqs: int, num_splits: int, *, invariant: bool) -> tuple[int, int]:
-    """(all splits there can be, those that can be stored, of sequences that have several)."""
+    """(all splits there can be, those that can be stored if COMPACT)."""
     if num_splits == 1:
         return max_num_seqs, 0
     if invariant:
@@ -192,7 +193,7 @@ def find_split(entry, batch, mask, num_splits, ranges_ptr, KIND: tl.constexpr, D
     index = 0
     count = 1
     each = 0
-    before = entry
+    place = entry
     most = most_splits(batch.max_num_seqs, num_splits, DIVISION)
     if DIVISION.ALL_SEQUENCES and entry >= most:
         seq, first_row = find_later_rows(entry - most, batch, DIVISION)
@@ -206,17 +207,17 @@ def find_split(entry, batch, mask, num_splits, ranges_ptr, KIND: tl.constexpr, D
         own = tl.arange(0, DIVISION.MAX_SEQS) == seq
         count = tl.sum(tl.where(own, counts, 0), 0)
         index = entry - tl.sum(tl.where(own, ends, 0), 0) + count
-        earlier = (tl.arange(0, DIVISION.MAX_SEQS) < seq) & (counts > 1)
-        before = tl.sum(tl.where(earlier, counts, 0), 0)
+        if DIVISION.COMPACT:
+            earlier = (tl.arange(0, DIVISION.MAX_SEQS) < seq) & (counts > 1)
+            place = tl.sum(tl.where(earlier, counts, 0), 0) + index
     start, q_len, kv_len, first, last = short_sequence(seq, batch, mask, KIND, DIVISION)
     if DIVISION.BATCH_INVARIANT:
         blocks = (last + BLOCK_KV - 1) // BLOCK_KV - first // BLOCK_KV
         blocks = tl.where(q_len * DIVISION.GROUP <= DIVISION.SHORT_ROWS, blocks, 0)
         count, each = splits_of_sequence(blocks, num_splits, DIVISION.MIN_BLOCKS)
         q_len = tl.where(index < count, q_len, 0)
-        before = seq * num_splits
     if DIVISION.SPLIT_KV:
         opens = (index == 0) & (first_row == 0) & (q_len > 0) & (tl.program_id(1) == 0)
-        tl.store(ranges_ptr + seq, before, mask=opens)
-        tl.store(ranges_ptr + batch.max_num_seqs + seq, before + count, mask=opens)
-    return Split(seq, start, q_len, kv_len, first, last, index, count, each, before, first_row)
+        tl.store(ranges_ptr + seq, place, mask=opens)
+        tl.store(ranges_ptr + batch.max_num_seqs + seq, place + count, mask=opens)
+    return Split(seq, start, q_len, kv_len, first, last, index, count, each, place, first_row)

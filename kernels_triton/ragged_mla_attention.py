@@ -227,12 +227,11 @@ def find_key_split(batch, mask, num_splits, ranges_ptr, KIND: tl.constexpr, DIVI
     split = find_split(tl.program_id(0) // ROW_BLOCKS, batch, mask, num_splits, ranges_ptr, KIND, DIVISION)
     begin = split.first // DIVISION.BLOCK_KV
     end = (split.last + DIVISION.BLOCK_KV - 1) // DIVISION.BLOCK_KV
-    place = split.place + split.index
     if DIVISION.SPLIT_KV:
         begin += split.index * split.blocks
         end = tl.where(split.count > 1, tl.minimum(begin + split.blocks, end), end)
     row_block = tl.program_id(0) % ROW_BLOCKS
-    return split.seq, split.start, split.q_len, split.kv_len, row_block, begin, end, split.count, place
+    return split.seq, split.start, split.q_len, split.kv_len, row_block, begin, end, split.count, split.place
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -362,6 +361,7 @@ def division_of(call: RaggedMlaAttention, tile: Tile, block_kv: int, *, splits: 
         BLOCK_KV=block_kv,
         SPLIT_KV=split_kv,
         BATCH_INVARIANT=split_kv and tile.invariant,
+        COMPACT=balanced,
         MIN_BLOCKS=cdiv(plan.OWN_SPLIT if tile.invariant else plan.MIN_SPLIT, block_kv) if split_kv else 1,
         MAX_SEQS=sequences_at_most(call.max_num_seqs) if balanced else 1,
     )

@@ -256,7 +256,7 @@ def split_kernel(
             v_scale = load_scale(v_scale_ptr, kv_head, v_scale_factor, CONFIG.SCALING.V_SCALE_STRIDE)
             store_rows(output, state, rows, sinks_ptr, v_scale, CONFIG.SCALING.HAS_SINKS, SHAPE)
         else:
-            part = (split.place + split.index).to(tl.int64) * (SHAPE.NUM_HEADS // SHAPE.GROUP) + kv_head
+            part = split.place.to(tl.int64) * (SHAPE.NUM_HEADS // SHAPE.GROUP) + kv_head
             store_split(parts_ptr, part_lses_ptr, state, rows, part, SHAPE)
     if CONFIG.PDL and not DIVISION.ALL_SEQUENCES:  # what follows waits for this kernel only, and must find the tile
         gdc_wait()  # kernel's rows too
@@ -401,9 +401,9 @@ def run_split(call: Any, tile: Tile, launch: Any, operands: Operands, given: Any
         WEIGHT_TERMS=2 if in_bfloat16(call) else 1,
         CAREFUL_BELOW=0,
     )
-    entries, stored = splits_at_most(call.max_num_seqs, tile.num_splits, invariant=tile.invariant)
+    entries, _ = splits_at_most(call.max_num_seqs, tile.num_splits, invariant=tile.invariant)
     later = 0 if given else call.num_tokens * call.group // tile.split_block_q
-    parts = (stored, call.num_kv_heads, tile.split_block_q) if split_kv else (1,)
+    parts = (entries, call.num_kv_heads, tile.split_block_q) if split_kv else (1,)
     out, lse = given or operands.arrays[:1] * 2  # q stands for arrays that are absent
     overlap = dependent(operands.constants["PDL"])
     *partial, ranges, out, lse = launch(
@@ -440,7 +440,7 @@ def run_split(call: Any, tile: Tile, launch: Any, operands: Operands, given: Any
         (cu_q_lens, num_seqs, sinks, v_scale),
         {
             **{name: operands.numbers[name] for name in ("num_tokens", "max_num_seqs", "v_scale_factor")},
-            "num_parts": stored,
+            "num_parts": entries,
             "range_end": call.max_num_seqs,
         },
         GROUP=call.group,
