@@ -5,6 +5,7 @@ real launcher's call would be specialised, for any architecture, and read: which
 registers, spills, how much shared memory; on NVIDIA also what its inner loops load and by how much at a time.
 """
 
+import base64
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -225,7 +226,7 @@ def digest(launch: Launch, arch: str) -> str:
     """Equal for launches that compile to the same code, whatever stands around their kernels."""
     parts = (arch, launch.num_warps, launch.num_stages, sources.text_of(launch.kernel))
     said = repr((*parts, *specialise(launch, arch.startswith("gfx"))))
-    return hashlib.sha256(said.encode()).hexdigest()[:12]
+    return base64.urlsafe_b64encode(hashlib.sha256(said.encode()).digest()[:6]).decode()
 
 
 def compile_launch(launch: Launch, arch: str) -> Facts:
