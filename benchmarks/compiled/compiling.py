@@ -17,7 +17,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,9 @@ from benchmarks.compiled import fences, sass, sources
 from ragged_attention import dispatch
 from ragged_attention.calls import Call, dtype_name
 from ragged_attention.devices import shared_memory_of
-from ragged_attention.samples import MULTIPROCESSORS, FakeArray, ShapeLauncher
+from ragged_attention.samples import MULTIPROCESSORS
+from ragged_attention.tools.recording import Launch
+from ragged_attention.tools.recording import record as record
 
 ARCHITECTURES = tuple(MULTIPROCESSORS)
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
@@ -46,75 +48,10 @@ NVIDIA_COUNTS = {
 AMD_COUNTS = {"mfma": r"v_mfma_", "direct-to-lds": r"(?:buffer|global)_load_\S*lds|lds\s*$"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """One kernel launch: its operands in order, the rest of its arguments by name, its options."""
-
-    kernel: Any
-    operands: tuple[Any, ...]
-    arguments: Mapping[str, Any]
-    num_warps: int
-    num_stages: int
-    grid: tuple[int, ...] = ()
-    launch_pdl: bool = False  # whether it may begin before the launch before it has ended, which is no matter of code
-
-    @property
-    def name(self) -> str:
-        return self.kernel.__name__
-
-    @property
-    def programs(self) -> int:
-        return math.prod(self.grid)
-
-
-class Recorder(ShapeLauncher):
-    """A launcher that launches nothing and remembers everything."""
-
-    def __init__(self) -> None:
-        self.launches: list[Launch] = []
-
-    def __call__(
-        self,
-        kernel: Any,
-        grid: tuple[int, ...],
-        inputs: Sequence[Any],
-        outputs: Sequence[tuple[Sequence[int], Any]],
-        *,
-        inplace: Sequence[int] = (),
-        num_warps: int = 4,
-        num_stages: int = 2,
-        launch_pdl: bool = False,
-        **arguments: Any,
-    ) -> list[Any]:
-        new = self.results(inputs, outputs, inplace)
-        if 0 not in grid:
-            operands = tuple(map(self.bits, (*inputs, *new)))
-            self.launches.append(Launch(kernel, operands, arguments, num_warps, num_stages, grid, launch_pdl))
-        return new
-
-    def sorted(self, numbers: Any) -> tuple[Any, Any]:
-        return numbers, FakeArray(numbers.shape, "int32")
-
-    def bits(self, array: Any) -> Any:
-        """8-bit floats reach a kernel as uint8, whichever the front end."""
-        return FakeArray(array.shape, "uint8") if dtype_name(array).startswith("float8") else array
-
-    def on_host(self, function: Any, call: Any, outputs: Any, **extra: Any) -> Any:
-        raise TypeError(f"expected only kernel launches, got the host function {function.__name__}")
-
-
 def tile_of(case: Any, call: Call) -> Any:
     """The Triton room's tile for a case's call."""
     module: Any = dispatch.load(call.OPERATION, "triton")
     return module.invariant_tile(call) if case.batch_invariant and call.ATTENDS else module.heuristic(call)
-
-
-def record(call: Call, tile: Any = None) -> list[Launch]:
-    """What the Triton room launches for `call`, at the tile of its heuristic where none is given."""
-    module = dispatch.load(call.OPERATION, "triton")
-    recorder = Recorder()
-    module.run(call, module.heuristic(call) if tile is None else tile, recorder)
-    return recorder.launches
 
 
 def _scalar(value: Any) -> tuple[str, list[Any]]:

@@ -11,14 +11,13 @@ import dataclasses
 import heapq
 import math
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from ragged_attention import dispatch
 from ragged_attention.calls import Call, dtype_name
-from ragged_attention.samples import ShapeLauncher
+from ragged_attention.tools import recording
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -291,40 +290,19 @@ class Walk:
                 yield Program(index=index, visits=tuple(self.visits), **self.found) if self.found else None, self.merges
 
 
-class Recorder(ShapeLauncher):
-    """A launcher that launches nothing, but walks through the programs that would run."""
-
-    def __init__(self) -> None:
-        self.launches: list[Launch] = []
-
-    def __call__(
-        self,
-        kernel: Any,
-        grid: tuple[int, ...],
-        inputs: Sequence[Any],
-        outputs: Iterable[tuple[Sequence[int], Any]],
-        *,
-        inplace: Sequence[int] = (),
-        **arguments: Any,
-    ) -> list[Any]:
-        new = self.results(inputs, outputs, inplace)
-        if 0 not in grid:
-            found = list(Walk(kernel, grid, (*inputs, *new), arguments).programs())
-            working = tuple(program for program, _ in found if program)
-            name = getattr(kernel, "__name__", None) or kernel.fn.__name__
-            self.launches.append(Launch(name, grid, working, sum(merges for _, merges in found)))
-        return new
-
-
 def launches_of(call: Call, tile: Any = None) -> list[Launch]:
-    """What the Triton room would launch for a call whose lengths and tables are NumPy arrays, all else shapes.
+    """What the Triton backend would launch for a call, and what each program would visit.
 
-    `tile` is that of the room's heuristic where none is given.
+    Lengths and tables of the call are NumPy arrays; of all other arrays only the shapes count. `tile` defaults to that
+    of the backend's heuristic.
     """
-    room: Any = dispatch.load(call.OPERATION, "triton")
-    recorder = Recorder()
-    room.run(call, room.heuristic(call) if tile is None else tile, recorder)
-    return recorder.launches
+    return [_walked(launch) for launch in recording.record(call, tile)]
+
+
+def _walked(launch: recording.Launch) -> Launch:
+    walked = list(Walk(launch.kernel, launch.grid, launch.operands, launch.arguments).programs())
+    working = tuple(program for program, _ in walked if program)
+    return Launch(launch.name, launch.grid, working, sum(merges for _, merges in walked))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
