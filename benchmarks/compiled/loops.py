@@ -23,6 +23,7 @@ from benchmarks.cases import catalogue
 from benchmarks.compiled import compiling, document, pipelines
 from benchmarks.compiled.hopper import ARCH, CLOCK, LATENCIES, MULTIPROCESSORS
 from benchmarks.compiled.pipelines import Walk
+from benchmarks.roofline.model import H200, Step
 from ragged_attention.samples import device_of
 
 
@@ -51,8 +52,8 @@ def predicted(name: str) -> Prediction:
     launches = {launch.name: launch for launch in compiling.record(case.attention_call(device))}
     busy: dict[str, float] = {}
     waiting = dict.fromkeys(LATENCIES, 0.0)
-    for step in case.steps("triton", device):
-        least = max(step.times(roofline.H200, exact=True).values())
+    for step in roofline.steps(case, "triton", device):
+        least = max(step.times(H200, exact=True).values())
         walks = pipelines.walks(launches[step.name]) if step.turns else []
         keep_busy(busy, step, walks)
         for latency in LATENCIES:
@@ -60,7 +61,7 @@ def predicted(name: str) -> Prediction:
     return Prediction(roofline.plan_of(case, "triton", device), busy, waiting)
 
 
-def keep_busy(busy: dict[str, float], step: roofline.Step, walks: Sequence[Walk]) -> None:
+def keep_busy(busy: dict[str, float], step: Step, walks: Sequence[Walk]) -> None:
     """Add the seconds that a kernel's turns keep each kind of unit busy."""
     # A list that comes in two caches is walked by two loops of the same code.
     for walk, number in zip(walks, step.turns, strict=False):
@@ -68,7 +69,7 @@ def keep_busy(busy: dict[str, float], step: roofline.Step, walks: Sequence[Walk]
             busy[unit] = busy.get(unit, 0.0) + cycles * number / (MULTIPROCESSORS * CLOCK)
 
 
-def seconds(step: roofline.Step, walks: Sequence[Walk], latency: float) -> float:
+def seconds(step: Step, walks: Sequence[Walk], latency: float) -> float:
     """How long a kernel takes at least if its turns wait for memory: all its programs together, and the longest."""
     if not walks[0].programs:
         return math.inf  # it does not fit a multiprocessor
@@ -130,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(reason, file=sys.stderr)
         return 2
     device = device_of("torch", ARCH)
-    names = options.cases or [name for name, case in catalogue.CASES.items() if case.planned(device)]
+    names = options.cases or [name for name, case in catalogue.CASES.items() if roofline.planned(case, device)]
     with compiling.processes(options.jobs) as pool:
         found = list(pool.map(predicted, names))
     if options.cases:

@@ -2,24 +2,22 @@
 
 import collections
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from benchmarks.cases.indexer import IndexerCase
 from benchmarks.compiled import compiling
-from benchmarks.roofline import KernelArgs, Machine, Programs, Step, Work, cdiv
+from benchmarks.roofline.model import KernelArgs, Machine, Programs, Step, Work, cdiv
 from ragged_attention.calls import Device
-
-if TYPE_CHECKING:
-    from benchmarks.cases.indexer import IndexerCase
 
 PASSES = 4  # of the choice over a row: its range, what falls where in it, what is put aside, what is written
 
 
-def seen(case: "IndexerCase", token: int) -> int:
+def seen(case: IndexerCase, token: int) -> int:
     """Keys that a query of a sequence sees, by its number there."""
     return max(case.max_len - case.num_q_tokens + token + 1, 0)
 
 
-def walked(case: "IndexerCase", arguments: KernelArgs) -> tuple[Work, Programs]:
+def walked(case: IndexerCase, arguments: KernelArgs) -> tuple[Work, Programs]:
     """Tokens with programs that each walk over a part of their keys."""
     block, parts, least = arguments["BLOCK_N"], arguments["num_parts"], 4
     work, programs = Work(), collections.Counter[tuple[float, ...]]()
@@ -33,7 +31,7 @@ def walked(case: "IndexerCase", arguments: KernelArgs) -> tuple[Work, Programs]:
     return work * case.max_num_seqs, programs
 
 
-def tiled(case: "IndexerCase", arguments: KernelArgs) -> tuple[Work, Programs]:
+def tiled(case: IndexerCase, arguments: KernelArgs) -> tuple[Work, Programs]:
     """Blocks of keys with programs that each walk over a block of tokens; of one sequence, which is all there is."""
     block, tokens = arguments["BLOCK_N"], arguments["BLOCK_T"]
     work, programs = Work(), collections.Counter[tuple[float, ...]]()
@@ -47,7 +45,7 @@ def tiled(case: "IndexerCase", arguments: KernelArgs) -> tuple[Work, Programs]:
     return work * case.max_num_seqs, programs
 
 
-def token_work(case: "IndexerCase", arguments: KernelArgs, multiplied: int, written: int) -> Work:
+def token_work(case: IndexerCase, arguments: KernelArgs, multiplied: int, written: int) -> Work:
     """One token over some keys."""
     heads = cdiv(case.num_q_heads, arguments["BLOCK_H"]) * arguments["BLOCK_H"]
     columns = cdiv(case.head_dim, arguments["BLOCK_D"]) * arguments["BLOCK_D"]
@@ -58,7 +56,12 @@ def token_work(case: "IndexerCase", arguments: KernelArgs, multiplied: int, writ
     return Work(flops=flops, rows=queries + 4 * written)
 
 
-def steps(case: "IndexerCase", device: Device, machine: Machine, tile: Any) -> Iterator[Step]:
+def planned(case: IndexerCase, device: Device) -> tuple[str, ...]:
+    del device
+    return () if case.packed or case.candidates else ("triton",)
+
+
+def steps(case: IndexerCase, backend: str, device: Device, machine: Machine, tile: Any) -> Iterator[Step]:
     launches = {launch.name: launch for launch in compiling.record(case.attention_call(device), tile)}
     floor, _ = case.floor_seconds(machine.memory, machine.multiplying)
     name = next(name for name in launches if name.endswith("logits_kernel"))

@@ -4,16 +4,14 @@ import collections
 import dataclasses
 import importlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from benchmarks.cases.mla import LatentCase
 from benchmarks.compiled import compiling
 from benchmarks.compiled.compiling import ITEMSIZE
-from benchmarks.roofline import KernelArgs, Machine, Programs, Step, Work, cdiv
+from benchmarks.roofline.model import KernelArgs, Machine, Programs, Step, Work, cdiv
 from ragged_attention import dispatch
 from ragged_attention.calls import Call, Device
-
-if TYPE_CHECKING:
-    from benchmarks.cases.mla import LatentCase
 
 LATENT_BYTES = {
     "fp8_v32": 512 + 4 * 4 + 2 * 64, "fp8_v4": 448 + 7 + 2 * 64, "fp8_v41": 512 + 16, "fp4_v41": 256 + 32,
@@ -41,7 +39,7 @@ class Tiles:
     extra_format: str  # those of the second cache
 
 
-def triton_tiles(case: "LatentCase", kernel_args: KernelArgs) -> Tiles:
+def triton_tiles(case: LatentCase, kernel_args: KernelArgs) -> Tiles:
     columns, again, queried = columns_of(case.d_v, kernel_args)
     return Tiles(
         rows=kernel_args["BLOCK_H"],
@@ -67,7 +65,7 @@ def columns_of(d_v: int, kernel_args: KernelArgs) -> tuple[int, int, int]:
     return columns, again, a + b + (a if layout == "fp8_v32" else 0)
 
 
-def cuda_tiles(case: "LatentCase", call: Call, tile: Any) -> Tiles:
+def cuda_tiles(case: LatentCase, call: Call, tile: Any) -> Tiles:
     """Of the sources in csrc: blocks of 64 rows, or of few heads in eights, and 64 keys."""
     latent = importlib.import_module("ragged_attention.kernels_cuda._latent")
     return Tiles(
@@ -83,7 +81,7 @@ def cuda_tiles(case: "LatentCase", call: Call, tile: Any) -> Tiles:
     )
 
 
-def attended(case: "LatentCase", tiles: Tiles) -> tuple[Work, Programs, Work, Programs]:
+def attended(case: LatentCase, tiles: Tiles) -> tuple[Work, Programs, Work, Programs]:
     """What the attention kernel does, and what the one that combines its parts."""
     tokens = 1 if case.topk else case.num_q_tokens  # of a job
     group = case.num_q_heads // case.num_kv_heads
@@ -112,7 +110,7 @@ def attended(case: "LatentCase", tiles: Tiles) -> tuple[Work, Programs, Work, Pr
     return job * jobs, programs, Work(rows=rows * (parts * part + out)) * jobs, {(): rows * jobs}
 
 
-def fetched(case: "LatentCase", work: Work, row_blocks: int, machine: Machine, widths: tuple[int, int]) -> float:
+def fetched(case: LatentCase, work: Work, row_blocks: int, machine: Machine, widths: tuple[int, int]) -> float:
     """Bytes that come from memory: of rows that many lists name, those that the cache has lost meanwhile come again.
 
     Programs that read the same list or the same sequence stand side by side and read it once.
@@ -122,7 +120,7 @@ def fetched(case: "LatentCase", work: Work, row_blocks: int, machine: Machine, w
     return case.needed_bytes() + needed - case.needed_cache_bytes(case.widths) + again
 
 
-def decoded(case: "LatentCase", launch: compiling.Launch) -> Step:
+def decoded(case: LatentCase, launch: compiling.Launch) -> Step:
     """The kernel that decodes a cache: nothing of it is asked for by the case, but for the rows that the lists name."""
     num_slots, _, width = launch.operands[-1].shape
     asked = num_slots * LATENT_BYTES[case.cache_format]
@@ -130,7 +128,7 @@ def decoded(case: "LatentCase", launch: compiling.Launch) -> Step:
     return Step(launch.name, Work(keys=asked, rows=written), asked + written, programs={(): launch.programs})
 
 
-def steps(case: "LatentCase", backend: str, device: Device, machine: Machine, tile: Any) -> Iterator[Step]:
+def steps(case: LatentCase, backend: str, device: Device, machine: Machine, tile: Any) -> Iterator[Step]:
     """A list's rows must come from the cache, at least, for every query that names them."""
     call = case.attention_call(device)
     if backend == "cuda":
@@ -154,7 +152,8 @@ def steps(case: "LatentCase", backend: str, device: Device, machine: Machine, ti
         yield Step("combine_kernel", combined, programs=rows_combined)
 
 
-def cuda_takes(case: "LatentCase", device: Device) -> bool:
-    """Whether the room has a kernel for the case, built or not."""
+def planned(case: LatentCase, device: Device) -> tuple[str, ...]:
+    """Triton, and CUDA if it has a kernel for the case, whether that is built or not."""
     latent = importlib.import_module("ragged_attention.kernels_cuda._latent")
-    return latent.cannot_take(case.attention_call(device), sparse=case.topk > 0) is None
+    cuda_takes = latent.cannot_take(case.attention_call(device), sparse=case.topk > 0) is None
+    return ("triton", "cuda") if cuda_takes else ("triton",)

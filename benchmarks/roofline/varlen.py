@@ -1,16 +1,13 @@
 """Which blocks the programs of attention without a cache visit, and of its gradient."""
 
 import collections
-from typing import TYPE_CHECKING
 
+from benchmarks.cases.varlen import VarlenCase
 from benchmarks.compiled.compiling import Launch
-from benchmarks.roofline import Programs, cdiv
-
-if TYPE_CHECKING:
-    from benchmarks.cases.varlen import VarlenCase
+from benchmarks.roofline.model import Programs, cdiv
 
 
-def programs(case: "VarlenCase", launch: Launch) -> Programs:
+def programs(case: VarlenCase, launch: Launch) -> Programs:
     """Of one of our kernels that visit keys or rows."""
     arguments = launch.arguments
     rows, keys, group = arguments["BLOCK_Q"], arguments["BLOCK_KV"], arguments["GROUP"]
@@ -28,7 +25,7 @@ def programs(case: "VarlenCase", launch: Launch) -> Programs:
     return found
 
 
-def _keys_visited(case: "VarlenCase", q_len: int, kv_len: int, low: int, high: int, block: int) -> tuple[float, float]:
+def _keys_visited(case: VarlenCase, q_len: int, kv_len: int, low: int, high: int, block: int) -> tuple[float, float]:
     """Blocks of keys that queries [low, high] see whole, and those that some see in part."""
     low, high, window = (kv_len - q_len + low, kv_len - q_len + high, case.sliding_window)
     start = max(low - window + 1, 0) // block if window else 0
@@ -39,7 +36,7 @@ def _keys_visited(case: "VarlenCase", q_len: int, kv_len: int, low: int, high: i
 
 
 def _rows_visited(
-    case: "VarlenCase", q_len: int, kv_len: int, low: int, high: int, group: int, block: int
+    case: VarlenCase, q_len: int, kv_len: int, low: int, high: int, group: int, block: int
 ) -> tuple[float, float]:
     """Blocks of rows that see the keys [low, high] whole, and those that see some of them."""
     ahead, window = kv_len - q_len, case.sliding_window

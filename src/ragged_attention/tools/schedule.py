@@ -296,10 +296,11 @@ def launches_of(call: Call, tile: Any = None) -> list[Launch]:
     Lengths and tables of the call are NumPy arrays; of all other arrays only the shapes count. `tile` defaults to that
     of the backend's heuristic.
     """
-    return [_walked(launch) for launch in recording.record(call, tile)]
+    return [walked(launch) for launch in recording.record(call, tile)]
 
 
-def _walked(launch: recording.Launch) -> Launch:
+def walked(launch: recording.Launch) -> Launch:
+    """What each program of a recorded launch would visit."""
     walked = list(Walk(launch.kernel, launch.grid, launch.operands, launch.arguments).programs())
     working = tuple(program for program, _ in walked if program)
     return Launch(launch.name, launch.grid, working, sum(merges for _, merges in walked))
