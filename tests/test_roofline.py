@@ -192,6 +192,15 @@ def test_a_plan_by_hand() -> None:
     assert times["arithmetic"] == split.work.flops * 1.5 / 4
 
 
+def test_masked_blocks_are_counted_in_the_loop_that_visits_them() -> None:
+    """Of an 8-bit cache: 32 queries a program, 64 keys a block, 32 at the diagonal; and of a tree of drafts."""
+    (prefill,) = roofline.steps(catalogue.find("fp8_prefill_4k"), "triton", HOPPER)
+    diagonal = [-(-(32 * block + 32 - (32 * block + 1) // 64 * 64) // 32) for block in range(4 * K // 32)]
+    assert prefill.turns[1] == 8 * sum(diagonal)
+    split, _ = roofline.steps(catalogue.find("speculative_tree_64q4s4k"), "triton", HOPPER)
+    assert split.turns[1] == 64 * 8  # the last block of each sequence, in each KV head
+
+
 def test_the_launches_of_a_plan() -> None:
     """Of a decode, and of a combine that has a program for each of 128 rows where there are 32 heads."""
     plan = roofline.plan_of(catalogue.find("decode_64x4k"), "triton", HOPPER)
