@@ -93,12 +93,6 @@ def heuristic(call: Any) -> Tile:
     )
 
 
-def tuning_key(call: Any) -> str:
-    """The bucket of static facts that a tuned file is keyed by."""
-    where = f"page={call.page_size}" if call.paged else "packed"
-    return f"heads={call.num_heads} d={call.head_dim} q={dtype_name(call.q)} keys={call.key_dtype} {where}"
-
-
 # ---- a call in the kernel's terms
 
 

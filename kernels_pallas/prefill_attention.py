@@ -74,15 +74,6 @@ class Tile:
             raise InvalidInput(f"expected num_queries_per_block to be a power of two from {SUBLANES}, got {rows}")
 
 
-def tuning_key(call: Any) -> str:
-    """The bucket of static facts that a tuned file is keyed by."""
-    return (
-        f"heads={call.num_q_heads}/{call.num_kv_heads} head_dim={call.head_dim} q={dtype_name(call.q)} "
-        f"cache={call.cache_dtype} page={call.page_size} chunk<={next_power_of_2(call.num_tokens)} "
-        f"kv<={next_power_of_2(call.capacity)}"
-    )
-
-
 def heuristic(call: Any) -> Tile:
     del call  # what is 0 follows from the vector memory that the other sizes leave
     return Tile()

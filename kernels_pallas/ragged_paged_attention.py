@@ -78,16 +78,6 @@ class Tile:
         expect_bool("fused_update", self.fused_update)
 
 
-def tuning_key(call: Any) -> str:
-    """The bucket of static facts that a tuned file is keyed by."""
-    tokens = next_power_of_2(cdiv(call.num_tokens, max(call.max_num_seqs, 1)))
-    return (
-        f"heads={call.num_q_heads}/{call.num_kv_heads} head_dim={call.head_dim} q={dtype_name(call.q)} "
-        f"cache={call.cache_dtype} page={call.page_size} tokens_per_seq<={tokens} "
-        f"kv<={next_power_of_2(call.capacity)}"
-    )
-
-
 def heuristic(call: Any) -> Tile:
     """About 256 rows per KV head, blocks of up to 1024 keys, and at most half of the vector memory for all of it."""
     most = max(512 // call.group * 2 // item_size(call.q) // 2, SUBLANES)

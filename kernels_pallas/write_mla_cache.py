@@ -67,11 +67,6 @@ def why_not(call: WriteMlaCache) -> str | None:
     return None
 
 
-def tuning_key(call: Any) -> str:
-    """The bucket of static facts that a tuned file is keyed by."""
-    return f"row={call.cache.shape[3]} cache={call.format} tokens<={next_power_of_2(call.num_tokens)}"
-
-
 def heuristic(call: Any) -> Tile:
     """All rows, up to 256 groups, as long as a block of them takes at most a sixteenth of vector memory and 4 MiB."""
     row = round_up(call.cache.shape[3], LANES) * 4 * 8  # a row of words fills a tile

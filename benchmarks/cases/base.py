@@ -14,7 +14,6 @@ from typing import Any, Self
 
 import numpy as np
 
-from benchmarks.roofline import H200, Machine, Step
 from ragged_attention.calls import Call, Device
 from ragged_attention.reference._kv_layout import FORMATS, encode
 from ragged_attention.samples import AnySample, FakeArray
@@ -76,15 +75,6 @@ class Case(AnySample, abc.ABC):
     def calls(self, device: Device) -> Iterator[Call]:
         """Every operation that a serving step with this case runs, as such records."""
         yield self.attention_call(device)
-
-    def planned(self, device: Device) -> tuple[str, ...]:
-        """The backends whose plans for the case can be counted."""
-        del device
-        return ()
-
-    def steps(self, backend: str, device: Device, machine: Machine = H200, tile: Any = None) -> Iterator[Step]:
-        """What a backend's kernels do for the case, at the tile of the heuristic where that is None."""
-        raise NotImplementedError(f"expected a case that {backend} has a plan for, got {self.name}")
 
     # ---- inputs
 

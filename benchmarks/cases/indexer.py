@@ -13,7 +13,6 @@ import numpy as np
 
 from benchmarks.cases.base import Case, Compared, K, Tables, taken
 from benchmarks.compiled.compiling import ITEMSIZE
-from benchmarks.roofline import H200, Machine, Step, indexer
 from ragged_attention.calls import Call, Device
 from ragged_attention.calls.indexer import E4M3, SCALE_BYTES
 from ragged_attention.reference._kv_layout import encode
@@ -105,14 +104,6 @@ class IndexerCase(Case):
         for operation in ("indexer_logits", "top_k_indices", "quantize_indexer_keys", "write_indexer_cache"):
             if operation != "write_indexer_cache" or self.cache_dtype == "uint8":
                 yield self.call(operation, device)
-
-    def planned(self, device: Device) -> tuple[str, ...]:
-        del device
-        return () if self.packed or self.candidates else ("triton",)
-
-    def steps(self, backend: str, device: Device, machine: Machine = H200, tile: Any = None) -> Iterator[Step]:
-        del backend
-        return indexer.steps(self, device, machine, tile)
 
     # ---- arguments
 

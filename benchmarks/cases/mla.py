@@ -14,7 +14,6 @@ import numpy as np
 
 from benchmarks.cases.base import Case, Compared, K, Tables, taken
 from benchmarks.compiled.compiling import ITEMSIZE
-from benchmarks.roofline import H200, Machine, Step, mla
 from ragged_attention.calls import CACHE_FORMATS, Call, Device
 from ragged_attention.reference.mla_decode import mla_decode
 from ragged_attention.reference.quantize_mla_cache import quantize_mla_cache
@@ -153,12 +152,6 @@ class LatentCase(Case, LatentSample):
         elif self.packed:
             for deterministic in (False, True):
                 yield self.call("sparse_mla_prefill_backward", device, deterministic=deterministic)
-
-    def planned(self, device: Device) -> tuple[str, ...]:
-        return ("triton", "cuda") if mla.cuda_takes(self, device) else ("triton",)
-
-    def steps(self, backend: str, device: Device, machine: Machine = H200, tile: Any = None) -> Iterator[Step]:
-        return mla.steps(self, backend, device, machine, tile)
 
     # ---- inputs
 

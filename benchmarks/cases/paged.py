@@ -9,7 +9,6 @@ import numpy as np
 
 from benchmarks.cases.base import Case, Compared, K, Span, Tables, drawn, spans, taken
 from benchmarks.compiled.compiling import ITEMSIZE
-from benchmarks.roofline import H200, Machine, Step, paged
 from ragged_attention.calls import Call, Device
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention
 from ragged_attention.samples import FakeArray, Sample
@@ -128,14 +127,6 @@ class PagedCase(Case, Sample):
         if self.head_scales and given.get("k_scale") is not None:
             given |= dict.fromkeys(("k_scale", "v_scale"), FakeArray((self.num_kv_heads,), "float32"))
         return given
-
-    def planned(self, device: Device) -> tuple[str, ...]:
-        del device
-        return ("triton",)
-
-    def steps(self, backend: str, device: Device, machine: Machine = H200, tile: Any = None) -> Iterator[Step]:
-        del backend
-        return paged.steps(self, device, machine, tile)
 
     def tables(self, seed: int = 0) -> Tables:
         """Pages in random order, garbage behind each row's last used page."""

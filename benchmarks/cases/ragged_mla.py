@@ -9,7 +9,6 @@ import numpy as np
 
 from benchmarks.cases.base import Case, Compared, K, Tables, drawn, spans, taken
 from benchmarks.compiled.compiling import ITEMSIZE
-from benchmarks.roofline import H200, Machine, Step, ragged_mla
 from ragged_attention.calls import CACHE_FORMATS, Call, Device
 from ragged_attention.reference.quantize_mla_cache import quantize_mla_cache
 from ragged_attention.reference.ragged_mla_attention import ragged_mla_attention
@@ -118,14 +117,6 @@ class RaggedLatentCase(Case, LatentSample):
         tables = self.arguments(self.operation)
         names = ("kv_lens", "page_indices", "cu_q_lens")
         yield self.call("write_mla_cache", device, slot_mapping=None, **{name: tables[name] for name in names})
-
-    def planned(self, device: Device) -> tuple[str, ...]:
-        del device
-        return ("triton",)
-
-    def steps(self, backend: str, device: Device, machine: Machine = H200, tile: Any = None) -> Iterator[Step]:
-        del backend
-        return ragged_mla.steps(self, device, machine, tile)
 
     # ---- inputs
 

@@ -23,7 +23,8 @@ from benchmarks.compiled import compiling, document, loops, pipelines
 from benchmarks.compiled.hopper import ARCH, LATENCIES, MULTIPROCESSORS
 from benchmarks.compiled.pipelines import Walk
 from benchmarks.peers import recorded, registry, sources
-from benchmarks.roofline import H200, Launched, Step, Work, varlen
+from benchmarks.roofline import Launched, steps, varlen
+from benchmarks.roofline.model import H200, Step, Work
 from ragged_attention.samples import device_of
 
 SHOWN = (
@@ -84,8 +85,8 @@ def ours(name: str, least: float) -> Side:
             for one in launches
         ]
     else:
-        steps = {step.name: step.programs for step in case.steps("triton", device)}
-        pairs = [recorded.Recorded(one, steps.get(one.name, {})) for one in launches]
+        programs = {step.name: step.programs for step in steps(case, "triton", device)}
+        pairs = [recorded.Recorded(one, programs.get(one.name, {})) for one in launches]
     return side_of("ours", pairs, least)
 
 

@@ -26,7 +26,8 @@ from benchmarks.cases import catalogue
 from benchmarks.compiled import compiling, document, sass, scoreboard, staging
 from benchmarks.compiled.compile_matrix import ATTENTIONS, MULTIPLYING
 from benchmarks.compiled.hopper import ARCH, CLOCK, LATENCIES, MULTIPROCESSORS, in_flight_for, programs_at_once
-from benchmarks.roofline import H200, plan_of
+from benchmarks.roofline import plan_of, planned
+from benchmarks.roofline.model import H200
 from ragged_attention import dispatch
 from ragged_attention.samples import device_of
 
@@ -136,7 +137,7 @@ def chosen(
 def idle_kernels(name: str) -> set[str]:
     """The kernels that a case launches for nothing."""
     case, device = catalogue.find(name), device_of("torch", ARCH)
-    if "triton" not in case.planned(device):
+    if "triton" not in planned(case, device):
         return set()
     plan = plan_of(case, "triton", device)
     return {launch.name for launch in plan.launches if not launch.working}

@@ -20,7 +20,7 @@ from benchmarks.cases.paged import PagedCase
 from benchmarks.cases.varlen import VarlenCase
 from benchmarks.compiled.compiling import Launch
 from benchmarks.peers import registry, sources
-from benchmarks.roofline import Programs, cdiv
+from benchmarks.roofline.model import Programs, cdiv
 from ragged_attention.samples import device_of
 
 ARCH = "sm_90"

@@ -1,4 +1,4 @@
-"""Prints the table of all plans."""
+"""Prints a table of all plans."""
 
 import argparse
 import sys

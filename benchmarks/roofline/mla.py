@@ -1,19 +1,20 @@
-"""The plans of latent attention."""
+"""The plans of latent attention, on Triton and on CUDA.
+
+The CUDA kernels run no Python, so this module states how kernels divide a job, for both backends.
+"""
 
 import collections
 import dataclasses
 import importlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from benchmarks.cases.mla import LatentCase
 from benchmarks.compiled import compiling
 from benchmarks.compiled.compiling import ITEMSIZE
-from benchmarks.roofline import KernelArgs, Machine, Programs, Step, Work, cdiv
+from benchmarks.roofline.model import KernelArgs, Machine, Programs, Step, Work, cdiv
 from ragged_attention import dispatch
 from ragged_attention.calls import Call, Device
-
-if TYPE_CHECKING:
-    from benchmarks.cases.mla import LatentCase
 
 LATENT_BYTES = {
     "fp8_v32": 512 + 4 * 4 + 2 * 64, "fp8_v4": 448 + 7 + 2 * 64, "fp8_v41": 512 + 16, "fp4_v41": 256 + 32,
@@ -22,26 +23,26 @@ LATENT_BYTES = {
 
 
 def latent_bytes(layout: str) -> int:
-    """The bytes that are read of a row, by what kernels call its format in one of its layouts."""
+    """The bytes that a kernel reads of a row, by the kernel's name for its format and layout."""
     return LATENT_BYTES[layout.removesuffix("_page")]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a kernel cuts the rows and keys of a job, and what it multiplies of each pair of a row and a key."""
+    """How a kernel divides the rows and keys of a job, and what it multiplies for each pair of a row and a key."""
 
     rows: int
     keys: int
     num_splits: int
-    least_blocks: int  # of a split
+    least_blocks: int  # the fewest blocks in a KV split
     columns: int
     columns_again: int
-    query_bytes: int  # read of each row
-    format: str  # in which rows are read
-    extra_format: str  # those of the second cache
+    query_bytes: int  # bytes that are read for each row
+    format: str  # of the rows in the cache
+    extra_format: str  # of the rows in the second cache
 
 
-def triton_tiles(case: "LatentCase", kernel_args: KernelArgs) -> Tiles:
+def triton_tiles(case: LatentCase, kernel_args: KernelArgs) -> Tiles:
     columns, again, queried = columns_of(case.d_v, kernel_args)
     return Tiles(
         rows=kernel_args["BLOCK_H"],
@@ -57,8 +58,11 @@ def triton_tiles(case: "LatentCase", kernel_args: KernelArgs) -> Tiles:
 
 
 def columns_of(d_v: int, kernel_args: KernelArgs) -> tuple[int, int, int]:
-    """The columns that a Triton kernel multiplies for a row and a key, those it multiplies again, and the columns of
-    queries that it reads."""
+    """Three numbers of columns of a Triton kernel.
+
+    They are the columns that it multiplies for a row and a key, those that it multiplies again to correct rounding, and
+    the columns of queries that it reads.
+    """
     a, b, layout = kernel_args["D_V"], kernel_args["D_REST"], kernel_args["FORMAT"]
     values = kernel_args["WIDTH"] * kernel_args["GROUPS"]
     rest = kernel_args["D_REST_PAD"] if b else 0
@@ -67,8 +71,8 @@ def columns_of(d_v: int, kernel_args: KernelArgs) -> tuple[int, int, int]:
     return columns, again, a + b + (a if layout == "fp8_v32" else 0)
 
 
-def cuda_tiles(case: "LatentCase", call: Call, tile: Any) -> Tiles:
-    """Of the sources in csrc: blocks of 64 rows, or of few heads in eights, and 64 keys."""
+def cuda_tiles(case: LatentCase, call: Call, tile: Any) -> Tiles:
+    """Blocks of 64 rows, or of the heads rounded up to a power of two if they are few, and of 64 keys, as in csrc."""
     latent = importlib.import_module("ragged_attention.kernels_cuda._latent")
     return Tiles(
         rows=max(8, latent.power_of_2(case.num_q_heads)) if latent.is_narrow(call, tile) else latent.ROWS,
@@ -83,9 +87,9 @@ def cuda_tiles(case: "LatentCase", call: Call, tile: Any) -> Tiles:
     )
 
 
-def attended(case: "LatentCase", tiles: Tiles) -> tuple[Work, Programs, Work, Programs]:
-    """What the attention kernel does, and what the one that combines its parts."""
-    tokens = 1 if case.topk else case.num_q_tokens  # of a job
+def attended(case: LatentCase, tiles: Tiles) -> tuple[Work, Programs, Work, Programs]:
+    """The work and the programs of the attention kernel, then those of the kernel that merges its KV splits."""
+    tokens = 1 if case.topk else case.num_q_tokens  # per job
     group = case.num_q_heads // case.num_kv_heads
     jobs, rows = case.num_tokens // tokens * case.num_kv_heads, group * tokens
     lengths = [length for length in (case.topk, case.extra_topk) if length] or [case.max_len]
@@ -112,26 +116,26 @@ def attended(case: "LatentCase", tiles: Tiles) -> tuple[Work, Programs, Work, Pr
     return job * jobs, programs, Work(rows=rows * (parts * part + out)) * jobs, {(): rows * jobs}
 
 
-def fetched(case: "LatentCase", work: Work, row_blocks: int, machine: Machine, widths: tuple[int, int]) -> float:
-    """Bytes that come from memory: of rows that many lists name, those that the cache has lost meanwhile come again.
+def fetched(case: LatentCase, work: Work, row_blocks: int, machine: Machine, widths: tuple[int, int]) -> float:
+    """The bytes that come from memory. Rows of several lists come again if the L2 cache has evicted them meanwhile.
 
-    Programs that read the same list or the same sequence stand side by side and read it once.
+    Programs that share a list or a sequence run at the same time and read it once.
     """
     needed = case.needed_cache_bytes(widths)
     again = max(work.keys / row_blocks - needed, 0) * max(0, 1 - machine.cache_size / needed)
     return case.needed_bytes() + needed - case.needed_cache_bytes(case.widths) + again
 
 
-def decoded(case: "LatentCase", launch: compiling.Launch) -> Step:
-    """The kernel that decodes a cache: nothing of it is asked for by the case, but for the rows that the lists name."""
+def decoded(case: LatentCase, launch: compiling.Launch) -> Step:
+    """The kernel that decodes a whole cache, although the case needs only the rows in its lists."""
     num_slots, _, width = launch.operands[-1].shape
     asked = num_slots * LATENT_BYTES[case.cache_format]
     written = num_slots * ITEMSIZE["bfloat16"] * (width if case.cache_format == "fp8_v4" else 584)
     return Step(launch.name, Work(keys=asked, rows=written), asked + written, programs={(): launch.programs})
 
 
-def steps(case: "LatentCase", backend: str, device: Device, machine: Machine, tile: Any) -> Iterator[Step]:
-    """A list's rows must come from the cache, at least, for every query that names them."""
+def steps(case: LatentCase, backend: str, device: Device, machine: Machine, tile: Any) -> Iterator[Step]:
+    """The floor of a sparse case includes reading the rows of every list from the L2 cache."""
     call = case.attention_call(device)
     if backend == "cuda":
         tiles = cuda_tiles(case, call, tile or dispatch.load(case.operation, "cuda").heuristic(call))
@@ -154,7 +158,8 @@ def steps(case: "LatentCase", backend: str, device: Device, machine: Machine, ti
         yield Step("combine_kernel", combined, programs=rows_combined)
 
 
-def cuda_takes(case: "LatentCase", device: Device) -> bool:
-    """Whether the room has a kernel for the case, built or not."""
+def planned(case: LatentCase, device: Device) -> tuple[str, ...]:
+    """Triton, and CUDA if it has a kernel for the case, whether that is built or not."""
     latent = importlib.import_module("ragged_attention.kernels_cuda._latent")
-    return latent.cannot_take(case.attention_call(device), sparse=case.topk > 0) is None
+    cuda_takes = latent.cannot_take(case.attention_call(device), sparse=case.topk > 0) is None
+    return ("triton", "cuda") if cuda_takes else ("triton",)

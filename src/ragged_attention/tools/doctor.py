@@ -9,7 +9,6 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
-from importlib import resources
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,7 +36,6 @@ def report(console: Console) -> int:
             _table("devices", ("framework", "device"), devices(found)),
             _table("backends", ("backend", "offers", "state"), backends()),
             _table("configuration", ("what", "value"), configuration()),
-            _table("tuned sizes", ("folder", "device", "operation", "entries"), tuned_files()),
             _table("picked for a bfloat16 decode", ("operation", *FRAMEWORKS), picks(found)),
         ]
     for section in sections:
@@ -190,21 +188,6 @@ def configuration() -> Iterator[tuple[str, str]]:
     yield "batch_invariant", str(now.batch_invariant)
     for variable in (*config.VARIABLES, "TRITON_INTERPRET"):
         yield variable, os.environ.get(variable, "not set")
-
-
-def tuned_files() -> Iterator[tuple[str, str, str, str]]:
-    """Every tuned file of every backend that can be found."""
-    for backend in dispatch.backends():
-        package = dispatch.package_of(backend) or ""
-        try:
-            with dispatch.importing(package):
-                folder = resources.files(package) / "tuned"
-            files = sorted(Path(str(folder)).glob("*/*.json"))
-        except Exception:  # backends() shows it
-            continue
-        for path in files:
-            table = dispatch.tuning.tuned_table(package, path.parent.name, path.stem)
-            yield package, path.parent.name, path.stem, str(len(table))
 
 
 def picks(found: dict[str, ModuleType | Exception]) -> Iterator[tuple[str, ...]]:

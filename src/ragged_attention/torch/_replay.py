@@ -201,8 +201,13 @@ def alignments(tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> tup
     return found
 
 
-class Recorder(Launcher):
-    """A launcher that launches nothing and records what is to be launched, for backends run on stand-ins."""
+class ReplayRecorder(Launcher):
+    """A launcher that launches nothing and records the steps of a `LaunchRecording`.
+
+    Unlike the recorder in `tools/recording.py`, which keeps launches of arrays without values to be read, it knows for
+    each operand which tensor of the call it is, so that the steps can run again on other tensors. It also looks at
+    real strides and alignments, and refuses what a replay could not repeat.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -261,7 +266,7 @@ class Recorder(Launcher):
 
 def record(call: Call, run: Callable[[Any, Any], Any]) -> LaunchRecording | None:
     """The recording of a call by a backend's `run`; None where that does more than to launch kernels."""
-    recorder = Recorder()
+    recorder = ReplayRecorder()
     try:
         results = _indices(run(call.map(recorder.stand_in), recorder))
     except Unrecorded:
