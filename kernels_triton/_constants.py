@@ -1,6 +1,7 @@
 """Records of constants: a kernel takes each as one compile-time argument and hands it on as one."""
 
 import dataclasses
+import types
 from typing import Any
 
 import triton
@@ -25,6 +26,13 @@ class Constants:
         if not INTERPRETED:  # the interpreter takes plain values for constants
             for name, value in values.items():
                 object.__setattr__(self, name, tl.constexpr(value))
+
+    @property
+    def plain(self) -> types.SimpleNamespace:
+        """The fields as plain values, for code on the host; so are the fields of records inside."""
+        names = (field.name for field in dataclasses.fields(self))  # type: ignore[arg-type]
+        values = (getattr(value, "plain", value) for value in self._values)
+        return types.SimpleNamespace(**dict(zip(names, values, strict=True)))
 
     def __hash__(self) -> int:
         return hash(self._values)
