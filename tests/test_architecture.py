@@ -40,19 +40,22 @@ TOOLCHAINS = {
     "portable/xla": {"jax", "jaxlib", "numpy"},
     "torch": {"torch", "numpy"},
     "jax": {"jax", "jaxlib", "numpy"},
+    "jax_shared": {"jax", "jaxlib", "numpy"},
+    "host": {"numpy"},
 }
-# Our own modules that a room may import beside itself.
-FOR_ROOMS = ("calls", "errors", "devices", "forking", "caches")
+# The modules and packages of ours that a room may import beside itself.
+FOR_ROOMS = ("calls", "errors", "host.caches", "host.forking")
+# The modules that lie directly under ragged_attention; all others are in a package that says what they are about.
+TOP = {"__init__", "__main__", "config", "dispatch", "errors", "explain", "protocols", "pytest_plugin", "tuning"}
 # The modules that a bare `import ragged_attention` loads, and what they may import of the package.
 CORE = {
     "errors": set(),
-    "devices": set(),
     "calls": {"errors"},
-    "forking": set(),
-    "config": {"calls", "errors", "forking"},
+    "host": set(),
+    "config": {"calls", "errors", "host"},
     "tuning": {"calls", "errors"},
     "protocols": {"calls"},
-    "dispatch": {"calls", "config", "errors", "forking", "protocols", "tuning"},
+    "dispatch": {"calls", "config", "errors", "host", "protocols", "tuning"},
     "explain": {"calls", "dispatch", "errors"},
 }
 
@@ -134,14 +137,17 @@ def test_a_folder_imports_its_own_toolchain_only(folder):
         assert found <= TOOLCHAINS[folder], f"{name_of(path)} imports {', '.join(found - TOOLCHAINS[folder])}"
 
 
-@pytest.mark.parametrize("room", [*ROOMS, "portable/numba", "portable/torch_eager", "portable/xla"])
+@pytest.mark.parametrize("room", [*ROOMS, "portable/numba", "portable/torch_eager", "portable/xla", "jax_shared"])
 def test_a_room_knows_the_records_the_errors_and_itself(room):
-    allowed = {*FOR_ROOMS, room.partition("/")[0]} | (
-        {"_jax_axes", "_jax_latents", "_jax_logits", "_jax_pages"} if "jax" in TOOLCHAINS[room] else set()
-    )
+    own = [room.partition("/")[0], *(["jax_shared"] if "jax" in TOOLCHAINS[room] else [])]
+    allowed = tuple(f"ragged_attention.{name}." for name in (*FOR_ROOMS, *own))
     for path in sources(folder_of(room)):
-        found = of_us(imports_of(path))
-        assert found <= allowed, f"{name_of(path)} imports {', '.join(found - allowed)}"
+        others = {name for name in imports_of(path) if not f"{name}.".startswith(allowed)}
+        assert not of_us(others), f"{name_of(path)} imports {', '.join(others)}"
+
+
+def test_modules_directly_under_the_package_are_few():
+    assert {path.stem for path in PACKAGE.glob("*.py")} == TOP
 
 
 @pytest.mark.parametrize("module", CORE)

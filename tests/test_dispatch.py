@@ -15,8 +15,8 @@ from ragged_attention import config, dispatch
 from ragged_attention.calls import CALLS, Device
 from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
 from ragged_attention.explain import explanation
-from ragged_attention.samples import Sample, device_of, sample_of
 from ragged_attention.tools import doctor
+from ragged_attention.tools.samples import Sample, device_of, sample_of
 
 ATTENTION, MERGE = "ragged_paged_attention", "merge_attention_states"
 CPU = Device(framework="torch", platform="cpu")

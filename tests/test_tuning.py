@@ -14,7 +14,7 @@ import pytest
 from ragged_attention import dispatch, tuning
 from ragged_attention.calls import CALLS, Device
 from ragged_attention.errors import BackendMissing, InvalidInput
-from ragged_attention.samples import Sample, sample_of
+from ragged_attention.tools.samples import Sample, sample_of
 
 ROOT = Path(__file__).resolve().parent.parent
 MERGE = "merge_attention_states"

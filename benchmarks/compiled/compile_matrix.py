@@ -35,9 +35,10 @@ from benchmarks.cases import paged as paged_cases
 from benchmarks.cases import ragged_mla as ragged_cases
 from benchmarks.cases import varlen as varlen_cases
 from benchmarks.compiled import compiling, kept_facts, sass
-from ragged_attention import dispatch, samples
+from ragged_attention import dispatch
 from ragged_attention.calls import CALLS, Call
-from ragged_attention.devices import shared_memory_of
+from ragged_attention.calls.base import shared_memory_of
+from ragged_attention.tools import samples
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "compile_matrix.md"
 KEPT = DOCUMENT.with_suffix(".json")

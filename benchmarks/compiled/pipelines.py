@@ -28,7 +28,7 @@ from benchmarks.compiled.compile_matrix import ATTENTIONS, MULTIPLYING
 from benchmarks.compiled.hopper import ARCH, CLOCK, LATENCIES, MULTIPROCESSORS, in_flight_for, programs_at_once
 from benchmarks.roofline import H200, plan_of
 from ragged_attention import dispatch
-from ragged_attention.samples import device_of
+from ragged_attention.tools.samples import device_of
 
 LEAST_BLOCKS = 2  # that a decode loop has under way when it waits for the first of them
 # The kernels that walk the keys of few rows, so that memory limits them.

@@ -30,7 +30,7 @@ from benchmarks.device.plan import BENCH, BENCH_ALONE, QUICK
 from benchmarks.device.record import DONE, FAILED, PASSED, Record, read
 from ragged_attention import dispatch
 from ragged_attention.calls import CALLS
-from ragged_attention.samples import device_of
+from ragged_attention.tools.samples import device_of
 from ragged_attention.tuning import device_slug
 
 ROOT = Path(__file__).parents[2]

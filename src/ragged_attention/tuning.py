@@ -7,8 +7,8 @@ A backend's package may hold `tuned/<device>/<operation>.json`:
     {key: {"tile": {...}, "case": {...}, "us": ..., "date": ..., "commit": ...}}
 
 where key is what the operation's module returns from `tuning_key(call)`, and case has the fields of the sample (see
-`ragged_attention.samples`) that was measured, so that anyone can check that such a call leads to the key. The folder is
-`device_slug` of what the framework calls the device. Files are data, read once, on first use.
+`ragged_attention.tools.samples`) that was measured, so that anyone can check that such a call leads to the key. The
+folder is `device_slug` of what the framework calls the device. Files are data, read once, on first use.
 """
 
 import dataclasses

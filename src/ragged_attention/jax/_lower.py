@@ -12,10 +12,10 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from ragged_attention import config, dispatch
-from ragged_attention._jax_axes import as_varied_as, varied_axes, varying
 from ragged_attention.calls import CALLS, Call, is_array
 from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
 from ragged_attention.jax._launcher import PLATFORMS, Launcher, Statics, device_facts, join, split
+from ragged_attention.jax_shared.axes import as_varied_as, varied_axes, varying
 
 PORTABLE = ("xla", "reference")  # the same operations on every platform
 

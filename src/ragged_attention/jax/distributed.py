@@ -23,15 +23,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ragged_attention import config, dispatch
-from ragged_attention._jax_axes import as_varied_as, fori_loop, varied_axes, varying
 from ragged_attention.calls import CALLS, FLOATS, Call, dtype_name, expect_bool, is_array
-from ragged_attention.errors import InvalidInput
-from ragged_attention.jax._launcher import device_facts
-from ragged_attention.jax._lower import default_platform, expect_held, held_by_jax, prepare, to_jax
-from ragged_attention.jax.mla import mla_decode, page_indices_to_slots
-from ragged_attention.jax.paged import merge_attention_states, ragged_paged_attention
-from ragged_attention.jax.varlen import varlen_attention, varlen_attention_backward
-from ragged_attention.sharding import (
+from ragged_attention.calls.sharding import (
     SUMS_OVER_HEADS,
     WITHOUT_HEADS,
     Heads,
@@ -44,6 +37,13 @@ from ragged_attention.sharding import (
     zigzag_order,
     zigzag_pairs,
 )
+from ragged_attention.errors import InvalidInput
+from ragged_attention.jax._launcher import device_facts
+from ragged_attention.jax._lower import default_platform, expect_held, held_by_jax, prepare, to_jax
+from ragged_attention.jax.mla import mla_decode, page_indices_to_slots
+from ragged_attention.jax.paged import merge_attention_states, ragged_paged_attention
+from ragged_attention.jax.varlen import varlen_attention, varlen_attention_backward
+from ragged_attention.jax_shared.axes import as_varied_as, fori_loop, varied_axes, varying
 
 __all__ = [
     "KvShard",

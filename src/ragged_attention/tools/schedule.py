@@ -18,7 +18,7 @@ import numpy as np
 
 from ragged_attention import dispatch
 from ragged_attention.calls import Call, dtype_name
-from ragged_attention.samples import ShapeLauncher
+from ragged_attention.tools.samples import ShapeLauncher
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

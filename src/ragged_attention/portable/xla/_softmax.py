@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ragged_attention._jax_logits import soft_capped
+from ragged_attention.jax_shared.logits import soft_capped
 
 
 def wide(dtype: Any) -> Any:

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ragged_attention._jax_axes import fori_loop
-from ragged_attention._jax_pages import per_head
 from ragged_attention.calls import RaggedPagedAttention
+from ragged_attention.jax_shared.axes import fori_loop
+from ragged_attention.jax_shared.pages import per_head
 from ragged_attention.portable.xla._framework import why_not as why_not
 from ragged_attention.portable.xla._pages import BITS, Blocks, KeyValueBlocks
 from ragged_attention.portable.xla._ragged import at, sequences
