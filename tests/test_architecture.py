@@ -54,6 +54,7 @@ CORE = {
     "host": set(),
     "config": {"calls", "errors", "host"},
     "tuning": {"calls", "errors"},
+    "operations": {"calls"},
     "protocols": {"calls"},
     "dispatch": {"calls", "config", "errors", "host", "protocols", "tuning"},
     "explain": {"calls", "dispatch", "errors"},
@@ -180,34 +181,30 @@ def names_of(node: ast.FunctionDef) -> list[str]:
 
 
 def calls_in(tree: ast.AST, *names: str) -> list[ast.Call]:
-    """The calls of plain names in a piece of source."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    return [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in names]
+    """The calls of functions by these names, as they stand in a piece of source."""
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) in names]
 
 
 @functools.cache
-def public_functions(framework: str) -> dict[str, ast.FunctionDef]:
-    """A front end's functions by operation; of one with overloads the last definition, which has the body."""
-    trees = [ast.parse(path.read_text()) for path in sources(PACKAGE / framework)]
-    found = {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)}
-    return {operation: found[operation] for operation in CALLS}
+def public_functions() -> dict[str, ast.FunctionDef]:
+    """The public functions by operation; of one with overloads the last definition, which has the body."""
+    nodes = [node for path in sources(PACKAGE / "operations") for node in ast.walk(ast.parse(path.read_text()))]
+    return {node.name: node for node in nodes if isinstance(node, ast.FunctionDef) and node.name in CALLS}
 
 
 @pytest.mark.parametrize("operation", CALLS)
-@pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_public_functions_hand_on_each_argument_by_its_own_name(framework, operation):
+def test_public_functions_hand_on_each_argument_by_its_own_name(operation):
     """Once: `dict(q=q, ...)` is for the record, and what goes with every call stands beside it."""
-    function = public_functions(framework)[operation]
+    function = public_functions()[operation]
     (record,) = calls_in(function, "dict")
     assert not record.args
     assert [ast.unparse(each.value) for each in record.keywords] == [each.arg for each in record.keywords]
-    runs = calls_in(function, "run", "run_with_write", "run_prepared")
+    runs = calls_in(function, "self.run", "self.run_with_write", "self.run_prepared", "self.write")
     (beside,) = {tuple(map(ast.unparse, call.args[2:])) for call in runs}
-    takes_out = framework == "torch" and CALLS[operation].TAKES_OUT
-    assert beside == ("backend", "options", *(["out"] if takes_out else []))
+    assert beside == ("backend", "options", *(["out"] if CALLS[operation].TAKES_OUT else []))
     own = ["return_lse"] if operation == "varlen_attention" else []  # always computed, for the gradient
     handed = [each.arg or "**" for each in record.keywords] + [*beside]
-    assert sorted(handed + own) == sorted(names_of(function))
+    assert sorted(["self", *handed, *own]) == sorted(names_of(function))
 
 
 def test_arguments_are_found_neither_in_frames_nor_by_text():
@@ -219,7 +216,8 @@ def test_arguments_are_found_neither_in_frames_nor_by_text():
 
 def test_kinds_are_asked_for_by_tuples_where_torch_compiles():
     """`torch.compile` follows a call through these modules, and before torch 2.10 not through `tuple | list`."""
-    for path in [*sources(PACKAGE / "calls"), *sources(PACKAGE / "torch"), PACKAGE / "config.py"]:
+    folders = ("calls", "operations", "torch")
+    for path in [PACKAGE / "config.py", *(path for folder in folders for path in sources(PACKAGE / folder))]:
         calls = calls_in(ast.parse(path.read_text()), "isinstance")
         lines = [call.lineno for call in calls if isinstance(call.args[1], ast.BinOp)]
         assert not lines, f"{name_of(path)} asks isinstance of a union in lines {lines}: expected a tuple of types"
