@@ -33,60 +33,28 @@ class Paged(FrontEnd[Array, Memory]):
 
     @overload
     def ragged_paged_attention(
-        self,
-        q: Array,
-        kv_pages: Pages[Array],
-        kv_lens: Array,
-        page_indices: Array,
-        cu_q_lens: Array,
-        num_seqs: int | Array | None = None,
-        *,
-        return_lse: Literal[False] = False,
-        new_kv: None = None,
+        self, q: Array, kv_pages: Pages[Array], kv_lens: Array, page_indices: Array, cu_q_lens: Array,
+        num_seqs: int | Array | None = None, *, return_lse: Literal[False] = False, new_kv: None = None,
         **keywords: Unpack[AttentionKeywords[Array, Memory]],
-    ) -> Array: ...
+    ) -> Array: ...  # fmt: skip
     @overload
     def ragged_paged_attention(
-        self,
-        q: Array,
-        kv_pages: Pages[Array],
-        kv_lens: Array,
-        page_indices: Array,
-        cu_q_lens: Array,
-        num_seqs: int | Array | None = None,
-        *,
-        return_lse: Literal[True],
-        new_kv: None = None,
+        self, q: Array, kv_pages: Pages[Array], kv_lens: Array, page_indices: Array, cu_q_lens: Array,
+        num_seqs: int | Array | None = None, *, return_lse: Literal[True], new_kv: None = None,
         **keywords: Unpack[AttentionKeywords[Array, Memory]],
-    ) -> tuple[Array, Array]: ...
+    ) -> tuple[Array, Array]: ...  # fmt: skip
     @overload
     def ragged_paged_attention(
-        self,
-        q: Array,
-        kv_pages: Pages[Array],
-        kv_lens: Array,
-        page_indices: Array,
-        cu_q_lens: Array,
-        num_seqs: int | Array | None = None,
-        *,
-        return_lse: Literal[False] = False,
-        new_kv: tuple[Array, Array],
+        self, q: Array, kv_pages: Pages[Array], kv_lens: Array, page_indices: Array, cu_q_lens: Array,
+        num_seqs: int | Array | None = None, *, return_lse: Literal[False] = False, new_kv: tuple[Array, Array],
         **keywords: Unpack[AttentionKeywords[Array, Memory]],
-    ) -> tuple[Array, Pages[Array]]: ...
+    ) -> tuple[Array, Pages[Array]]: ...  # fmt: skip
     @overload
     def ragged_paged_attention(
-        self,
-        q: Array,
-        kv_pages: Pages[Array],
-        kv_lens: Array,
-        page_indices: Array,
-        cu_q_lens: Array,
-        num_seqs: int | Array | None = None,
-        *,
-        return_lse: Literal[True],
-        new_kv: tuple[Array, Array],
+        self, q: Array, kv_pages: Pages[Array], kv_lens: Array, page_indices: Array, cu_q_lens: Array,
+        num_seqs: int | Array | None = None, *, return_lse: Literal[True], new_kv: tuple[Array, Array],
         **keywords: Unpack[AttentionKeywords[Array, Memory]],
-    ) -> tuple[Array, Array, Pages[Array]]: ...
+    ) -> tuple[Array, Array, Pages[Array]]: ...  # fmt: skip
     def ragged_paged_attention(
         self,
         q: Array,

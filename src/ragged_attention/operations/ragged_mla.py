@@ -32,46 +32,22 @@ class RaggedLatent(FrontEnd[Array, Memory]):
 
     @overload
     def ragged_mla_attention(
-        self,
-        q: Array,
-        kv_cache: Array,
-        kv_lens: Array,
-        page_indices: Array,
-        cu_q_lens: Array,
-        num_seqs: int | Array | None = None,
-        *,
-        return_lse: Literal[False] = False,
-        new_kv: None = None,
+        self, q: Array, kv_cache: Array, kv_lens: Array, page_indices: Array, cu_q_lens: Array,
+        num_seqs: int | Array | None = None, *, return_lse: Literal[False] = False, new_kv: None = None,
         **keywords: Unpack[RaggedMlaKeywords[Array, Memory]],
-    ) -> Array: ...
+    ) -> Array: ...  # fmt: skip
     @overload
     def ragged_mla_attention(
-        self,
-        q: Array,
-        kv_cache: Array,
-        kv_lens: Array,
-        page_indices: Array,
-        cu_q_lens: Array,
-        num_seqs: int | Array | None = None,
-        *,
-        return_lse: Literal[True],
-        new_kv: Array | None = None,
+        self, q: Array, kv_cache: Array, kv_lens: Array, page_indices: Array, cu_q_lens: Array,
+        num_seqs: int | Array | None = None, *, return_lse: Literal[True], new_kv: Array | None = None,
         **keywords: Unpack[RaggedMlaKeywords[Array, Memory]],
-    ) -> tuple[Array, ...]: ...
+    ) -> tuple[Array, ...]: ...  # fmt: skip
     @overload
     def ragged_mla_attention(
-        self,
-        q: Array,
-        kv_cache: Array,
-        kv_lens: Array,
-        page_indices: Array,
-        cu_q_lens: Array,
-        num_seqs: int | Array | None = None,
-        *,
-        return_lse: Literal[False] = False,
-        new_kv: Array,
+        self, q: Array, kv_cache: Array, kv_lens: Array, page_indices: Array, cu_q_lens: Array,
+        num_seqs: int | Array | None = None, *, return_lse: Literal[False] = False, new_kv: Array,
         **keywords: Unpack[RaggedMlaKeywords[Array, Memory]],
-    ) -> tuple[Array, Array]: ...
+    ) -> tuple[Array, Array]: ...  # fmt: skip
     def ragged_mla_attention(
         self,
         q: Array,

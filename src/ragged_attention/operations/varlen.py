@@ -28,28 +28,14 @@ class Varlen(FrontEnd[Array, Memory]):
 
     @overload
     def varlen_attention(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        cu_q_lens: Array,
-        cu_kv_lens: Array,
-        *,
-        return_lse: Literal[False] = False,
+        self, q: Array, k: Array, v: Array, cu_q_lens: Array, cu_kv_lens: Array, *, return_lse: Literal[False] = False,
         **keywords: Unpack[VarlenKeywords[Array, Memory]],
-    ) -> Array: ...
+    ) -> Array: ...  # fmt: skip
     @overload
     def varlen_attention(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        cu_q_lens: Array,
-        cu_kv_lens: Array,
-        *,
-        return_lse: Literal[True],
+        self, q: Array, k: Array, v: Array, cu_q_lens: Array, cu_kv_lens: Array, *, return_lse: Literal[True],
         **keywords: Unpack[VarlenKeywords[Array, Memory]],
-    ) -> tuple[Array, Array]: ...
+    ) -> tuple[Array, Array]: ...  # fmt: skip
     def varlen_attention(
         self,
         q: Array,
