@@ -16,7 +16,7 @@ import numpy as np
 
 from ragged_attention.calls import Call, Device
 from ragged_attention.reference._kv_layout import FORMATS, encode
-from ragged_attention.samples import AnySample, FakeArray
+from ragged_attention.tools.samples import AnySample, FakeArray
 
 K = 1024
 # Random values are drawn once in a block and repeated; a prime length, so that no two pages or rows are alike.
