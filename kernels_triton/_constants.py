@@ -1,6 +1,7 @@
 """Records of constants: a kernel takes each as one compile-time argument and hands it on as one."""
 
 import dataclasses
+import types
 from typing import Any
 
 import triton
@@ -25,6 +26,12 @@ class Constants:
         if not INTERPRETED:  # the interpreter takes plain values for constants
             for name, value in values.items():
                 object.__setattr__(self, name, tl.constexpr(value))
+
+    @property
+    def plain(self) -> types.SimpleNamespace:
+        """The fields as plain values, for the host, whether kernels are compiled or interpreted."""
+        names = (field.name for field in dataclasses.fields(self))  # type: ignore[arg-type]
+        return types.SimpleNamespace(**dict(zip(names, self._values, strict=True)))
 
     def __hash__(self) -> int:
         return hash(self._values)

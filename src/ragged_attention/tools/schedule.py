@@ -187,6 +187,11 @@ class Language:
         """Results are of no interest."""
 
 
+def _plain(value: Any) -> Any:
+    """A record of constants as one of plain values, everything else as it is."""
+    return getattr(value, "plain", value)
+
+
 # Functions of the kernels' modules that have to do with queries, keys and results, not with who does what; and how many
 # values each returns.
 STUBS = {
@@ -206,7 +211,7 @@ class Walk:
         self.tokens = (0, 0)
         self.merges = False
         self.arguments: dict[str, Any] = dict(zip(kernel.arg_names, map(Pointer, operands), strict=False))
-        self.arguments |= {name: value for name, value in given.items() if name in kernel.arg_names}
+        self.arguments |= {name: _plain(value) for name, value in given.items() if name in kernel.arg_names}
         self.stubs: dict[str, Any] = {name: self._stub(count) for name, count in STUBS.items()}
         self.stubs |= {"load_rows": self._rows, "in_float16": lambda q: (q, None), "merge_parts": self._merge}
         self.plain: dict[Any, Callable[..., Any]] = {}
