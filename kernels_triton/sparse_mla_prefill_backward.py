@@ -30,7 +30,7 @@ from ragged_attention.calls import SparseMlaPrefillBackward
 from ragged_attention.kernels_triton._formats import narrow
 from ragged_attention.kernels_triton._latent.lists import entries_of, keys_of, list_length
 from ragged_attention.kernels_triton._latent.plan import LARGEST_INT
-from ragged_attention.kernels_triton._latent.rows import Columns, store_groups, whole_columns
+from ragged_attention.kernels_triton._latent.rows import Columns, Finished, store_groups, whole_columns
 from ragged_attention.kernels_triton._sequences import VARYING
 from ragged_attention.kernels_triton._softmax import LOG2E, column_sums, matmul, sum_of_products
 from ragged_attention.kernels_triton._tiles import (
@@ -146,14 +146,14 @@ def narrow_kernel(wide_ptr, out_ptr, count, FLAT: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def rows_kernel(
-    list_ptr, lens_ptr, rows_ptr, first_token, list_token_stride, list_head_stride, lens_stride, num_slots,
+    list_ptr, lens_ptr, rows_ptr, first_token, list_token_stride, list_head_stride, num_slots,
     TOPK: tl.constexpr, KV_HEADS: tl.constexpr, HAS_LENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The row of the gradient that each entry of a chunk of tokens names, NOBODY where it names none."""
     job = tl.program_id(0)
     token = first_token + job // KV_HEADS
     kv_head = job % KV_HEADS
-    last = list_length(lens_ptr, token, 0, TOPK, lens_stride, 0, HAS_LENS)
+    last = list_length(lens_ptr, token, TOPK, HAS_LENS)
     position = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     entries = list_ptr + token.to(tl.int64) * list_token_stride + kv_head.to(tl.int64) * list_head_stride
     slot = tl.load(entries + position, mask=position < last, other=-1)
@@ -287,7 +287,7 @@ def gradient_kernel(
     d_out_ptr, q_ptr, kv_ptr, list_ptr, lens_ptr, out_ptr, lse_ptr, d_lse_ptr, sinks_ptr,
     given_rows_ptr, given_dq_ptr, given_terms_ptr, parts_ptr, rows_ptr, dq_ptr, terms_ptr,
     first_token, d_out_token_stride, d_out_head_stride, q_token_stride, q_head_stride, out_token_stride,
-    out_head_stride, list_token_stride, list_head_stride, lens_stride, page_stride, slot_stride, head_stride,
+    out_head_stride, list_token_stride, list_head_stride, page_stride, slot_stride, head_stride,
     num_slots, scale,
     HAS_LENS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_D_LSE: tl.constexpr, PARTS: tl.constexpr,
     PAGE_SIZE: tl.constexpr, TOPK: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
@@ -333,7 +333,7 @@ def gradient_kernel(
         offset += tl.load(d_lse_ptr + index, mask=valid & some, other=0)
 
     kv_ptr += kv_head.to(tl.int64) * head_stride
-    last = list_length(lens_ptr, token, 0, TOPK, lens_stride, 0, HAS_LENS)
+    last = list_length(lens_ptr, token, TOPK, HAS_LENS)
     entries = list_ptr + wide_token * list_token_stride + kv_head.to(tl.int64) * list_head_stride
     blocks = (last + BLOCK_KV - 1) // BLOCK_KV
     following = entries_of(entries, 0, blocks > 0, 0, last, True, PAGE_SIZE, BLOCK_KV)
@@ -370,7 +370,7 @@ def gradient_kernel(
     factor = tl.full([BLOCK_H], 1.0, tl.float32) * scale
     dq = swapped(dq, KEYS_FIRST)
     dq_rest = swapped(dq_rest, KEYS_FIRST)
-    store_groups(dq_ptr, index, dq, dq_rest[0], factor, factor, valid, COLUMNS, COLUMNS.REST > 0, D)
+    store_groups(dq_ptr, index, Finished(dq, factor, dq_rest[0], factor), valid, COLUMNS, COLUMNS.REST > 0, D)
 
 
 # ---- launching
@@ -388,11 +388,10 @@ def lists_of(call: Any, launch: Any) -> tuple[Any, Any, dict[str, Any]]:
     """The lists and their lengths, and the kernels' arguments about them."""
     lists = launch.packed(call.indices)
     token_stride, head_stride, _ = launch.strides(lists)
-    lens = lists if call.topk_lens is None else call.topk_lens
+    lens = lists if call.topk_lens is None else launch.contiguous(call.topk_lens)
     return lists, lens, {
         "list_token_stride": token_stride,
         "list_head_stride": head_stride,
-        "lens_stride": launch.strides(lens)[0],
         "num_slots": min(call.num_slots, LARGEST_INT),
         "TOPK": call.topk,
         "KV_HEADS": call.num_kv_heads,
