@@ -103,9 +103,7 @@ class Case(AnySample, abc.ABC):
             """A tensor that repeats the values."""
             count = math.prod(like.shape)
             held = torch.from_numpy(values).to(device).to(getattr(torch, like.dtype))
-            bits = (
-                held.view(torch.uint8) if like.dtype in FORMATS else held
-            )  # not every operation has 8-bit floats
+            bits = held.view(torch.uint8) if like.dtype in FORMATS else held  # not every operation has 8-bit floats
             return bits.repeat(-(-count // len(values)))[:count].view(held.dtype).view(like.shape)
 
         return self.with_forward(self._inputs(seed, array, lambda table: torch.from_numpy(table).to(device)), "torch")
