@@ -13,13 +13,12 @@ import triton
 import triton.language as tl
 
 from ragged_attention.kernels_triton._compiler import fence_copies
-from ragged_attention.kernels_triton._formats import INTERPRETED, narrow
+from ragged_attention.kernels_triton._constants import INTERPRETED
+from ragged_attention.kernels_triton._formats import narrow
 from ragged_attention.kernels_triton._sequences import VARYING
 from ragged_attention.kernels_triton._tiles import cdiv
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-
-
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
@@ -42,12 +41,6 @@ def soft_capped(logits, cap):
     small = tl.math.exp2(tl.abs(x) * (-2 * LOG2E))
     closed = cap * ((1 - small) / (1 + small))
     return tl.where(tl.abs(x) < 0.25, logits * series, tl.where(x < 0, -closed, closed))
-
-
-@triton.jit
-def always(block, begin):
-    """True for a loop's `block` from `begin` on; compilers (Triton 3.6 to 3.9) do not see that, nor past the branch."""
-    return block >= begin
 
 
 @triton.jit
@@ -75,6 +68,21 @@ def online_softmax(logits, m_i, l_i, scale):
     weights = tl.math.exp2(logits * scale - finite[:, None])
     alpha = tl.math.exp2(m_i - finite)
     return weights, alpha, higher, l_i * alpha + tl.sum(weights, 1)
+
+
+@triton.jit
+def finish(m_i, l_i, sinks_ptr, head, valid, v_scale, HAS_SINKS: tl.constexpr):
+    """(factor, lse) of rows whose last key has been seen: `acc * factor` is the result, `lse` is in natural logarithms
+    and excludes the sink. A row that has seen no key has a factor of 0 and an lse of -inf."""
+    empty = l_i == 0.0
+    m_i = tl.where(empty, 0.0, m_i)
+    l_i = tl.where(empty, 1.0, l_i)
+    denominator = l_i
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + head, mask=valid, other=float("-inf"))
+        denominator += tl.math.exp2(sink * LOG2E - m_i)
+    lse = tl.where(empty, float("-inf"), (m_i + tl.math.log2(l_i)) * LN2)
+    return tl.where(empty, 0.0, v_scale / denominator), lse
 
 
 @triton.jit

@@ -18,6 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ragged_attention.calls import RaggedMlaAttention, name_in_layout
+from ragged_attention.kernels_triton._combine import combine
 from ragged_attention.kernels_triton._formats import load_scale, scale_arguments
 from ragged_attention.kernels_triton._latent import plan
 from ragged_attention.kernels_triton._latent.kernel import logit_scales, row_arguments, sums_by_column
@@ -25,7 +26,6 @@ from ragged_attention.kernels_triton._latent.rows import (
     Columns,
     Layout,
     load_queries,
-    store_columns,
     store_groups,
     zero_after,
     zeros_like,
@@ -43,14 +43,21 @@ from ragged_attention.kernels_triton._latent.softmax import (
     no_sums,
     sum_of_each_row,
 )
-from ragged_attention.kernels_triton._sequences import (
-    VARYING,
-    count_sequences,
-    find_segment,
-    key_range,
-    segment_edge,
+from ragged_attention.kernels_triton._mask import Mask, MaskKind, key_range
+from ragged_attention.kernels_triton._sequences import VARYING, count_sequences
+from ragged_attention.kernels_triton._splits import (
+    FEW_TOKENS,
+    MAX_SPLITS,
+    SEQUENCES,
+    Batch,
+    Division,
+    find_rows,
+    find_split,
+    merged_at_once,
+    most_tokens,
+    sequences_at_most,
+    splits_at_most,
 )
-from ragged_attention.kernels_triton._softmax import merge_parts
 from ragged_attention.kernels_triton._tiles import (
     cdiv,
     dependent,
@@ -59,15 +66,6 @@ from ragged_attention.kernels_triton._tiles import (
     launchable,
     next_power_of_2,
     overlaps,
-)
-from ragged_attention.kernels_triton.ragged_paged_attention import (
-    FEW_TOKENS,
-    MAX_SPLITS,
-    SEQUENCES,
-    most_tokens,
-    own_parts,
-    parts_of_all,
-    short_sequence,
 )
 
 MANY_TOKENS = 8  # of each sequence, on average, from which on a batch has prompts
@@ -204,115 +202,71 @@ def chosen(own, ones, others, UNIFORM: tl.constexpr):
 
 
 @triton.jit
-def find_block(cu_q_lens_ptr, kv_lens_ptr, num_seqs, num_tokens, capacity, SHORT_ROWS: tl.constexpr,
-               NUM_HEADS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_KV: tl.constexpr):  # fmt: skip
-    """(seq, start, q_len, kv_len, row_block, begin, end, count, place) of a program with a block of rows over all keys.
+def find_row_block(batch, NUM_HEADS: tl.constexpr, SHORT_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
+                   BLOCK_KV: tl.constexpr):  # fmt: skip
+    """(seq, start, q_len, kv_len, row_block, begin, end, count, place) of a program with a block of a long sequence's
+    rows over all keys, or of the rows of no sequence, which see no keys.
 
-    A sequence that is not short, or none, without keys; its first token and its lengths; which block of its rows; then
-    the blocks of its keys [begin, end), how many parts these are and where they are kept. `q_len` is 0 where there is
-    nothing to do.
+    `row_block` is the number of the block in its sequence, [begin, end) are the blocks of keys, `count` is the number
+    of splits (one) and `place` where they would be stored. `q_len` is 0 where there is nothing to do.
     """
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows see the most keys: they come first
-    segment = find_segment(block, cu_q_lens_ptr, num_seqs, num_tokens, NUM_HEADS, BLOCK_H)
-    seq = segment - 1
-    live = (seq >= 0) & (seq < num_seqs)
-    start = segment_edge(cu_q_lens_ptr, segment, num_seqs, num_tokens)
-    q_len = tl.maximum(segment_edge(cu_q_lens_ptr, segment + 1, num_seqs, num_tokens) - start, 0)
-    row_block = block - (start * NUM_HEADS // BLOCK_H + segment)
-    kv_len = tl.load(kv_lens_ptr + seq, mask=live, other=0)
-    q_len = tl.where((row_block >= 0) & ((q_len * NUM_HEADS > SHORT_ROWS) | (live == 0)), q_len, 0)
-    kv_len = tl.minimum(tl.maximum(kv_len, 0), capacity)
-    return tl.where(live, seq, 0), start, q_len, kv_len, row_block, 0, (kv_len + BLOCK_KV - 1) // BLOCK_KV, 1, 0
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows see the most keys: begin with them
+    seq, start, q_len, first_row, live = find_rows(block, batch, NUM_HEADS, BLOCK_H)
+    kv_len = tl.load(batch.kv_lens_ptr + seq, mask=live, other=0)
+    q_len = tl.where((first_row >= 0) & ((q_len * NUM_HEADS > SHORT_ROWS) | (live == 0)), q_len, 0)
+    kv_len = tl.minimum(tl.maximum(kv_len, 0), batch.capacity)
+    end = (kv_len + BLOCK_KV - 1) // BLOCK_KV
+    return tl.where(live, seq, 0), start, q_len, kv_len, first_row // BLOCK_H, 0, end, 1, 0
 
 
 @triton.jit
-def before(counts, seq, SEQS: tl.constexpr):
-    """The parts of the sequences before one that have several: only these are kept."""
-    earlier = (tl.arange(0, SEQS) < seq) & (counts > 1)
-    return tl.sum(tl.where(earlier, counts, 0), 0)
-
-
-@triton.jit
-def find_part(
-    cu_q_lens_ptr, kv_lens_ptr, num_seqs, num_tokens, max_num_seqs, capacity, window, num_splits,
-    HAS_WINDOW: tl.constexpr, CAUSAL: tl.constexpr, SHORT_ROWS: tl.constexpr, NUM_HEADS: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_KV: tl.constexpr, WHOLE: tl.constexpr, MIN_BLOCKS: tl.constexpr, SEQS: tl.constexpr,
-    OWN: tl.constexpr,
-):  # fmt: skip
-    """The same of a program with a block of a short sequence's rows, over a part of its keys."""
-    ROW_BLOCKS: tl.constexpr = SHORT_ROWS // BLOCK_H
-    entry = tl.program_id(0) // ROW_BLOCKS
-    seq = entry
-    part = 0
-    count = 1
-    each = 0
-    place = entry
-    if OWN:
-        seq = entry // num_splits
-        part = entry % num_splits
-    elif not WHOLE:
-        counts, each = parts_of_all(
-            cu_q_lens_ptr, kv_lens_ptr, num_seqs, num_tokens, max_num_seqs, capacity, window, num_splits,
-            HAS_WINDOW, CAUSAL, NUM_HEADS, SHORT_ROWS, BLOCK_KV, MIN_BLOCKS, SEQS, False,
-        )  # fmt: skip
-        ends = tl.cumsum(counts, 0)
-        seq = tl.sum((ends <= entry).to(tl.int32), 0)
-        own = tl.arange(0, SEQS) == seq
-        count = tl.sum(tl.where(own, counts, 0), 0)
-        part = entry - tl.sum(tl.where(own, ends, 0), 0) + count
-        place = before(counts, seq, SEQS) + part
-    start, q_len, kv_len, first, last = short_sequence(
-        seq, cu_q_lens_ptr, kv_lens_ptr, num_seqs, num_tokens, max_num_seqs, capacity, window, HAS_WINDOW, CAUSAL,
-        NUM_HEADS, SHORT_ROWS, False,
-    )  # fmt: skip
-    if OWN:
-        count, each = own_parts(q_len * NUM_HEADS, first, last, num_splits, SHORT_ROWS, BLOCK_KV, MIN_BLOCKS)
-        q_len = tl.where(part < count, q_len, 0)
+def find_key_split(batch, mask, num_splits, ranges_ptr, KIND: tl.constexpr, DIVISION: tl.constexpr,
+                   BLOCK_H: tl.constexpr):  # fmt: skip
+    """The same numbers of a program with a block of a short sequence's rows over one split of its keys."""
+    ROW_BLOCKS: tl.constexpr = DIVISION.SHORT_ROWS // BLOCK_H
+    split = find_split(tl.program_id(0) // ROW_BLOCKS, batch, mask, num_splits, ranges_ptr, KIND, DIVISION)
+    begin = split.first // DIVISION.BLOCK_KV
+    end = (split.last + DIVISION.BLOCK_KV - 1) // DIVISION.BLOCK_KV
+    if DIVISION.SPLIT_KV:
+        begin += split.index * split.blocks
+        end = tl.where(split.count > 1, tl.minimum(begin + split.blocks, end), end)
     row_block = tl.program_id(0) % ROW_BLOCKS
-    begin = first // BLOCK_KV
-    end = (last + BLOCK_KV - 1) // BLOCK_KV
-    if not WHOLE:
-        begin += part * each
-        end = tl.where(count > 1, tl.minimum(begin + each, end), end)
-    return seq, start, q_len, kv_len, row_block, begin, end, count, place
+    return split.seq, split.start, split.q_len, split.kv_len, row_block, begin, end, split.count, split.place
 
 
 @triton.jit(do_not_specialize=VARYING)
 def ragged_latent_kernel(
     q_ptr, cache_ptr, kv_lens_ptr, page_indices_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr, kv_scale_ptr,
-    given_out_ptr, given_lse_ptr, parts_ptr, part_lses_ptr, out_ptr, lse_ptr,
+    given_out_ptr, given_lse_ptr, parts_ptr, part_lses_ptr, ranges_ptr, out_ptr, lse_ptr,
     num_tokens, max_num_seqs, capacity, window, num_slots, table_stride, q_token_stride, q_head_stride,
     page_stride, slot_stride, logit_scale, soft_cap, capped_scale, kv_scale_factor, num_splits, num_parts,
-    KV_SCALE_STRIDE: tl.constexpr, HAS_NUM_SEQS: tl.constexpr, HAS_SINKS: tl.constexpr, CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, FORMAT: tl.constexpr, CODES: tl.constexpr,
+    KV_SCALE_STRIDE: tl.constexpr, HAS_NUM_SEQS: tl.constexpr, HAS_SINKS: tl.constexpr, MASK: tl.constexpr,
+    DIVISION: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, FORMAT: tl.constexpr, CODES: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PAGE_UNIT: tl.constexpr, NUM_HEADS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
     GROUPS: tl.constexpr, WIDTH: tl.constexpr, D_V: tl.constexpr, D_REST: tl.constexpr, D_REST_PAD: tl.constexpr,
     GROUP_PARTS: tl.constexpr, PARTS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_KV: tl.constexpr,
-    SUMS_BY_COLUMN: tl.constexpr, SHORT: tl.constexpr, LONG: tl.constexpr, SHORT_ROWS: tl.constexpr,
-    WHOLE: tl.constexpr, MIN_BLOCKS: tl.constexpr, SEQS: tl.constexpr, OWN: tl.constexpr, PDL: tl.constexpr,
+    SUMS_BY_COLUMN: tl.constexpr, SHORT: tl.constexpr, LONG: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_H rows of a short sequence, over a part of its keys, or of one that is not, or of none, over all its keys.
+    """BLOCK_H rows of a short sequence, over one split of its keys, or of a long one or of none, over all its keys.
 
-    SHORT and LONG say which of both there are programs for; the first `num_parts` times the blocks of SHORT_ROWS are
-    for the former. Rows of several parts go to parts [places, SHORT_ROWS, DV] float32, normalised, with their base-2
-    lse beside them. If WHOLE every sequence is one part.
+    SHORT and LONG say which of the two kinds have programs in this launch. Those of short sequences come first:
+    `num_parts` for each block of SHORT_ROWS. The rows of a sequence with several splits go to parts
+    [splits, SHORT_ROWS, DV] float32, normalised, with their base-2 lse beside them.
     """
+    SHORT_ROWS: tl.constexpr = DIVISION.SHORT_ROWS
     if PDL:
         gdc_launch_dependents()
     num_seqs = count_sequences(num_seqs_ptr, max_num_seqs, HAS_NUM_SEQS)
+    batch = Batch(cu_q_lens_ptr, kv_lens_ptr, num_seqs, max_num_seqs, num_tokens, capacity)
+    mask = Mask(window, cu_q_lens_ptr, 0, 0)
     if LONG:
-        found = find_block(
-            cu_q_lens_ptr, kv_lens_ptr, num_seqs, num_tokens, capacity, SHORT_ROWS, NUM_HEADS, BLOCK_H, BLOCK_KV
-        )
+        found = find_row_block(batch, NUM_HEADS, SHORT_ROWS, BLOCK_H, BLOCK_KV)
     if SHORT:
-        part = find_part(
-            cu_q_lens_ptr, kv_lens_ptr, num_seqs, num_tokens, max_num_seqs, capacity, window, num_splits,
-            HAS_WINDOW, CAUSAL, SHORT_ROWS, NUM_HEADS, BLOCK_H, BLOCK_KV, WHOLE, MIN_BLOCKS, SEQS, OWN,
-        )  # fmt: skip
+        split = find_key_split(batch, mask, num_splits, ranges_ptr, MASK, DIVISION, BLOCK_H)
         if LONG:
-            found = chosen(tl.program_id(0) < num_parts * (SHORT_ROWS // BLOCK_H), part, found, not HAS_WINDOW)
+            found = chosen(tl.program_id(0) < num_parts * (SHORT_ROWS // BLOCK_H), split, found, not MASK.HAS_WINDOW)
         else:
-            found = chosen(True, part, part, not HAS_WINDOW)
+            found = chosen(True, split, split, not MASK.HAS_WINDOW)
     seq, start, q_len, kv_len, row_block, begin, end, count, place = found  # pyright: ignore[reportAssignmentType]
     first_row = row_block * BLOCK_H
     num_rows = q_len * NUM_HEADS
@@ -322,7 +276,7 @@ def ragged_latent_kernel(
         earlier = kv_len - q_len  # keys, before the first query's own
         low = earlier + first_row // NUM_HEADS
         high = earlier + tl.minimum((first_row + BLOCK_H - 1) // NUM_HEADS, q_len - 1)
-        first, last = key_range(low, high, kv_len, window, CAUSAL, HAS_WINDOW)
+        first, last = key_range(low, high, kv_len, mask, MASK)
         begin = tl.maximum(begin, first // BLOCK_KV)
         end = tl.minimum(end, (last + BLOCK_KV - 1) // BLOCK_KV)
         ALIKE: tl.constexpr = NUM_HEADS % BLOCK_H == 0  # all rows are of one token, and see the keys [first, last)
@@ -349,7 +303,7 @@ def ragged_latent_kernel(
                 Cache(cache_ptr, page_stride, slot_stride, num_slots),
                 KeyList(page_indices_ptr + seq.to(tl.int64) * table_stride, begin, end, first, last),
                 Seen(limit - window, limit), Scales(logit_scale * kv_scale, soft_cap, capped_scale),
-                Features(False, CAUSAL and not ALIKE, HAS_WINDOW and not ALIKE, HAS_SOFT_CAP, REST_IS_VALUE),
+                Features(False, MASK.CAUSAL and not ALIKE, MASK.HAS_WINDOW and not ALIKE, HAS_SOFT_CAP, REST_IS_VALUE),
                 Layout(FORMAT, CODES, PAGE_SIZE, PAGE_UNIT),
                 Columns(GROUPS, WIDTH, D_V, D_REST, D_REST_PAD, GROUP_PARTS, PARTS), BLOCK_KV,
             )  # fmt: skip
@@ -362,7 +316,7 @@ def ragged_latent_kernel(
             regain = tl.math.exp2(tl.where(l_i == 0.0, 0.0, largest - m_i))
         row = first_row + zero_after(l_i) + tl.arange(0, BLOCK_H)
         valid = row < num_rows
-        if WHOLE or count == 1:
+        if not DIVISION.SPLIT_KV or count == 1:
             factor, lse, _m_i = finish(m_i, l_i, sinks_ptr, row % NUM_HEADS, valid, HAS_SINKS)
             factor *= kv_scale
             index = start.to(tl.int64) * NUM_HEADS + row
@@ -378,73 +332,39 @@ def ragged_latent_kernel(
         gdc_wait()
 
 
-@triton.jit(do_not_specialize=VARYING)
-def combine_kernel(
-    parts_ptr, part_lses_ptr, kv_lens_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr, kv_scale_ptr,
-    given_out_ptr, given_lse_ptr, out_ptr, lse_ptr,
-    num_tokens, max_num_seqs, capacity, window, kv_scale_factor, num_splits,
-    KV_SCALE_STRIDE: tl.constexpr, HAS_NUM_SEQS: tl.constexpr, HAS_SINKS: tl.constexpr, CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, NUM_HEADS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_KV: tl.constexpr,
-    SHORT_ROWS: tl.constexpr, MIN_BLOCKS: tl.constexpr, SEQS: tl.constexpr, MERGED: tl.constexpr, OWN: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """One row of a short sequence of several parts, or some: these, in order, into the result."""
-    if PDL:
-        gdc_wait()
-    seq = tl.program_id(0)
-    first_row = tl.program_id(1)
-    num_seqs = count_sequences(num_seqs_ptr, max_num_seqs, HAS_NUM_SEQS)
-    start, q_len, _, first, last = short_sequence(
-        seq, cu_q_lens_ptr, kv_lens_ptr, num_seqs, num_tokens, max_num_seqs, capacity, window, HAS_WINDOW, CAUSAL,
-        NUM_HEADS, SHORT_ROWS, False,
-    )  # fmt: skip
-    num_rows = q_len * NUM_HEADS
-    if first_row < num_rows:
-        if OWN:
-            count, _ = own_parts(num_rows, first, last, num_splits, SHORT_ROWS, BLOCK_KV, MIN_BLOCKS)
-            place = seq * num_splits
-        else:
-            counts, _ = parts_of_all(
-                cu_q_lens_ptr, kv_lens_ptr, num_seqs, num_tokens, max_num_seqs, capacity, window, num_splits,
-                HAS_WINDOW, CAUSAL, NUM_HEADS, SHORT_ROWS, BLOCK_KV, MIN_BLOCKS, SEQS, False,
-            )  # fmt: skip
-            count = tl.sum(tl.where(tl.arange(0, SEQS) == seq, counts, 0), 0)
-            place = before(counts, seq, SEQS)
-        kv_scale = load_scale(kv_scale_ptr, 0, kv_scale_factor, KV_SCALE_STRIDE)
-        for row in range(first_row, tl.where(count > 1, num_rows, 0), tl.num_programs(1)):
-            index = place.to(tl.int64) * SHORT_ROWS + row
-            acc, m_i, l_i = merge_parts(
-                parts_ptr + index * DV, part_lses_ptr + index, count, SHORT_ROWS * DV, SHORT_ROWS, 1.0, MERGED, DV,
-                DV_PAD,
-            )  # fmt: skip
-            zero = tl.zeros([1], tl.float32)
-            valid = tl.full([1], 1, tl.int1)
-            heads = row % NUM_HEADS + tl.zeros([1], tl.int32)
-            factor, lse, _m_i = finish(m_i + zero, l_i + zero, sinks_ptr, heads, valid, HAS_SINKS)
-            out_index = start.to(tl.int64) * NUM_HEADS + row + tl.zeros([1], tl.int64)
-            store_columns(out_ptr, out_index, acc[None, :], factor * kv_scale, valid, 0, DV, DV)
-            tl.store(lse_ptr + out_index, lse)
-
-
-def shared_arguments(call: RaggedMlaAttention, tile: Tile, scale: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of both kernels."""
+def shared_arguments(call: RaggedMlaAttention, scale: dict[str, Any]) -> dict[str, Any]:
+    """The attention kernel's arguments that are the same in both launches."""
     window = plan.window_of(call)
     return {
         "num_tokens": call.num_tokens,
         "max_num_seqs": call.max_num_seqs,
         "capacity": call.capacity,
         "window": window or 0,
-        "HAS_WINDOW": window is not None,
+        "MASK": MaskKind(CAUSAL=bool(call.causal), HAS_WINDOW=window is not None),
         "HAS_NUM_SEQS": call.num_seqs is not None,
         "HAS_SINKS": call.sinks is not None,
-        "CAUSAL": bool(call.causal),
         "NUM_HEADS": call.num_q_heads,
         "DV": call.d_v,
         "DV_PAD": next_power_of_2(call.d_v),
-        "SHORT_ROWS": tile.short_rows,
         "PDL": overlaps(call),
         **scale,
     }
+
+
+def division_of(call: RaggedMlaAttention, tile: Tile, block_kv: int, *, splits: bool) -> Division:
+    """How the work of a launch is divided; `splits` if it has programs for short sequences."""
+    split_kv = splits and tile.num_splits > 1
+    balanced = split_kv and not tile.invariant
+    return Division(
+        GROUP=call.num_q_heads,
+        SHORT_ROWS=tile.short_rows,
+        BLOCK_KV=block_kv,
+        SPLIT_KV=split_kv,
+        BATCH_INVARIANT=split_kv and tile.invariant,
+        COMPACT=balanced,
+        MIN_BLOCKS=cdiv(plan.OWN_SPLIT if tile.invariant else plan.MIN_SPLIT, block_kv) if split_kv else 1,
+        MAX_SEQS=sequences_at_most(call.max_num_seqs) if balanced else 1,
+    )
 
 
 def body_arguments(call: RaggedMlaAttention, body: plan.Tile) -> dict[str, Any]:
@@ -491,20 +411,20 @@ def long_programs(call: RaggedMlaAttention, body: plan.Tile) -> int:
 
 
 def run_long(call: RaggedMlaAttention, tile: Tile, launch: Any, inputs: Any, attention: Any) -> Any:
-    """Enqueue the kernel for sequences that are not short, and for the rows of none."""
+    """Enqueue the kernel for long sequences, and for the rows of none; returns out and lse."""
     nothing = ((1,), "float32")
     *_, out, lse = launch(
         ragged_latent_kernel,
         (long_programs(call, tile.long) if call.num_tokens else 0,),
         (*inputs, inputs[0], inputs[0]),
-        [nothing, nothing, *results(call)],
+        [nothing, nothing, ((1,), "int32"), *results(call)],
         **attention,
         **body_arguments(call, tile.long),
-        **dict.fromkeys(("num_splits", "num_parts", "MIN_BLOCKS", "SEQS"), 1),
+        DIVISION=division_of(call, tile, tile.block_kv, splits=False),
+        num_splits=1,
+        num_parts=0,
         SHORT=False,
         LONG=True,
-        WHOLE=True,
-        OWN=False,
     )
     return out, lse
 
@@ -512,56 +432,60 @@ def run_long(call: RaggedMlaAttention, tile: Tile, launch: Any, inputs: Any, att
 def run_short(
     call: RaggedMlaAttention, tile: Tile, launch: Any, inputs: Any, given: Any, shared: Any, attention: Any
 ) -> Any:
-    """Enqueue the kernels for short sequences: they write what the other launch left of `given` or, without one, have
-    programs for everything."""
-    whole = tile.num_splits == 1
-    own = tile.invariant and not whole
-    entries = call.max_num_seqs * tile.num_splits if own else call.max_num_seqs + (0 if whole else tile.num_splits)
-    # A sequence of several parts fills all but one of them, so there are less than twice as many as asked for.
-    parts = (1,) if whole else (entries if own else min(entries, 2 * tile.num_splits), tile.short_rows)
-    splitting = {
-        "MIN_BLOCKS": cdiv(plan.OWN_SPLIT if own else plan.MIN_SPLIT, tile.split_block_kv),
-        "SEQS": 1 if whole or own else next(count for count in SEQUENCES if count >= call.max_num_seqs),
-        "num_splits": tile.num_splits,
-        "OWN": own,
-    }
-    out, lse = given or (inputs[0], inputs[0])  # these stand for arrays that are not there
-    *partial, out, lse = launch(
+    """Enqueue the kernels for short sequences; returns out and lse.
+
+    They write the rows that the other launch left of `given` or, where that is None, have programs for all rows.
+    """
+    split_kv = tile.num_splits > 1
+    entries, stored = splits_at_most(call.max_num_seqs, tile.num_splits, invariant=tile.invariant)
+    parts = (stored, tile.short_rows) if split_kv else (1,)
+    out, lse = given or (inputs[0], inputs[0])  # these stand for arrays that are absent
+    *partial, ranges, out, lse = launch(
         ragged_latent_kernel,
         (entries * (tile.short_rows // tile.split_block_h) + (0 if given else long_programs(call, tile.short)),),
         (*inputs, out, lse),
         [
-            ((1,) if whole else (*parts, call.d_v), "float32"),
+            ((*parts, call.d_v) if split_kv else (1,), "float32"),
             (parts, "float32"),
+            ((2, call.max_num_seqs) if split_kv else (1,), "int32"),
             *([] if given else results(call)),
         ],
         inplace=(len(inputs), len(inputs) + 1) if given else (),
         **dependent(shared["PDL"] and given is not None),
         **attention,
         **body_arguments(call, tile.short),
-        **splitting,
+        DIVISION=division_of(call, tile, tile.split_block_kv, splits=True),
+        num_splits=tile.num_splits,
         num_parts=entries,
         SHORT=True,
         LONG=given is None,
-        WHOLE=whole,
     )
-    if whole:
+    if not split_kv:
         return out, lse
-    _, _, kv_lens, _, cu_q_lens, num_seqs, sinks, kv_scale = inputs
-    width = next_power_of_2(call.d_v)
-    return launch(
-        combine_kernel,
-        (call.max_num_seqs, min(tile.short_rows, most_tokens(call) * call.num_q_heads)),
-        (*partial, kv_lens, cu_q_lens, num_seqs, sinks, kv_scale, out, lse),
-        [],
-        inplace=(7, 8),
-        **dependent(shared["PDL"]),
-        num_warps=4,
-        num_stages=1,
-        BLOCK_KV=tile.split_block_kv,
-        MERGED=min(next_power_of_2(tile.num_splits), max(1, (512 if own else 2048) // width)),
-        **splitting,
-        **shared,
+    _, _, _, _, cu_q_lens, num_seqs, sinks, kv_scale = inputs
+    return combine(
+        launch,
+        call,
+        (*partial, partial[1], ranges),
+        (out, lse),
+        (cu_q_lens, num_seqs, sinks, kv_scale),
+        {
+            "num_tokens": call.num_tokens,
+            "max_num_seqs": call.max_num_seqs,
+            "v_scale_factor": shared["kv_scale_factor"],
+            "num_parts": stored,
+            "range_end": call.max_num_seqs,
+        },
+        GROUP=call.num_q_heads,
+        ROWS=tile.short_rows,
+        Q_TOKENS=0,
+        ITEMS=1,
+        RANGES=1,
+        LSE_BY_HEAD=False,
+        HAS_NUM_SEQS=call.num_seqs is not None,
+        V_SCALE_STRIDE=shared["KV_SCALE_STRIDE"],
+        MERGED=merged_at_once(tile.num_splits, call.d_v, invariant=tile.invariant),
+        most_rows=min(tile.short_rows, most_tokens(call) * call.num_q_heads),
     )
 
 
@@ -578,7 +502,7 @@ def run(call: RaggedMlaAttention, tile: Tile, launch: Any) -> Any:
     kv_scale, scale_numbers = scale_arguments("kv_scale", call.kv_scale, q, launch)
     num_seqs = kv_lens if call.num_seqs is None else call.num_seqs
     sinks = q if call.sinks is None else launch.packed(call.sinks)
-    shared = shared_arguments(call, tile, scale_numbers)
+    shared = shared_arguments(call, scale_numbers)
     attention = (
         shared | logit_scales(call.scale, call.soft_cap) | address_arguments(call, cache, page_indices, q, launch)
     )

@@ -202,20 +202,20 @@ def parts(name: str, num_kv_heads: int) -> int:
 
 def constants(call: Any, num_slots: int, page_size: int, tile: Tile) -> dict[str, Any]:
     """The arguments that writing and quantising have in common."""
-    layout, width = call.layout, call.kv.shape[-1]
+    form, width = call.kv_format, call.kv.shape[-1]
     return {
         "num_warps": tile.num_warps,
         "num_stages": 1,
         "num_slots": num_slots,
-        "SCALES": layout.scales if layout else "",
-        "PLANAR": layout is not None and layout.planar,
+        "SCALES": form.scales,
+        "PLANAR": form.planar,
         "POWERS": call.power_of_two_scales,
         "PAGE_SIZE": page_size,
         "WIDTH": width,
-        "VALUES": layout.values if layout else 0,
-        "VALUE_BYTES": layout.value_bytes if layout else 0,
-        "SCALE_BYTES": layout.token_bytes - layout.row_bytes if layout else 0,
-        "GROUP": layout.group if layout else next_power_of_2(width),
+        "VALUES": form.values,
+        "VALUE_BYTES": form.value_bytes,
+        "SCALE_BYTES": form.padded_scale_bytes,
+        "GROUP": form.group or next_power_of_2(width),
         "BLOCK_T": tile.block_t,
     }
 

@@ -257,7 +257,7 @@ def missing_operations() -> list[str]:
 
 def _blocks(launch: compiling.Launch) -> str:
     """The block sizes among the arguments of the launch."""
-    sizes = {name: value for name, value in launch.arguments.items() if name.startswith("BLOCK")}
+    sizes = {name: value for name, value in launch.constants.items() if name.startswith("BLOCK")}
     return ", ".join(f"{name.removeprefix('BLOCK_').lower()} {value}" for name, value in sizes.items())
 
 

@@ -29,11 +29,11 @@ def steps(case: PagedCase, backend: str, device: Device, machine: Machine, tile:
             kv_lens=tuple(case.kv_lens[seq] for seq in counts),
         )
         floor, _ = part.floor_seconds(machine.memory, machine.multiplying)
-        work = sum((visited(case, launch.arguments, program) for program in programs), Work())
+        work = sum((visited(case, launch.constants, program) for program in programs), Work())
         combined, rows_combined = Work(), 0
-        width, item = launch.arguments["D"] * ITEMSIZE[case.dtype], ITEMSIZE[case.dtype]
+        width, item = launch.constants["D"] * ITEMSIZE[case.dtype], ITEMSIZE[case.dtype]
         for seq, count in counts.items():
-            rows, d_v = case.q_lens[seq] * launch.arguments["GROUP"], launch.arguments["DV"]
+            rows, d_v = case.q_lens[seq] * launch.constants["GROUP"], launch.constants["DV"]
             if launch.name == "tile_kernel" or count == 1:
                 work += Work(rows=rows * (width + d_v * item))
             else:
@@ -60,15 +60,15 @@ def attention(
 def visited(case: PagedCase, kernel_args: KernelArgs, program: schedule.Program) -> Work:
     """What a program does with the keys that it visits.
 
-    The weights of bfloat16 rows are multiplied in two parts where there are masks, and in a split everywhere, unless
-    the cache has 8 bits. A large tile reads each value twice for that.
+    The weights of bfloat16 rows have two terms in masked blocks, and in all blocks of a split, unless the cache has 8
+    bits. A wide tile reads each value twice for that.
     """
     count, d, d_v = (kernel_args[name] for name in ("BLOCK_Q", "D_PAD", "DV_PAD"))
     whole = sum(visit.stop - visit.start for visit in program.visits if not visit.masked)
-    once = 0 if kernel_args.get("WEIGHT_PARTS") == 2 else whole
+    once = 0 if kernel_args["WEIGHT_TERMS"] == 2 else whole
     again = program.keys - once if case.dtype == case.stored == "bfloat16" else 0
     seen = seen_keys(case, program)
-    values = seen + (seen - once if again and count >= 64 and d_v >= 256 else 0)
+    values = seen + (seen - once if again and count >= 64 and d_v >= 512 else 0)
     return Work(
         flops=2 * count * program.keys * (d + d_v),
         again=2 * count * again * d_v,

@@ -47,7 +47,7 @@ def spans(case: RaggedLatentCase, kernel_args: KernelArgs) -> list[Span]:
         short = q_len * case.num_q_heads <= kernel_args["SHORT_ROWS"]
         if kernel_args["SHORT" if short else "LONG"]:
             launched.append(Span(q_len, kv_len, short, first // block, cdiv(last, block), 2**31))
-    if kernel_args["WHOLE"]:
+    if not kernel_args["SPLIT_KV"]:
         return launched
     blocks = sum(span.end - span.begin for span in launched if span.short)
     each = max(cdiv(blocks, kernel_args["num_splits"]), kernel_args["MIN_BLOCKS"])
@@ -91,7 +91,7 @@ def steps(case: RaggedLatentCase, backend: str, device: Device, machine: Machine
     needed = case.needed_bytes()
     for launch in compiling.record(case.attention_call(device), tile):
         if launch.name == "ragged_latent_kernel":
-            work, programs, combined, rows = attended(case, launch.arguments)
+            work, programs, combined, rows = attended(case, launch.constants)
             yield Step(launch.name, work, needed, floor, programs)
             floor, needed = 0.0, 0
     if rows:

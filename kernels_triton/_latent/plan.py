@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from ragged_attention.calls import CacheFormat, dtype_name, name_in_layout
-from ragged_attention.calls.mla_cache import MIXED
+from ragged_attention.calls.cache_formats import MIXED
 from ragged_attention.kernels_triton._tiles import (
     OLDER_COMPILER,
     SMALLEST_SHARED_MEMORY,

@@ -9,10 +9,11 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from ragged_attention.kernels_triton._compiler import always
 from ragged_attention.kernels_triton._formats import narrow
 from ragged_attention.kernels_triton._latent.lists import entries_of, keys_of
 from ragged_attention.kernels_triton._latent.rows import Found, group_scale, key_groups, rest_columns, rotary_columns
-from ragged_attention.kernels_triton._softmax import LN2, LOG2E, always, matmul, online_softmax, soft_capped
+from ragged_attention.kernels_triton._softmax import LN2, LOG2E, matmul, online_softmax, soft_capped
 
 # Rows from which on eight warps share each row. Where the result of a product leads to another product, compilers
 # (Triton 3.6 to 3.9) give every warp rows of its own instead, and let half of the warps repeat what the others do. So

@@ -30,7 +30,7 @@ def new_rows(call: Any) -> jax.Array:
 
     Of a plain cache [T, K, columns]; of bytes [T, bytes], in the order in which they lie.
     """
-    layout = call.layout
+    layout = call.kv_format
     if layout is None:
         scale = None if call.kv_scale is None else per_head(call.kv_scale, call.num_kv_heads)
         return stored_bits(call.kv, scale, call.cache.dtype)

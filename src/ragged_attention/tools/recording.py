@@ -5,7 +5,8 @@ The arrays of the call need no values: shapes and dtypes decide what is launched
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ragged_attention import dispatch
@@ -30,8 +31,25 @@ class Launch:
         return self.kernel.__name__
 
     @property
+    def constants(self) -> dict[str, Any]:
+        """The arguments other than arrays, with the plain values of records of constants under their own names.
+
+        A name that stands in several records has its first value.
+        """
+        return dict(reversed(list(_flat(self.arguments))))
+
+    @property
     def programs(self) -> int:
         return math.prod(self.grid)
+
+
+def _flat(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in arguments.items():
+        values = getattr(value, "plain", value)
+        if isinstance(values, types.SimpleNamespace):
+            yield from _flat(vars(values))
+        else:
+            yield name, value
 
 
 class Recorder:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ragged_attention.calls import Call, dtype_name
+from ragged_attention.samples import FakeArray
 from ragged_attention.tools import recording
 
 
@@ -183,14 +184,16 @@ class Language:
         return UNKNOWN
 
     def store(self, pointer: Any, value: Any, mask: Any = None) -> None:
-        """Do nothing: results are not computed."""
+        """Write integers that a later kernel reads. Other results are not computed."""
+        if isinstance(pointer, Pointer) and isinstance(pointer.array, np.ndarray) and np.all(mask):
+            pointer.array.ravel()[pointer.offset] = value
 
 
 # Functions of the kernels' modules that handle queries, keys or results, and the number of values that each returns.
 STUBS = {
-    "clear_rows": 1, "draft_rows": 1, "finish": 3, "gdc_launch_dependents": 1, "gdc_wait": 1, "load_queries": 5,
-    "load_scale": 1, "logit_scales": 4, "no_sums": 1, "store_columns": 1, "store_groups": 1, "store_part": 1,
-    "store_rows": 1, "sum_of_each_row": 1, "zero_after": 1, "zeros_like": 2,
+    "clear_rows": 1, "finish": 2, "gdc_launch_dependents": 1, "gdc_wait": 1, "load_queries": 1, "load_scale": 1,
+    "narrow": 1, "no_sums": 1, "rows.load_queries": 5, "softmax.finish": 3, "store_columns": 1, "store_groups": 1,
+    "store_rows": 1, "store_split": 1, "sum_of_each_row": 1, "zero_after": 1, "zeros_like": 2,
 }  # fmt: skip
 
 
@@ -204,9 +207,10 @@ class Walk:
         self.tokens = (0, 0)
         self.merges = False
         self.arguments: dict[str, Any] = dict(zip(kernel.arg_names, map(Pointer, operands), strict=False))
-        self.arguments |= {name: value for name, value in given.items() if name in kernel.arg_names}
+        known = {name: getattr(value, "plain", value) for name, value in given.items()}
+        self.arguments |= {name: value for name, value in known.items() if name in kernel.arg_names}
         self.stubs: dict[str, Any] = {name: self._stub(count) for name, count in STUBS.items()}
-        self.stubs |= {"load_rows": self._rows, "in_float16": lambda q: (q, None), "merge_parts": self._merge}
+        self.stubs["merge_parts"] = self._merge
         self.plain: dict[Any, Callable[..., Any]] = {}
         self.run = self._plain(kernel)
 
@@ -231,15 +235,14 @@ class Walk:
             return self.language
         if name == "attend":
             return self._attend_pages if value.fn.__module__.endswith("_pages") else self._attend_list
-        if name in self.stubs:
-            return self.stubs[name]
+        qualified = f"{getattr(value, '__module__', '').rpartition('.')[2]}.{name}"
+        for stub in (qualified, name):
+            if stub in self.stubs:
+                return self.stubs[stub]
         if hasattr(value, "fn"):
             plain = self._plain(value)
             return self._tokens(plain) if name == "token_and_head" else plain
         return getattr(value, "value", value) if type(value).__name__ == "constexpr" else value
-
-    def _rows(self, q_ptr: Pointer, *arguments: Any) -> Any:
-        return types.SimpleNamespace(dtype=q_ptr.dtype.element_ty, shape=(self.arguments["BLOCK_Q"],))
 
     def _merge(self, *arguments: Any) -> Any:
         self.merges = True
@@ -260,13 +263,14 @@ class Walk:
         if blocks > 0:
             self.visits.append(Visit(first, first + blocks * block, block, masked))
 
-    def _attend_pages(self, q, unit, state, blocks, visible, pages, scales, features, sizes, masked, block, parts):
+    def _attend_pages(self, queries, state, blocks, visible, mask, pages, attention, masked):
         """Replaces the loop of `_pages`, which visits two runs of blocks."""
+        block = attention.LOOP.EDGE_KV if masked else attention.LOOP.BLOCK_KV
         left = int(blocks.left_blocks) if masked else int(blocks.num_blocks)
         self._note(int(blocks.left), left, block, masked)
         self._note(int(blocks.right), int(blocks.num_blocks) - left, block, masked)
         seq = int(pages.table_ptr.offset) // self.arguments["table_stride"]
-        tokens = (int(visible.low - visible.first_new), int(visible.high - visible.first_new))
+        tokens = (int(visible.low - visible.num_old), int(visible.high - visible.num_old))
         self.found = {"seq": seq, "tokens": tokens}
         return state
 
@@ -295,12 +299,23 @@ def launches_of(call: Call, tile: Any = None) -> list[Launch]:
     Lengths and tables of the call must be NumPy arrays. The other arrays need only shapes and dtypes. `tile` defaults
     to that of the backend's heuristic.
     """
-    return [walked(launch) for launch in recording.record(call, tile)]
+    memory: dict[int, np.ndarray] = {}
+    return [walked(launch, memory) for launch in recording.record(call, tile)]
 
 
-def walked(launch: recording.Launch) -> Launch:
-    """A recorded launch with the blocks that each program visits."""
-    walked = list(Walk(launch.kernel, launch.grid, launch.operands, launch.arguments).programs())
+def walked(launch: recording.Launch, memory: dict[int, np.ndarray] | None = None) -> Launch:
+    """A recorded launch with the blocks that each program visits.
+
+    `memory` holds the integers that earlier launches of the call have written, by the `id` of their arrays.
+    """
+    memory = {} if memory is None else memory
+    operands = [
+        memory.setdefault(id(array), np.zeros(array.shape, np.int32))
+        if isinstance(array, FakeArray) and array.dtype == "int32"
+        else array
+        for array in launch.operands
+    ]
+    walked = list(Walk(launch.kernel, launch.grid, operands, launch.arguments).programs())
     working = tuple(program for program, _ in walked if program)
     return Launch(launch.name, launch.grid, working, sum(merges for _, merges in walked))
 

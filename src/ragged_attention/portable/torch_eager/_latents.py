@@ -193,16 +193,16 @@ class Windows:
 class Rows:
     """The rows of one cache, converted only when they are read."""
 
-    def __init__(self, cache: torch.Tensor, layout: CacheFormat | None) -> None:
+    def __init__(self, cache: torch.Tensor, layout: CacheFormat) -> None:
         """`cache` is [P, G, K, d_qk], or bytes [P, G, 1, token_bytes]; it has at least one slot."""
         self.layout, self.dtype = layout, cache.dtype
         plain = cache.view(torch.int8) if cache.itemsize == 1 else cache
-        self.windows = [Windows(part) for part in ([plain] if layout is None else parts_of(cache, layout))]
+        self.windows = [Windows(part) for part in ([plain] if not layout.quantized else parts_of(cache, layout))]
 
     def at(self, slots: torch.Tensor) -> torch.Tensor:
         """Float32 [n, K, d_qk], float64 for a cache of that, at slots i64 [n], which lie within the cache."""
         parts = [windows.at(slots) for windows in self.windows]
-        if self.layout is None:
+        if not self.layout.quantized:
             (stored,) = parts
             return to_float32(stored.view(self.dtype)) if stored.itemsize == 1 else stored.to(wide(stored))
         return dequantized(parts, self.layout).unsqueeze(1)

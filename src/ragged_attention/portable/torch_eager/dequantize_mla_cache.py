@@ -19,7 +19,7 @@ def why_not(call: DequantizeMlaCache) -> str | None:
 
 def run(call: DequantizeMlaCache, tile: Tile, launch: Any) -> torch.Tensor:
     del tile, launch
-    layout = call.layout
+    layout = call.kv_format
     rows = torch.empty(call.out_shape, dtype=getattr(torch, call.dtype), device=call.cache.device)
     parts = parts_of(call.cache, layout)
     for where in chunks(call.cache):

@@ -37,10 +37,10 @@ def _sparse(call: Any, tile: Tile) -> list[torch.Tensor]:
             lens = lens[:, None].expand(-1, call.num_q_tokens)
         return None if lens is None else lens.flatten()
 
-    lists = [lists_of(call.kv_cache, call.layout, call.indices.flatten(0, 1), of_tokens(call.topk_lens))]
+    lists = [lists_of(call.kv_cache, call.kv_format, call.indices.flatten(0, 1), of_tokens(call.topk_lens))]
     if call.extra_indices is not None:
         extra = call.extra_indices.flatten(0, 1)
-        lists.append(lists_of(call.extra_kv_cache, call.extra_layout, extra, of_tokens(call.extra_topk_lens)))
+        lists.append(lists_of(call.extra_kv_cache, call.extra_kv_format, extra, of_tokens(call.extra_topk_lens)))
     out = call.q.new_empty(call.out_shape, dtype=result_dtype(call))
     max_logits, lse = (call.q.new_empty(call.out_shape[:3], dtype=torch.float32) for _ in range(2))
     results = [result.flatten(0, 1) for result in (out, max_logits, lse)]

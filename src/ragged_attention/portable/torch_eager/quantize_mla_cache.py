@@ -19,7 +19,7 @@ def why_not(call: QuantizeMlaCache) -> str | None:
 
 def run(call: QuantizeMlaCache, tile: Tile, launch: Any) -> torch.Tensor:
     del tile, launch
-    layout = call.layout
+    layout = call.kv_format
     cache = torch.empty(call.out_shape, dtype=torch.uint8, device=call.kv.device)
     fields = fields_of(parts_of(cache, layout), layout)
     for where in chunks(call.kv):

@@ -62,7 +62,7 @@ class Attention:
         call = self.call
         if not call.num_slots:
             return
-        rows, kv_lens = Rows(call.kv_cache, call.layout), held_kv_lens(call, len(bounds))
+        rows, kv_lens = Rows(call.kv_cache, call.kv_format), held_kv_lens(call, len(bounds))
         tables = on_host(call.page_indices[:, : -(-max(kv_lens, default=0) // call.page_size)])
         for seq, ((start, stop), kv_len) in enumerate(zip(bounds, kv_lens, strict=True)):
             if start < stop and kv_len > 0:

@@ -32,7 +32,7 @@ def run(call: SparseMlaPrefill, tile: Tile, launch: Any) -> list[torch.Tensor]:
     group = call.num_q_heads // call.num_kv_heads
     for kv_head in range(call.num_kv_heads):
         heads = slice(kv_head * group, (kv_head + 1) * group)
-        lists = lists_of(cache[:, :, kv_head : kv_head + 1], call.layout, call.indices[:, kv_head], call.topk_lens)
+        lists = lists_of(cache[:, :, kv_head : kv_head + 1], call.kv_format, call.indices[:, kv_head], call.topk_lens)
         sinks = None if call.sinks is None else call.sinks[heads]
         results = [result[:, heads] for result in (out, max_logits, lse)]
         attend(q[:, heads], [lists], call.scale, sinks, tile.block_kv, results)

@@ -34,7 +34,7 @@ def run(call: SparseMlaPrefillBackward, tile: Tile, launch: Any) -> list[torch.T
     step = max(tile.block_kv // call.topk, 1)
     for kv_head in range(call.num_kv_heads):
         heads = slice(kv_head * group, (kv_head + 1) * group)
-        lists = lists_of(cache[:, :, kv_head : kv_head + 1], None, call.indices[:, kv_head], call.topk_lens)
+        lists = lists_of(cache[:, :, kv_head : kv_head + 1], call.kv_format, call.indices[:, kv_head], call.topk_lens)
         d_rows = torch.zeros(call.num_slots, call.d_qk, dtype=wide(call.q), device=call.q.device)
         for first in range(0, call.num_tokens if lists.rows else 0, step):
             tokens = slice(first, first + step)

@@ -23,15 +23,15 @@ def why_not(call: WriteMlaCache) -> str | None:
 
 def run(call: WriteMlaCache, tile: Tile, launch: Any) -> torch.Tensor:
     del tile, launch
-    cache, layout = call.cache, call.layout
-    if layout is None:
+    cache, layout = call.cache, call.kv_format
+    if not layout.quantized:
         fields = (cache.view(torch.uint8) if cache.itemsize == 1 else cache,)
     else:
         fields = fields_of(parts_of(cache, layout), layout)
     slots, tokens = last_writers(slots_of(call), call.num_slots)
     for some, rows in zip(slots.split(CHUNK), tokens.split(CHUNK), strict=True):
         new = call.kv[rows]
-        if layout is None:
+        if not layout.quantized:
             found = (stored(new, call.kv_scale, cache.dtype),)
         else:
             found = quantized(new[:, 0], layout, call.power_of_two_scales)

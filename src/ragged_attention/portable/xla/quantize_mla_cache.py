@@ -16,7 +16,7 @@ FEATURES = frozenset({"power_of_two_scales", "cache_layout"})
 
 def run(call: QuantizeMlaCache, tile: Tile, launch: Any) -> jax.Array:
     del tile, launch
-    layout = call.layout
+    layout = call.kv_format
     num_pages = len(call.kv)
     if num_pages == 0:
         return jnp.zeros(call.out_shape, jnp.uint8)
