@@ -20,9 +20,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ragged_attention._jax_pages import live_edges
 from ragged_attention.calls import dtype_name
 from ragged_attention.errors import InvalidInput
+from ragged_attention.jax_shared.pages import live_edges
 from ragged_attention.kernels_pallas._blocks import (
     LANES,
     cannot_run,

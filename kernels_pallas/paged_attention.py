@@ -16,9 +16,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ragged_attention._jax_logits import soft_capped
 from ragged_attention.calls import PagedAttention, dtype_name
 from ragged_attention.errors import InvalidInput
+from ragged_attention.jax_shared.logits import soft_capped
 from ragged_attention.kernels_pallas._blocks import LANES, MASKED, cdiv, expect_sizes, round_up
 from ragged_attention.kernels_pallas._heads_first import (
     BUDGET,

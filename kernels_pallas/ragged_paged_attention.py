@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ragged_attention._jax_pages import live_edges, per_head
 from ragged_attention.calls import RaggedPagedAttention, dtype_name, expect_bool
 from ragged_attention.errors import InvalidInput
+from ragged_attention.jax_shared.pages import live_edges, per_head
 from ragged_attention.kernels_pallas import write_kv_pages
 from ragged_attention.kernels_pallas._blocks import (
     LANES,

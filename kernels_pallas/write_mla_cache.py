@@ -15,9 +15,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ragged_attention._jax_latents import new_rows
 from ragged_attention.calls import WriteMlaCache
 from ragged_attention.errors import InvalidInput
+from ragged_attention.jax_shared.latents import new_rows
 from ragged_attention.kernels_pallas._blocks import (
     LANES,
     cannot_run,

@@ -40,19 +40,23 @@ TOOLCHAINS = {
     "portable/xla": {"jax", "jaxlib", "numpy"},
     "torch": {"torch", "numpy"},
     "jax": {"jax", "jaxlib", "numpy"},
+    "jax_shared": {"jax", "jaxlib", "numpy"},
+    "host": {"numpy"},
 }
-# Our own modules that a room may import beside itself.
-FOR_ROOMS = ("calls", "errors", "devices", "forking", "caches")
+# The modules and packages of ours that a room may import beside itself.
+FOR_ROOMS = ("calls", "errors", "host.caches", "host.forking")
+# The modules that lie directly under ragged_attention; all others are in a package that says what they are about.
+TOP = {"__init__", "__main__", "config", "dispatch", "errors", "explain", "protocols", "pytest_plugin", "tuning"}
 # The modules that a bare `import ragged_attention` loads, and what they may import of the package.
 CORE = {
     "errors": set(),
-    "devices": set(),
     "calls": {"errors"},
-    "forking": set(),
-    "config": {"calls", "errors", "forking"},
+    "host": set(),
+    "config": {"calls", "errors", "host"},
     "tuning": {"calls", "errors"},
+    "operations": {"calls"},
     "protocols": {"calls"},
-    "dispatch": {"calls", "config", "errors", "forking", "protocols", "tuning"},
+    "dispatch": {"calls", "config", "errors", "host", "protocols", "tuning"},
     "explain": {"calls", "dispatch", "errors"},
 }
 
@@ -139,14 +143,17 @@ def test_a_folder_imports_its_own_toolchain_only(folder):
         assert found <= TOOLCHAINS[folder], f"{name_of(path)} imports {', '.join(found - TOOLCHAINS[folder])}"
 
 
-@pytest.mark.parametrize("room", [*ROOMS, "portable/numba", "portable/torch_eager", "portable/xla"])
+@pytest.mark.parametrize("room", [*ROOMS, "portable/numba", "portable/torch_eager", "portable/xla", "jax_shared"])
 def test_a_room_knows_the_records_the_errors_and_itself(room):
-    allowed = {*FOR_ROOMS, room.partition("/")[0]} | (
-        {"_jax_axes", "_jax_latents", "_jax_logits", "_jax_pages"} if "jax" in TOOLCHAINS[room] else set()
-    )
+    own = [room.partition("/")[0], *(["jax_shared"] if "jax" in TOOLCHAINS[room] else [])]
+    allowed = tuple(f"ragged_attention.{name}." for name in (*FOR_ROOMS, *own))
     for path in sources(folder_of(room)):
-        found = of_us(imports_of(path))
-        assert found <= allowed, f"{name_of(path)} imports {', '.join(found - allowed)}"
+        others = {name for name in imports_of(path) if not f"{name}.".startswith(allowed)}
+        assert not of_us(others), f"{name_of(path)} imports {', '.join(others)}"
+
+
+def test_modules_directly_under_the_package_are_few():
+    assert {path.stem for path in PACKAGE.glob("*.py")} == TOP
 
 
 @pytest.mark.parametrize("module", CORE)
@@ -187,34 +194,30 @@ def names_of(node: ast.FunctionDef) -> list[str]:
 
 
 def calls_in(tree: ast.AST, *names: str) -> list[ast.Call]:
-    """The calls of plain names in a piece of source."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    return [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in names]
+    """The calls of functions by these names, as they stand in a piece of source."""
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) in names]
 
 
 @functools.cache
-def public_functions(framework: str) -> dict[str, ast.FunctionDef]:
-    """A front end's functions by operation; of one with overloads the last definition, which has the body."""
-    trees = [ast.parse(path.read_text()) for path in sources(PACKAGE / framework)]
-    found = {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)}
-    return {operation: found[operation] for operation in CALLS}
+def public_functions() -> dict[str, ast.FunctionDef]:
+    """The public functions by operation; of one with overloads the last definition, which has the body."""
+    nodes = [node for path in sources(PACKAGE / "operations") for node in ast.walk(ast.parse(path.read_text()))]
+    return {node.name: node for node in nodes if isinstance(node, ast.FunctionDef) and node.name in CALLS}
 
 
 @pytest.mark.parametrize("operation", CALLS)
-@pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_public_functions_hand_on_each_argument_by_its_own_name(framework, operation):
+def test_public_functions_hand_on_each_argument_by_its_own_name(operation):
     """Once: `dict(q=q, ...)` is for the record, and what goes with every call stands beside it."""
-    function = public_functions(framework)[operation]
+    function = public_functions()[operation]
     (record,) = calls_in(function, "dict")
     assert not record.args
     assert [ast.unparse(each.value) for each in record.keywords] == [each.arg for each in record.keywords]
-    runs = calls_in(function, "run", "run_with_write", "run_prepared")
+    runs = calls_in(function, "self.run", "self.run_with_write", "self.run_prepared", "self.write")
     (beside,) = {tuple(map(ast.unparse, call.args[2:])) for call in runs}
-    takes_out = framework == "torch" and CALLS[operation].TAKES_OUT
-    assert beside == ("backend", "options", *(["out"] if takes_out else []))
+    assert beside == ("backend", "options", *(["out"] if CALLS[operation].TAKES_OUT else []))
     own = ["return_lse"] if operation == "varlen_attention" else []  # always computed, for the gradient
     handed = [each.arg or "**" for each in record.keywords] + [*beside]
-    assert sorted(handed + own) == sorted(names_of(function))
+    assert sorted(["self", *handed, *own]) == sorted(names_of(function))
 
 
 def test_arguments_are_found_neither_in_frames_nor_by_text():
@@ -226,7 +229,8 @@ def test_arguments_are_found_neither_in_frames_nor_by_text():
 
 def test_kinds_are_asked_for_by_tuples_where_torch_compiles():
     """`torch.compile` follows a call through these modules, and before torch 2.10 not through `tuple | list`."""
-    for path in [*sources(PACKAGE / "calls"), *sources(PACKAGE / "torch"), PACKAGE / "config.py"]:
+    folders = ("calls", "operations", "torch")
+    for path in [PACKAGE / "config.py", *(path for folder in folders for path in sources(PACKAGE / folder))]:
         calls = calls_in(ast.parse(path.read_text()), "isinstance")
         lines = [call.lineno for call in calls if isinstance(call.args[1], ast.BinOp)]
         assert not lines, f"{name_of(path)} asks isinstance of a union in lines {lines}: expected a tuple of types"

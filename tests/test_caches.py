@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ragged_attention import caches
+from ragged_attention.host import caches
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="files have other owners and modes here")
 
@@ -390,7 +390,7 @@ def test_kernels_that_two_processes_have_kept_do_not_share_functions(home: Path,
 
 SWITCHED = """
 import torch, ragged_attention.torch as rt
-from ragged_attention import warmup
+from ragged_attention.tools import warmup
 given = torch.ones(2, 3, 4, 8), torch.zeros(2, 3, 4)
 def call(backend=None):
     try:

@@ -11,8 +11,9 @@ import pytest
 from benchmarks.cases import catalogue
 from benchmarks.cases import mla as mla_cases
 from benchmarks.compiled import compile_matrix, compiling, fences
-from ragged_attention import dispatch, samples
+from ragged_attention import dispatch
 from ragged_attention.calls import dtype_name
+from ragged_attention.tools import samples
 from tests.apart import apart
 
 ROOT = Path(__file__).parent.parent
@@ -66,7 +67,7 @@ def test_a_thousand_batches_compile_few_variants() -> None:
 
 ODD_WINDOW = """
 from benchmarks.compiled import compiling
-from ragged_attention.samples import Sample, device_of
+from ragged_attention.tools.samples import Sample, device_of
 sample = Sample(sliding_window=2047, num_tokens=4096, max_num_seqs=1)
 launches = compiling.record(sample.call("ragged_paged_attention", device_of("torch", "sm_90")))
 print(*{compiling.compile_launch(launch, "sm_90").failure for launch in launches if launch.name == "tile_kernel"})
@@ -82,7 +83,7 @@ def test_compiled_windows_that_16_does_not_divide_spill_nothing() -> None:
 DRAFTS = """
 import sys
 from benchmarks.compiled import compiling
-from ragged_attention.samples import Sample, device_of
+from ragged_attention.tools.samples import Sample, device_of
 for sample in (Sample(draft=8), Sample(draft=64, num_tokens=512, max_num_seqs=4)):
     call = sample.call("ragged_paged_attention", device_of("torch", sys.argv[1]))
     print(*{compiling.compile_launch(launch, sys.argv[1]).failure for launch in compiling.record(call)})
@@ -339,7 +340,7 @@ EDITS = (
 PRINT_DIGESTS = """
 import importlib, sys
 from benchmarks.compiled import compiling
-from ragged_attention.samples import FakeArray
+from ragged_attention.tools.samples import FakeArray
 x = FakeArray((64,), "bfloat16")
 def digest(module, arch="sm_90", num_warps=4, **arguments):
     arguments = {"strides": (16, 1), "SIZE": 64} | arguments

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from ragged_attention import forking
-from ragged_attention.interpreting import interpreting
+from ragged_attention.host import forking
+from ragged_attention.host.interpreting import interpreting
 from tests.apart import printed
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
@@ -16,9 +16,9 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no for
 # In a process without other threads of any library; each line is a fork at another time.
 LIGHT = """
 import os, signal, threading, time
-from ragged_attention import forking
+from ragged_attention.host import forking
 from ragged_attention.config import use_backend
-from ragged_attention.interpreting import interpreting
+from ragged_attention.host.interpreting import interpreting
 
 def fork():
     child = os.fork()

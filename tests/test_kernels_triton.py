@@ -15,13 +15,13 @@ from ragged_attention.calls import IndexerTopk, SparseMlaPrefill, SparseMlaPrefi
 from ragged_attention.reference.quantize_mla_cache import quantize_mla_cache
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention as definition
 from ragged_attention.reference.sparse_mla_prefill import sparse_mla_prefill
-from ragged_attention.samples import FakeArray, LatentSample, device_of
 from ragged_attention.testing.compare import agrees
 from ragged_attention.testing.mla.ragged import RaggedLatentSpec
 from ragged_attention.testing.mla.specs import PrefillSpec
 from ragged_attention.testing.paged.oracle import check_attention
 from ragged_attention.testing.paged.specs import Spec
 from ragged_attention.testing.runner import runner_for
+from ragged_attention.tools.samples import FakeArray, LatentSample, device_of
 
 torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")

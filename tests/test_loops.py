@@ -8,7 +8,7 @@ from benchmarks import roofline
 from benchmarks.cases import catalogue
 from benchmarks.compiled import document
 from benchmarks.compiled.sass import WARPWISE, cycles, instructions_of
-from ragged_attention.samples import device_of
+from ragged_attention.tools.samples import device_of
 from tests.apart import printed
 
 ROOT = Path(__file__).parent.parent

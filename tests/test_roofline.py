@@ -14,7 +14,7 @@ from benchmarks.cases.paged import PagedCase
 from benchmarks.roofline import __main__ as roofline_table
 from benchmarks.roofline.model import H200, Machine, Work
 from ragged_attention import dispatch
-from ragged_attention.samples import device_of
+from ragged_attention.tools.samples import device_of
 
 torch = pytest.importorskip("torch")
 interpreter = pytest.importorskip("triton.runtime.interpreter")

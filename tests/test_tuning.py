@@ -8,7 +8,7 @@ import pytest
 
 from ragged_attention import tuning
 from ragged_attention.errors import InvalidInput
-from ragged_attention.samples import Sample, device_of
+from ragged_attention.tools.samples import Sample, device_of
 
 CALL = Sample().call("merge_attention_states", device_of("torch", "sm_90"))
 

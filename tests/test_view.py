@@ -11,8 +11,8 @@ import pytest
 
 from ragged_attention import dispatch
 from ragged_attention.explain import VIEWED
-from ragged_attention.samples import FakeArray, LatentSample, Sample
 from ragged_attention.tools import cli, drawing, schedule, view
+from ragged_attention.tools.samples import FakeArray, LatentSample, Sample
 
 torch = pytest.importorskip("torch")
 interpreter = pytest.importorskip("triton.runtime.interpreter")

@@ -16,7 +16,7 @@ import numpy as np
 
 from ragged_attention.calls import Call, Device
 from ragged_attention.reference._kv_layout import FORMATS, encode
-from ragged_attention.samples import AnySample, FakeArray
+from ragged_attention.tools.samples import AnySample, FakeArray
 
 K = 1024
 # The length of the block of random values that inputs repeat. It is prime, so no two pages or rows are equal.

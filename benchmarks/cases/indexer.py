@@ -17,7 +17,7 @@ from ragged_attention.calls import Call, Device
 from ragged_attention.calls.indexer import E4M3, SCALE_BYTES
 from ragged_attention.reference._kv_layout import encode
 from ragged_attention.reference.indexer_topk import indexer_topk
-from ragged_attention.samples import FakeArray
+from ragged_attention.tools.samples import FakeArray
 
 PAGES = 509  # random pages; a larger cache repeats them
 

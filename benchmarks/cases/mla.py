@@ -17,7 +17,7 @@ from benchmarks.compiled.compiling import ITEMSIZE
 from ragged_attention.calls import CACHE_FORMATS, Call, Device
 from ragged_attention.reference.mla_decode import mla_decode
 from ragged_attention.reference.quantize_mla_cache import quantize_mla_cache
-from ragged_attention.samples import FakeArray, LatentSample
+from ragged_attention.tools.samples import FakeArray, LatentSample
 
 ROWS = 2039  # random latent rows; a larger cache repeats the pages that they fill
 

@@ -11,7 +11,7 @@ from benchmarks.cases.base import Case, Compared, K, Span, Tables, drawn, spans,
 from benchmarks.compiled.compiling import ITEMSIZE
 from ragged_attention.calls import Call, Device
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention
-from ragged_attention.samples import FakeArray, Sample
+from ragged_attention.tools.samples import FakeArray, Sample
 
 LARGEST_WGMMA_HEAD = 256  # 64 rows of a wider output do not fit the registers under Triton 3.6
 

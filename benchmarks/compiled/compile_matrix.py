@@ -35,8 +35,9 @@ from benchmarks.cases import paged as paged_cases
 from benchmarks.cases import ragged_mla as ragged_cases
 from benchmarks.cases import varlen as varlen_cases
 from benchmarks.compiled import compiling, sass
-from ragged_attention import dispatch, samples
+from ragged_attention import dispatch
 from ragged_attention.calls import CALLS, Call
+from ragged_attention.tools import samples
 
 ROOT = Path(__file__).parents[2]
 PASSED = ROOT / "benchmarks" / "results" / "compiled.txt"

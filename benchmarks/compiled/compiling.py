@@ -24,10 +24,10 @@ from typing import Any
 from benchmarks.compiled import fences, sass, sources
 from ragged_attention import dispatch
 from ragged_attention.calls import Call, dtype_name
-from ragged_attention.devices import shared_memory_of
-from ragged_attention.samples import MULTIPROCESSORS
+from ragged_attention.calls.base import shared_memory_of
 from ragged_attention.tools.recording import Launch
 from ragged_attention.tools.recording import record as record
+from ragged_attention.tools.samples import MULTIPROCESSORS
 
 ARCHITECTURES = tuple(MULTIPROCESSORS)
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}

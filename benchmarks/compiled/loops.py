@@ -25,7 +25,7 @@ from benchmarks.compiled import compiling, document, pipelines
 from benchmarks.compiled.hopper import ARCH, CLOCK, LATENCIES, MULTIPROCESSORS
 from benchmarks.compiled.pipelines import Walk
 from benchmarks.roofline.model import H200, Step
-from ragged_attention.samples import device_of
+from ragged_attention.tools.samples import device_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from benchmarks.compiled.pipelines import Walk
 from benchmarks.peers import recorded, registry, sources
 from benchmarks.roofline import Launched, steps, varlen
 from benchmarks.roofline.model import H200, Step, Work
-from ragged_attention.samples import device_of
+from ragged_attention.tools.samples import device_of
 
 SHOWN = (
     "decode_64x4k", "decode_1x32k", "decode_8x32k", "decode_63x1k_1x128k", "decode_70b_64x4k", "decode_70b_tp8_64x4k",

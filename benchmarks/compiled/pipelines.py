@@ -30,7 +30,7 @@ from benchmarks.compiled.hopper import ARCH, CLOCK, LATENCIES, MULTIPROCESSORS, 
 from benchmarks.roofline import plan_of, planned
 from benchmarks.roofline.model import H200
 from ragged_attention import dispatch
-from ragged_attention.samples import device_of
+from ragged_attention.tools.samples import device_of
 
 LEAST_BLOCKS = 2  # the blocks that a decode loop must have in flight when it waits for the first of them
 # The kernels that read many keys for few rows, so memory limits them.

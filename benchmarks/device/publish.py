@@ -31,7 +31,7 @@ from benchmarks.device.plan import BENCH, BENCH_ALONE, QUICK
 from benchmarks.device.record import DONE, FAILED, PASSED, Record, read
 from ragged_attention import dispatch
 from ragged_attention.calls import CALLS
-from ragged_attention.samples import device_of
+from ragged_attention.tools.samples import device_of
 
 ROOT = Path(__file__).parents[2]
 BEGIN, END = "<!-- devices: written by `python -m benchmarks.device.publish` -->\n", "<!-- end of devices -->\n"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from benchmarks import roofline
 from benchmarks.cases import catalogue
 from benchmarks.compiled import document
-from ragged_attention.samples import device_of
+from ragged_attention.tools.samples import device_of
 
 HEAD = (
     "| | case | backend | floor, us | plan, us | bound by | excess | exactness | x FLOP | x bytes | skew "

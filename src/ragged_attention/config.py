@@ -29,9 +29,9 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from ragged_attention import forking
 from ragged_attention.calls import CALLS
 from ragged_attention.errors import InvalidInput
+from ragged_attention.host import forking
 
 BACKEND_VARIABLE = "RAGGED_ATTENTION_BACKEND"
 CONFIG_VARIABLE = "RAGGED_ATTENTION_CONFIG"

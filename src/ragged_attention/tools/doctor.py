@@ -21,7 +21,7 @@ import ragged_attention
 from ragged_attention import config, dispatch
 from ragged_attention.calls import CALLS, Device
 from ragged_attention.errors import BackendMissing, Unsupported
-from ragged_attention.samples import FRAMEWORKS, device_of, sample_of
+from ragged_attention.tools.samples import FRAMEWORKS, device_of, sample_of
 
 MODULES = ("numpy", "torch", "numba", "triton", "jax", "jax_triton")
 DISTRIBUTIONS = {"jax_triton": "jax-triton"}

@@ -11,7 +11,7 @@ from typing import Any
 
 from ragged_attention import dispatch
 from ragged_attention.calls import Call, dtype_name
-from ragged_attention.samples import FakeArray
+from ragged_attention.tools.samples import FakeArray
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from ragged_attention.calls import Call, dtype_name
-from ragged_attention.samples import FakeArray
 from ragged_attention.tools import recording
+from ragged_attention.tools.samples import FakeArray
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from ragged_attention.calls import CacheFormat
-from ragged_attention.errors import InvalidInput
+from ragged_attention.calls import CacheFormat, expect_count
 from ragged_attention.portable.torch_eager._cache import e4m3_to_float32, to_float32
 from ragged_attention.portable.torch_eager._softmax import wide
 from ragged_attention.portable.torch_eager.write_kv_pages import encode
@@ -153,10 +152,7 @@ class Tile:
     block_kv: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.block_kv, int) or isinstance(self.block_kv, bool):
-            raise TypeError(f"expected block_kv to be an int, got {type(self.block_kv).__name__}")
-        if self.block_kv < 1:
-            raise InvalidInput(f"expected block_kv >= 1, got {self.block_kv}")
+        expect_count("block_kv", self.block_kv, 1)
 
 
 def heuristic(call: Any) -> Tile:

@@ -7,14 +7,10 @@ import torch
 from ragged_attention.calls import DequantizeMlaCache
 from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
-from ragged_attention.portable.torch_eager._host import framework_is_torch
+from ragged_attention.portable.torch_eager._framework import why_not as why_not
 from ragged_attention.portable.torch_eager._latents import chunks, dequantized, parts_of
 
 FEATURES = frozenset({"format", "dtype", "cache_layout"})
-
-
-def why_not(call: DequantizeMlaCache) -> str | None:
-    return framework_is_torch(call)
 
 
 def run(call: DequantizeMlaCache, tile: Tile, launch: Any) -> torch.Tensor:

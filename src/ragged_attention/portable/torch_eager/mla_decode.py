@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from ragged_attention.calls import MlaDecode
-from ragged_attention.portable.torch_eager._host import framework_is_torch, readable_on_host, result_dtype
+from ragged_attention.portable.torch_eager import _framework, _host
+from ragged_attention.portable.torch_eager._host import result_dtype
 from ragged_attention.portable.torch_eager._latents import Tile as Tile
 from ragged_attention.portable.torch_eager._latents import heuristic as heuristic
 from ragged_attention.portable.torch_eager._lists import attend, lists_of
@@ -23,7 +24,7 @@ FEATURES = frozenset({
 
 
 def why_not(call: MlaDecode) -> str | None:
-    return framework_is_torch(call) if call.sparse else readable_on_host(call)
+    return (_framework if call.sparse else _host).why_not(call)
 
 
 def run(call: MlaDecode, tile: Tile, launch: Any) -> list[torch.Tensor]:

@@ -15,10 +15,10 @@ from ragged_attention.portable.torch_eager._host import (
     Ints,
     held_kv_lens,
     on_host,
-    readable_on_host,
     result_dtype,
     sequence_bounds,
 )
+from ragged_attention.portable.torch_eager._host import why_not as why_not
 from ragged_attention.portable.torch_eager._latents import Rows
 from ragged_attention.portable.torch_eager._latents import Tile as Tile
 from ragged_attention.portable.torch_eager._latents import heuristic as heuristic
@@ -29,10 +29,6 @@ FEATURES = frozenset({
     "num_seqs", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "kv_scale", "return_lse",
     "cache_format", "cache_layout", "out_dtype",
 })  # fmt: skip
-
-
-def why_not(call: RaggedMlaAttention) -> str | None:
-    return readable_on_host(call)
 
 
 def run(call: RaggedMlaAttention, tile: Tile, launch: Any) -> Any:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from ragged_attention.calls import SparseMlaPrefill
-from ragged_attention.portable.torch_eager._host import framework_is_torch, result_dtype
+from ragged_attention.portable.torch_eager._framework import why_not as why_not
+from ragged_attention.portable.torch_eager._host import result_dtype
 from ragged_attention.portable.torch_eager._latents import Tile as Tile
 from ragged_attention.portable.torch_eager._latents import heuristic as heuristic
 from ragged_attention.portable.torch_eager._lists import attend, lists_of
@@ -18,10 +19,6 @@ from ragged_attention.portable.torch_eager._softmax import wide
 FEATURES = frozenset({
     "sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "cache_layout", "deterministic", "out_dtype",
 })  # fmt: skip
-
-
-def why_not(call: SparseMlaPrefill) -> str | None:
-    return framework_is_torch(call)
 
 
 def run(call: SparseMlaPrefill, tile: Tile, launch: Any) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ import torch
 from ragged_attention.calls import WriteMlaCache
 from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
-from ragged_attention.portable.torch_eager._host import readable_on_host
+from ragged_attention.portable.torch_eager._host import why_not as why_not
 from ragged_attention.portable.torch_eager._latents import CHUNK, fields_of, parts_of, quantized
 from ragged_attention.portable.torch_eager.write_kv_pages import last_writers, slots_of, stored
 
@@ -15,10 +15,6 @@ FEATURES = frozenset({
     "slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "kv_scale", "power_of_two_scales",
     "cache_format", "cache_layout",
 })  # fmt: skip
-
-
-def why_not(call: WriteMlaCache) -> str | None:
-    return readable_on_host(call)
 
 
 def run(call: WriteMlaCache, tile: Tile, launch: Any) -> torch.Tensor:

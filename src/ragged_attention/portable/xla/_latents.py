@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ragged_attention._jax_latents import Stored
 from ragged_attention.calls import CacheFormat
+from ragged_attention.jax_shared.latents import Stored
 from ragged_attention.portable.xla._pages import BITS
 from ragged_attention.portable.xla._ragged import at
 

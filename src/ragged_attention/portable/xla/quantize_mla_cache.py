@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ragged_attention._jax_latents import quantized
 from ragged_attention.calls import QuantizeMlaCache
+from ragged_attention.jax_shared.latents import quantized
 from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.xla._framework import why_not as why_not

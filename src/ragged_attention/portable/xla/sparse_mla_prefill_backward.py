@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ragged_attention._jax_axes import fori_loop
 from ragged_attention.calls import SparseMlaPrefillBackward
+from ragged_attention.jax_shared.axes import fori_loop
 from ragged_attention.portable.xla import _framework
 from ragged_attention.portable.xla._latents import Latents
 from ragged_attention.portable.xla._lists import lens_within, tile_for

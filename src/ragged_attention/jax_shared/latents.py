@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ragged_attention._jax_pages import codes, per_head, quotient, stored_bits
 from ragged_attention.calls import CacheFormat
+from ragged_attention.jax_shared.pages import codes, per_head, quotient, stored_bits
 
 INFINITY, NAN = np.uint32(0x7F800000), np.uint32(0x7FC00000)
 LEAST_SCALE = np.float32(1e-4).view(np.uint32)

@@ -10,8 +10,8 @@ import importlib.util
 from typing import Any
 
 from ragged_attention.calls import CACHE_FORMATS, CALLS, QUANTIZED, Call, Device
+from ragged_attention.calls.base import SHARED_MEMORY, shared_memory_of
 from ragged_attention.calls.fields import wide_dtype
-from ragged_attention.devices import SHARED_MEMORY, shared_memory_of
 from ragged_attention.errors import InvalidInput
 
 FRAMEWORKS = ("torch", "jax")
