@@ -29,7 +29,7 @@ def number_format(kind: str, arch: str) -> str:
     """The same of numbers of a dtype."""
     if kind == "float8_e4m3fn":
         return e4m3_format(arch)
-    return {"float8_e5m2": "e5m2", "int8": "int8"}.get(kind, "plain")
+    return {"float8_e5m2": "e5m2", "float4_e2m1fn": "e2m1", "int8": "int8"}.get(kind, "plain")
 
 
 def cache_views(call: Any, launch: Any) -> tuple[Any, Any, dict[str, int]]:

@@ -42,7 +42,8 @@ def run(call: MlaDecode, tile: Tile, launch: Any) -> Any:
     if not call.sparse:
         table, lens = launch.packed(call.page_indices), call.kv_lens
         keys = plan.Keys(
-            cache=plan.readable(call.kv_cache, call.layout, launch),
+            cache=plan.readable(call.kv_cache, call.kv_format, launch),
+            form=call.kv_format,
             lists=table,
             list_strides=(launch.strides(table)[0], 0, 0),
             lens=lens,
@@ -50,9 +51,11 @@ def run(call: MlaDecode, tile: Tile, launch: Any) -> Any:
             page_size=call.page_size,
         )
     else:
-        keys = _selected(call.kv_cache, call.layout, call.indices, call.topk_lens, launch)
+        keys = _selected(call.kv_cache, call.kv_format, call.indices, call.topk_lens, launch)
         if call.extra_indices is not None:
-            extra = _selected(call.extra_kv_cache, call.extra_layout, call.extra_indices, call.extra_topk_lens, launch)
+            extra = _selected(
+                call.extra_kv_cache, call.extra_kv_format, call.extra_indices, call.extra_topk_lens, launch
+            )
     q = launch.packed(call.q)
     seq_stride, token_stride, head_stride = launch.strides(q)[:3]
     work = plan.Work(
@@ -75,11 +78,13 @@ def run(call: MlaDecode, tile: Tile, launch: Any) -> Any:
     return out, lse
 
 
-def _selected(cache: Any, layout: CacheFormat | None, indices: Any, lens: Any, launch: Any) -> plan.Keys:
+def _selected(cache: Any, form: CacheFormat, indices: Any, lens: Any, launch: Any) -> plan.Keys:
+    """A cache, and lists of its slots."""
     lists = launch.packed(indices)
     seq_stride, token_stride, _ = launch.strides(lists)
     return plan.Keys(
-        cache=plan.readable(cache, layout, launch),
+        cache=plan.readable(cache, form, launch),
+        form=form,
         lists=lists,
         list_strides=(seq_stride, token_stride, 0),
         lens=lens,

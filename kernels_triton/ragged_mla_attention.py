@@ -17,14 +17,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ragged_attention.calls import RaggedMlaAttention, name_in_layout
+from ragged_attention.calls import RaggedMlaAttention
 from ragged_attention.kernels_triton._combine import combine
 from ragged_attention.kernels_triton._formats import load_scale, scale_arguments
 from ragged_attention.kernels_triton._latent import plan
-from ragged_attention.kernels_triton._latent.kernel import logit_scales, row_arguments, sums_by_column
+from ragged_attention.kernels_triton._latent.kernel import logit_scales, sums_by_column
+from ragged_attention.kernels_triton._latent.operands import operands
 from ragged_attention.kernels_triton._latent.rows import (
-    Columns,
-    Layout,
     load_queries,
     store_groups,
     zero_after,
@@ -123,8 +122,7 @@ class Tile:
 
 
 def why_not(call: RaggedMlaAttention) -> str | None:
-    walk = plan.Walk(codes=call.code_dtype is not None)
-    return launchable(call, ragged_latent_kernel) or plan.too_wide(call, walk)
+    return launchable(call, ragged_latent_kernel) or plan.too_wide(call, plan.Walk())
 
 
 def heuristic(call: RaggedMlaAttention) -> Tile:
@@ -149,7 +147,6 @@ def sizes(call: RaggedMlaAttention, rows: int, short_rows: int) -> Tile:
         ragged=True,
         page_sizes=(call.page_size,),
         windowed=plan.window_of(call) is not None,
-        codes=call.code_dtype is not None,
     )
     block_h, block_kv, num_warps, num_stages = plan.fitting_sizes(call, rows, walk)
     split_block_h, split_block_kv, split_num_warps, split_num_stages = plan.fitting_sizes(call, short_rows, walk)
@@ -241,10 +238,8 @@ def ragged_latent_kernel(
     num_tokens, max_num_seqs, capacity, window, num_slots, table_stride, q_token_stride, q_head_stride,
     page_stride, slot_stride, logit_scale, soft_cap, capped_scale, kv_scale_factor, num_splits, num_parts,
     KV_SCALE_STRIDE: tl.constexpr, HAS_NUM_SEQS: tl.constexpr, HAS_SINKS: tl.constexpr, MASK: tl.constexpr,
-    DIVISION: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, FORMAT: tl.constexpr, CODES: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, PAGE_UNIT: tl.constexpr, NUM_HEADS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
-    GROUPS: tl.constexpr, WIDTH: tl.constexpr, D_V: tl.constexpr, D_REST: tl.constexpr, D_REST_PAD: tl.constexpr,
-    GROUP_PARTS: tl.constexpr, PARTS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_KV: tl.constexpr,
+    DIVISION: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, FORMAT: tl.constexpr, OPERANDS: tl.constexpr,
+    NUM_HEADS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_KV: tl.constexpr,
     SUMS_BY_COLUMN: tl.constexpr, SHORT: tl.constexpr, LONG: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_H rows of a short sequence, over one split of its keys, or of a long one or of none, over all its keys.
@@ -284,18 +279,15 @@ def ragged_latent_kernel(
         token = (start + row // NUM_HEADS).to(tl.int64)
         q_rows = q_ptr + token * q_token_stride + (row % NUM_HEADS).to(tl.int64) * q_head_stride
         kv_scale = load_scale(kv_scale_ptr, 0, kv_scale_factor, KV_SCALE_STRIDE)
-        REST_IS_VALUE: tl.constexpr = FORMAT == "fp8_v32" and DV > D_V
-        groups, lost, q_rest, lost_rest, unit = load_queries(
-            q_rows, valid, Columns(GROUPS, WIDTH, D_V, D_REST, D_REST_PAD, GROUP_PARTS, PARTS), FORMAT
-        )
+        groups, lost, q_rest, lost_rest, unit = load_queries(q_rows, valid, OPERANDS)
         m_i = tl.full([BLOCK_H], float("-inf"), tl.float32)
-        acc = (tl.zeros([BLOCK_H, WIDTH], tl.float32),) * GROUPS
-        acc_rest = tl.zeros([BLOCK_H, D_REST_PAD], tl.float32)
+        acc = (tl.zeros([BLOCK_H, OPERANDS.WIDTH], tl.float32),) * OPERANDS.GROUPS
+        acc_rest = tl.zeros([BLOCK_H, OPERANDS.REST_PAD], tl.float32)
         state = (m_i, m_i, no_sums(m_i, BLOCK_KV, SUMS_BY_COLUMN), acc, acc_rest)
-        # See `_latent.kernel` for why queries that were computed go around a loop of one turn.
-        AROUND: tl.constexpr = (FORMAT == "fp8_v32" or FORMAT == "codes") and BLOCK_H >= SEPARATE_QK_ROWS
+        # See `_latent.kernel` for why a loop of one iteration carries queries that were computed.
+        CARRIED: tl.constexpr = (OPERANDS.DIVIDED or FORMAT.FOLDED) and BLOCK_H >= SEPARATE_QK_ROWS
         once = 1
-        if AROUND:
+        if CARRIED:
             once = tl.minimum(num_rows - first_row, 1)
         for _ in range(once):
             state = attend(
@@ -303,30 +295,31 @@ def ragged_latent_kernel(
                 Cache(cache_ptr, page_stride, slot_stride, num_slots),
                 KeyList(page_indices_ptr + seq.to(tl.int64) * table_stride, begin, end, first, last),
                 Seen(limit - window, limit), Scales(logit_scale * kv_scale, soft_cap, capped_scale),
-                Features(False, MASK.CAUSAL and not ALIKE, MASK.HAS_WINDOW and not ALIKE, HAS_SOFT_CAP, REST_IS_VALUE),
-                Layout(FORMAT, CODES, PAGE_SIZE, PAGE_UNIT),
-                Columns(GROUPS, WIDTH, D_V, D_REST, D_REST_PAD, GROUP_PARTS, PARTS), BLOCK_KV,
+                Features(False, MASK.CAUSAL and not ALIKE, MASK.HAS_WINDOW and not ALIKE, HAS_SOFT_CAP),
+                FORMAT, OPERANDS, BLOCK_KV,
             )  # fmt: skip
-            if AROUND:
+            if CARRIED:
                 groups = zeros_like(groups)
         m_i, largest, sums, acc, acc_rest = state
         l_i = sum_of_each_row(sums)
-        regain = tl.full([BLOCK_H], 1.0, tl.float32)
-        if FORMAT == "fp8_v32":
-            regain = tl.math.exp2(tl.where(l_i == 0.0, 0.0, largest - m_i))
+        restored = tl.full([BLOCK_H], 1.0, tl.float32)  # factor that makes `acc` relative to `m_i`
+        if FORMAT.RESCALED:
+            restored = tl.math.exp2(tl.where(l_i == 0.0, 0.0, largest - m_i))
         row = first_row + zero_after(l_i) + tl.arange(0, BLOCK_H)
         valid = row < num_rows
         if not DIVISION.SPLIT_KV or count == 1:
             factor, lse, _m_i = finish(m_i, l_i, sinks_ptr, row % NUM_HEADS, valid, HAS_SINKS)
             factor *= kv_scale
             index = start.to(tl.int64) * NUM_HEADS + row
-            store_groups(out_ptr, index, acc, acc_rest, factor * regain, factor, valid, WIDTH, D_V, REST_IS_VALUE, DV)
+            store_groups(out_ptr, index, acc, acc_rest, factor * restored, factor, valid, OPERANDS,
+                         OPERANDS.REST_IS_VALUE, DV)  # fmt: skip
             tl.store(lse_ptr + index, lse, mask=valid)
         else:
             l_i = tl.where(l_i == 0.0, 1.0, l_i)  # then acc is 0 and m_i is -inf
             factor = 1.0 / l_i
             index = place.to(tl.int64) * SHORT_ROWS + row
-            store_groups(parts_ptr, index, acc, acc_rest, factor * regain, factor, valid, WIDTH, D_V, REST_IS_VALUE, DV)
+            store_groups(parts_ptr, index, acc, acc_rest, factor * restored, factor, valid, OPERANDS,
+                         OPERANDS.REST_IS_VALUE, DV)  # fmt: skip
             tl.store(part_lses_ptr + index, m_i + tl.math.log2(l_i), mask=valid)
     if PDL and SHORT and not LONG:  # what comes next has waited for this launch only, and must find the other's rows
         gdc_wait()
@@ -369,22 +362,22 @@ def division_of(call: RaggedMlaAttention, tile: Tile, block_kv: int, *, splits: 
 
 def body_arguments(call: RaggedMlaAttention, body: plan.Tile) -> dict[str, Any]:
     """The attention kernel's arguments that follow from the tile of one of its launches."""
-    layout = name_in_layout(call.layout) if call.code_dtype is None else "codes"
     return {
-        **row_arguments(call, layout, body.block_h),
+        "OPERANDS": operands(call, body.block_h),
         "BLOCK_H": body.block_h,
         "BLOCK_KV": body.block_kv,
-        "SUMS_BY_COLUMN": sums_by_column(call, layout, body),
+        "SUMS_BY_COLUMN": sums_by_column(call, call.kv_format, body),
         "num_warps": body.num_warps,
         "num_stages": body.num_stages,
     }
 
 
 def address_arguments(call: RaggedMlaAttention, cache: Any, table: Any, q: Any, launch: Any) -> dict[str, Any]:
-    """Its arguments about where queries, rows and tables lie."""
+    """The attention kernel's arguments about where queries, rows and tables lie, and how rows are stored."""
     table_stride = launch.strides(table)[0]
     keys = plan.Keys(
         cache=cache,
+        form=call.kv_format,
         lists=table,
         list_strides=(table_stride, 0, 0),
         lens=call.kv_lens,
@@ -393,10 +386,10 @@ def address_arguments(call: RaggedMlaAttention, cache: Any, table: Any, q: Any, 
     )
     where = keys.addresses(launch)
     return {
-        **{name: where[name] for name in ("page_stride", "slot_stride", "num_slots", "PAGE_UNIT")},
+        **{name: where[name] for name in ("page_stride", "slot_stride", "num_slots")},
         "table_stride": table_stride,
         **dict(zip(("q_token_stride", "q_head_stride"), launch.strides(q), strict=False)),
-        "PAGE_SIZE": call.page_size,
+        "FORMAT": keys.row_format(call.device.arch, launch),
     }
 
 
@@ -498,7 +491,7 @@ def run(call: RaggedMlaAttention, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernels; see the module's docstring for the plan."""
     q = launch.packed(call.q)
     page_indices, cu_q_lens, kv_lens = map(launch.packed, (call.page_indices, call.cu_q_lens, call.kv_lens))
-    cache = plan.readable(call.kv_cache, call.layout, launch)
+    cache = plan.readable(call.kv_cache, call.kv_format, launch)
     kv_scale, scale_numbers = scale_arguments("kv_scale", call.kv_scale, q, launch)
     num_seqs = kv_lens if call.num_seqs is None else call.num_seqs
     sinks = q if call.sinks is None else launch.packed(call.sinks)

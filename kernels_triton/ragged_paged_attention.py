@@ -273,13 +273,14 @@ class Operands:
 
 
 def operands_of(call: Any, launch: Any) -> Operands:
+    """The operands of a call; q stands for arrays that are absent."""
     q = launch.packed(call.q)
     page_indices, cu_q_lens, kv_lens = map(launch.packed, (call.page_indices, call.cu_q_lens, call.kv_lens))
     k_pages, v_pages, kv_strides = cache_views(call, launch)
     k_scale, k_numbers = scale_arguments("k_scale", call.k_scale, q, launch)
     v_scale, v_numbers = scale_arguments("v_scale", call.v_scale, q, launch)
     num_seqs = kv_lens if call.num_seqs is None else call.num_seqs
-    sinks = q if call.sinks is None else launch.packed(call.sinks)  # q stands for an array that is absent
+    sinks = q if call.sinks is None else launch.packed(call.sinks)
     draft_mask = q if call.draft_mask is None else launch.packed(call.draft_mask)
     mask, mask_numbers = mask_arguments(call, launch.strides(draft_mask)[0])
     k_stride, v_stride = k_numbers.pop("K_SCALE_STRIDE"), v_numbers.pop("V_SCALE_STRIDE")

@@ -30,7 +30,7 @@ from ragged_attention.calls import SparseMlaPrefillBackward
 from ragged_attention.kernels_triton._formats import narrow
 from ragged_attention.kernels_triton._latent.lists import entries_of, keys_of, list_length
 from ragged_attention.kernels_triton._latent.plan import LARGEST_INT
-from ragged_attention.kernels_triton._latent.rows import store_groups, whole_columns
+from ragged_attention.kernels_triton._latent.rows import Columns, store_groups, whole_columns
 from ragged_attention.kernels_triton._sequences import VARYING
 from ragged_attention.kernels_triton._softmax import LOG2E, column_sums, matmul, sum_of_products
 from ragged_attention.kernels_triton._tiles import (
@@ -218,21 +218,28 @@ def give_columns(rows, gradients, q, d_out, FIRST: tl.constexpr, LAST: tl.conste
 
 
 @triton.jit
-def load_groups(rows, readable, D_V: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
-    """The columns before D_V of rows, in groups of WIDTH."""
+def load_group(rows, readable, GROUP: tl.constexpr, COLUMNS: tl.constexpr):
+    """One group of columns of rows."""
+    FIRST: tl.constexpr = GROUP * COLUMNS.WIDTH
+    return whole_columns(rows, readable, FIRST, COLUMNS.GROUPED - FIRST, COLUMNS.WIDTH)
+
+
+@triton.jit
+def load_groups(rows, readable, COLUMNS: tl.constexpr):
+    """All groups of columns of rows."""
     groups = ()
-    for group in tl.static_range(GROUPS):
-        groups += (whole_columns(rows, readable, group * WIDTH, D_V - group * WIDTH, WIDTH),)
+    for group in tl.static_range(COLUMNS.GROUPS):
+        groups += (load_group(rows, readable, group, COLUMNS),)
     return groups
 
 
 @triton.jit
-def row_products(rows, groups, readable, D_V: tl.constexpr, WIDTH: tl.constexpr):
-    """The columns before D_V of rows, times those of other rows, summed row by row."""
+def row_products(rows, groups, readable, COLUMNS: tl.constexpr):
+    """The groups of columns of rows, times those of other rows, summed row by row."""
     sums = tl.zeros(rows.shape, tl.float32)
     for group in tl.static_range(len(groups)):
-        own = whole_columns(rows, readable, group * WIDTH, D_V - group * WIDTH, WIDTH)
-        sums += sum_of_products(own.to(tl.float32), groups[group].to(tl.float32), readable[:, None], 1)
+        columns = load_group(rows, readable, group, COLUMNS).to(tl.float32)
+        sums += sum_of_products(columns, groups[group].to(tl.float32), readable[:, None], 1)
     return sums
 
 
@@ -284,13 +291,12 @@ def gradient_kernel(
     num_slots, scale,
     HAS_LENS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_D_LSE: tl.constexpr, PARTS: tl.constexpr,
     PAGE_SIZE: tl.constexpr, TOPK: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    GROUPS: tl.constexpr, WIDTH: tl.constexpr, D_V: tl.constexpr, D_REST: tl.constexpr, D_REST_PAD: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_KV: tl.constexpr, KEYS_FIRST: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_KV: tl.constexpr, KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_H heads of one token; the columns are GROUPS groups of the value's, and the rest."""
     PAIRS: tl.constexpr = (BLOCK_KV, BLOCK_H) if KEYS_FIRST else (BLOCK_H, BLOCK_KV)
     BLOCKS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
-    D: tl.constexpr = D_V + D_REST
+    D: tl.constexpr = COLUMNS.GROUPED + COLUMNS.REST
     NUM_HEADS: tl.constexpr = KV_HEADS * GROUP
     job = tl.program_id(0) // BLOCKS
     block_of_heads = tl.program_id(0) % BLOCKS
@@ -308,14 +314,14 @@ def gradient_kernel(
     q_rows = q_ptr + wide_token * q_token_stride + head.to(tl.int64) * q_head_stride
     d_out_rows = d_out_ptr + wide_token * d_out_token_stride + head.to(tl.int64) * d_out_head_stride
     out_rows = out_ptr + wide_token * out_token_stride + head.to(tl.int64) * out_head_stride
-    q = load_groups(q_rows, some, D_V, GROUPS, WIDTH)
-    d_out = load_groups(d_out_rows, some, D_V, GROUPS, WIDTH)
-    delta = row_products(out_rows, d_out, some, D_V, WIDTH)
+    q = load_groups(q_rows, some, COLUMNS)
+    d_out = load_groups(d_out_rows, some, COLUMNS)
+    delta = row_products(out_rows, d_out, some, COLUMNS)
     q_rest = q[0]
-    if D_REST > 0:
-        q_rest = whole_columns(q_rows, some, D_V, D_REST, D_REST_PAD)
-    dq = swapped((tl.zeros([BLOCK_H, WIDTH], tl.float32),) * GROUPS, KEYS_FIRST)
-    dq_rest = swapped((tl.zeros([BLOCK_H, D_REST_PAD], tl.float32),), KEYS_FIRST)
+    if COLUMNS.REST > 0:
+        q_rest = whole_columns(q_rows, some, COLUMNS.GROUPED, COLUMNS.REST, COLUMNS.REST_PAD)
+    dq = swapped((tl.zeros([BLOCK_H, COLUMNS.WIDTH], tl.float32),) * COLUMNS.GROUPS, KEYS_FIRST)
+    dq_rest = swapped((tl.zeros([BLOCK_H, COLUMNS.REST_PAD], tl.float32),), KEYS_FIRST)
 
     share = tl.full([BLOCK_H], 1.0, tl.float32)
     if HAS_SINKS:
@@ -343,11 +349,11 @@ def gradient_kernel(
             slot = page.to(tl.int64) * PAGE_SIZE + slot_in_page
             given = rows_ptr + (slot * KV_HEADS + kv_head) * D
         zero = tl.zeros(PAIRS, tl.float32)
-        keys = load_groups(rows, readable, D_V, GROUPS, WIDTH)
+        keys = load_groups(rows, readable, COLUMNS)
         logits = add_products(q, keys, zero, KEYS_FIRST)
         products = add_products(d_out, keys, zero, KEYS_FIRST)
-        if D_REST > 0:
-            keys_rest = whole_columns(rows, readable, D_V, D_REST, D_REST_PAD)
+        if COLUMNS.REST > 0:
+            keys_rest = whole_columns(rows, readable, COLUMNS.GROUPED, COLUMNS.REST, COLUMNS.REST_PAD)
             logits = add_products((q_rest,), (keys_rest,), logits, KEYS_FIRST)
         weights = tl.math.exp2(logits * (scale * LOG2E) - of_heads(level, KEYS_FIRST))
         weights = tl.where(readable[:, None] if KEYS_FIRST else readable[None, :], weights, 0.0)
@@ -356,15 +362,15 @@ def gradient_kernel(
         by_key = swapped((dlogits, narrow(shared, q[0].dtype)), not KEYS_FIRST)
         gradients = Gradients(by_key[0], by_key[1], readable, scale)
         dq = add_rows(dlogits, keys, dq, KEYS_FIRST)
-        for group in tl.static_range(GROUPS):
-            give_columns(given, gradients, q[group], d_out[group], group * WIDTH, D_V, True, PARTS)
-        if D_REST > 0:
+        for group in tl.static_range(COLUMNS.GROUPS):
+            give_columns(given, gradients, q[group], d_out[group], group * COLUMNS.WIDTH, COLUMNS.GROUPED, True, PARTS)
+        if COLUMNS.REST > 0:
             dq_rest = add_rows(dlogits, (keys_rest,), dq_rest, KEYS_FIRST)
-            give_columns(given, gradients, q_rest, d_out[0], D_V, D, False, PARTS)
+            give_columns(given, gradients, q_rest, d_out[0], COLUMNS.GROUPED, D, False, PARTS)
     factor = tl.full([BLOCK_H], 1.0, tl.float32) * scale
     dq = swapped(dq, KEYS_FIRST)
     dq_rest = swapped(dq_rest, KEYS_FIRST)
-    store_groups(dq_ptr, index, dq, dq_rest[0], factor, factor, valid, WIDTH, D_V, D_REST > 0, D)
+    store_groups(dq_ptr, index, dq, dq_rest[0], factor, factor, valid, COLUMNS, COLUMNS.REST > 0, D)
 
 
 # ---- launching
@@ -394,6 +400,18 @@ def lists_of(call: Any, launch: Any) -> tuple[Any, Any, dict[str, Any]]:
     }  # fmt: skip
 
 
+def columns_of(call: Any) -> Columns:
+    """The value's columns in groups, and the rest."""
+    groups, rest = 4 if call.d_v > 128 else 1, call.d_qk - call.d_v
+    return Columns(
+        GROUPS=groups,
+        WIDTH=max(16, next_power_of_2(cdiv(call.d_v, groups))),
+        GROUPED=call.d_v,
+        REST=rest,
+        REST_PAD=max(16, next_power_of_2(rest)),
+    )
+
+
 def give(call: Any, tile: Tile, launch: Any, first: int, tokens: int, held: Any) -> Any:
     """Enqueue the gradients of some tokens; returns the entries' rows, if requested, and what was held."""
     group = call.num_q_heads // call.num_kv_heads
@@ -401,7 +419,7 @@ def give(call: Any, tile: Tile, launch: Any, first: int, tokens: int, held: Any)
     kv, kv_strides = row_addresses(call, launch)
     lists, lens, of_lists = lists_of(call, launch)
     lse = launch.contiguous(call.lse)
-    blocks, groups = cdiv(group, tile.block_h), 4 if call.d_v > 128 else 1
+    blocks = cdiv(group, tile.block_h)
     parts = (tokens * call.num_kv_heads * call.topk, blocks, call.d_qk) if call.deterministic else (1,)
     strides = {
         f"{name}_{axis}_stride": step
@@ -429,11 +447,7 @@ def give(call: Any, tile: Tile, launch: Any, first: int, tokens: int, held: Any)
         PARTS=call.deterministic,
         PAGE_SIZE=call.page_size,
         GROUP=group,
-        GROUPS=groups,
-        WIDTH=max(16, next_power_of_2(cdiv(call.d_v, groups))),
-        D_V=call.d_v,
-        D_REST=call.d_qk - call.d_v,
-        D_REST_PAD=max(16, next_power_of_2(call.d_qk - call.d_v)),
+        COLUMNS=columns_of(call),
         BLOCK_H=tile.block_h,
         BLOCK_KV=tile.block_kv,
         KEYS_FIRST=tile.keys_first,

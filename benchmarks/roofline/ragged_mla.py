@@ -59,9 +59,9 @@ def attended(case: RaggedLatentCase, kernel_args: KernelArgs) -> tuple[Work, Pro
     total, combined, rows_combined = Work(), Work(), 0
     programs: collections.Counter[tuple[float, ...]] = collections.Counter()
     block, count, heads = kernel_args["BLOCK_KV"], kernel_args["BLOCK_H"], case.num_q_heads
-    columns, again, queried = columns_of(case.d_v, kernel_args)
-    plain = kernel_args["FORMAT"] in ("plain", "codes")
-    key_bytes = case.width * ITEMSIZE[case.stored or case.dtype] if plain else latent_bytes(kernel_args["FORMAT"])
+    columns, again, queried = columns_of(kernel_args)
+    plain = case.cache_format == "plain"
+    key_bytes = case.width * ITEMSIZE[case.stored or case.dtype] if plain else latent_bytes(case.cache_format)
     item = ITEMSIZE[case.dtype]
     for span in spans(case, kernel_args):
         ahead, num_rows = span.kv_len - span.q_len, span.q_len * heads

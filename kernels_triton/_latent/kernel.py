@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ragged_attention.calls import dtype_name, name_in_layout
-from ragged_attention.kernels_triton._formats import number_format
+from ragged_attention.calls import CacheFormat
 from ragged_attention.kernels_triton._latent.lists import (
     divide,
     find_entry,
@@ -20,10 +19,9 @@ from ragged_attention.kernels_triton._latent.lists import (
     split_edge,
     token_and_head,
 )
-from ragged_attention.kernels_triton._latent.plan import COPIED, MIN_SPLIT, OWN_SPLIT, Tile, Work, columns
+from ragged_attention.kernels_triton._latent.operands import is_copied, operands
+from ragged_attention.kernels_triton._latent.plan import MIN_SPLIT, OWN_SPLIT, Tile, Work
 from ragged_attention.kernels_triton._latent.rows import (
-    Columns,
-    Layout,
     load_queries,
     store_columns,
     store_groups,
@@ -49,7 +47,6 @@ from ragged_attention.kernels_triton._tiles import (
     OLDER_COMPILER,
     cdiv,
     dependent,
-    item_size,
     next_power_of_2,
     overlaps,
 )
@@ -68,18 +65,15 @@ def latent_kernel(
     SPARSE: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
     HAS_LENS: tl.constexpr, HAS_EXTRA: tl.constexpr, HAS_EXTRA_LENS: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_MAX: tl.constexpr, SCHEDULED: tl.constexpr,
-    FORMAT: tl.constexpr, CODES: tl.constexpr, PAGE_SIZE: tl.constexpr, EXTRA_PAGE_SIZE: tl.constexpr,
-    PAGE_UNIT: tl.constexpr, EXTRA_PAGE_UNIT: tl.constexpr, EXTRA_FORMAT: tl.constexpr,
+    FORMAT: tl.constexpr, EXTRA_FORMAT: tl.constexpr, OPERANDS: tl.constexpr,
     NUM_Q: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    DV: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, D_V: tl.constexpr, D_REST: tl.constexpr,
-    D_REST_PAD: tl.constexpr, GROUP_PARTS: tl.constexpr, PARTS: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_KV: tl.constexpr, SUMS_BY_COLUMN: tl.constexpr, WHOLE: tl.constexpr, MIN_BLOCKS: tl.constexpr,
-    PDL: tl.constexpr,
+    DV: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_KV: tl.constexpr, SUMS_BY_COLUMN: tl.constexpr,
+    WHOLE: tl.constexpr, MIN_BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_H rows of one job for one KV head, over one split of its keys. A job in one split is finished here.
+    """Attend with BLOCK_H rows of one job for one KV head to one split of its keys.
 
-    Otherwise the split's normalised result goes to parts [entries, jobs of a sequence, K, ROWS, DV], its base-2 lse
-    and largest logit to arrays of that shape without DV.
+    The result of a job with one split is final. Otherwise the split's normalised result goes to parts [entries, jobs of
+    a sequence, K, ROWS, DV]; its base-2 lse and largest logit go to arrays of that shape without DV.
     """
     if PDL:
         gdc_launch_dependents()
@@ -108,13 +102,13 @@ def latent_kernel(
         sequence = seq.to(tl.int64)
         limit = last - (NUM_Q - 1) + token
         first = 0
-        if HAS_WINDOW:  # keys that no row sees are not read
+        if HAS_WINDOW:  # keys that all rows have left behind are not read
             blocks += skipped
             first_token = tl.program_id(0) % ROW_BLOCKS * BLOCK_H // GROUP
             first = first_seen(last - NUM_Q + first_token, window, HAS_WINDOW)
             begin = tl.maximum(begin + skipped, first // BLOCK_KV)
             end += skipped
-        if CAUSAL:  # nor these
+        if CAUSAL:  # keys that no row sees yet are not read
             last_token = tl.minimum((tl.program_id(0) % ROW_BLOCKS * BLOCK_H + BLOCK_H - 1) // GROUP, NUM_Q - 1)
             last = tl.maximum(last - (NUM_Q - 1) + last_token, 0)
             end = tl.minimum(end, (last + BLOCK_KV - 1) // BLOCK_KV)
@@ -132,20 +126,17 @@ def latent_kernel(
         end = tl.minimum(end, blocks)
         m_i = tl.full([BLOCK_H], float("-inf"), tl.float32)
         largest = m_i
-        REST_IS_VALUE: tl.constexpr = (FORMAT == "fp8_v32" or FORMAT == "decoded_v32") and DV > D_V
-        groups, lost, q_rest, lost_rest, unit = load_queries(
-            q_rows, valid, Columns(GROUPS, WIDTH, D_V, D_REST, D_REST_PAD, GROUP_PARTS, PARTS), FORMAT
-        )
-        acc = (tl.zeros([BLOCK_H, WIDTH], tl.float32),) * GROUPS
-        acc_rest = tl.zeros([BLOCK_H, D_REST_PAD], tl.float32)
+        groups, lost, q_rest, lost_rest, unit = load_queries(q_rows, valid, OPERANDS)
+        acc = (tl.zeros([BLOCK_H, OPERANDS.WIDTH], tl.float32),) * OPERANDS.GROUPS
+        acc_rest = tl.zeros([BLOCK_H, OPERANDS.REST_PAD], tl.float32)
         state = (m_i, largest, no_sums(m_i, BLOCK_KV, SUMS_BY_COLUMN), acc, acc_rest)
-        # Compilers (Triton 3.6 to 3.9) leave queries that were only loaded in shared memory, for wgmma to read, and
-        # fetch those that were computed into registers in every turn; but those that come around a loop they leave
-        # there too. So they go around one that turns once, which compilers cannot know. With those over decoded rows,
-        # which are only loaded, it lets the products with values overlap.
-        AROUND: tl.constexpr = (FORMAT == "fp8_v32" or FORMAT == "decoded_v32") and BLOCK_H >= SEPARATE_QK_ROWS
+        # Compilers (Triton 3.6 to 3.9) leave queries that were just loaded in shared memory, where wgmma reads them,
+        # but copy computed ones into registers in every iteration. Queries that a loop carries stay in shared memory,
+        # too. So an outer loop carries them: it has one iteration, which compilers cannot know. For decoded rows with
+        # folded scales, queries are only loaded, but the loop lets the products with values overlap.
+        CARRIED: tl.constexpr = (OPERANDS.DIVIDED or FORMAT.FOLDED) and BLOCK_H >= SEPARATE_QK_ROWS
         once = 1
-        if AROUND:
+        if CARRIED:
             once = tl.minimum(used - split, 1)
         for _ in range(once):
             queries = Queries(groups, lost, q_rest, lost_rest, unit)
@@ -153,33 +144,30 @@ def latent_kernel(
                 queries, state, Cache(cache, page_stride, slot_stride, num_slots),
                 KeyList(list_row, begin, end, first, last), Seen(limit - window, limit),
                 Scales(logit_scale, soft_cap, capped_scale),
-                Features(SPARSE, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, REST_IS_VALUE),
-                Layout(FORMAT, CODES, PAGE_SIZE, PAGE_UNIT),
-                Columns(GROUPS, WIDTH, D_V, D_REST, D_REST_PAD, GROUP_PARTS, PARTS), BLOCK_KV,
+                Features(SPARSE, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP), FORMAT, OPERANDS, BLOCK_KV,
             )  # fmt: skip
             if HAS_EXTRA:
                 state = attend(
                     queries, state, Cache(extra_cache_ptr, extra_page_stride, extra_slot_stride, extra_num_slots),
                     KeyList(extra_row, first_extra, last_extra, 0, extra_last), Seen(limit - window, limit),
                     Scales(logit_scale, soft_cap, capped_scale),
-                    Features(SPARSE, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, REST_IS_VALUE),
-                    Layout(EXTRA_FORMAT, CODES, EXTRA_PAGE_SIZE, EXTRA_PAGE_UNIT),
-                    Columns(GROUPS, WIDTH, D_V, D_REST, D_REST_PAD, GROUP_PARTS, PARTS), BLOCK_KV,
+                    Features(SPARSE, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP), EXTRA_FORMAT, OPERANDS, BLOCK_KV,
                 )  # fmt: skip
-            if AROUND:
+            if CARRIED:
                 groups = zeros_like(groups)
         m_i, largest, sums, acc, acc_rest = state
         l_i = sum_of_each_row(sums)
-        regain = tl.full([BLOCK_H], 1.0, tl.float32)
-        if FORMAT == "fp8_v32":
-            regain = tl.math.exp2(tl.where(l_i == 0.0, 0.0, largest - m_i))
+        restored = tl.full([BLOCK_H], 1.0, tl.float32)  # factor that makes `acc` relative to `m_i`
+        if FORMAT.RESCALED:
+            restored = tl.math.exp2(tl.where(l_i == 0.0, 0.0, largest - m_i))
         row = tl.program_id(0) % ROW_BLOCKS * BLOCK_H + zero_after(l_i) + tl.arange(0, BLOCK_H)
         valid = row < ROWS
         token, head = token_and_head(row, job, kv_head, GROUP, SPARSE)
         if WHOLE or used == 1:
             factor, lse, largest_logit = finish(m_i, l_i, sinks_ptr, head, valid, HAS_SINKS)
             index = (sequence * NUM_Q + token) * NUM_HEADS + head
-            store_groups(out_ptr, index, acc, acc_rest, factor * regain, factor, valid, WIDTH, D_V, REST_IS_VALUE, DV)
+            store_groups(out_ptr, index, acc, acc_rest, factor * restored, factor, valid, OPERANDS,
+                         OPERANDS.REST_IS_VALUE, DV)  # fmt: skip
             index = (sequence * NUM_HEADS + head) * NUM_Q + token
             tl.store(lse_ptr + index, lse, mask=valid)
             if HAS_MAX:
@@ -187,7 +175,8 @@ def latent_kernel(
         else:
             factor = 1.0 / tl.where(l_i == 0.0, 1.0, l_i)
             index = ((entry.to(tl.int64) * JOBS + job) * KV_HEADS + kv_head) * ROWS + row
-            store_groups(parts_ptr, index, acc, acc_rest, factor * regain, factor, valid, WIDTH, D_V, REST_IS_VALUE, DV)
+            store_groups(parts_ptr, index, acc, acc_rest, factor * restored, factor, valid, OPERANDS,
+                         OPERANDS.REST_IS_VALUE, DV)  # fmt: skip
             lse = tl.where(l_i == 0.0, float("-inf"), m_i + tl.math.log2(tl.where(l_i == 0.0, 1.0, l_i)))
             tl.store(part_lses_ptr + index, lse, mask=valid)
             if HAS_MAX:
@@ -206,7 +195,7 @@ def combine_kernel(
     DV_PAD: tl.constexpr, BLOCK_KV: tl.constexpr, WHOLE: tl.constexpr, MIN_BLOCKS: tl.constexpr,
     MERGED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row of a job that was computed in several splits, merged in their order."""
+    """Merge the splits of one row of a job, in their order."""
     if PDL:
         gdc_wait()
     JOBS: tl.constexpr = NUM_Q if SPARSE else 1  # pyright: ignore[reportAssignmentType]
@@ -258,8 +247,7 @@ def combine_kernel(
 
 def as_extra(arguments: dict[str, int]) -> dict[str, int]:
     """Arguments about the second cache, which serves one KV head."""
-    prefix = {True: "EXTRA_", False: "extra_"}
-    return {prefix[name.isupper()] + name: value for name, value in arguments.items() if "head" not in name}
+    return {f"extra_{name}": value for name, value in arguments.items() if "head" not in name}
 
 
 def shared_arguments(work: Work, tile: Tile, entries: int, max_logits: bool, launch: Any) -> dict[str, Any]:
@@ -268,7 +256,7 @@ def shared_arguments(work: Work, tile: Tile, entries: int, max_logits: bool, lau
     return {
         "num_entries": entries,
         **keys.lengths(launch),
-        # Without a second cache these are not used.
+        # Without a second cache, the kernels do not use these.
         **as_extra((extra or keys).lengths(launch)),
         "window": work.window or 0,
         "SPARSE": work.sparse,
@@ -293,7 +281,7 @@ def shared_arguments(work: Work, tile: Tile, entries: int, max_logits: bool, lau
 
 
 def logit_scales(scale: float, soft_cap: float | None) -> dict[str, Any]:
-    """The arguments of `Scales`, and whether there is a cap."""
+    """The kernels' arguments for `Scales`, and whether there is a cap."""
     if soft_cap is None:
         return {"logit_scale": scale * LOG2E.value, "soft_cap": 1.0, "capped_scale": 1.0, "HAS_SOFT_CAP": False}
     unit = 1.0 if soft_cap < 1 else 0.0625  # as `unit_under_cap` has it
@@ -301,75 +289,49 @@ def logit_scales(scale: float, soft_cap: float | None) -> dict[str, Any]:
     return scales | {"HAS_SOFT_CAP": True}
 
 
-def groups_of(layout: str, width: int, rows: int) -> int:
-    """How many operands the value's columns come in. In two, threads copy pieces of fewer rows than in one."""
-    if width <= 128:
-        return 1
-    return 2 if layout in COPIED and rows >= SEPARATE_QK_ROWS.value else 4
+def sums_by_column(call: Any, form: CacheFormat, tile: Tile, *, decoded: bool = False) -> bool:
+    """Whether registers suffice for sums by column; 32 rows on four warps leave none, nor do 64 rows of two formats.
 
-
-def row_arguments(call: Any, layout: str, rows: int) -> dict[str, Any]:
-    """The attention kernels' arguments about rows of a layout as operands, for so many rows of queries."""
-    width, rest = columns(call)
-    groups = groups_of(layout, width, rows)
-    parts = 1 if call.format == "plain" or dtype_name(call.q) == "bfloat16" else 2
-    return {
-        "FORMAT": layout,
-        "CODES": number_format(call.code_dtype if layout == "codes" else "float8_e4m3fn", call.device.arch),
-        "GROUPS": groups,
-        "WIDTH": max(16, next_power_of_2(cdiv(width, groups))),
-        "D_V": width,
-        "D_REST": rest,
-        "D_REST_PAD": max(16, next_power_of_2(rest)),
-        # The number of products per query column: with float16 codes of `fp8_v32`, and with bfloat16 columns.
-        "GROUP_PARTS": 1 if layout == "fp8_v32" and item_size(call.q) == 2 else parts,
-        "PARTS": parts,
-    }
-
-
-def sums_by_column(call: Any, layout: str, tile: Tile) -> bool:
-    """Whether there are registers for it; 32 rows on four warps have none left, nor 64 rows over two formats.
-
-    64 rows of a plain cache have them, but compilers (Triton 3.6 to 3.9) would lay the sums out as an operand, and
-    take each exponential twice.
+    64 rows of a plain cache leave enough, but compilers (Triton 3.6 to 3.9) would lay the sums out as an operand, and
+    compute each exponential twice.
     """
     if call.d_v > 512:
         return False
-    if layout in COPIED:
+    if is_copied(form, decoded):
         return tile.block_h < SEPARATE_QK_ROWS.value and tile.num_warps * 8 > tile.block_h
     return {16: tile.num_stages > 1, 32: not OLDER_COMPILER, 64: tile.num_stages > 2}.get(tile.block_h, True)
 
 
 def attention_arguments(work: Work, tile: Tile, launch: Any) -> dict[str, Any]:
     """The further arguments of the attention kernel."""
-    call = work.call
+    call, keys, extra = work.call, work.keys, work.extra or work.keys
+    arch = call.device.arch
     seq_stride, token_stride, head_stride = work.q_strides
     return {
         "num_seqs": work.num_seqs,
         "q_seq_stride": seq_stride,
         "q_token_stride": token_stride,
         "q_head_stride": head_stride,
-        **work.keys.addresses(launch),
-        **as_extra((work.extra or work.keys).addresses(launch)),
+        **keys.addresses(launch),
+        **as_extra(extra.addresses(launch)),
         **logit_scales(call.scale, work.soft_cap),
         "CAUSAL": work.causal,
-        "EXTRA_FORMAT": work.format if work.extra is None else name_in_layout(call.extra_layout),
-        "PAGE_SIZE": work.keys.page_size,
-        "EXTRA_PAGE_SIZE": (work.extra or work.keys).page_size,
-        **row_arguments(call, work.format, tile.block_h),
+        "FORMAT": keys.row_format(arch, launch),
+        "EXTRA_FORMAT": extra.row_format(arch, launch),
+        "OPERANDS": operands(call, tile.block_h, decoded=keys.decoded),
         "BLOCK_H": tile.block_h,
-        "SUMS_BY_COLUMN": sums_by_column(call, work.format, tile),
+        "SUMS_BY_COLUMN": sums_by_column(call, keys.form, tile, decoded=keys.decoded),
     }
 
 
 def run(work: Work, tile: Tile, launch: Any, *, max_logits: bool) -> Any:
-    """Enqueue the kernels; returns out, lse and, if requested, max_logits, else a stand-in for it."""
+    """Enqueue the kernels; returns out, lse and max_logits, or a stand-in for the latter if it is not requested."""
     call, keys, extra, scheduled = work.call, work.keys, work.extra or work.keys, work.schedule is not None
     entries = work.num_seqs * tile.num_splits
-    if scheduled and work.num_seqs:  # a program of a schedule looks for its sequence, so there has to be one
+    if scheduled and work.num_seqs:  # a program of a schedule looks for its sequence, so one has to exist
         entries = work.num_seqs + work.schedule[0].shape[0]
     whole = tile.num_splits == 1 and not scheduled
-    absent = work.q  # stands for arrays that are not there
+    absent = work.q  # stands for arrays that the call does not have
     lens = absent if keys.lens is None else keys.lens
     extra_lens = absent if extra.lens is None else extra.lens
     num_splits = launch.packed(work.schedule[1]) if scheduled else absent
