@@ -546,19 +546,19 @@ def tile_of(case: mla_cases.LatentCase, arch: str) -> tuple[Any, ...]:
 # A kernel's constants that change numbers in its code, not what is computed how; and those of which it matters only
 # whether they are 1.
 NUMBERS = {"NUM_HEADS", "SPLIT_BLOCK_Q", "ROWS", "TOPK", "KV_HEADS", "MIN_BLOCKS"}
-ONE_OR_MORE = {"GROUP", "SEQS", "NUM_Q", "PARTS"}
+ONE_OR_MORE = {"GROUP", "MAX_SEQS", "NUM_Q", "PARTS"}
 
 
 def shape_of(launch: compiling.Launch) -> tuple[Any, ...]:
     """Equal for launches whose code differs in numbers only: tile, types and features, warps and stages."""
     found: list[Any] = [launch.name, launch.num_warps, launch.num_stages, *map(dtype_name, launch.operands)]
-    for name, value in sorted(launch.arguments.items()):
+    for name, value in sorted(launch.constants.items()):
         if not name.isupper() or name in NUMBERS:  # lower case are sizes and strides
             continue
         if name in ONE_OR_MORE:
             value = value > 1
         if name.endswith("PAGE_SIZE"):  # a block of keys lies on one page, or each key on one of its own, or neither
-            value = 1 if value == 1 else "whole" if value % launch.arguments.get("BLOCK_KV", 1) == 0 else "parts"
+            value = 1 if value == 1 else "whole" if value % launch.constants.get("BLOCK_KV", 1) == 0 else "parts"
         found.append((name, value))
     return tuple(found)
 

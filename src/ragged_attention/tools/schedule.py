@@ -235,7 +235,7 @@ class Walk:
             return self.language
         if name == "attend":
             return self._attend_pages if value.fn.__module__.endswith("_pages") else self._attend_list
-        qualified = f"{getattr(value, '__module__', '').rpartition('.')[2]}.{name}"
+        qualified = f"{getattr(getattr(value, 'fn', value), '__module__', '').rpartition('.')[2]}.{name}"
         for stub in (qualified, name):
             if stub in self.stubs:
                 return self.stubs[stub]
