@@ -29,6 +29,7 @@ from ragged_attention.kernels_triton._formats import (
     array_heads,
     cache_format,
     cache_views,
+    decodes_by_integers,
     load_scale,
     scale_arguments,
 )
@@ -319,7 +320,6 @@ def operands_of(call: Any, launch: Any) -> Operands:
 
 
 def shape_of(call: Any, v_head_dim: int) -> Shape:
-    codes = cache_format(call)
     return Shape(
         GROUP=call.group,
         NUM_HEADS=call.num_q_heads,
@@ -328,8 +328,8 @@ def shape_of(call: Any, v_head_dim: int) -> Shape:
         D_PAD=next_power_of_2(call.head_dim),
         DV=v_head_dim,
         DV_PAD=next_power_of_2(v_head_dim),
-        CODES=codes,
-        DECODED_AT_ONCE=call.kv_format.eight_bit and codes != "e4m3_bits" and not INTERPRETED,
+        CODES=cache_format(call),
+        DECODED_AT_ONCE=call.kv_format.eight_bit and not decodes_by_integers(call) and not INTERPRETED,
         Q_UNITS=call.kv_format.eight_bit and dtype_name(call.q) == "bfloat16",
     )
 
