@@ -95,9 +95,7 @@ class Tile:
     split_num_warps: int = 4
     split_num_stages: int = 3
     num_splits: int = 1  # total KV splits per KV head across the batch; 1 disables splitting
-    invariant: bool = (
-        False  # batch-invariant: num_splits applies per sequence, and the tile kernel visits keys in order
-    )
+    invariant: bool = False  # batch-invariant mode: num_splits applies per sequence, and tiles visit keys in order
 
     def __post_init__(self) -> None:
         blocks = ("block_q", "block_kv", "edge_kv", "split_block_q", "split_block_kv")

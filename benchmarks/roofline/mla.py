@@ -145,7 +145,7 @@ def steps(case: LatentCase, backend: str, device: Device, machine: Machine, tile
     else:
         launches = {launch.name: launch for launch in compiling.record(call, tile)}
         decoding = "decode_kernel" in launches
-        tiles = triton_tiles(case, launches["latent_kernel"].arguments, decoded=decoding)
+        tiles = triton_tiles(case, launches["latent_kernel"], decoded=decoding)
         if decoding:
             widths = tiles.row_bytes
             yield decoded(case, launches["decode_kernel"])
