@@ -1,9 +1,9 @@
 """Ragged attention over latents in Triton: the plan of `ragged_paged_attention`, the loop over keys of `_latent`.
 
-The rows of a sequence are its query tokens times the heads, which all share its keys. A program takes a block of them:
+The rows of a sequence are its query tokens times the heads, which all share its keys. A program takes a block of rows:
 of a long sequence over all keys that they see, of a short one (decode, speculative decode) over a part of its keys, and
-`combine_kernel` merges the parts. Both kinds of programs are in one launch, or in two where they have different tiles
-and the host does not know that all sequences are short.
+`combine_kernel` merges the parts. One launch has both kinds of programs; there are two launches if the tiles differ and
+the host does not know that all sequences are short.
 """
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
@@ -69,9 +69,9 @@ from ragged_attention.kernels_triton.ragged_paged_attention import (
     short_sequence,
 )
 
-MANY_TOKENS = 8  # of each sequence, on average, from which on a batch has prompts
-EVEN = 1024  # keys that a sequence can have at most where it does not matter how different their lengths are
-WAVES = 4  # of programs, that parts make at most: more would only take memory
+MANY_TOKENS = 8  # average query tokens per sequence above which a batch is taken to have prompts
+EVEN = 1024  # capacity of a sequence up to which different lengths do not matter
+WAVES = 4  # maximum waves of programs for parts: more would only take memory
 FEATURES = frozenset({
     "num_seqs", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "kv_scale", "return_lse",
     "cache_format", "cache_layout", "out_dtype",
@@ -83,16 +83,16 @@ class Tile:
     """What may be tuned. Rows are query tokens times heads."""
 
     block_h: int = 16  # rows of a program for a sequence that is not short
-    block_kv: int = 32  # its keys per step
+    block_kv: int = 32  # keys per step of such a program
     num_warps: int = 4
     num_stages: int = 2
     split_rows: int = 16  # rows up to which a sequence is short
-    split_block_h: int = 16  # rows of a program for a short one
+    split_block_h: int = 16  # rows of a program for a short sequence
     split_block_kv: int = 32
     split_num_warps: int = 4
     split_num_stages: int = 2
-    num_splits: int = 1  # parts of all short sequences' keys; 1: one a sequence
-    invariant: bool = False  # num_splits are of each sequence, by its own length
+    num_splits: int = 1  # total KV splits across the batch's short sequences; 1 disables splitting
+    invariant: bool = False  # batch-invariant mode: num_splits applies per sequence, by its own length
 
     def __post_init__(self) -> None:
         expect_power_of_two(self, **dict.fromkeys(("block_h", "split_block_h"), (16, 128)))
@@ -103,13 +103,14 @@ class Tile:
 
     @property
     def long(self) -> plan.Tile:
-        """Of sequences that are not short."""
+        """The tile for sequences that are not short."""
         return plan.Tile(
             block_h=self.block_h, block_kv=self.block_kv, num_warps=self.num_warps, num_stages=self.num_stages
         )
 
     @property
     def short(self) -> plan.Tile:
+        """The tile for short sequences."""
         return plan.Tile(
             block_h=self.split_block_h,
             block_kv=self.split_block_kv,
@@ -119,7 +120,7 @@ class Tile:
 
     @property
     def short_rows(self) -> int:
-        """`split_rows` in whole blocks."""
+        """`split_rows`, rounded up to whole blocks."""
         return cdiv(self.split_rows, self.split_block_h) * self.split_block_h
 
 
@@ -128,7 +129,7 @@ def why_not(call: RaggedMlaAttention) -> str | None:
 
 
 def heuristic(call: RaggedMlaAttention) -> Tile:
-    """As few rows as suffice; parts of short sequences' keys that fill the GPU."""
+    """As few rows as suffice; enough splits of short sequences' keys to fill the GPU."""
     tokens = cdiv(call.num_tokens, max(call.max_num_seqs, 1)) if call.max_q_len is None else call.max_q_len
     tokens = max(1, tokens) if tokens <= MANY_TOKENS else FEW_TOKENS
     tile = sizes(call, call.num_q_heads * call.num_tokens, call.num_q_heads * tokens)
@@ -143,7 +144,7 @@ def invariant_tile(call: RaggedMlaAttention) -> Tile:
 
 
 def sizes(call: RaggedMlaAttention, rows: int, short_rows: int) -> Tile:
-    """Tiles for so many rows of all sequences together, and for so many of each short one."""
+    """The tile for `rows` rows of all sequences together, and `short_rows` rows of each short sequence; unsplit."""
     walk = plan.Walk(
         dense=True,
         ragged=True,
@@ -166,13 +167,16 @@ def sizes(call: RaggedMlaAttention, rows: int, short_rows: int) -> Tile:
 
 
 def most_keys(call: RaggedMlaAttention) -> int:
-    """That a short sequence can see."""
+    """The most keys that a short sequence can see."""
     window = plan.window_of(call)
     return call.capacity if window is None else min(call.capacity, window + FEW_TOKENS)
 
 
 def splits(call: RaggedMlaAttention, tile: Tile) -> int:
-    """Parts that end soonest if all sequences are short and of one length; those of others have about as many keys."""
+    """The total number of splits that is fastest if all sequences are short and equally long.
+
+    If lengths differ, each split has about as many keys.
+    """
     keys, blocks = most_keys(call), tile.short_rows // tile.split_block_h
     programs = plan.programs_at_once(call, tile.split_block_h)
     if not 0 < call.max_num_seqs <= SEQUENCES[-1]:
@@ -286,11 +290,11 @@ def ragged_latent_kernel(
     SUMS_BY_COLUMN: tl.constexpr, SHORT: tl.constexpr, LONG: tl.constexpr, SHORT_ROWS: tl.constexpr,
     WHOLE: tl.constexpr, MIN_BLOCKS: tl.constexpr, SEQS: tl.constexpr, OWN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_H rows of a short sequence, over a part of its keys, or of one that is not, or of none, over all its keys.
+    """Attend with BLOCK_H rows of a short sequence to a part of its keys, or with those of a long one to all its keys.
 
-    SHORT and LONG say which of both there are programs for; the first `num_parts` times the blocks of SHORT_ROWS are
-    for the former. Rows of several parts go to parts [places, SHORT_ROWS, DV] float32, normalised, with their base-2
-    lse beside them. If WHOLE every sequence is one part.
+    SHORT and LONG say for which kinds of sequences there are programs. The first programs are for short sequences:
+    `num_parts` times the blocks of SHORT_ROWS. If a sequence has several parts, its rows go to parts [places,
+    SHORT_ROWS, DV] float32, normalised, and their base-2 lse to part_lses. If WHOLE, every sequence is one part.
     """
     if PDL:
         gdc_launch_dependents()
@@ -320,7 +324,7 @@ def ragged_latent_kernel(
         first, last = key_range(low, high, kv_len, window, CAUSAL, HAS_WINDOW)
         begin = tl.maximum(begin, first // BLOCK_KV)
         end = tl.minimum(end, (last + BLOCK_KV - 1) // BLOCK_KV)
-        ALIKE: tl.constexpr = NUM_HEADS % BLOCK_H == 0  # all rows are of one token, and see the keys [first, last)
+        ONE_TOKEN: tl.constexpr = NUM_HEADS % BLOCK_H == 0  # then all rows see the keys [first, last)
         limit = earlier + row // NUM_HEADS + 1
         token = (start + row // NUM_HEADS).to(tl.int64)
         q_rows = q_ptr + token * q_token_stride + (row % NUM_HEADS).to(tl.int64) * q_head_stride
@@ -341,7 +345,7 @@ def ragged_latent_kernel(
                 Cache(cache_ptr, page_stride, slot_stride, num_slots),
                 KeyList(page_indices_ptr + seq.to(tl.int64) * table_stride, begin, end, first, last),
                 Seen(limit - window, limit), Scales(logit_scale * kv_scale, soft_cap, capped_scale),
-                Features(False, CAUSAL and not ALIKE, HAS_WINDOW and not ALIKE, HAS_SOFT_CAP),
+                Features(False, CAUSAL and not ONE_TOKEN, HAS_WINDOW and not ONE_TOKEN, HAS_SOFT_CAP),
                 FORMAT, OPERANDS, BLOCK_KV,
             )  # fmt: skip
             if CARRIED:
@@ -367,7 +371,7 @@ def ragged_latent_kernel(
             store_groups(parts_ptr, index, acc, acc_rest, factor * restored, factor, valid, OPERANDS,
                          OPERANDS.REST_IS_VALUE, DV)  # fmt: skip
             tl.store(part_lses_ptr + index, m_i + tl.math.log2(l_i), mask=valid)
-    if PDL and SHORT and not LONG:  # what comes next has waited for this launch only, and must find the other's rows
+    if PDL and SHORT and not LONG:  # the combine waits for this launch alone, but the long launch must have ended, too
         gdc_wait()
 
 
@@ -441,7 +445,7 @@ def shared_arguments(call: RaggedMlaAttention, tile: Tile, scale: dict[str, Any]
 
 
 def body_arguments(call: RaggedMlaAttention, body: plan.Tile) -> dict[str, Any]:
-    """The attention kernel's arguments that follow from the tile of one of its launches."""
+    """The attention kernel's arguments that follow from the tile of a launch."""
     return {
         "OPERANDS": operands(call, body.block_h),
         "BLOCK_H": body.block_h,
@@ -474,17 +478,17 @@ def address_arguments(call: RaggedMlaAttention, cache: Any, table: Any, q: Any, 
 
 
 def decodes(call: RaggedMlaAttention, tile: Tile) -> bool:
-    """Whether all sequences are short, as far as the host knows."""
+    """Whether the host knows that all sequences are short."""
     return most_tokens(call) * call.num_q_heads <= tile.short_rows
 
 
 def long_programs(call: RaggedMlaAttention, body: plan.Tile) -> int:
-    """As many as blocks of rows can be; see `find_segment`."""
+    """The most blocks of rows that there can be, see `find_segment`: one program for each."""
     return call.num_tokens * call.num_q_heads // body.block_h + call.max_num_seqs + 2
 
 
 def run_long(call: RaggedMlaAttention, tile: Tile, launch: Any, inputs: Any, attention: Any) -> Any:
-    """Enqueue the kernel for sequences that are not short, and for the rows of none."""
+    """Enqueue the kernel for sequences that are not short, and for rows that belong to no sequence."""
     nothing = ((1,), "float32")
     *_, out, lse = launch(
         ragged_latent_kernel,
@@ -505,12 +509,12 @@ def run_long(call: RaggedMlaAttention, tile: Tile, launch: Any, inputs: Any, att
 def run_short(
     call: RaggedMlaAttention, tile: Tile, launch: Any, inputs: Any, given: Any, shared: Any, attention: Any
 ) -> Any:
-    """Enqueue the kernels for short sequences: they write what the other launch left of `given` or, without one, have
-    programs for everything."""
+    """Enqueue the kernels for short sequences. `given` has the results of `run_long`, of which they write the rest;
+    without it, they have programs for long sequences, too."""
     whole = tile.num_splits == 1
     own = tile.invariant and not whole
     entries = call.max_num_seqs * tile.num_splits if own else call.max_num_seqs + (0 if whole else tile.num_splits)
-    # A sequence of several parts fills all but one of them, so there are less than twice as many as asked for.
+    # In a sequence with several parts all but the last are full, so there are fewer than 2 * num_splits of them.
     parts = (1,) if whole else (entries if own else min(entries, 2 * tile.num_splits), tile.short_rows)
     splitting = {
         "MIN_BLOCKS": cdiv(plan.OWN_SPLIT if own else plan.MIN_SPLIT, tile.split_block_kv),
@@ -518,7 +522,7 @@ def run_short(
         "num_splits": tile.num_splits,
         "OWN": own,
     }
-    out, lse = given or (inputs[0], inputs[0])  # these stand for arrays that are not there
+    out, lse = given or (inputs[0], inputs[0])  # stand-ins for results that do not exist yet
     *partial, out, lse = launch(
         ragged_latent_kernel,
         (entries * (tile.short_rows // tile.split_block_h) + (0 if given else long_programs(call, tile.short)),),
