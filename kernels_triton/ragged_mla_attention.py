@@ -1,9 +1,9 @@
 """Ragged attention over latents in Triton: the plan of `ragged_paged_attention`, the loop over keys of `_latent`.
 
-The rows of a sequence are its query tokens times the heads, which all share its keys. A program takes a block of them:
+The rows of a sequence are its query tokens times the heads, which all share its keys. A program takes a block of rows:
 of a long sequence over all keys that they see, of a short one (decode, speculative decode) over a part of its keys, and
-`combine_kernel` merges the parts. Both kinds of programs are in one launch, or in two where they have different tiles
-and the host does not know that all sequences are short.
+`combine_kernel` merges the parts. One launch has both kinds of programs; there are two launches if the tiles differ and
+the host does not know that all sequences are short.
 """
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
@@ -40,7 +40,7 @@ from ragged_attention.kernels_triton._latent.softmax import (
     restoring_factor,
     sum_of_each_row,
 )
-from ragged_attention.kernels_triton._mask import Mask, MaskKind, key_range
+from ragged_attention.kernels_triton._mask import Mask, MaskKind, key_range, window_of
 from ragged_attention.kernels_triton._sequences import VARYING, count_sequences
 from ragged_attention.kernels_triton._softmax import LOG2E, finish
 from ragged_attention.kernels_triton._splits import (
@@ -65,9 +65,9 @@ from ragged_attention.kernels_triton._tiles import (
     overlaps,
 )
 
-MANY_TOKENS = 8  # of each sequence, on average, from which on a batch has prompts
-EVEN = 1024  # keys that a sequence can have at most where it does not matter how different their lengths are
-WAVES = 4  # of programs, that parts make at most: more would only take memory
+MANY_TOKENS = 8  # average query tokens per sequence above which a batch is taken to have prompts
+EVEN = 1024  # capacity of a sequence up to which different lengths do not matter
+WAVES = 4  # maximum waves of programs for parts: more would only take memory
 FEATURES = frozenset({
     "num_seqs", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "kv_scale", "return_lse",
     "cache_format", "cache_layout", "out_dtype",
@@ -79,16 +79,16 @@ class Tile:
     """What may be tuned. Rows are query tokens times heads."""
 
     block_h: int = 16  # rows of a program for a sequence that is not short
-    block_kv: int = 32  # its keys per step
+    block_kv: int = 32  # keys per step of such a program
     num_warps: int = 4
     num_stages: int = 2
     split_rows: int = 16  # rows up to which a sequence is short
-    split_block_h: int = 16  # rows of a program for a short one
+    split_block_h: int = 16  # rows of a program for a short sequence
     split_block_kv: int = 32
     split_num_warps: int = 4
     split_num_stages: int = 2
-    num_splits: int = 1  # parts of all short sequences' keys; 1: one a sequence
-    invariant: bool = False  # num_splits are of each sequence, by its own length
+    num_splits: int = 1  # total KV splits across the batch's short sequences; 1 disables splitting
+    invariant: bool = False  # batch-invariant mode: num_splits applies per sequence, by its own length
 
     def __post_init__(self) -> None:
         expect_power_of_two(self, **dict.fromkeys(("block_h", "split_block_h"), (16, 128)))
@@ -99,13 +99,14 @@ class Tile:
 
     @property
     def long(self) -> plan.Tile:
-        """Of sequences that are not short."""
+        """The tile for sequences that are not short."""
         return plan.Tile(
             block_h=self.block_h, block_kv=self.block_kv, num_warps=self.num_warps, num_stages=self.num_stages
         )
 
     @property
     def short(self) -> plan.Tile:
+        """The tile for short sequences."""
         return plan.Tile(
             block_h=self.split_block_h,
             block_kv=self.split_block_kv,
@@ -115,7 +116,7 @@ class Tile:
 
     @property
     def short_rows(self) -> int:
-        """`split_rows` in whole blocks."""
+        """`split_rows`, rounded up to whole blocks."""
         return cdiv(self.split_rows, self.split_block_h) * self.split_block_h
 
 
@@ -124,7 +125,7 @@ def why_not(call: RaggedMlaAttention) -> str | None:
 
 
 def heuristic(call: RaggedMlaAttention) -> Tile:
-    """As few rows as suffice; parts of short sequences' keys that fill the GPU."""
+    """As few rows as suffice; enough splits of short sequences' keys to fill the GPU."""
     tokens = cdiv(call.num_tokens, max(call.max_num_seqs, 1)) if call.max_q_len is None else call.max_q_len
     tokens = max(1, tokens) if tokens <= MANY_TOKENS else FEW_TOKENS
     tile = sizes(call, call.num_q_heads * call.num_tokens, call.num_q_heads * tokens)
@@ -139,12 +140,12 @@ def invariant_tile(call: RaggedMlaAttention) -> Tile:
 
 
 def sizes(call: RaggedMlaAttention, rows: int, short_rows: int) -> Tile:
-    """Tiles for so many rows of all sequences together, and for so many of each short one."""
+    """The tile for `rows` rows of all sequences together, and `short_rows` rows of each short sequence; unsplit."""
     walk = plan.Walk(
         dense=True,
         ragged=True,
         page_sizes=(call.page_size,),
-        windowed=plan.window_of(call) is not None,
+        windowed=window_of(call) is not None,
     )
     block_h, block_kv, num_warps, num_stages = plan.fitting_sizes(call, rows, walk)
     split_block_h, split_block_kv, split_num_warps, split_num_stages = plan.fitting_sizes(call, short_rows, walk)
@@ -162,13 +163,16 @@ def sizes(call: RaggedMlaAttention, rows: int, short_rows: int) -> Tile:
 
 
 def most_keys(call: RaggedMlaAttention) -> int:
-    """That a short sequence can see."""
-    window = plan.window_of(call)
+    """The most keys that a short sequence can see."""
+    window = window_of(call)
     return call.capacity if window is None else min(call.capacity, window + FEW_TOKENS)
 
 
 def splits(call: RaggedMlaAttention, tile: Tile) -> int:
-    """Parts that end soonest if all sequences are short and of one length; those of others have about as many keys."""
+    """The total number of splits that is fastest if all sequences are short and equally long.
+
+    If lengths differ, each split has about as many keys.
+    """
     keys, blocks = most_keys(call), tile.short_rows // tile.split_block_h
     programs = plan.programs_at_once(call, tile.split_block_h)
     if not 0 < call.max_num_seqs <= SEQUENCES[-1]:
@@ -356,7 +360,7 @@ def shared_by_launches(call: RaggedMlaAttention, launch: Any) -> Shared:
     kv_scale_stride = scale_numbers.pop("KV_SCALE_STRIDE")
     num_seqs = kv_lens if call.num_seqs is None else call.num_seqs
     sinks = q if call.sinks is None else launch.packed(call.sinks)
-    table_stride, window = launch.strides(page_indices)[0], plan.window_of(call)
+    table_stride, window = launch.strides(page_indices)[0], window_of(call)
     keys = plan.Keys(
         cache=cache,
         form=call.kv_format,
@@ -422,7 +426,7 @@ def launch_arguments(
                 SPARSE=False,
                 # Where a block's rows are of one token, they all see the keys [first, last) of the block.
                 CAUSAL=bool(call.causal) and call.num_q_heads % body.block_h != 0,
-                HAS_WINDOW=plan.window_of(call) is not None and call.num_q_heads % body.block_h != 0,
+                HAS_WINDOW=window_of(call) is not None and call.num_q_heads % body.block_h != 0,
                 HAS_SOFT_CAP=call.soft_cap is not None,
                 BLOCK_KV=body.block_kv,
                 SUMS_BY_COLUMN=sums_by_column(call, call.kv_format, body),
@@ -443,7 +447,7 @@ def all_are_short(call: RaggedMlaAttention, tile: Tile) -> bool:
 
 
 def long_programs(call: RaggedMlaAttention, body: plan.Tile) -> int:
-    """As many as blocks of rows can be; see `find_segment`."""
+    """The most blocks of rows that there can be, see `find_segment`: one program for each."""
     return call.num_tokens * call.num_q_heads // body.block_h + call.max_num_seqs + 2
 
 

@@ -61,19 +61,19 @@ def triton_tiles(case: LatentCase, kernel_args: KernelArgs, *, decoded: bool) ->
         columns=columns,
         columns_again=again,
         query_bytes=queried * ITEMSIZE[case.dtype],
-        row_bytes=(decoded_bytes(kernel_args["FORMAT"].plain), 0) if decoded else stored_bytes(case),
+        row_bytes=(decoded_bytes(kernel_args["CONFIG"].plain.FORMAT), 0) if decoded else stored_bytes(case),
     )
 
 
 def columns_of(kernel_args: KernelArgs) -> tuple[int, int, int]:
     """The columns that a Triton kernel multiplies for a row and a key, those it multiplies again, and the columns of
     queries that it reads."""
-    operands = kernel_args["OPERANDS"].plain
+    operands = kernel_args["CONFIG"].plain.LOOP.OPERANDS
     values = operands.WIDTH * operands.GROUPS
     rest = operands.REST_PAD if operands.REST else 0
     columns = 2 * values + rest * (2 if operands.REST_IS_VALUE else 1)
     again = values * (operands.PRODUCTS - 1) + rest * (operands.REST_PRODUCTS - 1)
-    divided = operands.GROUPED if kernel_args["FORMAT"].plain.RESCALED else 0
+    divided = operands.GROUPED if kernel_args["CONFIG"].plain.FORMAT.RESCALED else 0
     return columns, again, operands.GROUPED + operands.REST + divided
 
 
@@ -145,7 +145,8 @@ def steps(case: LatentCase, backend: str, device: Device, machine: Machine, tile
     else:
         launches = {launch.name: launch for launch in compiling.record(call, tile)}
         decoding = "decode_kernel" in launches
-        tiles = triton_tiles(case, launches["latent_kernel"], decoded=decoding)
+        attention = launches["latent_kernel"]
+        tiles = triton_tiles(case, attention.constants | attention.arguments, decoded=decoding)
         if decoding:
             widths = tiles.row_bytes
             yield decoded(case, launches["decode_kernel"])

@@ -163,11 +163,6 @@ class Walk:
     windowed: bool = False  # masks have a lower bound, too
 
 
-def window_of(call: Any) -> int | None:
-    """The call's window; None also if it is as long as the longest sequence can be, since it hides no key then."""
-    return call.sliding_window if call.sliding_window and call.sliding_window < call.capacity else None
-
-
 def operand_size(call: Any) -> int:
     """Bytes of an element of the operands."""
     return 2 if call.kv_format.quantized else item_size(call.q)
