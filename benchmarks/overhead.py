@@ -26,8 +26,8 @@ from rich.table import Table
 from benchmarks import timing
 from benchmarks.cases.base import Case
 from benchmarks.cases.catalogue import CASES
-from ragged_attention.samples import device_of
 from ragged_attention.testing import environment
+from ragged_attention.tools.samples import device_of
 
 CHOSEN = ("decode_64x4k", "mla_sparse_h16_b8", "mla_prefill_h128_32k")
 ARCH = "sm_90"

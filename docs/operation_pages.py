@@ -1,4 +1,4 @@
-"""Write the generated parts of docs/operations/ from the docstrings of both front ends and docs/support.md.
+"""Write the generated parts of docs/operations/ from the docstrings of the functions and docs/support.md.
 
     python docs/operation_pages.py
 
@@ -8,6 +8,7 @@ functions are read as text.
 """
 
 import ast
+import functools
 import inspect
 import re
 import textwrap
@@ -16,9 +17,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "docs" / "operations"
+SOURCE = ROOT / "src" / "ragged_attention"
 BEGIN, END = "<!-- written by `make docs` -->\n", "<!-- end of what is written -->\n"
 SUPPORT = "<!-- support table: written by `make docs` -->\n", "<!-- end of support table -->\n"
-FRONT_ENDS = ("torch", "jax")
+ARRAYS = {"torch": "torch.Tensor", "jax": "jax.Array"}
+TORCH_ONLY = ("out", "device")
 REMARKS = "what follows the sections"
 SECTIONS = {"Args:": "Arguments", "Returns:": "Returns", "Raises:": "Errors", REMARKS: "Remarks"}
 ABOUT_SUPPORT = """\
@@ -28,32 +31,37 @@ The backends that take each call, in the order in which they are asked; the firs
 CODE = re.compile(r"(`[^`]+`)")
 
 
-def functions(front_end: str) -> dict[str, tuple[str, ast.FunctionDef]]:
-    """The public functions of a front end by name, each with the path of its file; of overloads the last one."""
-    package = ROOT / "src" / "ragged_attention" / front_end
+@functools.cache
+def functions() -> dict[str, tuple[str, ast.FunctionDef]]:
+    """The public functions of both front ends by name, each with the path of its file; of overloads the last one."""
     found: dict[str, tuple[str, ast.FunctionDef]] = {}
-    for imported in ast.parse((package / "__init__.py").read_text()).body:
-        if not isinstance(imported, ast.ImportFrom) or imported.module is None:
-            continue
-        names = {alias.name for alias in imported.names if alias.name == alias.asname}
-        module = package / f"{imported.module.rpartition('.')[2]}.py"
-        for node in ast.parse(module.read_text()).body if names else ():
-            if isinstance(node, ast.FunctionDef) and node.name in names:
-                found[node.name] = (module.relative_to(ROOT).as_posix(), node)
+    for path in sorted((SOURCE / "operations").glob("*.py")):
+        classes = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef))
+        for node in (node for each in classes if each.name != "FrontEnd" for node in each.body):
+            if isinstance(node, ast.FunctionDef):
+                found[node.name] = (path.relative_to(ROOT).as_posix(), node)
     return found
 
 
-def signature(function: ast.FunctionDef) -> str:
-    """A function's first lines as they stand in its file, one argument a line."""
+def offered(front_end: str) -> set[str]:
+    """The names of the functions that a front end's package offers."""
+    body = ast.parse((SOURCE / front_end / "__init__.py").read_text()).body
+    return {ast.unparse(node.targets[0]) for node in body if isinstance(node, ast.Assign)}
+
+
+def signature(function: ast.FunctionDef, front_end: str) -> str:
+    """A function's first lines with the arrays of a front end, one argument a line."""
     given = function.args
     defaults = [None] * (len(given.args) - len(given.defaults)) + list(given.defaults)
-    lines = [_argument(*pair) for pair in zip(given.args, defaults, strict=True)]
+    lines = [_argument(*pair) for pair in zip(given.args, defaults, strict=True)][1:]
     if given.kwonlyargs:
         lines.append("*")
-    lines += [_argument(*pair) for pair in zip(given.kwonlyargs, given.kw_defaults, strict=True)]
+    named = zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    lines += [_argument(*pair) for pair in named if front_end == "torch" or pair[0].arg not in TORCH_ONLY]
     arguments = "".join(f"    {line},\n" for line in lines)
     result = ast.unparse(function.returns) if function.returns else "None"
-    return f"def {function.name}(\n{arguments}) -> {result}\n"
+    text = f"def {function.name}(\n{arguments}) -> {result}\n".replace("Pages[Array]", "Pages")
+    return re.sub(r"\b(Array|Memory)\b", ARRAYS[front_end], text)
 
 
 def _argument(argument: ast.arg, default: ast.expr | None) -> str:
@@ -125,16 +133,11 @@ def support(operation: str) -> str:
 
 def written(operation: str) -> str:
     """The generated part of an operation's page."""
-    found = {front_end: functions(front_end) for front_end in FRONT_ENDS}
-    operations = set(found["torch"])
-    docstrings = {ast.get_docstring(found[front_end][operation][1]) for front_end in FRONT_ENDS}
-    if len(docstrings) != 1 or None in docstrings:
-        raise ValueError(f"expected one docstring of {operation} in both front ends, got {len(docstrings)}")
-    text = "## Signatures\n\n"
-    for front_end in FRONT_ENDS:
-        path, function = found[front_end][operation]
-        text += f"From {front_end}, in [{path}](../../{path}):\n\n```py\n{signature(function)}```\n\n"
-    text += "## What it does\n\n" + described(str(docstrings.pop()), operation, operations)
+    path, function = functions()[operation]
+    text = f"## Signatures\n\nThe function is in [{path}](../../{path}).\n\n"
+    for front_end in ARRAYS:
+        text += f"From {front_end}:\n\n```py\n{signature(function, front_end)}```\n\n"
+    text += "## What it does\n\n" + described(ast.get_docstring(function) or "", operation, set(functions()))
     return f"{text}\n## What runs where\n\n{ABOUT_SUPPORT}\n\n{support(operation)}"
 
 
@@ -148,7 +151,7 @@ def with_written(text: str, part: str) -> str:
 
 def pages() -> dict[Path, str]:
     """The page of every operation as it should be."""
-    parts = {operation: written(operation) for operation in functions("torch")}
+    parts = {operation: written(operation) for operation in functions()}
     paths = {name: PAGES / f"{name}.md" for name in parts}
     return {path: with_written(path.read_text(), parts[name]) for name, path in paths.items()}
 

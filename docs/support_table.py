@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ragged_attention import dispatch
 from ragged_attention.calls import CACHE_FORMATS, FLOATS, QUANTIZED, Device
-from ragged_attention.samples import IndexerSample, LatentSample, Sample, VarlenSample, device_of
+from ragged_attention.tools.samples import IndexerSample, LatentSample, Sample, VarlenSample, device_of
 
 DOCS = Path(__file__).resolve().parent
 PAGE, README, SPARSE = DOCS / "support.md", DOCS.parent / "README.md", DOCS / "sparse_attention.md"

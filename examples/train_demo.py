@@ -21,9 +21,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ragged_attention.demo.model import KINDS, LARGEST_CODE
-from ragged_attention.demo.torch_layers import Tensor, Tensors, forward, forward_by_heads
-from ragged_attention.demo.torch_mla import latent_rows
-from ragged_attention.demo.torch_model import ATTENTIONS
+from ragged_attention.demo.torch_model import GQA, MLA
+
+Tensor = torch.Tensor
+Tensors = dict[str, Tensor]
 
 ROOT = Path(__file__).resolve().parent.parent
 PAPERS = ("README.md", "CONTRIBUTING.md", "docs/*.md", "reference/README.md")
@@ -138,7 +139,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def loss_on(kind: str, weights: Tensors, batch: Tensor) -> Tensor:
     """Nats a byte on pieces of text [B, T + 1]."""
     positions = torch.arange(batch.shape[1] - 1)
-    hidden = forward_by_heads(ATTENTIONS[kind], weights, batch[:, :-1], positions, attend)
+    transformer = MLA if kind == "mla" else GQA
+    hidden = transformer.forward_by_heads(weights, batch[:, :-1], positions, attend)
     logits = hidden @ weights["embed"].T
     return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
@@ -189,10 +191,10 @@ def kv_scales(weights: Tensors, batch: Tensor) -> Tensor:
     largest = torch.zeros(len(weights["latent"]))
 
     def attended(layer: int, h: Tensor) -> Tensor:
-        largest[layer] = latent_rows(weights, layer, h, positions).abs().max()
-        return attend(*ATTENTIONS["mla"].heads(weights, layer, h, positions))
+        largest[layer] = MLA.latent_rows(weights, layer, h, positions).abs().max()
+        return attend(*MLA.heads(weights, layer, h, positions))
 
-    forward(weights, batch, attended)
+    MLA.forward(weights, batch, attended)
     return torch.exp2((largest / LARGEST_CODE).log2().ceil())
 
 

@@ -18,9 +18,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from train_demo import attend, corpus, descend, initial_weights, learning_rate, optimizer_of
 
-from ragged_attention.demo import torch_gqa
-from ragged_attention.demo.torch_layers import forward_by_heads
-from ragged_attention.demo.torch_model import device_named, one_thread
+from ragged_attention.demo.torch_model import GQA, device_named, one_thread
 from ragged_attention.torch import varlen_attention
 
 Weights = dict[str, torch.Tensor]
@@ -53,7 +51,7 @@ def packed_loss(weights: Weights, documents: Documents, backend: str | None = No
             q, k, v, edges, edges, max_q_len=longest, max_kv_len=longest, causal=True, backend=backend
         )
 
-    hidden = forward_by_heads(torch_gqa, weights, tokens, positions, attend_packed)
+    hidden = GQA.forward_by_heads(weights, tokens, positions, attend_packed)
     return F.cross_entropy(hidden @ weights["embed"].T, targets)
 
 
@@ -62,7 +60,7 @@ def padded_loss(weights: Weights, documents: Documents) -> torch.Tensor:
     tokens = torch.nn.utils.rnn.pad_sequence([document[:-1] for document in documents], batch_first=True)
     targets = torch.nn.utils.rnn.pad_sequence([document[1:] for document in documents], True, padding_value=-100)
     positions = torch.arange(tokens.shape[1], device=tokens.device)
-    hidden = forward_by_heads(torch_gqa, weights, tokens, positions, attend)
+    hidden = GQA.forward_by_heads(weights, tokens, positions, attend)
     return F.cross_entropy((hidden @ weights["embed"].T).flatten(0, 1), targets.flatten())
 
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ragged_attention import forking
 from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
+from ragged_attention.host import forking
 from ragged_attention.kernels_cuda import _abi
 from ragged_attention.kernels_cuda._build import compile, toolchain
 from ragged_attention.kernels_cuda._build.compile import Progress, Recipe

@@ -20,9 +20,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ragged_attention._jax_pages import live_edges
 from ragged_attention.calls import dtype_name
 from ragged_attention.errors import InvalidInput
+from ragged_attention.jax_shared.pages import live_edges
 from ragged_attention.kernels_pallas._blocks import (
     LANES,
     cannot_run,
@@ -91,12 +91,6 @@ def heuristic(call: Any) -> Tile:
     return Tile(
         num_keys_per_block=min(keys, round_up(max(width_of(call), 1), LANES)), num_queries_per_block=max(queries, 1)
     )
-
-
-def tuning_key(call: Any) -> str:
-    """The bucket of static facts that a tuned file is keyed by."""
-    where = f"page={call.page_size}" if call.paged else "packed"
-    return f"heads={call.num_heads} d={call.head_dim} q={dtype_name(call.q)} keys={call.key_dtype} {where}"
 
 
 # ---- a call in the kernel's terms

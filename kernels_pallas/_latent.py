@@ -28,10 +28,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.layout import Layout
 from jax.experimental.pallas import tpu as pltpu
 
-from ragged_attention._jax_logits import soft_capped
-from ragged_attention._jax_pages import per_head
 from ragged_attention.calls import MlaDecode, RaggedMlaAttention, SparseMlaPrefill, dtype_name
 from ragged_attention.errors import InvalidInput
+from ragged_attention.jax_shared.logits import soft_capped
+from ragged_attention.jax_shared.pages import per_head
 from ragged_attention.kernels_pallas import _latent_rows
 from ragged_attention.kernels_pallas._blocks import LANES, cannot_run, cdiv, expect_sizes, round_up, written_dtype
 from ragged_attention.kernels_pallas._latent_jobs import Jobs, Tokens, jobs_of, num_tiles

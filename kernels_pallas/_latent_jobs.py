@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ragged_attention._jax_pages import live_edges
+from ragged_attention.jax_shared.pages import live_edges
 from ragged_attention.kernels_pallas._blocks import cdiv
 
 

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ragged_attention import _jax_pages
+from ragged_attention.jax_shared import pages
 
 
 def new_rows(call: Any, k: jax.Array, v: jax.Array) -> list[jax.Array]:
     """K [T, K, D] and V [T, K, D_v] as rows of each array of `call`'s pages, in the pages' dtype."""
-    rows = _jax_pages.new_rows(call, k, v)
+    rows = pages.new_rows(call, k, v)
     return [lax.bitcast_convert_type(bits, call.k_pages_like.dtype) for bits in rows]
 
 
@@ -43,5 +43,5 @@ def slots(call: Any) -> jax.Array:
 
 def slots_from_tables(call: Any, num_tokens: int) -> jax.Array:
     """The slot of each of `num_tokens` packed tokens by the tables of `call`, i32; -1 for one that has none."""
-    page, offset = _jax_pages.addresses_of_tokens(call, num_tokens)
+    page, offset = pages.addresses_of_tokens(call, num_tokens)
     return jnp.where(page < call.num_pages, page * call.page_size + offset, -1)

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ragged_attention._jax_logits import soft_capped
+from ragged_attention.jax_shared.logits import soft_capped
 from ragged_attention.kernels_pallas._blocks import LANES, LN2, LOG2E, MASKED, NOWHERE, cdiv, in_pieces, round_up
 
 CHUNK = 16  # tokens whose heads are turned at a time, so that they stay in registers

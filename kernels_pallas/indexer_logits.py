@@ -8,7 +8,6 @@ from ragged_attention.kernels_pallas import _indexer
 from ragged_attention.kernels_pallas._indexer import FEATURES as FEATURES
 from ragged_attention.kernels_pallas._indexer import Tile as Tile
 from ragged_attention.kernels_pallas._indexer import heuristic as heuristic
-from ragged_attention.kernels_pallas._indexer import tuning_key as tuning_key
 from ragged_attention.kernels_pallas._indexer import why_not as why_not
 
 

@@ -12,7 +12,6 @@ from jax import lax
 from ragged_attention.calls import IndexerTopk
 from ragged_attention.kernels_pallas import _indexer, top_k_indices
 from ragged_attention.kernels_pallas._blocks import cdiv, expect_sizes
-from ragged_attention.kernels_pallas._indexer import tuning_key as tuning_key
 
 FEATURES = _indexer.FEATURES | {"candidate_blocks", "candidate_block_size"}
 CHUNK_BYTES = 64 << 20  # of logits

@@ -35,15 +35,6 @@ class Tile(_latent.Tile):
         expect_sizes(self, num_queries_per_block=(1, 1024))
 
 
-def tuning_key(call: Any) -> str:
-    """The bucket of static facts that a tuned file is keyed by."""
-    keys = f"topk={call.topk}+{call.extra_topk}" if call.sparse else f"page={call.page_size}"
-    return (
-        f"heads={call.num_q_heads}/{call.num_kv_heads} q={call.num_q_tokens} d={call.d_qk}/{call.d_v} "
-        f"cache={call.format} {keys}"
-    )
-
-
 def heuristic(call: Any) -> Tile:
     if call.sparse:
         return Tile(num_keys_per_block=_latent.keys_of_lists(max(call.topk, call.extra_topk)))

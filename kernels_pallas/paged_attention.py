@@ -16,10 +16,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ragged_attention._jax_logits import soft_capped
 from ragged_attention.calls import PagedAttention, dtype_name
 from ragged_attention.errors import InvalidInput
-from ragged_attention.kernels_pallas._blocks import LANES, MASKED, cdiv, expect_sizes, next_power_of_2, round_up
+from ragged_attention.jax_shared.logits import soft_capped
+from ragged_attention.kernels_pallas._blocks import LANES, MASKED, cdiv, expect_sizes, round_up
 from ragged_attention.kernels_pallas._heads_first import (
     BUDGET,
     FEWEST_COLUMNS,
@@ -75,15 +75,6 @@ class Tile:
             raise InvalidInput(f"expected megacore_mode to be one of {modes}, got {self.megacore_mode!r}")
         if not isinstance(self.inline_seq_dim, bool):
             raise TypeError(f"expected inline_seq_dim to be a bool, got {type(self.inline_seq_dim).__name__}")
-
-
-def tuning_key(call: Any) -> str:
-    """The bucket of static facts that a tuned file is keyed by."""
-    return (
-        f"heads={call.num_q_heads}/{call.num_kv_heads} head_dim={call.head_dim} q={dtype_name(call.q)} "
-        f"cache={call.cache_dtype} page={call.page_size} seqs<={next_power_of_2(call.max_num_seqs)} "
-        f"kv<={next_power_of_2(call.capacity)}"
-    )
 
 
 def heuristic(call: Any) -> Tile:

@@ -15,9 +15,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ragged_attention._jax_logits import soft_capped
 from ragged_attention.calls import PrefillAttention, dtype_name
 from ragged_attention.errors import InvalidInput
+from ragged_attention.jax_shared.logits import soft_capped
 from ragged_attention.kernels_pallas._blocks import LANES, MASKED, cdiv, expect_sizes, next_power_of_2
 from ragged_attention.kernels_pallas._heads_first import (
     BUDGET,
@@ -72,15 +72,6 @@ class Tile:
         )  # fmt: skip
         if (rows := self.num_queries_per_block) and (rows < SUBLANES or rows & (rows - 1)):
             raise InvalidInput(f"expected num_queries_per_block to be a power of two from {SUBLANES}, got {rows}")
-
-
-def tuning_key(call: Any) -> str:
-    """The bucket of static facts that a tuned file is keyed by."""
-    return (
-        f"heads={call.num_q_heads}/{call.num_kv_heads} head_dim={call.head_dim} q={dtype_name(call.q)} "
-        f"cache={call.cache_dtype} page={call.page_size} chunk<={next_power_of_2(call.num_tokens)} "
-        f"kv<={next_power_of_2(call.capacity)}"
-    )
 
 
 def heuristic(call: Any) -> Tile:

@@ -34,15 +34,6 @@ class Tile(mla_decode.Tile):
         expect_sizes(self, split_weights_below=(0, 2**31 - 1))
 
 
-def tuning_key(call: Any) -> str:
-    """The bucket of static facts that a tuned file is keyed by."""
-    tokens = next_power_of_2(cdiv(call.num_tokens, max(call.max_num_seqs, 1)))
-    return (
-        f"heads={call.num_q_heads} d={call.d_qk}/{call.d_v} cache={call.code_dtype or call.format} "
-        f"page={call.page_size} tokens_per_seq<={tokens}"
-    )
-
-
 def heuristic(call: Any) -> Tile:
     """As many tokens in a tile as a sequence has on average: a tile computes all of its rows for each sequence."""
     longest = call.num_tokens if call.max_q_len is None else max(call.max_q_len, 1)

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ragged_attention._jax_pages import live_edges, per_head
 from ragged_attention.calls import RaggedPagedAttention, dtype_name, expect_bool
 from ragged_attention.errors import InvalidInput
+from ragged_attention.jax_shared.pages import live_edges, per_head
 from ragged_attention.kernels_pallas import write_kv_pages
 from ragged_attention.kernels_pallas._blocks import (
     LANES,
@@ -76,16 +76,6 @@ class Tile:
             if (value := getattr(self, name)) % LANES:
                 raise InvalidInput(f"expected {name} to be a multiple of {LANES}, got {value}")
         expect_bool("fused_update", self.fused_update)
-
-
-def tuning_key(call: Any) -> str:
-    """The bucket of static facts that a tuned file is keyed by."""
-    tokens = next_power_of_2(cdiv(call.num_tokens, max(call.max_num_seqs, 1)))
-    return (
-        f"heads={call.num_q_heads}/{call.num_kv_heads} head_dim={call.head_dim} q={dtype_name(call.q)} "
-        f"cache={call.cache_dtype} page={call.page_size} tokens_per_seq<={tokens} "
-        f"kv<={next_power_of_2(call.capacity)}"
-    )
 
 
 def heuristic(call: Any) -> Tile:

@@ -13,11 +13,6 @@ FEATURES = frozenset({
 })  # fmt: skip
 
 
-def tuning_key(call: Any) -> str:
-    """The bucket of static facts that a tuned file is keyed by."""
-    return f"heads={call.num_q_heads}/{call.num_kv_heads} d={call.d_qk}/{call.d_v} cache={call.format} topk={call.topk}"
-
-
 def heuristic(call: Any) -> Tile:
     return Tile(num_keys_per_block=_latent.keys_of_lists(call.topk))
 

@@ -67,11 +67,6 @@ def rows_that_fit(num_rows: int, columns: int) -> int:
     return max(1, min(ROWS, num_rows, ROW_BYTES // (4 * max(columns, 1))))
 
 
-def tuning_key(call: Any) -> str:
-    """The bucket of static facts that a tuned file is keyed by."""
-    return f"columns<={1 << max(call.columns - 1, 0).bit_length()} top_k={call.top_k}"
-
-
 def run(call: TopKIndices, tile: Tile, launch: Any) -> Any:
     """Columns [T, top_k]."""
     del launch  # pallas_call launches

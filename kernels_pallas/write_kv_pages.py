@@ -64,15 +64,6 @@ def row_bytes(call: Any) -> int:
     return sum(round_up(count * size, 32) * round_up(dim, LANES) for count, dim in zip(heads, dims, strict=True))
 
 
-def tuning_key(call: Any) -> str:
-    """The bucket of static facts that a tuned file is keyed by."""
-    layout = "combined" if call.combined else "pair"
-    return (
-        f"kv_heads={call.num_kv_heads} head_dim={call.head_dim}/{call.v_head_dim} cache={call.cache_dtype} {layout} "
-        f"tokens<={next_power_of_2(call.num_tokens)}"
-    )
-
-
 def heuristic(call: Any) -> Tile:
     """All tokens, up to 1024, as long as each of the two blocks takes at most a sixteenth of VMEM and 4 MiB."""
     most = max(min(call.device.shared_memory // 16, 4 << 20) // row_bytes(call), 1)

@@ -15,9 +15,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ragged_attention._jax_latents import new_rows
 from ragged_attention.calls import WriteMlaCache
 from ragged_attention.errors import InvalidInput
+from ragged_attention.jax_shared.latents import new_rows
 from ragged_attention.kernels_pallas._blocks import (
     LANES,
     cannot_run,
@@ -65,11 +65,6 @@ def why_not(call: WriteMlaCache) -> str | None:
     if rows % packing:
         return f"takes caches of a multiple of {packing} rows, which share words, got {rows}"
     return None
-
-
-def tuning_key(call: Any) -> str:
-    """The bucket of static facts that a tuned file is keyed by."""
-    return f"row={call.cache.shape[3]} cache={call.format} tokens<={next_power_of_2(call.num_tokens)}"
 
 
 def heuristic(call: Any) -> Tile:

@@ -9,7 +9,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ragged_attention.kernels_triton._formats import INTERPRETED
+from ragged_attention.kernels_triton._constants import INTERPRETED
 
 VERSION = tuple(map(int, re.findall(r"\d+", triton.__version__)[:3]))
 
@@ -38,3 +38,50 @@ def fence_copies(a):
     """
     if FENCELESS and a.shape[0] >= 64 and a.dtype != tl.float32 and compiled_for("sm90"):
         tl.inline_asm_elementwise("fence.proxy.async.shared::cta;\nmov.b32 $0, 0;", "=r", [], tl.int32, False, 1)
+
+
+@triton.jit
+def always(block, begin):
+    """Whether a loop that began at `begin` has reached `block`: always, but the compiler does not know that.
+
+    Placed around a product of queries and keys, the branch ends the compiler's search for products that depend on it.
+    Triton 3.6 to 3.9 otherwise see the product with the values follow, and with eight warps give each warp rows of its
+    own for that product's sake, so that half of the warps compute what the others have computed already.
+    """
+    return block >= begin
+
+
+@triton.jit
+def decoded_at_once(values, readable):
+    """Decoded values [keys, columns], multiplied by 1.
+
+    Without the product, Triton 3.6 to 3.9 decode the codes after they are laid out as an operand: byte by byte, and
+    once more for each product and each warp. In the latent kernel that takes 70 more registers, and spills.
+    """
+    return values * tl.where(readable, 1.0, 0.0).to(values.dtype)[:, None]
+
+
+@triton.jit
+def twice(items):
+    """Each item of [keys] two times in a row, for `beside`."""
+    return tl.reshape(tl.join(items, items), [2 * items.shape[0]])
+
+
+@triton.jit
+def beside(first, second):
+    """[rows, 2 * keys]: the columns of two matrices [rows, keys] in turn, so that one product replaces two.
+
+    Triton 3.6 to 3.9 copy an accumulator of 64 rows and 512 columns between two products that add to it, and spill
+    7 KiB a thread (3.9 on sm_90). The other operand then has each of its rows two times; see `twice`.
+    """
+    return tl.reshape(tl.join(first, second), [first.shape[0], 2 * first.shape[1]])
+
+
+@triton.jit
+def zero_after(l_i):
+    """0, which no compiler knows before the sums `l_i` are complete (they are never negative).
+
+    Indices to which it is added are computed after the loop. Triton 3.6 to 3.9 otherwise compute them before the loop
+    and keep them in registers throughout.
+    """
+    return (tl.min(l_i, 0) < 0).to(tl.int32)

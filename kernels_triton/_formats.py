@@ -9,6 +9,9 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from ragged_attention.kernels_triton._compiler import decoded_at_once as decoded_at_once
+from ragged_attention.kernels_triton._constants import INTERPRETED
+
 
 def e4m3_format(arch: str) -> str:
     """How a GPU decodes e4m3: in hardware, two codes at a time, or one by one."""
@@ -22,21 +25,40 @@ def cache_format(call: Any) -> str:
     return number_format(call.cache_dtype, call.device.arch)
 
 
+def decodes_by_integers(call: Any) -> bool:
+    """Whether kernels decode the cache's e4m3 codes by integer instructions, one code at a time."""
+    return call.kv_format.codes == "float8_e4m3fn" and e4m3_format(call.device.arch) == "e4m3_bits"
+
+
 def number_format(kind: str, arch: str) -> str:
     """The same of numbers of a dtype."""
     if kind == "float8_e4m3fn":
         return e4m3_format(arch)
-    return {"float8_e5m2": "e5m2", "int8": "int8"}.get(kind, "plain")
+    return {"float8_e5m2": "e5m2", "float4_e2m1fn": "e2m1", "int8": "int8"}.get(kind, "plain")
 
 
-def cache_views(call: Any, launch: Any) -> tuple[Any, Any, tuple[int, int, int], tuple[int, int, int], int]:
-    """Both layouts in one form: K and V arrays, strides of (page, slot, head) of each, where V begins in its array."""
-    if call.combined:
-        page, slot, head, _ = launch.strides(call.kv_pages)
-        return call.kv_pages, call.kv_pages, (page, slot, 2 * head), (page, slot, 2 * head), head
-    k_pages, v_pages = call.kv_pages
-    k_strides, v_strides = launch.strides(k_pages)[:3], launch.strides(v_pages)[:3]
-    return k_pages, v_pages, k_strides, v_strides, 0
+def cache_views(call: Any, launch: Any) -> tuple[Any, Any, dict[str, int]]:
+    """The arrays that hold K and V, which are one where the two are interleaved, and the kernels' arguments about them.
+
+    Where they are interleaved, heads 2i and 2i + 1 of the array are K and V of KV head i.
+    """
+    k_pages, v_pages = (call.kv_pages, call.kv_pages) if call.combined else call.kv_pages
+    strides = {}
+    for name, array in {"k": k_pages, "v": v_pages}.items():
+        axes = zip(("page", "slot", "head"), launch.strides(array)[:3], strict=True)
+        strides |= {f"{name}_{axis}_stride": stride for axis, stride in axes}
+    return k_pages, v_pages, strides
+
+
+@triton.jit
+def array_heads(kv_head, COMBINED: tl.constexpr):
+    """The heads of `cache_views`' arrays that are K and V of a KV head."""
+    k_head = kv_head
+    v_head = kv_head
+    if COMBINED:
+        k_head = 2 * kv_head
+        v_head = 2 * kv_head + 1
+    return k_head, v_head
 
 
 def scale_arguments(name: str, scale: Any, stand_in: Any, launch: Any) -> tuple[Any, dict[str, Any]]:
@@ -64,13 +86,12 @@ def divided(numbers, scale):
     return tl.div_rn(numbers, scale - tl.zeros_like(numbers))  # a sum with 0 would lose the sign of -0
 
 
-# The interpreter's own arithmetic has no bfloat16: it multiplies the bits and rounds towards zero.
-INTERPRETED: tl.constexpr = tl.constexpr(not isinstance(load_scale, triton.JITFunction))
-
-
 @triton.jit
 def narrow(x, DTYPE: tl.constexpr):
-    """float32 to a float type of 16 or 32 bits, to nearest even."""
+    """Convert float32 to a float type of 16 or 32 bits, rounding to nearest even.
+
+    The interpreter has no arithmetic for bfloat16: it would round towards zero.
+    """
     if INTERPRETED and tl.bfloat16 == DTYPE:
         bits = x.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -114,16 +135,6 @@ def decode(stored, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
         wide = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
         value = tl.where((code & 0x7F) == 0x7F, float("nan"), wide).to(DTYPE)
     return value
-
-
-@triton.jit
-def decoded_at_once(values, readable):
-    """Decoded values [keys, columns] times 1, for compilers' sake (Triton 3.6 to 3.9).
-
-    Without the product they decode after the values are laid out as an operand: byte by byte, and anew for each dot
-    and each warp. In the latent kernel that takes 70 registers more, and spills.
-    """
-    return values * tl.where(readable, 1.0, 0.0).to(values.dtype)[:, None]
 
 
 @triton.jit

@@ -16,18 +16,13 @@ import triton
 import triton.language as tl
 
 from ragged_attention.kernels_triton import ragged_paged_attention
-from ragged_attention.kernels_triton._formats import cache_format, decode, narrow
-from ragged_attention.kernels_triton._sequences import VARYING, key_range
+from ragged_attention.kernels_triton._formats import decode, narrow
+from ragged_attention.kernels_triton._mask import Mask, MaskKind, Visible, hide, key_range
+from ragged_attention.kernels_triton._rows import Output, QueryArray, Rows, load_rows, logit_scales, store_rows
+from ragged_attention.kernels_triton._sequences import VARYING
 from ragged_attention.kernels_triton._softmax import lost_to_rounding, matmul, online_softmax, soft_capped
-from ragged_attention.kernels_triton._tiles import WGMMA, cdiv, next_power_of_2
-from ragged_attention.kernels_triton.ragged_paged_attention import (
-    SMALLEST_SCALE,
-    Rows,
-    Tile,
-    load_rows,
-    logit_scales,
-    store_rows,
-)
+from ragged_attention.kernels_triton._tiles import WGMMA, cdiv
+from ragged_attention.kernels_triton.ragged_paged_attention import Tile, shape_of
 
 EDGES = 256  # numbers that one program writes
 
@@ -81,11 +76,12 @@ def scaled_kernel(
     k_head_stride, k_page_stride, k_slot_stride, v_head_stride, v_page_stride, v_slot_stride,
     ks_head_stride, ks_page_stride, ks_slot_stride, vs_head_stride, vs_page_stride, vs_slot_stride,
     sm_scale, soft_cap,
-    ALIGN: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, GROUP: tl.constexpr,
-    NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, FORMAT: tl.constexpr,
-    SMALLEST: tl.constexpr, SIGNED: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    ALIGN: tl.constexpr, MASK: tl.constexpr, SHAPE: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, SIGNED: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
     """One block of rows of one KV head and one sequence, over all its keys; padding rows are written as 0."""
+    GROUP: tl.constexpr = SHAPE.GROUP
+    PAGE_SIZE: tl.constexpr = SHAPE.PAGE_SIZE
     seq = tl.program_id(0) // blocks
     kv_head = tl.program_id(1)
     first_row = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_Q  # the last rows see the most keys
@@ -97,26 +93,23 @@ def scaled_kernel(
         tokens = num_tokens
         live = live_rows(kv_len, num_tokens, ALIGN)
     row = first_row + tl.arange(0, BLOCK_Q)
-    position = kv_len - live + row // GROUP
-    first, last = key_range(
-        kv_len - live + first_row // GROUP, kv_len - live + (first_row + BLOCK_Q - 1) // GROUP, kv_len, window, True,
-        HAS_WINDOW,
-    )  # fmt: skip
+    mask = Mask(window, q_ptr, 0, 0)
+    low, high = kv_len - live + first_row // GROUP, kv_len - live + (first_row + BLOCK_Q - 1) // GROUP
+    first, last = key_range(low, high, kv_len, mask, MASK)
     last = tl.where(first_row < live * GROUP, last, first)
-    inner_scale, outer_scale, cap, negative = logit_scales(
-        q_ptr, 0, 1.0, sm_scale, soft_cap, -1, HAS_SOFT_CAP, SMALLEST
-    )
+    inner, cap, outer = logit_scales(sm_scale, soft_cap, HAS_SOFT_CAP)
+    visible = Visible(first, last, low, high, kv_len - live + row // GROUP, kv_len, kv_len - live, q_ptr)
     queries = Rows(row, live * GROUP, seq * tokens, kv_head)
-    q = load_rows(q_ptr, q_token_stride, q_head_stride, queries, negative, SIGNED, GROUP, D, D_PAD)
+    q = load_rows(QueryArray(q_ptr, q_token_stride, q_head_stride), queries, sm_scale < 0, SIGNED, SHAPE)
     k_ptr += kv_head.to(tl.int64) * k_head_stride
     v_ptr += kv_head.to(tl.int64) * v_head_stride
     k_scales_ptr += kv_head.to(tl.int64) * ks_head_stride
     v_scales_ptr += kv_head.to(tl.int64) * vs_head_stride
     table_ptr = page_indices_ptr + seq.to(tl.int64) * table_stride
-    d = tl.arange(0, D_PAD)
+    d = tl.arange(0, SHAPE.D_PAD)
     m_i = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_Q], tl.float32)
-    acc = tl.zeros([BLOCK_Q, D_PAD], tl.float32)
+    acc = tl.zeros([BLOCK_Q, SHAPE.D_PAD], tl.float32)
     for block in range(first // BLOCK_KV * BLOCK_KV, last, BLOCK_KV):
         keys = block + tl.arange(0, BLOCK_KV)
         readable = (keys >= first) & (keys < last)
@@ -124,28 +117,26 @@ def scaled_kernel(
         readable = readable & (page >= 0) & (page < num_pages)
         page = page.to(tl.int64)
         slot = (keys % PAGE_SIZE).to(tl.int64)
-        mask = readable[:, None] & (d < D)[None, :]
-        k = tl.load(k_ptr + (page * k_page_stride + slot * k_slot_stride)[:, None] + d[None, :], mask=mask, other=0)
+        stored = readable[:, None] & (d < SHAPE.D)[None, :]
+        k = tl.load(k_ptr + (page * k_page_stride + slot * k_slot_stride)[:, None] + d[None, :], mask=stored, other=0)
         k_scale = tl.load(k_scales_ptr + page * ks_page_stride + slot * ks_slot_stride, mask=readable, other=0)
-        logits = matmul(q, tl.trans(decode(k, FORMAT, q.dtype)), tl.zeros([BLOCK_Q, BLOCK_KV], tl.float32))
+        logits = matmul(q, tl.trans(decode(k, SHAPE.CODES, q.dtype)), tl.zeros([BLOCK_Q, BLOCK_KV], tl.float32))
         logits = logits * k_scale[None, :]
         if HAS_SOFT_CAP:
-            logits = soft_capped(logits * inner_scale, cap)
-        seen = readable[None, :] & (keys[None, :] <= position[:, None]) & (row < live * GROUP)[:, None]
-        if HAS_WINDOW:
-            seen = seen & (keys[None, :] > position[:, None] - window)
-        logits = tl.where(seen, logits, float("-inf"))
-        weights, alpha, m_i, l_i = online_softmax(logits, m_i, l_i, outer_scale)
-        v = tl.load(v_ptr + (page * v_page_stride + slot * v_slot_stride)[:, None] + d[None, :], mask=mask, other=0)
+            logits = soft_capped(logits * inner, cap)
+        logits = hide(logits, keys, readable, visible, mask, MASK)
+        logits = tl.where((row < live * GROUP)[:, None], logits, float("-inf"))
+        weights, alpha, m_i, l_i = online_softmax(logits, m_i, l_i, outer)
+        v = tl.load(v_ptr + (page * v_page_stride + slot * v_slot_stride)[:, None] + d[None, :], mask=stored, other=0)
         v_scale = tl.load(v_scales_ptr + page * vs_page_stride + slot * vs_slot_stride, mask=readable, other=0)
         weights = weights * v_scale[None, :]
         rounded = narrow(weights, q.dtype)
-        values = decode(v, FORMAT, q.dtype)
+        values = decode(v, SHAPE.CODES, q.dtype)
         acc = matmul(rounded, values, acc * alpha[:, None])
         if q.dtype == tl.bfloat16:  # what rounding the weights lost
             acc = matmul(lost_to_rounding(weights, rounded), values, acc)
     finished = Rows(row, tokens * GROUP, seq * tokens, kv_head)
-    store_rows(out_ptr, lse_ptr, (m_i, l_i, acc), finished, q_ptr, 1.0, False, GROUP, NUM_HEADS, D, D_PAD)
+    store_rows(Output(out_ptr, lse_ptr), (m_i, l_i, acc), finished, q_ptr, 1.0, False, SHAPE)
 
 
 def heuristic(call: Any) -> Tile:
@@ -224,15 +215,9 @@ def attend_scaled(call: Any, tile: Tile, launch: Any, lengths: Any, align: str) 
         sm_scale=call.scale,
         soft_cap=float(call.soft_cap or 1.0),
         ALIGN=align,
-        HAS_WINDOW=window is not None,
+        MASK=MaskKind(CAUSAL=True, HAS_WINDOW=window is not None),
+        SHAPE=shape_of(call, call.head_dim),
         HAS_SOFT_CAP=call.soft_cap is not None,
-        GROUP=call.group,
-        NUM_HEADS=call.num_q_heads,
-        PAGE_SIZE=call.page_size,
-        D=call.head_dim,
-        D_PAD=next_power_of_2(call.head_dim),
-        FORMAT=cache_format(call),
-        SMALLEST=SMALLEST_SCALE,
         SIGNED=call.scale < 0,
         BLOCK_Q=block_q,
         BLOCK_KV=block_kv,

@@ -22,8 +22,8 @@ import triton.language as tl
 VARYING = (
     "blocks", "capacity", "count", "draft_stride", "draft_width", "extra_longest", "extra_num_slots", "first_token",
     "fixed_splits", "longest", "max_num_seqs", "num_entries", "num_kv_tokens", "num_pages", "num_parts", "num_q_tokens",
-    "num_rows", "num_seqs", "num_slots", "num_splits", "num_tokens", "overhead", "rows", "search_steps", "table_stride",
-    "window",
+    "num_rows", "num_seqs", "num_slots", "num_splits", "num_tokens", "overhead", "range_end", "rows", "search_steps",
+    "table_stride", "window",
 )  # fmt: skip
 
 
@@ -112,15 +112,3 @@ def find_segment(block, cu_q_lens_ptr, num_seqs, num_tokens, GROUP: tl.constexpr
         low = tl.where(found, middle, low)
         high = tl.where(found, high, middle)
     return low
-
-
-@triton.jit
-def key_range(low, high, kv_len, window, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """The keys [first, last) that some query at a position in [low, high] sees."""
-    first = 0
-    if HAS_WINDOW:
-        first = tl.maximum(low - window + 1, 0)
-    last = kv_len
-    if CAUSAL:
-        last = tl.minimum(high + 1, kv_len)
-    return first, tl.maximum(last, first)

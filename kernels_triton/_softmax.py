@@ -13,13 +13,12 @@ import triton
 import triton.language as tl
 
 from ragged_attention.kernels_triton._compiler import fence_copies
-from ragged_attention.kernels_triton._formats import INTERPRETED, narrow
+from ragged_attention.kernels_triton._constants import INTERPRETED
+from ragged_attention.kernels_triton._formats import narrow
 from ragged_attention.kernels_triton._sequences import VARYING
 from ragged_attention.kernels_triton._tiles import cdiv
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-
-
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
@@ -42,12 +41,6 @@ def soft_capped(logits, cap):
     small = tl.math.exp2(tl.abs(x) * (-2 * LOG2E))
     closed = cap * ((1 - small) / (1 + small))
     return tl.where(tl.abs(x) < 0.25, logits * series, tl.where(x < 0, -closed, closed))
-
-
-@triton.jit
-def always(block, begin):
-    """True for a loop's `block` from `begin` on; compilers (Triton 3.6 to 3.9) do not see that, nor past the branch."""
-    return block >= begin
 
 
 @triton.jit
@@ -78,6 +71,21 @@ def online_softmax(logits, m_i, l_i, scale):
 
 
 @triton.jit
+def finish(m_i, l_i, sinks_ptr, head, valid, v_scale, HAS_SINKS: tl.constexpr):
+    """(factor, lse) of rows whose last key has been seen: `acc * factor` is the result, `lse` is in natural logarithms
+    and excludes the sink. A row that has seen no key has a factor of 0 and an lse of -inf."""
+    empty = l_i == 0.0
+    m_i = tl.where(empty, 0.0, m_i)
+    l_i = tl.where(empty, 1.0, l_i)
+    denominator = l_i
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + head, mask=valid, other=float("-inf"))
+        denominator += tl.math.exp2(sink * LOG2E - m_i)
+    lse = tl.where(empty, float("-inf"), (m_i + tl.math.log2(l_i)) * LN2)
+    return tl.where(empty, 0.0, v_scale / denominator), lse
+
+
+@triton.jit
 def sum_of_products(a, b, live, AXIS: tl.constexpr):
     """The sum of a * b where `live`, along an axis.
 
@@ -90,17 +98,18 @@ def sum_of_products(a, b, live, AXIS: tl.constexpr):
 
 @triton.jit
 def merge_parts(
-    parts_ptr, lses_ptr, count, part_stride, lse_stride, LSE_UNIT: tl.constexpr,
-    PARTS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    parts_ptr, lses_ptr, count, stride, LSE_UNIT: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr,
+    D_PAD: tl.constexpr,
 ):  # fmt: skip
-    """One row's `count` partial results into (acc [D_PAD], m_i, l_i): acc / l_i is the result, base-2 logits.
+    """Merge one row's `count` partial results into (acc [D_PAD], m_i, l_i): the result is acc / l_i.
 
-    `lses` times LSE_UNIT are in base 2. A part whose lse is -inf is not read.
+    Partial results are `stride` rows apart. Their lses times LSE_UNIT are in base 2, and so are m_i and l_i. A partial
+    result whose lse is -inf is not read. PARTS of them are merged at a time.
     """
     m_i = float("-inf")
     for start in range(0, count, PARTS):
         part = start + tl.arange(0, PARTS)
-        lse = tl.load(lses_ptr + part.to(tl.int64) * lse_stride, mask=part < count, other=float("-inf"))
+        lse = tl.load(lses_ptr + part.to(tl.int64) * stride, mask=part < count, other=float("-inf"))
         m_i = tl.maximum(m_i, tl.max(lse * LSE_UNIT, 0))
     finite = tl.where(m_i == float("-inf"), 0.0, m_i)
     d = tl.arange(0, D_PAD)
@@ -108,11 +117,11 @@ def merge_parts(
     l_i = 0.0
     for start in range(0, count, PARTS):
         part = start + tl.arange(0, PARTS)
-        lse = tl.load(lses_ptr + part.to(tl.int64) * lse_stride, mask=part < count, other=float("-inf"))
+        lse = tl.load(lses_ptr + part.to(tl.int64) * stride, mask=part < count, other=float("-inf"))
         weights = tl.math.exp2(lse * LSE_UNIT - finite)
         # A NaN lse must reach the result, so read unless the lse is -inf rather than if it is above.
         live = (part < count) & (lse != float("-inf"))
-        rows = parts_ptr + part.to(tl.int64) * part_stride
+        rows = parts_ptr + part.to(tl.int64) * stride * D
         values = tl.load(rows[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0).to(tl.float32)
         acc += sum_of_products(weights[:, None], values, live[:, None], 0)
         l_i += tl.sum(weights, 0)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ragged_attention.kernels_triton._formats import narrow
-from ragged_attention.kernels_triton._sequences import Edges, find_segment, key_range, query_edge, segment_edge
+from ragged_attention.kernels_triton._sequences import Edges, find_segment, query_edge, segment_edge
 from ragged_attention.kernels_triton._softmax import LOG2E, matmul, unit_under_cap
 from ragged_attention.kernels_triton._tiles import WGMMA, fit, item_size, next_power_of_2
 
@@ -170,7 +170,13 @@ def find_block(block, own_edges_ptr, other_edges_ptr, num_seqs, num_own, num_oth
 @triton.jit
 def key_blocks(low, high, kv_len, window, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, BLOCK_KV: tl.constexpr):
     """(first, last, edges) for queries at positions [low, high]."""
-    first, last = key_range(low, high, kv_len, window, CAUSAL, HAS_WINDOW)
+    first = 0
+    if HAS_WINDOW:
+        first = tl.maximum(low - window + 1, 0)
+    last = kv_len
+    if CAUSAL:
+        last = tl.minimum(high + 1, kv_len)
+    last = tl.maximum(last, first)
     start = first // BLOCK_KV * BLOCK_KV
     end = tl.maximum((last + BLOCK_KV - 1) // BLOCK_KV * BLOCK_KV, start)
     whole_start = start

@@ -6,6 +6,7 @@ from typing import Any
 from ragged_attention.calls import CacheFormat, MlaDecode
 from ragged_attention.kernels_triton._latent import kernel, plan
 from ragged_attention.kernels_triton._latent.plan import Tile as Tile
+from ragged_attention.kernels_triton._mask import window_of
 from ragged_attention.kernels_triton._tiles import launchable
 
 FEATURES = frozenset({
@@ -25,7 +26,7 @@ def heuristic(call: MlaDecode) -> Tile:
     jobs *= call.num_seqs * call.num_kv_heads
     extra = call.extra_topk > 0
     page_sizes = (call.page_size, call.extra_kv_cache.shape[1]) if extra else (call.page_size,)
-    window = plan.window_of(call)
+    window = window_of(call)
     walk = plan.Walk(dense=not call.sparse, extra=extra, page_sizes=page_sizes, windowed=window is not None)
     keys = call.capacity if window is None else min(call.capacity, window + call.num_q_tokens)
     return plan.tile_for(call, rows, jobs, keys, walk)
@@ -42,7 +43,8 @@ def run(call: MlaDecode, tile: Tile, launch: Any) -> Any:
     if not call.sparse:
         table, lens = launch.packed(call.page_indices), call.kv_lens
         keys = plan.Keys(
-            cache=plan.readable(call.kv_cache, call.layout, launch),
+            cache=plan.readable(call.kv_cache, call.kv_format, launch),
+            form=call.kv_format,
             lists=table,
             list_strides=(launch.strides(table)[0], 0, 0),
             lens=lens,
@@ -50,9 +52,11 @@ def run(call: MlaDecode, tile: Tile, launch: Any) -> Any:
             page_size=call.page_size,
         )
     else:
-        keys = _selected(call.kv_cache, call.layout, call.indices, call.topk_lens, launch)
+        keys = _selected(call.kv_cache, call.kv_format, call.indices, call.topk_lens, launch)
         if call.extra_indices is not None:
-            extra = _selected(call.extra_kv_cache, call.extra_layout, call.extra_indices, call.extra_topk_lens, launch)
+            extra = _selected(
+                call.extra_kv_cache, call.extra_kv_format, call.extra_indices, call.extra_topk_lens, launch
+            )
     q = launch.packed(call.q)
     seq_stride, token_stride, head_stride = launch.strides(q)[:3]
     work = plan.Work(
@@ -68,18 +72,20 @@ def run(call: MlaDecode, tile: Tile, launch: Any) -> Any:
         keys=keys,
         extra=extra,
         schedule=None if tile.invariant else call.schedule,
-        window=plan.window_of(call),
+        window=window_of(call),
         soft_cap=call.soft_cap,
     )
     out, lse, _ = kernel.run(work, tile, launch, max_logits=False)
     return out, lse
 
 
-def _selected(cache: Any, layout: CacheFormat | None, indices: Any, lens: Any, launch: Any) -> plan.Keys:
+def _selected(cache: Any, form: CacheFormat, indices: Any, lens: Any, launch: Any) -> plan.Keys:
+    """A cache, and lists of its slots."""
     lists = launch.packed(indices)
     seq_stride, token_stride, _ = launch.strides(lists)
     return plan.Keys(
-        cache=plan.readable(cache, layout, launch),
+        cache=plan.readable(cache, form, launch),
+        form=form,
         lists=lists,
         list_strides=(seq_stride, token_stride, 0),
         lens=lens,

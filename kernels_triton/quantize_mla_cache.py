@@ -1,4 +1,4 @@
-"""Quantising a latent cache in Triton: row i of what is given goes to slot i of a new cache of bytes."""
+"""Quantising a latent cache in Triton: row i of `kv` goes to slot i of a new cache of bytes."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def why_not(call: QuantizeMlaCache) -> str | None:
 
 def heuristic(call: QuantizeMlaCache) -> Tile:
     num_pages, page_size, _, width = call.kv.shape
-    return write_mla_cache.tile_for(call.format, num_pages * page_size, width)
+    return write_mla_cache.tile_for(call.kv_format, num_pages * page_size, width)
 
 
 def run(call: QuantizeMlaCache, tile: Tile, launch: Any) -> Any:
@@ -26,8 +26,8 @@ def run(call: QuantizeMlaCache, tile: Tile, launch: Any) -> Any:
     row = call.out_shape[3]
     (cache,) = launch(
         write_mla_cache.write_rows_kernel,
-        (cdiv(num_pages * page_size, tile.block_t), write_mla_cache.parts(call.format, 1)),
-        (kv,) * 8,  # there are neither places nor an older cache
+        (cdiv(num_pages * page_size, tile.block_t), write_mla_cache.programs_per_row(call.kv_format, 1)),
+        (kv,) * 8,  # stand-ins, too, for arrays of places and for an older cache
         [(call.out_shape, "uint8")],
         num_tokens=num_pages * page_size,
         slots_stride=0,
@@ -40,7 +40,6 @@ def run(call: QuantizeMlaCache, tile: Tile, launch: Any) -> Any:
         head_stride=row,
         PLACES="rows",
         SCALED=False,
-        CODES="plain",
         KV_PAGE=page_size,
         **write_mla_cache.constants(call, num_pages * page_size, page_size, tile),
     )

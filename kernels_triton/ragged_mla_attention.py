@@ -1,9 +1,9 @@
 """Ragged attention over latents in Triton: the plan of `ragged_paged_attention`, the loop over keys of `_latent`.
 
-The rows of a sequence are its query tokens times the heads, which all share its keys. A program takes a block of them:
+The rows of a sequence are its query tokens times the heads, which all share its keys. A program takes a block of rows:
 of a long sequence over all keys that they see, of a short one (decode, speculative decode) over a part of its keys, and
-`combine_kernel` merges the parts. Both kinds of programs are in one launch, or in two where they have different tiles
-and the host does not know that all sequences are short.
+`combine_kernel` merges the parts. One launch has both kinds of programs; there are two launches if the tiles differ and
+the host does not know that all sequences are short.
 """
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
@@ -17,62 +17,57 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ragged_attention.calls import RaggedMlaAttention, name_in_layout
+from ragged_attention.calls import RaggedMlaAttention
+from ragged_attention.kernels_triton._combine import combine
+from ragged_attention.kernels_triton._compiler import zero_after
+from ragged_attention.kernels_triton._constants import Constants
 from ragged_attention.kernels_triton._formats import load_scale, scale_arguments
 from ragged_attention.kernels_triton._latent import plan
-from ragged_attention.kernels_triton._latent.kernel import logit_scales, row_arguments, sums_by_column
-from ragged_attention.kernels_triton._latent.rows import (
-    Columns,
-    Layout,
-    load_queries,
-    store_columns,
-    store_groups,
-    zero_after,
-    zeros_like,
-)
+from ragged_attention.kernels_triton._latent.kernel import capped_scale, sums_by_column
+from ragged_attention.kernels_triton._latent.operands import operands
+from ragged_attention.kernels_triton._latent.rows import Finished, RowFormat, load_queries, store_groups, zeros_like
 from ragged_attention.kernels_triton._latent.softmax import (
     SEPARATE_QK_ROWS,
     Cache,
-    Features,
     KeyList,
+    Loop,
     Queries,
     Scales,
     Seen,
     attend,
-    finish,
-    no_sums,
+    first_state,
+    lse_in_base_2,
+    restoring_factor,
     sum_of_each_row,
 )
-from ragged_attention.kernels_triton._sequences import (
-    VARYING,
-    count_sequences,
-    find_segment,
-    key_range,
-    segment_edge,
+from ragged_attention.kernels_triton._mask import Mask, MaskKind, key_range, window_of
+from ragged_attention.kernels_triton._sequences import VARYING, count_sequences
+from ragged_attention.kernels_triton._softmax import LOG2E, finish
+from ragged_attention.kernels_triton._splits import (
+    FEW_TOKENS,
+    MAX_SPLITS,
+    SEQUENCES,
+    Batch,
+    Division,
+    find_rows,
+    find_split,
+    merged_at_once,
+    most_tokens,
+    sequences_at_most,
+    splits_at_most,
 )
-from ragged_attention.kernels_triton._softmax import merge_parts
 from ragged_attention.kernels_triton._tiles import (
     cdiv,
     dependent,
     expect_between,
     expect_power_of_two,
     launchable,
-    next_power_of_2,
     overlaps,
 )
-from ragged_attention.kernels_triton.ragged_paged_attention import (
-    FEW_TOKENS,
-    MAX_SPLITS,
-    SEQUENCES,
-    most_tokens,
-    own_parts,
-    parts_of_all,
-    short_sequence,
-)
 
-MANY_TOKENS = 8  # of each sequence, on average, from which on a batch has prompts
-EVEN = 1024  # keys that a sequence can have at most where it does not matter how different their lengths are
-WAVES = 4  # of programs, that parts make at most: more would only take memory
+MANY_TOKENS = 8  # average query tokens per sequence above which a batch is taken to have prompts
+EVEN = 1024  # capacity of a sequence up to which different lengths do not matter
+WAVES = 4  # maximum waves of programs for parts: more would only take memory
 FEATURES = frozenset({
     "num_seqs", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "kv_scale", "return_lse",
     "cache_format", "cache_layout", "out_dtype",
@@ -84,16 +79,16 @@ class Tile:
     """What may be tuned. Rows are query tokens times heads."""
 
     block_h: int = 16  # rows of a program for a sequence that is not short
-    block_kv: int = 32  # its keys per step
+    block_kv: int = 32  # keys per step of such a program
     num_warps: int = 4
     num_stages: int = 2
     split_rows: int = 16  # rows up to which a sequence is short
-    split_block_h: int = 16  # rows of a program for a short one
+    split_block_h: int = 16  # rows of a program for a short sequence
     split_block_kv: int = 32
     split_num_warps: int = 4
     split_num_stages: int = 2
-    num_splits: int = 1  # parts of all short sequences' keys; 1: one a sequence
-    invariant: bool = False  # num_splits are of each sequence, by its own length
+    num_splits: int = 1  # total KV splits across the batch's short sequences; 1 disables splitting
+    invariant: bool = False  # batch-invariant mode: num_splits applies per sequence, by its own length
 
     def __post_init__(self) -> None:
         expect_power_of_two(self, **dict.fromkeys(("block_h", "split_block_h"), (16, 128)))
@@ -104,13 +99,14 @@ class Tile:
 
     @property
     def long(self) -> plan.Tile:
-        """Of sequences that are not short."""
+        """The tile for sequences that are not short."""
         return plan.Tile(
             block_h=self.block_h, block_kv=self.block_kv, num_warps=self.num_warps, num_stages=self.num_stages
         )
 
     @property
     def short(self) -> plan.Tile:
+        """The tile for short sequences."""
         return plan.Tile(
             block_h=self.split_block_h,
             block_kv=self.split_block_kv,
@@ -120,17 +116,16 @@ class Tile:
 
     @property
     def short_rows(self) -> int:
-        """`split_rows` in whole blocks."""
+        """`split_rows`, rounded up to whole blocks."""
         return cdiv(self.split_rows, self.split_block_h) * self.split_block_h
 
 
 def why_not(call: RaggedMlaAttention) -> str | None:
-    walk = plan.Walk(codes=call.code_dtype is not None)
-    return launchable(call, ragged_latent_kernel) or plan.too_wide(call, walk)
+    return launchable(call, ragged_latent_kernel) or plan.too_wide(call, plan.Walk())
 
 
 def heuristic(call: RaggedMlaAttention) -> Tile:
-    """As few rows as suffice; parts of short sequences' keys that fill the GPU."""
+    """As few rows as suffice; enough splits of short sequences' keys to fill the GPU."""
     tokens = cdiv(call.num_tokens, max(call.max_num_seqs, 1)) if call.max_q_len is None else call.max_q_len
     tokens = max(1, tokens) if tokens <= MANY_TOKENS else FEW_TOKENS
     tile = sizes(call, call.num_q_heads * call.num_tokens, call.num_q_heads * tokens)
@@ -145,13 +140,12 @@ def invariant_tile(call: RaggedMlaAttention) -> Tile:
 
 
 def sizes(call: RaggedMlaAttention, rows: int, short_rows: int) -> Tile:
-    """Tiles for so many rows of all sequences together, and for so many of each short one."""
+    """The tile for `rows` rows of all sequences together, and `short_rows` rows of each short sequence; unsplit."""
     walk = plan.Walk(
         dense=True,
         ragged=True,
         page_sizes=(call.page_size,),
-        windowed=plan.window_of(call) is not None,
-        codes=call.code_dtype is not None,
+        windowed=window_of(call) is not None,
     )
     block_h, block_kv, num_warps, num_stages = plan.fitting_sizes(call, rows, walk)
     split_block_h, split_block_kv, split_num_warps, split_num_stages = plan.fitting_sizes(call, short_rows, walk)
@@ -169,13 +163,16 @@ def sizes(call: RaggedMlaAttention, rows: int, short_rows: int) -> Tile:
 
 
 def most_keys(call: RaggedMlaAttention) -> int:
-    """That a short sequence can see."""
-    window = plan.window_of(call)
+    """The most keys that a short sequence can see."""
+    window = window_of(call)
     return call.capacity if window is None else min(call.capacity, window + FEW_TOKENS)
 
 
 def splits(call: RaggedMlaAttention, tile: Tile) -> int:
-    """Parts that end soonest if all sequences are short and of one length; those of others have about as many keys."""
+    """The total number of splits that is fastest if all sequences are short and equally long.
+
+    If lengths differ, each split has about as many keys.
+    """
     keys, blocks = most_keys(call), tile.short_rows // tile.split_block_h
     programs = plan.programs_at_once(call, tile.split_block_h)
     if not 0 < call.max_num_seqs <= SEQUENCES[-1]:
@@ -187,16 +184,17 @@ def splits(call: RaggedMlaAttention, tile: Tile) -> int:
 
 
 @triton.jit
-def chosen(own, ones, others, UNIFORM: tl.constexpr):
-    """The numbers of one tuple or of another, all of them computed before: a branch would hide that they are alike.
+def selected(condition, first, second, UNIFORM: tl.constexpr):
+    """The numbers of one tuple or of the other; both are computed, since a branch would hide that they are uniform.
 
-    That they are alike in all threads a compiler knows after a warp's maximum (UNIFORM), and then they take no thread's
-    registers; without that, 64 rows by 64 keys spilled 80 to 180 bytes (Triton 3.9 on sm_90). Where the first key
-    follows from one, though, Triton loads keys no longer 16 bytes at a time.
+    UNIFORM tells the compiler, by a maximum over a warp, that the numbers are the same in all threads, so that they
+    take no thread's registers. Without it, tiles of 64 rows and 64 keys spill 80 to 180 bytes a thread (Triton 3.9 on
+    sm_90). Where the first key of a block follows from such a number, though, Triton no longer loads keys 16 bytes at a
+    time.
     """
     numbers = ()
-    for index in tl.static_range(len(ones)):
-        number = tl.where(own, ones[index], others[index])
+    for index in tl.static_range(len(first)):
+        number = tl.where(condition, first[index], second[index])
         if UNIFORM:
             number = tl.max(number + tl.zeros([32], tl.int32), 0)
         numbers += (number,)
@@ -204,364 +202,319 @@ def chosen(own, ones, others, UNIFORM: tl.constexpr):
 
 
 @triton.jit
-def find_block(cu_q_lens_ptr, kv_lens_ptr, num_seqs, num_tokens, capacity, SHORT_ROWS: tl.constexpr,
-               NUM_HEADS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_KV: tl.constexpr):  # fmt: skip
-    """(seq, start, q_len, kv_len, row_block, begin, end, count, place) of a program with a block of rows over all keys.
+def find_row_block(batch, NUM_HEADS: tl.constexpr, SHORT_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
+                   BLOCK_KV: tl.constexpr):  # fmt: skip
+    """(seq, start, q_len, kv_len, row_block, begin, end, count, place) of a program with a block of a long sequence's
+    rows over all keys, or of the rows of no sequence, which see no keys.
 
-    A sequence that is not short, or none, without keys; its first token and its lengths; which block of its rows; then
-    the blocks of its keys [begin, end), how many parts these are and where they are kept. `q_len` is 0 where there is
-    nothing to do.
+    `row_block` is the number of the block in its sequence, [begin, end) are the blocks of keys, `count` is the number
+    of splits (one) and `place` where they would be stored. `q_len` is 0 where there is nothing to do.
     """
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows see the most keys: they come first
-    segment = find_segment(block, cu_q_lens_ptr, num_seqs, num_tokens, NUM_HEADS, BLOCK_H)
-    seq = segment - 1
-    live = (seq >= 0) & (seq < num_seqs)
-    start = segment_edge(cu_q_lens_ptr, segment, num_seqs, num_tokens)
-    q_len = tl.maximum(segment_edge(cu_q_lens_ptr, segment + 1, num_seqs, num_tokens) - start, 0)
-    row_block = block - (start * NUM_HEADS // BLOCK_H + segment)
-    kv_len = tl.load(kv_lens_ptr + seq, mask=live, other=0)
-    q_len = tl.where((row_block >= 0) & ((q_len * NUM_HEADS > SHORT_ROWS) | (live == 0)), q_len, 0)
-    kv_len = tl.minimum(tl.maximum(kv_len, 0), capacity)
-    return tl.where(live, seq, 0), start, q_len, kv_len, row_block, 0, (kv_len + BLOCK_KV - 1) // BLOCK_KV, 1, 0
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows see the most keys: begin with them
+    seq, start, q_len, first_row, live = find_rows(block, batch, NUM_HEADS, BLOCK_H)
+    kv_len = tl.load(batch.kv_lens_ptr + seq, mask=live, other=0)
+    q_len = tl.where((first_row >= 0) & ((q_len * NUM_HEADS > SHORT_ROWS) | (live == 0)), q_len, 0)
+    kv_len = tl.minimum(tl.maximum(kv_len, 0), batch.capacity)
+    end = (kv_len + BLOCK_KV - 1) // BLOCK_KV
+    return tl.where(live, seq, 0), start, q_len, kv_len, first_row // BLOCK_H, 0, end, 1, 0
 
 
 @triton.jit
-def before(counts, seq, SEQS: tl.constexpr):
-    """The parts of the sequences before one that have several: only these are kept."""
-    earlier = (tl.arange(0, SEQS) < seq) & (counts > 1)
-    return tl.sum(tl.where(earlier, counts, 0), 0)
-
-
-@triton.jit
-def find_part(
-    cu_q_lens_ptr, kv_lens_ptr, num_seqs, num_tokens, max_num_seqs, capacity, window, num_splits,
-    HAS_WINDOW: tl.constexpr, CAUSAL: tl.constexpr, SHORT_ROWS: tl.constexpr, NUM_HEADS: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_KV: tl.constexpr, WHOLE: tl.constexpr, MIN_BLOCKS: tl.constexpr, SEQS: tl.constexpr,
-    OWN: tl.constexpr,
-):  # fmt: skip
-    """The same of a program with a block of a short sequence's rows, over a part of its keys."""
-    ROW_BLOCKS: tl.constexpr = SHORT_ROWS // BLOCK_H
-    entry = tl.program_id(0) // ROW_BLOCKS
-    seq = entry
-    part = 0
-    count = 1
-    each = 0
-    place = entry
-    if OWN:
-        seq = entry // num_splits
-        part = entry % num_splits
-    elif not WHOLE:
-        counts, each = parts_of_all(
-            cu_q_lens_ptr, kv_lens_ptr, num_seqs, num_tokens, max_num_seqs, capacity, window, num_splits,
-            HAS_WINDOW, CAUSAL, NUM_HEADS, SHORT_ROWS, BLOCK_KV, MIN_BLOCKS, SEQS, False,
-        )  # fmt: skip
-        ends = tl.cumsum(counts, 0)
-        seq = tl.sum((ends <= entry).to(tl.int32), 0)
-        own = tl.arange(0, SEQS) == seq
-        count = tl.sum(tl.where(own, counts, 0), 0)
-        part = entry - tl.sum(tl.where(own, ends, 0), 0) + count
-        place = before(counts, seq, SEQS) + part
-    start, q_len, kv_len, first, last = short_sequence(
-        seq, cu_q_lens_ptr, kv_lens_ptr, num_seqs, num_tokens, max_num_seqs, capacity, window, HAS_WINDOW, CAUSAL,
-        NUM_HEADS, SHORT_ROWS, False,
-    )  # fmt: skip
-    if OWN:
-        count, each = own_parts(q_len * NUM_HEADS, first, last, num_splits, SHORT_ROWS, BLOCK_KV, MIN_BLOCKS)
-        q_len = tl.where(part < count, q_len, 0)
+def find_key_split(batch, mask, num_splits, ranges_ptr, KIND: tl.constexpr, DIVISION: tl.constexpr,
+                   BLOCK_H: tl.constexpr):  # fmt: skip
+    """The same numbers of a program with a block of a short sequence's rows over one split of its keys."""
+    ROW_BLOCKS: tl.constexpr = DIVISION.SHORT_ROWS // BLOCK_H
+    split = find_split(tl.program_id(0) // ROW_BLOCKS, batch, mask, num_splits, ranges_ptr, KIND, DIVISION)
+    begin = split.first // DIVISION.BLOCK_KV
+    end = (split.last + DIVISION.BLOCK_KV - 1) // DIVISION.BLOCK_KV
+    if DIVISION.SPLIT_KV:
+        begin += split.index * split.blocks
+        end = tl.where(split.count > 1, tl.minimum(begin + split.blocks, end), end)
     row_block = tl.program_id(0) % ROW_BLOCKS
-    begin = first // BLOCK_KV
-    end = (last + BLOCK_KV - 1) // BLOCK_KV
-    if not WHOLE:
-        begin += part * each
-        end = tl.where(count > 1, tl.minimum(begin + each, end), end)
-    return seq, start, q_len, kv_len, row_block, begin, end, count, place
+    return split.seq, split.start, split.q_len, split.kv_len, row_block, begin, end, split.count, split.place
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Config(Constants):
+    """What a launch of the kernel is compiled for."""
+
+    FORMAT: RowFormat
+    LOOP: Loop
+    MASK: MaskKind
+    DIVISION: Division
+    NUM_HEADS: int
+    BLOCK_H: int  # rows of a program
+    DV: int  # columns of a result
+    CAP_UNIT: float  # see `unit_under_cap`
+    HAS_SHORT: bool  # whether the launch has programs for short sequences
+    HAS_LONG: bool  # whether it has programs for long ones, and for the rows of none
+    HAS_NUM_SEQS: bool
+    HAS_SINKS: bool
+    KV_SCALE_STRIDE: int  # see `load_scale`
+    PDL: bool  # programmatic dependent launch: this kernel and the one before it may overlap
 
 
 @triton.jit(do_not_specialize=VARYING)
 def ragged_latent_kernel(
     q_ptr, cache_ptr, kv_lens_ptr, page_indices_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr, kv_scale_ptr,
-    given_out_ptr, given_lse_ptr, parts_ptr, part_lses_ptr, out_ptr, lse_ptr,
+    given_out_ptr, given_lse_ptr, parts_ptr, part_lses_ptr, ranges_ptr, out_ptr, lse_ptr,
     num_tokens, max_num_seqs, capacity, window, num_slots, table_stride, q_token_stride, q_head_stride,
-    page_stride, slot_stride, logit_scale, soft_cap, capped_scale, kv_scale_factor, num_splits, num_parts,
-    KV_SCALE_STRIDE: tl.constexpr, HAS_NUM_SEQS: tl.constexpr, HAS_SINKS: tl.constexpr, CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, FORMAT: tl.constexpr, CODES: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, PAGE_UNIT: tl.constexpr, NUM_HEADS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
-    GROUPS: tl.constexpr, WIDTH: tl.constexpr, D_V: tl.constexpr, D_REST: tl.constexpr, D_REST_PAD: tl.constexpr,
-    GROUP_PARTS: tl.constexpr, PARTS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_KV: tl.constexpr,
-    SUMS_BY_COLUMN: tl.constexpr, SHORT: tl.constexpr, LONG: tl.constexpr, SHORT_ROWS: tl.constexpr,
-    WHOLE: tl.constexpr, MIN_BLOCKS: tl.constexpr, SEQS: tl.constexpr, OWN: tl.constexpr, PDL: tl.constexpr,
+    page_stride, slot_stride, logit_scale, soft_cap, kv_scale_factor, num_splits, num_parts, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_H rows of a short sequence, over a part of its keys, or of one that is not, or of none, over all its keys.
+    """BLOCK_H rows of a short sequence, over one split of its keys, or of a long one or of none, over all its keys.
 
-    SHORT and LONG say which of both there are programs for; the first `num_parts` times the blocks of SHORT_ROWS are
-    for the former. Rows of several parts go to parts [places, SHORT_ROWS, DV] float32, normalised, with their base-2
-    lse beside them. If WHOLE every sequence is one part.
+    Programs of short sequences come first: `num_parts` for each block of SHORT_ROWS. The rows of a sequence with
+    several splits go to parts [splits, SHORT_ROWS, DV] float32, normalised, with their base-2 lse beside them.
     """
-    if PDL:
+    LOOP: tl.constexpr = CONFIG.LOOP
+    FORMAT: tl.constexpr = CONFIG.FORMAT
+    OPERANDS: tl.constexpr = LOOP.OPERANDS
+    KIND: tl.constexpr = CONFIG.MASK
+    NUM_HEADS: tl.constexpr = CONFIG.NUM_HEADS
+    BLOCK_H: tl.constexpr = CONFIG.BLOCK_H
+    BLOCK_KV: tl.constexpr = LOOP.BLOCK_KV
+    SHORT_ROWS: tl.constexpr = CONFIG.DIVISION.SHORT_ROWS
+    if CONFIG.PDL:
         gdc_launch_dependents()
-    num_seqs = count_sequences(num_seqs_ptr, max_num_seqs, HAS_NUM_SEQS)
-    if LONG:
-        found = find_block(
-            cu_q_lens_ptr, kv_lens_ptr, num_seqs, num_tokens, capacity, SHORT_ROWS, NUM_HEADS, BLOCK_H, BLOCK_KV
-        )
-    if SHORT:
-        part = find_part(
-            cu_q_lens_ptr, kv_lens_ptr, num_seqs, num_tokens, max_num_seqs, capacity, window, num_splits,
-            HAS_WINDOW, CAUSAL, SHORT_ROWS, NUM_HEADS, BLOCK_H, BLOCK_KV, WHOLE, MIN_BLOCKS, SEQS, OWN,
-        )  # fmt: skip
-        if LONG:
-            found = chosen(tl.program_id(0) < num_parts * (SHORT_ROWS // BLOCK_H), part, found, not HAS_WINDOW)
+    num_seqs = count_sequences(num_seqs_ptr, max_num_seqs, CONFIG.HAS_NUM_SEQS)
+    batch = Batch(cu_q_lens_ptr, kv_lens_ptr, num_seqs, max_num_seqs, num_tokens, capacity)
+    mask = Mask(window, cu_q_lens_ptr, 0, 0)
+    if CONFIG.HAS_LONG:
+        work = find_row_block(batch, NUM_HEADS, SHORT_ROWS, BLOCK_H, BLOCK_KV)
+    if CONFIG.HAS_SHORT:
+        split = find_key_split(batch, mask, num_splits, ranges_ptr, KIND, CONFIG.DIVISION, BLOCK_H)
+        if CONFIG.HAS_LONG:
+            is_short = tl.program_id(0) < num_parts * (SHORT_ROWS // BLOCK_H)
+            work = selected(is_short, split, work, not KIND.HAS_WINDOW)
         else:
-            found = chosen(True, part, part, not HAS_WINDOW)
-    seq, start, q_len, kv_len, row_block, begin, end, count, place = found  # pyright: ignore[reportAssignmentType]
+            work = selected(True, split, split, not KIND.HAS_WINDOW)
+    seq, start, q_len, kv_len, row_block, begin, end, count, place = work  # pyright: ignore[reportAssignmentType]
     first_row = row_block * BLOCK_H
     num_rows = q_len * NUM_HEADS
     if first_row < num_rows:
         row = first_row + tl.arange(0, BLOCK_H)
         valid = row < num_rows
-        earlier = kv_len - q_len  # keys, before the first query's own
-        low = earlier + first_row // NUM_HEADS
-        high = earlier + tl.minimum((first_row + BLOCK_H - 1) // NUM_HEADS, q_len - 1)
-        first, last = key_range(low, high, kv_len, window, CAUSAL, HAS_WINDOW)
+        num_old = kv_len - q_len  # keys before the first query's own
+        low = num_old + first_row // NUM_HEADS
+        high = num_old + tl.minimum((first_row + BLOCK_H - 1) // NUM_HEADS, q_len - 1)
+        first, last = key_range(low, high, kv_len, mask, KIND)
         begin = tl.maximum(begin, first // BLOCK_KV)
         end = tl.minimum(end, (last + BLOCK_KV - 1) // BLOCK_KV)
-        ALIKE: tl.constexpr = NUM_HEADS % BLOCK_H == 0  # all rows are of one token, and see the keys [first, last)
-        limit = earlier + row // NUM_HEADS + 1
+        limit = num_old + row // NUM_HEADS + 1
         token = (start + row // NUM_HEADS).to(tl.int64)
         q_rows = q_ptr + token * q_token_stride + (row % NUM_HEADS).to(tl.int64) * q_head_stride
-        kv_scale = load_scale(kv_scale_ptr, 0, kv_scale_factor, KV_SCALE_STRIDE)
-        REST_IS_VALUE: tl.constexpr = FORMAT == "fp8_v32" and DV > D_V
-        groups, lost, q_rest, lost_rest, unit = load_queries(
-            q_rows, valid, Columns(GROUPS, WIDTH, D_V, D_REST, D_REST_PAD, GROUP_PARTS, PARTS), FORMAT
-        )
-        m_i = tl.full([BLOCK_H], float("-inf"), tl.float32)
-        acc = (tl.zeros([BLOCK_H, WIDTH], tl.float32),) * GROUPS
-        acc_rest = tl.zeros([BLOCK_H, D_REST_PAD], tl.float32)
-        state = (m_i, m_i, no_sums(m_i, BLOCK_KV, SUMS_BY_COLUMN), acc, acc_rest)
-        # See `_latent.kernel` for why queries that were computed go around a loop of one turn.
-        AROUND: tl.constexpr = (FORMAT == "fp8_v32" or FORMAT == "codes") and BLOCK_H >= SEPARATE_QK_ROWS
+        kv_scale = load_scale(kv_scale_ptr, 0, kv_scale_factor, CONFIG.KV_SCALE_STRIDE)
+        groups, lost, q_rest, lost_rest, unit = load_queries(q_rows, valid, OPERANDS)
+        state = first_state(BLOCK_H, LOOP)
+        # See `_latent.kernel` for why a loop of one iteration carries queries that were computed.
+        CARRIED: tl.constexpr = (OPERANDS.DIVIDED or FORMAT.FOLDED) and BLOCK_H >= SEPARATE_QK_ROWS
         once = 1
-        if AROUND:
+        if CARRIED:
             once = tl.minimum(num_rows - first_row, 1)
         for _ in range(once):
             state = attend(
                 Queries(groups, lost, q_rest, lost_rest, unit), state,
                 Cache(cache_ptr, page_stride, slot_stride, num_slots),
                 KeyList(page_indices_ptr + seq.to(tl.int64) * table_stride, begin, end, first, last),
-                Seen(limit - window, limit), Scales(logit_scale * kv_scale, soft_cap, capped_scale),
-                Features(False, CAUSAL and not ALIKE, HAS_WINDOW and not ALIKE, HAS_SOFT_CAP, REST_IS_VALUE),
-                Layout(FORMAT, CODES, PAGE_SIZE, PAGE_UNIT),
-                Columns(GROUPS, WIDTH, D_V, D_REST, D_REST_PAD, GROUP_PARTS, PARTS), BLOCK_KV,
+                Seen(limit - window, limit), Scales(logit_scale * kv_scale, soft_cap, LOG2E / CONFIG.CAP_UNIT),
+                FORMAT, LOOP,
             )  # fmt: skip
-            if AROUND:
+            if CARRIED:
                 groups = zeros_like(groups)
         m_i, largest, sums, acc, acc_rest = state
         l_i = sum_of_each_row(sums)
-        regain = tl.full([BLOCK_H], 1.0, tl.float32)
-        if FORMAT == "fp8_v32":
-            regain = tl.math.exp2(tl.where(l_i == 0.0, 0.0, largest - m_i))
+        restored = restoring_factor(m_i, l_i, largest, FORMAT.RESCALED)
         row = first_row + zero_after(l_i) + tl.arange(0, BLOCK_H)
         valid = row < num_rows
-        if WHOLE or count == 1:
-            factor, lse, _m_i = finish(m_i, l_i, sinks_ptr, row % NUM_HEADS, valid, HAS_SINKS)
-            factor *= kv_scale
+        if not CONFIG.DIVISION.SPLIT_KV or count == 1:
+            factor, lse = finish(m_i, l_i, sinks_ptr, row % NUM_HEADS, valid, kv_scale, CONFIG.HAS_SINKS)
             index = start.to(tl.int64) * NUM_HEADS + row
-            store_groups(out_ptr, index, acc, acc_rest, factor * regain, factor, valid, WIDTH, D_V, REST_IS_VALUE, DV)
+            store_groups(out_ptr, index, Finished(acc, factor * restored, acc_rest, factor), valid, OPERANDS,
+                         OPERANDS.REST_IS_VALUE, CONFIG.DV)  # fmt: skip
             tl.store(lse_ptr + index, lse, mask=valid)
         else:
-            l_i = tl.where(l_i == 0.0, 1.0, l_i)  # then acc is 0 and m_i is -inf
-            factor = 1.0 / l_i
+            factor = 1.0 / tl.where(l_i == 0.0, 1.0, l_i)
             index = place.to(tl.int64) * SHORT_ROWS + row
-            store_groups(parts_ptr, index, acc, acc_rest, factor * regain, factor, valid, WIDTH, D_V, REST_IS_VALUE, DV)
-            tl.store(part_lses_ptr + index, m_i + tl.math.log2(l_i), mask=valid)
-    if PDL and SHORT and not LONG:  # what comes next has waited for this launch only, and must find the other's rows
-        gdc_wait()
+            store_groups(parts_ptr, index, Finished(acc, factor * restored, acc_rest, factor), valid, OPERANDS,
+                         OPERANDS.REST_IS_VALUE, CONFIG.DV)  # fmt: skip
+            tl.store(part_lses_ptr + index, lse_in_base_2(m_i, l_i), mask=valid)
+    if CONFIG.PDL and CONFIG.HAS_SHORT and not CONFIG.HAS_LONG:  # what follows waits for this launch only, and must
+        gdc_wait()  # find the rows of the launch before it too
 
 
-@triton.jit(do_not_specialize=VARYING)
-def combine_kernel(
-    parts_ptr, part_lses_ptr, kv_lens_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr, kv_scale_ptr,
-    given_out_ptr, given_lse_ptr, out_ptr, lse_ptr,
-    num_tokens, max_num_seqs, capacity, window, kv_scale_factor, num_splits,
-    KV_SCALE_STRIDE: tl.constexpr, HAS_NUM_SEQS: tl.constexpr, HAS_SINKS: tl.constexpr, CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, NUM_HEADS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_KV: tl.constexpr,
-    SHORT_ROWS: tl.constexpr, MIN_BLOCKS: tl.constexpr, SEQS: tl.constexpr, MERGED: tl.constexpr, OWN: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """One row of a short sequence of several parts, or some: these, in order, into the result."""
-    if PDL:
-        gdc_wait()
-    seq = tl.program_id(0)
-    first_row = tl.program_id(1)
-    num_seqs = count_sequences(num_seqs_ptr, max_num_seqs, HAS_NUM_SEQS)
-    start, q_len, _, first, last = short_sequence(
-        seq, cu_q_lens_ptr, kv_lens_ptr, num_seqs, num_tokens, max_num_seqs, capacity, window, HAS_WINDOW, CAUSAL,
-        NUM_HEADS, SHORT_ROWS, False,
-    )  # fmt: skip
-    num_rows = q_len * NUM_HEADS
-    if first_row < num_rows:
-        if OWN:
-            count, _ = own_parts(num_rows, first, last, num_splits, SHORT_ROWS, BLOCK_KV, MIN_BLOCKS)
-            place = seq * num_splits
-        else:
-            counts, _ = parts_of_all(
-                cu_q_lens_ptr, kv_lens_ptr, num_seqs, num_tokens, max_num_seqs, capacity, window, num_splits,
-                HAS_WINDOW, CAUSAL, NUM_HEADS, SHORT_ROWS, BLOCK_KV, MIN_BLOCKS, SEQS, False,
-            )  # fmt: skip
-            count = tl.sum(tl.where(tl.arange(0, SEQS) == seq, counts, 0), 0)
-            place = before(counts, seq, SEQS)
-        kv_scale = load_scale(kv_scale_ptr, 0, kv_scale_factor, KV_SCALE_STRIDE)
-        for row in range(first_row, tl.where(count > 1, num_rows, 0), tl.num_programs(1)):
-            index = place.to(tl.int64) * SHORT_ROWS + row
-            acc, m_i, l_i = merge_parts(
-                parts_ptr + index * DV, part_lses_ptr + index, count, SHORT_ROWS * DV, SHORT_ROWS, 1.0, MERGED, DV,
-                DV_PAD,
-            )  # fmt: skip
-            zero = tl.zeros([1], tl.float32)
-            valid = tl.full([1], 1, tl.int1)
-            heads = row % NUM_HEADS + tl.zeros([1], tl.int32)
-            factor, lse, _m_i = finish(m_i + zero, l_i + zero, sinks_ptr, heads, valid, HAS_SINKS)
-            out_index = start.to(tl.int64) * NUM_HEADS + row + tl.zeros([1], tl.int64)
-            store_columns(out_ptr, out_index, acc[None, :], factor * kv_scale, valid, 0, DV, DV)
-            tl.store(lse_ptr + out_index, lse)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shared:
+    """What the launches of one call have in common."""
+
+    arrays: tuple[Any, ...]
+    numbers: dict[str, Any]
+    constants: dict[str, Any]  # of `Config`
 
 
-def shared_arguments(call: RaggedMlaAttention, tile: Tile, scale: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of both kernels."""
-    window = plan.window_of(call)
-    return {
+def shared_by_launches(call: RaggedMlaAttention, launch: Any) -> Shared:
+    """The arrays, numbers and constants of a call; q stands for arrays that are absent."""
+    q = launch.packed(call.q)
+    page_indices, cu_q_lens, kv_lens = map(launch.packed, (call.page_indices, call.cu_q_lens, call.kv_lens))
+    cache = plan.readable(call.kv_cache, call.kv_format, launch)
+    kv_scale, scale_numbers = scale_arguments("kv_scale", call.kv_scale, q, launch)
+    kv_scale_stride = scale_numbers.pop("KV_SCALE_STRIDE")
+    num_seqs = kv_lens if call.num_seqs is None else call.num_seqs
+    sinks = q if call.sinks is None else launch.packed(call.sinks)
+    table_stride, window = launch.strides(page_indices)[0], window_of(call)
+    keys = plan.Keys(
+        cache=cache,
+        form=call.kv_format,
+        lists=page_indices,
+        list_strides=(table_stride, 0, 0),
+        lens=kv_lens,
+        longest=call.capacity,
+        page_size=call.page_size,
+    )
+    scales, cap_unit = capped_scale(call.scale, call.soft_cap)
+    where = keys.addresses(launch)
+    numbers = {
         "num_tokens": call.num_tokens,
         "max_num_seqs": call.max_num_seqs,
         "capacity": call.capacity,
         "window": window or 0,
-        "HAS_WINDOW": window is not None,
-        "HAS_NUM_SEQS": call.num_seqs is not None,
-        "HAS_SINKS": call.sinks is not None,
-        "CAUSAL": bool(call.causal),
+        "table_stride": table_stride,
+        **{name: where[name] for name in ("page_stride", "slot_stride", "num_slots")},
+        **dict(zip(("q_token_stride", "q_head_stride"), launch.strides(q), strict=False)),
+        **scales,
+        **scale_numbers,
+    }
+    constants = {
+        "FORMAT": keys.row_format(call.device.arch, launch),
+        "MASK": MaskKind(CAUSAL=bool(call.causal), HAS_WINDOW=window is not None),
         "NUM_HEADS": call.num_q_heads,
         "DV": call.d_v,
-        "DV_PAD": next_power_of_2(call.d_v),
-        "SHORT_ROWS": tile.short_rows,
+        "CAP_UNIT": cap_unit,
+        "HAS_NUM_SEQS": call.num_seqs is not None,
+        "HAS_SINKS": call.sinks is not None,
+        "KV_SCALE_STRIDE": kv_scale_stride,
         "PDL": overlaps(call),
-        **scale,
     }
+    return Shared((q, cache, kv_lens, page_indices, cu_q_lens, num_seqs, sinks, kv_scale), numbers, constants)
 
 
-def body_arguments(call: RaggedMlaAttention, body: plan.Tile) -> dict[str, Any]:
-    """The attention kernel's arguments that follow from the tile of one of its launches."""
-    layout = name_in_layout(call.layout) if call.code_dtype is None else "codes"
-    return {
-        **row_arguments(call, layout, body.block_h),
-        "BLOCK_H": body.block_h,
-        "BLOCK_KV": body.block_kv,
-        "SUMS_BY_COLUMN": sums_by_column(call, layout, body),
+def division_of(call: RaggedMlaAttention, tile: Tile, block_kv: int, *, splits: bool) -> Division:
+    """How the work of a launch is divided; `splits` if it has programs for short sequences."""
+    split_kv = splits and tile.num_splits > 1
+    balanced = split_kv and not tile.invariant
+    return Division(
+        GROUP=call.num_q_heads,
+        SHORT_ROWS=tile.short_rows,
+        BLOCK_KV=block_kv,
+        SPLIT_KV=split_kv,
+        BATCH_INVARIANT=split_kv and tile.invariant,
+        COMPACT=balanced,
+        MIN_BLOCKS=cdiv(plan.OWN_SPLIT if tile.invariant else plan.MIN_SPLIT, block_kv) if split_kv else 1,
+        MAX_SEQS=sequences_at_most(call.max_num_seqs) if balanced else 1,
+    )
+
+
+def launch_arguments(
+    call: RaggedMlaAttention, tile: Tile, body: plan.Tile, shared: Shared, *, short: bool, long: bool
+) -> dict[str, Any]:
+    """The options and the constants of a launch, for the sequences that are named."""
+    return shared.numbers | {
+        "num_splits": tile.num_splits,
         "num_warps": body.num_warps,
         "num_stages": body.num_stages,
+        "CONFIG": Config(
+            LOOP=Loop(
+                SPARSE=False,
+                # Where a block's rows are of one token, they all see the keys [first, last) of the block.
+                CAUSAL=bool(call.causal) and call.num_q_heads % body.block_h != 0,
+                HAS_WINDOW=window_of(call) is not None and call.num_q_heads % body.block_h != 0,
+                HAS_SOFT_CAP=call.soft_cap is not None,
+                BLOCK_KV=body.block_kv,
+                SUMS_BY_COLUMN=sums_by_column(call, call.kv_format, body),
+                OPERANDS=operands(call, body.block_h),
+            ),
+            DIVISION=division_of(call, tile, body.block_kv, splits=short),
+            BLOCK_H=body.block_h,
+            HAS_SHORT=short,
+            HAS_LONG=long,
+            **shared.constants,
+        ),
     }
 
 
-def address_arguments(call: RaggedMlaAttention, cache: Any, table: Any, q: Any, launch: Any) -> dict[str, Any]:
-    """Its arguments about where queries, rows and tables lie."""
-    table_stride = launch.strides(table)[0]
-    keys = plan.Keys(
-        cache=cache,
-        lists=table,
-        list_strides=(table_stride, 0, 0),
-        lens=call.kv_lens,
-        longest=call.capacity,
-        page_size=call.page_size,
-    )
-    where = keys.addresses(launch)
-    return {
-        **{name: where[name] for name in ("page_stride", "slot_stride", "num_slots", "PAGE_UNIT")},
-        "table_stride": table_stride,
-        **dict(zip(("q_token_stride", "q_head_stride"), launch.strides(q), strict=False)),
-        "PAGE_SIZE": call.page_size,
-    }
-
-
-def decodes(call: RaggedMlaAttention, tile: Tile) -> bool:
+def all_are_short(call: RaggedMlaAttention, tile: Tile) -> bool:
     """Whether all sequences are short, as far as the host knows."""
     return most_tokens(call) * call.num_q_heads <= tile.short_rows
 
 
 def long_programs(call: RaggedMlaAttention, body: plan.Tile) -> int:
-    """As many as blocks of rows can be; see `find_segment`."""
+    """The most blocks of rows that there can be, see `find_segment`: one program for each."""
     return call.num_tokens * call.num_q_heads // body.block_h + call.max_num_seqs + 2
 
 
-def run_long(call: RaggedMlaAttention, tile: Tile, launch: Any, inputs: Any, attention: Any) -> Any:
-    """Enqueue the kernel for sequences that are not short, and for the rows of none."""
+def run_long(call: RaggedMlaAttention, tile: Tile, launch: Any, shared: Shared) -> Any:
+    """Enqueue the kernel for long sequences, and for the rows of none; returns out and lse."""
     nothing = ((1,), "float32")
     *_, out, lse = launch(
         ragged_latent_kernel,
         (long_programs(call, tile.long) if call.num_tokens else 0,),
-        (*inputs, inputs[0], inputs[0]),
-        [nothing, nothing, *results(call)],
-        **attention,
-        **body_arguments(call, tile.long),
-        **dict.fromkeys(("num_splits", "num_parts", "MIN_BLOCKS", "SEQS"), 1),
-        SHORT=False,
-        LONG=True,
-        WHOLE=True,
-        OWN=False,
+        (*shared.arrays, *shared.arrays[:1] * 2),
+        [nothing, nothing, ((1,), "int32"), *results(call)],
+        num_parts=0,
+        **launch_arguments(call, tile, tile.long, shared, short=False, long=True),
     )
     return out, lse
 
 
-def run_short(
-    call: RaggedMlaAttention, tile: Tile, launch: Any, inputs: Any, given: Any, shared: Any, attention: Any
-) -> Any:
-    """Enqueue the kernels for short sequences: they write what the other launch left of `given` or, without one, have
-    programs for everything."""
-    whole = tile.num_splits == 1
-    own = tile.invariant and not whole
-    entries = call.max_num_seqs * tile.num_splits if own else call.max_num_seqs + (0 if whole else tile.num_splits)
-    # A sequence of several parts fills all but one of them, so there are less than twice as many as asked for.
-    parts = (1,) if whole else (entries if own else min(entries, 2 * tile.num_splits), tile.short_rows)
-    splitting = {
-        "MIN_BLOCKS": cdiv(plan.OWN_SPLIT if own else plan.MIN_SPLIT, tile.split_block_kv),
-        "SEQS": 1 if whole or own else next(count for count in SEQUENCES if count >= call.max_num_seqs),
-        "num_splits": tile.num_splits,
-        "OWN": own,
-    }
-    out, lse = given or (inputs[0], inputs[0])  # these stand for arrays that are not there
-    *partial, out, lse = launch(
+def run_short(call: RaggedMlaAttention, tile: Tile, launch: Any, shared: Shared, given: Any) -> Any:
+    """Enqueue the kernels for short sequences; returns out and lse.
+
+    They write the rows that the other launch left of `given` or, where that is None, have programs for all rows.
+    """
+    split_kv = tile.num_splits > 1
+    entries, stored = splits_at_most(call.max_num_seqs, tile.num_splits, invariant=tile.invariant)
+    parts = (stored, tile.short_rows) if split_kv else (1,)
+    out, lse = given or shared.arrays[:1] * 2  # q stands for arrays that are absent
+    *partial, ranges, out, lse = launch(
         ragged_latent_kernel,
         (entries * (tile.short_rows // tile.split_block_h) + (0 if given else long_programs(call, tile.short)),),
-        (*inputs, out, lse),
+        (*shared.arrays, out, lse),
         [
-            ((1,) if whole else (*parts, call.d_v), "float32"),
+            ((*parts, call.d_v) if split_kv else (1,), "float32"),
             (parts, "float32"),
+            ((2, call.max_num_seqs) if split_kv else (1,), "int32"),
             *([] if given else results(call)),
         ],
-        inplace=(len(inputs), len(inputs) + 1) if given else (),
-        **dependent(shared["PDL"] and given is not None),
-        **attention,
-        **body_arguments(call, tile.short),
-        **splitting,
+        inplace=(8, 9) if given else (),
+        **dependent(overlaps(call) and given is not None),
         num_parts=entries,
-        SHORT=True,
-        LONG=given is None,
-        WHOLE=whole,
+        **launch_arguments(call, tile, tile.short, shared, short=True, long=given is None),
     )
-    if whole:
+    if not split_kv:
         return out, lse
-    _, _, kv_lens, _, cu_q_lens, num_seqs, sinks, kv_scale = inputs
-    width = next_power_of_2(call.d_v)
-    return launch(
-        combine_kernel,
-        (call.max_num_seqs, min(tile.short_rows, most_tokens(call) * call.num_q_heads)),
-        (*partial, kv_lens, cu_q_lens, num_seqs, sinks, kv_scale, out, lse),
-        [],
-        inplace=(7, 8),
-        **dependent(shared["PDL"]),
-        num_warps=4,
-        num_stages=1,
-        BLOCK_KV=tile.split_block_kv,
-        MERGED=min(next_power_of_2(tile.num_splits), max(1, (512 if own else 2048) // width)),
-        **splitting,
-        **shared,
+    _, _, _, _, cu_q_lens, num_seqs, sinks, kv_scale = shared.arrays
+    return combine(
+        launch,
+        call,
+        (*partial, partial[1], ranges),
+        (out, lse),
+        (cu_q_lens, num_seqs, sinks, kv_scale),
+        {
+            "num_tokens": call.num_tokens,
+            "max_num_seqs": call.max_num_seqs,
+            "v_scale_factor": shared.numbers["kv_scale_factor"],
+            "num_parts": stored,
+            "range_end": call.max_num_seqs,
+        },
+        GROUP=call.num_q_heads,
+        ROWS=tile.short_rows,
+        Q_TOKENS=0,
+        ITEMS=1,
+        RANGES=1,
+        LSE_BY_HEAD=False,
+        HAS_NUM_SEQS=call.num_seqs is not None,
+        V_SCALE_STRIDE=shared.constants["KV_SCALE_STRIDE"],
+        MERGED=merged_at_once(tile.num_splits, call.d_v, invariant=tile.invariant),
+        most_rows=min(tile.short_rows, most_tokens(call) * call.num_q_heads),
     )
 
 
@@ -571,23 +524,11 @@ def results(call: RaggedMlaAttention) -> list[Any]:
 
 
 def run(call: RaggedMlaAttention, tile: Tile, launch: Any) -> Any:
-    """Enqueue the kernels; see the module's docstring for the plan."""
-    q = launch.packed(call.q)
-    page_indices, cu_q_lens, kv_lens = map(launch.packed, (call.page_indices, call.cu_q_lens, call.kv_lens))
-    cache = plan.readable(call.kv_cache, call.layout, launch)
-    kv_scale, scale_numbers = scale_arguments("kv_scale", call.kv_scale, q, launch)
-    num_seqs = kv_lens if call.num_seqs is None else call.num_seqs
-    sinks = q if call.sinks is None else launch.packed(call.sinks)
-    shared = shared_arguments(call, tile, scale_numbers)
-    attention = (
-        shared | logit_scales(call.scale, call.soft_cap) | address_arguments(call, cache, page_indices, q, launch)
-    )
-    inputs = (q, cache, kv_lens, page_indices, cu_q_lens, num_seqs, sinks, kv_scale)
-    found: Any = None
+    """Enqueue the kernels; see the module's docstring."""
+    shared = shared_by_launches(call, launch)
+    given: Any = None
     empty = not (call.num_tokens and call.max_num_seqs)
-    if empty or not (decodes(call, tile) or tile.long == tile.short):
-        found = run_long(call, tile, launch, inputs, attention)
-    if not empty:
-        found = run_short(call, tile, launch, inputs, found, shared, attention)
-    out, lse = found
+    if empty or not (all_are_short(call, tile) or tile.long == tile.short):
+        given = run_long(call, tile, launch, shared)
+    out, lse = given if empty else run_short(call, tile, launch, shared, given)
     return (out, lse) if call.return_lse else out

@@ -15,7 +15,7 @@ FEATURES = frozenset({
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile(plan.Tile):
-    decoded: bool = False  # whether all of a quantised cache is decoded first, not the rows of each list again
+    decoded: bool = False  # whether a quantised cache is decoded first, and not a row again for each list that has it
 
     def __post_init__(self) -> None:
         plan.Tile.__post_init__(self)
@@ -45,7 +45,7 @@ def tile_for(call: SparseMlaPrefill, *, decoded: bool) -> Tile:
 
 def run(call: SparseMlaPrefill, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernels; returns out, max_logits and lse."""
-    if tile.decoded and call.format == "plain":
+    if tile.decoded and not call.kv_format.quantized:
         raise InvalidInput("expected decoded=False with a plain cache, got True")
     decoded = tile.decoded and call.num_slots > 0
     lists = launch.packed(call.indices)
@@ -53,7 +53,8 @@ def run(call: SparseMlaPrefill, tile: Tile, launch: Any) -> Any:
     q = launch.packed(call.q)
     q_token_stride, q_head_stride, _ = launch.strides(q)
     keys = plan.Keys(
-        cache=plan.readable(call.kv, call.layout, launch),
+        cache=plan.readable(call.kv, call.kv_format, launch),
+        form=call.kv_format,
         lists=lists,
         list_strides=(token_stride, 0, head_stride),
         lens=call.topk_lens,
@@ -73,7 +74,6 @@ def run(call: SparseMlaPrefill, tile: Tile, launch: Any) -> Any:
         keys=decoding.decoded(keys, call, launch) if decoded else keys,
         extra=None,
         schedule=None,
-        decoded=decoded,
     )
     out, lse, max_logits = kernel.run(work, tile, launch, max_logits=True)
     return out, max_logits, lse

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from ragged_attention.calls import WriteKvPages
 from ragged_attention.kernels_triton._formats import (
+    array_heads,
     cache_format,
     cache_views,
     divided,
@@ -58,12 +59,11 @@ class NewRows(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """The pages of K or of V."""
+    """The pages of K or of V, of one KV head."""
 
     ptr: tl.tensor
     page_stride: tl.tensor
     slot_stride: tl.tensor
-    head_stride: tl.tensor
 
 
 @triton.jit
@@ -101,7 +101,6 @@ def write_rows(new, pages, token, kv_head, slot, live, FORMAT: tl.constexpr, PAG
     scale = load_scale(new.scale_ptr, kv_head, new.scale_factor, new.SCALE_STRIDE)
     numbers = divided(numbers, scale)
     target = pages.ptr + slot // PAGE_SIZE * pages.page_stride + slot % PAGE_SIZE * pages.slot_stride
-    target += kv_head * pages.head_stride
     stored = encode(numbers, FORMAT, pages.ptr.dtype.element_ty)
     tl.store(target[:, None] + d[None, :], stored, mask=mask)
 
@@ -110,7 +109,7 @@ def write_rows(new, pages, token, kv_head, slot, live, FORMAT: tl.constexpr, PAG
 def write_kernel(
     k_ptr, v_ptr, slots_ptr, page_indices_ptr, kv_lens_ptr, cu_q_lens_ptr, num_seqs_ptr, k_scale_ptr, v_scale_ptr,
     given_pages_ptr, given_v_pages_ptr, k_pages_ptr, v_pages_ptr,
-    num_tokens, max_num_seqs, num_pages, capacity, table_stride, search_steps, v_offset, slots_stride,
+    num_tokens, max_num_seqs, num_pages, capacity, table_stride, search_steps, slots_stride,
     k_token_stride, k_new_head_stride, v_token_stride, v_new_head_stride,
     k_page_stride, k_slot_stride, k_head_stride, v_page_stride, v_slot_stride, v_head_stride,
     k_scale_factor, v_scale_factor,
@@ -118,8 +117,9 @@ def write_kernel(
     FORMAT: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     DV: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Some tokens of one KV head. Combined pages come as K's alone, and V's are None."""
-    if v_pages_ptr is None:
+    """Some tokens of one KV head. Where K and V are interleaved in one array, `v_pages_ptr` is None."""
+    COMBINED: tl.constexpr = v_pages_ptr is None
+    if COMBINED:
         v_pages_ptr = k_pages_ptr
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     kv_head = tl.program_id(1).to(tl.int64)
@@ -131,14 +131,15 @@ def write_kernel(
                                  capacity, table_stride, search_steps, PAGE_SIZE)  # fmt: skip
     live = (slot >= 0) & (slot // PAGE_SIZE < num_pages) & (token < num_tokens)
     slot = tl.where(live, slot, 0)
+    k_head, v_head = array_heads(kv_head, COMBINED)
     write_rows(
         NewRows(k_ptr, k_token_stride, k_new_head_stride, k_scale_ptr, k_scale_factor, K_SCALE_STRIDE),
-        Pages(k_pages_ptr, k_page_stride, k_slot_stride, k_head_stride),
+        Pages(k_pages_ptr + k_head * k_head_stride, k_page_stride, k_slot_stride),
         token, kv_head, slot, live, FORMAT, PAGE_SIZE, D, D_PAD,
     )  # fmt: skip
     write_rows(
         NewRows(v_ptr, v_token_stride, v_new_head_stride, v_scale_ptr, v_scale_factor, V_SCALE_STRIDE),
-        Pages(v_pages_ptr + v_offset, v_page_stride, v_slot_stride, v_head_stride),
+        Pages(v_pages_ptr + v_head * v_head_stride, v_page_stride, v_slot_stride),
         token, kv_head, slot, live, FORMAT, PAGE_SIZE, DV, DV_PAD,
     )  # fmt: skip
 
@@ -146,7 +147,7 @@ def write_kernel(
 def run(call: WriteKvPages, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernel; returns the page arrays."""
     k, v = launch.packed(call.k), launch.packed(call.v)
-    k_pages, v_pages, k_strides, v_strides, v_offset = cache_views(call, launch)
+    k_pages, v_pages, strides = cache_views(call, launch)
     # What comes as it is stored goes through float32 as the integers that its bits are, and keeps them.
     scales = (None, None) if call.copies else (call.k_scale, call.v_scale)
     k_scale, k_arguments = scale_arguments("k_scale", scales[0], k, launch)
@@ -175,12 +176,10 @@ def run(call: WriteKvPages, tile: Tile, launch: Any) -> Any:
         num_pages=call.num_pages,
         capacity=capacity,
         table_stride=launch.strides(page_indices)[0],
-        v_offset=v_offset,
         slots_stride=launch.strides(slots)[0],
         **dict(zip(("k_token_stride", "k_new_head_stride"), launch.strides(k), strict=False)),
         **dict(zip(("v_token_stride", "v_new_head_stride"), launch.strides(v), strict=False)),
-        **dict(zip(("k_page_stride", "k_slot_stride", "k_head_stride"), k_strides, strict=True)),
-        **dict(zip(("v_page_stride", "v_slot_stride", "v_head_stride"), v_strides, strict=True)),
+        **strides,
         **k_arguments,
         **v_arguments,
         HAS_SLOTS=by_slot,

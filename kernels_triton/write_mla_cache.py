@@ -1,20 +1,20 @@
 """Writing latent rows into a cache, quantised or not, in Triton; quantising a whole cache runs the same kernel.
 
-A program takes some rows and, of a plain cache, one KV head of them; of a quantised one a group of columns that share
-a scale, or the rotary columns. What is quantised is stored byte by byte, as 32-bit scales and 16-bit values may lie
-anywhere in a cache whose pages lie apart; where strides allow, the compiler joins the bytes again.
+A program takes some rows and of these, in a plain cache, one KV head; in a quantised cache a group of columns that
+share a scale, or the rotary columns. Quantised rows are stored byte by byte, since 32-bit scales and 16-bit values may
+have any alignment if pages have padding between them; where strides allow, the compiler joins the bytes again.
 """
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportAssignmentType=false
 
 from typing import Any
 
 import triton
 import triton.language as tl
 
-from ragged_attention.calls import CACHE_FORMATS, WriteMlaCache
+from ragged_attention.calls import CacheFormat, WriteMlaCache
 from ragged_attention.kernels_triton._formats import (
     divided,
     e4m3_values,
@@ -23,9 +23,10 @@ from ragged_attention.kernels_triton._formats import (
     encode_float8,
     load_scale,
     narrow,
-    number_format,
     scale_arguments,
 )
+from ragged_attention.kernels_triton._latent.operands import row_format
+from ragged_attention.kernels_triton._latent.rows import places_of
 from ragged_attention.kernels_triton._sequences import VARYING, count_sequences
 from ragged_attention.kernels_triton._tiles import cdiv, launchable, next_power_of_2
 from ragged_attention.kernels_triton.write_kv_pages import Tile as Tile
@@ -43,18 +44,18 @@ def why_not(call: WriteMlaCache) -> str | None:
 
 def heuristic(call: WriteMlaCache) -> Tile:
     """About two thousand elements per program."""
-    return tile_for(call.format, call.kv.shape[0], call.kv.shape[2])
+    return tile_for(call.kv_format, call.kv.shape[0], call.kv.shape[2])
 
 
-def tile_for(name: str, num_tokens: int, width: int) -> Tile:
-    """The tile for `num_tokens` rows of `width` columns into a cache of the format `name`."""
-    columns = next_power_of_2(width) if name == "plain" else CACHE_FORMATS[name].group
+def tile_for(form: CacheFormat, num_tokens: int, width: int) -> Tile:
+    """The tile for `num_tokens` rows of `width` columns."""
+    columns = form.group or next_power_of_2(width)
     return Tile(block_t=max(1, min(2048 // columns, next_power_of_2(num_tokens))))
 
 
 @triton.jit
 def store_bytes(target, values, mask, COUNT: tl.constexpr):
-    """Unsigned integers [T, C] of COUNT bytes each to the bytes from `target` [T] on, whatever its alignment."""
+    """Store unsigned integers [T, C] of COUNT bytes each in the bytes from `target` [T] on, whatever its alignment."""
     rows: tl.constexpr = values.shape[0]
     columns: tl.constexpr = values.shape[1] * COUNT
     byte = tl.arange(0, COUNT)
@@ -65,8 +66,8 @@ def store_bytes(target, values, mask, COUNT: tl.constexpr):
 
 @triton.jit
 def group_scales(values, POWERS: tl.constexpr):
-    """The scale of each row of float32 values: the largest magnitude over 448, at least 1e-4, a power of two if asked
-    for; NaN and infinities stay."""
+    """The scale of each row of float32 values: the largest magnitude over 448, at least 1e-4, rounded up to a power of
+    two if POWERS; NaN and infinities stay."""
     magnitude = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # in this order NaN is the largest
     largest = tl.max(magnitude, 1)
     finite = largest < 0x7F800000
@@ -82,7 +83,7 @@ def group_scales(values, POWERS: tl.constexpr):
 
 @triton.jit
 def write_group(source, target, scale_target, live, POWERS: tl.constexpr, E8M0: tl.constexpr, GROUP: tl.constexpr):
-    """One group of columns of some rows, quantised, and its scales."""
+    """Quantise and store one group of columns of some rows as e4m3, and its scales, e8m0 or float32."""
     columns = tl.arange(0, GROUP)
     values = tl.load(source[:, None] + columns[None, :], mask=live[:, None], other=0).to(tl.float32)
     scale = group_scales(values, POWERS)
@@ -99,7 +100,10 @@ def write_group(source, target, scale_target, live, POWERS: tl.constexpr, E8M0: 
 
 @triton.jit
 def write_group_of_4_bits(source, target, scale_target, live, GROUP: tl.constexpr):
-    """One group of columns of some rows as e2m1, and its e4m3 scales: largest magnitude over 6, NaN if there is one."""
+    """Quantise and store one group of columns of some rows as e2m1, and its e4m3 scales.
+
+    A scale is the largest magnitude over 6, or NaN if the group has one.
+    """
     columns = tl.arange(0, GROUP)
     values = tl.load(source[:, None] + columns[None, :], mask=live[:, None], other=0).to(tl.float32)
     largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # in this order NaN is the largest
@@ -116,7 +120,7 @@ def write_group_of_4_bits(source, target, scale_target, live, GROUP: tl.constexp
 
 @triton.jit
 def write_rotary(source, target, live, ROTARY: tl.constexpr):
-    """The columns that stay in bfloat16."""
+    """Store the columns that stay in bfloat16."""
     columns = tl.arange(0, ROTARY)
     values = tl.load(source[:, None] + columns[None, :], mask=live[:, None], other=0)
     if values.dtype != tl.bfloat16:
@@ -127,7 +131,7 @@ def write_rotary(source, target, live, ROTARY: tl.constexpr):
 @triton.jit
 def write_plain(source, target, live, scale, SCALED: tl.constexpr, CODES: tl.constexpr, WIDTH: tl.constexpr,
                 PADDED: tl.constexpr):  # fmt: skip
-    """Some rows as they are or, if SCALED, divided by a scale and encoded."""
+    """Store some rows as they are or, if SCALED, divided by a scale and encoded."""
     columns = tl.arange(0, PADDED)
     mask = live[:, None] & (columns < WIDTH)[None, :]
     values = tl.load(source[:, None] + columns[None, :], mask=mask, other=0)
@@ -143,14 +147,13 @@ def write_rows_kernel(
     num_tokens, num_slots, max_num_seqs, capacity, table_stride, search_steps, slots_stride,
     kv_page_stride, kv_row_stride, kv_head_stride, page_stride, row_stride, head_stride, kv_scale_factor,
     PLACES: tl.constexpr, HAS_NUM_SEQS: tl.constexpr, KV_SCALE_STRIDE: tl.constexpr, SCALED: tl.constexpr,
-    CODES: tl.constexpr, SCALES: tl.constexpr, PLANAR: tl.constexpr, POWERS: tl.constexpr, KV_PAGE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, VALUE_BYTES: tl.constexpr,
-    SCALE_BYTES: tl.constexpr, GROUP: tl.constexpr, BLOCK_T: tl.constexpr,
+    POWERS: tl.constexpr, KV_PAGE: tl.constexpr, FORMAT: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr,
+    BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Rows of `kv`, which lie KV_PAGE to a page, to their slots. PLACES says where these are from: given one by one,
-    from the tables of an attention, or row i goes to slot i.
+    """Write rows of `kv`, which has KV_PAGE rows to a page, to their slots in a cache of the format FORMAT.
 
-    SCALES is the format of the cache's scales, "" of a plain one; SCALE_BYTES a token's, with their padding.
+    PLACES says where slots come from: "slots" are given one by one, "tables" are those of an attention, and with "rows"
+    row i goes to slot i.
     """
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     part = tl.program_id(1)
@@ -161,61 +164,50 @@ def write_rows_kernel(
         num_seqs = count_sequences(num_seqs_ptr, max_num_seqs, HAS_NUM_SEQS)
         slot = slots_from_tables(
             token.to(tl.int32), page_indices_ptr, kv_lens_ptr, cu_q_lens_ptr, num_seqs, num_tokens,
-            num_slots // PAGE_SIZE, capacity, table_stride, search_steps, PAGE_SIZE,
+            num_slots // FORMAT.PAGE_SIZE, capacity, table_stride, search_steps, FORMAT.PAGE_SIZE,
         )  # fmt: skip
     live = (slot >= 0) & (slot < num_slots) & (token < num_tokens)
     slot = tl.where(live, slot, 0)
     source = kv_ptr + token // KV_PAGE * kv_page_stride + token % KV_PAGE * kv_row_stride
-    page = cache_ptr + slot // PAGE_SIZE * page_stride
-    row = slot % PAGE_SIZE
-    if SCALES == "":
-        target = page + row * row_stride + part.to(tl.int64) * head_stride
+    page = cache_ptr + slot // FORMAT.PAGE_SIZE * page_stride
+    target, scales = places_of(page, slot % FORMAT.PAGE_SIZE, row_stride, FORMAT)
+    if FORMAT.SCALES == "":
+        source += part.to(tl.int64) * kv_head_stride
         scale = load_scale(kv_scale_ptr, part, kv_scale_factor, KV_SCALE_STRIDE)
-        write_plain(source + part.to(tl.int64) * kv_head_stride, target, live, scale, SCALED, CODES, WIDTH, GROUP)
+        target += part.to(tl.int64) * head_stride
+        write_plain(source, target, live, scale, SCALED, FORMAT.CODES, WIDTH, WIDTH_PAD)
     else:
-        rotary: tl.constexpr = WIDTH - VALUES
-        e8m0: tl.constexpr = SCALES == "float8_e8m0fnu"
-        if PLANAR:
-            target = page + row * (VALUE_BYTES + 2 * rotary)
-            scales = page + PAGE_SIZE * (VALUE_BYTES + 2 * rotary) + row * SCALE_BYTES
-            rotary_target = target + VALUE_BYTES
-        else:
-            target = page + row * row_stride
-            scales = target + VALUE_BYTES
-            rotary_target = scales + SCALE_BYTES
-        if SCALES == "float8_e4m3fn":
-            write_group_of_4_bits(source + part * GROUP, target + part * (GROUP // 2), scales + part, live, GROUP)
-        elif part * GROUP < VALUES:
-            scale_target = scales + (part if e8m0 else part * 4)
-            write_group(source + part * GROUP, target + part * GROUP, scale_target, live, POWERS, e8m0, GROUP)
-        elif rotary > 0:
-            write_rotary(source + VALUES, rotary_target, live, rotary)
-            if e8m0 and SCALE_BYTES > VALUES // GROUP:
-                store_bytes(scales + VALUES // GROUP, tl.zeros([BLOCK_T, 1], tl.uint8), live, 1)
+        column = part * FORMAT.GROUP
+        scale_bytes: tl.constexpr = 4 if FORMAT.SCALES == "float32" else 1
+        padded: tl.constexpr = FORMAT.VALUES // FORMAT.GROUP * scale_bytes < FORMAT.SCALES_STEP
+        if column < FORMAT.VALUES:
+            scale = scales + part * scale_bytes
+            if FORMAT.CODES == "e2m1":
+                write_group_of_4_bits(source + column, target + column // 2, scale, live, FORMAT.GROUP)
+            else:
+                write_group(source + column, target + column, scale, live, POWERS, scale_bytes == 1, FORMAT.GROUP)
+        elif FORMAT.ROTARY > 0:
+            write_rotary(source + FORMAT.VALUES, target + FORMAT.ROTARY_AT, live, FORMAT.ROTARY)
+            if padded:
+                store_bytes(scales + FORMAT.VALUES // FORMAT.GROUP, tl.zeros([BLOCK_T, 1], tl.uint8), live, 1)
 
 
-def parts(name: str, num_kv_heads: int) -> int:
-    """Programs that share a row."""
-    layout = CACHE_FORMATS.get(name)
-    return layout.num_groups + (layout.rotary > 0) if layout else num_kv_heads
+def programs_per_row(form: CacheFormat, num_kv_heads: int) -> int:
+    """Programs that share a row: one per group and one for the rotary columns, or one per KV head of a plain cache."""
+    return form.num_groups + (form.rotary > 0) if form.quantized else num_kv_heads
 
 
 def constants(call: Any, num_slots: int, page_size: int, tile: Tile) -> dict[str, Any]:
-    """The arguments that writing and quantising have in common."""
-    layout, width = call.layout, call.kv.shape[-1]
+    """The kernel's arguments that writing and quantising have in common."""
+    form, width = call.kv_format, call.kv.shape[-1]
     return {
         "num_warps": tile.num_warps,
         "num_stages": 1,
         "num_slots": num_slots,
-        "SCALES": layout.scales if layout else "",
-        "PLANAR": layout is not None and layout.planar,
         "POWERS": call.power_of_two_scales,
-        "PAGE_SIZE": page_size,
+        "FORMAT": row_format(form, call.device.arch, page_size, page_unit=1),
         "WIDTH": width,
-        "VALUES": layout.values if layout else 0,
-        "VALUE_BYTES": layout.value_bytes if layout else 0,
-        "SCALE_BYTES": layout.token_bytes - layout.row_bytes if layout else 0,
-        "GROUP": layout.group if layout else next_power_of_2(width),
+        "WIDTH_PAD": next_power_of_2(width),
         "BLOCK_T": tile.block_t,
     }
 
@@ -252,7 +244,7 @@ def run(call: WriteMlaCache, tile: Tile, launch: Any) -> Any:
     places, numbers = place_arguments(call, launch)
     (written,) = launch(
         write_rows_kernel,
-        (cdiv(num_tokens, tile.block_t), parts(call.format, num_kv_heads)),
+        (cdiv(num_tokens, tile.block_t), programs_per_row(call.kv_format, num_kv_heads)),
         (kv, *places, kv_scale, cache),
         [],
         inplace=(7,),
@@ -263,8 +255,7 @@ def run(call: WriteMlaCache, tile: Tile, launch: Any) -> Any:
         kv_row_stride=0,
         kv_head_stride=launch.strides(kv)[1],
         **dict(zip(("page_stride", "row_stride", "head_stride"), launch.strides(cache), strict=False)),
-        SCALED=call.code_dtype is not None or call.kv_scale is not None,
-        CODES=number_format(call.code_dtype or "", call.device.arch),
+        SCALED=call.kv_format.eight_bit or call.kv_scale is not None,
         KV_PAGE=1,
         **constants(call, call.num_slots, call.page_size, tile),
     )

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ragged_attention.calls import CACHE_FORMATS, CacheFormat
-from ragged_attention.calls.mla_cache import laid_out
+from ragged_attention.calls.cache_formats import laid_out
 
 Float64 = NDArray[np.float64]
 Bytes = NDArray[np.uint8]

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ragged_attention.calls.mla_cache import laid_out
+from ragged_attention.calls.cache_formats import laid_out
 from ragged_attention.reference._kv_layout import Bytes, planes, quantize_rows
 from ragged_attention.reference._no_tuning import Tile as Tile
 from ragged_attention.reference._no_tuning import heuristic as heuristic

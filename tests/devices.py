@@ -30,8 +30,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 import ragged_attention as ra  # noqa: E402
 from ragged_attention.calls import CALLS  # noqa: E402
+from ragged_attention.calls.sharding import KvShard  # noqa: E402
 from ragged_attention.errors import InvalidInput  # noqa: E402
-from ragged_attention.sharding import KvShard  # noqa: E402
 from tests.divided import HEADS, KV_HEADS, LENS, PAGE, WIDTH, divisible_arguments, shards_of  # noqa: E402
 
 # Called in ways that their overloads do not list.

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 
 from ragged_attention.calls import CALLS
-from ragged_attention.samples import LatentSample, Sample, VarlenSample, sample_of
-from ragged_attention.sharding import KvShard
+from ragged_attention.calls.sharding import KvShard
+from ragged_attention.tools.samples import LatentSample, Sample, VarlenSample, sample_of
 
 PAGE = 4
 LENS = (41, 3, 0, 18)  # of sequences over several ranks, some of which have nothing of some

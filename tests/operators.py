@@ -5,7 +5,7 @@ from typing import Any
 
 import ragged_attention.torch as rt
 from ragged_attention.calls import CALLS
-from ragged_attention.torch import _operators
+from ragged_attention.torch._operators import FRONT_END
 
 
 def operator_arguments(operation: str, *arguments: Any, **keywords: Any) -> tuple[Any, ...]:
@@ -13,4 +13,4 @@ def operator_arguments(operation: str, *arguments: Any, **keywords: Any) -> tupl
     given = inspect.signature(getattr(rt, operation)).bind(*arguments, **keywords)
     given.apply_defaults()
     record = CALLS[operation]
-    return (*record.flatten(_operators.prepare(record, given.arguments)), "eager", None)
+    return (*record.flatten(FRONT_END.prepare(record, given.arguments)), "eager", None)

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.cases.paged import PagedCase
 from benchmarks.compiled import compiling
-from ragged_attention.samples import device_of
+from ragged_attention.tools.samples import device_of
 
 HEADS: dict[str, Any] = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 CASES = {

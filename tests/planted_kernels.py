@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from benchmarks.compiled.compiling import Launch, compile_launch
-from ragged_attention.samples import FakeArray
+from ragged_attention.tools.samples import FakeArray
 
 
 @triton.jit

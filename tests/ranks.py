@@ -29,8 +29,8 @@ from torch.utils._pytree import tree_leaves
 
 import ragged_attention as ra
 from ragged_attention.calls import CALLS
+from ragged_attention.calls.sharding import KvShard, heads_of_arguments
 from ragged_attention.errors import InvalidInput
-from ragged_attention.sharding import KvShard, heads_of_arguments
 from tests.divided import HEADS, KV_HEADS, LENS, PAGE, TRAFFIC, WIDTH, divisible_arguments, shards_of
 
 # Called in ways that their overloads do not list.

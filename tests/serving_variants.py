@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.compiled import compiling
-from ragged_attention.samples import LatentSample, Sample, VarlenSample, device_of
+from ragged_attention.tools.samples import LatentSample, Sample, VarlenSample, device_of
 
 BATCHES = 1000
 SERVED: dict[str, tuple[str, Any]] = {

@@ -4,7 +4,7 @@ import ast
 import functools
 import graphlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -40,19 +40,23 @@ TOOLCHAINS = {
     "portable/xla": {"jax", "jaxlib", "numpy"},
     "torch": {"torch", "numpy"},
     "jax": {"jax", "jaxlib", "numpy"},
+    "jax_shared": {"jax", "jaxlib", "numpy"},
+    "host": {"numpy"},
 }
-# Our own modules that a room may import beside itself.
-FOR_ROOMS = ("calls", "errors", "devices", "forking", "caches")
+# The modules and packages of ours that a room may import beside itself.
+FOR_ROOMS = ("calls", "errors", "host.caches", "host.forking")
+# The modules that lie directly under ragged_attention; all others are in a package that says what they are about.
+TOP = {"__init__", "__main__", "config", "dispatch", "errors", "explain", "protocols", "pytest_plugin", "tuning"}
 # The modules that a bare `import ragged_attention` loads, and what they may import of the package.
 CORE = {
     "errors": set(),
-    "devices": set(),
     "calls": {"errors"},
-    "forking": set(),
-    "config": {"calls", "errors"},
+    "host": set(),
+    "config": {"calls", "errors", "host"},
     "tuning": {"calls", "errors"},
+    "operations": {"calls"},
     "protocols": {"calls"},
-    "dispatch": {"calls", "config", "errors", "forking", "protocols", "tuning"},
+    "dispatch": {"calls", "config", "errors", "host", "protocols", "tuning"},
     "explain": {"calls", "dispatch", "errors"},
 }
 
@@ -95,13 +99,18 @@ def module_of(path: Path) -> str:
     return ".".join(["ragged_attention", *(part for part in inside.parts if part != "__init__")])
 
 
+def modules_in(names: Iterable[str], modules: Mapping[str, Path]) -> set[str]:
+    """The modules that imported names are, or are taken from."""
+    return {name if name in modules else name.rpartition(".")[0] for name in names} & modules.keys()
+
+
 def needed(path: Path, modules: Mapping[str, Path]) -> set[str]:
     """The modules of the package that a file imports, inside functions and by name too.
 
     A string that names another package stands for all of its modules, an f-string for all that its pattern fits.
     """
     tree, own = ast.parse(path.read_text()), module_of(path)
-    found = {name if name in modules else name.rpartition(".")[0] for name in imported(tree)}
+    found = modules_in(imported(tree), modules)
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in modules:
             inside = {name for name in modules if f"{name}.".startswith(f"{node.value}.")}
@@ -110,7 +119,7 @@ def needed(path: Path, modules: Mapping[str, Path]) -> set[str]:
             parts = [re.escape(str(v.value)) if isinstance(v, ast.Constant) else r"\w+" for v in node.values]
             if parts[0].startswith("ragged_attention"):
                 found |= {name for name in modules if re.fullmatch("".join(parts), name)}
-    return (found & modules.keys()) - {own}
+    return found - {own}
 
 
 def of_us(names: set[str]) -> set[str]:
@@ -134,14 +143,17 @@ def test_a_folder_imports_its_own_toolchain_only(folder):
         assert found <= TOOLCHAINS[folder], f"{name_of(path)} imports {', '.join(found - TOOLCHAINS[folder])}"
 
 
-@pytest.mark.parametrize("room", [*ROOMS, "portable/numba", "portable/torch_eager", "portable/xla"])
+@pytest.mark.parametrize("room", [*ROOMS, "portable/numba", "portable/torch_eager", "portable/xla", "jax_shared"])
 def test_a_room_knows_the_records_the_errors_and_itself(room):
-    allowed = {*FOR_ROOMS, room.partition("/")[0]} | (
-        {"_jax_axes", "_jax_latents", "_jax_logits", "_jax_pages"} if "jax" in TOOLCHAINS[room] else set()
-    )
+    own = [room.partition("/")[0], *(["jax_shared"] if "jax" in TOOLCHAINS[room] else [])]
+    allowed = tuple(f"ragged_attention.{name}." for name in (*FOR_ROOMS, *own))
     for path in sources(folder_of(room)):
-        found = of_us(imports_of(path))
-        assert found <= allowed, f"{name_of(path)} imports {', '.join(found - allowed)}"
+        others = {name for name in imports_of(path) if not f"{name}.".startswith(allowed)}
+        assert not of_us(others), f"{name_of(path)} imports {', '.join(others)}"
+
+
+def test_modules_directly_under_the_package_are_few():
+    assert {path.stem for path in PACKAGE.glob("*.py")} == TOP
 
 
 @pytest.mark.parametrize("module", CORE)
@@ -160,6 +172,14 @@ def test_no_module_needs_itself_in_the_end():
     graphlib.TopologicalSorter(graph).prepare()  # a CycleError shows the circle
 
 
+def test_no_module_of_the_benchmarks_needs_itself_in_the_end():
+    files = {path.relative_to(ROOT).with_suffix("").parts: path for path in sources(ROOT / "benchmarks")}
+    modules = {".".join(part for part in parts if part != "__init__"): path for parts, path in files.items()}
+    graph = {name: modules_in(imports_of(path), modules) - {name} for name, path in modules.items()}
+    assert "benchmarks.cases.paged" in graph["benchmarks.roofline.paged"]
+    graphlib.TopologicalSorter(graph).prepare()
+
+
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_a_front_end_knows_neither_rooms_nor_the_other(framework):
     other = {"torch": "jax", "jax": "torch"}[framework]
@@ -174,34 +194,30 @@ def names_of(node: ast.FunctionDef) -> list[str]:
 
 
 def calls_in(tree: ast.AST, *names: str) -> list[ast.Call]:
-    """The calls of plain names in a piece of source."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    return [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in names]
+    """The calls of functions by these names, as they stand in a piece of source."""
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) in names]
 
 
 @functools.cache
-def public_functions(framework: str) -> dict[str, ast.FunctionDef]:
-    """A front end's functions by operation; of one with overloads the last definition, which has the body."""
-    trees = [ast.parse(path.read_text()) for path in sources(PACKAGE / framework)]
-    found = {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)}
-    return {operation: found[operation] for operation in CALLS}
+def public_functions() -> dict[str, ast.FunctionDef]:
+    """The public functions by operation; of one with overloads the last definition, which has the body."""
+    nodes = [node for path in sources(PACKAGE / "operations") for node in ast.walk(ast.parse(path.read_text()))]
+    return {node.name: node for node in nodes if isinstance(node, ast.FunctionDef) and node.name in CALLS}
 
 
 @pytest.mark.parametrize("operation", CALLS)
-@pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_public_functions_hand_on_each_argument_by_its_own_name(framework, operation):
+def test_public_functions_hand_on_each_argument_by_its_own_name(operation):
     """Once: `dict(q=q, ...)` is for the record, and what goes with every call stands beside it."""
-    function = public_functions(framework)[operation]
+    function = public_functions()[operation]
     (record,) = calls_in(function, "dict")
     assert not record.args
     assert [ast.unparse(each.value) for each in record.keywords] == [each.arg for each in record.keywords]
-    runs = calls_in(function, "run", "run_with_write", "run_prepared")
+    runs = calls_in(function, "self.run", "self.run_with_write", "self.run_prepared", "self.write")
     (beside,) = {tuple(map(ast.unparse, call.args[2:])) for call in runs}
-    takes_out = framework == "torch" and CALLS[operation].TAKES_OUT
-    assert beside == ("backend", "options", *(["out"] if takes_out else []))
+    assert beside == ("backend", "options", *(["out"] if CALLS[operation].TAKES_OUT else []))
     own = ["return_lse"] if operation == "varlen_attention" else []  # always computed, for the gradient
     handed = [each.arg or "**" for each in record.keywords] + [*beside]
-    assert sorted(handed + own) == sorted(names_of(function))
+    assert sorted(["self", *handed, *own]) == sorted(names_of(function))
 
 
 def test_arguments_are_found_neither_in_frames_nor_by_text():
@@ -213,7 +229,8 @@ def test_arguments_are_found_neither_in_frames_nor_by_text():
 
 def test_kinds_are_asked_for_by_tuples_where_torch_compiles():
     """`torch.compile` follows a call through these modules, and before torch 2.10 not through `tuple | list`."""
-    for path in [*sources(PACKAGE / "calls"), *sources(PACKAGE / "torch"), PACKAGE / "config.py"]:
+    folders = ("calls", "operations", "torch")
+    for path in [PACKAGE / "config.py", *(path for folder in folders for path in sources(PACKAGE / folder))]:
         calls = calls_in(ast.parse(path.read_text()), "isinstance")
         lines = [call.lineno for call in calls if isinstance(call.args[1], ast.BinOp)]
         assert not lines, f"{name_of(path)} asks isinstance of a union in lines {lines}: expected a tuple of types"
@@ -233,7 +250,7 @@ def test_modules_and_public_names_have_docstrings(path):
     for node in tree.body:
         if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
             continue
-        known = node.name in ("Tile", "heuristic", "why_not", "run", "tuning_key", "main") or is_kernel(node)
+        known = node.name in ("Tile", "heuristic", "why_not", "run", "main") or is_kernel(node)
         short = (node.end_lineno or 0) - node.body[0].lineno < 12
         assert known or short or ast.get_docstring(node), f"{name_of(path)}: {node.name} has no docstring"
 

@@ -128,12 +128,12 @@ def latents(**fields: Any) -> mla_cases.LatentCase:
 def test_needed_work_of_latents_is_counted_by_hand() -> None:
     queries = 2 * 3 * 4 * (32 + 16) * 2
     dense = latents(causal=True)
-    assert dense.needed_rows() == 2 * 10
+    assert dense.needed_rows() == (2 * 10, 0)
     assert dense.visible_pairs() == 2 * (8 + 9 + 10)
     assert dense.flops() == 2 * 2 * (8 + 9 + 10) * 4 * (32 + 16)
     assert dense.needed_bytes() == queries + 20 * 32 * 2 + 4 * 2 * (3 + 1)
     sparse = latents(topk=2, extra_topk=5, cache_format="fp8_v4", d_qk=512, d_v=512)
-    assert sparse.needed_rows() == 2 * (6 + 10)
+    assert sparse.needed_rows() == (2 * 6, 2 * 10)
     assert sparse.visible_pairs() == 2 * 3 * 7
     assert sparse.row_bytes == 584
 

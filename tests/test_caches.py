@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ragged_attention import caches
+from ragged_attention.host import caches
 from tests.apart import apart, printed
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="files have other owners and modes here")

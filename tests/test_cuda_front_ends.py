@@ -32,7 +32,6 @@ from ragged_attention.kernels_cuda import (
 )
 from ragged_attention.kernels_cuda._build import compile, toolchain
 from ragged_attention.reference.mla_decode import mla_decode as reference
-from ragged_attention.samples import FakeArray, LatentSample, device_of
 from ragged_attention.testing.compare import agrees
 from ragged_attention.testing.mla.cache_specs import schedule_batch
 from ragged_attention.testing.mla.oracle import (
@@ -44,6 +43,7 @@ from ragged_attention.testing.mla.oracle import (
 )
 from ragged_attention.testing.mla.specs import DecodeSpec, PrefillSpec
 from ragged_attention.testing.runner import FRAMEWORKS, Runner
+from ragged_attention.tools.samples import FakeArray, LatentSample, device_of
 
 HOPPER = Device(framework="torch", platform="cuda", arch="sm_90", num_multiprocessors=132)
 ROOMS = {

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 import io
 import re
 import runpy
@@ -20,6 +19,7 @@ from ragged_attention import demo
 from ragged_attention.demo import command
 from ragged_attention.demo.check import check
 from ragged_attention.demo.engine import STOP, Batch, Engine, Limits, Sequence
+from ragged_attention.demo.mla import LatentAttention
 from ragged_attention.demo.model import KINDS, load_weights
 from ragged_attention.demo.pages import PageAllocator, chained_digest
 from ragged_attention.demo.prompts import PROMPTS
@@ -315,8 +315,7 @@ def test_texts_grow_prefixes_are_shared_and_steps_are_mixed(kind, capsys):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_wrong_kernel_is_found_out(kind, capsys, monkeypatch):
-    pytest.importorskip("torch")
-    module, operation = importlib.import_module(f"ragged_attention.demo.torch_{kind}"), KINDS[kind].operation
+    module, operation = pytest.importorskip("ragged_attention.torch"), KINDS[kind].operation
     monkeypatch.setattr(module, operation, functools.partial(getattr(module, operation), sliding_window=16))
     arguments = ("--model", kind, "--framework", "torch", "--device", "cpu", "--max-new-tokens", "8")
     code, output = run_demo(capsys, *arguments)
@@ -328,9 +327,7 @@ def test_a_wrong_kernel_is_found_out(kind, capsys, monkeypatch):
 
 def test_rounding_to_8_bits_changes_logits_but_no_token(capsys, monkeypatch):
     pytest.importorskip("torch")
-    from ragged_attention.demo import torch_mla
-
-    monkeypatch.setattr(torch_mla, "rounded", lambda rows, kv_scale: rows)
+    monkeypatch.setattr(LatentAttention, "rounded", lambda transformer, rows, kv_scale: rows)
     arguments = ("--model", "mla", "--framework", "torch", "--device", "cpu", "--max-new-tokens", "8")
     code, output = run_demo(capsys, *arguments)
     assert code == 0

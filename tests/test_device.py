@@ -24,10 +24,11 @@ from benchmarks.device import carried, plan, prepare, publish, rehearse, summary
 from benchmarks.device import cuda as device_cuda
 from benchmarks.device.pool import PhaseRun, Pool, environment, telling
 from benchmarks.device.record import NAME, Record
-from ragged_attention import dispatch, samples
+from ragged_attention import dispatch
 from ragged_attention.kernels_cuda import _latent, _native, make_decode_schedule, mla_decode
 from ragged_attention.kernels_cuda._build import toolchain
-from ragged_attention.samples import device_of
+from ragged_attention.tools import samples
+from ragged_attention.tools.samples import device_of
 from tests import device_faults
 from tests.apart import loaded, printed
 

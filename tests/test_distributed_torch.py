@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from benchmarks import scaling
+from ragged_attention.calls.sharding import KvShard, zigzag_order, zigzag_pairs
 from ragged_attention.errors import InvalidInput
-from ragged_attention.sharding import KvShard, zigzag_order, zigzag_pairs
 from tests.apart import ROOT, apart
 from tests.divided import TRAFFIC
 

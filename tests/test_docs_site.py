@@ -47,9 +47,9 @@ def test_every_operation_has_a_page_with_an_example():
         assert f"](../operations/{operation}.md)" in choice
 
 
-@pytest.mark.parametrize("front_end", operation_pages.FRONT_ENDS)
+@pytest.mark.parametrize("front_end", ["torch", "jax"])
 def test_public_functions_are_the_operations(front_end):
-    assert operation_pages.functions(front_end).keys() == CALLS.keys()
+    assert operation_pages.functions().keys() == CALLS.keys() == operation_pages.offered(front_end)
 
 
 def test_the_pages_of_operations_are_current():

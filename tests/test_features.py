@@ -16,7 +16,7 @@ from ragged_attention.calls import CALLS, Call, Device
 from ragged_attention.errors import BackendMissing, InvalidInput
 from ragged_attention.reference.make_decode_schedule import make_decode_schedule
 from ragged_attention.reference.quantize_mla_cache import quantize_mla_cache
-from ragged_attention.samples import device_of, sample_of
+from ragged_attention.tools.samples import device_of, sample_of
 from tests.arrays import ints
 
 RNG = np.random.default_rng(0)

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from ragged_attention import forking
-from ragged_attention.interpreting import interpreting
+from ragged_attention.host import forking
+from ragged_attention.host.interpreting import interpreting
 from tests.apart import printed
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ragged_attention.interpreting import let_scalars_be_indices
+from ragged_attention.host.interpreting import let_scalars_be_indices
 
 triton = pytest.importorskip("triton")
 

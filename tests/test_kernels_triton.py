@@ -15,20 +15,20 @@ from ragged_attention.calls import IndexerTopk, SparseMlaPrefill, SparseMlaPrefi
 from ragged_attention.reference.quantize_mla_cache import quantize_mla_cache
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention as definition
 from ragged_attention.reference.sparse_mla_prefill import sparse_mla_prefill
-from ragged_attention.samples import FakeArray, LatentSample, device_of
 from ragged_attention.testing.compare import agrees
 from ragged_attention.testing.mla.ragged import RaggedLatentSpec
 from ragged_attention.testing.mla.specs import PrefillSpec
 from ragged_attention.testing.paged.oracle import check_attention
 from ragged_attention.testing.paged.specs import Spec
 from ragged_attention.testing.runner import runner_for
+from ragged_attention.tools.samples import FakeArray, LatentSample, device_of
 
 torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
-from ragged_attention.kernels_triton import ragged_paged_attention as paged  # noqa: E402
+from ragged_attention.kernels_triton import _mask, _splits  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -234,20 +234,19 @@ def test_ragged_latents_in_parts(options: dict[str, Any], limit: str | None) -> 
 
 
 @triton.jit
-def parts_kernel(
+def count_kernel(
     cu_q_lens_ptr, kv_lens_ptr, counts_ptr, each_ptr, num_seqs, num_tokens, max_num_seqs, capacity, num_splits,
-    HAS_WINDOW: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
-    MIN_BLOCKS: tl.constexpr, SEQS: tl.constexpr, ALONE: tl.constexpr,
+    MASK: tl.constexpr, DIVISION: tl.constexpr,
 ):  # fmt: skip
-    counts, each = paged.parts_of_all(
-        cu_q_lens_ptr, kv_lens_ptr, num_seqs, num_tokens, max_num_seqs, capacity, 0, num_splits,
-        HAS_WINDOW, CAUSAL, GROUP, BLOCK_Q, BLOCK_KV, MIN_BLOCKS, SEQS, ALONE,
-    )  # fmt: skip
-    tl.store(counts_ptr + tl.arange(0, SEQS), counts)
+    batch = _splits.Batch(cu_q_lens_ptr, kv_lens_ptr, num_seqs, max_num_seqs, num_tokens, capacity)
+    mask = _mask.Mask(0, cu_q_lens_ptr, 0, 0)
+    counts, each = _splits.balanced_splits(batch, mask, num_splits, MASK, DIVISION)
+    tl.store(counts_ptr + tl.arange(0, DIVISION.MAX_SEQS), counts)
     tl.store(each_ptr, each)
 
 
-SIZES = {"GROUP": 4, "BLOCK_Q": 16, "BLOCK_KV": 64, "MIN_BLOCKS": 4, "SEQS": 128}
+SIZES = {"GROUP": 4, "SHORT_ROWS": 16, "BLOCK_KV": 64, "SPLIT_KV": True, "MIN_BLOCKS": 4, "MAX_SEQS": 128}
+CAUSAL = _mask.MaskKind(CAUSAL=True, HAS_WINDOW=False)
 HUGE = 2**31 - 2**16  # the most keys that a sequence can have
 
 
@@ -273,7 +272,8 @@ def test_keys_are_divided_by_the_lengths_of_all(
     edges = torch.tensor([*range(len(lens) + 1), len(lens) + 5, len(lens) + 6]).int()
     kv_lens, found, size = torch.tensor([*lens, 1000, 1000]).int(), torch.empty(128).int(), torch.empty(1).int()
     numbers = (count - 1, count + 4, count, HUGE, num_splits)
-    parts_kernel[(1,)](edges, kv_lens, found, size, *numbers, HAS_WINDOW=False, CAUSAL=True, ALONE=alone, **SIZES)
+    division = _splits.Division(ALL_SEQUENCES=alone, **SIZES)
+    count_kernel[(1,)](edges, kv_lens, found, size, *numbers, MASK=CAUSAL, DIVISION=division)
     assert found.tolist() == [*counts, int(alone)] + [0] * (127 - len(counts))
     assert size.item() == each
     assert sum(counts) <= num_splits + count

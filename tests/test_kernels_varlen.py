@@ -8,8 +8,8 @@ import pytest
 
 from ragged_attention.reference.varlen_attention import varlen_attention as definition
 from ragged_attention.reference.varlen_attention_backward import varlen_attention_backward as gradient
-from ragged_attention.samples import VarlenSample, device_of
 from ragged_attention.testing.compare import agrees
+from ragged_attention.tools.samples import VarlenSample, device_of
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")

@@ -8,7 +8,7 @@ from benchmarks import roofline
 from benchmarks.cases import catalogue
 from benchmarks.compiled import document
 from benchmarks.compiled.sass import WARPWISE, cycles, instructions_of
-from ragged_attention.samples import device_of
+from ragged_attention.tools.samples import device_of
 from tests.apart import printed
 
 ROOT = Path(__file__).parent.parent
@@ -42,10 +42,10 @@ def test_cycles_by_hand() -> None:
 def test_turns_by_hand() -> None:
     """A decode turns once per block of keys; of a prefill the blocks at edges are counted by themselves."""
     case = catalogue.find("decode_64x4k")
-    step = next(case.steps("triton", HOPPER))
+    step = next(roofline.steps(case, "triton", HOPPER))
     assert step.turns == (64 * 8 * 4096 / 64, 0.0)
     case = catalogue.find("prefill_8k")
-    (step,) = case.steps("triton", HOPPER)
+    (step,) = roofline.steps(case, "triton", HOPPER)
     whole, masked = step.turns
     rows, careful = 8 * 1024 // 32, 1024 // 32  # blocks of 32 tokens, and those of them that see too few keys
     edge = sum(-(-(32 * block + 32) // 64) for block in range(careful))

@@ -10,7 +10,7 @@ import pytest
 import ragged_attention as ra
 from ragged_attention.calls import CACHE_FORMATS, Device, MlaDecode
 from ragged_attention.reference.dequantize_mla_cache import dequantize_mla_cache
-from ragged_attention.samples import sample_of
+from ragged_attention.tools.samples import sample_of
 from tests.apart import printed
 
 jax = pytest.importorskip("jax")

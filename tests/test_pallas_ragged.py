@@ -7,7 +7,7 @@ import pytest
 
 import ragged_attention as ra
 from ragged_attention.calls import Device
-from ragged_attention.samples import sample_of
+from ragged_attention.tools.samples import sample_of
 from tests.apart import printed
 
 jax = pytest.importorskip("jax")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ragged_attention.calls import Device, WriteKvPages
-from ragged_attention.samples import Sample
+from ragged_attention.tools.samples import Sample
 from tests.apart import printed
 
 jax = pytest.importorskip("jax")

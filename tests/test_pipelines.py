@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import roofline
 from benchmarks.compiled import gate, hopper, loops, sass, scoreboard, staging
 from benchmarks.compiled.pipelines import Walk
 from benchmarks.compiled.sass import Instruction
+from benchmarks.roofline import model
 from tests.apart import printed
 
 ROOT = Path(__file__).parent.parent
@@ -175,12 +175,12 @@ def test_what_programs_at_once_can_reach() -> None:
 
 
 def test_a_kernel_ends_with_its_longest_program() -> None:
-    even = roofline.Step("split_kernel", roofline.Work(), programs={(10.0,): 264})
+    even = model.Step("split_kernel", model.Work(), programs={(10.0,): 264})
     seconds = loops.seconds(even, [walk()], 1000.0)
     assert seconds == pytest.approx(10 * 1000 / hopper.CLOCK)
-    skewed = roofline.Step("split_kernel", roofline.Work(), programs={(10.0,): 263, (500.0,): 1})
+    skewed = model.Step("split_kernel", model.Work(), programs={(10.0,): 263, (500.0,): 1})
     assert loops.seconds(skewed, [walk()], 1000.0) == pytest.approx(500 * 1000 / hopper.CLOCK)
-    few = roofline.Step("split_kernel", roofline.Work(), programs={(10.0,): 3})
+    few = model.Step("split_kernel", model.Work(), programs={(10.0,): 3})
     assert loops.seconds(few, [walk()], 1000.0) == pytest.approx(10 * 1000 / hopper.CLOCK)
 
 
@@ -228,7 +228,7 @@ def test_the_indexers_decoding_reaches_the_bandwidth() -> None:
     command = ("benchmarks.compiled.pipelines", "--cases", *cases, "--kernels", "walk_logits_kernel", "--jobs", "1")
     rows = [line.split("|") for line in printed("-m", *command).splitlines() if "walk_logits_kernel" in line]
     assert {row[1].strip() for row in rows} == set(cases)
-    assert min(float(row[-2].split("-")[0]) for row in rows) >= 0.85 * roofline.H200.memory / 1e12
+    assert min(float(row[-2].split("-")[0]) for row in rows) >= 0.85 * model.H200.memory / 1e12
 
 
 def test_decode_loops_keep_keys_ahead() -> None:

@@ -21,7 +21,7 @@ from ragged_attention.reference import (
     varlen_attention,
     varlen_attention_backward,
 )
-from ragged_attention.samples import sample_of
+from ragged_attention.tools.samples import sample_of
 
 # One sequence without queries, one without keys, one with more queries than keys; padding behind the last.
 Q_LENS, KV_LENS = (3, 0, 2, 9, 6), (5, 4, 0, 4, 11)

@@ -11,10 +11,10 @@ from benchmarks import roofline
 from benchmarks.cases import catalogue
 from benchmarks.cases.base import K
 from benchmarks.cases.paged import PagedCase
-from benchmarks.roofline import H200, Machine, Work
 from benchmarks.roofline import __main__ as roofline_table
+from benchmarks.roofline.model import H200, Machine, Work
 from ragged_attention import dispatch
-from ragged_attention.samples import device_of
+from ragged_attention.tools.samples import device_of
 
 torch = pytest.importorskip("torch")
 interpreter = pytest.importorskip("triton.runtime.interpreter")
@@ -87,7 +87,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Counter:
 
 
 def of_model(case: Any, tile: Any) -> dict[str, Work]:
-    return {step.name: step.work for step in case.steps("triton", HOPPER, H200, tile)}
+    return {step.name: step.work for step in roofline.steps(case, "triton", HOPPER, H200, tile)}
 
 
 # Small versions, at the tiles that the whole case has on a Hopper GPU but for what is changed.
@@ -122,12 +122,12 @@ def test_the_model_counts_what_the_kernels_do(
     case = whole.scaled_down(length=length, sequences=2)
     run = getattr(importlib.import_module("ragged_attention.torch"), case.operation)
     run(**case.torch_inputs(), backend="triton", options=dataclasses.asdict(tile))
-    found = {step.name: step.work for step in case.steps("triton", HOPPER, tile=tile)}
+    found = {step.name: step.work for step in roofline.steps(case, "triton", HOPPER, tile=tile)}
     want = {name: dataclasses.replace(work, flops=work.flops + work.again, again=0) for name, work in found.items()}
     assert {name: counter.work[name] for name in want} == want
     assert [name for name, work in counter.work.items() if work != Work() and name not in want] == []
     # As many programs have keys as the plan says, and they share the products as it says.
-    for step in case.steps("triton", HOPPER, tile=tile):
+    for step in roofline.steps(case, "triton", HOPPER, tile=tile):
         if step.turns and len(step.programs) > 1 and step.name != "tile_kernel":  # of which both loops differ
             shares = sorted(counter.products[step.name].values())
             turns = sorted(sum(each) for each, number in step.programs.items() for _ in range(number))
@@ -180,7 +180,7 @@ def test_a_plan_by_hand() -> None:
         name="-", workload="-", q_lens=(1, 1), kv_lens=(300, 300), num_q_heads=8, num_kv_heads=2, head_dim=64
     )
     tile = dispatch.load(case.operation, "triton").Tile(num_splits=4)
-    split, combined = case.steps("triton", HOPPER, tile=tile)
+    split, combined = roofline.steps(case, "triton", HOPPER, tile=tile)
     assert split.work.flops == 2 * 2 * 2 * 16 * 320 * (64 + 64)
     assert split.work.again == split.work.flops // 2
     assert split.work.keys == 2 * 2 * 300 * 2 * 64 * 2
@@ -190,6 +190,15 @@ def test_a_plan_by_hand() -> None:
     assert times["memory"] == case.needed_bytes()
     assert times["cache"] == (split.work.keys + split.work.rows) / 2
     assert times["arithmetic"] == split.work.flops * 1.5 / 4
+
+
+def test_masked_blocks_are_counted_in_the_loop_that_visits_them() -> None:
+    """Of an 8-bit cache: 32 queries a program, 64 keys a block, 32 at the diagonal; and of a tree of drafts."""
+    (prefill,) = roofline.steps(catalogue.find("fp8_prefill_4k"), "triton", HOPPER)
+    diagonal = [-(-(32 * block + 32 - (32 * block + 1) // 64 * 64) // 32) for block in range(4 * K // 32)]
+    assert prefill.turns[1] == 8 * sum(diagonal)
+    split, _ = roofline.steps(catalogue.find("speculative_tree_64q4s4k"), "triton", HOPPER)
+    assert split.turns[1] == 64 * 8  # the last block of each sequence, in each KV head
 
 
 def test_the_launches_of_a_plan() -> None:
@@ -231,25 +240,25 @@ def test_no_batch_is_skewed(best: dict[str, roofline.Plan]) -> None:
 def test_one_long_sequence_among_short_ones_is_cut_in_parts() -> None:
     """63 x 16 and 2048 blocks of 64 keys, for 132 programs a KV head: 24 each at most."""
     case = catalogue.find("decode_63x1k_1x128k")
-    step = next(case.steps("triton", HOPPER))
+    step = next(roofline.steps(case, "triton", HOPPER))
     assert dict(step.programs) == {(16.0, 0.0): 63 * 8, (24.0, 0.0): 85 * 8, (8.0, 0.0): 8}
     assert (step.working, step.longest) == ((63 + 86) * 8, 24.0)
     assert step.skew == pytest.approx(24 * (63 + 86) / (63 * 16 + 2048))
     whole = dispatch.load(case.operation, "triton").Tile(num_splits=1)
-    step = next(case.steps("triton", HOPPER, tile=whole))
+    step = next(roofline.steps(case, "triton", HOPPER, tile=whole))
     assert dict(step.programs) == {(16.0, 0.0): 63 * 8, (2048.0, 0.0): 8}
-    even = next(catalogue.find("decode_64x4k").steps("triton", HOPPER))
+    even = next(roofline.steps(catalogue.find("decode_64x4k"), "triton", HOPPER))
     assert even.skew == 1
 
 
 def test_rows_that_the_cache_has_lost_come_again() -> None:
     case = catalogue.find("mla_prefill_h128_128k")
-    (step,) = case.steps("cuda", HOPPER)
+    (step,) = roofline.steps(case, "cuda", HOPPER)
     rows = 128 * K * 1152
     read = 4 * K * 2 * K * 1152  # by one of the two programs of each token
     assert step.work.keys == 2 * read
     assert step.fetched == pytest.approx(case.needed_bytes() + (read - rows) * (1 - H200.cache_size / rows))
-    (step,) = catalogue.find("mla_prefill_h128_8k").steps("cuda", HOPPER)
+    (step,) = roofline.steps(catalogue.find("mla_prefill_h128_8k"), "cuda", HOPPER)
     assert step.fetched == catalogue.find("mla_prefill_h128_8k").needed_bytes()
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.cases import catalogue
 from ragged_attention import dispatch
-from ragged_attention.samples import device_of
+from ragged_attention.tools.samples import device_of
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")

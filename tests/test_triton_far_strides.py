@@ -16,7 +16,7 @@ import ragged_attention.torch as rt
 from ragged_attention.calls import IndexerLogits
 from ragged_attention.kernels_triton import indexer_logits
 from ragged_attention.kernels_triton.merge_attention_states import merge_kernel
-from ragged_attention.samples import device_of
+from ragged_attention.tools.samples import device_of
 from ragged_attention.torch._launcher import LAUNCHER
 from tests import far_strides
 from tests.far_strides import unread

@@ -11,8 +11,8 @@ import pytest
 
 from ragged_attention import dispatch
 from ragged_attention.explain import VIEWED
-from ragged_attention.samples import FakeArray, LatentSample, Sample
 from ragged_attention.tools import cli, drawing, schedule, view
+from ragged_attention.tools.samples import FakeArray, LatentSample, Sample
 
 torch = pytest.importorskip("torch")
 interpreter = pytest.importorskip("triton.runtime.interpreter")
@@ -208,7 +208,7 @@ def test_the_kernels_of_a_case_have_work_for_as_many_programs_as_the_roofline_sa
         plan = roofline.plan_of(case, "triton", hopper)
         working = {name: launch.working for name, launch in found.items() if name != "combine_kernel"}
         assert working == {one.name: one.working for one in plan.launches if one.name != "combine_kernel"}
-        for step in case.steps("triton", hopper):
+        for step in roofline.steps(case, "triton", hopper):
             if step.name == "split_kernel":
                 assert found[step.name].longest == step.longest * 64
 

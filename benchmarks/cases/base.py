@@ -1,8 +1,8 @@
-"""What measurements ask of a case, whatever its family. A family is a file beside this one.
+"""The interface of a case, whatever its family. Each family has its own file in this folder.
 
-A case is a sample whose sizes follow from the lengths of its sequences. So it can say what its floor is: the bytes that
-any implementation must move (each needed byte once) and the operations it must do (the work that no mask hides). Its
-inputs are made from a seed, for every framework the same values.
+A case is a sample whose sizes follow from the lengths of its sequences. So it knows its floor: the bytes that any
+implementation must move (each needed byte once) and the operations that it must do (those that no mask removes). Its
+inputs are made from a seed, with equal values for every framework.
 """
 
 import abc
@@ -14,29 +14,28 @@ from typing import Any, Self
 
 import numpy as np
 
-from benchmarks.roofline import H200, Machine, Step
 from ragged_attention.calls import Call, Device
 from ragged_attention.reference._kv_layout import FORMATS, encode
-from ragged_attention.samples import AnySample, FakeArray
+from ragged_attention.tools.samples import AnySample, FakeArray
 
 K = 1024
-# Random values are drawn once in a block and repeated; a prime length, so that no two pages or rows are alike.
+# The length of the block of random values that inputs repeat. It is prime, so no two pages or rows are equal.
 BLOCK = 4_194_301
-ROWS = 4  # checked per span
+ROWS = 4  # checked in each span
 Tables = dict[str, np.ndarray]  # the arguments that index, by name
-Compared = Iterator[tuple[str, np.ndarray, np.ndarray]]  # some rows of results: which, what is there, what should be
-FORWARD = ("out", "lse")  # what a gradient is given of the forward pass's results
+Compared = Iterator[tuple[str, np.ndarray, np.ndarray]]  # some rows of results: a name, the result, the expected result
+FORWARD = ("out", "lse")  # results of the forward pass that its gradient takes
 
 
 class Case(AnySample, abc.ABC):
     """One batch: lengths of its sequences, heads and options."""
 
     name: str
-    workload: str  # by whose number results are reported
+    workload: str  # the number under which results are reported
     dtype: str
     num_tokens: int
     backward: bool = False
-    batch_invariant: bool = False  # whether kernels have the tiles for that
+    batch_invariant: bool = False  # whether kernels use their batch-invariant tiles
 
     @property
     @abc.abstractmethod
@@ -44,65 +43,56 @@ class Case(AnySample, abc.ABC):
 
     @property
     def key_format(self) -> str:
-        """What decides how a kernel loads keys."""
+        """The format of the keys, which decides how a kernel loads them."""
         return "plain"
 
     @property
     @abc.abstractmethod
     def wgmma_rows(self) -> int:
-        """The most rows that a product can have, 0 where Hopper's matrix instructions are not for its keys."""
+        """The most rows that a product can have, or 0 if wgmma is not expected for the format of the keys."""
 
     @abc.abstractmethod
     def needed_bytes(self) -> int:
-        """What has to be read or written, each byte once."""
+        """The number of bytes that must be read or written, each counted once."""
 
     @abc.abstractmethod
     def flops(self) -> int:
-        """Multiplications and additions of the products over visible pairs of query and key."""
+        """Multiplications and additions in the products of all visible pairs of a query and a key."""
 
     def floor_seconds(self, bytes_per_second: float, flops_per_second: float) -> tuple[float, str]:
-        """The time under which no implementation can be, and whether memory or arithmetic sets it."""
+        """The least time of any implementation in seconds, and whether memory or arithmetic bounds it."""
         memory, arithmetic = self.needed_bytes() / bytes_per_second, self.flops() / flops_per_second
         return (memory, "memory") if memory >= arithmetic else (arithmetic, "arithmetic")
 
     @abc.abstractmethod
     def scaled_down(self, *, length: int = 77, sequences: int = 3) -> Self:
-        """The same kind of batch, small enough for any machine: what tests and agreement checks run."""
+        """A batch of the same kind that is small enough for tests on any machine."""
 
     def attention_call(self, device: Device) -> Any:
-        """The case's own operation as a record over arrays without values."""
+        """The record of the case's own operation, over arrays without values."""
         return self.call(self.operation, device)
 
     def calls(self, device: Device) -> Iterator[Call]:
-        """Every operation that a serving step with this case runs, as such records."""
+        """The records of all operations that a serving step with this case runs, over arrays without values."""
         yield self.attention_call(device)
-
-    def planned(self, device: Device) -> tuple[str, ...]:
-        """The backends whose plans for the case can be counted."""
-        del device
-        return ()
-
-    def steps(self, backend: str, device: Device, machine: Machine = H200, tile: Any = None) -> Iterator[Step]:
-        """What a backend's kernels do for the case, at the tile of the heuristic where that is None."""
-        raise NotImplementedError(f"expected a case that {backend} has a plan for, got {self.name}")
 
     # ---- inputs
 
     @abc.abstractmethod
     def tables(self, seed: int = 0) -> Tables:
-        """The index arrays of its own operation."""
+        """The index arrays of the case's own operation."""
 
     @abc.abstractmethod
     def changed(self) -> Iterator[tuple[Self, Tables]]:
-        """The case with other lengths or lists, then as it is, each with the arrays that index it."""
+        """A case with other lengths or lists and then this case, each with the index arrays that differ."""
 
     def values(self, name: str, array: FakeArray, generator: np.random.Generator) -> np.ndarray:
-        """Random values for an argument, to be repeated."""
+        """Random values that an argument repeats."""
         del name
         return generator.standard_normal(min(BLOCK, max(1, math.prod(array.shape))), np.float32)
 
     def numpy_inputs(self, seed: int = 0) -> dict[str, Any]:
-        """Arguments for the definition in `reference/`."""
+        """Arguments for the reference implementation."""
         return self.with_forward(self._inputs(seed, numpy_array, np.asarray), "numpy")
 
     def torch_inputs(self, seed: int = 0, device: Any = "cpu") -> dict[str, Any]:
@@ -113,7 +103,7 @@ class Case(AnySample, abc.ABC):
             """A tensor that repeats the values."""
             count = math.prod(like.shape)
             held = torch.from_numpy(values).to(device).to(getattr(torch, like.dtype))
-            bits = held.view(torch.uint8) if like.dtype in FORMATS else held  # not every operation knows 8-bit floats
+            bits = held.view(torch.uint8) if like.dtype in FORMATS else held  # not every operation has 8-bit floats
             return bits.repeat(-(-count // len(values)))[:count].view(held.dtype).view(like.shape)
 
         return self.with_forward(self._inputs(seed, array, lambda table: torch.from_numpy(table).to(device)), "torch")
@@ -128,7 +118,7 @@ class Case(AnySample, abc.ABC):
         return self.with_forward(self._inputs(seed, array, jnp.asarray), "jax")
 
     def with_forward(self, inputs: dict[str, Any], framework: str) -> dict[str, Any]:
-        """The inputs, where results of another operation among them are not random but its own."""
+        """The inputs, with results of the forward pass instead of random values where a gradient takes them."""
         del framework
         return inputs
 
@@ -150,16 +140,16 @@ class Case(AnySample, abc.ABC):
     # ---- results
 
     def judged(self, result: Any) -> Any:
-        """What of a call's result is checked: out, or a list of the gradients."""
+        """The part of a result that is checked: `out`, or a list of the gradients."""
         if self.backward:
             return [array for array in result if array is not None]
         return result[0] if isinstance(result, tuple | list) else result
 
     def check(self, inputs: dict[str, Any], out: Any, to_numpy: Any) -> None:
-        """Right before fast: raise AssertionError where `out`, of a gradient the gradients, is not what it should be.
+        """Raise AssertionError if `out` (of a gradient, the gradients) is wrong.
 
-        At full size the definition would take hours, so some rows of some sequences are checked: their keys are
-        gathered from the very inputs of the run and given to the definition in float64. `to_numpy` copies arrays to the
+        At full size the reference would take hours, so only some rows of some sequences are checked. Their keys are
+        gathered from the inputs of the run, and the reference computes them in float64. `to_numpy` copies arrays to the
         host: floats as float64, 8-bit floats as their bits.
         """
         from ragged_attention.testing.compare import agrees
@@ -170,15 +160,15 @@ class Case(AnySample, abc.ABC):
     @property
     @abc.abstractmethod
     def bounds(self) -> str:
-        """Which bounds results are held to."""
+        """The name of the bounds that results must keep."""
 
     @abc.abstractmethod
     def compared(self, inputs: dict[str, Any], out: Any, to_numpy: Any) -> Compared:
-        """Results beside what the definition gives."""
+        """Results, each with the result of the reference."""
 
 
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Values as `dtype` would hold them: float64, or the bits of an 8-bit float."""
+    """Values rounded to `dtype`, as float64 or as the bits of 8-bit floats."""
     if dtype in FORMATS:
         return encode(values, dtype)
     if dtype == "bfloat16":
@@ -189,13 +179,13 @@ def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def numpy_array(values: np.ndarray, like: FakeArray) -> np.ndarray:
-    """An array that repeats the values, as its dtype would hold them."""
+    """An array that repeats the values, rounded to its dtype."""
     return np.resize(values if like.dtype == "uint8" else rounded(values, like.dtype), like.shape)
 
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Rows [start, stop) of a batch, of sequence `seq`, the last of which sees `kv_len` keys."""
+    """Rows [start, stop) of a batch, which belong to sequence `seq`. The last row sees `kv_len` keys."""
 
     seq: int
     start: int
@@ -211,7 +201,7 @@ class Span:
 
 
 def spans(q_lens: Sequence[int], kv_lens: Sequence[int], sequences: int = 3) -> Iterator[Span]:
-    """The first, the last and some middle sequences; of each the first and the last rows."""
+    """The first and the last rows of the first, the last and some other sequences."""
     starts = np.concatenate([[0], np.cumsum(q_lens)])
     count = len(q_lens)
     for seq in sorted({*np.linspace(0, count - 1, min(sequences, count)).astype(int), int(np.argmax(q_lens))}):
@@ -222,7 +212,7 @@ def spans(q_lens: Sequence[int], kv_lens: Sequence[int], sequences: int = 3) -> 
 
 
 def taken(array: Any, pages: np.ndarray) -> Any:
-    """`array[pages]` in either framework; 8-bit floats as their bits, for not every device can index them."""
+    """`array[pages]` in either framework. 8-bit floats are indexed as bits, since some devices cannot index them."""
     if type(array).__module__.partition(".")[0] != "torch":
         return array[pages]
     torch = importlib.import_module("torch")
@@ -233,5 +223,5 @@ def taken(array: Any, pages: np.ndarray) -> Any:
 
 
 def drawn(low: int, high: int, count: int) -> list[int]:
-    """Lengths drawn once and for all."""
+    """Random lengths, equal in every run."""
     return [int(length) for length in np.random.default_rng(7).integers(low, high, count, endpoint=True)]

@@ -1,4 +1,4 @@
-"""Named shapes of the lightning indexer, W14: the keys that sparse latent attention reads, chosen.
+"""Named shapes of the lightning indexer, W14, which selects the keys that sparse latent attention reads.
 
 Every sequence of a case has the same lengths. A floor counts, as everywhere, each needed byte once and the operations
 that no mask hides: 2 * heads * head size for each pair of a query token and a key that it sees. The choice itself is in
@@ -13,35 +13,34 @@ import numpy as np
 
 from benchmarks.cases.base import Case, Compared, K, Tables, taken
 from benchmarks.compiled.compiling import ITEMSIZE
-from benchmarks.roofline import H200, Machine, Step, indexer
 from ragged_attention.calls import Call, Device
 from ragged_attention.calls.indexer import E4M3, SCALE_BYTES
 from ragged_attention.reference._kv_layout import encode
 from ragged_attention.reference.indexer_topk import indexer_topk
-from ragged_attention.samples import FakeArray
+from ragged_attention.tools.samples import FakeArray
 
-PAGES = 509  # that are drawn; a larger cache repeats them
+PAGES = 509  # random pages; a larger cache repeats them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IndexerCase(Case):
-    """One batch of the indexer; the defaults are those of DeepSeek-V3.2, with queries and keys of 8 bits."""
+    """One batch of the indexer. The defaults are those of DeepSeek-V3.2, with 8-bit queries and keys."""
 
     name: str
     workload: str
     max_num_seqs: int
-    num_q_tokens: int  # of each sequence
+    num_q_tokens: int  # per sequence
     max_len: int
     num_tokens: int = dataclasses.field(init=False)
     num_q_heads: int = 64
     head_dim: int = 128
     page_size: int = 64
     dtype: str = E4M3
-    cache_dtype: str = "uint8"  # that of bytes, which hold their scales
-    packed: bool = False  # keys lie in no pages, and have scales of their own
+    cache_dtype: str = "uint8"  # bytes that hold the keys and their scales
+    packed: bool = False  # keys are packed, without pages, and their scales are a separate array
     relative: bool = False
     topk: int = 2 * K
-    candidates: tuple[int, int] | None = None  # how many blocks of how many positions
+    candidates: tuple[int, int] | None = None  # the number of blocks, and the positions in each
     sinks: bool = False
 
     def __post_init__(self) -> None:
@@ -57,12 +56,12 @@ class IndexerCase(Case):
 
     @property
     def stored(self) -> str:
-        """The dtype of the keys' values."""
+        """The dtype of the values of keys."""
         return E4M3 if self.cache_dtype == "uint8" else self.cache_dtype
 
     @property
     def wgmma_rows(self) -> int:
-        """Keys are the rows of products."""
+        """The rows of products are keys."""
         return 64
 
     @property
@@ -71,7 +70,7 @@ class IndexerCase(Case):
         return self.head_dim * ITEMSIZE[self.stored] + scales
 
     def needed_bytes(self) -> int:
-        """Queries, weights, keys and the result, each byte once."""
+        """The bytes of queries, weights, keys and the result, each counted once."""
         queries = self.num_tokens * self.num_q_heads * (self.head_dim * ITEMSIZE[self.dtype] + 4)
         return queries + self.max_num_seqs * self.max_len * self.key_bytes + 4 * self.num_tokens * self.topk
 
@@ -83,11 +82,11 @@ class IndexerCase(Case):
         return 2 * self.visible_pairs() * self.num_q_heads * self.head_dim
 
     def floor_seconds(self, bytes_per_second: float, flops_per_second: float) -> tuple[float, str]:
-        """`flops_per_second` are of 16 bits; matrices of 8 are multiplied twice as fast."""
+        """`flops_per_second` is the rate of 16-bit products. That of 8-bit products is twice as high."""
         return super().floor_seconds(bytes_per_second, flops_per_second * (2 if self.dtype == E4M3 else 1))
 
     def scaled_down(self, *, length: int = 77, sequences: int = 3) -> "IndexerCase":
-        """Widths and page sizes stay."""
+        """Widths and page sizes do not change."""
         factor = max(1.0, self.max_len / length)
         return dataclasses.replace(
             self,
@@ -100,19 +99,11 @@ class IndexerCase(Case):
         )
 
     def calls(self, device: Device) -> Iterator[Call]:
-        """Those of a serving step, and the pieces by themselves."""
+        """The calls of a serving step, and its operations one by one."""
         yield self.attention_call(device)
         for operation in ("indexer_logits", "top_k_indices", "quantize_indexer_keys", "write_indexer_cache"):
             if operation != "write_indexer_cache" or self.cache_dtype == "uint8":
                 yield self.call(operation, device)
-
-    def planned(self, device: Device) -> tuple[str, ...]:
-        del device
-        return () if self.packed or self.candidates else ("triton",)
-
-    def steps(self, backend: str, device: Device, machine: Machine = H200, tile: Any = None) -> Iterator[Step]:
-        del backend
-        return indexer.steps(self, device, machine, tile)
 
     # ---- arguments
 
@@ -133,7 +124,7 @@ class IndexerCase(Case):
         }
 
     def _cache(self) -> FakeArray:
-        """One page more than are used."""
+        """The number of pages, one of which is unused."""
         pages = (self.max_num_seqs * self.pages_per_seq + 1, self.page_size)
         if self.cache_dtype == "uint8":
             return FakeArray((*pages, 1, self.head_dim + SCALE_BYTES), "uint8")
@@ -170,7 +161,7 @@ class IndexerCase(Case):
     # ---- inputs
 
     def tables(self, seed: int = 0) -> Tables:
-        """Pages in random order, or ranges; the last query of a sequence sees all of its keys."""
+        """Pages in random order, or ranges of keys. The last query of a sequence sees all of its keys."""
         generator = np.random.default_rng(seed)
         found: Tables = {}
         if self.packed:
@@ -191,7 +182,7 @@ class IndexerCase(Case):
         return found
 
     def changed(self) -> "Iterator[tuple[IndexerCase, Tables]]":
-        """Other pages, then those that were."""
+        """This case with other pages, then with those of seed 0."""
         yield self, self.tables(1)
         yield self, self.tables(0)
 
@@ -214,7 +205,7 @@ class IndexerCase(Case):
         return "float32"
 
     def compared(self, inputs: dict[str, Any], out: Any, to_numpy: Any) -> Compared:
-        """The choice of the first, a middle and the last token."""
+        """The selected keys of the first, a middle and the last token."""
         for token in sorted({0, self.num_tokens // 2, self.num_tokens - 1}):
             rows = slice(token, token + 1)
             given = {name: to_numpy(inputs[name][rows]) for name in ("q", "weights")}
@@ -228,7 +219,7 @@ class IndexerCase(Case):
             yield f"token {token}", to_numpy(out[rows]).astype(np.float64), want.astype(np.float64)
 
     def _seen(self, inputs: dict[str, Any], token: int, to_numpy: Any) -> dict[str, Any]:
-        """The keys of one token, as a call of its own."""
+        """The keys of one token, computed by a call of its own."""
         if self.packed:
             names = ("starts", "stops")
             given = {name: to_numpy(inputs[name][token : token + 1]) for name in names}

@@ -14,18 +14,17 @@ import numpy as np
 
 from benchmarks.cases.base import Case, Compared, K, Tables, taken
 from benchmarks.compiled.compiling import ITEMSIZE
-from benchmarks.roofline import H200, Machine, Step, mla
 from ragged_attention.calls import CACHE_FORMATS, Call, Device
 from ragged_attention.reference.mla_decode import mla_decode
 from ragged_attention.reference.quantize_mla_cache import quantize_mla_cache
-from ragged_attention.samples import FakeArray, LatentSample
+from ragged_attention.tools.samples import FakeArray, LatentSample
 
-ROWS = 2039  # latent rows that are drawn; a larger cache repeats the pages that they fill
+ROWS = 2039  # random latent rows; a larger cache repeats the pages that they fill
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentCase(Case, LatentSample):
-    """One batch over a latent cache; a prefill is one sequence of many query tokens."""
+    """One batch over a latent cache. A prefill is one sequence with many query tokens."""
 
     name: str
     workload: str
@@ -53,7 +52,7 @@ class LatentCase(Case, LatentSample):
 
     @property
     def widths(self) -> tuple[int, int]:
-        """The bytes of a row of either cache."""
+        """The bytes of a row in the first and in the second cache."""
         return self.row_bytes, self._row_bytes(self.extra_format or self.cache_format)
 
     @property
@@ -63,11 +62,11 @@ class LatentCase(Case, LatentSample):
 
     @property
     def packed(self) -> bool:
-        """Whether the rows lie in no pages; as a cache, each is one."""
+        """Whether the rows are packed, without pages. As a cache, each row is a page."""
         return self.prefill and self.cache_format == "plain"
 
     def num_pages(self, page_size: int) -> int:
-        """One of them nobody uses."""
+        """The number of pages, one of which is unused."""
         return super().num_pages(page_size) + 1
 
     def _cache(self, page_size: int, cache_format: str | None = None) -> FakeArray:
@@ -81,16 +80,12 @@ class LatentCase(Case, LatentSample):
 
     @property
     def wgmma_rows(self) -> int:
-        """Rows for which wgmma is due. Formats with a scale for few columns have no tile of as many on every Triton."""
+        """The rows for which wgmma is expected. In formats with small groups, not every Triton has such a tile."""
         tokens = 1 if self.topk else self.num_q_tokens
         return self.num_q_heads // self.num_kv_heads * tokens if self.cache_format in ("plain", "fp8_v32") else 0
 
-    def needed_rows(self) -> int:
-        """Rows that some query sees; the lists of a sequence's queries overlap as little as they can."""
-        return sum(self._needed_rows())
-
-    def _needed_rows(self) -> tuple[int, int]:
-        """The same of either cache."""
+    def needed_rows(self) -> tuple[int, int]:
+        """The rows of both caches that some query sees. The lists of a sequence overlap as little as possible."""
         if not self.topk:
             window = self.sliding_window or self.max_len
             return self.max_num_seqs * min(self.max_len, window + self.num_q_tokens - 1), 0
@@ -98,15 +93,15 @@ class LatentCase(Case, LatentSample):
         return self.max_num_seqs * own, self.max_num_seqs * extra
 
     def needed_cache_bytes(self, widths: tuple[int, int]) -> int:
-        """Those of the rows that some query sees, where a row of either cache has so many."""
-        return sum(rows * width for rows, width in zip(self._needed_rows(), widths, strict=True))
+        """The bytes of the rows that some query sees, if rows of the two caches have `widths` bytes."""
+        return sum(rows * width for rows, width in zip(self.needed_rows(), widths, strict=True))
 
     def listed_bytes(self) -> int:
-        """Those of the rows that lists name, each time that one does."""
+        """The bytes of the rows in all lists. A row counts once for each list that has it."""
         return self.num_tokens * (self.topk * self.widths[0] + self.extra_topk * self.widths[1])
 
     def needed_bytes(self) -> int:
-        """Queries, latent rows, lists or tables, and the output, each byte once."""
+        """The bytes of queries, latent rows, lists or tables, and output, each counted once."""
         queries = math.prod(self.q_shape[:-1]) * (self.d_qk + self.d_v) * ITEMSIZE[self.dtype]
         lists = self.num_tokens * (self.topk + self.extra_topk) * self.num_kv_heads
         tables = lists if self.topk else self.max_num_seqs * (self.pages_per_seq(self.page_size) + 1)
@@ -127,7 +122,7 @@ class LatentCase(Case, LatentSample):
         return 2 * self.visible_pairs() * self.num_q_heads * (self.d_qk + self.d_v)
 
     def scaled_down(self, *, length: int = 77, sequences: int = 3) -> "LatentCase":
-        """Widths, cache format and page sizes stay."""
+        """Widths, cache format and page sizes do not change."""
         factor = max(1.0, self.max_len / length)
         num_seqs = min(self.max_num_seqs, sequences)
         return dataclasses.replace(
@@ -143,7 +138,7 @@ class LatentCase(Case, LatentSample):
         )
 
     def calls(self, device: Device) -> Iterator[Call]:
-        """Those of a serving step, and the gradient of a prefill over plain rows, as it comes and in one order."""
+        """The calls of a serving step. A prefill over plain rows has a gradient, also a deterministic one."""
         yield self.attention_call(device)
         yield self.call("write_mla_cache", device)
         if self.cache_format != "plain":
@@ -154,12 +149,6 @@ class LatentCase(Case, LatentSample):
             for deterministic in (False, True):
                 yield self.call("sparse_mla_prefill_backward", device, deterministic=deterministic)
 
-    def planned(self, device: Device) -> tuple[str, ...]:
-        return ("triton", "cuda") if mla.cuda_takes(self, device) else ("triton",)
-
-    def steps(self, backend: str, device: Device, machine: Machine = H200, tile: Any = None) -> Iterator[Step]:
-        return mla.steps(self, backend, device, machine, tile)
-
     # ---- inputs
 
     def _slots(self, page_size: int, generator: np.random.Generator) -> np.ndarray:
@@ -168,7 +157,7 @@ class LatentCase(Case, LatentSample):
         return generator.permutation(count + 1)[:count].reshape(self.max_num_seqs, -1).astype(np.int32)
 
     def _lists(self, topk: int, page_size: int, generator: np.random.Generator) -> np.ndarray:
-        """For every query token distinct random positions of its sequence, as slots; -1 where there are not enough.
+        """Distinct random positions of its sequence for every query token, as slots. Missing positions are -1.
 
         Each list is a stretch of one random order of the positions; where stretches begin is spread evenly over it, so
         that a sequence's lists overlap as little as they can, and drawn at random for each query.
@@ -188,7 +177,7 @@ class LatentCase(Case, LatentSample):
         return np.repeat(lists.reshape(self.num_tokens, 1, topk), self.num_kv_heads, 1)
 
     def tables(self, seed: int = 0) -> Tables:
-        """Pages in random order, and either lengths or lists of slots."""
+        """Pages in random order with lengths, or lists of slots."""
         generator = np.random.default_rng(seed)
         if not self.topk:
             lens = np.full(self.max_num_seqs, self.max_len, np.int32)
@@ -199,7 +188,7 @@ class LatentCase(Case, LatentSample):
         return found
 
     def changed(self, seed: int = 2) -> "Iterator[tuple[LatentCase, Tables]]":
-        """Its own lists or lengths are those of `seed`."""
+        """A case with other lists or lengths, then this case with those of `seed`."""
         if self.topk:
             yield self, self.tables(seed + 1)
         else:
@@ -223,7 +212,7 @@ class LatentCase(Case, LatentSample):
         return f"{'prefill' if self.prefill else 'decode'} out" if self.dtype != "float32" else self.dtype
 
     def compared(self, inputs: dict[str, Any], out: Any, to_numpy: Any) -> Compared:
-        """Of the first, a middle and the last sequence the first, a middle and the last query token."""
+        """The first, a middle and the last query token of the first, a middle and the last sequence."""
         seqs, tokens = ({0, count // 2, count - 1} for count in (self.max_num_seqs, self.num_q_tokens))
         for seq, token in itertools.product(sorted(seqs), sorted(tokens)):
             index = token if self.prefill else (seq, token)
@@ -238,7 +227,7 @@ class LatentCase(Case, LatentSample):
             yield f"sequence {seq}, query {token}", to_numpy(out[index]), want[0, 0]
 
     def _seen_slots(self, inputs: Any, prefix: str, seq: int, token: int, to_numpy: Any) -> np.ndarray:
-        """The slots of the keys that one query sees."""
+        """The slots of the keys that a query sees."""
         if self.topk:
             lists = inputs[f"{prefix}indices"]
             slots = to_numpy(lists[token, 0] if self.prefill else lists[seq, token]).astype(np.int64)
@@ -249,7 +238,7 @@ class LatentCase(Case, LatentSample):
 
 
 def _gathered(cache: Any, slots: np.ndarray, to_numpy: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The pages that slots lie in, as a cache of their own, and a list of the slots in it."""
+    """A cache of only the pages that hold `slots`, and the list of these slots in it."""
     page_size = cache.shape[1] if len(cache.shape) == 4 else 1
     pages, order = np.unique(slots // page_size, return_inverse=True)
     gathered = to_numpy(taken(cache, pages))
@@ -264,7 +253,7 @@ def _gathered(cache: Any, slots: np.ndarray, to_numpy: Any) -> tuple[np.ndarray,
 def batch(
     name: str, workload: str, num_seqs: int, num_q_heads: int, *, num_q_tokens: int = 1, **fields: Any
 ) -> LatentCase:
-    """A case by the query tokens of each sequence."""
+    """A case by the number of query tokens of each sequence."""
     num_tokens = num_seqs * num_q_tokens
     return LatentCase(
         name=name, workload=workload, max_num_seqs=num_seqs, num_tokens=num_tokens, num_q_heads=num_q_heads, **fields
@@ -355,7 +344,7 @@ _MORE = (
         d_v=128,
         dtype="float32",
     ),
-    # Too few queries for decoding the cache first.
+    # These cases have too few queries to decode the cache first.
     _prefill("mla_prefill_fp8_h128_64q", 32 * K, workload="-", num_q_tokens=64, cache_format="fp8_v32"),
     _prefill("mla_prefill_v4_h64_64q", 32 * K, workload="-", num_q_tokens=64, num_q_heads=64, topk=512, **V4),
     _sparse("mla_one_of_everything", "-", 1, 1, cache_format="plain", max_len=1, topk=1, page_size=1),

@@ -1,4 +1,4 @@
-"""Named shapes of real models over a paged cache, W1 to W8; every measurement and some tests run on them."""
+"""Named shapes of real models over a paged cache, W1 to W8. Every measurement and some tests use them."""
 
 import dataclasses
 import math
@@ -9,24 +9,23 @@ import numpy as np
 
 from benchmarks.cases.base import Case, Compared, K, Span, Tables, drawn, spans, taken
 from benchmarks.compiled.compiling import ITEMSIZE
-from benchmarks.roofline import H200, Machine, Step, paged
 from ragged_attention.calls import Call, Device
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention
-from ragged_attention.samples import FakeArray, Sample
+from ragged_attention.tools.samples import FakeArray, Sample
 
-LARGEST_WGMMA_HEAD = 256  # 64 rows of a wider output leave registers for little else, and with Triton 3.6 too few
+LARGEST_WGMMA_HEAD = 256  # 64 rows of a wider output do not fit the registers under Triton 3.6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedCase(Case, Sample):
-    """One batch over pages; its sizes follow from the lengths."""
+    """One batch over pages. Its sizes follow from the lengths."""
 
     name: str
     workload: str
     q_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
-    spare_pages: int = 1  # that nobody uses
-    head_scales: bool = False  # whether the scale is given as an array with one for each KV head
+    spare_pages: int = 1  # unused pages
+    head_scales: bool = False  # whether the scale is an array with one value for each KV head
     batch_invariant: bool = False
     num_tokens: int = dataclasses.field(init=False)
     max_num_seqs: int = dataclasses.field(init=False)
@@ -58,11 +57,11 @@ class PagedCase(Case, Sample):
     @property
     def wgmma_rows(self) -> int:
         rows = max(self.q_lens) * (self.num_q_heads // self.num_kv_heads)
-        # The addresses of a draft mask's entries take the registers that a tile of so many rows would need.
+        # With a draft mask, the addresses of its entries leave too few registers for a tile of 64 rows.
         return rows if self.head_dim <= LARGEST_WGMMA_HEAD and self.draft is None else 0
 
     def needed_keys(self) -> int:
-        """Cache positions that some query sees, over all sequences."""
+        """The number of cache positions that some query sees, in all sequences."""
         window = self.sliding_window or math.inf
         return sum(
             int(min(kv_len, q_len - 1 + window))
@@ -71,7 +70,7 @@ class PagedCase(Case, Sample):
         )
 
     def needed_bytes(self) -> int:
-        """Queries, visible keys and values, tables and the output, each byte once."""
+        """The bytes of queries, visible keys and values, tables and output, each counted once."""
         queries = 2 * math.prod(self.q_shape) * ITEMSIZE[self.dtype]
         row = 2 * self.num_kv_heads * self.head_dim * ITEMSIZE[self.stored]
         keys = self.needed_keys()
@@ -89,7 +88,7 @@ class PagedCase(Case, Sample):
         return total
 
     def scaled_down(self, *, length: int = 77, sequences: int = 4) -> "PagedCase":
-        """Head size, GQA ratio, page size and options stay.
+        """Head size, GQA ratio, page size and options do not change.
 
         The longest sequence gets about `length` positions, the window shrinks in proportion, and of the sequences the
         first of each kind (decode, chunk, prefill, the longest) stay.
@@ -115,7 +114,7 @@ class PagedCase(Case, Sample):
         )
 
     def calls(self, device: Device) -> Iterator[Call]:
-        """In either layout of the pages; new tokens are written through the tables, and by slots."""
+        """The calls of a serving step, in both layouts of the pages. Writes use tables, then slots."""
         yield self.attention_call(device)
         yield self.call("write_kv_pages", device)
         slots = {"slot_mapping": FakeArray((self.num_tokens,), "int64")}
@@ -129,16 +128,8 @@ class PagedCase(Case, Sample):
             given |= dict.fromkeys(("k_scale", "v_scale"), FakeArray((self.num_kv_heads,), "float32"))
         return given
 
-    def planned(self, device: Device) -> tuple[str, ...]:
-        del device
-        return ("triton",)
-
-    def steps(self, backend: str, device: Device, machine: Machine = H200, tile: Any = None) -> Iterator[Step]:
-        del backend
-        return paged.steps(self, device, machine, tile)
-
     def tables(self, seed: int = 0) -> Tables:
-        """Pages in random order, garbage behind each row's last used page."""
+        """Pages in random order. The entries after the last used page of a row are garbage."""
         generator = np.random.default_rng(seed)
         order = generator.permutation(self.num_pages).astype(np.int32)
         page_indices = generator.integers(-(2**31), 2**31, (len(self.kv_lens), max(self.pages_needed)), np.int32)
@@ -197,7 +188,7 @@ class PagedCase(Case, Sample):
             yield str(span), to_numpy(out[span.rows]), want
 
     def _compared_spans(self) -> Iterator[Span]:
-        """Some rows of some sequences; whole sequences beside a mask, whose columns count from the first new token."""
+        """Some rows of some sequences. A draft mask needs whole ones: its columns start at the first token."""
         for span in spans(self.q_lens, self.kv_lens):
             if self.draft is None:
                 yield span
@@ -240,7 +231,7 @@ _ALL = (
     _decode("decode_1x32k", "W2", 1, 32 * K, LLAMA_8B),
     _decode("decode_1x128k", "W2", 1, 128 * K, LLAMA_8B),
     _decode("decode_8x32k", "W2", 8, 32 * K, LLAMA_8B),
-    # One long sequence among short ones.
+    # Batches with one long sequence among short ones.
     _batch("decode_63x1k_1x128k", "W2", [(1, 1 * K)] * 63 + [(1, 128 * K)], LLAMA_8B),
     _batch("decode_255x1k_1x128k", "W2", [(1, 1 * K)] * 255 + [(1, 128 * K)], LLAMA_8B),
     _decode("decode_70b_64x4k", "W3", 64, 4 * K, LLAMA_70B),
@@ -281,7 +272,7 @@ _MORE = (
     _batch("phi_head_80_mixed", "-", [(512, 512)] + [(1, 1 * K)] * 8, (32, 32, 80), dtype="float16"),
     _batch("int8_mixed", "-", [(512, 512)] + [(1, 1 * K)] * 8, LLAMA_8B, cache_dtype="int8", scale=0.03),
     _batch("ratio_7_page_24", "-", [(512, 512)] + [(1, 1 * K)] * 8, (28, 4, 128), page_size=24, return_lse=True),
-    # Windows that no power of two divides, at widths that are none either.
+    # Odd windows.
     _batch("window_2047_head_80", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, (32, 32, 80), sliding_window=2047),
     _batch("window_2047_head_96", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, (32, 32, 96), sliding_window=2047),
     _batch("window_2047_head_128", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, LLAMA_8B, sliding_window=2047),
@@ -290,7 +281,7 @@ _MORE = (
     _batch("invariant_fp8", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, LLAMA_8B, batch_invariant=True, **FP8),
     _batch("invariant_sinks", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, GPT_OSS, batch_invariant=True, sinks=True),
     _batch("invariant_head_256", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, GEMMA2, batch_invariant=True, soft_cap=50.0),
-    # Sizes of one, which Triton makes constants of.
+    # Sizes of 1, which Triton turns into constants.
     _batch("one_of_everything", "-", [(1, 16)], (1, 1, 128), spare_pages=0),
     _batch("one_page_slot", "-", [(1, 1)], (1, 1, 16), page_size=1, spare_pages=0, return_lse=True),
 )

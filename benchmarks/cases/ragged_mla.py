@@ -9,19 +9,18 @@ import numpy as np
 
 from benchmarks.cases.base import Case, Compared, K, Tables, drawn, spans, taken
 from benchmarks.compiled.compiling import ITEMSIZE
-from benchmarks.roofline import H200, Machine, Step, ragged_mla
 from ragged_attention.calls import CACHE_FORMATS, Call, Device
 from ragged_attention.reference.quantize_mla_cache import quantize_mla_cache
 from ragged_attention.reference.ragged_mla_attention import ragged_mla_attention
-from ragged_attention.samples import FakeArray, LatentSample
+from ragged_attention.tools.samples import FakeArray, LatentSample
 
-ROWS = 2039  # latent rows that are drawn; a larger cache repeats the pages that they fill
-SCALE = 0.05  # of a plain 8-bit cache
+ROWS = 2039  # random latent rows; a larger cache repeats the pages that they fill
+SCALE = 0.05  # the scale of a plain 8-bit cache
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RaggedLatentCase(Case, LatentSample):
-    """One batch over a latent cache; its sizes follow from the lengths."""
+    """One batch over a latent cache. Its sizes follow from the lengths."""
 
     name: str
     workload: str
@@ -57,12 +56,12 @@ class RaggedLatentCase(Case, LatentSample):
         return tuple(-(-kv_len // self.page_size) for kv_len in self.kv_lens)
 
     def num_pages(self, page_size: int) -> int:
-        """One of them nobody uses."""
+        """The number of pages, one of which is unused."""
         return sum(-(-kv_len // page_size) for kv_len in self.kv_lens) + 1
 
     @property
     def wgmma_rows(self) -> int:
-        """Rows for which wgmma is due: those over a plain cache, for others have no tile of as many on every Triton."""
+        """The rows for which wgmma is expected. Only a plain cache has such a tile on every Triton."""
         rows = max(self.q_lens) * self.num_q_heads
         return rows if self.cache_format == "plain" and not self.stored and self.d_v <= 512 else 0
 
@@ -75,7 +74,7 @@ class RaggedLatentCase(Case, LatentSample):
         return given
 
     def needed_bytes(self) -> int:
-        """Queries, visible latent rows, tables and the output, each byte once."""
+        """The bytes of queries, visible latent rows, tables and output, each counted once."""
         queries = self.num_tokens * self.num_q_heads * (self.width + self.d_v) * ITEMSIZE[self.dtype]
         window = self.sliding_window or math.inf
         lengths = zip(self.q_lens, self.kv_lens, strict=True)
@@ -94,7 +93,7 @@ class RaggedLatentCase(Case, LatentSample):
         return 2 * self.visible_pairs() * self.num_q_heads * (self.width + self.d_v)
 
     def scaled_down(self, *, length: int = 77, sequences: int = 3) -> "RaggedLatentCase":
-        """Widths, cache format, page size and options stay; of sequences the first and the last ones."""
+        """The first and the last sequences. Widths, cache format, page size and options do not change."""
         factor = max(1.0, self.max_len / length)
         lengths = list(zip(self.q_lens, self.kv_lens, strict=True))
         kept = lengths[: sequences - 1] + lengths[sequences - 1 :][-1:]
@@ -113,24 +112,16 @@ class RaggedLatentCase(Case, LatentSample):
         )
 
     def calls(self, device: Device) -> Iterator[Call]:
-        """New rows are written through the same tables."""
+        """The calls of a serving step. New rows are written through the tables of the attention."""
         yield self.attention_call(device)
         tables = self.arguments(self.operation)
         names = ("kv_lens", "page_indices", "cu_q_lens")
         yield self.call("write_mla_cache", device, slot_mapping=None, **{name: tables[name] for name in names})
 
-    def planned(self, device: Device) -> tuple[str, ...]:
-        del device
-        return ("triton",)
-
-    def steps(self, backend: str, device: Device, machine: Machine = H200, tile: Any = None) -> Iterator[Step]:
-        del backend
-        return ragged_mla.steps(self, device, machine, tile)
-
     # ---- inputs
 
     def tables(self, seed: int = 0) -> Tables:
-        """Pages in random order, garbage behind each row's last used page."""
+        """Pages in random order. The entries after the last used page of a row are garbage."""
         generator = np.random.default_rng(seed)
         order = generator.permutation(self.num_pages(self.page_size)).astype(np.int32)
         page_indices = generator.integers(-(2**31), 2**31, (len(self.kv_lens), max(self.pages_needed)), np.int32)
@@ -192,7 +183,7 @@ class RaggedLatentCase(Case, LatentSample):
 def batch(
     name: str, lengths: list[tuple[int, int]], heads: int, *, workload: str = "W9", **fields: Any
 ) -> RaggedLatentCase:
-    """A case by the query tokens and the keys of each sequence."""
+    """A case by the numbers of query tokens and keys of each sequence."""
     q_lens, kv_lens = zip(*lengths, strict=True)
     return RaggedLatentCase(name=name, workload=workload, q_lens=q_lens, kv_lens=kv_lens, num_q_heads=heads, **fields)
 

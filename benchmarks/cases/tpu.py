@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ragged_attention import dispatch, samples
+from ragged_attention import dispatch
 from ragged_attention.calls import CALLS, Call, Device
 from ragged_attention.errors import Unsupported
+from ragged_attention.tools import samples
 
 # Kind of TPU -> what the compiler calls a machine of it, and the name that jax has for the device.
 TARGETS: Mapping[str, tuple[str, str]] = {

@@ -18,7 +18,7 @@ from benchmarks.compiled.compiling import ITEMSIZE
 from ragged_attention.reference.ragged_paged_attention import visible
 from ragged_attention.reference.varlen_attention import varlen_attention
 from ragged_attention.reference.varlen_attention_backward import attend_backward, row_terms
-from ragged_attention.samples import FakeArray, VarlenSample
+from ragged_attention.tools.samples import FakeArray, VarlenSample
 
 GIVEN = ("d_out", "d_lse")  # to a gradient, beside what the forward pass takes and gives
 

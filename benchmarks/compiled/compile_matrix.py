@@ -1,14 +1,15 @@
-"""Every Triton kernel, at the tiles its heuristic returns for real shapes, compiled for every supported GPU.
+"""Compiles every Triton kernel, at the tiles its heuristic returns for real shapes, for every supported GPU.
 
     python -m benchmarks.compiled.compile_matrix [--check] [--afresh] [--arch sm_90 ...] [--case NAME ...] [--jobs N]
 
-Needs neither a GPU nor torch nor jax, and must run without TRITON_INTERPRET. Works with whichever Triton is imported
-and writes that version's section of docs/compile_matrix.md. What each compilation found is kept beside it, in
-docs/compile_matrix.json, so only what changed since is compiled (all of it with `--afresh`), and an interrupted run
-goes on where it stopped. `--check` compares instead of writing, and compiles some of what did not change as well. It
-fails on a kernel that does not compile, spills, needs more shared memory than the
-device has, on sm_90 does without wgmma where there are rows for it or without a proxy fence that one needs, or in its
-inner loops uses local memory or, in a workload's case, loads less at a time than it should.
+The command needs neither a GPU nor torch nor jax, and must run without TRITON_INTERPRET. It uses whichever Triton is
+imported. It fails if a kernel does not compile, spills, or needs more shared memory than the device has. On sm_90 it
+also fails if a kernel lacks wgmma although its products have enough rows, or lacks a proxy fence that wgmma needs. In
+the inner loops of workloads it rejects local memory and loads that are too narrow.
+
+benchmarks/results/compiled.txt lists the digests of all compilations that have passed, so a run compiles only what
+changed since then and adds what passes. With `--afresh` it compiles everything. `--check` leaves the list as it is and
+compiles a sample of what has passed a second time. Each run writes what it found to build/compile_matrix_VERSION.md.
 """
 
 import argparse
@@ -18,10 +19,9 @@ import functools
 import importlib
 import importlib.util
 import os
-import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +34,16 @@ from benchmarks.cases import mla as mla_cases
 from benchmarks.cases import paged as paged_cases
 from benchmarks.cases import ragged_mla as ragged_cases
 from benchmarks.cases import varlen as varlen_cases
-from benchmarks.compiled import compiling, kept_facts, sass
-from ragged_attention import dispatch, samples
+from benchmarks.compiled import compiling, sass
+from ragged_attention import dispatch
 from ragged_attention.calls import CALLS, Call
-from ragged_attention.devices import shared_memory_of
+from ragged_attention.tools import samples
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "compile_matrix.md"
-KEPT = DOCUMENT.with_suffix(".json")
+ROOT = Path(__file__).parents[2]
+PASSED = ROOT / "benchmarks" / "results" / "compiled.txt"
+REPORTS = ROOT / "build"
 
-# A case for each piece of code that the named shapes compile to; the others repeat it with other numbers.
+# One case for each piece of code that the named shapes compile to. The other cases repeat it with other numbers.
 COVERING = (
     "decode_64x4k", "decode_64x4k_page1", "prefill_4k", "gpt_oss_window_64x4k", "gemma2_prefill_4k",
     "gemma4_global_prefill_4k", "fp8_64x4k", *paged_cases.COMPILED_ONLY,
@@ -54,16 +55,16 @@ COVERING = (
     "mha_128_4k", "mha_128_4k_backward", "mha_192_4k", "mha_192_4k_backward", *varlen_cases.COMPILED_ONLY,
     "indexer_decode_64x32k", "indexer_prefill_4k", *indexer_cases.COMPILED_ONLY,
 )  # fmt: skip
-# With these, sm_90 has every code that the workloads' cases launch there, plain numbers apart.
+# With these cases, sm_90 has all code that the workloads launch, except for code that differs only in numbers.
 TARGETS = (
     "decode_64x4k_page256", "speculative_tree_64q4s4k", "gpt_oss_full_64x4k", "gpt_oss_prefill_4k", "gemma2_32x4k",
-    "gemma3_32x4k", "gemma4_global_32x4k", "fp8_64x4k_page64",
+    "gemma3_32x4k", "prefill_2k", "gemma4_global_32x4k", "fp8_64x4k_page64",
     "fp8_64x4k_head_scales", "fp8_prefill_4k", "fp8_prefill_4k_head_scales", "mla_dense_h128_128x4k",
     "mla_sparse_h16_b1", "mla_sparse_h8_b64", "mla_sparse_h32_b64", "mla_prefill_h16_32k",
     "mla_prefill_v4_h64_32k", "mha_128_4k_full", "mha_128_4k_full_backward", "mha_192_4k_full",
     "mha_192_4k_full_backward", "mha_gqa_8x2k", "mha_gqa_8x2k_backward",
 )  # fmt: skip
-# Architectures that differ from one of the others in little but their shared memory get the shapes that fill it.
+# The shapes that fill shared memory. They suffice on architectures that differ from another mainly in its size.
 FEWER = (
     "decode_64x4k", "prefill_4k", "gemma2_prefill_4k", "gemma4_global_prefill_4k", "fp8_64x4k", "float32_mixed",
     "int8_mixed", "ratio_7_page_24", "mla_dense_h128_128q2s4k", "mla_sparse_h16_b8", "mla_sparse_v4_h64_128q2",
@@ -71,8 +72,8 @@ FEWER = (
     "mha_float32_80_backward", "indexer_decode_64x32k", "indexer_prefill_4k", "indexer_prefill_bf16",
     "indexer_decode_bf16_queries",
 )  # fmt: skip
-ALIKE = ("sm_86", "sm_100", "sm_120", "gfx950")
-# Latent attention takes long to compile: sm_90 gets all of its cases, the other architectures one for each tile.
+FEWER_CASES_ON = ("sm_86", "sm_100", "sm_120", "gfx950")
+# Latent attention compiles slowly, so sm_90 compiles all of its cases and the other architectures one for each tile.
 LATENT_TILES = (
     "mla_dense_h16_128x4k", "mla_dense_h128_128q2s4k", "mla_sparse_v4_h16", "mla_sparse_v4_h64_128q2",
     "mla_sparse_h16_b8", "mla_sparse_h128_128q2", "mla_float32_h16", "mla_float32_fp8_h16", "mla_float32_v4_h16",
@@ -83,7 +84,7 @@ ATTENTIONS = (
     "ragged_paged_attention", "mla_decode", "ragged_mla_attention", "sparse_mla_prefill",
     "sparse_mla_prefill_backward", "varlen_attention", "varlen_attention_backward", "indexer_topk", "indexer_logits",
 )  # fmt: skip
-# All else is plain copying, so fewer shapes cover it.
+# All other operations only copy, so fewer shapes cover them.
 COPYING = (
     "decode_64x4k", "fp8_64x4k", "float32_mixed", "int8_mixed", "phi_head_80_mixed", "one_page_slot",
     "mla_sparse_h16_b8", "mla_sparse_v4_h64_128q2", "mla_float16_h32", "mla_float16_fp8_h16", "mla_narrow_24_heads",
@@ -91,27 +92,27 @@ COPYING = (
     "indexer_decode_64x32k", "indexer_prefill_4k",
 )  # fmt: skip
 
-SPOT_CHECK = 24  # of so many compilations that did not change a check does one again
-SAVED_EVERY = 30.0  # seconds, while compiling
+SPOT_CHECK = 24  # `--check` compiles one in this number of the passed compilations again
+SAVED_EVERY = 30.0  # seconds between two saves while compiling
 
-# The kernels that multiply, whose inner loops are judged in workloads' cases. Of what such a loop loads, no less than
-# this share must come 16 bytes at a time.
+# The kernels with matrix products. Of the bytes that an inner loop of theirs loads in a workload, at least LEAST_WIDE
+# must come 16 at a time. After a change that makes a check stricter, `--afresh` has to compile everything again.
 MULTIPLYING = (
     "tile_kernel", "split_kernel", "latent_kernel", "ragged_latent_kernel", "forward_kernel", "dkv_kernel", "dq_kernel",
     "gradient_kernel", "tile_logits_kernel", "walk_logits_kernel",
 )  # fmt: skip
 LEAST_WIDE = 0.9
-# Where it is less, the least that it is and why: by kernel, its case's `key_format`, and matrix unit;
-# then where an older Triton does worse.
+# Exceptions from LEAST_WIDE by kernel, `key_format` of the case and matrix unit: a lower bound of their own and the
+# reason. docs/compile_matrix.md shows them. The second table is for the older Triton, where it does worse.
 Exceptions = dict[tuple[str, str, str], tuple[float, str]]
-ROTARY = "of 16 keys the 64 rotary columns are 8 bytes for each of 256 threads"
-EIGHT_BITS = "without e4m3, values go from shared memory straight into a product's operand, which takes them by 8 bytes"
-CODES = "of 16 keys 128 codes are 8 bytes for each of 256 threads"
-HALVES = "of 32 keys 128 codes of 4 bits are 8 bytes for each of 256 threads"
-SCALES = "scales are words or bytes of their own"
-BY_TWO = "the list's slots come by twos"
-TERMS = "a row's norm, offset and share are words of their own"
-WEIGHTS = "a token's weights come by twos, to every warp"
+ROTARY = "the 64 rotary columns of 16 keys give each of 256 threads only 8 bytes"
+EIGHT_BITS = "without e4m3, values go from shared memory straight into an operand that takes 8 bytes at a time"
+CODES = "128 codes of 16 keys give each of 256 threads only 8 bytes"
+HALVES = "128 codes of 4 bits of 32 keys give each of 256 threads only 8 bytes"
+SCALES = "scales are separate words or bytes"
+BY_TWO = "slots of the list are loaded two at a time"
+TERMS = "the norm, offset and share of a row are separate words"
+WEIGHTS = "every warp loads the weights of a token two at a time"
 NARROW: Exceptions = {
     ("split_kernel", "8 bits", "mma"): (0.47, EIGHT_BITS),
     ("tile_kernel", "8 bits", "mma"): (0.44, EIGHT_BITS),
@@ -135,48 +136,15 @@ NARROW_ON_OLDER: Exceptions = {
     ("latent_kernel", "fp8_v4", "mma"): (0.86, f"{SCALES}, {BY_TWO}"),
     ("latent_kernel", "fp8_v41 beside fp4_v41", "mma"): (0.0, f"{HALVES}, {SCALES}"),
 }
-# Bytes per thread that the older Triton spills, since offsets of tokens have 64 bits; the newer one has room for them.
+# Bytes per thread that the older Triton may spill: it has no registers left for the 64-bit offsets of tokens.
 SPILLED_ON_OLDER = {"dkv_kernel": 8, "forward_kernel": 8}
-# Which of a kernel's block sizes is the rows of its products; 64 of them make a wgmma.
+# The block size that gives the number of rows of a kernel's products (default: q). wgmma needs at least 64 rows.
 ROWS = {
     "dkv_kernel": "kv", "latent_kernel": "h", "ragged_latent_kernel": "h", "gradient_kernel": "h",
     "tile_logits_kernel": "n", "walk_logits_kernel": "n",
 }  # fmt: skip
 WGMMA_ROWS = 64
 
-HEADER = """\
-# Compile matrix
-
-What the Triton kernels compile to, at the tiles their heuristics choose for the shapes of `benchmarks/cases/`, for GPUs
-that need not be there. Written by `make compile-matrix`, which fails on a kernel that does not compile, spills, needs
-more shared memory than the device has, or on sm_90 has an unfenced product or does without wgmma where there are 64
-rows for it (in 16 bits; of pages up to head size 256, of latents plain ones); and on an inner loop that uses local
-memory, that has 64 rows on sm_90 and other products than wgmma, or that loads too little 16 bytes at a time (see
-below).
-
-What each compilation found lies in `compile_matrix.json`, under a digest of all that it is made from: the sources of
-the kernel and of what it calls (comments apart), types, constants, alignments and options. So only what changed is
-compiled. CI compares, and of what did not change it compiles one in twenty-four again.
-
-Columns: block sizes of the tile; warps and stages of this launch; instructions in the code, as
-counts (wgmma: Hopper's matrix instructions, tcgen05: Blackwell's, mma: those of Ampere and later, mfma: AMD's,
-cp.async: asynchronous copies to shared memory; unfenced: those of wgmma and tcgen05 with no proxy fence between them
-and a wait for copies before them, see [what the emulator found](ptx.md#what-it-found)); registers a thread (on AMD:
-vector registers); bytes a thread that do not fit the registers; shared memory in KiB, and the most one program can
-have; loads, read from NVIDIA's machine code: of the bytes that a thread asks of global memory in a turn of an innermost
-loop of products, how many come 16, 8, 4, 2 or 1 at a time (a kernel's loops in order, those that are alike once; -
-where there is none or it is not read).
-
-In the workloads' cases, of what such a loop loads {least} must come 16 bytes at a time, one word for each longer
-load apart, a row's page number or slot. Known exceptions, with the share that they may not fall below:
-
-| kernel | keys | products | share | why |
-|---|---|---|---|---|
-{exceptions}
-
-Under Triton 3.6 the kernels `dkv_kernel` and `forward_kernel` may spill 8 bytes per thread: offsets of tokens have 64
-bits, for which it finds no registers.
-"""
 COLUMNS = (
     "kernel", "cases", "blocks", "warps", "stages", "instructions", "registers", "spilled", "shared", "loads",
 )  # fmt: skip
@@ -184,7 +152,7 @@ COLUMNS = (
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One compilation: the launch numbered `launch` of the call numbered `call` of a case, for `arch`."""
+    """One compilation for `arch`: launch number `launch` of call number `call` of a case."""
 
     case: str
     arch: str
@@ -208,10 +176,21 @@ class Row:
     def where(self) -> str:
         return f"{self.arch} {self.kernel} ({self.cases[0]})"
 
+    @property
+    def workload(self) -> str | None:
+        """The first case that is a workload; cases that only show that something compiles are not."""
+        return next((name for name in self.cases if name in catalogue.CASES), None)
+
+    @property
+    def product_rows(self) -> int:
+        """The rows of the kernel's matrix products; 0 for a kernel that has none."""
+        sizes = dict(block.split() for block in self.blocks.split(", ") if block)
+        return int(sizes[ROWS.get(self.kernel, "q")]) if self.kernel in MULTIPLYING else 0
+
 
 @functools.cache
 def calls_for(case: str, arch: str) -> tuple[Call, ...]:
-    """The case's calls, one per form of an operation, that the Triton room has and takes."""
+    """The calls of the case, one for each form of an operation, that the Triton backend accepts."""
     return tuple(call for call in _calls_of(case, arch) if declined(call) is None)
 
 
@@ -226,13 +205,13 @@ def declined(call: Call) -> str | None:
 
 @functools.cache
 def launches_for(case: str, arch: str, call: int) -> tuple[compiling.Launch, ...]:
-    chosen = calls_for(case, arch)[call]
-    return tuple(compiling.record(chosen, compiling.tile_of(catalogue.find(case), chosen)))
+    record = calls_for(case, arch)[call]
+    return tuple(compiling.record(record, compiling.tile_of(catalogue.find(case), record)))
 
 
 def covering(arch: str) -> tuple[str, ...]:
-    """The cases that are compiled for an architecture where none are named."""
-    if arch in ALIKE:
+    """The cases that a run without `--case` compiles for an architecture."""
+    if arch in FEWER_CASES_ON:
         return FEWER
     if arch == "sm_90":
         return (*COVERING, *TARGETS)
@@ -243,24 +222,23 @@ Planned = dict[str, tuple[Job, Row]]
 
 
 def plan(names: Sequence[str] | None, archs: Iterable[str]) -> Planned:
-    """What to compile, each code once: digest -> the job and the row that its facts go to."""
-    found: Planned = {}
+    """All compilations by digest, each with its job and the row that receives its facts.
+
+    A digest ends with + where the loops are judged as those of a workload, because it has then passed more checks.
+    """
+    planned: Planned = {}
     for arch in archs:
         for name in names or covering(arch):
             for index in range(len(calls_for(name, arch))):
                 for number, launch in enumerate(launches_for(name, arch, index)):
-                    digest = compiling.digest(launch, arch)
-                    if digest in found:
-                        used = found[digest][1].cases
-                        used += [name] if name not in used else []
-                        continue
-                    row = Row(arch, launch.name, _blocks(launch), launch.num_warps, launch.num_stages, [name])
-                    found[digest] = (Job(name, arch, index, number), row)
-    return found
+                    row = Row(arch, launch.name, _blocks(launch), launch.num_warps, launch.num_stages, [])
+                    _, row = planned.setdefault(compiling.digest(launch, arch), (Job(name, arch, index, number), row))
+                    row.cases += [name] if name not in row.cases else []
+    return {digest + ("+" if both[1].workload else ""): both for digest, both in planned.items()}
 
 
 def refusals(names: Sequence[str] | None, archs: Iterable[str]) -> list[str]:
-    """The calls that the Triton room declines, with its reasons: said aloud, for nothing is compiled for them."""
+    """The calls that the Triton backend declines and therefore nothing compiles, with its reasons."""
     return [
         f"{arch} {call.OPERATION} ({name}): {reason}"
         for arch in archs
@@ -271,7 +249,7 @@ def refusals(names: Sequence[str] | None, archs: Iterable[str]) -> list[str]:
 
 
 def missing_operations() -> list[str]:
-    """Operations of the Triton room that no case calls."""
+    """Operations of the Triton backend that no case calls."""
     room = importlib.import_module(dispatch.PACKAGES["triton"])
     offered = {name for name in CALLS if importlib.util.find_spec(f"{room.__name__}.{name}")}
     called = {call.OPERATION for name in covering("sm_90") for call in _calls_of(name, "sm_90")}
@@ -279,21 +257,9 @@ def missing_operations() -> list[str]:
 
 
 def _blocks(launch: compiling.Launch) -> str:
-    """The block sizes among the launch's arguments."""
-    sizes = {name: value for name, value in launch.arguments.items() if name.startswith("BLOCK")}
+    """The block sizes among the arguments of the launch."""
+    sizes = {name: value for name, value in launch.constants.items() if name.startswith("BLOCK")}
     return ", ".join(f"{name.removeprefix('BLOCK_').lower()} {value}" for name, value in sizes.items())
-
-
-def alike(rows: Sequence[Row]) -> list[Row]:
-    """Rows of which nothing but the cases differs, joined; the order of first appearance."""
-    joined: dict[Any, Row] = {}
-    for row in rows:
-        key = (row.arch, row.kernel, row.blocks, row.num_warps, row.num_stages, row.facts)
-        if key in joined:
-            joined[key].cases += [name for name in row.cases if name not in joined[key].cases]
-        else:
-            joined[key] = dataclasses.replace(row, cases=list(row.cases))
-    return list(joined.values())
 
 
 def _compile(job: Job) -> compiling.Facts:
@@ -301,9 +267,9 @@ def _compile(job: Job) -> compiling.Facts:
 
 
 def compile_all(
-    planned: Planned, jobs: int, console: Console, found: Callable[[str, compiling.Facts], None] | None = None
+    planned: Planned, jobs: int, console: Console, report: Callable[[str, Row], None] = lambda digest, row: None
 ) -> None:
-    """Compile everything planned in `jobs` processes, from an empty cache; `found` hears of each at once."""
+    """Compile everything planned in `jobs` processes, from an empty cache; call `report` after each compilation."""
     if not planned:
         return
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
@@ -313,8 +279,7 @@ def compile_all(
         for done in concurrent.futures.as_completed(waiting):
             digest, row = waiting[done]
             row.facts = done.result()
-            if found:
-                found(digest, row.facts)
+            report(digest, row)
             if reason := row.facts.failure:
                 progress.console.print(f"{row.where}: {reason}", style="red", markup=False, highlight=False)
             progress.update(task, advance=1, description=row.where)
@@ -325,60 +290,32 @@ def rows_of(planned: Planned) -> list[Row]:
     return sorted((row for _, row in planned.values()), key=_order)
 
 
-def fill(planned: Planned, kept: Mapping[str, compiling.Facts]) -> Planned:
-    """Give the rows their kept facts; what is left is to be compiled."""
-    for digest, (_, row) in planned.items():
-        if digest in kept:
-            row.facts = dataclasses.replace(kept[digest], limit=shared_memory_of(row.arch))
-    return {digest: both for digest, both in planned.items() if digest not in kept}
-
-
-def compile_and_keep(changed: Planned, kept: dict[str, compiling.Facts], version: str, options: Any) -> None:
-    """Compile what changed and save it every now and then, so that a run that is interrupted goes on."""
-    saved = time.monotonic()
-
-    def found(digest: str, facts: compiling.Facts) -> None:
-        nonlocal saved
-        kept[digest] = facts
-        if time.monotonic() - saved > SAVED_EVERY:
-            kept_facts.save(KEPT, version, kept)
-            saved = time.monotonic()
-
-    compile_all(changed, options.jobs, options.console, found)
-
-
 def _order(row: Row) -> tuple[Any, ...]:
-    return (
-        compiling.ARCHITECTURES.index(row.arch),
-        row.kernel,
-        row.cases[0],
-        row.blocks,
-        row.num_warps,
-        row.num_stages,
-    )
+    return compiling.ARCHITECTURES.index(row.arch), row.kernel, row.cases, row.blocks, row.num_warps, row.num_stages
 
 
-def failures(rows: Sequence[Row], version: str = "") -> list[str]:
-    """Everything that must not ship, one line each; `version` is Triton's, the newest where none is given."""
-    found = _failures_by_row(rows, version)
-    for name in sorted({name for row in rows if row.arch == "sm_90" for name in row.cases}):
-        case = catalogue.find(name)
-        if case.dtype == "float32" or case.wgmma_rows < WGMMA_ROWS:
-            continue
-        used = [row.facts for row in rows if row.arch == "sm_90" and name in row.cases]
-        if not any("wgmma" in dict(facts.instructions) for facts in used):
-            found.append(f"sm_90 ({name}): no launch uses wgmma")
-    return found
+def small_products(rows: Iterable[Row]) -> list[str]:
+    """The cases on sm_90 whose tiles give all products too few rows for wgmma; this needs no compilation."""
+    most: dict[str, int] = {}
+    for row in rows:
+        if row.arch == "sm_90":
+            most |= {name: max(most.get(name, 0), row.product_rows) for name in row.cases}
+    return [
+        f"sm_90 ({name}): no product has the {WGMMA_ROWS} rows that wgmma needs"
+        for name, number in sorted(most.items())
+        if number < WGMMA_ROWS <= (case := catalogue.find(name)).wgmma_rows and case.dtype != "float32"
+    ]
 
 
-def _failures_by_row(rows: Iterable[Row], version: str) -> list[str]:
-    judged = (fit_failure, fence_failure, loop_failure)
-    reasons = ((row, judge(row, version)) for row in rows for judge in judged)
+def failures(rows: Iterable[Row], version: str = "") -> list[str]:
+    """One line for each reason why a compiled kernel must not ship; `version` is Triton's, by default the newest."""
+    judges = (fit_failure, fence_failure, wgmma_failure, loop_failure)
+    reasons = ((row, judge(row, version)) for row in rows for judge in judges)
     return [f"{row.where}: {reason}" for row, reason in reasons if reason]
 
 
 def fit_failure(row: Row, version: str = "") -> str | None:
-    """Why a row must not ship, but for what the older Triton is known to spill."""
+    """Why the kernel does not fit the device, apart from the known spills of the older Triton."""
     spilled = row.facts.spilled
     if spilled and version.startswith(f"{OLDER}.") and spilled <= SPILLED_ON_OLDER.get(row.kernel, 0):
         loops = tuple(dataclasses.replace(loop, local=0) for loop in row.facts.loops)
@@ -387,177 +324,156 @@ def fit_failure(row: Row, version: str = "") -> str | None:
 
 
 def fence_failure(row: Row, version: str = "") -> str | None:
-    """Whether copies may come too late for a wgmma. On Blackwell, no kernel can mend what the compiler leaves out."""
+    """Whether a wgmma may read copies too early. On Blackwell only the compiler could add the missing fence."""
     lacking = dict(row.facts.instructions).get("unfenced", 0)
     return f"{lacking} wgmma with no proxy fence after a wait for copies" if lacking and row.arch == "sm_90" else None
 
 
+def wgmma_failure(row: Row, version: str = "") -> str | None:
+    """Whether a kernel lacks wgmma although its products have enough rows of 16 or 8 bits."""
+    if row.facts.error or row.arch != "sm_90" or row.product_rows < WGMMA_ROWS:
+        return None
+    if catalogue.find(row.cases[0]).dtype == "float32" or "wgmma" in dict(row.facts.instructions):
+        return None
+    return f"products of {row.product_rows} rows without wgmma"
+
+
 def loop_failure(row: Row, version: str = "") -> str | None:
-    """What is wrong with the inner loops of a kernel that multiplies, by NVIDIA's machine code."""
-    named = [name for name in row.cases if name in catalogue.CASES]
-    if row.facts.error or not named or row.kernel not in MULTIPLYING or not row.arch.startswith("sm_"):
+    """What is wrong with the inner loops of a workload's kernel, by NVIDIA's machine code."""
+    if row.facts.error or not row.workload or row.kernel not in MULTIPLYING or not row.arch.startswith("sm_"):
         return None
     if not row.facts.loops and not set(sass.MATRIX.values()).isdisjoint(dict(row.facts.instructions)):
         return "no inner loop of products was found"
-    case = catalogue.find(named[0])
+    case = catalogue.find(row.workload)
     narrow = NARROW | (NARROW_ON_OLDER if version.startswith(f"{OLDER}.") else {})
     for loop in row.facts.loops:
         least, _ = narrow.get((row.kernel, case.key_format, loop.matrix), (LEAST_WIDE, ""))
         if loop.wide < least:
-            return f"of what an inner loop loads {loop.wide:.0%} comes 16 bytes at a time, expected {least:.0%}"
-        rows = _product_rows(row)
+            return f"an inner loop loads {loop.wide:.0%} of its bytes 16 at a time, expected {least:.0%}"
+        rows = row.product_rows
         if row.arch == "sm_90" and case.dtype != "float32" and rows >= WGMMA_ROWS and loop.matrix != "wgmma":
             return f"an inner loop of {rows} rows uses {loop.matrix or 'no matrix unit'}, expected wgmma"
     return None
 
 
-def _product_rows(row: Row) -> int:
-    sizes = dict(block.split() for block in row.blocks.split(", "))
-    return int(sizes[ROWS.get(row.kernel, "q")])
-
-
-def section(version: str, rows: Sequence[Row], refused: Sequence[str]) -> str:
-    """One Triton version's part of the document."""
-    lines = [f"## Triton {version}", ""]
-    wrong = failures(rows, version)
+def report(version: str, rows: Sequence[Row], wrong: Sequence[str], refused: Sequence[str]) -> str:
+    """What compilations found, as tables in Markdown, one for each architecture."""
+    lines = [f"# Triton {version}", ""]
     lines += [f"{len(rows)} compilations, {len(wrong) or 'no'} failure{'s' if len(wrong) != 1 else ''}.", ""]
     lines += [f"- {text}" for text in wrong] + ([""] if wrong else [])
     if refused:
-        lines += ["Declined by the kernels themselves, so not compiled:", "", *(f"- {text}" for text in refused), ""]
+        lines += ["The kernels decline these calls, so they are not compiled:", "", *(f"- {text}" for text in refused)]
     for arch in compiling.ARCHITECTURES:
-        if some := alike([row for row in rows if row.arch == arch]):
-            limit = max(row.facts.limit for row in some) // 1024
-            lines += [f"### {arch} on Triton {version}", "", f"Shared memory of one program: {limit} KiB.", ""]
-            lines += [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS), *map(_line, some), ""]
-    return "\n".join(lines)
+        if compiled := [row for row in rows if row.arch == arch]:
+            limit = max(row.facts.limit for row in compiled) // 1024
+            lines += ["", f"## {arch}", "", f"A program has at most {limit} KiB of shared memory.", ""]
+            lines += [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS), *map(_line, compiled)]
+    return "\n".join(lines) + "\n"
 
 
-def _facts(row: Row) -> str:
-    """The last columns of a row's line."""
-    facts = row.facts
+def _line(row: Row) -> str:
+    cells = (row.kernel, ", ".join(row.cases), row.blocks, row.num_warps, row.num_stages, *_facts(row.facts))
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _facts(facts: compiling.Facts) -> tuple[Any, ...]:
+    """The cells of a line that a compilation fills."""
     if facts.error:
-        return f"**{facts.error}** | - | - | - | - |"
+        return f"**{facts.error}**", "-", "-", "-", "-"
     counts = ", ".join(f"{name} {count}" for name, count in facts.instructions) or "-"
     spilled = f"**{facts.spilled} B**" if facts.spilled else "0"
     shared = f"{facts.shared / 1024:.1f}"
     shared = f"**{shared}**" if facts.shared > facts.limit else shared
-    loads = " / ".join(dict.fromkeys(map(str, facts.loops))) or "-"
-    return f"{counts} | {facts.registers} | {spilled} | {shared} | {loads} |"
+    return counts, facts.registers, spilled, shared, " / ".join(dict.fromkeys(map(str, facts.loops))) or "-"
 
 
-def _line(row: Row) -> str:
-    cells = (row.kernel, ", ".join(row.cases), row.blocks, row.num_warps, row.num_stages, _facts(row))
-    return "| " + " | ".join(map(str, cells))
+def load_passed(version: str) -> set[str]:
+    """The digests that passed under one Triton version."""
+    lines = PASSED.read_text().splitlines() if PASSED.is_file() else []
+    return {digest for line in lines if line.startswith(f"{version} ") for digest in line.split()[2:]}
 
 
-def merged(document: str, version: str, new: str) -> str:
-    """The document with this version's section replaced, newest version first."""
-    parts = re.split(r"^(?=## Triton )", document, flags=re.MULTILINE)[1:]
-    held = {part.split(maxsplit=3)[2]: part.rstrip() + "\n" for part in parts}
-    held[version] = new.rstrip() + "\n"
-    order = sorted(held, key=lambda text: [int(number) for number in re.findall(r"\d+", text)], reverse=True)
-    return "\n".join([_header(), *(held[name] for name in order)])
-
-
-def _header() -> str:
-    tables = (("", NARROW), (f" (Triton {OLDER})", NARROW_ON_OLDER))
-    lines = [
-        f"| {' | '.join(where)}{which} | {least:.0%} | {why} |"
-        for which, table in tables
-        for where, (least, why) in table.items()
-    ]
-    return HEADER.format(least=f"{LEAST_WIDE:.0%}", exceptions="\n".join(lines))
-
-
-def spot_check(planned: Planned, kept: Mapping[str, compiling.Facts], jobs: int, console: Console) -> list[str]:
-    """Compile some of what did not change again; says where something else was found."""
-    unchanged = sorted(digest for digest in planned if digest in kept)
-    some = {digest: (planned[digest][0], dataclasses.replace(planned[digest][1])) for digest in unchanged[::SPOT_CHECK]}
-    compile_all(some, jobs, console)
-    return [
-        f"{row.where}: found {_facts(row)}, expected {_facts(planned[digest][1])} as kept in {KEPT.name}"
-        for digest, (_, row) in some.items()
-        if row.facts != planned[digest][1].facts
-    ]
-
-
-def _store(version: str, text: str, check: bool, console: Console) -> int:
-    old = DOCUMENT.read_text() if DOCUMENT.is_file() else ""
-    new = merged(old, version, text)
-    if not check:
-        DOCUMENT.parent.mkdir(exist_ok=True)
-        DOCUMENT.write_text(new)
-        return 0
-    if new == old:
-        return 0
-    changed = sorted(set(new.splitlines()) ^ set(old.splitlines()))
-    console.print(f"{DOCUMENT.name} differs from what Triton {version} compiles now; make compile-matrix rewrites it:")
-    for line in changed[:20]:
-        console.print(("+ " if line in new.splitlines() else "- ") + line, markup=False, highlight=False)
-    return 1
+def save_passed(version: str, planned: Planned, passed: Iterable[str]) -> None:
+    """Replace the lines of one Triton version, one for each kernel: version, kernel, digests that passed."""
+    by_kernel: dict[str, list[str]] = {}
+    for digest in sorted(planned.keys() & set(passed)):
+        by_kernel.setdefault(planned[digest][1].kernel, []).append(digest)
+    lines = PASSED.read_text().splitlines() if PASSED.is_file() else []
+    lines = [line for line in lines if not line.startswith(f"{version} ")]
+    lines += [" ".join((version, kernel, *digests)) for kernel, digests in by_kernel.items()]
+    new = PASSED.with_suffix(".new")
+    new.write_text("".join(f"{line}\n" for line in sorted(lines)))
+    new.replace(PASSED)
 
 
 def _only(names: Sequence[str] | None, archs: Sequence[str], version: str, options: argparse.Namespace) -> int:
-    """Compile and print; nothing is kept or written."""
+    """Compile the named cases and print what was found."""
     planned = plan(names, archs)
     compile_all(planned, options.jobs, options.console)
     rows = rows_of(planned)
-    Console(width=400).print(section(version, rows, refusals(names, archs)), markup=False, highlight=False)
-    return _report(version, f"{len(rows)} compilations", failures(rows, version), options.console)
+    wrong = failures(rows, version) + small_products(rows)
+    Console(width=400).print(report(version, rows, wrong, refusals(names, archs)), markup=False, highlight=False)
+    return _outcome(version, f"{len(rows)} compilations", wrong, options.console)
 
 
 def _everything(version: str, options: argparse.Namespace) -> int:
-    """Compile what changed, then write the document or compare with it."""
+    """Compile what has not passed before, and with `--check` a sample of what has."""
     planned = plan(None, compiling.ARCHITECTURES)
-    kept = {} if options.afresh else kept_facts.load(KEPT, version)
-    stale = kept.keys() - planned.keys()
-    changed = fill(planned, kept)
-    differing, differs = [], 0
-    if options.check:
-        differing = spot_check(planned, kept, options.jobs, options.console)
-        compile_all(changed, options.jobs, options.console)
-        if changed or stale:
-            said = f"{len(changed)} compilations are not in {KEPT.name} and {len(stale)} there are no longer used"
-            options.console.print(f"{said}; make compile-matrix rewrites it")
-            differs = 1
-    else:
-        compile_and_keep(changed, kept, version, options)
-        kept_facts.save(KEPT, version, {digest: row.facts for digest, (_, row) in planned.items()})
-    rows = rows_of(planned)
-    differs |= _store(version, section(version, rows, refusals(None, compiling.ARCHITECTURES)), options.check,
-                      options.console)  # fmt: skip
-    wrong = differing + failures(rows, version) + [f"{name}: no case calls it" for name in missing_operations()]
-    what = f"{len(rows)} compilations, {len(changed)} of them new"
-    return _report(version, what, wrong, options.console) or differs
+    passed = set() if options.afresh else load_passed(version)
+    known = sorted(planned.keys() & passed)
+    sample = known[::SPOT_CHECK] if options.check else []
+    compiled = {digest: both for digest, both in planned.items() if digest not in passed or digest in sample}
+    saved = time.monotonic()
+
+    def keep(digest: str, row: Row) -> None:
+        """Save what has passed every now and then, so that an interrupted run can go on."""
+        nonlocal saved
+        if not failures([row], version):
+            passed.add(digest)
+        if not options.check and time.monotonic() - saved > SAVED_EVERY:
+            save_passed(version, planned, passed)
+            saved = time.monotonic()
+
+    compile_all(compiled, options.jobs, options.console, keep)
+    if not options.check:
+        save_passed(version, planned, passed)
+    rows = rows_of(compiled)
+    wrong = failures(rows, version) + small_products(row for _, row in planned.values())
+    wrong += [f"{name}: no case calls it" for name in missing_operations()]
+    REPORTS.mkdir(exist_ok=True)
+    text = report(version, rows, wrong, refusals(None, compiling.ARCHITECTURES))
+    (REPORTS / f"compile_matrix_{version}.md").write_text(text)
+    what = f"{len(planned)} compilations, {len(planned) - len(known)} of them new, {len(sample)} compiled again"
+    return _outcome(version, what, wrong, options.console)
+
+
+def _outcome(version: str, what: str, wrong: Sequence[str], console: Console) -> int:
+    for line in wrong:
+        console.print(line, style="red", markup=False, highlight=False)
+    console.print(f"Triton {version}: {what}, {len(wrong)} failures")
+    return 1 if wrong else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="benchmarks.compiled.compile_matrix", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--check", action="store_true", help="compare with docs/compile_matrix.md instead of writing")
-    parser.add_argument("--afresh", action="store_true", help="compile everything, whatever was found before")
-    parser.add_argument("--arch", nargs="+", choices=compiling.ARCHITECTURES, help="only these; nothing is written")
-    parser.add_argument("--case", nargs="+", help="only these, or `all`; nothing is written")
+    parser.add_argument("--check", action="store_true", help="compile a sample again, and keep nothing")
+    parser.add_argument("--afresh", action="store_true", help="compile everything, whatever has passed before")
+    parser.add_argument("--arch", nargs="+", choices=compiling.ARCHITECTURES, help="only these; nothing is kept")
+    parser.add_argument("--case", nargs="+", help="only these, or `all`; nothing is kept")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processes")
     options = parser.parse_args(argv)
     options.console = Console(stderr=True, soft_wrap=True)
     if reason := compiling.why_not():
         options.console.print(reason)
         return 2
-    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # its default, of which it would warn
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton's default; it warns where this is unset
     version = importlib.import_module("triton").__version__
     if not options.arch and not options.case:
         return _everything(version, options)
     names = [*catalogue.CASES, *catalogue.COMPILED_ONLY] if options.case == ["all"] else options.case
     return _only(names, options.arch or compiling.ARCHITECTURES, version, options)
-
-
-def _report(version: str, what: str, wrong: Sequence[str], console: Console) -> int:
-    for line in wrong:
-        console.print(line, style="red", markup=False, highlight=False)
-    console.print(f"Triton {version}: {what}, {len(wrong)} failures")
-    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

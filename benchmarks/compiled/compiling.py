@@ -1,10 +1,11 @@
-"""Triton kernels compiled for GPUs that are not here, and what the result says about them.
+"""Compiles Triton kernels for GPUs that are not present, and reads the result.
 
-A room's `run` is given a launcher that records what would be launched. Each recorded launch is then compiled as the
-real launcher's call would be specialised, for any architecture, and read: which matrix instructions, how many
-registers, spills, how much shared memory; on NVIDIA also what its inner loops load and by how much at a time.
+`record` says what the Triton backend would launch for a call. Each launch is compiled for any architecture, with the
+same specialisation that the real launcher would cause. The result is read for matrix instructions, registers, spills
+and shared memory, and on NVIDIA GPUs for the widths of the loads in inner loops.
 """
 
+import base64
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -16,15 +17,17 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.compiled import fences, sass, sources
 from ragged_attention import dispatch
 from ragged_attention.calls import Call, dtype_name
-from ragged_attention.devices import shared_memory_of
-from ragged_attention.samples import MULTIPROCESSORS, FakeArray, ShapeLauncher
+from ragged_attention.calls.base import shared_memory_of
+from ragged_attention.tools.recording import Launch
+from ragged_attention.tools.recording import record as record
+from ragged_attention.tools.samples import MULTIPROCESSORS
 
 ARCHITECTURES = tuple(MULTIPROCESSORS)
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
@@ -32,7 +35,7 @@ ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "floa
 POINTERS = {
     "float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "int8": "*i8", "uint8": "*u8",
     "bool": "*u8", "int32": "*i32",
-    "int64": "*i64", "float8_e4m3fn": "*fp8e4nv",  # as others pass it; ours comes as uint8
+    "int64": "*i64", "float8_e4m3fn": "*fp8e4nv",  # for kernels of other projects; ours receive uint8
 }  # fmt: skip
 
 NVIDIA_COUNTS = {
@@ -45,79 +48,14 @@ NVIDIA_COUNTS = {
 AMD_COUNTS = {"mfma": r"v_mfma_", "direct-to-lds": r"(?:buffer|global)_load_\S*lds|lds\s*$"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """One kernel launch: its operands in order, the rest of its arguments by name, its options."""
-
-    kernel: Any
-    operands: tuple[Any, ...]
-    arguments: Mapping[str, Any]
-    num_warps: int
-    num_stages: int
-    grid: tuple[int, ...] = ()
-    launch_pdl: bool = False  # whether it may begin before the launch before it has ended, which is no matter of code
-
-    @property
-    def name(self) -> str:
-        return self.kernel.__name__
-
-    @property
-    def programs(self) -> int:
-        return math.prod(self.grid)
-
-
-class Recorder(ShapeLauncher):
-    """A launcher that launches nothing and remembers everything."""
-
-    def __init__(self) -> None:
-        self.launches: list[Launch] = []
-
-    def __call__(
-        self,
-        kernel: Any,
-        grid: tuple[int, ...],
-        inputs: Sequence[Any],
-        outputs: Sequence[tuple[Sequence[int], Any]],
-        *,
-        inplace: Sequence[int] = (),
-        num_warps: int = 4,
-        num_stages: int = 2,
-        launch_pdl: bool = False,
-        **arguments: Any,
-    ) -> list[Any]:
-        new = self.results(inputs, outputs, inplace)
-        if 0 not in grid:
-            operands = tuple(map(self.bits, (*inputs, *new)))
-            self.launches.append(Launch(kernel, operands, arguments, num_warps, num_stages, grid, launch_pdl))
-        return new
-
-    def sorted(self, numbers: Any) -> tuple[Any, Any]:
-        return numbers, FakeArray(numbers.shape, "int32")
-
-    def bits(self, array: Any) -> Any:
-        """8-bit floats reach a kernel as uint8, whichever the front end."""
-        return FakeArray(array.shape, "uint8") if dtype_name(array).startswith("float8") else array
-
-    def on_host(self, function: Any, call: Any, outputs: Any, **extra: Any) -> Any:
-        raise TypeError(f"expected only kernel launches, got the host function {function.__name__}")
-
-
 def tile_of(case: Any, call: Call) -> Any:
-    """The Triton room's tile for a case's call."""
+    """The tile of the Triton backend for the call of a case."""
     module: Any = dispatch.load(call.OPERATION, "triton")
     return module.invariant_tile(call) if case.batch_invariant and call.ATTENDS else module.heuristic(call)
 
 
-def record(call: Call, tile: Any = None) -> list[Launch]:
-    """What the Triton room launches for `call`, at the tile of its heuristic where none is given."""
-    module = dispatch.load(call.OPERATION, "triton")
-    recorder = Recorder()
-    module.run(call, module.heuristic(call) if tile is None else tile, recorder)
-    return recorder.launches
-
-
 def _scalar(value: Any) -> tuple[str, list[Any]]:
-    """A number's type and attributes, as Triton specialises it."""
+    """The type and the attributes to which Triton specialises a number."""
     if isinstance(value, bool):
         return "u1", []
     if isinstance(value, float):
@@ -126,7 +64,7 @@ def _scalar(value: Any) -> tuple[str, list[Any]]:
 
 
 def _operand(array: Any, amd: bool) -> tuple[str, list[Any]]:
-    """A pointer's type and attributes: aligned as allocators align, and small ones marked so on AMD."""
+    """The type and the attributes of a pointer: aligned like fresh memory and, on AMD, marked if the array is small."""
     attributes: list[Any] = [["tt.divisibility", 16]]
     size = ITEMSIZE.get(dtype_name(array), 8) * math.prod(array.shape)
     if amd and size <= 2**31 - 1:
@@ -135,7 +73,7 @@ def _operand(array: Any, amd: bool) -> tuple[str, list[Any]]:
 
 
 def specialise(launch: Launch, amd: bool) -> tuple[dict[str, Any], dict[Any, Any], dict[Any, Any]]:
-    """Signature, constants and attributes of the launch: what a compiler wants in place of values."""
+    """The signature, constants and attributes of the launch, which the compiler needs instead of values."""
     params = launch.kernel.params
     values = {param.name: param.default for param in params if param.has_default}
     values |= dict(zip((param.name for param in params), launch.operands, strict=False)) | dict(launch.arguments)
@@ -169,19 +107,19 @@ def specialise(launch: Launch, amd: bool) -> tuple[dict[str, Any], dict[Any, Any
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """One turn of an innermost loop of products, as NVIDIA's machine code has it."""
+    """One iteration of an innermost loop with matrix products, read from NVIDIA's machine code."""
 
-    loads: tuple[tuple[int, int], ...]  # from global memory: bytes a thread gets at a time, and in all that way
+    loads: tuple[tuple[int, int], ...]  # from global memory: width of a load in bytes, and bytes of all such loads
     local: int = 0  # loads and stores of local memory
-    matrix: str = ""  # `wgmma`, `mma`, `tcgen05`, or several; none: numbers are multiplied singly
-    # On Hopper, of a multiprocessor, by what is busy; what the compile matrix says of a kernel does not rest on it.
+    matrix: str = ""  # `wgmma`, `mma`, `tcgen05`, or several; empty if no matrix unit is used
+    # Cycles for which each unit of a Hopper multiprocessor is busy. The compile matrix does not use them.
     cycles: tuple[tuple[str, float], ...] = dataclasses.field(default=(), compare=False)
 
     @property
     def wide(self) -> float:
-        """The share that comes 16 bytes at a time of what it loads, not counting addresses.
+        """The fraction of the loaded bytes that comes 16 at a time.
 
-        A row's address, its page number or slot, is one word; so one word per longer load does not count.
+        One word for each longer load does not count: it is the page number or the slot of a row.
         """
         sizes = dict(self.loads)
         longer = sum(size // width for width, size in self.loads if width > 4)
@@ -197,7 +135,7 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What the compiled kernel is made of; `error` instead where it does not compile."""
+    """What the code of a compiled kernel contains. If the kernel does not compile, only `error` is set."""
 
     instructions: tuple[tuple[str, int], ...] = ()
     registers: int = 0
@@ -205,11 +143,11 @@ class Facts:
     shared: int = 0
     limit: int = 0
     error: str = ""
-    loops: tuple[Loop, ...] = ()  # in order of addresses; not read on AMD
+    loops: tuple[Loop, ...] = ()  # in order of addresses; always empty on AMD
 
     @property
     def failure(self) -> str | None:
-        """Why this must not ship, or None."""
+        """Why the kernel must not ship, or None."""
         if self.error:
             return f"does not compile: {self.error}"
         if self.spilled:
@@ -222,25 +160,25 @@ class Facts:
 
 
 def digest(launch: Launch, arch: str) -> str:
-    """Equal for launches that compile to the same code, whatever stands around their kernels."""
+    """A digest of everything that a launch compiles from. Code around the kernels does not change it."""
     parts = (arch, launch.num_warps, launch.num_stages, sources.text_of(launch.kernel))
     said = repr((*parts, *specialise(launch, arch.startswith("gfx"))))
-    return hashlib.sha256(said.encode()).hexdigest()[:12]
+    return base64.urlsafe_b64encode(hashlib.sha256(said.encode()).digest()[:6]).decode()
 
 
 def compile_launch(launch: Launch, arch: str) -> Facts:
-    """Compile for `arch` and read the result. Nothing is cached between runs: the caller sets a fresh cache folder."""
+    """Compile for `arch` and read the result. The caller sets a fresh cache folder, so nothing is reused."""
     with _silence() as said:
         try:
             compiled = compiled_by_triton(launch, arch)
-        except Exception as error:  # compilers raise anything; what they say is the finding
+        except Exception as error:  # compilers raise all kinds of errors; the message is the result
             return Facts(error=_first_words(error, said()))
     facts = _read_amd(compiled) if arch.startswith("gfx") else _read_nvidia(compiled, launch.num_warps)
     return dataclasses.replace(facts, shared=compiled.metadata.shared, limit=shared_memory_of(arch))
 
 
 def compiled_by_triton(launch: Launch, arch: str) -> Any:
-    """What Triton makes of a launch, as its launcher would specialise it."""
+    """Triton's compiled kernel for a launch, with the specialisation that its launcher would cause."""
     triton = importlib.import_module("triton")
     compiler = importlib.import_module("triton.compiler")
     targets = importlib.import_module("triton.backends.compiler")
@@ -253,7 +191,7 @@ def compiled_by_triton(launch: Launch, arch: str) -> Any:
 
 
 def why_not() -> str | None:
-    """Why nothing can be compiled in this process, if that is so."""
+    """Why this process cannot compile, or None if it can."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "expected TRITON_INTERPRET to be unset, got 1: the interpreter compiles nothing"
     return None
@@ -261,7 +199,7 @@ def why_not() -> str | None:
 
 @contextlib.contextmanager
 def processes(jobs: int) -> Iterator[concurrent.futures.Executor]:
-    """So many processes that compile, from an empty cache."""
+    """A pool of `jobs` processes that compile and start with an empty cache."""
     context = multiprocessing.get_context("spawn")
     with (
         tempfile.TemporaryDirectory() as cache,
@@ -272,11 +210,11 @@ def processes(jobs: int) -> Iterator[concurrent.futures.Executor]:
 
 def _start_worker(cache: str) -> None:
     os.environ["TRITON_CACHE_DIR"] = cache
-    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # its default, of which it would warn
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton's default; it warns where this is unset
 
 
 class _silence:
-    """Keep what compilers write to the file descriptors of this process away from the terminal."""
+    """Capture what compilers write to the file descriptors of this process, and keep it off the terminal."""
 
     def __enter__(self) -> Any:
         sys.stdout.flush()
@@ -301,9 +239,9 @@ class _silence:
 
 
 def _first_words(error: Exception, said: str) -> str:
-    """The most informative line of a compiler's error message, on one line."""
+    """The most informative line of a compiler's error message."""
     root: BaseException = error
-    while root.__cause__ or root.__context__:  # an error in an inlined function is reported once per level
+    while root.__cause__ or root.__context__:  # Triton wraps an error once for each inlined function
         root = root.__cause__ or root.__context__ or root
     lines = [line.strip() for line in (str(root) + "\n" + said).splitlines() if line.strip()]
     telling = [line for line in lines if re.search(r"error|fatal|assert|not supported|Error", line)]
@@ -329,11 +267,11 @@ def _read_nvidia(compiled: Any, num_warps: int) -> Facts:
 
 @dataclasses.dataclass(frozen=True)
 class MachineCode:
-    """What NVIDIA's tools say of a kernel that Triton compiled."""
+    """What NVIDIA's tools report about a kernel that Triton compiled."""
 
-    listing: str  # of its instructions
-    registers: int  # a thread
-    spilled: int  # bytes a thread
+    listing: str  # its instructions
+    registers: int  # per thread
+    spilled: int  # bytes per thread
 
 
 def machine_code(compiled: Any) -> MachineCode:
@@ -346,7 +284,7 @@ def machine_code(compiled: Any) -> MachineCode:
 
 
 def inner_loops(code: str, num_warps: int) -> tuple[Loop, ...]:
-    """The innermost loops of products in cuobjdump's listing of one kernel."""
+    """The innermost loops with matrix products in cuobjdump's listing of one kernel."""
     found = []
     for lines in sass.multiplying_loops(sass.instructions_of(code)):
         loop = sass.count(lines)

@@ -21,11 +21,11 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.compiled import chains, flash_mla, hazards, sass
-from ragged_attention import build_cuda
-from ragged_attention.devices import shared_memory_of
+from ragged_attention.calls.base import shared_memory_of
 from ragged_attention.errors import BackendMissing
 from ragged_attention.kernels_cuda._build import compile as kernels
 from ragged_attention.kernels_cuda._build import toolchain
+from ragged_attention.tools import build_cuda
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "cuda_compile.md"
 

@@ -1,14 +1,15 @@
-"""What plans must take with the code that they are run by, known before anything runs.
+"""The time that plans need at least with their compiled kernels, known before anything runs.
 
     python -m benchmarks.compiled.loops [--cases NAME ...]
 
-`roofline.py` says what a plan multiplies and reads. How long that takes rests on machine code too: a loop may fetch its
-operands from shared memory more often than its matrix units can use them, or take more instructions than there are
-cycles. So every attention kernel of the Triton room is compiled for Hopper, the cycles that a turn of its inner loops
-keeps a multiprocessor's units busy are counted (`sass.cycles`), and multiplied by the turns of the plan. The longest of
-these times and of the plan's own is a bound that only other code or another plan can get below; what programs wait for
-comes on top. That is modelled too: turns that wait for memory (`pipelines.py`), on as many programs as fit, and a plan
-that ends no sooner than its longest program. Writes its part of docs/predictions.md; with `--cases` only prints.
+`benchmarks.roofline` counts what a plan multiplies and reads. Its time also depends on the machine code: a loop may
+load operands from shared memory too slowly for the matrix units, or take too many instructions. So every attention
+kernel of the Triton backend is compiled for Hopper, and `sass.cycles` counts the cycles for which an iteration of its
+inner loops keeps each unit of a multiprocessor busy. Multiplied by the iterations of the plan, that gives a time for
+each unit. The longest of these times and of the plan's own is a lower bound for this code and this plan. Waiting comes
+on top and is modelled too: iterations wait for memory (`pipelines.py`) while as many programs run as fit, and a plan
+ends no earlier than its longest program. The command writes its part of docs/predictions.md; with `--cases` it only
+prints.
 """
 
 import argparse
@@ -23,20 +24,21 @@ from benchmarks.cases import catalogue
 from benchmarks.compiled import compiling, document, pipelines
 from benchmarks.compiled.hopper import ARCH, CLOCK, LATENCIES, MULTIPROCESSORS
 from benchmarks.compiled.pipelines import Walk
-from ragged_attention.samples import device_of
+from benchmarks.roofline.model import H200, Step
+from ragged_attention.tools.samples import device_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prediction:
-    """A case: its plan, and the seconds that its kernels' loops keep each kind of unit busy."""
+    """The plan of a case, and the seconds for which the loops of its kernels keep each kind of unit busy."""
 
     plan: roofline.Plan
     busy: dict[str, float]
-    waiting: dict[float, float]  # seconds with what programs wait for, by the latency of memory in cycles
+    waiting: dict[float, float]  # seconds including waits, by the latency of memory in cycles
 
     @property
     def bound(self) -> str:
-        """What the loops keep busy longest."""
+        """The unit that the loops keep busy longest."""
         return max(self.busy, key=self.busy.__getitem__)
 
     @property
@@ -45,14 +47,14 @@ class Prediction:
 
 
 def predicted(name: str) -> Prediction:
-    """A case of the catalogue on the Triton room's kernels."""
+    """The prediction for a case of the catalogue on the Triton backend."""
     case = catalogue.find(name)
     device = device_of("torch", ARCH)
     launches = {launch.name: launch for launch in compiling.record(case.attention_call(device))}
     busy: dict[str, float] = {}
     waiting = dict.fromkeys(LATENCIES, 0.0)
-    for step in case.steps("triton", device):
-        least = max(step.times(roofline.H200, exact=True).values())
+    for step in roofline.steps(case, "triton", device):
+        least = max(step.times(H200, exact=True).values())
         walks = pipelines.walks(launches[step.name]) if step.turns else []
         keep_busy(busy, step, walks)
         for latency in LATENCIES:
@@ -60,18 +62,18 @@ def predicted(name: str) -> Prediction:
     return Prediction(roofline.plan_of(case, "triton", device), busy, waiting)
 
 
-def keep_busy(busy: dict[str, float], step: roofline.Step, walks: Sequence[Walk]) -> None:
-    """Add the seconds that a kernel's turns keep each kind of unit busy."""
-    # A list that comes in two caches is walked by two loops of the same code.
+def keep_busy(busy: dict[str, float], step: Step, walks: Sequence[Walk]) -> None:
+    """Add the seconds for which the iterations of a kernel keep each kind of unit busy."""
+    # A list over two caches is visited by two loops with equal code, so `walks` may be longer than `turns`.
     for walk, number in zip(walks, step.turns, strict=False):
         for unit, cycles in walk.busy:
             busy[unit] = busy.get(unit, 0.0) + cycles * number / (MULTIPROCESSORS * CLOCK)
 
 
-def seconds(step: roofline.Step, walks: Sequence[Walk], latency: float) -> float:
-    """How long a kernel takes at least if its turns wait for memory: all its programs together, and the longest."""
+def seconds(step: Step, walks: Sequence[Walk], latency: float) -> float:
+    """The least time of a kernel whose iterations wait for memory, limited by all programs or by the longest one."""
     if not walks[0].programs:
-        return math.inf  # it does not fit a multiprocessor
+        return math.inf  # the kernel does not fit a multiprocessor
     resident = min(walks[0].programs, step.working / MULTIPROCESSORS)
     cycles = [walk.turn(latency, max(resident, 1)) for walk in walks]
     together = sum(each * turns for each, turns in zip(cycles, step.turns, strict=False))
@@ -99,26 +101,6 @@ def table(found: Iterable[Prediction]) -> str:
     return document.table(HEAD, lines)
 
 
-# Bounds in microseconds of the code and the tiles that were, before anybody had read what they compile to.
-BEFORE = {
-    "gpt_oss_prefill_4k": 46.3, "gemma2_prefill_4k": 430.2, "gemma4_global_prefill_4k": 4170.5,
-    "mla_dense_h64_128x4k": 434.6, "mla_dense_h128_128x4k": 869.3, "mla_sparse_h128_128q2": 2187.9,
-    "mla_sparse_v4_h64_128q2": 301.4, "mla_sparse_h8_b64": 96.2, "mla_sparse_h32_b64": 136.7,
-    "mla_prefill_h128_32k": 14126.3, "mla_prefill_v4_h64_32k": 3849.3, "mla_prefill_fp8_h128_32k": 35007.0,
-}  # fmt: skip
-
-
-def changes(found: Iterable[Prediction]) -> str:
-    """Those bounds beside today's."""
-    lines = ["| | case | floor, us | before, us | now, us |\n|---|---|---|---|---|\n"]
-    for one in found:
-        case = one.plan.case
-        if case.name in BEFORE:
-            least = f"{BEFORE[case.name]:.1f} | {one.least * 1e6:.1f}"
-            lines.append(f"| {case.workload} | {case.name} | {one.plan.floor * 1e6:.1f} | {least} |\n")
-    return "".join(lines)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.compiled.loops", description=(__doc__ or "").partition("\n")[0]
@@ -130,14 +112,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(reason, file=sys.stderr)
         return 2
     device = device_of("torch", ARCH)
-    names = options.cases or [name for name, case in catalogue.CASES.items() if case.planned(device)]
+    names = options.cases or [name for name, case in catalogue.CASES.items() if roofline.planned(case, device)]
     with compiling.processes(options.jobs) as pool:
         found = list(pool.map(predicted, names))
     if options.cases:
         print(table(found))
     else:
         document.replace("loops", table(found))
-        document.replace("changed", changes(found))
     return 0
 
 

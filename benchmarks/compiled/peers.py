@@ -1,11 +1,10 @@
-"""Other projects' Triton kernels, compiled and read as ours are, beside ours.
+"""Compares our Triton kernels with those of other projects, all compiled and read in the same way.
 
     python -m benchmarks.compiled.peers [--cases NAME ...] [--folder FOLDER] [--json FILE]
 
-Their launches are recorded (`benchmarks/peers/recorded.py`), compiled for Hopper by the same machinery, and their loops
-counted by the same reader: how long the unit that is busy longest is busy, what bandwidth the loops can reach, and how
-long all of it takes if turns wait for memory. Sources are fetched by `python -m benchmarks.peers.sources`. Without
-`--cases` the part of docs/predictions.md about peers is written.
+`benchmarks/peers/recorded.py` records their launches. The command compiles these for Hopper and counts the time of the
+busiest unit, the bandwidth that the loops can reach, and the total time if iterations wait for memory. `python -m
+benchmarks.peers.sources` fetches the sources. Without `--cases`, the command writes its part of docs/predictions.md.
 """
 
 import argparse
@@ -23,8 +22,9 @@ from benchmarks.compiled import compiling, document, loops, pipelines
 from benchmarks.compiled.hopper import ARCH, LATENCIES, MULTIPROCESSORS
 from benchmarks.compiled.pipelines import Walk
 from benchmarks.peers import recorded, registry, sources
-from benchmarks.roofline import H200, Launched, Step, Work, varlen
-from ragged_attention.samples import device_of
+from benchmarks.roofline import Launched, steps, varlen
+from benchmarks.roofline.model import H200, Step, Work
+from ragged_attention.tools.samples import device_of
 
 SHOWN = (
     "decode_64x4k", "decode_1x32k", "decode_8x32k", "decode_63x1k_1x128k", "decode_70b_64x4k", "decode_70b_tp8_64x4k",
@@ -38,13 +38,13 @@ SHOWN = (
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """One project's kernels for a case."""
+    """The kernels of one project for a case."""
 
     who: str
-    busy: dict[str, float]  # seconds that each kind of unit is busy
-    waiting: dict[float, float]  # seconds in all, by the latency of memory in cycles
-    main: Walk  # the loop in which most of the time goes
-    resident: float  # programs of its kernel that a multiprocessor has at once
+    busy: dict[str, float]  # seconds for which each kind of unit is busy
+    waiting: dict[float, float]  # seconds in total, by the latency of memory in cycles
+    main: Walk  # the loop that takes most of the time
+    resident: float  # programs of its kernel that a multiprocessor runs at the same time
     launches: tuple[Launched, ...]
 
     @property
@@ -53,7 +53,7 @@ class Side:
 
 
 def side_of(who: str, pairs: Iterable[recorded.Recorded], least: float) -> Side:
-    """All kernels of a case; `least` is the time that memory takes for what must come."""
+    """Read all kernels of a case. `least` is the time that memory takes for the needed bytes."""
     busy: dict[str, float] = {}
     waiting = dict.fromkeys(LATENCIES, 0.0)
     launched, mains = [], []
@@ -63,7 +63,7 @@ def side_of(who: str, pairs: Iterable[recorded.Recorded], least: float) -> Side:
         if not step.turns:
             continue
         walks = pipelines.walks(launch)
-        if len(walks) != len(step.turns):  # one rule for all turns: the loop that all work is in
+        if len(walks) != len(step.turns):  # the iterations are counted for one loop: take the largest
             walks = [max(walks, key=lambda walk: dict(walk.busy)["instructions"])]
         loops.keep_busy(busy, step, walks)
         for latency in LATENCIES:
@@ -84,13 +84,13 @@ def ours(name: str, least: float) -> Side:
             for one in launches
         ]
     else:
-        steps = {step.name: step.programs for step in case.steps("triton", device)}
-        pairs = [recorded.Recorded(one, steps.get(one.name, {})) for one in launches]
+        programs = {step.name: step.programs for step in steps(case, "triton", device)}
+        pairs = [recorded.Recorded(one, programs.get(one.name, {})) for one in launches]
     return side_of("ours", pairs, least)
 
 
 def compared(name: str, folder: Path) -> list[Side]:
-    """A case on our kernels and on those of every peer that takes it, ours first."""
+    """Our kernels for a case, then those of every peer that takes it."""
     registry.FOLDER = folder
     case = catalogue.find(name)
     least = case.needed_bytes() / H200.memory
@@ -108,7 +108,7 @@ HEAD = (
 
 
 def lines_of(name: str, sides: Sequence[Side]) -> str:
-    """The last two columns are at the longer latency: their modelled time over ours, their bandwidth over ours."""
+    """The last two columns are at the longer latency: modelled time relative to ours, bandwidth relative to ours."""
     text, slow = "", LATENCIES[-1]
     for side in sides:
         walk, mine = side.main, sides[0]

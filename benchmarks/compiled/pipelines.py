@@ -1,16 +1,17 @@
-"""How the loops of compiled kernels keep memory busy: buffers, waits, programs at once, and what they can reach.
+"""How well the loops of compiled kernels keep memory busy: buffers, waits, resident programs and bandwidth.
 
     python -m benchmarks.compiled.pipelines [--cases NAME ...] [--kernels NAME ...] [--tile FIELD=VALUE ...] [--json F]
 
-`loops.py` says how long units are busy, so it cannot see a loop that waits for its keys as soon as it has asked for
-them. Here every kernel that multiplies is compiled for Hopper and each of its inner loops is read: the buffers of
-Triton's intermediate form (`staging.py`), the waits of the machine code, how many programs fit a multiprocessor
-(`hopper.py`), how much of memory these have under way, and how long a turn takes where each instruction waits for
-what it needs (`scoreboard.py`). From that follows the bandwidth that the loop can reach at a latency of memory. It is
-good for ratios between loops: docs/predictions.md says how far from measurements such a model may be.
+`loops.py` counts how long units are busy, so it does not notice a loop that waits for its keys right after it has
+requested them. This command compiles every kernel with matrix products for Hopper and reads each of its inner loops:
+the buffers in Triton's intermediate form (`staging.py`), the waits in the machine code, the number of programs that
+fit a multiprocessor (`hopper.py`), the bytes that these have in flight, and the time of an iteration in which each
+instruction waits for its operands (`scoreboard.py`). From these follows the bandwidth that the loop can reach at a
+given latency of memory. The model is good for ratios between loops; docs/predictions.md says how far measurements may
+differ from it.
 
-`--tile` changes fields of the heuristic's tile for all cases that have them. Without `--cases` the part of
-docs/predictions.md about loops is written.
+`--tile` changes fields of the heuristic's tile in all cases that have them. Without `--cases`, the command writes its
+part of docs/predictions.md.
 """
 
 import argparse
@@ -26,12 +27,13 @@ from benchmarks.cases import catalogue
 from benchmarks.compiled import compiling, document, sass, scoreboard, staging
 from benchmarks.compiled.compile_matrix import ATTENTIONS, MULTIPLYING
 from benchmarks.compiled.hopper import ARCH, CLOCK, LATENCIES, MULTIPROCESSORS, in_flight_for, programs_at_once
-from benchmarks.roofline import H200, plan_of
+from benchmarks.roofline import plan_of, planned
+from benchmarks.roofline.model import H200
 from ragged_attention import dispatch
-from ragged_attention.samples import device_of
+from ragged_attention.tools.samples import device_of
 
-LEAST_BLOCKS = 2  # that a decode loop has under way when it waits for the first of them
-# The kernels that walk the keys of few rows, so that memory limits them.
+LEAST_BLOCKS = 2  # the blocks that a decode loop must have in flight when it waits for the first of them
+# The kernels that read many keys for few rows, so memory limits them.
 DECODING = ("split_kernel", "latent_kernel")
 
 
@@ -46,43 +48,43 @@ class Walk:
     registers: int
     spilled: int
     shared: int
-    programs: int  # that a multiprocessor holds
+    programs: int  # how many fit a multiprocessor
     buffers: tuple[str, ...]
-    stages: int | None  # blocks that there is room for
-    least_wait: int | None  # groups of copies that the strictest wait leaves under way
-    copied: int  # bytes of keys and values a turn
-    in_flight: int  # bytes that a program has under way at most before it waits
-    chain: float  # cycles of a turn, of one program alone and with memory that answers at once
-    turns: tuple[tuple[float, float], ...]  # by latency of memory, cycles of a turn of one program alone
-    busy: tuple[tuple[str, float], ...]  # cycles that each unit is busy with a turn
+    stages: int | None  # blocks that fit the buffers
+    least_wait: int | None  # groups of copies that the strictest wait leaves in flight
+    copied: int  # bytes of keys and values per iteration
+    in_flight: int  # the most bytes that a program has in flight before it waits
+    chain: float  # cycles of an iteration of a single program if memory had no latency
+    turns: tuple[tuple[float, float], ...]  # latency of memory, cycles of an iteration of a single program
+    busy: tuple[tuple[str, float], ...]  # a unit, the cycles for which an iteration keeps it busy
 
     @property
     def blocks(self) -> float:
-        """Blocks of keys under way before the loop waits for the first of them."""
+        """The blocks of keys that are in flight when the loop waits for the first of them."""
         return self.in_flight / self.copied if self.copied else 0.0
 
     @property
     def pipelined(self) -> bool:
-        """Whether keys are asked for a block ahead: while one block is waited for, another is under way."""
+        """Whether the loop prefetches: while it waits for one block of keys, another is in flight."""
         return bool(self.least_wait) and self.blocks >= LEAST_BLOCKS
 
     def turn(self, latency: float, resident: float = 1) -> float:
-        """Cycles of a turn of each of so many programs beside each other: they share units, and wait by themselves."""
+        """Cycles of an iteration while `programs` share the units of a multiprocessor. Their waits overlap."""
         return max(dict(self.turns)[latency], resident * max(cycles for _, cycles in self.busy))
 
     def reachable(self, latency: float, resident: float | None = None) -> float:
-        """Bytes in a second that all multiprocessors can have of memory, by default with as many programs as fit."""
+        """The bytes per second that all multiprocessors can read, by default with as many programs as fit."""
         count = self.programs if resident is None else min(resident, self.programs)
         return count * self.copied / self.turn(latency, count) * MULTIPROCESSORS * CLOCK
 
 
 def walks(launch: compiling.Launch, latencies: Sequence[float] = LATENCIES) -> list[Walk]:
-    """The inner loops of a launch's kernel, compiled for Hopper."""
+    """The inner loops of the kernel of a launch, compiled for Hopper."""
     compiled = compiling.compiled_by_triton(launch, ARCH)
     code, shared = compiling.machine_code(compiled), int(compiled.metadata.shared)
     loops = sass.multiplying_loops(sass.instructions_of(code.listing))
     staged = staging.read(compiled.asm["ttgir"])
-    if len(staged) != len(loops):  # a compiler may split a loop or drop one: then it is not known which is which
+    if len(staged) != len(loops):  # the compiler has split or dropped a loop, so they cannot be matched
         staged = [staging.Staging((), (), ())] * len(loops)
     found = []
     for index, (lines, stage) in enumerate(zip(loops, staged, strict=True)):
@@ -103,7 +105,7 @@ def walks(launch: compiling.Launch, latencies: Sequence[float] = LATENCIES) -> l
 
 
 def launches_of(name: str, tile: Mapping[str, Any] | None = None, arch: str = ARCH) -> Iterator[compiling.Launch]:
-    """The launches of a case that multiply, each code once; `tile` has fields in place of the heuristic's."""
+    """The launches of a case with matrix products, each code once. `tile` overrides fields of the heuristic's tile."""
     seen = set()
     case = catalogue.find(name)
     for call in case.calls(device_of("torch", arch)):
@@ -120,23 +122,23 @@ def launches_of(name: str, tile: Mapping[str, Any] | None = None, arch: str = AR
 
 
 def read_case(name: str, kernels: Sequence[str] = (), tile: Mapping[str, Any] | None = None) -> list[Walk]:
-    """Every loop of the kernels of a case that are `chosen`."""
+    """Every loop of the selected kernels of a case."""
     return [walk for launch in chosen(name, kernels, tile) for walk in walks(launch)]
 
 
 def chosen(
     name: str, kernels: Sequence[str], tile: Mapping[str, Any] | None, arch: str = ARCH
 ) -> Iterator[compiling.Launch]:
-    """The launches of a case's kernels, if none are named of those that have something to do."""
+    """The launches of the named kernels of a case, by default of all that have work."""
     idle = idle_kernels(name)
     launches = launches_of(name, tile, arch)
     return (one for one in launches if (one.name in kernels if kernels else one.name not in idle))
 
 
 def idle_kernels(name: str) -> set[str]:
-    """The kernels that a case launches for nothing."""
+    """The kernels that a case launches although they have no work."""
     case, device = catalogue.find(name), device_of("torch", ARCH)
-    if "triton" not in case.planned(device):
+    if "triton" not in planned(case, device):
         return set()
     plan = plan_of(case, "triton", device)
     return {launch.name for launch in plan.launches if not launch.working}
@@ -151,7 +153,7 @@ HEAD = (
 
 
 def label(found: Any) -> str:
-    """Of a loop that was read: its kernel, and which of its loops it is."""
+    """The kernel of a loop, and the number of the loop if the kernel has several."""
     return found.kernel if found.loop == 0 else f"{found.kernel}, loop {found.loop}"
 
 
@@ -173,12 +175,12 @@ def table(found: Iterable[tuple[str, Walk]]) -> str:
 
 
 def needed() -> str:
-    """What Little's law asks of a multiprocessor, in words."""
+    """A sentence with the bytes that a multiprocessor must have in flight by Little's law."""
     amounts = " to ".join(f"{in_flight_for(H200.memory, latency) / 1024:.0f}" for latency in LATENCIES)
     return f"{amounts} KiB under way in a multiprocessor, at any time, are {H200.memory / 1e12:.1f} TB/s."
 
 
-# One case for each code that matters, so that the document stays readable.
+# One case for each important piece of code, so that the page stays readable.
 SHOWN = (
     "decode_64x4k", "decode_64x4k_page1", "decode_64x4k_page64", "decode_70b_tp8_64x4k", "speculative_tree_64q4s4k",
     "gpt_oss_window_64x4k", "gpt_oss_full_64x4k", "gemma2_32x4k", "gemma3_32x4k", "gemma4_global_32x4k", "fp8_64x4k",
@@ -197,7 +199,7 @@ def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def parse_choice(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options that say what is read, beside those that the parser has."""
+    """Add the options that select what is read, and parse all."""
     parser.add_argument("--cases", "--case", nargs="+", help="only these; nothing is written")
     parser.add_argument("--kernels", nargs="+", default=[], help="of these only those of such names")
     parser.add_argument("--tile", nargs="+", default=[], metavar="FIELD=VALUE", help="in place of the heuristic's")

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ragged_attention import caches
+from ragged_attention.host import caches
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "carried"

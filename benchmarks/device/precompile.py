@@ -159,8 +159,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def compile_all(kinds: Sequence[str], which: int, count: int, peers: Path | None) -> tuple[Used, dict[str, str]]:
     """Make every call, and say which failed; those are left to the device."""
     from benchmarks import overhead
-    from ragged_attention.samples import device_of
     from ragged_attention.testing import torch_front
+    from ragged_attention.tools.samples import device_of
 
     carried.steady_kernel_keys()
     registry.FOLDER = peers or registry.FOLDER

@@ -20,6 +20,7 @@ import datetime
 import importlib
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -30,8 +31,7 @@ from benchmarks.device.plan import BENCH, BENCH_ALONE, QUICK
 from benchmarks.device.record import DONE, FAILED, PASSED, Record, read
 from ragged_attention import dispatch
 from ragged_attention.calls import CALLS
-from ragged_attention.samples import device_of
-from ragged_attention.tuning import device_slug
+from ragged_attention.tools.samples import device_of
 
 ROOT = Path(__file__).parents[2]
 BEGIN, END = "<!-- devices: written by `python -m benchmarks.device.publish` -->\n", "<!-- end of devices -->\n"
@@ -237,6 +237,11 @@ def _faster(record: Record) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 # ---- the command
+
+
+def device_slug(name: str) -> str:
+    """A device's name as part of a file's name: `"NVIDIA H200"` -> `"nvidia_h200"`."""
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
 def keep(path: Path, folder: Path) -> list[Path]:

@@ -20,8 +20,8 @@ from benchmarks.cases.paged import PagedCase
 from benchmarks.cases.varlen import VarlenCase
 from benchmarks.compiled.compiling import Launch
 from benchmarks.peers import registry, sources
-from benchmarks.roofline import Programs, cdiv
-from ragged_attention.samples import device_of
+from benchmarks.roofline.model import Programs, cdiv
+from ragged_attention.tools.samples import device_of
 
 ARCH = "sm_90"
 SPLITS = 8  # of a sequence's keys, at most, in SGLang; its default

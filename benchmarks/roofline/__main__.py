@@ -1,4 +1,4 @@
-"""Prints the table of all plans."""
+"""Prints a table of all plans."""
 
 import argparse
 import sys
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from benchmarks import roofline
 from benchmarks.cases import catalogue
 from benchmarks.compiled import document
-from ragged_attention.samples import device_of
+from ragged_attention.tools.samples import device_of
 
 HEAD = (
     "| | case | backend | floor, us | plan, us | bound by | excess | exactness | x FLOP | x bytes | skew "

@@ -1,26 +1,24 @@
-"""The plan of the lightning indexer: the logits of chunks of tokens, and the choice among them."""
+"""The plan of the lightning indexer: the logits of chunks of tokens, and the selection of the largest."""
 
 import collections
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from benchmarks.cases.indexer import IndexerCase
 from benchmarks.compiled import compiling
-from benchmarks.roofline import KernelArgs, Machine, Programs, Step, Work, cdiv
+from benchmarks.roofline.model import KernelArgs, Machine, Programs, Step, Work, cdiv
 from ragged_attention.calls import Device
 
-if TYPE_CHECKING:
-    from benchmarks.cases.indexer import IndexerCase
-
-PASSES = 4  # of the choice over a row: its range, what falls where in it, what is put aside, what is written
+PASSES = 4  # over a row to select from it: for its range, for a histogram, for candidates, and for the result
 
 
-def seen(case: "IndexerCase", token: int) -> int:
-    """Keys that a query of a sequence sees, by its number there."""
+def seen(case: IndexerCase, token: int) -> int:
+    """How many keys the query with this index in its sequence sees."""
     return max(case.max_len - case.num_q_tokens + token + 1, 0)
 
 
-def walked(case: "IndexerCase", arguments: KernelArgs) -> tuple[Work, Programs]:
-    """Tokens with programs that each walk over a part of their keys."""
+def walked(case: IndexerCase, arguments: KernelArgs) -> tuple[Work, Programs]:
+    """Each program visits one part of the keys of a token."""
     block, parts, least = arguments["BLOCK_N"], arguments["num_parts"], 4
     work, programs = Work(), collections.Counter[tuple[float, ...]]()
     for token in range(case.num_q_tokens):
@@ -33,8 +31,8 @@ def walked(case: "IndexerCase", arguments: KernelArgs) -> tuple[Work, Programs]:
     return work * case.max_num_seqs, programs
 
 
-def tiled(case: "IndexerCase", arguments: KernelArgs) -> tuple[Work, Programs]:
-    """Blocks of keys with programs that each walk over a block of tokens; of one sequence, which is all there is."""
+def tiled(case: IndexerCase, arguments: KernelArgs) -> tuple[Work, Programs]:
+    """Each program visits a block of tokens for one block of keys."""
     block, tokens = arguments["BLOCK_N"], arguments["BLOCK_T"]
     work, programs = Work(), collections.Counter[tuple[float, ...]]()
     for first in range(0, case.num_q_tokens, tokens):
@@ -47,18 +45,23 @@ def tiled(case: "IndexerCase", arguments: KernelArgs) -> tuple[Work, Programs]:
     return work * case.max_num_seqs, programs
 
 
-def token_work(case: "IndexerCase", arguments: KernelArgs, multiplied: int, written: int) -> Work:
-    """One token over some keys."""
+def token_work(case: IndexerCase, arguments: KernelArgs, multiplied: int, written: int) -> Work:
+    """The work of one token over some keys."""
     heads = cdiv(case.num_q_heads, arguments["BLOCK_H"]) * arguments["BLOCK_H"]
     columns = cdiv(case.head_dim, arguments["BLOCK_D"]) * arguments["BLOCK_D"]
     flops = 2 * multiplied * heads * columns
-    # Rates are of 16 bits; of 8 there are twice as many products in a second.
+    # The rate of a machine is that of 16-bit products; a GPU does twice as many 8-bit products in a second.
     flops //= 2 if arguments["Q_FORMAT"] == "e4m3_units" else 1
     queries = case.num_q_heads * (case.head_dim * compiling.ITEMSIZE[case.dtype] + 4)
     return Work(flops=flops, rows=queries + 4 * written)
 
 
-def steps(case: "IndexerCase", device: Device, machine: Machine, tile: Any) -> Iterator[Step]:
+def planned(case: IndexerCase, device: Device) -> tuple[str, ...]:
+    del device
+    return () if case.packed or case.candidates else ("triton",)
+
+
+def steps(case: IndexerCase, backend: str, device: Device, machine: Machine, tile: Any) -> Iterator[Step]:
     launches = {launch.name: launch for launch in compiling.record(case.attention_call(device), tile)}
     floor, _ = case.floor_seconds(machine.memory, machine.multiplying)
     name = next(name for name in launches if name.endswith("logits_kernel"))

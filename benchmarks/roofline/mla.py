@@ -1,48 +1,58 @@
-"""The plans of latent attention."""
+"""The plans of latent attention, on Triton and on CUDA.
+
+The CUDA kernels run no Python, so this module states how kernels divide a job, for both backends.
+"""
 
 import collections
 import dataclasses
 import importlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from benchmarks.cases.mla import LatentCase
 from benchmarks.compiled import compiling
 from benchmarks.compiled.compiling import ITEMSIZE
-from benchmarks.roofline import KernelArgs, Machine, Programs, Step, Work, cdiv
+from benchmarks.roofline.model import KernelArgs, Machine, Programs, Step, Work, cdiv
 from ragged_attention import dispatch
-from ragged_attention.calls import Call, Device
-
-if TYPE_CHECKING:
-    from benchmarks.cases.mla import LatentCase
-
-LATENT_BYTES = {
-    "fp8_v32": 512 + 4 * 4 + 2 * 64, "fp8_v4": 448 + 7 + 2 * 64, "fp8_v41": 512 + 16, "fp4_v41": 256 + 32,
-    "decoded_v32": 2 * 512 + 4 * 4 + 2 * 64, "decoded_v4": 2 * 512,
-}  # fmt: skip
+from ragged_attention.calls import CACHE_FORMATS, Call, Device
 
 
-def latent_bytes(layout: str) -> int:
-    """The bytes that are read of a row, by what kernels call its format in one of its layouts."""
-    return LATENT_BYTES[layout.removesuffix("_page")]
+def latent_bytes(cache_format: str) -> int:
+    """The bytes that are read of a row of a quantised cache, without padding."""
+    form = CACHE_FORMATS[cache_format]
+    return form.row_bytes + form.scale_bytes
+
+
+def decoded_bytes(row_format: Any) -> int:
+    """The bytes that are read of a decoded row, without padding."""
+    scales = 4 * row_format.VALUES // row_format.GROUP if row_format.FOLDED else 0
+    return 2 * (row_format.VALUES + row_format.ROTARY) + scales
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a kernel cuts the rows and keys of a job, and what it multiplies of each pair of a row and a key."""
+    """How a kernel divides the rows and keys of a job, and what it multiplies for each pair of a row and a key."""
 
     rows: int
     keys: int
     num_splits: int
-    least_blocks: int  # of a split
+    least_blocks: int  # the fewest blocks in a KV split
     columns: int
     columns_again: int
     query_bytes: int  # read of each row
-    format: str  # in which rows are read
-    extra_format: str  # those of the second cache
+    row_bytes: tuple[int, int]  # read of a row of either cache
 
 
-def triton_tiles(case: "LatentCase", kernel_args: KernelArgs) -> Tiles:
-    columns, again, queried = columns_of(case.d_v, kernel_args)
+def stored_bytes(case: LatentCase) -> tuple[int, int]:
+    """The bytes that are read of a row of either cache, for one KV head."""
+    formats = (case.cache_format, case.extra_format or case.cache_format)
+    plain = case.d_qk * ITEMSIZE[case.dtype]
+    first, second = (plain if name == "plain" else latent_bytes(name) for name in formats)
+    return first, second
+
+
+def triton_tiles(case: LatentCase, kernel_args: KernelArgs, *, decoded: bool) -> Tiles:
+    columns, again, queried = columns_of(kernel_args)
     return Tiles(
         rows=kernel_args["BLOCK_H"],
         keys=kernel_args["BLOCK_KV"],
@@ -51,24 +61,24 @@ def triton_tiles(case: "LatentCase", kernel_args: KernelArgs) -> Tiles:
         columns=columns,
         columns_again=again,
         query_bytes=queried * ITEMSIZE[case.dtype],
-        format=kernel_args["FORMAT"],
-        extra_format=kernel_args["EXTRA_FORMAT"],
+        row_bytes=(decoded_bytes(kernel_args["CONFIG"].plain.FORMAT), 0) if decoded else stored_bytes(case),
     )
 
 
-def columns_of(d_v: int, kernel_args: KernelArgs) -> tuple[int, int, int]:
+def columns_of(kernel_args: KernelArgs) -> tuple[int, int, int]:
     """The columns that a Triton kernel multiplies for a row and a key, those it multiplies again, and the columns of
     queries that it reads."""
-    a, b, layout = kernel_args["D_V"], kernel_args["D_REST"], kernel_args["FORMAT"]
-    values = kernel_args["WIDTH"] * kernel_args["GROUPS"]
-    rest = kernel_args["D_REST_PAD"] if b else 0
-    columns = 2 * values + rest + (rest if layout.endswith("v32") and d_v > a else 0)
-    again = values * (kernel_args["GROUP_PARTS"] - 1) + rest * (kernel_args["PARTS"] - 1)
-    return columns, again, a + b + (a if layout == "fp8_v32" else 0)
+    operands = kernel_args["CONFIG"].plain.LOOP.OPERANDS
+    values = operands.WIDTH * operands.GROUPS
+    rest = operands.REST_PAD if operands.REST else 0
+    columns = 2 * values + rest * (2 if operands.REST_IS_VALUE else 1)
+    again = values * (operands.PRODUCTS - 1) + rest * (operands.REST_PRODUCTS - 1)
+    divided = operands.GROUPED if kernel_args["CONFIG"].plain.FORMAT.RESCALED else 0
+    return columns, again, operands.GROUPED + operands.REST + divided
 
 
-def cuda_tiles(case: "LatentCase", call: Call, tile: Any) -> Tiles:
-    """Of the sources in csrc: blocks of 64 rows, or of few heads in eights, and 64 keys."""
+def cuda_tiles(case: LatentCase, call: Call, tile: Any) -> Tiles:
+    """Blocks of 64 rows, or of the heads rounded up to a power of two if they are few, and of 64 keys, as in csrc."""
     latent = importlib.import_module("ragged_attention.kernels_cuda._latent")
     return Tiles(
         rows=max(8, latent.power_of_2(case.num_q_heads)) if latent.is_narrow(call, tile) else latent.ROWS,
@@ -78,20 +88,17 @@ def cuda_tiles(case: "LatentCase", call: Call, tile: Any) -> Tiles:
         columns=case.d_qk + case.d_v,
         columns_again=0,
         query_bytes=case.d_qk * ITEMSIZE[case.dtype],
-        format=case.cache_format,
-        extra_format=case.extra_format or case.cache_format,
+        row_bytes=stored_bytes(case),
     )
 
 
-def attended(case: "LatentCase", tiles: Tiles) -> tuple[Work, Programs, Work, Programs]:
-    """What the attention kernel does, and what the one that combines its parts."""
-    tokens = 1 if case.topk else case.num_q_tokens  # of a job
+def attended(case: LatentCase, tiles: Tiles) -> tuple[Work, Programs, Work, Programs]:
+    """The work and the programs of the attention kernel, then those of the kernel that merges its KV splits."""
+    tokens = 1 if case.topk else case.num_q_tokens  # per job
     group = case.num_q_heads // case.num_kv_heads
     jobs, rows = case.num_tokens // tokens * case.num_kv_heads, group * tokens
     lengths = [length for length in (case.topk, case.extra_topk) if length] or [case.max_len]
-    formats, plain = (tiles.format, tiles.extra_format), case.d_qk * ITEMSIZE[case.dtype]
-    widths = [plain if layout == "plain" else latent_bytes(layout) for layout in formats]
-    listed = sum(length * width for length, width in zip(lengths, widths, strict=False))
+    listed = sum(length * width for length, width in zip(lengths, tiles.row_bytes, strict=False))
     blocks = sum(cdiv(length, tiles.keys) for length in lengths)
     longest = max(cdiv(blocks, tiles.num_splits), tiles.least_blocks)
     parts = cdiv(blocks, longest)
@@ -100,7 +107,7 @@ def attended(case: "LatentCase", tiles: Tiles) -> tuple[Work, Programs, Work, Pr
         read, count = listed, blocks
         if case.causal:
             hidden = max(tokens - 1 - (row + tiles.rows - 1) // group, 0)
-            read, count = listed - hidden * widths[0], cdiv(case.max_len - hidden, tiles.keys)
+            read, count = listed - hidden * tiles.row_bytes[0], cdiv(case.max_len - hidden, tiles.keys)
         pairs = 2 * tiles.rows * tiles.keys * count
         job += Work(flops=pairs * tiles.columns, again=pairs * tiles.columns_again, keys=read)
         for first in range(0, blocks, longest):
@@ -112,49 +119,50 @@ def attended(case: "LatentCase", tiles: Tiles) -> tuple[Work, Programs, Work, Pr
     return job * jobs, programs, Work(rows=rows * (parts * part + out)) * jobs, {(): rows * jobs}
 
 
-def fetched(case: "LatentCase", work: Work, row_blocks: int, machine: Machine, widths: tuple[int, int]) -> float:
-    """Bytes that come from memory: of rows that many lists name, those that the cache has lost meanwhile come again.
+def fetched(case: LatentCase, work: Work, row_blocks: int, machine: Machine, widths: tuple[int, int]) -> float:
+    """The bytes that come from memory. Rows of several lists come again if the L2 cache has evicted them meanwhile.
 
-    Programs that read the same list or the same sequence stand side by side and read it once.
+    Programs that share a list or a sequence run at the same time and read it once.
     """
     needed = case.needed_cache_bytes(widths)
     again = max(work.keys / row_blocks - needed, 0) * max(0, 1 - machine.cache_size / needed)
     return case.needed_bytes() + needed - case.needed_cache_bytes(case.widths) + again
 
 
-def decoded(case: "LatentCase", launch: compiling.Launch) -> Step:
-    """The kernel that decodes a cache: nothing of it is asked for by the case, but for the rows that the lists name."""
-    num_slots, _, width = launch.operands[-1].shape
-    asked = num_slots * LATENT_BYTES[case.cache_format]
-    written = num_slots * ITEMSIZE["bfloat16"] * (width if case.cache_format == "fp8_v4" else 584)
+def decoded(case: LatentCase, launch: compiling.Launch) -> Step:
+    """The kernel that decodes a cache; the case itself needs only the rows that lists name."""
+    num_slots = launch.operands[-1].shape[0]
+    asked = num_slots * latent_bytes(case.cache_format)
+    written = num_slots * decoded_bytes(launch.arguments["DECODED"].plain)
     return Step(launch.name, Work(keys=asked, rows=written), asked + written, programs={(): launch.programs})
 
 
-def steps(case: "LatentCase", backend: str, device: Device, machine: Machine, tile: Any) -> Iterator[Step]:
+def steps(case: LatentCase, backend: str, device: Device, machine: Machine, tile: Any) -> Iterator[Step]:
     """A list's rows must come from the cache, at least, for every query that names them."""
-    call = case.attention_call(device)
+    call, widths = case.attention_call(device), case.widths
     if backend == "cuda":
         tiles = cuda_tiles(case, call, tile or dispatch.load(case.operation, "cuda").heuristic(call))
     else:
         launches = {launch.name: launch for launch in compiling.record(call, tile)}
-        tiles = triton_tiles(case, launches["latent_kernel"].arguments)
-        if "decode_kernel" in launches:
+        decoding = "decode_kernel" in launches
+        attention = launches["latent_kernel"]
+        tiles = triton_tiles(case, attention.constants | attention.arguments, decoded=decoding)
+        if decoding:
+            widths = tiles.row_bytes
             yield decoded(case, launches["decode_kernel"])
     floor, _ = case.floor_seconds(machine.memory, machine.multiplying)
     if case.topk:
         floor = max(floor, case.listed_bytes() / machine.cache)
     work, programs, combined, rows_combined = attended(case, tiles)
     rows = case.num_q_heads // case.num_kv_heads * (1 if case.topk else case.num_q_tokens)
-    widths = case.widths
-    if tiles.format.startswith("decoded"):
-        widths = latent_bytes(tiles.format), 0
     memory = fetched(case, work, cdiv(rows, tiles.rows), machine, widths)
     yield Step("latent_kernel", work, memory, floor, programs)
     if combined.rows:
         yield Step("combine_kernel", combined, programs=rows_combined)
 
 
-def cuda_takes(case: "LatentCase", device: Device) -> bool:
-    """Whether the room has a kernel for the case, built or not."""
+def planned(case: LatentCase, device: Device) -> tuple[str, ...]:
+    """Triton, and CUDA if it has a kernel for the case, whether that is built or not."""
     latent = importlib.import_module("ragged_attention.kernels_cuda._latent")
-    return latent.cannot_take(case.attention_call(device), sparse=case.topk > 0) is None
+    cuda_takes = latent.cannot_take(case.attention_call(device), sparse=case.topk > 0) is None
+    return ("triton", "cuda") if cuda_takes else ("triton",)

@@ -1,146 +1,94 @@
-"""The plans of ragged paged attention."""
+"""The plans of ragged paged attention, from the keys that each program of the kernels visits."""
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from benchmarks.compiled import compiling
+from benchmarks.cases.paged import PagedCase
 from benchmarks.compiled.compiling import ITEMSIZE
-from benchmarks.roofline import KernelArgs, Machine, Programs, Step, Work, cdiv
+from benchmarks.roofline.model import KernelArgs, Machine, Step, Work, visible
 from ragged_attention.calls import Device
-
-if TYPE_CHECKING:
-    from benchmarks.cases.paged import PagedCase
+from ragged_attention.tools import recording, schedule
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Rows:
-    """A program's rows, as far as it matters which keys they see."""
-
-    low: int  # the positions of the first and the last query
-    high: int
-    kv_len: int
-    window: int  # 0: none
-
-    @property
-    def first(self) -> int:
-        return max(self.low - self.window + 1, 0) if self.window else 0
-
-    @property
-    def last(self) -> int:
-        return min(self.high + 1, self.kv_len)
-
-    def whole(self, start: int, stop: int, block: int, edge: int, split_weights_below: int) -> tuple[int, int]:
-        """The blocks of keys from `start` to `stop` that every query sees, none if one sees too few to be careless."""
-        begin = start
-        if self.window:
-            begin = min(cdiv(max(self.high - self.window + 1, start), block) * block, cdiv(stop, edge) * edge)
-        end = max(min(stop, self.low + 1) // block * block, begin)
-        return begin, end if min(self.low + 1, self.window or self.kv_len) >= split_weights_below else begin
+def planned(case: PagedCase, device: Device) -> tuple[str, ...]:
+    del case, device
+    return ("triton",)
 
 
-def visit(case: "PagedCase", kernel_args: KernelArgs, rows: Rows, start: int, stop: int) -> Work:
-    """What a program of one KV head does with keys [start, stop), the first of which begins a block at an edge.
+def steps(case: PagedCase, backend: str, device: Device, machine: Machine, tile: Any) -> Iterator[Step]:
+    """The kernels run one after another, so each has a floor of its own: that of the sequences that it computes."""
+    del backend
+    for launch, programs in attention(case, device, tile):
+        counts = collections.Counter(program.seq for program in programs)
+        part = dataclasses.replace(
+            case,
+            q_lens=tuple(case.q_lens[seq] for seq in counts),
+            kv_lens=tuple(case.kv_lens[seq] for seq in counts),
+        )
+        floor, _ = part.floor_seconds(machine.memory, machine.multiplying)
+        work = sum((visited(case, launch.constants, program) for program in programs), Work())
+        combined, rows_combined = Work(), 0
+        width, item = launch.constants["D"] * ITEMSIZE[case.dtype], ITEMSIZE[case.dtype]
+        for seq, count in counts.items():
+            rows, d_v = case.q_lens[seq] * launch.constants["GROUP"], launch.constants["DV"]
+            if launch.name == "tile_kernel" or count == 1:
+                work += Work(rows=rows * (width + d_v * item))
+            else:
+                work += Work(rows=rows * count * (width + d_v * 4))
+                combined += Work(rows=rows * (count * d_v * 4 + d_v * item))
+                rows_combined += rows * case.num_kv_heads
+        turns = collections.Counter(map(turns_of, programs))
+        working = {each: number * case.num_kv_heads for each, number in turns.items()}
+        yield Step(launch.name, work * case.num_kv_heads, part.needed_bytes(), floor, working)
+        if rows_combined:
+            yield Step("combine_kernel", combined * case.num_kv_heads, programs={(): rows_combined})
 
-    The weights of bfloat16 rows are multiplied in two parts where there are masks, and in a split everywhere, unless
-    the cache has 8 bits; in a large tile by reading each value twice.
+
+@functools.cache
+def attention(
+    case: PagedCase, device: Device, tile: Any
+) -> list[tuple[recording.Launch, tuple[schedule.Program, ...]]]:
+    """The launches that compute attention, each with its programs; without those that have nothing to do."""
+    memory: dict[int, Any] = {}  # what earlier kernels have written
+    launches = recording.record(case.call(case.operation, device, **case.tables()), tile)
+    walked = [(one, schedule.walked(one, memory).programs) for one in launches if one.name != "combine_kernel"]
+    return [(launch, programs) for launch, programs in walked if programs]
+
+
+def visited(case: PagedCase, kernel_args: KernelArgs, program: schedule.Program) -> Work:
+    """What a program does with the keys that it visits.
+
+    The weights of bfloat16 rows have two terms in masked blocks, and in all blocks of a split, unless the cache has 8
+    bits. A wide tile reads each value twice for that.
     """
-    block, count, d, dv = (kernel_args[name] for name in ("BLOCK_KV", "BLOCK_Q", "D_PAD", "DV_PAD"))
-    edge = kernel_args.get("EDGE_KV", block)
-    begin, end = rows.whole(start, stop, block, edge, kernel_args.get("SPLIT_WEIGHTS_BELOW", 0))
-    both = cdiv(stop, edge) * edge - start
-    careless = 0 if kernel_args.get("WEIGHT_PARTS") == 2 else end - begin
-    again = both - careless if case.dtype == case.stored == "bfloat16" else 0
-    seen = min(rows.last, stop) - max(rows.first, start)
-    values = seen + (seen - careless if again and count >= 64 and dv >= 256 else 0)
+    count, d, d_v = (kernel_args[name] for name in ("BLOCK_Q", "D_PAD", "DV_PAD"))
+    whole = sum(visit.stop - visit.start for visit in program.visits if not visit.masked)
+    once = 0 if kernel_args["WEIGHT_TERMS"] == 2 else whole
+    again = program.keys - once if case.dtype == case.stored == "bfloat16" else 0
+    seen = seen_keys(case, program)
+    values = seen + (seen - once if again and count >= 64 and d_v >= 512 else 0)
     return Work(
-        flops=2 * count * both * (d + dv),
-        again=2 * count * again * dv,
+        flops=2 * count * program.keys * (d + d_v),
+        again=2 * count * again * d_v,
         keys=(seen * kernel_args["D"] + values * kernel_args["DV"]) * ITEMSIZE[case.stored],
     )
 
 
-def tiled(case: "PagedCase", kernel_args: KernelArgs) -> tuple[Work, Programs]:
-    """What the tile kernel does: blocks of rows of sequences, over all keys that they see."""
-    total, group = Work(), kernel_args["GROUP"]
-    programs: collections.Counter[tuple[float, ...]] = collections.Counter()
-    for q_len, kv_len in zip(case.q_lens, case.kv_lens, strict=True):
-        ahead = kv_len - q_len
-        for row in range(0, q_len * group, kernel_args["BLOCK_Q"]):
-            high = min((row + kernel_args["BLOCK_Q"] - 1) // group, q_len - 1)
-            rows = Rows(ahead + row // group, ahead + high, kv_len, kernel_args["window"])
-            own = visit(
-                case, kernel_args, rows, rows.first // kernel_args["EDGE_KV"] * kernel_args["EDGE_KV"], rows.last
-            )
-            programs[turns("tile_kernel", own, kernel_args)] += case.num_kv_heads
-            total += own
-        total += Work(rows=q_len * group * (kernel_args["D"] + kernel_args["DV"]) * ITEMSIZE[case.dtype])
-    return total * case.num_kv_heads, programs
+def seen_keys(case: PagedCase, program: schedule.Program) -> int:
+    """How many of the visited keys some query of the program sees; the others are not read."""
+    start, stop = program.span
+    kv_len = case.kv_lens[program.seq]
+    low, high = (kv_len - case.q_lens[program.seq] + token for token in program.tokens)
+    first, last = visible(low, high, kv_len, case.sliding_window)
+    return min(last, stop) - max(first, start)
 
 
-def split(case: "PagedCase", kernel_args: KernelArgs) -> tuple[Work, Programs, Work, int]:
-    """What the split kernel does, all keys cut in parts of one length, and what the kernel that combines them, with the
-    rows that it combines."""
-    total, combined, rows_combined = Work(), Work(), 0
-    programs: collections.Counter[tuple[float, ...]] = collections.Counter()
-    block, item, dv = kernel_args["BLOCK_KV"], ITEMSIZE[case.dtype], kernel_args["DV"]
-    short = [
-        (Rows(kv_len - q_len, kv_len - 1, kv_len, kernel_args["window"]), q_len * kernel_args["GROUP"])
-        for q_len, kv_len in zip(case.q_lens, case.kv_lens, strict=True)
-    ]
-    blocks = sum(cdiv(rows.last, block) - rows.first // block for rows, _ in short)
-    each = blocks if kernel_args["WHOLE"] else max(cdiv(blocks, kernel_args["num_splits"]), kernel_args["MIN_BLOCKS"])
-    for rows, count in short:
-        parts = range(rows.first // block * block, rows.last, each * block)
-        for begin in parts:
-            own = visit(case, kernel_args, rows, begin, min(begin + parts.step, rows.last))
-            programs[turns("split_kernel", own, kernel_args)] += case.num_kv_heads
-            total += own
-        total += Work(rows=len(parts) * count * kernel_args["D"] * item)
-        if len(parts) == 1:
-            total += Work(rows=count * dv * item)
-        else:
-            total += Work(rows=len(parts) * count * dv * 4)
-            combined += Work(rows=len(parts) * count * dv * 4 + count * dv * item)
-            rows_combined += count * case.num_kv_heads
-    return total * case.num_kv_heads, programs, combined * case.num_kv_heads, rows_combined
-
-
-def turns(name: str, work: Work, kernel_args: KernelArgs) -> tuple[float, ...]:
-    """How often a program turns in each loop of its kernel, the one without masks first.
-
-    Of a tile kernel the masked keys are those whose weights are multiplied twice, so this is for bfloat16 queries.
-    """
-    count, d, dv, block = (kernel_args[name] for name in ("BLOCK_Q", "D_PAD", "DV_PAD", "BLOCK_KV"))
-    keys = work.flops / (2 * count * (d + dv))
-    if name == "split_kernel":  # all its keys but the last few of a part
-        return keys / block, 0.0
-    masked = work.again / (2 * count * dv)
-    return (keys - masked) / block, masked / kernel_args["EDGE_KV"]
-
-
-def steps(case: "PagedCase", device: Device, machine: Machine, tile: Any) -> Iterator[Step]:
-    """The kernels run one after another: the floor of a mixed batch is that of its prefills and that of its decodes."""
-    launches = compiling.record(case.attention_call(device), tile)
-    kernel_args = {launch.name: launch.arguments for launch in launches}
-    split_args = kernel_args["split_kernel"]
-    short = split_args["BLOCK_Q"] // split_args["GROUP"]
-    lengths = list(zip(case.q_lens, case.kv_lens, strict=True))
-    for name, found in (
-        ("tile_kernel", [pair for pair in lengths if pair[0] > short]),
-        ("split_kernel", [pair for pair in lengths if pair[0] <= short]),
-    ):
-        if not found:
-            continue
-        q_lens, kv_lens = zip(*found, strict=True)
-        some = dataclasses.replace(case, q_lens=q_lens, kv_lens=kv_lens)
-        floor, _ = some.floor_seconds(machine.memory, machine.multiplying)
-        own, combined, rows = kernel_args[name], Work(), 0
-        if name == "tile_kernel":
-            work, programs = tiled(some, own)
-        else:
-            work, programs, combined, rows = split(some, own)
-        yield Step(name, work, some.needed_bytes(), floor, programs)
-        if rows:
-            yield Step("combine_kernel", combined, programs={(): rows})
+def turns_of(program: schedule.Program) -> tuple[float, float]:
+    """How many blocks of keys a program visits in the loop without masks, and in the masked one."""
+    blocks = [0.0, 0.0]
+    for visit in program.visits:
+        blocks[visit.masked] += (visit.stop - visit.start) / visit.block
+    return blocks[0], blocks[1]

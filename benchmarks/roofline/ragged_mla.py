@@ -1,71 +1,78 @@
-"""The plans of ragged attention over latents."""
+"""The plans of ragged attention over latents.
+
+`ragged_attention.tools.schedule` could find the visited keys, but a prompt has thousands of programs, and running the
+index arithmetic of each takes seconds. So this module repeats how the kernels divide the keys.
+"""
 
 import collections
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from benchmarks.cases.ragged_mla import RaggedLatentCase
 from benchmarks.compiled import compiling
 from benchmarks.compiled.compiling import ITEMSIZE
-from benchmarks.roofline import KernelArgs, Machine, Programs, Step, Work, cdiv
 from benchmarks.roofline.mla import columns_of, latent_bytes
-from benchmarks.roofline.paged import Rows
+from benchmarks.roofline.model import KernelArgs, Machine, Programs, Step, Work, cdiv, visible
 from ragged_attention.calls import Device
-
-if TYPE_CHECKING:
-    from benchmarks.cases.ragged_mla import RaggedLatentCase
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Span:
-    """The rows of a sequence, the blocks of keys that they see, and in how many of them its parts are."""
+    """A sequence, the blocks of keys [begin, end) that its queries see, and the number of blocks in each KV split."""
 
     q_len: int
     kv_len: int
     short: bool
     begin: int
     end: int
-    each: int  # blocks of a part
+    each: int
 
     @property
     def parts(self) -> range:
+        """The first blocks of the KV splits."""
         return range(self.begin, self.end, self.each)
 
 
-def spans(case: "RaggedLatentCase", kernel_args: KernelArgs) -> list[Span]:
-    """Every sequence of a launch; the keys of all short ones are cut in parts of one length."""
-    block, found = kernel_args["BLOCK_KV"], []
+def planned(case: RaggedLatentCase, device: Device) -> tuple[str, ...]:
+    del case, device
+    return ("triton",)
+
+
+def spans(case: RaggedLatentCase, kernel_args: KernelArgs) -> list[Span]:
+    """The sequences of a launch. The KV splits of all short sequences have the same number of blocks."""
+    block, launched = kernel_args["BLOCK_KV"], []
     for q_len, kv_len in zip(case.q_lens, case.kv_lens, strict=True):
-        rows = Rows(kv_len - q_len, kv_len - 1, kv_len, kernel_args["window"])
+        first, last = visible(kv_len - q_len, kv_len - 1, kv_len, kernel_args["window"])
         short = q_len * case.num_q_heads <= kernel_args["SHORT_ROWS"]
-        if kernel_args["SHORT" if short else "LONG"]:
-            found.append(Span(q_len, kv_len, short, rows.first // block, cdiv(rows.last, block), 2**31))
-    if kernel_args["WHOLE"]:
-        return found
-    blocks = sum(span.end - span.begin for span in found if span.short)
+        if kernel_args["HAS_SHORT" if short else "HAS_LONG"]:
+            launched.append(Span(q_len, kv_len, short, first // block, cdiv(last, block), 2**31))
+    if not kernel_args["SPLIT_KV"]:
+        return launched
+    blocks = sum(span.end - span.begin for span in launched if span.short)
     each = max(cdiv(blocks, kernel_args["num_splits"]), kernel_args["MIN_BLOCKS"])
-    return [dataclasses.replace(span, each=each) if span.short else span for span in found]
+    return [dataclasses.replace(span, each=each) if span.short else span for span in launched]
 
 
-def attended(case: "RaggedLatentCase", kernel_args: KernelArgs) -> tuple[Work, Programs, Work, int]:
-    """What a launch of the attention kernel does, and what the kernel that combines its parts, of so many rows."""
+def attended(case: RaggedLatentCase, kernel_args: KernelArgs) -> tuple[Work, Programs, Work, int]:
+    """The work and the programs of the attention kernel, then the work and the number of rows of the combine kernel."""
     total, combined, rows_combined = Work(), Work(), 0
     programs: collections.Counter[tuple[float, ...]] = collections.Counter()
     block, count, heads = kernel_args["BLOCK_KV"], kernel_args["BLOCK_H"], case.num_q_heads
-    columns, again, queried = columns_of(case.d_v, kernel_args)
-    plain = kernel_args["FORMAT"] in ("plain", "codes")
-    key_bytes = case.width * ITEMSIZE[case.stored or case.dtype] if plain else latent_bytes(kernel_args["FORMAT"])
+    columns, again, queried = columns_of(kernel_args)
+    plain = case.cache_format == "plain"
+    key_bytes = case.width * ITEMSIZE[case.stored or case.dtype] if plain else latent_bytes(case.cache_format)
     item = ITEMSIZE[case.dtype]
     for span in spans(case, kernel_args):
         ahead, num_rows = span.kv_len - span.q_len, span.q_len * heads
         for first_row in range(0, num_rows, count):
             high = min((first_row + count - 1) // heads, span.q_len - 1)
-            rows = Rows(ahead + first_row // heads, ahead + high, span.kv_len, kernel_args["window"])
+            first, last = visible(ahead + first_row // heads, ahead + high, span.kv_len, kernel_args["window"])
             for part in span.parts:
-                begin = max(part, rows.first // block)
-                end = min(part + span.each, span.end, cdiv(rows.last, block))
+                begin = max(part, first // block)
+                end = min(part + span.each, span.end, cdiv(last, block))
                 pairs = 2 * count * block * max(end - begin, 0)
-                seen = max(min(rows.last, end * block) - max(rows.first, begin * block), 0)
+                seen = max(min(last, end * block) - max(first, begin * block), 0)
                 total += Work(flops=pairs * columns, again=pairs * again, keys=seen * key_bytes)
                 programs[(float(max(end - begin, 0)),)] += 1
         parts = len(span.parts)
@@ -76,14 +83,15 @@ def attended(case: "RaggedLatentCase", kernel_args: KernelArgs) -> tuple[Work, P
     return total, programs, combined, rows_combined
 
 
-def steps(case: "RaggedLatentCase", device: Device, machine: Machine, tile: Any) -> Iterator[Step]:
-    """One launch for all sequences, or one for those that are short after one for the others."""
+def steps(case: RaggedLatentCase, backend: str, device: Device, machine: Machine, tile: Any) -> Iterator[Step]:
+    """One launch for all sequences, or one for the long sequences and then one for the short ones."""
+    del backend
     combined, rows = Work(), 0
     floor, _ = case.floor_seconds(machine.memory, machine.multiplying)
     needed = case.needed_bytes()
     for launch in compiling.record(case.attention_call(device), tile):
         if launch.name == "ragged_latent_kernel":
-            work, programs, combined, rows = attended(case, launch.arguments)
+            work, programs, combined, rows = attended(case, launch.constants | launch.arguments)
             yield Step(launch.name, work, needed, floor, programs)
             floor, needed = 0.0, 0
     if rows:

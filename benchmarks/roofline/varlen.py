@@ -1,17 +1,17 @@
-"""Which blocks the programs of attention without a cache visit, and of its gradient."""
+"""The blocks that the programs of attention without a cache, and of its gradient, visit.
+
+Their loops stand in the kernels themselves, where `ragged_attention.tools.schedule` cannot record them.
+"""
 
 import collections
-from typing import TYPE_CHECKING
 
+from benchmarks.cases.varlen import VarlenCase
 from benchmarks.compiled.compiling import Launch
-from benchmarks.roofline import Programs, cdiv
-
-if TYPE_CHECKING:
-    from benchmarks.cases.varlen import VarlenCase
+from benchmarks.roofline.model import Programs, cdiv
 
 
-def programs(case: "VarlenCase", launch: Launch) -> Programs:
-    """Of one of our kernels that visit keys or rows."""
+def programs(case: VarlenCase, launch: Launch) -> Programs:
+    """The programs of a kernel that visits blocks of keys or, for dK and dV, blocks of rows."""
     arguments = launch.arguments
     rows, keys, group = arguments["BLOCK_Q"], arguments["BLOCK_KV"], arguments["GROUP"]
     by_keys = launch.name == "dkv_kernel"
@@ -28,8 +28,8 @@ def programs(case: "VarlenCase", launch: Launch) -> Programs:
     return found
 
 
-def _keys_visited(case: "VarlenCase", q_len: int, kv_len: int, low: int, high: int, block: int) -> tuple[float, float]:
-    """Blocks of keys that queries [low, high] see whole, and those that some see in part."""
+def _keys_visited(case: VarlenCase, q_len: int, kv_len: int, low: int, high: int, block: int) -> tuple[float, float]:
+    """The number of blocks of keys that all queries [low, high] see whole, and of the other blocks that they visit."""
     low, high, window = (kv_len - q_len + low, kv_len - q_len + high, case.sliding_window)
     start = max(low - window + 1, 0) // block if window else 0
     end = max(cdiv(min(high + 1, kv_len) if case.causal else kv_len, block), start)
@@ -39,9 +39,9 @@ def _keys_visited(case: "VarlenCase", q_len: int, kv_len: int, low: int, high: i
 
 
 def _rows_visited(
-    case: "VarlenCase", q_len: int, kv_len: int, low: int, high: int, group: int, block: int
+    case: VarlenCase, q_len: int, kv_len: int, low: int, high: int, group: int, block: int
 ) -> tuple[float, float]:
-    """Blocks of rows that see the keys [low, high] whole, and those that see some of them."""
+    """The number of blocks of rows that see all keys [low, high], and of those that see only some."""
     ahead, window = kv_len - q_len, case.sliding_window
     first, whole_first = (min(max(key - ahead, 0), q_len) if case.causal else 0 for key in (low, high))
     last = min(max(high + window - ahead, first), q_len) if window else q_len

@@ -21,8 +21,8 @@ import numpy as np
 
 from ragged_attention import dispatch
 from ragged_attention.calls import CACHE_FORMATS, CacheFormat
-from ragged_attention.samples import Sample
 from ragged_attention.tools import drawing, schedule, view
+from ragged_attention.tools.samples import Sample
 
 FOLDER = Path(__file__).resolve().parent
 DOCS = FOLDER.parent

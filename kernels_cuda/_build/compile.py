@@ -23,8 +23,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from ragged_attention import caches
 from ragged_attention.errors import BackendMissing
+from ragged_attention.host import caches
 from ragged_attention.kernels_cuda._build import toolchain
 
 logger = logging.getLogger("ragged_attention")

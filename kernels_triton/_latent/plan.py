@@ -5,8 +5,9 @@ import functools
 import math
 from typing import Any
 
-from ragged_attention.calls import CacheFormat, dtype_name, name_in_layout
-from ragged_attention.calls.mla_cache import MIXED
+from ragged_attention.calls import CacheFormat, dtype_name
+from ragged_attention.kernels_triton._latent.operands import columns, decoded_format, decoded_width, row_format
+from ragged_attention.kernels_triton._latent.rows import RowFormat
 from ragged_attention.kernels_triton._tiles import (
     OLDER_COMPILER,
     SMALLEST_SHARED_MEMORY,
@@ -24,37 +25,34 @@ MAX_SPLITS = 128
 MIN_SPLIT = 64  # keys below which a split is not worth its program
 
 
-OWN_SPLIT = 512  # the same where a job's splits do not depend on the batch, so that there may be enough already
+OWN_SPLIT = 512  # minimum keys per split in batch-invariant mode (larger: other jobs may already fill the GPU)
 
 
-OWN_SPLITS = 16  # which there are then at most
+OWN_SPLITS = 16  # maximum splits per job in batch-invariant mode
 
 
-START_COST = 128  # of a program, in keys
+START_COST = 128  # cost of starting a program, in keys
 
 
-MERGE_COST = 4  # of one more split to merge, in keys
+MERGE_COST = 4  # cost of merging one more split, in keys
 
 
-DECODED_EACH = 16  # how often lists name each slot on average from which on a cache is decoded first
+DECODED_EACH = 16  # a cache is decoded first if lists name each slot at least this often on average
 
 
-DECODED_LEAST = 2**17  # entries of lists below which that is not worth one more kernel
+DECODED_LEAST = 2**17  # list entries below which decoding first is not worth one more kernel
 
 
-DECODED_MOST = 2**30  # bytes that it may take
+DECODED_MOST = 2**30  # bytes that a decoded cache may take
 
 
-DECODED_SHARED_MEMORY = 128 * 1024  # what 32 rows and as many decoded keys need
+DECODED_SHARED_MEMORY = 128 * 1024  # bytes that 32 rows and as many decoded keys need
 
 
 LARGEST_INT = 2**31 - 1
 
 
-LEAST = 16  # rows, and keys, of a tile
-
-
-COPIED = ("plain", "decoded_v4")  # layouts of which rows are operands as they lie, and no more
+LEAST = 16  # rows, and keys, of the smallest tile
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +63,8 @@ class Tile:
     block_kv: int = 32  # keys per step
     num_warps: int = 4
     num_stages: int = 2
-    num_splits: int = 1  # programs that share one job's keys at most; 1 gives bits that depend on nothing else
-    invariant: bool = False  # so do more, by the job's own length alone, whatever a schedule says
+    num_splits: int = 1  # maximum splits of a job's keys; 1: results are batch-invariant
+    invariant: bool = False  # keep results batch-invariant with more splits: ignore schedules and the batch
 
     def __post_init__(self) -> None:
         expect_power_of_two(self, block_h=(16, 128), block_kv=(16, 128), num_warps=(1, 16))
@@ -78,42 +76,44 @@ class Keys:
     """A cache as kernels can read it, and the lists of keys into it."""
 
     cache: Any  # [P, G, K, d_qk] or [P, G, 1, bytes], or packed rows [s_kv, K, d_qk]
+    form: CacheFormat  # how the caller's cache stores its rows
     lists: Any  # i32, packed: lists of slots, or the page table [S, M] of a dense call
     list_strides: tuple[int, int, int]  # of sequence, query token, KV head
     lens: Any  # i32 [S] or [S, Q], or None
     longest: int  # keys a list can hold
     page_size: int
-
-    def lengths(self, launch: Any) -> dict[str, int]:
-        """The kernels' arguments about the lists' lengths."""
-        seq, token = (0, 0) if self.lens is None else (*launch.strides(self.lens), 0)[:2]
-        return {"longest": self.longest, "lens_seq_stride": seq, "lens_token_stride": token}
+    decoded: bool = False  # whether `cache` holds the rows that `decoding` wrote, see `decoded_format`
 
     def addresses(self, launch: Any) -> dict[str, int]:
         """The kernels' arguments about where rows and lists lie."""
-        if len(self.cache.shape) == 3:
-            page, head, _ = launch.strides(self.cache)
-            slot = 0
-        else:
-            page, slot, head, _ = launch.strides(self.cache)
-        # Compilers learn that a number is a multiple of 16 or nothing; pages may begin at a multiple of less.
-        unit = math.gcd(page, 16)
+        page, *slot, head, _ = launch.strides(self.cache)
         return {
-            "page_stride": page // unit,
-            "PAGE_UNIT": unit,
-            "slot_stride": slot,
-            # Values that are never used must not spoil what compilers conclude about alignment.
+            "page_stride": page // page_unit(page),
+            "slot_stride": slot[0] if slot else 0,
+            # Strides that are never used must not spoil what compilers conclude about alignment.
             "head_stride": head if self.cache.shape[-2] > 1 else 0,
             "num_slots": min(self.cache.shape[0] * self.page_size, LARGEST_INT),
+            "longest": self.longest,
             "list_seq_stride": self.list_strides[0],
             "list_token_stride": self.list_strides[1],
             "list_head_stride": self.list_strides[2],
         }
 
+    def row_format(self, arch: str, launch: Any) -> RowFormat:
+        """How kernels for a GPU read the cache's rows."""
+        unit = page_unit(launch.strides(self.cache)[0])
+        return decoded_format(self.form, unit) if self.decoded else row_format(self.form, arch, self.page_size, unit)
 
-def readable(cache: Any, layout: CacheFormat | None, launch: Any) -> Any:
-    """The cache, copied if kernels cannot read it as it lies: they read scales and rotary columns as words."""
-    return launch.packed(cache) if layout is None else launch.words(cache, packed_rows=layout.planar)
+
+def page_unit(stride: int) -> int:
+    """The unit of the page stride: compilers learn only whether a number is a multiple of 16, but pages may begin at
+    multiples of less."""
+    return math.gcd(stride, 16)
+
+
+def readable(cache: Any, form: CacheFormat, launch: Any) -> Any:
+    """The cache, copied if kernels cannot read it in place: they read scales and rotary columns as words."""
+    return launch.words(cache, packed_rows=form.planar) if form.quantized else launch.packed(cache)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,19 +132,12 @@ class Work:
     keys: Keys
     extra: Keys | None
     schedule: Any  # (parts, num_splits, ...) or None
-    window: int | None = None  # None: of all keys
+    window: int | None = None  # None: queries see all keys
     soft_cap: float | None = None
-    decoded: bool = False  # whether `keys` are those that `decoding` wrote
-
-    @property
-    def format(self) -> str:
-        """How rows lie in the cache, or in place of it."""
-        if self.decoded:
-            return "decoded_v32" if self.call.format == "fp8_v32" else "decoded_v4"
-        return name_in_layout(self.call.layout)
 
     @property
     def group(self) -> int:
+        """Query heads per KV head."""
         return self.call.num_q_heads // self.num_kv_heads
 
     @property
@@ -154,55 +147,48 @@ class Work:
 
     @property
     def jobs_per_seq(self) -> int:
+        """Lists of keys per sequence."""
         return self.num_q_tokens if self.sparse else 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Walk:
-    """What of a call decides how many registers a walk over its keys takes, besides the format."""
+    """How a program finds its keys: together with the format, this decides how many registers its loop takes."""
 
-    dense: bool = False  # through a table of pages instead of a list of slots
-    ragged: bool = False  # of which sequence, tokens and keys, a program finds by itself
-    extra: bool = False  # on through a second cache
+    dense: bool = False  # keys come through a page table, not a list of slots
+    ragged: bool = False  # a program finds its sequence, tokens and keys by itself
+    extra: bool = False  # keys come from a second cache, too
     page_sizes: tuple[int, ...] = (1,)
-    decoded: bool = False  # over rows that were decoded before
-    windowed: bool = False  # with masks that begin where a window does
-    codes: bool = False  # over rows of 8-bit numbers, which share one scale
-
-
-def window_of(call: Any) -> int | None:
-    """The call's window; one as long as the longest sequence hides nothing."""
-    return call.sliding_window if call.sliding_window and call.sliding_window < call.capacity else None
-
-
-def columns(call: Any) -> tuple[int, int]:
-    """Columns of the operand that serves as V, and of the other one."""
-    if call.format == "plain":
-        return call.d_v, call.d_qk - call.d_v
-    return (512, 64) if call.format == "fp8_v32" else (512, 0)
-
-
-def decoded_width(call: Any) -> int:
-    """Elements, of 16 bits, of a decoded row: with `fp8_v32` four scales between the columns, and 8 that nobody reads,
-    so that rows begin at multiples of 16."""
-    return 592 if call.format == "fp8_v32" else 512
+    decoded: bool = False  # a kernel has decoded the rows before
+    windowed: bool = False  # masks have a lower bound, too
 
 
 def operand_size(call: Any) -> int:
-    return item_size(call.q) if call.format == "plain" else 2
+    """Bytes of an element of the operands."""
+    return 2 if call.kv_format.quantized else item_size(call.q)
+
+
+def has_small_groups(form: CacheFormat) -> bool:
+    """Whether a row has more than two scales for an operand's columns, which then take registers."""
+    return form.quantized and form.group < 64
+
+
+def mixes_formats(call: Any, walk: Walk) -> bool:
+    """Whether the second cache has another format than the first."""
+    return walk.extra and call.kv_format != call.extra_kv_format
 
 
 def tile_for(call: Any, rows: int, jobs: int, keys: int, walk: Walk) -> Tile:
-    """As few rows as suffice, wgmma-sized where there are 64; splits that fill the GPU.
+    """As few rows as suffice, and 64 for wgmma if there are as many; splits that fill the GPU.
 
-    `jobs` counts jobs times KV heads, `keys` is the longest list there can be. Tile sizes depend on neither, so that
-    with `num_splits` 1 a sequence's bits do not depend on its batch.
+    `jobs` counts jobs times KV heads, `keys` is the longest list there can be. Block sizes depend on neither, so that
+    with `num_splits` 1 a sequence's results are batch-invariant.
     """
     block_h, block_kv, num_warps, num_stages = fitting_sizes(call, rows, walk)
     work, multiprocessors = jobs * cdiv(rows, block_h), call.device.num_multiprocessors
     num_splits = splits(work, programs_at_once(call, block_h), keys, block_kv)
-    alone = work * num_splits <= multiprocessors  # so that there is no other program to work while one waits
-    if alone and call.device.arch == "sm_90" and block_h <= 16 and num_stages == 2 and item_size(call.q) == 2:
+    one_each = work * num_splits <= multiprocessors  # no multiprocessor has a second program to run while one waits
+    if one_each and call.device.arch == "sm_90" and block_h <= 16 and num_stages == 2 and item_size(call.q) == 2:
         num_stages = 3
     return Tile(
         block_h=block_h,
@@ -214,12 +200,12 @@ def tile_for(call: Any, rows: int, jobs: int, keys: int, walk: Walk) -> Tile:
 
 
 def programs_at_once(call: Any, block_h: int) -> int:
-    """How many programs the device runs, by estimate."""
+    """An estimate of how many programs the device runs at once."""
     return call.device.num_multiprocessors * (2 if block_h <= 16 else 1)
 
 
 def fitting_sizes(call: Any, rows: int, walk: Walk) -> tuple[int, int, int, int]:
-    """Rows, keys, warps and stages for so many rows, as the device's shared memory has room for them."""
+    """Rows, keys, warps and stages of a tile for this many rows that fits the device's shared memory."""
     block_h, block_kv, num_warps, num_stages = sizes(
         call, min(max(16, next_power_of_2(rows)), 16 if item_size(call.q) == 4 else 64), walk
     )
@@ -230,41 +216,39 @@ def fitting_sizes(call: Any, rows: int, walk: Walk) -> tuple[int, int, int, int]
 
 def sizes(call: Any, rows: int, walk: Walk) -> tuple[int, int, int, int]:
     """Rows, keys, warps and stages."""
-    arch, plain = call.device.arch, call.format == "plain" and not walk.codes
+    arch, form = call.device.arch, call.kv_format
+    decodes = form.quantized or form.eight_bit
     if walk.decoded:
-        return (64, 32, 8, 3) if call.format == "fp8_v32" else (64, 64, 8, 2)
+        return (64, 32, 8, 3) if form.folded else (64, 64, 8, 2)
     if operand_size(call) == 4 and arch:  # no matrix unit is exact in float32
         return (16, 16, 8, 2 if OLDER_COMPILER else 1) if arch.startswith("sm_") else (16, 16, 4, 1)
     if arch.startswith("gfx"):
-        # A second stage halves the turns over plain rows; over decoded ones it takes a second program's registers.
-        return min(rows, 32), 16, 4, 2 if plain else 1
+        # A second stage halves the iterations over plain rows; while decoding, it takes a second program's registers.
+        return min(rows, 32), 16, 4, 1 if decodes else 2
     budget = call.device.shared_memory or SMALLEST_SHARED_MEMORY
     little = budget < DECODED_SHARED_MEMORY
-    if not plain and item_size(call.q) == 4:  # products in three parts
-        beside = little and walk.extra and call.format != call.extra_format
-        return 16, 16 if call.format == "fp8_v32" or beside else 32, 8, 2
-    if call.format in MIXED and (
-        (little and OLDER_COMPILER) or (rows <= 16 and walk.extra and call.format != call.extra_format)
-    ):
+    if decodes and item_size(call.q) == 4:  # products in three parts
+        return 16, 16 if form.folded or (little and mixes_formats(call, walk)) else 32, 8, 2
+    if has_small_groups(form) and ((little and OLDER_COMPILER) or (rows <= 16 and mixes_formats(call, walk))):
         return 16, 16, 4, 2  # scales of many groups, and of two formats, take registers
-    crowded = walk.ragged and walk.windowed and call.format == "fp8_v32"  # 32 rows of these spilled
-    if rows <= 16 or crowded or (not plain and little):
-        return 16, 32, 4, 3 if plain and arch == "sm_90" else 2
+    crowded = walk.ragged and walk.windowed and form.folded  # 32 rows of these spilled
+    if rows <= 16 or crowded or (decodes and little):
+        return 16, 32, 4, 3 if not decodes and arch == "sm_90" else 2
     wgmma = rows >= 64 and arch == "sm_90" and call.d_v <= 512
-    if plain:
+    if not decodes:
         if wgmma and not (OLDER_COMPILER and walk.extra):
             fewer = walk.windowed or (walk.ragged and OLDER_COMPILER) or (walk.dense and walk.page_sizes[0] % 64)
             return (64, 32, 8, 3) if fewer else (64, 64, 8, 2)
         return 32, 32, 4 if arch.startswith("sm_8") and not walk.windowed else 8, 2
     if wgmma and fits_wgmma(call, walk):
-        return 64, 32, 8, 2 if call.format in MIXED and walk.extra else 3  # of two formats, scales take registers
-    if call.format == "fp8_v32":
+        return 64, 32, 8, 2 if has_small_groups(form) and walk.extra else 3  # the scales of two formats take registers
+    if form.folded:
         return 32, 32 if walk.windowed or OLDER_COMPILER else 64, 8, 2
     return 32, 32, 8, 2
 
 
 def too_wide(call: Any, walk: Walk) -> str | None:
-    """Why no tile of a call fits the shared memory of its device, which AMD's do not hold operands in, or None."""
+    """Why no tile of a call fits its device's shared memory, or None. AMD's GPUs do not hold operands there."""
     budget = call.device.shared_memory
     if call.device.platform != "cuda" or not budget:
         return None
@@ -278,52 +262,55 @@ def too_wide(call: Any, walk: Walk) -> str | None:
 
 
 def fits_wgmma(call: Any, walk: Walk) -> bool:
-    """Whether 64 rows leave registers for decoding."""
+    """Whether a tile of 64 rows leaves registers for decoding."""
+    form, dtype = call.kv_format, dtype_name(call.q)
     if walk.windowed:
         return False
-    if walk.codes:
-        return dtype_name(call.q) == "bfloat16" and call.code_dtype != "int8"
-    if call.format == "fp8_v32":
-        return not walk.extra and not (OLDER_COMPILER and (walk.ragged or dtype_name(call.q) == "float16"))
-    if dtype_name(call.q) != "bfloat16" or OLDER_COMPILER:
+    if form.eight_bit:
+        return dtype == "bfloat16" and form.codes != "int8"
+    if form.folded:
+        return not walk.extra and not (OLDER_COMPILER and (walk.ragged or dtype == "float16"))
+    if dtype != "bfloat16" or OLDER_COMPILER:
         return False
-    if call.format in MIXED:
-        return call.format == "fp8_v41" or not walk.extra
+    if has_small_groups(form):
+        return not (form.packed_codes and walk.extra)
     return not walk.extra or all(size.bit_count() == 1 for size in walk.page_sizes)
 
 
 def decodes_first(call: Any, rows: int) -> bool:
-    """Whether a sparse prefill's quantised cache is better decoded once than for each query that lists a row of it.
+    """Whether a sparse prefill decodes its quantised cache once, and not a row again for each query that lists it.
 
-    Only where that was found to be faster: with the tiles of 64 rows of Hopper. Entries of lists that name no slot are
-    not known here and count too.
+    It does so only where this was found to be faster: with the tiles of 64 rows of Hopper. The host does not know which
+    list entries name no slot, so they count, too.
     """
-    if call.format == "plain" or dtype_name(call.q) != "bfloat16" or call.d_v > 512:
+    if not call.kv_format.quantized or dtype_name(call.q) != "bfloat16" or call.d_v > 512:
         return False
     if call.device.arch != "sm_90" or next_power_of_2(rows) < 64:
         return False
     entries = call.num_tokens * call.topk
     often = entries >= max(DECODED_EACH * call.num_slots, DECODED_LEAST)
-    return often and 2 * call.num_slots * decoded_width(call) <= DECODED_MOST
+    return often and 2 * call.num_slots * decoded_width(call.kv_format) <= DECODED_MOST
 
 
 def shared_bytes(call: Any, walk: Walk, rows: int, keys: int, stages: int) -> int:
-    """About what a program needs: queries, weights, the rows in flight and, once decoded, each twice as an operand."""
+    """An estimate of a program's shared memory: queries, weights, the rows in flight and, once decoded, each row twice
+    as an operand."""
+    form = call.kv_format
     values, rest = (next_power_of_2(n) if n else 0 for n in columns(call))
-    own = rows * (values + rest + keys)
-    if walk.codes:
-        return (2 * keys * (values + rest) + own) * operand_size(call) + (stages - 1) * keys * call.d_qk
-    if call.format == "plain" or walk.decoded:
-        # A product that runs by itself (wgmma) holds one buffer more.
-        return (max(stages - (rows < 64), 1) * keys * (values + rest) + own) * operand_size(call)
-    staged = 0 if call.format == "fp8_v32" else 128
-    return (keys * (2 * values + rest + staged) + own) * operand_size(call) + (stages - 1) * keys * call.d_qk
+    queries = rows * (values + rest + keys)
+    if form.eight_bit:
+        return (2 * keys * (values + rest) + queries) * operand_size(call) + (stages - 1) * keys * call.d_qk
+    if walk.decoded or not form.quantized:
+        # Products that run asynchronously (wgmma) hold one buffer more.
+        return (max(stages - (rows < 64), 1) * keys * (values + rest) + queries) * operand_size(call)
+    staged = 0 if form.folded else 128
+    return (keys * (2 * values + rest + staged) + queries) * operand_size(call) + (stages - 1) * keys * call.d_qk
 
 
 def splits(work: int, slots: int, keys: int, block_kv: int) -> int:
-    """The number of splits of a job's keys: the fastest if all lists are as long as they can be.
+    """The number of splits of a job's keys that is fastest if all lists are as long as they can be.
 
-    A split has whole blocks of keys; of several numbers that make splits equally long the smallest is taken.
+    A split has whole blocks of keys. Of the numbers that make splits equally long, the smallest is taken.
     """
     blocks, least = cdiv(keys, block_kv), cdiv(MIN_SPLIT, block_kv)
     most = max(1, min(MAX_SPLITS, cdiv(keys, MIN_SPLIT)))

@@ -4,31 +4,41 @@
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
+import dataclasses
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
+from ragged_attention.kernels_triton._compiler import always
+from ragged_attention.kernels_triton._constants import Constants
 from ragged_attention.kernels_triton._formats import narrow
 from ragged_attention.kernels_triton._latent.lists import entries_of, keys_of
-from ragged_attention.kernels_triton._latent.rows import Found, group_scale, key_groups, rest_columns, rotary_columns
-from ragged_attention.kernels_triton._softmax import LN2, LOG2E, always, matmul, online_softmax, soft_capped
+from ragged_attention.kernels_triton._latent.rows import (
+    Operands,
+    Rows,
+    group_scale,
+    key_groups,
+    places_of,
+    rest_columns,
+)
+from ragged_attention.kernels_triton._softmax import matmul, online_softmax, soft_capped
 
-# Rows from which on eight warps share each row. Where the result of a product leads to another product, compilers
-# (Triton 3.6 to 3.9) give every warp rows of its own instead, and let half of the warps repeat what the others do. So
-# the products of queries and keys stand apart (`logits_apart`), and each is scaled before they are added, which would
-# make one chain of them.
+# With this many rows or more, eight warps share each row. Where the result of a product leads to another product,
+# compilers (Triton 3.6 to 3.9) give every warp rows of its own instead, and half of the warps repeat the work of the
+# other half. So `logits_apart` keeps the products of queries and keys separate, and scales each of them before adding
+# them up, since plain sums would make them one chain.
 SEPARATE_QK_ROWS = tl.constexpr(64)
 
 
 class Queries(NamedTuple):
     """Rows of queries as operands."""
 
-    groups: tl.tuple  # the columns before D_V, group by group
+    groups: tl.tuple  # the groups of columns
     lost: tl.tuple  # what rounding them lost
-    rest: tl.tensor  # the other columns
+    rest: tl.tensor  # the columns after those of the groups
     lost_rest: tl.tensor
-    unit: tl.tensor  # what each row was divided by
+    unit: tl.tensor  # the power of two by which each row was divided
 
 
 class Cache(NamedTuple):
@@ -41,7 +51,7 @@ class Cache(NamedTuple):
 
 
 class KeyList(NamedTuple):
-    """Blocks [begin, end) of a list of keys, of which [first, last) count; in a list of slots `first` is 0."""
+    """Blocks [begin, end) of a list of keys, of which keys [first, last) count; in a list of slots `first` is 0."""
 
     ptr: tl.tensor
     begin: tl.tensor
@@ -51,81 +61,86 @@ class KeyList(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """Of the keys that count each row sees those at positions in [lowest, limit)."""
+    """Each row sees the keys that count at positions in [lowest, limit)."""
 
     lowest: tl.tensor
     limit: tl.tensor
 
 
 class Scales(NamedTuple):
-    """What logits are multiplied by, before the cap and after it; without one, the first makes them base 2."""
+    """The factors of logits before and after the cap. Without a cap, `inner` alone makes logits base 2."""
 
     inner: tl.tensor
     cap: tl.tensor
     outer: tl.tensor
 
 
-class Features(NamedTuple):
-    SPARSE: tl.constexpr
-    CAUSAL: tl.constexpr
-    HAS_WINDOW: tl.constexpr
-    HAS_SOFT_CAP: tl.constexpr
-    REST_IS_VALUE: tl.constexpr  # of `fp8_v32` rows the rotary columns too
+@dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Loop(Constants):
+    """What the loop over a list of keys is compiled for."""
+
+    SPARSE: bool  # whether the list has slots; otherwise it has pages
+    CAUSAL: bool  # whether rows of a block differ in the last key that they see
+    HAS_WINDOW: bool  # whether they differ in the first one
+    HAS_SOFT_CAP: bool
+    BLOCK_KV: int
+    SUMS_BY_COLUMN: bool  # see `no_sums`
+    OPERANDS: Operands
 
 
 @triton.jit
-def query_times(q, q_lost, keys, logits, PARTS: tl.constexpr):
-    """logits + q . keys, with what a query's rounding lost as a second part."""
+def query_times(q, q_lost, keys, logits, PRODUCTS: tl.constexpr):
+    """logits + q . keys, and with two PRODUCTS also + q_lost . keys."""
     transposed = tl.trans(keys)
     logits = matmul(q, transposed, logits)
-    if PARTS == 2:
+    if PRODUCTS == 2:
         logits = matmul(q_lost, transposed, logits)
     return logits
 
 
 @triton.jit
-def scaled_product(queries, keys, scales, group: tl.constexpr, parts: tl.constexpr):
-    """A group's products of queries and keys, by themselves."""
-    none = tl.zeros([queries.groups[group].shape[0], keys[group].shape[0]], tl.float32)
-    logits = query_times(queries.groups[group], queries.lost[group], keys[group], none, parts)
-    return logits * scales[group]
+def scaled_product(queries, keys, scales, GROUP: tl.constexpr, PRODUCTS: tl.constexpr):
+    """The products of queries and keys over one group of columns, times its keys' scales."""
+    none = tl.zeros([queries.groups[GROUP].shape[0], keys[GROUP].shape[0]], tl.float32)
+    logits = query_times(queries.groups[GROUP], queries.lost[GROUP], keys[GROUP], none, PRODUCTS)
+    return logits * scales[GROUP]
 
 
 @triton.jit
-def block_logits(queries, keys, rest, scales, logit_scale, columns, FOLDED: tl.constexpr):
+def block_logits(queries, keys, rest, scales, logit_scale, FOLDED: tl.constexpr, OPERANDS: tl.constexpr):
     """Logits, in base 2, of rows and a block of keys."""
     logits = tl.zeros([queries.groups[0].shape[0], keys[0].shape[0]], tl.float32)
-    for group in tl.static_range(columns.GROUPS):
+    for group in tl.static_range(OPERANDS.GROUPS):
         if FOLDED:
-            logits += scaled_product(queries, keys, scales, group, columns.GROUP_PARTS)
+            logits += scaled_product(queries, keys, scales, group, OPERANDS.PRODUCTS)
         else:
-            logits = query_times(queries.groups[group], queries.lost[group], keys[group], logits, columns.GROUP_PARTS)
+            logits = query_times(queries.groups[group], queries.lost[group], keys[group], logits, OPERANDS.PRODUCTS)
     if FOLDED:
         logits = logits * queries.unit[:, None]
-    if columns.D_REST > 0:
-        logits = query_times(queries.rest, queries.lost_rest, rest, logits, columns.PARTS)
+    if OPERANDS.REST > 0:
+        logits = query_times(queries.rest, queries.lost_rest, rest, logits, OPERANDS.REST_PRODUCTS)
     return logits * logit_scale
 
 
 @triton.jit
-def logits_apart(present, queries, keys, rest, scales, logit_scale, columns, FOLDED: tl.constexpr):
-    """`block_logits` of SEPARATE_QK_ROWS rows and more, see there; `present` is `always` true.
+def logits_apart(present, queries, keys, rest, scales, logit_scale, FOLDED: tl.constexpr, OPERANDS: tl.constexpr):
+    """`block_logits` for SEPARATE_QK_ROWS rows or more, see there; `present` is `always` true.
 
-    One of several products stands before the branch. If the other way through the branch gave zeros, whose layout needs
-    no work to change, compilers would change that of the logits inside, and take each exponential once for either.
+    One product is computed before the branch. If the branch not taken gave zeros, whose layout costs nothing to
+    convert, compilers would convert the layout of the logits inside the branch, and compute each exponential twice.
     """
     logits = tl.zeros([queries.groups[0].shape[0], keys[0].shape[0]], tl.float32)
-    BEFORE: tl.constexpr = 1 if columns.D_REST == 0 and columns.GROUPS > 1 else 0  # pyright: ignore[reportAssignmentType]
-    if columns.D_REST > 0:
-        logits = query_times(queries.rest, queries.lost_rest, rest, logits, columns.PARTS) * logit_scale
+    BEFORE: tl.constexpr = 1 if OPERANDS.REST == 0 and OPERANDS.GROUPS > 1 else 0  # groups before the branch  # pyright: ignore[reportAssignmentType]
+    if OPERANDS.REST > 0:
+        logits = query_times(queries.rest, queries.lost_rest, rest, logits, OPERANDS.REST_PRODUCTS) * logit_scale
     elif BEFORE == 1:
-        logits = scaled_product(queries, keys, scales, 0, columns.GROUP_PARTS)
+        logits = scaled_product(queries, keys, scales, 0, OPERANDS.PRODUCTS)
     factor = tl.zeros_like(logits)
     if FOLDED:
         factor = factor + (queries.unit * logit_scale)[:, None]
     if present:
-        for group in tl.static_range(BEFORE, columns.GROUPS):
-            product = scaled_product(queries, keys, scales, group, columns.GROUP_PARTS)
+        for group in tl.static_range(BEFORE, OPERANDS.GROUPS):
+            product = scaled_product(queries, keys, scales, group, OPERANDS.PRODUCTS)
             if FOLDED:
                 product = product * factor
             logits += product
@@ -133,22 +148,22 @@ def logits_apart(present, queries, keys, rest, scales, logit_scale, columns, FOL
 
 
 @triton.jit
-def group_scales(found, logit_scale, columns, FOLDED: tl.constexpr):
-    """By what each group's products are multiplied to become logits: its keys' scales, where these are folded."""
+def group_scales(rows, logit_scale, GROUPS: tl.constexpr, FOLDED: tl.constexpr):
+    """The factors that make each group's products logits: its keys' scales if these are folded."""
     scales = ()
-    for group in tl.static_range(columns.GROUPS):
+    for group in tl.static_range(GROUPS):
         scale = logit_scale
         if FOLDED:
-            scale = group_scale(found.rows, found.readable, group)
+            scale = group_scale(rows, group)
         scales += (scale,)
     return scales
 
 
 @triton.jit
 def no_sums(m_i, BLOCK_KV: tl.constexpr, BY_COLUMN: tl.constexpr):
-    """Sums of weights before the first block: of each row or, BY_COLUMN, of each of its columns in a block.
+    """Sums of weights before the first block: one for each row or, BY_COLUMN, one for each row and key of a block.
 
-    Those of columns are added up once, behind the loop, instead of over threads and warps in every turn.
+    Sums by column are added up once, after the loop, and not across threads and warps in every iteration.
     """
     sums = tl.zeros_like(m_i)
     if BY_COLUMN:
@@ -172,21 +187,28 @@ def softmax_step(logits, m_i, sums):
 
 @triton.jit
 def sum_of_each_row(sums):
+    """The weights of each row, added up."""
     if len(sums.shape) == 2:
         sums = tl.sum(sums, 1)
     return sums
 
 
 @triton.jit
+def largest_of(scales):
+    """The largest magnitude among the scales of each key."""
+    largest = tl.abs(scales[0])
+    for group in tl.static_range(1, len(scales)):
+        largest = tl.maximum(largest, tl.abs(scales[group]))
+    return largest
+
+
+@triton.jit
 def rescale(weights, logits, m_i, largest, scales):
     """(weights, alpha, largest) relative to `largest`, a running maximum of logit plus log2 of the key's scale.
 
-    `weights` come relative to `m_i`. `alpha` is for what was summed so far.
+    `weights` come relative to `m_i`. `alpha` is the factor of the accumulators so far.
     """
-    scale = tl.maximum(
-        tl.maximum(tl.abs(scales[0]), tl.abs(scales[1])), tl.maximum(tl.abs(scales[2]), tl.abs(scales[3]))
-    )
-    exponent = (scale.to(tl.int32, bitcast=True) >> 23).to(tl.float32) - 127.0
+    exponent = (largest_of(scales).to(tl.int32, bitcast=True) >> 23).to(tl.float32) - 127.0
     # Scales under 2^-60 add nothing that could be distinguished from 0 beside a finite logit.
     larger = tl.maximum(largest, tl.max(logits + tl.maximum(exponent, -60.0)[None, :], 1))
     finite = tl.where(m_i == float("-inf"), 0.0, m_i)
@@ -208,73 +230,80 @@ def add_values(weights, scales, keys, acc, alpha, FOLDED: tl.constexpr):
 
 
 @triton.jit
-def attend(queries, state, cache, keys_of_list, seen_by_row, factors, features, layout, columns,
-           BLOCK_KV: tl.constexpr):  # fmt: skip
-    """Blocks of a list of keys: `state` = (m_i, largest, sums, acc, acc_rest), and what it becomes.
+def attend(queries, state, cache, keys_of_list, seen_by_row, factors, FORMAT: tl.constexpr, LOOP: tl.constexpr):
+    """Attend to blocks of a list of keys: returns the new `state` = (m_i, largest, sums, acc, acc_rest).
 
-    `acc`, a tuple of the groups' sums, is relative to `largest`, a running maximum of logit plus log2 scale where
-    weights times scales are float16; all else is relative to `m_i`.
+    `acc`, a tuple with an accumulator for each group, is relative to `largest`, a running maximum of logit plus log2
+    scale, if weights times scales are float16 (RESCALED). Everything else is relative to `m_i`.
     """
-    RESCALED: tl.constexpr = layout.FORMAT == "fp8_v32"
-    FOLDED: tl.constexpr = RESCALED or layout.FORMAT == "decoded_v32"
     ROWS: tl.constexpr = queries.groups[0].shape[0]
+    SPARSE: tl.constexpr = LOOP.SPARSE
+    OPERANDS: tl.constexpr = LOOP.OPERANDS
+    BLOCK_KV: tl.constexpr = LOOP.BLOCK_KV
     m_i, largest, sums, acc, acc_rest = state
+    first, last = keys_of_list.first, keys_of_list.last
     # See `_pages.attend` for why entries are looked up a block ahead.
-    following = entries_of(keys_of_list.ptr, keys_of_list.begin, keys_of_list.begin < keys_of_list.end,
-                           keys_of_list.first, keys_of_list.last, features.SPARSE, layout.PAGE_SIZE,
-                           BLOCK_KV)  # fmt: skip
+    next_entries = entries_of(keys_of_list.ptr, keys_of_list.begin, keys_of_list.begin < keys_of_list.end, first, last,
+                              SPARSE, FORMAT.PAGE_SIZE, BLOCK_KV)  # fmt: skip
     for block in range(keys_of_list.begin, keys_of_list.end):
-        entries = following
-        following = entries_of(keys_of_list.ptr, block + 1, block + 1 < keys_of_list.end, keys_of_list.first,
-                               keys_of_list.last, features.SPARSE, layout.PAGE_SIZE, BLOCK_KV)  # fmt: skip
-        position, page, offset, readable = keys_of(entries, block, keys_of_list.first, keys_of_list.last,
-                                                   cache.num_slots, features.SPARSE, layout.PAGE_SIZE,
-                                                   BLOCK_KV)  # fmt: skip
-        pages = cache.ptr + page.to(tl.int64) * cache.page_stride * layout.PAGE_UNIT
+        entries = next_entries
+        next_entries = entries_of(keys_of_list.ptr, block + 1, block + 1 < keys_of_list.end, first, last, SPARSE,
+                                  FORMAT.PAGE_SIZE, BLOCK_KV)  # fmt: skip
+        position, page, offset, readable = keys_of(entries, block, first, last, cache.num_slots, SPARSE,
+                                                   FORMAT.PAGE_SIZE, BLOCK_KV)  # fmt: skip
+        pages = cache.ptr + page.to(tl.int64) * cache.page_stride * FORMAT.PAGE_UNIT
         pages += tl.zeros_like(offset).to(tl.int64)
-        found = Found(pages, pages + offset.to(tl.int64) * cache.slot_stride, offset, readable)
-        scales = group_scales(found, factors.inner, columns, FOLDED)
-        keys = key_groups(found, layout, columns, queries.groups[0].dtype)
+        values_at, scales_at = places_of(pages, offset, cache.slot_stride, FORMAT)
+        rows = Rows(values_at, scales_at, readable)
+        scales = group_scales(rows, factors.inner, OPERANDS.GROUPS, FORMAT.FOLDED)
+        keys = key_groups(rows, FORMAT, OPERANDS)
         rest = keys[0]
-        if FOLDED:
-            rest = rotary_columns(found.rows, readable, 528 if RESCALED else 520).to(queries.rest.dtype)
-        elif columns.D_REST > 0:
-            rest = rest_columns(found, layout, columns, queries.rest.dtype)
+        if OPERANDS.REST > 0:
+            rest = rest_columns(rows, FORMAT, OPERANDS)
         if ROWS < SEPARATE_QK_ROWS:
-            logits = block_logits(queries, keys, rest, scales, factors.inner, columns, FOLDED)
+            logits = block_logits(queries, keys, rest, scales, factors.inner, FORMAT.FOLDED, OPERANDS)
         else:
             present = always(block, keys_of_list.begin)
-            logits = logits_apart(present, queries, keys, rest, scales, factors.inner, columns, FOLDED)
-        if layout.FORMAT == "codes":
+            logits = logits_apart(present, queries, keys, rest, scales, factors.inner, FORMAT.FOLDED, OPERANDS)
+        if OPERANDS.DIVIDED and not FORMAT.FOLDED:
             logits = logits * queries.unit[:, None]
-        if features.HAS_SOFT_CAP:
+        if LOOP.HAS_SOFT_CAP:
             logits = soft_capped(logits, factors.cap) * factors.outer
         seen = readable[None, :]
-        if features.CAUSAL:
+        if LOOP.CAUSAL:
             seen = seen & (position[None, :] < seen_by_row.limit[:, None])
-        if features.HAS_WINDOW:
+        if LOOP.HAS_WINDOW:
             seen = seen & (position[None, :] >= seen_by_row.lowest[:, None])
         logits = tl.where(seen, logits, float("-inf"))
         weights, alpha, m_i, sums = softmax_step(logits, m_i, sums)
-        if FOLDED:
-            if features.REST_IS_VALUE:
-                acc_rest = matmul(narrow(weights, queries.rest.dtype), rest, acc_rest * alpha[:, None])
-            if RESCALED:
-                weights, alpha, largest = rescale(weights, logits, m_i, largest, scales)
-        acc = add_values(weights, scales, keys, acc, alpha, FOLDED)
+        if OPERANDS.REST_IS_VALUE:
+            acc_rest = matmul(narrow(weights, rest.dtype), rest, acc_rest * alpha[:, None])
+        if FORMAT.RESCALED:
+            weights, alpha, largest = rescale(weights, logits, m_i, largest, scales)
+        acc = add_values(weights, scales, keys, acc, alpha, FORMAT.FOLDED)
     return m_i, largest, sums, acc, acc_rest
 
 
 @triton.jit
-def finish(m_i, l_i, sinks_ptr, head, valid, HAS_SINKS: tl.constexpr):
-    """(the accumulator's factor, the natural lse, the largest natural logit) of rows."""
+def first_state(BLOCK_H: tl.constexpr, LOOP: tl.constexpr):
+    """The `state` of `attend` before the first block."""
+    m_i = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    acc = (tl.zeros([BLOCK_H, LOOP.OPERANDS.WIDTH], tl.float32),) * LOOP.OPERANDS.GROUPS
+    acc_rest = tl.zeros([BLOCK_H, LOOP.OPERANDS.REST_PAD], tl.float32)
+    return m_i, m_i, no_sums(m_i, LOOP.BLOCK_KV, LOOP.SUMS_BY_COLUMN), acc, acc_rest
+
+
+@triton.jit
+def restoring_factor(m_i, l_i, largest, RESCALED: tl.constexpr):
+    """The factor that makes the groups' accumulators relative to `m_i`, as everything else is."""
+    factor = tl.full(m_i.shape, 1.0, tl.float32)
+    if RESCALED:
+        factor = tl.math.exp2(tl.where(l_i == 0.0, 0.0, largest - m_i))
+    return factor
+
+
+@triton.jit
+def lse_in_base_2(m_i, l_i):
+    """The lse of one split's rows, for the combine kernel; -inf for a row that has seen no key."""
     empty = l_i == 0.0
-    level = tl.where(empty, 0.0, m_i)
-    l_i = tl.where(empty, 1.0, l_i)
-    denominator = l_i
-    if HAS_SINKS:
-        sink = tl.load(sinks_ptr + head, mask=valid, other=float("-inf"))
-        denominator += tl.math.exp2(sink * LOG2E - level)
-    factor = tl.where(empty, 0.0, 1.0 / denominator)
-    lse = tl.where(empty, float("-inf"), (level + tl.math.log2(l_i)) * LN2)
-    return factor, lse, m_i * LN2
+    return tl.where(empty, float("-inf"), m_i + tl.math.log2(tl.where(empty, 1.0, l_i)))

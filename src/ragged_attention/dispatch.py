@@ -17,9 +17,10 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from ragged_attention import config, forking, tuning
+from ragged_attention import config, tuning
 from ragged_attention.calls import Call, Device
 from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
+from ragged_attention.host import forking
 from ragged_attention.protocols import Implementation, Launcher
 
 ENTRY_POINTS = "ragged_attention.backends"

@@ -11,11 +11,10 @@ Shaped = tuple[Sequence[int], Any]  # the shape of a result to allocate, and its
 class Implementation(Protocol):
     """What each module `<backend's package>.<operation>` offers.
 
-    It may offer three more functions. `why_not_by_default(call)` is asked after `why_not` when a call does not name the
-    backend but comes to it in its platform's order: for kernels that are not yet shown to be the faster ones.
-    `tuning_key(call)` names the bucket of static facts that a tuned file is keyed by. `invariant_tile(call)`, of an
-    operation that attends, is a `Tile` with which the bits of a sequence's results depend on nothing but that sequence;
-    without it, calls under `batch_invariant` are refused.
+    It may offer two more functions. `why_not_by_default(call)` is asked after `why_not` if a call reaches the backend
+    in its platform's order without naming it: it declines for kernels that are not yet shown to be the fastest ones.
+    An attention operation may have `invariant_tile(call)`, a `Tile` that makes results batch-invariant; without it,
+    calls under `batch_invariant` are refused.
     """
 
     @property
@@ -29,7 +28,7 @@ class Implementation(Protocol):
         ...
 
     def heuristic(self, call: Any, /) -> Any:
-        """A sound `Tile` for a call, without a table."""
+        """A sound `Tile` for a call."""
         ...
 
     def why_not(self, call: Any, /) -> str | None:

@@ -7,7 +7,7 @@ import json
 import sys
 
 from benchmarks.compiled import compiling
-from ragged_attention.samples import Sample, device_of
+from ragged_attention.tools.samples import Sample, device_of
 
 arch, *samples = sys.argv[1:]
 for sample in samples:

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from benchmarks.compiled import compiling
-from ragged_attention.samples import FakeArray
+from ragged_attention.tools.samples import FakeArray
 
 x = FakeArray((64,), "bfloat16")
 

@@ -7,8 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from ragged_attention import forking
-from ragged_attention.interpreting import interpreting
+from ragged_attention.host import forking
+from ragged_attention.host.interpreting import interpreting
 
 Section = Callable[[], contextlib.AbstractContextManager[None]]
 

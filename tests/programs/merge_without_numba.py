@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ragged_attention import warmup
+from ragged_attention.tools import warmup
 from ragged_attention.torch import merge_attention_states
 
 

@@ -15,6 +15,9 @@ from ragged_attention.calls.base import Device as Device
 from ragged_attention.calls.base import GroupedCall as GroupedCall
 from ragged_attention.calls.base import Result as Result
 from ragged_attention.calls.base import WritingCall as WritingCall
+from ragged_attention.calls.cache_formats import CACHE_FORMATS as CACHE_FORMATS
+from ragged_attention.calls.cache_formats import CacheFormat as CacheFormat
+from ragged_attention.calls.cache_formats import name_in_layout as name_in_layout
 from ragged_attention.calls.fields import FLOATS as FLOATS
 from ragged_attention.calls.fields import QUANTIZED as QUANTIZED
 from ragged_attention.calls.fields import WIDE_FLOATS as WIDE_FLOATS
@@ -41,13 +44,10 @@ from ragged_attention.calls.indexer import WriteIndexerCache as WriteIndexerCach
 from ragged_attention.calls.mla import MlaDecode as MlaDecode
 from ragged_attention.calls.mla import SparseMlaPrefill as SparseMlaPrefill
 from ragged_attention.calls.mla import SparseMlaPrefillBackward as SparseMlaPrefillBackward
-from ragged_attention.calls.mla_cache import CACHE_FORMATS as CACHE_FORMATS
-from ragged_attention.calls.mla_cache import CacheFormat as CacheFormat
 from ragged_attention.calls.mla_cache import DequantizeMlaCache as DequantizeMlaCache
 from ragged_attention.calls.mla_cache import PageIndicesToSlots as PageIndicesToSlots
 from ragged_attention.calls.mla_cache import QuantizeMlaCache as QuantizeMlaCache
 from ragged_attention.calls.mla_cache import WriteMlaCache as WriteMlaCache
-from ragged_attention.calls.mla_cache import name_in_layout as name_in_layout
 from ragged_attention.calls.mla_schedule import DecodeSchedule as DecodeSchedule
 from ragged_attention.calls.mla_schedule import MakeDecodeSchedule as MakeDecodeSchedule
 from ragged_attention.calls.paged import MergeAttentionStates as MergeAttentionStates

@@ -30,6 +30,26 @@ class Device:
 
 NOWHERE = Device(framework="numpy", platform="cpu")
 
+# Bytes of shared memory (LDS on AMD) that one program can have, by architecture.
+SHARED_MEMORY = {
+    "sm_75": 64 * 1024,
+    "sm_80": 163 * 1024,
+    "sm_86": 99 * 1024,
+    "sm_87": 163 * 1024,
+    "sm_89": 99 * 1024,
+    "sm_90": 227 * 1024,
+    "sm_100": 227 * 1024,
+    "sm_103": 227 * 1024,
+    "sm_120": 99 * 1024,
+    "sm_121": 99 * 1024,
+    "gfx950": 160 * 1024,
+}
+
+
+def shared_memory_of(arch: str) -> int:
+    """The shared memory of one program on `arch`; an unknown architecture counts as one that has the least."""
+    return SHARED_MEMORY.get(arch, min(SHARED_MEMORY.values()))
+
 
 def expect_groups(num_q_heads: int, num_kv_heads: int) -> None:
     """Check that every KV head serves as many query heads."""

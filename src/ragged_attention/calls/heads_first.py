@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ragged_attention.calls.base import GroupedCall, Result, expect_groups, record
+from ragged_attention.calls.cache_formats import PLAIN_FORMATS, CacheFormat
 from ragged_attention.calls.fields import (
     FLOATS,
     INT32,
@@ -79,6 +80,11 @@ class HeadsFirstSizes:
     @property
     def cache_dtype(self) -> str:
         return dtype_name(self.k_pages_like)
+
+    @property
+    def kv_format(self) -> CacheFormat:
+        """How the pages store their elements."""
+        return PLAIN_FORMATS[self.cache_dtype]
 
     @property
     def num_kv_heads(self) -> int:

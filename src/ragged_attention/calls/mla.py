@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ragged_attention.calls.base import Call, Result, expect_groups, gradients_of, record
+from ragged_attention.calls.cache_formats import CACHE_FORMATS, MIXED, PLAIN_FORMATS, CacheFormat, laid_out
 from ragged_attention.calls.fields import (
     FLOATS,
     INT32,
@@ -26,17 +27,7 @@ from ragged_attention.calls.fields import (
     is_array,
     wide_dtype,
 )
-from ragged_attention.calls.mla_cache import (
-    CACHE_FORMATS,
-    MIXED,
-    CacheFormat,
-    CacheKind,
-    LatentPagesCall,
-    expect_cache,
-    expect_layout,
-    format_of,
-    laid_out,
-)
+from ragged_attention.calls.mla_cache import CacheKind, LatentPagesCall, expect_cache, expect_layout, format_of
 from ragged_attention.calls.mla_schedule import expect_list_lens, schedule_arrays, scheduled_lens
 from ragged_attention.calls.varlen import SINKS, like_lse, like_q
 from ragged_attention.errors import InvalidInput
@@ -201,6 +192,10 @@ class SparseMlaPrefill(SparsePrefillCall):
         """The format in the call's layout, None of plain rows."""
         return laid_out(self.format, self.cache_layout)
 
+    @property
+    def kv_format(self) -> CacheFormat:
+        return self.layout or PLAIN_FORMATS[dtype_name(self.kv)]
+
 
 @record
 class SparseMlaPrefillBackward(SparsePrefillCall):
@@ -231,6 +226,10 @@ class SparseMlaPrefillBackward(SparsePrefillCall):
                 raise InvalidInput(f"expected kv to have {name} >= 1, got 0")
         self._check_rows("kv", self.kv, "plain")
         sizes |= {"K": self.num_kv_heads, "d_v": self.d_v}
+
+    @property
+    def kv_format(self) -> CacheFormat:
+        return PLAIN_FORMATS[dtype_name(self.kv)]
 
     def results(self) -> tuple[Result, ...]:
         return gradients_of(self, SparseMlaPrefill)
@@ -363,6 +362,11 @@ class MlaDecode(LatentCall, LatentPagesCall):
     @property
     def extra_layout(self) -> CacheFormat | None:
         return laid_out(self.extra_format, self.cache_layout)
+
+    @property
+    def extra_kv_format(self) -> CacheFormat:
+        """How the second cache stores its rows; where there is none, how the first does."""
+        return self.extra_layout or self.kv_format
 
     @property
     def out_shape(self) -> tuple[int, int, int, int]:

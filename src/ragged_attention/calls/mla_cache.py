@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from ragged_attention.calls.base import Call, Result, record
+from ragged_attention.calls.cache_formats import CACHE_FORMATS, E8M0, LAYOUTS, PLAIN_FORMATS, CacheFormat, laid_out
 from ragged_attention.calls.fields import (
     FLOATS,
     INT32,
@@ -31,94 +32,6 @@ from ragged_attention.calls.paged import TableWrite, live_sequences, table_capac
 from ragged_attention.errors import InvalidInput
 
 BYTES = ("uint8", "float8_e4m3fn", "int8")
-
-
-LAYOUTS = ("token", "page")
-SCALE_BYTES = {"float32": 4, "float8_e8m0fnu": 1, "float8_e4m3fn": 1}
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CacheFormat:
-    """A quantised latent cache: what the bytes of one token hold, and where they lie.
-
-    `fp8_v32`: 512 e4m3 values, 4 float32 scales, 64 bfloat16 rotary values.
-    `fp8_v4`: 448 e4m3 values, 64 bfloat16 rotary values, 7 e8m0 scales and a byte of padding.
-    `fp8_v41`: 512 e4m3 values, 16 e8m0 scales; the rotary columns are quantised like the others.
-    `fp4_v41`: 512 e2m1 values, two to a byte, that of the even column in its low half; 32 e4m3 scales.
-
-    In the layout "token" a token's bytes follow one another: values, scales, rotary columns. In the layout "page" a
-    page of G tokens holds G rows of values and rotary columns, then G rows of scales and padding; so the values of
-    token t of `fp8_v4` begin at byte 576 t of its page, its scales at 576 G + 8 t. `fp8_v32` is "token", `fp8_v4` is
-    "page", the others can be either.
-    """
-
-    name: str
-    values: int  # quantised columns, the first ones
-    rotary: int  # bfloat16 columns behind them
-    group: int  # quantised columns that share a scale
-    token_bytes: int
-    codes: str  # the format of a value, e4m3 or e2m1
-    scales: str  # the format of a scale
-    layouts: tuple[str, ...]  # that there are, its own first
-    layout: str
-
-    @property
-    def width(self) -> int:
-        """Columns of a row, `d_qk`."""
-        return self.values + self.rotary
-
-    @property
-    def planar(self) -> bool:
-        """Whether a page holds the scales of all its tokens behind all their values."""
-        return self.layout == "page"
-
-    @property
-    def num_groups(self) -> int:
-        """Scales of a token."""
-        return self.values // self.group
-
-    @property
-    def value_bytes(self) -> int:
-        """Bytes of a token's values."""
-        return self.values // 2 if self.codes == "float4_e2m1fn" else self.values
-
-    @property
-    def scale_bytes(self) -> int:
-        """Bytes of a token's scales, without padding."""
-        return self.num_groups * SCALE_BYTES[self.scales]
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a token's values and rotary columns: what the layout "page" has in front of all scales."""
-        return self.value_bytes + 2 * self.rotary
-
-
-E4M3, E8M0 = "float8_e4m3fn", "float8_e8m0fnu"
-CACHE_FORMATS = {
-    found.name: found
-    for found in (
-        CacheFormat("fp8_v32", 512, 64, 128, 656, E4M3, "float32", ("token",), "token"),
-        CacheFormat("fp8_v4", 448, 64, 64, 584, E4M3, E8M0, ("page",), "page"),
-        CacheFormat("fp8_v41", 512, 0, 32, 528, E4M3, E8M0, LAYOUTS, "token"),
-        CacheFormat("fp4_v41", 512, 0, 16, 288, "float4_e2m1fn", E4M3, LAYOUTS, "token"),
-    )
-}
-MIXED = ("fp8_v41", "fp4_v41")  # may stand side by side as main and extra cache
-
-
-def laid_out(name: str, cache_layout: str | None) -> CacheFormat | None:
-    """The format of that name in a layout, its own by default; None is plain."""
-    if name == "plain":
-        return None
-    layout = CACHE_FORMATS[name]
-    return layout if cache_layout is None else dataclasses.replace(layout, layout=cache_layout)
-
-
-def name_in_layout(layout: CacheFormat | None) -> str:
-    """What kernels call a format: by its name, with the layout behind it where that is not the format's own."""
-    if layout is None:
-        return "plain"
-    return layout.name if layout.layout == layout.layouts[0] else f"{layout.name}_{layout.layout}"
 
 
 def expect_format(name: str, value: Any, plain: bool) -> None:
@@ -234,7 +147,7 @@ class QuantizeMlaCache(Call):
         return (Result(self.out_shape, "uint8"),)
 
     @property
-    def layout(self) -> CacheFormat:
+    def kv_format(self) -> CacheFormat:
         """The format in the call's layout."""
         found = laid_out(self.format, self.cache_layout)
         assert found is not None  # "plain" is refused
@@ -284,7 +197,7 @@ class DequantizeMlaCache(Call):
         return (Result(self.out_shape, self.dtype),)
 
     @property
-    def layout(self) -> CacheFormat:
+    def kv_format(self) -> CacheFormat:
         """The format in the call's layout."""
         found = laid_out(format_of("cache", self.cache, self.format), self.cache_layout)
         assert found is not None  # plain caches are refused
@@ -292,7 +205,7 @@ class DequantizeMlaCache(Call):
 
     @property
     def out_shape(self) -> tuple[int, ...]:
-        return (*self.cache.shape[:3], self.layout.width)
+        return (*self.cache.shape[:3], self.kv_format.width)
 
     def check_values(self) -> None:
         """No value is invalid."""
@@ -352,6 +265,11 @@ class LatentPagesCall(Call):
         """The dtype of a plain 8-bit cache, None of any other."""
         return dtype_name(self.pages) if is_plain_8bit(self.pages, self.row_width) else None
 
+    @property
+    def kv_format(self) -> CacheFormat:
+        """How the cache stores its rows."""
+        return self.layout or PLAIN_FORMATS[dtype_name(self.pages)]
+
 
 @record
 class WriteMlaCache(LatentPagesCall, TableWrite):
@@ -401,7 +319,7 @@ class WriteMlaCache(LatentPagesCall, TableWrite):
 
     def check_strides(self, strides: Callable[[Any], tuple[int, ...]]) -> None:
         """Refuse what cannot be written in place: the layout "page" addresses a page's bytes, not its rows."""
-        row, got, planar = self.cache.shape[3], strides(self.cache)[1], self.layout is not None and self.layout.planar
+        row, got, planar = self.cache.shape[3], strides(self.cache)[1], self.kv_format.planar
         if planar and self.page_size > 1 and 0 not in self.cache.shape and got != row:
             raise InvalidInput(
                 f"expected cache with rows packed in each page (stride {row}) for {self.format!r}, got {got}"

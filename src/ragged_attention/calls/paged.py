@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ragged_attention.calls.base import Call, GroupedCall, Result, WritingCall, expect_groups, record
+from ragged_attention.calls.cache_formats import PLAIN_FORMATS, CacheFormat
 from ragged_attention.calls.fields import (
     FLOATS,
     INT32,
@@ -261,6 +262,11 @@ class PagedCall(Call):
     @property
     def cache_dtype(self) -> str:
         return dtype_name(self.k_pages_like)
+
+    @property
+    def kv_format(self) -> CacheFormat:
+        """How the pages store their elements."""
+        return PLAIN_FORMATS[self.cache_dtype]
 
     @property
     def code_dtypes(self) -> tuple[str, ...]:

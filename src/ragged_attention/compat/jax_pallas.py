@@ -43,7 +43,7 @@ from ragged_attention.compat.jax_arguments import (
 from ragged_attention.compat.names import say_in
 from ragged_attention.errors import InvalidInput
 from ragged_attention.jax._launcher import device_facts
-from ragged_attention.jax._lower import prepare, to_jax
+from ragged_attention.jax._lower import FRONT_END, to_jax
 
 __all__ = [
     "DEFAULT_MASK_VALUE",
@@ -315,7 +315,7 @@ def decode(
 ) -> jax.Array:
     """`ragged_attention.jax.paged_attention` of a call by JAX's rules; its tunables are JAX's."""
     expect_number_or_none("mask_value", mask_value)
-    arguments = prepare(PagedAttention, arguments)
+    arguments = FRONT_END.prepare(PagedAttention, arguments)
     (arguments["lengths"],) = held_as_int32(lengths=arguments["lengths"])
     tunables = {name: to_jax(value) for name, value in tunables.items()}
     q = arguments["q"]

@@ -6,21 +6,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ragged_attention.demo import jax_gqa, jax_layers, jax_mla
+import ragged_attention.jax
 from ragged_attention.demo.engine import Batch, Limits
-from ragged_attention.demo.jax_layers import Arrays, Attention
-from ragged_attention.demo.model import STEP_TABLES, Weights, chosen_backends
+from ragged_attention.demo.gqa import GroupedQueries
+from ragged_attention.demo.mla import LatentAttention
+from ragged_attention.demo.model import STEP_TABLES, Weights
+from ragged_attention.demo.transformer import Framework
 from ragged_attention.errors import InvalidInput
 from ragged_attention.jax._launcher import device_facts
 from ragged_attention.jax._lower import default_platform
 
-ATTENTIONS: dict[str, Attention] = {"gqa": jax_gqa, "mla": jax_mla}
+Arrays = dict[str, jax.Array]
+JAX = Framework(jnp, jax.nn, ragged_attention.jax, lambda array, like: jnp.asarray(array))
+TRANSFORMERS = {"gqa": GroupedQueries(JAX), "mla": LatentAttention(JAX)}
 
 
 @functools.partial(jax.jit, static_argnames="kind")
 def full_logits(kind: str, weights: Arrays, tokens: jax.Array) -> jax.Array:
     """Logits [N, T, V] of whole sequences [N, T]."""
-    return jax_layers.full_logits(ATTENTIONS[kind], weights, tokens)
+    return TRANSFORMERS[kind].full_logits(weights, tokens)
 
 
 @functools.partial(jax.jit, static_argnames=("kind", "backend"), donate_argnames="caches")
@@ -32,12 +36,12 @@ def paged_logits(
     caches = list(caches)
 
     def attended(layer: int, h: jax.Array) -> jax.Array:
-        found, caches[layer] = ATTENTIONS[kind].served(
+        attention, caches[layer] = TRANSFORMERS[kind].served(
             weights, layer, h, arrays["positions"], caches[layer], tables, backend
         )
-        return found
+        return attention
 
-    hidden = jax_layers.forward(weights, arrays["tokens"], attended)
+    hidden = TRANSFORMERS[kind].forward(weights, arrays["tokens"], attended)
     return hidden[arrays["last_rows"]] @ weights["embed"].T, caches
 
 
@@ -67,12 +71,11 @@ class Model:
         self.platform = device
         self.kind = kind
         self.backend = backend
-        attention = ATTENTIONS[kind]
+        transformer = TRANSFORMERS[kind]
         self.weights = {name: jnp.asarray(value) for name, value in weights.items()}
-        self.caches = [attention.cache(self.weights, limits) for _ in weights["q"]]
-        empty = self._on_device(Batch.empty(limits))
-        tables = {name: empty[name] for name in STEP_TABLES}
-        self.backends = chosen_backends(*attention.calls(self.weights, limits, tables, device_facts(device)), backend)
+        cache = transformer.cache(weights, limits)
+        self.caches = [jnp.zeros(cache.shape, cache.dtype) for _ in weights["q"]]
+        self.backends = transformer.backends(weights, limits, device_facts(device), backend)
 
     def step(self, batch: Batch) -> np.ndarray:
         with jax.default_matmul_precision("highest"):

@@ -1,4 +1,4 @@
-"""The demo's transformers, apart from any framework: their weights, their shapes, and the backends their calls take.
+"""The demo's transformers, apart from any framework: their weights and shapes.
 
 Bytes in, bytes out; RMSNorm, rotary positions, a gated feed-forward layer, embeddings shared by input and output. The
 shapes of the weights define the size:
@@ -21,9 +21,6 @@ from importlib import resources
 
 import numpy as np
 from numpy.typing import NDArray
-
-from ragged_attention import dispatch
-from ragged_attention.calls import Call
 
 ROPE_BASE = 10_000.0
 NORM_EPSILON = 1e-5
@@ -62,9 +59,3 @@ def load_weights(kind: str) -> Weights:
 def rope_frequencies(head_dim: int) -> NDArray[np.float32]:
     """The angle by which one position turns each pair of channels, [D / 2]."""
     return (ROPE_BASE ** (-np.arange(0, head_dim, 2) / head_dim)).astype(np.float32)
-
-
-def chosen_backends(attention: Call, write: Call, backend: str | None) -> str:
-    """Which backend a step's calls run on, by the choice that the calls themselves will make."""
-    attends, writes = (dispatch.choose(call, backend=backend).backend for call in (attention, write))
-    return attends if attends == writes else f"{attends}, writes {writes}"

@@ -2,19 +2,23 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
-from ragged_attention.demo import torch_gqa, torch_mla
+import ragged_attention.torch
 from ragged_attention.demo.engine import Batch, Limits
-from ragged_attention.demo.model import STEP_TABLES, Weights, chosen_backends
-from ragged_attention.demo.torch_layers import Attention, Tensor, forward, full_logits
+from ragged_attention.demo.gqa import GroupedQueries
+from ragged_attention.demo.mla import LatentAttention
+from ragged_attention.demo.model import STEP_TABLES, Weights
+from ragged_attention.demo.transformer import Framework
 from ragged_attention.errors import InvalidInput
-from ragged_attention.torch._launcher import device_facts
+from ragged_attention.torch._launcher import DTYPES, device_facts
 
-ATTENTIONS: dict[str, Attention] = {"gqa": torch_gqa, "mla": torch_mla}
+TORCH = Framework(torch, F, ragged_attention.torch, lambda array, like: torch.from_numpy(array).to(like.device))
+GQA, MLA = GroupedQueries(TORCH), LatentAttention(TORCH)
+TRANSFORMERS = {"gqa": GQA, "mla": MLA}
 
 
 def device_named(name: str | None) -> str:
@@ -47,36 +51,33 @@ class Model:
         self.platform = device
         self.device = torch.device(device)
         self.backend = backend
-        self.attention = ATTENTIONS[kind]
+        self.transformer = TRANSFORMERS[kind]
         self.weights = {name: torch.from_numpy(value).to(self.device) for name, value in weights.items()}
-        self.caches = [self.attention.cache(self.weights, limits) for _ in self.weights["q"]]
-        tables = self._tables(self._on_device(Batch.empty(limits)))
-        calls = self.attention.calls(self.weights, limits, tables, device_facts(self.caches[0].device))
-        self.backends = chosen_backends(*calls, backend)
+        cache = self.transformer.cache(weights, limits)
+        dtype = DTYPES[cache.dtype]
+        self.caches = [torch.zeros(cache.shape, dtype=dtype, device=self.device) for _ in weights["q"]]
+        self.backends = self.transformer.backends(weights, limits, device_facts(self.caches[0].device), backend)
 
     @torch.no_grad()
     @one_thread()
     def step(self, batch: Batch) -> np.ndarray:
         arrays = self._on_device(batch)
-        tables = self._tables(arrays)
+        tables = {name: arrays[name] for name in STEP_TABLES}
 
-        def attended(layer: int, h: Tensor) -> Tensor:
-            return self.attention.served(
-                self.weights, layer, h, arrays["positions"], self.caches[layer], tables, self.backend
-            )
+        def attended(layer: int, h: torch.Tensor) -> torch.Tensor:
+            cache = self.caches[layer]
+            return self.transformer.served(
+                self.weights, layer, h, arrays["positions"], cache, tables, self.backend
+            )[0]  # fmt: skip
 
-        hidden = forward(self.weights, arrays["tokens"], attended)
+        hidden = self.transformer.forward(self.weights, arrays["tokens"], attended)
         return (hidden[arrays["last_rows"]] @ self.weights["embed"].T).cpu().numpy()
 
     @torch.no_grad()
     def full(self, tokens: np.ndarray) -> np.ndarray:
         """Logits [N, T, V] by plain attention over whole sequences [N, T]."""
-        return full_logits(self.attention, self.weights, torch.from_numpy(tokens).to(self.device)).cpu().numpy()
+        return self.transformer.full_logits(self.weights, torch.from_numpy(tokens).to(self.device)).cpu().numpy()
 
-    def _on_device(self, batch: Batch) -> dict[str, Tensor]:
+    def _on_device(self, batch: Batch) -> dict[str, torch.Tensor]:
         names = ("tokens", "positions", "last_rows", *STEP_TABLES)
         return {name: torch.from_numpy(getattr(batch, name)).to(self.device) for name in names}
-
-    @staticmethod
-    def _tables(arrays: dict[str, Tensor]) -> dict[str, Any]:
-        return {name: arrays[name] for name in STEP_TABLES}

@@ -53,6 +53,42 @@ class LatentPages(AnyPages):
         return None
 
 
+class LatentImpl:
+    """What our implementations of latent attention answer vLLM, and the write of a step's new latents."""
+
+    can_return_lse_for_decode = True
+    lse_base_on_e = True
+    supports_pcp = False
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        return False
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+        skip_scale: bool = False,
+    ) -> None:
+        """Write latents [tokens, L] with rotary keys [tokens, 1, R] to their slots; a slot of -1 is skipped."""
+        if kv_cache.numel() == 0:  # as in vLLM's profiling run
+            return
+        slots = slot_mapping.flatten()
+        rows = torch.cat((kv_c_normed, k_pe.squeeze(1)), dim=-1)[: slots.shape[0]]
+        cache, cache_format = stored(kv_cache, kv_cache_dtype)
+        write_mla_cache(
+            rows,
+            cache,
+            slots,
+            kv_scale=k_scale if kv_cache_dtype in SCALED else None,
+            power_of_two_scales=False,
+            cache_format=cache_format,
+        )
+
+
 class RaggedMLABackend(LatentPages, _mla.MLACommonBackend):
     """What vLLM asks about us before it chooses us for dense latent attention."""
 
@@ -80,13 +116,10 @@ class RaggedMLAMetadataBuilder(_mla.MLACommonMetadataBuilder):
     reorder_batch_threshold = ABSORBED
 
 
-class RaggedMLAImpl(_mla.MLACommonImpl):
-    """One layer's latent attention, and the write of its new latents."""
+class RaggedMLAImpl(LatentImpl, _mla.MLACommonImpl):
+    """One layer's latent attention."""
 
-    can_return_lse_for_decode = True
-    lse_base_on_e = True
     supports_dcp = True
-    supports_pcp = False
 
     def __init__(
         self,
@@ -105,22 +138,10 @@ class RaggedMLAImpl(_mla.MLACommonImpl):
         expect_latent_decoder("RAGGED_MLA", alibi_slopes, sliding_window, logits_soft_cap, attn_type)
         expect_cache_dtype(kv_cache_dtype, RaggedMLABackend.supported_kv_cache_dtypes)
         super().__init__(
-            num_heads,
-            head_size,
-            scale,
-            num_kv_heads,
-            alibi_slopes,
-            sliding_window,
-            kv_cache_dtype,
-            logits_soft_cap,
-            attn_type,
-            kv_sharing_target_layer_name,
-            **mla_args,
-        )
+            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
+            attn_type, kv_sharing_target_layer_name, **mla_args,
+        )  # fmt: skip
         self.supports_quant_query_input = False
-
-    def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        return False
 
     def forward_mqa(
         self,
@@ -207,19 +228,6 @@ class RaggedMLAImpl(_mla.MLACommonImpl):
             )
             _, lse[rows] = merge_attention_states([out[rows], part[0]], [lse[rows], part[1]], out=out[rows])
 
-    def do_kv_cache_update(
-        self,
-        kv_c_normed: torch.Tensor,
-        k_pe: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        kv_cache_dtype: str,
-        k_scale: torch.Tensor,
-        skip_scale: bool = False,
-    ) -> None:
-        """Write the step's latents to their slots; a slot of -1 is skipped."""
-        write_latents(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)
-
     def _keys_and_values(self, kv_c: torch.Tensor, k_pe: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Latents [tokens, L] and rotary keys [tokens, (1,) R] as keys and values of every head."""
         projected = self.kv_b_proj(kv_c)[0].view(-1, self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
@@ -255,30 +263,6 @@ def stored(cache: torch.Tensor, kv_cache_dtype: str) -> tuple[torch.Tensor, str]
     if kv_cache_dtype in SCALED:  # which vLLM hands as bytes, or as its platform's own 8-bit floats
         return cache.view(FP8[kv_cache_dtype]).unsqueeze(2), "plain"
     return cache.unsqueeze(2), CACHE_FORMATS[kv_cache_dtype]
-
-
-def write_latents(
-    kv_c: torch.Tensor,
-    k_pe: torch.Tensor,
-    kv_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    kv_cache_dtype: str,
-    k_scale: torch.Tensor,
-) -> None:
-    """Latents [tokens, L] with rotary keys [tokens, 1, R] into the slots of a cache [blocks, block, width]."""
-    if kv_cache.numel() == 0:  # as in vLLM's profiling run
-        return
-    slots = slot_mapping.flatten()
-    rows = torch.cat((kv_c, k_pe.squeeze(1)), dim=-1)[: slots.shape[0]]
-    cache, cache_format = stored(kv_cache, kv_cache_dtype)
-    write_mla_cache(
-        rows,
-        cache,
-        slots,
-        kv_scale=k_scale if kv_cache_dtype in SCALED else None,
-        power_of_two_scales=False,
-        cache_format=cache_format,
-    )
 
 
 def expect_latent_decoder(

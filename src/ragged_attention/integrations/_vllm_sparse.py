@@ -12,10 +12,10 @@ import torch
 from ragged_attention.integrations._vllm_attention import expect_cache_dtype
 from ragged_attention.integrations._vllm_mla import (
     CACHE_FORMATS,
+    LatentImpl,
     LatentPages,
     expect_latent_decoder,
     joined,
-    write_latents,
 )
 from ragged_attention.torch import mla_decode, page_indices_to_slots, sparse_mla_prefill
 
@@ -111,15 +111,12 @@ class RaggedSparseMLAMetadataBuilder(_vllm.AttentionMetadataBuilder):
         )
 
 
-class RaggedSparseMLAImpl(_vllm.MLAAttentionImpl, _sparse.SharedTopkIndicesBuffer):
-    """One layer's sparse latent attention, and the write of its new latents."""
+class RaggedSparseMLAImpl(LatentImpl, _vllm.MLAAttentionImpl, _sparse.SharedTopkIndicesBuffer):
+    """One layer's sparse latent attention."""
 
     is_sparse = True
     supports_dense_mha_prefill = False
-    can_return_lse_for_decode = True
-    lse_base_on_e = True
     supports_dcp = False
-    supports_pcp = False
     masked_mha_available = False
 
     def __init__(
@@ -147,9 +144,6 @@ class RaggedSparseMLAImpl(_vllm.MLAAttentionImpl, _sparse.SharedTopkIndicesBuffe
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_lora_rank: int = mla_args["kv_lora_rank"]
         self.init_topk_indices_buffer(indexer, topk_indices_buffer)
-
-    def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        return False
 
     def forward_mqa(
         self,
@@ -186,19 +180,6 @@ class RaggedSparseMLAImpl(_vllm.MLAAttentionImpl, _sparse.SharedTopkIndicesBuffe
             return out.squeeze(1), lse.squeeze(2)
         out, _, lse = sparse_mla_prefill(q, cache, **keywords)
         return out, lse
-
-    def do_kv_cache_update(
-        self,
-        kv_c_normed: torch.Tensor,
-        k_pe: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        kv_cache_dtype: str,
-        k_scale: torch.Tensor,
-        skip_scale: bool = False,
-    ) -> None:
-        """Write the step's latents to their slots; a slot of -1 is skipped."""
-        write_latents(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)
 
 
 def slots_of_tokens(

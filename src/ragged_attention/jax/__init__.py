@@ -11,31 +11,32 @@ from typing import Any
 
 from ragged_attention.calls import CALLS, Call
 from ragged_attention.jax._launcher import device_facts
-from ragged_attention.jax._lower import default_platform, prepare
-from ragged_attention.jax.heads_first import paged_attention as paged_attention
-from ragged_attention.jax.heads_first import prefill_attention as prefill_attention
-from ragged_attention.jax.indexer import indexer_logits as indexer_logits
-from ragged_attention.jax.indexer import indexer_topk as indexer_topk
-from ragged_attention.jax.indexer import quantize_indexer_keys as quantize_indexer_keys
-from ragged_attention.jax.indexer import top_k_indices as top_k_indices
-from ragged_attention.jax.indexer import write_indexer_cache as write_indexer_cache
-from ragged_attention.jax.mla import dequantize_mla_cache as dequantize_mla_cache
-from ragged_attention.jax.mla import make_decode_schedule as make_decode_schedule
-from ragged_attention.jax.mla import mla_decode as mla_decode
-from ragged_attention.jax.mla import page_indices_to_slots as page_indices_to_slots
-from ragged_attention.jax.mla import quantize_mla_cache as quantize_mla_cache
-from ragged_attention.jax.mla import sparse_mla_prefill as sparse_mla_prefill
-from ragged_attention.jax.mla import sparse_mla_prefill_backward as sparse_mla_prefill_backward
-from ragged_attention.jax.mla import write_mla_cache as write_mla_cache
-from ragged_attention.jax.paged import merge_attention_states as merge_attention_states
-from ragged_attention.jax.paged import ragged_paged_attention as ragged_paged_attention
-from ragged_attention.jax.paged import write_kv_pages as write_kv_pages
-from ragged_attention.jax.ragged_mla import ragged_mla_attention as ragged_mla_attention
-from ragged_attention.jax.varlen import varlen_attention as varlen_attention
-from ragged_attention.jax.varlen import varlen_attention_backward as varlen_attention_backward
+from ragged_attention.jax._lower import FRONT_END, default_platform
+
+paged_attention = FRONT_END.paged_attention
+prefill_attention = FRONT_END.prefill_attention
+indexer_logits = FRONT_END.indexer_logits
+indexer_topk = FRONT_END.indexer_topk
+quantize_indexer_keys = FRONT_END.quantize_indexer_keys
+top_k_indices = FRONT_END.top_k_indices
+write_indexer_cache = FRONT_END.write_indexer_cache
+dequantize_mla_cache = FRONT_END.dequantize_mla_cache
+make_decode_schedule = FRONT_END.make_decode_schedule
+mla_decode = FRONT_END.mla_decode
+page_indices_to_slots = FRONT_END.page_indices_to_slots
+quantize_mla_cache = FRONT_END.quantize_mla_cache
+sparse_mla_prefill = FRONT_END.sparse_mla_prefill
+sparse_mla_prefill_backward = FRONT_END.sparse_mla_prefill_backward
+write_mla_cache = FRONT_END.write_mla_cache
+merge_attention_states = FRONT_END.merge_attention_states
+ragged_paged_attention = FRONT_END.ragged_paged_attention
+write_kv_pages = FRONT_END.write_kv_pages
+ragged_mla_attention = FRONT_END.ragged_mla_attention
+varlen_attention = FRONT_END.varlen_attention
+varlen_attention_backward = FRONT_END.varlen_attention_backward
 
 
 def call_of(operation: str, arguments: Mapping[str, Any]) -> Call:
     """The checked record of a call by the public function's arguments, every one given by name."""
     record = CALLS[operation]
-    return record(**prepare(record, arguments), device=device_facts(default_platform()))
+    return record(**FRONT_END.prepare(record, arguments), device=device_facts(default_platform()))

@@ -13,8 +13,8 @@ import numpy as np
 from jax._src import config as jax_config  # has the TPU interpret mode in force, which jax shows nowhere else
 
 from ragged_attention.calls import Call, Device, is_array
-from ragged_attention.devices import shared_memory_of
-from ragged_attention.interpreting import interpreting
+from ragged_attention.calls.base import shared_memory_of
+from ragged_attention.host.interpreting import interpreting
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 

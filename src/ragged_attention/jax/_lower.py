@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Never
 
 import jax
 import jax.core
@@ -12,10 +12,11 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from ragged_attention import config, dispatch
-from ragged_attention._jax_axes import as_varied_as, varied_axes, varying
-from ragged_attention.calls import CALLS, Call, is_array
+from ragged_attention.calls import CALLS, Call, DecodeSchedule, WritingCall, is_array
 from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
 from ragged_attention.jax._launcher import PLATFORMS, Launcher, Statics, device_facts, join, split
+from ragged_attention.jax_shared.axes import as_varied_as, varied_axes, varying
+from ragged_attention.operations import Operations
 
 PORTABLE = ("xla", "reference")  # the same operations on every platform
 
@@ -96,14 +97,48 @@ def held_by_jax(call: Any, name: str, value: Any) -> Any:
     return jnp.asarray(np.where(fits, slots, -1).astype(np.int32))  # what is in no page is skipped, as -1 is
 
 
-def prepare(record: type[Call], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The record's arguments from a public function's, by name."""
-    return record.prepare(arguments, ARRAYS)
+jax.tree_util.register_dataclass(
+    DecodeSchedule, data_fields=["parts", "num_splits", "lens", "extra_lens"], meta_fields=["made_for"]
+)
 
 
-def run(record: type[Call], arguments: Mapping[str, Any], backend: Any, options: Any) -> tuple[jax.Array, ...]:
-    """Run a public function's call: the arguments that the record takes, by name, and what goes with every call."""
-    return run_prepared(record, prepare(record, arguments), backend, options)
+class JaxFrontEnd(Operations[jax.Array, Never]):
+    """The operations on jax arrays."""
+
+    def prepare(self, record: type[Call], arguments: Mapping[str, Any]) -> dict[str, Any]:
+        _expect_absent(record, device=arguments.get("device"))
+        return record.prepare(arguments, ARRAYS)
+
+    def run_prepared(
+        self, record: type[Call], prepared: Mapping[str, Any], backend: Any, options: Any, out: None = None
+    ) -> Any:
+        _expect_absent(record, out=out)
+        results = run_prepared(record, prepared, backend, options)
+        return results[0] if record.NUM_RESULTS == 1 else results
+
+    def run_with_write(
+        self, record: type[WritingCall], arguments: Mapping[str, Any], backend: Any, options: Any,
+        out: None = None,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        results = self.run(record, arguments, backend, options, out)
+        if isinstance(arguments[record.CACHE], tuple | list):
+            *results, k_pages, v_pages = results
+            return *results, (k_pages, v_pages)
+        return results
+
+    def write(self, record: type[Call], arguments: Mapping[str, Any], backend: Any, options: Any) -> Any:
+        caches = self.run(record, arguments, backend, options)
+        return tuple(caches) if len(caches) > 1 else caches[0]
+
+
+def _expect_absent(record: type[Call], **arguments: Any) -> None:
+    """Raise `TypeError` for an argument that only torch's function has."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise TypeError(f"{record.OPERATION}() got an unexpected keyword argument {name!r}")
+
+
+FRONT_END = JaxFrontEnd()
 
 
 def run_prepared(record: type[Call], prepared: Mapping[str, Any], backend: Any, options: Any) -> tuple[jax.Array, ...]:

@@ -23,15 +23,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ragged_attention import config, dispatch
-from ragged_attention._jax_axes import as_varied_as, fori_loop, varied_axes, varying
 from ragged_attention.calls import CALLS, FLOATS, Call, dtype_name, expect_bool, is_array
-from ragged_attention.errors import InvalidInput
-from ragged_attention.jax._launcher import device_facts
-from ragged_attention.jax._lower import default_platform, expect_held, held_by_jax, prepare, to_jax
-from ragged_attention.jax.mla import mla_decode, page_indices_to_slots
-from ragged_attention.jax.paged import merge_attention_states, ragged_paged_attention
-from ragged_attention.jax.varlen import varlen_attention, varlen_attention_backward
-from ragged_attention.sharding import (
+from ragged_attention.calls.sharding import (
     SUMS_OVER_HEADS,
     WITHOUT_HEADS,
     Heads,
@@ -44,6 +37,18 @@ from ragged_attention.sharding import (
     zigzag_order,
     zigzag_pairs,
 )
+from ragged_attention.errors import InvalidInput
+from ragged_attention.jax import (
+    merge_attention_states,
+    mla_decode,
+    page_indices_to_slots,
+    ragged_paged_attention,
+    varlen_attention,
+    varlen_attention_backward,
+)
+from ragged_attention.jax._launcher import device_facts
+from ragged_attention.jax._lower import FRONT_END, default_platform, expect_held, held_by_jax, to_jax
+from ragged_attention.jax_shared.axes import as_varied_as, fori_loop, varied_axes, varying
 
 __all__ = [
     "KvShard",
@@ -91,7 +96,7 @@ def over_heads(operation: Operation, axis_name: AxisName, *, mesh: jax.sharding.
     def divided(*arguments: Any, **keywords: Any) -> Any:
         expect_each_its_own_heads(record)
         given = signature.bind(*arguments, **keywords).arguments
-        call = record(**prepare(record, absent | given), device=device_facts(default_platform()))
+        call = record(**FRONT_END.prepare(record, absent | given), device=device_facts(default_platform()))
         given = {name: held_by_jax(call, name, to_jax(value)) for name, value in given.items()}
         arrays = {name: value for name, value in given.items() if any(map(is_array, jax.tree.leaves(value)))}
         others = {name: value for name, value in given.items() if name not in arrays}

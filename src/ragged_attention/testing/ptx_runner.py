@@ -24,8 +24,8 @@ from typing import Any
 from unittest import mock
 
 from ragged_attention.calls import Device
-from ragged_attention.devices import shared_memory_of
-from ragged_attention.interpreting import interpreting
+from ragged_attention.calls.base import shared_memory_of
+from ragged_attention.host.interpreting import interpreting
 from ragged_attention.kernels_cuda import _latent, _native
 from ragged_attention.kernels_cuda._build import compile, toolchain
 from ragged_attention.testing import apart, environment

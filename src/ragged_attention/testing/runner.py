@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from ragged_attention import dispatch
 from ragged_attention.calls import CALLS, DecodeSchedule
 from ragged_attention.errors import BackendMissing, TooLarge, Unsupported
-from ragged_attention.samples import sample_of
 from ragged_attention.testing import formats
 from ragged_attention.testing.mla.cache_specs import LatentWriteBatch, ScheduleBatch
 from ragged_attention.testing.mla.specs import DecodeSpec, PrefillSpec, as_it_is, at_tuned_widths, fitting
 from ragged_attention.testing.paged.specs import Arrays, Batch, Pages, Spec, WriteBatch, like_pages, pages_of
 from ragged_attention.testing.varlen.gradients import DIFFERENTIABLE, BackwardBatch, GradientBatch, Gradients
 from ragged_attention.testing.varlen.specs import VarlenSpec
+from ragged_attention.tools.samples import sample_of
 
 HeadsFirstPages = NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]  # as they are stored, or with their scales
 FRAMEWORKS = ("torch", "jax")

@@ -21,7 +21,7 @@ from ragged_attention import config, dispatch
 from ragged_attention.calls import CACHE_FORMATS, CALLS
 from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
 from ragged_attention.explain import answers
-from ragged_attention.samples import FRAMEWORKS, KINDS, LatentSample, Sample, VarlenSample, device_of, sample_of
+from ragged_attention.tools.samples import FRAMEWORKS, KINDS, LatentSample, Sample, VarlenSample, device_of, sample_of
 
 # Commands that parse their own arguments: module with `main(argv)`, what the command does.
 ELSEWHERE = {
@@ -29,8 +29,8 @@ ELSEWHERE = {
     "view": ("ragged_attention.tools.view", "show a batch: its pages, the keys of each program, how they fill a GPU"),
     "bench": ("benchmarks.run", "measure this machine (in a checkout of the repository)"),
     "conformance": ("ragged_attention.testing.conformance", "judge a backend by the shipped suite"),
-    "build-cuda": ("ragged_attention.build_cuda", "build the CUDA kernels for Hopper ahead of time"),
-    "warmup": ("ragged_attention.warmup", "compile the kernels for this CPU ahead of time"),
+    "build-cuda": ("ragged_attention.tools.build_cuda", "build the CUDA kernels for Hopper ahead of time"),
+    "warmup": ("ragged_attention.tools.warmup", "compile the kernels for this CPU ahead of time"),
 }
 USER_ERRORS = (InvalidInput, Unsupported, TypeError)
 

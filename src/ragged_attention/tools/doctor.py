@@ -1,4 +1,4 @@
-"""`ragged-attention doctor`: what is installed, which devices there are, and what would be picked.
+"""`ragged-attention doctor`: which software and devices are present, and which backends would be used.
 
 Nothing here hides a fault: where an import fails, the table shows the exception itself.
 """
@@ -9,7 +9,6 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
-from importlib import resources
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,14 +21,14 @@ import ragged_attention
 from ragged_attention import config, dispatch
 from ragged_attention.calls import CALLS, Device
 from ragged_attention.errors import BackendMissing, Unsupported
-from ragged_attention.samples import FRAMEWORKS, device_of, sample_of
+from ragged_attention.tools.samples import FRAMEWORKS, device_of, sample_of
 
 MODULES = ("numpy", "torch", "numba", "triton", "jax", "jax_triton")
 DISTRIBUTIONS = {"jax_triton": "jax-triton"}
 
 
 def report(console: Console) -> int:
-    """Print every section; 0, or 1 where something that is installed does not work."""
+    """Print every section. Returns 0, or 1 if something that is installed does not work."""
     with console.status("looking around"):
         found = {name: imported(name) for name in MODULES}
         sections = [
@@ -37,7 +36,6 @@ def report(console: Console) -> int:
             _table("devices", ("framework", "device"), devices(found)),
             _table("backends", ("backend", "offers", "state"), backends()),
             _table("configuration", ("what", "value"), configuration()),
-            _table("tuned sizes", ("folder", "device", "operation", "entries"), tuned_files()),
             _table("picked for a bfloat16 decode", ("operation", *FRAMEWORKS), picks(found)),
         ]
     for section in sections:
@@ -60,7 +58,7 @@ def _table(title: str, headings: tuple[str, ...], rows: Any) -> Table:
 def imported(name: str) -> ModuleType | Exception:
     """A module, or the exception that its import raised."""
     try:
-        if name == "jax_triton":  # the launcher imports it with the care that it needs
+        if name == "jax_triton":  # the launcher knows how to import it safely
             found = importlib.import_module("ragged_attention.jax._launcher").jax_triton()
             return found if isinstance(found, ModuleType) else absent_or(found, name)
         return importlib.import_module(name)
@@ -69,7 +67,7 @@ def imported(name: str) -> ModuleType | Exception:
 
 
 def absent_or(error: Exception, name: str) -> Exception:
-    """`BackendMissing` where the module itself is not installed, else the error."""
+    """`BackendMissing` if the module itself is not installed, else the error."""
     missing = isinstance(error, ModuleNotFoundError) and error.name in (name, "jax")
     return BackendMissing("not installed") if missing else error
 
@@ -79,7 +77,7 @@ def is_broken(module: ModuleType | Exception) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """An exception in one line; its type first, unless it is ours and clear by itself."""
+    """An exception in one line. Its type comes first, unless the exception is one of ours."""
     lines = str(error).strip().splitlines() or [""]
     return " ".join(lines) if isinstance(error, Unsupported) else f"{type(error).__name__}: {lines[0]}"
 
@@ -110,14 +108,14 @@ def reports() -> Iterator[tuple[str, str]]:
         try:
             with dispatch.importing(package):
                 found: Any = importlib.import_module(package)
-        except Exception:  # backends() shows it
+        except Exception:  # backends() reports the error
             continue
         if hasattr(found, "report"):
             yield from found.report()
 
 
 def pallas(jax: ModuleType | Exception) -> str:
-    """Whether Pallas TPU kernels can run on jax's default device, and its facts."""
+    """Whether Pallas TPU kernels can run on jax's default device, and what jax knows about the device."""
     if isinstance(jax, Exception):
         return f"needs jax, {one_line(jax)}"
     try:
@@ -134,7 +132,7 @@ def tpu_facts(device: Device) -> str:
 
 
 def devices(found: dict[str, ModuleType | Exception]) -> Iterator[tuple[str, str]]:
-    """What torch and jax can see, one device per line."""
+    """The devices that torch and jax can see."""
     torch: Any = found["torch"]
     if not isinstance(torch, Exception):
         yield "torch", "cpu"
@@ -154,7 +152,7 @@ def devices(found: dict[str, ModuleType | Exception]) -> Iterator[tuple[str, str
 
 
 def _said(offered: list[str], lacking: list[str]) -> str:
-    """The operations that a backend offers, in few words."""
+    """A short description of the operations that a backend offers."""
     if len(lacking) > len(offered):
         return ", ".join(offered)
     return f"all but {', '.join(lacking)}" if lacking else "all operations"
@@ -192,23 +190,8 @@ def configuration() -> Iterator[tuple[str, str]]:
         yield variable, os.environ.get(variable, "not set")
 
 
-def tuned_files() -> Iterator[tuple[str, str, str, str]]:
-    """Every tuned file of every backend that can be found."""
-    for backend in dispatch.backends():
-        package = dispatch.package_of(backend) or ""
-        try:
-            with dispatch.importing(package):
-                folder = resources.files(package) / "tuned"
-            files = sorted(Path(str(folder)).glob("*/*.json"))
-        except Exception:  # backends() shows it
-            continue
-        for path in files:
-            table = dispatch.tuning.tuned_table(package, path.parent.name, path.stem)
-            yield package, path.parent.name, path.stem, str(len(table))
-
-
 def picks(found: dict[str, ModuleType | Exception]) -> Iterator[tuple[str, ...]]:
-    """For each operation, what each framework would run on this machine's default device."""
+    """The backend that each framework would use for each operation on the default device of this machine."""
     for operation in CALLS:
         yield operation, *(_pick(operation, framework, found[framework]) for framework in FRAMEWORKS)
 

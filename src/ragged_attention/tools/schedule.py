@@ -1,29 +1,29 @@
-"""What the programs of Triton's kernels would do, program by program, found by running the kernels' own plan.
+"""The blocks of keys that each program of a Triton kernel visits, found by running the kernel's own index arithmetic.
 
-The kernels divide their work with integers alone: a program looks up its sequence and the edges of its keys, then
-visits blocks of these. So a kernel's source is run here as plain Python over NumPy integers, once for each program of
-the first KV head. Everything about queries, keys and results (`STUBS`) is replaced by something that computes nothing,
-and the loops over keys by something that notes which blocks they would visit. No rule of a kernel is repeated here, so
-none can differ; a function of Triton's that this does not know is an error.
+A program needs only integers to find its work: it looks up its sequence and the range of its keys, then visits that
+range block by block. This module runs the source of a kernel as plain Python over NumPy integers, once for each program
+of the first KV head. Functions that handle queries, keys or results (`STUBS`) are replaced by stubs that compute
+nothing, and the loops over keys by functions that record the blocks. The module repeats no rule of a kernel, so it
+cannot disagree with one. If a kernel uses a function of Triton that the module does not know, an error names it.
 """
 
 import dataclasses
 import heapq
 import math
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from ragged_attention import dispatch
 from ragged_attention.calls import Call, dtype_name
-from ragged_attention.samples import ShapeLauncher
+from ragged_attention.tools import recording
+from ragged_attention.tools.samples import FakeArray
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Visit:
-    """Blocks of keys [start, stop) that a loop of a program visits, one after another."""
+    """Consecutive blocks of keys [start, stop) that one loop of a program visits."""
 
     start: int
     stop: int
@@ -33,33 +33,33 @@ class Visit:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """A program that has something to do; every KV head has one like it."""
+    """A program that has work. Each KV head has an equal one."""
 
     index: int  # along the grid's first axis
     seq: int
-    tokens: tuple[int, int]  # its first and its last query, counted in the sequence's tokens of this step
+    tokens: tuple[int, int]  # its first and last query, as indices into the new tokens of the sequence
     visits: tuple[Visit, ...]
 
     @property
     def keys(self) -> int:
-        """How many keys it visits, seen or not: what its time goes by."""
+        """How many keys it visits, masked keys included. The time of a program is proportional to this number."""
         return sum(visit.stop - visit.start for visit in self.visits)
 
     @property
     def span(self) -> tuple[int, int]:
-        """The first key of its blocks, and where they end; (0, 0) where it visits none."""
+        """The range of keys from its first to its last block; (0, 0) if it visits none."""
         starts, stops = [visit.start for visit in self.visits], [visit.stop for visit in self.visits]
         return min(starts, default=0), max(stops, default=0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Launch:
-    """A kernel, its grid, and the programs of one KV head that do not leave at once."""
+    """A kernel, its grid, and the programs of one KV head that have work."""
 
     kernel: str
     grid: tuple[int, ...]
     programs: tuple[Program, ...]
-    merging: int = 0  # programs of one KV head that put results together from parts
+    merging: int = 0  # programs of one KV head that merge partial results
 
     @property
     def heads(self) -> int:
@@ -71,12 +71,12 @@ class Launch:
 
     @property
     def longest(self) -> int:
-        """The keys of the program that visits most."""
+        """The number of keys that the longest program visits."""
         return max((program.keys for program in self.programs), default=0)
 
 
 class Unknown:
-    """What nothing is known about, queries and products: any computation with it gives it again."""
+    """A value that is not computed, such as a query or a product. Any computation with it returns it."""
 
     def __getattr__(self, name: str) -> "Unknown":
         return self
@@ -94,21 +94,21 @@ class Unknown:
     __mod__ = __floordiv__ = __lt__ = __le__ = __gt__ = __ge__ = __and__ = __rand__ = _same
     __eq__ = __ne__ = _same  # type: ignore[assignment]
     __hash__ = None  # type: ignore[assignment]
-    __array_ufunc__ = None  # so that NumPy's numbers leave operations to it
+    __array_ufunc__ = None  # NumPy then leaves operations with it to this class
 
 
 UNKNOWN = Unknown()
 
 
 class Numbers(np.ndarray):
-    """Integers as kernels have them: also a single one can be converted."""
+    """Integers of a kernel. Like Triton's, they have `to`, even if there is only one."""
 
     def to(self, dtype: Any) -> "Numbers":
         return self
 
 
 def numbers(value: Any) -> Any:
-    """Integers, single ones and those in tuples too, as `Numbers`; everything else as it is."""
+    """Convert an integer, an array or the integers of a tuple to `Numbers`; return anything else unchanged."""
     if isinstance(value, tuple):
         lifted = map(numbers, value)
         return type(value)(*lifted) if hasattr(value, "_fields") else tuple(lifted)
@@ -117,7 +117,7 @@ def numbers(value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pointer:
-    """An array's address and some elements more. Of an array that is only a shape nothing can be read."""
+    """An address: an array and an offset in elements. If the array is only a shape, loading from it fails."""
 
     array: Any
     offset: Any = 0
@@ -131,7 +131,7 @@ class Pointer:
 
 
 def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Any:
-    """The integers there; `other` where the mask hides them. Out of bounds is an error, as it is in a kernel."""
+    """The integers at a pointer, or `other` where the mask is false. An index out of bounds is an error."""
     elements = pointer.array.ravel()
     shape = np.broadcast_shapes(np.shape(pointer.offset), np.shape(mask))
     there = np.broadcast_to(True if mask is None else mask, shape)
@@ -144,7 +144,7 @@ def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Any:
 
 
 def _known(function: Callable[..., Any]) -> Any:
-    """A function of NumPy as a class holds it."""
+    """A NumPy function as a static method that also accepts `UNKNOWN`."""
 
     def call(*arguments: Any) -> Any:
         return UNKNOWN if any(isinstance(a, Unknown) for a in arguments) else numbers(function(*arguments))
@@ -153,7 +153,7 @@ def _known(function: Callable[..., Any]) -> Any:
 
 
 class Language:
-    """Of `triton.language` what kernels plan with; what is not here fails by its name."""
+    """The part of `triton.language` that index arithmetic uses. An error names any other function."""
 
     int32 = int64 = "int64"
     bfloat16, float32, int1 = "bfloat16", "float32", "int1"
@@ -184,20 +184,21 @@ class Language:
         return UNKNOWN
 
     def store(self, pointer: Any, value: Any, mask: Any = None) -> None:
-        """Results are of no interest."""
+        """Write integers that a later kernel reads. Other results are not computed."""
+        if isinstance(pointer, Pointer) and isinstance(pointer.array, np.ndarray) and np.all(mask):
+            pointer.array.ravel()[pointer.offset] = value
 
 
-# Functions of the kernels' modules that have to do with queries, keys and results, not with who does what; and how many
-# values each returns.
+# Functions of the kernels' modules that handle queries, keys or results, and the number of values that each returns.
 STUBS = {
-    "clear_rows": 1, "draft_rows": 1, "finish": 3, "gdc_launch_dependents": 1, "gdc_wait": 1, "load_queries": 5,
-    "load_scale": 1, "logit_scales": 4, "no_sums": 1, "store_columns": 1, "store_groups": 1, "store_part": 1,
-    "store_rows": 1, "sum_of_each_row": 1, "zero_after": 1, "zeros_like": 2,
+    "clear_rows": 1, "finish": 2, "first_state": 5, "gdc_launch_dependents": 1, "gdc_wait": 1, "load_queries": 1,
+    "load_scale": 1, "lse_in_base_2": 1, "narrow": 1, "restoring_factor": 1, "rows.load_queries": 5, "store_groups": 1,
+    "store_rows": 1, "store_split": 1, "sum_of_each_row": 1, "zero_after": 1, "zeros_like": 2,
 }  # fmt: skip
 
 
 class Walk:
-    """The programs of one launch, one after another."""
+    """Runs the programs of one launch, one after another."""
 
     def __init__(self, kernel: Any, grid: Sequence[int], operands: Sequence[Any], given: Mapping[str, Any]) -> None:
         self.language = Language(grid)
@@ -206,9 +207,10 @@ class Walk:
         self.tokens = (0, 0)
         self.merges = False
         self.arguments: dict[str, Any] = dict(zip(kernel.arg_names, map(Pointer, operands), strict=False))
-        self.arguments |= {name: value for name, value in given.items() if name in kernel.arg_names}
+        known = {name: getattr(value, "plain", value) for name, value in given.items()}
+        self.arguments |= {name: value for name, value in known.items() if name in kernel.arg_names}
         self.stubs: dict[str, Any] = {name: self._stub(count) for name, count in STUBS.items()}
-        self.stubs |= {"load_rows": self._rows, "in_float16": lambda q: (q, None), "merge_parts": self._merge}
+        self.stubs["merge_parts"] = self._merge
         self.plain: dict[Any, Callable[..., Any]] = {}
         self.run = self._plain(kernel)
 
@@ -217,43 +219,42 @@ class Walk:
         return lambda *arguments: UNKNOWN if count == 1 else (UNKNOWN,) * count
 
     def _plain(self, function: Any) -> Callable[..., Any]:
-        """A kernel, or a function that it calls, as plain Python over this module's numbers."""
+        """A kernel, or a function that it calls, as plain Python over `Numbers`."""
         if function not in self.plain:
             fn = function.fn
             scope: dict[str, Any] = {}
             plain = types.FunctionType(fn.__code__, scope, fn.__name__, fn.__defaults__, fn.__closure__)
             self.plain[function] = lambda *arguments, **more: numbers(plain(*arguments, **more))
-            for name in set(fn.__code__.co_names) & fn.__globals__.keys():  # among them attributes of the same names
+            for name in set(fn.__code__.co_names) & fn.__globals__.keys():  # co_names also holds names of attributes
                 scope[name] = self._named(name, fn.__globals__[name])
         return self.plain[function]
 
     def _named(self, name: str, value: Any) -> Any:
-        """What stands for a name of a kernel's module."""
+        """The replacement for a global name of a kernel's module."""
         if name == "tl":
             return self.language
         if name == "attend":
             return self._attend_pages if value.fn.__module__.endswith("_pages") else self._attend_list
-        if name in self.stubs:
-            return self.stubs[name]
+        qualified = f"{getattr(getattr(value, 'fn', value), '__module__', '').rpartition('.')[2]}.{name}"
+        for stub in (qualified, name):
+            if stub in self.stubs:
+                return self.stubs[stub]
         if hasattr(value, "fn"):
             plain = self._plain(value)
             return self._tokens(plain) if name == "token_and_head" else plain
         return getattr(value, "value", value) if type(value).__name__ == "constexpr" else value
-
-    def _rows(self, q_ptr: Pointer, *arguments: Any) -> Any:
-        return types.SimpleNamespace(dtype=q_ptr.dtype.element_ty, shape=(self.arguments["BLOCK_Q"],))
 
     def _merge(self, *arguments: Any) -> Any:
         self.merges = True
         return (UNKNOWN,) * 3
 
     def _tokens(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """`token_and_head` of `_latent`, whose tokens are noted; rows behind the last are of none."""
+        """`token_and_head` of `_latent`, which also records the tokens; rows after the last token do not count."""
 
         def token_and_head(row: Any, *arguments: Any) -> Any:
             token, head = plain(row, *arguments)
             if not isinstance(row, Unknown):
-                self.tokens = (int(np.min(token)), min(int(np.max(token)), self.arguments["NUM_Q"] - 1))
+                self.tokens = (int(np.min(token)), min(int(np.max(token)), self.arguments["CONFIG"].Q_TOKENS - 1))
             return token, head
 
         return token_and_head
@@ -262,19 +263,20 @@ class Walk:
         if blocks > 0:
             self.visits.append(Visit(first, first + blocks * block, block, masked))
 
-    def _attend_pages(self, q, unit, state, blocks, visible, pages, scales, features, sizes, masked, block, parts):
-        """Stands for the loop of `_pages`, which visits blocks in two runs."""
+    def _attend_pages(self, queries, state, blocks, visible, mask, pages, attention, masked):
+        """Replaces the loop of `_pages`, which visits two runs of blocks."""
+        block = attention.LOOP.EDGE_KV if masked else attention.LOOP.BLOCK_KV
         left = int(blocks.left_blocks) if masked else int(blocks.num_blocks)
         self._note(int(blocks.left), left, block, masked)
         self._note(int(blocks.right), int(blocks.num_blocks) - left, block, masked)
         seq = int(pages.table_ptr.offset) // self.arguments["table_stride"]
-        tokens = (int(visible.low - visible.first_new), int(visible.high - visible.first_new))
+        tokens = (int(visible.low - visible.num_old), int(visible.high - visible.num_old))
         self.found = {"seq": seq, "tokens": tokens}
         return state
 
-    def _attend_list(self, queries, state, cache, keys_of_list, *rest):
-        """Stands for the loop of `_latent`; keys are positions in a list, in a second list from 0 on again."""
-        block, begin, end = self.arguments["BLOCK_KV"], int(keys_of_list.begin), int(keys_of_list.end)
+    def _attend_list(self, queries, state, cache, keys_of_list, seen_by_row, factors, row_format, loop):
+        """Replaces the loop of `_latent`. Keys are positions in a list; in a second list they start at 0 again."""
+        block, begin, end = loop.BLOCK_KV, int(keys_of_list.begin), int(keys_of_list.end)
         self._note(begin * block, end - begin, block, True)
         if not self.found:
             seq = int(keys_of_list.ptr.offset) // self.arguments["list_seq_stride"]
@@ -282,7 +284,7 @@ class Walk:
         return (UNKNOWN,) * 5
 
     def programs(self) -> Iterator[tuple[Program | None, bool]]:
-        """Of each program of the first KV head, in order: what it visits, None if nothing, and whether it merges."""
+        """Each program of the first KV head in order, or None if it has no work, and whether it merges results."""
         for third in range(math.prod(self.language.grid[2:])):
             for index in range(self.language.grid[0]):
                 self.language.program = (index, 0, third)
@@ -291,45 +293,36 @@ class Walk:
                 yield Program(index=index, visits=tuple(self.visits), **self.found) if self.found else None, self.merges
 
 
-class Recorder(ShapeLauncher):
-    """A launcher that launches nothing, but walks through the programs that would run."""
-
-    def __init__(self) -> None:
-        self.launches: list[Launch] = []
-
-    def __call__(
-        self,
-        kernel: Any,
-        grid: tuple[int, ...],
-        inputs: Sequence[Any],
-        outputs: Iterable[tuple[Sequence[int], Any]],
-        *,
-        inplace: Sequence[int] = (),
-        **arguments: Any,
-    ) -> list[Any]:
-        new = self.results(inputs, outputs, inplace)
-        if 0 not in grid:
-            found = list(Walk(kernel, grid, (*inputs, *new), arguments).programs())
-            working = tuple(program for program, _ in found if program)
-            name = getattr(kernel, "__name__", None) or kernel.fn.__name__
-            self.launches.append(Launch(name, grid, working, sum(merges for _, merges in found)))
-        return new
-
-
 def launches_of(call: Call, tile: Any = None) -> list[Launch]:
-    """What the Triton room would launch for a call whose lengths and tables are NumPy arrays, all else shapes.
+    """The launches that the Triton backend makes for a call, with the blocks that each program visits.
 
-    `tile` is that of the room's heuristic where none is given.
+    Lengths and tables of the call must be NumPy arrays. The other arrays need only shapes and dtypes. `tile` defaults
+    to that of the backend's heuristic.
     """
-    room: Any = dispatch.load(call.OPERATION, "triton")
-    recorder = Recorder()
-    room.run(call, room.heuristic(call) if tile is None else tile, recorder)
-    return recorder.launches
+    memory: dict[int, np.ndarray] = {}
+    return [walked(launch, memory) for launch in recording.record(call, tile)]
+
+
+def walked(launch: recording.Launch, memory: dict[int, np.ndarray] | None = None) -> Launch:
+    """A recorded launch with the blocks that each program visits.
+
+    `memory` holds the integers that earlier launches of the call have written, by the `id` of their arrays.
+    """
+    memory = {} if memory is None else memory
+    operands = [
+        memory.setdefault(id(array), np.zeros(array.shape, np.int32))
+        if isinstance(array, FakeArray) and array.dtype == "int32"
+        else array
+        for array in launch.operands
+    ]
+    walked = list(Walk(launch.kernel, launch.grid, operands, launch.arguments).programs())
+    working = tuple(program for program, _ in walked if program)
+    return Launch(launch.name, launch.grid, working, sum(merges for _, merges in walked))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Turn:
-    """A program on a multiprocessor, in keys since its kernel began."""
+    """A program on a multiprocessor. Its start and stop are measured in keys since the start of the kernel."""
 
     lane: int
     start: int
@@ -338,8 +331,11 @@ class Turn:
 
 
 def timeline(launch: Launch, lanes: int) -> list[Turn]:
-    """The programs of all KV heads on multiprocessors: each, in the order of the grid, goes to the one that is free
-    first, and takes as long as it has keys."""
+    """Assign the programs of all KV heads to multiprocessors (`lanes`).
+
+    Each program, in the order of the grid, runs on the multiprocessor that becomes free first. Its time is its number
+    of keys.
+    """
     free = [(0, lane) for lane in range(lanes)]
     turns: list[Turn] = []
     for program in launch.programs * launch.heads:
@@ -350,6 +346,6 @@ def timeline(launch: Launch, lanes: int) -> list[Turn]:
 
 
 def filled(turns: Sequence[Turn], lanes: int) -> float:
-    """The share of the time until the last program ends that multiprocessors have something to do."""
+    """The fraction of the time, until the last program ends, in which multiprocessors are busy."""
     end = max((turn.stop for turn in turns), default=0)
     return sum(turn.program.keys for turn in turns) / (end * lanes) if end else 1.0

@@ -23,8 +23,8 @@ from ragged_attention import dispatch
 from ragged_attention.calls import CACHE_FORMATS, Call, Device, MakeDecodeSchedule, MlaDecode
 from ragged_attention.errors import InvalidInput, Unsupported
 from ragged_attention.explain import VIEWED
-from ragged_attention.samples import FRAMEWORKS, LatentSample, Sample, device_of
 from ragged_attention.tools import drawing
+from ragged_attention.tools.samples import FRAMEWORKS, LatentSample, Sample, device_of
 from ragged_attention.tools.schedule import Launch, Program, Turn, Visit, filled, launches_of, timeline
 
 DEVICES = {

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from ragged_attention.calls import Call, Device
-from ragged_attention.devices import shared_memory_of
+from ragged_attention.calls.base import shared_memory_of
 from ragged_attention.errors import TooLarge
-from ragged_attention.interpreting import interpreting
+from ragged_attention.host.interpreting import interpreting
 
 DTYPES = {
     "float64": torch.float64,

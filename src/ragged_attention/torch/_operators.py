@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from ragged_attention import config, dispatch
 from ragged_attention.calls import CALLS, Call, Result, WritingCall, is_array
 from ragged_attention.config import expect_options, parse_names
+from ragged_attention.operations import Operations
 from ragged_attention.torch import _plan
 from ragged_attention.torch._launcher import DTYPES
 
@@ -59,43 +60,65 @@ class TorchArrays:
 # ---- calling an operator
 
 
-def prepare(record: type[Call], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The record's arguments from a public function's, by name."""
-    try:
-        return record.prepare(arguments, TorchArrays(arguments))
-    except RuntimeError:
-        if (error := _plan.fault_of_layout(arguments)) is not None:
-            raise error from None  # a nested tensor has no shape to look at
-        raise
+class TorchFrontEnd(Operations[torch.Tensor, torch.Tensor]):
+    """The operations on torch tensors, each of which is an operator `torch.ops.ragged_attention.<operation>`."""
+
+    def prepare(self, record: type[Call], arguments: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            return record.prepare(arguments, TorchArrays(arguments))
+        except RuntimeError:
+            if (error := _plan.fault_of_layout(arguments)) is not None:
+                raise error from None  # a nested tensor has no shape to look at
+            raise
+
+    def run_prepared(
+        self, record: type[Call], prepared: Mapping[str, Any], backend: Any, options: Any,
+        out: torch.Tensor | None = None,
+    ) -> Any:  # fmt: skip
+        """Run an operator on the record's arguments; `out` is written and returned in place of the first result."""
+        flat = record.flatten(prepared)
+        operator = getattr(torch.ops.ragged_attention, record.OPERATION)
+        if out is not None:
+            operator = functools.partial(_run_into, record, operator.out, out)
+        compiling = torch.compiler.is_compiling()
+        if not compiling and forward_ad._current_level >= 0:
+            _refuse_tangents(record.OPERATION, flat)
+        try:
+            if compiling or _may_differentiate(flat if out is None else [*flat, out]):
+                return operator(*flat, _names(backend), encode_options(options))
+            with torch._C._AutoDispatchBelowAutograd():  # which would find the same, at the price of a second dispatch
+                return operator(*flat, _names(backend), encode_options(options))
+        except (RuntimeError, TypeError):
+            if (error := _plan.fault(record, prepared, out)) is not None:
+                raise error from None  # which names our argument, as a schema's error does not
+            raise
+
+    def run_with_write(
+        self, record: type[WritingCall], arguments: Mapping[str, Any], backend: Any, options: Any,
+        out: torch.Tensor | None = None,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """Run an attention after another operation has written its `new_kv`, in place.
+
+        Nothing is written for a call that will be refused. Under `torch.compile` all checks but those of the backend
+        are made by the operators' fake kernels, before anything runs.
+        """
+        prepared = self.prepare(record, arguments)
+        if not torch.compiler.is_compiling():
+            _plan.expect_runnable(record, prepared, _names(backend), encode_options(options), out)
+            _plan.expect_memory(record.CACHE, prepared[record.CACHE])
+            if out is not None:
+                _refuse_gradient_into(record, record.flatten(prepared))
+        self.run_prepared(record.WRITE, record.arguments_of_write(prepared), backend, None)
+        results = self.run_prepared(record, prepared | {"new_kv": None}, backend, options, out)
+        count = 2 if arguments["return_lse"] else 1  # with `out` an lse that nobody asked for is an empty tensor
+        return *results[:count], arguments[record.CACHE]
+
+    def write(self, record: type[Call], arguments: Mapping[str, Any], backend: Any, options: Any) -> Any:
+        self.run(record, arguments, backend, options)
+        return arguments[next(name for name, kind in record.KINDS.items() if kind.written)]
 
 
-def run(
-    record: type[Call], arguments: Mapping[str, Any], backend: Any, options: Any, out: torch.Tensor | None = None
-) -> Any:
-    """Run a public function's call: the arguments that the record takes, by name, and what goes with every call."""
-    return run_prepared(record, prepare(record, arguments), backend, options, out)
-
-
-def run_prepared(
-    record: type[Call], prepared: Mapping[str, Any], backend: Any, options: Any, out: torch.Tensor | None = None
-) -> Any:
-    """Run an operator on the record's arguments; `out` is written and returned in place of the first result."""
-    flat = record.flatten(prepared)
-    operator = getattr(torch.ops.ragged_attention, record.OPERATION)
-    if out is not None:
-        operator = functools.partial(_run_into, record, operator.out, out)
-    compiling = torch.compiler.is_compiling()
-    if not compiling and forward_ad._current_level >= 0:
-        _refuse_tangents(record.OPERATION, flat)
-    try:
-        if compiling or _may_differentiate(flat if out is None else [*flat, out]):
-            return operator(*flat, _names(backend), encode_options(options))
-        with torch._C._AutoDispatchBelowAutograd():  # which would find the same, at the price of a second dispatch
-            return operator(*flat, _names(backend), encode_options(options))
-    except (RuntimeError, TypeError):
-        if (error := _plan.fault(record, prepared, out)) is not None:
-            raise error from None  # which names our argument, as a schema's error does not
-        raise
+FRONT_END = TorchFrontEnd()
 
 
 def _run_into(record: type[Call], operator: Any, out: torch.Tensor, *values: Any) -> Any:
@@ -103,25 +126,6 @@ def _run_into(record: type[Call], operator: Any, out: torch.Tensor, *values: Any
     if record.NUM_RESULTS == 1:
         return out
     return out, *(others if isinstance(others, (tuple, list)) else (others,))
-
-
-def run_with_write(
-    record: type[WritingCall], arguments: Mapping[str, Any], backend: Any, options: Any, out: torch.Tensor | None
-) -> list[torch.Tensor]:
-    """Run an attention whose `new_kv` another operator writes before, in place.
-
-    Nothing is written for a call that will be refused. Under `torch.compile` all checks but those of the backend are
-    made by the operators' fake kernels, before anything runs.
-    """
-    prepared = prepare(record, arguments)
-    if not torch.compiler.is_compiling():
-        _plan.expect_runnable(record, prepared, _names(backend), encode_options(options), out)
-        _plan.expect_memory(record.CACHE, prepared[record.CACHE])
-        if out is not None:
-            _refuse_gradient_into(record, record.flatten(prepared))
-    run_prepared(record.WRITE, record.arguments_of_write(prepared), backend, None)
-    results = run_prepared(record, prepared | {"new_kv": None}, backend, options, out)
-    return results[: 2 if arguments["return_lse"] else 1]  # with `out` an lse that nobody asked for is an empty tensor
 
 
 def _may_differentiate(flat: Sequence[Any]) -> bool:

@@ -1,9 +1,9 @@
-"""What a backend launches, recorded once and replayed on the tensors of each call like the first.
+"""Records the launches of a call once, and replays them on the tensors of later calls with equal static facts.
 
-What a backend launches depends on static facts alone, so it is recorded once: a backend runs on stand-ins, a
-`LaunchRecording` keeps what it launched, and each call like it replays that on its own tensors. A kernel that was
-launched once through Triton is from then on enqueued as it was compiled, without asking Triton again what the
-arguments' types and values call for.
+The launches of a backend depend on static facts alone. To record them, the backend runs on stand-ins for tensors, and
+a `LaunchRecording` keeps its launches. A later call with equal facts replays the recording on its own tensors. After
+the first launch of a kernel through Triton, a replay enqueues the compiled kernel directly, so Triton does not look at
+the types and values of the arguments again.
 """
 
 import dataclasses
@@ -19,11 +19,11 @@ from ragged_attention.torch._launcher import DTYPES, OPTIONS, Launcher, on, to_b
 
 
 class Unrecorded(Exception):
-    """A backend asks for what a recording cannot hold."""
+    """Raised when a backend requests something that a recording cannot hold."""
 
 
 class StandIn:
-    """In place of a tensor while launches are recorded: a backend sees shape and dtype, only the recorder more."""
+    """Replaces a tensor while launches are recorded. A backend sees only shape and dtype."""
 
     def __init__(self, index: int, tensor: torch.Tensor) -> None:
         self.index, self.tensor = index, tensor
@@ -32,17 +32,17 @@ class StandIn:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Compiled:
-    """What Triton compiled for one step of a recording, ready to be enqueued on other operands."""
+    """The compiled kernel of one step, ready to be enqueued on other operands."""
 
     kernel: Any
     run: Any
     function: Any
     metadata: Any
     grid: tuple[int, ...]
-    rest: tuple[Any, ...]  # the arguments behind the operands
+    rest: tuple[Any, ...]  # the arguments after the operands
 
     def __call__(self, operands: Sequence[int], stream: Any, hooks: tuple[Any, Any]) -> None:
-        """What `kernel[grid](...)` does once it knows which kernel that is; operands are addresses."""
+        """Enqueue the kernel as `kernel[grid](...)` does after compilation. `operands` are addresses."""
         facts = None if hooks is NO_HOOKS else self.kernel.launch_metadata(self.grid, stream, *operands, *self.rest)
         self.run(*self.grid, stream, self.function, self.metadata, facts, *hooks, *operands, *self.rest)
 
@@ -51,17 +51,17 @@ NO_HOOKS = (None, None)
 
 
 def _triton() -> Any:
-    """Triton where a backend has imported it, as one has whose kernels are launched."""
+    """The module `triton`, which the backend of a recorded kernel has imported."""
     return sys.modules["triton"]
 
 
 def _is_jitted(kernel: Any) -> bool:
-    """Whether it is a kernel as it is, neither interpreted nor tuned at its first call."""
+    """Whether the kernel is compiled, neither interpreted nor autotuned."""
     return "triton" in sys.modules and type(kernel) is _triton().JITFunction
 
 
 def _driver() -> Any:
-    """Triton's driver; None where a tool is to see or change how kernels are compiled."""
+    """Triton's driver, or None if a tool observes or changes the compilation of kernels."""
     knobs = _triton().knobs
     if knobs.runtime.debug or knobs.compilation.instrumentation_mode or knobs.runtime.add_stages_inspection_hook:
         return None
@@ -69,7 +69,7 @@ def _driver() -> Any:
 
 
 def _hooks() -> tuple[Any, Any]:
-    """What a profiler wants called around each launch; Triton's chains of them are mostly empty."""
+    """The hooks that a profiler has installed around launches. Triton's chains of hooks are usually empty."""
     knobs = _triton().knobs.runtime
     hooks = knobs.launch_enter_hook, knobs.launch_exit_hook
     return hooks if any(getattr(hook, "calls", hook) for hook in hooks) else NO_HOOKS
@@ -77,7 +77,7 @@ def _hooks() -> tuple[Any, Any]:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """One launch: its operands by their indices in the recording, all else as it was given."""
+    """One launch. Its operands are indices in the recording; the other arguments are as the backend gave them."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -86,9 +86,9 @@ class Step:
     compiled: dict[Any, Compiled] = dataclasses.field(default_factory=dict)  # by Triton's current device
 
     def through_triton(self, tensors: Sequence[torch.Tensor], device: Any) -> None:
-        """Launch by Triton's own way, and keep what it compiled for later calls on the device, if one is named."""
+        """Launch through Triton, and keep the compiled kernel for later calls on `device` unless that is None."""
         kernel = self.kernel[self.grid](*(to_bits(tensors[index]) for index in self.indices), **self.arguments)
-        # A kernel that tells tools about its arguments has to be asked each time.
+        # A kernel with `launch_metadata` reports its arguments to tools at each launch, so it is not kept.
         if device is not None and type(kernel) is _triton().compiler.CompiledKernel and not self.kernel.launch_metadata:
             self.compiled[device] = Compiled(
                 kernel=kernel,
@@ -102,7 +102,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class New:
-    """A tensor that a backend asks for, and where it lies: in which allocation of its recording and at which byte."""
+    """A tensor that a backend allocates: the allocation of the recording that holds it, and its offset in bytes."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -118,9 +118,10 @@ class New:
 
 
 class LaunchRecording:
-    """What a backend launches for any call of the same static facts and `alignments`.
+    """The launches of a backend for all calls with equal static facts and `alignments`.
 
-    Its indices are first a call's tensors in the order of its arguments, then the new ones in the order of `asked`.
+    The first indices are the tensors of a call in the order of its arguments. The new tensors follow in the order of
+    `asked`.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class LaunchRecording:
         whole = [index for index in range(len(asked)) if inputs + index in _flat(results) or not self.jitted]
         self.allocations = [asked[index] for index in whole]
         self.new: list[New] = []
-        end = 0  # of what only kernels see, which lies in one piece
+        end = 0  # of the single allocation for all tensors that only kernels use
         for index, (shape, dtype) in enumerate(asked):
             if index in whole:
                 self.new.append(New(shape, dtype, whole.index(index)))
@@ -142,10 +143,10 @@ class LaunchRecording:
             self.allocations.append(((end,), torch.uint8))
         indices = [*range(inputs), *[inputs + new.allocation for new in self.new]]
         self.results = _renamed(results, indices.__getitem__)
-        self.out = next((index - inputs for index in _flat(self.results)), -1)  # the first result's allocation, if any
+        self.out = next((index - inputs for index in _flat(self.results)), -1)  # the first result, if any
 
     def replay(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int], out: torch.Tensor | None = None) -> Any:
-        """Launch it all for a call's tensors; returns what the backend would. `out` is memory for the first result."""
+        """Launch every step on the tensors of a call, and return the results. `out` is memory for the first result."""
         device = tensors[0].device
         given = None if out is None else self.out
         with on(device, interpreted=not self.jitted):
@@ -165,9 +166,9 @@ class LaunchRecording:
         return _renamed(self.results, [*tensors, *made].__getitem__)
 
     def _current(self, starts: Sequence[int]) -> tuple[Any, Any, tuple[Any, Any]]:
-        """Triton's current device, its stream and what is called around launches; None where all is left to Triton.
+        """Triton's current device, its stream and the hooks around launches. The device is None if Triton must launch.
 
-        Kernels are compiled for tensors aligned as allocators align them, so others go Triton's own way.
+        Kernels are compiled for tensors with the alignment of an allocator, so Triton launches them on other tensors.
         """
         driver = _driver() if self.jitted and not any(start % ALIGNMENT for start in starts) else None
         if driver is None:
@@ -181,19 +182,19 @@ def _flat(results: Any) -> list[int]:
 
 
 def _renamed(results: Any, name: Callable[[Any], Any]) -> Any:
-    """Results, however they are nested in tuples, each under another name."""
+    """Apply `name` to every result in nested tuples."""
     return tuple([_renamed(result, name) for result in results]) if isinstance(results, tuple) else name(results)
 
 
-GRANULE = 256  # bytes at whose multiples tensors begin that share an allocation
-ALIGNMENT = 16  # bytes: what Triton asks of an address
+GRANULE = 256  # bytes: tensors in a shared allocation start at multiples of it
+ALIGNMENT = 16  # bytes: the alignment that Triton specialises for
 
 
 def alignments(tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> tuple[int, ...]:
-    """What the launches of a call depend on of how tensors lie in memory.
+    """The facts about tensors in memory on which the launches of a call depend.
 
-    That is how an address is aligned, which `words` asks too, and on AMD whether the memory is larger than an offset
-    of 32 bits reaches.
+    They are the alignment of each address, which also decides `words`, and on AMD whether a 32-bit offset reaches all
+    of the memory.
     """
     found = tuple(address % ALIGNMENT for address in addresses)
     if torch.version.hip:
@@ -201,8 +202,13 @@ def alignments(tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> tup
     return found
 
 
-class Recorder(Launcher):
-    """A launcher that launches nothing and records what is to be launched, for backends run on stand-ins."""
+class ReplayRecorder(Launcher):
+    """A launcher that launches nothing and records the steps of a `LaunchRecording`.
+
+    Unlike the recorder in `tools/recording.py`, which keeps launches of arrays without values to be read, it knows for
+    each operand which tensor of the call it is, so that the steps can run again on other tensors. It also looks at
+    real strides and alignments, and refuses what a replay could not repeat.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +217,7 @@ class Recorder(Launcher):
         self.steps: list[Step] = []
 
     def stand_in(self, tensor: torch.Tensor) -> Any:
-        """For the next tensor of the call; all of them come before anything is launched."""
+        """The stand-in for the next tensor of the call. All tensors of the call come before the first launch."""
         self.inputs += 1
         return StandIn(self.inputs - 1, tensor)
 
@@ -248,7 +254,7 @@ class Recorder(Launcher):
         return self._as_it_is(tensor, super().words(tensor.tensor, packed_rows=packed_rows))
 
     def _as_it_is(self, array: Any, found: torch.Tensor) -> Any:
-        """A copy is not a launch; a call that needs one is not recorded, since the copy costs more than the launch."""
+        """Refuse to record a call that needs a copy: a copy is not a launch, and costs more than one."""
         if found is not array.tensor:
             raise Unrecorded
         return array
@@ -260,8 +266,8 @@ class Recorder(Launcher):
 
 
 def record(call: Call, run: Callable[[Any, Any], Any]) -> LaunchRecording | None:
-    """The recording of a call by a backend's `run`; None where that does more than to launch kernels."""
-    recorder = Recorder()
+    """The recording of a call by the `run` of a backend, or None if that does more than launch kernels."""
+    recorder = ReplayRecorder()
     try:
         results = _indices(run(call.map(recorder.stand_in), recorder))
     except Unrecorded:

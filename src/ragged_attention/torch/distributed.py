@@ -22,8 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from ragged_attention import config, dispatch
 from ragged_attention.calls import CALLS, FLOATS, Call, dtype_name, expect_bool
-from ragged_attention.errors import InvalidInput
-from ragged_attention.sharding import (
+from ragged_attention.calls.sharding import (
     SUMS_OVER_HEADS,
     Heads,
     KvShard,
@@ -35,9 +34,15 @@ from ragged_attention.sharding import (
     zigzag_order,
     zigzag_pairs,
 )
-from ragged_attention.torch.mla import mla_decode, page_indices_to_slots
-from ragged_attention.torch.paged import Pages, merge_attention_states, ragged_paged_attention
-from ragged_attention.torch.varlen import varlen_attention, varlen_attention_backward
+from ragged_attention.errors import InvalidInput
+from ragged_attention.torch import (
+    merge_attention_states,
+    mla_decode,
+    page_indices_to_slots,
+    ragged_paged_attention,
+    varlen_attention,
+    varlen_attention_backward,
+)
 
 __all__ = [
     "KvShard",
@@ -176,7 +181,7 @@ for _record in CALLS.values():
 
 def context_parallel_decode(
     q: torch.Tensor,
-    kv_pages: Pages,
+    kv_pages: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     kv_lens: torch.Tensor,
     page_indices: torch.Tensor,
     cu_q_lens: torch.Tensor,

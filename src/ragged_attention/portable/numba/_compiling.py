@@ -19,8 +19,8 @@ from numba.core.ccallback import CFunc
 from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 
-from ragged_attention import caches, forking
 from ragged_attention.calls import mla_cache
+from ragged_attention.host import caches, forking
 from ragged_attention.portable.numba._vectors import OPTIONS
 
 # Settings of Numba that code depends on.

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ragged_attention import forking
+from ragged_attention.host import forking
 from ragged_attention.portable.numba import _threads, _xla
 from ragged_attention.portable.numba._compiling import machine_code, quietly
 from ragged_attention.portable.numba._records import Fields

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from llvmlite import binding, ir
 
-from ragged_attention import forking
+from ragged_attention.host import forking
 from ragged_attention.portable.numba._compiling import machine_code
 from ragged_attention.portable.numba._records import FAILED, NUM_PROGRAMS, STATE, WORKSPACE, end, record_at
 from ragged_attention.portable.numba._vectors import (

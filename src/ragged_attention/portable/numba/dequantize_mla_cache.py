@@ -53,7 +53,7 @@ KERNEL = Kernel("dequantize_mla_cache", FIELDS, plan, work)
 
 def run(call: DequantizeMlaCache, tile: Tile, launch: Any) -> Any:
     del tile
-    cache = launch.words(call.cache, packed_rows=call.layout.planar)
+    cache = launch.words(call.cache, packed_rows=call.kv_format.planar)
     page_stride, slot_stride = launch.strides(cache)[:2]
     numbers = {
         "num_pages": cache.shape[0],
@@ -62,7 +62,7 @@ def run(call: DequantizeMlaCache, tile: Tile, launch: Any) -> Any:
         "format": CODES[call.dtype],
         "page_stride": page_stride,
         "slot_stride": slot_stride,
-        "layout": code_of(call.layout),
+        "layout": code_of(call.kv_format),
         "num_threads": launch.num_threads,
     }
     return launch.native(KERNEL, {"cache": cache}, {"rows": (call.out_shape, call.dtype)}, numbers)["rows"]

@@ -63,7 +63,7 @@ def run(call: QuantizeMlaCache, tile: Tile, launch: Any) -> Any:
         "format": CODES[dtype_name(kv)],
         "page_stride": page_stride,
         "slot_stride": slot_stride,
-        "layout": code_of(call.layout),
+        "layout": code_of(call.kv_format),
         "power_of_two": call.power_of_two_scales,
         "num_threads": launch.num_threads,
     }

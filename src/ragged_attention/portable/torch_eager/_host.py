@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from ragged_attention.calls import Call
+from ragged_attention.portable.torch_eager import _framework
 
 Ints = NDArray[np.integer[Any]]
 
@@ -37,13 +38,8 @@ def held_kv_lens(call: Any, count: int) -> list[int]:
     return np.clip(on_host(call.kv_lens)[:count].astype(np.int64), 0, call.capacity).tolist()
 
 
-def framework_is_torch(call: Call) -> str | None:
-    """The reason to decline arrays that are not torch's, or None."""
-    return None if call.device.framework == "torch" else f"expected torch tensors, got a {call.device.framework} call"
-
-
-def readable_on_host(call: Call) -> str | None:
-    """The reason to decline where index arrays cannot be read on the host."""
+def why_not(call: Call) -> str | None:
+    """The reason to decline where index arrays cannot be read on the host, or a call that is not torch's."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return "expected a stream that is not being captured, since lengths are read on the host, got one that is"
-    return framework_is_torch(call)
+    return _framework.why_not(call)

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ragged_attention.calls import Call
 from ragged_attention.portable.torch_eager._cache import e4m3_to_float32, to_float32
-from ragged_attention.portable.torch_eager._host import Ints, on_host, readable_on_host, sequence_bounds
+from ragged_attention.portable.torch_eager._host import Ints, on_host, sequence_bounds
+from ragged_attention.portable.torch_eager._host import why_not as why_not
 from ragged_attention.portable.torch_eager._latents import Tile, Windows
 
 SCALE_BYTES = 4  # of a key in a page of bytes
@@ -26,10 +26,6 @@ FEATURES = frozenset({
 def heuristic(call: Any) -> Tile:
     """As many keys as leave room for the products of some tokens."""
     return Tile(block_kv=min(max(_products(call) // (8 * call.num_heads), 64), 2048))
-
-
-def why_not(call: Call) -> str | None:
-    return readable_on_host(call)
 
 
 def _products(call: Any) -> int:

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from ragged_attention.calls import CacheFormat
-from ragged_attention.errors import InvalidInput
+from ragged_attention.calls import CacheFormat, expect_count
 from ragged_attention.portable.torch_eager._cache import e4m3_to_float32, to_float32
 from ragged_attention.portable.torch_eager._softmax import wide
 from ragged_attention.portable.torch_eager.write_kv_pages import encode
@@ -153,10 +152,7 @@ class Tile:
     block_kv: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.block_kv, int) or isinstance(self.block_kv, bool):
-            raise TypeError(f"expected block_kv to be an int, got {type(self.block_kv).__name__}")
-        if self.block_kv < 1:
-            raise InvalidInput(f"expected block_kv >= 1, got {self.block_kv}")
+        expect_count("block_kv", self.block_kv, 1)
 
 
 def heuristic(call: Any) -> Tile:
@@ -193,16 +189,16 @@ class Windows:
 class Rows:
     """The rows of one cache, converted only when they are read."""
 
-    def __init__(self, cache: torch.Tensor, layout: CacheFormat | None) -> None:
+    def __init__(self, cache: torch.Tensor, layout: CacheFormat) -> None:
         """`cache` is [P, G, K, d_qk], or bytes [P, G, 1, token_bytes]; it has at least one slot."""
         self.layout, self.dtype = layout, cache.dtype
         plain = cache.view(torch.int8) if cache.itemsize == 1 else cache
-        self.windows = [Windows(part) for part in ([plain] if layout is None else parts_of(cache, layout))]
+        self.windows = [Windows(part) for part in ([plain] if not layout.quantized else parts_of(cache, layout))]
 
     def at(self, slots: torch.Tensor) -> torch.Tensor:
         """Float32 [n, K, d_qk], float64 for a cache of that, at slots i64 [n], which lie within the cache."""
         parts = [windows.at(slots) for windows in self.windows]
-        if self.layout is None:
+        if not self.layout.quantized:
             (stored,) = parts
             return to_float32(stored.view(self.dtype)) if stored.itemsize == 1 else stored.to(wide(stored))
         return dequantized(parts, self.layout).unsqueeze(1)

@@ -66,7 +66,7 @@ def _add(softmax: Softmax, rows: Rows, slots: torch.Tensor, hidden: torch.Tensor
         softmax.add(found, hidden[:, None, low : low + keys])
 
 
-def lists_of(cache: Any, layout: CacheFormat | None, indices: torch.Tensor, lens: torch.Tensor | None) -> Lists:
+def lists_of(cache: Any, layout: CacheFormat, indices: torch.Tensor, lens: torch.Tensor | None) -> Lists:
     """Lists [T, N] into a cache [P, G, 1, ...]."""
     num_slots = cache.shape[0] * cache.shape[1]
     last_slot = min(num_slots - 1, torch.iinfo(torch.int32).max)  # what an index can be compared with

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ragged_attention.errors import InvalidInput
+from ragged_attention.calls import expect_count
 from ragged_attention.portable.torch_eager._host import on_host
 
 
@@ -28,10 +28,7 @@ class Tile:
     block_q: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.block_q, int) or isinstance(self.block_q, bool):
-            raise TypeError(f"expected block_q to be an int, got {type(self.block_q).__name__}")
-        if self.block_q < 1:
-            raise InvalidInput(f"expected block_q >= 1, got {self.block_q}")
+        expect_count("block_q", self.block_q, 1)
 
 
 def heuristic(call: Any) -> Tile:

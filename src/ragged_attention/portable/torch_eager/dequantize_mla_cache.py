@@ -7,19 +7,15 @@ import torch
 from ragged_attention.calls import DequantizeMlaCache
 from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
-from ragged_attention.portable.torch_eager._host import framework_is_torch
+from ragged_attention.portable.torch_eager._framework import why_not as why_not
 from ragged_attention.portable.torch_eager._latents import chunks, dequantized, parts_of
 
 FEATURES = frozenset({"format", "dtype", "cache_layout"})
 
 
-def why_not(call: DequantizeMlaCache) -> str | None:
-    return framework_is_torch(call)
-
-
 def run(call: DequantizeMlaCache, tile: Tile, launch: Any) -> torch.Tensor:
     del tile, launch
-    layout = call.layout
+    layout = call.kv_format
     rows = torch.empty(call.out_shape, dtype=getattr(torch, call.dtype), device=call.cache.device)
     parts = parts_of(call.cache, layout)
     for where in chunks(call.cache):

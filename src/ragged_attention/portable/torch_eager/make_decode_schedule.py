@@ -8,14 +8,11 @@ import torch
 from ragged_attention.calls import MakeDecodeSchedule
 from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
-from ragged_attention.portable.torch_eager._host import on_host, readable_on_host
+from ragged_attention.portable.torch_eager._host import on_host
+from ragged_attention.portable.torch_eager._host import why_not as why_not
 
 BLOCK = 64  # keys
 FEATURES = frozenset({"extra_lens", "sparse", "num_parts", "overhead"})
-
-
-def why_not(call: MakeDecodeSchedule) -> str | None:
-    return readable_on_host(call)
 
 
 def run(call: MakeDecodeSchedule, tile: Tile, launch: Any) -> list[torch.Tensor]:

@@ -7,13 +7,9 @@ import torch
 from ragged_attention.calls import MergeAttentionStates
 from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
-from ragged_attention.portable.torch_eager._host import framework_is_torch
+from ragged_attention.portable.torch_eager._framework import why_not as why_not
 
 FEATURES = frozenset({"sinks", "out_dtype"})
-
-
-def why_not(call: MergeAttentionStates) -> str | None:
-    return framework_is_torch(call)
 
 
 def run(call: MergeAttentionStates, tile: Tile, launch: Any) -> tuple[torch.Tensor, torch.Tensor]:

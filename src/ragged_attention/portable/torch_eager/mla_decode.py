@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from ragged_attention.calls import MlaDecode
-from ragged_attention.portable.torch_eager._host import framework_is_torch, readable_on_host, result_dtype
+from ragged_attention.portable.torch_eager import _framework, _host
+from ragged_attention.portable.torch_eager._host import result_dtype
 from ragged_attention.portable.torch_eager._latents import Tile as Tile
 from ragged_attention.portable.torch_eager._latents import heuristic as heuristic
 from ragged_attention.portable.torch_eager._lists import attend, lists_of
@@ -23,7 +24,7 @@ FEATURES = frozenset({
 
 
 def why_not(call: MlaDecode) -> str | None:
-    return framework_is_torch(call) if call.sparse else readable_on_host(call)
+    return (_framework if call.sparse else _host).why_not(call)
 
 
 def run(call: MlaDecode, tile: Tile, launch: Any) -> list[torch.Tensor]:
@@ -37,10 +38,10 @@ def _sparse(call: Any, tile: Tile) -> list[torch.Tensor]:
             lens = lens[:, None].expand(-1, call.num_q_tokens)
         return None if lens is None else lens.flatten()
 
-    lists = [lists_of(call.kv_cache, call.layout, call.indices.flatten(0, 1), of_tokens(call.topk_lens))]
+    lists = [lists_of(call.kv_cache, call.kv_format, call.indices.flatten(0, 1), of_tokens(call.topk_lens))]
     if call.extra_indices is not None:
         extra = call.extra_indices.flatten(0, 1)
-        lists.append(lists_of(call.extra_kv_cache, call.extra_layout, extra, of_tokens(call.extra_topk_lens)))
+        lists.append(lists_of(call.extra_kv_cache, call.extra_kv_format, extra, of_tokens(call.extra_topk_lens)))
     out = call.q.new_empty(call.out_shape, dtype=result_dtype(call))
     max_logits, lse = (call.q.new_empty(call.out_shape[:3], dtype=torch.float32) for _ in range(2))
     results = [result.flatten(0, 1) for result in (out, max_logits, lse)]

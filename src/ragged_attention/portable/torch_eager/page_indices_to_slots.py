@@ -7,13 +7,9 @@ import torch
 from ragged_attention.calls import PageIndicesToSlots
 from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
-from ragged_attention.portable.torch_eager._host import framework_is_torch
+from ragged_attention.portable.torch_eager._framework import why_not as why_not
 
 FEATURES: frozenset[str] = frozenset()
-
-
-def why_not(call: PageIndicesToSlots) -> str | None:
-    return framework_is_torch(call)
 
 
 def run(call: PageIndicesToSlots, tile: Tile, launch: Any) -> torch.Tensor:

@@ -6,7 +6,7 @@ import torch
 
 from ragged_attention.calls import PagedAttention
 from ragged_attention.portable.torch_eager import _heads_first, ragged_paged_attention
-from ragged_attention.portable.torch_eager._host import readable_on_host
+from ragged_attention.portable.torch_eager._host import why_not as why_not
 from ragged_attention.portable.torch_eager.ragged_paged_attention import Tile as Tile
 
 FEATURES = frozenset({"sm_scale", "soft_cap"})
@@ -14,10 +14,6 @@ FEATURES = frozenset({"sm_scale", "soft_cap"})
 
 def heuristic(call: PagedAttention) -> Tile:
     return ragged_paged_attention.heuristic(call.as_ragged())
-
-
-def why_not(call: PagedAttention) -> str | None:
-    return readable_on_host(call)
 
 
 def run(call: PagedAttention, tile: Tile, launch: Any) -> torch.Tensor:

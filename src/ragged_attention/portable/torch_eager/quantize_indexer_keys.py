@@ -7,14 +7,10 @@ import torch
 from ragged_attention.calls import QuantizeIndexerKeys
 from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
-from ragged_attention.portable.torch_eager._host import framework_is_torch
+from ragged_attention.portable.torch_eager._framework import why_not as why_not
 from ragged_attention.portable.torch_eager._latents import CHUNK, quantized_groups
 
 FEATURES = frozenset({"power_of_two"})
-
-
-def why_not(call: QuantizeIndexerKeys) -> str | None:
-    return framework_is_torch(call)
 
 
 def run(call: QuantizeIndexerKeys, tile: Tile, launch: Any) -> list[torch.Tensor]:

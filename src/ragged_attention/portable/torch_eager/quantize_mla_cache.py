@@ -7,19 +7,15 @@ import torch
 from ragged_attention.calls import QuantizeMlaCache
 from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
-from ragged_attention.portable.torch_eager._host import framework_is_torch
+from ragged_attention.portable.torch_eager._framework import why_not as why_not
 from ragged_attention.portable.torch_eager._latents import chunks, fields_of, parts_of, quantized
 
 FEATURES = frozenset({"power_of_two_scales", "cache_layout"})
 
 
-def why_not(call: QuantizeMlaCache) -> str | None:
-    return framework_is_torch(call)
-
-
 def run(call: QuantizeMlaCache, tile: Tile, launch: Any) -> torch.Tensor:
     del tile, launch
-    layout = call.layout
+    layout = call.kv_format
     cache = torch.empty(call.out_shape, dtype=torch.uint8, device=call.kv.device)
     fields = fields_of(parts_of(cache, layout), layout)
     for where in chunks(call.kv):

@@ -15,10 +15,10 @@ from ragged_attention.portable.torch_eager._host import (
     Ints,
     held_kv_lens,
     on_host,
-    readable_on_host,
     result_dtype,
     sequence_bounds,
 )
+from ragged_attention.portable.torch_eager._host import why_not as why_not
 from ragged_attention.portable.torch_eager._latents import Rows
 from ragged_attention.portable.torch_eager._latents import Tile as Tile
 from ragged_attention.portable.torch_eager._latents import heuristic as heuristic
@@ -29,10 +29,6 @@ FEATURES = frozenset({
     "num_seqs", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "kv_scale", "return_lse",
     "cache_format", "cache_layout", "out_dtype",
 })  # fmt: skip
-
-
-def why_not(call: RaggedMlaAttention) -> str | None:
-    return readable_on_host(call)
 
 
 def run(call: RaggedMlaAttention, tile: Tile, launch: Any) -> Any:
@@ -62,7 +58,7 @@ class Attention:
         call = self.call
         if not call.num_slots:
             return
-        rows, kv_lens = Rows(call.kv_cache, call.layout), held_kv_lens(call, len(bounds))
+        rows, kv_lens = Rows(call.kv_cache, call.kv_format), held_kv_lens(call, len(bounds))
         tables = on_host(call.page_indices[:, : -(-max(kv_lens, default=0) // call.page_size)])
         for seq, ((start, stop), kv_len) in enumerate(zip(bounds, kv_lens, strict=True)):
             if start < stop and kv_len > 0:

@@ -15,17 +15,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ragged_attention.calls import RaggedPagedAttention
-from ragged_attention.errors import InvalidInput
+from ragged_attention.calls import RaggedPagedAttention, expect_count
 from ragged_attention.portable.torch_eager._cache import Keys, Reader, keys_of
 from ragged_attention.portable.torch_eager._host import (
     Ints,
     held_kv_lens,
     on_host,
-    readable_on_host,
     result_dtype,
     sequence_bounds,
 )
+from ragged_attention.portable.torch_eager._host import why_not as why_not
 from ragged_attention.portable.torch_eager._softmax import soft_capped
 
 SMALL = 2 * 2**20  # bytes of working memory that are always allowed
@@ -49,12 +48,8 @@ class Tile:
     block_kv: int
 
     def __post_init__(self) -> None:
-        for name in ("block_q", "block_kv"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"expected {name} to be an int, got {type(value).__name__}")
-            if value < 1:
-                raise InvalidInput(f"expected {name} >= 1, got {value}")
+        expect_count("block_q", self.block_q, 1)
+        expect_count("block_kv", self.block_kv, 1)
 
 
 def heuristic(call: RaggedPagedAttention) -> Tile:
@@ -62,10 +57,6 @@ def heuristic(call: RaggedPagedAttention) -> Tile:
     width = call.num_kv_heads * max(call.head_dim, call.v_head_dim)
     piece = SMALL // 4 if call.cache_dtype == "float32" else SMALL // 8
     return Tile(block_q=min(max(256 // call.group, 16), 128), block_kv=max(piece // width, 16))
-
-
-def why_not(call: RaggedPagedAttention) -> str | None:
-    return readable_on_host(call)
 
 
 class Block(NamedTuple):

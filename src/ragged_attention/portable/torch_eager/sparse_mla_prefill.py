@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from ragged_attention.calls import SparseMlaPrefill
-from ragged_attention.portable.torch_eager._host import framework_is_torch, result_dtype
+from ragged_attention.portable.torch_eager._framework import why_not as why_not
+from ragged_attention.portable.torch_eager._host import result_dtype
 from ragged_attention.portable.torch_eager._latents import Tile as Tile
 from ragged_attention.portable.torch_eager._latents import heuristic as heuristic
 from ragged_attention.portable.torch_eager._lists import attend, lists_of
@@ -20,10 +21,6 @@ FEATURES = frozenset({
 })  # fmt: skip
 
 
-def why_not(call: SparseMlaPrefill) -> str | None:
-    return framework_is_torch(call)
-
-
 def run(call: SparseMlaPrefill, tile: Tile, launch: Any) -> list[torch.Tensor]:
     del launch
     q, cache = call.q, call.kv.unsqueeze(1) if call.kv.dim() == 3 else call.kv
@@ -32,7 +29,7 @@ def run(call: SparseMlaPrefill, tile: Tile, launch: Any) -> list[torch.Tensor]:
     group = call.num_q_heads // call.num_kv_heads
     for kv_head in range(call.num_kv_heads):
         heads = slice(kv_head * group, (kv_head + 1) * group)
-        lists = lists_of(cache[:, :, kv_head : kv_head + 1], call.layout, call.indices[:, kv_head], call.topk_lens)
+        lists = lists_of(cache[:, :, kv_head : kv_head + 1], call.kv_format, call.indices[:, kv_head], call.topk_lens)
         sinks = None if call.sinks is None else call.sinks[heads]
         results = [result[:, heads] for result in (out, max_logits, lse)]
         attend(q[:, heads], [lists], call.scale, sinks, tile.block_kv, results)

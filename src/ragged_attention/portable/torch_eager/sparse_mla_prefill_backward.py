@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ragged_attention.calls import SparseMlaPrefillBackward
-from ragged_attention.portable.torch_eager._host import framework_is_torch
+from ragged_attention.portable.torch_eager import _framework
 from ragged_attention.portable.torch_eager._latents import Tile as Tile
 from ragged_attention.portable.torch_eager._latents import heuristic as heuristic
 from ragged_attention.portable.torch_eager._lists import Lists, lists_of
@@ -22,7 +22,7 @@ FEATURES = frozenset({"d_lse", "sm_scale", "d_v", "sinks", "topk_lens", "determi
 def why_not(call: SparseMlaPrefillBackward) -> str | None:
     if call.deterministic and call.device.platform not in ORDERED:
         return f"adds up in a fixed order on {', '.join(ORDERED)}, got deterministic=True on {call.device.platform}"
-    return framework_is_torch(call)
+    return _framework.why_not(call)
 
 
 def run(call: SparseMlaPrefillBackward, tile: Tile, launch: Any) -> list[torch.Tensor]:
@@ -34,7 +34,7 @@ def run(call: SparseMlaPrefillBackward, tile: Tile, launch: Any) -> list[torch.T
     step = max(tile.block_kv // call.topk, 1)
     for kv_head in range(call.num_kv_heads):
         heads = slice(kv_head * group, (kv_head + 1) * group)
-        lists = lists_of(cache[:, :, kv_head : kv_head + 1], None, call.indices[:, kv_head], call.topk_lens)
+        lists = lists_of(cache[:, :, kv_head : kv_head + 1], call.kv_format, call.indices[:, kv_head], call.topk_lens)
         d_rows = torch.zeros(call.num_slots, call.d_qk, dtype=wide(call.q), device=call.q.device)
         for first in range(0, call.num_tokens if lists.rows else 0, step):
             tokens = slice(first, first + step)

@@ -7,15 +7,11 @@ import torch
 from ragged_attention.calls import TopKIndices
 from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
-from ragged_attention.portable.torch_eager._host import framework_is_torch
+from ragged_attention.portable.torch_eager._framework import why_not as why_not
 from ragged_attention.portable.torch_eager._indexer import LOGITS, largest
 
 FEATURES = frozenset({"starts", "stops"})
 invariant_tile = heuristic  # a choice is exact
-
-
-def why_not(call: TopKIndices) -> str | None:
-    return framework_is_torch(call)
 
 
 def run(call: TopKIndices, tile: Tile, launch: Any) -> torch.Tensor:

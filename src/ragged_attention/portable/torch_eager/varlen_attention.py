@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ragged_attention.calls import VarlenAttention
-from ragged_attention.portable.torch_eager._host import readable_on_host
+from ragged_attention.portable.torch_eager._host import why_not as why_not
 from ragged_attention.portable.torch_eager._softmax import soft_capped, wide
 from ragged_attention.portable.torch_eager._varlen import Block, by_kv_head, by_token, hide, sequences
 from ragged_attention.portable.torch_eager._varlen import Tile as Tile
@@ -19,10 +19,6 @@ from ragged_attention.portable.torch_eager._varlen import heuristic as heuristic
 FEATURES = frozenset({
     "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "deterministic",
 })  # fmt: skip
-
-
-def why_not(call: VarlenAttention) -> str | None:
-    return readable_on_host(call)
 
 
 def run(call: VarlenAttention, tile: Tile, launch: Any) -> list[torch.Tensor]:

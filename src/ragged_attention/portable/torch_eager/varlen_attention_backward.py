@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ragged_attention.calls import VarlenAttentionBackward
-from ragged_attention.portable.torch_eager._host import readable_on_host
+from ragged_attention.portable.torch_eager._host import why_not as why_not
 from ragged_attention.portable.torch_eager._softmax import RowTerms, soft_capped, wide
 from ragged_attention.portable.torch_eager._varlen import Block, by_kv_head, by_token, hide, sequences
 from ragged_attention.portable.torch_eager._varlen import Tile as Tile
@@ -18,10 +18,6 @@ from ragged_attention.portable.torch_eager._varlen import heuristic as heuristic
 FEATURES = frozenset({
     "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "deterministic",
 })  # fmt: skip
-
-
-def why_not(call: VarlenAttentionBackward) -> str | None:
-    return readable_on_host(call)
 
 
 def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> list[torch.Tensor]:

@@ -7,16 +7,12 @@ import torch
 from ragged_attention.calls import WriteIndexerCache
 from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
-from ragged_attention.portable.torch_eager._host import readable_on_host
+from ragged_attention.portable.torch_eager._host import why_not as why_not
 from ragged_attention.portable.torch_eager._indexer import planes_of
 from ragged_attention.portable.torch_eager._latents import CHUNK, quantized_groups
 from ragged_attention.portable.torch_eager.write_kv_pages import last_writers
 
 FEATURES = frozenset({"power_of_two"})
-
-
-def why_not(call: WriteIndexerCache) -> str | None:
-    return readable_on_host(call)
 
 
 def run(call: WriteIndexerCache, tile: Tile, launch: Any) -> torch.Tensor:

@@ -12,14 +12,11 @@ from ragged_attention.calls import WriteKvPages
 from ragged_attention.calls.fields import SMALLEST_FLOAT32
 from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
-from ragged_attention.portable.torch_eager._host import held_kv_lens, on_host, readable_on_host, sequence_bounds
+from ragged_attention.portable.torch_eager._host import held_kv_lens, on_host, sequence_bounds
+from ragged_attention.portable.torch_eager._host import why_not as why_not
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FEATURES = frozenset({"slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "k_scale", "v_scale"})
-
-
-def why_not(call: WriteKvPages) -> str | None:
-    return readable_on_host(call)
 
 
 def slots_of(call: Any) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 from ragged_attention.calls import WriteMlaCache
 from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
-from ragged_attention.portable.torch_eager._host import readable_on_host
+from ragged_attention.portable.torch_eager._host import why_not as why_not
 from ragged_attention.portable.torch_eager._latents import CHUNK, fields_of, parts_of, quantized
 from ragged_attention.portable.torch_eager.write_kv_pages import last_writers, slots_of, stored
 
@@ -17,21 +17,17 @@ FEATURES = frozenset({
 })  # fmt: skip
 
 
-def why_not(call: WriteMlaCache) -> str | None:
-    return readable_on_host(call)
-
-
 def run(call: WriteMlaCache, tile: Tile, launch: Any) -> torch.Tensor:
     del tile, launch
-    cache, layout = call.cache, call.layout
-    if layout is None:
+    cache, layout = call.cache, call.kv_format
+    if not layout.quantized:
         fields = (cache.view(torch.uint8) if cache.itemsize == 1 else cache,)
     else:
         fields = fields_of(parts_of(cache, layout), layout)
     slots, tokens = last_writers(slots_of(call), call.num_slots)
     for some, rows in zip(slots.split(CHUNK), tokens.split(CHUNK), strict=True):
         new = call.kv[rows]
-        if layout is None:
+        if not layout.quantized:
             found = (stored(new, call.kv_scale, cache.dtype),)
         else:
             found = quantized(new[:, 0], layout, call.power_of_two_scales)

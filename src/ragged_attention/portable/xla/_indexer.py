@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ragged_attention._jax_axes import cond, fori_loop
 from ragged_attention.calls import IndexerTopk
+from ragged_attention.jax_shared.axes import cond, fori_loop
 from ragged_attention.portable.xla._latents import spans
 from ragged_attention.portable.xla._pages import BITS, addresses_of
 from ragged_attention.portable.xla._ragged import at, sequences

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ragged_attention._jax_latents import Stored
 from ragged_attention.calls import CacheFormat
+from ragged_attention.jax_shared.latents import Stored
 from ragged_attention.portable.xla._pages import BITS
 from ragged_attention.portable.xla._ragged import at
 
@@ -74,7 +74,7 @@ class Latents:
     Plain rows come in their own dtype, quantised and other 8-bit ones in float32.
     """
 
-    def __init__(self, cache: Any, layout: CacheFormat | None) -> None:
+    def __init__(self, cache: Any, layout: CacheFormat) -> None:
         self.cache = cache
         self.page_size = cache.shape[1] if cache.ndim == 4 else 1  # each packed row is a page
         self.layout = layout
@@ -95,7 +95,7 @@ class Latents:
         cache, page, offset, head = lax.optimization_barrier((self.cache, page, offset, head))
         cache = cache if cache.ndim == 4 else cache[:, None]  # ahead of the loop it would be a copy
         bits = lax.bitcast_convert_type(cache, BITS[cache.dtype.itemsize])
-        if self.layout is None:
+        if not self.layout.quantized:
             rows = lax.bitcast_convert_type(at(bits, page, offset, head), cache.dtype)
             rows = rows.astype(jnp.float32) if cache.dtype.itemsize == 1 else rows
         else:
@@ -105,13 +105,13 @@ class Latents:
         return jnp.where(seen[..., None], rows, 0), seen
 
     def _token_rows(self, cache: jax.Array, page: jax.Array, offset: jax.Array) -> Stored:
-        assert self.layout is not None
+        assert self.layout.quantized
         # Gathered once, not again for each element that a scale goes into.
         tokens = lax.optimization_barrier(at(cache, page, offset, 0))
         return _token_major(tokens, self.layout)
 
     def _planar_rows(self, cache: jax.Array, page: jax.Array, offset: jax.Array) -> Stored:
-        assert self.layout is not None
+        assert self.layout.quantized
         num_pages, page_size = cache.shape[:2]
         units = cache.reshape(num_pages, -1, UNIT)
         count, more = planar_units(self.layout)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ragged_attention._jax_axes import fori_loop
+from ragged_attention.jax_shared.axes import fori_loop
 from ragged_attention.portable.xla._latents import Latents
 from ragged_attention.portable.xla._pages import BITS
 from ragged_attention.portable.xla._ragged import at

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ragged_attention._jax_pages import BITS as BITS
+from ragged_attention.jax_shared.pages import BITS as BITS
 from ragged_attention.portable.xla._ragged import at
 
 

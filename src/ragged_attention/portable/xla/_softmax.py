@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ragged_attention._jax_logits import soft_capped
+from ragged_attention.jax_shared.logits import soft_capped
 
 
 def wide(dtype: Any) -> Any:
@@ -46,13 +46,15 @@ class Softmax(NamedTuple):
         acc = alpha[..., None] * self.acc + dot("...rn,...nd->...rd", weights, values)
         return Softmax(m_i, alpha * self.l_i + weights.sum(axis=-1), acc)
 
-    def finished(self, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """Out [..., R, d_v] and lse [..., R] in the dtype of the state, with each row's sink."""
+    def finished(self, sinks: jax.Array | None, v_scale: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        """Out [..., R, d_v] and lse [..., R] in the state's dtype; sinks and the values' scales broadcast over rows."""
         some = self.m_i != -jnp.inf
         lse = jnp.where(some, self.m_i + jnp.log(self.l_i), -jnp.inf)
         factor = jnp.where(some, 1.0 / jnp.where(some, self.l_i, 1.0), 0.0)
         if sinks is not None:
             factor *= jnp.where(some, jax.nn.sigmoid(lse - sinks), 0.0)
+        if v_scale is not None:
+            factor *= v_scale
         return self.acc * factor[..., None], lse
 
 

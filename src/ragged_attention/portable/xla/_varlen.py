@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ragged_attention._jax_axes import fori_loop
 from ragged_attention.calls import VarlenCall
+from ragged_attention.jax_shared.axes import fori_loop
 from ragged_attention.portable.xla._framework import why_not as why_not
 from ragged_attention.portable.xla._ragged import at
 from ragged_attention.portable.xla._tile import Tile

@@ -18,4 +18,4 @@ def run(call: DequantizeMlaCache, tile: Tile, launch: Any) -> jax.Array:
     del tile, launch
     if len(call.cache) == 0:
         return jnp.zeros(call.out_shape, call.dtype)
-    return dequantized(all_rows(call.cache, call.layout), call.layout).astype(call.dtype)
+    return dequantized(all_rows(call.cache, call.kv_format), call.kv_format).astype(call.dtype)

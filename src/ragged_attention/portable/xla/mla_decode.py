@@ -43,8 +43,8 @@ def _sparse(call: MlaDecode, tile: Tile) -> tuple[jax.Array, jax.Array]:
     """Out [S * Q, H, d_v] and lse [S * Q, H]: each query token is a query with a list of its own."""
     shape = call.q.shape[:2]
     given = [
-        (call.kv_cache, call.layout, call.indices, call.topk_lens),
-        (call.extra_kv_cache, call.extra_layout, call.extra_indices, call.extra_topk_lens),
+        (call.kv_cache, call.kv_format, call.indices, call.topk_lens),
+        (call.extra_kv_cache, call.extra_kv_format, call.extra_indices, call.extra_topk_lens),
     ]
     lists = [
         Lists(Latents(cache, layout), slots.reshape(-1, slots.shape[2]), lens_within(lens, shape, slots.shape[2]))

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ragged_attention._jax_latents import quantized_groups
 from ragged_attention.calls import QuantizeIndexerKeys
+from ragged_attention.jax_shared.latents import quantized_groups
 from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.xla._framework import why_not as why_not

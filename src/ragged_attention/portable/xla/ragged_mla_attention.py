@@ -59,7 +59,7 @@ class LatentBlocks:
     """Gathers latent rows, which are K and, in their first columns, V."""
 
     def __init__(self, call: MlaDecode | RaggedMlaAttention) -> None:
-        self.latents = Latents(call.kv_cache, call.layout)
+        self.latents = Latents(call.kv_cache, call.kv_format)
         self.page_indices, self.d_v = call.page_indices, call.d_v
         self.heads = jnp.arange(call.num_kv_heads, dtype=jnp.int32)[:, None]
 

@@ -5,20 +5,19 @@ with an online softmax. Both loops count at run time, so the cost follows the vi
 of K and V is gathered. Sequences of one query get tiles of one token: a decode does not pay for a prefill's rows.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ragged_attention._jax_axes import fori_loop
-from ragged_attention._jax_pages import per_head
 from ragged_attention.calls import RaggedPagedAttention
+from ragged_attention.jax_shared.axes import fori_loop
+from ragged_attention.jax_shared.pages import per_head
 from ragged_attention.portable.xla._framework import why_not as why_not
 from ragged_attention.portable.xla._pages import BITS, Blocks, KeyValueBlocks
 from ragged_attention.portable.xla._ragged import at, sequences
-from ragged_attention.portable.xla._softmax import logits_of
+from ragged_attention.portable.xla._softmax import Softmax, dot, logits_of
 from ragged_attention.portable.xla._tile import Tile as Tile
 
 FEATURES = frozenset({
@@ -138,10 +137,8 @@ def _attend(
     q = q.swapaxes(0, 1).reshape(num_kv_heads, -1, call.head_dim)
     start, stop = _visible_range(call, tile, kv_len)
     window, scale = _window(call), per_head(call.k_scale, num_kv_heads) * jnp.float32(call.scale)
-    dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32, precision="highest")
 
-    def step(block: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-        m_i, l_i, acc = state
+    def step(block: jax.Array, state: Softmax) -> Softmax:
         key = start + block * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
         k, v, seen = blocks.read(tile.seq, key, key < stop)
         logits = logits_of(dot("hrd,hkd->hrk", q, k), scale[:, None, None], call.soft_cap)
@@ -155,18 +152,19 @@ def _attend(
         if call.draft_mask is not None:  # a weight of 0 does not hide a NaN
             v = jnp.where((seen & tile.own[:, None]).any(axis=0)[:, None], v, 0)
         seen = jnp.broadcast_to(seen[:, None], (size, group, block_kv)).reshape(-1, block_kv)
-        logits = jnp.where(seen, logits, -jnp.inf)
-        m_new = jnp.maximum(m_i, logits.max(axis=-1))
-        base = jnp.where(m_new == -jnp.inf, 0.0, m_new)
-        weights, alpha = jnp.exp(logits - base[..., None]), jnp.exp(m_i - base)
-        acc = alpha[..., None] * acc + dot("hrk,hkd->hrd", weights, v)
-        return m_new, alpha * l_i + weights.sum(axis=-1), acc
+        return state.mixed(jnp.where(seen, logits, -jnp.inf), v)
 
-    rows = (num_kv_heads, size * group)
-    state = jnp.full(rows, -jnp.inf), jnp.zeros(rows), jnp.zeros((*rows, call.v_head_dim))
-    state = tuple(part.astype(jnp.float32) for part in state)
+    def by_token(rows: jax.Array) -> jax.Array:
+        """Rows [K, size * group, ...] as [size, H, ...]."""
+        inner = rows.shape[2:]
+        return rows.reshape(num_kv_heads, size, group, *inner).swapaxes(0, 1).reshape(size, -1, *inner)
+
     count = (jnp.maximum(stop - start, 0) + (block_kv - 1)) // block_kv
-    return _finish(call, size, *fori_loop(jnp.int32(0), count, step, state))
+    state = Softmax.of_no_keys(num_kv_heads, size * group, d_v=call.v_head_dim)
+    sinks = None if call.sinks is None else jnp.tile(call.sinks.reshape(num_kv_heads, group), size)
+    state = fori_loop(jnp.int32(0), count, step, state)
+    out, lse = state.finished(sinks, per_head(call.v_scale, num_kv_heads)[:, None])
+    return by_token(out).astype(call.result_dtype), by_token(lse)
 
 
 def _drafted(mask: jax.Array, tile: Queries, key: jax.Array) -> jax.Array:
@@ -175,22 +173,3 @@ def _drafted(mask: jax.Array, tile: Queries, key: jax.Array) -> jax.Array:
     rows = jnp.pad(rows, ((0, 0), (0, 1)))  # what lies beyond the mask is hidden
     new = key - tile.first_new
     return (new < 0) | rows[:, jnp.clip(new, 0, mask.shape[1])]
-
-
-def _finish(
-    call: RaggedPagedAttention, size: int, m_i: jax.Array, l_i: jax.Array, acc: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Normalise a tile, give the sink its share, and turn [K, size * group] back into [size, H]."""
-    shape = (call.num_kv_heads, size, call.group)
-    some = m_i != -jnp.inf
-    lse = jnp.where(some, m_i + jnp.log(l_i), -jnp.inf).reshape(shape)
-    factor = jnp.where(some, 1.0 / jnp.where(some, l_i, 1.0), 0.0).reshape(shape)
-    if call.sinks is not None:
-        share = jax.nn.sigmoid(lse - call.sinks.reshape(call.num_kv_heads, 1, call.group))
-        factor *= jnp.where(some.reshape(shape), share, 0.0)
-    factor *= per_head(call.v_scale, call.num_kv_heads)[:, None, None]
-    out = acc.reshape(*shape, -1) * factor[..., None]
-    return (
-        out.swapaxes(0, 1).reshape(size, call.num_q_heads, -1).astype(call.result_dtype),
-        lse.swapaxes(0, 1).reshape(size, call.num_q_heads),
-    )

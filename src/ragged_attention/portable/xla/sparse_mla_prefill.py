@@ -30,7 +30,7 @@ def run(call: SparseMlaPrefill, tile: Tile, launch: Any) -> tuple[jax.Array, jax
     num_tokens, num_kv_heads = call.num_tokens, call.num_kv_heads
     q = call.q.reshape(num_tokens * num_kv_heads, -1, call.d_qk)
     lists = Lists(
-        Latents(call.kv, call.layout),
+        Latents(call.kv, call.kv_format),
         call.indices.reshape(-1, call.topk),
         lens_within(call.topk_lens, (num_tokens, num_kv_heads), call.topk),
     )

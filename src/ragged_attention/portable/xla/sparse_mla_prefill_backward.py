@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ragged_attention._jax_axes import fori_loop
 from ragged_attention.calls import SparseMlaPrefillBackward
+from ragged_attention.jax_shared.axes import fori_loop
 from ragged_attention.portable.xla import _framework
 from ragged_attention.portable.xla._latents import Latents
 from ragged_attention.portable.xla._lists import lens_within, tile_for
@@ -111,7 +111,7 @@ def _tile(
     sinks = None if call.sinks is None else at(call.sinks.reshape(num_kv_heads, -1), queries.head)
     d_out, out = queries.d_out.astype(dtype), queries.out.astype(dtype)
     terms = RowTerms.of(d_out, out, queries.lse, queries.d_lse, sinks, live)
-    latents, block_kv = Latents(call.kv, None), min(block_kv, call.topk)
+    latents, block_kv = Latents(call.kv, call.kv_format), min(block_kv, call.topk)
 
     def step(block: jax.Array, state: Arrays) -> Arrays:
         dq, d_rows = state

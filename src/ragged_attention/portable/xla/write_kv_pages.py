@@ -4,8 +4,8 @@ from typing import Any
 
 import jax
 
-from ragged_attention._jax_pages import addresses_of_slots, addresses_of_tokens, new_rows
 from ragged_attention.calls import WriteKvPages
+from ragged_attention.jax_shared.pages import addresses_of_slots, addresses_of_tokens, new_rows
 from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.xla._framework import why_not as why_not

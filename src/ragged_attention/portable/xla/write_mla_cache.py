@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ragged_attention._jax_latents import new_rows
-from ragged_attention._jax_pages import addresses_of_slots, addresses_of_tokens
 from ragged_attention.calls import WriteMlaCache
+from ragged_attention.jax_shared.latents import new_rows
+from ragged_attention.jax_shared.pages import addresses_of_slots, addresses_of_tokens
 from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.xla._framework import why_not as why_not
@@ -34,8 +34,8 @@ def run(call: WriteMlaCache, tile: Tile, launch: Any) -> jax.Array:
     else:
         page, offset = addresses_of_slots(call.slot_mapping, call.num_pages, call.page_size)
     page = page_of_last(page, offset, len(cache), call.page_size)
-    layout, rows = call.layout, new_rows(call)
-    if layout is None:
+    layout, rows = call.kv_format, new_rows(call)
+    if not layout.quantized:
         return put(cache, rows, page, offset)
     units = rows.reshape(len(kv), -1, UNIT)
     behind = planar_units(layout)[1] if layout.planar else 0

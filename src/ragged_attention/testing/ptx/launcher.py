@@ -21,7 +21,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from ragged_attention.devices import shared_memory_of
+from ragged_attention.calls.base import shared_memory_of
 from ragged_attention.errors import InvalidInput, TooLarge
 from ragged_attention.testing.ptx import machine, memory, parsing
 from ragged_attention.testing.ptx.tensor_maps import TensorMap

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ragged_attention.devices import shared_memory_of
+from ragged_attention.calls.base import shared_memory_of
 from ragged_attention.testing.ptx import machine, parsing
 from ragged_attention.testing.ptx.errors import Unknown
 from ragged_attention.testing.ptx.launcher import Emulator, Operand

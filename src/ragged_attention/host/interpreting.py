@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ragged_attention import forking
+from ragged_attention.host import forking
 
 _one_at_a_time = threading.RLock()  # the interpreter replaces parts of triton.language for as long as a launch runs
 _running = False

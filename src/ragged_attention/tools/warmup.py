@@ -11,9 +11,9 @@ from typing import Any
 from rich.console import Console
 
 from ragged_attention import dispatch
-from ragged_attention.build_cuda import shown
 from ragged_attention.calls import CALLS
 from ragged_attention.errors import BackendMissing, InvalidInput
+from ragged_attention.tools.build_cuda import shown
 
 BACKEND = "numba"
 

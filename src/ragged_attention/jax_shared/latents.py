@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ragged_attention._jax_pages import codes, per_head, quotient, stored_bits
 from ragged_attention.calls import CacheFormat
+from ragged_attention.jax_shared.pages import codes, per_head, quotient, stored_bits
 
 INFINITY, NAN = np.uint32(0x7F800000), np.uint32(0x7FC00000)
 LEAST_SCALE = np.float32(1e-4).view(np.uint32)
@@ -30,7 +30,7 @@ def new_rows(call: Any) -> jax.Array:
 
     Of a plain cache [T, K, columns]; of bytes [T, bytes], in the order in which they lie.
     """
-    layout = call.layout
+    layout = call.kv_format
     if layout is None:
         scale = None if call.kv_scale is None else per_head(call.kv_scale, call.num_kv_heads)
         return stored_bits(call.kv, scale, call.cache.dtype)

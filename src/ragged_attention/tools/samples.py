@@ -7,13 +7,11 @@ a sample too, follow from the lengths of its sequences.
 import dataclasses
 import importlib
 import importlib.util
-import math
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ragged_attention.calls import CACHE_FORMATS, CALLS, QUANTIZED, Call, Device
+from ragged_attention.calls.base import SHARED_MEMORY, shared_memory_of
 from ragged_attention.calls.fields import wide_dtype
-from ragged_attention.devices import SHARED_MEMORY, shared_memory_of
 from ragged_attention.errors import InvalidInput
 
 FRAMEWORKS = ("torch", "jax")
@@ -27,30 +25,6 @@ class FakeArray:
 
     shape: tuple[int, ...]
     dtype: str
-
-
-class ShapeLauncher:
-    """What launchers of arrays without values share: these are contiguous, so none is ever copied."""
-
-    def results(
-        self, inputs: Sequence[Any], outputs: Iterable[tuple[Sequence[int], Any]], inplace: Sequence[int]
-    ) -> list[Any]:
-        """What a launch returns: new arrays, then the inputs that it may write."""
-        new = [FakeArray(tuple(shape), str(dtype).rpartition(".")[2]) for shape, dtype in outputs]
-        return new + [inputs[index] for index in inplace]
-
-    def strides(self, array: Any) -> tuple[int, ...]:
-        return tuple(math.prod(array.shape[axis + 1 :]) for axis in range(len(array.shape)))
-
-    def contiguous(self, array: Any) -> Any:
-        return array
-
-    def packed(self, array: Any) -> Any:
-        return array
-
-    def words(self, array: Any, *, packed_rows: bool) -> Any:
-        del packed_rows
-        return array
 
 
 class AnySample:

@@ -1,0 +1,92 @@
+"""What a plan consists of: the work of its kernels, and what a GPU can do in a second."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+KernelArgs = Mapping[str, Any]  # arguments of a launch by name, without the arrays
+# The number of programs with work, by how many iterations they make of each inner loop. If a kernel has a loop without
+# masks and a masked loop, the loop without masks comes first.
+Programs = Mapping[tuple[float, ...], int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Machine:
+    """What a GPU can do in a second."""
+
+    memory: float  # bytes
+    cache: float  # bytes that its L2 cache delivers to the multiprocessors
+    cache_size: int  # bytes
+    multiplying: float  # floating-point operations of bfloat16 matrix products
+
+
+# Memory and matrix products were measured on an H200. The L2 cache was not: FlashAttention-3 at its fastest
+# (740 TFLOP/s, 128 rows per program) must have read 5.8e12 bytes per second from that of an H100. We assume that its
+# other traffic adds a tenth.
+H200 = Machine(memory=4.3e12, cache=6.4e12, cache_size=50 * 10**6, multiplying=7.9e14)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Work:
+    """What programs do."""
+
+    flops: int = 0  # operations of matrix products, with all rows, columns and keys of the tiles
+    again: int = 0  # further operations, which multiply what rounding has removed from operands
+    keys: int = 0  # bytes of keys and values that are read, from memory or from a cache
+    rows: int = 0  # bytes of queries, results and partial results that are read or written
+
+    def __add__(self, other: "Work") -> "Work":
+        both = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return Work(*(mine + others for mine, others in both))
+
+    def __mul__(self, times: int) -> "Work":
+        return Work(*(number * times for number in dataclasses.astuple(self)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """The work of one kernel, the bytes that it needs from memory, and the least that the case needs for it."""
+
+    name: str
+    work: Work
+    fetched: float = 0  # bytes
+    floor: float = 0  # seconds
+    programs: Programs = dataclasses.field(default_factory=dict)
+
+    @property
+    def turns(self) -> tuple[float, ...]:
+        """The iterations of each loop, summed over all programs."""
+        each = ([count * number for number in turns] for turns, count in self.programs.items())
+        return tuple(map(sum, zip(*each, strict=True)))
+
+    @property
+    def working(self) -> int:
+        """How many programs have work."""
+        return sum(self.programs.values())
+
+    @property
+    def longest(self) -> float:
+        """The iterations of the longest program."""
+        return max(map(sum, self.programs), default=0.0)
+
+    @property
+    def skew(self) -> float:
+        """The iterations of the longest program, divided by those of an average program."""
+        return self.longest * self.working / sum(self.turns) if self.longest else 1.0
+
+    def times(self, machine: Machine, *, exact: bool) -> dict[str, float]:
+        """The seconds that each resource of the machine needs. `exact` counts operations that correct rounding, too."""
+        return {
+            "memory": self.fetched / machine.memory,
+            "cache": (self.work.keys + self.work.rows) / machine.cache,
+            "arithmetic": (self.work.flops + exact * self.work.again) / machine.multiplying,
+        }
+
+
+def visible(low: int, high: int, kv_len: int, window: int | None) -> tuple[int, int]:
+    """The keys [first, last) that some query at a position in [low, high] sees."""
+    return max(low - window + 1, 0) if window else 0, min(high + 1, kv_len)
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)

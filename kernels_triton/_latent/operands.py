@@ -1,0 +1,127 @@
+"""Latent attention: a call's formats and shapes as the records of constants that kernels read."""
+
+from typing import Any
+
+import triton.language as tl
+
+from ragged_attention.calls import WIDE_FLOATS, CacheFormat, dtype_name
+from ragged_attention.kernels_triton._formats import number_format
+from ragged_attention.kernels_triton._latent.rows import Operands, RowFormat
+from ragged_attention.kernels_triton._latent.softmax import SEPARATE_QK_ROWS
+from ragged_attention.kernels_triton._tiles import cdiv, next_power_of_2
+
+DTYPES = {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16}
+SCALED_WIDTH = 128  # columns of a group of codes
+
+
+def row_format(form: CacheFormat, arch: str, page_size: int, page_unit: int) -> RowFormat:
+    """How a GPU reads the rows of a format from pages of this size."""
+    return RowFormat(
+        CODES=number_format(form.codes, arch),
+        SCALES=form.scales,
+        GROUP=form.group,
+        VALUES=form.values,
+        ROTARY=form.rotary,
+        ROTARY_AT=form.rotary_at,
+        PLANAR=form.planar,
+        ROW=form.row_bytes,
+        SCALES_AT=page_size * form.row_bytes if form.planar else form.value_bytes,
+        SCALES_STEP=form.padded_scale_bytes,
+        FOLDED=form.folded,
+        RESCALED=form.folded,
+        PAGE_SIZE=page_size,
+        PAGE_UNIT=page_unit,
+    )
+
+
+def decoded_format(form: CacheFormat, page_unit: int) -> RowFormat:
+    """How a GPU reads the rows of bfloat16 that `decoding` makes of a quantised format, one to a page.
+
+    The columns of all groups come first. If scales are folded, these columns are without them, and the float32 scales
+    follow, two elements each. The last are the rotary columns, unless a group has them.
+    """
+    grouped, rest = stored_columns(form)
+    return RowFormat(
+        CODES="plain",
+        SCALES=form.scales if form.folded else "",
+        GROUP=form.group,
+        VALUES=grouped,
+        ROTARY=rest,
+        ROTARY_AT=grouped + folded_elements(form),
+        PLANAR=False,
+        ROW=0,
+        SCALES_AT=grouped,
+        SCALES_STEP=0,
+        FOLDED=form.folded,
+        RESCALED=False,
+        PAGE_SIZE=1,
+        PAGE_UNIT=page_unit,
+    )
+
+
+def decoded_width(form: CacheFormat) -> int:
+    """Elements of a decoded row, padded so that rows begin at multiples of 16 elements."""
+    return cdiv(sum(stored_columns(form)) + folded_elements(form), 16) * 16
+
+
+def folded_elements(form: CacheFormat) -> int:
+    """Elements of 16 bits that hold the scales of a decoded row."""
+    return 2 * form.num_groups if form.folded else 0
+
+
+def stored_columns(form: CacheFormat) -> tuple[int, int]:
+    """Columns of a quantised row in groups, and in the rest.
+
+    Rotary columns fill the last group if the codes leave just enough room in it; otherwise they are the rest.
+    """
+    room = -form.values % SCALED_WIDTH
+    return (form.width, 0) if form.rotary == room else (form.values, form.rotary)
+
+
+def columns(call: Any) -> tuple[int, int]:
+    """Columns in groups, which serve as V, and in the rest."""
+    return stored_columns(call.kv_format) if call.kv_format.quantized else (call.d_v, call.d_qk - call.d_v)
+
+
+def is_copied(form: CacheFormat, decoded: bool) -> bool:
+    """Whether rows are operands as they are stored."""
+    return (decoded or form.codes in WIDE_FLOATS) and not form.folded
+
+
+def groups_of(form: CacheFormat, width: int, rows: int, decoded: bool) -> int:
+    """The number of groups of this many columns. With two groups, threads copy pieces of fewer rows than with one."""
+    if form.folded:
+        return form.num_groups  # the products over a group are multiplied by its scale
+    if width <= SCALED_WIDTH:
+        return 1
+    return 2 if is_copied(form, decoded) and rows >= SEPARATE_QK_ROWS.value else 4
+
+
+def operands(call: Any, rows: int, *, decoded: bool = False) -> Operands:
+    """The operands for tiles of this many rows, over rows as they are stored or `decoded`."""
+    form, own = call.kv_format, DTYPES[dtype_name(call.q)]
+    grouped, rest = columns(call)
+    groups = groups_of(form, grouped, rows, decoded)
+    kind = rest_kind = own
+    if form.eight_bit and own == tl.bfloat16:
+        kind = rest_kind = tl.float16
+    elif form.quantized:
+        kind, rest_kind = tl.float16 if form.folded and not decoded else tl.bfloat16, tl.bfloat16
+    return Operands(
+        GROUPS=groups,
+        WIDTH=max(16, next_power_of_2(cdiv(grouped, groups))),
+        GROUPED=grouped,
+        REST=rest,
+        REST_PAD=max(16, next_power_of_2(rest)),
+        DTYPE=kind,
+        REST_DTYPE=rest_kind,
+        PRODUCTS=products(own, kind),
+        REST_PRODUCTS=products(own, rest_kind),
+        DIVIDED=kind == tl.float16 and (form.quantized or own != kind),
+        REST_IS_VALUE=call.d_v > grouped,
+    )
+
+
+def products(own: tl.dtype, kind: tl.dtype) -> int:
+    """2 if rounding queries to an operand's dtype loses something. Divided bfloat16 is exact in float16."""
+    return 1 if own == kind or (own, kind) == (tl.bfloat16, tl.float16) else 2

@@ -1,0 +1,158 @@
+"""Rows of queries and of results, for attention over pages: (query token, query head) pairs of one sequence."""
+
+# Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+
+import dataclasses
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from ragged_attention.kernels_triton._constants import Constants
+from ragged_attention.kernels_triton._formats import in_float16, load_scale, narrow
+from ragged_attention.kernels_triton._pages import Queries
+from ragged_attention.kernels_triton._sequences import query_edge
+from ragged_attention.kernels_triton._softmax import LOG2E, finish, unit_under_cap
+
+SMALLEST_SCALE: tl.constexpr = tl.constexpr(1e-30)  # stands for a scale of 0, so that -inf times it stays -inf
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Scaling(Constants):
+    """Which factors a call has."""
+
+    K_SCALE_STRIDE: int  # see `load_scale`
+    V_SCALE_STRIDE: int
+    SIGNED: bool  # whether the factor of logits may be negative
+    HAS_SOFT_CAP: bool
+    HAS_SINKS: bool
+
+
+class Rows(NamedTuple):
+    """A block of rows of one sequence and KV head."""
+
+    row: tl.tensor  # numbers of the rows in the sequence
+    num_rows: tl.tensor  # of the sequence; later ones belong to no query
+    start: tl.tensor  # the sequence's first token
+    kv_head: tl.tensor
+
+
+class Factors(NamedTuple):
+    """What logits are made from."""
+
+    sm_scale: tl.tensor
+    soft_cap: tl.tensor
+    k_scale_ptr: tl.tensor  # see `load_scale`
+    k_scale: tl.tensor
+
+
+class QueryArray(NamedTuple):
+    """The queries of a call, [tokens, heads, D]."""
+
+    ptr: tl.tensor
+    token_stride: tl.tensor
+    head_stride: tl.tensor
+
+
+class Output(NamedTuple):
+    """The results, [tokens, heads, DV] and [tokens, heads]."""
+
+    out_ptr: tl.tensor
+    lse_ptr: tl.tensor
+
+
+@triton.jit
+def logit_scales(scale, soft_cap, HAS_SOFT_CAP: tl.constexpr):
+    """(inner, cap, outer) for a scale's magnitude, as `Queries` has them."""
+    magnitude = tl.maximum(tl.abs(scale), SMALLEST_SCALE)
+    inner = magnitude
+    outer = magnitude * LOG2E
+    cap = soft_cap
+    if HAS_SOFT_CAP:
+        unit = unit_under_cap(soft_cap)
+        inner = magnitude * unit
+        outer = LOG2E / unit
+        cap = soft_cap * unit
+    return inner, cap, outer
+
+
+@triton.jit
+def load_rows(array, rows, negative, SIGNED: tl.constexpr, SHAPE: tl.constexpr):
+    """Query rows [ROWS, D_PAD], zero where there is none; negated, if SIGNED, where the scale of logits is negative.
+
+    Operands that were only loaded stay in shared memory, where Hopper's matrix units read them; computed ones take
+    registers.
+    """
+    d = tl.arange(0, SHAPE.D_PAD)
+    token = (rows.start + rows.row // SHAPE.GROUP).to(tl.int64)
+    head = rows.kv_head * SHAPE.GROUP + rows.row % SHAPE.GROUP
+    offset = token * array.token_stride + head.to(tl.int64) * array.head_stride
+    mask = (rows.row < rows.num_rows)[:, None] & (d < SHAPE.D)[None, :]
+    q = tl.load(array.ptr + offset[:, None] + d[None, :], mask=mask, other=0)
+    if SIGNED:
+        wide = q.to(tl.float32)
+        q = tl.where(negative, -wide, wide).to(q.dtype)
+    return q
+
+
+@triton.jit
+def load_queries(array, rows, factors, SCALING: tl.constexpr, SHAPE: tl.constexpr):
+    """A block of query rows as `Queries`."""
+    scale = load_scale(factors.k_scale_ptr, rows.kv_head, factors.k_scale, SCALING.K_SCALE_STRIDE) * factors.sm_scale
+    inner, cap, outer = logit_scales(scale, factors.soft_cap, SCALING.HAS_SOFT_CAP)
+    q = load_rows(array, rows, scale < 0, SCALING.SIGNED, SHAPE)
+    unit = outer
+    if SHAPE.Q_UNITS:
+        q, unit = in_float16(q)
+    return Queries(q, unit, inner, cap, outer)
+
+
+@triton.jit
+def store_rows(output, state, rows, sinks_ptr, v_scale, HAS_SINKS: tl.constexpr, SHAPE: tl.constexpr):
+    """Write out and lse of finished rows; of a row that has seen no key, 0 and -inf."""
+    m_i, l_i, acc = state
+    head = rows.kv_head * SHAPE.GROUP + rows.row % SHAPE.GROUP
+    exists = rows.row < rows.num_rows
+    factor, lse = finish(m_i, l_i, sinks_ptr, head, exists, v_scale, HAS_SINKS)
+    out = tl.where((l_i == 0.0)[:, None], 0.0, acc * factor[:, None])  # a value that the row does not see may be NaN
+    dv = tl.arange(0, SHAPE.DV_PAD)
+    index = (rows.start + rows.row // SHAPE.GROUP).to(tl.int64) * SHAPE.NUM_HEADS + head
+    mask = exists[:, None] & (dv < SHAPE.DV)[None, :]
+    out_ptr = output.out_ptr + index[:, None] * SHAPE.DV + dv[None, :]
+    tl.store(out_ptr, narrow(out, output.out_ptr.dtype.element_ty), mask=mask)
+    tl.store(output.lse_ptr + index, lse, mask=exists)
+
+
+@triton.jit
+def store_split(parts_ptr, part_lses_ptr, state, rows, part, SHAPE: tl.constexpr):
+    """Write one split's rows, normalised, and their lse in base 2, to the part of that number."""
+    m_i, l_i, acc = state
+    dv = tl.arange(0, SHAPE.DV_PAD)
+    index = part * rows.row.shape[0] + rows.row
+    empty = l_i == 0.0  # then acc is 0
+    l_i = tl.where(empty, 1.0, l_i)
+    acc = acc / l_i[:, None]
+    lse = tl.where(empty, float("-inf"), m_i + tl.math.log2(l_i))
+    exists = rows.row < rows.num_rows
+    mask = exists[:, None] & (dv < SHAPE.DV)[None, :]
+    tl.store(parts_ptr + index[:, None] * SHAPE.DV + dv[None, :], acc, mask=mask)
+    tl.store(part_lses_ptr + index, lse, mask=exists)
+
+
+@triton.jit
+def clear_rows(output, batch, entry, kv_head, ROWS: tl.constexpr, SHAPE: tl.constexpr):
+    """Write 0 and -inf to the rows that belong to no sequence; each program along the grid's first axis takes some."""
+    first = query_edge(batch.cu_q_lens_ptr, 0, batch.num_tokens)
+    last = query_edge(batch.cu_q_lens_ptr, batch.num_seqs, batch.num_tokens)
+    dv = tl.arange(0, SHAPE.DV_PAD)
+    zeros = tl.zeros([ROWS, SHAPE.DV_PAD], output.out_ptr.dtype.element_ty)
+    for first_row in range(entry * ROWS, batch.num_tokens * SHAPE.GROUP, tl.num_programs(0) * ROWS):
+        row = first_row + tl.arange(0, ROWS)
+        token = row // SHAPE.GROUP
+        unowned = (token < batch.num_tokens) & ((token < first) | (token >= last))
+        index = token.to(tl.int64) * SHAPE.NUM_HEADS + kv_head * SHAPE.GROUP + row % SHAPE.GROUP
+        mask = unowned[:, None] & (dv < SHAPE.DV)[None, :]
+        tl.store(output.out_ptr + index[:, None] * SHAPE.DV + dv[None, :], zeros, mask=mask)
+        tl.store(output.lse_ptr + index, tl.full([ROWS], float("-inf"), tl.float32), mask=unowned)

@@ -1,0 +1,37 @@
+"""Grouped queries over pages of keys and values."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ragged_attention.calls import Device, RaggedPagedAttention, WriteKvPages
+from ragged_attention.demo.engine import Limits
+from ragged_attention.demo.transformer import Transformer, Weights
+from ragged_attention.tools.samples import FakeArray
+
+
+class GroupedQueries(Transformer):
+    def heads(self, weights: Weights, layer: int, h: Any, positions: Any) -> tuple[Any, Any, Any]:
+        q, k, v = (self.xp.einsum("...e,ehd->...hd", h, weights[name][layer]) for name in "qkv")
+        return self.rope(q, positions), self.rope(k, positions), v
+
+    def cache(self, weights: Weights, limits: Limits) -> FakeArray:
+        _, _, num_kv_heads, head_dim = weights["k"].shape
+        return FakeArray((limits.num_pages, limits.page_size, 2 * num_kv_heads, head_dim), "float32")
+
+    def served(
+        self, weights: Weights, layer: int, h: Any, positions: Any, cache: Any, tables: Mapping[str, Any],
+        backend: str | None,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        q, k, v = self.heads(weights, layer, h, positions)
+        written = self.framework.operations.write_kv_pages(k, v, cache, **tables, backend=backend)
+        return self.framework.operations.ragged_paged_attention(q, written, **tables, backend=backend), written
+
+    def calls(
+        self, weights: Weights, limits: Limits, tables: Mapping[str, Any], device: Device
+    ) -> tuple[RaggedPagedAttention, WriteKvPages]:
+        q, k = (FakeArray((limits.max_tokens, *weights[name].shape[2:]), "float32") for name in "qk")
+        pages = self.cache(weights, limits)
+        return (
+            RaggedPagedAttention(q=q, kv_pages=pages, **tables, device=device),
+            WriteKvPages(k=k, v=k, kv_pages=pages, **tables, device=device),
+        )

@@ -1,0 +1,100 @@
+"""What both of the demo's transformers are made of, on arrays of torch or of jax, and full attention as their judge."""
+
+import abc
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ragged_attention import dispatch
+from ragged_attention.calls import Call, Device
+from ragged_attention.demo.engine import Batch, Limits
+from ragged_attention.demo.model import NORM_EPSILON, STEP_TABLES, rope_frequencies
+from ragged_attention.tools.samples import FakeArray
+
+Weights = Mapping[str, Any]  # the arrays of `ragged_attention.demo.model`, each with all layers
+
+
+@dataclasses.dataclass(frozen=True)
+class Framework:
+    """The modules of a framework, whose functions on arrays have the same names in both."""
+
+    xp: Any  # torch or jax.numpy
+    nn: Any  # torch.nn.functional or jax.nn
+    operations: Any  # ragged_attention.torch or ragged_attention.jax
+    beside: Callable[[np.ndarray, Any], Any]  # a NumPy array as one of the framework's, on the device of another array
+
+
+class Transformer(abc.ABC):
+    """One of the two models; they differ in their attention alone."""
+
+    def __init__(self, framework: Framework) -> None:
+        self.framework, self.xp = framework, framework.xp
+
+    @abc.abstractmethod
+    def heads(self, weights: Weights, layer: int, h: Any, positions: Any) -> tuple[Any, Any, Any]:
+        """Queries, keys and values [..., T, heads, D] of a layer's input h [..., T, E], as if there were no cache."""
+
+    @abc.abstractmethod
+    def cache(self, weights: Weights, limits: Limits) -> FakeArray:
+        """The shape and dtype of the cache of one layer, which begins with zeros."""
+
+    @abc.abstractmethod
+    def served(
+        self, weights: Weights, layer: int, h: Any, positions: Any, cache: Any, tables: Mapping[str, Any],
+        backend: str | None,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """Write a step's rows into the cache and attend over it: the result of each head [T, heads, D], the cache."""
+
+    @abc.abstractmethod
+    def calls(self, weights: Weights, limits: Limits, tables: Mapping[str, Any], device: Device) -> tuple[Call, Call]:
+        """The attention and the write of a step, as records."""
+
+    def backends(self, weights: Weights, limits: Limits, device: Device, backend: str | None) -> str:
+        """Which backend a step's calls run on, by the choice that the calls themselves will make."""
+        empty = Batch.empty(limits)
+        tables = {name: FakeArray(getattr(empty, name).shape, "int32") for name in STEP_TABLES}
+        calls = self.calls(weights, limits, tables, device)
+        attends, writes = (dispatch.choose(call, backend=backend).backend for call in calls)
+        return attends if attends == writes else f"{attends}, writes {writes}"
+
+    def norm(self, x: Any, weight: Any) -> Any:
+        return x / self.xp.sqrt(self.xp.square(x).mean(-1)[..., None] + NORM_EPSILON) * weight
+
+    def rope(self, x: Any, positions: Any) -> Any:
+        """Turn the channel pairs (i, i + D/2) of [..., T, heads, D] by their angles."""
+        half = x.shape[-1] // 2
+        angles = (positions[..., None] * self.framework.beside(rope_frequencies(2 * half), x))[..., None, :]
+        low, high, cos, sin = x[..., :half], x[..., half:], self.xp.cos(angles), self.xp.sin(angles)
+        return self.xp.concatenate((low * cos - high * sin, high * cos + low * sin), -1)
+
+    def forward(self, weights: Weights, tokens: Any, attended: Callable[[int, Any], Any]) -> Any:
+        """Hidden states [..., T, E]; `attended(layer, h)` is everything that is not token by token."""
+        x = weights["embed"][tokens]
+        for layer in range(len(weights["q"])):
+            attention = attended(layer, self.norm(x, weights["attention_norm"][layer]))
+            x = x + self.xp.einsum("...hd,hde->...e", attention, weights["o"][layer])
+            h = self.norm(x, weights["feed_norm"][layer])
+            gate = self.framework.nn.silu(h @ weights["gate"][layer])
+            x = x + (gate * (h @ weights["up"][layer])) @ weights["down"][layer]
+        return self.norm(x, weights["last_norm"])
+
+    def forward_by_heads(
+        self, weights: Weights, tokens: Any, positions: Any, attend: Callable[[Any, Any, Any], Any]
+    ) -> Any:
+        """Hidden states [..., T, E] with no cache; `attend(q, k, v)` gets arrays [..., T, heads, D]."""
+        return self.forward(weights, tokens, lambda layer, h: attend(*self.heads(weights, layer, h, positions)))
+
+    def full_logits(self, weights: Weights, tokens: Any) -> Any:
+        """Logits [N, T, V] of whole sequences [N, T], by attention over all tokens at once."""
+        positions = self.framework.beside(np.arange(tokens.shape[1], dtype=np.int32), tokens)
+        seen = positions[:, None] >= positions
+
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+            logits = self.xp.einsum("nqkgd,nskd->nkgqs", grouped, k) * q.shape[3] ** -0.5
+            weights = self.framework.nn.softmax(self.xp.where(seen, logits, -np.inf), -1)
+            return self.xp.einsum("nkgqs,nskd->nqkgd", weights, v).reshape(*q.shape[:3], -1)
+
+        return self.forward_by_heads(weights, tokens, positions, attend) @ weights["embed"].T

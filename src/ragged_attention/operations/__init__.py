@@ -1,0 +1,24 @@
+"""The public functions of both front ends: their signatures, what they do, and how they hand on their arguments.
+
+Each function is a method here, written once for arrays of any framework. A front end is an instance of `Operations`
+for its own arrays, and its package offers the methods of that instance as functions.
+"""
+
+from ragged_attention.operations.base import Array, Memory
+from ragged_attention.operations.heads_first import HeadsFirst
+from ragged_attention.operations.indexer import Indexer
+from ragged_attention.operations.mla import Latent
+from ragged_attention.operations.paged import Paged
+from ragged_attention.operations.ragged_mla import RaggedLatent
+from ragged_attention.operations.varlen import Varlen
+
+
+class Operations(
+    Paged[Array, Memory],
+    HeadsFirst[Array, Memory],
+    Varlen[Array, Memory],
+    Latent[Array, Memory],
+    RaggedLatent[Array, Memory],
+    Indexer[Array, Memory],
+):
+    """Every operation, on arrays of one framework."""

@@ -1,0 +1,41 @@
+"""What the public functions need from a front end, which knows the framework's arrays and how an operation runs."""
+
+import abc
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar
+
+from ragged_attention.calls import Call, WritingCall
+
+Array = TypeVar("Array")  # torch.Tensor or jax.Array
+Memory = TypeVar("Memory")  # the type of `out`: torch.Tensor in torch, Never in jax, whose arrays cannot be written
+
+
+class FrontEnd(abc.ABC, Generic[Array, Memory]):
+    """How a front end runs a call. Arguments go by name; `backend`, `options` and `out` go with every call."""
+
+    @abc.abstractmethod
+    def prepare(self, record: type[Call], arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The record's arguments from those of the public function."""
+
+    @abc.abstractmethod
+    def run_prepared(
+        self, record: type[Call], prepared: Mapping[str, Any], backend: Any, options: Any, out: Memory | None = None
+    ) -> Any:
+        """The results of the record's arguments: an array if the operation always has one result, else a sequence."""
+
+    @abc.abstractmethod
+    def run_with_write(
+        self, record: type[WritingCall], arguments: Mapping[str, Any], backend: Any, options: Any,
+        out: Memory | None = None,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """The results of an attention that has `new_kv`; the last result is the written cache."""
+
+    @abc.abstractmethod
+    def write(self, record: type[Call], arguments: Mapping[str, Any], backend: Any, options: Any) -> Any:
+        """The written cache of a write, in the form in which it was given: an array or a pair."""
+
+    def run(
+        self, record: type[Call], arguments: Mapping[str, Any], backend: Any, options: Any, out: Memory | None = None
+    ) -> Any:
+        """The results of a public function's call."""
+        return self.run_prepared(record, self.prepare(record, arguments), backend, options, out)

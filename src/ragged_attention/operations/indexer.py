@@ -1,0 +1,221 @@
+"""The lightning indexer of DeepSeek sparse attention: which keys latent attention reads."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ragged_attention.calls import IndexerLogits, IndexerTopk, QuantizeIndexerKeys, TopKIndices, WriteIndexerCache
+from ragged_attention.operations.base import Array, FrontEnd, Memory
+
+
+class Indexer(FrontEnd[Array, Memory]):
+    """The lightning indexer, the choice of keys, and the cache of the indexer's keys."""
+
+    def indexer_logits(
+        self,
+        q: Array,
+        keys: Array,
+        weights: Array,
+        *,
+        key_scale: Array | None = None,
+        starts: Array | None = None,
+        stops: Array | None = None,
+        relative: bool = False,
+        max_keys: int | None = None,
+        page_indices: Array | None = None,
+        kv_lens: Array | None = None,
+        cu_q_lens: Array | None = None,
+        num_seqs: int | Array | None = None,
+        ratio: int = 1,
+        backend: str | Sequence[str] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Array:
+        """How much each query token wants each key: the score by which sparse attention chooses its keys.
+
+            logits[t, s] = (sum over h of weights[t, h] * relu(q[t, h] . key[s])) * key_scale[s]
+
+        Shapes in letters: T query tokens, H heads of the indexer, D its head size, N packed keys, P pages of G
+        positions, S sequences, M pages that a sequence can list. Keys have one head. They are packed, with a range for
+        each query in `starts` and `stops`, or paged, with the tables of ragged paged attention; both or neither is an
+        error.
+
+        Args:
+            q: [T, H, D] bfloat16, float16, float32, or float8_e4m3fn, whose scales belong into `weights`. D is a
+                multiple of 16 up to 256, H any number (64 heads of 128 in DeepSeek-V3.2).
+            keys: packed [N, D]; or paged [P, G, D]; each of q's dtype, or float8_e4m3fn. Or pages of bytes, uint8
+                [P, G, 1, D + 4], as `write_indexer_cache` fills them: a page holds the e4m3 values of its G keys, then
+                their G float32 scales; its bytes follow each other, pages may lie apart.
+            weights: f32 [T, H].
+            key_scale: f32 [N] or [P, G], a factor of each key's logits; None is 1. Pages[Array] of bytes hold theirs.
+            starts, stops: i32 [T], query t sees the rows [starts[t], stops[t]) of packed keys; clamped to [0, N].
+            relative: column j of row t is key `starts[t] + j`, so that each row begins at its own start.
+            max_keys: the number of columns with `relative`; default N. Keys from there on are not seen.
+            page_indices, kv_lens, cu_q_lens, num_seqs: as in `ragged_paged_attention`: i32 [S, M], [S], [S + 1] and how
+                many sequences are live. Query i of a sequence sees the positions
+                `j < (kv_len - q_len + i + 1) // ratio`. A page index outside [0, P) makes its positions invisible.
+            ratio: how many tokens one row of a paged cache stands for, as in the compressed attention of DeepSeek-V4;
+                `kv_lens` counts tokens.
+            backend, options: as in `ragged_paged_attention`.
+
+        Returns:
+            f32 [T, N], [T, max_keys] or [T, M * G]; -inf for what a query does not see and in the rows of padding
+            queries, which belong to no sequence. Products and sums are in float32 (an e4m3 product on Hopper keeps
+            fewer bits). A key of NaN gives NaN to those that see it and to no other.
+
+        Raises:
+            InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
+
+        The score is that of DeepSeek-V3.2's technical report; ranges, `key_scale` and pages of bytes are DeepGEMM's.
+        There is no gradient.
+        """
+        arguments = dict(
+            q=q, keys=keys, weights=weights, key_scale=key_scale, starts=starts, stops=stops, relative=relative,
+            max_keys=max_keys, page_indices=page_indices, kv_lens=kv_lens, cu_q_lens=cu_q_lens, num_seqs=num_seqs,
+            ratio=ratio,
+        )  # fmt: skip
+        return self.run(IndexerLogits, arguments, backend, options)
+
+    def indexer_topk(
+        self,
+        q: Array,
+        keys: Array,
+        weights: Array,
+        top_k: int,
+        *,
+        key_scale: Array | None = None,
+        starts: Array | None = None,
+        stops: Array | None = None,
+        relative: bool = False,
+        max_keys: int | None = None,
+        page_indices: Array | None = None,
+        kv_lens: Array | None = None,
+        cu_q_lens: Array | None = None,
+        num_seqs: int | Array | None = None,
+        ratio: int = 1,
+        candidate_blocks: Array | None = None,
+        candidate_block_size: int | None = None,
+        backend: str | Sequence[str] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Array:
+        """The keys with the largest `indexer_logits` of each query: what sparse latent attention attends to.
+
+        Letters as in `indexer_logits`. No matrix of all logits is kept.
+
+        Args:
+            q, keys, weights, key_scale, starts, stops, relative, max_keys: as in `indexer_logits`.
+            page_indices, kv_lens, cu_q_lens, num_seqs, ratio: as in `indexer_logits`.
+            top_k: how many, from 1 to 4096.
+            candidate_blocks: i32 [T, B], B blocks of positions that alone are looked at, in any order: block b is the
+                positions `[b * candidate_block_size, (b + 1) * candidate_block_size)`. One that is listed twice counts
+                once; -1, or any other that names no position, is none. None looks at all positions.
+            candidate_block_size: positions in a block, with `candidate_blocks`.
+            backend, options: as in `ragged_paged_attention`.
+
+        Returns:
+            i32 [T, top_k], in each row the positions of the largest logits in ascending order, then -1. Positions are
+            the columns of `indexer_logits`: of a sequence (paged), rows of `keys` (packed), or counted from the row's
+            start (`relative`). Of equal logits the larger position is taken, so newer tokens. NaN counts as -inf, and
+            what is -inf is never chosen. `page_indices_to_slots` makes slots of positions in pages.
+
+        Raises:
+            InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
+        """
+        arguments = dict(
+            q=q, keys=keys, weights=weights, top_k=top_k, key_scale=key_scale, starts=starts, stops=stops,
+            relative=relative, max_keys=max_keys, page_indices=page_indices, kv_lens=kv_lens, cu_q_lens=cu_q_lens,
+            num_seqs=num_seqs, ratio=ratio, candidate_blocks=candidate_blocks,
+            candidate_block_size=candidate_block_size,
+        )  # fmt: skip
+        return self.run(IndexerTopk, arguments, backend, options)
+
+    def top_k_indices(
+        self,
+        logits: Array,
+        top_k: int,
+        starts: Array | None = None,
+        stops: Array | None = None,
+        *,
+        backend: str | Sequence[str] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Array:
+        """The columns of the largest logits of each row, by the rules of `indexer_topk`.
+
+        Args:
+            logits: f32 [T, N].
+            top_k: how many, from 1 to 4096.
+            starts, stops: i32 [T], the columns [starts[t], stops[t]) that count, clamped to [0, N]; the others are
+                never read. None is 0, and N.
+            backend, options: as in `ragged_paged_attention`.
+
+        Returns:
+            i32 [T, top_k], in each row the columns in ascending order, then -1. Of equal logits the larger column is
+            taken; NaN counts as -inf, and what is -inf is never chosen. Whether a subnormal number counts as 0 depends
+            on the device.
+
+        Raises:
+            InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
+        """
+        arguments = dict(logits=logits, top_k=top_k, starts=starts, stops=stops)
+        return self.run(TopKIndices, arguments, backend, options)
+
+    def quantize_indexer_keys(
+        self,
+        k: Array,
+        power_of_two: bool = False,
+        *,
+        backend: str | Sequence[str] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> tuple[Array, Array]:
+        """Quantise rows for the indexer: e4m3 values with one scale a row, for `keys` and `key_scale`.
+
+        Args:
+            k: [N, D] bfloat16, float16 or float32; D a multiple of 16 up to 256.
+            power_of_two: round scales up to a power of two.
+            backend, options: as in `ragged_paged_attention`.
+
+        Returns:
+            values float8_e4m3fn [N, D] and scale f32 [N]. A scale is the row's largest magnitude over 448, in float32,
+            at least 1e-4; what is stored is the value over the scale, in float32, to the nearest e4m3 with ties to
+            even. Every backend makes the same bytes. NaN becomes 0x7F, and the scale of a row that holds NaN or an
+            infinity is NaN or infinity.
+
+        Raises:
+            InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
+        """
+        arguments = dict(k=k, power_of_two=power_of_two)
+        values, scale = self.run(QuantizeIndexerKeys, arguments, backend, options)
+        return values, scale
+
+    def write_indexer_cache(
+        self,
+        k: Array,
+        cache: Array,
+        slot_mapping: Array,
+        power_of_two: bool = False,
+        *,
+        backend: str | Sequence[str] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Array:
+        """Quantise this step's keys of the indexer, as `quantize_indexer_keys` does, and write them into its pages.
+
+        Args:
+            k: [T, D] bfloat16, float16 or float32; D a multiple of 16 up to 256.
+            cache: uint8 [P, G, 1, D + 4]: a page holds the e4m3 values of its G keys, then their G float32 scales. Its
+                bytes follow each other, pages may lie apart. This is DeepGEMM's layout.
+            slot_mapping: i32 or i64 [T], the slot `page * G + offset` of each token; -1, and anything else outside
+                [0, P * G), is skipped. jax takes NumPy arrays of i64 without `jax_enable_x64` too, but not as
+                arguments of the caller's own `jax.jit`, which wraps them before this function sees them.
+            power_of_two: round scales up to a power of two.
+            backend, options: as in `ragged_paged_attention`.
+
+        Returns:
+            The cache. In torch it is written in place and is the tensor given; in jax it is a new array, whose memory
+            is that of the given one if that is donated. Of two tokens for one slot either may remain. k may lie in the
+            cache: it is read as it was before.
+
+            A write has no gradient; where one is asked for, RuntimeError says so.
+
+        Raises:
+            InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
+        """
+        arguments = dict(k=k, cache=cache, slot_mapping=slot_mapping, power_of_two=power_of_two)
+        return self.write(WriteIndexerCache, arguments, backend, options)

@@ -1,0 +1,436 @@
+"""Multi-head latent attention: the attentions, the schedule of a decode step, the quantised cache."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ragged_attention.calls import (
+    DecodeSchedule,
+    DequantizeMlaCache,
+    MakeDecodeSchedule,
+    MlaDecode,
+    PageIndicesToSlots,
+    QuantizeMlaCache,
+    SparseMlaPrefill,
+    SparseMlaPrefillBackward,
+    WriteMlaCache,
+)
+from ragged_attention.calls.mla_schedule import schedule_for
+from ragged_attention.operations.base import Array, FrontEnd, Memory
+
+
+class Latent(FrontEnd[Array, Memory]):
+    """Latent attention, the schedule of a decode step, and the quantised cache."""
+
+    def sparse_mla_prefill(
+        self,
+        q: Array,
+        kv: Array,
+        indices: Array,
+        *,
+        sm_scale: float | None = None,
+        d_v: int = 512,
+        sinks: Array | None = None,
+        topk_lens: Array | None = None,
+        cache_format: str | None = None,
+        cache_layout: str | None = None,
+        deterministic: bool = False,
+        out_dtype: Any = None,
+        out: Memory | None = None,
+        backend: str | Sequence[str] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> tuple[Array, Array, Array]:
+        """Attention of each query token over its own list of latent rows: DeepSeek sparse attention, prefill.
+
+        Shapes in letters: T query tokens, H query heads, K KV heads (K divides H; 1 in every published model), N
+        selected keys, P pages of G positions.
+
+        Args:
+            q: [T, H, d_qk] bfloat16, float16 or float32, on the portable backends also float64 (for checking
+                gradients); d_qk a multiple of 16 up to 1024.
+            kv: the latent rows, [s_kv, K, d_qk] of q's dtype, packed; or a paged cache [P, G, K, d_qk], or a quantised
+                one [P, G, 1, bytes], as `mla_decode` takes them. A row is the key; its first `d_v` columns are the
+                value.
+            indices: i32 [T, K, N], rows of `kv`, or slots `page * G + offset` of a paged cache. Their order is free.
+                One outside [0, s_kv) (or [0, P * G)), such as -1, selects nothing and is never read as a row; one that
+                is listed twice counts twice.
+            sm_scale: factor on q . k; default `d_qk ** -0.5`.
+            d_v: columns of the value, a multiple of 16 up to d_qk.
+            sinks: f32 [H] (f64 beside float64 queries), one logit per head that joins the softmax's denominator only.
+            topk_lens: i32 [T]; entries of `indices` from there on are ignored. Clamped to [0, N].
+            cache_format: `plain`, `fp8_v32`, `fp8_v4`, `fp8_v41` or `fp4_v41`; default by `kv`'s dtype and last
+                dimension.
+            cache_layout: as in `mla_decode`.
+            deterministic: the gradient has the same bits in every run: contributions to a row are added in the order of
+                the queries that select it, by way of an index, where otherwise GPUs add them in any order.
+            out_dtype: of `out`, "float32", "float16" or "bfloat16", or the framework's own dtype of that name; default
+                q's. With another one there is no gradient.
+            out: torch only: memory for the result of that name, as in `ragged_paged_attention`; no gradient then.
+            backend: this call's backend, a name or an ordered list of them; see `ragged_attention.config`. The gradient
+                runs on it too if it offers `sparse_mla_prefill_backward`.
+            options: this call's tunables, fields of the chosen backend's `Tile`; those of the gradient are the
+                configuration's for `sparse_mla_prefill_backward`.
+
+        Returns:
+            out [T, H, d_v]; max_logits [T, H] float32, the largest scaled logit; lse [T, H] float32, the natural
+            log-sum-exp of the logits (both float64 of float64 queries). Sinks multiply out by `sigmoid(lse - sink)` and
+            change neither of the others. A query that selects nothing gets out 0, max_logits -inf and lse -inf. Rows
+            that are not selected may hold NaN. Softmax and sums are in float32; a quantised value is its value of 8 or
+            4 bits times its scale. `triton` multiplies quantised rows by weights of 16 bits where q is float32 too, so
+            that out is then as exact as that of bfloat16 queries. An e8m0 scale of 2 ** -127, which is below what is
+            quantised here, counts as 0 where a device flushes such numbers, as XLA does.
+
+            Differentiable with respect to q, a plain kv and sinks, through out and through lse (max_logits counts as a
+            constant), by reverse mode, once. Rows that are not selected get a gradient of 0.
+
+        Raises:
+            InvalidInput: (a ValueError) shapes, dtypes or options that contradict the above.
+            TypeError: a value of the wrong kind.
+            Unsupported: no requested backend takes the call; the message gives each one's reason.
+
+        The operation is FlashMLA's `flash_mla_sparse_fwd` (DeepSeek-V3.2), made general; `compat.flash_mla` has its own
+        conventions (base-2 logits).
+        """
+        arguments = dict(
+            q=q, kv=kv, indices=indices, sm_scale=sm_scale, d_v=d_v, sinks=sinks, topk_lens=topk_lens,
+            cache_format=cache_format, cache_layout=cache_layout, deterministic=deterministic, out_dtype=out_dtype,
+        )  # fmt: skip
+        attended, max_logits, lse = self.run(SparseMlaPrefill, arguments, backend, options, out)
+        return attended, max_logits, lse
+
+    def sparse_mla_prefill_backward(
+        self,
+        d_out: Array,
+        q: Array,
+        kv: Array,
+        indices: Array,
+        out: Array,
+        lse: Array,
+        *,
+        d_lse: Array | None = None,
+        sm_scale: float | None = None,
+        d_v: int = 512,
+        sinks: Array | None = None,
+        topk_lens: Array | None = None,
+        deterministic: bool = False,
+        backend: str | Sequence[str] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> tuple[Array, Array, Array | None]:
+        """The gradient of `sparse_mla_prefill`: called by automatic differentiation, and where kernels are swapped.
+
+        Letters as in `sparse_mla_prefill`.
+
+        Args:
+            d_out: [T, H, d_v] of q's dtype, the gradient of a scalar with respect to `out`.
+            kv: [s_kv, K, d_qk] or pages [P, G, K, d_qk], of q's dtype; a quantised cache has no gradient.
+            q, indices, sm_scale, d_v, sinks, topk_lens, deterministic: as `sparse_mla_prefill` was given them.
+            out, lse: what `sparse_mla_prefill` returned: [T, H, d_v] of q's dtype, [T, H] float32.
+            d_lse: [T, H] like `lse`, the gradient with respect to it; None is 0. Where `lse` is -inf it is ignored.
+            backend, options: as everywhere; see `sparse_mla_prefill`.
+
+        Returns:
+            dq and dkv of the shapes and dtypes of q and kv, and d_sinks like `sinks`, None without sinks. The formulas
+            are those of `varlen_attention_backward`; a row's gradient as key and, in its first `d_v` columns, as value
+            are added, over all entries of all lists that name it, each as often as it is listed. A row that no list
+            names gets 0, even if it holds NaN. Sums are in float32.
+
+        Raises:
+            InvalidInput, TypeError, Unsupported: as `sparse_mla_prefill`.
+        """
+        arguments = dict(
+            d_out=d_out, q=q, kv=kv, indices=indices, out=out, lse=lse, d_lse=d_lse, sm_scale=sm_scale, d_v=d_v,
+            sinks=sinks, topk_lens=topk_lens, deterministic=deterministic,
+        )  # fmt: skip
+        dq, dkv, d_sinks = self.run(SparseMlaPrefillBackward, arguments, backend, options)
+        return dq, dkv, None if sinks is None else d_sinks
+
+    def mla_decode(
+        self,
+        q: Array,
+        kv_cache: Array,
+        page_indices: Array | None = None,
+        kv_lens: Array | None = None,
+        *,
+        indices: Array | None = None,
+        d_v: int = 512,
+        sm_scale: float | None = None,
+        causal: bool = False,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Array | None = None,
+        topk_lens: Array | None = None,
+        extra_kv_cache: Array | None = None,
+        extra_indices: Array | None = None,
+        extra_topk_lens: Array | None = None,
+        schedule: DecodeSchedule | None = None,
+        cache_format: str | None = None,
+        cache_layout: str | None = None,
+        out_dtype: Any = None,
+        out: Memory | None = None,
+        backend: str | Sequence[str] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> tuple[Array, Array]:
+        """Attention of a few query tokens per sequence over a paged latent cache: over all of it, or over a top-k list.
+
+        Shapes in letters: S sequences, Q query tokens of each, H query heads, K KV heads (K divides H), P pages of G
+        positions, M pages that a sequence can list, N selected keys.
+
+        Args:
+            q: [S, Q, H, d_qk] bfloat16, float16 or float32; d_qk a multiple of 16 up to 1024.
+            kv_cache: the latents. Plain: [P, G, K, d_qk] of q's dtype. Quantised: bytes (uint8, int8 or float8_e4m3fn)
+                [P, G, 1, 656] in the format `fp8_v32` (d_qk 576), or, of d_qk 512, [P, G, 1, 584] in `fp8_v4`, 528 in
+                `fp8_v41`, 288 in `fp4_v41`; see `quantize_mla_cache`. Any G. From torch pages may lie apart. The first
+                `d_v` columns are the value.
+            page_indices: i32 [S, M], page p of a row holds positions p * G and on; entries past the last used page are
+                never read as pages, one outside [0, P) makes its positions invisible. Only for dense calls.
+            kv_lens: i32 [S], positions of each sequence in the cache. Only for dense calls, which are those without
+                `indices`; calls with them ignore both.
+            indices: i32 [S, Q, N], makes the call sparse (K must be 1): slots `page * G + offset` of the cache for each
+                query token. Order is free; one outside [0, P * G), such as -1, selects nothing; one
+                listed twice counts twice.
+            d_v: columns of the value, a multiple of 16 up to d_qk.
+            sm_scale: factor on q . k; default `d_qk ** -0.5`.
+            causal: dense only. Aligned at the end: query j of a sequence sees positions < kv_len - (Q - 1 - j).
+            sliding_window: dense only. Query j sees only positions >= kv_len - (Q - 1 - j) - sliding_window; 1 is its
+                own alone. With `causal=False` this bounds the left side only.
+            soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, after scaling.
+            sinks: f32 [H], one logit per head that joins the softmax's denominator only.
+            topk_lens: i32 [S] or [S, Q]; entries of `indices` from there on are ignored. Clamped to [0, N].
+            extra_kv_cache, extra_indices, extra_topk_lens: a second cache, of the same format and its own number and
+                size of pages, with its own lists i32 [S, Q, N'] and lengths: each query attends to both selections.
+                `fp8_v41` and `fp4_v41` may stand beside each other, either as the first. (FlashMLA takes `fp4_v41` as
+                the second beside `fp8_v41` alone; here it also serves by itself, and in dense calls.)
+            schedule: from `make_decode_schedule`, how to divide the work. The result is the same without one, up to
+                rounding: then the keys of a sequence are divided among programs by shapes alone.
+            cache_format: `plain`, `fp8_v32`, `fp8_v4`, `fp8_v41` or `fp4_v41`; default by the dtype and last dimension
+                of `kv_cache`.
+            cache_layout: how the bytes lie, of both caches: "token", the bytes of a token one after another, or "page",
+                all values of a page and then all its scales; default the format's own, which is "page" for `fp8_v4` and
+                "token" for all others. Only `fp8_v41` and `fp4_v41` have both.
+            out_dtype: of `out`, "float32", "float16" or "bfloat16", or the framework's own dtype of that name; default
+                q's. Partial results that `merge_attention_states` will merge are best kept in float32.
+            out: torch only: memory for the result of that name, as in `ragged_paged_attention`.
+            backend, options: as in `sparse_mla_prefill`. With the kernels of `triton` and `cuda`
+                `options={"num_splits": 1}`, and no schedule, gives bits that depend on nothing but the sequence itself.
+
+        Returns:
+            out [S, Q, H, d_v], and lse [S, H, Q] float32, the natural log-sum-exp of the scaled logits;
+            sinks multiply out by `sigmoid(lse - sink)` and leave lse as it is. A query that sees no key gets out 0 and
+            lse -inf. No index value makes a kernel read outside the arrays: lengths are clamped to what the arrays can
+            hold. What no query sees may be NaN. Softmax and sums are in float32, quantised rows as in
+            `sparse_mla_prefill`.
+
+        Raises:
+            InvalidInput: (a ValueError) shapes, dtypes or options that contradict the above; values of the index
+                arrays, and a schedule made for other lengths, only under `validate="full"`.
+            TypeError, Unsupported: as `sparse_mla_prefill`.
+
+        The operation is FlashMLA's `flash_mla_with_kvcache` made general (any heads, pages, formats, top-k);
+        `compat.flash_mla` has its own conventions (lse +inf for a query that sees no key).
+        """
+        arguments = dict(
+            q=q, kv_cache=kv_cache, page_indices=page_indices, kv_lens=kv_lens, indices=indices, d_v=d_v,
+            sm_scale=sm_scale, causal=causal, sliding_window=sliding_window, soft_cap=soft_cap, sinks=sinks,
+            topk_lens=topk_lens, extra_kv_cache=extra_kv_cache, extra_indices=extra_indices,
+            extra_topk_lens=extra_topk_lens, schedule=schedule, cache_format=cache_format, cache_layout=cache_layout,
+            out_dtype=out_dtype,
+        )  # fmt: skip
+        attended, lse = self.run(MlaDecode, arguments, backend, options, out)
+        return attended, lse
+
+    def make_decode_schedule(
+        self,
+        kv_lens: Array | None,
+        batch_size: int,
+        num_q_tokens: int,
+        num_q_heads: int,
+        num_kv_heads: int = 1,
+        *,
+        topk: int | None = None,
+        topk_lens: Array | None = None,
+        extra_topk: int | None = None,
+        extra_topk_lens: Array | None = None,
+        num_parts: int | None = None,
+        overhead: int = 5,
+        device: Any = None,
+        backend: str | Sequence[str] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> DecodeSchedule:
+        """Divide the work of one decode step among programs, once for all layers; the result goes to `mla_decode`.
+
+        The sequences' keys, in blocks of 64, are laid end to end and cut into `num_parts` ranges of about equal cost; a
+        sequence that straddles a cut is computed in several splits. Runs on the device, reads nothing back, and has
+        shapes that depend on the batch size only, so it can be captured in a CUDA graph.
+
+        Args:
+            kv_lens: i32 [S], the lengths of a dense call; None for a sparse one.
+            batch_size: S.
+            num_q_tokens: query tokens of each sequence.
+            num_q_heads, num_kv_heads: heads.
+            topk: entries in each list of a sparse call; None for a dense one.
+            topk_lens: i32 [S] or [S, Q], as in `mla_decode`; only with `topk`.
+            extra_topk, extra_topk_lens: the same for the second cache.
+            num_parts: how many ranges; default what fills the device with blocks of 64 rows.
+            device: torch only, and only used with `topk` and no `topk_lens`: where the schedule is made.
+            overhead: the cost of beginning a sequence, in blocks.
+            backend, options: as in `mla_decode`.
+
+        Returns:
+            a `DecodeSchedule`.
+
+        Raises:
+            InvalidInput, TypeError, Unsupported: as `mla_decode`.
+
+        The algorithm and the order of the fields of `parts` are those of FlashMLA's `get_mla_metadata` of September
+        2025.
+        """
+        arguments = dict(
+            kv_lens=kv_lens, batch_size=batch_size, num_q_tokens=num_q_tokens, num_q_heads=num_q_heads,
+            num_kv_heads=num_kv_heads, topk=topk, topk_lens=topk_lens, extra_topk=extra_topk,
+            extra_topk_lens=extra_topk_lens, num_parts=num_parts, overhead=overhead, device=device,
+        )  # fmt: skip
+        prepared = self.prepare(MakeDecodeSchedule, arguments)
+        return schedule_for(arguments, prepared, self.run_prepared(MakeDecodeSchedule, prepared, backend, options))
+
+    def quantize_mla_cache(
+        self,
+        kv: Array,
+        format: str,
+        power_of_two_scales: bool = True,
+        *,
+        cache_layout: str | None = None,
+        backend: str | Sequence[str] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Array:
+        """Quantise a latent cache: values of 8 or 4 bits with one scale per group of columns.
+
+        Args:
+            kv: [P, G, 1, d_qk] bfloat16, float16 or float32; d_qk is 576 for `fp8_v32` and 512 for the others.
+            format: `fp8_v32` (656 bytes per token) or `fp8_v4` (584 bytes), whose last 64 columns, the rotary ones,
+                stay in bfloat16; `fp8_v41` (528 bytes) or `fp4_v41` (288 bytes), which quantise every column.
+                `CacheFormat` describes the bytes.
+            power_of_two_scales: round scales up to a power of two; `fp8_v4` and `fp8_v41` can store no others. Those of
+                `fp4_v41` are e4m3 either way.
+            cache_layout: as in `mla_decode`.
+            backend, options: as in `mla_decode`.
+
+        Returns:
+            uint8 [P, G, 1, bytes]. The scale of a group is its largest magnitude over 448, in float32, at least 1e-4;
+            what is stored is the value over the scale, in float32, to the nearest e4m3 with ties to even. Every backend
+            makes the same bytes. NaN becomes 0x7F. A group that holds NaN or an infinity has scale NaN or infinity
+            (`fp8_v4` and `fp8_v41`: 0xFF, NaN). `fp4_v41`: the scale is the largest magnitude over 6, from 2 ** -9 to
+            448, to the nearest e4m3; values are to the nearest e2m1, at most 6; a group that holds NaN has the scale
+            NaN and values 0.
+
+        Raises:
+            InvalidInput, TypeError, Unsupported: as `mla_decode`.
+        """
+        arguments = dict(kv=kv, format=format, power_of_two_scales=power_of_two_scales, cache_layout=cache_layout)
+        return self.run(QuantizeMlaCache, arguments, backend, options)
+
+    def dequantize_mla_cache(
+        self,
+        cache: Array,
+        format: str | None = None,
+        dtype: Any = "bfloat16",
+        *,
+        cache_layout: str | None = None,
+        backend: str | Sequence[str] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Array:
+        """The rows that a quantised latent cache holds.
+
+        Args:
+            cache: bytes (uint8, int8 or float8_e4m3fn) [P, G, 1, 656, 584, 528 or 288].
+            format: `fp8_v32`, `fp8_v4`, `fp8_v41` or `fp4_v41`; default by the last dimension.
+            dtype: of the result, "bfloat16", "float16" or "float32", or the framework's own dtype of that name.
+            cache_layout: as in `mla_decode`.
+            backend, options: as in `mla_decode`.
+
+        Returns:
+            [P, G, 1, d_qk] of `dtype`: value times scale in float32, then rounded once.
+
+        Raises:
+            InvalidInput, TypeError, Unsupported: as `mla_decode`.
+        """
+        arguments = dict(cache=cache, format=format, dtype=dtype, cache_layout=cache_layout)
+        return self.run(DequantizeMlaCache, arguments, backend, options)
+
+    def write_mla_cache(
+        self,
+        kv: Array,
+        cache: Array,
+        slot_mapping: Array | tuple[Array, Array, Array] | None = None,
+        *,
+        page_indices: Array | None = None,
+        kv_lens: Array | None = None,
+        cu_q_lens: Array | None = None,
+        num_seqs: int | Array | None = None,
+        kv_scale: float | Array | None = None,
+        power_of_two_scales: bool = True,
+        cache_format: str | None = None,
+        cache_layout: str | None = None,
+        backend: str | Sequence[str] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Array:
+        """Write this step's latent rows into a paged cache, quantising where it is quantised.
+
+        Args:
+            kv: [T, K, d_qk], or [T, d_qk] for one KV head; float32, float16 or bfloat16.
+            cache: as `ragged_mla_attention` takes it: plain, of kv's dtype or 8-bit, or quantised.
+            slot_mapping: i32 or i64 [T], the slot `page * G + offset` of each token; -1, and anything else outside
+                [0, P * G), is skipped. jax takes NumPy arrays of i64 without `jax_enable_x64` too, but not as
+                arguments of the caller's own `jax.jit`, which wraps them before this function sees them. A tuple
+                `(page_indices, kv_lens, cu_q_lens)` is taken as those three.
+            page_indices, kv_lens, cu_q_lens, num_seqs: the tables of the attention call instead of slots: token i of a
+                sequence goes to position `kv_len - q_len + i`. A page index outside [0, P) is skipped.
+            kv_scale: of a plain cache; what is stored is `kv / kv_scale`, in float32, rounded to nearest even, in an
+                8-bit cache saturating at the format's largest finite value; a float, or an array of [] or [K]. What
+                `write_kv_pages` says of small scales holds here too.
+            power_of_two_scales: as in `quantize_mla_cache`.
+            cache_format, cache_layout: as in `mla_decode`.
+            backend, options: as in `mla_decode`.
+
+        Returns:
+            The cache. In torch it is written in place and is the tensor given; in jax it is a new array, in the memory
+            of the given one if that is donated. Nothing but the tokens' slots is touched. Of two tokens for one slot
+            either may remain. kv may lie in the cache: it is read as it was before.
+
+            A write has no gradient; where one is asked for, RuntimeError says so.
+
+        Raises:
+            InvalidInput, TypeError, Unsupported: as `mla_decode`; slots out of range, except -1, only under
+                `validate="full"`.
+        """
+        arguments = dict(
+            kv=kv, cache=cache, slot_mapping=slot_mapping, page_indices=page_indices, kv_lens=kv_lens,
+            cu_q_lens=cu_q_lens, num_seqs=num_seqs, kv_scale=kv_scale, power_of_two_scales=power_of_two_scales,
+            cache_format=cache_format, cache_layout=cache_layout,
+        )  # fmt: skip
+        return self.write(WriteMlaCache, arguments, backend, options)
+
+    def page_indices_to_slots(
+        self,
+        positions: Array,
+        page_indices: Array,
+        page_size: int,
+        *,
+        backend: str | Sequence[str] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Array:
+        """Token positions of sequences as slots of the cache: what an indexer selects as what sparse attention takes.
+
+        Args:
+            positions: i32 [S, ...], positions in each sequence, such as the [S, Q, N] of a top-k indexer; -1 is none.
+            page_indices: i32 [S, M], the page table.
+            page_size: G.
+            backend, options: as in `mla_decode`.
+
+        Returns:
+            i32 of the shape of `positions`: `page_indices[s, position // G] * G + position % G`; -1 for a position
+            outside [0, M * G), for a negative page index, and for a slot beyond int32.
+
+        Raises:
+            InvalidInput, TypeError, Unsupported: as `mla_decode`.
+        """
+        arguments = dict(positions=positions, page_indices=page_indices, page_size=page_size)
+        return self.run(PageIndicesToSlots, arguments, backend, options)

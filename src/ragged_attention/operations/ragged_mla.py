@@ -1,0 +1,150 @@
+"""Multi-head latent attention of ragged queries over a paged latent cache."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, Literal, TypedDict, Unpack, overload
+
+from ragged_attention.calls import RaggedMlaAttention
+from ragged_attention.operations.base import Array, FrontEnd, Memory
+
+
+class RaggedMlaKeywords(TypedDict, Generic[Array, Memory], total=False):
+    """The keyword arguments of `ragged_mla_attention` that its results' number does not depend on."""
+
+    max_q_len: int | None
+    d_v: int
+    sm_scale: float | None
+    causal: bool
+    sliding_window: int | None
+    soft_cap: float | None
+    sinks: Array | None
+    q_scale: float | Array | None
+    kv_scale: float | Array | None
+    cache_format: str | None
+    cache_layout: str | None
+    out_dtype: Any
+    out: Memory | None
+    backend: str | Sequence[str] | None
+    options: Mapping[str, Any] | None
+
+
+class RaggedLatent(FrontEnd[Array, Memory]):
+    """Latent attention of ragged queries over a paged cache."""
+
+    @overload
+    def ragged_mla_attention(
+        self, q: Array, kv_cache: Array, kv_lens: Array, page_indices: Array, cu_q_lens: Array,
+        num_seqs: int | Array | None = None, *, return_lse: Literal[False] = False, new_kv: None = None,
+        **keywords: Unpack[RaggedMlaKeywords[Array, Memory]],
+    ) -> Array: ...  # fmt: skip
+    @overload
+    def ragged_mla_attention(
+        self, q: Array, kv_cache: Array, kv_lens: Array, page_indices: Array, cu_q_lens: Array,
+        num_seqs: int | Array | None = None, *, return_lse: Literal[True], new_kv: Array | None = None,
+        **keywords: Unpack[RaggedMlaKeywords[Array, Memory]],
+    ) -> tuple[Array, ...]: ...  # fmt: skip
+    @overload
+    def ragged_mla_attention(
+        self, q: Array, kv_cache: Array, kv_lens: Array, page_indices: Array, cu_q_lens: Array,
+        num_seqs: int | Array | None = None, *, return_lse: Literal[False] = False, new_kv: Array,
+        **keywords: Unpack[RaggedMlaKeywords[Array, Memory]],
+    ) -> tuple[Array, Array]: ...  # fmt: skip
+    def ragged_mla_attention(
+        self,
+        q: Array,
+        kv_cache: Array,
+        kv_lens: Array,
+        page_indices: Array,
+        cu_q_lens: Array,
+        num_seqs: int | Array | None = None,
+        *,
+        max_q_len: int | None = None,
+        d_v: int = 512,
+        sm_scale: float | None = None,
+        causal: bool = True,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Array | None = None,
+        q_scale: float | Array | None = None,
+        kv_scale: float | Array | None = None,
+        return_lse: bool = False,
+        new_kv: Array | None = None,
+        cache_format: str | None = None,
+        cache_layout: str | None = None,
+        out_dtype: Any = None,
+        out: Memory | None = None,
+        backend: str | Sequence[str] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Array | tuple[Array, ...]:
+        """Attention of ragged queries over a paged latent cache: prompts, chunks, decodes and drafts in one call.
+
+        Shapes in letters: T query tokens, H query heads, P pages of G positions, S sequences, M pages that a sequence
+        can list. One latent row per position serves all heads: as key, and in its first `d_v` columns as value.
+
+        Args:
+            q: [T, H, d_qk] float32, float16 or bfloat16; the queries of all sequences, one after another, absorbed (in
+                the space of the latents). Rows from `cu_q_lens[num_seqs]` on are padding. d_qk is a multiple of 16 up
+                to 1024. float8_e4m3fn queries, which go with `q_scale`, are widened to the dtype of `kv_cache`, or to
+                bfloat16 where that is of 8 bits; below, q's dtype is that one.
+            kv_cache: the latents. Plain: [P, G, 1, d_qk] of q's dtype, or of float8_e4m3fn, float8_e5m2 or int8, which
+                go with `kv_scale`. Quantised: bytes [P, G, 1, 656, 584, 528 or 288] in the formats that `mla_decode`
+                takes. Sequences may share pages.
+            kv_lens: i32 [S], positions of each sequence in the cache, those of this step included.
+            page_indices: i32 [S, M], page p of the row holds positions p * G and on; entries past the last used page
+                are never read as pages.
+            cu_q_lens: i32 [S + 1], prefix sums of the query lengths; entries past `num_seqs` are never read.
+            num_seqs: how many sequences are live, an int or an i32 array of one (which stays on its device); None is S.
+            max_q_len: a number of queries that no sequence exceeds, known to the host: a hint by which kernels are
+                chosen. Results do not depend on it.
+            d_v: columns of the value, a multiple of 16 up to d_qk.
+            sm_scale: factor on q . k; default `d_qk ** -0.5`.
+            causal: query i of a sequence stands at position `kv_len - q_len + i` and sees positions up to its own;
+                otherwise it sees all of `kv_len`.
+            sliding_window: it sees only positions > its own - sliding_window (1 is itself alone). With `causal=False`
+                this bounds the left side only.
+            soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, after scaling and before masking.
+            sinks: f32 [H], one logit per head that joins the softmax's denominator only.
+            q_scale: of float8_e4m3fn queries; a query times it is the true one: a float, or an array of [] or [H]. A
+                float joins `sm_scale`; an array multiplies the queries, which are then rounded to the dtype they are
+                widened to.
+            kv_scale: of a plain cache; a cached value times it is the true one: a float, or an array of [] or [1];
+                with `new_kv` as in `write_mla_cache`.
+            return_lse: also return the log-sum-exp.
+            new_kv: this step's latents, [T, d_qk] or [T, 1, d_qk] of q's dtype, one per query. They are written into
+                the cache before attention, as `write_mla_cache` does by `page_indices`, `kv_lens` and `cu_q_lens`.
+            cache_format: `plain`, `fp8_v32`, `fp8_v4`, `fp8_v41` or `fp4_v41`; default by the dtype and last dimension
+                of `kv_cache`.
+            cache_layout: as in `mla_decode`.
+            out_dtype: of `out`, "float32", "float16" or "bfloat16", or the framework's own dtype of that name; default
+                q's. Partial results that `merge_attention_states` will merge are best kept in float32.
+            out: torch only: memory for the result of that name, as in `ragged_paged_attention`.
+            backend: this call's backend, a name or an ordered list of them; see `ragged_attention.config`.
+            options: this call's tunables, fields of the chosen backend's `Tile`.
+
+        Returns:
+            out [T, H, d_v]; with `return_lse` also lse [T, H] float32, the natural log-sum-exp of the visible logits,
+            sinks not counted. A query that sees no key, and a padding row, gets out 0 and lse -inf. With `new_kv` the
+            last result is the cache: in torch the one given, written in place, in jax a new one, as from
+            `write_mla_cache`. No index value makes a kernel read outside the arrays: lengths are clamped to what the
+            arrays can hold, and a page index outside [0, P) makes its positions invisible. What no query sees may be
+            NaN. Softmax and sums are in float32, quantised rows as in `sparse_mla_prefill`.
+
+        Raises:
+            InvalidInput: (a ValueError) shapes, dtypes or options that contradict the above; values of the index arrays
+                are checked only under `validate="full"`.
+            TypeError: a value of the wrong kind.
+            Unsupported: no requested backend takes the call; the message gives each one's reason.
+
+        The result is that of `ragged_paged_attention` with one KV head whose values are the first `d_v` columns of its
+        keys; where all sequences have as many queries, it is that of `mla_decode` with `causal=True`. The operation is
+        tpu-inference's `mla_ragged_paged_attention` with the cache formats of FlashMLA.
+        """
+        arguments = dict(
+            q=q, kv_cache=kv_cache, kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens, num_seqs=num_seqs,
+            max_q_len=max_q_len, d_v=d_v, sm_scale=sm_scale, causal=causal, sliding_window=sliding_window,
+            soft_cap=soft_cap, sinks=sinks, q_scale=q_scale, kv_scale=kv_scale, return_lse=return_lse, new_kv=new_kv,
+            cache_format=cache_format, cache_layout=cache_layout, out_dtype=out_dtype,
+        )  # fmt: skip
+        if new_kv is not None:
+            return self.run_with_write(RaggedMlaAttention, arguments, backend, options, out)
+        results = self.run(RaggedMlaAttention, arguments, backend, options, out)
+        return (results[0], results[1]) if return_lse else results[0]

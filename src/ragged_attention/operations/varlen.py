@@ -1,0 +1,173 @@
+"""Attention over packed sequences, and its gradient."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, Literal, TypedDict, Unpack, overload
+
+from ragged_attention.calls import VarlenAttention, VarlenAttentionBackward, expect_bool
+from ragged_attention.operations.base import Array, FrontEnd, Memory
+
+
+class VarlenKeywords(TypedDict, Generic[Array, Memory], total=False):
+    """The keyword arguments of `varlen_attention` that its results' number does not depend on."""
+
+    max_q_len: int | None
+    max_kv_len: int | None
+    sm_scale: float | None
+    causal: bool
+    sliding_window: int | None
+    soft_cap: float | None
+    sinks: Array | None
+    deterministic: bool
+    out: Memory | None
+    backend: str | Sequence[str] | None
+    options: Mapping[str, Any] | None
+
+
+class Varlen(FrontEnd[Array, Memory]):
+    """Attention over packed sequences, and its gradient."""
+
+    @overload
+    def varlen_attention(
+        self, q: Array, k: Array, v: Array, cu_q_lens: Array, cu_kv_lens: Array, *, return_lse: Literal[False] = False,
+        **keywords: Unpack[VarlenKeywords[Array, Memory]],
+    ) -> Array: ...  # fmt: skip
+    @overload
+    def varlen_attention(
+        self, q: Array, k: Array, v: Array, cu_q_lens: Array, cu_kv_lens: Array, *, return_lse: Literal[True],
+        **keywords: Unpack[VarlenKeywords[Array, Memory]],
+    ) -> tuple[Array, Array]: ...  # fmt: skip
+    def varlen_attention(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        cu_q_lens: Array,
+        cu_kv_lens: Array,
+        *,
+        max_q_len: int | None = None,
+        max_kv_len: int | None = None,
+        sm_scale: float | None = None,
+        causal: bool = False,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Array | None = None,
+        return_lse: bool = False,
+        deterministic: bool = False,
+        out: Memory | None = None,
+        backend: str | Sequence[str] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Array | tuple[Array, Array]:
+        """Attention of packed sequences to packed sequences, without a cache: training, and prefill of whole prompts.
+
+        Shapes in letters: S sequences, T_q query tokens and T_k keys of all of them, H query heads, K KV heads (K
+        divides H), D head size of queries and keys, D_v that of values.
+
+        Args:
+            q: [T_q, H, D] bfloat16, float16 or float32, on the portable backends also float64 (for checking gradients);
+                the queries of all sequences, one after another. D and D_v from 1 to 256.
+            k, v: [T_k, K, D] and [T_k, K, D_v] of q's dtype.
+            cu_q_lens, cu_kv_lens: i32 [S + 1] each, prefix sums of the lengths: sequence s has the queries
+                [cu_q_lens[s], cu_q_lens[s + 1]) and the keys [cu_kv_lens[s], cu_kv_lens[s + 1]). Empty sequences are
+                allowed. Rows from the last entry on are padding. Entries are clamped to [0, T_q] and [0, T_k].
+            max_q_len, max_kv_len: lengths that no sequence exceeds, a hint by which tiles are chosen. Results do not
+                depend on them.
+            sm_scale: factor on q . k; default `D ** -0.5`.
+            causal: aligned at the end: query i of a sequence stands at position `kv_len - q_len + i` and sees the keys
+                up to its own position, which is none where that is negative; otherwise it sees all keys of its
+                sequence.
+            sliding_window: it sees only keys at positions > its own - sliding_window (1 is itself alone). With
+                `causal=False` this bounds the left side only.
+            soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, after scaling and before masking.
+            sinks: f32 [H] (f64 beside float64 queries), one logit per head that joins the softmax's denominator only.
+            return_lse: also return the log-sum-exp.
+            deterministic: the gradients have the same bits in every run. Those of `triton`, `eager` and `reference`
+                have, whether this is set or not.
+            out: torch only: memory for the result of that name, as in `ragged_paged_attention`; no gradient then.
+            backend: this call's backend, a name or an ordered list of them; see `ragged_attention.config`. The gradient
+                runs on it too if it offers `varlen_attention_backward`.
+            options: this call's tunables, fields of the chosen backend's `Tile`; those of the gradient are the
+                configuration's for `varlen_attention_backward`.
+
+        Returns:
+            out [T_q, H, D_v] of q's dtype; with `return_lse` also lse [T_q, H] float32 (float64 of float64 queries),
+            the natural log-sum-exp of the visible logits, sinks not counted. A query that sees no key, and a padding
+            row, gets out 0 and lse -inf. Softmax and sums are in float32. No value of the prefix sums makes a kernel
+            read outside the arrays. What no query sees may be NaN.
+
+            Differentiable with respect to q, k, v and sinks, through out and through lse, by reverse mode, once. What
+            no query sees gets a gradient of 0, as does a query that sees nothing.
+
+        Raises:
+            InvalidInput: (a ValueError) shapes, dtypes or options that contradict the above; values of the prefix sums
+                only under `validate="full"`.
+            TypeError: a value of the wrong kind.
+            Unsupported: no requested backend takes the call; the message gives each one's reason.
+
+        The operation is FlashMLA's and FlashAttention's `flash_attn_varlen_func`; online softmax after Milakov and
+        Gimelshein (2018), the recomputing gradient after Dao et al. (FlashAttention, 2022).
+        """
+        arguments = dict(
+            q=q, k=k, v=v, cu_q_lens=cu_q_lens, cu_kv_lens=cu_kv_lens, max_q_len=max_q_len, max_kv_len=max_kv_len,
+            sm_scale=sm_scale, causal=causal, sliding_window=sliding_window, soft_cap=soft_cap, sinks=sinks,
+            deterministic=deterministic,
+        )  # fmt: skip
+        expect_bool("return_lse", return_lse)
+        attended, lse = self.run(VarlenAttention, arguments, backend, options, out)
+        return (attended, lse) if return_lse else attended
+
+    def varlen_attention_backward(
+        self,
+        d_out: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        out: Array,
+        lse: Array,
+        cu_q_lens: Array,
+        cu_kv_lens: Array,
+        *,
+        d_lse: Array | None = None,
+        max_q_len: int | None = None,
+        max_kv_len: int | None = None,
+        sm_scale: float | None = None,
+        causal: bool = False,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Array | None = None,
+        deterministic: bool = False,
+        backend: str | Sequence[str] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> tuple[Array, Array, Array, Array | None]:
+        """The gradient of `varlen_attention`: called by automatic differentiation, and where kernels are swapped.
+
+        Letters as in `varlen_attention`.
+
+        Args:
+            d_out: [T_q, H, D_v] of q's dtype, the gradient of a scalar with respect to `out`.
+            q, k, v, cu_q_lens, cu_kv_lens, max_q_len, max_kv_len, sm_scale, causal, sliding_window, soft_cap, sinks,
+                deterministic: as `varlen_attention` was given them.
+            out, lse: what `varlen_attention` returned: [T_q, H, D_v] of q's dtype, [T_q, H] float32.
+            d_lse: [T_q, H] like `lse`, the gradient with respect to it; None is 0. Where `lse` is -inf it is ignored.
+            backend, options: as everywhere; see `varlen_attention`.
+
+        Returns:
+            dq, dk, dv of the shapes and dtypes of q, k, v, and d_sinks like `sinks`, None without sinks. With
+            p[j] = exp(logit[j] - lse), share = sigmoid(lse - sink), 1 without sinks, and delta = out . d_out:
+
+                dv[j] = sum over rows of share * p[j] * d_out
+                d_logit[j] = p[j] * (share * (d_out . v[j] - delta) + d_lse)
+                d_sink = sum over rows of (share - 1) * delta
+
+            from which dq and dk follow by the product rule, through the soft cap's `1 - tanh^2`. A row or key that
+            takes no part gets 0. Sums are in float32.
+
+        Raises:
+            InvalidInput, TypeError, Unsupported: as `varlen_attention`.
+        """
+        arguments = dict(
+            d_out=d_out, q=q, k=k, v=v, out=out, lse=lse, cu_q_lens=cu_q_lens, cu_kv_lens=cu_kv_lens, d_lse=d_lse,
+            max_q_len=max_q_len, max_kv_len=max_kv_len, sm_scale=sm_scale, causal=causal, sliding_window=sliding_window,
+            soft_cap=soft_cap, sinks=sinks, deterministic=deterministic,
+        )  # fmt: skip
+        dq, dk, dv, d_sinks = self.run(VarlenAttentionBackward, arguments, backend, options)
+        return dq, dk, dv, None if sinks is None else d_sinks

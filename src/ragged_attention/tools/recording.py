@@ -1,0 +1,110 @@
+"""Records what the Triton backend launches for a call, without launching it.
+
+The arrays of the call need no values: shapes and dtypes decide what is launched.
+"""
+
+import dataclasses
+import math
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ragged_attention import dispatch
+from ragged_attention.calls import Call, dtype_name
+from ragged_attention.tools.samples import FakeArray
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One kernel launch: its operands in order, its other arguments by name, and its options."""
+
+    kernel: Any
+    operands: tuple[Any, ...]
+    arguments: Mapping[str, Any]
+    num_warps: int
+    num_stages: int
+    grid: tuple[int, ...] = ()
+    launch_pdl: bool = False  # whether it may start before the previous launch has ended; this does not change its code
+
+    @property
+    def name(self) -> str:
+        return self.kernel.__name__
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The arguments other than arrays, with the plain values of records of constants under their own names.
+
+        A name that stands in several records has its first value.
+        """
+        return dict(reversed(list(_flat(self.arguments))))
+
+    @property
+    def programs(self) -> int:
+        return math.prod(self.grid)
+
+
+def _flat(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in arguments.items():
+        values = getattr(value, "plain", value)
+        if isinstance(values, types.SimpleNamespace):
+            yield from _flat(vars(values))
+        else:
+            yield name, value
+
+
+class Recorder:
+    """A launcher that launches nothing and remembers every launch. Its arrays are contiguous, so it copies none."""
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] = []
+
+    def __call__(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        inputs: Sequence[Any],
+        outputs: Iterable[tuple[Sequence[int], Any]],
+        *,
+        inplace: Sequence[int] = (),
+        num_warps: int = 4,
+        num_stages: int = 2,
+        launch_pdl: bool = False,
+        **arguments: Any,
+    ) -> list[Any]:
+        new = [FakeArray(tuple(shape), str(dtype).rpartition(".")[2]) for shape, dtype in outputs]
+        new += [inputs[index] for index in inplace]
+        if 0 not in grid:
+            operands = tuple(map(self.bits, (*inputs, *new)))
+            self.launches.append(Launch(kernel, operands, arguments, num_warps, num_stages, grid, launch_pdl))
+        return new
+
+    def strides(self, array: Any) -> tuple[int, ...]:
+        return tuple(math.prod(array.shape[axis + 1 :]) for axis in range(len(array.shape)))
+
+    def contiguous(self, array: Any) -> Any:
+        return array
+
+    def packed(self, array: Any) -> Any:
+        return array
+
+    def words(self, array: Any, *, packed_rows: bool) -> Any:
+        del packed_rows
+        return array
+
+    def sorted(self, numbers: Any) -> tuple[Any, Any]:
+        return numbers, FakeArray(numbers.shape, "int32")
+
+    def bits(self, array: Any) -> Any:
+        """The array as a kernel receives it: both front ends pass 8-bit floats as uint8."""
+        return FakeArray(array.shape, "uint8") if dtype_name(array).startswith("float8") else array
+
+    def on_host(self, function: Any, call: Any, outputs: Any, **extra: Any) -> Any:
+        raise TypeError(f"expected only kernel launches, got the host function {function.__name__}")
+
+
+def record(call: Call, tile: Any = None) -> list[Launch]:
+    """What the Triton backend launches for `call`; `tile` defaults to that of its heuristic."""
+    module: Any = dispatch.load(call.OPERATION, "triton")
+    recorder = Recorder()
+    module.run(call, module.heuristic(call) if tile is None else tile, recorder)
+    return recorder.launches
