@@ -129,6 +129,7 @@ CORNERS = (
 
 # Of each kernel a call that runs it.
 RUN_BY = {
+    "_combine.combine_kernel": "attention, decode of a long sequence",
     "_heads_first.chunk_edges_kernel": "chunked prefill, a partial chunk",
     "_heads_first.decode_edges_kernel": "paged decode, lengths of every kind",
     "_heads_first.scaled_kernel": "paged decode, quantised, soft cap",
@@ -136,14 +137,11 @@ RUN_BY = {
     "_indexer.tile_logits_kernel": "indexer top-k, exact, packed, wild ranges",
     "_indexer.walk_logits_kernel": "indexer top-k, exact, candidates",
     "_latent.decoding.decode_kernel": "sparse prefill, decoded first, fp8_v32",
-    "_latent.kernel.combine_kernel": "latents, dense",
     "_latent.kernel.latent_kernel": "latents, dense",
     "_softmax.sum_kernel": "packed gradient",
     "make_decode_schedule.schedule_kernel": "decode schedule, sparse, lengths",
     "merge_attention_states.merge_kernel": "merge, lses far apart",
-    "ragged_mla_attention.combine_kernel": "ragged latents, window in a long sequence",
     "ragged_mla_attention.ragged_latent_kernel": "ragged latents, mixed",
-    "ragged_paged_attention.combine_kernel": "attention, decode of a long sequence",
     "ragged_paged_attention.split_kernel": "decode and prefill",
     "ragged_paged_attention.tile_kernel": "float8 cache",
     "sparse_mla_prefill_backward.gather_kernel": "sparse gradient, duplicates in a fixed order",
