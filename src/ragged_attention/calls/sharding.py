@@ -7,7 +7,7 @@ here and add the exchange.
 import dataclasses
 from typing import Any
 
-from ragged_attention.calls import CALLS, Call, expect_count
+from ragged_attention.calls import CALLS, FLOATS, Call, dtype_name, expect_count
 from ragged_attention.calls.fields import ArrayKind, Kind, Pair, QueryScale, Scale
 from ragged_attention.calls.heads_first import HeadsFirstPages
 from ragged_attention.errors import InvalidInput
@@ -188,7 +188,22 @@ def expect_divisible(name: str, count: int, size: int, what: str) -> int:
     return count // size
 
 
+def dtype_of_parts(q: Any) -> str | None:
+    """The `out_dtype` that makes partial results float32; None where they are, since not every backend takes it."""
+    return None if dtype_name(q) == "float32" else "float32"
+
+
 # ---- rows of packed sequences
+
+
+def expect_ring(q: Any, k: Any, v: Any) -> None:
+    """Raise `InvalidInput` unless a rank's rows of q, k and v are two pieces of the same sequences."""
+    expect_divisible("q.shape[0]", q.shape[0], 2, "the pieces of a rank")
+    for name, array in (("k", k), ("v", v)):
+        if array.shape[0] != q.shape[0]:
+            raise InvalidInput(f"expected {name}.shape[0] = q.shape[0] = {q.shape[0]}, got {array.shape[0]}")
+    if dtype_name(q) not in FLOATS:
+        raise InvalidInput(f"expected q.dtype to be {' or '.join(FLOATS)}, got {dtype_name(q)}")
 
 
 def zigzag_order(num_tokens: int, size: int) -> list[range]:

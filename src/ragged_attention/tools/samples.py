@@ -7,7 +7,6 @@ a sample too, follow from the lengths of its sequences.
 import dataclasses
 import importlib
 import importlib.util
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from ragged_attention.calls import CACHE_FORMATS, CALLS, QUANTIZED, Call, Device
 from ragged_attention.calls.base import SHARED_MEMORY, shared_memory_of
 from ragged_attention.calls.fields import wide_dtype
 from ragged_attention.errors import InvalidInput
+from ragged_attention.protocols import PackedArrays
 
 FRAMEWORKS = ("torch", "jax")
 # Multiprocessors of the part that stands for each: A100, RTX 3090, H200, B200, RTX PRO 6000, MI300X, MI355X.
@@ -29,8 +29,8 @@ class FakeArray:
     dtype: str
 
 
-class ShapeLauncher:
-    """What launchers of arrays without values share: these are contiguous, so none is ever copied."""
+class ShapeLauncher(PackedArrays):
+    """The base of launchers of arrays without values."""
 
     def results(
         self, inputs: Sequence[Any], outputs: Iterable[tuple[Sequence[int], Any]], inplace: Sequence[int]
@@ -39,24 +39,12 @@ class ShapeLauncher:
         new = [FakeArray(tuple(shape), str(dtype).rpartition(".")[2]) for shape, dtype in outputs]
         return new + [inputs[index] for index in inplace]
 
-    def strides(self, array: Any) -> tuple[int, ...]:
-        return tuple(math.prod(array.shape[axis + 1 :]) for axis in range(len(array.shape)))
-
-    def contiguous(self, array: Any) -> Any:
-        return array
-
-    def packed(self, array: Any) -> Any:
-        return array
-
-    def words(self, array: Any, *, packed_rows: bool) -> Any:
-        del packed_rows
-        return array
-
 
 class AnySample:
     """What a representative call is made of."""
 
     num_q_heads: int
+    max_num_seqs: int
     sinks: bool
 
     def arguments(self, operation: str) -> dict[str, Any]:
@@ -69,6 +57,15 @@ class AnySample:
         """The record of `operation`, as if it came from `device`; `changed` are arguments in place of these."""
         arguments: dict[str, Any] = self.arguments(operation) | changed
         return CALLS[operation](**arguments, device=device)
+
+    def _tables(self, pages_per_seq: int) -> dict[str, Any]:
+        """The arrays that say which keys the sequences of a ragged batch have."""
+        seqs = self.max_num_seqs
+        return {
+            "kv_lens": FakeArray((seqs,), "int32"),
+            "page_indices": FakeArray((seqs, pages_per_seq), "int32"),
+            "cu_q_lens": FakeArray((seqs + 1,), "int32"),
+        }
 
     def _sinks(self, dtype: str = "float32") -> FakeArray | None:
         return FakeArray((self.num_q_heads,), dtype) if self.sinks else None
@@ -118,16 +115,12 @@ class Sample(AnySample):
         pages = FakeArray((self.num_pages, self.page_size, heads, self.head_dim), self.stored)
         return (pages, pages) if self.split_pages else pages
 
-    def _tables(self) -> dict[str, Any]:
-        seqs = self.max_num_seqs
-        return {
-            "kv_lens": FakeArray((seqs,), "int32"),
-            "page_indices": FakeArray((seqs, self.pages_per_seq), "int32"),
-            "cu_q_lens": FakeArray((seqs + 1,), "int32"),
-        }
-
     def _cache(self) -> dict[str, Any]:
-        return self._tables() | {"kv_pages": self._pages(), "k_scale": self.scale, "v_scale": self.scale}
+        return self._tables(self.pages_per_seq) | {
+            "kv_pages": self._pages(),
+            "k_scale": self.scale,
+            "v_scale": self.scale,
+        }
 
     def _ragged_paged_attention(self) -> dict[str, Any]:
         return self._cache() | {
@@ -153,7 +146,7 @@ class Sample(AnySample):
         return {"k_pages": pages, "v_pages": pages, "soft_cap": self.soft_cap}
 
     def _paged_attention(self) -> dict[str, Any]:
-        tables = self._tables()
+        tables = self._tables(self.pages_per_seq)
         return self._heads_first() | {
             "q": FakeArray((self.max_num_seqs, *self.q_shape[1:]), self.dtype),
             "lengths": tables["kv_lens"],
@@ -248,10 +241,8 @@ class LatentSample(AnySample):
 
     def _mla_decode(self) -> dict[str, Any]:
         tokens = (self.max_num_seqs, self.num_q_tokens)
-        keys = {
-            "page_indices": FakeArray((self.max_num_seqs, self.pages_per_seq(self.page_size)), "int32"),
-            "kv_lens": FakeArray((self.max_num_seqs,), "int32"),
-        }
+        keys = self._tables(self.pages_per_seq(self.page_size))
+        del keys["cu_q_lens"]
         if self.topk:
             keys = {"indices": FakeArray((*tokens, self.topk), "int32")}
         if self.extra_topk:
@@ -261,16 +252,16 @@ class LatentSample(AnySample):
         return self._attention(tokens) | keys | {"kv_cache": self._cache(self.page_size)} | more
 
     def _ragged_mla_attention(self) -> dict[str, Any]:
-        tables = (self.max_num_seqs, self.pages_per_seq(self.page_size))
-        return self._attention((self.num_tokens,)) | {
-            "kv_cache": self._cache(self.page_size),
-            "kv_lens": FakeArray((self.max_num_seqs,), "int32"),
-            "page_indices": FakeArray(tables, "int32"),
-            "cu_q_lens": FakeArray((self.max_num_seqs + 1,), "int32"),
-            "causal": self.causal,
-            "sliding_window": self.sliding_window,
-            "soft_cap": self.soft_cap,
-        }
+        return (
+            self._attention((self.num_tokens,))
+            | self._tables(self.pages_per_seq(self.page_size))
+            | {
+                "kv_cache": self._cache(self.page_size),
+                "causal": self.causal,
+                "sliding_window": self.sliding_window,
+                "soft_cap": self.soft_cap,
+            }
+        )
 
     def _make_decode_schedule(self) -> dict[str, Any]:
         lens = FakeArray((self.max_num_seqs,), "int32")
@@ -384,13 +375,7 @@ class IndexerSample(AnySample):
             keys = FakeArray((count, self.head_dim), self.dtype)
             scale = FakeArray((count,), "float32") if self.dtype == "float8_e4m3fn" else None
             return {"keys": keys, "key_scale": scale, "starts": edges, "stops": edges}
-        return {
-            "keys": self._cache(),
-            "page_indices": FakeArray((seqs, self.pages_per_seq), "int32"),
-            "kv_lens": FakeArray((seqs,), "int32"),
-            "cu_q_lens": FakeArray((seqs + 1,), "int32"),
-            "ratio": self.ratio,
-        }
+        return self._tables(self.pages_per_seq) | {"keys": self._cache(), "ratio": self.ratio}
 
     def _indexer_logits(self) -> dict[str, Any]:
         heads = (self.num_tokens, self.num_q_heads)
