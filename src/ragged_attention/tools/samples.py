@@ -1,7 +1,7 @@
-"""Representative calls without arrays, on devices that need not be present: for asking backends what they take.
+"""Representative calls without arrays, on devices that need not be present, to ask backends which calls they take.
 
-What a call is made of is described once: a sample's sizes are chosen freely, those of a case in `benchmarks/`, which is
-a sample too, follow from the lengths of its sequences.
+The arguments of each operation are described here once. A sample's sizes are chosen freely; a case in `benchmarks/` is
+a sample too, whose sizes follow from the lengths of its sequences.
 """
 
 import dataclasses
@@ -17,13 +17,13 @@ from ragged_attention.errors import InvalidInput
 from ragged_attention.protocols import PackedArrays
 
 FRAMEWORKS = ("torch", "jax")
-# Multiprocessors of the part that stands for each: A100, RTX 3090, H200, B200, RTX PRO 6000, MI300X, MI355X.
+# Multiprocessors of one GPU of each architecture: A100, RTX 3090, H200, B200, RTX PRO 6000, MI300X, MI355X.
 MULTIPROCESSORS = {"sm_80": 108, "sm_86": 82, "sm_90": 132, "sm_100": 148, "sm_120": 188, "gfx942": 304, "gfx950": 256}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FakeArray:
-    """A shape and a dtype's name: all that a record looks at."""
+    """A shape and the name of a dtype, which is all that a record reads."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -35,13 +35,13 @@ class ShapeLauncher(PackedArrays):
     def results(
         self, inputs: Sequence[Any], outputs: Iterable[tuple[Sequence[int], Any]], inplace: Sequence[int]
     ) -> list[Any]:
-        """What a launch returns: new arrays, then the inputs that it may write."""
+        """The results of a launch: new arrays, then the inputs that it may write."""
         new = [FakeArray(tuple(shape), str(dtype).rpartition(".")[2]) for shape, dtype in outputs]
         return new + [inputs[index] for index in inplace]
 
 
 class AnySample:
-    """What a representative call is made of."""
+    """The sizes and options of a representative call."""
 
     num_q_heads: int
     max_num_seqs: int
@@ -54,7 +54,7 @@ class AnySample:
         return getattr(self, f"_{operation}")()
 
     def call(self, operation: str, device: Device, **changed: Any) -> Call:
-        """The record of `operation`, as if it came from `device`; `changed` are arguments in place of these."""
+        """The record of `operation` on `device`; `changed` replaces some of the arguments."""
         arguments: dict[str, Any] = self.arguments(operation) | changed
         return CALLS[operation](**arguments, device=device)
 
@@ -88,7 +88,7 @@ class Sample(AnySample):
     sliding_window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
-    scale: float | None = None  # of a quantised cache, for K and V alike
+    scale: float | None = None  # of a quantised cache, for both K and V
     return_lse: bool = False
     draft: int | None = None  # columns of a draft mask
     max_q_len: int | None = None
@@ -138,7 +138,7 @@ class Sample(AnySample):
         return self._cache() | {"k": new, "v": new}
 
     def _heads_first(self) -> dict[str, Any]:
-        """What the operations over heads-first pages share; an 8-bit cache has scales."""
+        """The arguments that the operations over heads-first pages share; an 8-bit cache has scales."""
         shape = (self.num_kv_heads, self.num_pages, self.page_size)
         pages: Any = FakeArray((*shape, self.head_dim), self.stored)
         if self.stored in QUANTIZED:
@@ -182,7 +182,7 @@ class LatentSample(AnySample):
     max_len: int = 4096
     causal: bool = False
     topk: int = 2048  # 0: dense
-    extra_topk: int = 0  # into a second cache of as many positions
+    extra_topk: int = 0  # keys selected from a second cache of the same length
     extra_page_size: int = 64
     extra_format: str | None = None  # None: that of the first
     cache_layout: str | None = None
@@ -215,7 +215,7 @@ class LatentSample(AnySample):
         return FakeArray(shape, "uint8" if layout else self.stored or self.dtype)
 
     def _rows(self) -> FakeArray:
-        """What a prefill reads."""
+        """The rows that a prefill reads."""
         return self._cache(self.page_size)
 
     def _attention(self, tokens: tuple[int, ...]) -> dict[str, Any]:
@@ -232,7 +232,7 @@ class LatentSample(AnySample):
         return self._attention((self.num_tokens,)) | {"kv": self._rows(), "indices": lists}
 
     def _sparse_mla_prefill_backward(self) -> dict[str, Any]:
-        """Of plain rows, whatever the format: bytes have no gradient."""
+        """The rows are plain whatever the format is, since quantised rows have no gradient."""
         given = self._sparse_mla_prefill()
         del given["cache_format"], given["cache_layout"]
         outs = FakeArray((self.num_tokens, self.num_q_heads, self.d_v), self.dtype)
@@ -304,7 +304,7 @@ class VarlenSample(AnySample):
     sliding_window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
-    d_lse: bool = False  # whether a gradient is given that of lse
+    d_lse: bool = False  # whether the gradient of lse is given
 
     @property
     def num_kv_tokens(self) -> int:
@@ -359,7 +359,7 @@ class IndexerSample(AnySample):
 
     @property
     def new_dtype(self) -> str:
-        """Of keys before they are quantised."""
+        """The dtype of keys before they are quantised."""
         return "bfloat16" if self.dtype == "float8_e4m3fn" else self.dtype
 
     def _cache(self) -> FakeArray:
