@@ -183,8 +183,7 @@ class Indexer(FrontEnd[Array, Memory]):
             InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
         """
         arguments = dict(k=k, power_of_two=power_of_two)
-        values, scale = self.run(QuantizeIndexerKeys, arguments, backend, options)
-        return values, scale
+        return self.run(QuantizeIndexerKeys, arguments, backend, options)
 
     def write_indexer_cache(
         self,

@@ -96,8 +96,7 @@ class Latent(FrontEnd[Array, Memory]):
             q=q, kv=kv, indices=indices, sm_scale=sm_scale, d_v=d_v, sinks=sinks, topk_lens=topk_lens,
             cache_format=cache_format, cache_layout=cache_layout, deterministic=deterministic, out_dtype=out_dtype,
         )  # fmt: skip
-        attended, max_logits, lse = self.run(SparseMlaPrefill, arguments, backend, options, out)
-        return attended, max_logits, lse
+        return self.run(SparseMlaPrefill, arguments, backend, options, out)
 
     def sparse_mla_prefill_backward(
         self,
@@ -239,8 +238,7 @@ class Latent(FrontEnd[Array, Memory]):
             extra_topk_lens=extra_topk_lens, schedule=schedule, cache_format=cache_format, cache_layout=cache_layout,
             out_dtype=out_dtype,
         )  # fmt: skip
-        attended, lse = self.run(MlaDecode, arguments, backend, options, out)
-        return attended, lse
+        return self.run(MlaDecode, arguments, backend, options, out)
 
     def make_decode_schedule(
         self,

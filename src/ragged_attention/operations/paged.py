@@ -242,5 +242,4 @@ class Paged(FrontEnd[Array, Memory]):
             InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
         """
         arguments = dict(outs=outs, lses=lses, sinks=sinks, out_dtype=out_dtype)
-        merged, lse = self.run(MergeAttentionStates, arguments, backend, options, out)
-        return merged, lse
+        return self.run(MergeAttentionStates, arguments, backend, options, out)
